@@ -1,0 +1,250 @@
+"""Reading and writing fairseq checkpoints without trusting them, and finding them in a ``--save-dir``.
+
+A PyTorch checkpoint is a pickle, and unpickling runs whatever the file asks for. From torch 2.6 on, ``torch.load``
+refuses by default everything but tensors and plain containers, and with it fairseq's own checkpoints, which hold an
+``argparse.Namespace``. This module allows what fairseq's checkpoints hold, by name, and nothing else. It needs torch
+and NumPy, not fairseq.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import re
+import secrets
+import stat
+import warnings
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import torch
+
+try:
+    from numpy._core import multiarray
+except ImportError:  # NumPy 1
+    from numpy.core import multiarray
+
+
+_DTYPES = "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64".split()
+
+_GET_ANOTHER = "copy it again from where it was written, or use another checkpoint"
+
+# The three ways in which torch says that a file asks for something outside the list of safe objects.
+_REFUSED_OBJECT = re.compile(
+    r"GLOBAL (\S+)|allowlisted\s+via `add_safe_globals`,? but got <class '([^']+)'>|unrecognized function (.+)"
+)
+
+_NAME_PATTERNS = {
+    "epoch": re.compile(r"checkpoint(?P<number>\d+)\.pt"),
+    "update": re.compile(r"checkpoint_(?P<epoch>\d+)_(?P<number>\d+)\.pt"),
+}
+
+
+class CheckpointError(Exception):
+    """A checkpoint cannot be read, written or used. The text is one line: the file, what is wrong, what to do."""
+
+
+def allow_fairseq_checkpoints() -> None:
+    """Let ``torch.load(weights_only=True)``, the default from torch 2.6 on, read fairseq's checkpoints.
+
+    Allowed are ``argparse.Namespace`` (the model's arguments inside ``cfg``) and the pieces a NumPy number or an array
+    of numbers is pickled as (the n-gram counts that ``--eval-bleu`` leaves among the metrics). None of them runs code
+    from the file. Calling it again changes nothing.
+    """
+    allowed = [argparse.Namespace, np.ndarray, np.dtype]
+    # Loading an array also restores its dtype, whose class torch looks up by itself.
+    allowed += [type(np.dtype(name)) for name in _DTYPES]
+    # torch compares names, and NumPy 2 renamed the module: a file written beside either version is to load with both.
+    for function in (multiarray._reconstruct, multiarray.scalar):
+        allowed += [(function, f"{module}.multiarray.{function.__name__}") for module in ("numpy._core", "numpy.core")]
+    torch.serialization.add_safe_globals(allowed)
+
+
+def load_checkpoint(path: str | os.PathLike) -> dict:
+    """Read a fairseq checkpoint into CPU memory, without running code from the file.
+
+    The checksums of all records are compared first, which ``torch.load`` does not do: a flipped bit in a weight would
+    otherwise go unnoticed.
+
+    Args:
+        path: a ``.pt`` file that fairseq wrote.
+
+    Returns:
+        The checkpoint's dict; ``"model"`` maps parameter and buffer names to tensors.
+
+    Raises:
+        CheckpointError: the file is missing, a directory, unreadable, empty, cut off or damaged, asks for an object
+            outside the list of :func:`allow_fairseq_checkpoints` (it is named, and was not created), or holds no
+            ``"model"`` dict of tensors.
+    """
+    check_input_path(path)
+    allow_fairseq_checkpoints()
+    try:
+        if zipfile.is_zipfile(path):
+            with zipfile.ZipFile(path) as archive:
+                record = archive.testzip()
+            if record is not None:
+                raise CheckpointError(f"{path}: is damaged ({record} does not match its checksum); {_GET_ANOTHER}")
+        with warnings.catch_warnings():
+            # Of no use beside the error that follows it.
+            warnings.filterwarnings("ignore", message="Detected pickle protocol")
+            state = torch.load(os.fspath(path), map_location="cpu", weights_only=True)
+    except CheckpointError:
+        raise
+    except Exception as error:  # a damaged pickle can raise anything
+        raise CheckpointError(f"{path}: {_explain_load_error(path, error)}") from error
+    _check_state(path, state)
+    return state
+
+
+def _explain_load_error(path: str | os.PathLike, error: Exception) -> str:
+    text = str(error)
+    with open(path, "rb") as file:
+        looks_like_zip = file.read(2) == b"PK"
+    refused = _REFUSED_OBJECT.search(text)
+    if refused:
+        name = next(group for group in refused.groups() if group)
+        # Without a zip file's checksums, the name may also be what is left of another one.
+        damaged = "" if looks_like_zip else ", or is damaged"
+        return (
+            f"asks for {name}, which no fairseq checkpoint needs{damaged}; the file was not loaded and nothing in it "
+            "was executed. If you trust its source, save it again without that object"
+        )
+    if isinstance(error, MemoryError) or "allocate memory" in text:
+        return "does not fit into memory; use a machine with more of it"
+    if looks_like_zip:
+        return f"is cut off or damaged; {_GET_ANOTHER}"
+    reason = text.split("WeightsUnpickler error:")[-1].strip().splitlines()
+    detail = ": ".join([type(error).__name__, *reason[:1]])
+    return f"is not a PyTorch checkpoint, or is damaged ({detail}); {_GET_ANOTHER}"
+
+
+def _check_state(path: str | os.PathLike, state: object) -> None:
+    advice = "use a checkpoint*.pt file written by fairseq"
+    if not isinstance(state, dict) or not isinstance(state.get("model"), dict) or not state["model"]:
+        raise CheckpointError(f"{path}: is not a fairseq checkpoint (it holds no 'model' dict); {advice}")
+    for key, value in state["model"].items():
+        if not isinstance(key, str) or not isinstance(value, torch.Tensor) or value.layout != torch.strided:
+            problem = f"model entry {key!r}, a {type(value).__name__}, is not a named dense tensor"
+            raise CheckpointError(f"{path}: is not a fairseq checkpoint ({problem}); {advice}")
+
+
+def check_input_path(path: str | os.PathLike) -> os.stat_result:
+    """Raise :class:`CheckpointError` unless ``path`` is a regular file that is not empty; return its ``stat``."""
+    try:
+        info = os.stat(path)
+        if stat.S_ISDIR(info.st_mode):
+            raise CheckpointError(f"{path}: is a directory; name a checkpoint file inside it")
+        if not stat.S_ISREG(info.st_mode):
+            raise CheckpointError(f"{path}: is not a regular file; copy the checkpoint to one")
+        with open(path, "rb"):
+            pass
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path}: no such file; check the name") from error
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
+    if info.st_size == 0:
+        raise CheckpointError(f"{path}: is empty; {_GET_ANOTHER}")
+    return info
+
+
+def check_output_path(path: str | os.PathLike) -> None:
+    """Raise :class:`CheckpointError` unless a file can be written at ``path``: before the work, not after it."""
+    target = Path(os.path.realpath(path))
+    if not target.parent.is_dir():
+        raise CheckpointError(f"{path}: cannot be written, there is no directory {target.parent}; create it first")
+    if target.exists() and not target.is_file():
+        # os.replace would put a file in the place of a device such as /dev/null.
+        raise CheckpointError(f"{path}: cannot be written, it exists and is not a regular file; choose another name")
+    if not os.access(target.parent, os.W_OK | os.X_OK):
+        raise CheckpointError(f"{path}: cannot be written, no permission to write in {target.parent}")
+
+
+def save_checkpoint(state: dict, path: str | os.PathLike) -> None:
+    """Write ``state`` to ``path`` so that either all of it or nothing is there afterwards.
+
+    The data goes to a temporary file in the same directory, is flushed to the disk, and then takes the place of
+    ``path``. The temporary file is removed on any error, Ctrl-C included. A symbolic link at ``path`` stays one.
+
+    Raises:
+        CheckpointError: the directory is missing or not writable, or the disk is full; an earlier file is untouched.
+    """
+    check_output_path(path)
+    target = Path(os.path.realpath(path))
+    temporary = target.with_name(f".{target.name[:100]}.{secrets.token_hex(4)}.tmp")
+    try:
+        # Not tempfile, whose files only the owner may read: this one is to get the modes that the umask gives.
+        with open(temporary, "xb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, target)
+        _sync_directory(target.parent)
+    except (OSError, RuntimeError) as error:
+        cause = _cause_of(error)
+        if isinstance(cause, OSError):
+            reason = cause.strerror or cause
+            raise CheckpointError(f"{path}: cannot be written ({reason}); an earlier file is untouched") from error
+        raise cause from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _cause_of(error: BaseException) -> BaseException:
+    """What stopped the writing: torch's zip writer answers an OSError or a Ctrl-C with a RuntimeError of its own."""
+    link: BaseException | None = error
+    while link is not None:
+        if isinstance(link, (OSError, KeyboardInterrupt)):
+            return link
+        link = link.__cause__ or link.__context__
+    return error
+
+
+def _sync_directory(directory: Path) -> None:
+    # Makes the renaming itself durable. Some file systems refuse it; the data is safe then, too.
+    with contextlib.suppress(OSError):
+        descriptor = os.open(directory, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def find_checkpoints(
+    directory: str | os.PathLike, by: str = "epoch", last: int | None = None, upper_bound: int | None = None
+) -> list[Path]:
+    """The checkpoints that ``fairseq-train`` left in ``directory``, newest first.
+
+    Args:
+        directory: fairseq's ``--save-dir``.
+        by: ``"epoch"`` for ``checkpoint{epoch}.pt``, ``"update"`` for ``checkpoint_{epoch}_{update}.pt``. The numbers
+            are compared as numbers: ``checkpoint10.pt`` is newer than ``checkpoint9.pt``.
+        last: how many to return, at least 1; all of them if None.
+        upper_bound: leave out those with a larger epoch (or update) number.
+
+    Raises:
+        CheckpointError: the directory cannot be read, or holds fewer than ``last`` such checkpoints (or none).
+        ValueError: ``by`` or ``last`` is none of the above.
+    """
+    if by not in _NAME_PATTERNS:
+        raise ValueError(f"by must be one of {', '.join(_NAME_PATTERNS)}, not {by!r}")
+    if last is not None and last < 1:
+        raise ValueError(f"last must be at least 1, not {last}")
+    try:
+        names = [entry.name for entry in os.scandir(directory) if not entry.is_dir()]
+    except OSError as error:
+        raise CheckpointError(f"{directory}: cannot list the checkpoints ({error.strerror})") from error
+
+    found = []
+    for name in names:
+        match = _NAME_PATTERNS[by].fullmatch(name)
+        if match and (upper_bound is None or int(match["number"]) <= upper_bound):
+            found.append((int(match["number"]), int(match.groupdict().get("epoch", 0)), name))
+    if len(found) < (last or 1):
+        bound = "" if upper_bound is None else f" up to {by} {upper_bound}"
+        plural = "" if len(found) == 1 else "s"
+        wanted = "" if last is None else f", fewer than the {last} asked for"
+        raise CheckpointError(f"{directory}: found {len(found)} {by} checkpoint{plural}{bound}{wanted}")
+    return [Path(directory) / name for _, _, name in sorted(found, reverse=True)[:last]]

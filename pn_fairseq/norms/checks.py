@@ -1,0 +1,49 @@
+"""Argument checks that all norms share. Each raises ValueError with the offending values in it."""
+
+import math
+from numbers import Integral, Real
+
+import torch
+from torch import Tensor
+
+
+def check_whole(name: str, value, minimum: int) -> int:
+    """``value`` as an int, if it is a whole number of at least ``minimum``."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < minimum:
+        raise ValueError(f"{name}={value!r} must be a whole number of at least {minimum}")
+    return int(value)
+
+
+def check_positive(name: str, value) -> float:
+    """``value`` as a float, if it is finite and greater than 0."""
+    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value) or value <= 0:
+        raise ValueError(f"{name}={value!r} must be a number greater than 0")
+    return float(value)
+
+
+def check_alpha(name: str, value) -> float:
+    """``value`` as a float, if it lies in the open interval (0, 1)."""
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0 < value < 1:
+        raise ValueError(f"{name}={value!r} must lie strictly between 0 and 1")
+    return float(value)
+
+
+def check_input(x: Tensor, padding_mask: Tensor | None, num_features: int) -> None:
+    """Check activations (T, B, C) or (N, C) and their padding mask, (B, T) or (N,) bool."""
+    if x.dim() not in (2, 3) or x.size(-1) != num_features:
+        raise ValueError(
+            f"expected an input of shape (T, B, C) or (N, C) with C={num_features} channels, got {tuple(x.shape)}"
+        )
+    if not x.is_floating_point():
+        raise ValueError(f"expected a floating-point input, got {x.dtype}")
+    if padding_mask is None:
+        return
+    if padding_mask.dtype != torch.bool:
+        raise ValueError(f"padding_mask must have dtype torch.bool (True = padding), got {padding_mask.dtype}")
+    expected = (x.size(1), x.size(0)) if x.dim() == 3 else (x.size(0),)
+    if tuple(padding_mask.shape) != expected:
+        layout = "(B, T)" if x.dim() == 3 else "(N,)"
+        raise ValueError(
+            f"padding_mask of shape {tuple(padding_mask.shape)} does not fit an input of shape {tuple(x.shape)}: "
+            f"expected {layout} = {expected}"
+        )

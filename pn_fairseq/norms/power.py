@@ -1,0 +1,168 @@
+"""PN: power normalization with a running statistic forward and a running correction backward."""
+
+import torch
+from torch import Tensor
+
+from pn_fairseq.norms.base import RunningNorm
+from pn_fairseq.norms.checks import check_alpha
+from pn_fairseq.norms.pending import Step
+from pn_fairseq.norms.psi_warmup import PsiWarmup
+
+
+class PowerNorm(RunningNorm):
+    r"""Power normalization, PN (Shen et al. 2020, Definition 3 and Algorithm 2).
+
+    Training forward number t, per channel, with the mean taken over the real tokens M of the batch:
+
+    .. math::
+        \psi_B^2 &= \mathrm{mean}_M(x^2), \qquad
+        \hat x = x / \sqrt{\psi_{t-1}^2 + \epsilon}, \qquad y = \gamma \hat x + \beta \\
+        \psi_t^2 &= \alpha_\mathrm{fwd} \psi_{t-1}^2 + (1 - \alpha_\mathrm{fwd}) \psi_B^2
+
+    The backward pass is not the derivative of this but the paper's approximation of PN-V's:
+
+    .. math::
+        \mathrm{d}x &= (\gamma\,\mathrm{d}y - \nu_{t-1} \hat x) / \sqrt{\psi_{t-1}^2 + \epsilon} \\
+        \nu_t &= \nu_{t-1} \max(0, 1 - (1 - \alpha_\mathrm{bwd}) \mathrm{mean}_M(\hat x^2))
+                 + (1 - \alpha_\mathrm{bwd})\, \mathrm{mean}_M(\gamma\,\mathrm{d}y\,\hat x)
+
+    ``max(0, .)`` enforces the paper's Assumption 10; without it the recursion diverges as soon as a batch's mean
+    square exceeds ``2 / (1 - alpha_bwd)`` times the running one. During the psi warm-up :math:`\psi_B` takes the
+    place of :math:`\psi_{t-1}` as the divisor, and :math:`\psi_t^2` is the mean of the batches so far. In
+    evaluation :math:`y = \gamma x / \sqrt{\psi^2 + \epsilon} + \beta`.
+
+    Args:
+        num_features: number of channels C.
+        eps: added to the second moment before the root.
+        alpha_fwd: decay of :math:`\psi^2`, in (0, 1).
+        alpha_bwd: decay of :math:`\nu`, in (0, 1).
+        affine: learn ``weight`` (gamma) and ``bias`` (beta), both (C,).
+        layer_scale_groups: groups of the :class:`~pn_fairseq.norms.LayerScale` in front; 0 means none.
+        psi_warmup_updates: length of the warm-up in optimizer updates, or in training forwards for a module that is
+            never told the number of updates (:meth:`set_num_updates`).
+
+    Buffers: ``running_psi2`` (:math:`\psi^2`, initially 1) and ``nu`` (initially 0), (C,) float32, and
+    ``num_batches_tracked``, int64.
+
+    Shapes: see :meth:`forward`.
+
+    Raises:
+        ValueError: an argument or an input does not fit; the message holds its value.
+    """
+
+    layer_scale_per_head = True
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        alpha_fwd: float = 0.9,
+        alpha_bwd: float = 0.9,
+        affine: bool = True,
+        layer_scale_groups: int = 0,
+        psi_warmup_updates: int = 0,
+    ):
+        super().__init__(num_features, eps, affine, layer_scale_groups, running_psi2=1.0, nu=0.0)
+        self.alpha_fwd = check_alpha("alpha_fwd", alpha_fwd)
+        self.alpha_bwd = check_alpha("alpha_bwd", alpha_bwd)
+        self.psi_warmup = PsiWarmup(psi_warmup_updates)
+        # None: no trainer has spoken, the module's own counter decides. Kept as a flag and not as the number of
+        # updates, which would make torch.compile specialize on every update.
+        self._warming_up: bool | None = None
+
+    def set_num_updates(self, num_updates: int) -> None:
+        super().set_num_updates(num_updates)
+        self._warming_up = self.psi_warmup.active(num_updates)
+
+    def _is_warming_up(self) -> bool | Tensor:
+        if self._warming_up is not None:
+            return self._warming_up
+        return self.psi_warmup.updates > 0 and self.psi_warmup.active(self.num_batches_tracked)
+
+    @torch.jit.unused
+    def _train(self, h: Tensor, padding_mask: Tensor | None) -> Tensor:
+        padding, count = self._real_tokens(h, padding_mask)
+        square = h.detach().square()
+        psi2_batch = self._mean_over_real(square if padding is None else square.masked_fill(padding, 0.0), count)
+        warming_up = self._is_warming_up()
+        psi2 = self.running_psi2.to(h.dtype)
+        if isinstance(warming_up, Tensor):
+            psi2 = torch.where(warming_up & (count > 0), psi2_batch, psi2)
+        elif warming_up:
+            psi2 = torch.where(count > 0, psi2_batch, psi2)
+        step = self._begin(
+            key=psi2_batch,
+            count=count,
+            batch={"running_psi2": psi2_batch},
+            weight=lambda number: self.psi_warmup.weight(warming_up, number, self.alpha_fwd),
+            denominator=(psi2 + self.eps).sqrt(),
+            nu=self.nu.to(h.dtype, copy=True),
+        )
+        denominator, nu = step.used["denominator"], step.used["nu"]
+        gamma_moment = psi2_batch / denominator.square()
+
+        def finish(lambda_moment: Tensor) -> None:
+            self._update_nu(step, gamma_moment, lambda_moment)
+
+        return _PowerNormFunction.apply(h, self.weight, self.bias, denominator, nu, padding, count, finish)
+
+    @torch.no_grad()
+    def _update_nu(self, step: Step, gamma_moment: Tensor, lambda_moment: Tensor) -> None:
+        """Line 4 of the backward pass, with Gamma = mean(x_hat^2) and Lambda = mean(dx_hat x_hat), both (C,)."""
+        finite = gamma_moment.isfinite().all() & lambda_moment.isfinite().all()
+        if not self._settle(step, finite):
+            return
+        rate = 1.0 - self.alpha_bwd
+        moved = self.nu * (1.0 - rate * gamma_moment).clamp(min=0.0) + rate * lambda_moment
+        self.nu.copy_(torch.where(finite, moved, self.nu.to(moved.dtype)))
+
+    def _evaluate(self, h: Tensor) -> Tensor:
+        return self._affine(h * torch.rsqrt(self.running_psi2.to(h.dtype) + self.eps))
+
+    def extra_repr(self) -> str:
+        return (
+            f"{super().extra_repr()}, alpha_fwd={self.alpha_fwd}, alpha_bwd={self.alpha_bwd}, "
+            f"psi_warmup_updates={self.psi_warmup.updates}"
+        )
+
+
+class _PowerNormFunction(torch.autograd.Function):
+    """y = weight * x / denominator + bias, with PN's approximate gradient.
+
+    ``x`` (T, B, C) or (N, C); ``weight`` and ``bias`` (C,) or None; ``denominator`` and ``nu`` (C,); ``padding`` bool,
+    broadcasting against ``x``, or None; ``count`` the number of real tokens; ``finish`` is handed
+    Lambda = mean(dx_hat x_hat) over the real tokens, once the backward pass has it.
+    """
+
+    @staticmethod
+    def forward(x, weight, bias, denominator, nu, padding, count, finish):
+        normalized = x / denominator
+        if weight is None:
+            return normalized
+        return torch.addcmul(bias.to(x.dtype), normalized, weight.to(x.dtype))
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        x, weight, _, denominator, nu, padding, count, finish = inputs
+        ctx.save_for_backward(x, weight, denominator, nu, padding, count)
+        ctx.finish = finish
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy):
+        x, weight, denominator, nu, padding, count = ctx.saved_tensors
+        normalized = x / denominator
+        dnormalized = dy if weight is None else dy * weight.to(dy.dtype)
+        product = dnormalized * normalized
+        correction = nu * normalized
+        if padding is not None:
+            product = product.masked_fill(padding, 0.0)
+            correction = correction.masked_fill(padding, 0.0)
+        tokens = tuple(range(x.dim() - 1))
+        ctx.finish(product.sum(tokens) / count.clamp(min=1.0))
+        dx = (dnormalized - correction) / denominator
+        if weight is None:
+            return dx, None, None, None, None, None, None, None
+        dweight = (dy * normalized).sum(tokens).to(weight.dtype)
+        dbias = dy.sum(tokens).to(weight.dtype)
+        return dx, dweight, dbias, None, None, None, None, None

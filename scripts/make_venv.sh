@@ -1,0 +1,86 @@
+#!/usr/bin/env bash
+# Create the virtual environment that everything here runs in. Called by `make venv`.
+set -euo pipefail
+
+usage() {
+    cat <<'END'
+usage: [VENV=DIR] [PYTHON=python3.11] [TORCH=REQUIREMENT] scripts/make_venv.sh
+
+Creates VENV (default .venv) with the versions of constraints.txt and this project in editable mode. Does nothing if
+that was done before with the same settings; starts afresh if constraints.txt, setup.py or a setting has changed.
+
+  TORCH   a pip requirement in place of the pinned torch, for a CUDA or other build, with pip's options if need be:
+          TORCH='torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu'
+END
+}
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+# shellcheck source=lib/common.sh
+source "$root/scripts/lib/common.sh"
+cd "$root"
+
+[[ ${1-} != -h && ${1-} != --help ]] || { usage; exit 0; }
+[[ $# -eq 0 ]] || die "unexpected argument '$1' (see --help)"
+
+venv=${VENV:-.venv}
+python=${PYTHON:-python3}
+torch=${TORCH:-}
+minimum=3.11
+
+# 1. Is it there already?
+key=$({ cat constraints.txt setup.py; echo "$root $python $torch"; } | sha256sum | cut -d' ' -f1)
+mark=.pn_fairseq # in every environment made here; holds the key once it is complete
+if [[ -f $venv/$mark && $(<"$venv/$mark") == "$key" && -x $venv/bin/python ]]; then
+    exit 0
+fi
+
+# 2. Can it be made? Each thing that fails late or with a page of text when missing is looked for here.
+command -v "$python" >/dev/null || die "no '$python' found; install Python $minimum or newer, or name one: make venv PYTHON=/path/to/python"
+found=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])') || die "'$python' does not run"
+"$python" -c "import sys; sys.exit(sys.version_info < (${minimum/./, }))" ||
+    die "'$python' is Python $found, but $minimum or newer is needed; name one: make venv PYTHON=/path/to/python"
+"$python" -c 'import ensurepip, venv' 2>/dev/null ||
+    die "'$python' comes without venv; on Debian or Ubuntu: apt install python$found-venv"
+for compiler in "${CC:-cc}" "${CXX:-c++}"; do
+    command -v "${compiler%% *}" >/dev/null ||
+        die "no C/C++ compiler '$compiler' found (fairseq is compiled during set-up); on Debian or Ubuntu: apt install g++"
+done
+header=$("$python" -c 'import os, sysconfig; print(os.path.join(sysconfig.get_paths()["include"], "Python.h"))')
+[[ -f $header ]] || die "no $header (fairseq is compiled during set-up); on Debian or Ubuntu: apt install python$found-dev"
+if [[ -e $venv && ! -f $venv/$mark ]] && [[ ! -d $venv || -n $(ls -A "$venv") ]]; then
+    die "VENV='$venv' exists and was not made by this script; it is left alone, name another place"
+fi
+
+# 3. Make it. torch first: whatever needs torch then finds it and does not pull another build.
+say "creating $venv ($(command -v "$python"), Python $found); this takes a few minutes"
+{ mkdir -p "$venv" && : >"$venv/$mark"; } || die "cannot make the directory '$venv' (VENV)"
+"$python" -m venv --clear "$venv" || die "'$python -m venv' failed (its reason stands above)"
+: >"$venv/$mark"
+pip_install() {
+    "$venv/bin/python" -m pip --disable-pip-version-check install -c "$constraints" "$@" >"$venv/pip.log" 2>&1 || {
+        tail -n 15 "$venv/pip.log" >&2
+        die "pip could not install '$*' (its last lines stand above, all in $venv/pip.log); run the same command again to retry"
+    }
+}
+constraints=$venv/constraints.txt
+cp constraints.txt "$constraints"
+pip_install pip
+if [[ -n $torch ]]; then
+    say "installing $torch"
+    # The pin gives way to what was asked for.
+    sed -i '/^torch\(audio\)\?==/d' "$constraints"
+    # shellcheck disable=SC2086 # TORCH may hold options of pip beside the requirement
+    pip_install $torch
+    "$venv/bin/python" -m pip freeze | grep '^torch==' >>"$constraints" || true
+else
+    say "installing torch"
+    pip_install torch
+fi
+say "installing what fairseq is built with"
+pip_install numpy cython setuptools wheel
+say "building fairseq (a minute or two)"
+pip_install --no-build-isolation fairseq-fixed
+say "installing pn_fairseq and its tools"
+pip_install --no-build-isolation -e '.[test]'
+echo "$key" >"$venv/$mark"
+say "done"

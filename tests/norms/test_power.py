@@ -1,0 +1,330 @@
+"""PN against the oracle of Shen et al. 2020, Algorithm 2."""
+
+import numpy as np
+import pytest
+import torch
+
+from pn_fairseq.norms import PowerNorm
+
+from .helpers import (
+    CHANNELS,
+    affine_of,
+    assert_close,
+    assert_state_close,
+    assert_state_unchanged,
+    assert_steps_close,
+    oracle_step,
+    random_batch,
+    randomize_affine,
+    rng,
+    state_of,
+    to_mask,
+    train_step,
+)
+from .oracle import PowerNormOracle, oracle_state
+
+STEPS = 32
+
+
+def make_pair(channels=CHANNELS, alpha_fwd=0.9, alpha_bwd=0.9, affine=True, groups=0, warmup=0, eps=1e-5):
+    norm = PowerNorm(
+        channels,
+        eps=eps,
+        alpha_fwd=alpha_fwd,
+        alpha_bwd=alpha_bwd,
+        affine=affine,
+        layer_scale_groups=groups,
+        psi_warmup_updates=warmup,
+    )
+    randomize_affine(norm)
+    oracle = PowerNormOracle(channels, alpha_fwd, alpha_bwd, warmup, groups=groups, eps=eps, **affine_of(norm))
+    return norm.train(), oracle
+
+
+def run_against_oracle(norm, oracle, batches, rtol=2e-5, dtype=torch.float32, update_freq=None):
+    """Train on ``batches``, comparing everything after every step; update_freq: forwards per set_num_updates."""
+    for step, (x, mask, dy) in enumerate(batches):
+        if update_freq is not None:
+            norm.set_num_updates(step // update_freq)
+            oracle.num_updates = step // update_freq
+        actual = train_step(norm, x, mask, dy, dtype)
+        assert_steps_close(actual, oracle_step(oracle, x, mask, dy), rtol, f"step {step}:")
+        assert_state_close(norm, oracle_state(oracle), rtol, f"step {step}:")
+    assert_close(norm.eval()(torch.tensor(x, dtype=dtype)), oracle.evaluate(x), rtol, "eval")
+
+
+def batches_of_many_shapes(masked, steps=STEPS, channels=CHANNELS, seed=0):
+    """Batches whose shape, level and spread change at every step, as in training on text."""
+    generator = rng(seed)
+    for step in range(steps):
+        shape = (1 + step % 5, 3 - step % 2, channels)
+        yield random_batch(generator, shape, masked, scale=generator.uniform(0.2, 3.0))
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["no-mask", "mask"])
+@pytest.mark.parametrize("groups", [0, 1, 4])
+@pytest.mark.parametrize(
+    ("warmup", "update_freq"), [(0, None), (7, None), (7, 2)], ids=["no-warmup", "warmup", "warmup-accumulating"]
+)
+@pytest.mark.parametrize("affine", [True, False], ids=["affine", "plain"])
+def test_training_follows_algorithm_2(masked, groups, warmup, update_freq, affine):
+    norm, oracle = make_pair(groups=groups, warmup=warmup, affine=affine)
+    run_against_oracle(norm, oracle, batches_of_many_shapes(masked), update_freq=update_freq)
+
+
+@pytest.mark.parametrize(("alpha_fwd", "alpha_bwd"), [(0.5, 0.95), (0.99, 0.7), (0.95, 0.95)])
+@pytest.mark.parametrize("warmup", [0, 7])
+def test_the_two_alphas_are_not_mixed_up(alpha_fwd, alpha_bwd, warmup):
+    norm, oracle = make_pair(alpha_fwd=alpha_fwd, alpha_bwd=alpha_bwd, warmup=warmup, groups=4)
+    run_against_oracle(norm, oracle, batches_of_many_shapes(masked=True))
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["no-mask", "mask"])
+@pytest.mark.parametrize("groups", [0, 4])
+def test_two_dimensional_input(masked, groups):
+    generator = rng(2)
+    batches = [random_batch(generator, (2 + step % 5, CHANNELS), masked) for step in range(STEPS)]
+    norm, oracle = make_pair(groups=groups, warmup=3)
+    run_against_oracle(norm, oracle, batches)
+
+
+@pytest.mark.parametrize(("channels", "groups"), [(1, 0), (1, 1), (7, 7), (5, 1), (67, 0)])
+def test_odd_channel_counts(channels, groups):
+    """One channel, groups of a single channel, primes and three above a power of two.
+
+    In float64: in a group of one channel the gradient is a difference of nearly equal terms.
+    """
+    norm, oracle = make_pair(channels=channels, groups=groups, warmup=2)
+    batches = batches_of_many_shapes(True, channels=channels)
+    run_against_oracle(norm.double(), oracle, batches, rtol=5e-6, dtype=torch.float64)
+
+
+def test_single_token():
+    generator = rng(7)
+    batches = [random_batch(generator, (1, 1, CHANNELS), masked=False) for _ in range(STEPS)]
+    norm, oracle = make_pair(warmup=4)
+    run_against_oracle(norm, oracle, batches)
+
+
+def test_one_real_token_among_padding():
+    generator = rng(8)
+    batches = []
+    for _ in range(STEPS):
+        x, mask, dy = random_batch(generator)
+        mask[:] = True
+        mask[1, 2] = False
+        batches.append((x, mask, dy))
+    norm, oracle = make_pair(groups=4)
+    run_against_oracle(norm, oracle, batches)
+
+
+@pytest.mark.parametrize("groups", [0, 4])
+def test_eps_enters_under_the_root(groups):
+    norm, oracle = make_pair(eps=0.5, groups=groups, warmup=3)
+    run_against_oracle(norm, oracle, batches_of_many_shapes(True))
+
+
+@pytest.mark.parametrize("groups", [0, 4])
+def test_float64_input_is_computed_in_float64(groups):
+    """Only the state is rounded to float32, once per step."""
+    norm, oracle = make_pair(groups=groups, warmup=5)
+    run_against_oracle(norm.double(), oracle, batches_of_many_shapes(True), rtol=2e-6, dtype=torch.float64)
+
+
+def test_first_step_in_float64_is_exact():
+    """Before any state has been rounded, 1e-12 tells float64 arithmetic from float32 arithmetic."""
+    norm, oracle = make_pair(groups=4)
+    x, mask, dy = random_batch(rng(11))
+    norm.double()
+    oracle.weight = norm.weight.detach().numpy()
+    oracle.bias = norm.bias.detach().numpy()
+    assert_steps_close(train_step(norm, x, mask, dy, torch.float64), oracle_step(oracle, x, mask, dy), rtol=1e-12)
+
+
+@pytest.mark.parametrize("alpha_bwd", [0.5, 0.9])
+def test_large_batch_power_does_not_make_nu_diverge(alpha_bwd):
+    """Gamma > 2 / (1 - alpha) makes the unguarded factor smaller than -1; the guard stops it at 0 (Assumption 10)."""
+    norm, oracle = make_pair(alpha_fwd=0.99, alpha_bwd=alpha_bwd)
+    generator = rng(12)
+    batches = [random_batch(generator, scale=20.0) for _ in range(STEPS)]
+    first_gamma = (batches[0][0] ** 2).mean(axis=(0, 1))
+    assert (first_gamma > 2 / (1 - alpha_bwd)).all()
+    run_against_oracle(norm, oracle, batches)
+
+
+def test_guard_works_channel_by_channel():
+    """Gamma from far below 1 to far above 2 / (1 - alpha) in one batch."""
+    norm, oracle = make_pair()
+    generator = rng(13)
+    batches = []
+    for _ in range(STEPS):
+        x, mask, dy = random_batch(generator)
+        x *= np.geomspace(0.1, 30, CHANNELS)
+        batches.append((x, mask, dy))
+    run_against_oracle(norm, oracle, batches)
+
+
+def test_warmup_normalizes_with_the_batch_and_then_with_the_old_statistic():
+    norm = PowerNorm(CHANNELS, psi_warmup_updates=1, affine=False)
+    generator = rng(14)
+    first, second = (random_batch(generator, masked=False)[0] for _ in range(2))
+    psi2 = (first**2).mean(axis=(0, 1))
+    assert_close(norm(torch.tensor(first)), first / np.sqrt(psi2 + 1e-5), 1e-6)
+    assert_close(norm.running_psi2, psi2, 1e-6)
+    assert_close(norm(torch.tensor(second)), second / np.sqrt(psi2 + 1e-5), 1e-6)
+
+
+def test_warmup_counts_updates_once_it_is_told_about_them():
+    """Four forwards per update: a warm-up of two updates lasts eight forwards, and t counts forwards."""
+    norm, oracle = make_pair(warmup=2)
+    run_against_oracle(norm, oracle, batches_of_many_shapes(True, steps=12), update_freq=4)
+
+
+def test_warmup_is_over_at_once_for_a_model_that_has_been_trained():
+    norm, oracle = make_pair(warmup=4)
+    norm.set_num_updates(4)
+    oracle.num_updates = 4
+    run_against_oracle(norm, oracle, batches_of_many_shapes(True, steps=5))
+
+
+def test_warmup_by_updates_may_start_after_forwards_without_a_trainer():
+    norm, oracle = make_pair(warmup=3)
+    batches = list(batches_of_many_shapes(True, steps=12))
+    run_against_oracle(norm, oracle, batches[:5])
+    run_against_oracle(norm.train(), oracle, batches[5:], update_freq=2)
+
+
+def test_gradient_accumulation_updates_the_state_at_every_forward():
+    """Parameter gradients add up over two micro-batches while psi and nu move with each of them."""
+    norm, oracle = make_pair(groups=4)
+    generator = rng(15)
+    for _ in range(4):
+        norm.zero_grad()
+        dweight, dbias = 0, 0
+        for _ in range(2):
+            x, mask, dy = random_batch(generator)
+            norm(torch.tensor(x, dtype=torch.float32), to_mask(mask)).backward(torch.tensor(dy, dtype=torch.float32))
+            expected = oracle_step(oracle, x, mask, dy)
+            dweight, dbias = dweight + expected["dweight"], dbias + expected["dbias"]
+        assert_close(norm.weight.grad, dweight)
+        assert_close(norm.bias.grad, dbias)
+        assert_state_close(norm, oracle_state(oracle))
+
+
+def test_strided_input_and_expanded_gradient():
+    """A transposed batch-first tensor, and the stride-0 gradient that sum() sends back."""
+    norm, oracle = make_pair(groups=4)
+    generator = rng(16)
+    for _ in range(3):
+        x, mask, dy = random_batch(generator)
+        leaf = torch.tensor(x, dtype=torch.float32).transpose(0, 1).contiguous().requires_grad_()
+        y = norm(leaf.transpose(0, 1), to_mask(mask))
+        y.sum().backward()
+        expected = oracle_step(oracle, x, mask, np.ones_like(dy))
+        assert_close(y, expected["y"])
+        assert_close(leaf.grad.transpose(0, 1), expected["dx"])
+        assert_state_close(norm, oracle_state(oracle))
+
+
+def test_every_second_channel_of_a_wider_tensor():
+    norm, oracle = make_pair(groups=4)
+    x, mask, dy = random_batch(rng(17))
+    wide = torch.zeros(*x.shape[:-1], 2 * CHANNELS)
+    wide[..., ::2] = torch.tensor(x)
+    wide.requires_grad_()
+    wide_dy = torch.zeros_like(wide)
+    wide_dy[..., ::2] = torch.tensor(dy)
+    y = norm(wide[..., ::2], to_mask(mask))
+    y.backward(wide_dy[..., ::2])
+    expected = oracle_step(oracle, x, mask, dy)
+    assert_close(y, expected["y"])
+    assert_close(wide.grad[..., ::2], expected["dx"])
+
+
+@pytest.mark.parametrize("needs", ["x", "parameters", "weight", "bias"])
+def test_gradients_that_nobody_asks_for_do_not_change_the_rest(needs):
+    """Frozen parameters or a frozen input: nu still moves, and what is asked for is right."""
+    norm, oracle = make_pair()
+    generator = rng(18)
+    norm.weight.requires_grad_(needs in ("parameters", "weight"))
+    norm.bias.requires_grad_(needs in ("parameters", "bias"))
+    for _ in range(3):
+        x, mask, dy = random_batch(generator)
+        norm.zero_grad()
+        leaf = torch.tensor(x, dtype=torch.float32, requires_grad=needs == "x")
+        norm(leaf, to_mask(mask)).backward(torch.tensor(dy, dtype=torch.float32))
+        expected = oracle_step(oracle, x, mask, dy)
+        for name, tensor in (("dx", leaf), ("dweight", norm.weight), ("dbias", norm.bias)):
+            assert (tensor.grad is not None) == tensor.requires_grad
+            if tensor.grad is not None:
+                assert_close(tensor.grad, expected[name], what=name)
+        assert_state_close(norm, oracle_state(oracle))
+
+
+def test_output_may_be_changed_in_place():
+    norm, oracle = make_pair(groups=4)
+    x, mask, dy = random_batch(rng(19))
+    leaf = torch.tensor(x, dtype=torch.float32, requires_grad=True)
+    y = norm(leaf, to_mask(mask))
+    y.mul_(3.0)
+    y.backward(torch.tensor(dy, dtype=torch.float32))
+    assert_close(leaf.grad, oracle_step(oracle, x, mask, 3 * dy)["dx"])
+
+
+def test_weight_changed_before_backward_is_not_used_silently():
+    """Either an error or the gradient with the weight of the forward pass, never a gradient with the new weight."""
+    norm, oracle = make_pair()
+    x, mask, dy = random_batch(rng(20))
+    leaf = torch.tensor(x, dtype=torch.float32, requires_grad=True)
+    y = norm(leaf, to_mask(mask))
+    with torch.no_grad():
+        norm.weight.mul_(5.0)
+    try:
+        y.backward(torch.tensor(dy, dtype=torch.float32))
+    except RuntimeError as error:
+        assert "inplace" in str(error) or "in-place" in str(error)
+    else:
+        assert_close(leaf.grad, oracle_step(oracle, x, mask, dy)["dx"])
+
+
+def test_forward_without_grad_in_training_mode_updates_psi_only():
+    norm, oracle = make_pair()
+    generator = rng(21)
+    for _ in range(3):
+        x, mask, _ = random_batch(generator)
+        with torch.no_grad():
+            y = norm(torch.tensor(x, dtype=torch.float32), to_mask(mask))
+        assert not y.requires_grad
+        assert_close(y, oracle.forward(x, mask)[0])
+        assert_state_close(norm, oracle_state(oracle))
+    assert not norm.nu.any()
+
+
+def test_initial_state_and_parameters():
+    norm = PowerNorm(CHANNELS)
+    assert state_of(norm).keys() == {"running_psi2", "nu", "num_batches_tracked"}
+    assert torch.equal(norm.running_psi2, torch.ones(CHANNELS))
+    assert torch.equal(norm.nu, torch.zeros(CHANNELS))
+    assert norm.num_batches_tracked.dtype == torch.int64 and norm.num_batches_tracked.shape == ()
+    assert int(norm.num_batches_tracked) == 0
+    assert torch.equal(norm.weight, torch.ones(CHANNELS)) and torch.equal(norm.bias, torch.zeros(CHANNELS))
+    plain = PowerNorm(CHANNELS, affine=False)
+    assert plain.weight is None and plain.bias is None and not list(plain.parameters())
+
+
+def test_gradients_in_eval_mode_are_those_of_the_fixed_scaling():
+    norm, oracle = make_pair()
+    generator = rng(22)
+    for _ in range(3):
+        batch = random_batch(generator)
+        train_step(norm, *batch)
+        oracle_step(oracle, *batch)
+    norm.eval()
+    before = state_of(norm)
+    x, mask, dy = random_batch(generator)
+    actual = train_step(norm, x, mask, dy)
+    scale = 1 / np.sqrt(oracle.psi2 + 1e-5)
+    assert_close(actual["dx"], dy * oracle.weight * scale)
+    assert_close(actual["dweight"], (dy * x * scale).sum(axis=(0, 1)))
+    assert_close(actual["dbias"], dy.sum(axis=(0, 1)))
+    assert_state_unchanged(norm, before)

@@ -1,0 +1,103 @@
+"""build_norm and the registry behind it."""
+
+import pytest
+import torch
+
+from pn_fairseq.norms import NORMS, LayerNorm, MaskedBatchNorm, PowerNorm, PowerNormV, build_norm
+
+from .helpers import CHANNELS, assert_close, random_batch, rng, train_step
+
+CLASSES = {"layer": LayerNorm, "batch": MaskedBatchNorm, "power-v": PowerNormV, "power": PowerNorm}
+EVERY_OPTION = {
+    "eps": 1e-3,
+    "affine": False,
+    "alpha_fwd": 0.5,
+    "alpha_bwd": 0.7,
+    "layer_scale_groups": 4,
+    "psi_warmup_updates": 3,
+}
+
+
+def test_names():
+    assert set(NORMS) == set(CLASSES)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_defaults(name):
+    norm = build_norm(name, CHANNELS)
+    assert type(norm) is CLASSES[name]
+    assert norm.weight.shape == norm.bias.shape == (CHANNELS,)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_every_norm_takes_every_option(name):
+    norm = build_norm(name, CHANNELS, **EVERY_OPTION)
+    assert type(norm) is CLASSES[name]
+    assert norm.weight is None and norm.bias is None
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_eps_and_groups_arrive(name):
+    x = torch.tensor(random_batch(rng(1))[0], dtype=torch.float32) * 0.01
+    changed = build_norm(name, CHANNELS, eps=0.1)(x)
+    assert changed.abs().max() < build_norm(name, CHANNELS, psi_warmup_updates=1)(x).abs().max()
+    grouped = build_norm(name, CHANNELS, layer_scale_groups=4, psi_warmup_updates=1)
+    assert not torch.allclose(grouped(x), build_norm(name, CHANNELS, psi_warmup_updates=1)(x), rtol=1e-2)
+
+
+@pytest.mark.parametrize("name", ["power-v", "power"])
+def test_alpha_fwd_arrives(name):
+    x = torch.tensor(random_batch(rng(2))[0])
+    norm = build_norm(name, CHANNELS, alpha_fwd=0.25, alpha_bwd=0.95)
+    norm(x)
+    assert_close(norm.running_psi2, 0.25 + 0.75 * x.pow(2).mean((0, 1)), 1e-6)
+
+
+def test_alpha_fwd_arrives_at_batch_norm():
+    x = torch.tensor(random_batch(rng(3))[0])
+    norm = build_norm("batch", CHANNELS, alpha_fwd=0.25)
+    norm(x)
+    assert_close(norm.running_mean, 0.75 * x.mean((0, 1)), 1e-6)
+
+
+def test_alpha_bwd_and_warmup_arrive_at_power_norm():
+    x, _, dy = random_batch(rng(4), masked=False)
+    norm = build_norm("power", CHANNELS, alpha_fwd=0.95, alpha_bwd=0.25)
+    train_step(norm, x, None, dy)
+    assert_close(norm.nu, 0.75 * (dy * x).mean((0, 1)), 5e-5)
+    norm = build_norm("power", CHANNELS, psi_warmup_updates=1)
+    train_step(norm, x, None, dy)
+    assert_close(norm.running_psi2, (x**2).mean((0, 1)), 1e-6)
+
+
+@pytest.mark.parametrize("name", ["", "rms", "Power", "power_v", None])
+def test_unknown_name_lists_the_known_ones(name):
+    with pytest.raises(ValueError) as error:
+        build_norm(name, CHANNELS)
+    assert all(known in str(error.value) for known in CLASSES)
+    assert str(name) in str(error.value)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("option", ["momentum", "alpha", "num_groups", "warmup"])
+def test_unknown_option_lists_the_known_ones(name, option):
+    with pytest.raises(ValueError) as error:
+        build_norm(name, CHANNELS, **{option: 1})
+    assert all(known in str(error.value) for known in EVERY_OPTION)
+    assert option in str(error.value)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_values_are_checked(name):
+    with pytest.raises(ValueError, match="5"):
+        build_norm(name, CHANNELS, layer_scale_groups=5)
+    with pytest.raises(ValueError, match="eps"):
+        build_norm(name, CHANNELS, eps=-1.0)
+    with pytest.raises(ValueError, match="0"):
+        build_norm(name, 0)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_every_norm_may_be_told_the_number_of_updates(name):
+    """The trainer tells a model, and does not look at what its norms are."""
+    build_norm(name, CHANNELS).set_num_updates(3)
