@@ -1,0 +1,144 @@
+"""Pre-norm transformer layers that take their norms from the options and hand them the padding mask."""
+
+from typing import Dict, List, Optional
+
+import torch
+from fairseq.distributed import fsdp_wrap
+from fairseq.modules.checkpoint_activations import checkpoint_wrapper
+from fairseq.modules.transformer_layer import TransformerDecoderLayerBase, TransformerEncoderLayerBase
+from torch import Tensor, nn
+
+
+def wrap_layer(layer: nn.Module, cfg) -> nn.Module:
+    """Apply ``--checkpoint-activations`` and FSDP, as fairseq's ``build_*_layer`` do."""
+    if cfg.checkpoint_activations:
+        layer = checkpoint_wrapper(layer, offload_to_cpu=cfg.offload_activations)
+    # A checkpointed layer is always wrapped by FSDP, whatever its size.
+    return fsdp_wrap(layer, min_num_params=0 if cfg.checkpoint_activations else cfg.min_params_to_wrap)
+
+
+class TransformerPNEncoderLayer(TransformerEncoderLayerBase):
+    """fairseq's pre-norm encoder layer with both norms built by ``cfg.norms``."""
+
+    def __init__(self, cfg, return_fc: bool = False):
+        super().__init__(cfg, return_fc=return_fc)
+        heads = cfg.encoder.attention_heads
+        self.self_attn_layer_norm = cfg.norms.build_encoder_norm(self.embed_dim, heads)
+        self.final_layer_norm = cfg.norms.build_encoder_norm(self.embed_dim, heads)
+
+    def forward(
+        self,
+        x: Tensor,
+        encoder_padding_mask: Optional[Tensor],
+        attn_mask: Optional[Tensor] = None,
+    ):
+        """``x`` (T, B, C); ``encoder_padding_mask`` (B, T) bool or None; ``attn_mask`` (T, T), nonzero = masked."""
+        if attn_mask is not None:
+            # Finite: a row whose positions are all masked would give NaN in the softmax.
+            attn_mask = attn_mask.masked_fill(attn_mask.to(torch.bool), -1e8 if x.dtype == torch.float32 else -1e4)
+
+        residual = x
+        x = self.self_attn_layer_norm(x, encoder_padding_mask)
+        x, _ = self.self_attn(
+            query=x,
+            key=x,
+            value=x,
+            key_padding_mask=encoder_padding_mask,
+            need_weights=False,
+            attn_mask=attn_mask,
+        )
+        x = self.residual_connection(self.dropout_module(x), residual)
+
+        residual = x
+        x = self.final_layer_norm(x, encoder_padding_mask)
+        x = self.activation_dropout_module(self.activation_fn(self.fc1(x)))
+        fc_result = self.fc2(x)
+        x = self.residual_connection(self.dropout_module(fc_result), residual)
+        if self.return_fc and not torch.jit.is_scripting():
+            return x, fc_result
+        return x
+
+
+class TransformerPNDecoderLayer(TransformerDecoderLayerBase):
+    """fairseq's pre-norm decoder layer with its norms built by ``cfg.norms``."""
+
+    def __init__(self, cfg, no_encoder_attn: bool = False):
+        super().__init__(cfg, no_encoder_attn)
+        heads = cfg.decoder.attention_heads
+        self.self_attn_layer_norm = cfg.norms.build_decoder_norm(self.embed_dim, heads)
+        if self.encoder_attn is not None:
+            self.encoder_attn_layer_norm = cfg.norms.build_decoder_norm(self.embed_dim, heads)
+        self.final_layer_norm = cfg.norms.build_decoder_norm(self.embed_dim, heads)
+
+    def forward(
+        self,
+        x,
+        encoder_out: Optional[Tensor] = None,
+        encoder_padding_mask: Optional[Tensor] = None,
+        incremental_state: Optional[Dict[str, Dict[str, Optional[Tensor]]]] = None,
+        prev_self_attn_state: Optional[List[Tensor]] = None,
+        prev_attn_state: Optional[List[Tensor]] = None,
+        self_attn_mask: Optional[Tensor] = None,
+        self_attn_padding_mask: Optional[Tensor] = None,
+        need_attn: bool = False,
+        need_head_weights: bool = False,
+    ):
+        """Arguments and results are those of fairseq's layer; ``x`` is (T, B, C).
+
+        ``self_attn_padding_mask`` (B, T) bool also tells the norms which target positions are padding.
+        """
+        need_attn = need_attn or need_head_weights
+
+        residual = x
+        x = self.self_attn_layer_norm(x, self_attn_padding_mask)
+        if prev_self_attn_state is not None:
+            assert incremental_state is not None
+            self.self_attn._set_input_buffer(incremental_state, _attention_state(prev_self_attn_state))
+        x, attn = self.self_attn(
+            query=x,
+            key=x,
+            value=x,
+            key_padding_mask=self_attn_padding_mask,
+            incremental_state=incremental_state,
+            need_weights=False,
+            attn_mask=self_attn_mask,
+        )
+        x = self.residual_connection(self.dropout_module(x), residual)
+
+        if self.encoder_attn is not None and encoder_out is not None:
+            residual = x
+            x = self.encoder_attn_layer_norm(x, self_attn_padding_mask)
+            if prev_attn_state is not None:
+                assert incremental_state is not None
+                self.encoder_attn._set_input_buffer(incremental_state, _attention_state(prev_attn_state))
+            x, attn = self.encoder_attn(
+                query=x,
+                key=encoder_out,
+                value=encoder_out,
+                key_padding_mask=encoder_padding_mask,
+                incremental_state=incremental_state,
+                static_kv=True,
+                need_weights=need_attn or (not self.training and self.need_attn),
+                need_head_weights=need_head_weights,
+            )
+            x = self.residual_connection(self.dropout_module(x), residual)
+
+        residual = x
+        x = self.final_layer_norm(x, self_attn_padding_mask)
+        x = self.activation_dropout_module(self.activation_fn(self.fc1(x)))
+        x = self.residual_connection(self.dropout_module(self.fc2(x)), residual)
+        if self.onnx_trace and incremental_state is not None:
+            saved = self.self_attn._get_input_buffer(incremental_state)
+            state = [saved["prev_key"], saved["prev_value"]]
+            if self_attn_padding_mask is not None:
+                state.append(saved["prev_key_padding_mask"])
+            return x, attn, state
+        return x, attn, None
+
+
+def _attention_state(previous: List[Tensor]) -> Dict[str, Optional[Tensor]]:
+    """Key, value and, if there is a third, padding mask, under the names of fairseq's attention."""
+    state: Dict[str, Optional[Tensor]] = {"prev_key": previous[0], "prev_value": previous[1]}
+    if len(previous) >= 3:
+        state["prev_key_padding_mask"] = previous[2]
+    return state

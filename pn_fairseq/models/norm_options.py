@@ -1,0 +1,159 @@
+"""Which norms a transformer gets: the command-line flags, their defaults, and the building of each norm."""
+
+import argparse
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from fairseq.utils import safe_getattr
+from omegaconf import OmegaConf, open_dict
+
+from pn_fairseq.norms import NORMS, build_norm
+from pn_fairseq.norms.base import ChannelNorm
+
+#: What fairseq's learning-rate schedules call the length of their warm-up.
+_WARMUP_KEYS = ("warmup_updates", "warmup_steps")
+
+
+def _bounded(kind, accept, wanted: str):
+    """An argparse type: ``kind(text)``, refused in one line unless it satisfies ``accept``."""
+
+    def parse(text: str):
+        try:
+            value = kind(text)
+        except ValueError:
+            value = None
+        if value is None or not accept(value):
+            raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}")
+        return value
+
+    return parse
+
+
+_alpha = _bounded(float, lambda value: 0 < value < 1, "a number strictly between 0 and 1")
+_positive = _bounded(float, lambda value: 0 < value < float("inf"), "a number greater than 0")
+_count = _bounded(int, lambda value: value >= 0, "a whole number of at least 0")
+
+
+@dataclass(frozen=True)
+class NormOptions:
+    """The norms of one transformer.
+
+    Attributes:
+        encoder_norm, decoder_norm: names in :data:`pn_fairseq.norms.NORMS`.
+        norm_eps: epsilon of every norm.
+        norm_alpha_fwd, norm_alpha_bwd: decay of the running statistics forward and backward.
+        layer_scale_groups: groups of layer-scale in front of the encoder's norms, and of those decoder norms that
+            have it by default; None: as many as attention heads for norms that have it by default, else 0.
+        psi_warmup_updates: psi warm-up in optimizer updates; None: that of the learning rate.
+    """
+
+    encoder_norm: str = "power"
+    decoder_norm: str = "layer"
+    norm_eps: float = 1e-5
+    norm_alpha_fwd: float = 0.9
+    norm_alpha_bwd: float = 0.9
+    layer_scale_groups: int | None = None
+    psi_warmup_updates: int | None = None
+
+    @staticmethod
+    def add_args(parser: argparse.ArgumentParser) -> None:
+        """Add the flags. They have no defaults of their own, so that an architecture can set them."""
+        names = "; ".join(f"{name}: {entry.title}" for name, entry in NORMS.items())
+        default = NormOptions()
+        parser.add_argument(
+            "--encoder-norm",
+            choices=list(NORMS),
+            help=f"norm of the encoder, in its layers and after the last ({names}; default: the architecture's)",
+        )
+        parser.add_argument(
+            "--decoder-norm",
+            choices=list(NORMS),
+            help=f"norm of the decoder, in its layers and after the last (default: {default.decoder_norm})",
+        )
+        parser.add_argument(
+            "--norm-eps", type=_positive, metavar="E", help=f"epsilon of every norm (default: {default.norm_eps})"
+        )
+        parser.add_argument(
+            "--norm-alpha-fwd",
+            type=_alpha,
+            metavar="A",
+            help="decay of the running statistics of the forward pass: PN's psi^2, PN-V's and BN's averages for "
+            f"evaluation (default: {default.norm_alpha_fwd})",
+        )
+        parser.add_argument(
+            "--norm-alpha-bwd",
+            type=_alpha,
+            metavar="A",
+            help=f"decay of PN's running correction nu of the backward pass (default: {default.norm_alpha_bwd})",
+        )
+        per_head = ", ".join(name for name, entry in NORMS.items() if entry.cls.layer_scale_per_head)
+        parser.add_argument(
+            "--layer-scale-groups",
+            type=_count,
+            metavar="G",
+            help="groups of channels that layer-scale divides by their root mean square before an encoder norm, and "
+            f"before a decoder norm that is one of {per_head}; 0: off (default: as many as attention heads for "
+            f"{per_head}, else 0)",
+        )
+        parser.add_argument(
+            "--psi-warmup-updates",
+            type=_count,
+            metavar="N",
+            help="updates during which PN normalizes with the batch's own psi (default: the warm-up of the learning "
+            "rate)",
+        )
+
+    @classmethod
+    def from_args(cls, args) -> "NormOptions":
+        """Read the options from fairseq's model settings: a flat Namespace, or hydra's ``model`` node.
+
+        The psi warm-up is resolved here and written back, so that a checkpoint says what was used.
+        """
+        values = {name: safe_getattr(args, name, None) for name in cls.__dataclass_fields__}
+        if values["psi_warmup_updates"] is None:
+            values["psi_warmup_updates"] = _learning_rate_warmup(args)
+            with open_dict(args) if OmegaConf.is_config(args) else ExitStack():
+                args.psi_warmup_updates = values["psi_warmup_updates"]
+        return cls(**{name: value for name, value in values.items() if value is not None})
+
+    def build_encoder_norm(self, num_features: int, heads: int) -> ChannelNorm:
+        """A norm of the encoder over ``num_features`` channels, beside attention with ``heads`` heads."""
+        return self._build(self.encoder_norm, num_features, heads, self.layer_scale_groups)
+
+    def build_decoder_norm(self, num_features: int, heads: int) -> ChannelNorm:
+        """A norm of the decoder over ``num_features`` channels, beside attention with ``heads`` heads."""
+        by_default = self._entry(self.decoder_norm).cls.layer_scale_per_head
+        return self._build(self.decoder_norm, num_features, heads, self.layer_scale_groups if by_default else 0)
+
+    def _build(self, name: str, num_features: int, heads: int, groups: int | None) -> ChannelNorm:
+        if groups is None:
+            groups = heads if self._entry(name).cls.layer_scale_per_head else 0
+        return build_norm(
+            name,
+            num_features,
+            eps=self.norm_eps,
+            alpha_fwd=self.norm_alpha_fwd,
+            alpha_bwd=self.norm_alpha_bwd,
+            layer_scale_groups=groups,
+            psi_warmup_updates=self.psi_warmup_updates or 0,
+        )
+
+    @staticmethod
+    def _entry(name: str):
+        if name not in NORMS:
+            raise ValueError(f"unknown norm {name!r}; known: {', '.join(NORMS)}")
+        return NORMS[name]
+
+
+def _learning_rate_warmup(args) -> int:
+    """The learning-rate warm-up in updates; 0 where the schedule has none.
+
+    The command line gives one flat Namespace. Under hydra the schedule is a node beside the model's.
+    """
+    if OmegaConf.is_config(args):
+        parent = args._get_parent()
+        args = parent.get("lr_scheduler") if parent is not None else None
+    for key in _WARMUP_KEYS:
+        if value := safe_getattr(args, key, None):
+            return int(value)
+    return 0

@@ -1,0 +1,220 @@
+"""The model ``transformer_pn``: fairseq's pre-norm transformer with norms of our choice."""
+
+from dataclasses import dataclass
+from typing import Dict, List, Optional
+
+import torch
+from fairseq.models import register_model
+from fairseq.models.transformer import TransformerConfig, TransformerDecoderBase, TransformerEncoderBase
+from fairseq.models.transformer.transformer_legacy import TransformerModel
+from torch import Tensor
+
+from pn_fairseq.models.layers import TransformerPNDecoderLayer, TransformerPNEncoderLayer, wrap_layer
+from pn_fairseq.models.norm_options import NormOptions
+
+
+@dataclass
+class TransformerPNConfig(TransformerConfig):
+    """fairseq's transformer settings and the norms.
+
+    fairseq rebuilds a TransformerConfig from whatever it is handed, and loses what that class does not know, but it
+    leaves an instance of it alone. This subclass carries the norms through.
+    """
+
+    norms: NormOptions = NormOptions()
+
+    @classmethod
+    def from_args(cls, args) -> "TransformerPNConfig":
+        """Settings from a Namespace or hydra's ``model`` node.
+
+        Raises:
+            ValueError: the settings ask for something that this model does not do.
+        """
+        cfg = cls.from_namespace(args)
+        if not (cfg.encoder.normalize_before and cfg.decoder.normalize_before):
+            raise ValueError("transformer_pn is a pre-norm model: encoder and decoder need normalize_before=True")
+        if cfg.cross_self_attention:
+            raise ValueError("transformer_pn does not support --cross-self-attention")
+        cfg.norms = NormOptions.from_args(args)
+        return cfg
+
+
+class TransformerPNEncoder(TransformerEncoderBase):
+    """fairseq's encoder with norms built by ``cfg.norms``, each of which sees the padding mask."""
+
+    def __init__(self, cfg, dictionary, embed_tokens, return_fc: bool = False):
+        super().__init__(cfg, dictionary, embed_tokens, return_fc=return_fc)
+        self.layer_norm = cfg.norms.build_encoder_norm(cfg.encoder.embed_dim, cfg.encoder.attention_heads)
+
+    def build_encoder_layer(self, cfg):
+        return wrap_layer(TransformerPNEncoderLayer(cfg, return_fc=self.return_fc), cfg)
+
+    def forward_scriptable(
+        self,
+        src_tokens,
+        src_lengths: Optional[Tensor] = None,
+        return_all_hiddens: bool = False,
+        token_embeddings: Optional[Tensor] = None,
+    ):
+        """Arguments and results are those of fairseq's encoder; ``src_tokens`` is (B, T).
+
+        Overridden as a whole because fairseq's calls the norm after the last layer without a mask.
+        """
+        padding = src_tokens.eq(self.padding_idx)
+        mask: Optional[Tensor] = None
+        if bool(padding.any()):
+            mask = padding
+
+        x, embedding = self.forward_embedding(src_tokens, token_embeddings)
+        if mask is not None:
+            x = x.masked_fill(mask.unsqueeze(-1), 0.0)
+        x = x.transpose(0, 1)
+
+        states: List[Tensor] = []
+        fc_results = []  # what TorchScript takes for List[Tensor]
+        if return_all_hiddens:
+            states.append(x)
+        for layer in self.layers:
+            output = layer(x, encoder_padding_mask=mask)
+            fc_result: Optional[Tensor] = None
+            if isinstance(output, tuple):
+                x, fc_result = output
+            else:
+                x = output
+            if return_all_hiddens and not torch.jit.is_scripting():
+                states.append(x)
+                fc_results.append(fc_result)
+
+        x = self.layer_norm(x, mask)
+        lengths = padding.logical_not().sum(dim=1, dtype=torch.int32).reshape(-1, 1).contiguous()
+        return {
+            "encoder_out": [x],
+            "encoder_padding_mask": [padding],
+            "encoder_embedding": [embedding],
+            "encoder_states": states,
+            "fc_results": fc_results,
+            "src_tokens": [],
+            "src_lengths": [lengths],
+        }
+
+
+class TransformerPNDecoder(TransformerDecoderBase):
+    """fairseq's decoder with norms built by ``cfg.norms``, each of which sees the target's padding mask."""
+
+    def __init__(self, cfg, dictionary, embed_tokens, no_encoder_attn: bool = False, output_projection=None):
+        super().__init__(cfg, dictionary, embed_tokens, no_encoder_attn, output_projection)
+        if self.layer_norm is not None:
+            self.layer_norm = cfg.norms.build_decoder_norm(cfg.decoder.embed_dim, cfg.decoder.attention_heads)
+
+    def build_decoder_layer(self, cfg, no_encoder_attn: bool = False):
+        return wrap_layer(TransformerPNDecoderLayer(cfg, no_encoder_attn), cfg)
+
+    def extract_features_scriptable(
+        self,
+        prev_output_tokens,
+        encoder_out: Optional[Dict[str, List[Tensor]]],
+        incremental_state: Optional[Dict[str, Dict[str, Optional[Tensor]]]] = None,
+        full_context_alignment: bool = False,
+        alignment_layer: Optional[int] = None,
+        alignment_heads: Optional[int] = None,
+    ):
+        """Arguments and results are those of fairseq's decoder; ``prev_output_tokens`` is (B, T).
+
+        Overridden as a whole because fairseq's calls the norm after the last layer without a mask.
+        """
+        if alignment_layer is None:
+            alignment_layer = self.num_layers - 1
+
+        memory: Optional[Tensor] = None
+        memory_mask: Optional[Tensor] = None
+        if encoder_out is not None:
+            if len(encoder_out["encoder_out"]) > 0:
+                memory = encoder_out["encoder_out"][0]
+            if len(encoder_out["encoder_padding_mask"]) > 0:
+                memory_mask = encoder_out["encoder_padding_mask"][0]
+
+        positions: Optional[Tensor] = None
+        if self.embed_positions is not None:
+            positions = self.embed_positions(prev_output_tokens, incremental_state=incremental_state)
+        if incremental_state is not None:
+            prev_output_tokens = prev_output_tokens[:, -1:]
+            if positions is not None:
+                positions = positions[:, -1:]
+
+        x = self.embed_scale * self.embed_tokens(prev_output_tokens.contiguous())
+        if self.quant_noise is not None:
+            x = self.quant_noise(x)
+        if self.project_in_dim is not None:
+            x = self.project_in_dim(x)
+        if positions is not None:
+            x = x + positions
+        if self.layernorm_embedding is not None:
+            x = self.layernorm_embedding(x)
+        x = self.dropout_module(x).transpose(0, 1)
+
+        padding = prev_output_tokens.eq(self.padding_idx)
+        mask: Optional[Tensor] = None
+        if bool(padding.any()):
+            mask = padding
+
+        attention: Optional[Tensor] = None
+        inner_states: List[Optional[Tensor]] = [x]
+        for index, layer in enumerate(self.layers):
+            future: Optional[Tensor] = None
+            if incremental_state is None and not full_context_alignment:
+                future = self.buffered_future_mask(x)
+            x, layer_attention, _ = layer(
+                x,
+                memory,
+                memory_mask,
+                incremental_state,
+                self_attn_mask=future,
+                self_attn_padding_mask=mask,
+                need_attn=bool(index == alignment_layer),
+                need_head_weights=bool(index == alignment_layer),
+            )
+            inner_states.append(x)
+            if layer_attention is not None and index == alignment_layer:
+                attention = layer_attention.float().to(x)
+
+        if attention is not None:
+            if alignment_heads is not None:
+                attention = attention[:alignment_heads]
+            attention = attention.mean(dim=0)
+
+        if self.layer_norm is not None:
+            x = self.layer_norm(x, mask)
+        x = x.transpose(0, 1)
+        if self.project_out_dim is not None:
+            x = self.project_out_dim(x)
+        return x, {"attn": [attention], "inner_states": inner_states}
+
+
+@register_model("transformer_pn")
+class TransformerPNModel(TransformerModel):
+    """fairseq's pre-norm transformer with the norms of ``--encoder-norm`` and ``--decoder-norm``.
+
+    A legacy model in fairseq's terms, without a registered dataclass: one that is registered with a subclass of
+    TransformerConfig has its flags silently ignored by ``fairseq-train``.
+    """
+
+    @classmethod
+    def hub_models(cls):
+        return {}
+
+    @classmethod
+    def add_args(cls, parser):
+        super().add_args(parser)
+        NormOptions.add_args(parser)
+
+    @classmethod
+    def build_model(cls, args, task):
+        return super().build_model(TransformerPNConfig.from_args(args), task)
+
+    @classmethod
+    def build_encoder(cls, args, src_dict, embed_tokens):
+        return TransformerPNEncoder(args, src_dict, embed_tokens)
+
+    @classmethod
+    def build_decoder(cls, args, tgt_dict, embed_tokens):
+        return TransformerPNDecoder(args, tgt_dict, embed_tokens, no_encoder_attn=args.no_cross_attention)

@@ -1,0 +1,40 @@
+"""A task without data and models built on it, as fairseq's command line would build them."""
+
+from argparse import Namespace
+from types import SimpleNamespace
+
+import torch
+from fairseq.data import Dictionary
+from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_REGISTRY
+
+import pn_fairseq.models  # noqa: F401 (registers the architectures)
+
+VOCABULARY = 100
+
+
+def make_task():
+    dictionary = Dictionary()
+    for index in range(VOCABULARY - len(dictionary)):
+        dictionary.add_symbol(f"w{index}")
+    return SimpleNamespace(source_dictionary=dictionary, target_dictionary=dictionary)
+
+
+def arch_args(arch: str, **flags) -> Namespace:
+    """The settings that ``--arch ARCH`` and the given flags lead to."""
+    args = Namespace(arch=arch, **{"share_all_embeddings": True, **flags})
+    ARCH_CONFIG_REGISTRY[arch](args)
+    return args
+
+
+def build(arch: str, **flags):
+    return ARCH_MODEL_REGISTRY[arch].build_model(arch_args(arch, **flags), make_task())
+
+
+def padded_batch(seed: int = 0, batch: int = 3, source: int = 7, target: int = 5):
+    """Source (left-padded, as fairseq does) and target tokens, both with padding."""
+    generator = torch.Generator().manual_seed(seed)
+    src = torch.randint(4, VOCABULARY, (batch, source), generator=generator)
+    prev = torch.randint(4, VOCABULARY, (batch, target), generator=generator)
+    src[1, :3] = 1
+    prev[0, 3:] = 1
+    return src, prev

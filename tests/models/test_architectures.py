@@ -1,0 +1,98 @@
+import pytest
+import torch
+from fairseq.models import ARCH_MODEL_NAME_REGISTRY
+from fairseq.models.transformer.transformer_legacy import (
+    TransformerModel,
+    transformer_iwslt_de_en,
+    transformer_wmt_en_de_big_t2t,
+)
+
+from pn_fairseq.norms import NORMS
+
+from .helpers import VOCABULARY, arch_args, build, make_task, padded_batch
+
+#: size -> embedding, feed-forward, heads, layers on each side: the numbers of the papers.
+SIZES = {"tiny": (128, 256, 4, 3), "iwslt": (512, 1024, 4, 6), "wmt_en_de_big": (1024, 4096, 16, 6)}
+ARCHS = [(f"transformer_{entry.short}_{size}", name, size) for name, entry in NORMS.items() for size in SIZES]
+
+
+def expected_parameters(width: int, inner: int, layers: int) -> int:
+    """Parameters of a pre-norm transformer with one embedding for everything, counted by hand."""
+    attention = 4 * (width * width + width)
+    feed_forward = width * inner + inner + inner * width + width
+    norm = 2 * width
+    encoder_layer = attention + feed_forward + 2 * norm
+    decoder_layer = 2 * attention + feed_forward + 3 * norm
+    return VOCABULARY * width + layers * (encoder_layer + decoder_layer) + 2 * norm
+
+
+def test_every_norm_has_every_size_and_nothing_else_is_registered():
+    registered = {arch for arch, model in ARCH_MODEL_NAME_REGISTRY.items() if model == "transformer_pn"}
+    assert registered == {"transformer_pn", *(arch for arch, _, _ in ARCHS)}
+    assert {f"transformer_{norm}_iwslt" for norm in ("ln", "bn", "pnv", "pn")} <= registered
+
+
+@pytest.mark.parametrize(("arch", "norm", "size"), ARCHS)
+def test_architecture_has_the_sizes_of_the_papers(arch, norm, size):
+    width, inner, heads, layers = SIZES[size]
+    with torch.device("meta"):  # the big ones would need seconds and gigabytes
+        model = build(arch)
+    assert sum(parameter.numel() for parameter in model.parameters()) == expected_parameters(width, inner, layers)
+    for stack in (model.encoder, model.decoder):
+        assert len(stack.layers) == layers
+        assert all(layer.self_attn.num_heads == heads for layer in stack.layers)
+    cls, layer_norm = NORMS[norm].cls, NORMS["layer"].cls
+    groups = heads if norm in ("power", "power-v") else 0
+    encoder_norms = [model.encoder.layer_norm]
+    decoder_norms = [model.decoder.layer_norm]
+    for layer in model.encoder.layers:
+        encoder_norms += [layer.self_attn_layer_norm, layer.final_layer_norm]
+    for layer in model.decoder.layers:
+        decoder_norms += [layer.self_attn_layer_norm, layer.encoder_attn_layer_norm, layer.final_layer_norm]
+    assert all(type(module) is cls and module.layer_scale.groups == groups for module in encoder_norms)
+    assert all(type(module) is layer_norm and module.layer_scale.groups == 0 for module in decoder_norms)
+
+
+def test_big_architecture_has_the_dropouts_of_tensor2tensor():
+    args = arch_args("transformer_pn_wmt_en_de_big")
+    reference = arch_args_of(transformer_wmt_en_de_big_t2t)
+    for name in ("dropout", "attention_dropout", "activation_dropout", "decoder_ffn_embed_dim"):
+        assert getattr(args, name) == getattr(reference, name)
+    assert (args.dropout, args.attention_dropout, args.activation_dropout) == (0.3, 0.1, 0.1)
+
+
+def arch_args_of(function, **flags):
+    from argparse import Namespace
+
+    args = Namespace(**flags)
+    function(args)
+    return args
+
+
+def test_layer_norm_architecture_is_fairseqs_own_pre_norm_transformer():
+    ours = build("transformer_ln_iwslt").eval()
+    flags = dict(share_all_embeddings=True, encoder_normalize_before=True, decoder_normalize_before=True)
+    theirs = TransformerModel.build_model(arch_args_of(transformer_iwslt_de_en, **flags), make_task()).eval()
+    assert sum(p.numel() for p in ours.parameters()) == sum(p.numel() for p in theirs.parameters())
+
+    theirs.load_state_dict(ours.state_dict())  # the same names, too
+    src, prev = padded_batch()
+    with torch.no_grad():
+        for arguments in ((src, None, prev), (src[:1], None, prev[1:2])):  # with and without padding
+            torch.testing.assert_close(ours(*arguments)[0], theirs(*arguments)[0], rtol=0, atol=1e-6)
+
+    for model in (ours, theirs):
+        model.zero_grad()
+        model(src, None, prev)[0].square().mean().backward()
+    gradients = dict(theirs.named_parameters())
+    for name, parameter in ours.named_parameters():
+        torch.testing.assert_close(parameter.grad, gradients[name].grad, rtol=0, atol=1e-6)
+
+
+def test_same_seed_gives_all_norms_the_same_weights():
+    """What differs between two architectures of one size is the norm, not the draw of the weights."""
+    weights = []
+    for entry in NORMS.values():
+        torch.manual_seed(1)
+        weights.append(build(f"transformer_{entry.short}_tiny").encoder.layers[2].fc1.weight)
+    assert all(torch.equal(weights[0], other) for other in weights[1:])

@@ -1,0 +1,92 @@
+import argparse
+from argparse import Namespace
+
+import pytest
+from omegaconf import OmegaConf
+
+from pn_fairseq.models.norm_options import NormOptions
+from pn_fairseq.norms import NORMS
+
+from .helpers import build
+
+
+def parse(*flags):
+    parser = argparse.ArgumentParser(argument_default=argparse.SUPPRESS)
+    NormOptions.add_args(parser)
+    return parser.parse_args(flags)
+
+
+def test_choices_are_the_registry(capsys):
+    for name in NORMS:
+        assert parse("--encoder-norm", name).encoder_norm == name
+    with pytest.raises(SystemExit) as stop:
+        parse("--encoder-norm", "group")
+    assert stop.value.code == 2
+    message = capsys.readouterr().err
+    assert all(name in message for name in NORMS)
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("--norm-alpha-fwd", "1"),
+        ("--norm-alpha-fwd", "0"),
+        ("--norm-alpha-bwd", "nan"),
+        ("--norm-eps", "0"),
+        ("--norm-eps", "small"),
+        ("--layer-scale-groups", "-1"),
+        ("--psi-warmup-updates", "2.5"),
+    ],
+)
+def test_a_value_that_does_not_fit_is_refused_in_one_line(flag, value, capsys):
+    with pytest.raises(SystemExit) as stop:
+        parse(f"{flag}={value}")
+    assert stop.value.code == 2
+    last = capsys.readouterr().err.strip().splitlines()[-1]
+    assert flag in last and repr(value) in last
+
+
+def test_flags_reach_the_norms():
+    flags = vars(
+        parse(
+            *("--decoder-norm", "batch", "--norm-eps", "1e-3", "--norm-alpha-fwd", "0.95"),
+            *("--norm-alpha-bwd", "0.8", "--layer-scale-groups", "2", "--psi-warmup-updates", "11"),
+        )
+    )
+    model = build("transformer_pn_tiny", **flags)
+    norm = model.encoder.layers[1].final_layer_norm
+    assert (norm.eps, norm.alpha_fwd, norm.alpha_bwd) == (1e-3, 0.95, 0.8)
+    assert (norm.layer_scale.groups, norm.psi_warmup.updates) == (2, 11)
+    norm = model.decoder.layers[1].encoder_attn_layer_norm
+    # BN has no layer-scale by default, so the flag leaves a BN decoder alone.
+    assert (type(norm), norm.eps, norm.alpha, norm.layer_scale.groups) == (NORMS["batch"].cls, 1e-3, 0.95, 0)
+
+
+def test_layer_scale_can_be_turned_off_and_on():
+    assert build("transformer_pn_tiny", layer_scale_groups=0).encoder.layer_norm.layer_scale.groups == 0
+    assert build("transformer_bn_tiny", layer_scale_groups=8).encoder.layer_norm.layer_scale.groups == 8
+    model = build("transformer_ln_tiny", decoder_norm="power", decoder_attention_heads=8)
+    assert model.encoder.layer_norm.layer_scale.groups == 0
+    assert model.decoder.layer_norm.layer_scale.groups == 8
+
+
+def test_groups_that_do_not_divide_the_channels_are_refused():
+    with pytest.raises(ValueError, match="num_features=128.*groups=3"):
+        build("transformer_pn_tiny", layer_scale_groups=3)
+
+
+@pytest.mark.parametrize("key", ["warmup_updates", "warmup_steps"])
+def test_psi_warmup_is_the_learning_rates_unless_it_is_given(key):
+    args = Namespace(**{key: 400})
+    assert NormOptions.from_args(args).psi_warmup_updates == 400
+    assert args.psi_warmup_updates == 400, "the checkpoint has to say what was used"
+    assert NormOptions.from_args(Namespace(**{key: 400}, psi_warmup_updates=7)).psi_warmup_updates == 7
+    assert NormOptions.from_args(Namespace(**{key: 400}, psi_warmup_updates=0)).psi_warmup_updates == 0
+    assert NormOptions.from_args(Namespace()).psi_warmup_updates == 0
+
+
+def test_psi_warmup_is_found_beside_the_model_node_of_hydra():
+    cfg = OmegaConf.create({"model": {"encoder_norm": "power"}, "lr_scheduler": {"warmup_updates": 300}})
+    OmegaConf.set_struct(cfg, True)
+    assert NormOptions.from_args(cfg.model).psi_warmup_updates == 300
+    assert cfg.model.psi_warmup_updates == 300

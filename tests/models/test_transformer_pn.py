@@ -1,0 +1,158 @@
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from pn_fairseq.norms import NORMS
+from pn_fairseq.norms.base import ChannelNorm, RunningNorm
+
+from .helpers import VOCABULARY, build, padded_batch
+
+TINY = {name: f"transformer_{entry.short}_tiny" for name, entry in NORMS.items()}
+
+
+def loss_of(model, src, prev, target):
+    logits = model(src, None, prev)[0]
+    return F.cross_entropy(logits.flatten(0, 1), target.flatten(), ignore_index=1)
+
+
+@pytest.mark.parametrize("decoder_norm", ["layer", "power"])
+@pytest.mark.parametrize("encoder_norm", list(NORMS))
+def test_loss_falls_within_20_updates(encoder_norm, decoder_norm):
+    torch.manual_seed(1)
+    model = build(TINY[encoder_norm], decoder_norm=decoder_norm, dropout=0.0, psi_warmup_updates=5)
+    optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
+    batches = [padded_batch(seed, batch=8, source=9, target=6) for seed in range(2)]
+    losses = []
+    for update in range(20):
+        src, prev = batches[update % 2]
+        model.set_num_updates(update)
+        loss = loss_of(model, src, prev, prev)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert all(torch.isfinite(torch.tensor(losses)))
+    assert sum(losses[-4:]) < 0.7 * sum(losses[:4]), losses
+
+
+@pytest.mark.parametrize("name", list(NORMS))
+def test_every_norm_of_encoder_and_decoder_gets_its_padding_mask(name, monkeypatch):
+    model = build(TINY[name], decoder_norm=name)
+    seen = []
+    original = NORMS[name].cls.forward
+
+    def record(self, x, padding_mask=None):
+        seen.append((self, padding_mask))
+        return original(self, x, padding_mask)
+
+    monkeypatch.setattr(NORMS[name].cls, "forward", record)
+    src, prev = padded_batch()
+    model(src, None, prev)
+    norms = {
+        **{module: src.eq(1) for module in model.encoder.modules() if isinstance(module, ChannelNorm)},
+        **{module: prev.eq(1) for module in model.decoder.modules() if isinstance(module, ChannelNorm)},
+    }
+    assert {module for module, _ in seen} == set(norms)
+    assert len(seen) == len(norms) == 3 * 2 + 1 + 3 * 3 + 1
+    assert all(torch.equal(mask, norms[module]) for module, mask in seen)
+
+
+@pytest.mark.parametrize("name", list(NORMS))
+def test_more_padding_changes_nothing_in_training(name):
+    """The loss, every gradient and every statistic are those of the batch without the extra columns."""
+    torch.manual_seed(1)
+    narrow = build(TINY[name], decoder_norm=name, dropout=0.0).double()
+    wide = copy.deepcopy(narrow)
+    src, prev = padded_batch(batch=4)
+    wider_src = F.pad(src, (4, 0), value=1)
+    wider_prev = F.pad(prev, (0, 3), value=1)
+    losses = []
+    for model, inputs in ((narrow, (src, prev, prev)), (wide, (wider_src, wider_prev, wider_prev))):
+        model.train()
+        loss = loss_of(model, *inputs)
+        loss.backward()
+        losses.append(loss)
+    torch.testing.assert_close(losses[0], losses[1], rtol=1e-9, atol=0)
+    for (key, one), other in zip(narrow.named_parameters(), wide.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-6, atol=1e-9, msg=key)
+    for (key, one), other in zip(narrow.named_buffers(), wide.buffers(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7, msg=key)
+
+
+@pytest.mark.parametrize("name", list(NORMS))
+def test_incremental_decoding_gives_what_the_whole_prefix_gives(name):
+    torch.manual_seed(1)
+    model = build(TINY[name], decoder_norm=name)
+    src, prev = padded_batch()
+    model(src, None, prev)  # statistics that are not the initial ones
+    model.eval()
+    prev = prev.where(prev.ne(1), 5)
+    with torch.no_grad():
+        encoder_out = model.encoder(src)
+        whole = model.decoder(prev, encoder_out=encoder_out)[0]
+        state = {}
+        steps = [
+            model.decoder(prev[:, : end + 1], encoder_out=encoder_out, incremental_state=state)[0]
+            for end in range(prev.size(1))
+        ]
+    torch.testing.assert_close(torch.cat(steps, dim=1), whole, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", list(NORMS))
+def test_activation_checkpointing_gives_the_same_training(name):
+    torch.manual_seed(1)
+    flags = dict(decoder_norm=name, dropout=0.1, psi_warmup_updates=2)
+    plain = build(TINY[name], **flags).double()
+    checkpointed = build(TINY[name], **flags, checkpoint_activations=True).double()
+    checkpointed.load_state_dict(plain.state_dict())
+    src, prev = padded_batch(batch=4)
+    for update in range(4):
+        for model in (plain, checkpointed):
+            torch.manual_seed(update)
+            model.train()
+            model.zero_grad()
+            model.set_num_updates(update)
+            loss_of(model, src, prev, prev).backward()
+        for (key, one), other in zip(plain.named_parameters(), checkpointed.parameters(), strict=True):
+            # Not to the bit: the gradients of the shared embedding are added in another order.
+            torch.testing.assert_close(one.grad, other.grad, rtol=1e-9, atol=1e-12, msg=key)
+        for (key, one), other in zip(plain.named_buffers(), checkpointed.buffers(), strict=True):
+            assert torch.equal(one, other), key
+    counts = [module.num_batches_tracked for module in checkpointed.modules() if isinstance(module, RunningNorm)]
+    assert all(int(count) == 4 for count in counts)
+
+
+@pytest.mark.parametrize("name", list(NORMS))
+def test_torchscript_of_the_model_in_evaluation(name):
+    torch.manual_seed(1)
+    model = build(TINY[name], decoder_norm=name).double()
+    src, prev = padded_batch()
+    model(src, None, prev)
+    model.eval()
+    scripted = torch.jit.script(model)
+    with torch.no_grad():
+        # fairseq's scripted attention has its softmax in float32.
+        torch.testing.assert_close(scripted(src, None, prev)[0], model(src, None, prev)[0], rtol=0, atol=1e-6)
+
+
+def test_all_hidden_states_are_returned_when_asked_for():
+    model = build(TINY["power"]).eval()
+    src, _ = padded_batch()
+    out = model.encoder(src, return_all_hiddens=True)
+    assert len(out["encoder_states"]) == 4 and len(out["fc_results"]) == 3
+    assert out["encoder_out"][0].shape == (7, 3, 128)
+    assert out["src_lengths"][0].flatten().tolist() == [7, 4, 7]
+
+
+def test_post_norm_and_cross_self_attention_are_refused():
+    with pytest.raises(ValueError, match="pre-norm"):
+        build(TINY["power"], encoder_normalize_before=False)
+    with pytest.raises(ValueError, match="--cross-self-attention"):
+        build(TINY["power"], cross_self_attention=True)
+
+
+def test_vocabulary_is_what_the_output_is_over():
+    model = build(TINY["power"])
+    assert model(*(lambda batch: (batch[0], None, batch[1]))(padded_batch()))[0].shape == (3, 5, VOCABULARY)
