@@ -1,0 +1,354 @@
+"""pn_fairseq.checkpoints: what is read, what is refused and with which words, and that writing is all or nothing."""
+
+import argparse
+import builtins
+import errno
+import io
+import os
+import pickle
+import subprocess
+import sys
+from collections import OrderedDict
+
+import numpy as np
+import pytest
+import torch
+
+from pn_fairseq import checkpoints
+from pn_fairseq.checkpoints import (
+    CheckpointError,
+    allow_fairseq_checkpoints,
+    check_output_path,
+    find_checkpoints,
+    load_checkpoint,
+    save_checkpoint,
+)
+
+
+def state_with(**model):
+    return {
+        "args": None,
+        "cfg": {"model": argparse.Namespace(arch="t")},
+        "model": OrderedDict(model),
+        "extra_state": {},
+    }
+
+
+def save(path, state, **options):
+    torch.save(state, path, **options)
+    return path
+
+
+class RunsCode:
+    """Unpickled without care, it creates the file ``marker``."""
+
+    def __init__(self, marker):
+        self.marker = str(marker)
+
+    def __reduce__(self):
+        return builtins.open, (self.marker, "w")
+
+
+class Unknown:
+    pass
+
+
+def one_line(error):
+    text = str(error.value)
+    assert "\n" not in text
+    return text
+
+
+@pytest.mark.parametrize("zip_format", [True, False])
+def test_loads_what_fairseq_stores(tmp_path, zip_format):
+    state = state_with(weight=torch.arange(6.0).view(2, 3), steps=torch.tensor(7))
+    # The metrics of an --eval-bleu run hold arrays and numbers of NumPy; torch.save pickles them as Python does.
+    state["extra_state"] = {
+        "counts": np.array([3, 2, 1, 0]),
+        "sum": np.array([0.5], dtype=np.float32),
+        "val_loss": np.float64(27.5),
+        "best": np.float32(1.5),
+        "n": np.int64(4),
+        "flag": np.bool_(True),
+    }
+    loaded = load_checkpoint(save(tmp_path / "a.pt", state, _use_new_zipfile_serialization=zip_format))
+    assert torch.equal(loaded["model"]["weight"], state["model"]["weight"])
+    assert loaded["model"]["steps"].item() == 7
+    assert loaded["cfg"]["model"] == argparse.Namespace(arch="t")
+    assert loaded["extra_state"]["counts"].tolist() == [3, 2, 1, 0]
+    for name in ("sum", "val_loss", "best", "n", "flag"):
+        assert loaded["extra_state"][name] == state["extra_state"][name]
+
+
+@pytest.mark.parametrize("package", ["numpy.core", "numpy._core"])
+def test_loads_numpy_scalars_of_either_numpy_version(tmp_path, package):
+    # The module's name as the other NumPy writes it. The legacy format has no checksums that would have to follow.
+    path = tmp_path / "a.pt"
+    buffer = io.BytesIO()
+    torch.save({"model": {}, "loss": np.float64(2.5)}, buffer, _use_new_zipfile_serialization=False)
+    data = buffer.getvalue().replace(b"numpy._core.", b"numpy.core.").replace(b"numpy.core.", package.encode() + b".")
+    path.write_bytes(data)
+    allow_fairseq_checkpoints()
+    assert torch.load(path, weights_only=True)["loss"] == 2.5
+
+
+def test_allowing_again_changes_nothing():
+    allow_fairseq_checkpoints()
+    before = set(torch.serialization.get_safe_globals())
+    allow_fairseq_checkpoints()
+    assert set(torch.serialization.get_safe_globals()) == before
+    assert argparse.Namespace in before
+
+
+@pytest.mark.parametrize("protocol", [0, 2, 4, 5])
+def test_code_in_a_plain_pickle_does_not_run(tmp_path, protocol):
+    path, marker = tmp_path / "evil.pt", tmp_path / "marker"
+    path.write_bytes(pickle.dumps({"model": RunsCode(marker)}, protocol=protocol))
+    with pytest.raises(CheckpointError) as error:
+        load_checkpoint(path)
+    assert str(path) in one_line(error)
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize("zip_format", [True, False])
+def test_code_in_a_torch_file_does_not_run_and_is_named(tmp_path, zip_format):
+    path, marker = tmp_path / "evil.pt", tmp_path / "marker"
+    state = state_with(w=torch.ones(2))
+    state["extra_state"] = {"callback": RunsCode(marker)}
+    save(path, state, _use_new_zipfile_serialization=zip_format)
+    with pytest.raises(CheckpointError, match=r"asks for \S*open, .*nothing in it was executed") as error:
+        load_checkpoint(path)
+    assert str(path) in one_line(error)
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize(
+    ("value", "name"),
+    [(Unknown(), "Unknown"), (os.system, "posix.system|nt.system"), (np.array([None]), "numpy.dtypes.ObjectDType")],
+)
+def test_objects_outside_the_list_are_named(tmp_path, value, name):
+    path = save(tmp_path / "a.pt", {**state_with(w=torch.ones(2)), "other": value})
+    with pytest.raises(CheckpointError, match=name):
+        load_checkpoint(path)
+
+
+def test_truncated_at_any_length(tmp_path):
+    whole = save(tmp_path / "whole.pt", state_with(w=torch.randn(300), v=torch.randn(5))).read_bytes()
+    path = tmp_path / "cut.pt"
+    for length in [
+        1,
+        2,
+        3,
+        4,
+        30,
+        100,
+        1000,
+        len(whole) // 2,
+        *range(len(whole) - 400, len(whole), 41),
+        len(whole) - 1,
+    ]:
+        path.write_bytes(whole[:length])
+        with pytest.raises(CheckpointError, match="damaged") as error:
+            load_checkpoint(path)
+        assert str(path) in one_line(error)
+
+
+def test_truncated_legacy_file(tmp_path):
+    whole = save(
+        tmp_path / "whole.pt", state_with(w=torch.randn(300)), _use_new_zipfile_serialization=False
+    ).read_bytes()
+    path = tmp_path / "cut.pt"
+    for length in (1, 10, 100, 300, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:length])
+        with pytest.raises(CheckpointError, match="damaged"):
+            load_checkpoint(path)
+
+
+def test_flipped_bit_in_a_weight(tmp_path):
+    path = tmp_path / "a.pt"
+    weight = torch.randn(1000)
+    data = bytearray(save(path, state_with(w=weight)).read_bytes())
+    data[bytes(data).index(weight.numpy().tobytes()) + 1234] ^= 1
+    path.write_bytes(data)
+    torch.serialization.add_safe_globals([argparse.Namespace])
+    torch.load(path)  # torch does not notice
+    with pytest.raises(CheckpointError, match="damaged .*checksum"):
+        load_checkpoint(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [(b"", "is empty"), (b"hello world\nthis is a log\n", "not a PyTorch checkpoint"), (b"d" * 500, "not a PyTorch")],
+)
+def test_files_that_are_no_checkpoints(tmp_path, content, words):
+    path = tmp_path / "a.pt"
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=words) as error:
+        load_checkpoint(path)
+    assert str(path) in one_line(error)
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        torch.ones(3),
+        [1, 2],
+        {"weights": {}},
+        {"model": {}},
+        {"model": torch.ones(2)},
+        {"model": {"w": 3}},
+        {"model": {1: torch.ones(2)}},
+        {"model": {"w": torch.eye(2).to_sparse()}},
+    ],
+    ids=str,
+)
+def test_torch_files_of_another_kind(tmp_path, state):
+    with pytest.raises(CheckpointError, match="not a fairseq checkpoint") as error:
+        load_checkpoint(save(tmp_path / "a.pt", state))
+    assert "a.pt" in one_line(error)
+
+
+def test_missing_file_directory_and_device(tmp_path):
+    with pytest.raises(CheckpointError, match="no such file"):
+        load_checkpoint(tmp_path / "none.pt")
+    with pytest.raises(CheckpointError, match="is a directory"):
+        load_checkpoint(tmp_path)
+    with pytest.raises(CheckpointError, match="not a regular file"):
+        load_checkpoint(os.devnull)
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may read and write everything")
+def test_missing_permissions(tmp_path):
+    path = save(tmp_path / "a.pt", state_with(w=torch.ones(2)))
+    path.chmod(0)
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        load_checkpoint(path)
+    tmp_path.chmod(0o500)
+    with pytest.raises(CheckpointError, match="no permission"):
+        save_checkpoint({}, tmp_path / "b.pt")
+
+
+def test_save_and_load(tmp_path):
+    path = tmp_path / "out.pt"
+    path.write_text("an earlier file")
+    save_checkpoint(state_with(w=torch.arange(3.0)), path)
+    assert load_checkpoint(path)["model"]["w"].tolist() == [0.0, 1.0, 2.0]
+    assert os.listdir(tmp_path) == ["out.pt"]
+    plain = tmp_path / "plain"
+    plain.touch()
+    assert path.stat().st_mode == plain.stat().st_mode
+
+
+def test_save_keeps_a_symbolic_link(tmp_path):
+    (tmp_path / "disk").mkdir()
+    link = tmp_path / "out.pt"
+    link.symlink_to(tmp_path / "disk" / "real.pt")
+    save_checkpoint(state_with(w=torch.ones(1)), link)
+    assert link.is_symlink()
+    assert os.listdir(tmp_path / "disk") == ["real.pt"]
+
+
+class FailingFile(io.FileIO):
+    """Takes 300 bytes, then fails as a full disk or a Ctrl-C does; torch's writer turns both into a RuntimeError."""
+
+    failure: BaseException
+
+    def write(self, data):
+        if self.tell() > 300:
+            raise self.failure
+        return super().write(data)
+
+
+@pytest.mark.parametrize(
+    ("failure", "expected"),
+    [(OSError(errno.ENOSPC, "No space left on device"), CheckpointError), (KeyboardInterrupt(), KeyboardInterrupt)],
+)
+def test_failure_while_writing_leaves_the_earlier_file(tmp_path, monkeypatch, failure, expected):
+    path = tmp_path / "out.pt"
+    path.write_text("an earlier file")
+
+    def open_failing(name, mode):
+        file = FailingFile(name, mode)
+        file.failure = failure
+        return file
+
+    monkeypatch.setattr(checkpoints, "open", open_failing, raising=False)
+    with pytest.raises(expected) as error:
+        save_checkpoint(state_with(w=torch.randn(1000)), path)
+    if expected is CheckpointError:
+        assert "No space left" in one_line(error)
+    assert os.listdir(tmp_path) == ["out.pt"]
+    assert path.read_text() == "an earlier file"
+
+
+@pytest.mark.parametrize("step", ["fsync", "replace"])
+def test_failure_after_writing_leaves_the_earlier_file(tmp_path, monkeypatch, step):
+    path = tmp_path / "out.pt"
+    path.write_text("an earlier file")
+
+    def fail(*_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(checkpoints.os, step, fail)
+    with pytest.raises(CheckpointError, match="Input/output error"):
+        save_checkpoint(state_with(w=torch.ones(3)), path)
+    assert os.listdir(tmp_path) == ["out.pt"]
+    assert path.read_text() == "an earlier file"
+
+
+def test_unwritable_outputs(tmp_path):
+    with pytest.raises(CheckpointError, match="there is no directory"):
+        save_checkpoint({}, tmp_path / "none" / "out.pt")
+    with pytest.raises(CheckpointError, match="not a regular file"):
+        save_checkpoint({}, tmp_path)
+    with pytest.raises(CheckpointError, match="not a regular file"):
+        check_output_path(os.devnull)
+
+
+@pytest.fixture
+def save_dir(tmp_path):
+    names = [f"checkpoint{n}.pt" for n in (1, 2, 9, 10, 11)]
+    names += [f"checkpoint_{e}_{u}.pt" for e, u in ((1, 500), (1, 1000), (2, 1500), (10, 9500), (11, 10000))]
+    names += ["checkpoint_best.pt", "checkpoint_last.pt", "checkpoint.best_bleu_27.5.pt", "checkpoint12.pt.tmp"]
+    names += ["checkpoint13-shard0.pt", "mycheckpoint14.pt", "notes.txt"]
+    for name in names:
+        (tmp_path / name).touch()
+    (tmp_path / "checkpoint15.pt").mkdir()
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, ["checkpoint11", "checkpoint10", "checkpoint9", "checkpoint2", "checkpoint1"]),
+        ({"last": 3}, ["checkpoint11", "checkpoint10", "checkpoint9"]),
+        ({"last": 2, "upper_bound": 10}, ["checkpoint10", "checkpoint9"]),
+        ({"last": 1, "upper_bound": 8}, ["checkpoint2"]),
+        ({"by": "update", "last": 3}, ["checkpoint_11_10000", "checkpoint_10_9500", "checkpoint_2_1500"]),
+        ({"by": "update", "last": 2, "upper_bound": 9499}, ["checkpoint_2_1500", "checkpoint_1_1000"]),
+    ],
+)
+def test_find(save_dir, options, expected):
+    assert find_checkpoints(save_dir, **options) == [save_dir / f"{name}.pt" for name in expected]
+
+
+def test_find_too_few(save_dir):
+    with pytest.raises(CheckpointError, match="found 5 epoch checkpoints, fewer than the 6 asked for"):
+        find_checkpoints(save_dir, last=6)
+    with pytest.raises(CheckpointError, match="found 1 update checkpoint up to update 999, fewer than the 2 asked for"):
+        find_checkpoints(save_dir, by="update", last=2, upper_bound=999)
+    with pytest.raises(CheckpointError, match="found 0 epoch checkpoints up to epoch 0"):
+        find_checkpoints(save_dir, upper_bound=0)
+    with pytest.raises(CheckpointError, match="cannot list"):
+        find_checkpoints(save_dir / "none", last=1)
+
+
+@pytest.mark.parametrize("options", [{"by": "day"}, {"last": 0}, {"last": -1}])
+def test_find_wrong_arguments(save_dir, options):
+    with pytest.raises(ValueError):
+        find_checkpoints(save_dir, **options)
+
+
+def test_module_does_not_import_fairseq():
+    code = "import pn_fairseq.checkpoints, sys; sys.exit('fairseq' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
