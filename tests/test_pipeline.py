@@ -1,0 +1,258 @@
+"""From raw text to BLEU on a small cut of the corpus, with the scripts and the tools that users have."""
+
+import os
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import sacrebleu
+import torch
+
+from pn_fairseq.checkpoints import load_checkpoint
+
+from .scripts_helpers import ROOT, SCRIPTS, assert_refused, cut_corpus, environment, run, script
+
+#: A training of seconds. The psi warm-up ends at update 6, in the middle.
+SHORT = (
+    *("optimization.max_update=12", "checkpoint.save_interval_updates=4", "dataset.validate_interval_updates=100"),
+    *("dataset.max_tokens=400", "lr_scheduler.warmup_updates=6", "common.log_interval=2"),
+)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    base = tmp_path_factory.mktemp("pipeline")
+    corpus = cut_corpus(base / "corpus")
+    prepare(corpus, base / "data")
+    return base / "data"
+
+
+def prepare(corpus: Path, dest: Path, *options, **kwargs):
+    flags = ("--corpus", corpus, "--source", "es", "--target", "en", "--dest", dest, "--bpe", 300)
+    return script("prepare_text.sh", *flags, *options, **kwargs)
+
+
+@pytest.fixture(scope="module")
+def trained(data) -> Path:
+    train(data, data.parent / "run")
+    return data.parent / "run"
+
+
+def train(data: Path, run_dir: Path, *overrides: str, **kwargs):
+    return script("train.sh", "verses_es_en", "--data", data, "--run", run_dir, *SHORT, *overrides, **kwargs)
+
+
+@pytest.fixture(scope="module")
+def decoded(trained) -> Path:
+    script("average.sh", "--run", trained, "--last", 2)
+    script("generate.sh", "--run", trained, cwd="/")
+    return trained / "generate/test"
+
+
+def snapshot(*folders: Path) -> dict[Path, int]:
+    """Modification times of all files."""
+    return {path: path.stat().st_mtime_ns for top in folders for path in sorted(top.rglob("*")) if path.is_file()}
+
+
+def line_count(path: Path) -> int:
+    return len(path.read_bytes().splitlines())
+
+
+def test_preparation_keeps_every_sentence(data):
+    for split, count in (("train", 600), ("valid", 40), ("test", 37)):
+        for stage in ("raw", "tok", "bpe"):
+            for lang in ("es", "en"):
+                assert line_count(data / stage / f"{split}.{lang}") == count
+    assert (data / "tok/test.es").read_text("utf-8") == (data / "tok/test.es").read_text("utf-8").lower()
+    joined = (data / "bin/dict.es.txt").read_bytes()
+    assert joined == (data / "bin/dict.en.txt").read_bytes()
+    # Gluing the subwords gives the tokens back.
+    assert (data / "bpe/test.en").read_text("utf-8").replace("@@ ", "") == (data / "tok/test.en").read_text("utf-8")
+
+
+def test_second_preparation_does_nothing(data):
+    before = snapshot(data)
+    prepare(data.parent / "corpus", data)
+    assert snapshot(data) == before
+
+
+def test_preparation_goes_on_where_it_was_and_ends_in_the_same_bytes(data, tmp_path):
+    again = tmp_path / "data"
+    prepare(data.parent / "corpus", again)
+    for part in ("tok/valid.en", "bpe/codes", "bpe/test.es"):
+        (again / part).unlink()
+    (again / "bpe/test.es.partial").write_text("cut off in the mid")
+    for path in (again / "bin").iterdir():
+        path.unlink()
+    (again / "bin").rmdir()
+    prepare(data.parent / "corpus", again)
+    for folder in ("raw", "tok", "bpe"):
+        for path in (data / folder).iterdir():
+            if path.suffix != ".log":
+                assert (again / folder / path.name).read_bytes() == path.read_bytes(), path
+    for path in (data / "bin").glob("*.bin"):
+        assert (again / "bin" / path.name).read_bytes() == path.read_bytes(), path
+
+
+def test_preparation_with_other_settings_or_text_is_refused(data, tmp_path):
+    assert_refused(prepare(data.parent / "corpus", data, "--keep-case", check=False), "other settings", str(data))
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "needle"),
+    [
+        ("train.en", None, "train.en"),
+        ("valid.es", b"", "valid.es"),
+        ("test.en", b"one line\n", "lines"),
+        ("train.es", b"a\xff\xfe\n" * 600, "train.es"),
+    ],
+    ids=["missing", "empty", "fewer lines", "not UTF-8"],
+)
+def test_text_that_cannot_be_used_is_refused(file, content, needle, tmp_path):
+    corpus = cut_corpus(tmp_path / "corpus")
+    (corpus / file).unlink()
+    if content is not None:
+        (corpus / file).write_bytes(content)
+    assert_refused(prepare(corpus, tmp_path / "data", check=False), needle)
+    assert not (tmp_path / "data/bin").exists()
+
+
+def test_cut_off_gzip_is_refused(tmp_path):
+    corpus = cut_corpus(tmp_path / "corpus")
+    (corpus / "train.es").unlink()
+    (corpus / "train.es.gz").write_bytes((ROOT / "data/verses.es-en/train.es.gz").read_bytes()[:5000])
+    assert_refused(prepare(corpus, tmp_path / "data", check=False), "train.es")
+    assert not (tmp_path / "data/raw/train.es").exists()
+
+
+def test_training_stops_at_the_last_update_and_a_second_run_does_nothing(data, trained):
+    assert updates_of(trained / "checkpoints/checkpoint_last.pt") == 12
+    before = snapshot(trained)
+    again = train(data, trained)
+    assert "trained already" in again.stderr
+    assert snapshot(trained) == before
+
+
+def updates_of(checkpoint: Path) -> int:
+    return load_checkpoint(checkpoint)["optimizer_history"][-1]["num_updates"]
+
+
+def test_training_with_other_settings_in_the_same_run_is_refused(data, trained):
+    assert_refused(train(data, trained, "common.seed=2", check=False), "other settings", "seed")
+
+
+@pytest.mark.parametrize("setting", ["optimizer.lrate=1", "common.seed", "model._name", "comon.seed=1"])
+def test_a_mistyped_setting_is_refused_before_anything_is_made(setting, data, tmp_path):
+    assert_refused(train(data, tmp_path / "run", setting, check=False), setting.split("=")[0])
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_killed_training_resumes_and_ends_in_the_same_weights_and_statistics(data, trained, tmp_path):
+    """SIGKILL after the first checkpoint, then the same command again. Bit for bit, within the psi warm-up too."""
+    command = ["bash", SCRIPTS / "train.sh", "verses_es_en", "--data", data, "--run", tmp_path / "run", *SHORT]
+    process = subprocess.Popen(
+        command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+    )
+    first = tmp_path / "run/checkpoints/checkpoint_1_4.pt"
+    last = tmp_path / "run/checkpoints/checkpoint_last.pt"
+    deadline = time.monotonic() + 120
+    while not (first.exists() and last.exists()) and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.002)
+    os.killpg(process.pid, signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL, "it ended before it could be killed"
+    stopped_at = max(updates_of(path) for path in first.parent.glob("checkpoint_1_*.pt"))
+    assert stopped_at < 12
+    # fairseq copies to this name, and a kill can come in the middle of the copy.
+    last.write_bytes(last.read_bytes()[:10_000])
+
+    resumption = train(data, tmp_path / "run")
+    assert "checkpoint_last.pt was cut off" in resumption.stderr
+    assert re.search(rf"Loaded checkpoint .*checkpoint_last.pt \(epoch \d+ @ {stopped_at} updates\)", resumption.stdout)
+    resumed, straight = (
+        load_checkpoint(run_dir / "checkpoints/checkpoint_last.pt") for run_dir in (tmp_path / "run", trained)
+    )
+    assert resumed["optimizer_history"][-1]["num_updates"] == 12
+    for key, value in straight["model"].items():
+        assert torch.equal(resumed["model"][key], value), key
+
+
+def test_average_is_made_once(trained, decoded):
+    average = trained / "checkpoints/averaged.pt"
+    before = average.stat().st_mtime_ns
+    assert "already" in script("average.sh", "--run", trained, "--last", 2).stderr
+    assert average.stat().st_mtime_ns == before
+    newest = [load_checkpoint(trained / f"checkpoints/checkpoint_1_{update}.pt")["model"] for update in (8, 12)]
+    averaged = load_checkpoint(average)["model"]
+    for key in ("encoder.layer_norm.running_psi2", "decoder.layers.0.fc1.weight"):
+        torch.testing.assert_close(averaged[key].double(), (newest[0][key].double() + newest[1][key].double()) / 2)
+
+
+def test_as_many_hypotheses_as_sentences_in_the_order_of_the_text(data, decoded):
+    assert line_count(decoded / "hyp.tok") == 37
+    assert (decoded / "src.tok").read_bytes() == (data / "tok/test.es").read_bytes()
+    sources = [
+        line.split("\t", 1) for line in (decoded / "generate.log").read_text("utf-8").splitlines() if line[:2] == "S-"
+    ]
+    text = (decoded / "src.tok").read_text("utf-8").splitlines()
+    for number, source in sources:  # fairseq's numbers are those of the lines (rare characters come out as <unk>)
+        if "<unk>" not in source:
+            assert source == text[int(number[2:])]
+
+
+def test_second_decoding_does_nothing(trained, decoded):
+    before = snapshot(decoded)
+    assert "already" in script("generate.sh", "--run", trained).stderr
+    assert snapshot(decoded) == before
+
+
+def test_both_bleu_flavours(data, trained, decoded):
+    """Tokenized BLEU is what fairseq-generate prints; both are what sacrebleu's library computes."""
+    output = script("score.sh", "--run", trained).stdout
+    tokenized, detokenized = output.splitlines()
+    assert tokenized.startswith("tokenized BLEU:") and detokenized.startswith("detokenized BLEU:")
+    assert "tok:none" in tokenized and "version:" in detokenized and "case:lc" in detokenized
+
+    fairseq = float(re.search(r"BLEU4 = ([\d.]+),", (decoded / "generate.log").read_text("utf-8"))[1])
+    hypotheses = (decoded / "hyp.tok").read_text("utf-8").splitlines()
+    references = (data / "tok/test.en").read_text("utf-8").splitlines()
+    own = sacrebleu.corpus_bleu(hypotheses, [references], tokenize="none", smooth_method="none", force=True).score
+    printed = float(re.search(r"= ([\d.]+) ", tokenized)[1])
+    assert printed == pytest.approx(own, abs=0.006) and printed == pytest.approx(fairseq, abs=0.011)
+
+    raw = (data / "raw/test.en").read_text("utf-8").splitlines()
+    plain = (decoded / "hyp.txt").read_text("utf-8").splitlines()
+    own = sacrebleu.corpus_bleu(plain, [raw], lowercase=True).score
+    assert float(re.search(r"= ([\d.]+) ", detokenized)[1]) == pytest.approx(own, abs=0.006)
+
+
+def test_learning_curve_of_a_run(trained, tmp_path):
+    run("pn-plot-curves", trained, "--output", tmp_path / "curve.png")
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_plain_fairseq_commands_from_another_folder(data, tmp_path):
+    """fairseq-train, fairseq-validate, the average, fairseq-generate, with --user-dir and nothing of our scripts."""
+    flags = (
+        *("--user-dir", os.path.relpath(ROOT / "pn_fairseq", tmp_path), "--source-lang", "es", "--target-lang", "en"),
+        *("--required-batch-size-multiple", "1", "--max-tokens", "400"),
+    )
+    run(
+        *("fairseq-train", data / "bin", *flags, "--arch", "transformer_pn_tiny", "--share-all-embeddings"),
+        *("--optimizer", "adam", "--lr", "0.001", "--lr-scheduler", "inverse_sqrt", "--warmup-updates", "4"),
+        *("--max-update", "6", "--save-interval-updates", "3", "--no-epoch-checkpoints", "--save-dir", "checkpoints"),
+        cwd=tmp_path,
+    )
+    run(
+        *("pn-average-checkpoints", "--inputs", "checkpoints", "--last", "2", "--by", "update"),
+        *("--output", "averaged.pt"),
+        cwd=tmp_path,
+    )
+    args = load_checkpoint(tmp_path / "averaged.pt")["cfg"]["model"]
+    assert args.psi_warmup_updates == 4 and args.encoder_norm == "power"
+    # No --arch: what a checkpoint holds is enough.
+    run("fairseq-validate", data / "bin", *flags, "--task", "translation", "--path", "averaged.pt", cwd=tmp_path)
+    decoded = run("fairseq-generate", data / "bin", *flags, "--path", "averaged.pt", "--beam", "2", cwd=tmp_path)
+    assert len(re.findall(r"^H-", decoded.stdout, re.M)) == 37

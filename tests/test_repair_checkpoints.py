@@ -1,0 +1,51 @@
+import sys
+import zipfile
+
+from .scripts_helpers import SCRIPTS, run
+
+
+def write(path, text):
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("data", text)
+
+
+def repair(folder):
+    return run(sys.executable, SCRIPTS / "lib/repair_checkpoints.py", folder).stdout
+
+
+def content(path):
+    with zipfile.ZipFile(path) as archive:
+        return archive.read("data").decode()
+
+
+def test_whole_checkpoints_are_left_alone(tmp_path):
+    write(tmp_path / "checkpoint_last.pt", "last")
+    write(tmp_path / "checkpoint1.pt", "first")
+    assert repair(tmp_path) == ""
+    assert content(tmp_path / "checkpoint_last.pt") == "last"
+    assert repair(tmp_path / "none") == ""
+
+
+def test_cut_off_copy_is_made_again_from_the_newest_whole_checkpoint(tmp_path):
+    for number in (1, 2):
+        write(tmp_path / f"checkpoint{number}.pt", f"epoch {number}")
+    for name in ("checkpoint_last.pt", "checkpoint_best.pt"):
+        (tmp_path / name).write_bytes((tmp_path / "checkpoint2.pt").read_bytes()[:40])
+    told = repair(tmp_path)
+    assert "checkpoint_last.pt was cut off" in told and "checkpoint2.pt" in told
+    assert content(tmp_path / "checkpoint_last.pt") == content(tmp_path / "checkpoint_best.pt") == "epoch 2"
+
+
+def test_flipped_bit_is_noticed(tmp_path):
+    write(tmp_path / "checkpoint1.pt", "good weights")
+    write(tmp_path / "checkpoint_last.pt", "good weights")
+    damaged = (tmp_path / "checkpoint_last.pt").read_bytes().replace(b"good", b"gooe")
+    (tmp_path / "checkpoint_last.pt").write_bytes(damaged)
+    assert "made again" in repair(tmp_path)
+    assert content(tmp_path / "checkpoint_last.pt") == "good weights"
+
+
+def test_without_any_whole_checkpoint_the_damaged_one_goes(tmp_path):
+    (tmp_path / "checkpoint_last.pt").write_bytes(b"PK\x03\x04 half")
+    assert "starting afresh" in repair(tmp_path)
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,154 @@
+"""What the scripts do with mistakes, and what they share."""
+
+import os
+import shutil
+import subprocess
+
+import pytest
+
+from .scripts_helpers import ROOT, SCRIPTS, assert_refused, environment, run, script
+
+USER_SCRIPTS = sorted(path.name for path in SCRIPTS.glob("*.sh"))
+
+
+def test_shellcheck_finds_nothing():
+    files = [ROOT / ".ci/run", *SCRIPTS.glob("*.sh"), *SCRIPTS.glob("lib/*.sh")]
+    assert run("shellcheck", "-x", "-P", "SCRIPTDIR", *files).stdout == ""
+
+
+@pytest.mark.parametrize("name", USER_SCRIPTS)
+def test_help_and_unknown_argument(name, tmp_path):
+    usage = script(name, "--help", cwd=tmp_path)
+    assert usage.stdout.startswith(("usage: scripts/" + name, "usage: [VENV=")) and usage.stderr == ""
+    assert_refused(script(name, "--no-such-option", cwd=tmp_path, check=False), "--no-such-option", "--help")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["prepare_text.sh", "train.sh", "average.sh", "generate.sh", "score.sh"])
+def test_needed_arguments(name):
+    assert_refused(script(name, check=False), "--help")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "needles"),
+    [
+        (("prepare_text.sh", "--corpus"), ("--corpus needs a value",)),
+        (
+            ("prepare_text.sh", "--corpus", "/nowhere", "--source", "es", "--target", "en", "--dest", "x"),
+            ("/nowhere",),
+        ),
+        (
+            ("prepare_text.sh", "--corpus", ".", "--source", "es", "--target", "es", "--dest", "x"),
+            ("--source and --target",),
+        ),
+        (
+            ("prepare_text.sh", "--corpus", ".", "--source", "es", "--target", "en", "--dest", "x", "--bpe", "many"),
+            ("--bpe", "many"),
+        ),
+        (("train.sh", "no_such_config"), ("no_such_config", "verses_es_en")),
+        (("train.sh", "verses_es_en", "seed"), ("seed", "key=value")),
+        (("train.sh", "verses_es_en", "--data", "/nowhere"), ("/nowhere", "prepare")),
+        (("average.sh", "--run", "/nowhere"), ("/nowhere", "no training run")),
+        (("generate.sh", "--run", "/nowhere"), ("/nowhere", "no training run")),
+        (("score.sh", "--run", "/nowhere"), ("/nowhere", "no training run")),
+    ],
+    ids=lambda value: " ".join(value[:3]) if isinstance(value, tuple) else None,
+)
+def test_mistakes_get_one_line(arguments, needles, tmp_path):
+    assert_refused(script(*arguments, cwd=tmp_path, check=False), *needles)
+    assert list(tmp_path.iterdir()) == [], "something was left behind"
+
+
+def test_a_run_without_its_parts(tmp_path):
+    (tmp_path / "config.yaml").write_text("checkpoint: {keep_last_epochs: -1}\n")
+    (tmp_path / "data").write_text(f"{tmp_path}/prepared\n")
+    assert_refused(script("average.sh", "--run", tmp_path, check=False), "prepared/bin")
+    (tmp_path / "prepared/bin").mkdir(parents=True)
+    assert_refused(script("average.sh", "--run", tmp_path, check=False), "--last")
+    assert_refused(script("average.sh", "--run", tmp_path, "--by", "week", check=False), "week")
+    assert_refused(script("generate.sh", "--run", tmp_path, check=False), "averaged.pt", "average.sh")
+    assert_refused(script("score.sh", "--run", tmp_path, check=False), "hyp.tok", "generate.sh")
+
+
+def test_missing_tools_are_named(tmp_path):
+    """A machine with a shell and nothing else of ours."""
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    for tool in ("bash", "basename", "dirname", "cat", "sed", "nproc", "gzip", "mkdir"):
+        (tools / tool).symlink_to(subprocess.check_output(["which", tool], text=True).strip())
+    (tmp_path / "config.yaml").write_text("")
+    (tmp_path / "data").write_text("/nowhere\n")
+    result = script("average.sh", "--run", tmp_path, PATH=str(tools), VENV="/nowhere", check=False)
+    assert_refused(result, "'python'", "make venv")
+
+
+@pytest.mark.parametrize(
+    ("changes", "needles"),
+    [
+        ({"PYTHON": "no-such-python"}, ("no-such-python", "3.11")),
+        ({"CXX": "no-such-compiler"}, ("no-such-compiler", "g++")),
+        ({"PYTHON": "OLD"}, ("3.8", "3.11")),
+    ],
+    ids=["no interpreter", "no compiler", "old Python"],
+)
+def test_set_up_names_what_is_missing(changes, needles, tmp_path):
+    if changes.get("PYTHON") == "OLD":
+        old = tmp_path / "python3.8"
+        # Says that it is 3.8, and compares accordingly: what an old interpreter would do.
+        old.write_text('#!/bin/sh\ncase "$2" in *exit*) exit 1 ;; *) echo 3.8 ;; esac\n')
+        old.chmod(0o755)
+        changes = {"PYTHON": str(old)}
+    result = script("make_venv.sh", VENV=str(tmp_path / "new"), check=False, **changes)
+    assert_refused(result, *needles)
+    assert not (tmp_path / "new").exists()
+
+
+def test_set_up_leaves_somebody_elses_folder_alone(tmp_path):
+    (tmp_path / "thesis.tex").write_text("years of work")
+    assert_refused(script("make_venv.sh", VENV=str(tmp_path), check=False), str(tmp_path), "left alone")
+    assert (tmp_path / "thesis.tex").read_text() == "years of work"
+
+
+def test_damaged_corpus_is_refused(tmp_path):
+    copy = tmp_path / "checkout"
+    for part in ("scripts", "data"):
+        shutil.copytree(ROOT / part, copy / part)
+    with (copy / "data/verses.es-en/train.en.gz").open("r+b") as file:
+        file.truncate(500_000)
+    result = subprocess.run(
+        ["bash", copy / "scripts/prepare_verses.sh"], env=environment(), capture_output=True, text=True
+    )
+    assert_refused(result, "verses.es-en", "damaged")
+    assert not (copy / "runs").exists()
+
+
+def in_common(code: str, **changes: str) -> subprocess.CompletedProcess:
+    prelude = f"set -euo pipefail; root={ROOT}; source {SCRIPTS}/lib/common.sh; "
+    return run("bash", "-c", prelude + code, "test.sh", check=False, **changes)
+
+
+def test_make_file_leaves_a_whole_file_or_none(tmp_path):
+    assert in_common(f"make_file {tmp_path}/good echo hello").returncode == 0
+    assert (tmp_path / "good").read_text() == "hello\n"
+    failing = in_common(f"half() {{ echo half; return 1; }}; make_file {tmp_path}/bad half")
+    assert_refused(failing, f"{tmp_path}/bad")
+    in_common(f"make_file {tmp_path}/good echo other")
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"good": "hello\n"}
+
+
+def test_a_lost_line_is_noticed(tmp_path):
+    (tmp_path / "in").write_text("a\nb\nc\n")
+    (tmp_path / "out").write_text("a\nb\n")
+    assert_refused(in_common(f"same_lines {tmp_path}/in {tmp_path}/out"), "2 lines", "has 3")
+    # The last line need not end in a newline.
+    (tmp_path / "out").write_text("a\nb\nc")
+    assert in_common(f"same_lines {tmp_path}/in {tmp_path}/out").returncode == 0
+
+
+def test_the_makefile_lists_its_targets():
+    listed = run("make", "-C", ROOT, "help").stdout
+    assert all(f"make {target}" in listed for target in ("venv", "demo", "test", "lint"))
+
+
+def test_the_scripts_are_executable():
+    assert all(os.access(path, os.X_OK) for path in [ROOT / ".ci/run", *SCRIPTS.glob("*.sh")])
