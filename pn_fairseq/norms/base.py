@@ -81,6 +81,10 @@ class RunningNorm(ChannelNorm):
     the batch has no real token or its statistics or gradient are not finite.
     """
 
+    #: While set, training forwards normalize with the batch's own statistics and the running ones become the plain mean
+    #: over the batches: statistics for weights that were not trained with them, such as averaged ones.
+    recalibrating = False
+
     def __init__(self, num_features: int, eps: float, affine: bool, layer_scale_groups: int, **initial: float):
         super().__init__(num_features, eps, affine, layer_scale_groups)
         self._initial = initial
@@ -114,6 +118,12 @@ class RunningNorm(ChannelNorm):
     def _mean_over_real(values: Tensor, count: Tensor) -> Tensor:
         """Mean over the ``count`` real tokens of ``values``, which are 0 at padding, (C,); 0 if there are none."""
         return values.flatten(0, -2).sum(0) / count.clamp(min=1.0)
+
+    def _weight(self, alpha: float) -> Callable[[Tensor], float | Tensor]:
+        """Number of a step -> weight of its batch in an exponential average with decay ``alpha``."""
+        if self.recalibrating:
+            return lambda number: 1.0 / number
+        return lambda number: 1.0 - alpha
 
     @torch.no_grad()
     def _begin(

@@ -54,7 +54,7 @@ class MaskedBatchNorm(RunningNorm):
         # 1 / (N - 1) is infinite for one token, and a statistic that is not finite changes no state.
         unbiased = variance.detach() * (count / (count - 1.0))
         batch = {"running_mean": mean, "running_var": unbiased}
-        step = self._begin(mean, count, batch, lambda number: 1.0 - self.alpha)
+        step = self._begin(mean, count, batch, self._weight(self.alpha))
         normalized = centered * scale
         if padding is not None:
             # Padding is normalized with the statistics but takes no part in their gradient.

@@ -75,6 +75,8 @@ class PowerNorm(RunningNorm):
         self._warming_up = self.psi_warmup.active(num_updates)
 
     def _is_warming_up(self) -> bool | Tensor:
+        if self.recalibrating:
+            return True
         if self._warming_up is not None:
             return self._warming_up
         return self.psi_warmup.updates > 0 and self.psi_warmup.active(self.num_batches_tracked)

@@ -49,7 +49,7 @@ class PowerNormV(RunningNorm):
         real = h if padding is None else h.masked_fill(padding, 0.0)
         psi2_batch = self._mean_over_real(real.square(), count)
         scale = torch.rsqrt(psi2_batch + self.eps)
-        step = self._begin(psi2_batch, count, {"running_psi2": psi2_batch}, lambda number: 1.0 - self.alpha)
+        step = self._begin(psi2_batch, count, {"running_psi2": psi2_batch}, self._weight(self.alpha))
         normalized = real * scale
         if padding is not None:
             # Padding is divided by the statistic but takes no part in its gradient.
