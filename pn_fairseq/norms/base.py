@@ -1,14 +1,15 @@
 """What the norms share: affine parameters, layer-scale in front, float32 state that changes once per step."""
 
 from collections.abc import Callable
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 from torch import Tensor, nn
 
 from pn_fairseq.norms.checks import check_input, check_positive, check_whole
 from pn_fairseq.norms.layer_scale import LayerScale, widen
-from pn_fairseq.norms.pending import PendingSteps, Step, in_backward
+from pn_fairseq.norms.pending import COUNT, PendingSteps, Step, in_backward
+from pn_fairseq.norms.workers import differentiable_sum, sum_later, sum_now, workers
 
 
 class ChannelNorm(nn.Module):
@@ -45,7 +46,10 @@ class ChannelNorm(nn.Module):
             nn.init.zeros_(self.bias)
 
     def set_num_updates(self, num_updates: int) -> None:
-        """Tell the norm how many optimizer updates are completed. Only a norm with a schedule listens."""
+        """Tell the norm how many optimizer updates are completed. Only a norm with running statistics listens."""
+
+    def flush(self) -> None:
+        """Bring the state up to date. Only a norm that is synchronised between workers has something to do."""
 
     def forward(self, x: Tensor, padding_mask: Optional[Tensor] = None) -> Tensor:  # noqa: UP045 (TorchScript)
         """Normalize ``x``, (T, B, C) or (N, C); ``padding_mask`` is (B, T) or (N,) bool, True = padding.
@@ -55,6 +59,7 @@ class ChannelNorm(nn.Module):
         """
         if not torch.jit.is_scripting():
             check_input(x, padding_mask, self.num_features)
+            self.flush()
         h = self.layer_scale.scale(widen(x))
         y = self._train(h, padding_mask) if self.training else self._evaluate(h)
         return y.to(x.dtype)
@@ -79,45 +84,126 @@ class RunningNorm(ChannelNorm):
 
     A training forward changes them once, also where activation checkpointing runs it twice, and not at all where
     the batch has no real token or its statistics or gradient are not finite.
+
+    Args:
+        sync: take the statistics over the real tokens of all data-parallel workers, weighted by their number. All
+            workers have to run the same forwards and backwards. Without ``torch.distributed``, or with one worker,
+            it changes nothing.
+        process_group: the workers; None means all. A copy of the module has None.
+        initial: name and initial value of each statistic.
     """
 
-    #: While set, training forwards normalize with the batch's own statistics and the running ones become the plain mean
-    #: over the batches: statistics for weights that were not trained with them, such as averaged ones.
+    #: Whether a transformer synchronises this norm when there are several workers, unless told otherwise.
+    sync_by_default = True
+
+    #: While set, training forwards normalize with the batch's own statistics and the running ones become the plain
+    #: mean over the batches: statistics for weights that were not trained with them, such as averaged ones.
     recalibrating = False
 
-    def __init__(self, num_features: int, eps: float, affine: bool, layer_scale_groups: int, **initial: float):
+    #: Statistics of the backward pass, which forwards alone cannot re-estimate.
+    backward_statistics: tuple[str, ...] = ()
+
+    #: While set, :meth:`diagnostics` has something to report.
+    collecting = False
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float,
+        affine: bool,
+        layer_scale_groups: int,
+        sync: bool = False,
+        process_group=None,
+        **initial: float,
+    ):
         super().__init__(num_features, eps, affine, layer_scale_groups)
+        self.sync = sync
+        self.process_group = process_group
         self._initial = initial
         for name in initial:
             self.register_buffer(name, torch.empty(num_features, dtype=torch.float32))
-        self.register_buffer("num_batches_tracked", torch.empty((), dtype=torch.int64))
+        self.register_buffer(COUNT, torch.empty((), dtype=torch.int64))
         self._num_updates = None
+        self._arriving: list[tuple[Any, Tensor, Callable[[Tensor], None]]] = []
+        #: Whether a training forward has run since the workers last agreed on the statistics.
+        self.trained_alone = False
+        self._collected: dict[str, Tensor] = {}
         self.reset_running_stats()
+        self.register_state_dict_pre_hook(_flush_first)
+        self.register_load_state_dict_pre_hook(_flush_first)
 
     def set_num_updates(self, num_updates: int) -> None:
         """Tell the norm that ``num_updates`` optimizer updates are completed."""
         if num_updates != self._num_updates:  # an update is over: no backward of an earlier forward will come
+            self.flush()
             self._num_updates = num_updates
             self._pending = PendingSteps()
 
     def reset_running_stats(self) -> None:
         """Forget everything that training has seen."""
+        self.flush()
         for name, value in self._initial.items():
             self._buffers[name].fill_(value)
-        self.num_batches_tracked.zero_()
+        self._buffers[COUNT].zero_()
         self._pending = PendingSteps()
 
+    def train(self, mode: bool = True):
+        self.flush()
+        return super().train(mode)
+
+    # Sums over tokens and workers.
+
+    def synchronises(self) -> bool:
+        """Whether statistics are summed over several workers."""
+        return self.sync and workers(self.process_group) > 1
+
     def _real_tokens(self, h: Tensor, padding_mask: Tensor | None) -> tuple[Tensor | None, Tensor]:
-        """Padding as (T, B, 1) or (N, 1) bool, None without, and the number N of real tokens (0-d, type of ``h``)."""
+        """Padding as (T, B, 1) or (N, 1) bool, None without, and the number of real tokens (0-d, type of ``h``)."""
         if padding_mask is None:
             return None, torch.full((), h.numel() // self.num_features, dtype=h.dtype, device=h.device)
         padding = padding_mask.transpose(0, -1).unsqueeze(-1)
         return padding, padding.logical_not().sum().to(h.dtype)
 
     @staticmethod
-    def _mean_over_real(values: Tensor, count: Tensor) -> Tensor:
-        """Mean over the ``count`` real tokens of ``values``, which are 0 at padding, (C,); 0 if there are none."""
-        return values.flatten(0, -2).sum(0) / count.clamp(min=1.0)
+    def _sum_over_real(values: Tensor, padding: Tensor | None) -> Tensor:
+        """Sum of ``values`` over the real tokens of this worker, (C,)."""
+        if padding is not None:
+            values = values.masked_fill(padding, 0.0)
+        return values.flatten(0, -2).sum(0)
+
+    def _mean_over_workers(self, total: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean over the real tokens of all workers, (C,), differentiable and 0 if there are none, and their number.
+
+        ``total`` (C,) is the sum over the ``count`` real tokens of this worker.
+        """
+        if self.synchronises():
+            summed = differentiable_sum(torch.cat([total, count[None]]), self.process_group)
+            total, count = summed[:-1], summed[-1].detach()
+        return total / count.clamp(min=1.0), count
+
+    def _when_summed(self, total: Tensor, then: Callable[[Tensor], None]) -> None:
+        """Call ``then`` with ``total`` summed over the workers: at once for one worker, else when :meth:`flush` is due.
+
+        The sum is on its way while the step goes on. Whoever looks at the state calls :meth:`flush` first.
+        """
+        if self.synchronises():
+            self._arriving.append((*sum_later(total, self.process_group), then))
+        else:
+            then(total)
+
+    @torch.no_grad()
+    def flush(self) -> None:
+        """Take in what is still on its way from the other workers.
+
+        Called by every forward, on saving, loading and copying, and on a change between training and evaluation. It
+        waits for sums that all workers have started and starts none, so one worker may call it alone.
+        """
+        arriving, self._arriving = self._arriving, []
+        for work, total, then in arriving:
+            work.wait()
+            then(total)
+
+    # The life of a training step.
 
     def _weight(self, alpha: float) -> Callable[[Tensor], float | Tensor]:
         """Number of a step -> weight of its batch in an exponential average with decay ``alpha``."""
@@ -126,41 +212,88 @@ class RunningNorm(ChannelNorm):
         return lambda number: 1.0 - alpha
 
     @torch.no_grad()
-    def _begin(
-        self, key: Tensor, count: Tensor, batch: dict[str, Tensor], weight: Callable[[Tensor], float | Tensor], **used
-    ) -> Step:
-        """Take the statistics ``batch`` of one training forward over ``count`` real tokens into the running ones.
+    def _begin(self, key: Tensor, **used: Tensor) -> Step:
+        """A training forward: a new step, or under a recomputation the step of the first computation.
 
-        ``weight`` tells how much they count, given the number of the step; ``used`` is what a recomputation has to
-        use again. Under a recomputation nothing is taken in: the step of the first computation is found by ``key``
-        (C,), a statistic of the batch, and returned.
+        ``key`` (C,) is a statistic of the batch on this worker; ``used`` is what a recomputation has to use again.
         """
         if in_backward():
-            return self._pending.find(key) or Step(key, used, settled=True)
-        batch = {name: value.detach().to(torch.float32) for name, value in batch.items()}
-        counted = count > 0
-        for value in batch.values():
-            counted = counted & value.isfinite().all()
-        return self._pending.add(Step(key.detach(), used, batch, weight, counted), self._buffers)
+            return self._recomputed(key) or Step(key, used, forgotten=True, seen_backward=True)
+        return self._pending.add(Step(key.detach(), used))
+
+    def _recomputed(self, key: Tensor) -> Step | None:
+        """The step that is being recomputed, None if this is no recomputation (or of a forward long forgotten)."""
+        return self._pending.find(key) if in_backward() else None
 
     @torch.no_grad()
-    def _settle(self, step: Step, finite: Tensor) -> bool:
-        """End a step whose gradient has been seen: take it back where that was not ``finite`` (0-d bool).
+    def _count_in(
+        self, step: Step, batch: dict[str, Tensor], count: Tensor, weight: Callable[[Tensor], float | Tensor]
+    ) -> None:
+        """Take the statistics ``batch`` over ``count`` real tokens into the running ones; once for a step.
 
-        Returns whether this was the first backward of the step (a retained graph can be walked again).
+        ``weight`` tells how much they count, given the number of the step.
         """
-        return self._pending.settle(step, self._buffers, finite)
+        if step.batch is not None or step.forgotten:
+            return
+        step.batch = {name: value.detach().to(torch.float32) for name, value in batch.items()}
+        step.count, step.weight = count, weight
+        finite = torch.stack([value.isfinite().all() for value in step.batch.values()]).all()
+        step.counted = (count > 0) & finite
+        if self.collecting:
+            self._note_step(step, finite)
+        self._pending.count_in(step, self._buffers)
+        self.trained_alone = True
 
-    def _settle_by(self, tensor: Tensor, step: Step) -> None:
-        """Settle ``step`` when the gradient of ``tensor`` is known."""
+    def _begin_backward(self, step: Step) -> bool:
+        """Whether this is the first backward of ``step`` (a retained graph can be walked again)."""
+        first, step.seen_backward = not step.seen_backward, True
+        return first
 
-        def settle(grad: Tensor | None) -> None:  # None: a gradient that is nowhere other than zero
-            self._settle(step, torch.tensor(True) if grad is None else grad.isfinite().all())
+    @torch.no_grad()
+    def _settle(self, step: Step, finite: Tensor) -> None:
+        """End a step whose gradient has been seen: take it back where that was not ``finite`` (0-d bool)."""
+        if self.collecting:
+            self._add("nonfinite_steps", step.counted & finite.logical_not())
+        self._pending.settle(step, self._buffers, finite)
 
-        if tensor.requires_grad:
-            tensor.register_hook(settle)
+    def _settle_by(self, total: Tensor, y: Tensor, step: Step) -> None:
+        """Settle ``step`` when the gradient of ``total`` is known, a sum over this worker's tokens, (C,).
+
+        One gradient that is not finite, on any worker, makes that of the sums so, and those are C numbers only. Where
+        the input needs no gradient the output ``y`` has to do.
+        """
+
+        def settle(grad: Tensor | None) -> None:
+            if not self._begin_backward(step):
+                return
+            faults = y.new_zeros(1) if grad is None else grad.isfinite().all().logical_not().to(y.dtype)[None]
+            if not total.requires_grad and self.synchronises():
+                faults = sum_now(faults, self.process_group)
+            self._settle(step, faults[0] == 0)
+
+        for tensor in (total, y):
+            if tensor.requires_grad:
+                tensor.register_hook(settle)
+                return
+
+    # Reports.
+
+    def _note_step(self, step: Step, finite: Tensor) -> None:
+        self._add("nonfinite_steps", finite.logical_not())
+
+    def _add(self, name: str, condition: Tensor) -> None:
+        self._collected[name] = self._collected.get(name, 0) + condition.to(torch.int64)
+
+    def diagnostics(self) -> dict[str, Tensor]:
+        """What was seen while :attr:`collecting` was set, by name, each 0-d; empty if it was not.
+
+        ``nonfinite_steps``: how often a statistic or gradient that was not finite kept a step out of the state.
+        """
+        self.flush()
+        return dict(self._collected)
 
     def _apply(self, fn, recurse=True):
+        self.flush()
         kept = dict(self._buffers)
         super()._apply(fn, recurse)
         for name, old in kept.items():
@@ -170,5 +303,16 @@ class RunningNorm(ChannelNorm):
         return self
 
     def __getstate__(self):
-        # What waits for its backward belongs to this module's graphs, not to a copy of the module.
-        return {**self.__dict__, "_pending": PendingSteps()}
+        self.flush()
+        # What waits for its backward belongs to this module's graphs, not to a copy; a process group cannot be copied.
+        return {**self.__dict__, "_pending": PendingSteps(), "process_group": None}
+
+
+def _flush_first(module: RunningNorm, *_) -> None:
+    module.flush()
+
+
+def psi_distance(batch: Tensor, running: Tensor) -> Tensor:
+    """Mean over channels of abs(log(psi_B / psi)), given both squared, (C,): 0 where the batch is what was expected."""
+    tiny = torch.finfo(running.dtype).tiny
+    return 0.5 * (batch.clamp(min=tiny).log() - running.clamp(min=tiny).log()).abs().mean()

@@ -23,6 +23,7 @@ class MaskedBatchNorm(RunningNorm):
         alpha: decay of the running statistics, in (0, 1); torch's ``momentum`` is ``1 - alpha``.
         affine: learn ``weight`` and ``bias``, both (C,).
         layer_scale_groups: groups of the :class:`~pn_fairseq.norms.LayerScale` in front; 0 means none.
+        sync, process_group: see :class:`~pn_fairseq.norms.base.RunningNorm`.
 
     Buffers: ``running_mean`` (initially 0) and ``running_var`` (initially 1), (C,) float32, and
     ``num_batches_tracked``, int64. A batch of one real token has no unbiased variance and changes none of them.
@@ -38,30 +39,34 @@ class MaskedBatchNorm(RunningNorm):
         alpha: float = 0.9,
         affine: bool = True,
         layer_scale_groups: int = 0,
+        sync: bool = False,
+        process_group=None,
     ):
-        super().__init__(num_features, eps, affine, layer_scale_groups, running_mean=0.0, running_var=1.0)
+        super().__init__(
+            num_features, eps, affine, layer_scale_groups, sync, process_group, running_mean=0.0, running_var=1.0
+        )
         self.alpha = check_alpha("alpha", alpha)
 
     @torch.jit.unused
     def _train(self, h: Tensor, padding_mask: Tensor | None) -> Tensor:
         padding, count = self._real_tokens(h, padding_mask)
         real = h if padding is None else h.masked_fill(padding, 0.0)
-        mean = self._mean_over_real(real, count)
+        total = self._sum_over_real(real, padding)
+        mean, count_all = self._mean_over_workers(total, count)
         centered = real - mean
-        square = centered.square() if padding is None else centered.square().masked_fill(padding, 0.0)
-        variance = self._mean_over_real(square, count)
-        scale = torch.rsqrt(variance + self.eps)
+        variance, count_all = self._mean_over_workers(self._sum_over_real(centered.square(), padding), count)
         # 1 / (N - 1) is infinite for one token, and a statistic that is not finite changes no state.
-        unbiased = variance.detach() * (count / (count - 1.0))
+        unbiased = variance.detach() * (count_all / (count_all - 1.0))
+        step = self._begin(total)
         batch = {"running_mean": mean, "running_var": unbiased}
-        step = self._begin(mean, count, batch, self._weight(self.alpha))
+        self._count_in(step, batch, count_all, self._weight(self.alpha))
+        scale = torch.rsqrt(variance + self.eps)
         normalized = centered * scale
         if padding is not None:
             # Padding is normalized with the statistics but takes no part in their gradient.
             normalized = torch.where(padding, (h - mean.detach()) * scale.detach(), normalized)
         y = self._affine(normalized)
-        # One gradient that is not finite makes that of the scale so, and those are C numbers only.
-        self._settle_by(scale if scale.requires_grad else y, step)
+        self._settle_by(total, y, step)
         return y
 
     def _evaluate(self, h: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ step whose gradient turns out not to be finite has to be taken back.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -32,21 +32,28 @@ class Step:
     """One training forward of one module.
 
     Attributes:
-        key: a statistic of the batch, (C,), by which a recomputation finds the step.
+        key: a statistic of the batch on this worker, (C,), by which a recomputation finds the step.
         used: what the forward computed with and its recomputation has to use again.
+        forgotten: whether this stands for a recomputation whose first computation is not known; it changes no state.
+        seen_backward: whether its backward has begun.
+        count: number of real tokens, 0-d; over all workers if they are synchronised. This and all below is None until
+            the sums over the workers have arrived.
         batch: statistics of the batch by buffer name, (C,) float32.
         weight: number of the step, from 1 -> weight of the batch in the averages.
         counted: whether it changes the state, 0-d bool.
         before: the state that it found.
-        settled: whether its gradient has been seen.
+        settled: whether its gradient has been judged.
     """
 
     key: Tensor
     used: dict[str, Tensor]
-    batch: dict[str, Tensor] = field(default_factory=dict)
+    forgotten: bool = False
+    seen_backward: bool = False
+    count: Tensor | None = None
+    batch: dict[str, Tensor] | None = None
     weight: Callable[[Tensor], float | Tensor] | None = None
     counted: Tensor | None = None
-    before: dict[str, Tensor] = field(default_factory=dict)
+    before: dict[str, Tensor] | None = None
     settled: bool = False
 
     def advance(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -65,11 +72,14 @@ class PendingSteps:
     def __init__(self):
         self.steps: list[Step] = []
 
-    def add(self, step: Step, buffers: dict[str, Tensor]) -> Step:
-        """Let ``step`` change ``buffers``, and keep it."""
-        _store(step.advance({name: buffers[name].clone() for name in (COUNT, *step.batch)}), buffers)
+    def add(self, step: Step) -> Step:
+        """Keep ``step`` until it is settled."""
         self.steps = [*self.steps[1 - MAX_PENDING :], step]
         return step
+
+    def count_in(self, step: Step, buffers: dict[str, Tensor]) -> None:
+        """Let ``step``, whose statistics are there now, change ``buffers``."""
+        _store(step.advance({name: buffers[name].clone() for name in (COUNT, *step.batch)}), buffers)
 
     def find(self, key: Tensor) -> Step | None:
         """The step whose forward is being recomputed: the one with this ``key``, the latest if several have it.
@@ -77,7 +87,7 @@ class PendingSteps:
         Raises:
             RuntimeError: none has it.
         """
-        waiting = [step for step in self.steps if not step.settled]
+        waiting = [step for step in self.steps if not step.seen_backward]
         if len(waiting) <= 1:  # the usual case needs no look at the values, which would wait for a GPU
             return waiting[0] if waiting else None
         distances = [_distance(step.key, key) for step in waiting]
@@ -90,14 +100,12 @@ class PendingSteps:
             )
         return waiting[nearest]
 
-    def settle(self, step: Step, buffers: dict[str, Tensor], finite: Tensor) -> bool:
+    def settle(self, step: Step, buffers: dict[str, Tensor], finite: Tensor) -> None:
         """Take ``step`` back from ``buffers`` where its gradient was not ``finite`` (0-d bool).
 
         The steps after it are done again from the state before it, so the result is what it would have been without
-        the faulty step, to the bit and in whatever order gradients come. Returns False for a step settled before.
+        the faulty step, to the bit and in whatever order gradients come.
         """
-        if step.settled:
-            return False
         step.settled = True
         if step in self.steps:
             step.counted = step.counted & finite
@@ -107,7 +115,6 @@ class PendingSteps:
             _store(state, buffers)
         while self.steps and self.steps[0].settled:
             self.steps = self.steps[1:]
-        return True
 
 
 def _store(state: dict[str, Tensor], buffers: dict[str, Tensor]) -> None:

@@ -3,10 +3,11 @@
 import torch
 from torch import Tensor
 
-from pn_fairseq.norms.base import RunningNorm
+from pn_fairseq.norms.base import RunningNorm, psi_distance
 from pn_fairseq.norms.checks import check_alpha
 from pn_fairseq.norms.pending import Step
 from pn_fairseq.norms.psi_warmup import PsiWarmup
+from pn_fairseq.norms.workers import sum_now
 
 
 class PowerNorm(RunningNorm):
@@ -40,6 +41,8 @@ class PowerNorm(RunningNorm):
         layer_scale_groups: groups of the :class:`~pn_fairseq.norms.LayerScale` in front; 0 means none.
         psi_warmup_updates: length of the warm-up in optimizer updates, or in training forwards for a module that is
             never told the number of updates (:meth:`set_num_updates`).
+        sync, process_group: see :class:`~pn_fairseq.norms.base.RunningNorm`. After the warm-up no step waits for
+            another worker: the sums are on their way until the next look at the state.
 
     Buffers: ``running_psi2`` (:math:`\psi^2`, initially 1) and ``nu`` (initially 0), (C,) float32, and
     ``num_batches_tracked``, int64.
@@ -51,6 +54,8 @@ class PowerNorm(RunningNorm):
     """
 
     layer_scale_per_head = True
+    backward_statistics = ("nu",)
+    sync_by_default = False  # as in the paper, Section 5
 
     def __init__(
         self,
@@ -61,8 +66,10 @@ class PowerNorm(RunningNorm):
         affine: bool = True,
         layer_scale_groups: int = 0,
         psi_warmup_updates: int = 0,
+        sync: bool = False,
+        process_group=None,
     ):
-        super().__init__(num_features, eps, affine, layer_scale_groups, running_psi2=1.0, nu=0.0)
+        super().__init__(num_features, eps, affine, layer_scale_groups, sync, process_group, running_psi2=1.0, nu=0.0)
         self.alpha_fwd = check_alpha("alpha_fwd", alpha_fwd)
         self.alpha_bwd = check_alpha("alpha_bwd", alpha_bwd)
         self.psi_warmup = PsiWarmup(psi_warmup_updates)
@@ -79,44 +86,91 @@ class PowerNorm(RunningNorm):
             return True
         if self._warming_up is not None:
             return self._warming_up
-        return self.psi_warmup.updates > 0 and self.psi_warmup.active(self.num_batches_tracked)
+        if self.psi_warmup.updates == 0:
+            return False
+        active = self.psi_warmup.active(self.num_batches_tracked)
+        # Whether to wait for the other workers is for the host to decide; one worker need not read its counter.
+        return bool(active) if self.synchronises() else active
 
     @torch.jit.unused
     def _train(self, h: Tensor, padding_mask: Tensor | None) -> Tensor:
         padding, count = self._real_tokens(h, padding_mask)
-        square = h.detach().square()
-        psi2_batch = self._mean_over_real(square if padding is None else square.masked_fill(padding, 0.0), count)
-        warming_up = self._is_warming_up()
-        psi2 = self.running_psi2.to(h.dtype)
-        if isinstance(warming_up, Tensor):
-            psi2 = torch.where(warming_up & (count > 0), psi2_batch, psi2)
-        elif warming_up:
-            psi2 = torch.where(count > 0, psi2_batch, psi2)
-        step = self._begin(
-            key=psi2_batch,
-            count=count,
-            batch={"running_psi2": psi2_batch},
-            weight=lambda number: self.psi_warmup.weight(warming_up, number, self.alpha_fwd),
-            denominator=(psi2 + self.eps).sqrt(),
-            nu=self.nu.to(h.dtype, copy=True),
+        local = torch.cat([self._sum_over_real(h.detach().square(), padding), count[None]])
+        step = self._recomputed(local[:-1]) or self._new_step(local)
+        y = _PowerNormFunction.apply(
+            h,
+            self.weight,
+            self.bias,
+            step.used["denominator"],
+            step.used["nu"],
+            padding,
+            lambda total: self._finish(step, total),
         )
-        denominator, nu = step.used["denominator"], step.used["nu"]
-        gamma_moment = psi2_batch / denominator.square()
-
-        def finish(lambda_moment: Tensor) -> None:
-            self._update_nu(step, gamma_moment, lambda_moment)
-
-        return _PowerNormFunction.apply(h, self.weight, self.bias, denominator, nu, padding, count, finish)
+        return y
 
     @torch.no_grad()
-    def _update_nu(self, step: Step, gamma_moment: Tensor, lambda_moment: Tensor) -> None:
+    def _new_step(self, local: Tensor) -> Step:
+        """Begin a step, given sum(x^2) and the number of real tokens on this worker, (C + 1,)."""
+        warming_up = self._is_warming_up()
+        psi2 = self.running_psi2.to(local.dtype)
+        total = None
+        if warming_up is not False:  # the batch's own psi is needed now
+            total = sum_now(local, self.process_group) if self.synchronises() else local
+            psi2 = torch.where((total[-1] > 0) & warming_up, self._mean(total), psi2)
+        step = self._begin(local[:-1], denominator=(psi2 + self.eps).sqrt(), nu=self.nu.to(local.dtype, copy=True))
+
+        def count_in(total: Tensor) -> None:
+            def weight(number: Tensor) -> float | Tensor:
+                return self.psi_warmup.weight(warming_up, number, self.alpha_fwd)
+
+            psi2_batch = self._mean(total)
+            step.used["gamma_moment"] = psi2_batch / step.used["denominator"].square()
+            self._count_in(step, {"running_psi2": psi2_batch}, total[-1], weight)
+
+        if total is not None:
+            count_in(total)
+        else:
+            self._when_summed(local, count_in)
+        return step
+
+    @staticmethod
+    def _mean(total: Tensor) -> Tensor:
+        return total[:-1] / total[-1].clamp(min=1.0)
+
+    def _finish(self, step: Step, lambda_total: Tensor) -> None:
+        """End a step, given the sum of dx_hat x_hat over the real tokens of this worker, (C,)."""
+        if self._begin_backward(step):
+            self._when_summed(lambda_total, lambda total: self._update_nu(step, total))
+
+    @torch.no_grad()
+    def _update_nu(self, step: Step, lambda_total: Tensor) -> None:
         """Line 4 of the backward pass, with Gamma = mean(x_hat^2) and Lambda = mean(dx_hat x_hat), both (C,)."""
+        gamma_moment = step.used["gamma_moment"]
+        lambda_moment = lambda_total / step.count.clamp(min=1.0)
         finite = gamma_moment.isfinite().all() & lambda_moment.isfinite().all()
-        if not self._settle(step, finite):
-            return
         rate = 1.0 - self.alpha_bwd
-        moved = self.nu * (1.0 - rate * gamma_moment).clamp(min=0.0) + rate * lambda_moment
+        decay = 1.0 - rate * gamma_moment
+        moved = self.nu * decay.clamp(min=0.0) + rate * lambda_moment
+        if self.collecting:
+            self._add("guarded_steps", finite & (decay < 0).any())
+            self._collected["gamma_max"] = gamma_moment.max()
+            self._collected["nu_rms"] = moved.square().mean().sqrt()
+        self._settle(step, finite)
         self.nu.copy_(torch.where(finite, moved, self.nu.to(moved.dtype)))
+
+    def _note_step(self, step: Step, finite: Tensor) -> None:
+        super()._note_step(step, finite)
+        self._collected["psi_distance"] = psi_distance(step.batch["running_psi2"], self.running_psi2)
+
+    def diagnostics(self) -> dict[str, Tensor]:
+        """What was seen while :attr:`collecting` was set, by name, each 0-d; empty if it was not.
+
+        Of the last batch: ``psi_distance``, the mean over channels of abs(log(psi_B / psi)); ``nu_rms``, the root mean
+        square of nu; ``gamma_max``, the largest mean(x_hat^2) of a channel. Since collecting began:
+        ``guarded_steps``, how often ``max(0, .)`` acted, and ``nonfinite_steps``, how often a statistic or gradient
+        that was not finite kept a step out of the state.
+        """
+        return super().diagnostics()
 
     def _evaluate(self, h: Tensor) -> Tensor:
         return self._affine(h * torch.rsqrt(self.running_psi2.to(h.dtype) + self.eps))
@@ -132,12 +186,12 @@ class _PowerNormFunction(torch.autograd.Function):
     """y = weight * x / denominator + bias, with PN's approximate gradient.
 
     ``x`` (T, B, C) or (N, C); ``weight`` and ``bias`` (C,) or None; ``denominator`` and ``nu`` (C,); ``padding`` bool,
-    broadcasting against ``x``, or None; ``count`` the number of real tokens; ``finish`` is handed
-    Lambda = mean(dx_hat x_hat) over the real tokens, once the backward pass has it.
+    broadcasting against ``x``, or None; ``finish`` is handed the sum of dx_hat x_hat over the real tokens, (C,), once
+    the backward pass has it.
     """
 
     @staticmethod
-    def forward(x, weight, bias, denominator, nu, padding, count, finish):
+    def forward(x, weight, bias, denominator, nu, padding, finish):
         normalized = x / denominator
         if weight is None:
             return normalized
@@ -145,14 +199,14 @@ class _PowerNormFunction(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        x, weight, _, denominator, nu, padding, count, finish = inputs
-        ctx.save_for_backward(x, weight, denominator, nu, padding, count)
+        x, weight, _, denominator, nu, padding, finish = inputs
+        ctx.save_for_backward(x, weight, denominator, nu, padding)
         ctx.finish = finish
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dy):
-        x, weight, denominator, nu, padding, count = ctx.saved_tensors
+        x, weight, denominator, nu, padding = ctx.saved_tensors
         normalized = x / denominator
         dnormalized = dy if weight is None else dy * weight.to(dy.dtype)
         product = dnormalized * normalized
@@ -161,10 +215,10 @@ class _PowerNormFunction(torch.autograd.Function):
             product = product.masked_fill(padding, 0.0)
             correction = correction.masked_fill(padding, 0.0)
         tokens = tuple(range(x.dim() - 1))
-        ctx.finish(product.sum(tokens) / count.clamp(min=1.0))
+        ctx.finish(product.sum(tokens))
         dx = (dnormalized - correction) / denominator
-        if weight is None:
-            return dx, None, None, None, None, None, None, None
-        dweight = (dy * normalized).sum(tokens).to(weight.dtype)
-        dbias = dy.sum(tokens).to(weight.dtype)
-        return dx, dweight, dbias, None, None, None, None, None
+        dweight = dbias = None
+        if weight is not None:
+            dweight = (dy * normalized).sum(tokens).to(weight.dtype)
+            dbias = dy.sum(tokens).to(weight.dtype)
+        return dx, dweight, dbias, None, None, None, None

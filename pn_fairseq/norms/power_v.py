@@ -3,8 +3,9 @@
 import torch
 from torch import Tensor
 
-from pn_fairseq.norms.base import RunningNorm
+from pn_fairseq.norms.base import RunningNorm, psi_distance
 from pn_fairseq.norms.checks import check_alpha
+from pn_fairseq.norms.pending import Step
 
 
 class PowerNormV(RunningNorm):
@@ -23,6 +24,7 @@ class PowerNormV(RunningNorm):
         alpha: decay of :math:`\psi^2`, in (0, 1).
         affine: learn ``weight`` and ``bias``, both (C,).
         layer_scale_groups: groups of the :class:`~pn_fairseq.norms.LayerScale` in front; 0 means none.
+        sync, process_group: see :class:`~pn_fairseq.norms.base.RunningNorm`.
 
     Buffers: ``running_psi2`` (C,) float32, initially 1, and ``num_batches_tracked``, int64.
 
@@ -39,25 +41,32 @@ class PowerNormV(RunningNorm):
         alpha: float = 0.9,
         affine: bool = True,
         layer_scale_groups: int = 0,
+        sync: bool = False,
+        process_group=None,
     ):
-        super().__init__(num_features, eps, affine, layer_scale_groups, running_psi2=1.0)
+        super().__init__(num_features, eps, affine, layer_scale_groups, sync, process_group, running_psi2=1.0)
         self.alpha = check_alpha("alpha", alpha)
 
     @torch.jit.unused
     def _train(self, h: Tensor, padding_mask: Tensor | None) -> Tensor:
         padding, count = self._real_tokens(h, padding_mask)
         real = h if padding is None else h.masked_fill(padding, 0.0)
-        psi2_batch = self._mean_over_real(real.square(), count)
+        total = self._sum_over_real(real.square(), padding)
+        psi2_batch, count = self._mean_over_workers(total, count)
+        step = self._begin(total)
+        self._count_in(step, {"running_psi2": psi2_batch}, count, self._weight(self.alpha))
         scale = torch.rsqrt(psi2_batch + self.eps)
-        step = self._begin(psi2_batch, count, {"running_psi2": psi2_batch}, self._weight(self.alpha))
         normalized = real * scale
         if padding is not None:
             # Padding is divided by the statistic but takes no part in its gradient.
             normalized = torch.where(padding, h * scale.detach(), normalized)
         y = self._affine(normalized)
-        # One gradient that is not finite makes that of the scale so, and those are C numbers only.
-        self._settle_by(scale if scale.requires_grad else y, step)
+        self._settle_by(total, y, step)
         return y
+
+    def _note_step(self, step: Step, finite: Tensor) -> None:
+        super()._note_step(step, finite)
+        self._collected["psi_distance"] = psi_distance(step.batch["running_psi2"], self.running_psi2)
 
     def _evaluate(self, h: Tensor) -> Tensor:
         return self._affine(h * torch.rsqrt(self.running_psi2.to(h.dtype) + self.eps))
