@@ -15,13 +15,14 @@ setup(
     long_description=(ROOT / "README.md").read_text("utf-8"),
     long_description_content_type="text/markdown",
     license="MIT",
-    python_requires=">=3.11",
+    python_requires=">=3.11,<3.13",
     packages=find_packages(include=["pn_fairseq", "pn_fairseq.*"]),
     # Lower bounds; the versions that everything was measured with are in constraints.txt.
     install_requires=[
         "fairseq-fixed>=0.12.3.1",
         "torch>=2.6",
         "numpy",
+        "omegaconf>=2.1",
         "sacrebleu>=2.4",
         "sentencepiece>=0.2",
         "subword-nmt>=0.3.8",
@@ -33,6 +34,7 @@ setup(
     entry_points={
         "console_scripts": [
             "pn-average-checkpoints = pn_fairseq.cli.average_checkpoints:main",
+            "pn-import-release = pn_fairseq.cli.import_release:main",
             "pn-plot-curves = pn_fairseq.cli.plot_curves:main",
         ]
     },

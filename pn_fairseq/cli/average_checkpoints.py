@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,11 +34,20 @@ examples:
     %(prog)s --inputs checkpoints/ --by update --last 5 --upper-bound 20000 --output averaged.pt
   files of your own choice:
     %(prog)s --inputs checkpoint3.pt checkpoint7.pt --output averaged.pt
+  the last 5 epochs, with running statistics that fit the averaged weights:
+    %(prog)s --inputs checkpoints/ --last 5 --output averaged.pt --recalibrate data-bin/
 
 Weights and floating-point statistics (running_mean, running_psi2, nu, ...) are averaged in float64 and stored in their
 own dtype. Integer and boolean buffers, the settings and the training state come from the newest checkpoint, the one
 with the most updates. Inputs are read without running code from them.
+
+--recalibrate replaces the averaged running statistics by those of the averaged weights, without dropout, and prints
+the validation loss (subset "valid", without label smoothing) before and after. It builds the model through fairseq,
+with the task, model, max_tokens and seed of the newest checkpoint, and uses a GPU if there is one.
 """
+
+#: Training batches for --recalibrate, unless told otherwise.
+BATCHES = 100
 
 
 @dataclass(frozen=True)
@@ -257,6 +269,17 @@ def _parser() -> ArgumentParser:
         action="store_true",
         help="keep the newest checkpoint's optimizer state (it is not averaged; by default it is dropped)",
     )
+    parser.add_argument(
+        "--recalibrate",
+        metavar="DATA",
+        help="re-estimate the norms' running statistics with the averaged weights on this folder of binarized data",
+    )
+    parser.add_argument(
+        "--batches",
+        type=int,
+        metavar="N",
+        help=f"with --recalibrate: number of training batches to use, all if there are fewer (default {BATCHES})",
+    )
     return parser
 
 
@@ -285,6 +308,49 @@ def _check_output(output: Path, paths: list[Path]) -> None:
             raise UserError(f"--output {output} is one of the inputs ({path}); choose another name")
 
 
+def _check_recalibration(data: str | None, batches: int | None) -> None:
+    if data is None:
+        if batches is not None:
+            raise UserError("--batches goes with --recalibrate DATA")
+        return
+    if batches is not None and batches < 1:
+        raise UserError(f"--batches {batches}: at least 1 batch is needed")
+    if not any(Path(data).glob("dict.*")):
+        raise UserError(f"--recalibrate {data}: is no folder of binarized data (fairseq-preprocess makes one)")
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without fairseq's log of every file that it opens, and torch's advice to fairseq."""
+    logger = logging.getLogger("fairseq")
+    level = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+@_quiet()
+def _recalibrate(state: dict, output: Path, data: Path, batches: int) -> None:
+    try:
+        # Here and not above: averaging alone is to work without fairseq, and at once.
+        from pn_fairseq.models.recalibrate import RecalibrationModel
+    except ModuleNotFoundError as error:
+        raise UserError(f"--recalibrate needs fairseq, and {error.name} is not installed") from error
+    model = RecalibrationModel(state, f"the average ({output})", data)
+    if not model.num_norms:
+        print("nothing to recalibrate: the model has no running statistics")
+        return
+    print(f"validation loss before: {model.validate()}", flush=True)
+    used = model.recalibrate(batches)
+    model.store(state["model"])
+    print(f"recalibrated {model.num_norms} norms on {used} training batches", flush=True)
+    print(f"validation loss after:  {model.validate()}", flush=True)
+
+
 @command(TOOL, CheckpointError)
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the tool on ``argv`` (by default the process's arguments) and return its exit code: 0, 2 or 130."""
@@ -292,6 +358,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     output = Path(args.output)
     paths = _select(args.inputs, args.last, args.by, args.upper_bound)
     _check_output(output, paths)
+    _check_recalibration(args.recalibrate, args.batches)
 
     # When the lines below go to a terminal they show the progress themselves.
     show_progress = sys.stderr.isatty() and not sys.stdout.isatty()
@@ -317,6 +384,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     finally:
         if show_progress:
             print(file=sys.stderr)
+    if args.recalibrate is not None:
+        _recalibrate(state, output, Path(args.recalibrate), args.batches or BATCHES)
     save_checkpoint(state, output)
     kept = "the newest one's" if "last_optimizer_state" in state else "no"
     print(f"wrote {output} ({kept} optimizer state)")

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from fairseq.utils import safe_getattr
 from omegaconf import OmegaConf, open_dict
 
-from pn_fairseq.norms import NORMS, build_norm
+from pn_fairseq.norms import NORMS, VARIANTS, build_norm
 from pn_fairseq.norms.base import ChannelNorm
 
 #: What fairseq's learning-rate schedules call the length of their warm-up.
 _WARMUP_KEYS = ("warmup_updates", "warmup_steps")
+
+SYNC = ("auto", "on", "off")
 
 
 def _bounded(kind, accept, wanted: str):
@@ -40,20 +42,29 @@ class NormOptions:
 
     Attributes:
         encoder_norm, decoder_norm: names in :data:`pn_fairseq.norms.NORMS`.
+        norm_variant: one of :data:`pn_fairseq.norms.VARIANTS`, for the norms of which there are several.
         norm_eps: epsilon of every norm.
         norm_alpha_fwd, norm_alpha_bwd: decay of the running statistics forward and backward.
         layer_scale_groups: groups of layer-scale in front of the encoder's norms, and of those decoder norms that
             have it by default; None: as many as attention heads for norms that have it by default, else 0.
-        psi_warmup_updates: psi warm-up in optimizer updates; None: that of the learning rate.
+        psi_warmup_updates: psi warm-up in optimizer updates; None: that of the learning rate. A variant whose norm
+            after the last encoder layer has a warm-up of its own keeps that one there.
+        norm_sync: ``on``, ``off`` or ``auto``: whether statistics are taken over all workers; auto: as in the paper.
+        no_norm_agreement: leave statistics that are not synchronised as each worker has them when it is evaluated.
+        norm_stats_interval: updates between two reports of the norms in the log; 0: none.
     """
 
     encoder_norm: str = "power"
     decoder_norm: str = "layer"
+    norm_variant: str = VARIANTS[0]
     norm_eps: float = 1e-5
     norm_alpha_fwd: float = 0.9
     norm_alpha_bwd: float = 0.9
     layer_scale_groups: int | None = None
     psi_warmup_updates: int | None = None
+    norm_sync: str = "auto"
+    no_norm_agreement: bool = False
+    norm_stats_interval: int = 0
 
     @staticmethod
     def add_args(parser: argparse.ArgumentParser) -> None:
@@ -69,6 +80,13 @@ class NormOptions:
             "--decoder-norm",
             choices=list(NORMS),
             help=f"norm of the decoder, in its layers and after the last (default: {default.decoder_norm})",
+        )
+        several = ", ".join(name for name, entry in NORMS.items() if entry.variants)
+        parser.add_argument(
+            "--norm-variant",
+            choices=VARIANTS,
+            help=f"compute {several} as the paper says, or as the code does that its authors released with it "
+            f"(docs/release.md has the differences; default: {default.norm_variant})",
         )
         parser.add_argument(
             "--norm-eps", type=_positive, metavar="E", help=f"epsilon of every norm (default: {default.norm_eps})"
@@ -100,7 +118,27 @@ class NormOptions:
             type=_count,
             metavar="N",
             help="updates during which PN normalizes with the batch's own psi (default: the warm-up of the learning "
-            "rate)",
+            f"rate){_own_warmups()}",
+        )
+        synced = ", ".join(name for name, entry in NORMS.items() if entry.cls.sync_by_default)
+        parser.add_argument(
+            "--norm-sync",
+            choices=SYNC,
+            help="take statistics over the tokens of all data-parallel workers (auto, the default: on for "
+            f"{synced}, off for the others, as in the paper)",
+        )
+        parser.add_argument(
+            "--no-norm-agreement",
+            action="store_true",
+            help="statistics that are not synchronised are averaged over the workers before each evaluation, so that "
+            "the model that is validated and saved is one and the same; this leaves them apart, and those of worker 0 "
+            "are saved",
+        )
+        parser.add_argument(
+            "--norm-stats-interval",
+            type=_count,
+            metavar="N",
+            help="log a summary of the norms' statistics every N updates (default: 0, never)",
         )
 
     @classmethod
@@ -114,28 +152,38 @@ class NormOptions:
             values["psi_warmup_updates"] = _learning_rate_warmup(args)
             with open_dict(args) if OmegaConf.is_config(args) else ExitStack():
                 args.psi_warmup_updates = values["psi_warmup_updates"]
-        return cls(**{name: value for name, value in values.items() if value is not None})
+        options = cls(**{name: value for name, value in values.items() if value is not None})
+        if options.norm_sync not in SYNC:
+            raise ValueError(f"norm_sync={options.norm_sync!r} must be one of {', '.join(SYNC)}")
+        return options
 
-    def build_encoder_norm(self, num_features: int, heads: int) -> ChannelNorm:
-        """A norm of the encoder over ``num_features`` channels, beside attention with ``heads`` heads."""
-        return self._build(self.encoder_norm, num_features, heads, self.layer_scale_groups)
+    def build_encoder_norm(self, num_features: int, heads: int, last: bool = False) -> ChannelNorm:
+        """A norm of the encoder over ``num_features`` channels, beside attention with ``heads`` heads.
+
+        ``last`` says that it is the one after the last layer.
+        """
+        return self._build(self.encoder_norm, num_features, heads, self.layer_scale_groups, last)
 
     def build_decoder_norm(self, num_features: int, heads: int) -> ChannelNorm:
         """A norm of the decoder over ``num_features`` channels, beside attention with ``heads`` heads."""
         by_default = self._entry(self.decoder_norm).cls.layer_scale_per_head
         return self._build(self.decoder_norm, num_features, heads, self.layer_scale_groups if by_default else 0)
 
-    def _build(self, name: str, num_features: int, heads: int, groups: int | None) -> ChannelNorm:
+    def _build(self, name: str, num_features: int, heads: int, groups: int | None, last: bool = False) -> ChannelNorm:
+        cls = self._entry(name).variant(self.norm_variant)
         if groups is None:
-            groups = heads if self._entry(name).cls.layer_scale_per_head else 0
+            groups = heads if cls.layer_scale_per_head else 0
+        warmup = cls.last_norm_warmup_updates if last else None
         return build_norm(
             name,
             num_features,
+            variant=self.norm_variant,
             eps=self.norm_eps,
             alpha_fwd=self.norm_alpha_fwd,
             alpha_bwd=self.norm_alpha_bwd,
             layer_scale_groups=groups,
-            psi_warmup_updates=self.psi_warmup_updates or 0,
+            psi_warmup_updates=(self.psi_warmup_updates or 0) if warmup is None else warmup,
+            sync=cls.sync_by_default if self.norm_sync == "auto" else self.norm_sync == "on",
         )
 
     @staticmethod
@@ -143,6 +191,17 @@ class NormOptions:
         if name not in NORMS:
             raise ValueError(f"unknown norm {name!r}; known: {', '.join(NORMS)}")
         return NORMS[name]
+
+
+def _own_warmups() -> str:
+    """For the help: the variants whose norm after the last encoder layer has a warm-up of its own."""
+    return "".join(
+        f"; with --norm-variant {variant} N counts training forwards, and the norm after the last encoder layer always "
+        f"has {cls.last_norm_warmup_updates}"
+        for entry in NORMS.values()
+        for variant, cls in entry.variants.items()
+        if cls.last_norm_warmup_updates is not None
+    )
 
 
 def _learning_rate_warmup(args) -> int:

@@ -1,5 +1,7 @@
 """The model ``transformer_pn``: fairseq's pre-norm transformer with norms of our choice."""
 
+import importlib.util
+import sys
 from dataclasses import dataclass
 from typing import Dict, List, Optional
 
@@ -11,6 +13,8 @@ from torch import Tensor
 
 from pn_fairseq.models.layers import TransformerPNDecoderLayer, TransformerPNEncoderLayer, wrap_layer
 from pn_fairseq.models.norm_options import NormOptions
+from pn_fairseq.models.norm_report import NormReport
+from pn_fairseq.norms.agree import agree_on_statistics
 
 
 @dataclass
@@ -44,7 +48,7 @@ class TransformerPNEncoder(TransformerEncoderBase):
 
     def __init__(self, cfg, dictionary, embed_tokens, return_fc: bool = False):
         super().__init__(cfg, dictionary, embed_tokens, return_fc=return_fc)
-        self.layer_norm = cfg.norms.build_encoder_norm(cfg.encoder.embed_dim, cfg.encoder.attention_heads)
+        self.layer_norm = cfg.norms.build_encoder_norm(cfg.encoder.embed_dim, cfg.encoder.attention_heads, last=True)
 
     def build_encoder_layer(self, cfg):
         return wrap_layer(TransformerPNEncoderLayer(cfg, return_fc=self.return_fc), cfg)
@@ -198,6 +202,23 @@ class TransformerPNModel(TransformerModel):
     TransformerConfig has its flags silently ignored by ``fairseq-train``.
     """
 
+    def __init__(self, args, encoder, decoder):
+        super().__init__(args, encoder, decoder)
+        norms = args.norms
+        self.norm_agreement = not norms.no_norm_agreement
+        self.norm_report = NormReport(self, norms.norm_stats_interval) if norms.norm_stats_interval else None
+
+    def train(self, mode: bool = True):
+        # fairseq evaluates on all workers at once, and saves what it has just evaluated.
+        if self.training and not mode and self.norm_agreement:
+            agree_on_statistics(self)
+        return super().train(mode)
+
+    def set_num_updates(self, num_updates: int) -> None:
+        if self.norm_report is not None:
+            self.norm_report.at_update(num_updates)
+        super().set_num_updates(num_updates)
+
     @classmethod
     def hub_models(cls):
         return {}
@@ -209,6 +230,8 @@ class TransformerPNModel(TransformerModel):
 
     @classmethod
     def build_model(cls, args, task):
+        if getattr(args, "bf16", False) and getattr(args, "tpu", False):
+            _refuse_bf16_flag()
         return super().build_model(TransformerPNConfig.from_args(args), task)
 
     @classmethod
@@ -218,3 +241,14 @@ class TransformerPNModel(TransformerModel):
     @classmethod
     def build_decoder(cls, args, tgt_dict, embed_tokens):
         return TransformerPNDecoder(args, tgt_dict, embed_tokens, no_encoder_attn=args.no_cross_attention)
+
+
+def _refuse_bf16_flag() -> None:
+    """End ``fairseq-train --bf16`` in one line where fairseq would fail on TPU libraries, later and at length."""
+    if importlib.util.find_spec("torch_xla") is None:
+        print(
+            "fairseq-train: error: fairseq takes --bf16 on the command line for TPUs only; train with "
+            "scripts/train.sh CONFIG common.bf16=true, or fairseq-hydra-train with common.bf16=true",
+            file=sys.stderr,
+        )
+        raise SystemExit(2)

@@ -30,6 +30,12 @@ class ChannelNorm(nn.Module):
     #: How many layer-scale groups a transformer gives this norm unless told otherwise: one per head, or none.
     layer_scale_per_head = False
 
+    #: Length of the psi warm-up that a transformer gives this norm after its last encoder layer; None: as elsewhere.
+    last_norm_warmup_updates: int | None = None
+
+    #: Whether a transformer synchronises this norm when there are several workers, unless told otherwise.
+    sync_by_default = False
+
     def __init__(self, num_features: int, eps: float = 1e-5, affine: bool = True, layer_scale_groups: int = 0):
         super().__init__()
         self.num_features = check_whole("num_features", num_features, minimum=1)
@@ -93,8 +99,7 @@ class RunningNorm(ChannelNorm):
         initial: name and initial value of each statistic.
     """
 
-    #: Whether a transformer synchronises this norm when there are several workers, unless told otherwise.
-    sync_by_default = True
+    sync_by_default = True  # as in the paper, Section 5
 
     #: While set, training forwards normalize with the batch's own statistics and the running ones become the plain
     #: mean over the batches: statistics for weights that were not trained with them, such as averaged ones.

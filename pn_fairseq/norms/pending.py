@@ -119,7 +119,19 @@ class PendingSteps:
 
 def _store(state: dict[str, Tensor], buffers: dict[str, Tensor]) -> None:
     for name, value in state.items():
-        buffers[name].copy_(value)
+        assign(buffers[name], value)
+
+
+def assign(buffer: Tensor, value: Tensor) -> None:
+    """``buffer.copy_(value)``, also inside ``torch.func.grad``, which forbids it for a module's own buffers.
+
+    A running statistic is not a part of the function that is differentiated, so the value is taken out of the
+    transform. Not so for ``vmap``: there is no one value for a whole batch of calls.
+    """
+    while torch._C._functorch.is_gradtrackingtensor(value):
+        value = torch._C._functorch.get_unwrapped(value)
+    with torch._C._DisableFuncTorch():
+        buffer.copy_(value)
 
 
 def _distance(one: Tensor, other: Tensor) -> float:

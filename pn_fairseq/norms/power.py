@@ -5,7 +5,7 @@ from torch import Tensor
 
 from pn_fairseq.norms.base import RunningNorm, psi_distance
 from pn_fairseq.norms.checks import check_alpha
-from pn_fairseq.norms.pending import Step
+from pn_fairseq.norms.pending import Step, assign
 from pn_fairseq.norms.psi_warmup import PsiWarmup
 from pn_fairseq.norms.workers import sum_now
 
@@ -156,7 +156,7 @@ class PowerNorm(RunningNorm):
             self._collected["gamma_max"] = gamma_moment.max()
             self._collected["nu_rms"] = moved.square().mean().sqrt()
         self._settle(step, finite)
-        self.nu.copy_(torch.where(finite, moved, self.nu.to(moved.dtype)))
+        assign(self.nu, torch.where(finite, moved, self.nu.to(moved.dtype)))
 
     def _note_step(self, step: Step, finite: Tensor) -> None:
         super()._note_step(step, finite)

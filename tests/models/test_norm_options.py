@@ -6,6 +6,7 @@ from omegaconf import OmegaConf
 
 from pn_fairseq.models.norm_options import NormOptions
 from pn_fairseq.norms import NORMS
+from pn_fairseq.norms.base import ChannelNorm
 
 from .helpers import build
 
@@ -90,3 +91,34 @@ def test_psi_warmup_is_found_beside_the_model_node_of_hydra():
     OmegaConf.set_struct(cfg, True)
     assert NormOptions.from_args(cfg.model).psi_warmup_updates == 300
     assert cfg.model.psi_warmup_updates == 300
+
+
+def test_variant_reaches_the_norms_that_have_it():
+    flags = vars(parse("--decoder-norm", "power", "--norm-variant", "release", "--psi-warmup-updates", "11"))
+    model = build("transformer_pn_tiny", **flags)
+    norms = [module for module in model.modules() if isinstance(module, ChannelNorm)]
+    assert {type(norm) for norm in norms} == {NORMS["power"].variants["release"]}
+    # The release's norm after the last encoder layer has a warm-up of its own, whatever the flag says.
+    assert [norm.psi_warmup.updates for norm in norms if norm is not model.encoder.layer_norm] == [11] * (
+        len(norms) - 1
+    )
+    assert model.encoder.layer_norm.psi_warmup.updates == 1000
+    assert {norm.layer_scale.groups for norm in norms} == {4}
+    paper = build("transformer_pn_tiny", psi_warmup_updates=11)
+    assert type(paper.encoder.layer_norm) is NORMS["power"].cls
+    assert paper.encoder.layer_norm.psi_warmup.updates == 11
+    assert type(build("transformer_bn_tiny", **flags).encoder.layer_norm) is NORMS["batch"].cls
+
+
+def test_unknown_variant_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        parse("--norm-variant", "released")
+    assert "paper" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="released.*paper, release"):
+        build("transformer_pn_tiny", norm_variant="released")
+
+
+def test_help_has_the_variants_own_warmup(capsys):
+    with pytest.raises(SystemExit):
+        parse("--help")
+    assert "the norm after the last encoder layer always has 1000" in " ".join(capsys.readouterr().out.split())

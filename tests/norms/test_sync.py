@@ -1,7 +1,6 @@
 """Statistics over several workers: K processes on shards of a batch give what one gives on the whole batch."""
 
 import copy
-import itertools
 import os
 
 import pytest

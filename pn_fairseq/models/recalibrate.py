@@ -1,0 +1,163 @@
+"""Re-estimating the running statistics of a fairseq checkpoint on training data, and its validation loss."""
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import torch
+from fairseq import tasks, utils
+from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+from omegaconf import DictConfig, OmegaConf
+from tqdm import tqdm
+
+from pn_fairseq.checkpoints import CheckpointError
+from pn_fairseq.norms.recalibrate import recalibrating, running_norms
+
+VALID = "valid"
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Negative log-likelihood per target token (base 2) over ``sentences`` sentences with ``tokens`` target tokens."""
+
+    bits: float
+    sentences: int
+    tokens: int
+
+    def __str__(self) -> str:
+        return f"{self.bits:.4f} bits per token ({self.sentences} sentences, {self.tokens} tokens)"
+
+
+class RecalibrationModel:
+    """The model of a checkpoint with the data to re-estimate its statistics on; float32, on the GPU if there is one.
+
+    Args:
+        state: a checkpoint as :func:`pn_fairseq.checkpoints.load_checkpoint` returns it. Task, model, batch size and
+            seed are those of its settings.
+        name: what errors call the checkpoint.
+        data: a folder that fairseq-preprocess made, with the dictionaries that the model was trained with.
+
+    Raises:
+        CheckpointError: model and data do not fit each other, or one of them cannot be used.
+    """
+
+    def __init__(self, state: dict, name: str, data: Path):
+        self.data = data
+        self.cfg = _settings(state, name)
+        self.cfg.task.data = str(data)
+        self.cfg.task.eval_bleu = False  # would build a tokenizer and a beam search
+        try:
+            self.task = tasks.setup_task(self.cfg.task, from_checkpoint=True)
+        except Exception as error:  # fairseq raises plain Exceptions here
+            raise CheckpointError(f"{data}: cannot be used as the data of {name} ({_line(error)})") from error
+        if "task_state" in state:
+            self.task.load_state_dict(state["task_state"])
+        try:
+            self.model = self.task.build_model(self.cfg.model, from_checkpoint=True)
+        except Exception as error:
+            raise CheckpointError(f"{name}: its model cannot be built ({_line(error)})") from error
+        # fairseq edits the dict that it is given to load.
+        weights = dict(state["model"])
+        self._check_sizes(weights, name)
+        try:
+            self.model.load_state_dict(weights, strict=True, model_cfg=self.cfg.model)
+        except RuntimeError as error:
+            raise CheckpointError(f"{name}: its weights do not fit its own settings ({_line(error)})") from error
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.model.to(self.device).eval()
+
+    def _check_sizes(self, weights: dict[str, torch.Tensor], name: str) -> None:
+        """The dictionaries set the size of the embeddings, and a checkpoint does not hold its dictionaries."""
+        own = self.model.state_dict()
+        for key, value in weights.items():
+            if "embed_tokens" in key and key in own and own[key].shape != value.shape:
+                raise CheckpointError(
+                    f"{self.data}: its dictionary has {len(own[key])} entries and {key} of {name} has {len(value)}; "
+                    "give the binarized data that the model was trained on"
+                )
+
+    @property
+    def num_norms(self) -> int:
+        """How many norms have running statistics."""
+        return len(running_norms(self.model))
+
+    def batches(self, split: str, train: bool):
+        """The batches of a split: shuffled by the checkpoint's seed for training, else all sentences in order."""
+        dataset = self.cfg.dataset
+        longest = utils.resolve_max_positions(
+            self.task.max_positions(), self.model.max_positions(), dataset.max_tokens if train else None
+        )
+        try:
+            if split not in self.task.datasets:
+                self.task.load_dataset(split, epoch=1, combine=train)
+            return self.task.get_batch_iterator(
+                dataset=self.task.dataset(split),
+                max_tokens=dataset.max_tokens if train else dataset.max_tokens_valid,
+                max_sentences=dataset.batch_size if train else dataset.batch_size_valid,
+                max_positions=longest,
+                # Training skips what is too long for the model; validation does if the run's settings say so.
+                ignore_invalid_inputs=train or dataset.skip_invalid_size_inputs_valid_test,
+                required_batch_size_multiple=1,  # any other drops sentences
+                seed=self.cfg.common.seed,
+            ).next_epoch_itr(shuffle=train)
+        except Exception as error:
+            raise CheckpointError(f"{self.data}: cannot read the subset '{split}' ({_line(error)})") from error
+
+    @torch.no_grad()
+    def validate(self) -> Loss:
+        """The loss over the validation data, in evaluation mode and without label smoothing."""
+        total, tokens, sentences = 0.0, 0, 0
+        batches = self.batches(VALID, train=False)
+        for sample in self._moved(batches, len(batches), "validating"):
+            output = self.model(**sample["net_input"])
+            target = self.model.get_targets(sample, output)
+            log_probs = self.model.get_normalized_probs(output, log_probs=True).float()
+            nll = -log_probs.gather(-1, target.unsqueeze(-1)).squeeze(-1)
+            real = target.ne(self.task.target_dictionary.pad())
+            total += nll[real].double().sum().item()
+            tokens += int(real.sum())
+            sentences += len(target)
+        if not tokens:
+            raise CheckpointError(f"{self.data}: the subset '{VALID}' is empty")
+        return Loss(total / tokens / math.log(2), sentences, tokens)
+
+    @torch.no_grad()
+    def recalibrate(self, number: int) -> int:
+        """Re-estimate the running statistics on ``number`` training batches, or all; returns how many there were."""
+        subset = self.cfg.dataset.train_subset
+        batches = self.batches(subset, train=True)
+        number = min(number, len(batches))
+        if not number:
+            raise CheckpointError(f"{self.data}: the subset '{subset}' is empty")
+        with recalibrating(self.model):
+            for sample in self._moved(islice(batches, number), number, "recalibrating"):
+                self.model(**sample["net_input"])
+        return number
+
+    def store(self, weights: dict[str, torch.Tensor]) -> None:
+        """Write the running statistics into ``weights``, the ``"model"`` of a checkpoint, each in its dtype there."""
+        for prefix, norm in self.model.named_modules(remove_duplicate=False):
+            if norm in running_norms(self.model):
+                for name, buffer in norm.named_buffers():
+                    key = f"{prefix}.{name}"
+                    weights[key] = buffer.to("cpu", weights[key].dtype, copy=True)
+
+    def _moved(self, samples: Iterable[dict], total: int, what: str) -> Iterator[dict]:
+        # disable=None: no bar unless it goes to a terminal.
+        for sample in tqdm(samples, desc=what, total=total, unit="batch", leave=False, disable=None):
+            yield utils.move_to_cuda(sample) if self.device.type == "cuda" else sample
+
+
+def _settings(state: dict, name: str) -> DictConfig:
+    """The settings of a checkpoint as fairseq wants them: its loader only takes files."""
+    if state.get("args") is not None:
+        return convert_namespace_to_omegaconf(state["args"])
+    if state.get("cfg") is None:
+        raise CheckpointError(f"{name}: holds no settings (neither cfg nor args), so its model cannot be built")
+    return OmegaConf.create(state["cfg"], flags={"allow_objects": True})
+
+
+def _line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]

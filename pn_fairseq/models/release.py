@@ -1,0 +1,223 @@
+"""Checkpoints of the authors' release (a fork of fairseq 0.8) as checkpoints of ``transformer_pn``."""
+
+from __future__ import annotations
+
+import copy
+from argparse import Namespace
+
+import torch
+from fairseq import checkpoint_utils
+from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_REGISTRY
+from torch import Tensor, nn
+
+from pn_fairseq.checkpoints import CheckpointError
+from pn_fairseq.models import architectures  # noqa: F401 (registers what is looked up below)
+from pn_fairseq.norms import NORMS, PowerNormRelease
+
+#: Beginning of an architecture's name in the release -> the size of ours. All other numbers are in the settings.
+_SIZES = {"transformer_iwslt_de_en": "iwslt", "transformer_wmt_en_de_big": "wmt_en_de_big"}
+
+#: The norms whose state and place are known, under the same names here.
+_NORMS = ("layer", "power")
+
+#: Our buffers of a PN -> their names in the release, where the statistics are (1, C, 1, 1) and the counter is (1).
+_STATISTICS = {"running_psi2": "running_phi", "nu": "ema_gz", "num_batches_tracked": "iters"}
+
+_SIDES = ("encoder", "decoder")
+
+_PROJECTIONS = ("q_proj", "k_proj", "v_proj")  # the order in which fairseq 0.8 stacks them in in_proj
+
+
+class _Vocabulary:
+    """What a transformer asks of a dictionary; the file tells its size only."""
+
+    def __init__(self, size: int):
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    @staticmethod
+    def pad() -> int:
+        return 1
+
+
+def import_release(state: dict, name: str, alpha_fwd: float = 0.9, alpha_bwd: float = 0.9) -> dict:
+    """The checkpoint ``state`` of the release in the form in which fairseq loads it with this plugin.
+
+    Args:
+        state: what :func:`pn_fairseq.checkpoints.load_checkpoint` read.
+        name: how error messages call it.
+        alpha_fwd, alpha_bwd: decays of the statistics in its training. nu is (1 - alpha_bwd) ema_gz.
+
+    Returns:
+        ``args``, ``model``, ``optimizer_history`` (the last entry) and ``extra_state`` (epoch and validation loss). The
+        optimizer's own state is left out: it belongs to parameters in the order of another model.
+
+    Raises:
+        CheckpointError: it is no checkpoint of the release, has norms that one model here cannot have, or its tensors
+            are not those of the model that its settings describe; those missing, unknown or of another shape are named.
+    """
+    args = _convert_settings(state, name, alpha_fwd, alpha_bwd)
+    file = _split_projections(state["model"])
+    model = _empty_model(args, file, name)
+    weights = _convert_weights(model, file, alpha_bwd, name)
+    # A file made smaller for sharing may lack it; fairseq wants an entry with this much.
+    history = state.get("optimizer_history") or [{"lr_scheduler_state": {}, "num_updates": 0}]
+    extra = state.get("extra_state") or {}
+    imported = {
+        "args": args,
+        "optimizer_history": [{key: value for key, value in history[-1].items() if key != "optimizer"}],
+        "extra_state": {key: extra[key] for key in ("train_iterator", "val_loss") if key in extra},
+    }
+    try:
+        checkpoint_utils._upgrade_state_dict(copy.deepcopy(imported))  # what fairseq does to the file that it loads
+    except Exception as error:
+        raise CheckpointError(f"{name}: fairseq does not take its settings ({_line(error)})") from error
+    return {**imported, "model": weights}
+
+
+def _convert_settings(state: dict, name: str, alpha_fwd: float, alpha_bwd: float) -> Namespace:
+    if not isinstance(state.get("args"), Namespace):
+        raise CheckpointError(f"{name}: is not a checkpoint of the authors' release (it holds no args)")
+    args = Namespace(**vars(state["args"]))
+    # Heads leave no trace in the shapes of tensors, by which everything else is checked.
+    wanted = [f"{side}_{what}" for side in _SIDES for what in ("norm_self", "norm_ff", "attention_heads")]
+    if missing := [key for key in ("arch", *wanted) if getattr(args, key, None) is None]:
+        raise CheckpointError(
+            f"{name}: is not a checkpoint of the authors' release ({_counted(missing)} missing in its args)"
+        )
+    size = next((size for beginning, size in _SIZES.items() if args.arch.startswith(beginning)), None)
+    if size is None:
+        raise CheckpointError(f"{name}: its architecture {args.arch} is none of {', '.join(f'{b}*' for b in _SIZES)}")
+    for side in _SIDES:
+        setattr(args, f"{side}_norm", _one_norm(args, side, name))
+        delattr(args, f"{side}_norm_self")
+        delattr(args, f"{side}_norm_ff")
+        # The embeddings are in the file; fairseq would look for the one that they began with.
+        setattr(args, f"{side}_embed_path", None)
+    args.arch = f"transformer_{NORMS[args.encoder_norm].short}_{size}"
+    args.norm_variant = "release"
+    args.norm_alpha_fwd, args.norm_alpha_bwd = alpha_fwd, alpha_bwd
+    args.psi_warmup_updates = int(getattr(args, "warmup_updates", None) or 0)
+    vars(args).pop("user_dir", None)
+    ARCH_CONFIG_REGISTRY[args.arch](args)
+    return args
+
+
+def _one_norm(args: Namespace, side: str, name: str) -> str:
+    own, ff = getattr(args, f"{side}_norm_self"), getattr(args, f"{side}_norm_ff")
+    if own != ff:
+        raise CheckpointError(
+            f"{name}: {side}_norm_self is {own} and {side}_norm_ff is {ff}; transformer_pn has one norm in its {side}"
+        )
+    if own not in _NORMS:
+        raise CheckpointError(f"{name}: {side}_norm_self is {own}; only {' and '.join(_NORMS)} can be imported")
+    return own
+
+
+def _split_projections(model: dict[str, Tensor]) -> dict[str, Tensor]:
+    """``model`` with ``in_proj_weight`` and ``in_proj_bias`` as q, k and v, as fairseq has had them since 0.9."""
+    split = {}
+    for key, value in model.items():
+        prefix, _, last = key.rpartition(".")
+        kind = last.removeprefix("in_proj_")
+        targets = [f"{prefix}.{projection}.{kind}" for projection in _PROJECTIONS]
+        stacked = last in ("in_proj_weight", "in_proj_bias") and value.dim() and value.size(0) % 3 == 0
+        if stacked and not any(target in model for target in targets):
+            # Copies: three views would each be saved with the storage of all.
+            split.update(zip(targets, (part.clone() for part in value.chunk(3)), strict=True))
+        else:
+            split[key] = value
+    return split
+
+
+def _empty_model(args: Namespace, file: dict[str, Tensor], name: str) -> nn.Module:
+    """The model of ``args``, without memory for its parameters."""
+
+    def vocabulary(side: str) -> _Vocabulary:
+        embedding = file.get(f"{side}.embed_tokens.weight")
+        return _Vocabulary(4 if embedding is None or embedding.dim() == 0 else max(4, len(embedding)))
+
+    task = Namespace(source_dictionary=vocabulary("encoder"))
+    shared = getattr(args, "share_all_embeddings", False)
+    task.target_dictionary = task.source_dictionary if shared else vocabulary("decoder")
+    try:
+        with torch.device("meta"):
+            return ARCH_MODEL_REGISTRY[args.arch].build_model(copy.deepcopy(args), task)
+    except Exception as error:
+        raise CheckpointError(f"{name}: its model cannot be built ({_line(error)})") from error
+
+
+def _convert_weights(model: nn.Module, file: dict[str, Tensor], alpha_bwd: float, name: str) -> dict[str, Tensor]:
+    expected = model.state_dict()
+    theirs = _names_in_release(model, file)
+    # Of sinusoidal positions fairseq 0.8 saves a number that nobody reads.
+    unread = {f"{side}.embed_positions._float_tensor" for side in _SIDES}
+    shapes = {ours: _release_shape(ours, old, expected[ours].shape) for ours, old in theirs.items()}
+    problems = {
+        "missing": [old for old in theirs.values() if old not in file],
+        "unknown": [key for key in file if key not in {*theirs.values(), *unread}],
+        "of another shape": [
+            f"{old} {list(file[old].shape)} instead of {list(shapes[ours])}"
+            for ours, old in theirs.items()
+            if old in file and tuple(file[old].shape) != shapes[ours]
+        ],
+    }
+    if any(problems.values()):
+        text = "; ".join(f"{_counted(items)} {kind}" for kind, items in problems.items() if items)
+        raise CheckpointError(f"{name}: its tensors are not those of the model that its args describe: {text}")
+
+    weights = {}
+    for ours, old in theirs.items():
+        value = file[old]
+        if old.endswith((".running_phi", ".ema_gz")):
+            value = value.flatten().to(torch.float64)
+            value = ((1.0 - alpha_bwd) * value if old.endswith(".ema_gz") else value).to(torch.float32)
+        elif old.endswith(".iters"):
+            value = value.flatten()[0].to(torch.int64)
+        elif old.endswith(".version") and value.item() < 3:
+            raise CheckpointError(f"{name}: {old} is {value.item():g}; the release writes 3")
+        weights[ours] = value
+    _check_ties(model, weights, theirs, name)
+    return weights
+
+
+def _names_in_release(model: nn.Module, file: dict[str, Tensor]) -> dict[str, str]:
+    """Our name of each tensor -> its name in the file."""
+    names = {key: key for key in model.state_dict()}
+    for prefix, module in model.named_modules():
+        if isinstance(module, PowerNormRelease):
+            names.update((f"{prefix}.{ours}", f"{prefix}.{old}") for ours, old in _STATISTICS.items())
+    # A module of its own since 0.9; before, a bare parameter, or nothing beside shared embeddings.
+    output = "decoder.output_projection.weight"
+    if output in names and output not in file:
+        shared = model.decoder.output_projection.weight is model.decoder.embed_tokens.weight
+        names[output] = "decoder.embed_tokens.weight" if shared else "decoder.embed_out"
+    return names
+
+
+def _release_shape(ours: str, old: str, shape: torch.Size) -> tuple[int, ...]:
+    if ours == old or old.startswith("decoder.embed"):
+        return tuple(shape)
+    return (1, shape[0], 1, 1) if len(shape) else (1,)
+
+
+def _check_ties(model: nn.Module, weights: dict[str, Tensor], theirs: dict[str, str], name: str) -> None:
+    """What the model shares has to be the same in the file."""
+    first: dict[int, str] = {}
+    for key, parameter in model.named_parameters(remove_duplicate=False):
+        other = first.setdefault(id(parameter), key)
+        if not torch.equal(weights[key], weights[other]):
+            raise CheckpointError(
+                f"{name}: {theirs[key]} and {theirs[other]} differ, though its args say that they are shared"
+            )
+        weights[key] = weights[other]
+
+
+def _counted(items: list[str], limit: int = 5) -> str:
+    return f"{len(items)} ({', '.join(items[:limit] + ['...'] * (len(items) > limit))})"
+
+
+def _line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]

@@ -1,0 +1,446 @@
+"""PN as in the authors' release, against an oracle that does step by step what they are known to do."""
+
+import copy
+import io
+import pickle
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from pn_fairseq.norms import NORMS, VARIANTS, PowerNorm, PowerNormRelease, build_norm
+from pn_fairseq.norms.recalibrate import recalibrating
+
+from .helpers import (
+    CHANNELS,
+    affine_of,
+    assert_close,
+    assert_state_close,
+    assert_state_unchanged,
+    assert_states_equal,
+    assert_steps_close,
+    oracle_step,
+    random_batch,
+    randomize_affine,
+    rng,
+    state_of,
+    to_mask,
+    train_step,
+)
+from .oracle import PowerNormOracle, _Oracle, mean_over, oracle_state
+from .test_checkpointing import VARIANTS as CHECKPOINTING
+from .test_checkpointing import checkpointed
+from .test_sync import make_batches, run_steps, run_workers, shard
+
+STEPS = 34
+WARMUP = 9
+DIFFERENCES = ("a", "b", "c-means", "c-padding", "d", "e")
+
+
+class ReleaseOracle(_Oracle):
+    """The released code's arithmetic and bookkeeping: ``running_phi``, ``ema_gz`` and ``iters``, in loops.
+
+    ``without`` names differences from the paper that are undone, by their letters in ``PowerNormRelease``.
+    """
+
+    def __init__(self, channels, alpha_fwd=0.9, alpha_bwd=0.9, warmup=0, without=(), **common):
+        super().__init__(channels, **common)
+        self.alpha_fwd, self.alpha_bwd, self.warmup, self.without = alpha_fwd, alpha_bwd, warmup, without
+        self.running_phi = np.ones(channels)
+        self.ema_gz = np.zeros(channels)
+        self.iters = 0
+        self.num_updates = None
+
+    def _normalize(self, x, real):
+        self.iters += 1
+        own = mean_over(x**2, real)
+        if "e" in self.without and self.num_updates is not None:
+            use_own = self.num_updates < self.warmup
+            cumulate = use_own
+        else:
+            use_own = self.iters <= self.warmup
+            cumulate = self.iters < self.warmup
+        root = np.sqrt((own if use_own else self.running_phi) + self.eps)
+        if "b" in self.without:
+            if use_own:
+                self.running_phi = (self.running_phi * (self.iters - 1) + own) / self.iters
+            else:
+                self.running_phi = self.alpha_fwd * self.running_phi + (1 - self.alpha_fwd) * own
+        else:
+            if cumulate:
+                self.running_phi = (self.running_phi * (self.iters - 1) + own) / self.iters
+            self.running_phi = self.alpha_fwd * self.running_phi + (1 - self.alpha_fwd) * own
+        saved = SimpleNamespace(root=root, own_root=np.sqrt(own + self.eps), ema_gz=self.ema_gz.copy())
+        return x / root, saved
+
+    def _input_gradient(self, dxhat, ctx):
+        rate = 1 - self.alpha_bwd
+        divisor = ctx.saved.root if "a" in self.without else ctx.saved.own_root
+        everywhere = np.ones(len(dxhat), dtype=bool)
+        means_over = ctx.real if "c-means" in self.without else everywhere
+        subtract_at = ctx.real if "c-padding" in self.without else everywhere
+        dx = np.empty_like(dxhat)
+        for i in range(len(dxhat)):
+            correction = rate * ctx.saved.ema_gz * ctx.xhat[i] if subtract_at[i] else 0.0
+            dx[i] = (dxhat[i] - correction) / divisor
+        factor = 1 - rate * mean_over(ctx.xhat**2, means_over)
+        if "d" in self.without:
+            factor = np.maximum(0.0, factor)
+        self.ema_gz = self.ema_gz * factor + mean_over(dxhat * ctx.xhat, means_over)
+        return dx
+
+    def _normalize_eval(self, x):
+        return x / np.sqrt(self.running_phi + self.eps)
+
+
+def release_state(oracle):
+    """The oracle's state under our names, with nu as the contract derives it from ema_gz."""
+    return {
+        "running_psi2": oracle.running_phi,
+        "nu": (1 - oracle.alpha_bwd) * oracle.ema_gz,
+        "num_batches_tracked": np.asarray(oracle.iters),
+    }
+
+
+def make_pair(alpha_fwd=0.9, alpha_bwd=0.9, affine=True, groups=0, warmup=0, eps=1e-5, without=()):
+    norm = PowerNormRelease(CHANNELS, eps, alpha_fwd, alpha_bwd, affine, groups, psi_warmup_updates=warmup)
+    randomize_affine(norm)
+    oracle = ReleaseOracle(CHANNELS, alpha_fwd, alpha_bwd, warmup, without, groups=groups, eps=eps, **affine_of(norm))
+    return norm.train(), oracle
+
+
+def batches(masked=True, steps=STEPS, seed=0, low=0.6, high=1.6):
+    """Batches of changing shape, level and spread. Levels stay where the unguarded recursion converges."""
+    generator = rng(seed)
+    for step in range(steps):
+        yield random_batch(generator, (2 + step % 5, 3 - step % 2, CHANNELS), masked, generator.uniform(low, high))
+
+
+def run_against_oracle(norm, oracle, steps, rtol=2e-5, dtype=torch.float32, update_freq=None):
+    for step, (x, mask, dy) in enumerate(steps):
+        if update_freq is not None:
+            norm.set_num_updates(step // update_freq)
+            oracle.num_updates = step // update_freq
+        actual = train_step(norm, x, mask, dy, dtype)
+        assert_steps_close(actual, oracle_step(oracle, x, mask, dy), rtol, f"step {step}:")
+        assert_state_close(norm, release_state(oracle), rtol, f"step {step}:")
+    assert_close(norm.eval()(torch.tensor(x, dtype=dtype)), oracle.evaluate(x), rtol, "eval")
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["no-mask", "mask"])
+@pytest.mark.parametrize("groups", [0, 4])
+@pytest.mark.parametrize("warmup", [0, 1, 2, WARMUP, 100])
+@pytest.mark.parametrize("affine", [True, False], ids=["affine", "plain"])
+def test_training_follows_the_release(masked, groups, warmup, affine):
+    norm, oracle = make_pair(groups=groups, warmup=warmup, affine=affine)
+    run_against_oracle(norm, oracle, batches(masked), rtol=5e-5)
+
+
+@pytest.mark.parametrize(("alpha_fwd", "alpha_bwd"), [(0.5, 0.95), (0.99, 0.7)])
+def test_in_float64_with_other_alphas_and_a_large_eps(alpha_fwd, alpha_bwd):
+    norm, oracle = make_pair(alpha_fwd, alpha_bwd, groups=4, warmup=WARMUP, eps=0.3)
+    run_against_oracle(norm.double(), oracle, batches(), rtol=5e-6, dtype=torch.float64)
+
+
+def test_two_dimensional_input():
+    norm, oracle = make_pair(warmup=3)
+    generator = rng(1)
+    run_against_oracle(norm, oracle, [random_batch(generator, (3 + step % 4, CHANNELS)) for step in range(STEPS)], 5e-5)
+
+
+@pytest.mark.parametrize("update_freq", [1, 3])
+def test_warmup_counts_forwards_whatever_it_is_told(update_freq):
+    norm, oracle = make_pair(warmup=WARMUP)
+    run_against_oracle(norm, oracle, batches(), rtol=5e-5, update_freq=update_freq)
+    untold, _ = make_pair(warmup=WARMUP)
+    for batch in batches():
+        train_step(untold, *batch)
+    assert_states_equal(norm, untold)
+
+
+def largest_deviation(without, **options):
+    """Between the module and an oracle that lacks some of the differences, over outputs, gradients and state."""
+    norm, oracle = make_pair(groups=0, warmup=WARMUP, without=without, **options)
+    worst = 0.0
+    for step, (x, mask, dy) in enumerate(batches(high=3.0)):
+        norm.set_num_updates(step // 2)
+        oracle.num_updates = step // 2
+        actual, expected = train_step(norm.double(), x, mask, dy, torch.float64), oracle_step(oracle, x, mask, dy)
+        actual |= {name: buffer.double().numpy() for name, buffer in state_of(norm).items()}
+        expected |= release_state(oracle)
+        for key, value in actual.items():
+            worst = max(worst, np.abs(value - expected[key]).max() / np.abs(expected[key]).max())
+    return worst
+
+
+@pytest.mark.parametrize("letter", DIFFERENCES)
+def test_each_difference_matters(letter):
+    options = {"alpha_bwd": 0.3, "alpha_fwd": 0.99} if letter == "d" else {}  # many a Gamma above 1 / (1 - alpha_bwd)
+    assert largest_deviation((letter,), **options) > 1e-2
+    assert largest_deviation((), **options) < 2e-6
+
+
+@pytest.mark.parametrize("update_freq", [None, 2])
+def test_without_the_differences_it_would_be_the_paper(update_freq):
+    """Of the oracle: its list of differences is complete."""
+    release = ReleaseOracle(CHANNELS, 0.8, 0.7, WARMUP, DIFFERENCES, groups=4)
+    paper = PowerNormOracle(CHANNELS, 0.8, 0.7, WARMUP, groups=4)
+    for step, batch in enumerate(batches(high=4.0)):
+        if update_freq is not None:
+            release.num_updates = paper.num_updates = step // update_freq
+        elif release.iters == WARMUP - 1:
+            break  # the last step of a warm-up that counts forwards is one of the differences
+        actual, expected = oracle_step(release, *batch), oracle_step(paper, *batch)
+        for key, value in expected.items():
+            assert_close(actual[key], value, 1e-9, f"step {step} {key}")
+        for key, value in oracle_state(paper).items():
+            assert_close(release_state(release)[key], value, 1e-9, f"step {step} {key}")
+
+
+def test_agrees_with_the_paper_without_padding_warmup_and_guard_except_for_the_divisor():
+    paper, release = PowerNorm(CHANNELS).double(), PowerNormRelease(CHANNELS).double()
+    for step, (x, _, dy) in enumerate(batches(masked=False)):
+        x = np.sign(x) * np.clip(np.abs(x), 0.7, 2.0)
+        root = np.sqrt(paper.running_psi2.double().numpy() + 1e-5)
+        own_root = np.sqrt((x**2).mean(axis=(0, 1)) + 1e-5)
+        assert ((own_root / root) ** 2 < 10).all(), "the guard is not to act"
+        expected = train_step(paper, x, None, dy, torch.float64)
+        actual = train_step(release, x, None, dy, torch.float64)
+        assert_close(actual.pop("dx") * own_root, expected.pop("dx") * root, 1e-9, f"step {step} dx")
+        assert_steps_close(actual, expected, 1e-9, f"step {step}")
+        assert_state_close(release, state_of(paper), 1e-6, f"step {step}")
+
+
+def test_agrees_with_the_paper_altogether_where_the_batch_has_the_running_psi():
+    paper, release = PowerNorm(CHANNELS).double(), PowerNormRelease(CHANNELS).double()
+    generator = rng(3)
+    for step in range(STEPS):
+        x = generator.choice([-1.0, 1.0], size=(5, 3, CHANNELS))
+        dy = generator.normal(size=x.shape)
+        expected = train_step(paper, x, None, dy, torch.float64)
+        assert_steps_close(train_step(release, x, None, dy, torch.float64), expected, 1e-9, f"step {step}")
+        assert_state_close(release, state_of(paper), 1e-9, f"step {step}")
+
+
+def test_large_batches_make_nu_diverge_as_users_report():
+    generator = rng(4)
+    paper, release = PowerNorm(CHANNELS, alpha_fwd=0.999), PowerNormRelease(CHANNELS, alpha_fwd=0.999)
+    for _ in range(20):
+        batch = random_batch(generator, scale=20.0)
+        train_step(paper, *batch)
+        train_step(release, *batch)
+    assert release.nu.abs().min() > 1e6 * paper.nu.abs().max()
+
+
+def a_trained_norm(groups=4, steps=4, warmup=3, affine=True):
+    norm, _ = make_pair(groups=groups, warmup=warmup, affine=affine)
+    for batch in batches(steps=steps, seed=5):
+        train_step(norm, *batch)
+    return norm
+
+
+@pytest.mark.parametrize("bad", [np.inf, np.nan, 1e30])
+@pytest.mark.parametrize("where", ["x", "dy", "x at padding", "no real token"])
+@pytest.mark.parametrize("steps", [1, 6], ids=["in-warm-up", "after-it"])
+def test_faulty_batch_changes_no_state(bad, where, steps):
+    norm = a_trained_norm(groups=0, steps=steps)
+    before = state_of(norm)
+    x, mask, dy = random_batch(rng(6))
+    if where == "no real token":
+        mask[:] = True
+    else:
+        (dy if where == "dy" else x)[0, 0, 5] = bad * (1e10 if where == "dy" else 1)
+        mask[0, 0] = where == "x at padding"
+    gradients = train_step(norm, x, mask, dy)
+    assert_state_unchanged(norm, before)
+    if where == "no real token":
+        assert all(np.isfinite(value).all() for value in gradients.values())
+        assert np.abs(gradients["dx"]).max() < 100
+    train_step(norm, *random_batch(rng(7)))
+    assert int(norm.num_batches_tracked) == steps + 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_state_stays_float32(dtype):
+    norm = a_trained_norm().to(dtype)
+    assert norm.running_psi2.dtype == norm.nu.dtype == torch.float32
+    wide, _ = make_pair(groups=4, warmup=3)
+    wide.load_state_dict(norm.state_dict())
+    x, mask, dy = random_batch(rng(8))
+    x, dy = (torch.tensor(value).to(dtype).double().numpy() for value in (x, dy))
+    expected = train_step(wide, x, mask, dy)
+    assert_steps_close(train_step(norm, x, mask, dy, dtype), expected, 2e-2)
+    torch.testing.assert_close(norm.running_psi2, wide.running_psi2)
+    torch.testing.assert_close(norm.nu, wide.nu)
+
+
+@pytest.mark.parametrize("how", CHECKPOINTING)
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["first-first", "last-first"])
+def test_checkpointed_with_two_forwards_before_two_backwards(how, order):
+    plain, _ = make_pair(groups=4, warmup=5)
+    other = copy.deepcopy(plain)
+    steps = list(batches(steps=8, seed=9))
+
+    def run(norm, use):
+        for pair in zip(steps[::2], steps[1::2], strict=True):
+            norm.zero_grad()
+            leaves = [torch.tensor(x, dtype=torch.float32, requires_grad=True) for x, _, _ in pair]
+            outputs = [use(leaf, to_mask(mask)) for leaf, (_, mask, _) in zip(leaves, pair, strict=True)]
+            for index in order:
+                outputs[index].backward(torch.tensor(pair[index][2], dtype=torch.float32))
+            yield [leaf.grad for leaf in leaves] + [p.grad.clone() for p in norm.parameters()]
+
+    for actual, expected in zip(run(other, checkpointed(other, how)), run(plain, plain), strict=True):
+        assert all(torch.equal(one, two) for one, two in zip(actual, expected, strict=True))
+        assert_states_equal(other, plain)
+    assert int(other.num_batches_tracked) == len(steps)
+
+
+def test_two_forwards_before_two_backwards_follow_the_release():
+    norm, oracle = make_pair(groups=4, warmup=5)
+    steps = list(batches(steps=12, seed=10))
+    for pair in zip(steps[::2], steps[1::2], strict=True):
+        work = []
+        for x, mask, dy in pair:
+            leaf = torch.tensor(x, dtype=torch.float32, requires_grad=True)
+            work.append((leaf, norm(leaf, to_mask(mask)), dy, oracle.forward(x, mask)[1]))
+        for leaf, y, dy, ctx in work[::-1]:
+            y.backward(torch.tensor(dy, dtype=torch.float32))
+            assert_close(leaf.grad, oracle.backward(dy, ctx)[0], 1e-4)
+        assert_state_close(norm, release_state(oracle), 5e-5)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("affine", [True, False], ids=["affine", "plain"])
+def test_torchscript_in_evaluation(affine):
+    norm = a_trained_norm(affine=affine).eval()
+    scripted = torch.jit.script(norm)
+    for shape in ((5, 3, CHANNELS), (7, CHANNELS)):
+        x, mask, _ = random_batch(rng(11), shape)
+        x, mask = torch.tensor(x, dtype=torch.float32), to_mask(mask)
+        torch.testing.assert_close(scripted(x, mask), norm(x, mask))
+        torch.testing.assert_close(scripted(x), norm(x))
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "state_dict"])
+@pytest.mark.parametrize("steps", [1, 4], ids=["in-warm-up", "after-it"])
+def test_copies_go_on_alike(how, steps):
+    norm = a_trained_norm(steps=steps)
+    if how == "deepcopy":
+        other = copy.deepcopy(norm)
+    elif how == "pickle":
+        other = pickle.loads(pickle.dumps(norm))
+    else:
+        other, _ = make_pair(groups=4, warmup=3)
+        file = io.BytesIO()
+        torch.save(norm.state_dict(), file)
+        file.seek(0)
+        other.load_state_dict(torch.load(file, weights_only=True))
+    for batch in batches(steps=4, seed=12):
+        expected, actual = train_step(norm, *batch), train_step(other, *batch)
+        assert all((actual[key] == expected[key]).all() for key in expected)
+        assert_states_equal(other, norm)
+
+
+def test_recalibration_is_the_plain_mean():
+    norm = a_trained_norm(groups=0)
+    before = state_of(norm)
+    means = []
+    with torch.no_grad(), recalibrating(norm):
+        for x, mask, _ in batches(steps=5, seed=13):
+            norm(torch.tensor(x, dtype=torch.float32), to_mask(mask))
+            means.append((x[~mask.T] ** 2).mean(axis=0))
+    assert_close(norm.running_psi2, np.mean(means, axis=0))
+    assert torch.equal(norm.nu, before["nu"])
+    assert torch.equal(norm.num_batches_tracked, before["num_batches_tracked"])
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_training_under_compile_is_training(told):
+    plain, _ = make_pair(groups=4, warmup=2)
+    other = copy.deepcopy(plain)
+    compiled = torch.compile(torch.nn.Sequential(other), backend="aot_eager")
+    generator = rng(14)
+    for step in range(5):
+        gradients = []
+        x, _, dy = random_batch(generator, masked=False)
+        x, dy = torch.tensor(x, dtype=torch.float32), torch.tensor(dy, dtype=torch.float32)
+        for norm, call in ((plain, plain), (other, compiled)):
+            if told:
+                norm.set_num_updates(step)
+            leaf = x.clone().requires_grad_()
+            y = call(leaf)
+            y.backward(dy)
+            gradients.append((y.detach(), leaf.grad))
+        torch.testing.assert_close(gradients[0], gradients[1])
+        torch.testing.assert_close(plain.state_dict(), other.state_dict())
+    norm.eval()
+    torch.testing.assert_close(torch.compile(norm, fullgraph=True, backend="aot_eager")(x), norm(x))
+
+
+def test_grad_transform_in_training():
+    plain, _ = make_pair(warmup=1)
+    other = copy.deepcopy(plain)
+    x = torch.tensor(random_batch(rng(15))[0], dtype=torch.float32)
+
+    def loss(parameters):
+        return torch.func.functional_call(other, parameters, (x,)).square().sum()
+
+    gradient = torch.func.grad(loss)({key: value.detach() for key, value in other.named_parameters()})
+    plain(x).square().sum().backward()
+    for key, parameter in plain.named_parameters():
+        torch.testing.assert_close(gradient[key], parameter.grad)
+    assert_states_equal(plain, other)
+
+
+def test_diagnostics():
+    norm, _ = make_pair(alpha_fwd=0.99)
+    norm.collecting = True
+    x = 2 * torch.ones(4, CHANNELS)
+    norm(x.requires_grad_()).sum().backward()
+    report = norm.diagnostics()
+    assert float(report["psi_distance"]) == pytest.approx(np.log(2), rel=1e-5)
+    assert float(report["gamma_max"]) == pytest.approx(4, rel=1e-4)
+    assert float(report["nu_rms"]) == pytest.approx(float(norm.nu.square().mean().sqrt()), rel=1e-5)
+    norm(torch.full((4, CHANNELS), float("nan")).requires_grad_()).sum().backward()
+    assert int(norm.diagnostics()["nonfinite_steps"]) == 1
+
+
+def make_synchronised(sync):
+    norm = PowerNormRelease(6, alpha_fwd=0.8, alpha_bwd=0.7, layer_scale_groups=2, psi_warmup_updates=4, sync=sync)
+    return randomize_affine(norm).double()
+
+
+def sync_worker(rank, world, folder):
+    record = run_steps(make_synchronised(True), shard(list(make_batches(world, True)), world, rank), told=True)
+    torch.save(record, f"{folder}/{rank}.pt")
+
+
+def test_two_synchronised_workers_give_what_one_gives(tmp_path):
+    workers = run_workers(sync_worker, 2, tmp_path)
+    whole = run_steps(make_synchronised(False), make_batches(2, True), told=True)
+    for step, expected in enumerate(whole[:-1]):
+        parts = [worker[step] for worker in workers]
+        for key in ("y", "dx"):
+            torch.testing.assert_close(torch.cat([part[key] for part in parts], 1), expected[key], rtol=1e-6, atol=1e-6)
+    for worker in workers:
+        for name, value in whole[-2]["state"].items():
+            torch.testing.assert_close(worker[-2]["state"][name], value, rtol=1e-6, atol=1e-6)
+
+
+def test_build_norm_knows_the_variants():
+    assert VARIANTS == ("paper", "release")
+    assert type(build_norm("power", CHANNELS)) is type(build_norm("power", CHANNELS, variant="paper")) is PowerNorm
+    norm = build_norm("power", CHANNELS, variant="release", alpha_bwd=0.7, psi_warmup_updates=3, layer_scale_groups=4)
+    assert type(norm) is PowerNormRelease
+    assert (norm.alpha_bwd, norm.psi_warmup.updates, norm.layer_scale.groups) == (0.7, 3, 4)
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_norms_without_a_variant_ignore_it(name):
+    for variant in VARIANTS:
+        assert type(build_norm(name, CHANNELS, variant=variant)) is NORMS[name].variant(variant)
+        assert variant in NORMS[name].variants or NORMS[name].variant(variant) is NORMS[name].cls
+    with pytest.raises(ValueError, match="'releases'.*paper, release"):
+        build_norm(name, CHANNELS, variant="releases")

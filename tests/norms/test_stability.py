@@ -1,0 +1,156 @@
+"""The guard of PN's backward recursion under stress, and what a norm tells about it."""
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from pn_fairseq.norms import PowerNorm, PowerNormV, build_norm
+
+CHANNELS, TOKENS, ALPHA = 8, 256, 0.9
+SPIKE = 60
+
+
+class Stress:
+    """Steps of PN on noise, with a disturbance from step SPIKE on, beside the recursion without ``max(0, .)``."""
+
+    def __init__(self, disturb, steps: int = 120):
+        generator = torch.Generator().manual_seed(0)
+        self.norm = PowerNorm(CHANNELS, alpha_fwd=ALPHA, alpha_bwd=ALPHA)
+        self.norm.collecting = True
+        unguarded = torch.zeros(CHANNELS, dtype=torch.float64)
+        self.psi2, self.nu, self.unguarded, self.finite = [], [], [], True
+        for step in range(steps):
+            x = torch.randn(TOKENS, CHANNELS, generator=generator)
+            dy = torch.randn(TOKENS, CHANNELS, generator=generator) + 0.3 * x
+            x, dy = disturb(step, x, dy)
+            x.requires_grad_()
+            normalized = (x.detach() / (self.norm.running_psi2 + 1e-5).sqrt()).double()
+            y = self.norm(x)
+            y.backward(dy)
+            gamma_moment, lambda_moment = normalized.square().mean(0), (dy.double() * normalized).mean(0)
+            unguarded = unguarded * (1 - (1 - ALPHA) * gamma_moment) + (1 - ALPHA) * lambda_moment
+            self.psi2.append(self.norm.running_psi2.clone())
+            self.nu.append(self.norm.nu.clone())
+            self.unguarded.append(unguarded)
+            numbers = (y, x.grad, self.norm.weight.grad, self.norm.bias.grad, *self.norm.buffers())
+            self.finite &= all(bool(number.isfinite().all()) for number in numbers)
+
+
+def growing(step, x, dy):
+    """Activations grow 8x a step for ten steps."""
+    return (x * 8.0 ** (step - SPIKE + 1) if SPIKE <= step < SPIKE + 10 else x), dy
+
+
+def one_large(step, x, dy):
+    return (x * 100.0 if step == SPIKE else x), dy
+
+
+def gradient_spikes(step, x, dy):
+    return x, (dy * 1e4 if step in (SPIKE, SPIKE + 3) else dy)
+
+
+def test_growing_activations_stay_finite_where_the_unguarded_recursion_diverges():
+    stress = Stress(growing)
+    assert stress.finite
+    guarded = max(float(nu.abs().max()) for nu in stress.nu)
+    unguarded = [float(nu.abs().max()) for nu in stress.unguarded]
+    assert guarded < 2.0
+    assert unguarded[SPIKE + 9] > 1e15
+    # It grows by about (1 - alpha) Gamma - 1 in every step.
+    assert all(later > 5 * earlier for earlier, later in itertools.pairwise(unguarded[SPIKE : SPIKE + 10]))
+    assert int(stress.norm.diagnostics()["guarded_steps"]) == 10
+
+
+def test_one_batch_100_times_larger():
+    stress = Stress(one_large)
+    assert stress.finite
+    assert float(stress.nu[SPIKE].abs().max()) < 10.0 < 300.0 < float(stress.unguarded[SPIKE].abs().max())
+    assert int(stress.norm.diagnostics()["guarded_steps"]) == 1
+
+
+@pytest.mark.parametrize("disturb", [growing, one_large])
+def test_psi_recovers_by_a_factor_e_within_one_over_one_minus_alpha_steps(disturb):
+    stress = Stress(disturb)
+    last = SPIKE + 9 if disturb is growing else SPIKE
+    window = round(1 / (1 - ALPHA))
+    before = (stress.psi2[last] - 1).abs().max()
+    after = (stress.psi2[last + window] - 1).abs().max()
+    assert after < before / math.e
+
+
+def test_nu_recovers_by_a_factor_e_within_one_over_one_minus_alpha_steps():
+    stress = Stress(gradient_spikes)
+    assert stress.finite
+    settled = torch.stack(stress.nu[:SPIKE][-20:]).mean(0)
+    last = SPIKE + 3
+    window = round(1 / (1 - ALPHA))
+    before = (stress.nu[last] - settled).abs().max()
+    after = (stress.nu[last + window] - settled).abs().max()
+    # Gamma of these batches is 1 within a few per cent, and so is the decay rate within as many.
+    assert after < 1.1 * before / math.e
+
+
+def test_diagnostics_are_empty_until_asked_for():
+    norm = PowerNorm(CHANNELS)
+    norm(torch.randn(9, CHANNELS, requires_grad=True)).sum().backward()
+    assert norm.diagnostics() == {}
+
+
+def test_diagnostics_of_pn_are_those_of_the_last_batch():
+    norm = PowerNorm(CHANNELS)
+    norm.collecting = True
+    x = 2 * torch.randn(500, CHANNELS, dtype=torch.float64)
+    psi2 = x.square().mean(0)
+    norm(x.requires_grad_()).backward(torch.randn_like(x))
+    report = norm.diagnostics()
+    # psi was 1 before this first batch; the distance is to the statistic that the batch found.
+    assert float(report["psi_distance"]) == pytest.approx(float(psi2.sqrt().log().abs().mean()), rel=1e-6)
+    assert float(report["gamma_max"]) == pytest.approx(float(psi2.max()) / (1 + 1e-5), rel=1e-6)
+    assert float(report["nu_rms"]) == pytest.approx(float(norm.nu.square().mean().sqrt()), rel=1e-6)
+    assert int(report["guarded_steps"]) == int(report["nonfinite_steps"]) == 0
+
+
+@pytest.mark.parametrize("name", ["batch", "power-v", "power"])
+def test_faults_are_counted(name):
+    norm = build_norm(name, CHANNELS)
+    norm.collecting = True
+    x = torch.randn(30, CHANNELS)
+    bad_x, bad_dy = x.clone(), torch.ones_like(x)
+    bad_x[3, 2] = float("nan")
+    bad_dy[1, 1] = float("inf")
+    for inputs, gradient in ((x, torch.ones_like(x)), (bad_x, torch.ones_like(x)), (x, bad_dy), (bad_x, bad_dy)):
+        norm(inputs.clone().requires_grad_()).backward(gradient)
+    assert int(norm.diagnostics()["nonfinite_steps"]) == 3
+    assert int(norm.num_batches_tracked) == 1
+
+
+def test_psi_distance_of_pn_v():
+    norm = PowerNormV(CHANNELS)
+    norm.collecting = True
+    norm(2 * torch.ones(4, CHANNELS))
+    assert float(norm.diagnostics()["psi_distance"]) == pytest.approx(math.log(2), rel=1e-6)
+
+
+@pytest.mark.parametrize("factor", [2.0, 0.5])
+def test_a_change_of_the_loss_scale_is_forgotten_at_the_rate_of_nu(factor):
+    """fp16 training scales the gradients, and with them nu. When the scale changes, nu is off by the factor, and the
+    error in the (unscaled) input gradient decays as alpha_bwd^k: under 2% of the gradient from the first step on."""
+    generator = torch.Generator().manual_seed(0)
+    straight, changed = PowerNorm(CHANNELS), PowerNorm(CHANNELS)
+    scale, change_at, errors = 1024.0, 50, []
+    for step in range(80):
+        x = torch.randn(TOKENS, CHANNELS, generator=generator)
+        dy = torch.randn(TOKENS, CHANNELS, generator=generator) + 0.1 * x
+        gradients = []
+        for norm, factors in ((straight, scale), (changed, scale * (factor if step >= change_at else 1.0))):
+            leaf = x.clone().requires_grad_()
+            norm(leaf).backward(dy * factors)
+            gradients.append(leaf.grad / factors)
+        errors.append(float((gradients[1] - gradients[0]).norm() / gradients[0].norm()))
+    assert max(errors[:change_at]) < 1e-6
+    nu = 0.1  # what mean(dy x_hat) is here, relative to a gradient of about 1
+    assert errors[change_at] == pytest.approx(nu * abs(1 / factor - 1), rel=0.2)
+    for k in (5, 10, 20):
+        assert errors[change_at + k] == pytest.approx(errors[change_at] * ALPHA**k, rel=0.4)

@@ -1,0 +1,415 @@
+"""pn-import-release on checkpoints built from the description of the release's layout."""
+
+import re
+import sys
+import types
+from argparse import Namespace
+from collections import OrderedDict
+
+import pytest
+import torch
+from fairseq import checkpoint_utils
+from fairseq.data import Dictionary
+
+from pn_fairseq.checkpoints import CheckpointError, load_checkpoint
+from pn_fairseq.cli.import_release import main
+from pn_fairseq.norms import PowerNormRelease
+from pn_fairseq.norms.base import RunningNorm
+
+from .models.helpers import arch_args, padded_batch
+from .scripts_helpers import ROOT, run
+
+LAYERS = 2
+WARMUP = 40
+
+#: Of the settings that fairseq 0.8 stored, those of a translation model, the norms' among them.
+SETTINGS = {
+    **{"arch": "transformer_iwslt_de_en_v2", "task": "translation", "criterion": "label_smoothed_cross_entropy"},
+    **{"optimizer": "adam", "adam_betas": "(0.9, 0.98)", "adam_eps": 1e-8, "weight_decay": 0.0001, "clip_norm": 0.0},
+    **{"lr": [0.0015], "lr_scheduler": "inverse_sqrt", "warmup_updates": WARMUP, "warmup_init_lr": 1e-7},
+    **{"min_lr": 1e-9, "max_epoch": 0, "max_update": 0, "update_freq": [1], "max_tokens": 4096, "max_sentences": None},
+    **{"max_tokens_valid": 4096, "max_sentences_valid": None, "required_batch_size_multiple": 8, "seed": 1},
+    **{"train_subset": "train", "valid_subset": "valid", "validate_interval": 1, "fixed_validation_seed": None},
+    **{"disable_validation": False, "curriculum": 0, "skip_invalid_size_inputs_valid_test": False, "num_workers": 1},
+    **{"distributed_world_size": 1, "distributed_rank": 0, "distributed_backend": "nccl", "ddp_backend": "c10d"},
+    **{"distributed_init_method": None, "distributed_port": -1, "device_id": 0, "distributed_no_spawn": False},
+    **{"bucket_cap_mb": 25, "fix_batches_to_gpus": False, "find_unused_parameters": False, "sentence_avg": False},
+    **{"fp16": False, "memory_efficient_fp16": False, "fp16_init_scale": 128, "fp16_scale_window": None},
+    **{"fp16_scale_tolerance": 0.0, "min_loss_scale": 0.0001, "threshold_loss_scale": None, "cpu": False},
+    **{
+        "no_progress_bar": True,
+        "log_interval": 100,
+        "log_format": None,
+        "tensorboard_logdir": "",
+        "tbmf_wrapper": False,
+    },
+    **{"user_dir": "gone", "empty_cache_freq": 0, "save_dir": "checkpoints", "restore_file": "checkpoint_last.pt"},
+    **{"reset_optimizer": False, "reset_lr_scheduler": False, "reset_meters": False, "reset_dataloader": False},
+    **{"optimizer_overrides": "{}", "save_interval": 1, "save_interval_updates": 0, "keep_interval_updates": -1},
+    **{"keep_last_epochs": 5, "no_save": False, "no_epoch_checkpoints": False, "no_last_checkpoints": False},
+    **{"no_save_optimizer_state": False, "best_checkpoint_metric": "loss", "maximize_best_checkpoint_metric": False},
+    **{"data": "data-bin/iwslt14.tokenized.de-en.joined", "source_lang": "de", "target_lang": "en"},
+    **{"lazy_load": False, "raw_text": False, "load_alignments": False, "left_pad_source": "True"},
+    **{"left_pad_target": "False", "max_source_positions": 1024, "max_target_positions": 1024, "upsample_primary": 1},
+    **{"label_smoothing": 0.1, "dropout": 0.3, "attention_dropout": 0.1, "activation_dropout": 0.1},
+    **{"activation_fn": "relu", "encoder_embed_path": "gone.vec", "decoder_embed_path": None},
+    **{"encoder_embed_dim": 16, "encoder_ffn_embed_dim": 24, "encoder_layers": LAYERS, "encoder_attention_heads": 4},
+    **{"decoder_embed_dim": 16, "decoder_ffn_embed_dim": 24, "decoder_layers": LAYERS, "decoder_attention_heads": 4},
+    **{"encoder_normalize_before": True, "decoder_normalize_before": True, "encoder_learned_pos": False},
+    **{"decoder_learned_pos": False, "share_decoder_input_output_embed": False, "share_all_embeddings": True},
+    **{"no_token_positional_embeddings": False, "adaptive_softmax_cutoff": None, "adaptive_softmax_dropout": 0},
+    **{"adaptive_input": False, "decoder_output_dim": 16, "decoder_input_dim": 16},
+    **{"encoder_norm_self": "power", "encoder_norm_ff": "power"},
+    **{"decoder_norm_self": "layer", "decoder_norm_ff": "layer"},
+}
+
+DIMENSIONS = [
+    *(f"{side}_{name}" for side in ("encoder", "decoder") for name in ("embed_dim", "ffn_embed_dim", "layers")),
+    *("encoder_attention_heads", "decoder_attention_heads"),
+]
+
+
+def ours(dictionary: Dictionary, **flags):
+    """A model of ours with random weights and statistics, its settings, and what it is called."""
+    from fairseq.models import ARCH_MODEL_REGISTRY
+
+    flags = {"decoder_norm": "layer", "share_all_embeddings": True, **flags}
+    args = arch_args(
+        "transformer_pn_iwslt", norm_variant="release", **{name: SETTINGS[name] for name in DIMENSIONS}, **flags
+    )
+    task = Namespace(source_dictionary=dictionary, target_dictionary=dictionary)
+    model = ARCH_MODEL_REGISTRY[args.arch].build_model(args, task).eval()
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(0.4 * torch.randn(parameter.shape, generator=generator))
+        for norm in (module for module in model.modules() if isinstance(module, RunningNorm)):
+            norm.running_psi2.copy_(0.2 + 2 * torch.rand(norm.running_psi2.shape, generator=generator))
+            norm.nu.copy_(torch.randn(norm.nu.shape, generator=generator))
+            norm.num_batches_tracked.fill_(1234)
+    return model, args
+
+
+def as_release(model, alpha_bwd=0.9, stacked=True) -> OrderedDict:
+    """The state dict of ``model`` under the names, and in the shapes, of the release."""
+    weights = OrderedDict((key, value.clone()) for key, value in model.state_dict().items())
+    for prefix, norm in model.named_modules():
+        if isinstance(norm, PowerNormRelease):
+            weights[f"{prefix}.running_phi"] = weights.pop(f"{prefix}.running_psi2").reshape(1, -1, 1, 1)
+            weights[f"{prefix}.ema_gz"] = weights.pop(f"{prefix}.nu").reshape(1, -1, 1, 1) / (1 - alpha_bwd)
+            weights[f"{prefix}.iters"] = weights.pop(f"{prefix}.num_batches_tracked").reshape(1)
+        if stacked and prefix.endswith(("self_attn", "encoder_attn")):
+            for kind in ("weight", "bias"):
+                parts = [weights.pop(f"{prefix}.{name}_proj.{kind}") for name in "qkv"]
+                weights[f"{prefix}.in_proj_{kind}"] = torch.cat(parts)
+    output = weights.pop("decoder.output_projection.weight")
+    if model.decoder.output_projection.weight is not model.decoder.embed_tokens.weight:
+        weights["decoder.embed_out"] = output
+    for side in ("encoder", "decoder"):
+        weights[f"{side}.embed_positions._float_tensor"] = torch.full((1,), float("nan"))
+    return weights
+
+
+def meters() -> OrderedDict:
+    """The meters that fairseq 0.8 put into its checkpoints, of a module that today's fairseq does not have."""
+    module = types.ModuleType("fairseq.meters")
+    for name in ("AverageMeter", "TimeMeter", "StopwatchMeter"):
+        setattr(module, name, type(name, (), {"__module__": "fairseq.meters"}))
+    sys.modules["fairseq.meters"] = module
+    meter = module.AverageMeter()
+    meter.__dict__ |= {"val": 1.5, "avg": torch.tensor(1.25), "sum": 2.5, "count": 2}
+    return OrderedDict(train_loss=meter, wps=module.TimeMeter(), train_wall=module.StopwatchMeter())
+
+
+def write(path, weights, settings=(), zipped=False):
+    """A checkpoint as fairseq 0.8 wrote it, by default in the file format of its time."""
+    state = {
+        "args": Namespace(**{**SETTINGS, **dict(settings)}),
+        "model": weights,
+        "optimizer_history": [
+            {
+                "criterion_name": "LabelSmoothedCrossEntropyCriterion",
+                "optimizer_name": "FairseqAdam",
+                "lr_scheduler_state": {"best": 3.9},
+                "num_updates": 1234,
+            }
+        ],
+        "extra_state": {
+            "train_iterator": {"epoch": 8, "iterations_in_epoch": 0},
+            "val_loss": 3.9,
+            "best": 3.9,
+            "train_meters": meters(),
+        },
+        "last_optimizer_state": {"state": {0: {"step": 1234, "exp_avg": torch.zeros(3)}}, "param_groups": []},
+    }
+    try:
+        torch.save(state, path, _use_new_zipfile_serialization=zipped)
+    finally:
+        del sys.modules["fairseq.meters"]
+    return path
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Binarized data of 11 sentences and their dictionary."""
+    base = tmp_path_factory.mktemp("data")
+    for lang in ("de", "en"):
+        lines = [" ".join(f"w{(7 * i + 3 * j + len(lang)) % 40}" for j in range(3 + i % 5)) for i in range(11)]
+        (base / f"text.{lang}").write_text("\n".join(lines) + "\n")
+    run(
+        *("fairseq-preprocess", "--source-lang", "de", "--target-lang", "en", "--joined-dictionary"),
+        *("--trainpref", "text", "--validpref", "text", "--testpref", "text", "--destdir", "bin", "--workers", "1"),
+        cwd=base,
+    )
+    return base / "bin"
+
+
+@pytest.fixture(scope="module")
+def dictionary(data):
+    return Dictionary.load(str(data / "dict.de.txt"))
+
+
+@pytest.fixture(scope="module")
+def model(dictionary):
+    return ours(dictionary)[0]
+
+
+def load(path, data):
+    (imported,), _, _ = checkpoint_utils.load_model_ensemble_and_task([str(path)], {"data": str(data)})
+    return imported.eval()
+
+
+def assert_same(imported, model):
+    assert imported.state_dict().keys() == model.state_dict().keys()
+    for key, value in model.state_dict().items():
+        torch.testing.assert_close(imported.state_dict()[key], value, rtol=1e-6, atol=0, msg=key)
+    src, prev = (batch.clamp(max=30) for batch in padded_batch())
+    with torch.no_grad():
+        torch.testing.assert_close(imported(src, None, prev)[0], model(src, None, prev)[0], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("stacked", [True, False], ids=["in_proj", "q-k-v"])
+@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "old-format"])
+def test_imported_model_is_the_one_in_the_file(stacked, zipped, model, data, tmp_path, capsys):
+    source = write(tmp_path / "release.pt", as_release(model, stacked=stacked), zipped=zipped)
+    assert main([str(source), str(tmp_path / "imported.pt")]) == 0
+    printed = capsys.readouterr()
+    assert "transformer_pn_iwslt, encoder norm power, decoder norm layer" in printed.out and not printed.err
+    imported = load(tmp_path / "imported.pt", data)
+    assert_same(imported, model)
+    norms = [module for module in imported.modules() if isinstance(module, RunningNorm)]
+    assert len(norms) == 2 * LAYERS + 1 and all(type(norm) is PowerNormRelease for norm in norms)
+    assert [norm.psi_warmup.updates for norm in norms] == [WARMUP] * (2 * LAYERS) + [1000]
+    assert {norm.layer_scale.groups for norm in norms} == {4}
+    assert all(norm.running_psi2.dtype == norm.nu.dtype == torch.float32 for norm in norms)
+    assert isinstance(imported.decoder.layer_norm, torch.nn.Module) and not hasattr(imported.decoder.layer_norm, "nu")
+
+
+def test_what_the_imported_file_holds(model, tmp_path):
+    source = write(tmp_path / "release.pt", as_release(model))
+    before = source.read_bytes()
+    assert main([str(source), str(tmp_path / "imported.pt")]) == 0
+    assert source.read_bytes() == before
+    state = load_checkpoint(tmp_path / "imported.pt")
+    assert state["optimizer_history"][0]["num_updates"] == 1234
+    assert state["extra_state"] == {"train_iterator": {"epoch": 8, "iterations_in_epoch": 0}, "val_loss": 3.9}
+    assert "last_optimizer_state" not in state
+    assert state["args"].norm_variant == "release" and not hasattr(state["args"], "encoder_norm_self")
+    weights = state["model"]
+    shared = [weights[f"{name}.weight"].data_ptr() for name in ("encoder.embed_tokens", "decoder.output_projection")]
+    assert shared[0] == shared[1]
+
+
+def test_alphas(model, data, tmp_path):
+    source = write(tmp_path / "release.pt", as_release(model, alpha_bwd=0.6))
+    assert main([str(source), str(tmp_path / "imported.pt"), "--alpha-bwd", "0.6", "--alpha-fwd", "0.8"]) == 0
+    imported = load(tmp_path / "imported.pt", data)
+    assert_same(imported, model)
+    assert (imported.encoder.layer_norm.alpha_fwd, imported.encoder.layer_norm.alpha_bwd) == (0.8, 0.6)
+
+
+@pytest.mark.parametrize(
+    ("flags", "settings"),
+    [
+        ({"decoder_norm": "power"}, {"decoder_norm_self": "power", "decoder_norm_ff": "power"}),
+        ({"encoder_norm": "layer"}, {"encoder_norm_self": "layer", "encoder_norm_ff": "layer"}),
+        ({"share_all_embeddings": False}, {"share_all_embeddings": False}),
+        ({"encoder_learned_pos": True}, {"encoder_learned_pos": True}),
+        ({}, {"arch": "transformer_wmt_en_de_big_t2t_v2"}),
+        ({}, {"lr": 0.0015, "data": ["data-bin/iwslt14"], "max_sentences": 8, "fp16": True}),
+    ],
+    ids=["power-decoder", "layer-encoder", "untied", "learned-positions", "wmt", "older-settings"],
+)
+def test_other_models(flags, settings, dictionary, data, tmp_path):
+    model, _ = ours(dictionary, **flags)
+    weights = as_release(model)
+    if "encoder_learned_pos" in flags:
+        del weights["encoder.embed_positions._float_tensor"]
+    assert main([str(write(tmp_path / "release.pt", weights, settings)), str(tmp_path / "imported.pt")]) == 0
+    assert_same(load(tmp_path / "imported.pt", data), model)
+
+
+def test_half_precision_file(model, data, tmp_path):
+    weights = OrderedDict((k, v.half() if v.is_floating_point() else v) for k, v in as_release(model).items())
+    assert main([str(write(tmp_path / "release.pt", weights)), str(tmp_path / "imported.pt")]) == 0
+    for key, value in load_checkpoint(tmp_path / "imported.pt")["model"].items():
+        if key.endswith((".running_psi2", ".nu")):
+            assert value.dtype == torch.float32
+            torch.testing.assert_close(value, model.state_dict()[key], rtol=2e-3, atol=1e-3)
+
+
+def test_decoding_and_fine_tuning_with_fairseqs_commands(model, dictionary, data, tmp_path):
+    """fairseq-generate writes what it writes for the same model in our own layout."""
+    source = write(tmp_path / "release.pt", as_release(model))
+    assert main([str(source), str(tmp_path / "imported.pt")]) == 0
+    own = load_checkpoint(tmp_path / "imported.pt")
+    own["model"] = model.state_dict()
+    own["args"] = Namespace(**{**SETTINGS, **vars(ours(dictionary)[1])})
+    torch.save(own, tmp_path / "own.pt")
+    flags = ("--user-dir", ROOT / "pn_fairseq", "--required-batch-size-multiple", "1")
+    decoded = []
+    for name in ("imported.pt", "own.pt"):
+        output = run("fairseq-generate", data, *flags, "--path", name, "--beam", "3", cwd=tmp_path).stdout
+        decoded.append(sorted(re.findall(r"^[HP]-.*", output, re.M)))
+    assert len(decoded[0]) == 2 * 11
+    assert decoded[0] == decoded[1]
+
+    run(
+        *("fairseq-train", data, *flags, "--arch", "transformer_pn_iwslt", "--norm-variant", "release"),
+        *(f"--{name.replace('_', '-')}={SETTINGS[name]}" for name in DIMENSIONS),
+        *("--share-all-embeddings", "--finetune-from-model", "imported.pt", "--optimizer", "sgd", "--lr", "0.001"),
+        *("--max-tokens", "1000", "--max-update", "1", "--save-dir", "tuned", "--no-epoch-checkpoints", "--cpu"),
+        cwd=tmp_path,
+    )
+    weights = load_checkpoint(tmp_path / "tuned/checkpoint_last.pt")["model"]
+    assert int(weights["encoder.layer_norm.num_batches_tracked"]) == 1235
+
+
+def test_file_without_its_training_state(model, data, tmp_path):
+    """As people share them."""
+    torch.save({"args": Namespace(**SETTINGS), "model": as_release(model)}, tmp_path / "release.pt")
+    assert main([str(tmp_path / "release.pt"), str(tmp_path / "imported.pt")]) == 0
+    assert_same(load(tmp_path / "imported.pt", data), model)
+
+
+def test_nu_that_has_diverged_is_told(model, tmp_path, capsys):
+    weights = as_release(model)
+    weights["encoder.layer_norm.ema_gz"][0, 3] = float("nan")
+    assert main([str(write(tmp_path / "release.pt", weights)), str(tmp_path / "imported.pt")]) == 0
+    assert "nu of 1 norms is not finite (encoder.layer_norm.nu" in capsys.readouterr().err
+
+
+def assert_refused(capsys, argv, *words):
+    capsys.readouterr()
+    assert main([str(argument) for argument in argv]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("pn-import-release: error: ") and error.count("\n") == 1
+    for word in words:
+        assert word in error, (word, error)
+
+
+def without(*keys):
+    return lambda weights: [weights.pop(key) for key in keys]
+
+
+def with_one_more(key, value=None):
+    return lambda weights: weights.update({key: torch.zeros(3) if value is None else value})
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (without("encoder.layer_norm.running_phi"), ["1 (encoder.layer_norm.running_phi) missing"]),
+        (without("encoder.layers.1.self_attn.in_proj_weight"), ["3 (encoder.layers.1.self_attn.", "q_proj.weight"]),
+        (without("encoder.version"), ["1 (encoder.version) missing"]),
+        (without("encoder.embed_tokens.weight"), ["1 (encoder.embed_tokens.weight) missing"]),
+        (with_one_more("encoder.layers.0.ls.scale"), ["1 (encoder.layers.0.ls.scale) unknown"]),
+        (with_one_more("encoder.layers.2.fc1.bias"), ["1 (encoder.layers.2.fc1.bias) unknown"]),
+        (with_one_more("encoder.layers.0.self_attn.q_proj.bias"), ["in_proj_bias", "missing", "unknown"]),
+        (lambda weights: [with_one_more(f"x{i}")(weights) for i in range(7)], ["7 (x0, x1, x2, x3, x4, ...) unknown"]),
+        (
+            lambda weights: with_one_more("encoder.layer_norm.ema_gz", torch.zeros(16))(weights),
+            ["1 (encoder.layer_norm.ema_gz [16] instead of [1, 16, 1, 1]) of another shape"],
+        ),
+        (with_one_more("decoder.version", torch.tensor([2.0])), ["decoder.version is 2"]),
+        (with_one_more("decoder.version", torch.tensor(3.0)), ["decoder.version [] instead of [1]"]),
+        (lambda weights: weights["decoder.embed_tokens.weight"].add_(1), ["embed_tokens", "differ"]),
+    ],
+)
+def test_tensors_that_do_not_fit_are_named(change, words, model, tmp_path, capsys):
+    weights = as_release(model)
+    change(weights)
+    source = write(tmp_path / "release.pt", weights)
+    assert_refused(capsys, [source, tmp_path / "imported.pt"], str(source), *words)
+    assert not (tmp_path / "imported.pt").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"encoder_norm_ff": "layer"}, ["encoder_norm_self is power and encoder_norm_ff is layer"]),
+        ({"decoder_norm_self": "batch", "decoder_norm_ff": "batch"}, ["decoder_norm_self is batch", "layer and power"]),
+        ({"encoder_norm_self": None}, ["not a checkpoint of the authors' release", "encoder_norm_self"]),
+        ({"decoder_attention_heads": None}, ["decoder_attention_heads"]),
+        ({"arch": "lstm"}, ["architecture lstm"]),
+        ({"encoder_normalize_before": False}, ["pre-norm"]),
+        ({"task": "no_such_task"}, ["fairseq does not take its settings"]),
+        ({"encoder_layers": 3}, ["missing", "encoder.layers.2."]),
+    ],
+)
+def test_settings_that_do_not_fit_are_named(settings, words, model, tmp_path, capsys):
+    source = write(tmp_path / "release.pt", as_release(model), settings)
+    assert_refused(capsys, [source, tmp_path / "imported.pt"], *words)
+
+
+def test_checkpoints_of_others(model, tmp_path, capsys):
+    source = write(tmp_path / "release.pt", as_release(model))
+    assert main([str(source), str(tmp_path / "imported.pt")]) == 0
+    assert_refused(
+        capsys, [tmp_path / "imported.pt", tmp_path / "again.pt"], "not a checkpoint of the authors' release"
+    )
+    torch.save({"args": None, "cfg": {}, "model": {"w": torch.zeros(1)}}, tmp_path / "new.pt")
+    assert_refused(capsys, [tmp_path / "new.pt", tmp_path / "again.pt"], "not a checkpoint of the authors' release")
+
+
+def test_files_that_cannot_be_read_or_written(model, tmp_path, capsys):
+    source = write(tmp_path / "release.pt", as_release(model), zipped=True)
+    whole = source.read_bytes()
+    assert_refused(capsys, [source, source], "CHECKPOINT itself")
+    (tmp_path / "link.pt").symlink_to(source)
+    assert_refused(capsys, [source, tmp_path / "link.pt"], "CHECKPOINT itself")
+    assert source.read_bytes() == whole
+    assert_refused(capsys, [tmp_path / "none.pt", tmp_path / "out.pt"], "no such file")
+    assert_refused(capsys, [source, tmp_path / "none/out.pt"], "cannot be written")
+    assert_refused(capsys, [source, tmp_path / "out.pt", "--alpha-bwd", "1"], "--alpha-bwd", "between 0 and 1")
+    source.write_bytes(whole[: len(whole) // 2])
+    assert_refused(capsys, [source, tmp_path / "out.pt"], "damaged")
+    source.write_bytes(whole[:5000] + b"\xff" * 50 + whole[5050:])
+    assert_refused(capsys, [source, tmp_path / "out.pt"], "damaged")
+    assert {path.name for path in tmp_path.iterdir()} == {"release.pt", "link.pt"}
+
+
+class Payload:
+    def __reduce__(self):
+        return (print, ("code from the file ran",))
+
+
+def test_code_in_the_file_is_not_run(model, tmp_path, capsys):
+    weights = as_release(model)
+    source = write(tmp_path / "release.pt", weights, {"extra": Payload()})
+    assert_refused(capsys, [source, tmp_path / "out.pt"], "print", "nothing in it was executed")
+    assert "code from the file ran" not in capsys.readouterr().out
+
+
+def test_meters_are_read_by_the_importer_only(model, tmp_path):
+    with pytest.raises(CheckpointError, match="fairseq.meters"):
+        load_checkpoint(write(tmp_path / "release.pt", as_release(model)))
+
+
+def test_help_answers_without_fairseq(tmp_path):
+    code = (
+        "import sys; from pn_fairseq.cli.import_release import main; "
+        "assert main(['nothing', 'out']) == 2; print('fairseq' in sys.modules); main(['--help'])"
+    )
+    result = run(sys.executable, "-c", code, cwd=ROOT)
+    assert "False" in result.stdout and "--alpha-bwd" in result.stdout

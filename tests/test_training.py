@@ -1,0 +1,160 @@
+"""fairseq's ways of training, with the plugin: half precision, accumulation, recomputation, workers, reports."""
+
+import json
+import re
+import sys
+
+import pytest
+import torch
+
+from pn_fairseq.checkpoints import load_checkpoint
+from pn_fairseq.training_log import read_log
+
+from .scripts_helpers import ROOT, run
+
+BASE = (
+    *("--user-dir", ROOT / "pn_fairseq", "--source-lang", "es", "--target-lang", "en", "--share-all-embeddings"),
+    *("--optimizer", "adam", "--lr", "0.001", "--lr-scheduler", "inverse_sqrt", "--warmup-updates", "3"),
+    *("--required-batch-size-multiple", "1", "--max-tokens", "300", "--no-epoch-checkpoints", "--num-workers", "0"),
+    *("--log-format", "json", "--log-interval", "1", "--seed", "1", "--save-dir", "checkpoints", "--cpu"),
+)
+
+
+#: fairseq answers an overflow with `torch.tensor(0.0).cuda()`, which ends a training on a machine without a GPU.
+WITHOUT_GPU = """
+import torch
+torch.Tensor.cuda = lambda self, *_, **__: self
+from fairseq_cli.train import cli_main
+cli_main()
+"""
+
+
+def train(data, where, *flags, arch="transformer_pn_tiny", updates=6, check=True, launcher=(), tool=("fairseq-train",)):
+    where.mkdir(exist_ok=True)
+    command = (*tool, data / "bin", *BASE, "--arch", arch, "--max-update", updates, *flags)
+    if launcher:
+        command = (*launcher, "bash", "-c", f"exec {' '.join(map(str, command))} {WORKER_FLAGS}")
+    result = run(*command, cwd=where, check=check)
+    (where / "train.log").write_text(result.stdout + result.stderr)
+    return result
+
+
+def model_of(where):
+    return load_checkpoint(where / "checkpoints/checkpoint_last.pt")["model"]
+
+
+def counters(model):
+    found = {key: int(value) for key, value in model.items() if key.endswith("num_batches_tracked")}
+    assert len(found) == 7  # two in each of three layers, and the last one
+    return found
+
+
+@pytest.fixture(scope="module")
+def plain(data, tmp_path_factory):
+    where = tmp_path_factory.mktemp("plain")
+    train(data, where)
+    return where
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [("--memory-efficient-fp16",), ("--fp16", "--fp16-no-flatten-grads")],
+    ids=["memory-efficient-fp16", "fp16"],
+)
+def test_an_overflow_in_half_precision_leaves_the_statistics_alone(flags, data, tmp_path):
+    """A loss scale at which every gradient overflows: fairseq skips those steps, and so do the statistics."""
+    tool = (sys.executable, "-c", WITHOUT_GPU)
+    result = train(data, tmp_path, *flags, "--fp16-init-scale", 2**34, "--disable-validation", tool=tool)
+    overflows = len(re.findall("gradient overflow detected", result.stderr + result.stdout))
+    assert overflows >= 3
+    model = model_of(tmp_path)
+    # Each layer judges for itself. The first steps overflow everywhere; a later one may have finite gradients in a
+    # layer although others overflow, and counts there.
+    assert all(6 <= count < 6 + overflows for count in counters(model).values())
+    for key, value in model.items():
+        if key.endswith(("running_psi2", ".nu")):
+            assert value.dtype == torch.float32 and value.isfinite().all(), key
+            assert float(value.abs().max()) < 1e6, key
+
+
+def test_accumulation_counts_updates_for_the_warmup_and_batches_for_the_statistics(data, tmp_path, plain):
+    train(data, tmp_path, "--update-freq", 3, "--norm-stats-interval", 1)
+    assert set(counters(model_of(tmp_path)).values()) == {18}
+    assert set(counters(model_of(plain)).values()) == {6}
+    # In the warm-up PN divides by the batch's own psi, so Gamma = psi_B^2 / (psi_B^2 + eps) is just below 1; after it,
+    # by the running one. Three warm-up updates of three batches each, whatever their number.
+    log = (tmp_path / "train.log").read_text("utf-8")
+    records = [json.loads(line[line.find("{") :]) for line in log.splitlines() if "norm_gamma_max" in line]
+    gamma = {int(r["num_updates"]): float(r["norm_gamma_max"]) for r in records if "num_updates" in r}
+    # A record of update n + 1 reports what was seen up to the end of update n.
+    in_warmup = [gamma[update] for update in (2, 3, 4)]
+    afterwards = [gamma[update] for update in (5, 6)]
+    assert all(value <= 1.0 for value in in_warmup), gamma
+    assert all(value > 1.0 for value in afterwards), gamma
+
+
+@pytest.mark.parametrize("flag", ["--checkpoint-activations", "--offload-activations"])
+def test_recomputation_gives_the_same_losses(flag, data, tmp_path, plain):
+    train(data, tmp_path, flag)
+    expected, got = read_log(plain / "train.log"), read_log(tmp_path / "train.log")
+    assert len(expected.train) == 6
+    assert got.train == expected.train and got.valid == expected.valid
+    assert counters(model_of(tmp_path)) == counters(model_of(plain))
+    recomputed = model_of(tmp_path)
+    for key, value in model_of(plain).items():
+        # The bias of the keys has no influence on attention: its gradient is rounding alone, which Adam makes large.
+        if not key.endswith("k_proj.bias"):
+            torch.testing.assert_close(recomputed[key], value, rtol=1e-4, atol=1e-6, msg=key)
+
+
+@pytest.mark.parametrize("stop", [1, 3, 5])
+def test_stopping_at_any_update_and_resuming_changes_no_bit(stop, data, tmp_path, plain):
+    """Within the psi warm-up, at its end, after it."""
+    train(data, tmp_path, updates=stop)
+    train(data, tmp_path)
+    resumed, straight = model_of(tmp_path), model_of(plain)
+    for key, value in straight.items():
+        assert torch.equal(resumed[key], value), key
+
+
+def test_summary_of_the_norms_in_log_and_tensorboard(data, tmp_path, plain):
+    result = train(data, tmp_path, "--norm-stats-interval", 2, "--tensorboard-logdir", "tensorboard")
+    text = result.stdout + result.stderr
+    names = ("psi_distance", "nu_rms", "gamma_max", "guarded_steps", "nonfinite_steps")
+    assert all(f'"norm_{name}"' in text for name in names)
+    events = b"".join(path.read_bytes() for path in (tmp_path / "tensorboard/train_inner").iterdir())
+    assert all(f"norm_{name}".encode() in events for name in names)
+    assert "norm_" not in re.sub("norm_(report|stats|agreement|sync|alpha|eps|variant)|[a-z]norm_", "", read(plain))
+
+
+def read(where):
+    log = (where / "train.log").read_text("utf-8")
+    return "\n".join(line for line in log.splitlines() if '"num_updates"' in line)
+
+
+def test_bf16_flag_gets_one_clear_line(data, tmp_path):
+    result = train(data, tmp_path, "--bf16", check=False)
+    assert result.returncode == 2
+    last = result.stderr.strip().splitlines()[-1]
+    assert last.startswith("fairseq-train: error: ") and "common.bf16=true" in last
+    assert "Traceback" not in result.stderr
+
+
+WORKERS = ("torchrun", "--standalone", "--nproc_per_node", "2", "--no-python")
+WORKER_FLAGS = (
+    "--distributed-world-size $WORLD_SIZE --distributed-rank $RANK --distributed-init-method env:// "
+    "--distributed-no-spawn --distributed-backend gloo"
+)
+
+
+@pytest.mark.parametrize("arch", ["transformer_pn_tiny", "transformer_pnv_tiny"])
+def test_two_workers_under_both_backends(arch, data, tmp_path):
+    """legacy_ddp and pytorch_ddp are two implementations of one thing; the weights and statistics say so."""
+    models = []
+    for backend in ("legacy_ddp", "pytorch_ddp"):
+        where = tmp_path / backend
+        train(data, where, "--ddp-backend", backend, "--norm-sync", "on", arch=arch, launcher=WORKERS)
+        models.append(model_of(where))
+    assert set(counters(models[0]).values()) == {6}
+    for key, value in models[0].items():
+        torch.testing.assert_close(models[1][key], value, rtol=1e-3, atol=1e-5, msg=key)
