@@ -1,7 +1,7 @@
 # Every target sets up what it needs. Variables: VENV (where the environment goes), PYTHON (which interpreter makes it),
 # TORCH (a pip requirement for torch, for a CUDA or other build), RUN (where the demo's results go).
 VENV ?= .venv
-PYTHON ?= python3
+PYTHON ?=
 TORCH ?=
 RUN ?= runs/demo
 

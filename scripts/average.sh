@@ -4,30 +4,36 @@ set -euo pipefail
 
 usage() {
     cat <<'END'
-usage: scripts/average.sh --run DIR [--last N] [--by epoch|update] [--output FILE]
+usage: scripts/average.sh --run DIR [--last N] [--by epoch|update] [--output FILE] [--recalibrate]
 
   --run DIR      a run of scripts/train.sh
-  --last N       how many checkpoints (default: as many as the run keeps)
+  --last N       how many checkpoints (default: as many as the run keeps, or all if there are fewer)
   --by WHICH     checkpoints of epochs or of updates (default: those that the run keeps)
   --output FILE  default DIR/checkpoints/averaged.pt
+  --recalibrate  re-estimate the norms' running statistics with the averaged weights on the run's training data, and
+                 print the validation loss before and after (docs/averaging.md)
+  --no-recalibrate
+                 average the running statistics, too (the default: recalibrated ones made no difference)
 
-Does nothing if the output was made from these very checkpoints.
+Does nothing if the output was made from these very checkpoints in this very way.
 END
 }
 
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+root=$(CDPATH='' cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.." && pwd)
 # shellcheck source=lib/common.sh
 source "$root/scripts/lib/common.sh"
 # shellcheck source=lib/run.sh
 source "$root/scripts/lib/run.sh"
 
-run="" last="" by="" output=""
+run="" last="" by="" output="" recalibrate=0
 while [[ $# -gt 0 ]]; do
     case $1 in
     --run) option_value "$1" $#; run=$2; shift 2 ;;
     --last) option_value "$1" $#; last=$2; shift 2 ;;
     --by) option_value "$1" $#; by=$2; shift 2 ;;
     --output) option_value "$1" $#; output=$2; shift 2 ;;
+    --recalibrate) recalibrate=1; shift ;;
+    --no-recalibrate) recalibrate=0; shift ;;
     -h | --help) usage; exit 0 ;;
     *) die "unknown argument '$1' (see --help)" ;;
     esac
@@ -41,17 +47,35 @@ if [[ -z $by ]]; then
     [[ $(config_value "$run" checkpoint.keep_interval_updates -1) -le 0 ]] || by=update
 fi
 case $by in
-epoch) last=${last:-$(config_value "$run" checkpoint.keep_last_epochs -1)} ;;
-update) last=${last:-$(config_value "$run" checkpoint.keep_interval_updates -1)} ;;
+epoch) kept=keep_last_epochs pattern='checkpoint[0-9]*.pt' ;;
+update) kept=keep_interval_updates pattern='checkpoint_[0-9]*_[0-9]*.pt' ;;
 *) die "--by must be epoch or update, not '$by'" ;;
 esac
-[[ $last != -1 ]] || die "'$run' keeps all checkpoints: say how many to average with --last"
+if [[ -z $last ]]; then
+    last=$(config_value "$run" "checkpoint.$kept" -1)
+    [[ $last != -1 ]] || die "'$run' keeps all checkpoints: say how many to average with --last"
+    there=$(find "$run/checkpoints" -maxdepth 1 -name "$pattern" 2>/dev/null | wc -l)
+    [[ $there -gt 0 ]] || die "'$run/checkpoints' has no checkpoint of an $by yet (scripts/train.sh makes them)"
+    if [[ $there -lt $last ]]; then
+        say "the run has $there checkpoints, not yet the $last that it keeps: averaging these"
+        last=$there
+    fi
+fi
 check_whole --last "$last"
 
+made="$by $last"
+options=()
+if [[ $recalibrate -eq 1 ]]; then
+    made+=" recalibrated"
+    options=(--recalibrate "$(<"$run/data")/bin")
+fi
 if [[ -f $output ]] && [[ -z $(find "$run/checkpoints" -name 'checkpoint*.pt' -newer "$output" -print -quit) ]] &&
-    [[ $(cat "$output.made" 2>/dev/null) == "$by $last" ]]; then
+    [[ $(cat "$output.made" 2>/dev/null) == "$made" ]]; then
     say "$output is there already"
     exit 0
 fi
-pn-average-checkpoints --inputs "$run/checkpoints" --last "$last" --by "$by" --output "$output"
-echo "$by $last" >"$output.made"
+# Gone while the output changes: an interruption between the two is not to leave the name of the other way of averaging.
+rm -f "$output.made"
+cpu_allocator
+pn-average-checkpoints --inputs "$run/checkpoints" --last "$last" --by "$by" --output "$output" ${options[@]+"${options[@]}"}
+echo "$made" >"$output.made"

@@ -17,7 +17,7 @@ Run again, it goes on where it was.
 END
 }
 
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+root=$(CDPATH='' cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.." && pwd)
 # shellcheck source=lib/common.sh
 source "$root/scripts/lib/common.sh"
 # shellcheck source=lib/run.sh
@@ -38,7 +38,9 @@ use_venv
 need python pn-plot-curves
 run=$(absolute "$run")
 data=$root/runs/data/verses_es_en
-mkdir -p "$run" || die "cannot make the directory '$run' (--run)"
+# What the training prints goes beside the run, which is not there before the settings are found to fit.
+work=$run.out
+mkdir -p "$work" 2>/dev/null || die "cannot make the directory '$work' (--run)"
 
 say "1/5 preparing the corpus"
 bash "$root/scripts/prepare_verses.sh" --dest "$data"
@@ -48,11 +50,13 @@ total=$(python "$root/scripts/lib/config_value.py" "$root/configs/verses_es_en.y
 for override in ${overrides[@]+"${overrides[@]}"}; do
     [[ $override != optimization.max_update=* ]] || total=${override#*=}
 done
+code=0
 bash "$root/scripts/train.sh" verses_es_en --data "$data" --run "$run" "model._name=$arch" ${overrides[@]+"${overrides[@]}"} \
-    > >(tee "$run/train.out" | python "$root/scripts/lib/progress.py" "$total") 2> >(tee "$run/train.err" | grep -F -e '[train]' -e 'train.sh: error' >&2) || {
-    tail -n 3 "$run/train.err" >&2
-    die "training failed (the end of $run/train.err stands above); run the same command again to go on"
-}
+    > >(tee "$work/train.out" | python "$root/scripts/lib/progress.py" "$total") \
+    2> >(tee "$work/train.err" | grep -F -e '[train]' -e 'train.sh: error' >&2) || code=$?
+[[ $code -ne 2 ]] || exit 2
+[[ $code -eq 0 ]] ||
+    die "training failed: $(tail -n 1 "$work/train.err") (all of it in $work/train.err); run the same command again to go on"
 
 say "3/5 averaging checkpoints"
 bash "$root/scripts/average.sh" --run "$run"

@@ -18,7 +18,7 @@ the checkpoint.
 END
 }
 
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+root=$(CDPATH='' cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.." && pwd)
 # shellcheck source=lib/common.sh
 source "$root/scripts/lib/common.sh"
 # shellcheck source=lib/run.sh
@@ -49,37 +49,39 @@ target=$(data_setting "$data" target)
 beam=${beam:-$(config_value "$run" generation.beam 5)}
 lenpen=${lenpen:-$(config_value "$run" generation.lenpen 1.0)}
 check_whole --beam "$beam"
+[[ $lenpen =~ ^-?[0-9]+(\.[0-9]+)?$ ]] || die "--lenpen must be a number, not '$lenpen'"
 output=${output:-$run/generate/$subset}
-mkdir -p "$output"
 
 made="$checkpoint beam=$beam lenpen=$lenpen"
 if [[ -f $output/hyp.tok && $output/hyp.tok -nt $checkpoint && $(cat "$output/made" 2>/dev/null) == "$made" ]]; then
     say "$output/hyp.tok is there already"
     exit 0
 fi
-rm -f "$output/made" "$output/hyp.tok"
+# Everything is made beside and takes its place at the end.
+partial=$output.partial
+rm -rf "$partial"
+mkdir -p "$partial" 2>/dev/null || die "cannot make the directory '$partial' (--output)"
 
 cpu_allocator
 say "decoding $subset with $checkpoint (beam $beam, length penalty $lenpen)"
 # Without the batch multiple of 1 fairseq drops the last sentences of a batch without a word.
 fairseq-generate "$data/bin" --user-dir "$root/pn_fairseq" --path "$checkpoint" --gen-subset "$subset" \
     --source-lang "$source" --target-lang "$target" --beam "$beam" --lenpen "$lenpen" --remove-bpe \
-    --max-tokens 8000 --required-batch-size-multiple 1 >"$output/generate.log.partial" 2>"$output/generate.err" || {
-    tail -n 5 "$output/generate.err" >&2
-    die "fairseq-generate failed (the end of $output/generate.err stands above)"
-}
-rm -f "$output/generate.err"
-mv "$output/generate.log.partial" "$output/generate.log"
+    --max-tokens 8000 --required-batch-size-multiple 1 >"$partial/generate.log" 2>"$partial/generate.err" ||
+    die "fairseq-generate failed: $(tail -n 1 "$partial/generate.err") (all of it in $partial/generate.err)"
 
 # Hypotheses come in the order of length, with the number of their sentence.
-hypotheses() { sed -n 's/^H-//p' "$output/generate.log" | sort -n -k1,1 | cut -f 3-; }
-numbers() { sed -n 's/^H-\([0-9]*\)\t.*/\1/p' "$output/generate.log" | sort -n; }
+hypotheses() { sed -n 's/^H-//p' "$partial/generate.log" | sort -n -k1,1 | cut -f 3-; }
+numbers() { sed -n 's/^H-\([0-9]*\)\t.*/\1/p' "$partial/generate.log" | sort -n; }
 expected=$(lines "$data/tok/$subset.$source")
 cmp -s <(numbers) <(seq 0 $((expected - 1))) ||
-    die "$expected sentences went in and $(numbers | wc -l) hypotheses came out (see $output/generate.log)"
-cp "$data/tok/$subset.$source" "$output/src.tok"
-cp "$data/tok/$subset.$target" "$output/ref.tok"
-make_file "$output/hyp.tok" hypotheses
-same_lines "$output/ref.tok" "$output/hyp.tok"
-echo "$made" >"$output/made"
+    die "$expected sentences went in and $(numbers | wc -l) hypotheses came out (see $partial/generate.log)"
+cp "$data/tok/$subset.$source" "$partial/src.tok"
+cp "$data/tok/$subset.$target" "$partial/ref.tok"
+make_file "$partial/hyp.tok" hypotheses
+same_lines "$partial/ref.tok" "$partial/hyp.tok"
+rm -f "$partial/generate.err"
+echo "$made" >"$partial/made"
+rm -rf "$output"
+mv "$partial" "$output"
 say "$output/hyp.tok has $expected hypotheses"

@@ -11,10 +11,12 @@ that was done before with the same settings; starts afresh if constraints.txt, s
 
   TORCH   a pip requirement in place of the pinned torch, for a CUDA or other build, with pip's options if need be:
           TORCH='torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu'
+
+An environment that was made with another interpreter or torch keeps them until another is named.
 END
 }
 
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+root=$(CDPATH='' cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.." && pwd)
 # shellcheck source=lib/common.sh
 source "$root/scripts/lib/common.sh"
 cd "$root"
@@ -23,22 +25,27 @@ cd "$root"
 [[ $# -eq 0 ]] || die "unexpected argument '$1' (see --help)"
 
 venv=${VENV:-.venv}
-python=${PYTHON:-python3}
-torch=${TORCH:-}
 minimum=3.11
+maximum=3.12 # the newest that fairseq-fixed names
+
+# In every environment made here: interpreter and torch that were asked for, and, once it is complete, its key.
+mark=$venv/.pn_fairseq
+kept() { sed -n "s/^$1=//p" "$mark" 2>/dev/null || true; }
+python=${PYTHON:-$(kept python)}
+python=${python:-python3}
+torch=${TORCH:-$(kept torch)}
 
 # 1. Is it there already?
 key=$({ cat constraints.txt setup.py; echo "$root $python $torch"; } | sha256sum | cut -d' ' -f1)
-mark=.pn_fairseq # in every environment made here; holds the key once it is complete
-if [[ -f $venv/$mark && $(<"$venv/$mark") == "$key" && -x $venv/bin/python ]]; then
+if [[ $(kept key) == "$key" && -x $venv/bin/python ]]; then
     exit 0
 fi
 
 # 2. Can it be made? Each thing that fails late or with a page of text when missing is looked for here.
-command -v "$python" >/dev/null || die "no '$python' found; install Python $minimum or newer, or name one: make venv PYTHON=/path/to/python"
+command -v "$python" >/dev/null || die "no '$python' found; install Python $minimum or $maximum, or name one: make venv PYTHON=/path/to/python"
 found=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])') || die "'$python' does not run"
-"$python" -c "import sys; sys.exit(sys.version_info < (${minimum/./, }))" ||
-    die "'$python' is Python $found, but $minimum or newer is needed; name one: make venv PYTHON=/path/to/python"
+"$python" -c "import sys; sys.exit(not (${minimum/./, }) <= sys.version_info[:2] <= (${maximum/./, }))" ||
+    die "'$python' is Python $found, but $minimum or $maximum is needed; name one: make venv PYTHON=/path/to/python"
 "$python" -c 'import ensurepip, venv' 2>/dev/null ||
     die "'$python' comes without venv; on Debian or Ubuntu: apt install python$found-venv"
 for compiler in "${CC:-cc}" "${CXX:-c++}"; do
@@ -47,15 +54,16 @@ for compiler in "${CC:-cc}" "${CXX:-c++}"; do
 done
 header=$("$python" -c 'import os, sysconfig; print(os.path.join(sysconfig.get_paths()["include"], "Python.h"))')
 [[ -f $header ]] || die "no $header (fairseq is compiled during set-up); on Debian or Ubuntu: apt install python$found-dev"
-if [[ -e $venv && ! -f $venv/$mark ]] && [[ ! -d $venv || -n $(ls -A "$venv") ]]; then
+if [[ -e $venv && ! -f $mark ]] && [[ ! -d $venv || -n $(ls -A "$venv") ]]; then
     die "VENV='$venv' exists and was not made by this script; it is left alone, name another place"
 fi
 
 # 3. Make it. torch first: whatever needs torch then finds it and does not pull another build.
 say "creating $venv ($(command -v "$python"), Python $found); this takes a few minutes"
-{ mkdir -p "$venv" && : >"$venv/$mark"; } || die "cannot make the directory '$venv' (VENV)"
+leave_mark() { printf 'python=%s\ntorch=%s\nkey=%s\n' "$python" "$torch" "$1" >"$mark"; }
+{ mkdir -p "$venv" && leave_mark ""; } || die "cannot make the directory '$venv' (VENV)"
 "$python" -m venv --clear "$venv" || die "'$python -m venv' failed (its reason stands above)"
-: >"$venv/$mark"
+leave_mark ""
 pip_install() {
     "$venv/bin/python" -m pip --disable-pip-version-check install -c "$constraints" "$@" >"$venv/pip.log" 2>&1 || {
         tail -n 15 "$venv/pip.log" >&2
@@ -82,5 +90,5 @@ say "building fairseq (a minute or two)"
 pip_install --no-build-isolation fairseq-fixed
 say "installing pn_fairseq and its tools"
 pip_install --no-build-isolation -e '.[test]'
-echo "$key" >"$venv/$mark"
+leave_mark "$key"
 say "done"

@@ -19,7 +19,7 @@ Run again, it does what is missing. No sentence is dropped: line counts are chec
 END
 }
 
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+root=$(CDPATH='' cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.." && pwd)
 # shellcheck source=lib/common.sh
 source "$root/scripts/lib/common.sh"
 # shellcheck source=lib/prepare.sh
@@ -56,21 +56,30 @@ for split in train valid test; do
 done
 use_venv
 need python gzip sacremoses subword-nmt fairseq-preprocess sha256sum
-mkdir -p "$dest" || die "cannot make the directory '$dest' (--dest)"
+mkdir -p "$dest" 2>/dev/null || die "cannot make the directory '$dest' (--dest)"
 
+# The text is read anew each time, so that a corrected file is noticed and a changed one refused.
+rm -rf "$dest/raw.partial"
+mkdir "$dest/raw.partial"
+texts=()
 for split in train valid test; do
     for lang in "$source" "$target"; do
-        mkdir -p "$dest/raw"
-        make_file "$dest/raw/$split.$lang" unpack_text "$corpus/$split.$lang"
-        python "$root/scripts/lib/check_text.py" "$dest/raw/$split.$lang" || die "$corpus/$split.$lang cannot be used (see above)"
+        text=$dest/raw.partial/$split.$lang
+        unpack_text "$corpus/$split.$lang" >"$text" || die "$corpus/$split.$lang is damaged or cut off; get it again"
+        reason=$(python "$root/scripts/lib/check_text.py" "$text" "$corpus/$split.$lang" 2>&1) || die "$reason"
+        texts+=("$split.$lang")
     done
-    same_lines "$dest/raw/$split.$source" "$dest/raw/$split.$target"
+    count=$(lines "$dest/raw.partial/$split.$source")
+    [[ $(lines "$dest/raw.partial/$split.$target") -eq $count ]] ||
+        die "$corpus/$split.$source has $count lines and $split.$target $(lines "$dest/raw.partial/$split.$target"): they are not translations of each other"
 done
 keep_settings "$dest/settings" "source=$source
 target=$target
 lower=$lower
 bpe=$operations
-$(cd "$dest" && sha256sum raw/{train,valid,test}."$source" raw/{train,valid,test}."$target")"
+$(cd "$dest/raw.partial" && sha256sum "${texts[@]}")"
+rm -rf "$dest/raw"
+mv "$dest/raw.partial" "$dest/raw"
 
 if [[ -d $dest/bin ]]; then
     say "$dest is complete"
@@ -94,5 +103,5 @@ for split in train valid test; do
     done
 done
 say "binarizing with fairseq-preprocess"
-binarize "$dest/bpe" "$source" "$target" "$workers" "$dest/bin"
+binarize "$dest" "$source" "$target" "$workers"
 say "$dest is complete: $(lines "$dest/raw/train.$source") train, $(lines "$dest/raw/valid.$source") valid, $(lines "$dest/raw/test.$source") test"

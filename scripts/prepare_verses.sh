@@ -11,7 +11,7 @@ in --dest (default runs/data/verses_es_en). Run again, it does what is missing.
 END
 }
 
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+root=$(CDPATH='' cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.." && pwd)
 # shellcheck source=lib/common.sh
 source "$root/scripts/lib/common.sh"
 
@@ -21,7 +21,7 @@ for argument; do
     -h | --help) usage; exit 0 ;;
     esac
 done
-(cd "$corpus" && sha256sum --check --quiet SHA256SUMS >&2) ||
+(cd "$corpus" && sha256sum --check --status SHA256SUMS) ||
     die "$corpus is damaged or incomplete; 'git checkout -- data' brings it back"
 exec bash "$root/scripts/prepare_text.sh" --corpus "$corpus" --source es --target en --bpe 4000 \
     --dest "$root/runs/data/verses_es_en" "$@"

@@ -16,7 +16,7 @@ Prints, and writes to scores.txt there:
 END
 }
 
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+root=$(CDPATH='' cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.." && pwd)
 # shellcheck source=lib/common.sh
 source "$root/scripts/lib/common.sh"
 # shellcheck source=lib/run.sh
@@ -42,18 +42,22 @@ target=$(data_setting "$data" target)
 same_lines "$data/raw/$subset.$target" "$output/hyp.tok"
 
 export PYTHONUTF8=1
-detokenize() { sacremoses -l "$target" -q detokenize <"$output/hyp.tok"; }
+# sacremoses leaves typographic quotation marks and apostrophes apart from their words.
+# shellcheck disable=SC1112 # these quotation marks are meant
+join_quotes() { sed -E 's/ ’ (s|t|d|m|re|ve|ll)\b/’\1/g; s/([“‘]) /\1/g; s/ ([”’])/\1/g'; }
+detokenize() { sacremoses -l "$target" -q detokenize <"$output/hyp.tok" | join_quotes; }
 rm -f "$output/hyp.txt"
 make_file "$output/hyp.txt" detokenize
 same_lines "$output/hyp.tok" "$output/hyp.txt"
 
 case_option=()
 [[ $(data_setting "$data" lower) -ne 1 ]] || case_option=(-lc)
-bleu() { sacrebleu "$@" -m bleu -w 2 -f text; }
-scores() {
-    echo "tokenized BLEU:   $(bleu "$data/tok/$subset.$target" -i "$output/hyp.tok" --tokenize none --smooth-method none --force 2>/dev/null)"
-    echo "detokenized BLEU: $(bleu "$data/raw/$subset.$target" -i "$output/hyp.txt" ${case_option[@]+"${case_option[@]}"})"
+bleu() {
+    sacrebleu "$@" -m bleu -w 2 -f text 2>"$output/score.err" || die "sacrebleu failed: $(tail -n 1 "$output/score.err")"
+    rm -f "$output/score.err"
 }
+tokenized=$(bleu "$data/tok/$subset.$target" -i "$output/hyp.tok" --tokenize none --smooth-method none --force)
+detokenized=$(bleu "$data/raw/$subset.$target" -i "$output/hyp.txt" ${case_option[@]+"${case_option[@]}"})
 rm -f "$output/scores.txt"
-make_file "$output/scores.txt" scores
+make_file "$output/scores.txt" printf '%s\n' "tokenized BLEU:   $tokenized" "detokenized BLEU: $detokenized"
 cat "$output/scores.txt"

@@ -17,7 +17,7 @@ last checkpoint; one that is finished is left alone.
 END
 }
 
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+root=$(CDPATH='' cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.." && pwd)
 # shellcheck source=lib/common.sh
 source "$root/scripts/lib/common.sh"
 
@@ -48,44 +48,44 @@ run=$(absolute "${run:-$root/runs/$name}")
 [[ -d $data/bin ]] || die "'$data' is no prepared data: it has no bin/ (scripts/prepare_*.sh make it)"
 use_venv
 need python fairseq-hydra-train
-mkdir -p "$run" || die "cannot make the directory '$run' (--run)"
+[[ $data != *:* ]] || die "'$data' has a colon, at which fairseq splits paths; use another place (--data)"
 
-command=(
-    fairseq-hydra-train --config-dir "$(dirname "$file")" --config-name "$name"
-    "common.user_dir=$root/pn_fairseq" "task.data=$data/bin" "checkpoint.save_dir=$run/checkpoints"
-    "common.log_file=$run/train.log" "common.tensorboard_logdir=$run/tensorboard" "hydra.run.dir=$run/hydra"
-    ${overrides[@]+"${overrides[@]}"}
+# quoted TEXT: TEXT as one value in hydra's syntax, whatever characters a path has.
+quoted() {
+    local text=${1//\\/\\\\}
+    printf "'%s'" "${text//\'/\\\'}"
+}
+settings=(
+    "common.user_dir=$(quoted "$root/pn_fairseq")" "task.data=$(quoted "$data/bin")"
+    "checkpoint.save_dir=$(quoted "$run/checkpoints")" "common.log_file=$(quoted "$run/train.log")"
+    "common.tensorboard_logdir=$(quoted "$run/tensorboard")" ${overrides[@]+"${overrides[@]}"}
 )
 
-# Composing the configuration first tells a mistyped setting in one line, and what the run is made with.
-PYTHONWARNINGS=ignore "${command[@]}" --cfg job >"$run/config.yaml.partial" 2>"$run/config.err" || {
-    reason=$(grep -m1 -E "^(Could not|Key |Error|LexerNoViableAltException|mismatched|Cannot|.*[Ee]rror.*)" "$run/config.err" || tail -n 1 "$run/config.err")
-    rm -f "$run/config.yaml.partial" "$run/config.err"
-    rmdir "$run" 2>/dev/null || true
-    die "the settings do not fit: $reason"
+made=0
+[[ -d $run ]] || made=1
+mkdir -p "$run" 2>/dev/null || die "cannot make the directory '$run' (--run)"
+if [[ -d $run/checkpoints ]]; then
+    repairs=$(python "$root/scripts/lib/repair_checkpoints.py" "$run/checkpoints") || die "cannot repair $run/checkpoints"
+    [[ -z $repairs ]] || while read -r line; do say "$line"; done <<<"$repairs"
+fi
+answer=$(python "$root/scripts/lib/compose.py" "$file" "$data" "$run" "$run/config.yaml.partial" "${settings[@]}" 2>"$run/compose.err") || {
+    code=$?
+    reason=$(tail -n 1 "$run/compose.err")
+    [[ $code -eq 2 ]] || reason="$reason (all of it in $run/compose.err)"
+    [[ $code -ne 2 ]] || rm -f "$run/compose.err"
+    [[ $made -eq 0 ]] || rmdir "$run" 2>/dev/null || true
+    die "$reason"
 }
-rm -f "$run/config.err"
-
-# Settings that say when to stop or how to report may change between two stints of one run; others may not.
-comparable() { grep -v -E '^ *(max_update|max_epoch|stop_time_hours|patience|log_interval|log_format|num_workers):' "$1"; }
-if [[ -f $run/config.yaml ]]; then
-    if ! difference=$(diff <(comparable "$run/config.yaml") <(comparable "$run/config.yaml.partial")); then
-        rm -f "$run/config.yaml.partial"
-        die "'$run' was begun with other settings ($(grep -m3 '^[<>]' <<<"$difference" | tr -s ' ' | paste -sd, -)); name another --run or remove it"
-    fi
-    if cmp -s "$run/config.yaml" "$run/config.yaml.partial" && tail -n 1 "$run/train.log" 2>/dev/null | grep -q 'done training'; then
-        rm -f "$run/config.yaml.partial"
-        say "$run is trained already"
-        exit 0
-    fi
+rm -f "$run/compose.err"
+if [[ $answer == finished ]]; then
+    rm -f "$run/config.yaml.partial"
+    say "$run is trained already"
+    exit 0
 fi
 mv "$run/config.yaml.partial" "$run/config.yaml"
 printf '%s\n' "$data" >"$run/data"
 
-if [[ -d $run/checkpoints ]]; then
-    while read -r line; do say "$line"; done < <(python "$root/scripts/lib/repair_checkpoints.py" "$run/checkpoints")
-fi
-
 cpu_allocator
 # In place of this shell, so that a signal to it reaches fairseq.
-exec "${command[@]}"
+exec fairseq-hydra-train --config-dir "$(dirname "$file")" --config-name "$name" \
+    "hydra.run.dir=$(quoted "$run/hydra")" "${settings[@]}"

@@ -13,7 +13,7 @@ import torch
 
 from pn_fairseq.checkpoints import load_checkpoint
 
-from .scripts_helpers import ROOT, SCRIPTS, assert_refused, cut_corpus, environment, run, script
+from .scripts_helpers import ROOT, SCRIPTS, assert_refused, cut_corpus, environment, prepare, run, script
 
 #: A training of seconds. The psi warm-up ends at update 6, in the middle.
 SHORT = (
@@ -23,22 +23,10 @@ SHORT = (
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory) -> Path:
-    base = tmp_path_factory.mktemp("pipeline")
-    corpus = cut_corpus(base / "corpus")
-    prepare(corpus, base / "data")
-    return base / "data"
-
-
-def prepare(corpus: Path, dest: Path, *options, **kwargs):
-    flags = ("--corpus", corpus, "--source", "es", "--target", "en", "--dest", dest, "--bpe", 300)
-    return script("prepare_text.sh", *flags, *options, **kwargs)
-
-
-@pytest.fixture(scope="module")
-def trained(data) -> Path:
-    train(data, data.parent / "run")
-    return data.parent / "run"
+def trained(data, tmp_path_factory) -> Path:
+    run_dir = tmp_path_factory.mktemp("trained") / "run"
+    train(data, run_dir)
+    return run_dir
 
 
 def train(data: Path, run_dir: Path, *overrides: str, **kwargs):
@@ -53,8 +41,13 @@ def decoded(trained) -> Path:
 
 
 def snapshot(*folders: Path) -> dict[Path, int]:
-    """Modification times of all files."""
-    return {path: path.stat().st_mtime_ns for top in folders for path in sorted(top.rglob("*")) if path.is_file()}
+    """Modification times of all files but raw text, which is read anew each time."""
+    return {
+        path: path.stat().st_mtime_ns
+        for top in folders
+        for path in sorted(top.rglob("*"))
+        if path.is_file() and path.parent.name != "raw"
+    }
 
 
 def line_count(path: Path) -> int:
@@ -98,7 +91,31 @@ def test_preparation_goes_on_where_it_was_and_ends_in_the_same_bytes(data, tmp_p
 
 
 def test_preparation_with_other_settings_or_text_is_refused(data, tmp_path):
+    before = snapshot(data / "bin")
     assert_refused(prepare(data.parent / "corpus", data, "--keep-case", check=False), "other settings", str(data))
+    changed = cut_corpus(tmp_path / "corpus")
+    (changed / "train.en").write_text((changed / "train.en").read_text("utf-8").replace("God", "Dog"), encoding="utf-8")
+    assert_refused(prepare(changed, data, check=False), "other text", str(data))
+    assert snapshot(data / "bin") == before
+
+
+def test_text_that_was_corrected_is_taken(tmp_path):
+    corpus = cut_corpus(tmp_path / "corpus", train=80)
+    good = (corpus / "train.es").read_bytes()
+    (corpus / "train.es").write_bytes(good + b"one more\n")
+    assert_refused(prepare(corpus, tmp_path / "data", check=False), "81 lines", "not translations of each other")
+    (corpus / "train.es").write_bytes(good)
+    prepare(corpus, tmp_path / "data")
+    assert line_count(tmp_path / "data/bpe/train.es") == 80
+
+
+def test_case_is_kept_when_asked_for_and_a_folder_may_have_any_name(tmp_path):
+    corpus = cut_corpus(tmp_path / "corpus", train=80)
+    dest = tmp_path / "my josé (1), a=b 'x'"
+    prepare(corpus, dest, "--keep-case")
+    text = (dest / "tok/test.en").read_text("utf-8")
+    assert text != text.lower()
+    assert (dest / "settings").read_text().splitlines()[2] == "lower=0"
 
 
 @pytest.mark.parametrize(
@@ -106,10 +123,11 @@ def test_preparation_with_other_settings_or_text_is_refused(data, tmp_path):
     [
         ("train.en", None, "train.en"),
         ("valid.es", b"", "valid.es"),
-        ("test.en", b"one line\n", "lines"),
-        ("train.es", b"a\xff\xfe\n" * 600, "train.es"),
+        ("test.en", b"one line\n", "test.en 1"),
+        ("train.es", b"fine\na\xff\xfe\n" * 300, "line 2 is not UTF-8"),
+        ("train.es", b"fine\none\rtwo\n" * 300, "line 2 has a carriage return"),
     ],
-    ids=["missing", "empty", "fewer lines", "not UTF-8"],
+    ids=["missing", "empty", "fewer lines", "not UTF-8", "lone carriage return"],
 )
 def test_text_that_cannot_be_used_is_refused(file, content, needle, tmp_path):
     corpus = cut_corpus(tmp_path / "corpus")
@@ -124,15 +142,15 @@ def test_cut_off_gzip_is_refused(tmp_path):
     corpus = cut_corpus(tmp_path / "corpus")
     (corpus / "train.es").unlink()
     (corpus / "train.es.gz").write_bytes((ROOT / "data/verses.es-en/train.es.gz").read_bytes()[:5000])
-    assert_refused(prepare(corpus, tmp_path / "data", check=False), "train.es")
-    assert not (tmp_path / "data/raw/train.es").exists()
+    assert_refused(prepare(corpus, tmp_path / "data", check=False), "train.es", "cut off")
+    assert not (tmp_path / "data/raw").exists()
 
 
 def test_training_stops_at_the_last_update_and_a_second_run_does_nothing(data, trained):
     assert updates_of(trained / "checkpoints/checkpoint_last.pt") == 12
     before = snapshot(trained)
-    again = train(data, trained)
-    assert "trained already" in again.stderr
+    for also in ((), ("common.log_interval=3",), ("optimization.max_update=10",)):
+        assert "trained already" in train(data, trained, *also).stderr
     assert snapshot(trained) == before
 
 
@@ -144,9 +162,23 @@ def test_training_with_other_settings_in_the_same_run_is_refused(data, trained):
     assert_refused(train(data, trained, "common.seed=2", check=False), "other settings", "seed")
 
 
-@pytest.mark.parametrize("setting", ["optimizer.lrate=1", "common.seed", "model._name", "comon.seed=1"])
-def test_a_mistyped_setting_is_refused_before_anything_is_made(setting, data, tmp_path):
-    assert_refused(train(data, tmp_path / "run", setting, check=False), setting.split("=")[0])
+@pytest.mark.parametrize(
+    ("setting", "needle"),
+    [
+        ("optimizer.lrate=1", "optimizer.lrate"),
+        ("comon.seed=1", "comon.seed"),
+        ("common.seed", "key=value"),
+        ("model._name=transformer_pn_tinyy", "transformer_pn_tinyy"),
+        ("+model.encoder_norm=powr", "'powr'"),
+        ("+model.norm_alpha_fwd=2", "alpha_fwd=2"),
+        ("+model.layer_scale_groups=3", "groups=3"),
+        ("task.source_lang=fr", "'fr'"),
+        ("dataset.max_tokens=30", "train.es"),
+    ],
+)
+def test_a_setting_that_does_not_fit_is_refused_before_anything_is_made(setting, needle, data, tmp_path):
+    """Sentences that are too long for the settings among them: fairseq would leave them out without a word."""
+    assert_refused(train(data, tmp_path / "run", setting, check=False), needle)
     assert not (tmp_path / "run").exists()
 
 
@@ -206,6 +238,37 @@ def test_second_decoding_does_nothing(trained, decoded):
     before = snapshot(decoded)
     assert "already" in script("generate.sh", "--run", trained).stderr
     assert snapshot(decoded) == before
+
+
+def test_decoding_of_the_validation_set_elsewhere(trained, tmp_path):
+    where = tmp_path / "somewhere else"
+    script("generate.sh", "--run", trained, "--subset", "valid", "--beam", 1, "--output", where)
+    assert line_count(where / "hyp.tok") == 40
+    script("score.sh", "--run", trained, "--subset", "valid", "--output", where)
+    assert len((where / "scores.txt").read_text().splitlines()) == 2
+    before = snapshot(where)
+    broken = tmp_path / "broken.pt"
+    broken.write_bytes(b"PK")
+    options = ("--run", trained, "--subset", "valid", "--output", where)
+    assert_refused(script("generate.sh", *options, "--checkpoint", broken, check=False), "fairseq-generate failed")
+    assert_refused(script("generate.sh", *options, "--lenpen", "long", check=False), "--lenpen", "long")
+    assert snapshot(where) == before, "what was there is whole"
+
+
+def test_a_failing_scorer_is_no_score(trained, decoded, tmp_path):
+    (tmp_path / "sacrebleu").write_text("#!/bin/sh\necho no score today >&2\nexit 1\n")
+    (tmp_path / "sacrebleu").chmod(0o755)
+    result = script(
+        "score.sh", "--run", trained, PATH=f"{tmp_path}:{environment()['PATH']}", VENV="/nowhere", check=False
+    )
+    assert_refused(result, "no score today")
+
+
+def test_a_run_with_fewer_checkpoints_than_it_keeps(trained, tmp_path):
+    output = tmp_path / "average.pt"
+    result = script("average.sh", "--run", trained, "--output", output)
+    assert "3 checkpoints, not yet the 5" in result.stderr and result.stdout.count("checkpoint_1_") == 3
+    assert_refused(script("average.sh", "--run", trained, "--by", "epoch", "--output", output, check=False), "--last")
 
 
 def test_both_bleu_flavours(data, trained, decoded):

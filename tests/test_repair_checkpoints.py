@@ -49,3 +49,11 @@ def test_without_any_whole_checkpoint_the_damaged_one_goes(tmp_path):
     (tmp_path / "checkpoint_last.pt").write_bytes(b"PK\x03\x04 half")
     assert "starting afresh" in repair(tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_missing_last_checkpoint_is_made_from_the_newest(tmp_path):
+    for number in (1, 2):
+        write(tmp_path / f"checkpoint_1_{number}.pt", f"update {number}")
+    assert "was missing; made again from checkpoint_1_2.pt" in repair(tmp_path)
+    assert content(tmp_path / "checkpoint_last.pt") == "update 2"
+    assert repair(tmp_path) == ""

@@ -1,8 +1,10 @@
 """What the scripts do with mistakes, and what they share."""
 
+import hashlib
 import os
 import shutil
 import subprocess
+import sys
 
 import pytest
 
@@ -74,7 +76,7 @@ def test_missing_tools_are_named(tmp_path):
     """A machine with a shell and nothing else of ours."""
     tools = tmp_path / "bin"
     tools.mkdir()
-    for tool in ("bash", "basename", "dirname", "cat", "sed", "nproc", "gzip", "mkdir"):
+    for tool in ("bash", "basename", "dirname", "cat", "sed", "nproc", "gzip", "mkdir", "readlink"):
         (tools / tool).symlink_to(subprocess.check_output(["which", tool], text=True).strip())
     (tmp_path / "config.yaml").write_text("")
     (tmp_path / "data").write_text("/nowhere\n")
@@ -101,6 +103,32 @@ def test_set_up_names_what_is_missing(changes, needles, tmp_path):
     result = script("make_venv.sh", VENV=str(tmp_path / "new"), check=False, **changes)
     assert_refused(result, *needles)
     assert not (tmp_path / "new").exists()
+
+
+def test_set_up_again_is_instant_until_something_changes(tmp_path):
+    """The key of a complete environment is what its mark holds; torch and interpreter are remembered."""
+    checkout = tmp_path / "checkout"
+    shutil.copytree(SCRIPTS, checkout / "scripts")
+    for file in ("constraints.txt", "setup.py"):
+        shutil.copy(ROOT / file, checkout)
+    venv = tmp_path / "venv"
+    (venv / "bin").mkdir(parents=True)
+    (venv / "bin/python").symlink_to(sys.executable)
+    torch = "torch==2.13.0 --index-url https://example.org"
+
+    def make(**changes):
+        # An interpreter that cannot make anything: what is not instant fails here.
+        return run("bash", checkout / "scripts/make_venv.sh", VENV=str(venv), check=False, **changes)
+
+    key = (checkout / "constraints.txt").read_bytes() + (checkout / "setup.py").read_bytes()
+    key = hashlib.sha256(key + f"{checkout} no-such-python {torch}\n".encode()).hexdigest()
+    (venv / ".pn_fairseq").write_text(f"python=no-such-python\ntorch={torch}\nkey={key}\n")
+    assert (make().returncode, make().stderr) == (0, "")
+    assert make(TORCH=torch, PYTHON="no-such-python").returncode == 0
+    assert_refused(make(TORCH="torch==2.12.0"), "no-such-python")
+    with (checkout / "constraints.txt").open("a") as file:
+        file.write("# changed\n")
+    assert_refused(make(), "no-such-python")
 
 
 def test_set_up_leaves_somebody_elses_folder_alone(tmp_path):

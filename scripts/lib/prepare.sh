@@ -8,7 +8,7 @@ export PYTHONUTF8=1
 
 # unpack_text FILE: FILE or FILE.gz on stdout.
 unpack_text() {
-    if [[ -f $1 ]]; then cat "$1"; else gzip -dc "$1.gz"; fi
+    if [[ -f $1 ]]; then cat "$1"; else gzip -dc "$1.gz" 2>/dev/null; fi
 }
 
 # tokenize LANG WORKERS LOWER FILE: Moses-style tokens of FILE on stdout, lower-cased if LOWER is 1.
@@ -32,23 +32,27 @@ learn_joint_bpe() {
 # apply_joint_bpe CODES FILE: FILE in subwords, on stdout.
 apply_joint_bpe() { subword-nmt apply-bpe -c "$1" <"$2"; }
 
-# binarize BPE_DIR SOURCE TARGET WORKERS DEST: fairseq's binary data with one dictionary for both languages.
+# binarize FOLDER SOURCE TARGET WORKERS: FOLDER/bin, fairseq's binary data with one dictionary for both languages, from
+# FOLDER/bpe.
 binarize() {
-    local from=$1 source=$2 target=$3 workers=$4 dest=$5 split lang count
-    [[ ! -d $dest ]] || return 0
-    rm -rf "$dest.partial"
-    fairseq-preprocess --source-lang "$source" --target-lang "$target" --joined-dictionary \
-        --trainpref "$from/train" --validpref "$from/valid" --testpref "$from/test" \
-        --destdir "$dest.partial" --workers "$workers" >"$from/binarize.log" 2>&1 ||
-        die "fairseq-preprocess failed; the reason is at the end of $from/binarize.log"
+    local folder=$1 source=$2 target=$3 workers=$4 split lang count
+    [[ ! -d $folder/bin ]] || return 0
+    rm -rf "$folder/bin.partial"
+    # From within the folder, because fairseq-preprocess splits the names it is given at commas.
+    (
+        cd "$folder"
+        fairseq-preprocess --source-lang "$source" --target-lang "$target" --joined-dictionary \
+            --trainpref bpe/train --validpref bpe/valid --testpref bpe/test \
+            --destdir bin.partial --workers "$workers" >bpe/binarize.log 2>&1
+    ) || die "fairseq-preprocess failed: $(tail -n 1 "$folder/bpe/binarize.log") (all of it in $folder/bpe/binarize.log)"
     for split in train valid test; do
         for lang in "$source" "$target"; do
-            count=$(python "$root/scripts/lib/count_binarized.py" "$dest.partial/$split.$source-$target.$lang.idx")
-            [[ $count -eq $(lines "$from/$split.$lang") ]] ||
-                die "$dest.partial/$split.$source-$target.$lang holds $count sentences, but $from/$split.$lang has $(lines "$from/$split.$lang"): sentences were lost"
+            count=$(python "$root/scripts/lib/count_binarized.py" "$folder/bin.partial/$split.$source-$target.$lang.idx")
+            [[ $count -eq $(lines "$folder/bpe/$split.$lang") ]] ||
+                die "$folder/bin.partial has $count sentences of $split.$lang, but bpe/$split.$lang has $(lines "$folder/bpe/$split.$lang"): sentences were lost"
         done
     done
-    mv "$dest.partial" "$dest"
+    mv "$folder/bin.partial" "$folder/bin"
 }
 
 # keep_settings FILE TEXT: remember what a directory was made with, and refuse to go on with something else.

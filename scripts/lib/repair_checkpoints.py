@@ -1,8 +1,9 @@
 """Make a training that was killed while it wrote a checkpoint resumable: repair_checkpoints.py SAVE_DIR.
 
 fairseq writes the first file of a save beside and renames it, and then copies it to checkpoint_last.pt and
-checkpoint_best.pt. A copy that was cut off would stop the resumed run with an unpickling error. Such a copy is made
-again from the newest whole checkpoint. Prints a line for each.
+checkpoint_best.pt. A copy that was cut off would stop the resumed run with an unpickling error, and without
+checkpoint_last.pt it would begin again. Such a copy is made again from the newest whole checkpoint, which is the one
+that was being copied. Prints a line for each.
 """
 
 import os
@@ -22,21 +23,25 @@ def is_whole(path: Path) -> bool:
 
 
 def main(folder: Path) -> int:
-    damaged = [path for name in ("checkpoint_last.pt", "checkpoint_best.pt") if not is_whole(path := folder / name)]
-    damaged = [path for path in damaged if path.exists()]
-    if not damaged:
+    last, best = folder / "checkpoint_last.pt", folder / "checkpoint_best.pt"
+    others = [path for path in folder.glob("checkpoint*.pt") if path not in (last, best)]
+    others.sort(key=lambda path: path.stat().st_mtime, reverse=True)
+    wanting = [path for path in (last, best) if path.exists() and not is_whole(path)]
+    if others and not last.exists():
+        wanting.append(last)
+    if not wanting:
         return 0
-    others = sorted(folder.glob("checkpoint*.pt"), key=lambda path: path.stat().st_mtime, reverse=True)
-    whole = next((path for path in others if path not in damaged and is_whole(path)), None)
-    for path in damaged:
+    whole = next((path for path in others if is_whole(path)), None)
+    for path in wanting:
+        state = "was cut off" if path.exists() else "was missing"
         if whole is None:
-            path.unlink()
-            print(f"{path.name} was cut off and no other checkpoint is whole: starting afresh")
+            path.unlink(missing_ok=True)
+            print(f"{path.name} {state} and no other checkpoint is whole: starting afresh")
             continue
         partial = path.with_name(f"{path.name}.partial")
         shutil.copyfile(whole, partial)
         os.replace(partial, path)
-        print(f"{path.name} was cut off; made again from {whole.name}")
+        print(f"{path.name} {state}; made again from {whole.name}")
     return 0
 
 

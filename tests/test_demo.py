@@ -1,0 +1,20 @@
+"""The demo from end to end, with a handful of updates."""
+
+import pytest
+
+from .scripts_helpers import assert_refused, script
+
+
+@pytest.mark.slow
+def test_demo(tmp_path):
+    """Prepares the whole corpus in the repository, so it takes a minute or two."""
+    few = ("optimization.max_update=6", "checkpoint.save_interval_updates=2", "dataset.validate_interval_updates=6")
+    result = script("demo.sh", "--run", tmp_path / "run", *few)
+    for part in ("Sample translations", "tokenized BLEU:", "detokenized BLEU:", "learning_curve.png"):
+        assert part in result.stdout
+    assert (tmp_path / "run/learning_curve.png").stat().st_size > 10_000
+    again = script("demo.sh", "--run", tmp_path / "run", *few)
+    assert "trained already" in again.stderr or again.stdout.count("BLEU") == result.stdout.count("BLEU")
+    refused = script("demo.sh", "--run", tmp_path / "other", "common.sed=1", check=False)
+    assert_refused(refused, "common.sed")
+    assert not (tmp_path / "other").exists()

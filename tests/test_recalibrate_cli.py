@@ -1,0 +1,225 @@
+"""pn-average-checkpoints --recalibrate and average.sh --recalibrate, on a model that fairseq has trained."""
+
+import re
+import shutil
+from itertools import islice
+
+import pytest
+import torch
+from fairseq import checkpoint_utils
+from torch.nn import functional as F
+
+from pn_fairseq.checkpoints import load_checkpoint, save_checkpoint
+from pn_fairseq.cli.average_checkpoints import main
+from pn_fairseq.models.recalibrate import RecalibrationModel
+
+from .scripts_helpers import script
+
+
+@pytest.fixture(scope="module")
+def trained(data, tmp_path_factory):
+    """A run whose learning rate is high enough for the weights, and with them the activations, to move."""
+    run_dir = tmp_path_factory.mktemp("recalibrate") / "run"
+    script(
+        *("train.sh", "verses_es_en", "--data", data, "--run", run_dir, "optimization.max_update=9"),
+        *("checkpoint.save_interval_updates=3", "dataset.validate_interval_updates=100", "dataset.max_tokens=400"),
+        *("lr_scheduler.warmup_updates=4", "model.dropout=0.3"),
+        OMP_NUM_THREADS="1",
+    )
+    return run_dir
+
+
+def average(trained, output, capsys, *options):
+    """Exit code, standard output and standard error of averaging the run's last 2 checkpoints."""
+    inputs = ("--inputs", trained / "checkpoints", "--by", "update", "--last", 2)
+    code = main([str(argument) for argument in (*inputs, "--output", output, *options)])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+@pytest.fixture
+def plain(trained, tmp_path, capsys):
+    assert average(trained, tmp_path / "plain.pt", capsys)[0] == 0
+    return tmp_path / "plain.pt"
+
+
+def loss_by_sentence(path, data):
+    """Bits per token of the validation data as fairseq loads model and data, without batches and without padding."""
+    (model,), _, task = checkpoint_utils.load_model_ensemble_and_task([str(path)], {"data": str(data / "bin")})
+    task.load_dataset("valid")
+    dataset, total, tokens = task.dataset("valid"), 0.0, 0
+    model.eval()
+    with torch.no_grad():
+        for number in range(len(dataset)):
+            sample = dataset.collater([dataset[number]])
+            logits, _ = model(**sample["net_input"])
+            total += F.cross_entropy(logits[0].double(), sample["target"][0], reduction="sum").item()
+            tokens += sample["target"].numel()
+    return total / tokens / torch.log(torch.tensor(2.0)).item(), len(dataset), tokens
+
+
+def test_losses_are_those_of_the_files_over_all_sentences(trained, data, plain, tmp_path, capsys):
+    output = tmp_path / "recalibrated.pt"
+    code, out, err = average(trained, output, capsys, "--recalibrate", data / "bin", "--batches", 10**6)
+    assert (code, err) == (0, "")
+    used = int(re.search(r"recalibrated 7 norms on (\d+) training batches", out)[1])
+    batches = list(RecalibrationModel(load_checkpoint(plain), "plain", data / "bin").batches("train", train=True))
+    assert used == len(batches)  # all, where more were asked for than there are
+    assert sum(len(batch["id"]) for batch in batches) == 600  # and none is lost to a batch multiple
+
+    losses = re.findall(
+        r"validation loss (before|after): +([\d.]+) bits per token \((\d+) sentences, (\d+) tokens\)", out
+    )
+    assert [loss[0] for loss in losses] == ["before", "after"]
+    for path, (_, bits, sentences, tokens) in zip((plain, output), losses, strict=True):
+        expected = loss_by_sentence(path, data)
+        assert float(bits) == pytest.approx(expected[0], abs=2e-4)
+        assert (int(sentences), int(tokens)) == expected[1:]
+    assert sentences == "40"  # the whole of valid, and no multiple of fairseq's 8 is needed
+    assert losses[0][1] != losses[1][1]
+
+
+def test_only_the_running_statistics_change_and_they_fit_the_averaged_weights(trained, data, plain, tmp_path, capsys):
+    outputs = [tmp_path / name for name in ("one.pt", "two.pt")]
+    for output in outputs:
+        assert average(trained, output, capsys, "--recalibrate", data / "bin", "--batches", 4)[0] == 0
+    before, after, again = (load_checkpoint(path)["model"] for path in (plain, *outputs))
+    assert list(before) == list(after)
+    for key, value in after.items():
+        assert value.dtype == before[key].dtype
+        assert torch.equal(value, again[key])
+        if not key.endswith("_float_tensor"):
+            assert torch.equal(value, before[key]) != key.endswith("running_psi2"), key
+
+    model = RecalibrationModel(load_checkpoint(plain), "plain", data / "bin")
+    norm = model.model.encoder.layers[0].self_attn_layer_norm
+    psi2 = []
+
+    def look(module, arguments):
+        x, mask = arguments
+        groups = x.double().unflatten(-1, (module.layer_scale.groups, -1))
+        scaled = (groups / (groups.square().mean(-1, keepdim=True) + module.eps).sqrt()).flatten(-2)
+        real = scaled.transpose(0, 1).flatten(0, 1) if mask is None else scaled.transpose(0, 1)[~mask]
+        psi2.append(real.square().mean(0))
+
+    norm.register_forward_pre_hook(look)
+    with torch.no_grad():
+        for sample in islice(model.batches("train", train=True), 4):
+            model.model(**sample["net_input"])
+    expected = torch.stack(psi2).mean(0)
+    torch.testing.assert_close(after["encoder.layers.0.self_attn_layer_norm.running_psi2"].double(), expected)
+
+
+def test_half_precision_weights_stay_so_and_arithmetic_is_float32(plain, data):
+    state = load_checkpoint(plain)
+    weights = state["model"]
+    expected = RecalibrationModel(state, "plain", data / "bin").validate()
+    for key, value in weights.items():
+        if value.is_floating_point() and not key.endswith(("running_psi2", "nu")):
+            weights[key] = value.half()
+    dtypes = {key: value.dtype for key, value in weights.items()}
+    model = RecalibrationModel(state, "half", data / "bin")
+    assert model.validate().bits == pytest.approx(expected.bits, abs=0.01)
+    model.recalibrate(2)
+    model.store(weights)
+    assert {key: value.dtype for key, value in weights.items()} == dtypes
+    assert {parameter.dtype for parameter in model.model.parameters()} == {torch.float32}
+
+
+def test_nothing_to_recalibrate(trained, plain, data, tmp_path, capsys):
+    """A model with LayerNorm: the PN model's checkpoint without its statistics."""
+    state = load_checkpoint(plain)
+    state["model"] = {key: value for key, value in state["model"].items() if not _is_statistic(key)}
+    model = state["cfg"]["model"]
+    if isinstance(model, dict):
+        model["encoder_norm"] = "layer"
+    else:
+        model.encoder_norm = "layer"
+    save_checkpoint(state, tmp_path / "ln.pt")
+    arguments = ("--inputs", tmp_path / "ln.pt", "--output", tmp_path / "out.pt", "--recalibrate", data / "bin")
+    assert main([str(argument) for argument in arguments]) == 0
+    captured = capsys.readouterr()
+    assert "nothing to recalibrate" in captured.out and captured.err == ""
+    written = load_checkpoint(tmp_path / "out.pt")["model"]
+    assert all(torch.equal(written[key], value) for key, value in state["model"].items() if "_float_tensor" not in key)
+
+
+def _is_statistic(key):
+    return key.endswith(("running_psi2", ".nu", "num_batches_tracked"))
+
+
+def longer_dictionary(bin_folder):
+    for lang in ("es", "en"):
+        with (bin_folder / f"dict.{lang}.txt").open("a", encoding="utf-8") as file:
+            file.write("neverseen 1\n")
+
+
+def without(pattern):
+    def change(bin_folder):
+        for path in list(bin_folder.glob(pattern)):
+            path.unlink()
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "needles"),
+    [
+        (longer_dictionary, ("dictionary has", "entries")),
+        (without("dict.en.txt"), ("dict.en.txt",)),
+        (without("dict.*"), ("no folder of binarized data", "fairseq-preprocess")),
+        (without("train.*"), ("subset 'train'",)),
+        (without("valid.*"), ("subset 'valid'",)),
+    ],
+    ids=["other dictionary", "half a dictionary", "no dictionary", "no training data", "no validation data"],
+)
+def test_data_that_does_not_fit(change, needles, trained, data, tmp_path, capsys):
+    shutil.copytree(data / "bin", tmp_path / "bin")
+    change(tmp_path / "bin")
+    code, _, err = average(trained, tmp_path / "out.pt", capsys, "--recalibrate", tmp_path / "bin")
+    assert code == 2 and err.count("\n") == 1 and str(tmp_path / "bin") in err
+    assert all(needle in err for needle in needles), err
+    assert [path.name for path in tmp_path.iterdir()] == ["bin"], "something was written"
+
+
+@pytest.mark.parametrize(
+    ("options", "needles"),
+    [
+        (("--batches", 5), ("--batches", "--recalibrate")),
+        (("--recalibrate", "DATA", "--batches", 0), ("--batches 0",)),
+        (("--recalibrate", "DATA", "--batches", -3), ("--batches -3",)),
+        (("--recalibrate", "DATA", "--batches", "some"), ("--batches", "some")),
+        (("--recalibrate", "/nowhere"), ("/nowhere", "fairseq-preprocess")),
+        (("--recalibrate",), ("--recalibrate", "--help")),
+    ],
+    ids=lambda value: " ".join(map(str, value)),
+)
+def test_options_that_do_not_fit(options, needles, trained, data, tmp_path, capsys):
+    options = [data / "bin" if option == "DATA" else option for option in options]
+    code, out, err = average(trained, tmp_path / "out.pt", capsys, *options)
+    assert code == 2 and err.count("\n") == 1 and out == ""
+    assert all(needle in err for needle in needles), err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_missing_folder_is_noticed_before_the_checkpoints_are_read(trained, tmp_path, capsys):
+    code, out, err = average(trained, tmp_path / "out.pt", capsys, "--recalibrate", tmp_path / "none")
+    assert code == 2 and out == "" and "none" in err
+
+
+def test_the_script_knows_how_the_average_was_made(trained, tmp_path):
+    """Recalibrated or not is a part of what was made; the default is not."""
+    averaged = tmp_path / "averaged.pt"
+    flags = ("average.sh", "--run", trained, "--last", 2, "--output", averaged)
+    psi2 = []
+    for options, anew in (
+        (("--recalibrate",), True),
+        (("--recalibrate",), False),
+        ((), True),
+        (("--no-recalibrate",), False),
+    ):
+        result = script(*flags, *options)
+        assert ("already" not in result.stderr) == anew, options
+        assert ("validation loss after" in result.stdout) == (anew and bool(options))
+        psi2.append(load_checkpoint(averaged)["model"]["encoder.layer_norm.running_psi2"])
+    assert torch.equal(psi2[0], psi2[1]) and not torch.equal(psi2[1], psi2[2]) and torch.equal(psi2[2], psi2[3])
