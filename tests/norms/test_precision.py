@@ -171,3 +171,16 @@ def test_works_under_autocast(name):
     y.backward(torch.tensor(dy).to(y.dtype))
     assert y.isfinite().all() and leaf.grad.isfinite().all()
     assert all(b.dtype in (torch.float32, torch.int64) for b in norm.buffers())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", STATEFUL)
+def test_a_half_precision_checkpoint_is_loaded_into_float32_statistics(name, dtype):
+    norm = build_norm(name, CHANNELS)
+    norm(torch.randn(40, CHANNELS, requires_grad=True)).sum().backward()
+    state = {key: value.to(dtype) if value.is_floating_point() else value for key, value in norm.state_dict().items()}
+    loaded = build_norm(name, CHANNELS)
+    loaded.load_state_dict(state)
+    for key, value in loaded.named_buffers():
+        assert value.dtype == norm.get_buffer(key).dtype
+        assert torch.equal(value, state[key].to(value.dtype)), key
