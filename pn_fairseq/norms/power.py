@@ -97,16 +97,24 @@ class PowerNorm(RunningNorm):
         padding, count = self._real_tokens(h, padding_mask)
         local = torch.cat([self._sum_over_real(h.detach().square(), padding), count[None]])
         step = self._recomputed(local[:-1]) or self._new_step(local)
-        y = _PowerNormFunction.apply(
+        denominator = step.used["denominator"]
+        return self._normalize(h, denominator, denominator, padding, step)
+
+    def _normalize(self, h: Tensor, denominator: Tensor, divisor: Tensor, padding: Tensor | None, step: Step) -> Tensor:
+        """Normalize by ``denominator`` and divide the gradient by ``divisor``, both (C,).
+
+        Positions that are ``padding`` get no part of nu and give none.
+        """
+        return _PowerNormFunction.apply(
             h,
             self.weight,
             self.bias,
-            step.used["denominator"],
+            denominator,
+            divisor,
             step.used["nu"],
             padding,
             lambda total: self._finish(step, total),
         )
-        return y
 
     @torch.no_grad()
     def _new_step(self, local: Tensor) -> Step:
@@ -125,6 +133,7 @@ class PowerNorm(RunningNorm):
 
             psi2_batch = self._mean(total)
             step.used["gamma_moment"] = psi2_batch / step.used["denominator"].square()
+            step.used["positions"] = total[-1]
             self._count_in(step, {"running_psi2": psi2_batch}, total[-1], weight)
 
         if total is not None:
@@ -138,7 +147,7 @@ class PowerNorm(RunningNorm):
         return total[:-1] / total[-1].clamp(min=1.0)
 
     def _finish(self, step: Step, lambda_total: Tensor) -> None:
-        """End a step, given the sum of dx_hat x_hat over the real tokens of this worker, (C,)."""
+        """End a step, given the sum of dx_hat x_hat on this worker, (C,)."""
         if self._begin_backward(step):
             self._when_summed(lambda_total, lambda total: self._update_nu(step, total))
 
@@ -146,17 +155,21 @@ class PowerNorm(RunningNorm):
     def _update_nu(self, step: Step, lambda_total: Tensor) -> None:
         """Line 4 of the backward pass, with Gamma = mean(x_hat^2) and Lambda = mean(dx_hat x_hat), both (C,)."""
         gamma_moment = step.used["gamma_moment"]
-        lambda_moment = lambda_total / step.count.clamp(min=1.0)
+        lambda_moment = lambda_total / step.used["positions"].clamp(min=1.0)
         finite = gamma_moment.isfinite().all() & lambda_moment.isfinite().all()
         rate = 1.0 - self.alpha_bwd
-        decay = 1.0 - rate * gamma_moment
-        moved = self.nu * decay.clamp(min=0.0) + rate * lambda_moment
+        moved = self.nu * self._guard(1.0 - rate * gamma_moment, finite) + rate * lambda_moment
         if self.collecting:
-            self._add("guarded_steps", finite & (decay < 0).any())
             self._collected["gamma_max"] = gamma_moment.max()
             self._collected["nu_rms"] = moved.square().mean().sqrt()
         self._settle(step, finite)
-        assign(self.nu, torch.where(finite, moved, self.nu.to(moved.dtype)))
+        assign(self.nu, torch.where(finite & (step.count > 0), moved, self.nu.to(moved.dtype)))
+
+    def _guard(self, decay: Tensor, finite: Tensor) -> Tensor:
+        """``max(0, decay)``, (C,); ``finite`` (0-d) tells whether the step counts."""
+        if self.collecting:
+            self._add("guarded_steps", finite & (decay < 0).any())
+        return decay.clamp(min=0.0)
 
     def _note_step(self, step: Step, finite: Tensor) -> None:
         super()._note_step(step, finite)
@@ -185,13 +198,13 @@ class PowerNorm(RunningNorm):
 class _PowerNormFunction(torch.autograd.Function):
     """y = weight * x / denominator + bias, with PN's approximate gradient.
 
-    ``x`` (T, B, C) or (N, C); ``weight`` and ``bias`` (C,) or None; ``denominator`` and ``nu`` (C,); ``padding`` bool,
-    broadcasting against ``x``, or None; ``finish`` is handed the sum of dx_hat x_hat over the real tokens, (C,), once
-    the backward pass has it.
+    ``x`` (T, B, C) or (N, C); ``weight`` and ``bias`` (C,) or None; ``denominator``, ``divisor`` (of the gradient) and
+    ``nu`` (C,); ``padding`` bool, broadcasting against ``x``, or None; ``finish`` is handed the sum of dx_hat x_hat
+    over what is not padding, (C,), once the backward pass has it.
     """
 
     @staticmethod
-    def forward(x, weight, bias, denominator, nu, padding, finish):
+    def forward(x, weight, bias, denominator, divisor, nu, padding, finish):
         normalized = x / denominator
         if weight is None:
             return normalized
@@ -199,14 +212,14 @@ class _PowerNormFunction(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        x, weight, _, denominator, nu, padding, finish = inputs
-        ctx.save_for_backward(x, weight, denominator, nu, padding)
+        x, weight, _, denominator, divisor, nu, padding, finish = inputs
+        ctx.save_for_backward(x, weight, denominator, divisor, nu, padding)
         ctx.finish = finish
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dy):
-        x, weight, denominator, nu, padding = ctx.saved_tensors
+        x, weight, denominator, divisor, nu, padding = ctx.saved_tensors
         normalized = x / denominator
         dnormalized = dy if weight is None else dy * weight.to(dy.dtype)
         product = dnormalized * normalized
@@ -216,9 +229,9 @@ class _PowerNormFunction(torch.autograd.Function):
             correction = correction.masked_fill(padding, 0.0)
         tokens = tuple(range(x.dim() - 1))
         ctx.finish(product.sum(tokens))
-        dx = (dnormalized - correction) / denominator
+        dx = (dnormalized - correction) / divisor
         dweight = dbias = None
         if weight is not None:
             dweight = (dy * normalized).sum(tokens).to(weight.dtype)
             dbias = dy.sum(tokens).to(weight.dtype)
-        return dx, dweight, dbias, None, None, None, None
+        return dx, dweight, dbias, None, None, None, None, None

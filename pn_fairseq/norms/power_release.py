@@ -3,14 +3,12 @@
 import torch
 from torch import Tensor
 
-from pn_fairseq.norms.base import RunningNorm, psi_distance
-from pn_fairseq.norms.checks import check_alpha
-from pn_fairseq.norms.pending import Step, assign
-from pn_fairseq.norms.psi_warmup import PsiWarmup
+from pn_fairseq.norms.pending import Step
+from pn_fairseq.norms.power import PowerNorm
 from pn_fairseq.norms.workers import sum_now
 
 
-class PowerNormRelease(RunningNorm):
+class PowerNormRelease(PowerNorm):
     r"""Power normalization as in the authors' released code, which gave the published 35.87 BLEU on IWSLT14 De-En.
 
     The released code is not Algorithm 2 of the paper, which :class:`~pn_fairseq.norms.PowerNorm` is. In the notation
@@ -44,7 +42,7 @@ class PowerNormRelease(RunningNorm):
 
     Evaluation is the paper's, :math:`y = \gamma x / \sqrt{\psi^2 + \epsilon} + \beta`.
 
-    The released code has no rules about faults. This module keeps those of :class:`RunningNorm`, which change no
+    The released code has no rules about faults. This module keeps those of :class:`PowerNorm`, which change no
     result of a training without faults: float32 state, one change of it per step under activation checkpointing, each
     backward with the values of its own forward, and none for a batch without a real token or whose statistics or
     gradient are not finite; since padding enters the means, that includes what is not finite at padding.
@@ -69,27 +67,7 @@ class PowerNormRelease(RunningNorm):
         ValueError: an argument or an input does not fit; the message holds its value.
     """
 
-    layer_scale_per_head = True
     last_norm_warmup_updates = 1000
-    backward_statistics = ("nu",)
-    sync_by_default = False
-
-    def __init__(
-        self,
-        num_features: int,
-        eps: float = 1e-5,
-        alpha_fwd: float = 0.9,
-        alpha_bwd: float = 0.9,
-        affine: bool = True,
-        layer_scale_groups: int = 0,
-        psi_warmup_updates: int = 0,
-        sync: bool = False,
-        process_group=None,
-    ):
-        super().__init__(num_features, eps, affine, layer_scale_groups, sync, process_group, running_psi2=1.0, nu=0.0)
-        self.alpha_fwd = check_alpha("alpha_fwd", alpha_fwd)
-        self.alpha_bwd = check_alpha("alpha_bwd", alpha_bwd)
-        self.psi_warmup = PsiWarmup(psi_warmup_updates)
 
     @torch.jit.unused
     def _train(self, h: Tensor, padding_mask: Tensor | None) -> Tensor:
@@ -100,15 +78,8 @@ class PowerNormRelease(RunningNorm):
         if step is None:
             over_all = over_real if padding is None else self._sum_over_real(squares, None)
             step = self._new_step(over_real, over_all, count, h.numel() // self.num_features)
-        return _PowerNormReleaseFunction.apply(
-            h,
-            self.weight,
-            self.bias,
-            step.used["denominator"],
-            step.used["divisor"],
-            step.used["nu"],
-            lambda total: self._finish(step, total),
-        )
+        # (c): as if nothing were padding.
+        return self._normalize(h, step.used["denominator"], step.used["divisor"], None, step)
 
     @torch.no_grad()
     def _new_step(self, over_real: Tensor, over_all: Tensor, count: Tensor, positions: int) -> Step:
@@ -147,76 +118,5 @@ class PowerNormRelease(RunningNorm):
 
         return weight
 
-    def _finish(self, step: Step, lambda_total: Tensor) -> None:
-        """End a step, given the sum of dx_hat x_hat over all positions of this worker, (C,)."""
-        if self._begin_backward(step):
-            self._when_summed(lambda_total, lambda total: self._update_nu(step, total))
-
-    @torch.no_grad()
-    def _update_nu(self, step: Step, lambda_total: Tensor) -> None:
-        gamma_moment = step.used["gamma_moment"]
-        lambda_moment = lambda_total / step.used["positions"].clamp(min=1.0)
-        finite = gamma_moment.isfinite().all() & lambda_moment.isfinite().all()
-        rate = 1.0 - self.alpha_bwd
-        moved = self.nu * (1.0 - rate * gamma_moment) + rate * lambda_moment
-        if self.collecting:
-            self._collected["gamma_max"] = gamma_moment.max()
-            self._collected["nu_rms"] = moved.square().mean().sqrt()
-        self._settle(step, finite)
-        assign(self.nu, torch.where(finite & (step.count > 0), moved, self.nu.to(moved.dtype)))
-
-    def _note_step(self, step: Step, finite: Tensor) -> None:
-        super()._note_step(step, finite)
-        self._collected["psi_distance"] = psi_distance(step.batch["running_psi2"], self.running_psi2)
-
-    def diagnostics(self) -> dict[str, Tensor]:
-        """What was seen while :attr:`collecting` was set, by name, each 0-d; empty if it was not.
-
-        As for :class:`~pn_fairseq.norms.PowerNorm`, without ``guarded_steps``: there is no guard.
-        """
-        return super().diagnostics()
-
-    def _evaluate(self, h: Tensor) -> Tensor:
-        return self._affine(h * torch.rsqrt(self.running_psi2.to(h.dtype) + self.eps))
-
-    def extra_repr(self) -> str:
-        return (
-            f"{super().extra_repr()}, alpha_fwd={self.alpha_fwd}, alpha_bwd={self.alpha_bwd}, "
-            f"psi_warmup_updates={self.psi_warmup.updates}"
-        )
-
-
-class _PowerNormReleaseFunction(torch.autograd.Function):
-    """y = weight * x / denominator + bias, with the gradient of the released code.
-
-    ``x`` (T, B, C) or (N, C); ``weight`` and ``bias`` (C,) or None; ``denominator``, ``divisor`` (of the gradient) and
-    ``nu`` (C,); ``finish`` is handed the sum of dx_hat x_hat over all positions, (C,), once the backward pass has it.
-    """
-
-    @staticmethod
-    def forward(x, weight, bias, denominator, divisor, nu, finish):
-        normalized = x / denominator
-        if weight is None:
-            return normalized
-        return torch.addcmul(bias.to(x.dtype), normalized, weight.to(x.dtype))
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        x, weight, _, denominator, divisor, nu, finish = inputs
-        ctx.save_for_backward(x, weight, denominator, divisor, nu)
-        ctx.finish = finish
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, dy):
-        x, weight, denominator, divisor, nu = ctx.saved_tensors
-        normalized = x / denominator
-        dnormalized = dy if weight is None else dy * weight.to(dy.dtype)
-        tokens = tuple(range(x.dim() - 1))
-        ctx.finish((dnormalized * normalized).sum(tokens))
-        dx = (dnormalized - nu * normalized) / divisor
-        dweight = dbias = None
-        if weight is not None:
-            dweight = (dy * normalized).sum(tokens).to(weight.dtype)
-            dbias = dy.sum(tokens).to(weight.dtype)
-        return dx, dweight, dbias, None, None, None, None
+    def _guard(self, decay: Tensor, finite: Tensor) -> Tensor:
+        return decay  # (d)
