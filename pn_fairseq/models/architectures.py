@@ -30,7 +30,8 @@ SIZES = {
 
 
 def _pre_norm(args, encoder_norm: str, size) -> None:
-    args.encoder_norm = getattr(args, "encoder_norm", encoder_norm)
+    if getattr(args, "encoder_norm", None) is None:  # hydra can hold an explicit null
+        args.encoder_norm = encoder_norm
     args.encoder_normalize_before = getattr(args, "encoder_normalize_before", True)
     args.decoder_normalize_before = getattr(args, "decoder_normalize_before", True)
     size(args)

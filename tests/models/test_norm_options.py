@@ -8,7 +8,7 @@ from pn_fairseq.models.norm_options import NormOptions
 from pn_fairseq.norms import NORMS
 from pn_fairseq.norms.base import ChannelNorm
 
-from .helpers import build
+from .helpers import arch_args, build
 
 
 def parse(*flags):
@@ -122,3 +122,8 @@ def test_help_has_the_variants_own_warmup(capsys):
     with pytest.raises(SystemExit):
         parse("--help")
     assert "the norm after the last encoder layer always has 1000" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_null_in_hydra_leaves_the_norm_to_the_architecture():
+    assert arch_args("transformer_ln_tiny", encoder_norm=None).encoder_norm == "layer"
+    assert arch_args("transformer_ln_tiny", encoder_norm="batch").encoder_norm == "batch"
