@@ -66,7 +66,7 @@ check_whole --last "$last"
 made="$by $last"
 options=()
 if [[ $recalibrate -eq 1 ]]; then
-    made+=" recalibrated"
+    made+=" recalibrated on $(sha256sum <"$(<"$run/data")/settings" | cut -c 1-16)"
     options=(--recalibrate "$(<"$run/data")/bin")
 fi
 if [[ -f $output ]] && [[ -z $(find "$run/checkpoints" -name 'checkpoint*.pt' -newer "$output" -print -quit) ]] &&

@@ -84,6 +84,7 @@ if [[ $answer == finished ]]; then
 fi
 mv "$run/config.yaml.partial" "$run/config.yaml"
 printf '%s\n' "$data" >"$run/data"
+cp "$data/settings" "$run/data.settings"
 
 cpu_allocator
 # In place of this shell, so that a signal to it reaches fairseq.

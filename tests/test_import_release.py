@@ -413,3 +413,12 @@ def test_help_answers_without_fairseq(tmp_path):
     )
     result = run(sys.executable, "-c", code, cwd=ROOT)
     assert "False" in result.stdout and "--alpha-bwd" in result.stdout
+
+
+@pytest.mark.parametrize("name", ["encoder.layer_norm.running_phi", "decoder.layers.0.fc1.weight"])
+def test_a_model_that_ended_in_nan_is_refused(name, model, tmp_path, capsys):
+    weights = as_release(model)
+    weights[name].view(-1)[0] = float("nan")
+    assert main([str(write(tmp_path / "release.pt", weights)), str(tmp_path / "imported.pt")]) == 2
+    assert "1 of its tensors are not finite" in capsys.readouterr().err
+    assert not (tmp_path / "imported.pt").exists()

@@ -319,3 +319,6 @@ def test_plain_fairseq_commands_from_another_folder(data, tmp_path):
     run("fairseq-validate", data / "bin", *flags, "--task", "translation", "--path", "averaged.pt", cwd=tmp_path)
     decoded = run("fairseq-generate", data / "bin", *flags, "--path", "averaged.pt", "--beam", "2", cwd=tmp_path)
     assert len(re.findall(r"^H-", decoded.stdout, re.M)) == 37
+    ensemble = ("--path", "averaged.pt:checkpoints/checkpoint_last.pt")
+    decoded = run("fairseq-generate", data / "bin", *flags, *ensemble, "--beam", "2", cwd=tmp_path)
+    assert len(re.findall(r"^H-", decoded.stdout, re.M)) == 37

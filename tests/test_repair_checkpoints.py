@@ -57,3 +57,12 @@ def test_missing_last_checkpoint_is_made_from_the_newest(tmp_path):
     assert "was missing; made again from checkpoint_1_2.pt" in repair(tmp_path)
     assert content(tmp_path / "checkpoint_last.pt") == "update 2"
     assert repair(tmp_path) == ""
+
+
+def test_best_checkpoint_serves_where_it_is_the_only_whole_one(tmp_path):
+    write(tmp_path / "checkpoint_best.pt", "best")
+    (tmp_path / "checkpoint_last.pt").write_bytes(b"PK half")
+    assert "made again from checkpoint_best.pt" in repair(tmp_path)
+    (tmp_path / "checkpoint_last.pt").unlink()
+    assert "was missing; made again from checkpoint_best.pt" in repair(tmp_path)
+    assert content(tmp_path / "checkpoint_last.pt") == "best"

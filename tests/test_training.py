@@ -10,7 +10,7 @@ import torch
 from pn_fairseq.checkpoints import load_checkpoint
 from pn_fairseq.training_log import read_log
 
-from .scripts_helpers import ROOT, run
+from .scripts_helpers import ROOT, run, script
 
 BASE = (
     *("--user-dir", ROOT / "pn_fairseq", "--source-lang", "es", "--target-lang", "en", "--share-all-embeddings"),
@@ -70,7 +70,7 @@ def test_an_overflow_in_half_precision_leaves_the_statistics_alone(flags, data, 
     model = model_of(tmp_path)
     # Each layer judges for itself. The first steps overflow everywhere; a later one may have finite gradients in a
     # layer although others overflow, and counts there.
-    assert all(6 <= count < 6 + overflows for count in counters(model).values())
+    assert all(6 <= count <= 6 + overflows - 3 for count in counters(model).values()), overflows
     for key, value in model.items():
         if key.endswith(("running_psi2", ".nu")):
             assert value.dtype == torch.float32 and value.isfinite().all(), key
@@ -147,7 +147,25 @@ WORKER_FLAGS = (
 )
 
 
-@pytest.mark.parametrize("arch", ["transformer_pn_tiny", "transformer_pnv_tiny"])
+def test_a_worker_that_has_run_out_of_data_counts_for_nothing(data, tmp_path):
+    """Five batches for two workers: in the third update the second worker has none, and fairseq gives it an old one."""
+    epoch = ("--batch-size", 120, "--max-tokens", 100_000, "--max-epoch", 1, "--norm-sync", "off")
+    train(data, tmp_path, *epoch, launcher=WORKERS)
+    # 3 and 2 batches; the workers agree on the mean before they validate, 2.5, which is rounded to even.
+    assert set(counters(model_of(tmp_path)).values()) == {2}
+
+
+def test_bf16_in_hydra(data, tmp_path):
+    overrides = ("optimization.max_update=3", "dataset.max_tokens=300", "common.bf16=true", "common.log_interval=1")
+    script("train.sh", "verses_es_en", "--data", data, "--run", tmp_path / "run", *overrides)
+    model = load_checkpoint(tmp_path / "run/checkpoints/checkpoint_last.pt")["model"]
+    assert set(counters(model).values()) == {3}
+    for key, value in model.items():
+        if key.endswith(("running_psi2", ".nu")):
+            assert value.dtype == torch.float32 and not torch.equal(value, value.bfloat16().float()), key
+
+
+@pytest.mark.parametrize("arch", ["transformer_pn_tiny", "transformer_pnv_tiny", "transformer_bn_tiny"])
 def test_two_workers_under_both_backends(arch, data, tmp_path):
     """legacy_ddp and pytorch_ddp are two implementations of one thing; the weights and statistics say so."""
     models = []

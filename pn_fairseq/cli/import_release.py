@@ -90,7 +90,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         except ModuleNotFoundError as error:
             raise UserError(f"fairseq is needed to build the model, and {error.name} is not installed") from error
         imported = import_release(state, str(source), args.alpha_fwd, args.alpha_bwd)
-    unusable = [key for key, value in imported["model"].items() if key.endswith(".nu") and not value.isfinite().all()]
+    floating = {key: value for key, value in imported["model"].items() if value.is_floating_point()}
+    # fairseq's _float_tensor is memory that was never written: it carries a type and a device alone.
+    faulty = [
+        key for key, value in floating.items() if not key.endswith("_float_tensor") and not value.isfinite().all()
+    ]
+    unusable = [key for key in faulty if key.endswith(".nu")]
+    if others := [key for key in faulty if key not in unusable]:
+        raise UserError(f"{source}: {len(others)} of its tensors are not finite ({others[0]}, ...), so it is of no use")
     if unusable:
         text = f"warning: nu of {len(unusable)} norms is not finite ({unusable[0]}, ...): decode, but do not train on"
         print(f"{TOOL}: {text}", file=sys.stderr)

@@ -50,7 +50,8 @@ class NormOptions:
         psi_warmup_updates: psi warm-up in optimizer updates; None: that of the learning rate. A variant whose norm
             after the last encoder layer has a warm-up of its own keeps that one there.
         norm_sync: ``on``, ``off`` or ``auto``: whether statistics are taken over all workers; auto: as in the paper.
-        no_norm_agreement: leave statistics that are not synchronised as each worker has them when it is evaluated.
+        no_norm_agreement: leave statistics that are not synchronised as each worker has them when it validates or
+            saves.
         norm_stats_interval: updates between two reports of the norms in the log; 0: none.
     """
 
@@ -130,9 +131,9 @@ class NormOptions:
         parser.add_argument(
             "--no-norm-agreement",
             action="store_true",
-            help="statistics that are not synchronised are averaged over the workers before each evaluation, so that "
-            "the model that is validated and saved is one and the same; this leaves them apart, and those of worker 0 "
-            "are saved",
+            help="statistics that are not synchronised are averaged over the workers before they validate or save, so "
+            "that the model that is validated and saved is one and the same; this leaves them apart, and those of "
+            "worker 0 are saved",
         )
         parser.add_argument(
             "--norm-stats-interval",

@@ -208,7 +208,7 @@ def _check_ties(model: nn.Module, weights: dict[str, Tensor], theirs: dict[str, 
     first: dict[int, str] = {}
     for key, parameter in model.named_parameters(remove_duplicate=False):
         other = first.setdefault(id(parameter), key)
-        if not torch.equal(weights[key], weights[other]):
+        if key != other and not torch.equal(weights[key], weights[other]):
             raise CheckpointError(
                 f"{name}: {theirs[key]} and {theirs[other]} differ, though its args say that they are shared"
             )

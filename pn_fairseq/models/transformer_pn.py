@@ -14,7 +14,6 @@ from torch import Tensor
 from pn_fairseq.models.layers import TransformerPNDecoderLayer, TransformerPNEncoderLayer, wrap_layer
 from pn_fairseq.models.norm_options import NormOptions
 from pn_fairseq.models.norm_report import NormReport
-from pn_fairseq.norms.agree import agree_on_statistics
 
 
 @dataclass
@@ -205,14 +204,9 @@ class TransformerPNModel(TransformerModel):
     def __init__(self, args, encoder, decoder):
         super().__init__(args, encoder, decoder)
         norms = args.norms
+        #: Whether workers average statistics of their own before they validate or save (see fairseq_hooks).
         self.norm_agreement = not norms.no_norm_agreement
         self.norm_report = NormReport(self, norms.norm_stats_interval) if norms.norm_stats_interval else None
-
-    def train(self, mode: bool = True):
-        # fairseq evaluates on all workers at once, and saves what it has just evaluated.
-        if self.training and not mode and self.norm_agreement:
-            agree_on_statistics(self)
-        return super().train(mode)
 
     def set_num_updates(self, num_updates: int) -> None:
         if self.norm_report is not None:

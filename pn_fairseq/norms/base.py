@@ -111,6 +111,13 @@ class RunningNorm(ChannelNorm):
     #: While set, :meth:`diagnostics` has something to report.
     collecting = False
 
+    #: While set, training forwards and their backwards leave no trace in the statistics. A worker that has nothing to
+    #: train on takes part in the sums over the workers with nothing.
+    ignoring = False
+
+    #: Statistics that are variances -> the means that they are about.
+    variances: dict[str, str] = {}
+
     def __init__(
         self,
         num_features: int,
@@ -135,7 +142,7 @@ class RunningNorm(ChannelNorm):
         self._collected: dict[str, Tensor] = {}
         self.reset_running_stats()
         self.register_state_dict_pre_hook(_flush_first)
-        self.register_load_state_dict_pre_hook(_flush_first)
+        self.register_load_state_dict_pre_hook(_forget_first)
 
     def set_num_updates(self, num_updates: int) -> None:
         """Tell the norm that ``num_updates`` optimizer updates are completed."""
@@ -152,6 +159,12 @@ class RunningNorm(ChannelNorm):
         self._buffers[COUNT].zero_()
         self._pending = PendingSteps()
 
+    def forget_pending(self) -> None:
+        """Let backwards that are still to come change no state: it was replaced, by loading or by agreement."""
+        for step in self._pending.steps:
+            step.forgotten = step.seen_backward = True
+        self._pending = PendingSteps()
+
     def train(self, mode: bool = True):
         self.flush()
         return super().train(mode)
@@ -164,6 +177,8 @@ class RunningNorm(ChannelNorm):
 
     def _real_tokens(self, h: Tensor, padding_mask: Tensor | None) -> tuple[Tensor | None, Tensor]:
         """Padding as (T, B, 1) or (N, 1) bool, None without, and the number of real tokens (0-d, type of ``h``)."""
+        if self.ignoring and self.synchronises():
+            return torch.ones_like(h[..., :1], dtype=torch.bool), torch.zeros((), dtype=h.dtype, device=h.device)
         if padding_mask is None:
             return None, torch.full((), h.numel() // self.num_features, dtype=h.dtype, device=h.device)
         padding = padding_mask.transpose(0, -1).unsqueeze(-1)
@@ -201,7 +216,8 @@ class RunningNorm(ChannelNorm):
         """Take in what is still on its way from the other workers.
 
         Called by every forward, on saving, loading and copying, and on a change between training and evaluation. It
-        waits for sums that all workers have started and starts none, so one worker may call it alone.
+        waits for sums that all workers have started, unless one of them failed, and starts none: one worker may call
+        it alone.
         """
         arriving, self._arriving = self._arriving, []
         for work, total, then in arriving:
@@ -222,13 +238,20 @@ class RunningNorm(ChannelNorm):
 
         ``key`` (C,) is a statistic of the batch on this worker; ``used`` is what a recomputation has to use again.
         """
-        if in_backward():
-            return self._recomputed(key) or Step(key, used, forgotten=True, seen_backward=True)
+        self.trained_alone = True
+        if step := self._recomputed(key):
+            return step
+        if in_backward() or self._leaves_no_step():
+            return Step(key, used, forgotten=True, seen_backward=True)
         return self._pending.add(Step(key.detach(), used))
+
+    def _leaves_no_step(self) -> bool:
+        """Whether this forward is to be ignored and no other worker waits for it."""
+        return self.ignoring and not self.synchronises()
 
     def _recomputed(self, key: Tensor) -> Step | None:
         """The step that is being recomputed, None if this is no recomputation (or of a forward long forgotten)."""
-        return self._pending.find(key) if in_backward() else None
+        return self._pending.find(key) if in_backward() and not self._leaves_no_step() else None
 
     @torch.no_grad()
     def _count_in(
@@ -247,7 +270,6 @@ class RunningNorm(ChannelNorm):
         if self.collecting:
             self._note_step(step, finite)
         self._pending.count_in(step, self._buffers)
-        self.trained_alone = True
 
     def _begin_backward(self, step: Step) -> bool:
         """Whether this is the first backward of ``step`` (a retained graph can be walked again)."""
@@ -315,6 +337,11 @@ class RunningNorm(ChannelNorm):
 
 def _flush_first(module: RunningNorm, *_) -> None:
     module.flush()
+
+
+def _forget_first(module: RunningNorm, *_) -> None:
+    module.flush()
+    module.forget_pending()
 
 
 def psi_distance(batch: Tensor, running: Tensor) -> Tensor:

@@ -32,6 +32,8 @@ class MaskedBatchNorm(RunningNorm):
         ValueError: an argument or an input does not fit; the message holds its value.
     """
 
+    variances = {"running_var": "running_mean"}
+
     def __init__(
         self,
         num_features: int,

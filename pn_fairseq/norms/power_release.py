@@ -76,8 +76,10 @@ class PowerNormRelease(PowerNorm):
         over_real = self._sum_over_real(squares, padding)
         step = self._recomputed(over_real)
         if step is None:
-            over_all = over_real if padding is None else self._sum_over_real(squares, None)
-            step = self._new_step(over_real, over_all, count, h.numel() // self.num_features)
+            over_all, positions = self._sum_over_real(squares, None), h.numel() // self.num_features
+            if self.ignoring:
+                over_all, positions = torch.zeros_like(over_all), 0
+            step = self._new_step(over_real, over_all, count, positions)
         # (c): as if nothing were padding.
         return self._normalize(h, step.used["denominator"], step.used["divisor"], None, step)
 

@@ -31,9 +31,11 @@ from pn_fairseq.checkpoints import CheckpointError, load_checkpoint
 #: Settings that say when to stop or how to report. They may change between two stints of one run; others may not.
 MAY_CHANGE = {
     "optimization": {"max_update", "max_epoch", "stop_time_hours"},
-    "checkpoint": {"patience"},
-    "common": {"log_interval", "log_format"},
+    "checkpoint": {"patience", "save_dir"},
+    "common": {"log_interval", "log_format", "log_file", "tensorboard_logdir", "user_dir"},
     "dataset": {"num_workers"},
+    # Where things are is no setting; that the data is the same is checked by its own settings.
+    "task": {"data"},
 }
 STOP = ("optimization.max_update", "optimization.max_epoch", "optimization.stop_time_hours", "checkpoint.patience")
 
@@ -92,8 +94,11 @@ def flat(settings, prefix=()) -> dict[str, object]:
     return values
 
 
-def check_same_run(settings, run: Path) -> None:
-    """Refuse to go on with a run that was begun with other settings."""
+def check_same_run(settings, data: Path, run: Path) -> None:
+    """Refuse to go on with a run that was begun with other settings or other data."""
+    kept = run / "data.settings"
+    if kept.is_file() and kept.read_bytes() != (data / "settings").read_bytes():
+        raise Refused(f"'{run}' was begun with other data than '{data}' ({kept} tells which); name another --run")
     before = flat(OmegaConf.to_container(OmegaConf.load(run / "config.yaml")))
     now = flat(OmegaConf.to_container(settings))
     different = [key for key in sorted({*before, *now}) if before.get(key) != now.get(key)]
@@ -113,7 +118,8 @@ def is_finished(settings, run: Path) -> bool:
     if limit and updates >= limit:
         return True
     log = run / "train.log"
-    ended = log.is_file() and "done training" in log.read_text("utf-8", errors="replace").splitlines()[-1]
+    lines = log.read_text("utf-8", errors="replace").splitlines() if log.is_file() else []
+    ended = bool(lines) and "done training" in lines[-1]
     before = OmegaConf.load(run / "config.yaml")
     return ended and all(OmegaConf.select(before, key) == OmegaConf.select(settings, key) for key in STOP)
 
@@ -123,7 +129,7 @@ def main(config: str, data: str, run: str, output: str, *overrides: str) -> str:
     check_model(settings, Path(data))
     begun = (Path(run) / "checkpoints/checkpoint_last.pt").exists() and (Path(run) / "config.yaml").exists()
     if begun:
-        check_same_run(settings, Path(run))
+        check_same_run(settings, Path(data), Path(run))
     OmegaConf.save(settings, output)
     return "finished" if begun and is_finished(settings, Path(run)) else "train"
 

@@ -24,14 +24,13 @@ def is_whole(path: Path) -> bool:
 
 def main(folder: Path) -> int:
     last, best = folder / "checkpoint_last.pt", folder / "checkpoint_best.pt"
-    others = [path for path in folder.glob("checkpoint*.pt") if path not in (last, best)]
-    others.sort(key=lambda path: path.stat().st_mtime, reverse=True)
+    present = sorted(folder.glob("checkpoint*.pt"), key=lambda path: path.stat().st_mtime, reverse=True)
     wanting = [path for path in (last, best) if path.exists() and not is_whole(path)]
-    if others and not last.exists():
+    if present and not last.exists():
         wanting.append(last)
     if not wanting:
         return 0
-    whole = next((path for path in others if is_whole(path)), None)
+    whole = next((path for path in present if path not in wanting and is_whole(path)), None)
     for path in wanting:
         state = "was cut off" if path.exists() else "was missing"
         if whole is None:

@@ -156,3 +156,25 @@ def test_post_norm_and_cross_self_attention_are_refused():
 def test_vocabulary_is_what_the_output_is_over():
     model = build(TINY["power"])
     assert model(*(lambda batch: (batch[0], None, batch[1]))(padded_batch()))[0].shape == (3, 5, VOCABULARY)
+
+
+@pytest.mark.parametrize("name", ["power", "batch"])
+def test_compiled_model_trains_and_evaluates_like_the_plain_one(name):
+    torch.manual_seed(1)
+    plain = build(TINY[name], dropout=0.0, attention_dropout=0.0, psi_warmup_updates=1).double()
+    other = copy.deepcopy(plain)
+    compiled = torch.compile(other, backend="eager")
+    src, prev = padded_batch(batch=4)
+    for update in range(3):
+        for model, call in ((plain, plain), (other, compiled)):
+            model.zero_grad()
+            model.set_num_updates(update)
+            loss_of(call, src, prev, prev).backward()
+        for (key, one), two in zip(plain.named_parameters(), other.parameters(), strict=True):
+            torch.testing.assert_close(one.grad, two.grad, rtol=1e-9, atol=1e-12, msg=key)
+        for (key, one), two in zip(plain.named_buffers(), other.named_buffers(), strict=True):
+            assert torch.equal(one, two[1]), key
+    plain.eval()
+    compiled.eval()
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(src, None, prev)[0], plain(src, None, prev)[0], rtol=1e-9, atol=1e-12)

@@ -4,6 +4,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from fairseq.tasks.fairseq_task import FairseqTask
+
+from pn_fairseq.models.fairseq_hooks import ignoring_batches
+from pn_fairseq.norms import MaskedBatchNorm
+from pn_fairseq.norms.agree import agree_on_statistics
 
 from .helpers import build, padded_batch
 
@@ -18,13 +23,16 @@ def work(rank: int, world: int, folder: str, flags: dict) -> None:
         model.set_num_updates(step)
         model(src, None, prev)[0].square().mean().backward()
     before = {key: value.clone() for key, value in model.state_dict().items() if "layer_norm" in key}
+    if rank == 0:
+        model.eval()  # alone: no collective call that would hang
+    FairseqTask(None).begin_valid_epoch(1, model)
     model.eval()
     src, prev = padded_batch(99)
     with torch.no_grad():
         output = model(src, None, prev)[0]
     after = {key: value.clone() for key, value in model.state_dict().items() if "layer_norm" in key}
-    if rank == 0:
-        model.eval()  # once more and alone: nothing to agree on, so no collective call that would hang
+    if rank == 0 and model.norm_agreement:
+        agree_on_statistics(model)  # alone: there is nothing new to agree on
     torch.save((before, after, output), f"{folder}/{rank}.pt")
     dist.destroy_process_group()
 
@@ -68,3 +76,51 @@ def test_norms_are_synchronised_as_in_the_paper_unless_told_otherwise(encoder_no
 def test_unknown_choice_is_refused():
     with pytest.raises(ValueError, match="maybe.*auto, on, off"):
         build("transformer_pn_tiny", norm_sync="maybe")
+
+
+def pool(rank: int, world: int, folder: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
+    norm = MaskedBatchNorm(3)
+    norm.running_mean.copy_(torch.tensor([0.0, 1.0, 2.0]) * (1 + rank))
+    norm.running_var.copy_(torch.tensor([1.0, 2.0, 3.0]) + rank)
+    norm.trained_alone = True
+    agree_on_statistics(norm)
+    torch.save((norm.running_mean, norm.running_var), f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+def test_variances_are_pooled_about_the_common_mean(tmp_path):
+    """Two halves of a population with means m, 2m and variances v, v + 1."""
+    mp.spawn(pool, args=(2, str(tmp_path)), nprocs=2)
+    first, mean, variance = torch.tensor([0.0, 1.0, 2.0]), torch.tensor([0.0, 1.5, 3.0]), torch.tensor([1.0, 2.0, 3.0])
+    pooled = (variance + (first - mean) ** 2 + variance + 1 + (2 * first - mean) ** 2) / 2
+    for rank in range(2):
+        got_mean, got_variance = torch.load(tmp_path / f"{rank}.pt")
+        torch.testing.assert_close(got_mean, mean)
+        torch.testing.assert_close(got_variance, pooled)
+
+
+@pytest.mark.parametrize("encoder_norm", ["batch", "power-v", "power"])
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_a_batch_that_is_ignored_leaves_no_trace(encoder_norm, checkpointed):
+    """fairseq gives a worker without data an old batch, and multiplies its loss by 0."""
+    model = build("transformer_pn_tiny", encoder_norm=encoder_norm, checkpoint_activations=checkpointed)
+    src, prev = padded_batch(0)
+    for update in range(2):
+        model.set_num_updates(update)
+        model(src, None, prev)[0].square().mean().backward()
+        before = {key: value.clone() for key, value in model.state_dict().items()}
+        with ignoring_batches(model):
+            (model(src, None, prev)[0].square().mean() * 0).backward()
+        for key, value in model.state_dict().items():
+            assert torch.equal(value, before[key]), key
+
+
+def test_hooks_are_set_once():
+    import importlib
+
+    from pn_fairseq.models import fairseq_hooks
+
+    before = FairseqTask.train_step, FairseqTask.begin_valid_epoch
+    importlib.reload(fairseq_hooks)
+    assert (FairseqTask.train_step, FairseqTask.begin_valid_epoch) == before

@@ -166,6 +166,8 @@ def test_state_dict_can_be_loaded_between_forward_and_backward(name):
     norm.load_state_dict(buffers, strict=False)
     y.backward(torch.tensor(dy, dtype=torch.float32))
     assert_close(leaf.grad, oracle_step(oracle, x, mask, dy)["dx"], 5e-5)
+    for key, value in buffers.items():
+        assert torch.equal(norm.state_dict()[key], value), f"{key}: what was loaded is there"
 
 
 @pytest.mark.parametrize("name", NORMS)

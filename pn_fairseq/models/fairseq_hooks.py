@@ -1,0 +1,71 @@
+"""Three places in fairseq where the norms have to know what is going on and no model is told.
+
+Importing this module wraps the functions; each does what it did before, and tells the model.
+"""
+
+import functools
+from contextlib import contextmanager
+
+from fairseq import checkpoint_utils
+from fairseq.tasks.fairseq_task import FairseqTask
+from torch import nn
+
+from pn_fairseq.norms.agree import agree_on_statistics
+from pn_fairseq.norms.base import RunningNorm
+
+
+@contextmanager
+def ignoring_batches(model: nn.Module):
+    """Keep what ``model`` sees out of the statistics of its norms."""
+    norms = [module for module in model.modules() if isinstance(module, RunningNorm)]
+    for norm in norms:
+        norm.ignoring = True
+    try:
+        yield
+    finally:
+        for norm in norms:
+            norm.ignoring = False
+
+
+def _agree(model: nn.Module) -> None:
+    if getattr(model, "norm_agreement", False):
+        agree_on_statistics(model)
+
+
+def _wrap(owner, name: str, wrapper) -> None:
+    """Put ``wrapper(original, ...)`` in the place of ``owner.name``, once, however often this module is executed."""
+    original = getattr(owner, name)
+    if hasattr(original, "pn_fairseq"):
+        return
+
+    @functools.wraps(original)
+    def function(*args, **kwargs):
+        return wrapper(original, *args, **kwargs)
+
+    function.pn_fairseq = True
+    setattr(owner, name, function)
+
+
+def _train_step(original, task, sample, model, criterion, optimizer, update_num, ignore_grad=False, **kwargs):
+    """A worker that has run out of data repeats an old batch and multiplies its loss by 0."""
+    if not ignore_grad:
+        return original(task, sample, model, criterion, optimizer, update_num, ignore_grad, **kwargs)
+    with ignoring_batches(model):
+        return original(task, sample, model, criterion, optimizer, update_num, ignore_grad, **kwargs)
+
+
+def _begin_valid_epoch(original, task, epoch, model):
+    """All workers are about to validate."""
+    _agree(model)
+    return original(task, epoch, model)
+
+
+def _save_checkpoint(original, cfg, trainer, epoch_itr, val_loss):
+    """All workers come here, and the first one saves."""
+    _agree(trainer.get_model())
+    return original(cfg, trainer, epoch_itr, val_loss)
+
+
+_wrap(FairseqTask, "train_step", _train_step)
+_wrap(FairseqTask, "begin_valid_epoch", _begin_valid_epoch)
+_wrap(checkpoint_utils, "save_checkpoint", _save_checkpoint)
