@@ -9,6 +9,14 @@ CHANNELS = 8
 STATEFUL = [name for name in NORMS if name != "layer"]
 
 
+@pytest.fixture(autouse=True)
+def _compile_afresh():
+    """torch.compile counts what it has compiled of one function, and gives up at a limit that other tests use up."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
 def make(name):
     torch.manual_seed(0)
     return build_norm(name, CHANNELS, layer_scale_groups=2, psi_warmup_updates=2)
