@@ -1,8 +1,11 @@
 """Turn fairseq's JSON records on stdin into one short line each: progress.py TOTAL_UPDATES."""
 
 import json
+import signal
 import sys
 
+# Ctrl-C goes to the training, too, whose last words are still to be read; the end of the input ends this.
+signal.signal(signal.SIGINT, signal.SIG_IGN)
 total = int(sys.argv[1])
 for line in sys.stdin:
     start = line.find("{")
