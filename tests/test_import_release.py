@@ -14,7 +14,7 @@ from fairseq.data import Dictionary
 from pn_fairseq.checkpoints import CheckpointError, load_checkpoint
 from pn_fairseq.cli.import_release import main
 from pn_fairseq.norms import PowerNormRelease
-from pn_fairseq.norms.base import RunningNorm
+from pn_fairseq.norms.base import running_norms
 
 from .models.helpers import arch_args, padded_batch
 from .scripts_helpers import ROOT, run
@@ -83,7 +83,7 @@ def ours(dictionary: Dictionary, **flags):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(0.4 * torch.randn(parameter.shape, generator=generator))
-        for norm in (module for module in model.modules() if isinstance(module, RunningNorm)):
+        for norm in running_norms(model):
             norm.running_psi2.copy_(0.2 + 2 * torch.rand(norm.running_psi2.shape, generator=generator))
             norm.nu.copy_(torch.randn(norm.nu.shape, generator=generator))
             norm.num_batches_tracked.fill_(1234)
@@ -197,7 +197,7 @@ def test_imported_model_is_the_one_in_the_file(stacked, zipped, model, data, tmp
     assert "transformer_pn_iwslt, encoder norm power, decoder norm layer" in printed.out and not printed.err
     imported = load(tmp_path / "imported.pt", data)
     assert_same(imported, model)
-    norms = [module for module in imported.modules() if isinstance(module, RunningNorm)]
+    norms = running_norms(imported)
     assert len(norms) == 2 * LAYERS + 1 and all(type(norm) is PowerNormRelease for norm in norms)
     assert [norm.psi_warmup.updates for norm in norms] == [WARMUP] * (2 * LAYERS) + [1000]
     assert {norm.layer_scale.groups for norm in norms} == {4}

@@ -11,13 +11,13 @@ from fairseq.tasks.fairseq_task import FairseqTask
 from torch import nn
 
 from pn_fairseq.norms.agree import agree_on_statistics
-from pn_fairseq.norms.base import RunningNorm
+from pn_fairseq.norms.base import running_norms
 
 
 @contextmanager
 def ignoring_batches(model: nn.Module):
     """Keep what ``model`` sees out of the statistics of its norms."""
-    norms = [module for module in model.modules() if isinstance(module, RunningNorm)]
+    norms = running_norms(model)
     for norm in norms:
         norm.ignoring = True
     try:

@@ -3,7 +3,7 @@
 from fairseq.logging import metrics
 from torch import nn
 
-from pn_fairseq.norms.base import RunningNorm
+from pn_fairseq.norms.base import running_norms
 
 #: Diagnostic -> how the norms' values are made one.
 _SUMMARY = {
@@ -25,7 +25,7 @@ class NormReport:
 
     def __init__(self, model: nn.Module, interval: int):
         self.interval = interval
-        self.norms = [module for module in model.modules() if isinstance(module, RunningNorm)]
+        self.norms = running_norms(model)
         self.logged_at = 0
         for norm in self.norms:
             norm.collecting = True

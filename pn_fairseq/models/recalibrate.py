@@ -13,7 +13,8 @@ from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
 from pn_fairseq.checkpoints import CheckpointError
-from pn_fairseq.norms.recalibrate import recalibrating, running_norms
+from pn_fairseq.norms.base import RunningNorm, running_norms
+from pn_fairseq.norms.recalibrate import recalibrating
 
 VALID = "valid"
 
@@ -139,7 +140,7 @@ class RecalibrationModel:
     def store(self, weights: dict[str, torch.Tensor]) -> None:
         """Write the running statistics into ``weights``, the ``"model"`` of a checkpoint, each in its dtype there."""
         for prefix, norm in self.model.named_modules(remove_duplicate=False):
-            if norm in running_norms(self.model):
+            if isinstance(norm, RunningNorm):
                 for name, buffer in norm.named_buffers():
                     key = f"{prefix}.{name}"
                     weights[key] = buffer.to("cpu", weights[key].dtype, copy=True)

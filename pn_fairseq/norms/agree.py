@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from pn_fairseq.norms.base import RunningNorm
+from pn_fairseq.norms.base import running_norms
 from pn_fairseq.norms.workers import sum_now, workers
 
 
@@ -16,8 +16,7 @@ def agree_on_statistics(model: nn.Module, group=None) -> bool:
     One collective call, which every worker has to join. Returns whether there was one.
     """
     count = workers(group)
-    norms = [module for module in model.modules() if isinstance(module, RunningNorm)]
-    norms = [norm for norm in norms if norm.trained_alone and not norm.synchronises()]
+    norms = [norm for norm in running_norms(model) if norm.trained_alone and not norm.synchronises()]
     if count == 1 or not norms:
         return False
     # float64 holds the counters, too; workers that skipped different batches have different ones.

@@ -335,6 +335,11 @@ class RunningNorm(ChannelNorm):
         return {**self.__dict__, "_pending": PendingSteps(), "process_group": None}
 
 
+def running_norms(model: nn.Module) -> list[RunningNorm]:
+    """The norms of ``model`` (itself included) that have running statistics."""
+    return [module for module in model.modules() if isinstance(module, RunningNorm)]
+
+
 def _flush_first(module: RunningNorm, *_) -> None:
     module.flush()
 

@@ -6,12 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from pn_fairseq.norms.base import RunningNorm
-
-
-def running_norms(model: nn.Module) -> list[RunningNorm]:
-    """The norms of ``model`` (itself included) that have running statistics."""
-    return [module for module in model.modules() if isinstance(module, RunningNorm)]
+from pn_fairseq.norms.base import RunningNorm, running_norms
 
 
 @contextmanager

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from pn_fairseq.norms import NORMS
-from pn_fairseq.norms.base import ChannelNorm, RunningNorm
+from pn_fairseq.norms.base import ChannelNorm, running_norms
 
 from .helpers import VOCABULARY, build, padded_batch
 
@@ -120,7 +120,7 @@ def test_activation_checkpointing_gives_the_same_training(name):
             torch.testing.assert_close(one.grad, other.grad, rtol=1e-9, atol=1e-12, msg=key)
         for (key, one), other in zip(plain.named_buffers(), checkpointed.buffers(), strict=True):
             assert torch.equal(one, other), key
-    counts = [module.num_batches_tracked for module in checkpointed.modules() if isinstance(module, RunningNorm)]
+    counts = [norm.num_batches_tracked for norm in running_norms(checkpointed)]
     assert all(int(count) == 4 for count in counts)
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from pn_fairseq.norms import NORMS, MaskedBatchNorm, build_norm, recalibrating
-from pn_fairseq.norms.recalibrate import running_norms
+from pn_fairseq.norms.base import running_norms
 
 from .helpers import (
     CHANNELS,
