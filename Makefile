@@ -19,11 +19,14 @@ venv: ## create the environment $(VENV) from constraints.txt (instant if it is t
 demo: venv ## train a small PN transformer on the verses, decode, print BLEU (about 10 minutes on 2 cores)
 	@bash scripts/demo.sh --run "$(RUN)"
 
+# A worker for each core, each taking whole files, so that what the tests of a file share is made once.
+PYTEST = "$(VENV)/bin/python" -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile
+
 test: venv ## run the tests
-	@"$(VENV)/bin/python" -m pytest -m "not slow"
+	@$(PYTEST) -m "not slow"
 
 test-slow: venv ## run the slow tests too
-	@"$(VENV)/bin/python" -m pytest
+	@$(PYTEST)
 
 lint: venv ## check style: ruff and shellcheck
 	@"$(VENV)/bin/ruff" check .

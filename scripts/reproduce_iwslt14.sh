@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# IWSLT14 German-English, as in Table 1 of Shen et al. 2020, from the archive to the table beside the paper's.
+set -euo pipefail
+
+root=$(CDPATH='' cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.." && pwd)
+# shellcheck disable=SC2034 # read by lib/reproduce.sh
+{
+    config=iwslt14_de_en
+    size=iwslt
+    prepare=prepare_iwslt14.sh
+    default_seeds="1 2 3"
+    about="IWSLT14 German-English, as in Table 1 of Shen et al. 2020, from the archive to the table beside the paper's."
+}
+# shellcheck source=lib/reproduce.sh
+source "$root/scripts/lib/reproduce.sh"
+reproduce "$@"

@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# WMT14 English-German, as in Table 1 of Shen et al. 2020, from the archives to the table beside the paper's.
+set -euo pipefail
+
+root=$(CDPATH='' cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.." && pwd)
+# shellcheck disable=SC2034 # read by lib/reproduce.sh
+{
+    config=wmt14_en_de_big
+    size=wmt_en_de_big
+    prepare=prepare_wmt14.sh
+    default_seeds="1"
+    about="WMT14 English-German, as in Table 1 of Shen et al. 2020, from the archives to the table beside the paper's."
+}
+# shellcheck source=lib/reproduce.sh
+source "$root/scripts/lib/reproduce.sh"
+reproduce "$@"

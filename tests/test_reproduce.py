@@ -1,0 +1,152 @@
+"""scripts/reproduce_*.sh: which steps they take, in which order, and what they do when one fails."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from .scripts_helpers import ROOT, SCRIPTS, assert_refused, environment, script
+
+CORPORA = {
+    "iwslt14": ("iwslt14_de_en", "iwslt"),
+    "wmt14": ("wmt14_en_de_big", "wmt_en_de_big"),
+    "verses": ("verses_es_en", "tiny"),
+}
+
+
+def dry_run(name: str, *arguments, **environ) -> list[str]:
+    return script(f"reproduce_{name}.sh", "--dry-run", *arguments, **environ).stdout.splitlines()
+
+
+@pytest.mark.parametrize("name", CORPORA)
+def test_dry_run_prints_every_command(name, tmp_path):
+    config, size = CORPORA[name]
+    runs = f"runs/{config}"
+    expected = [f"scripts/prepare_{name}.sh --dest runs/data/{config}"]
+    for norm in ("bn", "pn"):
+        for seed in (1, 7):
+            run = f"{runs}/{norm}_seed{seed}"
+            settings = f"model._name=transformer_{norm}_{size} common.seed={seed} optimization.max_update=9"
+            expected.append(f"scripts/train.sh {config} --data runs/data/{config} --run {run} {settings}")
+            expected += [f"scripts/{step}.sh --run {run}" for step in ("average", "generate", "score")]
+    folders = " ".join(f"{runs}/{norm}_seed{seed}" for norm in ("bn", "pn") for seed in (1, 7))
+    expected.append(f"pn-report {folders} --output {runs}/report")
+    assert dry_run(name, "optimization.max_update=9", NORMS=" bn  pn", SEEDS="1 7") == expected
+    assert (ROOT / f"configs/{config}.yaml").is_file() and (SCRIPTS / f"prepare_{name}.sh").is_file()
+
+
+def test_dry_run_can_be_pasted_into_a_shell(tmp_path):
+    lines = dry_run("iwslt14", "--archive", "my talks.tgz", "--runs", tmp_path / "a b", NORMS="pn", SEEDS="1")
+    assert lines[0].endswith(r"--archive my\ talks.tgz")
+    assert rf"--run {tmp_path}/a\ b/pn_seed1" in lines[1]
+    assert not (tmp_path / "a b").exists()
+
+
+@pytest.mark.parametrize(
+    ("environ", "needles"),
+    [
+        ({"NORMS": "ln group"}, ("NORMS", "'group'", "ln bn pnv pn")),
+        ({"NORMS": ""}, ("NORMS", "at least one")),
+        ({"SEEDS": "1 x"}, ("SEEDS", "'x'")),
+        ({"SEEDS": "2 1 2", "NORMS": "pn"}, ("pn_seed2", "twice")),
+    ],
+)
+def test_mistakes_in_the_lists(environ, needles):
+    assert_refused(script("reproduce_iwslt14.sh", "--dry-run", check=False, **environ), *needles)
+
+
+STUB = """#!/usr/bin/env bash
+# Writes down how it was called; fails or hangs where it is told to.
+echo "$(basename "$0" .sh) $*" >>"$CALLS"
+case "$(basename "$0" .sh) $*" in
+*"${FAIL:-nothing}"*)
+    printf 'some words\\n\\n%s: error: it went wrong\\n\\n' "$(basename "$0")" >&2
+    exit "${CODE:-2}"
+    ;;
+*"${HANG:-nothing}"*) sleep 600 ;;
+esac
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """A checkout whose steps are stubs, and the file in which they write down how they were called."""
+    folder = tmp_path / "checkout"
+    shutil.copytree(SCRIPTS, folder / "scripts")
+    (folder / "configs").symlink_to(ROOT / "configs")
+    (folder / "pn_fairseq").symlink_to(ROOT / "pn_fairseq")
+    for step in ("prepare_iwslt14", "train", "average", "generate", "score"):
+        (folder / f"scripts/{step}.sh").write_text(STUB)
+    tools = folder / "venv/bin"
+    tools.mkdir(parents=True)
+    (tools / "pn-report").write_text(STUB)
+    (tools / "python").write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    for tool in tools.iterdir():
+        tool.chmod(0o755)
+    return folder
+
+
+def environ_of(checkout, **changes):
+    return environment(VENV=str(checkout / "venv"), CALLS=str(checkout / "calls"), SEEDS="1", NORMS="ln pn", **changes)
+
+
+def reproduce(checkout, **changes) -> tuple[subprocess.CompletedProcess, list[str]]:
+    (checkout / "calls").unlink(missing_ok=True)
+    command = ["bash", checkout / "scripts/reproduce_iwslt14.sh"]
+    result = subprocess.run(command, env=environ_of(checkout, **changes), capture_output=True, text=True)
+    calls = (checkout / "calls").read_text().splitlines()
+    # "train iwslt14_de_en --data ... --run R ..." -> "train ln_seed1"
+    return result, [f"{call.split()[0]} {call.split('--run ')[-1].split()[0].split('/')[-1]}" for call in calls]
+
+
+ALL = [f"{step} {run}" for run in ("ln_seed1", "pn_seed1") for step in ("train", "average", "generate", "score")]
+
+
+def test_a_failed_run_is_named_and_the_others_go_on(checkout):
+    runs = checkout / "runs/iwslt14_de_en"
+    result, calls = reproduce(checkout, FAIL="average --run " + str(runs / "ln_seed1"))
+    assert result.returncode == 1 and "1 of 2 runs failed: ln_seed1" in result.stderr
+    assert calls[1:-1] == ALL[:2] + ALL[4:]
+    assert calls[-1].startswith("pn-report")
+    assert (runs / "ln_seed1/failed").read_text() == "average: average.sh: error: it went wrong\n"
+    assert not (runs / "pn_seed1/failed").exists()
+    result, calls = reproduce(checkout)
+    assert result.returncode == 0 and calls[1:-1] == ALL
+    assert not (runs / "ln_seed1/failed").exists()
+
+
+def test_a_failed_training_is_noted_though_it_left_no_folder(checkout):
+    result, calls = reproduce(checkout, FAIL="transformer_pn_iwslt", CODE="1")
+    assert result.returncode == 1 and calls[1:-1] == ALL[:5]
+    noted = (checkout / "runs/iwslt14_de_en/pn_seed1/failed").read_text()
+    assert noted == "train: train.sh: error: it went wrong\n"
+
+
+def test_without_data_nothing_is_trained(checkout):
+    result, calls = reproduce(checkout, FAIL="prepare_iwslt14")
+    assert result.returncode == 2 and len(calls) == 1
+    assert "it went wrong" in result.stderr
+
+
+def test_a_report_that_fails_is_an_error(checkout):
+    result, _ = reproduce(checkout, FAIL="pn-report")
+    assert result.returncode == 2 and "pn-report failed" in result.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interruption_ends_it_all(checkout, number):
+    command = ["bash", checkout / "scripts/reproduce_iwslt14.sh"]
+    environ = environ_of(checkout, HANG="generate")
+    process = subprocess.Popen(command, env=environ, start_new_session=True, stderr=subprocess.DEVNULL)
+    deadline = time.time() + 60
+    while "generate" not in ((checkout / "calls").read_text() if (checkout / "calls").exists() else ""):
+        assert time.time() < deadline
+        time.sleep(0.1)
+    os.killpg(process.pid, number)
+    assert process.wait(timeout=20) == 128 + number
+    calls = (checkout / "calls").read_text().splitlines()
+    assert [call.split()[0] for call in calls] == ["prepare_iwslt14", "train", "average", "generate"]
