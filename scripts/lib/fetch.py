@@ -343,6 +343,7 @@ def fetch(url: str, file: Path, sha256: str | None, retries: int, pause: float, 
     digest = checksum(partial)
     if expected is not None and digest != expected:
         partial.unlink()
+        file.with_name(file.name + ".partial.json").unlink(missing_ok=True)
         advice = (
             f"if the new version is wanted, remove {file}.sha256"
             if recorded
