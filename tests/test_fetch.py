@@ -122,6 +122,8 @@ def test_known_checksum(server, file):
     result = fetch(server.url, file, "--sha256", sha256(OTHER))
     assert_refused(result, server.url, sha256(CONTENT), sha256(OTHER))
     assert listing(file.parent) == set(), "a wrong file is not kept"
+    assert_refused(fetch(server.url, file, "--md5", hashlib.md5(OTHER).hexdigest()), server.url, "md5")
+    assert_fetched(fetch(server.url, file, "--md5", hashlib.md5(CONTENT).hexdigest()), file)
 
 
 def test_another_file_at_the_same_address_is_noticed(server, file):

@@ -1,11 +1,11 @@
-"""Download a file: fetch.py URL FILE [--sha256 HEX].
+"""Download a file: fetch.py URL FILE [--sha256 HEX | --md5 HEX].
 
 FILE is either whole or not there. A download that was cut off stays as FILE.partial, with what the server said of its
 version in FILE.partial.json, and the next run asks for the rest of the same version, and for all of it if the server
 has another one by now or cannot send parts.
 
-With --sha256 the file must have that checksum. Without, the checksum is said and kept in FILE.sha256 (the format of
-sha256sum), and a FILE that is there, or downloaded again, must match it from then on.
+With --sha256, or --md5 where only that is published, the file must have that checksum. Without, its sha256 is said and
+kept in FILE.sha256 (the format of sha256sum), and a FILE that is there, or downloaded again, must match it from then on.
 
 DATA_MIRROR, a folder or the URL of one, is where the file of the same name is taken from instead (for work offline).
 http_proxy and https_proxy are respected.
@@ -15,6 +15,7 @@ import argparse
 import contextlib
 import errno
 import fcntl
+import functools
 import hashlib
 import http.client
 import json
@@ -50,10 +51,10 @@ def megabytes(count: int) -> str:
     return f"{count / 1e6:.1f} MB"
 
 
-def checksum(path: Path) -> str:
-    """The sha256 of a file, in hexadecimal."""
+def checksum(path: Path, algorithm: str) -> str:
+    """The checksum of a file, in hexadecimal."""
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        return hashlib.file_digest(file, algorithm).hexdigest()
 
 
 class Progress:
@@ -323,16 +324,18 @@ def alone(file: Path) -> Iterator[None]:
             lock.unlink(missing_ok=True)
 
 
-def fetch(url: str, file: Path, sha256: str | None, retries: int, pause: float, timeout: float) -> None:
-    """FILE with the content of the URL and the right checksum; nothing to do if that is there."""
-    recorded = None if sha256 else kept_checksum(file)
-    expected = sha256 or recorded
+def fetch(url: str, file: Path, known: tuple[str, str] | None, retries: int, pause: float, timeout: float) -> None:
+    """FILE with the content of the URL and the right checksum, (algorithm, digits); nothing to do if that is there."""
+    recorded = None if known else kept_checksum(file)
+    algorithm, expected = known or ("sha256", recorded)
     if file.exists():
-        digest = checksum(file)
+        digest = checksum(file, algorithm)
         if expected is None:
             keep_checksum(file, digest)
         elif digest != expected:
-            raise UserError(f"{file} has the sha256 {digest}, not {expected}; remove it, and it will be fetched again")
+            raise UserError(
+                f"{file} has the {algorithm} {digest}, not {expected}; remove it, and it will be fetched again"
+            )
         return
     source, origin = source_of(url)
     say(f"{file.name}: from {source}")
@@ -340,7 +343,7 @@ def fetch(url: str, file: Path, sha256: str | None, retries: int, pause: float, 
         partial = copy(source, file, origin)
     else:
         partial = download(source, file, retries, pause, timeout)
-    digest = checksum(partial)
+    digest = checksum(partial, algorithm)
     if expected is not None and digest != expected:
         partial.unlink()
         file.with_name(file.name + ".partial.json").unlink(missing_ok=True)
@@ -349,17 +352,18 @@ def fetch(url: str, file: Path, sha256: str | None, retries: int, pause: float, 
             if recorded
             else "the file there was changed or damaged on its way; try again or get it elsewhere"
         )
-        raise UserError(f"{source}: its sha256 is {digest}, not {expected}; {advice}")
+        raise UserError(f"{source}: its {algorithm} is {digest}, not {expected}; {advice}")
     if expected is None:
         keep_checksum(file, digest)
     partial.replace(file)
     file.with_name(file.name + ".partial.json").unlink(missing_ok=True)
 
 
-def hexadecimal(text: str) -> str:
-    if len(text) != 64 or set(text.lower()) - set("0123456789abcdef"):
-        raise argparse.ArgumentTypeError(f"'{text}' is not a sha256 (64 hexadecimal digits)")
-    return text.lower()
+def known_checksum(algorithm: str, text: str) -> tuple[str, str]:
+    digits = hashlib.new(algorithm).digest_size * 2
+    if len(text) != digits or set(text.lower()) - set("0123456789abcdef"):
+        raise argparse.ArgumentTypeError(f"'{text}' is not of {digits} hexadecimal digits")
+    return algorithm, text.lower()
 
 
 @command("fetch", OSError)
@@ -373,7 +377,10 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("url", metavar="URL", help="http://, https:// or file://")
     parser.add_argument("file", metavar="FILE", type=Path, help="where to put it; folders on the way are made")
-    parser.add_argument("--sha256", type=hexadecimal, metavar="HEX", help="the checksum that the file must have")
+    checksums = parser.add_mutually_exclusive_group()
+    for algorithm in ("sha256", "md5"):
+        convert = functools.partial(known_checksum, algorithm)
+        checksums.add_argument(f"--{algorithm}", dest="known", type=convert, metavar="HEX", help="what it must be")
     parser.add_argument("--retries", type=int, default=4, help="new attempts in a row without a byte (default: 4)")
     parser.add_argument("--pause", type=float, default=1, help="seconds before the first, doubled each time (1)")
     parser.add_argument("--timeout", type=float, default=60, help="seconds of silence that end an attempt (60)")
@@ -383,7 +390,7 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError(f"{file} is a folder; name the file to be made")
     file.parent.mkdir(parents=True, exist_ok=True)
     with alone(file):
-        fetch(arguments.url, file, arguments.sha256, arguments.retries, arguments.pause, arguments.timeout)
+        fetch(arguments.url, file, arguments.known, arguments.retries, arguments.pause, arguments.timeout)
 
 
 if __name__ == "__main__":
