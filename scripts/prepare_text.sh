@@ -55,13 +55,13 @@ open_folder "$dest"
 
 # The text is read anew each time, so that a corrected file is noticed and a changed one refused.
 rm -rf "$dest/text.partial"
-mkdir "$dest/text.partial"
+make_folder "$dest/text.partial"
+files=()
 for split in train valid test; do
     for lang in "$source" "$target"; do
-        text=$dest/text.partial/$split.$lang
-        unpack_text "$corpus/$split.$lang" >"$text" || die "$corpus/$split.$lang is damaged or cut off; get it again"
+        files+=("$corpus/$split.$lang" "$dest/text.partial/$split.$lang")
     done
 done
+step copy_text "${files[@]}"
 check_texts "$dest/text.partial" "$source" "$target" "$corpus"
 prepare_corpus "$dest" "$source" "$target" "$dest/text.partial"
-rm -rf "$dest/text.partial"

@@ -6,9 +6,11 @@
 #   operations=10000 lower=1 clean="1 175 1.5"    what differs from the defaults below; its options may change it
 #   check_preparation                             the settings, BPE, MOSES and the tools, before anything is downloaded
 #   open_folder DEST                              make DEST and lock it
-#   ... put the text into DEST/text: train, valid and test in both languages (train.de, train.en, ...), one sentence a
-#       line; made beside and renamed, so that it is whole or not there. No valid if `valid_every` takes it from train.
-#   check_texts DEST/text SOURCE TARGET           UTF-8, nothing empty, as many lines in both languages
+#   make_folder DEST/text.partial                 and put the text there: train, valid and test in both languages
+#                                                 (train.de, train.en, ...), one sentence a line; no valid if
+#                                                 `valid_every` takes it from train
+#   take_text DEST SOURCE TARGET                  checked (UTF-8, nothing empty, as many lines in both languages) and
+#                                                 compared with the text of an earlier run, it becomes DEST/text
 #   prepare_corpus DEST SOURCE TARGET DEST/text   all the rest
 #
 # and has afterwards
@@ -85,7 +87,7 @@ check_preparation() {
         need perl
     fi
     use_venv
-    need python gzip flock sha256sum fairseq-preprocess
+    need python flock sha256sum fairseq-preprocess
     [[ -z $MOSES ]] || MOSES=$(absolute "$MOSES")
 }
 
@@ -94,15 +96,23 @@ open_folder() {
     mkdir -p "$1" 2>/dev/null || die "cannot make the directory '$1' (--dest)"
     # The processes of this script hold the lock, too: what was left running by a kill -9 is waited for.
     { exec {lock}>>"$1/.lock"; } 2>/dev/null || die "cannot write in '$1' (--dest)"
+    opened=$1
     flock -n "$lock" || {
         say "something else prepares $1; waiting for it to end"
         flock "$lock"
     }
+    trap 'rm -rf "$opened"/{unpacked,text.partial,raw.partial,bin.partial}' EXIT
 }
 
-# unpack_text FILE: FILE or FILE.gz on stdout.
-unpack_text() {
-    if [[ -f $1 ]]; then cat "$1"; else gzip -dc "$1.gz" 2>/dev/null; fi
+# make_folder FOLDER: a new one.
+make_folder() { mkdir -p "$1" 2>/dev/null || die "cannot make the directory '$1'"; }
+
+# write_text FILE TEXT: a small file, whole or not there.
+write_text() {
+    { printf '%s\n' "$2" >"$1.partial" && mv "$1.partial" "$1"; } 2>/dev/null || {
+        rm -f "$1.partial"
+        die "cannot write '$1'; is the disk full?"
+    }
 }
 
 # splits_of_text: the splits that text/ holds.
@@ -130,8 +140,17 @@ keep_settings() {
         [[ $(other_settings "$file") == $(other_settings <(printf '%s\n' "$text")) ]] ||
             die "$(dirname "$file") was made with other settings or other text (see $file); remove it or name another directory"
     else
-        make_file "$file" printf '%s\n' "$text"
+        write_text "$file" "$text"
     fi
+}
+
+# take_text DEST SOURCE TARGET [NAME]: DEST/text.partial becomes DEST/text, if it can be used and is what DEST was begun
+# with. NAME is what it is called in messages.
+take_text() {
+    check_texts "$1/text.partial" "$2" "$3" "${4:-$1/text}"
+    keep_settings "$1/settings" "$(settings_of "$1/text.partial" "$2" "$3")"
+    rm -rf "$1/text"
+    mv "$1/text.partial" "$1/text"
 }
 
 # settings_of TEXT SOURCE TARGET: what DEST/settings says.
@@ -167,7 +186,7 @@ tokenize_texts() {
     [[ $nonprinting -eq 0 ]] || flags+=(--nonprinting)
     [[ $aggressive -eq 0 ]] || flags+=(--aggressive)
     [[ $lower -eq 0 ]] || flags+=(--lower)
-    mkdir -p "$to" || exit 2
+    make_folder "$to"
     for lang in "$source" "$target"; do
         for split; do
             files+=("$lang" "$from/$split.$lang" "$to/$split.$lang")
@@ -181,7 +200,7 @@ segment_texts() {
     local from=$1 to=$2 source=$3 target=$4 model=$2/codes split lang files=()
     shift 4
     [[ $BPE == subword-nmt ]] || model=$to/sentencepiece.model
-    mkdir -p "$to" || exit 2
+    make_folder "$to"
     say "learning $operations BPE operations on both languages with $BPE"
     step subwords learn "$BPE" "$operations" "$model" --workers "$workers" "$from/train.$source" "$from/train.$target"
     for split; do
@@ -256,12 +275,11 @@ prepare_corpus() {
         segment_texts "$dest/tok" "$dest/bpe" "$source" "$target" train valid test
     say "binarizing with fairseq-preprocess"
     [[ -d $dest/bin ]] || step binarize "$dest" "$source" "$target" "$workers"
-    if [[ ! -f $dest/counts ]]; then
+    [[ -f $dest/counts ]] || write_text "$dest/counts" "$(
         for split in train valid test; do
             echo "$split=$(lines "$dest/raw/$split.$source")"
-        done >"$dest/counts.partial"
-        mv "$dest/counts.partial" "$dest/counts"
-    fi
+        done
+    )"
     rm -rf "$dest/work"
     if [[ -n $clean ]]; then
         say "cleaning removed $(count "$dest" train.removed) of $(count "$dest" train.read) training pairs (which and why: $dest/removed.tsv)"

@@ -12,7 +12,7 @@ import contextlib
 import io
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from conventions import ArgumentParser, UserError
@@ -44,6 +44,13 @@ def learn_subword_nmt(texts: list[Path], operations: int, workers: int) -> bytes
     return codes.getvalue().encode("utf-8")
 
 
+def lines(texts: list[Path]) -> Iterator[str]:
+    for path in texts:
+        with path.open(encoding="utf-8", newline="\n") as file:
+            for line in file:
+                yield line.removesuffix("\n")
+
+
 def learn_sentencepiece(texts: list[Path], operations: int, workers: int) -> bytes:
     """A serialised model."""
     import sentencepiece
@@ -51,7 +58,8 @@ def learn_sentencepiece(texts: list[Path], operations: int, workers: int) -> byt
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
-            input=",".join(map(str, texts)),
+            # Not by name: the trainer splits names at commas.
+            sentence_iterator=lines(texts),
             model_writer=model,
             model_type="bpe",
             vocab_size=operations,

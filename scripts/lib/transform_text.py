@@ -26,8 +26,10 @@ def with_sacremoses(args, lang: str) -> Callable[[bytes], bytes]:
 
     steps = []
     if args.normalize:
-        # perl_parity: what normalize-punctuation.perl does, of which the default differs in three rules.
-        steps.append(MosesPunctNormalizer(lang, perl_parity=True).normalize)
+        # perl_parity: what normalize-punctuation.perl does, of which the default differs in three rules. It sees the
+        # line feed, too, which ends the rule for a full stop before a last quotation mark.
+        normalize = MosesPunctNormalizer(lang, perl_parity=True).normalize
+        steps.append(lambda line: normalize(f"{line}\n"))
     if args.nonprinting:
         other = regex.compile(r"\p{C}")
         steps.append(lambda line: other.sub(" ", line))
@@ -48,7 +50,8 @@ def with_moses(args, lang: str) -> Callable[[bytes], bytes]:
     """The chosen steps by Moses' Perl scripts, each a process that reads many lines."""
     commands = []
     if args.normalize:
-        commands.append([NORMALIZE, "-l", lang])
+        # By position: older versions of the script know no -l.
+        commands.append([NORMALIZE, lang])
     if args.nonprinting:
         commands.append([NONPRINTING])
     commands.append([TOKENIZER, "-q", "-l", lang, *(["-a"] if args.aggressive else [])])
