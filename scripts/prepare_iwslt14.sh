@@ -30,7 +30,7 @@ BPE, one dictionary. $expected_train train, $expected_valid valid and $expected_
 
 Environment: MOSES=FOLDER uses the Perl scripts of that checkout of mosesdecoder instead of sacremoses; BPE=sentencepiece
 instead of subword-nmt; DATA_MIRROR=FOLDER-OR-URL is where the archive is taken from instead of its own address.
-Run again, it does what is missing. DIR/raw has the untokenized text, DIR/counts the numbers of pairs, and
+Run again, it does what is missing. DIR/raw has the text as it was published, DIR/counts the numbers of pairs, and
 DIR/removed.tsv says which pairs were removed and why.
 END_OF_USAGE
 }
@@ -44,6 +44,7 @@ source "$root/scripts/lib/prepare.sh"
 dest=$root/runs/data/iwslt14_de_en
 archive="" sha256=""
 lower=1
+straighten=test
 clean="1 175 1.5"
 valid_every=23
 while [[ $# -gt 0 ]]; do

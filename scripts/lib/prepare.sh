@@ -30,6 +30,7 @@
 # What a script sets before check_preparation:
 operations=10000     # BPE merges (BPE=sentencepiece: the size of the vocabulary)
 workers=$(nproc)     # processes
+straighten=""        # splits whose typographic apostrophes become plain ones in tok/ (not in raw/): "test", "valid test"
 normalize=0          # 1: normalise punctuation, as normalize-punctuation.perl
 nonprinting=0        # 1: characters that are not printed become spaces, as remove-non-printing-char.perl
 aggressive=0         # 1: split hyphens within words off as @-@
@@ -51,6 +52,7 @@ export PYTHONUTF8=1
 # The settings that are not recorded by older versions, as they were then.
 default_settings="segmentation=subword-nmt
 tokenizer=sacremoses
+straighten=
 normalize=0
 nonprinting=0
 aggressive=0
@@ -166,6 +168,7 @@ lower=$lower
 bpe=$operations
 segmentation=$BPE
 tokenizer=$(if [[ -n $MOSES ]]; then echo moses; else echo sacremoses; fi)
+straighten=$straighten
 normalize=$normalize
 nonprinting=$nonprinting
 aggressive=$aggressive
@@ -180,19 +183,26 @@ END
 
 # tokenize_texts FROM TO SOURCE TARGET SPLIT...
 tokenize_texts() {
-    local from=$1 to=$2 source=$3 target=$4 split lang files=() flags=()
+    local from=$1 to=$2 source=$3 target=$4 split lang files=() straight=() flags=()
     shift 4
+    [[ -z $MOSES ]] || flags+=(--moses "$MOSES")
     [[ $normalize -eq 0 ]] || flags+=(--normalize)
     [[ $nonprinting -eq 0 ]] || flags+=(--nonprinting)
     [[ $aggressive -eq 0 ]] || flags+=(--aggressive)
     [[ $lower -eq 0 ]] || flags+=(--lower)
+    flags+=(--workers "$workers")
     make_folder "$to"
     for lang in "$source" "$target"; do
         for split; do
-            files+=("$lang" "$from/$split.$lang" "$to/$split.$lang")
+            if [[ " $straighten " == *" $split "* ]]; then
+                straight+=("$lang" "$from/$split.$lang" "$to/$split.$lang")
+            else
+                files+=("$lang" "$from/$split.$lang" "$to/$split.$lang")
+            fi
         done
     done
-    step transform_text ${MOSES:+--moses "$MOSES"} ${flags[@]+"${flags[@]}"} --workers "$workers" "${files[@]}"
+    [[ ${#files[@]} -eq 0 ]] || step transform_text "${flags[@]}" "${files[@]}"
+    [[ ${#straight[@]} -eq 0 ]] || step transform_text --straighten "${flags[@]}" "${straight[@]}"
 }
 
 # segment_texts FROM TO SOURCE TARGET SPLIT...: learn the subwords on FROM/train, and apply them to all.

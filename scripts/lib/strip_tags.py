@@ -1,9 +1,8 @@
-"""Take the text out of the files of IWSLT and WMT, as the recipes of fairseq do: one sentence a line.
+"""Take the text out of the files of IWSLT, as the recipes of fairseq do: one sentence a line.
 
 strip_tags.py train INPUT OUTPUT               a file train.tags.*: without the lines that have <url>, <talkid> or
                                                <keywords>; without the tags of titles and descriptions, whose text stays
-strip_tags.py segments OUTPUT INPUT [INPUT..]  the lines `<seg id="N"> text </seg>` of XML or SGML test sets, one after
-                                               the other; the typographic apostrophe becomes the plain one
+strip_tags.py segments OUTPUT INPUT [INPUT..]  the lines `<seg id="N"> text </seg>` of XML test sets, one after the other
 
 Entities such as &amp; stay as they are, as they do there. White space at the ends of a line goes, and a carriage return
 within one becomes a space, which is what it is to the tokenizer.
@@ -45,9 +44,9 @@ def segments(path: Path) -> Iterator[str]:
     for line in text_lines(path):
         if SEGMENT in line:
             found = True
-            yield SEGMENT_TAGS.sub("", line).replace("’", "'")
+            yield SEGMENT_TAGS.sub("", line)
     if not found:
-        raise UserError(f"{path} has no line with '{SEGMENT}': it is no test set in XML or SGML")
+        raise UserError(f"{path} has no line with '{SEGMENT}': it is no test set in XML")
 
 
 def main(argv: list[str] | None) -> None:

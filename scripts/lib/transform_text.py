@@ -1,7 +1,7 @@
-"""Tokenize text: transform_text.py [--moses DIR] [--normalize] [--nonprinting] [--aggressive] [--lower] [--workers N]
-LANG INPUT OUTPUT [LANG INPUT OUTPUT ...].
+"""Tokenize text: transform_text.py [--moses DIR] [--straighten] [--normalize] [--nonprinting] [--aggressive] [--lower]
+    [--workers N] LANG INPUT OUTPUT [LANG INPUT OUTPUT ...].
 
-In this order: punctuation normalised (--normalize), characters that are not printed made spaces (--nonprinting), tokens
+In this order: typographic apostrophes made plain (--straighten), punctuation normalised (--normalize), characters that are not printed made spaces (--nonprinting), tokens
 as Moses' tokenizer makes them, with hyphens within words split off as @-@ (--aggressive), lower case (--lower). By
 sacremoses, or by Moses' own Perl scripts in the checkout DIR. An OUTPUT that is there stays as it is.
 """
@@ -25,6 +25,8 @@ def with_sacremoses(args, lang: str) -> Callable[[bytes], bytes]:
     from sacremoses import MosesPunctNormalizer, MosesTokenizer
 
     steps = []
+    if args.straighten:
+        steps.append(lambda line: line.replace("’", "'"))
     if args.normalize:
         # perl_parity: what normalize-punctuation.perl does, of which the default differs in three rules. It sees the
         # line feed, too, which ends the rule for a full stop before a last quotation mark.
@@ -59,6 +61,8 @@ def with_moses(args, lang: str) -> Callable[[bytes], bytes]:
         commands.append([LOWERCASE])
 
     def work(text: bytes) -> bytes:
+        if args.straighten:
+            text = text.replace("’".encode(), b"'")
         for name, *flags in commands:
             result = subprocess.run(["perl", args.moses / name, *flags], input=text, capture_output=True)
             if result.returncode:
@@ -73,7 +77,7 @@ def with_moses(args, lang: str) -> Callable[[bytes], bytes]:
 def main(argv: list[str] | None) -> None:
     parser = ArgumentParser(description=__doc__)
     parser.add_argument("--moses", type=Path)
-    for name in ("--normalize", "--nonprinting", "--aggressive", "--lower"):
+    for name in ("--straighten", "--normalize", "--nonprinting", "--aggressive", "--lower"):
         parser.add_argument(name, action="store_true")
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("files", nargs="+")
