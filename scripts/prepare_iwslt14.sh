@@ -44,7 +44,7 @@ source "$root/scripts/lib/prepare.sh"
 dest=$root/runs/data/iwslt14_de_en
 archive="" sha256=""
 lower=1
-straighten=test
+straighten="test"
 clean="1 175 1.5"
 valid_every=23
 while [[ $# -gt 0 ]]; do

@@ -1,8 +1,10 @@
 """Take the text out of the files of IWSLT, as the recipes of fairseq do: one sentence a line.
 
-strip_tags.py train INPUT OUTPUT               a file train.tags.*: without the lines that have <url>, <talkid> or
-                                               <keywords>; without the tags of titles and descriptions, whose text stays
-strip_tags.py segments OUTPUT INPUT [INPUT..]  the lines `<seg id="N"> text </seg>` of XML test sets, one after the other
+strip_tags.py train INPUT OUTPUT
+    A file train.tags.*: without the lines that have <url>, <talkid> or <keywords>, and without the tags of titles and
+    descriptions, whose text stays.
+strip_tags.py segments OUTPUT INPUT [INPUT ...]
+    The lines `<seg id="N"> text </seg>` of XML test sets, one set after the other.
 
 Entities such as &amp; stay as they are, as they do there. White space at the ends of a line goes, and a carriage return
 within one becomes a space, which is what it is to the tokenizer.

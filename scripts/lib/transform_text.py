@@ -1,9 +1,10 @@
 """Tokenize text: transform_text.py [--moses DIR] [--straighten] [--normalize] [--nonprinting] [--aggressive] [--lower]
     [--workers N] LANG INPUT OUTPUT [LANG INPUT OUTPUT ...].
 
-In this order: typographic apostrophes made plain (--straighten), punctuation normalised (--normalize), characters that are not printed made spaces (--nonprinting), tokens
-as Moses' tokenizer makes them, with hyphens within words split off as @-@ (--aggressive), lower case (--lower). By
-sacremoses, or by Moses' own Perl scripts in the checkout DIR. An OUTPUT that is there stays as it is.
+In this order: typographic apostrophes made plain (--straighten), punctuation normalised (--normalize), characters that
+are not printed made spaces (--nonprinting), tokens as Moses' tokenizer makes them, with hyphens within words split off
+as @-@ (--aggressive), lower case (--lower). By sacremoses, or by Moses' own Perl scripts in the checkout DIR. An OUTPUT
+that is there stays as it is.
 """
 
 import subprocess
