@@ -32,7 +32,7 @@ def _agree(model: nn.Module) -> None:
         agree_on_statistics(model)
 
 
-def _wrap(owner, name: str, wrapper) -> None:
+def wrap(owner, name: str, wrapper) -> None:
     """Put ``wrapper(original, ...)`` in the place of ``owner.name``, once, however often this module is executed."""
     original = getattr(owner, name)
     if hasattr(original, "pn_fairseq"):
@@ -66,6 +66,6 @@ def _save_checkpoint(original, cfg, trainer, epoch_itr, val_loss):
     return original(cfg, trainer, epoch_itr, val_loss)
 
 
-_wrap(FairseqTask, "train_step", _train_step)
-_wrap(FairseqTask, "begin_valid_epoch", _begin_valid_epoch)
-_wrap(checkpoint_utils, "save_checkpoint", _save_checkpoint)
+wrap(FairseqTask, "train_step", _train_step)
+wrap(FairseqTask, "begin_valid_epoch", _begin_valid_epoch)
+wrap(checkpoint_utils, "save_checkpoint", _save_checkpoint)
