@@ -5,7 +5,7 @@ version in FILE.partial.json, and the next run asks for the rest of the same ver
 has another one by now or cannot send parts.
 
 With --sha256, or --md5 where only that is published, the file must have that checksum. Without, its sha256 is said and
-kept in FILE.sha256 (the format of sha256sum), and a FILE that is there, or downloaded again, must match it from then on.
+kept in FILE.sha256 (in the format of sha256sum), which FILE must match from then on, also when it is downloaded again.
 
 DATA_MIRROR, a folder or the URL of one, is where the file of the same name is taken from instead (for work offline).
 http_proxy and https_proxy are respected.
