@@ -22,7 +22,7 @@ For every norm and seed: train, average, decode, score; then one report over all
   --runs DIR     where the runs go, as DIR/NORM_seedN, and the report, as DIR/report (default runs/$config)
   --data DIR     the prepared data, made if it is not there (default runs/data/$config)
   --dry-run      print the commands and do nothing
-  --archive, --bpe, --workers VALUE
+  --archive, --bpe, --clean-stage, --sha256, --workers VALUE
                  passed on to $prepare
   key=value      settings for train.sh that differ from configs/$config.yaml
 
@@ -120,7 +120,7 @@ reproduce() {
         --runs) option_value "$1" $#; runs=$2; shift 2 ;;
         --data) option_value "$1" $#; data=$2; shift 2 ;;
         --dry-run) dry=1; shift ;;
-        --archive | --bpe | --workers)
+        --archive | --bpe | --clean-stage | --sha256 | --workers)
             option_value "$1" $#
             prepare_options+=("$1" "$2")
             shift 2
