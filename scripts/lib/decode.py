@@ -65,11 +65,13 @@ def sha256(*paths: Path) -> str:
 
 def visible_gpus() -> list[str]:
     """As CUDA_VISIBLE_DEVICES names them."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen in ("", "-1"):
+        return []
     import torch
 
     count = torch.cuda.device_count()
-    named = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-    return named[:count] if named else [str(number) for number in range(count)]
+    return chosen.split(",")[:count] if chosen else [str(number) for number in range(count)]
 
 
 def whole_number(text: str, name: str) -> int:
