@@ -114,7 +114,9 @@ def make_run(
     hydra.mkdir(parents=True)
     overrides = ["common.user_dir='/x'", f"model._name=transformer_{norm}_tiny", "++tokens_per_update=2048"]
     (hydra / "overrides.yaml").write_text(yaml.safe_dump([*overrides, "optimization.update_freq=[1]"]))
-    (hydra / "hydra.yaml").write_text(yaml.safe_dump({"hydra": {"job": {"config_name": "verses_es_en"}}}))
+    source = {"provider": "command-line", "path": "/checkout/configs"}
+    job = {"job": {"config_name": "verses_es_en"}, "runtime": {"config_sources": [source]}}
+    (hydra / "hydra.yaml").write_text(yaml.safe_dump({"hydra": job}))
     (path / "checkpoints").mkdir()
     (path / "checkpoints/averaged.pt").touch()
     if decoded:
@@ -290,7 +292,7 @@ def test_page_is_whole(comparison):
     for signature in ("nrefs:1|tok:none", "nrefs:1|tok:13a", "nrefs:1|nc:6", "beam=5 lenpen=1.0"):
         assert page.said(signature)
     assert page.said("Imaginary 9000") and page.said("2 × H <x> & y")
-    assert page.said("run") and str(runs["pn"][0]) in text
+    assert str(runs["pn"][0]) in text
     assert "scripts/train.sh verses_es_en --data '/data/not there'" in text
     assert "tokens_per_update=2048" in text and "update_freq=[1]" not in text and "user_dir" not in text
 
@@ -517,6 +519,46 @@ def test_restarts_are_added_up(tmp_path):
     cut_off = sum(10 * 100 / (1000 + update) for update in (10, 20, 30))
     assert cut_off < 3  # fairseq's own clock, "wall", went on to 3 seconds
     assert row["wall time"] == "at least 7.0 s"
+
+
+def test_a_validation_alone_is_a_training_that_began(tmp_path):
+    log = '{"valid_nll_loss": "9.5", "valid_num_updates": "20"}\n'
+    row = report(make_run(tmp_path / "run", log=log), output=tmp_path / "out").table("state", "wall time")[0]
+    assert row["updates"] == "20 of 40" and row["tokens/s"] == row["wall time"] == row["parameters"] == "not logged"
+
+
+def test_a_config_of_ones_own_is_named_by_its_path(tmp_path):
+    run = make_run(tmp_path / "run")
+    file = run / "hydra/.hydra/hydra.yaml"
+    file.write_text(file.read_text().replace("/checkout/configs", "/my own"))
+    report(run, output=tmp_path / "out")
+    assert "scripts/train.sh '/my own/verses_es_en.yaml' --data" in (tmp_path / "out/report.md").read_text("utf-8")
+
+
+def test_the_baseline_is_the_ln_that_differs_least(tmp_path):
+    runs = [
+        make_run(tmp_path / f"{norm}{dropout}", norm, model__dropout=dropout)
+        for norm in ("ln", "pn")
+        for dropout in (0.1, 0.3)
+    ]
+    page = report(*runs, output=tmp_path / "out")
+    for dropout in (0.1, 0.3):
+        assert page.said(f"PN (dropout={dropout}) is compared with LN (dropout={dropout}).")
+
+
+def test_a_batch_is_the_same_on_any_number_of_workers(tmp_path):
+    for name, workers, update_freq in (("a", 1, 2), ("b", 2, 1)):
+        run = make_run(tmp_path / name, seed=workers, optimization__update_freq=[update_freq])
+        (run / "starts.jsonl").write_text(json.dumps(START | {"workers": workers, "tokens_per_update": 4096}) + "\n")
+    page = report(tmp_path / "a", tmp_path / "b", output=tmp_path / "out")
+    assert [row["seeds scored"] for row in page.table("norm", "seeds scored")] == ["2: 1, 2"]
+    # Without a record the settings and the log tell: 2048 tokens x 2 x 1 worker here, x 1 there.
+    for name in ("a", "b"):
+        (tmp_path / name / "starts.jsonl").unlink()
+    page = report(tmp_path / "a", tmp_path / "b", output=tmp_path / "out")
+    assert [row["norm"] for row in page.table("norm", "seeds scored")] == [
+        "PN (tokens_per_update=4096)", "PN (tokens_per_update=2048)",
+    ]  # fmt: skip
 
 
 def test_a_seed_that_was_run_twice_counts_once(tmp_path):
