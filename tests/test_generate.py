@@ -232,12 +232,16 @@ def gpus(place) -> dict[str, str]:
 @pytest.mark.parametrize(("chosen", "devices"), [("0,1,2", ["0", "1", "2"]), ("GPU-af,7", ["GPU-af", "7"])])
 def test_one_process_on_each_visible_gpu(chosen, devices, place, gpus):
     (place / "run/config.yaml").write_text("common: {fp16: true}\n")
-    said = generate(place, **gpus, CUDA_VISIBLE_DEVICES=chosen, NPROC="1").stderr
+    said = generate(place, **gpus, CUDA_VISIBLE_DEVICES=chosen, NPROC="").stderr
     assert f"GPUs: {len(devices)}" in said and "fp16" in said
     called = calls(place)
     assert [call["gpu"] for call in called] == devices
     assert all("--fp16" in call["arguments"] for call in called)
     assert "beam 5, length penalty 1," in said
+    again = ("--beam", 2)
+    assert_refused(generate(place, *again, check=False, **gpus, CUDA_VISIBLE_DEVICES=chosen, NPROC="4"), "NPROC=4")
+    generate(place, *again, **gpus, CUDA_VISIBLE_DEVICES=chosen, NPROC="1")
+    assert [call["gpu"] for call in calls(place)] == devices[:1]
 
 
 def test_half_precision_is_for_gpus_and_as_the_run_was_trained(place, gpus):
@@ -246,9 +250,10 @@ def test_half_precision_is_for_gpus_and_as_the_run_was_trained(place, gpus):
     generate(place)
     assert "--fp16" not in calls(place)[0]["arguments"]
     # What is there was decoded in single precision: it will do, unless the other is asked for.
-    assert "already" in generate(place, **gpus, CUDA_VISIBLE_DEVICES="0").stderr
-    assert "already" in generate(place, "--no-fp16", **gpus, CUDA_VISIBLE_DEVICES="0").stderr
-    generate(place, "--fp16", **gpus, CUDA_VISIBLE_DEVICES="0")
+    one = {**gpus, "CUDA_VISIBLE_DEVICES": "0", "NPROC": ""}
+    assert "already" in generate(place, **one).stderr
+    assert "already" in generate(place, "--no-fp16", **one).stderr
+    generate(place, "--fp16", **one)
     assert "--fp16" in calls(place)[0]["arguments"]
 
 
