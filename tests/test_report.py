@@ -575,10 +575,11 @@ def test_a_seed_that_was_run_twice_counts_once(tmp_path):
 
 @pytest.mark.parametrize("name", ["a <b> & c", "pipe|and`tick`", "_x_ *y* [z](w)", "$x$ %20#?", "ünï 'quote\" \\ back"])
 def test_odd_names_are_shown_as_they_are(name, tmp_path):
-    runs = [make_run(tmp_path / name / norm, norm, model__note=name) for norm in ("ln", "pn")]
-    runs.append(make_run(tmp_path / name / "other", "pn", model__note=f"{name}2"))
+    runs = [make_run(tmp_path / name / f"{norm}{name}", norm, model__note=name) for norm in ("ln", "pn")]
+    runs.append(make_run(tmp_path / name / f"other{name}", "pn", model__note=f"{name}2"))
     page = report(*runs, output=tmp_path / f"out {name}")
     assert page.said(name)
+    assert f"pn{name}" in [row["run"] for row in page.table("norm", "seed", "run")]
     assert f"PN (note={name})" in [row["norm"] for row in page.table("norm", "seeds scored")]
     for table in markdown_tables((tmp_path / f"out {name}/report.md").read_text("utf-8")):
         assert len({len(row) for row in table}) == 1

@@ -14,7 +14,8 @@ from pn_fairseq.report.wording import command, here
 
 #: The settings that one asks for first; all others are in config.yaml.
 _SUMMARY = re.compile(
-    r"encoder norm$|size$|average_last$|tokens_per_update$|sentences per update$|model\.|criterion\.|optimizer\.|lr_scheduler\."
+    r"encoder norm$|size$|average_last$|tokens_per_update$|sentences per update$"
+    r"|model\.|criterion\.|optimizer\.|lr_scheduler\."
     r"|optimization\.(max_update|max_epoch|lr|stop_min_lr|clip_norm)$"
     r"|dataset\.(max_tokens|required_batch_size_multiple|validate_interval_updates)$"
     r"|checkpoint\.(keep_last_epochs|keep_interval_updates|save_interval_updates|patience)$"
