@@ -18,6 +18,7 @@ from pn_fairseq.cli.report import main
 from pn_fairseq.report.page import Code, Heading, Missing, Paragraph, Table, markdown
 from pn_fairseq.report.page import html as to_html
 from pn_fairseq.report.paper import PAPER
+from pn_fairseq.report.significance import welch
 
 SENTENCES = 60
 WORDS = [f"{a}{b}" for a in ("ba", "ki", "lo", "mu", "ne") for b in ("", "da", "fi", "gu", "ro", "te", "va")]
@@ -197,7 +198,7 @@ def test_means_and_deviations_over_seeds(comparison):
     rows = page.table("norm", "seeds scored", "tokenized BLEU")
     assert [row["norm"] for row in rows] == list(LABELS.values())
     for row, norm in zip(rows, LABELS, strict=True):
-        assert row["seeds scored"] == "3: 1 to 3"
+        assert row["seeds scored"] == "3 (1 to 3)"
         columns = (("tokenized", "tokenized BLEU", "std"), ("detokenized", "detokenized BLEU", "std 2"))
         for measure, mean, deviation in (*columns, ("chrf", "chrF2", "std 3")):
             values = numpy.array(scores_of(runs[norm], measure))
@@ -243,6 +244,12 @@ def test_significance_over_seeds_and_over_sentences(comparison):
                 f"seed {seed}: {mine[seed - 1] - theirs[seed - 1]:+.2f}".replace("-", "−")
                 in row["over sentences: paired bootstrap, per seed"]
             )
+
+
+def test_scores_without_spread_are_not_tested():
+    assert welch([1.0, 1.0], [2.0, 2.0]) is None and welch([0.0, 0.0], [0.0, 0.0]) is None
+    assert welch([1.0], [2.0, 3.0]) is None
+    assert welch([1.0, 1.0], [2.0, 2.1]).low < -1.05 < welch([1.0, 1.0], [2.0, 2.1]).high < 0
 
 
 def test_paired_bootstrap_is_that_of_sacrebleu_resampled_by_hand(comparison):
@@ -339,7 +346,7 @@ def test_settings_that_differ(comparison, tmp_path):
     assert plain == "PN (dropout=0.1, norm_variant=default)"
     assert dropout == "PN (dropout=0.3, norm_variant=default)"
     assert release == "PN (dropout=0.1, norm_variant=release)"
-    assert page.table("norm", "seeds scored")[0]["seeds scored"] == "2: 1, 2"
+    assert page.table("norm", "seeds scored")[0]["seeds scored"] == "2 (1, 2)"
     differing = {row["setting"]: row for row in page.table("setting", plain)}
     assert differing["model.dropout"][dropout] == "0.3"
     assert differing["dataset.num_workers"][plain] == "default, 3"
@@ -351,7 +358,7 @@ def test_one_seed_has_no_deviation(tmp_path):
     runs = [make_run(tmp_path / norm, norm) for norm in ("ln", "pn")]
     page = report(*runs, output=tmp_path / "out")
     for row in page.table("norm", "seeds scored", "std"):
-        assert row["seeds scored"] == "1: 1" and row["std"] == row["std 2"] == row["std 3"] == "– (one seed)"
+        assert row["seeds scored"] == "1 (1)" and row["std"] == row["std 2"] == row["std 3"] == "– (one seed)"
     row = page.table("measure", "difference of means")[0]
     assert row["over seeds: Welch's t-test"] == "– (needs two seeds of each)"
     assert re.fullmatch(r"seed 1: \+\d\S+, p [<=] \S+", row["over sentences: paired bootstrap, per seed"])
@@ -551,7 +558,7 @@ def test_a_batch_is_the_same_on_any_number_of_workers(tmp_path):
         run = make_run(tmp_path / name, seed=workers, optimization__update_freq=[update_freq])
         (run / "starts.jsonl").write_text(json.dumps(START | {"workers": workers, "tokens_per_update": 4096}) + "\n")
     page = report(tmp_path / "a", tmp_path / "b", output=tmp_path / "out")
-    assert [row["seeds scored"] for row in page.table("norm", "seeds scored")] == ["2: 1, 2"]
+    assert [row["seeds scored"] for row in page.table("norm", "seeds scored")] == ["2 (1, 2)"]
     # Without a record the settings and the log tell: 2048 tokens x 2 x 1 worker here, x 1 there.
     for name in ("a", "b"):
         (tmp_path / name / "starts.jsonl").unlink()
@@ -568,7 +575,7 @@ def test_a_seed_that_was_run_twice_counts_once(tmp_path):
     page = report(*runs, output=tmp_path / "out")
     a, b, c = scores_of(runs, "tokenized")
     row = page.table("norm", "seeds scored")[0]
-    assert row["seeds scored"] == "2: 1, 2"
+    assert row["seeds scored"] == "2 (1, 2)"
     assert row["tokenized BLEU"] == f"{((a + b) / 2 + c) / 2:.2f}"
     assert page.said("PN, seed 1 was run more than once (a, b)")
 

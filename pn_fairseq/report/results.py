@@ -103,11 +103,11 @@ def _result_row(system: System, paper: PaperResult | None) -> list[Inline]:
     scored = sorted({_seed_text(run) for run in system.runs if run.scores})
     seeds = {_seed_text(run) for run in system.runs}
     if not scored:
-        amount: Inline = [f"0 of {len(seeds)}: ", Missing(_why_unscored(system.runs))]
+        amount: Inline = [f"0 of {len(seeds)} ", Missing(_why_unscored(system.runs))]
     elif len(scored) < len(seeds):
-        amount = f"{len(scored)} of {len(seeds)}: {listed(_seeds(scored))}"
+        amount = f"{len(scored)} of {len(seeds)} ({listed(_seeds(scored))})"
     else:
-        amount = f"{len(scored)}: {listed(_seeds(scored))}"
+        amount = f"{len(scored)} ({listed(_seeds(scored))})"
     row: list[Inline] = [system.label, amount]
     for measure in MEASURES:
         values = list(system.scores(measure).values())
