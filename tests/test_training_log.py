@@ -97,6 +97,16 @@ def test_starts_of_a_run(tmp_path):
     assert log.parameters == 1508352 and log.unreadable == 2 and log.faults == 1
 
 
+def test_a_start_that_resumed_and_was_cut_off_is_as_long_as_its_records(tmp_path):
+    # Without a line on devices it is told by its updates, which begin again; fairseq's own clock stands at 0 there.
+    record = '{{"loss": "9", "num_updates": "{}", "wps": "100", "wpb": "50", "wall": "{}"}}\n'
+    text = "".join(record.format(*numbers) for numbers in ((10, 8), (20, 13), (20, 0), (30, 0)))
+    (tmp_path / "train.log").write_text(text)
+    log = read_training_log(tmp_path / "train.log")
+    assert [start.updates for start in log.starts] == [[10, 20], [20, 30]]
+    assert [start.seconds for start in log.starts] == [13, 10] and not log.ended
+
+
 def test_mean_of_curves():
     assert mean_curve([]) == mean_curve([{}]) == {}
     assert mean_curve([{1: 2.0, 2: 3.0}, {1: 4.0, 2: 7.0}]) == {1: 3.0, 2: 5.0}
