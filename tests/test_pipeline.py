@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import time
@@ -97,6 +98,19 @@ def test_preparation_with_other_settings_or_text_is_refused(data, tmp_path):
     (changed / "train.en").write_text((changed / "train.en").read_text("utf-8").replace("God", "Dog"), encoding="utf-8")
     assert_refused(prepare(changed, data, check=False), "other text", str(data))
     assert snapshot(data / "bin") == before
+
+
+def test_data_of_an_older_version_is_taken(data, tmp_path):
+    """It says nothing of what could not be set then."""
+    older = tmp_path / "data"
+    shutil.copytree(data, older)
+    lines = (older / "settings").read_text().splitlines(keepends=True)
+    (older / "settings").write_text("".join(lines[:4] + lines[-6:]))
+    (older / "counts").unlink()
+    before = snapshot(older / "bin", older / "bpe")
+    prepare(data.parent / "corpus", older)
+    assert snapshot(older / "bin", older / "bpe") == before
+    assert_refused(prepare(data.parent / "corpus", older, BPE="sentencepiece", check=False), "other settings")
 
 
 def test_text_that_was_corrected_is_taken(tmp_path):

@@ -414,6 +414,14 @@ def test_a_file_that_cannot_be_written_to_its_end(share, archive, members, tmp_p
     assert not [path for path in dest.rglob("*") if "partial" in path.name or path.name == "unpacked"]
 
 
+def test_a_vocabulary_that_sentencepiece_cannot_make(tmp_path):
+    (tmp_path / "text").write_text("some words and some more words\n" * 3)
+    command = (sys.executable, SCRIPTS / "lib/subwords.py", "learn", "sentencepiece")
+    result = run(*command, 5000, tmp_path / "model", tmp_path / "text", check=False)
+    assert_refused(result, "--bpe 5000", "Vocabulary size too high")
+    assert not (tmp_path / "model").exists()
+
+
 def own_merges(words: Counter, operations: int) -> list[str]:
     return [" ".join(pair) for pair in learn_merges(words, operations)]
 

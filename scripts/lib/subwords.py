@@ -63,7 +63,9 @@ def learn_sentencepiece(texts: list[Path], operations: int, _: int) -> bytes:
             # num_threads is written into the model, and stays sentencepiece's default whatever the cores.
         )
     except RuntimeError as error:
-        raise UserError(f"sentencepiece: {' '.join(str(error).split())}") from error
+        # Before it comes the place in sentencepiece's source, in brackets.
+        said = " ".join(str(error).split()).rsplit("] ", 1)[-1]
+        raise UserError(f"sentencepiece with --bpe {operations}: {said}") from error
     return model.getvalue()
 
 
