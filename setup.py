@@ -23,6 +23,8 @@ setup(
         "torch>=2.6",
         "numpy",
         "omegaconf>=2.1",
+        "PyYAML>=6",
+        "scipy>=1.10",
         "sacrebleu>=2.4",
         "sentencepiece>=0.2",
         "subword-nmt>=0.3.8",

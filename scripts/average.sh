@@ -27,6 +27,7 @@ source "$root/scripts/lib/common.sh"
 source "$root/scripts/lib/run.sh"
 
 run="" last="" by="" output="" recalibrate=0
+chosen=()
 while [[ $# -gt 0 ]]; do
     case $1 in
     --run) option_value "$1" $#; run=$2; shift 2 ;;
@@ -43,6 +44,7 @@ use_venv
 need python pn-average-checkpoints
 check_run "$run"
 output=${output:-$run/checkpoints/averaged.pt}
+asked=$by
 if [[ -z $by ]]; then
     by=epoch
     [[ $(config_value "$run" checkpoint.keep_interval_updates -1) -le 0 ]] || by=update
@@ -57,13 +59,19 @@ if [[ -z $last ]]; then
     [[ $last != -1 ]] || die "'$run' keeps all checkpoints: say how many to average with --last"
     last=$(config_value "$run" average_last "$last")
     there=$(find "$run/checkpoints" -maxdepth 1 -name "$pattern" 2>/dev/null | wc -l)
-    [[ $there -gt 0 ]] || die "'$run/checkpoints' has no checkpoint of an $by yet (scripts/train.sh makes them)"
-    if [[ $there -lt $last ]]; then
+    if [[ $there -eq 0 && -z $asked && -f $run/checkpoints/checkpoint_last.pt ]]; then
+        say "the training was over before its first checkpoint of an $by: its last state is taken alone"
+        chosen=("$run/checkpoints/checkpoint_last.pt")
+        last=1
+    elif [[ $there -eq 0 ]]; then
+        die "'$run/checkpoints' has no checkpoint of an $by yet (scripts/train.sh makes them)"
+    elif [[ $there -lt $last ]]; then
         say "the run has $there checkpoints, not yet the $last to be averaged: averaging these"
         last=$there
     fi
 fi
 check_whole --last "$last"
+[[ ${#chosen[@]} -gt 0 ]] || chosen=("$run/checkpoints" --last "$last" --by "$by")
 
 made="$by $last"
 options=()
@@ -79,5 +87,5 @@ fi
 # Gone while the output changes: an interruption between the two is not to leave the name of the other way of averaging.
 rm -f "$output.made"
 cpu_allocator
-pn-average-checkpoints --inputs "$run/checkpoints" --last "$last" --by "$by" --output "$output" ${options[@]+"${options[@]}"}
+pn-average-checkpoints --inputs "${chosen[@]}" --output "$output" ${options[@]+"${options[@]}"}
 echo "$made" >"$output.made"

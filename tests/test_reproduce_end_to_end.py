@@ -1,0 +1,73 @@
+"""scripts/reproduce_*.sh with every real step, on small archives in the originals' layout, for a few updates."""
+
+import html.parser
+import json
+
+import pytest
+
+from .scripts_helpers import script
+from .test_prepare_corpora import wmt14_members, write_archives
+from .test_prepare_iwslt14 import archive, members  # noqa: F401 (fixtures)
+
+SMALL = ("+model.encoder_layers=1", "+model.decoder_layers=1", "optimization.max_update=2", "checkpoint.patience=-1")
+STEPS = ("train", "average", "generate", "score")
+
+
+class Cells(html.parser.HTMLParser):
+    """The text of every cell of every table."""
+
+    def __init__(self):
+        super().__init__()
+        self.cells, self.inside = [], False
+
+    def handle_starttag(self, tag, attrs):
+        if tag in ("td", "th"):
+            self.cells.append("")
+            self.inside = True
+
+    def handle_endtag(self, tag):
+        self.inside = self.inside and tag not in ("td", "th")
+
+    def handle_data(self, data):
+        if self.inside:
+            self.cells[-1] += data
+
+
+def check(runs, names, subset_size):
+    for name in names:
+        scores = json.loads((runs / name / "generate/test/scores.json").read_text())
+        assert scores["sentences"] == subset_size
+        assert len((runs / name / "generate/test/hyp.tok").read_text().splitlines()) == subset_size
+        assert not (runs / name / "failed").exists()
+    page = Cells()
+    page.feed((runs / "report/report.html").read_text("utf-8"))
+    assert page.cells and all(cell.strip() for cell in page.cells), "the report has a hole"
+    return (runs / "report/report.md").read_text("utf-8")
+
+
+@pytest.mark.slow
+def test_iwslt14(archive, tmp_path):  # noqa: F811
+    options = ("--archive", archive, "--bpe", 150, "--data", tmp_path / "data", "--runs", tmp_path / "runs")
+    done = script("reproduce_iwslt14.sh", *options, *SMALL, NORMS="ln pn", SEEDS="1")
+    for name in ("ln_seed1", "pn_seed1"):
+        assert all(f"{name}: {step}" in done.stderr for step in STEPS)
+    report = check(tmp_path / "runs", ("ln_seed1", "pn_seed1"), 30)
+    assert "LN" in report and "PN" in report
+    again = script("reproduce_iwslt14.sh", *options, *SMALL, NORMS="ln pn", SEEDS="1")
+    assert again.stderr.count("trained already") == 2 and again.stderr.count("there already") >= 4
+
+
+@pytest.mark.slow
+def test_wmt14(tmp_path):
+    archives = write_archives(tmp_path / "archives", wmt14_members())
+    options = ("--archive", archives, "--bpe", 150, "--data", tmp_path / "data", "--runs", tmp_path / "runs")
+    narrow = ("+model.encoder_embed_dim=64", "+model.decoder_embed_dim=64", "+model.encoder_ffn_embed_dim=64")
+    script("reproduce_wmt14.sh", *options, *SMALL, *narrow, "tokens_per_update=4096", NORMS="bn pnv", SEEDS="1")
+    check(tmp_path / "runs", ("bn_seed1", "pnv_seed1"), len(wmt14_test_set()))
+    scores = json.loads((tmp_path / "runs/pnv_seed1/generate/test/scores.json").read_text())
+    assert scores["tokenized"]["compound_split"] is True
+
+
+def wmt14_test_set() -> list[str]:
+    text = wmt14_members()["test-full.tgz"]["test-full/newstest2014-deen-src.en.sgm"]
+    return [line for line in text.splitlines() if line.startswith("<seg")]
