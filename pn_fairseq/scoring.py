@@ -107,8 +107,8 @@ class SystemResult:
         score: its score on the whole text.
         mean: the mean of its scores over the resamples.
         ci: half the width of the 95% confidence interval: the true score is in ``mean - ci .. mean + ci``.
-        p_value: two-sided, of no difference from the baseline; None for the baseline itself; 1 where every resample
-            gives both the same score.
+        p_value: of no difference from the baseline, as :func:`paired_bootstrap` says; None for the baseline itself; 1
+            where every resample gives both the same score.
     """
 
     name: str
@@ -251,14 +251,21 @@ def chrf(hypotheses: Sequence[str], references: Sequence[str], *, lowercase: boo
 #: Where “ and ‘ close a quotation (and „ opens it), instead of opening it.
 _LOW_OPENING_QUOTES = frozenset("bg cs da de et hr is lt mk sk sl sq sr".split())
 
+#: sacremoses joins these to the word after and to the word before in turn, whichever way they point. Behind these
+#: stand-ins, which are no characters of any text, it leaves them alone.
+_QUOTES_IN_TURN = "„“"
+_HIDDEN_QUOTES = "\ufdd0\ufdd1"
+
 
 def detokenize(lines: Iterable[str], language: str) -> list[str]:
     """Plain text of Moses-style tokens.
 
-    sacremoses' port of Moses' detokenizer, which joins ``@-@`` too, but leaves typographic quotation marks and
-    apostrophes apart from their words; these are joined here.
+    sacremoses' port of Moses' detokenizer, which joins ``@-@`` too. Typographic quotation marks and apostrophes, which
+    it leaves apart from their words or joins to the wrong ones, are joined here.
     """
     detokenizer = MosesDetokenizer(lang=language)
+    hide = str.maketrans(_QUOTES_IN_TURN, _HIDDEN_QUOTES)
+    show = str.maketrans(_HIDDEN_QUOTES, _QUOTES_IN_TURN)
     opening, closing = ("„‚", "“”‘") if language in _LOW_OPENING_QUOTES else ("“‘", "”’")
     joined = (
         (re.compile(r" ’ (s|t|d|m|re|ve|ll)\b"), r"’\1"),
@@ -267,7 +274,7 @@ def detokenize(lines: Iterable[str], language: str) -> list[str]:
     )
     result = []
     for line in lines:
-        text = detokenizer.detokenize(line.split())
+        text = detokenizer.detokenize(line.translate(hide).split()).translate(show)
         for pattern, replacement in joined:
             text = pattern.sub(replacement, text)
         result.append(text)
@@ -422,8 +429,11 @@ def paired_bootstrap(
     """Is the difference between each system and the baseline more than the choice of test sentences?
 
     Paired bootstrap resampling (Koehn 2004, "Statistical significance tests for machine translation evaluation") by
-    sacrebleu's ``PairedTest``: the same resampled sets of sentences for both, and a two-sided p-value. It says nothing
-    about the choice of a training's seed. Needs about 80 bytes of memory for each sentence and resample.
+    sacrebleu's ``PairedTest``: the same resampled sets of sentences for both. With the difference ``d`` of scores on
+    the whole text, and ``d_b`` on the b-th set, ``p = (1 + #{b: |d_b| - mean(|d_b|) > |d|}) / (1 + resamples)``. Where
+    ``d`` is large beside the spread of ``d_b`` this is the area under one tail: two-sided, it would be twice as large.
+    Where ``d`` is 0 it is about 0.42, and not 1. It says nothing about the choice of a training's seed. Needs about 80
+    bytes of memory for each sentence and resample.
 
     Args:
         baseline: name and hypotheses of the system to compare with.

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy
 import pytest
 import sacrebleu
+import sacremoses
 
 from pn_fairseq.cli.score import main
 from pn_fairseq.scoring import (
@@ -253,8 +254,11 @@ def test_the_tokenizer_is_that_of_the_language():
         ("en", "well @-@ known , isn &apos;t it ?", "well-known, isn't it?"),
         ("en", "a @-@ b @-@ c - d", "a-b-c - d"),
         ("en", "he said , “ it ’ s late . ” ( really )", "he said, “it’s late.” (really)"),
+        ("en", "“ go , ” he said , “ now . ” ( “ why ‘ now ’ ? ” )", "“go,” he said, “now.” (“why ‘now’?”)"),
         ("en", "&quot; yes &quot; &amp; &#91; no &#93; &lt; x &#124; y", '"yes" & [no] < x | y'),
         ("de", "er sagte : „ es ist spät “ und ging .", "er sagte: „es ist spät“ und ging."),
+        ("de", "„ ja “ , sagte er , „ nein “ .", "„ja“, sagte er, „nein“."),
+        ("cs", "„ ano “ , „ ne “ .", "„ano“, „ne“."),
         ("vi", "xin chào , thế giới !", "xin chào, thế giới!"),
         ("en", "", ""),
         ("en", "one\xa0two\u2028three", "one two three"),
@@ -262,6 +266,15 @@ def test_the_tokenizer_is_that_of_the_language():
 )
 def test_tokens_become_plain_text(language, tokens, text):
     assert detokenize([tokens], language) == [text]
+
+
+def test_plain_text_survives_its_tokens():
+    """Sentences of the corpus with several quotations."""
+    with gzip.open(ROOT / "data/verses.es-en/test.en.gz", "rt", encoding="utf-8") as file:
+        quoting = [line.rstrip("\n") for line in file if line.count("“") > 1 and "—" not in line]
+    assert len(quoting) > 15
+    tokenizer = sacremoses.MosesTokenizer(lang="en")
+    assert detokenize([tokenizer.tokenize(line, return_str=True) for line in quoting], "en") == quoting
 
 
 SETTINGS = {"source": "es", "target": "en", "lower": "1", "bpe": "300"}

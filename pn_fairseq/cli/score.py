@@ -56,7 +56,7 @@ def show(comparisons: Mapping[str, Comparison], subset: str, sentences: int) -> 
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         f"paired bootstrap: {subset}, {sentences} sentences, {first.resamples} resamples, seed {first.seed}",
-        "score (mean of the resamples ± 95% confidence interval); * is p < 0.05, two-sided, against the baseline",
+        f"score (mean of the resamples ± 95% confidence interval); * is p < {LEVEL} against the baseline",
         "",
         *("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows),
         "",
@@ -74,6 +74,7 @@ def show(comparisons: Mapping[str, Comparison], subset: str, sentences: int) -> 
     lines += [
         "",
         "This is about the choice of the test's sentences, not of a training's seed: train several seeds for that.",
+        "p is sacrebleu's, which counts one tail: a two-sided p would be about twice as large.",
     ]
     lines += ["", *(f"{TITLES[metric]}: {one.signature}" for metric, one in comparisons.items())]
     return "\n".join(lines)

@@ -212,6 +212,7 @@ def significance(corpus: Corpus, subset: str, resamples: int = RESAMPLES, said=l
                 "the two-sided p, needs two scored seeds on both sides, and is the one that speaks about norms.",
                 f"The paired bootstrap (Koehn 2004; sacrebleu, {resamples:,} resamples) takes two trained models of "
                 "one seed on resampled test sentences: would another test set of the same kind give the same order? "
+                "Its p counts one tail, so that a two-sided one, like that of the t-test, is about twice as large. "
                 "It says nothing about other seeds: a small p shows that these two models differ, not that their "
                 "norms do.",
                 "The seeds are not joined into one text for the bootstrap: the same sentences several times are no "
