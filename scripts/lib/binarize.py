@@ -46,6 +46,8 @@ def main(argv: list[str] | None) -> None:
             + [f"--{split}pref=bpe/{split}" for split in ("train", "valid", "test")]
             + ["--destdir", partial.name, "--workers", workers],
             cwd=folder,
+            # It holds the lock of its script (open_folder), and what outlives this process is waited for.
+            close_fds=False,
             capture_output=True,
             text=True,
             errors="replace",

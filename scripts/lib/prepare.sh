@@ -139,7 +139,7 @@ other_settings() { grep -vxF "$default_settings" "$1" || true; }
 keep_settings() {
     local file=$1 text=$2
     if [[ -f $file ]]; then
-        [[ $(other_settings "$file") == $(other_settings <(printf '%s\n' "$text")) ]] ||
+        [[ $(other_settings "$file") == "$(other_settings <(printf '%s\n' "$text"))" ]] ||
             die "$(dirname "$file") was made with other settings or other text (see $file); remove it or name another directory"
     else
         write_text "$file" "$text"
@@ -224,7 +224,7 @@ segment_texts() {
 
 # select_texts DEST SOURCE TARGET TEXT: raw/, tok/ and, if subwords were counted, bpe/ from TEXT and DEST/work.
 select_texts() {
-    local dest=$1 source=$2 target=$3 text=$4 splits file flags=()
+    local dest=$1 source=$2 target=$3 text=$4 splits file model flags=()
     local folders=("raw=$text" "tok=$dest/work/tok")
     [[ ! -f $dest/counts ]] || return 0
     if [[ ! -d $dest/work/selected ]]; then
@@ -241,7 +241,11 @@ select_texts() {
     for file in raw tok bpe removed.tsv counts; do
         [[ -e $dest/work/selected/$file ]] || continue
         rm -rf "${dest:?}/$file"
-        [[ $file != bpe ]] || cp "$dest"/work/bpe/{codes,sentencepiece.model} "$dest/work/selected/bpe" 2>/dev/null || true
+        if [[ $file == bpe ]]; then
+            model=codes
+            [[ $BPE == subword-nmt ]] || model=sentencepiece.model
+            cp "$dest/work/bpe/$model" "$dest/work/selected/bpe" || die "cannot write '$dest/bpe/$model'"
+        fi
         mv "$dest/work/selected/$file" "$dest/$file"
     done
 }

@@ -8,11 +8,12 @@ pieces worked on at the same time and put together in order: the result does not
 import contextlib
 import functools
 import multiprocessing
-import multiprocessing.pool
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import BinaryIO, NoReturn, TypeVar
 
@@ -22,6 +23,10 @@ from tqdm import tqdm
 #: Bytes of text that one worker takes at a time: large against the cost of handing it over (and of starting a Perl
 #: script), small against a corpus, so that no core is idle at its end.
 PIECE = 1 << 18
+
+#: Pieces for each worker that are handed over before a result is asked for: enough that none waits for work, few enough
+#: that the results which wait need little memory, whatever the size of the corpus.
+AHEAD = 4
 
 
 T = TypeVar("T")
@@ -96,8 +101,31 @@ def _start(make_work: Callable[[], Callable[[bytes], bytes]]) -> None:
     _work = make_work()
 
 
-def _pool(workers: int, make_work: Callable) -> multiprocessing.pool.Pool:
-    return multiprocessing.get_context("fork").Pool(workers, _start, (make_work,))
+def _in_order(
+    function: Callable[[Piece], T],
+    every: Sequence[Piece],
+    workers: int,
+    make_work: Callable[[], Callable[[bytes], bytes] | None],
+) -> Generator[T, None, None]:
+    """What a function says of each piece, in their order, asked by ``workers`` processes."""
+    if min(workers, len(every)) <= 1:
+        global _work
+        _work = make_work()
+        yield from map(function, every)
+        return
+    with multiprocessing.get_context("fork").Pool(min(workers, len(every)), _start, (make_work,)) as pool:
+        processes = multiprocessing.active_children()
+        left = iter(every)
+        waiting = deque(pool.apply_async(function, (piece,)) for piece in islice(left, AHEAD * workers))
+        while waiting:
+            result = waiting.popleft()
+            while not result.ready():
+                result.wait(1)
+                # The pool would replace it, and wait for its result for ever.
+                if not all(process.is_alive() for process in processes):
+                    raise UserError("a worker process was ended; if there was too little memory, use fewer --workers")
+            yield result.get()
+            waiting.extend(pool.apply_async(function, (piece,)) for piece in islice(left, 1))
 
 
 def _do(piece: Piece) -> tuple[bytes, int] | str:
@@ -129,12 +157,7 @@ def transform(
     every = [piece for parts in cut.values() for piece in parts]
     done = 0
     with contextlib.ExitStack() as stack:
-        if (workers := min(workers, len(every))) > 1:
-            results = stack.enter_context(_pool(workers, make_work)).imap(_do, every)
-        else:
-            global _work
-            _work = make_work()
-            results = map(_do, every)
+        results = stack.enter_context(contextlib.closing(_in_order(_do, every, workers, make_work)))
         bytes_in_all = sum(end - begin for _, begin, end in every)
         bar = stack.enter_context(
             tqdm(total=bytes_in_all, desc=label, unit="B", unit_scale=True, disable=not sys.stderr.isatty())
@@ -153,14 +176,9 @@ def transform(
 
 
 def reduce(texts: Sequence[Path], function: Callable[[bytes], T], workers: int, label: str) -> Iterator[T]:
-    """What a function says of each piece of the texts, in no particular order, asked by ``workers`` processes."""
+    """What a function says of each piece of the texts, in their order, asked by ``workers`` processes."""
     every = [piece for path in texts for piece in pieces(path)]
-    with contextlib.ExitStack() as stack:
-        ask = functools.partial(_ask, function)
-        if (workers := min(workers, len(every))) > 1:
-            results = stack.enter_context(_pool(workers, lambda: None)).imap_unordered(ask, every)
-        else:
-            results = map(ask, every)
+    with contextlib.closing(_in_order(functools.partial(_ask, function), every, workers, lambda: None)) as results:
         yield from tqdm(results, total=len(every), desc=label, unit="piece", disable=not sys.stderr.isatty())
 
 
