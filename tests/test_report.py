@@ -20,6 +20,7 @@ from pn_fairseq.report.page import Code, Heading, Missing, Paragraph, Table, mar
 from pn_fairseq.report.page import html as to_html
 from pn_fairseq.report.paper import PAPER
 from pn_fairseq.report.significance import welch
+from pn_fairseq.report.wording import here
 
 SENTENCES = 60
 WORDS = [f"{a}{b}" for a in ("ba", "ki", "lo", "mu", "ne") for b in ("", "da", "fi", "gu", "ro", "te", "va")]
@@ -594,6 +595,25 @@ def test_odd_names_are_shown_as_they_are(name, tmp_path):
     assert f"PN (note={name})" in [row["norm"] for row in page.table("norm", "seeds scored")]
     for table in markdown_tables((tmp_path / f"out {name}/report.md").read_text("utf-8")):
         assert len({len(row) for row in table}) == 1
+
+
+def test_settings_without_text_are_shown(tmp_path):
+    runs = [make_run(tmp_path / name, "pn", task__name=name * (name == "a")) for name in ("a", "b")]
+    for run in runs:
+        (run / "data.settings").write_text(DATA.replace("lower=1", "lower=") + "=1\n")
+    page = report(*runs, output=tmp_path / "out")
+    (row,) = page.table("setting", "PN (name=a)")
+    assert row["setting"] == "task.name" and row['PN (name="")'] == '""'
+
+
+def test_paths_are_shown_from_the_working_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert here(f"{tmp_path}/runs/a") == here(tmp_path / "runs/a") == "runs/a"
+    assert here(f"score: '{tmp_path}/a' and model.path={tmp_path}/b") == "score: 'a' and model.path=b"
+    other = f"/backup{tmp_path}/runs/a"  # the same names, elsewhere
+    assert here(other) == other
+    monkeypatch.chdir("/")
+    assert here("tcp://host:1 and /a") == "tcp://host:1 and /a"
 
 
 def test_machines_and_diagnostics(comparison, tmp_path):

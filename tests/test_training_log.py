@@ -51,6 +51,7 @@ def test_picture(suffix, tmp_path):
         (["/nowhere", "--output", "curves.png"], "/nowhere"),
         (["RUN", "RUN", "--output", "curves.png"], "--labels"),
         (["RUN", "--labels", "a", "b", "--output", "curves.png"], "--labels"),
+        (["RUN", "--output", "run/a picture.png"], "a picture.png: Is a directory"),
         (["RUN"], "--output"),
     ],
 )
@@ -58,6 +59,7 @@ def test_mistakes_get_one_line(arguments, needle, tmp_path, capsys, monkeypatch)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run").mkdir()
     (tmp_path / "run/train.log").write_text(LOG)
+    (tmp_path / "run/a picture.png").mkdir()
     assert main([argument.replace("RUN", "run") for argument in arguments]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and needle in error

@@ -40,7 +40,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             curves[label] = [read_log(_log_of(path))]
         except (OSError, ValueError) as error:
             raise UserError(f"cannot read {_log_of(path)}: {error}") from error
-    plot(curves, args.output)
+    try:
+        plot(curves, args.output)
+    except OSError as error:
+        raise UserError(f"cannot write --output {args.output}: {error.strerror or error}") from error
     print(args.output)
 
 

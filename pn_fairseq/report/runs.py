@@ -207,8 +207,10 @@ def _read_data(run: Run) -> None:
         elif line.strip():
             key, _, value = line.partition("=")
             run.data[key] = value
-    # An absent key means that a step was off; `lower` and `bpe` are always there.
-    run.data = {key: value for key, value in run.data.items() if value not in ("", "0") or key in ("lower", "bpe")}
+    # An absent key means that a step was off; `lower` and `bpe` are 0 then.
+    run.data = {
+        key: value for key, value in run.data.items() if key and value and (value != "0" or key in ("lower", "bpe"))
+    }
 
 
 def _read_log(run: Run) -> None:

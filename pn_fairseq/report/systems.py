@@ -188,6 +188,8 @@ def shown(value: object) -> str:
     """A setting's value as text; one that is not set is the default of fairseq or of the architecture."""
     if value is None:
         return "default"
+    if value == "":
+        return '""'
     if isinstance(value, list):
         return "[" + ", ".join(str(item) for item in value) + "]"
     return str(value)

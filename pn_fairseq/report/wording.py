@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -49,7 +50,9 @@ def listed(items: Sequence[object]) -> str:
 
 def here(text: str | Path) -> str:
     """A path, or a text with paths in it, relative to the working directory where they lie in it."""
-    return str(text).replace(f"{os.getcwd()}/", "")
+    folder = os.getcwd().rstrip("/")
+    # Where a path begins: not in the middle of another one that has the same names in it.
+    return re.sub(rf"(?<![^\s'\"=:,(\[]){re.escape(folder)}/", "", str(text)) if folder else str(text)
 
 
 def command(words: Sequence[str]) -> str:
