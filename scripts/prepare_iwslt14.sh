@@ -2,7 +2,7 @@
 # IWSLT14 German-English as in fairseq's examples/translation/prepare-iwslt14.sh, which the paper's figures go back to.
 set -euo pipefail
 
-url=http://dl.fbaipublicfiles.com/fairseq/data/iwslt14/de-en.tgz
+url=https://dl.fbaipublicfiles.com/fairseq/data/iwslt14/de-en.tgz
 source=de
 target=en
 corpus=$source-$target

@@ -8,13 +8,15 @@ usage: scripts/prepare_text.sh --corpus DIR --source LANG --target LANG --dest D
 
 Takes train, valid and test in both languages from --corpus (train.es, train.en, ... one sentence a line, UTF-8, plain
 or .gz), and makes in --dest:
-  raw/   the text as it came                    tok/   tokenized (sacremoses) and lower-cased
+  raw/   the text as it came                    tok/   tokenized and lower-cased
   bpe/   subwords, codes learned on both sides  bin/   fairseq's binary data, one dictionary for both languages
 
   --bpe N        merge operations of the joint BPE (default 10000)
   --keep-case    do not lower-case
   --workers N    processes (default: all cores)
 
+In the environment: MOSES=FOLDER, a checkout of mosesdecoder whose Perl scripts replace sacremoses; BPE=subword-nmt
+(default) or sentencepiece.
 Run again, it does what is missing. No sentence is dropped: line counts are checked after every step.
 END
 }

@@ -2,6 +2,9 @@
 # What all scripts here share: messages, the environment, counting, outputs that are whole or not there.
 # Sourced, never run.
 
+# With it, `cd FOLDER` may go to another folder of that name, and prints where it went.
+unset CDPATH
+
 # say TEXT: a line of progress, on stderr so that results can be piped.
 say() { echo "[$(basename "$0" .sh)] $*" >&2; }
 
