@@ -1,7 +1,13 @@
+import errno
 import sys
 import zipfile
 
+import pytest
+
 from .scripts_helpers import SCRIPTS, run
+
+sys.path.insert(0, str(SCRIPTS / "lib"))
+import repair_checkpoints  # noqa: E402 (a script's library, not a package)
 
 
 def write(path, text):
@@ -49,6 +55,20 @@ def test_without_any_whole_checkpoint_the_damaged_one_goes(tmp_path):
     (tmp_path / "checkpoint_last.pt").write_bytes(b"PK\x03\x04 half")
     assert "starting afresh" in repair(tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_checkpoint_that_cannot_be_read_is_not_thrown_away(tmp_path, monkeypatch):
+    """As when a file server has a bad moment."""
+
+    def fail(path):
+        raise OSError(errno.EIO, "Input/output error", str(path))
+
+    write(tmp_path / "checkpoint_last.pt", "last")
+    monkeypatch.setattr(repair_checkpoints.zipfile, "ZipFile", fail)
+    with pytest.raises(OSError, match="Input/output error"):
+        list(repair_checkpoints.repair(tmp_path))
+    monkeypatch.undo()
+    assert content(tmp_path / "checkpoint_last.pt") == "last"
 
 
 def test_missing_last_checkpoint_is_made_from_the_newest(tmp_path):

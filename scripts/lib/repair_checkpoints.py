@@ -17,11 +17,15 @@ from pathlib import Path
 
 
 def is_whole(path: Path) -> bool:
-    """Whether a checkpoint, which is a zip archive, is there to its end and matches its checksums."""
+    """Whether a checkpoint, which is a zip archive, is there to its end and matches its checksums.
+
+    Raises:
+        OSError: it cannot be read, so nobody knows.
+    """
     try:
         with zipfile.ZipFile(path) as archive:
             return archive.testzip() is None
-    except (OSError, zipfile.BadZipFile):
+    except (EOFError, zipfile.BadZipFile):
         return False
 
 
