@@ -73,8 +73,8 @@ def _save(original, trainer, filename, extra_state):
     return original(trainer, filename, extra_state)
 
 
-def _load(original, trainer, filename, *args, **kwargs):
-    extra_state = original(trainer, filename, *args, **kwargs)
+def _load(original, trainer, filename, reset_optimizer=False, *args, reset_meters=False, **kwargs):
+    extra_state = original(trainer, filename, reset_optimizer, *args, reset_meters=reset_meters, **kwargs)
     if not extra_state or KEY not in extra_state:
         return extra_state
     ours, place = extra_state[KEY], extra_state["train_iterator"]
@@ -85,7 +85,8 @@ def _load(original, trainer, filename, *args, **kwargs):
         place["iterations_in_epoch"] = convert_place(place["iterations_in_epoch"], ours["batches"], now)
         extra_state = {**extra_state, "train_iterator": place}
     memory = _early_stopping()
-    if memory is not None and "early_stopping" in ours:
+    # A training that only begins with these weights has another best loss; so fairseq judges for its own memory of it.
+    if memory is not None and "early_stopping" in ours and not reset_optimizer and not reset_meters:
         memory.best, memory.num_runs = ours["early_stopping"]["best"], ours["early_stopping"]["num_runs"]
     return extra_state
 

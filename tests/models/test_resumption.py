@@ -34,8 +34,9 @@ def saved(who, position, epoch=1):
     return written[0]
 
 
-def loaded(who, state):
-    return resumption._load(lambda trainer, name: state, who, "x.pt")
+def loaded(who, state, *reset, **also):
+    """What fairseq gets back when it loads a checkpoint, called as its checkpoint_utils does."""
+    return resumption._load(lambda *args, **kwargs: state, who, "x.pt", *reset, **also)
 
 
 #: What ``call_main`` looks at, for a training on one worker.
@@ -81,6 +82,17 @@ def test_a_training_that_got_better_after_an_interruption_goes_on():
     new_process()
     loaded(trainer(), state)
     assert [stop(PATIENCE, loss) for loss in (4.0, 4.1, 4.2)] == [False] * 3
+
+
+@pytest.mark.parametrize(("reset", "also"), [((True,), {}), ((False,), {"reset_meters": True})])
+def test_a_training_from_the_weights_of_another_begins_to_count(reset, also):
+    """As with --finetune-from-model, which resets all."""
+    stop = fairseq_cli.train.should_stop_early
+    assert [stop(PATIENCE, loss) for loss in (5.0, 6.0, 5.5)] == [False] * 3
+    state = saved(trainer(), 0)
+    new_process()
+    loaded(trainer(), state, *reset, **also)
+    assert [stop(PATIENCE, loss) for loss in (7.0, 7.1, 7.2)] == [False] * 3
 
 
 @pytest.mark.parametrize(
