@@ -121,6 +121,9 @@ def test_a_failed_run_is_named_and_the_others_go_on(checkout):
     result, calls = reproduce(checkout)
     assert result.returncode == 0 and calls[1:-1] == ALL
     assert not (runs / "ln_seed1/failed").exists()
+    # What the steps said is kept, and stands in no one's way who names the runs by a pattern.
+    assert (runs / "logs/ln_seed1/average.err").is_file()
+    assert {path.name for path in runs.glob("*_seed*")} <= {"ln_seed1", "pn_seed1"}
 
 
 def test_a_failed_training_is_noted_though_it_left_no_folder(checkout):

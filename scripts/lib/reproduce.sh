@@ -50,7 +50,8 @@ command_line() {
 # do_run NAME ARCH SEED: one run through all steps; a failure is noted in the run's folder and ends this run only.
 do_run() {
     local name=$1 run=$runs/$1 arch=$2 seed=$3 step code
-    local work=$run.out
+    # Not beside the runs: pn-report DIR/*_seed* is to find runs alone.
+    local work=$runs/logs/$1
     [[ $follower -eq 0 ]] || work+=/machine$NODE_RANK
     local settings=("model._name=$arch" "common.seed=$seed" ${overrides[@]+"${overrides[@]}"})
     local train=(${launch[@]+"${launch[@]}"} "$root/scripts/train.sh" "$config" --data "$data" --run "$run" "${settings[@]}")
