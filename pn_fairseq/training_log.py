@@ -6,6 +6,8 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
+#: At the beginning of a line, or behind what a logger puts there. Other text may hold JSON, too, such as a setting.
+_RECORD = re.compile(r'(?:^|[|-] )(?=\{")')
 _DEVICES = re.compile(r"training on (\d+) devices")
 _PARAMETERS = re.compile(r"num\. (?:shared )?model params: ([\d,]+)")
 _DONE = re.compile(r"done training in ([\d.]+) seconds")
@@ -104,12 +106,12 @@ def read_training_log(path: str | Path) -> TrainingLog:
     log = TrainingLog()
     with Path(path).open(encoding="utf-8", errors="replace") as lines:
         for line in lines:
-            start = line.find('{"')
-            if start < 0:
+            record = _RECORD.search(line)
+            if record is None:
                 _read_text(log, line)
                 continue
             try:
-                _read_record(log, json.loads(line[start:]))
+                _read_record(log, json.loads(line[record.end() :]))
             except (ValueError, TypeError, KeyError):
                 log.unreadable += 1
     return log

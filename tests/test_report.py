@@ -418,11 +418,18 @@ def test_paper_is_recognised_by_the_data(name, count, tmp_path):
     for file in ("hyp.tok", "ref.tok"):
         (folder / file).write_text("a\n" * count)
     scores = json.loads((folder / "scores.json").read_text())
+    scores["tokenized"]["compound_split"] = name == "wmt14"
     (folder / "scores.json").write_text(json.dumps(scores | {"sentences": count}))
     page = report(run, output=tmp_path / "out")
     assert page.table("norm", "paper")[0]["paper"] == str(PAPER[name].bleu["LN"])
     assert not page.said("Not comparable")
     assert page.said("35.4 in its text") == (name == "iwslt14")
+    scores["tokenized"]["compound_split"] = name != "wmt14"
+    (folder / "scores.json").write_text(json.dumps(scores | {"sentences": count}))
+    page = report(run, output=tmp_path / "out")
+    assert page.said(
+        f"Not comparable with the paper: scored {'without' if name == 'wmt14' else 'with'} compound splitting"
+    )
 
 
 BROKEN = '{"loss": "1", "num_up\n'

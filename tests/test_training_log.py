@@ -6,6 +6,7 @@ from pn_fairseq.training_log import LearningCurve, read_log, read_training_log
 
 LOG = """\
 TransformerPNModel( {not json} )
+2026-01-01 00:00:00 | INFO | fairseq_cli.train | {'task': {'eval_bleu_args': '{"beam": 5}'}, 'model': None}
 begin training epoch 1
 {"epoch": 1, "update": 0.1, "loss": "12.169", "nll_loss": "12.0", "num_updates": "20", "lr": "0.1"}
 2026-01-01 00:00:00 | INFO | train_inner | {"epoch": 1, "loss": "11.5", "num_updates": "40"}
@@ -19,6 +20,7 @@ def test_both_log_formats_are_read(tmp_path):
     curve = read_log(tmp_path / "train.log")
     assert curve.train == {20: 12.169, 40: 11.5}
     assert curve.valid == {40: 8.83}
+    assert read_training_log(tmp_path / "train.log").unreadable == 0, "a setting is no record"
 
 
 def test_what_a_resumed_run_did_again_counts_once_and_a_cut_off_line_not_at_all(tmp_path):

@@ -22,6 +22,7 @@ class PaperResult:
         sentences: size of the test set.
         bleu: norm, as reports call it -> tokenized BLEU in Table 1.
         measure: which BLEU it is.
+        compound_split: whether compounds were split for it.
         note: what else a reader has to know; may be empty.
     """
 
@@ -32,6 +33,7 @@ class PaperResult:
     sentences: int
     bleu: dict[str, float]
     measure: str
+    compound_split: bool = False
     note: str = ""
 
 
@@ -54,6 +56,7 @@ PAPER: dict[str, PaperResult] = {
         sentences=3003,
         bleu={"LN": 29.5, "BN": 28.1, "PN-V": 28.5, "PN": 30.1},
         measure="tokenized BLEU, case-sensitive, with compound splitting (##AT##-##AT##)",
+        compound_split=True,
     ),
 }
 

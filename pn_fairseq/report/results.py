@@ -80,6 +80,9 @@ def results(corpus: Corpus, paper: PaperResult | None, subset: str) -> list[Elem
             notes.append(
                 [Strong("Not comparable with the paper: "), f"its test set has {paper.sentences:,} sentences, {found}."]
             )
+        if any(run.scores.tokenized.compound_split != paper.compound_split for run in corpus.runs if run.scores):
+            other = "without" if paper.compound_split else "with"
+            notes.append([Strong("Not comparable with the paper: "), f"scored {other} compound splitting here."])
     signatures = {found for system in corpus.systems for found in _signatures(system)}
     for measure in MEASURES:
         of_measure = sorted(signature for name, signature in signatures if name == measure)
