@@ -287,7 +287,7 @@ def alive(process: int) -> bool:
         return False
 
 
-def wait_until(condition, seconds: float = 30) -> bool:
+def wait_until(condition, seconds: float = 120) -> bool:
     deadline = time.monotonic() + seconds
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -311,7 +311,7 @@ def test_one_share_that_fails_fails_all(mode, needles, place):
     (place / "run/checkpoints/averaged.pt").write_text("newer")
     began = time.monotonic()
     assert_refused(generate(place, check=False, MODE=mode), *needles)
-    assert time.monotonic() - began < 60, "the others were not ended"
+    assert time.monotonic() - began < 200, "the others were not ended"  # they sleep for 300 seconds
     assert not any(alive(call["pid"]) for call in calls(place))
     assert {path: path.read_bytes() for path in output.iterdir()} == before, "what was there is whole"
     errors = output.with_name("test.err")
@@ -347,7 +347,7 @@ def test_an_interruption_leaves_nothing_behind(number, code, place):
     with decoding(place, "sleep") as process:
         processes = [call["pid"] for call in calls(place)]
         process.send_signal(number)
-        _, said = process.communicate(timeout=30)
+        _, said = process.communicate(timeout=120)
     assert process.returncode == code
     assert said.splitlines()[1:] == ["generate.sh: interrupted"]
     assert not any(map(alive, processes))
@@ -383,6 +383,7 @@ def test_somebody_elses_folder_is_left_alone(place):
         (("--subset", "train2"), ("no subset 'train2'",)),
         (("--subset", "../test"), ("no subset '../test'",)),
         (("--beam", "0"), ("--beam", "'0'")),
+        (("--beam", ""), ("--beam", "''")),
         (("--lenpen", "nan"), ("--lenpen", "'nan'")),
         (("--batch-size", "many"), ("--batch-size", "'many'")),
         (("--max-tokens", "-1"), ("--max-tokens", "'-1'")),

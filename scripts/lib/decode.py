@@ -250,8 +250,8 @@ def decode(argv: list[str] | None) -> int:
         value = OmegaConf.select(config, key)
         return default if value is None else value
 
-    beam = whole_number(str(args.beam or setting("generation.beam", 5)), "--beam")
-    lenpen = number(str(args.lenpen or setting("generation.lenpen", 1.0)), "--lenpen")
+    beam = whole_number(str(setting("generation.beam", 5) if args.beam is None else args.beam), "--beam")
+    lenpen = number(str(setting("generation.lenpen", 1.0) if args.lenpen is None else args.lenpen), "--lenpen")
     bins = sorted(path for pattern in (f"{args.subset}.*", "dict.*") for path in (data / "bin").glob(pattern))
     wanted = {
         "checkpoint": sha256(checkpoint),
