@@ -423,13 +423,16 @@ def test_a_vocabulary_that_sentencepiece_cannot_make(tmp_path):
 
 
 MANY_PIECES = """
-import os, signal
+import os, signal, time
 from pathlib import Path
 from text_files import PIECE, reduce, step, transform
 
 def work(text):
     if b"kill" in text:
         os.kill(os.getpid(), signal.SIGKILL)
+    if b"sleep" in text:
+        Path("asleep").touch()
+        time.sleep(100)
     return text.upper()
 
 def main(argv):
@@ -443,17 +446,26 @@ step("test.py", main)
 """
 
 
-def test_many_pieces_by_several_workers_and_a_worker_that_dies(tmp_path):
-    """Such as for lack of memory; multiprocessing would wait for it for ever."""
+def test_many_pieces_and_workers_that_are_killed(tmp_path):
+    """One alone, as for lack of memory; all with their parent, as in a job that is cancelled. multiprocessing's pool
+    would wait for ever."""
     text = "".join(f"line {number} of a text that is not short at all\n" for number in range(120_000))
     (tmp_path / "in").write_text(text)
-    command = ("timeout", 120, sys.executable, "-c", MANY_PIECES)
-    run(*command, cwd=tmp_path, PYTHONPATH=str(SCRIPTS / "lib"))
+    command, lib = (sys.executable, "-c", MANY_PIECES), str(SCRIPTS / "lib")
+    run(*command, cwd=tmp_path, PYTHONPATH=lib)
     assert (tmp_path / "out").read_text() == text.upper()
     (tmp_path / "out").unlink()
     (tmp_path / "in").write_text(f"{text}kill\n")
-    assert_refused(run(*command, cwd=tmp_path, PYTHONPATH=str(SCRIPTS / "lib"), check=False), "worker", "--workers")
+    assert_refused(run("timeout", 100, *command, cwd=tmp_path, PYTHONPATH=lib, check=False), "worker", "--workers")
     assert {path.name for path in tmp_path.iterdir()} == {"in"}
+    (tmp_path / "in").write_text(f"{text}sleep\n")
+    process = subprocess.Popen(command, cwd=tmp_path, env=environment(PYTHONPATH=lib), start_new_session=True)
+    while not (tmp_path / "asleep").exists():
+        assert process.poll() is None
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGTERM)
+    assert process.wait(timeout=60) == 128 + signal.SIGTERM
+    assert {path.name for path in tmp_path.iterdir()} == {"in", "asleep"}
 
 
 def own_merges(words: Counter, operations: int) -> list[str]:

@@ -13,7 +13,7 @@ import signal
 import sys
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from itertools import islice
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import BinaryIO, NoReturn, TypeVar
 
@@ -24,8 +24,8 @@ from tqdm import tqdm
 #: script), small against a corpus, so that no core is idle at its end.
 PIECE = 1 << 18
 
-#: Pieces for each worker that are handed over before a result is asked for: enough that none waits for work, few enough
-#: that the results which wait need little memory, whatever the size of the corpus.
+#: Pieces for each worker that are handed out before the first of their results is taken: enough that none waits for
+#: work, few enough that the results which wait need little memory, whatever the size of the corpus.
 AHEAD = 4
 
 
@@ -90,49 +90,67 @@ def read_piece(piece: Piece) -> bytes:
     return text if text.endswith(b"\n") else text + b"\n"
 
 
-_work: Callable[[bytes], bytes] | None = None
-
-
-def _start(make_work: Callable[[], Callable[[bytes], bytes]]) -> None:
-    global _work
+def _serve(pipe: Connection, other_end: Connection, make: Callable[[], Callable[[Piece], T]]) -> None:
+    """A worker: takes pieces from the pipe and answers, until the other end is closed."""
     # Ctrl-C goes to the whole group; the parent ends the workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    _work = make_work()
+    other_end.close()
+    function = make()
+    with contextlib.suppress(EOFError, ConnectionError):
+        while True:
+            number, piece = pipe.recv()
+            pipe.send((number, function(piece)))
 
 
 def _in_order(
-    function: Callable[[Piece], T],
-    every: Sequence[Piece],
-    workers: int,
-    make_work: Callable[[], Callable[[bytes], bytes] | None],
+    make: Callable[[], Callable[[Piece], T]], every: Sequence[Piece], workers: int
 ) -> Generator[T, None, None]:
-    """What a function says of each piece, in their order, asked by ``workers`` processes."""
-    if min(workers, len(every)) <= 1:
-        global _work
-        _work = make_work()
-        yield from map(function, every)
+    """What a function says of each piece, in their order; ``make`` makes the function in each of the processes."""
+    workers = min(workers, len(every))
+    if workers <= 1:
+        yield from map(make(), every)
         return
-    with multiprocessing.get_context("fork").Pool(min(workers, len(every)), _start, (make_work,)) as pool:
-        processes = multiprocessing.active_children()
-        left = iter(every)
-        waiting = deque(pool.apply_async(function, (piece,)) for piece in islice(left, AHEAD * workers))
-        while waiting:
-            result = waiting.popleft()
-            while not result.ready():
-                result.wait(1)
-                # The pool would replace it, and wait for its result for ever.
-                if not all(process.is_alive() for process in processes):
-                    raise UserError("a worker process was ended; if there was too little memory, use fewer --workers")
-            yield result.get()
-            waiting.extend(pool.apply_async(function, (piece,)) for piece in islice(left, 1))
+    # Not multiprocessing's pool: it waits for ever for a worker that was killed, be it for lack of memory or together
+    # with this process, by its group. A pipe for each worker has no locks, and ends with it.
+    context = multiprocessing.get_context("fork")
+    processes, idle, busy = [], [], []
+    left = deque(enumerate(every))
+    done: dict[int, T] = {}
+    try:
+        for _ in range(workers):
+            here, there = context.Pipe()
+            processes.append(context.Process(target=_serve, args=(there, here, make), daemon=True))
+            processes[-1].start()
+            there.close()
+            idle.append(here)
+        for wanted in range(len(every)):
+            try:
+                while wanted not in done:
+                    while idle and left and left[0][0] < wanted + AHEAD * workers:
+                        busy.append(idle.pop())
+                        busy[-1].send(left.popleft())
+                    for pipe in wait(busy):
+                        number, done[number] = pipe.recv()
+                        busy.remove(pipe)
+                        idle.append(pipe)
+            except (EOFError, OSError) as error:
+                raise UserError(
+                    "a worker process was ended; if there was too little memory, use fewer --workers"
+                ) from error
+            yield done.pop(wanted)
+    finally:
+        for process in processes:
+            process.kill()
+        for process in processes:
+            process.join()
 
 
-def _do(piece: Piece) -> tuple[bytes, int] | str:
+def _do(work: Callable[[bytes], bytes], piece: Piece) -> tuple[bytes, int] | str:
     """The piece, worked on, and its lines; or what the user is told, since not every exception can leave a process."""
     try:
         text = read_piece(piece)
-        result = _work(text)
+        result = work(text)
     except UserError as error:
         return str(error)
     except OSError as error:
@@ -157,7 +175,8 @@ def transform(
     every = [piece for parts in cut.values() for piece in parts]
     done = 0
     with contextlib.ExitStack() as stack:
-        results = stack.enter_context(contextlib.closing(_in_order(_do, every, workers, make_work)))
+        results = _in_order(lambda: functools.partial(_do, make_work()), every, workers)
+        stack.enter_context(contextlib.closing(results))
         bytes_in_all = sum(end - begin for _, begin, end in every)
         bar = stack.enter_context(
             tqdm(total=bytes_in_all, desc=label, unit="B", unit_scale=True, disable=not sys.stderr.isatty())
@@ -178,12 +197,9 @@ def transform(
 def reduce(texts: Sequence[Path], function: Callable[[bytes], T], workers: int, label: str) -> Iterator[T]:
     """What a function says of each piece of the texts, in their order, asked by ``workers`` processes."""
     every = [piece for path in texts for piece in pieces(path)]
-    with contextlib.closing(_in_order(functools.partial(_ask, function), every, workers, lambda: None)) as results:
+    results = _in_order(lambda: lambda piece: function(read_piece(piece)), every, workers)
+    with contextlib.closing(results):
         yield from tqdm(results, total=len(every), desc=label, unit="piece", disable=not sys.stderr.isatty())
-
-
-def _ask(function: Callable[[bytes], T], piece: Piece) -> T:
-    return function(read_piece(piece))
 
 
 def per_line(function: Callable[[str], str]) -> Callable[[bytes], bytes]:
