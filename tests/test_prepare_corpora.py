@@ -18,6 +18,8 @@ from pathlib import Path
 import pytest
 from sacrebleu.dataset.fake_sgml import FakeSGMLDataset
 from sacremoses import MosesDetokenizer, MosesPunctNormalizer, MosesTokenizer
+from subword_nmt.apply_bpe import BPE
+from subword_nmt.learn_bpe import learn_bpe
 
 from .scripts_helpers import ROOT, SCRIPTS, assert_refused, environment, script
 
@@ -182,7 +184,13 @@ def wmt14(tmp_path_factory) -> Path:
     return dest
 
 
-def wmt14_reading() -> dict[str, list[tuple[str, str, str, str]]]:
+def fits(english: str, german: str) -> bool:
+    """1 to 250 tokens, and a ratio of at most 1.5."""
+    lengths = [len(side.split()) for side in (english, german)]
+    return min(lengths) >= 1 and max(lengths) <= 250 and max(lengths) <= 1.5 * min(lengths)
+
+
+def wmt14_reading(cleaned: bool = True) -> dict[str, list[tuple[str, str, str, str]]]:
     """Split -> (English, German, English tokens, German tokens) by the recipe, one line at a time."""
     tokenizers = {lang: MosesTokenizer(lang) for lang in ("en", "de")}
     normalizers = {lang: MosesPunctNormalizer(lang, perl_parity=True) for lang in ("en", "de")}
@@ -206,9 +214,7 @@ def wmt14_reading() -> dict[str, list[tuple[str, str, str, str]]]:
         sides = [read(members[archive][f"{prefix}{lang}"]) for lang in ("en", "de")]
         for english, german in zip(*sides, strict=True):
             pair = tokens("en", english, True), tokens("de", german, True)
-            lengths = [len(side.split()) for side in pair]
-            fits = min(lengths) >= 1 and max(lengths) <= 250 and max(lengths) <= 1.5 * min(lengths)
-            if split == "valid" or fits:
+            if split == "valid" or not cleaned or fits(*pair):
                 reading[split].append((english, german, *pair))
     reading["test"] = [
         (english.strip(), german.strip(), tokens("en", english.strip(), False), tokens("de", german.strip(), False))
@@ -276,6 +282,25 @@ def test_wmt14_without_interruption(wmt14, tmp_path):
     assert {name: content for name, (content, _) in state(tmp_path / "data").items()} == {
         name: content for name, (content, _) in state(wmt14).items()
     }
+
+
+@pytest.mark.slow
+def test_wmt14_cleaned_by_subwords(tmp_path):
+    """--clean-stage bpe: BPE is learned on everything, and the lengths are those in subwords."""
+    data, archives = tmp_path / "data", write_archives(tmp_path / "archives", wmt14_members())
+    prepare_wmt14(data, archives, "--clean-stage", "bpe")
+    pairs = wmt14_reading(cleaned=False)["train"]
+    codes = io.StringIO()
+    learn_bpe([f"{tokens}\n" for pair in pairs for tokens in pair[2:]], codes, 150)
+    assert (data / "bpe/codes").read_text("utf-8") == codes.getvalue()
+    segment = BPE(codes).process_line
+    rows = [(*pair, segment(pair[2]), segment(pair[3])) for pair in pairs]
+    kept = [row for row in rows if fits(*row[4:])]
+    assert [row[:4] for row in kept] != wmt14_reading()["train"], "as if tokens were counted"
+    columns = [(folder, lang) for folder in ("raw", "tok", "bpe") for lang in ("en", "de")]
+    for (folder, lang), expected in zip(columns, zip(*kept, strict=True), strict=True):
+        assert lines(data / folder / f"train.{lang}") == list(expected), (folder, lang)
+    assert_joined_and_binarized(data, "en", "de", train=len(kept), valid=32, test=5)
 
 
 @pytest.mark.parametrize(
