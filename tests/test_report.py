@@ -375,7 +375,7 @@ def test_other_data_is_compared_with_nothing(tmp_path):
     assert page.said("There is no run with LN to compare with.") and page.said("LN is the only norm here.")
     assert (tmp_path / "out/report-curves-2.png").exists()
     # Settings that are off, and defaults, are the same as settings that are not there.
-    same = DATA + "aggressive=0\nsegmentation=subword-nmt\nclean=\n"
+    same = DATA + "aggressive=0\nsegmentation=subword-nmt\nclean=\nclean_stage=tok\nclean_splits=train\nstraighten=\n"
     (tmp_path / "pn/data.settings").write_text(same)
     page = report(*runs, output=tmp_path / "out")
     assert [row["norm"] for row in page.table("norm", "seeds scored")] == ["LN", "PN"]

@@ -21,10 +21,12 @@ _DATA_WORDS = {
     "bpe": ("subword operations, on both languages together", {}),
     "normalize": ("punctuation normalized", _YES),
     "nonprinting": ("non-printing characters removed", _YES),
+    "straighten": ("typographic apostrophes made plain in the tokens of", {}),
     "aggressive": ("hyphens split (@-@)", _YES),
     "compound_split": ("compounds split for tokenized BLEU (##AT##-##AT##)", _YES),
     "clean": ("cleaned by length (shortest, longest, ratio)", {}),
     "clean_stage": ("lengths counted in", {"tok": "tokens", "bpe": "subwords"}),
+    "clean_splits": ("cleaned are", {}),
     "valid_every": ("validation is every n-th training pair, n", {}),
 }
 

@@ -20,7 +20,14 @@ from pn_fairseq.training_log import TrainingLog, read_training_log
 MARKS = ("config.yaml", "train.log", "failed")
 
 #: What an absent key of a data directory's settings means (scripts/prepare_*.sh).
-DATA_DEFAULTS = {"segmentation": "subword-nmt", "tokenizer": "sacremoses"}
+DATA_DEFAULTS = {
+    "segmentation": "subword-nmt",
+    "tokenizer": "sacremoses",
+    "clean_stage": "tok",
+    "clean_splits": "train",
+}
+#: How and where it was cleaned: of no meaning where it was not.
+_OF_CLEANING = ("clean_stage", "clean_splits")
 
 
 #: What generate.sh notes about a decoding that says what was decoded, not how.
@@ -211,6 +218,8 @@ def _read_data(run: Run) -> None:
     run.data = {
         key: value for key, value in run.data.items() if key and value and (value != "0" or key in ("lower", "bpe"))
     }
+    if "clean" not in run.data:
+        run.data = {key: value for key, value in run.data.items() if key not in _OF_CLEANING}
 
 
 def _read_log(run: Run) -> None:
