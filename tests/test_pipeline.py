@@ -188,6 +188,7 @@ def test_training_with_other_settings_in_the_same_run_is_refused(data, trained):
         ("+model.layer_scale_groups=3", "groups=3"),
         ("task.source_lang=fr", "'fr'"),
         ("dataset.max_tokens=30", "train.es"),
+        ("+task.max_target_positions=20", "task.max_target_positions"),
     ],
 )
 def test_a_setting_that_does_not_fit_is_refused_before_anything_is_made(setting, needle, data, tmp_path):

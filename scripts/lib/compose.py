@@ -152,17 +152,21 @@ def check_model(settings, data: Path, batches: Batches) -> None:
     task = tasks.setup_task(settings.task)
     with torch.device("meta"), open_dict(settings):
         model = task.build_model(settings.model)
-    for split in ("train", "valid", "test"):
-        for lang, limit in zip((source, target), model.max_positions(), strict=True):
-            dataset = load_indexed_dataset(str(data / "bin" / f"{split}.{source}-{target}.{lang}"))
+    limits = zip(("source", "target"), task.max_positions(), model.max_positions(), strict=True)
+    for (side, of_task, of_model), lang in zip(limits, (source, target), strict=True):
+        for split in ("train", "valid", "test"):
+            limit = min(of_task, of_model)
+            text = f"{split}.{source}-{target}.{lang}"
+            dataset = load_indexed_dataset(str(data / "bin" / text))
+            if dataset is None:
+                raise UserError(f"{data}/bin has no {text}: prepare it again (scripts/prepare_*.sh)")
             sizes = dataset.sizes  # a view of the file that the dataset keeps open
             if split == "train" and settings.dataset.max_tokens:
                 limit = min(limit, settings.dataset.max_tokens)
             too_long = sizes > limit
             if long := int(too_long.sum()):
                 line = int(too_long.argmax()) + 1
-                positions = f"model.max_{'source' if lang == source else 'target'}_positions"
-                instead = f"raise dataset.max_tokens or {positions}"
+                instead = f"raise dataset.max_tokens or ++task.max_{side}_positions and ++model.max_{side}_positions"
                 if (
                     split == "train"
                     and limit == batches.max_tokens
