@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from .scripts_helpers import ROOT, SCRIPTS, assert_refused, environment, script
+from .scripts_helpers import ROOT, SCRIPTS, assert_refused, environment, run, script
 
 CORPORA = {
     "iwslt14": ("iwslt14_de_en", "iwslt"),
@@ -133,6 +133,28 @@ def test_a_failed_training_is_noted_though_it_left_no_folder(checkout):
     assert noted == "train: train.sh: error: it went wrong\n"
 
 
+def test_a_mistake_in_the_number_of_updates_is_one_line(checkout):
+    command = ["bash", checkout / "scripts/reproduce_iwslt14.sh", "optimization.max_update=1e3"]
+    result = subprocess.run(command, env=environ_of(checkout), capture_output=True, text=True)
+    assert_refused(result, "optimization.max_update", "1e3")
+
+
+def test_the_last_words_of_a_step_are_whole(tmp_path):
+    """However slowly they are written down."""
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    (tools / "tee").write_text('#!/bin/sh\nsleep 0.5\nPATH=${PATH#*:}\nexec tee "$@"\n')
+    (tools / "tee").chmod(0o755)
+    code = f"""set -euo pipefail; root={ROOT}; source {SCRIPTS}/lib/steps.sh
+        for show in "show_training {tmp_path} 9" "show_step {tmp_path} score"; do
+            $show bash -c 'echo "$1 failed" >&2; exit 7' - "${{show%% *}}" || echo $?
+        done
+        last_words {tmp_path}/train.err
+        last_words {tmp_path}/score.err"""
+    result = run("bash", "-c", code, PATH=f"{tools}:{environment()['PATH']}")
+    assert result.stdout.splitlines() == ["7", "7", "show_training failed", "show_step failed"]
+
+
 def test_without_data_nothing_is_trained(checkout):
     result, calls = reproduce(checkout, FAIL="prepare_iwslt14")
     assert result.returncode == 2 and len(calls) == 1
@@ -173,7 +195,7 @@ def test_a_slurm_job_of_several_machines_trains_by_srun(checkout):
     assert "--ntasks-per-node=1" in (checkout / "calls").read_text()
     refused = subprocess.run(
         ["bash", checkout / "scripts/reproduce_iwslt14.sh"],
-        env=environ_of(checkout, **slurm, SLURM_STEP_ID="0"),
+        env=environ_of(checkout, **slurm, SLURM_STEP_ID="0", SLURM_STEP_NUM_TASKS="3"),
         capture_output=True,
         text=True,
     )

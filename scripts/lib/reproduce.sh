@@ -97,7 +97,8 @@ find_machines() {
         # The first machine decodes between two trainings, and the others wait for it.
         export START_TIMEOUT=${START_TIMEOUT:-604800}
     elif [[ -n ${SLURM_JOB_ID-} && ${SLURM_JOB_NUM_NODES:-1} -gt 1 ]]; then
-        [[ -z ${SLURM_STEP_ID-} ]] || die "start it once, in the batch script and not by srun: it calls srun itself"
+        # As in machines.py: what srun alone sets.
+        [[ -z ${SLURM_STEP_NUM_TASKS-} ]] || die "start it once, in the batch script and not by srun: it calls srun itself"
         need srun
         launch=(srun --ntasks-per-node=1 --kill-on-bad-exit=1)
     fi

@@ -5,17 +5,22 @@
 # show_training FOLDER TOTAL COMMAND...: run a training of TOTAL updates; a line of progress for each of fairseq's
 # records, all of its output in FOLDER/train.out and train.err. Its exit code.
 show_training() {
-    local folder=$1 total=$2
+    local folder=$1 total=$2 code=0
     shift 2
-    "$@" > >(tee "$folder/train.out" | python "$root/scripts/lib/progress.py" "$total") \
-        2> >(tee "$folder/train.err" | grep -F -e '[train]' -e 'train.sh: error' >&2)
+    # In braces, so that this shell knows the last of the readers and can wait until train.err is whole.
+    { "$@"; } > >(tee "$folder/train.out" | python "$root/scripts/lib/progress.py" "$total") \
+        2> >(tee "$folder/train.err" | grep -F -e '[train]' -e 'train.sh: error' >&2) || code=$?
+    wait $! || true
+    return "$code"
 }
 
 # show_step FOLDER NAME COMMAND...: run a command; its errors are kept in FOLDER/NAME.err, too. Its exit code.
 show_step() {
-    local folder=$1 name=$2
+    local folder=$1 name=$2 code=0
     shift 2
-    "$@" 2> >(tee "$folder/$name.err" >&2)
+    { "$@"; } 2> >(tee "$folder/$name.err" >&2) || code=$?
+    wait $! || true
+    return "$code"
 }
 
 # last_words FILE: the last line of FILE that says something.
@@ -29,5 +34,6 @@ total_updates() {
     for override; do
         [[ $override != optimization.max_update=* ]] || total=${override#*=}
     done
+    [[ $total =~ ^[0-9]+$ ]] || die "optimization.max_update must be a whole number, not '$total'"
     echo "$total"
 }
