@@ -64,7 +64,8 @@ name=$(basename "$file" .yaml)
 file=$(absolute "$file")
 data=$(absolute "${data:-$root/runs/data/$name}")
 run=$(absolute "${run:-$root/runs/$name}")
-[[ -d $data/bin ]] || die "'$data' is no prepared data: it has no bin/ (scripts/prepare_*.sh make it)"
+[[ -d $data/bin && -f $data/settings ]] ||
+    die "'$data' is no prepared data: it has no bin/ or no settings (scripts/prepare_*.sh make them)"
 use_venv
 need python fairseq-hydra-train
 [[ $data != *:* ]] || die "'$data' has a colon, at which fairseq splits paths; use another place (--data)"

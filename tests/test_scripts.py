@@ -70,6 +70,7 @@ def test_a_run_without_its_parts(tmp_path):
     assert_refused(script("average.sh", "--run", tmp_path, "--by", "week", check=False), "week")
     assert_refused(script("generate.sh", "--run", tmp_path, check=False), "averaged.pt", "average.sh")
     assert_refused(script("score.sh", "--run", tmp_path, check=False), "hyp.tok", "generate.sh")
+    assert_refused(script("train.sh", "verses_es_en", "--data", tmp_path / "prepared", check=False), "no settings")
 
 
 def test_missing_tools_are_named(tmp_path):

@@ -50,7 +50,8 @@ def lock(run: Path) -> None:
     with contextlib.suppress(PermissionError):  # somebody else's run, which can be finished at best
         descriptor = os.open(run / ".lock", os.O_RDWR | os.O_CREAT)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Not flock, which a process that loads data would hold for some seconds after the training was killed.
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(
                 f"'{run}' is being trained by another process: wait for it, or name another --run"
@@ -146,7 +147,7 @@ def uses_cpu(overrides: list[str]) -> bool:
     return any(o.lstrip("+").lower() == "common.cpu=true" for o in overrides)
 
 
-@command("train.sh")
+@command("train.sh", OSError)
 def main(argv: list[str] | None) -> int:
     config, data, run = (Path(part) for part in argv[:3])
     overrides = argv[3:]
