@@ -120,8 +120,9 @@ def _in_order(
     try:
         for _ in range(workers):
             here, there = context.Pipe()
-            processes.append(context.Process(target=_serve, args=(there, here, make), daemon=True))
-            processes[-1].start()
+            process = context.Process(target=_serve, args=(there, here, make), daemon=True)
+            process.start()
+            processes.append(process)
             there.close()
             idle.append(here)
         for wanted in range(len(every)):
