@@ -34,7 +34,8 @@ Run again, it skips what is done and goes on with the rest. A run that fails is 
 the others go on.
 
 One worker per visible GPU; NPROC, NNODES, NODE_RANK and MASTER_ADDR as in train.sh --help. On several machines, which see
-the same files, the same command is given on each: all train, and the first one does the rest. In a SLURM job of
+the same files, the same command is given on each: all train, and the first one does the rest; the others wait for it,
+so end them if it has failed. In a SLURM job of
 several machines it is given once, by the batch script, and starts the training on all by srun.
 END
 }
