@@ -169,6 +169,25 @@ class RunningNorm(ChannelNorm):
         self.flush()
         return super().train(mode)
 
+    def evaluation_affine(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Scale and shift, (C,) of ``dtype``: in evaluation y = scale * h + shift, with h what layer-scale gives."""
+        raise NotImplementedError
+
+    def _scale_and_shift(self, mean: Optional[Tensor], square: Tensor) -> tuple[Tensor, Tensor]:  # noqa: UP045
+        """Of y = weight * (h - mean) / sqrt(square + eps) + bias; ``mean`` (C,) or None for 0, ``square`` (C,)."""
+        scale = torch.rsqrt(square + self.eps)
+        shift = torch.zeros_like(scale)
+        weight, bias = self.weight, self.bias
+        if weight is not None and bias is not None:
+            scale = scale * weight.to(scale.dtype)
+            shift = bias.to(scale.dtype)
+        return scale, shift if mean is None else shift - mean * scale
+
+    def _evaluate(self, h: Tensor) -> Tensor:
+        # From vectors of length C at every call: a copy kept from call to call would outlive what it was made from.
+        scale, shift = self.evaluation_affine(h.dtype)
+        return torch.addcmul(shift, h, scale)
+
     # Sums over tokens and workers.
 
     def synchronises(self) -> bool:

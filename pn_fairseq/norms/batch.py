@@ -71,9 +71,8 @@ class MaskedBatchNorm(RunningNorm):
         self._settle_by(total, y, step)
         return y
 
-    def _evaluate(self, h: Tensor) -> Tensor:
-        scale = torch.rsqrt(self.running_var.to(h.dtype) + self.eps)
-        return self._affine((h - self.running_mean.to(h.dtype)) * scale)
+    def evaluation_affine(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        return self._scale_and_shift(self.running_mean.to(dtype), self.running_var.to(dtype))
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, alpha={self.alpha}"

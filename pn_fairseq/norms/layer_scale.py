@@ -47,6 +47,8 @@ class LayerScale(nn.Module):
     def forward(self, x: Tensor, padding_mask: Optional[Tensor] = None) -> Tensor:  # noqa: UP045 (TorchScript)
         if not torch.jit.is_scripting():
             check_input(x, padding_mask, self.num_features)
+        if self.groups == 0:
+            return x
         return self.scale(widen(x)).to(x.dtype)
 
     def scale(self, x: Tensor) -> Tensor:

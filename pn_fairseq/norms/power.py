@@ -185,8 +185,8 @@ class PowerNorm(RunningNorm):
         """
         return super().diagnostics()
 
-    def _evaluate(self, h: Tensor) -> Tensor:
-        return self._affine(h * torch.rsqrt(self.running_psi2.to(h.dtype) + self.eps))
+    def evaluation_affine(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        return self._scale_and_shift(None, self.running_psi2.to(dtype))
 
     def extra_repr(self) -> str:
         return (

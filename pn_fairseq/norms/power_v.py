@@ -68,8 +68,8 @@ class PowerNormV(RunningNorm):
         super()._note_step(step, finite)
         self._collected["psi_distance"] = psi_distance(step.batch["running_psi2"], self.running_psi2)
 
-    def _evaluate(self, h: Tensor) -> Tensor:
-        return self._affine(h * torch.rsqrt(self.running_psi2.to(h.dtype) + self.eps))
+    def evaluation_affine(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        return self._scale_and_shift(None, self.running_psi2.to(dtype))
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, alpha={self.alpha}"
