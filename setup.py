@@ -35,6 +35,7 @@ setup(
         "console_scripts": [
             "pn-average-checkpoints = pn_fairseq.cli.average_checkpoints:main",
             "pn-import-release = pn_fairseq.cli.import_release:main",
+            "pn-fold = pn_fairseq.cli.fold:main",
             "pn-report = pn_fairseq.cli.report:main",
             "pn-plot-curves = pn_fairseq.cli.plot_curves:main",
         ]

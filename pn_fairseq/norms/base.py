@@ -176,11 +176,12 @@ class RunningNorm(ChannelNorm):
     def _scale_and_shift(self, mean: Optional[Tensor], square: Tensor) -> tuple[Tensor, Tensor]:  # noqa: UP045
         """Of y = weight * (h - mean) / sqrt(square + eps) + bias; ``mean`` (C,) or None for 0, ``square`` (C,)."""
         scale = torch.rsqrt(square + self.eps)
-        shift = torch.zeros_like(scale)
         weight, bias = self.weight, self.bias
         if weight is not None and bias is not None:
             scale = scale * weight.to(scale.dtype)
             shift = bias.to(scale.dtype)
+        else:
+            shift = torch.zeros_like(scale)
         return scale, shift if mean is None else shift - mean * scale
 
     def _evaluate(self, h: Tensor) -> Tensor:
