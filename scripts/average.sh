@@ -7,7 +7,8 @@ usage() {
 usage: scripts/average.sh --run DIR [--last N] [--by epoch|update] [--output FILE] [--recalibrate]
 
   --run DIR      a run of scripts/train.sh
-  --last N       how many checkpoints (default: as many as the run keeps, or all if there are fewer)
+  --last N       how many checkpoints (default: average_last of the configuration, else as many as the run keeps; or all
+                 if there are fewer)
   --by WHICH     checkpoints of epochs or of updates (default: those that the run keeps)
   --output FILE  default DIR/checkpoints/averaged.pt
   --recalibrate  re-estimate the norms' running statistics with the averaged weights on the run's training data, and
@@ -54,10 +55,11 @@ esac
 if [[ -z $last ]]; then
     last=$(config_value "$run" "checkpoint.$kept" -1)
     [[ $last != -1 ]] || die "'$run' keeps all checkpoints: say how many to average with --last"
+    last=$(config_value "$run" average_last "$last")
     there=$(find "$run/checkpoints" -maxdepth 1 -name "$pattern" 2>/dev/null | wc -l)
     [[ $there -gt 0 ]] || die "'$run/checkpoints' has no checkpoint of an $by yet (scripts/train.sh makes them)"
     if [[ $there -lt $last ]]; then
-        say "the run has $there checkpoints, not yet the $last that it keeps: averaging these"
+        say "the run has $there checkpoints, not yet the $last to be averaged: averaging these"
         last=$there
     fi
 fi

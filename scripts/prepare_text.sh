@@ -26,9 +26,7 @@ source "$root/scripts/lib/common.sh"
 source "$root/scripts/lib/prepare.sh"
 
 corpus="" source="" target="" dest=""
-operations=10000
 lower=1
-workers=$(nproc)
 while [[ $# -gt 0 ]]; do
     case $1 in
     --corpus) option_value "$1" $#; corpus=$2; shift 2 ;;
@@ -45,8 +43,7 @@ done
 for name in corpus source target dest; do
     [[ -n ${!name} ]] || die "--$name is needed (see --help)"
 done
-check_whole --bpe "$operations"
-check_whole --workers "$workers"
+check_preparation
 [[ $source != "$target" ]] || die "--source and --target are both '$source'"
 [[ -d $corpus ]] || die "there is no directory '$corpus' (--corpus)"
 for split in train valid test; do
@@ -54,54 +51,17 @@ for split in train valid test; do
         [[ -f $corpus/$split.$lang || -f $corpus/$split.$lang.gz ]] || die "$corpus has neither $split.$lang nor $split.$lang.gz"
     done
 done
-use_venv
-need python gzip sacremoses subword-nmt fairseq-preprocess sha256sum
-mkdir -p "$dest" 2>/dev/null || die "cannot make the directory '$dest' (--dest)"
+open_folder "$dest"
 
 # The text is read anew each time, so that a corrected file is noticed and a changed one refused.
-rm -rf "$dest/raw.partial"
-mkdir "$dest/raw.partial"
-texts=()
+rm -rf "$dest/text.partial"
+make_folder "$dest/text.partial"
+files=()
 for split in train valid test; do
     for lang in "$source" "$target"; do
-        text=$dest/raw.partial/$split.$lang
-        unpack_text "$corpus/$split.$lang" >"$text" || die "$corpus/$split.$lang is damaged or cut off; get it again"
-        reason=$(python "$root/scripts/lib/check_text.py" "$text" "$corpus/$split.$lang" 2>&1) || die "$reason"
-        texts+=("$split.$lang")
-    done
-    count=$(lines "$dest/raw.partial/$split.$source")
-    [[ $(lines "$dest/raw.partial/$split.$target") -eq $count ]] ||
-        die "$corpus/$split.$source has $count lines and $split.$target $(lines "$dest/raw.partial/$split.$target"): they are not translations of each other"
-done
-keep_settings "$dest/settings" "source=$source
-target=$target
-lower=$lower
-bpe=$operations
-$(cd "$dest/raw.partial" && sha256sum "${texts[@]}")"
-rm -rf "$dest/raw"
-mv "$dest/raw.partial" "$dest/raw"
-
-if [[ -d $dest/bin ]]; then
-    say "$dest is complete"
-    exit 0
-fi
-mkdir -p "$dest/tok" "$dest/bpe"
-say "tokenizing with sacremoses"
-for split in train valid test; do
-    for lang in "$source" "$target"; do
-        make_file "$dest/tok/$split.$lang" tokenize "$lang" "$workers" "$lower" "$dest/raw/$split.$lang"
-        same_lines "$dest/raw/$split.$lang" "$dest/tok/$split.$lang"
+        files+=("$corpus/$split.$lang" "$dest/text.partial/$split.$lang")
     done
 done
-say "learning $operations BPE operations on both languages"
-make_file "$dest/bpe/codes" learn_joint_bpe "$operations" "$dest/tok/train.$source" "$dest/tok/train.$target"
-say "applying BPE"
-for split in train valid test; do
-    for lang in "$source" "$target"; do
-        make_file "$dest/bpe/$split.$lang" apply_joint_bpe "$dest/bpe/codes" "$dest/tok/$split.$lang"
-        same_lines "$dest/tok/$split.$lang" "$dest/bpe/$split.$lang"
-    done
-done
-say "binarizing with fairseq-preprocess"
-binarize "$dest" "$source" "$target" "$workers"
-say "$dest is complete: $(lines "$dest/raw/train.$source") train, $(lines "$dest/raw/valid.$source") valid, $(lines "$dest/raw/test.$source") test"
+step copy_text "${files[@]}"
+check_texts "$dest/text.partial" "$source" "$target" "$corpus"
+prepare_corpus "$dest" "$source" "$target" "$dest/text.partial"

@@ -11,9 +11,28 @@ usage: scripts/train.sh CONFIG [--data DIR] [--run DIR] [key=value ...]
   --run DIR    where checkpoints and logs go (default runs/CONFIG)
   key=value    settings that differ from the file's, in hydra's syntax:
                  model._name=transformer_bn_tiny  common.seed=2  optimization.max_update=400  +model.encoder_layers=2
+                 tokens_per_update=65536  common.fp16=true
 
-Trains with fairseq-hydra-train, on every visible GPU or else on the CPU. A run that was interrupted resumes from its
-last checkpoint; one that is finished is left alone.
+Trains with fairseq-hydra-train, one worker per visible GPU, or one on the CPU. A run that was interrupted, killed or
+pre-empted resumes from its last checkpoint when the same command is given again, on as many workers as there are then;
+one that is finished is left alone.
+
+An update takes tokens_per_update tokens whatever the number of workers: dataset.max_tokens is the most that one worker
+takes at once, and optimization.update_freq follows. Where it is overridden, optimization.update_freq is meant for one
+worker: tokens_per_update is then update_freq x max_tokens.
+
+Workers, by environment variables:
+  NPROC=N        N workers on this machine: fewer than its GPUs, or N on the CPU of a machine without
+  NNODES=N NODE_RANK=K MASTER_ADDR=HOST [MASTER_PORT=29500]
+                 this is machine K, 0 to N-1, of N; HOST is machine 0, where PORT must be free. The same command on
+                 each; all see the same files. Started by torchrun.
+  START_TIMEOUT=600
+                 how many seconds the machines wait for each other
+Under SLURM nothing needs to be set, and NNODES, if it is, comes first. One task per machine takes the GPUs of each:
+  srun --ntasks-per-node=1 scripts/train.sh CONFIG ...
+and one task per GPU works, too. Add --kill-on-bad-exit=1, and to sbatch --requeue: a job that is requeued goes on.
+
+If one worker dies all are stopped, and the exit code is not 0.
 END
 }
 
@@ -50,43 +69,6 @@ use_venv
 need python fairseq-hydra-train
 [[ $data != *:* ]] || die "'$data' has a colon, at which fairseq splits paths; use another place (--data)"
 
-# quoted TEXT: TEXT as one value in hydra's syntax, whatever characters a path has.
-quoted() {
-    local text=${1//\\/\\\\}
-    printf "'%s'" "${text//\'/\\\'}"
-}
-settings=(
-    "common.user_dir=$(quoted "$root/pn_fairseq")" "task.data=$(quoted "$data/bin")"
-    "checkpoint.save_dir=$(quoted "$run/checkpoints")" "common.log_file=$(quoted "$run/train.log")"
-    "common.tensorboard_logdir=$(quoted "$run/tensorboard")" ${overrides[@]+"${overrides[@]}"}
-)
-
-made=0
-[[ -d $run ]] || made=1
-mkdir -p "$run" 2>/dev/null || die "cannot make the directory '$run' (--run)"
-if [[ -d $run/checkpoints ]]; then
-    repairs=$(python "$root/scripts/lib/repair_checkpoints.py" "$run/checkpoints") || die "cannot repair $run/checkpoints"
-    [[ -z $repairs ]] || while read -r line; do say "$line"; done <<<"$repairs"
-fi
-answer=$(python "$root/scripts/lib/compose.py" "$file" "$data" "$run" "$run/config.yaml.partial" "${settings[@]}" 2>"$run/compose.err") || {
-    code=$?
-    reason=$(tail -n 1 "$run/compose.err")
-    [[ $code -eq 2 ]] || reason="$reason (all of it in $run/compose.err)"
-    [[ $code -ne 2 ]] || rm -f "$run/compose.err"
-    [[ $made -eq 0 ]] || rmdir "$run" 2>/dev/null || true
-    die "$reason"
-}
-rm -f "$run/compose.err"
-if [[ $answer == finished ]]; then
-    rm -f "$run/config.yaml.partial"
-    say "$run is trained already"
-    exit 0
-fi
-mv "$run/config.yaml.partial" "$run/config.yaml"
-printf '%s\n' "$data" >"$run/data"
-cp "$data/settings" "$run/data.settings"
-
 cpu_allocator
-# In place of this shell, so that a signal to it reaches fairseq.
-exec fairseq-hydra-train --config-dir "$(dirname "$file")" --config-name "$name" \
-    "hydra.run.dir=$(quoted "$run/hydra")" "${settings[@]}"
+# In place of this shell, so that a signal to it reaches the training.
+exec python "$root/scripts/lib/start.py" "$file" "$data" "$run" ${overrides[@]+"${overrides[@]}"}

@@ -18,7 +18,7 @@ from .scripts_helpers import ROOT, SCRIPTS, assert_refused, cut_corpus, environm
 #: A training of seconds. The psi warm-up ends at update 6, in the middle.
 SHORT = (
     *("optimization.max_update=12", "checkpoint.save_interval_updates=4", "dataset.validate_interval_updates=100"),
-    *("dataset.max_tokens=400", "lr_scheduler.warmup_updates=6", "common.log_interval=2"),
+    *("tokens_per_update=400", "lr_scheduler.warmup_updates=6", "common.log_interval=2"),
 )
 
 

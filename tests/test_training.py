@@ -156,7 +156,7 @@ def test_a_worker_that_has_run_out_of_data_counts_for_nothing(data, tmp_path):
 
 
 def test_bf16_in_hydra(data, tmp_path):
-    overrides = ("optimization.max_update=3", "dataset.max_tokens=300", "common.bf16=true", "common.log_interval=1")
+    overrides = ("optimization.max_update=3", "tokens_per_update=300", "common.bf16=true", "common.log_interval=1")
     script("train.sh", "verses_es_en", "--data", data, "--run", tmp_path / "run", *overrides)
     model = load_checkpoint(tmp_path / "run/checkpoints/checkpoint_last.pt")["model"]
     assert set(counters(model).values()) == {3}

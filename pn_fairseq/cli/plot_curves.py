@@ -1,41 +1,14 @@
 """``pn-plot-curves``: the learning curves of one or more training runs as a picture."""
 
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from pn_fairseq.cli import ArgumentParser, UserError, command
-from pn_fairseq.training_log import LearningCurve, read_log
+from pn_fairseq.report.curves import plot
+from pn_fairseq.training_log import read_log
 
 TOOL = "pn-plot-curves"
-
-
-def plot(curves: dict[str, LearningCurve], output: Path) -> None:
-    """Draw training and validation loss of each run (label -> curve) into ``output`` (.png, .pdf or .svg)."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (train, valid) = pyplot.subplots(1, 2, figsize=(10, 4), constrained_layout=True)
-    for label, curve in curves.items():
-        for axis, values, marker in ((train, curve.train, None), (valid, curve.valid, "o")):
-            updates = sorted(values)
-            axis.plot(updates, [values[update] for update in updates], marker=marker, markersize=4, label=label)
-    train.set(title="training", ylabel="loss per token (bits, label smoothing included)")
-    valid.set(title="validation", ylabel="negative log-likelihood per token (bits)")
-    for axis in (train, valid):
-        axis.set_xlabel("updates")
-        axis.grid(alpha=0.3)
-        axis.legend()
-    partial = output.with_name(f"{output.name}.partial")
-    try:
-        figure.savefig(partial, dpi=120, format=output.suffix[1:])
-        os.replace(partial, output)
-    finally:
-        pyplot.close(figure)
-        partial.unlink(missing_ok=True)
 
 
 def _log_of(path: Path) -> Path:
@@ -64,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     curves = {}
     for label, path in zip(labels, args.runs, strict=True):
         try:
-            curves[label] = read_log(_log_of(path))
+            curves[label] = [read_log(_log_of(path))]
         except (OSError, ValueError) as error:
             raise UserError(f"cannot read {_log_of(path)}: {error}") from error
     plot(curves, args.output)

@@ -1,5 +1,5 @@
 """The fairseq model ``transformer_pn`` and its architectures, registered on import."""
 
-from pn_fairseq.models import architectures, ddp_on_cpu, fairseq_hooks, transformer_pn
+from pn_fairseq.models import architectures, ddp_on_cpu, fairseq_hooks, resumption, transformer_pn
 
-__all__ = ["architectures", "ddp_on_cpu", "fairseq_hooks", "transformer_pn"]
+__all__ = ["architectures", "ddp_on_cpu", "fairseq_hooks", "resumption", "transformer_pn"]

@@ -36,7 +36,7 @@ def _agree(model: nn.Module) -> None:
         agree_on_statistics(model)
 
 
-def _wrap(owner, name: str, wrapper) -> None:
+def wrap(owner, name: str, wrapper) -> None:
     """Put ``wrapper(original, ...)`` in the place of ``owner.name``, once, however often this module is executed."""
     original = getattr(owner, name)
     if hasattr(original, "pn_fairseq"):
@@ -92,8 +92,8 @@ def _refuse_folded(reason) -> NoReturn:
     raise SystemExit(2)
 
 
-_wrap(FairseqTask, "train_step", _train_step)
-_wrap(FairseqTask, "begin_valid_epoch", _begin_valid_epoch)
-_wrap(checkpoint_utils, "save_checkpoint", _save_checkpoint)
-_wrap(Trainer, "__init__", _new_trainer)
-_wrap(Trainer, "load_checkpoint", _load_checkpoint)
+wrap(FairseqTask, "train_step", _train_step)
+wrap(FairseqTask, "begin_valid_epoch", _begin_valid_epoch)
+wrap(checkpoint_utils, "save_checkpoint", _save_checkpoint)
+wrap(Trainer, "__init__", _new_trainer)
+wrap(Trainer, "load_checkpoint", _load_checkpoint)

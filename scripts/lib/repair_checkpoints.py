@@ -1,5 +1,7 @@
 """Make a training that was killed while it wrote a checkpoint resumable: repair_checkpoints.py SAVE_DIR.
 
+With several workers the first one writes, so this is called by the first machine alone.
+
 fairseq writes the first file of a save beside and renames it, and then copies it to checkpoint_last.pt and
 checkpoint_best.pt. A copy that was cut off would stop the resumed run with an unpickling error, and without
 checkpoint_last.pt it would begin again. Such a copy is made again from the newest whole checkpoint, which is the one
@@ -10,6 +12,7 @@ import os
 import shutil
 import sys
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
 
@@ -22,27 +25,28 @@ def is_whole(path: Path) -> bool:
         return False
 
 
-def main(folder: Path) -> int:
+def repair(folder: Path) -> Iterator[str]:
+    """Repair the checkpoints in ``folder``, and say in a line each what was done."""
     last, best = folder / "checkpoint_last.pt", folder / "checkpoint_best.pt"
     present = sorted(folder.glob("checkpoint*.pt"), key=lambda path: path.stat().st_mtime, reverse=True)
     wanting = [path for path in (last, best) if path.exists() and not is_whole(path)]
     if present and not last.exists():
         wanting.append(last)
     if not wanting:
-        return 0
+        return
     whole = next((path for path in present if path not in wanting and is_whole(path)), None)
     for path in wanting:
         state = "was cut off" if path.exists() else "was missing"
         if whole is None:
             path.unlink(missing_ok=True)
-            print(f"{path.name} {state} and no other checkpoint is whole: starting afresh")
+            yield f"{path.name} {state} and no other checkpoint is whole: starting afresh"
             continue
         partial = path.with_name(f"{path.name}.partial")
         shutil.copyfile(whole, partial)
         os.replace(partial, path)
-        print(f"{path.name} {state}; made again from {whole.name}")
-    return 0
+        yield f"{path.name} {state}; made again from {whole.name}"
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    for line in repair(Path(sys.argv[1])):
+        print(line)

@@ -21,5 +21,13 @@ check_run() {
     [[ -d $(<"$1/data")/bin ]] || die "the data of '$1' is gone: $(<"$1/data")/bin"
 }
 
+# check_same_data RUN: the prepared data must be what the run was trained on.
+check_same_data() {
+    local data
+    data=$(<"$1/data")
+    [[ ! -f $1/data.settings || ! -f $data/settings ]] || cmp -s "$1/data.settings" "$data/settings" ||
+        die "'$data' was prepared anew, with other settings or other text, after '$1' was trained (compare $1/data.settings)"
+}
+
 # data_setting DATA NAME: a setting that the prepared data was made with.
 data_setting() { sed -n "s/^$2=//p" "$1/settings"; }

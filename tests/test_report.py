@@ -1,0 +1,615 @@
+"""pn-report on run directories that are written here, file by file; what it says is checked against other sources."""
+
+import html
+import html.parser
+import json
+import random
+import re
+import shutil
+from pathlib import Path
+
+import numpy
+import pytest
+import sacrebleu
+import yaml
+from scipy import integrate
+
+from pn_fairseq.cli.report import main
+from pn_fairseq.report.page import Code, Heading, Missing, Paragraph, Table, markdown
+from pn_fairseq.report.page import html as to_html
+from pn_fairseq.report.paper import PAPER
+
+SENTENCES = 60
+WORDS = [f"{a}{b}" for a in ("ba", "ki", "lo", "mu", "ne") for b in ("", "da", "fi", "gu", "ro", "te", "va")]
+DATA = "source=es\ntarget=en\nlower=1\nbpe=4000\n" + "".join(f"{n:064x}  train.{n}\n" for n in (1, 2))
+START = {
+    "started": "2026-01-02T03:04:05+00:00",
+    "workers": 1,
+    "tokens_per_update": 2048,
+    "update_freq": 1,
+    "max_tokens": 2048,
+    "torch": "2.13.0",
+    "cpu": "Imaginary 9000",
+    "gpus": ["H <x> & y"] * 2,
+}
+
+
+def settings(norm: str = "pn", seed: int = 1, **changes) -> dict:
+    nested = {
+        "common": {"seed": seed, "log_interval": 10, "log_file": "/somewhere/train.log"},
+        "dataset": {"max_tokens": 2048, "batch_size": None},
+        "optimization": {"max_update": 40, "lr": [0.005], "update_freq": [1]},
+        "optimizer": {"_name": "adam", "lr": [0.005]},
+        "model": {"_name": f"transformer_{norm}_tiny", "dropout": 0.1},
+        "task": {"data": f"/data/{norm}{seed}", "source_lang": "es", "target_lang": "en"},
+    }
+    for name, value in changes.items():
+        section, key = name.split("__")
+        nested[section][key] = value
+    return nested
+
+
+def train_log(final: float, updates: int = 40, first: int = 10, done: float | None = 12.5) -> str:
+    lines = ["num. shared model params: 1,508,352 (num. trained: 1,508,352)", "training on 1 devices (GPUs/TPUs)"]
+    for update in range(first, updates + 1, 10):
+        loss = final + 0.1 * (40 - update)
+        wps = 1000 + update
+        record = {"loss": str(loss), "wps": str(wps), "wpb": "100", "num_updates": str(update), "wall": "3"}
+        lines.append(json.dumps(record | {"norm_nu_rms": str(update / 100) if update % 20 == 0 else None}))
+        if update % 20 == 0:
+            lines.append(json.dumps({"valid_nll_loss": str(loss - 0.5), "valid_num_updates": str(update)}))
+    if done is not None:
+        lines += ["Stopping training due to num_updates: 40 >= max_update: 40", f"done training in {done} seconds"]
+    return "\n".join(lines) + "\n"
+
+
+def corpus_text(errors: float, seed: int, count: int = SENTENCES) -> tuple[list[str], list[str]]:
+    """References, and hypotheses in which a share of the words is wrong."""
+    words, noise = random.Random(0), random.Random(seed)
+    references = [[words.choice(WORDS) for _ in range(words.randint(5, 15))] for _ in range(count)]
+    wrong = [[noise.choice(WORDS) if noise.random() < errors else word for word in line] for line in references]
+    return [" ".join(line) for line in references], [" ".join(line) for line in wrong]
+
+
+def write_scores(folder: Path, hypotheses: list[str], references: list[str]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, lines in (("hyp", hypotheses), ("ref", references)):
+        for kind in ("tok", "txt"):
+            (folder / f"{name}.{kind}").write_text("".join(f"{line}\n" for line in lines))
+    (folder / "made").write_text("checkpoint=abc\ndata=def\nbeam=5\nlenpen=1.0\n")
+    tokenized = sacrebleu.corpus_bleu(hypotheses, [references], tokenize="none", smooth_method="none", force=True)
+    detokenized = sacrebleu.corpus_bleu(hypotheses, [references], lowercase=True)
+    chrf = sacrebleu.corpus_chrf(hypotheses, [references])
+    scores = {
+        "subset": "test",
+        "sentences": len(hypotheses),
+        "tokenized": {
+            "score": tokenized.score,
+            "signature": "nrefs:1|tok:none",
+            "verbose": "60.2/32.6",
+            "compound_split": False,
+        },
+        "detokenized": {"score": detokenized.score, "signature": "nrefs:1|tok:13a", "verbose": "59.5/31.5"},
+        "chrf": {"score": chrf.score, "signature": "nrefs:1|nc:6", "verbose": ""},
+        "lowercase": True,
+        "target": "en",
+    }
+    (folder / "scores.json").write_text(json.dumps(scores))
+
+
+ERRORS = {"ln": 0.3, "bn": 0.4, "pnv": 0.31, "pn": 0.25}
+
+
+def make_run(
+    path: Path, norm: str = "pn", seed: int = 1, *, data: str = DATA, log: str | None = None, decoded: bool = True,
+    count: int = SENTENCES, **changes,
+) -> Path:  # fmt: skip
+    path.mkdir(parents=True)
+    (path / "config.yaml").write_text(yaml.safe_dump(settings(norm, seed, **changes)))
+    (path / "data").write_text("/data/not there\n")
+    (path / "data.settings").write_text(data)
+    (path / "train.log").write_text(train_log(5 + ERRORS[norm] + seed / 100) if log is None else log)
+    (path / "starts.jsonl").write_text(json.dumps(START) + "\n")
+    hydra = path / "hydra/.hydra"
+    hydra.mkdir(parents=True)
+    overrides = ["common.user_dir='/x'", f"model._name=transformer_{norm}_tiny", "++tokens_per_update=2048"]
+    (hydra / "overrides.yaml").write_text(yaml.safe_dump([*overrides, "optimization.update_freq=[1]"]))
+    (hydra / "hydra.yaml").write_text(yaml.safe_dump({"hydra": {"job": {"config_name": "verses_es_en"}}}))
+    (path / "checkpoints").mkdir()
+    (path / "checkpoints/averaged.pt").touch()
+    if decoded:
+        references, hypotheses = corpus_text(ERRORS[norm], seed * 7 + len(norm), count)
+        write_scores(path / "generate/test", hypotheses, references)
+    return path
+
+
+class Page(html.parser.HTMLParser):
+    """Checks that tags are closed in order, and collects the tables, the text and what is fetched."""
+
+    VOID = {"meta", "img", "br"}
+
+    def __init__(self, text: str):
+        super().__init__(convert_charrefs=True)
+        self.open, self.tables, self.text, self.sources, self.tags, self.headings = [], [], [], [], set(), []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.add(tag)
+        self.sources += [value for name, value in attributes if name in ("src", "href")]
+        if tag not in self.VOID:
+            self.open.append(tag)
+        if tag == "table":
+            self.tables.append([])
+        elif tag == "tr":
+            self.tables[-1].append([])
+        elif tag in ("td", "th"):
+            self.tables[-1][-1].append("")
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text.append(data)
+        if self.open and {"td", "th"} & set(self.open):
+            self.tables[-1][-1][-1] += data
+
+    def table(self, *columns: str) -> list[dict[str, str]]:
+        """The rows of the first table that has these columns; a second column of a name counts as ``NAME 2``."""
+        for header, *rows in self.tables:
+            names = [f"{n} {header[: i + 1].count(n)}" if n in header[:i] else n for i, n in enumerate(header)]
+            if set(columns) <= set(names):
+                return [dict(zip(names, row, strict=True)) for row in rows]
+        raise AssertionError(f"no table has {columns}")
+
+    def said(self, text: str) -> bool:
+        return text in " ".join("".join(self.text).split())
+
+
+def report(*runs: Path, output: Path, options=("--resamples", "100"), check: bool = True) -> Page:
+    code = main([*map(str, runs), "--output", str(output), *options])
+    if check:
+        assert code == 0
+    return Page((output / "report.html").read_text("utf-8"))
+
+
+@pytest.fixture(scope="module")
+def comparison(tmp_path_factory) -> tuple[dict[str, list[Path]], Path, Page]:
+    """Four norms, three seeds; runs by norm, the report's folder and its HTML page."""
+    base = tmp_path_factory.mktemp("comparison")
+    runs = {norm: [make_run(base / f"{norm}_{seed}", norm, seed) for seed in (1, 2, 3)] for norm in ERRORS}
+    # The order of the arguments has no influence on the order of the table.
+    return runs, base / "out", report(*(run for n in ("pn", "bn", "ln", "pnv") for run in runs[n]), output=base / "out")
+
+
+def scores_of(runs: list[Path], measure: str) -> list[float]:
+    return [json.loads((run / "generate/test/scores.json").read_text())[measure]["score"] for run in runs]
+
+
+LABELS = {"ln": "LN", "bn": "BN", "pnv": "PN-V", "pn": "PN"}
+
+
+def test_means_and_deviations_over_seeds(comparison):
+    runs, _, page = comparison
+    rows = page.table("norm", "seeds scored", "tokenized BLEU")
+    assert [row["norm"] for row in rows] == list(LABELS.values())
+    for row, norm in zip(rows, LABELS, strict=True):
+        assert row["seeds scored"] == "3: 1 to 3"
+        columns = (("tokenized", "tokenized BLEU", "std"), ("detokenized", "detokenized BLEU", "std 2"))
+        for measure, mean, deviation in (*columns, ("chrf", "chrF2", "std 3")):
+            values = numpy.array(scores_of(runs[norm], measure))
+            assert row[mean] == f"{values.mean():.2f}"
+            assert row[deviation] == f"{values.std(ddof=1):.2f}"
+
+
+def welch_by_hand(a: list[float], b: list[float]) -> tuple[float, float]:
+    """t and two-sided p of Welch's test from its textbook formulas and the density of the t distribution."""
+    a, b = numpy.array(a), numpy.array(b)
+    va, vb = a.var(ddof=1) / len(a), b.var(ddof=1) / len(b)
+    t = (a.mean() - b.mean()) / (va + vb) ** 0.5
+    df = (va + vb) ** 2 / (va**2 / (len(a) - 1) + vb**2 / (len(b) - 1))
+
+    def density(x):
+        return (1 + x * x / df) ** (-(df + 1) / 2)
+
+    whole = integrate.quad(density, -numpy.inf, numpy.inf)[0]
+    return t, 2 * integrate.quad(density, abs(t), numpy.inf)[0] / whole
+
+
+def shown_p(p: float) -> str:
+    return "p < 0.001" if p < 0.001 else f"p = {p:.3f}"
+
+
+def test_significance_over_seeds_and_over_sentences(comparison):
+    runs, _, page = comparison
+    rows = page.table("measure", "difference of means")
+    assert [(row["norm"], row["measure"]) for row in rows[:3]] == [
+        ("BN", "tokenized BLEU"), ("BN", "detokenized BLEU"), ("BN", "chrF2"),
+    ]  # fmt: skip
+    assert [row["norm"] for row in rows[::3]] == ["BN", "PN-V", "PN"]
+    for row, norm in zip(rows[::3], ("bn", "pnv", "pn"), strict=True):
+        mine, theirs = scores_of(runs[norm], "tokenized"), scores_of(runs["ln"], "tokenized")
+        difference = numpy.mean(mine) - numpy.mean(theirs)
+        assert row["difference of means"] == f"{difference:+.2f}".replace("-", "−")
+        t, p = welch_by_hand(mine, theirs)
+        assert row["over seeds: Welch's t-test"].endswith(shown_p(p))
+        ends = re.match(r"(\S+) to (\S+),", row["over seeds: Welch's t-test"].replace("−", "-"))
+        assert (float(ends[1]) + float(ends[2])) / 2 == pytest.approx(difference, abs=0.011)
+        for seed in (1, 2, 3):
+            assert (
+                f"seed {seed}: {mine[seed - 1] - theirs[seed - 1]:+.2f}".replace("-", "−")
+                in row["over sentences: paired bootstrap, per seed"]
+            )
+
+
+def test_paired_bootstrap_is_that_of_sacrebleu_resampled_by_hand(comparison):
+    runs, _, page = comparison
+    texts = {n: (runs[n][1] / "generate/test/hyp.tok").read_text().splitlines() for n in ("ln", "pn")}
+    references = (runs["ln"][1] / "generate/test/ref.tok").read_text().splitlines()
+
+    def bleu(norm, lines):
+        return sacrebleu.corpus_bleu(
+            [texts[norm][i] for i in lines], [[references[i] for i in lines]],
+            tokenize="none", smooth_method="none", force=True,
+        ).score  # fmt: skip
+
+    drawn = numpy.random.default_rng(12345).choice(SENTENCES, size=(100, SENTENCES), replace=True)
+    found = numpy.array([abs(bleu("pn", lines) - bleu("ln", lines)) for lines in drawn])
+    real = abs(bleu("pn", range(SENTENCES)) - bleu("ln", range(SENTENCES)))
+    p = ((found - found.mean() > real).sum() + 1) / (100 + 1)
+    row = page.table("measure", "difference of means")[6]
+    part = row["over sentences: paired bootstrap, per seed"].split("; ")[1]
+    assert row["norm"] == "PN" and part.startswith("seed 2: ") and part.endswith(shown_p(p))
+
+
+def test_training_table(comparison):
+    _, _, page = comparison
+    rows = page.table("norm", "seed", "state", "wall time")
+    assert len(rows) == 12
+    row = rows[-1]  # PN, seed 3
+    assert (row["norm"], row["seed"], row["run"], row["state"]) == ("PN", "3", "pn_3", "complete")
+    assert row["updates"] == "40 of 40" and row["parameters"] == "1,508,352"
+    assert row["best validation loss (bits/token)"] == "4.780 at 40"  # 5 + 0.25 + 0.03 - 0.5
+    assert row["wall time"] == "12.5 s" and row["starts"] == "1"
+    assert row["tokens/s"] == "1,025"  # median of 1010, 1020, 1030, 1040
+    assert row["tokens"] == "4,000"  # 40 updates of 100
+
+
+def test_page_is_whole(comparison):
+    runs, output, page = comparison
+    assert sorted(path.name for path in output.iterdir()) == ["report-curves-1.png", "report.html", "report.md"]
+    assert page.said("Nothing: every run was trained to its end, decoded and scored.")
+    assert "script" not in page.tags and "link" not in page.tags
+    (source,) = page.sources
+    assert source.startswith("data:image/png;base64,")
+    text = (output / "report.md").read_text("utf-8")
+    assert "](report-curves-1.png)" in text
+    for table in page.tables:
+        assert all(cell.strip() for row in table for cell in row)
+    for signature in ("nrefs:1|tok:none", "nrefs:1|tok:13a", "nrefs:1|nc:6", "beam=5 lenpen=1.0"):
+        assert page.said(signature)
+    assert page.said("Imaginary 9000") and page.said("2 × H <x> & y")
+    assert page.said("run") and str(runs["pn"][0]) in text
+    assert "scripts/train.sh verses_es_en --data '/data/not there'" in text
+    assert "tokens_per_update=2048" in text and "update_freq=[1]" not in text and "user_dir" not in text
+
+
+def markdown_tables(text: str) -> list[list[list[str]]]:
+    """Tables of GitHub's Markdown, by its rule that a bar ends a cell unless a backslash stands before it."""
+    tables, rows = [], []
+    for line in [*text.splitlines(), ""]:
+        if line.startswith("|"):
+            rows.append([cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]])
+        elif rows:
+            tables.append(rows)
+            rows = []
+    return tables
+
+
+def test_both_pages_say_the_same(comparison):
+    _, output, page = comparison
+    tables = markdown_tables((output / "report.md").read_text("utf-8"))
+    assert len(tables) == len(page.tables)
+    for ours, theirs in zip(tables, page.tables, strict=True):
+        ours = [row for number, row in enumerate(ours) if number != 1]  # without the rule below the header
+        plain = [[re.sub(r"\\(.)", r"\1", cell.strip("*`")) for cell in row] for row in ours]
+        plain = [[html.unescape(cell) for cell in row] for row in plain]
+        shown = [[" ".join(cell.split()) for cell in row] for row in theirs]
+        assert [len(row) for row in plain] == [len(row) for row in shown]
+        for a, b in zip(sum(plain, []), sum(shown, []), strict=True):
+            assert a.replace("*", "").replace("`", "") == b.replace("*", "").replace("`", "")
+
+
+def test_settings_that_differ(comparison, tmp_path):
+    _, _, page = comparison
+    (row,) = page.table("setting", "LN", "PN")
+    assert row == {"setting": "encoder norm", "LN": "LN", "BN": "BN", "PN-V": "PN-V", "PN": "PN"}
+    runs = [
+        make_run(tmp_path / "a", "pn", 1, log=train_log(5)),
+        make_run(tmp_path / "b", "pn", 2, dataset__num_workers=3, common__log_interval=50),
+        make_run(tmp_path / "c", "pn", 1, model__dropout=0.3),
+        make_run(tmp_path / "d", "pn", 1, model__norm_variant="release"),
+    ]
+    page = report(*runs, output=tmp_path / "out")
+    labels = [row["norm"] for row in page.table("norm", "seeds scored")]
+    plain, dropout, release = labels
+    assert plain == "PN (dropout=0.1, norm_variant=default)"
+    assert dropout == "PN (dropout=0.3, norm_variant=default)"
+    assert release == "PN (dropout=0.1, norm_variant=release)"
+    assert page.table("norm", "seeds scored")[0]["seeds scored"] == "2: 1, 2"
+    differing = {row["setting"]: row for row in page.table("setting", plain)}
+    assert differing["model.dropout"][dropout] == "0.3"
+    assert differing["dataset.num_workers"][plain] == "default, 3"
+    assert not {"common.seed", "task.data", "common.log_file", "optimizer.lr"} & set(differing)
+    assert page.said("There is no run with LN to compare with.")
+
+
+def test_one_seed_has_no_deviation(tmp_path):
+    runs = [make_run(tmp_path / norm, norm) for norm in ("ln", "pn")]
+    page = report(*runs, output=tmp_path / "out")
+    for row in page.table("norm", "seeds scored", "std"):
+        assert row["seeds scored"] == "1: 1" and row["std"] == row["std 2"] == row["std 3"] == "– (one seed)"
+    row = page.table("measure", "difference of means")[0]
+    assert row["over seeds: Welch's t-test"] == "– (needs two seeds of each)"
+    assert re.fullmatch(r"seed 1: \+\d\S+, p [<=] \S+", row["over sentences: paired bootstrap, per seed"])
+
+
+def test_other_data_is_compared_with_nothing(tmp_path):
+    other = DATA.replace("bpe=4000", "bpe=8000")
+    runs = [make_run(tmp_path / "ln", "ln"), make_run(tmp_path / "pn", "pn", data=other)]
+    page = report(*runs, output=tmp_path / "out")
+    results = [table for table in page.tables if table[0][:2] == ["norm", "seeds scored"]]
+    assert [[row[0] for row in table[1:]] for table in results] == [["LN"], ["PN"]]
+    assert page.said("There is no run with LN to compare with.") and page.said("LN is the only norm here.")
+    assert (tmp_path / "out/report-curves-2.png").exists()
+    # Settings that are off, and defaults, are the same as settings that are not there.
+    same = DATA + "aggressive=0\nsegmentation=subword-nmt\nclean=\n"
+    (tmp_path / "pn/data.settings").write_text(same)
+    page = report(*runs, output=tmp_path / "out")
+    assert [row["norm"] for row in page.table("norm", "seeds scored")] == ["LN", "PN"]
+    assert not (tmp_path / "out/report-curves-2.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "data", "expected"),
+    [
+        ((), "source=de\ntarget=en\nlower=1\nbpe=10000\n", None),  # not the size of its test set
+        (("--paper", "iwslt14"), "source=de\ntarget=en\nlower=1\nbpe=300\n", "iwslt14"),
+        (("--paper", "wmt14"), DATA, "wmt14"),
+    ],
+)
+def test_paper(options, data, expected, tmp_path):
+    run = make_run(tmp_path / "run", "pn", data=data)
+    page = report(run, output=tmp_path / "out", options=options)
+    rows = {row["norm"]: row for row in page.table("norm", "seeds scored")}
+    if expected is None:
+        assert "paper" not in rows["PN"]
+        return
+    published = {"iwslt14": (35.5, 34.4, 35.5, 35.9), "wmt14": (29.5, 28.1, 28.5, 30.1)}[expected]
+    assert [(norm, row["paper"]) for norm, row in rows.items()] == [
+        (norm, str(bleu)) for norm, bleu in zip(LABELS.values(), published, strict=True)
+    ]
+    ours = float(rows["PN"]["tokenized BLEU"])
+    assert float(rows["PN"]["difference"].replace("−", "-")) == pytest.approx(ours - published[3], abs=0.006)
+    assert rows["BN"]["tokenized BLEU"] == "no run"
+    assert page.said("Not comparable with the paper: its test set has")
+
+
+@pytest.mark.parametrize(("name", "count"), [(name, paper.sentences) for name, paper in PAPER.items()])
+def test_paper_is_recognised_by_the_data(name, count, tmp_path):
+    settings = {
+        "iwslt14": "source=de\ntarget=en\nlower=1\nbpe=10000\n",
+        "wmt14": "source=en\ntarget=de\nlower=0\nbpe=32764\naggressive=1\ncompound_split=1\n",
+    }
+    run = make_run(tmp_path / "run", "ln", data=settings[name], count=1)
+    folder = run / "generate/test"
+    for file in ("hyp.tok", "ref.tok"):
+        (folder / file).write_text("a\n" * count)
+    scores = json.loads((folder / "scores.json").read_text())
+    (folder / "scores.json").write_text(json.dumps(scores | {"sentences": count}))
+    page = report(run, output=tmp_path / "out")
+    assert page.table("norm", "paper")[0]["paper"] == str(PAPER[name].bleu["LN"])
+    assert not page.said("Not comparable")
+    assert page.said("35.4 in its text") == (name == "iwslt14")
+
+
+BROKEN = '{"loss": "1", "num_up\n'
+
+
+@pytest.mark.parametrize(
+    ("damage", "state", "needles"),
+    [
+        ("failed", "failed: train: boom <b>", ["failed: train: boom <b>"]),
+        ("unfinished", "not finished", ["training not finished: update 20 of 40"]),
+        ("patience", "complete", ["stopped early, as set", "5 times in a row, at update 20 of 40"]),
+        ("nan", "complete", ["the training loss is not finite", "in 2 of 4 records, first at update 30"]),
+        ("never validated", "complete", ["never validated"]),
+        ("no log", "not trained", ["not trained: there is no train.log"]),
+        ("empty log", "not trained", ["not trained: train.log holds no record"]),
+        ("broken line", "complete", ["1 line of train.log cannot be read"]),
+        ("no checkpoint", "trained, not decoded", ["generate/test/hyp.tok, and there is no checkpoint"]),
+        ("not decoded", "trained, not decoded", ["not decoded: there is no generate/test/hyp.tok"]),
+        ("not scored", "decoded, not scored", ["not scored: there is no scores.json"]),
+        ("bad scores", "decoded, not scored", ["not scored: ", "scores.json is not what scripts/score.sh writes"]),
+        ("no number", "decoded, not scored", ["not scored: a score in scores.json is no number"]),
+        ("lost sentences", "decoded, not scored", [f"is about {SENTENCES} sentences, but 3 were decoded"]),
+        ("no starts", "complete", ["there is no starts.jsonl", "Not recorded"]),
+        ("bad start", "complete", ["line 2 of starts.jsonl cannot be read"]),
+        ("no data.settings", "complete", ["there is no data.settings", "Data not known"]),
+        ("bad config", "complete", ["config.yaml cannot be read"]),
+        ("no hydra", "complete", ["Not recorded (no hydra/.hydra in the run's folder): run"]),
+    ],
+)  # fmt: skip
+def test_no_hole(damage, state, needles, tmp_path):
+    run = make_run(tmp_path / "run", decoded=damage not in ("not decoded", "no checkpoint"))
+    log, result = run / "train.log", run / "generate/test"
+    match damage:
+        case "failed":
+            (run / "failed").write_text("train: boom <b>\n")
+        case "unfinished":
+            log.write_text(train_log(5, updates=20, done=None))
+        case "patience":
+            text = "early stop since valid performance hasn't improved for last 5 runs\ndone training in 3.0 seconds\n"
+            log.write_text(train_log(5, updates=20, done=None) + text)
+            (run / "config.yaml").write_text(yaml.safe_dump(settings() | {"checkpoint": {"patience": 5}}))
+        case "nan":
+            log.write_text(re.sub(r'"loss": "[0-9.]+"(?=.*"num_updates": "[34]0")', '"loss": "nan"', train_log(5)))
+        case "never validated":
+            log.write_text("".join(line for line in train_log(5).splitlines(True) if "valid" not in line))
+        case "no log":
+            log.unlink()
+            shutil.rmtree(run / "generate")
+        case "empty log":
+            log.write_text("nothing\n")
+            shutil.rmtree(run / "generate")
+        case "broken line":
+            log.write_text(train_log(5) + BROKEN)
+        case "no checkpoint":
+            (run / "checkpoints/averaged.pt").unlink()
+        case "not scored":
+            (result / "scores.json").unlink()
+        case "bad scores":
+            (result / "scores.json").write_text("{}")
+        case "no number":
+            text = re.sub(r'"score": [0-9.]+', '"score": NaN', (result / "scores.json").read_text(), count=1)
+            (result / "scores.json").write_text(text)
+        case "lost sentences":
+            (result / "hyp.tok").write_text("a\nb\nc\n")
+            (result / "ref.tok").write_text("a\nb\nc\n")
+        case "no starts":
+            (run / "starts.jsonl").unlink()
+        case "bad start":
+            with (run / "starts.jsonl").open("a") as file:
+                file.write("{\n")
+        case "no data.settings":
+            (run / "data.settings").unlink()
+        case "bad config":
+            (run / "config.yaml").write_text("a: [")
+        case "no hydra":
+            shutil.rmtree(run / "hydra")
+    page = report(run, output=tmp_path / "out")
+    assert page.table("norm", "seed", "state")[0]["state"] == state
+    for needle in needles:
+        assert page.said(needle), needle
+    assert not page.said("Nothing: every run") or damage == "no hydra"
+    for table in page.tables:
+        assert all(cell.strip() for row in table for cell in row)
+
+
+def test_a_run_that_never_began_is_named(tmp_path):
+    (tmp_path / "pn_1").mkdir()
+    (tmp_path / "pn_1/failed").write_text("train: no such norm\n")
+    page = report(tmp_path / "pn_1", make_run(tmp_path / "ln_1", "ln"), output=tmp_path / "out")
+    (header, row) = next(table for table in page.tables if table[0] == ["run", "state"])
+    assert row[0].endswith("pn_1") and row[1] == "failed: train: no such norm"
+    page = report(tmp_path / "pn_1", output=tmp_path / "out")  # and alone
+    assert page.said("Runs that never began")
+
+
+def test_restarts_are_added_up(tmp_path):
+    # The first start was cut off after update 30, the second went on from update 20 and came to the end.
+    log = train_log(5, updates=30, done=None) + train_log(5, first=30, done=4.0)
+    page = report(make_run(tmp_path / "run", log=log), output=tmp_path / "out")
+    row = page.table("state", "wall time")[0]
+    assert row["starts"] == "2" and row["updates"] == "40 of 40" and row["state"] == "complete"
+    assert row["tokens"] == "5,000"  # 30 updates, and 20 more
+    cut_off = sum(10 * 100 / (1000 + update) for update in (10, 20, 30))
+    assert cut_off < 3  # fairseq's own clock, "wall", went on to 3 seconds
+    assert row["wall time"] == "at least 7.0 s"
+
+
+def test_a_seed_that_was_run_twice_counts_once(tmp_path):
+    runs = [make_run(tmp_path / name, "pn", seed) for name, seed in (("a", 1), ("b", 1), ("c", 2))]
+    references, hypotheses = corpus_text(0.5, 5)
+    write_scores(runs[1] / "generate/test", hypotheses, references)
+    page = report(*runs, output=tmp_path / "out")
+    a, b, c = scores_of(runs, "tokenized")
+    row = page.table("norm", "seeds scored")[0]
+    assert row["seeds scored"] == "2: 1, 2"
+    assert row["tokenized BLEU"] == f"{((a + b) / 2 + c) / 2:.2f}"
+    assert page.said("PN, seed 1 was run more than once (a, b)")
+
+
+@pytest.mark.parametrize("name", ["a <b> & c", "pipe|and`tick`", "_x_ *y* [z](w)", "$x$ %20#?", "ünï 'quote\" \\ back"])
+def test_odd_names_are_shown_as_they_are(name, tmp_path):
+    runs = [make_run(tmp_path / name / norm, norm, model__note=name) for norm in ("ln", "pn")]
+    runs.append(make_run(tmp_path / name / "other", "pn", model__note=f"{name}2"))
+    page = report(*runs, output=tmp_path / f"out {name}")
+    assert page.said(name)
+    assert f"PN (note={name})" in [row["norm"] for row in page.table("norm", "seeds scored")]
+    for table in markdown_tables((tmp_path / f"out {name}/report.md").read_text("utf-8")):
+        assert len({len(row) for row in table}) == 1
+
+
+def test_machines_and_diagnostics(comparison, tmp_path):
+    _, _, page = comparison
+    rows = {row["what"]: row["all starts"] for row in page.table("what", "all starts")}
+    assert rows["torch"] == "2.13.0" and rows["starts"] == "12 starts, 2026-01-02T03:04:05+00:00"
+    row = page.table("norm", "seed", "norm_nu_rms")[0]
+    assert row["norm_nu_rms"] == "0.4, last 0.4"
+    runs = [make_run(tmp_path / "a"), make_run(tmp_path / "b", seed=2)]
+    with (runs[1] / "starts.jsonl").open("a") as file:
+        file.write(json.dumps(START | {"torch": "2.14.0", "started": "2026-01-03T00:00:00+00:00"}) + "\n")
+    page = report(*runs, output=tmp_path / "out")
+    rows = {row["what"]: row for row in page.table("what", "machine 1", "machine 2")}
+    assert rows["torch"]["machine 2"] == "2.14.0" and rows["runs"]["machine 1"] == "a, b"
+    assert rows["runs"]["machine 2"] == "b"
+
+
+def test_only_its_own_files_are_written(tmp_path):
+    run = make_run(tmp_path / "run")
+    output = tmp_path / "deep/er/out"
+    report(run, output=output)
+    (output / "mine.png").write_text("mine")
+    first = {path.name: path.read_bytes() for path in output.iterdir()}
+    report(run, output=output)
+    assert {path.name: path.read_bytes() for path in output.iterdir()} == first
+
+
+@pytest.mark.parametrize(
+    ("arguments", "needles"),
+    [
+        (["RUN", "nowhere", "--output", "out"], ["there is no directory 'nowhere'"]),
+        (["RUN", "empty", "--output", "out"], ["'empty' is no run", "config.yaml"]),
+        (["RUN", "RUN/../run", "--output", "out"], ["given twice"]),
+        (["RUN", "--output", "file"], ["cannot write to --output file"]),
+        (["RUN", "--output", "file/out"], ["cannot write to --output file/out"]),
+        (["RUN"], ["--output"]),
+        (["--output", "out"], ["RUN"]),
+        (["RUN", "--output", "out", "--paper", "wmt99"], ["--paper", "wmt99"]),
+        (["RUN", "--output", "out", "--resamples", "0"], ["--resamples"]),
+        (["RUN", "--output", "out", "--subset", "../x"], ["--subset"]),
+    ],
+)
+def test_mistakes_get_one_line(arguments, needles, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    make_run(tmp_path / "run")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("")
+    assert main([argument.replace("RUN", "run") for argument in arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and error.startswith("pn-report: error: ")
+    assert all(needle in error for needle in needles), error
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "file", "run"]
+
+
+def test_a_table_with_a_hole_is_refused():
+    with pytest.raises(ValueError, match="hole"):
+        Table(["a", "b"], [["1", ""]])
+    with pytest.raises(ValueError, match="hole"):
+        Table(["a", "b"], [["1"]])
+
+
+def test_markdown_and_html_by_hand():
+    document = [
+        Heading(1, "A <b>"),
+        Paragraph(["see ", Code("x`y|z"), ": ", Missing("none_of_it _at_ all")]),
+        Table(["a", "b"], [[Code("p|q"), "r|s"]], frozenset({1})),
+    ]
+    assert markdown(document) == (
+        "# A &lt;b&gt;\n\nsee ``x`y|z``: *none_of_it \\_at\\_ all*\n\n| a | b |\n|---|---:|\n| `p\\|q` | r\\|s |\n"
+    )
+    page = to_html(document, {})
+    assert "<h1>A &lt;b&gt;</h1>" in page and "<title>A &lt;b&gt;</title>" in page
+    assert '<td class="number">r|s</td>' in page and '<span class="missing">none_of_it _at_ all</span>' in page
