@@ -169,20 +169,21 @@ class RunningNorm(ChannelNorm):
         self.flush()
         return super().train(mode)
 
-    def evaluation_affine(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Scale and shift, (C,) of ``dtype``: in evaluation y = scale * h + shift, with h what layer-scale gives."""
+    def evaluation_statistics(self) -> tuple[Optional[Tensor], Tensor]:  # noqa: UP045 (TorchScript)
+        """What evaluation normalizes by: a mean that is subtracted, None for none, and a second moment, both (C,)."""
         raise NotImplementedError
 
-    def _scale_and_shift(self, mean: Optional[Tensor], square: Tensor) -> tuple[Tensor, Tensor]:  # noqa: UP045
-        """Of y = weight * (h - mean) / sqrt(square + eps) + bias; ``mean`` (C,) or None for 0, ``square`` (C,)."""
-        scale = torch.rsqrt(square + self.eps)
+    def evaluation_affine(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Scale and shift, (C,) of ``dtype``: in evaluation y = scale * h + shift, with h what layer-scale gives."""
+        mean, moment = self.evaluation_statistics()
+        scale = torch.rsqrt(moment.to(dtype) + self.eps)
         weight, bias = self.weight, self.bias
         if weight is not None and bias is not None:
-            scale = scale * weight.to(scale.dtype)
-            shift = bias.to(scale.dtype)
+            scale = scale * weight.to(dtype)
+            shift = bias.to(dtype)
         else:
             shift = torch.zeros_like(scale)
-        return scale, shift if mean is None else shift - mean * scale
+        return scale, shift if mean is None else shift - mean.to(dtype) * scale
 
     def _evaluate(self, h: Tensor) -> Tensor:
         # From vectors of length C at every call: a copy kept from call to call would outlive what it was made from.

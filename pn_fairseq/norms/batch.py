@@ -1,5 +1,7 @@
 """BN: batch normalization over the real tokens of a padded batch."""
 
+from typing import Optional
+
 import torch
 from torch import Tensor
 
@@ -71,8 +73,8 @@ class MaskedBatchNorm(RunningNorm):
         self._settle_by(total, y, step)
         return y
 
-    def evaluation_affine(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        return self._scale_and_shift(self.running_mean.to(dtype), self.running_var.to(dtype))
+    def evaluation_statistics(self) -> tuple[Optional[Tensor], Tensor]:  # noqa: UP045 (TorchScript)
+        return self.running_mean, self.running_var
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, alpha={self.alpha}"

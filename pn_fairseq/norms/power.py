@@ -1,5 +1,7 @@
 """PN: power normalization with a running statistic forward and a running correction backward."""
 
+from typing import Optional
+
 import torch
 from torch import Tensor
 
@@ -185,8 +187,8 @@ class PowerNorm(RunningNorm):
         """
         return super().diagnostics()
 
-    def evaluation_affine(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        return self._scale_and_shift(None, self.running_psi2.to(dtype))
+    def evaluation_statistics(self) -> tuple[Optional[Tensor], Tensor]:  # noqa: UP045 (TorchScript)
+        return None, self.running_psi2
 
     def extra_repr(self) -> str:
         return (

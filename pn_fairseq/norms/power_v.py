@@ -1,5 +1,7 @@
 """PN-V: power normalization with the batch's own quadratic mean and the exact gradient."""
 
+from typing import Optional
+
 import torch
 from torch import Tensor
 
@@ -68,8 +70,8 @@ class PowerNormV(RunningNorm):
         super()._note_step(step, finite)
         self._collected["psi_distance"] = psi_distance(step.batch["running_psi2"], self.running_psi2)
 
-    def evaluation_affine(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        return self._scale_and_shift(None, self.running_psi2.to(dtype))
+    def evaluation_statistics(self) -> tuple[Optional[Tensor], Tensor]:  # noqa: UP045 (TorchScript)
+        return None, self.running_psi2
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, alpha={self.alpha}"
