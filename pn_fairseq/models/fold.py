@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import copy
 import re
-from argparse import Namespace
 from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
-from fairseq.models import ARCH_MODEL_REGISTRY, build_model
+from fairseq.models import ARCH_MODEL_REGISTRY
 from omegaconf import OmegaConf, open_dict
 from torch import Tensor, nn
 
 from pn_fairseq.checkpoints import CheckpointError
 from pn_fairseq.models import architectures  # noqa: F401 (registers what is looked up below)
-from pn_fairseq.models.from_checkpoint import Vocabulary, one_line, settings_of
+from pn_fairseq.models.from_checkpoint import model_of, model_settings_of
 from pn_fairseq.models.transformer_pn import FOLDED_MARK, TransformerPNModel
 from pn_fairseq.norms.base import ChannelNorm, RunningNorm
 from pn_fairseq.norms.fold import folded_linear
@@ -173,10 +172,9 @@ def fold_checkpoint(state: dict, name: str) -> tuple[dict, list[Outcome], Differ
         CheckpointError: it is no checkpoint of ``transformer_pn``, was folded already, has nothing to fold or something
             that cannot be folded, or its logits change by more than :data:`TOLERANCE` of the largest.
     """
-    settings = _model_settings(state, name)
+    settings = model_settings_of(state, name)
     _check(settings, state, name)
-    model = _build(settings, state["model"], name)
-    _load(model, state["model"], name)
+    model = model_of(settings, state["model"], name)
     after = projections_after(model)
     norms = {key: module for key, module in model.named_modules() if isinstance(module, ChannelNorm)}
     if not after:
@@ -192,9 +190,7 @@ def fold_checkpoint(state: dict, name: str) -> tuple[dict, list[Outcome], Differ
     for key, value in folded_weights.items():
         weights[key] = value.to(torch.promote_types(file[key].dtype if key in file else torch.float32, torch.float32))
     weights[FOLDED_MARK] = torch.ones((), dtype=torch.int64)
-    folded = _build(_marked(settings), weights, name)
-    _load(folded, weights, name)
-    difference = compare(model, folded)
+    difference = compare(model, model_of(_marked(settings), weights, name))
     if not difference.accepted:
         raise CheckpointError(
             f"{name}: cannot be folded in float32: {difference}, and at most {TOLERANCE:g} of the largest logit is "
@@ -202,18 +198,6 @@ def fold_checkpoint(state: dict, name: str) -> tuple[dict, list[Outcome], Differ
         )
     outcomes = [Outcome(key, norm, after.get(key)) for key, norm in norms.items()]
     return _new_state(state, weights), outcomes, difference
-
-
-def _model_settings(state: dict, name: str):
-    try:
-        settings = settings_of(state, name).get("model")
-    except CheckpointError:
-        raise
-    except Exception as error:
-        raise CheckpointError(f"{name}: fairseq does not take its settings ({one_line(error)})") from error
-    if settings is None:
-        raise CheckpointError(f"{name}: holds no settings of a model")
-    return settings
 
 
 def _check(settings, state: dict, name: str) -> None:
@@ -234,30 +218,6 @@ def _check(settings, state: dict, name: str) -> None:
                 f"{name}: its settings prune layers ({side}_layers_to_keep is {kept}); fold the whole model and prune "
                 "when it decodes"
             )
-
-
-def _build(settings, weights: dict[str, Tensor], name: str) -> TransformerPNModel:
-    """The model of ``settings`` in evaluation mode, without data: the vocabularies are as large as the embeddings."""
-    settings = copy.deepcopy(settings)  # architectures write their defaults into it
-    source = Vocabulary.of_side(weights, "encoder")
-    shared = getattr(settings, "share_all_embeddings", False)
-    task = Namespace(
-        source_dictionary=source, target_dictionary=source if shared else Vocabulary.of_side(weights, "decoder")
-    )
-    with open_dict(settings) if OmegaConf.is_config(settings) else ExitStack():
-        # The embeddings are in the file; fairseq would look for the one that they began with.
-        settings.encoder_embed_path = settings.decoder_embed_path = None
-    try:
-        return build_model(settings, task, from_checkpoint=True).eval()
-    except Exception as error:
-        raise CheckpointError(f"{name}: its model cannot be built ({one_line(error)})") from error
-
-
-def _load(model: TransformerPNModel, weights: dict[str, Tensor], name: str) -> None:
-    try:
-        model.load_state_dict(dict(weights), strict=True)  # a copy: fairseq edits the dict that it is given
-    except RuntimeError as error:
-        raise CheckpointError(f"{name}: its weights do not fit its own settings ({one_line(error)})") from error
 
 
 def _marked(settings):
