@@ -158,7 +158,7 @@ def main(argv=None) -> None:
 
     seconds = {short: [] for short in SHORT}
     extra = dict.fromkeys(SHORT, 0)
-    warm = 3 if args.device == "cuda" else 1
+    warm = BATCHES if args.device == "cuda" else 1  # each shape once
     for number in range(args.rounds + warm):
         batch = batches[number % BATCHES]
         for short in SHORT[number % len(SHORT) :] + SHORT[: number % len(SHORT)]:
