@@ -334,14 +334,14 @@ def score_folder(folder: str | Path, data: str | Path, subset: str, *, compound_
         ScoringError: something is missing, or the line counts differ; nothing is written then.
     """
     folder, data = Path(folder), Path(data)
+    if not (folder / "hyp.tok").is_file():
+        raise ScoringError(f"there is no '{folder / 'hyp.tok'}' (scripts/generate.sh makes it)")
     settings = read_settings(data)
     if "target" not in settings:
         raise ScoringError(f"{data / 'settings'} does not name the target language (scripts/prepare_*.sh write it)")
     target, lowercase = settings["target"], settings.get("lower", "0") == "1"
     if compound_split is None:
         compound_split = settings.get("compound_split", "0") == "1"
-    if not (folder / "hyp.tok").is_file():
-        raise ScoringError(f"there is no '{folder / 'hyp.tok'}' (scripts/generate.sh makes it)")
     hypotheses = read_lines(folder / "hyp.tok")
     tokens, plain = (read_lines(path) for path in (folder / "ref.tok", data / "raw" / f"{subset}.{target}"))
     for path, reference in ((folder / "ref.tok", tokens), (data / "raw" / f"{subset}.{target}", plain)):

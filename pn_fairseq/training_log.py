@@ -151,6 +151,7 @@ def _current(log: TrainingLog) -> Start:
 
 def _read_record(log: TrainingLog, record: dict) -> None:
     if "valid_nll_loss" in record and "valid_num_updates" in record:
+        _current(log)
         log.curve.valid[int(record["valid_num_updates"])] = float(record["valid_nll_loss"])
     elif "loss" in record and "num_updates" in record:
         _read_training_record(log, int(record["num_updates"]), float(record["loss"]), record)

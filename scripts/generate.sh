@@ -18,8 +18,8 @@ usage: scripts/generate.sh --run DIR [--checkpoint FILE] [--subset test] [--beam
                      the memory is too small
   --fp16, --no-fp16  half precision, on a GPU only (default: as the run was trained)
 
-Decodes on all visible GPUs (CUDA_VISIBLE_DEVICES=0,1 names some), one process on each, or else with NPROC=N processes
-on the CPU (default 1). As many hypotheses come out as sentences go in, or the script fails. Does nothing if the output
+Decodes on all visible GPUs, one process on each (or on NPROC=N of them; CUDA_VISIBLE_DEVICES=0,1 names some), or else
+with NPROC=N processes on the CPU (default 1). As many hypotheses come out as sentences go in, or the script fails. Does nothing if the output
 was made from this checkpoint and this data with these settings.
 END
 }

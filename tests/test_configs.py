@@ -88,6 +88,84 @@ def test_config_opens_with_the_command_that_runs_it(name):
     assert name in shlex.split(command)
     arch = re.search(r"model\._name=(\S+)", command)[1]
     assert composed(name, f"model._name={arch}").model._name == arch
+    prepare = re.search(r"^# +(scripts/prepare_\w+\.sh)", head, re.M)[1]
+    assert (ROOT / prepare).is_file()
+    plain = head[head.index("fairseq-hydra-train") :].replace("\\\n#", "").splitlines()[0]
+    words = shlex.split(plain)
+    assert words[words.index("--config-name") + 1] == name
+    assert {word.split("=")[0] for word in words if "=" in word} == {"common.user_dir", "task.data"}
+
+
+#: The settings of the scripts that gave the published numbers; tokens per update: 4,096 on one GPU and on 128.
+PUBLISHED = {
+    "iwslt14_de_en": {
+        **{"tokens_per_update": 4096, "optimization.lr": [0.0015], "optimizer.weight_decay": 0.0001},
+        **{"checkpoint.patience": 5, "average_last": 5, "generation.beam": 5, "generation.lenpen": 1.0},
+        **{"optimization.max_update": 100_000, "task.source_lang": "de", "task.target_lang": "en"},
+    },
+    "wmt14_en_de_big": {
+        **{"tokens_per_update": 128 * 4096, "optimization.lr": [0.003], "optimizer.weight_decay": 0.0},
+        **{"checkpoint.patience": 10, "average_last": 10, "generation.beam": 4, "generation.lenpen": 0.6},
+        **{"optimization.max_update": 300_000, "task.source_lang": "en", "task.target_lang": "de"},
+    },
+}
+PUBLISHED_FOR_BOTH = {
+    **{"dataset.max_tokens": 4096, "optimizer.adam_betas": "(0.9, 0.98)", "optimization.clip_norm": 0.0},
+    **{"lr_scheduler._name": "inverse_sqrt", "lr_scheduler.warmup_updates": 8000, "lr_scheduler.warmup_init_lr": 1e-7},
+    **{"optimization.stop_min_lr": 1e-9, "model.dropout": 0.3, "model.attention_dropout": 0.1, "common.seed": 1},
+    **{"model.activation_dropout": 0.1, "model.share_all_embeddings": True, "criterion.label_smoothing": 0.1},
+    **{"checkpoint.keep_last_epochs": 10},
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_settings(name):
+    cfg = composed(name)
+    for key, value in {**PUBLISHED_FOR_BOTH, **PUBLISHED[name]}.items():
+        assert OmegaConf.select(cfg, key) == value, key
+    size = {"iwslt14_de_en": (512, 1024, 4), "wmt14_en_de_big": (1024, 4096, 16)}[name]
+    encoder = model_of(cfg.model).encoder
+    assert (encoder.embed_dim, encoder.ffn_embed_dim, encoder.attention_heads, encoder.layers) == (*size, 6)
+    assert encoder.normalize_before
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_every_number_of_the_paper_names_its_source(name):
+    for folder in ("", "pipeline/"):
+        lines = (ROOT / f"configs/{folder}{name}.yaml").read_text("utf-8").splitlines()
+        # Reporting is not of the paper, and the batch multiple has its reason above it.
+        ours = ("log_interval", "required_batch_size_multiple")
+        for before, line in zip(["", *lines], lines, strict=False):
+            if re.match(r"\s*\w+: .*\d", line) and not line.strip().startswith(ours):
+                source = line.partition("#")[2] + (before if before.strip().startswith("#") else "")
+                assert re.search("script|paper|architecture|learning rate", source), line
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_tokens_per_update_are_what_one_worker_takes(name):
+    """fairseq-hydra-train by itself, on one worker, is to have the effective batch that scripts/train.sh keeps."""
+    cfg = composed(name)
+    (update_freq,) = cfg.optimization.update_freq
+    assert update_freq * cfg.dataset.max_tokens == cfg.tokens_per_update
+    assert cfg.average_last <= max(cfg.checkpoint.keep_last_epochs, cfg.checkpoint.keep_interval_updates)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_what_every_config_reports_and_keeps(name):
+    cfg = composed(name)
+    assert cfg.common.log_format == "json" and cfg.common.log_file and cfg.common.tensorboard_logdir
+    assert max(cfg.checkpoint.keep_last_epochs, cfg.checkpoint.keep_interval_updates) == 10
+    assert cfg.checkpoint.patience > 0
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_job_by_itself_has_a_folder_named_after_its_overrides(name):
+    with initialize_config_dir(config_dir=str(ROOT / "configs"), version_base="1.1"):
+        hydra = compose(config_name=name, overrides=["task.data=/data"], return_hydra_config=True).hydra
+    hydra.job.override_dirname = "common.seed=3"  # set when a job is run
+    assert (hydra.sweep.dir, hydra.sweep.subdir) == (f"runs/hydra/{name}", "common.seed=3")
+    assert hydra.run.dir == f"runs/hydra/{name}/common.seed=3"
+    assert set(hydra.job.config.override_dirname.exclude_keys) == {"task.data", "common.user_dir"}
 
 
 @pytest.mark.parametrize("name", CONFIGS)

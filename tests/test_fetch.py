@@ -39,7 +39,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.end_headers()
             return
         body, first = server.content, 0
-        same = self.headers.get("If-Range") in (None, server.etag, server.modified)
+        same = self.headers.get("If-Range") in (None, server.etag, server.modified) or not server.if_range
         if wanted and server.ranges and same:
             first = int(wanted.removeprefix("bytes=").removesuffix("-"))
             self.send_response(206)
@@ -67,7 +67,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 def server():
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.content, server.etag, server.modified = CONTENT, '"1"', None
-    server.ranges, server.chunked, server.shift = True, False, 0
+    server.ranges, server.if_range, server.chunked, server.shift = True, True, False, 0
     server.drops, server.statuses, server.requests = [], [], []
     server.url = f"http://127.0.0.1:{server.server_address[1]}/data/x.tgz"
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
@@ -165,7 +165,10 @@ def test_a_download_that_was_complete_but_not_renamed(server, file):
     assert server.requests == []
 
 
-@pytest.mark.parametrize("case", ["changed", "no ranges", "no validator", "weak ETag", "other address", "wrong part"])
+PARTS = ["changed", "ignores If-Range", "no ranges", "no validator", "weak ETag", "other address", "wrong part"]
+
+
+@pytest.mark.parametrize("case", PARTS)
 def test_a_part_of_another_version_is_never_continued(server, file, case):
     """Half of one file and half of another would have the right length."""
     server.drops = [100_000]
@@ -176,6 +179,8 @@ def test_a_part_of_another_version_is_never_continued(server, file, case):
     server.content = OTHER
     if case == "changed":
         server.etag = '"2"'
+    elif case == "ignores If-Range":
+        server.etag, server.if_range = '"2"', False
     elif case == "no ranges":
         server.ranges, server.etag = False, '"2"'
     elif case == "other address":

@@ -18,6 +18,7 @@ from pn_fairseq.cli.report import main
 from pn_fairseq.report.page import Code, Heading, Missing, Paragraph, Table, markdown
 from pn_fairseq.report.page import html as to_html
 from pn_fairseq.report.paper import PAPER
+from pn_fairseq.report.significance import welch
 
 SENTENCES = 60
 WORDS = [f"{a}{b}" for a in ("ba", "ki", "lo", "mu", "ne") for b in ("", "da", "fi", "gu", "ro", "te", "va")]
@@ -114,7 +115,9 @@ def make_run(
     hydra.mkdir(parents=True)
     overrides = ["common.user_dir='/x'", f"model._name=transformer_{norm}_tiny", "++tokens_per_update=2048"]
     (hydra / "overrides.yaml").write_text(yaml.safe_dump([*overrides, "optimization.update_freq=[1]"]))
-    (hydra / "hydra.yaml").write_text(yaml.safe_dump({"hydra": {"job": {"config_name": "verses_es_en"}}}))
+    source = {"provider": "command-line", "path": "/checkout/configs"}
+    job = {"job": {"config_name": "verses_es_en"}, "runtime": {"config_sources": [source]}}
+    (hydra / "hydra.yaml").write_text(yaml.safe_dump({"hydra": job}))
     (path / "checkpoints").mkdir()
     (path / "checkpoints/averaged.pt").touch()
     if decoded:
@@ -195,7 +198,7 @@ def test_means_and_deviations_over_seeds(comparison):
     rows = page.table("norm", "seeds scored", "tokenized BLEU")
     assert [row["norm"] for row in rows] == list(LABELS.values())
     for row, norm in zip(rows, LABELS, strict=True):
-        assert row["seeds scored"] == "3: 1 to 3"
+        assert row["seeds scored"] == "3 (1 to 3)"
         columns = (("tokenized", "tokenized BLEU", "std"), ("detokenized", "detokenized BLEU", "std 2"))
         for measure, mean, deviation in (*columns, ("chrf", "chrF2", "std 3")):
             values = numpy.array(scores_of(runs[norm], measure))
@@ -241,6 +244,12 @@ def test_significance_over_seeds_and_over_sentences(comparison):
                 f"seed {seed}: {mine[seed - 1] - theirs[seed - 1]:+.2f}".replace("-", "−")
                 in row["over sentences: paired bootstrap, per seed"]
             )
+
+
+def test_scores_without_spread_are_not_tested():
+    assert welch([1.0, 1.0], [2.0, 2.0]) is None and welch([0.0, 0.0], [0.0, 0.0]) is None
+    assert welch([1.0], [2.0, 3.0]) is None
+    assert welch([1.0, 1.0], [2.0, 2.1]).low < -1.05 < welch([1.0, 1.0], [2.0, 2.1]).high < 0
 
 
 def test_paired_bootstrap_is_that_of_sacrebleu_resampled_by_hand(comparison):
@@ -290,7 +299,7 @@ def test_page_is_whole(comparison):
     for signature in ("nrefs:1|tok:none", "nrefs:1|tok:13a", "nrefs:1|nc:6", "beam=5 lenpen=1.0"):
         assert page.said(signature)
     assert page.said("Imaginary 9000") and page.said("2 × H <x> & y")
-    assert page.said("run") and str(runs["pn"][0]) in text
+    assert str(runs["pn"][0]) in text
     assert "scripts/train.sh verses_es_en --data '/data/not there'" in text
     assert "tokens_per_update=2048" in text and "update_freq=[1]" not in text and "user_dir" not in text
 
@@ -337,7 +346,7 @@ def test_settings_that_differ(comparison, tmp_path):
     assert plain == "PN (dropout=0.1, norm_variant=default)"
     assert dropout == "PN (dropout=0.3, norm_variant=default)"
     assert release == "PN (dropout=0.1, norm_variant=release)"
-    assert page.table("norm", "seeds scored")[0]["seeds scored"] == "2: 1, 2"
+    assert page.table("norm", "seeds scored")[0]["seeds scored"] == "2 (1, 2)"
     differing = {row["setting"]: row for row in page.table("setting", plain)}
     assert differing["model.dropout"][dropout] == "0.3"
     assert differing["dataset.num_workers"][plain] == "default, 3"
@@ -349,7 +358,7 @@ def test_one_seed_has_no_deviation(tmp_path):
     runs = [make_run(tmp_path / norm, norm) for norm in ("ln", "pn")]
     page = report(*runs, output=tmp_path / "out")
     for row in page.table("norm", "seeds scored", "std"):
-        assert row["seeds scored"] == "1: 1" and row["std"] == row["std 2"] == row["std 3"] == "– (one seed)"
+        assert row["seeds scored"] == "1 (1)" and row["std"] == row["std 2"] == row["std 3"] == "– (one seed)"
     row = page.table("measure", "difference of means")[0]
     assert row["over seeds: Welch's t-test"] == "– (needs two seeds of each)"
     assert re.fullmatch(r"seed 1: \+\d\S+, p [<=] \S+", row["over sentences: paired bootstrap, per seed"])
@@ -519,6 +528,46 @@ def test_restarts_are_added_up(tmp_path):
     assert row["wall time"] == "at least 7.0 s"
 
 
+def test_a_validation_alone_is_a_training_that_began(tmp_path):
+    log = '{"valid_nll_loss": "9.5", "valid_num_updates": "20"}\n'
+    row = report(make_run(tmp_path / "run", log=log), output=tmp_path / "out").table("state", "wall time")[0]
+    assert row["updates"] == "20 of 40" and row["tokens/s"] == row["wall time"] == row["parameters"] == "not logged"
+
+
+def test_a_config_of_ones_own_is_named_by_its_path(tmp_path):
+    run = make_run(tmp_path / "run")
+    file = run / "hydra/.hydra/hydra.yaml"
+    file.write_text(file.read_text().replace("/checkout/configs", "/my own"))
+    report(run, output=tmp_path / "out")
+    assert "scripts/train.sh '/my own/verses_es_en.yaml' --data" in (tmp_path / "out/report.md").read_text("utf-8")
+
+
+def test_the_baseline_is_the_ln_that_differs_least(tmp_path):
+    runs = [
+        make_run(tmp_path / f"{norm}{dropout}", norm, model__dropout=dropout)
+        for norm in ("ln", "pn")
+        for dropout in (0.1, 0.3)
+    ]
+    page = report(*runs, output=tmp_path / "out")
+    for dropout in (0.1, 0.3):
+        assert page.said(f"PN (dropout={dropout}) is compared with LN (dropout={dropout}).")
+
+
+def test_a_batch_is_the_same_on_any_number_of_workers(tmp_path):
+    for name, workers, update_freq in (("a", 1, 2), ("b", 2, 1)):
+        run = make_run(tmp_path / name, seed=workers, optimization__update_freq=[update_freq])
+        (run / "starts.jsonl").write_text(json.dumps(START | {"workers": workers, "tokens_per_update": 4096}) + "\n")
+    page = report(tmp_path / "a", tmp_path / "b", output=tmp_path / "out")
+    assert [row["seeds scored"] for row in page.table("norm", "seeds scored")] == ["2 (1, 2)"]
+    # Without a record the settings and the log tell: 2048 tokens x 2 x 1 worker here, x 1 there.
+    for name in ("a", "b"):
+        (tmp_path / name / "starts.jsonl").unlink()
+    page = report(tmp_path / "a", tmp_path / "b", output=tmp_path / "out")
+    assert [row["norm"] for row in page.table("norm", "seeds scored")] == [
+        "PN (tokens_per_update=4096)", "PN (tokens_per_update=2048)",
+    ]  # fmt: skip
+
+
 def test_a_seed_that_was_run_twice_counts_once(tmp_path):
     runs = [make_run(tmp_path / name, "pn", seed) for name, seed in (("a", 1), ("b", 1), ("c", 2))]
     references, hypotheses = corpus_text(0.5, 5)
@@ -526,17 +575,18 @@ def test_a_seed_that_was_run_twice_counts_once(tmp_path):
     page = report(*runs, output=tmp_path / "out")
     a, b, c = scores_of(runs, "tokenized")
     row = page.table("norm", "seeds scored")[0]
-    assert row["seeds scored"] == "2: 1, 2"
+    assert row["seeds scored"] == "2 (1, 2)"
     assert row["tokenized BLEU"] == f"{((a + b) / 2 + c) / 2:.2f}"
     assert page.said("PN, seed 1 was run more than once (a, b)")
 
 
 @pytest.mark.parametrize("name", ["a <b> & c", "pipe|and`tick`", "_x_ *y* [z](w)", "$x$ %20#?", "ünï 'quote\" \\ back"])
 def test_odd_names_are_shown_as_they_are(name, tmp_path):
-    runs = [make_run(tmp_path / name / norm, norm, model__note=name) for norm in ("ln", "pn")]
-    runs.append(make_run(tmp_path / name / "other", "pn", model__note=f"{name}2"))
+    runs = [make_run(tmp_path / name / f"{norm}{name}", norm, model__note=name) for norm in ("ln", "pn")]
+    runs.append(make_run(tmp_path / name / f"other{name}", "pn", model__note=f"{name}2"))
     page = report(*runs, output=tmp_path / f"out {name}")
     assert page.said(name)
+    assert f"pn{name}" in [row["run"] for row in page.table("norm", "seed", "run")]
     assert f"PN (note={name})" in [row["norm"] for row in page.table("norm", "seeds scored")]
     for table in markdown_tables((tmp_path / f"out {name}/report.md").read_text("utf-8")):
         assert len({len(row) for row in table}) == 1

@@ -80,10 +80,14 @@ def checkout(tmp_path):
     (folder / "configs").symlink_to(ROOT / "configs")
     (folder / "pn_fairseq").symlink_to(ROOT / "pn_fairseq")
     for step in ("prepare_iwslt14", "train", "average", "generate", "score"):
-        (folder / f"scripts/{step}.sh").write_text(STUB)
+        stub = folder / f"scripts/{step}.sh"
+        stub.unlink(missing_ok=True)
+        stub.write_text(STUB)
+        stub.chmod(0o755)
     tools = folder / "venv/bin"
     tools.mkdir(parents=True)
     (tools / "pn-report").write_text(STUB)
+    (tools / "srun").write_text('#!/bin/sh\necho "srun $*" >>"$CALLS"\nshift 2\nexec "$@"\n')
     (tools / "python").write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
     for tool in tools.iterdir():
         tool.chmod(0o755)
@@ -135,6 +139,42 @@ def test_without_data_nothing_is_trained(checkout):
 def test_a_report_that_fails_is_an_error(checkout):
     result, _ = reproduce(checkout, FAIL="pn-report")
     assert result.returncode == 2 and "pn-report failed" in result.stderr
+
+
+def test_several_machines(checkout):
+    """The first does everything; another one waits for the data, trains, and leaves the rest alone."""
+    machines = {"NNODES": "2", "MASTER_ADDR": "localhost"}
+    result, calls = reproduce(checkout, **machines, NODE_RANK="0")
+    assert result.returncode == 0 and calls[1:-1] == ALL
+    (checkout / "calls").unlink()
+    waiting = subprocess.Popen(
+        ["bash", checkout / "scripts/reproduce_iwslt14.sh"],
+        env=environ_of(checkout, **machines, NODE_RANK="1"),
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert "waiting" in waiting.stderr.readline() and not (checkout / "calls").exists()
+    (checkout / "runs/data/iwslt14_de_en/bin").mkdir(parents=True)
+    assert waiting.wait(timeout=60) == 0
+    waiting.stderr.close()
+    calls = (checkout / "calls").read_text().splitlines()
+    assert [call.split()[0] for call in calls] == ["train", "train"]
+
+
+def test_a_slurm_job_of_several_machines_trains_by_srun(checkout):
+    slurm = {"SLURM_JOB_ID": "5", "SLURM_JOB_NUM_NODES": "3"}
+    result, calls = reproduce(checkout, **slurm)
+    assert result.returncode == 0
+    train = [call for call in calls if call.startswith("srun")]
+    assert len(train) == 2 and [call for call in calls[1:-1] if call not in train] == ALL
+    assert "--ntasks-per-node=1" in (checkout / "calls").read_text()
+    refused = subprocess.run(
+        ["bash", checkout / "scripts/reproduce_iwslt14.sh"],
+        env=environ_of(checkout, **slurm, SLURM_STEP_ID="0"),
+        capture_output=True,
+        text=True,
+    )
+    assert_refused(refused, "srun", "once")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -58,7 +58,8 @@ def _parser() -> ArgumentParser:
 def _write(file: Path, text: str) -> None:
     partial = file.with_name(f"{file.name}.partial")
     try:
-        partial.write_text(text, encoding="utf-8")
+        # A file name may hold bytes that are no UTF-8.
+        partial.write_text(text, encoding="utf-8", errors="backslashreplace")
         os.replace(partial, file)
     finally:
         partial.unlink(missing_ok=True)

@@ -10,7 +10,8 @@
   in it, so that only one worker could go on. The first has read the file with the safe loader; what it passes on to
   its own kind needs none.
 - **Several trainings in one process**, which is how ``fairseq-hydra-train -m`` runs a sweep: the best validation loss,
-  the early-stopping count and the log file of one job would go on in the next. Here each begins with none.
+  the early-stopping count, the log file and TensorBoard's of one job would go on in the next. Here each begins with
+  none.
 - **The log file** is opened once more in every epoch, and every record is then written as often. Here it is opened
   once.
 
@@ -110,6 +111,9 @@ def _call_main(original, cfg, main, **kwargs):
         for handler in _log_files(logger):
             logger.removeHandler(handler)
             handler.close()
+    for writer in progress_bar._tensorboard_writers.values():
+        writer.close()
+    progress_bar._tensorboard_writers.clear()
     return original(cfg, main, **kwargs)
 
 

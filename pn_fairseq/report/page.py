@@ -170,17 +170,20 @@ table { border-collapse: collapse; margin: 1rem 0; font-size: 0.875rem; }
 th, td { border-bottom: 1px solid #999; padding: 0.3rem 0.6rem; text-align: left; vertical-align: top; }
 thead th { border-bottom: 2px solid #111; vertical-align: bottom; }
 .number { text-align: right; font-variant-numeric: tabular-nums; }
+td.number { white-space: nowrap; }
 .missing { font-style: italic; color: #444; }
-code, pre { font: 0.85em/1.4 "Liberation Mono", Consolas, monospace; overflow-wrap: anywhere; }
+code, pre { font: 0.9em/1.4 "Liberation Mono", Consolas, monospace; overflow-wrap: break-word; }
 pre { background: #f4f4f4; border: 1px solid #ccc; padding: 0.6rem; white-space: pre-wrap; }
 img { max-width: 100%; height: auto; }
 @media print {
   @page { size: A4 landscape; margin: 12mm; }
   body { font-size: 10pt; max-width: none; margin: 0; padding: 0; }
   .table { overflow: visible; }
-  table { font-size: 8pt; }
+  table { font-size: 8pt; break-inside: avoid; }
+  th, td { padding: 0.2rem 0.4rem; }
   thead { display: table-header-group; }
   tr, img, pre { break-inside: avoid; }
+  img { max-height: 110mm; }
   h2, h3 { break-after: avoid; }
 }"""
 

@@ -9,7 +9,7 @@ from pn_fairseq.report.paper import PAPER, SOURCE, PaperResult, recognise
 from pn_fairseq.report.runs import Run, count_lines
 from pn_fairseq.report.significance import MEASURES, Pair, mean_and_deviation, pairs, welch
 from pn_fairseq.report.systems import LABELS, Corpus, System
-from pn_fairseq.report.wording import count, listed, number, p_value, signed
+from pn_fairseq.report.wording import listed, number, p_value, signed
 from pn_fairseq.scoring import RESAMPLES
 
 #: Measure -> what a report calls it.
@@ -103,11 +103,11 @@ def _result_row(system: System, paper: PaperResult | None) -> list[Inline]:
     scored = sorted({_seed_text(run) for run in system.runs if run.scores})
     seeds = {_seed_text(run) for run in system.runs}
     if not scored:
-        amount: Inline = [f"0 of {len(seeds)}: ", Missing(_why_unscored(system.runs))]
+        amount: Inline = [f"0 of {len(seeds)} ", Missing(_why_unscored(system.runs))]
     elif len(scored) < len(seeds):
-        amount = f"{len(scored)} of {len(seeds)}: {listed(_seeds(scored))}"
+        amount = f"{len(scored)} of {len(seeds)} ({listed(_seeds(scored))})"
     else:
-        amount = f"{len(scored)}: {listed(_seeds(scored))}"
+        amount = f"{len(scored)} ({listed(_seeds(scored))})"
     row: list[Inline] = [system.label, amount]
     for measure in MEASURES:
         values = list(system.scores(measure).values())
@@ -141,7 +141,10 @@ def _why_unscored(runs: Sequence[Run]) -> str:
 
 def _signatures(system: System) -> set[tuple[str, str]]:
     return {
-        (measure, getattr(run.scores, measure).signature) for run in system.runs if run.scores for measure in MEASURES
+        (measure, str(getattr(run.scores, measure).signature))
+        for run in system.runs
+        if run.scores
+        for measure in MEASURES
     }
 
 
@@ -213,11 +216,16 @@ def significance(corpus: Corpus, subset: str, resamples: int = RESAMPLES, said=l
                 "norms do.",
                 "The seeds are not joined into one text for the bootstrap: the same sentences several times are no "
                 "larger test set, and would make every difference look surer than it is.",
-                "The p are not corrected for the number of comparisons; for "
-                f"{count(len(others), 'system')} against LN, 0.05 becomes {0.05 / len(others):.3f} (Bonferroni).",
             ]
         )
     )
+    if len(others) > 1:
+        elements.append(
+            Paragraph(
+                f"The p are not corrected for the number of comparisons; for {len(others)} systems against LN, 0.05 "
+                f"becomes {0.05 / len(others):.3f} (Bonferroni)."
+            )
+        )
     return elements
 
 

@@ -83,7 +83,8 @@ class Run:
 
     @property
     def max_update(self) -> int | None:
-        return self.setting("optimization.max_update") or None
+        limit = self.setting("optimization.max_update")
+        return limit if isinstance(limit, int) and limit > 0 else None
 
     @property
     def best_valid(self) -> tuple[float, int] | None:

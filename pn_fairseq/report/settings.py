@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import yaml
 
@@ -13,7 +14,8 @@ from pn_fairseq.report.wording import command, here
 
 #: The settings that one asks for first; all others are in config.yaml.
 _SUMMARY = re.compile(
-    r"encoder norm$|size$|tokens_per_update$|sentences per update$|model\.|criterion\.|optimizer\.|lr_scheduler\."
+    r"encoder norm$|size$|average_last$|tokens_per_update$|sentences per update$"
+    r"|model\.|criterion\.|optimizer\.|lr_scheduler\."
     r"|optimization\.(max_update|max_epoch|lr|stop_min_lr|clip_norm)$"
     r"|dataset\.(max_tokens|required_batch_size_multiple|validate_interval_updates)$"
     r"|checkpoint\.(keep_last_epochs|keep_interval_updates|save_interval_updates|patience)$"
@@ -112,14 +114,23 @@ def commands(corpus: Corpus) -> list[Element]:
     return elements
 
 
+def _config(hydra: dict) -> str:
+    """What train.sh was told as CONFIG: a name in configs/, or the path of another file."""
+    name = str(hydra["job"]["config_name"])
+    for source in hydra.get("runtime", {}).get("config_sources", []):
+        if source["provider"] == "command-line" and Path(source["path"]).name != "configs":
+            return here(Path(source["path"]) / f"{name}.yaml")
+    return name
+
+
 def _train_command(run: Run) -> list[str] | None:
     folder = run.path / "hydra/.hydra"
     try:
         overrides = yaml.safe_load((folder / "overrides.yaml").read_text("utf-8"))
-        config = yaml.safe_load((folder / "hydra.yaml").read_text("utf-8"))["hydra"]["job"]["config_name"]
+        config = _config(yaml.safe_load((folder / "hydra.yaml").read_text("utf-8"))["hydra"])
     except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
         return None
-    if not isinstance(overrides, list) or not isinstance(config, str):
+    if not isinstance(overrides, list):
         return None
     chosen = [str(one) for one in overrides if not _ADDED_BY_TRAIN.match(str(one))]
     # train.sh hands this on to hydra in a way that it does not take itself.

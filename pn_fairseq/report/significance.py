@@ -39,10 +39,10 @@ class Welch:
 
 def welch(system: Sequence[float], baseline: Sequence[float]) -> Welch | None:
     """Welch's unequal-variances t-test (Welch 1947) by scipy; None with fewer than two values, or without spread."""
-    if min(len(system), len(baseline)) < 2:
+    if min(len(system), len(baseline)) < 2 or not any(statistics.stdev(values) for values in (system, baseline)):
         return None
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of values that are nearly the same
+        warnings.simplefilter("ignore")  # of values that are all but the same
         result = stats.ttest_ind(system, baseline, equal_var=False)
         interval = result.confidence_interval(0.95)
     if not math.isfinite(result.pvalue):

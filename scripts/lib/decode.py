@@ -65,11 +65,13 @@ def sha256(*paths: Path) -> str:
 
 def visible_gpus() -> list[str]:
     """As CUDA_VISIBLE_DEVICES names them."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen in ("", "-1"):
+        return []
     import torch
 
     count = torch.cuda.device_count()
-    named = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-    return named[:count] if named else [str(number) for number in range(count)]
+    return chosen.split(",")[:count] if chosen else [str(number) for number in range(count)]
 
 
 def whole_number(text: str, name: str) -> int:
@@ -223,7 +225,7 @@ def decode(argv: list[str] | None) -> int:
 
     batch_size = whole_number(args.batch_size, "--batch-size")
     max_tokens = whole_number(args.max_tokens, "--max-tokens")
-    processes = whole_number(os.environ.get("NPROC") or "1", "NPROC")
+    processes = whole_number(os.environ["NPROC"], "NPROC") if os.environ.get("NPROC") else None
     checkpoint = args.checkpoint or args.run / "checkpoints/averaged.pt"
     if not checkpoint.is_file():
         raise UserError(f"there is no checkpoint '{checkpoint}' (scripts/average.sh makes averaged.pt)")
@@ -271,12 +273,14 @@ def decode(argv: list[str] | None) -> int:
         raise UserError(f"'{output}' holds something else: it is left alone; name another directory (--output)")
 
     gpus = visible_gpus()
+    if gpus and processes is not None and processes > len(gpus):
+        raise UserError(f"NPROC={processes}, but a GPU takes one process and {len(gpus)} are visible")
     if args.fp16 and not gpus:
         raise UserError("--fp16 needs a GPU")
     fp16 = bool(gpus) and (bool(setting("common.fp16", False)) if args.fp16 is None else args.fp16)
     sentences = line_count(texts["src.tok"])
     # There are at least as many batches as sentences / batch size; fairseq-generate divides by zero without a batch.
-    shards = min(len(gpus) or processes, max(1, math.ceil(sentences / batch_size)))
+    shards = min(processes or len(gpus) or 1, max(1, math.ceil(sentences / batch_size)))
     print(
         f"[generate] decoding {args.subset} with {checkpoint} (beam {beam}, length penalty {lenpen:g}, "
         f"{'fp16' if fp16 else 'fp32'}, processes on the {'GPUs' if gpus else 'CPU'}: {shards})",

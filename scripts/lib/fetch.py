@@ -5,7 +5,7 @@ version in FILE.partial.json, and the next run asks for the rest of the same ver
 has another one by now or cannot send parts.
 
 With --sha256, or --md5 where only that is published, the file must have that checksum. Without, its sha256 is said and
-kept in FILE.sha256 (the format of sha256sum), and a FILE that is there, or downloaded again, must match it from then on.
+kept in FILE.sha256 (in the format of sha256sum), which FILE must match from then on, also when it is downloaded again.
 
 DATA_MIRROR, a folder or the URL of one, is where the file of the same name is taken from instead (for work offline).
 http_proxy and https_proxy are respected.
@@ -55,6 +55,13 @@ def checksum(path: Path, algorithm: str) -> str:
     """The checksum of a file, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, algorithm).hexdigest()
+
+
+def version_of(answer: http.client.HTTPResponse) -> str | None:
+    """What stands for the version of what is served, and may be asked for by If-Range; None if nothing does."""
+    etag = answer.headers.get("ETag", "")
+    # A weak ETag, W/"...", does not promise the same bytes (RFC 9110, 13.1.5).
+    return etag if etag.startswith('"') else answer.headers.get("Last-Modified")
 
 
 class Progress:
@@ -117,7 +124,6 @@ class Download:
         if size and known.get("length") == size:
             return
         request = urllib.request.Request(self.url, headers={"User-Agent": AGENT, "Accept-Encoding": "identity"})
-        # A weak ETag does not promise the same bytes (RFC 9110, 13.1.5); without a promise a part is of no use.
         version = known.get("version")
         if size and version:
             request.add_header("Range", f"bytes={size}-")
@@ -159,7 +165,10 @@ class Download:
             raise Dropped(f"the connection broke off ({error or type(error).__name__})") from None
 
     def continues(self, answer: http.client.HTTPResponse, size: int, known: dict) -> bool:
-        """Whether a 206 is the rest of FILE.partial: its Content-Range is ``bytes SIZE-LAST/LENGTH``."""
+        """Whether a 206 is the rest of FILE.partial: its version, with Content-Range ``bytes SIZE-LAST/LENGTH``."""
+        # Some servers send parts without a look at If-Range.
+        if version_of(answer) not in (None, known.get("version")):
+            return False
         unit, _, extent = answer.headers.get("Content-Range", "").partition(" ")
         extent, _, length = extent.partition("/")
         first = extent.partition("-")[0]
@@ -167,10 +176,8 @@ class Download:
 
     def begin(self, answer: http.client.HTTPResponse) -> dict:
         """An empty FILE.partial and the notes for what is to come."""
-        etag = answer.headers.get("ETag", "")
-        version = etag if etag.startswith('"') else answer.headers.get("Last-Modified")
         length = answer.headers.get("Content-Length", "")
-        known = {"url": self.url, "version": version, "length": int(length) if length.isdigit() else None}
+        known = {"url": self.url, "version": version_of(answer), "length": int(length) if length.isdigit() else None}
         self.discard()
         self.partial.touch()
         self.notes.write_text(json.dumps(known), encoding="utf-8")
@@ -240,7 +247,7 @@ def download(url: str, file: Path, retries: int, pause: float, timeout: float) -
             if failures > retries:
                 kept = f"; {megabytes(job.size())} are kept for the next run" if job.size() else ""
                 raise UserError(
-                    f"{url}: {problem}, {failures} times in a row{kept}; "
+                    f"{url}: {problem}{f', {failures} times in a row' if failures > 1 else ''}{kept}; "
                     f"check the network, or put the file at {file} or its folder's name into DATA_MIRROR"
                 ) from None
             wait = min(pause * 2 ** (failures - 1), 60)
@@ -313,6 +320,9 @@ def alone(file: Path) -> Iterator[None]:
     with lock.open("w") as handle:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # The other one removes it at its end, and a third may have made another one by then.
+            if not lock.exists() or not os.path.samestat(lock.stat(), os.fstat(handle.fileno())):
+                raise BlockingIOError
         except BlockingIOError:
             raise UserError(f"another process is downloading {file}; wait for it to end") from None
         except OSError:

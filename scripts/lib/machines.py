@@ -109,7 +109,7 @@ def _from_torch(env: Mapping[str, str], gpus: int, timeout: float) -> Place:
 
 def _from_slurm(env: Mapping[str, str], gpus: int, timeout: float) -> Place:
     """A step of srun with one task per machine or one per GPU; outside of a step, one machine."""
-    if "SLURM_STEP_ID" not in env:
+    if "SLURM_STEP_NUM_TASKS" not in env:  # srun sets it; a batch script has only what it asked for
         nodes = _whole(env, "SLURM_JOB_NUM_NODES", _whole(env, "SLURM_NNODES", 1))
         if nodes > 1:
             raise UserError(
@@ -117,8 +117,8 @@ def _from_slurm(env: Mapping[str, str], gpus: int, timeout: float) -> Place:
                 "call it by 'srun --ntasks-per-node=1 scripts/train.sh ...'"
             )
         return Place(1, 0, _workers(env, gpus), gpus > 0, timeout=timeout)
-    tasks = _whole(env, "SLURM_STEP_NUM_TASKS", _whole(env, "SLURM_NTASKS", 1))
-    if tasks <= 1:
+    tasks = _whole(env, "SLURM_STEP_NUM_TASKS", least=1)
+    if tasks == 1:
         return Place(1, 0, _workers(env, gpus), gpus > 0, timeout=timeout)
     rank, node = _whole(env, "SLURM_PROCID"), _whole(env, "SLURM_NODEID")
     if rank >= tasks:
@@ -128,7 +128,7 @@ def _from_slurm(env: Mapping[str, str], gpus: int, timeout: float) -> Place:
         raise UserError(f"SLURM_NODEID={node} is too large: SLURM_STEP_TASKS_PER_NODE names {len(here)} machines")
     address = env.get("MASTER_ADDR") or _first_host(env)
     # The steps of a job may train side by side.
-    chosen = 20000 + (16 * _whole(env, "SLURM_JOB_ID") + _whole(env, "SLURM_STEP_ID")) % 20000
+    chosen = 20000 + (16 * _whole(env, "SLURM_JOB_ID") + _whole(env, "SLURM_STEP_ID", 0)) % 20000
     device = None
     if here[node] == 1 or gpus <= 1 or "SLURM_GPUS_PER_TASK" in env:
         # On a CPU, tasks beside each other are one worker each unless NPROC says otherwise.

@@ -290,7 +290,8 @@ prepare_corpus() {
             echo "$split=$(lines "$dest/raw/$split.$source")"
         done
     )"
-    rm -rf "$dest/work"
+    # What was cut off in the middle and is not needed any more.
+    rm -rf "$dest/work" "$dest"/{tok,bpe}/*.partial
     if [[ -n $clean ]]; then
         say "cleaning removed $(count "$dest" train.removed) of $(count "$dest" train.read) training pairs (which and why: $dest/removed.tsv)"
     fi

@@ -22,7 +22,7 @@ For every norm and seed: train, average, decode, score; then one report over all
   --runs DIR     where the runs go, as DIR/NORM_seedN, and the report, as DIR/report (default runs/$config)
   --data DIR     the prepared data, made if it is not there (default runs/data/$config)
   --dry-run      print the commands and do nothing
-  --archive, --bpe, --workers VALUE
+  --archive, --bpe, --clean-stage, --sha256, --workers VALUE
                  passed on to $prepare
   key=value      settings for train.sh that differ from configs/$config.yaml
 
@@ -31,7 +31,11 @@ In the environment:
   SEEDS="$default_seeds"   as many runs are made as there are pairs of norm and seed
 
 Run again, it skips what is done and goes on with the rest. A run that fails is named at the end and in the report, and
-the others go on. One process per visible GPU (see train.sh --help for more machines and for CPUs).
+the others go on.
+
+One worker per visible GPU; NPROC, NNODES, NODE_RANK and MASTER_ADDR as in train.sh --help. On several machines, which see
+the same files, the same command is given on each: all train, and the first one does the rest. In a SLURM job of
+several machines it is given once, by the batch script, and starts the training on all by srun.
 END
 }
 
@@ -47,36 +51,61 @@ command_line() {
 do_run() {
     local name=$1 run=$runs/$1 arch=$2 seed=$3 step code
     local work=$run.out
+    [[ $follower -eq 0 ]] || work+=/machine$NODE_RANK
     local settings=("model._name=$arch" "common.seed=$seed" ${overrides[@]+"${overrides[@]}"})
-    local train=("$root/scripts/train.sh" "$config" --data "$data" --run "$run" "${settings[@]}")
+    local train=(${launch[@]+"${launch[@]}"} "$root/scripts/train.sh" "$config" --data "$data" --run "$run" "${settings[@]}")
     if [[ $dry -eq 1 ]]; then
         command_line "${train[@]}"
         for step in average generate score; do command_line "$root/scripts/$step.sh" --run "$run"; done
         return
     fi
     mkdir -p "$work" 2>/dev/null || die "cannot make the directory '$work' (--runs)"
-    for step in train average generate score; do
+    for step in "${steps[@]}"; do
         say "$name: $step"
         code=0
         if [[ $step == train ]]; then
-            show_training "$work" "$total" bash "${train[@]}" || code=$?
+            show_training "$work" "$total" "${train[@]}" || code=$?
         else
-            show_step "$work" "$step" bash "$root/scripts/$step.sh" --run "$run" || code=$?
+            show_step "$work" "$step" "$root/scripts/$step.sh" --run "$run" || code=$?
         fi
         case $code in
         0) ;;
         130 | 143) exit "$code" ;;
         *)
+            failed+=("$name")
+            say "$name failed in $step (all that it said is in $work)"
+            [[ $follower -eq 0 ]] || return 0
             mkdir -p "$run"
             echo "$step: $(last_words "$work/$step.err")" >"$run/failed.partial"
             mv "$run/failed.partial" "$run/failed"
-            say "$name failed in $step (all that it said is in $work)"
-            failed+=("$name")
             return
             ;;
         esac
     done
-    rm -f "$run/failed"
+    [[ $follower -eq 1 ]] || rm -f "$run/failed"
+}
+
+# find_machines: sets launch, the command that starts a training on all machines; follower, 1 on a machine that is not
+# the first of several; steps, what is done here for each run.
+find_machines() {
+    launch=() follower=0 steps=(train average generate score)
+    if [[ -n ${NNODES-} ]]; then
+        [[ ${NODE_RANK:-0} != 0 ]] || return 0
+        follower=1
+        steps=(train)
+        # The first machine decodes between two trainings, and the others wait for it.
+        export START_TIMEOUT=${START_TIMEOUT:-604800}
+    elif [[ -n ${SLURM_JOB_ID-} && ${SLURM_JOB_NUM_NODES:-1} -gt 1 ]]; then
+        [[ -z ${SLURM_STEP_ID-} ]] || die "start it once, in the batch script and not by srun: it calls srun itself"
+        need srun
+        launch=(srun --ntasks-per-node=1 --kill-on-bad-exit=1)
+    fi
+}
+
+# wait_for_data: until the first machine has prepared the corpus.
+wait_for_data() {
+    [[ -d $data/bin ]] || say "waiting for the first machine to prepare $data"
+    until [[ -d $data/bin ]]; do sleep 5; done
 }
 
 # reproduce ARGUMENT...
@@ -91,7 +120,7 @@ reproduce() {
         --runs) option_value "$1" $#; runs=$2; shift 2 ;;
         --data) option_value "$1" $#; data=$2; shift 2 ;;
         --dry-run) dry=1; shift ;;
-        --archive | --bpe | --workers)
+        --archive | --bpe | --clean-stage | --sha256 | --workers)
             option_value "$1" $#
             prepare_options+=("$1" "$2")
             shift 2
@@ -104,6 +133,7 @@ reproduce() {
     done
     use_venv
     need python pn-report
+    find_machines
     runs=$(absolute "$runs")
     data=$(absolute "$data")
     read -ra norms <<<"${NORMS-ln bn pnv pn}"
@@ -128,7 +158,7 @@ reproduce() {
         # An interruption ends everything, not only the step that it hits.
         trap 'exit 130' INT
         trap 'exit 143' TERM
-        bash "${prepared[@]}" || exit $?
+        if [[ $follower -eq 1 ]]; then wait_for_data; else "${prepared[@]}" || exit $?; fi
         total=$(total_updates "$root/configs/$config.yaml" ${overrides[@]+"${overrides[@]}"})
     fi
     for norm in "${norms[@]}"; do
@@ -138,6 +168,10 @@ reproduce() {
     done
     if [[ $dry -eq 1 ]]; then
         command_line "${report[@]}"
+        return
+    fi
+    if [[ $follower -eq 1 ]]; then
+        [[ ${#failed[@]} -eq 0 ]] || exit 1
         return
     fi
     say "report"

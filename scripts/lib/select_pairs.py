@@ -119,9 +119,10 @@ def main(argv: list[str] | None) -> None:
         partial.mkdir(parents=True)
         select(args, folders, partial)
         os.rename(partial, output)
-    except BaseException:
+    except OSError as error:  # of writing, which names no file itself
+        raise OSError(error.errno, error.strerror, error.filename or str(output)) from error
+    finally:
         shutil.rmtree(partial, ignore_errors=True)
-        raise
 
 
 step("select_pairs.py", main)

@@ -8,9 +8,7 @@ OPERATIONS the size of the vocabulary; white space is marked with U+2581). Both 
 subwords gives it back. A MODEL or OUTPUT that is there stays as it is.
 """
 
-import contextlib
 import io
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,21 +25,15 @@ def count_words(text: bytes) -> Counter:
 
 def learn_subword_nmt(texts: list[Path], operations: int, workers: int) -> bytes:
     """The codes that `subword-nmt learn-bpe` prints: the words are counted by all cores, the merges found by one."""
-    from subword_nmt.learn_bpe import learn_bpe
+    from learn_merges import learn_merges
 
     words = Counter()
     for part in reduce(texts, count_words, workers, "counting words"):
         words.update(part)
     if not any(len(word) > 1 for word in words):
         raise UserError(f"{texts[0]}: there is no word of two characters to learn BPE from")
-    codes = io.StringIO()
-    dictionary = (f"{word} {count}" for word, count in words.items())
-    # Its progress bar belongs on a terminal only, and its notice that the text is small into the number of codes.
-    with contextlib.ExitStack() as stack:
-        if not sys.stderr.isatty():
-            stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
-        learn_bpe(dictionary, codes, operations, is_dict=True)
-    return codes.getvalue().encode("utf-8")
+    merges = "".join(f"{first} {second}\n" for first, second in learn_merges(words, operations))
+    return f"#version: 0.2\n{merges}".encode()
 
 
 def lines(texts: list[Path]) -> Iterator[str]:
@@ -51,7 +43,7 @@ def lines(texts: list[Path]) -> Iterator[str]:
                 yield line.removesuffix("\n")
 
 
-def learn_sentencepiece(texts: list[Path], operations: int, workers: int) -> bytes:
+def learn_sentencepiece(texts: list[Path], operations: int, _: int) -> bytes:
     """A serialised model."""
     import sentencepiece
 
@@ -67,8 +59,8 @@ def learn_sentencepiece(texts: list[Path], operations: int, workers: int) -> byt
             normalization_rule_name="identity",
             character_coverage=1.0,
             max_sentence_length=1 << 30,
-            num_threads=workers,
             minloglevel=2,
+            # num_threads is written into the model, and stays sentencepiece's default whatever the cores.
         )
     except RuntimeError as error:
         raise UserError(f"sentencepiece: {' '.join(str(error).split())}") from error

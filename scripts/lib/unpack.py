@@ -121,7 +121,8 @@ def unpack(archive: Path, folder: Path, patterns: list[str]) -> None:
         raise UserError(f"{folder} is there already; remove it or name another folder")
     with archive.open("rb") as file:
         head = file.read(HEAD)
-    again = f"remove {archive} and get it again"
+    record = archive.with_name(archive.name + ".sha256")
+    again = f"remove {archive}{' and its .sha256' if record.exists() else ''} and get it again"
     if problem := wrong_type(head, archive.name) or ("an empty file" if not head else None):
         raise UserError(f"{archive} is {problem}; {again}")
     partial = folder.with_name(folder.name + ".partial")

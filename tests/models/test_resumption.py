@@ -1,0 +1,154 @@
+"""What a training remembers over an interruption, and what one training leaves to the next in the same process."""
+
+import logging
+import sys
+from types import SimpleNamespace
+
+import fairseq_cli.train
+import pytest
+from fairseq import checkpoint_utils
+from fairseq.distributed import utils as distributed_utils
+from fairseq.logging import progress_bar
+from fairseq.trainer import Trainer
+from omegaconf import OmegaConf
+
+from pn_fairseq.models import resumption
+
+PATIENCE = OmegaConf.create({"checkpoint": {"patience": 3, "maximize_best_checkpoint_metric": False}})
+
+
+def trainer(workers=1, max_tokens=400, update_freq=(4,)):
+    cfg = {
+        "distributed_training": {"distributed_world_size": workers},
+        "dataset": {"max_tokens": max_tokens},
+        "optimization": {"update_freq": list(update_freq)},
+    }
+    return SimpleNamespace(cfg=OmegaConf.create(cfg))
+
+
+def saved(who, position, epoch=1):
+    """What a checkpoint of ``who`` holds beside the model."""
+    written = []
+    place = {"version": 2, "epoch": epoch, "iterations_in_epoch": position, "shuffle": True}
+    resumption._save(lambda trainer, name, state: written.append(state), who, "x.pt", {"train_iterator": place})
+    return written[0]
+
+
+def loaded(who, state):
+    return resumption._load(lambda trainer, name: state, who, "x.pt")
+
+
+#: What ``call_main`` looks at, for a training on one worker.
+ALONE = OmegaConf.create(
+    {
+        "distributed_training": {
+            **{"distributed_init_method": None, "distributed_world_size": 1},
+            **{"tpu": False, "pipeline_model_parallel": False},
+        },
+        "common": {"tpu": False},
+    }
+)
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    """Leave nothing in fairseq's memory to other tests."""
+    yield
+    distributed_utils.call_main(ALONE, lambda cfg: None)
+
+
+def new_process():
+    for name in ("best", "num_runs"):
+        if hasattr(fairseq_cli.train.should_stop_early, name):
+            delattr(fairseq_cli.train.should_stop_early, name)
+
+
+def test_early_stopping_counts_on_after_an_interruption():
+    stop = fairseq_cli.train.should_stop_early
+    assert [stop(PATIENCE, loss) for loss in (5.0, 6.0, 5.5)] == [False] * 3
+    state = saved(trainer(), 0)
+    new_process()
+    assert [stop(PATIENCE, loss) for loss in (6.0, 5.9)] == [False] * 2  # fairseq alone would begin to count again
+    new_process()
+    loaded(trainer(), state)
+    assert stop(PATIENCE, 5.2) is True
+
+
+def test_a_training_that_got_better_after_an_interruption_goes_on():
+    stop = fairseq_cli.train.should_stop_early
+    assert [stop(PATIENCE, loss) for loss in (5.0, 6.0, 5.5)] == [False] * 3
+    state = saved(trainer(), 0)
+    new_process()
+    loaded(trainer(), state)
+    assert [stop(PATIENCE, loss) for loss in (4.0, 4.1, 4.2)] == [False] * 3
+
+
+@pytest.mark.parametrize(
+    ("before", "position", "now", "expected"),
+    [
+        # 5 updates of 4 batches of one worker are 5 updates of 1 batch of four, or of 2 of two.
+        (trainer(1, 400, (4,)), 20, trainer(4, 400, (1,)), 5),
+        (trainer(1, 400, (4,)), 20, trainer(2, 400, (2,)), 10),
+        (trainer(4, 400, (1,)), 5, trainer(1, 400, (4,)), 20),
+        # 3 workers with 533 tokens each.
+        (trainer(1, 400, (4,)), 20, trainer(3, 533, (1,)), 5),
+        (trainer(1, 400, (4,)), 20, trainer(1, 400, (4,)), 20),
+        # Another number of tokens in an update: the same share of the data, to whole updates.
+        (trainer(1, 400, (4,)), 20, trainer(1, 400, (8,)), 16),
+        # Batches of sentences.
+        (trainer(1, None, (4,)), 20, trainer(2, None, (2,)), 10),
+    ],
+)
+def test_place_in_the_epoch_is_the_same_share_of_the_data(before, position, now, expected):
+    assert loaded(now, saved(before, position))["train_iterator"]["iterations_in_epoch"] == expected
+
+
+def test_update_freq_is_that_of_the_epoch():
+    place = loaded(trainer(1, 400, (1,)), saved(trainer(1, 400, (4, 2)), 20, epoch=2))["train_iterator"]
+    assert place["iterations_in_epoch"] == 20
+    place = loaded(trainer(2, 400, (4, 1)), saved(trainer(1, 400, (4, 2)), 20, epoch=2))["train_iterator"]
+    assert place["iterations_in_epoch"] == 10
+
+
+def test_the_end_of_an_epoch_and_checkpoints_without_the_additions_stay_as_they_are():
+    state = saved(trainer(), 0, epoch=3)
+    assert loaded(trainer(4), state)["train_iterator"] == state["train_iterator"]
+    plain = {"train_iterator": {"version": 2, "epoch": 1, "iterations_in_epoch": 7}}
+    assert loaded(trainer(4), plain) == plain
+    assert loaded(trainer(), None) is None
+
+
+def test_the_next_training_in_a_process_begins_with_nothing(tmp_path):
+    checkpoint_utils.save_checkpoint.best = 1.0
+    fairseq_cli.train.should_stop_early(PATIENCE, 1.0)
+    handler = logging.FileHandler(tmp_path / "first.log")
+    fairseq_cli.train.logger.addHandler(handler)
+    seen = []
+
+    def main(cfg):
+        seen.append(hasattr(checkpoint_utils.save_checkpoint, "best"))
+        seen.append(hasattr(fairseq_cli.train.should_stop_early, "best"))
+        seen.append(handler in fairseq_cli.train.logger.handlers)
+
+    distributed_utils.call_main(ALONE, main)
+    assert seen == [False, False, False]
+
+
+def test_every_record_is_written_once_however_many_epochs(tmp_path):
+    log = tmp_path / "train.log"
+    for epoch in range(1, 4):
+        bar = progress_bar.progress_bar([], log_format="json", log_file=str(log), epoch=epoch)
+        logging.getLogger(progress_bar.__name__).setLevel(logging.INFO)
+        progress_bar.logger.info(f"epoch {epoch}")
+        assert bar is not None
+    assert log.read_text().splitlines() == ["epoch 1", "epoch 2", "epoch 3"]
+
+
+def test_fairseqs_functions_are_wrapped_once():
+    import importlib
+
+    before = Trainer.save_checkpoint, Trainer.load_checkpoint, distributed_utils.call_main, progress_bar.progress_bar
+    importlib.reload(resumption)
+    after = Trainer.save_checkpoint, Trainer.load_checkpoint, distributed_utils.call_main, progress_bar.progress_bar
+    assert before == after
+    assert sys.modules["fairseq.distributed_utils"].call_main is distributed_utils.call_main

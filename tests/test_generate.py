@@ -1,0 +1,412 @@
+"""Decoding by several processes: with a model, and with a stand-in for fairseq-generate that fails as asked."""
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from .scripts_helpers import SCRIPTS, assert_refused, cut_corpus, environment, prepare, script
+
+SENTENCES = 37
+
+#: Writes down how it was called, and translates every sentence of its share into "translation NUMBER".
+STAND_IN = """
+import json, os, signal, sys, time
+options = dict(zip(sys.argv[1:], sys.argv[2:] + [""]))
+rank, world = int(options["--distributed-rank"]), int(options["--distributed-world-size"])
+batch, mode = int(options["--batch-size"]), os.environ.get("MODE", "")
+called = {"pid": os.getpid(), "arguments": sys.argv[1:], "gpu": os.environ.get("CUDA_VISIBLE_DEVICES")}
+with open(f"{os.environ['CALLS']}/{time.time_ns()}", "w") as file:
+    json.dump({**called, "rank": rank, "threads": os.environ.get("OMP_NUM_THREADS")}, file)
+if mode == "fail" and rank == 1:
+    sys.exit("Traceback (most recent call last):\\n  File ...\\ntorch.OutOfMemoryError: CUDA out of memory.\\n\\nmore")
+if mode == "killed" and rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+if mode == "chatter":
+    while True:
+        print("still here", flush=True)
+        time.sleep(0.02)
+if mode in ("fail", "killed", "sleep"):
+    time.sleep(300)
+for number in reversed(range(37)):
+    if number // batch % world == rank and not (mode == "lose" and number == 5):
+        print(f"S-{number}\\tsource")
+        print(f"H-{5 if mode == 'twice' and number == 6 else number}\\t-0.5\\ttranslation {number}")
+        print(f"D-{number}\\t-0.5\\tnone of ours")
+"""
+
+
+def untrained_checkpoint(data: Path, path: Path) -> None:
+    """Of a model with larger weights than usual, so that it says something else about every sentence."""
+    from fairseq import options, tasks
+    from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+    from omegaconf import OmegaConf
+
+    import pn_fairseq.models  # noqa: F401
+
+    parser = options.get_training_parser()
+    flags = ("--source-lang", "es", "--target-lang", "en", "--arch", "transformer_pn_tiny", "--share-all-embeddings")
+    with warnings.catch_warnings(action="ignore"):  # fairseq uses hydra's old names
+        args = options.parse_args_and_arch(parser, [str(data / "bin"), *flags])
+        cfg = convert_namespace_to_omegaconf(args)
+    torch.manual_seed(1)
+    model = tasks.setup_task(cfg.task).build_model(cfg.model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3)
+    history = [{"optimizer_name": "FairseqAdam", "lr_scheduler_state": {}, "num_updates": 1}]
+    state = {"cfg": OmegaConf.to_container(cfg), "args": None, "model": model.state_dict(), "task_state": {}}
+    path.parent.mkdir(parents=True)
+    torch.save({**state, "extra_state": {"train_iterator": {"epoch": 1}}, "optimizer_history": history}, path)
+
+
+def make_run(folder: Path, data: Path, config: str = "generation: {beam: 3, lenpen: 0.6, max_len_b: 20}\n") -> Path:
+    (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+    (folder / "data").write_text(f"{data}\n")
+    shutil.copy(data / "settings", folder / "data.settings")
+    (folder / "config.yaml").write_text(config)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def untrained(data, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("untrained") / "run, with 'a' model"
+    untrained_checkpoint(data, folder / "checkpoints/averaged.pt")
+    return make_run(folder, data)
+
+
+def lines(path: Path) -> list[str]:
+    return path.read_text("utf-8").removesuffix("\n").split("\n")
+
+
+def test_the_result_does_not_depend_on_the_number_of_processes(untrained, data, tmp_path):
+    outputs = [tmp_path / f"by {count}" for count in (1, 2)]
+    for count, output in enumerate(outputs, start=1):
+        options = ("--batch-size", 8, "--output", f"{output}/")
+        said = script("generate.sh", "--run", untrained, *options, NPROC=str(count), CUDA_VISIBLE_DEVICES="").stderr
+        assert f"processes on the CPU: {count}" in said and f"{SENTENCES} hypotheses" in said
+        assert {path.name for path in output.iterdir()} == {"hyp.tok", "ref.tok", "src.tok", "generate.log", "made"}
+        # Each process translated a part.
+        *parts, rest = re.split(
+            r"^Generate test with beam=3: .*$", (output / "generate.log").read_text("utf-8"), flags=re.M
+        )
+        shares = [len(re.findall("^H-", part, re.M)) for part in parts]
+        assert len(shares) == count and sum(shares) == SENTENCES and all(shares) and "H-" not in rest
+    hypotheses = [(output / "hyp.tok").read_bytes() for output in outputs]
+    assert hypotheses[0] == hypotheses[1]
+    assert len(set(lines(outputs[0] / "hyp.tok"))) > SENTENCES / 2, "they would be the same in any order"
+    # fairseq's numbers are those of the lines.
+    source = lines(data / "tok/test.es")
+    found = re.findall(r"^S-(\d+)\t(.*)$", (outputs[1] / "generate.log").read_text("utf-8"), re.M)
+    assert sorted(int(number) for number, _ in found) == list(range(SENTENCES))
+    assert all(text == source[int(number)] for number, text in found if "<unk>" not in text)
+    assert sum("<unk>" not in text for _, text in found) > SENTENCES / 2
+
+
+@pytest.mark.slow
+def test_sentencepiece_is_taken_apart_and_glued(tmp_path):
+    """The sources and references that fairseq prints are the tokens again."""
+    data = tmp_path / "data"
+    prepare(cut_corpus(tmp_path / "corpus"), data, BPE="sentencepiece")
+    assert "segmentation=sentencepiece" in (data / "settings").read_text()
+    run_dir = tmp_path / "run"
+    untrained_checkpoint(data, run_dir / "checkpoints/averaged.pt")
+    script("generate.sh", "--run", make_run(run_dir, data))
+    log = (run_dir / "generate/test/generate.log").read_text("utf-8")
+    for kind, language in (("S", "es"), ("T", "en")):
+        tokens = lines(data / f"tok/test.{language}")
+        found = re.findall(rf"^{kind}-(\d+)\t(.*)$", log, re.M)
+        assert len(found) == SENTENCES
+        known = [(int(number), text) for number, text in found if "unk>" not in text]
+        assert len(known) > SENTENCES / 2 and all(text == tokens[number] for number, text in known)
+    assert "\u2581" not in (run_dir / "generate/test/hyp.tok").read_text("utf-8")
+
+
+@pytest.fixture
+def place(tmp_path) -> Path:
+    """A run with small data, a checkpoint of three bytes, and the stand-in."""
+    data = tmp_path / "data"
+    for part in ("bin", "tok"):
+        (data / part).mkdir(parents=True)
+    for language in ("es", "en"):
+        (data / f"tok/test.{language}").write_text("".join(f"{language} {i}\n" for i in range(SENTENCES)))
+        (data / f"bin/test.es-en.{language}.bin").write_text(language)
+    (data / "settings").write_text("source=es\ntarget=en\nlower=1\n0123abcd  test.en\n")
+    (make_run(tmp_path / "run", data) / "checkpoints/averaged.pt").write_text("abc")
+    (tmp_path / "bin").mkdir()
+    tool = tmp_path / "bin/fairseq-generate"
+    tool.write_text(f"#!/usr/bin/env python\n{STAND_IN}")
+    tool.chmod(0o755)
+    (tmp_path / "calls").mkdir()
+    return tmp_path
+
+
+def changes(place: Path, **more: str) -> dict[str, str]:
+    path = f"{place / 'bin'}:{environment()['PATH']}"
+    fixed = {"PATH": path, "VENV": "/nowhere", "CALLS": str(place / "calls"), "NPROC": "3", "CUDA_VISIBLE_DEVICES": ""}
+    return {**fixed, **more}
+
+
+def generate(place: Path, *options, check: bool = True, **more: str) -> subprocess.CompletedProcess:
+    options = ("--run", place / "run", "--batch-size", 5, *options)
+    return script("generate.sh", *options, check=check, **changes(place, **more))
+
+
+def calls(place: Path) -> list[dict]:
+    """How the stand-in was called since the last time, by rank."""
+    import json
+
+    found = []
+    for path in (place / "calls").iterdir():
+        found.append(json.loads(path.read_text()))
+        path.unlink()
+    return sorted(found, key=lambda call: call["rank"])
+
+
+def test_the_shares_are_merged_in_the_order_of_the_text(place):
+    generate(place)
+    output = place / "run/generate/test"
+    assert lines(output / "hyp.tok") == [f"translation {number}" for number in range(SENTENCES)]
+    for name, language in (("src", "es"), ("ref", "en")):
+        assert (output / f"{name}.tok").read_bytes() == (place / f"data/tok/test.{language}").read_bytes()
+    assert len(re.findall("^H-", (output / "generate.log").read_text(), re.M)) == SENTENCES
+    called = calls(place)
+    assert len(called) == 3
+    for rank, call in enumerate(called):
+        options = dict(zip(call["arguments"], [*call["arguments"][1:], ""], strict=True))
+        expected = {
+            "--distributed-rank": str(rank),
+            "--distributed-world-size": "3",
+            "--beam": "3",
+            "--lenpen": "0.6",
+            "--max-len-a": "0",
+            "--max-len-b": "20",
+            "--remove-bpe": "subword_nmt",
+            "--required-batch-size-multiple": "1",
+            "--batch-size": "5",
+            "--path": str(place / "run/checkpoints/averaged.pt"),
+        }
+        assert expected.items() <= options.items() and "--fp16" not in options
+        assert call["arguments"][0] == str(place / "data/bin")
+
+
+def test_no_process_is_left_without_a_batch(place):
+    """fairseq-generate divides by zero then."""
+    script("generate.sh", "--run", place / "run", "--batch-size", 20, **changes(place, NPROC="8"))
+    assert len(calls(place)) == 2
+
+
+@pytest.mark.parametrize(
+    ("segmentation", "option"), [("sentencepiece", "sentencepiece"), ("subword-nmt", "subword_nmt"), ("bytes", None)]
+)
+def test_subwords_are_glued_as_the_data_was_cut(segmentation, option, place):
+    for settings in (place / "data/settings", place / "run/data.settings"):
+        settings.write_text(f"source=es\ntarget=en\nsegmentation={segmentation}\n")
+    result = generate(place, check=False)
+    if option is None:
+        assert_refused(result, "segmentation=bytes")
+    else:
+        assert f"--remove-bpe {option} " in " ".join(calls(place)[0]["arguments"])
+
+
+@pytest.fixture
+def gpus(place) -> dict[str, str]:
+    """A torch that sees as many GPUs as it is told, up to 3."""
+    (place / "torch").mkdir()
+    (place / "torch/torch.py").write_text(
+        "import os\nchosen = os.environ.get('CUDA_VISIBLE_DEVICES')\n"
+        "class cuda:\n    device_count = staticmethod(lambda: min(3, len(chosen.split(','))) if chosen else 3)\n"
+    )
+    return {"PYTHONPATH": str(place / "torch")}
+
+
+@pytest.mark.parametrize(("chosen", "devices"), [("0,1,2", ["0", "1", "2"]), ("GPU-af,7", ["GPU-af", "7"])])
+def test_one_process_on_each_visible_gpu(chosen, devices, place, gpus):
+    (place / "run/config.yaml").write_text("common: {fp16: true}\n")
+    said = generate(place, **gpus, CUDA_VISIBLE_DEVICES=chosen, NPROC="").stderr
+    assert f"GPUs: {len(devices)}" in said and "fp16" in said
+    called = calls(place)
+    assert [call["gpu"] for call in called] == devices
+    assert all("--fp16" in call["arguments"] for call in called)
+    assert "beam 5, length penalty 1," in said
+    again = ("--beam", 2)
+    assert_refused(generate(place, *again, check=False, **gpus, CUDA_VISIBLE_DEVICES=chosen, NPROC="4"), "NPROC=4")
+    generate(place, *again, **gpus, CUDA_VISIBLE_DEVICES=chosen, NPROC="1")
+    assert [call["gpu"] for call in calls(place)] == devices[:1]
+
+
+def test_half_precision_is_for_gpus_and_as_the_run_was_trained(place, gpus):
+    (place / "run/config.yaml").write_text("common: {fp16: true}\n")
+    assert_refused(generate(place, "--fp16", check=False), "--fp16 needs a GPU")
+    generate(place)
+    assert "--fp16" not in calls(place)[0]["arguments"]
+    # What is there was decoded in single precision: it will do, unless the other is asked for.
+    one = {**gpus, "CUDA_VISIBLE_DEVICES": "0", "NPROC": ""}
+    assert "already" in generate(place, **one).stderr
+    assert "already" in generate(place, "--no-fp16", **one).stderr
+    generate(place, "--fp16", **one)
+    assert "--fp16" in calls(place)[0]["arguments"]
+
+
+def test_a_decoding_is_done_as_long_as_nothing_that_matters_changed(place):
+    generate(place)
+    output = place / "run/generate/test"
+    (output / "scores.json").write_text("of these hypotheses")
+    calls(place)
+    checkpoint = place / "run/checkpoints/averaged.pt"
+    os.utime(checkpoint, (time.time() + 1000, time.time() + 1000))
+    shutil.copy(checkpoint, place / "copy.pt")
+    for options in ((), ("--checkpoint", place / "copy.pt"), ("--beam", 3, "--lenpen", "0.60"), ("--max-tokens", 500)):
+        assert "already" in generate(place, *options).stderr
+    assert calls(place) == [] and (output / "scores.json").exists()
+
+    checkpoint.write_text("abd")
+    generate(place)
+    assert len(calls(place)) == 3 and not (output / "scores.json").exists(), "the scores are of other hypotheses"
+    for options in (("--beam", 2), ("--beam", 2, "--lenpen", 1)):
+        generate(place, *options)
+        assert len(calls(place)) == 3
+    (place / "data/bin/test.es-en.es.bin").write_text("binarized anew")
+    generate(place, "--beam", 2, "--lenpen", 1)
+    assert len(calls(place)) == 3
+
+
+def alive(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until(condition, seconds: float = 30) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return condition()
+
+
+@pytest.mark.parametrize(
+    ("mode", "needles"),
+    [
+        ("fail", ("CUDA out of memory", "--batch-size", "test.err")),
+        ("killed", ("SIGKILL", "memory")),
+        ("lose", (f"{SENTENCES} sentences went in and {SENTENCES - 1} hypotheses", "line 6")),
+        ("twice", (f"{SENTENCES} hypotheses of {SENTENCES - 1} sentences", "line 7")),
+    ],
+)
+def test_one_share_that_fails_fails_all(mode, needles, place):
+    generate(place)
+    calls(place)
+    output = place / "run/generate/test"
+    before = {path: path.read_bytes() for path in output.iterdir()}
+    (place / "run/checkpoints/averaged.pt").write_text("newer")
+    began = time.monotonic()
+    assert_refused(generate(place, check=False, MODE=mode), *needles)
+    assert time.monotonic() - began < 60, "the others were not ended"
+    assert not any(alive(call["pid"]) for call in calls(place))
+    assert {path: path.read_bytes() for path in output.iterdir()} == before, "what was there is whole"
+    errors = output.with_name("test.err")
+    assert {path.name for path in output.parent.iterdir()} == {"test", *(["test.err"] if errors.exists() else [])}
+    if mode == "fail":
+        assert "Traceback" in errors.read_text()
+    generate(place)
+    assert not errors.exists(), "what it said is of no more use"
+
+
+@contextlib.contextmanager
+def decoding(place: Path, mode: str) -> Iterator[subprocess.Popen]:
+    """generate.sh, when its three processes run."""
+    process = subprocess.Popen(
+        ["bash", SCRIPTS / "generate.sh", "--run", place / "run", "--batch-size", "5"],
+        env=environment(**changes(place, MODE=mode)),
+        stderr=subprocess.PIPE,
+        text=True,
+        # A test run in the background may ignore it.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    try:
+        started = wait_until(lambda: len([path for path in (place / "calls").iterdir() if path.stat().st_size]) == 3)
+        assert started, process.stderr.read() if process.poll() is not None else "nothing began"
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interruption_leaves_nothing_behind(number, code, place):
+    with decoding(place, "sleep") as process:
+        processes = [call["pid"] for call in calls(place)]
+        process.send_signal(number)
+        _, said = process.communicate(timeout=30)
+    assert process.returncode == code
+    assert said.splitlines()[1:] == ["generate.sh: interrupted"]
+    assert not any(map(alive, processes))
+    assert list((place / "run/generate").iterdir()) == []
+
+
+def test_the_processes_end_when_the_one_above_them_is_killed(place):
+    with decoding(place, "chatter") as process:
+        processes = [call["pid"] for call in calls(place)]
+        process.kill()
+        process.communicate(timeout=30)
+    assert wait_until(lambda: not any(map(alive, processes)))
+    generate(place)
+    assert [path.name for path in (place / "run/generate").iterdir()] == ["test"]
+
+
+def test_somebody_elses_folder_is_left_alone(place):
+    home = place / "home"
+    home.mkdir()
+    (home / "thesis.tex").write_text("years of work")
+    assert_refused(generate(place, "--output", home, check=False), str(home), "left alone")
+    assert_refused(generate(place, "--output", home / "thesis.tex", check=False), "left alone")
+    assert (home / "thesis.tex").read_text() == "years of work" and calls(place) == []
+    (place / "empty").mkdir()
+    generate(place, "--output", place / "empty")
+    assert len(lines(place / "empty/hyp.tok")) == SENTENCES
+    assert_refused(generate(place, "--output", home / "thesis.tex/below", check=False), "thesis.tex")
+
+
+@pytest.mark.parametrize(
+    ("options", "needles"),
+    [
+        (("--subset", "train2"), ("no subset 'train2'",)),
+        (("--subset", "../test"), ("no subset '../test'",)),
+        (("--beam", "0"), ("--beam", "'0'")),
+        (("--lenpen", "nan"), ("--lenpen", "'nan'")),
+        (("--batch-size", "many"), ("--batch-size", "'many'")),
+        (("--max-tokens", "-1"), ("--max-tokens", "'-1'")),
+        (("--checkpoint", "none.pt"), ("'none.pt'", "average.sh")),
+        (("--checkpoint", "a:b.pt"), ("colon",)),
+    ],
+    ids=lambda value: " ".join(value),
+)
+def test_mistakes_get_one_line(options, needles, place):
+    (place / "a:b.pt").write_text("abc")
+    result = script("generate.sh", "--run", place / "run", *options, cwd=place, check=False, **changes(place))
+    assert_refused(result, *needles)
+    assert calls(place) == [] and not (place / "run/generate").exists()
+
+
+def test_mistakes_in_the_environment_and_the_data_get_one_line(place):
+    assert_refused(generate(place, check=False, NPROC="two"), "NPROC", "'two'")
+    settings = place / "data/settings"
+    settings.write_text(settings.read_text().replace("lower=1", "lower=0"))
+    assert_refused(generate(place, check=False), "prepared anew", "data.settings")
+    settings.write_text("lower=1\n")
+    shutil.copy(settings, place / "run/data.settings")
+    assert_refused(generate(place, check=False), str(settings), "source language")
+    settings.unlink()
+    assert_refused(generate(place, check=False), str(settings))
+    shutil.rmtree(place / "data/bin")
+    assert_refused(generate(place, check=False), "is gone", "data/bin")

@@ -1,0 +1,509 @@
+"""prepare_wmt14.sh, prepare_iwslt15_envi.sh and prepare_multi30k.sh on small stand-ins in the layout of the originals.
+
+What comes out is compared with a second, simple reading of the same files.
+"""
+
+import gzip
+import hashlib
+import html
+import io
+import os
+import re
+import signal
+import subprocess
+import tarfile
+import time
+from pathlib import Path
+
+import pytest
+from sacrebleu.dataset.fake_sgml import FakeSGMLDataset
+from sacremoses import MosesDetokenizer, MosesPunctNormalizer, MosesTokenizer
+
+from .scripts_helpers import ROOT, SCRIPTS, assert_refused, environment, script
+
+MULTI30K = ROOT.parent / "shared/data/multi30k"
+
+
+def verses(lang: str, count: int, skip: int = 0) -> list[str]:
+    """Lines of the corpus in the repository, to fill the stand-ins."""
+    with gzip.open(ROOT / f"data/verses.es-en/train.{lang}.gz", "rt", encoding="utf-8") as file:
+        return [line.rstrip("\n") for line in file][skip : skip + count]
+
+
+def lines(path: Path) -> list[str]:
+    """Cut at line feeds alone: str.splitlines would cut at U+2028 and U+0085, too."""
+    text = path.read_bytes().decode("utf-8")
+    assert text.endswith("\n")
+    return text[:-1].split("\n")
+
+
+def state(folder: Path) -> dict[str, tuple[str, int]]:
+    """Contents and times of what a preparation leaves."""
+    return {
+        str(path.relative_to(folder)): (hashlib.sha256(path.read_bytes()).hexdigest(), path.stat().st_mtime_ns)
+        for part in ("raw", "tok", "bpe", "bin", "settings", "counts")
+        for path in ([folder / part] if (folder / part).is_file() else (folder / part).rglob("*"))
+        if path.is_file() and path.suffix != ".log"
+    }
+
+
+def settings(folder: Path) -> dict[str, str]:
+    return dict(line.split("=", 1) for line in lines(folder / "settings") if "=" in line)
+
+
+def assert_not_begun(folder: Path):
+    """After a refusal no step has left anything that a later run would take for its own."""
+    left = {path.name for path in folder.iterdir()} if folder.exists() else set()
+    assert left <= {".lock", "download"}, left
+
+
+def assert_joined_and_binarized(folder: Path, source: str, target: str, **counts: int):
+    assert (folder / f"bin/dict.{source}.txt").read_bytes() == (folder / f"bin/dict.{target}.txt").read_bytes()
+    for split, count in counts.items():
+        for lang in (source, target):
+            assert len(lines(folder / f"raw/{split}.{lang}")) == count
+            subwords = lines(folder / f"bpe/{split}.{lang}")
+            tokens = lines(folder / f"tok/{split}.{lang}")
+            assert [line.replace("@@ ", "") for line in subwords] == tokens
+            index = (folder / f"bin/{split}.{source}-{target}.{lang}.idx").read_bytes()
+            assert int.from_bytes(index[18:26], "little") == count
+
+
+# WMT14
+
+ARCHIVES = {
+    "training-parallel-europarl-v7.tgz": "training/europarl-v7.de-en.",
+    "training-parallel-commoncrawl.tgz": "commoncrawl.de-en.",
+    "training-parallel-nc-v12.tgz": "training/news-commentary-v12.de-en.",
+    "dev.tgz": "dev/newstest2013.",
+}
+
+# What is in the real text and goes wrong easily: (English, German).
+ODD = [
+    ("“Quotes” – and ‘more’…", "„Anführung“ – und ‚mehr‘ …"),
+    (
+        "A non-breaking\u00a0space, a\u200bzero-width one and a bell\x07.",
+        "Ein geschütztes\u00a0Leerzeichen, «so» 10\u00a0%.",
+    ),
+    ("One line\u2028that is\x85one.", "Eine Zeile\u2028die eine\x85ist."),
+    ("A well-known state-of-the-art AT&T trick <b>here</b>", "Ein wohl-bekannter E-Mail-Trick von AT&T <b>hier</b>"),
+    ("The line ends as in Windows.\r", "Mit einem\rZeichen in der Mitte."),
+    ("", "Die andere Seite ist leer."),
+    ("Empty on the right.", ""),
+    ("", ""),
+    ("One", "Eins zwei drei vier fünf sechs sieben acht neun zehn"),
+    ("w " * 251, "w " * 251),
+    ("w " * 250, "w " * 250),
+    ("a b c", "a b"),
+    ("a b c d", "a b"),
+]
+
+TEST_SET = [
+    ("Gutach: Increased safety for pedestrians", "Gutach: Noch mehr Sicherheit für Fußgänger"),
+    ("They’re “not” 3,000 – it's the council’s.", "Sie sind „nicht“ 3.000 – ’s ist Rat’s."),
+    ("AT&amp;T pays 5 &lt; 6 & more", "AT&amp;T zahlt 5 &lt; 6 & mehr"),
+    ("  Blanks at both ends  ", " Leerzeichen an beiden Enden "),
+    ("Two lamp-posts.", "Zwei Laternen-Masten."),
+]
+
+
+def sgml(kind: str, sentences: list[str]) -> str:
+    """As in newstest2014-deen-*.sgm: documents of two sentences, in paragraphs."""
+    text = f'<{kind}set setid="newstest2014" srclang="any">\n'
+    for number in range(0, len(sentences), 2):
+        text += f'<doc sysid="{kind}" docid="doc-{number}" genre="news" origlang="de">\n<p>\n'
+        for position, sentence in enumerate(sentences[number : number + 2], start=1):
+            text += f'<seg id="{position}">{sentence}</seg>\n'
+        text += "</p>\n</doc>\n"
+    return f"{text}</{kind}set>\n"
+
+
+def wmt14_members() -> dict[str, dict[str, str]]:
+    """Archive -> member -> text."""
+    english, german = verses("en", 180), verses("es", 180)
+    members: dict[str, dict[str, str]] = {}
+    for number, (archive, prefix) in enumerate(ARCHIVES.items()):
+        cut = slice(number * 50, number * 50 + 50)
+        odd = {0: ODD[:5], 1: ODD[5:], 2: [], 3: ODD[:2]}[number]
+        sides = [[*english[cut], *(pair[0] for pair in odd)], [*german[cut], *(pair[1] for pair in odd)]]
+        members[archive] = {
+            f"{prefix}{lang}": "\n".join(side) + "\n" for lang, side in zip(("en", "de"), sides, strict=True)
+        }
+        members[archive][f"{prefix.split('.')[0]}.fr-en.en"] = "another language\n"
+    # A last line without its end.
+    europarl = members["training-parallel-europarl-v7.tgz"]
+    europarl["training/europarl-v7.de-en.en"] = europarl["training/europarl-v7.de-en.en"].removesuffix("\n")
+    english, german = zip(*TEST_SET, strict=True)
+    members["test-full.tgz"] = {
+        "test-full/newstest2014-deen-src.en.sgm": sgml("src", english),
+        "test-full/newstest2014-deen-ref.de.sgm": sgml("ref", german),
+        "test-full/newstest2014-deen-src.de.sgm": sgml("src", ["the other direction"]),
+    }
+    return members
+
+
+def write_archives(folder: Path, archives: dict[str, dict[str, str | bytes]]) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, members in archives.items():
+        with tarfile.open(folder / name, "w:gz") as tar:
+            for member, text in members.items():
+                content = text.encode() if isinstance(text, str) else text
+                info = tarfile.TarInfo(member)
+                info.size = len(content)
+                tar.addfile(info, io.BytesIO(content))
+    return folder
+
+
+def prepare_wmt14(dest: Path, archives: Path, *options, **kwargs):
+    return script("prepare_wmt14.sh", "--dest", dest, "--archive", archives, "--bpe", 150, *options, **kwargs)
+
+
+@pytest.fixture(scope="module")
+def wmt14(tmp_path_factory) -> Path:
+    """Prepared in two runs, of which the first is ended while it tokenizes, after something like a kill -9 before."""
+    base = tmp_path_factory.mktemp("wmt14 of 2,014")
+    archives = write_archives(base / "my archives", wmt14_members())
+    dest = base / "data"
+    for left in ("unpacked/0/training/europarl-v7.de-en.en", "text.partial/train.en", "work/tok/test.en.partial"):
+        (dest / left).parent.mkdir(parents=True, exist_ok=True)
+        (dest / left).write_text("half a li")
+    command = ["bash", SCRIPTS / "prepare_wmt14.sh", "--dest", dest, "--archive", archives, "--bpe", "150"]
+    first = subprocess.Popen(command, env=environment(), stderr=subprocess.DEVNULL, start_new_session=True)
+    while first.poll() is None and not (dest / "text").exists():
+        time.sleep(0.01)
+    time.sleep(1)
+    os.killpg(first.pid, signal.SIGTERM)
+    assert first.wait(timeout=60) != 0
+    assert not (dest / "bin").exists()
+    prepare_wmt14(dest, archives, "--workers", 2)
+    assert {path.name for path in dest.iterdir()} <= {
+        *(".lock", "text", "raw", "tok", "bpe", "bin", "settings", "counts", "removed.tsv")
+    }
+    return dest
+
+
+def wmt14_reading() -> dict[str, list[tuple[str, str, str, str]]]:
+    """Split -> (English, German, English tokens, German tokens) by the recipe, one line at a time."""
+    tokenizers = {lang: MosesTokenizer(lang) for lang in ("en", "de")}
+    normalizers = {lang: MosesPunctNormalizer(lang, perl_parity=True) for lang in ("en", "de")}
+
+    def tokens(lang: str, text: str, normalize: bool) -> str:
+        if normalize:
+            text = normalizers[lang].normalize(text + "\n")
+            # remove-non-printing-char.perl: Unicode's category "other" (control, format, ...).
+            text = re.sub("[\x00-\x1f\x7f-\x9f\u00ad\u200b-\u200f\u2028-\u202e\ufeff]", " ", text)
+        else:
+            text = text.replace("’", "'")
+        return " ".join(tokenizers[lang].tokenize(text, aggressive_dash_splits=True))
+
+    def read(text: str) -> list[str]:
+        return [line.removesuffix("\r").replace("\r", " ") for line in text.removesuffix("\n").split("\n")]
+
+    reading = {"train": [], "valid": []}
+    members = wmt14_members()
+    for archive, prefix in ARCHIVES.items():
+        split = "valid" if archive == "dev.tgz" else "train"
+        sides = [read(members[archive][f"{prefix}{lang}"]) for lang in ("en", "de")]
+        for english, german in zip(*sides, strict=True):
+            pair = tokens("en", english, True), tokens("de", german, True)
+            lengths = [len(side.split()) for side in pair]
+            fits = min(lengths) >= 1 and max(lengths) <= 250 and max(lengths) <= 1.5 * min(lengths)
+            if split == "valid" or fits:
+                reading[split].append((english, german, *pair))
+    reading["test"] = [
+        (english.strip(), german.strip(), tokens("en", english.strip(), False), tokens("de", german.strip(), False))
+        for english, german in TEST_SET
+    ]
+    return reading
+
+
+def test_wmt14_against_a_simple_reading(wmt14):
+    reading = wmt14_reading()
+    columns = [("raw", "en"), ("raw", "de"), ("tok", "en"), ("tok", "de")]
+    for split, pairs in reading.items():
+        for (folder, lang), expected in zip(columns, zip(*pairs, strict=True), strict=True):
+            assert lines(wmt14 / folder / f"{split}.{lang}") == list(expected), (split, folder, lang)
+    assert_joined_and_binarized(wmt14, "en", "de", **{split: len(pairs) for split, pairs in reading.items()})
+
+
+def test_wmt14_removes_what_does_not_fit(wmt14):
+    """The odd pairs stand in lines 51 to 55 and 106 to 113 of the training text."""
+    removed = [line.split("\t") for line in lines(wmt14 / "removed.tsv")[1:]]
+    assert {split for split, *_ in removed} == {"train"}
+    odd = {
+        int(number): reason for _, number, reason, *_ in removed if 51 <= int(number) <= 55 or 106 <= int(number) <= 113
+    }
+    assert odd == {106: "empty", 107: "empty", 108: "empty", 109: "ratio", 110: "too long", 113: "ratio"}
+    assert len(lines(wmt14 / "raw/train.en")) == 163 - len(removed)
+
+
+def test_wmt14_settings_and_tokens(wmt14):
+    expected = {"source": "en", "target": "de", "lower": "0", "bpe": "150", "aggressive": "1", "compound_split": "1"}
+    assert expected.items() <= settings(wmt14).items()
+    text = (wmt14 / "tok/train.en").read_text("utf-8")
+    assert "well @-@ known state @-@ of @-@ the @-@ art" in text and "&quot; Quotes &quot; -" in text
+    test = lines(wmt14 / "tok/test.en")[1]
+    assert test == "They &apos;re “ not ” 3,000 – it &apos;s the council &apos;s .", "apostrophes only"
+    assert lines(wmt14 / "raw/test.en")[1] == TEST_SET[1][0], "as published"
+
+
+def test_wmt14_test_set_is_sacrebleus(wmt14, tmp_path):
+    """sacrebleu reads the same files for `sacrebleu -t wmt14/full`."""
+    members = wmt14_members()["test-full.tgz"]
+    for lang, kind in (("en", "src"), ("de", "ref")):
+        (tmp_path / "x.sgm").write_text(members[f"test-full/newstest2014-deen-{kind}.{lang}.sgm"], "utf-8")
+        FakeSGMLDataset("x", langpairs={})._convert_format(str(tmp_path / "x.sgm"), str(tmp_path / "x.txt"))
+        assert lines(wmt14 / f"raw/test.{lang}") == lines(tmp_path / "x.txt")
+
+
+def test_wmt14_again(wmt14):
+    before = state(wmt14)
+    archives = wmt14.parent / "my archives"
+    assert "is complete" in prepare_wmt14(wmt14, archives).stderr
+    assert "is complete" in prepare_wmt14(wmt14, archives.parent).stderr, "without the archives"
+    assert state(wmt14) == before
+    assert_refused(prepare_wmt14(wmt14, archives, "--bpe", 151, check=False), str(wmt14), "other settings")
+    assert state(wmt14) == before
+
+
+@pytest.mark.slow
+def test_wmt14_without_interruption(wmt14, tmp_path):
+    """The same bytes as the fixture's two runs made, with another number of workers and the archives in a mirror."""
+    mirror = wmt14.parent / "my archives"
+    flags = ("--dest", tmp_path / "data", "--bpe", 150, "--workers", 1)
+    result = script("prepare_wmt14.sh", *flags, DATA_MIRROR=str(mirror))
+    assert "train has" not in result.stderr and "newstest2014 has 5 sentence pairs here" in result.stderr
+    assert {name: content for name, (content, _) in state(tmp_path / "data").items()} == {
+        name: content for name, (content, _) in state(wmt14).items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("archive", "member", "change", "needles"),
+    [
+        ("training-parallel-commoncrawl.tgz", "commoncrawl.de-en.de", None, ("commoncrawl.de-en.de", "it holds")),
+        (
+            "training-parallel-europarl-v7.tgz",
+            "training/europarl-v7.de-en.de",
+            lambda text: text.replace("ü", "u").encode() + b"f\xfcnf\n",
+            ("europarl-v7.de-en.de", "line 56 is not UTF-8"),
+        ),
+        (
+            "training-parallel-nc-v12.tgz",
+            "training/news-commentary-v12.de-en.en",
+            lambda text: text + "one more\n",
+            ("news-commentary-v12.de-en", "51 lines", "50"),
+        ),
+        ("dev.tgz", "dev/newstest2013.en", lambda text: "", ("newstest2013.en", "empty")),
+        ("dev.tgz", "../evil", lambda text: "evil", ("dev.tgz", "leaves the folder")),
+        (
+            "test-full.tgz",
+            "test-full/newstest2014-deen-ref.de.sgm",
+            lambda text: text.replace('<seg id="2">Leer', '<seg id="3">Leer').replace(
+                '<seg id="2"> Leer', '<seg id="3">'
+            ),
+            ("newstest2014-deen", "sentence 2 of doc-2", "3 of doc-2"),
+        ),
+        (
+            "test-full.tgz",
+            "test-full/newstest2014-deen-src.en.sgm",
+            lambda text: text.replace("lamp-posts.</seg>", "lamp-posts."),
+            ("newstest2014-deen-src.en.sgm", "line 16"),
+        ),
+    ],
+    ids=["missing member", "not UTF-8", "unequal", "empty", "leaves the folder", "other sentences", "broken SGML"],
+)
+def test_wmt14_archives_that_are_wrong(tmp_path, archive, member, change, needles):
+    members = wmt14_members()
+    text = members[archive].pop(member, "")
+    if change is not None:
+        members[archive][member] = change(text)
+    archives = write_archives(tmp_path / "archives", members)
+    assert_refused(prepare_wmt14(tmp_path / "data", archives, check=False), *needles)
+    assert_not_begun(tmp_path / "data")
+
+
+@pytest.mark.parametrize("case", ["cut off", "page", "not there"])
+def test_wmt14_downloads_that_are_wrong(tmp_path, case):
+    archives = write_archives(tmp_path / "archives", wmt14_members())
+    archive = archives / "training-parallel-nc-v12.tgz"
+    if case == "cut off":
+        archive.write_bytes(archive.read_bytes()[:-100])
+    elif case == "page":
+        archive.write_text("<!DOCTYPE html>\n<html><h1>Not Found</h1></html>")
+    else:
+        archive.unlink()
+    needle = {"cut off": "cut off", "page": "HTML", "not there": "there is no"}[case]
+    assert_refused(prepare_wmt14(tmp_path / "data", archives, check=False), "training-parallel-nc-v12.tgz", needle)
+    assert_not_begun(tmp_path / "data")
+
+
+# IWSLT15 English-Vietnamese
+
+SENTENCES = [
+    ("I &apos;d like to &quot; talk &quot; .", "Tôi &apos; muốn &quot; nói &quot; ."),
+    ("Headlines of R &amp; D , 5 &#91; five &#93; .", "Tiêu đề R &amp; D , 5 &#91; năm &#93; ."),
+    ("a\u00a0b  c", "a\u00a0b  c"),
+    ("", "trống"),
+]
+
+
+def iwslt15_files() -> dict[str, str]:
+    files = {}
+    for skip, (name, count) in enumerate((("train", 60), ("tst2012", 5), ("tst2013", 7))):
+        sides = verses("en", count, 60 * skip), verses("es", count, 60 * skip)
+        odd = zip(*(SENTENCES if name == "train" else SENTENCES[:2]), strict=True)
+        for lang, side, more in zip(("en", "vi"), sides, odd, strict=True):
+            tokens = [MosesTokenizer(lang).tokenize(line, return_str=True) for line in side]
+            files[f"{name}.{lang}"] = "\n".join([*more, *tokens]) + "\n"
+    return files
+
+
+def write_files(folder: Path, files: dict[str, str]) -> Path:
+    folder.mkdir(parents=True)
+    for name, text in files.items():
+        (folder / name).write_bytes(text.encode())
+    return folder
+
+
+def prepare_iwslt15(dest: Path, archives: Path, *options, **kwargs):
+    flags = ("--dest", dest, "--archive", archives, "--bpe", 150)
+    return script("prepare_iwslt15_envi.sh", *flags, *options, **kwargs)
+
+
+@pytest.fixture(scope="module")
+def iwslt15(tmp_path_factory) -> Path:
+    base = tmp_path_factory.mktemp("iwslt15")
+    result = prepare_iwslt15(base / "data", write_files(base / "archives", iwslt15_files()))
+    assert "train has 64 sentence pairs here; the published one has 133317" in result.stderr
+    return base / "data"
+
+
+def test_iwslt15_against_a_simple_reading(iwslt15):
+    names = {"train": "train", "valid": "tst2012", "test": "tst2013"}
+    files = iwslt15_files()
+    for lang in ("en", "vi"):
+        detokenize = MosesDetokenizer(lang).detokenize
+        for split, name in names.items():
+            given = files[f"{name}.{lang}"].removesuffix("\n").split("\n")
+            assert lines(iwslt15 / f"tok/{split}.{lang}") == [" ".join(line.split()) for line in given]
+            plain = [line.replace(" ", "") for line in lines(iwslt15 / f"raw/{split}.{lang}")]
+            assert plain == [
+                html.unescape(line).replace("@-@", "-").replace(" ", "").replace("\xa0", "") for line in given
+            ]
+            simple = [detokenize(line.split()) for line in given if not set(line) & set("“”‘’")]
+            assert set(simple) <= set(lines(iwslt15 / f"raw/{split}.{lang}"))
+    assert lines(iwslt15 / "raw/train.en")[:2] == ['I\'d like to "talk".', "Headlines of R & D, 5 [five]."]
+    assert_joined_and_binarized(iwslt15, "en", "vi", train=64, valid=7, test=9)
+    assert {"source": "en", "target": "vi", "lower": "0", "bpe": "150"}.items() <= settings(iwslt15).items()
+
+
+def test_iwslt15_again_and_interrupted(iwslt15):
+    before = state(iwslt15)
+    result = prepare_iwslt15(iwslt15, iwslt15.parent, MOSES="/nowhere")
+    assert "is complete" in result.stderr and "MOSES is not used" in result.stderr
+    assert state(iwslt15) == before
+    # As if ended before the last step of the reading, and between two files of tok/.
+    (iwslt15 / "tokens/archives").unlink()
+    (iwslt15 / "counts").unlink()
+    (iwslt15 / "tok/test.vi").unlink()
+    prepare_iwslt15(iwslt15, iwslt15.parent / "archives", "--workers", 1)
+    again = state(iwslt15)
+    assert {name: content for name, (content, _) in again.items()} == {name: old for name, (old, _) in before.items()}
+    assert again["tok/train.en"] == before["tok/train.en"], "what was there was not made again"
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "needles"),
+    [
+        ("tst2012.vi", lambda text: text + "one more\n", ("tst2012.en has 7 lines", "8")),
+        ("tst2013.vi", lambda text: "", ("tst2013.vi", "empty")),
+    ],
+)
+def test_iwslt15_files_that_are_wrong(tmp_path, name, change, needles):
+    files = iwslt15_files()
+    files[name] = change(files[name])
+    archives = write_files(tmp_path / "archives", files)
+    assert_refused(prepare_iwslt15(tmp_path / "data", archives, check=False), *needles)
+    assert_not_begun(tmp_path / "data")
+    if name == "tst2012.vi":
+        (archives / name).write_text("<!doctype html>")
+        flags = ("--dest", tmp_path / "data")
+        result = script("prepare_iwslt15_envi.sh", *flags, DATA_MIRROR=str(archives), check=False)
+        assert_refused(result, str(archives / name), "HTML")
+        assert_not_begun(tmp_path / "data")
+        (archives / name).unlink()
+        result = prepare_iwslt15(tmp_path / "data", archives, check=False)
+        assert_refused(result, name, str(archives), "nlp.stanford.edu")
+
+
+# Multi30k
+
+
+@pytest.fixture
+def multi30k(tmp_path) -> Path:
+    """A stand-in, one file of it packed."""
+    counts = {"train": 60, "valid": 5, "test2016": 7, "test2017": 6}
+    files = {
+        f"{name}.{lang}": verses(other, n) for name, n in counts.items() for lang, other in (("de", "es"), ("en", "en"))
+    }
+    write_files(tmp_path / "my captions", {name: "\n".join(text) + "\n" for name, text in files.items()})
+    train = tmp_path / "my captions/train.de"
+    (tmp_path / "my captions/train.de.gz").write_bytes(gzip.compress(train.read_bytes()))
+    train.unlink()
+    return tmp_path / "my captions"
+
+
+def prepare_multi30k(dest: Path, corpus: Path, *options, **kwargs):
+    return script("prepare_multi30k.sh", "--dest", dest, "--corpus", corpus, "--bpe", 150, *options, **kwargs)
+
+
+def test_multi30k_against_a_simple_reading(multi30k, tmp_path):
+    dest = tmp_path / "data"
+    result = prepare_multi30k(dest, multi30k, "--test", "test2017")
+    assert "test2017 has 6 sentence pairs here; the published one has 1000" in result.stderr
+    for lang, other in (("de", "es"), ("en", "en")):
+        tokenizer = MosesTokenizer(lang)
+        for split, count in (("train", 60), ("valid", 5), ("test", 6)):
+            text = verses(other, count)
+            assert lines(dest / f"raw/{split}.{lang}") == text
+            assert lines(dest / f"tok/{split}.{lang}") == [
+                tokenizer.tokenize(line, return_str=True).lower() for line in text
+            ]
+    assert_joined_and_binarized(dest, "de", "en", train=60, valid=5, test=6)
+    assert {"source": "de", "target": "en", "lower": "1", "bpe": "150"}.items() <= settings(dest).items()
+    before = state(dest)
+    assert "is complete" in prepare_multi30k(dest, multi30k, "--test", "test2017").stderr
+    assert_refused(prepare_multi30k(dest, multi30k, check=False), str(dest), "other text")
+    assert state(dest) == before
+
+
+def test_multi30k_corpora_that_are_wrong(multi30k, tmp_path):
+    dest = tmp_path / "data"
+
+    def refused(*needles, options=()):
+        assert_refused(prepare_multi30k(dest, multi30k, *options, check=False), *needles)
+        assert_not_begun(dest)
+
+    refused("test2018.de", options=("--test", "test2018"))
+    refused("--test", options=("--test", "../x"))
+    refused("--test", options=("--test", ""))
+    (multi30k / "train.de.gz").write_bytes((multi30k / "train.de.gz").read_bytes()[:-9])
+    refused("train.de", "damaged or cut off")
+    (multi30k / "train.de").write_bytes(b"f\xfcnf\n")
+    refused("train.de", "line 1 is not UTF-8")
+    (multi30k / "train.de").write_text("one line\n")
+    refused("train.de has 1 lines", "60")
+    assert_refused(script("prepare_multi30k.sh", check=False), "--corpus", "--help")
+    assert_refused(prepare_multi30k(dest, tmp_path / "nowhere", check=False), "nowhere", "--corpus")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not MULTI30K.exists(), reason="Multi30k, which may not be copied, is not beside the repository")
+def test_multi30k_itself(tmp_path):
+    result = script("prepare_multi30k.sh", "--dest", tmp_path, "--corpus", MULTI30K)
+    assert "note:" not in result.stderr
+    assert lines(tmp_path / "counts") == ["train=29000", "valid=1014", "test=1000"]
+    with gzip.open(MULTI30K / "test2016.en.gz", "rt", encoding="utf-8", newline="\n") as file:
+        assert file.read() == (tmp_path / "raw/test.en").read_bytes().decode()
+    assert_joined_and_binarized(tmp_path, "de", "en", train=29_000, valid=1_014, test=1_000)

@@ -1,0 +1,435 @@
+"""scripts/prepare_iwslt14.sh on a small archive in the original layout, against a simple second reading of it."""
+
+import gzip
+import io
+import os
+import random
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from fairseq.data import Dictionary
+from fairseq.data.data_utils import load_indexed_dataset
+from sacremoses import MosesTokenizer
+from sentencepiece import SentencePieceProcessor
+from subword_nmt.learn_bpe import learn_bpe
+
+from .scripts_helpers import ROOT, SCRIPTS, assert_refused, environment, run, script
+
+sys.path.insert(0, str(SCRIPTS / "lib"))
+from learn_merges import learn_merges  # noqa: E402 (a script's module, not of the package)
+
+LANGUAGES = ("de", "en")
+TEST_SETS = ("TED.dev2010", "TEDX.dev2012", "TED.tst2010", "TED.tst2011", "TED.tst2012")
+OPERATIONS = 400
+
+#: A talk's head; in both languages.
+HEAD = """<url>http://www.ted.com/talks/somebody.html</url>
+<keywords>talks, science</keywords>
+<speaker>Some Body</speaker>
+<talkid>535</talkid>
+<title>Somebody: A title, and 5,000 words</title>
+<description>TED Talk Subtitles and Transcript: What it is about.</description>
+"""
+
+ODD_PAIRS = [
+    ("", "Only English here."),
+    ("Nur Deutsch hier.", "   "),
+    ("", ""),
+    ("Tom &amp; Jerry &lt;3 | [x]", "Tom &amp; Jerry &lt;3 | [x]"),
+    ("Das ist’s – „ja“.", "That’s it – “yes”."),
+    ("ÄÖÜ Straße İstanbul", "ÄÖÜ STREET İstanbul"),
+    ("  Ränder weg  ", "\tBorders gone \t"),
+    ("Wagen\rrücklauf\u00a0und\u2028mehr\u0085davon", "carriage return and more"),
+    ("Zeilenende wie bei Windows\r", "line end as on Windows\r"),
+    ("drei kurze Wörter", "two words"),  # a ratio of exactly 1.5 is kept
+    ("vier ganz kurze Wörter", "two words"),
+    ("zwei Wörter", "four quite short words"),
+    ("wort " * 175, "word " * 175),
+    ("wort " * 176, "word " * 175),
+    ("wort " * 175, "word " * 176),
+    ("x" * 1000, "one"),
+    ("x" * 1001, "one"),
+    ("eins", "y" * 1001),
+    ("Überall <b>fett</b> <url> gesagt", "Everywhere <b>bold</b> <url> said"),  # dropped like any line with the tag
+    ("<title>Mit</title> <description>Text", "With text"),
+    ("1.", "1."),
+]
+
+
+def verses(count: int) -> list[tuple[str, str]]:
+    """Pairs of sentences; the languages' names do not matter here."""
+    sides = []
+    for lang in ("es", "en"):
+        with gzip.open(ROOT / f"data/verses.es-en/train.{lang}.gz", "rt", encoding="utf-8") as file:
+            sides.append([next(file).rstrip("\n") for _ in range(count)])
+    return list(zip(*sides, strict=True))
+
+
+@pytest.fixture(scope="module")
+def members() -> dict[str, str]:
+    """The archive's files, text by path. The training text is longer than one worker takes at a time."""
+    found = {"de-en/README": "Not text.\n"}
+    pairs = verses(2600)
+    test_pairs = iter(pairs)
+    for number, pair in enumerate(ODD_PAIRS):
+        pairs.insert(100 * number, pair)
+    for side, lang in enumerate(LANGUAGES):
+        talks = [pairs[begin : begin + 500] for begin in range(0, len(pairs), 500)]
+        text = "".join(HEAD + "".join(f"{pair[side]}\n" for pair in talk) for talk in talks)
+        found[f"de-en/train.tags.de-en.{lang}"] = text.removesuffix("\n")
+    for number, name in enumerate((*TEST_SETS, "TED.tst2013")):
+        chosen = [next(test_pairs) for _ in range(4 + number)]
+        chosen[1] = ("Das ist’s &amp; „mehr“.", "That’s it &amp; “more”.")
+        if number == 2:
+            chosen[2] = ("", "")
+        for side, lang in enumerate(LANGUAGES):
+            lines = [f'<seg id="{count}"> {pair[side]} </seg>' for count, pair in enumerate(chosen, start=1)]
+            found[f"de-en/IWSLT14.{name}.de-en.{lang}.xml"] = "\n".join(
+                ['<?xml version="1.0" encoding="UTF-8"?>', "<mteval>", f'<refset setid="{name}" srclang="german">']
+                + ['<doc docid="535" genre="lectures">', "<title>Not a sentence</title>", *lines, "</doc>", "</mteval>"]
+            )
+    return found
+
+
+def pack(path: Path, members: dict[str, str | bytes]) -> Path:
+    path.parent.mkdir(exist_ok=True, parents=True)
+    with tarfile.open(path, "w:gz") as archive:
+        for name, text in members.items():
+            content = text if isinstance(text, bytes) else text.encode()
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            archive.addfile(info, io.BytesIO(content))
+    return path
+
+
+@pytest.fixture(scope="module")
+def archive(members, tmp_path_factory) -> Path:
+    return pack(tmp_path_factory.mktemp("mirror") / "de-en.tgz", members)
+
+
+def prepare(dest: Path, *options, **kwargs) -> subprocess.CompletedProcess:
+    return script("prepare_iwslt14.sh", "--dest", dest, "--bpe", OPERATIONS, *options, **kwargs)
+
+
+@pytest.fixture(scope="module")
+def prepared(archive, tmp_path_factory) -> Path:
+    """By three workers, from a mirror."""
+    dest = tmp_path_factory.mktemp("prepared") / "my, data"
+    done = prepare(dest, "--workers", 3, DATA_MIRROR=str(archive.parent))
+    assert "160239" in done.stderr.splitlines()[-1]  # other counts than the original's are said to be others
+    return dest
+
+
+def lines_of(path: Path) -> list[str]:
+    text = path.read_bytes().decode()
+    assert text.endswith("\n")
+    return text.split("\n")[:-1]
+
+
+def tokens(sentence: str, lang: str) -> str:
+    return MosesTokenizer(lang).tokenize(sentence, return_str=True).lower()
+
+
+class Reading:
+    """What the recipe makes of the archive: (raw, tokens) of both sides, by split; and the numbers of removed lines."""
+
+    def __init__(self, members: dict[str, str]):
+        sides = []
+        for lang in LANGUAGES:
+            side = []
+            for line in members[f"de-en/train.tags.de-en.{lang}"].split("\n"):
+                if "<url>" in line or "<talkid>" in line or "<keywords>" in line:
+                    continue
+                for tag in ("<title>", "</title>", "<description>", "</description>"):
+                    line = "".join(line.split(tag))
+                side.append((line.strip().replace("\r", " "), tokens(line, lang)))
+            sides.append(side)
+        self.removed, kept = [], []
+        for number, pair in enumerate(zip(*sides, strict=True), start=1):
+            words = [text.split() for _, text in pair]
+            least, most = sorted(len(side) for side in words)
+            fine = 1 <= least and most <= 175 and 2 * most <= 3 * least
+            if fine and max(len(word) for side in words for word in side) <= 1000:
+                kept.append(pair)
+            else:
+                self.removed.append(number)
+        self.valid = kept[22::23]
+        self.train = [pair for number, pair in enumerate(kept) if number % 23 != 22]
+        self.test = []
+        for name in TEST_SETS:
+            texts = [members[f"de-en/IWSLT14.{name}.de-en.{lang}.xml"] for lang in LANGUAGES]
+            found = [re.findall(r'<seg id="\d+">(.*)</seg>', text) for text in texts]
+            self.test += [
+                tuple(
+                    (text.strip(), tokens(text.replace("’", "'"), lang))
+                    for text, lang in zip(pair, LANGUAGES, strict=True)
+                )
+                for pair in zip(*found, strict=True)
+            ]
+
+    def __getitem__(self, split: str) -> list:
+        return getattr(self, split)
+
+
+@pytest.fixture(scope="module")
+def reading(members) -> Reading:
+    return Reading(members)
+
+
+@pytest.mark.parametrize("split", ["train", "valid", "test"])
+def test_text_and_tokens_are_those_of_the_recipe(split, prepared, reading):
+    for side, lang in enumerate(LANGUAGES):
+        assert lines_of(prepared / f"raw/{split}.{lang}") == [pair[side][0] for pair in reading[split]]
+        assert lines_of(prepared / f"tok/{split}.{lang}") == [pair[side][1] for pair in reading[split]]
+    assert len(reading.test) == 4 + 5 + 6 + 7 + 8
+
+
+def test_what_was_removed_is_said(prepared, reading):
+    counts = dict(line.split("=") for line in lines_of(prepared / "counts"))
+    assert {split: int(counts[split]) for split in ("train", "valid", "test")} == {
+        split: len(reading[split]) for split in ("train", "valid", "test")
+    }
+    assert int(counts["train.removed"]) == len(reading.removed) > 10
+    removed = [line.split("\t") for line in lines_of(prepared / "removed.tsv")[1:]]
+    assert [int(row[1]) for row in removed] == reading.removed
+    assert int(counts["train.read"]) == len(reading.train) + len(reading.valid) + len(reading.removed)
+    # The reasons, for the lines that were made for them.
+    reasons = {lines_of(prepared / "text/train.de")[int(row[1]) - 1]: row[2] for row in removed}
+    assert reasons["Nur Deutsch hier."] == "empty" and reasons["vier ganz kurze Wörter"] == "ratio"
+    assert reasons[("wort " * 176).strip()] == "too long" and reasons["x" * 1001] == "long token"
+
+
+def test_subwords_are_those_of_subword_nmt(prepared, tmp_path):
+    """The codes and the segmentation of its own commands, on both languages' training text."""
+    with (tmp_path / "joint").open("wb") as file:
+        for lang in LANGUAGES:
+            file.write((prepared / f"tok/train.{lang}").read_bytes())
+    run("subword-nmt", "learn-bpe", "-s", OPERATIONS, "-i", tmp_path / "joint", "-o", tmp_path / "codes")
+    assert (prepared / "bpe/codes").read_bytes() == (tmp_path / "codes").read_bytes()
+    for name in ("train.en", "test.de"):
+        run("subword-nmt", "apply-bpe", "-c", tmp_path / "codes", "-i", prepared / "tok" / name, "-o", tmp_path / name)
+        assert (prepared / "bpe" / name).read_bytes() == (tmp_path / name).read_bytes()
+
+
+def test_binary_data_holds_the_subwords(prepared):
+    dictionary = Dictionary.load(str(prepared / "bin/dict.de.txt"))
+    assert (prepared / "bin/dict.en.txt").read_bytes() == (prepared / "bin/dict.de.txt").read_bytes()
+    for split in ("train", "valid", "test"):
+        for lang in LANGUAGES:
+            data = load_indexed_dataset(str(prepared / f"bin/{split}.de-en.{lang}"), dictionary)
+            lines = lines_of(prepared / f"bpe/{split}.{lang}")
+            assert len(data) == len(lines)
+            for ids, line in zip(data, lines, strict=True):
+                # A character that only the test set has is <unk>.
+                expected = [word if dictionary.index(word) != dictionary.unk() else "<unk>" for word in line.split()]
+                assert dictionary.string(ids).split() == expected
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    """The bytes of all files but logs, and the archive."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.suffix != ".log" and "download" not in path.parts
+    }
+
+
+def test_second_run_does_nothing(prepared):
+    def times() -> dict[Path, int]:
+        return {path: path.stat().st_mtime_ns for path in prepared.rglob("*") if path.is_file()}
+
+    before = times()
+    assert "is complete" in prepare(prepared, DATA_MIRROR="/nowhere").stderr
+    assert times() == before
+
+
+def test_killed_at_any_step_it_ends_in_the_same_bytes(archive, prepared, tmp_path):
+    """The whole group of processes, or the script alone: its children then go on while it is started again."""
+    dest = tmp_path / "data"
+    command = ["bash", str(SCRIPTS / "prepare_iwslt14.sh"), "--dest", str(dest), "--archive", str(archive)]
+    command += ["--bpe", str(OPERATIONS), "--workers", "2"]
+    marks = [
+        "unpacked.partial",
+        "text.partial",
+        "work/tok/train.de",
+        "counts",
+        "bpe/codes",
+        "bpe/test.en",
+        "bin.partial",
+    ]
+    for number, mark in enumerate(marks):
+        process = subprocess.Popen(
+            command, env=environment(), stderr=subprocess.PIPE, text=True, start_new_session=True
+        )
+        deadline = time.monotonic() + 60
+        while not (dest / mark).exists():
+            assert process.poll() is None, (mark, process.stderr.read())
+            assert time.monotonic() < deadline, mark
+            time.sleep(0.002)
+        if number % 2:
+            process.kill()
+        else:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        process.stderr.close()
+    # What a machine that lost its power may leave beside: files cut off in the middle.
+    (dest / "bpe/train.de.partial").write_bytes(b"cut off in the mid")
+    run(*command)
+    after, expected = files_of(dest), files_of(prepared)
+    assert after.keys() == expected.keys()
+    assert after == expected
+
+
+def test_other_text_or_settings_are_refused(archive, prepared, members, tmp_path):
+    before = files_of(prepared)
+    changed = dict(members)
+    changed["de-en/train.tags.de-en.de"] = changed["de-en/train.tags.de-en.de"].replace("Dios", "Gott")
+    other = pack(tmp_path / "other.tgz", changed)
+    assert_refused(prepare(prepared, "--archive", other, check=False), "other text", str(prepared))
+    assert_refused(prepare(prepared, "--archive", archive, "--bpe", 500, check=False), "other settings")
+    assert_refused(prepare(prepared, BPE="sentencepiece", check=False), "other settings")
+    assert files_of(prepared) == before
+
+
+TOKENIZER = r"""
+die "wrong flags: @ARGV\n" unless "@ARGV" =~ /^-q -l (de|en)$/;
+while (<STDIN>) { s/([.,:;!?])/ $1/g; print; }
+"""
+LOWERCASE = r"""
+use utf8; binmode(STDIN, ":utf8"); binmode(STDOUT, ":utf8"); while (<STDIN>) { print lc($_); }
+"""
+
+
+@pytest.mark.skipif(not shutil.which("perl"), reason="Moses' scripts need perl")
+def test_moses_scripts_and_sentencepiece(archive, reading, tmp_path):
+    """Scripts in the place of Moses' that do something easy to say; all the rest of the way with sentencepiece."""
+    moses = tmp_path / "moses decoder"
+    tokenizer = moses / "scripts/tokenizer/tokenizer.perl"
+    tokenizer.parent.mkdir(parents=True)
+    dest = tmp_path / "data"
+    environment = {"MOSES": str(moses), "BPE": "sentencepiece"}
+    options = ("--archive", archive, "--workers", 2)
+    assert_refused(prepare(dest, *options, **environment, check=False), "tokenizer/tokenizer.perl", str(moses))
+    tokenizer.write_text(TOKENIZER)
+    assert_refused(prepare(dest, *options, **environment, check=False), "tokenizer/lowercase.perl", str(moses))
+    assert not dest.exists()
+    tokenizer.with_name("lowercase.perl").write_text(LOWERCASE)
+    prepare(dest, *options, **environment)
+
+    settings = lines_of(dest / "settings")
+    assert "tokenizer=moses" in settings and "segmentation=sentencepiece" in settings and "lower=1" in settings
+    model = SentencePieceProcessor(model_file=str(dest / "bpe/sentencepiece.model"))
+    assert model.vocab_size() == OPERATIONS
+    for split in ("train", "valid", "test"):
+        for lang in LANGUAGES:
+            raw, tok, bpe = (lines_of(dest / f"{stage}/{split}.{lang}") for stage in ("raw", "tok", "bpe"))
+            straight = [line.replace("’", "'") if split == "test" else line for line in raw]
+            assert [line.split() for line in tok] == [
+                re.sub(r"([.,:;!?])", r" \1", line).lower().split() for line in straight
+            ]
+            # What fairseq makes of the pieces with --remove-bpe=sentencepiece.
+            glued = [line.replace(" ", "").replace("▁", " ").split() for line in bpe]
+            assert glued == [line.split() for line in tok]
+    assert [pair[0][0] for pair in reading.test] == lines_of(dest / "raw/test.de")
+    assert (dest / "bin/dict.de.txt").is_file()
+    assert_refused(prepare(dest, *options, BPE="sentencepiece", check=False), "other settings")
+    tokenizer.write_text('die "the tokenizer is out of order\\n";')
+    assert_refused(prepare(tmp_path / "new", *options, **environment, check=False), "out of order", str(tokenizer))
+    assert not (tmp_path / "new/tok").exists() and not list((tmp_path / "new/work/tok").iterdir())
+
+
+def mistakes(members: dict[str, str]) -> dict[str, tuple[dict[str, str | bytes], tuple[str, ...]]]:
+    """By name: an archive that cannot be used, and what is said of it."""
+    german = "de-en/train.tags.de-en.de"
+    without = {name: text for name, text in members.items() if "tst2011.de-en.en" not in name}
+    shorter = {**members, german: members[german].rsplit("\n", 1)[0]}
+    latin = {**members, german: members[german].encode().replace("ó".encode(), b"\xf3", 1)}
+    no_segments = {**members, "de-en/IWSLT14.TED.tst2012.de-en.en.xml": "<mteval>\n"}
+    return {
+        "missing member": (without, ("IWSLT14.TED.tst2011.de-en.en.xml",)),
+        "leaves the folder": ({**members, "../../evil": "x"}, ("../../evil",)),
+        "fewer lines": (shorter, ("train.de", "lines", "translations")),
+        "not UTF-8": (latin, ("train.tags.de-en.de", "not UTF-8")),
+        "no segments": (no_segments, ("tst2012", "<seg id")),
+    }
+
+
+@pytest.mark.parametrize("name", ["missing member", "leaves the folder", "fewer lines", "not UTF-8", "no segments"])
+def test_archives_that_cannot_be_used(name, members, tmp_path):
+    content, needles = mistakes(members)[name]
+    assert_refused(
+        prepare(tmp_path / "data", "--archive", pack(tmp_path / "de-en.tgz", content), check=False), *needles
+    )
+    assert {path.name for path in (tmp_path / "data").iterdir()} <= {".lock"}
+
+
+@pytest.mark.parametrize(
+    ("content", "needle"),
+    [(b"<!DOCTYPE html><p>not found", "HTML"), (None, "damaged"), (b"", "empty")],
+    ids=["web page", "cut off", "empty"],
+)
+def test_downloads_that_are_no_archive(content, needle, archive, tmp_path):
+    packed = archive.read_bytes()
+    (tmp_path / "mirror").mkdir()
+    (tmp_path / "mirror/de-en.tgz").write_bytes(packed[: len(packed) // 2] if content is None else content)
+    dest = tmp_path / "data"
+    assert_refused(prepare(dest, DATA_MIRROR=str(tmp_path / "mirror"), check=False), "de-en.tgz", needle)
+    assert {path.name for path in dest.iterdir()} <= {".lock", "download"}
+
+
+def test_wrong_checksum_and_wrong_settings(archive, tmp_path):
+    mirror = str(archive.parent)
+    assert_refused(prepare(tmp_path / "data", "--sha256", "0" * 64, DATA_MIRROR=mirror, check=False), "sha256")
+    assert_refused(prepare(tmp_path / "new", "--archive", tmp_path / "none.tgz", check=False), "none.tgz", "--archive")
+    assert_refused(prepare(tmp_path / "new", BPE="unigram", check=False), "BPE", "'unigram'")
+    assert_refused(prepare(tmp_path / "new", MOSES="/nowhere", check=False), "MOSES", "/nowhere")
+    assert_refused(prepare(tmp_path / "new", "--workers", 0, check=False), "--workers")
+    assert not (tmp_path / "new").exists()
+    (tmp_path / "file").write_text("")
+    assert_refused(prepare(tmp_path / "file/data", "--archive", archive, check=False), "file/data", "--dest")
+
+
+@pytest.mark.parametrize("share", [0.5, 1.01], ids=["extraction", "tokenization"])
+def test_a_file_that_cannot_be_written_to_its_end(share, archive, members, tmp_path):
+    """A limit on the size of files, which is met in the middle of one like the end of a disk."""
+    limit = int(share * max(len(text.encode()) for text in members.values()))
+    dest = tmp_path / "data"
+    result = subprocess.run(
+        ["bash", str(SCRIPTS / "prepare_iwslt14.sh"), "--dest", str(dest), "--archive", str(archive), "--workers", "2"],
+        env=environment(),
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
+        capture_output=True,
+        text=True,
+    )
+    assert_refused(result, "File too large", str(dest))
+    assert not [path for path in dest.rglob("*") if "partial" in path.name or path.name == "unpacked"]
+
+
+def own_merges(words: Counter, operations: int) -> list[str]:
+    return [" ".join(pair) for pair in learn_merges(words, operations)]
+
+
+def library_merges(words: Counter, operations: int) -> list[str]:
+    codes = io.StringIO()
+    learn_bpe((f"{word} {count}" for word, count in words.items()), codes, operations, is_dict=True)
+    return codes.getvalue().splitlines()[1:]
+
+
+def test_merges_are_those_of_the_library():
+    """Words of few letters, where pairs overlap and tie; and a text with many rare pairs, which the library prunes."""
+    chance = random.Random(1)
+    for letters in ("a", "ab", "abc") * 20:
+        words = ["".join(chance.choices(letters, k=chance.randint(2, 12))) for _ in range(chance.randint(2, 60))]
+        counted = Counter({word: chance.randint(1, 60) for word in words})
+        assert own_merges(counted, 200) == library_merges(counted, 200), counted
+    counted = Counter(word for pair in verses(800) for side in pair for word in side.split())
+    assert own_merges(counted, 1000) == library_merges(counted, 1000)

@@ -1,0 +1,541 @@
+"""Scores against what others compute: Moses' multi-bleu.perl, sacrebleu's command line, BLEU from its formula."""
+
+import gzip
+import json
+import math
+import os
+import random
+import re
+import shutil
+import subprocess
+from collections import Counter
+from functools import cache
+from pathlib import Path
+
+import numpy
+import pytest
+import sacrebleu
+
+from pn_fairseq.cli.score import main
+from pn_fairseq.scoring import (
+    METRICS,
+    ScoringError,
+    chrf,
+    compare_folders,
+    detokenize,
+    detokenized_bleu,
+    paired_bootstrap,
+    read_scores,
+    score_folder,
+    split_compounds,
+    tokenized_bleu,
+)
+
+from .scripts_helpers import ROOT, assert_refused, run, script
+
+
+@cache
+def reference() -> list[str]:
+    with gzip.open(ROOT / "data/verses.es-en/test.en.gz", "rt", encoding="utf-8") as file:
+        return [next(file).rstrip("\n") for _ in range(200)]
+
+
+def noisy(lines: list[str], seed: int, drop: float = 0.1, double: float = 0.1, swap: float = 0.1) -> list[str]:
+    """Like translations of some quality: words are missing, said twice, exchanged."""
+    rng = random.Random(seed)
+    result = []
+    for line in lines:
+        words = line.split(" ")
+        for place in range(len(words) - 1):
+            if rng.random() < swap:
+                words[place : place + 2] = words[place + 1], words[place]
+        kept = [[word, word] if rng.random() < double else [word] for word in words if rng.random() >= drop]
+        result.append(" ".join(sum(kept, [])))
+    return result
+
+
+def joined_by(lines: list[str], seed: int, *spaces: str) -> list[str]:
+    rng = random.Random(seed)
+    return [re.sub(" ", lambda _: rng.choice([" "] * 20 + [*spaces]), line) for line in lines]
+
+
+OTHER_SPACES = ("\xa0", "\u3000", "\u2028", "\x85", "\x1c", "\x1f")
+
+#: name -> hypotheses, references, and which of our settings
+CASES = {
+    "shorter": (lambda: (noisy(reference(), 1, drop=0.2, double=0), reference()), {}),
+    "longer": (lambda: (noisy(reference(), 2, drop=0, double=0.3), reference()), {}),
+    "equal": (lambda: (reference(), reference()), {}),
+    "one line": (lambda: (["the cat sat on the the mat ."], ["the cat sat on the mat ."]), {}),
+    "no 4-gram": (lambda: ([" ".join(line.split()[::-1]) for line in reference()[:9]], reference()[:9]), {}),
+    "short lines": (lambda: ([line[:9] for line in reference()], [line[:11] for line in reference()]), {}),
+    "empty lines": (
+        lambda: (
+            [line * (number % 3 > 0) for number, line in enumerate(noisy(reference(), 4))],
+            [line * (number % 5 > 0) for number, line in enumerate(reference())],
+        ),
+        {},
+    ),
+    # Perl splits bytes at ASCII spaces, of which these are some ...
+    "ASCII spaces": (
+        lambda: (
+            [f" {line}\t " for line in joined_by(noisy(reference(), 5), 5, "\t", "  ", "\v", "\f", "\r", " \t ")],
+            [f"{line}  " for line in joined_by(reference(), 6, "  ", "\t")],
+        ),
+        {},
+    ),
+    # ... and these are none, though Python takes them for spaces.
+    "other spaces": (lambda: (noisy(odd := joined_by(reference(), 7, *OTHER_SPACES), 8), odd), {}),
+    # A to Z only: É stays.
+    "lower case": (
+        lambda: (
+            [re.sub("[aeo]", lambda m: {"a": "Á", "e": "E", "o": "O"}[m[0]], line) for line in noisy(reference(), 9)],
+            [line.replace("a", "Á") for line in reference()],
+        ),
+        {"lowercase": True},
+    ),
+    "compounds": (
+        lambda: (
+            noisy(joined_by(words := joined_by(reference(), 9, "-", "-é-", " @-@ "), 10, "-", " - ", "--"), 11),
+            words,
+        ),
+        {"compound_split": True},
+    ),
+    "hyphens left alone": (lambda: (*CASES["compounds"][0](),), {}),
+}
+
+#: What multi-bleu.perl prints for them (moses-smt/mosesdecoder, scripts/generic/multi-bleu.perl as of commit 31473d88,
+#: perl 5.36; "lower case" with -lc; "compounds" after `perl -ple 's{(\S)-(\S)}{$1 ##AT##-##AT## $2}g'` of both texts).
+#: MOSES=/path/to/mosesdecoder pytest tests/test_scoring.py runs it again.
+GOLDEN = {
+    "shorter": "BLEU = 41.94, 100.0/62.9/44.6/32.5 (BP=0.764, ratio=0.788, hyp_len=3962, ref_len=5030)",
+    "longer": "BLEU = 42.57, 76.4/57.0/34.9/21.6 (BP=1.000, ratio=1.309, hyp_len=6585, ref_len=5030)",
+    "equal": "BLEU = 100.00, 100.0/100.0/100.0/100.0 (BP=1.000, ratio=1.000, hyp_len=5030, ref_len=5030)",
+    "one line": "BLEU = 66.87, 87.5/85.7/66.7/40.0 (BP=1.000, ratio=1.143, hyp_len=8, ref_len=7)",
+    "no 4-gram": "BLEU = 0.00, 100.0/1.0/0.0/0.0 (BP=1.000, ratio=1.000, hyp_len=201, ref_len=201)",
+    "short lines": "BLEU = 0.00, 73.2/50.6/13.6/0.0 (BP=0.827, ratio=0.840, hyp_len=437, ref_len=520)",
+    "empty lines": "BLEU = 34.83, 73.8/50.2/36.4/26.8 (BP=0.799, ratio=0.817, hyp_len=3323, ref_len=4069)",
+    "ASCII spaces": "BLEU = 53.48, 91.6/62.7/45.2/33.0 (BP=0.989, ratio=0.989, hyp_len=4975, ref_len=5030)",
+    "other spaces": "BLEU = 53.56, 90.7/62.4/45.2/32.5 (BP=0.997, ratio=0.997, hyp_len=3923, ref_len=3933)",
+    "lower case": "BLEU = 51.41, 90.8/60.7/43.2/30.7 (BP=0.988, ratio=0.988, hyp_len=4972, ref_len=5030)",
+    "compounds": "BLEU = 50.12, 81.9/57.0/42.6/31.7 (BP=1.000, ratio=1.081, hyp_len=7077, ref_len=6548)",
+    "hyphens left alone": "BLEU = 36.58, 80.2/47.8/29.9/18.7 (BP=0.955, ratio=0.956, hyp_len=4639, ref_len=4852)",
+}
+
+
+def ours(hypotheses: list[str], references: list[str], **settings) -> str:
+    """In multi-bleu's notation."""
+    score = tokenized_bleu(hypotheses, references, **settings)
+    parts = score.verbose.replace(" = ", "=").replace(" ratio", ", ratio").replace(" hyp_len", ", hyp_len")
+    return f"BLEU = {score.score:.2f}, {parts.replace(' ref_len', ', ref_len')}"
+
+
+def text_file(path: Path, lines: list[str]) -> Path:
+    path.write_bytes("".join(f"{line}\n" for line in lines).encode())
+    return path
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_tokenized_bleu_is_what_multi_bleu_printed(name):
+    texts, settings = CASES[name]
+    assert ours(*texts(), **settings) == GOLDEN[name]
+
+
+@pytest.mark.skipif("MOSES" not in os.environ, reason="MOSES=/path/to/mosesdecoder is not set")
+@pytest.mark.parametrize("name", CASES)
+def test_tokenized_bleu_is_what_multi_bleu_prints(name, tmp_path):
+    texts, settings = CASES[name]
+    files = [text_file(tmp_path / kind, lines) for kind, lines in zip(("hyp", "ref"), texts(), strict=True)]
+    if "compound_split" in settings:
+        for file in files:
+            file.write_bytes(perl_split(file.read_bytes()))
+    with files[0].open("rb") as hypotheses:
+        printed = subprocess.run(
+            [
+                *("perl", Path(os.environ["MOSES"]) / "scripts/generic/multi-bleu.perl"),
+                *(["-lc"] if "lowercase" in settings else []),
+                files[1],
+            ],
+            stdin=hypotheses,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+    assert printed.strip() == ours(*texts(), **settings) == GOLDEN[name]
+
+
+def perl_split(text: bytes) -> bytes:
+    command = ["perl", "-ple", r"s{(\S)-(\S)}{$1 ##AT##-##AT## $2}g"]
+    plain = {name: value for name, value in os.environ.items() if not name.startswith("PERL")}
+    return subprocess.run(command, input=text, capture_output=True, check=True, env=plain).stdout
+
+
+def test_compounds_are_split_as_perl_splits_them():
+    cut = " ##AT##-##AT## "
+    texts = {
+        "a-b": f"a{cut}b",
+        "a-b-c": f"a{cut}b-c",  # matches do not overlap
+        "1-2-3-4": f"1{cut}2-3{cut}4",
+        "a--b": f"a{cut}-b",
+        "@-@": f"@{cut}@",
+        "a-é-c": f"a{cut}é{cut}c",  # é has two bytes
+        "x\xa0-y": f"x\xa0{cut}y",  # no ASCII space
+        "- -a b- ---": f"- -a b- -{cut}-",
+        "": "",
+    }
+    assert {text: split_compounds(text) for text in texts} == texts
+    if shutil.which("perl"):
+        assert perl_split("\n".join(texts).encode()).decode() == "\n".join(texts.values())
+
+
+def second_bleu(hypotheses: list[str], references: list[str]) -> float:
+    """BLEU from its formula, on words of bytes."""
+    matches, totals, lengths = Counter(), Counter(), Counter()
+    for hypothesis, line in zip(hypotheses, references, strict=True):
+        words = {"hyp": hypothesis.encode().split(), "ref": line.encode().split()}
+        for n in (1, 2, 3, 4):
+            grams = {kind: Counter(zip(*(words[kind][i:] for i in range(n)), strict=False)) for kind in words}
+            matches[n] += (grams["hyp"] & grams["ref"]).total()
+            totals[n] += grams["hyp"].total()
+        lengths.update({kind: len(words[kind]) for kind in words})
+    if not all(matches[n] for n in (1, 2, 3, 4)):
+        return 0.0
+    precision = math.exp(sum(math.log(matches[n] / totals[n]) for n in (1, 2, 3, 4)) / 4)
+    return 100 * min(1, math.exp(1 - lengths["ref"] / lengths["hyp"])) * precision
+
+
+@pytest.mark.parametrize("name", [name for name, (_, settings) in CASES.items() if not settings])
+def test_tokenized_bleu_follows_the_formula(name):
+    texts, _ = CASES[name]
+    assert tokenized_bleu(*texts()).score == pytest.approx(second_bleu(*texts()), abs=1e-9)
+
+
+def test_nothing_translated_is_no_score_and_no_error():
+    nothing = [""] * len(reference())
+    for score in (tokenized_bleu, detokenized_bleu, chrf):
+        assert score(nothing, reference()).score == 0
+        assert score(reference(), nothing).score == 0
+
+
+@pytest.mark.parametrize("score", [tokenized_bleu, detokenized_bleu, chrf])
+def test_texts_that_do_not_belong_together_are_refused(score):
+    with pytest.raises(ScoringError, match="3 lines, but the reference has 2"):
+        score(["a"] * 3, ["a"] * 2)
+    with pytest.raises(ScoringError, match="no sentence"):
+        score([], [])
+
+
+def sacrebleu_says(*arguments) -> list[dict]:
+    return json.loads(run("sacrebleu", *arguments, "-f", "json", "-w", "8").stdout)
+
+
+def test_scores_of_plain_text_are_those_of_sacrebleus_command(tmp_path):
+    hypotheses = [line.upper() for line in noisy(reference(), 12)]
+    files = text_file(tmp_path / "ref", reference()), "-i", text_file(tmp_path / "hyp", hypotheses)
+    expected = sacrebleu_says(*files, "-m", "bleu", "chrf", "-lc", "--chrf-lowercase")
+    found = [score(hypotheses, reference(), lowercase=True) for score in (detokenized_bleu, chrf)]
+    assert [score.score for score in found] == [pytest.approx(one["score"], abs=1e-7) for one in expected]
+    assert [score.signature for score in found] == [one["signature"] for one in expected]
+    assert found[0].verbose == expected[0]["verbose_score"]
+    assert detokenized_bleu(hypotheses, reference()).score < found[0].score, "case counts unless told otherwise"
+
+
+def test_the_tokenizer_is_that_of_the_language():
+    lines = ["这是一个测试。", "你好，世界！"]
+    assert "tok:zh" in detokenized_bleu(lines, lines, target="zh").signature
+    with pytest.raises(ScoringError, match="'ja'"):
+        detokenized_bleu(lines, lines, target="ja")
+
+
+@pytest.mark.parametrize(
+    ("language", "tokens", "text"),
+    [
+        ("en", "well @-@ known , isn &apos;t it ?", "well-known, isn't it?"),
+        ("en", "a @-@ b @-@ c - d", "a-b-c - d"),
+        ("en", "he said , “ it ’ s late . ” ( really )", "he said, “it’s late.” (really)"),
+        ("en", "&quot; yes &quot; &amp; &#91; no &#93; &lt; x &#124; y", '"yes" & [no] < x | y'),
+        ("de", "er sagte : „ es ist spät “ und ging .", "er sagte: „es ist spät“ und ging."),
+        ("vi", "xin chào , thế giới !", "xin chào, thế giới!"),
+        ("en", "", ""),
+        ("en", "one\xa0two\u2028three", "one two three"),
+    ],
+)
+def test_tokens_become_plain_text(language, tokens, text):
+    assert detokenize([tokens], language) == [text]
+
+
+SETTINGS = {"source": "es", "target": "en", "lower": "1", "bpe": "300"}
+
+
+def make_run(folder: Path, seed: int, lines: int = 60, **settings: str) -> Path:
+    """A run that was trained and decoded, as far as scoring needs it."""
+    texts = [line.replace("’", "'") for line in reference()[:lines]]
+    data, decoded = folder.parent / "data", folder / "generate/test"
+    for part in (data / "raw", data / "tok", data / "bin", decoded):
+        part.mkdir(parents=True, exist_ok=True)
+    given = "".join(f"{key}={value}\n" for key, value in {**SETTINGS, **settings}.items())
+    # As in real settings, checksums follow.
+    (data / "settings").write_text(f"{given}0123456789abcdef  test.en\n")
+    text_file(data / "raw/test.en", texts)
+    tokens = [line.lower().replace(",", " ,").replace(".", " .") for line in texts]
+    text_file(decoded / "ref.tok", tokens)
+    text_file(decoded / "hyp.tok", noisy(tokens, seed))
+    (folder / "data").write_text(f"{data}\n")
+    (folder / "config.yaml").write_text("")
+    shutil.copy(data / "settings", folder / "data.settings")
+    return folder
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_a_folder_is_scored(tmp_path):
+    run_dir = make_run(tmp_path / "run", 1)
+    decoded = run_dir / "generate/test"
+    scores = score_folder(decoded, tmp_path / "data", "test")
+    tokens = {kind: (decoded / f"{kind}.tok").read_text("utf-8").splitlines() for kind in ("hyp", "ref")}
+    plain = {kind: (decoded / f"{kind}.txt").read_text("utf-8").splitlines() for kind in ("hyp", "ref")}
+    assert plain["ref"] == (tmp_path / "data/raw/test.en").read_text("utf-8").splitlines()
+    assert plain["hyp"] == detokenize(tokens["hyp"], "en")
+    assert (scores.subset, scores.sentences, scores.lowercase, scores.target) == ("test", 60, True, "en")
+    assert scores.tokenized == tokenized_bleu(tokens["hyp"], tokens["ref"])
+    assert scores.detokenized == detokenized_bleu(plain["hyp"], plain["ref"], lowercase=True)
+    assert scores.chrf == chrf(plain["hyp"], plain["ref"], lowercase=True)
+    assert 10 < scores.tokenized.score < 90 and "case:lc" in scores.chrf.signature
+
+    assert read_scores(decoded) == scores
+    written = json.loads((decoded / "scores.json").read_text())
+    assert {"subset", "sentences", "tokenized", "detokenized", "chrf"} <= written.keys()
+    assert written["tokenized"].keys() == {"score", "signature", "verbose", "compound_split"}
+    assert written["chrf"].keys() == {"score", "signature", "verbose"}
+    lines = (decoded / "scores.txt").read_text().splitlines()
+    assert [line.split(":")[0] for line in lines] == ["tokenized BLEU", "detokenized BLEU", "chrF"]
+    for line, score in zip(lines, (scores.tokenized, scores.detokenized, scores.chrf), strict=True):
+        assert f"|{score.signature} = {score.score:.2f}" in line
+    assert sorted(path.suffix for path in decoded.iterdir()) == [".json", ".tok", ".tok", ".txt", ".txt", ".txt"]
+
+
+def test_the_datas_settings_say_how_it_is_scored(tmp_path):
+    run_dir = make_run(tmp_path / "run", 1, lower="0", compound_split="1")
+    decoded = run_dir / "generate/test"
+    for kind in ("hyp", "ref"):
+        text_file(decoded / f"{kind}.tok", [f"{'ir' * (kind == 'ref')}rich-text {line}" for line in reference()[:60]])
+    split = score_folder(decoded, tmp_path / "data", "test")
+    assert split.tokenized.compound_split and "compounds:split" in split.tokenized.signature
+    assert "case:mixed" in split.detokenized.signature and "case:mixed" in split.chrf.signature
+    whole = score_folder(decoded, tmp_path / "data", "test", compound_split=False)
+    assert whole == read_scores(decoded)
+    assert not whole.tokenized.compound_split and "compounds" not in whole.tokenized.signature
+    assert whole.tokenized.score < split.tokenized.score
+
+
+def test_a_line_ends_at_a_line_feed_and_nowhere_else(tmp_path):
+    run_dir = make_run(tmp_path / "run", 1)
+    decoded = run_dir / "generate/test"
+    odd = "a\u2028b\x85c\x0bd\x0ce\x1cf\rg"
+    text_file(decoded / "hyp.tok", [odd] * 60)
+    text_file(decoded / "ref.tok", [odd] * 60)
+    assert score_folder(decoded, tmp_path / "data", "test").sentences == 60
+    assert (decoded / "hyp.txt").read_bytes() == b"a b c d e f g\n" * 60
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda base: (base / "run/generate/test/hyp.tok").unlink(), "hyp.tok.*generate.sh"),
+        (lambda base: (base / "run/generate/test/ref.tok").unlink(), "cannot read .*ref.tok: No such file"),
+        (lambda base: text_file(base / "run/generate/test/hyp.tok", ["a"] * 59), "59 lines, .*ref.tok has 60"),
+        (lambda base: text_file(base / "data/raw/test.en", ["a"] * 61), "60 lines, .*test.en has 61"),
+        (lambda base: (base / "data/raw/test.en").write_bytes(b"\xff\n" * 60), "test.en is not UTF-8"),
+        (lambda base: shutil.rmtree(base / "data"), "cannot read .*settings"),
+        (lambda base: (base / "data/settings").write_text("lower=1\n"), "target language"),
+    ],
+    ids=["no hypotheses", "no reference", "lost", "too many", "not UTF-8", "data gone", "no language"],
+)
+def test_a_folder_that_cannot_be_scored_stays_as_it_was(spoil, message, tmp_path):
+    decoded = make_run(tmp_path / "run", 1) / "generate/test"
+    spoil(tmp_path)
+    before = contents(decoded)
+    with pytest.raises(ScoringError, match=message):
+        score_folder(decoded, tmp_path / "data", "test")
+    assert contents(decoded) == before
+
+
+def test_scores_that_are_none_of_ours_are_refused(tmp_path):
+    with pytest.raises(ScoringError, match="score.sh makes it"):
+        read_scores(tmp_path)
+    for text in ("{", "[]", '{"subset": "test"}', '{"subset": "test", "sentences": 1, "tokenized": {"score": 1}}'):
+        (tmp_path / "scores.json").write_text(text)
+        with pytest.raises(ScoringError, match="run it again"):
+            read_scores(tmp_path)
+
+
+def test_paired_bootstrap_is_sacrebleus(tmp_path):
+    """The command line of sacrebleu, with the same seed, finds the same."""
+    systems = {name: noisy(reference(), seed, swap=swap) for name, seed, swap in (("b", 14, 0.1), ("c", 15, 0.2))}
+    baseline = noisy(reference(), 13)
+    files = {name: text_file(tmp_path / name, lines) for name, lines in {"a": baseline, **systems}.items()}
+    command = [text_file(tmp_path / "ref", reference()), "-i", *files.values(), "--paired-bs", "--paired-bs-n", "300"]
+    table = run("sacrebleu", *command, "-m", "bleu", "chrf", "-f", "latex", "-w", "6").stdout
+    # Of each metric: score (mean ± interval), and of the two systems (p = ...)
+    rows = [re.findall(r"\d+\.\d+", line) for line in table.partition(r"\midrule")[2].splitlines()[1:4]]
+    assert [len(row) for row in rows] == [6, 8, 8]
+    for place, metric in enumerate(("detokenized", "chrf")):
+        found = paired_bootstrap(("a", baseline), systems, reference(), metric=metric, resamples=300)
+        assert found.signature in table and "bs:300|seed:12345" in found.signature
+        for result, row in zip((found.baseline, *found.systems), rows, strict=True):
+            half = len(row) // 2
+            score, mean, ci, *p_value = map(float, row[place * half :][:half])
+            assert (result.score, result.mean, result.ci) == pytest.approx((score, mean, ci), abs=1e-6)
+            assert ([] if result.p_value is None else [round(result.p_value, 4)]) == p_value
+    assert [result.name for result in found.systems] == ["b", "c"]
+    assert found.systems[0].p_value > 0.05 > found.systems[1].p_value
+
+
+def test_paired_bootstrap_of_tokens_against_resampled_texts():
+    """From the texts themselves: draw sentences, score them, compare (Koehn 2004)."""
+    count, resamples, seed = 40, 50, 7
+    references = reference()[:count]
+    texts = {"a": noisy(references, 16), "b": noisy(references, 17, swap=0.15)}
+    found = paired_bootstrap(
+        ("a", texts["a"]), {"b": texts["b"]}, references, metric="tokenized", resamples=resamples, seed=seed
+    )
+    draws = numpy.random.default_rng(seed).choice(count, size=(resamples, count), replace=True)
+    scores = {
+        name: numpy.array([second_bleu([lines[i] for i in draw], [references[i] for i in draw]) for draw in draws])
+        for name, lines in texts.items()
+    }
+    differences = abs(scores["b"] - scores["a"])
+    real = abs(second_bleu(texts["b"], references) - second_bleu(texts["a"], references))
+    (result,) = found.systems
+    assert result.mean == pytest.approx(scores["b"].mean(), abs=1e-3)
+    assert result.ci == pytest.approx((numpy.sort(scores["b"])[-2] - numpy.sort(scores["b"])[1]) / 2, abs=1e-3)
+    assert result.p_value == (sum(differences - differences.mean() > real) + 1) / (resamples + 1)
+    assert 0 < result.p_value < 1
+
+
+def test_the_same_translations_do_not_differ(monkeypatch):
+    """sacrebleu's formula alone gives its smallest p here."""
+    monkeypatch.setenv("SACREBLEU_SEED", "99")
+    lines = noisy(reference(), 18)
+    for metric in METRICS:
+        found = paired_bootstrap(
+            ("a", lines),
+            {"same": lines, "other": noisy(reference(), 19)},
+            reference(),
+            metric=metric,
+            resamples=20,
+            seed=3,
+        )
+        assert found.systems[0].p_value == 1 and found.systems[1].p_value < 1
+        assert "seed:3" in found.signature
+    assert os.environ["SACREBLEU_SEED"] == "99"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"resamples": 0}, "resamples must be at least 1"),
+        ({"seed": 0}, "seed must be at least 1"),
+        ({"metric": "ter"}, "'ter'.*tokenized, detokenized, chrf"),
+        ({"systems": {"b": ["x"]}}, "b: 1 lines, but the reference has 2"),
+    ],
+)
+def test_bootstrap_with_unfit_arguments_is_refused(changes, message):
+    arguments = {"baseline": ("a", ["x", "y"]), "systems": {"b": ["x", "z"]}, "reference": ["x", "y"], **changes}
+    with pytest.raises(ScoringError, match=message):
+        paired_bootstrap(**arguments)
+
+
+@pytest.fixture
+def two_runs(tmp_path) -> tuple[Path, Path]:
+    """Scored folders of a run and of a worse one."""
+    folders = []
+    for name, seed in (("good", 1), ("bad", 2)):
+        decoded = make_run(tmp_path / name, seed) / "generate/test"
+        if name == "bad":
+            text_file(decoded / "hyp.tok", noisy((decoded / "hyp.tok").read_text("utf-8").splitlines(), 3))
+        score_folder(decoded, tmp_path / "data", "test")
+        folders.append(decoded)
+    return tuple(folders)
+
+
+def test_folders_are_compared(two_runs):
+    good, bad = two_runs
+    found = compare_folders(("good", good), {"bad": bad}, resamples=100)
+    assert list(found) == list(METRICS)
+    for metric, score in (("tokenized", "tokenized"), ("detokenized", "detokenized"), ("chrf", "chrf")):
+        for result, folder in ((found[metric].baseline, good), (found[metric].systems[0], bad)):
+            assert result.score == pytest.approx(getattr(read_scores(folder), score).score, abs=1e-9)
+        assert found[metric].systems[0].p_value < 0.05
+        assert getattr(read_scores(good), score).signature.split("|case")[1] in found[metric].signature
+
+
+def test_folders_with_different_text_or_settings_are_not_compared(two_runs, tmp_path):
+    good, bad = two_runs
+    with pytest.raises(ScoringError, match="name good"):
+        compare_folders(("good", good), {"good": bad})
+    score_folder(bad, tmp_path / "data", "test", compound_split=True)
+    with pytest.raises(ScoringError, match="compound splitting False and True"):
+        compare_folders(("good", good), {"bad": bad})
+    score_folder(bad, tmp_path / "data", "test")
+    (bad / "ref.tok").write_text((bad / "ref.tok").read_text("utf-8").replace("the", "an"), "utf-8")
+    with pytest.raises(ScoringError, match="different text .ref.tok"):
+        compare_folders(("good", good), {"bad": bad})
+
+
+def test_a_comparison_in_words(two_runs, capsys):
+    good, bad = two_runs
+    runs = [str(folder.parents[1]) for folder in two_runs]
+    assert main(["compare", "--resamples", "100", "--seed", "5", "test", *runs]) == 0
+    text = capsys.readouterr().out
+    assert "100 resamples, seed 5" in text and "60 sentences" in text
+    scores = read_scores(good), read_scores(bad)
+    header, first, second = (line.split("  ") for line in text.split("\n\n")[1].splitlines())
+    assert [cell.strip() for cell in header if cell.strip()] == ["tokenized BLEU", "detokenized BLEU", "chrF"]
+    assert first[0] == "good (baseline)" and second[0] == "bad"
+    assert f"{scores[0].chrf.score:.2f} (" in " ".join(first) and f"{scores[1].chrf.score:.2f} (" in " ".join(second)
+    difference = scores[0].tokenized.score - scores[1].tokenized.score
+    assert re.search(
+        rf"^bad: tokenized BLEU is {difference:.2f} lower than good's: significant \(p = 0.0099\)$", text, re.M
+    )
+    assert "not of a training's seed" in text
+
+    assert main(["compare", "test", *runs, f"{runs[1]}/"]) == 2
+    assert "twice" in capsys.readouterr().err
+    (bad / "scores.json").write_text("{}")
+    assert main(["compare", "test", *runs]) == 2
+    assert "run it again" in capsys.readouterr().err
+
+
+def test_score_script(tmp_path):
+    good, bad = (make_run(tmp_path / name, seed) for name, seed in (("it's, good", 1), ("bad", 2)))
+    text = script("score.sh", "--run", good, "--no-compound-split", cwd=tmp_path).stdout
+    assert text == (good / "generate/test/scores.txt").read_text()
+    assert text.startswith("tokenized BLEU:") and "\ndetokenized BLEU:" in text and "\nchrF:" in text
+    # The other run is scored on the way.
+    text = script("score.sh", "--compare", good, bad, "--resamples", 10, cwd="/").stdout
+    assert "it's, good (baseline)" in text and (bad / "generate/test/scores.json").is_file()
+    # Only what was prepared from the same text can be scored with it.
+    (tmp_path / "data/settings").write_text("source=es\ntarget=en\n")
+    assert_refused(script("score.sh", "--run", good, check=False), "prepared anew", "data.settings")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "needles"),
+    [
+        (("--compare", "one"), ("two runs or more",)),
+        (("--compare", "one", "two", "--run", "three"), ("--run", "--compare")),
+        (("--compare", "one", "two", "--seed", "x"), ("--seed", "'x'")),
+        (("--compare", "one", "two"), ("'one'", "no training run")),
+        (("--run", "one", "--resamples", "10"), ("--resamples", "--compare")),
+    ],
+    ids=lambda value: " ".join(value),
+)
+def test_mistakes_with_the_score_script(arguments, needles, tmp_path):
+    assert_refused(script("score.sh", *arguments, cwd=tmp_path, check=False), *needles)
+
+
+def test_sacrebleu_is_the_one_that_the_signatures_name():
+    assert f"version:{sacrebleu.__version__}" in tokenized_bleu(reference(), reference()).signature
