@@ -3,10 +3,11 @@
 Models of one size that differ in the encoder's norm translate the same batch in turn with fairseq's beam search, so
 that whatever else the machine does meets all of them. Every hypothesis has the same number of tokens, which makes the
 work the same. Printed are medians: sentences per second, and how many times as many as with LayerNorm in the same
-round.
+round; a second copy of that model tells how large a difference means nothing.
 """
 
 import argparse
+import copy
 import sys
 import time
 
@@ -28,6 +29,9 @@ from tests.models.helpers import arch_args, build, make_dictionary
 BASE = "ln"
 
 FOLDED = " folded"
+
+#: A copy of the base in other memory: how far two models are apart that do the same.
+AGAIN = f"{BASE} again"
 
 
 def make_source(sentences: int, length: int, vocabulary: int) -> torch.Tensor:
@@ -53,7 +57,7 @@ def random_checkpoints(size: str, vocabulary: int, src: torch.Tensor) -> dict[st
 
 
 def make_models(states: dict[str, dict]) -> dict[str, nn.Module]:
-    """The models of checkpoints, each followed by its folded form if it has one."""
+    """The models of checkpoints, each followed by its folded form if it has one, and a copy of the base at the end."""
     models = {}
     for name, state in states.items():
         models[name] = model_of(model_settings_of(state, name), state["model"], name)
@@ -61,6 +65,7 @@ def make_models(states: dict[str, dict]) -> dict[str, nn.Module]:
             folded, _, difference = fold_checkpoint(state, name)
             print(f"{name}{FOLDED}: {difference}", file=sys.stderr)
             models[name + FOLDED] = model_of(model_settings_of(folded, name), folded["model"], name)
+    models[AGAIN] = copy.deepcopy(models[BASE])
     return models
 
 

@@ -41,7 +41,16 @@ def test_decoding(tmp_path, capsys):
     )
     decoding.main([*flags.split(), "--threads", "1", "--output", str(tmp_path / "decoding.csv")])
     rows = read(tmp_path / "decoding.csv")
-    assert [row["norm"] for row in rows] == ["ln", "bn", "bn folded", "pnv", "pnv folded", "pn", "pn folded"]
+    assert [row["norm"] for row in rows] == [
+        "ln",
+        "bn",
+        "bn folded",
+        "pnv",
+        "pnv folded",
+        "pn",
+        "pn folded",
+        "ln again",
+    ]
     printed = capsys.readouterr()
     for row in rows:
         assert float(row["sentences_per_s"]) > 0 and float(row["times_low"]) <= float(row["times_high"])
