@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -63,6 +64,11 @@ _others = torch.library.Library(NAMESPACE, "IMPL")
 FORCED, CPP_MISSING = _select()
 
 
+def forced() -> str | None:
+    """The implementation that the environment variable forces."""
+    return FORCED
+
+
 def available() -> list[str]:
     """The implementations that can run here."""
     return ["reference"] + ([] if CPP_MISSING else ["cpp"])
@@ -96,8 +102,10 @@ def using(name: str) -> Iterator[None]:
         yield
         return
     library = torch.library.Library(NAMESPACE, "IMPL")
-    for operator in SCHEMAS:
-        library.impl(operator, getattr(reference, operator), "CPU", allow_override=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "(?s).*[Oo]verrid")  # that is what is wanted here
+        for operator in SCHEMAS:
+            library.impl(operator, getattr(reference, operator), "CPU", allow_override=True)
     try:
         yield
     finally:
