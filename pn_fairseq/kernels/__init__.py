@@ -3,6 +3,7 @@ implementations of the same.
 
 =============  ===============================================================================================
 ``reference``  plain PyTorch, any device, always there
+``triton``     Triton for CUDA, where triton is installed (torch for CUDA brings it)
 ``cpp``        C++ for CPUs, compiled when the package is installed if there is a compiler
 =============  ===============================================================================================
 
