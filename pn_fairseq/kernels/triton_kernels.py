@@ -522,7 +522,8 @@ def sum_over_groups(
     """What groups that are larger than a tile need first: ``inv_rms``, or with ``dy`` mean_k(dh_k h_k) of each."""
     C: tl.constexpr = GROUPS * SIZE
     for item in range(tl.program_id(0).to(tl.int64), rows.to(tl.int64) * GROUPS, tl.num_programs(0)):
-        row, group = item // GROUPS + tl.arange(0, 1), (item % GROUPS).to(tl.int32)
+        place = item + tl.arange(0, 1).to(tl.int64)
+        row, group = place // GROUPS, (place % GROUPS).to(tl.int32)
         valid = row < rows
         total = tl.zeros([1, BS], WIDE)
         for chunk in range(CHUNKS):

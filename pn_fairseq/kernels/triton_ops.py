@@ -137,7 +137,8 @@ class _Call:
     def over_groups(self, dy, x, mask, inv_rms, projection, weight, vectors, scale, slope, offset, mean, steps):
         constants = self.shape.constants | {"BATCHED": self.layout["BATCHED"]} | self.shape.options
         rows, batch, *mask_steps = self.tokens
-        kernels.sum_over_groups[(min(self.rows * self.shape.constants["GROUPS"], 8 * _multiprocessors(x.device)) or 1,)](
+        programs = max(min(self.rows * constants["GROUPS"], 8 * _multiprocessors(x.device)), 1)
+        kernels.sum_over_groups[(programs,)](
             dy, x, mask, inv_rms, projection, weight, vectors, scale, slope, offset, mean,
             rows, batch, *(mask_steps or (0, 0)), *steps, **constants,
         )  # fmt: skip
