@@ -85,9 +85,10 @@ def test_blocks_of_channels(monkeypatch):
     monkeypatch.setattr(triton_ops, "PIECE", 4)
     triton_ops._shape.cache_clear()
     try:
-        for groups in (0, 2, 5):
-            check_power(Case((3, 2, 30), groups, warmup=4 * (groups == 2)))
-            check_parts(Case((3, 2, 30), groups))
+        check_parts(Case((2, 2, 18), 0))
+        check_power(Case((2, 2, 18), 1, warmup=4))
+        check_parts(Case((2, 2, 18), 2))
+        check_power(Case((2, 2, 30), 5))
     finally:
         triton_ops._shape.cache_clear()
 

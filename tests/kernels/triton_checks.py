@@ -50,7 +50,9 @@ class Case:
         if self.layout == "batch first":
             return values.transpose(0, 1).contiguous().transpose(0, 1)
         if self.layout == "slice":
-            wide = torch.full((*values.shape[:-1], values.size(-1) + 5), float("nan"), device=self.device).to(self.dtype)
+            wide = torch.full((*values.shape[:-1], values.size(-1) + 5), float("nan"), device=self.device).to(
+                self.dtype
+            )
             wide[..., 2:-3] = values
             return wide[..., 2:-3]
         if self.layout == "channels first":
@@ -60,7 +62,11 @@ class Case:
     @property
     def real(self) -> Tensor:
         tokens = self.shape[:-1]
-        return torch.ones(tokens, dtype=torch.bool, device=self.device) if self.mask is None else ~self.mask.transpose(0, -1)
+        return (
+            torch.ones(tokens, dtype=torch.bool, device=self.device)
+            if self.mask is None
+            else ~self.mask.transpose(0, -1)
+        )
 
 
 def scaled(x: Tensor, groups: int) -> Tensor:
@@ -184,9 +190,7 @@ def check_parts(case: Case) -> None:
     weight = torch.ones_like(mean) if case.weight is None else case.weight.double()
     bias = torch.zeros_like(mean) if case.bias is None else case.bias.double()
     for given in (None, inv_rms):
-        y, scales = triton_ops.normalize(
-            case.x, case.weight, case.bias, case.mean, case.psi2, given, case.groups, EPS
-        )
+        y, scales = triton_ops.normalize(case.x, case.weight, case.bias, case.mean, case.psi2, given, case.groups, EPS)
         assert_rounded(y, (values - mean) / (moment + EPS).sqrt() * weight + bias, "y")
         assert torch.equal(scales, inv_rms) if given is None else scales.numel() == 0
     alone, _ = triton_ops.normalize(case.x, None, None, None, None, None, case.groups, EPS)
@@ -194,9 +198,7 @@ def check_parts(case: Case) -> None:
 
     dy = case.dy.double()
     product, slope, offset = dy * (values - mean), case.nu.double(), bias
-    sums = torch.stack(
-        [torch.stack([product[keep].sum(0), dy[keep].sum(0)]) for keep in (real, ~real)]
-    )
+    sums = torch.stack([torch.stack([product[keep].sum(0), dy[keep].sum(0)]) for keep in (real, ~real)])
     assert_close(
         triton_ops.gradient_sums(case.dy, case.x, case.mask, case.mean, inv_rms, case.groups), sums, 3 * close, "sums"
     )
