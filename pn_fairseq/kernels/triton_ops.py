@@ -18,7 +18,8 @@ from torch import Tensor
 from pn_fairseq.kernels import triton_kernels as kernels
 from pn_fairseq.kernels.reference import PSI2_USED, wide_type
 
-#: Most channels of a token that one program holds; beyond it the channels are split into blocks of ``PIECE``.
+#: Channels that one program holds: of one layer-scale group at most ``WHOLE``, which would else be read twice, and
+#: ``PIECE`` where nothing forces them together.
 WHOLE, PIECE = 8192, 4096
 
 #: Elements of a tile that one thread holds, and threads that a multiprocessor has registers for: forward, which needs
@@ -56,11 +57,11 @@ class _Shape:
         size = channels // groups
         bs = triton.next_power_of_2(size)
         bg = chunks = 1
-        if bs > WHOLE:
+        if bs > (WHOLE if scaled else PIECE):
             bs = PIECE
             chunks = triton.cdiv(size, bs)
         else:
-            bg = min(triton.next_power_of_2(groups), WHOLE // bs)
+            bg = min(triton.next_power_of_2(groups), max(PIECE // bs, 1))
         warps = min(max(bg * bs // 256, 1), 16)
         self.rows = max(per_thread * 32 * warps // (bg * bs), 1)
         self.blocks = triton.cdiv(groups, bg) * chunks
