@@ -130,6 +130,6 @@ fetch_all "$archives" "$dest/text/archives" "${urls[@]}"
 is_of "$dest/text/archives" || make_text
 keep_settings "$dest/settings" "$(settings_of "$dest/text" "$source" "$target")"
 # The test set is tokenized apart: fairseq's recipe makes its apostrophes plain, and normalises nothing else there.
-[[ -f $dest/counts || -d $dest/work/selected ]] ||
-    normalize=0 nonprinting=0 tokenize_texts "$dest/text" "$dest/work/tok" "$source" "$target" test
+[[ -f $dest/counts || -d $dest/stages/selected ]] ||
+    normalize=0 nonprinting=0 tokenize_texts "$dest/text" "$dest/stages/tok" "$source" "$target" test
 prepare_corpus "$dest" "$source" "$target" "$dest/text"

@@ -166,7 +166,7 @@ def wmt14(tmp_path_factory) -> Path:
     base = tmp_path_factory.mktemp("wmt14 of 2,014")
     archives = write_archives(base / "my archives", wmt14_members())
     dest = base / "data"
-    for left in ("unpacked/0/training/europarl-v7.de-en.en", "text.partial/train.en", "work/tok/test.en.partial"):
+    for left in ("unpacked/0/training/europarl-v7.de-en.en", "text.partial/train.en", "stages/tok/test.en.partial"):
         (dest / left).parent.mkdir(parents=True, exist_ok=True)
         (dest / left).write_text("half a li")
     command = ["bash", SCRIPTS / "prepare_wmt14.sh", "--dest", dest, "--archive", archives, "--bpe", "150"]

@@ -260,7 +260,7 @@ def test_killed_at_any_step_it_ends_in_the_same_bytes(archive, prepared, tmp_pat
     marks = [
         "unpacked*",
         "text.partial",
-        "work/tok/train.de",
+        "stages/tok/train.de",
         "counts",
         "bpe/codes",
         "bpe/test.en",
@@ -344,7 +344,7 @@ def test_moses_scripts_and_sentencepiece(archive, reading, tmp_path):
     assert_refused(prepare(dest, *options, BPE="sentencepiece", check=False), "other settings")
     tokenizer.write_text('die "the tokenizer is out of order\\n";')
     assert_refused(prepare(tmp_path / "new", *options, **environment, check=False), "out of order", str(tokenizer))
-    assert not (tmp_path / "new/tok").exists() and not list((tmp_path / "new/work/tok").iterdir())
+    assert not (tmp_path / "new/tok").exists() and not list((tmp_path / "new/stages/tok").iterdir())
 
 
 def mistakes(members: dict[str, str]) -> dict[str, tuple[dict[str, str | bytes], tuple[str, ...]]]:

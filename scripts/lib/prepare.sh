@@ -222,31 +222,31 @@ segment_texts() {
     step subwords apply "$BPE" "$model" --workers "$workers" "${files[@]}"
 }
 
-# select_texts DEST SOURCE TARGET TEXT: raw/, tok/ and, if subwords were counted, bpe/ from TEXT and DEST/work.
+# select_texts DEST SOURCE TARGET TEXT: raw/, tok/ and, if subwords were counted, bpe/ from TEXT and DEST/stages.
 select_texts() {
     local dest=$1 source=$2 target=$3 text=$4 splits file model flags=()
-    local folders=("raw=$text" "tok=$dest/work/tok")
+    local folders=("raw=$text" "tok=$dest/stages/tok")
     [[ ! -f $dest/counts ]] || return 0
-    if [[ ! -d $dest/work/selected ]]; then
+    if [[ ! -d $dest/stages/selected ]]; then
         splits=$(splits_of_text)
         say "selecting pairs${clean:+ of (minimum, maximum, ratio) $clean}"
-        [[ $clean_stage == tok ]] || folders+=("bpe=$dest/work/bpe")
+        [[ $clean_stage == tok ]] || folders+=("bpe=$dest/stages/bpe")
         # The three numbers of $clean are three words.
         # shellcheck disable=SC2206
         [[ -z $clean ]] || flags+=(--clean $clean --clean-splits "$clean_splits")
         step select_pairs --source "$source" --target "$target" --splits "${splits// /,}" --by "$clean_stage" \
-            --output "$dest/work/selected" ${flags[@]+"${flags[@]}"} --valid-every "$valid_every" "${folders[@]}"
+            --output "$dest/stages/selected" ${flags[@]+"${flags[@]}"} --valid-every "$valid_every" "${folders[@]}"
     fi
     # `counts` comes last and says that all is there.
     for file in raw tok bpe removed.tsv counts; do
-        [[ -e $dest/work/selected/$file ]] || continue
+        [[ -e $dest/stages/selected/$file ]] || continue
         rm -rf "${dest:?}/$file"
         if [[ $file == bpe ]]; then
             model=codes
             [[ $BPE == subword-nmt ]] || model=sentencepiece.model
-            cp "$dest/work/bpe/$model" "$dest/work/selected/bpe" || die "cannot write '$dest/bpe/$model'"
+            cp "$dest/stages/bpe/$model" "$dest/stages/selected/bpe" || die "cannot write '$dest/bpe/$model'"
         fi
-        mv "$dest/work/selected/$file" "$dest/$file"
+        mv "$dest/stages/selected/$file" "$dest/$file"
     done
 }
 
@@ -277,11 +277,11 @@ prepare_corpus() {
         say "tokenizing with $tokenizer"
         tokenize_texts "$dest/raw" "$dest/tok" "$source" "$target" "${splits[@]}"
     else
-        if [[ ! -f $dest/counts && ! -d $dest/work/selected ]]; then
+        if [[ ! -f $dest/counts && ! -d $dest/stages/selected ]]; then
             say "tokenizing with $tokenizer"
-            tokenize_texts "$text" "$dest/work/tok" "$source" "$target" "${splits[@]}"
+            tokenize_texts "$text" "$dest/stages/tok" "$source" "$target" "${splits[@]}"
             [[ $clean_stage == tok ]] ||
-                segment_texts "$dest/work/tok" "$dest/work/bpe" "$source" "$target" "${splits[@]}"
+                segment_texts "$dest/stages/tok" "$dest/stages/bpe" "$source" "$target" "${splits[@]}"
         fi
         select_texts "$dest" "$source" "$target" "$text"
     fi
@@ -295,7 +295,7 @@ prepare_corpus() {
         done
     )"
     # What was cut off in the middle and is not needed any more.
-    rm -rf "$dest/work" "$dest"/{tok,bpe}/*.partial
+    rm -rf "$dest/stages" "$dest"/{tok,bpe}/*.partial
     if [[ -n $clean ]]; then
         say "cleaning removed $(count "$dest" train.removed) of $(count "$dest" train.read) training pairs (which and why: $dest/removed.tsv)"
     fi
