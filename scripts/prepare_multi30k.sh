@@ -57,28 +57,11 @@ if [[ -z $dest ]]; then
     [[ $test == test2016 ]] || dest+=_$test
 fi
 check_preparation
-declare -A names=([train]=train [valid]=valid [test]=$test)
-for split in train valid test; do
-    for lang in de en; do
-        name=${names[$split]}.$lang
-        [[ -f $corpus/$name || -f $corpus/$name.gz ]] || die "$corpus has neither $name nor $name.gz"
-    done
-done
+need_files "$corpus" de en "$test"
 open_folder "$dest"
-
-# The text is read anew each time, so that a corrected file is noticed and a changed one refused.
 text=$dest/text.partial
-rm -rf "$text"
-make_folder "$text"
-copies=() checks=()
-for split in train valid test; do
-    for lang in de en; do
-        copies+=("$corpus/${names[$split]}.$lang" "$text/$split.$lang")
-        checks+=("$text/$split.$lang" "$corpus/${names[$split]}.$lang")
-    done
-done
-step copy_text "${copies[@]}"
-step check_text "${checks[@]}"
+copy_files "$text" "$corpus" de en "$test"
+declare -A names=([train]=train [valid]=valid [test]=$test)
 for split in train valid test; do
     known=${pairs[${names[$split]}]:-}
     [[ -z $known ]] || compare_count "${names[$split]}" "$(lines "$text/$split.de")" "$known"

@@ -48,22 +48,7 @@ done
 check_preparation
 [[ $source != "$target" ]] || die "--source and --target are both '$source'"
 [[ -d $corpus ]] || die "there is no directory '$corpus' (--corpus)"
-for split in train valid test; do
-    for lang in "$source" "$target"; do
-        [[ -f $corpus/$split.$lang || -f $corpus/$split.$lang.gz ]] || die "$corpus has neither $split.$lang nor $split.$lang.gz"
-    done
-done
+need_files "$corpus" "$source" "$target" test
 open_folder "$dest"
-
-# The text is read anew each time, so that a corrected file is noticed and a changed one refused.
-rm -rf "$dest/text.partial"
-make_folder "$dest/text.partial"
-files=()
-for split in train valid test; do
-    for lang in "$source" "$target"; do
-        files+=("$corpus/$split.$lang" "$dest/text.partial/$split.$lang")
-    done
-done
-step copy_text "${files[@]}"
-check_texts "$dest/text.partial" "$source" "$target" "$corpus"
+copy_files "$dest/text.partial" "$corpus" "$source" "$target" test
 prepare_corpus "$dest" "$source" "$target" "$dest/text.partial"

@@ -132,6 +132,34 @@ check_texts() {
     step check_text ${5:+"$5"} "${files[@]}"
 }
 
+# need_files CORPUS SOURCE TARGET TEST: a local folder must have train, valid and the test set TEST in both languages.
+need_files() {
+    local corpus=$1 lang name
+    for name in train valid "$4"; do
+        for lang in "$2" "$3"; do
+            [[ -f $corpus/$name.$lang || -f $corpus/$name.$lang.gz ]] || die "$corpus has neither $name.$lang nor $name.$lang.gz"
+        done
+    done
+}
+
+# copy_files TEXT CORPUS SOURCE TARGET TEST: TEXT from these files, unpacked and checked. It is made anew each time, so that
+# a corrected file is noticed and a changed one refused.
+copy_files() {
+    local text=$1 corpus=$2 source=$3 target=$4 split name lang copies=() checks=()
+    rm -rf "$text"
+    make_folder "$text"
+    for split in train valid test; do
+        name=$split
+        [[ $split != test ]] || name=$5
+        for lang in "$source" "$target"; do
+            copies+=("$corpus/$name.$lang" "$text/$split.$lang")
+            checks+=("$text/$split.$lang" "$corpus/$name.$lang")
+        done
+    done
+    step copy_text "${copies[@]}"
+    step check_text "${checks[@]}"
+}
+
 # other_settings FILE: its lines without those that say what is meant without them.
 other_settings() { grep -vxF "$default_settings" "$1" || true; }
 
