@@ -1,11 +1,83 @@
-"""Packaging of pn_fairseq. The settings of ruff and pytest are in pyproject.toml."""
+"""Packaging of pn_fairseq. The settings of ruff and pytest are in pyproject.toml.
 
+The C++ kernels are compiled if that is possible. If it is not, one line says so and everything else is installed.
+"""
+
+import os
+import platform
 import re
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import find_packages, setup
 
+try:
+    from torch.utils.cpp_extension import BuildExtension, CppExtension
+except ImportError:  # an isolated build has no torch
+    BuildExtension = CppExtension = None
+
 ROOT = Path(__file__).parent
+SOURCES = Path("pn_fairseq/kernels/cpp")
+X86 = platform.machine() in ("x86_64", "AMD64")
+FLAGS = ["-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fvisibility=hidden", "-g0"]
+#: Source -> flags for the kind of CPU that it is for. Which of them is called is decided where the program runs.
+CPU_FLAGS = {"rows_baseline.cpp": []}
+if X86:
+    CPU_FLAGS["rows_avx2.cpp"] = ["-mavx2", "-mfma", "-mf16c"]
+    CPU_FLAGS["rows_avx512.cpp"] = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c"]
+
+
+def kernels() -> dict:
+    """The arguments of ``setup`` that compile the C++ kernels."""
+    if CppExtension is None:
+        print("pn_fairseq: installed without C++ kernels: torch is not there to compile with", file=sys.stderr)
+        return {}
+    extension = CppExtension(
+        "pn_fairseq.kernels._cpp",
+        [str(SOURCES / name) for name in ("ops.cpp", *CPU_FLAGS)],
+        depends=[str(SOURCES / name) for name in ("rows.h", "rows_impl.h")],
+        define_macros=[("PN_X86", None)] if X86 else [],
+        extra_compile_args=[*FLAGS, "-fopenmp"],
+        extra_link_args=["-fopenmp"],
+    )
+    return {"ext_modules": [extension], "cmdclass": {"build_ext": BuildKernels}}
+
+
+class BuildKernels(BuildExtension or object):
+    """Compiles each source with its own flags, as many at a time as there are cores; one line where that fails."""
+
+    def __init__(self, *args, **kwargs):
+        # Ninja knows no flags of a single source, and fails with pages of text.
+        super().__init__(*args, use_ninja=False, no_python_abi_suffix=True, **kwargs)
+
+    def build_extensions(self):
+        compile_one, link = self.compiler._compile, self.compiler.link_shared_object
+        pool, started = ThreadPoolExecutor(os.cpu_count()), []
+
+        def compile_later(target, source, extension, cc_args, arguments, pp_options):
+            flags = [*arguments, *CPU_FLAGS.get(Path(source).name, [])]
+            started.append(pool.submit(compile_one, target, source, extension, cc_args, flags, pp_options))
+
+        def link_then(*args, **kwargs):
+            for compilation in started:
+                compilation.result()
+            link(*args, **kwargs)
+
+        self.compiler._compile, self.compiler.link_shared_object = compile_later, link_then
+        try:
+            with pool:
+                super().build_extensions()
+        except Exception as error:
+            self.extensions = []  # so that nothing looks for what is not there
+            reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+            print(f"pn_fairseq: installed without C++ kernels, which could not be compiled: {reason}", file=sys.stderr)
+
+    def copy_extensions_to_source(self):
+        if self.extensions:
+            super().copy_extensions_to_source()
+
+
 VERSION = re.search(r'^__version__ = "(.+)"$', (ROOT / "pn_fairseq/__init__.py").read_text("utf-8"), re.M)[1]
 
 setup(
@@ -17,6 +89,7 @@ setup(
     license="MIT",
     python_requires=">=3.11,<3.13",
     packages=find_packages(include=["pn_fairseq", "pn_fairseq.*"]),
+    **kernels(),
     # Lower bounds; the versions that everything was measured with are in constraints.txt.
     install_requires=[
         "fairseq-fixed>=0.12.3.1",
@@ -37,6 +110,7 @@ setup(
         "console_scripts": [
             "pn-average-checkpoints = pn_fairseq.cli.average_checkpoints:main",
             "pn-import-release = pn_fairseq.cli.import_release:main",
+            "pn-fold = pn_fairseq.cli.fold:main",
             "pn-report = pn_fairseq.cli.report:main",
             "pn-plot-curves = pn_fairseq.cli.plot_curves:main",
         ]

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import argparse
 import functools
+import logging
 import os
 import sys
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NoReturn
 
 
@@ -55,3 +58,17 @@ def command(tool: str, *user_errors: type[Exception]) -> Callable[[Callable], Ca
         return main
 
     return decorate
+
+
+@contextmanager
+def without_fairseqs_log(level: int = logging.WARNING) -> Iterator[None]:
+    """Without what fairseq logs below ``level``, such as every file that it opens, and torch's and hydra's advice."""
+    logger = logging.getLogger("fairseq")
+    before = logger.level
+    logger.setLevel(level)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(before)

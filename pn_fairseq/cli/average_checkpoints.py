@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import sys
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +19,7 @@ from pn_fairseq.checkpoints import (
     load_checkpoint,
     save_checkpoint,
 )
-from pn_fairseq.cli import ArgumentParser, UserError, command
+from pn_fairseq.cli import ArgumentParser, UserError, command, without_fairseqs_log
 
 TOOL = "pn-average-checkpoints"
 
@@ -319,21 +316,7 @@ def _check_recalibration(data: str | None, batches: int | None) -> None:
         raise UserError(f"--recalibrate {data}: is no folder of binarized data (fairseq-preprocess makes one)")
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without fairseq's log of every file that it opens, and torch's advice to fairseq."""
-    logger = logging.getLogger("fairseq")
-    level = logger.level
-    logger.setLevel(logging.WARNING)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.setLevel(level)
-
-
-@_quiet()
+@without_fairseqs_log()
 def _recalibrate(state: dict, output: Path, data: Path, batches: int) -> None:
     try:
         # Here and not above: averaging alone is to work without fairseq, and at once.

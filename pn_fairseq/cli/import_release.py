@@ -6,14 +6,13 @@ import argparse
 import logging
 import os
 import sys
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from pn_fairseq.checkpoints import CheckpointError, check_output_path, load_checkpoint, save_checkpoint
-from pn_fairseq.cli import ArgumentParser, UserError, command
+from pn_fairseq.cli import ArgumentParser, UserError, command, without_fairseqs_log
 
 TOOL = "pn-import-release"
 
@@ -81,9 +80,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if output.exists() and source.exists() and os.path.samefile(source, output):
         raise UserError(f"OUTPUT {output} is CHECKPOINT itself; choose another name")
     state = load_release(source)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of torch and hydra, about fairseq
-        logging.getLogger("fairseq").setLevel(logging.CRITICAL)
+    with without_fairseqs_log(logging.CRITICAL):
         try:
             # Here and not above: --help and a misspelt name are to be answered at once.
             from pn_fairseq.models.release import import_release

@@ -1,15 +1,19 @@
-"""Three places in fairseq where the norms have to know what is going on and no model is told.
+"""Places in fairseq where the norms have to know what is going on and no model is told.
 
 Importing this module wraps the functions; each does what it did before, and tells the model.
 """
 
 import functools
+import sys
 from contextlib import contextmanager
+from typing import NoReturn
 
 from fairseq import checkpoint_utils
 from fairseq.tasks.fairseq_task import FairseqTask
+from fairseq.trainer import Trainer
 from torch import nn
 
+from pn_fairseq.models.transformer_pn import FoldedModelError
 from pn_fairseq.norms.agree import agree_on_statistics
 from pn_fairseq.norms.base import running_norms
 
@@ -66,6 +70,30 @@ def _save_checkpoint(original, cfg, trainer, epoch_itr, val_loss):
     return original(cfg, trainer, epoch_itr, val_loss)
 
 
+def _new_trainer(original, trainer, cfg, task, model, *args, **kwargs):
+    """Here and not at the first step, which would end in a traceback."""
+    if getattr(model, "folded", False):
+        _refuse_folded(FoldedModelError())
+    return original(trainer, cfg, task, model, *args, **kwargs)
+
+
+def _load_checkpoint(original, trainer, filename, *args, **kwargs):
+    """fairseq answers whatever keeps weights from being loaded with an exception that does not say what."""
+    try:
+        return original(trainer, filename, *args, **kwargs)
+    except Exception as error:
+        if isinstance(error.__context__, FoldedModelError):
+            _refuse_folded(f"{filename}: {error.__context__}")
+        raise
+
+
+def _refuse_folded(reason) -> NoReturn:
+    print(f"fairseq-train: error: {reason}", file=sys.stderr)
+    raise SystemExit(2)
+
+
 wrap(FairseqTask, "train_step", _train_step)
 wrap(FairseqTask, "begin_valid_epoch", _begin_valid_epoch)
 wrap(checkpoint_utils, "save_checkpoint", _save_checkpoint)
+wrap(Trainer, "__init__", _new_trainer)
+wrap(Trainer, "load_checkpoint", _load_checkpoint)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from fairseq.utils import safe_getattr
 from omegaconf import OmegaConf, open_dict
 
-from pn_fairseq.norms import NORMS, VARIANTS, build_norm
-from pn_fairseq.norms.base import ChannelNorm
+from pn_fairseq.norms import NORMS, VARIANTS, LayerScale, build_norm
+from pn_fairseq.norms.base import ChannelNorm, RunningNorm
 
 #: What fairseq's learning-rate schedules call the length of their warm-up.
 _WARMUP_KEYS = ("warmup_updates", "warmup_steps")
@@ -53,6 +53,9 @@ class NormOptions:
         no_norm_agreement: leave statistics that are not synchronised as each worker has them when it validates or
             saves.
         norm_stats_interval: updates between two reports of the norms in the log; 0: none.
+        norms_folded: the norms with running statistics are part of the projections that follow them, and only their
+            layer-scale is left (see :mod:`pn_fairseq.models.fold`). There is no flag for it: ``pn-fold`` writes it
+            into the settings of a checkpoint.
     """
 
     encoder_norm: str = "power"
@@ -66,6 +69,7 @@ class NormOptions:
     norm_sync: str = "auto"
     no_norm_agreement: bool = False
     norm_stats_interval: int = 0
+    norms_folded: bool = False
 
     @staticmethod
     def add_args(parser: argparse.ArgumentParser) -> None:
@@ -158,24 +162,30 @@ class NormOptions:
             raise ValueError(f"norm_sync={options.norm_sync!r} must be one of {', '.join(SYNC)}")
         return options
 
-    def build_encoder_norm(self, num_features: int, heads: int, last: bool = False) -> ChannelNorm:
+    def build_encoder_norm(self, num_features: int, heads: int, last: bool = False) -> ChannelNorm | LayerScale:
         """A norm of the encoder over ``num_features`` channels, beside attention with ``heads`` heads.
 
         ``last`` says that it is the one after the last layer.
         """
         return self._build(self.encoder_norm, num_features, heads, self.layer_scale_groups, last)
 
-    def build_decoder_norm(self, num_features: int, heads: int) -> ChannelNorm:
-        """A norm of the decoder over ``num_features`` channels, beside attention with ``heads`` heads."""
-        by_default = self._entry(self.decoder_norm).cls.layer_scale_per_head
-        return self._build(self.decoder_norm, num_features, heads, self.layer_scale_groups if by_default else 0)
+    def build_decoder_norm(self, num_features: int, heads: int, folds: bool = True) -> ChannelNorm | LayerScale:
+        """A norm of the decoder over ``num_features`` channels, beside attention with ``heads`` heads.
 
-    def _build(self, name: str, num_features: int, heads: int, groups: int | None, last: bool = False) -> ChannelNorm:
+        ``folds`` says whether what follows it can take it in.
+        """
+        by_default = self._entry(self.decoder_norm).cls.layer_scale_per_head
+        groups = self.layer_scale_groups if by_default else 0
+        return self._build(self.decoder_norm, num_features, heads, groups, folds=folds)
+
+    def _build(
+        self, name: str, num_features: int, heads: int, groups: int | None, last: bool = False, folds: bool = True
+    ) -> ChannelNorm | LayerScale:
         cls = self._entry(name).variant(self.norm_variant)
         if groups is None:
             groups = heads if cls.layer_scale_per_head else 0
         warmup = cls.last_norm_warmup_updates if last else None
-        return build_norm(
+        norm = build_norm(
             name,
             num_features,
             variant=self.norm_variant,
@@ -186,6 +196,7 @@ class NormOptions:
             psi_warmup_updates=(self.psi_warmup_updates or 0) if warmup is None else warmup,
             sync=cls.sync_by_default if self.norm_sync == "auto" else self.norm_sync == "on",
         )
+        return norm.layer_scale if self.norms_folded and folds and isinstance(norm, RunningNorm) else norm
 
     @staticmethod
     def _entry(name: str):

@@ -8,11 +8,10 @@ from pathlib import Path
 
 import torch
 from fairseq import tasks, utils
-from fairseq.dataclass.utils import convert_namespace_to_omegaconf
-from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
 from pn_fairseq.checkpoints import CheckpointError
+from pn_fairseq.models.from_checkpoint import one_line, settings_of
 from pn_fairseq.norms.base import RunningNorm, running_norms
 from pn_fairseq.norms.recalibrate import recalibrating
 
@@ -46,26 +45,26 @@ class RecalibrationModel:
 
     def __init__(self, state: dict, name: str, data: Path):
         self.data = data
-        self.cfg = _settings(state, name)
+        self.cfg = settings_of(state, name)
         self.cfg.task.data = str(data)
         self.cfg.task.eval_bleu = False  # would build a tokenizer and a beam search
         try:
             self.task = tasks.setup_task(self.cfg.task, from_checkpoint=True)
         except Exception as error:  # fairseq raises plain Exceptions here
-            raise CheckpointError(f"{data}: cannot be used as the data of {name} ({_line(error)})") from error
+            raise CheckpointError(f"{data}: cannot be used as the data of {name} ({one_line(error)})") from error
         if "task_state" in state:
             self.task.load_state_dict(state["task_state"])
         try:
             self.model = self.task.build_model(self.cfg.model, from_checkpoint=True)
         except Exception as error:
-            raise CheckpointError(f"{name}: its model cannot be built ({_line(error)})") from error
+            raise CheckpointError(f"{name}: its model cannot be built ({one_line(error)})") from error
         # fairseq edits the dict that it is given to load.
         weights = dict(state["model"])
         self._check_sizes(weights, name)
         try:
             self.model.load_state_dict(weights, strict=True, model_cfg=self.cfg.model)
         except RuntimeError as error:
-            raise CheckpointError(f"{name}: its weights do not fit its own settings ({_line(error)})") from error
+            raise CheckpointError(f"{name}: its weights do not fit its own settings ({one_line(error)})") from error
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.model.to(self.device).eval()
 
@@ -104,7 +103,7 @@ class RecalibrationModel:
                 seed=self.cfg.common.seed,
             ).next_epoch_itr(shuffle=train)
         except Exception as error:
-            raise CheckpointError(f"{self.data}: cannot read the subset '{split}' ({_line(error)})") from error
+            raise CheckpointError(f"{self.data}: cannot read the subset '{split}' ({one_line(error)})") from error
 
     @torch.no_grad()
     def validate(self) -> Loss:
@@ -149,16 +148,3 @@ class RecalibrationModel:
         # disable=None: no bar unless it goes to a terminal.
         for sample in tqdm(samples, desc=what, total=total, unit="batch", leave=False, disable=None):
             yield utils.move_to_cuda(sample) if self.device.type == "cuda" else sample
-
-
-def _settings(state: dict, name: str) -> DictConfig:
-    """The settings of a checkpoint as fairseq wants them: its loader only takes files."""
-    if state.get("args") is not None:
-        return convert_namespace_to_omegaconf(state["args"])
-    if state.get("cfg") is None:
-        raise CheckpointError(f"{name}: holds no settings (neither cfg nor args), so its model cannot be built")
-    return OmegaConf.create(state["cfg"], flags={"allow_objects": True})
-
-
-def _line(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:300]

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from pn_fairseq.checkpoints import CheckpointError
 from pn_fairseq.models import architectures  # noqa: F401 (registers what is looked up below)
+from pn_fairseq.models.from_checkpoint import Vocabulary, one_line
 from pn_fairseq.norms import NORMS, PowerNormRelease
 
 #: Beginning of an architecture's name in the release -> the size of ours. All other numbers are in the settings.
@@ -26,20 +27,6 @@ _STATISTICS = {"running_psi2": "running_phi", "nu": "ema_gz", "num_batches_track
 _SIDES = ("encoder", "decoder")
 
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj")  # the order in which fairseq 0.8 stacks them in in_proj
-
-
-class _Vocabulary:
-    """What a transformer asks of a dictionary; the file tells its size only."""
-
-    def __init__(self, size: int):
-        self.size = size
-
-    def __len__(self) -> int:
-        return self.size
-
-    @staticmethod
-    def pad() -> int:
-        return 1
 
 
 def import_release(state: dict, name: str, alpha_fwd: float = 0.9, alpha_bwd: float = 0.9) -> dict:
@@ -73,7 +60,7 @@ def import_release(state: dict, name: str, alpha_fwd: float = 0.9, alpha_bwd: fl
     try:
         checkpoint_utils._upgrade_state_dict(copy.deepcopy(imported))  # what fairseq does to the file that it loads
     except Exception as error:
-        raise CheckpointError(f"{name}: fairseq does not take its settings ({_line(error)})") from error
+        raise CheckpointError(f"{name}: fairseq does not take its settings ({one_line(error)})") from error
     return {**imported, "model": weights}
 
 
@@ -134,19 +121,14 @@ def _split_projections(model: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _empty_model(args: Namespace, file: dict[str, Tensor], name: str) -> nn.Module:
     """The model of ``args``, without memory for its parameters."""
-
-    def vocabulary(side: str) -> _Vocabulary:
-        embedding = file.get(f"{side}.embed_tokens.weight")
-        return _Vocabulary(4 if embedding is None or embedding.dim() == 0 else max(4, len(embedding)))
-
-    task = Namespace(source_dictionary=vocabulary("encoder"))
+    task = Namespace(source_dictionary=Vocabulary.of_side(file, "encoder"))
     shared = getattr(args, "share_all_embeddings", False)
-    task.target_dictionary = task.source_dictionary if shared else vocabulary("decoder")
+    task.target_dictionary = task.source_dictionary if shared else Vocabulary.of_side(file, "decoder")
     try:
         with torch.device("meta"):
             return ARCH_MODEL_REGISTRY[args.arch].build_model(copy.deepcopy(args), task)
     except Exception as error:
-        raise CheckpointError(f"{name}: its model cannot be built ({_line(error)})") from error
+        raise CheckpointError(f"{name}: its model cannot be built ({one_line(error)})") from error
 
 
 def _convert_weights(model: nn.Module, file: dict[str, Tensor], alpha_bwd: float, name: str) -> dict[str, Tensor]:
@@ -217,7 +199,3 @@ def _check_ties(model: nn.Module, weights: dict[str, Tensor], theirs: dict[str, 
 
 def _counted(items: list[str], limit: int = 5) -> str:
     return f"{len(items)} ({', '.join(items[:limit] + ['...'] * (len(items) > limit))})"
-
-
-def _line(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:300]

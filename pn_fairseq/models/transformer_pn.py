@@ -9,11 +9,12 @@ import torch
 from fairseq.models import register_model
 from fairseq.models.transformer import TransformerConfig, TransformerDecoderBase, TransformerEncoderBase
 from fairseq.models.transformer.transformer_legacy import TransformerModel
-from torch import Tensor
+from torch import Tensor, nn
 
 from pn_fairseq.models.layers import TransformerPNDecoderLayer, TransformerPNEncoderLayer, wrap_layer
 from pn_fairseq.models.norm_options import NormOptions
 from pn_fairseq.models.norm_report import NormReport
+from pn_fairseq.norms import LayerScale
 
 
 @dataclass
@@ -106,8 +107,16 @@ class TransformerPNDecoder(TransformerDecoderBase):
 
     def __init__(self, cfg, dictionary, embed_tokens, no_encoder_attn: bool = False, output_projection=None):
         super().__init__(cfg, dictionary, embed_tokens, no_encoder_attn, output_projection)
+        #: Whether what follows the norm after the last layer is a projection to the vocabulary of its own.
+        self.last_norm_folds = (
+            self.adaptive_softmax is None and self.project_out_dim is None and not self.share_input_output_embed
+        )
         if self.layer_norm is not None:
-            self.layer_norm = cfg.norms.build_decoder_norm(cfg.decoder.embed_dim, cfg.decoder.attention_heads)
+            self.layer_norm = cfg.norms.build_decoder_norm(
+                cfg.decoder.embed_dim, cfg.decoder.attention_heads, folds=self.last_norm_folds
+            )
+            if isinstance(self.layer_norm, LayerScale):  # the shift of the folded norm needs a bias
+                self.output_projection = nn.Linear(self.output_embed_dim, len(dictionary))
 
     def build_decoder_layer(self, cfg, no_encoder_attn: bool = False):
         return wrap_layer(TransformerPNDecoderLayer(cfg, no_encoder_attn), cfg)
@@ -193,6 +202,20 @@ class TransformerPNDecoder(TransformerDecoderBase):
         return x, {"attn": [attention], "inner_states": inner_states}
 
 
+#: In the weights of a model whose norms are folded, which would otherwise only be found to miss those of the norms.
+FOLDED_MARK = "norms_folded"
+
+
+class FoldedModelError(RuntimeError):
+    """Somebody wants to train a model that was folded for decoding, or to load its weights into one that was not."""
+
+    def __init__(self):
+        super().__init__(
+            "the norms of this checkpoint were folded by pn-fold, and what is left can decode and not be trained; "
+            "use the checkpoint that it was made from"
+        )
+
+
 @register_model("transformer_pn")
 class TransformerPNModel(TransformerModel):
     """fairseq's pre-norm transformer with the norms of ``--encoder-norm`` and ``--decoder-norm``.
@@ -207,6 +230,21 @@ class TransformerPNModel(TransformerModel):
         #: Whether workers average statistics of their own before they validate or save (see fairseq_hooks).
         self.norm_agreement = not norms.no_norm_agreement
         self.norm_report = NormReport(self, norms.norm_stats_interval) if norms.norm_stats_interval else None
+        #: Whether norms are part of the projections that follow them: good for decoding only.
+        self.folded = norms.norms_folded
+        if self.folded:
+            self.register_buffer(FOLDED_MARK, torch.ones((), dtype=torch.int64))
+            self.eval()
+
+    def train(self, mode: bool = True):
+        if mode and self.folded:
+            raise FoldedModelError()
+        return super().train(mode)
+
+    def load_state_dict(self, state_dict, strict=True, model_cfg=None, args=None):
+        if FOLDED_MARK in state_dict and not self.folded:
+            raise FoldedModelError()
+        return super().load_state_dict(state_dict, strict, model_cfg, args)
 
     def set_num_updates(self, num_updates: int) -> None:
         if self.norm_report is not None:

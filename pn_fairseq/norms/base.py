@@ -1,4 +1,7 @@
-"""What the norms share: affine parameters, layer-scale in front, float32 state that changes once per step."""
+"""What the norms share: affine parameters, layer-scale in front, float32 state that changes once per step.
+
+The norms decide what is to be computed and when the state changes; :mod:`pn_fairseq.kernels` computes it.
+"""
 
 from collections.abc import Callable
 from typing import Any, Optional
@@ -6,16 +9,18 @@ from typing import Any, Optional
 import torch
 from torch import Tensor, nn
 
+from pn_fairseq import kernels
+from pn_fairseq.kernels import reference
 from pn_fairseq.norms.checks import check_input, check_positive, check_whole
-from pn_fairseq.norms.layer_scale import LayerScale, widen
+from pn_fairseq.norms.layer_scale import LayerScale
 from pn_fairseq.norms.pending import COUNT, PendingSteps, Step, in_backward
-from pn_fairseq.norms.workers import differentiable_sum, sum_later, sum_now, workers
+from pn_fairseq.norms.workers import sum_later, sum_now, workers
 
 
 class ChannelNorm(nn.Module):
     """A norm over (T, B, C) or (N, C) activations with a per-channel gain and bias and layer-scale in front.
 
-    Subclasses define ``_train`` and ``_evaluate`` on widened, layer-scaled activations.
+    Subclasses define ``_train`` and ``_evaluate``.
 
     Args:
         num_features: number of channels C.
@@ -66,16 +71,16 @@ class ChannelNorm(nn.Module):
         if not torch.jit.is_scripting():
             check_input(x, padding_mask, self.num_features)
             self.flush()
-        h = self.layer_scale.scale(widen(x))
-        y = self._train(h, padding_mask) if self.training else self._evaluate(h)
-        return y.to(x.dtype)
+        return self._train(x, padding_mask) if self.training else self._evaluate(x)
 
-    def _affine(self, normalized: Tensor) -> Tensor:
-        """``weight * normalized + bias`` in the type of ``normalized``."""
-        weight, bias = self.weight, self.bias
-        if weight is None or bias is None:
-            return normalized
-        return torch.addcmul(bias.to(normalized.dtype), normalized, weight.to(normalized.dtype))
+    def _normalize_by(self, x: Tensor, mean: Optional[Tensor], moment: Tensor) -> Tensor:  # noqa: UP045 (TorchScript)
+        """``x`` through layer-scale, normalized by given statistics; differentiable."""
+        groups = self.layer_scale.groups
+        if torch.jit.is_scripting():  # a saved module has to run where this package is not
+            y, _ = reference.normalize(x, self.weight, self.bias, mean, moment, None, groups, self.eps)
+        else:
+            y, _ = kernels.normalize(x, self.weight, self.bias, mean, moment, None, groups, self.eps)
+        return y
 
     def extra_repr(self) -> str:
         groups = self.layer_scale.groups
@@ -169,36 +174,54 @@ class RunningNorm(ChannelNorm):
         self.flush()
         return super().train(mode)
 
+    def evaluation_statistics(self) -> tuple[Optional[Tensor], Tensor]:  # noqa: UP045 (TorchScript)
+        """What evaluation normalizes by: a mean that is subtracted, None for none, and a second moment, both (C,)."""
+        raise NotImplementedError
+
+    def evaluation_affine(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Scale and shift, (C,) of ``dtype``: in evaluation y = scale * h + shift, with h what layer-scale gives."""
+        mean, moment = self.evaluation_statistics()
+        scale = torch.rsqrt(moment.to(dtype) + self.eps)
+        weight, bias = self.weight, self.bias
+        if weight is not None and bias is not None:
+            scale = scale * weight.to(dtype)
+            shift = bias.to(dtype)
+        else:
+            shift = torch.zeros_like(scale)
+        return scale, shift if mean is None else shift - mean.to(dtype) * scale
+
+    def _evaluate(self, x: Tensor) -> Tensor:
+        mean, moment = self.evaluation_statistics()
+        return self._normalize_by(x, mean, moment)
+
     # Sums over tokens and workers.
 
     def synchronises(self) -> bool:
         """Whether statistics are summed over several workers."""
         return self.sync and workers(self.process_group) > 1
 
-    def _real_tokens(self, h: Tensor, padding_mask: Tensor | None) -> tuple[Tensor | None, Tensor]:
-        """Padding as (T, B, 1) or (N, 1) bool, None without, and the number of real tokens (0-d, type of ``h``)."""
+    def _mask(self, x: Tensor, padding_mask: Tensor | None) -> Tensor | None:
+        """What is padding for the statistics: the mask, or everything where this worker is to add nothing."""
         if self.ignoring and self.synchronises():
-            return torch.ones_like(h[..., :1], dtype=torch.bool), torch.zeros((), dtype=h.dtype, device=h.device)
-        if padding_mask is None:
-            return None, torch.full((), h.numel() // self.num_features, dtype=h.dtype, device=h.device)
-        padding = padding_mask.transpose(0, -1).unsqueeze(-1)
-        return padding, padding.logical_not().sum().to(h.dtype)
+            return torch.ones(x.shape[-2::-1], dtype=torch.bool, device=x.device)
+        return padding_mask
 
-    @staticmethod
-    def _sum_over_real(values: Tensor, padding: Tensor | None) -> Tensor:
-        """Sum of ``values`` over the real tokens of this worker, (C,)."""
-        if padding is not None:
-            values = values.masked_fill(padding, 0.0)
-        return values.flatten(0, -2).sum(0)
+    def _moments(self, x: Tensor, padding_mask: Tensor | None, centered: bool = False):
+        """:func:`~pn_fairseq.kernels.reference.moments` of layer-scaled ``x`` on this worker."""
+        return kernels.moments(x.detach(), padding_mask, self.layer_scale.groups, self.eps, centered)
+
+    def sum_over_workers(self, vector: Tensor) -> Tensor:
+        """``vector`` itself for one worker; waits for the others if there are several."""
+        return sum_now(vector, self.process_group) if self.synchronises() else vector
 
     def _mean_over_workers(self, total: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean over the real tokens of all workers, (C,), differentiable and 0 if there are none, and their number.
+        """Mean over the real tokens of all workers, (C,), 0 if there are none, and their number.
 
         ``total`` (C,) is the sum over the ``count`` real tokens of this worker.
         """
         if self.synchronises():
-            summed = differentiable_sum(torch.cat([total, count[None]]), self.process_group)
-            total, count = summed[:-1], summed[-1].detach()
+            summed = sum_now(torch.cat([total, count[None]]), self.process_group)
+            total, count = summed[:-1], summed[-1]
         return total / count.clamp(min=1.0), count
 
     def _when_summed(self, total: Tensor, then: Callable[[Tensor], None]) -> None:
@@ -239,7 +262,7 @@ class RunningNorm(ChannelNorm):
         ``key`` (C,) is a statistic of the batch on this worker; ``used`` is what a recomputation has to use again.
         """
         self.trained_alone = True
-        if step := self._recomputed(key):
+        if step := self._recomputed(lambda: key):
             return step
         if in_backward() or self._leaves_no_step():
             return Step(key, used, forgotten=True, seen_backward=True)
@@ -249,8 +272,11 @@ class RunningNorm(ChannelNorm):
         """Whether this forward is to be ignored and no other worker waits for it."""
         return self.ignoring and not self.synchronises()
 
-    def _recomputed(self, key: Tensor) -> Step | None:
-        """The step that is being recomputed, None if this is no recomputation (or of a forward long forgotten)."""
+    def _recomputed(self, key: Callable[[], Tensor]) -> Step | None:
+        """The step that is being recomputed, None if this is no recomputation (or of a forward long forgotten).
+
+        ``key`` computes the statistic of the batch by which the step is found among several.
+        """
         return self._pending.find(key) if in_backward() and not self._leaves_no_step() else None
 
     @torch.no_grad()
@@ -271,37 +297,17 @@ class RunningNorm(ChannelNorm):
             self._note_step(step, finite)
         self._pending.count_in(step, self._buffers)
 
-    def _begin_backward(self, step: Step) -> bool:
+    def begin_backward(self, step: Step) -> bool:
         """Whether this is the first backward of ``step`` (a retained graph can be walked again)."""
         first, step.seen_backward = not step.seen_backward, True
         return first
 
     @torch.no_grad()
-    def _settle(self, step: Step, finite: Tensor) -> None:
+    def settle(self, step: Step, finite: Tensor) -> None:
         """End a step whose gradient has been seen: take it back where that was not ``finite`` (0-d bool)."""
         if self.collecting:
             self._add("nonfinite_steps", step.counted & finite.logical_not())
         self._pending.settle(step, self._buffers, finite)
-
-    def _settle_by(self, total: Tensor, y: Tensor, step: Step) -> None:
-        """Settle ``step`` when the gradient of ``total`` is known, a sum over this worker's tokens, (C,).
-
-        One gradient that is not finite, on any worker, makes that of the sums so, and those are C numbers only. Where
-        the input needs no gradient the output ``y`` has to do.
-        """
-
-        def settle(grad: Tensor | None) -> None:
-            if not self._begin_backward(step):
-                return
-            faults = y.new_zeros(1) if grad is None else grad.isfinite().all().logical_not().to(y.dtype)[None]
-            if not total.requires_grad and self.synchronises():
-                faults = sum_now(faults, self.process_group)
-            self._settle(step, faults[0] == 0)
-
-        for tensor in (total, y):
-            if tensor.requires_grad:
-                tensor.register_hook(settle)
-                return
 
     # Reports.
 

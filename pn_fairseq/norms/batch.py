@@ -1,10 +1,13 @@
 """BN: batch normalization over the real tokens of a padded batch."""
 
+from typing import Optional
+
 import torch
 from torch import Tensor
 
 from pn_fairseq.norms.base import RunningNorm
 from pn_fairseq.norms.checks import check_alpha
+from pn_fairseq.norms.exact import normalize_exactly
 
 
 class MaskedBatchNorm(RunningNorm):
@@ -50,30 +53,23 @@ class MaskedBatchNorm(RunningNorm):
         self.alpha = check_alpha("alpha", alpha)
 
     @torch.jit.unused
-    def _train(self, h: Tensor, padding_mask: Tensor | None) -> Tensor:
-        padding, count = self._real_tokens(h, padding_mask)
-        real = h if padding is None else h.masked_fill(padding, 0.0)
-        total = self._sum_over_real(real, padding)
-        mean, count_all = self._mean_over_workers(total, count)
-        centered = real - mean
-        variance, count_all = self._mean_over_workers(self._sum_over_real(centered.square(), padding), count)
+    def _train(self, x: Tensor, padding_mask: Tensor | None) -> Tensor:
+        padding_mask = self._mask(x, padding_mask)
+        inv_rms, mean, squares, count = self._moments(x, padding_mask, centered=True)
+        total, squares = mean * count, squares[0]
+        if self.synchronises():
+            own, (mean, _) = mean, self._mean_over_workers(total, count)
+            squares = squares + count * (own - mean).square()
+        variance, count = self._mean_over_workers(squares, count)
         # 1 / (N - 1) is infinite for one token, and a statistic that is not finite changes no state.
-        unbiased = variance.detach() * (count_all / (count_all - 1.0))
+        unbiased = variance * (count / (count - 1.0))
         step = self._begin(total)
         batch = {"running_mean": mean, "running_var": unbiased}
-        self._count_in(step, batch, count_all, self._weight(self.alpha))
-        scale = torch.rsqrt(variance + self.eps)
-        normalized = centered * scale
-        if padding is not None:
-            # Padding is normalized with the statistics but takes no part in their gradient.
-            normalized = torch.where(padding, (h - mean.detach()) * scale.detach(), normalized)
-        y = self._affine(normalized)
-        self._settle_by(total, y, step)
-        return y
+        self._count_in(step, batch, count, self._weight(self.alpha))
+        return normalize_exactly(self, x, padding_mask, mean, variance, count, inv_rms, step)
 
-    def _evaluate(self, h: Tensor) -> Tensor:
-        scale = torch.rsqrt(self.running_var.to(h.dtype) + self.eps)
-        return self._affine((h - self.running_mean.to(h.dtype)) * scale)
+    def evaluation_statistics(self) -> tuple[Optional[Tensor], Tensor]:  # noqa: UP045 (TorchScript)
+        return self.running_mean, self.running_var
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, alpha={self.alpha}"

@@ -5,12 +5,9 @@ from typing import Optional
 import torch
 from torch import Tensor, nn
 
+from pn_fairseq import kernels
+from pn_fairseq.kernels import reference
 from pn_fairseq.norms.checks import check_input, check_positive, check_whole
-
-
-def widen(x: Tensor) -> Tensor:
-    """``x`` in the type that reductions are done in: float64 stays, everything narrower becomes float32."""
-    return x if x.dtype == torch.float64 else x.float()
 
 
 class LayerScale(nn.Module):
@@ -47,14 +44,13 @@ class LayerScale(nn.Module):
     def forward(self, x: Tensor, padding_mask: Optional[Tensor] = None) -> Tensor:  # noqa: UP045 (TorchScript)
         if not torch.jit.is_scripting():
             check_input(x, padding_mask, self.num_features)
-        return self.scale(widen(x)).to(x.dtype)
-
-    def scale(self, x: Tensor) -> Tensor:
-        """The formula alone, for a caller that has widened and checked ``x``."""
         if self.groups == 0:
             return x
-        grouped = x.unflatten(-1, (self.groups, self.num_features // self.groups))
-        return (grouped * torch.rsqrt(grouped.square().mean(-1, keepdim=True) + self.eps)).flatten(-2)
+        if torch.jit.is_scripting():  # a saved module has to run where this package is not
+            y, _ = reference.normalize(x, None, None, None, None, None, self.groups, self.eps)
+        else:
+            y, _ = kernels.normalize(x, None, None, None, None, None, self.groups, self.eps)
+        return y
 
     def extra_repr(self) -> str:
         return f"{self.num_features}, groups={self.groups}, eps={self.eps}"

@@ -56,6 +56,9 @@ class Step:
     before: dict[str, Tensor] | None = None
     settled: bool = False
 
+    def unfold(self) -> None:
+        """Set everything above from what a kernel left. Nothing to do for a step that no kernel made as a whole."""
+
     def advance(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """The state after this step, given the state before it. No value is read by the host."""
         self.before = state
@@ -81,8 +84,10 @@ class PendingSteps:
         """Let ``step``, whose statistics are there now, change ``buffers``."""
         _store(step.advance({name: buffers[name].clone() for name in (COUNT, *step.batch)}), buffers)
 
-    def find(self, key: Tensor) -> Step | None:
+    def find(self, key: Callable[[], Tensor]) -> Step | None:
         """The step whose forward is being recomputed: the one with this ``key``, the latest if several have it.
+
+        ``key`` is called where there is a choice.
 
         Raises:
             RuntimeError: none has it.
@@ -90,7 +95,10 @@ class PendingSteps:
         waiting = [step for step in self.steps if not step.seen_backward]
         if len(waiting) <= 1:  # the usual case needs no look at the values, which would wait for a GPU
             return waiting[0] if waiting else None
-        distances = [_distance(step.key, key) for step in waiting]
+        sought = key()
+        for step in waiting:
+            step.unfold()
+        distances = [_distance(step.key, sought) for step in waiting]
         nearest = min(reversed(range(len(waiting))), key=lambda index: distances[index])
         if not distances[nearest] < 1e-2:
             raise RuntimeError(
@@ -106,13 +114,22 @@ class PendingSteps:
         The steps after it are done again from the state before it, so the result is what it would have been without
         the faulty step, to the bit and in whatever order gradients come.
         """
-        step.settled = True
         if step in self.steps:
             step.counted = step.counted & finite
             state = step.before
             for later in self.steps[self.steps.index(step) :]:
+                later.unfold()
                 state = later.advance(state)
             _store(state, buffers)
+        self.settled(step)
+
+    def is_latest(self, step: Step) -> bool:
+        """Whether no step has come after ``step``."""
+        return bool(self.steps) and self.steps[-1] is step
+
+    def settled(self, step: Step) -> None:
+        """Note that ``step`` has been judged, and forget what can no longer be asked for."""
+        step.settled = True
         while self.steps and self.steps[0].settled:
             self.steps = self.steps[1:]
 

@@ -1,13 +1,20 @@
 """PN: power normalization with a running statistic forward and a running correction backward."""
 
+from dataclasses import dataclass
+from typing import Optional
+
 import torch
 from torch import Tensor
 
+from pn_fairseq import kernels
+from pn_fairseq.kernels import reference
 from pn_fairseq.norms.base import RunningNorm, psi_distance
 from pn_fairseq.norms.checks import check_alpha
-from pn_fairseq.norms.pending import Step, assign
+from pn_fairseq.norms.pending import COUNT, Step, assign, in_backward
 from pn_fairseq.norms.psi_warmup import PsiWarmup
-from pn_fairseq.norms.workers import sum_now
+
+#: More steps than any training has.
+ALWAYS = 2**62
 
 
 class PowerNorm(RunningNorm):
@@ -92,27 +99,51 @@ class PowerNorm(RunningNorm):
         # Whether to wait for the other workers is for the host to decide; one worker need not read its counter.
         return bool(active) if self.synchronises() else active
 
+    def _warmup_in_steps(self) -> int:
+        """The number of steps below which the warm-up is on, for a kernel that looks at the counter itself."""
+        if self._warming_up is None and not self.recalibrating:
+            return self.psi_warmup.updates
+        return ALWAYS if self.recalibrating or self._warming_up else 0
+
     @torch.jit.unused
-    def _train(self, h: Tensor, padding_mask: Tensor | None) -> Tensor:
-        padding, count = self._real_tokens(h, padding_mask)
-        local = torch.cat([self._sum_over_real(h.detach().square(), padding), count[None]])
-        step = self._recomputed(local[:-1]) or self._new_step(local)
-        denominator = step.used["denominator"]
-        return self._normalize(h, denominator, denominator, padding, step)
+    def _train(self, x: Tensor, padding_mask: Tensor | None) -> Tensor:
+        if self._needs_parts():
+            return self._train_in_parts(x, padding_mask)
+        step = self._recomputed(lambda: self._moments(x, padding_mask)[2][0])
+        if step is not None and not isinstance(step, KernelStep):
+            return self._train_in_parts(x, padding_mask)
+        return _KernelFunction.apply(x, self.weight, self.bias, padding_mask, self, step)
 
-    def _normalize(self, h: Tensor, denominator: Tensor, divisor: Tensor, padding: Tensor | None, step: Step) -> Tensor:
-        """Normalize by ``denominator`` and divide the gradient by ``divisor``, both (C,).
+    def _needs_parts(self) -> bool:
+        """Whether something has to happen between the parts of a step, which one kernel would do at once."""
+        return self.collecting or self.synchronises() or torch._C._are_functorch_transforms_active()
 
-        Positions that are ``padding`` get no part of nu and give none.
+    def _train_in_parts(self, x: Tensor, padding_mask: Tensor | None) -> Tensor:
+        padding_mask = self._mask(x, padding_mask)
+        inv_rms, _, squares, count = self._moments(x, padding_mask)
+        local = torch.cat([squares[0], count[None]])
+        step = self._recomputed(lambda: local[:-1]) or self._new_step(local)
+        return self._normalize(x, padding_mask, inv_rms, step.used["psi2"], step)
+
+    def _normalize(
+        self, x: Tensor, padding_mask: Tensor | None, inv_rms: Tensor, divisor2: Tensor, step: Step
+    ) -> Tensor:
+        """Normalize by the psi of ``step`` and divide the gradient by sqrt(``divisor2`` + eps), (C,).
+
+        Positions that are padding get no part of nu and give none.
         """
+        step.unfold()
         return _PowerNormFunction.apply(
-            h,
+            x,
             self.weight,
             self.bias,
-            denominator,
-            divisor,
+            padding_mask,
+            inv_rms,
+            step.used["psi2"],
+            divisor2,
             step.used["nu"],
-            padding,
+            self.layer_scale.groups,
+            self.eps,
             lambda total: self._finish(step, total),
         )
 
@@ -120,19 +151,19 @@ class PowerNorm(RunningNorm):
     def _new_step(self, local: Tensor) -> Step:
         """Begin a step, given sum(x^2) and the number of real tokens on this worker, (C + 1,)."""
         warming_up = self._is_warming_up()
-        psi2 = self.running_psi2.to(local.dtype)
+        psi2 = self.running_psi2.to(local.dtype, copy=True)
         total = None
         if warming_up is not False:  # the batch's own psi is needed now
-            total = sum_now(local, self.process_group) if self.synchronises() else local
+            total = self.sum_over_workers(local)
             psi2 = torch.where((total[-1] > 0) & warming_up, self._mean(total), psi2)
-        step = self._begin(local[:-1], denominator=(psi2 + self.eps).sqrt(), nu=self.nu.to(local.dtype, copy=True))
+        step = self._begin(local[:-1], psi2=psi2, nu=self.nu.to(local.dtype, copy=True))
 
         def count_in(total: Tensor) -> None:
             def weight(number: Tensor) -> float | Tensor:
                 return self.psi_warmup.weight(warming_up, number, self.alpha_fwd)
 
             psi2_batch = self._mean(total)
-            step.used["gamma_moment"] = psi2_batch / step.used["denominator"].square()
+            step.used["gamma_moment"] = psi2_batch / (step.used["psi2"] + self.eps)
             step.used["positions"] = total[-1]
             self._count_in(step, {"running_psi2": psi2_batch}, total[-1], weight)
 
@@ -146,14 +177,74 @@ class PowerNorm(RunningNorm):
     def _mean(total: Tensor) -> Tensor:
         return total[:-1] / total[-1].clamp(min=1.0)
 
+    def kernel_forward(
+        self, x: Tensor, weight: Tensor | None, bias: Tensor | None, padding_mask: Tensor | None, step: Step | None
+    ) -> tuple[Tensor, Tensor, Step]:
+        """y, ``inv_rms`` and the step: a new one unless it is ``step`` that is recomputed."""
+        groups = self.layer_scale.groups
+        if step is not None:
+            psi2 = step.vectors[reference.PSI2_USED]
+            return *kernels.normalize(x, weight, bias, None, psi2, None, groups, self.eps), step
+        self.trained_alone = True
+        unknown = in_backward() or self._leaves_no_step()
+        y, inv_rms, vectors, tally = kernels.power_forward(
+            x,
+            padding_mask,
+            weight,
+            bias,
+            self.running_psi2,
+            self.nu,
+            self.num_batches_tracked,
+            groups,
+            self.eps,
+            self.alpha_fwd,
+            self._warmup_in_steps(),
+            not unknown,
+        )
+        step = KernelStep(
+            None, None, unknown, unknown, vectors=vectors, tally=tally, eps=self.eps, alpha=self.alpha_fwd
+        )
+        return y, inv_rms, step if unknown else self._pending.add(step)
+
+    def kernel_backward(
+        self, dy: Tensor, x: Tensor, weight: Tensor | None, padding_mask: Tensor | None, inv_rms: Tensor, step: Step
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """dx, d weight and d bias; ends ``step``."""
+        first = self.begin_backward(step)
+        # The kernel can take back the latest step only, and it has nothing to report.
+        whole = first and not step.replayed and not self.collecting and self._pending.is_latest(step)
+        dx, dweight, dbias, lambda_total = kernels.power_backward(
+            dy,
+            x,
+            padding_mask,
+            weight,
+            inv_rms,
+            step.vectors,
+            self.running_psi2,
+            self.nu,
+            self.num_batches_tracked,
+            step.tally,
+            self.layer_scale.groups,
+            self.eps,
+            self.alpha_bwd,
+            whole,
+        )
+        if whole:
+            step.unfolded = False  # the tally has changed
+            self._pending.settled(step)
+        elif first:
+            self._update_nu(step, lambda_total)
+        return dx, dweight, dbias
+
     def _finish(self, step: Step, lambda_total: Tensor) -> None:
         """End a step, given the sum of dx_hat x_hat on this worker, (C,)."""
-        if self._begin_backward(step):
+        if self.begin_backward(step):
             self._when_summed(lambda_total, lambda total: self._update_nu(step, total))
 
     @torch.no_grad()
     def _update_nu(self, step: Step, lambda_total: Tensor) -> None:
         """Line 4 of the backward pass, with Gamma = mean(x_hat^2) and Lambda = mean(dx_hat x_hat), both (C,)."""
+        step.unfold()
         gamma_moment = step.used["gamma_moment"]
         lambda_moment = lambda_total / step.used["positions"].clamp(min=1.0)
         finite = gamma_moment.isfinite().all() & lambda_moment.isfinite().all()
@@ -162,7 +253,7 @@ class PowerNorm(RunningNorm):
         if self.collecting:
             self._collected["gamma_max"] = gamma_moment.max()
             self._collected["nu_rms"] = moved.square().mean().sqrt()
-        self._settle(step, finite)
+        self.settle(step, finite)
         assign(self.nu, torch.where(finite & (step.count > 0), moved, self.nu.to(moved.dtype)))
 
     def _guard(self, decay: Tensor, finite: Tensor) -> Tensor:
@@ -185,8 +276,8 @@ class PowerNorm(RunningNorm):
         """
         return super().diagnostics()
 
-    def _evaluate(self, h: Tensor) -> Tensor:
-        return self._affine(h * torch.rsqrt(self.running_psi2.to(h.dtype) + self.eps))
+    def evaluation_statistics(self) -> tuple[Optional[Tensor], Tensor]:  # noqa: UP045 (TorchScript)
+        return None, self.running_psi2
 
     def extra_repr(self) -> str:
         return (
@@ -196,42 +287,93 @@ class PowerNorm(RunningNorm):
 
 
 class _PowerNormFunction(torch.autograd.Function):
-    """y = weight * x / denominator + bias, with PN's approximate gradient.
+    """y = weight * h / sqrt(psi2 + eps) + bias, with PN's approximate gradient, divided by sqrt(divisor2 + eps).
 
-    ``x`` (T, B, C) or (N, C); ``weight`` and ``bias`` (C,) or None; ``denominator``, ``divisor`` (of the gradient) and
-    ``nu`` (C,); ``padding`` bool, broadcasting against ``x``, or None; ``finish`` is handed the sum of dx_hat x_hat
-    over what is not padding, (C,), once the backward pass has it.
+    ``x`` (T, B, C) or (N, C), which ``inv_rms`` makes h; ``padding_mask`` or None; ``psi2``, ``divisor2`` and ``nu``
+    (C,); ``finish`` is handed the sum of dx_hat x_hat over what is not padding, (C,), once the backward pass has it.
     """
 
     @staticmethod
-    def forward(x, weight, bias, denominator, divisor, nu, padding, finish):
-        normalized = x / denominator
-        if weight is None:
-            return normalized
-        return torch.addcmul(bias.to(x.dtype), normalized, weight.to(x.dtype))
+    def forward(x, weight, bias, padding_mask, inv_rms, psi2, divisor2, nu, groups, eps, finish):
+        return kernels.normalize(x, weight, bias, None, psi2, inv_rms, groups, eps)[0]
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        x, weight, _, denominator, divisor, nu, padding, finish = inputs
-        ctx.save_for_backward(x, weight, denominator, divisor, nu, padding)
-        ctx.finish = finish
+        x, weight, _, *tensors, ctx.groups, ctx.eps, ctx.finish = inputs
+        ctx.save_for_backward(x, weight, *tensors)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dy):
-        x, weight, denominator, divisor, nu, padding = ctx.saved_tensors
-        normalized = x / denominator
-        dnormalized = dy if weight is None else dy * weight.to(dy.dtype)
-        product = dnormalized * normalized
-        correction = nu * normalized
-        if padding is not None:
-            product = product.masked_fill(padding, 0.0)
-            correction = correction.masked_fill(padding, 0.0)
-        tokens = tuple(range(x.dim() - 1))
-        ctx.finish(product.sum(tokens))
-        dx = (dnormalized - correction) / divisor
+        x, weight, padding_mask, inv_rms, psi2, divisor2, nu = ctx.saved_tensors
+        root, divisor = torch.sqrt(psi2 + ctx.eps), torch.sqrt(divisor2 + ctx.eps)
+        gain = torch.ones_like(root) if weight is None else weight.to(root.dtype)
+        slope = nu / (root * divisor)
+        dx, sums = kernels.gradient(dy, x, padding_mask, gain / divisor, slope, None, None, inv_rms, ctx.groups, True)
+        ctx.finish(gain / root * sums[0, 0])
         dweight = dbias = None
         if weight is not None:
-            dweight = (dy * normalized).sum(tokens).to(weight.dtype)
-            dbias = dy.sum(tokens).to(weight.dtype)
-        return dx, dweight, dbias, None, None, None, None, None
+            product, plain = sums.sum(0).unbind()
+            dweight, dbias = (product / root).to(weight.dtype), plain.to(weight.dtype)
+        return dx, dweight, dbias, *(None,) * 8
+
+
+@dataclass(eq=False)
+class KernelStep(Step):
+    """A step that one kernel has made as a whole: what that left, and what is needed to read it.
+
+    Attributes:
+        vectors, tally: see :mod:`pn_fairseq.kernels.reference`.
+        eps, alpha: those of the norm's forward pass.
+        unfolded: whether the attributes of :class:`Step` have been read from ``vectors`` and ``tally``.
+        replayed: whether they have changed since, so that a kernel no longer knows.
+    """
+
+    vectors: Tensor | None = None
+    tally: Tensor | None = None
+    eps: float = 0.0
+    alpha: float = 0.0
+    unfolded: bool = False
+    replayed: bool = False
+
+    def advance(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        self.replayed = True
+        return super().advance(state)
+
+    def unfold(self) -> None:
+        if self.unfolded:
+            return
+        self.unfolded = True
+        self.key, psi2, nu, before, batch = self.vectors.unbind()
+        tokens, counted, warming_up, steps_before = self.tally.unbind()
+        self.used = {
+            "psi2": psi2,
+            "nu": nu,
+            "gamma_moment": batch / (psi2 + self.eps),
+            "positions": tokens.to(batch.dtype),
+        }
+        self.count, self.counted = tokens, counted.bool()
+        self.batch = {"running_psi2": batch.to(torch.float32)}
+        self.before = {"running_psi2": before.to(torch.float32), COUNT: steps_before}
+        warming_up, alpha = warming_up.bool(), self.alpha
+        self.weight = lambda number: torch.where(warming_up, 1.0 / number, 1.0 - alpha)
+
+
+class _KernelFunction(torch.autograd.Function):
+    """A whole step of PN on one worker in one kernel each way. ``step`` is what is recomputed, or None."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, padding_mask, norm, step):
+        y, inv_rms, ctx.step = norm.kernel_forward(x, weight, bias, padding_mask, step)
+        ctx.norm = norm
+        ctx.save_for_backward(x, weight, padding_mask, inv_rms)
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy):
+        x, weight, padding_mask, inv_rms = ctx.saved_tensors
+        dx, dweight, dbias = ctx.norm.kernel_backward(dy, x, weight, padding_mask, inv_rms, ctx.step)
+        if weight is None:
+            dweight = dbias = None
+        return dx, dweight, dbias, None, None, None

@@ -5,7 +5,6 @@ from torch import Tensor
 
 from pn_fairseq.norms.pending import Step
 from pn_fairseq.norms.power import PowerNorm
-from pn_fairseq.norms.workers import sum_now
 
 
 class PowerNormRelease(PowerNorm):
@@ -69,43 +68,40 @@ class PowerNormRelease(PowerNorm):
 
     last_norm_warmup_updates = 1000
 
-    @torch.jit.unused
-    def _train(self, h: Tensor, padding_mask: Tensor | None) -> Tensor:
-        padding, count = self._real_tokens(h, padding_mask)
-        squares = h.detach().square()
-        over_real = self._sum_over_real(squares, padding)
-        step = self._recomputed(over_real)
+    def _needs_parts(self) -> bool:
+        return True
+
+    def _train_in_parts(self, x: Tensor, padding_mask: Tensor | None) -> Tensor:
+        inv_rms, _, squares, count = self._moments(x, self._mask(x, padding_mask))
+        over_real = squares[0]
+        step = self._recomputed(lambda: over_real)
         if step is None:
-            over_all, positions = self._sum_over_real(squares, None), h.numel() // self.num_features
+            over_all, positions = squares.sum(0), x.numel() // self.num_features
             if self.ignoring:
                 over_all, positions = torch.zeros_like(over_all), 0
             step = self._new_step(over_real, over_all, count, positions)
         # (c): as if nothing were padding.
-        return self._normalize(h, step.used["denominator"], step.used["divisor"], None, step)
+        return self._normalize(x, None, inv_rms, step.used["divisor2"], step)
 
     @torch.no_grad()
     def _new_step(self, over_real: Tensor, over_all: Tensor, count: Tensor, positions: int) -> Step:
         """Begin a step, given sum(x^2) over the real tokens and over all positions, (C,), and the numbers of both."""
         total = torch.cat([over_real, over_all, count[None], torch.full_like(count[None], positions)])
-        if self.synchronises():
-            total = sum_now(total, self.process_group)
-        sum_real, sum_all, numbers = total.split((self.num_features, self.num_features, 2))
+        sum_real, sum_all, numbers = self.sum_over_workers(total).split((self.num_features, self.num_features, 2))
         count, positions = numbers
         psi2_batch = sum_real / count.clamp(min=1.0)
-
-        batch_root = (psi2_batch + self.eps).sqrt()
-        running_root = (self.running_psi2.to(total.dtype) + self.eps).sqrt()
+        running = self.running_psi2.to(total.dtype)
         warming_up = self.recalibrating or self.psi_warmup.active(self.num_batches_tracked)
         some_token = count > 0
         step = self._begin(
             over_real,
-            denominator=torch.where(some_token & warming_up, batch_root, running_root),
+            psi2=torch.where(some_token & warming_up, psi2_batch, running),
             # Without a real token there is no psi_B, and 1 / sqrt(eps) would blow the gradient up.
-            divisor=torch.where(some_token, batch_root, running_root),
+            divisor2=torch.where(some_token, psi2_batch, running),
             nu=self.nu.to(total.dtype, copy=True),
         )
         step.used["positions"] = positions
-        step.used["gamma_moment"] = sum_all / positions.clamp(min=1.0) / step.used["denominator"].square()
+        step.used["gamma_moment"] = sum_all / positions.clamp(min=1.0) / (step.used["psi2"] + self.eps)
         self._count_in(step, {"running_psi2": psi2_batch}, count, self._weight_of_batch())
         return step
 

@@ -1,10 +1,13 @@
 """PN-V: power normalization with the batch's own quadratic mean and the exact gradient."""
 
+from typing import Optional
+
 import torch
 from torch import Tensor
 
 from pn_fairseq.norms.base import RunningNorm, psi_distance
 from pn_fairseq.norms.checks import check_alpha
+from pn_fairseq.norms.exact import normalize_exactly
 from pn_fairseq.norms.pending import Step
 
 
@@ -48,28 +51,20 @@ class PowerNormV(RunningNorm):
         self.alpha = check_alpha("alpha", alpha)
 
     @torch.jit.unused
-    def _train(self, h: Tensor, padding_mask: Tensor | None) -> Tensor:
-        padding, count = self._real_tokens(h, padding_mask)
-        real = h if padding is None else h.masked_fill(padding, 0.0)
-        total = self._sum_over_real(real.square(), padding)
-        psi2_batch, count = self._mean_over_workers(total, count)
-        step = self._begin(total)
+    def _train(self, x: Tensor, padding_mask: Tensor | None) -> Tensor:
+        padding_mask = self._mask(x, padding_mask)
+        inv_rms, _, squares, count = self._moments(x, padding_mask)
+        psi2_batch, count = self._mean_over_workers(squares[0], count)
+        step = self._begin(squares[0])
         self._count_in(step, {"running_psi2": psi2_batch}, count, self._weight(self.alpha))
-        scale = torch.rsqrt(psi2_batch + self.eps)
-        normalized = real * scale
-        if padding is not None:
-            # Padding is divided by the statistic but takes no part in its gradient.
-            normalized = torch.where(padding, h * scale.detach(), normalized)
-        y = self._affine(normalized)
-        self._settle_by(total, y, step)
-        return y
+        return normalize_exactly(self, x, padding_mask, None, psi2_batch, count, inv_rms, step)
 
     def _note_step(self, step: Step, finite: Tensor) -> None:
         super()._note_step(step, finite)
         self._collected["psi_distance"] = psi_distance(step.batch["running_psi2"], self.running_psi2)
 
-    def _evaluate(self, h: Tensor) -> Tensor:
-        return self._affine(h * torch.rsqrt(self.running_psi2.to(h.dtype) + self.eps))
+    def evaluation_statistics(self) -> tuple[Optional[Tensor], Tensor]:  # noqa: UP045 (TorchScript)
+        return None, self.running_psi2
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, alpha={self.alpha}"

@@ -12,10 +12,15 @@ import pn_fairseq.models  # noqa: F401 (registers the architectures)
 VOCABULARY = 100
 
 
-def make_task():
+def make_dictionary(size: int = VOCABULARY) -> Dictionary:
     dictionary = Dictionary()
-    for index in range(VOCABULARY - len(dictionary)):
+    for index in range(size - len(dictionary)):
         dictionary.add_symbol(f"w{index}")
+    return dictionary
+
+
+def make_task(vocabulary: int = VOCABULARY):
+    dictionary = make_dictionary(vocabulary)
     return SimpleNamespace(source_dictionary=dictionary, target_dictionary=dictionary)
 
 
@@ -26,8 +31,8 @@ def arch_args(arch: str, **flags) -> Namespace:
     return args
 
 
-def build(arch: str, **flags):
-    return ARCH_MODEL_REGISTRY[arch].build_model(arch_args(arch, **flags), make_task())
+def build(arch: str, vocabulary: int = VOCABULARY, **flags):
+    return ARCH_MODEL_REGISTRY[arch].build_model(arch_args(arch, **flags), make_task(vocabulary))
 
 
 def padded_batch(seed: int = 0, batch: int = 3, source: int = 7, target: int = 5):

@@ -1,0 +1,177 @@
+"""Decoding throughput with each norm, plain and folded: ``python -m benchmarks.decoding``.
+
+Models of one size that differ in the encoder's norm translate the same batch in turn with fairseq's beam search, so
+that whatever else the machine does meets all of them. Every hypothesis has the same number of tokens, which makes the
+work the same. Printed are medians: sentences per second, and how many times as many as with LayerNorm in the same
+round; a second copy of that model tells how large a difference means nothing.
+"""
+
+import argparse
+import copy
+import sys
+import time
+
+import torch
+from fairseq.sequence_generator import SequenceGenerator
+from torch import nn
+
+from benchmarks import be_quiet, keep_memory
+from benchmarks.results import ratios, spread, write_csv
+from pn_fairseq.checkpoints import CheckpointError, load_checkpoint
+from pn_fairseq.models.architectures import SIZES
+from pn_fairseq.models.fold import fold_checkpoint
+from pn_fairseq.models.from_checkpoint import model_of, model_settings_of
+from pn_fairseq.norms import NORMS, recalibrating
+from pn_fairseq.norms.base import running_norms
+from tests.models.helpers import arch_args, build, make_dictionary
+
+#: What the others are compared with.
+BASE = "ln"
+
+FOLDED = " folded"
+
+#: A copy of the base in other memory: how far two models are apart that do the same.
+AGAIN = f"{BASE} again"
+
+
+def make_source(sentences: int, length: int, vocabulary: int) -> torch.Tensor:
+    """Source tokens with about 10% padding on the left, and an end of sentence, as in fairseq."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(4, vocabulary, (sentences, length), generator=generator)
+    tokens[:, -1] = 2
+    lengths = length - torch.randint(0, max(1, length // 5), (sentences, 1), generator=generator)
+    return tokens.masked_fill(torch.arange(length) < length - lengths, 1)
+
+
+def random_checkpoints(size: str, vocabulary: int, src: torch.Tensor) -> dict[str, dict]:
+    """A checkpoint with random weights for every norm, with running statistics that fit them."""
+    states = {}
+    for entry in NORMS.values():
+        arch = f"transformer_{entry.short}_{size}"
+        torch.manual_seed(1)
+        model = build(arch, vocabulary)
+        with torch.no_grad(), recalibrating(model):
+            model(src, None, src)
+        states[entry.short] = {"cfg": {"model": arch_args(arch)}, "model": model.state_dict()}
+    return states
+
+
+def make_models(states: dict[str, dict]) -> dict[str, nn.Module]:
+    """The models of checkpoints, each followed by its folded form if it has one, and a copy of the base at the end."""
+    models = {}
+    for name, state in states.items():
+        models[name] = model_of(model_settings_of(state, name), state["model"], name)
+        if running_norms(models[name]):
+            folded, _, difference = fold_checkpoint(state, name)
+            print(f"{name}{FOLDED}: {difference}", file=sys.stderr)
+            models[name + FOLDED] = model_of(model_settings_of(folded, name), folded["model"], name)
+    models[AGAIN] = copy.deepcopy(models[BASE])
+    return models
+
+
+def named_file(text: str) -> tuple[str, str]:
+    name, separator, path = text.partition("=")
+    if not (name and separator and path):
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=FILE")
+    return name, path
+
+
+def parse(argv) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.decoding", description=__doc__.split("\n")[0])
+    parser.add_argument("--size", choices=list(SIZES), default="iwslt", help="size of the models (default: iwslt)")
+    parser.add_argument(
+        "--checkpoint",
+        type=named_file,
+        action="append",
+        metavar="NAME=FILE",
+        help=f"a trained model instead of random weights; several, one named {BASE}, with vocabularies of one size",
+    )
+    parser.add_argument("--rounds", type=int, default=10, help="batches that each model translates (default: 10)")
+    parser.add_argument("--sentences", type=int, default=32, help="sentences a batch (default: 32)")
+    parser.add_argument("--source-length", type=int, default=24, help="tokens a source sentence (default: 24)")
+    parser.add_argument("--target-length", type=int, default=24, help="tokens a hypothesis (default: 24)")
+    parser.add_argument("--beam", type=int, default=5, help="beam size (default: 5)")
+    parser.add_argument("--vocabulary", type=int, default=10000, help="size of the dictionary (default: 10000)")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="threads (default: torch's)")
+    parser.add_argument("--device", default="cpu", help="cpu (default) or cuda")
+    parser.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), default="float32")
+    parser.add_argument("--output", metavar="FILE", help="also write a CSV file")
+    args = parser.parse_args(argv)
+    if args.rounds < 1:
+        parser.error("--rounds must be at least 1")
+    if args.checkpoint and BASE not in dict(args.checkpoint):
+        parser.error(f"one --checkpoint must be named {BASE}: the others are compared with it")
+    return args
+
+
+def main(argv=None) -> None:
+    args = parse(argv)
+    keep_memory()
+    be_quiet()
+    torch.set_num_threads(args.threads)
+
+    try:
+        if args.checkpoint:
+            states = {name: load_checkpoint(path) for name, path in args.checkpoint}
+            args.vocabulary = len(states[BASE]["model"]["encoder.embed_tokens.weight"])
+        else:
+            src = make_source(args.sentences, args.source_length, args.vocabulary)
+            states = random_checkpoints(args.size, args.vocabulary, src)
+        models = make_models(states)
+    except CheckpointError as error:
+        print(f"benchmarks.decoding: error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    del states
+
+    src = make_source(args.sentences, args.source_length, args.vocabulary).to(args.device)
+    sample = {"net_input": {"src_tokens": src, "src_lengths": src.ne(1).sum(1)}}
+    dictionary = make_dictionary(args.vocabulary)
+    generators = {}
+    for name, model in models.items():
+        model.make_generation_fast_(need_attn=False)  # as fairseq-generate
+        model.to(args.device, getattr(torch, args.dtype))
+        generators[name] = SequenceGenerator(
+            [model],
+            dictionary,
+            beam_size=args.beam,
+            max_len_b=args.target_length - 1,
+            min_len=args.target_length - 1,  # both without the end of sentence
+        )
+
+    names = list(models)
+    seconds = {name: [] for name in names}
+    for number in range(args.rounds + 1):
+        for name in names[number % len(names) :] + names[: number % len(names)]:
+            start = time.perf_counter()
+            hypotheses = generators[name].generate([models[name]], sample)
+            if args.device != "cpu":
+                torch.cuda.synchronize()
+            taken = time.perf_counter() - start
+            lengths = {len(hypothesis["tokens"]) for beam in hypotheses for hypothesis in beam}
+            assert lengths == {args.target_length}, lengths
+            if number:  # the first allocates
+                seconds[name].append(taken)
+        print(f"\rround {number + 1} of {args.rounds + 1}", end="", file=sys.stderr, flush=True)
+    print(file=sys.stderr)
+
+    models_of = "checkpoints" if args.checkpoint else f"transformer_*_{args.size}, random weights"
+    print(
+        f"{models_of}, {args.sentences} sentences of {args.source_length} tokens to {args.target_length}, "
+        f"beam {args.beam}, {args.dtype}, {args.device}, {args.threads} threads, torch {torch.__version__}"
+    )
+    print(f"{'norm':12} {'sentences/s':>11}  times {BASE} (lowest quarter, highest quarter)")
+    rows = []
+    for name in names:
+        speed = args.sentences / spread(seconds[name])[1]
+        low, middle, high = ratios(seconds[BASE], seconds[name])  # of speeds: the inverse of times
+        print(f"{name:12} {speed:11.2f}  {middle:.3f} ({low:.3f}, {high:.3f})")
+        settings = {key: value for key, value in vars(args).items() if key not in ("output", "checkpoint")}
+        settings["size"] = "checkpoint" if args.checkpoint else args.size
+        measured = {"sentences_per_s": speed, f"times_{BASE}": middle, "times_low": low, "times_high": high}
+        rows.append({"norm": name, **settings, **{key: f"{value:.4g}" for key, value in measured.items()}})
+    if args.output:
+        write_csv(args.output, rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,496 @@
+// The operators of pn_fairseq/kernels/ops.py for the CPU. What they compute is defined in pn_fairseq/kernels/reference.py.
+
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <torch/library.h>
+
+#include <cmath>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "rows.h"
+
+namespace pn {
+namespace {
+
+using at::Tensor;
+using Optional = std::optional<Tensor>;
+
+const Implementation& implementation() {
+  static const Implementation& chosen = []() -> const Implementation& {
+#ifdef PN_X86
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+        __builtin_cpu_supports("avx512vl")) {
+      return avx512();
+    }
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return avx2();
+#endif
+    return baseline();
+  }();
+  return chosen;
+}
+
+std::string cpu_capability() { return implementation().name; }
+
+// Calls `compute(storage, wide, passes)` with the types that belong to `x`, of which the first two are null pointers.
+template <class F>
+auto for_type_of(const Tensor& x, F&& compute) {
+  switch (x.scalar_type()) {
+    case at::kFloat:
+      return compute(static_cast<float*>(nullptr), float(), implementation().float32);
+    case at::kDouble:
+      return compute(static_cast<double*>(nullptr), double(), implementation().float64);
+    case at::kBFloat16:
+      return compute(static_cast<BFloat16*>(nullptr), float(), implementation().bfloat16);
+    case at::kHalf:
+      return compute(static_cast<Half*>(nullptr), float(), implementation().float16);
+    default:
+      TORCH_CHECK(false, "expected float16, bfloat16, float32 or float64, got ", x.scalar_type());
+  }
+}
+
+at::ScalarType wide_type(const Tensor& x) { return x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat; }
+
+Tensor new_wide(const Tensor& x, at::IntArrayRef sizes) { return at::empty(sizes, x.options().dtype(wide_type(x))); }
+
+Tensor with_unit_stride(const Tensor& x) {
+  return x.size(-1) == 1 || x.stride(-1) == 1 ? x : x.contiguous();
+}
+
+// The tokens of a (T, B, C) or (N, C) tensor, in the order in which they lie in memory.
+struct Tokens {
+  int64_t outer, inner, channels;
+  bool swapped, flat;
+
+  explicit Tokens(const Tensor& x) : channels(x.size(-1)), flat(x.dim() == 2) {
+    TORCH_CHECK(x.dim() == 2 || x.dim() == 3, "expected (T, B, C) or (N, C), got ", x.sizes());
+    outer = x.size(0);
+    inner = flat ? 1 : x.size(1);
+    swapped = !flat && x.stride(0) < x.stride(1);
+    if (swapped) std::swap(outer, inner);
+  }
+
+  int64_t count() const { return outer * inner; }
+
+  template <class T, class U>
+  Rows<T> in_strides(U* data, int64_t first, int64_t second) const {
+    return swapped ? Rows<T>{reinterpret_cast<T*>(data), second, first} : Rows<T>{reinterpret_cast<T*>(data), first, second};
+  }
+
+  template <class T>
+  Rows<T> of(const Tensor& x) const {
+    return in_strides<T>(static_cast<char*>(x.data_ptr()), x.stride(0), flat ? 0 : x.stride(1));
+  }
+
+  Rows<const bool> of_mask(const Optional& mask) const {
+    if (!mask) return {};
+    return in_strides<const bool>(mask->const_data_ptr<bool>(), mask->stride(-1), flat ? 0 : mask->stride(0));
+  }
+};
+
+// A vector over channels in the wide type, or nothing.
+template <class A>
+struct Channels {
+  Tensor held;
+  const A* data = nullptr;
+
+  Channels(const Optional& vector, const Tensor& x) {
+    if (!vector) return;
+    held = vector->to(wide_type(x)).contiguous();
+    data = held.const_data_ptr<A>();
+  }
+
+  explicit operator bool() const { return data != nullptr; }
+  A operator[](int64_t c) const { return data[c]; }
+};
+
+// A thread that gets fewer elements than this costs more than it gives.
+constexpr int64_t kWorthAThread = 32768;
+
+// Sums over all tokens, each thread's added up in the order of the threads: the same for the same number of threads.
+struct Total {
+  std::vector<double> sums;  // as in Sums
+  int64_t real = 0;
+};
+
+// Calls `pass(begin, end, sums)` on a share of the tokens in each thread; `vectors` sums over channels are kept.
+template <class A, class F>
+Total over_tokens(const Tokens& tokens, int64_t vectors, F&& pass) {
+  const int64_t rows = tokens.count(), size = vectors * tokens.channels;
+  const int64_t worth_it = std::max<int64_t>(1, rows * tokens.channels / kWorthAThread);
+  const int64_t threads = at::in_parallel_region() ? 1 : std::min<int64_t>(at::get_num_threads(), worth_it);
+  std::vector<A> narrow(threads * size);
+  std::vector<double> wide(threads * size);
+  std::vector<Sums<A>> sums(threads);
+  at::parallel_for(0, threads, 1, [&](int64_t first, int64_t last) {
+    for (int64_t thread = first; thread < last; ++thread) {
+      Sums<A> own;
+      if (vectors) own = {narrow.data() + thread * size, wide.data() + thread * size};
+      const int64_t begin = rows * thread / threads, end = rows * (thread + 1) / threads;
+      if (begin < end) pass(begin, end, own);
+      sums[thread] = own;
+    }
+  });
+  Total total;
+  wide.resize(threads * size);
+  for (int64_t thread = 0; thread < threads; ++thread) {
+    total.real += sums[thread].real;
+    for (int64_t k = 0; thread && k < size; ++k) wide[k] += wide[thread * size + k];
+  }
+  wide.resize(size);
+  total.sums = std::move(wide);
+  return total;
+}
+
+template <class A>
+void copy_to(const Tensor& to, const double* from) {
+  A* data = to.data_ptr<A>();
+  const int64_t size = to.numel();
+  for (int64_t k = 0; k < size; ++k) data[k] = static_cast<A>(from[k]);
+}
+
+// A result with the layout of `like`. The passes write to `rows`, whose channels lie side by side.
+struct Result {
+  Tensor whole, rows;
+
+  Result(const Tensor& like, const Tensor& like_rows) : whole(at::empty_like(like)) {
+    rows = with_unit_stride(whole).is_same(whole) ? whole : at::empty_like(like_rows);
+  }
+
+  const Tensor& get() {
+    if (!rows.is_same(whole)) whole.copy_(rows);
+    return whole;
+  }
+};
+
+Tensor new_scales(const Tensor& x, int64_t groups) {
+  return x.dim() == 2 ? new_wide(x, {x.size(0), groups}) : new_wide(x, {x.size(0), x.size(1), groups});
+}
+
+template <class S, class A>
+Forward<S, A> forward_of(const Tokens& tokens, const Tensor& x, const Tensor& inv_rms, int64_t groups, double eps) {
+  Forward<S, A> f{};
+  f.inner = std::max<int64_t>(1, tokens.inner);
+  f.channels = tokens.channels;
+  f.groups = groups;
+  f.eps = static_cast<A>(eps);
+  f.x = tokens.of<const S>(x);
+  f.inv_rms = tokens.of<A>(inv_rms);
+  return f;
+}
+
+// weight / sqrt(moment + eps), where what is missing is 1.
+template <class A>
+std::vector<A> scale_of(const Channels<A>& weight, const A* moment, double eps, int64_t channels) {
+  std::vector<A> scale(channels);
+  for (int64_t c = 0; c < channels; ++c) {
+    A gain = weight ? weight[c] : A(1);
+    scale[c] = moment ? gain / std::sqrt(moment[c] + static_cast<A>(eps)) : gain;
+  }
+  return scale;
+}
+
+template <class A>
+std::vector<A> bias_of(const Channels<A>& bias, int64_t channels) {
+  std::vector<A> values(channels);
+  if (bias) std::copy(bias.data, bias.data + channels, values.begin());
+  return values;
+}
+
+std::tuple<Tensor, Tensor> normalize(
+    const Tensor& given, const Optional& weight, const Optional& bias, const Optional& mean, const Optional& moment,
+    const Optional& inv_rms, int64_t groups, double eps) {
+  const Tensor x = with_unit_stride(given);
+  const Tokens tokens(x);
+  Result y(given, x);
+  Tensor scales = inv_rms ? inv_rms->contiguous() : new_scales(x, groups);
+  for_type_of(x, [&](auto* storage, auto wide, const auto& passes) {
+    using S = std::remove_pointer_t<decltype(storage)>;
+    using A = decltype(wide);
+    const Channels<A> gain(weight, x), shift(bias, x), center(mean, x), second(moment, x);
+    const std::vector<A> scale = scale_of<A>(gain, second.data, eps, tokens.channels);
+    const std::vector<A> offset = bias_of<A>(shift, tokens.channels);
+    Forward<S, A> f = forward_of<S, A>(tokens, x, scales, groups, eps);
+    f.given = inv_rms.has_value();
+    f.y = tokens.of<S>(y.rows);
+    f.scale = scale.data();
+    f.bias = offset.data();
+    f.center = center.data;
+    over_tokens<A>(tokens, 0, [&](int64_t begin, int64_t end, Sums<A>& sums) {
+      passes.forward(f, begin, end, Kind::none, sums);
+    });
+  });
+  return {y.get(), inv_rms ? new_wide(x, {0}) : scales};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> moments(
+    const Tensor& given, const Optional& padding_mask, int64_t groups, double eps, bool centered) {
+  const Tensor x = with_unit_stride(given);
+  const Tokens tokens(x);
+  const int64_t channels = tokens.channels;
+  Tensor inv_rms = new_scales(x, groups), mean = new_wide(x, {centered ? channels : 0});
+  Tensor squares = new_wide(x, {2, channels}), count = new_wide(x, {});
+  for_type_of(x, [&](auto* storage, auto wide, const auto& passes) {
+    using S = std::remove_pointer_t<decltype(storage)>;
+    using A = decltype(wide);
+    Forward<S, A> f = forward_of<S, A>(tokens, x, inv_rms, groups, eps);
+    f.padding = tokens.of_mask(padding_mask);
+    auto pass = [&](Kind kind) {
+      return over_tokens<A>(tokens, 2, [&](int64_t begin, int64_t end, Sums<A>& sums) {
+        passes.forward(f, begin, end, kind, sums);
+      });
+    };
+    if (centered) {
+      Total values = pass(Kind::values);
+      for (int64_t c = 0; c < channels; ++c) values.sums[c] /= static_cast<double>(std::max<int64_t>(1, values.real));
+      copy_to<A>(mean, values.sums.data());
+      f.given = true;
+      f.center = mean.const_data_ptr<A>();
+    }
+    const Total total = pass(Kind::squares);
+    copy_to<A>(squares, total.sums.data());
+    *count.data_ptr<A>() = static_cast<A>(total.real);
+  });
+  return {inv_rms, mean, squares, count};
+}
+
+template <class S, class A>
+Backward<S, A> backward_of(
+    const Tokens& tokens, const Tensor& dy, const Tensor& x, const Optional& padding_mask, const Tensor& inv_rms,
+    int64_t groups) {
+  Backward<S, A> b{};
+  b.inner = std::max<int64_t>(1, tokens.inner);
+  b.channels = tokens.channels;
+  b.groups = groups;
+  b.dy = tokens.of<const S>(dy);
+  b.x = tokens.of<const S>(x);
+  b.padding = tokens.of_mask(padding_mask);
+  b.inv_rms = tokens.of<const A>(inv_rms);
+  return b;
+}
+
+Tensor gradient_sums(
+    const Tensor& given_dy, const Tensor& given, const Optional& padding_mask, const Optional& mean,
+    const Tensor& inv_rms, int64_t groups) {
+  const Tensor x = with_unit_stride(given), dy = with_unit_stride(given_dy), scales = inv_rms.contiguous();
+  const Tokens tokens(x);
+  Tensor result = new_wide(x, {2, 2, tokens.channels});
+  for_type_of(x, [&](auto* storage, auto wide, const auto& passes) {
+    using S = std::remove_pointer_t<decltype(storage)>;
+    using A = decltype(wide);
+    const Channels<A> center(mean, x);
+    Backward<S, A> b = backward_of<S, A>(tokens, dy, x, padding_mask, scales, groups);
+    b.center = center.data;
+    const Total total = over_tokens<A>(tokens, 4, [&](int64_t begin, int64_t end, Sums<A>& sums) {
+      passes.backward(b, begin, end, sums);
+    });
+    copy_to<A>(result, total.sums.data());
+  });
+  return result;
+}
+
+std::tuple<Tensor, Tensor> gradient(
+    const Tensor& given_dy, const Tensor& given, const Optional& padding_mask, const Optional& scale,
+    const Optional& slope, const Optional& offset, const Optional& mean, const Tensor& inv_rms, int64_t groups,
+    bool sums_wanted) {
+  const Tensor x = with_unit_stride(given), dy = with_unit_stride(given_dy), scales = inv_rms.contiguous();
+  const Tokens tokens(x);
+  const int64_t channels = tokens.channels;
+  Result dx(given, x);
+  Tensor result = sums_wanted ? new_wide(x, {2, 2, channels}) : new_wide(x, {0});
+  for_type_of(x, [&](auto* storage, auto wide, const auto& passes) {
+    using S = std::remove_pointer_t<decltype(storage)>;
+    using A = decltype(wide);
+    const Channels<A> given_scale(scale, x), given_slope(slope, x), given_offset(offset, x), center(mean, x);
+    const std::vector<A> gain = scale_of<A>(given_scale, nullptr, 0.0, channels);
+    // With a center the pass reads slope and offset in any case.
+    std::vector<A> zero(center ? channels : 0);
+    Backward<S, A> b = backward_of<S, A>(tokens, dy, x, padding_mask, scales, groups);
+    b.dx = tokens.of<S>(dx.rows);
+    b.scale = gain.data();
+    b.slope = given_slope || !center ? given_slope.data : zero.data();
+    b.offset = given_offset || !center ? given_offset.data : zero.data();
+    b.center = center.data;
+    const Total total = over_tokens<A>(tokens, sums_wanted ? 4 : 0, [&](int64_t begin, int64_t end, Sums<A>& sums) {
+      passes.backward(b, begin, end, sums);
+    });
+    copy_to<A>(result, total.sums.data());
+  });
+  return {dx.get(), result};
+}
+
+// Rows of `vectors` and entries of `tally`.
+enum { kSquares, kPsi2Used, kNu, kPsi2Before, kPsi2Batch, kVectors };
+enum { kTokens, kCounted, kWarmingUp, kStepsBefore, kEntries };
+
+struct State {
+  float* values;
+
+  State(const Tensor& buffer, int64_t channels) {
+    TORCH_CHECK(
+        buffer.scalar_type() == at::kFloat && buffer.is_contiguous() && buffer.numel() == channels,
+        "a running statistic has to be ", channels, " float32 side by side");
+    values = buffer.data_ptr<float>();
+  }
+};
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> power_forward(
+    const Tensor& given, const Optional& padding_mask, const Optional& weight, const Optional& bias,
+    const Tensor& running_psi2, const Tensor& nu, const Tensor& steps, int64_t groups, double eps, double alpha,
+    int64_t warmup, bool update) {
+  const Tensor x = with_unit_stride(given);
+  const Tokens tokens(x);
+  const int64_t channels = tokens.channels;
+  float* psi2 = State(running_psi2, channels).values;
+  const float* old_nu = State(nu, channels).values;
+  int64_t* number = steps.data_ptr<int64_t>();
+  const bool warming_up = *number < warmup;
+  Result y(given, x);
+  Tensor inv_rms = new_scales(x, groups), vectors = new_wide(x, {kVectors, channels});
+  Tensor tally = at::empty({kEntries}, x.options().dtype(at::kLong));
+  for_type_of(x, [&](auto* storage, auto wide, const auto& passes) {
+    using S = std::remove_pointer_t<decltype(storage)>;
+    using A = decltype(wide);
+    A* rows = vectors.data_ptr<A>();
+    A *squares = rows + kSquares * channels, *used = rows + kPsi2Used * channels, *batch = rows + kPsi2Batch * channels;
+    for (int64_t c = 0; c < channels; ++c) {
+      rows[kNu * channels + c] = static_cast<A>(old_nu[c]);
+      used[c] = rows[kPsi2Before * channels + c] = static_cast<A>(psi2[c]);
+    }
+    const Channels<A> gain(weight, x), shift(bias, x);
+    const std::vector<A> offset = bias_of<A>(shift, channels);
+    Forward<S, A> f = forward_of<S, A>(tokens, x, inv_rms, groups, eps);
+    f.padding = tokens.of_mask(padding_mask);
+    f.bias = offset.data();
+    std::vector<A> scale;
+    auto pass = [&](Kind kind) {
+      return over_tokens<A>(tokens, kind == Kind::none ? 0 : 2, [&](int64_t begin, int64_t end, Sums<A>& sums) {
+        passes.forward(f, begin, end, kind, sums);
+      });
+    };
+    auto write_y = [&] {
+      scale = scale_of<A>(gain, used, eps, channels);
+      f.scale = scale.data();
+      f.y = tokens.of<S>(y.rows);
+    };
+    // The running psi is known before the batch is seen, so one pass does it all; its own is not.
+    if (!warming_up) write_y();
+    const Total total = pass(Kind::squares);
+    const double count = static_cast<double>(std::max<int64_t>(1, total.real));
+    bool finite = true;
+    for (int64_t c = 0; c < channels; ++c) {
+      squares[c] = static_cast<A>(total.sums[c]);
+      batch[c] = static_cast<A>(total.sums[c] / count);
+      finite = finite && std::isfinite(batch[c]);
+      if (warming_up && total.real) used[c] = batch[c];
+    }
+    if (warming_up) {
+      write_y();
+      f.given = true;
+      pass(Kind::none);
+    }
+
+    const bool counted = total.real && finite;
+    int64_t* entries = tally.data_ptr<int64_t>();
+    entries[kTokens] = total.real;
+    entries[kCounted] = counted;
+    entries[kWarmingUp] = warming_up;
+    entries[kStepsBefore] = *number;
+    if (update && counted) {
+      const float share = warming_up ? 1.0f / static_cast<float>(*number + 1) : static_cast<float>(1.0 - alpha);
+      for (int64_t c = 0; c < channels; ++c) psi2[c] += share * (static_cast<float>(batch[c]) - psi2[c]);
+      ++*number;
+    }
+  });
+  if (update) {
+    running_psi2.unsafeGetTensorImpl()->bump_version();
+    steps.unsafeGetTensorImpl()->bump_version();
+  }
+  return {y.get(), inv_rms, vectors, tally};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> power_backward(
+    const Tensor& given_dy, const Tensor& given, const Optional& padding_mask, const Optional& weight,
+    const Tensor& inv_rms, const Tensor& vectors, const Tensor& running_psi2, const Tensor& nu, const Tensor& steps,
+    const Tensor& tally, int64_t groups, double eps, double alpha, bool update) {
+  const Tensor x = with_unit_stride(given), dy = with_unit_stride(given_dy), scales = inv_rms.contiguous();
+  const Tokens tokens(x);
+  const int64_t channels = tokens.channels;
+  float *psi2 = State(running_psi2, channels).values, *present_nu = State(nu, channels).values;
+  int64_t *number = steps.data_ptr<int64_t>(), *entries = tally.data_ptr<int64_t>();
+  Result dx(given, x);
+  Tensor dweight = weight ? new_wide(x, {channels}) : at::empty({0}, x.options());
+  Tensor dbias = at::empty_like(dweight), lambda_total = new_wide(x, {channels});
+  for_type_of(x, [&](auto* storage, auto wide, const auto& passes) {
+    using S = std::remove_pointer_t<decltype(storage)>;
+    using A = decltype(wide);
+    const A* rows = vectors.const_data_ptr<A>();
+    const A *used = rows + kPsi2Used * channels, *batch = rows + kPsi2Batch * channels;
+    const Channels<A> gain(weight, x);
+    const std::vector<A> scale = scale_of<A>(gain, used, eps, channels);
+    std::vector<A> slope(channels);
+    for (int64_t c = 0; c < channels; ++c) slope[c] = rows[kNu * channels + c] / (used[c] + static_cast<A>(eps));
+    Backward<S, A> b = backward_of<S, A>(tokens, dy, x, padding_mask, scales, groups);
+    b.dx = tokens.of<S>(dx.rows);
+    b.scale = scale.data();
+    b.slope = slope.data();
+    const Total total = over_tokens<A>(tokens, 4, [&](int64_t begin, int64_t end, Sums<A>& sums) {
+      passes.backward(b, begin, end, sums);
+    });
+
+    const double* sums = total.sums.data();
+    A* lambda = lambda_total.data_ptr<A>();
+    for (int64_t c = 0; c < channels; ++c) lambda[c] = static_cast<A>(sums[c] * scale[c]);
+    if (weight) {
+      A *gain_grad = dweight.data_ptr<A>(), *bias_grad = dbias.data_ptr<A>();
+      for (int64_t c = 0; c < channels; ++c) {
+        gain_grad[c] = static_cast<A>((sums[c] + sums[2 * channels + c]) / std::sqrt(used[c] + static_cast<A>(eps)));
+        bias_grad[c] = static_cast<A>(sums[channels + c] + sums[3 * channels + c]);
+      }
+    }
+    if (!update) return;
+    const A rate = static_cast<A>(1.0 - alpha), count = static_cast<A>(std::max<int64_t>(1, entries[kTokens]));
+    std::vector<A> moved(channels);
+    bool finite = true;
+    for (int64_t c = 0; c < channels; ++c) {
+      const A gamma_moment = batch[c] / (used[c] + static_cast<A>(eps)), lambda_moment = lambda[c] / count;
+      finite = finite && std::isfinite(gamma_moment) && std::isfinite(lambda_moment);
+      moved[c] = static_cast<A>(present_nu[c]) * std::max(A(0), A(1) - rate * gamma_moment) + rate * lambda_moment;
+    }
+    if (!finite) {
+      for (int64_t c = 0; c < channels; ++c) psi2[c] = static_cast<float>(rows[kPsi2Before * channels + c]);
+      *number = entries[kStepsBefore];
+      entries[kCounted] = 0;
+    } else if (entries[kTokens]) {
+      for (int64_t c = 0; c < channels; ++c) present_nu[c] = static_cast<float>(moved[c]);
+    }
+  });
+  if (update) {
+    for (const Tensor& changed : {running_psi2, nu, steps, tally}) changed.unsafeGetTensorImpl()->bump_version();
+  }
+  if (weight && weight->scalar_type() != dweight.scalar_type()) {
+    dweight = dweight.to(weight->scalar_type());
+    dbias = dbias.to(weight->scalar_type());
+  }
+  return {dx.get(), dweight, dbias, lambda_total};
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(pn_fairseq, library) { library.def("cpu_capability() -> str", &cpu_capability); }
+
+TORCH_LIBRARY_IMPL(pn_fairseq, CPU, library) {
+  library.impl("normalize", &normalize);
+  library.impl("moments", &moments);
+  library.impl("gradient_sums", &gradient_sums);
+  library.impl("gradient", &gradient);
+  library.impl("power_forward", &power_forward);
+  library.impl("power_backward", &power_backward);
+}
+
+}  // namespace pn

@@ -1,0 +1,5 @@
+// For any CPU of the architecture.
+#define PN_VECTOR_BYTES 16
+#define PN_IMPLEMENTATION baseline
+#define PN_NAME "any CPU"
+#include "rows_impl.h"

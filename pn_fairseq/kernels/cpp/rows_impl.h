@@ -1,0 +1,407 @@
+// The passes of rows.h in vectors of PN_VECTOR_BYTES, the native width of the CPU that a file is compiled for: wider ones
+// spill. Included by rows_*.cpp, which name the function that returns the table.
+
+#include <cmath>
+#include <cstring>
+
+#include "rows.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace pn {
+namespace {  // each file has its own copy, compiled for its own CPU
+
+#define PN_INLINE inline __attribute__((always_inline))
+
+template <class T, int bytes>
+struct VectorOf {
+  typedef T type __attribute__((vector_size(bytes)));
+};
+
+template <class A>
+constexpr int kWidth = PN_VECTOR_BYTES / static_cast<int>(sizeof(A));
+
+template <class A>
+using Vector = typename VectorOf<A, PN_VECTOR_BYTES>::type;
+
+typedef VectorOf<uint32_t, PN_VECTOR_BYTES>::type Bits32;
+typedef VectorOf<uint16_t, PN_VECTOR_BYTES / 2>::type Bits16;
+
+template <class To, class From>
+PN_INLINE To as(const From& from) {
+  static_assert(sizeof(To) == sizeof(From), "same size");
+  To to;
+  std::memcpy(&to, &from, sizeof to);
+  return to;
+}
+
+// Storage types to vectors of the type that is computed in, and back with one rounding to nearest even.
+
+PN_INLINE Vector<float> widen(const float* from) {
+  Vector<float> v;
+  std::memcpy(&v, from, sizeof v);
+  return v;
+}
+
+PN_INLINE Vector<double> widen(const double* from) {
+  Vector<double> v;
+  std::memcpy(&v, from, sizeof v);
+  return v;
+}
+
+PN_INLINE void narrow(float* to, Vector<float> v) { std::memcpy(to, &v, sizeof v); }
+
+PN_INLINE void narrow(double* to, Vector<double> v) { std::memcpy(to, &v, sizeof v); }
+
+#if defined(__AVX512BW__)
+PN_INLINE Vector<float> widen(const BFloat16* from) {
+  __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+  return (Vector<float>)_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16);
+}
+#elif defined(__AVX2__)
+PN_INLINE Vector<float> widen(const BFloat16* from) {
+  __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+  return (Vector<float>)_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16);
+}
+#else
+PN_INLINE Vector<float> widen(const BFloat16* from) {
+  Bits16 bits;
+  std::memcpy(&bits, from, sizeof bits);
+  return as<Vector<float>>(__builtin_convertvector(bits, Bits32) << 16);
+}
+#endif
+
+PN_INLINE void narrow(BFloat16* to, Vector<float> v) {
+  Bits32 bits = as<Bits32>(v);
+  Bits32 rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
+  Bits32 nan = bits | 0x400000u;  // rounding could make an infinity of it
+  Bits32 upper = ((bits & 0x7fffffffu) > 0x7f800000u ? nan : rounded) >> 16;
+#if defined(__AVX512BW__)
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi32_epi16((__m512i)upper));
+#else
+  Bits16 result = __builtin_convertvector(upper, Bits16);
+  std::memcpy(to, &result, sizeof result);
+#endif
+}
+
+#if defined(__AVX512F__)
+PN_INLINE Vector<float> widen(const Half* from) {
+  return (Vector<float>)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+}
+
+PN_INLINE void narrow(Half* to, Vector<float> v) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtps_ph((__m512)v, 0));
+}
+#elif defined(__F16C__)
+PN_INLINE Vector<float> widen(const Half* from) {
+  return (Vector<float>)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+}
+
+PN_INLINE void narrow(Half* to, Vector<float> v) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_cvtps_ph((__m256)v, 0));
+}
+#elif defined(__aarch64__)
+typedef VectorOf<__fp16, PN_VECTOR_BYTES / 2>::type Halves;
+
+PN_INLINE Vector<float> widen(const Half* from) {
+  Halves v;
+  std::memcpy(&v, from, sizeof v);
+  return __builtin_convertvector(v, Vector<float>);
+}
+
+PN_INLINE void narrow(Half* to, Vector<float> v) {
+  Halves result = __builtin_convertvector(v, Halves);
+  std::memcpy(to, &result, sizeof result);
+}
+#else
+PN_INLINE float widen_one(Half half) {
+  uint32_t sign = static_cast<uint32_t>(half.bits & 0x8000u) << 16, magnitude = half.bits & 0x7fffu;
+  if (magnitude >= 0x7c00u) return as<float>(sign | 0x7f800000u | (magnitude & 0x3ffu) << 13);
+  // The exponent's bias is 15 there and 127 here; a multiplication puts subnormal numbers right, too.
+  return as<float>(sign | as<uint32_t>(as<float>(magnitude << 13) * as<float>(uint32_t{(254 - 15) << 23})));
+}
+
+PN_INLINE Half narrow_one(float value) {
+  uint32_t bits = as<uint32_t>(value), sign = bits >> 16 & 0x8000u, magnitude = bits & 0x7fffffffu, result;
+  if (magnitude > 0x7f800000u) {
+    result = 0x7e00u;
+  } else if (magnitude >= 0x477ff000u) {  // rounds to more than the largest finite number
+    result = 0x7c00u;
+  } else if (magnitude < 0x38800000u) {  // subnormal: the addition rounds where the last bit will be
+    result = as<uint32_t>(as<float>(magnitude) + 0.5f) - as<uint32_t>(0.5f);
+  } else {
+    result = (magnitude - (112u << 23) + 0xfffu + (magnitude >> 13 & 1u)) >> 13;
+  }
+  return {static_cast<uint16_t>(sign | result)};
+}
+
+PN_INLINE Vector<float> widen(const Half* from) {
+  Vector<float> v;
+  for (int k = 0; k < kWidth<float>; ++k) v[k] = widen_one(from[k]);
+  return v;
+}
+
+PN_INLINE void narrow(Half* to, Vector<float> v) {
+  for (int k = 0; k < kWidth<float>; ++k) to[k] = narrow_one(v[k]);
+}
+#endif
+
+// How many elements of a vector are there: all, or the first few at the end of a span, where the others read as zero.
+struct Whole {};
+struct Part {
+  int64_t count;
+};
+
+template <class T>
+PN_INLINE auto load(const T* from, Whole) {
+  return widen(from);
+}
+
+template <class T>
+PN_INLINE auto load(const T* from, Part part) {
+  T buffer[PN_VECTOR_BYTES / sizeof(T)] = {};
+  for (int64_t k = 0; k < part.count; ++k) buffer[k] = from[k];
+  return widen(buffer);
+}
+
+template <class T, class V>
+PN_INLINE void store(T* to, V v, Whole) {
+  narrow(to, v);
+}
+
+template <class T, class V>
+PN_INLINE void store(T* to, V v, Part part) {
+  T buffer[PN_VECTOR_BYTES / sizeof(T)];
+  narrow(buffer, v);
+  for (int64_t k = 0; k < part.count; ++k) to[k] = buffer[k];
+}
+
+template <class A, class F>
+PN_INLINE void for_span(int64_t begin, int64_t end, F&& body) {
+  int64_t c = begin;
+#pragma GCC unroll 4
+  for (; c + kWidth<A> <= end; c += kWidth<A>) body(c, Whole{});
+  if (c < end) body(c, Part{end - c});
+}
+
+// Sum of the elements. By shuffles: through memory it would wait for the store.
+PN_INLINE float total(VectorOf<float, 16>::type v) { return (v[0] + v[1]) + (v[2] + v[3]); }
+
+PN_INLINE double total(VectorOf<double, 16>::type v) { return v[0] + v[1]; }
+
+#if defined(__AVX__)
+PN_INLINE float total(VectorOf<float, 32>::type v) {
+  typedef VectorOf<float, 16>::type Half;
+  return total((Half)_mm256_castps256_ps128((__m256)v) + (Half)_mm256_extractf128_ps((__m256)v, 1));
+}
+
+PN_INLINE double total(VectorOf<double, 32>::type v) {
+  typedef VectorOf<double, 16>::type Half;
+  return total((Half)_mm256_castpd256_pd128((__m256d)v) + (Half)_mm256_extractf128_pd((__m256d)v, 1));
+}
+#endif
+
+#if defined(__AVX512DQ__)
+PN_INLINE float total(VectorOf<float, 64>::type v) {
+  typedef VectorOf<float, 32>::type Half;
+  return total((Half)_mm512_castps512_ps256((__m512)v) + (Half)_mm512_extractf32x8_ps((__m512)v, 1));
+}
+
+PN_INLINE double total(VectorOf<double, 64>::type v) {
+  typedef VectorOf<double, 32>::type Half;
+  return total((Half)_mm512_castpd512_pd256((__m512d)v) + (Half)_mm512_extractf64x4_pd((__m512d)v, 1));
+}
+#endif
+
+template <class S, class A>
+PN_INLINE A sum_of_squares(const S* x, int64_t begin, int64_t end) {
+  constexpr int width = kWidth<A>;
+  Vector<A> first{}, second{}, third{}, fourth{};  // one alone would wait for itself
+  int64_t c = begin;
+  for (; c + 4 * width <= end; c += 4 * width) {
+    Vector<A> a = widen(x + c), b = widen(x + c + width), d = widen(x + c + 2 * width), e = widen(x + c + 3 * width);
+    first += a * a;
+    second += b * b;
+    third += d * d;
+    fourth += e * e;
+  }
+  for_span<A>(c, end, [&](int64_t at, auto part) {
+    Vector<A> v = load(x + at, part);
+    first += v * v;
+  });
+  return total((first + second) + (third + fourth));
+}
+
+template <class A>
+PN_INLINE void add_up(Sums<A>& sums, int64_t size) {
+  for (int64_t k = 0; k < size; ++k) {
+    sums.wide[k] += static_cast<double>(sums.narrow[k]);
+    sums.narrow[k] = A(0);
+  }
+}
+
+constexpr int64_t kRowsBetweenAddingUp = 256;
+
+// Rows in the order in which they are visited.
+struct Place {
+  int64_t outer, inner;
+
+  Place(int64_t row, int64_t size) : outer(row / size), inner(row % size) {}
+
+  PN_INLINE void next(int64_t size) {
+    if (++inner == size) {
+      inner = 0;
+      ++outer;
+    }
+  }
+};
+
+// One row forward: all root mean squares, whose long chains of operations overlap, then all the rest. `sum` is where this
+// row's sums go.
+template <class S, class A, bool scaled, bool writes, bool centered, Kind kind>
+PN_INLINE void forward_row(const Forward<S, A>& f, Place at, A* sum) {
+  const int64_t spans = scaled ? f.groups : 1, size = f.channels / spans;
+  const S* x = f.x.at(at.outer, at.inner);
+  S* y = f.y.at(at.outer, at.inner);
+  A* inv_rms = f.inv_rms.at(at.outer, at.inner);
+  const A *scale = f.scale, *bias = f.bias, *center = f.center;
+  for (int64_t g = 0; scaled && !f.given && g < spans; ++g) {
+    inv_rms[g] = A(1) / std::sqrt(sum_of_squares<S, A>(x, g * size, (g + 1) * size) / static_cast<A>(size) + f.eps);
+  }
+  for (int64_t g = 0; g < spans; ++g) {
+    const A factor = scaled ? inv_rms[g] : A(1);
+    for_span<A>(g * size, (g + 1) * size, [&](int64_t c, auto part) {
+      Vector<A> h = load(x + c, part);
+      if (scaled) h = h * factor;
+      if (centered) h = h - load(center + c, part);
+      if (kind == Kind::values) store(sum + c, load(sum + c, part) + h, part);
+      if (kind == Kind::squares) store(sum + c, load(sum + c, part) + h * h, part);
+      if (writes) store(y + c, h * load(scale + c, part) + load(bias + c, part), part);
+    });
+  }
+}
+
+template <class S, class A, bool scaled, bool writes, bool centered, Kind kind>
+void forward_rows(const Forward<S, A>& f, int64_t begin, int64_t end, Sums<A>& sums) {
+  Place at(begin, f.inner);
+  for (int64_t row = begin; row < end; ++row, at.next(f.inner)) {
+    const bool padding = f.padding.data && *f.padding.at(at.outer, at.inner);
+    forward_row<S, A, scaled, writes, centered, kind>(f, at, sums.narrow + (padding ? f.channels : 0));
+    sums.real += !padding;
+    if (kind != Kind::none && (row - begin) % kRowsBetweenAddingUp == kRowsBetweenAddingUp - 1) {
+      add_up(sums, 2 * f.channels);
+    }
+  }
+  if (kind != Kind::none) add_up(sums, 2 * f.channels);
+}
+
+template <class S, class A, bool scaled>
+void forward_scaled(const Forward<S, A>& f, int64_t begin, int64_t end, Kind kind, Sums<A>& sums) {
+  if (f.y.data) {
+    if (f.center) return forward_rows<S, A, scaled, true, true, Kind::none>(f, begin, end, sums);
+    if (kind == Kind::squares) return forward_rows<S, A, scaled, true, false, Kind::squares>(f, begin, end, sums);
+    return forward_rows<S, A, scaled, true, false, Kind::none>(f, begin, end, sums);
+  }
+  if (kind == Kind::values) return forward_rows<S, A, scaled, false, false, Kind::values>(f, begin, end, sums);
+  if (f.center) return forward_rows<S, A, scaled, false, true, Kind::squares>(f, begin, end, sums);
+  forward_rows<S, A, scaled, false, false, Kind::squares>(f, begin, end, sums);
+}
+
+template <class S, class A>
+void forward(const Forward<S, A>& f, int64_t begin, int64_t end, Kind kind, Sums<A>& sums) {
+  if (f.groups) return forward_scaled<S, A, true>(f, begin, end, kind, sums);
+  forward_scaled<S, A, false>(f, begin, end, kind, sums);
+}
+
+// One row backward, group by group while it is in the nearest cache: the sums and the projection mean_k(dh_k h_k), then
+// dx; without layer-scale all at once. `sums_up`: add dy * (h - center) to `sum` and dy to `sum + channels`.
+template <class S, class A, bool scaled, bool writes, bool sums_up, bool sloped, bool centered>
+PN_INLINE void backward_row(const Backward<S, A>& b, Place at, A* sum) {
+  const int64_t spans = scaled ? b.groups : 1, size = b.channels / spans;
+  const S *dy = b.dy.at(at.outer, at.inner), *x = b.x.at(at.outer, at.inner);
+  const A* inv_rms = b.inv_rms.at(at.outer, at.inner);
+  S* dx = b.dx.at(at.outer, at.inner);
+  const A *scale = b.scale, *slope = b.slope, *offset = b.offset, *center = b.center;
+  A* sum_dy = sum + b.channels;
+  for (int64_t g = 0; g < spans; ++g) {
+    const int64_t begin = g * size, end = begin + size;
+    const A factor = scaled ? inv_rms[g] : A(1);
+    Vector<A> projected{};
+    for_span<A>(begin, end, [&](int64_t c, auto part) {
+      Vector<A> grad = load(dy + c, part), h = load(x + c, part);
+      if (scaled) h = h * factor;
+      Vector<A> centre = h;
+      if (centered) centre = h - load(center + c, part);
+      if (sums_up) {
+        store(sum + c, load(sum + c, part) + grad * centre, part);
+        store(sum_dy + c, load(sum_dy + c, part) + grad, part);
+      }
+      if (writes) {
+        Vector<A> dh = grad * load(scale + c, part);
+        if (sloped) dh = dh - centre * load(slope + c, part);
+        if (sloped && centered) dh = dh - load(offset + c, part);
+        if (scaled) projected += dh * h;
+        if (!scaled) store(dx + c, dh, part);
+      }
+    });
+    if (!scaled || !writes) continue;
+    const A projection = total(projected) / static_cast<A>(size);
+    for_span<A>(begin, end, [&](int64_t c, auto part) {
+      Vector<A> h = load(x + c, part) * factor, centre = h;
+      if (centered) centre = h - load(center + c, part);
+      Vector<A> dh = load(dy + c, part) * load(scale + c, part);
+      if (sloped) dh = dh - centre * load(slope + c, part);
+      if (sloped && centered) dh = dh - load(offset + c, part);
+      store(dx + c, (dh - h * projection) * factor, part);
+    });
+  }
+}
+
+template <class S, class A, bool scaled, bool writes, bool sums_up, bool sloped, bool centered>
+void backward_rows(const Backward<S, A>& b, int64_t begin, int64_t end, Sums<A>& sums) {
+  Place at(begin, b.inner);
+  for (int64_t row = begin; row < end; ++row, at.next(b.inner)) {
+    if (b.padding.data && *b.padding.at(at.outer, at.inner)) {
+      backward_row<S, A, scaled, writes, sums_up, false, centered>(b, at, sums.narrow + 2 * b.channels);
+    } else {
+      backward_row<S, A, scaled, writes, sums_up, sloped, centered>(b, at, sums.narrow);
+    }
+    if (sums_up && (row - begin) % kRowsBetweenAddingUp == kRowsBetweenAddingUp - 1) add_up(sums, 4 * b.channels);
+  }
+  if (sums_up) add_up(sums, 4 * b.channels);
+}
+
+template <class S, class A, bool scaled, bool writes, bool sums_up>
+void backward_sloped(const Backward<S, A>& b, int64_t begin, int64_t end, Sums<A>& sums) {
+  if (b.center) return backward_rows<S, A, scaled, writes, sums_up, writes, true>(b, begin, end, sums);
+  if (b.slope) return backward_rows<S, A, scaled, writes, sums_up, writes, false>(b, begin, end, sums);
+  backward_rows<S, A, scaled, writes, sums_up, false, false>(b, begin, end, sums);
+}
+
+template <class S, class A, bool scaled>
+void backward_scaled(const Backward<S, A>& b, int64_t begin, int64_t end, Sums<A>& sums) {
+  if (!b.dx.data) return backward_sloped<S, A, scaled, false, true>(b, begin, end, sums);
+  if (sums.narrow) return backward_sloped<S, A, scaled, true, true>(b, begin, end, sums);
+  backward_sloped<S, A, scaled, true, false>(b, begin, end, sums);
+}
+
+template <class S, class A>
+void backward(const Backward<S, A>& b, int64_t begin, int64_t end, Sums<A>& sums) {
+  if (b.groups) return backward_scaled<S, A, true>(b, begin, end, sums);
+  backward_scaled<S, A, false>(b, begin, end, sums);
+}
+
+template <class S, class A>
+constexpr Passes<S, A> kPasses = {forward<S, A>, backward<S, A>};
+
+}  // namespace
+
+const Implementation& PN_IMPLEMENTATION() {
+  static const Implementation implementation = {
+      PN_NAME, kPasses<float, float>, kPasses<double, double>, kPasses<BFloat16, float>, kPasses<Half, float>};
+  return implementation;
+}
+
+}  // namespace pn

@@ -1,0 +1,170 @@
+"""Which implementation of the kernels computes, and why."""
+
+import importlib.util
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from types import ModuleType
+
+import torch
+
+from pn_fairseq.kernels import reference
+from pn_fairseq.kernels.ops import NAMESPACE, SCHEMAS
+
+#: Environment variable that forces an implementation.
+VARIABLE = "PN_FAIRSEQ_KERNELS"
+
+#: Implementation -> dispatch key of the device that it is for; None: any.
+IMPLEMENTATIONS = {"reference": None, "triton": "CUDA", "cpp": "CPU"}
+
+EXTENSION = "pn_fairseq.kernels._cpp"
+
+
+class Unavailable(RuntimeError):
+    """An implementation was asked for that cannot run here; the message says why and what to do."""
+
+
+def _load_cpp() -> str | None:
+    """Load the C++ kernels; why they cannot be loaded, or None."""
+    spec = importlib.util.find_spec(EXTENSION)
+    if spec is None:
+        return "not compiled: there was no working C++ compiler when pn_fairseq was installed"
+    try:
+        torch.ops.load_library(spec.origin)
+    except (OSError, RuntimeError) as error:
+        reason = str(error).strip().splitlines()[0]
+        return f"{spec.origin} was compiled for another version of torch or of this package ({reason}); install again"
+    return None
+
+
+@cache
+def _load_triton() -> tuple[ModuleType | None, str]:
+    """The operators by Triton, or None and why there are none. Imports triton, which is slow: not before it is used."""
+    if importlib.util.find_spec("triton") is None:
+        return None, "triton is not installed"
+    try:
+        from pn_fairseq.kernels import triton_ops
+    except (ImportError, AttributeError, OSError, RuntimeError) as error:
+        return None, f"the installed triton cannot be used ({str(error).strip().splitlines()[0]})"
+    return triton_ops, ""
+
+
+def _by_triton(name: str):
+    def implementation(*args):
+        module, _ = _load_triton()
+        return getattr(module or reference, name)(*args)
+
+    return implementation
+
+
+def _refuse(name: str, device: str):
+    def implementation(*args):
+        hint = ", unless TRITON_INTERPRET=1 is set" if name == "triton" else ""
+        raise Unavailable(
+            f"{VARIABLE}={name} computes on {IMPLEMENTATIONS[name]} only{hint}, and this input is on {device}"
+        )
+
+    return implementation
+
+
+def _select() -> tuple[str | None, str | None]:
+    """Load what the environment variable allows: the name that it forces, and why there are no C++ kernels."""
+    forced = os.environ.get(VARIABLE) or None
+    if forced not in (None, *IMPLEMENTATIONS):
+        raise Unavailable(f"{VARIABLE}={forced} is not one of {', '.join(IMPLEMENTATIONS)}")
+    if forced == "reference":
+        return forced, f"{VARIABLE}=reference"
+    if forced == "triton":
+        module, missing = _load_triton()
+        if missing:
+            raise Unavailable(f"{VARIABLE}=triton: {missing}")
+        for name in SCHEMAS:
+            _others.impl(name, getattr(module, name), "CUDA")
+            _others.impl(name, getattr(module, name) if module.INTERPRETED else _refuse("triton", "the CPU"), "CPU")
+        return forced, f"{VARIABLE}=triton"
+    missing = _load_cpp()
+    if forced is None:
+        for name in SCHEMAS:
+            _others.impl(name, _by_triton(name), "CUDA")
+    if forced == "cpp":
+        if missing:
+            raise Unavailable(f"{VARIABLE}=cpp: the C++ kernels are {missing}")
+        for name in SCHEMAS:
+            _others.impl(name, _refuse("cpp", "CUDA"), "CUDA")
+    return forced, missing
+
+
+_others = torch.library.Library(NAMESPACE, "IMPL")
+FORCED, CPP_MISSING = _select()
+
+
+def available() -> list[str]:
+    """The implementations that can run here."""
+    return ["reference"] + ([] if CPP_MISSING else ["cpp"]) + ([] if _why_no_triton() else ["triton"])
+
+
+def describe() -> dict[str, tuple[str, str]]:
+    """Device -> the implementation in use there, and why."""
+    if FORCED == "reference":
+        return dict.fromkeys(("CPU", "CUDA"), ("reference", f"{VARIABLE}=reference"))
+    why = f"{VARIABLE}={FORCED}" if FORCED else "automatically"
+    if FORCED == "triton":
+        interpreted = _load_triton()[0].INTERPRETED
+        return {
+            "CPU": ("triton", f"{why}, interpreted") if interpreted else ("none", why),
+            "CUDA": ("triton", why),
+        }
+    if CPP_MISSING:
+        cpu = ("reference", f"the C++ kernels are {CPP_MISSING}")
+    else:
+        cpu = ("cpp", f"{why}; compiled for {torch.ops.pn_fairseq.cpu_capability()}")
+    if FORCED == "cpp":
+        return {"CPU": cpu, "CUDA": ("none", f"{VARIABLE}=cpp")}
+    if not torch.cuda.is_available():
+        return {"CPU": cpu, "CUDA": ("none", "no CUDA device")}
+    _, missing = _load_triton()
+    return {"CPU": cpu, "CUDA": ("reference", missing) if missing else ("triton", why)}
+
+
+def _why_no_triton() -> str:
+    """Why Triton can compute nothing here; empty if it can."""
+    if FORCED not in (None, "triton"):
+        return f"{VARIABLE}={FORCED}"
+    if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET", "0") in ("", "0"):
+        return "no CUDA device, and TRITON_INTERPRET=1 is not set"
+    return _load_triton()[1]
+
+
+@contextmanager
+def using(name: str) -> Iterator[None]:
+    """Compute with one implementation inside the ``with`` block, as tests and benchmarks do.
+
+    Raises:
+        Unavailable: it cannot run here.
+    """
+    if name not in available():
+        raise Unavailable(f"kernels {name!r} cannot run here: {_why_not(name)}")
+    module = reference if name == "reference" else _load_triton()[0] if name == "triton" else None
+    if module is None or available() == ["reference"]:
+        yield
+        return
+    devices = ["CUDA"] if torch.cuda.is_available() else []
+    if name == "reference" or module.INTERPRETED:
+        devices.append("CPU")
+    library = torch.library.Library(NAMESPACE, "IMPL")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Warning only once for all operators")  # that one replaces another
+        for operator in SCHEMAS:
+            for device in devices:
+                library.impl(operator, getattr(module, operator), device, allow_override=True)
+    try:
+        yield
+    finally:
+        library._destroy()
+
+
+def _why_not(name: str) -> str | None:
+    reasons = {"triton": _why_no_triton(), "cpp": CPP_MISSING}
+    return reasons.get(name, f"not one of {', '.join(IMPLEMENTATIONS)}")

@@ -1,0 +1,321 @@
+"""pn-fold on checkpoints of small models with random weights and statistics."""
+
+import copy
+from argparse import Namespace
+
+import pytest
+import torch
+from fairseq import checkpoint_utils, tasks
+from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+from fairseq.models import ARCH_MODEL_REGISTRY
+from fairseq.sequence_generator import SequenceGenerator
+from fairseq.trainer import Trainer
+from omegaconf import OmegaConf
+
+from pn_fairseq.checkpoints import load_checkpoint
+from pn_fairseq.cli.fold import main
+from pn_fairseq.models.fold import TOLERANCE, compare, fold_weights
+from pn_fairseq.models.transformer_pn import FOLDED_MARK, FoldedModelError
+from pn_fairseq.norms import NORMS, LayerScale
+from pn_fairseq.norms.base import ChannelNorm, RunningNorm, running_norms
+
+from .models.helpers import arch_args, make_dictionary, make_task, padded_batch
+
+LAYERS = 2
+HEADS = 4
+SMALL = {
+    **{
+        f"{side}_{name}": value
+        for side in ("encoder", "decoder")
+        for name, value in (("embed_dim", 16), ("layers", LAYERS))
+    },
+    **{"encoder_ffn_embed_dim": 24, "decoder_ffn_embed_dim": 24},
+}
+STATEFUL = [name for name in NORMS if name != "layer"]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """A folder with the dictionaries that a translation task looks for."""
+    base = tmp_path_factory.mktemp("data")
+    for lang in ("de", "en"):
+        make_dictionary().save(str(base / f"dict.{lang}.txt"))
+    return base
+
+
+def make(norm="power", **flags):
+    """A model with random weights and statistics, and its settings."""
+    args = arch_args(f"transformer_{NORMS[norm].short}_tiny", **{**SMALL, **flags})
+    model = ARCH_MODEL_REGISTRY[args.arch].build_model(copy.deepcopy(args), make_task()).eval()
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(0.4 * torch.randn(parameter.shape, generator=generator))
+        for norm in running_norms(model):
+            for name, buffer in norm.named_buffers():
+                if name in ("running_psi2", "running_var"):
+                    buffer.copy_(0.2 + 2 * torch.rand(buffer.shape, generator=generator))
+                elif name == "running_mean":
+                    buffer.copy_(torch.randn(buffer.shape, generator=generator))
+    return model, args
+
+
+def state_of(model, args, data, **changes):
+    """A checkpoint as ``fairseq-train`` writes it."""
+    args = Namespace(**vars(args), task="translation", source_lang="de", target_lang="en", data=str(data))
+    cfg = OmegaConf.to_container(convert_namespace_to_omegaconf(args), resolve=True, enum_to_str=True)
+    return {
+        "args": None,
+        "cfg": cfg,
+        "model": model.state_dict(),
+        "optimizer_history": [{"lr_scheduler_state": {}, "num_updates": 70, "optimizer_name": "FairseqAdam"}],
+        "extra_state": {"train_iterator": {"epoch": 2, "iterations_in_epoch": 0}, "ema": dict(model.state_dict())},
+        "last_optimizer_state": {"state": {0: {"exp_avg": torch.zeros(3)}}},
+        **changes,
+    }
+
+
+def fold(state, tmp_path, code=0):
+    torch.save(state, tmp_path / "trained.pt")
+    assert main([str(tmp_path / "trained.pt"), str(tmp_path / "folded.pt")]) == code
+    return tmp_path / "folded.pt"
+
+
+def load(path, data):
+    (model,), _, _ = checkpoint_utils.load_model_ensemble_and_task([str(path)], {"data": str(data)})
+    return model
+
+
+def hypotheses(model, src):
+    generator = SequenceGenerator([model], make_dictionary(), beam_size=4, max_len_b=12)
+    sample = {"net_input": {"src_tokens": src, "src_lengths": src.ne(1).sum(1)}}
+    return [[hypothesis["tokens"].tolist() for hypothesis in beam] for beam in generator.generate([model], sample)]
+
+
+CASES = [(norm, groups, {}) for norm in STATEFUL for groups in (0, 1, HEADS)]
+CASES += [(norm, None, {"decoder_norm": norm, "share_all_embeddings": False}) for norm in STATEFUL]
+CASES += [("power", 2, {"norm_variant": "release", "decoder_norm": "batch"})]
+
+
+@pytest.mark.parametrize(("norm", "groups", "flags"), CASES, ids=str)
+def test_folded_model_is_the_same_function(norm, groups, flags, data, tmp_path):
+    model, args = make(norm, layer_scale_groups=groups, **flags)
+    path = fold(state_of(model, args, data), tmp_path)
+    folded = load(path, data)
+    assert folded.folded and not folded.training
+
+    # Exactly: both models and the folding in float64.
+    src, prev = padded_batch(batch=5)
+    wide, wide_folded = copy.deepcopy(model).double(), copy.deepcopy(folded).double()
+    weights, gone = fold_weights(wide)
+    own = {key: value for key, value in wide.state_dict().items() if key not in gone}
+    wide_folded.load_state_dict({**own, **weights, FOLDED_MARK: torch.tensor(1)})
+    with torch.no_grad():
+        expected = wide(src, None, prev)[0]
+        torch.testing.assert_close(wide_folded(src, None, prev)[0], expected, rtol=1e-10, atol=1e-10)
+        # What was written is float32.
+        scale = expected.abs().max()
+        error = (folded(src, None, prev)[0] - expected).abs().max() / scale
+        assert error < 1e-5
+        assert (model(src, None, prev)[0] - folded(src, None, prev)[0]).abs().max() < TOLERANCE * scale
+    assert hypotheses(folded, src) == hypotheses(model, src)
+
+    # What is left.
+    decoder_groups = {"power": HEADS, "power-v": HEADS, "batch": 0}
+    for key, old in model.named_modules():
+        if not isinstance(old, ChannelNorm):
+            continue
+        new = folded.get_submodule(key)
+        last_of_shared = key == "decoder.layer_norm" and args.share_all_embeddings
+        if isinstance(old, RunningNorm) and not last_of_shared:
+            assert type(new) is LayerScale and new.groups == old.layer_scale.groups
+            expected_groups = groups if groups is not None and key.startswith("encoder") else None
+            if expected_groups is not None:
+                assert new.groups == expected_groups
+            elif groups is None:
+                assert new.groups == decoder_groups[norm]
+        else:
+            assert type(new) is type(old)
+
+
+@pytest.mark.parametrize("kind", ["args", "hydra", "half", "quant-noise"])
+def test_other_checkpoints(kind, data, tmp_path):
+    """Settings in other forms, weights in half precision, hooks on the projections."""
+    flags = {"quant_noise_pq": 0.1, "quant_noise_pq_block_size": 4} if kind == "quant-noise" else {}
+    model, args = make(checkpoint_activations=True, **flags)
+    if kind == "half":
+        model.half()
+    state = state_of(model, args, data)
+    if kind == "args":
+        full = Namespace(**vars(args), task="translation", source_lang="de", target_lang="en", data=str(data))
+        state |= {"args": full, "cfg": None}
+    if kind == "hydra":
+        state["cfg"]["model"] = {"_name": args.arch, **vars(args)}
+    before = copy.deepcopy(state)
+    path = fold(state, tmp_path)
+    folded = load(path, data)
+    src, prev = padded_batch()
+    model = load(tmp_path / "trained.pt", data).eval()
+    with torch.no_grad():
+        exact = model(src, None, prev)[0]
+        torch.testing.assert_close(folded(src, None, prev)[0], exact, rtol=1e-5, atol=2e-5)
+        if kind == "half":
+            errors = [(each.half()(src, None, prev)[0] - exact).abs().max() for each in (folded, model)]
+            assert errors[0] < 2 * errors[1]  # decoding in half precision: no worse than the original
+
+    written = load_checkpoint(path)
+    assert load_checkpoint(tmp_path / "trained.pt").keys() == before.keys()
+    assert "last_optimizer_state" not in written and set(written["extra_state"]) == {"train_iterator"}
+    assert written["optimizer_history"] == before["optimizer_history"]
+    weights = written["model"]
+    assert not [key for key in weights if "encoder" in key.split(".")[0] and "norm" in key]
+    shared = [weights[f"{name}.weight"].data_ptr() for name in ("encoder.embed_tokens", "decoder.output_projection")]
+    assert shared[0] == shared[1]
+    for key, value in weights.items():
+        if key in before["model"]:
+            changed = key.startswith("encoder.layers") and key.split(".")[-2] in ("q_proj", "k_proj", "v_proj", "fc1")
+            changed = changed or ("encoder_attn" in key and key.split(".")[-2] in ("k_proj", "v_proj"))
+            assert torch.equal(value.float(), before["model"][key].float()) != changed, key
+            assert value.dtype == (torch.float32 if changed else before["model"][key].dtype), key
+
+
+def test_what_is_printed(data, tmp_path, capsys):
+    fold(state_of(*make(), data), tmp_path)
+    captured = capsys.readouterr()
+    lines = captured.out.splitlines()
+    assert captured.err == ""
+    assert lines[0] == (
+        "encoder.layers.0.self_attn_layer_norm: PowerNorm -> encoder.layers.0.self_attn.{q,k,v}_proj, "
+        "layer-scale (4 groups) stays"
+    )
+    assert (
+        "encoder.layer_norm: PowerNorm -> decoder.layers.*.encoder_attn.{k,v}_proj, layer-scale (4 groups) stays"
+        in lines
+    )
+    assert "decoder.layer_norm: LayerNorm stays" in lines
+    assert lines[-2].startswith("maximum logit difference ") and "positions" in lines[-2]
+    assert lines[-1] == f"wrote {tmp_path / 'folded.pt'} (5 of 12 norms folded)"
+
+
+def test_torchscript_of_a_folded_model(data, tmp_path):
+    folded = load(fold(state_of(*make(), data), tmp_path), data)
+    src, prev = padded_batch()
+    with torch.no_grad():
+        torch.testing.assert_close(
+            torch.jit.script(folded)(src, None, prev)[0], folded(src, None, prev)[0], rtol=1e-5, atol=1e-5
+        )
+
+
+def test_difference_is_what_it_says():
+    model, _ = make()
+    other = copy.deepcopy(model)
+    assert compare(model, other).logits == 0.0 and compare(model, other).accepted
+    with torch.no_grad():
+        other.decoder.layer_norm.bias.add_(1e-2)
+    difference = compare(model, other)
+    shift = (model.decoder.output_projection.weight.detach().sum(1) * 1e-2).abs().max()
+    assert difference.logits == pytest.approx(float(shift), rel=1e-3) and not difference.accepted
+    assert 0 < difference.same_choice <= difference.positions
+    with torch.no_grad():
+        other.decoder.layer_norm.bias.fill_(float("nan"))
+    assert not compare(model, other).accepted
+
+
+def test_training_a_folded_model_is_refused(data, tmp_path, capsys):
+    path = fold(state_of(*make(), data), tmp_path)
+    folded = load(path, data)
+    with pytest.raises(FoldedModelError, match="pn-fold"):
+        folded.train()
+    assert not any(module.training for module in folded.modules())
+
+    model, args = make()
+    full = Namespace(**vars(args), task="translation", source_lang="de", target_lang="en", data=str(data), cpu=True)
+    cfg = convert_namespace_to_omegaconf(full)
+    task = tasks.setup_task(cfg.task)
+    criterion = torch.nn.Module()
+    trainer = Trainer(cfg, task, model, criterion)
+    before = copy.deepcopy(model.state_dict())
+    for attempt, words in (
+        (lambda: trainer.load_checkpoint(str(path)), [str(path), "folded by pn-fold"]),
+        (lambda: Trainer(cfg, task, folded, criterion), ["folded by pn-fold"]),
+    ):
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as stop:
+            attempt()
+        assert stop.value.code == 2
+        error = capsys.readouterr().err
+        assert error.startswith("fairseq-train: error: ") and error.count("\n") == 1
+        assert all(word in error for word in words)
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+
+
+def assert_refused(capsys, argv, *words):
+    capsys.readouterr()
+    assert main([str(argument) for argument in argv]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("pn-fold: error: ") and captured.err.count("\n") == 1 and not captured.out
+    for word in words:
+        assert word in captured.err, (word, captured.err)
+
+
+def spoil(name, value):
+    def change(state):
+        state["model"][name].view(-1)[0] = value
+
+    return change
+
+
+def setting(**values):
+    return lambda state: vars(state["cfg"]["model"]).update(values)
+
+
+@pytest.mark.parametrize(
+    ("flags", "change", "words"),
+    [
+        ({"norm": "layer"}, None, ["nothing to fold", "LayerNorm"]),
+        (
+            {},
+            setting(arch="transformer", _name="transformer"),
+            ["architecture transformer is none", "transformer_pn"],
+        ),
+        ({}, setting(encoder_normalize_before=False), ["pre-norm"]),
+        ({}, setting(encoder_layers=3), ["do not fit", "encoder.layers.2"]),
+        ({}, setting(encoder_layers_to_keep="0"), ["encoder_layers_to_keep is 0"]),
+        ({}, setting(quant_noise_scalar=0.1), ["8 bits"]),
+        ({}, spoil("encoder.layers.0.fc1.weight", float("nan")), ["maximum logit difference nan"]),
+        ({}, spoil("encoder.layers.0.self_attn_layer_norm.running_psi2", -1.0), ["maximum logit difference nan"]),
+        ({}, lambda state: state.update(cfg=None), ["no settings"]),
+        ({}, lambda state: state["cfg"].pop("model"), ["no settings of a model"]),
+        ({}, lambda state: state["model"].pop("encoder.layer_norm.nu"), ["do not fit", "encoder.layer_norm.nu"]),
+    ],
+)
+def test_what_cannot_be_folded_is_told_in_one_line(flags, change, words, data, tmp_path, capsys):
+    state = state_of(*make(**flags), data)
+    if change is not None:
+        change(state)
+    torch.save(state, tmp_path / "trained.pt")
+    assert_refused(capsys, [tmp_path / "trained.pt", tmp_path / "folded.pt"], str(tmp_path / "trained.pt"), *words)
+    assert {path.name for path in tmp_path.iterdir()} == {"trained.pt"}
+
+
+def test_a_difference_beyond_the_tolerance_is_refused(data, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("pn_fairseq.models.fold.TOLERANCE", 1e-12)
+    torch.save(state_of(*make(), data), tmp_path / "trained.pt")
+    words = ("cannot be folded in float32", "maximum logit difference", "at most 1e-12")
+    assert_refused(capsys, [tmp_path / "trained.pt", tmp_path / "folded.pt"], *words)
+    assert {path.name for path in tmp_path.iterdir()} == {"trained.pt"}
+
+
+def test_files_that_cannot_be_read_or_written(data, tmp_path, capsys):
+    source, output = tmp_path / "trained.pt", tmp_path / "folded.pt"
+    fold(state_of(*make(), data), tmp_path)
+    assert_refused(capsys, [output, tmp_path / "again.pt"], "folded already")
+    whole = source.read_bytes()
+    assert_refused(capsys, [source, source], "CHECKPOINT itself")
+    assert source.read_bytes() == whole
+    assert_refused(capsys, [tmp_path / "none.pt", tmp_path / "again.pt"], "no such file")
+    assert_refused(capsys, [source, tmp_path / "none/again.pt"], "cannot be written")
+    assert_refused(capsys, [source], "OUTPUT")
+    source.write_bytes(whole[: len(whole) // 2])
+    assert_refused(capsys, [source, tmp_path / "again.pt"], "damaged")
+    assert {path.name for path in tmp_path.iterdir()} == {"trained.pt", "folded.pt"}
