@@ -18,11 +18,12 @@ except ImportError:  # an isolated build has no torch
     BuildExtension = CppExtension = None
 
 ROOT = Path(__file__).parent
+EXTENSION = "pn_fairseq.kernels._cpp"
 SOURCES = Path("pn_fairseq/kernels/cpp")
 X86 = platform.machine() in ("x86_64", "AMD64")
 FLAGS = ["-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fvisibility=hidden", "-g0"]
 #: Source -> flags for the kind of CPU that it is for. Which of them is called is decided where the program runs.
-CPU_FLAGS = {"rows_baseline.cpp": []}
+CPU_FLAGS = {"rows_baseline.cpp": ["-O2"]}
 if X86:
     CPU_FLAGS["rows_avx2.cpp"] = ["-mavx2", "-mfma", "-mf16c"]
     CPU_FLAGS["rows_avx512.cpp"] = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c"]
@@ -34,7 +35,7 @@ def kernels() -> dict:
         print("pn_fairseq: installed without C++ kernels: torch is not there to compile with", file=sys.stderr)
         return {}
     extension = CppExtension(
-        "pn_fairseq.kernels._cpp",
+        EXTENSION,
         [str(SOURCES / name) for name in ("ops.cpp", *CPU_FLAGS)],
         depends=[str(SOURCES / name) for name in ("rows.h", "rows_impl.h")],
         define_macros=[("PN_X86", None)] if X86 else [],
@@ -70,6 +71,8 @@ class BuildKernels(BuildExtension or object):
                 super().build_extensions()
         except Exception as error:
             self.extensions = []  # so that nothing looks for what is not there
+            if self.inplace or getattr(self, "editable_mode", False):
+                Path(f"{EXTENSION.replace('.', '/')}.so").unlink(missing_ok=True)  # of older sources
             reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
             print(f"pn_fairseq: installed without C++ kernels, which could not be compiled: {reason}", file=sys.stderr)
 

@@ -7,7 +7,8 @@ usage() {
 usage: [VENV=DIR] [PYTHON=python3.11] [TORCH=REQUIREMENT] scripts/make_venv.sh
 
 Creates VENV (default .venv) with the versions of constraints.txt and this project in editable mode. Does nothing if
-that was done before with the same settings; starts afresh if constraints.txt, setup.py or a setting has changed.
+that was done before with the same settings; starts afresh if constraints.txt, setup.py or a setting has changed, and
+compiles the C++ kernels again if their sources have. Where they cannot be compiled, one line says so.
 
   TORCH   a pip requirement in place of the pinned torch, for a CUDA or other build, with pip's options if need be:
           TORCH='torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu'
@@ -37,7 +38,28 @@ torch=${TORCH:-$(kept torch)}
 
 # 1. Is it there already?
 key=$({ cat constraints.txt setup.py; echo "$root $python $torch"; } | sha256sum | cut -d' ' -f1)
-if [[ $(kept key) == "$key" && -x $venv/bin/python ]]; then
+kernels=$(cat pn_fairseq/kernels/cpp/* | sha256sum | cut -d' ' -f1)
+complete() { [[ $(kept key) == "$key" && -x $venv/bin/python ]]; }
+if complete && [[ $(kept kernels) == "$kernels" ]]; then
+    exit 0
+fi
+
+leave_mark() { printf 'python=%s\ntorch=%s\nkey=%s\nkernels=%s\n' "$python" "$torch" "$1" "$kernels" >"$mark"; }
+constraints=$venv/constraints.txt
+pip_install() {
+    "$venv/bin/python" -m pip --disable-pip-version-check install -c "$constraints" "$@" >"$venv/pip.log" 2>&1 || {
+        tail -n 15 "$venv/pip.log" >&2
+        die "pip could not install '$*' (its last lines stand above, all in $venv/pip.log); run the same command again to retry"
+    }
+}
+install_this() {
+    pip_install --verbose --no-build-isolation "$@"
+    sed -n 's/^ *pn_fairseq: \(installed without.*\)/\1/p' "$venv/pip.log" | sort -u | while read -r line; do say "$line"; done
+}
+if complete; then
+    say "compiling the C++ kernels"
+    install_this --no-deps -e .
+    leave_mark "$key"
     exit 0
 fi
 
@@ -60,17 +82,9 @@ fi
 
 # 3. Make it. torch first: whatever needs torch then finds it and does not pull another build.
 say "creating $venv ($(command -v "$python"), Python $found); this takes a few minutes"
-leave_mark() { printf 'python=%s\ntorch=%s\nkey=%s\n' "$python" "$torch" "$1" >"$mark"; }
 { mkdir -p "$venv" && leave_mark ""; } || die "cannot make the directory '$venv' (VENV)"
 "$python" -m venv --clear "$venv" || die "'$python -m venv' failed (its reason stands above)"
 leave_mark ""
-pip_install() {
-    "$venv/bin/python" -m pip --disable-pip-version-check install -c "$constraints" "$@" >"$venv/pip.log" 2>&1 || {
-        tail -n 15 "$venv/pip.log" >&2
-        die "pip could not install '$*' (its last lines stand above, all in $venv/pip.log); run the same command again to retry"
-    }
-}
-constraints=$venv/constraints.txt
 cp constraints.txt "$constraints"
 pip_install pip
 if [[ -n $torch ]]; then
@@ -89,6 +103,6 @@ pip_install numpy cython setuptools wheel
 say "building fairseq (a minute or two)"
 pip_install --no-build-isolation fairseq-fixed
 say "installing pn_fairseq and its tools"
-pip_install --no-build-isolation -e '.[test]'
+install_this -e '.[test]'
 leave_mark "$key"
 say "done"

@@ -12,13 +12,14 @@ fails in place of falling back. ``python -m pn_fairseq --info`` prints what is i
 """
 
 from pn_fairseq.kernels.ops import gradient, gradient_sums, moments, normalize, power_backward, power_forward
-from pn_fairseq.kernels.selection import VARIABLE, Unavailable, available, describe, using
+from pn_fairseq.kernels.selection import VARIABLE, Unavailable, available, describe, forced, using
 
 __all__ = [
     "VARIABLE",
     "Unavailable",
     "available",
     "describe",
+    "forced",
     "gradient",
     "gradient_sums",
     "moments",

@@ -98,6 +98,8 @@ def _(dy, x, padding_mask, weight, inv_rms, vectors, running_psi2, nu, steps, ta
 
 def _save(ctx, inputs, output):
     x, weight, bias, mean, moment, inv_rms, ctx.groups, ctx.eps = inputs
+    # Running statistics may move on before the backward pass, which is about these.
+    mean, moment = (value if value is None or value.requires_grad else value.clone() for value in (mean, moment))
     ctx.save_for_backward(x, weight, bias, mean, moment, output[1] if inv_rms is None else inv_rms)
     ctx.mark_non_differentiable(output[1])
 

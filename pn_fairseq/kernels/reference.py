@@ -252,10 +252,10 @@ def power_backward(
     dx, sums = gradient(dy, x, padding_mask, scale, slope, None, None, inv_rms, groups, True)
     lambda_total = scale * sums[0, 0]
     if weight is None:
-        dweight = dbias = dx.new_empty(0)
+        dweight, dbias = dx.new_empty(0), dx.new_empty(0)
     else:
-        dweight, dbias = (sums[0] + sums[1]).unbind()
-        dweight, dbias = (dweight / root).to(weight.dtype), dbias.to(weight.dtype)
+        dweight = ((sums[0, 0] + sums[1, 0]) / root).to(weight.dtype)
+        dbias = (sums[0, 1] + sums[1, 1]).to(weight.dtype)
     if update:
         tokens = tally[TOKENS]
         gamma_moment = vectors[PSI2_BATCH] / divisor2

@@ -100,6 +100,11 @@ _others = torch.library.Library(NAMESPACE, "IMPL")
 FORCED, CPP_MISSING = _select()
 
 
+def forced() -> str | None:
+    """The implementation that the environment variable forces."""
+    return FORCED
+
+
 def available() -> list[str]:
     """The implementations that can run here."""
     return ["reference"] + ([] if CPP_MISSING else ["cpp"]) + ([] if _why_no_triton() else ["triton"])
@@ -155,7 +160,7 @@ def using(name: str) -> Iterator[None]:
         devices.append("CPU")
     library = torch.library.Library(NAMESPACE, "IMPL")
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Warning only once for all operators")  # that one replaces another
+        warnings.filterwarnings("ignore", "(?s).*([Oo]verrid|only once for all operators)")  # that is what is wanted here
         for operator in SCHEMAS:
             for device in devices:
                 library.impl(operator, getattr(module, operator), device, allow_override=True)

@@ -308,14 +308,15 @@ std::tuple<Tensor, Tensor> gradient(
     using A = decltype(wide);
     const Channels<A> given_scale(scale, x), given_slope(slope, x), given_offset(offset, x), center(mean, x);
     const std::vector<A> gain = scale_of<A>(given_scale, nullptr, 0.0, channels);
-    // With a center the pass reads slope and offset in any case.
-    std::vector<A> zero(center ? channels : 0);
+    // The passes know an offset with a center only, and then read slope and offset in any case.
+    const bool all = center || given_offset;
+    std::vector<A> zero(all ? channels : 0);
     Backward<S, A> b = backward_of<S, A>(tokens, dy, x, padding_mask, scales, groups);
     b.dx = tokens.of<S>(dx.rows);
     b.scale = gain.data();
-    b.slope = given_slope || !center ? given_slope.data : zero.data();
-    b.offset = given_offset || !center ? given_offset.data : zero.data();
-    b.center = center.data;
+    b.slope = given_slope || !all ? given_slope.data : zero.data();
+    b.offset = given_offset || !all ? given_offset.data : zero.data();
+    b.center = center || !all ? center.data : zero.data();
     const Total total = over_tokens<A>(tokens, sums_wanted ? 4 : 0, [&](int64_t begin, int64_t end, Sums<A>& sums) {
       passes.backward(b, begin, end, sums);
     });

@@ -45,15 +45,19 @@ PN_INLINE Vector<float> widen(const float* from) {
   return v;
 }
 
+#ifdef PN_FLOAT64
 PN_INLINE Vector<double> widen(const double* from) {
   Vector<double> v;
   std::memcpy(&v, from, sizeof v);
   return v;
 }
 
-PN_INLINE void narrow(float* to, Vector<float> v) { std::memcpy(to, &v, sizeof v); }
-
 PN_INLINE void narrow(double* to, Vector<double> v) { std::memcpy(to, &v, sizeof v); }
+
+PN_INLINE double total(Vector<double> v) { return v[0] + v[1]; }
+#endif
+
+PN_INLINE void narrow(float* to, Vector<float> v) { std::memcpy(to, &v, sizeof v); }
 
 #if defined(__AVX512BW__)
 PN_INLINE Vector<float> widen(const BFloat16* from) {
@@ -189,17 +193,10 @@ PN_INLINE void for_span(int64_t begin, int64_t end, F&& body) {
 // Sum of the elements. By shuffles: through memory it would wait for the store.
 PN_INLINE float total(VectorOf<float, 16>::type v) { return (v[0] + v[1]) + (v[2] + v[3]); }
 
-PN_INLINE double total(VectorOf<double, 16>::type v) { return v[0] + v[1]; }
-
 #if defined(__AVX__)
 PN_INLINE float total(VectorOf<float, 32>::type v) {
   typedef VectorOf<float, 16>::type Half;
   return total((Half)_mm256_castps256_ps128((__m256)v) + (Half)_mm256_extractf128_ps((__m256)v, 1));
-}
-
-PN_INLINE double total(VectorOf<double, 32>::type v) {
-  typedef VectorOf<double, 16>::type Half;
-  return total((Half)_mm256_castpd256_pd128((__m256d)v) + (Half)_mm256_extractf128_pd((__m256d)v, 1));
 }
 #endif
 
@@ -207,11 +204,6 @@ PN_INLINE double total(VectorOf<double, 32>::type v) {
 PN_INLINE float total(VectorOf<float, 64>::type v) {
   typedef VectorOf<float, 32>::type Half;
   return total((Half)_mm512_castps512_ps256((__m512)v) + (Half)_mm512_extractf32x8_ps((__m512)v, 1));
-}
-
-PN_INLINE double total(VectorOf<double, 64>::type v) {
-  typedef VectorOf<double, 32>::type Half;
-  return total((Half)_mm512_castpd512_pd256((__m512d)v) + (Half)_mm512_extractf64x4_pd((__m512d)v, 1));
 }
 #endif
 
@@ -363,10 +355,12 @@ template <class S, class A, bool scaled, bool writes, bool sums_up, bool sloped,
 void backward_rows(const Backward<S, A>& b, int64_t begin, int64_t end, Sums<A>& sums) {
   Place at(begin, b.inner);
   for (int64_t row = begin; row < end; ++row, at.next(b.inner)) {
-    if (b.padding.data && *b.padding.at(at.outer, at.inner)) {
-      backward_row<S, A, scaled, writes, sums_up, false, centered>(b, at, sums.narrow + 2 * b.channels);
+    const bool padding = b.padding.data && *b.padding.at(at.outer, at.inner);
+    A* sum = sums.narrow + (padding ? 2 * b.channels : 0);
+    if (sloped && padding) {
+      backward_row<S, A, scaled, writes, sums_up, false, centered>(b, at, sum);
     } else {
-      backward_row<S, A, scaled, writes, sums_up, sloped, centered>(b, at, sums.narrow);
+      backward_row<S, A, scaled, writes, sums_up, sloped, centered>(b, at, sum);
     }
     if (sums_up && (row - begin) % kRowsBetweenAddingUp == kRowsBetweenAddingUp - 1) add_up(sums, 4 * b.channels);
   }
@@ -399,8 +393,13 @@ constexpr Passes<S, A> kPasses = {forward<S, A>, backward<S, A>};
 }  // namespace
 
 const Implementation& PN_IMPLEMENTATION() {
+#ifdef PN_FLOAT64
+  const Passes<double, double> float64 = kPasses<double, double>;
+#else
+  const Passes<double, double> float64 = baseline().float64;  // for tests, which do not wait for it
+#endif
   static const Implementation implementation = {
-      PN_NAME, kPasses<float, float>, kPasses<double, double>, kPasses<BFloat16, float>, kPasses<Half, float>};
+      PN_NAME, kPasses<float, float>, float64, kPasses<BFloat16, float>, kPasses<Half, float>};
   return implementation;
 }
 

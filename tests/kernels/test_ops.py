@@ -1,0 +1,316 @@
+"""The operators against formulas in float64, on shapes that are odd on purpose, with every implementation there is."""
+
+import pytest
+import torch
+
+from pn_fairseq import kernels
+from pn_fairseq.kernels import reference
+from pn_fairseq.kernels.ops import SCHEMAS
+
+EPS, ALPHA = 1e-5, 0.9
+OPS = torch.ops.pn_fairseq
+
+#: Relative to the largest value of a result: float32 arithmetic, and one rounding to the storage type.
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+
+# (T, B, C) or (N, C), and layer-scale groups.
+SHAPES = [
+    ((5, 3, 64), 4),
+    ((3, 7, 67), 0),  # a prime, three above vectors of any width
+    ((4, 3, 31), 1),  # one below a power of two
+    ((2, 5, 21), 3),  # groups narrower than a vector
+    ((3, 3, 13), 13),  # groups of one channel
+    ((1, 1, 48), 2),  # one token
+    ((37, 1, 1), 1),  # one channel
+    ((700, 33), 3),  # more rows than are summed up at once in float32
+    ((0, 3, 8), 2),
+    ((4, 0, 8), 0),
+]
+MASKS = ["none", "some", "all"]
+
+
+@pytest.fixture(params=kernels.available(), autouse=True)
+def implementation(request):
+    if kernels.forced() not in (None, request.param):
+        pytest.skip(f"{kernels.VARIABLE}={kernels.forced()}")
+    with kernels.using(request.param):
+        yield request.param
+
+
+def make(shape, mask, dtype, seed=0):
+    """x, dy, padding mask and vectors over channels, all away from 0 and 1."""
+    generator = torch.Generator().manual_seed(seed)
+    channels = shape[-1]
+    x = torch.randn(shape, generator=generator, dtype=torch.float64) * 1.7 + 0.4
+    dy = torch.randn(shape, generator=generator, dtype=torch.float64)
+    outer = shape[-2::-1]
+    padding = {"none": None, "all": torch.ones(outer, dtype=torch.bool)}.get(mask, torch.zeros(outer, dtype=torch.bool))
+    if mask == "some" and padding.numel() > 1:
+        padding = torch.rand(outer, generator=generator) < 0.3
+        padding.view(-1)[0] = False
+    vectors = torch.rand((4, channels), generator=generator, dtype=torch.float64) + 0.5
+    return x.to(dtype), dy.to(dtype), padding, vectors.to(torch.float32 if dtype != torch.float64 else dtype)
+
+
+def real_rows(x, padding):
+    rows = x.double().flatten(0, -2)
+    real = torch.ones(len(rows), dtype=torch.bool) if padding is None else ~padding.transpose(0, -1).flatten()
+    return rows, real
+
+
+def scaled(rows, groups):
+    if groups == 0:
+        return rows, rows.new_empty(len(rows), 0)
+    split = rows.unflatten(-1, (groups, rows.size(-1) // groups))
+    inverse = 1 / (split.pow(2).mean(-1) + EPS).sqrt()
+    return (split * inverse[..., None]).reshape(rows.shape), inverse
+
+
+def assert_close(actual, expected, dtype, what, factor=1.0):
+    assert actual.shape == expected.shape, what
+    if expected.numel():
+        error = (actual.double() - expected).abs().max() / expected.abs().max().clamp(min=1e-30)
+        assert error <= factor * TOLERANCE[dtype], f"{what}: {float(error):.2e}"
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=lambda dtype: str(dtype)[6:])
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize(("shape", "groups"), SHAPES)
+def test_a_training_step_of_pn(shape, groups, mask, dtype):
+    x, dy, padding, (weight, bias, psi2, nu) = make(shape, mask, dtype)
+    psi2, nu, steps = psi2.float(), nu.float(), torch.tensor(3)
+    old_psi2, old_nu = psi2.double(), nu.double()
+    for warmup in (0, 10):
+        psi2.copy_(old_psi2), nu.copy_(old_nu), steps.fill_(3)
+        state = (groups, EPS, ALPHA)
+        y, inv_rms, vectors, tally = kernels.power_forward(
+            x, padding, weight, bias, psi2, nu, steps, *state, warmup, True
+        )
+        rows, real = real_rows(x, padding)
+        h, inverse = scaled(rows, groups)
+        count = int(real.sum())
+        batch = h[real].pow(2).mean(0) if count else torch.zeros_like(old_psi2)
+        used = batch if warmup and count else old_psi2
+        root = (used + EPS).sqrt()
+        share = (1 / 4 if warmup else 1 - ALPHA) if count else 0.0
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        assert_close(y.reshape(rows.shape), weight.double() * h / root + bias.double(), dtype, "y", 1.5)
+        assert_close(inv_rms.reshape(inverse.shape), inverse, wide, "inv_rms")
+        assert_close(psi2, old_psi2 + share * (batch - old_psi2), torch.float32, "psi2")
+        assert tally.tolist() == [count, int(count > 0), int(warmup > 0), 3] and int(steps) == 3 + (count > 0)
+        assert_close(vectors[reference.PSI2_BATCH], batch, wide, "batch")
+
+        after = steps.clone(), psi2.clone()
+        dx, dweight, dbias, total = kernels.power_backward(
+            dy, x, padding, weight, inv_rms, vectors, psi2, nu, steps, tally, *state, True
+        )
+        grad = dy.double().flatten(0, -2)
+        product = (grad * weight.double() * h / root)[real].sum(0)
+        dh = (weight.double() * grad - real[:, None] * old_nu * h / root) / root
+        if groups:
+            split, by = (each.unflatten(-1, (groups, shape[-1] // groups)) for each in (dh, h))
+            dh = ((split - by * (split * by).mean(-1, keepdim=True)) * inverse[..., None]).reshape(rows.shape)
+        # Groups of one channel have a gradient that is a difference of equal terms.
+        factor = 1e4 if groups == shape[-1] else 2.0
+        assert_close(dx.reshape(rows.shape), dh, dtype, "dx", factor)
+        scale = grad.abs().sum(0).max() + 1
+        for name, found, expected in (
+            ("dweight", dweight, (grad * h / root).sum(0)),
+            ("dbias", dbias, grad.sum(0)),
+            ("lambda", total, product),
+        ):
+            assert (found.double() - expected).abs().max() <= 4 * TOLERANCE[wide] * scale, name
+        guard = (1 - (1 - ALPHA) * batch / (used + EPS)).clamp(min=0)
+        expected = old_nu * guard + (1 - ALPHA) * product / max(1, count) if count else old_nu
+        assert (nu.double() - expected).abs().max() <= 4e-6 * (1 + expected.abs().max())
+        assert torch.equal(steps, after[0]) and torch.equal(psi2, after[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=lambda dtype: str(dtype)[6:])
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize(("shape", "groups"), SHAPES)
+def test_the_parts_give_what_the_reference_gives(shape, groups, mask, dtype):
+    x, dy, padding, (scale, slope, offset, mean) = make(shape, mask, dtype)
+    wide = scale.dtype
+    for centered in (False, True):
+        found = kernels.moments(x, padding, groups, EPS, centered)
+        expected = reference.moments(x.double(), padding, groups, EPS, centered)
+        for number, (one, other) in enumerate(zip(found, expected, strict=True)):
+            assert one.shape == other.shape
+            if other.numel():
+                assert (one.double() - other).abs().max() <= 4 * TOLERANCE[wide] * (1 + other.abs().max()), number
+    inv_rms = found[0]
+    for center in (None, mean):
+        for given in (None, inv_rms):
+            y, _ = kernels.normalize(x, scale, offset, center, slope, given, groups, EPS)
+            wanted, _ = reference.normalize(x.double(), scale, offset, center, slope, None, groups, EPS)
+            assert_close(y, wanted, dtype, "y", 1.5)
+        sums = kernels.gradient_sums(dy, x, padding, center, inv_rms, groups)
+        exact = reference.gradient_sums(dy.double(), x.double(), padding, center, inv_rms.double(), groups)
+        bound = 8 * TOLERANCE[wide] * (1 + exact.abs().max()) if exact.numel() else 0
+        assert (sums.double() - exact).abs().max() <= bound
+        for own_slope, own_offset in ((None, None), (slope, None), (slope, offset)):
+            for wanted in (True, False):
+                arguments = (padding, scale, own_slope, own_offset, center)
+                dx, total = kernels.gradient(dy, x, *arguments, inv_rms, groups, wanted)
+                exact_dx, _ = reference.gradient(dy.double(), x.double(), *arguments, inv_rms.double(), groups, False)
+                factor = 1e4 if groups == shape[-1] else 4.0
+                assert_close(dx, exact_dx, dtype, "dx", factor)
+                assert total.numel() == (sums.numel() if wanted else 0)
+                if wanted:
+                    assert (total.double() - exact).abs().max() <= bound
+
+
+def layouts(x):
+    """The same values in other layouts, one of them with its channels apart from one another."""
+    yield "batch-first", x.transpose(0, 1).contiguous().transpose(0, 1)
+    larger = torch.zeros(x.size(0), x.size(1) + 2, x.size(2) + 5, dtype=x.dtype)
+    larger[:, 1:-1, 2:-3] = x
+    yield "slice", larger[:, 1:-1, 2:-3]
+    yield "every second channel", torch.stack([x, x], -1).flatten(-2)[..., ::2]
+    yield "channels first", x.permute(2, 0, 1).contiguous().permute(1, 2, 0)
+
+
+@pytest.mark.parametrize("groups", [0, 3])
+def test_layouts_make_no_difference(groups):
+    x, dy, padding, (weight, bias, psi2, nu) = make((5, 4, 33), "some", torch.float32)
+
+    def step(x, dy, padding):
+        state = psi2.clone(), nu.clone(), torch.tensor(0)
+        y, inv_rms, vectors, tally = kernels.power_forward(
+            x, padding, weight, bias, *state, groups, EPS, ALPHA, 0, True
+        )
+        arguments = (inv_rms, vectors, *state, tally, groups, EPS, ALPHA, True)
+        return y, *kernels.power_backward(dy, x, padding, weight, *arguments), *state
+
+    expected = step(x, dy, padding)
+    for (name, other_x), (_, other_dy) in zip(layouts(x), list(layouts(dy))[::-1], strict=True):
+        found = step(other_x, other_dy, padding.t().contiguous().t())
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6, msg=name)
+        assert found[0].stride() == torch.empty_like(other_x).stride(), name
+    token = dy[:1, :1].clone()
+    expanded = step(x, token.expand(5, 4, 33), padding)
+    for one, other in zip(expanded, step(x, token.repeat(5, 4, 1), padding), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+
+
+def test_half_types_are_rounded_once():
+    """Each value is the nearest one to what float64 gives, or next to it where float32 arithmetic could not tell."""
+    for dtype in (torch.float16, torch.bfloat16):
+        x, _, _, (weight, bias, psi2, _) = make((64, 40), "none", dtype)
+        y, _ = kernels.normalize(x, weight, bias, None, psi2, None, 4, EPS)
+        exact, _ = reference.normalize(x.double(), weight, bias, None, psi2, None, 4, EPS)
+        units = (y.view(torch.int16).int() - exact.to(dtype).view(torch.int16).int()).abs()
+        assert units.max() <= 1 and (units > 0).float().mean() < 0.01
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_special_values(dtype):
+    """Infinities, NaN, subnormal numbers and both zeros pass as through a multiplication by 1."""
+    tiny = torch.finfo(dtype).tiny
+    values = torch.tensor([0.0, -0.0, float("inf"), -float("inf"), float("nan"), tiny, tiny / 4, 1.0, 3.0]).to(dtype)
+    x = values.repeat(4)[None]
+    y, _ = kernels.normalize(x, torch.ones(x.size(1)), None, None, None, None, 0, EPS)
+    torch.testing.assert_close(y, x, rtol=0, atol=0, equal_nan=True)
+    big = torch.full((1, 20), torch.finfo(dtype).max, dtype=dtype)
+    assert kernels.normalize(big, torch.full((20,), 2.0), None, None, None, None, 0, EPS)[0].isinf().all()
+
+
+@pytest.mark.parametrize("where", ["x", "dy"])
+def test_a_step_that_is_not_finite_is_taken_back(where):
+    x, dy, padding, (weight, bias, psi2, nu) = make((5, 4, 33), "some", torch.float32)
+    (x if where == "x" else dy)[0, 0, 17] = float("nan")
+    state = psi2.clone(), nu.clone(), torch.tensor(5)
+    y, inv_rms, vectors, tally = kernels.power_forward(x, padding, weight, bias, *state, 3, EPS, ALPHA, 0, True)
+    assert int(state[2]) == (5 if where == "x" else 6)
+    kernels.power_backward(dy, x, padding, weight, inv_rms, vectors, *state, tally, 3, EPS, ALPHA, True)
+    assert torch.equal(state[0], psi2) and torch.equal(state[1], nu) and int(state[2]) == 5
+    assert tally.tolist()[reference.COUNTED] == 0
+
+
+def test_sums_of_many_rows_keep_their_precision():
+    """All equal and positive, where a float32 running sum loses a bit with every doubling."""
+    x = torch.full((300_000, 3), 1.1)
+    squares = kernels.moments(x, None, 0, EPS, False)[2][0]
+    exact = x.double().square().sum(0)
+    assert ((squares.double() - exact) / exact).abs().max() < 1e-6
+
+
+def test_the_same_threads_give_the_same_bits():
+    x, dy, padding, (weight, bias, psi2, nu) = make((160, 11, 40), "some", torch.float32)
+
+    def step():
+        state = psi2.clone(), nu.clone(), torch.tensor(0)
+        y, inv_rms, vectors, tally = kernels.power_forward(x, padding, weight, bias, *state, 4, EPS, ALPHA, 0, True)
+        arguments = (inv_rms, vectors, *state, tally, 4, EPS, ALPHA, True)
+        return y, *kernels.power_backward(dy, x, padding, weight, *arguments), *state
+
+    one = step()
+    assert all(torch.equal(a, b) for a, b in zip(one, step(), strict=True))
+    try:
+        torch.set_num_threads(2)
+        two = step()
+        assert all(torch.equal(a, b) for a, b in zip(two, step(), strict=True))
+    finally:
+        torch.set_num_threads(1)
+    for a, b in zip(one, two, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+def samples():
+    """Arguments of every operator, with and without what may be left out."""
+    x, dy, padding, (weight, bias, psi2, nu) = make((4, 3, 12), "some", torch.float32)
+    for groups in (0, 3):
+        inv_rms, _, _, _ = kernels.moments(x, padding, groups, EPS, False)
+        yield "moments", (x, padding, groups, EPS, groups == 0)
+        yield "normalize", (x.clone().requires_grad_(), weight, bias, nu, psi2, None, groups, EPS)
+        yield "normalize", (x, None, None, None, None, inv_rms, groups, EPS)
+        yield "gradient_sums", (dy, x, padding, nu if groups else None, inv_rms, groups)
+        yield "gradient", (dy, x, None, weight, None, None, None, inv_rms, groups, False)
+        yield "gradient", (dy, x.transpose(0, 1).contiguous().transpose(0, 1), padding, weight, bias, psi2, nu,
+                           inv_rms, groups, True)  # fmt: skip
+        state = psi2.clone(), nu.clone(), torch.tensor(1)
+        yield "power_forward", (x, padding, weight, bias, *state, groups, EPS, ALPHA, 3, True)
+        yield "power_forward", (x.bfloat16(), None, None, None, *state, groups, EPS, ALPHA, 0, False)
+        _, _, vectors, tally = kernels.power_forward(x, padding, weight, bias, *state, groups, EPS, ALPHA, 0, True)
+        rest = (inv_rms, vectors, *state, tally, groups, EPS, ALPHA, True)
+        yield "power_backward", (dy, x, padding, weight.bfloat16(), *rest)
+        yield "power_backward", (dy, x, None, None, *rest)
+
+
+def test_opcheck(implementation):
+    """Schemas tell what is changed in place and nothing is aliased; shapes and gradients for tracing are registered."""
+    seen = set()
+    for name, arguments in samples():
+        checks = ["test_schema", "test_autograd_registration", "test_faketensor"]
+        if name not in seen and implementation == kernels.available()[-1]:
+            checks.append("test_aot_dispatch_dynamic")  # traces the operator, not what it computes: once will do
+        torch.library.opcheck(getattr(OPS, name).default, arguments, test_utils=checks)
+        seen.add(name)
+    assert seen == set(SCHEMAS)
+
+
+def test_gradients_of_normalize():
+    """First and second derivatives, with respect to everything that has one."""
+    x, _, _, (weight, bias, psi2, mean) = make((2, 2, 6), "none", torch.float64)
+    inputs = [value.requires_grad_() for value in (x, weight, bias, mean, psi2)]
+    for groups in (0, 2):
+
+        def run(*inputs, groups=groups):
+            return kernels.normalize(*inputs, None, groups, EPS)[0]
+
+        assert torch.autograd.gradcheck(run, inputs, fast_mode=True)
+        assert torch.autograd.gradgradcheck(run, inputs, fast_mode=True)
+
+
+@pytest.mark.parametrize("groups", [0, 2])
+def test_the_reference_gradient_is_the_derivative(groups):
+    """Of PN-V's first part: with slope and offset at 0, dx is what autograd gives for normalize."""
+    x, dy, _, (weight, bias, psi2, mean) = make((3, 2, 8), "none", torch.float64)
+    leaf = x.clone().requires_grad_()
+    y, inv_rms = reference.normalize(leaf, weight, bias, mean, psi2, None, groups, EPS)
+    (expected,) = torch.autograd.grad(y, leaf, dy)
+    scale = weight / (psi2 + EPS).sqrt()
+    dx, _ = kernels.gradient(dy, x, None, scale, None, None, None, inv_rms.detach(), groups, False)
+    torch.testing.assert_close(dx, expected)
