@@ -30,12 +30,16 @@ def _load_cpp() -> str | None:
     """Load the C++ kernels; why they cannot be loaded, or None."""
     spec = importlib.util.find_spec(EXTENSION)
     if spec is None:
-        return "not compiled: there was no working C++ compiler when pn_fairseq was installed"
+        return "they are not compiled; install pn_fairseq again where there is a C++ compiler"
     try:
         torch.ops.load_library(spec.origin)
     except (OSError, RuntimeError) as error:
         reason = str(error).strip().splitlines()[0]
-        return f"{spec.origin} was compiled for another version of torch or of this package ({reason}); install again"
+        missing = (
+            f"{spec.origin} was compiled for another version of torch or of this package ({reason}); install again"
+        )
+        warnings.warn(f"pn_fairseq computes without its C++ kernels: {missing}", stacklevel=2)
+        return missing
     return None
 
 
@@ -90,7 +94,7 @@ def _select() -> tuple[str | None, str | None]:
             _others.impl(name, _by_triton(name), "CUDA")
     if forced == "cpp":
         if missing:
-            raise Unavailable(f"{VARIABLE}=cpp: the C++ kernels are {missing}")
+            raise Unavailable(f"{VARIABLE}=cpp, but there are no C++ kernels: {missing}")
         for name in SCHEMAS:
             _others.impl(name, _refuse("cpp", "CUDA"), "CUDA")
     return forced, missing
@@ -122,7 +126,7 @@ def describe() -> dict[str, tuple[str, str]]:
             "CUDA": ("triton", why),
         }
     if CPP_MISSING:
-        cpu = ("reference", f"the C++ kernels are {CPP_MISSING}")
+        cpu = ("reference", f"no C++ kernels: {CPP_MISSING}")
     else:
         cpu = ("cpp", f"{why}; compiled for {torch.ops.pn_fairseq.cpu_capability()}")
     if FORCED == "cpp":
