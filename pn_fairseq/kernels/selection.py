@@ -164,7 +164,9 @@ def using(name: str) -> Iterator[None]:
         devices.append("CPU")
     library = torch.library.Library(NAMESPACE, "IMPL")
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "(?s).*([Oo]verrid|only once for all operators)")  # that is what is wanted here
+        warnings.filterwarnings(
+            "ignore", "(?s).*([Oo]verrid|only once for all operators)"
+        )  # that is what is wanted here
         for operator in SCHEMAS:
             for device in devices:
                 library.impl(operator, getattr(module, operator), device, allow_override=True)

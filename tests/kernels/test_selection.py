@@ -43,7 +43,7 @@ def test_an_unknown_name_is_refused_in_one_line():
     result = info(PN_FAIRSEQ_KERNELS="fast")
     assert result.returncode == 2 and result.stdout == ""
     (line,) = result.stderr.splitlines()
-    assert "PN_FAIRSEQ_KERNELS=fast" in line and "reference, cpp" in line
+    assert "PN_FAIRSEQ_KERNELS=fast" in line and "reference, triton, cpp" in line
 
 
 @pytest.mark.skipif("cpp" not in kernels.available(), reason="there are no C++ kernels here")

@@ -1,6 +1,7 @@
 // The passes of rows.h in vectors of PN_VECTOR_BYTES, the native width of the CPU that a file is compiled for: wider ones
 // spill. Included by rows_*.cpp, which name the function that returns the table.
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 
@@ -250,9 +251,16 @@ struct Place {
   }
 };
 
+// How many rows before its turn a row is fetched: a pass has little to compute and would wait for memory at the beginning of
+// each row, and again for the lines that it writes. Much more than this would push out of the nearest cache what is in use.
+template <class S>
+PN_INLINE int64_t rows_ahead(int64_t channels) {
+  constexpr int64_t bytes = 4096;
+  return std::max<int64_t>(1, bytes / (channels * static_cast<int64_t>(sizeof(S))));
+}
+
 // One row forward: all root mean squares, whose long chains of operations overlap, then all the rest. `sum` is where this
-// row's sums go. The row after it, `next`, is fetched meanwhile, and the place where its result goes: a pass has little to
-// compute and would wait for memory at the beginning of each row, and again for the lines that it writes.
+// row's sums go. The row `next` is fetched meanwhile, and the place where its result goes.
 template <class S, class A, bool scaled, bool writes, bool centered, Kind kind>
 PN_INLINE void forward_row(const Forward<S, A>& f, Place at, Place next, A* sum) {
   const int64_t spans = scaled ? f.groups : 1, size = f.channels / spans;
@@ -282,9 +290,10 @@ PN_INLINE void forward_row(const Forward<S, A>& f, Place at, Place next, A* sum)
 
 template <class S, class A, bool scaled, bool writes, bool centered, Kind kind>
 void forward_rows(const Forward<S, A>& f, int64_t begin, int64_t end, Sums<A>& sums) {
-  Place at(begin, f.inner), next = at;
-  for (int64_t row = begin; row < end; ++row, at = next) {
-    if (row + 1 < end) next.next(f.inner);
+  const int64_t ahead = rows_ahead<S>(f.channels);
+  Place at(begin, f.inner), next(std::min(begin + ahead, end - 1), f.inner);
+  for (int64_t row = begin; row < end; ++row, at.next(f.inner)) {
+    if (row > begin && row + ahead < end) next.next(f.inner);
     const bool padding = f.padding.data && *f.padding.at(at.outer, at.inner);
     forward_row<S, A, scaled, writes, centered, kind>(f, at, next, sums.narrow + (padding ? f.channels : 0));
     sums.real += !padding;
@@ -369,9 +378,10 @@ PN_INLINE void backward_row(const Backward<S, A>& b, Place at, Place next, A* su
 
 template <class S, class A, bool scaled, bool writes, bool sums_up, bool sloped, bool centered>
 void backward_rows(const Backward<S, A>& b, int64_t begin, int64_t end, Sums<A>& sums) {
-  Place at(begin, b.inner), next = at;
-  for (int64_t row = begin; row < end; ++row, at = next) {
-    if (row + 1 < end) next.next(b.inner);
+  const int64_t ahead = rows_ahead<S>(b.channels);
+  Place at(begin, b.inner), next(std::min(begin + ahead, end - 1), b.inner);
+  for (int64_t row = begin; row < end; ++row, at.next(b.inner)) {
+    if (row > begin && row + ahead < end) next.next(b.inner);
     const bool padding = b.padding.data && *b.padding.at(at.outer, at.inner);
     A* sum = sums.narrow + (padding ? 2 * b.channels : 0);
     if (sloped && padding) {
