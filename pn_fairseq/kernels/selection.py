@@ -164,9 +164,7 @@ def using(name: str) -> Iterator[None]:
         devices.append("CPU")
     library = torch.library.Library(NAMESPACE, "IMPL")
     with warnings.catch_warnings():  # of replacing, which is what is wanted here
-        warnings.filterwarnings(
-            "ignore", "(?s).*([Oo]verrid|only once for all operators)"
-        )
+        warnings.filterwarnings("ignore", "(?s).*([Oo]verrid|only once for all operators)")
         for operator in SCHEMAS:
             for device in devices:
                 library.impl(operator, getattr(module, operator), device, allow_override=True)
