@@ -337,14 +337,12 @@ def rows_of(found: list[Contestant], common: dict) -> list[dict]:
 
 
 def _able(contestant: Contestant, batch) -> bool:
-    """Whether a contestant can run; a line on stderr if what has to be compiled for it cannot be."""
-    if contestant.implementation != "compiled":
-        return True
+    """Whether a contestant can run; if not (no compiler, too few tokens), a line on stderr says why."""
     try:
         with contestant.computing():
             step(contestant, batch, lambda: None)
-    except RuntimeError as error:
-        print(f"{contestant.name}: left out, {' '.join(str(error).split())[:200]}", file=sys.stderr)
+    except (RuntimeError, ValueError) as error:
+        print(f"{contestant.name}: left out: {str(error).strip().splitlines()[0]}", file=sys.stderr)
         return False
     return True
 

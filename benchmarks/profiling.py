@@ -10,7 +10,9 @@ from torch.profiler import ProfilerActivity, profile
 from torch.profiler._memory_profiler import SchemaMatcher
 
 #: Operators that make a tensor, or change what one is, and touch no data.
-NO_WORK = re.compile(r"aten::(empty|empty_\w+|new_empty|new_empty_strided|resize_|as_strided_|detach_?|set_)$")
+NO_WORK = re.compile(
+    r"aten::(empty|empty_\w+|new_empty|new_empty_strided|resize_|as_strided_|_unsafe_view|detach_?|set_)$"
+)
 
 #: In place, and without a look at what was there.
 OVERWRITES = ("aten::copy_", "aten::fill_", "aten::zero_")
@@ -68,10 +70,12 @@ def count(
 
     An operator counts if it has a kernel of its own for the device, or else if nothing that it calls counts; so
     ``layer_norm`` is one ``native_layer_norm``, and ``masked_fill`` a ``copy_`` and a ``masked_fill_``. Views,
-    allocations and what only asks for a type do not count. It reads its input tensors, each once and what is expanded
-    at its real size, but not those that it only writes. It writes the tensors that its schema says it changes, and
-    whatever it allocates and does not free again. What it keeps to itself, caches and scratch memory, is not seen: this
-    is the traffic that the operators' interfaces ask for, the same on every machine.
+    allocations and what only asks for a type do not count.
+
+    An operator reads its input tensors but those that it only writes, each once, what is expanded at its real size, and
+    a number as a tensor of 8 bytes. It writes the tensors that its schema says it changes, and whatever it allocates
+    and does not free again. What it keeps to itself, caches and scratch memory, is not seen: this is the traffic that
+    the operators' interfaces ask for, the same on every machine.
 
     Args:
         run: the call; what it returns is kept alive until the count is over.
@@ -117,20 +121,20 @@ def _operators(event, device: str, look_into: str) -> list[tuple]:
     """The operators under ``event`` that count, each with its schema."""
     schema = _schema(event)
     own = False
-    if schema is not None:
-        if NO_WORK.match(event.name) or any(
-            returned.alias_info is not None and not returned.alias_info.is_write for returned in schema.returns
-        ):
-            return []
+    if schema is not None and NO_WORK.match(event.name):
+        return []
+    if schema is not None and not event.name.startswith(look_into):
         name = f"{schema.name}.{schema.overload_name}" if schema.overload_name else schema.name
 
         def has(key: str) -> bool:
             return torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
 
-        own = not event.name.startswith(look_into)
+        # `to` and `reshape` give a view or a copy, and only what they call tells which.
+        own = not has("CompositeImplicitAutograd")
+        if own and any(value.alias_info is not None and not value.alias_info.is_write for value in schema.returns):
+            return []
         if own and has(device):
             return [(event, schema)]
-        own = own and not has("CompositeImplicitAutograd")
     found = [operator for child in event.children for operator in _operators(child, device, look_into)]
     return found or ([(event, schema)] if own else [])
 

@@ -68,8 +68,9 @@ def text(rows: list[dict]) -> str:
     return "\n".join(lines)
 
 
-def _markdown(header: list[str], lines: Iterable[list[str]]) -> str:
-    rows = [header, ["---"] + ["---:"] * (len(header) - 1), *lines]
+def _markdown(header: list[str], lines: Iterable[list[str]], align: str = "---:") -> str:
+    """A table with its first column to the left, the others as ``align`` says."""
+    rows = [header, ["---"] + [align] * (len(header) - 1), *lines]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
 
 
@@ -120,7 +121,7 @@ def draw(rows: list[dict], output: Path) -> None:
         for row, place in zip(own, places, strict=True):
             axis.annotate(
                 f"{row['ratio']:.2f}", (row["ratio_high"], place), (4, 0), textcoords="offset points", va="center",
-                fontsize=8,
+                fontsize=8, bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.8},
             )  # fmt: skip
         axis.axvline(1.0, color="black", linewidth=0.9, linestyle=(0, (4, 2)))
         axis.set_xscale("log")
@@ -224,4 +225,6 @@ def targets(rows: list[dict], device: str, implementation: str) -> str:
             )
             reached = all(target.reached_by(row[target.column]) for row in own)
             lines.append([target.title, limit, where, measured, "yes" if reached else "no"])
-    return _markdown([f"PN ({implementation}), forward + backward", "target", "setting", "measured", "reached"], lines)
+    return _markdown(
+        [f"PN ({implementation}), forward + backward", "target", "setting", "measured", "reached"], lines, "---"
+    )
