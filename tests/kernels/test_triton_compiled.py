@@ -155,7 +155,7 @@ def test_a_step_is_two_launches_each_way_with_wide_accesses(capability, dtype):
     for kernel in (forward, backward):
         assert widest(kernel) == {"ld": 16, "st": 16}
     for kernel in (rest, rest_of_backward):  # what others have written is read after a ticket was drawn, and not before
-        ptx = kernel.asm["ptx"].replace("\n", " ")
+        ptx = re.sub(r"//.*|\s+", " ", kernel.asm["ptx"])
         assert re.search(r"bar\.sync[^@]*@\S+ atom\.global\.gpu\.acq_rel\.add\.f32.*?bar\.sync.*?ld\.global\.cg", ptx)
 
 
