@@ -143,6 +143,7 @@ class PowerNorm(WholeStepNorm):
         inv_rms, _, squares, count = self._moments(x, padding_mask)
         local = torch.cat([squares[0], count[None]])
         step = self._recomputed(lambda: local[:-1]) or self._new_step(local)
+        step.unfold()
         return self._normalize(x, padding_mask, inv_rms, step.used["psi2"], step)
 
     def _normalize(
@@ -152,7 +153,6 @@ class PowerNorm(WholeStepNorm):
 
         Positions that are padding get no part of nu and give none.
         """
-        step.unfold()
         return _PowerNormFunction.apply(
             x,
             self.weight,
