@@ -1,60 +1,98 @@
-"""Time and memory of every norm against LayerNorm: ``python -m benchmarks.norms``.
+"""Time, peak memory, kernels and bytes of every norm against LayerNorm: ``python -m benchmarks.norms``.
 
-All contestants take turns on the same activations, so that whatever else the machine does meets all of them. A figure
-is the median over the rounds of the ratio to ``torch.nn.LayerNorm`` in the same round, with the quarters of the
-distribution; "of least" is the ratio of the shortest times, which says more on a machine that is busy. Beside our
-norms, by implementation of their kernels, stand torch's own, batch normalization on gathered tokens, and the least that
-any norm can cost: a copy forward and an addition backward.
+All contestants take turns on the same activations, so that whatever else the machine does meets all of them, in an
+order that is drawn anew in each round, and each turn begins with a step that is not timed, so that nobody pays for
+who was there before. A time is the median over the rounds of the ratio to ``torch.nn.LayerNorm`` in the same round,
+with the quarters of the distribution; "of least" is the ratio of the shortest times, which says more on a machine that
+is busy. A second LayerNorm tells how large a difference means nothing.
+
+Beside our norms, by implementation of their kernels, stand torch's own, batch normalization on gathered tokens, PN's
+reference under ``torch.compile``, Liger-Kernel's norms on CUDA, and the least that any norm can cost: a copy forward
+and an addition backward. Kernels and bytes are those of :func:`benchmarks.profiling.count`, the same on every machine.
 """
 
 import argparse
-import csv
-import datetime
+import importlib.util
 import itertools
+import math
 import os
-import platform
+import random
 import re
-import statistics
+import sys
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 
 from benchmarks import keep_memory
-from pn_fairseq import __version__, kernels
+from benchmarks.profiling import Counts, count, peak_memory
+from benchmarks.results import output_file, positive, ratios, spread, write_csv
+from benchmarks.table import draw, markdown, targets, text
+from pn_fairseq import kernels
+from pn_fairseq.kernels import reference
+from pn_fairseq.kernels.selection import IMPLEMENTATIONS
 from pn_fairseq.norms import NORMS, build_norm
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-#: (T, B, C): the shapes of translation models, and with --odd what no vector width divides.
-SHAPES = {"4096x512": (32, 128, 512), "4096x1024": (32, 128, 1024)}
-LARGE = {"32768x1024": (64, 512, 1024)}
-ODD = {"4095x515": (35, 117, 515), "1x512": (1, 1, 512)}
-PHASES = ("forward", "backward", "both")
+
+#: Rows x channels: the shapes of translation models, what fills a GPU, and what no vector width divides.
+SHAPES = ("4096x512", "4096x1024")
+LARGE = ("32768x1024", "131072x1024")
+ODD = ("4095x515", "1x512")
+
+#: Time steps of a batch at least, if its number of rows allows.
+STEPS = 32
+
+#: Forward reads x and writes y, backward reads x and dy and writes dx; these are multiples of the bytes of x.
+PHASES = {"forward": 2, "backward": 3, "both": 5}
+
 BASE = "LayerNorm"
-FIELDS = (
-    "date", "machine", "cores", "torch", "pn_fairseq", "device", "threads", "shape", "dtype", "phase", "contestant",
-    "milliseconds", "ratio", "ratio_low", "ratio_high", "ratio_of_least", "extra_bytes",
-)  # fmt: skip
+COPY = "copy and add"
+
+#: Rounds at the beginning that do not count: memory is allocated, code compiled.
+WARM = 3
+
+#: Steps that are timed together in a turn. On a GPU one would be shorter than what it takes to look at the clock.
+REPEATS = {"cpu": 1, "cuda": 10}
 
 
 @dataclass
 class Contestant:
-    """Something with a forward and a backward; ``module`` is called with activations and a padding mask."""
+    """Something with a forward and a backward.
+
+    Attributes:
+        name: for people.
+        module: called with activations and a padding mask or None.
+        norm: the registered name of the norm if it is ours, otherwise what it is.
+        layer_scale: its layer-scale groups, 0 without.
+        implementation: of the kernels, if it is ours.
+        computing: makes the context that it computes in.
+        opaque: whether something computes there that is no operator.
+        seconds: of each phase, by round.
+        extra_bytes: peak memory of a step.
+        counts: of forward and backward.
+    """
 
     name: str
-    module: nn.Module | Callable[[Tensor, Tensor], Tensor]
-    implementation: str | None = None
-    times: dict[str, list[float]] = field(default_factory=lambda: {phase: [] for phase in PHASES})
-    extra_bytes: int | None = None
+    module: nn.Module | Callable[[Tensor, Tensor | None], Tensor]
+    norm: str
+    layer_scale: int = 0
+    implementation: str = ""
+    computing: Callable[[], AbstractContextManager] = nullcontext
+    opaque: bool = False
+    seconds: dict[str, list[float]] = field(default_factory=lambda: {phase: [] for phase in PHASES})
+    extra_bytes: int = 0
+    counts: dict[str, Counts] = field(default_factory=dict)
 
-    def computing(self):
-        return kernels.using(self.implementation) if self.implementation else nullcontext()
-
-    def clear(self) -> None:
+    def forget(self, x: Tensor) -> None:
+        """Free all gradients."""
+        x.grad = None
         if isinstance(self.module, nn.Module):
             self.module.zero_grad(set_to_none=True)
 
@@ -66,7 +104,9 @@ class Gathered(nn.Module):
         super().__init__()
         self.norm = nn.BatchNorm1d(channels)
 
-    def forward(self, x: Tensor, padding_mask: Tensor) -> Tensor:
+    def forward(self, x: Tensor, padding_mask: Tensor | None) -> Tensor:
+        if padding_mask is None:
+            return self.norm(x.flatten(0, 1)).view_as(x)
         real = ~padding_mask.t()
         y = x.clone()
         y[real] = self.norm(x[real])
@@ -74,11 +114,13 @@ class Gathered(nn.Module):
 
 
 class Unmasked(nn.Module):
+    """A norm that tokens do not meet in, and that therefore needs no mask."""
+
     def __init__(self, norm: nn.Module):
         super().__init__()
         self.norm = norm
 
-    def forward(self, x: Tensor, padding_mask: Tensor) -> Tensor:
+    def forward(self, x: Tensor, padding_mask: Tensor | None) -> Tensor:
         return self.norm(x)
 
 
@@ -95,186 +137,328 @@ class _CopyAndAdd(torch.autograd.Function):
         return ctx.saved_tensors[0] + dy
 
 
-def contestants(channels: int, groups: int) -> list[Contestant]:
-    found = [
-        Contestant(BASE, Unmasked(nn.LayerNorm(channels))),
-        Contestant("RMSNorm", Unmasked(nn.RMSNorm(channels))),
-        Contestant("BatchNorm1d gathered", Gathered(channels)),
-        Contestant("copy and add", lambda x, _: _CopyAndAdd.apply(x)),
+def _compiled(threads: int) -> Callable[[], AbstractContextManager]:
+    """Contexts in which PN's kernels are those of the reference, compiled by inductor each as a whole.
+
+    All around the kernels stays what it is for the other implementations.
+    """
+    torch._dynamo.reset()
+    options = {"cpp.enable_kernel_profile": True, "cpp.threads": threads}
+    functions = {
+        name: torch.compile(getattr(reference, name), fullgraph=True, dynamic=False, options=options)
+        for name in ("power_forward", "power_backward")
+    }
+    return lambda: patch.multiple(kernels, **functions)
+
+
+def _liger(channels: int) -> list[Contestant]:
+    """Liger-Kernel's norms, where it is installed. Its RMSNorm would by default write dx over dy."""
+    if importlib.util.find_spec("liger_kernel") is None:
+        return []
+    from liger_kernel.transformers.layer_norm import LigerLayerNorm
+    from liger_kernel.transformers.rms_norm import LigerRMSNorm
+
+    return [
+        Contestant("Liger LayerNorm", Unmasked(LigerLayerNorm(channels)), "LayerNorm", opaque=True),
+        Contestant("Liger RMSNorm", Unmasked(LigerRMSNorm(channels, in_place=False)), "RMSNorm", opaque=True),
     ]
-    for name, entry in NORMS.items():
-        if name == "layer":
+
+
+def contestants(channels: int, groups: int, device: str, threads: int) -> list[Contestant]:
+    """All that can run on ``device``, LayerNorm first, with ``groups`` layer-scale groups where there is layer-scale.
+
+    Groups that do not divide the channels are replaced by the largest number that divides both.
+    """
+    found = [
+        Contestant(BASE, Unmasked(nn.LayerNorm(channels)), "LayerNorm"),
+        Contestant(f"{BASE} again", Unmasked(nn.LayerNorm(channels)), "LayerNorm"),
+        Contestant("RMSNorm", Unmasked(nn.RMSNorm(channels)), "RMSNorm"),
+        Contestant("BatchNorm1d gathered", Gathered(channels), "BatchNorm1d"),
+        Contestant(COPY, lambda x, _: _CopyAndAdd.apply(x), COPY),
+    ]
+    if device == "cuda":
+        found += _liger(channels)
+    ways = {
+        name: partial(kernels.using, name)
+        for name in reversed(kernels.available())
+        if IMPLEMENTATIONS[name] in (None, device.upper())
+    }
+    compiled = {"compiled": _compiled(threads)}
+    for norm, entry in NORMS.items():
+        if norm == "layer":
             continue
-        for implementation in reversed(kernels.available()):
-            for scaled in (0, groups):
-                label = f"{entry.short}{' +LS' if scaled else ''} {implementation}"
-                norm = build_norm(name, channels, layer_scale_groups=scaled)
-                found.append(Contestant(label, norm, implementation))
+        for name, computing in {**ways, **(compiled if norm == "power" else {})}.items():
+            for scaled in (0, math.gcd(groups, channels)):
+                label = f"{entry.short}{' +LS' if scaled else ''} {name}"
+                module = build_norm(norm, channels, layer_scale_groups=scaled)
+                found.append(Contestant(label, module, norm, scaled, name, computing, name == "compiled"))
     return found
 
 
-def make_batch(shape: tuple[int, int, int], padding: float, dtype, device) -> tuple[Tensor, Tensor, Tensor]:
-    """Activations that need a gradient, that of the output, and a mask with about ``padding`` of it at the ends."""
-    time_steps, sentences, channels = shape
-    generator = torch.Generator().manual_seed(0)
-    x, dy = (torch.randn(shape, generator=generator).to(device, dtype) for _ in range(2))
-    shortest = round(time_steps * (1 - 2 * padding))
-    lengths = torch.randint(shortest, time_steps + 1, (sentences, 1), generator=generator)
-    mask = torch.arange(time_steps) >= lengths.clamp(min=1)
-    return x.requires_grad_(), dy, mask.to(device)
+def time_and_batch(rows: int) -> tuple[int, int]:
+    """Factors of ``rows``: the least divisor that is at least ``STEPS``, or ``rows`` itself if below, and the rest."""
+    steps = next(number for number in range(min(STEPS, rows), rows + 1) if rows % number == 0)
+    return steps, rows // steps
 
 
-def take_turns(found: list[Contestant], batch, rounds: int, synchronize: Callable[[], None]) -> None:
-    """Fill in ``times``; the first rounds, in which memory is allocated, do not count."""
+def make_batch(
+    shape: tuple[int, int, int], padding: float, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Activations that need a gradient, that of the output, and a mask with about ``padding`` of it at the ends.
+
+    Without padding the mask is None.
+    """
+    steps, sentences, _ = shape
+    generator = torch.Generator(device).manual_seed(0)
+    x, dy = (torch.randn(shape, generator=generator, device=device, dtype=dtype) for _ in range(2))
+    mask = None
+    if padding:
+        shortest = max(round(steps * (1 - 2 * padding)), 1)
+        lengths = torch.randint(shortest, steps + 1, (sentences, 1), generator=generator, device=device)
+        mask = torch.arange(steps, device=device) >= lengths
+    return x.requires_grad_(), dy, mask
+
+
+def step(contestant: Contestant, batch, mark: Callable[[], None]) -> None:
+    """Forward and backward, with a call of ``mark`` before, between and after."""
     x, dy, mask = batch
-    for turn in range(rounds + 3):
-        for contestant in found:
-            contestant.clear()
-            x.grad = None
+    contestant.forget(x)
+    mark()
+    y = contestant.module(x, mask)
+    mark()
+    y.backward(dy)
+    mark()
+
+
+def seconds_of_steps(contestant: Contestant, batch, device: torch.device) -> list[float]:
+    """Mean seconds of forward, backward and both; on a GPU as the GPU sees it, waiting for the host included."""
+    marks = []
+    if device.type == "cuda":
+
+        def mark() -> None:
+            marks.append(torch.cuda.Event(enable_timing=True))
+            marks[-1].record()
+    else:
+
+        def mark() -> None:
+            marks.append(time.perf_counter())
+
+    for _ in range(REPEATS[device.type]):
+        step(contestant, batch, mark)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        marks = [marks[0].elapsed_time(event) / 1000 for event in marks]
+    forward, backward = (
+        sum(marks[at + 1] - marks[at] for at in range(first, len(marks), 3)) / (len(marks) // 3) for first in (0, 1)
+    )
+    return [forward, backward, forward + backward]
+
+
+def take_turns(found: list[Contestant], batch, rounds: int, device: torch.device) -> None:
+    """Fill in ``seconds``."""
+    order = random.Random(0)
+    for number in range(rounds + WARM):
+        for contestant in order.sample(found, len(found)):
             with contestant.computing():
-                synchronize()
-                start = time.perf_counter()
-                y = contestant.module(x, mask)
-                synchronize()
-                middle = time.perf_counter()
-                y.backward(dy)
-                synchronize()
-                end = time.perf_counter()
-            del y
-            if turn >= 3:
-                for phase, seconds in zip(PHASES, (middle - start, end - middle, end - start), strict=True):
-                    contestant.times[phase].append(seconds)
+                step(contestant, batch, lambda: None)
+                if device.type == "cuda":
+                    torch.cuda.synchronize()
+                taken = seconds_of_steps(contestant, batch, device)
+            contestant.forget(batch[0])
+            if number >= WARM:
+                for phase, seconds in zip(PHASES, taken, strict=True):
+                    contestant.seconds[phase].append(seconds)
+        print(f"\rround {number + 1} of {rounds + WARM}", end="", file=sys.stderr, flush=True)
+    print(file=sys.stderr)
 
 
-class PeakMemory:
-    """The most bytes in use beyond those at the beginning: from the allocator on CUDA, from the profiler on CPU."""
-
-    def __init__(self, device: torch.device):
-        self.device = device
-
-    def of(self, run: Callable[[], None]) -> int:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
-            run()
-            torch.cuda.synchronize()
-            return torch.cuda.max_memory_allocated() - before
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-            run()
-        in_use = most = 0
-        for event in profile.profiler.kineto_results.events():
-            if event.name() == "[memory]":
-                in_use += event.nbytes()
-                most = max(most, in_use)
-        return most
-
-
-def measure_memory(found: list[Contestant], batch, device: torch.device) -> None:
+def profile_all(found: list[Contestant], batch, device: torch.device) -> None:
+    """Fill in ``extra_bytes`` and ``counts``."""
     x, dy, mask = batch
 
-    def step(contestant: Contestant) -> None:
-        contestant.module(x, mask).backward(dy)
+    def counted(contestant: Contestant, run: Callable[[], object]) -> Counts:
+        made_of_others = "pn_fairseq" if contestant.implementation == "reference" else None
+        return count(run, device, made_of_others, contestant.opaque)
 
     for contestant in found:
-        contestant.clear()
-        x.grad = None
         with contestant.computing():
-            contestant.extra_bytes = PeakMemory(device).of(lambda chosen=contestant: step(chosen))
-        contestant.clear()
-        x.grad = None
+            contestant.forget(x)
+            contestant.extra_bytes = peak_memory(partial(step, contestant, batch, lambda: None), device)
+            contestant.forget(x)
+            contestant.counts["forward"] = counted(contestant, partial(contestant.module, x, mask))
+            y = contestant.module(x, mask)
+            contestant.counts["backward"] = counted(contestant, partial(y.backward, dy))
+            contestant.forget(x)
+
+
+def _sum(values: Sequence[int | None]) -> int | None:
+    return None if None in values else sum(values)
 
 
 def rows_of(found: list[Contestant], common: dict) -> list[dict]:
+    """What was measured of the contestants, the first of which is the base: a row for each of them and each phase."""
     base = found[0]
+    copy = next((each for each in found if each.name == COPY), None)
+    plain = {(each.norm, each.layer_scale): each for each in found if each.implementation == "reference"}
     rows = []
-    for phase, contestant in itertools.product(PHASES, found):
-        own, ours = contestant.times[phase], base.times[phase]
-        ratios = [value / other for value, other in zip(own, ours, strict=True)]
-        low, middle, high = statistics.quantiles(ratios, n=4)
+    for (phase, tensors), contestant in itertools.product(PHASES.items(), found):
+        own = contestant.seconds[phase]
+        low, middle, high = ratios(own, base.seconds[phase])
+        times_reference = bandwidth = ""
+        if other := plain.get((contestant.norm, contestant.layer_scale)):
+            times_reference = round(ratios(other.seconds[phase], own)[1], 3)
+        if copy:
+            shares = [tensors / 2 * both / alone for both, alone in zip(copy.seconds["forward"], own, strict=True)]
+            bandwidth = round(spread(shares)[1], 3)
+        counts = list(contestant.counts.values()) if phase == "both" else [contestant.counts[phase]]
         rows.append(
             {
                 **common,
                 "phase": phase,
                 "contestant": contestant.name,
-                "milliseconds": round(1000 * statistics.median(own), 4),
+                "norm": contestant.norm,
+                "layer_scale": contestant.layer_scale,
+                "implementation": contestant.implementation,
+                "milliseconds": round(1000 * spread(own)[1], 5),
                 "ratio": round(middle, 3),
                 "ratio_low": round(low, 3),
                 "ratio_high": round(high, 3),
-                "ratio_of_least": round(min(own) / min(ours), 3),
+                "ratio_of_least": round(min(own) / min(base.seconds[phase]), 3),
+                "times_reference": times_reference,
+                "copy_bandwidth": bandwidth,
                 "extra_bytes": contestant.extra_bytes,
+                "extra_ratio": round(contestant.extra_bytes / base.extra_bytes, 4),
+                "kernels": sum(each.kernels for each in counts),
+                "bytes_read": _sum([each.bytes_read for each in counts]),
+                "bytes_written": _sum([each.bytes_written for each in counts]),
             }
         )
     return rows
 
 
-def print_table(rows: list[dict], common: dict) -> None:
-    print(f"\n{common['shape']} {common['dtype']} {common['device']} {common['threads']} threads")
-    print(f"{'ratio to LayerNorm':24}" + "".join(f"{phase:>26}" for phase in PHASES) + f"{'of least':>10}{'memory':>9}")
-    by_name: dict[str, dict[str, dict]] = {}
-    for row in rows:
-        by_name.setdefault(row["contestant"], {})[row["phase"]] = row
-    base = by_name[BASE]["both"]["extra_bytes"]
-    for name, phases in by_name.items():
-        cells = "".join(
-            "{:>12} {:>13}".format(f"{row['ratio']:.3f}", f"({row['ratio_low']:.2f}, {row['ratio_high']:.2f})")
-            for row in (phases[phase] for phase in PHASES)
-        )
-        both = phases["both"]
-        print(f"{name:24}{cells}{both['ratio_of_least']:10.3f}{both['extra_bytes'] / base:9.3f}")
+def _able(contestant: Contestant, batch) -> bool:
+    """Whether a contestant can run; if not (no compiler, too few tokens), a line on stderr says why."""
+    try:
+        with contestant.computing():
+            step(contestant, batch, lambda: None)
+    except (RuntimeError, ValueError) as error:
+        print(f"{contestant.name}: left out: {str(error).strip().splitlines()[0]}", file=sys.stderr)
+        return False
+    return True
 
 
-def machine() -> dict:
-    return {
-        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
-        "machine": platform.processor() or platform.machine(),
-        "cores": os.cpu_count(),
-        "torch": torch.__version__,
-        "pn_fairseq": __version__,
-    }
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.norms", description=__doc__.split("\n")[0])
-    parser.add_argument("--shapes", nargs="+", default=list(SHAPES), metavar="ROWSxC",
-                        choices=[*SHAPES, *LARGE, *ODD], help=f"of {', '.join([*SHAPES, *LARGE, *ODD])}")  # fmt: skip
-    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], choices=list(DTYPES))
-    parser.add_argument("--threads", nargs="+", type=int, default=[1], help="numbers of threads, on CPU (default: 1)")
-    parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
-    parser.add_argument("--groups", type=int, default=4, help="layer-scale groups of what has +LS (default: 4)")
-    parser.add_argument("--padding", type=float, default=0.1, help="share of padding (default: 0.1)")
-    parser.add_argument("--rounds", type=int, default=40, help="turns of each contestant (default: 40)")
-    parser.add_argument("--only", metavar="PATTERN", help="LayerNorm, and of the others what matches PATTERN")
-    parser.add_argument("--csv", type=Path, help="write all figures to this file")
-    args = parser.parse_args()
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler, which counts the memory, would talk
-    keep_memory()
+def measure(args: argparse.Namespace, threads: int, shape: tuple[int, int], dtype: str, padding: float) -> list[dict]:
+    """Measure all that ``args.only`` allows under one setting."""
+    torch.set_num_threads(threads)
+    torch.manual_seed(0)
+    rows, channels = shape
     device = torch.device(args.device)
-    synchronize = torch.cuda.synchronize if device.type == "cuda" else (lambda: None)
+    found = contestants(channels, args.groups, args.device, threads)
+    found = found[:1] + [each for each in found[1:] if args.only is None or args.only.search(each.name)]
+    for contestant in found:
+        if isinstance(contestant.module, nn.Module):
+            contestant.module.to(device, DTYPES[dtype]).train()
+    batch = make_batch((*time_and_batch(rows), channels), padding, DTYPES[dtype], device)
+    found = [contestant for contestant in found if _able(contestant, batch)]
+    take_turns(found, batch, args.rounds, device)
+    profile_all(found, batch, device)
+    common = {
+        "device": args.device,
+        "threads": threads if args.device == "cpu" else "",
+        "shape": f"{rows}x{channels}",
+        "dtype": dtype,
+        "padding": padding,
+        "rounds": args.rounds,
+    }
+    return rows_of(found, common)
 
+
+def _shape(value: str) -> tuple[int, int]:
+    if not re.fullmatch(r"[1-9]\d*x[1-9]\d*", value):
+        raise argparse.ArgumentTypeError(f"{value!r} is not ROWSxCHANNELS")
+    rows, channels = value.split("x")
+    return int(rows), int(channels)
+
+
+def _padding(value: str) -> float:
+    try:
+        share = float(value)
+    except ValueError:
+        share = math.nan
+    if not 0 <= share <= 0.5:
+        raise argparse.ArgumentTypeError(f"{value!r} is not a share between 0 and 0.5")
+    return share
+
+
+def _pattern(value: str) -> re.Pattern:
+    try:
+        return re.compile(value)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(f"{value!r} is not a regular expression: {error}") from error
+
+
+def _picture(value: str) -> Path:
+    if Path(value).suffix not in (".png", ".pdf", ".svg"):
+        raise argparse.ArgumentTypeError(f"{value!r} does not end in .png, .pdf or .svg")
+    return output_file(value)
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.norms", description=__doc__.split("\n")[0])
+    parser.add_argument("--shapes", nargs="+", type=_shape, metavar="ROWSxC",
+                        help=f"rows and channels, such as {', '.join(SHAPES + LARGE + ODD)} (default: "
+                        f"{' '.join(SHAPES)}; on CUDA {' '.join(LARGE)}, too)")  # fmt: skip
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], choices=list(DTYPES),
+                        help="default: float32 bfloat16")  # fmt: skip
+    parser.add_argument("--threads", nargs="+", type=positive, metavar="N", help="numbers of threads (default: 1)")
+    parser.add_argument("--device", default="cpu", choices=list(REPEATS), help="default: cpu")
+    parser.add_argument("--groups", type=positive, default=4, metavar="N",
+                        help="layer-scale groups of what has +LS (default: 4)")  # fmt: skip
+    parser.add_argument("--padding", nargs="+", type=_padding, default=[0.1], metavar="SHARE",
+                        help="shares of padding; 0 is no mask at all (default: 0.1)")  # fmt: skip
+    parser.add_argument("--rounds", type=positive, default=40, metavar="N", help="turns of each (default: 40)")
+    parser.add_argument("--only", type=_pattern, metavar="PATTERN", help="LayerNorm, and of the others those in whose "
+                        "names this regular expression is found")  # fmt: skip
+    parser.add_argument("--targets", action="store_true",
+                        help="measure what this project's targets are about, with 1 and 2 threads, and say which are "
+                        "reached")  # fmt: skip
+    parser.add_argument("--markdown", action="store_true", help="print tables in Markdown at the end")
+    parser.add_argument("--csv", type=output_file, metavar="FILE", help="write all figures to a CSV file")
+    parser.add_argument("--picture", type=_picture, metavar="FILE", help="draw the ratios (.png, .pdf or .svg)")
+    args = parser.parse_args(argv)
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch sees no GPU")
+    if args.picture and importlib.util.find_spec("matplotlib") is None:
+        parser.error("--picture: matplotlib is not installed")
+    if args.shapes is None:
+        args.shapes = [_shape(shape) for shape in (SHAPES if args.device == "cpu" else SHAPES + LARGE)]
+    if args.targets:
+        ours = kernels.describe()[args.device.upper()][0]
+        args.only = args.only or re.compile(rf"^(pn( \+LS)? ({ours}|reference)|{COPY}|{BASE} again)$")
+        args.ours = ours
+    if args.threads is None:
+        both = args.targets and args.device == "cpu" and (os.cpu_count() or 1) > 1
+        args.threads = [1, 2] if both else [1]
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = parse(argv)
+    keep_memory()
     rows = []
-    for threads, shape, dtype in itertools.product(args.threads, args.shapes, args.dtypes):
-        torch.set_num_threads(threads)
-        size = {**SHAPES, **LARGE, **ODD}[shape]
-        torch.manual_seed(0)
-        groups = args.groups if size[-1] % args.groups == 0 else 1
-        found = contestants(size[-1], groups)
-        found = found[:1] + [each for each in found[1:] if not args.only or re.search(args.only, each.name)]
-        for contestant in found:
-            if isinstance(contestant.module, nn.Module):
-                contestant.module.to(device, DTYPES[dtype]).train()
-        batch = make_batch(size, args.padding, DTYPES[dtype], device)
-        take_turns(found, batch, args.rounds, synchronize)
-        measure_memory(found, batch, device)
-        common = {**machine(), "device": args.device, "threads": threads, "shape": shape, "dtype": dtype}
-        new = rows_of(found, common)
-        print_table(new, common)
+    for setting in itertools.product(args.threads, args.shapes, args.dtypes, args.padding):
+        new = measure(args, *setting)
+        if not (args.markdown or args.targets):
+            print(text(new))
         rows += new
     if args.csv:
-        with args.csv.open("w", newline="") as file:
-            writer = csv.DictWriter(file, FIELDS)
-            writer.writeheader()
-            writer.writerows(rows)
+        write_csv(args.csv, rows)
+    if args.picture:
+        draw(rows, args.picture)
+    if args.markdown:
+        print(markdown(rows))
+    if args.targets:
+        print(targets(rows, args.device, args.ours))
 
 
 if __name__ == "__main__":

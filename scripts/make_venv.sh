@@ -70,12 +70,28 @@ found=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])') || die
     die "'$python' is Python $found, but $minimum or $maximum is needed; name one: make venv PYTHON=/path/to/python"
 "$python" -c 'import ensurepip, venv' 2>/dev/null ||
     die "'$python' comes without venv; on Debian or Ubuntu: apt install python$found-venv"
+# fairseq comes as source; who has it compiled already needs no compiler, our own kernels being optional.
+fairseq_is_compiled() {
+    local version tag
+    version=$(sed -n 's/^fairseq-fixed==//p' constraints.txt)
+    tag=cp${found/./}
+    "$python" -m pip cache list 'fairseq_fixed*' 2>/dev/null | grep -q -- "fairseq_fixed-$version-$tag-" ||
+        "$python" -m pip download --quiet --no-deps --only-binary :all: -d "$wheels" "fairseq-fixed==$version" >/dev/null 2>&1
+}
+missing=
 for compiler in "${CC:-cc}" "${CXX:-c++}"; do
     command -v "${compiler%% *}" >/dev/null ||
-        die "no C/C++ compiler '$compiler' found (fairseq is compiled during set-up); on Debian or Ubuntu: apt install g++"
+        missing="no C/C++ compiler '$compiler' found (fairseq is compiled during set-up); on Debian or Ubuntu: apt install g++"
 done
 header=$("$python" -c 'import os, sysconfig; print(os.path.join(sysconfig.get_paths()["include"], "Python.h"))')
-[[ -f $header ]] || die "no $header (fairseq is compiled during set-up); on Debian or Ubuntu: apt install python$found-dev"
+[[ -f $header ]] ||
+    missing="no $header (fairseq is compiled during set-up); on Debian or Ubuntu: apt install python$found-dev"
+if [[ -n $missing ]]; then
+    wheels=$(mktemp -d)
+    trap 'rm -rf "$wheels"' EXIT
+    fairseq_is_compiled || die "$missing"
+    say "no compiler that can be used: pip has fairseq compiled, and the norms will do without their C++ kernels"
+fi
 if [[ -e $venv && ! -f $mark ]] && [[ ! -d $venv || -n $(ls -A "$venv") ]]; then
     die "VENV='$venv' exists and was not made by this script; it is left alone, name another place"
 fi

@@ -2,15 +2,26 @@
 
 import csv
 import logging
+import shutil
+from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
+from torch import nn
 
-from benchmarks import ALLOCATOR, decoding, training
+from benchmarks import ALLOCATOR, decoding, norms, training
+from benchmarks.profiling import Counts, count, peak_memory
 from benchmarks.results import ratios, spread
-from pn_fairseq.norms import NORMS
+from benchmarks.table import TARGETS, targets
+from pn_fairseq import kernels
+from pn_fairseq.kernels import reference
+from pn_fairseq.norms import NORMS, build_norm
 
 SHORT = [entry.short for entry in NORMS.values()]
+
+CPU = torch.device("cpu")
+COUNT = partial(count, device=CPU)
 
 
 @pytest.fixture(autouse=True)
@@ -77,3 +88,295 @@ def test_memory_of_training_is_that_of_the_model_at_least():
     flags = "--size tiny --tokens 24 --length 6 --vocabulary 20000 --threads 1".split()
     # Embeddings, their gradient and Adam's two averages, 20,000 x 128 float32 each.
     assert 4 * 20000 * 128 * 4 < training.memory_on_cpu("ln", flags) < 1e9
+
+
+def test_norms(tmp_path, capsys):
+    files = ["--csv", str(tmp_path / "norms.csv"), "--picture", str(tmp_path / "norms.png"), "--markdown"]
+    flags = "--shapes 70x10 --rounds 2 --padding 0.2 0 --dtypes bfloat16 --only reference|cpp|again|Batch|RMS|copy"
+    norms.main([*flags.split(), *files])
+    rows = read(tmp_path / "norms.csv")
+    # 10 channels have no 4 groups, but 2.
+    assert {row["layer_scale"] for row in rows} == {"0", "2"}
+    names = list(dict.fromkeys(row["contestant"] for row in rows))
+    assert names[:2] == ["LayerNorm", "LayerNorm again"]
+    ours = [name for name in kernels.available() if name != "triton"]
+    assert len(names) == 5 + 3 * 2 * len(ours)
+    assert len(rows) == len(names) * 3 * 2
+    assert (tmp_path / "norms.png").read_bytes().startswith(b"\x89PNG")
+    assert not list(tmp_path.glob("*.partial"))
+    for row in rows:
+        assert float(row["milliseconds"]) > 0 and float(row["ratio_low"]) <= float(row["ratio_high"])
+        assert int(row["kernels"]) > 0 and int(row["bytes_read"]) > 0 and int(row["extra_bytes"]) > 0
+        assert row["torch"] == torch.__version__ and row["cores"] and row["date"] and row["padding"] in ("0.2", "0.0")
+    both = {(row["contestant"], row["padding"]): row for row in rows if row["phase"] == "both"}
+    assert both["pn reference", "0.2"]["times_reference"] == "1.0"
+    assert both["LayerNorm", "0.0"]["ratio"] == both["LayerNorm", "0.0"]["extra_ratio"] == "1.0"
+    # What fills up the mask is work only where there is one.
+    kernels_used = [int(both["pn reference", padding]["kernels"]) for padding in ("0.0", "0.2")]
+    assert kernels_used[0] < kernels_used[1]
+    printed = capsys.readouterr().out
+    assert all(printed.count(f"| {name} |") == 2 for name in names)
+    assert "70x10 bfloat16, cpu, 1 thread, no mask" in printed
+
+
+def test_targets_are_measured(capsys):
+    norms.main("--targets --shapes 40x8 --rounds 1 --dtypes float32 --threads 1".split())
+    printed = capsys.readouterr().out
+    lines = [line for line in printed.splitlines() if "40x8:" in line]
+    assert len(lines) == 2 + 2 + 2  # times, memory and against the reference, with and without layer-scale
+    assert sum("not measured" in line for line in printed.splitlines()) == 3  # 2 threads, twice bfloat16
+    assert all(line.endswith(("| yes |", "| no |")) for line in lines)
+
+
+def test_targets_of_a_gpu_by_hand():
+    common = {"device": "cuda", "threads": "", "dtype": "bfloat16", "padding": 0.1, "norm": "power", "phase": "both"}
+    common |= {"layer_scale": 4, "ratio_low": 0.9, "ratio_high": 1.1, "extra_ratio": 1.02, "times_reference": 3.999}
+    rows = [
+        {**common, "implementation": "triton", "shape": "4096x512", "ratio": 1.0, "copy_bandwidth": 0.2},
+        {**common, "implementation": "triton", "shape": "32768x1024", "ratio": 0.951, "copy_bandwidth": 0.8},
+        {**common, "implementation": "reference", "shape": "32768x1024", "ratio": 7.0, "copy_bandwidth": 0.1},
+    ]
+    lines = targets(rows, "cuda", "triton").splitlines()[2:]
+    assert [line.split(" | ")[-1] for line in lines] == ["yes |", "no |", "yes |", "yes |", "no |"]
+    assert len(lines) == len(TARGETS["cuda"])
+    assert "32768x1024: 0.951 (0.90, 1.10) | no |" in lines[1] and "4096" not in lines[2]
+    assert targets(rows[2:], "cuda", "triton").count("not measured") == len(TARGETS["cuda"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--threads 0", "'0' is not a positive whole number"),
+        ("--rounds 0", "'0' is not a positive whole number"),
+        ("--groups -1", "'-1' is not a positive whole number"),
+        ("--shapes 4096", "'4096' is not ROWSxCHANNELS"),
+        ("--shapes 0x8", "'0x8' is not ROWSxCHANNELS"),
+        ("--padding 0.6", "'0.6' is not a share between 0 and 0.5"),
+        ("--padding nan", "'nan' is not a share between 0 and 0.5"),
+        ("--only (", "'(' is not a regular expression"),
+        ("--picture norms.gif", "'norms.gif' does not end in .png, .pdf or .svg"),
+        ("--csv missing/norms.csv", "cannot write missing/norms.csv: No such file or directory"),
+        ("--csv .", "cannot write .: Is a directory"),
+        ("--device cuda", "--device cuda: torch sees no GPU"),
+    ],
+)
+def test_mistakes_are_told_before_anything_is_measured(flags, message, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(norms, "measure", lambda *_: pytest.fail("measured"))
+    with pytest.raises(SystemExit) as stopped:
+        norms.main(flags.split())
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_cannot_run_is_left_out_with_a_line(capsys, monkeypatch):
+    @contextmanager
+    def without_a_compiler():
+        raise RuntimeError("no C++ compiler\nwas found")
+        yield
+
+    monkeypatch.setattr(norms, "_compiled", lambda threads: without_a_compiler)
+    norms.main("--shapes 1x8 --rounds 1 --dtypes float32 --only compiled|Batch|copy".split())
+    printed = capsys.readouterr()
+    reasons = [line for line in printed.err.splitlines() if "left out" in line]
+    # BatchNorm1d takes no single token.
+    assert [line.split(":")[0] for line in reasons] == ["BatchNorm1d gathered", "pn compiled", "pn +LS compiled"]
+    assert reasons[1].endswith("left out: no C++ compiler")
+    assert "compiled" not in printed.out and "copy and add" in printed.out
+
+
+def test_liger_takes_part_on_cuda_where_it_is_installed(tmp_path, monkeypatch):
+    assert not any("Liger" in each.name for each in norms.contestants(8, 4, "cuda", 1))
+    package = tmp_path / "liger_kernel" / "transformers"
+    package.mkdir(parents=True)
+    for file, name in (("layer_norm", "LigerLayerNorm"), ("rms_norm", "LigerRMSNorm")):
+        code = (
+            f"from torch.nn import LayerNorm\ndef {name}(size, in_place=True):\n    return LayerNorm(size + in_place)"
+        )
+        (package / f"{file}.py").write_text(code, "utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    found = {each.name: each for each in norms.contestants(8, 4, "cuda", 1)}
+    # dy is shared by all: nobody may write over it.
+    assert found["Liger RMSNorm"].module.norm.normalized_shape == (8,)
+    assert found["Liger LayerNorm"].opaque
+    assert not any("Liger" in each.name for each in norms.contestants(8, 4, "cpu", 1))
+
+
+def test_a_gpu_gets_shapes_that_fill_it(monkeypatch):
+    assert norms.parse([]).shapes == [(4096, 512), (4096, 1024)]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert norms.parse(["--device", "cuda"]).shapes[2:] == [(32768, 1024), (131072, 1024)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "factors"), [(4096, (32, 128)), (4095, (35, 117)), (1, (1, 1)), (31, (31, 1)), (67, (67, 1))]
+)
+def test_rows_are_time_and_batch(rows, factors):
+    assert norms.time_and_batch(rows) == factors
+
+
+def test_turns_are_taken_in_changing_order():
+    events = []
+
+    def contestant(name):
+        def module(x, mask):
+            assert x.grad is None
+            events.append(name)
+            return x * 2.0
+
+        return norms.Contestant(name, module, name)
+
+    found = [contestant(name) for name in "abcd"]
+    batch = norms.make_batch((4, 3, 2), 0.0, torch.float32, CPU)
+    norms.take_turns(found, batch, 12, CPU)
+    assert [len(each.seconds[phase]) for each in found for phase in norms.PHASES] == [12] * 12
+    # Each turn is a step that is not timed and one that is.
+    turns = events[::2]
+    assert turns == events[1::2] and len(turns) == 4 * (12 + norms.WARM)
+    rounds = [turns[at : at + 4] for at in range(0, len(turns), 4)]
+    assert all(sorted(each) == list("abcd") for each in rounds)
+    for name in "abcd":
+        assert {before for before, after in zip(turns, turns[1:], strict=False) if after == name} >= set("abcd") - {
+            name
+        }
+    assert batch[0].grad is None
+
+
+def test_figures_of_a_round_by_hand():
+    found = [
+        norms.Contestant("LayerNorm", nn.Identity(), "LayerNorm"),
+        norms.Contestant(norms.COPY, nn.Identity(), "copy"),
+        norms.Contestant("pn reference", nn.Identity(), "power", 4, "reference"),
+        norms.Contestant("pn cpp", nn.Identity(), "power", 4, "cpp"),
+    ]
+    forward, backward = [(4.0, 8.0), (2.0, 4.0), (40.0, 80.0), (4.0, 8.0)], [(6.0, 12.0)] * 4
+    for each, first, second in zip(found, forward, backward, strict=True):
+        each.seconds = {"forward": first, "backward": second, "both": [a + b for a, b in zip(first, second)]}  # noqa: B905
+        each.extra_bytes = 100
+        each.counts = {"forward": Counts(1, 20, 10), "backward": Counts(3, 30, None if each is found[2] else 10)}
+    rows = {(row["contestant"], row["phase"]): row for row in norms.rows_of(found, {})}
+    # Copying takes 1 s for each time the size of x; the norm reads or writes 2, 3 and 5 times as much.
+    shares = [rows["pn cpp", phase]["copy_bandwidth"] for phase in norms.PHASES]
+    assert shares == [2 / 4, 3 / 6, 5 / 10]
+    assert rows["pn cpp", "forward"]["times_reference"] == 10.0
+    assert rows["pn cpp", "both"]["times_reference"] == 4.6
+    assert rows["LayerNorm", "both"]["times_reference"] == ""
+    assert rows["pn reference", "both"]["ratio"] == 4.6
+    assert [rows["pn cpp", "both"][key] for key in ("kernels", "bytes_read", "bytes_written")] == [4, 50, 20]
+    assert rows["pn reference", "both"]["bytes_written"] is None
+
+
+ROWS, CHANNELS = 48, 16
+X = ROWS * CHANNELS * 4
+VECTOR = CHANNELS * 4
+
+
+@pytest.fixture
+def activations():
+    """x that needs a gradient, and dy, of 48 tokens and 16 channels."""
+    return torch.randn(ROWS, CHANNELS, requires_grad=True), torch.randn(ROWS, CHANNELS)
+
+
+def test_counts_of_layer_norm_by_hand(activations):
+    x, dy = activations
+    norm = nn.LayerNorm(CHANNELS)
+    statistics = 2 * ROWS * 4
+    # x, weight, bias; y, means, 1 / standard deviations
+    assert COUNT(lambda: norm(x)) == Counts(1, X + 2 * VECTOR, X + statistics)
+    y = norm(x)
+    # dy, x, weight, bias, both statistics; the gradients of x, weight and bias
+    assert COUNT(lambda: y.backward(dy)) == Counts(1, 2 * X + statistics + 2 * VECTOR, X + 2 * VECTOR)
+
+
+def test_counts_of_operators_by_hand(activations):
+    x = activations[0].detach()
+    mask = torch.zeros(ROWS, 1, dtype=torch.bool)
+    out, row = torch.empty_like(x), torch.randn(1, CHANNELS)
+    assert COUNT(lambda: x.view(-1).unsqueeze(0).expand(3, -1)) == Counts(0, 0, 0)
+    assert COUNT(lambda: torch.empty_like(x).detach()) == Counts(0, 0, 0)
+    assert COUNT(lambda: x + 1.0) == Counts(1, X + 8, X)
+    assert COUNT(lambda: x * x) == Counts(1, X, X)
+    assert COUNT(lambda: x + row.expand_as(x)) == Counts(1, X + VECTOR, X)
+    assert COUNT(lambda: torch.exp(x, out=out)) == Counts(1, X, X)
+    assert COUNT(lambda: out.copy_(x)) == Counts(1, X, X)
+    assert COUNT(lambda: out.add_(x)) == Counts(1, 2 * X, X)
+    assert COUNT(lambda: torch.cat([x, out])) == Counts(1, 2 * X, 2 * X)
+    # A copy, and then the copy and the mask are read and the copy is written.
+    assert COUNT(lambda: x.masked_fill(mask, 0.0)) == Counts(2, X + X + ROWS, 2 * X)
+    assert COUNT(lambda: x.to(torch.bfloat16)) == Counts(1, X, X // 2)
+    assert COUNT(lambda: x.to(torch.float32)) == Counts(0, 0, 0)
+    assert COUNT(lambda: x.reshape(-1)) == Counts(0, 0, 0)
+    assert COUNT(lambda: x.t().reshape(-1)) == Counts(1, X, X)
+    assert COUNT(lambda: x.exp().sum()) == Counts(2, 2 * X, X + 4)
+    assert COUNT(lambda: x.exp(), opaque=True) == Counts(1, None, None)
+
+
+@pytest.mark.skipif("cpp" not in kernels.available(), reason="there are no C++ kernels")
+@pytest.mark.parametrize("groups", [0, 4])
+def test_counts_of_fused_pn_by_hand(groups, activations):
+    x, dy = activations
+    norm, mask = build_norm("power", CHANNELS, layer_scale_groups=groups), torch.zeros(ROWS, dtype=torch.bool)
+    scales, step, tally = ROWS * groups * 4, 8, 4 * 8
+    with kernels.using("cpp"):
+        forward = COUNT(lambda: norm(x, mask))
+        y = norm(x, mask)
+        backward = COUNT(lambda: y.backward(dy))
+    # x, mask, weight, bias, psi^2, nu, number of steps; y, 1 / rms, five vectors, tally, psi^2, number of steps
+    assert forward == Counts(1, X + ROWS + 4 * VECTOR + step, X + scales + 5 * VECTOR + tally + VECTOR + step)
+    # dy, x, mask, weight, 1 / rms, five vectors, psi^2, nu, steps, tally; the gradients of x, weight and bias, Lambda,
+    # psi^2, nu, steps, tally
+    state = 2 * VECTOR + step + tally
+    assert backward == Counts(1, 2 * X + ROWS + VECTOR + scales + 5 * VECTOR + state, X + 2 * VECTOR + VECTOR + state)
+
+
+def test_the_reference_is_counted_by_what_it_is_made_of(activations):
+    x = activations[0].detach()
+    mask, state = torch.zeros(ROWS, dtype=torch.bool), [torch.ones(CHANNELS), torch.zeros(CHANNELS)]
+    args = (x, mask, None, None, *state, torch.zeros((), dtype=torch.int64), 4, 1e-5, 0.9, 0, True)
+    alone = COUNT(lambda: reference.power_forward(*args))
+    with kernels.using("reference"):
+        assert COUNT(lambda: kernels.power_forward(*args), look_into="pn_fairseq") == alone
+        assert COUNT(lambda: kernels.power_forward(*args)).kernels == 1
+    assert alone.kernels > 20 and alone.bytes_read > 8 * X
+
+
+def test_peak_memory_of_layer_norm_by_hand(activations):
+    x, dy = activations
+    norm = nn.LayerNorm(CHANNELS)
+    contestant = norms.Contestant("LayerNorm", norms.Unmasked(norm), "LayerNorm")
+    norms.step(contestant, (x, dy, None), lambda: None)
+    contestant.forget(x)
+    peak = peak_memory(lambda: norms.step(contestant, (x, dy, None), lambda: None), CPU)
+    # y, dx, both statistics, the gradients of weight and bias, and the sums of the only thread for these two
+    assert peak == 2 * X + 2 * ROWS * 4 + 2 * VECTOR + 2 * VECTOR
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler")
+def test_compiled_reference_is_the_reference(activations):
+    x, dy = activations
+    mask = torch.arange(ROWS) > 40
+    made, expected = (build_norm("power", CHANNELS, layer_scale_groups=4) for _ in range(2))
+    compiled = norms._compiled(1)
+    found = []
+    for norm, computing in ((made, compiled), (expected, partial(kernels.using, "reference"))):
+        with computing():
+            for _ in range(2):  # the second with a nu
+                x.grad = None
+                y = norm(x, mask)
+                y.backward(dy)
+        found.append([y, x.grad, *norm.state_dict().values()])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+    with compiled():
+        counts = COUNT(lambda: norm_step(made, x, mask, dy), opaque=True)
+    assert 2 <= counts.kernels < 10 and counts.bytes_read is None
+
+
+def norm_step(norm, x, mask, dy):
+    """Gradients are freed first, for none to be added to another."""
+    x.grad = None
+    norm.zero_grad()
+    norm(x, mask).backward(dy)

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -89,7 +90,7 @@ def test_missing_tools_are_named(tmp_path):
     ("changes", "needles"),
     [
         ({"PYTHON": "no-such-python"}, ("no-such-python", "3.11")),
-        ({"CXX": "no-such-compiler"}, ("no-such-compiler", "g++")),
+        ({"CXX": "no-such-compiler", "PIP_CACHE_DIR": "EMPTY"}, ("no-such-compiler", "g++")),
         ({"PYTHON": "OLD"}, ("3.8", "3.11")),
     ],
     ids=["no interpreter", "no compiler", "old Python"],
@@ -101,6 +102,8 @@ def test_set_up_names_what_is_missing(changes, needles, tmp_path):
         old.write_text('#!/bin/sh\ncase "$2" in *exit*) exit 1 ;; *) echo 3.8 ;; esac\n')
         old.chmod(0o755)
         changes = {"PYTHON": str(old)}
+    if "PIP_CACHE_DIR" in changes:  # where fairseq could lie compiled
+        changes = {**changes, "PIP_CACHE_DIR": str(tmp_path / "cache")}
     result = script("make_venv.sh", VENV=str(tmp_path / "new"), check=False, **changes)
     assert_refused(result, *needles)
     assert not (tmp_path / "new").exists()
@@ -112,6 +115,8 @@ def test_set_up_again_is_instant_until_something_changes(tmp_path):
     shutil.copytree(SCRIPTS, checkout / "scripts")
     for file in ("constraints.txt", "setup.py"):
         shutil.copy(ROOT / file, checkout)
+    kernels = Path("pn_fairseq/kernels/cpp")
+    shutil.copytree(ROOT / kernels, checkout / kernels)
     venv = tmp_path / "venv"
     (venv / "bin").mkdir(parents=True)
     (venv / "bin/python").symlink_to(sys.executable)
@@ -123,7 +128,10 @@ def test_set_up_again_is_instant_until_something_changes(tmp_path):
 
     key = (checkout / "constraints.txt").read_bytes() + (checkout / "setup.py").read_bytes()
     key = hashlib.sha256(key + f"{checkout} no-such-python {torch}\n".encode()).hexdigest()
-    (venv / ".pn_fairseq").write_text(f"python=no-such-python\ntorch={torch}\nkey={key}\n")
+    sources = b"".join(file.read_bytes() for file in sorted((checkout / kernels).iterdir()))
+    (venv / ".pn_fairseq").write_text(
+        f"python=no-such-python\ntorch={torch}\nkey={key}\nkernels={hashlib.sha256(sources).hexdigest()}\n"
+    )
     assert (make().returncode, make().stderr) == (0, "")
     assert make(TORCH=torch, PYTHON="no-such-python").returncode == 0
     assert_refused(make(TORCH="torch==2.12.0"), "no-such-python")

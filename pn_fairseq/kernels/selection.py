@@ -163,8 +163,8 @@ def using(name: str) -> Iterator[None]:
     if name == "reference" or module.INTERPRETED:
         devices.append("CPU")
     library = torch.library.Library(NAMESPACE, "IMPL")
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "(?s).*([Oo]verrid|only once for all operators)")  # that is what is wanted here
+    with warnings.catch_warnings():  # of replacing, which is what is wanted here
+        warnings.filterwarnings("ignore", "(?s).*([Oo]verrid|only once for all operators)")
         for operator in SCHEMAS:
             for device in devices:
                 library.impl(operator, getattr(module, operator), device, allow_override=True)

@@ -37,16 +37,18 @@ def _agree(model: nn.Module) -> None:
 
 
 def wrap(owner, name: str, wrapper) -> None:
-    """Put ``wrapper(original, ...)`` in the place of ``owner.name``, once, however often this module is executed."""
+    """Put ``wrapper(original, ...)`` in the place of ``owner.name``, once, however often its module is executed."""
     original = getattr(owner, name)
-    if hasattr(original, "pn_fairseq"):
+    wrappers = getattr(original, "pn_fairseq", frozenset())
+    this = f"{wrapper.__module__}.{wrapper.__qualname__}"
+    if this in wrappers:
         return
 
     @functools.wraps(original)
     def function(*args, **kwargs):
         return wrapper(original, *args, **kwargs)
 
-    function.pn_fairseq = True
+    function.pn_fairseq = wrappers | {this}
     setattr(owner, name, function)
 
 

@@ -234,7 +234,6 @@ class RunningNorm(ChannelNorm):
         else:
             then(total)
 
-    @torch.no_grad()
     def flush(self) -> None:
         """Take in what is still on its way from the other workers.
 
@@ -242,10 +241,13 @@ class RunningNorm(ChannelNorm):
         waits for sums that all workers have started, unless one of them failed, and starts none: one worker may call
         it alone.
         """
+        if not self._arriving:
+            return
         arriving, self._arriving = self._arriving, []
-        for work, total, then in arriving:
-            work.wait()
-            then(total)
+        with torch.no_grad():
+            for work, total, then in arriving:
+                work.wait()
+                then(total)
 
     # The life of a training step.
 

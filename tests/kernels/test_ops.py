@@ -273,7 +273,7 @@ def test_layouts_make_no_difference(norm, groups):
     for (name, other_x), (_, other_dy) in zip(layouts(x), list(layouts(dy))[::-1], strict=True):
         found = step(other_x, other_dy, padding.t().contiguous().t())
         for one, other in zip(found, expected, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6, msg=name)
+            assert_close(one, other.double(), torch.float32, name)  # sums are in another order
         assert found[0].stride() == torch.empty_like(other_x).stride(), name
     token = dy[:1, :1].clone()
     expanded = step(x, token.expand(5, 4, 33), padding)

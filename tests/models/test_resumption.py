@@ -163,4 +163,7 @@ def test_fairseqs_functions_are_wrapped_once():
     importlib.reload(resumption)
     after = Trainer.save_checkpoint, Trainer.load_checkpoint, distributed_utils.call_main, progress_bar.progress_bar
     assert before == after
+    # One function for two purposes, neither of which keeps the other out.
+    wrappers = {wrapper.rpartition(".")[2] for wrapper in Trainer.load_checkpoint.pn_fairseq}
+    assert wrappers == {"_load", "_load_checkpoint"}
     assert sys.modules["fairseq.distributed_utils"].call_main is distributed_utils.call_main

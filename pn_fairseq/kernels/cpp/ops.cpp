@@ -7,6 +7,7 @@
 #include <torch/library.h>
 
 #include <cmath>
+#include <cstdlib>
 #include <initializer_list>
 #include <optional>
 #include <string>
@@ -21,12 +22,16 @@ namespace {
 using at::Tensor;
 using Optional = std::optional<Tensor>;
 
+// That of the widest vectors that the CPU has, or that torch's own variable for its kernels allows.
 const Implementation& implementation() {
   static const Implementation& chosen = []() -> const Implementation& {
 #ifdef PN_X86
+    const char* variable = std::getenv("ATEN_CPU_CAPABILITY");
+    const std::string allowed = variable ? variable : "avx512";
+    if (allowed == "default") return baseline();
     __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-        __builtin_cpu_supports("avx512vl")) {
+    if (allowed != "avx2" && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
       return avx512();
     }
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return avx2();

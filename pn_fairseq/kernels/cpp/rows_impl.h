@@ -1,6 +1,7 @@
 // The passes of rows.h in vectors of PN_VECTOR_BYTES, the native width of the CPU that a file is compiled for: wider ones
 // spill. Included by rows_*.cpp, which name the function that returns the table.
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 
@@ -250,21 +251,33 @@ struct Place {
   }
 };
 
+// How many rows before its turn a row is fetched: a pass has little to compute and would wait for memory at the beginning of
+// each row, and again for the lines that it writes. Much more than this would push out of the nearest cache what is in use.
+template <class S>
+PN_INLINE int64_t rows_ahead(int64_t channels) {
+  constexpr int64_t bytes = 4096;
+  return std::max<int64_t>(1, bytes / (channels * static_cast<int64_t>(sizeof(S))));
+}
+
 // One row forward: all root mean squares, whose long chains of operations overlap, then all the rest. `sum` is where this
-// row's sums go.
+// row's sums go. The row `next` is fetched meanwhile, and the place where its result goes.
 template <class S, class A, bool scaled, bool writes, bool centered, Kind kind>
-PN_INLINE void forward_row(const Forward<S, A>& f, Place at, A* sum) {
+PN_INLINE void forward_row(const Forward<S, A>& f, Place at, Place next, A* sum) {
   const int64_t spans = scaled ? f.groups : 1, size = f.channels / spans;
   const S* x = f.x.at(at.outer, at.inner);
   S* y = f.y.at(at.outer, at.inner);
   A* inv_rms = f.inv_rms.at(at.outer, at.inner);
   const A *scale = f.scale, *bias = f.bias, *center = f.center;
+  const S* next_x = f.x.at(next.outer, next.inner);
+  S* next_y = f.y.at(next.outer, next.inner);
   for (int64_t g = 0; scaled && !f.given && g < spans; ++g) {
     inv_rms[g] = A(1) / std::sqrt(sum_of_squares<S, A>(x, g * size, (g + 1) * size) / static_cast<A>(size) + f.eps);
   }
   for (int64_t g = 0; g < spans; ++g) {
     const A factor = scaled ? inv_rms[g] : A(1);
     for_span<A>(g * size, (g + 1) * size, [&](int64_t c, auto part) {
+      __builtin_prefetch(next_x + c);
+      if (writes) __builtin_prefetch(next_y + c, 1);
       Vector<A> h = load(x + c, part);
       if (scaled) h = h * factor;
       if (centered) h = h - load(center + c, part);
@@ -277,10 +290,12 @@ PN_INLINE void forward_row(const Forward<S, A>& f, Place at, A* sum) {
 
 template <class S, class A, bool scaled, bool writes, bool centered, Kind kind>
 void forward_rows(const Forward<S, A>& f, int64_t begin, int64_t end, Sums<A>& sums) {
-  Place at(begin, f.inner);
+  const int64_t ahead = rows_ahead<S>(f.channels);
+  Place at(begin, f.inner), next(std::min(begin + ahead, end - 1), f.inner);
   for (int64_t row = begin; row < end; ++row, at.next(f.inner)) {
+    if (row > begin && row + ahead < end) next.next(f.inner);
     const bool padding = f.padding.data && *f.padding.at(at.outer, at.inner);
-    forward_row<S, A, scaled, writes, centered, kind>(f, at, sums.narrow + (padding ? f.channels : 0));
+    forward_row<S, A, scaled, writes, centered, kind>(f, at, next, sums.narrow + (padding ? f.channels : 0));
     sums.real += !padding;
     if (kind != Kind::none && (row - begin) % kRowsBetweenAddingUp == kRowsBetweenAddingUp - 1) {
       add_up(sums, 2 * f.channels);
@@ -310,18 +325,25 @@ void forward(const Forward<S, A>& f, int64_t begin, int64_t end, Kind kind, Sums
 // One row backward, group by group while it is in the nearest cache: the sums and the projection mean_k(dh_k h_k), then
 // dx; without layer-scale all at once. `sums_up`: add dy * (h - center) to `sum` and dy to `sum + channels`.
 template <class S, class A, bool scaled, bool writes, bool sums_up, bool sloped, bool centered>
-PN_INLINE void backward_row(const Backward<S, A>& b, Place at, A* sum) {
+PN_INLINE void backward_row(const Backward<S, A>& b, Place at, Place next, A* sum) {
   const int64_t spans = scaled ? b.groups : 1, size = b.channels / spans;
   const S *dy = b.dy.at(at.outer, at.inner), *x = b.x.at(at.outer, at.inner);
   const A* inv_rms = b.inv_rms.at(at.outer, at.inner);
   S* dx = b.dx.at(at.outer, at.inner);
   const A *scale = b.scale, *slope = b.slope, *offset = b.offset, *center = b.center;
   A* sum_dy = sum + b.channels;
+  const S *next_dy = b.dy.at(next.outer, next.inner), *next_x = b.x.at(next.outer, next.inner);
+  S* next_dx = b.dx.at(next.outer, next.inner);
   for (int64_t g = 0; g < spans; ++g) {
     const int64_t begin = g * size, end = begin + size;
     const A factor = scaled ? inv_rms[g] : A(1);
     Vector<A> projected{};
     for_span<A>(begin, end, [&](int64_t c, auto part) {
+      if (!scaled || !writes) {
+        __builtin_prefetch(next_x + c);
+        __builtin_prefetch(next_dy + c);
+        if (writes) __builtin_prefetch(next_dx + c, 1);
+      }
       Vector<A> grad = load(dy + c, part), h = load(x + c, part);
       if (scaled) h = h * factor;
       Vector<A> centre = h;
@@ -341,6 +363,9 @@ PN_INLINE void backward_row(const Backward<S, A>& b, Place at, A* sum) {
     if (!scaled || !writes) continue;
     const A projection = total(projected) / static_cast<A>(size);
     for_span<A>(begin, end, [&](int64_t c, auto part) {
+      __builtin_prefetch(next_x + c);
+      __builtin_prefetch(next_dy + c);
+      __builtin_prefetch(next_dx + c, 1);
       Vector<A> h = load(x + c, part) * factor, centre = h;
       if (centered) centre = h - load(center + c, part);
       Vector<A> dh = load(dy + c, part) * load(scale + c, part);
@@ -353,14 +378,16 @@ PN_INLINE void backward_row(const Backward<S, A>& b, Place at, A* sum) {
 
 template <class S, class A, bool scaled, bool writes, bool sums_up, bool sloped, bool centered>
 void backward_rows(const Backward<S, A>& b, int64_t begin, int64_t end, Sums<A>& sums) {
-  Place at(begin, b.inner);
+  const int64_t ahead = rows_ahead<S>(b.channels);
+  Place at(begin, b.inner), next(std::min(begin + ahead, end - 1), b.inner);
   for (int64_t row = begin; row < end; ++row, at.next(b.inner)) {
+    if (row > begin && row + ahead < end) next.next(b.inner);
     const bool padding = b.padding.data && *b.padding.at(at.outer, at.inner);
     A* sum = sums.narrow + (padding ? 2 * b.channels : 0);
     if (sloped && padding) {
-      backward_row<S, A, scaled, writes, sums_up, false, centered>(b, at, sum);
+      backward_row<S, A, scaled, writes, sums_up, false, centered>(b, at, next, sum);
     } else {
-      backward_row<S, A, scaled, writes, sums_up, sloped, centered>(b, at, sum);
+      backward_row<S, A, scaled, writes, sums_up, sloped, centered>(b, at, next, sum);
     }
     if (sums_up && (row - begin) % kRowsBetweenAddingUp == kRowsBetweenAddingUp - 1) add_up(sums, 4 * b.channels);
   }

@@ -1,0 +1,230 @@
+"""The rows of :mod:`benchmarks.norms` as tables, as a picture, and held against this project's targets."""
+
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.results import partial
+
+#: What a row was measured under.
+SETTING = ("shape", "dtype", "device", "threads", "padding")
+
+PHASES = ("forward", "backward", "both")
+
+#: Okabe and Ito's colours, which stay apart for the colour-blind.
+COLOURS = {"": "#999999", "reference": "#E69F00", "compiled": "#CC79A7", "cpp": "#0072B2", "triton": "#009E73"}
+
+
+def _grouped(rows: Iterable[dict], *keys: str) -> dict[tuple, list[dict]]:
+    found: dict[tuple, list[dict]] = {}
+    for row in rows:
+        found.setdefault(tuple(row[key] for key in keys), []).append(row)
+    return found
+
+
+def setting(row: dict) -> str:
+    """What a row was measured under, in words."""
+    threads = f", {row['threads']} thread{'s' if row['threads'] > 1 else ''}" if row["threads"] else ""
+    padding = f"{row['padding']:.0%} padding" if row["padding"] else "no mask"
+    return f"{row['shape']} {row['dtype']}, {row['device']}{threads}, {padding}"
+
+
+def _ratio(row: dict) -> str:
+    return f"{row['ratio']:.3f} ({row['ratio_low']:.2f}, {row['ratio_high']:.2f})"
+
+
+def _kernels_and_bytes(phases: dict[str, dict], size: int) -> list[str]:
+    """Kernels, and bytes read and written in multiples of ``size``, forward + backward."""
+    each = [phases["forward"], phases["backward"]]
+    moved = [None if row["bytes_read"] is None else (row["bytes_read"] + row["bytes_written"]) / size for row in each]
+    bytes_moved = "not seen" if None in moved else " + ".join(f"{value:.2f}" for value in moved)
+    return [" + ".join(str(row["kernels"]) for row in each), bytes_moved]
+
+
+def _of_x(phases: dict[str, dict]) -> int:
+    """Bytes of the activations."""
+    rows, channels = phases["both"]["shape"].split("x")
+    return int(rows) * int(channels) * {"float32": 4, "bfloat16": 2, "float16": 2}[phases["both"]["dtype"]]
+
+
+def _by_contestant(rows: Iterable[dict]) -> dict[str, dict[str, dict]]:
+    """Name -> phase -> row."""
+    return {name: {row["phase"]: row for row in own} for (name,), own in _grouped(rows, "contestant").items()}
+
+
+def text(rows: list[dict]) -> str:
+    """All of one setting, for a terminal."""
+    lines = [f"\n{setting(rows[0])}"]
+    head = "".join(f"{phase:>22}" for phase in PHASES)
+    lines.append(f"{'ratio to LayerNorm':22}{head}{'of least':>10}{'memory':>9}{'kernels':>10}{'bytes / x':>15}")
+    for name, phases in _by_contestant(rows).items():
+        both = phases["both"]
+        ratios = "".join(f"{_ratio(phases[phase]):>22}" for phase in PHASES)
+        kernels, moved = _kernels_and_bytes(phases, _of_x(phases))
+        lines.append(
+            f"{name:22}{ratios}{both['ratio_of_least']:10.3f}{both['extra_ratio']:9.3f}{kernels:>10}{moved:>15}"
+        )
+    return "\n".join(lines)
+
+
+def _markdown(header: list[str], lines: Iterable[list[str]], align: str = "---:") -> str:
+    """A table with its first column to the left, the others as ``align`` says."""
+    rows = [header, ["---"] + [align] * (len(header) - 1), *lines]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
+
+
+def markdown(rows: list[dict]) -> str:
+    """Two tables: the time of forward and backward under every setting; memory, kernels and bytes under the first."""
+    settings = _grouped(rows, *SETTING)
+    columns = [_by_contestant(own) for own in settings.values()]
+    names = dict.fromkeys(row["contestant"] for row in rows)
+    times = _markdown(
+        ["forward + backward, ratio to LayerNorm", *(setting(own[0]) for own in settings.values())],
+        [[name, *(_ratio(own[name]["both"]) if name in own else "" for own in columns)] for name in names],
+    )
+    first = columns[0]
+    costs = _markdown(
+        [next(setting(own[0]) for own in settings.values()), "peak memory, ratio", "kernels", "bytes / bytes of x"],
+        [
+            [name, f"{phases['both']['extra_ratio']:.3f}", *_kernels_and_bytes(phases, _of_x(phases))]
+            for name, phases in first.items()
+        ],
+    )
+    return f"{times}\n\n{costs}"
+
+
+def draw(rows: list[dict], output: Path) -> None:
+    """Draw the ratios of forward and backward with their quarters, a frame for each setting (.png, .pdf or .svg)."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter
+
+    settings = _grouped((row for row in rows if row["phase"] == "both"), *SETTING)
+    wide = min(len(settings), 2)
+    high = -(-len(settings) // wide)
+    most = max(len(own) for own in settings.values())
+    figure, axes = pyplot.subplots(
+        high, wide, figsize=(6.4 * wide, high * (1.1 + 0.24 * most)), squeeze=False, constrained_layout=True
+    )
+    for axis, own in zip(axes.flat, settings.values(), strict=False):
+        places = range(len(own), 0, -1)
+        middle = [row["ratio"] for row in own]
+        axis.barh(places, middle, color=[COLOURS[row["implementation"]] for row in own], height=0.72)
+        quarters = [
+            [row["ratio"] - row["ratio_low"] for row in own],
+            [row["ratio_high"] - row["ratio"] for row in own],
+        ]
+        axis.errorbar(middle, places, xerr=quarters, fmt="none", ecolor="black", elinewidth=0.9, capsize=2.5)
+        for row, place in zip(own, places, strict=True):
+            axis.annotate(
+                f"{row['ratio']:.2f}", (row["ratio_high"], place), (4, 0), textcoords="offset points", va="center",
+                fontsize=8, bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.8},
+            )  # fmt: skip
+        axis.axvline(1.0, color="black", linewidth=0.9, linestyle=(0, (4, 2)))
+        axis.set_xscale("log")
+        axis.set_xlim(min([0.5, *(0.8 * row["ratio_low"] for row in own)]), 1.6 * max(row["ratio_high"] for row in own))
+        axis.xaxis.set_major_locator(FixedLocator([0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100]))
+        axis.xaxis.set_minor_locator(NullLocator())
+        axis.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        axis.set_yticks(list(places), [row["contestant"] for row in own], fontsize=8)
+        axis.set_ylim(0.4, len(own) + 0.6)
+        axis.set_title(setting(own[0]), fontsize=9)
+        axis.set_xlabel("time of forward and backward, ratio to torch.nn.LayerNorm", fontsize=8)
+        axis.tick_params(axis="x", labelsize=8)
+        axis.grid(axis="x", alpha=0.3)
+        axis.set_axisbelow(True)
+    for axis in axes.flat[len(settings) :]:
+        axis.set_visible(False)
+    try:
+        figure.savefig(partial(output), dpi=130, format=output.suffix[1:])
+        os.replace(partial(output), output)
+    finally:
+        pyplot.close(figure)
+        partial(output).unlink(missing_ok=True)
+
+
+@dataclass(frozen=True)
+class Target:
+    """What PN, as a user gets it, is to reach in forward and backward.
+
+    Attributes:
+        title: what it is about.
+        column: what is compared with ``limit``; of ratios that are not within one step, the median.
+        limit: at most, or at least if ``at_least``.
+        applies: whether a row is about it.
+    """
+
+    title: str
+    column: str
+    limit: float
+    applies: Callable[[dict], bool]
+    at_least: bool = False
+
+    def reached_by(self, value: float) -> bool:
+        return value >= self.limit if self.at_least else value <= self.limit
+
+
+def _on_cpu(dtype: str, scaled: bool, threads: int | None = None) -> Callable[[dict], bool]:
+    return lambda row: (
+        row["dtype"] == dtype
+        and bool(row["layer_scale"]) == scaled
+        and threads in (None, row["threads"])
+        and (row["padding"] > 0 or not scaled)
+    )
+
+
+def _rows(row: dict) -> int:
+    return int(row["shape"].split("x")[0])
+
+
+EVERYWHERE = (
+    Target("peak memory, ratio to LayerNorm", "extra_ratio", 1.02, lambda row: True),
+    Target("times faster than the reference", "times_reference", 4.0, lambda row: True, at_least=True),
+)
+
+TARGETS = {
+    "cpu": (
+        Target("float32 with layer-scale and mask, 1 thread", "ratio", 0.95, _on_cpu("float32", True, 1)),
+        Target("float32 with layer-scale and mask, 2 threads", "ratio", 0.90, _on_cpu("float32", True, 2)),
+        Target("bfloat16 with layer-scale and mask", "ratio", 0.50, _on_cpu("bfloat16", True)),
+        Target("float32 without layer-scale", "ratio", 0.85, _on_cpu("float32", False)),
+        Target("bfloat16 without layer-scale", "ratio", 0.40, _on_cpu("bfloat16", False)),
+        *EVERYWHERE,
+    ),
+    "cuda": (
+        Target("4096 tokens", "ratio", 1.0, lambda row: _rows(row) == 4096),
+        Target("32768 tokens and more", "ratio", 0.95, lambda row: _rows(row) >= 32768),
+        Target(
+            "share of a copy's bandwidth, 32768 tokens and more", "copy_bandwidth", 0.8,
+            lambda row: _rows(row) >= 32768, at_least=True,
+        ),
+        *EVERYWHERE,
+    ),
+}  # fmt: skip
+
+
+def targets(rows: list[dict], device: str, implementation: str) -> str:
+    """A table that holds PN by ``implementation`` against the targets for ``device``, in a line for every setting."""
+    ours = [
+        row for row in rows if (row["phase"], row["norm"], row["implementation"]) == ("both", "power", implementation)
+    ]
+    lines = []
+    for target in TARGETS[device]:
+        limit = f"{'at least' if target.at_least else 'at most'} {target.limit:g}"
+        about = [row for row in ours if target.applies(row) and row[target.column] != ""]
+        if not about:
+            lines.append([target.title, limit, "", "", "not measured"])
+        for own in _grouped(about, "dtype", "threads", "padding", "layer_scale").values():
+            where = setting(own[0]).split(" ", 1)[1] + (", +LS" if own[0]["layer_scale"] else "")
+            measured = ", ".join(
+                f"{row['shape']}: {_ratio(row) if target.column == 'ratio' else format(row[target.column], '.3f')}"
+                for row in own
+            )
+            reached = all(target.reached_by(row[target.column]) for row in own)
+            lines.append([target.title, limit, where, measured, "yes" if reached else "no"])
+    return _markdown(
+        [f"PN ({implementation}), forward + backward", "target", "setting", "measured", "reached"], lines, "---"
+    )
