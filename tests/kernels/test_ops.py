@@ -339,7 +339,7 @@ def test_the_same_threads_give_the_same_bits(norm):
     finally:
         torch.set_num_threads(1)
     for a, b in zip(one, two, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+        assert_close(a, b.double(), torch.float32, "two threads")  # sums are in another order
 
 
 def samples():
