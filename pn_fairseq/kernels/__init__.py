@@ -11,13 +11,24 @@ The fastest that the machine can run is used. ``PN_FAIRSEQ_KERNELS`` forces one,
 fails in place of falling back. ``python -m pn_fairseq --info`` prints what is in use, and why.
 """
 
-from pn_fairseq.kernels.ops import gradient, gradient_sums, moments, normalize, power_backward, power_forward
+from pn_fairseq.kernels.ops import (
+    batch_backward,
+    batch_forward,
+    gradient,
+    gradient_sums,
+    moments,
+    normalize,
+    power_backward,
+    power_forward,
+)
 from pn_fairseq.kernels.selection import VARIABLE, Unavailable, available, describe, forced, using
 
 __all__ = [
     "VARIABLE",
     "Unavailable",
     "available",
+    "batch_backward",
+    "batch_forward",
     "describe",
     "forced",
     "gradient",

@@ -5,12 +5,14 @@ devices that have none; what they compute is documented there. Tensors of activa
 and batch; results have the strides that ``torch.empty_like(x)`` gives.
 
 ====================  =============================================================================================
-``normalize``         y from given statistics: evaluation, layer-scale, the second phase of PN-V and BN. Has a gradient.
-``moments``           sums over tokens in forward: the first phase of PN-V and BN, and of PN where workers share them
-``gradient_sums``     sums over tokens in backward: its first phase in PN-V and BN
+``normalize``         y from given statistics: evaluation, layer-scale, a training step in parts. Has a gradient.
+``moments``           sums over tokens in forward: the first phase of a training step in parts
+``gradient_sums``     sums over tokens in backward: its first phase in PN-V and BN in parts
 ``gradient``          dx from given vectors, and the sums over tokens from the same pass
 ``power_forward``     a whole training forward of PN, running statistic included
 ``power_backward``    a whole training backward of PN, running statistics included
+``batch_forward``     a whole training forward of PN-V or BN, running statistics included
+``batch_backward``    a whole training backward of PN-V or BN, taking the step back included
 ====================  =============================================================================================
 """
 
@@ -36,6 +38,12 @@ SCHEMAS = {
     "power_backward": "(Tensor dy, Tensor x, Tensor? padding_mask, Tensor? weight, Tensor inv_rms, Tensor vectors, "
     "Tensor(a!) running_psi2, Tensor(b!) nu, Tensor(c!) steps, Tensor(d!) tally, int groups, float eps, float alpha, "
     "bool update) -> (Tensor dx, Tensor dweight, Tensor dbias, Tensor lambda_total)",
+    "batch_forward": "(Tensor x, Tensor? padding_mask, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, "
+    "Tensor(b!) running_moment, Tensor(c!) steps, int groups, float eps, float alpha, bool cumulative, bool update) -> "
+    "(Tensor y, Tensor inv_rms, Tensor vectors, Tensor tally)",
+    "batch_backward": "(Tensor dy, Tensor x, Tensor? padding_mask, Tensor? weight, Tensor inv_rms, Tensor vectors, "
+    "Tensor(a!)? running_mean, Tensor(b!) running_moment, Tensor(c!) steps, Tensor(d!) tally, int groups, float eps, "
+    "bool update) -> (Tensor dx, Tensor dweight, Tensor dbias, Tensor sums)",
 }
 
 _library = torch.library.Library(NAMESPACE, "DEF")
@@ -87,10 +95,24 @@ def _(x, padding_mask, weight, bias, running_psi2, nu, steps, groups, eps, alpha
     return torch.empty_like(x), _scales_of(x, groups), vectors, x.new_empty(4, dtype=torch.int64)
 
 
+@torch.library.register_fake(qualified("batch_forward"))
+def _(x, padding_mask, weight, bias, running_mean, running_moment, steps, groups, eps, alpha, cumulative, update):
+    vectors = x.new_empty((2 if running_mean is None else 4, x.size(-1)), dtype=wide_type(x))
+    return torch.empty_like(x), _scales_of(x, groups), vectors, x.new_empty(4, dtype=torch.int64)
+
+
+def _like_parameters(x: Tensor, weight: Tensor | None) -> list[Tensor]:
+    return [x.new_empty(0) if weight is None else torch.empty_like(weight) for _ in range(2)]
+
+
 @torch.library.register_fake(qualified("power_backward"))
 def _(dy, x, padding_mask, weight, inv_rms, vectors, running_psi2, nu, steps, tally, groups, eps, alpha, update):
-    parameters = [x.new_empty(0) if weight is None else torch.empty_like(weight) for _ in range(2)]
-    return torch.empty_like(x), *parameters, x.new_empty(x.size(-1), dtype=wide_type(x))
+    return torch.empty_like(x), *_like_parameters(x, weight), x.new_empty(x.size(-1), dtype=wide_type(x))
+
+
+@torch.library.register_fake(qualified("batch_backward"))
+def _(dy, x, padding_mask, weight, inv_rms, vectors, running_mean, running_moment, steps, tally, groups, eps, update):
+    return torch.empty_like(x), *_like_parameters(x, weight), x.new_empty((2, x.size(-1)), dtype=wide_type(x))
 
 
 # The gradient of normalize.
@@ -146,6 +168,8 @@ gradient_sums = torch.ops.pn_fairseq.gradient_sums.default
 gradient = torch.ops.pn_fairseq.gradient.default
 power_forward = torch.ops.pn_fairseq.power_forward.default
 power_backward = torch.ops.pn_fairseq.power_backward.default
+batch_forward = torch.ops.pn_fairseq.batch_forward.default
+batch_backward = torch.ops.pn_fairseq.batch_backward.default
 
 
 def normalize(

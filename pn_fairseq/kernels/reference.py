@@ -20,9 +20,14 @@ from torch import Tensor
 #: divisor; nu; running psi^2 before the step; psi^2 of the batch.
 SQUARES, PSI2_USED, NU, PSI2_BEFORE, PSI2_BATCH = range(5)
 
-#: Entries of ``tally``, int64: number of real tokens; whether the step changed the state (0 or 1); whether it was in
-#: the psi warm-up (0 or 1); number of steps before it.
-TOKENS, COUNTED, WARMING_UP, STEPS_BEFORE = range(4)
+#: Rows of ``vectors``, what a training forward of PN-V or BN leaves for its backward: second moment of the batch, about
+#: its mean in BN; the running one before the step; and in BN alone the mean of the batch; the running one before.
+MOMENT, MOMENT_BEFORE, MEAN, MEAN_BEFORE = range(4)
+
+#: Entries of ``tally``, int64: number of real tokens; whether the step changed the state (0 or 1); whether its batch
+#: weighs 1 / number of the step in the running statistics (0 or 1), as in the psi warm-up and in recalibration; number
+#: of steps before it.
+TOKENS, COUNTED, CUMULATIVE, STEPS_BEFORE = range(4)
 
 
 def wide_type(x: Tensor) -> torch.dtype:
@@ -205,16 +210,47 @@ def power_forward(
     warming_up = steps < warmup
     used = torch.where(warming_up & (count > 0), batch, before)
     y, _ = normalize(x, weight, bias, None, used, inv_rms, groups, eps)
-
-    counted = (count > 0) & batch.isfinite().all()
     vectors = torch.stack([squares[0], used, nu.to(wide), before, batch])
-    tally = torch.stack([count.to(torch.int64), counted.to(torch.int64), warming_up.to(torch.int64), steps])
+    return y, inv_rms, vectors, _count_in([(running_psi2, batch)], count, steps, alpha, warming_up, update)
+
+
+def _count_in(
+    statistics: list[tuple[Tensor, Tensor]],
+    count: Tensor,
+    steps: Tensor,
+    alpha: float,
+    cumulative: Tensor,
+    update: bool,
+) -> Tensor:
+    """The ``tally`` of a step; with ``update``, its statistics are taken into the running ones.
+
+    ``statistics`` are pairs of a running statistic and that of the batch, ``count`` the number of real tokens.
+    """
+    batches = [batch.to(running.dtype) for running, batch in statistics]
+    counted = (count > 0) & torch.stack([batch.isfinite().all() for batch in batches]).all()
+    tally = torch.stack([count.to(torch.int64), counted.to(torch.int64), cumulative.to(torch.int64), steps])
     if update:
-        share = torch.where(warming_up, 1.0 / (steps + 1), 1.0 - alpha)
-        batch = batch.to(running_psi2.dtype)
-        running_psi2.copy_(torch.where(counted, running_psi2 + share * (batch - running_psi2), running_psi2))
+        share = torch.where(cumulative, 1.0 / (steps + 1), 1.0 - alpha)
+        for (running, _), batch in zip(statistics, batches, strict=True):
+            running.copy_(torch.where(counted, running + share * (batch - running), running))
         steps.add_(counted)
-    return y, inv_rms, vectors, tally
+    return tally
+
+
+def _take_back(statistics: list[tuple[Tensor, Tensor]], steps: Tensor, tally: Tensor, finite: Tensor) -> None:
+    """Undo the latest step where its gradient is not ``finite``, given pairs of a running statistic and the old one."""
+    for running, before in statistics:
+        running.copy_(torch.where(finite, running, before.to(running.dtype)))
+    steps.copy_(torch.where(finite, steps, tally[STEPS_BEFORE]))
+    tally[COUNTED].mul_(finite)
+
+
+def parameter_gradients(x: Tensor, weight: Tensor | None, sums: Tensor, root: Tensor) -> tuple[Tensor, Tensor]:
+    """d weight and d bias from :func:`gradient_sums` and what h is divided by; empty without."""
+    if weight is None:
+        return x.new_empty(0), x.new_empty(0)
+    product, plain = sums.sum(0).unbind()
+    return (product / root).to(weight.dtype), plain.to(weight.dtype)
 
 
 def power_backward(
@@ -251,11 +287,7 @@ def power_backward(
     slope = vectors[NU] / divisor2
     dx, sums = gradient(dy, x, padding_mask, scale, slope, None, None, inv_rms, groups, True)
     lambda_total = scale * sums[0, 0]
-    if weight is None:
-        dweight, dbias = dx.new_empty(0), dx.new_empty(0)
-    else:
-        dweight = ((sums[0, 0] + sums[1, 0]) / root).to(weight.dtype)
-        dbias = (sums[0, 1] + sums[1, 1]).to(weight.dtype)
+    dweight, dbias = parameter_gradients(dx, weight, sums, root)
     if update:
         tokens = tally[TOKENS]
         gamma_moment = vectors[PSI2_BATCH] / divisor2
@@ -263,7 +295,99 @@ def power_backward(
         finite = gamma_moment.isfinite().all() & lambda_moment.isfinite().all()
         moved = nu * (1.0 - (1.0 - alpha) * gamma_moment).clamp(min=0.0) + (1.0 - alpha) * lambda_moment
         nu.copy_(torch.where(finite & (tokens > 0), moved, nu.to(wide)))
-        running_psi2.copy_(torch.where(finite, running_psi2, vectors[PSI2_BEFORE].to(running_psi2.dtype)))
-        steps.copy_(torch.where(finite, steps, tally[STEPS_BEFORE]))
-        tally[COUNTED].mul_(finite)
+        _take_back([(running_psi2, vectors[PSI2_BEFORE])], steps, tally, finite)
     return dx, dweight, dbias, lambda_total
+
+
+def unbiased(variance: Tensor, count: Tensor) -> Tensor:
+    """The unbiased variance, given the biased one of ``count`` tokens. Not finite for one token."""
+    return variance * (count / (count - 1.0))
+
+
+def batch_forward(
+    x: Tensor,
+    padding_mask: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_moment: Tensor,
+    steps: Tensor,
+    groups: int,
+    eps: float,
+    alpha: float,
+    cumulative: bool,
+    update: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """A training forward of BN, or of PN-V without ``running_mean``: y, ``inv_rms``, ``vectors`` and ``tally`` (4,).
+
+    y = weight * (h - mean) / sqrt(moment + eps) + bias, where mean and moment = mean over M of (h - mean)^2 are those
+    of the real tokens (0 if there are none); the mean is left out in PN-V. ``vectors`` is (4, C), (2, C) in PN-V.
+
+    With ``update``, the running statistics and ``steps`` are advanced in place, unless the batch has no real token or
+    statistics that are not finite. The batch weighs 1 - alpha, or 1 / number of the step if ``cumulative``; the running
+    moment of BN is that of the unbiased variances, of which a batch of one token has none.
+    """
+    centered = running_mean is not None
+    inv_rms, mean, squares, count = moments(x, padding_mask, groups, eps, centered)
+    moment = squares[0] / count.clamp(min=1.0)
+    y, _ = normalize(x, weight, bias, mean if centered else None, moment, inv_rms, groups, eps)
+    rows = [moment, running_moment.to(moment.dtype)]
+    statistics = [(running_moment, unbiased(moment, count) if centered else moment)]
+    if centered:
+        rows += [mean, running_mean.to(mean.dtype)]
+        statistics.append((running_mean, mean))
+    vectors, by_number = torch.stack(rows), torch.full_like(steps, cumulative, dtype=torch.bool)
+    return y, inv_rms, vectors, _count_in(statistics, count, steps, alpha, by_number, update)
+
+
+def exact_gradient(
+    weight: Tensor | None, moment: Tensor, total: Tensor, count: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``scale``, ``slope`` and ``offset`` with which :func:`gradient` differentiates through statistics of the batch.
+
+    ``moment`` (C,) is that of the ``count`` real tokens; ``total`` (2, C) are the sums over them of dy * (h - mean) and
+    of dy. The offset is that of BN: PN-V has none.
+    """
+    root = torch.sqrt(moment + eps)
+    scale = 1.0 / root if weight is None else weight.to(root.dtype) / root
+    along, across = (total / count.clamp(min=1)).unbind()
+    return scale, scale * along / (root * root), scale * across
+
+
+def batch_backward(
+    dy: Tensor,
+    x: Tensor,
+    padding_mask: Tensor | None,
+    weight: Tensor | None,
+    inv_rms: Tensor,
+    vectors: Tensor,
+    running_mean: Tensor | None,
+    running_moment: Tensor,
+    steps: Tensor,
+    tally: Tensor,
+    groups: int,
+    eps: float,
+    update: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The exact gradient of :func:`batch_forward`: dx, d weight, d bias (empty without), and sums over M, (2, C) wide.
+
+    With D = sqrt(moment + eps) and x_hat = (h - mean) / D, where ``mean`` is left out in PN-V,
+
+        dh = weight / D * (dy - 1_M (x_hat mean_M(dy x_hat) + mean_M(dy))).
+
+    The sums are those of dy * (h - mean) and of dy. With ``update``, the step is taken back if one of them is not
+    finite: the running statistics and ``steps`` become what they were before it, so no other step may have come after.
+    """
+    centered = running_mean is not None
+    mean, moment = vectors[MEAN] if centered else None, vectors[MOMENT]
+    sums = gradient_sums(dy, x, padding_mask, mean, inv_rms, groups)
+    total = sums[0].clone()
+    scale, slope, offset = exact_gradient(weight, moment, total, tally[TOKENS], eps)
+    offset = offset if centered else None
+    dx, _ = gradient(dy, x, padding_mask, scale, slope, offset, mean, inv_rms, groups, False)
+    if update:
+        before = [(running_moment, vectors[MOMENT_BEFORE])]
+        if centered:
+            before.append((running_mean, vectors[MEAN_BEFORE]))
+        _take_back(before, steps, tally, total.isfinite().all())
+    return dx, *parameter_gradients(dx, weight, sums, torch.sqrt(moment + eps)), total

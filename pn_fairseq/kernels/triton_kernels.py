@@ -20,9 +20,10 @@ import triton.language as tl
 
 INFINITY = tl.constexpr(float("inf"))
 
-# Rows of vectors and entries of tally, as in reference.py.
+# Rows of vectors of PN, of PN-V and BN, and entries of tally, as in reference.py.
 SQUARES, PSI2_USED, NU, PSI2_BEFORE, PSI2_BATCH = (tl.constexpr(row) for row in range(5))
-TOKENS, COUNTED, WARMING_UP, STEPS_BEFORE = (tl.constexpr(entry) for entry in range(4))
+MOMENT, MOMENT_BEFORE, MEAN, MEAN_BEFORE = (tl.constexpr(row) for row in range(4))
+TOKENS, COUNTED, CUMULATIVE, STEPS_BEFORE = (tl.constexpr(entry) for entry in range(4))
 
 
 @triton.jit
@@ -183,7 +184,7 @@ def normalize(
     x_channel, y_channel = _channel_offsets(channel, x_c), _channel_offsets(channel, y_c)
     end = rows
     if tally is not None:
-        if tl.load(tally + WARMING_UP) == 0:
+        if tl.load(tally + CUMULATIVE) == 0:
             end = rows * 0
     for start in range(_first_row(ROWS, LONG), end, tl.num_programs(0) * ROWS):
         row = start + tl.arange(0, ROWS)
@@ -332,8 +333,12 @@ def observe_centered(
     LONG: tl.constexpr,
     WIDE: tl.constexpr,
     EPS: tl.constexpr,
+    REST: tl.constexpr,
 ):
-    """Means of h and squared deviations from them in each program's real tokens (slots 0, 1) and padding (2, 3)."""
+    """Means of h and squared deviations from them in each program's real tokens (slots 0, 1).
+
+    With ``REST`` also in the padding (slots 2, 3).
+    """
     C: tl.constexpr = GROUPS * SIZE
     group, channel, inside = _channels(tl.program_id(1), GROUPS, SIZE, BG, BS, CHUNKS)
     x_channel = _channel_offsets(channel, x_c)
@@ -350,20 +355,20 @@ def observe_centered(
         if SCALED:
             h = h * _scales(h, row, valid, group, inv_rms, GROUPS, SIZE, EPS, GIVEN)
         count, mean, squares = _add_tile(h, real, count, mean, squares)
-        if mask is not None:
+        if REST:
             padding = valid & (real == 0)
             rest_count, rest_mean, rest_squares = _add_tile(h, padding, rest_count, rest_mean, rest_squares)
     _write_sum(partials, 0, channel, inside, mean, C)
     _write_sum(partials, 1, channel, inside, squares, C)
-    if mask is None:
-        _write_count(partials, count, 2, C)
-    else:
+    if REST:
         _write_sum(partials, 2, channel, inside, rest_mean, C)
         _write_sum(partials, 3, channel, inside, rest_squares, C)
         _write_count(partials, count, 4, C)
         programs = tl.num_programs(0)
         padding = partials + programs.to(tl.int64) * 4 * C + programs + 1
         tl.store(padding + tl.program_id(0), rest_count, mask=tl.program_id(1) == 0)
+    else:
+        _write_count(partials, count, 2, C)
 
 
 @triton.jit
@@ -584,6 +589,20 @@ def _add_up_deviations(
 
 
 @triton.jit
+def _mean_of_all(
+    partials, counts, tokens, channel, inside, programs, C: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """The mean over ``tokens`` real tokens, (BLOCK,), where slot 0 has the means of the programs."""
+    total = tl.zeros([PARTS, BLOCK], partials.dtype.element_ty)
+    for start in range(0, programs, PARTS):
+        part = start + tl.arange(0, PARTS)
+        here = (part < programs)[:, None] & inside[None, :]
+        held = tl.load(counts + part, mask=part < programs, other=0.0)[:, None]
+        total += held * tl.load(partials + part.to(tl.int64)[:, None] * C + channel[None, :], mask=here, other=0.0)
+    return tl.sum(total, 0) / tl.maximum(tokens, 1.0)
+
+
+@triton.jit
 def _count(partials, programs, rows, MASKED: tl.constexpr, SLOTS: tl.constexpr, C: tl.constexpr, PARTS: tl.constexpr):
     """The number of real tokens, 64 bit."""
     if MASKED:
@@ -604,6 +623,41 @@ def _is_last(partials, programs, SLOTS: tl.constexpr, C: tl.constexpr):
     tl.debug_barrier()  # the ticket that one thread draws stands for what all of them have written
     drawn = tl.atomic_add(ticket, tl.full([], 1.0, partials.dtype.element_ty), sem="acq_rel")
     return drawn.to(tl.int32) == tl.num_programs(0) - 1
+
+
+@triton.jit
+def _written(row, channel, C: tl.constexpr):
+    """Values of channels that another program may have written in this launch, read after its ticket was drawn."""
+    return tl.load(row + channel, mask=channel < C, other=0.0, cache_modifier=".cg")
+
+
+@triton.jit
+def _move(running, batch, share, channel, C: tl.constexpr):
+    """Take statistics of the batch into the running ones with weight ``share``."""
+    old = tl.load(running + channel, mask=channel < C, other=0.0)
+    tl.store(running + channel, old + share * (batch.to(old.dtype) - old), mask=channel < C)
+
+
+@triton.jit
+def _write_tally(tally, tokens, counted, cumulative, done):
+    tl.store(tally + TOKENS, tokens)
+    tl.store(tally + COUNTED, counted.to(tl.int64))
+    tl.store(tally + CUMULATIVE, cumulative.to(tl.int64))
+    tl.store(tally + STEPS_BEFORE, done)
+
+
+@triton.jit
+def _restore(running, before, C: tl.constexpr, TAIL: tl.constexpr):
+    for start in range(0, C, TAIL):
+        each = start + tl.arange(0, TAIL)
+        value = tl.load(before + each, mask=each < C, other=0.0)
+        tl.store(running + each, value.to(running.dtype.element_ty), mask=each < C)
+
+
+@triton.jit
+def _take_back(steps, tally):
+    tl.store(steps, tl.load(tally + STEPS_BEFORE))
+    tl.store(tally + COUNTED, tl.zeros([], tl.int64))
 
 
 @triton.jit(do_not_specialize=["programs", "rows"])
@@ -652,13 +706,7 @@ def finish_centered(
     inside = channel < C
     counts = partials + programs.to(tl.int64) * SLOTS * C
     tokens = _count(partials, programs, rows, MASKED, SLOTS, C, PARTS).to(WIDE)
-    total = tl.zeros([PARTS, BLOCK], WIDE)
-    for start in range(0, programs, PARTS):
-        part = start + tl.arange(0, PARTS)
-        here = (part < programs)[:, None] & inside[None, :]
-        held = tl.load(counts + part, mask=part < programs, other=0.0)[:, None]
-        total += held * tl.load(partials + part.to(tl.int64)[:, None] * C + channel[None, :], mask=here, other=0.0)
-    centre = tl.sum(total, 0) / tl.maximum(tokens, 1.0)
+    centre = _mean_of_all(partials, counts, tokens, channel, inside, programs, C, PARTS, BLOCK)
     around = _add_up_deviations(partials, counts, 0, centre, channel, inside, programs, C, PARTS, BLOCK)
     rest = tl.zeros([BLOCK], WIDE)
     if MASKED:
@@ -712,30 +760,23 @@ def finish_power_forward(
     tl.store(vectors + PSI2_BEFORE * C + channel, before, mask=inside)
     tl.store(vectors + PSI2_BATCH * C + channel, batch, mask=inside)
     if _is_last(partials, programs, 1, C):
+        TYPE: tl.constexpr = running_psi2.dtype.element_ty
+        batch_row = vectors + PSI2_BATCH * C
         counted = tl.where(tokens > 0, 1, 0)
         for start in range(0, C, TAIL):
             each = start + tl.arange(0, TAIL)
-            exists = each < C
-            value = tl.load(vectors + PSI2_BATCH * C + each, mask=exists, other=0.0, cache_modifier=".cg")
-            counted *= _all_finite(value, exists)
+            counted *= _all_finite(_written(batch_row, each, C).to(TYPE), each < C)
         if UPDATE:
-            TYPE: tl.constexpr = running_psi2.dtype.element_ty
-            share = tl.full([], SHARE, TYPE)
-            if WARMUP:
-                if warming_up:
-                    share = _quotient(tl.full([], 1.0, TYPE), (done + 1).to(TYPE))
             if counted > 0:
+                share = tl.full([], SHARE, TYPE)
+                if WARMUP:
+                    if warming_up:
+                        share = _quotient(tl.full([], 1.0, TYPE), (done + 1).to(TYPE))
                 for start in range(0, C, TAIL):
                     each = start + tl.arange(0, TAIL)
-                    exists = each < C
-                    value = tl.load(vectors + PSI2_BATCH * C + each, mask=exists, other=0.0, cache_modifier=".cg")
-                    old = tl.load(running_psi2 + each, mask=exists, other=0.0)
-                    tl.store(running_psi2 + each, old + share * (value.to(TYPE) - old), mask=exists)
+                    _move(running_psi2, _written(batch_row, each, C), share, each, C)
                 tl.store(steps, done + 1)
-        tl.store(tally + TOKENS, tokens)
-        tl.store(tally + COUNTED, counted.to(tl.int64))
-        tl.store(tally + WARMING_UP, warming_up.to(tl.int64))
-        tl.store(tally + STEPS_BEFORE, done)
+        _write_tally(tally, tokens, counted, warming_up, done)
 
 
 @triton.jit(do_not_specialize=["programs"])
@@ -798,10 +839,140 @@ def finish_power_backward(
                     moved = tl.load(nu + each, mask=exists, other=0.0) * decay + SHARE * _quotient(total, number)
                     tl.store(nu + each, moved.to(nu.dtype.element_ty), mask=exists)
             else:
+                _restore(running_psi2, vectors + PSI2_BEFORE * C, C, TAIL)
+                _take_back(steps, tally)
+
+
+@triton.jit
+def _unbiased(variance, tokens):
+    """Not finite for one token."""
+    number = tokens.to(variance.dtype)
+    return variance * _quotient(number, number - 1.0)
+
+
+@triton.jit(do_not_specialize=["programs", "rows"])
+def finish_batch_forward(
+    partials,
+    running_mean,
+    running_moment,
+    steps,
+    vectors,
+    tally,
+    programs,
+    rows,
+    C: tl.constexpr,
+    SHARE: tl.constexpr,
+    CUMULATIVE_MEAN: tl.constexpr,
+    UPDATE: tl.constexpr,
+    MASKED: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TAIL: tl.constexpr,
+):
+    """``vectors`` and ``tally`` of the forward of PN-V or, with ``running_mean``, of BN; with ``UPDATE`` the state.
+
+    ``SHARE`` is 1 - alpha. Slots are those of :func:`observe` or :func:`observe_centered`.
+    """
+    WIDE: tl.constexpr = partials.dtype.element_ty
+    SLOTS: tl.constexpr = 1 if running_mean is None else 2
+    channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = channel < C
+    tokens = _count(partials, programs, rows, MASKED, SLOTS, C, PARTS)
+    number = tl.maximum(tokens, 1).to(WIDE)
+    if running_mean is None:
+        squares = _add_up(partials, 0, channel, inside, programs, programs, C, PARTS, BLOCK)
+    else:
+        counts = partials + programs.to(tl.int64) * SLOTS * C
+        centre = _mean_of_all(partials, counts, number, channel, inside, programs, C, PARTS, BLOCK)
+        squares = _add_up_deviations(partials, counts, 0, centre, channel, inside, programs, C, PARTS, BLOCK)
+        tl.store(vectors + MEAN * C + channel, centre, mask=inside)
+        tl.store(vectors + MEAN_BEFORE * C + channel, _vector(running_mean, channel, inside, 0.0, WIDE), mask=inside)
+    tl.store(vectors + MOMENT * C + channel, _quotient(squares, number), mask=inside)
+    tl.store(vectors + MOMENT_BEFORE * C + channel, _vector(running_moment, channel, inside, 1.0, WIDE), mask=inside)
+    if _is_last(partials, programs, SLOTS, C):
+        TYPE: tl.constexpr = running_moment.dtype.element_ty
+        done = tl.load(steps)
+        counted = tl.where(tokens > 0, 1, 0)
+        for start in range(0, C, TAIL):
+            each = start + tl.arange(0, TAIL)
+            value = _written(vectors + MOMENT * C, each, C)
+            if running_mean is not None:
+                value = _unbiased(value, tokens)
+                counted *= _all_finite(_written(vectors + MEAN * C, each, C).to(TYPE), each < C)
+            counted *= _all_finite(value.to(TYPE), each < C)
+        if UPDATE:
+            if counted > 0:
+                share = tl.full([], SHARE, TYPE)
+                if CUMULATIVE_MEAN:
+                    share = _quotient(tl.full([], 1.0, TYPE), (done + 1).to(TYPE))
                 for start in range(0, C, TAIL):
                     each = start + tl.arange(0, TAIL)
-                    exists = each < C
-                    value = tl.load(vectors + PSI2_BEFORE * C + each, mask=exists, other=0.0)
-                    tl.store(running_psi2 + each, value.to(running_psi2.dtype.element_ty), mask=exists)
-                tl.store(steps, tl.load(tally + STEPS_BEFORE))
-                tl.store(tally + COUNTED, tl.zeros([], tl.int64))
+                    value = _written(vectors + MOMENT * C, each, C)
+                    if running_mean is not None:
+                        value = _unbiased(value, tokens)
+                        _move(running_mean, _written(vectors + MEAN * C, each, C), share, each, C)
+                    _move(running_moment, value, share, each, C)
+                tl.store(steps, done + 1)
+        _write_tally(tally, tokens, counted, tl.full([], CUMULATIVE_MEAN, tl.int64), done)
+
+
+@triton.jit(do_not_specialize=["programs"])
+def finish_batch_backward(
+    partials,
+    weight,
+    dweight,
+    dbias,
+    sums,
+    scale,
+    slope,
+    offset,
+    vectors,
+    running_mean,
+    running_moment,
+    steps,
+    tally,
+    programs,
+    C: tl.constexpr,
+    SLOTS: tl.constexpr,
+    EPS: tl.constexpr,
+    UPDATE: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TAIL: tl.constexpr,
+):
+    """Sums over the real tokens (2, C), the gradients of the parameters, and the vectors that dx is computed with.
+
+    With ``UPDATE`` the step is taken back where the sums are not finite.
+    """
+    WIDE: tl.constexpr = partials.dtype.element_ty
+    channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = channel < C
+    product = _add_up(partials, 0, channel, inside, programs, programs, C, PARTS, BLOCK)
+    plain = _add_up(partials, 1, channel, inside, programs, programs, C, PARTS, BLOCK)
+    tl.store(sums + channel, product, mask=inside)
+    tl.store(sums + C + channel, plain, mask=inside)
+    number = tl.maximum(tl.load(tally + TOKENS), 1).to(WIDE)
+    divisor2 = _vector(vectors + MOMENT * C, channel, inside, 1.0, WIDE) + EPS
+    gain = _quotient(_vector(weight, channel, inside, 1.0, WIDE), _root(divisor2))
+    tl.store(scale + channel, gain, mask=inside)
+    tl.store(slope + channel, _quotient(gain * _quotient(product, number), divisor2), mask=inside)
+    if offset is not None:
+        tl.store(offset + channel, gain * _quotient(plain, number), mask=inside)
+    if dweight is not None:
+        if SLOTS == 4:
+            product += _add_up(partials, 2, channel, inside, programs, programs, C, PARTS, BLOCK)
+            plain += _add_up(partials, 3, channel, inside, programs, programs, C, PARTS, BLOCK)
+        tl.store(dweight + channel, _quotient(product, _root(divisor2)).to(dweight.dtype.element_ty), mask=inside)
+        tl.store(dbias + channel, plain.to(dbias.dtype.element_ty), mask=inside)
+    if UPDATE:
+        if _is_last(partials, programs, SLOTS, C):
+            finite = tl.full([], 1, tl.int32)
+            for start in range(0, C, TAIL):
+                each = start + tl.arange(0, TAIL)
+                finite *= _all_finite(_written(sums, each, C), each < C)
+                finite *= _all_finite(_written(sums + C, each, C), each < C)
+            if finite == 0:
+                _restore(running_moment, vectors + MOMENT_BEFORE * C, C, TAIL)
+                if running_mean is not None:
+                    _restore(running_mean, vectors + MEAN_BEFORE * C, C, TAIL)
+                _take_back(steps, tally)

@@ -1,7 +1,8 @@
 """The operators of :mod:`pn_fairseq.kernels.ops` by Triton, for CUDA.
 
 Nothing here waits for the GPU or reads from it. A training step of PN after the psi warm-up is two launches each way;
-in the warm-up the forward has a third one, because psi of the batch has to be known before anything is normalized.
+in the warm-up the forward has a third one, because psi of the batch has to be known before anything is normalized. One
+of PN-V or BN is three each way: sums over tokens, what is for all channels to know, and the result.
 
 The shapes of tiles and the number of programs are chosen by rule and not by trial, which would cost seconds for every
 new shape and could choose differently, and so round differently, in every run. With ``TRITON_INTERPRET=1`` in the
@@ -16,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pn_fairseq.kernels import triton_kernels as kernels
-from pn_fairseq.kernels.reference import PSI2_USED, wide_type
+from pn_fairseq.kernels.reference import MEAN, MOMENT, PSI2_USED, wide_type
 
 #: Channels that one program holds: of one layer-scale group at most ``WHOLE``, which would else be read twice, and
 #: ``PIECE`` where nothing forces them together.
@@ -123,6 +124,10 @@ class _Call:
     def partials(self, slots: int, counts: int = 1) -> Tensor:
         return torch.empty(self.programs * (slots * self.channels + counts) + 1, dtype=self.wide, device=self.device)
 
+    def finish(self) -> dict:
+        """What kernels that finish a whole step are told about how to."""
+        return {"PARTS": PARTS, "BLOCK": BLOCK, "TAIL": min(TAIL, triton.next_power_of_2(self.channels)), **FINISH}
+
     def finish_grid(self, slots: int = 1) -> tuple[int, int]:
         return (-(-self.channels // BLOCK), slots)
 
@@ -170,6 +175,26 @@ def normalize(x, weight, bias, mean, moment, inv_rms, groups, eps):
     return y, scales if inv_rms is None else scales.new_empty(0)
 
 
+def _observe(call, x, mask, scales, given, centered, rest):
+    """Sums of h^2, or means and squared deviations if ``centered``, of each program; with ``rest`` of padding, too."""
+    kinds = 2 if centered else 1
+    slots = 2 * kinds if rest else kinds
+    partials = call.partials(slots, counts=2 if centered else 1)
+    if centered:
+        kernels.observe_centered[call.grid](
+            x, mask, scales, partials, *call.tokens, *call.steps[:3],
+            GIVEN=given, REST=rest, **call.layout, **call.shape.tile,
+        )  # fmt: skip
+    else:
+        rows, batch, *mask_steps = call.tokens
+        kernels.observe[call.grid](
+            x, None, mask, scales, None, None, None, None, partials,
+            rows, batch, 0, *mask_steps, *call.steps[:3], 0, 0, 0,
+            GIVEN=given, WARMUP=False, REST=rest, **call.layout, **call.shape.tile,
+        )  # fmt: skip
+    return partials, slots
+
+
 @_where_x_is
 def moments(x, padding_mask, groups, eps, centered):
     call = _Call(FORWARD, groups, eps, padding_mask, True, x)
@@ -178,28 +203,12 @@ def moments(x, padding_mask, groups, eps, centered):
     mean = torch.empty(call.channels if centered else 0, dtype=call.wide, device=x.device)
     squares = torch.empty((2, call.channels), dtype=call.wide, device=x.device)
     count = torch.empty((), dtype=call.wide, device=x.device)
-    finish = {"C": call.channels, "MASKED": masked, "PARTS": PARTS, "BLOCK": BLOCK, **FINISH}
+    partials, slots = _observe(call, x, padding_mask, scales, given, centered, masked)
+    finish = {"C": call.channels, "SLOTS": slots, "MASKED": masked, "PARTS": PARTS, "BLOCK": BLOCK, **FINISH}
     if centered:
-        slots = 4 if masked else 2
-        partials = call.partials(slots, counts=2)
-        kernels.observe_centered[call.grid](
-            x, padding_mask, scales, partials, *call.tokens, *call.steps, GIVEN=given, **call.layout, **call.shape.tile
-        )
-        kernels.finish_centered[call.finish_grid()](
-            partials, mean, squares, count, call.programs, call.rows, SLOTS=slots, **finish
-        )
+        kernels.finish_centered[call.finish_grid()](partials, mean, squares, count, call.programs, call.rows, **finish)
     else:
-        slots = 2 if masked else 1
-        partials = call.partials(slots)
-        rows, batch, *mask_steps = call.tokens
-        kernels.observe[call.grid](
-            x, None, padding_mask, scales, None, None, None, None, partials,
-            rows, batch, 0, *mask_steps, *call.steps, 0, 0, 0,
-            GIVEN=given, WARMUP=False, REST=masked, **call.layout, **call.shape.tile,
-        )  # fmt: skip
-        kernels.finish_sums[call.finish_grid(2)](
-            partials, squares, count, call.programs, call.rows, SLOTS=slots, **finish
-        )
+        kernels.finish_sums[call.finish_grid(2)](partials, squares, count, call.programs, call.rows, **finish)
     return scales, mean, squares, count
 
 
@@ -208,7 +217,7 @@ def _differentiate(call, dy, x, dx, mask, inv_rms, weight, vectors, scale, slope
     if call.shape.split and dx is not None:
         projection = torch.empty_like(inv_rms)
         call.over_groups(dy, x, mask, inv_rms, projection, weight, vectors, scale, slope, offset, mean, call.steps[:6])
-    steps = call.steps if dx is not None else (*call.steps, 0, 0, 0)
+    steps = call.steps if dx is not None else (*call.steps[:6], 0, 0, 0)
     kernels.differentiate[call.grid](
         dy, x, dx, mask, inv_rms, projection, weight, vectors, scale, slope, offset, mean, partials,
         *call.tokens, *steps, **call.layout, **call.shape.tile,
@@ -260,7 +269,7 @@ def power_forward(x, padding_mask, weight, bias, running_psi2, nu, steps, groups
     kernels.finish_power_forward[call.finish_grid()](
         partials, running_psi2, nu, steps, vectors, tally, call.programs, rows, warmup,
         C=call.channels, SHARE=1.0 - alpha, UPDATE=update, WARMUP=warmup > 0, MASKED=padding_mask is not None,
-        PARTS=PARTS, BLOCK=BLOCK, TAIL=min(TAIL, triton.next_power_of_2(call.channels)), **FINISH,
+        **call.finish(),
     )  # fmt: skip
     if warmup > 0:
         kernels.normalize[call.grid](
@@ -268,6 +277,10 @@ def power_forward(x, padding_mask, weight, bias, running_psi2, nu, steps, groups
             GIVEN=True, **call.layout, **call.shape.tile,
         )  # fmt: skip
     return y, scales, vectors, tally
+
+
+def _like_parameters(weight):
+    return (None, None) if weight is None else (torch.empty_like(weight), torch.empty_like(weight))
 
 
 @_where_x_is
@@ -278,16 +291,62 @@ def power_backward(
     call = _Call(BACKWARD, groups, eps, padding_mask, True, dy, x, dx)
     slots = 2 if padding_mask is None else 3
     partials = call.partials(slots)
-    dweight = dbias = None
-    if weight is not None:
-        dweight, dbias = torch.empty_like(weight), torch.empty_like(weight)
+    dweight, dbias = _like_parameters(weight)
     lambda_total = torch.empty(call.channels, dtype=call.wide, device=x.device)
     _differentiate(call, dy, x, dx, padding_mask, inv_rms, weight, vectors, None, None, None, None, partials)
     kernels.finish_power_backward[call.finish_grid()](
         partials, weight, dweight, dbias, lambda_total, vectors, running_psi2, nu, steps, tally, call.programs,
         C=call.channels, SLOTS=slots, SHARE=1.0 - alpha, EPS=eps, UPDATE=update,
-        PARTS=PARTS, BLOCK=BLOCK, TAIL=min(TAIL, triton.next_power_of_2(call.channels)), **FINISH,
+        **call.finish(),
     )  # fmt: skip
     if weight is None:
         dweight, dbias = dx.new_empty(0), dx.new_empty(0)
     return dx, dweight, dbias, lambda_total
+
+
+@_where_x_is
+def batch_forward(
+    x, padding_mask, weight, bias, running_mean, running_moment, steps, groups, eps, alpha, cumulative, update
+):
+    y = torch.empty_like(x)
+    call = _Call(FORWARD, groups, eps, padding_mask, True, x, y)
+    centered, masked = running_mean is not None, padding_mask is not None
+    scales, given = call.scales(x, groups, None, call.steps[:3])
+    vectors = torch.empty((4 if centered else 2, call.channels), dtype=call.wide, device=x.device)
+    tally = torch.empty(4, dtype=torch.int64, device=x.device)
+    partials, _ = _observe(call, x, padding_mask, scales, given, centered, False)
+    kernels.finish_batch_forward[call.finish_grid()](
+        partials, running_mean, running_moment, steps, vectors, tally, call.programs, call.rows,
+        C=call.channels, SHARE=1.0 - alpha, CUMULATIVE_MEAN=cumulative, UPDATE=update, MASKED=masked, **call.finish(),
+    )  # fmt: skip
+    kernels.normalize[call.grid](
+        x, y, scales, weight, bias, vectors[MEAN] if centered else None, vectors[MOMENT], None,
+        *call.tokens[:2], *call.steps, GIVEN=True, **call.layout, **call.shape.tile,
+    )  # fmt: skip
+    return y, scales, vectors, tally
+
+
+@_where_x_is
+def batch_backward(
+    dy, x, padding_mask, weight, inv_rms, vectors, running_mean, running_moment, steps, tally, groups, eps, update
+):
+    dx = torch.empty_like(x)
+    call = _Call(BACKWARD, groups, eps, padding_mask, True, dy, x, dx)
+    slots = 2 if padding_mask is None else 4
+    partials = call.partials(slots)
+    dweight, dbias = _like_parameters(weight)
+    sums = torch.empty((2, call.channels), dtype=call.wide, device=x.device)
+    centered = running_mean is not None
+    vectors_of_dx = torch.empty((3 if centered else 2, call.channels), dtype=call.wide, device=x.device)
+    scale, slope, *offset = vectors_of_dx.unbind()
+    offset, mean = (offset[0], vectors[MEAN]) if centered else (None, None)
+    _differentiate(call, dy, x, None, padding_mask, inv_rms, None, None, None, None, None, mean, partials)
+    kernels.finish_batch_backward[call.finish_grid()](
+        partials, weight, dweight, dbias, sums, scale, slope, offset,
+        vectors, running_mean, running_moment, steps, tally, call.programs,
+        C=call.channels, SLOTS=slots, EPS=eps, UPDATE=update, **call.finish(),
+    )  # fmt: skip
+    _differentiate(call, dy, x, dx, padding_mask, inv_rms, None, None, scale, slope, offset, mean, None)
+    if weight is None:
+        dweight, dbias = dx.new_empty(0), dx.new_empty(0)
+    return dx, dweight, dbias, sums

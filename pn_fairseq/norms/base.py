@@ -265,6 +265,7 @@ class RunningNorm(ChannelNorm):
         """
         self.trained_alone = True
         if step := self._recomputed(lambda: key):
+            step.unfold()
             return step
         if in_backward() or self._leaves_no_step():
             return Step(key, used, forgotten=True, seen_backward=True)
@@ -307,6 +308,7 @@ class RunningNorm(ChannelNorm):
     @torch.no_grad()
     def settle(self, step: Step, finite: Tensor) -> None:
         """End a step whose gradient has been seen: take it back where that was not ``finite`` (0-d bool)."""
+        step.unfold()
         if self.collecting:
             self._add("nonfinite_steps", step.counted & finite.logical_not())
         self._pending.settle(step, self._buffers, finite)

@@ -2,15 +2,13 @@
 
 from typing import Optional
 
-import torch
 from torch import Tensor
 
-from pn_fairseq.norms.base import RunningNorm
-from pn_fairseq.norms.checks import check_alpha
-from pn_fairseq.norms.exact import normalize_exactly
+from pn_fairseq.kernels.reference import unbiased
+from pn_fairseq.norms.exact import ExactNorm
 
 
-class MaskedBatchNorm(RunningNorm):
+class MaskedBatchNorm(ExactNorm):
     r"""Batch normalization, BN (Ioffe & Szegedy 2015; Shen et al. 2020, Algorithm 1, gradient Eq. 3).
 
     What ``torch.nn.BatchNorm1d`` computes when it is given the N real tokens alone:
@@ -36,6 +34,8 @@ class MaskedBatchNorm(RunningNorm):
     """
 
     variances = {"running_var": "running_mean"}
+    moment_name = "running_var"
+    mean_name = "running_mean"
 
     def __init__(
         self,
@@ -48,12 +48,10 @@ class MaskedBatchNorm(RunningNorm):
         process_group=None,
     ):
         super().__init__(
-            num_features, eps, affine, layer_scale_groups, sync, process_group, running_mean=0.0, running_var=1.0
+            num_features, eps, alpha, affine, layer_scale_groups, sync, process_group, running_mean=0.0, running_var=1.0
         )
-        self.alpha = check_alpha("alpha", alpha)
 
-    @torch.jit.unused
-    def _train(self, x: Tensor, padding_mask: Tensor | None) -> Tensor:
+    def _train_in_parts(self, x: Tensor, padding_mask: Tensor | None) -> Tensor:
         padding_mask = self._mask(x, padding_mask)
         inv_rms, mean, squares, count = self._moments(x, padding_mask, centered=True)
         total, squares = mean * count, squares[0]
@@ -61,15 +59,11 @@ class MaskedBatchNorm(RunningNorm):
             own, (mean, _) = mean, self._mean_over_workers(total, count)
             squares = squares + count * (own - mean).square()
         variance, count = self._mean_over_workers(squares, count)
-        # 1 / (N - 1) is infinite for one token, and a statistic that is not finite changes no state.
-        unbiased = variance * (count / (count - 1.0))
         step = self._begin(total)
-        batch = {"running_mean": mean, "running_var": unbiased}
+        # A statistic that is not finite, as the unbiased variance of one token, changes no state.
+        batch = {"running_mean": mean, "running_var": unbiased(variance, count)}
         self._count_in(step, batch, count, self._weight(self.alpha))
-        return normalize_exactly(self, x, padding_mask, mean, variance, count, inv_rms, step)
+        return self._normalize_exactly(x, padding_mask, mean, variance, count, inv_rms, step)
 
     def evaluation_statistics(self) -> tuple[Optional[Tensor], Tensor]:  # noqa: UP045 (TorchScript)
         return self.running_mean, self.running_var
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, alpha={self.alpha}"

@@ -5,19 +5,48 @@ from typing import Optional
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from pn_fairseq import kernels
 from pn_fairseq.kernels import reference
-from pn_fairseq.norms.base import RunningNorm, psi_distance
+from pn_fairseq.norms.base import psi_distance
 from pn_fairseq.norms.checks import check_alpha
-from pn_fairseq.norms.pending import COUNT, Step, assign, in_backward
+from pn_fairseq.norms.pending import Step, assign
 from pn_fairseq.norms.psi_warmup import PsiWarmup
+from pn_fairseq.norms.whole_step import KernelStep, WholeStep, WholeStepNorm
 
 #: More steps than any training has.
 ALWAYS = 2**62
 
 
-class PowerNorm(RunningNorm):
+@dataclass(eq=False)
+class PowerStep(KernelStep):
+    """A step of PN by one kernel; ``eps`` is that of the norm's forward pass."""
+
+    eps: float = 0.0
+
+    def statistics(self) -> tuple[None, Tensor]:
+        return None, self.vectors[reference.PSI2_USED]
+
+    def _unfold_vectors(self) -> None:
+        self.key, psi2, nu, before, batch = self.vectors.unbind()
+        self.used = {
+            "psi2": psi2,
+            "nu": nu,
+            "gamma_moment": batch / (psi2 + self.eps),
+            "positions": self.count.to(batch.dtype),
+        }
+        self.batch = {"running_psi2": batch.to(torch.float32)}
+        self.before["running_psi2"] = before.to(torch.float32)
+
+
+class ApproximateWholeStep(WholeStep):
+    """With a gradient that is no derivative and has none."""
+
+    backward = staticmethod(once_differentiable(WholeStep.backward))
+
+
+class PowerNorm(WholeStepNorm):
     r"""Power normalization, PN (Shen et al. 2020, Definition 3 and Algorithm 2).
 
     Training forward number t, per channel, with the mean taken over the real tokens M of the batch:
@@ -63,6 +92,7 @@ class PowerNorm(RunningNorm):
     layer_scale_per_head = True
     backward_statistics = ("nu",)
     sync_by_default = False  # as in the paper, Section 5
+    whole_step = ApproximateWholeStep
 
     def __init__(
         self,
@@ -105,24 +135,15 @@ class PowerNorm(RunningNorm):
             return self.psi_warmup.updates
         return ALWAYS if self.recalibrating or self._warming_up else 0
 
-    @torch.jit.unused
-    def _train(self, x: Tensor, padding_mask: Tensor | None) -> Tensor:
-        if self._needs_parts():
-            return self._train_in_parts(x, padding_mask)
-        step = self._recomputed(lambda: self._moments(x, padding_mask)[2][0])
-        if step is not None and not isinstance(step, KernelStep):
-            return self._train_in_parts(x, padding_mask)
-        return _KernelFunction.apply(x, self.weight, self.bias, padding_mask, self, step)
-
-    def _needs_parts(self) -> bool:
-        """Whether something has to happen between the parts of a step, which one kernel would do at once."""
-        return self.collecting or self.synchronises() or torch._C._are_functorch_transforms_active()
+    def _key(self, x: Tensor, padding_mask: Tensor | None) -> Tensor:
+        return self._moments(x, padding_mask)[2][0]
 
     def _train_in_parts(self, x: Tensor, padding_mask: Tensor | None) -> Tensor:
         padding_mask = self._mask(x, padding_mask)
         inv_rms, _, squares, count = self._moments(x, padding_mask)
         local = torch.cat([squares[0], count[None]])
         step = self._recomputed(lambda: local[:-1]) or self._new_step(local)
+        step.unfold()
         return self._normalize(x, padding_mask, inv_rms, step.used["psi2"], step)
 
     def _normalize(
@@ -132,7 +153,6 @@ class PowerNorm(RunningNorm):
 
         Positions that are padding get no part of nu and give none.
         """
-        step.unfold()
         return _PowerNormFunction.apply(
             x,
             self.weight,
@@ -177,17 +197,8 @@ class PowerNorm(RunningNorm):
     def _mean(total: Tensor) -> Tensor:
         return total[:-1] / total[-1].clamp(min=1.0)
 
-    def kernel_forward(
-        self, x: Tensor, weight: Tensor | None, bias: Tensor | None, padding_mask: Tensor | None, step: Step | None
-    ) -> tuple[Tensor, Tensor, Step]:
-        """y, ``inv_rms`` and the step: a new one unless it is ``step`` that is recomputed."""
-        groups = self.layer_scale.groups
-        if step is not None:
-            psi2 = step.vectors[reference.PSI2_USED]
-            return *kernels.normalize(x, weight, bias, None, psi2, None, groups, self.eps), step
-        self.trained_alone = True
-        unknown = in_backward() or self._leaves_no_step()
-        y, inv_rms, vectors, tally = kernels.power_forward(
+    def _forward_kernel(self, x, padding_mask, weight, bias, update):
+        return kernels.power_forward(
             x,
             padding_mask,
             weight,
@@ -195,25 +206,18 @@ class PowerNorm(RunningNorm):
             self.running_psi2,
             self.nu,
             self.num_batches_tracked,
-            groups,
+            self.layer_scale.groups,
             self.eps,
             self.alpha_fwd,
             self._warmup_in_steps(),
-            not unknown,
+            update,
         )
-        step = KernelStep(
-            None, None, unknown, unknown, vectors=vectors, tally=tally, eps=self.eps, alpha=self.alpha_fwd
-        )
-        return y, inv_rms, step if unknown else self._pending.add(step)
 
-    def kernel_backward(
-        self, dy: Tensor, x: Tensor, weight: Tensor | None, padding_mask: Tensor | None, inv_rms: Tensor, step: Step
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """dx, d weight and d bias; ends ``step``."""
-        first = self.begin_backward(step)
-        # The kernel can take back the latest step only, and it has nothing to report.
-        whole = first and not step.replayed and not self.collecting and self._pending.is_latest(step)
-        dx, dweight, dbias, lambda_total = kernels.power_backward(
+    def _new_kernel_step(self, vectors: Tensor, tally: Tensor, unknown: bool) -> "PowerStep":
+        return PowerStep(None, None, unknown, unknown, vectors=vectors, tally=tally, alpha=self.alpha_fwd, eps=self.eps)
+
+    def _backward_kernel(self, dy, x, padding_mask, weight, inv_rms, step, update):
+        return kernels.power_backward(
             dy,
             x,
             padding_mask,
@@ -227,22 +231,16 @@ class PowerNorm(RunningNorm):
             self.layer_scale.groups,
             self.eps,
             self.alpha_bwd,
-            whole,
+            update,
         )
-        if whole:
-            step.unfolded = False  # the tally has changed
-            self._pending.settled(step)
-        elif first:
-            self._update_nu(step, lambda_total)
-        return dx, dweight, dbias
 
     def _finish(self, step: Step, lambda_total: Tensor) -> None:
         """End a step, given the sum of dx_hat x_hat on this worker, (C,)."""
         if self.begin_backward(step):
-            self._when_summed(lambda_total, lambda total: self._update_nu(step, total))
+            self._when_summed(lambda_total, lambda total: self._end(step, total))
 
     @torch.no_grad()
-    def _update_nu(self, step: Step, lambda_total: Tensor) -> None:
+    def _end(self, step: Step, lambda_total: Tensor) -> None:
         """Line 4 of the backward pass, with Gamma = mean(x_hat^2) and Lambda = mean(dx_hat x_hat), both (C,)."""
         step.unfold()
         gamma_moment = step.used["gamma_moment"]
@@ -303,7 +301,7 @@ class _PowerNormFunction(torch.autograd.Function):
         ctx.save_for_backward(x, weight, *tensors)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx, dy):
         x, weight, padding_mask, inv_rms, psi2, divisor2, nu = ctx.saved_tensors
         root, divisor = torch.sqrt(psi2 + ctx.eps), torch.sqrt(divisor2 + ctx.eps)
@@ -316,64 +314,3 @@ class _PowerNormFunction(torch.autograd.Function):
             product, plain = sums.sum(0).unbind()
             dweight, dbias = (product / root).to(weight.dtype), plain.to(weight.dtype)
         return dx, dweight, dbias, *(None,) * 8
-
-
-@dataclass(eq=False)
-class KernelStep(Step):
-    """A step that one kernel has made as a whole: what that left, and what is needed to read it.
-
-    Attributes:
-        vectors, tally: see :mod:`pn_fairseq.kernels.reference`.
-        eps, alpha: those of the norm's forward pass.
-        unfolded: whether the attributes of :class:`Step` have been read from ``vectors`` and ``tally``.
-        replayed: whether they have changed since, so that a kernel no longer knows.
-    """
-
-    vectors: Tensor | None = None
-    tally: Tensor | None = None
-    eps: float = 0.0
-    alpha: float = 0.0
-    unfolded: bool = False
-    replayed: bool = False
-
-    def advance(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        self.replayed = True
-        return super().advance(state)
-
-    def unfold(self) -> None:
-        if self.unfolded:
-            return
-        self.unfolded = True
-        self.key, psi2, nu, before, batch = self.vectors.unbind()
-        tokens, counted, warming_up, steps_before = self.tally.unbind()
-        self.used = {
-            "psi2": psi2,
-            "nu": nu,
-            "gamma_moment": batch / (psi2 + self.eps),
-            "positions": tokens.to(batch.dtype),
-        }
-        self.count, self.counted = tokens, counted.bool()
-        self.batch = {"running_psi2": batch.to(torch.float32)}
-        self.before = {"running_psi2": before.to(torch.float32), COUNT: steps_before}
-        warming_up, alpha = warming_up.bool(), self.alpha
-        self.weight = lambda number: torch.where(warming_up, 1.0 / number, 1.0 - alpha)
-
-
-class _KernelFunction(torch.autograd.Function):
-    """A whole step of PN on one worker in one kernel each way. ``step`` is what is recomputed, or None."""
-
-    @staticmethod
-    def forward(ctx, x, weight, bias, padding_mask, norm, step):
-        y, inv_rms, ctx.step = norm.kernel_forward(x, weight, bias, padding_mask, step)
-        ctx.norm = norm
-        ctx.save_for_backward(x, weight, padding_mask, inv_rms)
-        return y
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, dy):
-        x, weight, padding_mask, inv_rms = ctx.saved_tensors
-        dx, dweight, dbias = ctx.norm.kernel_backward(dy, x, weight, padding_mask, inv_rms, ctx.step)
-        if weight is None:
-            dweight = dbias = None
-        return dx, dweight, dbias, None, None, None

@@ -2,16 +2,14 @@
 
 from typing import Optional
 
-import torch
 from torch import Tensor
 
-from pn_fairseq.norms.base import RunningNorm, psi_distance
-from pn_fairseq.norms.checks import check_alpha
-from pn_fairseq.norms.exact import normalize_exactly
+from pn_fairseq.norms.base import psi_distance
+from pn_fairseq.norms.exact import ExactNorm
 from pn_fairseq.norms.pending import Step
 
 
-class PowerNormV(RunningNorm):
+class PowerNormV(ExactNorm):
     r"""Power normalization with batch statistics, PN-V (Shen et al. 2020, Definition 1; gradient Eq. 6).
 
     Training, per channel, with the mean taken over the N real tokens M of the batch:
@@ -36,6 +34,7 @@ class PowerNormV(RunningNorm):
     """
 
     layer_scale_per_head = True
+    moment_name = "running_psi2"
 
     def __init__(
         self,
@@ -47,17 +46,15 @@ class PowerNormV(RunningNorm):
         sync: bool = False,
         process_group=None,
     ):
-        super().__init__(num_features, eps, affine, layer_scale_groups, sync, process_group, running_psi2=1.0)
-        self.alpha = check_alpha("alpha", alpha)
+        super().__init__(num_features, eps, alpha, affine, layer_scale_groups, sync, process_group, running_psi2=1.0)
 
-    @torch.jit.unused
-    def _train(self, x: Tensor, padding_mask: Tensor | None) -> Tensor:
+    def _train_in_parts(self, x: Tensor, padding_mask: Tensor | None) -> Tensor:
         padding_mask = self._mask(x, padding_mask)
         inv_rms, _, squares, count = self._moments(x, padding_mask)
         psi2_batch, count = self._mean_over_workers(squares[0], count)
         step = self._begin(squares[0])
         self._count_in(step, {"running_psi2": psi2_batch}, count, self._weight(self.alpha))
-        return normalize_exactly(self, x, padding_mask, None, psi2_batch, count, inv_rms, step)
+        return self._normalize_exactly(x, padding_mask, None, psi2_batch, count, inv_rms, step)
 
     def _note_step(self, step: Step, finite: Tensor) -> None:
         super()._note_step(step, finite)
@@ -65,6 +62,3 @@ class PowerNormV(RunningNorm):
 
     def evaluation_statistics(self) -> tuple[Optional[Tensor], Tensor]:  # noqa: UP045 (TorchScript)
         return None, self.running_psi2
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, alpha={self.alpha}"

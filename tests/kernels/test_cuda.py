@@ -14,7 +14,7 @@ from pn_fairseq import kernels
 from pn_fairseq.kernels import reference, triton_ops
 from pn_fairseq.norms import LayerScale, MaskedBatchNorm, PowerNorm, PowerNormV
 
-from .triton_checks import ALPHA, EPS, Case, check_parts, check_power
+from .triton_checks import ALPHA, EPS, Case, check_batch, check_parts, check_power
 
 SHAPES = [
     ((64, 64, 512), 4),
@@ -46,6 +46,8 @@ def _by_triton():
 def test_operators(shape, groups, dtype):
     for masked in (True, False):
         check_power(Case(shape, groups, dtype, masked=masked, device="cuda"))
+        for centred in (False, True):
+            check_batch(Case(shape, groups, dtype, masked=masked, device="cuda"), centred)
         check_parts(Case(shape, groups, dtype, masked=masked, device="cuda"))
     check_power(Case(shape, groups, dtype, warmup=2**62, affine=False, device="cuda"))
 
@@ -55,6 +57,7 @@ def test_operators(shape, groups, dtype):
 def test_strides(layout, dtype):
     check_power(Case((37, 11, 96), 4, dtype, layout=layout, device="cuda"))
     check_parts(Case((37, 11, 96), 0, dtype, layout=layout, device="cuda"))
+    check_batch(Case((37, 11, 96), 4, dtype, layout=layout, device="cuda"), centred=True)
 
 
 def _step(case: Case, update: bool = True) -> list[torch.Tensor]:
@@ -66,6 +69,17 @@ def _step(case: Case, update: bool = True) -> list[torch.Tensor]:
         case.dy, case.x, case.mask, case.weight, inv_rms, vectors, *state, tally, case.groups, EPS, ALPHA, update
     )
     return [y, inv_rms, vectors, tally, *backward, *state]
+
+
+def _batch_step(case: Case, centred: bool) -> list[torch.Tensor]:
+    state = case.mean.clone() if centred else None, case.psi2.clone(), case.count.clone()
+    y, inv_rms, vectors, tally = triton_ops.batch_forward(
+        case.x, case.mask, case.weight, case.bias, *state, case.groups, EPS, ALPHA, False, True
+    )
+    backward = triton_ops.batch_backward(
+        case.dy, case.x, case.mask, case.weight, inv_rms, vectors, *state, tally, case.groups, EPS, True
+    )
+    return [y, inv_rms, vectors, tally, *backward, *state[0 if centred else 1 :]]
 
 
 def test_same_as_the_reference():
@@ -84,9 +98,10 @@ def test_same_as_the_reference():
 @pytest.mark.parametrize("warmup", [0, 2**62])
 def test_deterministic(warmup):
     case = Case((512, 64, 1024), 16, torch.bfloat16, warmup=warmup, device="cuda")
-    first = _step(case)
-    for _ in range(50):
-        assert all(torch.equal(one, other) for one, other in zip(first, _step(case), strict=True))
+    for step in (_step, lambda case: _batch_step(case, centred=warmup > 0)):
+        first = step(case)
+        for _ in range(50):
+            assert all(torch.equal(one, other) for one, other in zip(first, step(case), strict=True))
 
 
 def test_every_element_is_written():
@@ -188,6 +203,19 @@ def test_launches(warmup, launches):
         torch.cuda.synchronize()
     names = [event.name for event in seen.events() if event.device_type == torch.autograd.DeviceType.CUDA]
     assert len(names) == launches, names
+
+
+@pytest.mark.parametrize("centred", [False, True])
+def test_launches_of_a_step_by_the_batch(centred):
+    """Three each way, beside the copies of the state that the test makes."""
+    case = Case((64, 64, 512), 4, torch.bfloat16, device="cuda")
+    _batch_step(case, centred)
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        _batch_step(case, centred)
+        torch.cuda.synchronize()
+    names = [event.name for event in seen.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    assert len([name for name in names if not name.startswith("Mem")]) == 6, names
 
 
 def test_in_a_graph():

@@ -126,6 +126,66 @@ def test_a_training_step_of_pn(shape, groups, mask, dtype):
         assert torch.equal(steps, after[0]) and torch.equal(psi2, after[1])
 
 
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=lambda dtype: str(dtype)[6:])
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize(("shape", "groups"), SHAPES)
+@pytest.mark.parametrize("centered", [False, True], ids=["pn-v", "bn"])
+def test_a_training_step_of_pn_v_and_bn(centered, shape, groups, mask, dtype):
+    """The gradient is what autograd gives for the formula, in which padding takes no part in the statistics'."""
+    x, dy, padding, (weight, bias, running_moment, running_mean) = make(shape, mask, dtype)
+    state = running_mean.float() if centered else None, running_moment.float(), torch.tensor(3)
+    old = [each.double() for each in state if each is not None]
+    y, inv_rms, vectors, tally = kernels.batch_forward(
+        x, padding, weight, bias, *state, groups, EPS, ALPHA, mask == "none", True
+    )
+    dx, dweight, dbias, sums = kernels.batch_backward(
+        dy, x, padding, weight, inv_rms, vectors, *state, tally, groups, EPS, True
+    )
+    rows, real = real_rows(x, padding)
+    rows.requires_grad_()
+    h, inverse = scaled(rows, groups)
+    count = int(real.sum())
+    mean = h[real].sum(0) / max(count, 1) if centered else torch.zeros(shape[-1], dtype=torch.float64)
+    moment = (h - mean)[real].pow(2).sum(0) / max(count, 1)
+    root = (moment + EPS).sqrt()
+    x_hat = torch.where(real[:, None], (h - mean) / root, (h - mean.detach()) / root.detach())
+    grad = dy.double().flatten(0, -2)
+    result = x_hat * weight.double() + bias.double()
+    (expected_dx,) = torch.autograd.grad(result, rows, grad)
+    h, mean, moment, root, x_hat = (each.detach() for each in (h, mean, moment, root, x_hat))
+
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    steep = weight.double() / root  # 300 and more where a channel has one value only
+    precision = 4 * TOLERANCE[wide] * ((h.abs() + mean.abs()).amax(0) if len(h) else mean + 1)
+
+    def assert_within(found, expected, bound, what):
+        assert found.shape == expected.shape, what
+        assert ((found.double() - expected).abs() <= bound + TOLERANCE[found.dtype] * 2 * expected.abs()).all(), what
+
+    assert_within(y.reshape(rows.shape), result.detach(), precision * steep, "y")
+    assert_close(inv_rms.reshape(inverse.shape), inverse.detach(), wide, "inv_rms")
+    assert_within(vectors[reference.MOMENT], moment, precision, "moment")
+    counted = count > 1 if centered else count > 0
+    share = (1 / 4 if mask == "none" else 1 - ALPHA) if counted else 0.0
+    unbiased = moment * count / max(count - 1, 1) if centered else moment
+    precision = 4 * TOLERANCE[torch.float32] * (1 + old[-2].max() + unbiased.max() + mean.abs().max())
+    assert_within(state[1], old[-2] + share * (unbiased - old[-2]), precision, "running moment")
+    if centered:
+        assert_within(vectors[reference.MEAN], mean, precision, "mean")
+        assert_within(state[0], old[0] + share * (mean - old[0]), precision, "running mean")
+    assert len(vectors) == (4 if centered else 2)
+    assert tally.tolist() == [count, int(counted), int(mask == "none"), 3] and int(state[2]) == 3 + counted
+
+    largest = grad.abs().max() if len(grad) else 1.0
+    bound = 8 * TOLERANCE[wide] * largest * steep.max() * (inverse.detach().max() if inverse.numel() else 1)
+    assert_within(dx.reshape(rows.shape), expected_dx, bound, "dx")
+    products = (grad * (h - mean)), grad
+    bound = 8 * TOLERANCE[wide] * (1 + sum(each.abs().sum(0).max() for each in products) + count * mean.abs().max())
+    assert_within(sums, torch.stack([each[real].sum(0) for each in products]), bound, "sums")
+    assert_within(dweight, (grad * x_hat).sum(0), bound / root, "dweight")
+    assert_within(dbias, grad.sum(0), bound, "dbias")
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=lambda dtype: str(dtype)[6:])
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize(("shape", "groups"), SHAPES)
@@ -171,18 +231,44 @@ def layouts(x):
     yield "channels first", x.permute(2, 0, 1).contiguous().permute(1, 2, 0)
 
 
-@pytest.mark.parametrize("groups", [0, 3])
-def test_layouts_make_no_difference(groups):
-    x, dy, padding, (weight, bias, psi2, nu) = make((5, 4, 33), "some", torch.float32)
+def whole_steps(groups, weight, bias, moment, other):
+    """Every training step that is one operator each way: x, dy, mask -> results and state, number of steps after the
+    forward, and after both, and the tally. Vectors are (C,)."""
 
-    def step(x, dy, padding):
-        state = psi2.clone(), nu.clone(), torch.tensor(0)
+    def power(x, dy, padding):
+        *state, steps = moment.clone(), other.clone(), torch.tensor(0)
         y, inv_rms, vectors, tally = kernels.power_forward(
-            x, padding, weight, bias, *state, groups, EPS, ALPHA, 0, True
+            x, padding, weight, bias, *state, steps, groups, EPS, ALPHA, 0, True
         )
-        arguments = (inv_rms, vectors, *state, tally, groups, EPS, ALPHA, True)
-        return y, *kernels.power_backward(dy, x, padding, weight, *arguments), *state
+        in_between = steps.clone()
+        arguments = (inv_rms, vectors, *state, steps, tally, groups, EPS, ALPHA, True)
+        return y, *kernels.power_backward(dy, x, padding, weight, *arguments), *state, in_between, steps, tally
 
+    def batch(x, dy, padding, centered):
+        *state, steps = other.clone() if centered else None, moment.clone(), torch.tensor(0)
+        y, inv_rms, vectors, tally = kernels.batch_forward(
+            x, padding, weight, bias, *state, steps, groups, EPS, ALPHA, False, True
+        )
+        in_between = steps.clone()
+        arguments = (inv_rms, vectors, *state, steps, tally, groups, EPS, True)
+        changed = state if centered else state[1:]
+        return y, *kernels.batch_backward(dy, x, padding, weight, *arguments), *changed, in_between, steps, tally
+
+    return {
+        "pn": power,
+        "pn-v": lambda *given: batch(*given, centered=False),
+        "bn": lambda *given: batch(*given, centered=True),
+    }
+
+
+STEPS = ["pn", "pn-v", "bn"]
+
+
+@pytest.mark.parametrize("norm", STEPS)
+@pytest.mark.parametrize("groups", [0, 3])
+def test_layouts_make_no_difference(norm, groups):
+    x, dy, padding, vectors = make((5, 4, 33), "some", torch.float32)
+    step = whole_steps(groups, *vectors)[norm]
     expected = step(x, dy, padding)
     for (name, other_x), (_, other_dy) in zip(layouts(x), list(layouts(dy))[::-1], strict=True):
         found = step(other_x, other_dy, padding.t().contiguous().t())
@@ -217,16 +303,16 @@ def test_special_values(dtype):
     assert kernels.normalize(big, torch.full((20,), 2.0), None, None, None, None, 0, EPS)[0].isinf().all()
 
 
+@pytest.mark.parametrize("norm", STEPS)
 @pytest.mark.parametrize("where", ["x", "dy"])
-def test_a_step_that_is_not_finite_is_taken_back(where):
-    x, dy, padding, (weight, bias, psi2, nu) = make((5, 4, 33), "some", torch.float32)
+def test_a_step_that_is_not_finite_is_taken_back(norm, where):
+    x, dy, padding, (weight, bias, moment, other) = make((5, 4, 33), "some", torch.float32)
     (x if where == "x" else dy)[0, 0, 17] = float("nan")
-    state = psi2.clone(), nu.clone(), torch.tensor(5)
-    y, inv_rms, vectors, tally = kernels.power_forward(x, padding, weight, bias, *state, 3, EPS, ALPHA, 0, True)
-    assert int(state[2]) == (5 if where == "x" else 6)
-    kernels.power_backward(dy, x, padding, weight, inv_rms, vectors, *state, tally, 3, EPS, ALPHA, True)
-    assert torch.equal(state[0], psi2) and torch.equal(state[1], nu) and int(state[2]) == 5
-    assert tally.tolist()[reference.COUNTED] == 0
+    *results, in_between, steps, tally = whole_steps(3, weight, bias, moment, other)[norm](x, dy, padding)
+    assert int(in_between) == (0 if where == "x" else 1)
+    before = {"pn": [moment, other], "pn-v": [moment], "bn": [other, moment]}[norm]
+    assert all(torch.equal(now, old) for now, old in zip(results[-len(before) :], before, strict=True))
+    assert int(steps) == 0 and tally.tolist() == [int((~padding).sum()), 0, 0, 0]
 
 
 def test_sums_of_many_rows_keep_their_precision():
@@ -237,14 +323,12 @@ def test_sums_of_many_rows_keep_their_precision():
     assert ((squares.double() - exact) / exact).abs().max() < 1e-6
 
 
-def test_the_same_threads_give_the_same_bits():
-    x, dy, padding, (weight, bias, psi2, nu) = make((160, 11, 40), "some", torch.float32)
+@pytest.mark.parametrize("norm", STEPS)
+def test_the_same_threads_give_the_same_bits(norm):
+    x, dy, padding, vectors = make((160, 11, 40), "some", torch.float32)
 
     def step():
-        state = psi2.clone(), nu.clone(), torch.tensor(0)
-        y, inv_rms, vectors, tally = kernels.power_forward(x, padding, weight, bias, *state, 4, EPS, ALPHA, 0, True)
-        arguments = (inv_rms, vectors, *state, tally, 4, EPS, ALPHA, True)
-        return y, *kernels.power_backward(dy, x, padding, weight, *arguments), *state
+        return whole_steps(4, *vectors)[norm](x, dy, padding)
 
     one = step()
     assert all(torch.equal(a, b) for a, b in zip(one, step(), strict=True))
@@ -255,7 +339,7 @@ def test_the_same_threads_give_the_same_bits():
     finally:
         torch.set_num_threads(1)
     for a, b in zip(one, two, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+        assert_close(a, b.double(), torch.float32, "two threads")  # sums are in another order
 
 
 def samples():
@@ -277,6 +361,16 @@ def samples():
         rest = (inv_rms, vectors, *state, tally, groups, EPS, ALPHA, True)
         yield "power_backward", (dy, x, padding, weight.bfloat16(), *rest)
         yield "power_backward", (dy, x, None, None, *rest)
+        for mean in (None, nu.clone()):
+            state = mean, psi2.clone(), torch.tensor(1)
+            yield "batch_forward", (x, padding, weight, bias, *state, groups, EPS, ALPHA, groups == 0, True)
+            yield "batch_forward", (x.bfloat16(), None, None, None, *state, groups, EPS, ALPHA, False, False)
+            _, _, vectors, tally = kernels.batch_forward(
+                x, padding, None, None, *state, groups, EPS, ALPHA, False, True
+            )
+            rest = (inv_rms, vectors, *state, tally, groups, EPS, True)
+            yield "batch_backward", (dy, x, padding, weight.bfloat16(), *rest)
+            yield "batch_backward", (dy, x, None, None, *rest)
 
 
 def test_opcheck(implementation):

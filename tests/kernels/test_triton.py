@@ -17,9 +17,9 @@ pytest.importorskip("triton")
 
 from pn_fairseq import kernels
 from pn_fairseq.kernels import triton_ops
-from pn_fairseq.norms import PowerNorm
+from pn_fairseq.norms import MaskedBatchNorm, PowerNorm, PowerNormV
 
-from .triton_checks import Case, check_parts, check_power
+from .triton_checks import Case, check_batch, check_parts, check_power
 
 #: Odd on purpose: primes, one below and above a power of two, one token, none, one channel, a group per channel.
 SHAPES = [
@@ -50,6 +50,12 @@ def test_power(number):
 
 
 @pytest.mark.parametrize("number", range(len(SHAPES)), ids=lambda number: str(SHAPES[number]))
+def test_batch(number):
+    for centred in (False, True):
+        check_batch(Case(*SHAPES[number], masked=(number % 2 == 0) == centred, affine=number % 2 == 1), centred)
+
+
+@pytest.mark.parametrize("number", range(len(SHAPES)), ids=lambda number: str(SHAPES[number]))
 def test_parts(number):
     check_parts(Case(*SHAPES[number], masked=number % 2 == 1, affine=number % 2 == 0))
 
@@ -57,12 +63,14 @@ def test_parts(number):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_types(dtype):
     check_power(Case((3, 5, 24), 4, dtype))
+    check_batch(Case((3, 5, 24), 4, dtype), centred=True)
     check_parts(Case((3, 5, 24), 4, dtype))
 
 
 @pytest.mark.parametrize("layout", ["batch first", "slice", "channels first"])
 def test_strides(layout):
     check_power(Case((3, 5, 12), 2, layout=layout))
+    check_batch(Case((3, 5, 12), 2, layout=layout), centred=True)
     check_power(Case((3, 5, 12), 0, layout=layout, masked=False))
 
 
@@ -71,12 +79,18 @@ def test_warmup(warmup, steps):
     check_power(Case((3, 4, 8), 2, warmup=warmup, steps=steps))
 
 
+def test_cumulative():
+    for centred in (False, True):
+        check_batch(Case((3, 4, 8), 2, warmup=1, steps=2), centred)
+
+
 def test_nothing_but_padding():
     for warmup in (0, 9):
         case = Case((2, 3, 8), 2, warmup=warmup)
         case.mask.fill_(True)
         check_power(case)
         check_parts(case)
+        check_batch(case, centred=warmup > 0)
 
 
 def test_blocks_of_channels(monkeypatch):
@@ -89,12 +103,15 @@ def test_blocks_of_channels(monkeypatch):
         check_power(Case((2, 2, 18), 1, warmup=4))
         check_parts(Case((2, 2, 18), 2))
         check_power(Case((2, 2, 30), 5))
+        check_batch(Case((2, 2, 18), 1), centred=True)
+        check_batch(Case((2, 2, 18), 2), centred=False)
     finally:
         triton_ops._shape.cache_clear()
 
 
 def test_many_tokens():
     check_power(Case((101, 3, 5), 1))
+    check_batch(Case((101, 3, 5), 1), centred=True)
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
@@ -103,10 +120,12 @@ def test_not_finite(value):
     in_x.mask.fill_(False)
     in_x.x[1, 1, 3] = value
     check_power(in_x)
+    check_batch(in_x, centred=False)
     in_dy = Case((3, 2, 8), 2)
     in_dy.mask.fill_(False)
     in_dy.dy[1, 1, 3] = value
     check_power(in_dy)
+    check_batch(in_dy, centred=True)
 
 
 def test_padding_of_any_value():
@@ -121,14 +140,15 @@ def test_padding_of_any_value():
     assert tally.tolist() == [5, 1, 0, 3] and psi2.isfinite().all() and y.isnan().sum() == 8
 
 
-def test_a_norm_uses_it():
+@pytest.mark.parametrize("build", [PowerNorm, PowerNormV, MaskedBatchNorm])
+def test_a_norm_uses_it(build):
     with kernels.using("triton"):
-        norm = PowerNorm(12, layer_scale_groups=3)
+        norm = build(12, layer_scale_groups=3)
         x = torch.randn(4, 2, 12, requires_grad=True)
-        norm(x, torch.zeros(2, 4, dtype=torch.bool)).sum().backward()
+        norm(x, torch.zeros(2, 4, dtype=torch.bool)).square().sum().backward()
     with kernels.using("reference"):
-        other = PowerNorm(12, layer_scale_groups=3)
+        other = build(12, layer_scale_groups=3)
         copy = x.detach().clone().requires_grad_()
-        other(copy, torch.zeros(2, 4, dtype=torch.bool)).sum().backward()
+        other(copy, torch.zeros(2, 4, dtype=torch.bool)).square().sum().backward()
     torch.testing.assert_close(norm.state_dict(), other.state_dict())
-    torch.testing.assert_close(x.grad, copy.grad)
+    torch.testing.assert_close(x.grad, copy.grad, rtol=1e-5, atol=1e-5)

@@ -98,6 +98,11 @@ def call_all(rows: int, channels: int, groups: int, dtype: torch.dtype, masked: 
         x, x, mask, vector, scales, vectors, vector, vector, steps, tally, groups, 1e-5, 0.9, True
     )
     for mean in (None, vector):
+        state = mean, vector, steps
+        triton_ops.batch_forward(x, mask, vector, vector, *state, groups, 1e-5, 0.9, mean is None, True)
+        triton_ops.batch_backward(
+            x, x, mask, vector, scales, empty(2 if mean is None else 4, channels), *state, tally, groups, 1e-5, True
+        )
         triton_ops.moments(x, mask, groups, 1e-5, mean is not None)
         triton_ops.normalize(x, vector, vector, mean, vector, scales if mean is None else None, groups, 1e-5)
         triton_ops.gradient_sums(x, x, mask, mean, scales, groups)

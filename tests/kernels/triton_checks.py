@@ -168,6 +168,75 @@ def check_power(case: Case) -> None:
         assert torch.equal(psi2, case.psi2)
 
 
+def check_batch(case: Case, centred: bool) -> None:
+    """A forward and a backward of BN, or of PN-V, with everything that they change."""
+    moment, mean, count = case.psi2.clone(), case.mean.clone() if centred else None, case.count.clone()
+    cumulative = case.warmup > 0
+    y, inv_rms, vectors, tally = triton_ops.batch_forward(
+        case.x, case.mask, case.weight, case.bias, mean, moment, count, case.groups, EPS, ALPHA, cumulative, True
+    )
+    real = case.real
+    tokens = int(real.sum())
+    x = case.x.double().requires_grad_()
+    h = scaled(x, case.groups)
+    centre = h[real].sum(0) / max(tokens, 1) if centred else torch.zeros_like(case.mean, dtype=torch.float64)
+    second = (h - centre)[real].pow(2).sum(0) / max(tokens, 1)
+    root = (second + EPS).sqrt()
+    x_hat = torch.where(real.unsqueeze(-1), (h - centre) / root, (h - centre.detach()) / root.detach())
+    weight = torch.ones_like(root).detach() if case.weight is None else case.weight.double()
+    bias = torch.zeros_like(weight) if case.bias is None else case.bias.double()
+    result = x_hat * weight + bias
+    unbiased = second.detach() * tokens / max(tokens - 1, 1) if centred else second.detach()
+    finite = bool(centre.isfinite().all() and unbiased.isfinite().all()) and not (centred and tokens == 1)
+    counted = tokens > 0 and finite
+    share = (1 / (case.steps + 1) if cumulative else 1 - ALPHA) if counted else 0.0
+    close = ULP[case.dtype] if case.dtype == torch.float64 else CLOSE
+
+    def moved(before: Tensor, batch: Tensor) -> Tensor:
+        return before.double() + share * (batch.detach() - before) if counted else before.double()
+
+    # Where all tokens are alike, what is left of h - mean is divided by sqrt(eps).
+    steep = (weight / root).detach()
+    terms = (h.detach().abs() + centre.detach().abs()) * steep if centred else None
+    assert y.stride() == torch.empty_like(case.x).stride()
+    assert_rounded(y, result.detach(), "y", terms)
+    assert_close(vectors[0], second.detach(), 3 * close, "moment", among=h[real].pow(2))
+    assert torch.equal(vectors[1], case.psi2.to(vectors.dtype))
+    assert_close(moment, moved(case.psi2, unbiased), 3 * CLOSE, "running moment", among=h[real].pow(2))
+    if centred:
+        assert_close(vectors[2], centre.detach(), close, "mean", among=h[real])
+        assert torch.equal(vectors[3], case.mean.to(vectors.dtype))
+        assert_close(mean, moved(case.mean, centre), 3 * CLOSE, "running mean", among=h[real])
+    assert len(vectors) == (4 if centred else 2)
+    assert tally.tolist() == [tokens, counted, cumulative, case.steps]
+    assert count.item() == case.steps + counted
+
+    state = mean, moment, count
+    dx, dweight, dbias, sums = triton_ops.batch_backward(
+        case.dy, case.x, case.mask, case.weight, inv_rms, vectors, *state, tally, case.groups, EPS, True
+    )
+    dy = case.dy.double()
+    (expected_dx,) = torch.autograd.grad(result, x, dy)
+    along = dy * (h - centre).detach()
+    expected = torch.stack([along[real].sum(0), dy[real].sum(0)])
+    assert dx.stride() == torch.empty_like(case.x).stride()
+    if finite:
+        assert_rounded(dx, expected_dx, "dx", dy * steep * max(largest(inv_rms), 1))
+    size = along.abs().flatten(0, -2).sum(0)
+    assert_close(sums, expected, 3 * close, "sums", among=size)
+    if case.affine:
+        product = (dy * x_hat).detach().flatten(0, -2).sum(0)
+        assert_close(dweight, product, 3 * CLOSE, "dweight", among=size / root.detach())
+        assert_close(dbias, dy.flatten(0, -2).sum(0), 3 * CLOSE, "dbias")
+    else:
+        assert dweight.numel() == dbias.numel() == 0
+    kept = bool(expected.isfinite().all())
+    assert count.item() == (case.steps + counted if kept else case.steps)
+    assert tally[1].item() == (counted and kept)
+    if not kept:
+        assert torch.equal(moment, case.psi2) and (mean is None or torch.equal(mean, case.mean))
+
+
 def check_parts(case: Case) -> None:
     """The operators of PN-V, BN and evaluation."""
     close = ULP[case.dtype] if case.dtype == torch.float64 else CLOSE

@@ -8,6 +8,7 @@
 
 #include <cmath>
 #include <cstdlib>
+#include <initializer_list>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -330,9 +331,10 @@ std::tuple<Tensor, Tensor> gradient(
   return {dx.get(), result};
 }
 
-// Rows of `vectors` and entries of `tally`.
+// Rows of `vectors` of PN, and of BN and PN-V, which has no mean; entries of `tally`.
 enum { kSquares, kPsi2Used, kNu, kPsi2Before, kPsi2Batch, kVectors };
-enum { kTokens, kCounted, kWarmingUp, kStepsBefore, kEntries };
+enum { kMoment, kMomentBefore, kMean, kMeanBefore, kBatchVectors };
+enum { kTokens, kCounted, kCumulative, kStepsBefore, kEntries };
 
 struct State {
   float* values;
@@ -342,6 +344,82 @@ struct State {
         buffer.scalar_type() == at::kFloat && buffer.is_contiguous() && buffer.numel() == channels,
         "a running statistic has to be ", channels, " float32 side by side");
     values = buffer.data_ptr<float>();
+  }
+};
+
+Tensor new_tally(const Tensor& x) { return at::empty({kEntries}, x.options().dtype(at::kLong)); }
+
+// Writes the tally of a step of `tokens` real tokens, and returns the weight of its batch in the running statistics: 0 if
+// they stay what they are. `finite` tells whether all statistics of the batch are.
+float count_in(
+    const Tensor& tally, int64_t tokens, bool finite, bool cumulative, double alpha, bool update, int64_t* steps) {
+  int64_t* entries = tally.data_ptr<int64_t>();
+  entries[kTokens] = tokens;
+  entries[kCounted] = tokens && finite;
+  entries[kCumulative] = cumulative;
+  entries[kStepsBefore] = *steps;
+  if (!update || !entries[kCounted]) return 0.0f;
+  ++*steps;
+  return cumulative ? 1.0f / static_cast<float>(*steps) : static_cast<float>(1.0 - alpha);
+}
+
+template <class A>
+void move(float* running, const A* batch, float share, int64_t channels) {
+  for (int64_t c = 0; c < channels; ++c) running[c] += share * (static_cast<float>(batch[c]) - running[c]);
+}
+
+template <class A>
+bool all_finite(const A* values, int64_t size) {
+  bool finite = true;
+  for (int64_t k = 0; k < size; ++k) finite = finite && std::isfinite(values[k]);
+  return finite;
+}
+
+// Whether they are as the float32 of a running statistic.
+template <class A>
+bool all_finite_as_state(const A* batch, int64_t channels) {
+  bool finite = true;
+  for (int64_t c = 0; c < channels; ++c) finite = finite && std::isfinite(static_cast<float>(batch[c]));
+  return finite;
+}
+
+template <class A>
+void restore(float* running, const A* before, int64_t channels) {
+  for (int64_t c = 0; c < channels; ++c) running[c] = static_cast<float>(before[c]);
+}
+
+void take_back(int64_t* steps, int64_t* entries) {
+  *steps = entries[kStepsBefore];
+  entries[kCounted] = 0;
+}
+
+void note_changes(std::initializer_list<const Tensor*> changed) {
+  for (const Tensor* each : changed) each->unsafeGetTensorImpl()->bump_version();
+}
+
+// Gradients of weight and bias, in the wide type until all of them are there; empty without.
+struct ParameterGradients {
+  const Optional& weight;
+  Tensor gain, shift;
+
+  ParameterGradients(const Optional& weight, const Tensor& x, int64_t channels)
+      : weight(weight), gain(weight ? new_wide(x, {channels}) : at::empty({0}, x.options())), shift(at::empty_like(gain)) {}
+
+  // From the four sums of a backward pass, and what is under the root that h is divided by.
+  template <class A>
+  void set(const double* sums, const A* moment, double eps, int64_t channels) {
+    if (!weight) return;
+    A *to_gain = gain.data_ptr<A>(), *to_shift = shift.data_ptr<A>();
+    for (int64_t c = 0; c < channels; ++c) {
+      to_gain[c] = static_cast<A>((sums[c] + sums[2 * channels + c]) / std::sqrt(moment[c] + static_cast<A>(eps)));
+      to_shift[c] = static_cast<A>(sums[channels + c] + sums[3 * channels + c]);
+    }
+  }
+
+  void narrow() {
+    if (!weight || weight->scalar_type() == gain.scalar_type()) return;
+    gain = gain.to(weight->scalar_type());
+    shift = shift.to(weight->scalar_type());
   }
 };
 
@@ -358,7 +436,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> power_forward(
   const bool warming_up = *number < warmup;
   Result y(given, x);
   Tensor inv_rms = new_scales(x, groups), vectors = new_wide(x, {kVectors, channels});
-  Tensor tally = at::empty({kEntries}, x.options().dtype(at::kLong));
+  Tensor tally = new_tally(x);
   for_type_of(x, [&](auto* storage, auto wide, const auto& passes) {
     using S = std::remove_pointer_t<decltype(storage)>;
     using A = decltype(wide);
@@ -388,11 +466,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> power_forward(
     if (!warming_up) write_y();
     const Total total = pass(Kind::squares);
     const double count = static_cast<double>(std::max<int64_t>(1, total.real));
-    bool finite = true;
     for (int64_t c = 0; c < channels; ++c) {
       squares[c] = static_cast<A>(total.sums[c]);
       batch[c] = static_cast<A>(total.sums[c] / count);
-      finite = finite && std::isfinite(batch[c]);
       if (warming_up && total.real) used[c] = batch[c];
     }
     if (warming_up) {
@@ -400,23 +476,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> power_forward(
       f.given = true;
       pass(Kind::none);
     }
-
-    const bool counted = total.real && finite;
-    int64_t* entries = tally.data_ptr<int64_t>();
-    entries[kTokens] = total.real;
-    entries[kCounted] = counted;
-    entries[kWarmingUp] = warming_up;
-    entries[kStepsBefore] = *number;
-    if (update && counted) {
-      const float share = warming_up ? 1.0f / static_cast<float>(*number + 1) : static_cast<float>(1.0 - alpha);
-      for (int64_t c = 0; c < channels; ++c) psi2[c] += share * (static_cast<float>(batch[c]) - psi2[c]);
-      ++*number;
-    }
+    const bool finite = all_finite_as_state(batch, channels);
+    const float share = count_in(tally, total.real, finite, warming_up, alpha, update, number);
+    if (share != 0.0f) move(psi2, batch, share, channels);
   });
-  if (update) {
-    running_psi2.unsafeGetTensorImpl()->bump_version();
-    steps.unsafeGetTensorImpl()->bump_version();
-  }
+  if (update) note_changes({&running_psi2, &steps});
   return {y.get(), inv_rms, vectors, tally};
 }
 
@@ -430,8 +494,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> power_backward(
   float *psi2 = State(running_psi2, channels).values, *present_nu = State(nu, channels).values;
   int64_t *number = steps.data_ptr<int64_t>(), *entries = tally.data_ptr<int64_t>();
   Result dx(given, x);
-  Tensor dweight = weight ? new_wide(x, {channels}) : at::empty({0}, x.options());
-  Tensor dbias = at::empty_like(dweight), lambda_total = new_wide(x, {channels});
+  ParameterGradients gradients(weight, x, channels);
+  Tensor lambda_total = new_wide(x, {channels});
   for_type_of(x, [&](auto* storage, auto wide, const auto& passes) {
     using S = std::remove_pointer_t<decltype(storage)>;
     using A = decltype(wide);
@@ -452,13 +516,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> power_backward(
     const double* sums = total.sums.data();
     A* lambda = lambda_total.data_ptr<A>();
     for (int64_t c = 0; c < channels; ++c) lambda[c] = static_cast<A>(sums[c] * scale[c]);
-    if (weight) {
-      A *gain_grad = dweight.data_ptr<A>(), *bias_grad = dbias.data_ptr<A>();
-      for (int64_t c = 0; c < channels; ++c) {
-        gain_grad[c] = static_cast<A>((sums[c] + sums[2 * channels + c]) / std::sqrt(used[c] + static_cast<A>(eps)));
-        bias_grad[c] = static_cast<A>(sums[channels + c] + sums[3 * channels + c]);
-      }
-    }
+    gradients.set<A>(sums, used, eps, channels);
     if (!update) return;
     const A rate = static_cast<A>(1.0 - alpha), count = static_cast<A>(std::max<int64_t>(1, entries[kTokens]));
     std::vector<A> moved(channels);
@@ -469,21 +527,138 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> power_backward(
       moved[c] = static_cast<A>(present_nu[c]) * std::max(A(0), A(1) - rate * gamma_moment) + rate * lambda_moment;
     }
     if (!finite) {
-      for (int64_t c = 0; c < channels; ++c) psi2[c] = static_cast<float>(rows[kPsi2Before * channels + c]);
-      *number = entries[kStepsBefore];
-      entries[kCounted] = 0;
+      restore(psi2, rows + kPsi2Before * channels, channels);
+      take_back(number, entries);
     } else if (entries[kTokens]) {
       for (int64_t c = 0; c < channels; ++c) present_nu[c] = static_cast<float>(moved[c]);
     }
   });
+  if (update) note_changes({&running_psi2, &nu, &steps, &tally});
+  gradients.narrow();
+  return {dx.get(), gradients.gain, gradients.shift, lambda_total};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> batch_forward(
+    const Tensor& given, const Optional& padding_mask, const Optional& weight, const Optional& bias,
+    const Optional& running_mean, const Tensor& running_moment, const Tensor& steps, int64_t groups, double eps,
+    double alpha, bool cumulative, bool update) {
+  const Tensor x = with_unit_stride(given);
+  const Tokens tokens(x);
+  const int64_t channels = tokens.channels;
+  float* old_moment = State(running_moment, channels).values;
+  float* old_mean = running_mean ? State(*running_mean, channels).values : nullptr;
+  Result y(given, x);
+  Tensor inv_rms = new_scales(x, groups), tally = new_tally(x);
+  Tensor vectors = new_wide(x, {old_mean ? kBatchVectors : kMean, channels});
+  for_type_of(x, [&](auto* storage, auto wide, const auto& passes) {
+    using S = std::remove_pointer_t<decltype(storage)>;
+    using A = decltype(wide);
+    A *rows = vectors.data_ptr<A>(), *moment = rows + kMoment * channels;
+    const Channels<A> gain(weight, x), shift(bias, x);
+    const std::vector<A> offset = bias_of<A>(shift, channels);
+    Forward<S, A> f = forward_of<S, A>(tokens, x, inv_rms, groups, eps);
+    f.padding = tokens.of_mask(padding_mask);
+    f.bias = offset.data();
+    auto pass = [&](Kind kind) {
+      return over_tokens<A>(tokens, kind == Kind::none ? 0 : 2, [&](int64_t begin, int64_t end, Sums<A>& sums) {
+        passes.forward(f, begin, end, kind, sums);
+      });
+    };
+    auto write_means = [&](A* means, const Total& total) {
+      const double count = static_cast<double>(std::max<int64_t>(1, total.real));
+      for (int64_t c = 0; c < channels; ++c) means[c] = static_cast<A>(total.sums[c] / count);
+    };
+    if (old_mean) {
+      A* mean = rows + kMean * channels;
+      write_means(mean, pass(Kind::values));
+      std::copy(old_mean, old_mean + channels, rows + kMeanBefore * channels);
+      f.given = true;
+      f.center = mean;
+    }
+    const Total total = pass(Kind::squares);
+    write_means(moment, total);
+    std::copy(old_moment, old_moment + channels, rows + kMomentBefore * channels);
+    const std::vector<A> scale = scale_of<A>(gain, moment, eps, channels);
+    f.scale = scale.data();
+    f.y = tokens.of<S>(y.rows);
+    f.given = true;
+    pass(Kind::none);
+
+    std::vector<A> batch(moment, moment + channels);
+    bool finite = true;
+    if (old_mean) {
+      const A count = static_cast<A>(total.real), correction = count / (count - A(1));  // infinite for one token
+      for (A& value : batch) value *= correction;
+      finite = all_finite_as_state(f.center, channels);
+    }
+    finite = all_finite_as_state(batch.data(), channels) && finite;
+    const float share = count_in(
+        tally, total.real, finite, cumulative, alpha, update, steps.data_ptr<int64_t>());
+    if (share == 0.0f) return;
+    move(old_moment, batch.data(), share, channels);
+    if (old_mean) move(old_mean, f.center, share, channels);
+  });
   if (update) {
-    for (const Tensor& changed : {running_psi2, nu, steps, tally}) changed.unsafeGetTensorImpl()->bump_version();
+    note_changes({&running_moment, &steps});
+    if (running_mean) note_changes({&*running_mean});
   }
-  if (weight && weight->scalar_type() != dweight.scalar_type()) {
-    dweight = dweight.to(weight->scalar_type());
-    dbias = dbias.to(weight->scalar_type());
+  return {y.get(), inv_rms, vectors, tally};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> batch_backward(
+    const Tensor& given_dy, const Tensor& given, const Optional& padding_mask, const Optional& weight,
+    const Tensor& inv_rms, const Tensor& vectors, const Optional& running_mean, const Tensor& running_moment,
+    const Tensor& steps, const Tensor& tally, int64_t groups, double eps, bool update) {
+  const Tensor x = with_unit_stride(given), dy = with_unit_stride(given_dy), scales = inv_rms.contiguous();
+  const Tokens tokens(x);
+  const int64_t channels = tokens.channels;
+  float* present_moment = State(running_moment, channels).values;
+  float* present_mean = running_mean ? State(*running_mean, channels).values : nullptr;
+  int64_t* entries = tally.data_ptr<int64_t>();
+  Result dx(given, x);
+  ParameterGradients gradients(weight, x, channels);
+  Tensor result = new_wide(x, {2, channels});
+  for_type_of(x, [&](auto* storage, auto wide, const auto& passes) {
+    using S = std::remove_pointer_t<decltype(storage)>;
+    using A = decltype(wide);
+    const A *rows = vectors.const_data_ptr<A>(), *moment = rows + kMoment * channels;
+    Backward<S, A> b = backward_of<S, A>(tokens, dy, x, padding_mask, scales, groups);
+    b.center = present_mean ? rows + kMean * channels : nullptr;
+    auto pass = [&](int64_t vectors) {
+      return over_tokens<A>(tokens, vectors, [&](int64_t begin, int64_t end, Sums<A>& sums) {
+        passes.backward(b, begin, end, sums);
+      });
+    };
+    const Total total = pass(4);
+    const double* sums = total.sums.data();
+    copy_to<A>(result, sums);
+    gradients.set<A>(sums, moment, eps, channels);
+
+    const Channels<A> gain(weight, x);
+    const std::vector<A> scale = scale_of<A>(gain, moment, eps, channels);
+    std::vector<A> slope(channels), offset(present_mean ? channels : 0);
+    const double count = static_cast<double>(std::max<int64_t>(1, entries[kTokens]));
+    for (int64_t c = 0; c < channels; ++c) {
+      slope[c] = scale[c] * static_cast<A>(sums[c] / count) / (moment[c] + static_cast<A>(eps));
+      if (present_mean) offset[c] = scale[c] * static_cast<A>(sums[channels + c] / count);
+    }
+    b.dx = tokens.of<S>(dx.rows);
+    b.scale = scale.data();
+    b.slope = slope.data();
+    b.offset = present_mean ? offset.data() : nullptr;
+    pass(0);
+
+    if (!update || all_finite(result.const_data_ptr<A>(), 2 * channels)) return;
+    restore(present_moment, rows + kMomentBefore * channels, channels);
+    if (present_mean) restore(present_mean, rows + kMeanBefore * channels, channels);
+    take_back(steps.data_ptr<int64_t>(), entries);
+  });
+  if (update) {
+    note_changes({&running_moment, &steps, &tally});
+    if (running_mean) note_changes({&*running_mean});
   }
-  return {dx.get(), dweight, dbias, lambda_total};
+  gradients.narrow();
+  return {dx.get(), gradients.gain, gradients.shift, result};
 }
 
 }  // namespace
@@ -497,6 +672,8 @@ TORCH_LIBRARY_IMPL(pn_fairseq, CPU, library) {
   library.impl("gradient", &gradient);
   library.impl("power_forward", &power_forward);
   library.impl("power_backward", &power_backward);
+  library.impl("batch_forward", &batch_forward);
+  library.impl("batch_backward", &batch_backward);
 }
 
 }  // namespace pn
