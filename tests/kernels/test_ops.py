@@ -281,6 +281,34 @@ def test_layouts_make_no_difference(norm, groups):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("channels", "dtype"), [(1024, torch.float32), (1023, torch.float32), (1024, torch.bfloat16), (2050, torch.float16)]
+)
+def test_what_no_cache_holds(implementation, channels, dtype):
+    """Results of this size are written around the caches, if their rows lie as that needs it; at the ends, too."""
+    if implementation != "cpp":
+        pytest.skip("nothing is special about this size")
+    x, dy, padding, (weight, bias, psi2, nu) = make((2**23 // channels + 3, 2, channels), "some", dtype)
+    state = psi2.clone(), nu.clone(), torch.tensor(0)
+    groups = 2 if channels % 2 == 0 else 0
+    y, inv_rms, vectors, tally = kernels.power_forward(x, padding, weight, bias, *state, groups, EPS, ALPHA, 0, True)
+    dx, *_ = kernels.power_backward(
+        dy, x, padding, weight, inv_rms, vectors, *state, tally, groups, EPS, ALPHA, True
+    )  # fmt: skip
+    scale = weight.double() / (psi2.double() + EPS).sqrt()
+    for rows in (slice(0, 2), slice(-2, None)):
+        part = x[rows].double()
+        h = scaled(part.flatten(0, 1), groups)[0].view(part.shape) if groups else part
+        assert_close(y[rows], h * scale + bias.double(), dtype, "y")
+        real = torch.ones(part.shape[:2], dtype=torch.bool) if padding is None else ~padding.t()[rows]
+        dh = dy[rows].double() * scale - real[..., None] * (nu.double() * h / (psi2.double() + EPS))
+        if groups:
+            split, hot = (v.unflatten(-1, (groups, -1)) for v in (dh, h))
+            inverse = scaled(part.flatten(0, 1), groups)[1].view(*part.shape[:2], groups, 1)
+            dh = ((split - hot * (split * hot).mean(-1, keepdim=True)) * inverse).flatten(-2)
+        assert_close(dx[rows], dh, dtype, "dx", factor=4.0 if dtype == torch.float32 else 1.0)
+
+
 def test_half_types_are_rounded_once():
     """Each value is the nearest one to what float64 gives, or next to it where float32 arithmetic could not tell."""
     for dtype in (torch.float16, torch.bfloat16):

@@ -178,6 +178,14 @@ Tensor new_scales(const Tensor& x, int64_t groups) {
   return x.dim() == 2 ? new_wide(x, {x.size(0), groups}) : new_wide(x, {x.size(0), x.size(1), groups});
 }
 
+// What one core can count on of the largest cache, which the system does not tell: sysconf may name that of all cores.
+constexpr int64_t kCacheBytes = int64_t{32} << 20;
+
+// Whether `tensors` like `x`, each read or written once in a pass, push its beginning out of all caches.
+bool exceeds_cache(const Tensor& x, int64_t tensors) {
+  return tensors * x.numel() * static_cast<int64_t>(x.element_size()) >= kCacheBytes;
+}
+
 template <class S, class A>
 Forward<S, A> forward_of(const Tokens& tokens, const Tensor& x, const Tensor& inv_rms, int64_t groups, double eps) {
   Forward<S, A> f{};
@@ -187,6 +195,7 @@ Forward<S, A> forward_of(const Tokens& tokens, const Tensor& x, const Tensor& in
   f.eps = static_cast<A>(eps);
   f.x = tokens.of<const S>(x);
   f.inv_rms = tokens.of<A>(inv_rms);
+  f.stream = exceeds_cache(x, 2);
   return f;
 }
 
@@ -277,6 +286,7 @@ Backward<S, A> backward_of(
   b.x = tokens.of<const S>(x);
   b.padding = tokens.of_mask(padding_mask);
   b.inv_rms = tokens.of<const A>(inv_rms);
+  b.stream = exceeds_cache(x, 3);
   return b;
 }
 

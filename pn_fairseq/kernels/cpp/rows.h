@@ -42,6 +42,7 @@ struct Forward {
   bool given;
   Rows<S> y;                       // data is null where only sums are wanted
   const A *scale, *bias, *center;  // bias and center may be null
+  bool stream;                     // as in Backward
 };
 
 template <class S, class A>
@@ -52,6 +53,9 @@ struct Backward {
   Rows<const A> inv_rms;
   Rows<S> dx;                                // data is null where only sums are wanted
   const A *scale, *slope, *offset, *center;  // all but scale may be null; offset only with slope
+  // Write the result around the caches: it would not be found there any more, and a line that is written in the cache
+  // is read from memory first.
+  bool stream;
 };
 
 // What is summed in forward. In backward it is dy * (h - center) and dy.

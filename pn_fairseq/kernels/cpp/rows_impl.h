@@ -1,9 +1,11 @@
 // The passes of rows.h in vectors of PN_VECTOR_BYTES, the native width of the CPU that a file is compiled for: wider ones
-// spill. Included by rows_*.cpp, which name the function that returns the table.
+// spill. Included by rows_*.cpp, which name the function that returns the table. Of 64 bytes they are AVX-512's, of 32
+// AVX2's; it is this width that decides and not the compiler's flags, which may allow more than the file is for.
 
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <vector>
 
 #include "rows.h"
 
@@ -60,12 +62,12 @@ PN_INLINE double total(Vector<double> v) { return v[0] + v[1]; }
 
 PN_INLINE void narrow(float* to, Vector<float> v) { std::memcpy(to, &v, sizeof v); }
 
-#if defined(__AVX512BW__)
+#if PN_VECTOR_BYTES == 64
 PN_INLINE Vector<float> widen(const BFloat16* from) {
   __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
   return (Vector<float>)_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16);
 }
-#elif defined(__AVX2__)
+#elif PN_VECTOR_BYTES == 32
 PN_INLINE Vector<float> widen(const BFloat16* from) {
   __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
   return (Vector<float>)_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16);
@@ -78,20 +80,29 @@ PN_INLINE Vector<float> widen(const BFloat16* from) {
 }
 #endif
 
+// Half of the last bit that stays is added, a little less where that bit is even, and the rest is cut off. An infinity
+// that this would make of a NaN is prevented.
+#if PN_VECTOR_BYTES == 64
+PN_INLINE void narrow(BFloat16* to, Vector<float> v) {
+  const __m512i bits = (__m512i)v;
+  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  __m512i rounded = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
+  const __mmask16 nan = _mm512_cmp_ps_mask((__m512)v, (__m512)v, _CMP_UNORD_Q);
+  rounded = _mm512_mask_or_epi32(rounded, nan, bits, _mm512_set1_epi32(0x400000));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16)));
+}
+#else
 PN_INLINE void narrow(BFloat16* to, Vector<float> v) {
   Bits32 bits = as<Bits32>(v);
   Bits32 rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
-  Bits32 nan = bits | 0x400000u;  // rounding could make an infinity of it
+  Bits32 nan = bits | 0x400000u;
   Bits32 upper = ((bits & 0x7fffffffu) > 0x7f800000u ? nan : rounded) >> 16;
-#if defined(__AVX512BW__)
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi32_epi16((__m512i)upper));
-#else
   Bits16 result = __builtin_convertvector(upper, Bits16);
   std::memcpy(to, &result, sizeof result);
-#endif
 }
+#endif
 
-#if defined(__AVX512F__)
+#if PN_VECTOR_BYTES == 64
 PN_INLINE Vector<float> widen(const Half* from) {
   return (Vector<float>)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
 }
@@ -99,7 +110,7 @@ PN_INLINE Vector<float> widen(const Half* from) {
 PN_INLINE void narrow(Half* to, Vector<float> v) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtps_ph((__m512)v, 0));
 }
-#elif defined(__F16C__)
+#elif PN_VECTOR_BYTES == 32
 PN_INLINE Vector<float> widen(const Half* from) {
   return (Vector<float>)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
 }
@@ -183,6 +194,51 @@ PN_INLINE void store(T* to, V v, Part part) {
   for (int64_t k = 0; k < part.count; ++k) to[k] = buffer[k];
 }
 
+// A whole vector to an address that is a multiple of its size, around the caches: see `stream` in rows.h.
+template <class T, class V>
+PN_INLINE void stream(T* to, V v) {
+#if defined(__x86_64__)
+  constexpr int bytes = sizeof(V) / sizeof(v[0]) * sizeof(T);
+  alignas(64) T narrowed[bytes / sizeof(T)];
+  narrow(narrowed, v);
+#if PN_VECTOR_BYTES == 64
+  if constexpr (bytes == 64) return _mm512_stream_si512(reinterpret_cast<__m512i*>(to), as<__m512i>(narrowed));
+#endif
+#if PN_VECTOR_BYTES >= 32
+  if constexpr (bytes == 32) return _mm256_stream_si256(reinterpret_cast<__m256i*>(to), as<__m256i>(narrowed));
+#endif
+  if constexpr (bytes == 16) return _mm_stream_si128(reinterpret_cast<__m128i*>(to), as<__m128i>(narrowed));
+#endif
+  narrow(to, v);
+}
+
+// A result, around the caches if `streams`.
+template <class T, class V>
+PN_INLINE void write(T* to, V v, Whole, bool streams) {
+  if (streams) return stream(to, v);
+  narrow(to, v);
+}
+
+template <class T, class V>
+PN_INLINE void write(T* to, V v, Part part, bool) {
+  store(to, v, part);
+}
+
+// Whether all vectors of these rows, in spans of `size` elements, begin at multiples of their size.
+template <class A, class S>
+bool are_aligned(const Rows<S>& rows, int64_t size) {
+  const uintptr_t mask = kWidth<A> * sizeof(S) - 1;
+  return !((reinterpret_cast<uintptr_t>(rows.data) | rows.outer * sizeof(S) | rows.inner * sizeof(S) | size * sizeof(S)) &
+           mask);
+}
+
+// What was streamed is there for other threads.
+PN_INLINE void end_of_stream() {
+#if defined(__x86_64__)
+  _mm_sfence();
+#endif
+}
+
 template <class A, class F>
 PN_INLINE void for_span(int64_t begin, int64_t end, F&& body) {
   int64_t c = begin;
@@ -194,14 +250,14 @@ PN_INLINE void for_span(int64_t begin, int64_t end, F&& body) {
 // Sum of the elements. By shuffles: through memory it would wait for the store.
 PN_INLINE float total(VectorOf<float, 16>::type v) { return (v[0] + v[1]) + (v[2] + v[3]); }
 
-#if defined(__AVX__)
+#if PN_VECTOR_BYTES >= 32
 PN_INLINE float total(VectorOf<float, 32>::type v) {
   typedef VectorOf<float, 16>::type Half;
   return total((Half)_mm256_castps256_ps128((__m256)v) + (Half)_mm256_extractf128_ps((__m256)v, 1));
 }
 #endif
 
-#if defined(__AVX512DQ__)
+#if PN_VECTOR_BYTES == 64
 PN_INLINE float total(VectorOf<float, 64>::type v) {
   typedef VectorOf<float, 32>::type Half;
   return total((Half)_mm512_castps512_ps256((__m512)v) + (Half)_mm512_extractf32x8_ps((__m512)v, 1));
@@ -256,13 +312,13 @@ struct Place {
 template <class S>
 PN_INLINE int64_t rows_ahead(int64_t channels) {
   constexpr int64_t bytes = 4096;
-  return std::max<int64_t>(1, bytes / (channels * static_cast<int64_t>(sizeof(S))));
+  return std::max<int64_t>(1, bytes / (std::max<int64_t>(1, channels) * static_cast<int64_t>(sizeof(S))));
 }
 
 // One row forward: all root mean squares, whose long chains of operations overlap, then all the rest. `sum` is where this
 // row's sums go. The row `next` is fetched meanwhile, and the place where its result goes.
 template <class S, class A, bool scaled, bool writes, bool centered, Kind kind>
-PN_INLINE void forward_row(const Forward<S, A>& f, Place at, Place next, A* sum) {
+PN_INLINE void forward_row(const Forward<S, A>& f, Place at, Place next, A* sum, bool streams) {
   const int64_t spans = scaled ? f.groups : 1, size = f.channels / spans;
   const S* x = f.x.at(at.outer, at.inner);
   S* y = f.y.at(at.outer, at.inner);
@@ -277,13 +333,13 @@ PN_INLINE void forward_row(const Forward<S, A>& f, Place at, Place next, A* sum)
     const A factor = scaled ? inv_rms[g] : A(1);
     for_span<A>(g * size, (g + 1) * size, [&](int64_t c, auto part) {
       __builtin_prefetch(next_x + c);
-      if (writes) __builtin_prefetch(next_y + c, 1);
+      if (writes && !streams) __builtin_prefetch(next_y + c, 1);
       Vector<A> h = load(x + c, part);
       if (scaled) h = h * factor;
       if (centered) h = h - load(center + c, part);
       if (kind == Kind::values) store(sum + c, load(sum + c, part) + h, part);
       if (kind == Kind::squares) store(sum + c, load(sum + c, part) + h * h, part);
-      if (writes) store(y + c, h * load(scale + c, part) + load(bias + c, part), part);
+      if (writes) write(y + c, h * load(scale + c, part) + load(bias + c, part), part, streams);
     });
   }
 }
@@ -291,17 +347,19 @@ PN_INLINE void forward_row(const Forward<S, A>& f, Place at, Place next, A* sum)
 template <class S, class A, bool scaled, bool writes, bool centered, Kind kind>
 void forward_rows(const Forward<S, A>& f, int64_t begin, int64_t end, Sums<A>& sums) {
   const int64_t ahead = rows_ahead<S>(f.channels);
+  const bool streams = writes && f.stream && are_aligned<A>(f.y, f.channels / (scaled ? f.groups : 1));
   Place at(begin, f.inner), next(std::min(begin + ahead, end - 1), f.inner);
   for (int64_t row = begin; row < end; ++row, at.next(f.inner)) {
     if (row > begin && row + ahead < end) next.next(f.inner);
     const bool padding = f.padding.data && *f.padding.at(at.outer, at.inner);
-    forward_row<S, A, scaled, writes, centered, kind>(f, at, next, sums.narrow + (padding ? f.channels : 0));
+    forward_row<S, A, scaled, writes, centered, kind>(f, at, next, sums.narrow + (padding ? f.channels : 0), streams);
     sums.real += !padding;
     if (kind != Kind::none && (row - begin) % kRowsBetweenAddingUp == kRowsBetweenAddingUp - 1) {
       add_up(sums, 2 * f.channels);
     }
   }
   if (kind != Kind::none) add_up(sums, 2 * f.channels);
+  if (streams) end_of_stream();
 }
 
 template <class S, class A, bool scaled>
@@ -322,11 +380,16 @@ void forward(const Forward<S, A>& f, int64_t begin, int64_t end, Kind kind, Sums
   forward_scaled<S, A, false>(f, begin, end, kind, sums);
 }
 
-// One row backward, group by group while it is in the nearest cache: the sums and the projection mean_k(dh_k h_k), then
-// dx; without layer-scale all at once. `sums_up`: add dy * (h - center) to `sum` and dy to `sum + channels`.
+// How much of a row is gone through a second time at once: more groups overlap better, and more bytes are cold again.
+constexpr int64_t kHotBytes = 1024;
+
+// One row backward, a few groups at a time: the sums and the projections mean_k(dh_k h_k), whose chains of operations
+// overlap, then dx; without layer-scale all at once. `sums_up`: add dy * (h - center) to `sum` and dy to `sum + channels`.
+// `projections` has room for one a group.
 template <class S, class A, bool scaled, bool writes, bool sums_up, bool sloped, bool centered>
-PN_INLINE void backward_row(const Backward<S, A>& b, Place at, Place next, A* sum) {
+PN_INLINE void backward_row(const Backward<S, A>& b, Place at, Place next, A* sum, A* projections, bool streams) {
   const int64_t spans = scaled ? b.groups : 1, size = b.channels / spans;
+  const int64_t at_once = std::max<int64_t>(1, kHotBytes / (std::max<int64_t>(1, size) * static_cast<int64_t>(sizeof(S))));
   const S *dy = b.dy.at(at.outer, at.inner), *x = b.x.at(at.outer, at.inner);
   const A* inv_rms = b.inv_rms.at(at.outer, at.inner);
   S* dx = b.dx.at(at.outer, at.inner);
@@ -334,69 +397,79 @@ PN_INLINE void backward_row(const Backward<S, A>& b, Place at, Place next, A* su
   A* sum_dy = sum + b.channels;
   const S *next_dy = b.dy.at(next.outer, next.inner), *next_x = b.x.at(next.outer, next.inner);
   S* next_dx = b.dx.at(next.outer, next.inner);
-  for (int64_t g = 0; g < spans; ++g) {
-    const int64_t begin = g * size, end = begin + size;
-    const A factor = scaled ? inv_rms[g] : A(1);
-    Vector<A> projected{};
-    for_span<A>(begin, end, [&](int64_t c, auto part) {
-      if (!scaled || !writes) {
+  for (int64_t first = 0; first < spans; first += at_once) {
+    const int64_t last = std::min(first + at_once, spans);
+    for (int64_t g = first; g < last; ++g) {
+      const int64_t begin = g * size, end = begin + size;
+      const A factor = scaled ? inv_rms[g] : A(1);
+      Vector<A> projected{};
+      for_span<A>(begin, end, [&](int64_t c, auto part) {
+        if (!scaled || !writes) {
+          __builtin_prefetch(next_x + c);
+          __builtin_prefetch(next_dy + c);
+          if (writes && !streams) __builtin_prefetch(next_dx + c, 1);
+        }
+        Vector<A> grad = load(dy + c, part), h = load(x + c, part);
+        if (scaled) h = h * factor;
+        Vector<A> centre = h;
+        if (centered) centre = h - load(center + c, part);
+        if (sums_up) {
+          store(sum + c, load(sum + c, part) + grad * centre, part);
+          store(sum_dy + c, load(sum_dy + c, part) + grad, part);
+        }
+        if (writes) {
+          Vector<A> dh = grad * load(scale + c, part);
+          if (sloped) dh = dh - centre * load(slope + c, part);
+          if (sloped && centered) dh = dh - load(offset + c, part);
+          if (scaled) projected += dh * h;
+          if (!scaled) write(dx + c, dh, part, streams);
+        }
+      });
+      if (scaled && writes) projections[g] = total(projected) / static_cast<A>(size);
+    }
+    for (int64_t g = first; scaled && writes && g < last; ++g) {
+      const int64_t begin = g * size, end = begin + size;
+      const A factor = inv_rms[g], projection = projections[g];
+      for_span<A>(begin, end, [&](int64_t c, auto part) {
         __builtin_prefetch(next_x + c);
         __builtin_prefetch(next_dy + c);
-        if (writes) __builtin_prefetch(next_dx + c, 1);
-      }
-      Vector<A> grad = load(dy + c, part), h = load(x + c, part);
-      if (scaled) h = h * factor;
-      Vector<A> centre = h;
-      if (centered) centre = h - load(center + c, part);
-      if (sums_up) {
-        store(sum + c, load(sum + c, part) + grad * centre, part);
-        store(sum_dy + c, load(sum_dy + c, part) + grad, part);
-      }
-      if (writes) {
-        Vector<A> dh = grad * load(scale + c, part);
+        if (!streams) __builtin_prefetch(next_dx + c, 1);
+        Vector<A> h = load(x + c, part) * factor, centre = h;
+        if (centered) centre = h - load(center + c, part);
+        Vector<A> dh = load(dy + c, part) * load(scale + c, part);
         if (sloped) dh = dh - centre * load(slope + c, part);
         if (sloped && centered) dh = dh - load(offset + c, part);
-        if (scaled) projected += dh * h;
-        if (!scaled) store(dx + c, dh, part);
-      }
-    });
-    if (!scaled || !writes) continue;
-    const A projection = total(projected) / static_cast<A>(size);
-    for_span<A>(begin, end, [&](int64_t c, auto part) {
-      __builtin_prefetch(next_x + c);
-      __builtin_prefetch(next_dy + c);
-      __builtin_prefetch(next_dx + c, 1);
-      Vector<A> h = load(x + c, part) * factor, centre = h;
-      if (centered) centre = h - load(center + c, part);
-      Vector<A> dh = load(dy + c, part) * load(scale + c, part);
-      if (sloped) dh = dh - centre * load(slope + c, part);
-      if (sloped && centered) dh = dh - load(offset + c, part);
-      store(dx + c, (dh - h * projection) * factor, part);
-    });
+        write(dx + c, (dh - h * projection) * factor, part, streams);
+      });
+    }
   }
 }
 
 template <class S, class A, bool scaled, bool writes, bool sums_up, bool sloped, bool centered>
 void backward_rows(const Backward<S, A>& b, int64_t begin, int64_t end, Sums<A>& sums) {
   const int64_t ahead = rows_ahead<S>(b.channels);
+  std::vector<A> projections(scaled && writes ? b.groups : 0);
+  const bool streams = writes && b.stream && are_aligned<A>(b.dx, b.channels / (scaled ? b.groups : 1));
   Place at(begin, b.inner), next(std::min(begin + ahead, end - 1), b.inner);
   for (int64_t row = begin; row < end; ++row, at.next(b.inner)) {
     if (row > begin && row + ahead < end) next.next(b.inner);
     const bool padding = b.padding.data && *b.padding.at(at.outer, at.inner);
     A* sum = sums.narrow + (padding ? 2 * b.channels : 0);
     if (sloped && padding) {
-      backward_row<S, A, scaled, writes, sums_up, false, centered>(b, at, next, sum);
+      backward_row<S, A, scaled, writes, sums_up, false, centered>(b, at, next, sum, projections.data(), streams);
     } else {
-      backward_row<S, A, scaled, writes, sums_up, sloped, centered>(b, at, next, sum);
+      backward_row<S, A, scaled, writes, sums_up, sloped, centered>(b, at, next, sum, projections.data(), streams);
     }
     if (sums_up && (row - begin) % kRowsBetweenAddingUp == kRowsBetweenAddingUp - 1) add_up(sums, 4 * b.channels);
   }
   if (sums_up) add_up(sums, 4 * b.channels);
+  if (streams) end_of_stream();
 }
 
 template <class S, class A, bool scaled, bool writes, bool sums_up>
 void backward_sloped(const Backward<S, A>& b, int64_t begin, int64_t end, Sums<A>& sums) {
-  if (b.center) return backward_rows<S, A, scaled, writes, sums_up, writes, true>(b, begin, end, sums);
+  if (b.center && b.slope) return backward_rows<S, A, scaled, writes, sums_up, writes, true>(b, begin, end, sums);
+  if (b.center) return backward_rows<S, A, scaled, writes, sums_up, false, true>(b, begin, end, sums);
   if (b.slope) return backward_rows<S, A, scaled, writes, sums_up, writes, false>(b, begin, end, sums);
   backward_rows<S, A, scaled, writes, sums_up, false, false>(b, begin, end, sums);
 }
