@@ -7,10 +7,12 @@ The directory of this package is what ``fairseq-train --user-dir`` takes; ``pyth
 import sys
 
 from pn_fairseq.checkpoints import allow_fairseq_checkpoints
+from pn_fairseq.errors import ending_fairseq
 
 __version__ = "0.1.0"
 
 allow_fairseq_checkpoints()
 
 if "fairseq.models" in sys.modules:
-    from pn_fairseq import models  # noqa: F401 (registers the model and its architectures)
+    with ending_fairseq():
+        from pn_fairseq import models  # noqa: F401 (registers the model and its architectures)

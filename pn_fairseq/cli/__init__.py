@@ -28,12 +28,19 @@ class ArgumentParser(argparse.ArgumentParser):
         raise UserError(f"{message} (see {self.prog} --help)")
 
 
+def _unavailable() -> tuple[type[Exception], ...]:
+    """What says that kernels cannot run, if they are in use: importing it here would import torch, too."""
+    errors = sys.modules.get("pn_fairseq.errors")
+    return (errors.Unavailable,) if errors else ()
+
+
 def command(tool: str, *user_errors: type[Exception]) -> Callable[[Callable], Callable[..., int]]:
     """Decorate a tool's ``main(argv)`` so that it returns the exit code of the conventions above.
 
     Args:
         tool: the tool's name, as it begins its error lines.
-        user_errors: exceptions, besides :class:`UserError`, that mean a mistake of the user and not a bug.
+        user_errors: exceptions, besides :class:`UserError` and :class:`pn_fairseq.errors.Unavailable`, that mean a
+            mistake of the user and not a bug.
     """
 
     def decorate(body: Callable) -> Callable[..., int]:
@@ -43,7 +50,7 @@ def command(tool: str, *user_errors: type[Exception]) -> Callable[[Callable], Ca
                 code = body(argv) or 0
                 sys.stdout.flush()
                 return code
-            except (UserError, *user_errors) as error:
+            except (UserError, *user_errors, *_unavailable()) as error:
                 # A file name may hold a line break; the promise is one line.
                 print(f"{tool}: error: {' '.join(str(error).splitlines())}", file=sys.stderr)
                 return 2

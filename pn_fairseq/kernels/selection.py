@@ -10,6 +10,7 @@ from types import ModuleType
 
 import torch
 
+from pn_fairseq.errors import Unavailable
 from pn_fairseq.kernels import reference
 from pn_fairseq.kernels.ops import NAMESPACE, SCHEMAS
 
@@ -21,9 +22,8 @@ IMPLEMENTATIONS = {"reference": None, "triton": "CUDA", "cpp": "CPU"}
 
 EXTENSION = "pn_fairseq.kernels._cpp"
 
-
-class Unavailable(RuntimeError):
-    """An implementation was asked for that cannot run here; the message says why and what to do."""
+#: Compute capability from which on GPUs order memory accesses between programs as the Triton kernels need.
+LOWEST_CAPABILITY = (7, 0)
 
 
 def _load_cpp() -> str | None:
@@ -50,15 +50,47 @@ def _load_triton() -> tuple[ModuleType | None, str]:
         return None, "triton is not installed"
     try:
         from pn_fairseq.kernels import triton_ops
-    except (ImportError, AttributeError, OSError, RuntimeError) as error:
-        return None, f"the installed triton cannot be used ({str(error).strip().splitlines()[0]})"
+    except Exception as error:  # whatever an installation that does not fit this torch or this machine raises
+        return None, f"the installed triton cannot be used ({_first_line(error)})"
     return triton_ops, ""
+
+
+@cache
+def _why_no_triton_on(device: torch.device) -> str:
+    """Why Triton cannot compute on this GPU; empty if it can. Launches a small kernel: not before the GPU is used."""
+    module, missing = _load_triton()
+    if module is None or module.INTERPRETED:
+        return missing
+    try:
+        capability = torch.cuda.get_device_capability(device)
+        if torch.version.cuda and capability < LOWEST_CAPABILITY:
+            needed, found = (".".join(map(str, each)) for each in (LOWEST_CAPABILITY, capability))
+            return f"the kernels need compute capability {needed}, and {torch.cuda.get_device_name(device)} has {found}"
+        # bfloat16 is what not every triton compiles for older GPUs.
+        module.normalize(torch.ones((1, 1), dtype=torch.bfloat16, device=device), *[None] * 5, 0, 1e-5)
+    except Exception as error:  # triton compiles with a C compiler and Python's headers, which may be missing
+        return f"the installed triton cannot launch a kernel ({_first_line(error)})"
+    return ""
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+@cache
+def _warn_without_triton(missing: str) -> None:
+    warnings.warn(f"pn_fairseq computes by plain PyTorch on CUDA, which is slow: {missing}", stacklevel=4)
 
 
 def _by_triton(name: str):
     def implementation(*args):
-        module, _ = _load_triton()
-        return getattr(module or reference, name)(*args)
+        missing = _why_no_triton_on(args[0].device)
+        if not missing:
+            return getattr(_load_triton()[0], name)(*args)
+        if FORCED == "triton":
+            raise Unavailable(f"{VARIABLE}=triton: {missing}")
+        _warn_without_triton(missing)
+        return getattr(reference, name)(*args)
 
     return implementation
 
@@ -85,7 +117,7 @@ def _select() -> tuple[str | None, str | None]:
         if missing:
             raise Unavailable(f"{VARIABLE}=triton: {missing}")
         for name in SCHEMAS:
-            _others.impl(name, getattr(module, name), "CUDA")
+            _others.impl(name, _by_triton(name), "CUDA")
             _others.impl(name, getattr(module, name) if module.INTERPRETED else _refuse("triton", "the CPU"), "CPU")
         return forced, f"{VARIABLE}=triton"
     missing = _load_cpp()
@@ -121,9 +153,10 @@ def describe() -> dict[str, tuple[str, str]]:
     why = f"{VARIABLE}={FORCED}" if FORCED else "automatically"
     if FORCED == "triton":
         interpreted = _load_triton()[0].INTERPRETED
+        missing = torch.cuda.is_available() and _why_no_triton()
         return {
             "CPU": ("triton", f"{why}, interpreted") if interpreted else ("none", why),
-            "CUDA": ("triton", why),
+            "CUDA": ("none", f"{why}, but {missing}") if missing else ("triton", why),
         }
     if CPP_MISSING:
         cpu = ("reference", f"no C++ kernels: {CPP_MISSING}")
@@ -133,7 +166,7 @@ def describe() -> dict[str, tuple[str, str]]:
         return {"CPU": cpu, "CUDA": ("none", f"{VARIABLE}=cpp")}
     if not torch.cuda.is_available():
         return {"CPU": cpu, "CUDA": ("none", "no CUDA device")}
-    _, missing = _load_triton()
+    missing = _why_no_triton()
     return {"CPU": cpu, "CUDA": ("reference", missing) if missing else ("triton", why)}
 
 
@@ -141,7 +174,9 @@ def _why_no_triton() -> str:
     """Why Triton can compute nothing here; empty if it can."""
     if FORCED not in (None, "triton"):
         return f"{VARIABLE}={FORCED}"
-    if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET", "0") in ("", "0"):
+    if torch.cuda.is_available():
+        return _why_no_triton_on(torch.device("cuda", torch.cuda.current_device()))
+    if os.environ.get("TRITON_INTERPRET", "0") in ("", "0"):
         return "no CUDA device, and TRITON_INTERPRET=1 is not set"
     return _load_triton()[1]
 

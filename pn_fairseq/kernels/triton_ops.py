@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from pn_fairseq.kernels import triton_kernels as kernels
 from pn_fairseq.kernels.reference import MEAN, MOMENT, PSI2_USED, wide_type
@@ -163,6 +164,11 @@ def _where_x_is(function):
     return on_device
 
 
+def _note_changes(*changed: Tensor | None) -> None:
+    """Tell autograd what kernels have changed in place, which it sees of operators of its own only."""
+    increment_version([tensor for tensor in changed if tensor is not None])
+
+
 @_where_x_is
 def normalize(x, weight, bias, mean, moment, inv_rms, groups, eps):
     y = torch.empty_like(x)
@@ -276,6 +282,8 @@ def power_forward(x, padding_mask, weight, bias, running_psi2, nu, steps, groups
             x, y, scales, weight, bias, None, vectors[PSI2_USED], tally, rows, batch, *call.steps,
             GIVEN=True, **call.layout, **call.shape.tile,
         )  # fmt: skip
+    if update:
+        _note_changes(running_psi2, steps)
     return y, scales, vectors, tally
 
 
@@ -299,6 +307,8 @@ def power_backward(
         C=call.channels, SLOTS=slots, SHARE=1.0 - alpha, EPS=eps, UPDATE=update,
         **call.finish(),
     )  # fmt: skip
+    if update:
+        _note_changes(running_psi2, nu, steps, tally)
     if weight is None:
         dweight, dbias = dx.new_empty(0), dx.new_empty(0)
     return dx, dweight, dbias, lambda_total
@@ -323,6 +333,8 @@ def batch_forward(
         x, y, scales, weight, bias, vectors[MEAN] if centered else None, vectors[MOMENT], None,
         *call.tokens[:2], *call.steps, GIVEN=True, **call.layout, **call.shape.tile,
     )  # fmt: skip
+    if update:
+        _note_changes(running_mean, running_moment, steps)
     return y, scales, vectors, tally
 
 
@@ -347,6 +359,8 @@ def batch_backward(
         C=call.channels, SLOTS=slots, EPS=eps, UPDATE=update, **call.finish(),
     )  # fmt: skip
     _differentiate(call, dy, x, dx, padding_mask, inv_rms, None, None, scale, slope, offset, mean, None)
+    if update:
+        _note_changes(running_mean, running_moment, steps, tally)
     if weight is None:
         dweight, dbias = dx.new_empty(0), dx.new_empty(0)
     return dx, dweight, dbias, sums

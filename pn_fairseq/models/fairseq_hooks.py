@@ -4,15 +4,14 @@ Importing this module wraps the functions; each does what it did before, and tel
 """
 
 import functools
-import sys
 from contextlib import contextmanager
-from typing import NoReturn
 
 from fairseq import checkpoint_utils
 from fairseq.tasks.fairseq_task import FairseqTask
 from fairseq.trainer import Trainer
 from torch import nn
 
+from pn_fairseq.errors import end_fairseq, ending_fairseq
 from pn_fairseq.models.transformer_pn import FoldedModelError
 from pn_fairseq.norms.agree import agree_on_statistics
 from pn_fairseq.norms.base import running_norms
@@ -75,7 +74,7 @@ def _save_checkpoint(original, cfg, trainer, epoch_itr, val_loss):
 def _new_trainer(original, trainer, cfg, task, model, *args, **kwargs):
     """Here and not at the first step, which would end in a traceback."""
     if getattr(model, "folded", False):
-        _refuse_folded(FoldedModelError())
+        end_fairseq(FoldedModelError())
     return original(trainer, cfg, task, model, *args, **kwargs)
 
 
@@ -85,16 +84,19 @@ def _load_checkpoint(original, trainer, filename, *args, **kwargs):
         return original(trainer, filename, *args, **kwargs)
     except Exception as error:
         if isinstance(error.__context__, FoldedModelError):
-            _refuse_folded(f"{filename}: {error.__context__}")
+            end_fairseq(f"{filename}: {error.__context__}")
         raise
 
 
-def _refuse_folded(reason) -> NoReturn:
-    print(f"fairseq-train: error: {reason}", file=sys.stderr)
-    raise SystemExit(2)
+def _compute(original, *args, **kwargs):
+    """Where the kernels are used for the first time, and turn out to be unable to run on this device."""
+    with ending_fairseq():
+        return original(*args, **kwargs)
 
 
 wrap(FairseqTask, "train_step", _train_step)
+for _step in ("train_step", "valid_step", "inference_step"):
+    wrap(FairseqTask, _step, _compute)
 wrap(FairseqTask, "begin_valid_epoch", _begin_valid_epoch)
 wrap(checkpoint_utils, "save_checkpoint", _save_checkpoint)
 wrap(Trainer, "__init__", _new_trainer)

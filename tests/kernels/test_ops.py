@@ -413,6 +413,28 @@ def test_opcheck(implementation):
     assert seen == set(SCHEMAS)
 
 
+def check_versions():
+    """Autograd is told of what is changed in place, and of nothing else, as it is by the reference."""
+
+    def changes(function, arguments):
+        tensors = [value for value in arguments if isinstance(value, torch.Tensor)]
+        before = [tensor._version for tensor in tensors]
+        function(*arguments)
+        return [tensor._version - version for tensor, version in zip(tensors, before, strict=True)]
+
+    whole = {name for name in SCHEMAS if name.startswith(("power", "batch"))}
+    for name, arguments in samples():
+        for update in (True, False) if name in whole else (arguments[-1],):
+            given = (*arguments[:-1], update)
+            found = changes(getattr(OPS, name).default, given)
+            assert found == changes(getattr(reference, name), given), (name, update)
+            assert any(found) == (update and name in whole), (name, update)
+
+
+def test_what_is_changed_in_place_has_a_new_version():
+    check_versions()
+
+
 def test_gradients_of_normalize():
     """First and second derivatives, with respect to everything that has one."""
     x, _, _, (weight, bias, psi2, mean) = make((2, 2, 6), "none", torch.float64)

@@ -4,12 +4,16 @@ import importlib.util
 import os
 import subprocess
 import sys
+import warnings
+from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from pn_fairseq import kernels
+from pn_fairseq.kernels import reference, selection
 from pn_fairseq.kernels.selection import EXTENSION
 
 ROOT = Path(__file__).parents[2]
@@ -66,6 +70,84 @@ def test_using_the_reference_is_for_the_block_alone(monkeypatch):
 def test_unknown_kernels_cannot_be_used():
     with pytest.raises(kernels.Unavailable, match="'fast'"), kernels.using("fast"):
         pass
+
+
+class Gpu:
+    """Stands for a GPU with triton, with tensors on the CPU. Counts the launches of ``normalize``."""
+
+    def __init__(self, monkeypatch, capability=(9, 0), forced=None, fails=None):
+        self.launched = 0
+
+        def normalize(*args):
+            self.launched += 1
+            if fails:
+                raise fails
+            return reference.normalize(*args)
+
+        module = SimpleNamespace(INTERPRETED=False, normalize=normalize)
+        monkeypatch.setattr(selection, "_load_triton", lambda: (module, ""))
+        monkeypatch.setattr(selection, "FORCED", forced)
+        monkeypatch.setattr(torch.version, "cuda", "12.8")
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU")
+
+    def normalize(self):
+        x = torch.tensor([[1.0, -2.0]])
+        y, _ = selection._by_triton("normalize")(x, None, None, None, torch.full((2,), 4.0), None, 0, 0.0)
+        assert torch.equal(y, x / 2)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    for function in (selection._why_no_triton_on, selection._warn_without_triton):
+        monkeypatch.setattr(selection, function.__name__, cache(function.__wrapped__))
+    return lambda **options: Gpu(monkeypatch, **options)
+
+
+UNUSABLE = [
+    (dict(fails=RuntimeError("Failed to find C compiler.\nSet CC.")), "Failed to find C compiler"),
+    (dict(fails=subprocess.CalledProcessError(1, ["cc", "main.c"])), "'cc', 'main.c'"),
+    (dict(capability=(6, 1)), "compute capability 7.0, and GPU has 6.1"),
+]
+
+
+def test_triton_is_tried_once(gpu):
+    healthy = gpu()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        healthy.normalize()
+        healthy.normalize()
+    assert healthy.launched == 3
+
+
+@pytest.mark.parametrize(("options", "reason"), UNUSABLE, ids=lambda value: value if isinstance(value, str) else "")
+def test_where_triton_cannot_launch_the_reference_computes_with_one_warning(gpu, options, reason):
+    unusable = gpu(**options)
+    with pytest.warns(UserWarning, match="plain PyTorch on CUDA") as record:
+        unusable.normalize()
+        unusable.normalize()
+    (warning,) = record
+    assert reason in str(warning.message) and "\n" not in str(warning.message)
+    assert unusable.launched == (1 if "fails" in options else 0)
+
+
+@pytest.mark.parametrize(("options", "reason"), UNUSABLE, ids=lambda value: value if isinstance(value, str) else "")
+def test_where_triton_cannot_launch_it_cannot_be_forced(gpu, options, reason):
+    unusable = gpu(forced="triton", **options)
+    with pytest.raises(kernels.Unavailable, match="^PN_FAIRSEQ_KERNELS=triton: ") as raised:
+        unusable.normalize()
+    assert reason in str(raised.value)
+
+
+@pytest.mark.parametrize("forced", [None, "triton"])
+def test_info_says_why_triton_does_not_launch(gpu, forced, monkeypatch):
+    gpu(forced=forced)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(selection, "_why_no_triton_on", lambda device: f"no compiler for {device}")
+    name, why = kernels.describe()["CUDA"]
+    assert name == ("none" if forced else "reference") and why.endswith("no compiler for cuda:0")
+    assert "triton" not in kernels.available()
 
 
 def test_without_a_compiler_the_build_says_so_in_one_line(tmp_path):

@@ -19,6 +19,7 @@ from pn_fairseq import kernels
 from pn_fairseq.kernels import triton_ops
 from pn_fairseq.norms import MaskedBatchNorm, PowerNorm, PowerNormV
 
+from .test_ops import check_versions
 from .triton_checks import Case, check_batch, check_parts, check_power
 
 #: Odd on purpose: primes, one below and above a power of two, one token, none, one channel, a group per channel.
@@ -67,11 +68,17 @@ def test_types(dtype):
     check_parts(Case((3, 5, 24), 4, dtype))
 
 
-@pytest.mark.parametrize("layout", ["batch first", "slice", "channels first"])
+@pytest.mark.parametrize("layout", ["batch first", "slice", "channels first", "expanded dy"])
 def test_strides(layout):
     check_power(Case((3, 5, 12), 2, layout=layout))
     check_batch(Case((3, 5, 12), 2, layout=layout), centred=True)
     check_power(Case((3, 5, 12), 0, layout=layout, masked=False))
+    check_parts(Case((3, 5, 12), 2, layout=layout))
+
+
+def test_versions():
+    with kernels.using("triton"):
+        check_versions()
 
 
 @pytest.mark.parametrize(("warmup", "steps"), [(4, 3), (3, 3), (2**62, 0)])

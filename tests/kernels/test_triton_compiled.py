@@ -78,13 +78,22 @@ def compiling(capability: int) -> Iterator[list]:
         yield compiled
 
 
-def call_all(rows: int, channels: int, groups: int, dtype: torch.dtype, masked: bool) -> None:
+#: How dy and x lie in memory: one token's gradient for all of them, as that of a sum is, and channels apart.
+LAYOUTS = ["contiguous", "expanded dy", "channels first"]
+
+
+def call_all(
+    rows: int, channels: int, groups: int, dtype: torch.dtype, masked: bool, layout: str = "contiguous"
+) -> None:
     """Every operator, on tensors without memory."""
 
     def empty(*shape, dtype=torch.float32):
         return torch.empty(*shape, dtype=dtype, device="meta")
 
     x, vector = empty(rows // 2, 2, channels, dtype=dtype), empty(channels)
+    if layout == "channels first":
+        x = empty(channels, rows // 2, 2, dtype=dtype).permute(1, 2, 0)
+    dy = empty((), dtype=dtype).expand(x.shape) if layout == "expanded dy" else x
     mask = empty(2, rows // 2, dtype=torch.bool) if masked else None
     scales, vectors, steps, tally = (
         empty(rows // 2, 2, groups),
@@ -95,19 +104,19 @@ def call_all(rows: int, channels: int, groups: int, dtype: torch.dtype, masked: 
     for warmup in (0, 2**62):
         triton_ops.power_forward(x, mask, vector, vector, vector, vector, steps, groups, 1e-5, 0.9, warmup, True)
     triton_ops.power_backward(
-        x, x, mask, vector, scales, vectors, vector, vector, steps, tally, groups, 1e-5, 0.9, True
+        dy, x, mask, vector, scales, vectors, vector, vector, steps, tally, groups, 1e-5, 0.9, True
     )
     for mean in (None, vector):
         state = mean, vector, steps
         triton_ops.batch_forward(x, mask, vector, vector, *state, groups, 1e-5, 0.9, mean is None, True)
         triton_ops.batch_backward(
-            x, x, mask, vector, scales, empty(2 if mean is None else 4, channels), *state, tally, groups, 1e-5, True
+            dy, x, mask, vector, scales, empty(2 if mean is None else 4, channels), *state, tally, groups, 1e-5, True
         )
         triton_ops.moments(x, mask, groups, 1e-5, mean is not None)
         triton_ops.normalize(x, vector, vector, mean, vector, scales if mean is None else None, groups, 1e-5)
-        triton_ops.gradient_sums(x, x, mask, mean, scales, groups)
-        triton_ops.gradient(x, x, mask, vector, vector, mean, mean, scales, groups, False)
-    triton_ops.gradient(x, x, None, vector, None, None, None, scales, groups, True)
+        triton_ops.gradient_sums(dy, x, mask, mean, scales, groups)
+        triton_ops.gradient(dy, x, mask, vector, vector, mean, mean, scales, groups, False)
+    triton_ops.gradient(dy, x, None, vector, None, None, None, scales, groups, True)
 
 
 def resources(kernel) -> dict[str, int]:
@@ -139,6 +148,15 @@ def widest(kernel) -> dict[str, int]:
 def test_all_compile():
     with compiling(90) as compiled:
         call_all(4096, 1024, 16, torch.bfloat16, masked=True)
+    check_resources(compiled)
+    assert {name for name, *_ in compiled} == set(NAMES) - {"sum_over_groups"}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[1:])
+@pytest.mark.parametrize("capability", [80, 90])
+def test_all_compile_for_channels_apart(capability, layout):
+    with compiling(capability) as compiled:
+        call_all(4096, 512, 4, torch.float32, masked=True, layout=layout)
     check_resources(compiled)
     assert {name for name, *_ in compiled} == set(NAMES) - {"sum_over_groups"}
 

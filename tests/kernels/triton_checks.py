@@ -39,6 +39,8 @@ class Case:
         channels = self.shape[-1]
         self.x = self._laid_out(draw(*self.shape) * 2 + 0.5)
         self.dy = self._laid_out(draw(*self.shape) + 0.1)
+        if self.layout == "expanded dy":  # what the gradient of a sum is
+            self.dy = draw(1).to(self.dtype).expand(self.shape)
         self.mask = draw(*self.shape[-2::-1]) < -0.5 if self.masked else None
         self.weight, self.bias = (draw(channels), draw(channels)) if self.affine else (None, None)
         self.mean = draw(channels)
