@@ -170,6 +170,8 @@ def gradient(
 
     dh = scale * dy - 1_M (slope * (h - mean) + offset), and through layer-scale, per token and group,
     dx = (dh - h mean_k(dh_k h_k)) * inv_rms.
+
+    Without ``slope`` there is no correction, so that ``offset`` and ``padding_mask`` are not looked at for dx.
     """
     h = layer_scaled(x, inv_rms, groups)
     dh = dy.to(h.dtype)
