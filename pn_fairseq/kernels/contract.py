@@ -28,7 +28,13 @@ TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 VECTORS = ("weight", "bias", "scale", "slope", "offset", "mean", "moment")
 STATE = ("nu", "running_psi2", "running_mean", "running_moment")
 CONTIGUOUS = ("vectors", "tally", *STATE)
-TENSORS = ("dy", "padding_mask", "inv_rms", "steps", *VECTORS, *CONTIGUOUS)
+
+#: Tensor -> what is asked of it: that of the tensor of this name, or of all of a kind.
+KINDS = {
+    **{name: name for name in ("dy", "padding_mask", "inv_rms", "vectors", "steps", "tally")},
+    **dict.fromkeys(VECTORS, "vector"),
+    **dict.fromkeys(STATE, "state"),
+}
 
 
 def wide_type(x: Tensor) -> torch.dtype:
@@ -43,7 +49,9 @@ class Contract:
         names = list(names)
         self.of_x, self.of_groups = names.index("x"), names.index("groups")
         self.of_mean = names.index("running_mean") if "running_mean" in names else None
-        self.tensors = [(place, name) for place, name in enumerate(names) if name in TENSORS]
+        self.tensors = [
+            (place, name, KINDS[name], name in CONTIGUOUS) for place, name in enumerate(names) if name in KINDS
+        ]
 
     def check(self, args: Sequence) -> None:
         """Raise ValueError if an argument does not fit; the message names it and what it has to be."""
@@ -65,22 +73,23 @@ class Contract:
             "vectors": ((rows, channels), wide),
             "steps": ((), torch.int64),
             "tally": ((4,), torch.int64),
+            "state": ((channels,), torch.float32),
         }
-        for place, name in self.tensors:
+        for place, name, kind, contiguous in self.tensors:
             tensor = args[place]
             if tensor is None:
                 continue
             own = tensor.dtype
-            if name in expected:
-                sizes, wanted = expected[name]
+            if kind == "vector":
+                sizes, wanted = (channels,), own if own.is_floating_point else torch.float32
             else:
-                sizes, wanted = (channels,), own if name in VECTORS and own.is_floating_point else torch.float32
+                sizes, wanted = expected[kind]
             if own != wanted or tensor.shape != sizes or tensor.device != device:
                 raise ValueError(
                     f"{name} has to be {wanted} of shape {tuple(sizes)} on {device}, got {own} of shape "
                     f"{tuple(tensor.shape)} on {tensor.device}"
                 )
-            if name in CONTIGUOUS and not tensor.is_contiguous():
+            if contiguous and not tensor.is_contiguous():
                 raise ValueError(f"{name} has to be contiguous")
 
 
@@ -90,12 +99,12 @@ def checked(operator: Callable, dense: bool = False) -> Callable:
     ``dense``: it is given vectors over channels and ``inv_rms`` contiguous, whatever they were.
     """
     contract = Contract(signature(operator).parameters)
-    may_be_strided = [place for place, name in contract.tensors if name in (*VECTORS, "inv_rms")] if dense else []
+    strided = [place for place, _, kind, _ in contract.tensors if dense and kind in ("vector", "inv_rms")]
 
     @wraps(operator)
     def checking(*args):
         contract.check(args)
-        for place in may_be_strided:
+        for place in strided:
             if args[place] is not None and not args[place].is_contiguous():
                 args = (*args[:place], args[place].contiguous(), *args[place + 1 :])
         return operator(*args)

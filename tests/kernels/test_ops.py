@@ -5,7 +5,7 @@ import torch
 
 from pn_fairseq import kernels
 from pn_fairseq.kernels import reference
-from pn_fairseq.kernels.contract import CONTIGUOUS, VECTORS
+from pn_fairseq.kernels.contract import CONTIGUOUS, VECTORS, Contract, checked
 from pn_fairseq.kernels.ops import SCHEMAS
 from pn_fairseq.norms import MaskedBatchNorm
 
@@ -440,6 +440,23 @@ def test_arguments_that_do_not_fit_are_refused():
         for argument in getattr(OPS, operator).default._schema.arguments
     }
     assert refused == {(operator, name) for operator, name in expected if name not in unchecked}
+
+
+def test_the_contract_of_implementations_in_python():
+    """All on one device; and those that read through pointers get what is contiguous."""
+    x, _, padding, (weight, bias, _, _) = make((4, 3, 12), "some", torch.float32)
+    names = "x", "padding_mask", "weight", "groups"
+    Contract(names).check((x, padding, weight, 3))
+    with pytest.raises(ValueError, match="weight has to be torch.float32 of shape .* on cpu, got .* on meta"):
+        Contract(names).check((x, padding, weight.to("meta"), 3))
+
+    def operator(x, weight, groups):
+        return weight
+
+    apart = torch.stack([weight, bias], -1)[:, 0]
+    assert checked(operator)(x, apart, 3) is apart
+    dense = checked(operator, dense=True)(x, apart, 3)
+    assert dense.is_contiguous() and torch.equal(dense, weight)
 
 
 @pytest.mark.parametrize("groups", [0, 3])
