@@ -8,19 +8,22 @@ import platform
 import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from copy import copy
 from pathlib import Path
 
 from setuptools import find_packages, setup
 
 try:
+    import torch
     from torch.utils.cpp_extension import BuildExtension, CppExtension
 except ImportError:  # an isolated build has no torch
     BuildExtension = CppExtension = None
 
 ROOT = Path(__file__).parent
-EXTENSION = "pn_fairseq.kernels._cpp"
-SOURCES = Path("pn_fairseq/kernels/cpp")
+PACKAGE = "pn_fairseq/kernels"
+SOURCES = Path(PACKAGE, "cpp")
 X86 = platform.machine() in ("x86_64", "AMD64")
+OPENMP = "-fopenmp"
 FLAGS = ["-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fvisibility=hidden", "-g0"]
 #: Source -> flags for the kind of CPU that it is for. Which of them is called is decided where the program runs.
 CPU_FLAGS = {"rows_baseline.cpp": ["-O2"]}
@@ -29,18 +32,29 @@ if X86:
     CPU_FLAGS["rows_avx512.cpp"] = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c"]
 
 
+def say(line: str) -> None:
+    print(f"pn_fairseq: {line}", file=sys.stderr)
+
+
+def reason(error: Exception) -> str:
+    """The first line of ``error``, with the name of a command in place of all its arguments."""
+    line = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return re.sub(r"'\['([^']*)'.*\]'", r"'\1'", line)
+
+
 def kernels() -> dict:
     """The arguments of ``setup`` that compile the C++ kernels."""
     if CppExtension is None:
-        print("pn_fairseq: installed without C++ kernels: torch is not there to compile with", file=sys.stderr)
+        say("installed without C++ kernels: torch is not there to compile with")
         return {}
     extension = CppExtension(
-        EXTENSION,
+        # Compiled kernels fit one version of torch only; pn_fairseq/kernels/selection.py looks for this name.
+        f"{PACKAGE.replace('/', '.')}._cpp_" + re.sub(r"\W", "_", torch.__version__),
         [str(SOURCES / name) for name in ("ops.cpp", *CPU_FLAGS)],
         depends=[str(SOURCES / name) for name in ("rows.h", "rows_impl.h")],
         define_macros=[("PN_X86", None)] if X86 else [],
-        extra_compile_args=[*FLAGS, "-fopenmp"],
-        extra_link_args=["-fopenmp"],
+        extra_compile_args=[*FLAGS, OPENMP],
+        extra_link_args=[OPENMP],
     )
     return {"ext_modules": [extension], "cmdclass": {"build_ext": BuildKernels}}
 
@@ -52,7 +66,35 @@ class BuildKernels(BuildExtension or object):
         # Ninja knows no flags of a single source, and fails with pages of text.
         super().__init__(*args, use_ninja=False, no_python_abi_suffix=True, **kwargs)
 
+    def finalize_options(self):
+        super().finalize_options()
+        self.force = True  # what lies there may be of another compiler, other flags or another torch
+
     def build_extensions(self):
+        self.failed = []
+        self.clear()
+        compiler = copy(self.compiler)
+        try:
+            try:
+                self.compile_all()
+            except Exception as error:
+                for extension in self.extensions:
+                    extension.extra_compile_args.remove(OPENMP)
+                    extension.extra_link_args.remove(OPENMP)
+                self.compiler = compiler
+                self.compile_all()
+                say(f"compiled without OpenMP, so that the C++ kernels use one thread: {reason(error)}")
+        except Exception as error:
+            self.clear()
+            self.failed, self.extensions = self.extensions, []  # so that nothing looks for what is not there
+            say(f"installed without C++ kernels, which could not be compiled: {reason(error)}")
+
+    def clear(self):
+        """Remove what earlier builds left where everything is packaged."""
+        for library in Path(self.build_lib, PACKAGE).glob("_cpp*"):
+            library.unlink()
+
+    def compile_all(self):
         compile_one, link = self.compiler._compile, self.compiler.link_shared_object
         pool, started = ThreadPoolExecutor(os.cpu_count()), []
 
@@ -66,19 +108,13 @@ class BuildKernels(BuildExtension or object):
             link(*args, **kwargs)
 
         self.compiler._compile, self.compiler.link_shared_object = compile_later, link_then
-        try:
-            with pool:
-                super().build_extensions()
-        except Exception as error:
-            self.extensions = []  # so that nothing looks for what is not there
-            if self.inplace or getattr(self, "editable_mode", False):
-                Path(f"{EXTENSION.replace('.', '/')}.so").unlink(missing_ok=True)  # of older sources
-            reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-            print(f"pn_fairseq: installed without C++ kernels, which could not be compiled: {reason}", file=sys.stderr)
+        with pool:
+            super().build_extensions()
 
     def copy_extensions_to_source(self):
-        if self.extensions:
-            super().copy_extensions_to_source()
+        super().copy_extensions_to_source()
+        for extension in self.failed:
+            Path(ROOT, self.get_ext_filename(extension.name)).unlink(missing_ok=True)  # of older sources
 
 
 VERSION = re.search(r'^__version__ = "(.+)"$', (ROOT / "pn_fairseq/__init__.py").read_text("utf-8"), re.M)[1]

@@ -8,7 +8,8 @@ usage: [VENV=DIR] [PYTHON=python3.11] [TORCH=REQUIREMENT] scripts/make_venv.sh
 
 Creates VENV (default .venv) with the versions of constraints.txt and this project in editable mode. Does nothing if
 that was done before with the same settings; starts afresh if constraints.txt, setup.py or a setting has changed, and
-compiles the C++ kernels again if their sources have. Where they cannot be compiled, one line says so.
+compiles the C++ kernels again if their sources have, or if they are not there and there is a compiler. Where they
+cannot be compiled, one line says so.
 
   TORCH   a pip requirement in place of the pinned torch, for a CUDA or other build, with pip's options if need be:
           TORCH='torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu'
@@ -29,7 +30,8 @@ venv=${VENV:-.venv}
 minimum=3.11
 maximum=3.12 # the newest that fairseq-fixed names
 
-# In every environment made here: interpreter and torch that were asked for, and, once it is complete, its key.
+# In every environment made here: interpreter and torch that were asked for, and, once it is complete, its key, the
+# sources of the C++ kernels, none where they could not be compiled, and the file that they were compiled to.
 mark=$venv/.pn_fairseq
 kept() { sed -n "s/^$1=//p" "$mark" 2>/dev/null || true; }
 python=${PYTHON:-$(kept python)}
@@ -40,11 +42,24 @@ torch=${TORCH:-$(kept torch)}
 key=$({ cat constraints.txt setup.py; echo "$root $python $torch"; } | sha256sum | cut -d' ' -f1)
 kernels=$(cat pn_fairseq/kernels/cpp/* | sha256sum | cut -d' ' -f1)
 complete() { [[ $(kept key) == "$key" && -x $venv/bin/python ]]; }
-if complete && [[ $(kept kernels) == "$kernels" ]]; then
+no_compiler() { # Prints which one is missing; fails if none is.
+    local compiler
+    for compiler in "${CC:-cc}" "${CXX:-c++}"; do
+        command -v "${compiler%% *}" >/dev/null || { echo "$compiler"; return; }
+    done
+    return 1
+}
+has_kernels() { [[ $(kept kernels) == "$kernels" && -f $(kept library) ]]; }
+could_not_have() { [[ $(kept kernels) =~ ^(none|"$kernels")$ ]] && no_compiler >/dev/null; }
+if complete && { has_kernels || could_not_have; }; then
     exit 0
 fi
 
-leave_mark() { printf 'python=%s\ntorch=%s\nkey=%s\nkernels=%s\n' "$python" "$torch" "$1" "$kernels" >"$mark"; }
+leave_mark() { # KEY [LIBRARY]
+    local compiled=none
+    [[ -z ${2-} ]] || compiled=$kernels
+    printf '%s\n' "python=$python" "torch=$torch" "key=$1" "kernels=$compiled" "library=${2-}" >"$mark"
+}
 constraints=$venv/constraints.txt
 pip_install() {
     "$venv/bin/python" -m pip --disable-pip-version-check install -c "$constraints" "$@" >"$venv/pip.log" 2>&1 || {
@@ -54,12 +69,18 @@ pip_install() {
 }
 install_this() {
     pip_install --verbose --no-build-isolation "$@"
-    sed -n 's/^ *pn_fairseq: \(installed without.*\)/\1/p' "$venv/pip.log" | sort -u | while read -r line; do say "$line"; done
+    sed -n 's/^ *pn_fairseq: \(.* without .*\)/\1/p' "$venv/pip.log" | sort -u | while read -r line; do say "$line"; done
+    library=$(PN_FAIRSEQ_KERNELS=reference "$venv/bin/python" -c "$find_library") ||
+        die "pn_fairseq was installed, but cannot be imported (the reason stands above)"
+    leave_mark "$key" "$library"
 }
+find_library='
+import importlib.util
+from pn_fairseq.kernels import selection
+print(getattr(importlib.util.find_spec(selection.EXTENSION), "origin", ""))'
 if complete; then
     say "compiling the C++ kernels"
     install_this --no-deps -e .
-    leave_mark "$key"
     exit 0
 fi
 
@@ -79,10 +100,9 @@ fairseq_is_compiled() {
         "$python" -m pip download --quiet --no-deps --only-binary :all: -d "$wheels" "fairseq-fixed==$version" >/dev/null 2>&1
 }
 missing=
-for compiler in "${CC:-cc}" "${CXX:-c++}"; do
-    command -v "${compiler%% *}" >/dev/null ||
-        missing="no C/C++ compiler '$compiler' found (fairseq is compiled during set-up); on Debian or Ubuntu: apt install g++"
-done
+if compiler=$(no_compiler); then
+    missing="no C/C++ compiler '$compiler' found (fairseq is compiled during set-up); on Debian or Ubuntu: apt install g++"
+fi
 header=$("$python" -c 'import os, sysconfig; print(os.path.join(sysconfig.get_paths()["include"], "Python.h"))')
 [[ -f $header ]] ||
     missing="no $header (fairseq is compiled during set-up); on Debian or Ubuntu: apt install python$found-dev"
@@ -120,5 +140,4 @@ say "building fairseq (a minute or two)"
 pip_install --no-build-isolation fairseq-fixed
 say "installing pn_fairseq and its tools"
 install_this -e '.[test]'
-leave_mark "$key"
 say "done"

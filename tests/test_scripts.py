@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -109,35 +110,88 @@ def test_set_up_names_what_is_missing(changes, needles, tmp_path):
     assert not (tmp_path / "new").exists()
 
 
-def test_set_up_again_is_instant_until_something_changes(tmp_path):
-    """The key of a complete environment is what its mark holds; torch and interpreter are remembered."""
-    checkout = tmp_path / "checkout"
+@pytest.fixture
+def made(tmp_path):
+    """A checkout, the mark of a complete environment, and what runs make_venv.sh there; its interpreter makes nothing.
+
+    The mark holds the key, and the sources and the file of the compiled kernels; torch and interpreter are remembered.
+    """
+    checkout, kernels = tmp_path / "checkout", Path("pn_fairseq/kernels/cpp")
     shutil.copytree(SCRIPTS, checkout / "scripts")
     for file in ("constraints.txt", "setup.py"):
         shutil.copy(ROOT / file, checkout)
-    kernels = Path("pn_fairseq/kernels/cpp")
     shutil.copytree(ROOT / kernels, checkout / kernels)
-    venv = tmp_path / "venv"
+    venv, library = tmp_path / "venv", tmp_path / "library.so"
     (venv / "bin").mkdir(parents=True)
     (venv / "bin/python").symlink_to(sys.executable)
+    library.write_text("compiled")
     torch = "torch==2.13.0 --index-url https://example.org"
-
-    def make(**changes):
-        # An interpreter that cannot make anything: what is not instant fails here.
-        return run("bash", checkout / "scripts/make_venv.sh", VENV=str(venv), check=False, **changes)
-
     key = (checkout / "constraints.txt").read_bytes() + (checkout / "setup.py").read_bytes()
     key = hashlib.sha256(key + f"{checkout} no-such-python {torch}\n".encode()).hexdigest()
     sources = b"".join(file.read_bytes() for file in sorted((checkout / kernels).iterdir()))
-    (venv / ".pn_fairseq").write_text(
-        f"python=no-such-python\ntorch={torch}\nkey={key}\nkernels={hashlib.sha256(sources).hexdigest()}\n"
-    )
-    assert (make().returncode, make().stderr) == (0, "")
-    assert make(TORCH=torch, PYTHON="no-such-python").returncode == 0
-    assert_refused(make(TORCH="torch==2.12.0"), "no-such-python")
-    with (checkout / "constraints.txt").open("a") as file:
+    entries = {
+        "python": "no-such-python",
+        "torch": torch,
+        "key": key,
+        "kernels": hashlib.sha256(sources).hexdigest(),
+        "library": str(library),
+    }
+    (venv / ".pn_fairseq").write_text("".join(f"{name}={value}\n" for name, value in entries.items()))
+
+    def make(**changes):
+        return run("bash", checkout / "scripts/make_venv.sh", VENV=str(venv), check=False, **changes)
+
+    return SimpleNamespace(make=make, checkout=checkout, venv=venv, entries=entries, library=library)
+
+
+def test_set_up_again_is_instant_until_something_changes(made):
+    assert (made.make().returncode, made.make().stderr) == (0, "")
+    assert made.make(TORCH=made.entries["torch"], PYTHON="no-such-python").returncode == 0
+    assert_refused(made.make(TORCH="torch==2.12.0"), "no-such-python")
+    with (made.checkout / "constraints.txt").open("a") as file:
         file.write("# changed\n")
-    assert_refused(make(), "no-such-python")
+    assert_refused(made.make(), "no-such-python")
+
+
+def test_set_up_compiles_the_kernels_when_there_is_a_compiler_at_last(made):
+    """None were compiled, or they were deleted since: nothing to do without a compiler, and one attempt with it."""
+    log, mark = made.venv / "log", made.venv / ".pn_fairseq"
+    python = made.venv / "bin/python"
+    python.unlink()
+
+    def interpreter(library):
+        """Writes down what it was to do, and names the library as it would after the installation."""
+        python.write_text(f"#!/bin/sh\necho \"$1 $2 $*\" >>'{log}'\n[ \"$1\" != -c ] || echo '{library}'\n")
+        python.chmod(0o755)
+
+    def entries():
+        return dict(line.split("=", 1) for line in mark.read_text().splitlines())
+
+    compiler = {"CC": "true", "CXX": "true"}
+    none = {"CC": "no-such-compiler", "CXX": "no-such-compiler"}
+    interpreter("")
+    assert made.make(**none).returncode == 0 and not log.exists()
+    made.library.unlink()
+    assert made.make(**none).returncode == 0 and not log.exists()
+    result = made.make(**compiler)
+    assert (result.returncode, result.stderr) == (0, "[make_venv] compiling the C++ kernels\n")
+    assert "pip" in log.read_text() and "--no-build-isolation" in log.read_text()
+    assert entries() == made.entries | {"kernels": "none", "library": ""}
+
+    log.unlink()
+    assert made.make(**none).returncode == 0 and not log.exists()
+    interpreter(made.library)
+    made.library.write_text("compiled")
+    assert made.make(**compiler).returncode == 0 and log.exists()
+    assert entries() == made.entries
+    log.unlink()
+    for compilers in (compiler, none):
+        assert made.make(**compilers).returncode == 0 and not log.exists()
+    with next((made.checkout / "pn_fairseq/kernels/cpp").iterdir()).open("a") as file:
+        file.write("// changed\n")
+    interpreter("")
+    made.make(**none)
+    assert entries()["kernels"] == "none", "kernels of older sources"
 
 
 def test_set_up_leaves_somebody_elses_folder_alone(tmp_path):

@@ -7,6 +7,7 @@ float64 and float32 otherwise, with one rounding of what is returned in the type
 (N,) bool, True = padding, or None; M are the real tokens and N is their number. ``groups`` is the number of layer-scale
 groups, 0 without layer-scale. ``inv_rms`` (..., G), wide, is the factor 1 / sqrt(mean_k(x_k^2) + eps) of each token
 and group, and h = x * inv_rms what layer-scale hands on; without layer-scale h = x. Vectors over channels are (C,).
+Arguments that do not keep :mod:`.contract` raise ValueError.
 
 The functions are differentiable where their result is, which the kernels' own gradients are tested against.
 """
@@ -15,6 +16,8 @@ from typing import Optional
 
 import torch
 from torch import Tensor
+
+from pn_fairseq.kernels.contract import Contract, checked, wide_type
 
 #: Rows of ``vectors``, what a training forward of PN leaves for its backward: sum over M of h^2; psi^2 under the
 #: divisor; nu; running psi^2 before the step; psi^2 of the batch.
@@ -28,11 +31,6 @@ MOMENT, MOMENT_BEFORE, MEAN, MEAN_BEFORE = range(4)
 #: weighs 1 / number of the step in the running statistics (0 or 1), as in the psi warm-up and in recalibration; number
 #: of steps before it.
 TOKENS, COUNTED, CUMULATIVE, STEPS_BEFORE = range(4)
-
-
-def wide_type(x: Tensor) -> torch.dtype:
-    """The type that sums and statistics of ``x`` are computed in."""
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def _padding(padding_mask: Tensor) -> Tensor:
@@ -69,6 +67,10 @@ def layer_scaled(x: Tensor, inv_rms: Tensor, groups: int) -> Tensor:
     return (_split(h, groups) * inv_rms.unsqueeze(-1)).flatten(-2)
 
 
+#: Not by the decorator, which TorchScript cannot compile.
+_NORMALIZE = Contract(("x", "weight", "bias", "mean", "moment", "inv_rms", "groups"))
+
+
 def normalize(
     x: Tensor,
     weight: Optional[Tensor],  # noqa: UP045 (TorchScript)
@@ -83,6 +85,8 @@ def normalize(
 
     What is None is left out: all of ``weight``, ``bias``, ``mean`` and ``moment`` in layer-scale alone.
     """
+    if not torch.jit.is_scripting():
+        _NORMALIZE.check((x, weight, bias, mean, moment, inv_rms, groups))
     scales = inverse_rms(x, groups, eps) if inv_rms is None else inv_rms
     h = layer_scaled(x, scales, groups)
     wide = h.dtype
@@ -101,6 +105,7 @@ def normalize(
     return _as(x, h), scales if inv_rms is None else scales.new_empty(0)
 
 
+@checked
 def moments(
     x: Tensor, padding_mask: Tensor | None, groups: int, eps: float, centered: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -126,6 +131,7 @@ def moments(
     return inv_rms, mean, torch.stack([real, rest]), count
 
 
+@checked
 def gradient_sums(
     dy: Tensor, x: Tensor, padding_mask: Tensor | None, mean: Tensor | None, inv_rms: Tensor, groups: int
 ) -> Tensor:
@@ -147,6 +153,7 @@ def gradient_sums(
     )
 
 
+@checked
 def gradient(
     dy: Tensor,
     x: Tensor,
@@ -163,6 +170,8 @@ def gradient(
 
     dh = scale * dy - 1_M (slope * (h - mean) + offset), and through layer-scale, per token and group,
     dx = (dh - h mean_k(dh_k h_k)) * inv_rms.
+
+    Without ``slope`` there is no correction, so that ``offset`` and ``padding_mask`` are not looked at for dx.
     """
     h = layer_scaled(x, inv_rms, groups)
     dh = dy.to(h.dtype)
@@ -182,6 +191,7 @@ def gradient(
     return _as(x, dh), total
 
 
+@checked
 def power_forward(
     x: Tensor,
     padding_mask: Tensor | None,
@@ -253,6 +263,7 @@ def parameter_gradients(x: Tensor, weight: Tensor | None, sums: Tensor, root: Te
     return (product / root).to(weight.dtype), plain.to(weight.dtype)
 
 
+@checked
 def power_backward(
     dy: Tensor,
     x: Tensor,
@@ -304,6 +315,7 @@ def unbiased(variance: Tensor, count: Tensor) -> Tensor:
     return variance * (count / (count - 1.0))
 
 
+@checked
 def batch_forward(
     x: Tensor,
     padding_mask: Tensor | None,
@@ -354,6 +366,7 @@ def exact_gradient(
     return scale, scale * along / (root * root), scale * across
 
 
+@checked
 def batch_backward(
     dy: Tensor,
     x: Tensor,

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +21,8 @@ VARIABLE = "PN_FAIRSEQ_KERNELS"
 #: Implementation -> dispatch key of the device that it is for; None: any.
 IMPLEMENTATIONS = {"reference": None, "triton": "CUDA", "cpp": "CPU"}
 
-EXTENSION = "pn_fairseq.kernels._cpp"
+#: The compiled kernels, which fit one version of torch only; setup.py gives them the same name.
+EXTENSION = "pn_fairseq.kernels._cpp_" + re.sub(r"\W", "_", torch.__version__)
 
 #: Compute capability from which on GPUs order memory accesses between programs as the Triton kernels need.
 LOWEST_CAPABILITY = (7, 0)
@@ -30,14 +32,15 @@ def _load_cpp() -> str | None:
     """Load the C++ kernels; why they cannot be loaded, or None."""
     spec = importlib.util.find_spec(EXTENSION)
     if spec is None:
-        return "they are not compiled; install pn_fairseq again where there is a C++ compiler"
+        return (
+            f"they are not compiled for torch {torch.__version__}; install pn_fairseq again "
+            "(pip: --no-build-isolation) where there is a C++ compiler"
+        )
     try:
         torch.ops.load_library(spec.origin)
     except (OSError, RuntimeError) as error:
         reason = str(error).strip().splitlines()[0]
-        missing = (
-            f"{spec.origin} was compiled for another version of torch or of this package ({reason}); install again"
-        )
+        missing = f"{spec.origin} cannot be loaded ({reason}); install pn_fairseq again (pip: --no-build-isolation)"
         warnings.warn(f"pn_fairseq computes without its C++ kernels: {missing}", stacklevel=2)
         return missing
     return None

@@ -91,7 +91,7 @@ class RunningNorm(ChannelNorm):
     """A norm with running statistics.
 
     The statistics and ``num_batches_tracked`` (int64, the training forwards that counted) are buffers. Statistics
-    stay float32 through ``.half()``, ``.bfloat16()`` and ``.to(dtype)``: a moving average in bfloat16 stalls.
+    stay float32 through ``.half()``, ``.bfloat16()``, ``.to(dtype)`` and loading: a moving average in bfloat16 stalls.
 
     A training forward changes them once, also where activation checkpointing runs it twice, and not at all where
     the batch has no real token or its statistics or gradient are not finite.
@@ -147,7 +147,7 @@ class RunningNorm(ChannelNorm):
         self._collected: dict[str, Tensor] = {}
         self.reset_running_stats()
         self.register_state_dict_pre_hook(_flush_first)
-        self.register_load_state_dict_pre_hook(_forget_first)
+        self.register_load_state_dict_pre_hook(_before_loading)
 
     def set_num_updates(self, num_updates: int) -> None:
         """Tell the norm that ``num_updates`` optimizer updates are completed."""
@@ -354,9 +354,14 @@ def _flush_first(module: RunningNorm, *_) -> None:
     module.flush()
 
 
-def _forget_first(module: RunningNorm, *_) -> None:
+def _before_loading(module: RunningNorm, state_dict: dict, prefix: str, *_) -> None:
     module.flush()
     module.forget_pending()
+    # With assign=True torch takes the tensors as they are. The dict is one of torch's own, not the caller's.
+    for name, buffer in module._buffers.items():
+        loaded = state_dict.get(prefix + name)
+        if isinstance(loaded, Tensor):
+            state_dict[prefix + name] = loaded.to(buffer.dtype).contiguous()
 
 
 def psi_distance(batch: Tensor, running: Tensor) -> Tensor:

@@ -5,7 +5,9 @@ import torch
 
 from pn_fairseq import kernels
 from pn_fairseq.kernels import reference
+from pn_fairseq.kernels.contract import CONTIGUOUS, VECTORS, Contract, checked
 from pn_fairseq.kernels.ops import SCHEMAS
+from pn_fairseq.norms import MaskedBatchNorm
 
 EPS, ALPHA = 1e-5, 0.9
 OPS = torch.ops.pn_fairseq
@@ -209,7 +211,7 @@ def test_the_parts_give_what_the_reference_gives(shape, groups, mask, dtype):
         exact = reference.gradient_sums(dy.double(), x.double(), padding, center, inv_rms.double(), groups)
         bound = 8 * TOLERANCE[wide] * (1 + exact.abs().max()) if exact.numel() else 0
         assert (sums.double() - exact).abs().max() <= bound
-        for own_slope, own_offset in ((None, None), (slope, None), (slope, offset)):
+        for own_slope, own_offset in ((None, None), (None, offset), (slope, None), (slope, offset)):
             for wanted in (True, False):
                 arguments = (padding, scale, own_slope, own_offset, center)
                 dx, total = kernels.gradient(dy, x, *arguments, inv_rms, groups, wanted)
@@ -370,6 +372,20 @@ def test_the_same_threads_give_the_same_bits(norm):
         assert_close(a, b.double(), torch.float32, "two threads")  # sums are in another order
 
 
+def test_without_a_slope_the_gradient_does_not_depend_on_x():
+    """In evaluation a norm is linear in h, so an infinity in x is none in dx: also in BN, which subtracts a mean."""
+    x, dy, padding, (scale, _, offset, mean) = make((4, 3, 21), "some", torch.float32)
+    x[1, 1, 3] = float("inf")
+    for center in (None, mean):
+        for sums in (False, True):
+            for own_offset in (None, offset):
+                arguments = padding, scale, None, own_offset, center, x.new_empty(4, 3, 0), 0, sums
+                torch.testing.assert_close(kernels.gradient(dy, x, *arguments)[0], dy * scale)
+    norm = MaskedBatchNorm(21).eval()
+    norm(x.requires_grad_()).sum().backward()
+    torch.testing.assert_close(x.grad, torch.full_like(x, (1 + norm.eps) ** -0.5))
+
+
 def samples():
     """Arguments of every operator, with and without what may be left out."""
     x, dy, padding, (weight, bias, psi2, nu) = make((4, 3, 12), "some", torch.float32)
@@ -433,6 +449,82 @@ def check_versions():
 
 def test_what_is_changed_in_place_has_a_new_version():
     check_versions()
+
+
+def spoiled(name, value):
+    """``value``, an argument that fits x of (4, 3, 12), as it does not."""
+    if name == "groups":
+        yield from (-1, 5)
+    elif name == "x":
+        yield from (value[0, 0], value[None], value.long())
+    elif isinstance(value, torch.Tensor):
+        yield from (value[None], value.int())
+        if value.dim():
+            yield from (value[:1], value[..., :1])  # which would broadcast
+        if name not in VECTORS:
+            yield from (value.bfloat16(), value.double())
+        if name in CONTIGUOUS:
+            yield torch.stack([value, value], -1)[..., 0]
+
+
+def test_arguments_that_do_not_fit_are_refused():
+    """By all implementations alike, with a line that names the argument, and before anything is changed."""
+    refused = set()
+    for operator, arguments in samples():
+        function = getattr(OPS, operator).default
+        names = [argument.name for argument in function._schema.arguments]
+        if arguments[names.index("groups")] == 0:
+            continue
+        kept = [value.clone() if isinstance(value, torch.Tensor) else value for value in arguments]
+        for place, (name, value) in enumerate(zip(names, arguments, strict=True)):
+            for wrong in spoiled(name, value):
+                with pytest.raises(ValueError, match=rf"\b({name}|dy|padding_mask)\b.* has to"):
+                    function(*arguments[:place], wrong, *arguments[place + 1 :])
+                refused.add((operator, name))
+        for before, after in zip(kept, arguments, strict=True):
+            assert torch.equal(before, after) if isinstance(before, torch.Tensor) else before is after
+    unchecked = {"eps", "alpha", "warmup", "update", "cumulative", "centered", "sums"}
+    expected = {
+        (operator, argument.name)
+        for operator in SCHEMAS
+        for argument in getattr(OPS, operator).default._schema.arguments
+    }
+    assert refused == {(operator, name) for operator, name in expected if name not in unchecked}
+
+
+def test_the_contract_of_implementations_in_python():
+    """All on one device; and those that read through pointers get what is contiguous."""
+    x, _, padding, (weight, bias, _, _) = make((4, 3, 12), "some", torch.float32)
+    names = "x", "padding_mask", "weight", "groups"
+    Contract(names).check((x, padding, weight, 3))
+    with pytest.raises(ValueError, match="weight has to be torch.float32 of shape .* on cpu, got .* on meta"):
+        Contract(names).check((x, padding, weight.to("meta"), 3))
+
+    def operator(x, weight, groups):
+        return weight
+
+    apart = torch.stack([weight, bias], -1)[:, 0]
+    assert checked(operator)(x, apart, 3) is apart
+    dense = checked(operator, dense=True)(x, apart, 3)
+    assert dense.is_contiguous() and torch.equal(dense, weight)
+
+
+@pytest.mark.parametrize("groups", [0, 3])
+def test_vectors_may_be_strided(groups):
+    """But for the state: a weight may be a view of something larger."""
+    x, dy, padding, vectors = make((4, 3, 12), "some", torch.float32)
+    apart = [torch.stack([vector, -vector], -1)[:, 0] for vector in vectors]
+    weight, bias, mean, moment = apart
+    y, inv_rms = kernels.normalize(x, *vectors, None, groups, EPS)
+    assert torch.equal(kernels.normalize(x, *apart, None, groups, EPS)[0], y)
+    far = torch.stack([inv_rms, -inv_rms], -1)[..., 0]
+    assert torch.equal(kernels.normalize(x, *apart, far, groups, EPS)[0], y)
+    found = kernels.gradient(dy, x, padding, *apart, far, groups, True)
+    expected = kernels.gradient(dy, x, padding, *vectors, inv_rms, groups, True)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    for norm, step in whole_steps(groups, *vectors).items():
+        found = whole_steps(groups, weight, bias, *vectors[2:])[norm](x, dy, padding)
+        assert all(torch.equal(a, b) for a, b in zip(found, step(x, dy, padding), strict=True)), norm
 
 
 def test_gradients_of_normalize():

@@ -173,14 +173,24 @@ def test_works_under_autocast(name):
     assert all(b.dtype in (torch.float32, torch.int64) for b in norm.buffers())
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", STATEFUL)
-def test_a_half_precision_checkpoint_is_loaded_into_float32_statistics(name, dtype):
-    norm = build_norm(name, CHANNELS)
-    norm(torch.randn(40, CHANNELS, requires_grad=True)).sum().backward()
-    state = {key: value.to(dtype) if value.is_floating_point() else value for key, value in norm.state_dict().items()}
-    loaded = build_norm(name, CHANNELS)
-    loaded.load_state_dict(state)
-    for key, value in loaded.named_buffers():
-        assert value.dtype == norm.get_buffer(key).dtype
-        assert torch.equal(value, state[key].to(value.dtype)), key
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("within_a_parent", [False, True])
+def test_loaded_statistics_are_float32(name, assign, dtype, within_a_parent):
+    """Whatever they were saved as, and the caller keeps what was loaded; training goes on from there."""
+    saved = make(name)
+    for _ in range(3):
+        train_step(saved, *random_batch(rng(5)))
+    norm = make(name)
+    source, target = (torch.nn.Sequential(each) if within_a_parent else each for each in (saved, norm))
+    state = {key: value.to(dtype) if value.is_floating_point() else value for key, value in source.state_dict().items()}
+    given = dict(state)
+    target.load_state_dict(state, assign=assign)
+    assert state.keys() == given.keys() and all(state[key] is value for key, value in given.items())
+    for key, value in state_of(norm).items():
+        assert value.dtype == (torch.int64 if key == "num_batches_tracked" else torch.float32), key
+        torch.testing.assert_close(value, state_of(saved)[key].to(dtype).to(value.dtype), rtol=0, atol=0)
+    steps = int(norm.num_batches_tracked)
+    train_step(norm, *random_batch(rng(6)))
+    assert int(norm.num_batches_tracked) == steps + 1

@@ -56,11 +56,73 @@ auto for_type_of(const Tensor& x, F&& compute) {
     case at::kHalf:
       return compute(static_cast<Half*>(nullptr), float(), implementation().float16);
     default:
-      TORCH_CHECK(false, "expected float16, bfloat16, float32 or float64, got ", x.scalar_type());
+      TORCH_CHECK_VALUE(false, "x has to be float16, bfloat16, float32 or float64, got ", x.scalar_type());
   }
 }
 
 at::ScalarType wide_type(const Tensor& x) { return x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat; }
+
+// Refuses arguments that do not belong to `x`, with ValueError; what is asked of each is that of contract.py.
+class Contract {
+ public:
+  Contract(const Tensor& x, int64_t groups) : x(x), groups(groups) {
+    TORCH_CHECK_VALUE(x.dim() == 2 || x.dim() == 3, "x has to be (T, B, C) or (N, C), got ", x.sizes());
+    channels = x.size(-1);
+    TORCH_CHECK_VALUE(
+        groups == 0 || (groups > 0 && channels % groups == 0), "groups=", groups, " has to divide the ", channels,
+        " channels, or be 0");
+  }
+
+  const Contract& dy(const Tensor& dy) const { return fits("dy", dy, x.scalar_type(), x.sizes()); }
+
+  const Contract& mask(const Optional& mask) const {
+    if (!mask) return *this;
+    const int64_t sizes[] = {x.size(-2), x.size(0)};  // (B, T), or only the first: (N,)
+    return fits("padding_mask", *mask, at::kBool, {sizes, static_cast<size_t>(x.dim() - 1)});
+  }
+
+  const Contract& vector(const char* name, const Optional& vector) const {
+    if (!vector) return *this;
+    const bool floating = at::isFloatingType(vector->scalar_type());
+    return fits(name, *vector, floating ? vector->scalar_type() : at::kFloat, channels);
+  }
+
+  const Contract& inv_rms(const Tensor& inv_rms) const {
+    const bool flat = x.dim() == 2;
+    const int64_t sizes[] = {x.size(0), flat ? groups : x.size(1), groups};
+    return fits("inv_rms", inv_rms, wide_type(x), {sizes, static_cast<size_t>(x.dim())});
+  }
+
+  const Contract& vectors(const Tensor& vectors, int64_t rows) const {
+    return side_by_side("vectors", vectors).fits("vectors", vectors, wide_type(x), {rows, channels});
+  }
+
+  const Contract& state(const char* name, const Optional& state) const {
+    return state ? side_by_side(name, *state).fits(name, *state, at::kFloat, channels) : *this;
+  }
+
+  const Contract& steps(const Tensor& steps) const { return fits("steps", steps, at::kLong, {}); }
+
+  const Contract& tally(const Tensor& tally) const {
+    return side_by_side("tally", tally).fits("tally", tally, at::kLong, 4);
+  }
+
+ private:
+  const Contract& fits(const char* name, const Tensor& tensor, at::ScalarType type, at::IntArrayRef sizes) const {
+    TORCH_CHECK_VALUE(
+        tensor.scalar_type() == type && tensor.sizes() == sizes && tensor.is_cpu(), name, " has to be ", type, " of shape ",
+        sizes, " on cpu, got ", tensor.scalar_type(), " of shape ", tensor.sizes(), " on ", tensor.device());
+    return *this;
+  }
+
+  const Contract& side_by_side(const char* name, const Tensor& tensor) const {
+    TORCH_CHECK_VALUE(tensor.is_contiguous(), name, " has to be contiguous");
+    return *this;
+  }
+
+  const Tensor& x;
+  int64_t groups, channels;
+};
 
 Tensor new_wide(const Tensor& x, at::IntArrayRef sizes) { return at::empty(sizes, x.options().dtype(wide_type(x))); }
 
@@ -74,7 +136,6 @@ struct Tokens {
   bool swapped, flat;
 
   explicit Tokens(const Tensor& x) : channels(x.size(-1)), flat(x.dim() == 2) {
-    TORCH_CHECK(x.dim() == 2 || x.dim() == 3, "expected (T, B, C) or (N, C), got ", x.sizes());
     outer = x.size(0);
     inner = flat ? 1 : x.size(1);
     swapped = !flat && x.stride(0) < x.stride(1);
@@ -220,6 +281,9 @@ std::vector<A> bias_of(const Channels<A>& bias, int64_t channels) {
 std::tuple<Tensor, Tensor> normalize(
     const Tensor& given, const Optional& weight, const Optional& bias, const Optional& mean, const Optional& moment,
     const Optional& inv_rms, int64_t groups, double eps) {
+  Contract contract(given, groups);
+  contract.vector("weight", weight).vector("bias", bias).vector("mean", mean).vector("moment", moment);
+  if (inv_rms) contract.inv_rms(*inv_rms);
   const Tensor x = with_unit_stride(given);
   const Tokens tokens(x);
   Result y(given, x);
@@ -245,6 +309,7 @@ std::tuple<Tensor, Tensor> normalize(
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> moments(
     const Tensor& given, const Optional& padding_mask, int64_t groups, double eps, bool centered) {
+  Contract(given, groups).mask(padding_mask);
   const Tensor x = with_unit_stride(given);
   const Tokens tokens(x);
   const int64_t channels = tokens.channels;
@@ -293,6 +358,7 @@ Backward<S, A> backward_of(
 Tensor gradient_sums(
     const Tensor& given_dy, const Tensor& given, const Optional& padding_mask, const Optional& mean,
     const Tensor& inv_rms, int64_t groups) {
+  Contract(given, groups).dy(given_dy).mask(padding_mask).vector("mean", mean).inv_rms(inv_rms);
   const Tensor x = with_unit_stride(given), dy = with_unit_stride(given_dy), scales = inv_rms.contiguous();
   const Tokens tokens(x);
   Tensor result = new_wide(x, {2, 2, tokens.channels});
@@ -314,6 +380,9 @@ std::tuple<Tensor, Tensor> gradient(
     const Tensor& given_dy, const Tensor& given, const Optional& padding_mask, const Optional& scale,
     const Optional& slope, const Optional& offset, const Optional& mean, const Tensor& inv_rms, int64_t groups,
     bool sums_wanted) {
+  Contract contract(given, groups);
+  contract.dy(given_dy).mask(padding_mask).inv_rms(inv_rms);
+  contract.vector("scale", scale).vector("slope", slope).vector("offset", offset).vector("mean", mean);
   const Tensor x = with_unit_stride(given), dy = with_unit_stride(given_dy), scales = inv_rms.contiguous();
   const Tokens tokens(x);
   const int64_t channels = tokens.channels;
@@ -324,15 +393,15 @@ std::tuple<Tensor, Tensor> gradient(
     using A = decltype(wide);
     const Channels<A> given_scale(scale, x), given_slope(slope, x), given_offset(offset, x), center(mean, x);
     const std::vector<A> gain = scale_of<A>(given_scale, nullptr, 0.0, channels);
-    // The passes know an offset with a center only, and then read slope and offset in any case.
-    const bool all = center || given_offset;
-    std::vector<A> zero(all ? channels : 0);
+    // An offset belongs to a slope, and the passes know it with a center only.
+    const bool both = given_slope && (center || given_offset);
+    std::vector<A> zero(both ? channels : 0);
     Backward<S, A> b = backward_of<S, A>(tokens, dy, x, padding_mask, scales, groups);
     b.dx = tokens.of<S>(dx.rows);
     b.scale = gain.data();
-    b.slope = given_slope || !all ? given_slope.data : zero.data();
-    b.offset = given_offset || !all ? given_offset.data : zero.data();
-    b.center = center || !all ? center.data : zero.data();
+    b.slope = given_slope.data;
+    b.offset = given_offset || !both ? given_offset.data : zero.data();
+    b.center = center || !both ? center.data : zero.data();
     const Total total = over_tokens<A>(tokens, sums_wanted ? 4 : 0, [&](int64_t begin, int64_t end, Sums<A>& sums) {
       passes.backward(b, begin, end, sums);
     });
@@ -345,17 +414,6 @@ std::tuple<Tensor, Tensor> gradient(
 enum { kSquares, kPsi2Used, kNu, kPsi2Before, kPsi2Batch, kVectors };
 enum { kMoment, kMomentBefore, kMean, kMeanBefore, kBatchVectors };
 enum { kTokens, kCounted, kCumulative, kStepsBefore, kEntries };
-
-struct State {
-  float* values;
-
-  State(const Tensor& buffer, int64_t channels) {
-    TORCH_CHECK(
-        buffer.scalar_type() == at::kFloat && buffer.is_contiguous() && buffer.numel() == channels,
-        "a running statistic has to be ", channels, " float32 side by side");
-    values = buffer.data_ptr<float>();
-  }
-};
 
 Tensor new_tally(const Tensor& x) { return at::empty({kEntries}, x.options().dtype(at::kLong)); }
 
@@ -437,11 +495,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> power_forward(
     const Tensor& given, const Optional& padding_mask, const Optional& weight, const Optional& bias,
     const Tensor& running_psi2, const Tensor& nu, const Tensor& steps, int64_t groups, double eps, double alpha,
     int64_t warmup, bool update) {
+  Contract contract(given, groups);
+  contract.mask(padding_mask).vector("weight", weight).vector("bias", bias);
+  contract.state("running_psi2", running_psi2).state("nu", nu).steps(steps);
   const Tensor x = with_unit_stride(given);
   const Tokens tokens(x);
   const int64_t channels = tokens.channels;
-  float* psi2 = State(running_psi2, channels).values;
-  const float* old_nu = State(nu, channels).values;
+  float* psi2 = running_psi2.data_ptr<float>();
+  const float* old_nu = nu.data_ptr<float>();
   int64_t* number = steps.data_ptr<int64_t>();
   const bool warming_up = *number < warmup;
   Result y(given, x);
@@ -498,10 +559,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> power_backward(
     const Tensor& given_dy, const Tensor& given, const Optional& padding_mask, const Optional& weight,
     const Tensor& inv_rms, const Tensor& vectors, const Tensor& running_psi2, const Tensor& nu, const Tensor& steps,
     const Tensor& tally, int64_t groups, double eps, double alpha, bool update) {
+  Contract contract(given, groups);
+  contract.dy(given_dy).mask(padding_mask).vector("weight", weight).inv_rms(inv_rms).vectors(vectors, kVectors);
+  contract.state("running_psi2", running_psi2).state("nu", nu).steps(steps).tally(tally);
   const Tensor x = with_unit_stride(given), dy = with_unit_stride(given_dy), scales = inv_rms.contiguous();
   const Tokens tokens(x);
   const int64_t channels = tokens.channels;
-  float *psi2 = State(running_psi2, channels).values, *present_nu = State(nu, channels).values;
+  float *psi2 = running_psi2.data_ptr<float>(), *present_nu = nu.data_ptr<float>();
   int64_t *number = steps.data_ptr<int64_t>(), *entries = tally.data_ptr<int64_t>();
   Result dx(given, x);
   ParameterGradients gradients(weight, x, channels);
@@ -552,11 +616,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> batch_forward(
     const Tensor& given, const Optional& padding_mask, const Optional& weight, const Optional& bias,
     const Optional& running_mean, const Tensor& running_moment, const Tensor& steps, int64_t groups, double eps,
     double alpha, bool cumulative, bool update) {
+  Contract contract(given, groups);
+  contract.mask(padding_mask).vector("weight", weight).vector("bias", bias);
+  contract.state("running_mean", running_mean).state("running_moment", running_moment).steps(steps);
   const Tensor x = with_unit_stride(given);
   const Tokens tokens(x);
   const int64_t channels = tokens.channels;
-  float* old_moment = State(running_moment, channels).values;
-  float* old_mean = running_mean ? State(*running_mean, channels).values : nullptr;
+  float* old_moment = running_moment.data_ptr<float>();
+  float* old_mean = running_mean ? running_mean->data_ptr<float>() : nullptr;
   Result y(given, x);
   Tensor inv_rms = new_scales(x, groups), tally = new_tally(x);
   Tensor vectors = new_wide(x, {old_mean ? kBatchVectors : kMean, channels});
@@ -619,11 +686,15 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> batch_backward(
     const Tensor& given_dy, const Tensor& given, const Optional& padding_mask, const Optional& weight,
     const Tensor& inv_rms, const Tensor& vectors, const Optional& running_mean, const Tensor& running_moment,
     const Tensor& steps, const Tensor& tally, int64_t groups, double eps, bool update) {
+  Contract contract(given, groups);
+  contract.dy(given_dy).mask(padding_mask).vector("weight", weight).inv_rms(inv_rms);
+  contract.vectors(vectors, running_mean ? kBatchVectors : kMean);
+  contract.state("running_mean", running_mean).state("running_moment", running_moment).steps(steps).tally(tally);
   const Tensor x = with_unit_stride(given), dy = with_unit_stride(given_dy), scales = inv_rms.contiguous();
   const Tokens tokens(x);
   const int64_t channels = tokens.channels;
-  float* present_moment = State(running_moment, channels).values;
-  float* present_mean = running_mean ? State(*running_mean, channels).values : nullptr;
+  float* present_moment = running_moment.data_ptr<float>();
+  float* present_mean = running_mean ? running_mean->data_ptr<float>() : nullptr;
   int64_t* entries = tally.data_ptr<int64_t>();
   Result dx(given, x);
   ParameterGradients gradients(weight, x, channels);

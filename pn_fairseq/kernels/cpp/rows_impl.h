@@ -468,8 +468,10 @@ void backward_rows(const Backward<S, A>& b, int64_t begin, int64_t end, Sums<A>&
 
 template <class S, class A, bool scaled, bool writes, bool sums_up>
 void backward_sloped(const Backward<S, A>& b, int64_t begin, int64_t end, Sums<A>& sums) {
-  if (b.center && b.slope) return backward_rows<S, A, scaled, writes, sums_up, writes, true>(b, begin, end, sums);
-  if (b.center) return backward_rows<S, A, scaled, writes, sums_up, false, true>(b, begin, end, sums);
+  if (b.center) {
+    if (b.slope) return backward_rows<S, A, scaled, writes, sums_up, writes, true>(b, begin, end, sums);
+    return backward_rows<S, A, scaled, writes, sums_up, false, true>(b, begin, end, sums);
+  }
   if (b.slope) return backward_rows<S, A, scaled, writes, sums_up, writes, false>(b, begin, end, sums);
   backward_rows<S, A, scaled, writes, sums_up, false, false>(b, begin, end, sums);
 }

@@ -1,0 +1,91 @@
+"""What setup.py leaves of a build, with compilers that take no time: they write what they were asked for."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from pn_fairseq.kernels.selection import EXTENSION
+
+ROOT = Path(__file__).parents[2]
+LIBRARY = EXTENSION.rpartition(".")[2] + ".so"
+
+#: Writes down its arguments, one call a line, and makes the file that follows -o.
+COMPILER = """#!/bin/sh
+echo "$*" >>'{log}'
+{condition}
+while [ "$1" != -o ]; do shift; done
+echo compiled >"$2"
+"""
+WITHOUT_OPENMP = 'case " $* " in *" -fopenmp "*) echo "unsupported option -fopenmp" >&2; exit 1 ;; esac'
+
+
+@pytest.fixture
+def build(tmp_path):
+    """Runs setup.py of a copy of this project: arguments, what the compiler does first -> its lines, calls made."""
+    checkout, log = tmp_path / "checkout", tmp_path / "log"
+    for file in ("setup.py", "README.md", "pn_fairseq/__init__.py", *(ROOT / "pn_fairseq/kernels").glob("cpp/*")):
+        copy = checkout / (ROOT / file).relative_to(ROOT)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_bytes((ROOT / file).read_bytes())
+
+    def run(*arguments: str, condition: str = ""):
+        compiler = tmp_path / "c++"
+        compiler.write_text(COMPILER.format(log=log, condition=condition))
+        compiler.chmod(0o755)
+        log.unlink(missing_ok=True)
+        variables = {"CC": str(compiler), "CXX": str(compiler), "TORCH_DONT_CHECK_COMPILER_ABI": "1"}
+        done = subprocess.run(
+            [sys.executable, "setup.py", "-q", "build_ext", *arguments],
+            cwd=checkout, env={**os.environ, **variables}, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+        said = [line for line in done.stderr.splitlines() if line.startswith("pn_fairseq:")]
+        return said, log.read_text().splitlines()
+
+    run.checkout = checkout
+    return run
+
+
+def libraries(folder):
+    return sorted(path.relative_to(folder).parts[-1] for path in folder.rglob("_cpp*"))
+
+
+@pytest.fixture
+def old(build):
+    """What earlier builds left, where it is packaged and where it is imported; newer than all sources."""
+    files = [build.checkout / folder / "pn_fairseq/kernels" / LIBRARY for folder in ("lib", ".")]
+    for file in files:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("old")
+        os.utime(file, (2**32, 2**32))
+    files[0].with_name("_cpp_1_0_0.so").write_text("of another torch")
+    return files
+
+
+def test_the_library_bears_the_name_that_is_looked_for_and_is_always_compiled(build, old):
+    assert "".join(re.findall(r"\w", torch.__version__)) == LIBRARY[len("_cpp_") : -len(".so")].replace("_", "")
+    said, calls = build("--inplace", "--build-lib", "lib")
+    assert said == [] and all("-fopenmp" in call for call in calls)
+    assert libraries(build.checkout / "lib") == [LIBRARY]
+    assert [file.read_text() for file in old] == ["compiled\n"] * 2
+
+
+def test_a_failed_build_leaves_nothing_of_an_earlier_one(build, old):
+    (line,), _ = build("--inplace", "--build-lib", "lib", condition="exit 1")
+    assert line.startswith("pn_fairseq: installed without C++ kernels, which could not be compiled: ")
+    assert line.count("c++") == 1 and len(line) < 300, "a command with all its arguments"
+    assert libraries(build.checkout) == []
+
+
+def test_a_compiler_without_openmp(build):
+    (line,), calls = build("--inplace", "--build-lib", "lib", condition=WITHOUT_OPENMP)
+    assert "compiled without OpenMP" in line and "one thread" in line
+    assert libraries(build.checkout) == [LIBRARY, LIBRARY]
+    sources = {path.name for path in (ROOT / "pn_fairseq/kernels/cpp").glob("*.cpp")}
+    plain = [call for call in calls if "-fopenmp" not in call]
+    assert all(any(source in call for call in plain) for source in sources)
