@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from pathlib import Path
 from types import ModuleType
 
 import torch
@@ -32,10 +33,13 @@ def _load_cpp() -> str | None:
     """Load the C++ kernels; why they cannot be loaded, or None."""
     spec = importlib.util.find_spec(EXTENSION)
     if spec is None:
-        return (
+        missing = (
             f"they are not compiled for torch {torch.__version__}; install pn_fairseq again "
             "(pip: --no-build-isolation) where there is a C++ compiler"
         )
+        if any(Path(__file__).parent.glob("_cpp_*")):  # for another torch: this one may have replaced it
+            warnings.warn(f"pn_fairseq computes without its C++ kernels: {missing}", stacklevel=2)
+        return missing
     try:
         torch.ops.load_library(spec.origin)
     except (OSError, RuntimeError) as error:

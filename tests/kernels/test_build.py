@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from pn_fairseq import kernels
+from pn_fairseq.kernels import selection
 from pn_fairseq.kernels.selection import EXTENSION
 
 ROOT = Path(__file__).parents[2]
@@ -89,3 +91,10 @@ def test_a_compiler_without_openmp(build):
     sources = {path.name for path in (ROOT / "pn_fairseq/kernels/cpp").glob("*.cpp")}
     plain = [call for call in calls if "-fopenmp" not in call]
     assert all(any(source in call for call in plain) for source in sources)
+
+
+@pytest.mark.skipif("cpp" not in kernels.available(), reason="there are no C++ kernels here")
+def test_kernels_for_another_torch_are_not_loaded(monkeypatch):
+    monkeypatch.setattr(selection, "EXTENSION", "pn_fairseq.kernels._cpp_1_0_0")
+    with pytest.warns(UserWarning, match="without its C\\+\\+ kernels: they are not compiled for torch"):
+        assert "--no-build-isolation" in selection._load_cpp()
