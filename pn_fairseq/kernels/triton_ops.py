@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from pn_fairseq.kernels import triton_kernels as kernels
+from pn_fairseq.kernels.contract import checked
 from pn_fairseq.kernels.reference import MEAN, MOMENT, PSI2_USED, wide_type
 
 #: Channels that one program holds: of one layer-scale group at most ``WHOLE``, which would else be read twice, and
@@ -152,7 +153,8 @@ class _Call:
 
 
 def _where_x_is(function):
-    """Triton launches on the current device; let that be the one of the first argument."""
+    """Checks the arguments, and launches where the first one is: Triton takes the current device."""
+    function = checked(function, dense=True)
 
     @wraps(function)
     def on_device(x, *args):
