@@ -1,4 +1,4 @@
-"""Kernels that are asked for and cannot run end every program in one line, and only a library's user with an exception."""
+"""Kernels that are asked for and cannot run end every program in one line; a library's user gets an exception."""
 
 import shutil
 import subprocess
@@ -54,21 +54,23 @@ def test_training(data, uncompiled):
 
 
 def test_decoding(data, checkpoint):
-    for name, needle in (("fast", "is not one of reference, triton, cpp"), ("triton", "triton")):
-        result = with_fairseq("fairseq-generate", data, "--path", checkpoint, **{VARIABLE: name})
-        assert_one_line(result, "fairseq-generate", needle)
+    result = with_fairseq("fairseq-generate", data, "--path", checkpoint, **{VARIABLE: "triton"})
+    assert_one_line(result, "fairseq-generate", "triton")
 
 
-@pytest.mark.parametrize("name", ["fast", "triton"])
-def test_tools(name, data, checkpoint, tmp_path):
+@pytest.mark.parametrize(
+    ("tool", "name"), [("fold", "fast"), ("fold", "triton"), ("average-checkpoints", "triton")], ids=str
+)
+def test_tools(tool, name, data, checkpoint, tmp_path):
     output = tmp_path / "output.pt"
-    recalibrating = ("--inputs", checkpoint, "--output", output, "--recalibrate", data / "bin", "--batches", "1")
-    for tool, arguments in (("fold", (checkpoint, output)), ("average-checkpoints", recalibrating)):
-        module = f"pn_fairseq.cli.{tool.replace('-', '_')}"
-        changes = {VARIABLE: name, "TRITON_INTERPRET": "0"}
-        result = run(sys.executable, "-m", module, *arguments, check=False, **changes)
-        assert_one_line(result, f"pn-{tool}", f"={name}")
-        assert not output.exists()
+    arguments = (checkpoint, output)
+    if tool == "average-checkpoints":
+        arguments = ("--inputs", checkpoint, "--output", output, "--recalibrate", data / "bin", "--batches", "1")
+    module = f"pn_fairseq.cli.{tool.replace('-', '_')}"
+    changes = {VARIABLE: name, "TRITON_INTERPRET": "0"}
+    result = run(sys.executable, "-m", module, *arguments, check=False, **changes)
+    assert_one_line(result, f"pn-{tool}", f"={name}")
+    assert not output.exists()
 
 
 def test_a_library_raises():
@@ -94,6 +96,7 @@ def test_programs_of_fairseq_are_known_by_name(program, name, monkeypatch):
     assert fairseq_program() == name
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")  # fairseq uses hydra's old interface
 def test_a_script_that_starts_fairseq_is_fairseq(monkeypatch):
     from fairseq_cli.hydra_train import cli_main
 
