@@ -16,12 +16,17 @@ def fairseq_program() -> str | None:
     program = Path(sys.argv[0]) if sys.argv else Path()
     if program.name.startswith("fairseq-"):
         return program.name
-    return f"fairseq-{program.stem.replace('_', '-')}" if program.parent.name == "fairseq_cli" else None
+    # A script that starts one of them, as scripts/lib/worker.py does, has imported its main function.
+    main = getattr(sys.modules["__main__"], "cli_main", None)
+    package, _, module = getattr(main, "__module__", "").rpartition(".")
+    if program.parent.name == "fairseq_cli":  # python -m
+        package, module = program.parent.name, program.stem
+    return f"fairseq-{module.replace('_', '-')}" if package == "fairseq_cli" else None
 
 
 def end_fairseq(reason: object) -> NoReturn:
     """End a program of fairseq's in one line, by the conventions of :mod:`pn_fairseq.cli`."""
-    print(f"{fairseq_program() or 'fairseq'}: error: {reason}", file=sys.stderr)
+    print(f"{fairseq_program() or 'fairseq-train'}: error: {reason}", file=sys.stderr)
     raise SystemExit(2)
 
 

@@ -139,6 +139,14 @@ def test_where_triton_cannot_launch_it_cannot_be_forced(gpu, options, reason):
     assert reason in str(raised.value)
 
 
+def test_triton_that_is_not_installed_cannot_be_forced(monkeypatch):
+    monkeypatch.setenv(kernels.VARIABLE, "triton")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(selection, "_load_triton", selection._load_triton.__wrapped__)
+    with pytest.raises(kernels.Unavailable, match="^PN_FAIRSEQ_KERNELS=triton: triton is not installed$"):
+        selection._select()
+
+
 @pytest.mark.parametrize("forced", [None, "triton"])
 def test_info_says_why_triton_does_not_launch(gpu, forced, monkeypatch):
     gpu(forced=forced)

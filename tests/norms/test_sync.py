@@ -99,7 +99,7 @@ def run_workers(work, world: int, folder) -> list:
 
 
 @pytest.fixture(scope="module", params=[2, 3])
-def equality(request, tmp_path_factory):
+def equality(request, implementation, tmp_path_factory):
     world = request.param
     return world, run_workers(equality_worker, world, tmp_path_factory.mktemp(f"world{world}"))
 
