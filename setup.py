@@ -132,7 +132,7 @@ setup(
     # Lower bounds; the versions that everything was measured with are in constraints.txt.
     install_requires=[
         "fairseq-fixed>=0.12.3.1",
-        "torch>=2.6",
+        "torch>=2.8",
         "numpy",
         "omegaconf>=2.1",
         "PyYAML>=6",
