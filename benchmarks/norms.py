@@ -1,8 +1,8 @@
 """Time, peak memory, kernels and bytes of every norm against LayerNorm: ``python -m benchmarks.norms``.
 
 All contestants take turns on the same activations, so that whatever else the machine does meets all of them, in an
-order that is drawn anew in each round, and each turn begins with a step that is not timed, so that nobody pays for
-who was there before. A time is the median over the rounds of the ratio to ``torch.nn.LayerNorm`` in the same round,
+order that is drawn anew in each round, and each turn begins with steps that are not timed, so that nobody pays for who
+was there before. A time is the median over the rounds of the ratio to ``torch.nn.LayerNorm`` in the same round,
 with the quarters of the distribution; "of least" is the ratio of the shortest times, which says more on a machine that
 is busy. A second LayerNorm tells how large a difference means nothing.
 
@@ -58,8 +58,11 @@ COPY = "copy and add"
 #: Rounds at the beginning that do not count: memory is allocated, code compiled.
 WARM = 3
 
+#: Steps at the beginning of a turn that are not timed: one alone leaves who comes after something large with cold caches.
+UNTIMED = 5
+
 #: Steps that are timed together in a turn. On a GPU one would be shorter than what it takes to look at the clock.
-REPEATS = {"cpu": 1, "cuda": 10}
+REPEATS = {"cpu": 3, "cuda": 10}
 
 
 @dataclass
@@ -260,7 +263,8 @@ def take_turns(found: list[Contestant], batch, rounds: int, device: torch.device
     for number in range(rounds + WARM):
         for contestant in order.sample(found, len(found)):
             with contestant.computing():
-                step(contestant, batch, lambda: None)
+                for _ in range(UNTIMED):
+                    step(contestant, batch, lambda: None)
                 if device.type == "cuda":
                     torch.cuda.synchronize()
                 taken = seconds_of_steps(contestant, batch, device)
