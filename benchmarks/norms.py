@@ -58,7 +58,8 @@ COPY = "copy and add"
 #: Rounds at the beginning that do not count: memory is allocated, code compiled.
 WARM = 3
 
-#: Steps at the beginning of a turn that are not timed: one alone leaves who comes after something large with cold caches.
+#: Steps at the beginning of a turn that are not timed: one alone would leave who comes after something large with cold
+#: caches.
 UNTIMED = 5
 
 #: Steps that are timed together in a turn. On a GPU one would be shorter than what it takes to look at the clock.

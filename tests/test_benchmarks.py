@@ -232,9 +232,10 @@ def test_turns_are_taken_in_changing_order():
     batch = norms.make_batch((4, 3, 2), 0.0, torch.float32, CPU)
     norms.take_turns(found, batch, 12, CPU)
     assert [len(each.seconds[phase]) for each in found for phase in norms.PHASES] == [12] * 12
-    # Each turn is a step that is not timed and one that is.
-    turns = events[::2]
-    assert turns == events[1::2] and len(turns) == 4 * (12 + norms.WARM)
+    # Each turn is some steps that are not timed and some that are.
+    steps = norms.UNTIMED + norms.REPEATS["cpu"]
+    turns = events[::steps]
+    assert all(turns == events[number::steps] for number in range(steps)) and len(turns) == 4 * (12 + norms.WARM)
     rounds = [turns[at : at + 4] for at in range(0, len(turns), 4)]
     assert all(sorted(each) == list("abcd") for each in rounds)
     for name in "abcd":
