@@ -93,12 +93,14 @@ def parse(argv) -> argparse.Namespace:
     parser.add_argument("--beam", type=int, default=5, help="beam size (default: 5)")
     parser.add_argument("--vocabulary", type=int, default=10000, help="size of the dictionary (default: 10000)")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="threads (default: torch's)")
-    parser.add_argument("--device", default="cpu", help="cpu (default) or cuda")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), default="float32")
     parser.add_argument("--output", metavar="FILE", help="also write a CSV file")
     args = parser.parse_args(argv)
     if args.rounds < 1:
         parser.error("--rounds must be at least 1")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch sees no GPU")
     if args.checkpoint and BASE not in dict(args.checkpoint):
         parser.error(f"one --checkpoint must be named {BASE}: the others are compared with it")
     return args
