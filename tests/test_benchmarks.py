@@ -339,7 +339,8 @@ def test_the_reference_is_counted_by_what_it_is_made_of(activations):
     alone = COUNT(lambda: reference.power_forward(*args))
     with kernels.using("reference"):
         assert COUNT(lambda: kernels.power_forward(*args), look_into="pn_fairseq") == alone
-        assert COUNT(lambda: kernels.power_forward(*args)).kernels == 1
+        if len(kernels.available()) > 1:  # or else torch itself sees that it is made of others
+            assert COUNT(lambda: kernels.power_forward(*args)).kernels == 1
     assert alone.kernels > 20 and alone.bytes_read > 8 * X
 
 

@@ -91,7 +91,7 @@ def test_missing_tools_are_named(tmp_path):
     ("changes", "needles"),
     [
         ({"PYTHON": "no-such-python"}, ("no-such-python", "3.11")),
-        ({"CXX": "no-such-compiler", "PIP_CACHE_DIR": "EMPTY"}, ("no-such-compiler", "g++")),
+        ({"CC": "no-such-compiler", "CXX": "no-such-compiler", "PIP_CACHE_DIR": "EMPTY"}, ("no-such-compiler", "g++")),
         ({"PYTHON": "OLD"}, ("3.8", "3.11")),
     ],
     ids=["no interpreter", "no compiler", "old Python"],
