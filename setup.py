@@ -149,11 +149,8 @@ setup(
     },
     entry_points={
         "console_scripts": [
-            "pn-average-checkpoints = pn_fairseq.cli.average_checkpoints:main",
-            "pn-import-release = pn_fairseq.cli.import_release:main",
-            "pn-fold = pn_fairseq.cli.fold:main",
-            "pn-report = pn_fairseq.cli.report:main",
-            "pn-plot-curves = pn_fairseq.cli.plot_curves:main",
+            f"pn-{verb} = pn_fairseq.__main__:main"
+            for verb in ("average-checkpoints", "fold", "import-release", "plot-curves", "report", "score")
         ]
     },
 )

@@ -1,9 +1,23 @@
-"""``python -m pn_fairseq``: what someone needs to know to use the plugin."""
+"""``python -m pn_fairseq VERB ...``: the one way in to everything that runs. ``pn-VERB`` is the same command."""
 
-import argparse
+from __future__ import annotations
+
+import importlib
+import sys
 from pathlib import Path
 
 from pn_fairseq import __version__
+from pn_fairseq.pipeline.command import ArgumentParser, UserError, did_you_mean, handle_signals, run
+
+#: Verb -> module whose ``main(argv)`` it calls. Imported only when it is called: most need no torch.
+VERBS = {
+    "average-checkpoints": "pn_fairseq.cli.average_checkpoints",
+    "fold": "pn_fairseq.cli.fold",
+    "import-release": "pn_fairseq.cli.import_release",
+    "plot-curves": "pn_fairseq.cli.plot_curves",
+    "report": "pn_fairseq.cli.report",
+    "score": "pn_fairseq.cli.score",
+}
 
 
 def info() -> str:
@@ -17,8 +31,13 @@ def info() -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m pn_fairseq", description="Power Normalization for fairseq.")
+def options(argv: list[str]) -> int:
+    """The command without a verb: what someone needs to know to use the plugin."""
+    parser = ArgumentParser(
+        prog="python -m pn_fairseq",
+        description="Power Normalization for fairseq.",
+        epilog=f"Verbs, each with its own --help: {', '.join(sorted(VERBS))}.",
+    )
     parser.add_argument("--version", action="version", version=f"pn_fairseq {__version__}")
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument(
@@ -27,15 +46,34 @@ def main() -> None:
         help='print the directory for fairseq: fairseq-train --user-dir "$(python -m pn_fairseq --user-dir)" ...',
     )
     what.add_argument("--info", action="store_true", help="print which kernels are in use on CPU and CUDA, and why")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     if args.user_dir:
         print(Path(__file__).resolve().parent)
-        return
+        return 0
     try:
         print(info())
     except RuntimeError as error:
-        parser.exit(2, f"{parser.prog}: {error}\n")
+        raise UserError(str(error)) from error
+    return 0
+
+
+def main() -> int:
+    program, argv = Path(sys.argv[0]).name, sys.argv[1:]
+    handle_signals()
+    if program.startswith("pn-"):
+        verb, argv = program.removeprefix("pn-"), argv
+    elif argv and not argv[0].startswith("-"):
+        verb, argv = argv[0], argv[1:]
+    else:
+        return run("python -m pn_fairseq", lambda: options(argv))
+
+    def body() -> int:
+        if verb not in VERBS:
+            raise UserError(f"unknown verb {verb!r}{did_you_mean(verb, VERBS)} Known: {', '.join(sorted(VERBS))}")
+        return importlib.import_module(VERBS[verb]).main(argv)
+
+    return run(f"pn-{verb}", body)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -311,6 +311,5 @@ class _PowerNormFunction(torch.autograd.Function):
         ctx.finish(gain / root * sums[0, 0])
         dweight = dbias = None
         if weight is not None:
-            product, plain = sums.sum(0).unbind()
-            dweight, dbias = (product / root).to(weight.dtype), plain.to(weight.dtype)
+            dweight, dbias = reference.parameter_gradients(dx, weight, sums, root)
         return dx, dweight, dbias, *(None,) * 8

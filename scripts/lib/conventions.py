@@ -1,17 +1,8 @@
-"""The conventions of ``pn_fairseq.cli``, for tools that must start at once.
+"""The conventions of the command-line tools, under the name that the steps here use."""
 
-``import pn_fairseq`` imports torch, which takes more than a second; ``pn_fairseq/cli/__init__.py`` itself needs the
-standard library alone, so it is loaded by its path.
-"""
-
-import importlib.util
+import sys
 from pathlib import Path
 
-_path = Path(__file__).resolve().parents[2] / "pn_fairseq/cli/__init__.py"
-_spec = importlib.util.spec_from_file_location("pn_fairseq_cli", _path)
-_module = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(_module)
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-ArgumentParser = _module.ArgumentParser
-UserError = _module.UserError
-command = _module.command
+from pn_fairseq.pipeline.command import ArgumentParser, UserError, command  # noqa: E402, F401

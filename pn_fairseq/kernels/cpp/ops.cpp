@@ -204,7 +204,6 @@ Total over_tokens(const Tokens& tokens, int64_t vectors, F&& pass) {
     }
   });
   Total total;
-  wide.resize(threads * size);
   for (int64_t thread = 0; thread < threads; ++thread) {
     total.real += sums[thread].real;
     for (int64_t k = 0; thread && k < size; ++k) wide[k] += wide[thread * size + k];
@@ -260,6 +259,20 @@ Forward<S, A> forward_of(const Tokens& tokens, const Tensor& x, const Tensor& in
   return f;
 }
 
+template <class S, class A>
+Total run(const Tokens& tokens, const Passes<S, A>& passes, const Forward<S, A>& f, Kind kind) {
+  return over_tokens<A>(tokens, kind == Kind::none ? 0 : 2, [&](int64_t begin, int64_t end, Sums<A>& sums) {
+    passes.forward(f, begin, end, kind, sums);
+  });
+}
+
+template <class S, class A>
+Total run(const Tokens& tokens, const Passes<S, A>& passes, const Backward<S, A>& b, bool sums_wanted) {
+  return over_tokens<A>(tokens, sums_wanted ? 4 : 0, [&](int64_t begin, int64_t end, Sums<A>& sums) {
+    passes.backward(b, begin, end, sums);
+  });
+}
+
 // weight / sqrt(moment + eps), where what is missing is 1.
 template <class A>
 std::vector<A> scale_of(const Channels<A>& weight, const A* moment, double eps, int64_t channels) {
@@ -300,9 +313,7 @@ std::tuple<Tensor, Tensor> normalize(
     f.scale = scale.data();
     f.bias = offset.data();
     f.center = center.data;
-    over_tokens<A>(tokens, 0, [&](int64_t begin, int64_t end, Sums<A>& sums) {
-      passes.forward(f, begin, end, Kind::none, sums);
-    });
+    run(tokens, passes, f, Kind::none);
   });
   return {y.get(), inv_rms ? new_wide(x, {0}) : scales};
 }
@@ -320,19 +331,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> moments(
     using A = decltype(wide);
     Forward<S, A> f = forward_of<S, A>(tokens, x, inv_rms, groups, eps);
     f.padding = tokens.of_mask(padding_mask);
-    auto pass = [&](Kind kind) {
-      return over_tokens<A>(tokens, 2, [&](int64_t begin, int64_t end, Sums<A>& sums) {
-        passes.forward(f, begin, end, kind, sums);
-      });
-    };
     if (centered) {
-      Total values = pass(Kind::values);
+      Total values = run(tokens, passes, f, Kind::values);
       for (int64_t c = 0; c < channels; ++c) values.sums[c] /= static_cast<double>(std::max<int64_t>(1, values.real));
       copy_to<A>(mean, values.sums.data());
       f.given = true;
       f.center = mean.const_data_ptr<A>();
     }
-    const Total total = pass(Kind::squares);
+    const Total total = run(tokens, passes, f, Kind::squares);
     copy_to<A>(squares, total.sums.data());
     *count.data_ptr<A>() = static_cast<A>(total.real);
   });
@@ -368,9 +374,7 @@ Tensor gradient_sums(
     const Channels<A> center(mean, x);
     Backward<S, A> b = backward_of<S, A>(tokens, dy, x, padding_mask, scales, groups);
     b.center = center.data;
-    const Total total = over_tokens<A>(tokens, 4, [&](int64_t begin, int64_t end, Sums<A>& sums) {
-      passes.backward(b, begin, end, sums);
-    });
+    const Total total = run(tokens, passes, b, true);
     copy_to<A>(result, total.sums.data());
   });
   return result;
@@ -402,9 +406,7 @@ std::tuple<Tensor, Tensor> gradient(
     b.slope = given_slope.data;
     b.offset = given_offset || !both ? given_offset.data : zero.data();
     b.center = center || !both ? center.data : zero.data();
-    const Total total = over_tokens<A>(tokens, sums_wanted ? 4 : 0, [&](int64_t begin, int64_t end, Sums<A>& sums) {
-      passes.backward(b, begin, end, sums);
-    });
+    const Total total = run(tokens, passes, b, sums_wanted);
     copy_to<A>(result, total.sums.data());
   });
   return {dx.get(), result};
@@ -523,11 +525,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> power_forward(
     f.padding = tokens.of_mask(padding_mask);
     f.bias = offset.data();
     std::vector<A> scale;
-    auto pass = [&](Kind kind) {
-      return over_tokens<A>(tokens, kind == Kind::none ? 0 : 2, [&](int64_t begin, int64_t end, Sums<A>& sums) {
-        passes.forward(f, begin, end, kind, sums);
-      });
-    };
     auto write_y = [&] {
       scale = scale_of<A>(gain, used, eps, channels);
       f.scale = scale.data();
@@ -535,7 +532,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> power_forward(
     };
     // The running psi is known before the batch is seen, so one pass does it all; its own is not.
     if (!warming_up) write_y();
-    const Total total = pass(Kind::squares);
+    const Total total = run(tokens, passes, f, Kind::squares);
     const double count = static_cast<double>(std::max<int64_t>(1, total.real));
     for (int64_t c = 0; c < channels; ++c) {
       squares[c] = static_cast<A>(total.sums[c]);
@@ -545,7 +542,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> power_forward(
     if (warming_up) {
       write_y();
       f.given = true;
-      pass(Kind::none);
+      run(tokens, passes, f, Kind::none);
     }
     const bool finite = all_finite_as_state(batch, channels);
     const float share = count_in(tally, total.real, finite, warming_up, alpha, update, number);
@@ -583,9 +580,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> power_backward(
     b.dx = tokens.of<S>(dx.rows);
     b.scale = scale.data();
     b.slope = slope.data();
-    const Total total = over_tokens<A>(tokens, 4, [&](int64_t begin, int64_t end, Sums<A>& sums) {
-      passes.backward(b, begin, end, sums);
-    });
+    const Total total = run(tokens, passes, b, true);
 
     const double* sums = total.sums.data();
     A* lambda = lambda_total.data_ptr<A>();
@@ -636,30 +631,25 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> batch_forward(
     Forward<S, A> f = forward_of<S, A>(tokens, x, inv_rms, groups, eps);
     f.padding = tokens.of_mask(padding_mask);
     f.bias = offset.data();
-    auto pass = [&](Kind kind) {
-      return over_tokens<A>(tokens, kind == Kind::none ? 0 : 2, [&](int64_t begin, int64_t end, Sums<A>& sums) {
-        passes.forward(f, begin, end, kind, sums);
-      });
-    };
     auto write_means = [&](A* means, const Total& total) {
       const double count = static_cast<double>(std::max<int64_t>(1, total.real));
       for (int64_t c = 0; c < channels; ++c) means[c] = static_cast<A>(total.sums[c] / count);
     };
     if (old_mean) {
       A* mean = rows + kMean * channels;
-      write_means(mean, pass(Kind::values));
+      write_means(mean, run(tokens, passes, f, Kind::values));
       std::copy(old_mean, old_mean + channels, rows + kMeanBefore * channels);
       f.given = true;
       f.center = mean;
     }
-    const Total total = pass(Kind::squares);
+    const Total total = run(tokens, passes, f, Kind::squares);
     write_means(moment, total);
     std::copy(old_moment, old_moment + channels, rows + kMomentBefore * channels);
     const std::vector<A> scale = scale_of<A>(gain, moment, eps, channels);
     f.scale = scale.data();
     f.y = tokens.of<S>(y.rows);
     f.given = true;
-    pass(Kind::none);
+    run(tokens, passes, f, Kind::none);
 
     std::vector<A> batch(moment, moment + channels);
     bool finite = true;
@@ -705,12 +695,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> batch_backward(
     const A *rows = vectors.const_data_ptr<A>(), *moment = rows + kMoment * channels;
     Backward<S, A> b = backward_of<S, A>(tokens, dy, x, padding_mask, scales, groups);
     b.center = present_mean ? rows + kMean * channels : nullptr;
-    auto pass = [&](int64_t vectors) {
-      return over_tokens<A>(tokens, vectors, [&](int64_t begin, int64_t end, Sums<A>& sums) {
-        passes.backward(b, begin, end, sums);
-      });
-    };
-    const Total total = pass(4);
+    const Total total = run(tokens, passes, b, true);
     const double* sums = total.sums.data();
     copy_to<A>(result, sums);
     gradients.set<A>(sums, moment, eps, channels);
@@ -727,7 +712,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> batch_backward(
     b.scale = scale.data();
     b.slope = slope.data();
     b.offset = present_mean ? offset.data() : nullptr;
-    pass(0);
+    run(tokens, passes, b, false);
 
     if (!update || all_finite(result.const_data_ptr<A>(), 2 * channels)) return;
     restore(present_moment, rows + kMomentBefore * channels, channels);

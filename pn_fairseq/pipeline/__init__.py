@@ -1,0 +1,1 @@
+"""The experiment around the norms: data, training, decoding, scoring."""

@@ -1,0 +1,113 @@
+"""Conventions of all command-line tools.
+
+A user error ends a tool with one line, ``TOOL: error: what is wrong and what to do``, and exit code 2. Ctrl-C ends it
+with exit code 130, SIGTERM with 143, each with one line. A traceback means a bug in the tool.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import functools
+import logging
+import os
+import signal
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import NoReturn
+
+
+class UserError(Exception):
+    """A mistake of the user. The text is one line: what is wrong, where, what to do."""
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    """argparse's parser; its errors are a :class:`UserError` instead of the usage text."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message} (see {self.prog} --help)")
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """``", did you mean 'X'?"`` for the most similar of the ``known`` names, or an empty string if none is similar."""
+    similar = difflib.get_close_matches(name, list(known), n=1)
+    return f", did you mean {similar[0]!r}?" if similar else ""
+
+
+class Interrupted(BaseException):
+    """SIGINT or SIGTERM arrived. Raised from the signal handler, so ``finally`` blocks run."""
+
+    def __init__(self, number: int):
+        super().__init__(number)
+        self.exit_code = 128 + number
+
+
+def handle_signals() -> None:
+    """Turn SIGINT and SIGTERM into :class:`Interrupted`, also where the parent ignored SIGINT (a background job)."""
+
+    def interrupt(number, _):
+        signal.signal(number, signal.SIG_IGN)  # a second signal must not interrupt the clean-up
+        raise Interrupted(number)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, interrupt)
+
+
+def _unavailable() -> tuple[type[Exception], ...]:
+    """The error of kernels that cannot run, if its module is loaded: importing it here would import torch."""
+    errors = sys.modules.get("pn_fairseq.errors")
+    return (errors.Unavailable,) if errors else ()
+
+
+def run(tool: str, body: Callable[[], int | None], *user_errors: type[Exception]) -> int:
+    """Run ``body`` and return the exit code of the conventions above.
+
+    Args:
+        tool: name of the tool in its error lines.
+        body: returns an exit code; None means 0.
+        user_errors: exceptions that mean a user error, besides :class:`UserError` and ``Unavailable``.
+    """
+    try:
+        code = body() or 0
+        sys.stdout.flush()
+        return code
+    except (UserError, *user_errors, *_unavailable()) as error:
+        # A file name may hold a line break; the promise is one line.
+        print(f"{tool}: error: {' '.join(str(error).splitlines())}", file=sys.stderr)
+        return 2
+    except (KeyboardInterrupt, Interrupted) as error:
+        print(f"{tool}: interrupted; run the same command again to resume", file=sys.stderr)
+        return getattr(error, "exit_code", 130)
+    except BrokenPipeError:
+        # The reader of the output (`| head`) has closed it. Python would complain again when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+def command(tool: str, *user_errors: type[Exception]) -> Callable[[Callable], Callable[..., int]]:
+    """Decorate a tool's ``main(argv)`` with :func:`run`."""
+
+    def decorate(body: Callable) -> Callable[..., int]:
+        @functools.wraps(body)
+        def main(argv: list[str] | None = None) -> int:
+            return run(tool, lambda: body(argv), *user_errors)
+
+        return main
+
+    return decorate
+
+
+@contextmanager
+def without_fairseqs_log(level: int = logging.WARNING) -> Iterator[None]:
+    """Hide what fairseq logs below ``level``, and the warnings of torch and hydra."""
+    logger = logging.getLogger("fairseq")
+    before = logger.level
+    logger.setLevel(level)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(before)
