@@ -13,8 +13,7 @@ from types import ModuleType
 import torch
 
 from pn_fairseq.errors import Unavailable
-from pn_fairseq.kernels import reference
-from pn_fairseq.kernels.ops import NAMESPACE, SCHEMAS
+from pn_fairseq.kernels.ops import NAMESPACE, OPERATORS, for_every_operator
 
 #: Environment variable that forces an implementation.
 VARIABLE = "PN_FAIRSEQ_KERNELS"
@@ -74,7 +73,8 @@ def _why_no_triton_on(device: torch.device) -> str:
             needed, found = (".".join(map(str, each)) for each in (LOWEST_CAPABILITY, capability))
             return f"the kernels need compute capability {needed}, and {torch.cuda.get_device_name(device)} has {found}"
         # bfloat16 is what not every triton compiles for older GPUs.
-        module.normalize(torch.ones((1, 1), dtype=torch.bfloat16, device=device), *[None] * 5, 0, 1e-5)
+        x = torch.ones((1, 1), dtype=torch.bfloat16, device=device)
+        module.normalize(x, *[None] * 6, 0, 1e-5, False)
     except Exception as error:  # triton compiles with a C compiler and Python's headers, which may be missing
         return f"the installed triton cannot launch a kernel ({_first_line(error)})"
     return ""
@@ -93,11 +93,11 @@ def _by_triton(name: str):
     def implementation(*args):
         missing = _why_no_triton_on(args[0].device)
         if not missing:
-            return getattr(_load_triton()[0], name)(*args)
+            return getattr(_load_triton()[0], name, OPERATORS[name])(*args)
         if FORCED == "triton":
             raise Unavailable(f"{VARIABLE}=triton: {missing}")
         _warn_without_triton(missing)
-        return getattr(reference, name)(*args)
+        return OPERATORS[name](*args)
 
     return implementation
 
@@ -123,19 +123,21 @@ def _select() -> tuple[str | None, str | None]:
         module, missing = _load_triton()
         if missing:
             raise Unavailable(f"{VARIABLE}=triton: {missing}")
-        for name in SCHEMAS:
+
+        def attach(name):
             _others.impl(name, _by_triton(name), "CUDA")
-            _others.impl(name, getattr(module, name) if module.INTERPRETED else _refuse("triton", "the CPU"), "CPU")
+            interpreted = getattr(module, name, OPERATORS[name])
+            _others.impl(name, interpreted if module.INTERPRETED else _refuse("triton", "the CPU"), "CPU")
+
+        for_every_operator(attach)
         return forced, f"{VARIABLE}=triton"
     missing = _load_cpp()
     if forced is None:
-        for name in SCHEMAS:
-            _others.impl(name, _by_triton(name), "CUDA")
+        for_every_operator(lambda name: _others.impl(name, _by_triton(name), "CUDA"))
     if forced == "cpp":
         if missing:
             raise Unavailable(f"{VARIABLE}=cpp, but there are no C++ kernels: {missing}")
-        for name in SCHEMAS:
-            _others.impl(name, _refuse("cpp", "CUDA"), "CUDA")
+        for_every_operator(lambda name: _others.impl(name, _refuse("cpp", "CUDA"), "CUDA"))
     return forced, missing
 
 
@@ -197,19 +199,19 @@ def using(name: str) -> Iterator[None]:
     """
     if name not in available():
         raise Unavailable(f"kernels {name!r} cannot run here: {_why_not(name)}")
-    module = reference if name == "reference" else _load_triton()[0] if name == "triton" else None
-    if module is None or available() == ["reference"]:
+    if name == "cpp" or available() == ["reference"]:
         yield
         return
+    triton = _load_triton()[0] if name == "triton" else None
     devices = ["CUDA"] if torch.cuda.is_available() else []
-    if name == "reference" or module.INTERPRETED:
+    if triton is None or triton.INTERPRETED:
         devices.append("CPU")
     library = torch.library.Library(NAMESPACE, "IMPL")
     with warnings.catch_warnings():  # of replacing, which is what is wanted here
         warnings.filterwarnings("ignore", "(?s).*([Oo]verrid|only once for all operators)")
-        for operator in SCHEMAS:
+        for operator, function in OPERATORS.items():
             for device in devices:
-                library.impl(operator, getattr(module, operator), device, allow_override=True)
+                library.impl(operator, getattr(triton, operator, function), device, allow_override=True)
     try:
         yield
     finally:

@@ -13,8 +13,7 @@ from torch import nn
 
 from pn_fairseq.errors import end_fairseq, ending_fairseq
 from pn_fairseq.models.transformer_pn import FoldedModelError
-from pn_fairseq.norms.agree import agree_on_statistics
-from pn_fairseq.norms.base import running_norms
+from pn_fairseq.norms import average_running_stats, running_norms
 
 
 @contextmanager
@@ -32,7 +31,7 @@ def ignoring_batches(model: nn.Module):
 
 def _agree(model: nn.Module) -> None:
     if getattr(model, "norm_agreement", False):
-        agree_on_statistics(model)
+        average_running_stats(model)
 
 
 def wrap(owner, name: str, wrapper) -> None:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from fairseq.utils import safe_getattr
 from omegaconf import OmegaConf, open_dict
 
-from pn_fairseq.norms import NORMS, VARIANTS, LayerScale, build_norm
-from pn_fairseq.norms.base import ChannelNorm, RunningNorm
+from pn_fairseq.norms import NORMS, VARIANTS, ChannelNorm, LayerScale, RunningNorm, build_norm, load_norms
+from pn_fairseq.norms.registry import find_norm
 
 #: What fairseq's learning-rate schedules call the length of their warm-up.
 _WARMUP_KEYS = ("warmup_updates", "warmup_steps")
@@ -42,6 +42,7 @@ class NormOptions:
 
     Attributes:
         encoder_norm, decoder_norm: names in :data:`pn_fairseq.norms.NORMS`.
+        norm_module: Python files, separated by commas, that register more norms (docs/adding_a_norm.md).
         norm_variant: one of :data:`pn_fairseq.norms.VARIANTS`, for the norms of which there are several.
         norm_eps: epsilon of every norm.
         norm_alpha_fwd, norm_alpha_bwd: decay of the running statistics forward and backward.
@@ -70,6 +71,7 @@ class NormOptions:
     no_norm_agreement: bool = False
     norm_stats_interval: int = 0
     norms_folded: bool = False
+    norm_module: str | None = None
 
     @staticmethod
     def add_args(parser: argparse.ArgumentParser) -> None:
@@ -77,13 +79,18 @@ class NormOptions:
         names = "; ".join(f"{name}: {entry.title}" for name, entry in NORMS.items())
         default = NormOptions()
         parser.add_argument(
+            "--norm-module",
+            metavar="FILE[,FILE]",
+            help="Python files that register norms of your own, for --encoder-norm and --decoder-norm",
+        )
+        parser.add_argument(
             "--encoder-norm",
-            choices=list(NORMS),
+            metavar="NAME",
             help=f"norm of the encoder, in its layers and after the last ({names}; default: the architecture's)",
         )
         parser.add_argument(
             "--decoder-norm",
-            choices=list(NORMS),
+            metavar="NAME",
             help=f"norm of the decoder, in its layers and after the last (default: {default.decoder_norm})",
         )
         several = ", ".join(name for name, entry in NORMS.items() if entry.variants)
@@ -109,7 +116,7 @@ class NormOptions:
             metavar="A",
             help=f"decay of PN's running correction nu of the backward pass (default: {default.norm_alpha_bwd})",
         )
-        per_head = ", ".join(name for name, entry in NORMS.items() if entry.cls.layer_scale_per_head)
+        per_head = ", ".join(name for name, entry in NORMS.items() if entry.layer_scale_per_head)
         parser.add_argument(
             "--layer-scale-groups",
             type=_count,
@@ -125,7 +132,7 @@ class NormOptions:
             help="updates during which PN normalizes with the batch's own psi (default: the warm-up of the learning "
             f"rate){_own_warmups()}",
         )
-        synced = ", ".join(name for name, entry in NORMS.items() if entry.cls.sync_by_default)
+        synced = ", ".join(name for name, entry in NORMS.items() if entry.sync)
         parser.add_argument(
             "--norm-sync",
             choices=SYNC,
@@ -158,6 +165,11 @@ class NormOptions:
             with open_dict(args) if OmegaConf.is_config(args) else ExitStack():
                 args.psi_warmup_updates = values["psi_warmup_updates"]
         options = cls(**{name: value for name, value in values.items() if value is not None})
+        for path in (options.norm_module or "").split(","):
+            if path:
+                load_norms(path)
+        for name in (options.encoder_norm, options.decoder_norm):
+            find_norm(name)
         if options.norm_sync not in SYNC:
             raise ValueError(f"norm_sync={options.norm_sync!r} must be one of {', '.join(SYNC)}")
         return options
@@ -174,17 +186,17 @@ class NormOptions:
 
         ``folds`` says whether what follows it can take it in.
         """
-        by_default = self._entry(self.decoder_norm).cls.layer_scale_per_head
+        by_default = find_norm(self.decoder_norm).layer_scale_per_head
         groups = self.layer_scale_groups if by_default else 0
         return self._build(self.decoder_norm, num_features, heads, groups, folds=folds)
 
     def _build(
         self, name: str, num_features: int, heads: int, groups: int | None, last: bool = False, folds: bool = True
     ) -> ChannelNorm | LayerScale:
-        cls = self._entry(name).variant(self.norm_variant)
+        entry = find_norm(name)
         if groups is None:
-            groups = heads if cls.layer_scale_per_head else 0
-        warmup = cls.last_norm_warmup_updates if last else None
+            groups = heads if entry.layer_scale_per_head else 0
+        own_warmup = getattr(entry.variant(self.norm_variant), "last_norm_warmup_updates", None) if last else None
         norm = build_norm(
             name,
             num_features,
@@ -193,16 +205,10 @@ class NormOptions:
             alpha_fwd=self.norm_alpha_fwd,
             alpha_bwd=self.norm_alpha_bwd,
             layer_scale_groups=groups,
-            psi_warmup_updates=(self.psi_warmup_updates or 0) if warmup is None else warmup,
-            sync=cls.sync_by_default if self.norm_sync == "auto" else self.norm_sync == "on",
+            psi_warmup_updates=(self.psi_warmup_updates or 0) if own_warmup is None else own_warmup,
+            sync=entry.sync if self.norm_sync == "auto" else self.norm_sync == "on",
         )
         return norm.layer_scale if self.norms_folded and folds and isinstance(norm, RunningNorm) else norm
-
-    @staticmethod
-    def _entry(name: str):
-        if name not in NORMS:
-            raise ValueError(f"unknown norm {name!r}; known: {', '.join(NORMS)}")
-        return NORMS[name]
 
 
 def _own_warmups() -> str:
@@ -212,7 +218,7 @@ def _own_warmups() -> str:
         f"has {cls.last_norm_warmup_updates}"
         for entry in NORMS.values()
         for variant, cls in entry.variants.items()
-        if cls.last_norm_warmup_updates is not None
+        if hasattr(cls, "last_norm_warmup_updates")
     )
 
 

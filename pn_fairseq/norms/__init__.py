@@ -1,25 +1,39 @@
-"""Normalization layers for padded sequences of tokens. Needs torch and nothing else."""
+"""Normalization layers for padded sequences of tokens. Needs torch and nothing else.
 
+To add a norm, subclass :class:`ChannelNorm` (no state) or :class:`RunningNorm` (running statistics) and register it with
+:func:`register_norm`; see docs/adding_a_norm.md.
+"""
+
+from pn_fairseq.norms.base import ChannelNorm, RunningNorm, running_norms
 from pn_fairseq.norms.batch import MaskedBatchNorm
+from pn_fairseq.norms.distributed import average_running_stats
 from pn_fairseq.norms.layer import LayerNorm
 from pn_fairseq.norms.layer_scale import LayerScale
 from pn_fairseq.norms.power import PowerNorm
 from pn_fairseq.norms.power_release import PowerNormRelease
 from pn_fairseq.norms.power_v import PowerNormV
-from pn_fairseq.norms.psi_warmup import PsiWarmup
 from pn_fairseq.norms.recalibrate import recalibrating
-from pn_fairseq.norms.registry import NORMS, VARIANTS, build_norm
+from pn_fairseq.norms.registry import NORMS, VARIANTS, build_norm, load_norms, register_norm
+from pn_fairseq.norms.tokens import Moments, Step, Tokens
 
 __all__ = [
     "NORMS",
     "VARIANTS",
+    "ChannelNorm",
     "LayerNorm",
     "LayerScale",
     "MaskedBatchNorm",
+    "Moments",
     "PowerNorm",
     "PowerNormRelease",
     "PowerNormV",
-    "PsiWarmup",
+    "RunningNorm",
+    "Step",
+    "Tokens",
+    "average_running_stats",
     "build_norm",
+    "load_norms",
     "recalibrating",
+    "register_norm",
+    "running_norms",
 ]

@@ -1,86 +1,66 @@
-"""What the norms share: affine parameters, layer-scale in front, float32 state that changes once per step.
-
-The norms decide what is to be computed and when the state changes; :mod:`pn_fairseq.kernels` computes it.
-"""
-
-from collections.abc import Callable
-from typing import Any, Optional
+"""What the norms share: affine parameters, layer-scale in front, and float32 state that training steps change."""
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from pn_fairseq import kernels
-from pn_fairseq.kernels import reference
-from pn_fairseq.norms.checks import check_input, check_positive, check_whole
+from pn_fairseq.norms.checks import check_alpha, check_input, check_positive, check_whole
+from pn_fairseq.norms.distributed import world_size
 from pn_fairseq.norms.layer_scale import LayerScale
-from pn_fairseq.norms.pending import COUNT, PendingSteps, Step, in_backward
-from pn_fairseq.norms.workers import sum_later, sum_now, workers
+from pn_fairseq.norms.tokens import Moments, Step, Tokens, Training
+
+COUNT = "num_batches_tracked"
 
 
 class ChannelNorm(nn.Module):
-    """A norm over (T, B, C) or (N, C) activations with a per-channel gain and bias and layer-scale in front.
-
-    Subclasses define ``_train`` and ``_evaluate``.
+    """A norm over activations with a gain and a bias per channel. Subclasses define :meth:`forward`.
 
     Args:
         num_features: number of channels C.
         eps: added to the second moment before the root, here and in layer-scale.
-        affine: learn ``weight`` (gain, initially 1) and ``bias`` (initially 0), both (C,); None without.
-        layer_scale_groups: groups of the :class:`LayerScale` in front; 0 means none.
+        affine: learn ``weight`` (gain, initially 1) and ``bias`` (initially 0), both (C,); otherwise both are None.
+        layer_scale_groups: groups of the :class:`LayerScale` in front; 0: none.
+        batch_first: activations are (B, T, C) instead of (T, B, C), as in ``torch.nn.TransformerEncoderLayer``.
 
     Raises:
         ValueError: an argument or an input does not fit; the message holds its value.
     """
 
-    #: How many layer-scale groups a transformer gives this norm unless told otherwise: one per head, or none.
-    layer_scale_per_head = False
-
-    #: Length of the psi warm-up that a transformer gives this norm after its last encoder layer; None: as elsewhere.
-    last_norm_warmup_updates: int | None = None
-
-    #: Whether a transformer synchronises this norm when there are several workers, unless told otherwise.
-    sync_by_default = False
-
-    def __init__(self, num_features: int, eps: float = 1e-5, affine: bool = True, layer_scale_groups: int = 0):
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        affine: bool = True,
+        layer_scale_groups: int = 0,
+        batch_first: bool = False,
+    ):
         super().__init__()
         self.num_features = check_whole("num_features", num_features, minimum=1)
         self.eps = check_positive("eps", eps)
         self.affine = affine
-        self.layer_scale = LayerScale(num_features, layer_scale_groups, eps)
-        self.weight = nn.Parameter(torch.empty(num_features)) if affine else None
-        self.bias = nn.Parameter(torch.empty(num_features)) if affine else None
-        self.reset_parameters()
+        self.batch_first = batch_first
+        self.layer_scale = LayerScale(num_features, layer_scale_groups, eps, batch_first)
+        self.weight = nn.Parameter(torch.ones(num_features)) if affine else None
+        self.bias = nn.Parameter(torch.zeros(num_features)) if affine else None
 
     def reset_parameters(self) -> None:
+        """Set ``weight`` to 1 and ``bias`` to 0."""
         if self.affine:
             nn.init.ones_(self.weight)
             nn.init.zeros_(self.bias)
 
     def set_num_updates(self, num_updates: int) -> None:
-        """Tell the norm how many optimizer updates are completed. Only a norm with running statistics listens."""
+        """Tell the norm how many optimizer updates are completed."""
 
-    def flush(self) -> None:
-        """Bring the state up to date. Only a norm that is synchronised between workers has something to do."""
+    def forward(self, x: Tensor, padding_mask: Tensor | None = None) -> Tensor:
+        """Normalize ``x``, (T, B, C) or (N, C), or (B, T, C) with ``batch_first``.
 
-    def forward(self, x: Tensor, padding_mask: Optional[Tensor] = None) -> Tensor:  # noqa: UP045 (TorchScript)
-        """Normalize ``x``, (T, B, C) or (N, C); ``padding_mask`` is (B, T) or (N,) bool, True = padding.
-
-        The result has the shape and type of ``x``; statistics and arithmetic are float32, or float64 for a float64
-        ``x``. Padding is normalized like the rest and enters no statistic.
+        ``padding_mask`` is (B, T), in both layouts, or (N,); bool, True = padding. Padding is normalized like other
+        tokens and enters no statistic. The result has the shape and type of ``x``; the arithmetic is float32, float64
+        for a float64 ``x``.
         """
-        if not torch.jit.is_scripting():
-            check_input(x, padding_mask, self.num_features)
-            self.flush()
-        return self._train(x, padding_mask) if self.training else self._evaluate(x)
-
-    def _normalize_by(self, x: Tensor, mean: Optional[Tensor], moment: Tensor) -> Tensor:  # noqa: UP045 (TorchScript)
-        """``x`` through layer-scale, normalized by given statistics; differentiable."""
-        groups = self.layer_scale.groups
-        if torch.jit.is_scripting():  # a saved module has to run where this package is not
-            y, _ = reference.normalize(x, self.weight, self.bias, mean, moment, None, groups, self.eps)
-        else:
-            y, _ = kernels.normalize(x, self.weight, self.bias, mean, moment, None, groups, self.eps)
-        return y
+        raise NotImplementedError
 
     def extra_repr(self) -> str:
         groups = self.layer_scale.groups
@@ -88,246 +68,262 @@ class ChannelNorm(nn.Module):
 
 
 class RunningNorm(ChannelNorm):
-    """A norm with running statistics.
+    r"""A norm with running statistics: state that training steps change and evaluation uses.
 
-    The statistics and ``num_batches_tracked`` (int64, the training forwards that counted) are buffers. Statistics
-    stay float32 through ``.half()``, ``.bfloat16()``, ``.to(dtype)`` and loading: a moving average in bfloat16 stalls.
+    A subclass names its state with :meth:`add_state`, says in :attr:`moment_name` (and :attr:`mean_name`) which part of
+    it evaluation normalizes by, and defines :meth:`forward_pass`, :meth:`backward_pass` and, unless it keeps
+    exponential averages, :meth:`update`. Masks, layer-scale, precision, ranks, activation checkpointing, gradient
+    accumulation, faults, evaluation, recalibration, averaging, saving and diagnostics are the business of this class.
 
-    A training forward changes them once, also where activation checkpointing runs it twice, and not at all where
-    the batch has no real token or its statistics or gradient are not finite.
+    **When the state changes.** A forward writes none of it. A backward leaves a :class:`~.tokens.Step`, once per forward.
+    :meth:`flush` takes the steps into the state, those without a real token or with a number that is not finite excepted.
+    It runs before the next training forward (not inside a backward pass, where a forward is a recomputation and has to
+    see the same state again), in :meth:`set_num_updates`, on a change between training and evaluation, on saving,
+    loading, copying and conversion. Read a buffer directly only after ``flush()``.
+
+    The state stays float32 through ``.half()``, ``.bfloat16()``, ``.to(dtype)`` and loading. The buffer
+    ``num_batches_tracked`` (int64) counts the steps that were taken in.
 
     Args:
-        sync: take the statistics over the real tokens of all data-parallel workers, weighted by their number. All
-            workers have to run the same forwards and backwards. Without ``torch.distributed``, or with one worker,
-            it changes nothing.
-        process_group: the workers; None means all. A copy of the module has None.
-        initial: name and initial value of each statistic.
+        alpha_fwd: decay of the exponential averages, in (0, 1).
+        sync: take all statistics over the real tokens of all ranks, weighted by their number; every rank has to run the
+            same forwards and backwards. Without ``torch.distributed``, or with one rank, it changes nothing.
+        process_group: the ranks; None: all. A copy of the module has None.
+        others: see :class:`ChannelNorm`.
     """
 
-    sync_by_default = True  # as in the paper, Section 5
+    #: Buffers that evaluation normalizes by: the second moment, and the mean that it is about; None: it is about 0.
+    moment_name: str
+    mean_name: str | None = None
 
-    #: While set, training forwards normalize with the batch's own statistics and the running ones become the plain
-    #: mean over the batches: statistics for weights that were not trained with them, such as averaged ones.
+    #: While set, forwards in training mode normalize with the statistics of the batch, and the running ones become the
+    #: mean over the batches; see :func:`pn_fairseq.norms.recalibrating`.
     recalibrating = False
-
-    #: Statistics of the backward pass, which forwards alone cannot re-estimate.
-    backward_statistics: tuple[str, ...] = ()
 
     #: While set, :meth:`diagnostics` has something to report.
     collecting = False
 
-    #: While set, training forwards and their backwards leave no trace in the statistics. A worker that has nothing to
-    #: train on takes part in the sums over the workers with nothing.
+    #: While set (a rank that repeats a batch because it has no more of its own), training enters no statistic. A rank of
+    #: a synchronised norm contributes zeros to the all-reduce.
     ignoring = False
 
-    #: Statistics that are variances -> the means that they are about.
-    variances: dict[str, str] = {}
-
-    def __init__(
-        self,
-        num_features: int,
-        eps: float,
-        affine: bool,
-        layer_scale_groups: int,
-        sync: bool = False,
-        process_group=None,
-        **initial: float,
-    ):
-        super().__init__(num_features, eps, affine, layer_scale_groups)
-        self.sync = sync
-        self.process_group = process_group
-        self._initial = initial
-        for name in initial:
-            self.register_buffer(name, torch.empty(num_features, dtype=torch.float32))
-        self.register_buffer(COUNT, torch.empty((), dtype=torch.int64))
-        self._num_updates = None
-        self._arriving: list[tuple[Any, Tensor, Callable[[Tensor], None]]] = []
-        #: Whether a training forward has run since the workers last agreed on the statistics.
-        self.trained_alone = False
+    def __init__(self, num_features: int, alpha_fwd: float = 0.9, sync: bool = False, process_group=None, **common):
+        super().__init__(num_features, **common)
+        self.alpha_fwd = check_alpha("alpha_fwd", alpha_fwd)
+        self.sync, self.process_group = sync, process_group
+        self._initial: dict[str, float] = {}
+        self._pending: list[Step] = []
+        #: Changes when the state is replaced: steps that began before it are not taken in.
+        self.state_version = 0
+        self._num_updates: int | None = None
         self._collected: dict[str, Tensor] = {}
-        self.reset_running_stats()
-        self.register_state_dict_pre_hook(_flush_first)
+        self.register_buffer(COUNT, torch.zeros((), dtype=torch.int64))
+        self.register_state_dict_pre_hook(lambda module, *_: module.flush())
         self.register_load_state_dict_pre_hook(_before_loading)
+
+    # What a norm defines.
+
+    def add_state(self, name: str, initial: float, *rows: int) -> None:
+        """Register the buffer ``name``, (C,) float32 or (\\*rows, C), with its initial value."""
+        self._initial[name] = initial
+        self.register_buffer(name, torch.full((*rows, self.num_features), initial, dtype=torch.float32))
+        self._buffers[COUNT] = self._buffers.pop(COUNT)  # the counter comes last, as in torch.nn.BatchNorm1d
+
+    def forward_pass(self, tokens: Tokens, step: Step) -> Tensor:
+        """y, (T, B, C), from :meth:`.Tokens.normalize`.
+
+        It has to see to it that ``step.batch`` is set, by :meth:`.Tokens.moments` or ``normalize(moments=True)``. It may
+        keep in ``step`` what the other passes need. State that ``step`` keeps goes through :meth:`snapshot`.
+        """
+        raise NotImplementedError
+
+    def backward_pass(self, tokens: Tokens, step: Step) -> tuple[Tensor, Tensor]:
+        """dx, and the gradients of weight and bias, (2, C), from :meth:`.Tokens.gradient` or ``gradient_sums``."""
+        raise NotImplementedError
+
+    def update(self, step: Step) -> dict[str, Tensor]:
+        """The state after ``step``, by buffer name; what is missing stays as it is. Written only if all is finite.
+
+        With ``num_batches_tracked`` among them the values are written as they are: an operator has seen to all of it.
+        Here: exponential averages of :meth:`statistics_of`.
+        """
+        batch = self.statistics_of(step.batch)
+        mean = None if self.mean_name is None else self._buffers[self.mean_name]
+        moment, mean, count = kernels.running_average(
+            self._buffers[self.moment_name],
+            mean,
+            self.num_batches_tracked,
+            batch[self.moment_name],
+            None if mean is None else batch[self.mean_name],
+            step.products,
+            step.batch.count,
+            0,
+            self.alpha_fwd,
+        )
+        new = {self.moment_name: moment, COUNT: count}
+        return new if self.mean_name is None else {self.mean_name: mean, **new}
+
+    def statistics_of(self, batch: Moments) -> dict[str, Tensor]:
+        """What of a batch enters the running statistics that evaluation uses, by buffer name."""
+        moments = {self.moment_name: batch.moment}
+        return moments if self.mean_name is None else {self.mean_name: batch.mean, **moments}
+
+    def observe(self, step: Step) -> dict[str, Tensor]:
+        """More :meth:`diagnostics` of a step that is about to be taken in, by name, each 0-d."""
+        return {}
+
+    @staticmethod
+    def snapshot(state: Tensor) -> Tensor:
+        """``state`` as it is now, without a copy: :meth:`flush` gives buffers new memory instead of writing to it."""
+        return state.data
+
+    # Training.
+
+    def forward(self, x: Tensor, padding_mask: Tensor | None = None) -> Tensor:
+        check_input(x, padding_mask, self.num_features, self.batch_first)
+        return self._train(x, padding_mask) if self.training else self._evaluate(x)
+
+    forward.__doc__ = ChannelNorm.forward.__doc__
+
+    @torch.compiler.disable
+    def _train(self, x: Tensor, padding_mask: Tensor | None) -> Tensor:
+        if torch._C._are_functorch_transforms_active():
+            raise RuntimeError("torch.func cannot transform a norm of pn_fairseq in training mode: call eval() first")
+        self.flush()
+        if self.ignoring and self.synchronises():
+            padding_mask = torch.ones(x.shape[-2::-1], dtype=torch.bool, device=x.device)
+            padding_mask = padding_mask.t() if self.batch_first else padding_mask
+        if self.recalibrating:
+            return self._recalibrate(x, padding_mask)
+        return Training.apply(x, self.weight, self.bias, padding_mask, self)
+
+    def synchronises(self) -> bool:
+        """Whether statistics are summed over several ranks."""
+        return self.sync and world_size(self.process_group) > 1
+
+    def contribute(self, step: Step, version: int | None) -> None:
+        """Keep ``step`` for :meth:`flush`; what is not summed over the ranks yet is on its way from here on."""
+        step.work = None
+        local = ([] if step.batch.reduced else [step.batch.moment * step.batch.count]) + (
+            [] if step.products_reduced else [*step.products]
+        )
+        if local:  # every rank starts the same all-reduces, whatever becomes of the result
+            step.flat = torch.cat([*local, step.batch.count[None]])
+            step.work = dist.all_reduce(step.flat, group=self.process_group, async_op=True)
+        if version == self.state_version and (not self.ignoring or self.synchronises()):
+            self._pending.append(step)
+
+    @torch.no_grad()
+    def flush(self) -> None:
+        """Take the steps whose backward has run into the state. It starts no all-reduce: one rank may call it alone."""
+        if not self._pending or torch._C._current_graph_task_id() != -1:  # inside a backward pass
+            return
+        pending, self._pending = self._pending, []
+        for step in pending:
+            self._wait(step)
+            new = self.update(step)
+            if COUNT not in new:
+                values = [*new.values(), *step.products]
+                finite = torch.stack([value.isfinite().all() for value in values]).all()
+                counted = finite & (step.batch.count > 0)
+                new = {name: torch.where(counted, value, self._buffers[name]) for name, value in new.items()}
+                new[COUNT] = self.num_batches_tracked + counted
+            if self.collecting:
+                self._collect(step, new[COUNT] > self.num_batches_tracked)
+            for name, value in new.items():
+                self._buffers[name].set_(value.to(self._buffers[name].dtype))
+
+    def _wait(self, step: Step) -> None:
+        """Put the sums over all ranks into ``step``."""
+        if step.work is None:
+            return
+        step.work.wait()
+        *parts, count = step.flat.split([self.num_features] * (step.flat.numel() // self.num_features) + [1])
+        if not step.batch.reduced:
+            moment = parts.pop(0) / count.clamp(min=1.0)
+            step.batch = Moments(None, moment, count[0], reduced=True)
+        if not step.products_reduced:
+            step.products = torch.stack(parts)
 
     def set_num_updates(self, num_updates: int) -> None:
         """Tell the norm that ``num_updates`` optimizer updates are completed."""
-        if num_updates != self._num_updates:  # an update is over: no backward of an earlier forward will come
-            self.flush()
-            self._num_updates = num_updates
-            self._pending = PendingSteps()
+        self.flush()
+        self._num_updates = num_updates
+
+    def discard_pending(self) -> None:
+        """Forget the steps that :meth:`flush` has not taken in, and those whose backward is still to come."""
+        self._pending = []
+        self.state_version += 1
 
     def reset_running_stats(self) -> None:
-        """Forget everything that training has seen."""
-        self.flush()
+        """Give the state its initial values."""
+        self.discard_pending()
         for name, value in self._initial.items():
             self._buffers[name].fill_(value)
-        self._buffers[COUNT].zero_()
-        self._pending = PendingSteps()
-
-    def forget_pending(self) -> None:
-        """Let backwards that are still to come change no state: it was replaced, by loading or by agreement."""
-        for step in self._pending.steps:
-            step.forgotten = step.seen_backward = True
-        self._pending = PendingSteps()
+        self.num_batches_tracked.zero_()
 
     def train(self, mode: bool = True):
         self.flush()
         return super().train(mode)
 
-    def evaluation_statistics(self) -> tuple[Optional[Tensor], Tensor]:  # noqa: UP045 (TorchScript)
-        """What evaluation normalizes by: a mean that is subtracted, None for none, and a second moment, both (C,)."""
-        raise NotImplementedError
+    # Evaluation.
+
+    def evaluation_statistics(self) -> tuple[Tensor | None, Tensor]:
+        """What evaluation normalizes by: the mean (None: 0) and the second moment about it, both (C,)."""
+        return None if self.mean_name is None else self._buffers[self.mean_name], self._buffers[self.moment_name]
 
     def evaluation_affine(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Scale and shift, (C,) of ``dtype``: in evaluation y = scale * h + shift, with h what layer-scale gives."""
+        """Scale and shift, (C,) of ``dtype``: in evaluation y = scale * h + shift, with h the layer-scaled x."""
         mean, moment = self.evaluation_statistics()
         scale = torch.rsqrt(moment.to(dtype) + self.eps)
-        weight, bias = self.weight, self.bias
-        if weight is not None and bias is not None:
-            scale = scale * weight.to(dtype)
-            shift = bias.to(dtype)
-        else:
-            shift = torch.zeros_like(scale)
+        shift = torch.zeros_like(scale)
+        if self.affine:
+            scale, shift = scale * self.weight.to(dtype), self.bias.to(dtype)
         return scale, shift if mean is None else shift - mean.to(dtype) * scale
 
     def _evaluate(self, x: Tensor) -> Tensor:
         mean, moment = self.evaluation_statistics()
         return self._normalize_by(x, mean, moment)
 
-    # Sums over tokens and workers.
+    def _normalize_by(self, x: Tensor, mean: Tensor | None, moment: Tensor) -> Tensor:
+        groups = self.layer_scale.groups
+        arguments = (self.weight, self.bias, mean, moment, None, None, groups, self.eps, False)
+        return kernels.normalize(x.contiguous(), *arguments)[0]
 
-    def synchronises(self) -> bool:
-        """Whether statistics are summed over several workers."""
-        return self.sync and workers(self.process_group) > 1
-
-    def _mask(self, x: Tensor, padding_mask: Tensor | None) -> Tensor | None:
-        """What is padding for the statistics: the mask, or everything where this worker is to add nothing."""
-        if self.ignoring and self.synchronises():
-            return torch.ones(x.shape[-2::-1], dtype=torch.bool, device=x.device)
-        return padding_mask
-
-    def _moments(self, x: Tensor, padding_mask: Tensor | None, centered: bool = False):
-        """:func:`~pn_fairseq.kernels.reference.moments` of layer-scaled ``x`` on this worker."""
-        return kernels.moments(x.detach(), padding_mask, self.layer_scale.groups, self.eps, centered)
-
-    def sum_over_workers(self, vector: Tensor) -> Tensor:
-        """``vector`` itself for one worker; waits for the others if there are several."""
-        return sum_now(vector, self.process_group) if self.synchronises() else vector
-
-    def _mean_over_workers(self, total: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean over the real tokens of all workers, (C,), 0 if there are none, and their number.
-
-        ``total`` (C,) is the sum over the ``count`` real tokens of this worker.
-        """
-        if self.synchronises():
-            summed = sum_now(torch.cat([total, count[None]]), self.process_group)
-            total, count = summed[:-1], summed[-1]
-        return total / count.clamp(min=1.0), count
-
-    def _when_summed(self, total: Tensor, then: Callable[[Tensor], None]) -> None:
-        """Call ``then`` with ``total`` summed over the workers: at once for one worker, else when :meth:`flush` is due.
-
-        The sum is on its way while the step goes on. Whoever looks at the state calls :meth:`flush` first.
-        """
-        if self.synchronises():
-            self._arriving.append((*sum_later(total, self.process_group), then))
-        else:
-            then(total)
-
-    def flush(self) -> None:
-        """Take in what is still on its way from the other workers.
-
-        Called by every forward, on saving, loading and copying, and on a change between training and evaluation. It
-        waits for sums that all workers have started, unless one of them failed, and starts none: one worker may call
-        it alone.
-        """
-        if not self._arriving:
-            return
-        arriving, self._arriving = self._arriving, []
+    def _recalibrate(self, x: Tensor, padding_mask: Tensor | None) -> Tensor:
+        step = Step()
+        batch = Tokens(self, step, x.detach(), padding_mask, None, None).moments(centered=self.mean_name is not None)
         with torch.no_grad():
-            for work, total, then in arriving:
-                work.wait()
-                then(total)
+            new = {name: value.to(torch.float32) for name, value in self.statistics_of(batch).items()}
+            finite = torch.stack([value.isfinite().all() for value in new.values()]).all()
+            counted = (batch.count > 0) & finite & (not self.ignoring or self.synchronises())
+            count = self.num_batches_tracked.add_(counted).clamp(min=1)
+            for name, value in new.items():
+                running = self._buffers[name]
+                running.copy_(torch.where(counted, running + (value - running) / count, running))
+        return self._normalize_by(x, batch.mean, batch.moment)
 
-    # The life of a training step.
+    # Diagnostics.
 
-    def _weight(self, alpha: float) -> Callable[[Tensor], float | Tensor]:
-        """Number of a step -> weight of its batch in an exponential average with decay ``alpha``."""
-        if self.recalibrating:
-            return lambda number: 1.0 / number
-        return lambda number: 1.0 - alpha
-
-    @torch.no_grad()
-    def _begin(self, key: Tensor, **used: Tensor) -> Step:
-        """A training forward: a new step, or under a recomputation the step of the first computation.
-
-        ``key`` (C,) is a statistic of the batch on this worker; ``used`` is what a recomputation has to use again.
-        """
-        self.trained_alone = True
-        if step := self._recomputed(lambda: key):
-            step.unfold()
-            return step
-        if in_backward() or self._leaves_no_step():
-            return Step(key, used, forgotten=True, seen_backward=True)
-        return self._pending.add(Step(key.detach(), used))
-
-    def _leaves_no_step(self) -> bool:
-        """Whether this forward is to be ignored and no other worker waits for it."""
-        return self.ignoring and not self.synchronises()
-
-    def _recomputed(self, key: Callable[[], Tensor]) -> Step | None:
-        """The step that is being recomputed, None if this is no recomputation (or of a forward long forgotten).
-
-        ``key`` computes the statistic of the batch by which the step is found among several.
-        """
-        return self._pending.find(key) if in_backward() and not self._leaves_no_step() else None
-
-    @torch.no_grad()
-    def _count_in(
-        self, step: Step, batch: dict[str, Tensor], count: Tensor, weight: Callable[[Tensor], float | Tensor]
-    ) -> None:
-        """Take the statistics ``batch`` over ``count`` real tokens into the running ones; once for a step.
-
-        ``weight`` tells how much they count, given the number of the step.
-        """
-        if step.batch is not None or step.forgotten:
-            return
-        step.batch = {name: value.detach().to(torch.float32) for name, value in batch.items()}
-        step.count, step.weight = count, weight
-        finite = torch.stack([value.isfinite().all() for value in step.batch.values()]).all()
-        step.counted = (count > 0) & finite
-        if self.collecting:
-            self._note_step(step, finite)
-        self._pending.count_in(step, self._buffers)
-
-    def begin_backward(self, step: Step) -> bool:
-        """Whether this is the first backward of ``step`` (a retained graph can be walked again)."""
-        first, step.seen_backward = not step.seen_backward, True
-        return first
-
-    @torch.no_grad()
-    def settle(self, step: Step, finite: Tensor) -> None:
-        """End a step whose gradient has been seen: take it back where that was not ``finite`` (0-d bool)."""
-        step.unfold()
-        if self.collecting:
-            self._add("nonfinite_steps", step.counted & finite.logical_not())
-        self._pending.settle(step, self._buffers, finite)
-
-    # Reports.
-
-    def _note_step(self, step: Step, finite: Tensor) -> None:
-        self._add("nonfinite_steps", finite.logical_not())
-
-    def _add(self, name: str, condition: Tensor) -> None:
-        self._collected[name] = self._collected.get(name, 0) + condition.to(torch.int64)
+    def _collect(self, step: Step, counted: Tensor) -> None:
+        faulty = (step.batch.count > 0) & ~counted
+        self._collected["nonfinite_steps"] = self._collected.get("nonfinite_steps", 0) + faulty.to(torch.int64)
+        batch = self.statistics_of(step.batch)[self.moment_name].to(torch.float32)
+        # Where the batch is what the running statistics expect, this is 0.
+        ratio = _log(batch) - _log(self._buffers[self.moment_name])
+        self._collected["psi_distance"] = 0.5 * ratio.abs().mean()
+        self._collected.update(self.observe(step))
 
     def diagnostics(self) -> dict[str, Tensor]:
-        """What was seen while :attr:`collecting` was set, by name, each 0-d; empty if it was not.
+        """What was seen while :attr:`collecting` was set, by name, each 0-d.
 
+        ``psi_distance``: of the last step, the mean over channels of abs(log(psi_B / psi)), psi^2 being the second moment.
         ``nonfinite_steps``: how often a statistic or gradient that was not finite kept a step out of the state.
         """
         self.flush()
         return dict(self._collected)
+
+    # Conversion and copies.
 
     def _apply(self, fn, recurse=True):
         self.flush()
@@ -341,8 +337,11 @@ class RunningNorm(ChannelNorm):
 
     def __getstate__(self):
         self.flush()
-        # What waits for its backward belongs to this module's graphs, not to a copy; a process group cannot be copied.
-        return {**self.__dict__, "_pending": PendingSteps(), "process_group": None}
+        # Steps belong to the graphs of this module, not to those of a copy; a process group cannot be copied.
+        return {**self.__dict__, "_pending": [], "process_group": None}
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, alpha_fwd={self.alpha_fwd}"
 
 
 def running_norms(model: nn.Module) -> list[RunningNorm]:
@@ -350,21 +349,15 @@ def running_norms(model: nn.Module) -> list[RunningNorm]:
     return [module for module in model.modules() if isinstance(module, RunningNorm)]
 
 
-def _flush_first(module: RunningNorm, *_) -> None:
-    module.flush()
-
-
 def _before_loading(module: RunningNorm, state_dict: dict, prefix: str, *_) -> None:
-    module.flush()
-    module.forget_pending()
-    # With assign=True torch takes the tensors as they are. The dict is one of torch's own, not the caller's.
+    module.discard_pending()
+    module._num_updates = None
+    # With assign=True torch takes the tensors as they are. The dict is torch's own, not the caller's.
     for name, buffer in module._buffers.items():
         loaded = state_dict.get(prefix + name)
         if isinstance(loaded, Tensor):
             state_dict[prefix + name] = loaded.to(buffer.dtype).contiguous()
 
 
-def psi_distance(batch: Tensor, running: Tensor) -> Tensor:
-    """Mean over channels of abs(log(psi_B / psi)), given both squared, (C,): 0 where the batch is what was expected."""
-    tiny = torch.finfo(running.dtype).tiny
-    return 0.5 * (batch.clamp(min=tiny).log() - running.clamp(min=tiny).log()).abs().mean()
+def _log(values: Tensor) -> Tensor:
+    return values.clamp(min=torch.finfo(values.dtype).tiny).log()

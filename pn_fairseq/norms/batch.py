@@ -1,30 +1,50 @@
 """BN: batch normalization over the real tokens of a padded batch."""
 
-from typing import Optional
-
 from torch import Tensor
 
-from pn_fairseq.kernels.reference import unbiased
-from pn_fairseq.norms.exact import ExactNorm
+from pn_fairseq.norms.base import RunningNorm
+from pn_fairseq.norms.tokens import Moments, Step, Tokens
 
 
-class MaskedBatchNorm(ExactNorm):
+class BatchStatsNorm(RunningNorm):
+    r"""A norm by the statistics of the batch with the exact gradient; what BN and PN-V have in common.
+
+    y = weight x_hat + bias, x_hat = (h - mean) / D, D = sqrt(moment + eps), where mean and moment are those of the N real
+    tokens M of the batch. With dx_hat = weight dy, real tokens get (Shen et al. 2020, Eq. 6; BN: Eq. 3)
+
+    .. math:: \mathrm{d}h = (\mathrm{d}\hat x - \hat x\,\mathrm{mean}_M(\mathrm{d}\hat x\,\hat x)
+        - [\text{BN}]\;\mathrm{mean}_M(\mathrm{d}\hat x)) / D
+
+    and padding dx_hat / D: it is divided by the statistics and takes no part in their gradient.
+    """
+
+    def forward_pass(self, tokens: Tokens, step: Step) -> Tensor:
+        batch = tokens.moments(centered=self.mean_name is not None)
+        return tokens.normalize(batch.moment, batch.mean)
+
+    def backward_pass(self, tokens: Tokens, step: Step) -> tuple[Tensor, Tensor]:
+        batch = step.batch
+        parameters, products = tokens.gradient_sums(batch.moment, batch.mean)
+        nu, offset = (products / batch.count.clamp(min=1.0)).unbind()
+        dx, _ = tokens.gradient(batch.moment, batch.mean, nu, None if batch.mean is None else offset)
+        return dx, parameters
+
+
+class MaskedBatchNorm(BatchStatsNorm):
     r"""Batch normalization, BN (Ioffe & Szegedy 2015; Shen et al. 2020, Algorithm 1, gradient Eq. 3).
 
     What ``torch.nn.BatchNorm1d`` computes when it is given the N real tokens alone:
 
     .. math:: \hat x = (x - \mu_B) / \sqrt{\sigma_B^2 + \epsilon}, \qquad y = \gamma \hat x + \beta
 
-    with the biased variance and the exact gradient; the running mean and (unbiased) variance are exponential
-    averages for evaluation.
+    with the biased variance and the exact gradient. The running mean and (unbiased) variance are exponential averages
+    for evaluation.
 
     Args:
         num_features: number of channels C.
-        eps: added to the variance before the root.
-        alpha: decay of the running statistics, in (0, 1); torch's ``momentum`` is ``1 - alpha``.
-        affine: learn ``weight`` and ``bias``, both (C,).
-        layer_scale_groups: groups of the :class:`~pn_fairseq.norms.LayerScale` in front; 0 means none.
+        alpha_fwd: decay of the running statistics, in (0, 1); torch's ``momentum`` is ``1 - alpha_fwd``.
         sync, process_group: see :class:`~pn_fairseq.norms.base.RunningNorm`.
+        eps, affine, layer_scale_groups, batch_first: see :class:`~pn_fairseq.norms.base.ChannelNorm`.
 
     Buffers: ``running_mean`` (initially 0) and ``running_var`` (initially 1), (C,) float32, and
     ``num_batches_tracked``, int64. A batch of one real token has no unbiased variance and changes none of them.
@@ -33,37 +53,14 @@ class MaskedBatchNorm(ExactNorm):
         ValueError: an argument or an input does not fit; the message holds its value.
     """
 
-    variances = {"running_var": "running_mean"}
     moment_name = "running_var"
     mean_name = "running_mean"
 
-    def __init__(
-        self,
-        num_features: int,
-        eps: float = 1e-5,
-        alpha: float = 0.9,
-        affine: bool = True,
-        layer_scale_groups: int = 0,
-        sync: bool = False,
-        process_group=None,
-    ):
-        super().__init__(
-            num_features, eps, alpha, affine, layer_scale_groups, sync, process_group, running_mean=0.0, running_var=1.0
-        )
+    def __init__(self, num_features: int, **common):
+        super().__init__(num_features, **common)
+        self.add_state("running_mean", 0.0)
+        self.add_state("running_var", 1.0)
 
-    def _train_in_parts(self, x: Tensor, padding_mask: Tensor | None) -> Tensor:
-        padding_mask = self._mask(x, padding_mask)
-        inv_rms, mean, squares, count = self._moments(x, padding_mask, centered=True)
-        total, squares = mean * count, squares[0]
-        if self.synchronises():
-            own, (mean, _) = mean, self._mean_over_workers(total, count)
-            squares = squares + count * (own - mean).square()
-        variance, count = self._mean_over_workers(squares, count)
-        step = self._begin(total)
-        # A statistic that is not finite, as the unbiased variance of one token, changes no state.
-        batch = {"running_mean": mean, "running_var": unbiased(variance, count)}
-        self._count_in(step, batch, count, self._weight(self.alpha))
-        return self._normalize_exactly(x, padding_mask, mean, variance, count, inv_rms, step)
-
-    def evaluation_statistics(self) -> tuple[Optional[Tensor], Tensor]:  # noqa: UP045 (TorchScript)
-        return self.running_mean, self.running_var
+    def statistics_of(self, batch: Moments) -> dict[str, Tensor]:
+        unbiased = batch.moment * (batch.count / (batch.count - 1.0))  # infinite for one token: it does not count
+        return {"running_mean": batch.mean, "running_var": unbiased}

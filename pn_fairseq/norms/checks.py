@@ -28,11 +28,13 @@ def check_alpha(name: str, value) -> float:
     return float(value)
 
 
-def check_input(x: Tensor, padding_mask: Tensor | None, num_features: int) -> None:
-    """Check activations (T, B, C) or (N, C) and their padding mask, (B, T) or (N,) bool."""
+def check_input(x: Tensor, padding_mask: Tensor | None, num_features: int, batch_first: bool = False) -> None:
+    """Check activations (T, B, C), (B, T, C) if ``batch_first``, or (N, C), and their mask, (B, T) or (N,) bool."""
+    layout = ("(B, T, C)" if batch_first else "(T, B, C)") if x.dim() == 3 else "(N, C)"
     if x.dim() not in (2, 3) or x.size(-1) != num_features:
         raise ValueError(
-            f"expected an input of shape (T, B, C) or (N, C) with C={num_features} channels, got {tuple(x.shape)}"
+            f"expected an input of shape {'(B, T, C)' if batch_first else '(T, B, C)'} or (N, C) with "
+            f"C={num_features} channels, got {tuple(x.shape)}"
         )
     if not x.is_floating_point():
         raise ValueError(f"expected a floating-point input, got {x.dtype}")
@@ -40,10 +42,11 @@ def check_input(x: Tensor, padding_mask: Tensor | None, num_features: int) -> No
         return
     if padding_mask.dtype != torch.bool:
         raise ValueError(f"padding_mask must have dtype torch.bool (True = padding), got {padding_mask.dtype}")
-    expected = (x.size(1), x.size(0)) if x.dim() == 3 else (x.size(0),)
-    if tuple(padding_mask.shape) != expected:
-        layout = "(B, T)" if x.dim() == 3 else "(N,)"
+    if padding_mask.device != x.device:
+        raise ValueError(f"padding_mask is on {padding_mask.device}, but the input is on {x.device}")
+    expected = x.shape[:-1] if x.dim() == 2 or batch_first else (x.size(1), x.size(0))
+    if tuple(padding_mask.shape) != tuple(expected):
         raise ValueError(
-            f"padding_mask of shape {tuple(padding_mask.shape)} does not fit an input of shape {tuple(x.shape)}: "
-            f"expected {layout} = {expected}"
+            f"padding_mask of shape {tuple(padding_mask.shape)} does not fit an input of shape {tuple(x.shape)} = "
+            f"{layout}: expected {'(N,)' if x.dim() == 2 else '(B, T)'} = {tuple(expected)}"
         )

@@ -1,7 +1,5 @@
 """LN: layer normalization, the baseline."""
 
-from typing import Optional
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -20,21 +18,18 @@ class LayerNorm(ChannelNorm):
 
     Args:
         num_features: number of channels C.
-        eps: added to the variance before the root.
-        affine: learn ``weight`` and ``bias``, both (C,).
-        layer_scale_groups: groups of the :class:`~pn_fairseq.norms.LayerScale` in front; 0 means none.
+        eps, affine, layer_scale_groups, batch_first: see :class:`~pn_fairseq.norms.base.ChannelNorm`.
 
     Raises:
         ValueError: an argument or an input does not fit; the message holds its value.
     """
 
-    def forward(self, x: Tensor, padding_mask: Optional[Tensor] = None) -> Tensor:  # noqa: UP045 (TorchScript)
-        """Normalize ``x``, (T, B, C) or (N, C); ``padding_mask``, (B, T) or (N,) bool, changes nothing."""
-        if not torch.jit.is_scripting():
-            check_input(x, padding_mask, self.num_features)
-        if self.layer_scale.groups > 0:
-            x = self.layer_scale(x, padding_mask)
+    def forward(self, x: Tensor, padding_mask: Tensor | None = None) -> Tensor:
+        check_input(x, padding_mask, self.num_features, self.batch_first)
+        x = self.layer_scale(x)
         weight, bias = self.weight, self.bias
-        if weight is not None and bias is not None and x.dtype == torch.float64:
+        if weight is not None and x.dtype == torch.float64:
             weight, bias = weight.double(), bias.double()  # layer_norm takes no narrower parameters than its input
         return F.layer_norm(x, (self.num_features,), weight, bias, self.eps)
+
+    forward.__doc__ = ChannelNorm.forward.__doc__

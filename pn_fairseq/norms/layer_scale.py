@@ -1,12 +1,9 @@
 """Layer-scale: the per-token, per-group root-mean-square scaling in front of a batch-statistics norm."""
 
-from typing import Optional
-
 import torch
 from torch import Tensor, nn
 
 from pn_fairseq import kernels
-from pn_fairseq.kernels import reference
 from pn_fairseq.norms.checks import check_input, check_positive, check_whole
 
 
@@ -22,35 +19,31 @@ class LayerScale(nn.Module):
         num_features: number of channels C.
         groups: number of equal groups G that the channels split into; 0 turns the module off.
         eps: added to the mean square before the root.
+        batch_first: see :class:`~pn_fairseq.norms.base.ChannelNorm`. It changes the check of ``padding_mask`` only.
 
-    Shapes:
-        ``x`` (T, B, C) or (N, C), any floating type; the result has the same shape and type. The arithmetic is
-        float32 (float64 for float64 input). ``padding_mask`` is accepted for symmetry with the norms and not used:
-        tokens do not see each other.
+    The name is the PowerNorm paper's. CaiT's LayerScale, a learned factor per channel on a residual branch, is something
+    else. ``padding_mask`` changes nothing: every token is scaled alone.
 
     Raises:
         ValueError: ``num_features`` is not a positive whole number, ``groups`` is negative or does not divide it,
             ``eps`` is not positive, or the input does not have ``num_features`` channels.
     """
 
-    def __init__(self, num_features: int, groups: int, eps: float = 1e-5):
+    def __init__(self, num_features: int, groups: int, eps: float = 1e-5, batch_first: bool = False):
         super().__init__()
         self.num_features = check_whole("num_features", num_features, minimum=1)
         self.groups = check_whole("groups", groups, minimum=0)
         if self.groups and self.num_features % self.groups:
             raise ValueError(f"num_features={num_features} is not divisible by groups={groups}")
         self.eps = check_positive("eps", eps)
+        self.batch_first = batch_first
 
-    def forward(self, x: Tensor, padding_mask: Optional[Tensor] = None) -> Tensor:  # noqa: UP045 (TorchScript)
-        if not torch.jit.is_scripting():
-            check_input(x, padding_mask, self.num_features)
+    def forward(self, x: Tensor, padding_mask: Tensor | None = None) -> Tensor:
+        """Scale ``x``; shapes as in :meth:`pn_fairseq.norms.base.ChannelNorm.forward`."""
+        check_input(x, padding_mask, self.num_features, self.batch_first)
         if self.groups == 0:
             return x
-        if torch.jit.is_scripting():  # a saved module has to run where this package is not
-            y, _ = reference.normalize(x, None, None, None, None, None, self.groups, self.eps)
-        else:
-            y, _ = kernels.normalize(x, None, None, None, None, None, self.groups, self.eps)
-        return y
+        return kernels.normalize(x.contiguous(), *[None] * 6, self.groups, self.eps, False)[0]
 
     def extra_repr(self) -> str:
         return f"{self.num_features}, groups={self.groups}, eps={self.eps}"

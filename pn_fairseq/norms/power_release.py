@@ -3,8 +3,9 @@
 import torch
 from torch import Tensor
 
-from pn_fairseq.norms.pending import Step
+from pn_fairseq.norms.base import RunningNorm
 from pn_fairseq.norms.power import PowerNorm
+from pn_fairseq.norms.tokens import Step, Tokens
 
 
 class PowerNormRelease(PowerNorm):
@@ -36,31 +37,23 @@ class PowerNormRelease(PowerNorm):
         :math:`2 / (1 - \alpha_\mathrm{bwd})`. The released code stores ``ema_gz`` =
         :math:`\nu / (1 - \alpha_\mathrm{bwd})`; the buffer here is :math:`\nu`, for the same recursion.
     (e) The warm-up counts training forwards, not optimizer updates: gradient accumulation shortens it.
-    (f) In a transformer, the norm after the last encoder layer has a warm-up of its own
-        (:attr:`last_norm_warmup_updates`). That is for who builds the model to honour, not for this module.
+    (f) In a transformer, the norm after the last encoder layer has a warm-up of its own,
+        :attr:`last_norm_warmup_updates`, which the model passes as ``psi_warmup_updates``.
 
     Evaluation is the paper's, :math:`y = \gamma x / \sqrt{\psi^2 + \epsilon} + \beta`.
 
-    The released code has no rules about faults. This module keeps those of :class:`PowerNorm`, which change no
-    result of a training without faults: float32 state, one change of it per step under activation checkpointing, each
-    backward with the values of its own forward, and none for a batch without a real token or whose statistics or
-    gradient are not finite; since padding enters the means, that includes what is not finite at padding.
+    The released code has no rules about faults. This module keeps those of
+    :class:`~pn_fairseq.norms.base.RunningNorm`, which change no result of a training without faults. Since padding enters
+    the means of (c), a number at padding that is not finite counts as a fault too.
 
     Args:
-        num_features: number of channels C.
-        eps: added to the second moment before the root.
-        alpha_fwd: decay of :math:`\psi^2`, in (0, 1).
-        alpha_bwd: decay of :math:`\nu`, in (0, 1).
-        affine: learn ``weight`` (gamma) and ``bias`` (beta), both (C,).
-        layer_scale_groups: groups of the :class:`~pn_fairseq.norms.LayerScale` in front; 0 means none.
         psi_warmup_updates: length W of the warm-up in training forwards, whatever :meth:`set_num_updates` is told.
-        sync, process_group: see :class:`~pn_fairseq.norms.base.RunningNorm`. Every forward waits for the other
-            workers, because its backward needs :math:`\psi_B`.
+        sync, process_group: see :class:`~pn_fairseq.norms.base.RunningNorm`. Every forward waits for the other ranks,
+            because its backward needs :math:`\psi_B`.
+        others: see :class:`PowerNorm`.
 
     Buffers: ``running_psi2`` (:math:`\psi^2`, initially 1) and ``nu`` (initially 0), (C,) float32, and
     ``num_batches_tracked``, int64.
-
-    Shapes: see :meth:`forward`.
 
     Raises:
         ValueError: an argument or an input does not fit; the message holds its value.
@@ -68,53 +61,48 @@ class PowerNormRelease(PowerNorm):
 
     last_norm_warmup_updates = 1000
 
-    def _needs_parts(self) -> bool:
-        return True
+    def set_num_updates(self, num_updates: int) -> None:
+        RunningNorm.set_num_updates(self, num_updates)  # (e)
 
-    def _train_in_parts(self, x: Tensor, padding_mask: Tensor | None) -> Tensor:
-        inv_rms, _, squares, count = self._moments(x, self._mask(x, padding_mask))
-        over_real = squares[0]
-        step = self._recomputed(lambda: over_real)
-        if step is None:
-            over_all, positions = squares.sum(0), x.numel() // self.num_features
-            if self.ignoring:
-                over_all, positions = torch.zeros_like(over_all), 0
-            step = self._new_step(over_real, over_all, count, positions)
-        # (c): as if nothing were padding.
-        return self._normalize(x, None, inv_rms, step.used["divisor2"], step)
+    def warmup_batches(self) -> int:
+        return self.psi_warmup_updates  # (e)
 
-    @torch.no_grad()
-    def _new_step(self, over_real: Tensor, over_all: Tensor, count: Tensor, positions: int) -> Step:
-        """Begin a step, given sum(x^2) over the real tokens and over all positions, (C,), and the numbers of both."""
-        total = torch.cat([over_real, over_all, count[None], torch.full_like(count[None], positions)])
-        sum_real, sum_all, numbers = self.sum_over_workers(total).split((self.num_features, self.num_features, 2))
-        count, positions = numbers
-        psi2_batch = sum_real / count.clamp(min=1.0)
-        running = self.running_psi2.to(total.dtype)
-        warming_up = self.recalibrating or self.psi_warmup.active(self.num_batches_tracked)
-        some_token = count > 0
-        step = self._begin(
-            over_real,
-            psi2=torch.where(some_token & warming_up, psi2_batch, running),
-            # Without a real token there is no psi_B, and 1 / sqrt(eps) would blow the gradient up.
-            divisor2=torch.where(some_token, psi2_batch, running),
-            nu=self.nu.to(total.dtype, copy=True),
+    def forward_pass(self, tokens: Tokens, step: Step) -> Tensor:
+        everywhere = tokens.with_padding()
+        over_all = everywhere.moments()
+        step.moment, step.positions = over_all.moment, over_all.count.clamp(min=1.0)
+        batch = tokens.moments()
+        step.nu, psi2 = self.snapshot(self.nu), self.running_psi2.to(batch.moment.dtype)
+        some = batch.count > 0  # without a real token there is no psi_B
+        step.psi2 = torch.where(some & (self.num_batches_tracked < self.warmup_batches()), batch.moment, psi2)
+        step.divisor2 = torch.where(some, batch.moment, psi2)
+        return tokens.normalize(step.psi2)
+
+    def backward_pass(self, tokens: Tokens, step: Step) -> tuple[Tensor, Tensor]:
+        ratio = torch.sqrt((step.psi2 + self.eps) / (step.divisor2 + self.eps))  # (a)
+        weight = ratio if tokens.weight is None else ratio * tokens.weight
+        everywhere = tokens.with_padding()  # (c)
+        dx, parameters = everywhere.gradient(step.psi2, nu=ratio * step.nu, weight=weight, sums=True)
+        step.products = step.products / ratio
+        return dx, parameters
+
+    def gamma(self, step: Step) -> Tensor:
+        return step.moment / (step.psi2 + self.eps)
+
+    def update(self, step: Step) -> dict[str, Tensor]:
+        number = self.num_batches_tracked + 1
+        # (b): both steps of a batch in one.
+        share = torch.where(
+            number < self.warmup_batches(), 1.0 - self.alpha_fwd * (1.0 - 1.0 / number), 1.0 - self.alpha_fwd
         )
-        step.used["positions"] = positions
-        step.used["gamma_moment"] = sum_all / positions.clamp(min=1.0) / (step.used["psi2"] + self.eps)
-        self._count_in(step, {"running_psi2": psi2_batch}, count, self._weight_of_batch())
-        return step
+        rate = 1.0 - self.alpha_bwd
+        return {
+            "running_psi2": self.running_psi2 + share * (step.batch.moment - self.running_psi2),
+            # (d)
+            "nu": self.nu * (1.0 - rate * self.gamma(step)) + rate * step.products[0] / step.positions,
+        }
 
-    def _weight_of_batch(self):
-        """Number of a step -> weight of its batch in psi^2: both steps of (b) in one."""
-        if self.recalibrating:
-            return self._weight(self.alpha_fwd)
-
-        def weight(number: Tensor) -> Tensor:
-            cumulative = self.psi_warmup.active(number)  # one forward less than the normalization: t < W, not t <= W
-            return torch.where(cumulative, 1.0 - self.alpha_fwd * (1.0 - 1.0 / number), 1.0 - self.alpha_fwd)
-
-        return weight
-
-    def _guard(self, decay: Tensor, finite: Tensor) -> Tensor:
-        return decay  # (d)
+    def observe(self, step: Step) -> dict[str, Tensor]:
+        observed = super().observe(step)
+        del observed["guarded_steps"]  # (d)
+        return observed

@@ -1,8 +1,12 @@
-"""The one list of norms. Command-line choices, architectures, tests, benchmarks and docs are derived from it."""
+"""The one list of norms. Command-line choices, architectures, tests, benchmarks, reports and docs are derived from it."""
 
+import importlib.util
 import inspect
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import MappingProxyType
+from difflib import get_close_matches
+from pathlib import Path
 
 from pn_fairseq.norms.base import ChannelNorm
 from pn_fairseq.norms.batch import MaskedBatchNorm
@@ -20,45 +24,108 @@ class NormEntry:
         cls: the module class.
         short: the abbreviation in architecture names, as in ``transformer_pn_iwslt``.
         title: one line for help texts and tables.
-        renames: options of :func:`build_norm` that this class knows under another name.
-        variants: variant -> the class that takes the place of ``cls`` in it. Its constructor has the same arguments.
+        layer_scale_per_head: a transformer gives it one layer-scale group per attention head unless told otherwise;
+            otherwise none.
+        sync: a transformer synchronises it over the ranks unless told otherwise.
+        variants: variant -> the class that takes the place of ``cls`` in it, with the same constructor arguments.
     """
 
     cls: type[ChannelNorm]
     short: str
     title: str
-    renames: dict[str, str] = field(default_factory=dict)
+    layer_scale_per_head: bool = False
+    sync: bool = True
     variants: dict[str, type[ChannelNorm]] = field(default_factory=dict)
 
     def variant(self, name: str) -> type[ChannelNorm]:
-        """The class of this norm in one of :data:`VARIANTS`: ``cls`` unless it has another one there."""
+        """The class of this norm in one of :func:`variants`: ``cls`` unless it has another one there."""
         return self.variants.get(name, self.cls)
 
     @property
-    def options(self) -> dict[str, str]:
-        """Option of :func:`build_norm` -> constructor argument, for those that this norm has a use for."""
-        own = set(inspect.signature(self.cls).parameters) - {"num_features", *self.renames.values()}
-        return {**{name: name for name in own}, **self.renames}
+    def options(self) -> set[str]:
+        """Options of :func:`build_norm` that this norm uses: the arguments of its constructor and those it inherits."""
+        found: set[str] = set()
+        for cls in inspect.getmro(self.cls):
+            if "__init__" in vars(cls):
+                parameters = inspect.signature(cls.__init__).parameters.values()
+                found |= {each.name for each in parameters if each.kind != each.VAR_KEYWORD}
+                if all(each.kind != each.VAR_KEYWORD for each in parameters):
+                    break
+        return found - {"self", "num_features"}
 
 
-_AVERAGE = {"alpha_fwd": "alpha"}
-
-NORMS: MappingProxyType[str, NormEntry] = MappingProxyType(
-    {
-        "layer": NormEntry(LayerNorm, "ln", "layer normalization (LN)"),
-        "batch": NormEntry(MaskedBatchNorm, "bn", "batch normalization over real tokens (BN)", _AVERAGE),
-        "power-v": NormEntry(PowerNormV, "pnv", "power normalization with batch statistics (PN-V)", _AVERAGE),
-        "power": NormEntry(
-            PowerNorm,
-            "pn",
-            "power normalization with running statistics (PN)",
-            variants={"release": PowerNormRelease},
-        ),
-    }
-)
+#: Name -> norm. Sources: the classes' docstrings.
+NORMS: dict[str, NormEntry] = {
+    "layer": NormEntry(LayerNorm, "ln", "layer normalization (LN)"),
+    "batch": NormEntry(MaskedBatchNorm, "bn", "batch normalization over real tokens (BN)"),
+    "power-v": NormEntry(
+        PowerNormV, "pnv", "power normalization with batch statistics (PN-V)", layer_scale_per_head=True
+    ),
+    "power": NormEntry(
+        PowerNorm,
+        "pn",
+        "power normalization with running statistics (PN)",
+        layer_scale_per_head=True,
+        sync=False,  # as in the paper, Section 5
+        variants={"release": PowerNormRelease},
+    ),
+}
 
 #: As in the papers, or as in the code that their authors released where that computes something else.
-VARIANTS = ("paper", *sorted({name for entry in NORMS.values() for name in entry.variants}))
+VARIANTS = ("paper", "release")
+
+
+def register_norm(name: str, short: str, title: str, **attributes) -> Callable[[type[ChannelNorm]], type[ChannelNorm]]:
+    """Class decorator that adds a norm to :data:`NORMS`; arguments as in :class:`NormEntry`.
+
+    Raises:
+        ValueError: another class has that name or abbreviation.
+    """
+
+    def register(cls: type[ChannelNorm]) -> type[ChannelNorm]:
+        for known, entry in NORMS.items():
+            same_class = (entry.cls.__module__, entry.cls.__qualname__) == (cls.__module__, cls.__qualname__)
+            if (known == name or entry.short == short) and not (known == name and same_class):
+                raise ValueError(f"{cls.__name__}: name {name!r} or short {short!r} is taken by {entry.cls.__name__}")
+        NORMS[name] = NormEntry(cls, short, title, **attributes)
+        return cls
+
+    return register
+
+
+def load_norms(path: str) -> None:
+    """Run the Python file ``path``, which registers its norms by :func:`register_norm`; once per process.
+
+    Raises:
+        ValueError: there is no such file, or it cannot be imported.
+    """
+    file = Path(path).resolve()
+    module_name = f"pn_fairseq_norm_module_{file.stem}_{abs(hash(str(file))):x}"
+    if module_name in sys.modules:
+        return
+    if not file.is_file():
+        raise ValueError(f"norm module {path!r} is not a file")
+    spec = importlib.util.spec_from_file_location(module_name, file)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[module_name]
+        raise ValueError(f"norm module {path!r} cannot be imported: {type(error).__name__}: {error}") from error
+
+
+def find_norm(name: str) -> NormEntry:
+    """The entry of ``name``.
+
+    Raises:
+        ValueError: no norm has that name; the message holds the most similar one.
+    """
+    if name not in NORMS:
+        similar = get_close_matches(str(name), NORMS, n=1)
+        hint = f", did you mean {similar[0]!r}?" if similar else ";"
+        raise ValueError(f"unknown norm {name!r}{hint} known: {', '.join(NORMS)}")
+    return NORMS[name]
 
 
 def build_norm(name: str, num_features: int, variant: str = VARIANTS[0], **options) -> ChannelNorm:
@@ -68,20 +135,17 @@ def build_norm(name: str, num_features: int, variant: str = VARIANTS[0], **optio
         name: a key of :data:`NORMS`.
         num_features: number of channels C.
         variant: one of :data:`VARIANTS`. A norm of which there is only one ignores it.
-        options: ``eps``, ``affine``, ``alpha_fwd``, ``alpha_bwd``, ``layer_scale_groups``, ``psi_warmup_updates``. One
-            set of options serves all norms: those that this norm has no use for are ignored. ``alpha_fwd`` is the
-            ``alpha`` of the norms that have only one.
+        options: ``eps``, ``affine``, ``alpha_fwd``, ``alpha_bwd``, ``layer_scale_groups``, ``psi_warmup_updates``,
+            ``batch_first``, ... One set of options serves all norms: those that this norm does not have are ignored.
 
     Raises:
         ValueError: no norm has that name, variant or option, or an option's value does not fit.
     """
-    if name not in NORMS:
-        raise ValueError(f"unknown norm {name!r}; known: {', '.join(NORMS)}")
+    entry = find_norm(name)
     if variant not in VARIANTS:
         raise ValueError(f"unknown norm variant {variant!r}; known: {', '.join(VARIANTS)}")
-    known = {option for entry in NORMS.values() for option in entry.options}
+    known = {option for each in NORMS.values() for option in each.options}
     if unknown := sorted(set(options) - known):
         raise ValueError(f"unknown norm option {', '.join(map(repr, unknown))}; known: {', '.join(sorted(known))}")
-    accepted = NORMS[name].options
-    cls = NORMS[name].variant(variant)
-    return cls(num_features, **{accepted[key]: value for key, value in options.items() if key in accepted})
+    accepted = {key: value for key, value in options.items() if key in entry.options}
+    return entry.variant(variant)(num_features, **accepted)

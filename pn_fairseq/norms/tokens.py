@@ -1,0 +1,216 @@
+"""The tokens of one batch, as the forward and backward pass of a norm see them."""
+
+from copy import copy
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pn_fairseq import kernels
+from pn_fairseq.norms.distributed import all_reduce_sum
+
+
+class Moments(NamedTuple):
+    """Statistics of a batch over its real tokens, per channel, in the accumulation dtype.
+
+    Attributes:
+        mean: (C,); None where the moment is about 0.
+        moment: the second moment about the mean (biased), (C,).
+        count: number of real tokens N, 0-d; 0 makes mean and moment 0.
+        reduced: whether they are over all ranks, if the norm is synchronised. Without synchronisation always true.
+    """
+
+    mean: Tensor | None
+    moment: Tensor
+    count: Tensor
+    reduced: bool
+
+
+class Step(SimpleNamespace):
+    """One training forward and its backward: what the state takes in afterwards. A norm may add attributes.
+
+    Attributes:
+        batch: :class:`Moments` of the batch. In ``update`` they are over all ranks.
+        products: (2, C), sums over the real tokens of dx_hat * x_hat and of dx_hat, where dx_hat = weight * dy; in
+            ``update`` over all ranks. Divide them by ``batch.count`` for means.
+        products_reduced: whether the products have been summed over the ranks.
+    """
+
+    batch: Moments
+    products: Tensor
+    products_reduced: bool = False
+
+
+class Tokens:
+    """The tokens of one batch: masked, layer-scaled, and summed over all ranks where the norm is synchronised.
+
+    h denotes the layer-scaled activations, D = sqrt(moment + eps), x_hat = (h - mean) / D, dx_hat = weight * dy.
+    ``weight`` and ``bias`` are those of the norm unless an argument takes their place.
+
+    Attributes:
+        weight, bias: (C,) parameters of the norm, or None.
+        num_features: number of channels C.
+    """
+
+    def __init__(self, norm, step: Step, x: Tensor, padding_mask: Tensor | None, weight, bias, inv_rms=None, dy=None):
+        self._norm, self._step = norm, step
+        self.weight, self.bias, self.num_features = weight, bias, norm.num_features
+        self._groups, self._eps = norm.layer_scale.groups, norm.eps
+        # The kernels take contiguous rows, in any order: a transposed x is taken as it is in memory.
+        self._transposed = x.dim() == 3 and not x.is_contiguous() and x.transpose(0, 1).is_contiguous()
+        self._x, self._dy = self._rows(x), None if dy is None else self._rows(dy)
+        if padding_mask is not None and padding_mask.dim() == 2 and self._transposed == norm.batch_first:
+            padding_mask = padding_mask.t()
+        self._padding = None if padding_mask is None else padding_mask.contiguous()
+        self.inv_rms = inv_rms
+
+    def with_padding(self) -> "Tokens":
+        """The same tokens as if all of them were real (none of them on a rank that repeats a batch)."""
+        other = copy(self)
+        if not self._norm.ignoring:
+            other._padding = None
+        return other
+
+    def _rows(self, x: Tensor) -> Tensor:
+        return (x.transpose(0, 1) if self._transposed else x).contiguous()
+
+    def _result(self, rows: Tensor) -> Tensor:
+        return rows.transpose(0, 1) if self._transposed else rows
+
+    def moments(self, centered: bool = False) -> Moments:
+        """Statistics of the batch before anything is normalized, over all ranks; also ``step.batch``.
+
+        ``centered``: the mean, and the second moment about it; otherwise the second moment about 0.
+        """
+        self.inv_rms, mean, moment, count = kernels.moments(self._x, self._padding, self._groups, self._eps, centered)
+        batch = Moments(mean if centered else None, moment, count, reduced=True)
+        if self._norm.synchronises():
+            batch = _reduced(batch, self._norm.process_group)
+        self._step.batch = batch
+        return batch
+
+    def normalize(
+        self,
+        moment: Tensor,
+        mean: Tensor | None = None,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        moments: bool = False,
+    ) -> Tensor:
+        """y = weight * x_hat + bias.
+
+        ``moments``: the same pass computes ``step.batch``, the second moment about 0 of this rank's tokens. It enters
+        the state summed over all ranks, without a rank waiting for another.
+        """
+        y, inv_rms, batch_moment, count = kernels.normalize(
+            self._x,
+            self.weight if weight is None else weight,
+            self.bias if bias is None else bias,
+            mean,
+            moment,
+            self._padding,
+            self.inv_rms,
+            self._groups,
+            self._eps,
+            moments,
+        )
+        if self.inv_rms is None:
+            self.inv_rms = inv_rms
+        if moments:
+            self._step.batch = Moments(None, batch_moment, count, reduced=not self._norm.synchronises())
+        return self._result(y)
+
+    def gradient_sums(
+        self, moment: Tensor, mean: Tensor | None = None, weight: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Sums over tokens before dx: ``parameters`` and ``products``, each (2, C).
+
+        ``parameters``: the sums of dy * x_hat and of dy over all tokens of this rank, the gradients of weight and bias.
+        ``products``: the sums of dx_hat * x_hat and of dx_hat over the real tokens of all ranks; also ``step.products``.
+        """
+        weight = self.weight if weight is None else weight
+        parameters, products = kernels.gradient_sums(
+            self._dy, self._x, self._padding, weight, mean, moment, self.inv_rms, self._groups, self._eps
+        )
+        if self._norm.synchronises():
+            products = all_reduce_sum(products, self._norm.process_group)
+        self._step.products, self._step.products_reduced = products, True
+        return parameters, products
+
+    def gradient(
+        self,
+        moment: Tensor,
+        mean: Tensor | None = None,
+        nu: Tensor | None = None,
+        offset: Tensor | None = None,
+        weight: Tensor | None = None,
+        sums: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        """dx, where dh = (dx_hat - 1_M (nu * x_hat + offset)) / D and 1_M is 1 on real tokens and 0 on padding.
+
+        ``sums``: the same pass also gives ``parameters`` as in :meth:`gradient_sums`, and as ``step.products`` those of
+        this rank's tokens, which enter the state summed over all ranks. Otherwise the second result is empty.
+        """
+        weight = self.weight if weight is None else weight
+        dx, parameters, products = kernels.gradient(
+            self._dy,
+            self._x,
+            self._padding,
+            weight,
+            mean,
+            moment,
+            nu,
+            offset,
+            self.inv_rms,
+            self._groups,
+            self._eps,
+            sums,
+        )
+        if sums:
+            self._step.products, self._step.products_reduced = products, not self._norm.synchronises()
+        return self._result(dx), parameters
+
+
+def _reduced(batch: Moments, group) -> Moments:
+    """Moments of the tokens of all ranks. Sums of squares are about each rank's own mean: about 0 they would cancel."""
+    total, count = all_reduce_sum(torch.cat([_sum(batch), batch.count[None]]), group).split((batch.moment.numel(), 1))
+    tokens = count[0].clamp(min=1.0)
+    if batch.mean is None:
+        return Moments(None, total / tokens, count[0], reduced=True)
+    mean = total / tokens
+    squares = batch.count * (batch.moment + (batch.mean - mean).square())
+    return Moments(mean, all_reduce_sum(squares, group) / tokens, count[0], reduced=True)
+
+
+def _sum(batch: Moments) -> Tensor:
+    return batch.count * (batch.moment if batch.mean is None else batch.mean)
+
+
+class Training(torch.autograd.Function):
+    """A training step of ``norm``: its ``forward_pass``, then its ``backward_pass``, which leaves ``step`` with it.
+
+    Neither writes the norm's state, so a recomputed forward sees what the first one saw.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, padding_mask, norm):
+        ctx.step = step = Step()
+        tokens = Tokens(norm, step, x, padding_mask, weight, bias)
+        y = norm.forward_pass(tokens, step)
+        ctx.norm, ctx.version = norm, norm.state_version
+        ctx.save_for_backward(x, weight, bias, padding_mask, tokens.inv_rms)
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy):
+        x, weight, bias, padding_mask, inv_rms = ctx.saved_tensors
+        step, norm = ctx.step, ctx.norm
+        dx, parameters = norm.backward_pass(Tokens(norm, step, x, padding_mask, weight, bias, inv_rms, dy), step)
+        norm.contribute(step, ctx.version)
+        ctx.version = None  # a second backward of a retained graph contributes nothing
+        if weight is None:
+            return dx, None, None, None, None
+        dweight, dbias = parameters.to(weight.dtype).unbind()
+        return dx, dweight, dbias, None, None
