@@ -100,9 +100,22 @@ struct Vector {
     held = vector->to(acc_dtype(x)).contiguous();
     data = held.const_data_ptr<A>();
   }
-
-  A or_else(int64_t c, A missing) const { return data ? data[c] : missing; }
 };
+
+// 1 / sqrt(moment + eps), or 1 without a moment.
+template <class A>
+std::vector<A> inverse_root(const Vector<A>& moment, double eps, int64_t channels) {
+  std::vector<A> result(channels, A(1));
+  if (moment.data) {
+    for (int64_t c = 0; c < channels; ++c) result[c] = A(1) / std::sqrt(moment.data[c] + static_cast<A>(eps));
+  }
+  return result;
+}
+
+template <class A>
+void multiply(A* values, const A* factors, int64_t size) {
+  for (int64_t c = 0; c < size; ++c) values[c] *= factors[c];
+}
 
 // A thread that gets fewer elements than this costs more than it gives.
 constexpr int64_t kWorthAThread = 32768;
@@ -204,12 +217,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> normalize(
     using S = std::remove_pointer_t<decltype(storage)>;
     using A = decltype(accumulator);
     const Vector<A> gain(weight, x), shift(bias, x), center(mean, x), second(moment, x);
-    std::vector<A> scale(channels), offset(channels);
-    for (int64_t c = 0; c < channels; ++c) {
-      scale[c] = gain.or_else(c, A(1));
-      if (second.data) scale[c] /= std::sqrt(second.data[c] + static_cast<A>(eps));
-      offset[c] = shift.or_else(c, A(0));
-    }
+    std::vector<A> scale = inverse_root(second, eps, channels), offset(channels);
+    if (gain.data) multiply(scale.data(), gain.data, channels);
+    if (shift.data) std::copy(shift.data, shift.data + channels, offset.begin());
     Forward<S, A> f = forward_of<S, A>(x, padding, scales, inv_rms.has_value(), groups, eps);
     f.y = static_cast<S*>(y.data_ptr());
     f.scale = scale.data();
@@ -255,13 +265,15 @@ void backward(
     using S = std::remove_pointer_t<decltype(storage)>;
     using A = decltype(accumulator);
     const Vector<A> gain(weight, x), center(mean, x), second(moment, x), along(nu, x), across(offset, x);
-    // D, and dh = scale * dy - 1_real * (slope * (h - center) + shift).
-    std::vector<A> root(channels, A(1)), scale(channels), slope(channels), shift(channels), zeros;
-    for (int64_t c = 0; c < channels; ++c) {
-      if (second.data) root[c] = std::sqrt(second.data[c] + static_cast<A>(eps));
-      scale[c] = gain.or_else(c, A(1)) / root[c];
-      slope[c] = along.or_else(c, A(0)) / (root[c] * root[c]);
-      shift[c] = across.or_else(c, A(0)) / root[c];
+    // dh = scale * dy - 1_real * (slope * (h - center) + shift), and x_hat = (h - center) * factor.
+    const std::vector<A> factor = inverse_root(second, eps, channels);
+    std::vector<A> scale(factor), slope(channels), shift(channels), zeros;
+    if (gain.data) multiply(scale.data(), gain.data, channels);
+    if (along.data) {
+      for (int64_t c = 0; c < channels; ++c) slope[c] = along.data[c] * factor[c] * factor[c];
+    }
+    if (across.data) {
+      for (int64_t c = 0; c < channels; ++c) shift[c] = across.data[c] * factor[c];
     }
     Backward<S, A> b{};
     b.channels = channels;
@@ -285,11 +297,17 @@ void backward(
     });
     if (!parameters.defined()) return;
     A *all = parameters.data_ptr<A>(), *real = products.data_ptr<A>();
-    for (int64_t k = 0; k < 2 * channels; ++k) {
-      const int64_t c = k % channels;
-      const double divisor = k < channels ? root[c] : 1.0;
-      all[k] = static_cast<A>((total.sums[k] + total.sums[2 * channels + k]) / divisor);
-      real[k] = static_cast<A>(total.sums[k] / divisor * gain.or_else(c, A(1)));
+    const double* sums = total.sums.data();
+    for (int64_t c = 0; c < channels; ++c) {
+      const double products[] = {sums[c], sums[channels + c]};
+      all[c] = static_cast<A>(products[0] + sums[2 * channels + c]) * factor[c];
+      all[channels + c] = static_cast<A>(products[1] + sums[3 * channels + c]);
+      real[c] = static_cast<A>(products[0]) * factor[c];
+      real[channels + c] = static_cast<A>(products[1]);
+    }
+    if (gain.data) {
+      multiply(real, gain.data, channels);
+      multiply(real + channels, gain.data, channels);
     }
   });
 }
