@@ -75,11 +75,12 @@ class RunningNorm(ChannelNorm):
     exponential averages, :meth:`update`. Masks, layer-scale, precision, ranks, activation checkpointing, gradient
     accumulation, faults, evaluation, recalibration, averaging, saving and diagnostics are the business of this class.
 
-    **When the state changes.** A forward writes none of it. A backward leaves a :class:`~.tokens.Step`, once per forward.
-    :meth:`flush` takes the steps into the state, those without a real token or with a number that is not finite excepted.
-    It runs before the next training forward (not inside a backward pass, where a forward is a recomputation and has to
-    see the same state again), in :meth:`set_num_updates`, on a change between training and evaluation, on saving,
-    loading, copying and conversion. Read a buffer directly only after ``flush()``.
+    **When the state changes.** A forward writes none of it. A backward leaves a :class:`~.tokens.Step`, once per
+    forward.
+    :meth:`flush` takes the steps into the state, those without a real token or with a number that is not finite
+    excepted. It runs before the next training forward (not inside a backward pass, where a forward is a recomputation
+    and has to see the same state again), in :meth:`set_num_updates`, on a change between training and evaluation, on
+    saving, loading, copying and conversion. Read a buffer directly only after ``flush()``.
 
     The state stays float32 through ``.half()``, ``.bfloat16()``, ``.to(dtype)`` and loading. The buffer
     ``num_batches_tracked`` (int64) counts the steps that were taken in.
@@ -103,8 +104,8 @@ class RunningNorm(ChannelNorm):
     #: While set, :meth:`diagnostics` has something to report.
     collecting = False
 
-    #: While set (a rank that repeats a batch because it has no more of its own), training enters no statistic. A rank of
-    #: a synchronised norm contributes zeros to the all-reduce.
+    #: While set (a rank that repeats a batch because it has no more of its own), training enters no statistic. A rank
+    #: of a synchronised norm contributes zeros to the all-reduce.
     ignoring = False
 
     def __init__(self, num_features: int, alpha_fwd: float = 0.9, sync: bool = False, process_group=None, **common):
@@ -132,8 +133,8 @@ class RunningNorm(ChannelNorm):
     def forward_pass(self, tokens: Tokens, step: Step) -> Tensor:
         """y, (T, B, C), from :meth:`.Tokens.normalize`.
 
-        It has to see to it that ``step.batch`` is set, by :meth:`.Tokens.moments` or ``normalize(moments=True)``. It may
-        keep in ``step`` what the other passes need. State that ``step`` keeps goes through :meth:`snapshot`.
+        It has to see to it that ``step.batch`` is set, by :meth:`.Tokens.moments` or ``normalize(moments=True)``. It
+        may keep in ``step`` what the other passes need. State that ``step`` keeps goes through :meth:`snapshot`.
         """
         raise NotImplementedError
 
@@ -183,7 +184,8 @@ class RunningNorm(ChannelNorm):
         check_input(x, padding_mask, self.num_features, self.batch_first)
         if not self.training:
             return self._evaluate(x)
-        return self._train_uncompiled(x, padding_mask) if torch.compiler.is_compiling() else self._train(x, padding_mask)
+        return self._train_uncompiled(x, padding_mask) if torch.compiler.is_compiling() else self._train(x,
+        padding_mask)
 
     forward.__doc__ = ChannelNorm.forward.__doc__
 
@@ -326,8 +328,8 @@ class RunningNorm(ChannelNorm):
     def diagnostics(self) -> dict[str, Tensor]:
         """What was seen while :attr:`collecting` was set, by name, each 0-d.
 
-        ``psi_distance``: of the last step, the mean over channels of abs(log(psi_B / psi)), psi^2 being the second moment.
-        ``nonfinite_steps``: how often a statistic or gradient that was not finite kept a step out of the state.
+        ``psi_distance``: of the last step, the mean over channels of abs(log(psi_B / psi)), psi^2 being the second
+        moment. ``nonfinite_steps``: how often a statistic or gradient that was not finite kept a step out of the state.
         """
         self.flush()
         return dict(self._collected)

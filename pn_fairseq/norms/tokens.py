@@ -128,7 +128,8 @@ class Tokens:
         """Sums over tokens before dx: ``parameters`` and ``products``, each (2, C).
 
         ``parameters``: the sums of dy * x_hat and of dy over all tokens of this rank, the gradients of weight and bias.
-        ``products``: the sums of dx_hat * x_hat and of dx_hat over the real tokens of all ranks; also ``step.products``.
+        ``products``: the sums of dx_hat * x_hat and of dx_hat over the real tokens of all ranks; also
+        ``step.products``.
         """
         weight = self.weight if weight is None else weight
         parameters, products = kernels.gradient_sums(

@@ -212,7 +212,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> normalize(
   check_sizes(x, groups, std::nullopt, sums ? padding : std::nullopt, inv_rms, {&weight, &bias, &mean, &moment});
   const int64_t channels = x.size(-1);
   const Tensor y = at::empty_like(x), scales = inv_rms ? *inv_rms : new_inv_rms(x, groups);
-  Tensor batch_moment = new_acc(x, {0}), count;
+  Tensor batch_moment, count;
   for_type_of(x, [&](auto* storage, auto accumulator, const auto& passes) {
     using S = std::remove_pointer_t<decltype(storage)>;
     using A = decltype(accumulator);
@@ -230,7 +230,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> normalize(
     batch_moment = mean_of<A>(x, total);
     count = count_of<A>(x, total);
   });
-  return {y, inv_rms ? new_acc(x, {0}) : scales, batch_moment, sums ? count : new_acc(x, {0})};
+  if (!sums) batch_moment = new_acc(x, {0}), count = new_acc(x, {0});
+  return {y, inv_rms ? new_acc(x, {0}) : scales, batch_moment, count};
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> moments(
