@@ -94,7 +94,9 @@ def normalize(
         y = y * weight.to(h.dtype)
     if bias is not None:
         y = y + bias.to(h.dtype)
-    count = batch_moment = h.new_empty(0)
+    if y is x:  # nothing was left to do, and results share no memory with arguments
+        y = x.clone()
+    batch_moment, count = h.new_empty(0), h.new_empty(0)
     if sums:
         count = _count(h, padding)
         batch_moment = _sum_over_tokens(_real(h, padding).square()) / count.clamp(min=1.0)
@@ -178,9 +180,11 @@ def gradient(
     if groups:
         projection = _grouped(dh * h, groups).mean(-1, keepdim=True)
         dh = ((_grouped(dh, groups) - _grouped(h, groups) * projection) * inv_rms.unsqueeze(-1)).flatten(-2)
-    empty = h.new_empty(0)
-    total = gradient_sums(dy, x, padding, weight, mean, moment, inv_rms, groups, eps) if sums else (empty, empty)
-    return dh.to(x.dtype), *total
+    if dh is dy:
+        dh = dy.clone()
+    if not sums:
+        return dh.to(x.dtype), h.new_empty(0), h.new_empty(0)
+    return dh.to(x.dtype), *gradient_sums(dy, x, padding, weight, mean, moment, inv_rms, groups, eps)
 
 
 def share_of_batch(num_batches: Tensor, warmup: int, alpha: float) -> Tensor:
