@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 from pn_fairseq.checkpoints import load_checkpoint
 from pn_fairseq.cli.fold import main
-from pn_fairseq.models.fold import TOLERANCE, compare, fold_weights
+from pn_fairseq.models.fold_checkpoint import TOLERANCE, compare, fold_weights
 from pn_fairseq.models.transformer_pn import FOLDED_MARK, FoldedModelError
 from pn_fairseq.norms import NORMS, LayerScale
 from pn_fairseq.norms.base import ChannelNorm, RunningNorm, running_norms
@@ -197,15 +197,6 @@ def test_what_is_printed(data, tmp_path, capsys):
     assert lines[-1] == f"wrote {tmp_path / 'folded.pt'} (5 of 12 norms folded)"
 
 
-def test_torchscript_of_a_folded_model(data, tmp_path):
-    folded = load(fold(state_of(*make(), data), tmp_path), data)
-    src, prev = padded_batch()
-    with torch.no_grad():
-        torch.testing.assert_close(
-            torch.jit.script(folded)(src, None, prev)[0], folded(src, None, prev)[0], rtol=1e-5, atol=1e-5
-        )
-
-
 def test_difference_is_what_it_says():
     model, _ = make()
     other = copy.deepcopy(model)
@@ -299,7 +290,7 @@ def test_what_cannot_be_folded_is_told_in_one_line(flags, change, words, data, t
 
 
 def test_a_difference_beyond_the_tolerance_is_refused(data, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("pn_fairseq.models.fold.TOLERANCE", 1e-12)
+    monkeypatch.setattr("pn_fairseq.models.fold_checkpoint.TOLERANCE", 1e-12)
     torch.save(state_of(*make(), data), tmp_path / "trained.pt")
     words = ("cannot be folded in float32", "maximum logit difference", "at most 1e-12")
     assert_refused(capsys, [tmp_path / "trained.pt", tmp_path / "folded.pt"], *words)

@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     with without_fairseqs_log(logging.CRITICAL):
         try:
             # Here and not above: --help and a misspelt name are to be answered at once.
-            from pn_fairseq.models.fold import fold_checkpoint
+            from pn_fairseq.models.fold_checkpoint import fold_checkpoint
         except ModuleNotFoundError as error:
             raise UserError(f"fairseq is needed to build the model, and {error.name} is not installed") from error
         folded, outcomes, difference = fold_checkpoint(state, str(source))

@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     with without_fairseqs_log(logging.CRITICAL):
         try:
             # Here and not above: --help and a misspelt name are to be answered at once.
-            from pn_fairseq.models.release import import_release
+            from pn_fairseq.models.import_release import import_release
         except ModuleNotFoundError as error:
             raise UserError(f"fairseq is needed to build the model, and {error.name} is not installed") from error
         imported = import_release(state, str(source), args.alpha_fwd, args.alpha_bwd)
