@@ -132,7 +132,7 @@ setup(
     extras_require={
         "fairseq": FAIRSEQ,  # the plugin and the pipeline
         "test": TEST,
-        "docs": ["mkdocs-material>=9.5", "mkdocstrings[python]>=0.26"],
+        "docs": ["mkdocs-material>=9.5", "mkdocstrings[python]>=1.0"],
     },
     entry_points={
         "console_scripts": [
