@@ -21,6 +21,7 @@ from pn_fairseq.norms import NORMS
 
 from ..models.helpers import build, padded_batch
 from ..scripts_helpers import ROOT, run
+from ..test_unavailable import call_in
 
 EMA_SETTINGS = SimpleNamespace(
     ema_decay=0.75, ema_start_update=0, ema_update_freq=1, ema_seed_model=None, ema_fp32=False
@@ -111,13 +112,6 @@ def test_bf16_flag_does_not_ask_for_a_tpu(bf16, tpu):
     assert bf16_flag.parse_args_and_arch(lambda: (parsed, ["--unknown"]))[0].tpu is tpu
 
 
-def in_fairseq(function):
-    """Call ``function`` from a function that looks like one of the program fairseq-train."""
-    namespace = {"__package__": "fairseq_cli", "function": function}
-    exec(compile("def main():\n    return function()", "/site-packages/fairseq_cli/train.py", "exec"), namespace)
-    return namespace["main"]()
-
-
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
@@ -135,7 +129,7 @@ def test_settings_that_a_model_refuses_end_fairseq_with_one_line(flags, words, c
     with pytest.raises(ValueError):
         build_model()
     with pytest.raises(SystemExit) as stop:
-        in_fairseq(build_model)
+        call_in("fairseq_cli", "/site-packages/fairseq_cli/train.py", build_model)
     error = capsys.readouterr().err
     assert stop.value.code == 2 and error.startswith("fairseq-train: error: ") and error.count("\n") == 1
     assert all(word in error for word in words), error

@@ -16,8 +16,8 @@ from pn_fairseq.cli.import_release import main
 from pn_fairseq.norms import PowerNormRelease
 from pn_fairseq.norms.base import running_norms
 
-from .models.helpers import arch_args, padded_batch
-from .scripts_helpers import ROOT, run
+from ..models.helpers import arch_args, padded_batch, write_data
+from ..scripts_helpers import ROOT, run
 
 LAYERS = 2
 WARMUP = 40
@@ -152,16 +152,7 @@ def write(path, weights, settings=(), zipped=False):
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     """Binarized data of 11 sentences and their dictionary."""
-    base = tmp_path_factory.mktemp("data")
-    for lang in ("de", "en"):
-        lines = [" ".join(f"w{(7 * i + 3 * j + len(lang)) % 40}" for j in range(3 + i % 5)) for i in range(11)]
-        (base / f"text.{lang}").write_text("\n".join(lines) + "\n")
-    run(
-        *("fairseq-preprocess", "--source-lang", "de", "--target-lang", "en", "--joined-dictionary"),
-        *("--trainpref", "text", "--validpref", "text", "--testpref", "text", "--destdir", "bin", "--workers", "1"),
-        cwd=base,
-    )
-    return base / "bin"
+    return write_data(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(scope="module")
