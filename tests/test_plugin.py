@@ -98,7 +98,8 @@ def test_checkout_as_user_dir_beside_an_installed_package(installed, tmp_path):
 def test_user_dir_that_is_the_checkout_itself(tmp_path):
     """A checkout is named as the package in it, and an editable installation has it on the path."""
     shutil.copytree(ROOT / "pn_fairseq", tmp_path / "pn_fairseq/pn_fairseq")
-    result = run(sys.executable, "-c", REGISTER, tmp_path / "pn_fairseq", PYTHONPATH=str(tmp_path / "pn_fairseq"))
+    place = {"cwd": tmp_path, "PYTHONPATH": str(tmp_path / "pn_fairseq")}
+    result = run(sys.executable, "-c", REGISTER, tmp_path / "pn_fairseq", **place)
     assert result.stdout.split() == [str(tmp_path / "pn_fairseq/pn_fairseq"), "True"]
 
 

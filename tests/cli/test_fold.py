@@ -20,6 +20,7 @@ from pn_fairseq.norms import NORMS, LayerScale
 from pn_fairseq.norms.base import ChannelNorm, RunningNorm, running_norms
 
 from ..models.helpers import arch_args, make_dictionary, make_task, padded_batch
+from ..test_unavailable import call_in
 
 LAYERS = 2
 HEADS = 4
@@ -224,12 +225,14 @@ def test_training_a_folded_model_is_refused(data, tmp_path, capsys):
     trainer = Trainer(cfg, task, model, criterion)
     before = copy.deepcopy(model.state_dict())
     for attempt, words in (
-        (lambda: trainer.load_checkpoint(str(path)), [str(path), "folded by pn-fold"]),
+        (lambda: trainer.load_checkpoint(str(path)), [f"{path} was folded by pn-fold"]),
         (lambda: Trainer(cfg, task, folded, criterion), ["folded by pn-fold"]),
     ):
+        with pytest.raises(FoldedModelError):
+            attempt()
         capsys.readouterr()
         with pytest.raises(SystemExit) as stop:
-            attempt()
+            call_in("fairseq_cli", "/site-packages/fairseq_cli/train.py", attempt)
         assert stop.value.code == 2
         error = capsys.readouterr().err
         assert error.startswith("fairseq-train: error: ") and error.count("\n") == 1
