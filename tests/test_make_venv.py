@@ -145,3 +145,56 @@ def test_set_up_leaves_somebody_elses_folder_alone(tmp_path):
     (tmp_path / "thesis.tex").write_text("years of work")
     assert_refused(script("make_venv.sh", VENV=str(tmp_path), check=False), str(tmp_path), "refusing to overwrite")
     assert (tmp_path / "thesis.tex").read_text() == "years of work"
+
+
+@pytest.fixture
+def fresh(tmp_path):
+    """Runs make_venv.sh in a new checkout, with an interpreter that only writes down what pip is to install."""
+    checkout, log, include = tmp_path / "checkout", tmp_path / "log", tmp_path / "include"
+    shutil.copytree(SCRIPTS, checkout / "scripts")
+    shutil.copytree(ROOT / "pn_fairseq/kernels/cpp", checkout / "pn_fairseq/kernels/cpp")
+    for file in ("constraints.txt", "setup.py"):
+        shutil.copy(ROOT / file, checkout)
+    include.mkdir()
+    (include / "Python.h").touch()
+    interpreter = tmp_path / "python3.12"
+    interpreter.write_text(
+        f"""#!/bin/sh
+case "$*" in
+*version_info[:2]*) echo 3.12 ;;
+*get_path*) echo '{include}' ;;
+"-m venv --clear "*) rm -rf "$4" && mkdir -p "$4/bin" && cp "$0" "$4/bin/python" ;;
+*" install "*) echo "$*" | sed 's/.* install -c [^ ]* //' >>'{log}' ;;
+*" freeze") echo torch==2.13.0+cpu ;;
+esac
+"""
+    )
+    interpreter.chmod(0o755)
+
+    def make(**changes):
+        log.unlink(missing_ok=True)
+        place = {"PYTHON": str(interpreter), "VENV": str(tmp_path / "venv"), "CXX": "true"}
+        made = run("bash", checkout / "scripts/make_venv.sh", **place, **changes)
+        return log.read_text().splitlines(), made.stderr.splitlines(), (tmp_path / "venv/constraints.txt").read_text()
+
+    return make
+
+
+def test_torch_for_a_cpu_is_one_setting(fresh):
+    installed, said, constraints = fresh(TORCH="cpu")
+    assert installed[:2] == ["pip", "torch --index-url https://download.pytorch.org/whl/cpu"]
+    assert installed[-2:] == ["--no-build-isolation fairseq-fixed", "--verbose --no-build-isolation -e .[fairseq,test]"]
+    assert not any("CUDA" in line for line in said) and said[-1].endswith("/venv/bin/activate")
+    assert "\ntorch==2.13.0\n" in constraints
+
+
+def test_gigabytes_of_cuda_are_announced_where_there_is_no_gpu(fresh):
+    _, said, _ = fresh()
+    (index,) = [index for index, line in enumerate(said) if line == "[make_venv] installing torch"]
+    assert ("make venv TORCH=cpu" in said[index - 1]) == (shutil.which("nvidia-smi") is None)
+
+
+def test_another_torch_takes_the_place_of_the_pinned_one(fresh):
+    installed, _, constraints = fresh(TORCH="torch==2.12.0 --index-url https://example.org")
+    assert installed[1] == "torch==2.12.0 --index-url https://example.org"
+    assert "torch==2.13.0\n" not in constraints and "triton" not in constraints and "numpy==" in constraints
