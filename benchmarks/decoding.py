@@ -19,7 +19,7 @@ from benchmarks import be_quiet, keep_memory
 from benchmarks.results import ratios, spread, write_csv
 from pn_fairseq.checkpoints import CheckpointError, load_checkpoint
 from pn_fairseq.models.architectures import SIZES
-from pn_fairseq.models.fold import fold_checkpoint
+from pn_fairseq.models.fold_checkpoint import fold_checkpoint
 from pn_fairseq.models.from_checkpoint import model_of, model_settings_of
 from pn_fairseq.norms import NORMS, recalibrating
 from pn_fairseq.norms.base import running_norms

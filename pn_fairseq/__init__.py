@@ -1,7 +1,8 @@
 """Power Normalization and its relatives for fairseq's transformers.
 
 The directory of this package is what ``fairseq-train --user-dir`` takes; ``python -m pn_fairseq --user-dir`` prints it.
-Importing it loads neither torch nor fairseq; where fairseq is already in use, it registers its models there.
+Importing it loads neither torch nor fairseq and changes nothing. Where fairseq is already in use, it registers the
+models there and applies the patches of :mod:`pn_fairseq.fairseq_patches`.
 """
 
 import sys
@@ -9,7 +10,7 @@ import sys
 __version__ = "0.1.0"
 
 if "fairseq.models" in sys.modules:
-    from pn_fairseq.errors import ending_fairseq
+    from pn_fairseq.errors import Unavailable, one_line_errors
 
-    with ending_fairseq():
+    with one_line_errors(Unavailable):
         from pn_fairseq import models  # noqa: F401 (registers the model and its architectures)

@@ -21,13 +21,16 @@ VERBS = {
 
 
 def info() -> str:
-    """Which implementation of the kernels computes on which device, and why."""
+    """Which implementation of the kernels computes on which device, and why; the patches of fairseq."""
     import torch
 
-    from pn_fairseq import kernels
+    from pn_fairseq import fairseq_patches, kernels
 
     lines = [f"pn_fairseq {__version__}, torch {torch.__version__}"]
     lines += [f"kernels on {device}: {name} ({why})" for device, (name, why) in kernels.describe().items()]
+    state = "on" if fairseq_patches.enabled() else "off"
+    lines.append(f"patches of fairseq: {state} ({fairseq_patches.SWITCH}=1 turns them off)")
+    lines += [f"  {name}: {mends}" for name, mends in fairseq_patches.patches().items()]
     return "\n".join(lines)
 
 
@@ -45,7 +48,7 @@ def options(argv: list[str]) -> int:
         action="store_true",
         help='print the directory for fairseq: fairseq-train --user-dir "$(python -m pn_fairseq --user-dir)" ...',
     )
-    what.add_argument("--info", action="store_true", help="print which kernels are in use on CPU and CUDA, and why")
+    what.add_argument("--info", action="store_true", help="print which kernels are in use, and the patches of fairseq")
     args = parser.parse_args(argv)
     if args.user_dir:
         print(Path(__file__).resolve().parent)

@@ -1,10 +1,9 @@
-"""A mistake of the user that shows wherever norms are used, and how fairseq's own programs end on it. Without torch."""
+"""A user's mistakes that show wherever norms are used, and how fairseq's own programs end on them. Without torch."""
 
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NoReturn
 
 
 class Unavailable(RuntimeError):
@@ -12,30 +11,23 @@ class Unavailable(RuntimeError):
 
 
 def fairseq_program() -> str | None:
-    """The name of the program of fairseq's that runs, such as ``fairseq-train``; None in a program of somebody else."""
-    program = Path(sys.argv[0]) if sys.argv else Path()
-    if program.name.startswith("fairseq-"):
-        return program.name
-    # A script that starts one of them, as scripts/lib/worker.py does, has imported its main function.
-    main = getattr(sys.modules["__main__"], "cli_main", None)
-    package, _, module = getattr(main, "__module__", "").rpartition(".")
-    if program.parent.name == "fairseq_cli":  # python -m
-        package, module = program.parent.name, program.stem
-    return f"fairseq-{module.replace('_', '-')}" if package == "fairseq_cli" else None
-
-
-def end_fairseq(reason: object) -> NoReturn:
-    """End a program of fairseq's in one line, by the conventions of :mod:`pn_fairseq.cli`."""
-    print(f"{fairseq_program() or 'fairseq-train'}: error: {reason}", file=sys.stderr)
-    raise SystemExit(2)
+    """The program of fairseq that is on the call stack, such as ``fairseq-train``; None in any other program."""
+    frame, program = sys._getframe(), None
+    while frame is not None:
+        if frame.f_globals.get("__package__") == "fairseq_cli":
+            program = f"fairseq-{Path(frame.f_code.co_filename).stem.replace('_', '-')}"
+        frame = frame.f_back
+    return program
 
 
 @contextmanager
-def ending_fairseq() -> Iterator[None]:
-    """End a program of fairseq's on :class:`Unavailable`, which goes on to the caller in any other program."""
+def one_line_errors(*errors: type[Exception]) -> Iterator[None]:
+    """End a program of fairseq with one line and exit code 2 on one of ``errors``; a caller of any other gets it."""
     try:
         yield
-    except Unavailable as error:
-        if fairseq_program() is None:
+    except errors as error:
+        program = fairseq_program()
+        if program is None:
             raise
-        end_fairseq(error)
+        print(f"{program}: error: {' '.join(str(error).split())}", file=sys.stderr)
+        raise SystemExit(2) from error

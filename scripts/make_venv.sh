@@ -4,17 +4,17 @@ set -euo pipefail
 
 usage() {
     cat <<'END'
-usage: [VENV=DIR] [PYTHON=python3.11] [TORCH=REQUIREMENT] scripts/make_venv.sh
+usage: [VENV=DIR] [PYTHON=python3.13] [TORCH=cpu|REQUIREMENT] scripts/make_venv.sh
 
-Creates VENV (default .venv) with the versions of constraints.txt and this project in editable mode. Does nothing if
-that was done before with the same settings; starts afresh if constraints.txt, setup.py or a setting has changed, and
-compiles the C++ kernels again if their sources have, or if they are not there and there is a compiler. Where they
-cannot be compiled, one line says so.
+Creates VENV (default .venv) with the versions of constraints.txt and this project in editable mode. Does nothing if the
+environment is up to date. Starts afresh if constraints.txt, setup.py or a setting has changed. Compiles the C++ kernels
+again if their sources have changed, or if there is a compiler at last; one line says so if that fails.
 
-  TORCH   a pip requirement in place of the pinned torch, for a CUDA or other build, with pip's options if need be:
-          TORCH='torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu'
+  PYTHON  the interpreter; default: the newest of Python 3.13, 3.12 and 3.11 that is installed
+  TORCH   cpu: the pinned torch for CPUs alone, without gigabytes of CUDA libraries; otherwise a pip requirement that
+          replaces the pinned torch, with options of pip: TORCH='torch==2.12.0 --index-url https://example.org'
 
-An environment that was made with another interpreter or torch keeps them until another is named.
+An existing environment keeps its interpreter and its torch until others are named.
 END
 }
 
@@ -27,117 +27,94 @@ cd "$root"
 [[ $# -eq 0 ]] || die "unexpected argument '$1' (see --help)"
 
 venv=${VENV:-.venv}
-minimum=3.11
-maximum=3.12 # the newest that fairseq-fixed names
+mark=$venv/.pn_fairseq # in every environment made here: its settings, and the state that it was made from
+saved() { sed -n "s/^$1=//p" "$mark" 2>/dev/null || true; }
+compiler=$(command -v "${CXX:-c++}" || echo none)
 
-# In every environment made here: interpreter and torch that were asked for, and, once it is complete, its key, the
-# sources of the C++ kernels, none where they could not be compiled, and the file that they were compiled to.
-mark=$venv/.pn_fairseq
-kept() { sed -n "s/^$1=//p" "$mark" 2>/dev/null || true; }
-python=${PYTHON:-$(kept python)}
-python=${python:-python3}
-torch=${TORCH:-$(kept torch)}
+# 1. The interpreter.
+is_supported() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; }
+python=${PYTHON:-$(saved python)}
+if [[ -z $python ]]; then
+    for python in python3.13 python3.12 python3.11 python3; do ! is_supported "$python" || break; done
+fi
+torch=${TORCH:-$(saved torch)}
 
-# 1. Is it there already?
+# 2. Is everything there already?
 key=$({ cat constraints.txt setup.py; echo "$root $python $torch"; } | sha256sum | cut -d' ' -f1)
 kernels=$(cat pn_fairseq/kernels/cpp/* | sha256sum | cut -d' ' -f1)
-complete() { [[ $(kept key) == "$key" && -x $venv/bin/python ]]; }
-no_compiler() { # Prints which one is missing; fails if none is.
-    local compiler
-    for compiler in "${CC:-cc}" "${CXX:-c++}"; do
-        command -v "${compiler%% *}" >/dev/null || { echo "$compiler"; return; }
-    done
-    return 1
+library=$(saved library)
+is_complete() { [[ $(saved key) == "$key" && -x $venv/bin/python ]]; }
+has_kernels() { # or cannot have them: there is no compiler, or it has failed before
+    [[ $(saved kernels) == "$kernels" ]] || return
+    [[ -f $library || $compiler == none ]] || [[ -z $library && $(saved compiler) == "$compiler" ]]
 }
-has_kernels() { [[ $(kept kernels) == "$kernels" && -f $(kept library) ]]; }
-could_not_have() { [[ $(kept kernels) =~ ^(none|"$kernels")$ ]] && no_compiler >/dev/null; }
-if complete && { has_kernels || could_not_have; }; then
-    exit 0
-fi
+if is_complete && has_kernels; then exit 0; fi
 
-leave_mark() { # KEY [LIBRARY]
-    local compiled=none
-    [[ -z ${2-} ]] || compiled=$kernels
-    printf '%s\n' "python=$python" "torch=$torch" "key=$1" "kernels=$compiled" "library=${2-}" >"$mark"
+leave_mark() { # KEY LIBRARY
+    printf '%s\n' "python=$python" "torch=$torch" "key=$1" "kernels=$kernels" "compiler=$compiler" "library=$2" >"$mark"
 }
-constraints=$venv/constraints.txt
 pip_install() {
-    "$venv/bin/python" -m pip --disable-pip-version-check install -c "$constraints" "$@" >"$venv/pip.log" 2>&1 || {
+    "$venv/bin/python" -m pip --disable-pip-version-check install -c "$venv/constraints.txt" "$@" >"$venv/pip.log" 2>&1 || {
         tail -n 15 "$venv/pip.log" >&2
-        die "pip could not install '$*' (its last lines stand above, all in $venv/pip.log); run the same command again to retry"
+        die "pip could not install '$*' (its last lines are above, all in $venv/pip.log); run the same command again to retry"
     }
 }
 install_this() {
     pip_install --verbose --no-build-isolation "$@"
     sed -n 's/^ *pn_fairseq: \(.* without .*\)/\1/p' "$venv/pip.log" | sort -u | while read -r line; do say "$line"; done
-    library=$(PN_FAIRSEQ_KERNELS=reference "$venv/bin/python" -c "$find_library") ||
-        die "pn_fairseq was installed, but cannot be imported (the reason stands above)"
+    library=$(find "$root/pn_fairseq/kernels" -name '_cpp_*.so' -newer "$mark" | head -n 1)
     leave_mark "$key" "$library"
 }
-find_library='
-import importlib.util
-from pn_fairseq.kernels import selection
-print(getattr(importlib.util.find_spec(selection.EXTENSION), "origin", ""))'
-if complete; then
+if is_complete; then
     say "compiling the C++ kernels"
     install_this --no-deps -e .
     exit 0
 fi
 
-# 2. Can it be made? Each thing that fails late or with a page of text when missing is looked for here.
-command -v "$python" >/dev/null || die "no '$python' found; install Python $minimum or $maximum, or name one: make venv PYTHON=/path/to/python"
-found=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])') || die "'$python' does not run"
-"$python" -c "import sys; sys.exit(not (${minimum/./, }) <= sys.version_info[:2] <= (${maximum/./, }))" ||
-    die "'$python' is Python $found, but $minimum or $maximum is needed; name one: make venv PYTHON=/path/to/python"
+# 3. Can it be made? What would fail late is looked for here.
+is_supported "$python" || die "no Python 3.11 to 3.13 found ('$python' is none); on Debian or Ubuntu: apt-get install python3 python3-venv python3-dev g++; or name one: make venv PYTHON=/path/to/python"
+version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+[[ $version == 3.1[123] ]] || say "Python $version is untried; 3.11, 3.12 and 3.13 are tested"
 "$python" -c 'import ensurepip, venv' 2>/dev/null ||
-    die "'$python' comes without venv; on Debian or Ubuntu: apt install python$found-venv"
-# fairseq comes as source; who has it compiled already needs no compiler, our own kernels being optional.
-fairseq_is_compiled() {
-    local version tag
-    version=$(sed -n 's/^fairseq-fixed==//p' constraints.txt)
-    tag=cp${found/./}
-    "$python" -m pip cache list 'fairseq_fixed*' 2>/dev/null | grep -q -- "fairseq_fixed-$version-$tag-" ||
-        "$python" -m pip download --quiet --no-deps --only-binary :all: -d "$wheels" "fairseq-fixed==$version" >/dev/null 2>&1
-}
-missing=
-if compiler=$(no_compiler); then
-    missing="no C/C++ compiler '$compiler' found (fairseq is compiled during set-up); on Debian or Ubuntu: apt install g++"
-fi
-header=$("$python" -c 'import os, sysconfig; print(os.path.join(sysconfig.get_paths()["include"], "Python.h"))')
-[[ -f $header ]] ||
-    missing="no $header (fairseq is compiled during set-up); on Debian or Ubuntu: apt install python$found-dev"
-if [[ -n $missing ]]; then
-    wheels=$(mktemp -d)
-    trap 'rm -rf "$wheels"' EXIT
-    fairseq_is_compiled || die "$missing"
-    say "no compiler that can be used: pip has fairseq compiled, and the norms will do without their C++ kernels"
+    die "'$python' comes without venv; on Debian or Ubuntu: apt-get install python$version-venv"
+packages=
+[[ -f $("$python" -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h ]] || packages=" python$version-dev"
+[[ $compiler != none ]] || packages+=" g++"
+if [[ -n $packages ]]; then # fairseq comes as source; once compiled, it is in pip's cache
+    "$python" -m pip cache list 'fairseq_fixed*' 2>/dev/null | grep -q -- "-cp${version/./}-" ||
+        die "no C++ compiler '${CXX:-c++}' or no headers of Python, which fairseq is compiled with; on Debian or Ubuntu: apt-get install$packages"
+    say "no C++ compiler or no headers of Python: fairseq comes from pip's cache, the norms have no C++ kernels"
 fi
 if [[ -e $venv && ! -f $mark ]] && [[ ! -d $venv || -n $(ls -A "$venv") ]]; then
-    die "VENV='$venv' exists and was not made by this script; it is left alone, name another place"
+    die "refusing to overwrite VENV='$venv', which this script did not make; choose another place"
 fi
 
-# 3. Make it. torch first: whatever needs torch then finds it and does not pull another build.
-say "creating $venv ($(command -v "$python"), Python $found); this takes a few minutes"
-{ mkdir -p "$venv" && leave_mark ""; } || die "cannot make the directory '$venv' (VENV)"
-"$python" -m venv --clear "$venv" || die "'$python -m venv' failed (its reason stands above)"
-leave_mark ""
-cp constraints.txt "$constraints"
+# 4. Make it. torch first: what needs torch then finds it and does not pull another build.
+say "creating $venv ($(command -v "$python"), Python $version); this takes a few minutes"
+{ mkdir -p "$venv" && leave_mark "" ""; } || die "cannot make the directory '$venv' (VENV)"
+"$python" -m venv --clear "$venv" || die "'$python -m venv' failed (its reason is above)"
+leave_mark "" ""
+cp constraints.txt "$venv/constraints.txt"
 pip_install pip
-if [[ -n $torch ]]; then
-    say "installing $torch"
-    # The pin gives way to what was asked for, and to the triton that belongs to it.
-    sed -i -E '/^(torch|torchaudio|triton)==/d' "$constraints"
-    # shellcheck disable=SC2086 # TORCH may hold options of pip beside the requirement
-    pip_install $torch
-    "$venv/bin/python" -m pip freeze | grep '^torch==' >>"$constraints" || true
-else
-    say "installing torch"
-    pip_install torch
-fi
-say "installing what fairseq is built with"
-pip_install numpy cython setuptools wheel
+case $torch in
+cpu) requirement="torch --index-url https://download.pytorch.org/whl/cpu" ;;
+"")
+    requirement=torch
+    command -v nvidia-smi >/dev/null ||
+        say "no GPU found (no nvidia-smi): torch brings gigabytes of CUDA libraries with it; to avoid that, stop and run: make venv TORCH=cpu"
+    ;;
+*)
+    requirement=$torch # the pins give way to it, and to the triton that belongs to it
+    sed -i -E '/^(torch|torchaudio|triton)==/d' "$venv/constraints.txt"
+    ;;
+esac
+say "installing $requirement"
+# shellcheck disable=SC2086 # options of pip beside the requirement
+pip_install $requirement
+"$venv/bin/python" -m pip freeze | grep '^torch==' >>"$venv/constraints.txt" || true
 say "building fairseq (a minute or two)"
+pip_install numpy cython setuptools wheel
 pip_install --no-build-isolation fairseq-fixed
 say "installing pn_fairseq and its tools"
-install_this -e '.[test]'
-say "done"
+install_this -e '.[fairseq,test]'
+say "done; activate it with: . $venv/bin/activate"

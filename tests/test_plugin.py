@@ -20,19 +20,59 @@ print(pn_fairseq.__path__[0], "transformer_pn_iwslt" in ARCH_MODEL_REGISTRY)
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
-    """The project as `pip install .` installs it, away from the checkout."""
+    """The project as `pip install .` installs it where there is no compiler, away from the checkout."""
     base = tmp_path_factory.mktemp("installed")
     shutil.copytree(ROOT / "pn_fairseq", base / "source/pn_fairseq")
     for file in ("setup.py", "pyproject.toml", "README.md"):
         shutil.copy(ROOT / file, base / "source")
     pip = (sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation")
-    run(*pip, "--target", base / "site", base / "source")
+    run(*pip, "--target", base / "site", base / "source", CC="false", CXX="false")
     return base / "site"
 
 
-def test_norms_do_not_load_fairseq(tmp_path):
-    code = "import sys, pn_fairseq.norms; print('fairseq' in sys.modules)"
-    assert run(sys.executable, "-c", code, cwd=tmp_path).stdout == "False\n"
+def test_importing_the_package_loads_nothing_else(tmp_path):
+    code = "import sys; before = set(sys.modules); import pn_fairseq; print(set(sys.modules) - before)"
+    assert run(sys.executable, "-c", code, cwd=tmp_path).stdout == "{'pn_fairseq'}\n"
+
+
+NORMS_ALONE = """
+import sys
+blocked = {"fairseq", "numpy", "yaml", "scipy", "sacrebleu", "matplotlib", "omegaconf", "hydra", "tensorboardX"}
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in blocked:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Blocker())
+import warnings
+warnings.filterwarnings("ignore", "Failed to initialize NumPy")
+import torch
+safe = torch.serialization.get_safe_globals()
+from pn_fairseq.norms import NORMS, build_norm
+assert torch.serialization.get_safe_globals() == safe
+x = torch.randn(5, 3, 8, requires_grad=True)
+for name in NORMS:
+    norm = build_norm(name, 8, layer_scale_groups=2)
+    for _ in range(2):
+        norm(x, torch.arange(5) > torch.tensor([[4], [2], [3]])).sum().backward()
+    norm.load_state_dict(norm.eval().state_dict())
+    assert norm(x).isfinite().all()
+print(sorted(name for name in blocked if name in sys.modules))
+"""
+
+
+def test_the_norms_need_torch_alone(installed, tmp_path):
+    assert run(sys.executable, "-c", NORMS_ALONE, cwd=tmp_path, PYTHONPATH=str(installed)).stdout == "[]\n"
+
+
+def test_what_an_installation_needs(installed):
+    (metadata,) = installed.glob("pn_fairseq-*.dist-info/METADATA")
+    needed = [line.partition(": ")[2] for line in metadata.read_text().splitlines() if line.startswith("Requires-Dist")]
+    assert [name for name in needed if "extra ==" not in name] == ["torch>=2.8"]
+    extras = {
+        extra: [name for name in needed if f'extra == "{extra}"' in name] for extra in ("fairseq", "test", "docs")
+    }
+    assert any("fairseq-fixed" in name for name in extras["fairseq"]) and all(extras.values())
+    assert "Requires-Python: >=3.11\n" in metadata.read_text()
 
 
 def test_user_dir_of_the_checkout_from_another_folder(tmp_path):
@@ -53,6 +93,14 @@ def test_checkout_as_user_dir_beside_an_installed_package(installed, tmp_path):
     """The checkout that --user-dir names is used, whatever is installed."""
     result = run(sys.executable, "-c", REGISTER, ROOT / "pn_fairseq", cwd=tmp_path, PYTHONPATH=str(installed))
     assert result.stdout.split() == [str(ROOT / "pn_fairseq"), "True"]
+
+
+def test_user_dir_that_is_the_checkout_itself(tmp_path):
+    """A checkout is named as the package in it, and an editable installation has it on the path."""
+    shutil.copytree(ROOT / "pn_fairseq", tmp_path / "pn_fairseq/pn_fairseq")
+    place = {"cwd": tmp_path, "PYTHONPATH": str(tmp_path / "pn_fairseq")}
+    result = run(sys.executable, "-c", REGISTER, tmp_path / "pn_fairseq", **place)
+    assert result.stdout.split() == [str(tmp_path / "pn_fairseq/pn_fairseq"), "True"]
 
 
 def test_importing_the_package_after_fairseq_registers_the_model(tmp_path):

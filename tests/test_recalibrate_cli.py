@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from pn_fairseq.checkpoints import load_checkpoint, save_checkpoint
 from pn_fairseq.cli.average_checkpoints import main
-from pn_fairseq.models.recalibrate import RecalibrationModel
+from pn_fairseq.models.recalibrate_checkpoint import RecalibrationModel
 
 from .scripts_helpers import script
 

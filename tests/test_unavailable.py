@@ -1,4 +1,4 @@
-"""Kernels that are asked for and cannot run end every program in one line; a library's user gets an exception."""
+"""Kernels that are asked for and cannot run end every program with one line; a library's user gets an exception."""
 
 import shutil
 import subprocess
@@ -7,26 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from pn_fairseq.errors import fairseq_program
+from pn_fairseq.errors import Unavailable, fairseq_program
+from pn_fairseq.fairseq_patches.one_line_errors import compute
 from pn_fairseq.kernels import VARIABLE
 
+from .models.helpers import write_data
 from .scripts_helpers import ROOT, run
-from .test_generate import untrained_checkpoint
-
-
-@pytest.fixture(scope="module")
-def checkpoint(data, tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("run") / "checkpoints/averaged.pt"
-    untrained_checkpoint(data, path)
-    return path
-
-
-@pytest.fixture(scope="module")
-def uncompiled(tmp_path_factory) -> Path:
-    """A folder with the package as it is where there was no compiler."""
-    folder = tmp_path_factory.mktemp("uncompiled")
-    shutil.copytree(ROOT / "pn_fairseq", folder / "pn_fairseq", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
-    return folder
 
 
 def assert_one_line(result: subprocess.CompletedProcess, tool: str, *needles: str) -> None:
@@ -36,41 +22,28 @@ def assert_one_line(result: subprocess.CompletedProcess, tool: str, *needles: st
     assert all(needle in line for needle in needles), line
 
 
-def with_fairseq(program: str, data: Path, *options, root: Path = ROOT, **changes: str) -> subprocess.CompletedProcess:
-    given = (data / "bin", "--user-dir", root / "pn_fairseq", "-s", "es", "-t", "en", "--cpu", *options)
-    module = program.removeprefix("fairseq-")
-    return run(sys.executable, "-m", f"fairseq_cli.{module}", *given, check=False, TRITON_INTERPRET="0", **changes)
+def train(folder: Path, package: Path, **variables: str) -> subprocess.CompletedProcess:
+    flags = "--cpu --arch transformer_pn_tiny --optimizer adam --lr 0.001 --max-update 1 --max-tokens 400 --no-save"
+    command = ("fairseq-train", write_data(folder), "--user-dir", package, *flags.split())
+    return run(*command, cwd=folder, check=False, TRITON_INTERPRET="0", **variables)
 
 
-def train(data: Path, **options) -> subprocess.CompletedProcess:
-    flags = "--arch transformer_pn_tiny --optimizer adam --lr 0.001 --max-update 1 --max-tokens 400 --no-save".split()
-    return with_fairseq("fairseq-train", data, *flags, **options)
+def test_training_without_the_kernels_that_were_asked_for(tmp_path):
+    """When the package is imported."""
+    ignored = shutil.ignore_patterns("*.so", "__pycache__")
+    package = shutil.copytree(ROOT / "pn_fairseq", tmp_path / "pn_fairseq", ignore=ignored)
+    result = train(tmp_path / "data", package, PYTHONPATH=str(tmp_path), **{VARIABLE: "cpp"})
+    assert_one_line(result, "fairseq-train", "cpp, but there are no C++ kernels", "not compiled")
 
 
-def test_training(data, uncompiled):
-    without = train(data, root=uncompiled, PYTHONPATH=str(uncompiled), **{VARIABLE: "cpp"})
-    assert_one_line(without, "fairseq-train", "cpp, but there are no C++ kernels", "not compiled")
-    assert_one_line(train(data, **{VARIABLE: "triton"}), "fairseq-train", "triton")
+def test_training_with_kernels_for_another_device(tmp_path):
+    """When the first batch arrives."""
+    assert_one_line(train(tmp_path, ROOT / "pn_fairseq", **{VARIABLE: "triton"}), "fairseq-train", "triton")
 
 
-def test_decoding(data, checkpoint):
-    result = with_fairseq("fairseq-generate", data, "--path", checkpoint, **{VARIABLE: "triton"})
-    assert_one_line(result, "fairseq-generate", "triton")
-
-
-@pytest.mark.parametrize(
-    ("tool", "name"), [("fold", "fast"), ("fold", "triton"), ("average-checkpoints", "triton")], ids=str
-)
-def test_tools(tool, name, data, checkpoint, tmp_path):
-    output = tmp_path / "output.pt"
-    arguments = (checkpoint, output)
-    if tool == "average-checkpoints":
-        arguments = ("--inputs", checkpoint, "--output", output, "--recalibrate", data / "bin", "--batches", "1")
-    module = f"pn_fairseq.cli.{tool.replace('-', '_')}"
-    changes = {VARIABLE: name, "TRITON_INTERPRET": "0"}
-    result = run(sys.executable, "-m", module, *arguments, check=False, **changes)
-    assert_one_line(result, f"pn-{tool}", f"={name}")
-    assert not output.exists()
+def test_a_tool(tmp_path):
+    result = run(sys.executable, "-m", "pn_fairseq", "--info", check=False, **{VARIABLE: "fast"})
+    assert_one_line(result, "python -m pn_fairseq", "=fast")
 
 
 def test_a_library_raises():
@@ -81,25 +54,31 @@ def test_a_library_raises():
     assert result.stderr.splitlines()[-1].startswith("pn_fairseq.errors.Unavailable: PN_FAIRSEQ_KERNELS=fast is not")
 
 
-@pytest.mark.parametrize(
-    ("program", "name"),
-    [
-        ("/usr/bin/fairseq-train", "fairseq-train"),
-        ("/site-packages/fairseq_cli/hydra_train.py", "fairseq-hydra-train"),
-        ("/home/me/train.py", None),
-        ("-c", None),
-        ("", None),
-    ],
-)
-def test_programs_of_fairseq_are_known_by_name(program, name, monkeypatch):
-    monkeypatch.setattr(sys, "argv", [program])
-    assert fairseq_program() == name
+def call_in(package: str, file: str, function):
+    """Call ``function`` from a function of a module that looks like one of fairseq's programs, or like another."""
+    namespace = {"__package__": package, "function": function}
+    exec(compile("def main():\n    return function()", file, "exec"), namespace)
+    return namespace["main"]()
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")  # fairseq uses hydra's old interface
-def test_a_script_that_starts_fairseq_is_fairseq(monkeypatch):
-    from fairseq_cli.hydra_train import cli_main
+def test_programs_of_fairseq_are_known_by_the_call_stack(capsys):
+    assert fairseq_program() is None
+    assert call_in("", "/home/me/train.py", fairseq_program) is None
+    assert call_in("fairseq_cli", "/site-packages/fairseq_cli/train.py", fairseq_program) == "fairseq-train"
 
-    monkeypatch.setattr(sys, "argv", ["/home/me/worker.py"])
-    monkeypatch.setattr(sys.modules["__main__"], "cli_main", cli_main, raising=False)
-    assert fairseq_program() == "fairseq-hydra-train"
+    def training():
+        return call_in("fairseq_cli", "/site-packages/fairseq_cli/train.py", fairseq_program)
+
+    # The program that the user has started, and not the one that it calls.
+    assert call_in("fairseq_cli", "/site-packages/fairseq_cli/hydra_train.py", training) == "fairseq-hydra-train"
+
+
+def test_computing(capsys):
+    def fails():
+        return compute(lambda: call_in("", "ops.py", lambda: (_ for _ in ()).throw(Unavailable("no\nGPU"))))
+
+    with pytest.raises(Unavailable):
+        fails()
+    with pytest.raises(SystemExit) as stop:
+        call_in("fairseq_cli", "/site-packages/fairseq_cli/generate.py", fails)
+    assert stop.value.code == 2 and capsys.readouterr().err == "fairseq-generate: error: no GPU\n"

@@ -320,7 +320,7 @@ def _check_recalibration(data: str | None, batches: int | None) -> None:
 def _recalibrate(state: dict, output: Path, data: Path, batches: int) -> None:
     try:
         # Here and not above: averaging alone is to work without fairseq, and at once.
-        from pn_fairseq.models.recalibrate import RecalibrationModel
+        from pn_fairseq.models.recalibrate_checkpoint import RecalibrationModel
     except ModuleNotFoundError as error:
         raise UserError(f"--recalibrate needs fairseq, and {error.name} is not installed") from error
     model = RecalibrationModel(state, f"the average ({output})", data)

@@ -2,69 +2,50 @@
 
 from __future__ import annotations
 
-import argparse
-import logging
-import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-from pn_fairseq.checkpoints import CheckpointError, check_output_path, load_checkpoint, save_checkpoint
-from pn_fairseq.cli import ArgumentParser, UserError, command, without_fairseqs_log
+from pn_fairseq.checkpoints import CheckpointError, load_checkpoint, save_checkpoint
+from pn_fairseq.cli.conversion import conversion_parser, fairseq_needed, read_input
+from pn_fairseq.pipeline.command import command
 
 TOOL = "pn-fold"
+
+DESCRIPTION = (
+    "Fold the norms of a transformer_pn checkpoint into the linear layers that follow them. Decoding is faster and "
+    "gives the same hypotheses."
+)
 
 EPILOG = """\
 example:
   %(prog)s checkpoints/averaged.pt checkpoints/folded.pt
-  fairseq-generate DATA --user-dir $(python -m pn_fairseq --user-dir) --path checkpoints/folded.pt \\
+  fairseq-generate DATA --user-dir "$(python -m pn_fairseq --user-dir)" --path checkpoints/folded.pt \\
       --beam 5 --remove-bpe --required-batch-size-multiple 1
 
-In evaluation PN, PN-V and BN multiply each channel by a constant and add another, which the projections that follow
-(of the attention, fc1, and for the last norm of the encoder those of the decoder's attention to it) can do as well. A
-norm without layer-scale vanishes; of one with layer-scale only that is left. LayerNorm stays, and so does the last
-norm of a decoder whose output projection is shared with its embeddings.
+In evaluation PN, PN-V and BN multiply each channel by a constant and add another one. The linear layers that follow
+(projections of the attention, fc1, and for the last norm of the encoder those of the decoder's attention to it) can do
+that as well. Layer-scale stays. LayerNorm stays, and so does the last norm of a decoder whose output projection is
+shared with its embeddings.
 
-Before OUTPUT is written both models run on made-up sentences, and the largest difference of their logits is printed;
-one above 1e-4 of the largest logit is an error. OUTPUT cannot be trained, and averages of folded checkpoints are not
-the folded average: average first. The optimizer's state is left out. CHECKPOINT is read without running code from it.
+Before OUTPUT is written, both models run on random sentences, and the largest difference of their logits is printed.
+More than 1e-4 of the largest logit is an error. OUTPUT cannot be trained. To average checkpoints, average before
+folding. The optimizer's state is left out. CHECKPOINT is read without running code from it.
 """
-
-
-def _parser() -> ArgumentParser:
-    parser = ArgumentParser(
-        prog=TOOL,
-        description="Fold the norms of a transformer_pn checkpoint into the projections that follow them. It decodes "
-        "to the same hypotheses, faster.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a checkpoint of transformer_pn")
-    parser.add_argument("output", metavar="OUTPUT", help="where to write the folded one; not CHECKPOINT")
-    return parser
 
 
 @command(TOOL, CheckpointError)
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the tool on ``argv`` (by default the process's arguments) and return its exit code: 0, 2 or 130."""
-    args = _parser().parse_args(argv)
-    source, output = Path(args.checkpoint), Path(args.output)
-    check_output_path(output)
-    if output.exists() and source.exists() and os.path.samefile(source, output):
-        raise UserError(f"OUTPUT {output} is CHECKPOINT itself; choose another name")
-    state = load_checkpoint(source)
-    with without_fairseqs_log(logging.CRITICAL):
-        try:
-            # Here and not above: --help and a misspelt name are to be answered at once.
-            from pn_fairseq.models.fold import fold_checkpoint
-        except ModuleNotFoundError as error:
-            raise UserError(f"fairseq is needed to build the model, and {error.name} is not installed") from error
-        folded, outcomes, difference = fold_checkpoint(state, str(source))
-    for outcome in outcomes:
-        print(outcome)
-    print(difference)
-    save_checkpoint(folded, output)
-    print(f"wrote {output} ({sum(o.projections is not None for o in outcomes)} of {len(outcomes)} norms folded)")
+    """Run the tool on ``argv`` (default: the process's arguments) and return its exit code: 0, 2, 130 or 143."""
+    args = conversion_parser(TOOL, DESCRIPTION, EPILOG, "a checkpoint of transformer_pn").parse_args(argv)
+    state = read_input(args, load_checkpoint)
+    with fairseq_needed():
+        # Here and not above: --help and a misspelt name are answered at once.
+        from pn_fairseq.models.fold_checkpoint import fold_checkpoint
+
+        folded, outcomes, difference = fold_checkpoint(state, str(args.checkpoint))
+    print(*outcomes, difference, sep="\n")
+    save_checkpoint(folded, args.output)
+    print(f"wrote {args.output} ({sum('folded into' in line for line in outcomes)} of {len(outcomes)} norms folded)")
 
 
 if __name__ == "__main__":

@@ -3,34 +3,38 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
-from pn_fairseq.checkpoints import CheckpointError, check_output_path, load_checkpoint, save_checkpoint
-from pn_fairseq.cli import ArgumentParser, UserError, command, without_fairseqs_log
+from pn_fairseq.checkpoints import CheckpointError, load_checkpoint, save_checkpoint
+from pn_fairseq.cli.conversion import conversion_parser, fairseq_needed, read_input
+from pn_fairseq.pipeline.command import ArgumentParser, UserError, command
 
 TOOL = "pn-import-release"
+
+DESCRIPTION = (
+    "Turn a checkpoint of the code released with the PowerNorm paper (a fork of fairseq 0.8) into one of the model "
+    "transformer_pn with --norm-variant release."
+)
 
 EPILOG = """\
 example:
   %(prog)s release/checkpoint_best.pt imported.pt
-  fairseq-generate DATA --user-dir $(python -m pn_fairseq --user-dir) --path imported.pt \\
+  fairseq-generate DATA --user-dir "$(python -m pn_fairseq --user-dir)" --path imported.pt \\
       --beam 5 --remove-bpe --required-batch-size-multiple 1
 
 DATA has to be binarized with the dictionaries that the model was trained with. Norms "layer" and "power" can be
 imported, one kind for the encoder and one for the decoder. A tensor that is missing or unknown is an error. The
-optimizer's state is left out: go on with fairseq-train --finetune-from-model and --norm-variant release. The file is
-read without running code from it.
+optimizer's state is left out: to continue the training, use fairseq-train --finetune-from-model and --norm-variant
+release. The file is read without running code from it.
 """
 
 
 class _Meter:
-    """Stands for the meters of fairseq 0.8 that its checkpoints hold: their numbers are read, and nothing else."""
+    """Stands for the meters of fairseq 0.8 in its checkpoints: their numbers are read, and nothing else."""
 
 
 def load_release(path: str | os.PathLike) -> dict:
@@ -51,15 +55,7 @@ def _alpha(text: str) -> float:
 
 
 def _parser() -> ArgumentParser:
-    parser = ArgumentParser(
-        prog=TOOL,
-        description="Turn a checkpoint of the code released with the PowerNorm paper (a fork of fairseq 0.8) into one "
-        "of the model transformer_pn with --norm-variant release.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="the file that the release wrote")
-    parser.add_argument("output", metavar="OUTPUT", help="where to write ours; not CHECKPOINT")
+    parser = conversion_parser(TOOL, DESCRIPTION, EPILOG, "the file that the release wrote")
     for option, meaning in (("fwd", "psi^2"), ("bwd", "nu; it scales the imported nu, (1 - A) ema_gz")):
         parser.add_argument(
             f"--alpha-{option}",
@@ -71,37 +67,36 @@ def _parser() -> ArgumentParser:
     return parser
 
 
+def _check_finite(weights: dict[str, torch.Tensor], source: os.PathLike) -> None:
+    """A tensor that is not finite is an error, but a warning in nu, which decoding does not need."""
+    # fairseq's _float_tensor is memory that was never written: it carries a type and a device alone.
+    floating = [key for key in weights if weights[key].is_floating_point() and not key.endswith("_float_tensor")]
+    faulty = [key for key in floating if not weights[key].isfinite().all()]
+    diverged = [key for key in faulty if key.endswith(".nu")]
+    if others := [key for key in faulty if key not in diverged]:
+        raise UserError(
+            f"{source}: {len(others)} of its tensors are not finite ({others[0]}, ...); use another checkpoint"
+        )
+    if diverged:
+        text = f"nu of {len(diverged)} norms is not finite ({diverged[0]}, ...): decode, but do not train on"
+        print(f"{TOOL}: warning: {text}", file=sys.stderr)
+
+
 @command(TOOL, CheckpointError)
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the tool on ``argv`` (by default the process's arguments) and return its exit code: 0, 2 or 130."""
+    """Run the tool on ``argv`` (default: the process's arguments) and return its exit code: 0, 2, 130 or 143."""
     args = _parser().parse_args(argv)
-    source, output = Path(args.checkpoint), Path(args.output)
-    check_output_path(output)
-    if output.exists() and source.exists() and os.path.samefile(source, output):
-        raise UserError(f"OUTPUT {output} is CHECKPOINT itself; choose another name")
-    state = load_release(source)
-    with without_fairseqs_log(logging.CRITICAL):
-        try:
-            # Here and not above: --help and a misspelt name are to be answered at once.
-            from pn_fairseq.models.release import import_release
-        except ModuleNotFoundError as error:
-            raise UserError(f"fairseq is needed to build the model, and {error.name} is not installed") from error
-        imported = import_release(state, str(source), args.alpha_fwd, args.alpha_bwd)
-    floating = {key: value for key, value in imported["model"].items() if value.is_floating_point()}
-    # fairseq's _float_tensor is memory that was never written: it carries a type and a device alone.
-    faulty = [
-        key for key, value in floating.items() if not key.endswith("_float_tensor") and not value.isfinite().all()
-    ]
-    unusable = [key for key in faulty if key.endswith(".nu")]
-    if others := [key for key in faulty if key not in unusable]:
-        raise UserError(f"{source}: {len(others)} of its tensors are not finite ({others[0]}, ...), so it is of no use")
-    if unusable:
-        text = f"warning: nu of {len(unusable)} norms is not finite ({unusable[0]}, ...): decode, but do not train on"
-        print(f"{TOOL}: {text}", file=sys.stderr)
-    save_checkpoint(imported, output)
+    state = read_input(args, load_release)
+    with fairseq_needed():
+        # Here and not above: --help and a misspelt name are answered at once.
+        from pn_fairseq.models.import_release import import_release
+
+        imported = import_release(state, str(args.checkpoint), args.alpha_fwd, args.alpha_bwd)
+    _check_finite(imported["model"], args.checkpoint)
+    save_checkpoint(imported, args.output)
     settings = imported["args"]
     norms = f"encoder norm {settings.encoder_norm}, decoder norm {settings.decoder_norm}"
-    print(f"wrote {output} ({settings.arch}, {norms}, {len(imported['model'])} tensors)")
+    print(f"wrote {args.output} ({settings.arch}, {norms}, {len(imported['model'])} tensors)")
 
 
 if __name__ == "__main__":

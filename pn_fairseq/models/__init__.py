@@ -1,8 +1,8 @@
 """The fairseq model ``transformer_pn`` and its architectures, registered on import."""
 
-from pn_fairseq.checkpoints import allow_fairseq_checkpoints
-from pn_fairseq.models import architectures, ddp_on_cpu, fairseq_hooks, resumption, transformer_pn
+from pn_fairseq import fairseq_patches
+from pn_fairseq.models import architectures, transformer_pn
 
-allow_fairseq_checkpoints()
+fairseq_patches.apply()
 
-__all__ = ["architectures", "ddp_on_cpu", "fairseq_hooks", "resumption", "transformer_pn"]
+__all__ = ["architectures", "transformer_pn"]

@@ -2,7 +2,7 @@
 
 import copy
 from argparse import Namespace
-from contextlib import ExitStack
+from contextlib import nullcontext
 
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.models import build_model
@@ -13,16 +13,10 @@ from pn_fairseq.checkpoints import CheckpointError
 
 
 class Vocabulary:
-    """What a transformer asks of a dictionary, for a tool that has no data: its size and the number of padding."""
+    """What a transformer asks of a dictionary, for a tool without data: its size and the number of padding."""
 
     def __init__(self, size: int):
         self.size = size
-
-    @classmethod
-    def of_side(cls, weights: dict[str, Tensor], side: str) -> "Vocabulary":
-        """The vocabulary of ``encoder`` or ``decoder``, as large as its embeddings in a checkpoint's ``weights``."""
-        embedding = weights.get(f"{side}.embed_tokens.weight")
-        return cls(4 if embedding is None or embedding.dim() == 0 else max(4, len(embedding)))
 
     def __len__(self) -> int:
         return self.size
@@ -35,11 +29,34 @@ class Vocabulary:
         """``--merge-src-tgt-embed``: the embeddings in the checkpoint are those of the merged one already."""
 
 
+def task_of(settings, weights: dict[str, Tensor]) -> Namespace:
+    """A task without data, with vocabularies as large as the embeddings in a checkpoint's ``weights``."""
+
+    def vocabulary(side: str) -> Vocabulary:
+        embedding = weights.get(f"{side}.embed_tokens.weight")
+        return Vocabulary(4 if embedding is None or embedding.dim() == 0 else max(4, len(embedding)))
+
+    source = vocabulary("encoder")
+    shared = getattr(settings, "share_all_embeddings", False)
+    return Namespace(source_dictionary=source, target_dictionary=source if shared else vocabulary("decoder"))
+
+
+def changed(settings, **values):
+    """A copy of a model's settings, a Namespace, a node of hydra's or a dict, with other ``values``."""
+    settings = copy.deepcopy(settings)
+    if isinstance(settings, dict):
+        return {**settings, **values}
+    with open_dict(settings) if OmegaConf.is_config(settings) else nullcontext():
+        for key, value in values.items():
+            setattr(settings, key, value)
+    return settings
+
+
 def settings_of(state: dict, name: str) -> DictConfig:
     """The settings of a checkpoint as fairseq wants them: its loader only takes files.
 
     Raises:
-        CheckpointError: it holds none; ``name`` is how the message calls it.
+        CheckpointError: it holds none; ``name`` is that of the checkpoint in the message.
     """
     if state.get("args") is not None:
         return convert_namespace_to_omegaconf(state["args"])
@@ -65,28 +82,21 @@ def model_of(settings: Namespace | DictConfig, weights: dict[str, Tensor], name:
     """The model of a checkpoint in evaluation mode and float32, without data.
 
     Args:
-        settings: those of the model, which stay as they are.
-        weights: the checkpoint's ``"model"``. The vocabularies are as large as the embeddings in it.
-        name: how error messages call the checkpoint.
+        settings: those of the model; they are not changed.
+        weights: the checkpoint's ``"model"``.
+        name: of the checkpoint in error messages.
 
     Raises:
-        CheckpointError: the model cannot be built, or the weights are not its.
+        CheckpointError: the model cannot be built, or the weights do not fit it.
     """
-    settings = copy.deepcopy(settings)  # architectures write their defaults into it
-    source = Vocabulary.of_side(weights, "encoder")
-    shared = getattr(settings, "share_all_embeddings", False)
-    task = Namespace(
-        source_dictionary=source, target_dictionary=source if shared else Vocabulary.of_side(weights, "decoder")
-    )
-    with open_dict(settings) if OmegaConf.is_config(settings) else ExitStack():
-        # The embeddings are in the file; fairseq would look for the one that they began with.
-        settings.encoder_embed_path = settings.decoder_embed_path = None
+    # The embeddings are in the file; fairseq would look for the file that they were initialized from.
+    settings = changed(settings, encoder_embed_path=None, decoder_embed_path=None)
     try:
-        model = build_model(settings, task, from_checkpoint=True)
+        model = build_model(settings, task_of(settings, weights), from_checkpoint=True)
     except Exception as error:
         raise CheckpointError(f"{name}: its model cannot be built ({one_line(error)})") from error
     try:
-        model.load_state_dict(dict(weights), strict=True)  # a copy: fairseq edits the dict that it is given
+        model.load_state_dict(dict(weights), strict=True)  # a copy: fairseq edits the dict
     except RuntimeError as error:
         raise CheckpointError(f"{name}: its weights do not fit its own settings ({one_line(error)})") from error
     return model.eval()

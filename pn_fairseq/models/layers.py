@@ -1,7 +1,5 @@
 """Pre-norm transformer layers that take their norms from the options and hand them the padding mask."""
 
-from typing import Dict, List, Optional
-
 import torch
 from fairseq.distributed import fsdp_wrap
 from fairseq.modules.checkpoint_activations import checkpoint_wrapper
@@ -26,12 +24,7 @@ class TransformerPNEncoderLayer(TransformerEncoderLayerBase):
         self.self_attn_layer_norm = cfg.norms.build_encoder_norm(self.embed_dim, heads)
         self.final_layer_norm = cfg.norms.build_encoder_norm(self.embed_dim, heads)
 
-    def forward(
-        self,
-        x: Tensor,
-        encoder_padding_mask: Optional[Tensor],
-        attn_mask: Optional[Tensor] = None,
-    ):
+    def forward(self, x: Tensor, encoder_padding_mask: Tensor | None, attn_mask: Tensor | None = None):
         """``x`` (T, B, C); ``encoder_padding_mask`` (B, T) bool or None; ``attn_mask`` (T, T), nonzero = masked."""
         if attn_mask is not None:
             # Finite: a row whose positions are all masked would give NaN in the softmax.
@@ -54,9 +47,7 @@ class TransformerPNEncoderLayer(TransformerEncoderLayerBase):
         x = self.activation_dropout_module(self.activation_fn(self.fc1(x)))
         fc_result = self.fc2(x)
         x = self.residual_connection(self.dropout_module(fc_result), residual)
-        if self.return_fc and not torch.jit.is_scripting():
-            return x, fc_result
-        return x
+        return (x, fc_result) if self.return_fc else x
 
 
 class TransformerPNDecoderLayer(TransformerDecoderLayerBase):
@@ -72,18 +63,16 @@ class TransformerPNDecoderLayer(TransformerDecoderLayerBase):
 
     def forward(
         self,
-        x,
-        encoder_out: Optional[Tensor] = None,
-        encoder_padding_mask: Optional[Tensor] = None,
-        incremental_state: Optional[Dict[str, Dict[str, Optional[Tensor]]]] = None,
-        prev_self_attn_state: Optional[List[Tensor]] = None,
-        prev_attn_state: Optional[List[Tensor]] = None,
-        self_attn_mask: Optional[Tensor] = None,
-        self_attn_padding_mask: Optional[Tensor] = None,
+        x: Tensor,
+        encoder_out: Tensor | None = None,
+        encoder_padding_mask: Tensor | None = None,
+        incremental_state: dict | None = None,
+        self_attn_mask: Tensor | None = None,
+        self_attn_padding_mask: Tensor | None = None,
         need_attn: bool = False,
         need_head_weights: bool = False,
     ):
-        """Arguments and results are those of fairseq's layer; ``x`` is (T, B, C).
+        """Arguments and results are those of fairseq's layer, without those for ONNX; ``x`` is (T, B, C).
 
         ``self_attn_padding_mask`` (B, T) bool also tells the norms which target positions are padding.
         """
@@ -91,9 +80,6 @@ class TransformerPNDecoderLayer(TransformerDecoderLayerBase):
 
         residual = x
         x = self.self_attn_layer_norm(x, self_attn_padding_mask)
-        if prev_self_attn_state is not None:
-            assert incremental_state is not None
-            self.self_attn._set_input_buffer(incremental_state, _attention_state(prev_self_attn_state))
         x, attn = self.self_attn(
             query=x,
             key=x,
@@ -108,9 +94,6 @@ class TransformerPNDecoderLayer(TransformerDecoderLayerBase):
         if self.encoder_attn is not None and encoder_out is not None:
             residual = x
             x = self.encoder_attn_layer_norm(x, self_attn_padding_mask)
-            if prev_attn_state is not None:
-                assert incremental_state is not None
-                self.encoder_attn._set_input_buffer(incremental_state, _attention_state(prev_attn_state))
             x, attn = self.encoder_attn(
                 query=x,
                 key=encoder_out,
@@ -127,18 +110,4 @@ class TransformerPNDecoderLayer(TransformerDecoderLayerBase):
         x = self.final_layer_norm(x, self_attn_padding_mask)
         x = self.activation_dropout_module(self.activation_fn(self.fc1(x)))
         x = self.residual_connection(self.dropout_module(self.fc2(x)), residual)
-        if self.onnx_trace and incremental_state is not None:
-            saved = self.self_attn._get_input_buffer(incremental_state)
-            state = [saved["prev_key"], saved["prev_value"]]
-            if self_attn_padding_mask is not None:
-                state.append(saved["prev_key_padding_mask"])
-            return x, attn, state
         return x, attn, None
-
-
-def _attention_state(previous: List[Tensor]) -> Dict[str, Optional[Tensor]]:
-    """Key, value and, if there is a third, padding mask, under the names of fairseq's attention."""
-    state: Dict[str, Optional[Tensor]] = {"prev_key": previous[0], "prev_value": previous[1]}
-    if len(previous) >= 3:
-        state["prev_key_padding_mask"] = previous[2]
-    return state

@@ -55,8 +55,8 @@ class NormOptions:
             saves.
         norm_stats_interval: updates between two reports of the norms in the log; 0: none.
         norms_folded: the norms with running statistics are part of the projections that follow them, and only their
-            layer-scale is left (see :mod:`pn_fairseq.models.fold`). There is no flag for it: ``pn-fold`` writes it
-            into the settings of a checkpoint.
+            layer-scale is left (see :mod:`pn_fairseq.models.fold_checkpoint`). There is no flag for it: ``pn-fold``
+            writes it into the settings of a checkpoint.
     """
 
     encoder_norm: str = "power"

@@ -1,15 +1,12 @@
-"""The model ``transformer_pn``: fairseq's pre-norm transformer with norms of our choice."""
+"""The model ``transformer_pn``: fairseq's pre-norm transformer with a choice of norms."""
 
-import importlib.util
-import sys
 from dataclasses import dataclass
-from typing import Dict, List, Optional
 
 import torch
 from fairseq.models import register_model
 from fairseq.models.transformer import TransformerConfig, TransformerDecoderBase, TransformerEncoderBase
 from fairseq.models.transformer.transformer_legacy import TransformerModel
-from torch import Tensor, nn
+from torch import nn
 
 from pn_fairseq.models.layers import TransformerPNDecoderLayer, TransformerPNEncoderLayer, wrap_layer
 from pn_fairseq.models.norm_options import NormOptions
@@ -21,8 +18,8 @@ from pn_fairseq.norms import LayerScale
 class TransformerPNConfig(TransformerConfig):
     """fairseq's transformer settings and the norms.
 
-    fairseq rebuilds a TransformerConfig from whatever it is handed, and loses what that class does not know, but it
-    leaves an instance of it alone. This subclass carries the norms through.
+    fairseq builds a TransformerConfig from its argument and drops what that class does not know, unless the argument
+    is an instance of it already. This subclass carries the norms through.
     """
 
     norms: NormOptions = NormOptions()
@@ -38,7 +35,7 @@ class TransformerPNConfig(TransformerConfig):
         if not (cfg.encoder.normalize_before and cfg.decoder.normalize_before):
             raise ValueError("transformer_pn is a pre-norm model: encoder and decoder need normalize_before=True")
         if cfg.cross_self_attention:
-            raise ValueError("transformer_pn does not support --cross-self-attention")
+            raise ValueError("transformer_pn has no --cross-self-attention; leave the flag out")
         cfg.norms = NormOptions.from_args(args)
         return cfg
 
@@ -49,50 +46,36 @@ class TransformerPNEncoder(TransformerEncoderBase):
     def __init__(self, cfg, dictionary, embed_tokens, return_fc: bool = False):
         super().__init__(cfg, dictionary, embed_tokens, return_fc=return_fc)
         self.layer_norm = cfg.norms.build_encoder_norm(cfg.encoder.embed_dim, cfg.encoder.attention_heads, last=True)
+        #: fairseq 0.8, which the release is a fork of, does not set the embeddings at padding to 0, and the release's
+        #: PN counts padding in its backward statistics.
+        self.keeps_padding_embeddings = cfg.norms.norm_variant == "release"
 
     def build_encoder_layer(self, cfg):
         return wrap_layer(TransformerPNEncoderLayer(cfg, return_fc=self.return_fc), cfg)
 
-    def forward_scriptable(
-        self,
-        src_tokens,
-        src_lengths: Optional[Tensor] = None,
-        return_all_hiddens: bool = False,
-        token_embeddings: Optional[Tensor] = None,
-    ):
+    def forward_scriptable(self, src_tokens, src_lengths=None, return_all_hiddens=False, token_embeddings=None):
         """Arguments and results are those of fairseq's encoder; ``src_tokens`` is (B, T).
 
         Overridden as a whole because fairseq's calls the norm after the last layer without a mask.
         """
         padding = src_tokens.eq(self.padding_idx)
-        mask: Optional[Tensor] = None
-        if bool(padding.any()):
-            mask = padding
-
+        mask = padding if padding.any() else None
         x, embedding = self.forward_embedding(src_tokens, token_embeddings)
-        if mask is not None:
+        if mask is not None and not self.keeps_padding_embeddings:
             x = x.masked_fill(mask.unsqueeze(-1), 0.0)
         x = x.transpose(0, 1)
 
-        states: List[Tensor] = []
-        fc_results = []  # what TorchScript takes for List[Tensor]
-        if return_all_hiddens:
-            states.append(x)
+        states, fc_results = [x] if return_all_hiddens else [], []
         for layer in self.layers:
             output = layer(x, encoder_padding_mask=mask)
-            fc_result: Optional[Tensor] = None
-            if isinstance(output, tuple):
-                x, fc_result = output
-            else:
-                x = output
-            if return_all_hiddens and not torch.jit.is_scripting():
+            x, fc_result = output if isinstance(output, tuple) else (output, None)
+            if return_all_hiddens:
                 states.append(x)
                 fc_results.append(fc_result)
 
-        x = self.layer_norm(x, mask)
         lengths = padding.logical_not().sum(dim=1, dtype=torch.int32).reshape(-1, 1).contiguous()
         return {
-            "encoder_out": [x],
+            "encoder_out": [self.layer_norm(x, mask)],
             "encoder_padding_mask": [padding],
             "encoder_embedding": [embedding],
             "encoder_states": states,
@@ -124,11 +107,11 @@ class TransformerPNDecoder(TransformerDecoderBase):
     def extract_features_scriptable(
         self,
         prev_output_tokens,
-        encoder_out: Optional[Dict[str, List[Tensor]]],
-        incremental_state: Optional[Dict[str, Dict[str, Optional[Tensor]]]] = None,
-        full_context_alignment: bool = False,
-        alignment_layer: Optional[int] = None,
-        alignment_heads: Optional[int] = None,
+        encoder_out,
+        incremental_state=None,
+        full_context_alignment=False,
+        alignment_layer=None,
+        alignment_heads=None,
     ):
         """Arguments and results are those of fairseq's decoder; ``prev_output_tokens`` is (B, T).
 
@@ -137,15 +120,11 @@ class TransformerPNDecoder(TransformerDecoderBase):
         if alignment_layer is None:
             alignment_layer = self.num_layers - 1
 
-        memory: Optional[Tensor] = None
-        memory_mask: Optional[Tensor] = None
-        if encoder_out is not None:
-            if len(encoder_out["encoder_out"]) > 0:
-                memory = encoder_out["encoder_out"][0]
-            if len(encoder_out["encoder_padding_mask"]) > 0:
-                memory_mask = encoder_out["encoder_padding_mask"][0]
+        encoder_out = encoder_out or {}
+        memory = next(iter(encoder_out.get("encoder_out", [])), None)
+        memory_mask = next(iter(encoder_out.get("encoder_padding_mask", [])), None)
 
-        positions: Optional[Tensor] = None
+        positions = None
         if self.embed_positions is not None:
             positions = self.embed_positions(prev_output_tokens, incremental_state=incremental_state)
         if incremental_state is not None:
@@ -165,22 +144,16 @@ class TransformerPNDecoder(TransformerDecoderBase):
         x = self.dropout_module(x).transpose(0, 1)
 
         padding = prev_output_tokens.eq(self.padding_idx)
-        mask: Optional[Tensor] = None
-        if bool(padding.any()):
-            mask = padding
-
-        attention: Optional[Tensor] = None
-        inner_states: List[Optional[Tensor]] = [x]
+        mask = padding if padding.any() else None
+        attention, inner_states = None, [x]
         for index, layer in enumerate(self.layers):
-            future: Optional[Tensor] = None
-            if incremental_state is None and not full_context_alignment:
-                future = self.buffered_future_mask(x)
+            causal = incremental_state is None and not full_context_alignment
             x, layer_attention, _ = layer(
                 x,
                 memory,
                 memory_mask,
                 incremental_state,
-                self_attn_mask=future,
+                self_attn_mask=self.buffered_future_mask(x) if causal else None,
                 self_attn_padding_mask=mask,
                 need_attn=bool(index == alignment_layer),
                 need_head_weights=bool(index == alignment_layer),
@@ -202,17 +175,21 @@ class TransformerPNDecoder(TransformerDecoderBase):
         return x, {"attn": [attention], "inner_states": inner_states}
 
 
-#: In the weights of a model whose norms are folded, which would otherwise only be found to miss those of the norms.
+#: Name of a buffer that marks the weights of a folded model.
 FOLDED_MARK = "norms_folded"
 
 
 class FoldedModelError(RuntimeError):
-    """Somebody wants to train a model that was folded for decoding, or to load its weights into one that was not."""
+    """A model that was folded for decoding was to be trained, or its weights to be loaded into one that was not.
 
-    def __init__(self):
+    Args:
+        file: the checkpoint that it comes from, for the message.
+    """
+
+    def __init__(self, file: str | None = None):
         super().__init__(
-            "the norms of this checkpoint were folded by pn-fold, and what is left can decode and not be trained; "
-            "use the checkpoint that it was made from"
+            f"{file or 'the model'} was folded by pn-fold, for decoding only; to train, use the checkpoint that it was "
+            "folded from"
         )
 
 
@@ -227,10 +204,10 @@ class TransformerPNModel(TransformerModel):
     def __init__(self, args, encoder, decoder):
         super().__init__(args, encoder, decoder)
         norms = args.norms
-        #: Whether workers average statistics of their own before they validate or save (see fairseq_hooks).
+        #: Whether :mod:`pn_fairseq.fairseq_patches.average_running_stats` has an effect.
         self.norm_agreement = not norms.no_norm_agreement
         self.norm_report = NormReport(self, norms.norm_stats_interval) if norms.norm_stats_interval else None
-        #: Whether norms are part of the projections that follow them: good for decoding only.
+        #: Whether the norms are folded into the projections that follow them; such a model can only decode.
         self.folded = norms.norms_folded
         if self.folded:
             self.register_buffer(FOLDED_MARK, torch.ones((), dtype=torch.int64))
@@ -262,8 +239,6 @@ class TransformerPNModel(TransformerModel):
 
     @classmethod
     def build_model(cls, args, task):
-        if getattr(args, "bf16", False) and getattr(args, "tpu", False):
-            _refuse_bf16_flag()
         return super().build_model(TransformerPNConfig.from_args(args), task)
 
     @classmethod
@@ -273,14 +248,3 @@ class TransformerPNModel(TransformerModel):
     @classmethod
     def build_decoder(cls, args, tgt_dict, embed_tokens):
         return TransformerPNDecoder(args, tgt_dict, embed_tokens, no_encoder_attn=args.no_cross_attention)
-
-
-def _refuse_bf16_flag() -> None:
-    """End ``fairseq-train --bf16`` in one line where fairseq would fail on TPU libraries, later and at length."""
-    if importlib.util.find_spec("torch_xla") is None:
-        print(
-            "fairseq-train: error: fairseq takes --bf16 on the command line for TPUs only; train with "
-            "scripts/train.sh CONFIG common.bf16=true, or fairseq-hydra-train with common.bf16=true",
-            file=sys.stderr,
-        )
-        raise SystemExit(2)

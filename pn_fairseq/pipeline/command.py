@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
+from pn_fairseq.errors import Unavailable
+
 
 class UserError(Exception):
     """A mistake of the user. The text is one line: what is wrong, where, what to do."""
@@ -55,12 +57,6 @@ def handle_signals() -> None:
         signal.signal(number, interrupt)
 
 
-def _unavailable() -> tuple[type[Exception], ...]:
-    """The error of kernels that cannot run, if its module is loaded: importing it here would import torch."""
-    errors = sys.modules.get("pn_fairseq.errors")
-    return (errors.Unavailable,) if errors else ()
-
-
 def run(tool: str, body: Callable[[], int | None], *user_errors: type[Exception]) -> int:
     """Run ``body`` and return the exit code of the conventions above.
 
@@ -73,7 +69,7 @@ def run(tool: str, body: Callable[[], int | None], *user_errors: type[Exception]
         code = body() or 0
         sys.stdout.flush()
         return code
-    except (UserError, *user_errors, *_unavailable()) as error:
+    except (UserError, Unavailable, *user_errors) as error:
         # A file name may hold a line break; the promise is one line.
         print(f"{tool}: error: {' '.join(str(error).splitlines())}", file=sys.stderr)
         return 2

@@ -124,19 +124,6 @@ def test_activation_checkpointing_gives_the_same_training(name):
     assert all(int(count) == 4 for count in counts)
 
 
-@pytest.mark.parametrize("name", list(NORMS))
-def test_torchscript_of_the_model_in_evaluation(name):
-    torch.manual_seed(1)
-    model = build(TINY[name], decoder_norm=name).double()
-    src, prev = padded_batch()
-    model(src, None, prev)
-    model.eval()
-    scripted = torch.jit.script(model)
-    with torch.no_grad():
-        # fairseq's scripted attention has its softmax in float32.
-        torch.testing.assert_close(scripted(src, None, prev)[0], model(src, None, prev)[0], rtol=0, atol=1e-6)
-
-
 def test_all_hidden_states_are_returned_when_asked_for():
     model = build(TINY["power"]).eval()
     src, _ = padded_batch()
@@ -151,6 +138,22 @@ def test_post_norm_and_cross_self_attention_are_refused():
         build(TINY["power"], encoder_normalize_before=False)
     with pytest.raises(ValueError, match="--cross-self-attention"):
         build(TINY["power"], cross_self_attention=True)
+
+
+@pytest.mark.parametrize("variant", ["paper", "release"])
+def test_embeddings_at_padding_are_zeroed_but_not_in_the_release(variant):
+    """fairseq 0.8, which the release is a fork of, leaves them; the release's nu takes in what stands at padding."""
+    model = build(TINY["power"], norm_variant=variant, dropout=0.0)
+    with torch.no_grad():
+        model.encoder.embed_tokens.weight[1] = 0.3  # the row of padding is trained where embeddings are shared
+    seen = []
+    model.encoder.layers[0].register_forward_pre_hook(lambda _, arguments: seen.append(arguments[0]))
+    src, prev = padded_batch()
+    model(src, None, prev)
+    embedded = 128**0.5 * model.encoder.embed_tokens(src) + model.encoder.embed_positions(src)
+    expected = embedded if variant == "release" else embedded * src.ne(1).unsqueeze(-1)
+    torch.testing.assert_close(seen[0].transpose(0, 1), expected)
+    assert (expected[1, 0] != 0).all() == (variant == "release"), "source 1 begins with padding"
 
 
 def test_vocabulary_is_what_the_output_is_over():

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from pn_fairseq.checkpoints import CheckpointError
 from pn_fairseq.models import architectures  # noqa: F401 (registers what is looked up below)
-from pn_fairseq.models.from_checkpoint import Vocabulary, one_line
+from pn_fairseq.models.from_checkpoint import one_line, task_of
 from pn_fairseq.norms import NORMS, PowerNormRelease
 
 #: Beginning of an architecture's name in the release -> the size of ours. All other numbers are in the settings.
@@ -34,7 +34,7 @@ def import_release(state: dict, name: str, alpha_fwd: float = 0.9, alpha_bwd: fl
 
     Args:
         state: what :func:`pn_fairseq.checkpoints.load_checkpoint` read.
-        name: how error messages call it.
+        name: of the checkpoint in error messages.
         alpha_fwd, alpha_bwd: decays of the statistics in its training. nu is (1 - alpha_bwd) ema_gz.
 
     Returns:
@@ -42,19 +42,20 @@ def import_release(state: dict, name: str, alpha_fwd: float = 0.9, alpha_bwd: fl
         optimizer's own state is left out: it belongs to parameters in the order of another model.
 
     Raises:
-        CheckpointError: it is no checkpoint of the release, has norms that one model here cannot have, or its tensors
-            are not those of the model that its settings describe; those missing, unknown or of another shape are named.
+        CheckpointError: it is not a checkpoint of the release, has norms that one model here cannot have, or its
+            tensors are not those of the model that its settings describe; those that are missing, unknown or of
+            another shape are named.
     """
     args = _convert_settings(state, name, alpha_fwd, alpha_bwd)
     file = _split_projections(state["model"])
     model = _empty_model(args, file, name)
     weights = _convert_weights(model, file, alpha_bwd, name)
-    # A file made smaller for sharing may lack it; fairseq wants an entry with this much.
+    # A file made smaller for sharing may lack it, and fairseq wants this much.
     history = state.get("optimizer_history") or [{"lr_scheduler_state": {}, "num_updates": 0}]
     extra = state.get("extra_state") or {}
     imported = {
         "args": args,
-        "optimizer_history": [{key: value for key, value in history[-1].items() if key != "optimizer"}],
+        "optimizer_history": history[-1:],
         "extra_state": {key: extra[key] for key in ("train_iterator", "val_loss") if key in extra},
     }
     try:
@@ -68,7 +69,7 @@ def _convert_settings(state: dict, name: str, alpha_fwd: float, alpha_bwd: float
     if not isinstance(state.get("args"), Namespace):
         raise CheckpointError(f"{name}: is not a checkpoint of the authors' release (it holds no args)")
     args = Namespace(**vars(state["args"]))
-    # Heads leave no trace in the shapes of tensors, by which everything else is checked.
+    # Everything else is checked by the shapes of tensors, which do not depend on the number of heads.
     wanted = [f"{side}_{what}" for side in _SIDES for what in ("norm_self", "norm_ff", "attention_heads")]
     if missing := [key for key in ("arch", *wanted) if getattr(args, key, None) is None]:
         raise CheckpointError(
@@ -77,30 +78,24 @@ def _convert_settings(state: dict, name: str, alpha_fwd: float, alpha_bwd: float
     size = next((size for beginning, size in _SIZES.items() if args.arch.startswith(beginning)), None)
     if size is None:
         raise CheckpointError(f"{name}: its architecture {args.arch} is none of {', '.join(f'{b}*' for b in _SIZES)}")
+    settings = vars(args)
     for side in _SIDES:
-        setattr(args, f"{side}_norm", _one_norm(args, side, name))
-        delattr(args, f"{side}_norm_self")
-        delattr(args, f"{side}_norm_ff")
-        # The embeddings are in the file; fairseq would look for the one that they began with.
-        setattr(args, f"{side}_embed_path", None)
+        norm, ff = settings.pop(f"{side}_norm_self"), settings.pop(f"{side}_norm_ff")
+        if norm != ff:
+            raise CheckpointError(
+                f"{name}: {side}_norm_self is {norm} and {side}_norm_ff is {ff}; transformer_pn has one norm per side"
+            )
+        if norm not in _NORMS:
+            raise CheckpointError(f"{name}: {side}_norm_self is {norm}; only {' and '.join(_NORMS)} can be imported")
+        # The embeddings are in the file; fairseq would look for the file that they were initialized from.
+        settings |= {f"{side}_norm": norm, f"{side}_embed_path": None}
     args.arch = f"transformer_{NORMS[args.encoder_norm].short}_{size}"
     args.norm_variant = "release"
     args.norm_alpha_fwd, args.norm_alpha_bwd = alpha_fwd, alpha_bwd
     args.psi_warmup_updates = int(getattr(args, "warmup_updates", None) or 0)
-    vars(args).pop("user_dir", None)
+    settings.pop("user_dir", None)
     ARCH_CONFIG_REGISTRY[args.arch](args)
     return args
-
-
-def _one_norm(args: Namespace, side: str, name: str) -> str:
-    own, ff = getattr(args, f"{side}_norm_self"), getattr(args, f"{side}_norm_ff")
-    if own != ff:
-        raise CheckpointError(
-            f"{name}: {side}_norm_self is {own} and {side}_norm_ff is {ff}; transformer_pn has one norm in its {side}"
-        )
-    if own not in _NORMS:
-        raise CheckpointError(f"{name}: {side}_norm_self is {own}; only {' and '.join(_NORMS)} can be imported")
-    return own
 
 
 def _split_projections(model: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -121,12 +116,9 @@ def _split_projections(model: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _empty_model(args: Namespace, file: dict[str, Tensor], name: str) -> nn.Module:
     """The model of ``args``, without memory for its parameters."""
-    task = Namespace(source_dictionary=Vocabulary.of_side(file, "encoder"))
-    shared = getattr(args, "share_all_embeddings", False)
-    task.target_dictionary = task.source_dictionary if shared else Vocabulary.of_side(file, "decoder")
     try:
         with torch.device("meta"):
-            return ARCH_MODEL_REGISTRY[args.arch].build_model(copy.deepcopy(args), task)
+            return ARCH_MODEL_REGISTRY[args.arch].build_model(copy.deepcopy(args), task_of(args, file))
     except Exception as error:
         raise CheckpointError(f"{name}: its model cannot be built ({one_line(error)})") from error
 

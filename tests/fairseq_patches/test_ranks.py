@@ -6,11 +6,11 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from fairseq.tasks.fairseq_task import FairseqTask
 
-from pn_fairseq.models.fairseq_hooks import ignoring_batches
+from pn_fairseq.fairseq_patches.dummy_batches import ignoring_batches
 from pn_fairseq.norms import MaskedBatchNorm
 from pn_fairseq.norms.agree import agree_on_statistics
 
-from .helpers import build, padded_batch
+from ..models.helpers import build, padded_batch
 
 
 def work(rank: int, world: int, folder: str, flags: dict) -> None:
@@ -114,13 +114,3 @@ def test_a_batch_that_is_ignored_leaves_no_trace(encoder_norm, checkpointed):
             (model(src, None, prev)[0].square().mean() * 0).backward()
         for key, value in model.state_dict().items():
             assert torch.equal(value, before[key]), key
-
-
-def test_hooks_are_set_once():
-    import importlib
-
-    from pn_fairseq.models import fairseq_hooks
-
-    before = FairseqTask.train_step, FairseqTask.begin_valid_epoch
-    importlib.reload(fairseq_hooks)
-    assert (FairseqTask.train_step, FairseqTask.begin_valid_epoch) == before

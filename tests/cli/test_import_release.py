@@ -1,5 +1,6 @@
 """pn-import-release on checkpoints built from the description of the release's layout."""
 
+import importlib
 import re
 import sys
 import types
@@ -16,8 +17,8 @@ from pn_fairseq.cli.import_release import main
 from pn_fairseq.norms import PowerNormRelease
 from pn_fairseq.norms.base import running_norms
 
-from .models.helpers import arch_args, padded_batch
-from .scripts_helpers import ROOT, run
+from ..models.helpers import arch_args, padded_batch, write_data
+from ..scripts_helpers import ROOT, run
 
 LAYERS = 2
 WARMUP = 40
@@ -152,16 +153,7 @@ def write(path, weights, settings=(), zipped=False):
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     """Binarized data of 11 sentences and their dictionary."""
-    base = tmp_path_factory.mktemp("data")
-    for lang in ("de", "en"):
-        lines = [" ".join(f"w{(7 * i + 3 * j + len(lang)) % 40}" for j in range(3 + i % 5)) for i in range(11)]
-        (base / f"text.{lang}").write_text("\n".join(lines) + "\n")
-    run(
-        *("fairseq-preprocess", "--source-lang", "de", "--target-lang", "en", "--joined-dictionary"),
-        *("--trainpref", "text", "--validpref", "text", "--testpref", "text", "--destdir", "bin", "--workers", "1"),
-        cwd=base,
-    )
-    return base / "bin"
+    return write_data(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(scope="module")
@@ -258,7 +250,7 @@ def test_half_precision_file(model, data, tmp_path):
             torch.testing.assert_close(value, model.state_dict()[key], rtol=2e-3, atol=1e-3)
 
 
-def test_decoding_and_fine_tuning_with_fairseqs_commands(model, dictionary, data, tmp_path):
+def test_decoding_and_fine_tuning_with_fairseqs_commands(model, dictionary, data, tmp_path, monkeypatch, capsys):
     """fairseq-generate writes what it writes for the same model in our own layout."""
     source = write(tmp_path / "release.pt", as_release(model))
     assert main([str(source), str(tmp_path / "imported.pt")]) == 0
@@ -266,20 +258,26 @@ def test_decoding_and_fine_tuning_with_fairseqs_commands(model, dictionary, data
     own["model"] = model.state_dict()
     own["args"] = Namespace(**{**SETTINGS, **vars(ours(dictionary)[1])})
     torch.save(own, tmp_path / "own.pt")
-    flags = ("--user-dir", ROOT / "pn_fairseq", "--required-batch-size-multiple", "1")
+
+    def fairseq(program: str, *arguments: str) -> str:
+        flags = ["--user-dir", str(ROOT / "pn_fairseq"), "--required-batch-size-multiple", "1", "--cpu"]
+        monkeypatch.setattr(sys, "argv", [f"fairseq-{program}", str(data), *flags, *arguments])
+        importlib.import_module(f"fairseq_cli.{program}").cli_main()
+        return capsys.readouterr().out
+
+    monkeypatch.chdir(tmp_path)
     decoded = []
     for name in ("imported.pt", "own.pt"):
-        output = run("fairseq-generate", data, *flags, "--path", name, "--beam", "3", cwd=tmp_path).stdout
+        output = fairseq("generate", "--path", name, "--beam", "3")
         decoded.append(sorted(re.findall(r"^[HP]-.*", output, re.M)))
     assert len(decoded[0]) == 2 * 11
     assert decoded[0] == decoded[1]
 
-    run(
-        *("fairseq-train", data, *flags, "--arch", "transformer_pn_iwslt", "--norm-variant", "release"),
+    fairseq(
+        *("train", "--arch", "transformer_pn_iwslt", "--norm-variant", "release"),
         *(f"--{name.replace('_', '-')}={SETTINGS[name]}" for name in DIMENSIONS),
         *("--share-all-embeddings", "--finetune-from-model", "imported.pt", "--optimizer", "sgd", "--lr", "0.001"),
-        *("--max-tokens", "1000", "--max-update", "1", "--save-dir", "tuned", "--no-epoch-checkpoints", "--cpu"),
-        cwd=tmp_path,
+        *("--max-tokens", "1000", "--max-update", "1", "--save-dir", "tuned", "--no-epoch-checkpoints"),
     )
     weights = load_checkpoint(tmp_path / "tuned/checkpoint_last.pt")["model"]
     assert int(weights["encoder.layer_norm.num_batches_tracked"]) == 1235

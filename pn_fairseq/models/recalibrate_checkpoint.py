@@ -36,7 +36,7 @@ class RecalibrationModel:
     Args:
         state: a checkpoint as :func:`pn_fairseq.checkpoints.load_checkpoint` returns it. Task, model, batch size and
             seed are those of its settings.
-        name: what errors call the checkpoint.
+        name: of the checkpoint in error messages.
         data: a folder that fairseq-preprocess made, with the dictionaries that the model was trained with.
 
     Raises:

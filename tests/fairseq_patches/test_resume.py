@@ -1,7 +1,7 @@
 """What a training remembers over an interruption, and what one training leaves to the next in the same process."""
 
 import logging
-import sys
+from functools import partial
 from types import SimpleNamespace
 
 import fairseq_cli.train
@@ -9,10 +9,10 @@ import pytest
 from fairseq import checkpoint_utils
 from fairseq.distributed import utils as distributed_utils
 from fairseq.logging import progress_bar
-from fairseq.trainer import Trainer
 from omegaconf import OmegaConf
 
-from pn_fairseq.models import resumption
+import pn_fairseq.models  # noqa: F401 (applies the patches)
+from pn_fairseq.fairseq_patches import early_stopping, place_in_epoch
 
 PATIENCE = OmegaConf.create({"checkpoint": {"patience": 3, "maximize_best_checkpoint_metric": False}})
 
@@ -27,16 +27,18 @@ def trainer(workers=1, max_tokens=400, update_freq=(4,)):
 
 
 def saved(who, position, epoch=1):
-    """What a checkpoint of ``who`` holds beside the model."""
+    """The ``extra_state`` of a checkpoint of ``who``, by fairseq's own Trainer.save_checkpoint."""
     written = []
     place = {"version": 2, "epoch": epoch, "iterations_in_epoch": position, "shuffle": True}
-    resumption._save(lambda trainer, name, state: written.append(state), who, "x.pt", {"train_iterator": place})
+    save = partial(place_in_epoch.save, lambda trainer, name, state: written.append(state))
+    early_stopping.save(save, who, "x.pt", {"train_iterator": place})
     return written[0]
 
 
 def loaded(who, state, *reset, **also):
     """What fairseq gets back when it loads a checkpoint, called as its checkpoint_utils does."""
-    return resumption._load(lambda *args, **kwargs: state, who, "x.pt", *reset, **also)
+    load = partial(place_in_epoch.load, lambda *args, **kwargs: state)
+    return early_stopping.load(load, who, "x.pt", *reset, **also)
 
 
 #: What ``call_main`` looks at, for a training on one worker.
@@ -154,16 +156,3 @@ def test_every_record_is_written_once_however_many_epochs(tmp_path):
         progress_bar.logger.info(f"epoch {epoch}")
         assert bar is not None
     assert log.read_text().splitlines() == ["epoch 1", "epoch 2", "epoch 3"]
-
-
-def test_fairseqs_functions_are_wrapped_once():
-    import importlib
-
-    before = Trainer.save_checkpoint, Trainer.load_checkpoint, distributed_utils.call_main, progress_bar.progress_bar
-    importlib.reload(resumption)
-    after = Trainer.save_checkpoint, Trainer.load_checkpoint, distributed_utils.call_main, progress_bar.progress_bar
-    assert before == after
-    # One function for two purposes, neither of which keeps the other out.
-    wrappers = {wrapper.rpartition(".")[2] for wrapper in Trainer.load_checkpoint.pn_fairseq}
-    assert wrappers == {"_load", "_load_checkpoint"}
-    assert sys.modules["fairseq.distributed_utils"].call_main is distributed_utils.call_main

@@ -1,11 +1,12 @@
-"""``--ddp-backend pytorch_ddp`` on CPUs.
+"""``--ddp-backend pytorch_ddp`` works on CPUs.
 
-fairseq hands torch's DistributedDataParallel a ``device_id`` whatever the device, which torch refuses for a model on
-the CPU. Importing this module puts a function in the place where fairseq looks the class up.
+fairseq passes a device number to torch's DistributedDataParallel, which refuses it for a model on the CPU.
 """
 
 from fairseq.models import distributed_fairseq_model
 from torch.nn.parallel import DistributedDataParallel
+
+from pn_fairseq.fairseq_patches import enabled
 
 
 def distributed_data_parallel(module, device_ids=None, output_device=None, **options) -> DistributedDataParallel:
@@ -15,4 +16,5 @@ def distributed_data_parallel(module, device_ids=None, output_device=None, **opt
     return DistributedDataParallel(module, device_ids=device_ids, output_device=output_device, **options)
 
 
-distributed_fairseq_model.DistributedDataParallel = distributed_data_parallel
+if enabled():
+    distributed_fairseq_model.DistributedDataParallel = distributed_data_parallel

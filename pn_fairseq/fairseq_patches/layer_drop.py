@@ -1,0 +1,25 @@
+"""All ranks drop the same layers under ``--encoder-layerdrop`` and ``--decoder-layerdrop``.
+
+fairseq draws the layers from the generator of the CPU. On CPUs dropout draws from the same generator, and how much it
+draws depends on the size of the batch: ranks drop different layers, and their collective calls inside layers (such as
+those of synchronized norms) no longer belong together. Here several ranks draw the layers from a generator of their
+own, which starts again with each seed. fairseq gives all ranks the same seed before each update.
+"""
+
+import torch
+from fairseq.modules.layer_drop import LayerDropModuleList
+from torch import distributed
+
+from pn_fairseq.fairseq_patches import patch
+
+_generator = torch.Generator()
+
+
+@patch(LayerDropModuleList, "__iter__", "self")
+def layers(original, modules):
+    if not modules.training or not distributed.is_initialized() or distributed.get_world_size() == 1:
+        return original(modules)
+    if _generator.initial_seed() != torch.initial_seed():
+        _generator.manual_seed(torch.initial_seed())
+    kept = torch.empty(len(modules)).uniform_(generator=_generator) > modules.p
+    return iter([modules[index] for index in range(len(modules)) if kept[index]])

@@ -1,0 +1,10 @@
+"""``torch.load`` of torch 2.6 and later reads fairseq's checkpoints, and still runs no code from them.
+
+By default it refuses everything but tensors and plain containers, and with that the settings in a checkpoint.
+"""
+
+from pn_fairseq.checkpoints import allow_fairseq_checkpoints
+from pn_fairseq.fairseq_patches import enabled
+
+if enabled():
+    allow_fairseq_checkpoints()
