@@ -290,11 +290,11 @@ def finish_moments(
         between = tl.zeros([BLOCK_P, BLOCK_C], ACC)  # n_p (mean_p - mean)^2: Chan's formula for all programs at once
         for start in range(0, programs, BLOCK_P):
             program = start + tl.arange(0, BLOCK_P)
-            tokens = tl.load(counts + program, mask=program < programs, other=0.0)[:, None]
+            added = tl.load(counts + program, mask=program < programs, other=0.0)[:, None]
             sums = partials + (programs.to(tl.int64) + program)[:, None] * C + channel[None, :]
             total = tl.load(sums, mask=(program < programs)[:, None] & inside[None, :], other=0.0)
-            difference = tl.where(tokens > 0, total / tl.maximum(tokens, 1.0) - center[None, :], 0.0)
-            between += tokens * difference * difference
+            difference = tl.where(added > 0, total / tl.maximum(added, 1.0) - center[None, :], 0.0)
+            between += added * difference * difference
         squares += tl.sum(between, 0)
         tl.store(mean + channel, center, mask=inside)
     tl.store(moment + channel, squares / divisor, mask=inside)

@@ -29,8 +29,11 @@ MAX_TOKENS = 2**30
 #: Elements of a tile that a thread holds.
 ELEMENTS = 16
 
-#: Threads that a multiprocessor has registers for: the backward pass holds two tensors and more sums.
-FORWARD_THREADS, BACKWARD_THREADS = 896, 640
+#: Threads that a multiprocessor has registers for: 72 of each forward; 128 backward, with two tensors and more sums.
+FORWARD_THREADS, BACKWARD_THREADS = 896, 512
+
+#: Channels for which one backward pass has registers for dx and the sums over tokens; for more there are two passes.
+MAX_FUSED_CHANNELS = 4096
 
 #: Tiles that a program takes at least, once every multiprocessor has one: sums are written once per program.
 MIN_TILES = 4
@@ -100,6 +103,7 @@ class _Tokens:
         rows: number of tokens.
         programs: number of programs that share them. It depends on the shape and the GPU only.
         tile: constants of the kernel.
+        width: channels of a tile, those included that a mask leaves out.
     """
 
     def __init__(self, x: Tensor, groups: int, eps: float, threads: int):
@@ -108,6 +112,7 @@ class _Tokens:
         if self.rows > MAX_TOKENS:
             raise _DoesNotFit
         self.tile = _tile(self.channels, groups, eps, self.acc, ELEMENTS)
+        self.width = self.tile["BLOCK_G"] * self.tile["BLOCK_K"]
         processors = _multiprocessors(x.device)
         tiles = triton.cdiv(self.rows, self.tile["BLOCK_N"])
         resident = processors * max(threads // (32 * self.tile["num_warps"]), 1)
@@ -178,6 +183,9 @@ def gradient_sums(dy, x, padding, weight, mean, moment, inv_rms, groups, eps):
 
 def _backward(dy, x, dx, padding, weight, mean, moment, nu, offset, inv_rms, groups, eps, sums):
     tokens = _Tokens(x, groups, eps, BACKWARD_THREADS)
+    if sums and dx is not None and tokens.width > MAX_FUSED_CHANNELS:
+        _backward(dy, x, dx, padding, weight, mean, moment, nu, offset, inv_rms, groups, eps, False)
+        dx = None
     partials = tokens.partials(2 if padding is None else 4) if sums else None
     kernels.norm_backward[tokens.programs,](
         dy, x, dx, inv_rms if groups else None, weight, mean, moment, nu, offset, padding, partials,
