@@ -1,6 +1,6 @@
 """Triton's kernels under its interpreter, which has to be switched on before triton is imported:
 
-TRITON_INTERPRET=1 python -m pytest tests/kernels/test_triton.py
+TRITON_INTERPRET=1 PN_FAIRSEQ_KERNELS=triton python -m pytest tests/kernels/test_triton.py
 
 ``test_triton_interpreted.py`` does that in a process of its own. The interpreter cuts float32 off to bfloat16 where a
 GPU rounds, hence one unit in the last place.

@@ -26,7 +26,7 @@ def run(*tests: str, select: str = "", timeout: float = 600, **environment: str)
 
 
 def test_operators():
-    run("kernels/test_triton.py")
+    run("kernels/test_triton.py", PN_FAIRSEQ_KERNELS="triton")
 
 
 @pytest.mark.slow
