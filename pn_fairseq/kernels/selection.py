@@ -24,7 +24,7 @@ IMPLEMENTATIONS = {"reference": None, "triton": "CUDA", "cpp": "CPU"}
 #: The compiled kernels, which fit one version of torch only; setup.py gives them the same name.
 EXTENSION = "pn_fairseq.kernels._cpp_" + re.sub(r"\W", "_", torch.__version__)
 
-#: Compute capability from which on GPUs order memory accesses between programs as the Triton kernels need.
+#: Lowest compute capability that Triton compiles for.
 LOWEST_CAPABILITY = (7, 0)
 
 

@@ -1,18 +1,17 @@
-"""The Triton kernels behind :mod:`.triton_ops`. What they compute is documented in :mod:`.reference`.
+"""The Triton kernels that :mod:`.triton_ops` launches. :mod:`.reference` defines what they compute.
 
-A kernel over tokens is a grid of (programs, blocks of channels). A program takes every ``programs``-th tile of ``ROWS``
-tokens; a tile is (ROWS, BG, BS): tokens, ``BG`` groups, and the ``BS`` channels (powers of two, the rest is masked) of
-each. Without layer-scale all channels are one group. Where a group is larger than registers can hold, ``CHUNKS``
-blocks share it, and what is summed over its channels (1 / rms, and the projection in backward) comes from a kernel of
-its own. Sums over tokens stay in registers until a program ends; it then writes them to ``partials``, a buffer
+:func:`norm_forward` and :func:`norm_backward` are the passes over the tokens. Each program takes every
+``num_programs``-th tile of ``BLOCK_N`` tokens. A tile is (BLOCK_N, BLOCK_G, BLOCK_K): tokens, all groups of
+layer-scale, all channels of a group. BLOCK_G and BLOCK_K are powers of two; masks leave out what there is not. Without
+layer-scale all channels are one group. Sums over tokens stay in registers until the program ends and writes them to
 
-    sums: (slots, programs, C),   real tokens: (programs,),   ticket: 1,   padding: (programs,)
+    partials: (slots, programs, C), then the number of real tokens of each program, (programs,)
 
-all in the wide type, which :func:`finish_sums` and its relatives add up in the order of the programs. Counts there are
-whole numbers small enough to be exact. What concerns all channels at once (is everything finite?) is done by the last
-program of these to finish, found by drawing tickets: which one it is has no influence on the result.
+in the accumulation dtype. :func:`finish_moments` and :func:`finish_gradient_sums` add these up in the order of the
+programs, so that equal inputs give equal bits. :func:`running_average` and :func:`power_update` are one program each.
 
-Tokens are numbered time * batch + sequence. Offsets in memory are 64 bit; token numbers are if ``LONG`` says so.
+``rows`` is the number of tokens, 32 bit; offsets in memory are 64 bit. A kernel is compiled without the pointers that
+are None.
 """
 
 import triton
@@ -20,14 +19,9 @@ import triton.language as tl
 
 INFINITY = tl.constexpr(float("inf"))
 
-# Rows of vectors of PN, of PN-V and BN, and entries of tally, as in reference.py.
-SQUARES, PSI2_USED, NU, PSI2_BEFORE, PSI2_BATCH = (tl.constexpr(row) for row in range(5))
-MOMENT, MOMENT_BEFORE, MEAN, MEAN_BEFORE = (tl.constexpr(row) for row in range(4))
-TOKENS, COUNTED, CUMULATIVE, STEPS_BEFORE = (tl.constexpr(entry) for entry in range(4))
-
 
 @triton.jit
-def _root(value):
+def _sqrt(value):
     """The square root, rounded correctly."""
     if value.dtype == tl.float64:
         return tl.sqrt(value)
@@ -36,7 +30,7 @@ def _root(value):
 
 
 @triton.jit
-def _quotient(numerator, denominator):
+def _divide(numerator, denominator):
     """numerator / denominator, rounded correctly."""
     if denominator.dtype == tl.float64:
         return numerator / denominator
@@ -45,932 +39,389 @@ def _quotient(numerator, denominator):
 
 
 @triton.jit
-def _all_finite(values, inside):
-    """Whether all ``values`` are that are ``inside``, as 1 or 0."""
-    return 1 - tl.max(((tl.abs(values) < INFINITY) == 0).to(tl.int32) * inside.to(tl.int32), 0)
-
-
-@triton.jit
-def _channels(
-    block, GROUPS: tl.constexpr, SIZE: tl.constexpr, BG: tl.constexpr, BS: tl.constexpr, CHUNKS: tl.constexpr
-):
-    """Groups (BG,), channels (BG, BS) and which of these exist, of a block of channels."""
-    if CHUNKS == 1:
-        group = block * BG + tl.arange(0, BG)
-        k = tl.arange(0, BS)
-    else:
-        group = block // CHUNKS + tl.arange(0, BG)
-        k = (block % CHUNKS) * BS + tl.arange(0, BS)
-    channel = group[:, None] * SIZE + k[None, :]
-    return group, channel, (group < GROUPS)[:, None] & (k < SIZE)[None, :]
-
-
-@triton.jit
-def _first_row(ROWS: tl.constexpr, LONG: tl.constexpr):
-    program = tl.program_id(0)
-    if LONG:
-        program = program.to(tl.int64)
-    return program * ROWS
-
-
-@triton.jit
-def _row_offsets(row, batch, step_t, step_b, BATCHED: tl.constexpr):
-    """Offsets of tokens in memory, 64 bit."""
-    if BATCHED:
-        time = row // batch
-        return time.to(tl.int64) * step_t + (row - time * batch).to(tl.int64) * step_b
-    else:
-        return row.to(tl.int64) * step_t
-
-
-@triton.jit
-def _channel_offsets(channel, step):
-    """Offsets of channels in memory, 64 bit. A ``step`` of 1 is a constant to the compiler."""
-    return channel.to(tl.int64) * step
-
-
-@triton.jit
-def _vector(pointer, channel, inside, default: tl.constexpr, WIDE: tl.constexpr):
-    """A vector over channels, wide; ``default`` everywhere if it is not given."""
+def _vector(pointer, channel, inside, default: tl.constexpr, ACC: tl.constexpr):
+    """A vector over channels in the accumulation dtype; ``default`` everywhere if there is none."""
     if pointer is None:
-        return tl.full(channel.shape, default, WIDE)
+        return tl.full(channel.shape, default, ACC)
     else:
-        return tl.load(pointer + channel, mask=inside, other=default).to(WIDE)
+        return tl.load(pointer + channel, mask=inside, other=default).to(ACC)
+
+
+# The passes over the tokens.
 
 
 @triton.jit
-def _real(mask, row, valid, batch, mask_t, mask_b, BATCHED: tl.constexpr):
-    """Which tokens are real, (ROWS,)."""
-    if mask is None:
+def _channels(GROUPS: tl.constexpr, GROUP_SIZE: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_K: tl.constexpr):
+    """The groups (BLOCK_G,) and channels (BLOCK_G, BLOCK_K) of a tile, and which of these channels there are."""
+    group, k = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_K)
+    return group, group[:, None] * GROUP_SIZE + k[None, :], (group < GROUPS)[:, None] & (k < GROUP_SIZE)[None, :]
+
+
+@triton.jit
+def _offsets(row, channel, C: tl.constexpr):
+    return row.to(tl.int64)[:, None, None] * C + channel[None, :, :]
+
+
+@triton.jit
+def _real(padding, row, valid):
+    """Which tokens of a tile are real, (BLOCK_N,)."""
+    if padding is None:
         return valid
     else:
-        padding = tl.load(mask + _row_offsets(row, batch, mask_t, mask_b, BATCHED), mask=valid, other=1)
-        return valid & (padding == 0)
+        return valid & (tl.load(padding + row, mask=valid, other=1) == 0)
 
 
 @triton.jit
-def _scales(h, row, valid, group, inv_rms, GROUPS: tl.constexpr, SIZE: tl.constexpr, EPS: tl.constexpr, GIVEN):
-    """1 / rms of each token and group, (ROWS, BG, 1): ``inv_rms`` if ``GIVEN``, else computed and written there."""
-    place = inv_rms + row.to(tl.int64)[:, None] * GROUPS + group[None, :]
+def _inv_rms(h, inv_rms, row, valid, group, GROUPS: tl.constexpr, K: tl.constexpr, EPS: tl.constexpr, GIVEN):
+    """1 / rms of each token and group of a tile, (BLOCK_N, BLOCK_G, 1): read if GIVEN, else computed and written."""
+    places = inv_rms + row.to(tl.int64)[:, None] * GROUPS + group[None, :]
     exists = valid[:, None] & (group < GROUPS)[None, :]
     if GIVEN:
-        scales = tl.load(place, mask=exists, other=0.0)
+        scales = tl.load(places, mask=exists, other=0.0)
     else:
-        scales = tl.rsqrt(tl.sum(h * h, 2) / SIZE + EPS)
-        tl.store(place, scales, mask=exists)
+        scales = tl.rsqrt(tl.sum(h * h, 2) / K + EPS)
+        tl.store(places, scales, mask=exists)
     return scales[:, :, None]
 
 
 @triton.jit
-def _write_sum(partials, slot: tl.constexpr, channel, inside, total, C: tl.constexpr):
-    row = slot * tl.num_programs(0).to(tl.int64) + tl.program_id(0)
-    tl.store(partials + row * C + channel, total, mask=inside)
+def _add_tile(h, real, count, mean, squares):
+    """Count, mean and sum of squared deviations of the tokens so far, with the real ones of a tile added.
 
-
-@triton.jit
-def _write_count(partials, count, SLOTS: tl.constexpr, C: tl.constexpr):
-    """The number of real tokens that this program has seen, and a fresh ticket."""
-    if tl.program_id(1) == 0:
-        programs = tl.num_programs(0)
-        counts = partials + programs.to(tl.int64) * SLOTS * C
-        tl.store(counts + tl.program_id(0), count.to(partials.dtype.element_ty))
-        if tl.program_id(0) == 0:
-            tl.store(counts + programs, tl.zeros([], partials.dtype.element_ty))
-
-
-# Kernels over tokens.
-
-
-@triton.jit(do_not_specialize=["rows", "batch"])
-def normalize(
-    x,
-    y,
-    inv_rms,
-    weight,
-    bias,
-    mean,
-    moment,
-    tally,
-    rows,
-    batch,
-    x_t,
-    x_b,
-    x_c,
-    y_t,
-    y_b,
-    y_c,
-    GROUPS: tl.constexpr,
-    SIZE: tl.constexpr,
-    BG: tl.constexpr,
-    BS: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    ROWS: tl.constexpr,
-    SCALED: tl.constexpr,
-    GIVEN: tl.constexpr,
-    BATCHED: tl.constexpr,
-    LONG: tl.constexpr,
-    WIDE: tl.constexpr,
-    EPS: tl.constexpr,
-):
-    """y from given statistics. With ``tally``: only if that says that the step is in the psi warm-up."""
-    group, channel, inside = _channels(tl.program_id(1), GROUPS, SIZE, BG, BS, CHUNKS)
-    gain = _vector(weight, channel, inside, 1.0, WIDE)
-    if moment is not None:
-        gain = _quotient(gain, _root(_vector(moment, channel, inside, 1.0, WIDE) + EPS))
-    shift = _vector(bias, channel, inside, 0.0, WIDE)
-    centre = _vector(mean, channel, inside, 0.0, WIDE)
-    x_channel, y_channel = _channel_offsets(channel, x_c), _channel_offsets(channel, y_c)
-    end = rows
-    if tally is not None:
-        if tl.load(tally + CUMULATIVE) == 0:
-            end = rows * 0
-    for start in range(_first_row(ROWS, LONG), end, tl.num_programs(0) * ROWS):
-        row = start + tl.arange(0, ROWS)
-        valid = row < rows
-        here = valid[:, None, None] & inside[None, :, :]
-        x_row = _row_offsets(row, batch, x_t, x_b, BATCHED)
-        h = tl.load(x + x_row[:, None, None] + x_channel[None, :, :], mask=here, other=0.0).to(WIDE)
-        if SCALED:
-            h = h * _scales(h, row, valid, group, inv_rms, GROUPS, SIZE, EPS, GIVEN)
-        if mean is not None:
-            h = h - centre[None, :, :]
-        if (weight is not None) or (moment is not None):
-            h = h * gain[None, :, :]
-        if bias is not None:
-            h = h + shift[None, :, :]
-        y_row = _row_offsets(row, batch, y_t, y_b, BATCHED)
-        tl.store(y + y_row[:, None, None] + y_channel[None, :, :], h.to(y.dtype.element_ty), mask=here)
-
-
-@triton.jit(do_not_specialize=["rows", "batch", "warmup", "mask_t", "mask_b"])
-def observe(
-    x,
-    y,
-    mask,
-    inv_rms,
-    weight,
-    bias,
-    running_psi2,
-    steps,
-    partials,
-    rows,
-    batch,
-    warmup,
-    mask_t,
-    mask_b,
-    x_t,
-    x_b,
-    x_c,
-    y_t,
-    y_b,
-    y_c,
-    GROUPS: tl.constexpr,
-    SIZE: tl.constexpr,
-    BG: tl.constexpr,
-    BS: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    ROWS: tl.constexpr,
-    SCALED: tl.constexpr,
-    GIVEN: tl.constexpr,
-    BATCHED: tl.constexpr,
-    LONG: tl.constexpr,
-    WIDE: tl.constexpr,
-    EPS: tl.constexpr,
-    WARMUP: tl.constexpr,
-    REST: tl.constexpr,
-):
-    """Sums of h^2 over the real tokens (slot 0) and with ``REST`` over the padding (slot 1).
-
-    With ``y`` also the result of PN, unless the step is in the psi warm-up, which ``WARMUP`` says it can be.
+    Chan, Golub & LeVeque 1983, Eq. 2.1. Squares about a fixed point would cancel where that is far from the mean.
     """
-    C: tl.constexpr = GROUPS * SIZE
-    group, channel, inside = _channels(tl.program_id(1), GROUPS, SIZE, BG, BS, CHUNKS)
-    x_channel = _channel_offsets(channel, x_c)
-    if y is not None:
-        y_channel = _channel_offsets(channel, y_c)
-        gain = _vector(weight, channel, inside, 1.0, WIDE)
-        gain = _quotient(gain, _root(_vector(running_psi2, channel, inside, 1.0, WIDE) + EPS))
-        shift = _vector(bias, channel, inside, 0.0, WIDE)
-        normalizes = True
-        if WARMUP:
-            normalizes = tl.load(steps) >= warmup
-    squares = tl.zeros([BG, BS], WIDE)
-    rest = tl.zeros([BG, BS], WIDE)
-    count = tl.zeros([], tl.int32)
-    for start in range(_first_row(ROWS, LONG), rows, tl.num_programs(0) * ROWS):
-        row = start + tl.arange(0, ROWS)
-        valid = row < rows
-        real = _real(mask, row, valid, batch, mask_t, mask_b, BATCHED)
-        here = valid[:, None, None] & inside[None, :, :]
-        x_row = _row_offsets(row, batch, x_t, x_b, BATCHED)
-        h = tl.load(x + x_row[:, None, None] + x_channel[None, :, :], mask=here, other=0.0).to(WIDE)
-        if SCALED:
-            h = h * _scales(h, row, valid, group, inv_rms, GROUPS, SIZE, EPS, GIVEN)
-        if mask is None:
-            squares += tl.sum(h * h, 0)
-        else:
-            squares += tl.sum(tl.where(real[:, None, None], h * h, 0.0), 0)
-            if REST:
-                rest += tl.sum(tl.where(real[:, None, None], 0.0, h * h), 0)
-            count += tl.sum(real.to(tl.int32), 0)
-        if y is not None:
-            if normalizes:
-                h = h * gain[None, :, :]
-                if bias is not None:
-                    h = h + shift[None, :, :]
-                y_row = _row_offsets(row, batch, y_t, y_b, BATCHED)
-                tl.store(y + y_row[:, None, None] + y_channel[None, :, :], h.to(y.dtype.element_ty), mask=here)
-    _write_sum(partials, 0, channel, inside, squares, C)
-    if REST:
-        _write_sum(partials, 1, channel, inside, rest, C)
-        _write_count(partials, count, 2, C)
-    else:
-        _write_count(partials, count, 1, C)
-
-
-@triton.jit
-def _add_tile(h, keep, tokens, mean, squares):
-    """Count, mean and squared deviations of a sample of tokens, with those of a tile that are to ``keep`` added.
-
-    Chan, Golub & LeVeque 1983, Eq. 2.1; the samples have the same tokens in all channels.
-    """
-    kept = tl.sum(keep.to(h.dtype), 0)
-    tile_mean = tl.sum(tl.where(keep[:, None, None], h, 0.0), 0) / tl.maximum(kept, 1.0)
-    deviation = tl.where(keep[:, None, None], h - tile_mean[None, :, :], 0.0)
-    share = kept / tl.maximum(tokens + kept, 1.0)
+    added = tl.sum(real.to(h.dtype), 0)
+    keep = real[:, None, None]
+    tile_mean = tl.sum(tl.where(keep, h, 0.0), 0) / tl.maximum(added, 1.0)
+    deviation = tl.where(keep, h - tile_mean[None, :, :], 0.0)
+    share = added / tl.maximum(count + added, 1.0)
     difference = tile_mean - mean
     squares += tl.sum(deviation * deviation, 0)
-    if kept > 0:
-        squares += difference * difference * (tokens * share)
+    if added > 0:
+        squares += difference * difference * (count * share)
         mean += difference * share
-    return tokens + kept, mean, squares
+    return count + added, mean, squares
 
 
-@triton.jit(do_not_specialize=["rows", "batch", "mask_t", "mask_b"])
-def observe_centered(
-    x,
-    mask,
-    inv_rms,
-    partials,
+@triton.jit
+def _write_partial(partials, slot: tl.constexpr, channel, inside, total, C: tl.constexpr):
+    place = slot * tl.num_programs(0).to(tl.int64) + tl.program_id(0)
+    tl.store(partials + place * C + channel, total, mask=inside)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def norm_forward(
+    x,  # (rows, C)
+    y,  # (rows, C), type of x, written; None: the sums alone
+    inv_rms,  # (rows, GROUPS) ACC, read if GIVEN and written otherwise; None: no layer-scale
+    weight,  # (C,) or None
+    bias,  # (C,) or None
+    mean,  # (C,) or None
+    moment,  # (C,) or None
+    padding,  # (rows,) bool, or None: all tokens are real
+    partials,  # slots 0: squares, 1: sum (if CENTERED); counts; written. None: y alone
     rows,
-    batch,
-    mask_t,
-    mask_b,
-    x_t,
-    x_b,
-    x_c,
     GROUPS: tl.constexpr,
-    SIZE: tl.constexpr,
-    BG: tl.constexpr,
-    BS: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    ROWS: tl.constexpr,
-    SCALED: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    ACC: tl.constexpr,
+    EPS: tl.constexpr,
     GIVEN: tl.constexpr,
-    BATCHED: tl.constexpr,
-    LONG: tl.constexpr,
-    WIDE: tl.constexpr,
-    EPS: tl.constexpr,
-    REST: tl.constexpr,
+    CENTERED: tl.constexpr,
 ):
-    """Means of h and squared deviations from them in each program's real tokens (slots 0, 1).
+    """y = weight (h - mean) / sqrt(moment + eps) + bias, and each program's sums over its real tokens.
 
-    With ``REST`` also in the padding (slots 2, 3).
+    The sums are those of h^2; if CENTERED, those of h and of the squared deviations from the program's mean.
     """
-    C: tl.constexpr = GROUPS * SIZE
-    group, channel, inside = _channels(tl.program_id(1), GROUPS, SIZE, BG, BS, CHUNKS)
-    x_channel = _channel_offsets(channel, x_c)
-    mean, squares = tl.zeros([BG, BS], WIDE), tl.zeros([BG, BS], WIDE)
-    rest_mean, rest_squares = tl.zeros([BG, BS], WIDE), tl.zeros([BG, BS], WIDE)
-    count, rest_count = tl.zeros([], WIDE), tl.zeros([], WIDE)
-    for start in range(_first_row(ROWS, LONG), rows, tl.num_programs(0) * ROWS):
-        row = start + tl.arange(0, ROWS)
+    C: tl.constexpr = GROUPS * GROUP_SIZE
+    group, channel, inside = _channels(GROUPS, GROUP_SIZE, BLOCK_G, BLOCK_K)
+    if y is not None:
+        center = _vector(mean, channel, inside, 0.0, ACC)
+        scale = _vector(weight, channel, inside, 1.0, ACC)
+        if moment is not None:
+            scale = _divide(scale, _sqrt(_vector(moment, channel, inside, 1.0, ACC) + EPS))
+        shift = _vector(bias, channel, inside, 0.0, ACC)
+    count = tl.zeros([], ACC)
+    batch_mean, squares = tl.zeros([BLOCK_G, BLOCK_K], ACC), tl.zeros([BLOCK_G, BLOCK_K], ACC)
+    for start in range(tl.program_id(0) * BLOCK_N, rows, tl.num_programs(0) * BLOCK_N):
+        row = start + tl.arange(0, BLOCK_N)
         valid = row < rows
-        real = _real(mask, row, valid, batch, mask_t, mask_b, BATCHED)
-        here = valid[:, None, None] & inside[None, :, :]
-        x_row = _row_offsets(row, batch, x_t, x_b, BATCHED)
-        h = tl.load(x + x_row[:, None, None] + x_channel[None, :, :], mask=here, other=0.0).to(WIDE)
-        if SCALED:
-            h = h * _scales(h, row, valid, group, inv_rms, GROUPS, SIZE, EPS, GIVEN)
-        count, mean, squares = _add_tile(h, real, count, mean, squares)
-        if REST:
-            padding = valid & (real == 0)
-            rest_count, rest_mean, rest_squares = _add_tile(h, padding, rest_count, rest_mean, rest_squares)
-    _write_sum(partials, 0, channel, inside, mean, C)
-    _write_sum(partials, 1, channel, inside, squares, C)
-    if REST:
-        _write_sum(partials, 2, channel, inside, rest_mean, C)
-        _write_sum(partials, 3, channel, inside, rest_squares, C)
-        _write_count(partials, count, 4, C)
-        programs = tl.num_programs(0)
-        padding = partials + programs.to(tl.int64) * 4 * C + programs + 1
-        tl.store(padding + tl.program_id(0), rest_count, mask=tl.program_id(1) == 0)
-    else:
-        _write_count(partials, count, 2, C)
-
-
-@triton.jit
-def _gradient_vectors(
-    weight, vectors, scale, slope, channel, inside, C: tl.constexpr, EPS: tl.constexpr, WIDE: tl.constexpr
-):
-    """The vectors of dh = scale * dy - 1_M (slope * (h - mean) + ...): those of PN if there are its ``vectors``."""
-    if vectors is None:
-        return _vector(scale, channel, inside, 1.0, WIDE), _vector(slope, channel, inside, 0.0, WIDE)
-    else:
-        divisor2 = _vector(vectors + PSI2_USED * C, channel, inside, 1.0, WIDE) + EPS
-        gain = _vector(weight, channel, inside, 1.0, WIDE)
-        nu = _vector(vectors + NU * C, channel, inside, 0.0, WIDE)
-        return _quotient(gain, _root(divisor2)), _quotient(nu, divisor2)
-
-
-@triton.jit(do_not_specialize=["rows", "batch", "mask_t", "mask_b"])
-def differentiate(
-    dy,
-    x,
-    dx,
-    mask,
-    inv_rms,
-    projection,
-    weight,
-    vectors,
-    scale,
-    slope,
-    offset,
-    mean,
-    partials,
-    rows,
-    batch,
-    mask_t,
-    mask_b,
-    dy_t,
-    dy_b,
-    dy_c,
-    x_t,
-    x_b,
-    x_c,
-    dx_t,
-    dx_b,
-    dx_c,
-    GROUPS: tl.constexpr,
-    SIZE: tl.constexpr,
-    BG: tl.constexpr,
-    BS: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    ROWS: tl.constexpr,
-    SCALED: tl.constexpr,
-    BATCHED: tl.constexpr,
-    LONG: tl.constexpr,
-    WIDE: tl.constexpr,
-    EPS: tl.constexpr,
-):
-    """dx, if it is given, and if ``partials`` is, sums of dy (h - mean) and dy.
-
-    Slots 0 and 1 are sums over the real tokens, 2 and 3 over the padding (with ``mask``). With PN's ``vectors`` slot 1
-    is the sum of dy over all tokens and there is no slot 3.
-    """
-    C: tl.constexpr = GROUPS * SIZE
-    group, channel, inside = _channels(tl.program_id(1), GROUPS, SIZE, BG, BS, CHUNKS)
-    dy_channel, x_channel = _channel_offsets(channel, dy_c), _channel_offsets(channel, x_c)
-    centre = _vector(mean, channel, inside, 0.0, WIDE)
-    if dx is not None:
-        dx_channel = _channel_offsets(channel, dx_c)
-        scales, slopes = _gradient_vectors(weight, vectors, scale, slope, channel, inside, C, EPS, WIDE)
-        offsets = _vector(offset, channel, inside, 0.0, WIDE)
-    product, plain = tl.zeros([BG, BS], WIDE), tl.zeros([BG, BS], WIDE)
-    rest_product, rest_plain = tl.zeros([BG, BS], WIDE), tl.zeros([BG, BS], WIDE)
-    for start in range(_first_row(ROWS, LONG), rows, tl.num_programs(0) * ROWS):
-        row = start + tl.arange(0, ROWS)
-        valid = row < rows
-        real = _real(mask, row, valid, batch, mask_t, mask_b, BATCHED)[:, None, None]
-        here = valid[:, None, None] & inside[None, :, :]
-        dy_row = _row_offsets(row, batch, dy_t, dy_b, BATCHED)
-        x_row = _row_offsets(row, batch, x_t, x_b, BATCHED)
-        dh = tl.load(dy + dy_row[:, None, None] + dy_channel[None, :, :], mask=here, other=0.0).to(WIDE)
-        h = tl.load(x + x_row[:, None, None] + x_channel[None, :, :], mask=here, other=0.0).to(WIDE)
-        if SCALED:
-            rms = _scales(h, row, valid, group, inv_rms, GROUPS, SIZE, EPS, True)
-            h = h * rms
+        exists = valid[:, None, None] & inside[None, :, :]
+        offsets = _offsets(row, channel, C)
+        h = tl.load(x + offsets, mask=exists, other=0.0).to(ACC)
+        if inv_rms is not None:
+            h = h * _inv_rms(h, inv_rms, row, valid, group, GROUPS, GROUP_SIZE, EPS, GIVEN)
         if partials is not None:
-            along = dh * (h - centre[None, :, :])
-            if mask is None:
-                product += tl.sum(along, 0)
-                plain += tl.sum(dh, 0)
+            real = _real(padding, row, valid)
+            if CENTERED:
+                count, batch_mean, squares = _add_tile(h, real, count, batch_mean, squares)
             else:
-                product += tl.sum(tl.where(real, along, 0.0), 0)
-                rest_product += tl.sum(tl.where(real, 0.0, along), 0)
-                if vectors is None:
-                    plain += tl.sum(tl.where(real, dh, 0.0), 0)
-                    rest_plain += tl.sum(tl.where(real, 0.0, dh), 0)
-                else:
-                    plain += tl.sum(dh, 0)
-        if dx is not None:
-            dh = dh * scales[None, :, :]
-            if (slope is not None) or (vectors is not None):
-                correction = slopes[None, :, :] * (h - centre[None, :, :]) + offsets[None, :, :]
-                dh = dh - tl.where(real, correction, 0.0)
-            if SCALED:
-                if projection is None:
-                    projected = (tl.sum(dh * h, 2) / SIZE)[:, :, None]
-                else:
-                    projected = _scales(h, row, valid, group, projection, GROUPS, SIZE, EPS, True)
-                dh = (dh - h * projected) * rms
-            dx_row = _row_offsets(row, batch, dx_t, dx_b, BATCHED)
-            tl.store(dx + dx_row[:, None, None] + dx_channel[None, :, :], dh.to(dx.dtype.element_ty), mask=here)
+                count += tl.sum(real.to(ACC), 0)
+                squares += tl.sum(tl.where(real[:, None, None], h * h, 0.0), 0)
+        if y is not None:
+            if mean is not None:
+                h = h - center[None, :, :]
+            if (weight is not None) or (moment is not None):
+                h = h * scale[None, :, :]
+            if bias is not None:
+                h = h + shift[None, :, :]
+            tl.store(y + offsets, h.to(y.dtype.element_ty), mask=exists)
     if partials is not None:
-        _write_sum(partials, 0, channel, inside, product, C)
-        _write_sum(partials, 1, channel, inside, plain, C)
-        count = tl.zeros([], tl.int32)
-        if mask is None:
-            _write_count(partials, count, 2, C)
-        else:
-            _write_sum(partials, 2, channel, inside, rest_product, C)
-            if vectors is None:
-                _write_sum(partials, 3, channel, inside, rest_plain, C)
-                _write_count(partials, count, 4, C)
-            else:
-                _write_count(partials, count, 3, C)
+        _write_partial(partials, 0, channel, inside, squares, C)
+        if CENTERED:
+            _write_partial(partials, 1, channel, inside, batch_mean * count, C)
+        SLOTS: tl.constexpr = 2 if CENTERED else 1
+        tl.store(partials + tl.num_programs(0).to(tl.int64) * (SLOTS * C) + tl.program_id(0), count)
 
 
-@triton.jit(do_not_specialize=["rows", "batch", "mask_t", "mask_b"])
-def sum_over_groups(
-    dy,
-    x,
-    mask,
-    inv_rms,
-    projection,
-    weight,
-    vectors,
-    scale,
-    slope,
-    offset,
-    mean,
+@triton.jit(do_not_specialize=["rows"])
+def norm_backward(
+    dy,  # (rows, C)
+    x,  # (rows, C)
+    dx,  # (rows, C), type of x, written; None: the sums alone
+    inv_rms,  # (rows, GROUPS) ACC; None: no layer-scale
+    weight,  # (C,) or None
+    mean,  # (C,) or None
+    moment,  # (C,) or None
+    nu,  # (C,) or None
+    offset,  # (C,) or None; unused without nu
+    padding,  # (rows,) bool, or None: all tokens are real
+    partials,  # slots 0: dy (h - mean), 1: dy; with padding 2, 3: the same of real tokens; written. None: dx alone
     rows,
-    batch,
-    mask_t,
-    mask_b,
-    dy_t,
-    dy_b,
-    dy_c,
-    x_t,
-    x_b,
-    x_c,
     GROUPS: tl.constexpr,
-    SIZE: tl.constexpr,
-    BS: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    BATCHED: tl.constexpr,
-    WIDE: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    ACC: tl.constexpr,
     EPS: tl.constexpr,
 ):
-    """What groups that are larger than a tile need first: ``inv_rms``, or with ``dy`` mean_k(dh_k h_k) of each."""
-    C: tl.constexpr = GROUPS * SIZE
-    for item in range(tl.program_id(0).to(tl.int64), rows.to(tl.int64) * GROUPS, tl.num_programs(0)):
-        place = item + tl.arange(0, 1).to(tl.int64)
-        row, group = place // GROUPS, (place % GROUPS).to(tl.int32)
+    """dx through normalization and layer-scale, and each program's sums over its tokens."""
+    C: tl.constexpr = GROUPS * GROUP_SIZE
+    group, channel, inside = _channels(GROUPS, GROUP_SIZE, BLOCK_G, BLOCK_K)
+    center = _vector(mean, channel, inside, 0.0, ACC)
+    if dx is not None:  # dh = scale dy - 1_M (slope (h - mean) + shift)
+        scale = _vector(weight, channel, inside, 1.0, ACC)
+        slope = _vector(nu, channel, inside, 0.0, ACC)
+        shift = _vector(offset, channel, inside, 0.0, ACC)
+        if moment is not None:
+            divisor2 = _vector(moment, channel, inside, 1.0, ACC) + EPS
+            divisor = _sqrt(divisor2)
+            scale, slope, shift = _divide(scale, divisor), _divide(slope, divisor2), _divide(shift, divisor)
+    products, plain = tl.zeros([BLOCK_G, BLOCK_K], ACC), tl.zeros([BLOCK_G, BLOCK_K], ACC)
+    real_products, real_plain = tl.zeros([BLOCK_G, BLOCK_K], ACC), tl.zeros([BLOCK_G, BLOCK_K], ACC)
+    for start in range(tl.program_id(0) * BLOCK_N, rows, tl.num_programs(0) * BLOCK_N):
+        row = start + tl.arange(0, BLOCK_N)
         valid = row < rows
-        total = tl.zeros([1, BS], WIDE)
-        for chunk in range(CHUNKS):
-            _, channel, inside = _channels(group * CHUNKS + chunk, GROUPS, SIZE, 1, BS, CHUNKS)
-            x_place = _row_offsets(row, batch, x_t, x_b, BATCHED)[:, None] + _channel_offsets(channel, x_c)
-            h = tl.load(x + x_place, mask=inside, other=0.0).to(WIDE)
-            if dy is None:
-                total += h * h
-            else:
-                h = h * tl.load(inv_rms + item)
-                dy_place = _row_offsets(row, batch, dy_t, dy_b, BATCHED)[:, None] + _channel_offsets(channel, dy_c)
-                scales, slopes = _gradient_vectors(weight, vectors, scale, slope, channel, inside, C, EPS, WIDE)
-                dh = tl.load(dy + dy_place, mask=inside, other=0.0).to(WIDE) * scales
-                if (slope is not None) or (vectors is not None):
-                    centred = h - _vector(mean, channel, inside, 0.0, WIDE)
-                    correction = slopes * centred + _vector(offset, channel, inside, 0.0, WIDE)
-                    real = _real(mask, row, valid, batch, mask_t, mask_b, BATCHED)
-                    dh = dh - tl.where(real[:, None], correction, 0.0)
-                total += dh * h
-        mean_of_group = tl.sum(tl.sum(total, 1), 0) / SIZE
-        if dy is None:
-            tl.store(inv_rms + item, tl.rsqrt(mean_of_group + EPS))
-        else:
-            tl.store(projection + item, mean_of_group)
+        exists = valid[:, None, None] & inside[None, :, :]
+        real = _real(padding, row, valid)[:, None, None]
+        offsets = _offsets(row, channel, C)
+        dh = tl.load(dy + offsets, mask=exists, other=0.0).to(ACC)
+        h = tl.load(x + offsets, mask=exists, other=0.0).to(ACC)
+        if inv_rms is not None:
+            scales = _inv_rms(h, inv_rms, row, valid, group, GROUPS, GROUP_SIZE, EPS, True)
+            h = h * scales
+        if partials is not None:
+            product = dh * (h - center[None, :, :])
+            products += tl.sum(product, 0)
+            plain += tl.sum(dh, 0)
+            if padding is not None:
+                real_products += tl.sum(tl.where(real, product, 0.0), 0)
+                real_plain += tl.sum(tl.where(real, dh, 0.0), 0)
+        if dx is not None:
+            dh = dh * scale[None, :, :]
+            if nu is not None:
+                correction = slope[None, :, :] * (h - center[None, :, :]) + shift[None, :, :]
+                dh = dh - tl.where(real, correction, 0.0)
+            if inv_rms is not None:
+                projection = tl.sum(dh * h, 2) / GROUP_SIZE
+                dh = (dh - h * projection[:, :, None]) * scales
+            tl.store(dx + offsets, dh.to(dx.dtype.element_ty), mask=exists)
+    if partials is not None:
+        _write_partial(partials, 0, channel, inside, products, C)
+        _write_partial(partials, 1, channel, inside, plain, C)
+        if padding is not None:
+            _write_partial(partials, 2, channel, inside, real_products, C)
+            _write_partial(partials, 3, channel, inside, real_plain, C)
 
 
-# Kernels over what the programs have left.
+# The sums that the programs of a pass have left, added up for BLOCK_C channels, BLOCK_P programs at a time.
 
 
 @triton.jit
-def _add_up(partials, slot, channel, inside, programs, end, C: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr):
-    """The sum of a slot over the first ``end`` of the programs, (BLOCK,)."""
-    total = tl.zeros([PARTS, BLOCK], partials.dtype.element_ty)
-    first = partials + slot * programs.to(tl.int64) * C
-    for start in range(0, end, PARTS):
-        part = start + tl.arange(0, PARTS)
-        here = (part < end)[:, None] & inside[None, :]
-        total += tl.load(first + part.to(tl.int64)[:, None] * C + channel[None, :], mask=here, other=0.0)
+def _total(partials, slot, channel, inside, programs, C: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr):
+    """The sum of a slot over all programs, (BLOCK_C,)."""
+    total = tl.zeros([BLOCK_P, BLOCK_C], partials.dtype.element_ty)
+    for start in range(0, programs, BLOCK_P):
+        program = start + tl.arange(0, BLOCK_P)
+        places = partials + (slot * programs.to(tl.int64) + program)[:, None] * C + channel[None, :]
+        total += tl.load(places, mask=(program < programs)[:, None] & inside[None, :], other=0.0)
     return tl.sum(total, 0)
 
 
-@triton.jit
-def _add_up_deviations(
-    partials, counts, slot, centre, channel, inside, programs, C: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Squared deviations from ``centre`` (BLOCK,), where ``slot`` has means, the next one the deviations from them."""
-    total = tl.zeros([PARTS, BLOCK], partials.dtype.element_ty)
-    length = programs.to(tl.int64) * C
-    for start in range(0, programs, PARTS):
-        part = start + tl.arange(0, PARTS)
-        here = (part < programs)[:, None] & inside[None, :]
-        place = partials + slot * length + part.to(tl.int64)[:, None] * C + channel[None, :]
-        tokens = tl.load(counts + part, mask=part < programs, other=0.0)[:, None]
-        distance = tl.load(place, mask=here, other=0.0) - centre[None, :]
-        around = tl.load(place + length, mask=here, other=0.0) + tokens * distance * distance
-        total += tl.where(tokens > 0, around, 0.0)
-    return tl.sum(total, 0)
-
-
-@triton.jit
-def _mean_of_all(
-    partials, counts, tokens, channel, inside, programs, C: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr
-):
-    """The mean over ``tokens`` real tokens, (BLOCK,), where slot 0 has the means of the programs."""
-    total = tl.zeros([PARTS, BLOCK], partials.dtype.element_ty)
-    for start in range(0, programs, PARTS):
-        part = start + tl.arange(0, PARTS)
-        here = (part < programs)[:, None] & inside[None, :]
-        held = tl.load(counts + part, mask=part < programs, other=0.0)[:, None]
-        total += held * tl.load(partials + part.to(tl.int64)[:, None] * C + channel[None, :], mask=here, other=0.0)
-    return tl.sum(total, 0) / tl.maximum(tokens, 1.0)
-
-
-@triton.jit
-def _count(partials, programs, rows, MASKED: tl.constexpr, SLOTS: tl.constexpr, C: tl.constexpr, PARTS: tl.constexpr):
-    """The number of real tokens, 64 bit."""
-    if MASKED:
-        total = tl.zeros([PARTS], tl.int64)
-        counts = partials + programs.to(tl.int64) * SLOTS * C
-        for start in range(0, programs, PARTS):
-            part = start + tl.arange(0, PARTS)
-            total += tl.load(counts + part, mask=part < programs, other=0.0).to(tl.int64)
-        return tl.sum(total, 0)
-    else:
-        return rows.to(tl.int64)
-
-
-@triton.jit
-def _is_last(partials, programs, SLOTS: tl.constexpr, C: tl.constexpr):
-    """Whether all other programs have come here before this one, so that it sees whatever they have written."""
-    ticket = partials + programs.to(tl.int64) * SLOTS * C + programs
-    tl.debug_barrier()  # the ticket that one thread draws stands for what all of them have written
-    drawn = tl.atomic_add(ticket, tl.full([], 1.0, partials.dtype.element_ty), sem="acq_rel")
-    return drawn.to(tl.int32) == tl.num_programs(0) - 1
-
-
-@triton.jit
-def _written(row, channel, C: tl.constexpr):
-    """Values of channels that another program may have written in this launch, read after its ticket was drawn."""
-    return tl.load(row + channel, mask=channel < C, other=0.0, cache_modifier=".cg")
-
-
-@triton.jit
-def _move(running, batch, share, channel, C: tl.constexpr):
-    """Take statistics of the batch into the running ones with weight ``share``."""
-    old = tl.load(running + channel, mask=channel < C, other=0.0)
-    tl.store(running + channel, old + share * (batch.to(old.dtype) - old), mask=channel < C)
-
-
-@triton.jit
-def _write_tally(tally, tokens, counted, cumulative, done):
-    tl.store(tally + TOKENS, tokens)
-    tl.store(tally + COUNTED, counted.to(tl.int64))
-    tl.store(tally + CUMULATIVE, cumulative.to(tl.int64))
-    tl.store(tally + STEPS_BEFORE, done)
-
-
-@triton.jit
-def _restore(running, before, C: tl.constexpr, TAIL: tl.constexpr):
-    for start in range(0, C, TAIL):
-        each = start + tl.arange(0, TAIL)
-        value = tl.load(before + each, mask=each < C, other=0.0)
-        tl.store(running + each, value.to(running.dtype.element_ty), mask=each < C)
-
-
-@triton.jit
-def _take_back(steps, tally):
-    tl.store(steps, tl.load(tally + STEPS_BEFORE))
-    tl.store(tally + COUNTED, tl.zeros([], tl.int64))
-
-
-@triton.jit(do_not_specialize=["programs", "rows"])
-def finish_sums(
-    partials,
-    sums,
-    count,
+@triton.jit(do_not_specialize=["programs"])
+def finish_moments(
+    partials,  # of norm_forward
+    mean,  # (C,) ACC, written; None: the moment is about 0
+    moment,  # (C,) ACC, written
+    count,  # () ACC, written
     programs,
-    rows,
     C: tl.constexpr,
-    SLOTS: tl.constexpr,
-    MASKED: tl.constexpr,
-    PARTS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_C: tl.constexpr,
 ):
-    """``sums`` (any number of slots, C): zeros where there are no partial sums. ``count`` of tokens, if given."""
+    """Mean, second moment about it, and number of the real tokens. Both are 0 if there is none."""
+    ACC: tl.constexpr = partials.dtype.element_ty
+    SLOTS: tl.constexpr = 1 if mean is None else 2
+    channel = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    inside = channel < C
+    counts = partials + SLOTS * C * programs.to(tl.int64)
+    tokens = tl.zeros([BLOCK_P], ACC)
+    for start in range(0, programs, BLOCK_P):
+        program = start + tl.arange(0, BLOCK_P)
+        tokens += tl.load(counts + program, mask=program < programs, other=0.0)
+    number = tl.sum(tokens, 0)
+    divisor = tl.maximum(number, 1.0)
+    squares = _total(partials, 0, channel, inside, programs, C, BLOCK_P, BLOCK_C)
+    if mean is not None:
+        center = _total(partials, 1, channel, inside, programs, C, BLOCK_P, BLOCK_C) / divisor
+        between = tl.zeros([BLOCK_P, BLOCK_C], ACC)  # n_p (mean_p - mean)^2: Chan's formula for all programs at once
+        for start in range(0, programs, BLOCK_P):
+            program = start + tl.arange(0, BLOCK_P)
+            added = tl.load(counts + program, mask=program < programs, other=0.0)[:, None]
+            sums = partials + (programs.to(tl.int64) + program)[:, None] * C + channel[None, :]
+            total = tl.load(sums, mask=(program < programs)[:, None] & inside[None, :], other=0.0)
+            difference = tl.where(added > 0, total / tl.maximum(added, 1.0) - center[None, :], 0.0)
+            between += added * difference * difference
+        squares += tl.sum(between, 0)
+        tl.store(mean + channel, center, mask=inside)
+    tl.store(moment + channel, squares / divisor, mask=inside)
+    tl.store(count, number, mask=tl.program_id(0) == 0)
+
+
+@triton.jit(do_not_specialize=["programs"])
+def finish_gradient_sums(
+    partials,  # of norm_backward
+    weight,  # (C,) or None
+    moment,  # (C,) or None
+    parameters,  # (2, C) ACC, written: sums of dy x_hat and dy over all tokens
+    products,  # (2, C) ACC, written: sums of dx_hat x_hat and dx_hat over the real tokens
+    programs,
+    C: tl.constexpr,
+    EPS: tl.constexpr,
+    MASKED: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """The gradients of weight and bias and their parts from the real tokens; the second axis of the grid is the row."""
+    ACC: tl.constexpr = partials.dtype.element_ty
+    channel = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    inside = channel < C
     slot = tl.program_id(1)
-    channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = channel < C
-    end = tl.where(slot < SLOTS, programs, 0)
-    total = _add_up(partials, slot, channel, inside, programs, end, C, PARTS, BLOCK)
-    tl.store(sums + slot * C + channel, total, mask=inside)
-    if count is not None:
-        if (tl.program_id(0) == 0) & (slot == 0):
-            tokens = _count(partials, programs, rows, MASKED, SLOTS, C, PARTS)
-            tl.store(count, tokens.to(count.dtype.element_ty))
-
-
-@triton.jit(do_not_specialize=["programs", "rows"])
-def finish_centered(
-    partials,
-    mean,
-    squares,
-    count,
-    programs,
-    rows,
-    C: tl.constexpr,
-    SLOTS: tl.constexpr,
-    MASKED: tl.constexpr,
-    PARTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """The mean over the real tokens, and the squared deviations of real tokens and of padding from it, (2, C)."""
-    WIDE: tl.constexpr = partials.dtype.element_ty
-    channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = channel < C
-    counts = partials + programs.to(tl.int64) * SLOTS * C
-    tokens = _count(partials, programs, rows, MASKED, SLOTS, C, PARTS).to(WIDE)
-    centre = _mean_of_all(partials, counts, tokens, channel, inside, programs, C, PARTS, BLOCK)
-    around = _add_up_deviations(partials, counts, 0, centre, channel, inside, programs, C, PARTS, BLOCK)
-    rest = tl.zeros([BLOCK], WIDE)
+    over_all = _total(partials, slot, channel, inside, programs, C, BLOCK_P, BLOCK_C)
+    over_real = over_all
     if MASKED:
-        padding = counts + programs + 1
-        rest = _add_up_deviations(partials, padding, 2, centre, channel, inside, programs, C, PARTS, BLOCK)
-    tl.store(mean + channel, centre, mask=inside)
-    tl.store(squares + channel, around, mask=inside)
-    tl.store(squares + C + channel, rest, mask=inside)
-    if tl.program_id(0) == 0:
-        tl.store(count, tokens)
+        over_real = _total(partials, slot + 2, channel, inside, programs, C, BLOCK_P, BLOCK_C)
+    if moment is not None:
+        divisor = _sqrt(_vector(moment, channel, inside, 1.0, ACC) + EPS)
+        divisor = tl.where(slot == 0, divisor, 1.0)
+        over_all, over_real = _divide(over_all, divisor), _divide(over_real, divisor)
+    tl.store(parameters + slot * C + channel, over_all, mask=inside)
+    tl.store(products + slot * C + channel, over_real * _vector(weight, channel, inside, 1.0, ACC), mask=inside)
 
 
-@triton.jit(do_not_specialize=["programs", "rows", "warmup"])
-def finish_power_forward(
-    partials,
-    running_psi2,
-    nu,
-    steps,
-    vectors,
-    tally,
-    programs,
-    rows,
-    warmup,
-    C: tl.constexpr,
-    SHARE: tl.constexpr,
-    UPDATE: tl.constexpr,
-    WARMUP: tl.constexpr,
-    MASKED: tl.constexpr,
-    PARTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TAIL: tl.constexpr,
-):
-    """``vectors`` and ``tally`` of PN's forward, and with ``UPDATE`` the running psi^2; ``SHARE`` is 1 - alpha."""
-    WIDE: tl.constexpr = partials.dtype.element_ty
-    channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = channel < C
-    tokens = _count(partials, programs, rows, MASKED, 1, C, PARTS)
-    squares = _add_up(partials, 0, channel, inside, programs, programs, C, PARTS, BLOCK)
-    batch = _quotient(squares, tl.maximum(tokens, 1).to(WIDE))
-    before = _vector(running_psi2, channel, inside, 1.0, WIDE)
-    used = before
-    done = tl.load(steps)
-    warming_up = done < done  # no
-    if WARMUP:
-        warming_up = done < warmup
-        if warming_up & (tokens > 0):
-            used = batch
-    tl.store(vectors + SQUARES * C + channel, squares, mask=inside)
-    tl.store(vectors + PSI2_USED * C + channel, used, mask=inside)
-    tl.store(vectors + NU * C + channel, _vector(nu, channel, inside, 0.0, WIDE), mask=inside)
-    tl.store(vectors + PSI2_BEFORE * C + channel, before, mask=inside)
-    tl.store(vectors + PSI2_BATCH * C + channel, batch, mask=inside)
-    if _is_last(partials, programs, 1, C):
-        TYPE: tl.constexpr = running_psi2.dtype.element_ty
-        batch_row = vectors + PSI2_BATCH * C
-        counted = tl.where(tokens > 0, 1, 0)
-        for start in range(0, C, TAIL):
-            each = start + tl.arange(0, TAIL)
-            counted *= _all_finite(_written(batch_row, each, C).to(TYPE), each < C)
-        if UPDATE:
-            if counted > 0:
-                share = tl.full([], SHARE, TYPE)
-                if WARMUP:
-                    if warming_up:
-                        share = _quotient(tl.full([], 1.0, TYPE), (done + 1).to(TYPE))
-                for start in range(0, C, TAIL):
-                    each = start + tl.arange(0, TAIL)
-                    _move(running_psi2, _written(batch_row, each, C), share, each, C)
-                tl.store(steps, done + 1)
-        _write_tally(tally, tokens, counted, warming_up, done)
-
-
-@triton.jit(do_not_specialize=["programs"])
-def finish_power_backward(
-    partials,
-    weight,
-    dweight,
-    dbias,
-    lambda_total,
-    vectors,
-    running_psi2,
-    nu,
-    steps,
-    tally,
-    programs,
-    C: tl.constexpr,
-    SLOTS: tl.constexpr,
-    SHARE: tl.constexpr,
-    EPS: tl.constexpr,
-    UPDATE: tl.constexpr,
-    PARTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TAIL: tl.constexpr,
-):
-    """The gradients of the parameters, Lambda's sum, and with ``UPDATE`` nu; ``SHARE`` is 1 - alpha."""
-    WIDE: tl.constexpr = partials.dtype.element_ty
-    channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = channel < C
-    product = _add_up(partials, 0, channel, inside, programs, programs, C, PARTS, BLOCK)
-    root = _root(_vector(vectors + PSI2_USED * C, channel, inside, 1.0, WIDE) + EPS)
-    scale = _quotient(_vector(weight, channel, inside, 1.0, WIDE), root)
-    tl.store(lambda_total + channel, scale * product, mask=inside)
-    if dweight is not None:
-        plain = _add_up(partials, 1, channel, inside, programs, programs, C, PARTS, BLOCK)
-        if SLOTS == 3:
-            product += _add_up(partials, 2, channel, inside, programs, programs, C, PARTS, BLOCK)
-        tl.store(dweight + channel, _quotient(product, root).to(dweight.dtype.element_ty), mask=inside)
-        tl.store(dbias + channel, plain.to(dbias.dtype.element_ty), mask=inside)
-    if UPDATE:
-        if _is_last(partials, programs, SLOTS, C):
-            tokens = tl.load(tally + TOKENS)
-            number = tl.maximum(tokens, 1).to(WIDE)
-            finite = tl.full([], 1, tl.int32)
-            for start in range(0, C, TAIL):
-                each = start + tl.arange(0, TAIL)
-                exists = each < C
-                total = tl.load(lambda_total + each, mask=exists, other=0.0, cache_modifier=".cg")
-                divisor2 = tl.load(vectors + PSI2_USED * C + each, mask=exists, other=1.0) + EPS
-                gamma = _quotient(tl.load(vectors + PSI2_BATCH * C + each, mask=exists, other=0.0), divisor2)
-                finite *= _all_finite(total / number, exists) * _all_finite(gamma, exists)
-            if finite > 0:
-                # Without a real token there is nothing to learn from.
-                for start in range(0, tl.where(tokens > 0, C, 0), TAIL):
-                    each = start + tl.arange(0, TAIL)
-                    exists = each < C
-                    total = tl.load(lambda_total + each, mask=exists, other=0.0, cache_modifier=".cg")
-                    divisor2 = tl.load(vectors + PSI2_USED * C + each, mask=exists, other=1.0) + EPS
-                    gamma = _quotient(tl.load(vectors + PSI2_BATCH * C + each, mask=exists, other=0.0), divisor2)
-                    decay = tl.maximum(1.0 - SHARE * gamma, 0.0)
-                    moved = tl.load(nu + each, mask=exists, other=0.0) * decay + SHARE * _quotient(total, number)
-                    tl.store(nu + each, moved.to(nu.dtype.element_ty), mask=exists)
-            else:
-                _restore(running_psi2, vectors + PSI2_BEFORE * C, C, TAIL)
-                _take_back(steps, tally)
+# The state after a batch. One program sees all channels, because one number that is not finite keeps the batch out.
 
 
 @triton.jit
-def _unbiased(variance, tokens):
-    """Not finite for one token."""
-    number = tokens.to(variance.dtype)
-    return variance * _quotient(number, number - 1.0)
+def _all_finite(values):
+    """Values beyond C have to be finite."""
+    return tl.min((tl.abs(values) < INFINITY).to(tl.int32), 0) == 1
 
 
-@triton.jit(do_not_specialize=["programs", "rows"])
-def finish_batch_forward(
-    partials,
-    running_mean,
-    running_moment,
-    steps,
-    vectors,
-    tally,
-    programs,
-    rows,
-    C: tl.constexpr,
+@triton.jit
+def _share_of_batch(num_batches, warmup, SHARE: tl.constexpr, ACC: tl.constexpr):
+    """See :func:`.reference.share_of_batch`; SHARE is 1 - alpha."""
+    cumulative = _divide(tl.full([], 1.0, ACC), (num_batches + 1).to(ACC))
+    return tl.where(num_batches < warmup, cumulative, tl.full([], SHARE, ACC))
+
+
+@triton.jit(do_not_specialize=["warmup"])
+def running_average(
+    moment,  # (C,) float32
+    mean,  # (C,) float32, or None
+    num_batches,  # () int64
+    batch_moment,  # (C,)
+    batch_mean,  # (C,), or None
+    products,  # (2, C)
+    count,  # ()
+    new_moment,  # (C,) float32, written
+    new_mean,  # (C,) float32, written; or None
+    new_num_batches,  # () int64, written
+    warmup,
     SHARE: tl.constexpr,
-    CUMULATIVE_MEAN: tl.constexpr,
-    UPDATE: tl.constexpr,
-    MASKED: tl.constexpr,
-    PARTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TAIL: tl.constexpr,
-):
-    """``vectors`` and ``tally`` of the forward of PN-V or, with ``running_mean``, of BN; with ``UPDATE`` the state.
-
-    ``SHARE`` is 1 - alpha. Slots are those of :func:`observe` or :func:`observe_centered`.
-    """
-    WIDE: tl.constexpr = partials.dtype.element_ty
-    SLOTS: tl.constexpr = 1 if running_mean is None else 2
-    channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = channel < C
-    tokens = _count(partials, programs, rows, MASKED, SLOTS, C, PARTS)
-    number = tl.maximum(tokens, 1).to(WIDE)
-    if running_mean is None:
-        squares = _add_up(partials, 0, channel, inside, programs, programs, C, PARTS, BLOCK)
-    else:
-        counts = partials + programs.to(tl.int64) * SLOTS * C
-        centre = _mean_of_all(partials, counts, number, channel, inside, programs, C, PARTS, BLOCK)
-        squares = _add_up_deviations(partials, counts, 0, centre, channel, inside, programs, C, PARTS, BLOCK)
-        tl.store(vectors + MEAN * C + channel, centre, mask=inside)
-        tl.store(vectors + MEAN_BEFORE * C + channel, _vector(running_mean, channel, inside, 0.0, WIDE), mask=inside)
-    tl.store(vectors + MOMENT * C + channel, _quotient(squares, number), mask=inside)
-    tl.store(vectors + MOMENT_BEFORE * C + channel, _vector(running_moment, channel, inside, 1.0, WIDE), mask=inside)
-    if _is_last(partials, programs, SLOTS, C):
-        TYPE: tl.constexpr = running_moment.dtype.element_ty
-        done = tl.load(steps)
-        counted = tl.where(tokens > 0, 1, 0)
-        for start in range(0, C, TAIL):
-            each = start + tl.arange(0, TAIL)
-            value = _written(vectors + MOMENT * C, each, C)
-            if running_mean is not None:
-                value = _unbiased(value, tokens)
-                counted *= _all_finite(_written(vectors + MEAN * C, each, C).to(TYPE), each < C)
-            counted *= _all_finite(value.to(TYPE), each < C)
-        if UPDATE:
-            if counted > 0:
-                share = tl.full([], SHARE, TYPE)
-                if CUMULATIVE_MEAN:
-                    share = _quotient(tl.full([], 1.0, TYPE), (done + 1).to(TYPE))
-                for start in range(0, C, TAIL):
-                    each = start + tl.arange(0, TAIL)
-                    value = _written(vectors + MOMENT * C, each, C)
-                    if running_mean is not None:
-                        value = _unbiased(value, tokens)
-                        _move(running_mean, _written(vectors + MEAN * C, each, C), share, each, C)
-                    _move(running_moment, value, share, each, C)
-                tl.store(steps, done + 1)
-        _write_tally(tally, tokens, counted, tl.full([], CUMULATIVE_MEAN, tl.int64), done)
-
-
-@triton.jit(do_not_specialize=["programs"])
-def finish_batch_backward(
-    partials,
-    weight,
-    dweight,
-    dbias,
-    sums,
-    scale,
-    slope,
-    offset,
-    vectors,
-    running_mean,
-    running_moment,
-    steps,
-    tally,
-    programs,
     C: tl.constexpr,
-    SLOTS: tl.constexpr,
-    EPS: tl.constexpr,
-    UPDATE: tl.constexpr,
-    PARTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TAIL: tl.constexpr,
+    BLOCK_C: tl.constexpr,
 ):
-    """Sums over the real tokens (2, C), the gradients of the parameters, and the vectors that dx is computed with.
-
-    With ``UPDATE`` the step is taken back where the sums are not finite.
-    """
-    WIDE: tl.constexpr = partials.dtype.element_ty
-    channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    """:func:`.reference.running_average`; SHARE is 1 - alpha."""
+    channel = tl.arange(0, BLOCK_C)
     inside = channel < C
-    product = _add_up(partials, 0, channel, inside, programs, programs, C, PARTS, BLOCK)
-    plain = _add_up(partials, 1, channel, inside, programs, programs, C, PARTS, BLOCK)
-    tl.store(sums + channel, product, mask=inside)
-    tl.store(sums + C + channel, plain, mask=inside)
-    number = tl.maximum(tl.load(tally + TOKENS), 1).to(WIDE)
-    divisor2 = _vector(vectors + MOMENT * C, channel, inside, 1.0, WIDE) + EPS
-    gain = _quotient(_vector(weight, channel, inside, 1.0, WIDE), _root(divisor2))
-    tl.store(scale + channel, gain, mask=inside)
-    tl.store(slope + channel, _quotient(gain * _quotient(product, number), divisor2), mask=inside)
-    if offset is not None:
-        tl.store(offset + channel, gain * _quotient(plain, number), mask=inside)
-    if dweight is not None:
-        if SLOTS == 4:
-            product += _add_up(partials, 2, channel, inside, programs, programs, C, PARTS, BLOCK)
-            plain += _add_up(partials, 3, channel, inside, programs, programs, C, PARTS, BLOCK)
-        tl.store(dweight + channel, _quotient(product, _root(divisor2)).to(dweight.dtype.element_ty), mask=inside)
-        tl.store(dbias + channel, plain.to(dbias.dtype.element_ty), mask=inside)
-    if UPDATE:
-        if _is_last(partials, programs, SLOTS, C):
-            finite = tl.full([], 1, tl.int32)
-            for start in range(0, C, TAIL):
-                each = start + tl.arange(0, TAIL)
-                finite *= _all_finite(_written(sums, each, C), each < C)
-                finite *= _all_finite(_written(sums + C, each, C), each < C)
-            if finite == 0:
-                _restore(running_moment, vectors + MOMENT_BEFORE * C, C, TAIL)
-                if running_mean is not None:
-                    _restore(running_mean, vectors + MEAN_BEFORE * C, C, TAIL)
-                _take_back(steps, tally)
+    batches = tl.load(num_batches)
+    share = _share_of_batch(batches, warmup, SHARE, tl.float32)
+    counted = tl.load(count) > 0
+    for row in tl.static_range(2):
+        counted &= _all_finite(tl.load(products + row * C + channel, mask=inside, other=0.0))
+    old = tl.load(moment + channel, mask=inside, other=0.0)
+    batch = tl.load(batch_moment + channel, mask=inside, other=0.0).to(tl.float32)
+    counted &= _all_finite(batch)
+    if mean is not None:
+        old_mean = tl.load(mean + channel, mask=inside, other=0.0)
+        mean_of_batch = tl.load(batch_mean + channel, mask=inside, other=0.0).to(tl.float32)
+        counted &= _all_finite(mean_of_batch)
+        new = tl.where(counted, old_mean + share * (mean_of_batch - old_mean), old_mean)
+        tl.store(new_mean + channel, new, mask=inside)
+    tl.store(new_moment + channel, tl.where(counted, old + share * (batch - old), old), mask=inside)
+    tl.store(new_num_batches, batches + counted.to(tl.int64))
+
+
+@triton.jit(do_not_specialize=["warmup"])
+def power_update(
+    psi2,  # (C,) float32
+    nu,  # (C,) float32
+    num_batches,  # () int64
+    batch_psi2,  # (C,) ACC
+    used_psi2,  # (C,), psi^2 under D
+    products,  # (2, C)
+    count,  # ()
+    new_psi2,  # (C,) float32, written
+    new_nu,  # (C,) float32, written
+    new_num_batches,  # () int64, written
+    warmup,
+    EPS: tl.constexpr,
+    SHARE_FWD: tl.constexpr,
+    SHARE_BWD: tl.constexpr,
+    C: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """:func:`pn_fairseq.norms.power.power_update`; the shares are 1 - alpha."""
+    ACC: tl.constexpr = batch_psi2.dtype.element_ty
+    channel = tl.arange(0, BLOCK_C)
+    inside = channel < C
+    batches, tokens = tl.load(num_batches), tl.load(count)
+    share = _share_of_batch(batches, warmup, SHARE_FWD, ACC)
+    batch = tl.load(batch_psi2 + channel, mask=inside, other=0.0)
+    gamma = _divide(batch, tl.load(used_psi2 + channel, mask=inside, other=1.0).to(ACC) + EPS)
+    product = tl.load(products + channel, mask=inside, other=0.0).to(ACC)
+    plain = tl.load(products + C + channel, mask=inside, other=0.0)
+    counted = (tokens > 0) & _all_finite(batch.to(tl.float32)) & _all_finite(gamma)
+    counted &= _all_finite(product) & _all_finite(plain)
+    old_psi2 = tl.load(psi2 + channel, mask=inside, other=0.0)
+    old_nu = tl.load(nu + channel, mask=inside, other=0.0)
+    moved_psi2 = old_psi2 + share * (batch - old_psi2)
+    lambda_ = _divide(product, tl.maximum(tokens, 1.0).to(ACC))
+    moved_nu = old_nu * tl.maximum(1.0 - SHARE_BWD * gamma, 0.0) + SHARE_BWD * lambda_
+    tl.store(new_psi2 + channel, tl.where(counted, moved_psi2.to(tl.float32), old_psi2), mask=inside)
+    tl.store(new_nu + channel, tl.where(counted, moved_nu.to(tl.float32), old_nu), mask=inside)
+    tl.store(new_num_batches, batches + counted.to(tl.int64))

@@ -7,155 +7,207 @@ GPU rounds, hence one unit in the last place.
 """
 
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 if os.environ.get("TRITON_INTERPRET", "0") in ("", "0"):
     pytest.skip("needs TRITON_INTERPRET=1; see test_triton_interpreted.py", allow_module_level=True)
 pytest.importorskip("triton")
 
 from pn_fairseq import kernels
-from pn_fairseq.kernels import triton_ops
-from pn_fairseq.norms import MaskedBatchNorm, PowerNorm, PowerNormV
+from pn_fairseq.kernels import triton_kernels, triton_ops
+from pn_fairseq.norms import build_norm
 
-from .test_ops import check_versions
-from .triton_checks import Case, check_batch, check_parts, check_power
+from .triton_checks import EPS, Case, check, check_state, check_tokens
 
-#: Odd on purpose: primes, one below and above a power of two, one token, none, one channel, a group per channel.
-SHAPES = [
-    ((3, 5, 24), 4),
-    ((7, 3, 31), 0),
-    ((2, 3, 33), 3),
-    ((13, 65), 5),
-    ((1, 1, 8), 2),
-    ((0, 3, 16), 2),
-    ((5, 1, 1), 1),
-    ((3, 2, 7), 7),
-]
+INF, NAN = float("inf"), float("nan")
 
 
 @pytest.fixture(autouse=True)
 def _several_programs(monkeypatch):
-    """Small tiles, so that these small inputs are dealt out to several programs, and in several rounds."""
-    monkeypatch.setattr(triton_ops, "FORWARD", (2, 64))
-    monkeypatch.setattr(triton_ops, "BACKWARD", (1, 96))
-    monkeypatch.setattr(triton_ops, "PARTS", 2)
-    monkeypatch.setattr(triton_ops, "TAIL", 16)
+    """Small tiles on two multiprocessors, so that small inputs make several programs, with several tiles each."""
+    monkeypatch.setattr(triton_ops, "ELEMENTS", 2)
+    monkeypatch.setattr(triton_ops, "MIN_TILES", 2)
+    monkeypatch.setattr(triton_ops, "BLOCK_P", 2)
+    monkeypatch.setattr(triton_ops, "_multiprocessors", lambda device: 2)
 
 
-@pytest.mark.parametrize("number", range(len(SHAPES)), ids=lambda number: str(SHAPES[number]))
-def test_power(number):
-    """Half of the shapes have a mask and the other half parameters; in ``test_parts`` it is the other way round."""
-    check_power(Case(*SHAPES[number], masked=number % 2 == 0, affine=number % 2 == 1))
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case((9, 24), 4),
+        Case((5, 31), 0, masked=False),
+        Case((7, 33), 3, torch.bfloat16, parameters=None),
+        Case((1, 8), 2, torch.float64, masked=False),
+        Case((0, 16), 2, torch.float16),
+        Case((5, 1), 1, parameters=torch.bfloat16),
+        Case((6, 7), 7, torch.float16, parameters=torch.float16),
+    ],
+    ids=str,
+)
+def test_operators(case):
+    """Shapes are odd on purpose: primes, one beside a power of two, one token, none, one channel, one per group."""
+    check_tokens(case)
 
 
-@pytest.mark.parametrize("number", range(len(SHAPES)), ids=lambda number: str(SHAPES[number]))
-def test_batch(number):
-    for centred in (False, True):
-        check_batch(Case(*SHAPES[number], masked=(number % 2 == 0) == centred, affine=number % 2 == 1), centred)
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {},
+        {"warmup": 9},
+        {"warmup": 3},
+        {"warmup": 2**62, "num_batches": torch.tensor(0)},
+        {"count": torch.tensor(0.0)},
+        {"batch_moment": torch.tensor([1.0, 2.0, INF, 1.0, 1.0])},
+        {"batch_mean": torch.tensor([1.0, 2.0, 3.0, 1.0, NAN])},
+        {"products": torch.tensor([[1.0, 2.0, 3.0, 4.0, 5.0], [NAN, 1.0, 1.0, 1.0, 1.0]])},
+    ],
+    ids=lambda changed: " ".join(changed) or "plain",
+)
+def test_state(changed):
+    check_state(5, **changed)
 
 
-@pytest.mark.parametrize("number", range(len(SHAPES)), ids=lambda number: str(SHAPES[number]))
-def test_parts(number):
-    check_parts(Case(*SHAPES[number], masked=number % 2 == 1, affine=number % 2 == 0))
+@pytest.mark.parametrize("first", [1000.0, 2000.0])
+def test_variance_far_from_zero(first):
+    """mean / std is 1,000: float32 sums of squares would have no digit of the variance left. Sums shifted by the
+    ``first`` token would, but not where that is an outlier."""
+    case = Case((41, 5), 0, masked=False)
+    x = case.x / 2 + 1000
+    x[0] = first
+    _, _, moment, _ = triton_ops.moments(x, None, 0, EPS, True)
+    torch.testing.assert_close(
+        moment.double(), x.double().var(0, correction=0), rtol=1e-4 if first == 1000 else 2e-6, atol=0
+    )
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_types(dtype):
-    check_power(Case((3, 5, 24), 4, dtype))
-    check_batch(Case((3, 5, 24), 4, dtype), centred=True)
-    check_parts(Case((3, 5, 24), 4, dtype))
-
-
-@pytest.mark.parametrize("layout", ["batch first", "slice", "channels first", "expanded dy"])
-def test_strides(layout):
-    check_power(Case((3, 5, 12), 2, layout=layout))
-    check_batch(Case((3, 5, 12), 2, layout=layout), centred=True)
-    check_power(Case((3, 5, 12), 0, layout=layout, masked=False))
-    check_parts(Case((3, 5, 12), 2, layout=layout))
-
-
-def test_versions():
-    with kernels.using("triton"):
-        check_versions()
-
-
-@pytest.mark.parametrize(("warmup", "steps"), [(4, 3), (3, 3), (2**62, 0)])
-def test_warmup(warmup, steps):
-    check_power(Case((3, 4, 8), 2, warmup=warmup, steps=steps))
-
-
-def test_cumulative():
-    for centred in (False, True):
-        check_batch(Case((3, 4, 8), 2, warmup=1, steps=2), centred)
+def test_values_at_padding_enter_no_statistic():
+    case = Case((6, 8), 2)
+    case.padding = torch.tensor([False, True, False, False, True, False])
+    case.x[1], case.x[4] = NAN, INF
+    arguments = case.weight, case.bias, None, case.moment, case.padding, None, 2, EPS, True
+    _, _, moment, count = check("normalize", case.x, *arguments)
+    assert moment.isfinite().all() and count == 4
+    inv_rms, mean, moment, _ = check("moments", case.x, case.padding, 2, EPS, True)
+    assert mean.isfinite().all() and moment.isfinite().all()
+    arguments = case.padding, case.weight, None, case.moment, case.nu, None, inv_rms, 2, EPS, True
+    dx, parameters, products = check("gradient", case.dy, case.x, *arguments, terms=20.0)
+    assert products.isfinite().all() and parameters[0].isnan().all() and dx[0].isfinite().all()
 
 
 def test_nothing_but_padding():
-    for warmup in (0, 9):
-        case = Case((2, 3, 8), 2, warmup=warmup)
-        case.mask.fill_(True)
-        check_power(case)
-        check_parts(case)
-        check_batch(case, centred=warmup > 0)
+    case = Case((5, 6), 2)
+    case.padding.fill_(True)
+    check_tokens(case)
 
 
-def test_blocks_of_channels(monkeypatch):
-    """Tokens that are too long for one program, with whole groups in a block and with groups over several blocks."""
-    monkeypatch.setattr(triton_ops, "WHOLE", 8)
-    monkeypatch.setattr(triton_ops, "PIECE", 4)
-    triton_ops._shape.cache_clear()
-    try:
-        check_parts(Case((2, 2, 18), 0))
-        check_power(Case((2, 2, 18), 1, warmup=4))
-        check_parts(Case((2, 2, 18), 2))
-        check_power(Case((2, 2, 30), 5))
-        check_batch(Case((2, 2, 18), 1), centred=True)
-        check_batch(Case((2, 2, 18), 2), centred=False)
-    finally:
-        triton_ops._shape.cache_clear()
+def test_without_nu_the_gradient_does_not_depend_on_x():
+    case = Case((4, 5), 0)
+    case.x[1, 2] = INF
+    arguments = None, case.weight, case.mean, case.moment, None, None, case.x.new_empty(4, 0), 0, EPS, False
+    assert check("gradient", case.dy, case.x, *arguments)[0].isfinite().all()
 
 
-def test_many_tokens():
-    check_power(Case((101, 3, 5), 1))
-    check_batch(Case((101, 3, 5), 1), centred=True)
+def test_dx_and_sums_in_two_passes(monkeypatch):
+    monkeypatch.setattr(triton_ops, "MAX_FUSED_CHANNELS", 16)
+    case = Case((4, 17), 0)
+    arguments = case.padding, case.weight, None, case.moment, case.nu, None, case.x.new_empty(4, 0), 0, EPS, True
+    check("gradient", case.dy, case.x, *arguments, terms=20.0)
 
 
-@pytest.mark.parametrize("value", [float("inf"), float("nan")])
-def test_not_finite(value):
-    in_x = Case((3, 2, 8), 2)
-    in_x.mask.fill_(False)
-    in_x.x[1, 1, 3] = value
-    check_power(in_x)
-    check_batch(in_x, centred=False)
-    in_dy = Case((3, 2, 8), 2)
-    in_dy.mask.fill_(False)
-    in_dy.dy[1, 1, 3] = value
-    check_power(in_dy)
-    check_batch(in_dy, centred=True)
+def test_what_does_not_fit_is_computed_by_the_reference(monkeypatch):
+    monkeypatch.setattr(triton_ops, "kernels", None)
+    triton_ops._tile.cache_clear()
+    monkeypatch.setattr(triton_ops, "MAX_CHANNELS", 16)
+    check_tokens(Case((5, 18), 3))
+    check_state(17)
+    monkeypatch.setattr(triton_ops, "MAX_TOKENS", 4)
+    check_tokens(Case((5, 2), 1))
 
 
-def test_padding_of_any_value():
-    """What is not finite in padding stays there."""
-    case = Case((3, 2, 8), 2)
-    case.mask.fill_(False)
-    case.mask[1, 2] = True
-    case.x[2, 1] = float("nan")
-    psi2, count = case.psi2.clone(), case.count.clone()
-    arguments = (case.mask, case.weight, case.bias, psi2, case.nu, count, 2, 1e-5, 0.9, 0, True)
-    y, _, _, tally = triton_ops.power_forward(case.x, *arguments)
-    assert tally.tolist() == [5, 1, 0, 3] and psi2.isfinite().all() and y.isnan().sum() == 8
+def test_tensors_that_are_not_contiguous():
+    case = Case((6, 8), 2)
+    arguments = case.weight, case.bias, case.mean, case.moment, case.padding, None, 2, EPS, True
+    apart = [
+        torch.stack([value, value], -1)[..., 0] if isinstance(value, torch.Tensor) else value for value in arguments
+    ]
+    check("normalize", case.x.t().contiguous().t(), *apart)
 
 
-@pytest.mark.parametrize("build", [PowerNorm, PowerNormV, MaskedBatchNorm])
-def test_a_norm_uses_it(build):
-    with kernels.using("triton"):
-        norm = build(12, layer_scale_groups=3)
-        x = torch.randn(4, 2, 12, requires_grad=True)
-        norm(x, torch.zeros(2, 4, dtype=torch.bool)).square().sum().backward()
+#: Operations that start no kernel on a GPU: memory and views of it.
+WITHOUT_LAUNCH = {"empty", "empty_like", "new_empty", "detach", "alias", "view", "_unsafe_view", "t", "unbind", "set_"}
+
+
+class Launches(TorchDispatchMode):
+    """Names of the kernels that a block launches, those of Triton and those of torch."""
+
+    def __init__(self, monkeypatch):
+        super().__init__()
+        self.names = []
+        kernels = {name: self.noting(name) for name in vars(triton_kernels) if not name.startswith("_")}
+        monkeypatch.setattr(triton_ops, "kernels", SimpleNamespace(**kernels))
+
+    def noting(self, name):
+        def launch(grid, *args, **constants):
+            self.names.append(name)
+            with _disable_current_modes():  # torch copies tensors for the interpreter
+                getattr(triton_kernels, name)[grid](*args, **constants)
+
+        return type("", (), {"__getitem__": lambda _, grid: lambda *args, **rest: launch(grid, *args, **rest)})()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        if func.namespace == "pn_fairseq":
+            with self:
+                return getattr(triton_ops, name)(*args)
+        if name not in WITHOUT_LAUNCH:
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+    def taken(self):
+        names, self.names = self.names, []
+        return names
+
+
+@pytest.mark.parametrize(
+    ("name", "forward", "backward", "update"),
+    [
+        ("power", ["norm_forward", "finish_moments"], ["norm_backward", "finish_gradient_sums"], ["power_update"]),
+        (
+            "power-v",
+            ["norm_forward", "finish_moments", "norm_forward"],
+            ["norm_backward", "finish_gradient_sums", "clamp", "div", "norm_backward"],
+            ["running_average"],
+        ),
+        (
+            "batch",
+            ["norm_forward", "finish_moments", "norm_forward"],
+            ["norm_backward", "finish_gradient_sums", "clamp", "div", "norm_backward"],
+            ["sub", "div", "mul", "running_average"],  # for the unbiased variance
+        ),
+    ],
+)
+def test_launches_of_a_training_step(name, forward, backward, update, monkeypatch):
+    """Also that no value is read back: that would be an operation here.
+
+    The mask is in the order of the tokens in memory. From another one the norm makes a copy, one more launch each way.
+    """
+    norm, other = (build_norm(name, 12, layer_scale_groups=3) for _ in range(2))
+    x, dy = torch.randn(4, 2, 12, requires_grad=True), torch.randn(4, 2, 12)
+    mask = torch.tensor([[False, False], [False, False], [False, True], [False, True]]).t()
+    copy = x.detach().clone().requires_grad_()
     with kernels.using("reference"):
-        other = build(12, layer_scale_groups=3)
-        copy = x.detach().clone().requires_grad_()
-        other(copy, torch.zeros(2, 4, dtype=torch.bool)).square().sum().backward()
+        other(copy, mask).backward(dy)
+    with kernels.using("triton"), Launches(monkeypatch) as launches:
+        y = norm(x, mask)
+        assert launches.taken() == forward
+        y.backward(dy)
+        assert launches.taken() == backward
+        norm.flush()
+        assert launches.taken() == update
     torch.testing.assert_close(norm.state_dict(), other.state_dict())
     torch.testing.assert_close(x.grad, copy.grad, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(norm.weight.grad, other.weight.grad, rtol=1e-5, atol=1e-5)

@@ -1,6 +1,6 @@
-"""Triton's kernels compiled for GPUs that need not be there: all of them compile, and none runs out of registers.
+"""Triton's kernels compiled ahead of time, for GPUs that this machine need not have: none spills registers.
 
-A table of what each needs: ``python -m tests.kernels.test_triton_compiled [CAPABILITY ...]``
+A table of what each kernel needs: ``python -m tests.kernels.test_triton_compiled [CAPABILITY ...]``
 """
 
 import re
@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import combinations, product
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -32,13 +33,12 @@ NAMES = [
     name for name, value in vars(triton_kernels).items() if isinstance(value, JITFunction) and not name.startswith("_")
 ]
 
-#: Token numbers of 64 bit, too; (rows, channels, groups).
-SHAPES = [(4096, 512, 4), (4096, 1024, 16), (4099, 513, 3), (32768, 1024, 0), (4096, 4096, 16), (2**31, 8192, 1)]
-MANY = (64, 20000, 1)
+#: Tokens, channels, groups of layer-scale.
+SHAPES = [(4096, 512, 4), (4096, 1024, 16), (4099, 513, 3), (32768, 1024, 0), (4096, 4096, 16), (2**21, 8192, 1)]
 
 
 class _NoGpu:
-    """A driver for a GPU that is not there. The kernels of each device are kept apart by its number."""
+    """A driver for a GPU that is not there. Triton keeps the kernels of each device apart by its number."""
 
     def __init__(self, capability: int):
         self.capability = capability
@@ -78,45 +78,33 @@ def compiling(capability: int) -> Iterator[list]:
         yield compiled
 
 
-#: How dy and x lie in memory: one token's gradient for all of them, as that of a sum is, and channels apart.
-LAYOUTS = ["contiguous", "expanded dy", "channels first"]
+def empty(*shape, dtype=torch.float32):
+    """A tensor without memory."""
+    return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def call_all(
-    rows: int, channels: int, groups: int, dtype: torch.dtype, masked: bool, layout: str = "contiguous"
-) -> None:
-    """Every operator, on tensors without memory."""
+def train(norm: str, rows: int, channels: int, groups: int, dtype, masked: bool, parameters=torch.float32) -> None:
+    """The operators of a training step of PN after the warm-up (``pn``), of PN-V (``pn-v``) or of BN (``bn``).
 
-    def empty(*shape, dtype=torch.float32):
-        return torch.empty(*shape, dtype=dtype, device="meta")
-
-    x, vector = empty(rows // 2, 2, channels, dtype=dtype), empty(channels)
-    if layout == "channels first":
-        x = empty(channels, rows // 2, 2, dtype=dtype).permute(1, 2, 0)
-    dy = empty((), dtype=dtype).expand(x.shape) if layout == "expanded dy" else x
-    mask = empty(2, rows // 2, dtype=torch.bool) if masked else None
-    scales, vectors, steps, tally = (
-        empty(rows // 2, 2, groups),
-        empty(5, channels),
-        empty((), dtype=torch.int64),
-        empty(4, dtype=torch.int64),
-    )
-    for warmup in (0, 2**62):
-        triton_ops.power_forward(x, mask, vector, vector, vector, vector, steps, groups, 1e-5, 0.9, warmup, True)
-    triton_ops.power_backward(
-        dy, x, mask, vector, scales, vectors, vector, vector, steps, tally, groups, 1e-5, 0.9, True
-    )
-    for mean in (None, vector):
-        state = mean, vector, steps
-        triton_ops.batch_forward(x, mask, vector, vector, *state, groups, 1e-5, 0.9, mean is None, True)
-        triton_ops.batch_backward(
-            dy, x, mask, vector, scales, empty(2 if mean is None else 4, channels), *state, tally, groups, 1e-5, True
-        )
-        triton_ops.moments(x, mask, groups, 1e-5, mean is not None)
-        triton_ops.normalize(x, vector, vector, mean, vector, scales if mean is None else None, groups, 1e-5)
-        triton_ops.gradient_sums(dy, x, mask, mean, scales, groups)
-        triton_ops.gradient(dy, x, mask, vector, vector, mean, mean, scales, groups, False)
-    triton_ops.gradient(dy, x, None, vector, None, None, None, scales, groups, True)
+    ``parameters``: the type of weight and bias; None: there are none.
+    """
+    x, vector, count = empty(rows, channels, dtype=dtype), empty(channels), empty(dtype=torch.int64)
+    padding = empty(rows, dtype=torch.bool) if masked else None
+    weight = bias = None if parameters is None else empty(channels, dtype=parameters)
+    rest = groups, 1e-5
+    if norm == "pn":
+        _, inv_rms, batch, tokens = triton_ops.normalize(x, weight, bias, None, vector, padding, None, *rest, True)
+        arguments = x, x, padding, weight, None, vector, vector, None, inv_rms, *rest, True
+        _, _, products = triton_ops.gradient(*arguments)
+        arguments = vector, vector, count, batch, vector, products, tokens, 1e-5, 0, 0.9, 0.9
+        triton_ops.power_update(*arguments)
+    else:
+        inv_rms, mean, moment, tokens = triton_ops.moments(x, padding, *rest, norm == "bn")
+        running_mean, mean, offset = (vector, mean, moment) if norm == "bn" else (None, None, None)
+        triton_ops.normalize(x, weight, bias, mean, moment, padding, inv_rms, *rest, False)
+        _, products = triton_ops.gradient_sums(x, x, padding, weight, mean, moment, inv_rms, *rest)
+        triton_ops.gradient(x, x, padding, weight, mean, moment, moment, offset, inv_rms, *rest, False)
+        triton_ops.running_average(vector, running_mean, count, moment, mean, products, tokens, 0, 0.9)
 
 
 def resources(kernel) -> dict[str, int]:
@@ -145,70 +133,71 @@ def widest(kernel) -> dict[str, int]:
     return found
 
 
-def test_all_compile():
-    with compiling(90) as compiled:
-        call_all(4096, 1024, 16, torch.bfloat16, masked=True)
-    check_resources(compiled)
-    assert {name for name, *_ in compiled} == set(NAMES) - {"sum_over_groups"}
-
-
-@pytest.mark.parametrize("layout", LAYOUTS[1:])
-@pytest.mark.parametrize("capability", [80, 90])
-def test_all_compile_for_channels_apart(capability, layout):
+@pytest.mark.parametrize(("capability", "dtype"), [(80, torch.float16), (90, torch.bfloat16)], ids=str)
+def test_a_step_of_pn_compiles_to_wide_accesses_without_spills(capability, dtype):
     with compiling(capability) as compiled:
-        call_all(4096, 512, 4, torch.float32, masked=True, layout=layout)
+        train("pn", 4096, 512, 4, dtype, masked=True)
+    assert [name for name, *_ in compiled] == [
+        "norm_forward",
+        "finish_moments",
+        "norm_backward",
+        "finish_gradient_sums",
+        "power_update",
+    ]
     check_resources(compiled)
-    assert {name for name, *_ in compiled} == set(NAMES) - {"sum_over_groups"}
+    for number in (0, 2):
+        assert widest(compiled[number][2]) == {"ld": 16, "st": 16}
 
 
-@pytest.mark.parametrize(
-    ("capability", "dtype"), [(80, torch.float16), (90, torch.bfloat16), (90, torch.float32)], ids=str
+def pairwise(**factors) -> list[dict]:
+    """Combinations in which every pair of values of two factors is found, chosen greedily."""
+
+    def pairs(values):
+        return set(combinations(enumerate(values), 2))
+
+    possible = list(product(*factors.values()))
+    missing, chosen = set().union(*map(pairs, possible)), []
+    while missing:
+        chosen.append(max(possible, key=lambda values: len(pairs(values) & missing)))
+        missing -= pairs(chosen[-1])
+    return [dict(zip(factors, values, strict=True)) for values in chosen]
+
+
+MATRIX = pairwise(
+    shape=SHAPES,
+    dtype=(torch.float32, torch.float16, torch.bfloat16, torch.float64),
+    norm=("pn", "pn-v", "bn"),
+    capability=(80, 90),
+    masked=(True, False),
+    parameters=(torch.float32, torch.bfloat16, None),
 )
-def test_a_step_is_two_launches_each_way_with_wide_accesses(capability, dtype):
-    x, vector = torch.empty(2048, 2, 512, dtype=dtype, device="meta"), torch.empty(512, device="meta")
-    mask = torch.empty(2, 2048, dtype=torch.bool, device="meta")
-    steps = torch.empty((), dtype=torch.int64, device="meta")
-    with compiling(capability) as compiled:
-        _, scales, vectors, tally = triton_ops.power_forward(
-            x, mask, vector, vector, vector, vector, steps, 4, 1e-5, 0.9, 0, True
-        )
-        triton_ops.power_backward(x, x, mask, vector, scales, vectors, vector, vector, steps, tally, 4, 1e-5, 0.9, True)
-    (_, _, forward), (_, _, rest), (_, _, backward), (_, _, rest_of_backward) = compiled
-    check_resources(compiled)
-    for kernel in (forward, backward):
-        assert widest(kernel) == {"ld": 16, "st": 16}
-    for kernel in (rest, rest_of_backward):  # what others have written is read after a ticket was drawn, and not before
-        ptx = re.sub(r"//.*|\s+", " ", kernel.asm["ptx"])
-        assert re.search(r"bar\.sync[^@]*@\S+ atom\.global\.gpu\.acq_rel\.add\.f32.*?bar\.sync.*?ld\.global\.cg", ptx)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", [80, 90])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
-def test_all_compile_for_all_shapes(dtype, capability):
-    for shape in [*SHAPES, MANY]:
-        for masked in (True, False):
-            with compiling(capability) as compiled:
-                call_all(*shape, dtype, masked)
-            # float64 is there for gradient checks and may spill
-            check_resources(compiled, stack=4096 if dtype is torch.float64 else 16)
+@pytest.mark.parametrize("case", MATRIX, ids=lambda case: "-".join(map(str, case.values())))
+def test_everything_compiles_without_spills(case):
+    with compiling(case["capability"]) as compiled:
+        train(case["norm"], *case["shape"], case["dtype"], case["masked"], case["parameters"])
+    # float64 is there for gradient checks and may spill
+    check_resources(compiled, stack=4096 if case["dtype"] is torch.float64 else 16)
 
 
 def main(capabilities: list[int]) -> None:
-    print("sm  dtype     rows x channels / groups  kernel                 grid         warps  registers  stack  shared")
-    for capability in capabilities:
-        for dtype in (torch.float32, torch.bfloat16):
-            for rows, channels, groups in SHAPES:
-                with compiling(capability) as compiled:
-                    call_all(rows, channels, groups, dtype, True)
-                for name, grid, kernel in compiled:
-                    used = resources(kernel)
-                    print(
-                        f"{capability}  {str(dtype)[6:]:8}  {f'{rows} x {channels} / {groups}':24}  {name:21}  "
-                        f"{f'{grid[0]} x {grid[1]}':11}  {kernel.metadata.num_warps:5}  {used['REG']:9}  "
-                        f"{used['STACK']:5}  {used['SHARED']:6}",
-                        flush=True,
-                    )
+    print(
+        "sm  dtype     rows x channels / groups  norm  kernel                grid     warps  registers  stack  shared"
+    )
+    cases = product(capabilities, (torch.float32, torch.bfloat16), SHAPES, ("pn", "pn-v", "bn"))
+    for capability, dtype, shape, norm in cases:
+        with compiling(capability) as compiled:
+            train(norm, *shape, dtype, masked=True)
+        for name, grid, kernel in compiled:
+            used = resources(kernel)
+            print(
+                f"{capability}  {str(dtype)[6:]:8}  {'{} x {} / {}'.format(*shape):24}  {norm:4}  {name:20}  "
+                f"{'x'.join(map(str, grid)):5}  {kernel.metadata.num_warps:5}  {used['REG']:9}  {used['STACK']:5}  "
+                f"{used['SHARED']:6}",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -12,16 +12,6 @@ pytest.importorskip("triton")
 
 TESTS = Path(__file__).resolve().parents[1]
 
-#: Of the norms' own tests, one or two of each kind: the arithmetic, the state, and how the two meet.
-NORMS = {
-    "norms/test_power.py": "test_warmup_normalizes_with "
-    "or test_strided_input or test_every_second_channel or test_forward_without_grad or test_gradients_in_eval_mode",
-    "norms/test_power_v.py": "test_single_token_and_single_channel",
-    "norms/test_batch.py": "test_variance_survives or test_single_real_token",
-    "norms/test_layer_scale.py": "test_one_group_is_rms_norm or test_zero_token or test_half_precision",
-    "norms/test_faults.py": "test_whole_gradient_of_nan",
-}
-
 
 def run(*tests: str, select: str = "", timeout: float = 600, **environment: str) -> str:
     """Output of pytest over ``tests`` with the interpreter on; fails if one of them does, or if there was none."""
@@ -36,17 +26,12 @@ def run(*tests: str, select: str = "", timeout: float = 600, **environment: str)
 
 
 def test_operators():
-    run("kernels/test_triton.py")
-
-
-def test_norms():
-    """With everything computed by Triton, which it refuses to do without the interpreter."""
-    selected = " or ".join(NORMS.values())
-    run(*NORMS, select=selected, PN_FAIRSEQ_KERNELS="triton")
+    run("kernels/test_triton.py", PN_FAIRSEQ_KERNELS="triton")
 
 
 @pytest.mark.slow
 def test_all_norm_tests():
+    """With everything computed by Triton, which it refuses to do without the interpreter."""
     run("norms", select="not workers and not sync", PN_FAIRSEQ_KERNELS="triton", timeout=7200)
 
 
