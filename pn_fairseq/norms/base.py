@@ -118,7 +118,7 @@ class RunningNorm(ChannelNorm):
         self._num_updates: int | None = None
         self._collected: dict[str, Tensor] = {}
         self.register_buffer(COUNT, torch.zeros((), dtype=torch.int64))
-        self.register_state_dict_pre_hook(lambda module, *_: module.flush())
+        self.register_state_dict_pre_hook(_before_saving)  # functions of the module: a norm can be pickled
         self.register_load_state_dict_pre_hook(_before_loading)
 
     # What a norm defines.
@@ -347,6 +347,10 @@ class RunningNorm(ChannelNorm):
 def running_norms(model: nn.Module) -> list[RunningNorm]:
     """The norms of ``model`` (itself included) that have running statistics."""
     return [module for module in model.modules() if isinstance(module, RunningNorm)]
+
+
+def _before_saving(module: RunningNorm, *_) -> None:
+    module.flush()
 
 
 def _before_loading(module: RunningNorm, state_dict: dict, prefix: str, *_) -> None:
