@@ -251,9 +251,14 @@ class RunningNorm(ChannelNorm):
         self._num_updates = num_updates
 
     def discard_pending(self) -> None:
-        """Forget the steps that :meth:`flush` has not taken in, and those whose backward is still to come."""
+        """Forget the steps that :meth:`flush` has not taken in, and those whose backward is still to come.
+
+        Those backwards keep the state that their forwards have seen (:meth:`snapshot`), whatever is written afterwards.
+        """
         self._pending = []
         self.state_version += 1
+        for buffer in self._buffers.values():
+            buffer.set_(buffer.clone())
 
     def reset_running_stats(self) -> None:
         """Give the state its initial values."""
