@@ -96,7 +96,7 @@ def test_odd_channel_counts(channels, groups):
     In float64: in a group of one channel the gradient is a difference of nearly equal terms.
     """
     norm, oracle = make_pair(channels=channels, groups=groups, warmup=2)
-    batches = batches_of_many_shapes(True, channels=channels)
+    batches = batches_of_many_shapes(True, channels=channels, seed=1)
     run_against_oracle(norm.double(), oracle, batches, rtol=5e-6, dtype=torch.float64)
 
 
