@@ -1,14 +1,18 @@
 """Time, peak memory, kernels and bytes of every norm against LayerNorm: ``python -m benchmarks.norms``.
 
-All contestants take turns on the same activations, so that whatever else the machine does meets all of them, in an
-order that is drawn anew in each round, and each turn begins with steps that are not timed, so that nobody pays for who
-was there before. A time is the median over the rounds of the ratio to ``torch.nn.LayerNorm`` in the same round,
-with the quarters of the distribution; "of least" is the ratio of the shortest times, which says more on a machine that
-is busy. A second LayerNorm tells how large a difference means nothing.
+All contestants take turns on the same activations, so that whatever else the machine does affects all of them. There
+are two measures of time, both medians over the rounds of the ratio to ``torch.nn.LayerNorm`` in the same round, with
+the quartiles:
 
-Beside our norms, by implementation of their kernels, stand torch's own, batch normalization on gathered tokens, PN's
-reference under ``torch.compile``, Liger-Kernel's norms on CUDA, and the least that any norm can cost: a copy forward
-and an addition backward. Kernels and bytes are those of :func:`benchmarks.profiling.count`, the same on every machine.
+- *turns of several steps*, in an order that is drawn anew in each round; a turn begins with untimed steps. The caches
+  hold what the contestant needs. "Of least" is the ratio of the shortest times, which says more on a busy machine.
+- *turns of one step*: LayerNorm, the contestant, LayerNorm, ..., nothing warmed up in between. The caches are cold and
+  Python's overhead counts, as in a training, where other layers compute between two norms.
+
+A second LayerNorm tells how large a difference means nothing. Beside our norms, by implementation of their kernels, are
+torch's own norms, batch normalization on gathered tokens, PN's reference under ``torch.compile``, Liger-Kernel's norms
+on CUDA, and the least that any norm can cost: a copy forward and an addition backward. Kernels and bytes are those of
+:func:`benchmarks.profiling.count`, the same on every machine.
 """
 
 import argparse
@@ -35,7 +39,6 @@ from benchmarks.profiling import Counts, count, peak_memory
 from benchmarks.results import output_file, positive, ratios, spread, write_csv
 from benchmarks.table import draw, markdown, targets, text
 from pn_fairseq import kernels
-from pn_fairseq.kernels import reference
 from pn_fairseq.kernels.selection import IMPLEMENTATIONS
 from pn_fairseq.norms import NORMS, build_norm
 
@@ -78,7 +81,8 @@ class Contestant:
         implementation: of the kernels, if it is ours.
         computing: makes the context that it computes in.
         opaque: whether something computes there that is no operator.
-        seconds: of each phase, by round.
+        seconds: of each phase, by round, in turns of several steps.
+        single: ratio of a step to LayerNorm's step before it, by round, in turns of one step.
         extra_bytes: peak memory of a step.
         counts: of forward and backward.
     """
@@ -91,6 +95,7 @@ class Contestant:
     computing: Callable[[], AbstractContextManager] = nullcontext
     opaque: bool = False
     seconds: dict[str, list[float]] = field(default_factory=lambda: {phase: [] for phase in PHASES})
+    single: list[float] = field(default_factory=list)
     extra_bytes: int = 0
     counts: dict[str, Counts] = field(default_factory=dict)
 
@@ -142,15 +147,12 @@ class _CopyAndAdd(torch.autograd.Function):
 
 
 def _compiled(threads: int) -> Callable[[], AbstractContextManager]:
-    """Contexts in which PN's kernels are those of the reference, compiled by inductor each as a whole.
-
-    All around the kernels stays what it is for the other implementations.
-    """
+    """Contexts in which PN's two passes over the tokens are those of the reference, each compiled by inductor."""
     torch._dynamo.reset()
     options = {"cpp.enable_kernel_profile": True, "cpp.threads": threads}
     functions = {
-        name: torch.compile(getattr(reference, name), fullgraph=True, dynamic=False, options=options)
-        for name in ("power_forward", "power_backward")
+        name: torch.compile(kernels.OPERATORS[name], fullgraph=True, dynamic=False, options=options)
+        for name in ("normalize", "gradient")
     }
     return lambda: patch.multiple(kernels, **functions)
 
@@ -277,6 +279,31 @@ def take_turns(found: list[Contestant], batch, rounds: int, device: torch.device
     print(file=sys.stderr)
 
 
+def alternate(found: list[Contestant], batch, rounds: int, device: torch.device) -> None:
+    """Fill in ``single``: the first contestant and another take turns step by step."""
+
+    def seconds(contestant: Contestant) -> float:
+        contestant.forget(batch[0])
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        begin = time.perf_counter()
+        step(contestant, batch, lambda: None)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - begin
+
+    base = found[0]
+    base.single = [1.0] * rounds
+    for contestant in found[1:]:
+        with contestant.computing():
+            for number in range(rounds + WARM):
+                before = seconds(base)
+                ratio = seconds(contestant) / before
+                if number >= WARM:
+                    contestant.single.append(ratio)
+        contestant.forget(batch[0])
+
+
 def profile_all(found: list[Contestant], batch, device: torch.device) -> None:
     """Fill in ``extra_bytes`` and ``counts``."""
     x, dy, mask = batch
@@ -329,6 +356,9 @@ def rows_of(found: list[Contestant], common: dict) -> list[dict]:
                 "ratio_low": round(low, 3),
                 "ratio_high": round(high, 3),
                 "ratio_of_least": round(min(own) / min(base.seconds[phase]), 3),
+                "ratio_single": round(spread(contestant.single)[1], 3) if phase == "both" else "",
+                "ratio_single_low": round(spread(contestant.single)[0], 3) if phase == "both" else "",
+                "ratio_single_high": round(spread(contestant.single)[2], 3) if phase == "both" else "",
                 "times_reference": times_reference,
                 "copy_bandwidth": bandwidth,
                 "extra_bytes": contestant.extra_bytes,
@@ -366,6 +396,7 @@ def measure(args: argparse.Namespace, threads: int, shape: tuple[int, int], dtyp
     batch = make_batch((*time_and_batch(rows), channels), padding, DTYPES[dtype], device)
     found = [contestant for contestant in found if _able(contestant, batch)]
     take_turns(found, batch, args.rounds, device)
+    alternate(found, batch, args.rounds, device)
     profile_all(found, batch, device)
     common = {
         "device": args.device,

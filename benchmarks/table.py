@@ -31,7 +31,15 @@ def setting(row: dict) -> str:
 
 
 def _ratio(row: dict) -> str:
-    return f"{row['ratio']:.3f} ({row['ratio_low']:.2f}, {row['ratio_high']:.2f})"
+    return _with_quartiles(row, "ratio")
+
+
+def _with_quartiles(row: dict, column: str) -> str:
+    return f"{row[column]:.3f} ({row[column + '_low']:.2f}, {row[column + '_high']:.2f})"
+
+
+def _measured(row: dict, column: str) -> str:
+    return _with_quartiles(row, column) if f"{column}_low" in row else format(row[column], ".3f")
 
 
 def _kernels_and_bytes(phases: dict[str, dict], size: int) -> list[str]:
@@ -57,13 +65,17 @@ def text(rows: list[dict]) -> str:
     """All of one setting, for a terminal."""
     lines = [f"\n{setting(rows[0])}"]
     head = "".join(f"{phase:>22}" for phase in PHASES)
-    lines.append(f"{'ratio to LayerNorm':22}{head}{'of least':>10}{'memory':>9}{'kernels':>10}{'bytes / x':>15}")
+    lines.append(
+        f"{'ratio to LayerNorm':22}{head}{'of least':>10}{'turns of one step':>22}{'memory':>9}{'kernels':>10}"
+        f"{'bytes / x':>15}"
+    )
     for name, phases in _by_contestant(rows).items():
         both = phases["both"]
         ratios = "".join(f"{_ratio(phases[phase]):>22}" for phase in PHASES)
         kernels, moved = _kernels_and_bytes(phases, _of_x(phases))
         lines.append(
-            f"{name:22}{ratios}{both['ratio_of_least']:10.3f}{both['extra_ratio']:9.3f}{kernels:>10}{moved:>15}"
+            f"{name:22}{ratios}{both['ratio_of_least']:10.3f}{_with_quartiles(both, 'ratio_single'):>22}"
+            f"{both['extra_ratio']:9.3f}{kernels:>10}{moved:>15}"
         )
     return "\n".join(lines)
 
@@ -75,13 +87,20 @@ def _markdown(header: list[str], lines: Iterable[list[str]], align: str = "---:"
 
 
 def markdown(rows: list[dict]) -> str:
-    """Two tables: the time of forward and backward under every setting; memory, kernels and bytes under the first."""
+    """Tables of forward and backward under every setting, in turns of several and of one step, and of the costs."""
     settings = _grouped(rows, *SETTING)
     columns = [_by_contestant(own) for own in settings.values()]
     names = dict.fromkeys(row["contestant"] for row in rows)
     times = _markdown(
         ["forward + backward, ratio to LayerNorm", *(setting(own[0]) for own in settings.values())],
         [[name, *(_ratio(own[name]["both"]) if name in own else "" for own in columns)] for name in names],
+    )
+    single = _markdown(
+        ["the same in turns of one step", *(setting(own[0]) for own in settings.values())],
+        [
+            [name, *(_with_quartiles(own[name]["both"], "ratio_single") if name in own else "" for own in columns)]
+            for name in names
+        ],
     )
     first = columns[0]
     costs = _markdown(
@@ -91,7 +110,7 @@ def markdown(rows: list[dict]) -> str:
             for name, phases in first.items()
         ],
     )
-    return f"{times}\n\n{costs}"
+    return f"{times}\n\n{single}\n\n{costs}"
 
 
 def draw(rows: list[dict], output: Path) -> None:
@@ -176,6 +195,10 @@ def _on_cpu(dtype: str, scaled: bool, threads: int | None = None) -> Callable[[d
     )
 
 
+def _narrow(dtype: str) -> Callable[[dict], bool]:
+    return lambda row: _on_cpu(dtype, True)(row) and row["shape"].endswith("x512")
+
+
 def _rows(row: dict) -> int:
     return int(row["shape"].split("x")[0])
 
@@ -187,6 +210,8 @@ EVERYWHERE = (
 
 TARGETS = {
     "cpu": (
+        Target("float32, C = 512, turns of one step", "ratio_single", 0.95, _narrow("float32")),
+        Target("bfloat16, C = 512, turns of one step", "ratio_single", 0.55, _narrow("bfloat16")),
         Target("float32 with layer-scale and mask, 1 thread", "ratio", 0.95, _on_cpu("float32", True, 1)),
         Target("float32 with layer-scale and mask, 2 threads", "ratio", 0.90, _on_cpu("float32", True, 2)),
         Target("bfloat16 with layer-scale and mask", "ratio", 0.50, _on_cpu("bfloat16", True)),
@@ -219,10 +244,7 @@ def targets(rows: list[dict], device: str, implementation: str) -> str:
             lines.append([target.title, limit, "", "", "not measured"])
         for own in _grouped(about, "dtype", "threads", "padding", "layer_scale").values():
             where = setting(own[0]).split(" ", 1)[1] + (", +LS" if own[0]["layer_scale"] else "")
-            measured = ", ".join(
-                f"{row['shape']}: {_ratio(row) if target.column == 'ratio' else format(row[target.column], '.3f')}"
-                for row in own
-            )
+            measured = ", ".join(f"{row['shape']}: {_measured(row, target.column)}" for row in own)
             reached = all(target.reached_by(row[target.column]) for row in own)
             lines.append([target.title, limit, where, measured, "yes" if reached else "no"])
     return _markdown(

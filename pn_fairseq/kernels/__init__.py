@@ -1,4 +1,4 @@
-"""The arithmetic of the norms, fused: operators (:mod:`.ops`), their definition (:mod:`.reference`), faster implementations.
+"""The arithmetic of the norms, fused: operators (:mod:`.ops`), their definition (:mod:`.reference`), faster twins.
 
 =============  ===============================================================================================
 ``reference``  plain PyTorch, any device, always available
@@ -12,6 +12,7 @@ is an error and not a fallback. ``python -m pn_fairseq --info`` prints what is i
 
 from pn_fairseq.kernels.ops import (
     OPERATORS,
+    evaluate,
     gradient,
     gradient_sums,
     moments,
@@ -29,6 +30,7 @@ __all__ = [
     "acc_dtype",
     "available",
     "describe",
+    "evaluate",
     "forced",
     "gradient",
     "gradient_sums",

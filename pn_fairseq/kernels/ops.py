@@ -1,4 +1,4 @@
-"""The operators ``torch.ops.pn_fairseq.*``: schemas, the gradient of ``normalize``, and how a norm adds one of its own.
+"""The operators ``torch.ops.pn_fairseq.*``: schemas, ``normalize`` with a gradient, and how a norm adds one of its own.
 
 :mod:`.reference` defines what each computes and serves every device; C++ and Triton implement the same schemas for CPU
 and CUDA. All are pure functions of tensors. They trust their arguments: the norms check what users give them, once, and
@@ -58,7 +58,7 @@ def operator(schema: str) -> Callable[[Callable], Callable]:
     return define
 
 
-normalize_op = operator(
+normalize = operator(
     "normalize(Tensor x, Tensor? weight, Tensor? bias, Tensor? mean, Tensor? moment, Tensor? padding, "
     "Tensor? inv_rms, int groups, float eps, bool sums) -> (Tensor y, Tensor inv_rms, Tensor moment, Tensor count)"
 )(reference.normalize)
@@ -81,48 +81,44 @@ running_average = operator(
 )(reference.running_average)
 
 
-def _save(ctx, inputs, output):
-    x, weight, _, mean, moment, _, inv_rms, ctx.groups, ctx.eps, _ = inputs
-    # Running statistics may change before the backward pass, which is about these.
-    mean, moment = (value if value is None else value.clone() for value in (mean, moment))
-    ctx.save_for_backward(x, weight, mean, moment, output[1] if inv_rms is None else inv_rms)
-    ctx.mark_non_differentiable(*output[1:])
+class _Normalize(torch.autograd.Function):
+    """``normalize`` by given statistics, differentiable with respect to x, weight and bias."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, mean, moment, groups, eps):
+        y, inv_rms, _, _ = normalize(x, weight, bias, mean, moment, None, None, groups, eps, False)
+        # Running statistics may change before the backward pass, which is about these.
+        mean, moment = (value if value is None else value.clone() for value in (mean, moment))
+        ctx.save_for_backward(x, weight, mean, moment, inv_rms)
+        ctx.groups, ctx.eps = groups, eps
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        if torch.is_grad_enabled():
+            raise RuntimeError("the norms of pn_fairseq have no second derivative (create_graph=True)")
+        x, weight, mean, moment, inv_rms = ctx.saved_tensors
+        needs_parameters = any(ctx.needs_input_grad[1:3])
+        dx, parameters, _ = gradient(
+            dy.contiguous(), x, None, weight, mean, moment, None, None, inv_rms, ctx.groups, ctx.eps, needs_parameters
+        )
+        dweight, dbias = parameters.to(weight.dtype).unbind() if needs_parameters else (None, None)
+        return dx, dweight, dbias, None, None, None, None
 
 
-def _normalize_backward(ctx, dy, *_):
-    if torch.is_grad_enabled():
-        raise RuntimeError("the norms of pn_fairseq have no second derivative (create_graph=True)")
-    x, weight, mean, moment, inv_rms = ctx.saved_tensors
-    needs_parameters = any(ctx.needs_input_grad[1:3])
-    dx, parameters, _ = gradient(
-        dy.contiguous(), x, None, weight, mean, moment, None, None, inv_rms, ctx.groups, ctx.eps, needs_parameters
-    )
-    dweight = dbias = None
-    if needs_parameters:
-        dweight, dbias = parameters.to(torch.promote_types(x.dtype, torch.float32)).unbind()
-        if weight is not None:
-            dweight, dbias = dweight.to(weight.dtype), dbias.to(weight.dtype)
-    return dx, dweight, dbias, *(None,) * 7
-
-
-torch.library.register_autograd(f"{NAMESPACE}::normalize", _normalize_backward, setup_context=_save)
-
-
-def normalize(
+def evaluate(
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
     mean: Tensor | None,
     moment: Tensor | None,
-    padding: Tensor | None,
-    inv_rms: Tensor | None,
     groups: int,
     eps: float,
-    sums: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """:func:`.reference.normalize` by the fastest implementation. Its gradient is that of y for x, weight and bias.
+) -> Tensor:
+    """y of :func:`.reference.normalize`, with its gradient: what evaluation and layer-scale alone compute.
 
     Inside a transform of ``torch.func`` the reference computes, which torch can transform.
     """
-    function = reference.normalize if torch._C._are_functorch_transforms_active() else normalize_op
-    return function(x, weight, bias, mean, moment, padding, inv_rms, groups, eps, sums)
+    if torch._C._are_functorch_transforms_active():
+        return reference.normalize(x, weight, bias, mean, moment, None, None, groups, eps, False)[0]
+    return _Normalize.apply(x, weight, bias, mean, moment, groups, eps)

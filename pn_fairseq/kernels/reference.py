@@ -1,4 +1,4 @@
-"""What the operators compute, in plain PyTorch: the definition that the C++ and Triton implementations are tested against.
+"""What the operators compute, in plain PyTorch. The C++ and Triton implementations are tested against it.
 
 All functions are pure: they change none of their arguments. Names and shapes, here and in :mod:`.ops`:
 
@@ -84,7 +84,8 @@ def normalize(
 
     Returns:
         y; ``inv_rms`` (empty if it was given); and, in the same pass if ``sums``, the second moment about 0 of the
-        batch, mean_M(h^2) (C,), 0 if N = 0, and N (0-d). Without ``sums`` these two are empty and ``padding`` is unused.
+        batch, mean_M(h^2) (C,), 0 if N = 0, and N (0-d). Without ``sums`` these two are empty and ``padding`` is
+        unused.
     """
     scales = _inverse_rms(x, groups, eps) if inv_rms is None else inv_rms
     h = _layer_scaled(x, scales, groups)

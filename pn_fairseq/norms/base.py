@@ -39,6 +39,7 @@ class ChannelNorm(nn.Module):
         self.num_features = check_whole("num_features", num_features, minimum=1)
         self.eps = check_positive("eps", eps)
         self.affine = affine
+        self.layer_scale_groups = layer_scale_groups
         self.batch_first = batch_first
         self.layer_scale = LayerScale(num_features, layer_scale_groups, eps, batch_first)
         self.weight = nn.Parameter(torch.ones(num_features)) if affine else None
@@ -63,8 +64,7 @@ class ChannelNorm(nn.Module):
         raise NotImplementedError
 
     def extra_repr(self) -> str:
-        groups = self.layer_scale.groups
-        return f"{self.num_features}, eps={self.eps}, affine={self.affine}, layer_scale_groups={groups}"
+        return f"{self.num_features}, eps={self.eps}, affine={self.affine}"
 
 
 class RunningNorm(ChannelNorm):
@@ -75,11 +75,12 @@ class RunningNorm(ChannelNorm):
     exponential averages, :meth:`update`. Masks, layer-scale, precision, ranks, activation checkpointing, gradient
     accumulation, faults, evaluation, recalibration, averaging, saving and diagnostics are the business of this class.
 
-    **When the state changes.** A forward writes none of it. A backward leaves a :class:`~.tokens.Step`, once per forward.
-    :meth:`flush` takes the steps into the state, those without a real token or with a number that is not finite excepted.
-    It runs before the next training forward (not inside a backward pass, where a forward is a recomputation and has to
-    see the same state again), in :meth:`set_num_updates`, on a change between training and evaluation, on saving,
-    loading, copying and conversion. Read a buffer directly only after ``flush()``.
+    **When the state changes.** A forward writes none of it. A backward leaves a :class:`~.tokens.Step`, once per
+    forward.
+    :meth:`flush` takes the steps into the state, those without a real token or with a number that is not finite
+    excepted. It runs before the next training forward (not inside a backward pass, where a forward is a recomputation
+    and has to see the same state again), in :meth:`set_num_updates`, on a change between training and evaluation, on
+    saving, loading, copying and conversion. Read a buffer directly only after ``flush()``.
 
     The state stays float32 through ``.half()``, ``.bfloat16()``, ``.to(dtype)`` and loading. The buffer
     ``num_batches_tracked`` (int64) counts the steps that were taken in.
@@ -103,8 +104,8 @@ class RunningNorm(ChannelNorm):
     #: While set, :meth:`diagnostics` has something to report.
     collecting = False
 
-    #: While set (a rank that repeats a batch because it has no more of its own), training enters no statistic. A rank of
-    #: a synchronised norm contributes zeros to the all-reduce.
+    #: While set (a rank that repeats a batch because it has no more of its own), training enters no statistic. A rank
+    #: of a synchronised norm contributes zeros to the all-reduce.
     ignoring = False
 
     def __init__(self, num_features: int, alpha_fwd: float = 0.9, sync: bool = False, process_group=None, **common):
@@ -132,8 +133,8 @@ class RunningNorm(ChannelNorm):
     def forward_pass(self, tokens: Tokens, step: Step) -> Tensor:
         """y, (T, B, C), from :meth:`.Tokens.normalize`.
 
-        It has to see to it that ``step.batch`` is set, by :meth:`.Tokens.moments` or ``normalize(moments=True)``. It may
-        keep in ``step`` what the other passes need. State that ``step`` keeps goes through :meth:`snapshot`.
+        It has to see to it that ``step.batch`` is set, by :meth:`.Tokens.moments` or ``normalize(moments=True)``. It
+        may keep in ``step`` what the other passes need. State that ``step`` keeps goes through :meth:`snapshot`.
         """
         raise NotImplementedError
 
@@ -144,7 +145,7 @@ class RunningNorm(ChannelNorm):
     def update(self, step: Step) -> dict[str, Tensor]:
         """The state after ``step``, by buffer name; what is missing stays as it is. Written only if all is finite.
 
-        With ``num_batches_tracked`` among them the values are written as they are: an operator has seen to all of it.
+        With ``num_batches_tracked`` among them the values are written as they are: an operator has checked them.
         Here: exponential averages of :meth:`statistics_of`.
         """
         batch = self.statistics_of(step.batch)
@@ -181,11 +182,13 @@ class RunningNorm(ChannelNorm):
 
     def forward(self, x: Tensor, padding_mask: Tensor | None = None) -> Tensor:
         check_input(x, padding_mask, self.num_features, self.batch_first)
-        return self._train(x, padding_mask) if self.training else self._evaluate(x)
+        if not self.training:
+            return self._evaluate(x)
+        return self._train_uncompiled(x, padding_mask) if torch.compiler.is_compiling() else self._train(x,
+        padding_mask)
 
     forward.__doc__ = ChannelNorm.forward.__doc__
 
-    @torch.compiler.disable
     def _train(self, x: Tensor, padding_mask: Tensor | None) -> Tensor:
         if torch._C._are_functorch_transforms_active():
             raise RuntimeError("torch.func cannot transform a norm of pn_fairseq in training mode: call eval() first")
@@ -197,6 +200,8 @@ class RunningNorm(ChannelNorm):
             return self._recalibrate(x, padding_mask)
         return Training.apply(x, self.weight, self.bias, padding_mask, self)
 
+    _train_uncompiled = torch.compiler.disable(_train)
+
     def synchronises(self) -> bool:
         """Whether statistics are summed over several ranks."""
         return self.sync and world_size(self.process_group) > 1
@@ -204,39 +209,42 @@ class RunningNorm(ChannelNorm):
     def contribute(self, step: Step, version: int | None) -> None:
         """Keep ``step`` for :meth:`flush`; what is not summed over the ranks yet is on its way from here on."""
         step.work = None
-        local = ([] if step.batch.reduced else [step.batch.moment * step.batch.count]) + (
-            [] if step.products_reduced else [*step.products]
-        )
-        if local:  # every rank starts the same all-reduces, whatever becomes of the result
+        if not (step.batch.reduced and step.products_reduced):  # every rank starts the same, whatever becomes of it
+            local = [] if step.batch.reduced else [step.batch.moment * step.batch.count]
+            local += [] if step.products_reduced else [*step.products]
             step.flat = torch.cat([*local, step.batch.count[None]])
             step.work = dist.all_reduce(step.flat, group=self.process_group, async_op=True)
         if version == self.state_version and (not self.ignoring or self.synchronises()):
             self._pending.append(step)
 
-    @torch.no_grad()
     def flush(self) -> None:
         """Take the steps whose backward has run into the state. It starts no all-reduce: one rank may call it alone."""
         if not self._pending or torch._C._current_graph_task_id() != -1:  # inside a backward pass
             return
-        pending, self._pending = self._pending, []
+        pending = self._pending.copy()
+        self._pending.clear()
         for step in pending:
+            self._take_in(step)
+
+    def _take_in(self, step: Step) -> None:
+        if step.work is not None:
             self._wait(step)
-            new = self.update(step)
-            if COUNT not in new:
-                values = [*new.values(), *step.products]
-                finite = torch.stack([value.isfinite().all() for value in values]).all()
-                counted = finite & (step.batch.count > 0)
-                new = {name: torch.where(counted, value, self._buffers[name]) for name, value in new.items()}
-                new[COUNT] = self.num_batches_tracked + counted
-            if self.collecting:
-                self._collect(step, new[COUNT] > self.num_batches_tracked)
-            for name, value in new.items():
-                self._buffers[name].set_(value.to(self._buffers[name].dtype))
+        new = self.update(step)
+        if COUNT not in new:
+            values = [*new.values(), *step.products]
+            finite = torch.stack([value.isfinite().all() for value in values]).all()
+            counted = finite & (step.batch.count > 0)
+            old = {name: self._buffers[name] for name in new}
+            new = {name: torch.where(counted, new[name].detach().to(old[name].dtype), old[name]) for name in new}
+            new[COUNT] = self.num_batches_tracked + counted
+        if self.collecting:
+            self._collect(step, new[COUNT] > self.num_batches_tracked)
+        buffers = self._buffers
+        for name, value in new.items():
+            buffers[name].set_(value)
 
     def _wait(self, step: Step) -> None:
         """Put the sums over all ranks into ``step``."""
-        if step.work is None:
-            return
         step.work.wait()
         *parts, count = step.flat.split([self.num_features] * (step.flat.numel() // self.num_features) + [1])
         if not step.batch.reduced:
@@ -255,7 +263,7 @@ class RunningNorm(ChannelNorm):
 
         Those backwards keep the state that their forwards have seen (:meth:`snapshot`), whatever is written afterwards.
         """
-        self._pending = []
+        self._pending.clear()
         self.state_version += 1
         for buffer in self._buffers.values():
             buffer.set_(buffer.clone())
@@ -291,9 +299,7 @@ class RunningNorm(ChannelNorm):
         return self._normalize_by(x, mean, moment)
 
     def _normalize_by(self, x: Tensor, mean: Tensor | None, moment: Tensor) -> Tensor:
-        groups = self.layer_scale.groups
-        arguments = (self.weight, self.bias, mean, moment, None, None, groups, self.eps, False)
-        return kernels.normalize(x.contiguous(), *arguments)[0]
+        return kernels.evaluate(x.contiguous(), self.weight, self.bias, mean, moment, self.layer_scale_groups, self.eps)
 
     def _recalibrate(self, x: Tensor, padding_mask: Tensor | None) -> Tensor:
         step = Step()
@@ -322,8 +328,8 @@ class RunningNorm(ChannelNorm):
     def diagnostics(self) -> dict[str, Tensor]:
         """What was seen while :attr:`collecting` was set, by name, each 0-d.
 
-        ``psi_distance``: of the last step, the mean over channels of abs(log(psi_B / psi)), psi^2 being the second moment.
-        ``nonfinite_steps``: how often a statistic or gradient that was not finite kept a step out of the state.
+        ``psi_distance``: of the last step, the mean over channels of abs(log(psi_B / psi)), psi^2 being the second
+        moment. ``nonfinite_steps``: how often a statistic or gradient that was not finite kept a step out of the state.
         """
         self.flush()
         return dict(self._collected)

@@ -9,8 +9,8 @@ from pn_fairseq.norms.tokens import Moments, Step, Tokens
 class BatchStatsNorm(RunningNorm):
     r"""A norm by the statistics of the batch with the exact gradient; what BN and PN-V have in common.
 
-    y = weight x_hat + bias, x_hat = (h - mean) / D, D = sqrt(moment + eps), where mean and moment are those of the N real
-    tokens M of the batch. With dx_hat = weight dy, real tokens get (Shen et al. 2020, Eq. 6; BN: Eq. 3)
+    y = weight x_hat + bias, x_hat = (h - mean) / D, D = sqrt(moment + eps), where mean and moment are those of the N
+    real tokens M of the batch. With dx_hat = weight dy, real tokens get (Shen et al. 2020, Eq. 6; BN: Eq. 3)
 
     .. math:: \mathrm{d}h = (\mathrm{d}\hat x - \hat x\,\mathrm{mean}_M(\mathrm{d}\hat x\,\hat x)
         - [\text{BN}]\;\mathrm{mean}_M(\mathrm{d}\hat x)) / D

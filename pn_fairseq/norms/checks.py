@@ -30,11 +30,10 @@ def check_alpha(name: str, value) -> float:
 
 def check_input(x: Tensor, padding_mask: Tensor | None, num_features: int, batch_first: bool = False) -> None:
     """Check activations (T, B, C), (B, T, C) if ``batch_first``, or (N, C), and their mask, (B, T) or (N,) bool."""
-    layout = ("(B, T, C)" if batch_first else "(T, B, C)") if x.dim() == 3 else "(N, C)"
+    layout = "(B, T, C)" if batch_first else "(T, B, C)"
     if x.dim() not in (2, 3) or x.size(-1) != num_features:
         raise ValueError(
-            f"expected an input of shape {'(B, T, C)' if batch_first else '(T, B, C)'} or (N, C) with "
-            f"C={num_features} channels, got {tuple(x.shape)}"
+            f"expected an input of shape {layout} or (N, C) with C={num_features} channels, got {tuple(x.shape)}"
         )
     if not x.is_floating_point():
         raise ValueError(f"expected a floating-point input, got {x.dtype}")
@@ -45,8 +44,9 @@ def check_input(x: Tensor, padding_mask: Tensor | None, num_features: int, batch
     if padding_mask.device != x.device:
         raise ValueError(f"padding_mask is on {padding_mask.device}, but the input is on {x.device}")
     expected = x.shape[:-1] if x.dim() == 2 or batch_first else (x.size(1), x.size(0))
-    if tuple(padding_mask.shape) != tuple(expected):
+    if padding_mask.shape != tuple(expected):
+        layouts = "(N, C): expected (N,)" if x.dim() == 2 else f"{layout}: expected (B, T)"
         raise ValueError(
             f"padding_mask of shape {tuple(padding_mask.shape)} does not fit an input of shape {tuple(x.shape)} = "
-            f"{layout}: expected {'(N,)' if x.dim() == 2 else '(B, T)'} = {tuple(expected)}"
+            f"{layouts} = {tuple(expected)}"
         )

@@ -21,7 +21,7 @@ def all_reduce_sum(values: Tensor, group=None) -> Tensor:
 
 @torch.no_grad()
 def average_running_stats(model: nn.Module, group=None) -> bool:
-    """Replace the running statistics of every unsynchronised norm of ``model`` by their mean over the ranks of ``group``.
+    """Replace the running statistics of every unsynchronised norm of ``model`` by their mean over the ranks.
 
     Variances are combined about the common mean: var = mean(var_k + mean_k^2) - mean(mean_k)^2. One all-reduce, which
     every rank has to join. Returns whether there was one: not with one rank, nor without such norms.

@@ -1,6 +1,5 @@
 """Layer-scale: the per-token, per-group root-mean-square scaling in front of a batch-statistics norm."""
 
-import torch
 from torch import Tensor, nn
 
 from pn_fairseq import kernels
@@ -21,8 +20,8 @@ class LayerScale(nn.Module):
         eps: added to the mean square before the root.
         batch_first: see :class:`~pn_fairseq.norms.base.ChannelNorm`. It changes the check of ``padding_mask`` only.
 
-    The name is the PowerNorm paper's. CaiT's LayerScale, a learned factor per channel on a residual branch, is something
-    else. ``padding_mask`` changes nothing: every token is scaled alone.
+    The name is the PowerNorm paper's. CaiT's LayerScale, a learned factor per channel on a residual branch, is
+    something else. ``padding_mask`` changes nothing: every token is scaled alone.
 
     Raises:
         ValueError: ``num_features`` is not a positive whole number, ``groups`` is negative or does not divide it,
@@ -43,7 +42,7 @@ class LayerScale(nn.Module):
         check_input(x, padding_mask, self.num_features, self.batch_first)
         if self.groups == 0:
             return x
-        return kernels.normalize(x.contiguous(), *[None] * 6, self.groups, self.eps, False)[0]
+        return kernels.evaluate(x.contiguous(), None, None, None, None, self.groups, self.eps)
 
     def extra_repr(self) -> str:
         return f"{self.num_features}, groups={self.groups}, eps={self.eps}"

@@ -30,15 +30,16 @@ class PowerNorm(RunningNorm):
     paper's Assumption 10: without it nu diverges as soon as Gamma exceeds 2 / (1 - alpha_bwd). In evaluation
     :math:`y = \gamma x / \sqrt{\psi^2 + \epsilon} + \beta`.
 
-    **psi warm-up.** For the first ``psi_warmup_updates`` optimizer updates D = sqrt(psi_B^2 + eps), and psi^2 is the mean
-    of the batches since the warm-up began. :meth:`set_num_updates` tells how many updates are completed; 0 begins a new
-    warm-up. A module that is never told counts its training steps, and then normalizes in two passes throughout.
+    **psi warm-up.** For the first ``psi_warmup_updates`` optimizer updates D = sqrt(psi_B^2 + eps), and psi^2 is the
+    mean of the batches since the warm-up began. :meth:`set_num_updates` tells how many updates are completed; 0 begins
+    a new warm-up. A module that is never told counts its training steps, and then normalizes in two passes throughout.
 
     Args:
         num_features: number of channels C.
         alpha_fwd, alpha_bwd: decay of :math:`\psi^2` and of :math:`\nu`, in (0, 1).
         psi_warmup_updates: length of the warm-up in optimizer updates; 0: none.
-        sync, process_group: see :class:`~pn_fairseq.norms.base.RunningNorm`. After the warm-up no rank waits for another:
+        sync, process_group: see :class:`~pn_fairseq.norms.base.RunningNorm`. After the warm-up no rank waits for
+        another:
             a step has one asynchronous all-reduce.
         eps, affine, layer_scale_groups, batch_first: see :class:`~pn_fairseq.norms.base.ChannelNorm`.
 

@@ -43,8 +43,8 @@ class PowerNormRelease(PowerNorm):
     Evaluation is the paper's, :math:`y = \gamma x / \sqrt{\psi^2 + \epsilon} + \beta`.
 
     The released code has no rules about faults. This module keeps those of
-    :class:`~pn_fairseq.norms.base.RunningNorm`, which change no result of a training without faults. Since padding enters
-    the means of (c), a number at padding that is not finite counts as a fault too.
+    :class:`~pn_fairseq.norms.base.RunningNorm`, which change no result of a training without faults. Since padding
+    enters the means of (c), a number at padding that is not finite counts as a fault too.
 
     Args:
         psi_warmup_updates: length W of the warm-up in training forwards, whatever :meth:`set_num_updates` is told.

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
 from torch import nn
 
 from pn_fairseq.norms.base import RunningNorm, running_norms
@@ -17,17 +16,17 @@ def recalibrating(model: nn.Module) -> Iterator[list[RunningNorm]]:
             for batch in batches:
                 model(batch)
 
-    Every :class:`RunningNorm` normalizes with the statistics of the batch, and its running mean and second moment become
-    their mean over the n batches, :math:`\psi^2 = \frac{1}{n} \sum_i \psi_{B,i}^2`. That is what
+    Every :class:`RunningNorm` normalizes with the statistics of the batch, and its running mean and second moment
+    become their mean over the n batches, :math:`\psi^2 = \frac{1}{n} \sum_i \psi_{B,i}^2`. That is what
     ``torch.optim.swa_utils.update_bn`` computes for torch's BatchNorm, but the rest of the model is in evaluation mode:
     the statistics are those of activations without dropout, as in evaluation.
 
-    Batches count equally whatever their number of real tokens, as in the averages of training. Give batches of about the
-    same size. A batch without a real token, or with statistics that are not finite, does not count.
+    Batches count equally whatever their number of real tokens, as in the averages of training. Give batches of about
+    the same size. A batch without a real token, or with statistics that are not finite, does not count.
 
     All other state keeps its value, among it the number of training steps (the psi warm-up does not begin again) and
-    PN's :math:`\nu`, which only backward passes can estimate. Modes are restored. A norm that no batch has reached keeps
-    its old statistics, and an exception inside the block restores those of all.
+    PN's :math:`\nu`, which only backward passes can estimate. Modes are restored. A norm that no batch has reached
+    keeps its old statistics, and an exception inside the block restores those of all.
 
     Args:
         model: any module that holds norms of this package.

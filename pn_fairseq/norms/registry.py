@@ -1,4 +1,4 @@
-"""The one list of norms. Command-line choices, architectures, tests, benchmarks, reports and docs are derived from it."""
+"""The one list of norms. Command-line choices, architectures, tests, benchmarks, reports and docs derive from it."""
 
 import importlib.util
 import inspect

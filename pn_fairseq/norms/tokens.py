@@ -56,10 +56,11 @@ class Tokens:
     def __init__(self, norm, step: Step, x: Tensor, padding_mask: Tensor | None, weight, bias, inv_rms=None, dy=None):
         self._norm, self._step = norm, step
         self.weight, self.bias, self.num_features = weight, bias, norm.num_features
-        self._groups, self._eps = norm.layer_scale.groups, norm.eps
+        self._groups, self._eps = norm.layer_scale_groups, norm.eps
         # The kernels take contiguous rows, in any order: a transposed x is taken as it is in memory.
-        self._transposed = x.dim() == 3 and not x.is_contiguous() and x.transpose(0, 1).is_contiguous()
-        self._x, self._dy = self._rows(x), None if dy is None else self._rows(dy)
+        self._transposed = not x.is_contiguous() and x.dim() == 3 and x.transpose(0, 1).is_contiguous()
+        self._x = self._rows(x)
+        self._dy = None if dy is None else self._rows(dy)
         if padding_mask is not None and padding_mask.dim() == 2 and self._transposed == norm.batch_first:
             padding_mask = padding_mask.t()
         self._padding = None if padding_mask is None else padding_mask.contiguous()
@@ -73,7 +74,7 @@ class Tokens:
         return other
 
     def _rows(self, x: Tensor) -> Tensor:
-        return (x.transpose(0, 1) if self._transposed else x).contiguous()
+        return x.transpose(0, 1).contiguous() if self._transposed else x.contiguous()
 
     def _result(self, rows: Tensor) -> Tensor:
         return rows.transpose(0, 1) if self._transposed else rows
@@ -127,7 +128,8 @@ class Tokens:
         """Sums over tokens before dx: ``parameters`` and ``products``, each (2, C).
 
         ``parameters``: the sums of dy * x_hat and of dy over all tokens of this rank, the gradients of weight and bias.
-        ``products``: the sums of dx_hat * x_hat and of dx_hat over the real tokens of all ranks; also ``step.products``.
+        ``products``: the sums of dx_hat * x_hat and of dx_hat over the real tokens of all ranks; also
+        ``step.products``.
         """
         weight = self.weight if weight is None else weight
         parameters, products = kernels.gradient_sums(
@@ -203,8 +205,9 @@ class Training(torch.autograd.Function):
         return y
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, dy):
+        if torch.is_grad_enabled():
+            raise RuntimeError("the norms of pn_fairseq have no second derivative (create_graph=True)")
         x, weight, bias, padding_mask, inv_rms = ctx.saved_tensors
         step, norm = ctx.step, ctx.norm
         dx, parameters = norm.backward_pass(Tokens(norm, step, x, padding_mask, weight, bias, inv_rms, dy), step)
@@ -212,5 +215,7 @@ class Training(torch.autograd.Function):
         ctx.version = None  # a second backward of a retained graph contributes nothing
         if weight is None:
             return dx, None, None, None, None
-        dweight, dbias = parameters.to(weight.dtype).unbind()
+        if parameters.dtype != weight.dtype:
+            parameters = parameters.to(weight.dtype)
+        dweight, dbias = parameters.unbind()
         return dx, dweight, dbias, None, None

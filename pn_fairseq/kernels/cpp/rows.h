@@ -1,4 +1,4 @@
-// Passes over the tokens of a batch, one row of channels at a time. Plain C++: ops.cpp knows torch, rows_impl.h knows the
+// Passes over the tokens of a batch, one row of channels at a time. Plain C++: ops.cpp knows torch, rows_impl.h knows
 // vectors, and each rows_*.cpp compiles the latter for one kind of CPU.
 #pragma once
 
@@ -13,18 +13,8 @@ struct Half {
   uint16_t bits;
 };
 
-// Element (outer, inner) of a (T, B, ...) or (B, T, ...) tensor, whichever order its rows are visited in.
-template <class T>
-struct Rows {
-  T* data = nullptr;
-  int64_t outer = 0;
-  int64_t inner = 0;
-
-  T* at(int64_t o, int64_t i) const { return data + o * outer + i * inner; }
-};
-
-// Sums over the tokens of one thread: `kinds` vectors over channels for the real tokens, then as many for the padding.
-// Narrow sums are added up in `wide` every so many rows, so that their error does not grow with the batch.
+// Sums over the tokens of one thread: vectors over channels for the real tokens, then as many for the padding.
+// `narrow` is added to `wide` every so many rows, so that its error does not grow with the batch.
 template <class A>
 struct Sums {
   A* narrow = nullptr;
@@ -32,40 +22,41 @@ struct Sums {
   int64_t real = 0;  // number of real tokens
 };
 
+// S is the type of the activations, A the accumulation dtype. h = x * inv_rms, or x without groups.
 template <class S, class A>
 struct Forward {
-  int64_t inner, channels, groups;
+  int64_t channels, groups;
   A eps;
-  Rows<const S> x;
-  Rows<const bool> padding;  // data is null without
-  Rows<A> inv_rms;           // written, or read if `given`
+  const S* x;           // (rows, channels)
+  const bool* padding;  // (rows), or null
+  A* inv_rms;           // (rows, groups): written, or read if `given`
   bool given;
-  Rows<S> y;                       // data is null where only sums are wanted
-  const A *scale, *bias, *center;  // bias and center may be null
-  bool stream;                     // as in Backward
+  S* y;                 // (rows, channels): scale * (h - center) + bias; null where only sums are wanted
+  const A *scale, *bias, *center;  // (channels); bias and center may be null
+  bool stream;          // as in Backward
 };
 
 template <class S, class A>
 struct Backward {
-  int64_t inner, channels, groups;
-  Rows<const S> dy, x;
-  Rows<const bool> padding;
-  Rows<const A> inv_rms;
-  Rows<S> dx;                                // data is null where only sums are wanted
-  const A *scale, *slope, *offset, *center;  // all but scale may be null; offset only with slope
-  // Write the result around the caches: it would not be found there any more, and a line that is written in the cache
-  // is read from memory first.
+  int64_t channels, groups;
+  const S *dy, *x;
+  const bool* padding;
+  const A* inv_rms;
+  S* dx;  // through layer-scale: scale * dy - 1_real * (slope * (h - center) + offset); null where only sums are wanted
+  const A *scale, *slope, *offset, *center;  // (channels); all but scale may be null; offset goes with slope and center
+  // Write results around the caches: they would have left them before they are read again, and a line that is written
+  // in the cache is read from memory first.
   bool stream;
 };
 
-// What is summed in forward. In backward it is dy * (h - center) and dy.
-enum class Kind { none, values, squares };
+// What is summed in forward: h, h^2 or (h - center)^2. In backward: dy * (h - center) and dy.
+enum class Kind { none, values, squares, deviations };
 
 template <class S, class A>
 struct Passes {
-  // y and inv_rms of the rows [begin, end), and sums of `kind` of h - center.
+  // y and inv_rms of the rows [begin, end), and sums of `kind`.
   void (*forward)(const Forward<S, A>&, int64_t begin, int64_t end, Kind kind, Sums<A>& sums);
-  // dx of the rows [begin, end), and their sums if `sums` has room for them.
+  // dx of the rows [begin, end), and their sums if `sums` has memory for them.
   void (*backward)(const Backward<S, A>&, int64_t begin, int64_t end, Sums<A>& sums);
 };
 

@@ -224,12 +224,11 @@ PN_INLINE void write(T* to, V v, Part part, bool) {
   store(to, v, part);
 }
 
-// Whether all vectors of these rows, in spans of `size` elements, begin at multiples of their size.
+// Whether all vectors of rows in spans of `size` elements begin at multiples of their size.
 template <class A, class S>
-bool are_aligned(const Rows<S>& rows, int64_t size) {
+bool are_aligned(const S* rows, int64_t size) {
   const uintptr_t mask = kWidth<A> * sizeof(S) - 1;
-  return !((reinterpret_cast<uintptr_t>(rows.data) | rows.outer * sizeof(S) | rows.inner * sizeof(S) | size * sizeof(S)) &
-           mask);
+  return !((reinterpret_cast<uintptr_t>(rows) | size * sizeof(S)) & mask);
 }
 
 // What was streamed is there for other threads.
@@ -293,20 +292,6 @@ PN_INLINE void add_up(Sums<A>& sums, int64_t size) {
 
 constexpr int64_t kRowsBetweenAddingUp = 256;
 
-// Rows in the order in which they are visited.
-struct Place {
-  int64_t outer, inner;
-
-  Place(int64_t row, int64_t size) : outer(row / size), inner(row % size) {}
-
-  PN_INLINE void next(int64_t size) {
-    if (++inner == size) {
-      inner = 0;
-      ++outer;
-    }
-  }
-};
-
 // How many rows before its turn a row is fetched: a pass has little to compute and would wait for memory at the beginning of
 // each row, and again for the lines that it writes. Much more than this would push out of the nearest cache what is in use.
 template <class S>
@@ -315,17 +300,15 @@ PN_INLINE int64_t rows_ahead(int64_t channels) {
   return std::max<int64_t>(1, bytes / (std::max<int64_t>(1, channels) * static_cast<int64_t>(sizeof(S))));
 }
 
-// One row forward: all root mean squares, whose long chains of operations overlap, then all the rest. `sum` is where this
-// row's sums go. The row `next` is fetched meanwhile, and the place where its result goes.
+// One row forward: all root mean squares, whose long chains of operations overlap, then all the rest. `sum` is where the
+// sums of this row go. The row `next` is fetched meanwhile, and the memory of its result.
 template <class S, class A, bool scaled, bool writes, bool centered, Kind kind>
-PN_INLINE void forward_row(const Forward<S, A>& f, Place at, Place next, A* sum, bool streams) {
+PN_INLINE void forward_row(const Forward<S, A>& f, int64_t row, int64_t next, A* sum, bool streams) {
   const int64_t spans = scaled ? f.groups : 1, size = f.channels / spans;
-  const S* x = f.x.at(at.outer, at.inner);
-  S* y = f.y.at(at.outer, at.inner);
-  A* inv_rms = f.inv_rms.at(at.outer, at.inner);
+  const S *x = f.x + row * f.channels, *next_x = f.x + next * f.channels;
+  S *y = f.y + row * f.channels, *next_y = f.y + next * f.channels;
+  A* inv_rms = f.inv_rms + row * f.groups;
   const A *scale = f.scale, *bias = f.bias, *center = f.center;
-  const S* next_x = f.x.at(next.outer, next.inner);
-  S* next_y = f.y.at(next.outer, next.inner);
   for (int64_t g = 0; scaled && !f.given && g < spans; ++g) {
     inv_rms[g] = A(1) / std::sqrt(sum_of_squares<S, A>(x, g * size, (g + 1) * size) / static_cast<A>(size) + f.eps);
   }
@@ -336,9 +319,10 @@ PN_INLINE void forward_row(const Forward<S, A>& f, Place at, Place next, A* sum,
       if (writes && !streams) __builtin_prefetch(next_y + c, 1);
       Vector<A> h = load(x + c, part);
       if (scaled) h = h * factor;
-      if (centered) h = h - load(center + c, part);
       if (kind == Kind::values) store(sum + c, load(sum + c, part) + h, part);
       if (kind == Kind::squares) store(sum + c, load(sum + c, part) + h * h, part);
+      if (centered) h = h - load(center + c, part);
+      if (kind == Kind::deviations) store(sum + c, load(sum + c, part) + h * h, part);
       if (writes) write(y + c, h * load(scale + c, part) + load(bias + c, part), part, streams);
     });
   }
@@ -348,11 +332,10 @@ template <class S, class A, bool scaled, bool writes, bool centered, Kind kind>
 void forward_rows(const Forward<S, A>& f, int64_t begin, int64_t end, Sums<A>& sums) {
   const int64_t ahead = rows_ahead<S>(f.channels);
   const bool streams = writes && f.stream && are_aligned<A>(f.y, f.channels / (scaled ? f.groups : 1));
-  Place at(begin, f.inner), next(std::min(begin + ahead, end - 1), f.inner);
-  for (int64_t row = begin; row < end; ++row, at.next(f.inner)) {
-    if (row > begin && row + ahead < end) next.next(f.inner);
-    const bool padding = f.padding.data && *f.padding.at(at.outer, at.inner);
-    forward_row<S, A, scaled, writes, centered, kind>(f, at, next, sums.narrow + (padding ? f.channels : 0), streams);
+  for (int64_t row = begin; row < end; ++row) {
+    const bool padding = f.padding && f.padding[row];
+    A* sum = sums.narrow + (padding ? f.channels : 0);
+    forward_row<S, A, scaled, writes, centered, kind>(f, row, std::min(row + ahead, end - 1), sum, streams);
     sums.real += !padding;
     if (kind != Kind::none && (row - begin) % kRowsBetweenAddingUp == kRowsBetweenAddingUp - 1) {
       add_up(sums, 2 * f.channels);
@@ -364,14 +347,17 @@ void forward_rows(const Forward<S, A>& f, int64_t begin, int64_t end, Sums<A>& s
 
 template <class S, class A, bool scaled>
 void forward_scaled(const Forward<S, A>& f, int64_t begin, int64_t end, Kind kind, Sums<A>& sums) {
-  if (f.y.data) {
-    if (f.center) return forward_rows<S, A, scaled, true, true, Kind::none>(f, begin, end, sums);
-    if (kind == Kind::squares) return forward_rows<S, A, scaled, true, false, Kind::squares>(f, begin, end, sums);
-    return forward_rows<S, A, scaled, true, false, Kind::none>(f, begin, end, sums);
+  if (!f.y) {
+    if (kind == Kind::values) return forward_rows<S, A, scaled, false, false, Kind::values>(f, begin, end, sums);
+    if (f.center) return forward_rows<S, A, scaled, false, true, Kind::deviations>(f, begin, end, sums);
+    return forward_rows<S, A, scaled, false, false, Kind::squares>(f, begin, end, sums);
   }
-  if (kind == Kind::values) return forward_rows<S, A, scaled, false, false, Kind::values>(f, begin, end, sums);
-  if (f.center) return forward_rows<S, A, scaled, false, true, Kind::squares>(f, begin, end, sums);
-  forward_rows<S, A, scaled, false, false, Kind::squares>(f, begin, end, sums);
+  if (f.center) {
+    if (kind == Kind::squares) return forward_rows<S, A, scaled, true, true, Kind::squares>(f, begin, end, sums);
+    return forward_rows<S, A, scaled, true, true, Kind::none>(f, begin, end, sums);
+  }
+  if (kind == Kind::squares) return forward_rows<S, A, scaled, true, false, Kind::squares>(f, begin, end, sums);
+  forward_rows<S, A, scaled, true, false, Kind::none>(f, begin, end, sums);
 }
 
 template <class S, class A>
@@ -387,16 +373,17 @@ constexpr int64_t kHotBytes = 1024;
 // overlap, then dx; without layer-scale all at once. `sums_up`: add dy * (h - center) to `sum` and dy to `sum + channels`.
 // `projections` has room for one a group.
 template <class S, class A, bool scaled, bool writes, bool sums_up, bool sloped, bool centered>
-PN_INLINE void backward_row(const Backward<S, A>& b, Place at, Place next, A* sum, A* projections, bool streams) {
+PN_INLINE void backward_row(
+    const Backward<S, A>& b, int64_t row, int64_t next, A* sum, A* projections, bool streams) {
   const int64_t spans = scaled ? b.groups : 1, size = b.channels / spans;
   const int64_t at_once = std::max<int64_t>(1, kHotBytes / (std::max<int64_t>(1, size) * static_cast<int64_t>(sizeof(S))));
-  const S *dy = b.dy.at(at.outer, at.inner), *x = b.x.at(at.outer, at.inner);
-  const A* inv_rms = b.inv_rms.at(at.outer, at.inner);
-  S* dx = b.dx.at(at.outer, at.inner);
+  const S *dy = b.dy + row * b.channels, *x = b.x + row * b.channels;
+  const A* inv_rms = b.inv_rms + row * b.groups;
+  S* dx = b.dx + row * b.channels;
   const A *scale = b.scale, *slope = b.slope, *offset = b.offset, *center = b.center;
   A* sum_dy = sum + b.channels;
-  const S *next_dy = b.dy.at(next.outer, next.inner), *next_x = b.x.at(next.outer, next.inner);
-  S* next_dx = b.dx.at(next.outer, next.inner);
+  const S *next_dy = b.dy + next * b.channels, *next_x = b.x + next * b.channels;
+  S* next_dx = b.dx + next * b.channels;
   for (int64_t first = 0; first < spans; first += at_once) {
     const int64_t last = std::min(first + at_once, spans);
     for (int64_t g = first; g < last; ++g) {
@@ -450,15 +437,14 @@ void backward_rows(const Backward<S, A>& b, int64_t begin, int64_t end, Sums<A>&
   const int64_t ahead = rows_ahead<S>(b.channels);
   std::vector<A> projections(scaled && writes ? b.groups : 0);
   const bool streams = writes && b.stream && are_aligned<A>(b.dx, b.channels / (scaled ? b.groups : 1));
-  Place at(begin, b.inner), next(std::min(begin + ahead, end - 1), b.inner);
-  for (int64_t row = begin; row < end; ++row, at.next(b.inner)) {
-    if (row > begin && row + ahead < end) next.next(b.inner);
-    const bool padding = b.padding.data && *b.padding.at(at.outer, at.inner);
+  for (int64_t row = begin; row < end; ++row) {
+    const int64_t next = std::min(row + ahead, end - 1);
+    const bool padding = b.padding && b.padding[row];
     A* sum = sums.narrow + (padding ? 2 * b.channels : 0);
     if (sloped && padding) {
-      backward_row<S, A, scaled, writes, sums_up, false, centered>(b, at, next, sum, projections.data(), streams);
+      backward_row<S, A, scaled, writes, sums_up, false, centered>(b, row, next, sum, projections.data(), streams);
     } else {
-      backward_row<S, A, scaled, writes, sums_up, sloped, centered>(b, at, next, sum, projections.data(), streams);
+      backward_row<S, A, scaled, writes, sums_up, sloped, centered>(b, row, next, sum, projections.data(), streams);
     }
     if (sums_up && (row - begin) % kRowsBetweenAddingUp == kRowsBetweenAddingUp - 1) add_up(sums, 4 * b.channels);
   }
@@ -478,7 +464,7 @@ void backward_sloped(const Backward<S, A>& b, int64_t begin, int64_t end, Sums<A
 
 template <class S, class A, bool scaled>
 void backward_scaled(const Backward<S, A>& b, int64_t begin, int64_t end, Sums<A>& sums) {
-  if (!b.dx.data) return backward_sloped<S, A, scaled, false, true>(b, begin, end, sums);
+  if (!b.dx) return backward_sloped<S, A, scaled, false, true>(b, begin, end, sums);
   if (sums.narrow) return backward_sloped<S, A, scaled, true, true>(b, begin, end, sums);
   backward_sloped<S, A, scaled, true, false>(b, begin, end, sums);
 }
