@@ -102,18 +102,21 @@ class PowerNorm(RunningNorm):
 
     def gamma(self, step: Step) -> Tensor:
         """Gamma, (C,)."""
-        return step.batch.moment / (step.psi2 + self.eps)
+        return step.batch.moment / (step.psi2.to(step.batch.moment.dtype) + self.eps)
 
     def observe(self, step: Step) -> dict[str, Tensor]:
-        """``gamma_max``: largest Gamma of a channel. ``nu_rms``: root mean square of nu. ``guarded_steps``: how often
-        ``max(0, .)`` acted."""
+        """``gamma_max``: largest Gamma of a channel. ``guarded_steps``: how often ``max(0, .)`` acted."""
         gamma = self.gamma(step)
         guarded = ((1.0 - self.alpha_bwd) * gamma > 1.0).any() & gamma.isfinite().all() & step.products.isfinite().all()
         return {
-            "nu_rms": self.nu.square().mean().sqrt(),
             "gamma_max": gamma.max(),
             "guarded_steps": self._collected.get("guarded_steps", 0) + guarded.to(torch.int64),
         }
+
+    def diagnostics(self) -> dict[str, Tensor]:
+        """Those of :class:`RunningNorm` and :meth:`observe`, and ``nu_rms``, the root mean square of nu."""
+        found = super().diagnostics()
+        return {**found, "nu_rms": self.nu.square().mean().sqrt()} if found else found
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, alpha_bwd={self.alpha_bwd}, psi_warmup_updates={self.psi_warmup_updates}"
@@ -129,7 +132,7 @@ def power_update(psi2, nu, num_batches, batch_psi2, used_psi2, products, count, 
 
     ``used_psi2`` is the psi^2 under D, ``products`` (2, C) the sums over M of dx_hat x_hat and dx_hat, ``count`` N.
     """
-    gamma = batch_psi2 / (used_psi2 + eps)
+    gamma = batch_psi2 / (used_psi2.to(batch_psi2.dtype) + eps)
     lambda_ = products[0] / count.clamp(min=1.0)
     finite = batch_psi2.float().isfinite().all() & gamma.isfinite().all() & products.isfinite().all()
     counted = (count > 0) & finite

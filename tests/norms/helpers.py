@@ -1,56 +1,10 @@
-"""What the tests of the norms share: odd-shaped batches, one training step, comparisons."""
+"""The helpers of the shared suite, and what compares a norm with its oracle."""
 
-import numpy as np
-import torch
+from pn_fairseq.norms import NORMS, RunningNorm
+from pn_fairseq.testing.helpers import *  # noqa: F403
 
-CHANNELS = 12  # divisible by 4 heads, and neither a power of two nor equal to any time or batch size used here
-
-STATEFUL = ("batch", "power-v", "power")
-ALL_NORMS = ("layer", *STATEFUL)
-
-
-def rng(seed=0):
-    return np.random.default_rng(seed)
-
-
-def random_mask(generator, time, batch, p=0.3):
-    """(B, T) bool with padding anywhere, not only at the end, and at least two real tokens."""
-    mask = generator.random((batch, time)) < p
-    mask.flat[0] = False
-    mask.flat[-1] = False
-    return mask
-
-
-def random_batch(generator, shape=(5, 3, CHANNELS), masked=True, scale=1.0):
-    """x and dy with every channel at its own level and spread, and a mask: (x, mask or None, dy), NumPy float64."""
-    channels = shape[-1]
-    x = generator.normal(size=shape) * generator.uniform(0.3, 2.0, channels) + generator.normal(size=channels)
-    dy = generator.normal(size=shape)
-    mask = None
-    if masked:
-        mask = random_mask(generator, shape[0], shape[1]) if len(shape) == 3 else random_mask(generator, shape[0], 1)[0]
-    return x * scale, mask, dy
-
-
-def real_tokens(shape, mask):
-    """Boolean selector of the real tokens of x, for x of this shape."""
-    if mask is None:
-        return np.ones(shape[:-1], dtype=bool)
-    return ~np.asarray(mask).T if len(shape) == 3 else ~np.asarray(mask)
-
-
-def to_mask(mask):
-    return None if mask is None else torch.tensor(np.asarray(mask))
-
-
-def randomize_affine(norm, seed=1):
-    """Weights of both signs away from 1, biases away from 0: a forgotten or doubled one shows."""
-    if norm.weight is not None:
-        generator = rng(seed)
-        with torch.no_grad():
-            norm.weight.copy_(torch.tensor(generator.uniform(-2, 2, norm.weight.numel())))
-            norm.bias.copy_(torch.tensor(generator.normal(size=norm.bias.numel())))
-    return norm
+ALL_NORMS = tuple(NORMS)
+STATEFUL = tuple(name for name, entry in NORMS.items() if issubclass(entry.cls, RunningNorm))
 
 
 def affine_of(norm):
@@ -60,62 +14,7 @@ def affine_of(norm):
     return {"weight": norm.weight.detach().double().numpy(), "bias": norm.bias.detach().double().numpy()}
 
 
-def train_step(norm, x, mask=None, dy=None, dtype=torch.float32):
-    """One training forward and backward; y, dx and the parameters' gradients as float64 NumPy arrays."""
-    norm.zero_grad(set_to_none=True)
-    x = torch.tensor(np.asarray(x)).to(dtype).requires_grad_()
-    y = norm(x) if mask is None else norm(x, to_mask(mask))
-    y.backward(torch.tensor(np.asarray(dy)).to(y.dtype))
-    out = {"y": y.detach(), "dx": x.grad}
-    if norm.weight is not None:
-        out["dweight"] = norm.weight.grad
-        out["dbias"] = norm.bias.grad
-    return {key: value.double().numpy() for key, value in out.items()}
-
-
 def oracle_step(oracle, x, mask=None, dy=None):
     y, ctx = oracle.forward(x, mask)
     dx, dweight, dbias = oracle.backward(dy, ctx)
     return {"y": y, "dx": dx, "dweight": dweight, "dbias": dbias}
-
-
-def state_of(norm):
-    """An independent copy of every buffer."""
-    return {name: buffer.detach().clone() for name, buffer in norm.named_buffers()}
-
-
-def assert_state_unchanged(norm, before):
-    """Every buffer is what it was, to the bit."""
-    after = state_of(norm)
-    assert after.keys() == before.keys()
-    for name in before:
-        assert torch.equal(after[name], before[name]), f"{name}: {before[name]} became {after[name]}"
-
-
-def assert_states_equal(norm, other):
-    assert_state_unchanged(norm, state_of(other))
-
-
-def assert_close(actual, expected, rtol=2e-5, what=""):
-    """Relative to the largest expected value: sums of both signs may cancel in single elements."""
-    actual = np.asarray(actual.detach().double() if isinstance(actual, torch.Tensor) else actual, dtype=np.float64)
-    expected = np.asarray(expected, dtype=np.float64)
-    scale = np.abs(expected).max() if expected.size else 0.0
-    np.testing.assert_allclose(actual, expected, rtol=rtol, atol=rtol * scale, err_msg=what)
-
-
-def assert_steps_close(actual, expected, rtol=2e-5, what=""):
-    """Compare what both have: the oracle gives parameter gradients even where the norm has no parameters."""
-    for key, value in actual.items():
-        assert_close(value, expected[key], rtol, f"{what} {key}")
-
-
-def assert_state_close(norm, expected, rtol=2e-5, what=""):
-    """The module's buffers against a mapping of the same names."""
-    actual = state_of(norm)
-    assert actual.keys() == expected.keys()
-    for name, value in expected.items():
-        if name == "num_batches_tracked":
-            assert int(actual[name]) == int(value), f"{what} {name}"
-        else:
-            assert_close(actual[name], value, rtol, f"{what} {name}")

@@ -12,6 +12,7 @@ from .helpers import (
     assert_close,
     assert_state_close,
     assert_state_unchanged,
+    assert_states_equal,
     assert_steps_close,
     oracle_step,
     random_batch,
@@ -46,7 +47,7 @@ def run_against_oracle(norm, oracle, batches, rtol=2e-5, dtype=torch.float32, up
     for step, (x, mask, dy) in enumerate(batches):
         if update_freq is not None:
             norm.set_num_updates(step // update_freq)
-            oracle.num_updates = step // update_freq
+            oracle.set_num_updates(step // update_freq)
         actual = train_step(norm, x, mask, dy, dtype)
         assert_steps_close(actual, oracle_step(oracle, x, mask, dy), rtol, f"step {step}:")
         assert_state_close(norm, oracle_state(oracle), rtol, f"step {step}:")
@@ -61,14 +62,14 @@ def batches_of_many_shapes(masked, steps=STEPS, channels=CHANNELS, seed=0):
         yield random_batch(generator, shape, masked, scale=generator.uniform(0.2, 3.0))
 
 
+@pytest.mark.every_implementation
 @pytest.mark.parametrize("masked", [False, True], ids=["no-mask", "mask"])
 @pytest.mark.parametrize("groups", [0, 1, 4])
 @pytest.mark.parametrize(
     ("warmup", "update_freq"), [(0, None), (7, None), (7, 2)], ids=["no-warmup", "warmup", "warmup-accumulating"]
 )
-@pytest.mark.parametrize("affine", [True, False], ids=["affine", "plain"])
-def test_training_follows_algorithm_2(masked, groups, warmup, update_freq, affine):
-    norm, oracle = make_pair(groups=groups, warmup=warmup, affine=affine)
+def test_training_follows_algorithm_2(masked, groups, warmup, update_freq):
+    norm, oracle = make_pair(groups=groups, warmup=warmup, affine=groups != 1)
     run_against_oracle(norm, oracle, batches_of_many_shapes(masked), update_freq=update_freq)
 
 
@@ -95,7 +96,7 @@ def test_odd_channel_counts(channels, groups):
     In float64: in a group of one channel the gradient is a difference of nearly equal terms.
     """
     norm, oracle = make_pair(channels=channels, groups=groups, warmup=2)
-    batches = batches_of_many_shapes(True, channels=channels)
+    batches = batches_of_many_shapes(True, channels=channels, seed=1)
     run_against_oracle(norm.double(), oracle, batches, rtol=5e-6, dtype=torch.float64)
 
 
@@ -169,8 +170,9 @@ def test_warmup_normalizes_with_the_batch_and_then_with_the_old_statistic():
     generator = rng(14)
     first, second = (random_batch(generator, masked=False)[0] for _ in range(2))
     psi2 = (first**2).mean(axis=(0, 1))
-    assert_close(norm(torch.tensor(first)), first / np.sqrt(psi2 + 1e-5), 1e-6)
-    assert_close(norm.running_psi2, psi2, 1e-6)
+    y = train_step(norm, first, None, first, torch.float64)["y"]
+    assert_close(y, first / np.sqrt(psi2 + 1e-5), 1e-6)
+    assert_close(state_of(norm)["running_psi2"], psi2, 1e-6)
     assert_close(norm(torch.tensor(second)), second / np.sqrt(psi2 + 1e-5), 1e-6)
 
 
@@ -183,7 +185,7 @@ def test_warmup_counts_updates_once_it_is_told_about_them():
 def test_warmup_is_over_at_once_for_a_model_that_has_been_trained():
     norm, oracle = make_pair(warmup=4)
     norm.set_num_updates(4)
-    oracle.num_updates = 4
+    oracle.set_num_updates(4)
     run_against_oracle(norm, oracle, batches_of_many_shapes(True, steps=5))
 
 
@@ -192,73 +194,6 @@ def test_warmup_by_updates_may_start_after_forwards_without_a_trainer():
     batches = list(batches_of_many_shapes(True, steps=12))
     run_against_oracle(norm, oracle, batches[:5])
     run_against_oracle(norm.train(), oracle, batches[5:], update_freq=2)
-
-
-def test_gradient_accumulation_updates_the_state_at_every_forward():
-    """Parameter gradients add up over two micro-batches while psi and nu move with each of them."""
-    norm, oracle = make_pair(groups=4)
-    generator = rng(15)
-    for _ in range(4):
-        norm.zero_grad()
-        dweight, dbias = 0, 0
-        for _ in range(2):
-            x, mask, dy = random_batch(generator)
-            norm(torch.tensor(x, dtype=torch.float32), to_mask(mask)).backward(torch.tensor(dy, dtype=torch.float32))
-            expected = oracle_step(oracle, x, mask, dy)
-            dweight, dbias = dweight + expected["dweight"], dbias + expected["dbias"]
-        assert_close(norm.weight.grad, dweight)
-        assert_close(norm.bias.grad, dbias)
-        assert_state_close(norm, oracle_state(oracle))
-
-
-def test_strided_input_and_expanded_gradient():
-    """A transposed batch-first tensor, and the stride-0 gradient that sum() sends back."""
-    norm, oracle = make_pair(groups=4)
-    generator = rng(16)
-    for _ in range(3):
-        x, mask, dy = random_batch(generator)
-        leaf = torch.tensor(x, dtype=torch.float32).transpose(0, 1).contiguous().requires_grad_()
-        y = norm(leaf.transpose(0, 1), to_mask(mask))
-        y.sum().backward()
-        expected = oracle_step(oracle, x, mask, np.ones_like(dy))
-        assert_close(y, expected["y"])
-        assert_close(leaf.grad.transpose(0, 1), expected["dx"])
-        assert_state_close(norm, oracle_state(oracle))
-
-
-def test_every_second_channel_of_a_wider_tensor():
-    norm, oracle = make_pair(groups=4)
-    x, mask, dy = random_batch(rng(17))
-    wide = torch.zeros(*x.shape[:-1], 2 * CHANNELS)
-    wide[..., ::2] = torch.tensor(x)
-    wide.requires_grad_()
-    wide_dy = torch.zeros_like(wide)
-    wide_dy[..., ::2] = torch.tensor(dy)
-    y = norm(wide[..., ::2], to_mask(mask))
-    y.backward(wide_dy[..., ::2])
-    expected = oracle_step(oracle, x, mask, dy)
-    assert_close(y, expected["y"])
-    assert_close(wide.grad[..., ::2], expected["dx"])
-
-
-@pytest.mark.parametrize("needs", ["x", "parameters", "weight", "bias"])
-def test_gradients_that_nobody_asks_for_do_not_change_the_rest(needs):
-    """Frozen parameters or a frozen input: nu still moves, and what is asked for is right."""
-    norm, oracle = make_pair()
-    generator = rng(18)
-    norm.weight.requires_grad_(needs in ("parameters", "weight"))
-    norm.bias.requires_grad_(needs in ("parameters", "bias"))
-    for _ in range(3):
-        x, mask, dy = random_batch(generator)
-        norm.zero_grad()
-        leaf = torch.tensor(x, dtype=torch.float32, requires_grad=needs == "x")
-        norm(leaf, to_mask(mask)).backward(torch.tensor(dy, dtype=torch.float32))
-        expected = oracle_step(oracle, x, mask, dy)
-        for name, tensor in (("dx", leaf), ("dweight", norm.weight), ("dbias", norm.bias)):
-            assert (tensor.grad is not None) == tensor.requires_grad
-            if tensor.grad is not None:
-                assert_close(tensor.grad, expected[name], what=name)
-        assert_state_close(norm, oracle_state(oracle))
 
 
 def test_output_may_be_changed_in_place():
@@ -287,17 +222,44 @@ def test_weight_changed_before_backward_is_not_used_silently():
         assert_close(leaf.grad, oracle_step(oracle, x, mask, dy)["dx"])
 
 
-def test_forward_without_grad_in_training_mode_updates_psi_only():
-    norm, oracle = make_pair()
-    generator = rng(21)
-    for _ in range(3):
-        x, mask, _ = random_batch(generator)
-        with torch.no_grad():
-            y = norm(torch.tensor(x, dtype=torch.float32), to_mask(mask))
-        assert not y.requires_grad
-        assert_close(y, oracle.forward(x, mask)[0])
-        assert_state_close(norm, oracle_state(oracle))
-    assert not norm.nu.any()
+@pytest.mark.parametrize("before", [200, 5_000, 50_000])
+def test_fine_tuning_has_a_warmup_that_works(before):
+    """A training that begins from trained weights and meets data 3 times as large: after its warm-up of 100 updates
+    evaluation and the first step behind the warm-up have the scale of training, however long the first training was.
+    """
+    trained = PowerNorm(CHANNELS, affine=False, psi_warmup_updates=100).train()
+    x = torch.randn(256, CHANNELS, generator=torch.Generator().manual_seed(0))
+    trained.set_num_updates(before)
+    trained(x.requires_grad_()).backward(x.detach())
+    trained.flush()
+    trained.num_batches_tracked.fill_(before)
+    norm = PowerNorm(CHANNELS, affine=False, psi_warmup_updates=100).train()
+    norm.load_state_dict(trained.state_dict())
+    larger = 3 * x.detach()
+    for update in range(100):
+        norm.set_num_updates(update)
+        y = norm(larger.clone().requires_grad_())
+        y.backward(torch.zeros_like(y))
+        assert_close(y.square().mean().sqrt(), 1.0, 1e-3)
+    norm.set_num_updates(100)
+    assert_close(norm.running_psi2, larger.square().mean(0), 1e-5)
+    assert_close(norm(larger).square().mean().sqrt(), 1.0, 1e-3)
+    assert_close(norm.eval()(larger).square().mean().sqrt(), 1.0, 1e-3)
+
+
+def test_resuming_in_the_middle_of_a_warmup_continues_it():
+    straight, stopped = (PowerNorm(CHANNELS, psi_warmup_updates=6).train() for _ in range(2))
+    for update, batch in enumerate(batches_of_many_shapes(True, steps=9)):
+        if update == 4:
+            state = stopped.state_dict()
+            stopped = PowerNorm(CHANNELS, psi_warmup_updates=6).train()
+            stopped.set_num_updates(0)  # as fairseq's trainer does before it has found a checkpoint
+            stopped.load_state_dict(state)
+        for norm in (straight, stopped):
+            norm.set_num_updates(update)
+            train_step(norm, *batch)
+        assert_states_equal(stopped, straight)
+    assert int(straight.num_batches_tracked) == 9
 
 
 def test_initial_state_and_parameters():

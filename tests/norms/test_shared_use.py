@@ -1,12 +1,9 @@
-"""Several forwards before a backward: shared modules, ensembles, gradients asked for out of order."""
-
-import gc
+"""Several forwards before a backward, against the oracles."""
 
 import pytest
 import torch
 
 from pn_fairseq.norms import build_norm
-from pn_fairseq.norms.pending import MAX_PENDING
 
 from .helpers import (
     CHANNELS,
@@ -14,13 +11,11 @@ from .helpers import (
     affine_of,
     assert_close,
     assert_state_close,
-    assert_state_unchanged,
     random_batch,
     randomize_affine,
     rng,
-    state_of,
     to_mask,
-    train_step,
+    to_tensor,
 )
 from .oracle import make_oracle, oracle_state
 
@@ -28,10 +23,6 @@ from .oracle import make_oracle, oracle_state
 def make_pair(name, groups=0, **options):
     norm = randomize_affine(build_norm(name, CHANNELS, layer_scale_groups=groups, **options)).train()
     return norm, make_oracle(name, CHANNELS, layer_scale_groups=groups, **options, **affine_of(norm))
-
-
-def leaf_of(x):
-    return torch.tensor(x, dtype=torch.float32, requires_grad=True)
 
 
 @pytest.mark.parametrize("name", STATEFUL)
@@ -45,7 +36,7 @@ def test_each_backward_uses_the_values_of_its_own_forward(name, order, warmup):
         work = []
         for _ in range(2):
             x, mask, dy = random_batch(generator)
-            leaf = leaf_of(x)
+            leaf = to_tensor(x, requires_grad=True)
             y = norm(leaf, to_mask(mask))
             expected_y, ctx = oracle.forward(x, mask)
             assert_close(y, expected_y)
@@ -53,7 +44,7 @@ def test_each_backward_uses_the_values_of_its_own_forward(name, order, warmup):
         dweight, dbias = 0, 0
         for index in order:
             leaf, y, dy, ctx = work[index]
-            y.backward(torch.tensor(dy, dtype=torch.float32))
+            y.backward(to_tensor(dy))
             dx, dw, db = oracle.backward(dy, ctx)
             dweight, dbias = dweight + dw, dbias + db
             assert_close(leaf.grad, dx, 5e-5, f"step {step}, forward {index}")
@@ -70,10 +61,10 @@ def test_module_used_twice_in_one_graph(name, groups):
     for step in range(5):
         norm.zero_grad()
         x, mask, dy = random_batch(generator)
-        leaf = leaf_of(x)
+        leaf = to_tensor(x, requires_grad=True)
         z = torch.tanh(norm(leaf, to_mask(mask)))
         y = norm(z, to_mask(mask))
-        y.backward(torch.tensor(dy, dtype=torch.float32))
+        y.backward(to_tensor(dy))
 
         inner, first = oracle.forward(x, mask)
         hidden = torch.tanh(torch.tensor(inner)).numpy()
@@ -85,75 +76,3 @@ def test_module_used_twice_in_one_graph(name, groups):
         assert_close(norm.weight.grad, dw1 + dw2, 1e-4, f"step {step}: dweight")
         assert_close(norm.bias.grad, db1 + db2, 1e-4, f"step {step}: dbias")
         assert_state_close(norm, oracle_state(oracle), 1e-4, f"step {step}:")
-
-
-@pytest.mark.parametrize("name", STATEFUL)
-def test_second_backward_over_a_retained_graph_gives_the_same_gradient(name):
-    """PN: the gradient takes the nu of the forward, whatever nu has become by the first backward."""
-    norm, _ = make_pair(name)
-    generator = rng(3)
-    for _ in range(2):
-        train_step(norm, *random_batch(generator))
-    x, mask, dy = random_batch(generator)
-    leaf = leaf_of(x)
-    y = norm(leaf, to_mask(mask))
-    dy = torch.tensor(dy, dtype=torch.float32)
-    (once,) = torch.autograd.grad(y, leaf, dy, retain_graph=True)
-    (twice,) = torch.autograd.grad(y, leaf, dy)
-    assert torch.equal(once, twice)
-
-
-@pytest.mark.parametrize("name", ["batch", "power-v"])
-def test_second_backward_over_a_retained_graph_changes_no_state(name):
-    norm, _ = make_pair(name)
-    x, mask, dy = random_batch(rng(4))
-    y = norm(leaf_of(x), to_mask(mask))
-    dy = torch.tensor(dy, dtype=torch.float32)
-    y.backward(dy, retain_graph=True)
-    before = state_of(norm)
-    y.backward(dy)
-    assert_state_unchanged(norm, before)
-
-
-@pytest.mark.parametrize("name", STATEFUL)
-def test_forward_whose_backward_never_comes_counts_as_a_forward(name):
-    """As in a loss that is thrown away: later steps are those of the oracle."""
-    norm, oracle = make_pair(name, psi_warmup_updates=3)
-    generator = rng(5)
-    for _ in range(5):
-        x, mask, dy = random_batch(generator)
-        norm(leaf_of(x), to_mask(mask))
-        oracle.forward(x, mask)
-        x, mask, dy = random_batch(generator)
-        actual = train_step(norm, x, mask, dy)
-        y, ctx = oracle.forward(x, mask)
-        assert_close(actual["y"], y)
-        assert_close(actual["dx"], oracle.backward(dy, ctx)[0], 5e-5)
-        assert_state_close(norm, oracle_state(oracle))
-
-
-@pytest.mark.parametrize("name", ["batch", "power"])
-@pytest.mark.parametrize("grad", [True, False])
-def test_forwards_without_a_backward_do_not_pile_up(name, grad):
-    norm, _ = make_pair(name)
-    x = torch.tensor(random_batch(rng(6))[0], dtype=torch.float32)
-
-    def tensors_after(forwards):
-        with torch.set_grad_enabled(grad):
-            for _ in range(forwards):
-                norm(x)
-        gc.collect()
-        return sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects())
-
-    assert tensors_after(2 * MAX_PENDING) <= tensors_after(MAX_PENDING + 10) + 10
-
-
-@pytest.mark.parametrize("name", STATEFUL)
-def test_two_modules_keep_apart(name):
-    """State lives in the module: no class attribute, no default argument shared."""
-    one, _ = make_pair(name)
-    other, _ = make_pair(name)
-    before = state_of(other)
-    train_step(one, *random_batch(rng(7)))
-    one.set_num_updates(5) if hasattr(one, "set_num_updates") else None
-    assert_state_unchanged(other, before)

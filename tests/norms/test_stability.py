@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from pn_fairseq.norms import PowerNorm, PowerNormV, build_norm
+from pn_fairseq.norms import PowerNorm, PowerNormV
 
 CHANNELS, TOKENS, ALPHA = 8, 256, 0.9
 SPIKE = 60
@@ -29,6 +29,7 @@ class Stress:
             normalized = (x.detach() / (self.norm.running_psi2 + 1e-5).sqrt()).double()
             y = self.norm(x)
             y.backward(dy)
+            self.norm.flush()
             gamma_moment, lambda_moment = normalized.square().mean(0), (dy.double() * normalized).mean(0)
             unguarded = unguarded * (1 - (1 - ALPHA) * gamma_moment) + (1 - ALPHA) * lambda_moment
             self.psi2.append(self.norm.running_psi2.clone())
@@ -92,12 +93,6 @@ def test_nu_recovers_by_a_factor_e_within_one_over_one_minus_alpha_steps():
     assert after < 1.1 * before / math.e
 
 
-def test_diagnostics_are_empty_until_asked_for():
-    norm = PowerNorm(CHANNELS)
-    norm(torch.randn(9, CHANNELS, requires_grad=True)).sum().backward()
-    assert norm.diagnostics() == {}
-
-
 def test_diagnostics_of_pn_are_those_of_the_last_batch():
     norm = PowerNorm(CHANNELS)
     norm.collecting = True
@@ -112,24 +107,10 @@ def test_diagnostics_of_pn_are_those_of_the_last_batch():
     assert int(report["guarded_steps"]) == int(report["nonfinite_steps"]) == 0
 
 
-@pytest.mark.parametrize("name", ["batch", "power-v", "power"])
-def test_faults_are_counted(name):
-    norm = build_norm(name, CHANNELS)
-    norm.collecting = True
-    x = torch.randn(30, CHANNELS)
-    bad_x, bad_dy = x.clone(), torch.ones_like(x)
-    bad_x[3, 2] = float("nan")
-    bad_dy[1, 1] = float("inf")
-    for inputs, gradient in ((x, torch.ones_like(x)), (bad_x, torch.ones_like(x)), (x, bad_dy), (bad_x, bad_dy)):
-        norm(inputs.clone().requires_grad_()).backward(gradient)
-    assert int(norm.diagnostics()["nonfinite_steps"]) == 3
-    assert int(norm.num_batches_tracked) == 1
-
-
 def test_psi_distance_of_pn_v():
     norm = PowerNormV(CHANNELS)
     norm.collecting = True
-    norm(2 * torch.ones(4, CHANNELS))
+    norm(2 * torch.ones(4, CHANNELS, requires_grad=True)).sum().backward()
     assert float(norm.diagnostics()["psi_distance"]) == pytest.approx(math.log(2), rel=1e-6)
 
 

@@ -1,0 +1,31 @@
+"""Processes that train together, on the CPU by gloo."""
+
+import tempfile
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from pn_fairseq.norms import load_norms
+
+
+def run_ranks(work: Callable, world: int, *arguments, norm_modules: tuple[str, ...] = ()) -> list:
+    """``work(rank, world, *arguments)`` in ``world`` processes of one process group; what each of them returns.
+
+    ``norm_modules`` are files of norms that the processes load first (:func:`pn_fairseq.norms.load_norms`).
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_start, args=(work, world, folder, norm_modules, arguments), nprocs=world)
+        return [torch.load(f"{folder}/{rank}.pt", weights_only=False) for rank in range(world)]
+
+
+def _start(rank: int, work: Callable, world: int, folder: str, norm_modules, arguments) -> None:
+    torch.set_num_threads(1)
+    for path in norm_modules:
+        load_norms(path)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
+    try:
+        torch.save(work(rank, world, *arguments), f"{folder}/{rank}.pt")
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,1237 @@
+"""The rules that a norm gets from its base class, checked for every norm that is registered.
+
+They run for norms of one's own by ``python -m pn_fairseq test-norms --norm-module FILE``. What a norm computes is its
+own: compare that with a plain implementation of its formulas, as tests/norms does.
+"""
+
+import contextlib
+import copy
+import functools
+import io
+import itertools
+import pickle
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
+
+from pn_fairseq.norms import (
+    NORMS,
+    VARIANTS,
+    ChannelNorm,
+    RunningNorm,
+    average_running_stats,
+    build_norm,
+    recalibrating,
+    running_norms,
+)
+from pn_fairseq.norms.fold import folded_linear
+from pn_fairseq.testing.helpers import (
+    CHANNELS,
+    assert_close,
+    assert_same,
+    assert_state_unchanged,
+    assert_states_equal,
+    flushed,
+    random_batch,
+    randomize_affine,
+    real_tokens,
+    rng,
+    state_of,
+    tensors,
+    to_mask,
+    to_tensor,
+    train_step,
+)
+from pn_fairseq.testing.ranks import run_ranks
+
+COUNT = "num_batches_tracked"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A registered norm in one of its variants."""
+
+    name: str
+    variant: str
+
+    @property
+    def cls(self) -> type[ChannelNorm]:
+        return NORMS[self.name].variant(self.variant)
+
+    def build(self, groups: int = 0, **options) -> ChannelNorm:
+        """In training mode, with random weights. Options that the norm does not have are ignored."""
+        norm = build_norm(self.name, CHANNELS, self.variant, layer_scale_groups=groups, **options)
+        return randomize_affine(norm).train()
+
+    def trained(self, groups: int = 0, steps: int = 3, **options) -> ChannelNorm:
+        """After ``steps`` training steps: its state is away from the initial values."""
+        norm = self.build(groups, **options)
+        generator = rng(1)
+        for _ in range(steps):
+            train_step(norm, *random_batch(generator))
+        return flushed(norm)
+
+    def __str__(self) -> str:
+        return self.name if self.variant == VARIANTS[0] else f"{self.name}-{self.variant}"
+
+
+def cases(names=None) -> list[Case]:
+    """The norms of these names (None: all) in all variants that they have."""
+    names = NORMS if names is None else names
+    return [Case(name, variant) for name in names for variant in (VARIANTS[0], *NORMS[name].variants)]
+
+
+def pytest_generate_tests(metafunc):
+    """``case``: every norm. ``running``: those with running statistics. ``masking``: those that ignore padding, which
+    the variants that reproduce released code need not do."""
+    chosen = cases(metafunc.config.getoption("norm_names", None))
+    fixtures = {
+        "case": chosen,
+        "running": [case for case in chosen if issubclass(case.cls, RunningNorm)],
+        "masking": [case for case in chosen if case.variant == VARIANTS[0]],
+    }
+    for fixture, values in fixtures.items():
+        if fixture in metafunc.fixturenames:
+            metafunc.parametrize(fixture, values, ids=str)
+
+
+def some_steps(norm, number=3, seed=8, **options):
+    """What ``number`` training steps give: y, gradients and, at the end, the state."""
+    generator = rng(seed)
+    steps = [train_step(norm.train(), *random_batch(generator, **options)) for _ in range(number)]
+    return [torch.tensor(value) for step in steps for value in step.values()] + list(state_of(norm).values())
+
+
+# The module.
+
+
+def test_parameters_and_initial_state(case):
+    norm = case.build(affine=False)
+    assert norm.weight is None and norm.bias is None and not list(norm.parameters())
+    norm = build_norm(case.name, CHANNELS, case.variant)
+    assert torch.equal(norm.weight, torch.ones(CHANNELS)) and torch.equal(norm.bias, torch.zeros(CHANNELS))
+    assert str(CHANNELS) in repr(norm)
+    norm.set_num_updates(3)
+
+
+def test_reset_gives_the_initial_state(running):
+    norm, new = running.trained(), running.build()
+    norm.reset_running_stats()
+    assert_states_equal(norm, new)
+    assert_same(some_steps(norm), some_steps(new))
+
+
+def test_state_is_float32_and_a_counter(running):
+    state = state_of(running.build())
+    assert state.pop(COUNT).dtype == torch.int64
+    assert state and all(value.dtype == torch.float32 and value.shape[-1] == CHANNELS for value in state.values())
+
+
+@pytest.mark.parametrize("steps", [1, 4])
+def test_state_dict_round_trip(case, steps):
+    """In the middle of a warm-up of 2 and after it. Training continues to the bit."""
+    norm, other = case.trained(4, steps, psi_warmup_updates=2), case.build(4, psi_warmup_updates=2)
+    assert set(norm.state_dict()) == {"weight", "bias", *state_of(norm)}
+    file = io.BytesIO()
+    torch.save(norm.state_dict(), file)
+    file.seek(0)
+    other.load_state_dict(torch.load(file, weights_only=True))
+    assert_same(some_steps(other), some_steps(norm))
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
+@pytest.mark.parametrize("when", ["before a backward", "after a backward", "told updates"])
+def test_copies_continue_alike_and_apart(case, how, when):
+    norm = case.trained(4, 1, psi_warmup_updates=2)
+    if when == "told updates":
+        norm.set_num_updates(1)
+    y = norm(torch.ones(2, 2, CHANNELS, requires_grad=True))
+    if when == "after a backward":
+        y.sum().backward()
+    if how == "deepcopy":
+        other = copy.deepcopy(norm)
+    elif how == "pickle":
+        other = pickle.loads(pickle.dumps(norm))
+    else:
+        file = io.BytesIO()
+        torch.save(norm, file)
+        file.seek(0)
+        other = torch.load(file, weights_only=False)
+    assert_states_equal(other, norm)
+    before = state_of(norm)
+    some_steps(copy.deepcopy(other), 1)
+    assert_state_unchanged(norm, before)
+    assert_same(some_steps(other), some_steps(norm))
+
+
+def test_a_graph_belongs_to_the_original_and_not_to_its_copy(running):
+    norm = running.trained()
+    y = norm(torch.ones(2, 2, CHANNELS, requires_grad=True))
+    other = copy.deepcopy(norm)
+    before = state_of(other)
+    y.sum().backward()
+    assert_state_unchanged(other, before)
+    assert state_of(norm)[COUNT] == before[COUNT] + 1
+
+
+# When the state changes.
+
+
+def test_a_forward_changes_nothing(running):
+    """Neither one whose backward is still to come, nor one without a graph, nor one whose loss is dropped."""
+    for updates in (None, 0, 9):
+        norm = running.trained(psi_warmup_updates=3)
+        if updates is not None:
+            norm.set_num_updates(updates)
+        before = state_of(norm)
+        x, mask, _ = tensors(rng(2))
+        kept = norm(x.requires_grad_(), mask)
+        assert_state_unchanged(norm, before)
+        with torch.no_grad():
+            assert torch.equal(norm(x, mask), kept)
+        norm(x, mask)
+        assert_state_unchanged(norm, before)
+        assert_state_unchanged(norm.eval(), before)
+
+
+def test_a_backward_is_taken_in_by_the_next_flush(running):
+    norm = running.trained()
+    before = state_of(norm)
+    x, mask, dy = tensors(rng(2))
+    norm(x.requires_grad_(), mask).backward(dy)
+    for name, value in norm.named_buffers():
+        assert torch.equal(value, before[name]), "a backward pass alone writes no buffer"
+    norm.flush()
+    assert int(norm.num_batches_tracked) == int(before[COUNT]) + 1
+    once = state_of(norm)
+    norm.flush()
+    assert_state_unchanged(norm, once)
+
+
+FLUSHES = {
+    "next forward": lambda norm: norm(torch.ones(2, 2, CHANNELS)),
+    "set_num_updates": lambda norm: norm.set_num_updates(7),
+    "eval": lambda norm: norm.eval(),
+    "train": lambda norm: norm.train(),
+    "state_dict": lambda norm: norm.state_dict(),
+    "deepcopy": copy.deepcopy,
+    "conversion": lambda norm: norm.float(),
+    "diagnostics": lambda norm: norm.diagnostics(),
+    "within a model": lambda norm: torch.nn.Sequential(norm).state_dict(),
+}
+
+
+@pytest.mark.parametrize("when", FLUSHES)
+def test_flush_runs_before_the_state_is_used(running, when):
+    norm = running.trained()
+    before = int(norm.num_batches_tracked)
+    x, mask, dy = tensors(rng(2))
+    norm(x.requires_grad_(), mask).backward(dy)
+    FLUSHES[when](norm)
+    assert int(norm.num_batches_tracked) == before + 1
+
+
+def test_flush_waits_inside_a_backward(running):
+    """A module that computes within a backward pass, as a recomputation does, sees the state as it was."""
+    norm = running.trained()
+    x, mask, dy = tensors(rng(2))
+    norm(x.requires_grad_(), mask).backward(dy)
+    before = {name: value.clone() for name, value in norm.named_buffers()}
+    seen = []
+
+    def look(gradient):
+        norm.flush()
+        seen.append({name: value.clone() for name, value in norm.named_buffers()})
+
+    y = torch.ones(1, requires_grad=True) * 2
+    y.register_hook(look)
+    y.backward()
+    for name, value in before.items():
+        assert torch.equal(seen[0][name], value), name
+    norm.flush()
+    assert int(norm.num_batches_tracked) == int(before[COUNT]) + 1
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
+def test_uses_before_a_backward_see_the_same_state_and_count_once_each(running, order):
+    norm = running.trained(psi_warmup_updates=2)
+    before = state_of(norm)
+    batches = [tensors(rng(seed)) for seed in (3, 4, 5)]
+    alone = [copy.deepcopy(norm) for _ in batches]
+    leaves = [x.clone().requires_grad_() for x, _, _ in batches]
+    outputs = [norm(leaf, mask) for leaf, (_, mask, _) in zip(leaves, batches, strict=True)]
+    for index in order:
+        outputs[index].backward(batches[index][2])
+    for leaf, y, (x, mask, dy), other in zip(leaves, outputs, batches, alone, strict=True):
+        x.requires_grad_()
+        expected = other(x, mask)
+        expected.backward(dy)
+        assert_same((y, leaf.grad), (expected, x.grad))
+    assert state_of(norm)[COUNT] == before[COUNT] + 3
+
+
+def test_one_use_after_another_in_a_graph_counts_twice(running):
+    norm = running.trained()
+    before = state_of(norm)
+    x, mask, dy = tensors(rng(3))
+    hidden = norm(x.requires_grad_(), mask)
+    assert torch.equal(copy.deepcopy(norm)(hidden, mask), y := norm(hidden, mask))
+    y.backward(dy)
+    assert state_of(norm)[COUNT] == before[COUNT] + 2
+
+
+def test_gradient_accumulation_counts_every_batch_and_adds_gradients(case):
+    norm, other = case.trained(), case.trained()
+    generator = rng(4)
+    norm.zero_grad()
+    total = 0.0
+    for number in range(3):
+        x, mask, dy = random_batch(generator)
+        norm(to_tensor(x, requires_grad=True), to_mask(mask)).backward(to_tensor(dy))
+        total = total + train_step(other, x, mask, dy)["dweight"]
+        assert_states_equal(norm, other)
+        assert_close(norm.weight.grad, total, 1e-5, f"batch {number}")
+
+
+def test_a_second_backward_of_a_retained_graph_gives_the_same_and_counts_nothing(running):
+    norm = running.trained()
+    x, mask, dy = tensors(rng(3))
+    x.requires_grad_()
+    y = norm(x, mask)
+    (once,) = torch.autograd.grad(y, x, dy, retain_graph=True)
+    after = state_of(norm)
+    (twice,) = torch.autograd.grad(y, x, dy)
+    assert torch.equal(once, twice)
+    assert_state_unchanged(norm, after)
+
+
+def test_state_loaded_between_forward_and_backward_stays(running):
+    """The gradient is that of the forward that was run; the step belongs to the state that was replaced."""
+    norm, other = running.trained(), running.trained(steps=5)
+    x, mask, dy = tensors(rng(3))
+    expected = copy.deepcopy(norm)
+    one, two = x.clone().requires_grad_(), x.clone().requires_grad_()
+    expected(one, mask).backward(dy)
+    y = norm(two, mask)
+    state = {key: value for key, value in other.state_dict().items() if key not in ("weight", "bias")}
+    norm.load_state_dict(state, strict=False)
+    y.backward(dy)
+    assert torch.equal(one.grad, two.grad)
+    assert_states_equal(norm, other)
+
+
+def test_a_load_drops_a_step_that_was_not_taken_in(running):
+    norm, other = running.trained(), running.trained(steps=5)
+    x, mask, dy = tensors(rng(3))
+    norm(x.requires_grad_(), mask).backward(dy)
+    norm.load_state_dict(other.state_dict())
+    assert_states_equal(norm, other)
+
+
+@pytest.mark.parametrize("frozen", ["x", "parameters", "weight", "bias"])
+def test_frozen_inputs_and_parameters_change_nothing_else(running, frozen):
+    norm, other = running.trained(), running.trained()
+    norm.weight.requires_grad_(frozen not in ("parameters", "weight"))
+    norm.bias.requires_grad_(frozen not in ("parameters", "bias"))
+    x, mask, dy = random_batch(rng(3))
+    expected = train_step(other, x, mask, dy)
+    leaf = to_tensor(x, requires_grad=frozen != "x")
+    norm.zero_grad()
+    norm(leaf, to_mask(mask)).backward(to_tensor(dy))
+    for name, tensor in (("dx", leaf), ("dweight", norm.weight), ("dbias", norm.bias)):
+        assert (tensor.grad is not None) == tensor.requires_grad
+        if tensor.grad is not None:
+            assert_close(tensor.grad, expected[name], 1e-6, name)
+    assert_states_equal(norm, other)
+
+
+# Padding and layouts.
+
+
+def more_padding(x, mask, dy, fill=None):
+    """Three more padding rows at the end, one in front, and a whole sentence of padding; the gradient there is 0."""
+    time, batch, channels = x.shape
+    wide_x = np.full((time + 4, batch + 1, channels), np.nan if fill is None else fill)
+    if fill is None:
+        wide_x = rng(99).normal(size=wide_x.shape) * 50
+    wide_mask = np.ones((batch + 1, time + 4), dtype=bool)
+    wide_dy = np.zeros_like(wide_x)
+    inner = (slice(1, time + 1), slice(0, batch))
+    wide_x[inner] = np.where(mask.T[..., None], wide_x[inner], x)
+    wide_dy[inner] = np.where(mask.T[..., None], 0, dy)
+    wide_mask[:batch, 1 : time + 1] = mask
+    return wide_x, wide_mask, wide_dy
+
+
+def in_order(values, shape, mask):
+    """Real tokens, sentence by sentence: the order does not depend on the padding."""
+    return np.swapaxes(values, 0, 1)[np.swapaxes(real_tokens(shape, mask), 0, 1)]
+
+
+@pytest.mark.parametrize("groups", [0, 4])
+@pytest.mark.parametrize("fill", [None, np.inf, np.nan, 1e30])
+def test_values_and_amount_of_padding_change_nothing_for_real_tokens(masking, groups, fill):
+    """1e30 is a float32, its square is not. From the second of 4 steps on a warm-up is over."""
+    plain, padded = (masking.build(groups, psi_warmup_updates=2) for _ in range(2))
+    generator = rng(2)
+    for step in range(4):
+        x, mask, dy = random_batch(generator)
+        dy[mask.T] = 0
+        wide = more_padding(x, mask, dy, fill)
+        expected, actual = train_step(plain, x, mask, dy), train_step(padded, *wide)
+        for key in ("y", "dx"):
+            real = in_order(expected[key], x.shape, mask)
+            assert_close(in_order(actual[key], wide[0].shape, wide[1]), real, 1e-5, f"step {step}: {key}")
+        for key in ("dweight", "dbias") if fill is None else ():
+            assert_close(actual[key], expected[key], 1e-5, f"step {step}: {key}")
+        for key, value in state_of(plain).items():
+            assert_close(state_of(padded)[key], value, 1e-6, f"step {step}: {key}")
+
+
+@pytest.mark.parametrize("groups", [0, 4])
+def test_gradients_at_padding_stay_there_and_statistics_send_none(masking, groups):
+    quiet, noisy = masking.build(groups), masking.build(groups)
+    generator = rng(3)
+    for step in range(3):
+        x, mask, dy = random_batch(generator)
+        silent = np.where(mask.T[..., None], 0, dy)
+        expected, actual = train_step(quiet, x, mask, silent), train_step(noisy, x, mask, 100 * dy - 99 * silent)
+        real = real_tokens(x.shape, mask)
+        assert_close(actual["dx"][real], expected["dx"][real], 1e-6, f"step {step}")
+        assert not expected["dx"][~real].any()
+        assert expected["dx"][real].all()
+        for key, value in state_of(quiet).items():
+            assert_close(state_of(noisy)[key], value, 1e-6, f"step {step}: {key}")
+
+
+def test_padding_is_normalized_like_the_real_tokens(case):
+    """A padding position that holds what a real token holds comes out as that token does."""
+    norm = case.build(4)
+    generator = rng(5)
+    for _ in range(3):
+        x, mask, dy = random_batch(generator)
+        mask[1, 2], mask[0, 0] = True, False
+        x[2, 1] = x[0, 0]
+        y = train_step(norm, x, mask, dy)["y"]
+        assert_close(y[2, 1], y[0, 0], 1e-6)
+
+
+@pytest.mark.parametrize("shape", [(5, 3, CHANNELS), (7, CHANNELS)])
+def test_mask_without_padding_equals_no_mask(case, shape):
+    without, with_mask = case.build(4), case.build(4)
+    generator = rng(6)
+    for _ in range(3):
+        x, _, dy = random_batch(generator, shape, masked=False)
+        empty = np.zeros(shape[-2::-1], dtype=bool)
+        expected, actual = train_step(without, x, None, dy), train_step(with_mask, x, empty, dy)
+        for key, value in (expected | state_of(without)).items():
+            assert_close((actual | state_of(with_mask))[key], value, 1e-6, key)
+
+
+def test_two_dimensional_input_equals_one_sentence(case):
+    """(N, C) with a mask (N,), and (N, 1, C) with a mask (1, N)."""
+    flat, sentence = case.build(4), case.build(4)
+    generator = rng(7)
+    for _ in range(3):
+        x, mask, dy = random_batch(generator, (7, CHANNELS))
+        actual = train_step(flat, x, mask, dy)
+        expected = train_step(sentence, x[:, None], mask[None], dy[:, None])
+        for key, value in expected.items():
+            assert_close(actual[key], value.reshape(actual[key].shape), 1e-6, key)
+        for key, value in state_of(sentence).items():
+            assert_close(state_of(flat)[key], value, 1e-6, key)
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["no-mask", "mask"])
+@pytest.mark.parametrize("layout", ["contiguous", "transposed"])
+@pytest.mark.parametrize("shape", [(5, 3, CHANNELS), (4, 4, CHANNELS)])
+def test_batch_first_equals_the_transposed_call(case, masked, layout, shape):
+    """``transposed``: the memory of the input of the batch-first norm is in the order (T, B, C)."""
+    time_first, batch_first = case.build(4), case.build(4, batch_first=True)
+    generator = rng(8)
+    for _ in range(3):
+        x, mask, dy = random_batch(generator, shape, masked)
+        if masked:
+            mask[1], mask[0] = True, False  # one sentence of padding: other tokens would count, were it read transposed
+        expected = train_step(time_first, x, mask, dy)
+        leaf = to_tensor(x)
+        leaf = (leaf.transpose(0, 1) if layout == "transposed" else leaf.transpose(0, 1).contiguous()).requires_grad_()
+        batch_first.zero_grad()
+        y = batch_first(leaf, to_mask(mask))
+        y.backward(to_tensor(dy).transpose(0, 1))
+        assert_close(y.transpose(0, 1), expected["y"], 1e-6, "y")
+        assert_close(leaf.grad.transpose(0, 1), expected["dx"], 1e-5, "dx")
+        assert_close(batch_first.weight.grad, expected["dweight"], 1e-5, "dweight")
+        for key, value in state_of(time_first).items():
+            assert_close(state_of(batch_first)[key], value, 1e-6, key)
+    assert_close(batch_first.eval()(leaf).transpose(0, 1), time_first.eval()(leaf.transpose(0, 1)), 1e-6)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_mask_that_does_not_fit_is_refused(case, training):
+    for batch_first, shape, expected in ((False, (5, 3, CHANNELS), (3, 5)), (True, (3, 5, CHANNELS), (3, 5))):
+        norm = case.build(batch_first=batch_first).train(training)
+        for wrong in (expected[::-1], (1, 5), (15,), (3, 5, 1)):
+            with pytest.raises(ValueError, match=", ".join(map(str, wrong))):
+                norm(torch.zeros(shape), torch.zeros(wrong, dtype=torch.bool))
+        with pytest.raises(ValueError, match="uint8"):
+            norm(torch.zeros(shape), torch.zeros(expected, dtype=torch.uint8))
+        with pytest.raises(ValueError, match="meta"):
+            norm(torch.zeros(shape), torch.zeros(expected, dtype=torch.bool, device="meta"))
+    for wrong in ((5, 3, 11), (12,), (2, 5, 3, 12)):
+        with pytest.raises(ValueError, match="|".join(map(str, wrong))):
+            norm(torch.zeros(wrong))
+
+
+def test_inputs_masks_and_gradients_are_left_as_they_were(case):
+    x, mask, dy = tensors(rng(9))
+    given = x.clone().requires_grad_(), mask.clone(), dy.clone()
+    case.build(4)(*given[:2]).backward(given[2])
+    assert_same((given[0], given[1], given[2]), (x, mask, dy))
+
+
+def test_strided_and_expanded_tensors(case):
+    """Every second channel of a wider tensor, and the stride-0 gradient that sum() sends back."""
+    norm, other = case.build(4), case.build(4)
+    generator = rng(10)
+    for _ in range(2):
+        x, mask, _ = random_batch(generator)
+        wide = torch.zeros(*x.shape[:-1], 2 * CHANNELS)
+        wide[..., ::2] = to_tensor(x)
+        y = norm(wide.requires_grad_()[..., ::2], to_mask(mask))
+        y.sum().backward()
+        expected = train_step(other, x, mask, np.ones_like(x))
+        assert_close(y, expected["y"], 1e-6)
+        assert_close(wide.grad[..., ::2], expected["dx"], 1e-5)
+        assert_states_equal(norm, other)
+
+
+# Faults and empty batches.
+
+
+def poison(values, mask, bad):
+    """``bad`` in one channel of one real token."""
+    values = values.copy()
+    first = tuple(np.argwhere(real_tokens(values.shape, mask))[0])
+    values[(*first, 5)] = bad
+    return values
+
+
+@pytest.mark.parametrize("warmup", [0, 9])
+@pytest.mark.parametrize(("where", "bad"), [("x", np.inf), ("x", np.nan), ("dy", -np.inf), ("dy", np.nan)])
+def test_numbers_that_are_not_finite_change_no_state(running, warmup, where, bad):
+    """Training continues as if the batch had not been there."""
+    norm, other = (running.build(4 * (bad == np.nan), psi_warmup_updates=warmup) for _ in range(2))
+    generator = rng(4)
+    for step in range(4):
+        x, mask, dy = random_batch(generator)
+        if step != 2:
+            assert_same(*([torch.tensor(v) for v in train_step(n, x, mask, dy).values()] for n in (norm, other)))
+        elif where == "x":
+            train_step(norm, poison(x, mask, bad), mask, dy)
+        else:
+            result = train_step(norm, x, mask, poison(dy, mask, bad))
+            # The loss scaler finds the overflow by looking at the gradients: it must not be hidden from it.
+            assert not np.isfinite(result["dx"]).all() and not np.isfinite(result["dbias"]).all()
+        assert_states_equal(norm, other)
+
+
+def test_a_fault_in_one_of_two_uses_keeps_the_other(running):
+    for faulty, where, order in itertools.product((0, 1), ("x", "dy"), ((0, 1), (1, 0))):
+        norm, reference = running.trained(), running.trained()
+        outputs = []
+        for number, seed in enumerate((13, 14)):
+            x, mask, dy = random_batch(rng(seed))
+            if number != faulty:
+                train_step(reference, x, mask, dy)
+            elif where == "x":
+                x = poison(x, mask, np.nan)
+            else:
+                dy = poison(dy, mask, np.inf)
+            outputs.append((norm(to_tensor(x, requires_grad=True), to_mask(mask)), to_tensor(dy)))
+        for index in order:
+            outputs[index][0].backward(outputs[index][1])
+        assert_states_equal(norm, reference)
+
+
+def test_a_fault_in_a_gradient_reaches_every_use_in_its_graph(running):
+    norm = running.trained()
+    before = state_of(norm)
+    x, mask, dy = random_batch(rng(16))
+    y = norm(torch.tanh(norm(to_tensor(x, requires_grad=True), to_mask(mask))), to_mask(mask))
+    y.backward(to_tensor(np.full_like(dy, np.nan)))
+    assert_state_unchanged(norm, before)
+
+
+@pytest.mark.parametrize("warmup", [0, 9])
+@pytest.mark.parametrize("shape", [(0, 3, CHANNELS), (5, 0, CHANNELS), (0, CHANNELS), (5, 3, CHANNELS)])
+def test_a_batch_without_a_real_token_changes_no_state(case, shape, warmup):
+    """No token, or padding alone."""
+    norm = case.trained(4, psi_warmup_updates=warmup)
+    before = state_of(norm)
+    mask = np.ones(shape[-2::-1], dtype=bool)
+    for each in [None, mask] if 0 in shape else [mask]:
+        x, _, dy = random_batch(rng(11), shape, masked=False)
+        actual = train_step(norm, x, each, dy)
+        assert_state_unchanged(norm, before)
+        assert actual["y"].shape == shape and actual["dx"].shape == shape
+        assert all(np.isfinite(value).all() for value in actual.values())
+        if 0 in shape:
+            assert not actual["dweight"].any() and not actual["dbias"].any()
+    assert norm.eval()(torch.zeros(shape)).shape == shape
+
+
+# Precision.
+
+CASTS = {
+    "half": lambda m: m.half(),
+    "to-device-bfloat16": lambda m: m.to("cpu", torch.bfloat16),
+    "double": lambda m: m.double(),
+    "type": lambda m: m.type(torch.float16),
+    "half-and-back": lambda m: m.half().float(),
+}
+
+
+@pytest.mark.parametrize("cast", CASTS)
+def test_conversion_casts_parameters_and_leaves_the_state_float32(running, cast):
+    norm = running.trained()
+    before, keys = state_of(norm), list(norm.state_dict())
+    CASTS[cast](torch.nn.Sequential(norm))
+    assert_state_unchanged(norm, before)
+    assert norm.weight.dtype == CASTS[cast](torch.nn.Linear(1, 1)).weight.dtype
+    assert list(norm.state_dict()) == keys
+    assert all(buffer.is_meta for buffer in norm.to("meta").buffers())
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_loaded_state_is_float32(running, assign, dtype):
+    """Whatever it was saved as. The caller keeps what was loaded, and training continues."""
+    saved, norm = running.trained(), running.build()
+    source, target = torch.nn.Sequential(saved), torch.nn.Sequential(norm)
+    state = {key: value.to(dtype) if value.is_floating_point() else value for key, value in source.state_dict().items()}
+    given = dict(state)
+    target.load_state_dict(state, assign=assign)
+    assert state.keys() == given.keys() and all(state[key] is value for key, value in given.items())
+    for key, value in state_of(norm).items():
+        assert value.dtype == state_of(saved)[key].dtype, key
+        torch.testing.assert_close(value, state_of(saved)[key].to(dtype).to(value.dtype), rtol=0, atol=0)
+    given = {key: value.clone() for key, value in given.items()}
+    some_steps(norm, 1)
+    assert int(norm.num_batches_tracked) == 4
+    assert assign or all(torch.equal(state[key], value) for key, value in given.items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("cast_parameters", [True, False])
+def test_results_have_the_types_of_what_they_belong_to(case, dtype, cast_parameters):
+    """Parameters of another type than the input are what mixed precision looks like."""
+    for training in (True, False):
+        norm = case.build(4).train(training)
+        if cast_parameters:
+            norm.to(dtype)
+        x, mask, _ = random_batch(rng(3))
+        x = to_tensor(x, dtype, requires_grad=True)
+        y = norm(x, to_mask(mask))
+        y.sum().backward()
+        assert y.dtype == dtype and x.grad.dtype == dtype
+        assert norm.weight.grad.dtype == norm.weight.dtype and norm.bias.grad.dtype == norm.bias.dtype
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_one_rounding_away_from_float32(case, dtype):
+    """Statistics and state are those of the rounded input in float32; squares of 300 overflow float16."""
+    narrow, wide = case.build(4, psi_warmup_updates=2).to(dtype), case.build(4, psi_warmup_updates=2)
+    wide.load_state_dict({key: value.float() for key, value in narrow.state_dict().items()})
+    generator = rng(4)
+    for step in range(4):
+        x, mask, dy = random_batch(generator, scale=300.0)
+        x, dy = (to_tensor(value, dtype).double().numpy() for value in (x, dy))
+        actual, expected = train_step(narrow, x, mask, dy, dtype), train_step(wide, x, mask, dy)
+        for key in ("y", "dx", "dweight", "dbias"):
+            assert_close(actual[key], expected[key], torch.finfo(dtype).eps, f"step {step}: {key}")
+        for key, value in state_of(wide).items():
+            assert_close(state_of(narrow)[key], value, 1e-5, f"step {step}: {key}")
+
+
+def test_works_under_autocast(case):
+    norm = case.build(4)
+    x, mask, dy = tensors(rng(8))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        x = x.bfloat16().requires_grad_()
+        y = norm(x, mask)
+    y.backward(dy.to(y.dtype))
+    assert y.isfinite().all() and x.grad.isfinite().all()
+    assert all(value.dtype in (torch.float32, torch.int64) for value in state_of(norm).values())
+
+
+# Activation checkpointing.
+
+CHECKPOINTING = ("reentrant", "non-reentrant", "fairseq")
+
+
+def checkpointed(block, how):
+    """``block`` as a function of (x, mask) that recomputes its forward in the backward pass."""
+    if how == "fairseq":
+        module = pytest.importorskip("fairseq.modules.checkpoint_activations")
+        return module.checkpoint_wrapper(block)
+    return functools.partial(checkpoint, block, use_reentrant=how == "reentrant")
+
+
+class Block(torch.nn.Module):
+    """A norm between linear maps, and a second norm behind them."""
+
+    def __init__(self, case, **options):
+        super().__init__()
+        torch.manual_seed(5)
+        self.fc = torch.nn.Linear(CHANNELS, CHANNELS)
+        self.norm = case.build(**options)
+        self.out = torch.nn.Linear(CHANNELS, CHANNELS)
+        self.last = case.build(4, **options)
+
+    def forward(self, x, mask=None):
+        return x + self.last(self.out(torch.tanh(self.norm(self.fc(x), mask))), mask)
+
+    def set_num_updates(self, num_updates):
+        self.norm.set_num_updates(num_updates)
+        self.last.set_num_updates(num_updates)
+
+
+def twins(case, **options):
+    plain = Block(case, **options).train()
+    return plain, copy.deepcopy(plain)
+
+
+def run_step(block, uses, x, mask, dy):
+    """Forward through each function of ``uses`` in turn, backward, SGD; everything the step produced."""
+    block.zero_grad()
+    leaf = x.clone().requires_grad_()
+    hidden = leaf
+    for use in uses:
+        hidden = use(hidden, mask)
+    hidden.backward(dy)
+    results = [hidden.detach().clone(), leaf.grad.clone()] + [p.grad.clone() for p in block.parameters()]
+    with torch.no_grad():
+        for parameter in block.parameters():
+            parameter -= 0.01 * parameter.grad
+    return results + list(state_of(block).values())
+
+
+@pytest.mark.parametrize("how", CHECKPOINTING)
+@pytest.mark.parametrize("updates", [None, 2], ids=["untold", "told updates"])
+def test_recomputation_changes_no_bit(case, how, updates):
+    """Over the end of a warm-up of 2, in the types of mixed precision, with uses in turn and dropped forwards."""
+    plain, other = twins(case, psi_warmup_updates=2)
+    use = checkpointed(other, how)
+
+    def both(x, mask):
+        return other(other(x, mask), mask)
+
+    uses = [[use], [use, use], [other, use], [use, other]]
+    uses += [[checkpointed(both, how)], [use] * 8] if how != "fairseq" else [[use], [use] * 8]
+    generator = rng(1)
+    for step, chain in enumerate(uses):
+        if updates is not None:
+            plain.set_num_updates(step // updates)
+            other.set_num_updates(step // updates)
+        x, mask, dy = tensors(generator)
+        times = 2 if how != "fairseq" and step == 4 else len(chain)
+        expected = run_step(plain, [plain] * times, x, mask, dy)
+        assert_same(run_step(other, chain, x, mask, dy), expected, f"step {step}")
+        for function in (plain, use):  # dropped
+            function(x.clone().requires_grad_(), mask)
+
+
+@pytest.mark.parametrize("how", CHECKPOINTING)
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["first-first", "last-first"])
+@pytest.mark.parametrize("what", ["two batches", "one batch twice", "a fault in the first", "bfloat16"])
+def test_recomputation_of_two_graphs_changes_no_bit(running, how, order, what):
+    plain, other = twins(running, psi_warmup_updates=2)
+    dtype = torch.bfloat16 if what == "bfloat16" else torch.float32
+    plain, other = plain.to(dtype), other.to(dtype)
+    use = checkpointed(other, how)
+    generator = rng(5)
+    for step in range(3):
+        batches = [tensors(generator) for _ in range(2)]
+        if what == "one batch twice":
+            batches[1] = batches[0]
+        if what == "a fault in the first":
+            batches[0][0][:] = torch.nan
+        found = []
+        for block, function in ((plain, plain), (other, use)):
+            block.zero_grad()
+            leaves = [x.to(dtype, copy=True).requires_grad_() for x, _, _ in batches]
+            outputs = [function(leaf, mask) for leaf, (_, mask, _) in zip(leaves, batches, strict=True)]
+            for index in order:
+                outputs[index].backward(batches[index][2].to(dtype))
+            gradients = [leaf.grad.nan_to_num(9.0) for leaf in leaves]
+            gradients += [p.grad.nan_to_num(9.0) for p in block.parameters()]
+            found.append(gradients + list(state_of(block).values()))
+        assert_same(*found, f"step {step}")
+
+
+@pytest.mark.parametrize("how", CHECKPOINTING)
+def test_recomputation_of_a_retained_graph_gives_the_same_again(running, how):
+    """A reentrant recomputation is a forward like any other: there every backward counts, elsewhere the first alone."""
+    plain, other = twins(running)
+    use = checkpointed(other, how)
+    assert_same(run_step(other, [use], *tensors(rng(6))), run_step(plain, [plain], *tensors(rng(6))))
+    x, mask, dy = tensors(rng(7))
+    gradients = []
+    for function in (plain, use):
+        leaf = x.clone().requires_grad_()
+        y = function(leaf, mask)
+        for _ in range(2):
+            leaf.grad = None
+            y.backward(dy, retain_graph=True)
+            gradients.append(leaf.grad)
+    assert_same(gradients, gradients[:1] * 4)
+    assert state_of(plain)["norm." + COUNT] == 2
+    assert state_of(other)["norm." + COUNT] == 2 + (how != "non-reentrant")
+
+
+# Evaluation.
+
+
+def test_evaluation_is_causal_and_changes_no_state(case):
+    """Every token alone: what comes after or beside it, and a mask, have no influence."""
+    norm = case.trained(4).eval()
+    before = state_of(norm)
+    x, mask, dy = tensors(rng(2))
+    whole = norm(x)
+    assert_close(norm(x[1:3, 2:]), whole[1:3, 2:], 1e-6)
+    for time in range(1, len(x) + 1):
+        assert_close(norm(x[:time])[-1], whole[time - 1], 1e-6)
+    assert torch.equal(norm(x, mask), whole)
+    x[0, 0, 0] = torch.nan
+    norm(x.requires_grad_(), mask).backward(dy)
+    assert_state_unchanged(norm, before)
+
+
+@pytest.mark.parametrize("groups", [0, 1, 4])
+@pytest.mark.parametrize("affine", [True, False])
+def test_evaluation_is_the_affine_map_that_folding_uses(running, groups, affine):
+    norm = running.trained(groups, affine=affine).eval()
+    x = to_tensor(random_batch(rng(5))[0], torch.float64)
+    scale, shift = norm.evaluation_affine(torch.float64)
+    expected = scale * norm.layer_scale(x) + shift
+    torch.testing.assert_close(norm(x), expected, rtol=1e-11, atol=1e-11)
+    weight, bias = torch.randn(7, CHANNELS, dtype=torch.float64), torch.randn(7, dtype=torch.float64)
+    for each in (bias, None):
+        folded = folded_linear(norm, weight, each)
+        actual = torch.nn.functional.linear(norm.layer_scale(x), *folded)
+        expected = torch.nn.functional.linear(norm(x), weight, each)
+        torch.testing.assert_close(actual, expected, rtol=1e-11, atol=1e-11)
+
+
+def test_evaluation_follows_a_state_that_was_loaded_or_trained(running):
+    """Nothing is kept from one call to the next."""
+    norm, other = running.trained().eval(), running.trained(steps=6).eval()
+    x = torch.randn(3, CHANNELS)
+    norm(x)
+    norm.load_state_dict(other.state_dict())
+    assert torch.equal(norm(x), other(x))
+    some_steps(norm, 2), some_steps(other, 2)
+    assert torch.equal(norm.eval()(x), other.eval()(x))
+    assert not torch.equal(norm(x), running.trained().eval()(x))
+
+
+def test_evaluation_has_gradients(running):
+    norm = running.trained(4).eval().double()
+    x = to_tensor(random_batch(rng(5), (3, 2, CHANNELS))[0], torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(norm, (x,), fast_mode=True)
+    with torch.inference_mode():
+        y = norm(x)
+    assert torch.equal(y, norm(x))
+    some_steps(norm.float(), 1)
+
+
+# torch.compile, torch.export, torch.func.
+
+
+@pytest.fixture
+def compiler():
+    """torch.compile counts what it has compiled of one function, and stops at a limit."""
+    torch._dynamo.reset()
+    yield functools.partial(torch.compile, backend="aot_eager")
+    torch._dynamo.reset()
+
+
+def test_evaluation_compiles_without_a_graph_break(case, compiler):
+    norm = case.trained(4).eval()
+    x, mask, _ = tensors(rng(2))
+    compiled = compiler(norm, fullgraph=True)
+    torch.testing.assert_close(compiled(x, mask), norm(x, mask))
+    torch.testing.assert_close(compiled(x), norm(x))
+
+
+def test_training_under_compile_is_training(case, compiler):
+    plain, other = case.build(4, psi_warmup_updates=2), case.build(4, psi_warmup_updates=2)
+    compiled = compiler(torch.nn.Sequential(other))
+    generator = rng(1)
+    for step in range(4):
+        found = []
+        x, _, dy = tensors(generator, masked=False)
+        for norm, call in ((plain, plain), (other, compiled)):
+            norm.set_num_updates(step)
+            leaf = x.clone().requires_grad_()
+            y = call(leaf)
+            y.backward(dy)
+            found.append((y.detach(), leaf.grad, *state_of(norm).values()))
+        torch.testing.assert_close(*found)
+
+
+def test_evaluation_can_be_exported(case):
+    norm = case.trained(4).eval()
+    x, mask, _ = tensors(rng(2))
+    exported = torch.export.export(norm, (x, mask)).module()
+    torch.testing.assert_close(exported(x, mask), norm(x, mask))
+
+
+def test_evaluation_under_transforms_of_torch_func(case):
+    norm = case.trained(4).eval()
+    parameters = dict(norm.named_parameters())
+    x = torch.randn(6, CHANNELS)
+
+    def loss(parameters, x):
+        return torch.func.functional_call(norm, parameters, (x,)).square().sum()
+
+    gradient = torch.func.grad(loss)(parameters, x)
+    norm.zero_grad()
+    norm(x).square().sum().backward()
+    for key, parameter in norm.named_parameters():
+        torch.testing.assert_close(gradient[key], parameter.grad)
+    per_token = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(parameters, x[:, None])
+    torch.testing.assert_close(per_token["bias"].sum(0), norm.bias.grad)
+
+
+def test_transforms_of_torch_func_and_second_derivatives_in_training_are_refused(running):
+    norm = running.trained(4)
+    x = torch.randn(6, CHANNELS, requires_grad=True)
+
+    def loss(parameters):
+        return torch.func.functional_call(norm, parameters, (x,)).square().sum()
+
+    with pytest.raises(RuntimeError, match=r"torch.func .* call eval\(\) first"):
+        torch.func.grad(loss)({key: value.detach() for key, value in norm.named_parameters()})
+    (dx,) = torch.autograd.grad(norm(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dx.sum().backward()
+
+
+# Diagnostics.
+
+
+@pytest.mark.parametrize("warmup", [0, 2])
+def test_diagnostics_change_no_number_and_count_faults(running, warmup):
+    plain, watched = (running.build(4, psi_warmup_updates=warmup) for _ in range(2))
+    assert plain.diagnostics() == {}
+    watched.collecting = True
+    generator = rng(3)
+    for step in range(5):
+        x, mask, dy = random_batch(generator)
+        if step in (1, 3):
+            x, dy = (poison(x, mask, np.nan), dy) if step == 1 else (x, poison(dy, mask, np.inf))
+        found = [train_step(norm, x, mask, dy) for norm in (plain, watched)]
+        for key, value in found[0].items():
+            np.testing.assert_array_equal(found[1][key], value, f"step {step}: {key}")
+        assert_states_equal(plain, watched)
+    report = watched.diagnostics()
+    assert {"psi_distance", "nonfinite_steps"} <= report.keys()
+    assert all(value.dim() == 0 and value.isfinite() for value in report.values())
+    assert int(report["nonfinite_steps"]) == 2
+    assert plain.diagnostics() == {}
+
+
+# Recalibration.
+
+
+class Stack(torch.nn.Module):
+    """Two norms with layers between them: the second one's input depends on the first one."""
+
+    def __init__(self, case):
+        super().__init__()
+        torch.manual_seed(6)
+        self.first = case.build(psi_warmup_updates=2)
+        self.dropout = torch.nn.Dropout(0.5)
+        self.linear = torch.nn.Linear(CHANNELS, CHANNELS)
+        self.second = case.build(psi_warmup_updates=2)
+
+    def forward(self, x, mask=None):
+        return self.second(self.linear(self.dropout(self.first(x, mask))), mask)
+
+
+def trained_stack(case, steps=4):
+    model = Stack(case).train()
+    for x, mask, dy in [tensors(rng(20 + step)) for step in range(steps)]:
+        model(x.requires_grad_(), mask).backward(dy)
+    return flushed(model)
+
+
+def calibration_batches(number):
+    generator = rng(30)
+    return [random_batch(generator, (3 + 2 * n, 3, CHANNELS), scale=1.0 + n)[:2] for n in range(number)]
+
+
+def recalibrate(model, batches):
+    with torch.no_grad(), recalibrating(model):
+        for x, mask in batches:
+            model(to_tensor(x), to_mask(mask))
+
+
+def test_recalibration_is_the_mean_over_the_batches_of_the_statistics_of_each(running):
+    norm = running.trained()
+    batches = calibration_batches(4)
+    recalibrate(norm, [*batches, (np.ones((2, 1, CHANNELS)), np.ones((1, 2), dtype=bool))])
+    real = [x[real_tokens(x.shape, mask)] for x, mask in batches]
+    mean, moment = norm.evaluation_statistics()
+    if mean is not None:
+        assert_close(mean, np.mean([each.mean(0) for each in real], axis=0))
+        assert_close(moment, np.mean([each.var(0, ddof=1) for each in real], axis=0))
+    else:
+        assert_close(moment, np.mean([(each**2).mean(0) for each in real], axis=0))
+
+
+def test_recalibration_changes_the_evaluation_statistics_alone(running):
+    model = trained_stack(running)
+    model.linear.eval()
+    before, modes = state_of(model), [module.training for module in model.modules()]
+    with torch.no_grad(), recalibrating(model) as norms:
+        assert norms == [model.first, model.second] == running_norms(model)
+        assert all(norm.training and norm.recalibrating for norm in norms)
+        assert not model.dropout.training and not model.training
+        for x, mask in calibration_batches(3):
+            model(to_tensor(x), to_mask(mask))
+    assert [module.training for module in model.modules()] == modes
+    assert not any(norm.recalibrating for norm in norms)
+    estimated = {model.first.mean_name, model.first.moment_name}
+    for key, value in state_of(model).items():
+        assert torch.equal(value, before[key]) != (key.partition(".")[2] in estimated), key
+
+
+def test_recalibration_forgets_the_old_statistics_and_the_order(running):
+    model = trained_stack(running)
+    recalibrate(model, calibration_batches(4))
+    once = state_of(model)
+    for norm in running_norms(model):
+        norm.get_buffer(norm.moment_name).fill_(torch.nan)
+    recalibrate(model, calibration_batches(4)[::-1])
+    for key, value in state_of(model).items():
+        assert_close(value, once[key], what=key)
+
+
+def test_training_after_recalibration_is_that_of_a_model_with_the_same_state(running):
+    model = trained_stack(running)
+    recalibrate(model, calibration_batches(3))
+    other = Stack(running).train()
+    other.load_state_dict(model.state_dict())
+    x, mask, dy = tensors(rng(9))
+    for each in (model, other):
+        torch.manual_seed(1)
+        each(x, mask).backward(dy)
+    assert_states_equal(model, other)
+
+
+def test_recalibration_that_fails_or_reaches_no_batch_restores(running):
+    model = trained_stack(running)
+    before, modes = state_of(model), [module.training for module in model.modules()]
+    with pytest.raises(KeyError), torch.no_grad(), recalibrating(model):
+        model(torch.randn(4, 3, CHANNELS))
+        raise KeyError("no such file")
+    assert_state_unchanged(model, before)
+    assert [module.training for module in model.modules()] == modes
+    with recalibrating(model):  # with a graph and a backward, too
+        model.second(torch.full((4, 3, CHANNELS), torch.nan, requires_grad=True)).sum().backward()
+    assert_state_unchanged(model, before)
+
+
+# Several ranks.
+
+RANK_STEPS = 8
+RANK_WARMUP = 4
+#: Sentences of each rank: uneven.
+SHARDS = {2: [5, 2], 3: [4, 3, 2]}
+
+
+def rank_batches(world, empty_last=False):
+    """Batches (T, B, C) with masks and output gradients, float64.
+
+    With ``empty_last`` the last rank has no real token in every second batch.
+    """
+    generator = torch.Generator().manual_seed(world)
+    total = sum(SHARDS[world])
+    for step in range(RANK_STEPS):
+        time = 3 + step % 3
+        x = torch.randn(time, total, CHANNELS, generator=generator, dtype=torch.float64) * (1 + 0.3 * step)
+        dy = torch.randn(time, total, CHANNELS, generator=generator, dtype=torch.float64)
+        lengths = torch.randint(1, time + 1, (total, 1), generator=generator)
+        mask = torch.arange(time) >= lengths
+        if empty_last and step % 2:
+            mask[-SHARDS[world][-1] :] = True
+        yield x, dy * mask.t().logical_not().unsqueeze(-1), mask
+
+
+def shard(batches, world, rank):
+    start = sum(SHARDS[world][:rank])
+    part = slice(start, start + SHARDS[world][rank])
+    return [(x[:, part], dy[:, part], mask[part]) for x, dy, mask in batches]
+
+
+def rank_norm(case, sync):
+    return case.build(4, psi_warmup_updates=RANK_WARMUP, alpha_fwd=0.8, alpha_bwd=0.7, sync=sync).double()
+
+
+def run_steps(norm, batches, told=True, recomputed=False):
+    """Forward and backward over ``batches``; what each step gave."""
+    record = []
+    for step, (x, dy, mask) in enumerate(batches):
+        if told:
+            norm.set_num_updates(step)
+        x = x.clone().requires_grad_()
+        norm.zero_grad()
+        y = checkpoint(norm, x, mask, use_reentrant=True) if recomputed else norm(x, mask)
+        y.backward(dy)
+        record.append({"y": y.detach(), "dx": x.grad, "dw": norm.weight.grad, "db": norm.bias.grad})
+        record[-1]["state"] = state_of(norm)
+    return record
+
+
+@contextlib.contextmanager
+def counted_all_reduces():
+    """Collects the ``async_op`` of every call of ``torch.distributed.all_reduce``."""
+    original, calls = dist.all_reduce, []
+
+    def counting(*args, **kwargs):
+        calls.append(bool(kwargs.get("async_op")))
+        return original(*args, **kwargs)
+
+    dist.all_reduce = counting
+    try:
+        yield calls
+    finally:
+        dist.all_reduce = original
+
+
+#: Name -> arguments of run_steps, and whether a rank has batches without a real token.
+RANK_RUNS = {
+    "told updates": ({"told": True}, True),
+    "untold": ({"told": False}, False),
+    "recomputed": ({"told": True, "recomputed": True}, True),
+}
+
+
+def on_ranks(rank, world, chosen):
+    """All that the tests below look at, by norm: processes are slow to start."""
+    found = {}
+    for case in chosen:
+        mine = found[str(case)] = {}
+        for name, (options, empty_last) in RANK_RUNS.items():
+            batches = shard(rank_batches(world, empty_last), world, rank)
+            mine[name] = run_steps(rank_norm(case, sync=True), batches, **options)
+        batches = shard(rank_batches(world), world, rank)
+        mine["faults"] = []
+        for where in ("x", "dy", "dy, frozen input"):
+            norm = rank_norm(case, sync=True)
+            for step, (x, dy, mask) in enumerate(batches):
+                norm.set_num_updates(step)
+                before = state_of(norm)
+                x, dy, mask = x.clone(), dy.clone(), mask.clone()
+                faulty = step in (2, 6)
+                if faulty and rank == world - 1:
+                    (x if where == "x" else dy)[0, 0, 1] = torch.inf
+                    mask[0, 0] = False
+                norm(x.requires_grad_("frozen" not in where), mask).backward(dy)
+                mine["faults"].append((faulty, before, state_of(norm)))
+        # A rank without data of its own repeats a batch that is to count for nothing.
+        norm = rank_norm(case, sync=True)
+        norm.ignoring = rank == world - 1
+        mine["ignoring"] = run_steps(norm, batches)[-1]["state"]
+        # Unsynchronised, and trained on one rank only.
+        norms = torch.nn.ModuleList(rank_norm(case, sync=False) for _ in range(2))
+        run_steps(norms[0], batches)
+        if rank == 0:
+            run_steps(norms[1], batches[:3])
+            norms.state_dict()  # one rank may save alone
+        before = [state_of(norm) for norm in norms]
+        with counted_all_reduces() as calls:
+            average_running_stats(norms)
+        mine["average"] = before, [state_of(norm) for norm in norms], len(calls)
+    return found
+
+
+_ranks: dict[tuple, list] = {}
+
+
+def ranks_of(config, world=2):
+    """Results of :func:`on_ranks` for all norms, computed once."""
+    chosen = [case for case in cases(config.getoption("norm_names", None)) if issubclass(case.cls, RunningNorm)]
+    key = (world, *chosen)
+    if key not in _ranks:
+        modules = tuple(config.getoption("norm_modules", None) or ())
+        _ranks[key] = run_ranks(on_ranks, world, chosen, norm_modules=modules)
+    return _ranks[key]
+
+
+@pytest.mark.parametrize("name", RANK_RUNS)
+def test_ranks_on_shards_give_what_one_gives_on_the_whole_batch(running, name, pytestconfig):
+    assert_ranks_equal_one(running, name, 2, ranks_of(pytestconfig))
+
+
+def assert_ranks_equal_one(running, name, world, ranks):
+    options, empty_last = RANK_RUNS[name]
+    whole = run_steps(rank_norm(running, sync=False), rank_batches(world, empty_last), **options)
+    close = dict(rtol=1e-6, atol=1e-6)
+    for step, expected in enumerate(whole):
+        parts = [rank[str(running)][name][step] for rank in ranks]
+        for key in ("y", "dx"):
+            torch.testing.assert_close(torch.cat([part[key] for part in parts], 1), expected[key], **close)
+        for key in ("dw", "db"):
+            torch.testing.assert_close(sum(part[key] for part in parts), expected[key], **close)
+        for part in parts:
+            for key, value in expected["state"].items():
+                torch.testing.assert_close(part["state"][key], value, **close, msg=f"step {step}: {key}")
+                assert torch.equal(part["state"][key], parts[0]["state"][key]), f"ranks differ in {key}"
+
+
+def test_a_fault_on_one_rank_changes_the_state_of_none(running, pytestconfig):
+    for rank in ranks_of(pytestconfig):
+        for number, (faulty, before, after) in enumerate(rank[str(running)]["faults"]):
+            assert torch.equal(after[COUNT], before[COUNT] + (not faulty)), number
+            for key, value in after.items():
+                assert value.isfinite().all(), key
+                assert not faulty or torch.equal(value, before[key]), key
+
+
+def test_a_rank_whose_batches_are_ignored_counts_for_nothing(running, pytestconfig):
+    first, second = (rank[str(running)]["ignoring"] for rank in ranks_of(pytestconfig))
+    alone = run_steps(rank_norm(running, sync=False), shard(rank_batches(2), 2, 0))[-1]["state"]
+    for key, value in alone.items():
+        torch.testing.assert_close(first[key], value, rtol=1e-6, atol=1e-6, msg=key)
+        assert torch.equal(first[key], second[key]), key
+
+
+def test_average_over_the_ranks_does_not_depend_on_what_each_has_trained(running, pytestconfig):
+    found = [rank[str(running)]["average"] for rank in ranks_of(pytestconfig)]
+    mean_name, moment_name = running.cls.mean_name, running.cls.moment_name
+    for place in range(2):
+        befores, afters = ([each[part][place] for each in found] for part in (0, 1))
+        assert not all(torch.equal(befores[0][key], befores[1][key]) for key in befores[0])
+        expected = {key: (befores[0][key].double() + befores[1][key].double()) / 2 for key in befores[0]}
+        if mean_name is not None:
+            squares = [each[moment_name].double() + each[mean_name].double() ** 2 for each in befores]
+            expected[moment_name] = sum(squares) / 2 - expected[mean_name] ** 2
+        expected[COUNT] = expected[COUNT].round()
+        for key, value in expected.items():
+            torch.testing.assert_close(afters[0][key].double(), value, rtol=1e-6, atol=1e-9, msg=key)
+            assert torch.equal(afters[0][key], afters[1][key]), key
+    assert [calls for *_, calls in found] == [1, 1]
+
+
+def test_without_several_ranks_sync_changes_nothing(running):
+    norms = [rank_norm(running, sync) for sync in (True, False)]
+    assert_same(*(some_steps(norm) for norm in norms))
+    assert not average_running_stats(norms[0])
