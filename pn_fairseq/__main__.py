@@ -17,6 +17,7 @@ VERBS = {
     "plot-curves": "pn_fairseq.cli.plot_curves",
     "report": "pn_fairseq.cli.report",
     "score": "pn_fairseq.cli.score",
+    "test-norms": "pn_fairseq.testing.command",
 }
 
 

@@ -1,8 +1,9 @@
 """Which norms a transformer gets: the command-line flags, their defaults, and the building of each norm."""
 
 import argparse
+import os
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fairseq.utils import safe_getattr
 from omegaconf import OmegaConf, open_dict
@@ -157,7 +158,8 @@ class NormOptions:
     def from_args(cls, args) -> "NormOptions":
         """Read the options from fairseq's model settings: a flat Namespace, or hydra's ``model`` node.
 
-        The psi warm-up is resolved here and written back, so that a checkpoint says what was used.
+        The psi warm-up and the paths of norm modules are resolved here and written back, so that a checkpoint says what
+        was used.
         """
         values = {name: safe_getattr(args, name, None) for name in cls.__dataclass_fields__}
         if values["psi_warmup_updates"] is None:
@@ -165,8 +167,13 @@ class NormOptions:
             with open_dict(args) if OmegaConf.is_config(args) else ExitStack():
                 args.psi_warmup_updates = values["psi_warmup_updates"]
         options = cls(**{name: value for name, value in values.items() if value is not None})
-        for path in (options.norm_module or "").split(","):
-            if path:
+        if options.norm_module:
+            # Absolute in the checkpoint: it is loaded from other folders too.
+            paths = ",".join(os.path.abspath(path) for path in options.norm_module.split(",") if path)
+            options = replace(options, norm_module=paths)
+            with open_dict(args) if OmegaConf.is_config(args) else ExitStack():
+                args.norm_module = paths
+            for path in paths.split(","):
                 load_norms(path)
         for name in (options.encoder_norm, options.decoder_norm):
             find_norm(name)

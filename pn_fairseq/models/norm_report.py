@@ -5,22 +5,20 @@ from torch import nn
 
 from pn_fairseq.norms.base import running_norms
 
-#: Diagnostic -> how the norms' values are made one.
-_SUMMARY = {
-    "psi_distance": lambda values: sum(values) / len(values),
-    "nu_rms": lambda values: sum(values) / len(values),
-    "gamma_max": max,
-    "guarded_steps": sum,
-    "nonfinite_steps": sum,
-}
+
+def _summary(name: str, values: list[float]) -> float:
+    """One value for all norms: the largest of a ``..._max``, the sum of a number of ``..._steps``, else the mean."""
+    if name.endswith("_max"):
+        return max(values)
+    return sum(values) if name.endswith("_steps") else sum(values) / len(values)
 
 
 class NormReport:
     """Logs the diagnostics of all norms of ``model`` every ``interval`` updates.
 
     ``norm_psi_distance`` and ``norm_nu_rms`` are means over the norms, ``norm_gamma_max`` the largest,
-    ``norm_guarded_steps`` and ``norm_nonfinite_steps`` sums since the training was started. The values are read, which
-    waits for a GPU, only when they are logged.
+    ``norm_guarded_steps`` and ``norm_nonfinite_steps`` sums since the training was started. Diagnostics of a norm of
+    one's own are summarized by the same endings. The values are read, which waits for a GPU, only when they are logged.
     """
 
     def __init__(self, model: nn.Module, interval: int):
@@ -40,4 +38,4 @@ class NormReport:
             for name, value in norm.diagnostics().items():
                 collected.setdefault(name, []).append(float(value))
         for name, values in collected.items():
-            metrics.log_scalar(f"norm_{name}", _SUMMARY[name](values), weight=0, priority=2000, round=5)
+            metrics.log_scalar(f"norm_{name}", _summary(name, values), weight=0, priority=2000, round=5)

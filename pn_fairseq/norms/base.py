@@ -14,7 +14,7 @@ COUNT = "num_batches_tracked"
 
 
 class ChannelNorm(nn.Module):
-    """A norm over activations with a gain and a bias per channel. Subclasses define :meth:`forward`.
+    """A norm over activations with a gain and a bias per channel. A norm without state defines :meth:`normalize`.
 
     Args:
         num_features: number of channels C.
@@ -61,6 +61,11 @@ class ChannelNorm(nn.Module):
         tokens and enters no statistic. The result has the shape and type of ``x``; the arithmetic is float32, float64
         for a float64 ``x``.
         """
+        check_input(x, padding_mask, self.num_features, self.batch_first)
+        return self.normalize(self.layer_scale(x))
+
+    def normalize(self, h: Tensor) -> Tensor:
+        """y for the layer-scaled activations h, (..., C), in their shape and type; every token alone."""
         raise NotImplementedError
 
     def extra_repr(self) -> str:

@@ -5,7 +5,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pn_fairseq.norms.base import ChannelNorm
-from pn_fairseq.norms.checks import check_input
 
 
 class LayerNorm(ChannelNorm):
@@ -24,12 +23,8 @@ class LayerNorm(ChannelNorm):
         ValueError: an argument or an input does not fit; the message holds its value.
     """
 
-    def forward(self, x: Tensor, padding_mask: Tensor | None = None) -> Tensor:
-        check_input(x, padding_mask, self.num_features, self.batch_first)
-        x = self.layer_scale(x)
+    def normalize(self, h: Tensor) -> Tensor:
         weight, bias = self.weight, self.bias
-        if weight is not None and x.dtype == torch.float64:
+        if weight is not None and h.dtype == torch.float64:
             weight, bias = weight.double(), bias.double()  # layer_norm takes no narrower parameters than its input
-        return F.layer_norm(x, (self.num_features,), weight, bias, self.eps)
-
-    forward.__doc__ = ChannelNorm.forward.__doc__
+        return F.layer_norm(h, (self.num_features,), weight, bias, self.eps)

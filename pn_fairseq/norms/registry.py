@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
+from zlib import crc32
 
 from pn_fairseq.norms.base import ChannelNorm
 from pn_fairseq.norms.batch import MaskedBatchNorm
@@ -100,7 +101,8 @@ def load_norms(path: str) -> None:
         ValueError: there is no such file, or it cannot be imported.
     """
     file = Path(path).resolve()
-    module_name = f"pn_fairseq_norm_module_{file.stem}_{abs(hash(str(file))):x}"
+    # The same name in every process: what is pickled in one can be loaded in another.
+    module_name = f"pn_fairseq_norm_module_{file.stem}_{crc32(str(file).encode()):08x}"
     if module_name in sys.modules:
         return
     if not file.is_file():

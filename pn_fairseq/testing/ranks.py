@@ -1,5 +1,6 @@
 """Processes that train together, on the CPU by gloo."""
 
+import multiprocessing
 import tempfile
 from collections.abc import Callable
 
@@ -15,8 +16,11 @@ def run_ranks(work: Callable, world: int, *arguments, norm_modules: tuple[str, .
 
     ``norm_modules`` are files of norms that the processes load first (:func:`pn_fairseq.norms.load_norms`).
     """
+    # A server that has imported torch forks the processes: each would take seconds to import it.
+    multiprocessing.set_forkserver_preload([work.__module__])
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_start, args=(work, world, folder, norm_modules, arguments), nprocs=world)
+        arguments = (work, world, folder, norm_modules, arguments)
+        mp.start_processes(_start, args=arguments, nprocs=world, start_method="forkserver")
         return [torch.load(f"{folder}/{rank}.pt", weights_only=False) for rank in range(world)]
 
 

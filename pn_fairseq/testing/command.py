@@ -1,0 +1,83 @@
+"""``python -m pn_fairseq test-norms``: the shared test suite on registered norms, those of one's own files included."""
+
+import importlib.util
+import os
+import signal
+from pathlib import Path
+
+from pn_fairseq.pipeline.command import ArgumentParser, Interrupted, UserError, run
+
+
+class _Chosen:
+    """A pytest plugin that tells the suite which norms to test, and which files to load in the processes it starts."""
+
+    def __init__(self, names: list[str], modules: list[str]):
+        self.names, self.modules = names, modules
+
+    def pytest_configure(self, config) -> None:
+        config.option.norm_names, config.option.norm_modules = self.names, self.modules
+
+
+def main(argv: list[str] | None = None) -> int:
+    return run("pn-test-norms", lambda: _main(argv), ValueError)
+
+
+def _main(argv: list[str] | None) -> int:
+    parser = ArgumentParser(
+        prog="pn-test-norms",
+        description="Check the rules that every norm has to keep: padding, ranks, activation checkpointing, gradient "
+        "accumulation, faults, precision, saving, recalibration, averaging, folding, diagnostics, compilation.",
+        epilog="What follows -- goes to pytest, such as: -- -x -k padding",
+    )
+    parser.add_argument(
+        "--norm-module",
+        metavar="FILE[,FILE]",
+        default="",
+        help="Python files that register norms (docs/adding_a_norm.md)",
+    )
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help="norms to test (default: those of the files, or all if there are none)"
+    )
+    argv, for_pytest = _split(argv or [])
+    args = parser.parse_args(argv)
+    if importlib.util.find_spec("pytest") is None:
+        raise UserError("pytest is not installed; install it with: pip install pytest")
+    import pytest
+
+    pytest.register_assert_rewrite("pn_fairseq.testing.helpers")
+    from pn_fairseq.norms import NORMS, load_norms
+    from pn_fairseq.norms.registry import find_norm
+
+    known = set(NORMS)
+    modules = [os.path.abspath(path) for path in args.norm_module.split(",") if path]
+    for path in modules:
+        load_norms(path)
+    names = args.names or [name for name in NORMS if name not in known] or list(NORMS)
+    if modules and not args.names and known == set(NORMS):
+        raise UserError(f"{args.norm_module} registers no norm; decorate its class with pn_fairseq.norms.register_norm")
+    for name in names:
+        find_norm(name)
+
+    signals = []
+
+    def interrupt(number, _):
+        signals.append(number)
+        raise KeyboardInterrupt  # the exception that pytest stops at
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, interrupt)
+    folder = Path(__file__).parent
+    # No configuration of the folder that this is called in: the suite is the same everywhere.
+    options = ["-q", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", folder, *for_pytest]
+    code = pytest.main([str(each) for each in (*options, folder / "test_norms.py")], plugins=[_Chosen(names, modules)])
+    if signals:
+        raise Interrupted(signals[0])
+    return int(code)
+
+
+def _split(argv: list[str]) -> tuple[list[str], list[str]]:
+    """Arguments before and after ``--``."""
+    if "--" not in argv:
+        return argv, []
+    place = argv.index("--")
+    return argv[:place], argv[place + 1 :]

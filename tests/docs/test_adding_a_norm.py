@@ -1,0 +1,204 @@
+"""The norms that docs/adding_a_norm.md prints: the shared suite, an oracle, and a training with fairseq."""
+
+import re
+import sys
+
+import fairseq_cli.train
+import numpy as np
+import pytest
+import torch
+
+from pn_fairseq.checkpoints import load_checkpoint
+from pn_fairseq.cli.average_checkpoints import main as average_checkpoints
+from pn_fairseq.norms import NORMS, build_norm, load_norms
+from pn_fairseq.testing.command import main as run_suite
+from pn_fairseq.testing.helpers import assert_close, random_batch, randomize_affine, rng, state_of, train_step
+
+from ..scripts_helpers import ROOT, run, script
+
+CHANNELS = 12
+BLOCKS = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/adding_a_norm.md").read_text("utf-8"), re.M | re.S)
+LONGEST = {"unified": 80, "rms": 25}
+
+
+@pytest.fixture(scope="module")
+def norm_modules(tmp_path_factory):
+    """Name -> file. The registry is as before at the end: other tests go through all that it holds."""
+    folder, before = tmp_path_factory.mktemp("norms"), dict(NORMS)
+    files = {}
+    for name, code in zip(LONGEST, BLOCKS, strict=True):
+        files[name] = folder / f"my_{name}.py"
+        files[name].write_text(code, "utf-8")
+        load_norms(files[name])
+    yield files
+    NORMS.clear()
+    NORMS.update(before)
+
+
+def test_the_examples_are_short_and_use_public_names_alone(norm_modules):
+    for name, code in zip(LONGEST, BLOCKS, strict=True):
+        assert len([line for line in code.splitlines() if line.strip()]) <= LONGEST[name]
+        assert NORMS[name].cls.__module__.startswith("pn_fairseq_norm_module_my_")
+        imports = re.findall(r"^(?:from|import) (\S+)", code, re.M)
+        assert set(imports) <= {"torch", "pn_fairseq.norms"}
+        assert not re.search(r"(?<!\w)_[a-z]", code), "a private name"
+
+
+@pytest.mark.parametrize("name", LONGEST)
+def test_the_shared_suite_from_outside(name, norm_modules, tmp_path):
+    command = (sys.executable, "-m", "pn_fairseq", "test-norms", "--norm-module", norm_modules[name])
+    result = run(*command, cwd=tmp_path, check=False)
+    assert result.returncode == 0, result.stdout[-5000:] + result.stderr[-2000:]
+    passed = int(re.search(r"(\d+) passed", result.stdout)[1])
+    assert passed > (100 if name == "unified" else 30) and "failed" not in result.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "needles"),
+    [
+        (("--norm-module", "none.py"), ("none.py", "not a file")),
+        (("--norm-module", "broken.py"), ("broken.py", "ZeroDivisionError")),
+        (("--norm-module", "empty.py"), ("empty.py", "register_norm")),
+        (("pwoer",), ("'pwoer'", "did you mean 'power'")),
+        (("--norms", "x"), ("--norms",)),
+    ],
+)
+def test_mistakes_get_one_line(arguments, needles, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "broken.py").write_text("1 / 0\n")
+    (tmp_path / "empty.py").write_text("")
+    assert run_suite(list(arguments)) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert line.startswith("pn-test-norms: error: ") and all(needle in line for needle in needles)
+
+
+class UnifiedOracle:
+    """Yang et al. 2022 in float64 NumPy, in loops over tokens and steps; ``count`` steps have been before."""
+
+    def __init__(self, weight, bias, momentum_forward, momentum_backward, warmup, window=4, eps=1e-5):
+        self.weight, self.bias, self.eps = weight, bias, eps
+        self.momentum_forward, self.momentum_backward, self.warmup = momentum_forward, momentum_backward, warmup
+        self.size = window
+        self.count = 0
+        self.psi2s, self.lambdas = {}, {}
+        self.running, self.nu = np.ones(CHANNELS), np.zeros(CHANNELS)
+
+    def last(self, values):
+        return [values[number] for number in range(self.count - self.size + 1, self.count + 1)]
+
+    def step(self, x, mask, dy):
+        self.count += 1
+        rows, gradients, real = x.reshape(-1, CHANNELS), dy.reshape(-1, CHANNELS), ~mask.T.reshape(-1)
+        own = np.mean([row**2 for row, keep in zip(rows, real, strict=True) if keep], axis=0)
+        self.psi2s[self.count] = own
+        early = self.count <= self.size or self.count < self.warmup
+        psi2 = own if early else np.prod(self.last(self.psi2s), axis=0) ** (1 / self.size)
+        root = np.sqrt(psi2 + self.eps)
+        ratio = np.ones(CHANNELS)
+        if self.count > max(1000, self.warmup):
+            ratio = np.clip(root / np.sqrt(self.running + self.eps), 1 / 5, 5)
+        z = rows / root
+        g = self.weight * ratio * gradients
+        own_lambda = np.mean([a * b for a, b, keep in zip(g, z, real, strict=True) if keep], axis=0)
+        self.lambdas[self.count] = own_lambda
+        average = own_lambda if early else np.mean(self.last(self.lambdas), axis=0)
+        self.nu = self.momentum_backward * self.nu + (1 - self.momentum_backward) * average
+        dx = np.array([a - self.nu * b if keep else a for a, b, keep in zip(g, z, real, strict=True)]) / root
+        self.running = self.momentum_forward * self.running + (1 - self.momentum_forward) * psi2
+        return {
+            "y": (self.weight * z + self.bias).reshape(x.shape),
+            "dx": dx.reshape(x.shape),
+            "dweight": (ratio * gradients * z).sum(0),
+            "dbias": gradients.sum(0),
+        }
+
+    def evaluate(self, x):
+        return self.weight * x / np.sqrt(self.running + self.eps) + self.bias
+
+
+@pytest.mark.parametrize("warmup", [0, 8])
+@pytest.mark.parametrize("before", [0, 996], ids=["new", "old enough for r"])
+def test_unified_normalization_follows_the_formulas(warmup, before, norm_modules):
+    options = {"alpha_fwd": 0.8, "alpha_bwd": 0.7, "psi_warmup_updates": warmup}
+    norm = randomize_affine(build_norm("unified", CHANNELS, **options)).double().train()
+    weight, bias = (parameter.detach().numpy() for parameter in (norm.weight, norm.bias))
+    oracle = UnifiedOracle(weight, bias, 0.8, 0.7, warmup)
+    generator = rng(1)
+    if before:  # the first steps of a training that had taken so many
+        norm.num_batches_tracked.fill_(before)
+        oracle.count = before
+        for number in range(before - 3, before + 1):
+            oracle.psi2s[number] = oracle.lambdas[number] = np.ones(CHANNELS)
+        norm.psi2_window.fill_(1.0)
+        norm.lambda_window.fill_(1.0)
+    for step in range(16):
+        x, mask, dy = random_batch(generator, (2 + step % 4, 3, CHANNELS), scale=generator.uniform(0.1, 9))
+        actual, expected = train_step(norm, x, mask, dy, torch.float64), oracle.step(x, mask, dy)
+        for key, value in expected.items():
+            assert_close(actual[key], value, 5e-6, f"step {step}: {key}")
+        state = state_of(norm)
+        assert_close(state["running_psi2"], oracle.running, 2e-6)
+        assert_close(state["nu"], oracle.nu, 5e-6)
+        assert int(state["num_batches_tracked"]) == oracle.count
+    assert_close(norm.eval()(torch.tensor(x)), oracle.evaluate(x), 2e-6)
+
+
+def test_rms_norm_is_that_of_torch(norm_modules):
+    norm = randomize_affine(build_norm("rms", CHANNELS))
+    x = torch.tensor(random_batch(rng(2))[0], dtype=torch.float32)
+    expected = torch.nn.functional.rms_norm(x, (CHANNELS,), norm.weight, norm.eps) + norm.bias
+    torch.testing.assert_close(norm(x), expected)
+
+
+def train(monkeypatch, data, save_dir, updates, *flags):
+    arguments = (
+        *("fairseq-train", data / "bin", "--user-dir", ROOT / "pn_fairseq", "--arch", "transformer_pn_tiny"),
+        *("--source-lang", "es", "--target-lang", "en", "--share-all-embeddings", "--cpu", "--seed", "1"),
+        *("--optimizer", "adam", "--lr", "0.001", "--lr-scheduler", "inverse_sqrt", "--warmup-updates", "2"),
+        *("--max-tokens", "300", "--num-workers", "0", "--disable-validation", "--no-epoch-checkpoints"),
+        *("--log-format", "json", "--log-interval", "1", "--norm-stats-interval", "1", *flags),
+        *("--save-interval-updates", "1", "--max-update", updates, "--save-dir", save_dir),
+    )
+    monkeypatch.setattr(sys, "argv", [str(argument) for argument in arguments])
+    fairseq_cli.train.cli_main()
+    return load_checkpoint(save_dir / "checkpoint_last.pt")["model"]
+
+
+def test_training_with_fairseq(norm_modules, data, tmp_path, monkeypatch, capfd, caplog):
+    """Trained, resumed, reported, averaged, recalibrated and decoded, from other folders than that of the file."""
+    caplog.set_level("INFO")
+    monkeypatch.chdir(norm_modules["unified"].parent)
+    flags = ("--encoder-norm", "unified", "--decoder-norm", "rms", "--norm-module", "my_unified.py,my_rms.py")
+    straight = train(monkeypatch, data, tmp_path / "straight", 3, *flags)
+    assert {int(value) for key, value in straight.items() if key.endswith("num_batches_tracked")} == {3}
+    assert straight["encoder.layer_norm.lambda_window"].shape == (4, 128)
+    assert "decoder.layer_norm.weight" in straight and "decoder.layer_norm.nu" not in straight
+    log = caplog.text + "".join(capfd.readouterr())
+    assert all(f'"norm_{name}"' in log for name in ("psi_distance", "nonfinite_steps"))
+
+    train(monkeypatch, data, tmp_path / "stopped", 1, *flags)
+    resumed = train(monkeypatch, data, tmp_path / "stopped", 3, *flags)
+    for key, value in straight.items():
+        assert torch.equal(resumed[key], value), key
+
+    monkeypatch.chdir(tmp_path)
+    inputs = ("--inputs", tmp_path / "straight", "--by", "update", "--last", 2, "--output", tmp_path / "averaged.pt")
+    code = average_checkpoints([str(each) for each in (*inputs, "--recalibrate", data / "bin", "--batches", 2)])
+    assert code == 0, capfd.readouterr().err
+    averaged = load_checkpoint(tmp_path / "averaged.pt")
+    assert not torch.equal(averaged["model"]["encoder.layer_norm.running_psi2"], straight["encoder.layer_norm.nu"])
+    assert "recalibrated 5 norms" in capfd.readouterr().out
+
+    # In another process, which has not seen the file.
+    decode = ("fairseq-generate", data / "bin", "--user-dir", ROOT / "pn_fairseq", "--path", tmp_path / "averaged.pt")
+    result = run(*decode, "--gen-subset", "valid", "--max-tokens", 2000, "--cpu", "--beam", 1, "--max-len-b", 5)
+    assert len(re.findall(r"^H-", result.stdout, re.M)) == 40
+
+
+def test_train_sh_takes_a_path_relative_to_where_it_is_called(norm_modules, data, tmp_path):
+    overrides = ("+model.norm_module=my_rms.py", "model.encoder_norm=rms", "optimization.max_update=1")
+    where = {"cwd": norm_modules["rms"].parent}
+    script("train.sh", "verses_es_en", "--data", data, "--run", tmp_path / "run", *overrides, **where)
+    model = load_checkpoint(tmp_path / "run/checkpoints/checkpoint_last.pt")["model"]
+    assert "encoder.layer_norm.weight" in model and "encoder.layer_norm.nu" not in model
