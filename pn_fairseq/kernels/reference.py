@@ -214,7 +214,8 @@ def running_average(
     the ``products`` (2, C) of its gradient.
     """
     share = share_of_batch(num_batches, warmup, alpha)
-    pairs = [(moment, batch_moment.float())] + ([] if mean is None else [(mean, batch_mean.float())])
-    counted = (count > 0) & torch.stack([value.isfinite().all() for _, value in (*pairs, (None, products))]).all()
-    after = [torch.where(counted, old + share * (new - old), old) for old, new in pairs]
+    pairs = [(moment, batch_moment)] + ([] if mean is None else [(mean, batch_mean)])
+    finite = [value.float().isfinite().all() for value in (products, *(new for _, new in pairs))]
+    counted = (count > 0) & torch.stack(finite).all()
+    after = [torch.where(counted, (old + share * (new - old)).float(), old) for old, new in pairs]
     return after[0], moment.new_empty(0) if mean is None else after[1], num_batches + counted

@@ -37,6 +37,24 @@ _positive = _bounded(float, lambda value: 0 < value < float("inf"), "a number gr
 _count = _bounded(int, lambda value: value >= 0, "a whole number of at least 0")
 
 
+def _modules(text: str) -> str:
+    """Load the files of ``--norm-module``, so that the flags after it know their norms."""
+    try:
+        for path in text.split(","):
+            load_norms(path)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
+def _norm(text: str) -> str:
+    try:
+        find_norm(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{error} (--norm-module has to come before it)") from None
+    return text
+
+
 @dataclass(frozen=True)
 class NormOptions:
     """The norms of one transformer.
@@ -81,16 +99,19 @@ class NormOptions:
         default = NormOptions()
         parser.add_argument(
             "--norm-module",
+            type=_modules,
             metavar="FILE[,FILE]",
             help="Python files that register norms of your own, for --encoder-norm and --decoder-norm",
         )
         parser.add_argument(
             "--encoder-norm",
+            type=_norm,
             metavar="NAME",
             help=f"norm of the encoder, in its layers and after the last ({names}; default: the architecture's)",
         )
         parser.add_argument(
             "--decoder-norm",
+            type=_norm,
             metavar="NAME",
             help=f"norm of the decoder, in its layers and after the last (default: {default.decoder_norm})",
         )

@@ -205,7 +205,8 @@ class RunningNorm(ChannelNorm):
             return self._recalibrate(x, padding_mask)
         return Training.apply(x, self.weight, self.bias, padding_mask, self)
 
-    _train_uncompiled = torch.compiler.disable(_train)
+    # torch.compiler.disable would import torch._dynamo here, which takes a second.
+    _train_uncompiled = torch._disable_dynamo(_train)
 
     def synchronises(self) -> bool:
         """Whether statistics are summed over several ranks."""

@@ -7,8 +7,7 @@ import torch.multiprocessing as mp
 from fairseq.tasks.fairseq_task import FairseqTask
 
 from pn_fairseq.fairseq_patches.dummy_batches import ignoring_batches
-from pn_fairseq.norms import MaskedBatchNorm
-from pn_fairseq.norms.agree import agree_on_statistics
+from pn_fairseq.norms import MaskedBatchNorm, average_running_stats
 
 from ..models.helpers import build, padded_batch
 
@@ -31,8 +30,6 @@ def work(rank: int, world: int, folder: str, flags: dict) -> None:
     with torch.no_grad():
         output = model(src, None, prev)[0]
     after = {key: value.clone() for key, value in model.state_dict().items() if "layer_norm" in key}
-    if rank == 0 and model.norm_agreement:
-        agree_on_statistics(model)  # alone: there is nothing new to agree on
     torch.save((before, after, output), f"{folder}/{rank}.pt")
     dist.destroy_process_group()
 
@@ -83,8 +80,7 @@ def pool(rank: int, world: int, folder: str) -> None:
     norm = MaskedBatchNorm(3)
     norm.running_mean.copy_(torch.tensor([0.0, 1.0, 2.0]) * (1 + rank))
     norm.running_var.copy_(torch.tensor([1.0, 2.0, 3.0]) + rank)
-    norm.trained_alone = True
-    agree_on_statistics(norm)
+    average_running_stats(norm)
     torch.save((norm.running_mean, norm.running_var), f"{folder}/{rank}.pt")
     dist.destroy_process_group()
 

@@ -57,10 +57,10 @@ def test_flags_reach_the_norms():
     model = build("transformer_pn_tiny", **flags)
     norm = model.encoder.layers[1].final_layer_norm
     assert (norm.eps, norm.alpha_fwd, norm.alpha_bwd) == (1e-3, 0.95, 0.8)
-    assert (norm.layer_scale.groups, norm.psi_warmup.updates) == (2, 11)
+    assert (norm.layer_scale.groups, norm.psi_warmup_updates) == (2, 11)
     norm = model.decoder.layers[1].encoder_attn_layer_norm
     # BN has no layer-scale by default, so the flag leaves a BN decoder alone.
-    assert (type(norm), norm.eps, norm.alpha, norm.layer_scale.groups) == (NORMS["batch"].cls, 1e-3, 0.95, 0)
+    assert (type(norm), norm.eps, norm.alpha_fwd, norm.layer_scale.groups) == (NORMS["batch"].cls, 1e-3, 0.95, 0)
 
 
 def test_layer_scale_can_be_turned_off_and_on():
@@ -99,14 +99,14 @@ def test_variant_reaches_the_norms_that_have_it():
     norms = [module for module in model.modules() if isinstance(module, ChannelNorm)]
     assert {type(norm) for norm in norms} == {NORMS["power"].variants["release"]}
     # The release's norm after the last encoder layer has a warm-up of its own, whatever the flag says.
-    assert [norm.psi_warmup.updates for norm in norms if norm is not model.encoder.layer_norm] == [11] * (
+    assert [norm.psi_warmup_updates for norm in norms if norm is not model.encoder.layer_norm] == [11] * (
         len(norms) - 1
     )
-    assert model.encoder.layer_norm.psi_warmup.updates == 1000
+    assert model.encoder.layer_norm.psi_warmup_updates == 1000
     assert {norm.layer_scale.groups for norm in norms} == {4}
     paper = build("transformer_pn_tiny", psi_warmup_updates=11)
     assert type(paper.encoder.layer_norm) is NORMS["power"].cls
-    assert paper.encoder.layer_norm.psi_warmup.updates == 11
+    assert paper.encoder.layer_norm.psi_warmup_updates == 11
     assert type(build("transformer_bn_tiny", **flags).encoder.layer_norm) is NORMS["batch"].cls
 
 

@@ -348,17 +348,18 @@ bool all_finite(const Tensor& values) {
 }
 
 // Weight of a batch in a running statistic.
-float share_of_batch(int64_t num_batches, int64_t warmup, double alpha) {
-  return static_cast<float>(num_batches < warmup ? 1.0 / static_cast<double>(num_batches + 1) : 1.0 - alpha);
+double share_of_batch(int64_t num_batches, int64_t warmup, double alpha) {
+  return num_batches < warmup ? 1.0 / static_cast<double>(num_batches + 1) : 1.0 - alpha;
 }
 
 template <class A>
-Tensor averaged(const Tensor& running, const Tensor& batch, float share) {
+Tensor averaged(const Tensor& running, const Tensor& batch, double weight) {
+  const A share = static_cast<A>(weight);
   const Tensor after = at::empty_like(running);
   const float* old = running.const_data_ptr<float>();
   const A* values = batch.const_data_ptr<A>();
   float* data = after.data_ptr<float>();
-  for (int64_t k = 0; k < after.numel(); ++k) data[k] = old[k] + share * (static_cast<float>(values[k]) - old[k]);
+  for (int64_t k = 0; k < after.numel(); ++k) data[k] = static_cast<float>(old[k] + share * (values[k] - old[k]));
   return after;
 }
 
@@ -377,7 +378,7 @@ std::tuple<Tensor, Tensor, Tensor> running_average(
     using A = decltype(accumulator);
     const bool counted = *count.const_data_ptr<A>() > A(0) && all_finite<A>(batch) && all_finite<A>(sums) &&
         (!mean || all_finite<A>(center));
-    const float share = share_of_batch(*num_batches.const_data_ptr<int64_t>(), warmup, alpha);
+    const double share = share_of_batch(*num_batches.const_data_ptr<int64_t>(), warmup, alpha);
     const Tensor after = counted ? averaged<A>(moment, batch, share) : moment.clone();
     const Tensor mean_after = !mean ? center : counted ? averaged<A>(*mean, center, share) : mean->clone();
     return {after, mean_after, counted_on(num_batches, counted)};
@@ -399,7 +400,7 @@ std::tuple<Tensor, Tensor, Tensor> power_update(
     const bool counted =
         tokens > A(0) && all_finite<A>(batch) && all_finite<A>(sums) && all_finite(gamma.data(), channels);
     if (!counted) return {psi2.clone(), nu.clone(), num_batches.clone()};
-    const float share = share_of_batch(*num_batches.const_data_ptr<int64_t>(), warmup, alpha_fwd);
+    const double share = share_of_batch(*num_batches.const_data_ptr<int64_t>(), warmup, alpha_fwd);
     const Tensor nu_after = at::empty_like(nu);
     const float* old = nu.const_data_ptr<float>();
     float* data = nu_after.data_ptr<float>();
