@@ -24,7 +24,7 @@ IMPLEMENTATIONS = {"reference": None, "triton": "CUDA", "cpp": "CPU"}
 #: The compiled kernels, which fit one version of torch only; setup.py gives them the same name.
 EXTENSION = "pn_fairseq.kernels._cpp_" + re.sub(r"\W", "_", torch.__version__)
 
-#: Lowest compute capability that Triton compiles for.
+#: Lowest compute capability on which the Triton kernels are used. They have been compiled for 7.0, 7.5, 8.0 and 9.0.
 LOWEST_CAPABILITY = (7, 0)
 
 
