@@ -193,7 +193,7 @@ def share_of_batch(num_batches: Tensor, warmup: int, alpha: float) -> Tensor:
     1 / (num_batches + 1) while ``num_batches < warmup``, which gives the mean of the batches; then 1 - alpha, which
     gives an exponential average.
     """
-    return torch.where(num_batches < warmup, 1.0 / (num_batches + 1), 1.0 - alpha)
+    return torch.where(num_batches < warmup, 1.0 / (num_batches + 1).double(), 1.0 - alpha)
 
 
 def running_average(

@@ -90,7 +90,7 @@ class PowerNormRelease(PowerNorm):
         return step.moment / (step.psi2 + self.eps)
 
     def update(self, step: Step) -> dict[str, Tensor]:
-        number = self.num_batches_tracked + 1
+        number = (self.num_batches_tracked + 1).double()
         # (b): both steps of a batch in one.
         share = torch.where(
             number < self.warmup_batches(), 1.0 - self.alpha_fwd * (1.0 - 1.0 / number), 1.0 - self.alpha_fwd
