@@ -1,11 +1,11 @@
 """Which norms a transformer gets: the command-line flags, their defaults, and the building of each norm."""
 
 import argparse
-import os
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 from fairseq.utils import safe_getattr
+from hydra.utils import to_absolute_path
 from omegaconf import OmegaConf, open_dict
 
 from pn_fairseq.norms import NORMS, VARIANTS, ChannelNorm, LayerScale, RunningNorm, build_norm, load_norms
@@ -189,8 +189,8 @@ class NormOptions:
                 args.psi_warmup_updates = values["psi_warmup_updates"]
         options = cls(**{name: value for name, value in values.items() if value is not None})
         if options.norm_module:
-            # Absolute in the checkpoint: it is loaded from other folders too.
-            paths = ",".join(os.path.abspath(path) for path in options.norm_module.split(",") if path)
+            # Absolute in the checkpoint, which is loaded from other folders too; hydra works in a folder of the run.
+            paths = ",".join(to_absolute_path(path) for path in options.norm_module.split(",") if path)
             options = replace(options, norm_module=paths)
             with open_dict(args) if OmegaConf.is_config(args) else ExitStack():
                 args.norm_module = paths

@@ -169,7 +169,7 @@ def test_training_with_fairseq(norm_modules, data, tmp_path, monkeypatch, capfd,
     """Trained, resumed, reported, averaged, recalibrated and decoded, from other folders than that of the file."""
     caplog.set_level("INFO")
     monkeypatch.chdir(norm_modules["unified"].parent)
-    flags = ("--encoder-norm", "unified", "--decoder-norm", "rms", "--norm-module", "my_unified.py,my_rms.py")
+    flags = ("--norm-module", "my_unified.py,my_rms.py", "--encoder-norm", "unified", "--decoder-norm", "rms")
     straight = train(monkeypatch, data, tmp_path / "straight", 3, *flags)
     assert {int(value) for key, value in straight.items() if key.endswith("num_batches_tracked")} == {3}
     assert straight["encoder.layer_norm.lambda_window"].shape == (4, 128)
@@ -188,7 +188,7 @@ def test_training_with_fairseq(norm_modules, data, tmp_path, monkeypatch, capfd,
     assert code == 0, capfd.readouterr().err
     averaged = load_checkpoint(tmp_path / "averaged.pt")
     assert not torch.equal(averaged["model"]["encoder.layer_norm.running_psi2"], straight["encoder.layer_norm.nu"])
-    assert "recalibrated 5 norms" in capfd.readouterr().out
+    assert "recalibrated 7 norms" in capfd.readouterr().out
 
     # In another process, which has not seen the file.
     decode = ("fairseq-generate", data / "bin", "--user-dir", ROOT / "pn_fairseq", "--path", tmp_path / "averaged.pt")
@@ -197,7 +197,7 @@ def test_training_with_fairseq(norm_modules, data, tmp_path, monkeypatch, capfd,
 
 
 def test_train_sh_takes_a_path_relative_to_where_it_is_called(norm_modules, data, tmp_path):
-    overrides = ("+model.norm_module=my_rms.py", "model.encoder_norm=rms", "optimization.max_update=1")
+    overrides = ("+model.norm_module=my_rms.py", "+model.encoder_norm=rms", "optimization.max_update=1")
     where = {"cwd": norm_modules["rms"].parent}
     script("train.sh", "verses_es_en", "--data", data, "--run", tmp_path / "run", *overrides, **where)
     model = load_checkpoint(tmp_path / "run/checkpoints/checkpoint_last.pt")["model"]
