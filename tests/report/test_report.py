@@ -1,5 +1,6 @@
 """pn-report on run directories that are written here, file by file; what it says is checked against other sources."""
 
+import contextlib
 import html
 import html.parser
 import json
@@ -8,19 +9,21 @@ import random
 import re
 import shutil
 from pathlib import Path
+from unittest import mock
 
 import numpy
+import pandas
 import pytest
 import sacrebleu
 import yaml
 from scipy import integrate
 
-from pn_fairseq.cli.report import main
-from pn_fairseq.report.page import Code, Heading, Missing, Paragraph, Table, markdown
-from pn_fairseq.report.page import html as to_html
+from pn_fairseq.report import markdown
+from pn_fairseq.report.command import main
+from pn_fairseq.report.curves import Picture
 from pn_fairseq.report.paper import PAPER
 from pn_fairseq.report.significance import welch
-from pn_fairseq.report.wording import here
+from pn_fairseq.report.tables import here
 
 SENTENCES = 60
 WORDS = [f"{a}{b}" for a in ("ba", "ki", "lo", "mu", "ne") for b in ("", "da", "fi", "gu", "ro", "te", "va")]
@@ -89,10 +92,10 @@ def write_scores(folder: Path, hypotheses: list[str], references: list[str]) -> 
         "tokenized": {
             "score": tokenized.score,
             "signature": "nrefs:1|tok:none",
-            "verbose": "60.2/32.6",
+            "verbose": tokenized._verbose,
             "compound_split": False,
         },
-        "detokenized": {"score": detokenized.score, "signature": "nrefs:1|tok:13a", "verbose": "59.5/31.5"},
+        "detokenized": {"score": detokenized.score, "signature": "nrefs:1|tok:13a", "verbose": detokenized._verbose},
         "chrf": {"score": chrf.score, "signature": "nrefs:1|nc:6", "verbose": ""},
         "lowercase": True,
         "target": "en",
@@ -152,6 +155,9 @@ class Page(html.parser.HTMLParser):
         elif tag in ("td", "th"):
             self.tables[-1][-1].append("")
 
+    def handle_startendtag(self, tag, attributes):
+        self.handle_starttag(tag, attributes)
+
     def handle_endtag(self, tag):
         assert self.open.pop() == tag
 
@@ -172,10 +178,13 @@ class Page(html.parser.HTMLParser):
         return text in " ".join("".join(self.text).split())
 
 
-def report(*runs: Path, output: Path, options=("--resamples", "100"), check: bool = True) -> Page:
-    code = main([*map(str, runs), "--output", str(output), *options])
-    if check:
-        assert code == 0
+def report(*runs: Path, output: Path, options=("--resamples", "10"), draw: bool = False) -> Page:
+    def no_plot(systems, file, baselines):
+        file.write_bytes(b"PNG")
+        return Picture(False, (), (), False, False)
+
+    with contextlib.nullcontext() if draw else mock.patch("pn_fairseq.report.curves.plot", no_plot):
+        assert main([*map(str, runs), "--output", str(output), *options]) == 0
     return Page((output / "report.html").read_text("utf-8"))
 
 
@@ -185,7 +194,8 @@ def comparison(tmp_path_factory) -> tuple[dict[str, list[Path]], Path, Page]:
     base = tmp_path_factory.mktemp("comparison")
     runs = {norm: [make_run(base / f"{norm}_{seed}", norm, seed) for seed in (1, 2, 3)] for norm in ERRORS}
     # The order of the arguments has no influence on the order of the table.
-    return runs, base / "out", report(*(run for n in ("pn", "bn", "ln", "pnv") for run in runs[n]), output=base / "out")
+    given = [run for norm in ("pn", "bn", "ln", "pnv") for run in runs[norm]]
+    return runs, base / "out", report(*given, output=base / "out", options=("--resamples", "100"), draw=True)
 
 
 def scores_of(runs: list[Path], measure: str) -> list[float]:
@@ -435,35 +445,34 @@ def test_paper_is_recognised_by_the_data(name, count, tmp_path):
 BROKEN = '{"loss": "1", "num_up\n'
 
 
-@pytest.mark.parametrize(
-    ("damage", "state", "needles"),
-    [
-        ("failed", "failed: train: boom <b>", ["failed: train: boom <b>"]),
-        ("unfinished", "not finished", ["training not finished: update 20 of 40"]),
-        ("patience", "complete", ["stopped early, as set", "5 times in a row, at update 20 of 40"]),
-        ("nan", "complete", ["the training loss is not finite", "in 2 of 4 records, first at update 30"]),
-        ("never validated", "complete", ["never validated"]),
-        ("no log", "not trained", ["not trained: there is no train.log"]),
-        ("empty log", "not trained", ["not trained: train.log holds no record"]),
-        ("broken line", "complete", ["1 line of train.log cannot be read"]),
-        ("no checkpoint", "trained, not decoded", ["generate/test/hyp.tok, and there is no checkpoint"]),
-        ("not decoded", "trained, not decoded", ["not decoded: there is no generate/test/hyp.tok"]),
-        ("not scored", "decoded, not scored", ["not scored: there is no scores.json"]),
-        ("bad scores", "decoded, not scored", ["not scored: ", "scores.json is not what scripts/score.sh writes"]),
-        ("no number", "decoded, not scored", ["not scored: a score in scores.json is no number"]),
-        ("lost sentences", "decoded, not scored", [f"is about {SENTENCES} sentences, but 3 were decoded"]),
-        ("old scores", "decoded, not scored", ["not scored: scores.json is older than hyp.tok"]),
-        ("no starts", "complete", ["there is no starts.jsonl", "Not recorded"]),
-        ("bad start", "complete", ["line 2 of starts.jsonl cannot be read"]),
-        ("no data.settings", "complete", ["there is no data.settings", "Data not known"]),
-        ("bad config", "complete", ["config.yaml cannot be read"]),
-        ("no hydra", "complete", ["Not recorded (no hydra/.hydra in the run's folder): run"]),
-    ],
-)  # fmt: skip
-def test_no_hole(damage, state, needles, tmp_path):
-    run = make_run(tmp_path / "run", decoded=damage not in ("not decoded", "no checkpoint"))
+#: What is damaged -> the run's state, and what the report says.
+DAMAGES = {
+    "failed": ("failed: train: boom <b>", ["failed: train: boom <b>"]),
+    "unfinished": ("not finished", ["training not finished: update 20 of 40"]),
+    "patience": ("complete", ["stopped early, as set", "5 times in a row, at update 20 of 40"]),
+    "nan": ("complete", ["the training loss is not finite", "in 2 of 4 records, first at update 30"]),
+    "never validated": ("complete", ["never validated"]),
+    "no log": ("not trained", ["not trained: there is no train.log"]),
+    "empty log": ("not trained", ["not trained: train.log holds no record"]),
+    "broken line": ("complete", ["1 line of train.log cannot be read"]),
+    "no checkpoint": ("trained, not decoded", ["generate/test/hyp.tok, and there is no checkpoint"]),
+    "not decoded": ("trained, not decoded", ["not decoded: there is no generate/test/hyp.tok"]),
+    "not scored": ("decoded, not scored", ["not scored: there is no scores.json"]),
+    "bad scores": ("decoded, not scored", ["not scored: ", "scores.json is not what scripts/score.sh writes"]),
+    "no number": ("decoded, not scored", ["not scored: a score in scores.json is not a number"]),
+    "lost sentences": ("decoded, not scored", [f"is about {SENTENCES} sentences, but 3 were decoded"]),
+    "old scores": ("decoded, not scored", ["not scored: scores.json is older than hyp.tok"]),
+    "no starts": ("complete", ["there is no starts.jsonl", "Not recorded"]),
+    "bad start": ("complete", ["line 2 of starts.jsonl cannot be read"]),
+    "no data.settings": ("complete", ["there is no data.settings", "Data not known"]),
+    "bad config": ("complete", ["config.yaml cannot be read"]),
+    "no hydra": ("complete", ["Not recorded (no hydra/.hydra in the run's folder): no hydra"]),
+}  # fmt: skip
+
+
+def damage(run: Path, what: str) -> None:
     log, result = run / "train.log", run / "generate/test"
-    match damage:
+    match what:
         case "failed":
             (run / "failed").write_text("train: boom <b>\n")
         case "unfinished":
@@ -509,11 +518,23 @@ def test_no_hole(damage, state, needles, tmp_path):
             (run / "config.yaml").write_text("a: [")
         case "no hydra":
             shutil.rmtree(run / "hydra")
-    page = report(run, output=tmp_path / "out")
-    assert page.table("norm", "seed", "state")[0]["state"] == state
-    for needle in needles:
-        assert page.said(needle), needle
-    assert not page.said("Nothing: every run") or damage == "no hydra"
+
+
+def test_no_hole(tmp_path):
+    runs = {}
+    for what in DAMAGES:
+        runs[what] = make_run(tmp_path / what, decoded=what not in ("not decoded", "no checkpoint"))
+        damage(runs[what], what)
+    page = report(*runs.values(), output=tmp_path / "out")
+    states = {row[2]: row[3] for table in page.tables if table[0][3:4] == ["state"] for row in table[1:]}
+    bullets = re.findall(r"^- `(.+?)`: (.+)$", html.unescape((tmp_path / "out/report.md").read_text("utf-8")), re.M)
+    for what, (state, needles) in DAMAGES.items():
+        assert states[what] == state
+        said = " ".join(text for path, text in bullets if path == str(runs[what])).replace("\\", "")
+        for needle in needles:
+            assert needle in said or page.said(needle), needle
+        assert bool(said) == (what != "no hydra")
+    assert not page.said("Nothing: every run")
     for table in page.tables:
         assert all(cell.strip() for row in table for cell in row)
 
@@ -522,10 +543,9 @@ def test_a_run_that_never_began_is_named(tmp_path):
     (tmp_path / "pn_1").mkdir()
     (tmp_path / "pn_1/failed").write_text("train: no such norm\n")
     page = report(tmp_path / "pn_1", make_run(tmp_path / "ln_1", "ln"), output=tmp_path / "out")
-    (header, row) = next(table for table in page.tables if table[0] == ["run", "state"])
-    assert row[0].endswith("pn_1") and row[1] == "failed: train: no such norm"
+    assert page.said("pn_1: failed: train: no such norm") and page.said("pn_1: never began: there is neither")
     page = report(tmp_path / "pn_1", output=tmp_path / "out")  # and alone
-    assert page.said("Runs that never began")
+    assert page.said("failed: train: no such norm")
 
 
 def test_restarts_are_added_up(tmp_path):
@@ -652,7 +672,7 @@ def test_only_its_own_files_are_written(tmp_path):
     ("arguments", "needles"),
     [
         (["RUN", "nowhere", "--output", "out"], ["there is no directory 'nowhere'"]),
-        (["RUN", "empty", "--output", "out"], ["'empty' is no run", "config.yaml"]),
+        (["RUN", "empty", "--output", "out"], ["'empty' is not a run", "config.yaml"]),
         (["RUN", "RUN/../run", "--output", "out"], ["given twice"]),
         (["RUN", "--output", "file"], ["cannot write to --output file"]),
         (["RUN", "--output", "file/out"], ["cannot write to --output file/out"]),
@@ -677,20 +697,17 @@ def test_mistakes_get_one_line(arguments, needles, tmp_path, capsys, monkeypatch
 
 def test_a_table_with_a_hole_is_refused():
     with pytest.raises(ValueError, match="hole"):
-        Table(["a", "b"], [["1", ""]])
-    with pytest.raises(ValueError, match="hole"):
-        Table(["a", "b"], [["1"]])
+        markdown.table(pandas.DataFrame({"a": ["1"], "b": [""]}))
 
 
 def test_markdown_and_html_by_hand():
-    document = [
-        Heading(1, "A <b>"),
-        Paragraph(["see ", Code("x`y|z"), ": ", Missing("none_of_it _at_ all")]),
-        Table(["a", "b"], [[Code("p|q"), "r|s"]], frozenset({1})),
-    ]
-    assert markdown(document) == (
-        "# A &lt;b&gt;\n\nsee ``x`y|z``: *none_of_it \\_at\\_ all*\n\n| a | b |\n|---|---:|\n| `p\\|q` | r\\|s |\n"
+    frame = pandas.DataFrame({"a": [markdown.code("p|q")], "b": ["1.5"], "c": ["r|s"]})
+    text = f"# A &lt;b&gt;\n\nsee {markdown.code('x`y|z', in_table=False)}: {markdown.missing('none_of_it _at_ all')}\n\n{markdown.table(frame)}"
+    assert text == (
+        "# A &lt;b&gt;\n\nsee ``x`y|z``: *none_of_it \\_at\\_ all*\n\n"
+        "| a      |   b | c    |\n|:-------|----:|:-----|\n| `p\\|q` | 1.5 | r\\|s |"
     )
-    page = to_html(document, {})
+    page = markdown.html(text, None)
     assert "<h1>A &lt;b&gt;</h1>" in page and "<title>A &lt;b&gt;</title>" in page
-    assert '<td class="number">r|s</td>' in page and '<span class="missing">none_of_it _at_ all</span>' in page
+    assert '<td style="text-align:right">1.5</td>' in page and ">r|s</td>" in page and "<code>p|q</code>" in page
+    assert "<em>none_of_it _at_ all</em>" in page

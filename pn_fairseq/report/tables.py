@@ -1,0 +1,544 @@
+"""What the report's template (``report.md.j2``) shows about runs: numbers and tables."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shlex
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pandas
+import yaml
+
+from pn_fairseq import __version__
+from pn_fairseq.pipeline.scoring import METRICS, p_text
+from pn_fairseq.report import curves
+from pn_fairseq.report.markdown import Markdown, code, missing, table, template, text
+from pn_fairseq.report.paper import PAPER, SOURCE, PaperResult, recognise
+from pn_fairseq.report.runs import Run, lines_of
+from pn_fairseq.report.significance import pairs, welch
+from pn_fairseq.report.systems import NORM, SEED, UNKNOWN, Corpus, comparable, differing, group, norm_labels, shown
+
+#: Score -> what a report calls it.
+MEASURES = METRICS | {"chrf": "chrF2"}
+
+_YES = {"1": "yes"}
+#: Setting of prepared data -> what it is, and what its values mean.
+_DATA_WORDS = {
+    "lower": ("case", {"1": "lower-cased", "0": "kept"}),
+    "bpe": ("subword operations, on both languages together", {}),
+    "normalize": ("punctuation normalized", _YES),
+    "nonprinting": ("non-printing characters removed", _YES),
+    "straighten": ("typographic apostrophes made plain in the tokens of", {}),
+    "aggressive": ("hyphens split (@-@)", _YES),
+    "compound_split": ("compounds split for tokenized BLEU (##AT##-##AT##)", _YES),
+    "clean": ("cleaned by length (shortest, longest, ratio)", {}),
+    "clean_stage": ("lengths counted in", {"tok": "tokens", "bpe": "subwords"}),
+    "clean_splits": ("cleaned are", {}),
+    "valid_every": ("validation is every n-th training pair, n", {}),
+}
+
+#: Diagnostic -> what it is, and how the records of a run become one number. docs/training.md says more.
+_DIAGNOSTICS = {
+    "norm_psi_distance": ("mean of abs(log(ψ_B / ψ))", statistics.fmean, "mean"),
+    "norm_nu_rms": ("root mean square of ν", max, "largest"),
+    "norm_gamma_max": ("largest mean(x̂²) of a channel", max, "largest"),
+    "norm_guarded_steps": ("times that max(0, ·) acted", max, "largest"),
+    "norm_nonfinite_steps": ("steps kept out of the state, not finite", max, "largest"),
+}
+
+#: The settings that one asks for first; all others are in config.yaml.
+_MAIN_SETTINGS = re.compile(
+    r".*\._name$|encoder norm$|size$|average_last$|tokens_per_update$|sentences per update$"
+    r"|model\.|criterion\.|optimizer\.|lr_scheduler\."
+    r"|optimization\.(max_update|max_epoch|lr|stop_min_lr|clip_norm)$"
+    r"|dataset\.(max_tokens|required_batch_size_multiple|validate_interval_updates)$"
+    r"|checkpoint\.(keep_last_epochs|keep_interval_updates|save_interval_updates|patience)$"
+    r"|common\.(seed|fp16|bf16|amp|memory_efficient_fp16)$|generation\.(beam|lenpen)$"
+)
+
+#: What train.sh adds to the command: places, and how an update is distributed over the ranks that there are.
+_ADDED_BY_TRAIN = re.compile(
+    r"\+*(common\.(user_dir|log_file|tensorboard_logdir)|task\.data|checkpoint\.save_dir|hydra\.run\.dir"
+    r"|distributed_training\.distributed_(world_size|no_spawn|init_method|backend)"
+    r"|optimization\.update_freq|dataset\.max_tokens_valid)="
+)
+
+#: What describes a start of a training and not the machine it ran on (scripts/train.sh).
+_OF_A_START = ("started", "workers", "tokens_per_update", "update_freq", "max_tokens")
+
+
+# Words ---------------------------------------------------------------------------------------------------------------
+
+
+def number(value: float, digits: int = 2) -> str:
+    """A number with a fixed number of digits and a comma in the thousands."""
+    return f"{value:,.{digits}f}" if math.isfinite(value) else "not finite"
+
+
+def signed(value: float, digits: int = 2) -> str:
+    """A difference, with its sign."""
+    plain = f"{value:+.{digits}f}"
+    return plain.replace("-", "−") if float(plain) else plain[1:]
+
+
+def duration(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"
+
+
+def count(amount: int, one: str, several: str = "") -> str:
+    """ "1 run", "3 runs"."""
+    return f"{amount:,} {one if amount == 1 else several or one + 's'}"
+
+
+def listed(items: Sequence[object]) -> str:
+    """Items in a row; a span of whole numbers as its ends."""
+    if len(items) > 2 and all(isinstance(item, int) for item in items):
+        numbers = sorted(items)
+        if numbers == list(range(numbers[0], numbers[-1] + 1)):
+            return f"{numbers[0]} to {numbers[-1]}"
+    return ", ".join(str(item) for item in items)
+
+
+def here(words: str | Path) -> str:
+    """A path, or a text with paths in it, relative to the working directory where they are below it."""
+    folder = os.getcwd().rstrip("/")
+    # Where a path begins: not in the middle of another one that has the same names in it.
+    return re.sub(rf"(?<![^\s'\"=:,(\[]){re.escape(folder)}/", "", str(words)) if folder else str(words)
+
+
+def _seed(run: Run) -> str:
+    return missing("not known") if run.seed is None else str(run.seed)
+
+
+def _plain(value: object) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name.replace('_', ' ')} {_plain(one)}" for name, one in value.items()) or "none"
+    if isinstance(value, list):  # eight times the same GPU
+        several = pandas.Series([_plain(one) for one in value], dtype=object).value_counts(sort=False)
+        return "; ".join(f"{times} × {one}" if times > 1 else one for one, times in several.items()) or "none"
+    return "none" if value in (None, "") else str(value)
+
+
+# Data and scores -----------------------------------------------------------------------------------------------------
+
+
+def _pairs_of(corpus: Corpus, split: str) -> int | None:
+    """Sentence pairs of a split in the prepared data; None if it is not there any more."""
+    source = (corpus.data or {}).get("source")
+    files = [run.data_path / "bpe" / f"{split}.{source}" for run in corpus.runs if run.data_path and source]
+    return next((amount for amount in map(lines_of, files) if amount is not None), None)
+
+
+def _data(corpus: Corpus) -> pandas.DataFrame:
+    places = list(dict.fromkeys(os.path.relpath(run.data_path) for run in corpus.runs if run.data_path))
+    rows = {"prepared data": code(", ".join(places)) if places else missing("not recorded")}
+    if corpus.data is None:
+        rows["settings"] = missing("not recorded")
+    for key, value in (corpus.data or {}).items():
+        if key not in ("source", "target", "folder") and not key.startswith("sha256 "):
+            name, meanings = _DATA_WORDS.get(key, (key.replace("_", " "), {}))
+            rows[name] = meanings.get(value, value)
+    for split in ("train", "valid", "test"):
+        amount = _pairs_of(corpus, split)
+        rows[f"sentence pairs, {split}"] = missing("not known") if amount is None else f"{amount:,}"
+    return pandas.DataFrame({"data": rows.keys(), "value": rows.values()})
+
+
+def _sentences(corpus: Corpus, subset: str) -> int | None:
+    """Size of the subset, by what was decoded, or else by the prepared data, if that is still there."""
+    decoded = (run.decoded for run in corpus.runs if run.decoded is not None)
+    return next(decoded, None) or _pairs_of(corpus, subset)
+
+
+def _why_unscored(runs: Sequence[Run]) -> Markdown:
+    if any(run.decoded is not None for run in runs):
+        return missing("not scored")
+    return missing("not decoded" if any(run.log is not None for run in runs) else "not trained")
+
+
+def _means(corpus: Corpus) -> pandas.DataFrame:
+    """System -> (measure, ``mean`` or ``std``) over its seeds; NaN where there are no scores, or one seed alone."""
+    return corpus.scores().groupby(level="system", sort=False).agg(["mean", "std"]).reindex(list(corpus.settings))
+
+
+def _results(corpus: Corpus, paper: PaperResult | None) -> pandas.DataFrame:
+    means, rows = _means(corpus), []
+    for label in corpus.settings:
+        runs, norm = corpus.members(label), corpus.norm(label)
+        seeds = list(dict.fromkeys(run.seed for run in runs))
+        scored = list(dict.fromkeys(run.seed for run in runs if run.scores))
+        of = f" of {len(seeds)}" if len(scored) < len(seeds) else ""
+        if scored:
+            amount = f"{len(scored)}{of} ({listed(['not known' if seed is None else seed for seed in scored])})"
+        else:
+            amount = Markdown(f"0{of} {_why_unscored(runs)}")
+        row: list[str] = [label, amount]
+        for measure in MEASURES:
+            mean, deviation = means.loc[label, measure]
+            if not scored:
+                row += [_why_unscored(runs)] * 2
+            else:
+                row += [number(mean), missing("– (one seed)") if math.isnan(deviation) else number(deviation)]
+            if measure == "tokenized" and paper:
+                published = paper.bleu.get(norm)
+                row.append(missing("not in the paper") if published is None else number(published, 1))
+                row.append(missing("–") if published is None or not scored else signed(mean - published))
+        rows.append((norm, row))
+    for norm, bleu in (paper.bleu if paper else {}).items():
+        if norm not in [one for one, _ in rows]:
+            nothing = missing("no run")
+            rows.append((norm, [norm, nothing, nothing, nothing, number(bleu, 1), *[nothing] * 5]))
+    order = list(norm_labels().values())
+    rows.sort(key=lambda row: order.index(row[0]) if row[0] in order else len(order))
+    columns = ["norm", "seeds scored"]
+    for measure, name in MEASURES.items():
+        columns += [name, "std", *(["paper", "difference"] if measure == "tokenized" and paper else [])]
+    return pandas.DataFrame([row for _, row in rows], columns=columns)
+
+
+def _headline(corpus: Corpus) -> dict | None:
+    """Which system did best, beside what it has to be compared with; None if no run was scored."""
+    means = _means(corpus)["tokenized", "mean"].dropna().sort_values(ascending=False, kind="stable")
+    if means.empty:
+        return None
+    best, scores = means.index[0], corpus.scores()["tokenized"]
+    other = corpus.baseline(best)
+    if other not in means.index:
+        other = means.index[1] if len(means) > 1 else None
+    found = {"best": best, "score": number(means.iloc[0]), "other": other}
+    if other is None:
+        return found
+    # LN with each of the others, or each with each where there is no LN.
+    others = len(means) - 1
+    with_ln = any(corpus.norm(label) == norm_labels().get("layer") for label in means.index)
+    return found | {
+        "difference": round(means[best] - means[other], 2),
+        "test": welch(list(scores[best]), list(scores[other])),
+        "seeds": min(len(scores[best]), len(scores[other])),
+        "comparisons": others if with_ln else others * (others + 1) // 2,
+    }
+
+
+def _significance(corpus: Corpus, subset: str, resamples: int, said: Callable[[str], None]) -> dict:
+    """Every system against LN: ``table``, and the ``baselines`` if there are several."""
+    rows, baselines, scores = [], {}, corpus.scores()
+    for label in corpus.settings:
+        if not (baseline := corpus.baseline(label)):
+            continue
+        baselines[label] = baseline
+        said(f"comparing {label} with {baseline}")
+        found = pairs(corpus.members(label), corpus.members(baseline), subset, resamples)
+        for measure, name in MEASURES.items():
+            mine, theirs = (scores.loc[[one], measure].droplevel(0) if one in scores.index else pandas.Series()
+                            for one in (label, baseline))  # fmt: skip
+            rows.append([label, name, *_comparison(mine, theirs, measure, found)])
+            if mine.empty or theirs.empty:
+                lacking = label if mine.empty else baseline
+                rows[-1][2:] = [missing(f"{lacking}: {_why_unscored(corpus.members(lacking))[1:-1]}")] * 3
+    columns = [
+        "norm", "measure", "difference of means", "over seeds: Welch's t-test",
+        "over sentences: paired bootstrap, per seed",
+    ]  # fmt: skip
+    return {
+        "table": pandas.DataFrame(rows, columns=columns),
+        "baselines": baselines,
+        "several": len(set(baselines.values())) > 1,
+        "ln": any(corpus.norm(label) == norm_labels().get("layer") for label in corpus.settings),
+        "corrected": f"{0.05 / max(1, len(baselines)):.3f}",
+    }
+
+
+def _comparison(mine: pandas.Series, theirs: pandas.Series, measure: str, found: list) -> list[str]:
+    """Difference of means, test over seeds, test over sentences; from scores by seed, and paired bootstraps."""
+    if mine.empty or theirs.empty:
+        return ["", "", ""]
+    test = welch(list(mine), list(theirs))
+    if test is not None:
+        over_seeds = f"{signed(test.low)} to {signed(test.high)}, {p_text(test.p_value)}"
+    else:
+        few = min(len(mine), len(theirs)) < 2
+        over_seeds = missing("– (needs two seeds of each)" if few else "– (no spread over seeds)")
+    parts = []
+    for seed, comparisons in found:
+        if isinstance(comparisons, str):
+            parts.append(f"seed {seed}: not computed ({comparisons})")
+        else:
+            theirs_one, one = comparisons[measure].results.values()
+            parts.append(f"seed {seed}: {signed(one.score - theirs_one.score)}, {p_text(one.p_value)}")
+    alone = sorted((set(mine.index) | set(theirs.index)) - {seed for seed, _ in found}, key=str)
+    if alone:
+        parts.append(f"seed {listed(alone)}: on one side only")
+    return [signed(mine.mean() - theirs.mean()), over_seeds, "; ".join(parts)]
+
+
+def _scores_of_runs(corpus: Corpus) -> pandas.DataFrame:
+    rows = []
+    for label, run in zip(corpus.frame["system"], corpus.runs, strict=True):
+        row = {"norm": label, "seed": _seed(run), "run": code(run.name)}
+        row |= {
+            name: number(getattr(run.scores, m).score) if run.scores else _why_unscored([run])
+            for m, name in MEASURES.items()
+        }
+        verbose = run.scores.tokenized.verbose if run.scores else ""
+        match = re.match(r"(\S+)(?: +\(BP = (\S+) ratio = (\S+) hyp_len = (\d+) ref_len = (\d+)\))?", verbose)
+        precisions, penalty, ratio, *lengths = match.groups() if match else [None] * 5
+        row["precisions, 1 to 4 tokens"] = precisions or missing("not recorded")
+        row["brevity penalty"] = penalty or missing("not recorded")
+        row["length ratio"] = f"{ratio} ({lengths[0]} / {lengths[1]})" if ratio else missing("not recorded")
+        row["sentences"] = f"{run.scores.sentences:,}" if run.scores else _why_unscored([run])
+        rows.append(row)
+    return pandas.DataFrame(rows)
+
+
+# Training ------------------------------------------------------------------------------------------------------------
+
+
+def _state(run: Run) -> str:
+    """One word or two for how far a run came."""
+    if run.failed is not None:
+        return missing(f"failed: {here(run.failed) or 'no reason given'}")
+    if not run.trained:
+        return missing("not trained")
+    if not run.log.ended and not (run.max_update and run.log.updates >= run.max_update):
+        return missing("not finished")
+    if run.decoded is None:
+        return missing("trained, not decoded")
+    return "complete" if run.scores else missing("decoded, not scored")
+
+
+def _training(corpus: Corpus) -> pandas.DataFrame:
+    rows = []
+    for label, run in zip(corpus.frame["system"], corpus.runs, strict=True):
+        row = {"norm": label, "seed": _seed(run), "run": code(run.name), "state": _state(run)}
+        names = ["updates", "best validation loss (bits/token)", "wall time", "starts", "tokens/s", "tokens", "workers",
+                 "parameters"]  # fmt: skip
+        values = _training_numbers(run) if run.trained else [missing("not trained")] * len(names)
+        rows.append(row | dict(zip(names, values, strict=True)))
+    return pandas.DataFrame(rows)
+
+
+def _training_numbers(run: Run) -> list[str]:
+    log, nothing = run.log, missing("not logged")
+    finite = [(loss, update) for update, loss in log.valid.items() if math.isfinite(loss)]
+    best = f"{number(min(finite)[0], 3)} at {min(finite)[1]:,}" if finite else missing("never validated")
+    seconds, tokens = (sum(getattr(start, what) for start in log.starts) for what in ("seconds", "tokens"))
+    certain = all(start.done_seconds is not None for start in log.starts)
+    speeds = list(log.tokens_per_second.values())
+    return [
+        f"{log.updates:,} of {run.max_update:,}" if run.max_update else f"{log.updates:,} (no limit)",
+        best,
+        ("" if certain else "at least ") + duration(seconds) if seconds else nothing,
+        str(len(log.starts)),
+        number(statistics.median(speeds), 0) if speeds else nothing,
+        number(tokens, 0) if tokens else nothing,
+        str(run.workers),
+        f"{log.parameters:,}" if log.parameters else nothing,
+    ]
+
+
+def _diagnostics(corpus: Corpus) -> dict:
+    """The norms' diagnostics: ``table``, their ``meanings``, and the runs that are ``silent``."""
+    logged = {run.name: run.log.diagnostics if run.log else {} for run in corpus.runs}
+    names = dict.fromkeys(name for found in logged.values() for name in found)
+    names = [*(name for name in _DIAGNOSTICS if name in names), *(name for name in names if name not in _DIAGNOSTICS)]
+
+    def cell(values: dict[int, float], name: str) -> str:
+        ordered = [value for _, value in sorted(values.items())]
+        finite = [value for value in ordered if math.isfinite(value)]
+        if not finite:
+            return missing("not finite" if ordered else "not logged")
+        make = _DIAGNOSTICS[name][1] if name in _DIAGNOSTICS else max
+        return f"{make(finite):.4g}, last {ordered[-1]:.4g}"
+
+    rows = [
+        {"norm": label, "seed": _seed(run)} | {code(name): cell(found.get(name, {}), name) for name in names}
+        for label, run in zip(corpus.frame["system"], corpus.runs, strict=True)
+        if (found := logged[run.name])
+    ]
+    return {
+        "table": pandas.DataFrame(rows),
+        "meanings": {name: _DIAGNOSTICS[name] for name in names if name in _DIAGNOSTICS},
+        "silent": [name for name, found in logged.items() if not found],
+    }
+
+
+def _machines(runs: Sequence[Run]) -> pandas.DataFrame:
+    """Versions and hardware, as each start of a training recorded them; the same ones once."""
+    rows = []
+    for run in runs:
+        for start in run.starts:
+            machine = {name: value for name, value in start.items() if name not in _OF_A_START}
+            key = json.dumps(machine, sort_keys=True, default=str)
+            rows.append(
+                {"key": key, "machine": machine, "run": run.name, "started": str(start.get("started", "not recorded"))}
+            )
+    if not rows:
+        return pandas.DataFrame()
+    columns = {}
+    for index, (_, starts) in enumerate(pandas.DataFrame(rows).groupby("key", sort=False), 1):
+        first, last = starts["started"].min(), starts["started"].max()
+        columns[f"machine {index}"] = {
+            name.replace("_", " "): _plain(value) for name, value in starts["machine"].iloc[0].items()
+        } | {
+            "runs": ", ".join(starts["run"].unique()),
+            "starts": f"{count(len(starts), 'start')}, {first if first == last else f'{first} to {last}'}",
+        }
+    if len(columns) == 1:
+        columns = {"all starts": next(iter(columns.values()))}
+    names = dict.fromkeys(name for column in columns.values() for name in column if name not in ("runs", "starts"))
+    return pandas.DataFrame(columns).reindex([*names, "runs", "starts"]).fillna("none").reset_index(names="what")
+
+
+# Settings ------------------------------------------------------------------------------------------------------------
+
+
+def _settings(corpus: Corpus) -> dict | None:
+    """Tables of what differs between the systems (``differing``) and what does not (``common``); None if unknown."""
+    known = [label for label in corpus.settings if corpus.norm(label) != UNKNOWN]
+    values = {label: [comparable(run) for run in corpus.members(label)] for label in known}
+    if not known:
+        return None
+    every = [one for of_system in values.values() for one in of_system]
+    names = [name for name in differing(every) if name != SEED]
+    differ = {"setting": [code(name) for name in names]} | {
+        label: [", ".join(dict.fromkeys(shown(one.get(name)) for one in of_system)) for name in names]
+        for label, of_system in values.items()
+    }
+    common = {name: value for name, value in every[0].items() if name not in differing(every)}
+    # fairseq's ways to say "not": false, -1, no text; and 0 as a limit.
+    told = {
+        name: value
+        for name, value in sorted(common.items(), key=lambda item: not item[0].endswith("._name"))
+        if _MAIN_SETTINGS.match(name) and not (value is False or value in (-1, "") or (value == 0 and "max_" in name))
+    }
+    return {
+        "differing": pandas.DataFrame(differ),
+        "common": pandas.DataFrame({"setting": map(code, told), "value": map(shown, told.values())}),
+        "rest": len(common) - len(told),
+    }
+
+
+def _train_command(run: Run) -> str | None:
+    """The command that makes a run of train.sh again; None if hydra's record of it is not there."""
+    folder = run.path / "hydra/.hydra"
+    try:
+        overrides = yaml.safe_load((folder / "overrides.yaml").read_text("utf-8"))
+        hydra = yaml.safe_load((folder / "hydra.yaml").read_text("utf-8"))["hydra"]
+        config = str(hydra["job"]["config_name"])
+        for source in hydra.get("runtime", {}).get("config_sources", []):
+            if source["provider"] == "command-line" and Path(source["path"]).name != "configs":
+                config = here(Path(source["path"]) / f"{config}.yaml")  # not a name in configs/
+        chosen = [str(one) for one in overrides if not _ADDED_BY_TRAIN.match(str(one))]
+    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
+        return None
+    # train.sh passes this to hydra in a form that it does not accept itself.
+    chosen = [one.lstrip("+") if re.match(r"\+*tokens_per_update=", one) else one for one in chosen]
+    data = ["--data", here(run.data_path)] if run.data_path else []
+    return shlex.join(["scripts/train.sh", config, *data, "--run", here(run.path), *map(here, chosen)])
+
+
+# The report ----------------------------------------------------------------------------------------------------------
+
+
+def _repeated(corpus: Corpus) -> list[str]:
+    """What to say of seeds that were run more than once."""
+    return [
+        f"{label}, seed {seed} was run more than once ({', '.join(run.name for run in runs)}): it counts as one seed, "
+        "by the mean of its scores"
+        for (label, seed), runs in corpus.frame.groupby(["system", "seed"], sort=False)["run"]
+        if len(runs) > 1
+    ]
+
+
+def _about(corpus: Corpus, picture: Path, subset: str, paper: str, resamples: int, said: Callable[[str], None]) -> dict:
+    """All that the template shows of a corpus."""
+    data, runs = corpus.data or {}, corpus.runs
+    if paper == "auto":
+        paper = recognise(data, _sentences(corpus, subset)) if subset == "test" else None
+    beside = PAPER.get(paper)
+    scored = [run for run in runs if run.scores]
+    signatures = {
+        name: sorted({str(getattr(run.scores, measure).signature) for run in scored})
+        for measure, name in MEASURES.items()
+    }
+    significance = _significance(corpus, subset, resamples, said)
+    said("drawing learning curves")
+    logs = {label: [run.log for run in corpus.members(label) if run.log] for label in corpus.settings}
+    names = [data.get("source"), data.get("target")]
+    commands = {run.name: _train_command(run) for run in runs}
+    return {
+        "title": " to ".join(names) if all(names) else f"Data not known: {runs[0].name}",
+        "data": _data(corpus),
+        "headline": _headline(corpus),
+        "results": _results(corpus, beside),
+        "paper": beside,
+        "size": _sentences(corpus, subset),
+        "split": any(run.scores.tokenized.compound_split != beside.compound_split for run in scored)
+        if beside
+        else None,
+        "signatures": signatures if scored else {},
+        "decodings": sorted({run.decoding for run in runs if run.decoding}),
+        "significance": significance,
+        "curves": curves.plot(logs, picture, significance["baselines"]),
+        "picture": picture.name,
+        "scores": _scores_of_runs(corpus),
+        "training": _training(corpus),
+        "diagnostics": _diagnostics(corpus),
+        "settings": _settings(corpus),
+        "commands": [command for command in commands.values() if command],
+        "lacking": [name for name, command in commands.items() if not command],
+    }
+
+
+def build(
+    runs: Sequence[Run],
+    folder: Path,
+    prefix: str,
+    subset: str,
+    paper: str,
+    resamples: int,
+    said: Callable[[str], None] = lambda words: None,
+) -> tuple[str, list[str]]:
+    """The report about runs as Markdown, and the names of its pictures, which are written into ``folder``.
+
+    Args:
+        runs: as :func:`pn_fairseq.report.runs.read_runs` returns them.
+        folder: where the pictures go.
+        prefix: what their names begin with.
+        subset: which decoded subset the scores are of.
+        paper: whose numbers are shown beside ours: a key of :data:`PAPER`, ``none``, or ``auto``.
+        resamples: of the bootstrap.
+        said: called with lines of progress.
+    """
+    corpora = group([run for run in runs if run.known])
+    pictures = [f"{prefix}{index}.png" for index in range(1, len(corpora) + 1)]
+    problems = [(here(run.path), here(problem)) for run in runs for problem in run.problems]
+    page = template("report.md.j2").render(
+        version=__version__, source=SOURCE, subset=subset, resamples=resamples,
+        runs=len(runs),
+        systems=sum(len(corpus.settings) for corpus in corpora),
+        scored=sum(run.scores is not None for run in runs),
+        faultless=sum(run.scores is not None and not run.problems for run in runs),
+        problems=problems,
+        repeated=[remark for corpus in corpora for remark in _repeated(corpus)],
+        corpora=[
+            _about(corpus, folder / name, subset, paper, resamples, said)
+            for corpus, name in zip(corpora, pictures, strict=True)
+        ],
+        machines=_machines(runs),
+        lacking=[run.name for run in runs if not run.starts],
+        count=count, number=number, signed=signed, p_text=p_text,
+    )  # fmt: skip
+    return re.sub(r"\n{3,}", "\n\n", page), pictures
+
+
+__all__ = ["NORM", "build", "table", "text"]
