@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,10 +15,11 @@ LEVEL = 0.05
 _USAGE = """\
 pn-score --run DIR [--subset test] [--output DIR] [--compound-split | --no-compound-split]
        pn-score --compare BASELINE DIR [DIR ...] [--subset test] [--resamples N] [--seed N]
-       pn-score --hyp FILE --ref FILE [--tokenized] [--lowercase] [--target LANG] [--compare FILE ...]"""
+       pn-score --hyp FILE --ref FILE [--tokenized [--compound-split]] [--lowercase] [--target LANG]
+                [--compare FILE ... [--resamples N] [--seed N]]"""
 
 _DESCRIPTION = """\
-BLEU and chrF of the hypotheses of a run, or of any text, and whether the difference between two is significant.
+BLEU and chrF of the hypotheses of a run, or of any text, and whether differences are significant.
 
 Of a run it prints, and writes to scores.txt and scores.json:
   tokenized BLEU    on the tokens as prepared: what multi-bleu and fairseq-generate print and the paper reports
@@ -29,85 +29,84 @@ Of a run it prints, and writes to scores.txt and scores.json:
   chrF              the same for character n-grams
 """
 
+#: Option that chooses what is done -> the options that go with it.
+_MODES = {
+    "hyp": {"hyp", "ref", "tokenized", "compound_split", "lowercase", "target", "compare", "resamples", "seed"},
+    "run": {"run", "subset", "output", "compound_split"},
+    "compare": {"compare", "subset", "resamples", "seed"},
+}
 
-@command("pn-score")
-def main(argv: Sequence[str] | None = None) -> None:
-    """Run ``pn-score`` on ``argv`` (by default the process's arguments)."""
-    from pn_fairseq.pipeline.scoring import RESAMPLES, SEED, score_run
 
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = ArgumentParser(
         prog="pn-score",
         usage=_USAGE,
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
-    add = parser.add_argument
-    add("--run", type=Path, metavar="DIR", help="a run of scripts/train.sh that scripts/generate.sh decoded; or a folder "
-        "of fairseq-train with the generate-SUBSET.txt of fairseq-generate --results-path DIR --remove-bpe")  # fmt: skip
-    add("--subset", help="test (default) or valid")
-    add("--output", type=Path, metavar="DIR", help="what generate.sh was given (default: RUN/generate/SUBSET)")
-    add("--compound-split", action=argparse.BooleanOptionalAction, help='in tokenized BLEU, split words with hyphens '
-        '("rich ##AT##-##AT## text"), as papers on WMT14 do (default: what the data was prepared for)')  # fmt: skip
-    add("--hyp", type=Path, metavar="FILE", help="hypotheses, a line for each sentence")
-    add("--ref", type=Path, metavar="FILE", help="references, a line for each sentence")
-    add("--tokenized", action="store_true", help="the files hold tokens: tokenized BLEU (default: plain text)")
-    add("--lowercase", action="store_true", help="ignore case")
-    add("--target", metavar="LANG", help="language of the text, which chooses sacrebleu's tokenizer (default: 13a); of a "
-        "run it is known")  # fmt: skip
-    add("--compare", type=Path, nargs="+", metavar="PATH", help="is the difference between each run and the first, or "
-        "each file and --hyp, more than the choice of test sentences? Paired bootstrap by sacrebleu: a table and what it "
-        "means")  # fmt: skip
-    add("--resamples", type=int, metavar="N", help=f"resampled sets of sentences (default: {RESAMPLES})")
-    add("--seed", type=int, metavar="N", help=f"of the resampling (default: {SEED})")
+    for name, meaning, settings in (
+        ("run", "a run that scripts/generate.sh has decoded: of train.sh, fairseq-train or a job of a sweep",
+         {"type": Path, "metavar": "DIR"}),
+        ("subset", "test (default) or valid", {}),
+        ("output", "what generate.sh was given (default: RUN/generate/SUBSET)", {"type": Path, "metavar": "DIR"}),
+        ("compound-split", 'in tokenized BLEU, split words with hyphens ("rich ##AT##-##AT## text"), as papers on '
+         "WMT14 do (default: what the run's data was prepared for)", {"action": argparse.BooleanOptionalAction}),
+        ("hyp", "hypotheses, a line for each sentence", {"type": Path, "metavar": "FILE"}),
+        ("ref", "references, a line for each sentence", {"type": Path, "metavar": "FILE"}),
+        ("tokenized", "the files hold tokens: print tokenized BLEU (default: they hold plain text)",
+         {"action": "store_true"}),
+        ("lowercase", "ignore case", {"action": "store_true"}),
+        ("target", "language of the text, which chooses sacrebleu's tokenizer (default: 13a)", {"metavar": "LANG"}),
+        ("compare", "is the difference between each run and the first, or each file and --hyp, more than the choice of "
+         "test sentences? Paired bootstrap by sacrebleu: a table and what it means",
+         {"type": Path, "nargs": "+", "metavar": "PATH"}),
+        ("resamples", "resampled sets of sentences (default: 1000)", {"type": int, "metavar": "N"}),
+        ("seed", "of the resampling (default: 12345)", {"type": int, "metavar": "N"}),
+    ):  # fmt: skip
+        parser.add_argument(f"--{name}", help=meaning, **settings)
     args = parser.parse_args(argv)
-    given = {
-        name
-        for name, value in vars(args).items()
-        if value not in (None, False) or name == "compound_split" and value is False
-    }
+    args.mode = next((mode for mode in _MODES if mode in args), None)
+    if args.mode is None:
+        raise UserError("--run, --compare or --hyp is needed (see pn-score --help)")
+    for name in sorted(vars(args).keys() - _MODES[args.mode] - {"mode"}):
+        where = "--compare" if name in ("resamples", "seed") else f"--{args.mode}"
+        raise UserError(f"--{name.replace('_', '-')} goes {'with' if where == '--compare' else 'not with'} {where}")
+    for name in ("resamples", "seed"):
+        if vars(args).get(name, 1) < 1:
+            raise UserError(f"--{name} must be at least 1, not {vars(args)[name]}")
+    if args.mode == "hyp" and "ref" not in args:
+        raise UserError("--hyp needs --ref, too (see pn-score --help)")
+    return args
 
-    def check(mode: str, needed: set[str], optional: set[str]) -> bool:
-        """Whether the mode is chosen; its options must be there, and no others."""
-        if not given & needed:
-            return False
-        for name in sorted(needed - given):
-            raise UserError(f"{mode} needs --{name}, too (see pn-score --help)")
-        for name in sorted(given - needed - optional):
-            raise UserError(f"--{name.replace('_', '-')} does not go with {mode} (see pn-score --help)")
-        return True
 
-    bootstrap = {"resamples", "seed"}
-    if given & bootstrap and "compare" not in given:
-        raise UserError(f"--{min(given & bootstrap)} goes with --compare (see pn-score --help)")
-    options = {"resamples": RESAMPLES if args.resamples is None else args.resamples, "seed": args.seed or SEED}
-    if args.seed is not None and args.seed < 1 or options["resamples"] < 1:
-        raise UserError("--resamples and --seed must be at least 1")
-    subset = args.subset or "test"
-    if check("--hyp", {"hyp", "ref"}, {"tokenized", "lowercase", "target", "compound_split", "compare", *bootstrap}):
-        score_files(args, options)
-    elif check("--run", {"run"}, {"subset", "output", "compound_split"}):
-        scores = score_run(args.run, subset, args.output, args.compound_split)
+@command("pn-score")
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run ``pn-score`` on ``argv`` (by default the process's arguments)."""
+    args = _parse(argv)
+    given = vars(args)
+    bootstrap = {name: given[name] for name in ("resamples", "seed") if name in given}
+    if args.mode == "hyp":
+        score_files(given, bootstrap)
+    elif args.mode == "compare":
+        compare_runs(args.compare, given.get("subset", "test"), bootstrap)
+    else:
+        from pn_fairseq.pipeline.scoring import score_run
+
+        scores = score_run(args.run, *(given.get(name) for name in ("subset", "output", "compound_split")))
         print(scores.text(), end="")
         _warn(scores.tokenized.score)
-    elif check("--compare", {"compare"}, {"subset", *bootstrap}):
-        compare_runs(args.compare, subset, options)
-    else:
-        raise UserError("--run, --compare or --hyp is needed (see pn-score --help)")
 
 
 def _warn(bleu: float) -> None:
-    from pn_fairseq.pipeline.scoring import LEAST_BLEU
+    from pn_fairseq.pipeline.scoring import low_bleu
 
-    if bleu < LEAST_BLEU:
-        print(
-            f"pn-score: warning: BLEU is below {LEAST_BLEU:g}: the model has hardly learned to translate, or hypotheses "
-            "and references do not belong together",
-            file=sys.stderr,
-        )
+    if warning := low_bleu(bleu):
+        print(f"pn-score: warning: {warning}", file=sys.stderr)
 
 
-def compare_runs(runs: Sequence[Path], subset: str, options: Mapping[str, int]) -> None:
+def compare_runs(runs: Sequence[Path], subset: str, bootstrap: Mapping[str, int]) -> None:
     """Print the comparison of runs, which are scored first where they are not."""
     from pn_fairseq.pipeline.scoring import compare_folders, read_scores, score_run
     from pn_fairseq.report.runs import short_names
@@ -122,64 +121,66 @@ def compare_runs(runs: Sequence[Path], subset: str, options: Mapping[str, int]) 
         # What is scored needs its data no more.
         if not scores.is_file() or (hypotheses.is_file() and hypotheses.stat().st_mtime_ns > scores.stat().st_mtime_ns):
             score_run(run, subset)
-    found = compare_folders(folders, **options)
-    print(show(found, f"{subset}, {read_scores(folders[next(iter(folders))]).sentences} sentences", **options))
+    found = compare_folders(folders, **bootstrap)
+    sentences = read_scores(next(iter(folders.values()))).sentences
+    print(show(found, f"{subset}, {sentences} sentences"))
 
 
-def score_files(args: argparse.Namespace, options: Mapping[str, int]) -> None:
+def score_files(given: Mapping, bootstrap: Mapping[str, int]) -> None:
     """Print the scores of text files, or their comparison."""
     from pn_fairseq.pipeline.scoring import paired_bootstrap, read_lines, score, score_lines
     from pn_fairseq.report.runs import short_names
 
-    settings = {"lowercase": args.lowercase}
-    metrics = {"detokenized": settings | {"target": args.target or ""}, "chrf": settings}
-    if args.tokenized:
-        metrics = {"tokenized": settings | {"compound_split": bool(args.compound_split)}}
-    files = [args.hyp, *(args.compare or [])]
-    texts = dict(zip(short_names(files), map(read_lines, files), strict=True))
-    reference = read_lines(args.ref)
-    if len(texts) != len(files):
+    settings = {"lowercase": "lowercase" in given}
+    metrics = {"detokenized": settings | {"target": given.get("target", "")}, "chrf": settings}
+    if "tokenized" in given:
+        metrics = {"tokenized": settings | {"compound_split": given.get("compound_split", False)}}
+    files = [given["hyp"], *given.get("compare", [])]
+    if len({file.resolve() for file in files}) != len(files):
         raise UserError("a file of hypotheses is named twice")
-    if args.compare:
+    texts = dict(zip(short_names(files), map(read_lines, files), strict=True))
+    reference = read_lines(given["ref"])
+    if "compare" in given:
         found = {
-            metric: paired_bootstrap(texts, reference, metric=metric, **options, **of_metric)
+            metric: paired_bootstrap(texts, reference, metric=metric, **bootstrap, **of_metric)
             for metric, of_metric in metrics.items()
         }
-        print(show(found, f"{args.ref.name}, {len(reference)} sentences", **options))
+        print(show(found, f"{given['ref'].name}, {len(reference)} sentences"))
         return
-    scores = {metric: score(metric, next(iter(texts.values())), reference, **one) for metric, one in metrics.items()}
+    scores = {
+        metric: score(metric, next(iter(texts.values())), reference, **of_metric)
+        for metric, of_metric in metrics.items()
+    }
     print(score_lines(scores), end="")
     _warn(next(iter(scores.values())).score)
 
 
-def show(comparisons: Mapping, text: str, resamples: int, seed: int) -> str:
+def show(comparisons: Mapping, text: str) -> str:
     """The comparisons as a table and as plain language."""
     from tabulate import tabulate
 
     from pn_fairseq.pipeline.scoring import METRICS, p_text
 
-    baseline, *others = next(iter(comparisons.values())).results
-    rows, verdicts = [], []
-    for name in (baseline, *others):
+    one = next(iter(comparisons.values()))
+    baseline, rows, verdicts = next(iter(one.results)), [], []
+    for name in one.results:
         row = [f"{name} (baseline)" if name == baseline else name]
         for metric, comparison in comparisons.items():
-            one, first = comparison.results[name], comparison.results[baseline]
-            row.append(f"{one.score:.2f} ({one.mean:.2f} ± {one.ci:.2f})")
+            result, first = comparison.results[name], comparison.results[baseline]
+            row.append(f"{result.score:.2f} ({result.mean:.2f} ± {result.ci:.2f})")
             if name == baseline:
                 continue
-            significant = one.p_value < LEVEL
-            row[-1] += f" {p_text(one.p_value)}{' *' * significant}"
-            if one.score == first.score:
-                verdicts.append(f"{name}: {METRICS[metric]} is the same as {baseline}'s ({p_text(one.p_value)})")
-                continue
-            verdicts.append(
-                f"{name}: {METRICS[metric]} is {abs(one.score - first.score):.2f} "
-                f"{'higher' if one.score > first.score else 'lower'} than {baseline}'s: "
-                f"{'significant' if significant else 'inconclusive, it may be chance'} ({p_text(one.p_value)})"
-            )
+            significant, p = result.p_value < LEVEL, p_text(result.p_value)
+            row[-1] += f" {p}{' *' * significant}"
+            difference = result.score - first.score
+            verdict = f"the same as {baseline}'s"
+            if difference:
+                verdict = f"{abs(difference):.2f} {'higher' if difference > 0 else 'lower'} than {baseline}'s: "
+                verdict += "significant" if significant else "inconclusive, it may be chance"
+            verdicts.append(f"{name}: {METRICS[metric]} is {verdict} ({p})")
         rows.append(row)
     return "\n".join([
-        f"paired bootstrap: {text}, {resamples} resamples, seed {seed}",
+        f"paired bootstrap: {text}, {one.resamples} resamples, seed {one.seed}",
         f"score (mean of the resamples ± 95% confidence interval); * is p < {LEVEL} against the baseline",
         "",
         tabulate(rows, headers=["", *(METRICS[metric] for metric in comparisons)], tablefmt="plain"),

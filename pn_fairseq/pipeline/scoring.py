@@ -17,7 +17,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from unittest import mock
 
@@ -35,9 +35,6 @@ METRICS = {"tokenized": "tokenized BLEU", "detokenized": "detokenized BLEU", "ch
 #: Resamples and seed of the paired bootstrap, unless told otherwise: sacrebleu's own defaults.
 RESAMPLES = 1000
 SEED = 12345
-
-#: Below this BLEU a score says little about a model.
-LEAST_BLEU = 1.0
 
 
 class ScoringError(UserError, ValueError):
@@ -88,7 +85,7 @@ class Scores:
     target: str
 
     def text(self) -> str:
-        """Three lines for people."""
+        """A line for each score."""
         return score_lines({metric: getattr(self, metric) for metric in METRICS})
 
 
@@ -98,12 +95,15 @@ class Comparison:
 
     Attributes:
         signature: of the metric, with the number of resamples (``bs``) and the seed.
+        resamples, seed: of the bootstrap.
         results: name of a system -> its ``score`` on the whole text, the ``mean`` of its scores over the resamples,
             half the width ``ci`` of their 95% confidence interval, and ``p_value`` of no difference from the baseline.
             The baseline comes first and has no p. p is 1 where every resample gives both systems the same score.
     """
 
     signature: str
+    resamples: int
+    seed: int
     results: dict[str, Result]
 
 
@@ -114,6 +114,16 @@ def score_lines(scores: Mapping[str, Score]) -> str:
         f"{one.verbose}".rstrip()
         + "\n"
         for metric, one in scores.items()
+    )
+
+
+def low_bleu(bleu: float) -> str | None:
+    """A warning where BLEU is so low that it says little about a model."""
+    if bleu >= 1:
+        return None
+    return (
+        f"BLEU is {bleu:.2f}, below 1: the model has hardly learned to translate, or hypotheses and references do not "
+        "belong together"
     )
 
 
@@ -258,20 +268,21 @@ def _check_same_length(texts: Mapping[str, Sequence[str]], reference: Sequence[s
 
 
 def score_run(
-    path: Path, subset: str = "test", output: Path | None = None, compound_split: bool | None = None
+    path: Path, subset: str | None = None, output: Path | None = None, compound_split: bool | None = None
 ) -> Scores:
     """Detokenize a run's hypotheses, compute all scores, and write plain text and scores beside the hypotheses.
 
     Args:
         path: a run (:func:`pn_fairseq.pipeline.runs.open_run`).
-        subset: ``test`` or ``valid``.
+        subset: ``test`` (default) or ``valid``.
         output: what scripts/generate.sh wrote, with ``hyp.tok`` and ``ref.tok`` (default: ``RUN/generate/SUBSET``).
         compound_split: for the tokenized BLEU (default: what the data was prepared for).
 
     Raises:
         UserError: something is missing, or the line counts differ; nothing is written then.
     """
-    run, folder = open_run(path, same_data=True), output or path / "generate" / subset
+    run, subset = open_run(path, same_data=True), subset or "test"
+    folder = output or path / "generate" / subset
     settings = run.settings()
     target, lowercase = settings["target"], settings.get("lower") == "1"
     if compound_split is None:
@@ -386,7 +397,7 @@ def paired_bootstrap(
         # Where no resample makes a difference, sacrebleu's formula gives its smallest p.
         if (result.score, result.mean, result.ci) == (results[0].score, results[0].mean, results[0].ci):
             result.p_value = 1.0
-    return Comparison(one.signature(signature), dict(zip(systems, results, strict=True)))
+    return Comparison(one.signature(signature), resamples, seed, dict(zip(systems, results, strict=True)))
 
 
 def compare_folders(
@@ -443,5 +454,5 @@ def compare_folders(
         )  # fmt: skip
         # As in the scores: what made plain text.
         note = "".join(re.findall(r"\|(?:detok|ref):[^|]*", getattr(expected, metric).signature))
-        found[metric] = Comparison(one.signature + note, one.results)
+        found[metric] = replace(one, signature=one.signature + note)
     return found

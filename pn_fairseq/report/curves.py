@@ -92,25 +92,27 @@ def _draw(axis, curves: Sequence[Mapping[int, float]], index: int, shift: float 
     return axis.plot(grid, values.mean(axis=0), linewidth=1.4, **mark, **style)[0]
 
 
-def _frame(axis, curves: Sequence[Mapping[int, float]], both_sides: bool = False) -> bool:
-    """Leave out what the first updates have outside the range of the rest, and say so in the panel."""
-    finite = [{update: loss for update, loss in curve.items() if math.isfinite(loss)} for curve in curves]
-    rest = [loss for curve in finite for update, loss in curve.items() if update >= _SKIPPED * max(curve)]
+def _finite(curves: Sequence[Mapping[int, float]]) -> list[dict[int, float]]:
+    return [{update: loss for update, loss in curve.items() if math.isfinite(loss)} for curve in curves]
+
+
+def _frame(axis, drawn: Sequence[Mapping[int, float]], shared: Sequence[Mapping[int, float]]) -> bool:
+    """Leave out what the first updates have outside the range of the rest of ``shared``; note in the panel what."""
+    rest = [loss for curve in _finite(shared) for update, loss in curve.items() if update >= _SKIPPED * max(curve)]
     if not rest or max(rest) == min(rest):
         return False
     margin = 0.08 * (max(rest) - min(rest))
-    high, low = max(rest) + margin, min(rest) - margin if both_sides else -math.inf
-    cut = {update: loss for curve in finite for update, loss in curve.items() if not low <= loss <= high}
-    if not cut:
-        return False
-    axis.set_ylim(top=high, **({"bottom": low} if both_sides else {}))
-    worst = max(cut.values(), key=abs)
-    axis.text(
-        0.985, 0.95, f"not shown: up to {worst:.3g} in the first {max(cut):,} updates",
-        transform=axis.transAxes, ha="right", va="top", fontsize=8, style="italic",
-        bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1},
-    )  # fmt: skip
-    return True
+    low, high = min(rest) - margin, max(rest) + margin
+    axis.set_ylim(low, high)
+    cut = [(update, loss) for curve in _finite(drawn) for update, loss in curve.items() if not low <= loss <= high]
+    if cut:
+        worst, last = max((loss for _, loss in cut), key=abs), max(update for update, _ in cut)
+        axis.text(
+            0.985, 0.95, f"not shown: up to {worst:.3g} in the first {last:,} updates",
+            transform=axis.transAxes, ha="right", va="top", fontsize=8, style="italic",
+            bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1},
+        )  # fmt: skip
+    return bool(cut)
 
 
 def plot(
@@ -160,8 +162,8 @@ def plot(
                 lines[label] = _draw(axis, of_system, labels.index(label), shift)
         if not any(drawn.values()):
             axis.text(0.5, 0.5, "nothing logged", ha="center", va="center", transform=axis.transAxes)
-        shared = [train, valid] if axis in axes[:2] else [drawn]
-        cut |= _frame(axis, [one for each in shared for curves in each.values() for one in curves], drawn is minus)
+        own = sum(drawn.values(), [])
+        cut |= _frame(axis, own, sum([*train.values(), *valid.values()], []) if axis in axes[:2] else own)
         axis.set_title(title, fontsize=10, loc="left", parse_math=False)
         axis.set_ylabel(unit, fontsize=9)
         axis.grid(alpha=0.3)

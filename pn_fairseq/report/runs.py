@@ -1,4 +1,4 @@
-"""What the folder of a training holds, read for a report: of scripts/train.sh, of fairseq-train, or a job of a sweep."""
+"""What the folder of a run holds, read for a report: of scripts/train.sh, of fairseq-train, or a job of a sweep."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import yaml
 
 from pn_fairseq.pipeline.command import UserError
 from pn_fairseq.pipeline.files import count_lines
-from pn_fairseq.pipeline.scoring import LEAST_BLEU, METRICS, Scores, ScoringError, read_scores
+from pn_fairseq.pipeline.scoring import METRICS, Scores, ScoringError, low_bleu, read_scores
 from pn_fairseq.pipeline.training_log import TrainingLog, read_log
 
 #: Any of these in a folder means that scripts/train.sh wrote it; of a run that failed at once there is only the last.
@@ -292,15 +292,10 @@ def lines_of(file: Path) -> int | None:
 def _read_result(run: Run, folder: Path, subset: str) -> None:
     run.decoded = lines_of(folder / "hyp.tok")
     if run.decoded is None:
-        if (run.path / f"generate-{subset}.txt").is_file():
-            run.problems.append(f"not scored: pn-score --run reads its generate-{subset}.txt")
-            return
         checkpoints = [*run.path.glob("*.pt"), *run.path.glob("checkpoints/*.pt")]
         missing = ", and there is no checkpoint" if not checkpoints else ""
         if run.ours and checkpoints and not (run.path / "checkpoints/averaged.pt").is_file():
             missing = ", and not averaged"
-        if not run.ours:
-            missing = f" and no generate-{subset}.txt (fairseq-generate --results-path {run.path})"
         run.problems.append(f"not decoded: there is no {folder.relative_to(run.path)}/hyp.tok{missing}")
         return
     if made := _text(run, folder / "made"):
@@ -315,11 +310,8 @@ def _read_result(run: Run, folder: Path, subset: str) -> None:
     except ScoringError as error:
         run.problems.append(f"not scored: {error}")
         return
-    if run.scores.tokenized.score < LEAST_BLEU:
-        run.problems.append(
-            f"tokenized BLEU is {run.scores.tokenized.score:.2f}, below {LEAST_BLEU:g}: the model has hardly learned to "
-            "translate, or hypotheses and references do not belong together"
-        )
+    if warning := low_bleu(run.scores.tokenized.score):
+        run.problems.append(f"tokenized {warning}")
 
 
 def _usable_scores(folder: Path, decoded: int) -> Scores:

@@ -61,21 +61,12 @@ def _norm_and_size(run: Run) -> tuple[str, str]:
     from pn_fairseq.norms import NORMS
 
     arch = str(run.setting("model._name", "architecture not known"))
-    if arch == "transformer_pn":
-        norm, size = "power", "base"
-    else:
-        norm, size = next(
-            (
-                (n, arch.removeprefix(p))
-                for n, one in NORMS.items()
-                if arch.startswith(p := f"transformer_{one.short}_")
-            ),
-            (None, "-"),
-        )
-        if norm is None:
-            return arch, "-"
-    norm = str(run.setting("model.encoder_norm", norm))
-    return norm_labels().get(norm, norm), size
+    prefixes = {f"transformer_{entry.short}_": name for name, entry in NORMS.items()}
+    prefix = next((prefix for prefix in prefixes if arch.startswith(prefix)), None)
+    if arch != "transformer_pn" and prefix is None:
+        return arch, "-"
+    norm = str(run.setting("model.encoder_norm", prefixes[prefix] if prefix else "power"))
+    return norm_labels().get(norm, norm), arch.removeprefix(prefix) if prefix else "base"
 
 
 def _batch(run: Run) -> dict[str, int | None]:
@@ -113,9 +104,10 @@ class Corpus:
 
     Attributes:
         data: the data's settings; None if they are not known (then there is a single run).
-        frame: a row for each run, by norm (LN first) and seed: ``run``, the label of its ``system``, its ``norm``
-            (``LN``, ``PN``, ..., or the name of an architecture), ``seed``, and its scores (NaN if it was not scored).
-        settings: label of a system -> its settings, without the seed and how it was run.
+        frame: a row for each run, by norm (LN first) and seed: ``run``, the label of its ``system``, ``seed``, and its
+            scores (NaN if it was not scored).
+        settings: label of a system -> its settings, without the seed and how it was run; the norm is ``LN``, ``PN``,
+            ..., or the name of an architecture.
     """
 
     data: dict[str, str] | None
@@ -126,12 +118,17 @@ class Corpus:
     def runs(self) -> list[Run]:
         return list(self.frame["run"])
 
+    @property
+    def ln(self) -> list[str]:
+        """The systems with layer normalization."""
+        return [label for label in self.settings if self.norm(label) == norm_labels().get("layer")]
+
     def members(self, label: str) -> list[Run]:
         """The runs of a system."""
         return list(self.frame.loc[self.frame["system"] == label, "run"])
 
     def norm(self, label: str) -> str:
-        return self.frame.loc[self.frame["system"] == label, "norm"].iloc[0]
+        return str(self.settings[label][NORM])
 
     def scores(self) -> pandas.DataFrame:
         """(system, seed) -> scores, of those that were scored. A seed that was run twice counts once, by its mean."""
@@ -140,11 +137,9 @@ class Corpus:
 
     def baseline(self, label: str) -> str | None:
         """The LN system to compare a system with: the one from which it differs in the fewest settings."""
-        ln = norm_labels().get("layer")
-        candidates = [one for one in self.settings if self.norm(one) == ln]
-        if label in candidates or not candidates:
+        if label in self.ln:
             return None
-        return min(candidates, key=lambda one: len(differing([self.settings[label], self.settings[one]])))
+        return min(self.ln, key=lambda one: len(differing([self.settings[label], self.settings[one]])), default=None)
 
 
 def differing(settings: Sequence[Mapping[str, object]]) -> list[str]:
@@ -163,24 +158,22 @@ def group(runs: Sequence[Run]) -> list[Corpus]:
 
 
 def _corpus(runs: Sequence[Run]) -> Corpus:
-    systems: list[dict[str, object]] = []
-    rows = []
+    systems, rows, order = [], [], list(norm_labels().values())
     for run in runs:
         settings = {name: value for name, value in comparable(run).items() if name != SEED and not _HOW.match(name)}
         if run.settings is None:  # nothing is known by which it could be put beside another
             settings = {NORM: UNKNOWN, "run": run.name}
         if settings not in systems:
             systems.append(settings)
+        place = order.index(settings[NORM]) if settings[NORM] in order else len(order)
         scores = {measure: getattr(run.scores, measure).score if run.scores else float("nan") for measure in METRICS}
         seed = run.seed if isinstance(run.seed, int) else None
-        rows.append({"run": run, "number": systems.index(settings), "norm": settings[NORM], "seed": seed, **scores})
-    labels = [_label(settings, systems) for settings in systems]
+        rows.append({"run": run, "place": place, "number": systems.index(settings), "seed": seed, **scores})
     frame = pandas.DataFrame(rows).astype({"seed": "Int64"})
-    frame["system"] = [labels[number] for number in frame["number"]]
-    order = list(norm_labels().values())
-    frame["order"] = [order.index(norm) if norm in order else len(order) for norm in frame["norm"]]
-    frame = frame.sort_values(["order", "number", "seed"], kind="stable", ignore_index=True)
-    return Corpus(runs[0].data, frame, {label: systems[labels.index(label)] for label in frame["system"].unique()})
+    frame = frame.sort_values(["place", "number", "seed"], kind="stable", ignore_index=True)
+    labels = {number: _label(systems[number], systems) for number in frame["number"].unique()}
+    frame["system"] = frame["number"].map(labels)
+    return Corpus(runs[0].data, frame, {label: systems[number] for number, label in labels.items()})
 
 
 def _label(settings: dict[str, object], systems: Sequence[dict[str, object]]) -> str:

@@ -8,7 +8,8 @@ import os
 import re
 import shlex
 import statistics
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pandas
@@ -17,11 +18,11 @@ import yaml
 from pn_fairseq import __version__
 from pn_fairseq.pipeline.scoring import METRICS, p_text
 from pn_fairseq.report import curves
-from pn_fairseq.report.markdown import Markdown, code, missing, table, template, text
+from pn_fairseq.report.markdown import Markdown, code, missing, template
 from pn_fairseq.report.paper import PAPER, SOURCE, PaperResult, recognise
 from pn_fairseq.report.runs import Run, lines_of
 from pn_fairseq.report.significance import pairs, welch
-from pn_fairseq.report.systems import NORM, SEED, UNKNOWN, Corpus, comparable, differing, group, norm_labels, shown
+from pn_fairseq.report.systems import SEED, UNKNOWN, Corpus, comparable, differing, group, norm_labels, shown
 
 #: Score -> what a report calls it.
 MEASURES = METRICS | {"chrf": "chrF2"}
@@ -72,17 +73,14 @@ _ADDED_BY_TRAIN = re.compile(
 _OF_A_START = ("started", "workers", "tokens_per_update", "update_freq", "max_tokens")
 
 
-# Words ---------------------------------------------------------------------------------------------------------------
-
-
 def number(value: float, digits: int = 2) -> str:
     """A number with a fixed number of digits and a comma in the thousands."""
     return f"{value:,.{digits}f}" if math.isfinite(value) else "not finite"
 
 
-def signed(value: float, digits: int = 2) -> str:
+def signed(value: float) -> str:
     """A difference, with its sign."""
-    plain = f"{value:+.{digits}f}"
+    plain = f"{value:+.2f}"
     return plain.replace("-", "−") if float(plain) else plain[1:]
 
 
@@ -90,8 +88,7 @@ def duration(seconds: float) -> str:
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min" if minutes >= 60 else f"{minutes} min {rest:02d} s"
 
 
 def count(amount: int, one: str, several: str = "") -> str:
@@ -100,11 +97,10 @@ def count(amount: int, one: str, several: str = "") -> str:
 
 
 def listed(items: Sequence[object]) -> str:
-    """Items in a row; a span of whole numbers as its ends."""
-    if len(items) > 2 and all(isinstance(item, int) for item in items):
-        numbers = sorted(items)
-        if numbers == list(range(numbers[0], numbers[-1] + 1)):
-            return f"{numbers[0]} to {numbers[-1]}"
+    """Items in a row; consecutive whole numbers as the first and the last."""
+    numbers = sorted(items) if all(isinstance(item, int) for item in items) else []
+    if len(numbers) > 2 and numbers == list(range(numbers[0], numbers[-1] + 1)):
+        return f"{numbers[0]} to {numbers[-1]}"
     return ", ".join(str(item) for item in items)
 
 
@@ -115,20 +111,20 @@ def here(words: str | Path) -> str:
     return re.sub(rf"(?<![^\s'\"=:,(\[]){re.escape(folder)}/", "", str(words)) if folder else str(words)
 
 
-def _seed(run: Run) -> str:
-    return missing("not known") if run.seed is None else str(run.seed)
-
-
 def _plain(value: object) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{name.replace('_', ' ')} {_plain(one)}" for name, one in value.items()) or "none"
     if isinstance(value, list):  # eight times the same GPU
-        several = pandas.Series([_plain(one) for one in value], dtype=object).value_counts(sort=False)
+        several = Counter(map(_plain, value))
         return "; ".join(f"{times} × {one}" if times > 1 else one for one, times in several.items()) or "none"
     return "none" if value in (None, "") else str(value)
 
 
-# Data and scores -----------------------------------------------------------------------------------------------------
+def _rows(corpus: Corpus) -> Iterator[tuple[dict, Run]]:
+    """For each run the cells that name it, and the run."""
+    for label, run in zip(corpus.frame["system"], corpus.runs, strict=True):
+        seed = missing("not known") if run.seed is None else str(run.seed)
+        yield {"norm": label, "seed": seed, "run": code(run.name)}, run
 
 
 def _pairs_of(corpus: Corpus, split: str) -> int | None:
@@ -174,29 +170,25 @@ def _results(corpus: Corpus, paper: PaperResult | None) -> pandas.DataFrame:
     means, rows = _means(corpus), []
     for label in corpus.settings:
         runs, norm = corpus.members(label), corpus.norm(label)
-        seeds = list(dict.fromkeys(run.seed for run in runs))
-        scored = list(dict.fromkeys(run.seed for run in runs if run.scores))
-        of = f" of {len(seeds)}" if len(scored) < len(seeds) else ""
-        if scored:
-            amount = f"{len(scored)}{of} ({listed(['not known' if seed is None else seed for seed in scored])})"
-        else:
-            amount = Markdown(f"0{of} {_why_unscored(runs)}")
-        row: list[str] = [label, amount]
+        seeds, scored = (
+            list(dict.fromkeys(run.seed for run in some)) for some in (runs, [r for r in runs if r.scores])
+        )
+        amount = str(len(scored)) + (f" of {len(seeds)}" if len(scored) < len(seeds) else "")
+        why = _why_unscored(runs)
+        names = listed(["not known" if seed is None else seed for seed in scored])
+        row: list[str] = [label, f"{amount} ({names})" if scored else Markdown(f"{amount} {why}")]
         for measure in MEASURES:
             mean, deviation = means.loc[label, measure]
-            if not scored:
-                row += [_why_unscored(runs)] * 2
-            else:
-                row += [number(mean), missing("– (one seed)") if math.isnan(deviation) else number(deviation)]
+            spread = missing("– (one seed)") if math.isnan(deviation) else number(deviation)
+            row += [number(mean), spread] if scored else [why, why]
             if measure == "tokenized" and paper:
                 published = paper.bleu.get(norm)
                 row.append(missing("not in the paper") if published is None else number(published, 1))
                 row.append(missing("–") if published is None or not scored else signed(mean - published))
         rows.append((norm, row))
     for norm, bleu in (paper.bleu if paper else {}).items():
-        if norm not in [one for one, _ in rows]:
-            nothing = missing("no run")
-            rows.append((norm, [norm, nothing, nothing, nothing, number(bleu, 1), *[nothing] * 5]))
+        if norm not in dict(rows):
+            rows.append((norm, [norm, *[missing("no run")] * 3, number(bleu, 1), *[missing("no run")] * 5]))
     order = list(norm_labels().values())
     rows.sort(key=lambda row: order.index(row[0]) if row[0] in order else len(order))
     columns = ["norm", "seeds scored"]
@@ -219,7 +211,7 @@ def _headline(corpus: Corpus) -> dict | None:
         return found
     # LN with each of the others, or each with each where there is no LN.
     others = len(means) - 1
-    with_ln = any(corpus.norm(label) == norm_labels().get("layer") for label in means.index)
+    with_ln = any(label in means.index for label in corpus.ln)
     return found | {
         "difference": round(means[best] - means[other], 2),
         "test": welch(list(scores[best]), list(scores[other])),
@@ -229,7 +221,7 @@ def _headline(corpus: Corpus) -> dict | None:
 
 
 def _significance(corpus: Corpus, subset: str, resamples: int, said: Callable[[str], None]) -> dict:
-    """Every system against LN: ``table``, and the ``baselines`` if there are several."""
+    """Every system against LN: ``table``, and which is compared with which in ``baselines``."""
     rows, baselines, scores = [], {}, corpus.scores()
     for label in corpus.settings:
         if not (baseline := corpus.baseline(label)):
@@ -237,69 +229,51 @@ def _significance(corpus: Corpus, subset: str, resamples: int, said: Callable[[s
         baselines[label] = baseline
         said(f"comparing {label} with {baseline}")
         found = pairs(corpus.members(label), corpus.members(baseline), subset, resamples)
+        lacking = next((one for one in (label, baseline) if one not in scores.index), None)
         for measure, name in MEASURES.items():
-            mine, theirs = (scores.loc[[one], measure].droplevel(0) if one in scores.index else pandas.Series()
-                            for one in (label, baseline))  # fmt: skip
-            rows.append([label, name, *_comparison(mine, theirs, measure, found)])
-            if mine.empty or theirs.empty:
-                lacking = label if mine.empty else baseline
-                rows[-1][2:] = [missing(f"{lacking}: {_why_unscored(corpus.members(lacking))[1:-1]}")] * 3
-    columns = [
-        "norm", "measure", "difference of means", "over seeds: Welch's t-test",
-        "over sentences: paired bootstrap, per seed",
-    ]  # fmt: skip
-    return {
-        "table": pandas.DataFrame(rows, columns=columns),
-        "baselines": baselines,
-        "several": len(set(baselines.values())) > 1,
-        "ln": any(corpus.norm(label) == norm_labels().get("layer") for label in corpus.settings),
-        "corrected": f"{0.05 / max(1, len(baselines)):.3f}",
-    }
+            if lacking:
+                cells = [missing(f"{lacking}: {_why_unscored(corpus.members(lacking))[1:-1]}")] * 3
+            else:
+                cells = _comparison(*(scores.loc[one][measure] for one in (label, baseline)), measure, found)
+            rows.append([label, name, *cells])
+    tests = ["difference of means", "over seeds: Welch's t-test", "over sentences: paired bootstrap, per seed"]
+    return {"table": pandas.DataFrame(rows, columns=["norm", "measure", *tests]), "baselines": baselines}
 
 
 def _comparison(mine: pandas.Series, theirs: pandas.Series, measure: str, found: list) -> list[str]:
     """Difference of means, test over seeds, test over sentences; from scores by seed, and paired bootstraps."""
-    if mine.empty or theirs.empty:
-        return ["", "", ""]
     test = welch(list(mine), list(theirs))
+    few = min(len(mine), len(theirs)) < 2
+    over_seeds = missing("– (needs two seeds of each)" if few else "– (no spread over seeds)")
     if test is not None:
         over_seeds = f"{signed(test.low)} to {signed(test.high)}, {p_text(test.p_value)}"
-    else:
-        few = min(len(mine), len(theirs)) < 2
-        over_seeds = missing("– (needs two seeds of each)" if few else "– (no spread over seeds)")
     parts = []
     for seed, comparisons in found:
         if isinstance(comparisons, str):
             parts.append(f"seed {seed}: not computed ({comparisons})")
         else:
-            theirs_one, one = comparisons[measure].results.values()
-            parts.append(f"seed {seed}: {signed(one.score - theirs_one.score)}, {p_text(one.p_value)}")
-    alone = sorted((set(mine.index) | set(theirs.index)) - {seed for seed, _ in found}, key=str)
-    if alone:
+            other, one = comparisons[measure].results.values()
+            parts.append(f"seed {seed}: {signed(one.score - other.score)}, {p_text(one.p_value)}")
+    if alone := sorted((set(mine.index) | set(theirs.index)) - {seed for seed, _ in found}, key=str):
         parts.append(f"seed {listed(alone)}: on one side only")
     return [signed(mine.mean() - theirs.mean()), over_seeds, "; ".join(parts)]
 
 
 def _scores_of_runs(corpus: Corpus) -> pandas.DataFrame:
     rows = []
-    for label, run in zip(corpus.frame["system"], corpus.runs, strict=True):
-        row = {"norm": label, "seed": _seed(run), "run": code(run.name)}
-        row |= {
-            name: number(getattr(run.scores, m).score) if run.scores else _why_unscored([run])
-            for m, name in MEASURES.items()
-        }
-        verbose = run.scores.tokenized.verbose if run.scores else ""
-        match = re.match(r"(\S+)(?: +\(BP = (\S+) ratio = (\S+) hyp_len = (\d+) ref_len = (\d+)\))?", verbose)
-        precisions, penalty, ratio, *lengths = match.groups() if match else [None] * 5
-        row["precisions, 1 to 4 tokens"] = precisions or missing("not recorded")
-        row["brevity penalty"] = penalty or missing("not recorded")
-        row["length ratio"] = f"{ratio} ({lengths[0]} / {lengths[1]})" if ratio else missing("not recorded")
-        row["sentences"] = f"{run.scores.sentences:,}" if run.scores else _why_unscored([run])
-        rows.append(row)
+    for row, run in _rows(corpus):
+        names = [*MEASURES.values(), "precisions, 1 to 4 tokens", "brevity penalty", "length ratio", "sentences"]
+        cells = [_why_unscored([run])] * len(names)
+        if run.scores:
+            cells[:3] = [number(getattr(run.scores, measure).score) for measure in MEASURES]
+            parts = re.match(r"(\S+) +\(BP = (\S+) ratio = (\S+) hyp_len = (\d+) ref_len = (\d+)\)",
+                             run.scores.tokenized.verbose)  # fmt: skip
+            cells[3:6] = [missing("not recorded")] * 3
+            if parts:
+                cells[3:6] = parts[1], parts[2], f"{parts[3]} ({parts[4]} / {parts[5]})"
+            cells[6] = f"{run.scores.sentences:,}"
+        rows.append(row | dict(zip(names, cells, strict=True)))
     return pandas.DataFrame(rows)
-
-
-# Training ------------------------------------------------------------------------------------------------------------
 
 
 def _state(run: Run) -> str:
@@ -317,25 +291,23 @@ def _state(run: Run) -> str:
 
 def _training(corpus: Corpus) -> pandas.DataFrame:
     rows = []
-    for label, run in zip(corpus.frame["system"], corpus.runs, strict=True):
-        row = {"norm": label, "seed": _seed(run), "run": code(run.name), "state": _state(run)}
+    for row, run in _rows(corpus):
         names = ["updates", "best validation loss (bits/token)", "wall time", "starts", "tokens/s", "tokens", "workers",
                  "parameters"]  # fmt: skip
-        values = _training_numbers(run) if run.trained else [missing("not trained")] * len(names)
-        rows.append(row | dict(zip(names, values, strict=True)))
+        cells = _training_numbers(run) if run.trained else [missing("not trained")] * len(names)
+        rows.append(row | {"state": _state(run)} | dict(zip(names, cells, strict=True)))
     return pandas.DataFrame(rows)
 
 
 def _training_numbers(run: Run) -> list[str]:
     log, nothing = run.log, missing("not logged")
-    finite = [(loss, update) for update, loss in log.valid.items() if math.isfinite(loss)]
-    best = f"{number(min(finite)[0], 3)} at {min(finite)[1]:,}" if finite else missing("never validated")
+    best = min(((loss, update) for update, loss in log.valid.items() if math.isfinite(loss)), default=None)
     seconds, tokens = (sum(getattr(start, what) for start in log.starts) for what in ("seconds", "tokens"))
     certain = all(start.done_seconds is not None for start in log.starts)
     speeds = list(log.tokens_per_second.values())
     return [
         f"{log.updates:,} of {run.max_update:,}" if run.max_update else f"{log.updates:,} (no limit)",
-        best,
+        f"{number(best[0], 3)} at {best[1]:,}" if best else missing("never validated"),
         ("" if certain else "at least ") + duration(seconds) if seconds else nothing,
         str(len(log.starts)),
         number(statistics.median(speeds), 0) if speeds else nothing,
@@ -351,18 +323,17 @@ def _diagnostics(corpus: Corpus) -> dict:
     names = dict.fromkeys(name for found in logged.values() for name in found)
     names = [*(name for name in _DIAGNOSTICS if name in names), *(name for name in names if name not in _DIAGNOSTICS)]
 
-    def cell(values: dict[int, float], name: str) -> str:
-        ordered = [value for _, value in sorted(values.items())]
-        finite = [value for value in ordered if math.isfinite(value)]
+    def cell(values: dict[int, float], make: Callable) -> str:
+        finite = [value for value in values.values() if math.isfinite(value)]
         if not finite:
-            return missing("not finite" if ordered else "not logged")
-        make = _DIAGNOSTICS[name][1] if name in _DIAGNOSTICS else max
-        return f"{make(finite):.4g}, last {ordered[-1]:.4g}"
+            return missing("not finite" if values else "not logged")
+        return f"{make(finite):.4g}, last {values[max(values)]:.4g}"
 
     rows = [
-        {"norm": label, "seed": _seed(run)} | {code(name): cell(found.get(name, {}), name) for name in names}
-        for label, run in zip(corpus.frame["system"], corpus.runs, strict=True)
-        if (found := logged[run.name])
+        {"norm": row["norm"], "seed": row["seed"]}
+        | {code(name): cell(logged[run.name].get(name, {}), _DIAGNOSTICS.get(name, ("", max))[1]) for name in names}
+        for row, run in _rows(corpus)
+        if logged[run.name]
     ]
     return {
         "table": pandas.DataFrame(rows),
@@ -373,32 +344,24 @@ def _diagnostics(corpus: Corpus) -> dict:
 
 def _machines(runs: Sequence[Run]) -> pandas.DataFrame:
     """Versions and hardware, as each start of a training recorded them; the same ones once."""
-    rows = []
-    for run in runs:
-        for start in run.starts:
-            machine = {name: value for name, value in start.items() if name not in _OF_A_START}
-            key = json.dumps(machine, sort_keys=True, default=str)
-            rows.append(
-                {"key": key, "machine": machine, "run": run.name, "started": str(start.get("started", "not recorded"))}
-            )
-    if not rows:
-        return pandas.DataFrame()
-    columns = {}
-    for index, (_, starts) in enumerate(pandas.DataFrame(rows).groupby("key", sort=False), 1):
-        first, last = starts["started"].min(), starts["started"].max()
-        columns[f"machine {index}"] = {
-            name.replace("_", " "): _plain(value) for name, value in starts["machine"].iloc[0].items()
-        } | {
-            "runs": ", ".join(starts["run"].unique()),
-            "starts": f"{count(len(starts), 'start')}, {first if first == last else f'{first} to {last}'}",
-        }
-    if len(columns) == 1:
-        columns = {"all starts": next(iter(columns.values()))}
-    names = dict.fromkeys(name for column in columns.values() for name in column if name not in ("runs", "starts"))
-    return pandas.DataFrame(columns).reindex([*names, "runs", "starts"]).fillna("none").reset_index(names="what")
-
-
-# Settings ------------------------------------------------------------------------------------------------------------
+    found: dict[str, dict] = {}
+    for run, start in ((one, start) for one in runs for start in one.starts):
+        machine = {name.replace("_", " "): _plain(value) for name, value in start.items() if name not in _OF_A_START}
+        column = found.setdefault(json.dumps(machine, sort_keys=True), machine | {"runs": {}, "starts": []})
+        column["runs"][run.name] = None
+        column["starts"].append(str(start.get("started", "not recorded")))
+    for column in found.values():
+        first, last = min(column["starts"]), max(column["starts"])
+        times = first if first == last else f"{first} to {last}"
+        column |= {"runs": ", ".join(column["runs"]), "starts": f"{count(len(column['starts']), 'start')}, {times}"}
+    titles = ["all starts"] if len(found) == 1 else [f"machine {index + 1}" for index in range(len(found))]
+    names = list(dict.fromkeys(name for column in found.values() for name in column))
+    names.sort(key=("runs", "starts").count)  # at the end
+    cells = {
+        title: [column.get(name, "none") for name in names]
+        for title, column in zip(titles, found.values(), strict=True)
+    }
+    return pandas.DataFrame({"what": names} | cells)
 
 
 def _settings(corpus: Corpus) -> dict | None:
@@ -446,19 +409,6 @@ def _train_command(run: Run) -> str | None:
     return shlex.join(["scripts/train.sh", config, *data, "--run", here(run.path), *map(here, chosen)])
 
 
-# The report ----------------------------------------------------------------------------------------------------------
-
-
-def _repeated(corpus: Corpus) -> list[str]:
-    """What to say of seeds that were run more than once."""
-    return [
-        f"{label}, seed {seed} was run more than once ({', '.join(run.name for run in runs)}): it counts as one seed, "
-        "by the mean of its scores"
-        for (label, seed), runs in corpus.frame.groupby(["system", "seed"], sort=False)["run"]
-        if len(runs) > 1
-    ]
-
-
 def _about(corpus: Corpus, picture: Path, subset: str, paper: str, resamples: int, said: Callable[[str], None]) -> dict:
     """All that the template shows of a corpus."""
     data, runs = corpus.data or {}, corpus.runs
@@ -487,6 +437,7 @@ def _about(corpus: Corpus, picture: Path, subset: str, paper: str, resamples: in
         else None,
         "signatures": signatures if scored else {},
         "decodings": sorted({run.decoding for run in runs if run.decoding}),
+        "has_ln": bool(corpus.ln),
         "significance": significance,
         "curves": curves.plot(logs, picture, significance["baselines"]),
         "picture": picture.name,
@@ -529,7 +480,12 @@ def build(
         scored=sum(run.scores is not None for run in runs),
         faultless=sum(run.scores is not None and not run.problems for run in runs),
         problems=problems,
-        repeated=[remark for corpus in corpora for remark in _repeated(corpus)],
+        repeated=[
+            (*system_and_seed, [run.name for run in again])
+            for corpus in corpora
+            for system_and_seed, again in corpus.frame.groupby(["system", "seed"], sort=False)["run"]
+            if len(again) > 1
+        ],
         corpora=[
             _about(corpus, folder / name, subset, paper, resamples, said)
             for corpus, name in zip(corpora, pictures, strict=True)
@@ -539,6 +495,3 @@ def build(
         count=count, number=number, signed=signed, p_text=p_text,
     )  # fmt: skip
     return re.sub(r"\n{3,}", "\n\n", page), pictures
-
-
-__all__ = ["NORM", "build", "table", "text"]

@@ -702,7 +702,8 @@ def test_a_table_with_a_hole_is_refused():
 
 def test_markdown_and_html_by_hand():
     frame = pandas.DataFrame({"a": [markdown.code("p|q")], "b": ["1.5"], "c": ["r|s"]})
-    text = f"# A &lt;b&gt;\n\nsee {markdown.code('x`y|z', in_table=False)}: {markdown.missing('none_of_it _at_ all')}\n\n{markdown.table(frame)}"
+    code, missing = markdown.code("x`y|z", in_table=False), markdown.missing("none_of_it _at_ all")
+    text = f"# A &lt;b&gt;\n\nsee {code}: {missing}\n\n{markdown.table(frame)}"
     assert text == (
         "# A &lt;b&gt;\n\nsee ``x`y|z``: *none_of_it \\_at\\_ all*\n\n"
         "| a      |   b | c    |\n|:-------|----:|:-----|\n| `p\\|q` | 1.5 | r\\|s |"
