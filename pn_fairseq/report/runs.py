@@ -12,7 +12,7 @@ from pathlib import Path
 import yaml
 
 from pn_fairseq.pipeline.command import UserError
-from pn_fairseq.pipeline.files import count_lines
+from pn_fairseq.pipeline.files import count_lines, read_settings
 from pn_fairseq.pipeline.scoring import METRICS, Scores, ScoringError, low_bleu, read_scores
 from pn_fairseq.pipeline.training_log import TrainingLog, read_log
 
@@ -37,7 +37,7 @@ class Run:
         ours: whether scripts/train.sh wrote it.
         name: a short name, different from those of all other runs of the report.
         settings: flat name -> value; None if they are not known.
-        data: settings of the prepared data that are not off, and ``sha256 FILE`` -> checksum; None if unknown.
+        data: settings of the prepared data that are not off, and its files' checksums; None if unknown.
         data_path: where the prepared data was (for data of others, the folder with the binary files); None if unknown.
         log: what fairseq's log says; None if there is none.
         starts: the records of ``starts.jsonl``.
@@ -245,23 +245,20 @@ def _read_data(run: Run) -> None:
             known = [run.setting(f"task.{side}_lang", pair[n]) for n, side in enumerate(("source", "target"))]
             run.data = {"source": known[0], "target": known[1], "folder": str(run.data_path)}
             return
-    try:
-        lines = noted.read_text("utf-8", errors="replace").splitlines()
-    except OSError:
+    if not noted.is_file():
         what = "there is no data.settings" if run.ours else "the settings do not name it"
         run.problems.append(f"the data is not known: {what}, so the run is compared with no other")
         return
-    run.data = dict(_DATA_DEFAULTS)
-    for line in lines:
-        if match := re.fullmatch(r"([0-9a-f]{64}) [ *](.+)", line):
-            run.data[f"sha256 {match[2]}"] = match[1]
-        elif line.strip():
-            key, _, value = line.partition("=")
-            run.data[key] = value
-    # An absent key means that a step was off; `lower` and `bpe` are 0 then.
-    run.data = {
-        key: value for key, value in run.data.items() if key and value and (value != "0" or key in ("lower", "bpe"))
-    }
+    try:
+        # An absent key means that a step was off; `lower` and `bpe` are 0 then.
+        run.data = {
+            key: value
+            for key, value in (_DATA_DEFAULTS | read_settings(noted)).items()
+            if key and value and (value != "0" or key in ("lower", "bpe"))
+        }
+    except (UserError, OSError, ValueError) as error:
+        run.problems.append(f"the data is not known: {error}")
+        return
     if "clean" not in run.data:  # How and where it was cleaned means nothing then.
         run.data = {key: value for key, value in run.data.items() if key not in ("clean_stage", "clean_splits")}
 

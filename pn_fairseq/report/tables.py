@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pandas
-import yaml
 
 from pn_fairseq import __version__
 from pn_fairseq.pipeline.scoring import METRICS, p_text
@@ -62,15 +61,8 @@ _MAIN_SETTINGS = re.compile(
     r"|common\.(seed|fp16|bf16|amp|memory_efficient_fp16)$|generation\.(beam|lenpen)$"
 )
 
-#: What train.sh adds to the command: places, and how an update is distributed over the ranks that there are.
-_ADDED_BY_TRAIN = re.compile(
-    r"\+*(common\.(user_dir|log_file|tensorboard_logdir)|task\.data|checkpoint\.save_dir|hydra\.run\.dir"
-    r"|distributed_training\.distributed_(world_size|no_spawn|init_method|backend)"
-    r"|optimization\.update_freq|dataset\.max_tokens_valid)="
-)
-
 #: What describes a start of a training and not the machine it ran on (scripts/train.sh).
-_OF_A_START = ("started", "workers", "tokens_per_update", "update_freq", "max_tokens")
+_OF_A_START = ("started", "command", "workers", "tokens_per_update", "update_freq", "max_tokens")
 
 
 def number(value: float, digits: int = 2) -> str:
@@ -140,7 +132,7 @@ def _data(corpus: Corpus) -> pandas.DataFrame:
     if corpus.data is None:
         rows["settings"] = missing("not recorded")
     for key, value in (corpus.data or {}).items():
-        if key not in ("source", "target", "folder") and not key.startswith("sha256 "):
+        if key not in ("source", "target", "folder") and "." not in key:  # with a dot: a file, and its checksum
             name, meanings = _DATA_WORDS.get(key, (key.replace("_", " "), {}))
             rows[name] = meanings.get(value, value)
     for split in ("train", "valid", "test"):
@@ -390,23 +382,10 @@ def _settings(corpus: Corpus) -> dict | None:
     }
 
 
-def _train_command(run: Run) -> str | None:
-    """The command that makes a run of train.sh again; None if hydra's record of it is not there."""
-    folder = run.path / "hydra/.hydra"
-    try:
-        overrides = yaml.safe_load((folder / "overrides.yaml").read_text("utf-8"))
-        hydra = yaml.safe_load((folder / "hydra.yaml").read_text("utf-8"))["hydra"]
-        config = str(hydra["job"]["config_name"])
-        for source in hydra.get("runtime", {}).get("config_sources", []):
-            if source["provider"] == "command-line" and Path(source["path"]).name != "configs":
-                config = here(Path(source["path"]) / f"{config}.yaml")  # not a name in configs/
-        chosen = [str(one) for one in overrides if not _ADDED_BY_TRAIN.match(str(one))]
-    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
-        return None
-    # train.sh passes this to hydra in a form that it does not accept itself.
-    chosen = [one.lstrip("+") if re.match(r"\+*tokens_per_update=", one) else one for one in chosen]
-    data = ["--data", here(run.data_path)] if run.data_path else []
-    return shlex.join(["scripts/train.sh", config, *data, "--run", here(run.path), *map(here, chosen)])
+def _commands(runs: Sequence[Run]) -> dict[str, str]:
+    """Name of a run -> the command that it was started with, of those that scripts/train.sh noted it for."""
+    words = {run.name: run.starts[0].get("command") for run in runs if run.starts}
+    return {name: shlex.join(["scripts/train.sh", *map(here, found)]) for name, found in words.items() if found}
 
 
 def _about(corpus: Corpus, picture: Path, subset: str, paper: str, resamples: int, said: Callable[[str], None]) -> dict:
@@ -424,7 +403,7 @@ def _about(corpus: Corpus, picture: Path, subset: str, paper: str, resamples: in
     said("drawing learning curves")
     logs = {label: [run.log for run in corpus.members(label) if run.log] for label in corpus.settings}
     names = [data.get("source"), data.get("target")]
-    commands = {run.name: _train_command(run) for run in runs}
+    commands = _commands(runs)
     return {
         "title": " to ".join(names) if all(names) else f"Data not known: {runs[0].name}",
         "data": _data(corpus),
@@ -445,8 +424,8 @@ def _about(corpus: Corpus, picture: Path, subset: str, paper: str, resamples: in
         "training": _training(corpus),
         "diagnostics": _diagnostics(corpus),
         "settings": _settings(corpus),
-        "commands": [command for command in commands.values() if command],
-        "lacking": [name for name, command in commands.items() if not command],
+        "commands": list(commands.values()),
+        "lacking": [run.name for run in runs if run.name not in commands],
     }
 
 

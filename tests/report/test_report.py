@@ -1,6 +1,7 @@
 """pn-report on run directories that are written here, file by file; what it says is checked against other sources."""
 
 import contextlib
+import dataclasses
 import html
 import html.parser
 import json
@@ -18,6 +19,7 @@ import sacrebleu
 import yaml
 from scipy import integrate
 
+from pn_fairseq import norms
 from pn_fairseq.report import markdown
 from pn_fairseq.report.command import main
 from pn_fairseq.report.curves import Picture
@@ -50,7 +52,7 @@ def settings(norm: str = "pn", seed: int = 1, **changes) -> dict:
         "task": {"data": f"/data/{norm}{seed}", "source_lang": "es", "target_lang": "en"},
     }
     for name, value in changes.items():
-        section, key = name.split("__")
+        section, key = name.split("__", 1)
         nested[section][key] = value
     return nested
 
@@ -115,14 +117,8 @@ def make_run(
     (path / "data").write_text("/data/not there\n")
     (path / "data.settings").write_text(data)
     (path / "train.log").write_text(train_log(5 + ERRORS[norm] + seed / 100) if log is None else log)
-    (path / "starts.jsonl").write_text(json.dumps(START) + "\n")
-    hydra = path / "hydra/.hydra"
-    hydra.mkdir(parents=True)
-    overrides = ["common.user_dir='/x'", f"model._name=transformer_{norm}_tiny", "++tokens_per_update=2048"]
-    (hydra / "overrides.yaml").write_text(yaml.safe_dump([*overrides, "optimization.update_freq=[1]"]))
-    source = {"provider": "command-line", "path": "/checkout/configs"}
-    job = {"job": {"config_name": "verses_es_en"}, "runtime": {"config_sources": [source]}}
-    (hydra / "hydra.yaml").write_text(yaml.safe_dump({"hydra": job}))
+    command = ["verses_es_en", "--data", "/data/not there", "--run", str(path), f"model._name=transformer_{norm}_tiny"]
+    (path / "starts.jsonl").write_text(json.dumps(START | {"command": command}) + "\n")
     (path / "checkpoints").mkdir()
     (path / "checkpoints/averaged.pt").touch()
     if decoded:
@@ -313,7 +309,7 @@ def test_page_is_whole(comparison):
     assert page.said("Imaginary 9000") and page.said("2 × H <x> & y")
     assert str(runs["pn"][0]) in text
     assert "scripts/train.sh verses_es_en --data '/data/not there'" in text
-    assert "tokens_per_update=2048" in text and "update_freq=[1]" not in text and "user_dir" not in text
+    assert "model._name=transformer_pnv_tiny" in text
 
 
 def markdown_tables(text: str) -> list[list[list[str]]]:
@@ -466,7 +462,7 @@ DAMAGES = {
     "bad start": ("complete", ["line 2 of starts.jsonl cannot be read"]),
     "no data.settings": ("complete", ["there is no data.settings", "Data not known"]),
     "bad config": ("complete", ["config.yaml cannot be read"]),
-    "no hydra": ("complete", ["Not recorded (no hydra/.hydra in the run's folder): no hydra"]),
+    "no command": ("complete", [", no command."]),
 }  # fmt: skip
 
 
@@ -516,8 +512,8 @@ def damage(run: Path, what: str) -> None:
             (run / "data.settings").unlink()
         case "bad config":
             (run / "config.yaml").write_text("a: [")
-        case "no hydra":
-            shutil.rmtree(run / "hydra")
+        case "no command":
+            (run / "starts.jsonl").write_text(json.dumps(START) + "\n")
 
 
 def test_no_hole(tmp_path):
@@ -533,7 +529,7 @@ def test_no_hole(tmp_path):
         said = " ".join(text for path, text in bullets if path == str(runs[what])).replace("\\", "")
         for needle in needles:
             assert needle in said or page.said(needle), needle
-        assert bool(said) == (what != "no hydra")
+        assert bool(said) == (what != "no command")
     assert not page.said("Nothing: every run")
     for table in page.tables:
         assert all(cell.strip() for row in table for cell in row)
@@ -564,14 +560,6 @@ def test_a_validation_alone_is_a_training_that_began(tmp_path):
     log = '{"valid_nll_loss": "9.5", "valid_num_updates": "20"}\n'
     row = report(make_run(tmp_path / "run", log=log), output=tmp_path / "out").table("state", "wall time")[0]
     assert row["updates"] == "20 of 40" and row["tokens/s"] == row["wall time"] == row["parameters"] == "not logged"
-
-
-def test_a_config_of_ones_own_is_named_by_its_path(tmp_path):
-    run = make_run(tmp_path / "run")
-    file = run / "hydra/.hydra/hydra.yaml"
-    file.write_text(file.read_text().replace("/checkout/configs", "/my own"))
-    report(run, output=tmp_path / "out")
-    assert "scripts/train.sh '/my own/verses_es_en.yaml' --data" in (tmp_path / "out/report.md").read_text("utf-8")
 
 
 def test_the_baseline_is_the_ln_that_differs_least(tmp_path):
@@ -656,6 +644,125 @@ def test_machines_and_diagnostics(comparison, tmp_path):
     rows = {row["what"]: row for row in page.table("what", "machine 1", "machine 2")}
     assert rows["torch"]["machine 2"] == "2.14.0" and rows["runs"]["machine 1"] == "a, b"
     assert rows["runs"]["machine 2"] == "b"
+
+
+def headline(*runs: Path, output: Path) -> str:
+    report(*runs, output=output)
+    return (output / "report.md").read_text("utf-8").split("\n\n")[1].replace("\\", "")
+
+
+def with_score(run: Path, bleu: float) -> Path:
+    file = run / "generate/test/scores.json"
+    scores = json.loads(file.read_text())
+    scores["tokenized"]["score"] = bleu
+    file.write_text(json.dumps(scores))
+    return run
+
+
+@pytest.mark.parametrize(
+    ("bleu", "needles"),
+    [
+        ({"ln": (20.0, 20.2), "pn": (25.0, 25.1)}, ["PN has", "25.05, 4.95 above LN: significant over seeds"]),
+        ({"ln": (20.0, 22.0), "pn": (21.0, 22.0)}, ["PN has", "0.50 above LN: inconclusive", "not significant"]),
+        ({"ln": (20.0, 20.2), "pn": (18.0, 18.1)}, ["LN has the highest", "20.10, 2.05 above PN: significant"]),
+        ({"ln": (20.0,), "pn": (25.0,)}, ["5.00 above LN: inconclusive", "one seed of each"]),
+        ({"ln": (20.0, 20.0), "pn": (25.0, 25.0)}, ["5.00 above LN: inconclusive", "no spread"]),
+        ({"ln": (20.0, 22.0), "pn": (22.0, 20.0)}, ["have the same mean tokenized BLEU", "no difference"]),
+        ({"bn": (20.0, 20.2), "pn": (25.0, 25.1)}, ["PN has the highest", "4.95 above BN: significant"]),
+        # Significant alone (p = 0.03), but not as one of three comparisons.
+        (
+            {"ln": (20.0, 20.6), "bn": (10.0, 10.1), "pnv": (10.0, 10.1), "pn": (22.0, 22.4)},
+            ["PN has the highest", "1.90 above LN: inconclusive", "not below 0.05 / 3, Bonferroni"],
+        ),
+        ({"pn": (20.0, 20.2)}, ["PN is the only one that was scored", "20.10"]),
+        ({}, ["no run was scored"]),
+    ],
+)  # fmt: skip
+def test_the_first_sentence_says_which_norm_did_best(bleu, needles, tmp_path):
+    runs = [make_run(tmp_path / "x", "pn", decoded=False)] if not bleu else []
+    for norm, scores in bleu.items():
+        runs += [with_score(make_run(tmp_path / f"{norm}{n}", norm, n), one) for n, one in enumerate(scores, 1)]
+    sentence = headline(*runs, output=tmp_path / "out")
+    assert all(needle in sentence for needle in needles), sentence
+    if "significant over" in sentence or "not significant" in sentence:
+        _, p = welch_by_hand(bleu["pn"], bleu.get("ln") or bleu["bn"])
+        assert shown_p(p) in sentence
+
+
+def test_a_bleu_below_1_is_a_problem(tmp_path):
+    page = report(with_score(make_run(tmp_path / "run"), 0.03), output=tmp_path / "out")
+    assert page.said("tokenized BLEU is 0.03, below 1: the model has hardly learned")
+    assert page.said("no problems found in 0.")
+
+
+CONFIG = (
+    "{'_name': None, 'common': {'seed': %d, 'log_format': 'json'}, 'dataset': {'max_tokens': 2048}, "
+    "'optimization': {'max_update': 40, 'update_freq': [1]}, 'checkpoint': {'save_dir': '%s'}, 'model': %s, "
+    "'task': {'_name': 'translation', 'data': '%s', 'source_lang': None, 'target_lang': None}}\n"
+)
+#: As fairseq-train logs a model: with all flags, of other sections, too.
+NAMESPACE = (
+    "Namespace(seed=%d, save_dir='%s', arch='transformer_%s_tiny', _name='transformer_%s_tiny', betas=(0.9, 0.98))"
+)
+
+
+def plain_run(folder: Path, norm: str, seed: int, data: Path) -> Path:
+    """A folder of fairseq-train: saved output and checkpoints; decoded and scored."""
+    folder.mkdir()
+    config = CONFIG % (seed, folder, NAMESPACE % (seed, folder, norm, norm), data)
+    prefix = "2026-01-01 00:00:00 | INFO | fairseq_cli.train | "
+    (folder / "output.txt").write_text(f"{prefix}{config}{train_log(5)}")
+    (folder / "checkpoint_last.pt").touch()
+    write_scores(folder / "generate/test", *reversed(corpus_text(ERRORS[norm], seed)))
+    return folder
+
+
+def test_folders_of_fairseq_train(tmp_path):
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/train.es-en.es.bin").touch()
+    runs = [plain_run(tmp_path / f"{norm}{n}", norm, n, tmp_path / "bin") for norm in ("ln", "pn") for n in (1, 2)]
+    page = report(*runs, output=tmp_path / "out")
+    rows = page.table("norm", "seeds scored")
+    assert [(row["norm"], row["seeds scored"]) for row in rows] == [("LN", "2 (1, 2)"), ("PN", "2 (1, 2)")]
+    assert page.said("es to en") and page.said("Nothing: every run was trained to its end")
+    assert page.table("state", "updates")[0]["updates"] == "40 of 40"
+    # Prepared by the scripts: comparable with runs of train.sh.
+    (tmp_path / "settings").write_text(DATA)
+    page = report(*runs, make_run(tmp_path / "other", "bn"), output=tmp_path / "out")
+    assert [row["norm"].split()[0] for row in page.table("norm", "seeds scored")] == ["LN", "BN", "PN"]
+
+
+def test_jobs_of_a_sweep(tmp_path):
+    sweep = tmp_path / "sweep"
+    for norm in ("ln", "pn"):
+        job = sweep / f"model._name=transformer_{norm}_tiny"
+        (job / ".hydra").mkdir(parents=True)
+        config = CONFIG % (1, "checkpoints", f"{{'_name': 'transformer_{norm}_tiny'}}", tmp_path)
+        (job / "train.log").write_text(config + train_log(5))
+    (sweep / "multirun.yaml").touch()
+    (sweep / ".hydra").mkdir()
+    for given in ([sweep], [path for path in sweep.iterdir() if path.name != ".hydra"]):
+        page = report(*given, output=tmp_path / "out")
+        assert [row["norm"] for row in page.table("norm", "state")] == ["LN", "PN"]
+        problems = re.findall(r"^- `.*transformer_pn_tiny`: (.*)", (tmp_path / "out/report.md").read_text(), re.M)
+        assert problems == ["not decoded: there is no generate/test/hyp.tok, and there is no checkpoint"]
+
+
+def test_norms_from_outside_the_package(tmp_path, monkeypatch):
+    entries = dict(norms.NORMS)
+    entries["mine"] = dataclasses.replace(entries["layer"], short="mn", title="a norm without an abbreviation")
+    entries["yours"] = dataclasses.replace(entries["layer"], short="yn", title="your norm (YOURS)")
+    monkeypatch.setattr(norms, "NORMS", entries)
+    runs = [make_run(tmp_path / short, "pn", model___name=f"transformer_{short}_tiny") for short in ("yn", "mn")]
+    page = report(*runs, make_run(tmp_path / "ln", "ln"), output=tmp_path / "out")
+    assert [row["norm"] for row in page.table("norm", "seeds scored")] == ["LN", "MN", "YOURS"]
+
+
+def test_many_settings_that_differ_are_left_to_their_table(tmp_path):
+    runs = [make_run(tmp_path / str(n), "pn", **{f"model__x{i}": n for i in range(9)}) for n in (1, 2)]
+    page = report(*runs, output=tmp_path / "out")
+    assert [row["norm"] for row in page.table("norm", "seeds scored")] == ["PN (settings 1)", "PN (settings 2)"]
+    assert page.table("setting", "PN (settings 2)")[8]["PN (settings 2)"] == "2"
 
 
 def test_only_its_own_files_are_written(tmp_path):
