@@ -339,15 +339,8 @@ def read_scores(folder: str | Path) -> Scores:
         raise ScoringError(f"there is no '{path}' (scripts/score.sh writes it)")
     try:
         found = json.loads("\n".join(read_lines(path)))
-        return Scores(
-            subset=str(found["subset"]),
-            sentences=int(found["sentences"]),
-            tokenized=TokenizedScore(**found["tokenized"]),
-            detokenized=Score(**found["detokenized"]),
-            chrf=Score(**found["chrf"]),
-            lowercase=bool(found["lowercase"]),
-            target=str(found["target"]),
-        )
+        scores = {metric: Score(**found[metric]) for metric in ("detokenized", "chrf")}
+        return Scores(**found | scores | {"tokenized": TokenizedScore(**found["tokenized"])})
     except (KeyError, TypeError, ValueError) as error:
         raise ScoringError(f"{path} is not what scripts/score.sh writes ({error}); run it again") from error
 

@@ -14,7 +14,7 @@ _JSON = re.compile(r'(?:^|[|-] )(?=\{")')
 #: The same with ``--log-format simple``, fairseq's default where the output is not a terminal.
 _SIMPLE_TRAIN = re.compile(r"epoch \d+: +\d+ / \d+ (?=loss=)")
 _SIMPLE_VALID = re.compile(r"\| valid on '\S+' subset(?= \|)")
-_SETTINGS = re.compile(r"(?:^|[|-] )(?=\{'.*'common': \{)")
+_SETTINGS = re.compile(r"(?:^|[|-] )(?=\{(?:'.*)?'common': \{)")
 _DEVICES = re.compile(r"training on (\d+) devices")
 _PARAMETERS = re.compile(r"num\. (?:shared )?model params: ([\d,]+)")
 _DONE = re.compile(r"done training in ([\d.]+) seconds")
@@ -107,12 +107,10 @@ class TrainingLog:
             self._current().done_seconds = float(match[1])
         elif match := _SETTINGS.search(line):
             self.settings = _settings(line[match.end() :])
+        elif reason := next((reason for words, reason in _REASONS.items() if words in line), None):
+            self._current().reason = reason
         elif _FAULT.search(line):
             self.faults += 1
-        else:
-            for words, reason in _REASONS.items():
-                if words in line:
-                    self._current().reason = reason
 
     def _read_record(self, record: dict) -> None:
         if "valid_num_updates" in record and {"valid_nll_loss", "valid_loss"} & record.keys():

@@ -96,13 +96,14 @@ def _finite(curves: Sequence[Mapping[int, float]]) -> list[dict[int, float]]:
     return [{update: loss for update, loss in curve.items() if math.isfinite(loss)} for curve in curves]
 
 
-def _frame(axis, drawn: Sequence[Mapping[int, float]], shared: Sequence[Mapping[int, float]]) -> bool:
-    """Leave out what the first updates have outside the range of the rest of ``shared``; note in the panel what."""
+def _frame(axis, drawn: Sequence[Mapping[int, float]], shared: Sequence[Mapping[int, float]], below: bool) -> bool:
+    """Leave out what the first updates have above (and below) the rest of ``shared``; note in the panel what."""
     rest = [loss for curve in _finite(shared) for update, loss in curve.items() if update >= _SKIPPED * max(curve)]
     if not rest or max(rest) == min(rest):
         return False
     margin = 0.08 * (max(rest) - min(rest))
-    low, high = min(rest) - margin, max(rest) + margin
+    low = min(rest if below else [loss for curve in _finite(shared) for loss in curve.values()]) - margin
+    high = max(rest) + margin
     axis.set_ylim(low, high)
     cut = [(update, loss) for curve in _finite(drawn) for update, loss in curve.items() if not low <= loss <= high]
     if cut:
@@ -163,7 +164,8 @@ def plot(
         if not any(drawn.values()):
             axis.text(0.5, 0.5, "nothing logged", ha="center", va="center", transform=axis.transAxes)
         own = sum(drawn.values(), [])
-        cut |= _frame(axis, own, sum([*train.values(), *valid.values()], []) if axis in axes[:2] else own)
+        shared = sum([*train.values(), *valid.values()], []) if axis in axes[:2] else own
+        cut |= _frame(axis, own, shared, below=drawn is minus)
         axis.set_title(title, fontsize=10, loc="left", parse_math=False)
         axis.set_ylabel(unit, fontsize=9)
         axis.grid(alpha=0.3)

@@ -34,8 +34,8 @@ class Run:
 
     Attributes:
         path: the directory, as it was named.
-        ours: whether scripts/train.sh wrote it.
         name: a short name, different from those of all other runs of the report.
+        ours: whether scripts/train.sh wrote it.
         settings: flat name -> value; None if they are not known.
         data: settings of the prepared data that are not off, and its files' checksums; None if unknown.
         data_path: where the prepared data was (for data of others, the folder with the binary files); None if unknown.
@@ -49,8 +49,8 @@ class Run:
     """
 
     path: Path
-    ours: bool = True
-    name: str = ""
+    name: str
+    ours: bool
     settings: dict[str, object] | None = None
     data: dict[str, str] | None = None
     data_path: Path | None = None
@@ -100,39 +100,28 @@ def read_runs(paths: Sequence[Path], subset: str = "test") -> list[Run]:
     Raises:
         UserError: a path is not a run, or is given twice.
     """
-    jobs = [job for path in paths for job in _jobs(path)]
+    jobs: list[Path] = []
+    for path in paths:
+        if (path / "multirun.yaml").is_file():
+            jobs += sorted(job for job in path.iterdir() if (job / ".hydra").is_dir())
+        elif path.name != "multirun.yaml":  # of `SWEEP/*`
+            jobs.append(path)
     # All before the first is read: a misspelt name is to show at once.
     seen: dict[Path, Path] = {}
     for path in jobs:
-        check_run(path)
+        try:
+            if not path.is_dir():
+                raise UserError(f"there is no directory '{path}'")
+            if not any((path / mark).is_file() for mark in _OF_TRAIN_SH) and not _logs(path):
+                raise UserError(
+                    f"'{path}' is not a run: it has neither the config.yaml of scripts/train.sh nor a log of "
+                    "fairseq-train (its --log-file or saved output, as *.log, *.out or *.txt)"
+                )
+        except OSError as error:
+            raise UserError(f"cannot read '{path}': {error.strerror}") from error
         if (other := seen.setdefault(path.resolve(), path)) is not path:
             raise UserError(f"'{path}' is given twice (also as '{other}')")
-    runs = [read_run(path, subset) for path in jobs]
-    for run, name in zip(runs, short_names(jobs), strict=True):
-        run.name = name
-    return runs
-
-
-def _jobs(path: Path) -> list[Path]:
-    if path.name == "multirun.yaml":  # of `SWEEP/*`
-        return []
-    if (path / "multirun.yaml").is_file():
-        return sorted(job for job in path.iterdir() if (job / ".hydra").is_dir())
-    return [path]
-
-
-def check_run(path: Path) -> None:
-    """Raise :class:`UserError` unless the path is the folder of a run."""
-    try:
-        if not path.is_dir():
-            raise UserError(f"there is no directory '{path}'")
-        if not any((path / mark).is_file() for mark in _OF_TRAIN_SH) and not _logs(path):
-            raise UserError(
-                f"'{path}' is not a run: it has neither the config.yaml of scripts/train.sh nor a log of fairseq-train "
-                "(its --log-file or saved output, as *.log, *.out or *.txt)"
-            )
-    except OSError as error:
-        raise UserError(f"cannot read '{path}': {error.strerror}") from error
+    return [read_run(path, subset, name) for path, name in zip(jobs, short_names(jobs), strict=True)]
 
 
 def short_names(paths: Sequence[Path]) -> list[str]:
@@ -158,10 +147,10 @@ def find_log(folder: Path) -> Path | None:
     return max(_logs(folder), key=lambda file: read_log(file).updates, default=None)
 
 
-def read_run(path: Path, subset: str = "test") -> Run:
+def read_run(path: Path, subset: str, name: str) -> Run:
     """Read the folder of a run. What is missing or damaged in it becomes a sentence in ``problems``."""
-    run = Run(path, ours=any((path / mark).is_file() for mark in _OF_TRAIN_SH))
-    run.failed = _text(run, path / "failed")
+    run = Run(path, name, ours=any((path / mark).is_file() for mark in _OF_TRAIN_SH))
+    run.failed = _text(path / "failed")
     _read_log(run)
     _read_settings(run)
     _read_data(run)
@@ -176,14 +165,11 @@ def read_run(path: Path, subset: str = "test") -> Run:
     return run
 
 
-def _text(run: Run, file: Path) -> str | None:
-    """The text of a small file, on one line; None if it is not there."""
+def _text(file: Path) -> str | None:
+    """The text of a small file, on one line; None if it cannot be read."""
     try:
         return " ".join(file.read_text("utf-8", errors="replace").split())
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        run.problems.append(f"{file.name} cannot be read: {error.strerror}")
+    except OSError:
         return None
 
 
@@ -229,7 +215,7 @@ def _read_settings(run: Run) -> None:
 def _read_data(run: Run) -> None:
     noted = run.path / "data.settings"
     if run.ours:
-        if _text(run, run.path / "data"):
+        if _text(run.path / "data"):
             run.data_path = Path((run.path / "data").read_text("utf-8", errors="replace").rstrip("\n"))
         else:
             run.problems.append("the place of the data is not recorded: the file data is missing")
@@ -295,7 +281,7 @@ def _read_result(run: Run, folder: Path, subset: str) -> None:
             missing = ", and not averaged"
         run.problems.append(f"not decoded: there is no {folder.relative_to(run.path)}/hyp.tok{missing}")
         return
-    if made := _text(run, folder / "made"):
+    if made := _text(folder / "made"):
         # How it was decoded, without what was decoded.
         words = re.findall(r"\b((?!checkpoint=|data=|subset=)[a-z_0-9]+=\S+)", made)
         run.decoding = " ".join(words) or None

@@ -288,7 +288,7 @@ def make_run(folder: Path, seed: int, lines: int = 60, **settings: str) -> Path:
         part.mkdir(parents=True, exist_ok=True)
     given = "".join(f"{key}={value}\n" for key, value in {**SETTINGS, **settings}.items())
     # As in real settings, checksums follow.
-    (data / "settings").write_text(f"{given}0123456789abcdef  test.en\n")
+    (data / "settings").write_text(f"{given}{'0' * 64}  test.en\n")
     text_file(data / "raw/test.en", texts)
     tokens = [line.lower().replace(",", " ,").replace(".", " .") for line in texts]
     text_file(decoded / "ref.tok", tokens)

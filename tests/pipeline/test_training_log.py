@@ -22,7 +22,7 @@ def test_both_log_formats_are_read(tmp_path):
 
 
 SIMPLE = """\
-2026-01-01 00:00:00 | INFO | fairseq_cli.train | {'common': {'seed': 3}, 'model': Namespace(seed=3, x=(1, None), arch='a')}
+[2026-01-01][INFO] - {'common': {'seed': 3}, 'model': Namespace(seed=3, x=(1, None), arch='a')}
 2026-01-01 00:00:00 | INFO | train_inner | epoch 001:     10 / 527 loss=10.264, nll_loss=9.902, ppl=956.98, wps=40, \
 ups=2.25, wpb=18, bsz=55.9, num_updates=10, lr=0.005, norm_nu_rms=None, wall=10
 2026-01-01 00:00:00 | INFO | valid | epoch 001 | valid on 'valid' subset | loss 9.263 | nll_loss 8.717 | num_updates 15

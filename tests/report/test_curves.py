@@ -32,11 +32,11 @@ def test_what_was_left_out_of_a_picture_is_told(tmp_path):
     full = TrainingLog({10: 9.5, 100: 5.5, 200: 4.5}, {10: 9.0, 100: 5.0, 200: 4.0}, {100: 4.0, 200: 3.0})
     faulty = TrainingLog({10: 9.5, 200: 4.5}, {10: 9.0, 100: float("nan"), 200: 4.0}, {})
     name = "_a $b$ " * 20
-    drawn = plot({name: [full, full], "c": [faulty]}, tmp_path / "x.png", {"c": name})
+    drawn = plot({name: [full, full], "c": [faulty]}, tmp_path / "x.svg", {"c": name})
     assert drawn == Picture(cut=True, nonfinite=("c",), missing=("c",), difference=False, smoothed=True)
     flat = TrainingLog({10: 3.0, 100: 5.0}, {10: 3.0, 100: 5.0}, {100: 4.0, 200: 4.0})
-    assert plot({"a": [flat]}, tmp_path / "x.png") == Picture(False, (), (), False, False)
-    assert plot({}, tmp_path / "x.png") == Picture(False, (), (), False, False)
+    assert plot({"a": [flat]}, tmp_path / "x.svg") == Picture(False, (), (), False, False)
+    assert plot({}, tmp_path / "x.svg") == Picture(False, (), (), False, False)
 
 
 def test_panels(tmp_path, monkeypatch):
