@@ -1,4 +1,4 @@
-"""``pn-score``: scores of a decoding or of text files, and whether two of them differ significantly."""
+"""``scripts/score.sh`` and ``pn-score``: scores of decodings and of text files, and the significance of differences."""
 
 from __future__ import annotations
 
@@ -7,16 +7,20 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from pn_fairseq import __version__
 from pn_fairseq.pipeline.command import ArgumentParser, UserError, command
 
 #: A difference counts as significant below this p-value.
 LEVEL = 0.05
 
+#: Both names are the same command.
+_TOOL = "pn-score" if Path(sys.argv[0]).name == "pn-score" else "score.sh"
+
 _USAGE = """\
-pn-score --run DIR [--subset test] [--output DIR] [--compound-split | --no-compound-split]
-       pn-score --compare BASELINE DIR [DIR ...] [--subset test] [--resamples N] [--seed N]
-       pn-score --hyp FILE --ref FILE [--tokenized [--compound-split]] [--lowercase] [--target LANG]
-                [--compare FILE ... [--resamples N] [--seed N]]"""
+scripts/score.sh --run DIR [--subset test] [--output DIR] [--compound-split | --no-compound-split]
+       scripts/score.sh --compare BASELINE DIR [DIR ...] [--subset test] [--resamples N] [--seed N]
+       scripts/score.sh --hyp FILE --ref FILE [--tokenized [--compound-split]] [--lowercase] [--target LANG]
+                        [--compare FILE ... [--resamples N] [--seed N]]"""
 
 _DESCRIPTION = """\
 BLEU and chrF of the hypotheses of a run, or of any text, and whether differences are significant.
@@ -39,8 +43,8 @@ _MODES = {
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = ArgumentParser(
-        prog="pn-score",
-        usage=_USAGE,
+        prog=_TOOL,
+        usage=_USAGE.replace("scripts/score.sh", "pn-score") if _TOOL == "pn-score" else _USAGE,
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         argument_default=argparse.SUPPRESS,
@@ -66,10 +70,11 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         ("seed", "of the resampling (default: 12345)", {"type": int, "metavar": "N"}),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", help=meaning, **settings)
+    parser.add_argument("--version", action="version", version=f"pn_fairseq {__version__}")
     args = parser.parse_args(argv)
     args.mode = next((mode for mode in _MODES if mode in args), None)
     if args.mode is None:
-        raise UserError("--run, --compare or --hyp is needed (see pn-score --help)")
+        raise UserError("--run, --compare or --hyp is needed (see --help)")
     for name in sorted(vars(args).keys() - _MODES[args.mode] - {"mode"}):
         where = "--compare" if name in ("resamples", "seed") else f"--{args.mode}"
         raise UserError(f"--{name.replace('_', '-')} goes {'with' if where == '--compare' else 'not with'} {where}")
@@ -77,13 +82,13 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         if vars(args).get(name, 1) < 1:
             raise UserError(f"--{name} must be at least 1, not {vars(args)[name]}")
     if args.mode == "hyp" and "ref" not in args:
-        raise UserError("--hyp needs --ref, too (see pn-score --help)")
+        raise UserError("--hyp needs --ref, too (see --help)")
     return args
 
 
-@command("pn-score")
+@command(_TOOL)
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run ``pn-score`` on ``argv`` (by default the process's arguments)."""
+    """Run ``score.sh`` on ``argv`` (by default the process's arguments)."""
     args = _parse(argv)
     given = vars(args)
     bootstrap = {name: given[name] for name in ("resamples", "seed") if name in given}
@@ -103,7 +108,7 @@ def _warn(bleu: float) -> None:
     from pn_fairseq.pipeline.scoring import low_bleu
 
     if warning := low_bleu(bleu):
-        print(f"pn-score: warning: {warning}", file=sys.stderr)
+        print(f"{_TOOL}: warning: {warning}", file=sys.stderr)
 
 
 def compare_runs(runs: Sequence[Path], subset: str, bootstrap: Mapping[str, int]) -> None:
@@ -112,7 +117,7 @@ def compare_runs(runs: Sequence[Path], subset: str, bootstrap: Mapping[str, int]
     from pn_fairseq.report.runs import short_names
 
     if len(runs) < 2:
-        raise UserError("--compare needs two runs or more, the baseline first (see pn-score --help)")
+        raise UserError("--compare needs two runs or more, the baseline first (see --help)")
     if len({run.resolve() for run in runs}) != len(runs):
         raise UserError("a run is named twice")
     folders = {name: run / "generate" / subset for name, run in zip(short_names(runs), runs, strict=True)}

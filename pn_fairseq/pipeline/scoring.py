@@ -283,12 +283,12 @@ def score_run(
     """
     run, subset = open_run(path, same_data=True), subset or "test"
     folder = output or path / "generate" / subset
+    if not (folder / "hyp.tok").is_file():
+        raise ScoringError(f"there is no '{folder / 'hyp.tok'}' (scripts/generate.sh writes it)")
     settings = run.settings()
     target, lowercase = settings["target"], settings.get("lower") == "1"
     if compound_split is None:
         compound_split = settings.get("compound_split") == "1"
-    if not (folder / "hyp.tok").is_file():
-        raise ScoringError(f"there is no '{folder / 'hyp.tok'}' (scripts/generate.sh writes it)")
     hypotheses, tokens = (read_lines(folder / f"{kind}.tok") for kind in ("hyp", "ref"))
     _check_same_length({str(folder / "hyp.tok"): hypotheses}, tokens, str(folder / "ref.tok"))
     # Where the text before any preparation is not known, detokenized references stand in.

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from pn_fairseq import __version__
 from pn_fairseq.pipeline.command import ArgumentParser, UserError, command
 from pn_fairseq.pipeline.files import atomic_write
 from pn_fairseq.report.paper import PAPER
@@ -54,6 +55,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--resamples", type=int, metavar="N", help="resamples of the paired bootstrap (default: sacrebleu's, 1000)"
     )
+    parser.add_argument("--version", action="version", version=f"pn_fairseq {__version__}")
     args = parser.parse_args(argv)
     if args.resamples is not None and args.resamples < 1:
         raise UserError(f"--resamples must be at least 1, not {args.resamples}")

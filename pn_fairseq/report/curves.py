@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from pn_fairseq import __version__
 from pn_fairseq.pipeline.command import ArgumentParser, UserError, command
 from pn_fairseq.pipeline.files import atomic_write
 from pn_fairseq.pipeline.training_log import TrainingLog, read_log
@@ -214,6 +215,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         metavar="LABEL",
         help="names for the legend (default: from the paths); runs with the same one are seeds of one system",
     )
+    parser.add_argument("--version", action="version", version=f"pn_fairseq {__version__}")
     args = parser.parse_args(argv)
     if args.output.suffix not in (".png", ".pdf", ".svg"):
         raise UserError(f"--output {args.output}: the name must end in .png, .pdf or .svg")

@@ -591,9 +591,25 @@ def test_mistakes_get_one_line(arguments, needles, tmp_path, capsys, monkeypatch
     monkeypatch.chdir(tmp_path)
     assert main(list(arguments)) == 2
     error = capsys.readouterr().err
-    assert error.startswith("pn-score: error: ") and error.count("\n") == 1
+    assert error.startswith("score.sh: error: ") and error.count("\n") == 1
     assert all(needle in error for needle in needles), error
 
 
 def test_sacrebleu_is_the_one_that_the_signatures_name():
     assert f"version:{sacrebleu.__version__}" in score("tokenized", reference(), reference()).signature
+
+
+def test_a_run_on_data_of_others_is_scored_with_detokenized_references(tmp_path):
+    job = make_run(tmp_path / "run", 1)
+    (job / "config.yaml").unlink()
+    (job / ".hydra").mkdir()
+    languages = f"{{data: {tmp_path / 'data/bin'}, source_lang: es, target_lang: en}}"
+    (job / ".hydra/config.yaml").write_text(f"task: {languages}\n")
+    known = score_run(job)
+    (tmp_path / "data/settings").unlink()
+    scores = score_run(job)
+    tokens = (job / "generate/test/ref.tok").read_text("utf-8").splitlines()
+    assert (job / "generate/test/ref.txt").read_text("utf-8").splitlines() == detokenize(tokens, "en")
+    assert scores.chrf.signature.endswith(f"|detok:{DETOKENIZER}|ref:detok") and not scores.lowercase
+    assert known.lowercase and "ref:" not in known.chrf.signature
+    assert scores.tokenized == known.tokenized
