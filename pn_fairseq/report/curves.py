@@ -231,12 +231,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise UserError(f"the runs need different names ({', '.join(labels)}): give --labels")
     for label, path in zip(labels, args.runs, strict=True):
         try:
-            file = find_log(path) if path.is_dir() else path
-            log = read_log(file) if file else None
+            file, log = (find_log(path) or (path, None)) if path.is_dir() else (path, read_log(path))
         except OSError as error:
             raise UserError(f"cannot read {path}: {error.strerror}") from error
         if log is None or not (log.train or log.valid):
-            raise UserError(f"{file or path} holds no training record of fairseq")
+            raise UserError(f"{file} holds no training record of fairseq")
         systems.setdefault(label, []).append(log)
     try:
         plot(systems, args.output, {label: labels[0] for label in systems if label != labels[0]})

@@ -142,9 +142,10 @@ def _logs(folder: Path) -> list[Path]:
     return [file for file in found if re.search(r"num\. .*model params|num_updates", file.read_text(errors="replace"))]
 
 
-def find_log(folder: Path) -> Path | None:
-    """The log of a run: the one that has most updates if there are several."""
-    return max(_logs(folder), key=lambda file: read_log(file).updates, default=None)
+def find_log(folder: Path) -> tuple[Path, TrainingLog] | None:
+    """The log of a run, and what it says; of several logs the one that has most updates."""
+    logs = [(file, read_log(file)) for file in _logs(folder)]
+    return max(logs, key=lambda found: found[1].updates, default=None)
 
 
 def read_run(path: Path, subset: str, name: str) -> Run:
@@ -175,11 +176,11 @@ def _text(file: Path) -> str | None:
 
 def _read_log(run: Run) -> None:
     try:
-        file = find_log(run.path)
-        if file is None:
+        found = find_log(run.path)
+        if found is None:
             run.problems.append("not trained: there is no train.log")
             return
-        run.log = read_log(file)
+        file, run.log = found
     except OSError as error:
         run.problems.append(f"{error.filename or 'the log'} cannot be read: {error.strerror}")
         return
