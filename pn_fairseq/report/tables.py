@@ -105,7 +105,8 @@ def here(words: str | Path) -> str:
 
 def _plain(value: object) -> str:
     if isinstance(value, dict):
-        return ", ".join(f"{name.replace('_', ' ')} {_plain(one)}" for name, one in value.items()) or "none"
+        words = {name.replace("_", " "): one for name, one in value.items()}
+        return ", ".join(f"{name} {_plain(one)}" if one else f"no {name}" for name, one in words.items()) or "none"
     if isinstance(value, list):  # eight times the same GPU
         several = Counter(map(_plain, value))
         return "; ".join(f"{times} × {one}" if times > 1 else one for one, times in several.items()) or "none"
@@ -241,12 +242,13 @@ def _comparison(mine: pandas.Series, theirs: pandas.Series, measure: str, found:
         over_seeds = f"{signed(test.low)} to {signed(test.high)}, {p_text(test.p_value)}"
     parts = []
     for seed, comparisons in found:
+        seed = "not known" if seed is None else seed
         if isinstance(comparisons, str):
             parts.append(f"seed {seed}: not computed ({comparisons})")
         else:
             other, one = comparisons[measure].results.values()
             parts.append(f"seed {seed}: {signed(one.score - other.score)}, {p_text(one.p_value)}")
-    if alone := sorted((set(mine.index) | set(theirs.index)) - {seed for seed, _ in found}, key=str):
+    if alone := sorted(set(mine.index.dropna()) ^ set(theirs.index.dropna())):
         parts.append(f"seed {listed(alone)}: on one side only")
     return [signed(mine.mean() - theirs.mean()), over_seeds, "; ".join(parts)]
 

@@ -588,6 +588,16 @@ def test_a_batch_is_the_same_on_any_number_of_workers(tmp_path):
     ]  # fmt: skip
 
 
+def test_seeds_on_one_side_and_seeds_not_known(tmp_path):
+    runs = [make_run(tmp_path / f"{norm}{n}", norm, n) for norm, n in (("ln", 1), ("ln", 2), ("pn", 2), ("pn", 3))]
+    runs += [make_run(tmp_path / norm, norm, common__seed=None) for norm in ("ln", "pn")]
+    page = report(*runs, output=tmp_path / "out")
+    text = page.table("measure", "difference of means")[0]["over sentences: paired bootstrap, per seed"]
+    assert re.fullmatch(r"seed 2: \S+, p [<=] \S+; seed not known: \S+, p [<=] \S+; seed 1, 3: on one side only", text)
+    rows = page.table("norm", "seeds scored")
+    assert [row["seeds scored"] for row in rows] == ["3 (1, 2, not known)", "3 (2, 3, not known)"]
+
+
 def test_a_seed_that_was_run_twice_counts_once(tmp_path):
     runs = [make_run(tmp_path / name, "pn", seed) for name, seed in (("a", 1), ("b", 1), ("c", 2))]
     references, hypotheses = corpus_text(0.5, 5)
@@ -640,10 +650,13 @@ def test_machines_and_diagnostics(comparison, tmp_path):
     runs = [make_run(tmp_path / "a"), make_run(tmp_path / "b", seed=2)]
     with (runs[1] / "starts.jsonl").open("a") as file:
         file.write(json.dumps(START | {"torch": "2.14.0", "started": "2026-01-03T00:00:00+00:00"}) + "\n")
+    with (runs[0] / "starts.jsonl").open("a") as file:
+        file.write(json.dumps(START | {"machines": [{"workers": 1, "gpus": []}] * 2, "torch": ""}) + "\n")
     page = report(*runs, output=tmp_path / "out")
-    rows = {row["what"]: row for row in page.table("what", "machine 1", "machine 2")}
-    assert rows["torch"]["machine 2"] == "2.14.0" and rows["runs"]["machine 1"] == "a, b"
-    assert rows["runs"]["machine 2"] == "b"
+    assert page.table("what", "machine 2")[-3]["machine 2"] == "2 × workers 1, no gpus"
+    rows = {row["what"]: row for row in page.table("what", "machine 1", "machine 3")}
+    assert rows["torch"]["machine 3"] == "2.14.0" and rows["runs"]["machine 1"] == "a, b"
+    assert rows["runs"]["machine 3"] == "b" and rows["torch"]["machine 2"] == "none"
 
 
 def headline(*runs: Path, output: Path) -> str:
