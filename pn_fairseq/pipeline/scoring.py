@@ -393,21 +393,12 @@ def paired_bootstrap(
     return Comparison(one.signature(signature), resamples, seed, dict(zip(systems, results, strict=True)))
 
 
-def compare_folders(
-    folders: Mapping[str, str | Path],
-    *,
-    metrics: Sequence[str] = tuple(METRICS),
-    resamples: int = RESAMPLES,
-    seed: int = SEED,
-) -> dict[str, Comparison]:
-    """:func:`paired_bootstrap` for decodings that :func:`score_run` has scored.
+def compare_folders(folders: Mapping[str, str | Path], **bootstrap) -> dict[str, Comparison]:
+    """:func:`paired_bootstrap` for decodings that :func:`score_run` has scored, by each of :data:`METRICS`.
 
     Args:
         folders: name of a system -> folder; the baseline first.
-        metrics, resamples, seed: as there.
-
-    Returns:
-        metric -> comparison.
+        bootstrap: ``resamples`` and ``seed``, as there.
 
     Raises:
         ScoringError: a folder is not scored, or they translate different text, or were scored in different ways.
@@ -439,12 +430,11 @@ def compare_folders(
         "chrf": {"lowercase": expected.lowercase},
     }
     found = {}
-    for metric in metrics:
+    for metric, of_metric in settings.items():
         kind = "tok" if metric == "tokenized" else "txt"
         one = paired_bootstrap(
-            texts[f"hyp.{kind}"], texts[f"ref.{kind}"][first],
-            metric=metric, resamples=resamples, seed=seed, **settings[metric],
-        )  # fmt: skip
+            texts[f"hyp.{kind}"], texts[f"ref.{kind}"][first], metric=metric, **bootstrap, **of_metric
+        )
         # As in the scores: what made plain text.
         note = "".join(re.findall(r"\|(?:detok|ref):[^|]*", getattr(expected, metric).signature))
         found[metric] = replace(one, signature=one.signature + note)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from scipy import stats
 
-from pn_fairseq.pipeline.scoring import METRICS, Comparison, ScoringError, compare_folders
+from pn_fairseq.pipeline.scoring import Comparison, ScoringError, compare_folders
 from pn_fairseq.report.runs import Run
 
 
@@ -56,7 +56,7 @@ def pairs(
             continue
         folders = {name: one.path / "generate" / subset for name, one in (("baseline", partner), ("system", run))}
         try:
-            found.append((run.seed, compare_folders(folders, metrics=list(METRICS), resamples=resamples)))
+            found.append((run.seed, compare_folders(folders, resamples=resamples)))
         except (ScoringError, OSError) as error:
             found.append((run.seed, " ".join(str(error).split())))
     return found
