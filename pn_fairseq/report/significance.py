@@ -7,20 +7,11 @@ import statistics
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from scipy import stats
 
-from pn_fairseq.report.systems import System
-from pn_fairseq.scoring import ScoringError, SystemResult, compare_folders
-
-#: The measures that are tested, by their names in :mod:`pn_fairseq.scoring`.
-MEASURES = ("tokenized", "detokenized", "chrf")
-
-
-def mean_and_deviation(values: Sequence[float]) -> tuple[float, float | None]:
-    """Mean and sample standard deviation, sqrt(sum (x - mean)^2 / (n - 1)); None for the deviation of one value."""
-    return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None
+from pn_fairseq.pipeline.scoring import Comparison, ScoringError, compare_folders
+from pn_fairseq.report.runs import Run
 
 
 @dataclass(frozen=True)
@@ -50,44 +41,22 @@ def welch(system: Sequence[float], baseline: Sequence[float]) -> Welch | None:
     return Welch(float(interval.low), float(interval.high), float(result.pvalue))
 
 
-@dataclass(frozen=True)
-class Pair:
-    """A system's run beside the baseline's run of the same seed.
+def pairs(
+    system: Sequence[Run], baseline: Sequence[Run], subset: str, resamples: int
+) -> list[tuple[object, dict[str, Comparison] | str]]:
+    """Paired bootstrap of every scored run of a system against the baseline's run of the same seed.
 
-    Attributes:
-        seed: of both.
-        system, baseline: measure -> result of the paired bootstrap; empty if it could not be computed.
-        reason: why it could not be computed.
+    Returns:
+        seed, and metric -> comparison of ``system`` with ``baseline``, or why it could not be computed.
     """
-
-    seed: object
-    system: dict[str, SystemResult]
-    baseline: dict[str, SystemResult]
-    reason: str = ""
-
-
-def pairs(system: System, baseline: System, subset: str, resamples: int) -> list[Pair]:
-    """Paired bootstrap of every scored run of ``system`` against the baseline's run of the same seed."""
     found = []
-    for run in system.runs:
-        if run.scores is None:
+    for run in system:
+        partner = next((other for other in baseline if other.scores and other.seed == run.seed), None)
+        if run.scores is None or partner is None:
             continue
-        partner = next((other for other in baseline.runs if other.scores and other.seed == run.seed), None)
-        if partner is None:
-            continue
-        folders: list[Path] = [one.path / "generate" / subset for one in (partner, run)]
+        folders = {name: one.path / "generate" / subset for name, one in (("baseline", partner), ("system", run))}
         try:
-            comparisons = compare_folders(
-                (baseline.label, folders[0]), {system.label: folders[1]}, metrics=MEASURES, resamples=resamples
-            )
+            found.append((run.seed, compare_folders(folders, resamples=resamples)))
         except (ScoringError, OSError) as error:
-            found.append(Pair(run.seed, {}, {}, " ".join(str(error).split())))
-            continue
-        found.append(
-            Pair(
-                run.seed,
-                {measure: comparison.systems[0] for measure, comparison in comparisons.items()},
-                {measure: comparison.baseline for measure, comparison in comparisons.items()},
-            )
-        )
+            found.append((run.seed, " ".join(str(error).split())))
     return found

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-from pn_fairseq.norms import NORMS
+import pandas
+
+from pn_fairseq.pipeline.scoring import METRICS
 from pn_fairseq.report.runs import Run
 
-#: Where things are. In no comparison, and named in no table.
-PLACES = {
+#: Where things are. Not compared, and named in no table.
+_PLACES = {
     "task.data",
     "checkpoint.save_dir",
     "common.log_file",
@@ -19,45 +21,56 @@ PLACES = {
     "common.plasma_path",
 }
 
-#: How a run is logged and spread over a machine. Shown where it differs, but two runs that differ by nothing else are
-#: of one system. What the spreading means for the result is in ``tokens_per_update``.
-HOW = re.compile(
+#: How a run is logged and distributed. Shown where it differs, but two runs that differ by nothing else are of one
+#: system. What the distribution means for the result is in ``tokens_per_update``.
+_HOW = re.compile(
     r"distributed_training\.|bmuf\.|common\.(log_interval|log_format|cpu|no_progress_bar|all_gather_list_size)$"
     r"|dataset\.(num_workers|data_buffer_size|max_tokens|batch_size|max_tokens_valid|batch_size_valid)$|optimization\.update_freq$"
     r"|model\.norm_stats_interval$"
 )
 
 #: Copies that hydra makes of a setting under another name.
-COPIES = {"optimizer.lr": "optimization.lr", "lr_scheduler.lr": "optimization.lr"}
+_COPIES = {"optimizer.lr": "optimization.lr", "lr_scheduler.lr": "optimization.lr"}
 
 NORM, SIZE = "encoder norm", "size"
-#: scripts/train.sh spreads what this says over the workers; older runs are reckoned up.
+#: scripts/train.sh distributes these tokens over the ranks; for other runs it is computed from their settings.
 TOKENS, SENTENCES = "tokens_per_update", "sentences per update"
 SEED = "common.seed"
+#: A label names at most so many settings; the table of the settings that differ has them all.
+_MOST_DETAILS = 4
+#: The norm of a run without settings.
+UNKNOWN = "unknown"
 
-#: Name of a norm in reports, in the order of the paper's table.
-LABELS = {name: re.search(r"\((.+)\)$", entry.title)[1] for name, entry in NORMS.items()}
+
+def norm_labels() -> dict[str, str]:
+    """Name of each norm -> its abbreviation, from the registry: what stands in brackets at the end of its title."""
+    from pn_fairseq.norms import NORMS
+
+    def label(name: str, entry) -> str:
+        match = re.search(r"\(([^()]+)\)$", getattr(entry, "title", None) or "")
+        return match[1] if match else (getattr(entry, "short", None) or name).upper()
+
+    return {name: label(name, entry) for name, entry in NORMS.items()}
 
 
-def norm_and_size(run: Run) -> tuple[str, str]:
+def _norm_and_size(run: Run) -> tuple[str, str]:
     """What ``model._name`` and ``model.encoder_norm`` say: ("PN", "tiny") of ``transformer_pn_tiny``.
 
     An architecture that is not this plugin's has itself as its norm, and no size.
     """
+    from pn_fairseq.norms import NORMS
+
     arch = str(run.setting("model._name", "architecture not known"))
-    if arch == "transformer_pn":
-        norm, size = "power", "base"
-    else:
-        match = re.fullmatch(r"transformer_([a-z]+)_(.+)", arch)
-        norm = next((name for name, entry in NORMS.items() if match and match[1] == entry.short), None)
-        if norm is None:
-            return arch, "-"
-        size = match[2]
-    return LABELS.get(run.setting("model.encoder_norm", norm), str(run.setting("model.encoder_norm"))), size
+    prefixes = {f"transformer_{entry.short}_": name for name, entry in NORMS.items()}
+    prefix = next((prefix for prefix in prefixes if arch.startswith(prefix)), None)
+    if arch != "transformer_pn" and prefix is None:
+        return arch, "-"
+    norm = str(run.setting("model.encoder_norm", prefixes[prefix] if prefix else "power"))
+    return norm_labels().get(norm, norm), arch.removeprefix(prefix) if prefix else "base"
 
 
 def _batch(run: Run) -> dict[str, int | None]:
-    """Most tokens (or sentences) in one update, over all workers; as train.sh recorded it, else from the settings."""
+    """Most tokens (or sentences) in one update, over all ranks; as train.sh recorded it, else from the settings."""
     update_freq = run.setting("optimization.update_freq", [1])
     # fairseq takes the entry of the epoch, and the last one from there on.
     times = run.workers * (update_freq[-1] if isinstance(update_freq, list) and update_freq else 1)
@@ -70,15 +83,15 @@ def _batch(run: Run) -> dict[str, int | None]:
 
 
 def comparable(run: Run) -> dict[str, object]:
-    """The settings of a run by which it is told from others, with norm, size and batch in words of their own."""
+    """The settings by which a run differs from others, with norm, size and batch under names of their own."""
     values = {
         name: value
         for name, value in (run.settings or {}).items()
-        if name not in PLACES
+        if name not in _PLACES
         and name not in ("model._name", "model.encoder_norm")
-        and not (name in COPIES and value == run.setting(COPIES[name]))
+        and not (name in _COPIES and value == run.setting(_COPIES[name]))
     }
-    norm, size = norm_and_size(run)
+    norm, size = _norm_and_size(run)
     # A setting that is null and one that is not there mean the same: the default.
     return {
         name: value for name, value in {NORM: norm, SIZE: size, **_batch(run), **values}.items() if value is not None
@@ -86,55 +99,50 @@ def comparable(run: Run) -> dict[str, object]:
 
 
 @dataclass
-class System:
-    """Runs that differ by their seed alone.
-
-    Attributes:
-        label: what the report calls it, different from those of all other systems of its corpus.
-        norm: ``LN``, ``BN``, ``PN-V``, ``PN``, or an architecture's name.
-        settings: its settings, without seed and :data:`HOW`.
-        runs: its runs, by seed.
-    """
-
-    label: str
-    norm: str
-    settings: dict[str, object]
-    runs: list[Run] = field(default_factory=list)
-
-    def scores(self, measure: str) -> dict[object, float]:
-        """Seed -> score (``tokenized``, ``detokenized`` or ``chrf``); of a seed that was run twice the mean."""
-        by_seed: dict[object, list[float]] = {}
-        for run in self.runs:
-            if run.scores is not None:
-                by_seed.setdefault(run.seed, []).append(getattr(run.scores, measure).score)
-        return {seed: sum(values) / len(values) for seed, values in by_seed.items()}
-
-
-@dataclass
 class Corpus:
     """Runs on the same prepared data. Runs on different data are compared nowhere.
 
     Attributes:
-        data: the data's settings; None if they are not known (then it holds a single run).
-        systems: in the order of the norms, LN first.
+        data: the data's settings; None if they are not known (then there is a single run).
+        frame: a row for each run, by norm (LN first) and seed: ``run``, the label of its ``system``, ``seed``, and its
+            scores (NaN if it was not scored).
+        settings: label of a system -> its settings, without the seed and how it was run; the norm is ``LN``, ``PN``,
+            ..., or the name of an architecture.
     """
 
     data: dict[str, str] | None
-    systems: list[System]
+    frame: pandas.DataFrame
+    settings: dict[str, dict[str, object]]
 
     @property
     def runs(self) -> list[Run]:
-        return [run for system in self.systems for run in system.runs]
+        return list(self.frame["run"])
 
-    def baseline(self, system: System) -> System | None:
-        """The LN system to compare ``system`` with: the one from which it differs in the fewest settings."""
-        candidates = [other for other in self.systems if other.norm == LABELS["layer"]]
-        if system in candidates or not candidates:
+    @property
+    def ln(self) -> list[str]:
+        """The systems with layer normalization."""
+        return [label for label in self.settings if self.norm(label) == norm_labels().get("layer")]
+
+    def members(self, label: str) -> list[Run]:
+        """The runs of a system."""
+        return list(self.frame.loc[self.frame["system"] == label, "run"])
+
+    def norm(self, label: str) -> str:
+        return str(self.settings[label][NORM])
+
+    def scores(self) -> pandas.DataFrame:
+        """(system, seed) -> scores, of those that were scored. A seed that was run twice counts once, by its mean."""
+        scored = self.frame.dropna(subset=["tokenized"])
+        return scored.groupby(["system", "seed"], sort=False, dropna=False)[list(METRICS)].mean()
+
+    def baseline(self, label: str) -> str | None:
+        """The LN system to compare a system with: the one from which it differs in the fewest settings."""
+        if label in self.ln:
             return None
-        return min(candidates, key=lambda other: len(differing([system.settings, other.settings])))
+        return min(self.ln, key=lambda one: len(differing([self.settings[label], self.settings[one]])), default=None)
 
 
-def differing(settings: Sequence[dict[str, object]]) -> list[str]:
+def differing(settings: Sequence[Mapping[str, object]]) -> list[str]:
     """Names of the settings that are not the same in all."""
     names = dict.fromkeys(name for one in settings for name in one)
     return [name for name in names if any(one.get(name) != settings[0].get(name) for one in settings)]
@@ -146,50 +154,44 @@ def group(runs: Sequence[Run]) -> list[Corpus]:
     for run in runs:
         key = frozenset(run.data.items()) if run.data is not None else run.path
         corpora.setdefault(key, []).append(run)
-    return [Corpus(members[0].data, _systems(members)) for members in corpora.values()]
+    return [_corpus(members) for members in corpora.values()]
 
 
-def _systems(runs: Sequence[Run]) -> list[System]:
-    systems: list[System] = []
+def _corpus(runs: Sequence[Run]) -> Corpus:
+    systems, rows, order = [], [], list(norm_labels().values())
     for run in runs:
-        settings = {name: value for name, value in comparable(run).items() if name != SEED and not HOW.match(name)}
-        if run.settings is None:
-            # Of a run without settings nothing is known by which it could be put beside another.
-            systems.append(System(f"unknown ({run.name})", "unknown", {}, [run]))
-            continue
-        system = next((one for one in systems if one.norm != "unknown" and one.settings == settings), None)
-        if system is None:
-            systems.append(system := System("", str(settings[NORM]), settings))
-        system.runs.append(run)
-    order = list(LABELS.values())
-    systems.sort(key=lambda one: order.index(one.norm) if one.norm in order else len(order))
-    for system in systems:
-        system.runs.sort(key=lambda run: (not isinstance(run.seed, int), run.seed if isinstance(run.seed, int) else 0))
-    _label(systems)
-    return systems
+        settings = {name: value for name, value in comparable(run).items() if name != SEED and not _HOW.match(name)}
+        if run.settings is None:  # nothing is known by which it could be put beside another
+            settings = {NORM: UNKNOWN, "run": run.name}
+        if settings not in systems:
+            systems.append(settings)
+        place = order.index(settings[NORM]) if settings[NORM] in order else len(order)
+        scores = {measure: getattr(run.scores, measure).score if run.scores else float("nan") for measure in METRICS}
+        seed = run.seed if isinstance(run.seed, int) else None
+        rows.append({"run": run, "place": place, "number": systems.index(settings), "seed": seed, **scores})
+    frame = pandas.DataFrame(rows).astype({"seed": "Int64"})
+    frame = frame.sort_values(["place", "number", "seed"], kind="stable", ignore_index=True)
+    labels = {number: _label(systems[number], systems) for number in frame["number"].unique()}
+    frame["system"] = frame["number"].map(labels)
+    return Corpus(runs[0].data, frame, {label: systems[number] for number, label in labels.items()})
 
 
-def _label(systems: list[System]) -> None:
-    for system in systems:
-        if system.norm == "unknown":
-            continue
-        same = [other for other in systems if other.norm == system.norm]
-        names = differing([other.settings for other in same])
-        details = [
-            str(system.settings[name])
-            if name == SIZE
-            else f"{name.rpartition('.')[2]}={shown(system.settings.get(name))}"
-            for name in names
-        ]
-        system.label = f"{system.norm} ({', '.join(details)})" if details else system.norm
+def _label(settings: dict[str, object], systems: Sequence[dict[str, object]]) -> str:
+    """The norm, and what tells the system from others with the same norm."""
+    if settings[NORM] == UNKNOWN:
+        return f"{UNKNOWN} ({settings['run']})"
+    details = [
+        str(settings[name]) if name == SIZE else f"{name.rpartition('.')[2]}={shown(settings.get(name))}"
+        for name in differing([other for other in systems if other[NORM] == settings[NORM]])
+    ]
+    if len(details) > _MOST_DETAILS:
+        same = [other for other in systems if other[NORM] == settings[NORM]]
+        details = [f"settings {same.index(settings) + 1}"]
+    return f"{settings[NORM]} ({', '.join(details)})" if details else str(settings[NORM])
 
 
 def shown(value: object) -> str:
     """A setting's value as text; one that is not set is the default of fairseq or of the architecture."""
-    if value is None:
-        return "default"
-    if value == "":
-        return '""'
     if isinstance(value, list):
         return "[" + ", ".join(str(item) for item in value) + "]"
-    return str(value)
+    return "default" if value is None else '""' if value == "" else str(value)

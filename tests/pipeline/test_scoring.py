@@ -17,22 +17,22 @@ import pytest
 import sacrebleu
 import sacremoses
 
-from pn_fairseq.cli.score import main
-from pn_fairseq.scoring import (
+from pn_fairseq.pipeline.command import UserError
+from pn_fairseq.pipeline.score import main
+from pn_fairseq.pipeline.scoring import (
+    DETOKENIZER,
     METRICS,
     ScoringError,
-    chrf,
     compare_folders,
     detokenize,
-    detokenized_bleu,
     paired_bootstrap,
     read_scores,
-    score_folder,
+    score,
+    score_run,
     split_compounds,
-    tokenized_bleu,
 )
 
-from .scripts_helpers import ROOT, assert_refused, run, script
+from ..scripts_helpers import ROOT, run, script
 
 
 @cache
@@ -126,9 +126,9 @@ GOLDEN = {
 
 def ours(hypotheses: list[str], references: list[str], **settings) -> str:
     """In multi-bleu's notation."""
-    score = tokenized_bleu(hypotheses, references, **settings)
-    parts = score.verbose.replace(" = ", "=").replace(" ratio", ", ratio").replace(" hyp_len", ", hyp_len")
-    return f"BLEU = {score.score:.2f}, {parts.replace(' ref_len', ', ref_len')}"
+    found = score("tokenized", hypotheses, references, **settings)
+    parts = found.verbose.replace(" = ", "=").replace(" ratio", ", ratio").replace(" hyp_len", ", hyp_len")
+    return f"BLEU = {found.score:.2f}, {parts.replace(' ref_len', ', ref_len')}"
 
 
 def text_file(path: Path, lines: list[str]) -> Path:
@@ -208,22 +208,22 @@ def second_bleu(hypotheses: list[str], references: list[str]) -> float:
 @pytest.mark.parametrize("name", [name for name, (_, settings) in CASES.items() if not settings])
 def test_tokenized_bleu_follows_the_formula(name):
     texts, _ = CASES[name]
-    assert tokenized_bleu(*texts()).score == pytest.approx(second_bleu(*texts()), abs=1e-9)
+    assert score("tokenized", *texts()).score == pytest.approx(second_bleu(*texts()), abs=1e-9)
 
 
 def test_nothing_translated_is_no_score_and_no_error():
     nothing = [""] * len(reference())
-    for score in (tokenized_bleu, detokenized_bleu, chrf):
-        assert score(nothing, reference()).score == 0
-        assert score(reference(), nothing).score == 0
+    for metric in METRICS:
+        assert score(metric, nothing, reference()).score == 0
+        assert score(metric, reference(), nothing).score == 0
 
 
-@pytest.mark.parametrize("score", [tokenized_bleu, detokenized_bleu, chrf])
-def test_texts_that_do_not_belong_together_are_refused(score):
+@pytest.mark.parametrize("metric", METRICS)
+def test_texts_that_do_not_belong_together_are_refused(metric):
     with pytest.raises(ScoringError, match="3 lines, but the reference has 2"):
-        score(["a"] * 3, ["a"] * 2)
+        score(metric, ["a"] * 3, ["a"] * 2)
     with pytest.raises(ScoringError, match="no sentence"):
-        score([], [])
+        score(metric, [], [])
 
 
 def sacrebleu_says(*arguments) -> list[dict]:
@@ -234,18 +234,18 @@ def test_scores_of_plain_text_are_those_of_sacrebleus_command(tmp_path):
     hypotheses = [line.upper() for line in noisy(reference(), 12)]
     files = text_file(tmp_path / "ref", reference()), "-i", text_file(tmp_path / "hyp", hypotheses)
     expected = sacrebleu_says(*files, "-m", "bleu", "chrf", "-lc", "--chrf-lowercase")
-    found = [score(hypotheses, reference(), lowercase=True) for score in (detokenized_bleu, chrf)]
-    assert [score.score for score in found] == [pytest.approx(one["score"], abs=1e-7) for one in expected]
-    assert [score.signature for score in found] == [one["signature"] for one in expected]
+    found = [score(metric, hypotheses, reference(), lowercase=True) for metric in ("detokenized", "chrf")]
+    assert [one.score for one in found] == [pytest.approx(one["score"], abs=1e-7) for one in expected]
+    assert [one.signature for one in found] == [one["signature"] for one in expected]
     assert found[0].verbose == expected[0]["verbose_score"]
-    assert detokenized_bleu(hypotheses, reference()).score < found[0].score, "case counts unless told otherwise"
+    assert score("detokenized", hypotheses, reference()).score < found[0].score, "case counts unless told otherwise"
 
 
 def test_the_tokenizer_is_that_of_the_language():
     lines = ["这是一个测试。", "你好，世界！"]
-    assert "tok:zh" in detokenized_bleu(lines, lines, target="zh").signature
+    assert "tok:zh" in score("detokenized", lines, lines, target="zh").signature
     with pytest.raises(ScoringError, match="'ja'"):
-        detokenized_bleu(lines, lines, target="ja")
+        score("detokenized", lines, lines, target="ja")
 
 
 @pytest.mark.parametrize(
@@ -288,7 +288,7 @@ def make_run(folder: Path, seed: int, lines: int = 60, **settings: str) -> Path:
         part.mkdir(parents=True, exist_ok=True)
     given = "".join(f"{key}={value}\n" for key, value in {**SETTINGS, **settings}.items())
     # As in real settings, checksums follow.
-    (data / "settings").write_text(f"{given}0123456789abcdef  test.en\n")
+    (data / "settings").write_text(f"{given}{'0' * 64}  test.en\n")
     text_file(data / "raw/test.en", texts)
     tokens = [line.lower().replace(",", " ,").replace(".", " .") for line in texts]
     text_file(decoded / "ref.tok", tokens)
@@ -306,15 +306,17 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_a_folder_is_scored(tmp_path):
     run_dir = make_run(tmp_path / "run", 1)
     decoded = run_dir / "generate/test"
-    scores = score_folder(decoded, tmp_path / "data", "test")
+    scores = score_run(run_dir)
     tokens = {kind: (decoded / f"{kind}.tok").read_text("utf-8").splitlines() for kind in ("hyp", "ref")}
     plain = {kind: (decoded / f"{kind}.txt").read_text("utf-8").splitlines() for kind in ("hyp", "ref")}
     assert plain["ref"] == (tmp_path / "data/raw/test.en").read_text("utf-8").splitlines()
     assert plain["hyp"] == detokenize(tokens["hyp"], "en")
     assert (scores.subset, scores.sentences, scores.lowercase, scores.target) == ("test", 60, True, "en")
-    assert scores.tokenized == tokenized_bleu(tokens["hyp"], tokens["ref"])
-    assert scores.detokenized == detokenized_bleu(plain["hyp"], plain["ref"], lowercase=True)
-    assert scores.chrf == chrf(plain["hyp"], plain["ref"], lowercase=True)
+    assert scores.tokenized.score == score("tokenized", tokens["hyp"], tokens["ref"]).score
+    for metric in ("detokenized", "chrf"):
+        expected = score(metric, plain["hyp"], plain["ref"], lowercase=True)
+        assert getattr(scores, metric).score == expected.score
+        assert getattr(scores, metric).signature == f"{expected.signature}|detok:{DETOKENIZER}"
     assert 10 < scores.tokenized.score < 90 and "case:lc" in scores.chrf.signature
 
     assert read_scores(decoded) == scores
@@ -324,8 +326,8 @@ def test_a_folder_is_scored(tmp_path):
     assert written["chrf"].keys() == {"score", "signature", "verbose"}
     lines = (decoded / "scores.txt").read_text().splitlines()
     assert [line.split(":")[0] for line in lines] == ["tokenized BLEU", "detokenized BLEU", "chrF"]
-    for line, score in zip(lines, (scores.tokenized, scores.detokenized, scores.chrf), strict=True):
-        assert f"|{score.signature} = {score.score:.2f}" in line
+    for line, one in zip(lines, (scores.tokenized, scores.detokenized, scores.chrf), strict=True):
+        assert f"|{one.signature} = {one.score:.2f}" in line
     assert sorted(path.suffix for path in decoded.iterdir()) == [".json", ".tok", ".tok", ".txt", ".txt", ".txt"]
 
 
@@ -334,10 +336,10 @@ def test_the_datas_settings_say_how_it_is_scored(tmp_path):
     decoded = run_dir / "generate/test"
     for kind in ("hyp", "ref"):
         text_file(decoded / f"{kind}.tok", [f"{'ir' * (kind == 'ref')}rich-text {line}" for line in reference()[:60]])
-    split = score_folder(decoded, tmp_path / "data", "test")
+    split = score_run(run_dir)
     assert split.tokenized.compound_split and "compounds:split" in split.tokenized.signature
     assert "case:mixed" in split.detokenized.signature and "case:mixed" in split.chrf.signature
-    whole = score_folder(decoded, tmp_path / "data", "test", compound_split=False)
+    whole = score_run(run_dir, compound_split=False)
     assert whole == read_scores(decoded)
     assert not whole.tokenized.compound_split and "compounds" not in whole.tokenized.signature
     assert whole.tokenized.score < split.tokenized.score
@@ -349,7 +351,7 @@ def test_a_line_ends_at_a_line_feed_and_nowhere_else(tmp_path):
     odd = "a\u2028b\x85c\x0bd\x0ce\x1cf\rg"
     text_file(decoded / "hyp.tok", [odd] * 60)
     text_file(decoded / "ref.tok", [odd] * 60)
-    assert score_folder(decoded, tmp_path / "data", "test").sentences == 60
+    assert score_run(run_dir).sentences == 60
     assert (decoded / "hyp.txt").read_bytes() == b"a b c d e f g\n" * 60
 
 
@@ -361,22 +363,35 @@ def test_a_line_ends_at_a_line_feed_and_nowhere_else(tmp_path):
         (lambda base: text_file(base / "run/generate/test/hyp.tok", ["a"] * 59), "59 lines, .*ref.tok has 60"),
         (lambda base: text_file(base / "data/raw/test.en", ["a"] * 61), "60 lines, .*test.en has 61"),
         (lambda base: (base / "data/raw/test.en").write_bytes(b"\xff\n" * 60), "test.en is not UTF-8"),
-        (lambda base: shutil.rmtree(base / "data"), "cannot read .*settings"),
-        (lambda base: (base / "data/settings").write_text("lower=1\n"), "target language"),
+        (lambda base: shutil.rmtree(base / "data"), "the data of .* is gone"),
+        (lambda base: (base / "data/settings").write_text("lower=1\n"), "prepared again"),
+        (
+            lambda base: [(base / f).write_text("lower=1\n") for f in ("data/settings", "run/data.settings")],
+            "source language",
+        ),
     ],
-    ids=["no hypotheses", "no reference", "lost", "too many", "not UTF-8", "data gone", "no language"],
+    ids=[
+        "no hypotheses",
+        "no reference",
+        "lost",
+        "too many",
+        "not UTF-8",
+        "data gone",
+        "data prepared again",
+        "no language",
+    ],
 )
 def test_a_folder_that_cannot_be_scored_stays_as_it_was(spoil, message, tmp_path):
     decoded = make_run(tmp_path / "run", 1) / "generate/test"
     spoil(tmp_path)
     before = contents(decoded)
-    with pytest.raises(ScoringError, match=message):
-        score_folder(decoded, tmp_path / "data", "test")
+    with pytest.raises(UserError, match=message):
+        score_run(tmp_path / "run")
     assert contents(decoded) == before
 
 
 def test_scores_that_are_none_of_ours_are_refused(tmp_path):
-    with pytest.raises(ScoringError, match="score.sh makes it"):
+    with pytest.raises(ScoringError, match="score.sh writes it"):
         read_scores(tmp_path)
     for text in ("{", "[]", '{"subset": "test"}', '{"subset": "test", "sentences": 1, "tokenized": {"score": 1}}'):
         (tmp_path / "scores.json").write_text(text)
@@ -395,15 +410,15 @@ def test_paired_bootstrap_is_sacrebleus(tmp_path):
     rows = [re.findall(r"\d+\.\d+", line) for line in table.partition(r"\midrule")[2].splitlines()[1:4]]
     assert [len(row) for row in rows] == [6, 8, 8]
     for place, metric in enumerate(("detokenized", "chrf")):
-        found = paired_bootstrap(("a", baseline), systems, reference(), metric=metric, resamples=300)
+        found = paired_bootstrap({"a": baseline, **systems}, reference(), metric=metric, resamples=300)
         assert found.signature in table and "bs:300|seed:12345" in found.signature
-        for result, row in zip((found.baseline, *found.systems), rows, strict=True):
+        for result, row in zip(found.results.values(), rows, strict=True):
             half = len(row) // 2
             score, mean, ci, *p_value = map(float, row[place * half :][:half])
             assert (result.score, result.mean, result.ci) == pytest.approx((score, mean, ci), abs=1e-6)
             assert ([] if result.p_value is None else [round(result.p_value, 4)]) == p_value
-    assert [result.name for result in found.systems] == ["b", "c"]
-    assert found.systems[0].p_value > 0.05 > found.systems[1].p_value
+    assert list(found.results) == ["a", "b", "c"]
+    assert found.results["b"].p_value > 0.05 > found.results["c"].p_value
 
 
 def test_paired_bootstrap_of_tokens_against_resampled_texts():
@@ -411,9 +426,7 @@ def test_paired_bootstrap_of_tokens_against_resampled_texts():
     count, resamples, seed = 40, 50, 7
     references = reference()[:count]
     texts = {"a": noisy(references, 16), "b": noisy(references, 17, swap=0.15)}
-    found = paired_bootstrap(
-        ("a", texts["a"]), {"b": texts["b"]}, references, metric="tokenized", resamples=resamples, seed=seed
-    )
+    found = paired_bootstrap(texts, references, metric="tokenized", resamples=resamples, seed=seed)
     draws = numpy.random.default_rng(seed).choice(count, size=(resamples, count), replace=True)
     scores = {
         name: numpy.array([second_bleu([lines[i] for i in draw], [references[i] for i in draw]) for draw in draws])
@@ -421,7 +434,7 @@ def test_paired_bootstrap_of_tokens_against_resampled_texts():
     }
     differences = abs(scores["b"] - scores["a"])
     real = abs(second_bleu(texts["b"], references) - second_bleu(texts["a"], references))
-    (result,) = found.systems
+    result = found.results["b"]
     assert result.mean == pytest.approx(scores["b"].mean(), abs=1e-3)
     assert result.ci == pytest.approx((numpy.sort(scores["b"])[-2] - numpy.sort(scores["b"])[1]) / 2, abs=1e-3)
     assert result.p_value == (sum(differences - differences.mean() > real) + 1) / (resamples + 1)
@@ -434,14 +447,13 @@ def test_the_same_translations_do_not_differ(monkeypatch):
     lines = noisy(reference(), 18)
     for metric in METRICS:
         found = paired_bootstrap(
-            ("a", lines),
-            {"same": lines, "other": noisy(reference(), 19)},
+            {"a": lines, "same": lines, "other": noisy(reference(), 19)},
             reference(),
             metric=metric,
             resamples=20,
             seed=3,
         )
-        assert found.systems[0].p_value == 1 and found.systems[1].p_value < 1
+        assert found.results["same"].p_value == 1 and found.results["other"].p_value < 1
         assert "seed:3" in found.signature
     assert os.environ["SACREBLEU_SEED"] == "99"
 
@@ -452,11 +464,11 @@ def test_the_same_translations_do_not_differ(monkeypatch):
         ({"resamples": 0}, "resamples must be at least 1"),
         ({"seed": 0}, "seed must be at least 1"),
         ({"metric": "ter"}, "'ter'.*tokenized, detokenized, chrf"),
-        ({"systems": {"b": ["x"]}}, "b: 1 lines, but the reference has 2"),
+        ({"systems": {"a": ["x", "y"], "b": ["x"]}}, "b: 1 lines, but the reference has 2"),
     ],
 )
 def test_bootstrap_with_unfit_arguments_is_refused(changes, message):
-    arguments = {"baseline": ("a", ["x", "y"]), "systems": {"b": ["x", "z"]}, "reference": ["x", "y"], **changes}
+    arguments = {"systems": {"a": ["x", "y"], "b": ["x", "z"]}, "reference": ["x", "y"], **changes}
     with pytest.raises(ScoringError, match=message):
         paired_bootstrap(**arguments)
 
@@ -469,39 +481,37 @@ def two_runs(tmp_path) -> tuple[Path, Path]:
         decoded = make_run(tmp_path / name, seed) / "generate/test"
         if name == "bad":
             text_file(decoded / "hyp.tok", noisy((decoded / "hyp.tok").read_text("utf-8").splitlines(), 3))
-        score_folder(decoded, tmp_path / "data", "test")
+        score_run(tmp_path / name)
         folders.append(decoded)
     return tuple(folders)
 
 
 def test_folders_are_compared(two_runs):
     good, bad = two_runs
-    found = compare_folders(("good", good), {"bad": bad}, resamples=100)
+    found = compare_folders({"good": good, "bad": bad}, resamples=100)
     assert list(found) == list(METRICS)
-    for metric, score in (("tokenized", "tokenized"), ("detokenized", "detokenized"), ("chrf", "chrf")):
-        for result, folder in ((found[metric].baseline, good), (found[metric].systems[0], bad)):
-            assert result.score == pytest.approx(getattr(read_scores(folder), score).score, abs=1e-9)
-        assert found[metric].systems[0].p_value < 0.05
-        assert getattr(read_scores(good), score).signature.split("|case")[1] in found[metric].signature
+    for metric in METRICS:
+        for result, folder in zip(found[metric].results.values(), (good, bad), strict=True):
+            assert result.score == pytest.approx(getattr(read_scores(folder), metric).score, abs=1e-9)
+        assert found[metric].results["bad"].p_value < 0.05
+        assert getattr(read_scores(good), metric).signature.split("|case")[1] in found[metric].signature
 
 
 def test_folders_with_different_text_or_settings_are_not_compared(two_runs, tmp_path):
     good, bad = two_runs
-    with pytest.raises(ScoringError, match="name good"):
-        compare_folders(("good", good), {"good": bad})
-    score_folder(bad, tmp_path / "data", "test", compound_split=True)
+    score_run(tmp_path / "bad", compound_split=True)
     with pytest.raises(ScoringError, match="compound splitting False and True"):
-        compare_folders(("good", good), {"bad": bad})
-    score_folder(bad, tmp_path / "data", "test")
+        compare_folders({"good": good, "bad": bad})
+    score_run(tmp_path / "bad")
     (bad / "ref.tok").write_text((bad / "ref.tok").read_text("utf-8").replace("the", "an"), "utf-8")
     with pytest.raises(ScoringError, match="different text .ref.tok"):
-        compare_folders(("good", good), {"bad": bad})
+        compare_folders({"good": good, "bad": bad})
 
 
 def test_a_comparison_in_words(two_runs, capsys):
     good, bad = two_runs
     runs = [str(folder.parents[1]) for folder in two_runs]
-    assert main(["compare", "--resamples", "100", "--seed", "5", "test", *runs]) == 0
+    assert main(["--compare", *runs, "--resamples", "100", "--seed", "5"]) == 0
     text = capsys.readouterr().out
     assert "100 resamples, seed 5" in text and "60 sentences" in text
     scores = read_scores(good), read_scores(bad)
@@ -511,44 +521,95 @@ def test_a_comparison_in_words(two_runs, capsys):
     assert f"{scores[0].chrf.score:.2f} (" in " ".join(first) and f"{scores[1].chrf.score:.2f} (" in " ".join(second)
     difference = scores[0].tokenized.score - scores[1].tokenized.score
     assert re.search(
-        rf"^bad: tokenized BLEU is {difference:.2f} lower than good's: significant \(p = 0.0099\)$", text, re.M
+        rf"^bad: tokenized BLEU is {difference:.2f} lower than good's: significant \(p = 0.010\)$", text, re.M
     )
-    assert "not of a training's seed" in text
+    assert "not over training seeds" in text
 
-    assert main(["compare", "test", *runs, f"{runs[1]}/"]) == 2
+    assert main(["--compare", *runs, f"{runs[1]}/"]) == 2
     assert "twice" in capsys.readouterr().err
     (bad / "scores.json").write_text("{}")
-    assert main(["compare", "test", *runs]) == 2
+    assert main(["--compare", *runs]) == 2
     assert "run it again" in capsys.readouterr().err
 
 
 def test_score_script(tmp_path):
-    good, bad = (make_run(tmp_path / name, seed) for name, seed in (("it's, good", 1), ("bad", 2)))
-    text = script("score.sh", "--run", good, "--no-compound-split", cwd=tmp_path).stdout
+    good = make_run(tmp_path / "it's, good", 1)
+    text = script("score.sh", "--run", good, "--no-compound-split", cwd="/").stdout
     assert text == (good / "generate/test/scores.txt").read_text()
     assert text.startswith("tokenized BLEU:") and "\ndetokenized BLEU:" in text and "\nchrF:" in text
-    # The other run is scored on the way.
-    text = script("score.sh", "--compare", good, bad, "--resamples", 10, cwd="/").stdout
-    assert "it's, good (baseline)" in text and (bad / "generate/test/scores.json").is_file()
-    # Only what was prepared from the same text can be scored with it.
-    (tmp_path / "data/settings").write_text("source=es\ntarget=en\n")
-    assert_refused(script("score.sh", "--run", good, check=False), "prepared anew", "data.settings")
+
+
+def test_runs_are_scored_where_they_are_not_before_they_are_compared(tmp_path, capsys):
+    good, bad = (make_run(tmp_path / name, seed) for name, seed in (("it's, good", 1), ("bad", 2)))
+    assert main(["--compare", str(good), str(bad), "--resamples", "10"]) == 0
+    assert "it's, good (baseline)" in capsys.readouterr().out and (bad / "generate/test/scores.json").is_file()
+
+
+def test_any_text_is_scored_and_compared(tmp_path, capsys):
+    texts = {"ref": reference()[:30], "a": reference()[:30], "b": noisy(reference()[:30], 1)}
+    files = {name: str(text_file(tmp_path / name, lines)) for name, lines in texts.items()}
+    assert main(["--hyp", files["b"], "--ref", files["ref"]]) == 0
+    for metric, line in zip(("detokenized", "chrf"), capsys.readouterr().out.splitlines(), strict=True):
+        one = score(metric, texts["b"], texts["ref"])
+        assert line.startswith(METRICS[metric]) and f"|{one.signature} = {one.score:.2f}" in line
+        assert "detok:" not in line, "nothing was detokenized"
+    assert main(["--hyp", files["b"], "--ref", files["ref"], "--tokenized"]) == 0
+    assert f"= {score('tokenized', texts['b'], texts['ref']).score:.2f} " in capsys.readouterr().out
+    options = ["--compare", files["b"], files["a"], "--resamples", "20"]
+    assert main(["--hyp", files["ref"], "--ref", files["ref"], *options]) == 0
+    text = capsys.readouterr().out
+    assert "b: chrF is" in text and "lower than ref's: significant (p = 0.048)" in text
+    # Equal scores get no verdict.
+    assert re.search(r"^a: chrF is the same as ref's \(p = 1\.000\)$", text, re.M)
+
+
+def test_a_bleu_below_1_warns(tmp_path, capsys):
+    run_dir = make_run(tmp_path / "run", 1)
+    text_file(run_dir / "generate/test/hyp.tok", ["the"] * 60)
+    assert main(["--run", str(run_dir)]) == 0
+    assert "warning: BLEU is 0.00, below 1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("arguments", "needles"),
     [
         (("--compare", "one"), ("two runs or more",)),
-        (("--compare", "one", "two", "--run", "three"), ("--run", "--compare")),
+        (("--compare", "one", "two", "--run", "three"), ("--compare", "--run")),
         (("--compare", "one", "two", "--seed", "x"), ("--seed", "'x'")),
-        (("--compare", "one", "two"), ("'one'", "no training run")),
+        (("--compare", "one", "two", "--seed", "0"), ("--seed", "at least 1")),
+        (("--compare", "one", "two"), ("'one'", "not a training run")),
         (("--run", "one", "--resamples", "10"), ("--resamples", "--compare")),
+        (("--run", "one", "--lowercase"), ("--lowercase", "--run")),
+        (("--hyp", "one"), ("--hyp", "--ref")),
+        (("--hyp", "one", "--ref", "two"), ("cannot read one",)),
+        ((), ("--run", "--compare", "--hyp")),
+        (("--run", "one", "--subsets", "x"), ("--subsets",)),
     ],
     ids=lambda value: " ".join(value),
 )
-def test_mistakes_with_the_score_script(arguments, needles, tmp_path):
-    assert_refused(script("score.sh", *arguments, cwd=tmp_path, check=False), *needles)
+def test_mistakes_get_one_line(arguments, needles, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(list(arguments)) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("score.sh: error: ") and error.count("\n") == 1
+    assert all(needle in error for needle in needles), error
 
 
 def test_sacrebleu_is_the_one_that_the_signatures_name():
-    assert f"version:{sacrebleu.__version__}" in tokenized_bleu(reference(), reference()).signature
+    assert f"version:{sacrebleu.__version__}" in score("tokenized", reference(), reference()).signature
+
+
+def test_a_run_on_data_of_others_is_scored_with_detokenized_references(tmp_path):
+    job = make_run(tmp_path / "run", 1)
+    (job / "config.yaml").unlink()
+    (job / ".hydra").mkdir()
+    languages = f"{{data: {tmp_path / 'data/bin'}, source_lang: es, target_lang: en}}"
+    (job / ".hydra/config.yaml").write_text(f"task: {languages}\n")
+    known = score_run(job)
+    (tmp_path / "data/settings").unlink()
+    scores = score_run(job)
+    tokens = (job / "generate/test/ref.tok").read_text("utf-8").splitlines()
+    assert (job / "generate/test/ref.txt").read_text("utf-8").splitlines() == detokenize(tokens, "en")
+    assert scores.chrf.signature.endswith(f"|detok:{DETOKENIZER}|ref:detok") and not scores.lowercase
+    assert known.lowercase and "ref:" not in known.chrf.signature
+    assert scores.tokenized == known.tokenized

@@ -1,5 +1,7 @@
 """pn-report on run directories that are written here, file by file; what it says is checked against other sources."""
 
+import contextlib
+import dataclasses
 import html
 import html.parser
 import json
@@ -8,19 +10,22 @@ import random
 import re
 import shutil
 from pathlib import Path
+from unittest import mock
 
 import numpy
+import pandas
 import pytest
 import sacrebleu
 import yaml
 from scipy import integrate
 
-from pn_fairseq.cli.report import main
-from pn_fairseq.report.page import Code, Heading, Missing, Paragraph, Table, markdown
-from pn_fairseq.report.page import html as to_html
+from pn_fairseq import norms
+from pn_fairseq.report import markdown
+from pn_fairseq.report.command import main
+from pn_fairseq.report.curves import Picture
 from pn_fairseq.report.paper import PAPER
 from pn_fairseq.report.significance import welch
-from pn_fairseq.report.wording import here
+from pn_fairseq.report.tables import here
 
 SENTENCES = 60
 WORDS = [f"{a}{b}" for a in ("ba", "ki", "lo", "mu", "ne") for b in ("", "da", "fi", "gu", "ro", "te", "va")]
@@ -47,7 +52,7 @@ def settings(norm: str = "pn", seed: int = 1, **changes) -> dict:
         "task": {"data": f"/data/{norm}{seed}", "source_lang": "es", "target_lang": "en"},
     }
     for name, value in changes.items():
-        section, key = name.split("__")
+        section, key = name.split("__", 1)
         nested[section][key] = value
     return nested
 
@@ -89,10 +94,10 @@ def write_scores(folder: Path, hypotheses: list[str], references: list[str]) -> 
         "tokenized": {
             "score": tokenized.score,
             "signature": "nrefs:1|tok:none",
-            "verbose": "60.2/32.6",
+            "verbose": tokenized._verbose,
             "compound_split": False,
         },
-        "detokenized": {"score": detokenized.score, "signature": "nrefs:1|tok:13a", "verbose": "59.5/31.5"},
+        "detokenized": {"score": detokenized.score, "signature": "nrefs:1|tok:13a", "verbose": detokenized._verbose},
         "chrf": {"score": chrf.score, "signature": "nrefs:1|nc:6", "verbose": ""},
         "lowercase": True,
         "target": "en",
@@ -112,14 +117,8 @@ def make_run(
     (path / "data").write_text("/data/not there\n")
     (path / "data.settings").write_text(data)
     (path / "train.log").write_text(train_log(5 + ERRORS[norm] + seed / 100) if log is None else log)
-    (path / "starts.jsonl").write_text(json.dumps(START) + "\n")
-    hydra = path / "hydra/.hydra"
-    hydra.mkdir(parents=True)
-    overrides = ["common.user_dir='/x'", f"model._name=transformer_{norm}_tiny", "++tokens_per_update=2048"]
-    (hydra / "overrides.yaml").write_text(yaml.safe_dump([*overrides, "optimization.update_freq=[1]"]))
-    source = {"provider": "command-line", "path": "/checkout/configs"}
-    job = {"job": {"config_name": "verses_es_en"}, "runtime": {"config_sources": [source]}}
-    (hydra / "hydra.yaml").write_text(yaml.safe_dump({"hydra": job}))
+    command = ["verses_es_en", "--data", "/data/not there", "--run", str(path), f"model._name=transformer_{norm}_tiny"]
+    (path / "starts.jsonl").write_text(json.dumps(START | {"command": command}) + "\n")
     (path / "checkpoints").mkdir()
     (path / "checkpoints/averaged.pt").touch()
     if decoded:
@@ -152,6 +151,9 @@ class Page(html.parser.HTMLParser):
         elif tag in ("td", "th"):
             self.tables[-1][-1].append("")
 
+    def handle_startendtag(self, tag, attributes):
+        self.handle_starttag(tag, attributes)
+
     def handle_endtag(self, tag):
         assert self.open.pop() == tag
 
@@ -172,10 +174,13 @@ class Page(html.parser.HTMLParser):
         return text in " ".join("".join(self.text).split())
 
 
-def report(*runs: Path, output: Path, options=("--resamples", "100"), check: bool = True) -> Page:
-    code = main([*map(str, runs), "--output", str(output), *options])
-    if check:
-        assert code == 0
+def report(*runs: Path, output: Path, options=("--resamples", "10"), draw: bool = False) -> Page:
+    def no_plot(systems, file, baselines):
+        file.write_bytes(b"PNG")
+        return Picture(False, (), (), False, False)
+
+    with contextlib.nullcontext() if draw else mock.patch("pn_fairseq.report.curves.plot", no_plot):
+        assert main([*map(str, runs), "--output", str(output), *options]) == 0
     return Page((output / "report.html").read_text("utf-8"))
 
 
@@ -185,7 +190,8 @@ def comparison(tmp_path_factory) -> tuple[dict[str, list[Path]], Path, Page]:
     base = tmp_path_factory.mktemp("comparison")
     runs = {norm: [make_run(base / f"{norm}_{seed}", norm, seed) for seed in (1, 2, 3)] for norm in ERRORS}
     # The order of the arguments has no influence on the order of the table.
-    return runs, base / "out", report(*(run for n in ("pn", "bn", "ln", "pnv") for run in runs[n]), output=base / "out")
+    given = [run for norm in ("pn", "bn", "ln", "pnv") for run in runs[norm]]
+    return runs, base / "out", report(*given, output=base / "out", options=("--resamples", "100"), draw=True)
 
 
 def scores_of(runs: list[Path], measure: str) -> list[float]:
@@ -303,7 +309,7 @@ def test_page_is_whole(comparison):
     assert page.said("Imaginary 9000") and page.said("2 × H <x> & y")
     assert str(runs["pn"][0]) in text
     assert "scripts/train.sh verses_es_en --data '/data/not there'" in text
-    assert "tokens_per_update=2048" in text and "update_freq=[1]" not in text and "user_dir" not in text
+    assert "model._name=transformer_pnv_tiny" in text
 
 
 def markdown_tables(text: str) -> list[list[list[str]]]:
@@ -435,35 +441,34 @@ def test_paper_is_recognised_by_the_data(name, count, tmp_path):
 BROKEN = '{"loss": "1", "num_up\n'
 
 
-@pytest.mark.parametrize(
-    ("damage", "state", "needles"),
-    [
-        ("failed", "failed: train: boom <b>", ["failed: train: boom <b>"]),
-        ("unfinished", "not finished", ["training not finished: update 20 of 40"]),
-        ("patience", "complete", ["stopped early, as set", "5 times in a row, at update 20 of 40"]),
-        ("nan", "complete", ["the training loss is not finite", "in 2 of 4 records, first at update 30"]),
-        ("never validated", "complete", ["never validated"]),
-        ("no log", "not trained", ["not trained: there is no train.log"]),
-        ("empty log", "not trained", ["not trained: train.log holds no record"]),
-        ("broken line", "complete", ["1 line of train.log cannot be read"]),
-        ("no checkpoint", "trained, not decoded", ["generate/test/hyp.tok, and there is no checkpoint"]),
-        ("not decoded", "trained, not decoded", ["not decoded: there is no generate/test/hyp.tok"]),
-        ("not scored", "decoded, not scored", ["not scored: there is no scores.json"]),
-        ("bad scores", "decoded, not scored", ["not scored: ", "scores.json is not what scripts/score.sh writes"]),
-        ("no number", "decoded, not scored", ["not scored: a score in scores.json is no number"]),
-        ("lost sentences", "decoded, not scored", [f"is about {SENTENCES} sentences, but 3 were decoded"]),
-        ("old scores", "decoded, not scored", ["not scored: scores.json is older than hyp.tok"]),
-        ("no starts", "complete", ["there is no starts.jsonl", "Not recorded"]),
-        ("bad start", "complete", ["line 2 of starts.jsonl cannot be read"]),
-        ("no data.settings", "complete", ["there is no data.settings", "Data not known"]),
-        ("bad config", "complete", ["config.yaml cannot be read"]),
-        ("no hydra", "complete", ["Not recorded (no hydra/.hydra in the run's folder): run"]),
-    ],
-)  # fmt: skip
-def test_no_hole(damage, state, needles, tmp_path):
-    run = make_run(tmp_path / "run", decoded=damage not in ("not decoded", "no checkpoint"))
+#: What is damaged -> the run's state, and what the report says.
+DAMAGES = {
+    "failed": ("failed: train: boom <b>", ["failed: train: boom <b>"]),
+    "unfinished": ("not finished", ["training not finished: update 20 of 40"]),
+    "patience": ("complete", ["stopped early, as set", "5 times in a row, at update 20 of 40"]),
+    "nan": ("complete", ["the training loss is not finite", "in 2 of 4 records, first at update 30"]),
+    "never validated": ("complete", ["never validated"]),
+    "no log": ("not trained", ["not trained: there is no train.log"]),
+    "empty log": ("not trained", ["not trained: train.log holds no record"]),
+    "broken line": ("complete", ["1 line of train.log cannot be read"]),
+    "no checkpoint": ("trained, not decoded", ["generate/test/hyp.tok, and there is no checkpoint"]),
+    "not decoded": ("trained, not decoded", ["not decoded: there is no generate/test/hyp.tok"]),
+    "not scored": ("decoded, not scored", ["not scored: there is no scores.json"]),
+    "bad scores": ("decoded, not scored", ["not scored: ", "scores.json is not what scripts/score.sh writes"]),
+    "no number": ("decoded, not scored", ["not scored: a score in scores.json is not a number"]),
+    "lost sentences": ("decoded, not scored", [f"is about {SENTENCES} sentences, but 3 were decoded"]),
+    "old scores": ("decoded, not scored", ["not scored: scores.json is older than hyp.tok"]),
+    "no starts": ("complete", ["there is no starts.jsonl", "Not recorded"]),
+    "bad start": ("complete", ["line 2 of starts.jsonl cannot be read"]),
+    "no data.settings": ("complete", ["there is no data.settings", "Data not known"]),
+    "bad config": ("complete", ["config.yaml cannot be read"]),
+    "no command": ("complete", [", no command."]),
+}  # fmt: skip
+
+
+def damage(run: Path, what: str) -> None:
     log, result = run / "train.log", run / "generate/test"
-    match damage:
+    match what:
         case "failed":
             (run / "failed").write_text("train: boom <b>\n")
         case "unfinished":
@@ -507,13 +512,25 @@ def test_no_hole(damage, state, needles, tmp_path):
             (run / "data.settings").unlink()
         case "bad config":
             (run / "config.yaml").write_text("a: [")
-        case "no hydra":
-            shutil.rmtree(run / "hydra")
-    page = report(run, output=tmp_path / "out")
-    assert page.table("norm", "seed", "state")[0]["state"] == state
-    for needle in needles:
-        assert page.said(needle), needle
-    assert not page.said("Nothing: every run") or damage == "no hydra"
+        case "no command":
+            (run / "starts.jsonl").write_text(json.dumps(START) + "\n")
+
+
+def test_no_hole(tmp_path):
+    runs = {}
+    for what in DAMAGES:
+        runs[what] = make_run(tmp_path / what, decoded=what not in ("not decoded", "no checkpoint"))
+        damage(runs[what], what)
+    page = report(*runs.values(), output=tmp_path / "out")
+    states = {row[2]: row[3] for table in page.tables if table[0][3:4] == ["state"] for row in table[1:]}
+    bullets = re.findall(r"^- `(.+?)`: (.+)$", html.unescape((tmp_path / "out/report.md").read_text("utf-8")), re.M)
+    for what, (state, needles) in DAMAGES.items():
+        assert states[what] == state
+        said = " ".join(text for path, text in bullets if path == str(runs[what])).replace("\\", "")
+        for needle in needles:
+            assert needle in said or page.said(needle), needle
+        assert bool(said) == (what != "no command")
+    assert not page.said("Nothing: every run")
     for table in page.tables:
         assert all(cell.strip() for row in table for cell in row)
 
@@ -522,10 +539,9 @@ def test_a_run_that_never_began_is_named(tmp_path):
     (tmp_path / "pn_1").mkdir()
     (tmp_path / "pn_1/failed").write_text("train: no such norm\n")
     page = report(tmp_path / "pn_1", make_run(tmp_path / "ln_1", "ln"), output=tmp_path / "out")
-    (header, row) = next(table for table in page.tables if table[0] == ["run", "state"])
-    assert row[0].endswith("pn_1") and row[1] == "failed: train: no such norm"
+    assert page.said("pn_1: failed: train: no such norm") and page.said("pn_1: never began: there is neither")
     page = report(tmp_path / "pn_1", output=tmp_path / "out")  # and alone
-    assert page.said("Runs that never began")
+    assert page.said("failed: train: no such norm")
 
 
 def test_restarts_are_added_up(tmp_path):
@@ -544,14 +560,6 @@ def test_a_validation_alone_is_a_training_that_began(tmp_path):
     log = '{"valid_nll_loss": "9.5", "valid_num_updates": "20"}\n'
     row = report(make_run(tmp_path / "run", log=log), output=tmp_path / "out").table("state", "wall time")[0]
     assert row["updates"] == "20 of 40" and row["tokens/s"] == row["wall time"] == row["parameters"] == "not logged"
-
-
-def test_a_config_of_ones_own_is_named_by_its_path(tmp_path):
-    run = make_run(tmp_path / "run")
-    file = run / "hydra/.hydra/hydra.yaml"
-    file.write_text(file.read_text().replace("/checkout/configs", "/my own"))
-    report(run, output=tmp_path / "out")
-    assert "scripts/train.sh '/my own/verses_es_en.yaml' --data" in (tmp_path / "out/report.md").read_text("utf-8")
 
 
 def test_the_baseline_is_the_ln_that_differs_least(tmp_path):
@@ -578,6 +586,16 @@ def test_a_batch_is_the_same_on_any_number_of_workers(tmp_path):
     assert [row["norm"] for row in page.table("norm", "seeds scored")] == [
         "PN (tokens_per_update=4096)", "PN (tokens_per_update=2048)",
     ]  # fmt: skip
+
+
+def test_seeds_on_one_side_and_seeds_not_known(tmp_path):
+    runs = [make_run(tmp_path / f"{norm}{n}", norm, n) for norm, n in (("ln", 1), ("ln", 2), ("pn", 2), ("pn", 3))]
+    runs += [make_run(tmp_path / norm, norm, common__seed=None) for norm in ("ln", "pn")]
+    page = report(*runs, output=tmp_path / "out")
+    text = page.table("measure", "difference of means")[0]["over sentences: paired bootstrap, per seed"]
+    assert re.fullmatch(r"seed 2: \S+, p [<=] \S+; seed not known: \S+, p [<=] \S+; seed 1, 3: on one side only", text)
+    rows = page.table("norm", "seeds scored")
+    assert [row["seeds scored"] for row in rows] == ["3 (1, 2, not known)", "3 (2, 3, not known)"]
 
 
 def test_a_seed_that_was_run_twice_counts_once(tmp_path):
@@ -632,10 +650,132 @@ def test_machines_and_diagnostics(comparison, tmp_path):
     runs = [make_run(tmp_path / "a"), make_run(tmp_path / "b", seed=2)]
     with (runs[1] / "starts.jsonl").open("a") as file:
         file.write(json.dumps(START | {"torch": "2.14.0", "started": "2026-01-03T00:00:00+00:00"}) + "\n")
+    with (runs[0] / "starts.jsonl").open("a") as file:
+        file.write(json.dumps(START | {"machines": [{"workers": 1, "gpus": []}] * 2, "torch": ""}) + "\n")
     page = report(*runs, output=tmp_path / "out")
-    rows = {row["what"]: row for row in page.table("what", "machine 1", "machine 2")}
-    assert rows["torch"]["machine 2"] == "2.14.0" and rows["runs"]["machine 1"] == "a, b"
-    assert rows["runs"]["machine 2"] == "b"
+    assert page.table("what", "machine 2")[-3]["machine 2"] == "2 × workers 1, no gpus"
+    rows = {row["what"]: row for row in page.table("what", "machine 1", "machine 3")}
+    assert rows["torch"]["machine 3"] == "2.14.0" and rows["runs"]["machine 1"] == "a, b"
+    assert rows["runs"]["machine 3"] == "b" and rows["torch"]["machine 2"] == "none"
+
+
+def headline(*runs: Path, output: Path) -> str:
+    report(*runs, output=output)
+    return (output / "report.md").read_text("utf-8").split("\n\n")[1].replace("\\", "")
+
+
+def with_score(run: Path, bleu: float) -> Path:
+    file = run / "generate/test/scores.json"
+    scores = json.loads(file.read_text())
+    scores["tokenized"]["score"] = bleu
+    file.write_text(json.dumps(scores))
+    return run
+
+
+@pytest.mark.parametrize(
+    ("bleu", "needles"),
+    [
+        ({"ln": (20.0, 20.2), "pn": (25.0, 25.1)}, ["PN has", "25.05, 4.95 above LN: significant over seeds"]),
+        ({"ln": (20.0, 22.0), "pn": (21.0, 22.0)}, ["PN has", "0.50 above LN: inconclusive", "not significant"]),
+        ({"ln": (20.0, 20.2), "pn": (18.0, 18.1)}, ["LN has the highest", "20.10, 2.05 above PN: significant"]),
+        ({"ln": (20.0,), "pn": (25.0,)}, ["5.00 above LN: inconclusive", "one seed of each"]),
+        ({"ln": (20.0, 20.0), "pn": (25.0, 25.0)}, ["5.00 above LN: inconclusive", "no spread"]),
+        ({"ln": (20.0, 22.0), "pn": (22.0, 20.0)}, ["have the same mean tokenized BLEU", "no difference"]),
+        ({"bn": (20.0, 20.2), "pn": (25.0, 25.1)}, ["PN has the highest", "4.95 above BN: significant"]),
+        # Significant alone (p = 0.03), but not as one of three comparisons.
+        (
+            {"ln": (20.0, 20.6), "bn": (10.0, 10.1), "pnv": (10.0, 10.1), "pn": (22.0, 22.4)},
+            ["PN has the highest", "1.90 above LN: inconclusive", "not below 0.05 / 3, Bonferroni"],
+        ),
+        ({"pn": (20.0, 20.2)}, ["PN is the only one that was scored", "20.10"]),
+        ({}, ["no run was scored"]),
+    ],
+)  # fmt: skip
+def test_the_first_sentence_says_which_norm_did_best(bleu, needles, tmp_path):
+    runs = [make_run(tmp_path / "x", "pn", decoded=False)] if not bleu else []
+    for norm, scores in bleu.items():
+        runs += [with_score(make_run(tmp_path / f"{norm}{n}", norm, n), one) for n, one in enumerate(scores, 1)]
+    sentence = headline(*runs, output=tmp_path / "out")
+    assert all(needle in sentence for needle in needles), sentence
+    if "significant over" in sentence or "not significant" in sentence:
+        _, p = welch_by_hand(bleu["pn"], bleu.get("ln") or bleu["bn"])
+        assert shown_p(p) in sentence
+
+
+def test_a_bleu_below_1_is_a_problem(tmp_path):
+    page = report(with_score(make_run(tmp_path / "run"), 0.03), output=tmp_path / "out")
+    assert page.said("tokenized BLEU is 0.03, below 1: the model has hardly learned")
+    assert page.said("no problems found in 0.")
+
+
+CONFIG = (
+    "{'_name': None, 'common': {'seed': %d, 'log_format': 'json'}, 'dataset': {'max_tokens': 2048}, "
+    "'optimization': {'max_update': 40, 'update_freq': [1]}, 'checkpoint': {'save_dir': '%s'}, 'model': %s, "
+    "'task': {'_name': 'translation', 'data': '%s', 'source_lang': None, 'target_lang': None}}\n"
+)
+#: As fairseq-train logs a model: with all flags, of other sections, too.
+NAMESPACE = (
+    "Namespace(seed=%d, save_dir='%s', arch='transformer_%s_tiny', _name='transformer_%s_tiny', betas=(0.9, 0.98))"
+)
+
+
+def plain_run(folder: Path, norm: str, seed: int, data: Path) -> Path:
+    """A folder of fairseq-train: saved output and checkpoints; decoded and scored."""
+    folder.mkdir()
+    config = CONFIG % (seed, folder, NAMESPACE % (seed, folder, norm, norm), data)
+    prefix = "2026-01-01 00:00:00 | INFO | fairseq_cli.train | "
+    (folder / "output.txt").write_text(f"{prefix}{config}{train_log(5)}")
+    (folder / "checkpoint_last.pt").touch()
+    write_scores(folder / "generate/test", *reversed(corpus_text(ERRORS[norm], seed)))
+    return folder
+
+
+def test_folders_of_fairseq_train(tmp_path):
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/train.es-en.es.bin").touch()
+    runs = [plain_run(tmp_path / f"{norm}{n}", norm, n, tmp_path / "bin") for norm in ("ln", "pn") for n in (1, 2)]
+    page = report(*runs, output=tmp_path / "out")
+    rows = page.table("norm", "seeds scored")
+    assert [(row["norm"], row["seeds scored"]) for row in rows] == [("LN", "2 (1, 2)"), ("PN", "2 (1, 2)")]
+    assert page.said("es to en") and page.said("Nothing: every run was trained to its end")
+    assert page.table("state", "updates")[0]["updates"] == "40 of 40"
+    # Prepared by the scripts: comparable with runs of train.sh.
+    (tmp_path / "settings").write_text(DATA)
+    page = report(*runs, make_run(tmp_path / "other", "bn"), output=tmp_path / "out")
+    assert [row["norm"].split()[0] for row in page.table("norm", "seeds scored")] == ["LN", "BN", "PN"]
+
+
+def test_jobs_of_a_sweep(tmp_path):
+    sweep = tmp_path / "sweep"
+    for norm in ("ln", "pn"):
+        job = sweep / f"model._name=transformer_{norm}_tiny"
+        (job / ".hydra").mkdir(parents=True)
+        config = CONFIG % (1, "checkpoints", f"{{'_name': 'transformer_{norm}_tiny'}}", tmp_path)
+        (job / "train.log").write_text(config + train_log(5))
+    (sweep / "multirun.yaml").touch()
+    (sweep / ".hydra").mkdir()
+    for given in ([sweep], [path for path in sweep.iterdir() if path.name != ".hydra"]):
+        page = report(*given, output=tmp_path / "out")
+        assert [row["norm"] for row in page.table("norm", "state")] == ["LN", "PN"]
+        problems = re.findall(r"^- `.*transformer_pn_tiny`: (.*)", (tmp_path / "out/report.md").read_text(), re.M)
+        assert problems == ["not decoded: there is no generate/test/hyp.tok, and there is no checkpoint"]
+
+
+def test_norms_from_outside_the_package(tmp_path, monkeypatch):
+    entries = dict(norms.NORMS)
+    entries["mine"] = dataclasses.replace(entries["layer"], short="mn", title="a norm without an abbreviation")
+    entries["yours"] = dataclasses.replace(entries["layer"], short="yn", title="your norm (YOURS)")
+    monkeypatch.setattr(norms, "NORMS", entries)
+    runs = [make_run(tmp_path / short, "pn", model___name=f"transformer_{short}_tiny") for short in ("yn", "mn")]
+    page = report(*runs, make_run(tmp_path / "ln", "ln"), output=tmp_path / "out")
+    assert [row["norm"] for row in page.table("norm", "seeds scored")] == ["LN", "MN", "YOURS"]
+
+
+def test_many_settings_that_differ_are_left_to_their_table(tmp_path):
+    runs = [make_run(tmp_path / str(n), "pn", **{f"model__x{i}": n for i in range(9)}) for n in (1, 2)]
+    page = report(*runs, output=tmp_path / "out")
+    assert [row["norm"] for row in page.table("norm", "seeds scored")] == ["PN (settings 1)", "PN (settings 2)"]
+    assert page.table("setting", "PN (settings 2)")[8]["PN (settings 2)"] == "2"
 
 
 def test_only_its_own_files_are_written(tmp_path):
@@ -652,7 +792,7 @@ def test_only_its_own_files_are_written(tmp_path):
     ("arguments", "needles"),
     [
         (["RUN", "nowhere", "--output", "out"], ["there is no directory 'nowhere'"]),
-        (["RUN", "empty", "--output", "out"], ["'empty' is no run", "config.yaml"]),
+        (["RUN", "empty", "--output", "out"], ["'empty' is not a run", "config.yaml"]),
         (["RUN", "RUN/../run", "--output", "out"], ["given twice"]),
         (["RUN", "--output", "file"], ["cannot write to --output file"]),
         (["RUN", "--output", "file/out"], ["cannot write to --output file/out"]),
@@ -677,20 +817,18 @@ def test_mistakes_get_one_line(arguments, needles, tmp_path, capsys, monkeypatch
 
 def test_a_table_with_a_hole_is_refused():
     with pytest.raises(ValueError, match="hole"):
-        Table(["a", "b"], [["1", ""]])
-    with pytest.raises(ValueError, match="hole"):
-        Table(["a", "b"], [["1"]])
+        markdown.table(pandas.DataFrame({"a": ["1"], "b": [""]}))
 
 
 def test_markdown_and_html_by_hand():
-    document = [
-        Heading(1, "A <b>"),
-        Paragraph(["see ", Code("x`y|z"), ": ", Missing("none_of_it _at_ all")]),
-        Table(["a", "b"], [[Code("p|q"), "r|s"]], frozenset({1})),
-    ]
-    assert markdown(document) == (
-        "# A &lt;b&gt;\n\nsee ``x`y|z``: *none_of_it \\_at\\_ all*\n\n| a | b |\n|---|---:|\n| `p\\|q` | r\\|s |\n"
+    frame = pandas.DataFrame({"a": [markdown.code("p|q")], "b": ["1.5"], "c": ["r|s"]})
+    code, missing = markdown.code("x`y|z", in_table=False), markdown.missing("none_of_it _at_ all")
+    text = f"# A &lt;b&gt;\n\nsee {code}: {missing}\n\n{markdown.table(frame)}"
+    assert text == (
+        "# A &lt;b&gt;\n\nsee ``x`y|z``: *none_of_it \\_at\\_ all*\n\n"
+        "| a      |   b | c    |\n|:-------|----:|:-----|\n| `p\\|q` | 1.5 | r\\|s |"
     )
-    page = to_html(document, {})
+    page = markdown.html(text, None)
     assert "<h1>A &lt;b&gt;</h1>" in page and "<title>A &lt;b&gt;</title>" in page
-    assert '<td class="number">r|s</td>' in page and '<span class="missing">none_of_it _at_ all</span>' in page
+    assert '<td style="text-align:right">1.5</td>' in page and ">r|s</td>" in page and "<code>p|q</code>" in page
+    assert "<em>none_of_it _at_ all</em>" in page

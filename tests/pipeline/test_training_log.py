@@ -1,8 +1,6 @@
 import pytest
 
-from pn_fairseq.cli.plot_curves import main
-from pn_fairseq.report.curves import mean_curve, plot
-from pn_fairseq.training_log import LearningCurve, read_log, read_training_log
+from pn_fairseq.pipeline.training_log import read_log
 
 LOG = """\
 TransformerPNModel( {not json} )
@@ -20,52 +18,36 @@ def test_both_log_formats_are_read(tmp_path):
     curve = read_log(tmp_path / "train.log")
     assert curve.train == {20: 12.169, 40: 11.5}
     assert curve.valid == {40: 8.83}
-    assert read_training_log(tmp_path / "train.log").unreadable == 0, "a setting is no record"
+    assert read_log(tmp_path / "train.log").unreadable == 0, "a setting is no record"
+
+
+SIMPLE = """\
+[2026-01-01][INFO] - {'common': {'seed': 3}, 'model': Namespace(seed=3, x=(1, None), arch='a')}
+2026-01-01 00:00:00 | INFO | train_inner | epoch 001:     10 / 527 loss=10.264, nll_loss=9.902, ppl=956.98, wps=40, \
+ups=2.25, wpb=18, bsz=55.9, num_updates=10, lr=0.005, norm_nu_rms=None, wall=10
+2026-01-01 00:00:00 | INFO | valid | epoch 001 | valid on 'valid' subset | loss 9.263 | nll_loss 8.717 | num_updates 15
+2026-01-01 00:00:00 | INFO | train | epoch 001 | loss 9.498 | nll_loss 9.003 | num_updates 30 | wall 23
+"""
+
+
+def test_saved_output_of_fairseq_train(tmp_path):
+    (tmp_path / "out.txt").write_text(SIMPLE)
+    log = read_log(tmp_path / "out.txt")
+    assert (log.train, log.train_nll, log.valid) == ({10: 10.264}, {10: 9.902}, {15: 8.717})
+    assert log.starts[0].seconds == 10 and log.tokens_per_second == {10: 40} and log.unreadable == 0
+    assert log.settings == {"common": {"seed": 3}, "model": {"x": (1, None)}}, "flags of other sections are left out"
+
+
+def test_a_criterion_without_label_smoothing_logs_one_loss(tmp_path):
+    text = '{"loss": "9", "num_updates": "10"}\n{"valid_loss": "8", "valid_num_updates": "10"}\n'
+    (tmp_path / "train.log").write_text(text)
+    log = read_log(tmp_path / "train.log")
+    assert log.train == log.train_nll == {10: 9} and log.valid == {10: 8}
 
 
 def test_what_a_resumed_run_did_again_counts_once_and_a_cut_off_line_not_at_all(tmp_path):
     (tmp_path / "train.log").write_text(LOG + '{"loss": "11.4", "num_updates": "40"}\n{"loss": "1", "num_up')
     assert read_log(tmp_path / "train.log").train == {20: 12.169, 40: 11.4}
-
-
-def test_log_without_records_is_an_error(tmp_path):
-    (tmp_path / "train.log").write_text("nothing\n")
-    with pytest.raises(ValueError, match="holds no training record"):
-        read_log(tmp_path / "train.log")
-
-
-@pytest.mark.parametrize("suffix", [".png", ".pdf", ".svg"])
-def test_picture(suffix, tmp_path):
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "train.log").write_text(LOG)
-    output = tmp_path / f"curves{suffix}"
-    assert main([str(tmp_path / "a"), str(tmp_path / "b/train.log"), "--output", str(output)]) == 0
-    assert output.stat().st_size > 1000
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", output.name]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "needle"),
-    [
-        (["RUN", "--output", "curves.txt"], "curves.txt"),
-        (["RUN", "--output", "/nowhere/curves.png"], "/nowhere"),
-        (["/nowhere", "--output", "curves.png"], "/nowhere"),
-        (["RUN", "RUN", "--output", "curves.png"], "--labels"),
-        (["RUN", "--labels", "a", "b", "--output", "curves.png"], "--labels"),
-        (["RUN", "--output", "run/a picture.png"], "a picture.png: Is a directory"),
-        (["RUN"], "--output"),
-    ],
-)
-def test_mistakes_get_one_line(arguments, needle, tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run/train.log").write_text(LOG)
-    (tmp_path / "run/a picture.png").mkdir()
-    assert main([argument.replace("RUN", "run") for argument in arguments]) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1 and needle in error
-    assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
 TWO_STARTS = """\
@@ -87,7 +69,7 @@ done training in 6.5 seconds
 
 def test_starts_of_a_run(tmp_path):
     (tmp_path / "train.log").write_text(TWO_STARTS)
-    log = read_training_log(tmp_path / "train.log")
+    log = read_log(tmp_path / "train.log")
     first, second = log.starts
     assert (first.workers, second.workers) == (1, 4)
     assert (first.reason, second.reason) == (None, "patience")
@@ -95,7 +77,7 @@ def test_starts_of_a_run(tmp_path):
     assert first.tokens == 1005 + 1000 + 1000
     assert first.interval_seconds == pytest.approx(1005 / 500 + 1000 / 250)
     assert second.tokens == 2000 and second.interval_seconds == 2  # from update 20, where the first start had a record
-    assert log.curve.train == {10: 12, 20: 11, 30: 9} and log.updates == 30 and log.ended
+    assert log.train == {10: 12, 20: 11, 30: 9} and log.updates == 30 and log.ended
     assert log.tokens_per_second == {10: 500, 20: 250, 30: 1000}
     assert log.diagnostics == {"norm_nu_rms": {10: 0.25}}
     assert log.parameters == 1508352 and log.unreadable == 2 and log.faults == 1
@@ -106,22 +88,6 @@ def test_a_start_that_resumed_and_was_cut_off_is_as_long_as_its_records(tmp_path
     record = '{{"loss": "9", "num_updates": "{}", "wps": "100", "wpb": "50", "wall": "{}"}}\n'
     text = "".join(record.format(*numbers) for numbers in ((10, 8), (20, 13), (20, 0), (30, 0)))
     (tmp_path / "train.log").write_text(text)
-    log = read_training_log(tmp_path / "train.log")
+    log = read_log(tmp_path / "train.log")
     assert [start.updates for start in log.starts] == [[10, 20], [20, 30]]
     assert [start.seconds for start in log.starts] == [13, 10] and not log.ended
-
-
-def test_mean_of_curves():
-    assert mean_curve([]) == mean_curve([{}]) == {}
-    assert mean_curve([{1: 2.0, 2: 3.0}, {1: 4.0, 2: 7.0}]) == {1: 3.0, 2: 5.0}
-    # Update 10 lies before the second curve, 40 behind it; at 20 it is a third of the way from 6 to 9.
-    assert mean_curve([{10: 1.0, 20: 1.0, 30: 1.0, 40: 1.0}, {18: 6.0, 24: 9.0, 30: 3.0}]) == {20: 4.0, 30: 2.0}
-
-
-def test_what_was_left_out_of_a_picture_is_told(tmp_path):
-    full = LearningCurve({10: 9.0, 100: 5.0, 200: 4.0}, {100: 4.0, 200: 3.0})
-    faulty = LearningCurve({10: 9.0, 100: float("nan"), 200: 4.0}, {})
-    drawn = plot({"_a $b$": [full, full], "c": [faulty]}, tmp_path / "x.png")
-    assert drawn.cut and drawn.nonfinite == ("c",) and drawn.missing == ("c",)
-    flat = LearningCurve({10: 3.0, 100: 5.0}, {100: 4.0, 200: 4.0})
-    assert plot({"a": [flat]}, tmp_path / "x.png") == type(drawn)(False, (), ())

@@ -1,0 +1,206 @@
+"""Reading fairseq's training log: what ``--log-file`` wrote, or the saved standard output."""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+#: A JSON record, at the start of a line or after what a logger writes there. A setting may hold JSON, too.
+_JSON = re.compile(r'(?:^|[|-] )(?=\{")')
+#: The same with ``--log-format simple``, fairseq's default where the output is not a terminal.
+_SIMPLE_TRAIN = re.compile(r"epoch \d+: +\d+ / \d+ (?=loss=)")
+_SIMPLE_VALID = re.compile(r"\| valid on '\S+' subset(?= \|)")
+_SETTINGS = re.compile(r"(?:^|[|-] )(?=\{(?:'.*)?'common': \{)")
+_DEVICES = re.compile(r"training on (\d+) devices")
+_PARAMETERS = re.compile(r"num\. (?:shared )?model params: ([\d,]+)")
+_DONE = re.compile(r"done training in ([\d.]+) seconds")
+#: What fairseq writes before it ends -> why it ends, by the name of the setting.
+_REASONS = {
+    "Stopping training due to num_updates": "max_update",
+    "Stopping training due to cumulative_training_time": "stop_time_hours",
+    "early stop since valid performance": "patience",
+}
+_FAULT = re.compile(r"\b(?:NaN|Inf) detected in output of|Detected nan/inf grad norm|gradients are Nan/Inf")
+
+
+@dataclass
+class Start:
+    """One start of a training; a resumed run has several.
+
+    Attributes:
+        workers: world size; None if the log does not say.
+        updates: updates of its training records, in order.
+        tokens: target tokens trained on between the first and the last record (``wpb`` times updates).
+        interval_seconds: time between the records, validation and saving included (updates times ``wpb / wps``).
+        wall: fairseq's ``wall`` of the last record, in seconds; 0 in a start that resumed a run.
+        done_seconds: ``done training in ... seconds``; None if the start was cut off.
+        reason: why it ended: ``max_update``, ``stop_time_hours``, ``patience``; None if the log does not say.
+    """
+
+    workers: int | None = None
+    updates: list[int] = field(default_factory=list)
+    tokens: float = 0.0
+    interval_seconds: float = 0.0
+    wall: float = 0.0
+    done_seconds: float | None = None
+    reason: str | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Length in seconds; of a start that was cut off, up to its last record."""
+        return max(self.wall, self.interval_seconds) if self.done_seconds is None else self.done_seconds
+
+
+@dataclass
+class TrainingLog:
+    """What one log says.
+
+    Attributes:
+        train: update -> training loss since the previous record, in bits per target token (fairseq's ``loss``).
+        train_nll: the same without label smoothing (``nll_loss``; ``loss`` for a criterion that logs no other).
+        valid: update -> validation loss without label smoothing, in bits per target token (``valid_nll_loss``).
+        starts: the starts of the run, in order.
+        tokens_per_second: update -> target tokens per second since the previous record (fairseq's ``wps``).
+        diagnostics: name (``norm_...``) -> update -> value, of records that hold one.
+        settings: all settings as fairseq logged them, nested; None if the log does not hold them.
+        parameters: number of parameters of the model; None if the log does not say.
+        unreadable: lines that look like a record but are cut off or hold no numbers.
+        faults: lines in which fairseq reports a NaN or an infinity.
+    """
+
+    train: dict[int, float] = field(default_factory=dict)
+    train_nll: dict[int, float] = field(default_factory=dict)
+    valid: dict[int, float] = field(default_factory=dict)
+    starts: list[Start] = field(default_factory=list)
+    tokens_per_second: dict[int, float] = field(default_factory=dict)
+    diagnostics: dict[str, dict[int, float]] = field(default_factory=dict)
+    settings: dict | None = None
+    parameters: int | None = None
+    unreadable: int = 0
+    faults: int = 0
+
+    @property
+    def updates(self) -> int:
+        """The last update with a record; 0 if there is no record."""
+        return max([0, *self.train, *self.valid])
+
+    @property
+    def ended(self) -> bool:
+        """Whether the last start reached its end."""
+        return bool(self.starts) and self.starts[-1].done_seconds is not None
+
+    def _current(self) -> Start:
+        if not self.starts:
+            self.starts.append(Start())
+        return self.starts[-1]
+
+    def _read_text(self, line: str) -> None:
+        if match := _DEVICES.search(line):
+            self.starts.append(Start(workers=int(match[1])))
+        elif match := _PARAMETERS.search(line):
+            self.parameters = int(match[1].replace(",", ""))
+        elif match := _DONE.search(line):
+            self._current().done_seconds = float(match[1])
+        elif match := _SETTINGS.search(line):
+            self.settings = _settings(line[match.end() :])
+        elif reason := next((reason for words, reason in _REASONS.items() if words in line), None):
+            self._current().reason = reason
+        elif _FAULT.search(line):
+            self.faults += 1
+
+    def _read_record(self, record: dict) -> None:
+        if "valid_num_updates" in record and {"valid_nll_loss", "valid_loss"} & record.keys():
+            self._current()
+            loss = record.get("valid_nll_loss", record.get("valid_loss"))
+            self.valid[int(record["valid_num_updates"])] = float(loss)
+        elif "loss" in record and "num_updates" in record:
+            self._read_training(int(record["num_updates"]), record)
+
+    def _read_training(self, update: int, record: dict) -> None:
+        loss, start = float(record["loss"]), self._current()
+        if start.updates and update <= start.updates[-1]:
+            # A resumed run whose log does not say on how many devices.
+            self.starts.append(start := Start())
+        # fairseq logs at fixed updates, so a resumed run continues after the nearest record of the starts before it.
+        before = start.updates[-1] if start.updates else max((u for u in self.train if u < update), default=0)
+        start.updates.append(update)
+        self.train[update] = loss
+        self.train_nll[update] = float(record.get("nll_loss", loss))
+        start.wall = max(start.wall, _number(record, "wall"))
+        speed, tokens = _number(record, "wps"), _number(record, "wpb") * (update - before)
+        start.tokens += tokens
+        if speed > 0:
+            self.tokens_per_second[update] = speed
+            start.interval_seconds += tokens / speed
+        for name, value in record.items():
+            # Between two reports of the norms fairseq repeats their names without a value.
+            if name.startswith("norm_") and value not in (None, "None"):
+                self.diagnostics.setdefault(name, {})[update] = float(value)
+
+
+def read_log(path: str | Path) -> TrainingLog:
+    """Read a log, in fairseq's log format ``json`` or ``simple``.
+
+    Where a resumed run repeated an update, the later record counts; the time of both does. A line that was cut off is
+    counted in ``unreadable``.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    log = TrainingLog()
+    with Path(path).open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            try:
+                record = _record(line)
+                if record is None:
+                    log._read_text(line)
+                else:
+                    log._read_record(record)
+            except (ValueError, TypeError, KeyError):
+                log.unreadable += 1
+    return log
+
+
+def _record(line: str) -> dict | None:
+    """The names and values of a record; None for other text."""
+    if match := _JSON.search(line):
+        return json.loads(line[match.end() :])
+    if match := _SIMPLE_TRAIN.search(line):
+        return dict(re.findall(r"(\w+)=([^,\s]+)", line[match.end() :]))
+    if match := _SIMPLE_VALID.search(line):
+        return {f"valid_{name}": value for name, value in re.findall(r"\| (\w+) (\S+)", line[match.end() :])}
+    return None
+
+
+def _settings(text: str) -> dict | None:
+    """Python's notation of nested settings. fairseq-train's model is a ``Namespace(...)`` of every flag there is."""
+
+    def value(node: ast.expr):
+        match node:
+            case ast.Dict():
+                return {value(key): value(one) for key, one in zip(node.keys, node.values, strict=True)}
+            case ast.Call():
+                return {one.arg: value(one.value) for one in node.keywords}
+        return ast.literal_eval(node)
+
+    try:
+        settings = value(ast.parse(text.strip(), mode="eval").body)
+    except (SyntaxError, ValueError):
+        return None
+    if isinstance(model := settings.get("model"), dict):
+        others = {"arch", *settings}.union(
+            *(one for name, one in settings.items() if isinstance(one, dict) and name != "model")
+        )
+        settings["model"] = {name: one for name, one in model.items() if name == "_name" or name not in others}
+    return settings
+
+
+def _number(record: dict, name: str) -> float:
+    """A number of a record; 0 where it is missing or not finite."""
+    value = record.get(name)
+    value = 0.0 if value is None else float(value)
+    return value if math.isfinite(value) else 0.0

@@ -1,0 +1,90 @@
+"""``pn-report``: a page about training runs, beside the paper's numbers."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from pn_fairseq import __version__
+from pn_fairseq.pipeline.command import ArgumentParser, UserError, command
+from pn_fairseq.pipeline.files import atomic_write
+from pn_fairseq.report.paper import PAPER
+
+#: Names of the files that the tool writes; it touches no others.
+_MARKDOWN, _HTML, _PICTURES = "report.md", "report.html", "report-curves-"
+
+_EPILOG = """\
+example:
+  %(prog)s runs/iwslt14_de_en/*_seed* --output runs/iwslt14_de_en/report
+
+RUN is the folder of a run of scripts/train.sh; or of fairseq-train, with its --log-file or saved output in it and what
+pn-score --run wrote; or of a job of fairseq-hydra-train -m, or of all jobs together.
+
+Writes into DIR, in place of what it wrote there before:
+  report.md            for GitHub, with the pictures beside it
+  report.html          one file with the pictures in it, to be read offline or printed
+  report-curves-N.png  learning curves, one picture for each corpus
+
+Runs that differ by their seed alone are averaged; runs on different data are never compared. What failed or is missing
+in a run is said in the report. The paper's numbers are shown beside runs on its data, recognised by languages, case,
+BPE and the size of the test set; --paper overrides that.
+"""
+
+
+@command("pn-report")
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run ``pn-report`` on ``argv`` (by default the process's arguments)."""
+    parser = ArgumentParser(
+        prog="pn-report",
+        description="Report on training runs: scores over seeds beside the paper's, significance, learning curves, "
+        "settings, versions, hardware, speed, and what failed.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
+    parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="where to write; created if needed")
+    parser.add_argument("--subset", default="test", help="decoded subset that the scores are of (default: test)")
+    parser.add_argument(
+        "--paper",
+        choices=("auto", *PAPER, "none"),
+        default="auto",
+        help="which row of the paper's Table 1 to show beside the results (default: by the data)",
+    )
+    parser.add_argument(
+        "--resamples", type=int, metavar="N", help="resamples of the paired bootstrap (default: sacrebleu's, 1000)"
+    )
+    parser.add_argument("--version", action="version", version=f"pn_fairseq {__version__}")
+    args = parser.parse_args(argv)
+    if args.resamples is not None and args.resamples < 1:
+        raise UserError(f"--resamples must be at least 1, not {args.resamples}")
+    if "/" in args.subset or args.subset in ("", ".", ".."):
+        raise UserError(f"--subset {args.subset!r}: the name of a decoded subset, such as test or valid")
+
+    # Here and not above: --help is to be answered at once.
+    from pn_fairseq.pipeline.scoring import RESAMPLES
+    from pn_fairseq.report.markdown import html
+    from pn_fairseq.report.runs import read_runs
+    from pn_fairseq.report.tables import build
+
+    runs = read_runs(args.runs, args.subset)
+
+    def said(text: str) -> None:
+        if sys.stderr.isatty():
+            print(f"[pn-report] {text}", file=sys.stderr)
+
+    try:
+        args.output.mkdir(parents=True, exist_ok=True)
+        page, pictures = build(runs, args.output, _PICTURES, args.subset, args.paper, args.resamples or RESAMPLES, said)
+        for name, text in ((_HTML, html(page, args.output)), (_MARKDOWN, page)):
+            with atomic_write(args.output / name) as file:
+                # A file name may hold bytes that are not UTF-8.
+                file.write(text.encode("utf-8", errors="backslashreplace"))
+        for stale in args.output.glob(f"{_PICTURES}[0-9]*.png"):
+            if stale.name not in pictures:
+                stale.unlink()
+    except OSError as error:
+        place = error.filename2 or error.filename or args.output
+        raise UserError(f"cannot write to --output {args.output}: {error.strerror} ({place})") from error
+    print(args.output / _MARKDOWN, args.output / _HTML, sep="\n")

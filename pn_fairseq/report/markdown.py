@@ -1,0 +1,97 @@
+"""Text as GitHub's Markdown, and Markdown as one HTML file that needs nothing else."""
+
+from __future__ import annotations
+
+import base64
+import re
+from pathlib import Path
+from urllib.parse import unquote
+
+import jinja2
+import pandas
+from markdown_it import MarkdownIt
+
+_SPECIAL = re.compile(r"([\\`*\[\]|~$])|(?<![0-9A-Za-z])_|_(?![0-9A-Za-z])")
+_NUMBER = re.compile(r"[+−]?\d[\d,.]*( .*)?")
+
+
+class Markdown(str):
+    """Text that is Markdown already."""
+
+
+def text(value: object) -> Markdown:
+    """A value such that it is shown as it is, on one line."""
+    if isinstance(value, Markdown):
+        return value
+    plain = " ".join(str(value).split()).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    return Markdown(_SPECIAL.sub(lambda match: f"\\{match[0]}", plain))
+
+
+def missing(value: str) -> Markdown:
+    """What is shown where a value is missing; it says why."""
+    return Markdown(f"*{text(value)}*")
+
+
+def code(value: object, in_table: bool = True) -> Markdown:
+    """Text to be shown letter for letter."""
+    plain = str(value).replace("\n", " ")
+    fence = "`" * (max((len(run) for run in re.findall("`+", plain)), default=0) + 1)
+    pad = " " if plain.startswith(("`", " ")) or plain.endswith(("`", " ")) else ""
+    # GitHub takes a bar for the end of a cell in code, too, unless a backslash stands before it.
+    plain = plain.replace("|", "\\|") if in_table else plain
+    return Markdown(f"{fence}{pad}{plain}{pad}{fence}")
+
+
+def block(lines: list[str]) -> Markdown:
+    """Lines to be shown letter for letter."""
+    fence = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", "\n".join(lines))), default=0))
+    return Markdown("\n".join([fence, *lines, fence]))
+
+
+def table(frame: pandas.DataFrame) -> Markdown:
+    """A table; columns of numbers are aligned to the right.
+
+    Raises:
+        ValueError: a cell is empty.
+    """
+    cells = frame.map(text)
+    if (cells == "").any(axis=None):
+        raise ValueError(f"a table of the report has a hole: {frame.to_dict('records')}")
+    cells.columns = [text(name) for name in frame.columns]
+
+    def align(column: pandas.Series) -> str:
+        there = [cell for cell in column if not cell.startswith("*")]
+        return "right" if there and all(_NUMBER.fullmatch(cell) for cell in there) else "left"
+
+    aligned = ["left", *(align(cells.iloc[:, number]) for number in range(1, cells.shape[1]))]
+    return Markdown(cells.to_markdown(index=False, tablefmt="pipe", colalign=aligned, disable_numparse=True))
+
+
+def template(name: str) -> jinja2.Template:
+    """A template of this folder. What it inserts is shown as it is, unless it is :class:`Markdown`."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        finalize=text if name.endswith(".md.j2") else None,
+    )
+    environment.filters |= {"code": lambda value: code(value, in_table=False), "missing": missing}
+    environment.globals |= {"table": table, "block": block}
+    return environment.get_template(name)
+
+
+def html(markdown: str, folder: Path) -> str:
+    """A page whose pictures, files of ``folder``, are in it: nothing is fetched, no script is run."""
+    renderer = MarkdownIt("commonmark", {"html": False}).enable("table")
+    tokens = renderer.parse(markdown)
+    for token in tokens:
+        for child in token.children or []:
+            if child.type == "image":
+                data = (folder / unquote(child.attrs["src"])).read_bytes()
+                child.attrs["src"] = f"data:image/png;base64,{base64.b64encode(data).decode('ascii')}"
+    body = renderer.renderer.render(tokens, renderer.options, {})
+    body = body.replace("<table>", '<div class="table"><table>').replace("</table>", "</table></div>")
+    title = re.search(r"<h1>(.*?)</h1>", body)[1]
+    return template("report.html.j2").render(title=re.sub("<[^>]+>", "", title), body=body)

@@ -1,0 +1,96 @@
+"""Learning curves: what is drawn, what is left out, and the command."""
+
+import numpy
+import pytest
+
+from pn_fairseq.pipeline.training_log import TrainingLog
+from pn_fairseq.report.curves import Picture, difference, main, on_one_grid, plot
+
+LOG = """\
+{"epoch": 1, "update": 0.1, "loss": "12.169", "nll_loss": "12.0", "num_updates": "20", "lr": "0.1"}
+{"epoch": 1, "loss": "11.5", "nll_loss": "11.3", "num_updates": "40"}
+{"epoch": 1, "valid_loss": "9.2", "valid_nll_loss": "8.83", "valid_num_updates": "40"}
+"""
+
+
+def test_curves_are_brought_to_one_grid():
+    assert on_one_grid([{}])[0] == []
+    grid, values = on_one_grid([{1: 2.0, 2: 3.0}, {1: 4.0, 2: 7.0}])
+    assert grid == [1, 2] and (values == [[2, 3], [4, 7]]).all()
+    # Update 10 is before the second curve, 40 after it; at 20 it is a third of the way from 6 to 9.
+    grid, values = on_one_grid([{10: 1.0, 20: 1.0, 30: 1.0, 40: 1.0}, {18: 6.0, 24: 9.0, 30: 3.0}])
+    assert grid == [20, 30] and (values[1] == [7, 3]).all()
+
+
+def test_difference_from_the_mean_of_the_baseline():
+    baseline = [{10: 4.0, 20: 3.0}, {10: 6.0, 20: 3.0}]
+    assert difference([{5: 9.0, 10: 4.5, 15: 4.0}], baseline) == [{10: -0.5, 15: 0.0}]
+    assert difference([{5: 9.0}], baseline) == difference([{5: 9.0}], []) == []
+
+
+def test_what_was_left_out_of_a_picture_is_told(tmp_path):
+    full = TrainingLog({10: 9.5, 100: 5.5, 200: 4.5}, {10: 9.0, 100: 5.0, 200: 4.0}, {100: 4.0, 200: 3.0})
+    faulty = TrainingLog({10: 9.5, 200: 4.5}, {10: 9.0, 100: float("nan"), 200: 4.0}, {})
+    name = "_a $b$ _c"
+    drawn = plot({name: [full, full], "c": [faulty]}, tmp_path / "x.svg", {"c": name})
+    assert drawn == Picture(cut=True, nonfinite=("c",), missing=("c",), difference=False, smoothed=True)
+    flat = TrainingLog({10: 3.0, 100: 5.0}, {10: 3.0, 100: 5.0}, {100: 4.0, 200: 4.0})
+    assert plot({"a": [flat]}, tmp_path / "x.svg") == Picture(False, (), (), False, False)
+
+
+def test_panels(tmp_path, monkeypatch):
+    """Training and validation share their axes; the band goes from seed to seed; what is cut off is written there."""
+    from matplotlib import pyplot
+
+    monkeypatch.setattr(pyplot, "close", lambda figure: None)
+    ln = [TrainingLog({}, {10: 9.0, 100: 5.0, 200: 4.0 + d}, {100: 4.0, 200: 3.0 + d}) for d in (0.0, 0.2)]
+    pn = [TrainingLog({}, {10: 9.0, 100: 5.0, 200: 3.5}, {100: 4.2, 200: 2.5 + d}) for d in (0.0, 0.1, 0.5)]
+    drawn = plot({"LN": ln, "PN": pn}, tmp_path / "x.svg", {"PN": "LN"})
+    assert drawn.difference and drawn.smoothed
+    train, valid, minus, smoothed = pyplot.gcf().axes
+    assert train.get_ylim() == valid.get_ylim() and train.get_xlim() == valid.get_xlim() == minus.get_xlim()
+    assert [text.get_text() for text in train.texts] == ["not shown: up to 9 in the first 10 updates"]
+    line = next(one for one in minus.lines if one.get_xdata()[-1] == 200 and one.get_ydata()[-1] < 0)
+    numpy.testing.assert_allclose(line.get_ydata(), [0.2, 2.7 - 3.1])
+    low, high = minus.collections[-1].get_datalim(minus.transData).intervaly
+    numpy.testing.assert_allclose([low, high], [2.5 - 3.1, 0.2])
+    assert smoothed.texts[0].get_text() == "nothing logged"
+
+
+@pytest.mark.parametrize("suffix", [".png", ".pdf", ".svg"])
+def test_pictures_of_folders_and_of_logs(suffix, tmp_path):
+    for name, file in (("a", "train.log"), ("b", "train.log"), ("c", "saved.txt")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / file).write_text(LOG)
+    output = tmp_path / f"curves{suffix}"
+    runs = [str(tmp_path / name) for name in ("a", "b/train.log", "c")]
+    labels = ["--labels", "x", "x", "y"] if suffix == ".svg" else []
+    assert main([*runs, "--output", str(output), *labels]) == 0
+    assert output.stat().st_size > 1000
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "c", output.name]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "needle"),
+    [
+        (["RUN", "--output", "curves.txt"], "curves.txt"),
+        (["RUN", "--output", "/nowhere/curves.png"], "/nowhere"),
+        (["/nowhere/a", "/nowhere/b", "--output", "curves.png"], "there is no /nowhere/a, no /nowhere/b"),
+        (["RUN", "RUN/train.log", "--output", "curves.png"], "--labels"),
+        (["RUN", "--labels", "a", "b", "--output", "curves.png"], "--labels"),
+        (["RUN", "--output", "run/a picture.png"], "a picture.png: Is a directory"),
+        (["RUN/empty.txt", "--output", "curves.png"], "empty.txt holds no training record"),
+        (["."] + ["--output", "curves.png"], ". holds no training record"),
+        (["RUN"], "--output"),
+    ],
+)
+def test_mistakes_get_one_line(arguments, needle, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/train.log").write_text(LOG)
+    (tmp_path / "run/empty.txt").write_text("nothing\n")
+    (tmp_path / "run/a picture.png").mkdir()
+    assert main([argument.replace("RUN", "run") for argument in arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and needle in error
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
