@@ -50,7 +50,10 @@ def _reference(match: re.Match) -> str:
 def markdown(docstring: str) -> str:
     """The docstring with the roles and directives of reST that this project uses in Markdown."""
     text = re.sub(
-        r"^(?P<indent> *)\.\. math::(?P<line>.*)\n(?P<rest>(?:(?P=indent) +\S.*\n?|\s*\n)*)", _block, docstring, flags=re.M
+        r"^(?P<indent> *)\.\. math::(?P<line>.*)\n(?P<rest>(?:(?P=indent) +\S.*\n?|\s*\n)*)",
+        _block,
+        docstring,
+        flags=re.M,
     )
     text = re.sub(r":math:`([^`]+)`", r"`#!math \1`", text)
     text = re.sub(r":(?:class|func|meth|mod|data|attr):`(?P<target>[^`]+)`", _reference, text)
