@@ -42,9 +42,9 @@ def _block(match: re.Match) -> str:
 
 
 def _reference(match: re.Match) -> str:
-    name = match["target"].removeprefix("~").split(".")[-1]
-    public = name in pn_fairseq.norms.__all__
-    return f"[`{name}`][pn_fairseq.norms.{name}]" if public else f"`{match['target'].removeprefix('~')}`"
+    target = match["target"].lstrip("~.")
+    name = target.split(".")[-1]
+    return f"[`{name}`][pn_fairseq.norms.{name}]" if name in pn_fairseq.norms.__all__ else f"`{target}`"
 
 
 def markdown(docstring: str) -> str:

@@ -1,5 +1,6 @@
 """Files about the project agree with each other."""
 
+import argparse
 import re
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 import yaml
 
 import pn_fairseq
+from pn_fairseq.models.norm_options import NormOptions
 
 from .pages import PAGES, ROOT
 
@@ -47,3 +49,10 @@ def test_table_of_configurations_lists_each():
 def test_every_page_is_in_the_navigation():
     pages = {page.name for page in PAGES if page.parent != ROOT}
     assert {page for page in pages if f": {page}\n" not in read("mkdocs.yml")} == set()
+
+
+def test_every_flag_of_the_norms_is_documented():
+    parser = argparse.ArgumentParser()
+    NormOptions.add_args(parser)
+    flags = {flag for action in parser._actions for flag in action.option_strings} - {"-h", "--help"}
+    assert {flag for flag in flags if f"`{flag}" not in read("docs/norms.md")} == set()
