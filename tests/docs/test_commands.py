@@ -137,23 +137,28 @@ def test_options_in_sentences_exist():
     assert {option: page for option, page in pages.items() if not has(text, option)}.keys() <= OTHER_OPTIONS
 
 
-def trainings() -> list[tuple[str, ...]]:
-    """Configuration and settings of each training in a code block."""
-    found = []
+def trainings() -> dict[str, dict[str, set[str]]]:
+    """Configuration -> setting -> its values in the trainings of all code blocks."""
+    found: dict[str, dict[str, set[str]]] = {}
     for command in [command for page in PAGES for command in block_commands(page)]:
         tool, words = ours(command) or ("", [])
         name = re.fullmatch(r"scripts/(train|demo|reproduce_\w+)\.sh", tool)
         if name and "$" not in command.text:
-            config = CONFIGS.get(name[1]) or words[0]
-            found.append((config, *(word for word in words if re.match(r"[a-z_]+(\.\w+)*=", word))))
-    return sorted(set(found))
+            settings = found.setdefault(CONFIGS.get(name[1]) or words[0], {})
+            for key, equals, value in [word.partition("=") for word in words]:
+                if equals and not key.startswith("-"):
+                    settings.setdefault(key, set()).add(value)
+    return found
 
 
-@pytest.mark.parametrize("training", trainings(), ids=" ".join)
-def test_settings_exist(training):
+@pytest.mark.parametrize("config", trainings())
+def test_settings_exist(config):
+    """Composed at once, since that takes a second: one value of each, and all architectures by name."""
     settings = pytest.importorskip("pn_fairseq.pipeline.settings")
-    config, *overrides = training
+    values = trainings()[config]
+    overrides = [f"{key}={min(value)}" for key, value in values.items()]
     settings.compose(ROOT / "configs" / f"{config}.yaml", overrides, world_size=1, on_cpu=True)
+    assert values.get("model._name", set()) <= settings.ARCH_MODEL_REGISTRY.keys()
 
 
 def test_code_blocks_are_of_the_shell():
