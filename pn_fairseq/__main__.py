@@ -50,11 +50,22 @@ def options(argv: list[str]) -> int:
         help='print the directory for fairseq: fairseq-train --user-dir "$(python -m pn_fairseq --user-dir)" ...',
     )
     what.add_argument("--info", action="store_true", help="print which kernels are in use, and the patches of fairseq")
+    what.add_argument(
+        "--check",
+        action="store_true",
+        help="compare the kernels that this machine can run with plain PyTorch; exit code 1 if one is off",
+    )
     args = parser.parse_args(argv)
     if args.user_dir:
         print(Path(__file__).resolve().parent)
         return 0
     try:
+        if args.check:
+            from pn_fairseq.kernels.check import check
+
+            table, fine = check()
+            print(table)
+            return 0 if fine else 1
         print(info())
     except RuntimeError as error:
         raise UserError(str(error)) from error

@@ -189,8 +189,9 @@ class RunningNorm(ChannelNorm):
         check_input(x, padding_mask, self.num_features, self.batch_first)
         if not self.training:
             return self._evaluate(x)
-        return self._train_uncompiled(x, padding_mask) if torch.compiler.is_compiling() else self._train(x,
-        padding_mask)
+        return (
+            self._train_uncompiled(x, padding_mask) if torch.compiler.is_compiling() else self._train(x, padding_mask)
+        )
 
     forward.__doc__ = ChannelNorm.forward.__doc__
 

@@ -1,0 +1,84 @@
+"""``python -m pn_fairseq --check``: every operator of every implementation against the reference, in all types."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from pn_fairseq import kernels
+from pn_fairseq.kernels.selection import IMPLEMENTATIONS
+from pn_fairseq.norms import power  # noqa: F401 (defines an operator)
+
+#: Largest difference that is allowed, relative to the largest value of a result: sums in another order, one rounding.
+TOLERANCE = {torch.float64: 1e-11, torch.float32: 2e-5, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
+
+#: Tokens, channels and layer-scale groups: a translation model's, and numbers that no vector width divides.
+SHAPES = ((96, 512, 8), (37, 67, 0))
+
+
+def samples(dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, tuple]]:
+    """Arguments of every operator, with and without what may be left out."""
+    generator = torch.Generator().manual_seed(0)
+    for tokens, channels, groups in SHAPES:
+        x, dy = torch.randn((2, tokens, channels), generator=generator).to(device, dtype)
+        padding = (torch.rand(tokens, generator=generator) < 0.2).to(device)
+        weight, bias, mean, moment, nu, offset = (torch.rand((6, channels), generator=generator) + 0.5).to(device)
+        inv_rms = kernels.OPERATORS["moments"](x, None, groups, 1e-5, False)[0]
+        for mask in (None, padding):
+            yield "normalize", (x, weight, bias, None, moment, mask, None, groups, 1e-5, True)
+            for centered in (False, True):
+                yield "moments", (x, mask, groups, 1e-5, centered)
+            vectors = (weight, mean, moment)
+            yield "gradient", (dy, x, mask, weight, None, moment, nu, None, inv_rms, groups, 1e-5, True)
+            yield "gradient", (dy, x, mask, *vectors, nu, offset, inv_rms, groups, 1e-5, False)
+            yield "gradient_sums", (dy, x, mask, *vectors, inv_rms, groups, 1e-5)
+        yield "normalize", (x, None, None, mean, moment, None, inv_rms, groups, 1e-5, False)
+        acc = kernels.acc_dtype(x)
+        count, number = torch.tensor(7.0, dtype=acc, device=device), torch.tensor(3, device=device)
+        products = torch.randn((2, channels), generator=generator).to(device, acc)
+        batch = (moment.to(acc), mean.to(acc), products, count)
+        for warmup in (0, 9):
+            yield "running_average", (moment, mean, number, *batch, warmup, 0.9)
+            state = (moment, nu, number, batch[0], moment, products, count)
+            yield "power_update", (*state, 1e-5, warmup, 0.9, 0.9)
+
+
+def difference(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> float:
+    """The largest difference of two results, relative to the largest value; infinite if shape or type differ."""
+    worst = 0.0
+    for one, other in zip(found, expected, strict=True):
+        if one.shape != other.shape or one.dtype != other.dtype:
+            return float("inf")
+        if other.numel():
+            error = (one.double() - other.double()).abs().max() / other.double().abs().max().clamp(min=1e-30)
+            worst = max(worst, float(error.nan_to_num(float("inf"))))
+    return worst
+
+
+def check() -> tuple[str, bool]:
+    """A table with a line for each operator and implementation, and whether all differences are allowed."""
+    devices = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
+    rows, fine = [], True
+    for implementation in kernels.available():
+        for device in devices:
+            if implementation == "reference" or IMPLEMENTATIONS[implementation] != device.upper():
+                continue
+            worst: dict[tuple[str, torch.dtype], float] = {}
+            for dtype in TOLERANCE:
+                for name, arguments in samples(dtype, torch.device(device)):
+                    expected = kernels.OPERATORS[name](*arguments)
+                    with kernels.using(implementation):
+                        found = getattr(torch.ops.pn_fairseq, name)(*arguments)
+                    worst[name, dtype] = max(worst.get((name, dtype), 0.0), difference(found, expected))
+            for name in kernels.OPERATORS:
+                errors = {dtype: worst[name, dtype] for dtype in TOLERANCE if (name, dtype) in worst}
+                off = [str(dtype)[6:] for dtype, error in errors.items() if error > TOLERANCE[dtype]]
+                fine = fine and not off
+                cells = "".join(f"{error:12.1e}" for error in errors.values())
+                rows.append(
+                    f"{implementation:15}{device:6}{name:17}{cells}  {'OFF: ' + ', '.join(off) if off else 'ok'}"
+                )
+    head = f"{'implementation':15}{'on':6}{'operator':17}" + "".join(f"{str(dtype)[6:]:>12}" for dtype in TOLERANCE)
+    if not rows:
+        return "only the reference can run on this machine: nothing to compare", True
+    return "\n".join([f"{head}  largest difference to the reference, relative", *rows]), fine
