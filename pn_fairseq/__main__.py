@@ -12,6 +12,7 @@ from pn_fairseq.pipeline.command import ArgumentParser, UserError, did_you_mean,
 #: Verb -> module whose ``main(argv)`` it calls. Imported only when it is called: most need no torch.
 VERBS = {
     "average-checkpoints": "pn_fairseq.cli.average_checkpoints",
+    "data": "pn_fairseq.pipeline.data.steps",
     "fold": "pn_fairseq.cli.fold",
     "import-release": "pn_fairseq.cli.import_release",
     "plot-curves": "pn_fairseq.cli.plot_curves",
