@@ -78,24 +78,6 @@ print(did_you_mean(sys.argv[1], sys.argv[2:]))' "$@" 2>/dev/null || true
 
 # Of before parse_options; to be removed with their last use.
 option_value() { [[ $2 -ge 2 ]] || die "$1 needs a value (see --help)"; }
-same_lines() {
-    local first=$1 expected file
-    expected=$(lines "$first")
-    for file; do
-        [[ $(lines "$file") -eq $expected ]] ||
-            die "$file has $(lines "$file") lines, but $first has $expected: sentences were lost"
-    done
-}
-make_file() {
-    local file=$1
-    shift
-    [[ ! -e $file ]] || return 0
-    "$@" >"$file.partial" || {
-        rm -f "$file.partial"
-        die "could not make $file: '$*' failed"
-    }
-    mv "$file.partial" "$file"
-}
 
 # check_whole NAME VALUE: VALUE must be a whole number of at least 1, and one that a computer counts to.
 check_whole() { [[ $2 =~ ^[1-9][0-9]{0,11}$ ]] || die "$1 must be a whole number of at least 1, not '$2'"; }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -57,7 +58,10 @@ def _curl(address: str, partial: Path) -> tuple[int, int, str]:
     command += ["--connect-timeout", "60", "--speed-limit", "1", "--speed-time", "60", "--write-out", "%{http_code}"]
     command += ["--progress-bar" if sys.stderr.isatty() else "--silent", "--output", str(partial), address]
     stderr = None if sys.stderr.isatty() else subprocess.PIPE
-    result = subprocess.run(command, stdout=subprocess.PIPE, stderr=stderr, text=True, errors="replace")
+    # restore_signals=False: a limit on the size of files is an error of writing, as it is for Python, and no signal.
+    result = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=stderr, text=True, errors="replace", restore_signals=False
+    )
     said = (result.stderr or "").strip().splitlines()
     return result.returncode, int(result.stdout[-3:] or 0), said[-1] if said else f"curl: ({result.returncode})"
 
@@ -69,13 +73,16 @@ def _download(address: str, partial: Path, retries: int, pause: float) -> None:
         before = partial.stat().st_size if partial.exists() else 0
         code, status, said = _curl(address, partial)
         size = partial.stat().st_size if partial.exists() else 0
-        if code == 0:
-            return
-        if code == 23:
-            raise UserError(f"cannot write {partial} ({said}); make room and run it again")
-        if before and (status == 416 or code in (33, 36)):  # the server cannot resume, or has less than is here
+        # The server cannot resume, or has no more than is here (416, which curl calls a success).
+        if before and (status == 416 or code in (33, 36)):
             partial.unlink()
             continue
+        if code == 0:
+            return
+        if code == 37:  # of file://
+            raise UserError(f"there is no {urllib.parse.unquote(address.removeprefix('file://'))} (DATA_MIRROR)")
+        if code == 23:
+            raise UserError(f"cannot write {partial} ({said}); make room and run it again")
         failures = 1 if size > before else failures + 1
         transient = code in TRANSIENT or status in TRANSIENT_STATUS
         if not transient or failures > retries:
@@ -136,6 +143,8 @@ def fetch(url: str, file: Path, sha256: str = "", md5: str = "", retries: int = 
         retries: attempts in a row that may fail without a byte.
         pause: seconds before the second attempt, doubled each time.
     """
+    if sha256 and not re.fullmatch("[0-9a-fA-F]{64}", sha256):
+        raise UserError(f"--sha256: '{sha256}' is not of 64 hexadecimal digits")
     record, partial = file.with_name(f"{file.name}.sha256"), file.with_name(f"{file.name}.partial")
     recorded = record.read_text("utf-8").split()[:1] if record.exists() and not sha256 else []
     expected = sha256.lower() or "".join(recorded)
@@ -215,7 +224,8 @@ def unpack(archive: Path, folder: Path, members: Collection[str]) -> None:
     except tarfile.FilterError as error:
         raise UserError(f"{archive}: {error}; do not use it") from None
     except DAMAGE as error:
-        raise Damaged(f"{archive} is damaged or cut off ({error})") from None
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise Damaged(f"{archive} is damaged or cut off ({reason})") from None
     except OSError as error:
         if error.errno is None:  # gzip's complaints about its data
             raise Damaged(f"{archive} is damaged or cut off ({error})") from None

@@ -20,8 +20,6 @@ from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import TypeVar
 
-from tqdm import tqdm
-
 from pn_fairseq.pipeline.command import UserError
 from pn_fairseq.pipeline.files import atomic_write
 
@@ -29,8 +27,17 @@ from pn_fairseq.pipeline.files import atomic_write
 #: corpus, so that no core is idle at its end.
 PIECE = 1 << 18
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
 T = TypeVar("T")
 Work = Callable[[bytes], T]
+
+
+def progress(iterable=None, **options):
+    """tqdm's progress bar, on a terminal only."""
+    from tqdm import tqdm  # takes longer to import than most steps
+
+    return tqdm(iterable, disable=not sys.stderr.isatty(), **options)
 
 
 def pieces(path: Path) -> list[tuple[Path, int, int]]:
@@ -66,6 +73,7 @@ def _start(make: Callable[[], Work]) -> None:
     _make = make
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends its workers
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
     def end_with_parent() -> None:
         multiprocessing.parent_process().join()
@@ -97,7 +105,13 @@ def map_pieces(make: Callable[[], Work], every: Sequence, workers: int) -> Itera
     context = multiprocessing.get_context("fork")
     executor = ProcessPoolExecutor(min(workers, len(every)), context, initializer=_start, initargs=(make,))
     try:
-        yield from executor.map(_call, every)
+        # Python ignores what a signal's handler raises in the middle of a fork.
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        try:
+            results = executor.map(_call, every)
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+        yield from results
     except BrokenProcessPool:
         raise UserError("a worker process was ended; if there was too little memory, use fewer --workers") from None
     finally:
@@ -126,7 +140,7 @@ def transform(jobs: Sequence[tuple[Path, Path]], make: Callable[[], Work], worke
     cut = [(output, pieces(source)) for source, output in jobs if not output.exists()]
     every = [piece for _, parts in cut for piece in parts]
     results = map_pieces(lambda: functools.partial(_as_many_lines, make()), every, workers)
-    bar = tqdm(total=len(every), desc=label, unit="piece", disable=not sys.stderr.isatty())
+    bar = progress(total=len(every), desc=label, unit="piece")
     with contextlib.closing(results), bar:
         for output, parts in cut:
             output.parent.mkdir(parents=True, exist_ok=True)

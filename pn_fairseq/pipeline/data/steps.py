@@ -88,7 +88,7 @@ def keep_text(args) -> None:
 
 
 def copy(args) -> None:
-    """copy text, by hard links where that is possible"""
+    """copy text"""
     for name in settings.files(settings.read(args.dest)):
         source, target = args.dest / args.source / name, args.dest / args.to / name
         if not target.exists():
@@ -204,7 +204,6 @@ def main(argv: list[str]) -> None:
     try:
         args.function(args)
     except OSError as error:
-        named = f"{error.filename}: " if error.filename else ""
-        raise UserError(f"{named}{error.strerror or error}") from error
+        raise UserError(f"{error.filename or args.dest}: {error.strerror or error}") from error
     except MemoryError:
         raise UserError("there is not enough memory; use fewer --workers or a larger machine") from None

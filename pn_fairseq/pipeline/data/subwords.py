@@ -1,23 +1,20 @@
 """Joint segmentation of both languages into subwords: learning and applying it.
 
 Kinds: ``subword-nmt`` (a number of merges; a subword that goes on is marked with ``@@``) and ``sentencepiece`` (its
-BPE, with a size of the vocabulary; white space is marked with U+2581). Both see tokenized text, and joining the subwords
-gives it back.
+BPE, with a size of the vocabulary; white space is marked with U+2581). Both see tokenized text, and joining the
+subwords gives it back.
 """
 
 from __future__ import annotations
 
 import heapq
 import io
-import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from tqdm import tqdm
-
 from pn_fairseq.pipeline.command import UserError
-from pn_fairseq.pipeline.data.parallel import map_pieces, per_line, pieces
+from pn_fairseq.pipeline.data.parallel import map_pieces, per_line, pieces, progress
 from pn_fairseq.pipeline.files import atomic_write
 
 #: Kind -> name of the file with the model.
@@ -89,7 +86,7 @@ def learn_merges(words: Counter, operations: int) -> Iterator[Pair]:
     current = _Statistics(found)
     most_frequent = _MostFrequent(current)
     threshold = max(found.values()) / 10
-    for done in tqdm(range(operations), desc="learning BPE", disable=not sys.stderr.isatty()):
+    for done in progress(range(operations), desc="learning BPE"):
         pair, frequency = most_frequent.top()
         if pair is None or (done and frequency < threshold):
             # The best one may have been pruned.
