@@ -3,8 +3,8 @@
 
 The Spanish is the Reina-Valera of 1909 (package ``sword-text-sparv``), the English comes from the modern public-domain
 text of package ``sword-text-web``; ``mod2imp`` of package ``libsword-utils`` prints both with their markup. Markup is
-removed, the texts are joined verse by verse, and what does not correspond is dropped (README.md of the corpus). Only the
-standard library is used, and the same input gives the same bytes on every machine.
+removed, the texts are joined verse by verse, and what does not correspond is dropped (README.md of the corpus). Only
+the standard library is used, and the same input gives the same bytes on every machine.
 """
 
 from __future__ import annotations

@@ -27,8 +27,6 @@ from pn_fairseq.pipeline.files import atomic_write
 #: corpus, so that no core is idle at its end.
 PIECE = 1 << 18
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
-
 T = TypeVar("T")
 Work = Callable[[bytes], T]
 
@@ -73,7 +71,6 @@ def _start(make: Callable[[], Work]) -> None:
     _make = make
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends its workers
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
     def end_with_parent() -> None:
         multiprocessing.parent_process().join()
@@ -95,6 +92,23 @@ def _apply(work: Work, piece):
         raise UserError(f"{piece[0]}: {error}") from None
 
 
+@contextlib.contextmanager
+def _signals_later() -> Iterator[None]:
+    """Handle SIGINT and SIGTERM after the block: Python ignores what a handler raises in the middle of a fork."""
+    arrived = []
+    handlers = {
+        number: signal.signal(number, lambda number, _: arrived.append(number))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for number in arrived[:1]:
+            signal.raise_signal(number)
+
+
 def map_pieces(make: Callable[[], Work], every: Sequence, workers: int) -> Iterator:
     """What the function that ``make`` returns says of each piece, in order; it is made once in each process."""
     if min(workers, len(every)) <= 1:
@@ -105,12 +119,8 @@ def map_pieces(make: Callable[[], Work], every: Sequence, workers: int) -> Itera
     context = multiprocessing.get_context("fork")
     executor = ProcessPoolExecutor(min(workers, len(every)), context, initializer=_start, initargs=(make,))
     try:
-        # Python ignores what a signal's handler raises in the middle of a fork.
-        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-        try:
-            results = executor.map(_call, every)
-        finally:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+        with _signals_later():
+            results = executor.map(_call, every)  # forks the processes
         yield from results
     except BrokenProcessPool:
         raise UserError("a worker process was ended; if there was too little memory, use fewer --workers") from None
