@@ -307,7 +307,6 @@ def test_wmt14_cleaned_by_subwords(tmp_path):
 @pytest.mark.parametrize(
     ("archive", "member", "change", "needles"),
     [
-        ("training-parallel-commoncrawl.tgz", "commoncrawl.de-en.de", None, ("commoncrawl.de-en.de", "it holds")),
         (
             "training-parallel-europarl-v7.tgz",
             "training/europarl-v7.de-en.de",
@@ -320,8 +319,6 @@ def test_wmt14_cleaned_by_subwords(tmp_path):
             lambda text: text + "one more\n",
             ("news-commentary-v12.de-en", "51 lines", "50"),
         ),
-        ("dev.tgz", "dev/newstest2013.en", lambda text: "", ("newstest2013.en", "empty")),
-        ("dev.tgz", "../evil", lambda text: "evil", ("dev.tgz", "outside the destination")),
         (
             "test-full.tgz",
             "test-full/newstest2014-deen-ref.de.sgm",
@@ -337,7 +334,7 @@ def test_wmt14_cleaned_by_subwords(tmp_path):
             ("newstest2014-deen-src.en.sgm", "line 16"),
         ),
     ],
-    ids=["missing member", "not UTF-8", "unequal", "empty", "leaves the folder", "other sentences", "broken SGML"],
+    ids=["not UTF-8", "unequal", "other sentences", "broken SGML"],
 )
 def test_wmt14_archives_that_are_wrong(tmp_path, archive, member, change, needles):
     members = wmt14_members()
