@@ -15,6 +15,7 @@ from itertools import zip_longest
 from pathlib import Path
 
 from pn_fairseq.pipeline.command import UserError
+from pn_fairseq.pipeline.data.subwords import MODELS
 
 #: Bytes of a line. A longer one is no sentence, and a file without line feeds could fill the memory.
 LONGEST_LINE = 1 << 20
@@ -280,7 +281,8 @@ def select(dest: Path, settings: Mapping[str, str], splits: list[str], folders: 
         dest: also gets removed.tsv, one line for each removed pair, and counts, as ``name=value``.
         settings: of the prepared data.
         splits: the splits that the folders have.
-        folders: name (raw, tok, bpe) -> folder with SPLIT.LANG, line by line the same sentences.
+        folders: name (raw, tok, bpe) -> folder with SPLIT.LANG, line by line the same sentences; the model of the
+            subwords is copied.
     """
     selected = dest / "stages/selected"
     if (dest / "counts").exists():
@@ -290,6 +292,10 @@ def select(dest: Path, settings: Mapping[str, str], splits: list[str], folders: 
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         _select(settings, splits, folders, partial)
+        for name, folder in folders.items():
+            for model in (folder / file for file in MODELS.values()):
+                if model.exists():
+                    shutil.copy(model, partial / name)
         partial.rename(selected)
     # `counts` is moved last and says that all is there.
     for name in (*folders, "removed.tsv", "counts"):

@@ -103,19 +103,16 @@ def tokenize(args) -> None:
 
     chosen = settings.read(args.dest)
     used = {**chosen, **dict.fromkeys(args.without, "0")}
-    straight = chosen["straighten"].split()
+    source, straight = args.dest / args.source, chosen["straighten"].split()
     for lang in (chosen["source"], chosen["target"]):
         for straighten in (False, True):
-            splits = [split for split in args.splits or SPLITS if (split in straight) == straighten]
-            jobs = [
-                (args.dest / args.source / f"{split}.{lang}", args.dest / args.to / f"{split}.{lang}")
-                for split in splits
-            ]
+            names = [f"{split}.{lang}" for split in args.splits or SPLITS if (split in straight) == straighten]
+            jobs = [(source / name, args.dest / args.to / name) for name in names if (source / name).exists()]
 
             def make(lang=lang, straighten=straighten):
                 return tokenizer(used, lang, straighten, os.environ.get("MOSES", ""))
 
-            transform([job for job in jobs if job[0].exists()], make, args.workers, f"tokenizing {lang}")
+            transform(jobs, make, args.workers, f"tokenizing {lang}")
 
 
 def select(args) -> None:

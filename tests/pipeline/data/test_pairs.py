@@ -119,6 +119,26 @@ def test_a_literal_mark_of_sentencepiece_is_said(tmp_path, capsys):
     assert "9 lines of" in said and "tok/train.de have U+2581 (▁), which sentencepiece takes for a blank" in said
 
 
+def test_pairs_are_removed_by_their_subwords(tmp_path):
+    """And DEST/bpe gets the codes, too."""
+    lines = {"raw": ("a b", "ab"), "tok": ("a b", "ab"), "bpe": ("a b", "a@@ b")}
+    for folder, pair in lines.items():
+        (tmp_path / "in" / folder).mkdir(parents=True)
+        for split in ("train", "valid", "test"):
+            for lang, line in zip(("de", "en"), pair, strict=True):
+                (tmp_path / f"in/{folder}/{split}.{lang}").write_text(f"{line}\nx y z\n")
+    (tmp_path / "in/bpe/train.en").write_text("a@@ b\nx\n")
+    (tmp_path / "in/bpe/codes").write_text("codes")
+    chosen = settings.parse(["source=de", "target=en", "clean=1 9 1.5", "clean_stage=bpe"])
+    pairs.select(tmp_path, chosen, ["train", "valid", "test"], {name: tmp_path / "in" / name for name in lines})
+    assert (tmp_path / "raw/train.de").read_text() == "a b\n" and (tmp_path / "bpe/codes").read_text() == "codes"
+    assert (tmp_path / "removed.tsv").read_text().splitlines()[1] == "train\t2\tratio\t3\t1"
+    assert (tmp_path / "counts").read_text().splitlines() == [
+        *("train.read=2", "train.removed=1", "train.removed.ratio=1", "valid.read=2", "test.read=2"),
+        *("train=1", "valid=2", "test=2"),
+    ]
+
+
 def test_files_of_different_lengths_are_not_selected(tmp_path):
     for folder, count in (("text", 5), ("tok", 4)):
         (tmp_path / folder).mkdir()
