@@ -27,7 +27,7 @@ data() { step python -m pn_fairseq data --dest "$dest" --workers "$workers" "$@"
 # check_settings: `settings`, which are what the corpus needs beside the defaults, and the tools.
 check_settings() {
     use_venv
-    need python curl flock fairseq-preprocess
+    need python flock fairseq-preprocess
     check_whole --workers "$workers"
     if [[ -n $MOSES ]]; then
         MOSES=$(absolute "$MOSES")

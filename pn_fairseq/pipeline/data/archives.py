@@ -158,6 +158,8 @@ def fetch(url: str, file: Path, sha256: str = "", md5: str = "", retries: int = 
             return
         print(f"[fetch] {file} is {wrong}: getting it again", file=sys.stderr)
         file.unlink()
+    if not shutil.which("curl"):
+        raise UserError(f"'curl' is not installed or not on the PATH; without it, download {url} to {file}")
     file.parent.mkdir(parents=True, exist_ok=True)
     while True:
         resumed = partial.exists()

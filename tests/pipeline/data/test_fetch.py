@@ -236,6 +236,11 @@ def test_no_network(tmp_path):
     assert listing(tmp_path) == set()
 
 
+def test_without_curl(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    refused("'curl' is not installed", url="http://127.0.0.1:9/x.tgz", file=tmp_path / "x.tgz")
+
+
 def test_a_full_disk(server, file):
     """A limit on the size of a file stands for the end of the disk."""
     command = f"ulimit -f 100; exec '{sys.executable}' -m pn_fairseq data --dest / fetch '{server.url}' '{file}'"
