@@ -54,21 +54,13 @@ class Pair(NamedTuple):
     en: str
 
 
-class UserError(Exception):
-    """What whoever runs the script can put right; shown as one line."""
-
-
 def read_module(module: str, dump: Path | None) -> str:
     """What ``mod2imp MODULE`` prints, or has printed to the file ``dump``."""
-    try:
-        command = ["mod2imp", module]
-        data = dump.read_bytes() if dump else subprocess.run(command, capture_output=True, check=True).stdout
-        text = data.decode("utf-8")
-    except (OSError, subprocess.CalledProcessError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read {dump or module} ({error}); Debian packages: {', '.join(PACKAGES)}") from None
-    if "$$$" not in text:
-        raise UserError(f"{dump or module} has no verses; Debian packages: {', '.join(PACKAGES)}")
-    return text
+    command = ["mod2imp", module]
+    data = dump.read_bytes() if dump else subprocess.run(command, capture_output=True, check=True).stdout
+    if b"$$$" not in data:
+        raise ValueError(f"{dump or module} has no verses")
+    return data.decode("utf-8")
 
 
 # --- markup ---
@@ -197,10 +189,7 @@ def join(es_dump: str, en_dump: str) -> tuple[list[Pair], set[Ref]]:
             if not match or match[3] == "0":  # verse 0 is a heading
                 continue
             ref = Ref(match[1], int(match[2]), int(match[3]))
-            try:
-                text, doubt = strip_markup(markup)
-            except ET.ParseError as error:
-                raise UserError(f"the markup of {ref} is broken: {error}") from None
+            text, doubt = strip_markup(markup)
             if text:
                 side[ref] = text
             if doubt:
@@ -240,7 +229,7 @@ def split(pairs: list[Pair]) -> dict[str, list[Pair]]:
     """The pairs of each split, by a hash of the seed and the reference; each split keeps the order."""
     ranked = sorted((pair.ref for pair in pairs), key=lambda ref: hashlib.sha256(f"{SEED} {ref}".encode()).digest())
     if len(ranked) <= sum(HELD_OUT.values()):
-        raise UserError(f"only {len(ranked)} verses are left: too few to split")
+        raise ValueError(f"only {len(ranked)} verses are left: too few to split")
     owner = dict(zip(ranked, (name for name, size in HELD_OUT.items() for _ in range(size)), strict=False))
     return {name: [p for p in pairs if owner.get(p.ref, "train") == name] for name in ("train", *HELD_OUT)}
 
@@ -280,8 +269,8 @@ def main(argv: list[str] | None = None) -> int:
         kept, dropped = choose(pairs, doubtful)
         splits = split(kept)
         write(splits, args.out)
-    except (UserError, OSError) as error:
-        print(f"make_verses.py: error: {error}", file=sys.stderr)
+    except (OSError, ValueError, subprocess.CalledProcessError, ET.ParseError) as error:
+        print(f"make_verses.py: error: {error} (Debian packages: {', '.join(PACKAGES)})", file=sys.stderr)
         return 2
     rows = [("verses in both texts", len(pairs)), *((f"- {rule}", -count) for rule, count in dropped.items())]
     for label, count in [*rows, ("kept", len(kept)), *((f"  {name}", len(part)) for name, part in splits.items())]:
