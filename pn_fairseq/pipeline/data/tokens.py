@@ -18,8 +18,8 @@ SCRIPTS = {
     "lower": "scripts/tokenizer/lowercase.perl",
 }
 
-#: The value of the setting ``tokenizer`` for sacremoses with the rule for the last full stop, and without it, as in data
-#: that an older version has prepared.
+#: The value of the setting ``tokenizer`` for sacremoses with the rule for the last full stop, and without it, as in
+#: data that an older version has prepared.
 SACREMOSES, SACREMOSES_OLD = "sacremoses+final-stop", "sacremoses"
 
 FINAL_STOP = re.compile(r"(?<=[^\s.])\.\Z")
