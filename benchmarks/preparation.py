@@ -16,9 +16,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from pn_fairseq.machine import describe
+from pn_fairseq.pipeline.data.pairs import lines
+from pn_fairseq.pipeline.files import write_settings
 
 ROOT = Path(__file__).resolve().parent.parent
-LIBRARY = ROOT / "scripts/lib"
 SPLITS = ("train", "valid", "test")
 LOWER_CASE = "import sys; sys.stdout.writelines(line.lower() for line in sys.stdin)"
 
@@ -29,8 +30,8 @@ def run(*command, source: Path | None = None, output: Path | None = None, cwd: P
         subprocess.run(command, stdin=stdin, stdout=stdout, stderr=subprocess.DEVNULL, cwd=cwd, check=True)
 
 
-def step(name: str, *arguments) -> None:
-    run(sys.executable, LIBRARY / f"{name}.py", *arguments)
+def step(folder: Path, workers: int, *arguments) -> None:
+    run(sys.executable, "-m", "pn_fairseq", "data", "--dest", folder, "--workers", workers, *arguments)
 
 
 class Steps:
@@ -58,8 +59,11 @@ class Steps:
             cased.unlink()
 
     def tokenize(self, folder: Path) -> None:
-        jobs = [part for name in self.files for part in (name.split(".")[1], self.raw / name, folder / "tok" / name)]
-        step("transform_text", "--lower", "--workers", self.workers, *jobs)
+        # tokenizer=sacremoses: without our rule for the last full stop, which sacremoses' command lacks.
+        settings = {"lower": 1, "bpe": self.operations, "tokenizer": "sacremoses"}
+        settings |= dict(zip(("source", "target"), self.languages, strict=True))
+        write_settings(folder / "settings", settings)
+        step(folder, self.workers, "tokenize", self.raw, "tok")
 
     def learn_serially(self, folder: Path) -> None:
         with (folder / "joint").open("wb") as joint:
@@ -70,8 +74,7 @@ class Steps:
         (folder / "joint").unlink()
 
     def learn(self, folder: Path) -> None:
-        codes = folder / "bpe/codes"
-        step("subwords", "learn", "subword-nmt", self.operations, codes, "--workers", self.workers, *self.training)
+        step(folder, self.workers, "learn-bpe", "tok", "bpe")
 
     def apply_serially(self, folder: Path) -> None:
         for name in self.files:
@@ -79,8 +82,7 @@ class Steps:
             run("subword-nmt", "apply-bpe", "-c", codes, source=self.ours / "tok" / name, output=folder / "bpe" / name)
 
     def apply(self, folder: Path) -> None:
-        jobs = [part for name in self.files for part in (self.ours / "tok" / name, folder / "bpe" / name)]
-        step("subwords", "apply", "subword-nmt", self.ours / "bpe/codes", "--workers", self.workers, *jobs)
+        step(folder, self.workers, "apply-bpe", "tok", "bpe")
 
     def binarize_serially(self, folder: Path) -> None:
         texts = [flag for split in SPLITS for flag in (f"--{split}pref", self.ours / "bpe" / split)]
@@ -89,7 +91,7 @@ class Steps:
         run("fairseq-preprocess", *flags, "--destdir", "bin", "--workers", 1, cwd=folder)
 
     def binarize(self, folder: Path) -> None:
-        step("binarize", folder, *self.languages, self.workers)
+        step(folder, self.workers, "binarize")
 
 
 def same_files(first: Path, second: Path) -> None:
@@ -123,7 +125,8 @@ def main() -> None:
         work = Path(temporary)
         steps = Steps(work, (args.source, args.target), args.bpe, args.workers)
         steps.raw.mkdir()
-        step("copy_text", *[part for name in steps.files for part in (args.corpus / name, steps.raw / name)])
+        for name in steps.files:
+            (steps.raw / name).write_text("".join(lines(args.corpus / name)), encoding="utf-8")
         sentences = sum(path.read_bytes().count(b"\n") for path in steps.raw.iterdir())
         seconds = {(name, kind): [] for name, _, _ in steps.all() for kind in ("serial", "ours")}
         for number in range(args.rounds):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import signal
 import sys
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from pn_fairseq.pipeline.command import ArgumentParser, UserError, did_you_mean,
 #: Verb -> module whose ``main(argv)`` it calls. Imported only when it is called: most need no torch.
 VERBS = {
     "average-checkpoints": "pn_fairseq.cli.average_checkpoints",
+    "data": "pn_fairseq.pipeline.data.steps",
     "fold": "pn_fairseq.cli.fold",
     "import-release": "pn_fairseq.cli.import_release",
     "plot-curves": "pn_fairseq.report.curves",
@@ -73,8 +75,17 @@ def options(argv: list[str]) -> int:
 
 
 def main() -> int:
-    program, argv = Path(sys.argv[0]).name, sys.argv[1:]
     handle_signals()
+    try:
+        return call(Path(sys.argv[0]).name, sys.argv[1:])
+    finally:
+        # What a handler raises while Python shuts down is printed and ignored: from here a signal ends the process.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)
+
+
+def call(program: str, argv: list[str]) -> int:
+    """Call the verb that the name of the program (``pn-VERB``) or else the first argument names."""
     if program.startswith("pn-"):
         verb, argv = program.removeprefix("pn-"), argv
     elif argv and not argv[0].startswith("-"):

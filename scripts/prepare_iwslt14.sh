@@ -2,25 +2,14 @@
 # IWSLT14 German-English as in fairseq's examples/translation/prepare-iwslt14.sh, which the paper's figures go back to.
 set -euo pipefail
 
-url=https://dl.fbaipublicfiles.com/fairseq/data/iwslt14/de-en.tgz
-source=de
-target=en
-corpus=$source-$target
-# In the order in which they make up the test set.
-test_sets=(TED.dev2010 TEDX.dev2012 TED.tst2010 TED.tst2011 TED.tst2012)
-# What comes of the original archive with Moses' own tokenizer.
-expected_train=160239
-expected_valid=7283
-expected_test=6750
-
 usage() {
-    cat <<END_OF_USAGE
+    cat <<'END'
 usage: scripts/prepare_iwslt14.sh [--dest DIR] [options]
 
 Downloads IWSLT14 German-English, and makes of it what scripts/train.sh iwslt14_de_en takes: tags stripped, tokenized,
 pairs with a side of less than 1 or more than 175 tokens or a ratio above 1.5 removed from the training text,
 lower-cased, every 23rd training pair for validation, dev2010, TEDX dev2012, tst2010, tst2011 and tst2012 for test, joint
-BPE, one dictionary. $expected_train train, $expected_valid valid and $expected_test test pairs are expected.
+BPE, one dictionary. 160239 train, 7283 valid and 6750 test pairs are expected.
 
   --dest DIR      where it goes (default runs/data/iwslt14_de_en)
   --archive FILE  the archive de-en.tgz, if it is there already; else it is downloaded to DIR/download
@@ -32,74 +21,61 @@ Environment: MOSES=FOLDER uses the Perl scripts of that checkout of mosesdecoder
 instead of subword-nmt; DATA_MIRROR=FOLDER-OR-URL is where the archive is taken from instead of its own address.
 Run again, it does what is missing. DIR/raw has the text as it was published, DIR/counts the numbers of pairs, and
 DIR/removed.tsv says which pairs were removed and why.
-END_OF_USAGE
+END
 }
 
-root=$(CDPATH='' cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.." && pwd)
 # shellcheck source=lib/common.sh
-source "$root/scripts/lib/common.sh"
+source "$(dirname "$(readlink -f "$0")")/lib/common.sh"
 # shellcheck source=lib/prepare.sh
 source "$root/scripts/lib/prepare.sh"
 
-dest=$root/runs/data/iwslt14_de_en
-archive="" sha256=""
-lower=1
-straighten="test"
-clean="1 175 1.5"
-valid_every=23
-while [[ $# -gt 0 ]]; do
-    case $1 in
-    --dest) option_value "$1" $#; dest=$2; shift 2 ;;
-    --archive) option_value "$1" $#; archive=$2; shift 2 ;;
-    --sha256) option_value "$1" $#; sha256=$2; shift 2 ;;
-    --bpe) option_value "$1" $#; operations=$2; shift 2 ;;
-    --workers) option_value "$1" $#; workers=$2; shift 2 ;;
-    -h | --help) usage; exit 0 ;;
-    *) die "unknown argument '$1' (see --help)" ;;
-    esac
-done
+url=https://dl.fbaipublicfiles.com/fairseq/data/iwslt14/de-en.tgz
+dest=$root/runs/data/iwslt14_de_en archive="" sha256="" bpe=10000
+parse_options "$@"
 [[ -z $archive || -f $archive ]] || die "there is no archive '$archive' (--archive)"
 [[ -z $archive || -z $sha256 ]] || die "--sha256 is for a download; --archive takes a file as it is"
-check_preparation
-open_folder "$dest"
+settings=(
+    source=de target=en
+    straighten=test    # in the test set ’ becomes ' before tokenization
+    lower=1            # lower-cased after tokenization
+    clean="1 175 1.5"  # training pairs are removed with a side of less than 1 or more than 175 tokens, or a ratio above 1.5
+    valid_every=23     # every 23rd training pair that is kept is for validation
+    bpe="$bpe"
+)
+check_settings
+open_dest
 
-# text/archive has the checksum of the archive that the text is from.
-if [[ -z $archive ]]; then
-    archive=$dest/download/$(basename "$url")
-    # With the text there, an archive that was removed to save space is not missed.
-    [[ -f $dest/text/archive && ! -f $archive ]] || step fetch "$url" "$archive" ${sha256:+--sha256 "$sha256"}
+# 1. The published text, one sentence a line: DEST/text.
+if [[ -n $archive ]]; then archive=$(absolute "$archive"); else archive=$dest/download/${url##*/}; fi
+if ! made_of "$archive"; then
+    [[ $archive != "$dest/download/"* ]] || data fetch "$url" "$archive" ${sha256:+--sha256 "$sha256"}
+    say "extracting the text of $archive"
+    # Their order is that of the test set.
+    tests=(de-en/IWSLT14.{TED.dev2010,TEDX.dev2012,TED.tst2010,TED.tst2011,TED.tst2012}.de-en.{de,en}.xml)
+    files=unpacked/$(basename "$archive")
+    data unpack "$archive" de-en/train.tags.de-en.{de,en} "${tests[@]}"
+    data take strip-tags text.partial/train.{de,en} "$files"/de-en/train.tags.de-en.{de,en}
+    data take xml-segments text.partial/test.{de,en} "${tests[@]/#/$files/}"
 fi
-if [[ -f $archive ]]; then
-    checksum=$(sha256sum <"$archive")
-    if [[ $(cat "$dest/text/archive" 2>/dev/null) != "$checksum" ]]; then
-        say "extracting the text of $archive"
-        members=()
-        for lang in "$source" "$target"; do
-            members+=(--member "$corpus/train.tags.$corpus.$lang")
-            for name in "${test_sets[@]}"; do
-                members+=(--member "$corpus/IWSLT14.$name.$corpus.$lang.xml")
-            done
-        done
-        rm -rf "$dest/unpacked" "$dest/text.partial"
-        step unpack "$archive" "$dest/unpacked" "${members[@]}"
-        make_folder "$dest/text.partial"
-        for lang in "$source" "$target"; do
-            step strip_tags train "$dest/unpacked/$corpus/train.tags.$corpus.$lang" "$dest/text.partial/train.$lang"
-            files=()
-            for name in "${test_sets[@]}"; do
-                files+=("$dest/unpacked/$corpus/IWSLT14.$name.$corpus.$lang.xml")
-            done
-            step strip_tags segments "$dest/text.partial/test.$lang" "${files[@]}"
-        done
-        write_text "$dest/text.partial/archive" "$checksum"
-        take_text "$dest" "$source" "$target" "$archive"
-    fi
-fi
-prepare_corpus "$dest" "$source" "$target" "$dest/text"
-for split in train valid test; do
-    expected=expected_$split
-    [[ $(count "$dest" "$split") -eq ${!expected} ]] || {
-        say "the original archive and Moses' tokenizer give $expected_train train, $expected_valid valid, $expected_test test: there is a difference"
-        break
-    }
-done
+keep_text text --made-of "$archive"
+
+# 2. Tokens, lower-cased.
+say "tokenizing with ${MOSES:-sacremoses}"
+data tokenize text stages/tok
+
+# 3. The pairs that are kept, and the validation set: DEST/raw, DEST/tok.
+say "selecting pairs"
+data select raw=text tok=stages/tok
+
+# 4. Subwords: DEST/bpe.
+say "learning $bpe BPE operations on both languages with $BPE"
+data learn-bpe tok bpe
+say "applying BPE"
+data apply-bpe tok bpe
+
+# 5. Binary data: DEST/bin.
+say "binarizing with fairseq-preprocess"
+data binarize
+finish
+[[ "$(count train) $(count valid) $(count test)" == "160239 7283 6750" ]] ||
+    say "the original archive and Moses' tokenizer give 160239 train, 7283 valid, 6750 test: there is a difference"

@@ -3,7 +3,7 @@
 set -euo pipefail
 
 usage() {
-    cat <<'END_OF_USAGE'
+    cat <<'END'
 usage: scripts/prepare_iwslt15_envi.sh [--dest DIR] [--archive DIR] [--bpe N] [--workers N]
 
 TED talks as Stanford's NMT group published them, tokenized: training 133,317 pairs, validation tst2012 (1,553), test
@@ -18,89 +18,55 @@ tst2013 (1,268). Downloads 38 MB and makes in --dest:
   --workers N    processes (default: all cores)
 
 In the environment: DATA_MIRROR, a folder or URL to take the files from; BPE=subword-nmt (default) or sentencepiece.
-Run again, it goes on where it was. No sentence is dropped: line counts are checked after every step.
-END_OF_USAGE
+Run again, it does what is missing. No sentence is dropped: line counts are checked after every step.
+END
 }
 
-source=en
-target="vi"
-url=https://nlp.stanford.edu/projects/nmt/data/iwslt15.en-vi
-declare -A names=([train]=train [valid]=tst2012 [test]=tst2013)
-declare -A pairs=([train]=133317 [valid]=1553 [test]=1268)
-
-root=$(CDPATH='' cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.." && pwd)
 # shellcheck source=lib/common.sh
-source "$root/scripts/lib/common.sh"
+source "$(dirname "$(readlink -f "$0")")/lib/common.sh"
 # shellcheck source=lib/prepare.sh
 source "$root/scripts/lib/prepare.sh"
-# shellcheck source=lib/corpora.sh
-source "$root/scripts/lib/corpora.sh"
 
-dest=$root/runs/data/iwslt15_en_vi
-# There is no published recipe with BPE; this is IWSLT14's number, for a corpus of the same kind and size.
-operations=10000
-while [[ $# -gt 0 ]]; do
-    case $1 in
-    --dest) option_value "$1" $#; dest=$2; shift 2 ;;
-    --archive) option_value "$1" $#; given=$2; shift 2 ;;
-    --bpe) option_value "$1" $#; operations=$2; shift 2 ;;
-    --workers) option_value "$1" $#; workers=$2; shift 2 ;;
-    -h | --help) usage; exit 0 ;;
-    *) die "unknown argument '$1' (see --help)" ;;
-    esac
-done
+url=https://nlp.stanford.edu/projects/nmt/data/iwslt15.en-vi
+names=({train,tst2012,tst2013}.{en,vi})
+
+# There is no published recipe with BPE; 10,000 is IWSLT14's number, for a corpus of the same kind and size.
+dest=$root/runs/data/iwslt15_en_vi archive="" bpe=10000
+parse_options "$@"
+[[ -z $archive || -d $archive ]] || die "there is no directory '$archive' (--archive)"
 [[ -z $MOSES ]] || say "note: MOSES is not used, because the text comes tokenized"
 MOSES=""
-[[ -z $given || -d $given ]] || die "there is no directory '$given' (--archive)"
-check_preparation
-open_folder "$dest"
-archives=${given:-$dest/download}
+settings=(
+    source=en target=vi
+    tokenizer=sacremoses # of the published text; nothing is tokenized here
+    bpe="$bpe"
+)
+check_settings
+open_dest
 
-# make_text: DEST/tokens, which are the published tokens, and DEST/text, the same without tokenization.
-#
-# The published text is tokenized as Moses' scripts do it, which write ' as &apos; and so on. Published BLEU scores
-# compare such tokens, so that they are left as they are, entities and all, which is how sacremoses has them in the other
-# corpora here. sacreBLEU and chrF want plain text: the nearest thing to it is what the detokenizer of the translations
-# makes of the reference.
-make_text() {
-    local from=$dest/unpacked text=$dest/text.partial file split lang files=() jobs=()
-    for split in train valid test; do
-        for lang in "$source" "$target"; do
-            file=$archives/${names[$split]}.$lang
-            files+=("$file" "$file")
-            jobs+=("$lang" "$file" "$from/tokens/$split.$lang" "$text/$split.$lang")
-        done
-    done
-    step check_text --allow-carriage-returns "${files[@]}"
-    for split in train valid test; do
-        compare_count "${names[$split]}" "$(lines "$archives/${names[$split]}.$source")" "${pairs[$split]}"
-    done
-    rm -rf "$from" "$text"
-    make_folder "$from/tokens"
-    make_folder "$text"
+# 1. The published tokens, as they are (DEST/text/tokens): they were tokenized as Moses' scripts do it, with ' as &apos;
+# and so on, and published BLEU scores compare such tokens. sacreBLEU and chrF want plain text (DEST/text): the nearest
+# thing to it is what the detokenizer of the translations makes of the reference.
+if [[ -n $archive ]]; then archives=$(absolute "$archive"); else archives=$dest/download; fi
+if ! made_of "${names[@]/#/$archives/}"; then
+    for name in "${names[@]}"; do get "$archives" "$url/$name"; done
+    data take tokens text.partial/tokens/train.{en,vi} "$archives"/train.{en,vi} --expect 133317
+    data take tokens text.partial/tokens/valid.{en,vi} "$archives"/tst2012.{en,vi} --expect 1553
+    data take tokens text.partial/tokens/test.{en,vi} "$archives"/tst2013.{en,vi} --expect 1268
     say "detokenizing"
-    step read_tokenized --workers "$workers" "${jobs[@]}"
-    for split in train valid test; do
-        for lang in "$source" "$target"; do
-            same_lines "$archives/${names[$split]}.$lang" "$from/tokens/$split.$lang" "$text/$split.$lang"
-        done
-    done
-    write_text "$from/tokens/archives" "$fetched"
-    take_text "$dest" "$source" "$target"
-    # With its list of archives, tokens/ comes last and says that all is there.
-    rm -rf "$dest/tokens"
-    mv "$from/tokens" "$dest/tokens"
-}
+    data detokenize text.partial/tokens text.partial
+fi
+keep_text text --made-of "${names[@]/#/$archives/}"
+data copy text raw
+data copy text/tokens tok
 
-urls=()
-for split in train valid test; do urls+=("$url/${names[$split]}.$source" "$url/${names[$split]}.$target"); done
-fetch_all "$archives" "$dest/tokens/archives" "${urls[@]}"
-is_of "$dest/tokens/archives" || make_text
-keep_settings "$dest/settings" "$(settings_of "$dest/text" "$source" "$target")"
-make_folder "$dest/tok"
-for split in train valid test; do
-    for lang in "$source" "$target"; do
-        make_file "$dest/tok/$split.$lang" cat "$dest/tokens/$split.$lang"
-    done
-done
-prepare_corpus "$dest" "$source" "$target" "$dest/text"
+# 2. Subwords: DEST/bpe.
+say "learning $bpe BPE operations on both languages with $BPE"
+data learn-bpe tok bpe
+say "applying BPE"
+data apply-bpe tok bpe
+
+# 3. Binary data: DEST/bin.
+say "binarizing with fairseq-preprocess"
+data binarize
+finish

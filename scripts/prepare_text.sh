@@ -11,6 +11,10 @@ or .gz), and makes in --dest:
   raw/   the text as it came                    tok/   tokenized and lower-cased
   bpe/   subwords, codes learned on both sides  bin/   fairseq's binary data, one dictionary for both languages
 
+  --corpus DIR   the folder with the text
+  --source LANG  the language to translate from, as in the names of the files
+  --target LANG  the language to translate to
+  --dest DIR     where the data goes
   --bpe N        merge operations of the joint BPE (default 10000)
   --keep-case    do not lower-case
   --workers N    processes (default: all cores)
@@ -21,34 +25,39 @@ Run again, it does what is missing. No sentence is dropped: line counts are chec
 END
 }
 
-root=$(CDPATH='' cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.." && pwd)
 # shellcheck source=lib/common.sh
-source "$root/scripts/lib/common.sh"
+source "$(dirname "$(readlink -f "$0")")/lib/common.sh"
 # shellcheck source=lib/prepare.sh
 source "$root/scripts/lib/prepare.sh"
 
-corpus="" source="" target="" dest=""
-lower=1
-while [[ $# -gt 0 ]]; do
-    case $1 in
-    --corpus) option_value "$1" $#; corpus=$2; shift 2 ;;
-    --source) option_value "$1" $#; source=$2; shift 2 ;;
-    --target) option_value "$1" $#; target=$2; shift 2 ;;
-    --dest) option_value "$1" $#; dest=$2; shift 2 ;;
-    --bpe) option_value "$1" $#; operations=$2; shift 2 ;;
-    --workers) option_value "$1" $#; workers=$2; shift 2 ;;
-    --keep-case) lower=0; shift ;;
-    -h | --help) usage; exit 0 ;;
-    *) die "unknown argument '$1' (see --help)" ;;
-    esac
-done
+corpus="" source="" target="" dest="" bpe=10000 keep_case=0
+parse_options "$@"
 for name in corpus source target dest; do
     [[ -n ${!name} ]] || die "--$name is needed (see --help)"
 done
-check_preparation
-[[ $source != "$target" ]] || die "--source and --target are both '$source'"
-[[ -d $corpus ]] || die "there is no directory '$corpus' (--corpus)"
-need_files "$corpus" "$source" "$target" test
-open_folder "$dest"
-copy_files "$dest/text.partial" "$corpus" "$source" "$target" test
-prepare_corpus "$dest" "$source" "$target" "$dest/text.partial"
+settings=("source=$source" "target=$target" "lower=$((1 - keep_case))" "bpe=$bpe")
+check_settings
+need_text "$corpus" {train,valid,test}.{"$source","$target"}
+open_dest
+
+# 1. The text as it came: DEST/raw.
+corpus=$(absolute "$corpus")
+for split in train valid test; do
+    data take as-is "text.partial/$split".{"$source","$target"} "$corpus/$split".{"$source","$target"}
+done
+keep_text raw
+
+# 2. Tokens, lower-cased unless --keep-case: DEST/tok.
+say "tokenizing with ${MOSES:-sacremoses}"
+data tokenize raw tok
+
+# 3. Subwords: DEST/bpe.
+say "learning $bpe BPE operations on both languages with $BPE"
+data learn-bpe tok bpe
+say "applying BPE"
+data apply-bpe tok bpe
+
+# 4. Binary data: DEST/bin.
+say "binarizing with fairseq-preprocess"
+data binarize
+finish

@@ -96,29 +96,6 @@ def test_damaged_corpus_is_refused(tmp_path):
     assert not (copy / "runs").exists()
 
 
-def in_common(code: str, **changes: str) -> subprocess.CompletedProcess:
-    prelude = f"set -euo pipefail; root={ROOT}; source {SCRIPTS}/lib/common.sh; "
-    return run("bash", "-c", prelude + code, "test.sh", check=False, **changes)
-
-
-def test_make_file_leaves_a_whole_file_or_none(tmp_path):
-    assert in_common(f"make_file {tmp_path}/good echo hello").returncode == 0
-    assert (tmp_path / "good").read_text() == "hello\n"
-    failing = in_common(f"half() {{ echo half; return 1; }}; make_file {tmp_path}/bad half")
-    assert_refused(failing, f"{tmp_path}/bad")
-    in_common(f"make_file {tmp_path}/good echo other")
-    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"good": "hello\n"}
-
-
-def test_a_lost_line_is_noticed(tmp_path):
-    (tmp_path / "in").write_text("a\nb\nc\n")
-    (tmp_path / "out").write_text("a\nb\n")
-    assert_refused(in_common(f"same_lines {tmp_path}/in {tmp_path}/out"), "2 lines", "has 3")
-    # The last line need not end in a newline.
-    (tmp_path / "out").write_text("a\nb\nc")
-    assert in_common(f"same_lines {tmp_path}/in {tmp_path}/out").returncode == 0
-
-
 def test_the_makefile_lists_its_targets():
     listed = run("make", "-C", ROOT, "help").stdout
     assert all(f"make {target}" in listed for target in ("venv", "demo", "test", "lint"))

@@ -21,7 +21,7 @@ from sacremoses import MosesDetokenizer, MosesPunctNormalizer, MosesTokenizer
 from subword_nmt.apply_bpe import BPE
 from subword_nmt.learn_bpe import learn_bpe
 
-from .scripts_helpers import ROOT, SCRIPTS, assert_refused, environment, script
+from tests.scripts_helpers import ROOT, SCRIPTS, assert_refused, environment, script
 
 MULTI30K = ROOT.parent / "shared/data/multi30k"
 
@@ -202,10 +202,11 @@ def wmt14_reading(cleaned: bool = True) -> dict[str, list[tuple[str, str, str, s
             text = re.sub("[\x00-\x1f\x7f-\x9f\u00ad\u200b-\u200f\u2028-\u202e\ufeff]", " ", text)
         else:
             text = text.replace("’", "'")
-        return " ".join(tokenizers[lang].tokenize(text, aggressive_dash_splits=True))
+        line = " ".join(tokenizers[lang].tokenize(text, aggressive_dash_splits=True))
+        return re.sub(r"([^\s.])\.$", r"\1 .", line)  # as Moses since November 2018
 
     def read(text: str) -> list[str]:
-        return [line.removesuffix("\r").replace("\r", " ") for line in text.removesuffix("\n").split("\n")]
+        return text.replace("\r", "").removesuffix("\n").split("\n")  # normalize-punctuation.perl deletes them
 
     reading = {"train": [], "valid": []}
     members = wmt14_members()
@@ -278,7 +279,7 @@ def test_wmt14_without_interruption(wmt14, tmp_path):
     mirror = wmt14.parent / "my archives"
     flags = ("--dest", tmp_path / "data", "--bpe", 150, "--workers", 1)
     result = script("prepare_wmt14.sh", *flags, DATA_MIRROR=str(mirror))
-    assert "train has" not in result.stderr and "newstest2014 has 5 sentence pairs here" in result.stderr
+    assert "train has" not in result.stderr and "newstest2014-deen has 5 sentence pairs here" in result.stderr
     assert {name: content for name, (content, _) in state(tmp_path / "data").items()} == {
         name: content for name, (content, _) in state(wmt14).items()
     }
@@ -306,12 +307,11 @@ def test_wmt14_cleaned_by_subwords(tmp_path):
 @pytest.mark.parametrize(
     ("archive", "member", "change", "needles"),
     [
-        ("training-parallel-commoncrawl.tgz", "commoncrawl.de-en.de", None, ("commoncrawl.de-en.de", "it holds")),
         (
             "training-parallel-europarl-v7.tgz",
             "training/europarl-v7.de-en.de",
             lambda text: text.replace("ü", "u").encode() + b"f\xfcnf\n",
-            ("europarl-v7.de-en.de", "line 56 is not UTF-8"),
+            ("europarl-v7.tgz/training/europarl-v7.de-en.de", "line 56 is not UTF-8"),
         ),
         (
             "training-parallel-nc-v12.tgz",
@@ -319,8 +319,6 @@ def test_wmt14_cleaned_by_subwords(tmp_path):
             lambda text: text + "one more\n",
             ("news-commentary-v12.de-en", "51 lines", "50"),
         ),
-        ("dev.tgz", "dev/newstest2013.en", lambda text: "", ("newstest2013.en", "empty")),
-        ("dev.tgz", "../evil", lambda text: "evil", ("dev.tgz", "leaves the folder")),
         (
             "test-full.tgz",
             "test-full/newstest2014-deen-ref.de.sgm",
@@ -336,7 +334,7 @@ def test_wmt14_cleaned_by_subwords(tmp_path):
             ("newstest2014-deen-src.en.sgm", "line 16"),
         ),
     ],
-    ids=["missing member", "not UTF-8", "unequal", "empty", "leaves the folder", "other sentences", "broken SGML"],
+    ids=["not UTF-8", "unequal", "other sentences", "broken SGML"],
 )
 def test_wmt14_archives_that_are_wrong(tmp_path, archive, member, change, needles):
     members = wmt14_members()
@@ -429,7 +427,7 @@ def test_iwslt15_again_and_interrupted(iwslt15):
     assert "is complete" in result.stderr and "MOSES is not used" in result.stderr
     assert state(iwslt15) == before
     # As if ended before the last step of the reading, and between two files of tok/.
-    (iwslt15 / "tokens/archives").unlink()
+    (iwslt15 / "text/archives").unlink()
     (iwslt15 / "counts").unlink()
     (iwslt15 / "tok/test.vi").unlink()
     prepare_iwslt15(iwslt15, iwslt15.parent / "archives", "--workers", 1)
@@ -493,7 +491,7 @@ def test_multi30k_against_a_simple_reading(multi30k, tmp_path):
             text = verses(other, count)
             assert lines(dest / f"raw/{split}.{lang}") == text
             assert lines(dest / f"tok/{split}.{lang}") == [
-                tokenizer.tokenize(line, return_str=True).lower() for line in text
+                re.sub(r"([^\s.])\.$", r"\1 .", tokenizer.tokenize(line, return_str=True).lower()) for line in text
             ]
     assert_joined_and_binarized(dest, "de", "en", train=60, valid=5, test=6)
     assert {"source": "de", "target": "en", "lower": "1", "bpe": "150"}.items() <= settings(dest).items()

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[3]
 CORPUS = ROOT / "data" / "verses.es-en"
 SCRIPT = ROOT / "scripts" / "data" / "make_verses.py"
 
@@ -107,10 +107,12 @@ def test_nothing_is_repeated(corpus):
 
 
 def test_dropped_places_are_absent(corpus):
+    table = mv.misaligned()
     for columns in corpus.values():
         for line in columns["refs"]:
             match = re.fullmatch(r"(.+) (\d+):(\d+)", line)
-            assert match and not mv.misaligned(mv.Ref(match[1], int(match[2]), int(match[3]))), line
+            here = int(match[2]), int(match[3])
+            assert not any(match[1] == book and first <= here <= last for book, first, last in table), line
 
 
 def test_readme_states_the_counts():
@@ -132,9 +134,10 @@ def modules_are_installed() -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_the_script_makes_the_shipped_bytes(tmp_path, capsys):
     if not modules_are_installed():
-        pytest.skip("needs mod2imp and both texts: " + ", ".join(mv.PACKAGES.values()))
+        pytest.skip("needs mod2imp and both texts: " + ", ".join(mv.PACKAGES))
     assert mv.main(["--out", str(tmp_path)]) == 0
     numbers = [int(line.split()[-1]) for line in capsys.readouterr().out.splitlines()]
     joined, drops, (kept, *splits) = numbers[0], numbers[1:-4], numbers[-4:]
@@ -212,7 +215,7 @@ def test_choose_counts_every_pair_once():
     ]
     kept, dropped = mv.choose(pairs, {mv.Ref("Genesis", 1, 6)})
     assert [p.ref.verse for p in kept] == [1, 7]
-    assert list(dropped.values()) == [1, 1, 1, 1, 2]
+    assert sorted(dropped.values()) == [1, 1, 1, 1, 2]
 
 
 def run_script(*arguments: str, **keywords) -> subprocess.CompletedProcess[str]:
@@ -227,7 +230,7 @@ def one_line_error(done: subprocess.CompletedProcess[str]) -> str:
 
 def test_missing_mod2imp_is_one_line(tmp_path):
     error = one_line_error(run_script("--out", str(tmp_path / "out"), env={"PATH": str(tmp_path)}))
-    assert all(package in error for package in mv.PACKAGES.values())
+    assert all(package in error for package in mv.PACKAGES)
     assert not (tmp_path / "out").exists()
 
 

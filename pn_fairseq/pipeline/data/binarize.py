@@ -1,0 +1,71 @@
+"""fairseq's binary data from text in subwords."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+
+from pn_fairseq.pipeline.command import UserError
+from pn_fairseq.pipeline.files import count_lines
+
+SPLITS = ("train", "valid", "test")
+#: A fairseq index file (.idx) of the memory-mapped format begins with this, a version of 8 bytes, a type of one byte
+#: and the number of sentences in 8 bytes. Importing fairseq to ask the same would take seconds.
+MAGIC = b"MMIDIDX\x00\x00"
+
+
+def sentences(index: Path) -> int:
+    """Number of sentences in a fairseq index file."""
+    with index.open("rb") as file:
+        head = file.read(26)
+    if len(head) < 26 or not head.startswith(MAGIC):
+        raise UserError(f"{index} is not an index of fairseq's memory-mapped format")
+    return int.from_bytes(head[18:], "little")
+
+
+def preprocess(folder: Path, *arguments: str) -> None:
+    """Run fairseq-preprocess in a folder: it splits the names that it is given at commas, so they must be relative."""
+    # A session of its own, so that its worker processes are ended with it. It inherits the lock of the script
+    # (close_fds), and a rerun waits for one that outlived a kill -9.
+    process = subprocess.Popen(
+        ["fairseq-preprocess", *arguments],
+        cwd=folder,
+        close_fds=False,
+        start_new_session=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+    )
+    try:
+        said = [line for line in process.communicate()[1].splitlines() if line.strip()]
+    except BaseException:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        raise
+    if process.returncode:
+        raise UserError(f"fairseq-preprocess failed: {said[-1] if said else process.returncode} (in {folder})")
+
+
+def binarize(folder: Path, source: str, target: str, workers: int) -> None:
+    """Make ``folder/bin`` from ``folder/bpe``, with one dictionary for both languages. The log is preprocess.log."""
+    final, partial = folder / "bin", folder / "bin.partial"
+    if final.exists():
+        return
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        flags = ["--source-lang", source, "--target-lang", target, "--joined-dictionary"]
+        flags += [f"--{split}pref=bpe/{split}" for split in SPLITS]
+        preprocess(folder, *flags, "--destdir", partial.name, "--workers", str(workers))
+        for split in SPLITS:
+            for lang in (source, target):
+                text = folder / f"bpe/{split}.{lang}"
+                made, expected = sentences(partial / f"{split}.{source}-{target}.{lang}.idx"), count_lines(text)
+                if made != expected:
+                    raise UserError(f"{partial} has {made} sentences of {text}, which has {expected}: some were lost")
+        partial.rename(final)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)

@@ -1,0 +1,133 @@
+"""``DEST/settings``: what prepared data was made with, one ``name=value`` a line, then the checksums of its text.
+
+Every step reads the settings there, and a preparation with other settings or other text is refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from pn_fairseq.pipeline.command import UserError, did_you_mean
+from pn_fairseq.pipeline.data import subwords, tokens
+from pn_fairseq.pipeline.files import atomic_write, read_settings
+
+#: Name -> default. These are all settings, in the order in which they are written.
+DEFAULTS = {
+    "source": "",  # language
+    "target": "",  # language
+    "lower": "0",  # 1: lower-case
+    "bpe": "10000",  # merges; with segmentation=sentencepiece the size of the vocabulary
+    "segmentation": "subword-nmt",  # or sentencepiece
+    "tokenizer": tokens.SACREMOSES,  # or moses, its own Perl scripts
+    "straighten": "",  # splits whose typographic apostrophes become plain ones: "test", "valid test"
+    "normalize": "0",  # 1: normalize punctuation
+    "nonprinting": "0",  # 1: characters that are not printed become spaces
+    "aggressive": "0",  # 1: hyphens within words become tokens @-@
+    "compound_split": "0",  # 1: scripts/score.sh splits compounds at hyphens (##AT##-##AT##)
+    "clean": "",  # "MIN MAX RATIO": remove pairs by their length
+    "clean_stage": "tok",  # what is counted: tok, tokens (BPE is learned on what is kept), or bpe, subwords
+    "clean_splits": "train",  # which splits are cleaned: train, or train,valid
+    "valid_every": "0",  # N: each N-th training pair that is kept is for validation; 0: the text has a validation set
+}
+#: What older versions did without recording it.
+UNRECORDED = {**DEFAULTS, "tokenizer": tokens.SACREMOSES_OLD}
+CHOICES = {"segmentation": tuple(subwords.MODELS), "clean_stage": ("tok", "bpe")}
+
+
+def parse(words: Iterable[str]) -> dict[str, str]:
+    """Settings from ``name=value`` words; what is not named has its default.
+
+    Raises:
+        UserError: a name or a value is not known, or Moses' scripts are not where MOSES says.
+    """
+    settings = dict(DEFAULTS)
+    for word in words:
+        name, _, value = word.partition("=")
+        if name not in DEFAULTS:
+            raise UserError(f"there is no setting {name!r}{did_you_mean(name, DEFAULTS)}")
+        settings[name] = value
+    if settings["source"] == settings["target"]:
+        raise UserError(f"--source and --target are both '{settings['source']}'")
+    if not re.fullmatch("[1-9][0-9]{0,8}", settings["bpe"]):
+        raise UserError(f"--bpe must be a whole number from 1 to 999999999, not '{settings['bpe']}'")
+    for name, known in CHOICES.items():
+        if settings[name] not in known:
+            called = {"segmentation": "BPE", "clean_stage": "--clean-stage"}[name]
+            raise UserError(f"{called} must be {' or '.join(known)}, not '{settings[name]}'")
+    if settings["tokenizer"] == "moses":
+        moses = Path(os.environ["MOSES"])
+        if not moses.is_dir():
+            raise UserError(f"MOSES must be a checkout of mosesdecoder, and '{moses}' is no folder")
+        for script in tokens.scripts(settings).values():
+            if not (moses / script).is_file():
+                raise UserError(f"MOSES={moses} is no checkout of mosesdecoder: {script} is missing")
+        if not shutil.which("perl"):
+            raise UserError("'perl' is not installed or not on the PATH; Moses' scripts need it")
+    return settings
+
+
+def splits(settings: dict[str, str]) -> list[str]:
+    """The splits that the text has; the others come of train."""
+    return ["train", "test"] if settings["valid_every"] != "0" else ["train", "valid", "test"]
+
+
+def files(settings: dict[str, str], of: Iterable[str] | None = None) -> list[str]:
+    """Names of the files of these splits (default: those of the text)."""
+    languages = settings["source"], settings["target"]
+    return [f"{split}.{lang}" for split in of or splits(settings) for lang in languages]
+
+
+def read(dest: Path) -> dict[str, str]:
+    """The settings of prepared data, without the checksums; what is not recorded is what older versions did."""
+    recorded = read_settings(dest / "settings")
+    return {name: recorded.get(name, value) for name, value in UNRECORDED.items()}
+
+
+def keep(dest: Path, folder: Path, settings: dict[str, str]) -> None:
+    """Record the settings and the text in ``folder``, or refuse them if ``dest`` was made with others.
+
+    Settings may still change until the subwords are learned: what was made with the others is then removed.
+
+    Raises:
+        UserError: other settings or other text.
+    """
+    sums = {}
+    for name in files(settings):
+        with (folder / name).open("rb") as file:
+            sums[name] = hashlib.file_digest(file, "sha256").hexdigest()
+    new = {**settings, **sums}
+    if (dest / "settings").exists():
+        old = {**UNRECORDED, **read_settings(dest / "settings")}
+        if old["tokenizer"] == tokens.SACREMOSES_OLD and new["tokenizer"] == tokens.SACREMOSES:
+            # All steps read the recorded settings: a preparation that an older version began is finished in its way.
+            new["tokenizer"] = tokens.SACREMOSES_OLD
+            print(
+                f"[data] note: {dest} was begun with an older version, whose tokenizer does not split the full stop of "
+                "an abbreviation at the end of a line; prepare another directory for the tokens of today's Moses",
+                file=sys.stderr,
+            )
+        different = [name for name in {**old, **new} if old.get(name) != new.get(name)]
+        if not different:
+            return
+        if any(
+            (dest / stage / model).exists() for stage in ("bpe", "stages/bpe") for model in subwords.MODELS.values()
+        ):
+            name = different[0]
+            what = f"other settings ({name}={old.get(name)} there, {name}={new.get(name)} here)"
+            raise UserError(
+                f"{dest} was made with {'other text' if name in sums else what}, see {dest}/settings; "
+                "remove it or name another directory"
+            )
+        if not {"bpe", "segmentation"}.issuperset(different):
+            for name in ("raw", "tok", "stages", "counts", "removed.tsv"):
+                path = dest / name
+                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    with atomic_write(dest / "settings", "w") as file:
+        file.writelines(f"{name}={new[name]}\n" for name in DEFAULTS)
+        file.writelines(f"{digest}  {name}\n" for name, digest in sums.items())

@@ -1,0 +1,206 @@
+"""``python -m pn_fairseq data --dest DEST STEP ...``: the steps that ``scripts/prepare_*.sh`` call one after the other.
+
+The arguments of a step say which files it reads and writes, as paths in DEST; DEST/settings says what it does to them.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+from pn_fairseq.pipeline.command import ArgumentParser, UserError
+from pn_fairseq.pipeline.data import archives, pairs, settings, subwords
+from pn_fairseq.pipeline.data.parallel import transform
+from pn_fairseq.pipeline.files import atomic_write, count_lines
+
+SPLITS = ("train", "valid", "test")
+
+
+def note(text: str) -> None:
+    print(f"[data] note: {text}", file=sys.stderr)
+
+
+def check(args) -> None:
+    """refuse settings that cannot be used"""
+    settings.parse(args.settings)
+
+
+def fetch(args) -> None:
+    """download a file, or check one that is there"""
+    archives.fetch(args.url, args.dest / args.file, args.sha256, args.md5)
+
+
+def unpack(args) -> None:
+    """extract members of an archive to unpacked/ARCHIVE"""
+    archive = args.dest / args.archive
+    try:
+        archives.unpack(archive, args.dest / "unpacked" / archive.name, args.members)
+    except archives.Damaged as error:
+        if archive.parent != args.dest / "download":
+            raise UserError(f"{error}; get it again") from None
+        for name in (archive.name, f"{archive.name}.sha256"):
+            archive.with_name(name).unlink(missing_ok=True)
+        raise UserError(f"{error}; it was removed, and the same command downloads it again") from None
+
+
+def take(args) -> None:
+    """append sentences of published files, in pairs of source and target, to two files of text"""
+    outputs = args.dest / args.outputs[0], args.dest / args.outputs[1]
+    files = [args.dest / name for name in args.files]
+    if len(files) % 2:
+        raise UserError(f"{files[-1]} has no file of the other language")
+    count = sum(pairs.take(args.kind, paths, outputs) for paths in zip(files[::2], files[1::2], strict=True))
+    if args.expect and count != args.expect:
+        name = os.path.commonprefix([path.name for path in files]).rstrip(".-")
+        note(f"{name} has {count} sentence pairs here; the published one has {args.expect}")
+
+
+def detokenize(args) -> None:
+    """turn tokens into plain text, by the detokenizer that scripts/score.sh uses for translations"""
+    from pn_fairseq.scoring import detokenize as plain
+
+    def make(lang: str):
+        return lambda text: "".join(
+            f"{line}\n" for line in plain(text.decode().removesuffix("\n").split("\n"), lang)
+        ).encode()
+
+    for path in sorted((args.dest / args.source).iterdir()):
+        job = (path, args.dest / args.to / path.name)
+        transform([job], lambda lang=path.suffix[1:]: make(lang), args.workers, f"detokenizing {path.name}")
+
+
+def keep_text(args) -> None:
+    """record the settings and text.partial, or refuse them; text.partial becomes the folder TO"""
+    chosen = settings.parse(args.settings)
+    new, folder = args.dest / "text.partial", args.dest / args.to
+    if not new.exists():
+        settings.keep(args.dest, folder, chosen)
+        return
+    settings.keep(args.dest, new, chosen)
+    if args.made_of:
+        sums = "".join(f"{archives.checksum(args.dest / name)}  {Path(name).name}\n" for name in args.made_of)
+        (new / "archives").write_text(sums, encoding="utf-8")
+        shutil.rmtree(folder, ignore_errors=True)
+    if not folder.exists():
+        new.rename(folder)
+
+
+def copy(args) -> None:
+    """copy text"""
+    for name in settings.files(settings.read(args.dest)):
+        source, target = args.dest / args.source / name, args.dest / args.to / name
+        if not target.exists():
+            target.parent.mkdir(exist_ok=True)
+            with atomic_write(target) as file, source.open("rb") as text:
+                shutil.copyfileobj(text, file)
+
+
+def tokenize(args) -> None:
+    """tokenize text"""
+    from pn_fairseq.pipeline.data.tokens import tokenizer
+
+    chosen = settings.read(args.dest)
+    used = {**chosen, **dict.fromkeys(args.without, "0")}
+    source, straight = args.dest / args.source, chosen["straighten"].split()
+    for lang in (chosen["source"], chosen["target"]):
+        for straighten in (False, True):
+            names = [f"{split}.{lang}" for split in args.splits or SPLITS if (split in straight) == straighten]
+            jobs = [(source / name, args.dest / args.to / name) for name in names if (source / name).exists()]
+
+            def make(lang=lang, straighten=straighten):
+                return tokenizer(used, lang, straighten, os.environ.get("MOSES", ""))
+
+            transform(jobs, make, args.workers, f"tokenizing {lang}")
+
+
+def select(args) -> None:
+    """remove pairs by their length, and take the validation set from the training text"""
+    folders = {name: args.dest / folder for name, folder in (word.split("=", 1) for word in args.folders)}
+    chosen = settings.read(args.dest)
+    pairs.select(args.dest, chosen, settings.splits(chosen), folders)
+
+
+def learn_bpe(args) -> None:
+    """learn subwords from the tokens of both languages"""
+    chosen = settings.read(args.dest)
+    kind, folder = chosen["segmentation"], args.dest / args.source
+    texts = [folder / name for name in settings.files(chosen, ["train"])]
+    subwords.learn(kind, int(chosen["bpe"]), args.dest / args.to / subwords.MODELS[kind], texts, args.workers)
+
+
+def apply_bpe(args) -> None:
+    """segment tokens into subwords"""
+    chosen = settings.read(args.dest)
+    kind, source, to = chosen["segmentation"], args.dest / args.source, args.dest / args.to
+    names = [name for name in settings.files(chosen, SPLITS) if (source / name).exists()]
+    if kind == "sentencepiece":
+        for name in names:
+            with (source / name).open("rb") as file:
+                if count := sum("▁".encode() in line for line in file):
+                    note(f"{count} lines of {source / name} have U+2581 (▁), which sentencepiece takes for a blank")
+    model = to / subwords.MODELS[kind]
+    jobs = [(source / name, to / name) for name in names]
+    transform(jobs, lambda: subwords.segment_lines(kind, model), args.workers, "applying BPE")
+
+
+def binarize(args) -> None:
+    """make fairseq's binary data, bin/, from bpe/"""
+    from pn_fairseq.pipeline.data.binarize import binarize as make
+
+    chosen = settings.read(args.dest)
+    make(args.dest, chosen["source"], chosen["target"], args.workers)
+
+
+def finish(args) -> None:
+    """write counts, and remove what is not needed any more"""
+    source = settings.read(args.dest)["source"]
+    if not (args.dest / "counts").exists():
+        with atomic_write(args.dest / "counts", "w") as file:
+            file.writelines(f"{split}={count_lines(args.dest / f'raw/{split}.{source}')}\n" for split in SPLITS)
+    shutil.rmtree(args.dest / "stages", ignore_errors=True)
+    for partial in (path for folder in ("tok", "bpe") for path in (args.dest / folder).glob("*.partial")):
+        partial.unlink()
+
+
+#: Step -> its arguments, as argparse takes them.
+STEPS = {
+    check: [("settings", {"nargs": "+"})],
+    fetch: [("url", {}), ("file", {}), ("--sha256", {"default": ""}), ("--md5", {"default": ""})],
+    unpack: [("archive", {}), ("members", {"nargs": "+"})],
+    take: [
+        ("kind", {"choices": [*pairs.READERS, "sgml-segments"]}),
+        ("outputs", {"nargs": 2}),
+        ("files", {"nargs": "+"}),
+        ("--expect", {"type": int, "help": "the number of pairs of the published files"}),
+    ],
+    detokenize: [("source", {}), ("to", {})],
+    keep_text: [("to", {}), ("settings", {"nargs": "+"}), ("--made-of", {"nargs": "+"})],
+    copy: [("source", {}), ("to", {})],
+    tokenize: [("source", {}), ("to", {}), ("splits", {"nargs": "*"}), ("--without", {"nargs": "+", "default": []})],
+    select: [("folders", {"nargs": "+", "metavar": "NAME=FOLDER"})],
+    learn_bpe: [("source", {}), ("to", {})],
+    apply_bpe: [("source", {}), ("to", {})],
+    binarize: [],
+    finish: [],
+}
+
+
+def main(argv: list[str]) -> None:
+    parser = ArgumentParser(prog="python -m pn_fairseq data", description=__doc__.split("\n")[0])
+    parser.add_argument("--dest", type=Path, required=True, help="the prepared data")
+    parser.add_argument("--workers", type=int, default=1, help="processes (default 1)")
+    steps = parser.add_subparsers(required=True, metavar="STEP", parser_class=ArgumentParser)
+    for function, arguments in STEPS.items():
+        step = steps.add_parser(function.__name__.replace("_", "-"), help=function.__doc__)
+        step.set_defaults(function=function)
+        for name, options in arguments:
+            step.add_argument(name, **options)
+    args = parser.parse_args(argv)
+    try:
+        args.function(args)
+    except OSError as error:
+        raise UserError(f"{error.filename or args.dest}: {error.strerror or error}") from error
+    except MemoryError:
+        raise UserError("there is not enough memory; use fewer --workers or a larger machine") from None

@@ -1,0 +1,99 @@
+"""Tokenization of a sentence, as Moses' scripts do it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from pn_fairseq.pipeline.command import UserError
+from pn_fairseq.pipeline.data.parallel import per_line
+
+#: Setting that is on -> Moses' script, in the order in which they run. The tokenizer is always on.
+SCRIPTS = {
+    "normalize": "scripts/tokenizer/normalize-punctuation.perl",
+    "nonprinting": "scripts/tokenizer/remove-non-printing-char.perl",
+    "tokenizer": "scripts/tokenizer/tokenizer.perl",
+    "lower": "scripts/tokenizer/lowercase.perl",
+}
+
+#: The value of the setting ``tokenizer`` for sacremoses with the rule for the last full stop, and without it, as in
+#: data that an older version has prepared.
+SACREMOSES, SACREMOSES_OLD = "sacremoses+final-stop", "sacremoses"
+
+FINAL_STOP = re.compile(r"(?<=[^\s.])\.\Z")
+
+
+def scripts(settings: Mapping[str, str]) -> dict[str, str]:
+    """Moses' scripts that these settings need, in their order."""
+    return {name: script for name, script in SCRIPTS.items() if name == "tokenizer" or settings[name] == "1"}
+
+
+def sacremoses(settings: Mapping[str, str], lang: str, straighten: bool = False) -> Callable[[str], str]:
+    """The function that turns a sentence into tokens with one blank between them.
+
+    Args:
+        settings: of the prepared data, ``DEST/settings``: normalize, nonprinting, aggressive, lower, tokenizer.
+        lang: language of the sentence.
+        straighten: make typographic apostrophes plain first.
+    """
+    import regex
+    from sacremoses import MosesPunctNormalizer, MosesTokenizer
+
+    steps: list[Callable[[str], str]] = []
+    if straighten:
+        steps.append(lambda line: line.replace("’", "'"))
+    if settings["normalize"] == "1":
+        # perl_parity: what normalize-punctuation.perl does, of which the default differs in three rules. It sees the
+        # line feed, too, which ends the rule for a full stop before a last quotation mark.
+        normalize = MosesPunctNormalizer(lang, perl_parity=True).normalize
+        steps.append(lambda line: normalize(f"{line}\n"))
+    if settings["nonprinting"] == "1":
+        other = regex.compile(r"\p{C}")  # control, format, private and unassigned characters
+        steps.append(lambda line: other.sub(" ", line))
+    tokenize = MosesTokenizer(lang).tokenize
+    aggressive = settings["aggressive"] == "1"  # hyphens within words become tokens @-@
+    steps.append(lambda line: tokenize(line, aggressive_dash_splits=aggressive, return_str=True))
+    if settings["tokenizer"] == SACREMOSES:
+        # Moses since November 2018 (commit 9fc964da7); sacremoses is a port of before. The full stop at the end of a
+        # line is a token, also after an abbreviation.
+        steps.append(lambda line: FINAL_STOP.sub(" .", line))
+    if settings["lower"] == "1":
+        steps.append(str.lower)
+
+    def function(line: str) -> str:
+        for step in steps:
+            line = step(line)
+        return line
+
+    return function
+
+
+def moses(checkout: Path, settings: Mapping[str, str], lang: str, straighten: bool = False) -> Callable[[bytes], bytes]:
+    """The same by Moses' own Perl scripts in a checkout of mosesdecoder, for many lines at a time."""
+    flags = {
+        "normalize": [lang],  # by position: older versions of the script know no -l
+        "tokenizer": ["-q", "-l", lang, *(["-a"] if settings["aggressive"] == "1" else [])],
+    }
+    commands = [["perl", str(checkout / path), *flags.get(name, [])] for name, path in scripts(settings).items()]
+
+    def work(text: bytes) -> bytes:
+        if straighten:
+            text = text.replace("’".encode(), b"'")
+        for command in commands:
+            result = subprocess.run(command, input=text, capture_output=True)
+            if result.returncode:
+                said = result.stderr.decode("utf-8", "replace").strip().splitlines()
+                raise UserError(f"{command[1]} failed: {said[-1] if said else result.returncode}")
+            text = result.stdout
+        return text
+
+    return work
+
+
+def tokenizer(settings: Mapping[str, str], lang: str, straighten: bool, checkout: str) -> Callable[[bytes], bytes]:
+    """The tokenizer that the settings name, for :func:`pn_fairseq.pipeline.data.parallel.transform`."""
+    if settings["tokenizer"] == "moses":
+        return moses(Path(checkout), settings, lang, straighten)
+    return per_line(sacremoses(settings, lang, straighten))

@@ -1,0 +1,80 @@
+"""Tokenization, and the rule for the last full stop, which sacremoses lacks."""
+
+import gzip
+import shutil
+
+import pytest
+from sacremoses import MosesTokenizer
+
+from pn_fairseq.pipeline.data import settings, tokens
+from tests.scripts_helpers import ROOT
+
+MULTI30K = ROOT.parent / "shared/data/multi30k"
+
+
+def tokenize(line: str, lang: str = "en", straighten: bool = False, **changes: str) -> str:
+    return tokens.sacremoses({**settings.DEFAULTS, **changes}, lang, straighten)(line)
+
+
+@pytest.mark.parametrize(
+    ("lang", "line", "expected"),
+    [
+        ("en", "I live in the U.S.", "I live in the U.S ."),
+        ("en", "He is with Mr.", "He is with Mr ."),
+        ("en", "Mr. Smith left at 5 a.m. today.", "Mr. Smith left at 5 a.m. today ."),
+        ("en", "It was No. 1.", "It was No. 1 ."),
+        ("en", "And then ...", "And then ..."),
+        ("en", "And then...", "And then ..."),
+        ("en", ".", "."),
+        ("en", "He said: “No.”", "He said : “ No . ”"),
+        ("de", "eine Person blickt aus dem Fenster auf einen Bus der Linie A.", None),
+        ("de", "der Spieler im schwarzen Trikot mit der Nummer 10.", None),
+        ("de", "Das war am 3. Mai.", "Das war am 3. Mai ."),
+        ("de", "", ""),
+    ],
+)
+def test_the_last_full_stop_is_a_token(lang, line, expected):
+    """As mosesdecoder's tokenizer.perl since November 2018."""
+    assert tokenize(line, lang) == (expected if expected is not None else f"{line[:-1]} .")
+
+
+def test_what_an_older_version_began_is_finished_in_its_way():
+    assert tokenize("I live in the U.S.", tokenizer="sacremoses") == "I live in the U.S."
+
+
+@pytest.mark.skipif(not MULTI30K.exists(), reason="Multi30k, which may not be copied, is not beside the repository")
+def test_nothing_but_the_last_full_stop_differs_from_sacremoses():
+    for lang, differing in (("de", 2), ("en", 0)):
+        with gzip.open(MULTI30K / f"test2016.{lang}.gz", "rt", encoding="utf-8", newline="\n") as file:
+            lines = file.read().splitlines()
+        plain = [MosesTokenizer(lang).tokenize(line, return_str=True) for line in lines]
+        ours = [tokenize(line, lang) for line in lines]
+        different = [(old, new) for old, new in zip(plain, ours, strict=True) if old != new]
+        assert len(different) == differing and all(new == f"{old[:-1]} ." for old, new in different)
+
+
+@pytest.mark.parametrize(
+    ("changes", "line", "expected"),
+    [
+        ({"lower": "1"}, "ÄÖÜ Straße", "äöü straße"),
+        ({"straighten": True}, "They’re “it’s”", "They &apos;re “ it &apos;s ”"),
+        ({"aggressive": "1"}, "well-known", "well @-@ known"),
+        ({"normalize": "1"}, "“Quotes” – and more…", "&quot; Quotes &quot; - and more ..."),
+        ({"normalize": "1"}, "a\rb", "ab"),
+        ({"nonprinting": "1"}, "a\u200bb\x07c", "a b c"),
+    ],
+)
+def test_settings(changes, line, expected):
+    assert tokenize(line, **changes) == expected
+
+
+@pytest.mark.skipif(not shutil.which("perl"), reason="Moses' scripts need perl")
+def test_moses_scripts_run_in_their_order_with_their_flags(tmp_path):
+    chosen = {**settings.DEFAULTS, "tokenizer": "moses", "normalize": "1", "lower": "1", "aggressive": "1"}
+    for script in tokens.scripts(chosen).values():
+        (tmp_path / script).parent.mkdir(parents=True, exist_ok=True)
+        name = script.split("/")[-1].split(".")[0]
+        (tmp_path / script).write_text(f'while (<STDIN>) {{ chomp; print "$_ {name}(@ARGV)\\n"; }}')
+    work = tokens.tokenizer(chosen, "de", True, str(tmp_path))
+    said = "x' normalize-punctuation(de) tokenizer(-q -l de -a) lowercase()\n"
+    assert work("x’\nx’\n".encode()).decode() == said * 2
