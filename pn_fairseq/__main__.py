@@ -11,12 +11,16 @@ from pn_fairseq.pipeline.command import ArgumentParser, UserError, did_you_mean,
 
 #: Verb -> module whose ``main(argv)`` it calls. Imported only when it is called: most need no torch.
 VERBS = {
+    "average": "pn_fairseq.pipeline.average",
     "average-checkpoints": "pn_fairseq.cli.average_checkpoints",
     "fold": "pn_fairseq.cli.fold",
+    "generate": "pn_fairseq.pipeline.generate",
     "import-release": "pn_fairseq.cli.import_release",
     "plot-curves": "pn_fairseq.cli.plot_curves",
     "report": "pn_fairseq.cli.report",
     "score": "pn_fairseq.cli.score",
+    "train": "pn_fairseq.pipeline.train",
+    "translate": "pn_fairseq.pipeline.translate",
 }
 
 

@@ -47,7 +47,11 @@ class Interrupted(BaseException):
 def handle_signals() -> None:
     """Turn SIGINT and SIGTERM into :class:`Interrupted`, also where the parent ignored SIGINT (a background job)."""
 
+    owner = os.getpid()
+
     def interrupt(number, _):
+        if os.getpid() != owner:
+            os._exit(128 + number)  # a forked process, such as one that loads data
         signal.signal(number, signal.SIG_IGN)  # a second signal must not interrupt the clean-up
         raise Interrupted(number)
 
@@ -78,7 +82,8 @@ def run(tool: str, body: Callable[[], int | None], *user_errors: type[Exception]
         print(f"{tool}: error: {' '.join(str(error).splitlines())}", file=sys.stderr)
         return 2
     except (KeyboardInterrupt, Interrupted) as error:
-        print(f"{tool}: interrupted; run the same command again to resume", file=sys.stderr)
+        if "PN_FAIRSEQ_STEP" not in os.environ:  # else the script that runs this as one of its steps says so
+            print(f"{tool}: interrupted; run the same command again to resume", file=sys.stderr)
         return getattr(error, "exit_code", 130)
     except BrokenPipeError:
         # The reader of the output (`| head`) has closed it. Python would complain again when it flushes at exit.

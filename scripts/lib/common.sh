@@ -1,55 +1,83 @@
 # shellcheck shell=bash
-# What all scripts here share: messages, the environment, counting, outputs that are whole or not there.
-# Sourced, never run.
+# What all scripts share: the root of the repository, options, messages, the environment, signals. Sourced, never run.
+#
+#   usage() { cat <<'END'                                   A script defines its usage text,
+#   usage: scripts/NAME.sh --corpus DIR [options]
+#     --corpus DIR   two spaces, the option, its value, two spaces or more, what it does
+#     --keep-case    without a value: a flag
+#   END
+#   }
+#   # shellcheck source=lib/common.sh
+#   source "$(dirname "$(readlink -f "$0")")/lib/common.sh"
+#   corpus="" keep_case=0                                   the defaults of its options,
+#   parse_options "$@"                                      and has them set by the command line.
 
-# With it, `cd FOLDER` may go to another folder of that name, and prints where it went.
-unset CDPATH
+unset CDPATH # with it, `cd FOLDER` may go to another folder of that name, and prints where it went
+root=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/../.." && pwd)
+export PYTHONUTF8=1 # Python reads and writes UTF-8 whatever the locale
 
 # say TEXT: a line of progress, on stderr so that results can be piped.
 say() { echo "[$(basename "$0" .sh)] $*" >&2; }
 
-# die TEXT: one line that says what is wrong and what to do; a user's mistake ends with exit code 2.
+# die TEXT: one line that says what is wrong and what to do; a mistake of the user ends with exit code 2.
 die() {
     echo "$(basename "$0"): error: $*" >&2
     exit 2
 }
 
-# use_venv: put the project's environment first on the PATH, if there is one.
-use_venv() {
-    local venv=${VENV:-$root/.venv}
-    [[ $venv == /* ]] || venv=$root/$venv
-    if [[ -x $venv/bin/python ]]; then
-        PATH=$venv/bin:$PATH
-    fi
-    export PATH
-}
+# --- options ---
 
-# need TOOL...: every tool must be on the PATH.
-need() {
-    local tool
-    for tool; do
-        command -v "$tool" >/dev/null || die "'$tool' is not installed or not on the PATH; 'make venv' installs what the scripts need"
+# usage_options: the options of the usage text on stdin, one a line: `--name VALUE`, or `--name` for a flag. To ask
+# another script for its options: scripts/prepare_wmt14.sh --help | usage_options
+usage_options() { sed -nE 's/^  (--[a-z0-9-]+)( [^ ]+)?(  .*)?$/\1\2/p'; }
+
+# parse_options ARGUMENT...: sets a variable for each option of `usage` that is given: --some-name VALUE sets some_name,
+# the flag --name sets name=1, and --no-name sets name=0. Other words go to the array `arguments`; a script that takes
+# them sets arguments=() before. `given` maps each option to its value as it was given, to pass some of them on.
+declare -A given=()
+# shellcheck disable=SC2034 # some scripts alone look at `given`
+parse_options() {
+    local options name
+    options=$'\n'$(usage | usage_options)$'\n'
+    while [[ $# -gt 0 ]]; do
+        name=${1#--}
+        name=${name//-/_}
+        if [[ $1 == -h || $1 == --help ]]; then
+            usage
+            exit 0
+        elif [[ $1 == --version ]]; then
+            sed -n 's/^__version__ = "\(.*\)"$/pn_fairseq \1/p' "$root/pn_fairseq/__init__.py"
+            exit 0
+        elif [[ $1 != -* ]]; then
+            declare -p arguments >/dev/null 2>&1 || die "unexpected argument '$1' (see --help)"
+            arguments+=("$1")
+            shift
+        elif [[ $options == *$'\n'"$1 "* ]]; then
+            [[ $# -ge 2 && $2 != --* ]] || die "$1 needs a value (see --help)"
+            given[$1]=$2
+            printf -v "$name" %s "$2"
+            shift 2
+        elif [[ $options == *$'\n'"$1"$'\n'* ]]; then
+            given[$1]=""
+            if [[ $name == no_* ]]; then printf -v "${name#no_}" 0; else printf -v "$name" 1; fi
+            shift
+        else
+            # shellcheck disable=SC2046
+            die "unknown option '$1'$(did_you_mean "$1" $(usage | usage_options | cut -d' ' -f1)) (see --help)"
+        fi
     done
 }
 
-# option_value OPTION COUNT: for `--option VALUE` pairs, COUNT is the number of words left.
-option_value() { [[ $2 -ge 2 ]] || die "$1 needs a value (see --help)"; }
-
-# check_whole NAME VALUE: VALUE must be a whole number of at least 1.
-check_whole() { [[ $2 =~ ^[1-9][0-9]*$ ]] || die "$1 must be a whole number of at least 1, not '$2'"; }
-
-# absolute PATH: the same path from anywhere (the last part need not exist).
-absolute() {
-    case $1 in
-    /*) printf '%s\n' "$1" ;;
-    *) printf '%s\n' "$PWD/$1" ;;
-    esac
+# did_you_mean WORD KNOWN...: ", did you mean 'X'?" for the most similar of the known words, if one is similar.
+did_you_mean() {
+    use_venv
+    PYTHONPATH=$root python -c 'import sys
+from pn_fairseq.pipeline.command import did_you_mean
+print(did_you_mean(sys.argv[1], sys.argv[2:]))' "$@" 2>/dev/null || true
 }
 
-# lines FILE: its number of lines. A last line without a newline counts, as every tool here reads it.
-lines() { awk 'END { print NR }' "$1"; }
-
-# same_lines FILE FILE...: all must have the same number of lines.
+# Of before parse_options; to be removed with their last use.
+option_value() { [[ $2 -ge 2 ]] || die "$1 needs a value (see --help)"; }
 same_lines() {
     local first=$1 expected file
     expected=$(lines "$first")
@@ -58,9 +86,6 @@ same_lines() {
             die "$file has $(lines "$file") lines, but $first has $expected: sentences were lost"
     done
 }
-
-# make_file FILE COMMAND...: FILE with the output of COMMAND, unless it is there. A file is either whole or not there:
-# it is written beside and renamed.
 make_file() {
     local file=$1
     shift
@@ -72,9 +97,72 @@ make_file() {
     mv "$file.partial" "$file"
 }
 
+# check_whole NAME VALUE: VALUE must be a whole number of at least 1, and one that a computer counts to.
+check_whole() { [[ $2 =~ ^[1-9][0-9]{0,11}$ ]] || die "$1 must be a whole number of at least 1, not '$2'"; }
+
+# absolute PATH: the same path from anywhere (the last part need not exist).
+absolute() { if [[ $1 == /* ]]; then echo "$1"; else echo "$PWD/$1"; fi; }
+
+# lines FILE: its number of lines. A last line without a line feed counts.
+lines() { awk 'END { print NR }' "$1"; }
+
+# --- environment ---
+
+# use_venv: put the project's environment first on the PATH, if there is one.
+use_venv() {
+    local venv=${VENV:-$root/.venv}
+    [[ $venv == /* ]] || venv=$root/$venv
+    [[ ! -x $venv/bin/python ]] || PATH=$venv/bin:$PATH
+    export PATH
+}
+
+# need TOOL...: every tool must be on the PATH.
+need() {
+    local tool
+    for tool; do
+        command -v "$tool" >/dev/null || die "'$tool' is not installed or not on the PATH; 'make venv' installs what the scripts need"
+    done
+}
+
 # cpu_allocator: glibc gives big blocks back to the system at once, and the page faults then take longer than the
 # arithmetic. Measured on 2 cores: 0.63 against 0.26 seconds for one update of a small model.
 cpu_allocator() {
     export MALLOC_MMAP_THRESHOLD_=${MALLOC_MMAP_THRESHOLD_:-1000000000}
     export MALLOC_TRIM_THRESHOLD_=${MALLOC_TRIM_THRESHOLD_:-8000000000}
 }
+
+# --- steps and signals ---
+#
+# Ctrl-C (SIGINT) and SIGTERM end the step that runs, then the script: one line that says how to resume, exit code 130 or
+# 143. A script whose last command is all that is left to do may `exec` it instead; Python commands of this project
+# behave in the same way.
+
+# Bash cannot trap a signal that was ignored when it started, as SIGINT is in the background of a non-interactive shell.
+if [[ $(trap -p INT) == "trap -- '' "* && -f $0 ]] && env --default-signal=INT true 2>/dev/null; then
+    exec env --default-signal=INT bash "$0" "$@"
+fi
+
+# step COMMAND...: run a command to its end. If it fails the script ends with its exit code. In the background, because
+# bash runs a trap only after the command in the foreground has ended.
+step() {
+    local code=0
+    # The step leaves the line about an interruption to this script.
+    PN_FAIRSEQ_STEP=1 "$@" &
+    wait $! || code=$?
+    [[ $code -eq 0 ]] || exit "$code"
+}
+
+# interrupted EXIT_CODE
+interrupted() {
+    local children
+    trap '' INT TERM
+    children=$(jobs -p)
+    # Several numbers are several words.
+    # shellcheck disable=SC2086
+    [[ -z $children ]] || kill -TERM $children 2>/dev/null || true
+    wait
+    [[ -n ${PN_FAIRSEQ_STEP-} ]] || echo "$(basename "$0"): interrupted; run the same command again to resume" >&2
+    exit "$1"
+}
+trap 'interrupted 130' INT
+trap 'interrupted 143' TERM
