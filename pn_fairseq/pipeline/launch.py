@@ -161,9 +161,8 @@ def torchrun(place: Place, arguments: list[str]) -> int:
     if place.nodes > 1:
         where = ["--nnodes", str(place.nodes), "--node-rank", str(place.node), "--rdzv-conf", f"timeout={timeout}"]
         where += ["--master-addr", place.address, "--master-port", str(place.port)]
-    options = get_args_parser().parse_args(
-        [*where, "--nproc-per-node", str(place.workers), "--module", "pn_fairseq", "train", *arguments]
-    )
+    options = get_args_parser().parse_args([*where, "--nproc-per-node", str(place.workers), "--module", "pn_fairseq"])
+    options.training_script_args = ["train", *arguments]  # torchrun's parser would take --run for one of its own
     try:
         run(options)
     except ChildFailedError as error:

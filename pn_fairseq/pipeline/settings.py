@@ -107,22 +107,24 @@ def compose(config: Path, overrides: Sequence[str], world_size: int, on_cpu: boo
             raise UserError(f"{name} cannot be set here; it follows from NPROC, NNODES, ... (see --help)")
     cfg = _read(config, given)
     batches = _batches(config, cfg, given, names, own.get("tokens_per_update"), world_size)
-    with open_dict(cfg):
-        cfg.tokens_per_update = batches.tokens_per_update
-        cfg.average_last = _whole("average_last", own.get("average_last", _average_last(cfg)), least=0) or None
-        cfg.scoring = None
+    # Composed again with what follows from the number of ranks, since other settings refer to these.
+    derived = {"distributed_training.distributed_world_size": world_size, "distributed_training.device_id": 0}
     if batches.max_tokens is not None:
-        # Validation is not part of an update: dataset.max_tokens_valid stays as it was resolved.
-        cfg.optimization.update_freq = [batches.update_freq]
-        cfg.dataset.max_tokens = batches.max_tokens
-    cfg.distributed_training.distributed_world_size = world_size
+        derived["optimization.update_freq"] = [batches.update_freq]
+        derived["dataset.max_tokens"] = batches.max_tokens
+        derived["dataset.max_tokens_valid"] = cfg.dataset.max_tokens_valid  # validation is not part of an update
     if world_size > 1:
-        cfg.distributed_training.distributed_no_spawn = True
-        cfg.distributed_training.distributed_init_method = "env://"
+        derived["distributed_training.distributed_no_spawn"] = "true"
+        derived["distributed_training.distributed_init_method"] = "'env://'"
         if on_cpu and "distributed_training.distributed_backend" not in names:
-            cfg.distributed_training.distributed_backend = "gloo"
+            derived["distributed_training.distributed_backend"] = "gloo"
     if on_cpu and cfg.common.fp16 and not cfg.common.memory_efficient_fp16:
-        cfg.common.fp16_no_flatten_grads = True  # fairseq asks CUDA when it flattens them
+        derived["common.fp16_no_flatten_grads"] = "true"  # fairseq asks CUDA when it flattens them
+    kept = [override for override in given if override.partition("=")[0].lstrip("+~") not in derived]
+    average_last = _whole("average_last", own.get("average_last", _average_last(cfg)), least=0) or None
+    cfg = _read(config, [*kept, *(f"++{key}={value}" for key, value in derived.items())])
+    with open_dict(cfg):
+        cfg.tokens_per_update, cfg.average_last, cfg.scoring = batches.tokens_per_update, average_last, None
     return cfg, batches
 
 
