@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO
@@ -40,10 +41,10 @@ def count_lines(path: Path | str) -> int:
 
 
 def read_settings(path: Path | str) -> dict[str, str]:
-    """Read a ``settings`` file: one ``name=value`` a line.
+    """Read a ``settings`` file: one ``name=value`` a line, or a checksum and the name of a file as of sha256sum.
 
     Raises:
-        UserError: the file is missing or a line has no ``=``.
+        UserError: the file is missing or a line is neither.
     """
     try:
         lines = Path(path).read_text("utf-8").splitlines()
@@ -51,6 +52,9 @@ def read_settings(path: Path | str) -> dict[str, str]:
         raise UserError(f"{path} does not exist") from None
     settings = {}
     for number, line in enumerate(lines, 1):
+        if checksum := re.fullmatch("([0-9a-f]{64})  (.+)", line):
+            settings[checksum[2]] = checksum[1]
+            continue
         name, equals, value = line.partition("=")
         if not equals:
             raise UserError(f"{path}, line {number}: expected name=value, found {line!r}")

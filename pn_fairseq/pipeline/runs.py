@@ -50,20 +50,12 @@ class Run:
         if self.data is None:
             languages = {"source": self.get("task.source_lang"), "target": self.get("task.target_lang")}
         else:
-            languages = read_data_settings(self.data / "settings")
+            languages = read_settings(self.data / "settings")
         for key in ("source", "target"):
             if not languages.get(key):
                 where = "its settings" if self.data is None else self.data / "settings"
                 raise UserError(f"{where} do not name the {key} language (scripts/prepare_*.sh write it)")
         return languages
-
-
-def read_data_settings(path: Path) -> dict[str, str]:
-    """The settings of prepared data, of any version: lines without ``=`` are checksums."""
-    if not path.is_file():
-        return read_settings(path)
-    pairs = (line.partition("=") for line in path.read_text("utf-8").splitlines())
-    return {key: value for key, equals, value in pairs if equals}
 
 
 def open_run(path: Path | None, same_data: bool = False) -> Run:
