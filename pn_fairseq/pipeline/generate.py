@@ -108,8 +108,7 @@ class Decoding:
             return run.get(f"generation.{name}", default) if value is None else value
 
         self.beam, self.lenpen = int(chosen("beam", 5)), float(chosen("lenpen", 1.0))
-        max_len_a, max_len_b = chosen("max_len_a", 0), int(chosen("max_len_b", 200))
-        self.max_len = (str(int(max_len_a) if float(max_len_a).is_integer() else max_len_a), str(max_len_b))
+        self.max_len = (str(chosen("max_len_a", 0)), str(chosen("max_len_b", 200)))
         self.gpus = visible_gpus()
         if args.fp16 and not self.gpus:
             raise UserError("--fp16 needs a GPU")

@@ -82,7 +82,7 @@ def find_place(env: Mapping[str, str], gpus: int) -> Place:
 
 def _of_slurm_task(env: Mapping[str, str], gpus: int, tasks: int) -> Place:
     """One of several tasks of srun: one per machine, which launches the ranks there, or one per rank."""
-    nodes = _whole(env, "SLURM_STEP_NUM_NODES", _whole(env, "SLURM_NNODES", least=1))
+    nodes = _whole(env, "SLURM_STEP_NUM_NODES", least=1)
     address = env.get("MASTER_ADDR") or _first_host(env)
     # The steps of a job may train side by side.
     port = _port(env, 20000 + (16 * _whole(env, "SLURM_JOB_ID") + _whole(env, "SLURM_STEP_ID", 0)) % 20000)

@@ -7,7 +7,9 @@ update are spread over the ranks, and the model is built once on the meta device
 
 import argparse
 import dataclasses
+import functools
 import re
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -120,19 +122,24 @@ def compose(config: Path, overrides: Sequence[str], world_size: int, on_cpu: boo
             derived["distributed_training.distributed_backend"] = "gloo"
     if on_cpu and cfg.common.fp16 and not cfg.common.memory_efficient_fp16:
         derived["common.fp16_no_flatten_grads"] = "true"  # fairseq asks CUDA when it flattens them
-    kept = [override for override in given if override.partition("=")[0].lstrip("+~") not in derived]
     average_last = _whole("average_last", own.get("average_last", _average_last(cfg)), least=0) or None
-    cfg = _read(config, [*kept, *(f"++{key}={value}" for key, value in derived.items())])
+    if any(str(OmegaConf.select(cfg, key)) != str(value) for key, value in derived.items()):
+        kept = [override for override in given if override.partition("=")[0].lstrip("+~") not in derived]
+        cfg = _read(config, [*kept, *(f"++{key}={value}" for key, value in derived.items())])
     with open_dict(cfg):
         cfg.tokens_per_update, cfg.average_last, cfg.scoring = batches.tokens_per_update, average_last, None
     return cfg, batches
 
 
+#: fairseq's settings as hydra's schema for a config of this name.
+_register = functools.cache(hydra_init)
+
+
 def _read(config: Path, overrides: Sequence[str]) -> DictConfig:
     """The settings as fairseq-hydra-train composes them, plain values only, every key checked."""
     try:
-        hydra_init(config.stem)
-        with initialize_config_dir(config_dir=str(config.parent), version_base="1.1"):
+        _register(config.stem)
+        with warnings.catch_warnings(action="ignore"), initialize_config_dir(str(config.parent), version_base="1.1"):
             cfg = hydra_compose(config_name=config.stem, overrides=list(overrides))
         check_keys(cfg)
         add_defaults(cfg)
