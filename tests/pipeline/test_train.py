@@ -118,8 +118,8 @@ def test_a_setting_that_does_not_fit_is_refused_before_anything_is_made(override
 
 def test_a_batch_that_is_too_small_for_a_sentence_says_what_to_do(data, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("NPROC", "4")
-    code = start(data, tmp_path / "run", "tokens_per_update=60")
-    assert all(needle in refused(capsys, code) for needle in ("train.es", "4 ranks x 15 tokens", "fewer ranks"))
+    line = refused(capsys, start(data, tmp_path / "run", "tokens_per_update=60"))
+    assert all(needle in line for needle in ("train.es", "4 ranks x 15 tokens", "fewer ranks")), line
     assert not (tmp_path / "run").exists()
 
 
@@ -210,15 +210,16 @@ def assert_survives(point: int, data: Path, trained: Path, run: Path) -> None:
 
 
 def test_a_kill_between_a_checkpoint_and_its_copy_loses_nothing(data, trained, tmp_path, capsys):
-    """At update 8: checkpoint_1_8.pt is whole and checkpoint_last.pt is that of update 4."""
-    assert_survives(7, data, trained, tmp_path / "run")
+    """At update 8: checkpoint_1_8.pt is whole, and checkpoint_best.pt and checkpoint_last.pt are those of update 4."""
+    assert_survives(8, data, trained, tmp_path / "run")
     said = capsys.readouterr().err
-    assert "checkpoint_last.pt was older; made again from checkpoint_1_8.pt" in said
+    for name in ("best", "last"):
+        assert f"checkpoint_{name}.pt was older; made again from checkpoint_1_8.pt" in said
     assert "resuming from checkpoint_last.pt, update 8" in said
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("point", range(1, 15))
+@pytest.mark.parametrize("point", range(1, 17))
 def test_a_kill_at_any_point_of_saving_changes_no_bit(point, data, trained, tmp_path):
     assert_survives(point, data, trained, tmp_path / "run")
 
