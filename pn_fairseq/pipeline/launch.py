@@ -163,6 +163,8 @@ def torchrun(place: Place, arguments: list[str]) -> int:
         where += ["--master-addr", place.address, "--master-port", str(place.port)]
     options = get_args_parser().parse_args([*where, "--nproc-per-node", str(place.workers), "--module", "pn_fairseq"])
     options.training_script_args = ["train", *arguments]  # torchrun's parser would take --run for one of its own
+    before = os.environ.get("PN_FAIRSEQ_STEP")
+    os.environ["PN_FAIRSEQ_STEP"] = "1"  # this process tells of an interruption, not its ranks
     try:
         run(options)
     except ChildFailedError as error:
@@ -180,6 +182,9 @@ def torchrun(place: Place, arguments: list[str]) -> int:
             f"the {place.nodes} machines did not find each other at {place.address}:{place.port} within {timeout} "
             f"seconds (NNODES, MASTER_ADDR, MASTER_PORT, START_TIMEOUT): {str(error).splitlines()[0]}"
         ) from error
+    finally:
+        if before is None:
+            del os.environ["PN_FAIRSEQ_STEP"]
     return 0
 
 

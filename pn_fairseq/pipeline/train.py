@@ -106,14 +106,16 @@ def main(argv: list[str] | None = None) -> int:
 
     import torch
 
+    from pn_fairseq.checkpoints import CheckpointError
+
     on_cpu = any(re.fullmatch(r"\+*common\.cpu=true", setting, re.I) for setting in args.settings)
     place = find_place(os.environ, 0 if on_cpu else torch.cuda.device_count())
     try:
         return _main(args, argv, place, config, data, run)
-    except UserError:
+    except (UserError, CheckpointError) as error:
         if place.local_rank:
             return 2  # every rank finds the same mistake; one says so
-        raise
+        raise UserError(str(error)) from error
     except TrainingFailed as error:
         print(f"train.sh: error: {error}; run the same command again to resume", file=sys.stderr)
         return 1
@@ -146,11 +148,7 @@ def _main(args, argv: list[str], place: Place, config: Path, data: Path, run: Pa
         if not place.gpu:
             os.environ.setdefault("OMP_NUM_THREADS", str(max(1, own_cores() // place.workers)))
         logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-        os.environ["PN_FAIRSEQ_STEP"] = "1"  # this process tells of an interruption, not its ranks
-        try:
-            return torchrun(place, argv)
-        finally:
-            del os.environ["PN_FAIRSEQ_STEP"]
+        return torchrun(place, argv)
     if not place.rank:
         begin(cfg, batches, place, data, run)
     train(cfg, place, data, run)
@@ -255,7 +253,7 @@ def train(cfg, place: Place, data: Path, run: Path) -> None:
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
         # A rank in a collective call waits for the others for ever: it must not outlive torchrun, however that ends.
         torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGKILL)
-    if rank and place.address:  # as SLURM starts it; torchrun has set them
+    if place.rank is not None:  # torchrun has set them, SLURM has not
         os.environ.setdefault("MASTER_ADDR", place.address)
         os.environ.setdefault("MASTER_PORT", str(place.port))
     same = hashlib.sha256(OmegaConf.to_yaml(cfg).encode() + (data / "settings").read_bytes()).hexdigest()
