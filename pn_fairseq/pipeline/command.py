@@ -11,6 +11,7 @@ import difflib
 import functools
 import logging
 import os
+import re
 import signal
 import sys
 import warnings
@@ -27,6 +28,8 @@ class ArgumentParser(argparse.ArgumentParser):
     """argparse's parser; its errors are a :class:`UserError` instead of the usage text."""
 
     def error(self, message: str) -> NoReturn:
+        if unknown := re.match("unrecognized arguments: (--[^ =]+)", message):
+            message += did_you_mean(unknown[1], self._option_string_actions)
         raise UserError(f"{message} (see {self.prog} --help)")
 
 

@@ -453,7 +453,7 @@ def test_somebody_elses_folder_is_left_alone(place, capsys):
         (("--max-tokens", "-1"), ("--max-tokens", "'-1'")),
         (("--checkpoint", "none.pt"), ("'none.pt'", "average.sh")),
         (("--checkpoint", "a:b.pt"), ("colon",)),
-        (("--bean", "3"), ("--bean", "--help")),
+        (("--bean", "3"), ("--bean", "did you mean '--beam'", "--help")),
     ],
     ids=lambda value: " ".join(value),
 )
