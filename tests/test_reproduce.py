@@ -67,7 +67,7 @@ case "$(basename "$0" .sh) $*" in
     printf 'some words\\n\\n%s: error: it went wrong\\n\\n' "$(basename "$0")" >&2
     exit "${CODE:-2}"
     ;;
-*"${HANG:-nothing}"*) sleep 600 ;;
+*"${HANG:-nothing}"*) exec sleep 600 ;;
 esac
 """
 
@@ -163,8 +163,8 @@ def test_the_last_words_of_a_step_are_whole(tmp_path):
     tools.mkdir()
     (tools / "tee").write_text('#!/bin/sh\nsleep 0.5\nPATH=${PATH#*:}\nexec tee "$@"\n')
     (tools / "tee").chmod(0o755)
-    attempt = (SCRIPTS / "lib/reproduce.sh").read_text().partition("# attempt FILE")[2].partition("\n}\n")[0]
-    code = f"set -euo pipefail\n#{attempt}\n}}\nattempt {tmp_path}/said bash -c 'echo failed >&2; exit 7' || echo $?"
+    attempt = (SCRIPTS / "lib/reproduce.sh").read_text().partition("# attempt FILE")[2].partition("# `interrupted`")[0]
+    code = f"set -euo pipefail\n#{attempt}\nattempt {tmp_path}/said bash -c 'echo failed >&2; exit 7' || echo $?"
     result = run("bash", "-c", code, PATH=f"{tools}:{environment()['PATH']}")
     assert result.stdout == "7\n" and (tmp_path / "said").read_text() == "failed\n"
 

@@ -68,18 +68,26 @@ find_machines() {
 }
 
 # attempt FILE COMMAND...: as `step`, but with its messages in FILE, too, and a failure is the caller's business.
+messages=""
 attempt() {
-    local file=$1 code=0 messages reader
+    local file=$1 code=0 reader
     shift
     # It ends with its input and not by a signal to all, which would lose the last words.
     exec {messages}> >(trap '' INT TERM && exec tee "$file" >&2)
     reader=$!
     PN_FAIRSEQ_STEP=1 "$@" 2>&"$messages" &
     wait $! || code=$?
-    exec {messages}>&-
+    close_messages
     wait "$reader" || true
     return "$code"
 }
+close_messages() {
+    [[ -z $messages ]] || exec {messages}>&-
+    messages=""
+}
+# `interrupted` waits for all children, so also for the reader, which ends when its input is closed.
+trap 'close_messages; interrupted 130' INT
+trap 'close_messages; interrupted 143' TERM
 
 # do_run NAME ARCH SEED: one run through all steps; a failure is noted in the run's folder and ends this run only.
 do_run() {
