@@ -12,14 +12,18 @@ from pn_fairseq.pipeline.command import ArgumentParser, UserError, did_you_mean,
 
 #: Verb -> module whose ``main(argv)`` it calls. Imported only when it is called: most need no torch.
 VERBS = {
+    "average": "pn_fairseq.pipeline.average",
     "average-checkpoints": "pn_fairseq.cli.average_checkpoints",
     "data": "pn_fairseq.pipeline.data.steps",
     "fold": "pn_fairseq.cli.fold",
+    "generate": "pn_fairseq.pipeline.generate",
     "import-release": "pn_fairseq.cli.import_release",
     "plot-curves": "pn_fairseq.report.curves",
     "report": "pn_fairseq.report.command",
     "score": "pn_fairseq.pipeline.score",
     "test-norms": "pn_fairseq.testing.command",
+    "train": "pn_fairseq.pipeline.train",
+    "translate": "pn_fairseq.pipeline.translate",
 }
 
 

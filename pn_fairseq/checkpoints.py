@@ -237,14 +237,21 @@ def find_checkpoints(
     except OSError as error:
         raise CheckpointError(f"{directory}: cannot list the checkpoints ({error.strerror})") from error
 
-    found = []
-    for name in names:
-        match = _NAME_PATTERNS[by].fullmatch(name)
-        if match and (upper_bound is None or int(match["number"]) <= upper_bound):
-            found.append((int(match["number"]), int(match.groupdict().get("epoch", 0)), name))
-    if len(found) < (last or 1):
+    found: dict[str, list[tuple]] = {kind: [] for kind in _NAME_PATTERNS}
+    for kind, pattern in _NAME_PATTERNS.items():
+        for match in filter(None, map(pattern.fullmatch, names)):
+            if upper_bound is None or int(match["number"]) <= upper_bound:
+                found[kind].append((int(match["number"]), int(match.groupdict().get("epoch", 0)), match[0]))
+    count = len(found[by])
+    if count < (last or 1):
         bound = "" if upper_bound is None else f" up to {by} {upper_bound}"
-        plural = "" if len(found) == 1 else "s"
+        plural = "" if count == 1 else "s"
         wanted = "" if last is None else f", fewer than the {last} asked for"
-        raise CheckpointError(f"{directory}: found {len(found)} {by} checkpoint{plural}{bound}{wanted}")
-    return [Path(directory) / name for _, _, name in sorted(found, reverse=True)[:last]]
+        advice = [f"--last {count} averages all of them"] if count else []
+        (other,) = _NAME_PATTERNS.keys() - {by}
+        advice += [f"--by {other} takes the {len(found[other])} {other} checkpoints"] if found[other] else []
+        files = sorted(name for name in names if name in ("checkpoint_last.pt", "checkpoint_best.pt"))
+        advice += [f"{' and '.join(files)} can be named as files"] if files else []
+        hint = f" ({'; '.join(advice)})" if advice else ""
+        raise CheckpointError(f"{directory}: found {count} {by} checkpoint{plural}{bound}{wanted}{hint}")
+    return [Path(directory) / name for _, _, name in sorted(found[by], reverse=True)[:last]]

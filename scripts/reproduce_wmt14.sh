@@ -2,7 +2,6 @@
 # WMT14 English-German, as in Table 1 of Shen et al. 2020, from the archives to the table beside the paper's.
 set -euo pipefail
 
-root=$(CDPATH='' cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.." && pwd)
 # shellcheck disable=SC2034 # read by lib/reproduce.sh
 {
     config=wmt14_en_de_big
@@ -12,5 +11,4 @@ root=$(CDPATH='' cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.." && pwd)
     about="WMT14 English-German, as in Table 1 of Shen et al. 2020, from the archives to the table beside the paper's."
 }
 # shellcheck source=lib/reproduce.sh
-source "$root/scripts/lib/reproduce.sh"
-reproduce "$@"
+source "$(dirname "$(readlink -f "$0")")/lib/reproduce.sh"

@@ -15,6 +15,7 @@ from omegaconf import OmegaConf, open_dict
 
 import pn_fairseq.models  # noqa: F401 (registers the architectures)
 from pn_fairseq.models.transformer_pn import TransformerPNConfig
+from pn_fairseq.pipeline.settings import compose as compose_settings
 
 from .scripts_helpers import ROOT
 
@@ -99,13 +100,13 @@ def test_config_opens_with_the_command_that_runs_it(name):
 #: The settings of the scripts that gave the published numbers; tokens per update: 4,096 on one GPU and on 128.
 PUBLISHED = {
     "iwslt14_de_en": {
-        **{"tokens_per_update": 4096, "optimization.lr": [0.0015], "optimizer.weight_decay": 0.0001},
-        **{"checkpoint.patience": 5, "average_last": 5, "generation.beam": 5, "generation.lenpen": 1.0},
+        **{"optimization.update_freq": [1], "optimization.lr": [0.0015], "optimizer.weight_decay": 0.0001},
+        **{"checkpoint.patience": 5, "scoring.average_last": 5, "generation.beam": 5, "generation.lenpen": 1.0},
         **{"optimization.max_update": 100_000, "task.source_lang": "de", "task.target_lang": "en"},
     },
     "wmt14_en_de_big": {
-        **{"tokens_per_update": 128 * 4096, "optimization.lr": [0.003], "optimizer.weight_decay": 0.0},
-        **{"checkpoint.patience": 10, "average_last": 10, "generation.beam": 4, "generation.lenpen": 0.6},
+        **{"optimization.update_freq": [128], "optimization.lr": [0.003], "optimizer.weight_decay": 0.0},
+        **{"checkpoint.patience": 10, "scoring.average_last": 10, "generation.beam": 4, "generation.lenpen": 0.6},
         **{"optimization.max_update": 300_000, "task.source_lang": "en", "task.target_lang": "de"},
     },
 }
@@ -131,22 +132,21 @@ def test_published_settings(name):
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_every_number_of_the_paper_names_its_source(name):
-    for folder in ("", "pipeline/"):
-        lines = (ROOT / f"configs/{folder}{name}.yaml").read_text("utf-8").splitlines()
-        # Reporting is not of the paper, and the batch multiple has its reason above it.
-        ours = ("log_interval", "required_batch_size_multiple")
-        for before, line in zip(["", *lines], lines, strict=False):
-            if re.match(r"\s*\w+: .*\d", line) and not line.strip().startswith(ours):
-                source = line.partition("#")[2] + (before if before.strip().startswith("#") else "")
-                assert re.search("script|paper|architecture|learning rate", source), line
+    lines = (ROOT / f"configs/{name}.yaml").read_text("utf-8").splitlines()
+    # Reporting is not of the paper, and the batch multiple has its reason above it.
+    ours = ("log_interval", "required_batch_size_multiple")
+    for before, line in zip(["", *lines], lines, strict=False):
+        if re.match(r"\s*\w+: .*\d", line) and not line.strip().startswith(ours):
+            source = line.partition("#")[2] + (before if before.strip().startswith("#") else "")
+            assert re.search("script|paper|architecture|learning rate", source), line
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_tokens_per_update_are_what_one_worker_takes(name):
-    """fairseq-hydra-train by itself, on one worker, is to have the effective batch that scripts/train.sh keeps."""
-    cfg = composed(name)
-    (update_freq,) = cfg.optimization.update_freq
-    assert update_freq * cfg.dataset.max_tokens == cfg.tokens_per_update
+def test_tokens_per_update_are_what_one_rank_takes(name):
+    """fairseq-hydra-train by itself, on one rank, has the effective batch that scripts/train.sh keeps."""
+    cfg, batches = compose_settings(ROOT / f"configs/{name}.yaml", ["task.data=/data"], 1, on_cpu=True)
+    (update_freq,) = composed(name).optimization.update_freq
+    assert update_freq * composed(name).dataset.max_tokens == cfg.tokens_per_update == batches.tokens_per_update
     assert cfg.average_last <= max(cfg.checkpoint.keep_last_epochs, cfg.checkpoint.keep_interval_updates)
 
 
@@ -159,13 +159,16 @@ def test_what_every_config_reports_and_keeps(name):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_job_by_itself_has_a_folder_named_after_its_overrides(name):
+def test_folders_of_fairseqs_own_command(name):
+    """That of a job is named after its overrides, so that the same command resumes; those of a sweep have numbers."""
+    overrides = ["task.data=/data", "model._name=transformer_ln_tiny", "common.seed=3"]
     with initialize_config_dir(config_dir=str(ROOT / "configs"), version_base="1.1"):
-        hydra = compose(config_name=name, overrides=["task.data=/data"], return_hydra_config=True).hydra
-    hydra.job.override_dirname = "common.seed=3"  # set when a job is run
-    assert (hydra.sweep.dir, hydra.sweep.subdir) == (f"runs/hydra/{name}", "common.seed=3")
+        hydra = compose(config_name=name, overrides=overrides, return_hydra_config=True).hydra
+    hydra.job.override_dirname, hydra.job.num = "common.seed=3", 2  # set when a job is run
     assert hydra.run.dir == f"runs/hydra/{name}/common.seed=3"
     assert set(hydra.job.config.override_dirname.exclude_keys) == {"task.data", "common.user_dir"}
+    assert re.fullmatch(rf"runs/hydra/{name}_sweep/[\d_-]+", hydra.sweep.dir)
+    assert hydra.sweep.subdir == "2_transformer_ln_tiny_seed3"
 
 
 @pytest.mark.parametrize("name", CONFIGS)

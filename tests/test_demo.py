@@ -14,9 +14,11 @@ def test_demo(tmp_path):
         assert part in result.stdout
     assert (tmp_path / "run/learning_curve.png").stat().st_size > 10_000
     again = script("demo.sh", "--run", tmp_path / "run", *few)
-    assert "trained already" in again.stderr and "there already" in again.stderr
+    assert "already trained" in again.stderr and "there already" in again.stderr
     shown = "Sample translations"
     assert again.stdout.partition(shown)[2] == result.stdout.partition(shown)[2]
     refused = script("demo.sh", "--run", tmp_path / "other", "common.sed=1", check=False)
-    assert_refused(refused, "common.sed")
-    assert not (tmp_path / "other").exists()
+    assert_refused(refused, "common.sed", "did you mean 'seed'")
+    assert "preparing" not in refused.stderr and not (tmp_path / "other").exists()
+    refused = script("demo.sh", "--run", tmp_path / "other", "--arch", "transformer_pm_tiny", check=False)
+    assert_refused(refused, "did you mean 'transformer_pn_tiny'")

@@ -3,9 +3,6 @@
 import os
 import re
 import shutil
-import signal
-import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -13,8 +10,9 @@ import sacrebleu
 import torch
 
 from pn_fairseq.checkpoints import load_checkpoint
+from pn_fairseq.pipeline import generate
 
-from .scripts_helpers import ROOT, SCRIPTS, assert_refused, cut_corpus, environment, prepare, run, script
+from .scripts_helpers import ROOT, assert_refused, cut_corpus, prepare, run, script
 
 #: A training of seconds. The psi warm-up ends at update 6, in the middle.
 SHORT = (
@@ -26,12 +24,8 @@ SHORT = (
 @pytest.fixture(scope="module")
 def trained(data, tmp_path_factory) -> Path:
     run_dir = tmp_path_factory.mktemp("trained") / "run"
-    train(data, run_dir)
+    script("train.sh", "verses_es_en", "--data", data, "--run", run_dir, *SHORT)
     return run_dir
-
-
-def train(data: Path, run_dir: Path, *overrides: str, **kwargs):
-    return script("train.sh", "verses_es_en", "--data", data, "--run", run_dir, *SHORT, *overrides, **kwargs)
 
 
 @pytest.fixture(scope="module")
@@ -160,79 +154,9 @@ def test_cut_off_gzip_is_refused(tmp_path):
     assert not (tmp_path / "data/raw").exists()
 
 
-def test_training_stops_at_the_last_update_and_a_second_run_does_nothing(data, trained):
-    assert updates_of(trained / "checkpoints/checkpoint_last.pt") == 12
-    before = snapshot(trained)
-    for also in ((), ("common.log_interval=3",), ("optimization.max_update=10",)):
-        assert "trained already" in train(data, trained, *also).stderr
-    assert snapshot(trained) == before
-
-
-def updates_of(checkpoint: Path) -> int:
-    return load_checkpoint(checkpoint)["optimizer_history"][-1]["num_updates"]
-
-
-def test_training_with_other_settings_in_the_same_run_is_refused(data, trained):
-    assert_refused(train(data, trained, "common.seed=2", check=False), "other settings", "seed")
-
-
-@pytest.mark.parametrize(
-    ("setting", "needle"),
-    [
-        ("optimizer.lrate=1", "optimizer.lrate"),
-        ("comon.seed=1", "comon.seed"),
-        ("common.seed", "key=value"),
-        ("model._name=transformer_pn_tinyy", "transformer_pn_tinyy"),
-        ("+model.encoder_norm=powr", "'powr'"),
-        ("+model.norm_alpha_fwd=2", "alpha_fwd=2"),
-        ("+model.layer_scale_groups=3", "groups=3"),
-        ("task.source_lang=fr", "'fr'"),
-        ("dataset.max_tokens=30", "train.es"),
-        ("+task.max_target_positions=20", "task.max_target_positions"),
-    ],
-)
-def test_a_setting_that_does_not_fit_is_refused_before_anything_is_made(setting, needle, data, tmp_path):
-    """Sentences that are too long for the settings among them: fairseq would leave them out without a word."""
-    assert_refused(train(data, tmp_path / "run", setting, check=False), needle)
-    assert not (tmp_path / "run").exists()
-
-
-def test_a_killed_training_resumes_and_ends_in_the_same_weights_and_statistics(data, trained, tmp_path):
-    """SIGKILL after the first checkpoint, then the same command again. Bit for bit, within the psi warm-up too."""
-    command = ["bash", SCRIPTS / "train.sh", "verses_es_en", "--data", data, "--run", tmp_path / "run", *SHORT]
-    process = subprocess.Popen(
-        command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
-    )
-    first = tmp_path / "run/checkpoints/checkpoint_1_4.pt"
-    last = tmp_path / "run/checkpoints/checkpoint_last.pt"
-    deadline = time.monotonic() + 120
-    while not (first.exists() and last.exists()) and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.002)
-    os.killpg(process.pid, signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL, "it ended before it could be killed"
-    stopped_at = max(updates_of(path) for path in first.parent.glob("checkpoint_1_*.pt"))
-    assert stopped_at < 12
-    # fairseq copies to this name, and a kill can come in the middle of the copy.
-    last.write_bytes(last.read_bytes()[:10_000])
-
-    resumption = train(data, tmp_path / "run")
-    assert "checkpoint_last.pt was cut off" in resumption.stderr
-    assert re.search(rf"Loaded checkpoint .*checkpoint_last.pt \(epoch \d+ @ {stopped_at} updates\)", resumption.stdout)
-    resumed, straight = (
-        load_checkpoint(run_dir / "checkpoints/checkpoint_last.pt") for run_dir in (tmp_path / "run", trained)
-    )
-    assert resumed["optimizer_history"][-1]["num_updates"] == 12
-    for key, value in straight["model"].items():
-        assert torch.equal(resumed["model"][key], value), key
-
-
-def test_average_is_made_once(trained, decoded):
-    average = trained / "checkpoints/averaged.pt"
-    before = average.stat().st_mtime_ns
-    assert "already" in script("average.sh", "--run", trained, "--last", 2).stderr
-    assert average.stat().st_mtime_ns == before
+def test_the_average_is_that_of_the_last_checkpoints(trained, decoded):
     newest = [load_checkpoint(trained / f"checkpoints/checkpoint_1_{update}.pt")["model"] for update in (8, 12)]
-    averaged = load_checkpoint(average)["model"]
+    averaged = load_checkpoint(trained / "checkpoints/averaged.pt")["model"]
     for key in ("encoder.layer_norm.running_psi2", "decoder.layers.0.fc1.weight"):
         torch.testing.assert_close(averaged[key].double(), (newest[0][key].double() + newest[1][key].double()) / 2)
 
@@ -249,32 +173,19 @@ def test_as_many_hypotheses_as_sentences_in_the_order_of_the_text(data, decoded)
             assert source == text[int(number[2:])]
 
 
-def test_second_decoding_does_nothing(trained, decoded):
-    before = snapshot(decoded)
-    assert "already" in script("generate.sh", "--run", trained).stderr
-    assert snapshot(decoded) == before
-
-
-def test_decoding_of_the_validation_set_elsewhere(trained, tmp_path):
+def test_decoding_of_the_validation_set_elsewhere(trained, tmp_path, capsys):
     where = tmp_path / "somewhere else"
-    script("generate.sh", "--run", trained, "--subset", "valid", "--beam", 1, "--output", where)
+    options = ["--run", str(trained), "--subset", "valid", "--output", str(where)]
+    assert (
+        generate.main([*options, "--beam", "1", "--checkpoint", str(trained / "checkpoints/checkpoint_best.pt")]) == 0
+    )
     assert line_count(where / "hyp.tok") == 40
-    script("score.sh", "--run", trained, "--subset", "valid", "--output", where)
-    assert len((where / "scores.txt").read_text().splitlines()) == 3
     before = snapshot(where)
     broken = tmp_path / "broken.pt"
     broken.write_bytes(b"PK")
-    options = ("--run", trained, "--subset", "valid", "--output", where)
-    assert_refused(script("generate.sh", *options, "--checkpoint", broken, check=False), "fairseq-generate failed")
-    assert_refused(script("generate.sh", *options, "--lenpen", "long", check=False), "--lenpen", "long")
+    assert generate.main([*options, "--checkpoint", str(broken)]) == 2
+    assert "fairseq-generate failed" in capsys.readouterr().err
     assert snapshot(where) == before, "what was there is whole"
-
-
-def test_a_run_with_fewer_checkpoints_than_it_keeps(trained, tmp_path):
-    output = tmp_path / "average.pt"
-    result = script("average.sh", "--run", trained, "--output", output)
-    assert "3 checkpoints, not yet the 5" in result.stderr and result.stdout.count("checkpoint_1_") == 3
-    assert_refused(script("average.sh", "--run", trained, "--by", "epoch", "--output", output, check=False), "--last")
 
 
 def test_both_bleu_flavours(data, trained, decoded):
@@ -303,6 +214,7 @@ def test_learning_curve_of_a_run(trained, tmp_path):
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_plain_fairseq_commands_from_another_folder(data, tmp_path):
     """fairseq-train, fairseq-validate, the average, fairseq-generate, with --user-dir and nothing of our scripts."""
     flags = (

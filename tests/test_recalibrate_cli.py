@@ -12,20 +12,21 @@ from torch.nn import functional as F
 from pn_fairseq.checkpoints import load_checkpoint, save_checkpoint
 from pn_fairseq.cli.average_checkpoints import main
 from pn_fairseq.models.recalibrate_checkpoint import RecalibrationModel
-
-from .scripts_helpers import script
+from pn_fairseq.pipeline import train
+from pn_fairseq.pipeline.average import main as average_of_a_run
 
 
 @pytest.fixture(scope="module")
 def trained(data, tmp_path_factory):
     """A run whose learning rate is high enough for the weights, and with them the activations, to move."""
     run_dir = tmp_path_factory.mktemp("recalibrate") / "run"
-    script(
-        *("train.sh", "verses_es_en", "--data", data, "--run", run_dir, "optimization.max_update=9"),
-        *("checkpoint.save_interval_updates=3", "dataset.validate_interval_updates=100", "dataset.max_tokens=400"),
-        *("lr_scheduler.warmup_updates=4", "model.dropout=0.3"),
-        OMP_NUM_THREADS="1",
+    settings = (
+        *("optimization.max_update=9", "checkpoint.save_interval_updates=3", "dataset.validate_interval_updates=100"),
+        *("dataset.max_tokens=400", "lr_scheduler.warmup_updates=4", "model.dropout=0.3"),
     )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUDA_VISIBLE_DEVICES", "")
+        assert train.main(["verses_es_en", "--data", str(data), "--run", str(run_dir), *settings]) == 0
     return run_dir
 
 
@@ -168,7 +169,7 @@ def without(pattern):
     [
         (longer_dictionary, ("dictionary has", "entries")),
         (without("dict.en.txt"), ("dict.en.txt",)),
-        (without("dict.*"), ("no folder of binarized data", "fairseq-preprocess")),
+        (without("dict.*"), ("not a folder of binarized data", "fairseq-preprocess")),
         (without("train.*"), ("subset 'train'",)),
         (without("valid.*"), ("subset 'valid'",)),
     ],
@@ -208,10 +209,10 @@ def test_a_missing_folder_is_noticed_before_the_checkpoints_are_read(trained, tm
     assert code == 2 and out == "" and "none" in err
 
 
-def test_the_script_knows_how_the_average_was_made(trained, tmp_path):
+def test_the_script_knows_how_the_average_was_made(trained, tmp_path, capsys):
     """Recalibrated or not is a part of what was made; the default is not."""
     averaged = tmp_path / "averaged.pt"
-    flags = ("average.sh", "--run", trained, "--last", 2, "--output", averaged)
+    flags = ("--run", trained, "--last", 2, "--output", averaged)
     psi2 = []
     for options, anew in (
         (("--recalibrate",), True),
@@ -219,8 +220,9 @@ def test_the_script_knows_how_the_average_was_made(trained, tmp_path):
         ((), True),
         (("--no-recalibrate",), False),
     ):
-        result = script(*flags, *options)
-        assert ("already" not in result.stderr) == anew, options
-        assert ("validation loss after" in result.stdout) == (anew and bool(options))
+        assert average_of_a_run([str(argument) for argument in (*flags, *options)]) == 0
+        said = capsys.readouterr()
+        assert ("already" not in said.err) == anew, options
+        assert ("validation loss after" in said.out) == (anew and bool(options))
         psi2.append(load_checkpoint(averaged)["model"]["encoder.layer_norm.running_psi2"])
     assert torch.equal(psi2[0], psi2[1]) and not torch.equal(psi2[1], psi2[2]) and torch.equal(psi2[2], psi2[3])

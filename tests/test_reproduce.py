@@ -1,6 +1,5 @@
 """scripts/reproduce_*.sh: which steps they take, in which order, and what they do when one fails."""
 
-import os
 import shutil
 import signal
 import subprocess
@@ -49,7 +48,7 @@ def test_dry_run_can_be_pasted_into_a_shell(tmp_path):
 @pytest.mark.parametrize(
     ("environ", "needles"),
     [
-        ({"NORMS": "ln group"}, ("NORMS", "'group'", "ln bn pnv pn")),
+        ({"NORMS": "ln pnw"}, ("NORMS", "'pnw'", "did you mean", "ln bn pnv pn")),
         ({"NORMS": ""}, ("NORMS", "at least one")),
         ({"SEEDS": "1 x"}, ("SEEDS", "'x'")),
         ({"SEEDS": "2 1 2", "NORMS": "pn"}, ("pn_seed2", "twice")),
@@ -61,13 +60,14 @@ def test_mistakes_in_the_lists(environ, needles):
 
 STUB = """#!/usr/bin/env bash
 # Writes down how it was called; fails or hangs where it is told to.
+[[ $* != --help ]] || exit 0
 echo "$(basename "$0" .sh) $*" >>"$CALLS"
 case "$(basename "$0" .sh) $*" in
 *"${FAIL:-nothing}"*)
     printf 'some words\\n\\n%s: error: it went wrong\\n\\n' "$(basename "$0")" >&2
     exit "${CODE:-2}"
     ;;
-*"${HANG:-nothing}"*) sleep 600 ;;
+*"${HANG:-nothing}"*) exec sleep 600 ;;
 esac
 """
 
@@ -103,6 +103,8 @@ def reproduce(checkout, **changes) -> tuple[subprocess.CompletedProcess, list[st
     command = ["bash", checkout / "scripts/reproduce_iwslt14.sh"]
     result = subprocess.run(command, env=environ_of(checkout, **changes), capture_output=True, text=True)
     calls = (checkout / "calls").read_text().splitlines()
+    # The settings are checked before the data is prepared.
+    assert calls.pop(0) == "train iwslt14_de_en --check model._name=transformer_ln_iwslt"
     # "train iwslt14_de_en --data ... --run R ..." -> "train ln_seed1"
     return result, [f"{call.split()[0]} {call.split('--run ')[-1].split()[0].split('/')[-1]}" for call in calls]
 
@@ -133,10 +135,26 @@ def test_a_failed_training_is_noted_though_it_left_no_folder(checkout):
     assert noted == "train: train.sh: error: it went wrong\n"
 
 
-def test_a_mistake_in_the_number_of_updates_is_one_line(checkout):
-    command = ["bash", checkout / "scripts/reproduce_iwslt14.sh", "optimization.max_update=1e3"]
-    result = subprocess.run(command, env=environ_of(checkout), capture_output=True, text=True)
-    assert_refused(result, "optimization.max_update", "1e3")
+def test_a_mistake_in_the_settings_ends_it_before_the_preparation(checkout):
+    """Here the stub of train.sh refuses them; what it refuses is tested with train.sh."""
+    result = subprocess.run(
+        ["bash", checkout / "scripts/reproduce_iwslt14.sh", "model.encoder_nrom=1"],
+        env=environ_of(checkout, FAIL="--check"),
+        **{"capture_output": True, "text": True},
+    )
+    assert result.returncode == 2 and "it went wrong" in result.stderr
+    assert len((checkout / "calls").read_text().splitlines()) == 1
+
+
+def test_only_options_of_the_preparation_are_offered():
+    for name, option, offered in (("verses", "--archive", False), ("iwslt14", "--archive", True)):
+        result = script(f"reproduce_{name}.sh", "--dry-run", option, "/x", check=False, NORMS="pn", SEEDS="1")
+        assert (result.returncode == 0) is offered
+        assert (option in script(f"reproduce_{name}.sh", "--help").stdout) is offered
+        if offered:
+            assert result.stdout.splitlines()[0].endswith(f"{option} /x")
+        else:
+            assert_refused(result, "unknown option '--archive'")
 
 
 def test_the_last_words_of_a_step_are_whole(tmp_path):
@@ -145,14 +163,10 @@ def test_the_last_words_of_a_step_are_whole(tmp_path):
     tools.mkdir()
     (tools / "tee").write_text('#!/bin/sh\nsleep 0.5\nPATH=${PATH#*:}\nexec tee "$@"\n')
     (tools / "tee").chmod(0o755)
-    code = f"""set -euo pipefail; root={ROOT}; source {SCRIPTS}/lib/steps.sh
-        for show in "show_training {tmp_path} 9" "show_step {tmp_path} score"; do
-            $show bash -c 'echo "$1 failed" >&2; exit 7' - "${{show%% *}}" || echo $?
-        done
-        last_words {tmp_path}/train.err
-        last_words {tmp_path}/score.err"""
+    attempt = (SCRIPTS / "lib/reproduce.sh").read_text().partition("# attempt FILE")[2].partition("# `interrupted`")[0]
+    code = f"set -euo pipefail\n#{attempt}\nattempt {tmp_path}/said bash -c 'echo failed >&2; exit 7' || echo $?"
     result = run("bash", "-c", code, PATH=f"{tools}:{environment()['PATH']}")
-    assert result.stdout.splitlines() == ["7", "7", "show_training failed", "show_step failed"]
+    assert result.stdout == "7\n" and (tmp_path / "said").read_text() == "failed\n"
 
 
 def test_without_data_nothing_is_trained(checkout):
@@ -163,7 +177,7 @@ def test_without_data_nothing_is_trained(checkout):
 
 def test_a_report_that_fails_is_an_error(checkout):
     result, _ = reproduce(checkout, FAIL="pn-report")
-    assert result.returncode == 2 and "pn-report failed" in result.stderr
+    assert result.returncode == 2 and "pn-report: error: it went wrong" in result.stderr
 
 
 def test_several_machines(checkout):
@@ -178,12 +192,13 @@ def test_several_machines(checkout):
         stderr=subprocess.PIPE,
         text=True,
     )
-    assert "waiting" in waiting.stderr.readline() and not (checkout / "calls").exists()
+    assert "waiting" in waiting.stderr.readline()
+    assert len((checkout / "calls").read_text().splitlines()) == 1  # the check of the settings
     (checkout / "runs/data/iwslt14_de_en/bin").mkdir(parents=True)
     assert waiting.wait(timeout=60) == 0
     waiting.stderr.close()
     calls = (checkout / "calls").read_text().splitlines()
-    assert [call.split()[0] for call in calls] == ["train", "train"]
+    assert [call.split()[0] for call in calls] == ["train", "train", "train"]
 
 
 def test_a_slurm_job_of_several_machines_trains_by_srun(checkout):
@@ -206,12 +221,18 @@ def test_a_slurm_job_of_several_machines_trains_by_srun(checkout):
 def test_an_interruption_ends_it_all(checkout, number):
     command = ["bash", checkout / "scripts/reproduce_iwslt14.sh"]
     environ = environ_of(checkout, HANG="generate")
-    process = subprocess.Popen(command, env=environ, start_new_session=True, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        command,
+        **{"env": environ, "start_new_session": True, "stderr": subprocess.PIPE, "text": True},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),  # as in the background of a shell
+    )
     deadline = time.time() + 60
     while "generate" not in ((checkout / "calls").read_text() if (checkout / "calls").exists() else ""):
         assert time.time() < deadline
         time.sleep(0.1)
-    os.killpg(process.pid, number)
-    assert process.wait(timeout=20) == 128 + number
+    process.send_signal(number)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 128 + number
+    assert said.splitlines()[-1] == "reproduce_iwslt14.sh: interrupted; run the same command again to resume"
     calls = (checkout / "calls").read_text().splitlines()
-    assert [call.split()[0] for call in calls] == ["prepare_iwslt14", "train", "average", "generate"]
+    assert [call.split()[0] for call in calls] == ["train", "prepare_iwslt14", "train", "average", "generate"]

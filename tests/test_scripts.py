@@ -46,11 +46,9 @@ def test_needed_arguments(name):
             ("--bpe", "many"),
         ),
         (("train.sh", "no_such_config"), ("no_such_config", "verses_es_en")),
-        (("train.sh", "verses_es_en", "seed"), ("seed", "key=value")),
-        (("train.sh", "verses_es_en", "--data", "/nowhere"), ("/nowhere", "prepare")),
-        (("average.sh", "--run", "/nowhere"), ("/nowhere", "no training run")),
-        (("generate.sh", "--run", "/nowhere"), ("/nowhere", "no training run")),
-        (("score.sh", "--run", "/nowhere"), ("/nowhere", "no training run")),
+        (("average.sh", "--run", "/nowhere"), ("/nowhere", "is not a training run")),
+        (("generate.sh", "--run", "/nowhere"), ("/nowhere", "is not a training run")),
+        (("score.sh", "--run", "/nowhere"), ("/nowhere", "not a training run")),
     ],
     ids=lambda value: " ".join(value[:3]) if isinstance(value, tuple) else None,
 )
@@ -62,13 +60,8 @@ def test_mistakes_get_one_line(arguments, needles, tmp_path):
 def test_a_run_without_its_parts(tmp_path):
     (tmp_path / "config.yaml").write_text("checkpoint: {keep_last_epochs: -1}\n")
     (tmp_path / "data").write_text(f"{tmp_path}/prepared\n")
-    assert_refused(script("average.sh", "--run", tmp_path, check=False), "prepared/bin")
     (tmp_path / "prepared/bin").mkdir(parents=True)
-    assert_refused(script("average.sh", "--run", tmp_path, check=False), "--last")
-    assert_refused(script("average.sh", "--run", tmp_path, "--by", "week", check=False), "week")
-    assert_refused(script("generate.sh", "--run", tmp_path, check=False), "averaged.pt", "average.sh")
     assert_refused(script("score.sh", "--run", tmp_path, check=False), "hyp.tok", "generate.sh")
-    assert_refused(script("train.sh", "verses_es_en", "--data", tmp_path / "prepared", check=False), "no settings")
 
 
 def test_missing_tools_are_named(tmp_path):

@@ -6,11 +6,11 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from pn_fairseq import __version__
 from pn_fairseq.checkpoints import (
     CheckpointError,
     check_input_path,
@@ -19,7 +19,7 @@ from pn_fairseq.checkpoints import (
     load_checkpoint,
     save_checkpoint,
 )
-from pn_fairseq.cli import ArgumentParser, UserError, command, without_fairseqs_log
+from pn_fairseq.pipeline.command import ArgumentParser, UserError, command, without_fairseqs_log
 
 TOOL = "pn-average-checkpoints"
 
@@ -47,49 +47,27 @@ with the task, model, max_tokens and seed of the newest checkpoint, and uses a G
 BATCHES = 100
 
 
-@dataclass(frozen=True)
-class CheckpointInfo:
-    """What a checkpoint says about itself.
-
-    Attributes:
-        path: the file.
-        epoch: epoch in which it was written, from 1; None if it does not say.
-        num_updates: optimizer updates made before it was written; None if it does not say.
-        num_tensors: number of tensors in ``state["model"]``.
-    """
-
-    path: Path
-    epoch: int | None
-    num_updates: int | None
-    num_tensors: int
-
-    @classmethod
-    def of(cls, path: Path, state: dict) -> CheckpointInfo:
-        """Read the numbers out of a loaded checkpoint; an odd or old structure gives None for them."""
-        epoch = num_updates = None
-        try:
-            iterator = state["extra_state"]["train_iterator"]
-            # At the end of an epoch fairseq stores the next epoch's number, with nothing of it consumed.
-            epoch = int(iterator["epoch"]) - (iterator["iterations_in_epoch"] == 0)
-        except (KeyError, TypeError, ValueError):
-            pass
-        try:
-            num_updates = int(state["optimizer_history"][-1]["num_updates"])
-        except (KeyError, IndexError, TypeError, ValueError):
-            pass
-        return cls(path, epoch, num_updates, len(state["model"]))
-
-    def __str__(self) -> str:
-        epoch = "?" if self.epoch is None else self.epoch
-        num_updates = "?" if self.num_updates is None else self.num_updates
-        return f"{self.path}: epoch {epoch}, update {num_updates}, {self.num_tensors} tensors"
+def epoch_and_updates(state: dict) -> tuple[int | None, int | None]:
+    """Epoch in which a checkpoint was written, from 1, and updates made before; None where it does not say."""
+    epoch = updates = None
+    try:
+        iterator = state["extra_state"]["train_iterator"]
+        # At the end of an epoch fairseq stores the next epoch's number, with nothing of it consumed.
+        epoch = int(iterator["epoch"]) - (iterator["iterations_in_epoch"] == 0)
+    except (KeyError, TypeError, ValueError):
+        pass
+    try:
+        updates = int(state["optimizer_history"][-1]["num_updates"])
+    except (KeyError, IndexError, TypeError, ValueError):
+        pass
+    return epoch, updates
 
 
 @torch.no_grad()
 def average_checkpoints(
     paths: Sequence[str | os.PathLike],
     keep_optimizer_state: bool = False,
-    report: Callable[[CheckpointInfo], None] | None = None,
+    report: Callable[[Path, dict], None] | None = None,
 ) -> dict:
     """The arithmetic mean of fairseq checkpoints, as a checkpoint that fairseq loads.
 
@@ -104,7 +82,7 @@ def average_checkpoints(
         paths: the files, all different, at least one.
         keep_optimizer_state: keep the newest checkpoint's ``last_optimizer_state``. It is not an average, and belongs
             to weights that the result does not hold; by default it is dropped.
-        report: called with each checkpoint's :class:`CheckpointInfo` once it is read.
+        report: called with each path and checkpoint once it is read.
 
     Raises:
         CheckpointError: a file appears twice, cannot be loaded, differs from the first in its keys, shapes or dtypes,
@@ -113,65 +91,57 @@ def average_checkpoints(
     paths = [Path(path) for path in paths]
     if not paths:
         raise CheckpointError("there are no checkpoints to average")
-    _check_inputs(paths)
+    # All of them before the first is read: a misspelt name must not show up after minutes of work.
+    seen: dict[tuple[int, int], Path] = {}
+    for path in paths:
+        info = check_input_path(path)
+        if (other := seen.setdefault((info.st_dev, info.st_ino), path)) is not path:
+            raise CheckpointError(f"{path}: is given twice (also as {other}); name each checkpoint once")
 
     reference: dict[str, tuple] = {}
     sums: dict[str, torch.Tensor] = {}
     leader: dict[str, str] = {}  # averaged key -> the key under which its sum is kept; another one if they are tied
-    newest: dict = {}
-    newest_updates = -1
+    newest, newest_updates = {}, -1
     for path in paths:
         state = load_checkpoint(path)
         if not keep_optimizer_state:
             state.pop("last_optimizer_state", None)
+        if report is not None:
+            report(path, state)
         model = state["model"]
-        info = CheckpointInfo.of(path, state)
-
-        layout = {key: (tuple(value.shape), value.dtype) for key, value in model.items()}
+        layout = {key: (list(value.shape), str(value.dtype).removeprefix("torch.")) for key, value in model.items()}
         groups = _memory_groups(model)
         if not reference:
             reference = layout
             leader = {key: groups[key] for key, value in model.items() if _is_averaged(key, value)}
         elif layout != reference:
             raise CheckpointError(f"{path}: does not match {paths[0]}: {_differences(layout, reference)}")
-
         for key, first in leader.items():
             if first != key and groups[first] != groups[key]:
                 # Tied so far, but not in this file: from here on the sums can differ.
                 leader[key] = key
                 sums[key] = sums[first].clone()
-        for key, first in leader.items():
-            if first == key:
-                _add(sums, key, model[key], path)
-
-        num_updates = -1 if info.num_updates is None else info.num_updates
+        for key in leader:
+            if leader[key] == key:
+                wide = model[key].to(torch.float64)
+                if not torch.isfinite(wide).all():
+                    raise CheckpointError(f"{path}: {key} holds a NaN or an infinity; leave this checkpoint out")
+                # A copy: a float64 input comes through .to() unchanged, and may overlap another tensor of the file.
+                sums[key] = sums[key].add_(wide) if key in sums else wide.clone(memory_format=torch.contiguous_format)
         # The sums hold what is needed of these; keeping them as well would double the memory.
         for key in leader:
             model[key] = None
-        if num_updates >= newest_updates:
-            newest, newest_updates = state, num_updates
+        updates = epoch_and_updates(state)[1]
+        if (updates := -1 if updates is None else updates) >= newest_updates:
+            newest, newest_updates = state, updates
         del state, model
-        if report is not None:
-            report(info)
 
     means: dict[str, torch.Tensor] = {}
-    for key in newest["model"]:
-        if key in leader:
-            first = leader[key]
-            if first not in means:
-                means[first] = sums.pop(first).div_(len(paths)).to(reference[key][1])
-            newest["model"][key] = means[first]
+    for key, first in leader.items():
+        if first not in means:
+            means[first] = sums.pop(first).div_(len(paths)).to(getattr(torch, reference[key][1]))
+        newest["model"][key] = means[first]
     return newest
-
-
-def _check_inputs(paths: list[Path]) -> None:
-    # All of them before the first is read: a misspelt name is not to show up after minutes of work.
-    seen: dict[tuple[int, int], Path] = {}
-    for path in paths:
-        info = check_input_path(path)
-        other = seen.setdefault((info.st_dev, info.st_ino), path)
-        if other is not path:
-            raise CheckpointError(f"{path}: is given twice (also as {other}); name each checkpoint once")
 
 
 def _is_averaged(key: str, value: torch.Tensor) -> bool:
@@ -182,53 +152,30 @@ def _is_averaged(key: str, value: torch.Tensor) -> bool:
 def _memory_groups(model: dict[str, torch.Tensor]) -> dict[str, str]:
     """Map each key to the first key whose tensor is the same view of the same memory."""
     first_at: dict[tuple, str] = {}
-    groups = {}
-    for key, value in model.items():
-        place = (
-            value.untyped_storage().data_ptr(),
-            value.storage_offset(),
-            tuple(value.shape),
-            value.stride(),
-            value.dtype,
-        )
-        groups[key] = first_at.setdefault(place, key)
-    return groups
 
+    def place(value: torch.Tensor) -> tuple:
+        start = value.untyped_storage().data_ptr(), value.storage_offset()
+        return *start, tuple(value.shape), value.stride(), value.dtype
 
-def _add(sums: dict[str, torch.Tensor], key: str, value: torch.Tensor, path: Path) -> None:
-    wide = value.to(torch.float64)
-    if not torch.isfinite(wide).all():
-        raise CheckpointError(f"{path}: {key} holds a NaN or an infinity; leave this checkpoint out")
-    if key in sums:
-        sums[key] += wide
-    else:
-        # A copy of its own: a float64 input comes through .to() unchanged, and may overlap another tensor of the file.
-        sums[key] = wide.clone(memory_format=torch.contiguous_format)
+    return {key: first_at.setdefault(place(value), key) for key, value in model.items()}
 
 
 def _differences(layout: dict[str, tuple], reference: dict[str, tuple]) -> str:
-    common = [key for key in reference if key in layout]
-    reshaped = [
-        f"{key} {list(layout[key][0])} instead of {list(reference[key][0])}"
-        for key in common
-        if layout[key][0] != reference[key][0]
-    ]
-    recast = [
-        f"{key} {str(layout[key][1])[6:]} instead of {str(reference[key][1])[6:]}"
-        for key in common
-        if layout[key][1] != reference[key][1]
-    ]
+    def changed(part: int) -> list[str]:
+        both = [key for key in reference if key in layout and layout[key][part] != reference[key][part]]
+        return [f"{key} {layout[key][part]} instead of {reference[key][part]}" for key in both]
+
     kinds = {
         "missing": [key for key in reference if key not in layout],
         "unexpected": [key for key in layout if key not in reference],
-        "of another shape": reshaped,
-        "of another dtype": recast,
+        "of another shape": changed(0),
+        "of another dtype": changed(1),
     }
-    return "; ".join(f"{len(items)} {kind} ({_first_few(items)})" for kind, items in kinds.items() if items)
-
-
-def _first_few(items: list[str], limit: int = 3) -> str:
-    return ", ".join(items[:limit] + ["..."] * (len(items) > limit))
+    return "; ".join(
+        f"{len(items)} {kind} ({', '.join(items[:3] + ['...'] * (len(items) > 3))})"
+        for kind, items in kinds.items()
+        if items
+    )
 
 
 def _parser() -> ArgumentParser:
@@ -238,45 +185,22 @@ def _parser() -> ArgumentParser:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "--inputs",
-        nargs="+",
-        required=True,
-        metavar="PATH",
-        help="the checkpoint files; or one directory (fairseq's --save-dir), together with --last",
-    )
-    parser.add_argument(
-        "--output", required=True, metavar="FILE", help="where to write the average; none of the inputs"
-    )
-    parser.add_argument("--last", type=int, metavar="N", help="with a directory: average its N newest checkpoints")
-    parser.add_argument(
-        "--by",
-        choices=("epoch", "update"),
-        help="with a directory: take its checkpoint{epoch}.pt (epoch, the default) or its "
-        "checkpoint_{epoch}_{update}.pt (update)",
-    )
-    parser.add_argument(
-        "--upper-bound",
-        type=int,
-        metavar="K",
-        help="with a directory: leave out checkpoints whose epoch (or, with --by update, update) number is above K",
-    )
-    parser.add_argument(
-        "--keep-optimizer-state",
-        action="store_true",
-        help="keep the newest checkpoint's optimizer state (it is not averaged; by default it is dropped)",
-    )
-    parser.add_argument(
-        "--recalibrate",
-        metavar="DATA",
-        help="re-estimate the norms' running statistics with the averaged weights on this folder of binarized data",
-    )
-    parser.add_argument(
-        "--batches",
-        type=int,
-        metavar="N",
-        help=f"with --recalibrate: number of training batches to use, all if there are fewer (default {BATCHES})",
-    )
+    add = parser.add_argument
+    inputs = "the checkpoint files; or one directory (fairseq's --save-dir), together with --last"
+    add("--inputs", nargs="+", required=True, metavar="PATH", help=inputs)
+    add("--output", required=True, metavar="FILE", type=Path, help="where to write the average; none of the inputs")
+    add("--last", type=int, metavar="N", help="with a directory: average its N newest checkpoints")
+    by = "with a directory: take checkpoint{epoch}.pt (epoch, the default) or checkpoint_{epoch}_{update}.pt (update)"
+    add("--by", choices=("epoch", "update"), help=by)
+    bound = "with a directory: leave out checkpoints whose epoch (with --by update: update) number is above K"
+    add("--upper-bound", type=int, metavar="K", help=bound)
+    keep = "keep the newest checkpoint's optimizer state (it is not averaged; by default it is dropped)"
+    add("--keep-optimizer-state", action="store_true", help=keep)
+    recalibrate = "re-estimate the norms' running statistics with the averaged weights on this binarized data"
+    add("--recalibrate", metavar="DATA", type=Path, help=recalibrate)
+    batches = f"with --recalibrate: number of training batches to use, all if there are fewer (default {BATCHES})"
+    add("--batches", type=int, metavar="N", help=batches)
+    add("--version", action="version", version=f"pn_fairseq {__version__}")
     return parser
 
 
@@ -298,28 +222,54 @@ def _select(inputs: list[str], last: int | None, by: str | None, upper_bound: in
     return paths
 
 
-def _check_output(output: Path, paths: list[Path]) -> None:
+@command(TOOL, CheckpointError)
+def main(argv: Sequence[str] | None = None) -> None:
+    args = _parser().parse_args(argv)
+    paths = _select(args.inputs, args.last, args.by, args.upper_bound)
+    if args.recalibrate is None and args.batches is not None:
+        raise UserError("--batches goes with --recalibrate DATA")
+    if args.batches is not None and args.batches < 1:
+        raise UserError(f"--batches {args.batches}: at least 1 batch is needed")
+    average(paths, args.output, args.keep_optimizer_state, args.recalibrate, args.batches or BATCHES)
+
+
+def average(
+    paths: list[Path], output: Path, keep_optimizer_state=False, data: Path | None = None, batches: int = BATCHES
+) -> None:
+    """Write the average of ``paths`` to ``output``, recalibrated on the binarized ``data`` if given, and tell of it."""
     check_output_path(output)
     for path in paths:
-        if output.exists() and path.exists() and os.path.samefile(output, path):
+        if output.exists() and path.exists() and output.samefile(path):
             raise UserError(f"--output {output} is one of the inputs ({path}); choose another name")
+    if data is not None and not any(data.glob("dict.*")):
+        raise UserError(f"--recalibrate {data}: is not a folder of binarized data (fairseq-preprocess makes one)")
+    path_of_update: dict[int, Path] = {}
+    done = 0
 
+    def report(path: Path, state: dict) -> None:
+        nonlocal done
+        done += 1
+        epoch, updates = epoch_and_updates(state)
+        about = f"epoch {'?' if epoch is None else epoch}, update {'?' if updates is None else updates}"
+        print(f"[{done}/{len(paths)}] {path}: {about}, {len(state['model'])} tensors", flush=True)
+        if updates is not None and (other := path_of_update.setdefault(updates, path)) != path:
+            # fairseq copies: checkpoint_best.pt and checkpoint_last.pt repeat an epoch's checkpoint.
+            line = f"warning: {other} and {path} are both of update {updates}; is one a copy?"
+            print(f"{TOOL}: {line}", file=sys.stderr)
 
-def _check_recalibration(data: str | None, batches: int | None) -> None:
-    if data is None:
-        if batches is not None:
-            raise UserError("--batches goes with --recalibrate DATA")
-        return
-    if batches is not None and batches < 1:
-        raise UserError(f"--batches {batches}: at least 1 batch is needed")
-    if not any(Path(data).glob("dict.*")):
-        raise UserError(f"--recalibrate {data}: is no folder of binarized data (fairseq-preprocess makes one)")
+    print(f"averaging {len(paths)} checkpoint{'s' * (len(paths) > 1)}", flush=True)
+    state = average_checkpoints(paths, keep_optimizer_state, report)
+    if data is not None:
+        _recalibrate(state, output, data, batches)
+    save_checkpoint(state, output)
+    kept = "the newest one's" if "last_optimizer_state" in state else "no"
+    print(f"wrote {output} ({kept} optimizer state)")
 
 
 @without_fairseqs_log()
 def _recalibrate(state: dict, output: Path, data: Path, batches: int) -> None:
     try:
-        # Here and not above: averaging alone is to work without fairseq, and at once.
+        # Here and not above: averaging alone works without fairseq, and at once.
         from pn_fairseq.models.recalibrate_checkpoint import RecalibrationModel
     except ModuleNotFoundError as error:
         raise UserError(f"--recalibrate needs fairseq, and {error.name} is not installed") from error
@@ -332,46 +282,6 @@ def _recalibrate(state: dict, output: Path, data: Path, batches: int) -> None:
     model.store(state["model"])
     print(f"recalibrated {model.num_norms} norms on {used} training batches", flush=True)
     print(f"validation loss after:  {model.validate()}", flush=True)
-
-
-@command(TOOL, CheckpointError)
-def main(argv: Sequence[str] | None = None) -> None:
-    """Run the tool on ``argv`` (by default the process's arguments) and return its exit code: 0, 2 or 130."""
-    args = _parser().parse_args(argv)
-    output = Path(args.output)
-    paths = _select(args.inputs, args.last, args.by, args.upper_bound)
-    _check_output(output, paths)
-    _check_recalibration(args.recalibrate, args.batches)
-
-    # When the lines below go to a terminal they show the progress themselves.
-    show_progress = sys.stderr.isatty() and not sys.stdout.isatty()
-    path_of_update: dict[int, Path] = {}
-    done = 0
-
-    def report(info: CheckpointInfo) -> None:
-        nonlocal done
-        done += 1
-        print(f"[{done}/{len(paths)}] {info}", flush=True)
-        if show_progress:
-            print(f"\r{done}/{len(paths)} checkpoints read", end="", file=sys.stderr, flush=True)
-        if info.num_updates is not None:
-            other = path_of_update.setdefault(info.num_updates, info.path)
-            if other != info.path:
-                # fairseq copies: checkpoint_best.pt and checkpoint_last.pt repeat an epoch's checkpoint.
-                line = f"warning: {other} and {info.path} are both of update {info.num_updates}; is one a copy?"
-                print(f"{TOOL}: {line}", file=sys.stderr)
-
-    print(f"averaging {len(paths)} checkpoint{'s' * (len(paths) > 1)}", flush=True)
-    try:
-        state = average_checkpoints(paths, args.keep_optimizer_state, report)
-    finally:
-        if show_progress:
-            print(file=sys.stderr)
-    if args.recalibrate is not None:
-        _recalibrate(state, output, Path(args.recalibrate), args.batches or BATCHES)
-    save_checkpoint(state, output)
-    kept = "the newest one's" if "last_optimizer_state" in state else "no"
-    print(f"wrote {output} ({kept} optimizer state)")
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import difflib
 import functools
 import logging
 import os
+import re
 import signal
 import sys
 import warnings
@@ -29,6 +30,8 @@ class ArgumentParser(argparse.ArgumentParser):
     """argparse's parser; its errors are a :class:`UserError` instead of the usage text."""
 
     def error(self, message: str) -> NoReturn:
+        if unknown := re.match("unrecognized arguments: (--[^ =]+)", message):
+            message += did_you_mean(unknown[1], self._option_string_actions)
         raise UserError(f"{message} (see {self.prog} --help)")
 
 
@@ -49,7 +52,11 @@ class Interrupted(BaseException):
 def handle_signals() -> None:
     """Turn SIGINT and SIGTERM into :class:`Interrupted`, also where the parent ignored SIGINT (a background job)."""
 
+    owner = os.getpid()
+
     def interrupt(number, _):
+        if os.getpid() != owner:
+            os._exit(128 + number)  # a forked process, such as one that loads data
         signal.signal(number, signal.SIG_IGN)  # a second signal must not interrupt the clean-up
         raise Interrupted(number)
 

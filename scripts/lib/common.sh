@@ -76,9 +76,6 @@ from pn_fairseq.pipeline.command import did_you_mean
 print(did_you_mean(sys.argv[1], sys.argv[2:]))' "$@" 2>/dev/null || true
 }
 
-# option_value: of scripts that do not use parse_options yet.
-option_value() { [[ $2 -ge 2 ]] || die "$1 needs a value (see --help)"; }
-
 # check_whole NAME VALUE: VALUE must be a whole number of at least 1, and one that a computer counts to.
 check_whole() { [[ $2 =~ ^[1-9][0-9]{0,11}$ ]] || die "$1 must be a whole number of at least 1, not '$2'"; }
 

@@ -1,6 +1,7 @@
 """Decoding by several processes: with a model, and with a stand-in for fairseq-generate that fails as asked."""
 
 import contextlib
+import json
 import os
 import re
 import shutil
@@ -14,7 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from .scripts_helpers import SCRIPTS, assert_refused, cut_corpus, environment, prepare, script
+from pn_fairseq.pipeline.generate import main
+
+from ..scripts_helpers import SCRIPTS, cut_corpus, environment, prepare
 
 SENTENCES = 37
 
@@ -39,9 +42,12 @@ if mode in ("fail", "killed", "sleep"):
     time.sleep(300)
 for number in reversed(range(37)):
     if number // batch % world == rank and not (mode == "lose" and number == 5):
-        print(f"S-{number}\\tsource")
-        print(f"H-{5 if mode == 'twice' and number == 6 else number}\\t-0.5\\ttranslation {number}")
-        print(f"D-{number}\\t-0.5\\tnone of ours")
+        print(f"S-{number}\\tsource {number}")
+        print(f"T-{number}\\ttarget {number}")
+        for which in range(int(options["--nbest"])):
+            named = 5 if mode == "twice" and number == 6 else number
+            print(f"H-{named}\\t-{which}.5\\ttranslation {number}" + "+" * which)
+            print(f"D-{number}\\t-0.5\\tnone of ours")
 """
 
 
@@ -88,11 +94,24 @@ def lines(path: Path) -> list[str]:
     return path.read_text("utf-8").removesuffix("\n").split("\n")
 
 
-def test_the_result_does_not_depend_on_the_number_of_processes(untrained, data, tmp_path):
+def call(*arguments) -> int:
+    return main([str(argument) for argument in arguments])
+
+
+def refused(capsys, code: int, *needles: str) -> None:
+    """A user's mistake: exit code 2, and beside lines of progress one line that names what is wrong."""
+    lines = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("[")]
+    assert code == 2 and len(lines) == 1 and lines[0].startswith("generate.sh: error: "), lines
+    assert all(needle in lines[0] for needle in needles), lines
+
+
+def test_the_result_does_not_depend_on_the_number_of_processes(untrained, data, tmp_path, capsys, monkeypatch):
     outputs = [tmp_path / f"by {count}" for count in (1, 2)]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     for count, output in enumerate(outputs, start=1):
-        options = ("--batch-size", 8, "--output", f"{output}/")
-        said = script("generate.sh", "--run", untrained, *options, NPROC=str(count), CUDA_VISIBLE_DEVICES="").stderr
+        monkeypatch.setenv("NPROC", str(count))
+        assert call("--run", untrained, "--batch-size", 8, "--output", f"{output}/") == 0
+        said = capsys.readouterr().err
         assert f"processes on the CPU: {count}" in said and f"{SENTENCES} hypotheses" in said
         assert {path.name for path in output.iterdir()} == {"hyp.tok", "ref.tok", "src.tok", "generate.log", "made"}
         # Each process translated a part.
@@ -120,7 +139,7 @@ def test_sentencepiece_is_taken_apart_and_glued(tmp_path):
     assert "segmentation=sentencepiece" in (data / "settings").read_text()
     run_dir = tmp_path / "run"
     untrained_checkpoint(data, run_dir / "checkpoints/averaged.pt")
-    script("generate.sh", "--run", make_run(run_dir, data))
+    assert call("--run", make_run(run_dir, data)) == 0
     log = (run_dir / "generate/test/generate.log").read_text("utf-8")
     for kind, language in (("S", "es"), ("T", "en")):
         tokens = lines(data / f"tok/test.{language}")
@@ -132,7 +151,7 @@ def test_sentencepiece_is_taken_apart_and_glued(tmp_path):
 
 
 @pytest.fixture
-def place(tmp_path) -> Path:
+def place(tmp_path, monkeypatch) -> Path:
     """A run with small data, a checkpoint of three bytes, and the stand-in."""
     data = tmp_path / "data"
     for part in ("bin", "tok"):
@@ -140,31 +159,26 @@ def place(tmp_path) -> Path:
     for language in ("es", "en"):
         (data / f"tok/test.{language}").write_text("".join(f"{language} {i}\n" for i in range(SENTENCES)))
         (data / f"bin/test.es-en.{language}.bin").write_text(language)
-    (data / "settings").write_text("source=es\ntarget=en\nlower=1\n0123abcd  test.en\n")
+    (data / "settings").write_text(f"source=es\ntarget=en\nlower=1\n{'0' * 64}  test.en\n")
     (make_run(tmp_path / "run", data) / "checkpoints/averaged.pt").write_text("abc")
-    (tmp_path / "bin").mkdir()
-    tool = tmp_path / "bin/fairseq-generate"
-    tool.write_text(f"#!/usr/bin/env python\n{STAND_IN}")
-    tool.chmod(0o755)
+    package = tmp_path / "stand-in/fairseq_cli"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "generate.py").write_text(STAND_IN)
     (tmp_path / "calls").mkdir()
+    changes = {"PYTHONPATH": package.parent, "CALLS": tmp_path / "calls", "NPROC": "3", "CUDA_VISIBLE_DEVICES": ""}
+    for name, value in changes.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.delenv("MODE", raising=False)
     return tmp_path
 
 
-def changes(place: Path, **more: str) -> dict[str, str]:
-    path = f"{place / 'bin'}:{environment()['PATH']}"
-    fixed = {"PATH": path, "VENV": "/nowhere", "CALLS": str(place / "calls"), "NPROC": "3", "CUDA_VISIBLE_DEVICES": ""}
-    return {**fixed, **more}
-
-
-def generate(place: Path, *options, check: bool = True, **more: str) -> subprocess.CompletedProcess:
-    options = ("--run", place / "run", "--batch-size", 5, *options)
-    return script("generate.sh", *options, check=check, **changes(place, **more))
+def generate(place: Path, *options) -> int:
+    return call("--run", place / "run", "--batch-size", 5, *options)
 
 
 def calls(place: Path) -> list[dict]:
     """How the stand-in was called since the last time, by rank."""
-    import json
-
     found = []
     for path in (place / "calls").iterdir():
         found.append(json.loads(path.read_text()))
@@ -172,8 +186,12 @@ def calls(place: Path) -> list[dict]:
     return sorted(found, key=lambda call: call["rank"])
 
 
+def options_of(called: dict) -> dict[str, str]:
+    return dict(zip(called["arguments"], [*called["arguments"][1:], ""], strict=True))
+
+
 def test_the_shares_are_merged_in_the_order_of_the_text(place):
-    generate(place)
+    assert generate(place) == 0
     output = place / "run/generate/test"
     assert lines(output / "hyp.tok") == [f"translation {number}" for number in range(SENTENCES)]
     for name, language in (("src", "es"), ("ref", "en")):
@@ -181,8 +199,7 @@ def test_the_shares_are_merged_in_the_order_of_the_text(place):
     assert len(re.findall("^H-", (output / "generate.log").read_text(), re.M)) == SENTENCES
     called = calls(place)
     assert len(called) == 3
-    for rank, call in enumerate(called):
-        options = dict(zip(call["arguments"], [*call["arguments"][1:], ""], strict=True))
+    for rank, one in enumerate(called):
         expected = {
             "--distributed-rank": str(rank),
             "--distributed-world-size": "3",
@@ -190,75 +207,122 @@ def test_the_shares_are_merged_in_the_order_of_the_text(place):
             "--lenpen": "0.6",
             "--max-len-a": "0",
             "--max-len-b": "20",
+            "--nbest": "1",
             "--remove-bpe": "subword_nmt",
             "--required-batch-size-multiple": "1",
             "--batch-size": "5",
             "--path": str(place / "run/checkpoints/averaged.pt"),
         }
-        assert expected.items() <= options.items() and "--fp16" not in options
-        assert call["arguments"][0] == str(place / "data/bin")
+        assert expected.items() <= options_of(one).items() and "--fp16" not in one["arguments"]
+        assert one["arguments"][0] == str(place / "data/bin")
 
 
-def test_no_process_is_left_without_a_batch(place):
+def test_options_of_decoding_and_an_ensemble(place, capsys):
+    (place / "other.pt").write_text("def")
+    checkpoints = (place / "run/checkpoints/averaged.pt", place / "other.pt")
+    chosen = ("--checkpoint", *checkpoints, "--max-len-a", "1.5", "--max-len-b", 7, "--lenpen", 2, "--nbest", 3)
+    assert generate(place, *chosen) == 0
+    expected = {
+        **{"--max-len-a": "1.5", "--max-len-b": "7", "--lenpen": "2.0", "--nbest": "3", "--beam": "3"},
+        **{"--path": ":".join(map(str, checkpoints))},
+    }
+    assert expected.items() <= options_of(calls(place)[0]).items()
+    output = place / "run/generate/test"
+    assert lines(output / "hyp.tok") == [f"translation {number}" for number in range(SENTENCES)]
+    found = [line.split("\t") for line in lines(output / "nbest.tok")]
+    assert len(found) == 3 * SENTENCES and found[3:6] == [
+        ["2", "-0.5", "translation 1"],
+        ["2", "-1.5", "translation 1+"],
+        ["2", "-2.5", "translation 1++"],
+    ]
+    assert generate(place, *chosen) == 0 and "already" in capsys.readouterr().err
+    refused(capsys, generate(place, "--nbest", 4), "--nbest 4", "beam of 3")
+
+
+def test_a_folder_of_fairseq_train(place, tmp_path):
+    """Settings from the checkpoint, data from fairseq-preprocess, sources and references from fairseq's output."""
+    folder = tmp_path / "checkpoints of fairseq-train"
+    folder.mkdir()
+    (place / "data/settings").unlink()
+    (place / "data/bin/test.es-en.es.idx").write_bytes(b"M" * 18 + SENTENCES.to_bytes(8, "little"))
+    cfg = {"task": {"data": str(place / "data/bin"), "source_lang": "es", "target_lang": "en"}, "model": None}
+    torch.save({"model": {"w": torch.ones(1)}, "cfg": cfg}, folder / "checkpoint_last.pt")
+    shutil.copy(folder / "checkpoint_last.pt", folder / "averaged.pt")
+    assert call("--run", folder, "--batch-size", 5, "--beam", 2) == 0
+    output = folder / "generate/test"
+    assert lines(output / "hyp.tok") == [f"translation {number}" for number in range(SENTENCES)]
+    assert lines(output / "src.tok") == [f"source {number}" for number in range(SENTENCES)]
+    assert lines(output / "ref.tok") == [f"target {number}" for number in range(SENTENCES)]
+
+
+def test_no_process_is_left_without_a_batch(place, monkeypatch):
     """fairseq-generate divides by zero then."""
-    script("generate.sh", "--run", place / "run", "--batch-size", 20, **changes(place, NPROC="8"))
+    monkeypatch.setenv("NPROC", "8")
+    assert generate(place, "--batch-size", 20) == 0
     assert len(calls(place)) == 2
 
 
 @pytest.mark.parametrize(
     ("segmentation", "option"), [("sentencepiece", "sentencepiece"), ("subword-nmt", "subword_nmt"), ("bytes", None)]
 )
-def test_subwords_are_glued_as_the_data_was_cut(segmentation, option, place):
+def test_subwords_are_joined_as_the_data_was_segmented(segmentation, option, place, capsys):
     for settings in (place / "data/settings", place / "run/data.settings"):
         settings.write_text(f"source=es\ntarget=en\nsegmentation={segmentation}\n")
-    result = generate(place, check=False)
+    code = generate(place)
     if option is None:
-        assert_refused(result, "segmentation=bytes")
+        refused(capsys, code, "segmentation=bytes")
     else:
-        assert f"--remove-bpe {option} " in " ".join(calls(place)[0]["arguments"])
+        assert options_of(calls(place)[0])["--remove-bpe"] == option
 
 
 @pytest.fixture
-def gpus(place) -> dict[str, str]:
+def gpus(place, monkeypatch):
     """A torch that sees as many GPUs as it is told, up to 3."""
-    (place / "torch").mkdir()
-    (place / "torch/torch.py").write_text(
-        "import os\nchosen = os.environ.get('CUDA_VISIBLE_DEVICES')\n"
-        "class cuda:\n    device_count = staticmethod(lambda: min(3, len(chosen.split(','))) if chosen else 3)\n"
-    )
-    return {"PYTHONPATH": str(place / "torch")}
+
+    def count() -> int:
+        chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+        return min(3, len(chosen.split(","))) if chosen else 3
+
+    def choose(devices: str, nproc: str = "") -> None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", devices)
+        monkeypatch.setenv("NPROC", nproc)
+
+    monkeypatch.setattr(torch.cuda, "device_count", count)
+    return choose
 
 
 @pytest.mark.parametrize(("chosen", "devices"), [("0,1,2", ["0", "1", "2"]), ("GPU-af,7", ["GPU-af", "7"])])
-def test_one_process_on_each_visible_gpu(chosen, devices, place, gpus):
+def test_one_process_on_each_visible_gpu(chosen, devices, place, gpus, capsys):
     (place / "run/config.yaml").write_text("common: {fp16: true}\n")
-    said = generate(place, **gpus, CUDA_VISIBLE_DEVICES=chosen, NPROC="").stderr
-    assert f"GPUs: {len(devices)}" in said and "fp16" in said
+    gpus(chosen)
+    assert generate(place) == 0
+    said = capsys.readouterr().err
+    assert f"GPUs: {len(devices)}" in said and "fp16" in said and "beam 5, length penalty 1," in said
     called = calls(place)
     assert [call["gpu"] for call in called] == devices
     assert all("--fp16" in call["arguments"] for call in called)
-    assert "beam 5, length penalty 1," in said
-    again = ("--beam", 2)
-    assert_refused(generate(place, *again, check=False, **gpus, CUDA_VISIBLE_DEVICES=chosen, NPROC="4"), "NPROC=4")
-    generate(place, *again, **gpus, CUDA_VISIBLE_DEVICES=chosen, NPROC="1")
+    gpus(chosen, "4")
+    refused(capsys, generate(place, "--beam", 2), "NPROC=4")
+    gpus(chosen, "1")
+    assert generate(place, "--beam", 2) == 0
     assert [call["gpu"] for call in calls(place)] == devices[:1]
 
 
-def test_half_precision_is_for_gpus_and_as_the_run_was_trained(place, gpus):
+def test_half_precision_is_for_gpus_and_as_the_run_was_trained(place, gpus, capsys):
     (place / "run/config.yaml").write_text("common: {fp16: true}\n")
-    assert_refused(generate(place, "--fp16", check=False), "--fp16 needs a GPU")
-    generate(place)
+    refused(capsys, generate(place, "--fp16"), "--fp16 needs a GPU")
+    assert generate(place) == 0
     assert "--fp16" not in calls(place)[0]["arguments"]
     # What is there was decoded in single precision: it will do, unless the other is asked for.
-    one = {**gpus, "CUDA_VISIBLE_DEVICES": "0", "NPROC": ""}
-    assert "already" in generate(place, **one).stderr
-    assert "already" in generate(place, "--no-fp16", **one).stderr
-    generate(place, "--fp16", **one)
+    gpus("0")
+    for options in ((), ("--no-fp16",)):
+        assert generate(place, *options) == 0 and "already" in capsys.readouterr().err
+    assert generate(place, "--fp16") == 0
     assert "--fp16" in calls(place)[0]["arguments"]
 
 
-def test_a_decoding_is_done_as_long_as_nothing_that_matters_changed(place):
-    generate(place)
+def test_a_decoding_is_done_as_long_as_nothing_that_matters_changed(place, capsys):
+    assert generate(place) == 0
     output = place / "run/generate/test"
     (output / "scores.json").write_text("of these hypotheses")
     calls(place)
@@ -266,17 +330,17 @@ def test_a_decoding_is_done_as_long_as_nothing_that_matters_changed(place):
     os.utime(checkpoint, (time.time() + 1000, time.time() + 1000))
     shutil.copy(checkpoint, place / "copy.pt")
     for options in ((), ("--checkpoint", place / "copy.pt"), ("--beam", 3, "--lenpen", "0.60"), ("--max-tokens", 500)):
-        assert "already" in generate(place, *options).stderr
+        assert generate(place, *options) == 0 and "already" in capsys.readouterr().err
     assert calls(place) == [] and (output / "scores.json").exists()
 
     checkpoint.write_text("abd")
-    generate(place)
+    assert generate(place) == 0
     assert len(calls(place)) == 3 and not (output / "scores.json").exists(), "the scores are of other hypotheses"
     for options in (("--beam", 2), ("--beam", 2, "--lenpen", 1)):
-        generate(place, *options)
+        assert generate(place, *options) == 0
         assert len(calls(place)) == 3
     (place / "data/bin/test.es-en.es.bin").write_text("binarized anew")
-    generate(place, "--beam", 2, "--lenpen", 1)
+    assert generate(place, "--beam", 2, "--lenpen", 1) == 0
     assert len(calls(place)) == 3
 
 
@@ -303,14 +367,15 @@ def wait_until(condition, seconds: float = 120) -> bool:
         ("twice", (f"{SENTENCES} hypotheses of {SENTENCES - 1} sentences", "line 7")),
     ],
 )
-def test_one_share_that_fails_fails_all(mode, needles, place):
+def test_one_share_that_fails_fails_all(mode, needles, place, capsys, monkeypatch):
     generate(place)
     calls(place)
     output = place / "run/generate/test"
     before = {path: path.read_bytes() for path in output.iterdir()}
     (place / "run/checkpoints/averaged.pt").write_text("newer")
     began = time.monotonic()
-    assert_refused(generate(place, check=False, MODE=mode), *needles)
+    monkeypatch.setenv("MODE", mode)
+    refused(capsys, generate(place), *needles)
     assert time.monotonic() - began < 200, "the others were not ended"  # they sleep for 300 seconds
     assert not any(alive(call["pid"]) for call in calls(place))
     assert {path: path.read_bytes() for path in output.iterdir()} == before, "what was there is whole"
@@ -318,7 +383,8 @@ def test_one_share_that_fails_fails_all(mode, needles, place):
     assert {path.name for path in output.parent.iterdir()} == {"test", *(["test.err"] if errors.exists() else [])}
     if mode == "fail":
         assert "Traceback" in errors.read_text()
-    generate(place)
+    monkeypatch.delenv("MODE")
+    assert generate(place) == 0
     assert not errors.exists(), "what it said is of no more use"
 
 
@@ -327,11 +393,8 @@ def decoding(place: Path, mode: str) -> Iterator[subprocess.Popen]:
     """generate.sh, when its three processes run."""
     process = subprocess.Popen(
         ["bash", SCRIPTS / "generate.sh", "--run", place / "run", "--batch-size", "5"],
-        env=environment(**changes(place, MODE=mode)),
-        stderr=subprocess.PIPE,
-        text=True,
-        # A test run in the background may ignore it.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        **{"env": environment(MODE=mode), "stderr": subprocess.PIPE, "text": True},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),  # as in the background of a shell
     )
     try:
         started = wait_until(lambda: len([path for path in (place / "calls").iterdir() if path.stat().st_size]) == 3)
@@ -349,7 +412,7 @@ def test_an_interruption_leaves_nothing_behind(number, code, place):
         process.send_signal(number)
         _, said = process.communicate(timeout=120)
     assert process.returncode == code
-    assert said.splitlines()[1:] == ["generate.sh: interrupted"]
+    assert said.splitlines()[1:] == ["generate.sh: interrupted; run the same command again to resume"]
     assert not any(map(alive, processes))
     assert list((place / "run/generate").iterdir()) == []
 
@@ -364,17 +427,17 @@ def test_the_processes_end_when_the_one_above_them_is_killed(place):
     assert [path.name for path in (place / "run/generate").iterdir()] == ["test"]
 
 
-def test_somebody_elses_folder_is_left_alone(place):
+def test_somebody_elses_folder_is_left_alone(place, capsys):
     home = place / "home"
     home.mkdir()
     (home / "thesis.tex").write_text("years of work")
-    assert_refused(generate(place, "--output", home, check=False), str(home), "left alone")
-    assert_refused(generate(place, "--output", home / "thesis.tex", check=False), "left alone")
+    for output in (home, home / "thesis.tex"):
+        refused(capsys, generate(place, "--output", output), "refusing to overwrite", str(home))
     assert (home / "thesis.tex").read_text() == "years of work" and calls(place) == []
     (place / "empty").mkdir()
-    generate(place, "--output", place / "empty")
+    assert generate(place, "--output", place / "empty") == 0
     assert len(lines(place / "empty/hyp.tok")) == SENTENCES
-    assert_refused(generate(place, "--output", home / "thesis.tex/below", check=False), "thesis.tex")
+    refused(capsys, generate(place, "--output", home / "thesis.tex/below"), "thesis.tex")
 
 
 @pytest.mark.parametrize(
@@ -385,29 +448,34 @@ def test_somebody_elses_folder_is_left_alone(place):
         (("--beam", "0"), ("--beam", "'0'")),
         (("--beam", ""), ("--beam", "''")),
         (("--lenpen", "nan"), ("--lenpen", "'nan'")),
+        (("--max-len-a", "x"), ("--max-len-a", "'x'")),
         (("--batch-size", "many"), ("--batch-size", "'many'")),
         (("--max-tokens", "-1"), ("--max-tokens", "'-1'")),
         (("--checkpoint", "none.pt"), ("'none.pt'", "average.sh")),
         (("--checkpoint", "a:b.pt"), ("colon",)),
+        (("--bean", "3"), ("--bean", "did you mean '--beam'", "--help")),
     ],
     ids=lambda value: " ".join(value),
 )
-def test_mistakes_get_one_line(options, needles, place):
+def test_mistakes_get_one_line(options, needles, place, capsys, monkeypatch):
+    monkeypatch.chdir(place)
     (place / "a:b.pt").write_text("abc")
-    result = script("generate.sh", "--run", place / "run", *options, cwd=place, check=False, **changes(place))
-    assert_refused(result, *needles)
+    refused(capsys, call("--run", place / "run", *options), *needles)
     assert calls(place) == [] and not (place / "run/generate").exists()
 
 
-def test_mistakes_in_the_environment_and_the_data_get_one_line(place):
-    assert_refused(generate(place, check=False, NPROC="two"), "NPROC", "'two'")
+def test_mistakes_in_the_environment_and_the_data_get_one_line(place, capsys, monkeypatch):
+    monkeypatch.setenv("NPROC", "two")
+    refused(capsys, generate(place), "NPROC", "'two'")
+    refused(capsys, call(), "--run", "--help")
+    refused(capsys, call("--run", place / "data"), "is not a training run")
     settings = place / "data/settings"
     settings.write_text(settings.read_text().replace("lower=1", "lower=0"))
-    assert_refused(generate(place, check=False), "prepared anew", "data.settings")
+    refused(capsys, generate(place), "prepared again", "data.settings")
     settings.write_text("lower=1\n")
     shutil.copy(settings, place / "run/data.settings")
-    assert_refused(generate(place, check=False), str(settings), "source language")
+    refused(capsys, generate(place), str(settings), "source language")
     settings.unlink()
-    assert_refused(generate(place, check=False), str(settings))
+    refused(capsys, generate(place), str(settings))
     shutil.rmtree(place / "data/bin")
-    assert_refused(generate(place, check=False), "is gone", "data/bin")
+    refused(capsys, generate(place), "is gone", "data/bin")

@@ -1,0 +1,112 @@
+"""``scripts/average.sh``: average the last checkpoints of a run, once."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import sys
+from pathlib import Path
+
+from pn_fairseq import __version__
+from pn_fairseq.pipeline.command import ArgumentParser, UserError, command
+from pn_fairseq.pipeline.files import atomic_write
+from pn_fairseq.pipeline.runs import Run, open_run
+
+#: --by -> the setting that says how many of these fairseq keeps, and how their files are called.
+KEPT = {
+    "epoch": ("checkpoint.keep_last_epochs", "checkpoint[0-9]*.pt"),
+    "update": ("checkpoint.keep_interval_updates", "checkpoint_[0-9]*_[0-9]*.pt"),
+}
+
+
+def _parser() -> ArgumentParser:
+    usage = (
+        "scripts/average.sh --run DIR [--last N] [--by epoch|update] [--output FILE] [--recalibrate | --no-recalibrate]"
+    )
+    parser = ArgumentParser(
+        prog="average.sh",
+        usage=usage,
+        epilog="Does nothing if the output was made from these very checkpoints in this very way. --run also takes the "
+        "folder of a job of fairseq-hydra-train, or a --save-dir of fairseq-train.",
+    )
+    add = parser.add_argument
+    add("--run", type=Path, metavar="DIR", help="a run of scripts/train.sh")
+    last = "how many checkpoints (default: average_last of the configuration, else as many as the run keeps; or all if "
+    add("--last", type=int, metavar="N", help=f"{last}there are fewer)")
+    by = "checkpoints of epochs or of updates (default: those that the run keeps)"
+    add("--by", choices=KEPT, help=by)
+    add("--output", type=Path, metavar="FILE", help="default DIR/checkpoints/averaged.pt")
+    recalibrate = (
+        "re-estimate the norms' running statistics with the averaged weights on the run's training data, and print the "
+        "validation loss before and after (docs/averaging.md); by default they are averaged, too, since recalibrated "
+        "ones made no difference"
+    )
+    add("--recalibrate", action=argparse.BooleanOptionalAction, default=False, help=recalibrate)
+    add("--version", action="version", version=f"pn_fairseq {__version__}")
+    return parser
+
+
+def say(text: str) -> None:
+    print(f"[average] {text}", file=sys.stderr, flush=True)
+
+
+def choose(run: Run, by: str | None, last: int | None) -> tuple[list[Path], str, int]:
+    """The checkpoints to average, oldest first, what they are counted in, and how many they are."""
+    from pn_fairseq.checkpoints import find_checkpoints
+
+    asked = by
+    if by is None:
+        by = "update" if run.get(KEPT["update"][0], -1) > 0 else "epoch"
+    setting, pattern = KEPT[by]
+    if last is None:
+        last = run.get(setting, -1)
+        if last == -1:
+            raise UserError(f"'{run.path}' keeps all checkpoints: say how many to average with --last")
+        last = run.average_last or last
+        there = len(list(run.checkpoints.glob(pattern)))
+        final = run.checkpoints / "checkpoint_last.pt"
+        if not there and asked is None and final.is_file():
+            say(f"the training ended before its first {by} checkpoint: its last state is taken alone")
+            return [final], by, 1
+        if not there:
+            raise UserError(f"'{run.checkpoints}' has no {by} checkpoint yet (scripts/train.sh makes them)")
+        if there < last:
+            say(f"the run has {there} checkpoints, not yet the {last} to be averaged: averaging these")
+            last = there
+    if last < 1:
+        raise UserError(f"--last must be a whole number of at least 1, not '{last}'")
+    return find_checkpoints(run.checkpoints, by, last)[::-1], by, last
+
+
+@command("average.sh", OSError)
+def main(argv: list[str] | None = None) -> int:
+    args = _parser().parse_args(argv)
+    run = open_run(args.run)
+    output = args.output or run.checkpoints / "averaged.pt"
+
+    from pn_fairseq.checkpoints import CheckpointError
+    from pn_fairseq.cli.average_checkpoints import average
+
+    try:
+        paths, by, last = choose(run, args.by, args.last)
+        made, how = output.with_name(f"{output.name}.made"), f"{by} {last}"
+        if args.recalibrate:
+            about = (run.data or run.bin) / ("settings" if run.data else "preprocess.log")
+            how += f" recalibrated on {hashlib.sha256(about.read_bytes()).hexdigest()[:16]}"
+        if output.is_file() and made.is_file() and made.read_text("utf-8").strip() == how:
+            newest = max(path.stat().st_mtime_ns for path in run.checkpoints.glob("checkpoint*.pt"))
+            if newest <= output.stat().st_mtime_ns:
+                say(f"{output} is there already")
+                return 0
+        # Gone while the output changes: after an interruption it must not describe another file.
+        made.unlink(missing_ok=True)
+        average(paths, output, data=run.bin if args.recalibrate else None)
+    except CheckpointError as error:
+        raise UserError(str(error)) from error
+    with atomic_write(made, "w") as file:
+        file.write(f"{how}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

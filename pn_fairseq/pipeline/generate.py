@@ -1,0 +1,396 @@
+"""``scripts/generate.sh``: translate a subset with one fairseq-generate for each GPU, or several on the CPU.
+
+Each of N processes gets every N-th batch of the same batches, so the result does not depend on N. The hypotheses are
+merged by the number of their sentence and counted; the output directory is replaced as a whole.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import math
+import os
+import re
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pn_fairseq
+from pn_fairseq.pipeline.command import ArgumentParser, UserError, command
+from pn_fairseq.pipeline.files import count_lines
+from pn_fairseq.pipeline.runs import Run, open_run
+
+PACKAGE = Path(pn_fairseq.__file__).resolve().parent
+#: What the data's settings call a segmentation -> what fairseq's --remove-bpe does.
+SEGMENTATIONS = {"subword-nmt": "subword_nmt", "sentencepiece": "sentencepiece"}
+
+EPILOG = """\
+Decodes on all visible GPUs, one process on each (or on NPROC=N of them; CUDA_VISIBLE_DEVICES=0,1 selects some), or else
+with NPROC=N processes on the CPU (default 1). As many hypotheses come out as sentences go in, or the script fails.
+Does nothing if the output was made from these checkpoints and this data with these settings. --run also takes the
+folder of a job of fairseq-hydra-train, or a --save-dir of fairseq-train.
+"""
+
+
+def whole(text: str) -> int:
+    if not re.fullmatch("[1-9][0-9]{0,11}", text):
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, not '{text}'")
+    return int(text)
+
+
+def number(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if math.isfinite(float(text)):
+            return float(text)
+    raise argparse.ArgumentTypeError(f"must be a number, not '{text}'")
+
+
+def add_decoding_options(parser: ArgumentParser) -> None:
+    """The options that generate.sh and translate.sh share."""
+    add = parser.add_argument
+    averaged = "default DIR/checkpoints/averaged.pt (scripts/average.sh makes it); several decode as an ensemble"
+    add("--run", type=Path, metavar="DIR", help="a run of scripts/train.sh")
+    add("--checkpoint", type=Path, nargs="+", metavar="FILE", help=averaged)
+    add("--beam", type=whole, metavar="N", help="beam size (default: the run's configuration, as for the next three)")
+    add("--lenpen", type=number, metavar="X", help="length penalty")
+    add("--max-len-a", type=number, metavar="A", help="a hypothesis has at most A x (subwords of its source)")
+    add("--max-len-b", type=whole, metavar="B", help="+ B subwords")
+    add("--batch-size", type=whole, default=128, metavar="N", help="sentences (default 128) and")
+    tokens = "source tokens with their padding (default 8000) in a batch; fewer if the memory is too small"
+    add("--max-tokens", type=whole, default=8000, metavar="N", help=tokens)
+    half = parser.add_mutually_exclusive_group()
+    half.add_argument("--fp16", action="store_true", default=None, help="half precision, on a GPU only, or")
+    half.add_argument("--no-fp16", action="store_false", dest="fp16", help="not (default: as the run was trained)")
+    add("--version", action="version", version=f"pn_fairseq {pn_fairseq.__version__}")
+
+
+def _parser() -> ArgumentParser:
+    usage = "scripts/generate.sh --run DIR [--checkpoint FILE ...] [--subset test] [--output DIR] [options]"
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = ArgumentParser(prog="generate.sh", usage=usage, epilog=EPILOG, formatter_class=formatter)
+    add_decoding_options(parser)
+    parser.add_argument("--subset", default="test", metavar="NAME", help="test (default) or valid")
+    parser.add_argument("--nbest", type=whole, default=1, metavar="N", help="also write the N best to nbest.tok")
+    output = (
+        "default DIR/generate/SUBSET; gets hyp.tok (one hypothesis a line, in the order of the text), ref.tok, src.tok "
+        "and fairseq's own output in generate.log"
+    )
+    parser.add_argument("--output", type=Path, metavar="DIR", help=output)
+    return parser
+
+
+class Decoding:
+    """The model and the settings of a decoding, as command-line options of fairseq."""
+
+    def __init__(self, args: argparse.Namespace, run: Run):
+        self.checkpoints = args.checkpoint or [run.checkpoints / "averaged.pt"]
+        for path in self.checkpoints:
+            if not path.is_file():
+                raise UserError(f"there is no checkpoint '{path}' (scripts/average.sh makes averaged.pt)")
+        for path in (*self.checkpoints, run.bin):
+            if ":" in str(path):
+                raise UserError(f"'{path}' has a colon, at which fairseq splits paths; use another place")
+        self.settings = run.settings()
+        segmentation = self.settings.get("segmentation", "subword-nmt")
+        if segmentation not in SEGMENTATIONS:
+            where = run.data / "settings"
+            raise UserError(f"{where}: segmentation={segmentation} is none of {', '.join(SEGMENTATIONS)}")
+
+        def chosen(name: str, default: object) -> object:
+            value = getattr(args, name)
+            return run.get(f"generation.{name}", default) if value is None else value
+
+        self.beam, self.lenpen = int(chosen("beam", 5)), float(chosen("lenpen", 1.0))
+        self.max_len = (str(chosen("max_len_a", 0)), str(chosen("max_len_b", 200)))
+        self.gpus = visible_gpus()
+        if args.fp16 and not self.gpus:
+            raise UserError("--fp16 needs a GPU")
+        self.fp16 = bool(self.gpus) and bool(run.get("common.fp16", False) if args.fp16 is None else args.fp16)
+        self.options = [
+            *("--user-dir", str(PACKAGE), "--path", ":".join(map(str, self.checkpoints))),
+            *("--source-lang", self.settings["source"], "--target-lang", self.settings["target"]),
+            *("--beam", str(self.beam), "--lenpen", str(self.lenpen), "--remove-bpe", SEGMENTATIONS[segmentation]),
+            *("--max-len-a", self.max_len[0], "--max-len-b", self.max_len[1]),
+            *("--max-tokens", str(args.max_tokens), "--batch-size", str(args.batch_size)),
+            # With the default of 8 fairseq silently drops the last sentences of a batch.
+            *("--required-batch-size-multiple", "1", "--num-workers", "0", "--log-format", "none"),
+            *(["--fp16"] if self.fp16 else []),
+        ]
+
+    def __str__(self) -> str:
+        names = " + ".join(map(str, self.checkpoints))
+        precision = "fp16" if self.fp16 else "fp32"
+        return f"with {names} (beam {self.beam}, length penalty {self.lenpen:g}, {precision}"
+
+
+def visible_gpus() -> list[str]:
+    """As CUDA_VISIBLE_DEVICES names them."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen in ("", "-1"):
+        return []
+    import torch
+
+    count = torch.cuda.device_count()
+    return chosen.split(",")[:count] if chosen else [str(gpu) for gpu in range(count)]
+
+
+def sha256(*paths: Path) -> str:
+    """Of the contents of the files together."""
+    digest = hashlib.sha256()
+    for path in paths:
+        with path.open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()
+
+
+def read_made(folder: Path) -> dict[str, str]:
+    try:
+        return dict(line.split("=", 1) for line in (folder / "made").read_text("utf-8").splitlines())
+    except (OSError, ValueError):
+        return {}
+
+
+@command("generate.sh", OSError)
+def main(argv: list[str] | None = None) -> int:
+    args = _parser().parse_args(argv)
+    run = open_run(args.run, same_data=True)
+    decoding = Decoding(args, run)
+    if args.nbest > decoding.beam:
+        raise UserError(f"--nbest {args.nbest} is larger than the beam of {decoding.beam}")
+    languages = {"src.tok": decoding.settings["source"], "ref.tok": decoding.settings["target"]}
+    texts = {name: run.data / f"tok/{args.subset}.{lang}" for name, lang in languages.items()} if run.data else {}
+    bins = sorted(path for pattern in (f"{args.subset}.*", "dict.*") for path in run.bin.glob(pattern))
+    if "/" in args.subset or not all(path.is_file() for path in texts.values() or [run.bin / "none"][: not bins]):
+        raise UserError(f"'{run.data or run.bin}' has no subset '{args.subset}'")
+    wanted = {
+        "checkpoint": sha256(*decoding.checkpoints),
+        "data": sha256(*([run.data / "settings"] if run.data else []), *bins, *texts.values()),
+        "subset": args.subset,
+        "beam": str(decoding.beam),
+        "lenpen": str(decoding.lenpen),
+        "max_len_a": decoding.max_len[0],
+        "max_len_b": decoding.max_len[1],
+        **({"nbest": str(args.nbest)} if args.nbest > 1 else {}),
+        **({"fp16": str(int(args.fp16))} if args.fp16 is not None else {}),
+    }
+    output = (args.output or args.run / "generate" / args.subset).resolve()
+    made = read_made(output)
+    if (output / "hyp.tok").is_file() and wanted.items() <= made.items():
+        print(f"[generate] {output / 'hyp.tok'} is there already", file=sys.stderr)
+        return 0
+    if output.exists() and not made and (not output.is_dir() or any(output.iterdir())):
+        raise UserError(f"refusing to overwrite '{output}', which holds something else; choose another --output")
+
+    sentences = count_lines(texts["src.tok"]) if texts else count_binarized(bins)
+    if texts and count_lines(texts["ref.tok"]) != sentences:
+        raise UserError(f"{texts['ref.tok']} does not have the {sentences} lines of {texts['src.tok']}")
+    shards = number_of_processes(decoding.gpus, sentences, args.batch_size)
+    where = "GPUs" if decoding.gpus else "CPU"
+    print(f"[generate] decoding {args.subset} {decoding}, processes on the {where}: {shards})", file=sys.stderr)
+    commands = [
+        [
+            *("fairseq_cli.generate", str(run.bin), "--gen-subset", args.subset, *decoding.options),
+            *("--nbest", str(args.nbest)),
+            # --num-shards and --shard-id are accepted and not read: every process would decode everything.
+            *("--distributed-world-size", str(shards), "--distributed-rank", str(shard)),
+        ]
+        for shard in range(shards)
+    ]
+    with replaced(output) as partial:
+        logs = decode("generate", commands, decoding.gpus, partial, sentences)
+        best = hypotheses(logs, sentences, args.nbest)
+        write_lines(partial / "hyp.tok", (options[0][1] for options in best))
+        if args.nbest > 1:
+            lines = (f"{n}\t{score}\t{text}" for n, options in enumerate(best, 1) for score, text in options)
+            write_lines(partial / "nbest.tok", lines)
+        for name, kind in (("src.tok", "S"), ("ref.tok", "T")):
+            if texts:
+                shutil.copyfile(texts[name], partial / name)
+            else:
+                write_lines(partial / name, printed(logs, kind, sentences))
+        with (partial / "generate.log").open("wb") as log:
+            for path in logs:
+                log.write(path.read_bytes())
+                path.unlink()
+                path.with_suffix(".err").unlink()
+        lines = (f"{key}={value}" for key, value in {**wanted, "fp16": int(decoding.fp16)}.items())
+        write_lines(partial / "made", lines)
+    output.with_name(f"{output.name}.err").unlink(missing_ok=True)
+    print(f"[generate] {output / 'hyp.tok'} has {sentences} hypotheses", file=sys.stderr)
+    return 0
+
+
+def number_of_processes(gpus: list[str], sentences: int, batch_size: int) -> int:
+    asked = os.environ.get("NPROC")
+    try:
+        processes = whole(asked) if asked else None
+    except argparse.ArgumentTypeError as error:
+        raise UserError(f"NPROC {error}") from None
+    if gpus and processes and processes > len(gpus):
+        raise UserError(f"NPROC={processes}, but a GPU takes one process and {len(gpus)} are visible")
+    # There are at least as many batches as sentences / batch size; fairseq-generate divides by zero without a batch.
+    return min(processes or len(gpus) or 1, max(1, math.ceil(sentences / batch_size)))
+
+
+def count_binarized(bins: list[Path]) -> int:
+    """Sentences in the first index among ``bins``: a number behind 18 bytes of magic word, version and type."""
+    index = next(path for path in bins if path.suffix == ".idx" and not path.name.startswith("dict."))
+    with index.open("rb") as file:
+        return struct.unpack("<Q", file.read(26)[18:])[0]
+
+
+@contextlib.contextmanager
+def replaced(output: Path) -> Iterator[Path]:
+    """A folder to write into, which replaces ``output`` when the block ends; after an error ``output`` is unchanged."""
+    partial = output.with_name(f"{output.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir(parents=True)
+    except OSError as error:
+        raise UserError(f"cannot make the directory '{partial}' (--output): {error.strerror}") from error
+    try:
+        yield partial
+        shutil.rmtree(output, ignore_errors=True)
+        partial.rename(output)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def deferred_signals() -> Iterator[None]:
+    """Signals that arrive in the block act at its end: a process that is being started must not be left behind."""
+    arrived: list[int] = []
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    for each in before:
+        signal.signal(each, lambda number, _: arrived.append(number))
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+    for number in arrived:
+        signal.raise_signal(number)
+
+
+def decode(tool: str, commands: list[list[str]], gpus: list[str], folder: Path, sentences: int) -> list[Path]:
+    """Run ``python -m COMMAND`` for all commands at once, one on each GPU; returns the files with their output.
+
+    Raises:
+        UserError: one of them failed; the others are ended, and its words are kept beside ``folder``.
+    """
+    environment = {**os.environ, "PYTHONUTF8": "1"}
+    if not gpus:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // len(commands))))
+    logs = [folder / f"shard{shard}.log" for shard in range(len(commands))]
+    processes: list[subprocess.Popen] = []
+    readers: list[threading.Thread] = []
+    done: list[None] = []
+
+    def read(process: subprocess.Popen, log: Path) -> None:
+        # Through a pipe, so that the processes end when this one is killed.
+        with process.stdout, log.open("wb") as file:
+            for line in process.stdout:
+                file.write(line)
+                if line.startswith(b"H-"):
+                    done.append(None)
+
+    def show(end: str = "") -> None:
+        if sys.stderr.isatty():
+            print(f"\r[{tool}] {len(done)}/{sentences} hypotheses", end=end, file=sys.stderr, flush=True)
+
+    try:
+        with deferred_signals():
+            for shard, arguments in enumerate(commands):
+                if gpus:
+                    environment["CUDA_VISIBLE_DEVICES"] = gpus[shard]
+                with logs[shard].with_suffix(".err").open("wb") as errors:
+                    process = subprocess.Popen(
+                        [sys.executable, "-m", *arguments],
+                        stdin=subprocess.DEVNULL,
+                        stdout=subprocess.PIPE,
+                        stderr=errors,
+                        env=environment,
+                    )
+                processes.append(process)
+                readers.append(threading.Thread(target=read, args=(process, logs[shard]), daemon=True))
+                readers[-1].start()
+        while any(process.poll() is None for process in processes) and not any(p.poll() for p in processes):
+            show()
+            time.sleep(0.1)
+        for process, log in zip(processes, logs, strict=True):
+            if process.poll():
+                raise UserError(_reason(tool, process.returncode, log.with_suffix(".err")))
+        for reader in readers:
+            reader.join()
+        show("\n")
+        return logs
+    finally:
+        for process in processes:
+            process.terminate()
+        for process in processes:
+            try:
+                process.wait(5)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _reason(tool: str, code: int, errors: Path) -> str:
+    """Why a process failed, with all that it said kept beside the output."""
+    lines = errors.read_text("utf-8", "replace").strip().splitlines()
+    exceptions = [line for line in lines if re.match(r"[\w.]+(Error|Exception)\b", line)]
+    words = (exceptions or lines or ["it printed no reason"])[-1]
+    if code < 0:
+        words = f"killed by {signal.Signals(-code).name}, as happens when memory runs out"
+    if "out of memory" in words:
+        words += " - smaller batches need less (--batch-size, --max-tokens)"
+    kept = errors.parent.with_suffix(".err")
+    shutil.copyfile(errors, kept)
+    return f"fairseq-{tool} failed: {words} (all of it is in {kept})"
+
+
+def _printed(logs: list[Path], kind: str) -> Iterator[tuple[int, list[str]]]:
+    """Number of the sentence and fields of the lines of a kind (S, T, H) in fairseq's output."""
+    for log in logs:
+        for line in log.read_bytes().decode("utf-8").split("\n"):
+            if line.startswith(f"{kind}-"):
+                name, *fields = line.split("\t", 2 if kind == "H" else 1)
+                yield int(name[2:]), fields
+
+
+def printed(logs: list[Path], kind: str, sentences: int) -> list[str]:
+    """The sources (S) or references (T) of all sentences, in the order of the text."""
+    found = {sentence: fields[0] for sentence, fields in _printed(logs, kind)}
+    return [found[sentence] for sentence in range(sentences)]
+
+
+def hypotheses(logs: list[Path], sentences: int, nbest: int = 1) -> list[list[tuple[str, str]]]:
+    """Score and text of the best hypotheses of every sentence, in the order of the text."""
+    found: dict[int, list[tuple[str, str]]] = {}
+    for sentence, (score, text) in _printed(logs, "H"):
+        found.setdefault(sentence, []).append((score, text))
+    if found.keys() != set(range(sentences)) or any(len(options) > nbest for options in found.values()):
+        missing = next((sentence + 1 for sentence in range(sentences) if sentence not in found), None)
+        lines = sum(map(len, found.values()))
+        raise UserError(
+            f"{sentences} sentences went in and {lines} hypotheses of {len(found)} sentences came out"
+            + (f"; the first without one is in line {missing}" if missing else "")
+        )
+    return [found[sentence] for sentence in range(sentences)]
+
+
+def write_lines(path: Path, lines) -> None:
+    with path.open("w", encoding="utf-8", newline="\n") as file:
+        file.writelines(f"{line}\n" for line in lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

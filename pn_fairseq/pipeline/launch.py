@@ -1,0 +1,192 @@
+"""Where one start of train.sh stands among all that make up a training, read from torchrun's and SLURM's variables."""
+
+import os
+import re
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from pn_fairseq.pipeline.command import UserError
+
+#: Seconds that the machines wait for each other.
+START_TIMEOUT = 600
+
+
+@dataclass(frozen=True)
+class Place:
+    """One start of the training.
+
+    Attributes:
+        gpu: whether the ranks compute on GPUs.
+        nodes, node: how many machines there are, and which this is; the others are reached at ``address:port``.
+        workers: ranks that this start launches on its machine by torchrun, if there are several ranks.
+        rank: where this process is one of the ranks itself, as torchrun or SLURM started it; else None.
+        local_rank: the GPU of such a rank.
+        world_size: number of ranks in all. Machines are taken to be alike.
+    """
+
+    gpu: bool
+    workers: int = 1
+    nodes: int = 1
+    node: int = 0
+    address: str = ""
+    port: int = 29500
+    rank: int | None = None
+    local_rank: int = 0
+    ranks: int | None = None
+
+    @property
+    def world_size(self) -> int:
+        return self.nodes * self.workers if self.ranks is None else self.ranks
+
+
+def find_place(env: Mapping[str, str], gpus: int) -> Place:
+    """Read the place of this start from environment variables, with ``gpus`` visible GPUs.
+
+    Raises:
+        UserError: a variable is missing or wrong, or contradicts another.
+    """
+    if "RANK" in env and "WORLD_SIZE" in env:  # torchrun
+        return Place(
+            gpus > 0,
+            address=env.get("MASTER_ADDR", ""),
+            rank=_whole(env, "RANK"),
+            local_rank=_whole(env, "LOCAL_RANK", 0),
+            ranks=_whole(env, "WORLD_SIZE", least=1),
+        )
+    if "NNODES" in env:
+        nodes = _whole(env, "NNODES", least=1)
+        if nodes > 1 and "NODE_RANK" not in env:
+            raise UserError(f"NNODES={nodes} needs NODE_RANK, 0 to {nodes - 1}: which machine is this?")
+        node = _whole(env, "NODE_RANK", 0)
+        if node >= nodes:
+            raise UserError(f"NODE_RANK={node} is too large: NNODES={nodes} machines are numbered 0 to {nodes - 1}")
+        if nodes > 1 and not env.get("MASTER_ADDR"):
+            raise UserError(f"NNODES={nodes} needs MASTER_ADDR, the name or address of the machine with NODE_RANK=0")
+        address = env["MASTER_ADDR"] if nodes > 1 else ""
+        return Place(gpus > 0, _workers(env, gpus), nodes, node, address, _port(env, 29500))
+    if "NODE_RANK" in env:
+        raise UserError("NODE_RANK is set but NNODES is not: how many machines are there?")
+    # srun sets it; a batch script has only what it asked for.
+    tasks = _whole(env, "SLURM_STEP_NUM_TASKS", 1, least=1)
+    if tasks > 1:
+        return _of_slurm_task(env, gpus, tasks)
+    nodes = _whole(env, "SLURM_JOB_NUM_NODES", _whole(env, "SLURM_NNODES", 1))
+    if nodes > 1 and "SLURM_STEP_NUM_TASKS" not in env:
+        raise UserError(
+            f"this SLURM job has {nodes} machines, and only one would train: "
+            "call it by 'srun --ntasks-per-node=1 scripts/train.sh ...'"
+        )
+    return Place(gpus > 0, _workers(env, gpus))
+
+
+def _of_slurm_task(env: Mapping[str, str], gpus: int, tasks: int) -> Place:
+    """One of several tasks of srun: one per machine, which launches the ranks there, or one per rank."""
+    nodes = _whole(env, "SLURM_STEP_NUM_NODES", least=1)
+    address = env.get("MASTER_ADDR") or _first_host(env)
+    # The steps of a job may train side by side.
+    port = _port(env, 20000 + (16 * _whole(env, "SLURM_JOB_ID") + _whole(env, "SLURM_STEP_ID", 0)) % 20000)
+    if tasks == nodes:
+        return Place(gpus > 0, _workers(env, gpus), nodes, _whole(env, "SLURM_NODEID"), address, port)
+    if gpus > 1 and tasks != nodes * gpus:
+        raise UserError(
+            f"{tasks} tasks on {nodes} machines with {gpus} visible GPUs: start one task per machine "
+            "(srun --ntasks-per-node=1) or one per GPU"
+        )
+    if _whole(env, "NPROC", 1) != 1:
+        raise UserError(f"NPROC={env['NPROC']}, but with several tasks on a machine each task is one rank")
+    rank, local_rank = _whole(env, "SLURM_PROCID"), _whole(env, "SLURM_LOCALID")
+    return Place(gpus > 0, 1, 1, 0, address, port, rank, local_rank, tasks)
+
+
+def _whole(env: Mapping[str, str], name: str, default: int | None = None, least: int = 0) -> int:
+    text = env.get(name)
+    if text is None and default is not None:
+        return default
+    if text is None or not re.fullmatch(r"\d{1,12}", text) or int(text) < least:
+        problem = "is not set" if text is None else f"must be a whole number of at least {least}, not '{text}'"
+        raise UserError(f"{name} {problem}")
+    return int(text)
+
+
+def _port(env: Mapping[str, str], default: int) -> int:
+    port = _whole(env, "MASTER_PORT", default, least=1)
+    if port > 65535:
+        raise UserError(f"MASTER_PORT must be at most 65535, not '{port}'")
+    return port
+
+
+def _workers(env: Mapping[str, str], gpus: int) -> int:
+    """How many ranks: one per GPU, one where there is none, or NPROC."""
+    workers = _whole(env, "NPROC", max(1, gpus), least=1)
+    if gpus and workers > gpus:
+        raise UserError(
+            f"NPROC={workers}, but {gpus} GPU{'s are' if gpus > 1 else ' is'} visible, and a GPU takes one rank "
+            "(CUDA_VISIBLE_DEVICES= trains on the CPU)"
+        )
+    return workers
+
+
+def _first_host(env: Mapping[str, str]) -> str:
+    names = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST")
+    if not names:
+        raise UserError("SLURM_STEP_NODELIST is not set: name the machine of the first task with MASTER_ADDR")
+    if not re.search(r"[\[,]", names):
+        return names
+    try:
+        command = ["scontrol", "show", "hostnames", names]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.split()[0]
+    except (OSError, subprocess.SubprocessError, IndexError):
+        raise UserError(
+            f"'scontrol show hostnames {names}' does not work here: name the machine of the first task with MASTER_ADDR"
+        ) from None
+
+
+def torchrun(place: Place, arguments: list[str]) -> int:
+    """Launch the ranks of this machine, each ``python -m pn_fairseq train ARGUMENTS``, and wait for them.
+
+    torchrun stops all ranks when one of them fails or when it gets a signal.
+    """
+    import signal
+
+    import torch
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import get_args_parser, run
+
+    from pn_fairseq.pipeline.command import Interrupted
+
+    where = ["--standalone"]
+    timeout = _whole(os.environ, "START_TIMEOUT", START_TIMEOUT, least=1)
+    if place.nodes > 1:
+        where = ["--nnodes", str(place.nodes), "--node-rank", str(place.node), "--rdzv-conf", f"timeout={timeout}"]
+        where += ["--master-addr", place.address, "--master-port", str(place.port)]
+    options = get_args_parser().parse_args([*where, "--nproc-per-node", str(place.workers), "--module", "pn_fairseq"])
+    options.training_script_args = ["train", *arguments]  # torchrun's parser would take --run for one of its own
+    before = os.environ.get("PN_FAIRSEQ_STEP")
+    os.environ["PN_FAIRSEQ_STEP"] = "1"  # this process tells of an interruption, not its ranks
+    try:
+        run(options)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        if failure.exitcode in (130, 143):
+            raise Interrupted(failure.exitcode - 128) from error
+        if failure.exitcode == 2:
+            return 2  # a mistake of the user, which the rank has already named
+        how = f"was killed by {signal.Signals(-failure.exitcode).name}" if failure.exitcode < 0 else "failed"
+        raise TrainingFailed(f"rank {rank} {how}, and all ranks were stopped") from error
+    except SignalException as error:
+        raise Interrupted(int(error.sigval)) from error
+    except torch.distributed.DistError as error:
+        raise UserError(
+            f"the {place.nodes} machines did not find each other at {place.address}:{place.port} within {timeout} "
+            f"seconds (NNODES, MASTER_ADDR, MASTER_PORT, START_TIMEOUT): {str(error).splitlines()[0]}"
+        ) from error
+    finally:
+        if before is None:
+            del os.environ["PN_FAIRSEQ_STEP"]
+    return 0
+
+
+class TrainingFailed(Exception):
+    """The training ended by an error that is not a mistake of the user; the text is one line."""

@@ -1,0 +1,319 @@
+"""The settings of a training run: a pure function of a file in configs/, the overrides and the world size.
+
+hydra reads the file and the overrides as ``fairseq-hydra-train`` does; then every key is checked, the tokens of an
+update are spread over the ranks, and the model is built once on the meta device. A mistake is a
+:class:`~pn_fairseq.pipeline.command.UserError`, before anything is written. Every rank composes them for itself.
+"""
+
+import argparse
+import dataclasses
+import functools
+import re
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from fairseq import tasks
+from fairseq.data.data_utils import load_indexed_dataset
+from fairseq.dataclass.configs import FairseqConfig
+from fairseq.dataclass.initialize import add_defaults, hydra_init
+from fairseq.models import ARCH_MODEL_NAME_REGISTRY, ARCH_MODEL_REGISTRY, MODEL_DATACLASS_REGISTRY
+from fairseq.registry import REGISTRIES
+from fairseq.tasks import TASK_DATACLASS_REGISTRY, TASK_REGISTRY
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+
+import pn_fairseq.models  # noqa: F401 (registers the architectures)
+from pn_fairseq.pipeline.command import UserError, did_you_mean
+
+#: Settings of this pipeline beside fairseq's. Configs hold average_last in fairseq's free section ``scoring``.
+OWN = ("tokens_per_update", "average_last")
+#: These follow from the number of ranks.
+DERIVED = ("world_size", "rank", "num_procs", "init_method", "port", "no_spawn")
+#: Settings that may change when a run is resumed, as patterns of dotted names: when to stop, what to report, save and
+#: validate, how to decode, where things are, on how many ranks. All others decide the weights.
+MAY_CHANGE = re.compile(
+    r"(distributed_training|bmuf|generation|scoring|common_eval|eval_lm|interactive)(\..*)?|average_last"
+    r"|optimization\.(max_update|max_epoch|stop_time_hours|update_freq)"
+    r"|checkpoint\.(patience|save_.*|keep_.*|no_(epoch|last|save).*|write_checkpoints_asynchronously|maximize_.*|best_.*)"
+    r"|common\.(log_.*|tensorboard_logdir|wandb_.*|azureml_logging|aim_.*|user_dir|cpu|fp16_no_flatten_grads)"
+    r"|dataset\.(num_workers.*|data_buffer_size|max_tokens|max_tokens_valid|batch_size_valid|max_valid_steps"
+    r"|(validate|fixed_validation|disable_validation).*)"
+    r"|task\.data"
+)
+#: Limits that decide whether a run is finished.
+STOP = ("optimization.max_update", "optimization.max_epoch", "optimization.stop_time_hours", "checkpoint.patience")
+#: The order in which differences between two runs are listed.
+IMPORTANT = ("model._name", "model.", "task.", "criterion.", "optimizer.", "lr_scheduler.", "optimization.", "tokens_")
+
+
+@dataclasses.dataclass(frozen=True)
+class Batches:
+    """How the tokens of one update are spread: ``world_size * update_freq * max_tokens`` of ``tokens_per_update``.
+
+    Where batches are counted in sentences (``dataset.batch_size``, one rank only), the latter two may be None.
+    """
+
+    world_size: int
+    update_freq: int
+    max_tokens: int | None
+    tokens_per_update: int | None
+
+    def __str__(self) -> str:
+        ranks = f"{self.world_size} rank{'s' if self.world_size > 1 else ''}"
+        if self.max_tokens is None:
+            return f"{ranks} x dataset.batch_size sentences x update-freq {self.update_freq}"
+        product = self.world_size * self.update_freq * self.max_tokens
+        of = "" if product == self.tokens_per_update else f" of {self.tokens_per_update}"
+        return f"{ranks} x {self.max_tokens} tokens x update-freq {self.update_freq} = {product}{of} tokens per update"
+
+
+def spread(tokens_per_update: int, cap: int, world_size: int) -> Batches:
+    """Spread ``tokens_per_update`` over ``world_size`` ranks, none of which takes more than ``cap`` tokens at once.
+
+    update_freq = ceil(tokens_per_update / (world_size * cap)), and then max_tokens = floor(tokens_per_update /
+    (world_size * update_freq)), which is ``cap`` where that divides. fairseq deals the batches of an update out in
+    turn, so ranks with the same max_tokens get the very batches that one rank takes one after the other.
+    """
+    update_freq = -(-tokens_per_update // (world_size * cap))
+    max_tokens = tokens_per_update // (world_size * update_freq)
+    if max_tokens < 1:
+        raise UserError(f"{tokens_per_update} tokens per update are too few for {world_size} ranks")
+    return Batches(world_size, update_freq, max_tokens, tokens_per_update)
+
+
+def compose(config: Path, overrides: Sequence[str], world_size: int, on_cpu: bool) -> tuple[DictConfig, Batches]:
+    """The settings of a training, as fairseq takes them, and its batches.
+
+    Args:
+        config: a YAML file.
+        overrides: ``key=value`` in hydra's syntax, with or without ``+``.
+        world_size: number of ranks.
+        on_cpu: whether they compute on CPUs.
+    """
+    own, given = {}, []
+    for override in overrides:
+        key, equals, value = override.partition("=")
+        if key.lstrip("+") in OWN and equals:
+            own[key.lstrip("+")] = value
+        else:
+            # `++` sets a key whether or not the file has it; whether fairseq knows it is checked below.
+            given.append(f"++{override.lstrip('+')}" if "." in key and equals and key[0] != "~" else override)
+    names = {override.partition("=")[0].lstrip("+~") for override in given} | own.keys()
+    for name in names:
+        if name.removeprefix("distributed_training.distributed_") in DERIVED:
+            raise UserError(f"{name} cannot be set here; it follows from NPROC, NNODES, ... (see --help)")
+    cfg = _read(config, given)
+    batches = _batches(config, cfg, given, names, own.get("tokens_per_update"), world_size)
+    # Composed again with what follows from the number of ranks, since other settings refer to these.
+    derived = {"distributed_training.distributed_world_size": world_size, "distributed_training.device_id": 0}
+    if batches.max_tokens is not None:
+        derived["optimization.update_freq"] = [batches.update_freq]
+        derived["dataset.max_tokens"] = batches.max_tokens
+        derived["dataset.max_tokens_valid"] = cfg.dataset.max_tokens_valid  # validation is not part of an update
+    if world_size > 1:
+        derived["distributed_training.distributed_no_spawn"] = "true"
+        derived["distributed_training.distributed_init_method"] = "'env://'"
+        if on_cpu and "distributed_training.distributed_backend" not in names:
+            derived["distributed_training.distributed_backend"] = "gloo"
+    if on_cpu and cfg.common.fp16 and not cfg.common.memory_efficient_fp16:
+        derived["common.fp16_no_flatten_grads"] = "true"  # fairseq asks CUDA when it flattens them
+    average_last = _whole("average_last", own.get("average_last", _average_last(cfg)), least=0) or None
+    if any(str(OmegaConf.select(cfg, key)) != str(value) for key, value in derived.items()):
+        kept = [override for override in given if override.partition("=")[0].lstrip("+~") not in derived]
+        cfg = _read(config, [*kept, *(f"++{key}={value}" for key, value in derived.items())])
+    with open_dict(cfg):
+        cfg.tokens_per_update, cfg.average_last, cfg.scoring = batches.tokens_per_update, average_last, None
+    return cfg, batches
+
+
+#: fairseq's settings as hydra's schema for a config of this name.
+_register = functools.cache(hydra_init)
+
+
+def _read(config: Path, overrides: Sequence[str]) -> DictConfig:
+    """The settings as fairseq-hydra-train composes them, plain values only, every key checked."""
+    try:
+        _register(config.stem)
+        with warnings.catch_warnings(action="ignore"), initialize_config_dir(str(config.parent), version_base="1.1"):
+            cfg = hydra_compose(config_name=config.stem, overrides=list(overrides))
+        check_keys(cfg)
+        add_defaults(cfg)
+        return OmegaConf.create(OmegaConf.to_container(cfg, resolve=True, enum_to_str=True))
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UserError(_one_line(error)) from error
+
+
+def _one_line(error: Exception) -> str:
+    """What hydra says, with its advice; what follows `full_key:` is its own bookkeeping."""
+    text = f"{error}\n{error.__cause__}" if isinstance(error, HydraException) and error.__cause__ else str(error)
+    lines = [line.strip().rstrip(".") for line in text.splitlines()]
+    kept = [line for line in lines if line and not re.match(r"full_key:|reference_type=|object_type=|See https", line)]
+    return ": ".join(dict.fromkeys(kept)).replace("++", "")
+
+
+def check_keys(cfg: DictConfig) -> None:
+    """Refuse a key that fairseq would ignore.
+
+    Raises:
+        UserError: names the key and the most similar one that exists.
+    """
+    sections = FairseqConfig.__dataclass_fields__
+    for section in cfg:
+        if section not in sections and section not in OWN:
+            raise UserError(f"unknown section '{section}' in the settings{did_you_mean(section, [*sections, *OWN])}")
+        node = cfg[section]
+        if not OmegaConf.is_dict(node):
+            continue
+        known = _known_keys(section, node.get("_name"))
+        for key in node:
+            if known is not None and key not in known:
+                raise UserError(f"unknown setting '{section}.{key}'{did_you_mean(key, known)}")
+
+
+def _known_keys(section: str, name: str | None) -> set[str] | None:
+    """The keys of a section, given its ``_name``; None where nothing is known about them."""
+    declared = FairseqConfig.__dataclass_fields__[section].type
+    if section == "scoring":
+        return {"_name", "average_last"} if name is None else None
+    if dataclasses.is_dataclass(declared):
+        return {field.name for field in dataclasses.fields(declared)}
+    legacy = None
+    if section == "model":
+        if name not in ARCH_MODEL_REGISTRY:
+            raise UserError(f"unknown architecture model._name={name}{_similar_architecture(name)}")
+        legacy, registry = ARCH_MODEL_REGISTRY[name], MODEL_DATACLASS_REGISTRY
+        name = ARCH_MODEL_NAME_REGISTRY[name]
+    elif section == "task":
+        legacy, registry = TASK_REGISTRY.get(name), TASK_DATACLASS_REGISTRY
+    else:
+        legacy = REGISTRIES.get(section, {}).get("registry", {}).get(name)
+        registry = REGISTRIES.get(section, {}).get("dataclass_registry", {})
+    if registry.get(name) is not None:
+        return {field.name for field in dataclasses.fields(registry[name])} | {"_name"}
+    if not hasattr(legacy, "add_args"):
+        return None
+    parser = argparse.ArgumentParser(argument_default=argparse.SUPPRESS)
+    legacy.add_args(parser)
+    return {action.dest for action in parser._actions} | {"_name"}
+
+
+def _similar_architecture(name: object) -> str:
+    ours = sorted(arch for arch, model in ARCH_MODEL_REGISTRY.items() if model.__module__.startswith("pn_fairseq."))
+    similar = did_you_mean(str(name), ours) or did_you_mean(str(name), ARCH_MODEL_REGISTRY)
+    return similar or f"; this plugin has {', '.join(ours)}"
+
+
+def _average_last(cfg: DictConfig) -> int:
+    return cfg.get("average_last") or (cfg.scoring or {}).get("average_last") or 0
+
+
+def _whole(name: str, value: object, least: int = 1) -> int:
+    if not re.fullmatch(r"\d{1,12}", str(value)) or int(value) < least:
+        raise UserError(f"{name}={value} must be a whole number of at least {max(least, 1)}")
+    return int(value)
+
+
+def _batches(config: Path, cfg: DictConfig, given: list[str], names: set[str], own: str | None, world_size: int):
+    """The tokens per update are ``tokens_per_update``; without it, and where ``optimization.update_freq`` is
+    overridden, ``update_freq * max_tokens``, which states them for one rank. An override of ``dataset.max_tokens``
+    alone changes how much a rank takes at once, not the tokens per update.
+    """
+    frequencies = list(cfg.optimization.update_freq)
+    if len(set(frequencies)) != 1 or int(frequencies[0]) < 1:
+        raise UserError(f"optimization.update_freq={frequencies} must be one whole number, as in [4]")
+    update_freq, cap = int(frequencies[0]), cfg.dataset.max_tokens
+    if cap is None or cfg.dataset.batch_size is not None:
+        if world_size > 1:
+            raise UserError("several ranks need batches in tokens: set dataset.max_tokens, and no dataset.batch_size")
+        return Batches(1, update_freq, cap, cap and cap * update_freq)
+    cap = _whole("dataset.max_tokens", cap)
+    if own is not None and "optimization.update_freq" in names:
+        raise UserError("tokens_per_update and optimization.update_freq set the same thing: give one of them")
+    tokens = own if own is not None else cfg.get("tokens_per_update")
+    if "optimization.update_freq" in names:
+        tokens = update_freq * cap
+    elif tokens is None:
+        rest = [override for override in given if override.partition("=")[0].lstrip("+~") != "dataset.max_tokens"]
+        of_file = cap if len(rest) == len(given) else _read(config, rest).dataset.max_tokens
+        tokens = update_freq * (of_file or cap)
+    return spread(_whole("tokens_per_update", tokens), cap, world_size)
+
+
+def check_model(cfg: DictConfig, data: Path, batches: Batches) -> None:
+    """Build the task and the model, without memory for its weights, and look at the lengths of all sentences.
+
+    Raises:
+        UserError: the model cannot be built, the data does not fit it, or a sentence is too long: fairseq would
+            silently skip it.
+    """
+    source, target = cfg.task.source_lang, cfg.task.target_lang
+    for lang in (source, target):
+        if not (data / "bin" / f"dict.{lang}.txt").is_file():
+            raise UserError(
+                f"{data}/bin has no dictionary of '{lang}' (task.source_lang={source}, task.target_lang={target})"
+            )
+    cfg = OmegaConf.create(OmegaConf.to_container(cfg))
+    try:
+        task = tasks.setup_task(cfg.task)
+        with torch.device("meta"), open_dict(cfg):
+            model = task.build_model(cfg.model)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    limits = zip(("source", "target"), task.max_positions(), model.max_positions(), strict=True)
+    for (side, of_task, of_model), lang in zip(limits, (source, target), strict=True):
+        for split in ("train", "valid", "test"):
+            limit = min(of_task, of_model)
+            text = f"{split}.{source}-{target}.{lang}"
+            dataset = load_indexed_dataset(str(data / "bin" / text))
+            if dataset is None:
+                raise UserError(f"{data}/bin has no {text}: prepare it again (scripts/prepare_*.sh)")
+            sizes = dataset.sizes  # a view of the file that the dataset keeps open
+            if split == "train" and cfg.dataset.max_tokens:
+                limit = min(limit, cfg.dataset.max_tokens)
+            too_long = sizes > limit
+            if count := int(too_long.sum()):
+                advice = f"raise dataset.max_tokens or task.max_{side}_positions and model.max_{side}_positions"
+                if split == "train" and limit == batches.max_tokens and batches.world_size * batches.update_freq > 1:
+                    advice = f"use fewer ranks or a larger tokens_per_update ({batches}), or {advice}"
+                raise UserError(
+                    f"{data}/bpe/{split}.{lang} has {count} sentences of more than {limit - 1} subwords, the first in "
+                    f"line {int(too_long.argmax()) + 1}: fairseq would silently skip them; shorten them, or {advice}"
+                )
+
+
+def flat(settings: dict, prefix: str = "") -> dict[str, object]:
+    """Settings by dotted name."""
+    values = {}
+    for key, value in settings.items():
+        values |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return values
+
+
+def check_same_run(cfg: DictConfig, data: Path, run: Path) -> None:
+    """Refuse to resume a run that was started with different settings or different data."""
+    kept = run / "data.settings"
+    if kept.is_file() and kept.read_bytes() != (data / "settings").read_bytes():
+        raise UserError(f"'{run}' was started with different data than '{data}' (compare {kept}); use another --run")
+    begun = OmegaConf.to_container(OmegaConf.load(run / "config.yaml"))
+    before, now = flat(begun), flat(OmegaConf.to_container(cfg))
+    if "tokens_per_update" not in before and before["dataset.max_tokens"]:
+        # A run from before the settings said so.
+        world_size = before["distributed_training.distributed_world_size"]
+        before["tokens_per_update"] = before["dataset.max_tokens"] * before["optimization.update_freq"][0] * world_size
+    different = [key for key in {*before, *now} if before.get(key) != now.get(key) and not MAY_CHANGE.fullmatch(key)]
+    if different:
+
+        def importance(key: str) -> tuple:
+            return next((n for n, start in enumerate(IMPORTANT) if key.startswith(start)), len(IMPORTANT)), key
+
+        shown = [f"{key} {before.get(key)} -> {now.get(key)}" for key in sorted(different, key=importance)]
+        more = f", and {len(shown) - 3} more" if len(shown) > 3 else ""
+        raise UserError(
+            f"'{run}' was started with different settings: {', '.join(shown[:3])}{more}; use another --run or remove "
+            "it (only limits, decoding, saving, validation and logging may change when a run is resumed)"
+        )

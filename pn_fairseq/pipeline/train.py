@@ -1,0 +1,354 @@
+"""``scripts/train.sh``: check the settings of a training, launch its ranks, run fairseq's training in each."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import re
+import signal
+import sys
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pn_fairseq
+from pn_fairseq.pipeline.command import ArgumentParser, Interrupted, UserError, command, did_you_mean
+from pn_fairseq.pipeline.files import atomic_write
+from pn_fairseq.pipeline.launch import Place, TrainingFailed, find_place, torchrun
+
+PACKAGE = Path(pn_fairseq.__file__).resolve().parent
+ROOT = PACKAGE.parent
+
+USAGE = "scripts/train.sh CONFIG [--data DIR] [--run DIR] [--check] [key=value ...]"
+EPILOG = """\
+settings (key=value, in hydra's syntax):
+  model._name=transformer_bn_tiny  model.encoder_norm=batch  model.encoder_layers=2  common.seed=2
+  optimization.max_update=400  tokens_per_update=65536  average_last=10  common.fp16=true
+
+Trains with fairseq, one rank per visible GPU, or one on the CPU, and shows one line of progress; fairseq's log is in
+DIR/train.log. A run that was interrupted, killed or pre-empted resumes from its last checkpoint when the same command
+is given again, on any number of ranks; one that is finished is left alone. Limits (optimization.max_update, ...) and
+settings of decoding, saving, validation and logging may change when a run is resumed.
+
+An update takes tokens_per_update tokens on any number of ranks: dataset.max_tokens is the most that one rank takes at
+once, and optimization.update_freq follows. An override of optimization.update_freq states it for one rank:
+tokens_per_update is then update_freq x max_tokens.
+
+environment:
+  NPROC=N        N ranks on this machine: fewer than its GPUs, or N on the CPU of a machine without
+  NNODES=N NODE_RANK=K MASTER_ADDR=HOST [MASTER_PORT=29500]
+                 this is machine K, 0 to N-1, of N; HOST is machine 0, where MASTER_PORT must be free. Give the same
+                 command on each; all must see the same files
+  START_TIMEOUT=600
+                 how many seconds the machines wait for each other
+Under SLURM nothing needs to be set; NNODES, if set, takes precedence. One task per machine uses the GPUs of each:
+  srun --ntasks-per-node=1 --kill-on-bad-exit=1 scripts/train.sh CONFIG ...
+and one task per GPU works, too. With sbatch --requeue a job that is requeued resumes. torchrun works as well:
+  torchrun --nproc-per-node 2 -m pn_fairseq train CONFIG ...
+
+If one rank fails all are stopped, and the exit code is not 0.
+"""
+
+#: Seconds between two lines of progress where the output is not a terminal.
+LOG_SECONDS = 30
+
+
+def say(text: str) -> None:
+    print(f"[train] {text}", file=sys.stderr, flush=True)
+
+
+def _parser() -> ArgumentParser:
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = ArgumentParser(prog="train.sh", usage=USAGE, epilog=EPILOG, formatter_class=formatter)
+    names = ", ".join(sorted(path.stem for path in (ROOT / "configs").glob("*.yaml")))
+    parser.add_argument("config", metavar="CONFIG", help=f"a name in configs/ ({names}) or the path of a YAML file")
+    parser.add_argument("settings", nargs="*", metavar="key=value", help="settings that differ from the file's")
+    parser.add_argument("--data", type=Path, metavar="DIR", help="prepared data (default runs/data/CONFIG)")
+    parser.add_argument("--run", type=Path, metavar="DIR", help="checkpoints and logs (default runs/CONFIG)")
+    parser.add_argument("--check", action="store_true", help="check the settings and stop; needs no data")
+    parser.add_argument("--version", action="version", version=f"pn_fairseq {pn_fairseq.__version__}")
+    return parser
+
+
+def find_config(name: str) -> Path:
+    """The file of a CONFIG argument."""
+    path = Path(name) if name.endswith((".yaml", ".yml")) else ROOT / "configs" / f"{name}.yaml"
+    if not path.is_file():
+        known = sorted(file.stem for file in (ROOT / "configs").glob("*.yaml"))
+        raise UserError(f"there is no '{path}'{did_you_mean(name, known)}; configs/ has: {', '.join(known)}")
+    return path.resolve()
+
+
+@command("train.sh", OSError)
+def main(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    args = _parser().parse_intermixed_args(argv)
+    for setting in args.settings:
+        if "=" not in setting and not setting.startswith("~"):
+            raise UserError(f"unexpected argument '{setting}': settings are key=value (see --help)")
+    config = find_config(args.config)
+    data = (args.data or ROOT / "runs/data" / config.stem).absolute()
+    run = (args.run or ROOT / "runs" / config.stem).absolute()
+    if not args.check and not ((data / "bin").is_dir() and (data / "settings").is_file()):
+        raise UserError(
+            f"'{data}' is not prepared data: it has no bin/ or no settings (scripts/prepare_*.sh make them)"
+        )
+    if ":" in str(data):
+        raise UserError(f"'{data}' has a colon, at which fairseq splits paths; use another place (--data)")
+    logging.getLogger().addHandler(logging.NullHandler())  # else fairseq configures logging when it is imported
+    logging.captureWarnings(True)
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+    import torch
+
+    from pn_fairseq.checkpoints import CheckpointError
+
+    on_cpu = any(re.fullmatch(r"\+*common\.cpu=true", setting, re.I) for setting in args.settings)
+    place = find_place(os.environ, 0 if on_cpu else torch.cuda.device_count())
+    try:
+        return _main(args, argv, place, config, data, run)
+    except (UserError, CheckpointError) as error:
+        if place.local_rank:
+            return 2  # every rank finds the same mistake; one says so
+        raise UserError(str(error)) from error
+    except TrainingFailed as error:
+        print(f"train.sh: error: {error}; run the same command again to resume", file=sys.stderr)
+        return 1
+
+
+def _main(args, argv: list[str], place: Place, config: Path, data: Path, run: Path) -> int:
+    from pn_fairseq.pipeline.repair import resumed_from
+    from pn_fairseq.pipeline.settings import check_model, check_same_run, compose
+
+    where = {
+        "common.user_dir": PACKAGE,
+        "task.data": data / "bin",
+        "checkpoint.save_dir": run / "checkpoints",
+        "common.log_file": run / "train.log",
+        "common.tensorboard_logdir": run / "tensorboard",
+    }
+    overrides = [f"{key}={quoted(path)}" for key, path in where.items()] + args.settings
+    cfg, batches = compose(config, overrides, place.world_size, not place.gpu)
+    if args.check:
+        return 0
+    check_model(cfg, data, batches)
+    resumed = resumed_from(run / "checkpoints")
+    if resumed.exists() and (run / "config.yaml").exists():
+        check_same_run(cfg, data, run)
+        if is_finished(cfg, resumed, run):
+            if not place.rank:
+                say(f"{run} is already trained; nothing to do")
+            return 0
+    if place.rank is None and place.world_size > 1:
+        if not place.gpu:
+            os.environ.setdefault("OMP_NUM_THREADS", str(max(1, own_cores() // place.workers)))
+        logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+        return torchrun(place, argv)
+    if not place.rank:
+        begin(cfg, batches, place, data, run)
+    train(cfg, place, data, run)
+    return 0
+
+
+def quoted(text: str | Path) -> str:
+    """``text`` as one value in hydra's syntax, whatever characters a path has."""
+    escaped = str(text).replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{escaped}'"
+
+
+def own_cores() -> int:
+    """How many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def is_finished(cfg, checkpoint: Path, run: Path) -> bool:
+    """Whether the run has reached its last update, or an end that fairseq announced for the same limits."""
+    from omegaconf import OmegaConf
+
+    from pn_fairseq.checkpoints import CheckpointError, load_checkpoint
+    from pn_fairseq.pipeline.settings import STOP
+
+    try:
+        updates = load_checkpoint(checkpoint)["optimizer_history"][-1]["num_updates"]
+    except CheckpointError:
+        return False
+    if cfg.optimization.max_update and updates >= cfg.optimization.max_update:
+        return True
+    log = run / "train.log"
+    lines = log.read_text("utf-8", errors="replace").splitlines() if log.is_file() else []
+    before = OmegaConf.load(run / "config.yaml")
+    same = all(OmegaConf.select(before, key) == OmegaConf.select(cfg, key) for key in STOP)
+    return bool(lines) and "done training" in lines[-1] and same
+
+
+def lock(run: Path) -> None:
+    """Keep other processes from training in ``run`` for as long as this process exists."""
+    with contextlib.suppress(PermissionError):  # somebody else's run, which can be finished at best
+        descriptor = os.open(run / ".lock", os.O_RDWR | os.O_CREAT)
+        try:
+            # Not flock, which a process that loads data would hold for some seconds after the training was killed.
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"'{run}' is being trained by another process: wait for it, or use another --run") from None
+        except OSError:
+            return  # a file system without locks
+
+
+def begin(cfg, batches, place: Place, data: Path, run: Path) -> None:
+    """What the first rank does before it trains: lock and repair the run, and write down what is trained, and how."""
+    import torch
+    from omegaconf import OmegaConf
+
+    from pn_fairseq.machine import describe
+    from pn_fairseq.pipeline.repair import repair
+
+    try:
+        run.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot make the directory '{run}' (--run): {error.strerror}") from None
+    lock(run)
+    for line in repair(run / "checkpoints"):
+        say(line)
+    with atomic_write(run / "config.yaml", "w") as file:
+        file.write(OmegaConf.to_yaml(cfg))
+    with atomic_write(run / "data", "w") as file:
+        file.write(f"{data}\n")
+    with atomic_write(run / "data.settings") as file:
+        file.write((data / "settings").read_bytes())
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", torch.cuda.device_count() if place.gpu else 1))
+    about = describe()
+    machine = {"workers": min(here, batches.world_size), "gpus": about["gpus"] if place.gpu else []}
+    record = {
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "workers": batches.world_size,
+        "tokens_per_update": batches.tokens_per_update,
+        "update_freq": batches.update_freq,
+        "max_tokens": batches.max_tokens,
+        # The machines are taken to be like this one.
+        "machines": [machine] * -(-batches.world_size // machine["workers"]),
+        **about,
+    }
+    with (run / "starts.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps(record) + "\n")
+    say(f"{batches}{'' if place.gpu else ', on the CPU'}; fairseq's log is {run / 'train.log'}")
+
+
+def train(cfg, place: Place, data: Path, run: Path) -> None:
+    """fairseq's training, as one of its ranks.
+
+    Raises:
+        TrainingFailed: the training raised an exception, whose traceback is in the log.
+    """
+    import torch
+    from fairseq.distributed.utils import call_main
+    from fairseq_cli.train import main as fairseq_main
+    from omegaconf import OmegaConf
+
+    rank = place.rank or 0
+    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+        # A rank in a collective call waits for the others for ever: it must not outlive torchrun, however that ends.
+        torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGKILL)
+    if place.rank is not None:  # torchrun has set them, SLURM has not
+        os.environ.setdefault("MASTER_ADDR", place.address)
+        os.environ.setdefault("MASTER_PORT", str(place.port))
+    same = hashlib.sha256(OmegaConf.to_yaml(cfg).encode() + (data / "settings").read_bytes()).hexdigest()
+    cfg.common.log_file = None  # the handler below has all of fairseq's log, not only that of fairseq_cli.train
+    # fairseq reads torchrun's variables itself, but divides by the number of GPUs.
+    cfg.distributed_training.distributed_rank = rank
+    cfg.distributed_training.device_id = place.local_rank % max(1, torch.cuda.device_count())
+    OmegaConf.set_struct(cfg, True)
+
+    def checked_main(cfg) -> None:
+        if place.world_size > 1:
+            others: list = [None] * place.world_size
+            torch.distributed.all_gather_object(others, same)
+            for other, digest in enumerate(others):
+                if digest != others[0]:
+                    raise UserError(f"rank {other} was started with different settings or data than rank 0")
+        fairseq_main(cfg)
+
+    with logging_to(run / "train.log", cfg.optimization.max_update, rank) as logger:
+        try:
+            call_main(cfg, checked_main)
+        except (UserError, Interrupted, KeyboardInterrupt):
+            raise
+        except Exception as error:
+            logger.exception("the training failed")
+            named = f"rank {rank}: " if place.world_size > 1 else ""
+            reason = next(iter(str(error).strip().splitlines()), "")
+            raise TrainingFailed(
+                f"{named}{type(error).__name__}: {reason} (the traceback is in {run / 'train.log'})"
+            ) from error
+
+
+@contextlib.contextmanager
+def logging_to(log: Path, total: int, rank: int):
+    """Write fairseq's log, errors alone on ranks other than 0, and show the progress."""
+    root = logging.getLogger()
+    root.setLevel(logging.INFO)
+    file = logging.FileHandler(log, encoding="utf-8", delay=True)
+    file.setFormatter(logging.Formatter("%(asctime)s | %(levelname)s | %(name)s | %(message)s", "%Y-%m-%d %H:%M:%S"))
+    file.setLevel(logging.ERROR if rank else logging.INFO)
+    handlers = [file] if rank else [file, Progress(total)]
+    for handler in handlers:
+        root.addHandler(handler)
+    try:
+        yield root
+    finally:
+        for handler in handlers:
+            root.removeHandler(handler)
+            handler.close()
+
+
+class Progress(logging.Handler):
+    """One line of progress from fairseq's JSON records: rewritten on a terminal, every so often in a log."""
+
+    def __init__(self, total: int):
+        super().__init__(logging.INFO)
+        self.total, self.train, self.valid, self.shown = total, "", "", 0.0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = record.getMessage()
+        if resumed := re.match(r"Loaded checkpoint .*/(.*) \(epoch \d+ @ (\d+) updates\)", text):
+            say(f"resuming from {resumed[1]}, update {resumed[2]}")
+        elif re.match("Stopping training due to|early stop since", text):
+            self.show(f"[train] {text.split(', minimum')[0]}", keep=True)
+        if not text.startswith("{"):
+            return
+        with contextlib.suppress(ValueError, KeyError):
+            values = json.loads(text)
+            if "valid_num_updates" in values:
+                self.valid = f", validation {float(values['valid_nll_loss']):.3f} bits per token"
+                self.show(f"[train] update {values['valid_num_updates']}{self.valid}", keep=True)
+            elif "ups" in values:
+                self.show(self.line(int(values["num_updates"]), values))
+
+    def line(self, updates: int, values: dict) -> str:
+        speed = float(values["ups"])
+        left = f", {max(self.total - updates, 0) / speed / 60:.1f} minutes left" if speed and self.total else ""
+        of = f" of {self.total}" if self.total else ""
+        return (
+            f"[train] update {updates}{of}, loss {float(values['loss']):.3f}{self.valid}, "
+            f"{float(values['wps']):.0f} tokens/s{left}"
+        )
+
+    def show(self, line: str, keep: bool = False) -> None:
+        if sys.stderr.isatty():
+            print(f"\r\x1b[K{line}", end="\n" if keep else "", file=sys.stderr, flush=True)
+        elif keep or time.monotonic() - self.shown >= LOG_SECONDS:
+            self.shown = self.shown if keep else time.monotonic()
+            print(line, file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        if sys.stderr.isatty():
+            print(file=sys.stderr)
+        super().close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,79 @@
+"""``scripts/translate.sh``: plain text in, plain text out, tokenized and segmented as the data of a run."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+from pn_fairseq.pipeline.command import ArgumentParser, UserError, command
+from pn_fairseq.pipeline.files import atomic_write
+from pn_fairseq.pipeline.generate import Decoding, add_decoding_options, decode, hypotheses, write_lines
+from pn_fairseq.pipeline.runs import Run, open_run
+
+
+def _parser() -> ArgumentParser:
+    usage = "scripts/translate.sh --run DIR [--checkpoint FILE ...] [--input FILE] [--output FILE] [options] <TEXT"
+    about = "One sentence a line, UTF-8. As many lines come out as go in; an empty line stays empty."
+    parser = ArgumentParser(prog="translate.sh", usage=usage, description=about)
+    add_decoding_options(parser)
+    parser.add_argument("--input", type=Path, metavar="FILE", help="text to translate (default: standard input)")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="default: standard output")
+    return parser
+
+
+def to_subwords(run: Run, text: str) -> list[str]:
+    """The lines of ``text`` as the model's training data has them."""
+    from pn_fairseq.pipeline.data import settings, subwords, tokens
+
+    how = settings.read(run.data)
+    tokenize = tokens.tokenizer(how, how["source"], "test" in how["straighten"].split(), os.environ.get("MOSES", ""))
+    segment = subwords.segmenter(how["segmentation"], run.data / "bpe" / subwords.MODELS[how["segmentation"]])
+    tokenized = tokenize("".join(f"{line}\n" for line in text.split("\n")).encode("utf-8"))
+    return [segment(line).strip() for line in tokenized.decode("utf-8").removesuffix("\n").split("\n")]
+
+
+@command("translate.sh", OSError)
+def main(argv: list[str] | None = None) -> int:
+    args = _parser().parse_args(argv)
+    folder = args.run
+    if folder is None and args.checkpoint:  # RUN/checkpoints/averaged.pt
+        above = args.checkpoint[0].resolve().parent
+        folder = above.parent if (above.parent / "config.yaml").is_file() else above
+    run = open_run(folder, same_data=True)
+    if run.data is None:
+        raise UserError(f"{run.bin}/../settings does not exist: how its text was tokenized is not known")
+    decoding = Decoding(args, run)
+    try:
+        text = (args.input.read_bytes() if args.input else sys.stdin.buffer.read()).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{args.input or 'standard input'} is not UTF-8 (byte {error.start})") from error
+    text = text.removeprefix("\ufeff").replace("\r\n", "\n").removesuffix("\n")
+    lines = to_subwords(run, text)
+    full = [line for line in lines if line]
+    with tempfile.TemporaryDirectory() as name:
+        source = Path(name) / "source"
+        write_lines(source, full)
+        command_line = [
+            *("fairseq_cli.interactive", str(run.bin), "--input", str(source), *decoding.options),
+            *("--buffer-size", str(max(len(full), args.batch_size))),
+        ]
+        gpus = decoding.gpus[:1]
+        logs = decode("interactive", [command_line], gpus, Path(name), len(full)) if full else []
+        best = iter([options[0][1] for options in hypotheses(logs, len(full))])
+
+    from pn_fairseq.scoring import detokenize
+
+    tokens = [next(best) if line else "" for line in lines]
+    plain = "".join(f"{line}\n" for line in detokenize(tokens, decoding.settings["target"])).encode("utf-8")
+    if args.output is None:
+        sys.stdout.buffer.write(plain)
+    else:
+        with atomic_write(args.output) as file:
+            file.write(plain)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

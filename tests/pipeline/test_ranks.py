@@ -1,0 +1,230 @@
+"""scripts/train.sh on several ranks: of one machine, of several, under SLURM and torchrun, by gloo on CPUs."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from pn_fairseq.checkpoints import load_checkpoint
+from pn_fairseq.pipeline.repair import repair
+from pn_fairseq.training_log import read_log
+
+from ..scripts_helpers import ROOT, SCRIPTS, environment, run
+
+#: Without dropout, whose masks depend on the shape of the batches, an update is the same sum on any number of ranks.
+SETTINGS = (
+    *("tokens_per_update=1600", "dataset.max_tokens=400", "model.dropout=0", "model._name=transformer_ln_tiny"),
+    *("checkpoint.save_interval_updates=4", "common.log_interval=1", "lr_scheduler.warmup_updates=10"),
+)
+
+
+def free_port() -> int:
+    with socket.create_server(("localhost", 0)) as server:
+        return server.getsockname()[1]
+
+
+def arguments(data: Path, where: Path, *overrides: str) -> list[str]:
+    return [str(word) for word in ("verses_es_en", "--data", data, "--run", where, *SETTINGS, *overrides)]
+
+
+def start(data: Path, where: Path, *overrides: str, **changes: str) -> subprocess.Popen:
+    """train.sh in the background, in a process group of its own, as a shell or SLURM starts it."""
+    return subprocess.Popen(
+        ["bash", str(SCRIPTS / "train.sh"), *arguments(data, where, *overrides)],
+        env=environment(CUDA_VISIBLE_DEVICES="", **changes),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def finish(*processes: subprocess.Popen) -> list[tuple[int, str]]:
+    """Exit codes and what was said, once all have ended; none is left behind if the test fails."""
+    try:
+        outputs = [process.communicate(timeout=400) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return [(process.returncode, out + err) for process, (out, err) in zip(processes, outputs, strict=True)]
+
+
+def ranks_of(where: Path) -> list[int]:
+    """Processes that name the run directory on their command line, and so train there."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (entry / "cmdline").read_bytes()
+        except OSError:
+            continue
+        if str(where).encode() in words and entry.name != str(os.getpid()):
+            found.append(int(entry.name))
+    return found
+
+
+def gone(where: Path, seconds: float = 20) -> bool:
+    deadline = time.monotonic() + seconds
+    while ranks_of(where) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return not ranks_of(where)
+
+
+def wait_for_a_checkpoint(where: Path, *processes: subprocess.Popen, seconds: float = 300) -> None:
+    deadline = time.monotonic() + seconds
+    while not (where / "checkpoints/checkpoint_last.pt").exists():
+        assert time.monotonic() < deadline, "it took too long"
+        ended = [process.communicate() for process in processes if process.poll() is not None]
+        assert not ended, ended
+        time.sleep(0.01)
+
+
+def records(where: Path) -> list[dict]:
+    return [json.loads(line) for line in (where / "starts.jsonl").read_text("utf-8").splitlines()]
+
+
+def updates_of(where: Path) -> int:
+    return load_checkpoint(where / "checkpoints/checkpoint_last.pt")["optimizer_history"][-1]["num_updates"]
+
+
+def assert_same_curves(several: Path, one: Path) -> None:
+    """The losses are sums over the same sentences in another order: equal to fairseq's last digit, give or take one."""
+    ours, theirs = read_log(several / "train.log"), read_log(one / "train.log")
+    assert theirs.train and {update: ours.train[update] for update in theirs.train} == pytest.approx(
+        theirs.train, abs=0.0015
+    )
+    assert {update: ours.valid[update] for update in theirs.valid} == pytest.approx(theirs.valid, abs=0.0015)
+
+
+def test_two_ranks_learn_what_one_does_and_stop_if_one_dies(data, tmp_path):
+    """Two ranks of which one is killed after a checkpoint, and the same run resumed on one."""
+    where = tmp_path / "run"
+    process = start(data, where, "optimization.max_update=400", NPROC="2")
+    wait_for_a_checkpoint(where, process)
+    victim = max(pid for pid in ranks_of(where) if pid != process.pid)
+    os.kill(victim, signal.SIGKILL)
+    ((code, said),) = finish(process)
+    assert code == 1 and gone(where)
+    assert re.search(r"^train.sh: error: rank \d was killed by SIGKILL, and all .* to resume$", said, re.M), said
+
+    list(repair(where / "checkpoints"))  # it may have been killed within the next save
+    few = f"optimization.max_update={updates_of(where) + 2}"
+    for folder in (where, tmp_path / "one"):
+        ((code, said),) = finish(start(data, folder, few))
+        assert code == 0, said
+    assert_same_curves(where, tmp_path / "one")
+    first, second = records(where)
+    assert (first["workers"], first["update_freq"], first["machines"]) == (2, 2, [{"workers": 2, "gpus": []}])
+    assert (second["workers"], second["update_freq"]) == (1, 4)
+    for record in (first, second):
+        assert (record["max_tokens"], record["tokens_per_update"]) == (400, 1600)
+
+
+def machine(data: Path, where: Path, rank: int, port: int, *overrides: str, **changes: str) -> subprocess.Popen:
+    place = {"NNODES": "2", "NODE_RANK": str(rank), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    return start(data, where, *overrides, **place, **changes)
+
+
+@pytest.mark.slow
+def test_two_machines_then_slurm_tasks_then_torchrun(data, tmp_path):
+    """One run, started in four ways one after the other, has the curves of one rank."""
+    where, port = tmp_path / "run", free_port()
+    few = [f"optimization.max_update={updates}" for updates in (4, 8, 12, 16)]
+    ends = finish(*(machine(data, where, rank, port, few[0], NPROC="2") for rank in (1, 0)))
+    assert [code for code, _ in ends] == [0, 0], ends
+
+    def task(rank: int, nodes: int) -> subprocess.Popen:
+        return start(
+            *(data, where, few[1 if nodes == 2 else 2]),
+            **{
+                "SLURM_JOB_ID": str(os.getpid()),
+                "SLURM_STEP_NUM_NODES": str(nodes),
+                "SLURM_STEP_NODELIST": "localhost",
+            },
+            **{"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": str(rank), "SLURM_NODEID": str(rank if nodes == 2 else 0)},
+            **{"SLURM_LOCALID": str(0 if nodes == 2 else rank), "MASTER_PORT": str(port)},
+        )
+
+    for nodes in (2, 1):  # a task per machine, two tasks on one
+        ends = finish(*(task(rank, nodes) for rank in (0, 1)))
+        assert [code for code, _ in ends] == [0, 0], ends
+    words = ("torchrun", "--standalone", "--nproc-per-node", "2", "-m", "pn_fairseq", "train")
+    run(*words, *arguments(data, where, few[3]), CUDA_VISIBLE_DEVICES="")
+    run("bash", SCRIPTS / "train.sh", *arguments(data, tmp_path / "one", few[3]), CUDA_VISIBLE_DEVICES="")
+    assert_same_curves(where, tmp_path / "one")
+    assert [record["workers"] for record in records(where)] == [4, 2, 2, 2]
+
+
+@pytest.mark.slow
+def test_machines_that_do_not_fit_together(data, tmp_path):
+    ends = finish(
+        machine(data, tmp_path / "run", 0, port := free_port(), "common.seed=1"),
+        machine(data, tmp_path / "run", 1, port, "common.seed=2"),
+    )
+    assert any(code == 2 and "rank 1 was started with different settings" in said for code, said in ends), ends
+    ((code, said),) = finish(machine(data, tmp_path / "alone", 0, free_port(), START_TIMEOUT="2"))
+    assert code == 2 and "did not find each other" in said and "START_TIMEOUT" in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("sent", "code"),
+    [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)],
+    ids=lambda value: getattr(value, "name", None),
+)
+def test_a_signal_ends_all_ranks(sent, code, data, tmp_path):
+    """SIGTERM is what SLURM pre-empts with; after SIGKILL nothing can be said, but nothing may be left either."""
+    where = tmp_path / "run"
+    process = start(data, where, NPROC="2")
+    wait_for_a_checkpoint(where, process)
+    process.send_signal(sent)
+    ((ended, said),) = finish(process)
+    assert ended == code, said
+    assert gone(where)
+    if code > 0:
+        lines = [line for line in said.splitlines() if not line.startswith("[train] ")]
+        assert lines == ["train.sh: interrupted; run the same command again to resume"]
+
+
+@pytest.mark.slow
+def test_statistics_of_one_batch_each_do_not_see_the_ranks(data, tmp_path):
+    """A norm that takes the statistics of a rank's own batch has the same batches on two ranks as on one.
+
+    What is kept running differs (each rank has its own), and with it validation.
+    """
+    few = ("model._name=transformer_pnv_tiny", "model.norm_sync=off", "optimization.max_update=6")
+    for folder, ranks in (("two", "2"), ("one", "1")):
+        ((code, said),) = finish(start(data, tmp_path / folder, *few, NPROC=ranks))
+        assert code == 0, said
+    two, one = (read_log(tmp_path / folder / "train.log").train for folder in ("two", "one"))
+    assert two == pytest.approx(one, abs=0.0015)
+
+
+@pytest.mark.slow
+def test_a_sweep_over_norms(data, tmp_path):
+    """fairseq-hydra-train by itself: jobs of one process, each with checkpoints, log and best loss of its own."""
+    sweep = (
+        *("fairseq-hydra-train", "-m", "--config-dir", ROOT / "configs", "--config-name", "verses_es_en"),
+        *(f"task.data={data}/bin", f"common.user_dir={ROOT}/pn_fairseq", "dataset.max_tokens=400"),
+        *("model._name=transformer_ln_tiny,transformer_pn_tiny", "optimization.max_update=2", "common.log_interval=1"),
+    )
+    run(*sweep, cwd=tmp_path)
+    jobs = sorted((tmp_path / "runs/hydra/verses_es_en_sweep").glob("*/*_seed1"))
+    assert [job.name for job in jobs] == ["0_transformer_ln_tiny_seed1", "1_transformer_pn_tiny_seed1"]
+    for job, power in zip(jobs, (False, True), strict=True):
+        assert list(read_log(job / "train.log").train) == [1, 2]
+        log = (job / "train.log").read_text("utf-8")
+        assert log.count('"update"') == 2 and log.count("done training") == 1
+        assert any((job / "tensorboard").rglob("events.*"))
+        last, best = (load_checkpoint(job / f"checkpoints/checkpoint_{name}.pt") for name in ("last", "best"))
+        assert any(key.endswith("running_psi2") for key in last["model"]) is power
+        assert last["extra_state"]["best"] == best["extra_state"]["val_loss"] == last["extra_state"]["val_loss"]
+        # The scripts take such a folder as a run.
+        run("bash", SCRIPTS / "average.sh", "--run", job)
+        run("bash", SCRIPTS / "generate.sh", "--run", job, "--beam", "1", "--max-len-b", "5")
+        assert len((job / "generate/test/hyp.tok").read_text("utf-8").splitlines()) == 37

@@ -1,0 +1,192 @@
+"""The settings of a training: what overrides mean, what is refused and with which words, what may change."""
+
+import re
+
+import pytest
+from omegaconf import OmegaConf
+
+from pn_fairseq.pipeline.command import UserError
+from pn_fairseq.pipeline.settings import Batches, check_same_run, compose, spread
+
+from ..scripts_helpers import ROOT
+
+VERSES = ROOT / "configs/verses_es_en.yaml"
+
+
+def composed(*overrides, world_size=1, config=VERSES, on_cpu=True):
+    return compose(config, ["task.data=/data", *overrides], world_size, on_cpu)
+
+
+def refused(*overrides, world_size=1) -> str:
+    with pytest.raises(UserError) as caught:
+        composed(*overrides, world_size=world_size)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_tokens_per_update_are_kept_on_any_number_of_ranks():
+    for tokens in (4096, 1600, 524288, 1000):
+        for cap in (4096, 400, 333):
+            for ranks in range(1, 20):
+                batches = spread(tokens, cap, ranks)
+                taken = ranks * batches.update_freq * batches.max_tokens
+                # Nearly all of them: less than one is lost in each batch, and none where it divides.
+                assert tokens - ranks * batches.update_freq < taken <= tokens
+                assert batches.max_tokens <= cap
+                assert batches.update_freq == 1 or ranks * (batches.update_freq - 1) * cap < tokens
+                if tokens % (ranks * cap) == 0:
+                    assert batches.max_tokens == cap
+    with pytest.raises(UserError, match="too few"):
+        spread(3, 400, 4)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "ranks", "expected"),
+    [
+        ((), 1, Batches(1, 1, 2048, 2048)),
+        ((), 4, Batches(4, 1, 512, 2048)),
+        ((), 3, Batches(3, 1, 682, 2048)),
+        (("dataset.max_tokens=512",), 2, Batches(2, 2, 512, 2048)),
+        (("dataset.max_tokens=500",), 1, Batches(1, 5, 409, 2048)),
+        (("tokens_per_update=8192",), 2, Batches(2, 2, 2048, 8192)),
+        (("+tokens_per_update=8192",), 2, Batches(2, 2, 2048, 8192)),
+        (("optimization.update_freq=[4]",), 2, Batches(2, 2, 2048, 8192)),
+        (("optimization.update_freq=[4]", "dataset.max_tokens=100"), 4, Batches(4, 1, 100, 400)),
+    ],
+)
+def test_what_an_override_means_for_the_batches(overrides, ranks, expected):
+    cfg, batches = composed(*overrides, world_size=ranks)
+    assert batches == expected
+    assert list(cfg.optimization.update_freq) == [expected.update_freq]
+    assert cfg.dataset.max_tokens == expected.max_tokens and cfg.tokens_per_update == expected.tokens_per_update
+    given = dict(override.split("=") for override in overrides).get("dataset.max_tokens", 2048)
+    assert cfg.dataset.max_tokens_valid == int(given), "validation is not part of an update"
+    assert cfg.distributed_training.distributed_world_size == ranks
+
+
+def test_a_config_of_ones_own(tmp_path):
+    own = tmp_path / "own.yaml"
+    text = VERSES.read_text("utf-8").replace("update_freq: [1]", "update_freq: [3]")
+    own.write_text(text)
+    assert composed(config=own, world_size=2)[1] == Batches(2, 2, 1536, 6144)
+    assert composed("dataset.max_tokens=1024", config=own, world_size=2)[1] == Batches(2, 3, 1024, 6144)
+    own.write_text(text.replace("encoder_norm", "encoder_nrom").replace("dropout:", "drop_out:"))
+    with pytest.raises(UserError, match="unknown setting 'model.drop_out', did you mean 'dropout'"):
+        composed(config=own)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "ranks", "needle"),
+    [
+        (("tokens_per_update=0",), 1, "tokens_per_update=0"),
+        (("tokens_per_update=many",), 1, "tokens_per_update=many"),
+        (("average_last=some",), 1, "average_last=some"),
+        (("tokens_per_update=400", "optimization.update_freq=[2]"), 1, "the same thing"),
+        (("optimization.update_freq=[1,2]",), 1, "update_freq"),
+        (("dataset.batch_size=8",), 2, "dataset.batch_size"),
+        (("distributed_training.distributed_world_size=2",), 1, "NPROC"),
+    ],
+)
+def test_batches_that_are_refused(overrides, ranks, needle):
+    assert needle in refused(*overrides, world_size=ranks)
+
+
+@pytest.mark.parametrize(
+    ("override", "needles"),
+    [
+        ("model.encoder_nrom=layer", ("model.encoder_nrom", "did you mean 'encoder_norm'")),
+        ("+model.encoder_nrom=layer", ("model.encoder_nrom", "did you mean 'encoder_norm'")),
+        ("model._name=transformer_pn_tinyy", ("transformer_pn_tinyy", "did you mean 'transformer_pn_tiny'")),
+        ("model._name=quite_another", ("quite_another", "transformer_ln_tiny", "transformer_pn_iwslt")),
+        ("task.sourse_lang=es", ("task.sourse_lang", "'source_lang'")),
+        ("+task.sourse_lang=es", ("task.sourse_lang", "'source_lang'")),
+        ("+criterion.label_smoth=1", ("criterion.label_smoth", "'label_smoothing'")),
+        ("optimizer.lrate=1", ("optimizer.lrate",)),
+        ("+lr_scheduler.warmup_update=1", ("lr_scheduler.warmup_update", "'warmup_updates'")),
+        ("optimization.max_updates=1", ("optimization.max_updates", "'max_update'")),
+        ("+common.sed=1", ("common.sed", "'seed'")),
+        ("comon.seed=1", ("'comon'", "'common'")),
+        ("optimisation.max_update=4", ("'optimisation'", "'optimization'")),
+        ("optimization.lr=abc", ("optimization.lr=abc", "str is not a ListConfig, list or tuple")),
+        ("optimization.max_update=1e3", ("optimization.max_update", "Integer")),
+        ("optimizer.adam_betas=(0.9,0.98)", ("adam_betas", "extraneous input '('")),
+        ("optimizer=adam", ("optimizer", "+optimizer=adam")),
+        ("scoring.average_first=3", ("scoring.average_first", "'average_last'")),
+    ],
+)
+def test_an_unknown_setting_or_value_is_one_line_with_advice(override, needles):
+    line = refused(override)
+    assert all(needle in line for needle in needles), line
+
+
+@pytest.mark.parametrize("plus", ["", "+", "++"])
+def test_settings_of_the_model_work_with_and_without_plus(plus):
+    cfg, _ = composed(f"{plus}model.encoder_norm=batch", f"{plus}generation.max_len_b=20", f"{plus}model.dropout=0.3")
+    assert (cfg.model.encoder_norm, cfg.generation.max_len_b, cfg.model.dropout) == ("batch", 20, 0.3)
+
+
+def test_fp16_on_a_cpu_leaves_gradients_unflattened():
+    assert composed("common.fp16=true")[0].common.fp16_no_flatten_grads
+    assert not composed("common.fp16=true", on_cpu=False)[0].common.fp16_no_flatten_grads
+    assert not composed()[0].common.fp16_no_flatten_grads
+
+
+def test_how_many_checkpoints_are_averaged():
+    assert composed()[0].average_last == 5
+    assert composed("average_last=7")[0].average_last == 7
+
+
+@pytest.fixture
+def begun(tmp_path):
+    """A run and its data, begun with the settings of the verses."""
+    for folder in ("data", "run"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "data/settings").write_text("source=es\n")
+    (tmp_path / "run/data.settings").write_text("source=es\n")
+    OmegaConf.save(composed()[0], tmp_path / "run/config.yaml")
+
+    def check(*overrides, world_size=1):
+        check_same_run(composed(*overrides, world_size=world_size)[0], tmp_path / "data", tmp_path / "run")
+
+    check.data, check.run = tmp_path / "data", tmp_path / "run"
+    return check
+
+
+def test_limits_decoding_saving_validation_and_ranks_may_change(begun):
+    begun()
+    begun(
+        *("optimization.max_update=14", "generation.max_len_b=5", "generation.beam=7", "common.log_interval=7"),
+        *("checkpoint.save_interval_updates=3", "checkpoint.keep_interval_updates=2", "checkpoint.patience=3"),
+        *("dataset.validate_interval_updates=7", "average_last=3", "common.wandb_project=x", "dataset.num_workers=2"),
+        world_size=2,
+    )
+
+
+def test_other_differences_are_refused_the_important_ones_first(begun):
+    with pytest.raises(UserError) as caught:
+        begun(
+            *(
+                "dataset.required_batch_size_multiple=2",
+                "common.seed=2",
+                "common.fp16=true",
+                "optimizer.weight_decay=0.1",
+            ),
+            *("model._name=transformer_bn_tiny", "model.dropout=0.2", "optimization.clip_norm=1"),
+        )
+    text = str(caught.value)
+    order = ("model._name transformer_pn_tiny -> transformer_bn_tiny", "model.dropout 0.1 -> 0.2", "weight_decay")
+    places = [text.index(part) for part in order]
+    assert places == sorted(places) and re.search(r"and \d more", text) and "decoding" in text and "\n" not in text
+    (begun.data / "settings").write_text("source=de\n")
+    with pytest.raises(UserError, match="different data"):
+        begun()
+
+
+def test_a_run_of_before_tokens_per_update_was_recorded(begun):
+    before = OmegaConf.load(begun.run / "config.yaml")
+    del before["tokens_per_update"], before["average_last"]
+    before.distributed_training.distributed_world_size, before.dataset.max_tokens = 2, 1024
+    OmegaConf.save(before, begun.run / "config.yaml")
+    begun()
+    with pytest.raises(UserError, match="tokens_per_update 2048 -> 4096"):
+        begun("tokens_per_update=4096")

@@ -1,0 +1,351 @@
+"""scripts/train.sh: one rank, in this process; from outside where a process is killed or gets a signal."""
+
+import json
+import logging
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from fairseq.file_io import PathManager
+
+from pn_fairseq.checkpoints import load_checkpoint
+from pn_fairseq.pipeline import train
+from pn_fairseq.pipeline.command import UserError
+from pn_fairseq.pipeline.train import Progress, lock
+from pn_fairseq.training_log import read_log
+
+from ..scripts_helpers import SCRIPTS, environment
+
+#: A training of seconds. The psi warm-up ends at update 6, in the middle.
+SHORT = (
+    *("optimization.max_update=12", "checkpoint.save_interval_updates=4", "dataset.validate_interval_updates=100"),
+    *("tokens_per_update=400", "lr_scheduler.warmup_updates=6", "common.log_interval=2"),
+)
+
+
+@pytest.fixture(autouse=True)
+def one_rank_on_the_cpu(monkeypatch):
+    for name in ("NPROC", "NNODES", "NODE_RANK", "RANK", "WORLD_SIZE", "SLURM_JOB_ID"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+def start(data: Path, run: Path, *overrides: str) -> int:
+    return train.main(["verses_es_en", "--data", str(data), "--run", str(run), *SHORT, *overrides])
+
+
+@pytest.fixture(scope="module")
+def trained(data, tmp_path_factory) -> Path:
+    run = tmp_path_factory.mktemp("trained") / "a run, with 'quotes'"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUDA_VISIBLE_DEVICES", "")
+        assert start(data, run) == 0
+    return run
+
+
+def refused(capsys, code: int) -> str:
+    """The one line of an error, beside lines of progress."""
+    lines = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("[")]
+    assert code == 2 and len(lines) == 1 and lines[0].startswith("train.sh: error: "), lines
+    return lines[0]
+
+
+def snapshot(folder: Path) -> dict[Path, int]:
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
+
+
+def same_end(one: Path, other: Path) -> None:
+    """Same weights, statistics, optimizer and best loss, to the bit."""
+    for name in ("last", "best"):
+        first, second = (load_checkpoint(run / f"checkpoints/checkpoint_{name}.pt") for run in (one, other))
+        assert first["optimizer_history"][-1]["num_updates"] == second["optimizer_history"][-1]["num_updates"]
+        assert first["extra_state"]["best"] == second["extra_state"]["best"]
+        for key, value in second["model"].items():
+            assert torch.equal(first["model"][key], value), (name, key)
+        states = (state["last_optimizer_state"]["state"] for state in (first, second))
+        for ours, theirs in zip(*(state.values() for state in states), strict=True):
+            assert all(torch.equal(torch.as_tensor(ours[key]), torch.as_tensor(theirs[key])) for key in theirs)
+
+
+def test_what_a_run_holds(data, trained):
+    last = load_checkpoint(trained / "checkpoints/checkpoint_last.pt")
+    assert last["optimizer_history"][-1]["num_updates"] == 12
+    curve = read_log(trained / "train.log")
+    assert list(curve.train) == [2, 4, 6, 8, 10, 12] and list(curve.valid) == [4, 8, 12]
+    text = (trained / "train.log").read_text("utf-8")
+    assert "Saved checkpoint" in text and "num. shared model params" in text
+    assert (trained / "data").read_text() == f"{data}\n"
+    assert (trained / "data.settings").read_bytes() == (data / "settings").read_bytes()
+    (record,) = map(json.loads, (trained / "starts.jsonl").read_text().splitlines())
+    assert (record["workers"], record["tokens_per_update"], record["max_tokens"]) == (1, 400, 400)
+    assert record["machines"] == [{"workers": 1, "gpus": []}] and record["torch"]
+    assert any((trained / "tensorboard").rglob("events.*"))
+
+
+def test_a_second_start_does_nothing(data, trained, capsys):
+    before = snapshot(trained)
+    for also in ((), ("common.log_interval=3",), ("optimization.max_update=10",), ("generation.max_len_b=5",)):
+        assert start(data, trained, *also) == 0
+        assert "already trained" in capsys.readouterr().err
+    assert "common.seed 1 -> 2" in refused(capsys, start(data, trained, "common.seed=2"))
+    assert snapshot(trained) == before
+
+
+@pytest.mark.parametrize(
+    ("overrides", "needles"),
+    [
+        (("model.encoder_norm=powr",), ("'powr'",)),
+        (("+model.norm_alpha_fwd=2",), ("alpha_fwd=2",)),
+        (("model.layer_scale_groups=3",), ("groups=3",)),
+        (("task.source_lang=fr",), ("'fr'",)),
+        (("dataset.max_tokens=30",), ("train.es", "silently skip")),
+        (("task.max_target_positions=20",), ("task.max_target_positions",)),
+    ],
+)
+def test_a_setting_that_does_not_fit_is_refused_before_anything_is_made(overrides, needles, data, tmp_path, capsys):
+    """Sentences that are too long for the settings among them: fairseq would silently skip them."""
+    line = refused(capsys, start(data, tmp_path / "run", *overrides))
+    assert all(needle in line for needle in needles), line
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_batch_that_is_too_small_for_a_sentence_says_what_to_do(data, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("NPROC", "4")
+    line = refused(capsys, start(data, tmp_path / "run", "tokens_per_update=60"))
+    assert all(needle in line for needle in ("train.es", "4 ranks x 15 tokens", "fewer ranks")), line
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "needles"),
+    [
+        ((), ("CONFIG",)),
+        (("verses_en_es",), ("did you mean 'verses_es_en'", "iwslt14_de_en")),
+        (("verses_es_en", "seed"), ("'seed'", "key=value")),
+        (("verses_es_en", "--data", "/nowhere"), ("/nowhere", "prepare")),
+        (("verses_es_en", "--dat"), ("--dat",)),
+        (("verses_es_en", "--check", "model._name=transformer_pm_tiny"), ("'transformer_pn_tiny'",)),
+        (("verses_es_en", "--check", "+model.encoder_nrom=layer"), ("'encoder_norm'",)),
+    ],
+)
+def test_mistakes_get_one_line(arguments, needles, capsys):
+    line = refused(capsys, train.main(list(arguments)))
+    assert all(needle in line for needle in needles), line
+
+
+def test_settings_can_be_checked_without_data(capsys):
+    assert train.main(["verses_es_en", "--check", "model.encoder_norm=batch", "--data", "/nowhere"]) == 0
+
+
+def test_an_error_in_the_training_is_one_line_with_the_traceback_in_the_log(data, tmp_path, capsys, monkeypatch):
+    def fail(cfg):
+        raise RuntimeError("CUDA out of memory.\nmore")
+
+    monkeypatch.setattr("fairseq_cli.train.main", fail)
+    assert start(data, tmp_path / "run") == 1
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith("train.sh: error: RuntimeError: CUDA out of memory.") and "resume" in line
+    assert "Traceback" in (tmp_path / "run/train.log").read_text()
+
+
+@pytest.mark.parametrize("setting", ["common.fp16=true", "common.bf16=true"])
+def test_half_precision_on_a_cpu(setting, data, tmp_path):
+    few = ("optimization.max_update=3", "dataset.disable_validation=true", setting)
+    assert start(data, tmp_path / "run", *few) == 0
+    model = load_checkpoint(tmp_path / "run/checkpoints/checkpoint_last.pt")["model"]
+    assert {int(value) for key, value in model.items() if key.endswith("num_batches_tracked")} == {3}
+    for key, value in model.items():
+        if key.endswith(("running_psi2", ".nu")):
+            assert value.dtype == torch.float32 and not torch.equal(value, value.bfloat16().float()), key
+
+
+# --- Interruptions ----------------------------------------------------------------------------------------------------
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL, at which a file is as far as it is."""
+
+
+def kill_at(point: int, patch: pytest.MonkeyPatch) -> None:
+    """Raise Killed at a point of the saving of checkpoints: before and after a renaming, before and within a copy."""
+    passed = 0
+    rename, copy = PathManager.rename, PathManager.copy
+
+    def at(what):
+        nonlocal passed
+        passed += 1
+        if passed == point:
+            what()
+            raise Killed
+
+    def slow_rename(src, dst):
+        at(lambda: None)
+        rename(src, dst)
+        at(lambda: None)
+
+    def slow_copy(src, dst, overwrite=False):
+        at(lambda: None)
+        at(lambda: Path(dst).write_bytes(Path(src).read_bytes()[:10_000]))
+        return copy(src, dst, overwrite=overwrite)
+
+    patch.setattr(PathManager, "rename", slow_rename)
+    patch.setattr(PathManager, "copy", slow_copy)
+
+
+def assert_survives(point: int, data: Path, trained: Path, run: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        kill_at(point, patch)
+        with pytest.raises(Killed):
+            start(data, run)
+        logging.getLogger("fairseq_cli.train").handlers.clear()
+    assert start(data, run) == 0
+    same_end(run, trained)
+
+
+def test_a_kill_between_a_checkpoint_and_its_copy_loses_nothing(data, trained, tmp_path, capsys):
+    """At update 8: checkpoint_1_8.pt is whole, and checkpoint_best.pt and checkpoint_last.pt are those of update 4."""
+    assert_survives(8, data, trained, tmp_path / "run")
+    said = capsys.readouterr().err
+    for name in ("best", "last"):
+        assert f"checkpoint_{name}.pt was older; made again from checkpoint_1_8.pt" in said
+    assert "resuming from checkpoint_last.pt, update 8" in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("point", range(1, 17))
+def test_a_kill_at_any_point_of_saving_changes_no_bit(point, data, trained, tmp_path):
+    assert_survives(point, data, trained, tmp_path / "run")
+
+
+def command(data: Path, run: Path, *overrides: str) -> list[str]:
+    words = ("bash", SCRIPTS / "train.sh", "verses_es_en", "--data", data, "--run", run, *SHORT, *overrides)
+    return list(map(str, words))
+
+
+def wait_for(condition, process: subprocess.Popen, seconds: float = 300) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it took too long"
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.005)
+
+
+def test_sigkill_in_the_middle_of_training_and_resuming_ends_in_the_same_bits(data, trained, tmp_path, capsys):
+    run = tmp_path / "run"
+    with (tmp_path / "said").open("w") as said:
+        process = subprocess.Popen(command(data, run), env=environment(), stderr=said, start_new_session=True)
+        last = run / "checkpoints/checkpoint_last.pt"
+        wait_for(last.exists, process)
+        os.killpg(process.pid, signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL, "it ended before it could be killed"
+    # A line of progress, and nothing of what fairseq and hydra print.
+    assert all(line.startswith("[train] ") for line in (tmp_path / "said").read_text().splitlines())
+    assert start(data, run) == 0
+    assert "resuming from checkpoint_last.pt, update" in capsys.readouterr().err
+    same_end(run, trained)
+
+
+@pytest.mark.parametrize(
+    ("number", "during"), [(signal.SIGINT, "training"), (signal.SIGTERM, "imports")], ids=["SIGINT", "SIGTERM"]
+)
+def test_a_signal_ends_it_with_one_line(number, during, data, tmp_path):
+    """Also where SIGINT was ignored, as in the background of a shell that is not interactive."""
+    process = subprocess.Popen(
+        command(data, tmp_path / "run", "optimization.max_update=4000"),
+        **{"env": environment(), "stderr": subprocess.PIPE, "text": True},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
+    )
+    if during == "training":
+        wait_for((tmp_path / "run/checkpoints/checkpoint_last.pt").exists, process)
+    else:
+        maps = Path(f"/proc/{process.pid}/maps")
+        wait_for(lambda: "libtorch" in maps.read_text(), process)
+    process.send_signal(number)
+    _, said = process.communicate(timeout=120)
+    lines = [line for line in said.splitlines() if not line.startswith("[train] ")]
+    assert lines == ["train.sh: interrupted; run the same command again to resume"]
+    assert process.returncode == 128 + number
+
+
+def test_two_trainings_in_one_run_are_refused(tmp_path):
+    """For as long as the training exists, and not the processes that load its data, which may outlive it a little."""
+    ready, told = os.pipe()
+    training = os.fork()
+    if not training:
+        try:
+            lock(tmp_path)
+            loader = os.fork()
+            if loader:
+                os.write(told, str(loader).encode())
+            time.sleep(60)
+        finally:
+            os._exit(0)
+    os.close(told)
+    loader = int(os.read(ready, 20))
+    with pytest.raises(UserError, match="another process"):
+        lock(tmp_path)
+    os.kill(training, signal.SIGKILL)
+    os.waitpid(training, 0)
+    try:
+        os.kill(loader, 0)
+        lock(tmp_path)
+    finally:
+        os.kill(loader, signal.SIGKILL)
+
+
+# --- Progress ---------------------------------------------------------------------------------------------------------
+
+RECORD = {"epoch": 1, "loss": "7.123", "wps": "8123.4", "ups": "2", "num_updates": "50"}
+VALID = {"epoch": 1, "valid_loss": "7", "valid_nll_loss": "6.5412", "valid_num_updates": "60"}
+
+
+def log(handler: Progress, message: str | dict) -> None:
+    text = json.dumps(message) if isinstance(message, dict) else message
+    handler.emit(logging.LogRecord("train_inner", logging.INFO, "", 0, text, None, None))
+
+
+def test_progress_in_a_log_is_a_line_every_so_often(capsys, monkeypatch):
+    clock = [1000.0]
+    monkeypatch.setattr(train.time, "monotonic", lambda: clock[0])
+    handler = Progress(1600)
+    for seconds in (0, 5, 31):
+        clock[0] += seconds
+        log(handler, RECORD)
+    log(handler, VALID)
+    log(handler, "Loaded checkpoint /a/b/checkpoint_last.pt (epoch 3 @ 40 updates)")
+    log(handler, "{'cfg': 1}")
+    handler.close()
+    line = "[train] update 50 of 1600, loss 7.123, 8123 tokens/s, 12.9 minutes left"
+    assert capsys.readouterr().err.splitlines() == [
+        *(line, line, "[train] update 60, validation 6.541 bits per token"),
+        "[train] resuming from checkpoint_last.pt, update 40",
+    ]
+
+
+def test_progress_on_a_terminal_is_one_line_that_changes(capsys, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    handler = Progress(0)
+    log(handler, RECORD)
+    log(handler, RECORD)
+    handler.close()
+    line = "\r\x1b[K[train] update 50, loss 7.123, 8123 tokens/s"
+    assert capsys.readouterr().err == f"{line}{line}\n"
+
+
+def test_a_machine_with_a_shell_and_nothing_else_of_ours(tmp_path):
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    for tool in ("bash", "basename", "dirname", "readlink", "env"):
+        (tools / tool).symlink_to(shutil.which(tool))
+    command = ["bash", SCRIPTS / "train.sh", "verses_es_en"]
+    result = subprocess.run(
+        command, env={"PATH": str(tools), "VENV": "/nowhere"}, capture_output=True, text=True, cwd=tmp_path
+    )
+    assert result.returncode == 2 and re.fullmatch("train.sh: error: 'python' .*make venv.*\n", result.stderr)

@@ -1,0 +1,55 @@
+"""scripts/translate.sh: plain text in, plain text out, tokenized and segmented as the data was."""
+
+import subprocess
+
+import pytest
+
+from pn_fairseq.pipeline.translate import main
+
+from ..scripts_helpers import SCRIPTS, environment
+from .test_generate import make_run, untrained_checkpoint
+
+pytest.importorskip("pn_fairseq.pipeline.data.tokens")
+
+
+@pytest.fixture(scope="module")
+def untrained(data, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("untrained") / "run"
+    untrained_checkpoint(data, folder / "checkpoints/averaged.pt")
+    return make_run(folder, data)
+
+
+def test_the_test_set_becomes_what_generate_makes_of_it(untrained, data, tmp_path):
+    """The same hypotheses, detokenized; an empty line stays empty, and as many lines come out as go in."""
+    from pn_fairseq.pipeline import generate
+    from pn_fairseq.scoring import detokenize
+
+    assert generate.main(["--run", str(untrained)]) == 0
+    hypotheses = (untrained / "generate/test/hyp.tok").read_text("utf-8").splitlines()
+    text = (data / "raw/test.es").read_text("utf-8").splitlines()
+    source, output = tmp_path / "text", tmp_path / "translation"
+    source.write_text("\n".join(["", *text[:20], "", *text[20:]]), encoding="utf-8")
+    checkpoint = untrained / "checkpoints/averaged.pt"
+    assert main(["--checkpoint", str(checkpoint), "--input", str(source), "--output", str(output)]) == 0
+    plain = detokenize(hypotheses, "en")
+    assert output.read_text("utf-8") == "".join(f"{line}\n" for line in ["", *plain[:20], "", *plain[20:]])
+
+
+def test_from_standard_input(untrained):
+    command = ["bash", SCRIPTS / "translate.sh", "--run", untrained, "--beam", "1", "--max-len-b", "5"]
+    result = subprocess.run(command, env=environment(), input="Dios\n", capture_output=True, text=True)
+    assert result.returncode == 0 and result.stdout.count("\n") == 1 and result.stderr == "", result.stderr
+
+
+def test_mistakes_get_one_line(untrained, tmp_path, capsys):
+    (tmp_path / "latin1").write_bytes(b"ma\xf1ana\n")
+    cases = (
+        (("--run", untrained, "--input", tmp_path / "none"), "none"),
+        (("--run", untrained, "--input", tmp_path / "latin1"), "not UTF-8"),
+        ((), "--run"),
+        (("--run", tmp_path), "is not a training run"),
+    )
+    for arguments, needle in cases:
+        assert main([str(argument) for argument in arguments]) == 2
+        said = capsys.readouterr().err
+        assert needle in said and said.count("\n") == 1 and said.startswith("translate.sh: error: "), said
