@@ -48,8 +48,7 @@ environment:
                  how many seconds the machines wait for each other
 Under SLURM nothing needs to be set; NNODES, if set, takes precedence. One task per machine uses the GPUs of each:
   srun --ntasks-per-node=1 --kill-on-bad-exit=1 scripts/train.sh CONFIG ...
-and one task per GPU works, too. With sbatch --requeue a job that is requeued resumes. torchrun works as well:
-  torchrun --nproc-per-node 2 -m pn_fairseq train CONFIG ...
+and one task per GPU works, too. With sbatch --requeue a job that is requeued resumes.
 
 If one rank fails all are stopped, and the exit code is not 0.
 """
