@@ -14,9 +14,9 @@ import os
 import signal
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import TypeVar
 
@@ -26,6 +26,10 @@ from pn_fairseq.pipeline.files import atomic_write
 #: Bytes of text in a piece: large against the cost of handing it over (and of starting a Perl script), small against a
 #: corpus, so that no core is idle at its end.
 PIECE = 1 << 18
+
+#: Pieces for each worker that are handed out before the first of their results is taken: enough that none waits for
+#: work, few enough that the results which wait need little memory.
+AHEAD = 4
 
 T = TypeVar("T")
 Work = Callable[[bytes], T]
@@ -61,14 +65,15 @@ def _read(piece: tuple[Path, int, int]) -> bytes:
     return text if text.endswith(b"\n") else text + b"\n"
 
 
-_make: Callable[[], Work]
-_work: Work | None = None
+def _apply(work: Work, piece):
+    try:
+        return work(_read(piece))
+    except UserError as error:
+        raise UserError(f"{piece[0]}: {error}") from None
 
 
-def _start(make: Callable[[], Work]) -> None:
-    """Begin a worker process, which ends with its parent: an executor's workers would wait for a killed one."""
-    global _make
-    _make = make
+def _serve(pipe: Connection, make: Callable[[], Work]) -> None:
+    """A worker process: answers each piece with (its result, None) or (None, what went wrong)."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends its workers
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
@@ -77,19 +82,15 @@ def _start(make: Callable[[], Work]) -> None:
         os._exit(1)
 
     threading.Thread(target=end_with_parent, daemon=True).start()
-
-
-def _call(piece):
-    global _work
-    _work = _work or _make()
-    return _apply(_work, piece)
-
-
-def _apply(work: Work, piece):
-    try:
-        return work(_read(piece))
-    except UserError as error:
-        raise UserError(f"{piece[0]}: {error}") from None
+    work = make()
+    with contextlib.suppress(EOFError, ConnectionError):
+        while True:
+            number, piece = pipe.recv()
+            try:
+                answer = _apply(work, piece), None
+            except (UserError, OSError, MemoryError) as error:
+                answer = None, error
+            pipe.send((number, *answer))
 
 
 @contextlib.contextmanager
@@ -110,24 +111,48 @@ def _signals_later() -> Iterator[None]:
 
 
 def map_pieces(make: Callable[[], Work], every: Sequence, workers: int) -> Iterator:
-    """What the function that ``make`` returns says of each piece, in order; it is made once in each process."""
+    """What the function that ``make`` returns says of each piece, in order; it is made once in each process.
+
+    Own processes with a pipe each, and not concurrent.futures: its workers share one pipe and its lock, and one that is
+    killed while it sends a result (out of memory, a cancelled job) leaves the executor waiting for ever.
+    """
     if min(workers, len(every)) <= 1:
         work = make()
         yield from (_apply(work, piece) for piece in every)
         return
-    # fork, because functions made in place cannot be pickled.
-    context = multiprocessing.get_context("fork")
-    executor = ProcessPoolExecutor(min(workers, len(every)), context, initializer=_start, initargs=(make,))
+    context = multiprocessing.get_context("fork")  # functions made in place cannot be pickled
+    processes, idle, busy = [], [], []
+    left = deque(enumerate(every))
+    done = {}
     try:
         with _signals_later():
-            results = executor.map(_call, every)  # forks the processes
-        yield from results
-    except BrokenProcessPool:
+            for _ in range(min(workers, len(every))):
+                here, there = context.Pipe()
+                processes.append(context.Process(target=_serve, args=(there, make), daemon=True))
+                processes[-1].start()
+                there.close()
+                idle.append(here)
+        for wanted in range(len(every)):
+            while wanted not in done:
+                while idle and left and left[0][0] < wanted + AHEAD * len(processes):
+                    busy.append(idle.pop())
+                    busy[-1].send(left.popleft())
+                # The timeout: a signal that comes right before the wait is handled after it.
+                for pipe in wait(busy, timeout=1):
+                    number, *done[number] = pipe.recv()
+                    busy.remove(pipe)
+                    idle.append(pipe)
+            result, error = done.pop(wanted)
+            if error:
+                raise error
+            yield result
+    except (EOFError, ConnectionError):
         raise UserError("a worker process was ended; if there was too little memory, use fewer --workers") from None
     finally:
-        for child in multiprocessing.active_children():
-            child.kill()
-        executor.shutdown(cancel_futures=True)
+        for process in processes:
+            process.kill()
+        for process in processes:
+            process.join()
 
 
 def _as_many_lines(work: Work, text: bytes) -> bytes:
