@@ -12,7 +12,7 @@ import torch
 from fairseq.logging import progress_bar
 
 from pn_fairseq.checkpoints import load_checkpoint
-from pn_fairseq.training_log import read_log
+from pn_fairseq.pipeline.training_log import read_log
 
 from .scripts_helpers import ROOT, run
 

@@ -29,7 +29,16 @@ class UserError(Exception):
 class ArgumentParser(argparse.ArgumentParser):
     """argparse's parser; its errors are a :class:`UserError` instead of the usage text."""
 
+    def parse_known_args(self, args=None, namespace=None):
+        self._words = list(sys.argv[1:] if args is None else args)
+        return super().parse_known_args(args, namespace)
+
     def error(self, message: str) -> NoReturn:
+        if "are required" in message:  # argparse looks for missing arguments before unknown options
+            options = [word.partition("=")[0] for word in self._words if word.startswith("--")]
+            known = list(self._option_string_actions)
+            unknown = [each for each in options if not any(option.startswith(each) for option in known)]
+            message = f"unrecognized arguments: {unknown[0]}" if unknown else message
         if unknown := re.match("unrecognized arguments: (--[^ =]+)", message):
             message += did_you_mean(unknown[1], self._option_string_actions)
         raise UserError(f"{message} (see {self.prog} --help)")

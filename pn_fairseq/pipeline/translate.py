@@ -63,7 +63,7 @@ def main(argv: list[str] | None = None) -> int:
         logs = decode("interactive", [command_line], gpus, Path(name), len(full)) if full else []
         best = iter([options[0][1] for options in hypotheses(logs, len(full))])
 
-    from pn_fairseq.scoring import detokenize
+    from pn_fairseq.pipeline.scoring import detokenize
 
     tokens = [next(best) if line else "" for line in lines]
     plain = "".join(f"{line}\n" for line in detokenize(tokens, decoding.settings["target"])).encode("utf-8")

@@ -13,7 +13,7 @@ import pytest
 
 from pn_fairseq.checkpoints import load_checkpoint
 from pn_fairseq.pipeline.repair import repair
-from pn_fairseq.training_log import read_log
+from pn_fairseq.pipeline.training_log import read_log
 
 from ..scripts_helpers import ROOT, SCRIPTS, environment, run
 

@@ -19,7 +19,7 @@ from pn_fairseq.checkpoints import load_checkpoint
 from pn_fairseq.pipeline import train
 from pn_fairseq.pipeline.command import UserError
 from pn_fairseq.pipeline.train import Progress, lock
-from pn_fairseq.training_log import read_log
+from pn_fairseq.pipeline.training_log import read_log
 
 from ..scripts_helpers import SCRIPTS, environment
 

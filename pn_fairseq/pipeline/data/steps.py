@@ -59,7 +59,7 @@ def take(args) -> None:
 
 def detokenize(args) -> None:
     """turn tokens into plain text, by the detokenizer that scripts/score.sh uses for translations"""
-    from pn_fairseq.scoring import detokenize as plain
+    from pn_fairseq.pipeline.scoring import detokenize as plain
 
     def make(lang: str):
         return lambda text: "".join(
