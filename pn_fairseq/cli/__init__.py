@@ -1,3 +1,1 @@
-"""Moved to :mod:`pn_fairseq.pipeline.command`."""
-
-from pn_fairseq.pipeline.command import ArgumentParser, UserError, command, without_fairseqs_log  # noqa: F401
+"""Command-line tools for checkpoints."""
