@@ -63,13 +63,13 @@ def batches_of_many_shapes(masked, steps=STEPS, channels=CHANNELS, seed=0):
 
 
 @pytest.mark.every_implementation
-@pytest.mark.parametrize("masked", [False, True], ids=["no-mask", "mask"])
 @pytest.mark.parametrize("groups", [0, 1, 4])
 @pytest.mark.parametrize(
     ("warmup", "update_freq"), [(0, None), (7, None), (7, 2)], ids=["no-warmup", "warmup", "warmup-accumulating"]
 )
-def test_training_follows_algorithm_2(masked, groups, warmup, update_freq):
+def test_training_follows_algorithm_2(groups, warmup, update_freq):
     norm, oracle = make_pair(groups=groups, warmup=warmup, affine=groups != 1)
+    masked = warmup > 0 or groups == 4
     run_against_oracle(norm, oracle, batches_of_many_shapes(masked), update_freq=update_freq)
 
 
