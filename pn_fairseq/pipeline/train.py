@@ -121,7 +121,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _main(args, argv: list[str], place: Place, config: Path, data: Path, run: Path) -> int:
-    from pn_fairseq.pipeline.repair import resumed_from
+    from pn_fairseq.pipeline.repair import LAST, resumed_from
     from pn_fairseq.pipeline.settings import check_model, check_same_run, compose
 
     where = {
@@ -136,11 +136,14 @@ def _main(args, argv: list[str], place: Place, config: Path, data: Path, run: Pa
     if args.check:
         return 0
     check_model(cfg, data, batches)
+    first = not place.rank and not place.node
     resumed = resumed_from(run / "checkpoints")
     if resumed.exists() and (run / "config.yaml").exists():
         check_same_run(cfg, data, run)
         if is_finished(cfg, resumed, run):
-            if not place.rank:
+            if first:
+                if resumed.name != LAST:  # killed after its last update, within the save
+                    mend(run)
                 say(f"{run} is already trained; nothing to do")
             return 0
     if place.rank is None and place.world_size > 1:
@@ -198,21 +201,27 @@ def lock(run: Path) -> None:
             return  # a file system without locks
 
 
+def mend(run: Path) -> None:
+    """Lock the run and repair its checkpoints."""
+    from pn_fairseq.pipeline.repair import repair
+
+    lock(run)
+    for line in repair(run / "checkpoints"):
+        say(line)
+
+
 def begin(cfg, batches, place: Place, data: Path, run: Path) -> None:
     """What the first rank does before it trains: lock and repair the run, and write down what is trained, and how."""
     import torch
     from omegaconf import OmegaConf
 
     from pn_fairseq.machine import describe
-    from pn_fairseq.pipeline.repair import repair
 
     try:
         run.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"cannot make the directory '{run}' (--run): {error.strerror}") from None
-    lock(run)
-    for line in repair(run / "checkpoints"):
-        say(line)
+    mend(run)
     with atomic_write(run / "config.yaml", "w") as file:
         file.write(OmegaConf.to_yaml(cfg))
     with atomic_write(run / "data", "w") as file:
