@@ -51,6 +51,8 @@ class Tokens:
     Attributes:
         weight, bias: (C,) parameters of the norm, or None.
         num_features: number of channels C.
+        padding: the mask in the order of the rows, contiguous, or None; a backward is given that of its forward.
+        inv_rms: factors of layer-scale, (..., G); None before a forward has computed them.
     """
 
     def __init__(self, norm, step: Step, x: Tensor, padding_mask: Tensor | None, weight, bias, inv_rms=None, dy=None):
@@ -61,16 +63,17 @@ class Tokens:
         self._transposed = not x.is_contiguous() and x.dim() == 3 and x.transpose(0, 1).is_contiguous()
         self._x = self._rows(x)
         self._dy = None if dy is None else self._rows(dy)
-        if padding_mask is not None and padding_mask.dim() == 2 and self._transposed == norm.batch_first:
-            padding_mask = padding_mask.t()
-        self._padding = None if padding_mask is None else padding_mask.contiguous()
+        self.padding = padding_mask
+        if inv_rms is None and padding_mask is not None:  # a forward: from the order of the mask to that of the rows
+            turned = padding_mask.dim() == 2 and self._transposed == norm.batch_first
+            self.padding = (padding_mask.t() if turned else padding_mask).contiguous()
         self.inv_rms = inv_rms
 
     def with_padding(self) -> "Tokens":
         """The same tokens as if all of them were real (none of them on a rank that repeats a batch)."""
         other = copy(self)
         if not self._norm.ignoring:
-            other._padding = None
+            other.padding = None
         return other
 
     def _rows(self, x: Tensor) -> Tensor:
@@ -84,7 +87,7 @@ class Tokens:
 
         ``centered``: the mean, and the second moment about it; otherwise the second moment about 0.
         """
-        self.inv_rms, mean, moment, count = kernels.moments(self._x, self._padding, self._groups, self._eps, centered)
+        self.inv_rms, mean, moment, count = kernels.moments(self._x, self.padding, self._groups, self._eps, centered)
         batch = Moments(mean if centered else None, moment, count, reduced=True)
         if self._norm.synchronises():
             batch = _reduced(batch, self._norm.process_group)
@@ -110,7 +113,7 @@ class Tokens:
             self.bias if bias is None else bias,
             mean,
             moment,
-            self._padding,
+            self.padding,
             self.inv_rms,
             self._groups,
             self._eps,
@@ -133,7 +136,7 @@ class Tokens:
         """
         weight = self.weight if weight is None else weight
         parameters, products = kernels.gradient_sums(
-            self._dy, self._x, self._padding, weight, mean, moment, self.inv_rms, self._groups, self._eps
+            self._dy, self._x, self.padding, weight, mean, moment, self.inv_rms, self._groups, self._eps
         )
         if self._norm.synchronises():
             products = all_reduce_sum(products, self._norm.process_group)
@@ -158,7 +161,7 @@ class Tokens:
         dx, parameters, products = kernels.gradient(
             self._dy,
             self._x,
-            self._padding,
+            self.padding,
             weight,
             mean,
             moment,
@@ -201,16 +204,16 @@ class Training(torch.autograd.Function):
         tokens = Tokens(norm, step, x, padding_mask, weight, bias)
         y = norm.forward_pass(tokens, step)
         ctx.norm, ctx.version = norm, norm.state_version
-        ctx.save_for_backward(x, weight, bias, padding_mask, tokens.inv_rms)
+        ctx.save_for_backward(x, weight, bias, tokens.padding, tokens.inv_rms)
         return y
 
     @staticmethod
     def backward(ctx, dy):
         if torch.is_grad_enabled():
             raise RuntimeError("the norms of pn_fairseq have no second derivative (create_graph=True)")
-        x, weight, bias, padding_mask, inv_rms = ctx.saved_tensors
+        x, weight, bias, padding, inv_rms = ctx.saved_tensors
         step, norm = ctx.step, ctx.norm
-        dx, parameters = norm.backward_pass(Tokens(norm, step, x, padding_mask, weight, bias, inv_rms, dy), step)
+        dx, parameters = norm.backward_pass(Tokens(norm, step, x, padding, weight, bias, inv_rms, dy), step)
         norm.contribute(step, ctx.version)
         ctx.version = None  # a second backward of a retained graph contributes nothing
         if weight is None:

@@ -191,7 +191,7 @@ def test_imported_model_is_the_one_in_the_file(stacked, zipped, model, data, tmp
     assert_same(imported, model)
     norms = running_norms(imported)
     assert len(norms) == 2 * LAYERS + 1 and all(type(norm) is PowerNormRelease for norm in norms)
-    assert [norm.psi_warmup.updates for norm in norms] == [WARMUP] * (2 * LAYERS) + [1000]
+    assert [norm.psi_warmup_updates for norm in norms] == [WARMUP] * (2 * LAYERS) + [1000]
     assert {norm.layer_scale.groups for norm in norms} == {4}
     assert all(norm.running_psi2.dtype == norm.nu.dtype == torch.float32 for norm in norms)
     assert isinstance(imported.decoder.layer_norm, torch.nn.Module) and not hasattr(imported.decoder.layer_norm, "nu")
