@@ -80,7 +80,7 @@ class Contestant:
         layer_scale: its layer-scale groups, 0 without.
         implementation: of the kernels, if it is ours.
         computing: makes the context that it computes in.
-        opaque: whether something computes there that is no operator.
+        opaque: whether something computes there that is not an operator.
         seconds: of each phase, by round, in turns of several steps.
         single: ratio of a step to LayerNorm's step before it, by round, in turns of one step.
         extra_bytes: peak memory of a step.

@@ -83,7 +83,7 @@ def count(
             torch.compile made (with ``torch._inductor.config.cpp.enable_kernel_profile``); on CUDA it is the number of
             launches, copies and memsets, which the runtime has reported. Sizes there are those of the allocator.
         look_into: a namespace whose operators are made of others here.
-        opaque: something computes that is no operator, and the bytes are None.
+        opaque: something computes that is not an operator, and the bytes are None.
     """
     results = _profiled(run, device)
     operators, kernels = [], 0
@@ -107,7 +107,7 @@ def _all(event) -> Iterator:
 
 
 def _schema(event):
-    """The schema that a call fits, or None if it is no operator or fits none."""
+    """The schema that a call fits, or None if it is not an operator or fits none."""
     kind, fields = event.typed
     if kind.name != "TorchOp" or "::" not in event.name:
         return None

@@ -54,7 +54,7 @@ def allow_fairseq_checkpoints() -> None:
     from the file. Calling it again changes nothing.
     """
     allowed = [argparse.Namespace, np.ndarray, np.dtype]
-    # Loading an array also restores its dtype, whose class torch looks up by itself.
+    # Loading an array also restores its dtype, whose class torch looks up.
     allowed += [type(np.dtype(name)) for name in _DTYPES]
     # torch compares names, and NumPy 2 renamed the module: a file written beside either version is to load with both.
     for function in (multiarray._reconstruct, multiarray.scalar):

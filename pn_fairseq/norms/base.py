@@ -248,7 +248,7 @@ class RunningNorm(ChannelNorm):
             self._collect(step, new[COUNT] > self.num_batches_tracked)
         buffers = self._buffers
         for name, value in new.items():
-            buffers[name].set_(value)
+            buffers[name].data = value  # new memory: a snapshot keeps the old
 
     def _wait(self, step: Step) -> None:
         """Put the sums over all ranks into ``step``."""

@@ -17,7 +17,7 @@ from pathlib import Path
 from pn_fairseq.pipeline.command import UserError
 from pn_fairseq.pipeline.data.subwords import MODELS
 
-#: Bytes of a line. A longer one is no sentence, and a file without line feeds could fill the memory.
+#: Bytes of a line. A longer one is not a sentence, and a file without line feeds could fill the memory.
 LONGEST_LINE = 1 << 20
 #: Characters of a token, as in Moses' clean-corpus-n.perl.
 LONGEST_TOKEN = 1000
@@ -107,7 +107,7 @@ def xml_segments(path: Path) -> Iterator[str]:
             found = True
             yield re.sub(r'<seg id="[0-9]*">\s*|\s*</seg>\s*', "", line).strip().replace("\r", " ")
     if not found:
-        raise UserError(f"{shown(path)} has no line with '<seg id': it is no test set in XML")
+        raise UserError(f"{shown(path)} has no line with '<seg id': it is not a test set in XML")
 
 
 def sgml_segments(path: Path) -> Iterator[tuple[tuple[str, int], str]]:

@@ -63,10 +63,10 @@ def parse(words: Iterable[str]) -> dict[str, str]:
     if settings["tokenizer"] == "moses":
         moses = Path(os.environ["MOSES"])
         if not moses.is_dir():
-            raise UserError(f"MOSES must be a checkout of mosesdecoder, and '{moses}' is no folder")
+            raise UserError(f"MOSES must be a checkout of mosesdecoder, and '{moses}' is not a folder")
         for script in tokens.scripts(settings).values():
             if not (moses / script).is_file():
-                raise UserError(f"MOSES={moses} is no checkout of mosesdecoder: {script} is missing")
+                raise UserError(f"MOSES={moses} is not a checkout of mosesdecoder: {script} is missing")
         if not shutil.which("perl"):
             raise UserError("'perl' is not installed or not on the PATH; Moses' scripts need it")
     return settings
