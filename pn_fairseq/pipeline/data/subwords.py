@@ -1,6 +1,6 @@
 """Joint segmentation of both languages into subwords: learning and applying it.
 
-Kinds: ``subword-nmt`` (a number of merges; a subword that is continued is marked with ``@@``) and ``sentencepiece`` (its
+Kinds: ``subword-nmt`` (a number of merges; one that is continued ends in ``@@``) and ``sentencepiece`` (its
 BPE, with a size of the vocabulary; white space is marked with U+2581). Both see tokenized text, and joining the
 subwords gives it back.
 """
