@@ -12,7 +12,7 @@ import torch
 from pn_fairseq.checkpoints import load_checkpoint
 from pn_fairseq.pipeline import generate
 
-from .scripts_helpers import ROOT, assert_refused, cut_corpus, prepare, run, script
+from ..scripts_helpers import ROOT, assert_refused, cut_corpus, prepare, run, script
 
 #: A training of seconds. The psi warm-up ends at update 6, in the middle.
 SHORT = (

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from .scripts_helpers import ROOT, SCRIPTS, assert_refused, environment, run, script
+from ..scripts_helpers import ROOT, SCRIPTS, assert_refused, environment, run, script
 
 CORPORA = {
     "iwslt14": ("iwslt14_de_en", "iwslt"),
