@@ -173,7 +173,7 @@ def test_as_many_hypotheses_as_sentences_in_the_order_of_the_text(data, decoded)
             assert source == text[int(number[2:])]
 
 
-def test_decoding_of_the_validation_set_elsewhere(trained, tmp_path, capsys):
+def test_decoding_of_the_validation_set_elsewhere(trained, tmp_path, capsys, warm_python):
     where = tmp_path / "somewhere else"
     options = ["--run", str(trained), "--subset", "valid", "--output", str(where)]
     assert (
