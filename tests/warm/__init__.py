@@ -19,7 +19,11 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 PROGRAMS = ("fairseq-generate", "fairseq-hydra-train", "fairseq-preprocess", "fairseq-train", "fairseq-validate")
-MODULES = ("fairseq_cli.generate", *(f"pn_fairseq {verb}" for verb in ("average", "generate", "train", "translate")))
+#: What else starts warm: the first arguments of python.
+PYTHON = (
+    *("-m fairseq_cli.generate", "-c from pn_fairseq.norms"),
+    *(f"-m pn_fairseq {verb}" for verb in ("average", "generate", "train", "translate")),
+)
 
 
 @functools.cache
@@ -34,8 +38,8 @@ def programs() -> Path:
             _write(folder / "bin" / path.name, f'exec {client} {path.name} "$@"')
         elif path.name != "python":
             (folder / "bin" / path.name).symlink_to(path)
-    modules = "|".join(f"'-m {module} '*" for module in MODULES)
-    ask = f'case "$* " in {modules}) exec {client} "$@" ;; esac'
+    patterns = "|".join(f"'{words} '*" for words in PYTHON)
+    ask = f'case "$* " in {patterns}) exec {client} "$@" ;; esac'
     _write(folder / "bin/python", f'{ask}\nexec {shlex.quote(sys.executable)} "$@"')
     # It ends when its standard input does: with this process, however that ends.
     server = subprocess.Popen([sys.executable, str(HERE / "server.py"), str(socket)], stdin=subprocess.PIPE)

@@ -21,8 +21,12 @@ import fairseq_cli.train  # noqa: E402, F401
 
 
 def program(argv: list[str]) -> None:
-    """As the interpreter runs ``-m MODULE`` or a console script of fairseq."""
-    if argv[0] == "-m":
+    """As the interpreter runs ``-c CODE``, ``-m MODULE`` or a console script of fairseq."""
+    if argv[0] == "-c":
+        sys.argv = ["-c", *argv[2:]]
+        sys.path.insert(0, "")
+        exec(argv[1], {"__name__": "__main__"})
+    elif argv[0] == "-m":
         sys.argv = argv[1:]
         sys.path.insert(0, os.getcwd())
         runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
