@@ -10,11 +10,16 @@ from pathlib import Path
 from zlib import crc32
 
 from pn_fairseq.norms.base import ChannelNorm
-from pn_fairseq.norms.batch import MaskedBatchNorm
+from pn_fairseq.norms.batch import MaskedBatchNorm, MaskedBatchNormRelease
+from pn_fairseq.norms.batch_reg import RegularizedBatchNorm, RegularizedBatchNormRelease
+from pn_fairseq.norms.batch_renorm import BatchRenorm
 from pn_fairseq.norms.layer import LayerNorm
+from pn_fairseq.norms.mabn import MovingAverageBatchNorm
 from pn_fairseq.norms.power import PowerNorm
 from pn_fairseq.norms.power_release import PowerNormRelease
 from pn_fairseq.norms.power_v import PowerNormV
+from pn_fairseq.norms.prep_batch import ProgressiveBatchNorm
+from pn_fairseq.norms.unified import UnifiedNorm, UnifiedNormRelease
 
 
 @dataclass(frozen=True)
@@ -58,7 +63,12 @@ class NormEntry:
 #: Name -> norm. Sources: the classes' docstrings.
 NORMS: dict[str, NormEntry] = {
     "layer": NormEntry(LayerNorm, "ln", "layer normalization (LN)"),
-    "batch": NormEntry(MaskedBatchNorm, "bn", "batch normalization over real tokens (BN)"),
+    "batch": NormEntry(
+        MaskedBatchNorm,
+        "bn",
+        "batch normalization over real tokens (BN)",
+        variants={"release": MaskedBatchNormRelease},
+    ),
     "power-v": NormEntry(
         PowerNormV, "pnv", "power normalization with batch statistics (PN-V)", layer_scale_per_head=True
     ),
@@ -69,6 +79,18 @@ NORMS: dict[str, NormEntry] = {
         layer_scale_per_head=True,
         sync=False,  # as in the paper, Section 5
         variants={"release": PowerNormRelease},
+    ),
+    "batch-renorm": NormEntry(BatchRenorm, "brn", "batch renormalization (BRN)"),
+    "mabn": NormEntry(MovingAverageBatchNorm, "mabn", "moving average batch normalization (MABN)"),
+    "unified": NormEntry(UnifiedNorm, "un", "unified normalization (UN)", variants={"release": UnifiedNormRelease}),
+    "batch-reg": NormEntry(
+        RegularizedBatchNorm,
+        "rbn",
+        "regularized batch normalization (RBN)",
+        variants={"release": RegularizedBatchNormRelease},
+    ),
+    "prep-batch": NormEntry(
+        ProgressiveBatchNorm, "prepbn", "layer normalization that fades into re-parameterized BN (PRepBN)"
     ),
 }
 
