@@ -50,14 +50,24 @@ class NormEntry:
     @property
     def options(self) -> set[str]:
         """Options of :func:`build_norm` that this norm uses: the arguments of its constructor and those it inherits."""
-        found: set[str] = set()
-        for cls in inspect.getmro(self.cls):
-            if "__init__" in vars(cls):
-                parameters = inspect.signature(cls.__init__).parameters.values()
-                found |= {each.name for each in parameters if each.kind != each.VAR_KEYWORD}
-                if all(each.kind != each.VAR_KEYWORD for each in parameters):
-                    break
-        return found - {"self", "num_features"}
+        return set(_arguments(self.cls))
+
+
+def _arguments(cls: type[ChannelNorm]) -> dict[str, inspect.Parameter]:
+    """Arguments of the constructor of ``cls``, and those that it hands on to the classes above it."""
+    found: dict[str, inspect.Parameter] = {}
+    for each in inspect.getmro(cls):
+        if "__init__" in vars(each):
+            parameters = inspect.signature(each.__init__).parameters.values()
+            found = {one.name: one for one in parameters if one.kind != one.VAR_KEYWORD} | found
+            if all(one.kind != one.VAR_KEYWORD for one in parameters):
+                break
+    return {name: found[name] for name in found if name not in ("self", "num_features")}
+
+
+def default_of(cls: type[ChannelNorm], option: str):
+    """What ``cls`` takes for an option of :func:`build_norm` that is not given."""
+    return _arguments(cls)[option].default
 
 
 #: Name -> norm. Sources: the classes' docstrings.
