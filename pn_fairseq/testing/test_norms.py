@@ -818,6 +818,22 @@ def test_evaluation_is_causal_and_changes_no_state(case):
     assert_state_unchanged(norm, before)
 
 
+def test_training_mixes_tokens_as_the_norm_says(case):
+    """Whether y depends on the tokens after it: in update 1, and, with statistics that fit the batch, long after."""
+    x = torch.randn(5, 2, CHANNELS, generator=torch.Generator().manual_seed(3))
+    other = torch.cat([x[:-1], x[-1:] * 1.1])
+    early, late = (case.build(psi_warmup_updates=2, alpha_fwd=0.5) for _ in range(2))
+    early.set_num_updates(1)
+    for _ in range(25):
+        late(x.clone().requires_grad_()).sum().backward()
+    if isinstance(late, RunningNorm):
+        flushed(late).num_batches_tracked.fill_(10**6)
+    late.set_num_updates(10**6)
+    for norm, mixes in ((early, case.cls.mixes_tokens != "never"), (late, case.cls.mixes_tokens == "always")):
+        difference = (norm(x) - norm(other))[:-1].abs().max()
+        assert difference > 1e-3 if mixes else difference < 1e-5
+
+
 @pytest.mark.parametrize("groups", [0, 1, 4])
 @pytest.mark.parametrize("affine", [True, False])
 def test_evaluation_is_the_affine_map_that_folding_uses(running, groups, affine):

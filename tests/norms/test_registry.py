@@ -4,10 +4,25 @@ import pytest
 import torch
 
 from pn_fairseq.norms import NORMS, LayerNorm, MaskedBatchNorm, PowerNorm, PowerNormV, build_norm
+from pn_fairseq.norms.batch_reg import RegularizedBatchNorm
+from pn_fairseq.norms.batch_renorm import BatchRenorm
+from pn_fairseq.norms.mabn import MovingAverageBatchNorm
+from pn_fairseq.norms.prep_batch import ProgressiveBatchNorm
+from pn_fairseq.norms.unified import UnifiedNorm
 
 from .helpers import CHANNELS, assert_close, random_batch, rng, state_of, train_step
 
-CLASSES = {"layer": LayerNorm, "batch": MaskedBatchNorm, "power-v": PowerNormV, "power": PowerNorm}
+CLASSES = {
+    "layer": LayerNorm,
+    "batch": MaskedBatchNorm,
+    "power-v": PowerNormV,
+    "power": PowerNorm,
+    "batch-renorm": BatchRenorm,
+    "mabn": MovingAverageBatchNorm,
+    "unified": UnifiedNorm,
+    "batch-reg": RegularizedBatchNorm,
+    "prep-batch": ProgressiveBatchNorm,
+}
 EVERY_OPTION = {
     "eps": 1e-3,
     "affine": False,
