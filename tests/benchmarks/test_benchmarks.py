@@ -12,7 +12,7 @@ from torch import nn
 
 from benchmarks import ALLOCATOR, decoding, norms, training
 from benchmarks.profiling import Counts, count, peak_memory
-from benchmarks.results import ratios, spread
+from benchmarks.results import quartiles, ratios
 from benchmarks.table import TARGETS, targets
 from pn_fairseq import kernels
 from pn_fairseq.kernels import reference
@@ -42,8 +42,8 @@ def read(path):
 
 def test_ratios_are_of_the_same_round():
     assert ratios([2.0, 40.0, 6.0], [1.0, 20.0, 3.0]) == (2.0, 2.0, 2.0)
-    assert spread([4.0, 1.0, 2.0, 3.0, 5.0]) == (2.0, 3.0, 4.0)
-    assert spread([7.0]) == (7.0, 7.0, 7.0)
+    assert quartiles([4.0, 1.0, 2.0, 3.0, 5.0]) == (2.0, 3.0, 4.0)
+    assert quartiles([7.0]) == (7.0, 7.0, 7.0)
 
 
 def test_decoding(tmp_path, capsys):
