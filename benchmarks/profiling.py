@@ -80,8 +80,8 @@ def count(
     Args:
         run: the call; what it returns is kept alive while the operators are counted.
         device: where it computes. On a CPU ``kernels`` is the number of the operators that count, and of loops that
-            torch.compile generated (with ``torch._inductor.config.cpp.enable_kernel_profile``); on CUDA it is the number
-            of launches, copies and memsets, and sizes are those of the allocator.
+            torch.compile generated (``torch._inductor.config.cpp.enable_kernel_profile``); on CUDA it is the number of
+            launches, copies and memsets, and sizes are those of the allocator.
         look_into: a namespace whose operators are counted by the operators that they call.
         opaque: whether code runs that is not an operator; the bytes are None then.
     """
