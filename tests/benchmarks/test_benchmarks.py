@@ -1,4 +1,4 @@
-"""The benchmarks run, and write what they print; what they measure is not for a test to say."""
+"""The benchmarks run and write what they print. No test looks at the times that they measure."""
 
 import csv
 import logging
@@ -26,7 +26,7 @@ COUNT = partial(count, device=CPU)
 
 @pytest.fixture(autouse=True)
 def _in_this_process(monkeypatch):
-    """Not started anew for the sake of the allocator, and logging as it was."""
+    """No restart for the allocator; logging and threads are restored."""
     for name, value in ALLOCATOR.items():
         monkeypatch.setenv(name, value)
     threads, disabled = torch.get_num_threads(), logging.root.manager.disable
@@ -181,7 +181,7 @@ def test_what_cannot_run_is_left_out_with_a_line(capsys, monkeypatch):
     norms.main("--shapes 1x8 --rounds 1 --dtypes float32 --only compiled|Batch|copy".split())
     printed = capsys.readouterr()
     reasons = [line for line in printed.err.splitlines() if "left out" in line]
-    # BatchNorm1d takes no single token.
+    # BatchNorm1d refuses a single token.
     assert [line.split(":")[0] for line in reasons] == ["BatchNorm1d gathered", "pn compiled", "pn +LS compiled"]
     assert reasons[1].endswith("left out: no C++ compiler")
     assert "compiled" not in printed.out and "copy and add" in printed.out
@@ -198,7 +198,7 @@ def test_liger_takes_part_on_cuda_where_it_is_installed(tmp_path, monkeypatch):
         (package / f"{file}.py").write_text(code, "utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     found = {each.name: each for each in norms.contestants(8, 4, "cuda", 1)}
-    # dy is shared by all: nobody may write over it.
+    # All contestants share dy, so none may overwrite it.
     assert found["Liger RMSNorm"].module.norm.normalized_shape == (8,)
     assert found["Liger LayerNorm"].opaque
     assert not any("Liger" in each.name for each in norms.contestants(8, 4, "cpu", 1))

@@ -17,7 +17,7 @@ ARCHS = [(f"transformer_{entry.short}_{size}", name, size) for name, entry in NO
 
 
 def expected_parameters(width: int, inner: int, layers: int) -> int:
-    """Parameters of a pre-norm transformer with one embedding for everything, counted by hand."""
+    """Parameters of a pre-norm transformer with one shared embedding, counted by hand."""
     attention = 4 * (width * width + width)
     feed_forward = width * inner + inner + inner * width + width
     norm = 2 * width

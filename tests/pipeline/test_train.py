@@ -171,7 +171,7 @@ def test_half_precision_on_a_cpu(setting, data, tmp_path):
 
 
 class Killed(BaseException):
-    """Stands for SIGKILL, at which a file is as far as it is."""
+    """Stands for SIGKILL, which leaves files as they are."""
 
 
 def kill_at(point: int, patch: pytest.MonkeyPatch) -> None:

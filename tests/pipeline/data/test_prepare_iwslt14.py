@@ -71,7 +71,7 @@ def verses(count: int) -> list[tuple[str, str]]:
 
 @pytest.fixture(scope="module")
 def members() -> dict[str, str]:
-    """The archive's files, text by path. The training text is longer than one worker takes at a time."""
+    """The archive's files, text by path. The training text is longer than one process takes at a time."""
     found = {"de-en/README": "Not text.\n"}
     pairs = verses(2200)
     test_pairs = iter(pairs)
@@ -117,10 +117,10 @@ def prepare(dest: Path, *options, **kwargs) -> subprocess.CompletedProcess:
 
 @pytest.fixture(scope="module")
 def prepared(archive, tmp_path_factory) -> Path:
-    """By three workers, from a mirror."""
+    """By three processes, from a mirror."""
     dest = tmp_path_factory.mktemp("prepared") / "my, data"
     done = prepare(dest, "--workers", 3, DATA_MIRROR=str(archive.parent))
-    assert "160239" in done.stderr.splitlines()[-1]  # other counts than the original's are said to be others
+    assert "160239" in done.stderr.splitlines()[-1]  # a note says that the original has other counts
     return dest
 
 
@@ -138,7 +138,7 @@ def tokens(sentence: str, lang: str) -> str:
 
 
 class Reading:
-    """What the recipe makes of the archive: (raw, tokens) of both sides, by split; and the numbers of removed lines."""
+    """The recipe's result for the archive: (raw, tokens) of both sides, by split; and the numbers of removed lines."""
 
     def __init__(self, members: dict[str, str]):
         sides = []
@@ -191,7 +191,7 @@ def test_text_and_tokens_are_those_of_the_recipe(split, prepared, reading):
     assert len(reading.test) == 4 + 5 + 6 + 7 + 8
 
 
-def test_what_was_removed_is_said(prepared, reading):
+def test_removed_pairs_are_counted_and_listed(prepared, reading):
     counts = dict(line.split("=") for line in lines_of(prepared / "counts"))
     assert {split: int(counts[split]) for split in ("train", "valid", "test")} == {
         split: len(reading[split]) for split in ("train", "valid", "test")
@@ -261,7 +261,7 @@ def assert_same_bytes(dest: Path, prepared: Path) -> None:
     assert after == expected
 
 
-#: A file that a preparation makes, and the signal that reaches it then: the script alone, or its group.
+#: A file that a preparation makes, the signal that is sent then, and whether to the script or to its process group.
 ENDED = [
     ("unpacked", signal.SIGTERM, os.kill),
     ("text.partial", signal.SIGKILL, os.kill),
@@ -371,7 +371,7 @@ def test_moses_scripts_and_sentencepiece(archive, reading, tmp_path):
             assert [line.split() for line in tok] == [
                 re.sub(r"([.,:;!?])", r" \1", line).lower().split() for line in straight
             ]
-            # What fairseq makes of the pieces with --remove-bpe=sentencepiece.
+            # As fairseq joins the pieces with --remove-bpe=sentencepiece.
             glued = [line.replace(" ", "").replace("▁", " ").split() for line in bpe]
             assert glued == [line.split() for line in tok]
     assert [pair[0][0] for pair in reading.test] == lines_of(dest / "raw/test.de")
@@ -383,7 +383,7 @@ def test_moses_scripts_and_sentencepiece(archive, reading, tmp_path):
 
 
 def mistakes(members: dict[str, str]) -> dict[str, tuple[dict[str, str | bytes], tuple[str, ...]]]:
-    """By name: an archive that cannot be used, and what is said of it."""
+    """Name -> an archive that cannot be used, and parts of the error message."""
     german = "de-en/train.tags.de-en.de"
     without = {name: text for name, text in members.items() if "tst2011.de-en.en" not in name}
     shorter = {**members, german: members[german].rsplit("\n", 1)[0]}
