@@ -314,7 +314,7 @@ def killed(archive: Path, dest: Path, point: int) -> tuple[int, int]:
 def test_killed_before_any_renaming_it_resumes_and_ends_in_the_same_bytes(archive, prepared, tmp_path):
     """Before each file and folder that any step replaces; so between all of them, and with nothing left to do."""
     code, points = killed(archive, tmp_path / "data", -1)
-    assert code == 0 and points > 22
+    assert code == 0 and points >= 20
     for point in range(1, points + 1):
         dest = tmp_path / f"killed at {point}"
         assert killed(archive, dest, point) == (-signal.SIGKILL, point)
