@@ -91,9 +91,9 @@ standardize_gradient = operator(
     "standardize_gradient(Tensor dy, Tensor x, Tensor? weight, Tensor stats, int groups, float gain, float curve, "
     "bool through_mean, bool through_divisor, bool sums) -> (Tensor dx, Tensor parameters)"
 )(reference.standardize_gradient)
-squash = operator(
-    "squash(Tensor x, Tensor? weight, Tensor? bias, Tensor alpha, Tensor? shift, bool erf) -> Tensor"
-)(reference.squash)
+squash = operator("squash(Tensor x, Tensor? weight, Tensor? bias, Tensor alpha, Tensor? shift, bool erf) -> Tensor")(
+    reference.squash
+)
 squash_gradient = operator(
     "squash_gradient(Tensor dy, Tensor x, Tensor? weight, Tensor alpha, Tensor? shift, bool erf) -> "
     "(Tensor dx, Tensor parameters, Tensor scalars)"
@@ -194,7 +194,9 @@ def standardized(
     divisor, curve, through = (centered, factor, inside, outside, least), (gain, curve), (through_mean, through_divisor)
     if torch._C._are_functorch_transforms_active():
         return reference.standardize(x, weight, bias, groups, *divisor, *curve, *through)[0]
-    return _Standardize.apply(x.contiguous(), weight, bias, groups, divisor, curve, (centered and through_mean, through_divisor))
+    return _Standardize.apply(
+        x.contiguous(), weight, bias, groups, divisor, curve, (centered and through_mean, through_divisor)
+    )
 
 
 class _Squash(torch.autograd.Function):
@@ -216,7 +218,9 @@ class _Squash(torch.autograd.Function):
         return dx, *_parameters(sums, needed[1:3], weight), *rest, None
 
 
-def squashed(x: Tensor, weight: Tensor | None, bias: Tensor | None, alpha: Tensor, shift: Tensor | None, erf: bool) -> Tensor:
+def squashed(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, alpha: Tensor, shift: Tensor | None, erf: bool
+) -> Tensor:
     """y of :func:`.reference.squash`, with its gradient; inside a transform of ``torch.func`` by the reference."""
     if torch._C._are_functorch_transforms_active():
         return reference.squash(x, weight, bias, alpha, shift, erf)
