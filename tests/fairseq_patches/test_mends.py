@@ -1,6 +1,5 @@
 """Each patch against the behaviour of fairseq that it mends, and the switch that turns all of them off."""
 
-import sys
 import warnings
 from argparse import Namespace
 from types import SimpleNamespace
@@ -183,7 +182,7 @@ print(changed, len(torch.serialization.get_safe_globals()) - safe)
 
 def test_one_switch_turns_all_patches_off(monkeypatch):
     assert hasattr(Trainer.save_checkpoint, "__wrapped__")
-    assert run(sys.executable, "-c", CHANGED, cwd=ROOT, **{SWITCH: "1"}).stdout == "set() 0\n"
+    assert run("warm-python", "-c", CHANGED, cwd=ROOT, **{SWITCH: "1"}).stdout == "set() 0\n"
     monkeypatch.setenv(SWITCH, "1")
     assert "patches of fairseq: off" in info()
 
