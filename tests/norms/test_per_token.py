@@ -29,7 +29,7 @@ SETTINGS = {
     "ada": [({}, {}), ({"ada_k": 0.3, "ada_scale": 2.0}, {"k": 0.3, "scale": 2.0})],
     "rms": [({}, {})],
     "scale": [({}, {})],
-    "group": [({"groups": groups}, {"spans": groups}) for groups in (1, 3, CHANNELS)],
+    "group": [({"groups": groups}, {"spans": groups}) for groups in (1, 3, 4)],
     "dyt": [({"alpha_init": 0.8}, {})],
     "derf": [({}, {})],
 }
