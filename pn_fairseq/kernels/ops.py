@@ -52,6 +52,8 @@ def operator(schema: str) -> Callable[[Callable], Callable]:
     def define(function: Callable) -> Callable:
         _library.define(schema)
         _library.impl(name, function, "CompositeExplicitAutograd")
+        # All calls stand inside autograd functions: autograd has nothing to do here, and its part costs time.
+        _library.impl(name, torch.library.fallthrough_kernel, "Autograd")
         OPERATORS[name] = function
         for listener in _listeners:
             listener(name)

@@ -20,7 +20,7 @@ from pn_fairseq.norms import NORMS, LayerScale, RunningNorm
 from pn_fairseq.norms.base import ChannelNorm, RunningNorm, running_norms
 
 from ..models.helpers import arch_args, make_dictionary, make_task, padded_batch
-from ..test_unavailable import call_in
+from ..test_errors import call_in
 
 LAYERS = 2
 HEADS = 4
