@@ -34,7 +34,11 @@ def samples(dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, tup
             yield "gradient_sums", (dy, x, mask, *vectors, inv_rms, groups, 1e-5)
         yield "normalize", (x, None, None, mean, moment, None, inv_rms, groups, 1e-5, False)
         spans = max(groups, 1)
-        for divisor in ((True, 1.0, 1e-5, 0.0, 0.0), (True, 1.1, 0.0, 1e-5, 0.0), (False, float(channels), 0.0, 0.0, 0.3)):
+        for divisor in (
+            (True, 1.0, 1e-5, 0.0, 0.0),
+            (True, 1.1, 0.0, 1e-5, 0.0),
+            (False, float(channels), 0.0, 0.0, 0.3),
+        ):
             yield "standardize", (x, weight, bias, spans, *divisor, 2.0, -0.2)
             yield "standardize", (x, None, None, spans, *divisor, 1.0, 0.0)
             stats = kernels.OPERATORS["standardize"](x, None, None, spans, *divisor, 1.0, 0.0)[1]

@@ -203,9 +203,7 @@ class NormOptions:
             metavar="A",
             help=f"initial alpha of the norms dyt and derf (default: {default.alpha_init})",
         )
-        synced = ", ".join(
-            name for name, entry in NORMS.items() if entry.sync and issubclass(entry.cls, RunningNorm)
-        )
+        synced = ", ".join(name for name, entry in NORMS.items() if entry.sync and issubclass(entry.cls, RunningNorm))
         parser.add_argument(
             "--norm-sync",
             choices=SYNC,

@@ -77,12 +77,8 @@ NORMS: dict[str, NormEntry] = {
     "none": NormEntry(NoNorm, "none", "no normalization (none)"),
     "layer-simple": NormEntry(LayerNormSimple, "lns", "layer normalization without gain and bias (LN-simple)"),
     "detach": NormEntry(DetachNorm, "dn", "LN-simple without the gradient of mean or deviation (DetachNorm)"),
-    "ada": NormEntry(
-        AdaNorm, "ada", "adaptive normalization (AdaNorm)", variants={"release": AdaNormRelease}
-    ),
-    "rms": NormEntry(
-        RMSNorm, "rms", "root mean square normalization (RMSNorm)", variants={"release": RMSNormRelease}
-    ),
+    "ada": NormEntry(AdaNorm, "ada", "adaptive normalization (AdaNorm)", variants={"release": AdaNormRelease}),
+    "rms": NormEntry(RMSNorm, "rms", "root mean square normalization (RMSNorm)", variants={"release": RMSNormRelease}),
     "scale": NormEntry(ScaleNorm, "sn", "a learned length for every token (ScaleNorm)"),
     "group": NormEntry(GroupNorm, "gn", "layer normalization of groups of channels (GN)"),
     "dyt": NormEntry(DynamicTanh, "dyt", "dynamic tanh in the place of a norm (DyT)"),
