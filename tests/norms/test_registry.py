@@ -20,6 +20,11 @@ from pn_fairseq.norms import (
     ScaleNorm,
     build_norm,
 )
+from pn_fairseq.norms.batch_reg import RegularizedBatchNorm
+from pn_fairseq.norms.batch_renorm import BatchRenorm
+from pn_fairseq.norms.mabn import MovingAverageBatchNorm
+from pn_fairseq.norms.prep_batch import ProgressiveBatchNorm
+from pn_fairseq.norms.unified import UnifiedNorm
 
 from .helpers import CHANNELS, assert_close, random_batch, rng, state_of, train_step
 
@@ -37,6 +42,11 @@ CLASSES = {
     "group": GroupNorm,
     "dyt": DynamicTanh,
     "derf": DynamicErf,
+    "batch-renorm": BatchRenorm,
+    "mabn": MovingAverageBatchNorm,
+    "unified": UnifiedNorm,
+    "batch-reg": RegularizedBatchNorm,
+    "prep-batch": ProgressiveBatchNorm,
 }
 EVERY_OPTION = {
     "eps": 1e-3,
