@@ -16,9 +16,10 @@ from benchmarks.results import quartiles, ratios
 from benchmarks.table import TARGETS, targets
 from pn_fairseq import kernels
 from pn_fairseq.kernels import reference
-from pn_fairseq.norms import NORMS, build_norm
+from pn_fairseq.norms import NORMS, RunningNorm, build_norm
 
 SHORT = [entry.short for entry in NORMS.values()]
+RUNNING = [entry for entry in NORMS.values() if issubclass(entry.cls, RunningNorm)]
 
 CPU = torch.device("cpu")
 COUNT = partial(count, device=CPU)
@@ -52,22 +53,16 @@ def test_decoding(tmp_path, capsys):
     )
     decoding.main([*flags.split(), "--threads", "1", "--output", str(tmp_path / "decoding.csv")])
     rows = read(tmp_path / "decoding.csv")
-    assert [row["norm"] for row in rows] == [
-        "ln",
-        "bn",
-        "bn folded",
-        "pnv",
-        "pnv folded",
-        "pn",
-        "pn folded",
-        "ln again",
-    ]
+    expected = []
+    for entry in NORMS.values():
+        expected += [entry.short, *([f"{entry.short} folded"] if entry in RUNNING else [])]
+    assert [row["norm"] for row in rows] == [*expected, "ln again"]
     printed = capsys.readouterr()
     for row in rows:
         assert float(row["sentences_per_s"]) > 0 and float(row["times_low"]) <= float(row["times_high"])
         assert row["torch"] == torch.__version__ and row["cores"] and row["date"]
         assert f"{row['norm']:12} " in printed.out
-    assert printed.err.count("maximum logit difference") == 3
+    assert printed.err.count("maximum logit difference") == len(RUNNING)
     assert rows[0]["times_ln"] == "1"
 
 
@@ -100,13 +95,15 @@ def test_norms(tmp_path, capsys):
     names = list(dict.fromkeys(row["contestant"] for row in rows))
     assert names[:2] == ["LayerNorm", "LayerNorm again"]
     ours = [name for name in kernels.available() if name != "triton"]
-    assert len(names) == 5 + 3 * 2 * len(ours)
+    per_token = len(NORMS) - len(RUNNING) - 1  # all but LayerNorm, which is the base
+    assert len(names) == 5 + (2 * len(RUNNING) + per_token) * len(ours)
     assert len(rows) == len(names) * 3 * 2
     assert (tmp_path / "norms.png").read_bytes().startswith(b"\x89PNG")
     assert not list(tmp_path.glob("*.partial"))
     for row in rows:
         assert float(row["milliseconds"]) > 0 and float(row["ratio_low"]) <= float(row["ratio_high"])
-        assert int(row["kernels"]) > 0 and int(row["bytes_read"]) > 0 and int(row["extra_bytes"]) > 0
+        assert row["norm"] == "none" or int(row["kernels"]) > 0 and int(row["bytes_read"]) > 0
+        assert row["norm"] == "none" or int(row["extra_bytes"]) > 0
         assert row["torch"] == torch.__version__ and row["cores"] and row["date"] and row["padding"] in ("0.2", "0.0")
     both = {(row["contestant"], row["padding"]): row for row in rows if row["phase"] == "both"}
     assert both["pn reference", "0.2"]["times_reference"] == "1.0"
