@@ -10,6 +10,7 @@ from omegaconf import OmegaConf, open_dict
 
 from pn_fairseq.norms import NORMS, VARIANTS, ChannelNorm, LayerScale, RunningNorm, build_norm, load_norms
 from pn_fairseq.norms.registry import default_of, find_norm
+from pn_fairseq.norms.simple import check_parts
 
 #: What fairseq's learning-rate schedules call the length of their warm-up.
 _WARMUP_KEYS = ("warmup_updates", "warmup_steps")
@@ -36,11 +37,11 @@ def _bounded(kind, accept, wanted: str):
 
 
 _alpha = _bounded(float, lambda value: 0 < value < 1, "a number strictly between 0 and 1")
-_least_0 = _bounded(float, lambda value: 0 <= value < float("inf"), "a number of at least 0")
 _least_1 = _bounded(float, lambda value: 1 <= value < float("inf"), "a number of at least 1")
 _positive = _bounded(float, lambda value: 0 < value < float("inf"), "a number greater than 0")
-_whole_from_1 = _bounded(int, lambda value: value >= 1, "a whole number of at least 1")
+_not_negative = _bounded(float, lambda value: 0 <= value < float("inf"), "a number of at least 0")
 _count = _bounded(int, lambda value: value >= 0, "a whole number of at least 0")
+_from_1 = _bounded(int, lambda value: value >= 1, "a whole number of at least 1")
 
 
 def _modules(text: str) -> str:
@@ -50,6 +51,14 @@ def _modules(text: str) -> str:
             load_norms(path)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
+def _detached(text: str) -> str:
+    try:
+        check_parts(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not mean, std or mean,std") from None
     return text
 
 
@@ -82,6 +91,10 @@ class NormOptions:
             proportion to the run.
         reg_lambda_mean, reg_lambda_var: factors of the penalty of ``batch-reg``; None: its own.
         fade_updates: length of the fade of ``prep-batch``; None: in proportion to the run.
+        norm_groups: groups of channels of GN; None: as many as attention heads.
+        norm_detach: what no gradient goes through in DetachNorm: ``mean``, ``std`` or ``mean,std``.
+        ada_k, ada_scale: k and C of AdaNorm.
+        alpha_init: initial alpha of DyT and Derf.
         norm_sync: ``on``, ``off`` or ``auto``: whether statistics are taken over all workers; auto: as in the paper.
         no_norm_agreement: leave statistics that are not synchronised as each worker has them when it validates or
             saves.
@@ -107,6 +120,11 @@ class NormOptions:
     reg_lambda_mean: float | None = None
     reg_lambda_var: float | None = None
     fade_updates: int | None = None
+    norm_groups: int | None = None
+    norm_detach: str = "mean,std"
+    ada_k: float = 0.1
+    ada_scale: float = 1.0
+    alpha_init: float = 0.5
     norm_sync: str = "auto"
     no_norm_agreement: bool = False
     norm_stats_interval: int = 0
@@ -178,7 +196,7 @@ class NormOptions:
         )
         parser.add_argument(
             "--norm-window",
-            type=_whole_from_1,
+            type=_from_1,
             metavar="M",
             help="training forwards whose statistics UN and MABN average (default: the norm's own, "
             f"{_own_defaults('window')})",
@@ -204,13 +222,13 @@ class NormOptions:
         )
         parser.add_argument(
             "--renorm-d-max",
-            type=_least_0,
+            type=_not_negative,
             metavar="D",
             help=f"BRN's d_max at the end of its schedule (default: {_own_defaults('renorm_d_max')})",
         )
         parser.add_argument(
             "--reg-lambda-mean",
-            type=_least_0,
+            type=_not_negative,
             metavar="L",
             help="factor of RBN's penalty on the distance of the mean of a batch from the running mean. The penalty is "
             "added once per batch to the loss, which is a sum over tokens (default: "
@@ -218,7 +236,7 @@ class NormOptions:
         )
         parser.add_argument(
             "--reg-lambda-var",
-            type=_least_0,
+            type=_not_negative,
             metavar="L",
             help="the same for the standard deviation, with --norm-variant release for the variance (default: "
             f"{_own_defaults('lambda_var')})",
@@ -230,7 +248,36 @@ class NormOptions:
             help="updates during which PRepBN fades from layer normalization into batch normalization (default: "
             f"{_PARTS_OF_RUN['fade_updates']} of --max-update; without that {_own_defaults('fade_updates')})",
         )
-        synced = ", ".join(name for name, entry in NORMS.items() if entry.sync)
+        parser.add_argument(
+            "--norm-groups",
+            type=_from_1,
+            metavar="G",
+            help="groups of channels that the norm group normalizes each alone (default: as many as attention heads)",
+        )
+        parser.add_argument(
+            "--norm-detach",
+            type=_detached,
+            metavar="PARTS",
+            help="what no gradient goes through in the norm detach: mean, std or mean,std "
+            f"(default: {default.norm_detach})",
+        )
+        parser.add_argument(
+            "--ada-k", type=_not_negative, metavar="K", help=f"k of the norm ada (default: {default.ada_k})"
+        )
+        parser.add_argument(
+            "--ada-scale",
+            type=_positive,
+            metavar="C",
+            help="factor C of the norm ada; in its paper 1 for English-Vietnamese, 2 for German-English and "
+            f"English-German (default: {default.ada_scale})",
+        )
+        parser.add_argument(
+            "--alpha-init",
+            type=_positive,
+            metavar="A",
+            help=f"initial alpha of the norms dyt and derf (default: {default.alpha_init})",
+        )
+        synced = ", ".join(name for name, entry in NORMS.items() if entry.sync and issubclass(entry.cls, RunningNorm))
         parser.add_argument(
             "--norm-sync",
             choices=SYNC,
@@ -328,6 +375,11 @@ class NormOptions:
             eps=self.norm_eps,
             layer_scale_groups=self._default_groups(name, heads) if groups is None else groups,
             psi_warmup_updates=(self.psi_warmup_updates or 0) if own_warmup is None else own_warmup,
+            groups=heads if self.norm_groups is None else self.norm_groups,
+            detach=self.norm_detach,
+            ada_k=self.ada_k,
+            ada_scale=self.ada_scale,
+            alpha_init=self.alpha_init,
             sync=cls.transformer_defaults.get("sync", entry.sync)
             if self.norm_sync == "auto"
             else self.norm_sync == "on",
