@@ -500,11 +500,11 @@ class ProgressiveOracle(BatchNormOracle):
 
     def backward(self, dy, ctx):
         share, dy = ctx.share, np.asarray(dy, dtype=np.float64)
-        through_layer, *self.layer_gradients = self.layer.backward(share * dy, ctx.layer)
+        through_layer, by_weight, by_bias = self.layer.backward(share * dy, ctx.layer)
         through_batch, dweight, dbias = super().backward((1 - share) * dy, ctx)
         rows = (1 - share) * dy.reshape(ctx.scaled.shape)
         direct = layer_scale_backward(self.rep_alpha * rows, ctx.scaled, ctx.rms, self.groups).reshape(ctx.shape)
-        self.alpha_gradient = (rows * ctx.scaled).sum()
+        self.gradients = {"ln_weight": by_weight, "ln_bias": by_bias, "rep_alpha": (rows * ctx.scaled).sum()}
         return through_layer + through_batch + direct, dweight, dbias
 
     def evaluate(self, x):
