@@ -40,7 +40,7 @@ from benchmarks.results import output_file, positive, quartiles, ratios, write_c
 from benchmarks.table import draw, markdown, targets, text
 from pn_fairseq import kernels
 from pn_fairseq.kernels.selection import IMPLEMENTATIONS
-from pn_fairseq.norms import NORMS, build_norm
+from pn_fairseq.norms import NORMS, RunningNorm, build_norm
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -171,8 +171,9 @@ def _liger(channels: int) -> list[Contestant]:
 
 
 def contestants(channels: int, groups: int, device: str, threads: int) -> list[Contestant]:
-    """All contestants for ``device``, LayerNorm first, with ``groups`` layer-scale groups where there is layer-scale.
+    """All that can run on ``device``, LayerNorm first, norms with running statistics with and without layer-scale.
 
+    There are ``groups`` layer-scale groups, and as many groups of GN.
     Groups that do not divide the channels are replaced by the largest number that divides both.
     """
     found = [
@@ -190,13 +191,14 @@ def contestants(channels: int, groups: int, device: str, threads: int) -> list[C
         if IMPLEMENTATIONS[name] in (None, device.upper())
     }
     compiled = {"compiled": _compiled(threads)}
+    heads = math.gcd(groups, channels)
     for norm, entry in NORMS.items():
         if norm == "layer":
             continue
         for name, computing in {**ways, **(compiled if norm == "power" else {})}.items():
-            for scaled in (0, math.gcd(groups, channels)):
+            for scaled in (0, heads) if issubclass(entry.cls, RunningNorm) else (0,):
                 label = f"{entry.short}{' +LS' if scaled else ''} {name}"
-                module = build_norm(norm, channels, layer_scale_groups=scaled)
+                module = build_norm(norm, channels, layer_scale_groups=scaled, groups=heads)
                 found.append(Contestant(label, module, norm, scaled, name, computing, name == "compiled"))
     return found
 

@@ -90,6 +90,7 @@ class Gpu:
         monkeypatch.setattr(torch.version, "cuda", "12.8")
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU")
+        monkeypatch.setattr(selection, "_compared", {torch.device("cpu"): ""})  # tests/kernels/test_first_use.py
 
     def normalize(self):
         x = torch.tensor([[1.0, -2.0]])
