@@ -34,7 +34,7 @@ def _bounded(kind, accept, wanted: str):
 
 _alpha = _bounded(float, lambda value: 0 < value < 1, "a number strictly between 0 and 1")
 _positive = _bounded(float, lambda value: 0 < value < float("inf"), "a number greater than 0")
-_count = _bounded(int, lambda value: value >= 0, "a whole number of at least 0")
+whole_number = _bounded(int, lambda value: value >= 0, "a whole number of at least 0")
 
 
 def _modules(text: str) -> str:
@@ -93,27 +93,32 @@ class NormOptions:
     norm_module: str | None = None
 
     @staticmethod
-    def add_args(parser: argparse.ArgumentParser) -> None:
-        """Add the flags. They have no defaults of their own, so that an architecture can set them."""
+    def add_args(parser: argparse.ArgumentParser, encoder: bool = True) -> None:
+        """Add the flags. They have no defaults of their own, so that an architecture can set them.
+
+        Without ``encoder`` those of a model that is a decoder alone.
+        """
         names = "; ".join(f"{name}: {entry.title}" for name, entry in NORMS.items())
         default = NormOptions()
         parser.add_argument(
             "--norm-module",
             type=_modules,
             metavar="FILE[,FILE]",
-            help="Python files that register norms of your own, for --encoder-norm and --decoder-norm",
+            help=f"Python files that register norms of your own, for {'--encoder-norm and ' * encoder}--decoder-norm",
         )
-        parser.add_argument(
-            "--encoder-norm",
-            type=_norm,
-            metavar="NAME",
-            help=f"norm of the encoder, in its layers and after the last ({names}; default: the architecture's)",
-        )
+        of_decoder = f"default: {default.decoder_norm}" if encoder else f"{names}; default: the architecture's"
+        if encoder:
+            parser.add_argument(
+                "--encoder-norm",
+                type=_norm,
+                metavar="NAME",
+                help=f"norm of the encoder, in its layers and after the last ({names}; default: the architecture's)",
+            )
         parser.add_argument(
             "--decoder-norm",
             type=_norm,
             metavar="NAME",
-            help=f"norm of the decoder, in its layers and after the last (default: {default.decoder_norm})",
+            help=f"norm of the decoder, in its layers and after the last ({of_decoder})",
         )
         several = ", ".join(name for name, entry in NORMS.items() if entry.variants)
         parser.add_argument(
@@ -141,15 +146,15 @@ class NormOptions:
         per_head = ", ".join(name for name, entry in NORMS.items() if entry.layer_scale_per_head)
         parser.add_argument(
             "--layer-scale-groups",
-            type=_count,
+            type=whole_number,
             metavar="G",
-            help="groups of channels that layer-scale divides by their root mean square before an encoder norm, and "
-            f"before a decoder norm that is one of {per_head}; 0: off (default: as many as attention heads for "
-            f"{per_head}, else 0)",
+            help="groups of channels that layer-scale divides by their root mean square before "
+            f"{f'an encoder norm, and before a decoder norm that is one of {per_head}' if encoder else 'each norm'}; "
+            f"0: off (default: as many as attention heads for {per_head}, else 0)",
         )
         parser.add_argument(
             "--psi-warmup-updates",
-            type=_count,
+            type=whole_number,
             metavar="N",
             help="updates during which PN normalizes with the batch's own psi (default: the warm-up of the learning "
             f"rate){_own_warmups()}",
@@ -170,7 +175,7 @@ class NormOptions:
         )
         parser.add_argument(
             "--norm-stats-interval",
-            type=_count,
+            type=whole_number,
             metavar="N",
             help="log a summary of the norms' statistics every N updates (default: 0, never)",
         )
