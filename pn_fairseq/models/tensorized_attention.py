@@ -1,8 +1,7 @@
-"""Block-term attention, core-1 and core-h (Ma et al. 2019, "A Tensorized Transformer for Language Modeling"), causal."""
+"""Block-term attention (Ma et al. 2019, "A Tensorized Transformer for Language Modeling"), causal."""
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 #: Rows i of the attention tensor that are computed together: their keys and values end at the last of them.
 ROWS = 8
@@ -16,8 +15,8 @@ class TensorizedAttention(nn.Module):
         A_ijk = sum_r g_r [(q_i + u)_r k_jr + (q_i + w)_r p_jr] v_kr       for j <= i and k <= i, else 0
         y_i = sum_{j, k} A_ijk O_jk,      O: (T_max, T_max, C)
 
-    A shorter block uses the first rows and columns of O and of P, so a prefix gives the outputs that it has in the whole
-    block. The mean over cores is exact: A is linear in g (core-2 with g_1 and g_2 is core-1 with their mean).
+    A shorter block uses the first rows and columns of O and of P, so a prefix gives the outputs that it has in the
+    whole block. The mean over cores is exact: A is linear in g (core-2 with g_1 and g_2 is core-1 with their mean).
 
     Args:
         dim: channels C.

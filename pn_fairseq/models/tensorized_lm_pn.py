@@ -79,8 +79,8 @@ class TiedAdaptiveSoftmax(AdaptiveSoftmax):
         cutoff = [int(end) if end.strip().isdecimal() else -1 for end in bands.split(",")]
         if sorted({0, *cutoff, self.vocab_size}) != [0, *cutoff, self.vocab_size]:
             raise ValueError(
-                f"--adaptive-softmax-cutoff {bands} must be ascending numbers, as in 20000,40000, below the size of the "
-                f"vocabulary, {self.vocab_size}"
+                f"--adaptive-softmax-cutoff {bands} must be ascending numbers, as in 20000,40000, below the size of "
+                f"the vocabulary, {self.vocab_size}"
             )
         self.cutoff = [*cutoff, self.vocab_size]
         self.embedding = embedding

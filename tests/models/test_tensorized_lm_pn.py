@@ -177,9 +177,8 @@ def test_adaptive_softmax_is_normalized_and_shares_the_embedding():
     torch.testing.assert_close(whole.exp().sum(-1), torch.ones(1, 7, dtype=torch.float64))
     logits = features[0] @ weight.T + softmax.bias
     head = torch.cat([logits[:, :20], softmax.clusters(features[0])], 1).log_softmax(1)
-    expected = torch.cat([head[:, :20], *(
-        logits[:, first:end].log_softmax(1) + head[:, [cluster]] for first, end, cluster in ((20, 60, 20), (60, 100, 21))
-    )], 1)  # fmt: skip
+    tails = [logits[:, 20:60].log_softmax(1) + head[:, [20]], logits[:, 60:].log_softmax(1) + head[:, [21]]]
+    expected = torch.cat([head[:, :20], *tails], 1)
     torch.testing.assert_close(whole[0], expected)
     outputs, targets = softmax(features, target)  # what the criterion adaptive_loss takes
     loss = sum(torch.nn.functional.cross_entropy(*pair, reduction="sum") for pair in zip(outputs, targets, strict=True))
