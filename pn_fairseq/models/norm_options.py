@@ -10,6 +10,7 @@ from omegaconf import OmegaConf, open_dict
 
 from pn_fairseq.norms import NORMS, VARIANTS, ChannelNorm, LayerScale, RunningNorm, build_norm, load_norms
 from pn_fairseq.norms.registry import find_norm
+from pn_fairseq.norms.simple import check_parts
 
 #: What fairseq's learning-rate schedules call the length of their warm-up.
 _WARMUP_KEYS = ("warmup_updates", "warmup_steps")
@@ -34,7 +35,9 @@ def _bounded(kind, accept, wanted: str):
 
 _alpha = _bounded(float, lambda value: 0 < value < 1, "a number strictly between 0 and 1")
 _positive = _bounded(float, lambda value: 0 < value < float("inf"), "a number greater than 0")
-whole_number = _bounded(int, lambda value: value >= 0, "a whole number of at least 0")
+_not_negative = _bounded(float, lambda value: 0 <= value < float("inf"), "a number of at least 0")
+_count = _bounded(int, lambda value: value >= 0, "a whole number of at least 0")
+_groups = _bounded(int, lambda value: value >= 1, "a whole number of at least 1")
 
 
 def _modules(text: str) -> str:
@@ -44,6 +47,14 @@ def _modules(text: str) -> str:
             load_norms(path)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
+def _detached(text: str) -> str:
+    try:
+        check_parts(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not mean, std or mean,std") from None
     return text
 
 
@@ -69,6 +80,10 @@ class NormOptions:
             have it by default; None: as many as attention heads for norms that have it by default, else 0.
         psi_warmup_updates: psi warm-up in optimizer updates; None: that of the learning rate. A variant whose norm
             after the last encoder layer has a warm-up of its own keeps that one there.
+        norm_groups: groups of channels of GN; None: as many as attention heads.
+        norm_detach: what no gradient goes through in DetachNorm: ``mean``, ``std`` or ``mean,std``.
+        ada_k, ada_scale: k and C of AdaNorm.
+        alpha_init: initial alpha of DyT and Derf.
         norm_sync: ``on``, ``off`` or ``auto``: whether statistics are taken over all workers; auto: as in the paper.
         no_norm_agreement: leave statistics that are not synchronised as each worker has them when it validates or
             saves.
@@ -86,6 +101,11 @@ class NormOptions:
     norm_alpha_bwd: float = 0.9
     layer_scale_groups: int | None = None
     psi_warmup_updates: int | None = None
+    norm_groups: int | None = None
+    norm_detach: str = "mean,std"
+    ada_k: float = 0.1
+    ada_scale: float = 1.0
+    alpha_init: float = 0.5
     norm_sync: str = "auto"
     no_norm_agreement: bool = False
     norm_stats_interval: int = 0
@@ -146,7 +166,7 @@ class NormOptions:
         per_head = ", ".join(name for name, entry in NORMS.items() if entry.layer_scale_per_head)
         parser.add_argument(
             "--layer-scale-groups",
-            type=whole_number,
+            type=_count,
             metavar="G",
             help="groups of channels that layer-scale divides by their root mean square before "
             f"{f'an encoder norm, and before a decoder norm that is one of {per_head}' if encoder else 'each norm'}; "
@@ -154,12 +174,43 @@ class NormOptions:
         )
         parser.add_argument(
             "--psi-warmup-updates",
-            type=whole_number,
+            type=_count,
             metavar="N",
             help="updates during which PN normalizes with the batch's own psi (default: the warm-up of the learning "
             f"rate){_own_warmups()}",
         )
-        synced = ", ".join(name for name, entry in NORMS.items() if entry.sync)
+        parser.add_argument(
+            "--norm-groups",
+            type=_groups,
+            metavar="G",
+            help="groups of channels that the norm group normalizes each alone (default: as many as attention heads)",
+        )
+        parser.add_argument(
+            "--norm-detach",
+            type=_detached,
+            metavar="PARTS",
+            help="what no gradient goes through in the norm detach: mean, std or mean,std "
+            f"(default: {default.norm_detach})",
+        )
+        parser.add_argument(
+            "--ada-k", type=_not_negative, metavar="K", help=f"k of the norm ada (default: {default.ada_k})"
+        )
+        parser.add_argument(
+            "--ada-scale",
+            type=_positive,
+            metavar="C",
+            help="factor C of the norm ada; in its paper 1 for English-Vietnamese, 2 for German-English and "
+            f"English-German (default: {default.ada_scale})",
+        )
+        parser.add_argument(
+            "--alpha-init",
+            type=_positive,
+            metavar="A",
+            help=f"initial alpha of the norms dyt and derf (default: {default.alpha_init})",
+        )
+        synced = ", ".join(
+            name for name, entry in NORMS.items() if entry.sync and issubclass(entry.cls, RunningNorm)
+        )
         parser.add_argument(
             "--norm-sync",
             choices=SYNC,
@@ -175,7 +226,7 @@ class NormOptions:
         )
         parser.add_argument(
             "--norm-stats-interval",
-            type=whole_number,
+            type=_count,
             metavar="N",
             help="log a summary of the norms' statistics every N updates (default: 0, never)",
         )
@@ -239,6 +290,11 @@ class NormOptions:
             alpha_bwd=self.norm_alpha_bwd,
             layer_scale_groups=groups,
             psi_warmup_updates=(self.psi_warmup_updates or 0) if own_warmup is None else own_warmup,
+            groups=heads if self.norm_groups is None else self.norm_groups,
+            detach=self.norm_detach,
+            ada_k=self.ada_k,
+            ada_scale=self.ada_scale,
+            alpha_init=self.alpha_init,
             sync=entry.sync if self.norm_sync == "auto" else self.norm_sync == "on",
         )
         return norm.layer_scale if self.norms_folded and folds and isinstance(norm, RunningNorm) else norm

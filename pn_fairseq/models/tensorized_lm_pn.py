@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pn_fairseq.models.layers import wrap_layer
-from pn_fairseq.models.norm_options import NormOptions, whole_number
+from pn_fairseq.models.norm_options import NormOptions
 from pn_fairseq.models.normed_model import NormedModel
 from pn_fairseq.models.tensorized_attention import TensorizedAttention
 from pn_fairseq.models.transformer_lm_pn import LanguageModelNorms, keep_block_length
@@ -182,7 +182,7 @@ class TensorizedLanguageModel(NormedModel, FairseqLanguageModel):
         def add(flag, help, **settings):
             parser.add_argument(flag, help=help, **settings)
 
-        whole = {"type": whole_number, "metavar": "N"}
+        whole = {"type": int, "metavar": "N"}
         share = {"type": float, "metavar": "P"}
         add("--decoder-embed-dim", "channels", **whole)
         add("--decoder-ffn-embed-dim", "channels within the feed-forward network", **whole)
@@ -203,7 +203,7 @@ class TensorizedLanguageModel(NormedModel, FairseqLanguageModel):
         add("--checkpoint-activations", "recompute activations in the backward pass", action="store_true")
         add("--offload-activations", "the same, with the inputs of layers on the CPU", action="store_true")
         minimum = "smallest number of parameters of a layer that FSDP shards"
-        add("--min-params-to-wrap", minimum, type=whole_number, metavar="N")
+        add("--min-params-to-wrap", minimum, type=int, metavar="N")
         NormOptions.add_args(parser, encoder=False)
 
     @classmethod

@@ -14,18 +14,21 @@ COUNT = "num_batches_tracked"
 
 
 class ChannelNorm(nn.Module):
-    """A norm over activations with a gain and a bias per channel. A norm without state defines :meth:`normalize`.
+    """A norm over activations. One without state defines :meth:`normalize`.
 
     Args:
         num_features: number of channels C.
         eps: added to the second moment before the root, here and in layer-scale.
-        affine: learn ``weight`` (gain, initially 1) and ``bias`` (initially 0), both (C,); otherwise both are None.
+        affine: learn the gain and bias per channel that the norm has (:attr:`learned`); what is not learned is None.
         layer_scale_groups: groups of the :class:`LayerScale` in front; 0: none.
         batch_first: activations are (B, T, C) instead of (T, B, C), as in ``torch.nn.TransformerEncoderLayer``.
 
     Raises:
         ValueError: an argument or an input does not fit; the message holds its value.
     """
+
+    #: Which of ``weight`` (gain, initially 1) and ``bias`` (initially 0), (C,), the norm has.
+    learned: tuple[str, ...] = ("weight", "bias")
 
     def __init__(
         self,
@@ -42,13 +45,16 @@ class ChannelNorm(nn.Module):
         self.layer_scale_groups = layer_scale_groups
         self.batch_first = batch_first
         self.layer_scale = LayerScale(num_features, layer_scale_groups, eps, batch_first)
-        self.weight = nn.Parameter(torch.ones(num_features)) if affine else None
-        self.bias = nn.Parameter(torch.zeros(num_features)) if affine else None
+        for name in ("weight", "bias"):
+            learns = affine and name in self.learned
+            self.register_parameter(name, nn.Parameter(torch.empty(num_features)) if learns else None)
+        ChannelNorm.reset_parameters(self)
 
     def reset_parameters(self) -> None:
         """Set ``weight`` to 1 and ``bias`` to 0."""
-        if self.affine:
+        if self.weight is not None:
             nn.init.ones_(self.weight)
+        if self.bias is not None:
             nn.init.zeros_(self.bias)
 
     def set_num_updates(self, num_updates: int) -> None:

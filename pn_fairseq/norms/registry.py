@@ -11,10 +11,14 @@ from zlib import crc32
 
 from pn_fairseq.norms.base import ChannelNorm
 from pn_fairseq.norms.batch import MaskedBatchNorm
+from pn_fairseq.norms.dyt import DynamicErf, DynamicTanh
+from pn_fairseq.norms.group import GroupNorm
 from pn_fairseq.norms.layer import LayerNorm
 from pn_fairseq.norms.power import PowerNorm
 from pn_fairseq.norms.power_release import PowerNormRelease
 from pn_fairseq.norms.power_v import PowerNormV
+from pn_fairseq.norms.rms import RMSNorm, RMSNormRelease, ScaleNorm
+from pn_fairseq.norms.simple import AdaNorm, AdaNormRelease, DetachNorm, LayerNormSimple, NoNorm
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,19 @@ NORMS: dict[str, NormEntry] = {
         sync=False,  # as in the paper, Section 5
         variants={"release": PowerNormRelease},
     ),
+    "none": NormEntry(NoNorm, "none", "no normalization (none)"),
+    "layer-simple": NormEntry(LayerNormSimple, "lns", "layer normalization without gain and bias (LN-simple)"),
+    "detach": NormEntry(DetachNorm, "dn", "LN-simple without the gradient of mean or deviation (DetachNorm)"),
+    "ada": NormEntry(
+        AdaNorm, "ada", "adaptive normalization (AdaNorm)", variants={"release": AdaNormRelease}
+    ),
+    "rms": NormEntry(
+        RMSNorm, "rms", "root mean square normalization (RMSNorm)", variants={"release": RMSNormRelease}
+    ),
+    "scale": NormEntry(ScaleNorm, "sn", "a learned length for every token (ScaleNorm)"),
+    "group": NormEntry(GroupNorm, "gn", "layer normalization of groups of channels (GN)"),
+    "dyt": NormEntry(DynamicTanh, "dyt", "dynamic tanh in the place of a norm (DyT)"),
+    "derf": NormEntry(DynamicErf, "derf", "dynamic erf in the place of a norm (Derf)"),
 }
 
 #: As in the papers, or as in the code that their authors released where that computes something else.

@@ -60,8 +60,9 @@ class Tokens:
         self.weight, self.bias, self.num_features = weight, bias, norm.num_features
         self._groups, self._eps = norm.layer_scale_groups, norm.eps
         # The kernels take contiguous rows, in any order: a transposed x is taken as it is in memory.
-        self._transposed = not x.is_contiguous() and x.dim() == 3 and x.transpose(0, 1).is_contiguous()
-        self._x = self._rows(x)
+        contiguous = x.is_contiguous()
+        self._transposed = not contiguous and x.dim() == 3 and x.transpose(0, 1).is_contiguous()
+        self._x = x if contiguous else self._rows(x)
         self._dy = None if dy is None else self._rows(dy)
         self.padding = padding_mask
         if inv_rms is None and padding_mask is not None:  # a forward: from the order of the mask to that of the rows

@@ -21,7 +21,7 @@ def test_choices_are_the_registry(capsys):
     for name in NORMS:
         assert parse("--encoder-norm", name).encoder_norm == name
     with pytest.raises(SystemExit) as stop:
-        parse("--encoder-norm", "group")
+        parse("--encoder-norm", "instance")
     assert stop.value.code == 2
     message = capsys.readouterr().err
     assert all(name in message for name in NORMS)
@@ -37,6 +37,12 @@ def test_choices_are_the_registry(capsys):
         ("--norm-eps", "small"),
         ("--layer-scale-groups", "-1"),
         ("--psi-warmup-updates", "2.5"),
+        ("--norm-groups", "0"),
+        ("--norm-detach", "men"),
+        ("--norm-detach", "mean,"),
+        ("--ada-k", "-1"),
+        ("--ada-scale", "0"),
+        ("--alpha-init", "inf"),
     ],
 )
 def test_a_value_that_does_not_fit_is_refused_in_one_line(flag, value, capsys):
@@ -61,6 +67,25 @@ def test_flags_reach_the_norms():
     norm = model.decoder.layers[1].encoder_attn_layer_norm
     # BN has no layer-scale by default, so the flag leaves a BN decoder alone.
     assert (type(norm), norm.eps, norm.alpha_fwd, norm.layer_scale.groups) == (NORMS["batch"].cls, 1e-3, 0.95, 0)
+
+
+def test_flags_of_the_norms_without_state():
+    flags = parse(*("--norm-detach", "std", "--ada-k", "0.2", "--ada-scale", "2", "--alpha-init", "0.8"))
+    for name, expected in (
+        ("detach", {"detach": ("std",)}),
+        ("ada", {"ada_k": 0.2, "ada_scale": 2.0}),
+        ("group", {"groups": 4}),  # attention heads
+        ("dyt", {"alpha_init": 0.8}),
+        ("derf", {"alpha_init": 0.8}),
+    ):
+        model = build("transformer_pn_tiny", encoder_norm=name, decoder_norm=name, **vars(flags))
+        for norm in (model.encoder.layer_norm, model.decoder.layers[0].encoder_attn_layer_norm):
+            assert {key: getattr(norm, key) for key in expected} == expected
+    assert build("transformer_gn_tiny", norm_groups=16).encoder.layer_norm.groups == 16
+    with pytest.raises(ValueError, match="num_features=128 is not divisible by groups=3"):
+        build("transformer_gn_tiny", norm_groups=3)
+    with pytest.raises(ValueError, match="detach='men'"):  # hydra asks no parser
+        build("transformer_dn_tiny", norm_detach="men")
 
 
 def test_layer_scale_can_be_turned_off_and_on():

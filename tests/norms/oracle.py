@@ -10,6 +10,7 @@ PN-V: Definition 1 and Eq. 6), Ioffe & Szegedy 2015 (BN), Ba et al. 2016 (LN), Z
 one group is RMSNorm without a gain).
 """
 
+import math
 from types import SimpleNamespace
 
 import numpy as np
@@ -246,6 +247,77 @@ class LayerNormOracle(_Oracle):
         return self._normalize(x, None)[0]
 
 
+class PerTokenOracle(_Oracle):
+    """One of the norms that look at a token alone, by its name; parameters beside gain and bias are keyword arguments.
+
+    Sources: Xu et al. 2019 (layer-simple, detach, ada), Zhang & Sennrich 2019 (rms), Nguyen & Salazar 2019 (scale),
+    Wu & He 2018 (group), Zhu et al. 2025 (dyt), Chen et al. 2025 (derf); none is the identity.
+    """
+
+    def __init__(self, channels, name, spans=1, detach=("mean", "std"), k=0.1, scale=1.0, **common):
+        self.parameters = {key: float(common.pop(key)[0]) for key in ("g", "alpha", "shift") if key in common}
+        super().__init__(channels, **common)
+        self.name, self.spans, self.detach, self.k, self.scale = name, spans, detach, k, scale
+
+    def backward(self, dy, ctx):
+        self.gradients = dict.fromkeys(self.parameters, 0.0)
+        return super().backward(dy, ctx)
+
+    def _normalize(self, x, real):
+        rows = [[self._span(part) for part in np.split(row, self.spans)] for row in x]
+        xhat = np.array([np.concatenate([part[0] for part in row]) for row in rows]).reshape(x.shape)
+        return xhat, rows
+
+    def _normalize_eval(self, x):
+        return self._normalize(x, None)[0]
+
+    def _input_gradient(self, dxhat, ctx):
+        dx = np.empty_like(dxhat)
+        for i, row in enumerate(ctx.saved):
+            parts = zip(np.split(ctx.scaled[i], self.spans), np.split(dxhat[i], self.spans), row, strict=True)
+            dx[i] = np.concatenate([self._gradient(x, g, *saved) for x, g, saved in parts])
+        return dx
+
+    def _span(self, x):
+        """What is multiplied with the gain, and the two values that the gradient needs: z and the divisor."""
+        if self.name == "none":
+            return x, x, 1.0
+        if self.name in ("dyt", "derf"):
+            argument = self.parameters["alpha"] * x + self.parameters.get("shift", 0.0)
+            value = np.tanh(argument) if self.name == "dyt" else np.array([math.erf(each) for each in argument])
+            return value, argument, 1.0
+        if self.name == "scale":
+            length = max(np.sqrt(np.sum(x**2)), self.eps)
+            return self.parameters["g"] * x / length, x / length, length
+        if self.name == "rms":
+            divisor = np.sqrt(np.mean(x**2) + self.eps)
+            return x / divisor, x / divisor, divisor
+        divisor = np.sqrt(np.mean((x - x.mean()) ** 2) + self.eps)
+        z = (x - x.mean()) / divisor
+        return (self.scale * (1 - self.k * z) * z if self.name == "ada" else z), z, divisor
+
+    def _gradient(self, x, g, value, z, divisor):
+        """dx of one span, where g is the gradient of ``value``."""
+        if self.name == "none":
+            return g
+        if self.name in ("dyt", "derf"):
+            slope = 1 - value**2 if self.name == "dyt" else 2 / np.sqrt(np.pi) * np.exp(-(z**2))
+            self.gradients["alpha"] += np.sum(g * slope * x)
+            if "shift" in self.gradients:
+                self.gradients["shift"] += np.sum(g * slope)
+            return g * slope * self.parameters["alpha"]
+        if self.name == "scale":
+            self.gradients["g"] += np.sum(g * z)
+            return self.parameters["g"] * (g - z * np.sum(g * z)) / divisor
+        if self.name == "ada":
+            g = g * self.scale * (1 - self.k * z)
+        mean = 0.0 if self.name == "rms" or (self.name == "detach" and "mean" in self.detach) else g.mean()
+        along = 0.0 if self.name == "detach" and "std" in self.detach else z * np.mean(g * z)
+        return (g - mean - along) / divisor
+
+
+PER_TOKEN = ("none", "layer-simple", "detach", "ada", "rms", "scale", "group", "dyt", "derf")
+
 ORACLES = {
     "power": lambda channels, alpha_fwd, alpha_bwd, warmup, **common: PowerNormOracle(
         channels, alpha_fwd, alpha_bwd, warmup, **common
@@ -253,6 +325,9 @@ ORACLES = {
     "power-v": lambda channels, alpha_fwd, alpha_bwd, warmup, **common: PowerNormVOracle(channels, alpha_fwd, **common),
     "batch": lambda channels, alpha_fwd, alpha_bwd, warmup, **common: BatchNormOracle(channels, alpha_fwd, **common),
     "layer": lambda channels, alpha_fwd, alpha_bwd, warmup, **common: LayerNormOracle(channels, **common),
+} | {
+    name: lambda channels, alpha_fwd, alpha_bwd, warmup, name=name, **common: PerTokenOracle(channels, name, **common)
+    for name in PER_TOKEN
 }
 
 

@@ -86,6 +86,7 @@ def test_what_a_run_holds(data, trained):
     (record,) = map(json.loads, (trained / "starts.jsonl").read_text().splitlines())
     assert (record["workers"], record["tokens_per_update"], record["max_tokens"]) == (1, 400, 400)
     assert record["machines"] == [{"workers": 1, "gpus": []}] and record["torch"]
+    assert record["command"] == ["verses_es_en", "--data", str(data), "--run", str(trained), *SHORT]
     assert any((trained / "tensorboard").rglob("events.*"))
 
 

@@ -3,12 +3,12 @@
 import shutil
 import signal
 import subprocess
-import sys
 import time
 
 import pytest
 
-from .scripts_helpers import ROOT, SCRIPTS, assert_refused, environment, run, script
+from .. import warm
+from ..scripts_helpers import ROOT, SCRIPTS, assert_refused, environment, run, script
 
 CORPORA = {
     "iwslt14": ("iwslt14_de_en", "iwslt"),
@@ -88,7 +88,7 @@ def checkout(tmp_path):
     tools.mkdir(parents=True)
     (tools / "pn-report").write_text(STUB)
     (tools / "srun").write_text('#!/bin/sh\necho "srun $*" >>"$CALLS"\nshift 2\nexec "$@"\n')
-    (tools / "python").write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    (tools / "python").symlink_to(warm.programs() / "python")
     for tool in tools.iterdir():
         tool.chmod(0o755)
     return folder

@@ -12,7 +12,7 @@ import torch
 from pn_fairseq.checkpoints import load_checkpoint
 from pn_fairseq.pipeline import generate
 
-from .scripts_helpers import ROOT, assert_refused, cut_corpus, prepare, run, script
+from ..scripts_helpers import ROOT, assert_refused, cut_corpus, prepare, run, script
 
 #: A training of seconds. The psi warm-up ends at update 6, in the middle.
 SHORT = (
@@ -173,7 +173,7 @@ def test_as_many_hypotheses_as_sentences_in_the_order_of_the_text(data, decoded)
             assert source == text[int(number[2:])]
 
 
-def test_decoding_of_the_validation_set_elsewhere(trained, tmp_path, capsys):
+def test_decoding_of_the_validation_set_elsewhere(trained, tmp_path, capsys, warm_python):
     where = tmp_path / "somewhere else"
     options = ["--run", str(trained), "--subset", "valid", "--output", str(where)]
     assert (

@@ -14,7 +14,7 @@ from fairseq.logging import progress_bar
 from pn_fairseq.checkpoints import load_checkpoint
 from pn_fairseq.pipeline.training_log import read_log
 
-from .scripts_helpers import ROOT, run
+from ..scripts_helpers import ROOT, run
 
 BASE = (
     *("--user-dir", ROOT / "pn_fairseq", "--source-lang", "es", "--target-lang", "en", "--share-all-embeddings"),

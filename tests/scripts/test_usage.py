@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from .scripts_helpers import ROOT, SCRIPTS, assert_refused, environment, run, script
+from ..scripts_helpers import ROOT, SCRIPTS, assert_refused, environment, run, script
 
 USER_SCRIPTS = sorted(path.name for path in SCRIPTS.glob("*.sh"))
 

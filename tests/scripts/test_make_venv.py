@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from .scripts_helpers import ROOT, SCRIPTS, assert_refused, environment, run, script
+from ..scripts_helpers import ROOT, SCRIPTS, assert_refused, environment, run, script
 
 
 @pytest.mark.parametrize(
