@@ -65,7 +65,8 @@ def unzip(archive: Path, folder: Path, members: Sequence[str]) -> None:
         with zipfile.ZipFile(archive) as file:
             for member in members:
                 if member not in file.namelist():
-                    raise UserError(f"{archive} has no {member}; it holds {', '.join(file.namelist()[:8]) or 'nothing'}")
+                    held = ", ".join(file.namelist()[:8]) or "nothing"
+                    raise UserError(f"{archive} has no {member}; it holds {held}")
                 with file.open(member) as source, atomic_write(folder / Path(member).name) as target:
                     shutil.copyfileobj(source, target, archives.CHUNK)
     except (zipfile.BadZipFile, *archives.DAMAGE) as error:
