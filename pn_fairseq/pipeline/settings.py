@@ -297,7 +297,14 @@ def check_language_model(cfg: DictConfig, data: Path) -> None:
     """:func:`check_model` for the task ``language_modeling``: every block of text has to fit model and batches."""
     if not (data / "bin/dict.txt").is_file():
         raise UserError(f"{data}/bin has no dict.txt: it is not the data of a language model (scripts/prepare_*lm.sh)")
-    _, model = _build(cfg)
+    task, model = _build(cfg)
+    if cfg.criterion._name == "adaptive_loss":
+        try:
+            task.build_criterion(cfg.criterion)
+        except Exception as error:  # fairseq raises plain ones, after everything else has been built
+            raise UserError(str(error)) from error
+        if model.decoder.adaptive_softmax is None:
+            raise UserError("criterion._name=adaptive_loss needs a model with model.adaptive_softmax_cutoff")
     block, mode = cfg.task.tokens_per_sample, cfg.task.sample_break_mode or "none"
     for split in ("train", "valid", "test"):
         text = load_indexed_dataset(str(data / "bin" / split))
