@@ -583,6 +583,9 @@ class ProgressiveOracle(BatchNormOracle):
         return super().evaluate(x) + (self.rep_alpha * scaled).reshape(np.shape(x))
 
 
+#: The norms of :class:`PerTokenOracle`.
+PER_TOKEN = ("none", "layer-simple", "detach", "ada", "rms", "scale", "group", "dyt", "derf")
+
 #: Name of a norm -> its oracle, and which of alpha_fwd, alpha_bwd, psi_warmup_updates the norm has, by the names here.
 ORACLES = {
     "power": (PowerNormOracle, ("alpha_fwd", "alpha_bwd", "warmup")),
@@ -594,10 +597,7 @@ ORACLES = {
     "unified": (UnifiedOracle, ("alpha", "alpha_bwd", "warmup")),
     "batch-reg": (RegularizedOracle, ("alpha",)),
     "prep-batch": (ProgressiveOracle, ("alpha",)),
-} | {
-    name: (partial(PerTokenOracle, name=name), ())
-    for name in ("none", "layer-simple", "detach", "ada", "rms", "scale", "group", "dyt", "derf")
-}
+} | {name: (partial(PerTokenOracle, name=name), ()) for name in PER_TOKEN}
 
 
 def make_oracle(name, channels, alpha_fwd=None, alpha_bwd=None, psi_warmup_updates=0, layer_scale_groups=0, **common):
