@@ -1,4 +1,4 @@
-"""The benchmarks run, and write what they print; what they measure is not for a test to say."""
+"""The benchmarks run and write what they print. No test looks at the times that they measure."""
 
 import csv
 import logging
@@ -12,7 +12,7 @@ from torch import nn
 
 from benchmarks import ALLOCATOR, decoding, norms, training
 from benchmarks.profiling import Counts, count, peak_memory
-from benchmarks.results import ratios, spread
+from benchmarks.results import quartiles, ratios
 from benchmarks.table import TARGETS, targets
 from pn_fairseq import kernels
 from pn_fairseq.kernels import reference
@@ -27,7 +27,7 @@ COUNT = partial(count, device=CPU)
 
 @pytest.fixture(autouse=True)
 def _in_this_process(monkeypatch):
-    """Not started anew for the sake of the allocator, and logging as it was."""
+    """No restart for the allocator; logging and threads are restored."""
     for name, value in ALLOCATOR.items():
         monkeypatch.setenv(name, value)
     threads, disabled = torch.get_num_threads(), logging.root.manager.disable
@@ -43,8 +43,8 @@ def read(path):
 
 def test_ratios_are_of_the_same_round():
     assert ratios([2.0, 40.0, 6.0], [1.0, 20.0, 3.0]) == (2.0, 2.0, 2.0)
-    assert spread([4.0, 1.0, 2.0, 3.0, 5.0]) == (2.0, 3.0, 4.0)
-    assert spread([7.0]) == (7.0, 7.0, 7.0)
+    assert quartiles([4.0, 1.0, 2.0, 3.0, 5.0]) == (2.0, 3.0, 4.0)
+    assert quartiles([7.0]) == (7.0, 7.0, 7.0)
 
 
 def test_decoding(tmp_path, capsys):
@@ -178,7 +178,7 @@ def test_what_cannot_run_is_left_out_with_a_line(capsys, monkeypatch):
     norms.main("--shapes 1x8 --rounds 1 --dtypes float32 --only compiled|Batch|copy".split())
     printed = capsys.readouterr()
     reasons = [line for line in printed.err.splitlines() if "left out" in line]
-    # BatchNorm1d takes no single token.
+    # BatchNorm1d refuses a single token.
     assert [line.split(":")[0] for line in reasons] == ["BatchNorm1d gathered", "pn compiled", "pn +LS compiled"]
     assert reasons[1].endswith("left out: no C++ compiler")
     assert "compiled" not in printed.out and "copy and add" in printed.out
@@ -195,7 +195,7 @@ def test_liger_takes_part_on_cuda_where_it_is_installed(tmp_path, monkeypatch):
         (package / f"{file}.py").write_text(code, "utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     found = {each.name: each for each in norms.contestants(8, 4, "cuda", 1)}
-    # dy is shared by all: nobody may write over it.
+    # All contestants share dy, so none may overwrite it.
     assert found["Liger RMSNorm"].module.norm.normalized_shape == (8,)
     assert found["Liger LayerNorm"].opaque
     assert not any("Liger" in each.name for each in norms.contestants(8, 4, "cpu", 1))

@@ -286,7 +286,7 @@ def test_results_larger_than_the_caches(implementation, channels, dtype):
 
 
 def test_half_types_are_rounded_once():
-    """Each value is the nearest one to what float64 gives, or next to it where float32 arithmetic could not tell."""
+    """Each value is the float64 result rounded, or a neighbour of that where float32 arithmetic is not exact enough."""
     for dtype in (torch.float16, torch.bfloat16):
         x, _, _, (weight, bias, moment, _) = make((64, 40), "none", dtype)
         arguments = (weight, bias, None, moment, None, None, 4, EPS, False)
