@@ -15,7 +15,7 @@ from fairseq.trainer import Trainer
 
 from pn_fairseq.__main__ import info
 from pn_fairseq.fairseq_patches import SWITCH, bf16_flag, one_line_errors, patch, patches
-from pn_fairseq.models.transformer_pn import FoldedModelError
+from pn_fairseq.models.normed_model import FoldedModelError
 from pn_fairseq.norms import NORMS
 
 from ..models.helpers import build, padded_batch
