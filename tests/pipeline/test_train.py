@@ -109,6 +109,8 @@ def test_a_second_start_does_nothing(data, trained, capsys):
         (("task.source_lang=fr",), ("'fr'",)),
         (("dataset.max_tokens=30",), ("train.es", "silently skip")),
         (("task.max_target_positions=20",), ("task.max_target_positions",)),
+        (("checkpoint.restore_file=other.pt",), ("other.pt", "checkpoint.finetune_from_model")),
+        (("checkpoint.finetune_from_model=/none.pt",), ("/none.pt: no such file",)),
     ],
 )
 def test_a_setting_that_does_not_fit_is_refused_before_anything_is_made(overrides, needles, data, tmp_path, capsys):
