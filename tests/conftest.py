@@ -1,8 +1,12 @@
+import fcntl
+import os
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from . import warm
 from .scripts_helpers import cut_corpus, prepare
 
 
@@ -19,7 +23,21 @@ def _seed():
 
 @pytest.fixture(scope="session")
 def data(tmp_path_factory) -> Path:
-    """A small cut of the corpus, prepared for training by the scripts; the cut itself lies beside it in corpus/."""
-    base = tmp_path_factory.mktemp("prepared")
-    prepare(cut_corpus(base / "corpus"), base / "data")
+    """A small cut of the corpus, prepared for training by the scripts; the cut itself is beside it in corpus/.
+
+    Made once for all processes of pytest-xdist, whose base directories are in one directory of the run.
+    """
+    base = tmp_path_factory.getbasetemp()
+    base = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "prepared"
+    base.mkdir(exist_ok=True)
+    with (base / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (base / "data").exists():
+            prepare(cut_corpus(base / "corpus"), base / "data")
     return base / "data"
+
+
+@pytest.fixture
+def warm_python(monkeypatch):
+    """Programs that this process starts by ``sys.executable`` are warm, too (see ``tests.warm``)."""
+    monkeypatch.setattr(sys, "executable", str(warm.programs() / "python"))

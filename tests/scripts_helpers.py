@@ -6,26 +6,30 @@ import subprocess
 import sys
 from pathlib import Path
 
+from . import warm
+
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ROOT / "scripts"
 
 
-def environment(**changes: str) -> dict[str, str]:
+def environment(tools: Path = Path(sys.executable).parent, **changes: str) -> dict[str, str]:
     """This process's environment, with the tools of the running interpreter first on the PATH."""
-    tools = str(Path(sys.executable).parent)
     # One thread: the models are tiny, and two threads collapse when something else uses the machine.
-    fixed = {"PATH": f"{tools}:{os.environ['PATH']}", "VENV": str(Path(tools).parent), "OMP_NUM_THREADS": "1"}
-    # `make test PYTHON=... TORCH=...` names what the environment is made with, which is no business of the tests.
+    fixed = {"PATH": f"{tools}:{os.environ['PATH']}", "VENV": str(tools.parent), "OMP_NUM_THREADS": "1"}
+    # `make test PYTHON=... TORCH=...` says how to make the environment; the tests use the one that is there.
     inherited = {name: value for name, value in os.environ.items() if name not in ("PYTHON", "TORCH")}
     return {**inherited, **fixed, **changes}
 
 
 def run(*command, cwd=None, check=True, **changes: str) -> subprocess.CompletedProcess:
-    """Run a command to its end; with ``check`` it must succeed, and its output is shown if it does not."""
+    """Run a command to its end; with ``check`` it must succeed, and its output is shown if it does not.
+
+    What imports fairseq starts warm (see ``tests.warm``).
+    """
     result = subprocess.run(
         [str(part) for part in command],
         cwd=cwd,
-        env=environment(**changes),
+        env=environment(warm.programs(), **changes),
         capture_output=True,
         text=True,
         timeout=600,

@@ -91,7 +91,7 @@ def test_installed_package_as_user_dir_from_another_folder(installed, tmp_path):
 
 
 def test_checkout_as_user_dir_beside_an_installed_package(installed, tmp_path):
-    """The checkout that --user-dir names is used, whatever is installed."""
+    """The checkout that --user-dir names is used, not the installed package."""
     result = run(sys.executable, "-c", REGISTER, ROOT / "pn_fairseq", cwd=tmp_path, PYTHONPATH=str(installed))
     assert result.stdout.split() == [str(ROOT / "pn_fairseq"), "True"]
 

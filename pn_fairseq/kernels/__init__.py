@@ -20,6 +20,8 @@ from pn_fairseq.kernels.ops import (
     normalize,
     operator,
     running_average,
+    squashed,
+    standardized,
 )
 from pn_fairseq.kernels.reference import acc_dtype
 from pn_fairseq.kernels.selection import VARIABLE, Unavailable, available, describe, forced, using
@@ -39,5 +41,7 @@ __all__ = [
     "normalize",
     "operator",
     "running_average",
+    "squashed",
+    "standardized",
     "using",
 ]

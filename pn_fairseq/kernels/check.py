@@ -42,6 +42,21 @@ def samples(dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, tup
             yield "gradient", (dy, x, mask, *vectors, nu, offset, inv_rms, groups, 1e-5, False)
             yield "gradient_sums", (dy, x, mask, *vectors, inv_rms, groups, 1e-5)
         yield "normalize", (x, None, None, mean, moment, None, inv_rms, groups, 1e-5, False)
+        spans = max(groups, 1)
+        for divisor in (
+            (True, 1.0, 1e-5, 0.0, 0.0),
+            (True, 1.1, 0.0, 1e-5, 0.0),
+            (False, float(channels), 0.0, 0.0, 0.3),
+        ):
+            yield "standardize", (x, weight, bias, spans, *divisor, 2.0, -0.2)
+            yield "standardize", (x, None, None, spans, *divisor, 1.0, 0.0)
+            stats = kernels.OPERATORS["standardize"](x, None, None, spans, *divisor, 1.0, 0.0)[1]
+            for through in ((True, True), (False, True), (True, False)):
+                yield "standardize_gradient", (dy, x, None, stats, spans, 2.0, -0.2, *through, False)
+                yield "standardize_gradient", (dy, x, weight, stats, spans, 1.0, 0.0, *through, True)
+        for erf, shift in ((False, None), (True, bias[:1])):
+            yield "squash", (x, weight, bias, nu[:1], shift, erf)
+            yield "squash_gradient", (dy, x, weight, nu[:1], shift, erf)
         acc = kernels.acc_dtype(x)
         count, number = torch.tensor(7.0, dtype=acc, device=device), torch.tensor(3, device=device)
         products = torch.randn((2, channels), **like).to(device, acc)

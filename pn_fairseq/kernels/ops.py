@@ -10,6 +10,8 @@ hand on contiguous tokens (see :class:`pn_fairseq.norms.tokens.Tokens`).
 ``gradient``         dx from given vectors, optionally with the sums over tokens from the same pass
 ``gradient_sums``    sums over tokens of a backward pass
 ``running_average``  the running statistics of a norm that keeps averages
+``standardize``      y by the statistics of each token; ``standardize_gradient`` is its backward
+``squash``           y by tanh or erf, channel by channel; ``squash_gradient`` is its backward
 ===================  ==============================================================================================
 """
 
@@ -50,6 +52,8 @@ def operator(schema: str) -> Callable[[Callable], Callable]:
     def define(function: Callable) -> Callable:
         _library.define(schema)
         _library.impl(name, function, "CompositeExplicitAutograd")
+        # All calls stand inside autograd functions: autograd has nothing to do here, and its part costs time.
+        _library.impl(name, torch.library.fallthrough_kernel, "Autograd")
         OPERATORS[name] = function
         for listener in _listeners:
             listener(name)
@@ -79,6 +83,32 @@ running_average = operator(
     "running_average(Tensor moment, Tensor? mean, Tensor num_batches, Tensor batch_moment, Tensor? batch_mean, "
     "Tensor products, Tensor count, int warmup, float alpha) -> (Tensor moment, Tensor mean, Tensor num_batches)"
 )(reference.running_average)
+standardize = operator(
+    "standardize(Tensor x, Tensor? weight, Tensor? bias, int groups, bool centered, float factor, float inside, "
+    "float outside, float least, float gain, float curve) -> (Tensor y, Tensor stats)"
+)(reference.standardize)
+standardize_gradient = operator(
+    "standardize_gradient(Tensor dy, Tensor x, Tensor? weight, Tensor stats, int groups, float gain, float curve, "
+    "bool through_mean, bool through_divisor, bool sums) -> (Tensor dx, Tensor parameters)"
+)(reference.standardize_gradient)
+squash = operator("squash(Tensor x, Tensor? weight, Tensor? bias, Tensor alpha, Tensor? shift, bool erf) -> Tensor")(
+    reference.squash
+)
+squash_gradient = operator(
+    "squash_gradient(Tensor dy, Tensor x, Tensor? weight, Tensor alpha, Tensor? shift, bool erf) -> "
+    "(Tensor dx, Tensor parameters, Tensor scalars)"
+)(reference.squash_gradient)
+
+
+def refuse_second_derivative() -> None:
+    """Called in a backward pass."""
+    if torch.is_grad_enabled():
+        raise RuntimeError("the norms of pn_fairseq have no second derivative (create_graph=True)")
+
+
+def _parameters(sums: Tensor, needed: tuple[bool, bool], weight: Tensor | None) -> list[Tensor | None]:
+    """The gradients of weight and bias, of those that need one."""
+    return [sums[place].to(weight.dtype) if each else None for place, each in enumerate(needed)]
 
 
 class _Normalize(torch.autograd.Function):
@@ -95,15 +125,13 @@ class _Normalize(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        if torch.is_grad_enabled():
-            raise RuntimeError("the norms of pn_fairseq have no second derivative (create_graph=True)")
+        refuse_second_derivative()
         x, weight, mean, moment, inv_rms = ctx.saved_tensors
-        needs_parameters = any(ctx.needs_input_grad[1:3])
+        needed = ctx.needs_input_grad[1:3]
         dx, parameters, _ = gradient(
-            dy.contiguous(), x, None, weight, mean, moment, None, None, inv_rms, ctx.groups, ctx.eps, needs_parameters
+            dy.contiguous(), x, None, weight, mean, moment, None, None, inv_rms, ctx.groups, ctx.eps, any(needed)
         )
-        dweight, dbias = parameters.to(weight.dtype).unbind() if needs_parameters else (None, None)
-        return dx, dweight, dbias, None, None, None, None
+        return dx, *_parameters(parameters, needed, weight), None, None, None, None
 
 
 def evaluate(
@@ -122,3 +150,77 @@ def evaluate(
     if torch._C._are_functorch_transforms_active():
         return reference.normalize(x, weight, bias, mean, moment, None, None, groups, eps, False)[0]
     return _Normalize.apply(x, weight, bias, mean, moment, groups, eps)
+
+
+class _Standardize(torch.autograd.Function):
+    """``standardize``, with the gradient that is asked for."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, groups, divisor, curve, through):
+        y, stats = standardize(x, weight, bias, groups, *divisor, *curve)
+        ctx.save_for_backward(x, weight, stats)
+        ctx.rest = groups, *curve, *through
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        refuse_second_derivative()
+        x, weight, stats = ctx.saved_tensors
+        needed = ctx.needs_input_grad[1:3]
+        dx, sums = standardize_gradient(dy.contiguous(), x, weight, stats, *ctx.rest, any(needed))
+        return dx, *_parameters(sums, needed, weight), None, None, None, None
+
+
+def standardized(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    groups: int = 1,
+    centered: bool = True,
+    factor: float = 1.0,
+    inside: float = 0.0,
+    outside: float = 0.0,
+    least: float = 0.0,
+    gain: float = 1.0,
+    curve: float = 0.0,
+    through_mean: bool = True,
+    through_divisor: bool = True,
+) -> Tensor:
+    """y of :func:`.reference.standardize`, with its gradient.
+
+    Inside a transform of ``torch.func`` the reference computes, which torch can transform.
+    """
+    divisor, curve, through = (centered, factor, inside, outside, least), (gain, curve), (through_mean, through_divisor)
+    if torch._C._are_functorch_transforms_active():
+        return reference.standardize(x, weight, bias, groups, *divisor, *curve, *through)[0]
+    return _Standardize.apply(
+        x.contiguous(), weight, bias, groups, divisor, curve, (centered and through_mean, through_divisor)
+    )
+
+
+class _Squash(torch.autograd.Function):
+    """``squash``, differentiable with respect to x and all parameters."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, alpha, shift, erf):
+        ctx.save_for_backward(x, weight, alpha, shift)
+        ctx.erf = erf
+        return squash(x, weight, bias, alpha, shift, erf)
+
+    @staticmethod
+    def backward(ctx, dy):
+        refuse_second_derivative()
+        x, weight, alpha, shift = ctx.saved_tensors
+        dx, sums, scalars = squash_gradient(dy.contiguous(), x, weight, alpha, shift, ctx.erf)
+        needed = ctx.needs_input_grad
+        rest = [scalars[place : place + 1].to(alpha.dtype) if needed[3 + place] else None for place in range(2)]
+        return dx, *_parameters(sums, needed[1:3], weight), *rest, None
+
+
+def squashed(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, alpha: Tensor, shift: Tensor | None, erf: bool
+) -> Tensor:
+    """y of :func:`.reference.squash`, with its gradient; inside a transform of ``torch.func`` by the reference."""
+    if torch._C._are_functorch_transforms_active():
+        return reference.squash(x, weight, bias, alpha, shift, erf)
+    return _Squash.apply(x.contiguous(), weight, bias, alpha, shift, erf)

@@ -19,6 +19,8 @@ Arithmetic, sums and vectors that are returned have the *accumulation dtype*: fl
 in the type of x are rounded once.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -219,3 +221,111 @@ def running_average(
     counted = (count > 0) & torch.stack(finite).all()
     after = [torch.where(counted, (old + share * (new - old)).float(), old) for old, new in pairs]
     return after[0], moment.new_empty(0) if mean is None else after[1], num_batches + counted
+
+
+def standardize(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    groups: int,
+    centered: bool,
+    factor: float,
+    inside: float,
+    outside: float,
+    least: float,
+    gain: float,
+    curve: float,
+    through_mean: bool = True,
+    through_divisor: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Normalize each group of channels of each token by its own statistics: y = weight * z (gain + curve z) + bias.
+
+    z = (x - mean) / divisor, divisor = max(sqrt(factor * m + inside) + outside, least), where m is the mean square of
+    x - mean over the group's channels, and mean is 0 unless ``centered``. For torch's own differentiation, gain +
+    curve z is a constant, and so is what no gradient goes ``through``.
+
+    Returns:
+        y, and ``stats`` (3, ..., G): mean, 1 / divisor, and the share c of :func:`standardize_gradient`.
+    """
+    h = _grouped(x.to(acc_dtype(x)), groups)
+    mean = h.mean(-1, keepdim=True) if centered else h.new_zeros(*h.shape[:-1], 1)
+    deviation = h - (mean if through_mean else mean.detach())
+    second = factor * (h - mean).square().mean(-1, keepdim=True) + inside
+    tiny = torch.finfo(h.dtype).tiny  # the root has a derivative from here on
+    root = second.clamp(min=tiny).sqrt()
+    divisor = (root + outside).clamp(min=least)
+    share = torch.where((second > tiny) & (root + outside >= least), factor * divisor / root, 0.0)
+    z = deviation / (divisor if through_divisor else divisor.detach())
+    y = (z * (gain + curve * z.detach())).flatten(-2)
+    if weight is not None:
+        y = y * weight.to(y.dtype)
+    if bias is not None:
+        y = y + bias.to(y.dtype)
+    return y.to(x.dtype), torch.stack([mean, 1 / divisor, share]).squeeze(-1)
+
+
+def standardize_gradient(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    stats: Tensor,
+    groups: int,
+    gain: float,
+    curve: float,
+    through_mean: bool,
+    through_divisor: bool,
+    sums: bool,
+) -> tuple[Tensor, Tensor]:
+    """Gradient of :func:`standardize`, in which gain + curve z, and what no gradient goes ``through``, are constants.
+
+    With dz = weight * dy * (gain + curve z) and means over the channels of a group,
+    dx = (dz - [through_mean] mean(dz) - [through_divisor] c z mean(dz z)) / divisor.
+
+    Returns:
+        dx; and the gradients of weight and bias (2, C), over all tokens, if ``sums``, else an empty tensor.
+    """
+    mean, inverse, share = stats.unsqueeze(-1)
+    z = (_grouped(x.to(stats.dtype), groups) - mean) * inverse
+    curved = gain + curve * z
+    wide = dy.to(stats.dtype)
+    dz = _grouped(wide if weight is None else wide * weight.to(stats.dtype), groups) * curved
+    dx = dz
+    if through_mean:
+        dx = dx - dz.mean(-1, keepdim=True)
+    if through_divisor:
+        dx = dx - share * z * (dz * z).mean(-1, keepdim=True)
+    dx = (dx * inverse).flatten(-2).to(x.dtype)
+    if not sums:
+        return dx, stats.new_empty(0)
+    return dx, torch.stack([_sum_over_tokens(wide * (z * curved).flatten(-2)), _sum_over_tokens(wide)])
+
+
+def squash(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, alpha: Tensor, shift: Tensor | None, erf: bool
+) -> Tensor:
+    """y = weight * f(alpha x + shift) + bias with f = tanh, or ``erf``; alpha and shift have one element."""
+    return _squashed(x, alpha, shift, erf, weight, bias)[0].to(x.dtype)
+
+
+def _squashed(x, alpha, shift, erf, weight, bias) -> tuple[Tensor, Tensor, Tensor]:
+    """y, f and its argument, in the accumulation dtype."""
+    h = x.to(acc_dtype(x))
+    argument = h * alpha.to(h.dtype)
+    if shift is not None:
+        argument = argument + shift.to(h.dtype)
+    value = torch.erf(argument) if erf else torch.tanh(argument)
+    y = value if weight is None else value * weight.to(h.dtype)
+    return y if bias is None else y + bias.to(h.dtype), value, argument
+
+
+def squash_gradient(
+    dy: Tensor, x: Tensor, weight: Tensor | None, alpha: Tensor, shift: Tensor | None, erf: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradient of :func:`squash`: dx; those of weight and bias (2, C); those of alpha and shift (2,)."""
+    _, value, argument = _squashed(x, alpha, shift, erf, None, None)
+    wide = dy.to(value.dtype)
+    slope = 2 / math.sqrt(math.pi) * torch.exp(-argument.square()) if erf else 1 - value.square()
+    inner = (wide if weight is None else wide * weight.to(wide.dtype)) * slope
+    parameters = torch.stack([_sum_over_tokens(wide * value), _sum_over_tokens(wide)])
+    scalars = torch.stack([(inner * x.to(inner.dtype)).sum(), inner.sum()])
+    return (inner * alpha.to(inner.dtype)).to(x.dtype), parameters, scalars

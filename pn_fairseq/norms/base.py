@@ -14,18 +14,28 @@ COUNT = "num_batches_tracked"
 
 
 class ChannelNorm(nn.Module):
-    """A norm over activations with a gain and a bias per channel. A norm without state defines :meth:`normalize`.
+    """A norm over activations. One without state defines :meth:`normalize`.
 
     Args:
         num_features: number of channels C.
         eps: added to the second moment before the root, here and in layer-scale.
-        affine: learn ``weight`` (gain, initially 1) and ``bias`` (initially 0), both (C,); otherwise both are None.
+        affine: learn the gain and bias per channel that the norm has (:attr:`learned`); what is not learned is None.
         layer_scale_groups: groups of the :class:`LayerScale` in front; 0: none.
         batch_first: activations are (B, T, C) instead of (T, B, C), as in ``torch.nn.TransformerEncoderLayer``.
 
     Raises:
         ValueError: an argument or an input does not fit; the message holds its value.
     """
+
+    #: Which of ``weight`` (gain, initially 1) and ``bias`` (initially 0), (C,), the norm has.
+    learned: tuple[str, ...] = ("weight", "bias")
+
+    #: Whether a token's y in training depends on other tokens of the batch, those after it among them: "never",
+    #: "always", or "at first": no longer once warm-ups and schedules are over, in channels where nothing is clipped.
+    mixes_tokens = "never"
+
+    #: Options that a transformer gives this class unless they are asked for, in place of the registry entry's.
+    transformer_defaults: dict = {}
 
     def __init__(
         self,
@@ -42,13 +52,16 @@ class ChannelNorm(nn.Module):
         self.layer_scale_groups = layer_scale_groups
         self.batch_first = batch_first
         self.layer_scale = LayerScale(num_features, layer_scale_groups, eps, batch_first)
-        self.weight = nn.Parameter(torch.ones(num_features)) if affine else None
-        self.bias = nn.Parameter(torch.zeros(num_features)) if affine else None
+        for name in ("weight", "bias"):
+            learns = affine and name in self.learned
+            self.register_parameter(name, nn.Parameter(torch.empty(num_features)) if learns else None)
+        ChannelNorm.reset_parameters(self)
 
     def reset_parameters(self) -> None:
         """Set ``weight`` to 1 and ``bias`` to 0."""
-        if self.affine:
+        if self.weight is not None:
             nn.init.ones_(self.weight)
+        if self.bias is not None:
             nn.init.zeros_(self.bias)
 
     def set_num_updates(self, num_updates: int) -> None:
@@ -102,6 +115,8 @@ class RunningNorm(ChannelNorm):
     moment_name: str
     mean_name: str | None = None
 
+    mixes_tokens = "always"
+
     #: While set, forwards in training mode normalize with the statistics of the batch, and the running ones become the
     #: mean over the batches; see :func:`pn_fairseq.norms.recalibrating`.
     recalibrating = False
@@ -146,6 +161,15 @@ class RunningNorm(ChannelNorm):
     def backward_pass(self, tokens: Tokens, step: Step) -> tuple[Tensor, Tensor]:
         """dx, and the gradients of weight and bias, (2, C), from :meth:`.Tokens.gradient` or ``gradient_sums``."""
         raise NotImplementedError
+
+    def further_parameters(self) -> tuple[Tensor, ...]:
+        """Learned besides weight and bias: ``tokens.further``. ``backward_pass`` returns their gradients after dx and
+        those of weight and bias."""
+        return ()
+
+    def batch_moments(self, tokens: Tokens) -> Moments:
+        """The statistics of a batch, over all ranks, that recalibration takes the mean of; also ``step.batch``."""
+        return tokens.moments(centered=self.mean_name is not None)
 
     def update(self, step: Step) -> dict[str, Tensor]:
         """The state after ``step``, by buffer name; what is missing stays as it is. Written only if all is finite.
@@ -204,10 +228,11 @@ class RunningNorm(ChannelNorm):
             padding_mask = padding_mask.t() if self.batch_first else padding_mask
         if self.recalibrating:
             return self._recalibrate(x, padding_mask)
-        return Training.apply(x, self.weight, self.bias, padding_mask, self)
+        return Training.apply(x, self.weight, self.bias, padding_mask, self, *self.further_parameters())
 
-    # torch.compiler.disable would import torch._dynamo here, which takes a second.
-    _train_uncompiled = torch._disable_dynamo(_train)
+    @torch._disable_dynamo  # torch.compiler.disable would import torch._dynamo here, which takes a second
+    def _train_uncompiled(self, x: Tensor, padding_mask: Tensor | None) -> Tensor:
+        return self._train(x, padding_mask)
 
     def synchronises(self) -> bool:
         """Whether statistics are summed over several ranks."""
@@ -265,6 +290,12 @@ class RunningNorm(ChannelNorm):
         self.flush()
         self._num_updates = num_updates
 
+    def completed_updates(self) -> Tensor:
+        """Completed optimizer updates, 0-d int64. A norm that is never told counts the steps that it has taken in."""
+        if self._num_updates is None:
+            return self.num_batches_tracked
+        return torch.full_like(self.num_batches_tracked, self._num_updates)
+
     def discard_pending(self) -> None:
         """Forget the steps that :meth:`flush` has not taken in, and those whose backward is still to come.
 
@@ -310,7 +341,7 @@ class RunningNorm(ChannelNorm):
 
     def _recalibrate(self, x: Tensor, padding_mask: Tensor | None) -> Tensor:
         step = Step()
-        batch = Tokens(self, step, x.detach(), padding_mask, None, None).moments(centered=self.mean_name is not None)
+        batch = self.batch_moments(Tokens(self, step, x.detach(), padding_mask, None, None))
         with torch.no_grad():
             new = {name: value.to(torch.float32) for name, value in self.statistics_of(batch).items()}
             finite = torch.stack([value.isfinite().all() for value in new.values()]).all()

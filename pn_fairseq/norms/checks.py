@@ -14,10 +14,24 @@ def check_whole(name: str, value, minimum: int) -> int:
     return int(value)
 
 
+def check_real(name: str, value, minimum: float) -> float:
+    """``value`` as a float, if it is finite and at least ``minimum``."""
+    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value) or value < minimum:
+        raise ValueError(f"{name}={value!r} must be a number of at least {minimum}")
+    return float(value)
+
+
 def check_positive(name: str, value) -> float:
     """``value`` as a float, if it is finite and greater than 0."""
     if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value) or value <= 0:
         raise ValueError(f"{name}={value!r} must be a number greater than 0")
+    return float(value)
+
+
+def check_least(name: str, value, minimum: float) -> float:
+    """``value`` as a float, if it is finite and at least ``minimum``."""
+    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value) or value < minimum:
+        raise ValueError(f"{name}={value!r} must be a number of at least {minimum}")
     return float(value)
 
 

@@ -159,7 +159,7 @@ def _main(args, argv: list[str], place: Place, config: Path, data: Path, run: Pa
         logging.disable(logging.CRITICAL)  # torchrun's words about signals and failures; this process has its own
         return torchrun(place, argv)
     if not place.rank:
-        begin(cfg, batches, place, data, run)
+        begin(cfg, batches, place, data, run, argv)
     train(cfg, place, data, run)
     return 0
 
@@ -231,7 +231,7 @@ def mend(run: Path) -> None:
         say(line)
 
 
-def begin(cfg, batches, place: Place, data: Path, run: Path) -> None:
+def begin(cfg, batches, place: Place, data: Path, run: Path, argv: list[str]) -> None:
     """What the first rank does before it trains: lock and repair the run, and write down what is trained, and how."""
     import torch
     from omegaconf import OmegaConf
@@ -254,6 +254,7 @@ def begin(cfg, batches, place: Place, data: Path, run: Path) -> None:
     machine = {"workers": min(here, batches.world_size), "gpus": about["gpus"] if place.gpu else []}
     record = {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": argv,
         "workers": batches.world_size,
         "tokens_per_update": batches.tokens_per_update,
         "update_freq": batches.update_freq,

@@ -53,12 +53,16 @@ def tensors(generator, shape=(5, 3, CHANNELS), masked=True):
 
 
 def randomize_affine(norm, seed=1):
-    """Weights of both signs away from 1, biases away from 0: one that is left out or applied twice shows."""
-    if norm.weight is not None:
-        generator = rng(seed)
-        with torch.no_grad():
-            norm.weight.copy_(torch.tensor(generator.uniform(-2, 2, norm.weight.numel())))
-            norm.bias.copy_(torch.tensor(generator.normal(size=norm.bias.numel())))
+    """Weights of both signs away from 1, biases away from 0: one that is left out or applied twice shows.
+
+    Other parameters of the norm get positive values.
+    """
+    generator = rng(seed)
+    draw = {"weight": lambda size: generator.uniform(-2, 2, size), "bias": lambda size: generator.normal(size=size)}
+    with torch.no_grad():
+        for name, parameter in norm.named_parameters():
+            values = draw.get(name, lambda size: generator.uniform(0.3, 1.5, size))(tuple(parameter.shape))
+            parameter.copy_(torch.tensor(values))
     return norm
 
 
@@ -69,9 +73,7 @@ def train_step(norm, x, mask=None, dy=None, dtype=torch.float32):
     y = norm(x) if mask is None else norm(x, to_mask(mask))
     y.backward(to_tensor(dy, y.dtype))
     out = {"y": y.detach(), "dx": x.grad}
-    if norm.weight is not None:
-        out["dweight"] = norm.weight.grad
-        out["dbias"] = norm.bias.grad
+    out |= {f"d{name}": parameter.grad for name, parameter in norm.named_parameters()}
     return {key: value.double().numpy() for key, value in out.items()}
 
 
@@ -105,18 +107,20 @@ def assert_same(actual, expected, what=""):
         assert torch.equal(one, two), f"{what}: differs by {(one - two).abs().max()}"
 
 
-def assert_close(actual, expected, rtol=2e-5, what=""):
-    """Relative to the largest expected value: sums of both signs may cancel in single elements."""
+def assert_close(actual, expected, rtol=2e-5, what="", terms=0.0):
+    """Relative to the largest expected value, or ``terms`` if larger: sums of both signs may cancel."""
     actual = np.asarray(actual.detach().double() if isinstance(actual, torch.Tensor) else actual, dtype=np.float64)
     expected = np.asarray(expected.detach() if isinstance(expected, torch.Tensor) else expected, dtype=np.float64)
-    scale = np.abs(expected).max() if expected.size else 0.0
+    scale = max(np.abs(expected).max(), terms) if expected.size else 0.0
     np.testing.assert_allclose(actual, expected, rtol=rtol, atol=rtol * scale, err_msg=what)
 
 
 def assert_steps_close(actual, expected, rtol=2e-5, what=""):
     """Compare what ``actual`` has: an oracle gives parameter gradients even where the norm has no parameters."""
+    largest = max(float(abs(value).max()) if len(value) else 0.0 for value in expected.values())
     for key, value in actual.items():
-        assert_close(value, expected[key], rtol, f"{what} {key}")
+        # A parameter of one element is a sum over everything.
+        assert_close(value, expected[key], rtol, f"{what} {key}", largest if value.size == 1 else 0.0)
 
 
 def assert_state_close(norm, expected, rtol=2e-5, what=""):

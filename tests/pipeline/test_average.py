@@ -20,7 +20,7 @@ def checkpoint(path, value: float, cfg=None):
 
 @pytest.fixture
 def run(tmp_path, capsys):
-    """A run of which average.sh is called by ``run(...)``; what it said, and the average."""
+    """``run(...)`` calls average.sh for a run and returns its output and the average."""
     folder = tmp_path / "run"
     (tmp_path / "data/bin").mkdir(parents=True)
     folder.mkdir()

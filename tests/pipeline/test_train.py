@@ -88,6 +88,7 @@ def test_what_a_run_holds(data, trained):
     (record,) = map(json.loads, (trained / "starts.jsonl").read_text().splitlines())
     assert (record["workers"], record["tokens_per_update"], record["max_tokens"]) == (1, 400, 400)
     assert record["machines"] == [{"workers": 1, "gpus": []}] and record["torch"]
+    assert record["command"] == ["verses_es_en", "--data", str(data), "--run", str(trained), *SHORT]
     assert any((trained / "tensorboard").rglob("events.*"))
 
 
@@ -187,7 +188,7 @@ def test_half_precision_on_a_cpu(setting, data, tmp_path):
 
 
 class Killed(BaseException):
-    """Stands for SIGKILL, at which a file is as far as it is."""
+    """Stands for SIGKILL, which leaves files as they are."""
 
 
 def kill_at(point: int, patch: pytest.MonkeyPatch) -> None:

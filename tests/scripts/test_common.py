@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from .scripts_helpers import SCRIPTS, assert_refused, environment, run, script
+from ..scripts_helpers import SCRIPTS, assert_refused, environment, run, script
 
 USER_SCRIPTS = sorted(path.name for path in SCRIPTS.glob("*.sh"))
 

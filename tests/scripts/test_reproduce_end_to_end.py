@@ -5,9 +5,9 @@ import json
 
 import pytest
 
-from .pipeline.data.test_prepare_corpora import wmt14_members, write_archives
-from .pipeline.data.test_prepare_iwslt14 import archive, members  # noqa: F401 (fixtures)
-from .scripts_helpers import script
+from ..pipeline.data.test_prepare_corpora import wmt14_members, write_archives
+from ..pipeline.data.test_prepare_iwslt14 import archive, members  # noqa: F401 (fixtures)
+from ..scripts_helpers import script
 
 SMALL = ("+model.encoder_layers=1", "+model.decoder_layers=1", "optimization.max_update=2", "checkpoint.patience=-1")
 STEPS = ("train", "average", "generate", "score")

@@ -410,7 +410,7 @@ def test_one_checkpoint_in_memory_at_a_time(tmp_path, monkeypatch):
     alive = []
 
     class Counted(OrderedDict):
-        """A model dict that tells how many of its kind still hold a floating-point tensor."""
+        """A model dict that counts how many of its kind still hold a floating-point tensor."""
 
     def counting_load(path):
         assert not any(value is not None for model in alive for value in model.values())

@@ -1,4 +1,4 @@
-"""fairseq's ways of training, with the plugin: half precision, accumulation, recomputation, workers, reports."""
+"""fairseq's ways of training, with the plugin: half precision, accumulation, recomputation, ranks, reports."""
 
 import json
 import logging
@@ -14,7 +14,7 @@ from fairseq.logging import progress_bar
 from pn_fairseq.checkpoints import load_checkpoint
 from pn_fairseq.pipeline.training_log import read_log
 
-from .scripts_helpers import ROOT, run
+from ..scripts_helpers import ROOT, run
 
 BASE = (
     *("--user-dir", ROOT / "pn_fairseq", "--source-lang", "es", "--target-lang", "en", "--share-all-embeddings"),
@@ -161,7 +161,7 @@ def test_a_rank_that_has_run_out_of_data_counts_for_nothing(data, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ["transformer_pn_tiny", "transformer_pnv_tiny", "transformer_bn_tiny"])
 def test_two_ranks_under_both_backends(arch, data, tmp_path):
-    """legacy_ddp and pytorch_ddp are two implementations of one thing; the weights and statistics say so."""
+    """legacy_ddp and pytorch_ddp are two implementations of the same sums: weights and statistics are equal."""
     models = []
     for backend in ("legacy_ddp", "pytorch_ddp"):
         where = tmp_path / backend

@@ -8,8 +8,8 @@ import torch
 
 from pn_fairseq.norms import NORMS
 
-from .docs.pages import ROOT, block_commands, blocks
-from .scripts_helpers import cut_corpus, run
+from ..scripts_helpers import cut_corpus, run
+from .pages import ROOT, block_commands, blocks
 
 PATH = ROOT / "README.md"
 README = PATH.read_text("utf-8")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from .scripts_helpers import assert_refused, script
+from ..scripts_helpers import assert_refused, script
 
 
 @pytest.mark.slow

@@ -1,0 +1,37 @@
+"""GroupNorm: LN for each group of a token's channels."""
+
+from torch import Tensor
+
+from pn_fairseq import kernels
+from pn_fairseq.norms.base import ChannelNorm
+from pn_fairseq.norms.checks import check_whole
+
+
+class GroupNorm(ChannelNorm):
+    r"""Group normalization (Wu & He 2018) of every token alone, as in Shen et al. 2020, Table 4.
+
+    .. math:: y_g = \gamma_g\, (x_g - \mathrm{mean}(x_g)) / \sqrt{\mathrm{var}(x_g) + \epsilon} + \beta_g
+
+    for each group g of a token's channels, with the biased variance: ``torch.nn.functional.group_norm`` of activations
+    (T*B, C). One group is LN. It has no state, and a padding mask changes nothing.
+
+    Args:
+        num_features: number of channels C.
+        groups: number of equal groups that the channels split into. A transformer has as many as attention heads.
+        eps, affine, layer_scale_groups, batch_first: see :class:`~pn_fairseq.norms.base.ChannelNorm`.
+
+    Raises:
+        ValueError: an argument or an input does not fit; the message holds its value.
+    """
+
+    def __init__(self, num_features: int, groups: int = 1, **common):
+        super().__init__(num_features, **common)
+        self.groups = check_whole("groups", groups, minimum=1)
+        if self.num_features % self.groups:
+            raise ValueError(f"num_features={num_features} is not divisible by groups={groups}")
+
+    def normalize(self, h: Tensor) -> Tensor:
+        return kernels.standardized(h, self.weight, self.bias, groups=self.groups, inside=self.eps)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, groups={self.groups}"

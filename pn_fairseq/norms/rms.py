@@ -1,0 +1,73 @@
+"""RMSNorm and ScaleNorm: every token over its own length."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from pn_fairseq import kernels
+from pn_fairseq.norms.base import ChannelNorm
+
+
+class RMSNorm(ChannelNorm):
+    r"""Root mean square normalization (Zhang & Sennrich 2019, Eq. 4): per token, over its C channels.
+
+    .. math:: y = \gamma\, x / \sqrt{\mathrm{mean}(x^2) + \epsilon}
+
+    What ``torch.nn.RMSNorm`` computes. There is no bias. It has no state, and a padding mask changes nothing.
+
+    Args:
+        num_features: number of channels C.
+        eps, affine, layer_scale_groups, batch_first: see :class:`~pn_fairseq.norms.base.ChannelNorm`.
+
+    Raises:
+        ValueError: an argument or an input does not fit; the message holds its value.
+    """
+
+    learned = ("weight",)
+
+    def normalize(self, h: Tensor) -> Tensor:
+        # Layer-scale with one group and a gain.
+        return kernels.evaluate(h.contiguous(), self.weight, None, None, None, 1, self.eps)
+
+
+class RMSNormRelease(RMSNorm):
+    r"""RMSNorm as in its authors' code for PyTorch: :math:`y = \gamma\, x / (\sqrt{\mathrm{mean}(x^2)} + 10^{-8})`.
+
+    Arguments and shapes are those of :class:`RMSNorm`; ``eps`` is that of layer-scale alone.
+    """
+
+    def normalize(self, h: Tensor) -> Tensor:
+        return kernels.standardized(h, self.weight, centered=False, outside=1e-8)
+
+
+class ScaleNorm(ChannelNorm):
+    r"""ScaleNorm (Nguyen & Salazar 2019, Eq. 5): every token gets the length g, which is learned.
+
+    .. math:: y = g\, x / \max(\lVert x \rVert_2, \epsilon)
+
+    ``g``, (1,), is initially :math:`\sqrt{C}`; it is learned whatever ``affine`` says. There are no gain and bias per
+    channel. It has no state, and a padding mask changes nothing.
+
+    Args:
+        num_features: number of channels C.
+        eps: the least length that is divided by, and epsilon of layer-scale.
+        affine, layer_scale_groups, batch_first: see :class:`~pn_fairseq.norms.base.ChannelNorm`.
+
+    Raises:
+        ValueError: an argument or an input does not fit; the message holds its value.
+    """
+
+    learned = ()
+
+    def __init__(self, num_features: int, **common):
+        super().__init__(num_features, **common)
+        self.g = nn.Parameter(torch.full((1,), math.sqrt(num_features)))
+
+    def reset_parameters(self) -> None:
+        """Set ``g`` to :math:`\\sqrt{C}`."""
+        nn.init.constant_(self.g, math.sqrt(self.num_features))
+
+    def normalize(self, h: Tensor) -> Tensor:
+        gain = self.g.expand(self.num_features)
+        return kernels.standardized(h, gain, centered=False, factor=self.num_features, least=self.eps)

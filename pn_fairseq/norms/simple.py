@@ -1,0 +1,128 @@
+"""Norms without parameters: none at all, and the variants of LN in Xu et al. 2019."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from pn_fairseq import kernels
+from pn_fairseq.norms.base import ChannelNorm
+from pn_fairseq.norms.checks import check_positive, check_real
+
+#: What :class:`DetachNorm` can detach.
+PARTS = ("mean", "std")
+
+
+def check_parts(value: str | Sequence[str]) -> tuple[str, ...]:
+    """``value``, such as "mean,std", as the parts that it names, in the order of :data:`PARTS`."""
+    parts = value.split(",") if isinstance(value, str) else list(value)
+    if not parts or len(set(parts)) < len(parts) or not set(parts) <= set(PARTS):
+        raise ValueError(f"detach={value!r} must be mean, std or mean,std")
+    return tuple(part for part in PARTS if part in parts)
+
+
+class NoNorm(ChannelNorm):
+    """No normalization ("w/o Norm" in Xu et al. 2019, Table 1): y = x, or the layer-scaled x.
+
+    There are no parameters and no state, and a padding mask changes nothing.
+
+    Args:
+        num_features: number of channels C.
+        eps, affine, layer_scale_groups, batch_first: see :class:`~pn_fairseq.norms.base.ChannelNorm`.
+
+    Raises:
+        ValueError: an argument or an input does not fit; the message holds its value.
+    """
+
+    learned = ()
+
+    def normalize(self, h: Tensor) -> Tensor:
+        return h
+
+
+class LayerNormSimple(ChannelNorm):
+    r"""LayerNorm-simple (Xu et al. 2019, Section 3.1): LN without gain and bias.
+
+    .. math:: y = (x - \mathrm{mean}(x)) / \sqrt{\mathrm{var}(x) + \epsilon}
+
+    Mean and biased variance are those of a token over its channels. There are no parameters and no state, and a padding
+    mask changes nothing.
+
+    Args:
+        num_features: number of channels C.
+        eps, affine, layer_scale_groups, batch_first: see :class:`~pn_fairseq.norms.base.ChannelNorm`.
+
+    Raises:
+        ValueError: an argument or an input does not fit; the message holds its value.
+    """
+
+    learned = ()
+
+    def normalize(self, h: Tensor) -> Tensor:
+        return kernels.standardized(h, inside=self.eps)
+
+
+class DetachNorm(LayerNormSimple):
+    r"""DetachNorm (Xu et al. 2019, Section 3.2): LayerNorm-simple with mean or standard deviation as constants.
+
+    Forward it is :class:`LayerNormSimple`. With the standard deviation :math:`\sigma = \sqrt{\mathrm{var}(x) +
+    \epsilon}`, the output y, and means over the channels of a token, the gradient is
+
+    .. math:: \mathrm{d}x = (\mathrm{d}y - [\text{mean not detached}]\; \mathrm{mean}(\mathrm{d}y)
+        - [\text{std not detached}]\; y\, \mathrm{mean}(\mathrm{d}y\, y)) / \sigma
+
+    Args:
+        detach: what no gradient goes through: "mean", "std" or "mean,std"; a sequence of these parts, too.
+        others: see :class:`LayerNormSimple`.
+    """
+
+    def __init__(self, num_features: int, detach: str | Sequence[str] = "mean,std", **common):
+        super().__init__(num_features, **common)
+        self.detach = check_parts(detach)
+
+    def normalize(self, h: Tensor) -> Tensor:
+        through = {"through_mean": "mean" not in self.detach, "through_divisor": "std" not in self.detach}
+        return kernels.standardized(h, inside=self.eps, **through)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, detach={','.join(self.detach)}"
+
+
+class AdaNorm(LayerNormSimple):
+    r"""AdaNorm (Xu et al. 2019, Section 4): a gain that depends on the input and gets no gradient.
+
+    .. math:: z = (x - \mathrm{mean}(x)) / \sqrt{\mathrm{var}(x) + \epsilon}, \qquad
+        y = C\, \mathrm{sg}(1 - k z) \odot z
+
+    sg is a constant to the gradient. Mean and biased variance are those of a token over its channels.
+
+    Args:
+        ada_k: k, at least 0. The paper has 1/10.
+        ada_scale: C, greater than 0. The paper has 1 for English-Vietnamese and 2 for German-English and
+            English-German.
+        others: see :class:`LayerNormSimple`.
+    """
+
+    def __init__(self, num_features: int, ada_k: float = 0.1, ada_scale: float = 1.0, **common):
+        super().__init__(num_features, **common)
+        self.ada_k = check_real("ada_k", ada_k, minimum=0)
+        self.ada_scale = check_positive("ada_scale", ada_scale)
+
+    def _normalize(self, h: Tensor, **divisor) -> Tensor:
+        return kernels.standardized(h, gain=self.ada_scale, curve=-self.ada_scale * self.ada_k, **divisor)
+
+    def normalize(self, h: Tensor) -> Tensor:
+        return self._normalize(h, inside=self.eps)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, ada_k={self.ada_k}, ada_scale={self.ada_scale}"
+
+
+class AdaNormRelease(AdaNorm):
+    r"""AdaNorm as in its authors' code: :math:`z = (x - \mathrm{mean}(x)) / (\mathrm{std}(x) + \epsilon)`.
+
+    The standard deviation is the unbiased one, over C - 1, so that there have to be two channels. Arguments are those
+    of :class:`AdaNorm`. ``ada_scale`` is 2 by default in the authors' code.
+    """
+
+    def normalize(self, h: Tensor) -> Tensor:
+        return self._normalize(h, factor=self.num_features / max(self.num_features - 1, 1), outside=self.eps)

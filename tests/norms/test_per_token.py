@@ -1,0 +1,247 @@
+"""The norms that look at a token alone: formulas in float64, identities between them, released variants, options."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from pn_fairseq.norms import NORMS, AdaNorm, DetachNorm, GroupNorm, ScaleNorm, build_norm
+
+from .helpers import (
+    CHANNELS,
+    affine_of,
+    assert_close,
+    assert_steps_close,
+    oracle_step,
+    random_batch,
+    randomize_affine,
+    rng,
+    state_of,
+    to_tensor,
+    train_step,
+)
+from .oracle import PER_TOKEN, PerTokenOracle
+
+#: Options of build_norm, and the same for the oracle.
+SETTINGS = {
+    "none": [({}, {})],
+    "layer-simple": [({}, {})],
+    "detach": [({"detach": ",".join(parts)}, {"detach": parts}) for parts in (("mean",), ("std",), ("mean", "std"))],
+    "ada": [({}, {}), ({"ada_k": 0.3, "ada_scale": 2.0}, {"k": 0.3, "scale": 2.0})],
+    "rms": [({}, {})],
+    "scale": [({}, {})],
+    "group": [({"groups": groups}, {"spans": groups}) for groups in (1, 3, 4)],
+    "dyt": [({"alpha_init": 0.8}, {})],
+    "derf": [({}, {})],
+}
+CASES = [(name, *settings) for name, several in SETTINGS.items() for settings in several]
+
+
+def test_every_norm_without_state_is_tested_here():
+    assert set(PER_TOKEN) == set(SETTINGS)
+
+
+@pytest.mark.every_implementation
+@pytest.mark.parametrize("eps", [1e-5, 0.3])
+@pytest.mark.parametrize("layer_scale", [0, 4])
+@pytest.mark.parametrize(("name", "options", "for_oracle"), CASES, ids=str)
+def test_follows_the_formulas(name, options, for_oracle, layer_scale, eps):
+    norm = randomize_affine(build_norm(name, CHANNELS, eps=eps, layer_scale_groups=layer_scale, **options))
+    oracle = PerTokenOracle(CHANNELS, name, eps=eps, groups=layer_scale, **affine_of(norm), **for_oracle)
+    assert not state_of(norm)
+    for dtype, rtol in ((torch.float32, 1e-5), (torch.float64, 1e-9)):
+        norm.to(dtype)
+        x, mask, dy = random_batch(rng(1), scale=1.5)
+        assert_steps_close(train_step(norm, x, mask, dy, dtype), oracle_step(oracle, x, mask, dy), rtol, str(dtype))
+
+
+@pytest.mark.parametrize("name", [name for name in PER_TOKEN if name not in ("detach", "ada")])
+def test_gradient_is_the_derivative(name):
+    """By finite differences; of detach and ada it is not."""
+    norm = randomize_affine(build_norm(name, 6, groups=2)).double()
+    names = list(dict(norm.named_parameters()))
+
+    def run(x, *parameters):
+        return torch.func.functional_call(norm, dict(zip(names, parameters, strict=True)), (x,))
+
+    x = torch.tensor(random_batch(rng(2), (3, 6), masked=False)[0], requires_grad=True)
+    assert torch.autograd.gradcheck(run, (x, *norm.parameters()))
+    if name != "none":
+        with pytest.raises(RuntimeError, match="no second derivative"):
+            torch.autograd.grad(norm(x).square().sum(), x, create_graph=True)
+
+
+def equal_steps(one, other, rtol=1e-5):
+    x, mask, dy = random_batch(rng(3))
+    expected = train_step(other, x, None, dy)
+    actual = train_step(one, x, mask, dy)
+    for key in ("y", "dx"):
+        assert_close(actual[key], expected[key], rtol, key)
+    return actual, expected
+
+
+def test_one_group_is_layer_norm():
+    norm = randomize_affine(GroupNorm(CHANNELS, groups=1))
+    layer = torch.nn.LayerNorm(CHANNELS, eps=norm.eps)
+    layer.load_state_dict(norm.state_dict())
+    actual, expected = equal_steps(norm, layer)
+    assert_steps_close(actual, expected, 1e-5)
+
+
+@pytest.mark.parametrize("groups", [2, 4])
+def test_groups_are_those_of_torch_on_tokens(groups):
+    norm = randomize_affine(GroupNorm(CHANNELS, groups=groups))
+    reference = torch.nn.GroupNorm(groups, CHANNELS, eps=norm.eps)
+    reference.load_state_dict(norm.state_dict())
+    x, _, dy = random_batch(rng(4), (7, CHANNELS), masked=False)
+    assert_steps_close(train_step(norm, x, None, dy), train_step(reference, x, None, dy), 1e-5)
+    x, dy = x[:6].reshape(2, 3, CHANNELS), dy[:6].reshape(2, 3, CHANNELS)
+    expected = reference(to_tensor(x).flatten(0, 1)).view(2, 3, CHANNELS)
+    assert_close(norm(to_tensor(x)), expected, 1e-5)
+
+
+@pytest.mark.parametrize("eps", [1e-5, 0.1])
+def test_rms_norm_is_that_of_torch(eps):
+    norm = randomize_affine(build_norm("rms", CHANNELS, eps=eps))
+    reference = torch.nn.RMSNorm(CHANNELS, eps=eps)
+    reference.load_state_dict(norm.state_dict())
+    x, _, dy = random_batch(rng(5), masked=False)
+    assert_steps_close(train_step(norm, x, None, dy), train_step(reference, x, None, dy), 1e-5)
+
+
+def test_scale_norm_is_rms_norm_with_one_gain():
+    norm, rms = randomize_affine(ScaleNorm(CHANNELS, eps=1e-12)), build_norm("rms", CHANNELS, eps=1e-12)
+    torch.nn.init.constant_(rms.weight, norm.g.item() / CHANNELS**0.5)
+    actual, expected = equal_steps(norm, rms)
+    assert_close(actual["dg"], expected["dweight"].sum(keepdims=True) / CHANNELS**0.5, 1e-5, "dg", terms=1.0)
+    assert_close(ScaleNorm(CHANNELS).g, [CHANNELS**0.5], 1e-6)
+
+
+def test_scale_norm_divides_by_no_less_than_eps():
+    norm = ScaleNorm(CHANNELS, eps=0.5).double()
+    x = torch.tensor(random_batch(rng(6), (5, CHANNELS), masked=False)[0]) * 1e-3
+    x[0] = 0
+    x.requires_grad_()
+    y = norm(x)
+    y.backward(torch.ones_like(y))
+    torch.testing.assert_close(y, norm.g * x / 0.5)
+    torch.testing.assert_close(x.grad, torch.full_like(x, norm.g.item() / 0.5))
+
+
+def test_ada_norm_with_k_0_and_scale_1_is_layer_norm_simple():
+    equal_steps(AdaNorm(CHANNELS, ada_k=0, ada_scale=1.0), build_norm("layer-simple", CHANNELS))
+    equal_steps(build_norm("layer-simple", CHANNELS), torch.nn.LayerNorm(CHANNELS, elementwise_affine=False))
+
+
+def by_torch(x, forward, **detached):
+    leaf = torch.tensor(x, requires_grad=True)
+    y = forward(leaf)
+    y.backward(detached["dy"])
+    return y.detach(), leaf.grad
+
+
+@pytest.mark.parametrize("parts", ["mean", "std", "mean,std"])
+def test_detached_gradients_are_those_of_torch(parts):
+    x, _, dy = random_batch(rng(7), masked=False)
+
+    def plain(x):
+        mean = x.mean(-1, keepdim=True)
+        std = (x.var(-1, unbiased=False, keepdim=True) + 1e-5).sqrt()
+        return (x - (mean.detach() if "mean" in parts else mean)) / (std.detach() if "std" in parts else std)
+
+    y, dx = by_torch(x, plain, dy=torch.tensor(dy))
+    actual = train_step(DetachNorm(CHANNELS, detach=parts), x, None, dy, torch.float64)
+    assert_close(actual["y"], y, 1e-9)
+    assert_close(actual["dx"], dx, 1e-9)
+
+
+RELEASED = {
+    "ada": lambda x: (
+        lambda z: 2.0 * (z - z * (z / 5).detach())
+    )((x - x.mean(-1, keepdim=True)) / (x.std(-1, keepdim=True) + 1e-5)),
+    "rms": lambda x: x / (x.square().mean(-1, keepdim=True).sqrt() + 1e-8),
+}  # fmt: skip
+
+
+@pytest.mark.every_implementation
+@pytest.mark.parametrize("name", RELEASED)
+def test_released_variants(name):
+    """Those of Xu et al. 2019 and of Zhang & Sennrich 2019, by torch's own differentiation; a token of zeros, too."""
+    norm = build_norm(name, CHANNELS, "release", ada_k=0.2, ada_scale=2.0)
+    assert type(norm) is NORMS[name].variants["release"] and type(norm) is not NORMS[name].cls
+    x, _, dy = random_batch(rng(8), masked=False)
+    y, dx = by_torch(x, RELEASED[name], dy=torch.tensor(dy))
+    actual = train_step(norm, x, None, dy, torch.float64)
+    assert_close(actual["y"], y, 1e-9)
+    assert_close(actual["dx"], dx, 1e-9)
+    x[0, 0] = 0
+    actual = train_step(norm, x, None, dy)
+    assert not actual["y"][0, 0].any() and abs(actual["dx"]).max() < float("inf")
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_released_variants_of_one_channel(name):
+    x, _, dy = random_batch(rng(9), (3, 2, 1), masked=False)
+    actual = train_step(build_norm(name, 1, "release"), x, None, dy)
+    assert all(abs(value).max() < float("inf") for value in actual.values())
+
+
+@pytest.mark.parametrize("name", PER_TOKEN)
+def test_an_infinity_stays_in_its_token(name):
+    norm = build_norm(name, CHANNELS)
+    x, _, dy = random_batch(rng(10), masked=False)
+    clean = train_step(norm, x, None, dy)
+    x[1, 2, 3] = float("inf")
+    faulty = train_step(norm, x, None, dy)
+    for key in ("y", "dx"):
+        faulty[key][1, 2] = clean[key][1, 2]
+        assert_close(faulty[key], clean[key], 1e-6)
+
+
+@pytest.mark.parametrize(("name", "function"), [("dyt", torch.tanh), ("derf", torch.erf)])
+def test_squashing_is_as_precise_as_that_of_torch(name, function):
+    """Relative to each single value: small ones pass nearly unchanged, large ones saturate at 1."""
+    x = torch.cat([torch.logspace(-30, 1.5, 4000), torch.linspace(0, 12, 4000)]).repeat(2)
+    x[8000:] *= -1
+    norm = build_norm(name, 1, alpha_init=1.0)
+    leaf = x[:, None].clone().requires_grad_()
+    y = norm(leaf)
+    y.sum().backward()
+    wide = x.double().requires_grad_()
+    exact = function(wide)
+    exact.sum().backward()
+    torch.testing.assert_close(y.flatten().double(), exact, rtol=5e-7, atol=0)
+    torch.testing.assert_close(leaf.grad.flatten().double(), wide.grad, rtol=1e-6, atol=1e-6)
+
+
+MISTAKES = [
+    ("detach", {"detach": "men"}, "detach='men' must be mean, std or mean,std"),
+    ("detach", {"detach": ""}, "detach='' must be"),
+    ("detach", {"detach": "mean,mean"}, "detach='mean,mean' must be"),
+    ("ada", {"ada_k": -0.1}, "ada_k=-0.1 must be a number of at least 0"),
+    ("ada", {"ada_scale": 0.0}, "ada_scale=0.0 must be a number greater than 0"),
+    ("group", {"groups": 5}, "num_features=12 is not divisible by groups=5"),
+    ("group", {"groups": 0}, "groups=0 must be a whole number of at least 1"),
+    ("dyt", {"alpha_init": -1}, "alpha_init=-1 must be a number greater than 0"),
+    ("derf", {"alpha_init": float("nan")}, "alpha_init=nan must be a number greater than 0"),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "message"), MISTAKES)
+def test_options_are_checked(name, options, message):
+    with pytest.raises(ValueError) as error:
+        build_norm(name, CHANNELS, **options)
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_options_show():
+    assert "detach=std" in repr(build_norm("detach", CHANNELS, detach=["std"]))
+    assert "ada_k=0.2, ada_scale=2.0" in repr(build_norm("ada", CHANNELS, ada_k=0.2, ada_scale=2))
+    assert "groups=3" in repr(build_norm("group", CHANNELS, groups=3))
+    assert "alpha_init=0.8" in repr(build_norm("derf", CHANNELS, alpha_init=0.8))
+
+
+def test_nothing_is_what_none_does():
+    x = to_tensor(random_batch(rng(11))[0])
+    assert torch.equal(build_norm("none", CHANNELS)(x), x)
+    expected = F.rms_norm(x, (CHANNELS,), eps=1e-5)
+    assert_close(build_norm("none", CHANNELS, layer_scale_groups=1)(x), expected, 1e-6)
