@@ -22,7 +22,7 @@ $(prepare_options | awk -v prepare="$prepare" '{ printf "  %-13s  passed on to %
 
 In the environment:
   NORMS="ln bn pnv pn"   the norms, as in transformer_NORM_$size
-  SEEDS="$default_seeds"   as many runs are made as there are pairs of norm and seed
+$(printf '  %-20s' "SEEDS=\"$default_seeds\"")   the seeds; a run is made for each pair of norm and seed
 
 Run again, it skips what is done and continues with the rest. A run that fails is named at the end and in the report;
 the others are still made.
