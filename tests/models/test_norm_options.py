@@ -38,15 +38,15 @@ def test_choices_are_the_registry(capsys):
         ("--norm-eps", "small"),
         ("--layer-scale-groups", "-1"),
         ("--psi-warmup-updates", "2.5"),
+        ("--norm-window", "0"),
+        ("--renorm-r-max", "0.5"),
+        ("--reg-lambda-mean", "-1"),
         ("--norm-groups", "0"),
         ("--norm-detach", "men"),
         ("--norm-detach", "mean,"),
         ("--ada-k", "-1"),
         ("--ada-scale", "0"),
         ("--alpha-init", "inf"),
-        ("--norm-window", "0"),
-        ("--renorm-r-max", "0.5"),
-        ("--reg-lambda-mean", "-1"),
     ],
 )
 def test_a_value_that_does_not_fit_is_refused_in_one_line(flag, value, capsys):

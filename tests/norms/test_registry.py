@@ -33,6 +33,11 @@ CLASSES = {
     "batch": MaskedBatchNorm,
     "power-v": PowerNormV,
     "power": PowerNorm,
+    "batch-renorm": BatchRenorm,
+    "mabn": MovingAverageBatchNorm,
+    "unified": UnifiedNorm,
+    "batch-reg": RegularizedBatchNorm,
+    "prep-batch": ProgressiveBatchNorm,
     "none": NoNorm,
     "layer-simple": LayerNormSimple,
     "detach": DetachNorm,
@@ -42,11 +47,6 @@ CLASSES = {
     "group": GroupNorm,
     "dyt": DynamicTanh,
     "derf": DynamicErf,
-    "batch-renorm": BatchRenorm,
-    "mabn": MovingAverageBatchNorm,
-    "unified": UnifiedNorm,
-    "batch-reg": RegularizedBatchNorm,
-    "prep-batch": ProgressiveBatchNorm,
 }
 EVERY_OPTION = {
     "eps": 1e-3,
