@@ -308,6 +308,12 @@ def train(cfg, place: Place, data: Path, run: Path) -> None:
         except (UserError, Interrupted, KeyboardInterrupt):
             raise
         except Exception as error:
+            metric = cfg.checkpoint.best_checkpoint_metric
+            if isinstance(error, KeyError) and error.args == (metric,):
+                raise UserError(
+                    f"checkpoint.best_checkpoint_metric={metric} is none of what a validation measures, such as loss; "
+                    "bleu needs task.eval_bleu=true"
+                ) from error
             logger.exception("the training failed")
             named = f"rank {rank}: " if place.world_size > 1 else ""
             reason = next(iter(str(error).strip().splitlines()), "")

@@ -173,6 +173,15 @@ def test_an_error_in_the_training_is_one_line_with_the_traceback_in_the_log(data
     assert "Traceback" in (tmp_path / "run/train.log").read_text()
 
 
+def test_a_measure_that_no_validation_has_is_named(data, tmp_path, capsys, monkeypatch):
+    def fail(cfg):
+        raise KeyError("bleu")  # as fairseq does when it saves the first checkpoint
+
+    monkeypatch.setattr("fairseq_cli.train.main", fail)
+    line = refused(capsys, start(data, tmp_path / "run", "checkpoint.best_checkpoint_metric=bleu"))
+    assert "best_checkpoint_metric=bleu" in line and "task.eval_bleu=true" in line
+
+
 @pytest.mark.parametrize("setting", ["common.fp16=true", "common.bf16=true"])
 def test_half_precision_on_a_cpu(setting, data, tmp_path):
     few = ("optimization.max_update=3", "dataset.disable_validation=true", setting)
