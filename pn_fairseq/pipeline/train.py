@@ -359,7 +359,9 @@ class Progress(logging.Handler):
         with contextlib.suppress(ValueError, KeyError):
             values = json.loads(text)
             if "valid_num_updates" in values:
-                self.valid = f", validation {float(values['valid_nll_loss']):.3f} bits per token"
+                self.valid = (
+                    f", validation {float(values.get('valid_nll_loss', values['valid_loss'])):.3f} bits per token"
+                )
                 self.show(f"[train] update {values['valid_num_updates']}{self.valid}", keep=True)
             elif "ups" in values:
                 self.show(self.line(int(values["num_updates"]), values))

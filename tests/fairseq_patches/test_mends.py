@@ -16,7 +16,7 @@ from fairseq.trainer import Trainer
 
 from pn_fairseq.__main__ import info
 from pn_fairseq.fairseq_patches import SWITCH, bf16_flag, one_line_errors, patch, patches
-from pn_fairseq.models.transformer_pn import FoldedModelError
+from pn_fairseq.models.normed_model import FoldedModelError
 from pn_fairseq.norms import NORMS
 
 from ..models.helpers import build, padded_batch
@@ -190,5 +190,5 @@ def test_one_switch_turns_all_patches_off(monkeypatch):
 
 def test_the_list_of_patches_says_what_each_mends():
     listed = patches()
-    assert len(listed) == 15 and all(name in info() for name in listed)
+    assert len(listed) == 16 and all(name in info() for name in listed)
     assert all(sentence.endswith(".") and len(sentence) < 120 for sentence in listed.values())

@@ -18,7 +18,10 @@ import time
 from pathlib import Path
 
 HERE = Path(__file__).parent
-PROGRAMS = ("fairseq-generate", "fairseq-hydra-train", "fairseq-preprocess", "fairseq-train", "fairseq-validate")
+PROGRAMS = (
+    *("fairseq-eval-lm", "fairseq-generate", "fairseq-hydra-train", "fairseq-interactive", "fairseq-preprocess"),
+    *("fairseq-train", "fairseq-validate"),
+)
 #: What else starts warm: the first arguments of python.
 PYTHON = (
     *("-m fairseq_cli.generate", "-c from pn_fairseq.norms"),
