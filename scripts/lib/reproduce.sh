@@ -25,14 +25,10 @@ $(prepare_options | awk -v prepare="$prepare" '{ printf "  %-13s  passed on to %
         echo "  key=value      settings for train.sh that differ from configs/$config.yaml")
 
 In the environment:
-<<<<<<< HEAD
-  NORMS="ln bn pnv pn"   the norms, as in transformer_NORM_$size
-$(printf '  %-20s' "SEEDS=\"$default_seeds\"")   the seeds; a run is made for each pair of norm and seed
-=======
   NORMS="$default_norms"
                  the norms, as in ${models%% *}_NORM_$size; NORM+key=value has a setting of the model's
-  SEEDS="$default_seeds"   as many runs are made as there are pairs of norm and seed$([[ $models != *" "* ]] || printf '\n  MODELS="%s"   for each of these models' "$models")
->>>>>>> main
+  SEEDS="$default_seeds"
+                 as many runs are made as there are pairs of norm and seed$([[ $models != *" "* ]] || printf '\n  MODELS="%s"\n                 for each of these models' "$models")
 
 Run again, it skips what is done and continues with the rest. A run that fails is named at the end and in the report;
 the others are still made.
