@@ -110,6 +110,8 @@ def test_a_second_start_does_nothing(data, trained, capsys):
         (("task.source_lang=fr",), ("'fr'",)),
         (("dataset.max_tokens=30",), ("train.es", "silently skip")),
         (("task.max_target_positions=20",), ("task.max_target_positions",)),
+        (("checkpoint.restore_file=other.pt",), ("other.pt", "checkpoint.finetune_from_model")),
+        (("checkpoint.finetune_from_model=/none.pt",), ("/none.pt: no such file",)),
     ],
 )
 def test_a_setting_that_does_not_fit_is_refused_before_anything_is_made(overrides, needles, data, tmp_path, capsys):
@@ -169,6 +171,15 @@ def test_an_error_in_the_training_is_one_line_with_the_traceback_in_the_log(data
     line = capsys.readouterr().err.splitlines()[-1]
     assert line.startswith("train.sh: error: RuntimeError: CUDA out of memory.") and "resume" in line
     assert "Traceback" in (tmp_path / "run/train.log").read_text()
+
+
+def test_a_measure_that_no_validation_has_is_named(data, tmp_path, capsys, monkeypatch):
+    def fail(cfg):
+        raise KeyError("bleu")  # as fairseq does when it saves the first checkpoint
+
+    monkeypatch.setattr("fairseq_cli.train.main", fail)
+    line = refused(capsys, start(data, tmp_path / "run", "checkpoint.best_checkpoint_metric=bleu"))
+    assert "best_checkpoint_metric=bleu" in line and "task.eval_bleu=true" in line
 
 
 @pytest.mark.parametrize("setting", ["common.fp16=true", "common.bf16=true"])
