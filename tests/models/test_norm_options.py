@@ -122,12 +122,12 @@ def test_psi_warmup_is_found_beside_the_model_node_of_hydra():
     assert cfg.model.psi_warmup_updates == 300
 
 
-def test_variant_reaches_the_norms_that_have_it():
+def test_variant_is_passed_to_the_norms_that_have_it():
     flags = vars(parse("--decoder-norm", "power", "--norm-variant", "release", "--psi-warmup-updates", "11"))
     model = build("transformer_pn_tiny", **flags)
     norms = [module for module in model.modules() if isinstance(module, ChannelNorm)]
     assert {type(norm) for norm in norms} == {NORMS["power"].variants["release"]}
-    # The release's norm after the last encoder layer has a warm-up of its own, whatever the flag says.
+    # The release's norm after the last encoder layer has a warm-up of its own, independent of the flag.
     assert [norm.psi_warmup_updates for norm in norms if norm is not model.encoder.layer_norm] == [11] * (
         len(norms) - 1
     )

@@ -153,5 +153,5 @@ def test_values_are_checked(name):
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_every_norm_may_be_told_the_number_of_updates(name):
-    """The trainer tells a model, and does not look at what its norms are."""
+    """The trainer calls a method of the model and does not look at the norms."""
     build_norm(name, CHANNELS).set_num_updates(3)
