@@ -146,7 +146,7 @@ def test_every_number_of_the_paper_names_its_source(name):
     lines = (ROOT / f"configs/{name}.yaml").read_text("utf-8").splitlines()
     # Reporting is not of the paper, and the batch multiple has its reason above it.
     ours = ("log_interval", "required_batch_size_multiple", "save_interval_updates", "keep_interval_updates")
-    ours += ("num_workers",) if name in LANGUAGE_MODELS else ()
+    ours += ("num_workers", "_name") if name in LANGUAGE_MODELS else ()
     for before, line in zip(["", *lines], lines, strict=False):
         if re.match(r"\s*\w+: .*\d", line) and not line.strip().startswith(ours):
             source = line.partition("#")[2] + (before if before.strip().startswith("#") else "")
