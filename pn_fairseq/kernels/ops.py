@@ -91,9 +91,9 @@ standardize_gradient = operator(
     "standardize_gradient(Tensor dy, Tensor x, Tensor? weight, Tensor stats, int groups, float gain, float curve, "
     "bool through_mean, bool through_divisor, bool sums) -> (Tensor dx, Tensor parameters)"
 )(reference.standardize_gradient)
-squash = operator(
-    "squash(Tensor x, Tensor? weight, Tensor? bias, Tensor alpha, Tensor? shift, bool erf) -> Tensor"
-)(reference.squash)
+squash = operator("squash(Tensor x, Tensor? weight, Tensor? bias, Tensor alpha, Tensor? shift, bool erf) -> Tensor")(
+    reference.squash
+)
 squash_gradient = operator(
     "squash_gradient(Tensor dy, Tensor x, Tensor? weight, Tensor alpha, Tensor? shift, bool erf) -> "
     "(Tensor dx, Tensor parameters, Tensor scalars)"
@@ -104,6 +104,11 @@ def refuse_second_derivative() -> None:
     """Called in a backward pass."""
     if torch.is_grad_enabled():
         raise RuntimeError("the norms of pn_fairseq have no second derivative (create_graph=True)")
+
+
+def _parameters(sums: Tensor, needed: tuple[bool, bool], weight: Tensor | None) -> list[Tensor | None]:
+    """The gradients of weight and bias, of those that need one."""
+    return [sums[place].to(weight.dtype) if each else None for place, each in enumerate(needed)]
 
 
 class _Normalize(torch.autograd.Function):
@@ -122,12 +127,11 @@ class _Normalize(torch.autograd.Function):
     def backward(ctx, dy):
         refuse_second_derivative()
         x, weight, mean, moment, inv_rms = ctx.saved_tensors
-        needs_parameters = any(ctx.needs_input_grad[1:3])
+        needed = ctx.needs_input_grad[1:3]
         dx, parameters, _ = gradient(
-            dy.contiguous(), x, None, weight, mean, moment, None, None, inv_rms, ctx.groups, ctx.eps, needs_parameters
+            dy.contiguous(), x, None, weight, mean, moment, None, None, inv_rms, ctx.groups, ctx.eps, any(needed)
         )
-        dweight, dbias = parameters.to(weight.dtype).unbind() if needs_parameters else (None, None)
-        return dx, dweight, dbias, None, None, None, None
+        return dx, *_parameters(parameters, needed, weight), None, None, None, None
 
 
 def evaluate(
@@ -167,11 +171,6 @@ class _Standardize(torch.autograd.Function):
         return dx, *_parameters(sums, needed, weight), None, None, None, None
 
 
-def _parameters(sums: Tensor, needed: tuple[bool, bool], weight: Tensor | None) -> list[Tensor | None]:
-    """The gradients of weight and bias, of those that need one."""
-    return [sums[place].to(weight.dtype) if each else None for place, each in enumerate(needed)]
-
-
 def standardized(
     x: Tensor,
     weight: Tensor | None = None,
@@ -194,7 +193,9 @@ def standardized(
     divisor, curve, through = (centered, factor, inside, outside, least), (gain, curve), (through_mean, through_divisor)
     if torch._C._are_functorch_transforms_active():
         return reference.standardize(x, weight, bias, groups, *divisor, *curve, *through)[0]
-    return _Standardize.apply(x.contiguous(), weight, bias, groups, divisor, curve, (centered and through_mean, through_divisor))
+    return _Standardize.apply(
+        x.contiguous(), weight, bias, groups, divisor, curve, (centered and through_mean, through_divisor)
+    )
 
 
 class _Squash(torch.autograd.Function):
@@ -216,7 +217,9 @@ class _Squash(torch.autograd.Function):
         return dx, *_parameters(sums, needed[1:3], weight), *rest, None
 
 
-def squashed(x: Tensor, weight: Tensor | None, bias: Tensor | None, alpha: Tensor, shift: Tensor | None, erf: bool) -> Tensor:
+def squashed(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, alpha: Tensor, shift: Tensor | None, erf: bool
+) -> Tensor:
     """y of :func:`.reference.squash`, with its gradient; inside a transform of ``torch.func`` by the reference."""
     if torch._C._are_functorch_transforms_active():
         return reference.squash(x, weight, bias, alpha, shift, erf)

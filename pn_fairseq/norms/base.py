@@ -27,6 +27,13 @@ class ChannelNorm(nn.Module):
         ValueError: an argument or an input does not fit; the message holds its value.
     """
 
+    #: Whether a token's y in training depends on other tokens of the batch, those after it among them: "never",
+    #: "always", or "at first": no longer once warm-ups and schedules are over, in channels where nothing is clipped.
+    mixes_tokens = "never"
+
+    #: Options that a transformer gives this class unless they are asked for, in place of the registry entry's.
+    transformer_defaults: dict = {}
+
     #: Which of ``weight`` (gain, initially 1) and ``bias`` (initially 0), (C,), the norm has.
     learned: tuple[str, ...] = ("weight", "bias")
 
@@ -108,6 +115,8 @@ class RunningNorm(ChannelNorm):
     moment_name: str
     mean_name: str | None = None
 
+    mixes_tokens = "always"
+
     #: While set, forwards in training mode normalize with the statistics of the batch, and the running ones become the
     #: mean over the batches; see :func:`pn_fairseq.norms.recalibrating`.
     recalibrating = False
@@ -152,6 +161,15 @@ class RunningNorm(ChannelNorm):
     def backward_pass(self, tokens: Tokens, step: Step) -> tuple[Tensor, Tensor]:
         """dx, and the gradients of weight and bias, (2, C), from :meth:`.Tokens.gradient` or ``gradient_sums``."""
         raise NotImplementedError
+
+    def further_parameters(self) -> tuple[Tensor, ...]:
+        """Learned besides weight and bias: ``tokens.further``. ``backward_pass`` returns their gradients after dx and
+        those of weight and bias."""
+        return ()
+
+    def batch_moments(self, tokens: Tokens) -> Moments:
+        """The statistics of a batch, over all ranks, that recalibration takes the mean of; also ``step.batch``."""
+        return tokens.moments(centered=self.mean_name is not None)
 
     def update(self, step: Step) -> dict[str, Tensor]:
         """The state after ``step``, by buffer name; what is missing stays as it is. Written only if all is finite.
@@ -210,10 +228,11 @@ class RunningNorm(ChannelNorm):
             padding_mask = padding_mask.t() if self.batch_first else padding_mask
         if self.recalibrating:
             return self._recalibrate(x, padding_mask)
-        return Training.apply(x, self.weight, self.bias, padding_mask, self)
+        return Training.apply(x, self.weight, self.bias, padding_mask, self, *self.further_parameters())
 
-    # torch.compiler.disable would import torch._dynamo here, which takes a second.
-    _train_uncompiled = torch._disable_dynamo(_train)
+    @torch._disable_dynamo  # torch.compiler.disable would import torch._dynamo here, which takes a second
+    def _train_uncompiled(self, x: Tensor, padding_mask: Tensor | None) -> Tensor:
+        return self._train(x, padding_mask)
 
     def synchronises(self) -> bool:
         """Whether statistics are summed over several ranks."""
@@ -271,6 +290,12 @@ class RunningNorm(ChannelNorm):
         self.flush()
         self._num_updates = num_updates
 
+    def completed_updates(self) -> Tensor:
+        """Completed optimizer updates, 0-d int64. A norm that is never told counts the steps that it has taken in."""
+        if self._num_updates is None:
+            return self.num_batches_tracked
+        return torch.full_like(self.num_batches_tracked, self._num_updates)
+
     def discard_pending(self) -> None:
         """Forget the steps that :meth:`flush` has not taken in, and those whose backward is still to come.
 
@@ -316,7 +341,7 @@ class RunningNorm(ChannelNorm):
 
     def _recalibrate(self, x: Tensor, padding_mask: Tensor | None) -> Tensor:
         step = Step()
-        batch = Tokens(self, step, x.detach(), padding_mask, None, None).moments(centered=self.mean_name is not None)
+        batch = self.batch_moments(Tokens(self, step, x.detach(), padding_mask, None, None))
         with torch.no_grad():
             new = {name: value.to(torch.float32) for name, value in self.statistics_of(batch).items()}
             finite = torch.stack([value.isfinite().all() for value in new.values()]).all()

@@ -51,6 +51,7 @@ class PowerNorm(RunningNorm):
     """
 
     moment_name = "running_psi2"
+    mixes_tokens = "at first"
 
     def __init__(self, num_features: int, alpha_bwd: float = 0.9, psi_warmup_updates: int = 0, **common):
         super().__init__(num_features, **common)

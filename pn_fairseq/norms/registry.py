@@ -10,15 +10,20 @@ from pathlib import Path
 from zlib import crc32
 
 from pn_fairseq.norms.base import ChannelNorm
-from pn_fairseq.norms.batch import MaskedBatchNorm
+from pn_fairseq.norms.batch import MaskedBatchNorm, MaskedBatchNormRelease
+from pn_fairseq.norms.batch_reg import RegularizedBatchNorm, RegularizedBatchNormRelease
+from pn_fairseq.norms.batch_renorm import BatchRenorm
 from pn_fairseq.norms.dyt import DynamicErf, DynamicTanh
 from pn_fairseq.norms.group import GroupNorm
 from pn_fairseq.norms.layer import LayerNorm
+from pn_fairseq.norms.mabn import MovingAverageBatchNorm
 from pn_fairseq.norms.power import PowerNorm
 from pn_fairseq.norms.power_release import PowerNormRelease
 from pn_fairseq.norms.power_v import PowerNormV
+from pn_fairseq.norms.prep_batch import ProgressiveBatchNorm
 from pn_fairseq.norms.rms import RMSNorm, RMSNormRelease, ScaleNorm
 from pn_fairseq.norms.simple import AdaNorm, AdaNormRelease, DetachNorm, LayerNormSimple, NoNorm
+from pn_fairseq.norms.unified import UnifiedNorm, UnifiedNormRelease
 
 
 @dataclass(frozen=True)
@@ -49,20 +54,35 @@ class NormEntry:
     @property
     def options(self) -> set[str]:
         """Options of :func:`build_norm` that this norm uses: the arguments of its constructor and those it inherits."""
-        found: set[str] = set()
-        for cls in inspect.getmro(self.cls):
-            if "__init__" in vars(cls):
-                parameters = inspect.signature(cls.__init__).parameters.values()
-                found |= {each.name for each in parameters if each.kind != each.VAR_KEYWORD}
-                if all(each.kind != each.VAR_KEYWORD for each in parameters):
-                    break
-        return found - {"self", "num_features"}
+        return set(_arguments(self.cls))
+
+
+def _arguments(cls: type[ChannelNorm]) -> dict[str, inspect.Parameter]:
+    """Arguments of the constructor of ``cls``, and those that it hands on to the classes above it."""
+    found: dict[str, inspect.Parameter] = {}
+    for each in inspect.getmro(cls):
+        if "__init__" in vars(each):
+            parameters = inspect.signature(each.__init__).parameters.values()
+            found = {one.name: one for one in parameters if one.kind != one.VAR_KEYWORD} | found
+            if all(one.kind != one.VAR_KEYWORD for one in parameters):
+                break
+    return {name: found[name] for name in found if name not in ("self", "num_features")}
+
+
+def default_of(cls: type[ChannelNorm], option: str):
+    """What ``cls`` takes for an option of :func:`build_norm` that is not given."""
+    return _arguments(cls)[option].default
 
 
 #: Name -> norm. Sources: the classes' docstrings.
 NORMS: dict[str, NormEntry] = {
     "layer": NormEntry(LayerNorm, "ln", "layer normalization (LN)"),
-    "batch": NormEntry(MaskedBatchNorm, "bn", "batch normalization over real tokens (BN)"),
+    "batch": NormEntry(
+        MaskedBatchNorm,
+        "bn",
+        "batch normalization over real tokens (BN)",
+        variants={"release": MaskedBatchNormRelease},
+    ),
     "power-v": NormEntry(
         PowerNormV, "pnv", "power normalization with batch statistics (PN-V)", layer_scale_per_head=True
     ),
@@ -74,15 +94,23 @@ NORMS: dict[str, NormEntry] = {
         sync=False,  # as in the paper, Section 5
         variants={"release": PowerNormRelease},
     ),
+    "batch-renorm": NormEntry(BatchRenorm, "brn", "batch renormalization (BRN)"),
+    "mabn": NormEntry(MovingAverageBatchNorm, "mabn", "moving average batch normalization (MABN)"),
+    "unified": NormEntry(UnifiedNorm, "un", "unified normalization (UN)", variants={"release": UnifiedNormRelease}),
+    "batch-reg": NormEntry(
+        RegularizedBatchNorm,
+        "rbn",
+        "regularized batch normalization (RBN)",
+        variants={"release": RegularizedBatchNormRelease},
+    ),
+    "prep-batch": NormEntry(
+        ProgressiveBatchNorm, "prepbn", "layer normalization that fades into re-parameterized BN (PRepBN)"
+    ),
     "none": NormEntry(NoNorm, "none", "no normalization (none)"),
     "layer-simple": NormEntry(LayerNormSimple, "lns", "layer normalization without gain and bias (LN-simple)"),
     "detach": NormEntry(DetachNorm, "dn", "LN-simple without the gradient of mean or deviation (DetachNorm)"),
-    "ada": NormEntry(
-        AdaNorm, "ada", "adaptive normalization (AdaNorm)", variants={"release": AdaNormRelease}
-    ),
-    "rms": NormEntry(
-        RMSNorm, "rms", "root mean square normalization (RMSNorm)", variants={"release": RMSNormRelease}
-    ),
+    "ada": NormEntry(AdaNorm, "ada", "adaptive normalization (AdaNorm)", variants={"release": AdaNormRelease}),
+    "rms": NormEntry(RMSNorm, "rms", "root mean square normalization (RMSNorm)", variants={"release": RMSNormRelease}),
     "scale": NormEntry(ScaleNorm, "sn", "a learned length for every token (ScaleNorm)"),
     "group": NormEntry(GroupNorm, "gn", "layer normalization of groups of channels (GN)"),
     "dyt": NormEntry(DynamicTanh, "dyt", "dynamic tanh in the place of a norm (DyT)"),
@@ -123,7 +151,7 @@ def load_norms(path: str) -> None:
     if module_name in sys.modules:
         return
     if not file.is_file():
-        raise ValueError(f"norm module {path!r} is not a file")
+        raise ValueError(f"norm module {path!r} is not a file; check the name, or give its absolute path")
     spec = importlib.util.spec_from_file_location(module_name, file)
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module

@@ -1,5 +1,6 @@
 """The tokens of one batch, as the forward and backward pass of a norm see them."""
 
+from collections.abc import Sequence
 from copy import copy
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -50,13 +51,15 @@ class Tokens:
 
     Attributes:
         weight, bias: (C,) parameters of the norm, or None.
+        further: those of :meth:`.RunningNorm.further_parameters`.
         num_features: number of channels C.
+        step: the :class:`Step` that they belong to.
         padding: the mask in the order of the rows, contiguous, or None; a backward is given that of its forward.
         inv_rms: factors of layer-scale, (..., G); None before a forward has computed them.
     """
 
     def __init__(self, norm, step: Step, x: Tensor, padding_mask: Tensor | None, weight, bias, inv_rms=None, dy=None):
-        self._norm, self._step = norm, step
+        self._norm, self.step = norm, step
         self.weight, self.bias, self.num_features = weight, bias, norm.num_features
         self._groups, self._eps = norm.layer_scale_groups, norm.eps
         # The kernels take contiguous rows, in any order: a transposed x is taken as it is in memory.
@@ -69,6 +72,7 @@ class Tokens:
             turned = padding_mask.dim() == 2 and self._transposed == norm.batch_first
             self.padding = (padding_mask.t() if turned else padding_mask).contiguous()
         self.inv_rms = inv_rms
+        self.further: Sequence[Tensor] = ()
 
     def with_padding(self) -> "Tokens":
         """The same tokens as if all of them were real (none of them on a rank that repeats a batch)."""
@@ -92,7 +96,7 @@ class Tokens:
         batch = Moments(mean if centered else None, moment, count, reduced=True)
         if self._norm.synchronises():
             batch = _reduced(batch, self._norm.process_group)
-        self._step.batch = batch
+        self.step.batch = batch
         return batch
 
     def normalize(
@@ -123,7 +127,7 @@ class Tokens:
         if self.inv_rms is None:
             self.inv_rms = inv_rms
         if moments:
-            self._step.batch = Moments(None, batch_moment, count, reduced=not self._norm.synchronises())
+            self.step.batch = Moments(None, batch_moment, count, reduced=not self._norm.synchronises())
         return self._result(y)
 
     def gradient_sums(
@@ -141,7 +145,7 @@ class Tokens:
         )
         if self._norm.synchronises():
             products = all_reduce_sum(products, self._norm.process_group)
-        self._step.products, self._step.products_reduced = products, True
+        self.step.products, self.step.products_reduced = products, True
         return parameters, products
 
     def gradient(
@@ -174,7 +178,7 @@ class Tokens:
             sums,
         )
         if sums:
-            self._step.products, self._step.products_reduced = products, not self._norm.synchronises()
+            self.step.products, self.step.products_reduced = products, not self._norm.synchronises()
         return self._result(dx), parameters
 
 
@@ -200,26 +204,29 @@ class Training(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, padding_mask, norm):
+    def forward(ctx, x, weight, bias, padding_mask, norm, *further):
         ctx.step = step = Step()
         tokens = Tokens(norm, step, x, padding_mask, weight, bias)
+        tokens.further = further
         y = norm.forward_pass(tokens, step)
         ctx.norm, ctx.version = norm, norm.state_version
-        ctx.save_for_backward(x, weight, bias, tokens.padding, tokens.inv_rms)
+        ctx.save_for_backward(x, weight, bias, tokens.padding, tokens.inv_rms, *further)
         return y
 
     @staticmethod
     def backward(ctx, dy):
         if torch.is_grad_enabled():
             raise RuntimeError("the norms of pn_fairseq have no second derivative (create_graph=True)")
-        x, weight, bias, padding, inv_rms = ctx.saved_tensors
+        x, weight, bias, padding, inv_rms, *further = ctx.saved_tensors
         step, norm = ctx.step, ctx.norm
-        dx, parameters = norm.backward_pass(Tokens(norm, step, x, padding, weight, bias, inv_rms, dy), step)
+        tokens = Tokens(norm, step, x, padding, weight, bias, inv_rms, dy)
+        tokens.further = further
+        dx, parameters, *gradients = norm.backward_pass(tokens, step)
         norm.contribute(step, ctx.version)
         ctx.version = None  # a second backward of a retained graph contributes nothing
         if weight is None:
-            return dx, None, None, None, None
+            return dx, None, None, None, None, *gradients
         if parameters.dtype != weight.dtype:
             parameters = parameters.to(weight.dtype)
         dweight, dbias = parameters.unbind()
-        return dx, dweight, dbias, None, None
+        return dx, dweight, dbias, None, None, *gradients

@@ -18,7 +18,7 @@ from ..scripts_helpers import ROOT, run, script
 
 CHANNELS = 12
 BLOCKS = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/adding_a_norm.md").read_text("utf-8"), re.M | re.S)
-LONGEST = {"unified": 80, "l1": 25}
+LONGEST = {"my-unified": 80, "l1": 25}
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def norm_modules(tmp_path_factory):
     folder, before = tmp_path_factory.mktemp("norms"), dict(NORMS)
     files = {}
     for name, code in zip(LONGEST, BLOCKS, strict=True):
-        files[name] = folder / f"my_{name}.py"
+        files[name] = folder / f"my_{name.removeprefix('my-')}.py"
         files[name].write_text(code, "utf-8")
         load_norms(files[name])
     yield files
@@ -120,7 +120,7 @@ class UnifiedOracle:
 @pytest.mark.parametrize("before", [0, 996], ids=["new", "old enough for r"])
 def test_unified_normalization_follows_the_formulas(warmup, before, norm_modules):
     options = {"alpha_fwd": 0.8, "alpha_bwd": 0.7, "psi_warmup_updates": warmup}
-    norm = randomize_affine(build_norm("unified", CHANNELS, **options)).double().train()
+    norm = randomize_affine(build_norm("my-unified", CHANNELS, **options)).double().train()
     weight, bias = (parameter.detach().numpy() for parameter in (norm.weight, norm.bias))
     oracle = UnifiedOracle(weight, bias, 0.8, 0.7, warmup)
     generator = rng(1)
@@ -168,8 +168,8 @@ def train(monkeypatch, data, save_dir, updates, *flags):
 def test_training_with_fairseq(norm_modules, data, tmp_path, monkeypatch, capfd, caplog):
     """Trained, resumed, reported, averaged, recalibrated and decoded, from other folders than that of the file."""
     caplog.set_level("INFO")
-    monkeypatch.chdir(norm_modules["unified"].parent)
-    flags = ("--norm-module", "my_unified.py,my_l1.py", "--encoder-norm", "unified", "--decoder-norm", "l1")
+    monkeypatch.chdir(norm_modules["my-unified"].parent)
+    flags = ("--norm-module", "my_unified.py,my_l1.py", "--encoder-norm", "my-unified", "--decoder-norm", "l1")
     straight = train(monkeypatch, data, tmp_path / "straight", 3, *flags)
     assert {int(value) for key, value in straight.items() if key.endswith("num_batches_tracked")} == {3}
     assert straight["encoder.layer_norm.lambda_window"].shape == (4, 128)

@@ -5,8 +5,9 @@ import pytest
 from omegaconf import OmegaConf
 
 from pn_fairseq.models.norm_options import NormOptions
-from pn_fairseq.norms import NORMS
+from pn_fairseq.norms import NORMS, running_norms
 from pn_fairseq.norms.base import ChannelNorm
+from pn_fairseq.norms.registry import default_of
 
 from .helpers import arch_args, build
 
@@ -37,6 +38,9 @@ def test_choices_are_the_registry(capsys):
         ("--norm-eps", "small"),
         ("--layer-scale-groups", "-1"),
         ("--psi-warmup-updates", "2.5"),
+        ("--norm-window", "0"),
+        ("--renorm-r-max", "0.5"),
+        ("--reg-lambda-mean", "-1"),
         ("--norm-groups", "0"),
         ("--norm-detach", "men"),
         ("--norm-detach", "mean,"),
@@ -118,12 +122,12 @@ def test_psi_warmup_is_found_beside_the_model_node_of_hydra():
     assert cfg.model.psi_warmup_updates == 300
 
 
-def test_variant_reaches_the_norms_that_have_it():
+def test_variant_is_passed_to_the_norms_that_have_it():
     flags = vars(parse("--decoder-norm", "power", "--norm-variant", "release", "--psi-warmup-updates", "11"))
     model = build("transformer_pn_tiny", **flags)
     norms = [module for module in model.modules() if isinstance(module, ChannelNorm)]
     assert {type(norm) for norm in norms} == {NORMS["power"].variants["release"]}
-    # The release's norm after the last encoder layer has a warm-up of its own, whatever the flag says.
+    # The release's norm after the last encoder layer has a warm-up of its own, independent of the flag.
     assert [norm.psi_warmup_updates for norm in norms if norm is not model.encoder.layer_norm] == [11] * (
         len(norms) - 1
     )
@@ -132,7 +136,59 @@ def test_variant_reaches_the_norms_that_have_it():
     paper = build("transformer_pn_tiny", psi_warmup_updates=11)
     assert type(paper.encoder.layer_norm) is NORMS["power"].cls
     assert paper.encoder.layer_norm.psi_warmup_updates == 11
-    assert type(build("transformer_bn_tiny", **flags).encoder.layer_norm) is NORMS["batch"].cls
+
+
+def test_released_batch_norm_has_the_settings_of_its_published_score_unless_others_are_given():
+    flags = {"norm_variant": "release", "decoder_norm": "batch"}
+    for norm in running_norms(build("transformer_bn_tiny", **flags)):
+        assert type(norm) is NORMS["batch"].variants["release"]
+        assert (norm.layer_scale.groups, norm.alpha_fwd, norm.sync) == (1, 0.95, False)
+    flags |= {"norm_alpha_fwd": 0.8, "norm_sync": "on", "layer_scale_groups": 4}
+    norm = build("transformer_bn_tiny", **flags).encoder.layer_norm
+    assert (norm.layer_scale.groups, norm.alpha_fwd, norm.sync) == (4, 0.8, True)
+
+
+OWN_OPTIONS = {
+    "mabn": ({"norm_window": 3}, {"window": 3}),
+    "unified": (
+        {"norm_window": 3, "outlier_filtration": True, "norm_alpha_bwd": 0.5},
+        {"window": 3, "outlier_filtration": True, "alpha_bwd": 0.5},
+    ),
+    "batch-renorm": (
+        {"renorm_updates": 8, "renorm_r_max": 2.0, "renorm_d_max": 0.0},
+        {"renorm_updates": 8, "renorm_r_max": 2.0, "renorm_d_max": 0.0},
+    ),
+    "batch-reg": ({"reg_lambda_mean": 60.0, "reg_lambda_var": 0.0}, {"lambda_mean": 60.0, "lambda_var": 0.0}),
+    "prep-batch": ({"fade_updates": 7}, {"fade_updates": 7}),
+}
+
+
+@pytest.mark.parametrize("name", OWN_OPTIONS)
+def test_options_of_one_norm_reach_it_and_have_its_defaults(name):
+    flags, arguments = OWN_OPTIONS[name]
+    given = [
+        f"--{key.replace('_', '-')}" if value is True else f"--{key.replace('_', '-')}={value}"
+        for key, value in flags.items()
+    ]
+    norm = build("transformer_pn_tiny", encoder_norm=name, **vars(parse(*given))).encoder.layer_norm
+    assert {key: getattr(norm, key) for key in arguments} == arguments
+    plain = build("transformer_pn_tiny", encoder_norm=name).encoder.layer_norm
+    assert {key: getattr(plain, key) for key in arguments} == {
+        key: default_of(NORMS[name].cls, key) for key in arguments
+    }
+
+
+def test_schedules_are_a_part_of_the_run_unless_they_are_given():
+    args = Namespace(encoder_norm="batch-renorm", decoder_norm="prep-batch", max_update=1000)
+    options = NormOptions.from_args(args)
+    assert (options.renorm_updates, options.fade_updates) == (args.renorm_updates, args.fade_updates) == (300, 800)
+    args = Namespace(encoder_norm="batch-renorm", decoder_norm="layer", max_update=1000, renorm_updates=7)
+    options = NormOptions.from_args(args)
+    assert (options.renorm_updates, options.fade_updates) == (7, None) and not hasattr(args, "fade_updates")
+    assert NormOptions.from_args(Namespace(encoder_norm="batch-renorm", max_update=0)).renorm_updates is None
+    cfg = OmegaConf.create({"model": {"encoder_norm": "prep-batch"}, "optimization": {"max_update": 500}})
+    OmegaConf.set_struct(cfg, True)
+    assert NormOptions.from_args(cfg.model).fade_updates == cfg.model.fade_updates == 400
 
 
 def test_unknown_variant_is_refused(capsys):

@@ -7,10 +7,12 @@ with the code under test.
 
 Sources: Shen et al. 2020, "PowerNorm: Rethinking Batch Normalization in Transformers" (PN: Definition 3, Algorithm 2;
 PN-V: Definition 1 and Eq. 6), Ioffe & Szegedy 2015 (BN), Ba et al. 2016 (LN), Zhang & Sennrich 2019 (LayerScale with
-one group is RMSNorm without a gain).
+one group is RMSNorm without a gain), Ioffe 2017 (BRN), Yan et al. 2020 (MABN), Yang et al. 2022 (UN), Wang et al. 2022
+(RBN), Guo et al. 2024 (PRepBN).
 """
 
 import math
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -224,6 +226,239 @@ class BatchNormOracle(_Oracle):
         return (x - self.mean) / np.sqrt(self.var + self.eps)
 
 
+class BatchNormReleaseOracle(BatchNormOracle):
+    """The release's BN: padding is filled with the mean of the real tokens and counted."""
+
+    def __init__(self, channels, alpha=0.95, **common):
+        super().__init__(channels, alpha, **common)
+
+    def _normalize(self, x, real):
+        mean = mean_over(x, real)
+        filled = np.where(real[:, None], x, mean)
+        assert np.allclose(filled.mean(0), mean)
+        var = ((filled - mean) ** 2).mean(0)
+        denominator = np.sqrt(var + self.eps)
+        return (x - mean) / denominator, SimpleNamespace(denominator=denominator, mean=mean, var=var)
+
+    def _update(self, dxhat, ctx):
+        n = len(ctx.real)
+        self.mean = self.alpha * self.mean + (1 - self.alpha) * ctx.saved.mean
+        self.var = self.alpha * self.var + (1 - self.alpha) * ctx.saved.var * n / (n - 1)
+        self.count += 1
+
+    def _input_gradient(self, dxhat, ctx):
+        slope = (ctx.real[:, None] * dxhat * ctx.xhat).mean(0)  # over all positions
+        through = mean_over(dxhat, ctx.real) + ctx.xhat * slope
+        return (dxhat - ctx.real[:, None] * through) / ctx.saved.denominator
+
+
+class BatchRenormOracle(_Oracle):
+    """BRN: Ioffe 2017, Algorithm 1. What takes part in the gradients of weight and x is x_hat r + d."""
+
+    def __init__(self, channels, alpha=0.99, updates=40_000, r_max=3.0, d_max=5.0, **common):
+        super().__init__(channels, **common)
+        self.alpha, self.updates, self.r_max, self.d_max = alpha, updates, r_max, d_max
+        self.mean, self.sigma = np.zeros(channels), np.full(channels, np.sqrt(1 + self.eps))
+        self.count = 0
+
+    @property
+    def var(self):
+        return self.sigma**2 - self.eps
+
+    def limits(self):
+        """With the paper's numbers, scaled: 5,000, 25,000 and 40,000 steps."""
+        step = 40_000 * self.count / self.updates
+        r_max = np.interp(step, [5_000, 40_000], [1, self.r_max])
+        return r_max, np.interp(step, [5_000, 25_000], [0, self.d_max])
+
+    def _normalize(self, x, real):
+        mean = mean_over(x, real)
+        sigma = np.sqrt(mean_over((x - mean) ** 2, real) + self.eps)
+        r_max, d_max = self.limits()
+        r = np.clip(sigma / self.sigma, 1 / r_max, r_max)
+        d = np.clip((mean - self.mean) / self.sigma, -d_max, d_max)
+        plain = (x - mean) / sigma
+        return plain * r + d, SimpleNamespace(sigma=sigma, mean=mean, r=r, plain=plain)
+
+    def _input_gradient(self, dxhat, ctx):
+        saved, h = ctx.saved, dxhat * ctx.saved.r
+        through = mean_over(h, ctx.real) + saved.plain * mean_over(h * saved.plain, ctx.real)
+        return (h - ctx.real[:, None] * through) / saved.sigma
+
+    def _update(self, dxhat, ctx):
+        self.mean = self.alpha * self.mean + (1 - self.alpha) * ctx.saved.mean
+        self.sigma = self.alpha * self.sigma + (1 - self.alpha) * ctx.saved.sigma
+        self.count += 1
+
+    def _normalize_eval(self, x):
+        return (x - self.mean) / self.sigma
+
+
+class _WindowOracle(_Oracle):
+    """Statistics of the last steps by number; the package keeps them in rows, number modulo size."""
+
+    def __init__(self, channels, alpha, warmup, window, **common):
+        super().__init__(channels, **common)
+        self.alpha, self.warmup, self.size = alpha, warmup, window
+        self.psi2 = np.ones(channels)
+        self.count = 0
+        self.psi2s, self.lambdas = {}, {}
+
+    def last(self, values, number):
+        return [values[n] for n in range(number - self.size + 1, number + 1)]
+
+    def rows(self, values):
+        rows = np.zeros((self.size, self.channels))
+        for number in range(max(1, self.count - self.size + 1), self.count + 1):
+            rows[number % self.size] = values[number]
+        return rows
+
+    @property
+    def psi2_window(self):
+        return self.rows(self.psi2s)
+
+    @property
+    def lambda_window(self):
+        return self.rows(self.lambdas)
+
+    def early(self, number):
+        return number <= self.size or number < self.warmup
+
+    def ratio(self, number, root):
+        if number <= max(1000, self.warmup):
+            return np.ones(self.channels)
+        return np.clip(root / np.sqrt(self.psi2 + self.eps), 1 / 5, 5)
+
+    def _normalize_eval(self, x):
+        return x / np.sqrt(self.psi2 + self.eps)
+
+
+class MovingAverageOracle(_WindowOracle):
+    """MABN: Yan et al. 2020, without the centralization of weights."""
+
+    def __init__(self, channels, alpha=0.98, warmup=0, window=16, **common):
+        super().__init__(channels, alpha, warmup, window, **common)
+
+    def _normalize(self, x, real):
+        number = self.count + 1
+        own = mean_over(x**2, real)
+        psi2 = own if self.early(number) else np.mean(self.last(self.psi2s | {number: own}, number), axis=0)
+        root = np.sqrt(psi2 + self.eps)
+        r = self.ratio(number, root)
+        return r * x / root, SimpleNamespace(number=number, own=own, psi2=psi2, root=root, r=r, z=x / root)
+
+    def _input_gradient(self, dxhat, ctx):
+        saved, g = ctx.saved, dxhat * ctx.saved.r
+        saved.lambda_ = average = mean_over(g * saved.z, ctx.real)
+        if not self.early(saved.number):
+            average = np.mean(self.last(self.lambdas | {saved.number: average}, saved.number), axis=0)
+        return (g - ctx.real[:, None] * saved.z * average) / saved.root
+
+    def _update(self, dxhat, ctx):
+        self.count += 1
+        self.psi2s[self.count], self.lambdas[self.count] = ctx.saved.own, ctx.saved.lambda_
+        self.psi2 = self.alpha * self.psi2 + (1 - self.alpha) * ctx.saved.psi2
+
+
+class UnifiedOracle(_WindowOracle):
+    """UN: Yang et al. 2022; ``release``: padding counts everywhere, and r is in the gradient of the weight."""
+
+    def __init__(
+        self, channels, alpha=0.9, alpha_bwd=0.9, warmup=0, window=4, filtration=False, release=False, **common
+    ):
+        super().__init__(channels, alpha, warmup, window, **common)
+        self.alpha_bwd, self.filtration, self.release = alpha_bwd, filtration, release
+        self.nu = np.zeros(channels)
+        self.skipped = []
+
+    def _skip(self, number, own):
+        if self.size == 1:
+            return True
+        if not self.filtration or self.early(number):
+            return False
+        bound = np.var(np.sqrt(self.psi2_window), ddof=1) * self.size
+        window = np.array(self.last(self.psi2s | {number: own}, number))
+        return bool((window.mean(0) - np.prod(window, axis=0) ** (1 / self.size) > bound).any())
+
+    def _normalize(self, x, real):
+        number = self.count + 1
+        counted = np.ones_like(real) if self.release else real
+        own = mean_over(x**2, counted)
+        skip = self._skip(number, own)
+        early = self.early(number) or skip
+        psi2 = own if early else np.prod(self.last(self.psi2s | {number: own}, number), axis=0) ** (1 / self.size)
+        root = np.sqrt(psi2 + self.eps)
+        r = np.ones(self.channels) if skip else self.ratio(number, root)
+        saved = SimpleNamespace(number=number, own=own, skip=skip, early=early, psi2=psi2, root=root, r=r)
+        saved.counted, saved.nu = counted, self.nu.copy()
+        return x / root, saved
+
+    def _input_gradient(self, dxhat, ctx):
+        saved, g = ctx.saved, dxhat * ctx.saved.r
+        saved.lambda_ = saved.average = mean_over(g * ctx.xhat, saved.counted)
+        if not saved.early:
+            saved.average = np.mean(self.last(self.lambdas | {saved.number: saved.lambda_}, saved.number), axis=0)
+        nu = saved.lambda_ if saved.skip else self.alpha_bwd * saved.nu + (1 - self.alpha_bwd) * saved.average
+        return (g - saved.counted[:, None] * ctx.xhat * nu) / saved.root
+
+    def backward(self, dy, ctx):
+        dx, dweight, dbias = super().backward(dy, ctx)
+        return dx, dweight * ctx.saved.r if self.release else dweight, dbias
+
+    def _update(self, dxhat, ctx):
+        saved = ctx.saved
+        self.count += 1
+        self.skipped.append(saved.skip)
+        self.psi2s[self.count] = self.psi2 if saved.skip else saved.own
+        self.lambdas[self.count] = self.nu if saved.skip else saved.lambda_
+        self.psi2 = self.alpha * self.psi2 + (1 - self.alpha) * saved.psi2
+        self.nu = self.alpha_bwd * self.nu + (1 - self.alpha_bwd) * saved.average
+
+
+class RegularizedOracle(BatchNormOracle):
+    """RBN: Wang et al. 2022; ``release``: absolute differences of variances, statistics that hold the batch already,
+    biased variances of at least eps."""
+
+    def __init__(self, channels, alpha=0.95, lambda_mean=0.1, lambda_var=0.01, release=False, **common):
+        super().__init__(channels, alpha, **common)
+        self.lambda_mean, self.lambda_var, self.release = lambda_mean, lambda_var, release
+
+    def _normalize(self, x, real):
+        mean = mean_over(x, real)
+        var = mean_over((x - mean) ** 2, real)
+        denominator = np.sqrt(np.maximum(var, self.eps) if self.release else var + self.eps)
+        old = SimpleNamespace(mean=self.mean.copy(), var=self.var.copy())
+        return (x - mean) / denominator, SimpleNamespace(denominator=denominator, mean=mean, var=var, old=old)
+
+    def _input_gradient(self, dxhat, ctx):
+        saved, old, n = ctx.saved, ctx.saved.old, ctx.real.sum()
+        through_mean = mean_over(dxhat, ctx.real)
+        through_var = ctx.xhat * mean_over(dxhat * ctx.xhat, ctx.real)
+        centred = ctx.xhat * saved.denominator
+        if self.release:
+            assert (saved.var > self.eps).all()
+            new_mean = self.alpha * old.mean + (1 - self.alpha) * saved.mean
+            new_var = self.alpha * old.var + (1 - self.alpha) * saved.var
+            by_mean = 2 * self.lambda_mean * (saved.mean - new_mean)
+            by_var = self.lambda_var * np.sign(saved.var - new_var)
+        else:
+            by_mean = 2 * self.lambda_mean * (saved.mean - old.mean)
+            gap = saved.denominator - np.sqrt(old.var + self.eps)
+            by_var = 2 * self.lambda_var * gap / (2 * saved.denominator)
+        penalty = (by_mean + by_var * 2 * centred) / n
+        plain = (dxhat - ctx.real[:, None] * (through_mean + through_var)) / saved.denominator
+        return plain + ctx.real[:, None] * penalty
+
+    def _update(self, dxhat, ctx):
+        super()._update(dxhat, ctx)
+        if self.release:
+            n = ctx.real.sum()
+            self.var = self.var - (1 - self.alpha) * ctx.saved.var * (n / (n - 1) - 1)
+
+    def _normalize_eval(self, x):
+        return (x - self.mean) / np.sqrt(np.maximum(self.var, self.eps) if self.release else self.var + self.eps)
+
+
 class LayerNormOracle(_Oracle):
     """LN: every token over its own mean and biased variance; no state, and padding makes no difference."""
 
@@ -245,6 +480,37 @@ class LayerNormOracle(_Oracle):
 
     def _normalize_eval(self, x):
         return self._normalize(x, None)[0]
+
+
+class ProgressiveOracle(BatchNormOracle):
+    """PRepBN: Guo et al. 2024; gain and bias of its LN, and its alpha."""
+
+    def __init__(self, channels, alpha=0.9, fade=60_000, ln_weight=None, ln_bias=None, rep_alpha=1.0, **common):
+        super().__init__(channels, alpha, **common)
+        self.layer = LayerNormOracle(channels, eps=self.eps, groups=self.groups, weight=ln_weight, bias=ln_bias)
+        self.fade, self.rep_alpha = fade, rep_alpha
+
+    def forward(self, x, padding_mask=None):
+        share = max(0.0, 1 - self.count / self.fade)
+        layer, layer_ctx = self.layer.forward(x, padding_mask)
+        batch, ctx = super().forward(x, padding_mask)
+        ctx.share, ctx.layer = share, layer_ctx
+        rep = batch + (self.rep_alpha * ctx.scaled).reshape(np.shape(x))
+        return share * layer + (1 - share) * rep, ctx
+
+    def backward(self, dy, ctx):
+        share, dy = ctx.share, np.asarray(dy, dtype=np.float64)
+        through_layer, by_weight, by_bias = self.layer.backward(share * dy, ctx.layer)
+        through_batch, dweight, dbias = super().backward((1 - share) * dy, ctx)
+        rows = (1 - share) * dy.reshape(ctx.scaled.shape)
+        direct = layer_scale_backward(self.rep_alpha * rows, ctx.scaled, ctx.rms, self.groups).reshape(ctx.shape)
+        self.gradients = {"ln_weight": by_weight, "ln_bias": by_bias, "rep_alpha": (rows * ctx.scaled).sum()}
+        return through_layer + through_batch + direct, dweight, dbias
+
+    def evaluate(self, x):
+        rows, _ = flatten_tokens(x)
+        scaled, _ = layer_scale_forward(rows, self.groups, self.eps)
+        return super().evaluate(x) + (self.rep_alpha * scaled).reshape(np.shape(x))
 
 
 class PerTokenOracle(_Oracle):
@@ -318,24 +584,29 @@ class PerTokenOracle(_Oracle):
 
 PER_TOKEN = ("none", "layer-simple", "detach", "ada", "rms", "scale", "group", "dyt", "derf")
 
+#: Name of a norm -> its oracle, and which of alpha_fwd, alpha_bwd, psi_warmup_updates the norm has, by the names here.
 ORACLES = {
-    "power": lambda channels, alpha_fwd, alpha_bwd, warmup, **common: PowerNormOracle(
-        channels, alpha_fwd, alpha_bwd, warmup, **common
-    ),
-    "power-v": lambda channels, alpha_fwd, alpha_bwd, warmup, **common: PowerNormVOracle(channels, alpha_fwd, **common),
-    "batch": lambda channels, alpha_fwd, alpha_bwd, warmup, **common: BatchNormOracle(channels, alpha_fwd, **common),
-    "layer": lambda channels, alpha_fwd, alpha_bwd, warmup, **common: LayerNormOracle(channels, **common),
-} | {
-    name: lambda channels, alpha_fwd, alpha_bwd, warmup, name=name, **common: PerTokenOracle(channels, name, **common)
-    for name in PER_TOKEN
+    "power": (PowerNormOracle, ("alpha_fwd", "alpha_bwd", "warmup")),
+    "power-v": (PowerNormVOracle, ("alpha",)),
+    "batch": (BatchNormOracle, ("alpha",)),
+    "layer": (LayerNormOracle, ()),
+    "batch-renorm": (BatchRenormOracle, ("alpha",)),
+    "mabn": (MovingAverageOracle, ("alpha", "warmup")),
+    "unified": (UnifiedOracle, ("alpha", "alpha_bwd", "warmup")),
+    "batch-reg": (RegularizedOracle, ("alpha",)),
+    "prep-batch": (ProgressiveOracle, ("alpha",)),
+    **{name: (partial(PerTokenOracle, name=name), ()) for name in PER_TOKEN},
 }
 
 
-def make_oracle(name, channels, alpha_fwd=0.9, alpha_bwd=0.9, psi_warmup_updates=0, layer_scale_groups=0, **common):
+def make_oracle(name, channels, alpha_fwd=None, alpha_bwd=None, psi_warmup_updates=0, layer_scale_groups=0, **common):
     """The oracle of a registered norm, with the options of ``build_norm``. Without one the test is skipped."""
     if name not in ORACLES:
         pytest.skip(f"no oracle for the norm {name!r} in tests/norms/oracle.py")
-    return ORACLES[name](channels, alpha_fwd, alpha_bwd, psi_warmup_updates, groups=layer_scale_groups, **common)
+    oracle, takes = ORACLES[name]
+    given = {"alpha_fwd": alpha_fwd, "alpha": alpha_fwd, "alpha_bwd": alpha_bwd, "warmup": psi_warmup_updates}
+    options = {option: given[option] for option in takes if given[option] is not None}
+    return oracle(channels, groups=layer_scale_groups, **options, **common)
 
 
 def oracle_state(oracle):
@@ -343,6 +614,8 @@ def oracle_state(oracle):
     state = {}
     for ours, theirs in (
         ("psi2", "running_psi2"),
+        ("psi2_window", "psi2_window"),
+        ("lambda_window", "lambda_window"),
         ("nu", "nu"),
         ("mean", "running_mean"),
         ("var", "running_var"),

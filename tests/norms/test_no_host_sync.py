@@ -33,9 +33,12 @@ def test_the_record_notices_what_it_is_for():
 
 @pytest.mark.parametrize("told", [True, False], ids=["told updates", "counting itself"])
 @pytest.mark.parametrize("masked", [True, False], ids=["mask", "no mask"])
-@pytest.mark.parametrize(("name", "variant"), [(name, "paper") for name in NORMS] + [("power", "release")])
+@pytest.mark.parametrize(
+    ("name", "variant"), [(name, variant) for name, entry in NORMS.items() for variant in ("paper", *entry.variants)]
+)
 def test_no_value_is_read_in_a_training_step(name, variant, masked, told):
-    norm = build_norm(name, CHANNELS, layer_scale_groups=2, psi_warmup_updates=2, variant=variant)
+    options = {"renorm_updates": 4, "fade_updates": 3, "outlier_filtration": True}
+    norm = build_norm(name, CHANNELS, layer_scale_groups=2, psi_warmup_updates=2, variant=variant, **options)
     x = torch.randn(6, 4, CHANNELS)
     mask = torch.arange(6) >= torch.tensor([6, 4, 5, 1])[:, None] if masked else None
     with Record() as record:

@@ -20,6 +20,11 @@ from pn_fairseq.norms import (
     ScaleNorm,
     build_norm,
 )
+from pn_fairseq.norms.batch_reg import RegularizedBatchNorm
+from pn_fairseq.norms.batch_renorm import BatchRenorm
+from pn_fairseq.norms.mabn import MovingAverageBatchNorm
+from pn_fairseq.norms.prep_batch import ProgressiveBatchNorm
+from pn_fairseq.norms.unified import UnifiedNorm
 
 from .helpers import CHANNELS, assert_close, random_batch, rng, state_of, train_step
 
@@ -28,6 +33,11 @@ CLASSES = {
     "batch": MaskedBatchNorm,
     "power-v": PowerNormV,
     "power": PowerNorm,
+    "batch-renorm": BatchRenorm,
+    "mabn": MovingAverageBatchNorm,
+    "unified": UnifiedNorm,
+    "batch-reg": RegularizedBatchNorm,
+    "prep-batch": ProgressiveBatchNorm,
     "none": NoNorm,
     "layer-simple": LayerNormSimple,
     "detach": DetachNorm,
@@ -143,5 +153,5 @@ def test_values_are_checked(name):
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_every_norm_may_be_told_the_number_of_updates(name):
-    """The trainer tells a model, and does not look at what its norms are."""
+    """The trainer calls a method of the model and does not look at the norms."""
     build_norm(name, CHANNELS).set_num_updates(3)

@@ -1,0 +1,144 @@
+"""RBN: batch normalization with a penalty on the distance of the batch's statistics from the running ones."""
+
+import torch
+from torch import Tensor
+
+from pn_fairseq.norms.batch import MaskedBatchNorm
+from pn_fairseq.norms.checks import check_real
+from pn_fairseq.norms.tokens import Moments, Step, Tokens
+
+
+class RegularizedBatchNorm(MaskedBatchNorm):
+    r"""Regularized batch normalization, RBN (Wang et al. 2022, "Understanding the Failure of Batch Normalization for
+    Transformers in NLP").
+
+    Batch normalization (:class:`~pn_fairseq.norms.MaskedBatchNorm`), and a penalty on the loss, summed over channels:
+
+    .. math:: P = \lambda_\mu \sum_c (\mu_B - \mu)^2 + \lambda_\sigma \sum_c (\sigma_B - \sigma)^2, \qquad
+        \sigma_B = \sqrt{\mathrm{var}_B + \epsilon}
+
+    with :math:`\mu` and :math:`\sigma` of the running statistics before the batch, as constants.
+
+    **What the penalty is added to.** The backward pass adds the gradient of P to that of the activations, once for each
+    forward of each norm, with the factor :attr:`penalty_scale`. Under fairseq that factor is the gradient that reaches
+    the criterion's loss (:mod:`pn_fairseq.fairseq_patches.norm_penalty`): the loss is L + P, as with an auxiliary loss
+    of a criterion, for every criterion, under a loss scale, and with recomputed activations. The loss that is logged is
+    L; ``--norm-stats-interval`` logs the mean of P over the norms as ``norm_penalty``.
+
+    **How lambda counts.** fairseq's criteria sum L over the tokens of a batch (sentences with ``--sentence-avg``) and
+    the trainer divides by their number in the whole update. P is added once per batch and norm. Per token it therefore
+    weighs lambda over the number of tokens in a batch: the larger ``--max-tokens``, the weaker. ``--update-freq`` and
+    more ranks change nothing as long as a batch stays the same; but a norm that is synchronised, the default, has one P
+    for the batches of all ranks together.
+
+    Args:
+        num_features: number of channels C.
+        alpha_fwd: decay of the running statistics, in (0, 1).
+        lambda_mean, lambda_var: :math:`\lambda_\mu` and :math:`\lambda_\sigma`, at least 0. The defaults are the
+            authors' for pre-norm translation models.
+        sync, process_group: see :class:`~pn_fairseq.norms.base.RunningNorm`.
+        eps, affine, layer_scale_groups, batch_first: see :class:`~pn_fairseq.norms.base.ChannelNorm`.
+
+    Buffers: those of :class:`~pn_fairseq.norms.MaskedBatchNorm`.
+
+    Raises:
+        ValueError: an argument or an input does not fit; the message holds its value.
+    """
+
+    #: The gradient of what is minimized with respect to P, a float or 0-d.
+    penalty_scale: float | Tensor = 1.0
+
+    def __init__(
+        self,
+        num_features: int,
+        alpha_fwd: float = 0.95,
+        lambda_mean: float = 0.1,
+        lambda_var: float = 0.01,
+        **common,
+    ):
+        super().__init__(num_features, alpha_fwd=alpha_fwd, **common)
+        self.lambda_mean = check_real("lambda_mean", lambda_mean, minimum=0)
+        self.lambda_var = check_real("lambda_var", lambda_var, minimum=0)
+
+    def forward_pass(self, tokens: Tokens, step: Step) -> Tensor:
+        step.mean, step.var = self.snapshot(self.running_mean), self.snapshot(self.running_var)
+        return super().forward_pass(tokens, step)
+
+    def corrections(self, step: Step, products: Tensor) -> tuple[Tensor, Tensor]:
+        # dP/dx = (by_mean + by_sigma x_hat) / N on the N real tokens; dx = (... - nu x_hat - offset) / D.
+        by_mean, by_sigma = self.penalty_gradient(step)
+        scale = self.penalty_scale * (step.batch.moment + self.eps).sqrt()
+        by_statistics = torch.stack([scale * by_sigma, scale * by_mean])
+        nu, offset = ((products - by_statistics) / step.batch.count.clamp(min=1.0)).unbind()
+        return nu, offset
+
+    def penalty_gradient(self, step: Step) -> tuple[Tensor, Tensor]:
+        r"""The derivatives of P by :math:`\mu_B` and :math:`\sigma_B`, (C,)."""
+        gap_mean, gap_sigma = self._gaps(step)
+        return 2 * self.lambda_mean * gap_mean, 2 * self.lambda_var * gap_sigma
+
+    def _gaps(self, step: Step) -> tuple[Tensor, Tensor]:
+        batch = step.batch
+        return batch.mean - step.mean, (batch.moment + self.eps).sqrt() - (step.var + self.eps).sqrt()
+
+    def penalty(self, step: Step) -> Tensor:
+        """P, 0-d."""
+        gap_mean, gap_sigma = self._gaps(step)
+        return self.lambda_mean * gap_mean.square().sum() + self.lambda_var * gap_sigma.square().sum()
+
+    def observe(self, step: Step) -> dict[str, Tensor]:
+        """``penalty``: P of the last step."""
+        return {"penalty": self.penalty(step)}
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, lambda_mean={self.lambda_mean}, lambda_var={self.lambda_var}"
+
+
+class RegularizedBatchNormRelease(RegularizedBatchNorm):
+    r"""Regularized batch normalization as in the authors' code, with the settings that its instructions give.
+
+    (a) The penalty has the absolute difference of the variances in place of the squared one of the deviations:
+
+        .. math:: P = \lambda_\mu \sum_c (\mu_B - \mu)^2 + \lambda_\sigma \sum_c |\mathrm{var}_B - \mathrm{var}|
+
+    (b) The running statistics in P have taken in the batch already, so a difference is ``alpha_fwd`` times that to
+        those before it.
+    (c) The running variance is that of the biased ones.
+    (d) Variances are replaced by epsilon where they are smaller; epsilon is not added to them.
+
+    Arguments, buffers and errors are those of :class:`RegularizedBatchNorm`.
+    """
+
+    def batch_moments(self, tokens: Tokens) -> Moments:
+        batch = super().batch_moments(tokens)
+        tokens.step.variance = batch.moment
+        batch = batch._replace(moment=self._clamped(batch.moment))
+        tokens.step.batch = batch
+        return batch
+
+    def _clamped(self, variance: Tensor) -> Tensor:
+        """What gives max(variance, eps) when eps is added to it, as all normalization does: (d)."""
+        return variance.clamp(min=self.eps) - self.eps
+
+    def evaluation_statistics(self) -> tuple[Tensor, Tensor]:
+        return self.running_mean, self._clamped(self.running_var)
+
+    def corrections(self, step: Step, products: Tensor) -> tuple[Tensor, Tensor]:
+        nu, offset = super().corrections(step, products)
+        return torch.where(step.variance > self.eps, nu, 0.0), offset  # below, D is a constant
+
+    def _gaps(self, step: Step) -> tuple[Tensor, Tensor]:
+        gaps = step.batch.mean - step.mean, step.variance - step.var
+        return self.alpha_fwd * gaps[0], self.alpha_fwd * gaps[1]  # (b)
+
+    def penalty_gradient(self, step: Step) -> tuple[Tensor, Tensor]:
+        gap_mean, gap_var = self._gaps(step)
+        sigma = (step.batch.moment + self.eps).sqrt()
+        return 2 * self.lambda_mean * gap_mean, 2 * self.lambda_var * gap_var.sign() * sigma  # (a)
+
+    def penalty(self, step: Step) -> Tensor:
+        gap_mean, gap_var = self._gaps(step)
+        return self.lambda_mean * gap_mean.square().sum() + self.lambda_var * gap_var.abs().sum()
+
+    def statistics_of(self, batch: Moments) -> dict[str, Tensor]:
+        return {"running_mean": batch.mean, "running_var": batch.moment + self.eps}  # (c), clamped

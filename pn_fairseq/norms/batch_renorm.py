@@ -1,0 +1,102 @@
+"""Batch renormalization: batch statistics, corrected towards the running ones."""
+
+import torch
+from torch import Tensor
+
+from pn_fairseq.norms.batch import BatchStatsNorm
+from pn_fairseq.norms.checks import check_real, check_whole
+from pn_fairseq.norms.tokens import Moments, Step, Tokens
+
+
+class BatchRenorm(BatchStatsNorm):
+    r"""Batch renormalization, BRN (Ioffe 2017, "Batch Renormalization", Algorithm 1).
+
+    Training, per channel, with the moments of the N real tokens M of the batch and
+    :math:`\sigma = \sqrt{\mathrm{var} + \epsilon}` of the batch (B) and of the running statistics:
+
+    .. math::
+        r = \mathrm{clip}(\sigma_B / \sigma,\, 1 / r_\mathrm{max},\, r_\mathrm{max}), \qquad
+        d = \mathrm{clip}((\mu_B - \mu) / \sigma,\, -d_\mathrm{max},\, d_\mathrm{max}) \\
+        \hat x = (x - \mu_B) / \sigma_B, \qquad y = \gamma (\hat x r + d) + \beta
+
+    r and d count as constants in the gradient, which otherwise is exact. Where nothing is clipped,
+    :math:`y = \gamma (x - \mu) / \sigma + \beta`, as in evaluation. Afterwards :math:`\mu` and :math:`\sigma` (the
+    standard deviation, not the variance) move towards those of the batch by exponential averages.
+
+    **Schedule**, in completed optimizer updates (:meth:`set_num_updates`; a module that is never told counts its
+    training steps). The paper's 5,000, 25,000 and 40,000 steps are here 1/8, 5/8 and all of ``renorm_updates``: up to
+    the first r_max = 1 and d_max = 0, which is BN; then d_max grows linearly up to the second and r_max up to the
+    third. In a transformer ``renorm_updates`` is 3/10 of ``--max-update`` unless it is given, as the 40,000 are of the
+    130,000 steps of the paper's baseline.
+
+    Args:
+        num_features: number of channels C.
+        alpha_fwd: decay of :math:`\mu` and :math:`\sigma`, in (0, 1).
+        renorm_updates: length of the schedule in optimizer updates.
+        renorm_r_max, renorm_d_max: r_max (at least 1) and d_max (at least 0) at its end.
+        sync, process_group: see :class:`~pn_fairseq.norms.base.RunningNorm`.
+        eps, affine, layer_scale_groups, batch_first: see :class:`~pn_fairseq.norms.base.ChannelNorm`.
+
+    Buffers: ``running_mean`` (initially 0) and ``running_var`` (:math:`\sigma^2 - \epsilon`, initially 1), (C,)
+    float32, and ``num_batches_tracked``, int64. Recalibration takes the mean of the (biased) variances of the batches.
+
+    Raises:
+        ValueError: an argument or an input does not fit; the message holds its value.
+    """
+
+    moment_name = "running_var"
+    mean_name = "running_mean"
+    mixes_tokens = "at first"
+
+    def __init__(
+        self,
+        num_features: int,
+        alpha_fwd: float = 0.99,
+        renorm_updates: int = 40_000,
+        renorm_r_max: float = 3.0,
+        renorm_d_max: float = 5.0,
+        **common,
+    ):
+        super().__init__(num_features, alpha_fwd=alpha_fwd, **common)
+        self.renorm_updates = check_whole("renorm_updates", renorm_updates, minimum=0)
+        self.renorm_r_max = check_real("renorm_r_max", renorm_r_max, minimum=1)
+        self.renorm_d_max = check_real("renorm_d_max", renorm_d_max, minimum=0)
+        self.add_state("running_mean", 0.0)
+        self.add_state("running_var", 1.0)
+
+    def limits(self) -> tuple[Tensor, Tensor]:
+        """r_max and d_max, 0-d."""
+        part = self.completed_updates() / max(self.renorm_updates, 1)
+        r_part, d_part = ((part - 1 / 8) / (7 / 8)).clamp(0, 1), ((part - 1 / 8) / (4 / 8)).clamp(0, 1)
+        return 1 + (self.renorm_r_max - 1) * r_part, self.renorm_d_max * d_part
+
+    def forward_pass(self, tokens: Tokens, step: Step) -> Tensor:
+        batch = tokens.moments(centered=True)
+        r_max, d_max = self.limits()
+        sigma = (self.running_var + self.eps).sqrt()
+        step.sigma = (batch.moment + self.eps).sqrt()
+        step.r = (step.sigma / sigma).clamp(1 / r_max, r_max)
+        step.d = ((batch.mean - self.running_mean) / sigma).clamp(-d_max, d_max)
+        if tokens.weight is None:
+            return tokens.normalize(batch.moment, batch.mean, step.r, step.d)
+        weight, bias = step.r * tokens.weight, torch.addcmul(tokens.bias, step.d, tokens.weight)
+        return tokens.normalize(batch.moment, batch.mean, weight, bias)
+
+    def backward_pass(self, tokens: Tokens, step: Step) -> tuple[Tensor, Tensor]:
+        weight = step.r if tokens.weight is None else step.r * tokens.weight
+        dx, (products, sums) = self.exact_gradient(tokens, step, weight)
+        return dx, torch.stack([step.r * products + step.d * sums, sums])
+
+    def update(self, step: Step) -> dict[str, Tensor]:
+        share, sigma = 1 - self.alpha_fwd, (self.running_var + self.eps).sqrt()
+        return {
+            "running_mean": self.running_mean + share * (step.batch.mean - self.running_mean),
+            "running_var": (sigma + share * (step.sigma - sigma)).square() - self.eps,
+        }
+
+    def statistics_of(self, batch: Moments) -> dict[str, Tensor]:
+        return {"running_mean": batch.mean, "running_var": batch.moment}
+
+    def extra_repr(self) -> str:
+        schedule = f"renorm_updates={self.renorm_updates}, renorm_r_max={self.renorm_r_max}"
+        return f"{super().extra_repr()}, {schedule}, renorm_d_max={self.renorm_d_max}"

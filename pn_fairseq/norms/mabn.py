@@ -1,0 +1,74 @@
+"""MABN: normalization by moving averages of the statistics of both passes."""
+
+import torch
+from torch import Tensor
+
+from pn_fairseq.norms.tokens import Step, Tokens
+from pn_fairseq.norms.window import WindowNorm, with_row
+
+
+class MovingAverageBatchNorm(WindowNorm):
+    r"""Moving average batch normalization, MABN (Yan et al. 2020, "Towards Stabilizing Batch Statistics in Backward
+    Propagation of Batch Normalization").
+
+    Training step number t, per channel, with :math:`\psi_B^2 = \mathrm{mean}_M(x^2)` over the real tokens M and means
+    over the last ``window`` steps, this one included (early, see :class:`~pn_fairseq.norms.window.WindowNorm`: of this
+    step alone):
+
+    .. math::
+        \psi^2 &= \mathrm{mean}_t(\psi_B^2), \qquad D = \sqrt{\psi^2 + \epsilon}, \qquad \hat x = x / D, \qquad
+        y = \gamma r \hat x + \beta \\
+        \lambda_B &= \mathrm{mean}_M(\gamma r\,\mathrm{d}y\,\hat x), \qquad \lambda = \mathrm{mean}_t(\lambda_B), \qquad
+        \mathrm{d}x = (\gamma r\,\mathrm{d}y - \lambda \hat x) / D
+
+    r = D / sqrt(running psi^2 + eps), clipped to [1/5, 5], so that y is that of evaluation where nothing is clipped. r
+    is 1 in the first 1,000 optimizer updates, and longer if the warm-up is. Afterwards the running :math:`\psi^2`,
+    which evaluation uses, takes in :math:`\psi^2` by an exponential average.
+
+    The paper also centralizes the weights of the layer in front, so that its output has mean 0. In a pre-norm
+    transformer the residual stream is in front, the sum of many layers' outputs: there is no such layer, and nothing is
+    centralized here.
+
+    Args:
+        num_features: number of channels C.
+        alpha_fwd: decay of the running :math:`\psi^2`, in (0, 1).
+        window: steps that are averaged.
+        psi_warmup_updates: length of the warm-up in optimizer updates.
+        sync, process_group: see :class:`~pn_fairseq.norms.base.RunningNorm`.
+        eps, affine, layer_scale_groups, batch_first: see :class:`~pn_fairseq.norms.base.ChannelNorm`.
+
+    Buffers, float32: ``running_psi2`` (C,), initially 1, ``psi2_window`` and ``lambda_window`` (window, C), initially
+    0, the :math:`\psi_B^2` and :math:`\lambda_B` of the last steps; ``num_batches_tracked``, int64.
+
+    Raises:
+        ValueError: an argument or an input does not fit; the message holds its value.
+    """
+
+    mixes_tokens = "at first"
+
+    def __init__(self, num_features: int, alpha_fwd: float = 0.98, window: int = 16, **common):
+        super().__init__(num_features, alpha_fwd=alpha_fwd, window=window, **common)
+
+    def forward_pass(self, tokens: Tokens, step: Step) -> Tensor:
+        self.begin(step, tokens.moments())
+        average = with_row(self.psi2_window, step.own_psi2, step.number).mean(0)
+        step.psi2 = torch.where(step.early, step.own_psi2, average)
+        step.ratio = self.ratio(step)
+        return tokens.normalize(step.psi2, weight=self._gain(tokens, step))
+
+    def backward_pass(self, tokens: Tokens, step: Step) -> tuple[Tensor, Tensor]:
+        gain = self._gain(tokens, step)
+        (products, sums), _ = tokens.gradient_sums(step.psi2, weight=gain)
+        dx, _ = tokens.gradient(step.psi2, nu=self.average_lambda(step), weight=gain)
+        return dx, torch.stack([step.ratio * products, sums])
+
+    def _gain(self, tokens: Tokens, step: Step) -> Tensor:
+        return step.ratio if tokens.weight is None else step.ratio * tokens.weight
+
+    def update(self, step: Step) -> dict[str, Tensor]:
+        number = self.num_batches_tracked + 1
+        return {
+            "running_psi2": self.running_psi2 + (1 - self.alpha_fwd) * (step.psi2 - self.running_psi2),
+            "psi2_window": with_row(self.psi2_window, step.own_psi2, number),
+            "lambda_window": with_row(self.lambda_window, step.own_lambda, number),
+        }

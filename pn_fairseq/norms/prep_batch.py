@@ -1,0 +1,116 @@
+"""PRepBN: layer normalization that fades into a batch normalization which folds into the next linear map."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pn_fairseq import kernels
+from pn_fairseq.norms.batch import MaskedBatchNorm
+from pn_fairseq.norms.checks import check_whole
+from pn_fairseq.norms.tokens import Step, Tokens
+
+
+class ProgressiveBatchNorm(MaskedBatchNorm):
+    r"""Progressive re-parameterized batch normalization, PRepBN (Guo et al. 2024, "SLAB: Efficient Transformers with
+    Simplified Linear Attention and Progressive Re-parameterized Batch Normalization").
+
+    .. math:: y = \lambda\, \mathrm{LN}(x) + (1 - \lambda)\, \mathrm{RepBN}(x), \qquad
+        \mathrm{RepBN}(x) = \mathrm{BN}(x) + \alpha x
+
+    BN is :class:`~pn_fairseq.norms.MaskedBatchNorm` with ``weight`` and ``bias``; LN has a gain and a bias of its own;
+    :math:`\alpha` is one learned number. All gradients are exact. In evaluation y = RepBN(x) by the running statistics,
+    whatever :math:`\lambda` is: validation says little before the fade has ended. It is a constant affine map, which
+    folds.
+
+    **Fade.** :math:`\lambda = \max(0, 1 - n / N)` after n completed optimizer updates (:meth:`set_num_updates`; a
+    module that is never told counts its training steps, and computes LN throughout), with N = ``fade_updates``. In a
+    transformer N is 4/5 of ``--max-update`` unless it is given. The authors' code counts training forwards.
+
+    Args:
+        num_features: number of channels C.
+        fade_updates: length N of the fade in optimizer updates; 0: none, RepBN from the start.
+        affine: learn both gains and biases and :math:`\alpha`, which otherwise is 1.
+        alpha_fwd, sync, process_group: see :class:`~pn_fairseq.norms.base.RunningNorm`.
+        eps, layer_scale_groups, batch_first: see :class:`~pn_fairseq.norms.base.ChannelNorm`.
+
+    Parameters: ``weight``, ``bias``, ``ln_weight``, ``ln_bias``, (C,), and ``rep_alpha``, (1,), initially 1. Buffers:
+    those of :class:`~pn_fairseq.norms.MaskedBatchNorm`.
+
+    Raises:
+        ValueError: an argument or an input does not fit; the message holds its value.
+    """
+
+    def __init__(self, num_features: int, fade_updates: int = 60_000, **common):
+        super().__init__(num_features, **common)
+        self.fade_updates = check_whole("fade_updates", fade_updates, minimum=0)
+        self.ln_weight = nn.Parameter(torch.ones(num_features)) if self.affine else None
+        self.ln_bias = nn.Parameter(torch.zeros(num_features)) if self.affine else None
+        self.rep_alpha = nn.Parameter(torch.ones(1)) if self.affine else None
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        if self.affine:
+            nn.init.ones_(self.ln_weight)
+            nn.init.zeros_(self.ln_bias)
+            nn.init.ones_(self.rep_alpha)
+
+    def layer_share(self) -> float | Tensor:
+        r""":math:`\lambda`; 0-d where only the device knows it."""
+        if self.fade_updates == 0:
+            return 0.0
+        if self._num_updates is not None:
+            return max(0.0, 1.0 - self._num_updates / self.fade_updates)
+        return (1.0 - self.num_batches_tracked / self.fade_updates).clamp(min=0.0)
+
+    def _train(self, x: Tensor, padding_mask: Tensor | None) -> Tensor:
+        y = super()._train(x, padding_mask)  # (1 - lambda) RepBN(x)
+        share = 0.0 if self.recalibrating else self.layer_share()
+        if isinstance(share, float) and share == 0.0:
+            return y
+        h = self.layer_scale(x)
+        if self.affine:
+            weight, bias = share * self.ln_weight, share * self.ln_bias
+            if h.dtype in (torch.float32, torch.float64):  # layer_norm takes wider parameters with half types alone
+                weight, bias = weight.to(h.dtype), bias.to(h.dtype)
+            return y + F.layer_norm(h, (self.num_features,), weight, bias, self.eps)
+        return y + share * F.layer_norm(h, (self.num_features,), eps=self.eps)
+
+    def further_parameters(self) -> tuple[Tensor, ...]:
+        # LN's among them: a parameter that loses its gradient after the fade would stop DistributedDataParallel.
+        return (self.rep_alpha, self.ln_weight, self.ln_bias) if self.affine else ()
+
+    def forward_pass(self, tokens: Tokens, step: Step) -> Tensor:
+        batch = self.batch_moments(tokens)
+        step.share = 1.0 - self.layer_share()
+        weight, bias = self._affine(tokens.weight, tokens.bias, tokens.further, batch.mean, batch.moment)
+        return tokens.normalize(batch.moment, batch.mean, step.share * weight, step.share * bias)
+
+    def backward_pass(self, tokens: Tokens, step: Step) -> tuple[Tensor, ...]:
+        batch, sigma = step.batch, (step.batch.moment + self.eps).sqrt()
+        gain = torch.ones_like(sigma) if tokens.weight is None else tokens.weight
+        total, _ = self._affine(tokens.weight, tokens.bias, tokens.further, batch.mean, batch.moment)
+        dx, parameters = self.exact_gradient(tokens, step, step.share * gain, step.share * total)
+        parameters = step.share * parameters
+        if not tokens.further:
+            return dx, parameters
+        by_alpha = (sigma * parameters[0] + batch.mean * parameters[1]).sum()[None]
+        of_layer = (torch.zeros_like(each) for each in tokens.further[1:])
+        return dx, parameters, by_alpha.to(tokens.further[0].dtype), *of_layer
+
+    def _affine(self, weight, bias, further, mean: Tensor, moment: Tensor) -> tuple[Tensor, Tensor]:
+        r"""Factors of :math:`\hat x` and 1 in RepBN: as x = D x_hat + mu, they are gamma + alpha D, beta + alpha mu."""
+        alpha = further[0] if further else 1.0
+        sigma = (moment + self.eps).sqrt()
+        return alpha * sigma + (1.0 if weight is None else weight), alpha * mean + (0.0 if bias is None else bias)
+
+    def _normalize_by(self, x: Tensor, mean: Tensor, moment: Tensor) -> Tensor:
+        mean, moment = (each.to(kernels.acc_dtype(x)) for each in (mean, moment))
+        weight, bias = self._affine(self.weight, self.bias, self.further_parameters(), mean, moment)
+        return kernels.evaluate(x.contiguous(), weight, bias, mean, moment, self.layer_scale_groups, self.eps)
+
+    def evaluation_affine(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        scale, shift = super().evaluation_affine(dtype)
+        return scale + (self.rep_alpha.to(dtype) if self.affine else 1.0), shift
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, fade_updates={self.fade_updates}"

@@ -1,0 +1,135 @@
+"""UN: unified normalization, by moving averages of the statistics of both passes."""
+
+import torch
+from torch import Tensor
+
+from pn_fairseq.norms.checks import check_alpha
+from pn_fairseq.norms.tokens import Step, Tokens
+from pn_fairseq.norms.window import WindowNorm, with_row
+
+
+class UnifiedNorm(WindowNorm):
+    r"""Unified normalization, UN (Yang et al. 2022, "Unified Normalization for Accelerating and Stabilizing
+    Transformers").
+
+    Training step number t, per channel, with :math:`\psi_B^2 = \mathrm{mean}_M(x^2)` over the real tokens M and means
+    over the last ``window`` steps, this one included (early, see :class:`~pn_fairseq.norms.window.WindowNorm`: of this
+    step alone):
+
+    .. math::
+        \psi^2 &= \exp \mathrm{mean}_t(\log \psi_B^2), \qquad D = \sqrt{\psi^2 + \epsilon}, \qquad \hat x = x / D,
+        \qquad y = \gamma \hat x + \beta \\
+        \lambda_B &= \mathrm{mean}_M(\gamma r\,\mathrm{d}y\,\hat x), \qquad
+        \nu_t = \alpha_\mathrm{bwd} \nu_{t-1} + (1 - \alpha_\mathrm{bwd})\, \mathrm{mean}_t(\lambda_B), \qquad
+        \mathrm{d}x = (\gamma r\,\mathrm{d}y - \nu_t \hat x) / D
+
+    r = D / sqrt(running psi^2 + eps), clipped to [1/5, 5]; 1 in the first 1,000 optimizer updates, and longer if the
+    warm-up is. It acts on the gradient alone. Afterwards the running :math:`\psi^2`, which evaluation uses, takes in
+    :math:`\psi^2` by an exponential average.
+
+    **Filtration of outliers** (``outlier_filtration``; the authors recommend it for images and not for text). With v
+    the variance of all numbers of sqrt(``psi2_window``) before this step, a step that is not early is *skipped* if the
+    arithmetic mean of the window that holds it exceeds the geometric one by more than v ``window`` in some channel. A
+    skipped step uses its own :math:`\psi_B^2`, r = 1 and its own :math:`\lambda_B` in place of :math:`\nu`; the windows
+    take the running :math:`\psi^2` and the old :math:`\nu` in place of its statistics. With ``window=1`` every step is
+    skipped, which is PN-V.
+
+    Args:
+        num_features: number of channels C.
+        alpha_fwd, alpha_bwd: decay of the running :math:`\psi^2` and of :math:`\nu`, in (0, 1).
+        window: steps that are averaged.
+        outlier_filtration: skip outliers.
+        psi_warmup_updates: length of the warm-up in optimizer updates.
+        sync, process_group: see :class:`~pn_fairseq.norms.base.RunningNorm`.
+        eps, affine, layer_scale_groups, batch_first: see :class:`~pn_fairseq.norms.base.ChannelNorm`.
+
+    Buffers, float32: ``running_psi2`` (C,), initially 1, ``nu`` (C,), initially 0, ``psi2_window`` and
+    ``lambda_window`` (window, C), initially 0; ``num_batches_tracked``, int64.
+
+    Raises:
+        ValueError: an argument or an input does not fit; the message holds its value.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        alpha_bwd: float = 0.9,
+        window: int = 4,
+        outlier_filtration: bool = False,
+        **common,
+    ):
+        super().__init__(num_features, window=window, **common)
+        self.alpha_bwd = check_alpha("alpha_bwd", alpha_bwd)
+        self.outlier_filtration = outlier_filtration
+        self.add_state("nu", 0.0)
+
+    def forward_pass(self, tokens: Tokens, step: Step) -> Tensor:
+        self.begin(step, tokens.moments())
+        return self._normalize(tokens, step)
+
+    def _normalize(self, tokens: Tokens, step: Step) -> Tensor:
+        window = with_row(self.psi2_window, step.own_psi2, step.number)
+        geometric = window.log().mean(0).exp()
+        step.skip = self._skip(step, window, geometric)
+        step.psi2 = torch.where(step.early | step.skip, step.own_psi2, geometric)
+        step.ratio = torch.where(step.skip, 1.0, self.ratio(step))
+        step.nu = self.snapshot(self.nu)
+        return tokens.normalize(step.psi2)
+
+    def _skip(self, step: Step, window: Tensor, geometric: Tensor) -> Tensor:
+        """Whether the step is skipped, 0-d."""
+        if self.window == 1:
+            return torch.ones_like(step.early)
+        if not self.outlier_filtration:
+            return torch.zeros_like(step.early)
+        bound = self.psi2_window.sqrt().var() * self.window
+        return (window.mean(0) - geometric > bound).any() & ~step.early
+
+    def backward_pass(self, tokens: Tokens, step: Step) -> tuple[Tensor, Tensor]:
+        gain = step.ratio if tokens.weight is None else step.ratio * tokens.weight
+        parameters, _ = tokens.gradient_sums(step.psi2, weight=gain)
+        average = self.average_lambda(step)
+        step.average = torch.where(step.skip, step.own_lambda, average)
+        nu = self.alpha_bwd * step.nu + (1 - self.alpha_bwd) * step.average
+        dx, _ = tokens.gradient(step.psi2, nu=torch.where(step.skip, step.own_lambda, nu), weight=gain)
+        return dx, parameters
+
+    def update(self, step: Step) -> dict[str, Tensor]:
+        number = self.num_batches_tracked + 1
+        psi2 = torch.where(step.skip, self.running_psi2, step.own_psi2)
+        lambda_ = torch.where(step.skip, self.nu, step.own_lambda)
+        return {
+            "running_psi2": self.alpha_fwd * self.running_psi2 + (1 - self.alpha_fwd) * step.psi2,
+            "nu": self.alpha_bwd * self.nu + (1 - self.alpha_bwd) * step.average,
+            "psi2_window": with_row(self.psi2_window, psi2, number),
+            "lambda_window": with_row(self.lambda_window, lambda_, number),
+        }
+
+    def extra_repr(self) -> str:
+        filtration = f"outlier_filtration={self.outlier_filtration}"
+        return f"{super().extra_repr()}, alpha_bwd={self.alpha_bwd}, {filtration}"
+
+
+class UnifiedNormRelease(UnifiedNorm):
+    r"""Unified normalization as the authors' code computes it in their translation models.
+
+    (a) Their models pass no padding mask, so padding counts in :math:`\psi_B^2` and in :math:`\lambda_B`, and
+        :math:`\nu \hat x` is subtracted at padding, too.
+    (b) The gradient of :math:`\gamma` has the factor r, though y does not: :math:`\sum r\,\mathrm{d}y\,\hat x`.
+    (c) The warm-up and the 1,000 of r count training forwards, not optimizer updates.
+
+    Arguments, buffers and errors are those of :class:`UnifiedNorm`. A batch without a real token changes no state.
+    """
+
+    def completed_updates(self) -> Tensor:
+        return self.num_batches_tracked  # (c)
+
+    def forward_pass(self, tokens: Tokens, step: Step) -> Tensor:
+        everywhere = tokens.with_padding().moments()
+        tokens.moments()  # the number of real tokens decides whether the step is taken in
+        self.begin(step, everywhere)  # (a)
+        return self._normalize(tokens, step)
+
+    def backward_pass(self, tokens: Tokens, step: Step) -> tuple[Tensor, Tensor]:
+        dx, (products, sums) = super().backward_pass(tokens.with_padding(), step)
+        return dx, torch.stack([step.ratio * products, sums])  # (b)

@@ -1,0 +1,69 @@
+"""What MABN and UN share: statistics over the last batches, which they keep in ring buffers."""
+
+import torch
+from torch import Tensor
+
+from pn_fairseq.norms.base import RunningNorm
+from pn_fairseq.norms.checks import check_whole
+from pn_fairseq.norms.tokens import Moments, Step
+
+
+class WindowNorm(RunningNorm):
+    r"""A norm that averages :math:`\psi_B^2 = \mathrm{mean}_M(x^2)` and
+    :math:`\lambda_B = \mathrm{mean}_M(\mathrm{d}\hat x\,\hat x)` over the last ``window`` steps.
+
+    A *step* is a training forward that has been taken in, not an optimizer update: with gradient accumulation an update
+    has several. Step number t goes to row t mod ``window`` of two ring buffers. They are state like any other: saved,
+    resumed, copied; averages over ranks and over checkpoints are taken row by row.
+
+    A step is *early* while t <= ``window``, and before optimizer update number ``psi_warmup_updates`` (a module that is
+    never told counts its steps). Early steps use their own statistics.
+
+    Args:
+        window: steps in a ring buffer, the latest included.
+        psi_warmup_updates: length of the warm-up in optimizer updates.
+        others: see :class:`RunningNorm`.
+
+    Buffers: ``running_psi2`` (C,), initially 1, ``psi2_window`` and ``lambda_window`` (window, C), initially 0.
+    """
+
+    moment_name = "running_psi2"
+
+    #: The ratio r is 1 for at least so many updates.
+    ratio_warmup = 1000
+
+    def __init__(self, num_features: int, window: int, psi_warmup_updates: int = 0, **common):
+        super().__init__(num_features, **common)
+        self.window = check_whole("window", window, minimum=1)
+        self.psi_warmup_updates = check_whole("psi_warmup_updates", psi_warmup_updates, minimum=0)
+        self.add_state("running_psi2", 1.0)
+        self.add_state("psi2_window", 0.0, self.window)
+        self.add_state("lambda_window", 0.0, self.window)
+
+    def begin(self, step: Step, batch: Moments) -> None:
+        """Note the statistics ``batch``, the number of the step, whether it is early, and what its backward needs."""
+        step.number = self.num_batches_tracked + 1
+        step.updates = self.completed_updates() + 1
+        step.early = (step.number <= self.window) | (step.updates < self.psi_warmup_updates)
+        step.own_psi2, step.counted = batch.moment, batch.count.clamp(min=1.0)
+        step.lambda_window = self.snapshot(self.lambda_window)
+
+    def ratio(self, step: Step) -> Tensor:
+        r"""r = sqrt(psi^2 + eps) / sqrt(running psi^2 + eps) in [1/5, 5]; 1 at first."""
+        ratio = ((step.psi2 + self.eps) / (self.running_psi2 + self.eps)).sqrt().clamp(1 / 5, 5)
+        return torch.where(step.updates <= max(self.ratio_warmup, self.psi_warmup_updates), 1.0, ratio)
+
+    def average_lambda(self, step: Step) -> Tensor:
+        """The mean of lambda over the last steps; early: that of this step."""
+        step.own_lambda = step.products[0] / step.counted
+        average = with_row(step.lambda_window, step.own_lambda, step.number).mean(0)
+        return torch.where(step.early, step.own_lambda, average)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, window={self.window}, psi_warmup_updates={self.psi_warmup_updates}"
+
+
+def with_row(window: Tensor, row: Tensor, number: Tensor) -> Tensor:
+    """The ring buffer ``window``, (M, C), after step ``number`` with the value ``row``, (C,)."""
+    rows = torch.arange(len(window), device=window.device)
+    return torch.where((rows == number % len(window))[:, None], row, window)

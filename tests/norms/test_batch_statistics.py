@@ -1,0 +1,259 @@
+"""The norms with batch statistics beside BN and PN-V: over 16 steps against their formulas, and what they equal."""
+
+import numpy as np
+import pytest
+import torch
+
+from pn_fairseq.norms import build_norm
+
+from . import oracle as oracles
+from .helpers import (
+    CHANNELS,
+    affine_of,
+    assert_close,
+    assert_same,
+    assert_state_close,
+    assert_steps_close,
+    oracle_step,
+    random_batch,
+    randomize_affine,
+    real_tokens,
+    rng,
+    state_of,
+    to_mask,
+    to_tensor,
+    train_step,
+)
+from .oracle import oracle_state
+
+#: Name -> norm, variant, its options, oracle and its options.
+CASES = {
+    "brn": ("batch-renorm", "paper", {"renorm_updates": 12}, oracles.BatchRenormOracle, {"updates": 12}),
+    "brn, tight": (
+        "batch-renorm",
+        "paper",
+        {"renorm_updates": 8, "renorm_r_max": 1.2, "renorm_d_max": 0.3, "alpha_fwd": 0.7},
+        oracles.BatchRenormOracle,
+        {"updates": 8, "r_max": 1.2, "d_max": 0.3, "alpha": 0.7},
+    ),
+    "mabn": ("mabn", "paper", {"window": 4}, oracles.MovingAverageOracle, {"window": 4}),
+    "mabn, warm-up": (
+        "mabn",
+        "paper",
+        {"window": 3, "psi_warmup_updates": 9, "alpha_fwd": 0.8},
+        oracles.MovingAverageOracle,
+        {"window": 3, "warmup": 9, "alpha": 0.8},
+    ),
+    "un": (
+        "unified",
+        "paper",
+        {"alpha_fwd": 0.8, "alpha_bwd": 0.7},
+        oracles.UnifiedOracle,
+        {"alpha": 0.8, "alpha_bwd": 0.7},
+    ),
+    "un, warm-up": ("unified", "paper", {"psi_warmup_updates": 9}, oracles.UnifiedOracle, {"warmup": 9}),
+    "un, filtration": ("unified", "paper", {"outlier_filtration": True}, oracles.UnifiedOracle, {"filtration": True}),
+    "un, window of 1": ("unified", "paper", {"window": 1}, oracles.UnifiedOracle, {"window": 1}),
+    "un, release": ("unified", "release", {}, oracles.UnifiedOracle, {"release": True}),
+    "rbn": (
+        "batch-reg",
+        "paper",
+        {"lambda_mean": 3.0, "lambda_var": 2.0},
+        oracles.RegularizedOracle,
+        {"lambda_mean": 3.0, "lambda_var": 2.0},
+    ),
+    "rbn, release": (
+        "batch-reg",
+        "release",
+        {"lambda_mean": 3.0, "lambda_var": 2.0},
+        oracles.RegularizedOracle,
+        {"lambda_mean": 3.0, "lambda_var": 2.0, "release": True},
+    ),
+    "prepbn": ("prep-batch", "paper", {"fade_updates": 10}, oracles.ProgressiveOracle, {"fade": 10}),
+    "bn, release": ("batch", "release", {}, oracles.BatchNormReleaseOracle, {}),
+}
+
+
+def make_pair(name, groups=0):
+    norm_name, variant, options, oracle, oracle_options = CASES[name]
+    norm = build_norm(norm_name, CHANNELS, variant, layer_scale_groups=groups, **options)
+    norm = randomize_affine(norm).double().train()
+    return norm, oracle(CHANNELS, groups=groups, **oracle_options, **affine_of(norm))
+
+
+def assert_training_follows(norm, oracle, steps=16):
+    generator = rng(1)
+    for step in range(steps):
+        scale = 30 if step == 12 else generator.uniform(0.3, 4)
+        x, mask, dy = random_batch(generator, (2 + step % 4, 3, CHANNELS), scale=scale)
+        actual, expected = train_step(norm, x, mask, dy, torch.float64), oracle_step(oracle, x, mask, dy)
+        assert_steps_close(actual, expected, rtol=2e-5, what=f"step {step}:")
+        assert_state_close(norm, oracle_state(oracle), rtol=1e-5, what=f"step {step}:")
+    assert_close(norm.eval()(to_tensor(x, torch.float64)), oracle.evaluate(x), 1e-5)
+
+
+@pytest.mark.parametrize("groups", [0, 4])
+@pytest.mark.parametrize("name", CASES)
+def test_training_follows_the_formulas(name, groups):
+    norm, oracle = make_pair(name, groups)
+    assert_training_follows(norm, oracle)
+
+
+@pytest.mark.parametrize("name", ["mabn", "un", "un, filtration", "un, release"])
+def test_training_follows_the_formulas_where_r_is_not_1(name):
+    """The last steps of a training of 1,000 and the first ones after it."""
+    norm, oracle = make_pair(name)
+    norm.num_batches_tracked.fill_(997)
+    norm.psi2_window.fill_(1.0)
+    norm.lambda_window.fill_(0.5)
+    oracle.count = 997
+    oracle.psi2s = {number: np.ones(CHANNELS) for number in range(990, 998)}
+    oracle.lambdas = {number: np.full(CHANNELS, 0.5) for number in range(990, 998)}
+    assert_training_follows(norm, oracle)
+    assert not getattr(oracle, "filtration", False) or 0 < sum(oracle.skipped) < 16
+
+
+@pytest.mark.parametrize("name", ["mabn", "un"])
+def test_updates_count_for_the_warm_ups_where_they_are_told(name):
+    """Two steps to an update: 1,000 updates are 2,000 steps. The windows count steps."""
+    plain, told = (build_norm(CASES[name][0], CHANNELS, window=2, psi_warmup_updates=3) for _ in range(2))
+    generator = rng(3)
+    for step in range(8):
+        told.set_num_updates(step // 2)
+        batch = random_batch(generator)
+        results = [train_step(norm, *batch) for norm in (plain, told)]
+        early = step // 2 + 1 < 3
+        assert np.array_equal(results[0]["y"], results[1]["y"]) == (step + 1 < 3 or not early)
+        assert torch.equal(state_of(plain)["psi2_window"], state_of(told)["psi2_window"])
+
+
+def steps_of(norm, number=5, seed=4):
+    generator = rng(seed)
+    return [train_step(norm, *random_batch(generator), torch.float64) for _ in range(number)]
+
+
+def assert_same_training(norm, other, keys=("y", "dx", "dweight", "dbias")):
+    for step, (actual, expected) in enumerate(zip(steps_of(norm), steps_of(other), strict=True)):
+        for key in keys:
+            assert_close(actual[key], expected[key], 1e-6, f"step {step}: {key}")
+
+
+def double(name, **options):
+    return randomize_affine(build_norm(name, CHANNELS, **options)).double().train()
+
+
+def test_brn_with_limits_of_bn_is_bn():
+    limits = {"renorm_r_max": 1.0, "renorm_d_max": 0.0, "renorm_updates": 0}
+    assert_same_training(double("batch-renorm", **limits), double("batch"))
+
+
+def test_brn_unclipped_trains_with_what_evaluation_computes():
+    norm = double("batch-renorm", renorm_updates=0, renorm_r_max=1e6, renorm_d_max=1e6)
+    steps_of(norm)
+    x, mask, _ = random_batch(rng(5))
+    x, mask = to_tensor(x, torch.float64), to_mask(mask)
+    assert_close(norm.train()(x, mask), norm.eval()(x, mask), 1e-6)
+
+
+def test_mabn_and_un_of_one_step_are_pn_v():
+    assert_same_training(double("mabn", window=1), double("power-v"))
+    assert_same_training(double("unified", window=1), double("power-v"))
+
+
+def test_rbn_without_a_penalty_is_bn():
+    for penalty in ({"lambda_mean": 0, "lambda_var": 0}, {}):
+        norm, other = double("batch-reg", alpha_fwd=0.9, **penalty), double("batch", alpha_fwd=0.9)
+        if penalty:
+            assert_same_training(norm, other)
+            assert_same(state_of(norm).values(), state_of(other).values())
+        else:
+            with pytest.raises(AssertionError, match="dx"):
+                assert_same_training(norm, other)
+
+
+def test_prepbn_before_its_fade_is_ln_and_after_it_bn_with_a_shortcut():
+    norm, other = double("prep-batch", fade_updates=10**9), double("layer")
+    for ours, theirs in ((norm.ln_weight, other.weight), (norm.ln_bias, other.bias)):
+        ours.data.copy_(theirs.data)
+    norm.set_num_updates(0)
+    assert_same_training(norm, other, ("y", "dx"))
+    norm, other = double("prep-batch", fade_updates=3), double("batch")
+    norm.rep_alpha.data.fill_(1.0)
+    norm.set_num_updates(3)
+    for actual, expected in zip(steps_of(norm), steps_of(other), strict=True):
+        assert_close(actual["dweight"], expected["dweight"], 1e-6)
+    x = random_batch(rng(6))[0]
+    x = to_tensor(x, torch.float64)
+    assert_close(norm.eval()(x), other.eval()(x) + x, 1e-6)
+
+
+def autograd_gradients(norm, formula, x, mask, dy):
+    """Gradients by x and all parameters: of the norm, and of ``formula(x of the real tokens)`` by autograd."""
+    leaf = to_tensor(x, torch.float64, requires_grad=True)
+    real = torch.tensor(real_tokens(x.shape, mask))
+    wanted = [leaf, *norm.parameters()]
+    dy = to_tensor(dy, torch.float64)[real]
+    actual = torch.autograd.grad(norm(leaf, to_mask(mask))[real], wanted, dy, materialize_grads=True)
+    outputs, gradients = formula(leaf[real])
+    expected = torch.autograd.grad(outputs, wanted, [dy, *gradients], materialize_grads=True)
+    return zip(actual, expected, strict=True)
+
+
+@pytest.mark.parametrize("told", [0, 2, 5])
+def test_gradients_of_prepbn_are_those_of_autograd(told):
+    norm = double("prep-batch", fade_updates=5)
+    for number, parameter in enumerate((norm.ln_weight, norm.ln_bias, norm.rep_alpha)):
+        parameter.data.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number)))
+    norm.set_num_updates(told)
+
+    def formula(x):
+        share = 1 - told / 5
+        layer = torch.nn.functional.layer_norm(x, (CHANNELS,), norm.ln_weight, norm.ln_bias)
+        batch = torch.nn.functional.batch_norm(x, None, None, norm.weight, norm.bias, training=True)
+        return [share * layer + (1 - share) * (batch + norm.rep_alpha * x)], []
+
+    for actual, expected in autograd_gradients(norm, formula, *random_batch(rng(7))):
+        assert_close(actual, expected, 1e-6)
+
+
+@pytest.mark.parametrize("variant", ["paper", "release"])
+@pytest.mark.parametrize("scale", [1.0, 128.0, 0.0])
+def test_gradient_of_the_penalty_is_that_of_autograd(variant, scale):
+    norm = randomize_affine(build_norm("batch-reg", CHANNELS, variant, lambda_mean=3.0, lambda_var=2.0)).double()
+    steps_of(norm)
+    norm.flush()
+    norm.penalty_scale = torch.tensor(scale)
+    mean, var = norm.running_mean.double(), norm.running_var.double()
+
+    def formula(x):
+        own_mean, own_var = x.mean(0), x.var(0, correction=0)
+        y = torch.nn.functional.batch_norm(
+            x, None, None, norm.weight, norm.bias, training=True, eps=1e-5 if variant == "paper" else 1e-300
+        )
+        if variant == "paper":
+            penalty = 3 * (mean - own_mean).square().sum()
+            penalty = penalty + 2 * ((var + 1e-5).sqrt() - (own_var + 1e-5).sqrt()).square().sum()
+        else:
+            new_mean, new_var = (0.95 * old + 0.05 * new.detach() for old, new in ((mean, own_mean), (var, own_var)))
+            penalty = 3 * (new_mean - own_mean).square().sum() + 2 * (new_var - own_var).abs().sum()
+        return [y, penalty], [torch.tensor(scale, dtype=torch.float64)]
+
+    for actual, expected in autograd_gradients(norm, formula, *random_batch(rng(8))):
+        assert_close(actual, expected, 1e-6)
+
+
+def test_penalty_is_among_the_diagnostics():
+    norm = double("batch-reg", lambda_mean=3.0, lambda_var=2.0)
+    norm.collecting = True
+    x, _, dy = random_batch(rng(9), masked=False)
+    train_step(norm, x, None, dy, torch.float64)
+    rows = x.reshape(-1, CHANNELS)
+    expected = 3 * (rows.mean(0) ** 2).sum() + 2 * ((np.sqrt(rows.var(0) + 1e-5) - np.sqrt(1 + 1e-5)) ** 2).sum()
+    assert_close(norm.diagnostics()["penalty"], expected, 1e-6)
+
+
+@pytest.mark.parametrize("option", ["renorm_r_max", "renorm_d_max", "lambda_mean", "lambda_var", "window"])
+def test_values_that_do_not_fit_are_refused(option):
+    names = {"renorm": "batch-renorm", "lambda": "batch-reg", "window": "mabn"}
+    with pytest.raises(ValueError, match=f"{option}=-1"):
+        build_norm(names[option.partition("_")[0]], CHANNELS, **{option: -1})
