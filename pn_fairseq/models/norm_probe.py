@@ -75,13 +75,14 @@ class NormProbe:
         model: whose norms are recorded.
         folder: see :mod:`pn_fairseq.probes`.
         interval: updates.
-        layers: patterns of module names, separated by commas, as of the shell.
+        layers: patterns of module names, separated by commas, as of the shell; None: the norms of the encoder, or all
+            in a model without one.
 
     Raises:
         ValueError: a pattern fits no norm, or ``folder`` holds something else.
     """
 
-    def __init__(self, model: nn.Module, folder: str, interval: int, layers: str):
+    def __init__(self, model: nn.Module, folder: str, interval: int, layers: str | None = None):
         self.folder, self.interval = Path(folder), interval
         probes.check_probe_file(self.folder)
         names = {
@@ -89,6 +90,8 @@ class NormProbe:
             for name, module in model.named_modules()
             if isinstance(module, ChannelNorm)
         }
+        if layers is None:
+            layers = "encoder.*" if any(name.startswith("encoder.") for name in names) else "*"
         self.norms: dict[str, ChannelNorm] = {}
         for pattern in layers.split(","):
             found = {name: norm for name, norm in names.items() if fnmatch(name, pattern)}

@@ -107,25 +107,26 @@ def compose(config: Path, overrides: Sequence[str], world_size: int, on_cpu: boo
     for name in names:
         if name.removeprefix("distributed_training.distributed_") in DERIVED:
             raise UserError(f"{name} cannot be set here; it follows from NPROC, NNODES, ... (see --help)")
-    cfg = _read(config, given)
+    unresolved = _read(config, given)
+    cfg = _resolved(unresolved)
     batches = _batches(config, cfg, given, names, own.get("tokens_per_update"), world_size)
-    # Composed again with what follows from the number of ranks, since other settings refer to these.
+    # What follows from the number of ranks. Resolved again, since other settings refer to these.
     derived = {"distributed_training.distributed_world_size": world_size, "distributed_training.device_id": 0}
     if batches.max_tokens is not None:
         derived["optimization.update_freq"] = [batches.update_freq]
         derived["dataset.max_tokens"] = batches.max_tokens
         derived["dataset.max_tokens_valid"] = cfg.dataset.max_tokens_valid  # validation is not part of an update
     if world_size > 1:
-        derived["distributed_training.distributed_no_spawn"] = "true"
-        derived["distributed_training.distributed_init_method"] = "'env://'"
+        derived["distributed_training.distributed_no_spawn"] = True
+        derived["distributed_training.distributed_init_method"] = "env://"
         if on_cpu and "distributed_training.distributed_backend" not in names:
             derived["distributed_training.distributed_backend"] = "gloo"
     if on_cpu and cfg.common.fp16 and not cfg.common.memory_efficient_fp16:
-        derived["common.fp16_no_flatten_grads"] = "true"  # fairseq asks CUDA when it flattens them
+        derived["common.fp16_no_flatten_grads"] = True  # fairseq asks CUDA when it flattens them
     average_last = _whole("average_last", own.get("average_last", _average_last(cfg)), least=0) or None
-    if any(str(OmegaConf.select(cfg, key)) != str(value) for key, value in derived.items()):
-        kept = [override for override in given if override.partition("=")[0].lstrip("+~") not in derived]
-        cfg = _read(config, [*kept, *(f"++{key}={value}" for key, value in derived.items())])
+    for key, value in derived.items():
+        OmegaConf.update(unresolved, key, value)
+    cfg = _resolved(unresolved)
     with open_dict(cfg):
         cfg.tokens_per_update, cfg.average_last, cfg.scoring = batches.tokens_per_update, average_last, None
     return cfg, batches
@@ -136,15 +137,23 @@ _register = functools.cache(hydra_init)
 
 
 def _read(config: Path, overrides: Sequence[str]) -> DictConfig:
-    """The settings as fairseq-hydra-train composes them, plain values only, every key checked."""
+    """The settings as fairseq-hydra-train composes them, every key checked."""
     try:
         _register(config.stem)
         with warnings.catch_warnings(action="ignore"), initialize_config_dir(str(config.parent), version_base="1.1"):
             cfg = hydra_compose(config_name=config.stem, overrides=list(overrides))
         check_keys(cfg)
         add_defaults(cfg)
-        return OmegaConf.create(OmegaConf.to_container(cfg, resolve=True, enum_to_str=True))
+        return cfg
     except (HydraException, OmegaConfBaseException) as error:
+        raise UserError(_one_line(error)) from error
+
+
+def _resolved(cfg: DictConfig) -> DictConfig:
+    """A copy with plain values only."""
+    try:
+        return OmegaConf.create(OmegaConf.to_container(cfg, resolve=True, enum_to_str=True))
+    except OmegaConfBaseException as error:
         raise UserError(_one_line(error)) from error
 
 
@@ -188,11 +197,14 @@ def _known_keys(section: str, name: str | None) -> set[str] | None:
             raise UserError(f"unknown architecture model._name={name}{_similar_architecture(name)}")
         legacy, registry = ARCH_MODEL_REGISTRY[name], MODEL_DATACLASS_REGISTRY
         name = ARCH_MODEL_NAME_REGISTRY[name]
-    elif section == "task":
-        legacy, registry = TASK_REGISTRY.get(name), TASK_DATACLASS_REGISTRY
     else:
-        legacy = REGISTRIES.get(section, {}).get("registry", {}).get(name)
-        registry = REGISTRIES.get(section, {}).get("dataclass_registry", {})
+        of_section = REGISTRIES.get(section, {})
+        names, registry = of_section.get("registry", {}), of_section.get("dataclass_registry", {})
+        if section == "task":
+            names, registry = TASK_REGISTRY, TASK_DATACLASS_REGISTRY
+        if name is not None and name not in names:
+            raise UserError(f"unknown {section}: {section}._name={name}{did_you_mean(str(name), names)}")
+        legacy = names.get(name)
     if registry.get(name) is not None:
         return {field.name for field in dataclasses.fields(registry[name])} | {"_name"}
     if not hasattr(legacy, "add_args"):
@@ -251,19 +263,15 @@ def check_model(cfg: DictConfig, data: Path, batches: Batches) -> None:
         UserError: the model cannot be built, the data does not fit it, or a sentence is too long: fairseq would
             silently skip it.
     """
+    if cfg.task._name == "language_modeling":
+        return check_language_model(cfg, data)
     source, target = cfg.task.source_lang, cfg.task.target_lang
     for lang in (source, target):
         if not (data / "bin" / f"dict.{lang}.txt").is_file():
             raise UserError(
                 f"{data}/bin has no dictionary of '{lang}' (task.source_lang={source}, task.target_lang={target})"
             )
-    cfg = OmegaConf.create(OmegaConf.to_container(cfg))
-    try:
-        task = tasks.setup_task(cfg.task)
-        with torch.device("meta"), open_dict(cfg):
-            model = task.build_model(cfg.model)
-    except ValueError as error:
-        raise UserError(str(error)) from error
+    task, model = _build(cfg)
     limits = zip(("source", "target"), task.max_positions(), model.max_positions(), strict=True)
     for (side, of_task, of_model), lang in zip(limits, (source, target), strict=True):
         for split in ("train", "valid", "test"):
@@ -284,6 +292,48 @@ def check_model(cfg: DictConfig, data: Path, batches: Batches) -> None:
                     f"{data}/bpe/{split}.{lang} has {count} sentences of more than {limit - 1} subwords, the first in "
                     f"line {int(too_long.argmax()) + 1}: fairseq would silently skip them; shorten them, or {advice}"
                 )
+
+
+def _build(cfg: DictConfig):
+    """The task and the model, on the meta device; the settings stay as they are."""
+    cfg = OmegaConf.create(OmegaConf.to_container(cfg))
+    try:
+        task = tasks.setup_task(cfg.task)
+        with torch.device("meta"), open_dict(cfg):
+            return task, task.build_model(cfg.model)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+
+
+def check_language_model(cfg: DictConfig, data: Path) -> None:
+    """:func:`check_model` for the task ``language_modeling``: every block of text has to fit model and batches."""
+    if not (data / "bin/dict.txt").is_file():
+        raise UserError(f"{data}/bin has no dict.txt: it is not the data of a language model (scripts/prepare_*lm.sh)")
+    task, model = _build(cfg)
+    if cfg.criterion._name == "adaptive_loss":
+        try:
+            task.build_criterion(cfg.criterion)
+        except Exception as error:  # fairseq raises plain ones, after everything else has been built
+            raise UserError(str(error)) from error
+        if model.decoder.adaptive_softmax is None:
+            raise UserError("criterion._name=adaptive_loss needs a model with model.adaptive_softmax_cutoff")
+    block, mode = cfg.task.tokens_per_sample, cfg.task.sample_break_mode or "none"
+    for split in ("train", "valid", "test"):
+        text = load_indexed_dataset(str(data / "bin" / split))
+        if text is None:
+            raise UserError(f"{data}/bin has no {split}: prepare it again (scripts/prepare_*lm.sh)")
+        line = int(text.sizes.max())
+        longest = {"none": block, "eos": line}.get(mode, max(block, line))
+        if longest > model.max_positions():
+            raise UserError(
+                f"{split} has blocks of {longest} tokens, the model takes {model.max_positions()}: raise "
+                "task.max_target_positions"
+            )
+        if split == "train" and cfg.dataset.max_tokens and longest > cfg.dataset.max_tokens:
+            raise UserError(
+                f"{split} has blocks of {longest} tokens, and a rank takes {cfg.dataset.max_tokens} at once: lower "
+                "task.tokens_per_sample or raise dataset.max_tokens"
+            )
 
 
 def flat(settings: dict, prefix: str = "") -> dict[str, object]:

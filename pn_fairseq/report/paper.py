@@ -54,6 +54,52 @@ PAPER: dict[str, PaperResult] = {
 }
 
 
+LM_SOURCE = (
+    'Shen et al., PowerNorm, ICML 2020, Tables 2 and 3 (perplexity; "*": run by its authors; one number each); the '
+    "others there are of Inan et al. 2017, Yang et al. 2018, Baevski & Auli 2019, Dai et al. 2019 and Ma et al. 2019"
+)
+#: What ``pn-report --paper`` calls these corpora.
+LM_NAMES = {"ptb": "PTB", "wikitext103": "WikiText-103"}
+#: Stands beside every published perplexity.
+LM_SENTENCE = (
+    "Published perplexities of the tensorized transformer (Ma et al. 2019, and PowerNorm, which takes its code as a "
+    "base) cannot be taken for those of causal language models: in the code that is public the causal mask is built "
+    "and never used, so that each position sees the tokens that it predicts. Whether the PowerNorm authors' own code, "
+    "which is not public, differs is not known. The models here are causal unless a row says otherwise."
+)
+#: Corpus -> model -> (validation, test), as the tables have them, errors included (docs/language_modeling.md).
+LM_PAPER: dict[str, dict[str, tuple[float | None, float]]] = {
+    "PTB": {
+        "Tied-LSTM": (75.7, 48.7),
+        "AWD-LSTM-MoS": (58.1, 56.0),
+        "Adaptive Input": (59.1, 57.0),
+        "Transformer-XL base": (56.7, 54.5),
+        "Tensorized transformer, core-1 (Ma)": (55.4, 57.9),
+        "Tensorized transformer, core-2 (Ma)": (54.3, 49.8),
+        "core-1 + LN *": (58.0, 53.2),
+        "core-1 + BN *": (71.7, 60.7),
+        "core-1 + PN-V *": (59.7, 55.3),
+        "core-1 + PN *": (51.6, 47.6),
+        "core-1 + BRN * (Table 4)": (None, 58.3),
+        "core-1 + MABN * (Table 4)": (None, 57.2),
+        "core-1 + GN * (Table 4)": (None, 51.7),
+    },
+    "WikiText-103": {
+        "Tied-LSTM": (None, 48.7),
+        "AWD-LSTM-MoS": (29.0, 29.2),
+        "Adaptive Input": (19.8, 20.5),
+        "Transformer-XL base": (23.1, 24.0),
+        "Transformer-XL large": (None, 18.3),
+        "Tensorized transformer, core-1 (Ma)": (23.6, 20.9),
+        "Tensorized transformer, core-2 (Ma)": (19.7, 18.9),
+        "core-1 + LN *": (22.7, 20.9),
+        "core-1 + BN *": (28.4, 27.2),
+        "core-1 + PN-V *": (23.6, 21.3),
+        "core-1 + PN *": (18.3, 17.9),
+    },
+}
+
+
 def recognise(data: Mapping[str, str], sentences: int | None) -> str | None:
     """The corpus of :data:`PAPER` that prepared data is, or None.
 

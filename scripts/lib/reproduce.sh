@@ -2,27 +2,33 @@
 # Every step from the raw text to the table of a corpus, for a list of norms and seeds. Sourced by reproduce_*.sh, which
 # set what differs between corpora:
 : "${config:?a name in configs/}"
-: "${size:?the architectures are transformer_NORM_SIZE}"
+: "${size:?the architectures are MODEL_NORM_SIZE}"
 : "${prepare:?the script that prepares the corpus}"
 : "${default_seeds:?the seeds unless SEEDS names others}"
 : "${about:?a sentence for the usage text}"
+# and, unless they are those of a translation:
+: "${models:=transformer}" "${default_norms:=ln bn pnv pn}"
+# what is done after the training, scripts/STEP.sh; said in words
+: "${after:=average generate score}" "${after_words:=average, decode, score}"
 
 usage() {
     cat <<END
 usage: scripts/$(basename "$0") [--runs DIR] [--data DIR] [--dry-run] [options of $prepare] [key=value ...]
 
 $about
-For every norm and seed: train, average, decode, score; then one report over all of them.
+For every norm and seed: train, $after_words; then one report over all of them.
 
-  --runs DIR     where the runs go, as DIR/NORM_seedN, and the report, as DIR/report (default runs/$config)
+  --runs DIR     where the runs go, as DIR/$([[ $models != *" "* ]] || echo MODEL_)NORM_seedN, and the report, as DIR/report (default runs/$config)
   --data DIR     the prepared data, made if it is not there (default runs/data/$config)
   --dry-run      print the commands and do nothing
 $(prepare_options | awk -v prepare="$prepare" '{ printf "  %-13s  passed on to %s\n", $0, prepare }'
         echo "  key=value      settings for train.sh that differ from configs/$config.yaml")
 
 In the environment:
-  NORMS="ln bn pnv pn"   the norms, as in transformer_NORM_$size
-  SEEDS="$default_seeds"   as many runs are made as there are pairs of norm and seed
+  NORMS="$default_norms"
+                 the norms, as in ${models%% *}_NORM_$size; NORM+key=value has a setting of the model's
+  SEEDS="$default_seeds"
+                 as many runs are made as there are pairs of norm and seed$([[ $models != *" "* ]] || printf '\n  MODELS="%s"\n                 for each of these models' "$models")
 
 Run again, it skips what is done and continues with the rest. A run that fails is named at the end and in the report;
 the others are still made.
@@ -52,7 +58,8 @@ command_line() {
 # find_machines: sets launch, the command that starts a training on all machines; follower, 1 on a machine that is not
 # the first of several; steps, what is done here for each run.
 find_machines() {
-    launch=() follower=0 steps=(train average generate score)
+    launch=() follower=0
+    read -ra steps <<<"train $after"
     if [[ -n ${NNODES-} ]]; then
         [[ ${NODE_RANK:-0} != 0 ]] || return 0
         follower=1
@@ -89,7 +96,7 @@ close_messages() {
 trap 'close_messages; interrupted 130' INT
 trap 'close_messages; interrupted 143' TERM
 
-# do_run NAME ARCH SEED: one run through all steps; a failure is noted in the run's folder and ends this run only.
+# do_run NAME ARCH SEED SETTING...: one run through all steps; a failure is noted in the run's folder and ends this run only.
 do_run() {
     local name=$1 run=$runs/$1 step code command
     # Not beside the runs: pn-report DIR/*_seed* finds runs alone.
@@ -100,7 +107,7 @@ do_run() {
         command=("$root/scripts/$step.sh" --run "$run")
         if [[ $step == train ]]; then
             command=(${launch[@]+"${launch[@]}"} "$root/scripts/train.sh" "$config" --data "$data" --run "$run")
-            command+=("model._name=$2" "common.seed=$3" ${arguments[@]+"${arguments[@]}"})
+            command+=("model._name=$2" "common.seed=$3" "${@:4}" ${arguments[@]+"${arguments[@]}"})
         fi
         if [[ $dry_run -eq 1 ]]; then
             command_line "${command[@]}"
@@ -134,18 +141,39 @@ find_machines
 runs=$(absolute "$runs")
 data=$(absolute "$data")
 failed=() names=()
-read -ra norms <<<"${NORMS-ln bn pnv pn}"
+several=0
+[[ $models != *" "* ]] || several=1
+known=$models
+[[ $several -eq 0 ]] || models=${MODELS-$models}
+for model in $models; do
+    [[ " $known " == *" $model "* ]] || die "MODELS: unknown model '$model'; there are $known"
+done
+read -ra norms <<<"${NORMS-$default_norms}"
 read -ra seeds <<<"${SEEDS-$default_seeds}"
 [[ ${#norms[@]} -gt 0 && ${#seeds[@]} -gt 0 ]] || die "NORMS and SEEDS must each name at least one"
 known=$(cd "$root" && python -c 'from pn_fairseq.norms import NORMS; print(*(entry.short for entry in NORMS.values()))')
 for norm in "${norms[@]}"; do
+    norm=${norm%%+*}
     # shellcheck disable=SC2086 # several norms are several words
     [[ " $known " == *" $norm "* ]] || die "NORMS: unknown norm '$norm'$(did_you_mean "$norm" $known); there are $known"
 done
 for seed in "${seeds[@]}"; do check_whole SEEDS "$seed"; done
-for norm in "${norms[@]}"; do
-    for seed in "${seeds[@]}"; do names+=("${norm}_seed$seed"); done
-done
+# each_run FUNCTION: calls FUNCTION NAME ARCH SEED SETTING... for every run.
+each_run() {
+    local model norm seed setting of_norm
+    for model in $models; do
+        for norm in "${norms[@]}"; do
+            IFS=+ read -ra of_norm <<<"$norm"
+            for setting in "${!of_norm[@]}"; do of_norm[setting]=model.${of_norm[setting]}; done
+            for seed in "${seeds[@]}"; do
+                "$1" "$([[ $several -eq 0 ]] || echo "${model}_")${norm}_seed$seed" "${model}_${norm%%+*}_$size" "$seed" \
+                    ${of_norm[@]+"${of_norm[@]:1}"}
+            done
+        done
+    done
+}
+add_name() { names+=("$1"); }
+each_run add_name
 twice=$(printf '%s\n' "${names[@]}" | sort | uniq -d | head -n 1)
 [[ -z $twice ]] || die "NORMS and SEEDS name $twice twice"
 
@@ -159,7 +187,7 @@ if [[ $dry_run -eq 1 ]]; then
     command_line "${preparation[@]}"
 else
     # Before the hours of the preparation.
-    step "$root/scripts/train.sh" "$config" --check "model._name=transformer_${norms[0]}_$size" ${arguments[@]+"${arguments[@]}"}
+    step "$root/scripts/train.sh" "$config" --check "model._name=${models%% *}_${norms[0]%%+*}_$size" ${arguments[@]+"${arguments[@]}"}
     if [[ $follower -eq 0 ]]; then
         step "${preparation[@]}"
     else
@@ -167,9 +195,7 @@ else
         until [[ -d $data/bin ]]; do step sleep 5; done
     fi
 fi
-for norm in "${norms[@]}"; do
-    for seed in "${seeds[@]}"; do do_run "${norm}_seed$seed" "transformer_${norm}_$size" "$seed"; done
-done
+each_run do_run
 if [[ $dry_run -eq 1 ]]; then
     command_line "${report[@]}"
 elif [[ $follower -eq 0 ]]; then

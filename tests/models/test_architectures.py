@@ -26,11 +26,12 @@ NORM_PARAMETERS = {
     "scale": lambda width: 1,
     "dyt": lambda width: 2 * width + 1,
     "derf": lambda width: 2 * width + 2,
+    "prep-batch": lambda width: 4 * width + 1,
 }
 
 
 def expected_parameters(name: str, width: int, inner: int, layers: int) -> int:
-    """Parameters of a pre-norm transformer with one embedding for everything, counted by hand."""
+    """Parameters of a pre-norm transformer with one shared embedding, counted by hand."""
     attention = 4 * (width * width + width)
     feed_forward = width * inner + inner + inner * width + width
     layer_norm = 2 * width

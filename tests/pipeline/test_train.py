@@ -1,5 +1,6 @@
 """scripts/train.sh: one rank, in this process; from outside where a process is killed or gets a signal."""
 
+import importlib.util
 import json
 import logging
 import os
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -108,6 +110,8 @@ def test_a_second_start_does_nothing(data, trained, capsys):
         (("task.source_lang=fr",), ("'fr'",)),
         (("dataset.max_tokens=30",), ("train.es", "silently skip")),
         (("task.max_target_positions=20",), ("task.max_target_positions",)),
+        (("checkpoint.restore_file=other.pt",), ("other.pt", "checkpoint.finetune_from_model")),
+        (("checkpoint.finetune_from_model=/none.pt",), ("/none.pt: no such file",)),
     ],
 )
 def test_a_setting_that_does_not_fit_is_refused_before_anything_is_made(overrides, needles, data, tmp_path, capsys):
@@ -145,6 +149,19 @@ def test_settings_can_be_checked_without_data(capsys):
     assert train.main(["verses_es_en", "--check", "model.encoder_norm=batch", "--data", "/nowhere"]) == 0
 
 
+def test_weights_and_biases_writes_into_the_run_and_has_to_be_installed(monkeypatch, tmp_path, capsys):
+    command = ["verses_es_en", "--check", "--run", str(tmp_path), "common.wandb_project=verses"]
+    monkeypatch.setenv("WANDB_DIR", "")
+    monkeypatch.delenv("WANDB_DIR")
+    find_spec, wandb = importlib.util.find_spec, []
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: wandb[-1] if name == "wandb" else find_spec(name))
+    for missing in (None, SimpleNamespace(origin=None)):  # the latter is a folder of runs, ./wandb
+        wandb.append(missing)
+        assert "pip install wandb" in refused(capsys, train.main(command))
+    wandb.append(SimpleNamespace(origin="wandb/__init__.py"))
+    assert train.main(command) == 0 and os.environ["WANDB_DIR"] == str(tmp_path)
+
+
 def test_an_error_in_the_training_is_one_line_with_the_traceback_in_the_log(data, tmp_path, capsys, monkeypatch):
     def fail(cfg):
         raise RuntimeError("CUDA out of memory.\nmore")
@@ -154,6 +171,15 @@ def test_an_error_in_the_training_is_one_line_with_the_traceback_in_the_log(data
     line = capsys.readouterr().err.splitlines()[-1]
     assert line.startswith("train.sh: error: RuntimeError: CUDA out of memory.") and "resume" in line
     assert "Traceback" in (tmp_path / "run/train.log").read_text()
+
+
+def test_a_measure_that_no_validation_has_is_named(data, tmp_path, capsys, monkeypatch):
+    def fail(cfg):
+        raise KeyError("bleu")  # as fairseq does when it saves the first checkpoint
+
+    monkeypatch.setattr("fairseq_cli.train.main", fail)
+    line = refused(capsys, start(data, tmp_path / "run", "checkpoint.best_checkpoint_metric=bleu"))
+    assert "best_checkpoint_metric=bleu" in line and "task.eval_bleu=true" in line
 
 
 @pytest.mark.parametrize("setting", ["common.fp16=true", "common.bf16=true"])
@@ -171,7 +197,7 @@ def test_half_precision_on_a_cpu(setting, data, tmp_path):
 
 
 class Killed(BaseException):
-    """Stands for SIGKILL, at which a file is as far as it is."""
+    """Stands for SIGKILL, which leaves files as they are."""
 
 
 def kill_at(point: int, patch: pytest.MonkeyPatch) -> None:
@@ -210,19 +236,15 @@ def assert_survives(point: int, data: Path, trained: Path, run: Path) -> None:
     same_end(run, trained)
 
 
-def test_a_kill_between_a_checkpoint_and_its_copy_loses_nothing(data, trained, tmp_path, capsys):
-    """At update 8: checkpoint_1_8.pt is whole, and checkpoint_best.pt and checkpoint_last.pt are those of update 4."""
-    assert_survives(8, data, trained, tmp_path / "run")
-    said = capsys.readouterr().err
-    for name in ("best", "last"):
-        assert f"checkpoint_{name}.pt was older; made again from checkpoint_1_8.pt" in said
-    assert "resuming from checkpoint_last.pt, update 8" in said
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("point", range(1, 17))
-def test_a_kill_at_any_point_of_saving_changes_no_bit(point, data, trained, tmp_path):
+def test_a_kill_at_any_point_of_saving_changes_no_bit(point, data, trained, tmp_path, capsys):
     assert_survives(point, data, trained, tmp_path / "run")
+    if point == 8:  # checkpoint_1_8.pt is whole, and checkpoint_best.pt and checkpoint_last.pt are those of update 4
+        said = capsys.readouterr().err
+        for name in ("best", "last"):
+            assert f"checkpoint_{name}.pt was older; made again from checkpoint_1_8.pt" in said
+        assert "resuming from checkpoint_last.pt, update 8" in said
 
 
 def command(data: Path, run: Path, *overrides: str) -> list[str]:

@@ -38,6 +38,30 @@ def test_dry_run_prints_every_command(name, tmp_path):
     assert (ROOT / f"configs/{config}.yaml").is_file() and (SCRIPTS / f"prepare_{name}.sh").is_file()
 
 
+def test_language_models_are_trained_for_every_model_and_norm():
+    environ = {"NORMS": "pn ln+layer_scale_groups=1", "SEEDS": "3"}
+    lines = dry_run("verses_lm", "optimization.max_update=9", **environ)
+    expected, folders = ["scripts/prepare_verses_lm.sh --dest runs/data/verses_lm_en"], []
+    for model in ("transformer_lm", "tensorized_lm"):
+        for norm, short, setting in (
+            ("pn", "pn", ""),
+            ("ln+layer_scale_groups=1", "ln", "model.layer_scale_groups=1 "),
+        ):
+            folders.append(f"runs/verses_lm_en/{model}_{norm}_seed3")
+            settings = f"model._name={model}_{short}_tiny common.seed=3 {setting}optimization.max_update=9"
+            data = "--data runs/data/verses_lm_en"
+            expected.append(f"scripts/train.sh verses_lm_en {data} --run {folders[-1]} {settings}")
+            expected += [f"scripts/{step}.sh --run {folders[-1]}" for step in ("average", "evaluate_lm")]
+    expected.append(f"pn-report {' '.join(folders)} --output runs/verses_lm_en/report")
+    assert lines == expected
+    lines = dry_run("ptb", "--corpus", "/texts", NORMS="pn", SEEDS="1")
+    assert lines[0] == "scripts/prepare_ptb.sh --dest runs/data/ptb_lm --corpus /texts"
+    assert "--run runs/ptb_lm/pn_seed1 model._name=tensorized_lm_pn_ptb" in lines[1]
+    assert len(dry_run("verses_lm", MODELS="tensorized_lm", NORMS="pn", SEEDS="1")) == 5
+    refused = script("reproduce_verses_lm.sh", "--dry-run", check=False, MODELS="lstm")
+    assert_refused(refused, "MODELS", "'lstm'", "transformer_lm tensorized_lm")
+
+
 def test_dry_run_can_be_pasted_into_a_shell(tmp_path):
     lines = dry_run("iwslt14", "--archive", "my talks.tgz", "--runs", tmp_path / "a b", NORMS="pn", SEEDS="1")
     assert lines[0].endswith(r"--archive my\ talks.tgz")
@@ -59,7 +83,7 @@ def test_mistakes_in_the_lists(environ, needles):
 
 
 STUB = """#!/usr/bin/env bash
-# Writes down how it was called; fails or hangs where it is told to.
+# Records its arguments; fails or hangs where FAIL or HANG matches.
 [[ $* != --help ]] || exit 0
 echo "$(basename "$0" .sh) $*" >>"$CALLS"
 case "$(basename "$0" .sh) $*" in
@@ -74,7 +98,7 @@ esac
 
 @pytest.fixture
 def checkout(tmp_path):
-    """A checkout whose steps are stubs, and the file in which they write down how they were called."""
+    """A checkout whose steps are stubs, which record their arguments in a file."""
     folder = tmp_path / "checkout"
     shutil.copytree(SCRIPTS, folder / "scripts")
     (folder / "configs").symlink_to(ROOT / "configs")
@@ -112,7 +136,7 @@ def reproduce(checkout, **changes) -> tuple[subprocess.CompletedProcess, list[st
 ALL = [f"{step} {run}" for run in ("ln_seed1", "pn_seed1") for step in ("train", "average", "generate", "score")]
 
 
-def test_a_failed_run_is_named_and_the_others_go_on(checkout):
+def test_a_failed_run_is_named_and_the_others_continue(checkout):
     runs = checkout / "runs/iwslt14_de_en"
     result, calls = reproduce(checkout, FAIL="average --run " + str(runs / "ln_seed1"))
     assert result.returncode == 1 and "1 of 2 runs failed: ln_seed1" in result.stderr
@@ -123,7 +147,7 @@ def test_a_failed_run_is_named_and_the_others_go_on(checkout):
     result, calls = reproduce(checkout)
     assert result.returncode == 0 and calls[1:-1] == ALL
     assert not (runs / "ln_seed1/failed").exists()
-    # What the steps said is kept, and stands in no one's way who names the runs by a pattern.
+    # The steps' messages are kept outside the runs, so that a pattern finds runs alone.
     assert (runs / "logs/ln_seed1/average.err").is_file()
     assert {path.name for path in runs.glob("*_seed*")} <= {"ln_seed1", "pn_seed1"}
 
@@ -157,8 +181,8 @@ def test_only_options_of_the_preparation_are_offered():
             assert_refused(result, "unknown option '--archive'")
 
 
-def test_the_last_words_of_a_step_are_whole(tmp_path):
-    """However slowly they are written down."""
+def test_the_messages_of_a_step_are_complete(tmp_path):
+    """Also where they are written slowly."""
     tools = tmp_path / "bin"
     tools.mkdir()
     (tools / "tee").write_text('#!/bin/sh\nsleep 0.5\nPATH=${PATH#*:}\nexec tee "$@"\n')
