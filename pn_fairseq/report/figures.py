@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from pn_fairseq import __version__
-from pn_fairseq.pipeline.command import ArgumentParser, UserError, command
+from pn_fairseq.pipeline.command import ArgumentParser, UserError, command, did_you_mean
 from pn_fairseq.pipeline.files import atomic_write
 from pn_fairseq.report.curves import COLOURS, DASHES, MARKERS
 
@@ -83,6 +83,7 @@ class Subject:
     Attributes:
         label: its name in the legends.
         probe: the rows of its ``--norm-probe`` file, or None.
+        series: those of the norm that Figures 2 to 4 show, one for each forward.
         updates: of the whole training.
         tokens: of a mini-batch.
         bleu: tokenized BLEU, or None.
@@ -97,6 +98,7 @@ class Subject:
     bleu: float | None
     norm: str
     checkpoint: Path | None
+    series: object = None
 
 
 def find_probe(run) -> Path | None:
@@ -106,9 +108,11 @@ def find_probe(run) -> Path | None:
     return next((place for place in places if any(place.glob("update-*.parquet"))), None)
 
 
-def read_subject(run, label: str) -> Subject:
-    """Raises:
-    UserError: the run's probe cannot be read.
+def read_subject(run, label: str, name: str | None = None) -> Subject:
+    """``name`` is the norm of Figures 2 to 4; None: the first one that was recorded.
+
+    Raises:
+        UserError: the run's probe cannot be read, or has no norm of that name.
     """
     from pn_fairseq.probes import read_probe
 
@@ -117,8 +121,12 @@ def read_subject(run, label: str) -> Subject:
         probe = None if folder is None else read_probe(folder)
     except ValueError as error:
         raise UserError(str(error)) from error
-    updates = run.max_update or (run.log.updates if run.log else 0)
+    updates, series = run.max_update or (run.log.updates if run.log else 0), None
     if probe is not None:
+        known = list(probe["norm"].unique())
+        if name is not None and name not in known:
+            raise UserError(f"{folder} has no norm {name!r}{did_you_mean(name, known)}; it has {', '.join(known)}")
+        series = probe[(probe["norm"] == (name or known[0])) & probe["forward"].notna()]
         updates = max(updates or 0, int(probe["update"].max()))
     checkpoints = [run.path / place / "checkpoint_last.pt" for place in ("checkpoints", ".")]
     tokens = run.setting("dataset.max_tokens")
@@ -130,6 +138,7 @@ def read_subject(run, label: str) -> Subject:
         run.scores.tokenized.score if run.scores else None,
         str(run.setting("model.encoder_norm") or run.setting("model._name") or label),
         next((file for file in checkpoints if file.is_file()), None),
+        series,
     )
 
 
@@ -170,19 +179,12 @@ def _boxes(axis, groups: Mapping[str, Sequence[np.ndarray]], ticks: Sequence, me
 
 
 def _fifths(subjects: Sequence[Subject], column: str) -> list[np.ndarray]:
-    """The values of a column at the first recorded norm of each run, in each fifth of training."""
+    """The values of a column in each fifth of training, of all runs."""
     parts: list[list[float]] = [[] for _ in _BINS]
     for subject in subjects:
-        rows = _first_norm(subject.probe)
-        for update, value in zip(rows["update"], rows[column], strict=True):
+        for update, value in zip(subject.series["update"], subject.series[column], strict=True):
             parts[min(4, math.ceil(5 * update / subject.updates) - 1)].append(value)
     return [np.array(part) for part in parts]
-
-
-def _first_norm(probe):
-    """Rows of the norm that comes first in the model, one for each forward."""
-    rows = probe[probe["norm"] == probe["norm"].iloc[0]]
-    return rows[rows["forward"].notna()]
 
 
 def _systems(subjects: Sequence[Subject]) -> dict[str, list[Subject]]:
@@ -200,7 +202,7 @@ def _probed(subjects: Sequence[Subject]) -> dict[str, list[Subject]]:
 
 
 def _legend(figure, handles: Mapping[str, object]) -> None:
-    columns = 3 if max(map(len, handles)) < 30 else 2
+    columns = 4 if max(map(len, handles)) < 30 else 2
     legend = figure.legend(
         list(handles.values()), list(handles), loc="outside upper center", ncols=columns, frameon=False
     )
@@ -209,11 +211,9 @@ def _legend(figure, handles: Mapping[str, object]) -> None:
 
 
 def _sum_of_loss(systems: Mapping[str, Sequence[Subject]]) -> float:
-    """Sample size times tokens of a batch, the median: what makes means of the mean loss sums of the summed loss."""
-    return float(np.median([
-        value for runs in systems.values() for run in runs
-        for value in _first_norm(run.probe)["tokens"] * _first_norm(run.probe)["sample_size"]
-    ]))  # fmt: skip
+    """Tokens of a batch times sample size, the median: what makes means of the mean loss sums of the summed loss."""
+    products = [run.series["tokens"] * run.series["sample_size"] for runs in systems.values() for run in runs]
+    return float(np.median(np.concatenate(products)))
 
 
 def _over_training(panels: Sequence[Sequence[str]], choose: Callable[[Subject, Sequence[str]], str]):
@@ -231,15 +231,16 @@ def _over_training(panels: Sequence[Sequence[str]], choose: Callable[[Subject, S
                 label: np.array(values) / factor
                 for column in columns
                 for label, values in PAPER_MEDIANS[column].items()
+                if len(columns) == 1 or "CIFAR" not in label  # the paper's Figure 4 has none
             }
             handles |= _boxes(axis, groups, _BINS, medians)
             axis.set_xlabel("percent of training")
             axis.set_yscale("log")
             name = " or ".join(_AXES[column] for column in columns)
-            axis.set_ylabel(f"{name}, of the mean loss per token" if of_loss else name)
+            axis.set_ylabel(f"{name}\nof the mean loss per token (nats)" if of_loss else name)
             if of_loss:
                 right = axis.secondary_yaxis("right", functions=(lambda y, f=factor: y * f, lambda y, f=factor: y / f))
-                right.set_ylabel("summed over tokens, of the summed loss (nats); the paper's marks")
+                right.set_ylabel("summed over tokens, of the summed loss\n(the paper's marks)")
         _legend(figure, handles)
         return figure
 
@@ -419,6 +420,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         metavar="LABEL",
         help="names for the legends (default: from the paths); runs with the same one are drawn as one",
     )
+    parser.add_argument(
+        "--norm",
+        metavar="NAME",
+        help="norm of Figures 2 to 4, such as encoder.layers.0.final_layer_norm (default: the first one of the model)",
+    )
     parser.add_argument("--version", action="version", version=f"pn_fairseq {__version__}")
     args = parser.parse_args(argv)
 
@@ -428,7 +434,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     labels = args.labels or [run.name for run in runs]
     if len(labels) != len(runs):
         raise UserError(f"{len(runs)} runs but {len(labels)} --labels")
-    subjects = [read_subject(run, label) for run, label in zip(runs, labels, strict=True)]
+    subjects = [read_subject(run, label, args.norm) for run, label in zip(runs, labels, strict=True)]
 
     import matplotlib
 

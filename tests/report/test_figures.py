@@ -84,6 +84,14 @@ def test_boxes_are_fifths_of_training_of_the_first_norm(runs):
     pyplot.close(figure)
 
 
+def test_another_norm(runs):
+    (run,) = read_runs(runs[:1])
+    subject = read_subject(run, "bn", "encoder.layers.1.self_attn_layer_norm")
+    figure = FIGURES[3](pyplot, [subject])
+    assert boxes(figure.axes[0])[0] == 15 * 1000
+    pyplot.close(figure)
+
+
 def test_the_fourth_figure_takes_the_statistic_that_a_norm_normalizes_by(runs, monkeypatch):
     asked = []
     monkeypatch.setattr(figures, "_fifths", lambda runs, column: asked.append((runs[0].label, column)) or [[1.0]] * 5)
@@ -161,6 +169,7 @@ def test_files_and_what_is_said_of_what_is_missing(runs, tmp_path, capsys):
         (("nothing",), "there is no directory 'nothing'"),
         (("bn", "pnv", "--labels", "one"), "2 runs but 1 --labels"),
         (("bn",), "series cannot be read"),
+        (("pnv", "--norm", "encoder.layers.1.self_attn_norm"), "did you mean 'encoder.layers.1.self_attn_layer_norm'"),
         (("pnv", "--output", "bn/train.log"), "cannot write to --output bn/train.log"),
         (("empty",), "nothing to draw: Figure 2: no run has a --norm-probe file; Figure 3"),
     ],
