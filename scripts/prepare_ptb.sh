@@ -25,5 +25,5 @@ corpus="" dest=$root/runs/data/ptb_lm
 parse_options "$@"
 [[ -n $corpus ]] || die "--corpus is needed (see --help)"
 find_texts "$corpus" ptb.{train,valid,test}.txt
-begin
+begin "$dest"
 prepare_texts PTB "${texts[@]}" --expect 929589 73760 82430

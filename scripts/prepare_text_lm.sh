@@ -36,5 +36,5 @@ check_whole --min-count "$min_count"
 find_texts "$corpus" {train,valid,test}.txt
 options=(--tokenize "$tokenize" --min-count "$min_count")
 [[ $lower -eq 0 ]] || options+=(--lower)
-begin
+begin "$dest"
 prepare_texts "$(basename "$corpus")" "${texts[@]}" "${options[@]}"

@@ -25,6 +25,6 @@ parse_options "$@"
 corpus=$root/data/verses.es-en
 (cd "$corpus" && sha256sum --check --status SHA256SUMS) ||
     die "$corpus is damaged or incomplete; 'git checkout -- data' brings it back"
-begin
+begin "$dest"
 data lm-verses "$corpus" unpacked
 prepare_texts verses unpacked/{train,valid,test}.txt --tokenize en --lower --min-count 3

@@ -26,7 +26,7 @@ source "$root/scripts/lib/prepare_lm.sh"
 url=https://wikitext.smerity.com/wikitext-103-v1.zip
 archive="" dest=$root/runs/data/wikitext103_lm
 parse_options "$@"
-begin
+begin "$dest"
 folder=${archive:-$dest/download}
 folder=$(absolute "$folder")
 # The checksum that dataset catalogues name for the file of the dead address.

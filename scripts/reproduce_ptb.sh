@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Table 2 of the paper, PTB: the tensorized transformer, but causal (docs/language_modeling.md).
+# Tables 2 and 4 of the paper, PTB: the tensorized transformer, but causal (docs/language_modeling.md).
 set -euo pipefail
 
 # shellcheck disable=SC2034 # read by lib/reproduce.sh
@@ -7,12 +7,12 @@ set -euo pipefail
     config=ptb_lm
     size=ptb
     models="tensorized_lm"
-    default_norms="ln bn pnv pn"
+    default_norms="ln gn bn brn mabn pnv pn"
     prepare=prepare_ptb.sh
     default_seeds="1"
     after="average evaluate_lm"
     after_words="average, measure perplexity"
-    about="Table 2 of the paper, PTB: the tensorized transformer, but causal (docs/language_modeling.md)."
+    about="Tables 2 and 4 of the paper, PTB: the tensorized transformer, but causal (docs/language_modeling.md)."
 }
 # shellcheck source=lib/reproduce.sh
 source "$(dirname "$(readlink -f "$0")")/lib/reproduce.sh"

@@ -7,7 +7,7 @@ set -euo pipefail
     config=verses_lm_en
     size=tiny
     models="transformer_lm tensorized_lm"
-    default_norms="ln ln+layer_scale_groups=1 bn pnv pn"
+    default_norms="ln ln+layer_scale_groups=1 gn bn brn mabn pnv pn"
     prepare=prepare_verses_lm.sh
     default_seeds="1 2 3"
     after="average evaluate_lm"

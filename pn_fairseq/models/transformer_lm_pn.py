@@ -29,7 +29,7 @@ def keep_block_length(args, task) -> None:
     """
     if safe_getattr(args, "max_target_positions", None) is None:
         with open_dict(args) if OmegaConf.is_config(args) else ExitStack():
-            args.max_target_positions = task.args.tokens_per_sample
+            args.max_target_positions = safe_getattr(task.args, "max_target_positions") or task.args.tokens_per_sample
 
 
 @register_model("transformer_lm_pn")

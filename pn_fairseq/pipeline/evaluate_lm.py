@@ -236,9 +236,8 @@ def compare(runs: Sequence[Path], subset: str) -> str:
         [name, f"{each.perplexity:.2f}", f"{each.bits:.4f}", "" if each.causal else "not causal", each.signature]
         for name, each in found.items()
     ]
-    return tabulate(
-        rows, headers=["", "perplexity", "bits per token", "", "signature"], tablefmt="plain", disable_numparse=True
-    )
+    headers = ["", "perplexity", "bits per token", "", "signature"]
+    return tabulate(rows, headers=headers, tablefmt="plain", disable_numparse=True)
 
 
 @command("evaluate_lm.sh", OSError)

@@ -10,8 +10,9 @@ prepare_texts() {
     data lm-text "$@"
 }
 
-# begin: the tools, and --dest.
+# begin DEST: the tools, and the folder.
 begin() {
+    dest=$1
     use_venv
     need python flock fairseq-preprocess
     check_whole --workers "$workers"

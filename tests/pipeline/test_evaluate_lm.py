@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 
+from pn_fairseq.checkpoints import load_checkpoint
 from pn_fairseq.pipeline import average, evaluate_lm, train
 from pn_fairseq.pipeline.command import UserError
 from pn_fairseq.pipeline.evaluate_lm import Perplexity, compare, read_perplexity, result_file
@@ -104,6 +105,46 @@ def test_perplexity_is_that_of_fairseq_eval_lm(work, name, context, capsys):
     loss = re.search(r"Loss \(base 2\): ([\d.]+)", theirs.stdout + theirs.stderr)[1]
     assert float(loss) == pytest.approx(mine.bits, abs=1e-3)
     call(evaluate_lm, "--run", work / name)  # other tests read it
+
+
+ADAPTIVE = "--criterion adaptive_loss --ddp-backend legacy_ddp --adaptive-softmax-cutoff 8,12"
+INPUT = "--adaptive-input --adaptive-input-cutoff 8,12 --tie-adaptive-weights --tie-adaptive-proj"
+
+
+@pytest.mark.parametrize(
+    ("arch", "flags"),
+    [
+        ("tensorized_lm_bn_tiny", "--core-rank 4 --cores 2 --no-core-softmax --post-norm --layer-scale-groups 2"),
+        ("tensorized_lm_pn_wt103", f"--core-rank 4 {ADAPTIVE} --sample-break-mode eos"),
+        ("transformer_lm_pn_wiki103", f"{ADAPTIVE} {INPUT} --decoder-attention-heads 2 --sample-break-mode complete"),
+    ],
+)
+def test_fairseq_train_honours_the_flags(work, tmp_path, arch, flags):
+    run(
+        *(
+            "fairseq-train",
+            work / "data/bin",
+            "--user-dir",
+            ROOT / "pn_fairseq",
+            "--task",
+            "language_modeling",
+            "--cpu",
+        ),
+        *("--arch", arch, "--decoder-embed-dim", 16, "--decoder-ffn-embed-dim", 24, "--decoder-layers", 2),
+        *("--tokens-per-sample", 8, "--max-tokens", 64, "--max-update", 2, "--optimizer", "adam", "--lr", 0.001),
+        *("--decoder-norm", "layer", "--save-dir", tmp_path, "--no-epoch-checkpoints", *flags.split()),
+    )
+    state = load_checkpoint(tmp_path / "checkpoint_last.pt")
+    weights = {name.removeprefix("decoder."): tuple(value.shape) for name, value in state["model"].items()}
+    assert state["optimizer_history"][-1]["num_updates"] == 2
+    if "transformer" in arch:
+        assert any(name.startswith("adaptive_softmax.") for name in weights)
+        assert weights["layers.1.fc1.weight"] == (24, 16) and "layers.2.fc1.weight" not in weights
+        return
+    assert weights["layers.1.attention.core"] == ((2, 4) if "--cores" in flags else (1, 4))
+    assert weights["layers.1.attention.out_proj"] == (8, 8, 16)
+    assert ("adaptive_softmax.clusters.weight" in weights) == ("adaptive" in flags)
+    assert "layers.1.final_layer_norm.running_psi2" not in weights, "--decoder-norm layer"
 
 
 def test_language_models_generate_by_fairseq_interactive(work, tmp_path):

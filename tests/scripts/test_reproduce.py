@@ -38,6 +38,30 @@ def test_dry_run_prints_every_command(name, tmp_path):
     assert (ROOT / f"configs/{config}.yaml").is_file() and (SCRIPTS / f"prepare_{name}.sh").is_file()
 
 
+def test_language_models_are_trained_for_every_model_and_norm():
+    environ = {"NORMS": "pn ln+layer_scale_groups=1", "SEEDS": "3"}
+    lines = dry_run("verses_lm", "optimization.max_update=9", **environ)
+    expected, folders = ["scripts/prepare_verses_lm.sh --dest runs/data/verses_lm_en"], []
+    for model in ("transformer_lm", "tensorized_lm"):
+        for norm, short, setting in (
+            ("pn", "pn", ""),
+            ("ln+layer_scale_groups=1", "ln", "model.layer_scale_groups=1 "),
+        ):
+            folders.append(f"runs/verses_lm_en/{model}_{norm}_seed3")
+            settings = f"model._name={model}_{short}_tiny common.seed=3 {setting}optimization.max_update=9"
+            data = "--data runs/data/verses_lm_en"
+            expected.append(f"scripts/train.sh verses_lm_en {data} --run {folders[-1]} {settings}")
+            expected += [f"scripts/{step}.sh --run {folders[-1]}" for step in ("average", "evaluate_lm")]
+    expected.append(f"pn-report {' '.join(folders)} --output runs/verses_lm_en/report")
+    assert lines == expected
+    lines = dry_run("ptb", "--corpus", "/texts", NORMS="pn", SEEDS="1")
+    assert lines[0] == "scripts/prepare_ptb.sh --dest runs/data/ptb_lm --corpus /texts"
+    assert "--run runs/ptb_lm/pn_seed1 model._name=tensorized_lm_pn_ptb" in lines[1]
+    assert len(dry_run("verses_lm", MODELS="tensorized_lm", NORMS="pn", SEEDS="1")) == 5
+    refused = script("reproduce_verses_lm.sh", "--dry-run", check=False, MODELS="lstm")
+    assert_refused(refused, "MODELS", "'lstm'", "transformer_lm tensorized_lm")
+
+
 def test_dry_run_can_be_pasted_into_a_shell(tmp_path):
     lines = dry_run("iwslt14", "--archive", "my talks.tgz", "--runs", tmp_path / "a b", NORMS="pn", SEEDS="1")
     assert lines[0].endswith(r"--archive my\ talks.tgz")
