@@ -302,9 +302,7 @@ def _average(sums: np.ndarray, decay: float) -> dict[str, np.ndarray]:
     weights = (weights / weights.sum())[:, None]
     mean_h, psi2 = (sums[:, 1:].reshape(len(sums), _SUMS, -1)[:, :2] / sums[:, :1, None]).swapaxes(0, 1)
     variance = psi2 - mean_h**2
-    return {
-        key: (weights * value).sum(0) for key, value in (("mu", mean_h), ("sigma2", variance), ("psi2", psi2))
-    }
+    return {key: (weights * value).sum(0) for key, value in (("mu", mean_h), ("sigma2", variance), ("psi2", psi2))}
 
 
 def _kind(norm: ChannelNorm) -> str:
