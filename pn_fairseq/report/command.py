@@ -28,8 +28,8 @@ Writes into DIR, in place of what it wrote there before:
   report-curves-N.png  learning curves, one picture for each corpus
 
 Runs that differ by their seed alone are averaged; runs on different data are never compared. What failed or is missing
-in a run is said in the report. The paper's numbers are shown beside runs on its data, recognised by languages, case,
-BPE and the size of the test set; --paper overrides that.
+in a run is said in the report. The numbers of the PowerNorm paper's Table 1 are shown beside runs on its data,
+recognised by languages, case, BPE and the size of the test set; --paper names another table, or none.
 """
 
 
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--paper",
         choices=("auto", *PAPER, "none"),
         default="auto",
-        help="which row of the paper's Table 1 to show beside the results (default: by the data)",
+        help="the published table to show beside the results (default: by the data)",
     )
     parser.add_argument(
         "--resamples", type=int, metavar="N", help="resamples of the paired bootstrap (default: sacrebleu's, 1000)"

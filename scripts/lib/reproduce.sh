@@ -14,7 +14,8 @@ usage: scripts/$(basename "$0") [--runs DIR] [--data DIR] [--dry-run] [options o
 $about
 For every norm and seed: train, average, decode, score; then one report over all of them.
 
-  --runs DIR     where the runs go, as DIR/NORM_seedN, and the report, as DIR/report (default runs/$config)
+  --runs DIR     where the runs go, as DIR/NORM_seedN, and the report, as DIR/report (default runs/$config; with
+                 TABLE: runs/CONFIG of the table, and the report as DIR/report-TABLE)
   --data DIR     the prepared data, made if it is not there (default runs/data/$config)
   --dry-run      print the commands and do nothing
 $(prepare_options | awk -v prepare="$prepare" '{ printf "  %-13s  passed on to %s\n", $0, prepare }'
@@ -22,6 +23,12 @@ $(prepare_options | awk -v prepare="$prepare" '{ printf "  %-13s  passed on to %
 
 In the environment:
   NORMS="ln bn pnv pn"   the norms, as in transformer_NORM_$size
+END
+        [[ -z ${tables-} ]] || cat <<END
+  TABLE=NAME     instead: the rows of a published table, each with its own settings, and its numbers in the report
+                 ($tables)
+END
+        cat <<END
   SEEDS="$default_seeds"   as many runs are made as there are pairs of norm and seed
 
 Run again, it skips what is done and continues with the rest. A run that fails is named at the end and in the report;
@@ -89,7 +96,8 @@ close_messages() {
 trap 'close_messages; interrupted 130' INT
 trap 'close_messages; interrupted 143' TERM
 
-# do_run NAME ARCH SEED: one run through all steps; a failure is noted in the run's folder and ends this run only.
+# do_run NAME ARCH SEED [key=value...]: one run through all steps; a failure is noted in the run's folder and ends this
+# run only.
 do_run() {
     local name=$1 run=$runs/$1 step code command
     # Not beside the runs: pn-report DIR/*_seed* finds runs alone.
@@ -100,7 +108,7 @@ do_run() {
         command=("$root/scripts/$step.sh" --run "$run")
         if [[ $step == train ]]; then
             command=(${launch[@]+"${launch[@]}"} "$root/scripts/train.sh" "$config" --data "$data" --run "$run")
-            command+=("model._name=$2" "common.seed=$3" ${arguments[@]+"${arguments[@]}"})
+            command+=("model._name=$2" "common.seed=$3" "${@:4}" ${arguments[@]+"${arguments[@]}"})
         fi
         if [[ $dry_run -eq 1 ]]; then
             command_line "${command[@]}"
@@ -123,7 +131,7 @@ do_run() {
     [[ $follower -eq 1 || $dry_run -eq 1 ]] || rm -f "$run/failed"
 }
 
-runs=$root/runs/$config data=$root/runs/data/$config dry_run=0 arguments=()
+runs="" data=$root/runs/data/$config dry_run=0 arguments=()
 parse_options "$@"
 for argument in ${arguments[@]+"${arguments[@]}"}; do
     [[ $argument == *=* ]] || die "unexpected argument '$argument': settings are key=value (see --help)"
@@ -131,20 +139,36 @@ done
 use_venv
 need python pn-report
 find_machines
-runs=$(absolute "$runs")
-data=$(absolute "$data")
-failed=() names=()
-read -ra norms <<<"${NORMS-ln bn pnv pn}"
+failed=() names=() report_name=report beside=()
+# A row has a name for its runs, a norm, and settings, which are words.
+row_names=() row_norms=() row_settings=()
 read -ra seeds <<<"${SEEDS-$default_seeds}"
-[[ ${#norms[@]} -gt 0 && ${#seeds[@]} -gt 0 ]] || die "NORMS and SEEDS must each name at least one"
-known=$(cd "$root" && python -c 'from pn_fairseq.norms import NORMS; print(*(entry.short for entry in NORMS.values()))')
-for norm in "${norms[@]}"; do
-    # shellcheck disable=SC2086 # several norms are several words
-    [[ " $known " == *" $norm "* ]] || die "NORMS: unknown norm '$norm'$(did_you_mean "$norm" $known); there are $known"
-done
+if [[ -n ${TABLE-} ]]; then
+    [[ -z ${NORMS+set} ]] || die "TABLE and NORMS both say which norms: give one of them"
+    rows=$(cd "$root" && python -c "from pn_fairseq.report.paper import print_rows; print_rows('$config')")
+    known=$(awk '{ print $1 }' <<<"$rows" | uniq | xargs)
+    # shellcheck disable=SC2086 # several tables are several words
+    [[ " $known " == *" $TABLE "* ]] ||
+        die "TABLE: unknown table '$TABLE'$(did_you_mean "$TABLE" $known); there are ${known:-none of this corpus}"
+    while read -r table config name norm settings; do
+        row_names+=("$name") row_norms+=("$norm") row_settings+=("$settings") table_config=$config
+    done < <(awk -v table="$TABLE" '$1 == table' <<<"$rows")
+    config=$table_config report_name=report-$TABLE beside=(--paper "$TABLE")
+else
+    read -ra row_norms <<<"${NORMS-ln bn pnv pn}"
+    row_names=(${row_norms[@]+"${row_norms[@]}"})
+    known=$(cd "$root" && python -c 'from pn_fairseq.norms import NORMS; print(*(entry.short for entry in NORMS.values()))')
+    for norm in ${row_norms[@]+"${row_norms[@]}"}; do
+        # shellcheck disable=SC2086 # several norms are several words
+        [[ " $known " == *" $norm "* ]] || die "NORMS: unknown norm '$norm'$(did_you_mean "$norm" $known); there are $known"
+    done
+fi
+[[ ${#row_names[@]} -gt 0 && ${#seeds[@]} -gt 0 ]] || die "NORMS and SEEDS must each name at least one"
+runs=$(absolute "${runs:-$root/runs/$config}")
+data=$(absolute "$data")
 for seed in "${seeds[@]}"; do check_whole SEEDS "$seed"; done
-for norm in "${norms[@]}"; do
-    for seed in "${seeds[@]}"; do names+=("${norm}_seed$seed"); done
+for name in "${row_names[@]}"; do
+    for seed in "${seeds[@]}"; do names+=("${name}_seed$seed"); done
 done
 twice=$(printf '%s\n' "${names[@]}" | sort | uniq -d | head -n 1)
 [[ -z $twice ]] || die "NORMS and SEEDS name $twice twice"
@@ -153,13 +177,18 @@ preparation=("$root/scripts/$prepare" --dest "$data")
 while read -r option value; do
     [[ -z ${given[$option]+set} ]] || preparation+=("$option" ${value:+"${given[$option]}"})
 done < <(prepare_options)
-report=(pn-report "${names[@]/#/$runs/}" --output "$runs/report")
+report=(pn-report "${names[@]/#/$runs/}" --output "$runs/$report_name" ${beside[@]+"${beside[@]}"})
 
 if [[ $dry_run -eq 1 ]]; then
     command_line "${preparation[@]}"
 else
     # Before the hours of the preparation.
-    step "$root/scripts/train.sh" "$config" --check "model._name=transformer_${norms[0]}_$size" ${arguments[@]+"${arguments[@]}"}
+    for index in "${!row_names[@]}"; do
+        [[ $index -eq 0 || -n ${TABLE-} ]] || break
+        read -ra own <<<"${row_settings[$index]-}"
+        step "$root/scripts/train.sh" "$config" --check "model._name=transformer_${row_norms[$index]}_$size" \
+            ${own[@]+"${own[@]}"} ${arguments[@]+"${arguments[@]}"}
+    done
     if [[ $follower -eq 0 ]]; then
         step "${preparation[@]}"
     else
@@ -167,8 +196,11 @@ else
         until [[ -d $data/bin ]]; do step sleep 5; done
     fi
 fi
-for norm in "${norms[@]}"; do
-    for seed in "${seeds[@]}"; do do_run "${norm}_seed$seed" "transformer_${norm}_$size" "$seed"; done
+for index in "${!row_names[@]}"; do
+    read -ra own <<<"${row_settings[$index]-}"
+    for seed in "${seeds[@]}"; do
+        do_run "${row_names[$index]}_seed$seed" "transformer_${row_norms[$index]}_$size" "$seed" ${own[@]+"${own[@]}"}
+    done
 done
 if [[ $dry_run -eq 1 ]]; then
     command_line "${report[@]}"

@@ -1,11 +1,14 @@
 """scripts/reproduce_*.sh: which steps they take, in which order, and what they do when one fails."""
 
+import re
 import shutil
 import signal
 import subprocess
 import time
 
 import pytest
+
+from pn_fairseq.report.paper import PAPER
 
 from .. import warm
 from ..scripts_helpers import ROOT, SCRIPTS, assert_refused, environment, run, script
@@ -38,6 +41,47 @@ def test_dry_run_prints_every_command(name, tmp_path):
     assert (ROOT / f"configs/{config}.yaml").is_file() and (SCRIPTS / f"prepare_{name}.sh").is_file()
 
 
+def trained(lines: list[str]) -> dict[str, str]:
+    """Folder of a run -> its settings, of the training commands of a dry run."""
+    return dict(
+        re.search(r"--run \S+/(\S+) (.*)$", line).groups() for line in lines if " --run " in line and "=" in line
+    )
+
+
+def test_rows_of_a_table(tmp_path):
+    lines = dry_run("iwslt14", TABLE="powernorm-4", SEEDS="1")
+    assert all(line.startswith("scripts/train.sh iwslt14_de_en ") for line in lines if "train.sh" in line)
+    release, one_group = " model.norm_variant=release", " model.layer_scale_groups=1"
+    rows = {"bn-release": release, "brn-ls1": one_group, "mabn-ls1": one_group, "ln": "", "gn": "", "pnv": ""}
+    assert trained(lines) == {
+        f"{name}_seed1": f"model._name=transformer_{name.split('-')[0]}_iwslt common.seed=1{settings}"
+        for name, settings in (rows | {"pn-release": release}).items()
+    }
+    folder = "runs/iwslt14_de_en"
+    assert lines[-1].startswith(f"pn-report {folder}/bn-release_seed1 ")
+    assert lines[-1].endswith(f" --output {folder}/report-powernorm-4 --paper powernorm-4")
+
+
+def test_a_table_with_settings_of_its_own(tmp_path):
+    lines = dry_run("iwslt14", "--runs", tmp_path, "common.fp16=true", TABLE="adanorm-3", SEEDS="1 2")
+    assert lines[0] == "scripts/prepare_iwslt14.sh --dest runs/data/iwslt14_de_en"
+    assert lines[1].startswith("scripts/train.sh iwslt14_de_en_adanorm --data runs/data/iwslt14_de_en ")
+    rows = {"lns": "layer-simple", "dn-mean": "detach model.norm_detach=mean", "dn-std": "detach model.norm_detach=std"}
+    assert trained(lines) == {
+        f"{name}_seed{seed}": f"model._name=transformer_{name.split('-')[0]}_iwslt common.seed={seed} "
+        f"model.decoder_norm={norm} common.fp16=true"
+        for name, norm in rows.items()
+        for seed in (1, 2)
+    }
+
+
+@pytest.mark.parametrize(("name", "corpus"), [("iwslt14", "iwslt14_de_en"), ("wmt14", "wmt14_en_de"), ("verses", None)])
+def test_help_lists_the_tables(name, corpus):
+    found = re.search(r"TABLE=NAME.*\n.*\n? +\((.*)\)$", script(f"reproduce_{name}.sh", "--help").stdout, re.M)
+    known = [table for table, rows in PAPER.items() if corpus and rows.config.startswith(corpus)]
+    assert (found[1].split() if found else []) == known
+
+
 def test_dry_run_can_be_pasted_into_a_shell(tmp_path):
     lines = dry_run("iwslt14", "--archive", "my talks.tgz", "--runs", tmp_path / "a b", NORMS="pn", SEEDS="1")
     assert lines[0].endswith(r"--archive my\ talks.tgz")
@@ -50,6 +94,8 @@ def test_dry_run_can_be_pasted_into_a_shell(tmp_path):
     [
         ({"NORMS": "ln pnw"}, ("NORMS", "'pnw'", "did you mean", "ln bn pnv pn")),
         ({"NORMS": ""}, ("NORMS", "at least one")),
+        ({"TABLE": "powernorm-5"}, ("TABLE", "'powernorm-5'", "did you mean 'powernorm-4'", "adanorm-1")),
+        ({"TABLE": "powernorm-1", "NORMS": "pn"}, ("TABLE and NORMS", "one of them")),
         ({"SEEDS": "1 x"}, ("SEEDS", "'x'")),
         ({"SEEDS": "2 1 2", "NORMS": "pn"}, ("pn_seed2", "twice")),
     ],
