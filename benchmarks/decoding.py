@@ -1,9 +1,9 @@
 """Decoding throughput with each norm, plain and folded: ``python -m benchmarks.decoding``.
 
 Models of one size that differ in the encoder's norm translate the same batch in turn with fairseq's beam search, so
-that whatever else the machine does meets all of them. Every hypothesis has the same number of tokens, which makes the
-work the same. Printed are medians: sentences per second, and how many times as many as with LayerNorm in the same
-round; a second copy of that model tells how large a difference means nothing.
+that other load on the machine affects all of them. Every hypothesis has the same number of tokens, which makes the
+work equal. Printed are medians: sentences per second, and how many times as many as with LayerNorm in the same
+round; a second copy of that model shows the noise.
 """
 
 import argparse
@@ -15,22 +15,22 @@ import torch
 from fairseq.sequence_generator import SequenceGenerator
 from torch import nn
 
-from benchmarks import be_quiet, keep_memory
-from benchmarks.results import ratios, spread, write_csv
+from benchmarks import hide_messages, keep_memory
+from benchmarks.models import arch_args, build, make_dictionary
+from benchmarks.results import quartiles, ratios, write_csv
 from pn_fairseq.checkpoints import CheckpointError, load_checkpoint
 from pn_fairseq.models.architectures import SIZES
 from pn_fairseq.models.fold_checkpoint import fold_checkpoint
 from pn_fairseq.models.from_checkpoint import model_of, model_settings_of
 from pn_fairseq.norms import NORMS, recalibrating
 from pn_fairseq.norms.base import running_norms
-from tests.models.helpers import arch_args, build, make_dictionary
 
-#: What the others are compared with.
+#: The model that the others are compared with.
 BASE = "ln"
 
 FOLDED = " folded"
 
-#: A copy of the base in other memory: how far two models are apart that do the same.
+#: A copy of the base in other memory, which shows the noise.
 AGAIN = f"{BASE} again"
 
 
@@ -109,7 +109,7 @@ def parse(argv) -> argparse.Namespace:
 def main(argv=None) -> None:
     args = parse(argv)
     keep_memory()
-    be_quiet()
+    hide_messages()
     torch.set_num_threads(args.threads)
 
     try:
@@ -161,10 +161,10 @@ def main(argv=None) -> None:
         f"{models_of}, {args.sentences} sentences of {args.source_length} tokens to {args.target_length}, "
         f"beam {args.beam}, {args.dtype}, {args.device}, {args.threads} threads, torch {torch.__version__}"
     )
-    print(f"{'norm':12} {'sentences/s':>11}  times {BASE} (lowest quarter, highest quarter)")
+    print(f"{'norm':12} {'sentences/s':>11}  times {BASE} (first quartile, third quartile)")
     rows = []
     for name in names:
-        speed = args.sentences / spread(seconds[name])[1]
+        speed = args.sentences / quartiles(seconds[name])[1]
         low, middle, high = ratios(seconds[BASE], seconds[name])  # of speeds: the inverse of times
         print(f"{name:12} {speed:11.2f}  {middle:.3f} ({low:.3f}, {high:.3f})")
         settings = {key: value for key, value in vars(args).items() if key not in ("output", "checkpoint")}

@@ -1,17 +1,17 @@
 """Time, peak memory, kernels and bytes of every norm against LayerNorm: ``python -m benchmarks.norms``.
 
-All contestants take turns on the same activations, so that whatever else the machine does affects all of them. There
+All contestants take turns on the same activations, so that other load on the machine affects all of them. There
 are two measures of time, both medians over the rounds of the ratio to ``torch.nn.LayerNorm`` in the same round, with
 the quartiles:
 
-- *turns of several steps*, in an order that is drawn anew in each round; a turn begins with untimed steps. The caches
+- *turns of several steps*, in a random order that changes in each round; a turn begins with untimed steps. The caches
   hold what the contestant needs. "Of least" is the ratio of the shortest times, which says more on a busy machine.
 - *turns of one step*: LayerNorm, the contestant, LayerNorm, ..., nothing warmed up in between. The caches are cold and
   Python's overhead counts, as in a training, where other layers compute between two norms.
 
-A second LayerNorm tells how large a difference means nothing. Beside our norms, by implementation of their kernels, are
+A second LayerNorm shows the noise. Beside this project's norms, by implementation of their kernels, are
 torch's own norms, batch normalization on gathered tokens, PN's reference under ``torch.compile``, Liger-Kernel's norms
-on CUDA, and the least that any norm can cost: a copy forward and an addition backward. Kernels and bytes are those of
+on CUDA, and a lower bound for any norm: a copy forward and an addition backward. Kernels and bytes are those of
 :func:`benchmarks.profiling.count`, the same on every machine.
 """
 
@@ -36,15 +36,15 @@ from torch import Tensor, nn
 
 from benchmarks import keep_memory
 from benchmarks.profiling import Counts, count, peak_memory
-from benchmarks.results import output_file, positive, ratios, spread, write_csv
+from benchmarks.results import output_file, positive, quartiles, ratios, write_csv
 from benchmarks.table import draw, markdown, targets, text
 from pn_fairseq import kernels
 from pn_fairseq.kernels.selection import IMPLEMENTATIONS
-from pn_fairseq.norms import NORMS, build_norm
+from pn_fairseq.norms import NORMS, RunningNorm, build_norm
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-#: Rows x channels: the shapes of translation models, what fills a GPU, and what no vector width divides.
+#: Rows x channels: shapes of translation models, shapes that fill a GPU, and shapes that no vector width divides.
 SHAPES = ("4096x512", "4096x1024")
 LARGE = ("32768x1024", "131072x1024")
 ODD = ("4095x515", "1x512")
@@ -58,14 +58,14 @@ PHASES = {"forward": 2, "backward": 3, "both": 5}
 BASE = "LayerNorm"
 COPY = "copy and add"
 
-#: Rounds at the beginning that do not count: memory is allocated, code compiled.
+#: Rounds at the beginning that are not counted: memory is allocated, code compiled.
 WARM = 3
 
-#: Steps at the beginning of a turn that are not timed: one alone would leave who comes after something large with cold
-#: caches.
+#: Steps at the beginning of a turn that are not timed. With a single one, the caches would still be cold after a large
+#: contestant.
 UNTIMED = 5
 
-#: Steps that are timed together in a turn. On a GPU one would be shorter than what it takes to look at the clock.
+#: Steps that are timed together in a turn. On a GPU a single one is too short to be measured.
 REPEATS = {"cpu": 3, "cuda": 10}
 
 
@@ -74,13 +74,13 @@ class Contestant:
     """Something with a forward and a backward.
 
     Attributes:
-        name: for people.
+        name: as in the tables.
         module: called with activations and a padding mask or None.
-        norm: the registered name of the norm if it is ours, otherwise what it is.
+        norm: the registered name of the norm; for others what it is.
         layer_scale: its layer-scale groups, 0 without.
-        implementation: of the kernels, if it is ours.
+        implementation: of the kernels, for registered norms.
         computing: makes the context that it computes in.
-        opaque: whether something computes there that is not an operator.
+        opaque: whether code runs there that is not an operator.
         seconds: of each phase, by round, in turns of several steps.
         single: ratio of a step to LayerNorm's step before it, by round, in turns of one step.
         extra_bytes: peak memory of a step.
@@ -107,7 +107,7 @@ class Contestant:
 
 
 class Gathered(nn.Module):
-    """``BatchNorm1d`` on the real tokens alone, the others as they are."""
+    """``BatchNorm1d`` on the real tokens; padding is copied."""
 
     def __init__(self, channels: int):
         super().__init__()
@@ -123,7 +123,7 @@ class Gathered(nn.Module):
 
 
 class Unmasked(nn.Module):
-    """A norm that tokens do not meet in, and that therefore needs no mask."""
+    """A norm of each token alone, which needs no mask."""
 
     def __init__(self, norm: nn.Module):
         super().__init__()
@@ -171,8 +171,9 @@ def _liger(channels: int) -> list[Contestant]:
 
 
 def contestants(channels: int, groups: int, device: str, threads: int) -> list[Contestant]:
-    """All that can run on ``device``, LayerNorm first, with ``groups`` layer-scale groups where there is layer-scale.
+    """All that can run on ``device``, LayerNorm first, norms with running statistics with and without layer-scale.
 
+    There are ``groups`` layer-scale groups, and as many groups of GN.
     Groups that do not divide the channels are replaced by the largest number that divides both.
     """
     found = [
@@ -190,13 +191,14 @@ def contestants(channels: int, groups: int, device: str, threads: int) -> list[C
         if IMPLEMENTATIONS[name] in (None, device.upper())
     }
     compiled = {"compiled": _compiled(threads)}
+    heads = math.gcd(groups, channels)
     for norm, entry in NORMS.items():
         if norm == "layer":
             continue
         for name, computing in {**ways, **(compiled if norm == "power" else {})}.items():
-            for scaled in (0, math.gcd(groups, channels)):
+            for scaled in (0, heads) if issubclass(entry.cls, RunningNorm) else (0,):
                 label = f"{entry.short}{' +LS' if scaled else ''} {name}"
-                module = build_norm(norm, channels, layer_scale_groups=scaled)
+                module = build_norm(norm, channels, layer_scale_groups=scaled, groups=heads)
                 found.append(Contestant(label, module, norm, scaled, name, computing, name == "compiled"))
     return found
 
@@ -210,7 +212,7 @@ def time_and_batch(rows: int) -> tuple[int, int]:
 def make_batch(
     shape: tuple[int, int, int], padding: float, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Activations that need a gradient, that of the output, and a mask with about ``padding`` of it at the ends.
+    """Activations that need a gradient, the output's gradient, and a mask with about ``padding`` of it at the ends.
 
     Without padding the mask is None.
     """
@@ -237,7 +239,7 @@ def step(contestant: Contestant, batch, mark: Callable[[], None]) -> None:
 
 
 def seconds_of_steps(contestant: Contestant, batch, device: torch.device) -> list[float]:
-    """Mean seconds of forward, backward and both; on a GPU as the GPU sees it, waiting for the host included."""
+    """Mean seconds of forward, backward and both; on a GPU from CUDA events, waiting for the host included."""
     marks = []
     if device.type == "cuda":
 
@@ -341,7 +343,7 @@ def rows_of(found: list[Contestant], common: dict) -> list[dict]:
             times_reference = round(ratios(other.seconds[phase], own)[1], 3)
         if copy:
             shares = [tensors / 2 * both / alone for both, alone in zip(copy.seconds["forward"], own, strict=True)]
-            bandwidth = round(spread(shares)[1], 3)
+            bandwidth = round(quartiles(shares)[1], 3)
         counts = list(contestant.counts.values()) if phase == "both" else [contestant.counts[phase]]
         rows.append(
             {
@@ -351,14 +353,14 @@ def rows_of(found: list[Contestant], common: dict) -> list[dict]:
                 "norm": contestant.norm,
                 "layer_scale": contestant.layer_scale,
                 "implementation": contestant.implementation,
-                "milliseconds": round(1000 * spread(own)[1], 5),
+                "milliseconds": round(1000 * quartiles(own)[1], 5),
                 "ratio": round(middle, 3),
                 "ratio_low": round(low, 3),
                 "ratio_high": round(high, 3),
                 "ratio_of_least": round(min(own) / min(base.seconds[phase]), 3),
-                "ratio_single": round(spread(contestant.single)[1], 3) if phase == "both" else "",
-                "ratio_single_low": round(spread(contestant.single)[0], 3) if phase == "both" else "",
-                "ratio_single_high": round(spread(contestant.single)[2], 3) if phase == "both" else "",
+                "ratio_single": round(quartiles(contestant.single)[1], 3) if phase == "both" else "",
+                "ratio_single_low": round(quartiles(contestant.single)[0], 3) if phase == "both" else "",
+                "ratio_single_high": round(quartiles(contestant.single)[2], 3) if phase == "both" else "",
                 "times_reference": times_reference,
                 "copy_bandwidth": bandwidth,
                 "extra_bytes": contestant.extra_bytes,

@@ -1,8 +1,8 @@
 """Speed of the steps of the preparation: ``python -m benchmarks.preparation [CORPUS]``.
 
-Each step runs as scripts/lib/prepare.sh runs it, and as the released scripts do, with the same tools as one process
-after the other; in turn and on the same files, so that whatever else the machine does meets both. The results must be
-the same bytes. Printed are sentences of both languages a second, medians over the rounds.
+Each step runs as scripts/lib/prepare.sh runs it, and serially with the same tools, as in the released scripts. Both
+take turns on the same files, so that other load on the machine affects both. The results must be the same bytes.
+Printed are sentences of both languages a second, medians over the rounds.
 """
 
 import argparse
@@ -35,7 +35,7 @@ def step(folder: Path, workers: int, *arguments) -> None:
 
 
 class Steps:
-    """The steps in their order, each as (name, serially, as we do it); both write into the folder they are given."""
+    """The steps in their order, each as (name, serial, in parallel); both write into the folder they are given."""
 
     def __init__(self, work: Path, languages: tuple[str, str], operations: int, workers: int):
         self.raw, self.ours = work / "raw", work / "ours"
@@ -59,7 +59,7 @@ class Steps:
             cased.unlink()
 
     def tokenize(self, folder: Path) -> None:
-        # tokenizer=sacremoses: without our rule for the last full stop, which sacremoses' command lacks.
+        # tokenizer=sacremoses leaves out this project's rule for the last full stop, which sacremoses' command lacks.
         settings = {"lower": 1, "bpe": self.operations, "tokenizer": "sacremoses"}
         settings |= dict(zip(("source", "target"), self.languages, strict=True))
         write_settings(folder / "settings", settings)
@@ -117,8 +117,8 @@ def main() -> None:
     parser.add_argument("--target", default="en", help="language (default: en)")
     parser.add_argument("--bpe", type=int, default=4000, help="merge operations (default: 4000)")
     parser.add_argument("--workers", type=int, default=describe()["cores"], help="processes (default: all cores)")
-    parser.add_argument("--rounds", type=int, default=3, help="times that everything is done (default: 3)")
-    parser.add_argument("--work", type=Path, help="where the files go for the time (default: the system's place)")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds (default: 3)")
+    parser.add_argument("--work", type=Path, help="folder for temporary files (default: the system's)")
     args = parser.parse_args()
 
     with tempfile.TemporaryDirectory(dir=args.work) as temporary:
@@ -136,7 +136,7 @@ def main() -> None:
                 for stage in ("tok", "bpe"):
                     (folder / stage).mkdir(parents=True)
             for name, serially, ours in steps.all():
-                # Who begins changes, too.
+                # The order alternates.
                 order = [("ours", ours), ("serial", serially)]
                 for kind, do in order if number % 2 else reversed(order):
                     begin = time.perf_counter()
@@ -147,7 +147,7 @@ def main() -> None:
                 same_files(folders["serial"] / stage, folders["ours"] / stage)
 
     machine = describe()
-    print(f"{args.corpus.name}, {sentences} sentences of both languages, BPE {args.bpe}, {args.workers} workers")
+    print(f"{args.corpus.name}, {sentences} sentences of both languages, BPE {args.bpe}, {args.workers} processes")
     print(f"{machine['cpu']}, {machine['cores']} cores, Python {machine['python']}; medians of {args.rounds} rounds")
     print(f"{'step':22} {'serial':>10} {'ours':>10}   times as fast (lowest, highest)")
     print(f"{'':22} {'sentences a second':>21}")

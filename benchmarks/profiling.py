@@ -1,4 +1,4 @@
-"""What a call costs on any machine: peak memory, kernels launched, and bytes read and written; from torch.profiler."""
+"""Costs of a call that do not depend on the machine: peak memory, kernels launched, bytes read and written."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -9,24 +9,24 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from torch.profiler._memory_profiler import SchemaMatcher
 
-#: Operators that make a tensor, or change what one is, and touch no data.
+#: Operators that allocate a tensor or change its metadata, and touch no data.
 NO_WORK = re.compile(
     r"aten::(empty|empty_\w+|new_empty|new_empty_strided|resize_|as_strided_|_unsafe_view|detach_?|set_)$"
 )
 
-#: In place, and without a look at what was there.
+#: In-place operators that do not read what they overwrite.
 OVERWRITES = ("aten::copy_", "aten::fill_", "aten::zero_")
 
-#: What starts a kernel, a copy or a memset on a GPU, in the words of the CUDA runtime and driver.
+#: Calls of the CUDA runtime and driver that start a kernel, a copy or a memset.
 LAUNCH = re.compile(r"cu(da)?Launch(Cooperative)?Kernel|cuda(Memcpy|Memset)|cuMem(cpy|set)")
 
-#: A kernel that torch.compile has made for the CPU.
+#: A CPU kernel that torch.compile has generated.
 COMPILED = re.compile(r"cpp_fused|cpp_\d+$")
 
 
 @dataclass(frozen=True)
 class Counts:
-    """Kernels launched, and bytes read and written; these are None where the profiler cannot see them."""
+    """Kernels launched, and bytes read and written; None where the profiler cannot see them."""
 
     kernels: int
     bytes_read: int | None
@@ -47,7 +47,7 @@ def _profiled(run: Callable[[], object], device: torch.device):
 
 
 def peak_memory(run: Callable[[], object], device: torch.device) -> int:
-    """The most bytes in use at once beyond those at the beginning: from the allocator on CUDA, else the profiler."""
+    """Peak of the bytes in use, less those at the beginning: from the allocator on CUDA, else the profiler."""
     if device.type == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -68,22 +68,22 @@ def count(
 ) -> Counts:
     """Profile one call of ``run``.
 
-    An operator counts if it has a kernel of its own for the device, or else if nothing that it calls counts; so
+    An operator counts if it has a kernel for the device, or if nothing that it calls counts:
     ``layer_norm`` is one ``native_layer_norm``, and ``masked_fill`` a ``copy_`` and a ``masked_fill_``. Views,
     allocations and what only asks for a type do not count.
 
-    An operator reads its input tensors but those that it only writes, each once, what is expanded at its real size, and
-    a number as a tensor of 8 bytes. It writes the tensors that its schema says it changes, and whatever it allocates
-    and does not free again. What it keeps to itself, caches and scratch memory, is not seen: this is the traffic that
-    the operators' interfaces ask for, the same on every machine.
+    An operator reads each of its input tensors once, except those that it only writes; an expanded tensor counts with
+    its size in memory, a number as 8 bytes. It writes the tensors that its schema marks as changed, and what it
+    allocates and does not free. Caches and scratch memory inside an operator are not counted, so the figures are the
+    same on every machine.
 
     Args:
-        run: the call; what it returns is kept alive until the count is over.
+        run: the call; what it returns is kept alive while the operators are counted.
         device: where it computes. On a CPU ``kernels`` is the number of the operators that count, and of loops that
-            torch.compile made (with ``torch._inductor.config.cpp.enable_kernel_profile``); on CUDA it is the number of
-            launches, copies and memsets, which the runtime has reported. Sizes there are those of the allocator.
-        look_into: a namespace whose operators are made of others here.
-        opaque: something computes that is not an operator, and the bytes are None.
+            torch.compile generated (``torch._inductor.config.cpp.enable_kernel_profile``); on CUDA it is the number of
+            launches, copies and memsets, and sizes are those of the allocator.
+        look_into: a namespace whose operators are counted by the operators that they call.
+        opaque: whether code runs that is not an operator; the bytes are None then.
     """
     results = _profiled(run, device)
     operators, kernels = [], 0
@@ -107,12 +107,12 @@ def _all(event) -> Iterator:
 
 
 def _schema(event):
-    """The schema that a call fits, or None if it is not an operator or fits none."""
+    """The schema of a call, or None if it is not an operator or matches none."""
     kind, fields = event.typed
     if kind.name != "TorchOp" or "::" not in event.name:
         return None
     known = SchemaMatcher.lookup_schemas(event.name) or ()
-    # The matcher takes an empty tensor for none, which then fits no schema that wants one.
+    # The matcher takes an empty tensor for None, which no schema with a tensor accepts.
     same_length = [schema for schema in known if len(schema.arguments) == len(fields.inputs)]
     return next(iter([*SchemaMatcher.match_schemas(fields), *same_length]), None)
 
@@ -129,7 +129,7 @@ def _operators(event, device: str, look_into: str) -> list[tuple]:
         def has(key: str) -> bool:
             return torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
 
-        # `to` and `reshape` give a view or a copy, and only what they call tells which.
+        # `to` and `reshape` give a view or a copy; only the operators that they call tell which.
         own = not has("CompositeImplicitAutograd")
         if own and any(value.alias_info is not None and not value.alias_info.is_write for value in schema.returns):
             return []

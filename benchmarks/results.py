@@ -1,4 +1,4 @@
-"""What the benchmarks have in common: medians of ratios, and a CSV file that says where its numbers come from."""
+"""Shared by the benchmarks: medians of ratios, and CSV files with the versions and the machine."""
 
 import argparse
 import csv
@@ -12,8 +12,8 @@ from pathlib import Path
 from pn_fairseq.machine import describe
 
 
-def spread(values: Sequence[float]) -> tuple[float, float, float]:
-    """Lowest quartile, median and highest quartile; of fewer than two values the one there is."""
+def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
+    """First quartile, median and third quartile; a single value is all three."""
     if len(values) < 2:
         return (values[0],) * 3
     low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
@@ -21,8 +21,8 @@ def spread(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 def ratios(values: Sequence[float], base: Sequence[float]) -> tuple[float, float, float]:
-    """:func:`spread` of ``values`` divided by ``base``, each by that of the same round."""
-    return spread([value / other for value, other in zip(values, base, strict=True)])
+    """:func:`quartiles` of ``values`` divided by ``base``, round by round."""
+    return quartiles([value / other for value, other in zip(values, base, strict=True)])
 
 
 def positive(text: str) -> int:
@@ -33,12 +33,12 @@ def positive(text: str) -> int:
 
 
 def partial(path: str | os.PathLike) -> Path:
-    """Where a file is written before it gets its name, whole."""
+    """Temporary name of a file until it is complete."""
     return Path(f"{path}.partial")
 
 
 def output_file(text: str) -> Path:
-    """A file that can be written, for argparse: known before hours of measuring, not after."""
+    """A file that can be written, for argparse: checked before hours of measuring."""
     path = Path(text)
     try:
         if path.is_dir():
@@ -51,7 +51,7 @@ def output_file(text: str) -> Path:
 
 
 def write_csv(path: str | os.PathLike, rows: list[dict]) -> None:
-    """Write ``rows``, all with the same keys, and in each the date (UTC), the versions and the machine."""
+    """Write ``rows``, which have the same keys, each with the date (UTC), the versions and the machine."""
     where = {key: ", ".join(value) if isinstance(value, list) else value for key, value in describe().items()}
     where = {"date": datetime.now(UTC).isoformat(timespec="seconds"), **where}
     with open(partial(path), "w", newline="", encoding="utf-8") as file:

@@ -1,4 +1,4 @@
-"""The rows of :mod:`benchmarks.norms` as tables, as a picture, and held against this project's targets."""
+"""The rows of :mod:`benchmarks.norms` as tables, as a picture, and compared with this project's targets."""
 
 import os
 from collections.abc import Callable, Iterable
@@ -7,12 +7,12 @@ from pathlib import Path
 
 from benchmarks.results import partial
 
-#: What a row was measured under.
+#: The columns that say what was measured.
 SETTING = ("shape", "dtype", "device", "threads", "padding")
 
 PHASES = ("forward", "backward", "both")
 
-#: Okabe and Ito's colours, which stay apart for the colour-blind.
+#: Okabe and Ito's colours, which colour-blind readers can tell apart.
 COLOURS = {"": "#999999", "reference": "#E69F00", "compiled": "#CC79A7", "cpp": "#0072B2", "triton": "#009E73"}
 
 
@@ -24,7 +24,7 @@ def _grouped(rows: Iterable[dict], *keys: str) -> dict[tuple, list[dict]]:
 
 
 def setting(row: dict) -> str:
-    """What a row was measured under, in words."""
+    """The setting of a row in words."""
     threads = f", {row['threads']} thread{'s' if row['threads'] > 1 else ''}" if row["threads"] else ""
     padding = f"{row['padding']:.0%} padding" if row["padding"] else "no mask"
     return f"{row['shape']} {row['dtype']}, {row['device']}{threads}, {padding}"
@@ -46,7 +46,7 @@ def _kernels_and_bytes(phases: dict[str, dict], size: int) -> list[str]:
     """Kernels, and bytes read and written in multiples of ``size``, forward + backward."""
     each = [phases["forward"], phases["backward"]]
     moved = [None if row["bytes_read"] is None else (row["bytes_read"] + row["bytes_written"]) / size for row in each]
-    bytes_moved = "not seen" if None in moved else " + ".join(f"{value:.2f}" for value in moved)
+    bytes_moved = "unknown" if None in moved else " + ".join(f"{value:.2f}" for value in moved)
     return [" + ".join(str(row["kernels"]) for row in each), bytes_moved]
 
 
@@ -81,13 +81,13 @@ def text(rows: list[dict]) -> str:
 
 
 def _markdown(header: list[str], lines: Iterable[list[str]], align: str = "---:") -> str:
-    """A table with its first column to the left, the others as ``align`` says."""
+    """A table with its first column aligned left, the others as ``align``."""
     rows = [header, ["---"] + [align] * (len(header) - 1), *lines]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
 
 
 def markdown(rows: list[dict]) -> str:
-    """Tables of forward and backward under every setting, in turns of several and of one step, and of the costs."""
+    """Tables of forward and backward for every setting, in turns of several and of one step, and of the costs."""
     settings = _grouped(rows, *SETTING)
     columns = [_by_contestant(own) for own in settings.values()]
     names = dict.fromkeys(row["contestant"] for row in rows)
@@ -114,7 +114,7 @@ def markdown(rows: list[dict]) -> str:
 
 
 def draw(rows: list[dict], output: Path) -> None:
-    """Draw the ratios of forward and backward with their quarters, a frame for each setting (.png, .pdf or .svg)."""
+    """Draw the ratios of forward and backward with their quartiles, a frame for each setting (.png, .pdf or .svg)."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -132,11 +132,11 @@ def draw(rows: list[dict], output: Path) -> None:
         places = range(len(own), 0, -1)
         middle = [row["ratio"] for row in own]
         axis.barh(places, middle, color=[COLOURS[row["implementation"]] for row in own], height=0.72)
-        quarters = [
+        quartiles = [
             [row["ratio"] - row["ratio_low"] for row in own],
             [row["ratio_high"] - row["ratio"] for row in own],
         ]
-        axis.errorbar(middle, places, xerr=quarters, fmt="none", ecolor="black", elinewidth=0.9, capsize=2.5)
+        axis.errorbar(middle, places, xerr=quartiles, fmt="none", ecolor="black", elinewidth=0.9, capsize=2.5)
         for row, place in zip(own, places, strict=True):
             axis.annotate(
                 f"{row['ratio']:.2f}", (row["ratio_high"], place), (4, 0), textcoords="offset points", va="center",
@@ -167,13 +167,13 @@ def draw(rows: list[dict], output: Path) -> None:
 
 @dataclass(frozen=True)
 class Target:
-    """What PN, as a user gets it, is to reach in forward and backward.
+    """A target of PN's forward and backward, with the kernels that are the default.
 
     Attributes:
-        title: what it is about.
-        column: what is compared with ``limit``; of ratios that are not within one step, the median.
-        limit: at most, or at least if ``at_least``.
-        applies: whether a row is about it.
+        title: the setting.
+        column: the column that is compared with ``limit``; of ratios over rounds, the median.
+        limit: the largest allowed value, or the smallest if ``at_least``.
+        applies: whether it applies to a row.
     """
 
     title: str
@@ -232,7 +232,7 @@ TARGETS = {
 
 
 def targets(rows: list[dict], device: str, implementation: str) -> str:
-    """A table that holds PN by ``implementation`` against the targets for ``device``, in a line for every setting."""
+    """A table of PN by ``implementation`` and the targets for ``device``, with a line for every setting."""
     ours = [
         row for row in rows if (row["phase"], row["norm"], row["implementation"]) == ("both", "power", implementation)
     ]

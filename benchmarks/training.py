@@ -1,7 +1,7 @@
 """Speed and memory of training with each norm: ``python -m benchmarks.training``.
 
 One trainer of ``fairseq-train`` for each norm (forward, loss, backward, gradient clipping, Adam) makes updates on the
-same made-up batches, all trainers in turn, so that whatever else the machine does meets all of them. Printed are
+same random batches, all trainers in turn, so that other load on the machine affects all of them. Printed are
 medians: target tokens per second, and how many times as many as with LayerNorm in the same round; and the peak memory
 of weights, optimizer and updates. The psi warm-up is over.
 """
@@ -21,25 +21,25 @@ from fairseq.data.language_pair_dataset import collate
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.trainer import Trainer
 
-from benchmarks import be_quiet, keep_memory
-from benchmarks.results import ratios, spread, write_csv
+from benchmarks import hide_messages, keep_memory
+from benchmarks.models import make_dictionary
+from benchmarks.results import quartiles, ratios, write_csv
 from pn_fairseq.models.architectures import SIZES
 from pn_fairseq.norms import NORMS
-from tests.models.helpers import make_dictionary
 
-#: What the others are compared with.
+#: The norm that the others are compared with.
 BASE = "ln"
 
 SHORT = [entry.short for entry in NORMS.values()]
 
 PRECISIONS = {"float32": (), "bfloat16": ("bf16",), "float16": ("fp16",)}
 
-#: Different batches that the trainers see in turn.
+#: Number of different batches, which every trainer sees in turn.
 BATCHES = 4
 
 
 def make_trainer(arch: str, args: argparse.Namespace) -> Trainer:
-    """What ``fairseq-train`` trains with, on made-up dictionaries."""
+    """The trainer of ``fairseq-train``, on generated dictionaries."""
     with tempfile.TemporaryDirectory() as data:
         dictionary = make_dictionary(args.vocabulary)
         for side in ("src", "tgt"):
@@ -52,7 +52,7 @@ def make_trainer(arch: str, args: argparse.Namespace) -> Trainer:
             *(["--cpu"] if args.device == "cpu" else []),
         ]
         cfg = convert_namespace_to_omegaconf(options.parse_args_and_arch(options.get_training_parser(), flags))
-        # Not by flags: fairseq takes --bf16 for TPUs only.
+        # Set here, because fairseq accepts the flag --bf16 for TPUs only.
         for name in PRECISIONS[args.dtype]:
             cfg.common[name] = True
         if args.dtype == "float16":
@@ -64,7 +64,7 @@ def make_trainer(arch: str, args: argparse.Namespace) -> Trainer:
 
 
 def make_batches(args: argparse.Namespace) -> list[dict]:
-    """Batches of at most ``tokens`` a side with about 10% padding, as batches of sentences of like length have it."""
+    """Batches of at most ``tokens`` a side with about 10% padding, as in batches of sentences of similar length."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(length: int) -> torch.Tensor:
@@ -92,16 +92,16 @@ def update(trainer: Trainer, batch: dict) -> None:
 
 
 def resident(what: str) -> int:
-    """Memory of this process in bytes: ``VmRSS``, now, or ``VmHWM``, the most there was.
+    """Memory of this process in bytes: ``VmRSS``, now, or ``VmHWM``, the peak.
 
-    Not ``getrusage``, which begins a process with the peak of the one that started it.
+    ``getrusage`` would include the peak of the parent process.
     """
     status = Path("/proc/self/status").read_text("utf-8")
     return int(re.search(rf"^{what}:\s+(\d+) kB", status, re.M)[1]) * 1024
 
 
 def memory_on_cpu(short: str, argv: list[str]) -> int:
-    """Bytes that a process of its own needs for a few updates beyond what it has before the model is built."""
+    """Bytes that a few updates need in a new process, less what it uses before the model is built."""
     command = [sys.executable, "-m", "benchmarks.training", *argv, "--memory-of", short]
     result = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).resolve().parent.parent)
     if result.returncode:
@@ -133,7 +133,7 @@ def parse(argv) -> argparse.Namespace:
 def main(argv=None) -> None:
     args = parse(argv)
     keep_memory()
-    be_quiet()
+    hide_messages()
     torch.set_num_threads(args.threads)
     batches = make_batches(args)
 
@@ -180,10 +180,10 @@ def main(argv=None) -> None:
         f"transformer_*_{args.size}, {args.tokens} tokens a batch, {args.dtype}, {args.device}, {args.threads} "
         f"threads, torch {torch.__version__}"
     )
-    print(f"{'norm':6} {'tokens/s':>10}  times {BASE} (lowest quarter, highest quarter)  peak memory, times {BASE}")
+    print(f"{'norm':6} {'tokens/s':>10}  times {BASE} (first quartile, third quartile)  peak memory, times {BASE}")
     rows = []
     for short in SHORT:
-        speed = spread([count / taken for count, taken in zip(tokens, seconds[short], strict=True)])[1]
+        speed = quartiles([count / taken for count, taken in zip(tokens, seconds[short], strict=True)])[1]
         low, middle, high = ratios(seconds[BASE], seconds[short])  # of speeds: the inverse of times
         row = {"tokens_per_s": speed, f"times_{BASE}": middle, "times_low": low, "times_high": high}
         line = f"{short:6} {speed:10.0f}  {middle:.3f} ({low:.3f}, {high:.3f})"

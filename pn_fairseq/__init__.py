@@ -10,7 +10,9 @@ import sys
 __version__ = "0.1.0"
 
 if "fairseq.models" in sys.modules:
-    from pn_fairseq.errors import Unavailable, one_line_errors
+    from .errors import Unavailable, one_line_errors
 
     with one_line_errors(Unavailable):
+        if __name__ != "pn_fairseq":  # its modules import each other by this name
+            raise Unavailable(f"--user-dir {__path__[0]}: the folder must be called pn_fairseq; rename it")
         from pn_fairseq import models  # noqa: F401 (registers the model and its architectures)

@@ -16,6 +16,7 @@ import secrets
 import stat
 import warnings
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -221,11 +222,11 @@ def find_checkpoints(
         directory: fairseq's ``--save-dir``.
         by: ``"epoch"`` for ``checkpoint{epoch}.pt``, ``"update"`` for ``checkpoint_{epoch}_{update}.pt``. The numbers
             are compared as numbers: ``checkpoint10.pt`` is newer than ``checkpoint9.pt``.
-        last: how many to return, at least 1; all of them if None.
+        last: how many to return at most, at least 1; all of them if None.
         upper_bound: leave out those with a larger epoch (or update) number.
 
     Raises:
-        CheckpointError: the directory cannot be read, or holds fewer than ``last`` such checkpoints (or none).
+        CheckpointError: the directory cannot be read.
         ValueError: ``by`` or ``last`` is none of the above.
     """
     if by not in _NAME_PATTERNS:
@@ -236,22 +237,46 @@ def find_checkpoints(
         names = [entry.name for entry in os.scandir(directory) if not entry.is_dir()]
     except OSError as error:
         raise CheckpointError(f"{directory}: cannot list the checkpoints ({error.strerror})") from error
+    found = []
+    for match in filter(None, map(_NAME_PATTERNS[by].fullmatch, names)):
+        if upper_bound is None or int(match["number"]) <= upper_bound:
+            found.append((int(match["number"]), int(match.groupdict().get("epoch", 0)), match[0]))
+    return [Path(directory) / name for _, _, name in sorted(found, reverse=True)[:last]]
 
-    found: dict[str, list[tuple]] = {kind: [] for kind in _NAME_PATTERNS}
-    for kind, pattern in _NAME_PATTERNS.items():
-        for match in filter(None, map(pattern.fullmatch, names)):
-            if upper_bound is None or int(match["number"]) <= upper_bound:
-                found[kind].append((int(match["number"]), int(match.groupdict().get("epoch", 0)), match[0]))
-    count = len(found[by])
-    if count < (last or 1):
-        bound = "" if upper_bound is None else f" up to {by} {upper_bound}"
-        plural = "" if count == 1 else "s"
-        wanted = "" if last is None else f", fewer than the {last} asked for"
-        advice = [f"--last {count} averages all of them"] if count else []
-        (other,) = _NAME_PATTERNS.keys() - {by}
-        advice += [f"--by {other} takes the {len(found[other])} {other} checkpoints"] if found[other] else []
-        files = sorted(name for name in names if name in ("checkpoint_last.pt", "checkpoint_best.pt"))
-        advice += [f"{' and '.join(files)} can be named as files"] if files else []
-        hint = f" ({'; '.join(advice)})" if advice else ""
-        raise CheckpointError(f"{directory}: found {count} {by} checkpoint{plural}{bound}{wanted}{hint}")
-    return [Path(directory) / name for _, _, name in sorted(found[by], reverse=True)[:last]]
+
+def checkpoints_to_average(
+    directory: str | os.PathLike, last: int, kinds: Sequence[str] = ("epoch", "update"), upper_bound: int | None = None
+) -> tuple[list[Path], str, str]:
+    """The ``last`` newest checkpoints of a training, or what there is of them.
+
+    Args:
+        directory: fairseq's ``--save-dir``.
+        last: how many, at least 1.
+        kinds: ``by`` of :func:`find_checkpoints`; the first of which there is a checkpoint is taken. With several
+            kinds, none of which is there, ``checkpoint_last.pt`` is taken alone.
+        upper_bound: as for :func:`find_checkpoints`.
+
+    Returns:
+        The files, oldest first; what they are (a kind, or ``"last"``); and in what they differ from ``last``
+        checkpoints of the first kind, as a sentence, or an empty text.
+
+    Raises:
+        CheckpointError: there is none; it lists what there is.
+    """
+    wanted = f"{last} {kinds[0]} checkpoints" + ("" if upper_bound is None else f" up to {kinds[0]} {upper_bound}")
+    for kind in kinds:
+        if paths := find_checkpoints(directory, kind, last, upper_bound)[::-1]:
+            there = f"{len(paths)} {kind} checkpoint{'s' * (len(paths) > 1)}"
+            complete = kind == kinds[0] and len(paths) == last
+            return (
+                paths,
+                kind,
+                "" if complete else f"{directory} has {there} instead of {wanted}: averaging what there is",
+            )
+    rest = [path for name in ("last", "best") if (path := Path(directory, f"checkpoint_{name}.pt")).is_file()]
+    if len(kinds) > 1 and rest and rest[0].name == "checkpoint_last.pt":
+        return rest[:1], "last", f"{directory} has none of the {wanted}: taking checkpoint_last.pt alone"
+    counts = {kind: len(find_checkpoints(directory, kind)) for kind in _NAME_PATTERNS}
+    there = [f"{count} {kind} checkpoints (--by {kind})" for kind, count in counts.items() if count]
+    there += [f"{path.name}, which can be named as a file" for path in rest]
+    raise CheckpointError(f"{directory} has none of the {wanted}" + (f"; it has {', '.join(there)}" if there else ""))

@@ -16,7 +16,7 @@ def environment(tools: Path = Path(sys.executable).parent, **changes: str) -> di
     """This process's environment, with the tools of the running interpreter first on the PATH."""
     # One thread: the models are tiny, and two threads collapse when something else uses the machine.
     fixed = {"PATH": f"{tools}:{os.environ['PATH']}", "VENV": str(tools.parent), "OMP_NUM_THREADS": "1"}
-    # `make test PYTHON=... TORCH=...` names what the environment is made with, which is no business of the tests.
+    # `make test PYTHON=... TORCH=...` says how to make the environment; the tests use the one that is there.
     inherited = {name: value for name, value in os.environ.items() if name not in ("PYTHON", "TORCH")}
     return {**inherited, **fixed, **changes}
 

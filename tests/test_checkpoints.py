@@ -19,6 +19,7 @@ from pn_fairseq.checkpoints import (
     CheckpointError,
     allow_fairseq_checkpoints,
     check_output_path,
+    checkpoints_to_average,
     find_checkpoints,
     load_checkpoint,
     save_checkpoint,
@@ -332,15 +333,37 @@ def test_find(save_dir, options, expected):
     assert find_checkpoints(save_dir, **options) == [save_dir / f"{name}.pt" for name in expected]
 
 
-def test_find_too_few(save_dir):
-    with pytest.raises(CheckpointError, match="found 5 epoch checkpoints, fewer than the 6 asked for"):
-        find_checkpoints(save_dir, last=6)
-    with pytest.raises(CheckpointError, match="found 1 update checkpoint up to update 999, fewer than the 2 asked for"):
-        find_checkpoints(save_dir, by="update", last=2, upper_bound=999)
-    with pytest.raises(CheckpointError, match="found 0 epoch checkpoints up to epoch 0"):
-        find_checkpoints(save_dir, upper_bound=0)
+def test_find_what_there_is(save_dir):
+    assert len(find_checkpoints(save_dir, last=6)) == 5
+    assert find_checkpoints(save_dir, upper_bound=0) == []
     with pytest.raises(CheckpointError, match="cannot list"):
         find_checkpoints(save_dir / "none", last=1)
+
+
+def test_checkpoints_to_average(save_dir):
+    def names(*args, **options):
+        paths, kind, differs = checkpoints_to_average(save_dir, *args, **options)
+        return [path.name for path in paths], kind, differs.removeprefix(str(save_dir))
+
+    assert names(2) == (["checkpoint10.pt", "checkpoint11.pt"], "epoch", "")
+    found, kind, differs = names(6)
+    assert (len(found), kind) == (5, "epoch")
+    assert differs == " has 5 epoch checkpoints instead of 6 epoch checkpoints: averaging what there is"
+    found, _, differs = names(2, ["update"], upper_bound=999)
+    assert found == ["checkpoint_1_500.pt"] and "1 update checkpoint instead of 2" in differs
+    with pytest.raises(CheckpointError) as error:
+        checkpoints_to_average(save_dir, 2, ["epoch"], upper_bound=0)
+    assert "none of the 2 epoch checkpoints up to epoch 0; it has 5 epoch checkpoints (--by epoch)" in str(error.value)
+    for path in save_dir.glob("checkpoint[0-9]*"):
+        path.rmdir() if path.is_dir() else path.unlink()
+    found, kind, differs = names(2)
+    assert found == ["checkpoint_10_9500.pt", "checkpoint_11_10000.pt"] and kind == "update"
+    assert "2 update checkpoints instead of 2 epoch checkpoints" in differs
+    for path in save_dir.glob("checkpoint_[0-9]*"):
+        path.unlink()
+    assert names(2)[:2] == (["checkpoint_last.pt"], "last") and "taking checkpoint_last.pt alone" in names(2)[2]
+    with pytest.raises(CheckpointError, match="checkpoint_last.pt, which can be named as a file"):
+        checkpoints_to_average(save_dir, 2, ["epoch"])
 
 
 @pytest.mark.parametrize("options", [{"by": "day"}, {"last": 0}, {"last": -1}])

@@ -167,7 +167,7 @@ def test_every_number_of_a_paper_names_its_source(name):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_tokens_per_update_are_what_one_rank_takes(name):
-    """fairseq-hydra-train by itself, on one rank, has the effective batch that scripts/train.sh keeps."""
+    """fairseq-hydra-train without scripts/, on one rank, has the effective batch that scripts/train.sh keeps."""
     cfg, batches = compose_settings(ROOT / f"configs/{name}.yaml", ["task.data=/data"], 1, on_cpu=True)
     (update_freq,) = composed(name).optimization.update_freq
     assert update_freq * composed(name).dataset.max_tokens == cfg.tokens_per_update == batches.tokens_per_update

@@ -47,7 +47,7 @@ def test_a_tool(tmp_path):
 
 
 def test_a_library_raises():
-    """Also beside fairseq, which somebody else's program may have imported."""
+    """Also where the program has imported fairseq."""
     code = "import fairseq.models\nfrom pn_fairseq.norms import PowerNorm"
     result = run(sys.executable, "-c", code, cwd=ROOT, check=False, **{VARIABLE: "fast"})
     assert result.returncode == 1

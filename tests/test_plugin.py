@@ -2,6 +2,7 @@
 
 import shutil
 import sys
+from importlib.util import module_from_spec, spec_from_file_location
 
 import pytest
 
@@ -90,7 +91,7 @@ def test_installed_package_as_user_dir_from_another_folder(installed, tmp_path):
 
 
 def test_checkout_as_user_dir_beside_an_installed_package(installed, tmp_path):
-    """The checkout that --user-dir names is used, whatever is installed."""
+    """The checkout that --user-dir names is used, not the installed package."""
     result = run(sys.executable, "-c", REGISTER, ROOT / "pn_fairseq", cwd=tmp_path, PYTHONPATH=str(installed))
     assert result.stdout.split() == [str(ROOT / "pn_fairseq"), "True"]
 
@@ -101,6 +102,15 @@ def test_user_dir_that_is_the_checkout_itself(tmp_path):
     place = {"cwd": tmp_path, "PYTHONPATH": str(tmp_path / "pn_fairseq")}
     result = run(sys.executable, "-c", REGISTER, tmp_path / "pn_fairseq", **place)
     assert result.stdout.split() == [str(tmp_path / "pn_fairseq/pn_fairseq"), "True"]
+
+
+def test_user_dir_under_another_name_is_refused(monkeypatch):
+    pytest.importorskip("fairseq.models")
+    folder = ROOT / "pn_fairseq"
+    spec = spec_from_file_location("renamed", folder / "__init__.py", submodule_search_locations=[str(folder)])
+    monkeypatch.setitem(sys.modules, "renamed", module_from_spec(spec))
+    with pytest.raises(RuntimeError, match=f"--user-dir {folder}: the folder must be called pn_fairseq"):
+        spec.loader.exec_module(sys.modules["renamed"])
 
 
 def test_importing_the_package_after_fairseq_registers_the_model(tmp_path):

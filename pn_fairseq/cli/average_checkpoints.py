@@ -15,7 +15,7 @@ from pn_fairseq.checkpoints import (
     CheckpointError,
     check_input_path,
     check_output_path,
-    find_checkpoints,
+    checkpoints_to_average,
     load_checkpoint,
     save_checkpoint,
 )
@@ -189,8 +189,9 @@ def _parser() -> ArgumentParser:
     inputs = "the checkpoint files; or one directory (fairseq's --save-dir), together with --last"
     add("--inputs", nargs="+", required=True, metavar="PATH", help=inputs)
     add("--output", required=True, metavar="FILE", type=Path, help="where to write the average; none of the inputs")
-    add("--last", type=int, metavar="N", help="with a directory: average its N newest checkpoints")
-    by = "with a directory: take checkpoint{epoch}.pt (epoch, the default) or checkpoint_{epoch}_{update}.pt (update)"
+    add("--last", type=int, metavar="N", help="with a directory: average its N newest checkpoints, or what there is")
+    by = "with a directory: take checkpoint{epoch}.pt (epoch) or checkpoint_{epoch}_{update}.pt (update); default: "
+    by += "those of epochs, else of updates, else checkpoint_last.pt alone"
     add("--by", choices=("epoch", "update"), help=by)
     bound = "with a directory: leave out checkpoints whose epoch (with --by update: update) number is above K"
     add("--upper-bound", type=int, metavar="K", help=bound)
@@ -212,7 +213,11 @@ def _select(inputs: list[str], last: int | None, by: str | None, upper_bound: in
     if len(paths) == 1 and paths[0].is_dir():
         if last is None:
             raise UserError(f"{paths[0]} is a directory: say with --last N how many of its checkpoints to average")
-        return find_checkpoints(paths[0], by or "epoch", last, upper_bound)[::-1]
+        kinds = (by,) if by else ("epoch",) if upper_bound is not None else ("epoch", "update")
+        chosen, _, differs = checkpoints_to_average(paths[0], last, kinds, upper_bound)
+        if differs:
+            print(f"{TOOL}: note: {differs}", file=sys.stderr)
+        return chosen
     for path in paths:
         if path.is_dir():
             raise UserError(f"--inputs takes files or one directory, and {path} is a directory among several inputs")

@@ -7,7 +7,8 @@
 =============  ===============================================================================================
 
 The fastest that the machine can run is used. ``PN_FAIRSEQ_KERNELS`` forces one; where a forced one cannot compute, that
-is an error and not a fallback. ``python -m pn_fairseq --info`` prints what is in use, and why.
+is an error and not a fallback. The first use of a GPU compares its results with the reference
+(:func:`pn_fairseq.kernels.check.first_use`). ``python -m pn_fairseq --info`` prints what is in use, and why.
 """
 
 from pn_fairseq.kernels.ops import (

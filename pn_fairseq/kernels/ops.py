@@ -106,6 +106,11 @@ def refuse_second_derivative() -> None:
         raise RuntimeError("the norms of pn_fairseq have no second derivative (create_graph=True)")
 
 
+def _parameters(sums: Tensor, needed: tuple[bool, bool], weight: Tensor | None) -> list[Tensor | None]:
+    """The gradients of weight and bias, of those that need one."""
+    return [sums[place].to(weight.dtype) if each else None for place, each in enumerate(needed)]
+
+
 class _Normalize(torch.autograd.Function):
     """``normalize`` by given statistics, differentiable with respect to x, weight and bias."""
 
@@ -122,12 +127,11 @@ class _Normalize(torch.autograd.Function):
     def backward(ctx, dy):
         refuse_second_derivative()
         x, weight, mean, moment, inv_rms = ctx.saved_tensors
-        needs_parameters = any(ctx.needs_input_grad[1:3])
+        needed = ctx.needs_input_grad[1:3]
         dx, parameters, _ = gradient(
-            dy.contiguous(), x, None, weight, mean, moment, None, None, inv_rms, ctx.groups, ctx.eps, needs_parameters
+            dy.contiguous(), x, None, weight, mean, moment, None, None, inv_rms, ctx.groups, ctx.eps, any(needed)
         )
-        dweight, dbias = parameters.to(weight.dtype).unbind() if needs_parameters else (None, None)
-        return dx, dweight, dbias, None, None, None, None
+        return dx, *_parameters(parameters, needed, weight), None, None, None, None
 
 
 def evaluate(
@@ -165,11 +169,6 @@ class _Standardize(torch.autograd.Function):
         needed = ctx.needs_input_grad[1:3]
         dx, sums = standardize_gradient(dy.contiguous(), x, weight, stats, *ctx.rest, any(needed))
         return dx, *_parameters(sums, needed, weight), None, None, None, None
-
-
-def _parameters(sums: Tensor, needed: tuple[bool, bool], weight: Tensor | None) -> list[Tensor | None]:
-    """The gradients of weight and bias, of those that need one."""
-    return [sums[place].to(weight.dtype) if each else None for place, each in enumerate(needed)]
 
 
 def standardized(

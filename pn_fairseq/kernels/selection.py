@@ -80,6 +80,27 @@ def _why_no_triton_on(device: torch.device) -> str:
     return ""
 
 
+#: GPU -> why its results are not used; empty if they are.
+_compared: dict[torch.device, str] = {}
+
+
+def _why_triton_is_off(x: torch.Tensor) -> str:
+    """Why the results of Triton on the GPU of ``x`` are not used; empty if they are. Compares them at the first use."""
+    module, missing = _load_triton()
+    if module is None or module.INTERPRETED or x.device in _compared:
+        return _compared.get(x.device, missing)
+    if torch.cuda.is_current_stream_capturing():  # nothing can be compared in a CUDA graph
+        return ""
+    from pn_fairseq.kernels.check import first_use  # imports norms
+
+    try:
+        off = first_use(module, x.dtype, x.device)
+    except Exception as error:  # what triton raises for a kernel that does not compile
+        off = f"cannot launch a kernel ({_first_line(error)})"
+    _compared[x.device] = f"the installed triton {off}" if off else ""
+    return _compared[x.device]
+
+
 def _first_line(error: Exception) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
@@ -91,7 +112,7 @@ def _warn_without_triton(missing: str) -> None:
 
 def _by_triton(name: str):
     def implementation(*args):
-        missing = _why_no_triton_on(args[0].device)
+        missing = _why_no_triton_on(args[0].device) or _why_triton_is_off(args[0])
         if not missing:
             return getattr(_load_triton()[0], name, OPERATORS[name])(*args)
         if FORCED == "triton":
@@ -175,7 +196,7 @@ def describe() -> dict[str, tuple[str, str]]:
         return {"CPU": cpu, "CUDA": ("none", f"{VARIABLE}=cpp")}
     if not torch.cuda.is_available():
         return {"CPU": cpu, "CUDA": ("none", "no CUDA device")}
-    missing = _why_no_triton()
+    missing = _why_no_triton() or _why_triton_is_off(torch.empty(0, device="cuda"))
     return {"CPU": cpu, "CUDA": ("reference", missing) if missing else ("triton", why)}
 
 

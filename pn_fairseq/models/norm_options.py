@@ -37,11 +37,11 @@ def _bounded(kind, accept, wanted: str):
 
 
 _alpha = _bounded(float, lambda value: 0 < value < 1, "a number strictly between 0 and 1")
-_least_0 = _bounded(float, lambda value: 0 <= value < float("inf"), "a number of at least 0")
 _least_1 = _bounded(float, lambda value: 1 <= value < float("inf"), "a number of at least 1")
 _positive = _bounded(float, lambda value: 0 < value < float("inf"), "a number greater than 0")
-_whole_from_1 = _bounded(int, lambda value: value >= 1, "a whole number of at least 1")
+_not_negative = _bounded(float, lambda value: 0 <= value < float("inf"), "a number of at least 0")
 _count = _bounded(int, lambda value: value >= 0, "a whole number of at least 0")
+_from_1 = _bounded(int, lambda value: value >= 1, "a whole number of at least 1")
 
 
 def _modules(text: str) -> str:
@@ -85,16 +85,16 @@ class NormOptions:
             have it by default; None: as many as attention heads for norms that have it by default, else 0.
         psi_warmup_updates: psi warm-up in optimizer updates; None: that of the learning rate. A variant whose norm
             after the last encoder layer has a warm-up of its own keeps that one there.
-        norm_groups: groups of channels of GN; None: as many as attention heads.
-        norm_detach: what no gradient goes through in DetachNorm: ``mean``, ``std`` or ``mean,std``.
-        ada_k, ada_scale: k and C of AdaNorm.
-        alpha_init: initial alpha of DyT and Derf.
         norm_window: steps that ``mabn`` and ``unified`` average; None: the norm's own.
         outlier_filtration: of ``unified``.
         renorm_updates, renorm_r_max, renorm_d_max: schedule of ``batch-renorm``; None: its own, with updates in
             proportion to the run.
         reg_lambda_mean, reg_lambda_var: factors of the penalty of ``batch-reg``; None: its own.
         fade_updates: length of the fade of ``prep-batch``; None: in proportion to the run.
+        norm_groups: groups of channels of GN; None: as many as attention heads.
+        norm_detach: what no gradient goes through in DetachNorm: ``mean``, ``std`` or ``mean,std``.
+        ada_k, ada_scale: k and C of AdaNorm.
+        alpha_init: initial alpha of DyT and Derf.
         norm_sync: ``on``, ``off`` or ``auto``: whether statistics are taken over all workers; auto: as in the paper.
         no_norm_agreement: leave statistics that are not synchronised as each worker has them when it validates or
             saves.
@@ -112,11 +112,6 @@ class NormOptions:
     norm_alpha_bwd: float = 0.9
     layer_scale_groups: int | None = None
     psi_warmup_updates: int | None = None
-    norm_groups: int | None = None
-    norm_detach: str = "mean,std"
-    ada_k: float = 0.1
-    ada_scale: float = 1.0
-    alpha_init: float = 0.5
     norm_window: int | None = None
     outlier_filtration: bool = False
     renorm_updates: int | None = None
@@ -125,6 +120,11 @@ class NormOptions:
     reg_lambda_mean: float | None = None
     reg_lambda_var: float | None = None
     fade_updates: int | None = None
+    norm_groups: int | None = None
+    norm_detach: str = "mean,std"
+    ada_k: float = 0.1
+    ada_scale: float = 1.0
+    alpha_init: float = 0.5
     norm_sync: str = "auto"
     no_norm_agreement: bool = False
     norm_stats_interval: int = 0
@@ -196,7 +196,7 @@ class NormOptions:
         )
         parser.add_argument(
             "--norm-window",
-            type=_whole_from_1,
+            type=_from_1,
             metavar="M",
             help="training forwards whose statistics UN and MABN average (default: the norm's own, "
             f"{_own_defaults('window')})",
@@ -222,13 +222,13 @@ class NormOptions:
         )
         parser.add_argument(
             "--renorm-d-max",
-            type=_least_0,
+            type=_not_negative,
             metavar="D",
             help=f"BRN's d_max at the end of its schedule (default: {_own_defaults('renorm_d_max')})",
         )
         parser.add_argument(
             "--reg-lambda-mean",
-            type=_least_0,
+            type=_not_negative,
             metavar="L",
             help="factor of RBN's penalty on the distance of the mean of a batch from the running mean. The penalty is "
             "added once per batch to the loss, which is a sum over tokens (default: "
@@ -236,7 +236,7 @@ class NormOptions:
         )
         parser.add_argument(
             "--reg-lambda-var",
-            type=_least_0,
+            type=_not_negative,
             metavar="L",
             help="the same for the standard deviation, with --norm-variant release for the variance (default: "
             f"{_own_defaults('lambda_var')})",
@@ -250,7 +250,7 @@ class NormOptions:
         )
         parser.add_argument(
             "--norm-groups",
-            type=_whole_from_1,
+            type=_from_1,
             metavar="G",
             help="groups of channels that the norm group normalizes each alone (default: as many as attention heads)",
         )
@@ -261,7 +261,9 @@ class NormOptions:
             help="what no gradient goes through in the norm detach: mean, std or mean,std "
             f"(default: {default.norm_detach})",
         )
-        parser.add_argument("--ada-k", type=_least_0, metavar="K", help=f"k of the norm ada (default: {default.ada_k})")
+        parser.add_argument(
+            "--ada-k", type=_not_negative, metavar="K", help=f"k of the norm ada (default: {default.ada_k})"
+        )
         parser.add_argument(
             "--ada-scale",
             type=_positive,
@@ -365,11 +367,6 @@ class NormOptions:
             "lambda_mean": self.reg_lambda_mean,
             "lambda_var": self.reg_lambda_var,
             "fade_updates": self.fade_updates,
-            "groups": heads if self.norm_groups is None else self.norm_groups,
-            "detach": self.norm_detach,
-            "ada_k": self.ada_k,
-            "ada_scale": self.ada_scale,
-            "alpha_init": self.alpha_init,
         }
         norm = build_norm(
             name,
@@ -378,6 +375,11 @@ class NormOptions:
             eps=self.norm_eps,
             layer_scale_groups=self._default_groups(name, heads) if groups is None else groups,
             psi_warmup_updates=(self.psi_warmup_updates or 0) if own_warmup is None else own_warmup,
+            groups=heads if self.norm_groups is None else self.norm_groups,
+            detach=self.norm_detach,
+            ada_k=self.ada_k,
+            ada_scale=self.ada_scale,
+            alpha_init=self.alpha_init,
             sync=cls.transformer_defaults.get("sync", entry.sync)
             if self.norm_sync == "auto"
             else self.norm_sync == "on",

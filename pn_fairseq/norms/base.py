@@ -27,15 +27,15 @@ class ChannelNorm(nn.Module):
         ValueError: an argument or an input does not fit; the message holds its value.
     """
 
-    #: Which of ``weight`` (gain, initially 1) and ``bias`` (initially 0), (C,), the norm has.
-    learned: tuple[str, ...] = ("weight", "bias")
-
     #: Whether a token's y in training depends on other tokens of the batch, those after it among them: "never",
     #: "always", or "at first": no longer once warm-ups and schedules are over, in channels where nothing is clipped.
     mixes_tokens = "never"
 
     #: Options that a transformer gives this class unless they are asked for, in place of the registry entry's.
     transformer_defaults: dict = {}
+
+    #: Which of ``weight`` (gain, initially 1) and ``bias`` (initially 0), (C,), the norm has.
+    learned: tuple[str, ...] = ("weight", "bias")
 
     def __init__(
         self,

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from pn_fairseq.norms.batch import MaskedBatchNorm
-from pn_fairseq.norms.checks import check_least
+from pn_fairseq.norms.checks import check_real
 from pn_fairseq.norms.tokens import Moments, Step, Tokens
 
 
@@ -57,8 +57,8 @@ class RegularizedBatchNorm(MaskedBatchNorm):
         **common,
     ):
         super().__init__(num_features, alpha_fwd=alpha_fwd, **common)
-        self.lambda_mean = check_least("lambda_mean", lambda_mean, minimum=0)
-        self.lambda_var = check_least("lambda_var", lambda_var, minimum=0)
+        self.lambda_mean = check_real("lambda_mean", lambda_mean, minimum=0)
+        self.lambda_var = check_real("lambda_var", lambda_var, minimum=0)
 
     def forward_pass(self, tokens: Tokens, step: Step) -> Tensor:
         step.mean, step.var = self.snapshot(self.running_mean), self.snapshot(self.running_var)

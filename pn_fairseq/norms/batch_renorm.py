@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from pn_fairseq.norms.batch import BatchStatsNorm
-from pn_fairseq.norms.checks import check_least, check_whole
+from pn_fairseq.norms.checks import check_real, check_whole
 from pn_fairseq.norms.tokens import Moments, Step, Tokens
 
 
@@ -59,8 +59,8 @@ class BatchRenorm(BatchStatsNorm):
     ):
         super().__init__(num_features, alpha_fwd=alpha_fwd, **common)
         self.renorm_updates = check_whole("renorm_updates", renorm_updates, minimum=0)
-        self.renorm_r_max = check_least("renorm_r_max", renorm_r_max, minimum=1)
-        self.renorm_d_max = check_least("renorm_d_max", renorm_d_max, minimum=0)
+        self.renorm_r_max = check_real("renorm_r_max", renorm_r_max, minimum=1)
+        self.renorm_d_max = check_real("renorm_d_max", renorm_d_max, minimum=0)
         self.add_state("running_mean", 0.0)
         self.add_state("running_var", 1.0)
 

@@ -28,13 +28,6 @@ def check_positive(name: str, value) -> float:
     return float(value)
 
 
-def check_least(name: str, value, minimum: float) -> float:
-    """``value`` as a float, if it is finite and at least ``minimum``."""
-    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value) or value < minimum:
-        raise ValueError(f"{name}={value!r} must be a number of at least {minimum}")
-    return float(value)
-
-
 def check_alpha(name: str, value) -> float:
     """``value`` as a float, if it lies in the open interval (0, 1)."""
     if isinstance(value, bool) or not isinstance(value, Real) or not 0 < value < 1:

@@ -76,7 +76,8 @@ class ProgressiveBatchNorm(MaskedBatchNorm):
         return y + share * F.layer_norm(h, (self.num_features,), eps=self.eps)
 
     def further_parameters(self) -> tuple[Tensor, ...]:
-        return (self.rep_alpha,) if self.affine else ()
+        # LN's among them: a parameter that loses its gradient after the fade would stop DistributedDataParallel.
+        return (self.rep_alpha, self.ln_weight, self.ln_bias) if self.affine else ()
 
     def forward_pass(self, tokens: Tokens, step: Step) -> Tensor:
         batch = self.batch_moments(tokens)
@@ -93,7 +94,8 @@ class ProgressiveBatchNorm(MaskedBatchNorm):
         if not tokens.further:
             return dx, parameters
         by_alpha = (sigma * parameters[0] + batch.mean * parameters[1]).sum()[None]
-        return dx, parameters, by_alpha.to(tokens.further[0].dtype)
+        of_layer = (torch.zeros_like(each) for each in tokens.further[1:])
+        return dx, parameters, by_alpha.to(tokens.further[0].dtype), *of_layer
 
     def _affine(self, weight, bias, further, mean: Tensor, moment: Tensor) -> tuple[Tensor, Tensor]:
         r"""Factors of :math:`\hat x` and 1 in RepBN: as x = D x_hat + mu, they are gamma + alpha D, beta + alpha mu."""

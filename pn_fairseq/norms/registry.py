@@ -94,15 +94,6 @@ NORMS: dict[str, NormEntry] = {
         sync=False,  # as in the paper, Section 5
         variants={"release": PowerNormRelease},
     ),
-    "none": NormEntry(NoNorm, "none", "no normalization (none)"),
-    "layer-simple": NormEntry(LayerNormSimple, "lns", "layer normalization without gain and bias (LN-simple)"),
-    "detach": NormEntry(DetachNorm, "dn", "LN-simple without the gradient of mean or deviation (DetachNorm)"),
-    "ada": NormEntry(AdaNorm, "ada", "adaptive normalization (AdaNorm)", variants={"release": AdaNormRelease}),
-    "rms": NormEntry(RMSNorm, "rms", "root mean square normalization (RMSNorm)", variants={"release": RMSNormRelease}),
-    "scale": NormEntry(ScaleNorm, "sn", "a learned length for every token (ScaleNorm)"),
-    "group": NormEntry(GroupNorm, "gn", "layer normalization of groups of channels (GN)"),
-    "dyt": NormEntry(DynamicTanh, "dyt", "dynamic tanh in the place of a norm (DyT)"),
-    "derf": NormEntry(DynamicErf, "derf", "dynamic erf in the place of a norm (Derf)"),
     "batch-renorm": NormEntry(BatchRenorm, "brn", "batch renormalization (BRN)"),
     "mabn": NormEntry(MovingAverageBatchNorm, "mabn", "moving average batch normalization (MABN)"),
     "unified": NormEntry(UnifiedNorm, "un", "unified normalization (UN)", variants={"release": UnifiedNormRelease}),
@@ -115,6 +106,15 @@ NORMS: dict[str, NormEntry] = {
     "prep-batch": NormEntry(
         ProgressiveBatchNorm, "prepbn", "layer normalization that fades into re-parameterized BN (PRepBN)"
     ),
+    "none": NormEntry(NoNorm, "none", "no normalization (none)"),
+    "layer-simple": NormEntry(LayerNormSimple, "lns", "layer normalization without gain and bias (LN-simple)"),
+    "detach": NormEntry(DetachNorm, "dn", "LN-simple without the gradient of mean or deviation (DetachNorm)"),
+    "ada": NormEntry(AdaNorm, "ada", "adaptive normalization (AdaNorm)", variants={"release": AdaNormRelease}),
+    "rms": NormEntry(RMSNorm, "rms", "root mean square normalization (RMSNorm)", variants={"release": RMSNormRelease}),
+    "scale": NormEntry(ScaleNorm, "sn", "a learned length for every token (ScaleNorm)"),
+    "group": NormEntry(GroupNorm, "gn", "layer normalization of groups of channels (GN)"),
+    "dyt": NormEntry(DynamicTanh, "dyt", "dynamic tanh in the place of a norm (DyT)"),
+    "derf": NormEntry(DynamicErf, "derf", "dynamic erf in the place of a norm (Derf)"),
 }
 
 #: As in the papers, or as in the code that their authors released where that computes something else.
@@ -151,7 +151,7 @@ def load_norms(path: str) -> None:
     if module_name in sys.modules:
         return
     if not file.is_file():
-        raise ValueError(f"norm module {path!r} is not a file")
+        raise ValueError(f"norm module {path!r} is not a file; check the name, or give its absolute path")
     spec = importlib.util.spec_from_file_location(module_name, file)
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module

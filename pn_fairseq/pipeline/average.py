@@ -12,11 +12,8 @@ from pn_fairseq.pipeline.command import ArgumentParser, UserError, command
 from pn_fairseq.pipeline.files import atomic_write
 from pn_fairseq.pipeline.runs import Run, open_run
 
-#: --by -> the setting that says how many of these fairseq keeps, and how their files are called.
-KEPT = {
-    "epoch": ("checkpoint.keep_last_epochs", "checkpoint[0-9]*.pt"),
-    "update": ("checkpoint.keep_interval_updates", "checkpoint_[0-9]*_[0-9]*.pt"),
-}
+#: --by -> the setting that says how many of these fairseq keeps.
+KEPT = {"epoch": "checkpoint.keep_last_epochs", "update": "checkpoint.keep_interval_updates"}
 
 
 def _parser() -> ArgumentParser:
@@ -31,8 +28,8 @@ def _parser() -> ArgumentParser:
     )
     add = parser.add_argument
     add("--run", type=Path, metavar="DIR", help="a run of scripts/train.sh")
-    last = "how many checkpoints (default: average_last of the configuration, else as many as the run keeps; or all if "
-    add("--last", type=int, metavar="N", help=f"{last}there are fewer)")
+    last = "how many checkpoints (default: average_last of the configuration, else as many as the run keeps); if there "
+    add("--last", type=int, metavar="N", help=f"{last}are fewer, those, and it says so")
     by = "checkpoints of epochs or of updates (default: those that the run keeps)"
     add("--by", choices=KEPT, help=by)
     add("--output", type=Path, metavar="FILE", help="default DIR/checkpoints/averaged.pt")
@@ -50,32 +47,23 @@ def say(text: str) -> None:
     print(f"[average] {text}", file=sys.stderr, flush=True)
 
 
-def choose(run: Run, by: str | None, last: int | None) -> tuple[list[Path], str, int]:
-    """The checkpoints to average, oldest first, what they are counted in, and how many they are."""
-    from pn_fairseq.checkpoints import find_checkpoints
+def choose(run: Run, by: str | None, last: int | None) -> tuple[list[Path], str]:
+    """The checkpoints to average, oldest first, and what they are counted in."""
+    from pn_fairseq.checkpoints import checkpoints_to_average
 
-    asked = by
-    if by is None:
-        by = "update" if run.get(KEPT["update"][0], -1) > 0 else "epoch"
-    setting, pattern = KEPT[by]
+    if last is not None and last < 1:
+        raise UserError(f"--last must be a whole number of at least 1, not '{last}'")
+    kept = by or ("update" if run.get(KEPT["update"], -1) > 0 else "epoch")
     if last is None:
-        last = run.get(setting, -1)
-        if last == -1:
+        last = run.get(KEPT[kept], -1)
+        if last < 1:
             raise UserError(f"'{run.path}' keeps all checkpoints: say how many to average with --last")
         last = run.average_last or last
-        there = len(list(run.checkpoints.glob(pattern)))
-        final = run.checkpoints / "checkpoint_last.pt"
-        if not there and asked is None and final.is_file():
-            say(f"the training ended before its first {by} checkpoint: its last state is taken alone")
-            return [final], by, 1
-        if not there:
-            raise UserError(f"'{run.checkpoints}' has no {by} checkpoint yet (scripts/train.sh makes them)")
-        if there < last:
-            say(f"the run has {there} checkpoints, not yet the {last} to be averaged: averaging these")
-            last = there
-    if last < 1:
-        raise UserError(f"--last must be a whole number of at least 1, not '{last}'")
-    return find_checkpoints(run.checkpoints, by, last)[::-1], by, last
+    kinds = (by,) if by else (kept, *(KEPT.keys() - {kept}))
+    paths, kind, differs = checkpoints_to_average(run.checkpoints, last, kinds)
+    if differs:
+        say(differs)
+    return paths, kind
 
 
 @command("average.sh", OSError)
@@ -88,8 +76,8 @@ def main(argv: list[str] | None = None) -> int:
     from pn_fairseq.cli.average_checkpoints import average
 
     try:
-        paths, by, last = choose(run, args.by, args.last)
-        made, how = output.with_name(f"{output.name}.made"), f"{by} {last}"
+        paths, kind = choose(run, args.by, args.last)
+        made, how = output.with_name(f"{output.name}.made"), f"{kind} {len(paths)}"
         if args.recalibrate:
             about = (run.data or run.bin) / ("settings" if run.data else "preprocess.log")
             how += f" recalibrated on {hashlib.sha256(about.read_bytes()).hexdigest()[:16]}"

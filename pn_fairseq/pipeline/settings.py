@@ -107,25 +107,26 @@ def compose(config: Path, overrides: Sequence[str], world_size: int, on_cpu: boo
     for name in names:
         if name.removeprefix("distributed_training.distributed_") in DERIVED:
             raise UserError(f"{name} cannot be set here; it follows from NPROC, NNODES, ... (see --help)")
-    cfg = _read(config, given)
+    unresolved = _read(config, given)
+    cfg = _resolved(unresolved)
     batches = _batches(config, cfg, given, names, own.get("tokens_per_update"), world_size)
-    # Composed again with what follows from the number of ranks, since other settings refer to these.
+    # What follows from the number of ranks. Resolved again, since other settings refer to these.
     derived = {"distributed_training.distributed_world_size": world_size, "distributed_training.device_id": 0}
     if batches.max_tokens is not None:
         derived["optimization.update_freq"] = [batches.update_freq]
         derived["dataset.max_tokens"] = batches.max_tokens
         derived["dataset.max_tokens_valid"] = cfg.dataset.max_tokens_valid  # validation is not part of an update
     if world_size > 1:
-        derived["distributed_training.distributed_no_spawn"] = "true"
-        derived["distributed_training.distributed_init_method"] = "'env://'"
+        derived["distributed_training.distributed_no_spawn"] = True
+        derived["distributed_training.distributed_init_method"] = "env://"
         if on_cpu and "distributed_training.distributed_backend" not in names:
             derived["distributed_training.distributed_backend"] = "gloo"
     if on_cpu and cfg.common.fp16 and not cfg.common.memory_efficient_fp16:
-        derived["common.fp16_no_flatten_grads"] = "true"  # fairseq asks CUDA when it flattens them
+        derived["common.fp16_no_flatten_grads"] = True  # fairseq asks CUDA when it flattens them
     average_last = _whole("average_last", own.get("average_last", _average_last(cfg)), least=0) or None
-    if any(str(OmegaConf.select(cfg, key)) != str(value) for key, value in derived.items()):
-        kept = [override for override in given if override.partition("=")[0].lstrip("+~") not in derived]
-        cfg = _read(config, [*kept, *(f"++{key}={value}" for key, value in derived.items())])
+    for key, value in derived.items():
+        OmegaConf.update(unresolved, key, value)
+    cfg = _resolved(unresolved)
     with open_dict(cfg):
         cfg.tokens_per_update, cfg.average_last, cfg.scoring = batches.tokens_per_update, average_last, None
     return cfg, batches
@@ -136,15 +137,23 @@ _register = functools.cache(hydra_init)
 
 
 def _read(config: Path, overrides: Sequence[str]) -> DictConfig:
-    """The settings as fairseq-hydra-train composes them, plain values only, every key checked."""
+    """The settings as fairseq-hydra-train composes them, every key checked."""
     try:
         _register(config.stem)
         with warnings.catch_warnings(action="ignore"), initialize_config_dir(str(config.parent), version_base="1.1"):
             cfg = hydra_compose(config_name=config.stem, overrides=list(overrides))
         check_keys(cfg)
         add_defaults(cfg)
-        return OmegaConf.create(OmegaConf.to_container(cfg, resolve=True, enum_to_str=True))
+        return cfg
     except (HydraException, OmegaConfBaseException) as error:
+        raise UserError(_one_line(error)) from error
+
+
+def _resolved(cfg: DictConfig) -> DictConfig:
+    """A copy with plain values only."""
+    try:
+        return OmegaConf.create(OmegaConf.to_container(cfg, resolve=True, enum_to_str=True))
+    except OmegaConfBaseException as error:
         raise UserError(_one_line(error)) from error
 
 

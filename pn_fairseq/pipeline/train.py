@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import fcntl
 import hashlib
+import importlib.util
 import json
 import logging
 import os
@@ -133,6 +134,11 @@ def _main(args, argv: list[str], place: Place, config: Path, data: Path, run: Pa
     }
     overrides = [f"{key}={quoted(path)}" for key, path in where.items()] + args.settings
     cfg, batches = compose(config, overrides, place.world_size, not place.gpu)
+    if cfg.common.wandb_project:
+        # fairseq trains without it, and says so in its log alone. A folder of runs, ./wandb, can be imported, too.
+        if getattr(importlib.util.find_spec("wandb"), "origin", None) is None:
+            raise UserError("common.wandb_project needs Weights & Biases, which is not installed: pip install wandb")
+        os.environ.setdefault("WANDB_DIR", str(run))
     if args.check:
         return 0
     check_model(cfg, data, batches)

@@ -330,9 +330,8 @@ def test_a_copy_among_the_inputs_gives_a_warning(tmp_path, capsys):
         ("dir", ["--last", "0"], ["--last 0"]),
         ("dir", ["--last", "-3"], ["--last -3"]),
         ("dir", ["--last", "two"], ["--last", "invalid int value"]),
-        ("dir", ["--last", "4"], ["found 3 epoch checkpoints", "fewer than the 4", "--last 3 averages all of them"]),
-        ("dir", ["--last", "2", "--upper-bound", "1"], ["found 1 epoch checkpoint up to epoch 1", "2"]),
-        ("dir", ["--last", "1", "--by", "update"], ["found 0 update checkpoints", "--by epoch takes the 3 epoch"]),
+        ("dir", ["--last", "2", "--upper-bound", "0"], ["none of the 2 epoch checkpoints up to epoch 0"]),
+        ("dir", ["--last", "1", "--by", "update"], ["none of the 1 update", "3 epoch checkpoints (--by epoch)"]),
         ("dir", ["--last", "1", "--by", "step"], ["--by", "invalid choice"]),
         ("dir", [], ["is a directory", "--last"]),
         ("files", ["--last", "2"], ["--last", "files"]),
@@ -411,7 +410,7 @@ def test_one_checkpoint_in_memory_at_a_time(tmp_path, monkeypatch):
     alive = []
 
     class Counted(OrderedDict):
-        """A model dict that tells how many of its kind still hold a floating-point tensor."""
+        """A model dict that counts how many of its kind still hold a floating-point tensor."""
 
     def counting_load(path):
         assert not any(value is not None for model in alive for value in model.values())
@@ -425,11 +424,23 @@ def test_one_checkpoint_in_memory_at_a_time(tmp_path, monkeypatch):
     assert len(alive) == 4
 
 
-def test_what_a_short_run_has_is_named(tmp_path, capsys):
-    for name in ("best", "last"):
-        write(tmp_path / f"checkpoint_{name}.pt", {"w": torch.ones(1)}, 3)
-    result = run_main(capsys, "--inputs", tmp_path, "--last", 5, "--output", tmp_path / "out.pt")
-    assert_one_line_error(result, "checkpoint_best.pt and checkpoint_last.pt can be named as files")
+def test_a_short_run_is_averaged_as_far_as_it_goes(tmp_path, capsys):
+    output = tmp_path / "out.pt"
+
+    def average():
+        code, _, err = run_main(capsys, "--inputs", tmp_path, "--last", 5, "--output", output)
+        assert code == 0 and err.count("\n") == 1 and f"note: {tmp_path} has " in err
+        return load_checkpoint(output)["model"]["w"].item(), err
+
+    write(tmp_path / "checkpoint_last.pt", {"w": torch.ones(1)}, 3)
+    value, said = average()
+    assert value == 1 and "none of the 5 epoch checkpoints: taking checkpoint_last.pt alone" in said
+    write(tmp_path / "checkpoint_1_2.pt", {"w": torch.full((1,), 3.0)}, 2)
+    value, said = average()
+    assert value == 3 and "1 update checkpoint instead of 5 epoch checkpoints" in said
+    write_values(tmp_path, [[4.0], [6.0]])
+    value, said = average()
+    assert value == 5 and "2 epoch checkpoints instead of 5" in said
 
 
 def test_exit_codes_of_the_process(tmp_path):

@@ -71,7 +71,7 @@ DIMENSIONS = [
 
 
 def ours(dictionary: Dictionary, **flags):
-    """A model of ours with random weights and statistics, its settings, and what it is called."""
+    """This project's model with random weights and statistics, and its settings."""
     from fairseq.models import ARCH_MODEL_REGISTRY
 
     flags = {"decoder_norm": "layer", "share_all_embeddings": True, **flags}

@@ -69,7 +69,7 @@ def test_unknown_choice_is_refused():
 @pytest.mark.parametrize("encoder_norm", ["batch", "power-v", "power"])
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_a_batch_that_is_ignored_leaves_no_trace(encoder_norm, checkpointed):
-    """fairseq gives a worker without data an old batch, and multiplies its loss by 0."""
+    """fairseq gives a rank without data an old batch, and multiplies its loss by 0."""
     model = build("transformer_pn_tiny", encoder_norm=encoder_norm, checkpoint_activations=checkpointed)
     src, prev = padded_batch(0)
     for update in range(2):

@@ -41,7 +41,7 @@ def loaded(who, state, *reset, **also):
     return early_stopping.load(load, who, "x.pt", *reset, **also)
 
 
-#: What ``call_main`` looks at, for a training on one worker.
+#: What ``call_main`` looks at, for a training on one rank.
 ALONE = OmegaConf.create(
     {
         "distributed_training": {
@@ -100,11 +100,11 @@ def test_a_training_from_the_weights_of_another_begins_to_count(reset, also):
 @pytest.mark.parametrize(
     ("before", "position", "now", "expected"),
     [
-        # 5 updates of 4 batches of one worker are 5 updates of 1 batch of four, or of 2 of two.
+        # 5 updates of 4 batches on one rank are 5 updates of 1 batch on four ranks, or of 2 on two.
         (trainer(1, 400, (4,)), 20, trainer(4, 400, (1,)), 5),
         (trainer(1, 400, (4,)), 20, trainer(2, 400, (2,)), 10),
         (trainer(4, 400, (1,)), 5, trainer(1, 400, (4,)), 20),
-        # 3 workers with 533 tokens each.
+        # 3 ranks with 533 tokens each.
         (trainer(1, 400, (4,)), 20, trainer(3, 533, (1,)), 5),
         (trainer(1, 400, (4,)), 20, trainer(1, 400, (4,)), 20),
         # Another number of tokens in an update: the same share of the data, to whole updates.

@@ -150,6 +150,82 @@ def test_passes_over_the_tokens(shape, groups, mask, dtype):
         check("parameters", sums[0], factor=4), check("products", sums[1], factor=4)
 
 
+#: centered, factor, inside, outside, least; gain, curve; through the mean, through the divisor; weight and bias.
+PER_TOKEN = [
+    ((True, 1.0, EPS, 0.0, 0.0), (1.0, 0.0), (True, True), True),  # GN
+    ((True, 1.0, EPS, 0.0, 0.0), (1.0, 0.0), (False, True), False),  # DetachNorm
+    ((True, 1.0, EPS, 0.0, 0.0), (2.0, -0.2), (True, False), False),
+    ((True, 1.25, 0.0, 1e-3, 0.0), (2.0, -0.2), (True, True), False),  # AdaNorm
+    ((False, 1.0, EPS, 0.0, 0.0), (1.0, 0.0), (False, True), True),  # RMSNorm
+    ((False, 12.0, 0.0, 0.0, 6.0), (1.0, 0.0), (False, True), True),  # ScaleNorm, some tokens below the bound
+]
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=lambda dtype: str(dtype)[6:])
+@pytest.mark.parametrize(("divisor", "curve", "through", "affine"), PER_TOKEN)
+@pytest.mark.parametrize(("shape", "groups"), [(shape, max(groups, 1)) for shape, groups in SHAPES])
+def test_statistics_of_a_token(shape, groups, divisor, curve, through, affine, dtype):
+    """By torch's differentiation in float64."""
+    x, dy, _, (weight, bias, *_) = make(shape, "none", dtype)
+    wide, gain, shift = (value.double().requires_grad_() for value in (x, weight, bias))
+    centered, factor, inside, outside, least = divisor
+
+    def seen(value, goes_through):
+        return value if goes_through else value.detach()
+
+    h = wide.unflatten(-1, (groups, shape[-1] // groups))
+    mean = h.mean(-1, keepdim=True) if centered else torch.zeros(1, dtype=torch.float64)
+    # 1e-60: the derivative of a root is infinite at 0, where a group has one channel.
+    root = (factor * (h - mean).square().mean(-1, keepdim=True) + inside + 1e-60).sqrt() + outside
+    z = (h - seen(mean, through[0])) / seen(root.clamp(min=least), through[1])
+    expected = (z * (curve[0] + curve[1] * z.detach())).flatten(-2)
+    if affine:
+        expected = expected * gain + shift
+    expected.backward(dy.double())
+    given = (weight, bias) if affine else (None, None)
+    y, stats = OPS.standardize(x, *given, groups, *divisor, *curve)
+    dx, sums = OPS.standardize_gradient(dy, x, given[0], stats, groups, *curve, *through, affine)
+    steep = (1 / root).max().double() * dy.double().abs().max() if x.numel() else torch.zeros(())
+    assert_close(y, expected.detach(), dtype, "y", 4.0 if dtype == torch.float32 else 2.0)
+    assert_close(dx, wide.grad, dtype, "dx", 8.0 if dtype == torch.float32 else 2.0, steep)
+    assert y.dtype == dx.dtype == dtype and stats.dtype == reference.acc_dtype(x)
+    assert stats.shape == (3, *shape[:-1], groups)
+    if affine:
+        for found, leaf in zip(sums, (gain, shift), strict=True):
+            assert_close(found, leaf.grad, dtype, "sums", 8.0, dy.double().abs().sum().detach() / max(shape[-1], 1))
+    else:
+        assert sums.numel() == 0
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=lambda dtype: str(dtype)[6:])
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("erf", [True, False])
+@pytest.mark.parametrize("shape", [(5, 3, 64), (3, 7, 67), (1, 1), (700, 33), (4, 0, 8)])
+def test_squashing(shape, erf, affine, dtype):
+    """By torch's differentiation in float64."""
+    x, dy, _, (weight, bias, alpha, shift) = make(shape, "none", dtype)
+    alpha, shift = alpha[:1] * 0.7, shift[:1] - 1 if erf else None
+    leaves = [None if value is None else value.double().requires_grad_() for value in (x, weight, bias, alpha, shift)]
+    argument = leaves[0] * leaves[3] + (0 if shift is None else leaves[4])
+    expected = torch.erf(argument) if erf else torch.tanh(argument)
+    if affine:
+        expected = expected * leaves[1] + leaves[2]
+    expected.backward(dy.double())
+    given = (weight, bias) if affine else (None, None)
+    y = OPS.squash(x, *given, alpha, shift, erf)
+    dx, sums, scalars = OPS.squash_gradient(dy, x, given[0], alpha, shift, erf)
+    assert y.dtype == dx.dtype == dtype and sums.dtype == scalars.dtype == reference.acc_dtype(x)
+    assert_close(y, expected.detach(), dtype, "y", 2.0)
+    assert_close(dx, leaves[0].grad, dtype, "dx", 4.0)
+    terms = dy.double().abs().sum() * (x.double().abs().max() + 1 if x.numel() else 1)
+    if affine:
+        assert_close(sums[0], leaves[1].grad, dtype, "dweight", 4.0, terms / shape[-1])
+        assert_close(sums[1], leaves[2].grad, dtype, "dbias", 4.0, terms / shape[-1])
+    assert_close(scalars[0], leaves[3].grad[0], dtype, "dalpha", 4.0, terms)
+    if erf:
+        assert_close(scalars[1], leaves[4].grad[0], dtype, "dshift", 4.0, terms)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("fault", ["none", "no token", "batch", "products"])
 @pytest.mark.parametrize("warmup", [0, 4, 9])
@@ -210,7 +286,7 @@ def test_results_larger_than_the_caches(implementation, channels, dtype):
 
 
 def test_half_types_are_rounded_once():
-    """Each value is the nearest one to what float64 gives, or next to it where float32 arithmetic could not tell."""
+    """Each value is the float64 result rounded, or a neighbour of that where float32 arithmetic is not exact enough."""
     for dtype in (torch.float16, torch.bfloat16):
         x, _, _, (weight, bias, moment, _) = make((64, 40), "none", dtype)
         arguments = (weight, bias, None, moment, None, None, 4, EPS, False)
@@ -309,6 +385,13 @@ def samples():
         yield "gradient_sums", (dy, x, padding, weight, nu if groups else None, moment, inv_rms, groups, EPS)
         yield "gradient", (dy, x, None, weight.bfloat16(), *[None] * 4, inv_rms, groups, EPS, False)
         yield "gradient", (dy, x, padding, weight, bias, moment, nu, bias, inv_rms, groups, EPS, True)
+        divisor = (groups == 0, 1.0, EPS, 0.0, 0.0)
+        _, stats = kernels.OPERATORS["standardize"](x, None, None, 3, *divisor, 1.0, 0.0)
+        for gain in (weight, None):
+            yield "standardize", (x, gain, gain, 3, *divisor, 1.0, -0.1)
+            yield "standardize_gradient", (dy, x, gain, stats, 3, 1.0, -0.1, True, True, gain is not None)
+            yield "squash", (x, gain, gain, bias[:1], nu[:1] if groups else None, groups == 0)
+            yield "squash_gradient", (dy, x, gain, bias[:1], nu[:1] if groups else None, groups == 0)
     products, tracked = torch.randn(2, 12), torch.tensor(1)
     yield "running_average", (moment, None, tracked, moment, None, products, count, 0, ALPHA)
     yield "running_average", (moment, nu, tracked, moment, nu, products, count, 5, ALPHA)

@@ -1,4 +1,4 @@
-"""Which implementation is in use, by choice, by force, and where there is no compiler."""
+"""Which implementation is used: by default, when it is forced, and without a compiler."""
 
 import importlib.util
 import os
@@ -38,7 +38,7 @@ def test_reference_can_be_forced():
 
 def test_cpp_can_be_forced_where_it_was_compiled():
     result = info(PN_FAIRSEQ_KERNELS="cpp")
-    if importlib.util.find_spec(EXTENSION):  # whatever is forced in this process
+    if importlib.util.find_spec(EXTENSION):  # also where another is forced in this process
         assert result.returncode == 0 and "kernels on CPU: cpp (PN_FAIRSEQ_KERNELS=cpp" in result.stdout
     else:
         assert result.returncode == 2 and result.stdout == ""
@@ -90,6 +90,7 @@ class Gpu:
         monkeypatch.setattr(torch.version, "cuda", "12.8")
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU")
+        monkeypatch.setattr(selection, "_compared", {torch.device("cpu"): ""})  # tests/kernels/test_first_use.py
 
     def normalize(self):
         x = torch.tensor([[1.0, -2.0]])

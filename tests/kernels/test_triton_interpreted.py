@@ -32,7 +32,7 @@ def test_operators():
 @pytest.mark.slow
 def test_all_norm_tests():
     """With everything computed by Triton, which it refuses to do without the interpreter."""
-    run("norms", select="not workers and not sync", PN_FAIRSEQ_KERNELS="triton", timeout=7200)
+    run("norms", select="not sync", PN_FAIRSEQ_KERNELS="triton", timeout=7200)
 
 
 def test_forced_without_a_gpu():

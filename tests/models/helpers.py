@@ -1,40 +1,13 @@
-"""A task without data and models built on it, as fairseq's command line would build them."""
+"""Batches and binarized data for models without a corpus."""
 
-from argparse import Namespace
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
-from fairseq.data import Dictionary
 from fairseq.data.indexed_dataset import make_builder
-from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_REGISTRY
 
-import pn_fairseq.models  # noqa: F401 (registers the architectures)
+from benchmarks.models import VOCABULARY, arch_args, build, make_dictionary, make_task
 
-VOCABULARY = 100
-
-
-def make_dictionary(size: int = VOCABULARY) -> Dictionary:
-    dictionary = Dictionary()
-    for index in range(size - len(dictionary)):
-        dictionary.add_symbol(f"w{index}")
-    return dictionary
-
-
-def make_task(vocabulary: int = VOCABULARY):
-    dictionary = make_dictionary(vocabulary)
-    return SimpleNamespace(source_dictionary=dictionary, target_dictionary=dictionary)
-
-
-def arch_args(arch: str, **flags) -> Namespace:
-    """The settings that ``--arch ARCH`` and the given flags lead to."""
-    args = Namespace(arch=arch, **{"share_all_embeddings": True, **flags})
-    ARCH_CONFIG_REGISTRY[arch](args)
-    return args
-
-
-def build(arch: str, vocabulary: int = VOCABULARY, **flags):
-    return ARCH_MODEL_REGISTRY[arch].build_model(arch_args(arch, **flags), make_task(vocabulary))
+__all__ = ["VOCABULARY", "arch_args", "build", "make_dictionary", "make_task", "padded_batch", "write_data"]
 
 
 def padded_batch(seed: int = 0, batch: int = 3, source: int = 7, target: int = 5):

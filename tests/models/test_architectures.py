@@ -30,7 +30,7 @@ NORM_PARAMETERS = {
 
 
 def expected_parameters(name: str, width: int, inner: int, layers: int) -> int:
-    """Parameters of a pre-norm transformer with one embedding for everything, counted by hand."""
+    """Parameters of a pre-norm transformer with one shared embedding, counted by hand."""
     attention = 4 * (width * width + width)
     feed_forward = width * inner + inner + inner * width + width
     layer_norm = 2 * width

@@ -38,15 +38,15 @@ def test_choices_are_the_registry(capsys):
         ("--norm-eps", "small"),
         ("--layer-scale-groups", "-1"),
         ("--psi-warmup-updates", "2.5"),
+        ("--norm-window", "0"),
+        ("--renorm-r-max", "0.5"),
+        ("--reg-lambda-mean", "-1"),
         ("--norm-groups", "0"),
         ("--norm-detach", "men"),
         ("--norm-detach", "mean,"),
         ("--ada-k", "-1"),
         ("--ada-scale", "0"),
         ("--alpha-init", "inf"),
-        ("--norm-window", "0"),
-        ("--renorm-r-max", "0.5"),
-        ("--reg-lambda-mean", "-1"),
     ],
 )
 def test_a_value_that_does_not_fit_is_refused_in_one_line(flag, value, capsys):
@@ -122,12 +122,12 @@ def test_psi_warmup_is_found_beside_the_model_node_of_hydra():
     assert cfg.model.psi_warmup_updates == 300
 
 
-def test_variant_reaches_the_norms_that_have_it():
+def test_variant_is_passed_to_the_norms_that_have_it():
     flags = vars(parse("--decoder-norm", "power", "--norm-variant", "release", "--psi-warmup-updates", "11"))
     model = build("transformer_pn_tiny", **flags)
     norms = [module for module in model.modules() if isinstance(module, ChannelNorm)]
     assert {type(norm) for norm in norms} == {NORMS["power"].variants["release"]}
-    # The release's norm after the last encoder layer has a warm-up of its own, whatever the flag says.
+    # The release's norm after the last encoder layer has a warm-up of its own, independent of the flag.
     assert [norm.psi_warmup_updates for norm in norms if norm is not model.encoder.layer_norm] == [11] * (
         len(norms) - 1
     )

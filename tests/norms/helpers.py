@@ -17,5 +17,5 @@ def affine_of(norm):
 def oracle_step(oracle, x, mask=None, dy=None):
     y, ctx = oracle.forward(x, mask)
     dx, dweight, dbias = oracle.backward(dy, ctx)
-    others = {f"d{name}": np.array([value]) for name, value in getattr(oracle, "gradients", {}).items()}
+    others = {f"d{name}": np.atleast_1d(value) for name, value in getattr(oracle, "gradients", {}).items()}
     return {"y": y, "dx": dx, "dweight": dweight, "dbias": dbias, **others}

@@ -482,6 +482,37 @@ class LayerNormOracle(_Oracle):
         return self._normalize(x, None)[0]
 
 
+class ProgressiveOracle(BatchNormOracle):
+    """PRepBN: Guo et al. 2024; gain and bias of its LN, and its alpha."""
+
+    def __init__(self, channels, alpha=0.9, fade=60_000, ln_weight=None, ln_bias=None, rep_alpha=1.0, **common):
+        super().__init__(channels, alpha, **common)
+        self.layer = LayerNormOracle(channels, eps=self.eps, groups=self.groups, weight=ln_weight, bias=ln_bias)
+        self.fade, self.rep_alpha = fade, rep_alpha
+
+    def forward(self, x, padding_mask=None):
+        share = max(0.0, 1 - self.count / self.fade)
+        layer, layer_ctx = self.layer.forward(x, padding_mask)
+        batch, ctx = super().forward(x, padding_mask)
+        ctx.share, ctx.layer = share, layer_ctx
+        rep = batch + (self.rep_alpha * ctx.scaled).reshape(np.shape(x))
+        return share * layer + (1 - share) * rep, ctx
+
+    def backward(self, dy, ctx):
+        share, dy = ctx.share, np.asarray(dy, dtype=np.float64)
+        through_layer, by_weight, by_bias = self.layer.backward(share * dy, ctx.layer)
+        through_batch, dweight, dbias = super().backward((1 - share) * dy, ctx)
+        rows = (1 - share) * dy.reshape(ctx.scaled.shape)
+        direct = layer_scale_backward(self.rep_alpha * rows, ctx.scaled, ctx.rms, self.groups).reshape(ctx.shape)
+        self.gradients = {"ln_weight": by_weight, "ln_bias": by_bias, "rep_alpha": (rows * ctx.scaled).sum()}
+        return through_layer + through_batch + direct, dweight, dbias
+
+    def evaluate(self, x):
+        rows, _ = flatten_tokens(x)
+        scaled, _ = layer_scale_forward(rows, self.groups, self.eps)
+        return super().evaluate(x) + (self.rep_alpha * scaled).reshape(np.shape(x))
+
+
 class PerTokenOracle(_Oracle):
     """One of the norms that look at a token alone, by its name; parameters beside gain and bias are keyword arguments.
 
@@ -551,37 +582,7 @@ class PerTokenOracle(_Oracle):
         return (g - mean - along) / divisor
 
 
-class ProgressiveOracle(BatchNormOracle):
-    """PRepBN: Guo et al. 2024; ``ln``: gain and bias of its LN, ``rep_alpha`` its alpha."""
-
-    def __init__(self, channels, alpha=0.9, fade=60_000, ln=None, rep_alpha=1.0, **common):
-        super().__init__(channels, alpha, **common)
-        weight, bias = ln or (np.ones(channels), np.zeros(channels))
-        self.layer = LayerNormOracle(channels, eps=self.eps, groups=self.groups, weight=weight, bias=bias)
-        self.fade, self.rep_alpha = fade, rep_alpha
-
-    def forward(self, x, padding_mask=None):
-        share = max(0.0, 1 - self.count / self.fade)
-        layer, layer_ctx = self.layer.forward(x, padding_mask)
-        batch, ctx = super().forward(x, padding_mask)
-        ctx.share, ctx.layer = share, layer_ctx
-        rep = batch + (self.rep_alpha * ctx.scaled).reshape(np.shape(x))
-        return share * layer + (1 - share) * rep, ctx
-
-    def backward(self, dy, ctx):
-        share, dy = ctx.share, np.asarray(dy, dtype=np.float64)
-        through_layer, *self.layer_gradients = self.layer.backward(share * dy, ctx.layer)
-        through_batch, dweight, dbias = super().backward((1 - share) * dy, ctx)
-        rows = (1 - share) * dy.reshape(ctx.scaled.shape)
-        direct = layer_scale_backward(self.rep_alpha * rows, ctx.scaled, ctx.rms, self.groups).reshape(ctx.shape)
-        self.alpha_gradient = (rows * ctx.scaled).sum()
-        return through_layer + through_batch + direct, dweight, dbias
-
-    def evaluate(self, x):
-        rows, _ = flatten_tokens(x)
-        scaled, _ = layer_scale_forward(rows, self.groups, self.eps)
-        return super().evaluate(x) + (self.rep_alpha * scaled).reshape(np.shape(x))
-
+PER_TOKEN = ("none", "layer-simple", "detach", "ada", "rms", "scale", "group", "dyt", "derf")
 
 #: Name of a norm -> its oracle, and which of alpha_fwd, alpha_bwd, psi_warmup_updates the norm has, by the names here.
 ORACLES = {
@@ -594,9 +595,7 @@ ORACLES = {
     "unified": (UnifiedOracle, ("alpha", "alpha_bwd", "warmup")),
     "batch-reg": (RegularizedOracle, ("alpha",)),
     "prep-batch": (ProgressiveOracle, ("alpha",)),
-} | {
-    name: (partial(PerTokenOracle, name=name), ())
-    for name in ("none", "layer-simple", "detach", "ada", "rms", "scale", "group", "dyt", "derf")
+    **{name: (partial(PerTokenOracle, name=name), ()) for name in PER_TOKEN},
 }
 
 

@@ -178,6 +178,7 @@ def test_prepbn_before_its_fade_is_ln_and_after_it_bn_with_a_shortcut():
     norm.set_num_updates(0)
     assert_same_training(norm, other, ("y", "dx"))
     norm, other = double("prep-batch", fade_updates=3), double("batch")
+    norm.rep_alpha.data.fill_(1.0)
     norm.set_num_updates(3)
     for actual, expected in zip(steps_of(norm), steps_of(other), strict=True):
         assert_close(actual["dweight"], expected["dweight"], 1e-6)

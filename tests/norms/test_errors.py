@@ -1,4 +1,4 @@
-"""Mistakes are told at once, with the values that were wrong."""
+"""Wrong arguments raise an error at once, which names the values."""
 
 import math
 

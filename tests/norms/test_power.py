@@ -133,7 +133,7 @@ def test_float64_input_is_computed_in_float64(groups):
 
 
 def test_first_step_in_float64_is_exact():
-    """Before any state has been rounded, 1e-12 tells float64 arithmetic from float32 arithmetic."""
+    """Before any state has been rounded, a tolerance of 1e-12 distinguishes float64 from float32 arithmetic."""
     norm, oracle = make_pair(groups=4)
     x, mask, dy = random_batch(rng(11))
     norm.double()

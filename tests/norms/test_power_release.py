@@ -158,7 +158,7 @@ def test_two_dimensional_input():
 
 
 @pytest.mark.parametrize("update_freq", [1, 3])
-def test_warmup_counts_forwards_whatever_it_is_told(update_freq):
+def test_warmup_counts_forwards_and_not_updates(update_freq):
     norm, oracle = make_pair(warmup=WARMUP)
     run_against_oracle(norm, oracle, batches(), rtol=5e-5, update_freq=update_freq)
     untold, _ = make_pair(warmup=WARMUP)

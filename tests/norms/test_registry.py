@@ -33,6 +33,11 @@ CLASSES = {
     "batch": MaskedBatchNorm,
     "power-v": PowerNormV,
     "power": PowerNorm,
+    "batch-renorm": BatchRenorm,
+    "mabn": MovingAverageBatchNorm,
+    "unified": UnifiedNorm,
+    "batch-reg": RegularizedBatchNorm,
+    "prep-batch": ProgressiveBatchNorm,
     "none": NoNorm,
     "layer-simple": LayerNormSimple,
     "detach": DetachNorm,
@@ -42,11 +47,6 @@ CLASSES = {
     "group": GroupNorm,
     "dyt": DynamicTanh,
     "derf": DynamicErf,
-    "batch-renorm": BatchRenorm,
-    "mabn": MovingAverageBatchNorm,
-    "unified": UnifiedNorm,
-    "batch-reg": RegularizedBatchNorm,
-    "prep-batch": ProgressiveBatchNorm,
 }
 EVERY_OPTION = {
     "eps": 1e-3,
@@ -153,5 +153,5 @@ def test_values_are_checked(name):
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_every_norm_may_be_told_the_number_of_updates(name):
-    """The trainer tells a model, and does not look at what its norms are."""
+    """The trainer calls a method of the model and does not look at the norms."""
     build_norm(name, CHANNELS).set_num_updates(3)

@@ -1,4 +1,4 @@
-"""The guard of PN's backward recursion under stress, and what a norm tells about it."""
+"""The guard of PN's backward recursion under stress, and the diagnostics of it."""
 
 import itertools
 import math

@@ -20,7 +20,7 @@ def checkpoint(path, value: float, cfg=None):
 
 @pytest.fixture
 def run(tmp_path, capsys):
-    """A run of which average.sh is called by ``run(...)``; what it said, and the average."""
+    """``run(...)`` calls average.sh for a run and returns its output and the average."""
     folder = tmp_path / "run"
     (tmp_path / "data/bin").mkdir(parents=True)
     folder.mkdir()
@@ -58,14 +58,20 @@ def test_as_many_as_the_configuration_averages_or_the_run_keeps(run):
 
 
 def test_a_short_run(run):
-    assert "no epoch checkpoint yet" in run(code=2)[0]
+    run.checkpoints.mkdir()
+    said, _ = run(code=2)
+    assert "none of the 10 epoch checkpoints" in said and said.count("\n") == 1
     checkpoint(run.checkpoints / "checkpoint_last.pt", 3)
     said, value = run()
-    assert "ended before its first epoch checkpoint" in said and value == 3
+    assert "taking checkpoint_last.pt alone" in said and value == 3
+    assert (run.checkpoints / "averaged.pt.made").read_text() == "last 1\n"
     for epoch in (1, 2):
         checkpoint(run.checkpoints / f"checkpoint{epoch}.pt", epoch)
-    said, value = run()
-    assert "2 checkpoints, not yet the 10" in said and value == 1.5
+    for options in ((), ("--last", 3)):
+        said, value = run(*options)
+        assert f"has 2 epoch checkpoints instead of {3 if options else 10}" in said and value == 1.5
+    assert (run.checkpoints / "averaged.pt.made").read_text() == "epoch 2\n"
+    assert "--by epoch" in run("--by", "update", "--last", 1, code=2)[0]
 
 
 def test_it_is_done_once_until_something_changes(run):

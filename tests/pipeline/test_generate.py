@@ -1,4 +1,4 @@
-"""Decoding by several processes: with a model, and with a stand-in for fairseq-generate that fails as asked."""
+"""Decoding by several processes: with a model, and with a stand-in for fairseq-generate that fails on request."""
 
 import contextlib
 import json
@@ -52,7 +52,7 @@ for number in reversed(range(37)):
 
 
 def untrained_checkpoint(data: Path, path: Path) -> None:
-    """Of a model with larger weights than usual, so that it says something else about every sentence."""
+    """Of a model with larger weights than usual, so that the hypotheses differ between sentences."""
     from fairseq import options, tasks
     from fairseq.dataclass.utils import convert_namespace_to_omegaconf
     from omegaconf import OmegaConf
@@ -279,7 +279,7 @@ def test_subwords_are_joined_as_the_data_was_segmented(segmentation, option, pla
 
 @pytest.fixture
 def gpus(place, monkeypatch):
-    """A torch that sees as many GPUs as it is told, up to 3."""
+    """torch.cuda sees as many GPUs as CUDA_VISIBLE_DEVICES names, up to 3."""
 
     def count() -> int:
         chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -387,7 +387,7 @@ def test_one_share_that_fails_fails_all(mode, needles, place, capsys, monkeypatc
         assert "Traceback" in errors.read_text()
     monkeypatch.delenv("MODE")
     assert generate(place) == 0
-    assert not errors.exists(), "what it said is of no more use"
+    assert not errors.exists(), "the old messages are removed"
 
 
 @contextlib.contextmanager
@@ -429,7 +429,7 @@ def test_the_processes_end_when_the_one_above_them_is_killed(place):
     assert [path.name for path in (place / "run/generate").iterdir()] == ["test"]
 
 
-def test_somebody_elses_folder_is_left_alone(place, capsys):
+def test_a_directory_with_other_files_is_not_overwritten(place, capsys):
     home = place / "home"
     home.mkdir()
     (home / "thesis.tex").write_text("years of work")

@@ -47,7 +47,7 @@ def start(data: Path, where: Path, *overrides: str, **changes: str) -> subproces
 
 
 def finish(*processes: subprocess.Popen) -> list[tuple[int, str]]:
-    """Exit codes and what was said, once all have ended; none is left behind if the test fails."""
+    """Exit codes and output of all processes; none is left running if the test fails."""
     try:
         outputs = [process.communicate(timeout=400) for process in processes]
     finally:
@@ -177,7 +177,7 @@ def test_machines_that_do_not_fit_together(data, tmp_path):
     ids=lambda value: getattr(value, "name", None),
 )
 def test_a_signal_ends_all_ranks(sent, code, data, tmp_path):
-    """SIGTERM is what SLURM pre-empts with; after SIGKILL nothing can be said, but nothing may be left either."""
+    """SLURM pre-empts with SIGTERM. SIGKILL leaves no message, and no process either."""
     where = tmp_path / "run"
     process = start(data, where, NPROC="2")
     wait_for_a_checkpoint(where, process)
@@ -206,7 +206,7 @@ def test_statistics_of_one_batch_each_do_not_see_the_ranks(data, tmp_path):
 
 @pytest.mark.slow
 def test_a_sweep_over_norms(data, tmp_path):
-    """fairseq-hydra-train by itself: jobs of one process, each with checkpoints, log and best loss of its own."""
+    """fairseq-hydra-train without scripts/: jobs of one process, each with its own checkpoints, log and best loss."""
     sweep = (
         *("fairseq-hydra-train", "-m", "--config-dir", ROOT / "configs", "--config-name", "verses_es_en"),
         *(f"task.data={data}/bin", f"common.user_dir={ROOT}/pn_fairseq", "dataset.max_tokens=400"),

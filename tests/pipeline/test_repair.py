@@ -77,7 +77,7 @@ def test_without_any_whole_checkpoint_the_damaged_one_goes(tmp_path):
 
 
 def test_a_checkpoint_that_cannot_be_read_is_not_thrown_away(tmp_path, monkeypatch):
-    """As when a file server has a bad moment."""
+    """As when a file server fails for a moment."""
 
     def fail(path):
         raise OSError(errno.EIO, "Input/output error", str(path))

@@ -42,7 +42,7 @@ def reference() -> list[str]:
 
 
 def noisy(lines: list[str], seed: int, drop: float = 0.1, double: float = 0.1, swap: float = 0.1) -> list[str]:
-    """Like translations of some quality: words are missing, said twice, exchanged."""
+    """Like translations of some quality: words are missing, repeated or exchanged."""
     rng = random.Random(seed)
     result = []
     for line in lines:
@@ -62,7 +62,7 @@ def joined_by(lines: list[str], seed: int, *spaces: str) -> list[str]:
 
 OTHER_SPACES = ("\xa0", "\u3000", "\u2028", "\x85", "\x1c", "\x1f")
 
-#: name -> hypotheses, references, and which of our settings
+#: name -> hypotheses, references, and the settings
 CASES = {
     "shorter": (lambda: (noisy(reference(), 1, drop=0.2, double=0), reference()), {}),
     "longer": (lambda: (noisy(reference(), 2, drop=0, double=0.3), reference()), {}),

@@ -1,5 +1,6 @@
 """scripts/train.sh: one rank, in this process; from outside where a process is killed or gets a signal."""
 
+import importlib.util
 import json
 import logging
 import os
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -145,6 +147,19 @@ def test_settings_can_be_checked_without_data(capsys):
     assert train.main(["verses_es_en", "--check", "model.encoder_norm=batch", "--data", "/nowhere"]) == 0
 
 
+def test_weights_and_biases_writes_into_the_run_and_has_to_be_installed(monkeypatch, tmp_path, capsys):
+    command = ["verses_es_en", "--check", "--run", str(tmp_path), "common.wandb_project=verses"]
+    monkeypatch.setenv("WANDB_DIR", "")
+    monkeypatch.delenv("WANDB_DIR")
+    find_spec, wandb = importlib.util.find_spec, []
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: wandb[-1] if name == "wandb" else find_spec(name))
+    for missing in (None, SimpleNamespace(origin=None)):  # the latter is a folder of runs, ./wandb
+        wandb.append(missing)
+        assert "pip install wandb" in refused(capsys, train.main(command))
+    wandb.append(SimpleNamespace(origin="wandb/__init__.py"))
+    assert train.main(command) == 0 and os.environ["WANDB_DIR"] == str(tmp_path)
+
+
 def test_an_error_in_the_training_is_one_line_with_the_traceback_in_the_log(data, tmp_path, capsys, monkeypatch):
     def fail(cfg):
         raise RuntimeError("CUDA out of memory.\nmore")
@@ -171,7 +186,7 @@ def test_half_precision_on_a_cpu(setting, data, tmp_path):
 
 
 class Killed(BaseException):
-    """Stands for SIGKILL, at which a file is as far as it is."""
+    """Stands for SIGKILL, which leaves files as they are."""
 
 
 def kill_at(point: int, patch: pytest.MonkeyPatch) -> None:

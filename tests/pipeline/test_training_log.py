@@ -84,7 +84,7 @@ def test_starts_of_a_run(tmp_path):
 
 
 def test_a_start_that_resumed_and_was_cut_off_is_as_long_as_its_records(tmp_path):
-    # Without a line on devices it is told by its updates, which begin again; fairseq's own clock stands at 0 there.
+    # Without a line on devices, a start is recognized by its updates, which begin again; fairseq's clock is 0 there.
     record = '{{"loss": "9", "num_updates": "{}", "wps": "100", "wpb": "50", "wall": "{}"}}\n'
     text = "".join(record.format(*numbers) for numbers in ((10, 8), (20, 13), (20, 0), (30, 0)))
     (tmp_path / "train.log").write_text(text)

@@ -567,14 +567,14 @@ def test_a_run_that_never_began_is_named(tmp_path):
 
 
 def test_restarts_are_added_up(tmp_path):
-    # The first start was cut off after update 30, the second went on from update 20 and came to the end.
+    # The first start was cut off after update 30, the second resumed from update 20 and finished.
     log = train_log(5, updates=30, done=None) + train_log(5, first=30, done=4.0)
     page = report(make_run(tmp_path / "run", log=log), output=tmp_path / "out")
     row = page.table("state", "wall time")[0]
     assert row["starts"] == "2" and row["updates"] == "40 of 40" and row["state"] == "complete"
     assert row["tokens"] == "5,000"  # 30 updates, and 20 more
     cut_off = sum(10 * 100 / (1000 + update) for update in (10, 20, 30))
-    assert cut_off < 3  # fairseq's own clock, "wall", went on to 3 seconds
+    assert cut_off < 3  # fairseq's own clock, "wall", counted 3 seconds
     assert row["wall time"] == "at least 7.0 s"
 
 
@@ -601,7 +601,7 @@ def test_a_batch_is_the_same_on_any_number_of_workers(tmp_path):
         (run / "starts.jsonl").write_text(json.dumps(START | {"workers": workers, "tokens_per_update": 4096}) + "\n")
     page = report(tmp_path / "a", tmp_path / "b", output=tmp_path / "out")
     assert [row["seeds scored"] for row in page.table("norm", "seeds scored")] == ["2 (1, 2)"]
-    # Without a record the settings and the log tell: 2048 tokens x 2 x 1 worker here, x 1 there.
+    # Without a record it follows from the settings and the log: 2048 tokens x 2 x 1 rank in one, x 1 in the other.
     for name in ("a", "b"):
         (tmp_path / name / "starts.jsonl").unlink()
     page = report(tmp_path / "a", tmp_path / "b", output=tmp_path / "out")

@@ -36,7 +36,7 @@ def decoded(trained) -> Path:
 
 
 def snapshot(*folders: Path) -> dict[Path, int]:
-    """Modification times of all files but raw text, which is read anew each time."""
+    """Modification times of all files but raw text, which is read each time."""
     return {
         path: path.stat().st_mtime_ns
         for top in folders
@@ -67,7 +67,7 @@ def test_second_preparation_does_nothing(data):
     assert snapshot(data) == before
 
 
-def test_preparation_goes_on_where_it_was_and_ends_in_the_same_bytes(data, tmp_path):
+def test_an_interrupted_preparation_resumes_and_gives_the_same_bytes(data, tmp_path):
     again = tmp_path / "data"
     prepare(data.parent / "corpus", again)
     for part in ("tok/valid.en", "bpe/codes", "bpe/test.es"):
@@ -95,7 +95,7 @@ def test_preparation_with_other_settings_or_text_is_refused(data, tmp_path):
 
 
 def test_data_of_an_older_version_is_taken(data, tmp_path):
-    """It says nothing of what could not be set then."""
+    """Its settings lack what could not be set then."""
     older = tmp_path / "data"
     shutil.copytree(data, older)
     lines = (older / "settings").read_text().splitlines(keepends=True)
@@ -216,7 +216,7 @@ def test_learning_curve_of_a_run(trained, tmp_path):
 
 @pytest.mark.slow
 def test_plain_fairseq_commands_from_another_folder(data, tmp_path):
-    """fairseq-train, fairseq-validate, the average, fairseq-generate, with --user-dir and nothing of our scripts."""
+    """fairseq-train, fairseq-validate, the average, fairseq-generate, with --user-dir and without scripts/."""
     flags = (
         *("--user-dir", os.path.relpath(ROOT / "pn_fairseq", tmp_path), "--source-lang", "es", "--target-lang", "en"),
         *("--required-batch-size-multiple", "1", "--max-tokens", "400"),

@@ -25,7 +25,7 @@ def test_set_up_names_what_is_missing(changes, needles, tmp_path):
         old.write_text('#!/bin/sh\ncase "$2" in *exit*) exit 1 ;; *) echo 3.8 ;; esac\n')
         old.chmod(0o755)
         changes = {"PYTHON": str(old)}
-    if "PIP_CACHE_DIR" in changes:  # where fairseq could lie compiled
+    if "PIP_CACHE_DIR" in changes:  # where a compiled fairseq could be
         changes = {**changes, "PIP_CACHE_DIR": str(tmp_path / "cache")}
     result = script("make_venv.sh", VENV=str(tmp_path / "new"), check=False, **changes)
     assert_refused(result, *needles)
@@ -141,7 +141,7 @@ def test_the_newest_supported_interpreter_is_taken(installed, chosen, tmp_path):
     assert ("is untried" in done.stderr) == (chosen == "3.14")
 
 
-def test_set_up_leaves_somebody_elses_folder_alone(tmp_path):
+def test_set_up_does_not_overwrite_another_directory(tmp_path):
     (tmp_path / "thesis.tex").write_text("years of work")
     assert_refused(script("make_venv.sh", VENV=str(tmp_path), check=False), str(tmp_path), "refusing to overwrite")
     assert (tmp_path / "thesis.tex").read_text() == "years of work"

@@ -1,4 +1,4 @@
-"""The embedded Spanish-English corpus: its files, its promises, and the script that makes it."""
+"""The Spanish-English corpus in data/: its files, the statements of its README, and the script that makes it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SCRIPT = ROOT / "scripts" / "data" / "make_verses.py"
 
 
 def load_script():
-    """Import the script from its path: scripts/ is no package."""
+    """Import the script from its path: scripts/ is not a package."""
     spec = importlib.util.spec_from_file_location("make_verses", SCRIPT)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module

@@ -105,7 +105,7 @@ def test_mistakes_in_the_lists(environ, needles):
 
 
 STUB = """#!/usr/bin/env bash
-# Writes down how it was called; fails or hangs where it is told to.
+# Records its arguments; fails or hangs where FAIL or HANG matches.
 [[ $* != --help ]] || exit 0
 echo "$(basename "$0" .sh) $*" >>"$CALLS"
 case "$(basename "$0" .sh) $*" in
@@ -120,7 +120,7 @@ esac
 
 @pytest.fixture
 def checkout(tmp_path):
-    """A checkout whose steps are stubs, and the file in which they write down how they were called."""
+    """A checkout whose steps are stubs, which record their arguments in a file."""
     folder = tmp_path / "checkout"
     shutil.copytree(SCRIPTS, folder / "scripts")
     (folder / "configs").symlink_to(ROOT / "configs")
@@ -158,7 +158,7 @@ def reproduce(checkout, **changes) -> tuple[subprocess.CompletedProcess, list[st
 ALL = [f"{step} {run}" for run in ("ln_seed1", "pn_seed1") for step in ("train", "average", "generate", "score")]
 
 
-def test_a_failed_run_is_named_and_the_others_go_on(checkout):
+def test_a_failed_run_is_named_and_the_others_continue(checkout):
     runs = checkout / "runs/iwslt14_de_en"
     result, calls = reproduce(checkout, FAIL="average --run " + str(runs / "ln_seed1"))
     assert result.returncode == 1 and "1 of 2 runs failed: ln_seed1" in result.stderr
@@ -169,7 +169,7 @@ def test_a_failed_run_is_named_and_the_others_go_on(checkout):
     result, calls = reproduce(checkout)
     assert result.returncode == 0 and calls[1:-1] == ALL
     assert not (runs / "ln_seed1/failed").exists()
-    # What the steps said is kept, and stands in no one's way who names the runs by a pattern.
+    # The steps' messages are kept outside the runs, so that a pattern finds runs alone.
     assert (runs / "logs/ln_seed1/average.err").is_file()
     assert {path.name for path in runs.glob("*_seed*")} <= {"ln_seed1", "pn_seed1"}
 
@@ -203,8 +203,8 @@ def test_only_options_of_the_preparation_are_offered():
             assert_refused(result, "unknown option '--archive'")
 
 
-def test_the_last_words_of_a_step_are_whole(tmp_path):
-    """However slowly they are written down."""
+def test_the_messages_of_a_step_are_complete(tmp_path):
+    """Also where they are written slowly."""
     tools = tmp_path / "bin"
     tools.mkdir()
     (tools / "tee").write_text('#!/bin/sh\nsleep 0.5\nPATH=${PATH#*:}\nexec tee "$@"\n')

@@ -1,4 +1,4 @@
-"""What the scripts do with mistakes, and what they share."""
+"""The scripts' usage texts and error messages."""
 
 import os
 import shutil
@@ -65,7 +65,7 @@ def test_a_run_without_its_parts(tmp_path):
 
 
 def test_missing_tools_are_named(tmp_path):
-    """A machine with a shell and nothing else of ours."""
+    """A machine with a shell and without this project's environment."""
     tools = tmp_path / "bin"
     tools.mkdir()
     for tool in ("bash", "basename", "dirname", "cat", "sed", "nproc", "gzip", "mkdir", "readlink"):

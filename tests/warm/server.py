@@ -18,6 +18,7 @@ sys.path.pop(0)  # this folder
 import fairseq_cli.generate  # noqa: E402
 import fairseq_cli.preprocess  # noqa: E402
 import fairseq_cli.train  # noqa: E402, F401
+import torch._dynamo  # noqa: E402, F401 (torch imports it for the first model)
 
 
 def program(argv: list[str]) -> None:

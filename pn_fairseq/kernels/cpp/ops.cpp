@@ -334,6 +334,142 @@ std::tuple<Tensor, Tensor, Tensor> gradient(
   return {dx, new_acc(x, {0}), new_acc(x, {0})};
 }
 
+// Norms of every token alone. The gradients of parameters are sums over all tokens.
+
+template <class S, class A>
+PerToken<S, A> per_token(const Tensor& x, const Tensor& out, const Tensor& stats, int64_t groups, double gain, double curve) {
+  PerToken<S, A> p{};
+  p.channels = x.size(-1);
+  p.groups = groups;
+  p.rows = rows_of(x);
+  p.x = static_cast<const S*>(x.const_data_ptr());
+  p.out = static_cast<S*>(out.data_ptr());
+  p.stats = static_cast<A*>(stats.data_ptr());
+  p.gain = static_cast<A>(gain);
+  p.curve = static_cast<A>(curve);
+  return p;
+}
+
+template <class A>
+void write_sums(A* to, const Total& total, int64_t size) {
+  for (int64_t k = 0; k < size; ++k) to[k] = static_cast<A>(total.sums[k]);
+}
+
+// A vector over channels, or `otherwise` in every channel.
+template <class A>
+std::vector<A> filled(const Optional& vector, const Tensor& x, A otherwise) {
+  std::vector<A> result(x.size(-1), otherwise);
+  const Vector<A> given(vector, x);
+  if (given.data) std::copy(given.data, given.data + x.size(-1), result.begin());
+  return result;
+}
+
+std::tuple<Tensor, Tensor> standardize(
+    const Tensor& x, const Optional& weight, const Optional& bias, int64_t groups, bool centered, double factor,
+    double inside, double outside, double least, double gain, double curve) {
+  TORCH_CHECK_VALUE(groups > 0, "groups=", groups, " has to be greater than 0");
+  check_sizes(x, groups, std::nullopt, std::nullopt, std::nullopt, {&weight, &bias});
+  std::vector<int64_t> sizes = x.sizes().vec();
+  sizes.back() = groups;
+  sizes.insert(sizes.begin(), 3);
+  const Tensor y = at::empty_like(x), stats = new_acc(x, sizes);
+  for_type_of(x, [&](auto* storage, auto accumulator, const auto& passes) {
+    using S = std::remove_pointer_t<decltype(storage)>;
+    using A = decltype(accumulator);
+    const std::vector<A> scale = filled<A>(weight, x, A(1)), offset = filled<A>(bias, x, A(0));
+    PerToken<S, A> p = per_token<S, A>(x, y, stats, groups, gain, curve);
+    if (weight || bias) p.scale = scale.data(), p.bias = offset.data();
+    p.centered = centered;
+    p.factor = static_cast<A>(factor);
+    p.inside = static_cast<A>(inside);
+    p.outside = static_cast<A>(outside);
+    p.least = static_cast<A>(least);
+    p.stream = exceeds_cache(x, 2);
+    over_tokens<A>(x, 0, [&](int64_t begin, int64_t end, Sums<A>&) { passes.standardize(p, begin, end); });
+  });
+  return {y, stats};
+}
+
+std::tuple<Tensor, Tensor> standardize_gradient(
+    const Tensor& dy, const Tensor& x, const Optional& weight, const Tensor& stats, int64_t groups, double gain,
+    double curve, bool through_mean, bool through_divisor, bool sums) {
+  TORCH_CHECK_VALUE(groups > 0, "groups=", groups, " has to be greater than 0");
+  check_sizes(x, groups, dy, std::nullopt, std::nullopt, {&weight});
+  TORCH_CHECK_VALUE(
+      stats.numel() == 3 * rows_of(x) * groups && stats.is_contiguous() && stats.scalar_type() == acc_dtype(x),
+      "arguments of an operator of pn_fairseq do not fit x of shape ", x.sizes());
+  const Tensor dx = at::empty_like(x), parameters = sums ? new_acc(x, {2, x.size(-1)}) : new_acc(x, {0});
+  for_type_of(x, [&](auto* storage, auto accumulator, const auto& passes) {
+    using S = std::remove_pointer_t<decltype(storage)>;
+    using A = decltype(accumulator);
+    const Vector<A> scale(weight, x);
+    PerToken<S, A> p = per_token<S, A>(x, dx, stats, groups, gain, curve);
+    p.dy = static_cast<const S*>(dy.const_data_ptr());
+    p.scale = scale.data;
+    p.through_mean = through_mean;
+    p.through_divisor = through_divisor;
+    p.stream = exceeds_cache(x, 3);
+    const Total total = over_tokens<A>(x, sums ? 2 : 0, [&](int64_t begin, int64_t end, Sums<A>& sums) {
+      passes.standardize_gradient(p, begin, end, sums);
+    });
+    write_sums(parameters.data_ptr<A>(), total, parameters.numel());
+  });
+  return {dx, parameters};
+}
+
+template <class S, class A>
+Squash<S, A> squash_of(const Tensor& x, const Tensor& out, const Tensor& alpha, const Optional& shift, bool erf) {
+  Squash<S, A> s{};
+  s.channels = x.size(-1);
+  s.x = static_cast<const S*>(x.const_data_ptr());
+  s.out = static_cast<S*>(out.data_ptr());
+  s.alpha = alpha.item().to<A>();
+  s.shift = shift ? shift->item().to<A>() : A(0);
+  s.erf = erf;
+  return s;
+}
+
+Tensor squash(
+    const Tensor& x, const Optional& weight, const Optional& bias, const Tensor& alpha, const Optional& shift, bool erf) {
+  check_sizes(x, 0, std::nullopt, std::nullopt, std::nullopt, {&weight, &bias});
+  const Tensor y = at::empty_like(x);
+  for_type_of(x, [&](auto* storage, auto accumulator, const auto& passes) {
+    using S = std::remove_pointer_t<decltype(storage)>;
+    using A = decltype(accumulator);
+    const std::vector<A> scale = filled<A>(weight, x, A(1)), offset = filled<A>(bias, x, A(0));
+    Squash<S, A> s = squash_of<S, A>(x, y, alpha, shift, erf);
+    s.scale = scale.data();
+    s.bias = offset.data();
+    s.stream = exceeds_cache(x, 2);
+    over_tokens<A>(x, 0, [&](int64_t begin, int64_t end, Sums<A>&) { passes.squash(s, begin, end); });
+  });
+  return y;
+}
+
+std::tuple<Tensor, Tensor, Tensor> squash_gradient(
+    const Tensor& dy, const Tensor& x, const Optional& weight, const Tensor& alpha, const Optional& shift, bool erf) {
+  check_sizes(x, 0, dy, std::nullopt, std::nullopt, {&weight});
+  const int64_t channels = x.size(-1);
+  const Tensor dx = at::empty_like(x), parameters = new_acc(x, {2, channels}), scalars = new_acc(x, {2});
+  for_type_of(x, [&](auto* storage, auto accumulator, const auto& passes) {
+    using S = std::remove_pointer_t<decltype(storage)>;
+    using A = decltype(accumulator);
+    const std::vector<A> scale = filled<A>(weight, x, A(1));
+    Squash<S, A> s = squash_of<S, A>(x, dx, alpha, shift, erf);
+    s.dy = static_cast<const S*>(dy.const_data_ptr());
+    s.scale = scale.data();
+    s.stream = exceeds_cache(x, 3);
+    const Total total = over_tokens<A>(x, 4, [&](int64_t begin, int64_t end, Sums<A>& sums) {
+      passes.squash_gradient(s, begin, end, sums);
+    });
+    write_sums(parameters.data_ptr<A>(), total, 2 * channels);
+    for (int64_t k = 0; k < 2; ++k) {
+      scalars.data_ptr<A>()[k] = channels ? static_cast<A>(total.sums[(2 + k) * channels]) : A(0);
+    }
+  });
+  return {dx, parameters, scalars};
+}
+
 // Operators on the state, float32; the batch is in its accumulation dtype.
 
 template <class A>
@@ -422,6 +558,10 @@ TORCH_LIBRARY_IMPL(pn_fairseq, CPU, library) {
   library.impl("moments", &moments);
   library.impl("gradient_sums", &gradient_sums);
   library.impl("gradient", &gradient);
+  library.impl("standardize", &standardize);
+  library.impl("standardize_gradient", &standardize_gradient);
+  library.impl("squash", &squash);
+  library.impl("squash_gradient", &squash_gradient);
   library.impl("running_average", &running_average);
   library.impl("power_update", &power_update);
 }

@@ -49,6 +49,33 @@ struct Backward {
   bool stream;
 };
 
+// Each group of a token by its own statistics. Of the two sets of rows, dy and x are read and `out` is written: y, or dx.
+template <class S, class A>
+struct PerToken {
+  int64_t channels, groups, rows;
+  const S *dy, *x;
+  S* out;
+  A* stats;              // (3, rows, groups): mean, 1 / divisor, share; written forward
+  const A *scale, *bias;  // (channels); null forward without both, and scale null backward without a gain
+  bool centered;          // divisor = max(sqrt(factor * mean square + inside) + outside, least)
+  A factor, inside, outside, least;
+  A gain, curve;  // y = scale * z * (gain + curve * z) + bias
+  bool through_mean, through_divisor;
+  bool stream;  // as in Backward
+};
+
+// y = scale * f(alpha * x + shift) + bias with f = tanh or erf.
+template <class S, class A>
+struct Squash {
+  int64_t channels;
+  const S *dy, *x;
+  S* out;  // y, or dx
+  const A *scale, *bias;
+  A alpha, shift;
+  bool erf;
+  bool stream;
+};
+
 // What is summed in forward: h, h^2 or (h - center)^2. In backward: dy * (h - center) and dy.
 enum class Kind { none, values, squares, deviations };
 
@@ -58,6 +85,12 @@ struct Passes {
   void (*forward)(const Forward<S, A>&, int64_t begin, int64_t end, Kind kind, Sums<A>& sums);
   // dx of the rows [begin, end), and their sums if `sums` has memory for them.
   void (*backward)(const Backward<S, A>&, int64_t begin, int64_t end, Sums<A>& sums);
+  // y and stats; dx, and the sums of dy * z * (gain + curve * z) and of dy if `sums` has memory for them.
+  void (*standardize)(const PerToken<S, A>&, int64_t begin, int64_t end);
+  void (*standardize_gradient)(const PerToken<S, A>&, int64_t begin, int64_t end, Sums<A>& sums);
+  // y; dx, and the sums of dy * f and of dy, and behind them in one number each those of df * x and of df.
+  void (*squash)(const Squash<S, A>&, int64_t begin, int64_t end);
+  void (*squash_gradient)(const Squash<S, A>&, int64_t begin, int64_t end, Sums<A>& sums);
 };
 
 struct Implementation {

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <limits>
 #include <vector>
 
 #include "rows.h"
@@ -475,8 +476,274 @@ void backward(const Backward<S, A>& b, int64_t begin, int64_t end, Sums<A>& sums
   backward_scaled<S, A, false>(b, begin, end, sums);
 }
 
+// The row `next` is fetched while another is computed, and the memory of its result.
+template <class S>
+PN_INLINE void fetch(const S* x, const S* dy, const S* out, int64_t at, bool streams) {
+  __builtin_prefetch(x + at);
+  if (dy) __builtin_prefetch(dy + at);
+  if (!streams) __builtin_prefetch(out + at, 1);
+}
+
+template <class S, class A, bool centered, bool affine>
+PN_INLINE void standardize_row(const PerToken<S, A>& p, int64_t row, int64_t next, bool streams) {
+  const int64_t size = p.channels / p.groups, all = p.rows * p.groups;
+  const S* x = p.x + row * p.channels;
+  S* y = p.out + row * p.channels;
+  const A *scale = p.scale, *bias = p.bias;
+  const A gain = p.gain, curve = p.curve;
+  for (int64_t g = 0; g < p.groups; ++g) {
+    const int64_t begin = g * size, end = begin + size;
+    A mean(0), square;
+    if (centered) {
+      Vector<A> sum{};
+      for_span<A>(begin, end, [&](int64_t c, auto part) { sum += load(x + c, part); });
+      mean = total(sum) / static_cast<A>(size);
+      Vector<A> squares{};
+      for (int64_t c = begin; c + kWidth<A> <= end; c += kWidth<A>) {
+        const Vector<A> v = widen(x + c) - mean;
+        squares += v * v;
+      }
+      square = total(squares);
+      for (int64_t c = end - size % kWidth<A>; c < end; ++c) {  // zeros behind the end would count
+        const A v = load(x + c, Part{1})[0] - mean;
+        square += v * v;
+      }
+    } else {
+      square = sum_of_squares<S, A>(x, begin, end);
+    }
+    const A second = p.factor * (square / static_cast<A>(size)) + p.inside;
+    const A root = std::sqrt(second), divisor = root + p.outside < p.least ? p.least : root + p.outside;
+    const A inverse = A(1) / (divisor > A(0) ? divisor : divisor + std::sqrt(std::numeric_limits<A>::min()));
+    const bool moves = second > std::numeric_limits<A>::min() && root + p.outside >= p.least;
+    A* stats = p.stats + row * p.groups + g;
+    stats[0] = mean;
+    stats[all] = inverse;
+    stats[2 * all] = moves ? p.factor * divisor / root : A(0);
+    for_span<A>(begin, end, [&](int64_t c, auto part) {
+      fetch<S>(p.x + next * p.channels, nullptr, p.out + next * p.channels, c, streams);
+      Vector<A> z = load(x + c, part);
+      if (centered) z = z - mean;
+      z = z * inverse;
+      z = z * (gain + curve * z);
+      if (affine) z = z * load(scale + c, part) + load(bias + c, part);
+      write(y + c, z, part, streams);
+    });
+  }
+}
+
+template <class S, class A, bool centered, bool affine>
+void standardize_rows(const PerToken<S, A>& p, int64_t begin, int64_t end) {
+  const int64_t ahead = rows_ahead<S>(p.channels);
+  const bool streams = p.stream && are_aligned<A>(p.out, p.channels / p.groups);
+  for (int64_t row = begin; row < end; ++row) {
+    standardize_row<S, A, centered, affine>(p, row, std::min(row + ahead, end - 1), streams);
+  }
+  if (streams) end_of_stream();
+}
+
 template <class S, class A>
-constexpr Passes<S, A> kPasses = {forward<S, A>, backward<S, A>};
+void standardize(const PerToken<S, A>& p, int64_t begin, int64_t end) {
+  if (p.centered) return (p.scale ? standardize_rows<S, A, true, true> : standardize_rows<S, A, true, false>)(p, begin, end);
+  (p.scale ? standardize_rows<S, A, false, true> : standardize_rows<S, A, false, false>)(p, begin, end);
+}
+
+template <class S, class A, bool weighted, bool sums_up>
+PN_INLINE void standardize_gradient_row(const PerToken<S, A>& p, int64_t row, int64_t next, A* sum, bool streams) {
+  const int64_t size = p.channels / p.groups, all = p.rows * p.groups;
+  const S *dy = p.dy + row * p.channels, *x = p.x + row * p.channels;
+  S* dx = p.out + row * p.channels;
+  const A* scale = p.scale;
+  A* sum_dy = sum + p.channels;
+  const A gain = p.gain, curve = p.curve;
+  for (int64_t g = 0; g < p.groups; ++g) {
+    const int64_t begin = g * size, end = begin + size;
+    const A* stats = p.stats + row * p.groups + g;
+    const A mean = stats[0], inverse = stats[all], share = stats[2 * all];
+    Vector<A> plain{}, along{};
+    for_span<A>(begin, end, [&](int64_t c, auto part) {
+      const Vector<A> z = (load(x + c, part) - mean) * inverse, grad = load(dy + c, part), curved = gain + curve * z;
+      if (sums_up) {
+        store(sum + c, load(sum + c, part) + grad * (z * curved), part);
+        store(sum_dy + c, load(sum_dy + c, part) + grad, part);
+      }
+      Vector<A> dz = grad * curved;
+      if (weighted) dz = dz * load(scale + c, part);
+      plain += dz;
+      along += dz * z;
+    });
+    const A offset = p.through_mean ? total(plain) / static_cast<A>(size) : A(0);
+    const A slope = p.through_divisor ? share * (total(along) / static_cast<A>(size)) : A(0);
+    for_span<A>(begin, end, [&](int64_t c, auto part) {
+      fetch<S>(p.x + next * p.channels, p.dy + next * p.channels, p.out + next * p.channels, c, streams);
+      const Vector<A> z = (load(x + c, part) - mean) * inverse;
+      Vector<A> dz = load(dy + c, part) * (gain + curve * z);
+      if (weighted) dz = dz * load(scale + c, part);
+      write(dx + c, (dz - offset - slope * z) * inverse, part, streams);
+    });
+  }
+}
+
+// The sums of `vectors` times the channels are added up every so many rows, and at the end.
+template <class A, class F>
+PN_INLINE void rows_with_sums(int64_t begin, int64_t end, int64_t size, Sums<A>& sums, F&& row_of) {
+  for (int64_t row = begin; row < end; ++row) {
+    row_of(row);
+    if (size && (row - begin) % kRowsBetweenAddingUp == kRowsBetweenAddingUp - 1) add_up(sums, size);
+  }
+  if (size) add_up(sums, size);
+}
+
+template <class S, class A, bool weighted, bool sums_up>
+void standardize_gradient_rows(const PerToken<S, A>& p, int64_t begin, int64_t end, Sums<A>& sums) {
+  const int64_t ahead = rows_ahead<S>(p.channels);
+  const bool streams = p.stream && are_aligned<A>(p.out, p.channels / p.groups);
+  rows_with_sums(begin, end, sums_up ? 2 * p.channels : 0, sums, [&](int64_t row) {
+    const int64_t next = std::min(row + ahead, end - 1);
+    standardize_gradient_row<S, A, weighted, sums_up>(p, row, next, sums.narrow, streams);
+  });
+  if (streams) end_of_stream();
+}
+
+template <class S, class A>
+void standardize_gradient(const PerToken<S, A>& p, int64_t begin, int64_t end, Sums<A>& sums) {
+  if (sums.narrow) {
+    if (p.scale) return standardize_gradient_rows<S, A, true, true>(p, begin, end, sums);
+    return standardize_gradient_rows<S, A, false, true>(p, begin, end, sums);
+  }
+  if (p.scale) return standardize_gradient_rows<S, A, true, false>(p, begin, end, sums);
+  standardize_gradient_rows<S, A, false, false>(p, begin, end, sums);
+}
+
+// Functions of the elements of a vector.
+
+template <class V, int terms>
+PN_INLINE V polynomial(const float (&coefficients)[terms], V at) {
+  V value = V{} + coefficients[terms - 1];
+  for (int k = terms - 2; k >= 0; --k) value = value * at + coefficients[k];
+  return value;
+}
+
+// v P(v^2) / Q(v^2) up to `limit`, from where on it is 1 in float; minimax fits of the relative error.
+template <int p, int q>
+PN_INLINE Vector<float> odd_ratio(Vector<float> v, float limit, const float (&numerator)[p], const float (&denominator)[q]) {
+  const Vector<float> bound = Vector<float>{} + limit, one = Vector<float>{} + 1.0f;
+  v = v > bound ? bound : v;
+  v = v < -bound ? -bound : v;
+  const Vector<float> square = v * v;
+  Vector<float> value = v * polynomial(numerator, square) / polynomial(denominator, square);
+  value = value > one ? one : value;
+  return value < -one ? -one : value;
+}
+
+PN_INLINE Vector<float> tanh_of(Vector<float> v) {
+  static const float numerator[] = {
+      0.9999999794604087f, 0.13381021463903342f, 0.0034955831823927372f, 2.0609002329642954e-05f, 1.335455486525957e-08f};
+  static const float denominator[] = {
+      1.0f, 0.4671433705822931f, 0.025876963340752308f, 0.0003285626780359558f, 7.776513690747828e-07f};
+  return odd_ratio(v, 9.0f, numerator, denominator);
+}
+
+PN_INLINE Vector<float> erf_of(Vector<float> v) {
+  static const float numerator[] = {1.128379139311044f,    0.19354571270163212f,   0.05310181635520784f,
+                                    0.003883366998576359f, 0.00028456570736083454f, 1.9867689946089487e-06f};
+  static const float denominator[] = {1.0f,                  0.5048579774239728f,    0.11535025503954488f,
+                                      0.015207298393439473f, 0.0011855753302128646f, 3.742002387785169e-05f};
+  return odd_ratio(v, 4.0f, numerator, denominator);
+}
+
+// exp(-v^2). 2^n times a Taylor polynomial of what is left, at most log(2) / 2.
+PN_INLINE Vector<float> gaussian_of(Vector<float> v) {
+  static const float taylor[] = {1.0f, 1.0f, 1.0f / 2, 1.0f / 6, 1.0f / 24, 1.0f / 120, 1.0f / 720, 1.0f / 5040};
+  const Vector<float> least = Vector<float>{} - 87.0f;
+  const float round = 12582912.0f;  // 1.5 * 2^23: the sum with it has no digits behind the point
+  Vector<float> at = -(v * v);
+  at = at < least ? least : at;
+  const Vector<float> shifted = at * 1.44269504f + round, whole = shifted - round;
+  const Vector<float> rest = (at - whole * 0.693359375f) + whole * 2.12194440e-4f;
+  const Bits32 power = (as<Bits32>(shifted) - as<uint32_t>(round) + 127u) << 23;
+  return polynomial(taylor, rest) * as<Vector<float>>(power);
+}
+
+#ifdef PN_FLOAT64
+template <class F>
+PN_INLINE Vector<double> each(Vector<double> v, F&& f) {
+  for (int k = 0; k < kWidth<double>; ++k) v[k] = f(v[k]);
+  return v;
+}
+
+PN_INLINE Vector<double> tanh_of(Vector<double> v) {
+  return each(v, [](double x) { return std::tanh(x); });
+}
+PN_INLINE Vector<double> erf_of(Vector<double> v) {
+  return each(v, [](double x) { return std::erf(x); });
+}
+PN_INLINE Vector<double> gaussian_of(Vector<double> v) {
+  return each(v, [](double x) { return std::exp(-x * x); });
+}
+#endif
+
+template <class S, class A, bool erf>
+void squash_rows(const Squash<S, A>& s, int64_t begin, int64_t end) {
+  const int64_t ahead = rows_ahead<S>(s.channels);
+  const bool streams = s.stream && are_aligned<A>(s.out, s.channels);
+  const A *scale = s.scale, *bias = s.bias;
+  const A alpha = s.alpha, shift = s.shift;
+  for (int64_t row = begin; row < end; ++row) {
+    const S *x = s.x + row * s.channels, *next = s.x + std::min(row + ahead, end - 1) * s.channels;
+    S *y = s.out + row * s.channels, *next_y = s.out + (next - s.x);
+    for_span<A>(0, s.channels, [&](int64_t c, auto part) {
+      fetch<S>(next, nullptr, next_y, c, streams);
+      const Vector<A> argument = load(x + c, part) * alpha + shift;
+      const Vector<A> value = erf ? erf_of(argument) : tanh_of(argument);
+      write(y + c, value * load(scale + c, part) + load(bias + c, part), part, streams);
+    });
+  }
+  if (streams) end_of_stream();
+}
+
+template <class S, class A>
+void squash(const Squash<S, A>& s, int64_t begin, int64_t end) {
+  (s.erf ? squash_rows<S, A, true> : squash_rows<S, A, false>)(s, begin, end);
+}
+
+template <class S, class A, bool erf>
+void squash_gradient_rows(const Squash<S, A>& s, int64_t begin, int64_t end, Sums<A>& sums) {
+  const int64_t ahead = rows_ahead<S>(s.channels), channels = s.channels;
+  const bool streams = s.stream && are_aligned<A>(s.out, channels);
+  const A* scale = s.scale;
+  const A alpha = s.alpha, shift = s.shift, steepness = erf ? A(1.1283791670955126) : A(1);
+  A *sum = sums.narrow, *sum_dy = sum + channels;
+  rows_with_sums(begin, end, 4 * channels, sums, [&](int64_t row) {
+    const S *dy = s.dy + row * channels, *x = s.x + row * channels;
+    S* dx = s.out + row * channels;
+    const int64_t next = (std::min(row + ahead, end - 1) - row) * channels;
+    Vector<A> steep{}, plain{};
+    for_span<A>(0, channels, [&](int64_t c, auto part) {
+      fetch<S>(x + next, dy + next, dx + next, c, streams);
+      const Vector<A> h = load(x + c, part), grad = load(dy + c, part), argument = h * alpha + shift;
+      const Vector<A> value = erf ? erf_of(argument) : tanh_of(argument);
+      store(sum + c, load(sum + c, part) + grad * value, part);
+      store(sum_dy + c, load(sum_dy + c, part) + grad, part);
+      const Vector<A> slope = erf ? gaussian_of(argument) * steepness : steepness - value * value;
+      const Vector<A> inner = grad * load(scale + c, part) * slope;
+      steep += inner * h;
+      plain += inner;
+      write(dx + c, inner * alpha, part, streams);
+    });
+    sum[2 * channels] += total(steep);
+    sum[3 * channels] += total(plain);
+  });
+  if (streams) end_of_stream();
+}
+
+template <class S, class A>
+void squash_gradient(const Squash<S, A>& s, int64_t begin, int64_t end, Sums<A>& sums) {
+  (s.erf ? squash_gradient_rows<S, A, true> : squash_gradient_rows<S, A, false>)(s, begin, end, sums);
+}
+
+template <class S, class A>
+constexpr Passes<S, A> kPasses = {
+    forward<S, A>, backward<S, A>, standardize<S, A>, standardize_gradient<S, A>, squash<S, A>, squash_gradient<S, A>};
 
 }  // namespace
 

@@ -1,4 +1,4 @@
-"""Files of text by several processes, and what happens when one of them is killed."""
+"""Text files processed by several processes, also where one of them is killed."""
 
 import os
 import signal

@@ -275,7 +275,7 @@ def test_wmt14_again(wmt14):
 
 @pytest.mark.slow
 def test_wmt14_without_interruption(wmt14, tmp_path):
-    """The same bytes as the fixture's two runs made, with another number of workers and the archives in a mirror."""
+    """The same bytes as the fixture's two runs made, with another number of processes and the archives in a mirror."""
     mirror = wmt14.parent / "my archives"
     flags = ("--dest", tmp_path / "data", "--bpe", 150, "--workers", 1)
     result = script("prepare_wmt14.sh", *flags, DATA_MIRROR=str(mirror))

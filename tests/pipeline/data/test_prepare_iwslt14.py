@@ -23,6 +23,8 @@ from tests.scripts_helpers import ROOT, SCRIPTS, assert_refused, environment, ru
 LANGUAGES = ("de", "en")
 TEST_SETS = ("TED.dev2010", "TEDX.dev2012", "TED.tst2010", "TED.tst2011", "TED.tst2012")
 OPERATIONS = 400
+#: On the PYTHONPATH, it kills a process at a point of its work.
+KILLING = Path(__file__).parent / "killing"
 
 #: A talk's head; in both languages.
 HEAD = """<url>http://www.ted.com/talks/somebody.html</url>
@@ -69,7 +71,7 @@ def verses(count: int) -> list[tuple[str, str]]:
 
 @pytest.fixture(scope="module")
 def members() -> dict[str, str]:
-    """The archive's files, text by path. The training text is longer than one worker takes at a time."""
+    """The archive's files, text by path. The training text is longer than one process takes at a time."""
     found = {"de-en/README": "Not text.\n"}
     pairs = verses(2200)
     test_pairs = iter(pairs)
@@ -115,10 +117,10 @@ def prepare(dest: Path, *options, **kwargs) -> subprocess.CompletedProcess:
 
 @pytest.fixture(scope="module")
 def prepared(archive, tmp_path_factory) -> Path:
-    """By three workers, from a mirror."""
+    """By three processes, from a mirror."""
     dest = tmp_path_factory.mktemp("prepared") / "my, data"
     done = prepare(dest, "--workers", 3, DATA_MIRROR=str(archive.parent))
-    assert "160239" in done.stderr.splitlines()[-1]  # other counts than the original's are said to be others
+    assert "160239" in done.stderr.splitlines()[-1]  # a note says that the original has other counts
     return dest
 
 
@@ -136,7 +138,7 @@ def tokens(sentence: str, lang: str) -> str:
 
 
 class Reading:
-    """What the recipe makes of the archive: (raw, tokens) of both sides, by split; and the numbers of removed lines."""
+    """The recipe's result for the archive: (raw, tokens) of both sides, by split; and the numbers of removed lines."""
 
     def __init__(self, members: dict[str, str]):
         sides = []
@@ -189,7 +191,7 @@ def test_text_and_tokens_are_those_of_the_recipe(split, prepared, reading):
     assert len(reading.test) == 4 + 5 + 6 + 7 + 8
 
 
-def test_what_was_removed_is_said(prepared, reading):
+def test_removed_pairs_are_counted_and_listed(prepared, reading):
     counts = dict(line.split("=") for line in lines_of(prepared / "counts"))
     assert {split: int(counts[split]) for split in ("train", "valid", "test")} == {
         split: len(reading[split]) for split in ("train", "valid", "test")
@@ -248,35 +250,33 @@ def test_second_run_does_nothing(prepared):
     assert times() == before
 
 
-#: A file that a preparation makes, and the signal that reaches it then: the script alone, or its group.
-ENDED = {
-    "six points": [
-        ("unpacked", signal.SIGTERM, os.kill),
-        ("text.partial", signal.SIGKILL, os.kill),
-        ("stages/tok/train.de.partial", signal.SIGTERM, os.kill),
-        ("counts", signal.SIGINT, os.killpg),
-        ("bpe/codes", signal.SIGKILL, os.kill),
-        ("bin.partial", signal.SIGTERM, os.kill),
-    ],
-    "four more": [
-        ("text", signal.SIGINT, os.kill),
-        ("stages/tok/train.de", signal.SIGKILL, os.killpg),
-        ("bpe/test.en", signal.SIGKILL, os.killpg),
-        ("bin.partial", signal.SIGKILL, os.kill),
-    ],
-}
+def command(archive: Path, dest: Path) -> list[str]:
+    words = ("bash", SCRIPTS / "prepare_iwslt14.sh", "--dest", dest, "--archive", archive, "--bpe", OPERATIONS)
+    return [str(word) for word in (*words, "--workers", 2)]
 
 
-@pytest.mark.parametrize("points", ["six points", pytest.param("four more", marks=pytest.mark.slow)])
-def test_ended_at_any_step_it_ends_in_the_same_bytes(points, archive, prepared, tmp_path):
-    """By a signal to the script alone, or to the whole group of processes. After a kill -9 of the script its step is
-    left, and the next run waits for it."""
+def assert_same_bytes(dest: Path, prepared: Path) -> None:
+    after, expected = files_of(dest), files_of(prepared)
+    assert after.keys() == expected.keys()
+    assert after == expected
+
+
+#: A file that a preparation makes, the signal that is sent then, and whether to the script or to its process group.
+ENDED = [
+    ("unpacked", signal.SIGTERM, os.kill),
+    ("text.partial", signal.SIGKILL, os.kill),
+    ("counts", signal.SIGINT, os.killpg),
+    ("bin.partial", signal.SIGTERM, os.kill),
+]
+
+
+def test_ended_by_a_signal_it_resumes_and_ends_in_the_same_bytes(archive, prepared, tmp_path):
+    """By a signal to the script alone, or to its process group. After a kill -9 of the script its step is left, and the
+    next run waits for it."""
     dest = tmp_path / "data"
-    command = ["bash", str(SCRIPTS / "prepare_iwslt14.sh"), "--dest", str(dest), "--archive", str(archive)]
-    command += ["--bpe", str(OPERATIONS), "--workers", "2"]
-    for mark, number, kill in ENDED[points]:
+    for mark, number, kill in ENDED:
         process = subprocess.Popen(
-            command, env=environment(), stderr=subprocess.PIPE, text=True, start_new_session=True
+            command(archive, dest), env=environment(), stderr=subprocess.PIPE, text=True, start_new_session=True
         )
         deadline = time.monotonic() + 120
         while not any(dest.glob(mark)):
@@ -297,10 +297,30 @@ def test_ended_at_any_step_it_ends_in_the_same_bytes(points, archive, prepared, 
         assert not [path for path in dest.iterdir() if "partial" in path.name or path.name == "unpacked"]
     # What a machine that lost its power may leave beside: files cut off in the middle.
     (dest / "bpe/train.de.partial").write_bytes(b"cut off in the mid")
-    run(*command)
-    after, expected = files_of(dest), files_of(prepared)
-    assert after.keys() == expected.keys()
-    assert after == expected
+    run(*command(archive, dest))
+    assert_same_bytes(dest, prepared)
+
+
+def killed(archive: Path, dest: Path, point: int) -> tuple[int, int]:
+    """Prepare, with SIGKILL to all processes at the renaming of this number: exit code, and how many were begun."""
+    count = dest.with_name("count")
+    count.unlink(missing_ok=True)
+    hook = {"PYTHONPATH": str(KILLING), "KILL_COUNT": str(count), "KILL_AT": str(point)}
+    code = subprocess.run(command(archive, dest), env=environment(**hook), start_new_session=True).returncode
+    return code, len(count.read_bytes())
+
+
+@pytest.mark.slow
+def test_killed_before_any_renaming_it_resumes_and_ends_in_the_same_bytes(archive, prepared, tmp_path):
+    """Before each file and folder that any step replaces; so between all of them, and with nothing left to do."""
+    code, points = killed(archive, tmp_path / "data", -1)
+    assert code == 0 and points >= 20
+    for point in range(1, points + 1):
+        dest = tmp_path / f"killed at {point}"
+        assert killed(archive, dest, point) == (-signal.SIGKILL, point)
+        run(*command(archive, dest))
+        assert_same_bytes(dest, prepared)
+        shutil.rmtree(dest)
 
 
 def test_other_text_or_settings_are_refused(archive, prepared, members, tmp_path):
@@ -351,7 +371,7 @@ def test_moses_scripts_and_sentencepiece(archive, reading, tmp_path):
             assert [line.split() for line in tok] == [
                 re.sub(r"([.,:;!?])", r" \1", line).lower().split() for line in straight
             ]
-            # What fairseq makes of the pieces with --remove-bpe=sentencepiece.
+            # As fairseq joins the pieces with --remove-bpe=sentencepiece.
             glued = [line.replace(" ", "").replace("▁", " ").split() for line in bpe]
             assert glued == [line.split() for line in tok]
     assert [pair[0][0] for pair in reading.test] == lines_of(dest / "raw/test.de")
@@ -363,7 +383,7 @@ def test_moses_scripts_and_sentencepiece(archive, reading, tmp_path):
 
 
 def mistakes(members: dict[str, str]) -> dict[str, tuple[dict[str, str | bytes], tuple[str, ...]]]:
-    """By name: an archive that cannot be used, and what is said of it."""
+    """Name -> an archive that cannot be used, and parts of the error message."""
     german = "de-en/train.tags.de-en.de"
     without = {name: text for name, text in members.items() if "tst2011.de-en.en" not in name}
     shorter = {**members, german: members[german].rsplit("\n", 1)[0]}

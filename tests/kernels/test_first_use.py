@@ -1,0 +1,150 @@
+"""The first use of a GPU compares the kernels with the reference. Tensors on the CPU stand for a GPU's."""
+
+import warnings
+from functools import cache
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from pn_fairseq import kernels
+from pn_fairseq.kernels import check, reference, selection
+
+
+class Gpu:
+    """A GPU whose implementation is the reference, and counts its calls; ``wrong`` is an operator that is off."""
+
+    def __init__(self, monkeypatch, wrong=None, forced=None, name="GPU", version="3.7"):
+        self.calls = []
+
+        def implementation(operator):
+            def compute(*arguments):
+                self.calls.append(operator)
+                found = kernels.OPERATORS[operator](*arguments)
+                return (
+                    tuple(one * 1.01 if one.is_floating_point() else one for one in found)
+                    if wrong == operator
+                    else found
+                )
+
+            return compute
+
+        module = SimpleNamespace(INTERPRETED=False, triton=SimpleNamespace(__version__=version))
+        vars(module).update({operator: implementation(operator) for operator in kernels.OPERATORS})
+        monkeypatch.setattr(selection, "_load_triton", lambda: (module, ""))
+        monkeypatch.setattr(selection, "_compared", {})
+        for function in (selection._why_no_triton_on, selection._warn_without_triton):
+            monkeypatch.setattr(selection, function.__name__, cache(function.__wrapped__))
+        monkeypatch.setattr(selection, "FORCED", forced)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+
+    def normalize(self, dtype=torch.float32):
+        """Calls ``normalize`` as the dispatcher does; the operators that were computed by this GPU."""
+        x = torch.tensor([[1.0, -2.0]], dtype=dtype)
+        arguments = x, None, None, None, torch.full((2,), 4.0), None, None, 0, 0.0, False
+        y, *_ = selection._by_triton("normalize")(*arguments)
+        torch.testing.assert_close(y, reference.normalize(*arguments)[0], rtol=0, atol=0)
+        calls, self.calls = self.calls, []
+        return calls
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(check, "driver", lambda: "550.1")
+    return tmp_path / "pn_fairseq"
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    return lambda **options: Gpu(monkeypatch, **options)
+
+
+#: What a healthy GPU computes at its first use: the attempt to launch, the comparison, and what was asked for.
+FIRST = len(kernels.OPERATORS) + 2
+
+
+@pytest.mark.parametrize("dtype", check.TOLERANCE, ids=str)
+def test_the_first_use_compares_every_operator_once(gpu, dtype):
+    healthy = gpu()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        first = healthy.normalize(dtype)
+        assert len(first) == FIRST and set(first) == set(kernels.OPERATORS)
+        assert healthy.normalize(dtype) == healthy.normalize(torch.float64) == ["normalize"]
+
+
+def test_the_next_process_compares_again_only_where_something_has_changed(gpu, monkeypatch):
+    assert len(gpu().normalize()) == FIRST
+    assert len(gpu().normalize()) == 2
+    assert len(gpu(name="another GPU").normalize()) == FIRST
+    assert len(gpu(version="3.8").normalize()) == FIRST
+    for owner, name, value in ((check, "driver", lambda: "551.0"), (torch, "__version__", "2.99.0")):
+        with monkeypatch.context() as changed:
+            changed.setattr(owner, name, value)
+            assert len(Gpu(changed).normalize()) == FIRST
+    assert len(gpu().normalize()) == 2
+
+
+@pytest.mark.parametrize("wrong", sorted(kernels.OPERATORS))
+def test_where_one_operator_is_off_the_reference_computes_with_one_warning(gpu, wrong):
+    broken = gpu(wrong=wrong)
+    with pytest.warns(UserWarning, match="plain PyTorch on CUDA") as record:
+        assert len(broken.normalize()) == FIRST - 1
+        assert broken.normalize() == []
+    (warning,) = record
+    assert f"differs from it in float32: {wrong} by" in str(warning.message) and "--check" in str(warning.message)
+
+
+def test_what_is_off_is_compared_again_by_the_next_process(gpu, folder):
+    for _ in range(2):
+        with pytest.warns(UserWarning, match="differs"):
+            assert len(gpu(wrong="moments").normalize()) == FIRST - 1
+    assert not folder.exists()
+    assert len(gpu().normalize()) == FIRST
+
+
+def test_what_is_off_cannot_be_forced(gpu):
+    with pytest.raises(kernels.Unavailable, match="^PN_FAIRSEQ_KERNELS=triton: .* differs from it"):
+        gpu(wrong="moments", forced="triton").normalize()
+
+
+def test_a_kernel_that_does_not_compile_is_not_used(gpu, monkeypatch):
+    broken = gpu()
+
+    def out_of_resources(*arguments):
+        raise RuntimeError("out of resource: shared memory\nhint")
+
+    monkeypatch.setattr(selection._load_triton()[0], "gradient", out_of_resources)
+    with pytest.warns(UserWarning, match=r"cannot launch a kernel \(out of resource: shared memory\)$"):
+        broken.normalize()
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(gpu, monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert len(gpu().normalize()) == len(gpu().normalize()) == FIRST
+
+
+def test_nothing_is_compared_in_a_cuda_graph(gpu, monkeypatch):
+    healthy = gpu()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert len(healthy.normalize()) == 2
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    assert len(healthy.normalize()) == FIRST - 1
+
+
+def test_defaults_of_the_caller_do_not_matter(gpu):
+    """A default device and type, and the random state."""
+    healthy, state, x = gpu(), torch.get_rng_state(), torch.ones(1)
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device("meta"):
+            assert selection._why_triton_is_off(x) == ""
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(state, torch.get_rng_state()) and len(healthy.calls) == FIRST - 2
