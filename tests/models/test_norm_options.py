@@ -2,8 +2,10 @@ import argparse
 from argparse import Namespace
 
 import pytest
+from fairseq import options
 from omegaconf import OmegaConf
 
+from pn_fairseq.models.architectures import SIZES
 from pn_fairseq.models.norm_options import NormOptions
 from pn_fairseq.norms import NORMS, running_norms
 from pn_fairseq.norms.base import ChannelNorm
@@ -203,6 +205,17 @@ def test_help_has_the_variants_own_warmup(capsys):
     with pytest.raises(SystemExit):
         parse("--help")
     assert "the norm after the last encoder layer always has 1000" in " ".join(capsys.readouterr().out.split())
+
+
+def test_help_lists_every_norm():
+    """Of fairseq-train, the architectures, since fairseq adds a model's flags once it knows the architecture."""
+    text = "".join(options.get_training_parser().format_help().split())
+    parser = argparse.ArgumentParser()
+    NormOptions.add_args(parser)
+    flags = " ".join(parser.format_help().split())
+    for name, entry in NORMS.items():
+        assert all(f"transformer_{entry.short}_{size}" in text for size in SIZES), name
+        assert f"{name}: {entry.title}" in flags, name
 
 
 def test_a_null_in_hydra_leaves_the_norm_to_the_architecture():
