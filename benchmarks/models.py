@@ -9,6 +9,8 @@ from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_REGISTRY
 import pn_fairseq.models  # noqa: F401 (registers the architectures)
 
 VOCABULARY = 100
+#: Tokens of a block in language modeling.
+BLOCK = 12
 
 
 def make_dictionary(size: int = VOCABULARY) -> Dictionary:
@@ -20,12 +22,14 @@ def make_dictionary(size: int = VOCABULARY) -> Dictionary:
 
 def make_task(vocabulary: int = VOCABULARY):
     dictionary = make_dictionary(vocabulary)
-    return SimpleNamespace(source_dictionary=dictionary, target_dictionary=dictionary)
+    settings = Namespace(tokens_per_sample=BLOCK)
+    return SimpleNamespace(args=settings, source_dictionary=dictionary, target_dictionary=dictionary)
 
 
 def arch_args(arch: str, **flags) -> Namespace:
     """The settings that ``--arch ARCH`` and the given flags lead to."""
-    args = Namespace(arch=arch, **{"share_all_embeddings": True, **flags})
+    flags = flags if "_lm_" in arch else {"share_all_embeddings": True, **flags}
+    args = Namespace(arch=arch, **flags)
     ARCH_CONFIG_REGISTRY[arch](args)
     return args
 

@@ -1,4 +1,7 @@
-"""``--sample-break-mode eos`` and ``--num-batch-buckets`` work with NumPy 2, which has no ``np.compat.long``."""
+"""``--sample-break-mode eos``, language models' generation and ``--num-batch-buckets`` work with NumPy 2.
+
+It has no ``np.compat.long``.
+"""
 
 from types import ModuleType, SimpleNamespace
 

@@ -9,7 +9,7 @@ from fairseq.trainer import Trainer
 
 from pn_fairseq.errors import Unavailable, one_line_errors
 from pn_fairseq.fairseq_patches import patch
-from pn_fairseq.models.transformer_pn import FoldedModelError
+from pn_fairseq.models.normed_model import FoldedModelError
 
 
 @patch(FairseqTask, "build_model", "self cfg from_checkpoint")

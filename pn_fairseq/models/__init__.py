@@ -1,8 +1,8 @@
-"""The fairseq model ``transformer_pn`` and its architectures, registered on import."""
+"""The fairseq models with these norms and their architectures, registered on import."""
 
 from pn_fairseq import fairseq_patches
-from pn_fairseq.models import architectures, transformer_pn
+from pn_fairseq.models import architectures, tensorized_lm_pn, transformer_lm_pn, transformer_pn
 
 fairseq_patches.apply()
 
-__all__ = ["architectures", "transformer_pn"]
+__all__ = ["architectures", "tensorized_lm_pn", "transformer_lm_pn", "transformer_pn"]

@@ -6,8 +6,17 @@ from fairseq.models.transformer.transformer_legacy import (
     transformer_iwslt_de_en,
     transformer_wmt_en_de_big_t2t,
 )
+from fairseq.models.transformer_lm import (
+    DEFAULT_MIN_PARAMS_TO_WRAP,
+    base_lm_architecture,
+    transformer_lm_baevski_wiki103,
+)
 
-from pn_fairseq.models import transformer_pn  # noqa: F401 (an architecture needs its model to be registered)
+from pn_fairseq.models import (  # noqa: F401 (an architecture needs its model to be registered)
+    tensorized_lm_pn,
+    transformer_lm_pn,
+    transformer_pn,
+)
 from pn_fairseq.norms import NORMS
 
 
@@ -29,19 +38,91 @@ SIZES = {
 }
 
 
+def _defaults(args, **values) -> None:
+    for name, value in values.items():
+        if getattr(args, name, None) is None:  # hydra can hold an explicit null
+            setattr(args, name, value)
+
+
+def _lm_tiny(args):
+    _defaults(
+        args,
+        decoder_embed_dim=128,
+        decoder_ffn_embed_dim=512,
+        decoder_attention_heads=4,
+        decoder_layers=3,
+        share_decoder_input_output_embed=True,
+    )
+    base_lm_architecture(args)
+
+
+#: The same for ``transformer_lm_pn``. The last one is that of Baevski & Auli (2019), with fairseq's name for it.
+LM_SIZES = {"tiny": _lm_tiny, "base": base_lm_architecture, "wiki103": transformer_lm_baevski_wiki103}
+
+
+def _tensorized_tiny(args):
+    _defaults(args, decoder_embed_dim=128, decoder_ffn_embed_dim=512, dropout=0.1)
+    _defaults(args, decoder_final_norm=not getattr(args, "post_norm", False))
+    _tensorized_ptb(args)
+
+
+def _tensorized_ptb(args):
+    """The settings of run_ptb.sh in the authors' code, but for the place of the norms."""
+    _defaults(
+        args,
+        decoder_embed_dim=256,
+        decoder_ffn_embed_dim=2100,
+        decoder_layers=3,
+        dropout=0.3,
+        core_rank=40,
+        cores=1,
+        core_softmax=True,
+        post_norm=False,
+        decoder_final_norm=False,
+        adaptive_softmax_cutoff="",
+        tensorized_unmasked=False,
+        checkpoint_activations=False,
+        offload_activations=False,
+        min_params_to_wrap=DEFAULT_MIN_PARAMS_TO_WRAP,
+    )
+    _defaults(args, activation_dropout=args.dropout)
+
+
+def _tensorized_wt103(args):
+    """Those of run_wt103.sh."""
+    _defaults(args, decoder_layers=6, dropout=0.1, adaptive_softmax_cutoff="20000,40000,200000")
+    _tensorized_ptb(args)
+
+
+#: The same for ``tensorized_lm_pn``.
+TENSORIZED_SIZES = {"tiny": _tensorized_tiny, "ptb": _tensorized_ptb, "wt103": _tensorized_wt103}
+
+
 def _pre_norm(args, encoder_norm: str, size) -> None:
-    if getattr(args, "encoder_norm", None) is None:  # hydra can hold an explicit null
-        args.encoder_norm = encoder_norm
+    _defaults(args, encoder_norm=encoder_norm)
     args.encoder_normalize_before = getattr(args, "encoder_normalize_before", True)
     args.decoder_normalize_before = getattr(args, "decoder_normalize_before", True)
     size(args)
 
 
-def _register(name: str, encoder_norm: str, size) -> None:
-    register_model_architecture("transformer_pn", name)(lambda args: _pre_norm(args, encoder_norm, size))
+def _decoder_alone(args, decoder_norm: str, size) -> None:
+    _defaults(args, decoder_norm=decoder_norm)
+    size(args)
 
 
-_register("transformer_pn", "power", base_architecture)
-for _norm, _entry in NORMS.items():
-    for _size_name, _size in SIZES.items():
-        _register(f"transformer_{_entry.short}_{_size_name}", _norm, _size)
+def _register(model: str, name: str, fill, norm: str, size) -> None:
+    register_model_architecture(model, name)(lambda args: fill(args, norm, size))
+
+
+#: Model -> the stem of its architectures' names, what fills them in, its sizes and the size of the model's own name.
+MODELS = {
+    "transformer_pn": ("transformer", _pre_norm, SIZES, base_architecture),
+    "transformer_lm_pn": ("transformer_lm", _decoder_alone, LM_SIZES, base_lm_architecture),
+    "tensorized_lm_pn": ("tensorized_lm", _decoder_alone, TENSORIZED_SIZES, _tensorized_ptb),
+}
+
+for _model, (_stem, _fill, _sizes, _own_size) in MODELS.items():
+    _register(_model, _model, _fill, "power", _own_size)
+    for _norm, _entry in NORMS.items():
+        for _size_name, _size in _sizes.items():
+            _register(_model, f"{_stem}_{_entry.short}_{_size_name}", _fill, _norm, _size)

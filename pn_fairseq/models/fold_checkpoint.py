@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from pn_fairseq.checkpoints import CheckpointError
 from pn_fairseq.models import architectures  # noqa: F401 (registers what is looked up below)
 from pn_fairseq.models.from_checkpoint import changed, model_of, model_settings_of
-from pn_fairseq.models.transformer_pn import FOLDED_MARK, TransformerPNModel
+from pn_fairseq.models.normed_model import FOLDED_MARK
+from pn_fairseq.models.transformer_pn import TransformerPNModel
 from pn_fairseq.norms.base import ChannelNorm, RunningNorm
 from pn_fairseq.norms.fold import folded_linear
 

@@ -132,27 +132,32 @@ class NormOptions:
     norm_module: str | None = None
 
     @staticmethod
-    def add_args(parser: argparse.ArgumentParser) -> None:
-        """Add the flags. They have no defaults of their own, so that an architecture can set them."""
+    def add_args(parser: argparse.ArgumentParser, encoder: bool = True) -> None:
+        """Add the flags. They have no defaults of their own, so that an architecture can set them.
+
+        Without ``encoder`` those of a model that is a decoder alone.
+        """
         names = "; ".join(f"{name}: {entry.title}" for name, entry in NORMS.items())
         default = NormOptions()
         parser.add_argument(
             "--norm-module",
             type=_modules,
             metavar="FILE[,FILE]",
-            help="Python files that register norms of your own, for --encoder-norm and --decoder-norm",
+            help=f"Python files that register norms of your own, for {'--encoder-norm and ' * encoder}--decoder-norm",
         )
-        parser.add_argument(
-            "--encoder-norm",
-            type=_norm,
-            metavar="NAME",
-            help=f"norm of the encoder, in its layers and after the last ({names}; default: the architecture's)",
-        )
+        of_decoder = f"default: {default.decoder_norm}" if encoder else f"{names}; default: the architecture's"
+        if encoder:
+            parser.add_argument(
+                "--encoder-norm",
+                type=_norm,
+                metavar="NAME",
+                help=f"norm of the encoder, in its layers and after the last ({names}; default: the architecture's)",
+            )
         parser.add_argument(
             "--decoder-norm",
             type=_norm,
             metavar="NAME",
-            help=f"norm of the decoder, in its layers and after the last (default: {default.decoder_norm})",
+            help=f"norm of the decoder, in its layers and after the last ({of_decoder})",
         )
         several = ", ".join(name for name, entry in NORMS.items() if entry.variants)
         parser.add_argument(
@@ -183,9 +188,9 @@ class NormOptions:
             "--layer-scale-groups",
             type=_count,
             metavar="G",
-            help="groups of channels that layer-scale divides by their root mean square before an encoder norm, and "
-            f"before a decoder norm that is one of {per_head}; 0: off (default: as many as attention heads for "
-            f"{per_head}, else 0)",
+            help="groups of channels that layer-scale divides by their root mean square before "
+            f"{f'an encoder norm, and before a decoder norm that is one of {per_head}' if encoder else 'each norm'}; "
+            f"0: off (default: as many as attention heads for {per_head}, else 0)",
         )
         parser.add_argument(
             "--psi-warmup-updates",

@@ -10,7 +10,7 @@ from torch import nn
 
 from pn_fairseq.models.layers import TransformerPNDecoderLayer, TransformerPNEncoderLayer, wrap_layer
 from pn_fairseq.models.norm_options import NormOptions
-from pn_fairseq.models.norm_report import NormReport
+from pn_fairseq.models.normed_model import NormedModel
 from pn_fairseq.norms import LayerScale
 
 
@@ -175,26 +175,8 @@ class TransformerPNDecoder(TransformerDecoderBase):
         return x, {"attn": [attention], "inner_states": inner_states}
 
 
-#: Name of a buffer that marks the weights of a folded model.
-FOLDED_MARK = "norms_folded"
-
-
-class FoldedModelError(RuntimeError):
-    """A model that was folded for decoding was to be trained, or its weights to be loaded into one that was not.
-
-    Args:
-        file: the checkpoint that it comes from, for the message.
-    """
-
-    def __init__(self, file: str | None = None):
-        super().__init__(
-            f"{file or 'the model'} was folded by pn-fold, for decoding only; to train, use the checkpoint that it was "
-            "folded from"
-        )
-
-
 @register_model("transformer_pn")
-class TransformerPNModel(TransformerModel):
+class TransformerPNModel(NormedModel, TransformerModel):
     """fairseq's pre-norm transformer with the norms of ``--encoder-norm`` and ``--decoder-norm``.
 
     A legacy model in fairseq's terms, without a registered dataclass: one that is registered with a subclass of
@@ -203,30 +185,7 @@ class TransformerPNModel(TransformerModel):
 
     def __init__(self, args, encoder, decoder):
         super().__init__(args, encoder, decoder)
-        norms = args.norms
-        #: Whether :mod:`pn_fairseq.fairseq_patches.average_running_stats` has an effect.
-        self.norm_agreement = not norms.no_norm_agreement
-        self.norm_report = NormReport(self, norms.norm_stats_interval) if norms.norm_stats_interval else None
-        #: Whether the norms are folded into the projections that follow them; such a model can only decode.
-        self.folded = norms.norms_folded
-        if self.folded:
-            self.register_buffer(FOLDED_MARK, torch.ones((), dtype=torch.int64))
-            self.eval()
-
-    def train(self, mode: bool = True):
-        if mode and self.folded:
-            raise FoldedModelError()
-        return super().train(mode)
-
-    def load_state_dict(self, state_dict, strict=True, model_cfg=None, args=None):
-        if FOLDED_MARK in state_dict and not self.folded:
-            raise FoldedModelError()
-        return super().load_state_dict(state_dict, strict, model_cfg, args)
-
-    def set_num_updates(self, num_updates: int) -> None:
-        if self.norm_report is not None:
-            self.norm_report.at_update(num_updates)
-        super().set_num_updates(num_updates)
+        self.use_norms(args.norms)
 
     @classmethod
     def hub_models(cls):

@@ -197,11 +197,14 @@ def _known_keys(section: str, name: str | None) -> set[str] | None:
             raise UserError(f"unknown architecture model._name={name}{_similar_architecture(name)}")
         legacy, registry = ARCH_MODEL_REGISTRY[name], MODEL_DATACLASS_REGISTRY
         name = ARCH_MODEL_NAME_REGISTRY[name]
-    elif section == "task":
-        legacy, registry = TASK_REGISTRY.get(name), TASK_DATACLASS_REGISTRY
     else:
-        legacy = REGISTRIES.get(section, {}).get("registry", {}).get(name)
-        registry = REGISTRIES.get(section, {}).get("dataclass_registry", {})
+        of_section = REGISTRIES.get(section, {})
+        names, registry = of_section.get("registry", {}), of_section.get("dataclass_registry", {})
+        if section == "task":
+            names, registry = TASK_REGISTRY, TASK_DATACLASS_REGISTRY
+        if name is not None and name not in names:
+            raise UserError(f"unknown {section}: {section}._name={name}{did_you_mean(str(name), names)}")
+        legacy = names.get(name)
     if registry.get(name) is not None:
         return {field.name for field in dataclasses.fields(registry[name])} | {"_name"}
     if not hasattr(legacy, "add_args"):
@@ -260,19 +263,15 @@ def check_model(cfg: DictConfig, data: Path, batches: Batches) -> None:
         UserError: the model cannot be built, the data does not fit it, or a sentence is too long: fairseq would
             silently skip it.
     """
+    if cfg.task._name == "language_modeling":
+        return check_language_model(cfg, data)
     source, target = cfg.task.source_lang, cfg.task.target_lang
     for lang in (source, target):
         if not (data / "bin" / f"dict.{lang}.txt").is_file():
             raise UserError(
                 f"{data}/bin has no dictionary of '{lang}' (task.source_lang={source}, task.target_lang={target})"
             )
-    cfg = OmegaConf.create(OmegaConf.to_container(cfg))
-    try:
-        task = tasks.setup_task(cfg.task)
-        with torch.device("meta"), open_dict(cfg):
-            model = task.build_model(cfg.model)
-    except ValueError as error:
-        raise UserError(str(error)) from error
+    task, model = _build(cfg)
     limits = zip(("source", "target"), task.max_positions(), model.max_positions(), strict=True)
     for (side, of_task, of_model), lang in zip(limits, (source, target), strict=True):
         for split in ("train", "valid", "test"):
@@ -293,6 +292,48 @@ def check_model(cfg: DictConfig, data: Path, batches: Batches) -> None:
                     f"{data}/bpe/{split}.{lang} has {count} sentences of more than {limit - 1} subwords, the first in "
                     f"line {int(too_long.argmax()) + 1}: fairseq would silently skip them; shorten them, or {advice}"
                 )
+
+
+def _build(cfg: DictConfig):
+    """The task and the model, on the meta device; the settings stay as they are."""
+    cfg = OmegaConf.create(OmegaConf.to_container(cfg))
+    try:
+        task = tasks.setup_task(cfg.task)
+        with torch.device("meta"), open_dict(cfg):
+            return task, task.build_model(cfg.model)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+
+
+def check_language_model(cfg: DictConfig, data: Path) -> None:
+    """:func:`check_model` for the task ``language_modeling``: every block of text has to fit model and batches."""
+    if not (data / "bin/dict.txt").is_file():
+        raise UserError(f"{data}/bin has no dict.txt: it is not the data of a language model (scripts/prepare_*lm.sh)")
+    task, model = _build(cfg)
+    if cfg.criterion._name == "adaptive_loss":
+        try:
+            task.build_criterion(cfg.criterion)
+        except Exception as error:  # fairseq raises plain ones, after everything else has been built
+            raise UserError(str(error)) from error
+        if model.decoder.adaptive_softmax is None:
+            raise UserError("criterion._name=adaptive_loss needs a model with model.adaptive_softmax_cutoff")
+    block, mode = cfg.task.tokens_per_sample, cfg.task.sample_break_mode or "none"
+    for split in ("train", "valid", "test"):
+        text = load_indexed_dataset(str(data / "bin" / split))
+        if text is None:
+            raise UserError(f"{data}/bin has no {split}: prepare it again (scripts/prepare_*lm.sh)")
+        line = int(text.sizes.max())
+        longest = {"none": block, "eos": line}.get(mode, max(block, line))
+        if longest > model.max_positions():
+            raise UserError(
+                f"{split} has blocks of {longest} tokens, the model takes {model.max_positions()}: raise "
+                "task.max_target_positions"
+            )
+        if split == "train" and cfg.dataset.max_tokens and longest > cfg.dataset.max_tokens:
+            raise UserError(
+                f"{split} has blocks of {longest} tokens, and a rank takes {cfg.dataset.max_tokens} at once: lower "
+                "task.tokens_per_sample or raise dataset.max_tokens"
+            )
 
 
 def flat(settings: dict, prefix: str = "") -> dict[str, object]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from pn_fairseq import __version__
 from pn_fairseq.pipeline.command import ArgumentParser, UserError, command
 from pn_fairseq.pipeline.files import atomic_write
-from pn_fairseq.report.paper import PAPER
+from pn_fairseq.report.paper import LM_NAMES, PAPER
 
 #: Names of the files that the tool writes; it touches no others.
 _MARKDOWN, _HTML, _PICTURES = "report.md", "report.html", "report-curves-"
@@ -29,7 +29,8 @@ Writes into DIR, in place of what it wrote there before:
 
 Runs that differ by their seed alone are averaged; runs on different data are never compared. What failed or is missing
 in a run is said in the report. The numbers of the PowerNorm paper's Table 1 are shown beside runs on its data,
-recognised by languages, case, BPE and the size of the test set; --paper names another table, or none.
+recognised by languages, case, BPE and the size of the test set; --paper names another table, or none. Language models
+get a report of their own, with perplexities.
 """
 
 
@@ -48,9 +49,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--subset", default="test", help="decoded subset that the scores are of (default: test)")
     parser.add_argument(
         "--paper",
-        choices=("auto", *PAPER, "none"),
+        choices=("auto", *PAPER, *LM_NAMES, "none"),
         default="auto",
-        help="the published table to show beside the results (default: by the data)",
+        help="the published table to show beside the results; of language models Table 2 (ptb) or 3 (wikitext103) of "
+        "the PowerNorm paper (default: by the data)",
     )
     parser.add_argument(
         "--resamples", type=int, metavar="N", help="resamples of the paired bootstrap (default: sacrebleu's, 1000)"
@@ -64,11 +66,15 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     # Here and not above: --help is to be answered at once.
     from pn_fairseq.pipeline.scoring import RESAMPLES
+    from pn_fairseq.report import perplexity
     from pn_fairseq.report.markdown import html
     from pn_fairseq.report.runs import read_runs
     from pn_fairseq.report.tables import build
 
     runs = read_runs(args.runs, args.subset)
+    language_models = perplexity.of_language_models(runs)
+    if args.paper in LM_NAMES and not language_models:
+        raise UserError(f"--paper {args.paper} is of language models, and the runs are not")
 
     def said(text: str) -> None:
         if sys.stderr.isatty():
@@ -76,7 +82,11 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     try:
         args.output.mkdir(parents=True, exist_ok=True)
-        page, pictures = build(runs, args.output, _PICTURES, args.subset, args.paper, args.resamples or RESAMPLES, said)
+        if language_models:
+            page, pictures = perplexity.build(runs, args.output, _PICTURES, args.subset, args.paper, said)
+        else:
+            resamples = args.resamples or RESAMPLES
+            page, pictures = build(runs, args.output, _PICTURES, args.subset, args.paper, resamples, said)
         for name, text in ((_HTML, html(page, args.output)), (_MARKDOWN, page)):
             with atomic_write(args.output / name) as file:
                 # A file name may hold bytes that are not UTF-8.

@@ -10,7 +10,7 @@ _ADANORM = "Xu et al., Understanding and Improving Layer Normalization, NeurIPS 
 
 
 #: Settings of rows, where a run does not have them.
-_DEFAULTS = {"model.decoder_norm": "layer", "model.norm_variant": "paper"}
+_DEFAULTS = {"decoder_norm": "layer", "norm_variant": "paper"}
 
 
 @dataclass(frozen=True)
@@ -21,22 +21,20 @@ class Row:
         label: the model, as the table calls it.
         norm: a key of :data:`pn_fairseq.norms.NORMS`.
         bleu: tokenized BLEU; None where the table has none.
-        settings: of ``scripts/train.sh`` beside the architecture, as text.
-        suffix: what tells its runs from others with the same norm.
+        settings: of the model beside the architecture, as text.
     """
 
     label: str
     norm: str
     bleu: float | None
     settings: Mapping[str, str] = field(default_factory=dict)
-    suffix: str = ""
 
     def missing(self, settings: Mapping[str, object]) -> list[str]:
-        """Those of the row's settings, as ``key=value``, that a run with ``settings`` does not have."""
+        """Those of the row's settings, as ``model.key=value``, that a run with ``settings`` does not have."""
         return [
-            f"{key}={value}"
+            f"model.{key}={value}"
             for key, value in self.settings.items()
-            if str(settings.get(key, _DEFAULTS.get(key))) != value
+            if str(settings.get(f"model.{key}", _DEFAULTS.get(key))) != value
         ]
 
 
@@ -77,35 +75,36 @@ class Table:
 #: In the tables of the PowerNorm paper the encoder has the norm and the decoder has LN. Where the released code says
 #: how a row was computed, that is followed. The paper has layer-scale "in each model setting"; the released BN has one
 #: group of it, which is taken for BRN and MABN, too. It would change neither LN nor, with a group per head, GN.
-_RELEASE = {"model.norm_variant": "release"}
-_ONE_GROUP = {"model.layer_scale_groups": "1"}
-_PN_ROWS = {"LN": ("layer", {}, ""), "BN": ("batch", _RELEASE, "-release"), "PN-V": ("power-v", {}, "")} | {
-    "PN": ("power", _RELEASE, "-release"),
-    "BRN": ("batch-renorm", _ONE_GROUP, "-ls1"),
-    "MABN": ("mabn", _ONE_GROUP, "-ls1"),
-    "GN": ("group", {}, ""),
+_RELEASE = {"norm_variant": "release"}
+_ONE_GROUP = {"layer_scale_groups": "1"}
+_PN_ROWS = {
+    "LN": ("layer", {}),
+    "BN": ("batch", _RELEASE),
+    "PN-V": ("power-v", {}),
+    "PN": ("power", _RELEASE),
+    "BRN": ("batch-renorm", _ONE_GROUP),
+    "MABN": ("mabn", _ONE_GROUP),
+    "GN": ("group", {}),
 }
 
 
 def _powernorm(**bleu: float) -> tuple[Row, ...]:
-    found = []
-    for name, value in bleu.items():
-        norm, settings, suffix = _PN_ROWS[name.replace("_", "-")]
-        found.append(Row(f"Transformer {name.replace('_', '-')}", norm, value, settings, suffix))
-    return tuple(found)
+    values = {name.replace("_", "-"): value for name, value in bleu.items()}
+    found = ((name, *_PN_ROWS[name], value) for name, value in values.items())
+    return tuple(Row(f"Transformer {name}", norm, value, settings) for name, norm, settings, value in found)
 
 
 def _everywhere(norm: str, **more: str) -> dict[str, str]:
     """In the AdaNorm paper every norm of encoder and decoder is replaced."""
-    return {"model.decoder_norm": norm} | {f"model.{name}": value for name, value in more.items()}
+    return {"decoder_norm": norm, **more}
 
 
 _WITHOUT = Row("w/o Norm", "none", 34.0, _everywhere("none"))
 _LN = Row("LayerNorm", "layer", 35.5, _everywhere("layer"))
 _SIMPLE = Row("LayerNorm-simple", "layer-simple", 35.5, _everywhere("layer-simple"))
 _DETACH = Row("DetachNorm", "detach", 33.9, _everywhere("detach"))
-_DETACH_MEAN = Row("Detach Mean", "detach", 35.6, _everywhere("detach", norm_detach="mean"), "-mean")
-_DETACH_STD = Row("Detach Variance", "detach", 34.2, _everywhere("detach", norm_detach="std"), "-std")
+_DETACH_MEAN = Row("Detach Mean", "detach", 35.6, _everywhere("detach", norm_detach="mean"))
+_DETACH_STD = Row("Detach Variance", "detach", 34.2, _everywhere("detach", norm_detach="std"))
 _ADA = Row("AdaNorm", "ada", 35.6, _everywhere("ada", ada_scale="2.0"))
 
 _IWSLT14 = {
@@ -161,6 +160,52 @@ PAPER: dict[str, Table] = {
 }
 
 
+LM_SOURCE = (
+    'Shen et al., PowerNorm, ICML 2020, Tables 2 and 3 (perplexity; "*": run by its authors; one number each); the '
+    "others there are of Inan et al. 2017, Yang et al. 2018, Baevski & Auli 2019, Dai et al. 2019 and Ma et al. 2019"
+)
+#: What ``pn-report --paper`` calls these corpora.
+LM_NAMES = {"ptb": "PTB", "wikitext103": "WikiText-103"}
+#: Stands beside every published perplexity.
+LM_SENTENCE = (
+    "Published perplexities of the tensorized transformer (Ma et al. 2019, and PowerNorm, which takes its code as a "
+    "base) cannot be taken for those of causal language models: in the code that is public the causal mask is built "
+    "and never used, so that each position sees the tokens that it predicts. Whether the PowerNorm authors' own code, "
+    "which is not public, differs is not known. The models here are causal unless a row says otherwise."
+)
+#: Corpus -> model -> (validation, test), as the tables have them, errors included (docs/language_modeling.md).
+LM_PAPER: dict[str, dict[str, tuple[float | None, float]]] = {
+    "PTB": {
+        "Tied-LSTM": (75.7, 48.7),
+        "AWD-LSTM-MoS": (58.1, 56.0),
+        "Adaptive Input": (59.1, 57.0),
+        "Transformer-XL base": (56.7, 54.5),
+        "Tensorized transformer, core-1 (Ma)": (55.4, 57.9),
+        "Tensorized transformer, core-2 (Ma)": (54.3, 49.8),
+        "core-1 + LN *": (58.0, 53.2),
+        "core-1 + BN *": (71.7, 60.7),
+        "core-1 + PN-V *": (59.7, 55.3),
+        "core-1 + PN *": (51.6, 47.6),
+        "core-1 + BRN * (Table 4)": (None, 58.3),
+        "core-1 + MABN * (Table 4)": (None, 57.2),
+        "core-1 + GN * (Table 4)": (None, 51.7),
+    },
+    "WikiText-103": {
+        "Tied-LSTM": (None, 48.7),
+        "AWD-LSTM-MoS": (29.0, 29.2),
+        "Adaptive Input": (19.8, 20.5),
+        "Transformer-XL base": (23.1, 24.0),
+        "Transformer-XL large": (None, 18.3),
+        "Tensorized transformer, core-1 (Ma)": (23.6, 20.9),
+        "Tensorized transformer, core-2 (Ma)": (19.7, 18.9),
+        "core-1 + LN *": (22.7, 20.9),
+        "core-1 + BN *": (28.4, 27.2),
+        "core-1 + PN-V *": (23.6, 21.3),
+        "core-1 + PN *": (18.3, 17.9),
+    },
+}
+
+
 def recognise(data: Mapping[str, str], sentences: int | None) -> str | None:
     """The first of :data:`PAPER` whose data the prepared data is, or None.
 
@@ -176,9 +221,9 @@ def recognise(data: Mapping[str, str], sentences: int | None) -> str | None:
     return None
 
 
-def print_rows(corpus: str) -> None:
-    """For scripts/lib/reproduce.sh: a line for each row of each table of a corpus, in words: the table, its file in
-    ``configs/``, the name of the row's runs, the abbreviation of its norm, and its settings.
+def print_tables(corpus: str) -> None:
+    """For scripts/lib/reproduce.sh: for each table of a corpus a line with its name, its file in ``configs/``, and its
+    rows, as NORMS takes them.
 
     Args:
         corpus: the corpus' file in ``configs/``, which the names of the tables' files begin with.
@@ -187,7 +232,5 @@ def print_rows(corpus: str) -> None:
 
     for name, table in PAPER.items():
         if table.config.startswith(corpus):
-            for row in table.rows:
-                short = NORMS[row.norm].short
-                settings = [f"{key}={value}" for key, value in row.settings.items()]
-                print(name, table.config, short + row.suffix, short, *settings)
+            rows = ([NORMS[row.norm].short, *map("=".join, row.settings.items())] for row in table.rows)
+            print(name, table.config, *map("+".join, rows))

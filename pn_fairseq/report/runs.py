@@ -12,6 +12,7 @@ from pathlib import Path
 import yaml
 
 from pn_fairseq.pipeline.command import UserError
+from pn_fairseq.pipeline.evaluate_lm import Perplexity, read_perplexity
 from pn_fairseq.pipeline.files import count_lines, read_settings
 from pn_fairseq.pipeline.scoring import METRICS, Scores, ScoringError, low_bleu, read_scores
 from pn_fairseq.pipeline.training_log import TrainingLog, read_log
@@ -45,6 +46,7 @@ class Run:
         decoded: number of hypotheses; None if the run was not decoded.
         decoding: how it was decoded, as generate.sh noted it; None if unknown.
         scores: None if it was not scored.
+        perplexity: of a language model; None if it was not measured.
         problems: what failed or is missing, one sentence each.
     """
 
@@ -60,6 +62,7 @@ class Run:
     decoded: int | None = None
     decoding: str | None = None
     scores: Scores | None = None
+    perplexity: Perplexity | None = None
     problems: list[str] = field(default_factory=list)
 
     def setting(self, name: str, default=None):
@@ -70,6 +73,10 @@ class Run:
     @property
     def seed(self) -> int | None:
         return self.setting("common.seed")
+
+    @property
+    def language_model(self) -> bool:
+        return self.setting("task._name") == "language_modeling"
 
     @property
     def workers(self) -> int:
@@ -156,7 +163,13 @@ def read_run(path: Path, subset: str, name: str) -> Run:
     _read_settings(run)
     _read_data(run)
     _read_starts(run)
-    _read_result(run, path / "generate" / subset, subset)
+    if run.language_model:
+        try:
+            run.perplexity = read_perplexity(path, subset)
+        except UserError as error:
+            run.problems.append(f"not measured: {error}")
+    else:
+        _read_result(run, path / "generate" / subset, subset)
     if run.log:
         run.problems[:0] = _training_problems(run)
     if not run.known:
@@ -286,6 +299,10 @@ def _read_result(run: Run, folder: Path, subset: str) -> None:
         # How it was decoded, without what was decoded.
         words = re.findall(r"\b((?!checkpoint=|data=|subset=)[a-z_0-9]+=\S+)", made)
         run.decoding = " ".join(words) or None
+    averaged = (_text(run.path / "checkpoints/averaged.pt.made") or "").split()
+    wanted = run.setting("average_last")
+    if len(averaged) > 1 and wanted and averaged[1].isdecimal() and int(averaged[1]) < wanted:
+        run.problems.append(f"averaged.pt is the average of {averaged[1]}, not of average_last={wanted} checkpoints")
     sentences = lines_of(folder / "ref.tok")
     if sentences is not None and sentences != run.decoded:
         run.problems.append(f"{run.decoded} hypotheses but {sentences} references of {subset}")

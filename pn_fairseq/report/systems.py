@@ -33,6 +33,8 @@ _HOW = re.compile(
 _COPIES = {"optimizer.lr": "optimization.lr", "lr_scheduler.lr": "optimization.lr"}
 
 NORM, SIZE = "encoder norm", "size"
+#: What the architectures of language models begin with, and the setting of their norm.
+LANGUAGE_MODELS, LM_NORM = ("transformer_lm", "tensorized_lm"), "model.decoder_norm"
 #: scripts/train.sh distributes these tokens over the ranks; for other runs it is computed from their settings.
 TOKENS, SENTENCES = "tokens_per_update", "sentences per update"
 SEED = "common.seed"
@@ -61,6 +63,11 @@ def _norm_and_size(run: Run) -> tuple[str, str]:
     from pn_fairseq.norms import NORMS
 
     arch = str(run.setting("model._name", "architecture not known"))
+    for stem in LANGUAGE_MODELS:
+        for name, entry in NORMS.items():
+            if arch.startswith(prefix := f"{stem}_{entry.short}_"):
+                norm = str(run.setting(LM_NORM, name))
+                return norm_labels().get(norm, norm), f"{stem} {arch.removeprefix(prefix)}"
     prefixes = {f"transformer_{entry.short}_": name for name, entry in NORMS.items()}
     prefix = next((prefix for prefix in prefixes if arch.startswith(prefix)), None)
     if arch != "transformer_pn" and prefix is None:
@@ -88,7 +95,7 @@ def comparable(run: Run) -> dict[str, object]:
         name: value
         for name, value in (run.settings or {}).items()
         if name not in _PLACES
-        and name not in ("model._name", "model.encoder_norm")
+        and name not in ("model._name", LM_NORM if run.language_model else "model.encoder_norm")
         and not (name in _COPIES and value == run.setting(_COPIES[name]))
     }
     norm, size = _norm_and_size(run)

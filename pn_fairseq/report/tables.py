@@ -292,6 +292,8 @@ def _state(run: Run) -> str:
         return missing("not trained")
     if not run.log.ended and not (run.max_update and run.log.updates >= run.max_update):
         return missing("not finished")
+    if run.language_model:
+        return "complete" if run.perplexity else missing("trained, not measured")
     if run.decoded is None:
         return missing("trained, not decoded")
     return "complete" if run.scores else missing("decoded, not scored")

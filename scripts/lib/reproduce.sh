@@ -2,34 +2,34 @@
 # Every step from the raw text to the table of a corpus, for a list of norms and seeds. Sourced by reproduce_*.sh, which
 # set what differs between corpora:
 : "${config:?a name in configs/}"
-: "${size:?the architectures are transformer_NORM_SIZE}"
+: "${size:?the architectures are MODEL_NORM_SIZE}"
 : "${prepare:?the script that prepares the corpus}"
 : "${default_seeds:?the seeds unless SEEDS names others}"
 : "${about:?a sentence for the usage text}"
+# and, unless they are those of a translation:
+: "${models:=transformer}" "${default_norms:=ln bn pnv pn}"
+# what is done after the training, scripts/STEP.sh; said in words
+: "${after:=average generate score}" "${after_words:=average, decode, score}"
 
 usage() {
     cat <<END
 usage: scripts/$(basename "$0") [--runs DIR] [--data DIR] [--dry-run] [options of $prepare] [key=value ...]
 
 $about
-For every norm and seed: train, average, decode, score; then one report over all of them.
+For every norm and seed: train, $after_words; then one report over all of them.
 
-  --runs DIR     where the runs go, as DIR/NORM_seedN, and the report, as DIR/report (default runs/$config; with
-                 TABLE: runs/CONFIG of the table, and the report as DIR/report-TABLE)
+  --runs DIR     where the runs go, as DIR/$([[ $models != *" "* ]] || echo MODEL_)NORM_seedN, and the report, as DIR/report (default runs/$config)
+                 With TABLE: the config and the report of the table (runs/CONFIG, DIR/report-TABLE)
   --data DIR     the prepared data, made if it is not there (default runs/data/$config)
   --dry-run      print the commands and do nothing
 $(prepare_options | awk -v prepare="$prepare" '{ printf "  %-13s  passed on to %s\n", $0, prepare }'
         echo "  key=value      settings for train.sh that differ from configs/$config.yaml")
 
 In the environment:
-  NORMS="ln bn pnv pn"   the norms, as in transformer_NORM_$size
-END
-        [[ -z ${tables-} ]] || cat <<END
-  TABLE=NAME     instead: the rows of a published table, each with its own settings, and its numbers in the report
-                 ($tables)
-END
-        cat <<END
-  SEEDS="$default_seeds"   as many runs are made as there are pairs of norm and seed
+  NORMS="$default_norms"
+                 the norms, as in ${models%% *}_NORM_$size; NORM+key=value has a setting of the model's
+  SEEDS="$default_seeds"
+                 as many runs are made as there are pairs of norm and seed$([[ $models != *" "* ]] || printf '\n  MODELS="%s"\n                 for each of these models' "$models")$([[ -z ${tables-} ]] || printf '\n  TABLE=NAME     instead of NORMS: the rows of a published table, whose numbers the report has\n                 (%s)' "$tables")
 
 Run again, it skips what is done and continues with the rest. A run that fails is named at the end and in the report;
 the others are still made.
@@ -59,7 +59,8 @@ command_line() {
 # find_machines: sets launch, the command that starts a training on all machines; follower, 1 on a machine that is not
 # the first of several; steps, what is done here for each run.
 find_machines() {
-    launch=() follower=0 steps=(train average generate score)
+    launch=() follower=0
+    read -ra steps <<<"train $after"
     if [[ -n ${NNODES-} ]]; then
         [[ ${NODE_RANK:-0} != 0 ]] || return 0
         follower=1
@@ -96,8 +97,7 @@ close_messages() {
 trap 'close_messages; interrupted 130' INT
 trap 'close_messages; interrupted 143' TERM
 
-# do_run NAME ARCH SEED [key=value...]: one run through all steps; a failure is noted in the run's folder and ends this
-# run only.
+# do_run NAME ARCH SEED SETTING...: one run through all steps; a failure is noted in the run's folder and ends this run only.
 do_run() {
     local name=$1 run=$runs/$1 step code command
     # Not beside the runs: pn-report DIR/*_seed* finds runs alone.
@@ -139,37 +139,53 @@ done
 use_venv
 need python pn-report
 find_machines
-failed=() names=() report_name=report beside=()
-# A row has a name for its runs, a norm, and settings, which are words.
-row_names=() row_norms=() row_settings=()
-read -ra seeds <<<"${SEEDS-$default_seeds}"
+report_name=report beside=()
 if [[ -n ${TABLE-} ]]; then
     [[ -z ${NORMS+set} ]] || die "TABLE and NORMS both say which norms: give one of them"
-    rows=$(cd "$root" && python -c "from pn_fairseq.report.paper import print_rows; print_rows('$config')")
-    known=$(awk '{ print $1 }' <<<"$rows" | uniq | xargs)
+    rows=$(cd "$root" && python -c "from pn_fairseq.report.paper import print_tables; print_tables('$config')")
+    known=$(awk '{ print $1 }' <<<"$rows" | xargs)
     # shellcheck disable=SC2086 # several tables are several words
     [[ " $known " == *" $TABLE "* ]] ||
         die "TABLE: unknown table '$TABLE'$(did_you_mean "$TABLE" $known); there are ${known:-none of this corpus}"
-    while read -r table config name norm settings; do
-        row_names+=("$name") row_norms+=("$norm") row_settings+=("$settings") table_config=$config
-    done < <(awk -v table="$TABLE" '$1 == table' <<<"$rows")
-    config=$table_config report_name=report-$TABLE beside=(--paper "$TABLE")
-else
-    read -ra row_norms <<<"${NORMS-ln bn pnv pn}"
-    row_names=(${row_norms[@]+"${row_norms[@]}"})
-    known=$(cd "$root" && python -c 'from pn_fairseq.norms import NORMS; print(*(entry.short for entry in NORMS.values()))')
-    for norm in ${row_norms[@]+"${row_norms[@]}"}; do
-        # shellcheck disable=SC2086 # several norms are several words
-        [[ " $known " == *" $norm "* ]] || die "NORMS: unknown norm '$norm'$(did_you_mean "$norm" $known); there are $known"
-    done
+    read -r _ config NORMS < <(awk -v table="$TABLE" '$1 == table' <<<"$rows")
+    report_name=report-$TABLE beside=(--paper "$TABLE")
 fi
-[[ ${#row_names[@]} -gt 0 && ${#seeds[@]} -gt 0 ]] || die "NORMS and SEEDS must each name at least one"
 runs=$(absolute "${runs:-$root/runs/$config}")
 data=$(absolute "$data")
-for seed in "${seeds[@]}"; do check_whole SEEDS "$seed"; done
-for name in "${row_names[@]}"; do
-    for seed in "${seeds[@]}"; do names+=("${name}_seed$seed"); done
+failed=() names=()
+several=0
+[[ $models != *" "* ]] || several=1
+known=$models
+[[ $several -eq 0 ]] || models=${MODELS-$models}
+for model in $models; do
+    [[ " $known " == *" $model "* ]] || die "MODELS: unknown model '$model'; there are $known"
 done
+read -ra norms <<<"${NORMS-$default_norms}"
+read -ra seeds <<<"${SEEDS-$default_seeds}"
+[[ ${#norms[@]} -gt 0 && ${#seeds[@]} -gt 0 ]] || die "NORMS and SEEDS must each name at least one"
+known=$(cd "$root" && python -c 'from pn_fairseq.norms import NORMS; print(*(entry.short for entry in NORMS.values()))')
+for norm in "${norms[@]}"; do
+    norm=${norm%%+*}
+    # shellcheck disable=SC2086 # several norms are several words
+    [[ " $known " == *" $norm "* ]] || die "NORMS: unknown norm '$norm'$(did_you_mean "$norm" $known); there are $known"
+done
+for seed in "${seeds[@]}"; do check_whole SEEDS "$seed"; done
+# each_run FUNCTION: calls FUNCTION NAME ARCH SEED SETTING... for every run.
+each_run() {
+    local model norm seed setting of_norm
+    for model in $models; do
+        for norm in "${norms[@]}"; do
+            IFS=+ read -ra of_norm <<<"$norm"
+            for setting in "${!of_norm[@]}"; do of_norm[setting]=model.${of_norm[setting]}; done
+            for seed in "${seeds[@]}"; do
+                "$1" "$([[ $several -eq 0 ]] || echo "${model}_")${norm}_seed$seed" "${model}_${norm%%+*}_$size" "$seed" \
+                    ${of_norm[@]+"${of_norm[@]:1}"}
+            done
+        done
+    done
+}
+add_name() { names+=("$1"); }
+each_run add_name
 twice=$(printf '%s\n' "${names[@]}" | sort | uniq -d | head -n 1)
 [[ -z $twice ]] || die "NORMS and SEEDS name $twice twice"
 
@@ -183,12 +199,7 @@ if [[ $dry_run -eq 1 ]]; then
     command_line "${preparation[@]}"
 else
     # Before the hours of the preparation.
-    for index in "${!row_names[@]}"; do
-        [[ $index -eq 0 || -n ${TABLE-} ]] || break
-        read -ra own <<<"${row_settings[$index]-}"
-        step "$root/scripts/train.sh" "$config" --check "model._name=transformer_${row_norms[$index]}_$size" \
-            ${own[@]+"${own[@]}"} ${arguments[@]+"${arguments[@]}"}
-    done
+    step "$root/scripts/train.sh" "$config" --check "model._name=${models%% *}_${norms[0]%%+*}_$size" ${arguments[@]+"${arguments[@]}"}
     if [[ $follower -eq 0 ]]; then
         step "${preparation[@]}"
     else
@@ -196,12 +207,7 @@ else
         until [[ -d $data/bin ]]; do step sleep 5; done
     fi
 fi
-for index in "${!row_names[@]}"; do
-    read -ra own <<<"${row_settings[$index]-}"
-    for seed in "${seeds[@]}"; do
-        do_run "${row_names[$index]}_seed$seed" "transformer_${row_norms[$index]}_$size" "$seed" ${own[@]+"${own[@]}"}
-    done
-done
+each_run do_run
 if [[ $dry_run -eq 1 ]]; then
     command_line "${report[@]}"
 elif [[ $follower -eq 0 ]]; then

@@ -23,6 +23,7 @@ VARIABLES = {"CUDA_VISIBLE_DEVICES", "WANDB_MODE"}
 #: reproduce_*.sh and demo.sh train with these configurations.
 CONFIGS = {"demo": "verses_es_en", "reproduce_verses": "verses_es_en", "reproduce_iwslt14": "iwslt14_de_en"}
 CONFIGS["reproduce_wmt14"] = "wmt14_en_de_big"
+CONFIGS |= {"reproduce_verses_lm": "verses_lm_en", "reproduce_ptb": "ptb_lm", "reproduce_wikitext103": "wikitext103_lm"}
 
 by_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 

@@ -5,9 +5,9 @@ from pathlib import Path
 import torch
 from fairseq.data.indexed_dataset import make_builder
 
-from benchmarks.models import VOCABULARY, arch_args, build, make_dictionary, make_task
+from benchmarks.models import BLOCK, VOCABULARY, arch_args, build, make_dictionary, make_task
 
-__all__ = ["VOCABULARY", "arch_args", "build", "make_dictionary", "make_task", "padded_batch", "write_data"]
+__all__ = ["BLOCK", "VOCABULARY", "arch_args", "build", "make_dictionary", "make_task", "padded_batch", "write_data"]
 
 
 def padded_batch(seed: int = 0, batch: int = 3, source: int = 7, target: int = 5):

@@ -5,7 +5,6 @@ import pytest
 from fairseq import options
 from omegaconf import OmegaConf
 
-from pn_fairseq.models.architectures import SIZES
 from pn_fairseq.models.norm_options import NormOptions
 from pn_fairseq.norms import NORMS, running_norms
 from pn_fairseq.norms.base import ChannelNorm
@@ -208,13 +207,13 @@ def test_help_has_the_variants_own_warmup(capsys):
 
 
 def test_help_lists_every_norm():
-    """Of fairseq-train, the architectures, since fairseq adds a model's flags once it knows the architecture."""
+    """That of fairseq-train has the architectures: fairseq adds a model's flags once it knows the architecture."""
     text = "".join(options.get_training_parser().format_help().split())
     parser = argparse.ArgumentParser()
     NormOptions.add_args(parser)
     flags = " ".join(parser.format_help().split())
     for name, entry in NORMS.items():
-        assert all(f"transformer_{entry.short}_{size}" in text for size in SIZES), name
+        assert f"transformer_{entry.short}_*({name})" in text, name
         assert f"{name}: {entry.title}" in flags, name
 
 

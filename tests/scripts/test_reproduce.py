@@ -43,22 +43,21 @@ def test_dry_run_prints_every_command(name, tmp_path):
 
 def trained(lines: list[str]) -> dict[str, str]:
     """Folder of a run -> its settings, of the training commands of a dry run."""
-    return dict(
-        re.search(r"--run \S+/(\S+) (.*)$", line).groups() for line in lines if " --run " in line and "=" in line
-    )
+    return dict(re.search(r"--run \S+/(\S+) (.*)$", line).groups() for line in lines if "train.sh" in line)
 
 
 def test_rows_of_a_table(tmp_path):
     lines = dry_run("iwslt14", TABLE="powernorm-4", SEEDS="1")
     assert all(line.startswith("scripts/train.sh iwslt14_de_en ") for line in lines if "train.sh" in line)
-    release, one_group = " model.norm_variant=release", " model.layer_scale_groups=1"
-    rows = {"bn-release": release, "brn-ls1": one_group, "mabn-ls1": one_group, "ln": "", "gn": "", "pnv": ""}
+    release, one_group = "norm_variant=release", "layer_scale_groups=1"
+    rows = {"bn": release, "brn": one_group, "mabn": one_group, "ln": "", "gn": "", "pnv": "", "pn": release}
     assert trained(lines) == {
-        f"{name}_seed1": f"model._name=transformer_{name.split('-')[0]}_iwslt common.seed=1{settings}"
-        for name, settings in (rows | {"pn-release": release}).items()
+        f"{name}+{setting}_seed1" if setting else f"{name}_seed1": f"model._name=transformer_{name}_iwslt common.seed=1"
+        + (f" model.{setting}" if setting else "")
+        for name, setting in rows.items()
     }
     folder = "runs/iwslt14_de_en"
-    assert lines[-1].startswith(f"pn-report {folder}/bn-release_seed1 ")
+    assert lines[-1].startswith(f"pn-report {folder}/bn+norm_variant=release_seed1 ")
     assert lines[-1].endswith(f" --output {folder}/report-powernorm-4 --paper powernorm-4")
 
 
@@ -66,11 +65,14 @@ def test_a_table_with_settings_of_its_own(tmp_path):
     lines = dry_run("iwslt14", "--runs", tmp_path, "common.fp16=true", TABLE="adanorm-3", SEEDS="1 2")
     assert lines[0] == "scripts/prepare_iwslt14.sh --dest runs/data/iwslt14_de_en"
     assert lines[1].startswith("scripts/train.sh iwslt14_de_en_adanorm --data runs/data/iwslt14_de_en ")
-    rows = {"lns": "layer-simple", "dn-mean": "detach model.norm_detach=mean", "dn-std": "detach model.norm_detach=std"}
     assert trained(lines) == {
-        f"{name}_seed{seed}": f"model._name=transformer_{name.split('-')[0]}_iwslt common.seed={seed} "
-        f"model.decoder_norm={norm} common.fp16=true"
-        for name, norm in rows.items()
+        f"{norm}+decoder_norm={settings.replace(' model.', '+')}_seed{seed}": f"model._name=transformer_{norm}_iwslt "
+        f"common.seed={seed} model.decoder_norm={settings} common.fp16=true"
+        for norm, settings in (
+            ("lns", "layer-simple"),
+            ("dn", "detach model.norm_detach=mean"),
+            ("dn", "detach model.norm_detach=std"),
+        )
         for seed in (1, 2)
     }
 
@@ -80,6 +82,30 @@ def test_help_lists_the_tables(name, corpus):
     found = re.search(r"TABLE=NAME.*\n.*\n? +\((.*)\)$", script(f"reproduce_{name}.sh", "--help").stdout, re.M)
     known = [table for table, rows in PAPER.items() if corpus and rows.config.startswith(corpus)]
     assert (found[1].split() if found else []) == known
+
+
+def test_language_models_are_trained_for_every_model_and_norm():
+    environ = {"NORMS": "pn ln+layer_scale_groups=1", "SEEDS": "3"}
+    lines = dry_run("verses_lm", "optimization.max_update=9", **environ)
+    expected, folders = ["scripts/prepare_verses_lm.sh --dest runs/data/verses_lm_en"], []
+    for model in ("transformer_lm", "tensorized_lm"):
+        for norm, short, setting in (
+            ("pn", "pn", ""),
+            ("ln+layer_scale_groups=1", "ln", "model.layer_scale_groups=1 "),
+        ):
+            folders.append(f"runs/verses_lm_en/{model}_{norm}_seed3")
+            settings = f"model._name={model}_{short}_tiny common.seed=3 {setting}optimization.max_update=9"
+            data = "--data runs/data/verses_lm_en"
+            expected.append(f"scripts/train.sh verses_lm_en {data} --run {folders[-1]} {settings}")
+            expected += [f"scripts/{step}.sh --run {folders[-1]}" for step in ("average", "evaluate_lm")]
+    expected.append(f"pn-report {' '.join(folders)} --output runs/verses_lm_en/report")
+    assert lines == expected
+    lines = dry_run("ptb", "--corpus", "/texts", NORMS="pn", SEEDS="1")
+    assert lines[0] == "scripts/prepare_ptb.sh --dest runs/data/ptb_lm --corpus /texts"
+    assert "--run runs/ptb_lm/pn_seed1 model._name=tensorized_lm_pn_ptb" in lines[1]
+    assert len(dry_run("verses_lm", MODELS="tensorized_lm", NORMS="pn", SEEDS="1")) == 5
+    refused = script("reproduce_verses_lm.sh", "--dry-run", check=False, MODELS="lstm")
+    assert_refused(refused, "MODELS", "'lstm'", "transformer_lm tensorized_lm")
 
 
 def test_dry_run_can_be_pasted_into_a_shell(tmp_path):

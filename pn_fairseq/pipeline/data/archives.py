@@ -26,6 +26,8 @@ class Damaged(UserError):
     """An archive that is cut off or damaged."""
 
 
+#: Some servers refuse curl's own.
+AGENT = "Mozilla/5.0"
 #: curl's exit codes for what may be different a moment later: no connection, a connection that broke off.
 TRANSIENT = {5, 6, 7, 16, 18, 28, 35, 52, 55, 56, 92}
 #: The same for HTTP status codes (RFC 9110 and 6585).
@@ -56,6 +58,7 @@ def _curl(address: str, partial: Path) -> tuple[int, int, str]:
     """Fetch what is missing of a file: (exit code, HTTP status, message)."""
     command = ["curl", "--fail", "--location", "--show-error", "--proto", "=http,https,file", "--continue-at", "-"]
     command += ["--connect-timeout", "60", "--speed-limit", "1", "--speed-time", "60", "--write-out", "%{http_code}"]
+    command += ["--user-agent", AGENT]
     command += ["--progress-bar" if sys.stderr.isatty() else "--silent", "--output", str(partial), address]
     stderr = None if sys.stderr.isatty() else subprocess.PIPE
     # restore_signals=False: a limit on the size of files is an error of writing, as it is for Python, and no signal.

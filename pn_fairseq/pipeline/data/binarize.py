@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import subprocess
+from array import array
 from pathlib import Path
 
 from pn_fairseq.pipeline.command import UserError
@@ -24,6 +25,15 @@ def sentences(index: Path) -> int:
     if len(head) < 26 or not head.startswith(MAGIC):
         raise UserError(f"{index} is not an index of fairseq's memory-mapped format")
     return int.from_bytes(head[18:], "little")
+
+
+def lengths(index: Path) -> array:
+    """Numbers of tokens of the sentences in a fairseq index file."""
+    found = array("i")
+    with index.open("rb") as file:
+        file.seek(26)
+        found.fromfile(file, sentences(index))
+    return found
 
 
 def preprocess(folder: Path, *arguments: str) -> None:

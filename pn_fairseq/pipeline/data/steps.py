@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from pn_fairseq.pipeline.command import ArgumentParser, UserError
-from pn_fairseq.pipeline.data import archives, pairs, settings, subwords
+from pn_fairseq.pipeline.data import archives, language_model, pairs, settings, subwords
 from pn_fairseq.pipeline.data.parallel import transform
 from pn_fairseq.pipeline.files import atomic_write, count_lines
 
@@ -164,6 +164,23 @@ def finish(args) -> None:
         partial.unlink()
 
 
+def lm_verses(args) -> None:
+    """write the English verses, split by book, to the folder TO"""
+    language_model.verses(args.corpus, args.dest / args.to)
+
+
+def unzip(args) -> None:
+    """extract members of a zip archive to the folder TO"""
+    language_model.unzip(args.dest / args.archive, args.dest / args.to, args.members)
+
+
+def lm_text(args) -> None:
+    """make the data of a language model from the texts of train, valid and test"""
+    texts = [args.dest / text for text in args.texts]
+    options = (args.name, args.tokenize, args.lower, args.min_count, args.expect, args.workers)
+    language_model.prepare(args.dest, texts, *options)
+
+
 #: Step -> its arguments, as argparse takes them.
 STEPS = {
     check: [("settings", {"nargs": "+"})],
@@ -184,6 +201,16 @@ STEPS = {
     apply_bpe: [("source", {}), ("to", {})],
     binarize: [],
     finish: [],
+    lm_verses: [("corpus", {"type": Path}), ("to", {})],
+    unzip: [("archive", {}), ("to", {}), ("members", {"nargs": "+"})],
+    lm_text: [
+        ("name", {}),
+        ("texts", {"nargs": 3}),
+        ("--tokenize", {"default": "", "metavar": "LANG"}),
+        ("--lower", {"action": "store_true"}),
+        ("--min-count", {"type": int, "default": 1}),
+        ("--expect", {"type": int, "nargs": 3, "default": ()}),
+    ],
 }
 
 

@@ -1,0 +1,76 @@
+"""Block-term attention (Ma et al. 2019, "A Tensorized Transformer for Language Modeling"), causal."""
+
+import torch
+from torch import Tensor, nn
+
+#: Rows i of the attention tensor that are computed together: their keys and values end at the last of them.
+ROWS = 8
+
+
+class TensorizedAttention(nn.Module):
+    r"""Attention whose weights are a tensor over queries i, keys j and values k; there is no softmax over positions.
+
+    With q, k, v = chunk(x W), each (T, R), positions p = P W_p, (T, R), and one vector g, (R,), the mean of the cores:
+
+        A_ijk = sum_r g_r [(q_i + u)_r k_jr + (q_i + w)_r p_jr] v_kr       for j <= i and k <= i, else 0
+        y_i = sum_{j, k} A_ijk O_jk,      O: (T_max, T_max, C)
+
+    A shorter block uses the first rows and columns of O and of P, so a prefix gives the outputs that it has in the
+    whole block. The mean over cores is exact: A is linear in g (core-2 with g_1 and g_2 is core-1 with their mean).
+
+    Args:
+        dim: channels C.
+        rank: R, the size of a core and of queries, keys and values.
+        length: T_max, the longest block.
+        cores: h, the number of cores.
+        softmax: g_r = softmax(core)_r as in the paper; otherwise the core itself, as in the authors' code.
+        masked: the condition on j and k. Without it the model is not causal: row i sees what comes after it.
+    """
+
+    def __init__(
+        self, dim: int, rank: int, length: int, cores: int = 1, softmax: bool = True, masked: bool = True, std=0.02
+    ):
+        super().__init__()
+        self.rank, self.length, self.softmax, self.masked = rank, length, softmax, masked
+        self.in_proj = nn.Linear(dim, 3 * rank, bias=False)
+        self.position_proj = nn.Linear(dim, rank, bias=False)
+        self.out_proj = nn.Parameter(torch.empty(length, length, dim))
+        core = torch.rand(cores, rank)
+        self.core = nn.Parameter(core if softmax else core.softmax(dim=-1))
+        for weight in (self.in_proj.weight, self.position_proj.weight, self.out_proj):
+            nn.init.normal_(weight, std=std)
+
+    def forward(
+        self, x: Tensor, positions: Tensor, content_bias: Tensor, position_bias: Tensor, mask: Tensor | None = None
+    ) -> Tensor:
+        """y, (T, B, C), for x, (T, B, C).
+
+        Args:
+            positions: P, (T, C).
+            content_bias, position_bias: u and w, (R,), which all layers of a model share.
+            mask: (B, T) bool, True = padding, which is neither key nor value.
+        """
+        time, batch, dim = x.shape
+        g = (self.core.softmax(dim=-1) if self.softmax else self.core).mean(dim=0)
+        query, key, value = self.in_proj(x).transpose(0, 1).chunk(3, dim=-1)  # (B, T, R)
+        place = self.position_proj(positions)
+        content, position = g * (query + content_bias), g * (query + position_bias)
+        if mask is not None:
+            key, value = (each.masked_fill(mask.unsqueeze(-1), 0) for each in (key, value))
+            place = place * (~mask).unsqueeze(-1)
+        outputs = []
+        for start in range(0, time, ROWS if self.masked else time):
+            stop = min(start + ROWS, time) if self.masked else time
+            end = stop  # of the keys and values that these rows see
+            rows = (
+                content[:, start:stop, None] * key[:, None, :end]
+                + position[:, start:stop, None] * place[..., None, :end, :]
+            )
+            tensor = rows.flatten(1, 2) @ value[:, :end].transpose(1, 2)  # (B, rows * end, end)
+            tensor = tensor.view(batch, stop - start, end, end)
+            if self.masked:
+                last = torch.arange(end, device=x.device)
+                future = last > torch.arange(start, stop, device=x.device)[:, None]  # (rows, end)
+                tensor = tensor.masked_fill(future[:, :, None] | future[:, None, :], 0)
+            outputs.append(tensor.flatten(2) @ self.out_proj[:end, :end].reshape(end * end, dim))
+        return torch.cat(outputs, dim=1).transpose(0, 1)

@@ -1,0 +1,226 @@
+"""The model ``tensorized_lm_pn``: the tensorized transformer (Ma et al. 2019) as a causal language model.
+
+What the authors' code computes is not causal (docs/language_modeling.md); ``--tensorized-unmasked`` does as it does.
+"""
+
+import logging
+import math
+from argparse import BooleanOptionalAction
+from functools import partial
+from itertools import pairwise
+
+import torch
+from fairseq.models import FairseqDecoder, FairseqLanguageModel, register_model
+from fairseq.modules import AdaptiveSoftmax, FairseqDropout
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from pn_fairseq.models.layers import wrap_layer
+from pn_fairseq.models.norm_options import NormOptions
+from pn_fairseq.models.normed_model import NormedModel
+from pn_fairseq.models.tensorized_attention import TensorizedAttention
+from pn_fairseq.models.transformer_lm_pn import LanguageModelNorms, keep_block_length
+
+logger = logging.getLogger(__name__)
+
+#: Standard deviation of the initial weights.
+STD = 0.02
+
+
+class TensorizedLayer(nn.Module):
+    """Block-term attention and a feed-forward network, each with a residual connection and a norm.
+
+    Pre-norm: y = x + dropout(f(norm(x))). Post-norm: y = norm(x + dropout(f(x))).
+    """
+
+    def __init__(self, args, norms: NormOptions):
+        super().__init__()
+        dim, inner = args.decoder_embed_dim, args.decoder_ffn_embed_dim
+        self.post_norm = args.post_norm
+        self.attention = TensorizedAttention(
+            dim,
+            args.core_rank,
+            args.max_target_positions,
+            args.cores,
+            args.core_softmax,
+            masked=not args.tensorized_unmasked,
+            std=STD,
+        )
+        self.fc1, self.fc2 = nn.Linear(dim, inner), nn.Linear(inner, dim)
+        for linear in (self.fc1, self.fc2):
+            nn.init.normal_(linear.weight, std=STD)
+            nn.init.zeros_(linear.bias)
+        self.attention_norm = norms.build_decoder_norm(dim, heads=1)
+        self.final_layer_norm = norms.build_decoder_norm(dim, heads=1)
+        self.dropout = FairseqDropout(args.dropout, module_name=type(self).__name__)
+        self.activation_dropout = FairseqDropout(args.activation_dropout, module_name=type(self).__name__)
+
+    def forward(
+        self, x: Tensor, positions: Tensor, content_bias: Tensor, position_bias: Tensor, mask: Tensor | None
+    ) -> Tensor:
+        """``x`` (T, B, C); the other arguments are those of the attention."""
+        inner = x if self.post_norm else self.attention_norm(x, mask)
+        x = x + self.dropout(self.attention(inner, positions, content_bias, position_bias, mask))
+        x = self.attention_norm(x, mask) if self.post_norm else x
+        inner = x if self.post_norm else self.final_layer_norm(x, mask)
+        x = x + self.dropout(self.fc2(self.activation_dropout(F.relu(self.fc1(inner)))))
+        return self.final_layer_norm(x, mask) if self.post_norm else x
+
+
+class TiedAdaptiveSoftmax(AdaptiveSoftmax):
+    """fairseq's adaptive softmax over the rows of one embedding, with biases and without projections.
+
+    The first ``cutoff[0]`` tokens and one cluster for each further band are the head; a band is its cluster's tail.
+    """
+
+    def __init__(self, embedding: nn.Embedding, bands: str):
+        nn.Module.__init__(self)
+        self.vocab_size = embedding.num_embeddings
+        cutoff = [int(end) if end.strip().isdecimal() else -1 for end in bands.split(",")]
+        if sorted({0, *cutoff, self.vocab_size}) != [0, *cutoff, self.vocab_size]:
+            raise ValueError(
+                f"--adaptive-softmax-cutoff {bands} must be ascending numbers, as in 20000,40000, below the size of "
+                f"the vocabulary, {self.vocab_size}"
+            )
+        self.cutoff = [*cutoff, self.vocab_size]
+        self.embedding = embedding
+        self.bias = nn.Parameter(torch.zeros(self.vocab_size))
+        self.clusters = nn.Linear(embedding.embedding_dim, len(cutoff))
+        nn.init.normal_(self.clusters.weight, std=STD)
+        nn.init.zeros_(self.clusters.bias)
+        self.dropout_module = nn.Identity()
+        self.lsm = nn.LogSoftmax(dim=1)
+
+    def _band(self, first: int, end: int, x: Tensor) -> Tensor:
+        return F.linear(x, self.embedding.weight[first:end], self.bias[first:end])
+
+    def head(self, x: Tensor) -> Tensor:
+        return torch.cat([self._band(0, self.cutoff[0], x), self.clusters(x)], dim=-1)
+
+    @property
+    def tail(self) -> list:
+        return [partial(self._band, *band) for band in pairwise(self.cutoff)]
+
+    def upgrade_state_dict_named(self, state_dict, name):
+        """fairseq's looks for a version."""
+
+
+class TensorizedDecoder(FairseqDecoder):
+    """Embedding, layers and an output layer that shares the embedding; full or adaptive softmax, with biases.
+
+    Not one of fairseq's incremental decoders: generation computes the whole prefix for each token.
+    """
+
+    def __init__(self, args, norms: NormOptions, dictionary):
+        super().__init__(dictionary)
+        dim, self.length = args.decoder_embed_dim, args.max_target_positions
+        self.padding_idx = dictionary.pad()
+        self.embed_tokens = nn.Embedding(len(dictionary), dim, self.padding_idx)
+        nn.init.normal_(self.embed_tokens.weight, std=STD)
+        with torch.no_grad():
+            self.embed_tokens.weight[self.padding_idx].zero_()
+        self.embed_scale = math.sqrt(dim)
+        self.register_buffer("positions", sinusoids(self.length, dim), persistent=False)
+        self.content_bias = nn.Parameter(torch.empty(args.core_rank).normal_(std=STD))
+        self.position_bias = nn.Parameter(torch.empty(args.core_rank).normal_(std=STD))
+        self.dropout = FairseqDropout(args.dropout, module_name=type(self).__name__)
+        self.layers = nn.ModuleList(wrap_layer(TensorizedLayer(args, norms), args) for _ in range(args.decoder_layers))
+        self.layer_norm = norms.build_decoder_norm(dim, heads=1) if args.decoder_final_norm else None
+        cutoff = args.adaptive_softmax_cutoff
+        self.adaptive_softmax = TiedAdaptiveSoftmax(self.embed_tokens, cutoff) if cutoff else None
+        self.output_bias = None if cutoff else nn.Parameter(torch.zeros(len(dictionary)))
+
+    def forward(self, prev_output_tokens, encoder_out=None, features_only=False, **_):
+        """Logits, (B, T, V), and a dict as from fairseq's decoders; the features, (B, T, C), for an adaptive softmax.
+
+        Raises:
+            ValueError: ``prev_output_tokens``, (B, T), has more than T_max positions.
+        """
+        x = self.extract_features(prev_output_tokens)
+        return (x if features_only else self.output_layer(x)), {"attn": [None]}
+
+    def extract_features(self, prev_output_tokens: Tensor) -> Tensor:
+        time = prev_output_tokens.size(1)
+        if time > self.length:
+            raise ValueError(f"a block of {time} tokens is longer than the model's --tokens-per-sample {self.length}")
+        padding = prev_output_tokens.eq(self.padding_idx)
+        mask = padding if padding.any() else None
+        x = self.dropout(self.embed_scale * self.embed_tokens(prev_output_tokens)).transpose(0, 1)
+        positions = self.dropout(self.positions[:time].to(x))
+        for layer in self.layers:
+            x = layer(x, positions, self.content_bias, self.position_bias, mask)
+        if self.layer_norm is not None:
+            x = self.layer_norm(x, mask)
+        return x.transpose(0, 1)
+
+    def output_layer(self, features: Tensor) -> Tensor:
+        if self.adaptive_softmax is not None:
+            return features
+        return F.linear(features, self.embed_tokens.weight, self.output_bias)
+
+    def max_positions(self) -> int:
+        return self.length
+
+
+def sinusoids(length: int, dim: int) -> Tensor:
+    """Position vectors, (length, dim): sines, then cosines, of the distances length - 1, ..., 0 to the block's end."""
+    distance = torch.arange(length - 1, -1, -1.0)
+    angles = distance[:, None] / 10000 ** (torch.arange(0, dim, 2) / dim)
+    return torch.cat([angles.sin(), angles.cos()], dim=-1)[:, :dim]
+
+
+@register_model("tensorized_lm_pn")
+class TensorizedLanguageModel(NormedModel, FairseqLanguageModel):
+    """The tensorized transformer with the norms of ``--decoder-norm``; a legacy model, as ``transformer_pn``."""
+
+    def __init__(self, decoder: TensorizedDecoder, norms: NormOptions):
+        super().__init__(decoder)
+        self.use_norms(norms)
+
+    @classmethod
+    def add_args(cls, parser):
+        def add(flag, help, **settings):
+            parser.add_argument(flag, help=help, **settings)
+
+        whole = {"type": int, "metavar": "N"}
+        share = {"type": float, "metavar": "P"}
+        add("--decoder-embed-dim", "channels", **whole)
+        add("--decoder-ffn-embed-dim", "channels within the feed-forward network", **whole)
+        add("--decoder-layers", "number of layers", **whole)
+        add("--dropout", "probability of dropout on embeddings, positions and residual branches", **share)
+        add("--activation-dropout", "the same after the activation (default: that of --dropout)", **share)
+        add("--core-rank", "R, the size of a core and of queries, keys and values (default: 40)", **whole)
+        add("--cores", "h, the number of cores, whose mean is used (default: 1)", **whole)
+        soft = "softmax over the core, as in the paper; --no-core-softmax: the core itself, as in the authors' code"
+        add("--core-softmax", soft, action=BooleanOptionalAction)
+        post = "norms after the residual connections (Ma et al. 2019) instead of before the sublayers (PowerNorm)"
+        add("--post-norm", post, action=BooleanOptionalAction)
+        add("--decoder-final-norm", "a norm after the last layer", action=BooleanOptionalAction)
+        cutoff = "ends of the bands of an adaptive softmax, as in 20000,40000; needs --criterion adaptive_loss"
+        add("--adaptive-softmax-cutoff", cutoff, metavar="N,N")
+        unmasked = "leave the causal mask out, as the authors' code does: the model sees the tokens that it predicts"
+        add("--tensorized-unmasked", f"{unmasked}. For replication only", action="store_true")
+        add("--checkpoint-activations", "recompute activations in the backward pass", action="store_true")
+        add("--offload-activations", "the same, with the inputs of layers on the CPU", action="store_true")
+        minimum = "smallest number of parameters of a layer that FSDP shards"
+        add("--min-params-to-wrap", minimum, type=int, metavar="N")
+        NormOptions.add_args(parser, encoder=False)
+
+    @classmethod
+    def build_model(cls, args, task):
+        """Build the model.
+
+        Raises:
+            ValueError: a setting does not fit; the message holds its value.
+        """
+        keep_block_length(args, task)
+        for name in ("decoder_embed_dim", "decoder_ffn_embed_dim", "decoder_layers", "core_rank", "cores"):
+            if getattr(args, name) < 1:
+                raise ValueError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(args, name)}")
+        if args.tensorized_unmasked:
+            logger.warning(
+                "--tensorized-unmasked: this model is not causal, it sees the tokens that it predicts, and its "
+                "perplexity is not that of a language model"
+            )
+        norms = LanguageModelNorms.from_args(args)
+        return cls(TensorizedDecoder(args, norms, task.target_dictionary), norms)

@@ -1,0 +1,104 @@
+"""The model ``transformer_lm_pn``: fairseq's pre-norm decoder as a language model, with a choice of norms."""
+
+from contextlib import ExitStack
+
+from fairseq.dataclass.utils import gen_parser_from_dataclass
+from fairseq.models import register_model
+from fairseq.models.transformer_lm import TransformerLanguageModel, TransformerLanguageModelConfig
+from fairseq.modules import AdaptiveInput
+from fairseq.utils import eval_str_list, safe_getattr
+from omegaconf import OmegaConf, open_dict
+
+from pn_fairseq.models.norm_options import NormOptions
+from pn_fairseq.models.normed_model import NormedModel
+from pn_fairseq.models.transformer_pn import TransformerPNConfig, TransformerPNDecoder
+from pn_fairseq.norms import ChannelNorm, LayerScale
+
+
+class LanguageModelNorms(NormOptions):
+    """The norms of a model that is a decoder alone: ``layer_scale_groups`` is for all of them, whichever they are."""
+
+    def build_decoder_norm(self, num_features: int, heads: int, folds: bool = True) -> ChannelNorm | LayerScale:
+        return self._build(self.decoder_norm, num_features, heads, self.layer_scale_groups, folds=folds)
+
+
+def keep_block_length(args, task) -> None:
+    """Write ``max_target_positions`` into the settings of a model, so that they are in its checkpoints.
+
+    It is the longest block that the model takes: ``--max-target-positions``, else ``--tokens-per-sample``.
+    """
+    if safe_getattr(args, "max_target_positions", None) is None:
+        with open_dict(args) if OmegaConf.is_config(args) else ExitStack():
+            args.max_target_positions = safe_getattr(task.args, "max_target_positions") or task.args.tokens_per_sample
+
+
+@register_model("transformer_lm_pn")
+class TransformerPNLanguageModel(NormedModel, TransformerLanguageModel):
+    """fairseq's decoder-only transformer, pre-norm, with the norms of ``--decoder-norm`` in every place.
+
+    A legacy model in fairseq's terms, without a registered dataclass, as ``transformer_pn``.
+    """
+
+    def __init__(self, decoder):
+        super().__init__(decoder)
+        self.use_norms(decoder.cfg.norms)
+
+    @classmethod
+    def hub_models(cls):
+        return {}
+
+    @classmethod
+    def add_args(cls, parser):
+        gen_parser_from_dataclass(parser, TransformerLanguageModelConfig(), delete_default=True)
+        NormOptions.add_args(parser, encoder=False)
+
+    @classmethod
+    def build_model(cls, args, task):
+        """Build the model.
+
+        Raises:
+            ValueError: the settings ask for something that this model does not do, or contradict each other.
+        """
+        keep_block_length(args, task)
+        for name in ("character_embeddings", "layernorm_embedding"):
+            if safe_getattr(args, name, False):
+                raise ValueError(f"transformer_lm_pn has no --{name.replace('_', '-')}; leave the flag out")
+        if not args.decoder_normalize_before:
+            raise ValueError("transformer_lm_pn is a pre-norm model: it needs decoder_normalize_before=True")
+        cfg = TransformerPNConfig.from_namespace(args)
+        cfg.norms = LanguageModelNorms.from_args(args)
+        if args.tie_adaptive_weights:
+            _check_tied(args)
+        if args.decoder_layers_to_keep:
+            args.decoder_layers = len(args.decoder_layers_to_keep.split(","))
+        return cls(TransformerPNDecoder(cfg, task.target_dictionary, _embedding(cls, args, task), no_encoder_attn=True))
+
+
+def _check_tied(args) -> None:
+    """What fairseq asserts: the adaptive softmax can share its weights with an adaptive input of its shape alone."""
+    if not args.adaptive_input:
+        raise ValueError("--tie-adaptive-weights needs --adaptive-input")
+    for one, other in (
+        ("adaptive_input_factor", "adaptive_softmax_factor"),
+        ("adaptive_input_cutoff", "adaptive_softmax_cutoff"),
+        ("decoder_input_dim", "decoder_output_dim"),
+    ):
+        if getattr(args, one) != getattr(args, other):
+            raise ValueError(
+                f"--tie-adaptive-weights needs the same {one}={getattr(args, one)} and {other}={getattr(args, other)}"
+            )
+
+
+def _embedding(cls, args, task):
+    if not args.adaptive_input:
+        return cls.build_embedding(args, task.source_dictionary, args.decoder_input_dim)
+    return AdaptiveInput(
+        len(task.source_dictionary),
+        task.source_dictionary.pad(),
+        args.decoder_input_dim,
+        args.adaptive_input_factor,
+        args.decoder_embed_dim,
+        eval_str_list(args.adaptive_input_cutoff, type=int),
+        safe_getattr(args, "quant_noise_pq", 0),
+        safe_getattr(args, "quant_noise_pq_block_size", 8),
+    )

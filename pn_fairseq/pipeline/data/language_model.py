@@ -1,0 +1,188 @@
+"""Data of language models: three texts, one sentence or paragraph a line, as fairseq's binary data with one dictionary.
+
+A folder of it has
+  raw/  the text as it came       bin/  fairseq's binary data
+  tok/  tokens, one blank between them, as they are counted
+  settings  what it was made with, name=value, then the checksums of the text
+  counts    name=value: tokens and lines of each split, vocabulary, tokens that are <unk>
+
+A token is a word of tok/, or the end of a line.
+"""
+
+from __future__ import annotations
+
+import gzip
+import re
+import shutil
+import sys
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from pn_fairseq.pipeline.command import UserError
+from pn_fairseq.pipeline.data import archives, pairs
+from pn_fairseq.pipeline.data.binarize import SPLITS, lengths, preprocess
+from pn_fairseq.pipeline.data.parallel import transform
+from pn_fairseq.pipeline.data.tokens import SACREMOSES, tokenizer
+from pn_fairseq.pipeline.files import atomic_write, count_lines, read_settings, write_settings
+
+#: The books of the verses that are validation and test; all others are training. Neighbours in the order of the text.
+BOOKS = {
+    "valid": ("Ezekiel",),
+    "test": (
+        *("Daniel", "Hosea", "Joel", "Amos", "Obadiah", "Jonah", "Micah", "Nahum", "Habakkuk", "Zephaniah", "Haggai"),
+        *("Zechariah", "Malachi"),
+    ),
+}
+
+
+def verses(corpus: Path, folder: Path) -> None:
+    """Write the English verses to ``folder``, in the order of the text, split by :data:`BOOKS`.
+
+    The splits of ``corpus``, data/verses.es-en, interleave verses: neighbours of its test verses are in its train.
+    """
+    found: list[tuple[str, int, int, str]] = []
+    for split in SPLITS:
+        with gzip.open(corpus / f"{split}.refs.gz", "rt", encoding="utf-8") as refs:
+            with gzip.open(corpus / f"{split}.en.gz", "rt", encoding="utf-8") as text:
+                for reference, verse in zip(refs, text, strict=True):
+                    book, chapter, number = re.fullmatch(r"(.+) (\d+):(\d+)\n", reference).groups()
+                    found.append((book, int(chapter), int(number), verse))
+    order = {book: place for place, book in enumerate(dict.fromkeys(book for book, *_ in found))}
+    found.sort(key=lambda verse: (order[verse[0]], *verse[1:3]))
+    folder.mkdir(parents=True, exist_ok=True)
+    for split in SPLITS:
+        others = {book for books in BOOKS.values() for book in books}
+        books = BOOKS.get(split) or order.keys() - others
+        with atomic_write(folder / f"{split}.txt", "w") as file:
+            file.writelines(verse for book, _, _, verse in found if book in books)
+
+
+def unzip(archive: Path, folder: Path, members: Sequence[str]) -> None:
+    """Extract these members of a zip archive, by their paths, as files of ``folder`` without their directories."""
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with zipfile.ZipFile(archive) as file:
+            for member in members:
+                if member not in file.namelist():
+                    held = ", ".join(file.namelist()[:8]) or "nothing"
+                    raise UserError(f"{archive} has no {member}; it holds {held}")
+                with file.open(member) as source, atomic_write(folder / Path(member).name) as target:
+                    shutil.copyfileobj(source, target, archives.CHUNK)
+    except (zipfile.BadZipFile, *archives.DAMAGE) as error:
+        raise UserError(f"{archive} is damaged or cut off ({error}); get it again") from None
+
+
+def prepare(
+    dest: Path,
+    texts: Sequence[Path],
+    name: str,
+    tokenize: str = "",
+    lower: bool = False,
+    min_count: int = 1,
+    expect: Sequence[int] = (),
+    workers: int = 1,
+) -> None:
+    """Make the data in ``dest`` of train, valid and test. Run again, it does what is missing.
+
+    Args:
+        texts: plain or .gz.
+        name: of the corpus, for reports.
+        tokenize: language of Moses' tokenizer; "": the text has tokens.
+        lower: lower-case.
+        min_count: words that are rarer in train become <unk>.
+        expect: numbers of tokens of the published files.
+
+    Raises:
+        UserError: ``dest`` was made with other settings or other text, or the numbers of tokens are not the expected.
+    """
+    raw = dest / "text.partial"
+    shutil.rmtree(raw, ignore_errors=True)
+    raw.mkdir(parents=True)
+    for split, path in zip(SPLITS, texts, strict=True):
+        with atomic_write(raw / f"{split}.txt", "w") as file:
+            file.writelines(f"{line.removesuffix(chr(10))}\n" for line in pairs.as_is(path))
+    settings = {
+        "task": "language_modeling",
+        "corpus": name,
+        "unit": "word",
+        "language": tokenize,
+        "tokenizer": SACREMOSES if tokenize else "none",
+        "lower": int(lower),
+        "min_count": min_count,
+    }
+    sums = {f"{split}.txt": archives.checksum(raw / f"{split}.txt") for split in SPLITS}
+    _keep(dest, {key: str(value) for key, value in settings.items()}, sums)
+    shutil.rmtree(dest / "raw", ignore_errors=True)
+    raw.rename(dest / "raw")
+
+    words = {"normalize": "0", "nonprinting": "0", "aggressive": "0", "lower": str(int(lower)), "tokenizer": SACREMOSES}
+    jobs = [(dest / f"raw/{split}.txt", dest / f"tok/{split}.txt") for split in SPLITS]
+    transform(jobs, lambda: tokenizer(words, tokenize, False, "") if tokenize else _plain(lower), workers, "tokenizing")
+    tokens = {split: _tokens(dest / f"tok/{split}.txt") for split in SPLITS}
+    if expect and list(tokens.values()) != list(expect):
+        here, published = (" / ".join(f"{one:,}" for one in each) for each in (tokens.values(), expect))
+        raise UserError(f"this is not {name}: train, valid and test have {here} tokens, and {name} has {published}")
+    _binarize(dest, min_count, workers)
+    made = {split: sum(lengths(dest / f"bin/{split}.idx")) for split in SPLITS}
+    if made != tokens:
+        raise UserError(f"{dest}/bin has {made} tokens, and {dest}/tok has {tokens}: remove {dest}/bin and try again")
+    lines = {f"{split}.lines": count_lines(dest / f"tok/{split}.txt") for split in SPLITS}
+    write_settings(dest / "counts", {**tokens, **lines, **_unknown(dest / "bin")})
+    print(
+        f"[data] {dest} is complete: {', '.join(f'{count:,} {split}' for split, count in tokens.items())} tokens",
+        file=sys.stderr,
+    )
+
+
+def _keep(dest: Path, settings: dict[str, str], sums: dict[str, str]) -> None:
+    """Record the settings and the text, or refuse them."""
+    file = dest / "settings"
+    if file.exists():
+        old, new = read_settings(file), {**settings, **sums}
+        for key in {**old, **new}:
+            if old.get(key) != new.get(key):
+                what = "other text" if key in sums else f"{key}={old.get(key)}, not {new.get(key)}"
+                raise UserError(f"{dest} was made with {what}; remove it or name another directory (--dest)")
+    with atomic_write(file, "w") as output:
+        output.writelines(f"{key}={value}\n" for key, value in settings.items())
+        output.writelines(f"{digest}  {name}\n" for name, digest in sums.items())
+
+
+def _plain(lower: bool):
+    """Text that has tokens, with one blank between them."""
+
+    def work(text: bytes) -> bytes:
+        lines = text.decode("utf-8").removesuffix("\n").split("\n")
+        words = (" ".join(line.split()) for line in lines)
+        return "".join(f"{line.lower() if lower else line}\n" for line in words).encode("utf-8")
+
+    return work
+
+
+def _tokens(path: Path) -> int:
+    with path.open(encoding="utf-8", newline="\n") as file:
+        return sum(len(line.split()) + 1 for line in file)
+
+
+def _binarize(dest: Path, min_count: int, workers: int) -> None:
+    final, partial = dest / "bin", dest / "bin.partial"
+    if final.exists():
+        return
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        flags = ["--only-source", "--thresholdsrc", str(min_count), "--destdir", partial.name]
+        flags += [f"--{split}pref=tok/{split}.txt" for split in SPLITS]
+        preprocess(dest, *flags, "--workers", str(workers))
+        partial.rename(final)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _unknown(folder: Path) -> dict[str, object]:
+    """Size of fairseq's dictionary without its own symbols, and the share of each split that is <unk>."""
+    types = [line.split() for line in (folder / "dict.txt").read_text("utf-8").splitlines()]
+    words = [word for word, _ in types if not word.startswith("madeupword")]
+    said = (folder / "preprocess.log").read_text("utf-8")
+    shares = re.findall(r"tok/(\w+)\.txt: \d+ sents, \d+ tokens, ([\d.]+)% replaced", said)
+    return {"vocabulary": len(words), **{f"{split}.unk_percent": share for split, share in shares}}

@@ -1,0 +1,30 @@
+#!/usr/bin/env bash
+# The English side of the corpus that is in the repository, prepared for scripts/train.sh verses_lm_en.
+set -euo pipefail
+
+usage() {
+    cat <<'END'
+usage: scripts/prepare_verses_lm.sh [--dest DIR] [--workers N]
+
+Checks data/verses.es-en against its checksums, puts its English verses in the order of the text and splits them by
+book: validation is Ezekiel, test is Daniel to Malachi, train is the other 52 books. Tokenizes as Moses does and
+lower-cases; words that occur once or twice in train become <unk>. Run again, it does what is missing.
+
+  --dest DIR   where the data goes (default runs/data/verses_lm_en)
+  --workers N  processes (default: all cores)
+END
+}
+
+# shellcheck source=lib/common.sh
+source "$(dirname "$(readlink -f "$0")")/lib/common.sh"
+# shellcheck source=lib/prepare_lm.sh
+source "$root/scripts/lib/prepare_lm.sh"
+
+dest=$root/runs/data/verses_lm_en
+parse_options "$@"
+corpus=$root/data/verses.es-en
+(cd "$corpus" && sha256sum --check --status SHA256SUMS) ||
+    die "$corpus is damaged or incomplete; 'git checkout -- data' brings it back"
+begin "$dest"
+data lm-verses "$corpus" unpacked
+prepare_texts verses unpacked/{train,valid,test}.txt --tokenize en --lower --min-count 3

@@ -1,0 +1,161 @@
+"""The ordinary decoder, and what it has in common with the tensorized one."""
+
+import copy
+from argparse import Namespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from fairseq.models import ARCH_MODEL_NAME_REGISTRY
+from fairseq.models.transformer_lm import TransformerLanguageModel, base_lm_architecture
+
+from pn_fairseq.norms import NORMS
+from pn_fairseq.norms.base import ChannelNorm
+
+from .helpers import BLOCK, VOCABULARY, arch_args, build, make_task
+
+MODELS = ("transformer_lm", "tensorized_lm")
+EVERY = pytest.mark.parametrize("name", list(NORMS))
+BOTH = pytest.mark.parametrize("stem", MODELS)
+
+
+def tiny(stem, name, **flags):
+    torch.manual_seed(1)
+    return build(f"{stem}_{NORMS[name].short}_tiny", **flags)
+
+
+def blocks(seed=0, batch=3, length=BLOCK, padded=True):
+    tokens = torch.randint(4, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(seed))
+    if padded:
+        tokens[1, -4:] = 1
+    return tokens
+
+
+def trained(model, updates=2):
+    """The model after some updates, so that its statistics are not the initial ones, in evaluation."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for update in range(updates):
+        model.set_num_updates(update)
+        tokens = blocks(update, padded=False)
+        F.cross_entropy(model(tokens)[0].flatten(0, 1), tokens.flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.eval()
+
+
+def test_every_norm_has_every_size():
+    registered = {arch for arch, model in ARCH_MODEL_NAME_REGISTRY.items() if model == "transformer_lm_pn"}
+    sizes = {f"transformer_lm_{entry.short}_{size}" for entry in NORMS.values() for size in ("tiny", "base", "wiki103")}
+    assert registered == {"transformer_lm_pn", *sizes}
+
+
+@EVERY
+def test_norms_are_in_every_place(name):
+    model = tiny("transformer_lm", name, layer_scale_groups=2)
+    norms = [module for module in model.modules() if isinstance(module, ChannelNorm)]
+    assert len(norms) == 2 * 3 + 1
+    assert all(type(norm) is NORMS[name].cls and norm.layer_scale.groups == 2 for norm in norms)
+    with torch.device("meta"):
+        groups = {
+            module.layer_scale.groups
+            for module in build(f"transformer_lm_{NORMS[name].short}_base").modules()
+            if isinstance(module, ChannelNorm)
+        }
+    assert groups == {8 if NORMS[name].layer_scale_per_head else 0}
+
+
+ADAPTIVE = dict(
+    adaptive_softmax_cutoff="20,60", adaptive_input_cutoff="20,60", adaptive_input=True, tie_adaptive_weights=True,
+    tie_adaptive_proj=True, no_decoder_final_norm=True,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("flags", [{"share_decoder_input_output_embed": True}, ADAPTIVE], ids=["tied", "adaptive"])
+def test_layer_norm_model_is_fairseqs_own(flags):
+    flags = {"decoder_embed_dim": 64, "decoder_ffn_embed_dim": 96, "decoder_layers": 2, **flags}
+    ours = build("transformer_lm_ln_base", **flags).eval()
+    settings = Namespace(tokens_per_sample=BLOCK, **flags)
+    base_lm_architecture(settings)
+    theirs = TransformerLanguageModel.build_model(settings, make_task()).eval()
+    theirs.load_state_dict(ours.state_dict())  # the same names, too
+    with torch.no_grad():
+        for padded in (True, False):
+            tokens = blocks(padded=padded)
+            outputs = ours(tokens), theirs(tokens)
+            torch.testing.assert_close(outputs[0][0], outputs[1][0])
+            sample = {"target": tokens}
+            probabilities = [
+                model.get_normalized_probs(output, True, sample)
+                for model, output in zip((ours, theirs), outputs, strict=True)
+            ]
+            torch.testing.assert_close(*probabilities)
+
+
+@EVERY
+@BOTH
+def test_outputs_do_not_depend_on_what_comes_after_in_evaluation(stem, name):
+    """To the bit."""
+    model = trained(tiny(stem, name))
+    tokens = blocks(5, padded=False)
+    with torch.no_grad():
+        before = model(tokens)[0]
+        for seen in range(1, BLOCK):
+            changed = tokens.clone()
+            changed[:, seen:] = blocks(100 + seen, padded=False)[:, seen:]
+            after = model(changed)[0]
+            assert torch.equal(after[:, :seen], before[:, :seen])
+            assert not torch.equal(after[:, seen:], before[:, seen:])
+
+
+@EVERY
+@BOTH
+def test_prefix_has_the_outputs_that_it_has_in_the_whole_block(stem, name):
+    model = trained(tiny(stem, name))
+    tokens = blocks(5, padded=False)
+    with torch.no_grad():
+        whole = model(tokens)[0]
+        for end in (1, 5, 8, 9):
+            torch.testing.assert_close(model(tokens[:, :end])[0], whole[:, :end], rtol=1e-4, atol=1e-5)
+        if stem == "transformer_lm":
+            state = {}
+            steps = [model.decoder(tokens[:, :end], incremental_state=state)[0] for end in range(1, BLOCK + 1)]
+            torch.testing.assert_close(torch.cat(steps, dim=1), whole, rtol=1e-4, atol=1e-5)
+
+
+@EVERY
+@BOTH
+def test_more_padding_changes_nothing_in_training(stem, name):
+    narrow = tiny(stem, name, dropout=0.0, max_target_positions=BLOCK + 3).double()
+    wide = copy.deepcopy(narrow)
+    tokens = blocks()
+    losses = []
+    for model, inputs in ((narrow, tokens), (wide, F.pad(tokens, (0, 3), value=1))):
+        loss = F.cross_entropy(model(inputs)[0].flatten(0, 1), inputs.flatten(), ignore_index=1)
+        loss.backward()
+        losses.append(loss)
+    torch.testing.assert_close(losses[0], losses[1], rtol=1e-9, atol=0)
+    for (key, one), other in zip(narrow.named_parameters(), wide.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-6, atol=1e-9, msg=key)
+    for (key, one), other in zip(narrow.named_buffers(), wide.buffers(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7, msg=key)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"character_embeddings": True}, "no --character-embeddings"),
+        ({**ADAPTIVE, "adaptive_input": False}, "needs --adaptive-input"),
+        ({**ADAPTIVE, "adaptive_input_cutoff": "30,60"}, "adaptive_input_cutoff=30,60"),
+        ({**ADAPTIVE, "decoder_input_dim": 32}, "decoder_input_dim=32"),
+        ({"decoder_norm": "layers"}, "unknown norm 'layers'"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(flags, message):
+    with pytest.raises(ValueError, match=message):
+        build("transformer_lm_pn_tiny", **flags)
+
+
+def test_wiki103_has_the_settings_of_fairseqs():
+    args = arch_args("transformer_lm_pn_wiki103")
+    assert (args.decoder_layers, args.decoder_embed_dim, args.adaptive_softmax_cutoff) == (16, 1024, "20000,60000")
+    assert args.no_decoder_final_norm and args.tie_adaptive_weights and args.decoder_norm == "power"

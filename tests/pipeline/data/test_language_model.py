@@ -1,0 +1,114 @@
+import gzip
+import hashlib
+import zipfile
+
+import pytest
+
+from pn_fairseq.pipeline.command import UserError
+from pn_fairseq.pipeline.data.binarize import lengths
+from pn_fairseq.pipeline.data.language_model import BOOKS, unzip, verses
+from pn_fairseq.pipeline.files import read_settings
+
+from ...scripts_helpers import ROOT, assert_refused, script
+
+TEXTS = {
+    "train": "The cat sat. \nThe  dog <unk> sat .\n\n" + "a dog\n" * 5,
+    "valid": "The bird sat\n",
+    "test": "a cat\na <unk> bird\n",
+}
+
+
+def write(folder, texts=TEXTS, pattern="{}.txt"):
+    folder.mkdir(exist_ok=True)
+    for split, text in texts.items():
+        (folder / pattern.format(split)).write_text(text)
+    return folder
+
+
+def test_verses_are_split_by_book_in_the_order_of_the_text(tmp_path):
+    corpus = ROOT / "data/verses.es-en"
+    verses(corpus, tmp_path)
+    found = {split: (tmp_path / f"{split}.txt").read_text("utf-8").split("\n")[:-1] for split in ("train", *BOOKS)}
+    of_book = {}
+    for split in ("train", "valid", "test"):
+        refs, text = (gzip.open(corpus / f"{split}.{kind}.gz", "rt").read().split("\n")[:-1] for kind in ("refs", "en"))
+        for reference, verse in zip(refs, text, strict=True):
+            book, _, place = reference.rpartition(" ")
+            of_book.setdefault(book, []).append((*map(int, place.split(":")), verse))
+    for split, books in BOOKS.items():
+        assert found[split] == [verse for book in books for *_, verse in sorted(of_book[book])]
+    others = [book for book in of_book if book not in {book for books in BOOKS.values() for book in books}]
+    assert sum(map(len, found.values())) == 30_170 and len(others) == 52
+    assert found["train"][0].startswith("In the beginning") and len(found["train"]) == sum(
+        len(of_book[book]) for book in others
+    )
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("lm")
+    flags = ("--corpus", write(folder / "texts"), "--dest", folder / "data", "--workers", 1, "--lower")
+    script("prepare_text_lm.sh", *flags, "--min-count", 2)
+    return folder
+
+
+def test_text_becomes_words_and_numbers(prepared):
+    data = prepared / "data"
+    assert (data / "tok/train.txt").read_text() == "the cat sat.\nthe dog <unk> sat .\n\n" + "a dog\n" * 5
+    assert {line.split()[0] for line in (data / "bin/dict.txt").read_text().splitlines()} >= {"the", "dog", "a"}
+    counts = read_settings(data / "counts")
+    assert [counts[split] for split in ("train", "valid", "test")] == ["26", "4", "7"]
+    assert list(lengths(data / "bin/train.idx")) == [4, 6, 1, 3, 3, 3, 3, 3]
+    assert counts["train.lines"] == "8" and counts["vocabulary"] == "3"
+    assert float(counts["test.unk_percent"]) == pytest.approx(100 * 2 / 7, abs=0.1)  # cat, bird
+    settings = read_settings(data / "settings")
+    assert settings["min_count"] == "2" and settings["train.txt"] == hashlib.sha256(TEXTS["train"].encode()).hexdigest()
+
+
+def test_a_second_preparation_is_the_same_or_refused(prepared, tmp_path):
+    flags = ("--corpus", prepared / "texts", "--dest", prepared / "data", "--workers", 1)
+    before = (prepared / "data/bin/train.bin").stat().st_mtime_ns
+    script("prepare_text_lm.sh", *flags, "--lower", "--min-count", 2)
+    assert (prepared / "data/bin/train.bin").stat().st_mtime_ns == before
+    assert_refused(script("prepare_text_lm.sh", *flags, "--lower", check=False), "min_count=2, not 1")
+    other = write(tmp_path / "texts", {**TEXTS, "test": "b\n"})
+    flags = ("--corpus", other, *flags[2:], "--lower", "--min-count", 2)
+    assert_refused(script("prepare_text_lm.sh", *flags, check=False), "other text")
+
+
+def test_tokenizer(tmp_path):
+    flags = ("--corpus", write(tmp_path / "texts"), "--dest", tmp_path / "data", "--tokenize", "en", "--workers", 1)
+    script("prepare_text_lm.sh", *flags)
+    assert (tmp_path / "data/tok/valid.txt").read_text() == "The bird sat\n"
+    assert (tmp_path / "data/tok/train.txt").read_text().startswith("The cat sat .\n")
+
+
+def test_text_that_is_not_the_published_one_is_refused(tmp_path):
+    corpus = write(tmp_path / "ptb", pattern="ptb.{}.txt")
+    result = script("prepare_ptb.sh", "--corpus", corpus, "--dest", tmp_path / "data", "--workers", 1, check=False)
+    assert_refused(result, "not PTB", "26 / 4 / 7", "929,589 / 73,760 / 82,430")
+    assert not (tmp_path / "data/bin").exists()
+    assert_refused(script("prepare_ptb.sh", check=False), "--corpus is needed")
+    assert_refused(script("prepare_ptb.sh", "--corpus", tmp_path, check=False), "ptb.train.txt")
+
+
+def test_wikitext_archive_is_checked(tmp_path):
+    with zipfile.ZipFile(tmp_path / "wikitext-103-v1.zip", "w") as file:
+        for split, text in TEXTS.items():
+            file.writestr(f"wikitext-103/wiki.{split}.tokens", text)
+    flags = ("--dest", tmp_path / "data", "--workers", 1)
+    result = script("prepare_wikitext103.sh", *flags, "--archive", tmp_path, check=False)
+    assert_refused(result, "not WikiText-103", "26 / 4 / 7", "103,227,021 / 217,646 / 245,569")
+    assert_refused(script("prepare_wikitext103.sh", *flags, "--archive", tmp_path / "x", check=False), "smerity.com")
+    result = script("prepare_wikitext103.sh", *flags, check=False, DATA_MIRROR=str(tmp_path))
+    assert_refused(result, "sha256", "242ba0f20b32")
+
+
+def test_archive_that_is_damaged_or_lacks_a_member(tmp_path):
+    (tmp_path / "a.zip").write_bytes(b"PK\x03\x04 not a zip")
+    with pytest.raises(UserError, match="damaged or cut off"):
+        unzip(tmp_path / "a.zip", tmp_path / "x", ["b"])
+    with zipfile.ZipFile(tmp_path / "b.zip", "w") as file:
+        file.writestr("c", "text")
+    with pytest.raises(UserError, match="has no b; it holds c"):
+        unzip(tmp_path / "b.zip", tmp_path / "x", ["b"])

@@ -1,0 +1,241 @@
+"""From text to perplexity and to the report, by the scripts, and fairseq's own commands on the same model."""
+
+import json
+import math
+import re
+
+import pytest
+import torch
+
+from pn_fairseq.checkpoints import load_checkpoint
+from pn_fairseq.pipeline import average, evaluate_lm, train
+from pn_fairseq.pipeline.command import UserError
+from pn_fairseq.pipeline.evaluate_lm import Perplexity, compare, read_perplexity, result_file
+from pn_fairseq.report import command as report
+from pn_fairseq.report.paper import LM_SENTENCE
+
+from ..scripts_helpers import ROOT, run, script
+
+WORDS = "the king sent a servant to the house of david and he said to him go up".split()
+SMALL = (
+    *(
+        "model.decoder_embed_dim=16",
+        "model.decoder_ffn_embed_dim=24",
+        "model.decoder_layers=2",
+        "common.log_interval=1",
+    ),
+    *("task.tokens_per_sample=8", "dataset.max_tokens=64", "dataset.validate_interval_updates=4"),
+    *("checkpoint.save_interval_updates=2", "optimization.max_update=6", "common.cpu=true"),
+)
+MODELS = {
+    "transformer_lm_pn_seed1": ("transformer_lm_pn_tiny",),
+    "tensorized_lm_bn_seed1": ("tensorized_lm_bn_tiny", "model.core_rank=4"),
+    "tensorized_lm_ln_seed1": ("tensorized_lm_ln_tiny", "model.tensorized_unmasked=true", "model.core_rank=4"),
+    "adaptive": (
+        *("tensorized_lm_pn_tiny", "model.core_rank=4", "criterion._name=adaptive_loss"),
+        *("model.adaptive_softmax_cutoff='8,12'", "task.sample_break_mode=eos"),
+        "distributed_training.ddp_backend=legacy_ddp",
+    ),
+}
+
+
+def text(lines: int, seed: int) -> str:
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, 8, (lines,), generator=generator).tolist()
+    draw = [torch.randint(len(WORDS), (n,), generator=generator).tolist() for n in lengths]
+    return "".join(f"{' '.join(WORDS[word] for word in line)}\n" for line in draw)
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory):
+    """A folder with data/ and, for each of MODELS, a run that was trained, averaged and evaluated."""
+    folder = tmp_path_factory.mktemp("evaluate_lm")
+    (folder / "text").mkdir()
+    for seed, (split, lines) in enumerate({"train": 80, "valid": 9, "test": 21}.items()):
+        (folder / f"text/{split}.txt").write_text(text(lines, seed))
+    script("prepare_text_lm.sh", "--corpus", folder / "text", "--dest", folder / "data", "--workers", 1)
+    for name, (arch, *settings) in MODELS.items():
+        flags = ("--data", folder / "data", "--run", folder / name, f"model._name={arch}", *SMALL, *settings)
+        call(train, "verses_lm_en", *flags)
+        call(average, "--run", folder / name)
+        call(evaluate_lm, "--run", folder / name)
+    return folder
+
+
+def call(module, *arguments, code=0):
+    """A command of the pipeline, in this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUDA_VISIBLE_DEVICES", "")
+        assert module.main([str(argument) for argument in arguments]) == code
+
+
+def refused(capsys, module, *arguments) -> str:
+    """The one line of an error."""
+    capsys.readouterr()
+    call(module, *arguments, code=2)
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_all_tokens_are_counted(work, name):
+    found = read_perplexity(work / name)
+    assert found.tokens == sum(len(line.split()) + 1 for line in (work / "text/test.txt").open())
+    assert found.unit == "word" and found.unknown == 0 and found.block == 8 and found.context == 0
+    assert found.causal == (name != "tensorized_lm_ln_seed1")
+    assert 2 < found.perplexity < 60 and found.bits == pytest.approx(math.log2(found.perplexity))
+    assert (found.batch_nll is None) == (name == "tensorized_lm_ln_seed1")
+    assert "tokens:" in found.signature and f"|causal:{'yes' if found.causal else 'NO'}|" in found.signature
+
+
+@pytest.mark.parametrize(
+    ("name", "context"), [("transformer_lm_pn_seed1", 0), ("adaptive", 0), ("transformer_lm_pn_seed1", 3)]
+)
+def test_perplexity_is_that_of_fairseq_eval_lm(work, name, context, capsys):
+    checkpoint = work / name / "checkpoints/averaged.pt"
+    call(evaluate_lm, "--run", work / name, "--context-window", context)
+    printed, mine = capsys.readouterr().out, read_perplexity(work / name)
+    assert f"perplexity:     {mine.perplexity:.2f}" in printed and f"context:{context}|stride:{8 - context}" in printed
+    mode = "eos" if name == "adaptive" else "none"
+    theirs = run(
+        *("fairseq-eval-lm", work / "data/bin", "--user-dir", ROOT / "pn_fairseq", "--path", checkpoint, "--cpu"),
+        *("--gen-subset", "test", "--tokens-per-sample", 8, "--sample-break-mode", mode, "--max-tokens", 64),
+        *("--context-window", context),
+    )
+    loss = re.search(r"Loss \(base 2\): ([\d.]+)", theirs.stdout + theirs.stderr)[1]
+    assert float(loss) == pytest.approx(mine.bits, abs=1e-3)
+    call(evaluate_lm, "--run", work / name)  # other tests read it
+
+
+ADAPTIVE = "--criterion adaptive_loss --ddp-backend legacy_ddp --adaptive-softmax-cutoff 8,12"
+INPUT = "--adaptive-input --adaptive-input-cutoff 8,12 --tie-adaptive-weights --tie-adaptive-proj"
+
+
+@pytest.mark.parametrize(
+    ("arch", "flags"),
+    [
+        ("tensorized_lm_bn_tiny", "--core-rank 4 --cores 2 --no-core-softmax --post-norm --layer-scale-groups 2"),
+        ("tensorized_lm_pn_wt103", f"--core-rank 4 {ADAPTIVE} --sample-break-mode eos"),
+        ("transformer_lm_pn_wiki103", f"{ADAPTIVE} {INPUT} --decoder-attention-heads 2 --sample-break-mode complete"),
+    ],
+)
+def test_fairseq_train_honours_the_flags(work, tmp_path, arch, flags):
+    run(
+        *(
+            "fairseq-train",
+            work / "data/bin",
+            "--user-dir",
+            ROOT / "pn_fairseq",
+            "--task",
+            "language_modeling",
+            "--cpu",
+        ),
+        *("--arch", arch, "--decoder-embed-dim", 16, "--decoder-ffn-embed-dim", 24, "--decoder-layers", 2),
+        *("--tokens-per-sample", 8, "--max-tokens", 64, "--max-update", 2, "--optimizer", "adam", "--lr", 0.001),
+        *("--decoder-norm", "layer", "--save-dir", tmp_path, "--no-epoch-checkpoints", *flags.split()),
+    )
+    state = load_checkpoint(tmp_path / "checkpoint_last.pt")
+    weights = {name.removeprefix("decoder."): tuple(value.shape) for name, value in state["model"].items()}
+    assert state["optimizer_history"][-1]["num_updates"] == 2
+    if "transformer" in arch:
+        assert any(name.startswith("adaptive_softmax.") for name in weights)
+        assert weights["layers.1.fc1.weight"] == (24, 16) and "layers.2.fc1.weight" not in weights
+        return
+    assert weights["layers.1.attention.core"] == ((2, 4) if "--cores" in flags else (1, 4))
+    assert weights["layers.1.attention.out_proj"] == (8, 8, 16)
+    assert ("adaptive_softmax.clusters.weight" in weights) == ("adaptive" in flags)
+    assert "layers.1.final_layer_norm.running_psi2" not in weights, "--decoder-norm layer"
+
+
+def test_language_models_generate_by_fairseq_interactive(work, tmp_path):
+    (tmp_path / "prefixes").write_text("the king\nhe said to\n")
+    for name in ("transformer_lm_pn_seed1", "tensorized_lm_bn_seed1"):
+        made = run(
+            *("fairseq-interactive", work / "data/bin", "--user-dir", ROOT / "pn_fairseq", "--cpu", "--beam", 2),
+            *("--path", work / name / "checkpoints/averaged.pt", "--task", "language_modeling"),
+            *("--input", tmp_path / "prefixes", "--buffer-size", 2, "--max-len-b", 6, "--tokens-per-sample", 8),
+        ).stdout
+        hypotheses = [line.split("\t")[2] for line in made.splitlines() if line.startswith("H-")]
+        assert len(hypotheses) == 2
+        assert hypotheses[0].startswith("the king") and hypotheses[1].startswith("he said to")
+
+
+def test_what_is_done_is_skipped_and_other_weights_are_evaluated_anew(work):
+    name = work / "transformer_lm_pn_seed1"
+    before = result_file(name, "test").stat().st_mtime_ns
+    call(evaluate_lm, "--run", name)
+    assert result_file(name, "test").stat().st_mtime_ns == before
+    call(evaluate_lm, "--run", name, "--checkpoint", name / "checkpoints/checkpoint_best.pt")
+    assert result_file(name, "test").stat().st_mtime_ns != before
+    call(evaluate_lm, "--run", name)
+
+
+def test_statistics_of_the_batch_are_those_of_training(work):
+    """BN with the batch's own statistics gives another perplexity; PN has none after its warm-up, and the same one."""
+    batch = read_perplexity(work / "tensorized_lm_bn_seed1")
+    assert batch.batch_nll != pytest.approx(batch.nll, rel=1e-4)
+
+
+def test_mistakes_get_one_line(work, tmp_path, capsys):
+    name = work / "transformer_lm_pn_seed1"
+    assert "--run is needed" in refused(capsys, evaluate_lm)
+    for flags, needle in (
+        (("--subset", "dev"), "no 'dev'"),
+        (("--context-window", 8), "--context-window 8"),
+        (("--checkpoint", tmp_path / "x.pt"), "no checkpoint"),
+    ):
+        assert needle in refused(capsys, evaluate_lm, "--run", name, *flags)
+    settings = ("--data", work / "data", "--run", tmp_path / "run", *SMALL)
+    for setting, needle in (
+        ("dataset.max_tokens=4", "blocks of 8 tokens, and a rank takes 4 at once"),
+        ("task.max_target_positions=6", "blocks of 8 tokens, the model takes 6"),
+        ("criterion._name=adaptive_loss", "ddp-backend=legacy_ddp"),
+        ("model.core_rnk=3", "did you mean 'core_rank'"),
+        ("model._name=tensorized_lm_pn_tny", "did you mean 'tensorized_lm_pn_tiny'"),
+    ):
+        arch = () if "_name" in setting else ("model._name=tensorized_lm_pn_tiny",)
+        assert needle in refused(capsys, train, "verses_lm_en", *settings, *arch, setting)
+    assert not (tmp_path / "run").exists()
+
+
+PLAIN = Perplexity(5.0, "test", 100, "word", 50, 3, 8, 0, True)
+
+
+def wrote(folder, **changes):
+    found = Perplexity(**{**PLAIN.__dict__, **changes})
+    (folder / "evaluate_lm").mkdir(parents=True)
+    result_file(folder, "test").write_text(json.dumps(found.__dict__))
+    return folder
+
+
+def test_comparison_refuses_other_tokens(tmp_path):
+    one, other = wrote(tmp_path / "one"), wrote(tmp_path / "other", nll=4.0, causal=False)
+    table = compare([one, other], "test")
+    assert "148.41" in table and "54.60" in table and "not causal" in table.splitlines()[2]
+    for name, change in {
+        "a": {"tokens": 101},
+        "b": {"unit": "subword"},
+        "c": {"vocabulary": 60},
+        "d": {"unknown": 1},
+    }.items():
+        with pytest.raises(UserError, match="cannot be compared: they have"):
+            compare([one, wrote(tmp_path / name, **change)], "test")
+    assert "not causal" in Perplexity(**{**PLAIN.__dict__, "causal": False}).text()
+    with pytest.raises(UserError, match="evaluate_lm.sh writes it"):
+        read_perplexity(tmp_path)
+
+
+def test_report(work, tmp_path):
+    runs = [work / name for name in MODELS if name != "adaptive"]
+    call(report, *runs, "--output", tmp_path)
+    page = (tmp_path / "report.md").read_text("utf-8")
+    assert page.count(LM_SENTENCE) == 1
+    row = next(line for line in page.splitlines() if "(not causal)" in line)
+    assert row.startswith("| LN") and f"{read_perplexity(runs[2]).perplexity:.2f}" in row
+    for name in runs:
+        assert f"{read_perplexity(name).bits:.4f}" in page
+    assert "Nothing: every run was trained to its end" in page
+    assert "have no causal mask" in page and (tmp_path / "report-curves-1.png").stat().st_size > 10_000
+    call(report, *runs, "--output", tmp_path, "--paper", "ptb")
+    page = (tmp_path / "report.md").read_text("utf-8")
+    assert page.count(LM_SENTENCE) == 2 and "core-1 + PN" in page and "47.6" in page
