@@ -17,7 +17,9 @@ from omegaconf import OmegaConf, open_dict
 import pn_fairseq.models  # noqa: F401 (registers the architectures)
 from pn_fairseq.models.transformer_lm_pn import LanguageModelNorms
 from pn_fairseq.models.transformer_pn import TransformerPNConfig
+from pn_fairseq.norms import NORMS
 from pn_fairseq.pipeline.settings import compose as compose_settings
+from pn_fairseq.report.paper import PAPER
 
 from .scripts_helpers import ROOT
 
@@ -221,3 +223,19 @@ def test_the_psi_warmup_follows_the_learning_rates(name):
     assert model_of(cfg.model).norms.psi_warmup_updates == 123
     cfg = composed(name, "+model.psi_warmup_updates=7")
     assert model_of(cfg.model).norms.psi_warmup_updates == 7
+
+
+ROWS = {(table.config, row.norm, *row.settings.items()): row for table in PAPER.values() for row in table.rows}
+
+
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_rows_of_published_tables_are_models(row):
+    """With the settings that TABLE=... gives to scripts/train.sh."""
+    config, norm, *changes = row
+    arch = f"transformer_{NORMS[norm].short}_{'wmt_en_de_big' if config.startswith('wmt') else 'iwslt'}"
+    given = ["task.data=/data", f"model._name={arch}", *(f"model.{key}={value}" for key, value in changes)]
+    cfg, _ = compose_settings(ROOT / f"configs/{config}.yaml", given, 1, on_cpu=True)
+    norms = model_of(cfg.model).norms
+    assert norms.encoder_norm == norm
+    assert {key: str(getattr(norms, key)) for key, _ in changes} == dict(changes)
+    assert norms.decoder_norm == dict(changes).get("decoder_norm", "layer")

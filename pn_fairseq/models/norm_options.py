@@ -316,7 +316,7 @@ class NormOptions:
         )
         parser.add_argument(
             "--norm-probe-interval",
-            type=_whole_from_1,
+            type=_from_1,
             metavar="N",
             help=f"updates from one that --norm-probe records to the next (default: {default.norm_probe_interval})",
         )
