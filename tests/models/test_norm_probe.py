@@ -1,4 +1,4 @@
-"""``--norm-probe``: what it records, against float64 formulas; that it changes nothing; ranks, accumulation, resuming."""
+"""``--norm-probe``: what it records, against float64 formulas; the same bits; ranks, accumulation, resuming."""
 
 import shutil
 
