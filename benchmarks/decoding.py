@@ -1,4 +1,4 @@
-"""Decoding throughput with each norm, plain and folded: ``python -m benchmarks.decoding``.
+"""Decoding throughput with several norms, plain and folded: ``python -m benchmarks.decoding``.
 
 Models of one size that differ in the encoder's norm translate the same batch in turn with fairseq's beam search, so
 that other load on the machine affects all of them. Every hypothesis has the same number of tokens, which makes the
@@ -28,6 +28,11 @@ from pn_fairseq.norms.base import running_norms
 #: The model that the others are compared with.
 BASE = "ln"
 
+SHORT = [entry.short for entry in NORMS.values()]
+
+#: The norms of the paper.
+DEFAULT = [BASE, "bn", "pnv", "pn"]
+
 FOLDED = " folded"
 
 #: A copy of the base in other memory, which shows the noise.
@@ -43,16 +48,16 @@ def make_source(sentences: int, length: int, vocabulary: int) -> torch.Tensor:
     return tokens.masked_fill(torch.arange(length) < length - lengths, 1)
 
 
-def random_checkpoints(size: str, vocabulary: int, src: torch.Tensor) -> dict[str, dict]:
-    """A checkpoint with random weights for every norm, with running statistics that fit them."""
+def random_checkpoints(norms: list[str], size: str, vocabulary: int, src: torch.Tensor) -> dict[str, dict]:
+    """A checkpoint with random weights for each of the norms, with running statistics that fit them."""
     states = {}
-    for entry in NORMS.values():
-        arch = f"transformer_{entry.short}_{size}"
+    for short in dict.fromkeys([BASE, *norms]):
+        arch = f"transformer_{short}_{size}"
         torch.manual_seed(1)
         model = build(arch, vocabulary)
         with torch.no_grad(), recalibrating(model):
             model(src, None, src)
-        states[entry.short] = {"cfg": {"model": arch_args(arch)}, "model": model.state_dict()}
+        states[short] = {"cfg": {"model": arch_args(arch)}, "model": model.state_dict()}
     return states
 
 
@@ -79,6 +84,7 @@ def named_file(text: str) -> tuple[str, str]:
 def parse(argv) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.decoding", description=__doc__.split("\n")[0])
     parser.add_argument("--size", choices=list(SIZES), default="iwslt", help="size of the models (default: iwslt)")
+    parser.add_argument("--norms", nargs="+", choices=SHORT, default=DEFAULT, help=f"default: {' '.join(DEFAULT)}")
     parser.add_argument(
         "--checkpoint",
         type=named_file,
@@ -118,7 +124,7 @@ def main(argv=None) -> None:
             args.vocabulary = len(states[BASE]["model"]["encoder.embed_tokens.weight"])
         else:
             src = make_source(args.sentences, args.source_length, args.vocabulary)
-            states = random_checkpoints(args.size, args.vocabulary, src)
+            states = random_checkpoints(args.norms, args.size, args.vocabulary, src)
         models = make_models(states)
     except CheckpointError as error:
         print(f"benchmarks.decoding: error: {error}", file=sys.stderr)
@@ -167,7 +173,7 @@ def main(argv=None) -> None:
         speed = args.sentences / quartiles(seconds[name])[1]
         low, middle, high = ratios(seconds[BASE], seconds[name])  # of speeds: the inverse of times
         print(f"{name:12} {speed:11.2f}  {middle:.3f} ({low:.3f}, {high:.3f})")
-        settings = {key: value for key, value in vars(args).items() if key not in ("output", "checkpoint")}
+        settings = {key: value for key, value in vars(args).items() if key not in ("output", "checkpoint", "norms")}
         settings["size"] = "checkpoint" if args.checkpoint else args.size
         measured = {"sentences_per_s": speed, f"times_{BASE}": middle, "times_low": low, "times_high": high}
         rows.append({"norm": name, **settings, **{key: f"{value:.4g}" for key, value in measured.items()}})

@@ -1,4 +1,4 @@
-"""Speed and memory of training with each norm: ``python -m benchmarks.training``.
+"""Speed and memory of training with several norms: ``python -m benchmarks.training``.
 
 One trainer of ``fairseq-train`` for each norm (forward, loss, backward, gradient clipping, Adam) makes updates on the
 same random batches, all trainers in turn, so that other load on the machine affects all of them. Printed are
@@ -29,6 +29,9 @@ from pn_fairseq.norms import NORMS
 
 #: The norm that the others are compared with.
 BASE = "ln"
+
+#: The norms of the paper.
+DEFAULT = [BASE, "bn", "pnv", "pn"]
 
 SHORT = [entry.short for entry in NORMS.values()]
 
@@ -112,6 +115,7 @@ def memory_on_cpu(short: str, argv: list[str]) -> int:
 def parse(argv) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.training", description=__doc__.split("\n")[0])
     parser.add_argument("--size", choices=list(SIZES), default="iwslt", help="size of the models (default: iwslt)")
+    parser.add_argument("--norms", nargs="+", choices=SHORT, default=DEFAULT, help=f"default: {' '.join(DEFAULT)}")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--dtype", choices=list(PRECISIONS), default="float32")
     parser.add_argument("--tokens", type=int, help="tokens a batch and side (default: 4096, or 1024 on a CPU)")
@@ -147,7 +151,8 @@ def main(argv=None) -> None:
         return
 
     trainers, memory = {}, {}
-    for short in SHORT:
+    names = list(dict.fromkeys([BASE, *args.norms]))
+    for short in names:
         held = torch.cuda.memory_allocated() if args.device == "cuda" else 0
         trainers[short] = make_trainer(f"transformer_{short}_{args.size}", args)
         update(trainers[short], batches[0])  # makes the optimizer's state
@@ -156,12 +161,12 @@ def main(argv=None) -> None:
         elif not args.no_memory:
             memory[short] = memory_on_cpu(short, sys.argv[1:] if argv is None else argv)
 
-    seconds = {short: [] for short in SHORT}
-    extra = dict.fromkeys(SHORT, 0)
+    seconds = {short: [] for short in names}
+    extra = dict.fromkeys(names, 0)
     warm = BATCHES if args.device == "cuda" else 1  # each shape once
     for number in range(args.rounds + warm):
         batch = batches[number % BATCHES]
-        for short in SHORT[number % len(SHORT) :] + SHORT[: number % len(SHORT)]:
+        for short in names[number % len(names) :] + names[: number % len(names)]:
             if args.device == "cuda":
                 torch.cuda.reset_peak_memory_stats()
                 held = torch.cuda.memory_allocated()
@@ -182,7 +187,7 @@ def main(argv=None) -> None:
     )
     print(f"{'norm':6} {'tokens/s':>10}  times {BASE} (first quartile, third quartile)  peak memory, times {BASE}")
     rows = []
-    for short in SHORT:
+    for short in names:
         speed = quartiles([count / taken for count, taken in zip(tokens, seconds[short], strict=True)])[1]
         low, middle, high = ratios(seconds[BASE], seconds[short])  # of speeds: the inverse of times
         row = {"tokens_per_s": speed, f"times_{BASE}": middle, "times_low": low, "times_high": high}
@@ -192,7 +197,9 @@ def main(argv=None) -> None:
             row["memory_mb"], row["memory_times"] = memory[short] / 1e6, memory[short] / memory[BASE]
             line += f"  {row['memory_mb']:.0f} MB, {row['memory_times']:.3f}"
         print(line)
-        settings = {key: value for key, value in vars(args).items() if key not in ("output", "memory_of", "no_memory")}
+        settings = {
+            key: value for key, value in vars(args).items() if key not in ("output", "memory_of", "no_memory", "norms")
+        }
         rows.append({"norm": short, **settings, **{k: None if v is None else f"{v:.4g}" for k, v in row.items()}})
     if args.output:
         write_csv(args.output, rows)

@@ -8,7 +8,7 @@ usage: scripts/prepare_text.sh --corpus DIR --source LANG --target LANG --dest D
 
 Takes train, valid and test in both languages from --corpus (train.es, train.en, ... one sentence a line, UTF-8, plain
 or .gz), and makes in --dest:
-  raw/   the text as it came                    tok/   tokenized and lower-cased
+  raw/   the text as it came                    tok/   tokenized, and lower-cased unless --keep-case
   bpe/   subwords, codes learned on both sides  bin/   fairseq's binary data, one dictionary for both languages
 
   --corpus DIR   the folder with the text

@@ -79,20 +79,20 @@ def test_what_an_installation_needs(installed):
 def test_user_dir_of_the_checkout_from_another_folder(tmp_path):
     printed = run(sys.executable, "-m", "pn_fairseq", "--user-dir", cwd=tmp_path).stdout.strip()
     assert printed == str(ROOT / "pn_fairseq")
-    assert run(sys.executable, "-c", REGISTER, printed, cwd=tmp_path).stdout.split() == [printed, "True"]
+    assert run("warm-python", "-c", REGISTER, printed, cwd=tmp_path).stdout.split() == [printed, "True"]
 
 
 def test_installed_package_as_user_dir_from_another_folder(installed, tmp_path):
     place = {"cwd": tmp_path, "PYTHONPATH": str(installed)}
     printed = run(sys.executable, "-m", "pn_fairseq", "--user-dir", **place).stdout.strip()
     assert printed == str(installed / "pn_fairseq")
-    result = run(sys.executable, "-c", REGISTER, printed, **place)
+    result = run("warm-python", "-c", REGISTER, printed, **place)
     assert result.stdout.split() == [printed, "True"]
 
 
 def test_checkout_as_user_dir_beside_an_installed_package(installed, tmp_path):
     """The checkout that --user-dir names is used, not the installed package."""
-    result = run(sys.executable, "-c", REGISTER, ROOT / "pn_fairseq", cwd=tmp_path, PYTHONPATH=str(installed))
+    result = run("warm-python", "-c", REGISTER, ROOT / "pn_fairseq", cwd=tmp_path, PYTHONPATH=str(installed))
     assert result.stdout.split() == [str(ROOT / "pn_fairseq"), "True"]
 
 
@@ -100,7 +100,7 @@ def test_user_dir_that_is_the_checkout_itself(tmp_path):
     """A checkout is named as the package in it, and an editable installation has it on the path."""
     shutil.copytree(ROOT / "pn_fairseq", tmp_path / "pn_fairseq/pn_fairseq")
     place = {"cwd": tmp_path, "PYTHONPATH": str(tmp_path / "pn_fairseq")}
-    result = run(sys.executable, "-c", REGISTER, tmp_path / "pn_fairseq", **place)
+    result = run("warm-python", "-c", REGISTER, tmp_path / "pn_fairseq", **place)
     assert result.stdout.split() == [str(tmp_path / "pn_fairseq/pn_fairseq"), "True"]
 
 
@@ -119,7 +119,7 @@ from fairseq.models import ARCH_MODEL_REGISTRY
 import pn_fairseq
 print("transformer_pn_iwslt" in ARCH_MODEL_REGISTRY)
 """
-    assert run(sys.executable, "-c", code, cwd=tmp_path).stdout == "True\n"
+    assert run("warm-python", "-c", code, cwd=tmp_path).stdout == "True\n"
 
 
 def test_version_and_missing_argument(tmp_path):

@@ -93,6 +93,9 @@ def run(tool: str, body: Callable[[], int | None], *user_errors: type[Exception]
         if "PN_FAIRSEQ_STEP" not in os.environ:  # else the script that runs this as one of its steps says so
             print(f"{tool}: interrupted; run the same command again to resume", file=sys.stderr)
         return getattr(error, "exit_code", 130)
+    except MemoryError:
+        print(f"{tool}: error: there is not enough memory; use a larger machine", file=sys.stderr)
+        return 2
     except BrokenPipeError:
         # The reader of the output (`| head`) has closed it. Python would complain again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

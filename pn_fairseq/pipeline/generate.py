@@ -124,6 +124,16 @@ class Decoding:
             *(["--fp16"] if self.fp16 else []),
         ]
 
+    def check_checkpoints(self) -> None:
+        """Refuse a checkpoint that cannot be read."""
+        from pn_fairseq.checkpoints import CheckpointError, load_checkpoint  # needs torch
+
+        try:
+            for path in self.checkpoints:
+                load_checkpoint(path)
+        except CheckpointError as error:
+            raise UserError(str(error)) from error
+
     def __str__(self) -> str:
         names = " + ".join(map(str, self.checkpoints))
         precision = "fp16" if self.fp16 else "fp32"
@@ -204,7 +214,7 @@ def main(argv: list[str] | None = None) -> int:
         for shard in range(shards)
     ]
     with replaced(output) as partial:
-        logs = decode("generate", commands, decoding.gpus, partial, sentences)
+        logs = decode("generate", commands, decoding, decoding.gpus, partial, sentences)
         best = hypotheses(logs, sentences, args.nbest)
         write_lines(partial / "hyp.tok", (options[0][1] for options in best))
         if args.nbest > 1:
@@ -279,11 +289,14 @@ def deferred_signals() -> Iterator[None]:
         signal.raise_signal(number)
 
 
-def decode(tool: str, commands: list[list[str]], gpus: list[str], folder: Path, sentences: int) -> list[Path]:
+def decode(
+    tool: str, commands: list[list[str]], decoding: Decoding, gpus: list[str], folder: Path, sentences: int
+) -> list[Path]:
     """Run ``python -m COMMAND`` for all commands at once, one on each GPU; returns the files with their output.
 
     Raises:
-        UserError: one of them failed; the others are ended, and its words are kept beside ``folder``.
+        UserError: one of them failed; the others are ended, and its words are kept beside ``folder``. If a checkpoint
+            cannot be read, that is the reason.
     """
     environment = {**os.environ, "PYTHONUTF8": "1"}
     if not gpus:
@@ -327,6 +340,7 @@ def decode(tool: str, commands: list[list[str]], gpus: list[str], folder: Path, 
             time.sleep(0.1)
         for process, log in zip(processes, logs, strict=True):
             if process.poll():
+                decoding.check_checkpoints()
                 raise UserError(_reason(tool, process.returncode, log.with_suffix(".err")))
         for reader in readers:
             reader.join()

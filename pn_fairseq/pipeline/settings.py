@@ -197,11 +197,14 @@ def _known_keys(section: str, name: str | None) -> set[str] | None:
             raise UserError(f"unknown architecture model._name={name}{_similar_architecture(name)}")
         legacy, registry = ARCH_MODEL_REGISTRY[name], MODEL_DATACLASS_REGISTRY
         name = ARCH_MODEL_NAME_REGISTRY[name]
-    elif section == "task":
-        legacy, registry = TASK_REGISTRY.get(name), TASK_DATACLASS_REGISTRY
     else:
-        legacy = REGISTRIES.get(section, {}).get("registry", {}).get(name)
-        registry = REGISTRIES.get(section, {}).get("dataclass_registry", {})
+        of_section = REGISTRIES.get(section, {})
+        names, registry = of_section.get("registry", {}), of_section.get("dataclass_registry", {})
+        if section == "task":
+            names, registry = TASK_REGISTRY, TASK_DATACLASS_REGISTRY
+        if name is not None and name not in names:
+            raise UserError(f"unknown {section}: {section}._name={name}{did_you_mean(str(name), names)}")
+        legacy = names.get(name)
     if registry.get(name) is not None:
         return {field.name for field in dataclasses.fields(registry[name])} | {"_name"}
     if not hasattr(legacy, "add_args"):

@@ -141,6 +141,7 @@ def _main(args, argv: list[str], place: Place, config: Path, data: Path, run: Pa
         os.environ.setdefault("WANDB_DIR", str(run))
     if args.check:
         return 0
+    check_start(cfg)
     check_model(cfg, data, batches)
     first = not place.rank and not place.node
     resumed = resumed_from(run / "checkpoints")
@@ -161,6 +162,20 @@ def _main(args, argv: list[str], place: Place, config: Path, data: Path, run: Pa
         begin(cfg, batches, place, data, run, argv)
     train(cfg, place, data, run)
     return 0
+
+
+def check_start(cfg) -> None:
+    """Refuse weights to start from that cannot be read; fairseq trains from random ones where there is no file."""
+    from pn_fairseq.checkpoints import load_checkpoint
+    from pn_fairseq.pipeline.repair import LAST
+
+    if cfg.checkpoint.restore_file != LAST:
+        raise UserError(
+            f"checkpoint.restore_file={cfg.checkpoint.restore_file} would start again from there whenever the run is "
+            "resumed; start from the weights of another training with checkpoint.finetune_from_model=FILE"
+        )
+    if cfg.checkpoint.finetune_from_model:
+        load_checkpoint(cfg.checkpoint.finetune_from_model)
 
 
 def quoted(text: str | Path) -> str:
@@ -293,6 +308,12 @@ def train(cfg, place: Place, data: Path, run: Path) -> None:
         except (UserError, Interrupted, KeyboardInterrupt):
             raise
         except Exception as error:
+            metric = cfg.checkpoint.best_checkpoint_metric
+            if isinstance(error, KeyError) and error.args == (metric,):
+                raise UserError(
+                    f"checkpoint.best_checkpoint_metric={metric} is none of what a validation measures, such as loss; "
+                    "bleu needs task.eval_bleu=true"
+                ) from error
             logger.exception("the training failed")
             named = f"rank {rank}: " if place.world_size > 1 else ""
             reason = next(iter(str(error).strip().splitlines()), "")

@@ -299,6 +299,10 @@ def _read_result(run: Run, folder: Path, subset: str) -> None:
         # How it was decoded, without what was decoded.
         words = re.findall(r"\b((?!checkpoint=|data=|subset=)[a-z_0-9]+=\S+)", made)
         run.decoding = " ".join(words) or None
+    averaged = (_text(run.path / "checkpoints/averaged.pt.made") or "").split()
+    wanted = run.setting("average_last")
+    if len(averaged) > 1 and wanted and averaged[1].isdecimal() and int(averaged[1]) < wanted:
+        run.problems.append(f"averaged.pt is the average of {averaged[1]}, not of average_last={wanted} checkpoints")
     sentences = lines_of(folder / "ref.tok")
     if sentences is not None and sentences != run.decoded:
         run.problems.append(f"{run.decoded} hypotheses but {sentences} references of {subset}")

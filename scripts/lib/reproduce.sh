@@ -27,7 +27,8 @@ $(prepare_options | awk -v prepare="$prepare" '{ printf "  %-13s  passed on to %
 In the environment:
   NORMS="$default_norms"
                  the norms, as in ${models%% *}_NORM_$size; NORM+key=value has a setting of the model's
-  SEEDS="$default_seeds"   as many runs are made as there are pairs of norm and seed$([[ $models != *" "* ]] || printf '\n  MODELS="%s"   for each of these models' "$models")
+  SEEDS="$default_seeds"
+                 as many runs are made as there are pairs of norm and seed$([[ $models != *" "* ]] || printf '\n  MODELS="%s"\n                 for each of these models' "$models")
 
 Run again, it skips what is done and continues with the rest. A run that fails is named at the end and in the report;
 the others are still made.

@@ -16,10 +16,7 @@ from benchmarks.results import quartiles, ratios
 from benchmarks.table import TARGETS, targets
 from pn_fairseq import kernels
 from pn_fairseq.kernels import reference
-from pn_fairseq.norms import NORMS, RunningNorm, build_norm
-
-SHORT = [entry.short for entry in NORMS.values()]
-RUNNING = [entry for entry in NORMS.values() if issubclass(entry.cls, RunningNorm)]
+from pn_fairseq.norms import build_norm
 
 CPU = torch.device("cpu")
 COUNT = partial(count, device=CPU)
@@ -53,24 +50,22 @@ def test_decoding(tmp_path, capsys):
     )
     decoding.main([*flags.split(), "--threads", "1", "--output", str(tmp_path / "decoding.csv")])
     rows = read(tmp_path / "decoding.csv")
-    expected = []
-    for entry in NORMS.values():
-        expected += [entry.short, *([f"{entry.short} folded"] if entry in RUNNING else [])]
-    assert [row["norm"] for row in rows] == [*expected, "ln again"]
+    folded = [[short, f"{short} folded"] for short in ("bn", "pnv", "pn")]
+    assert [row["norm"] for row in rows] == ["ln", *sum(folded, []), "ln again"]
     printed = capsys.readouterr()
     for row in rows:
         assert float(row["sentences_per_s"]) > 0 and float(row["times_low"]) <= float(row["times_high"])
         assert row["torch"] == torch.__version__ and row["cores"] and row["date"]
         assert f"{row['norm']:12} " in printed.out
-    assert printed.err.count("maximum logit difference") == len(RUNNING)
+    assert printed.err.count("maximum logit difference") == 3
     assert rows[0]["times_ln"] == "1"
 
 
 def test_training(tmp_path, capsys):
-    flags = "--size tiny --rounds 2 --tokens 24 --length 6 --vocabulary 50 --threads 1 --no-memory"
+    flags = "--size tiny --rounds 2 --tokens 24 --length 6 --vocabulary 50 --threads 1 --no-memory --norms bn pn"
     training.main([*flags.split(), "--output", str(tmp_path / "training.csv")])
     rows = read(tmp_path / "training.csv")
-    assert [row["norm"] for row in rows] == SHORT
+    assert [row["norm"] for row in rows] == ["ln", "bn", "pn"]
     printed = capsys.readouterr().out
     for row in rows:
         assert float(row["tokens_per_s"]) > 0 and row["memory_mb"] == ""
@@ -87,16 +82,15 @@ def test_memory_of_training_is_that_of_the_model_at_least():
 
 def test_norms(tmp_path, capsys):
     files = ["--csv", str(tmp_path / "norms.csv"), "--picture", str(tmp_path / "norms.png"), "--markdown"]
-    flags = "--shapes 70x10 --rounds 2 --padding 0.2 0 --dtypes bfloat16 --only reference|cpp|again|Batch|RMS|copy"
-    norms.main([*flags.split(), *files])
+    flags = "--shapes 70x10 --rounds 2 --padding 0.2 0 --dtypes bfloat16 --only".split()
+    norms.main([*flags, r"^(bn|pnv|pn|none)( .LS)? (reference|cpp)$|again|Batch|^RMSNorm$|copy", *files])
     rows = read(tmp_path / "norms.csv")
     # 10 channels have no 4 groups, but 2.
     assert {row["layer_scale"] for row in rows} == {"0", "2"}
     names = list(dict.fromkeys(row["contestant"] for row in rows))
     assert names[:2] == ["LayerNorm", "LayerNorm again"]
     ours = [name for name in kernels.available() if name != "triton"]
-    per_token = len(NORMS) - len(RUNNING) - 1  # all but LayerNorm, which is the base
-    assert len(names) == 5 + (2 * len(RUNNING) + per_token) * len(ours)
+    assert len(names) == 5 + (3 * 2 + 1) * len(ours)  # layer-scale or not, but for a norm of each token
     assert len(rows) == len(names) * 3 * 2
     assert (tmp_path / "norms.png").read_bytes().startswith(b"\x89PNG")
     assert not list(tmp_path.glob("*.partial"))

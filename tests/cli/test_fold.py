@@ -16,8 +16,8 @@ from pn_fairseq.checkpoints import load_checkpoint
 from pn_fairseq.cli.fold import main
 from pn_fairseq.models.fold_checkpoint import TOLERANCE, compare, fold_weights
 from pn_fairseq.models.normed_model import FOLDED_MARK, FoldedModelError
-from pn_fairseq.norms import NORMS, LayerScale, RunningNorm
-from pn_fairseq.norms.base import ChannelNorm, running_norms
+from pn_fairseq.norms import NORMS, LayerScale
+from pn_fairseq.norms.base import ChannelNorm, RunningNorm, running_norms
 
 from ..models.helpers import arch_args, make_dictionary, make_task, padded_batch
 from ..test_errors import call_in

@@ -26,6 +26,7 @@ NORM_PARAMETERS = {
     "scale": lambda width: 1,
     "dyt": lambda width: 2 * width + 1,
     "derf": lambda width: 2 * width + 2,
+    "prep-batch": lambda width: 4 * width + 1,
 }
 
 

@@ -71,7 +71,7 @@ def plain(data, tmp_path_factory):
 
 @pytest.mark.parametrize(
     "flags",
-    [("--memory-efficient-fp16",), ("--fp16", "--fp16-no-flatten-grads")],
+    [("--memory-efficient-fp16",), pytest.param(("--fp16", "--fp16-no-flatten-grads"), marks=pytest.mark.slow)],
     ids=["memory-efficient-fp16", "fp16"],
 )
 def test_an_overflow_in_half_precision_leaves_the_statistics_alone(flags, data, tmp_path):
@@ -105,7 +105,9 @@ def test_accumulation_counts_updates_for_the_warmup_and_batches_for_the_statisti
     assert all(value > 1.0 for value in afterwards), gamma
 
 
-@pytest.mark.parametrize("flag", ["--checkpoint-activations", "--offload-activations"])
+@pytest.mark.parametrize(
+    "flag", ["--checkpoint-activations", pytest.param("--offload-activations", marks=pytest.mark.slow)]
+)
 def test_recomputation_gives_the_same_losses(flag, data, tmp_path, plain):
     train(data, tmp_path, flag)
     expected, got = read_log(plain / "train.log"), read_log(tmp_path / "train.log")
@@ -119,9 +121,9 @@ def test_recomputation_gives_the_same_losses(flag, data, tmp_path, plain):
             torch.testing.assert_close(recomputed[key], value, rtol=1e-4, atol=1e-6, msg=key)
 
 
-@pytest.mark.parametrize("stop", [1, 3, 5])
+@pytest.mark.parametrize("stop", [3, *(pytest.param(stop, marks=pytest.mark.slow) for stop in (1, 5))])
 def test_stopping_at_any_update_and_resuming_changes_no_bit(stop, data, tmp_path, plain):
-    """Within the psi warm-up, at its end, after it."""
+    """At the end of the psi warm-up, within it, after it."""
     train(data, tmp_path, updates=stop)
     train(data, tmp_path)
     resumed, straight = model_of(tmp_path), model_of(plain)

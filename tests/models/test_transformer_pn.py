@@ -84,7 +84,7 @@ def test_more_padding_changes_nothing_in_training(name):
 @pytest.mark.parametrize("name", list(NORMS))
 def test_incremental_decoding_gives_what_the_whole_prefix_gives(name):
     torch.manual_seed(1)
-    model = build(TINY[name], decoder_norm=name)
+    model = build(TINY[name], decoder_norm=name).double()
     src, prev = padded_batch()
     model(src, None, prev)  # statistics that are not the initial ones
     model.eval()
@@ -97,7 +97,8 @@ def test_incremental_decoding_gives_what_the_whole_prefix_gives(name):
             model.decoder(prev[:, : end + 1], encoder_out=encoder_out, incremental_state=state)[0]
             for end in range(prev.size(1))
         ]
-    torch.testing.assert_close(torch.cat(steps, dim=1), whole, rtol=1e-5, atol=1e-5)
+    largest = max(1.0, float(whole.abs().max()))  # PRepBN's x + ... doubles the activations in every layer at first
+    torch.testing.assert_close(torch.cat(steps, dim=1), whole, rtol=1e-5, atol=1e-5 * largest)
 
 
 @pytest.mark.parametrize("name", list(NORMS))

@@ -154,7 +154,7 @@ def test_sentencepiece_is_taken_apart_and_glued(tmp_path):
 
 @pytest.fixture
 def place(tmp_path, monkeypatch) -> Path:
-    """A run with small data, a checkpoint of three bytes, and the stand-in."""
+    """A run with small data, a checkpoint of one number, and the stand-in."""
     data = tmp_path / "data"
     for part in ("bin", "tok"):
         (data / part).mkdir(parents=True)
@@ -162,7 +162,7 @@ def place(tmp_path, monkeypatch) -> Path:
         (data / f"tok/test.{language}").write_text("".join(f"{language} {i}\n" for i in range(SENTENCES)))
         (data / f"bin/test.es-en.{language}.bin").write_text(language)
     (data / "settings").write_text(f"source=es\ntarget=en\nlower=1\n{'0' * 64}  test.en\n")
-    (make_run(tmp_path / "run", data) / "checkpoints/averaged.pt").write_text("abc")
+    torch.save({"model": {"w": torch.ones(1)}}, make_run(tmp_path / "run", data) / "checkpoints/averaged.pt")
     package = tmp_path / "stand-in/fairseq_cli"
     package.mkdir(parents=True)
     (package / "__init__.py").touch()
@@ -374,7 +374,7 @@ def test_one_share_that_fails_fails_all(mode, needles, place, capsys, monkeypatc
     calls(place)
     output = place / "run/generate/test"
     before = {path: path.read_bytes() for path in output.iterdir()}
-    (place / "run/checkpoints/averaged.pt").write_text("newer")
+    torch.save({"model": {"w": torch.zeros(1)}}, place / "run/checkpoints/averaged.pt")
     began = time.monotonic()
     monkeypatch.setenv("MODE", mode)
     refused(capsys, generate(place), *needles)
@@ -388,6 +388,16 @@ def test_one_share_that_fails_fails_all(mode, needles, place, capsys, monkeypatc
     monkeypatch.delenv("MODE")
     assert generate(place) == 0
     assert not errors.exists(), "the old messages are removed"
+
+
+@pytest.mark.parametrize(
+    ("content", "needle"), [(b"PK", "is cut off or damaged"), (b"hello", "not a PyTorch checkpoint")]
+)
+def test_a_checkpoint_that_cannot_be_read_is_the_reason(content, needle, place, capsys, monkeypatch):
+    (place / "run/checkpoints/averaged.pt").write_bytes(content)
+    monkeypatch.setenv("MODE", "fail")  # as fairseq does, with an exception of the unpickler
+    refused(capsys, generate(place), str(place / "run/checkpoints/averaged.pt"), needle)
+    assert not (place / "run/generate/test").exists()
 
 
 @contextlib.contextmanager

@@ -1,8 +1,9 @@
 """Programs that need no seconds of imports: each is forked from a server that has imported torch and fairseq.
 
 :func:`programs` is a copy of the environment's ``bin/`` in which fairseq's programs, and what else imports fairseq, ask
-the server; the others there are the real ones. The forked process has the caller's arguments, variables, directory,
-standard input and output; the caller gets its exit code, and it is killed when the caller ends.
+the server; the others there are the real ones, and ``warm-python`` always asks it. The forked process has the caller's
+arguments, variables, directory, standard input and output; the caller gets its exit code, and it is killed when the
+caller ends.
 
 Not for tests that look for processes or send signals: the program is a child of the server.
 """
@@ -44,6 +45,7 @@ def programs() -> Path:
     patterns = "|".join(f"'{words} '*" for words in PYTHON)
     ask = f'case "$* " in {patterns}) exec {client} "$@" ;; esac'
     _write(folder / "bin/python", f'{ask}\nexec {shlex.quote(sys.executable)} "$@"')
+    _write(folder / "bin/warm-python", f'exec {client} "$@"')
     # It ends when its standard input does: with this process, however that ends.
     server = subprocess.Popen([sys.executable, str(HERE / "server.py"), str(socket)], stdin=subprocess.PIPE)
 

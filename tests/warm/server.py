@@ -14,11 +14,8 @@ import sys
 import threading
 import traceback
 
-sys.path.pop(0)  # this folder
-import fairseq_cli.generate  # noqa: E402
-import fairseq_cli.preprocess  # noqa: E402
-import fairseq_cli.train  # noqa: E402, F401
-import torch._dynamo  # noqa: E402, F401 (torch imports it for the first model)
+#: Imported before the first program is forked. torch imports its _dynamo for the first model.
+MODULES = ("fairseq_cli.generate", "fairseq_cli.preprocess", "fairseq_cli.train", "torch._dynamo")
 
 
 def program(argv: list[str]) -> None:
@@ -83,6 +80,7 @@ def serve(connection: socket.socket) -> None:
 
 
 def main() -> None:
+    sys.path.pop(0)  # this folder
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(sys.argv[1])
     listener.listen()
@@ -91,6 +89,8 @@ def main() -> None:
         if listener not in ready:
             return
         connection, _ = listener.accept()
+        for module in MODULES:
+            importlib.import_module(module)
         if not os.fork():
             listener.close()
             serve(connection)

@@ -1,0 +1,35 @@
+"""How every command-line tool ends."""
+
+import pytest
+
+from pn_fairseq.errors import Unavailable
+from pn_fairseq.pipeline.command import Interrupted, UserError, run
+
+
+def raising(error: BaseException):
+    def body():
+        raise error
+
+    return body
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (UserError("no\nfile"), 2, "tool: error: no file\n"),
+        (Unavailable("no kernels"), 2, "tool: error: no kernels\n"),
+        (MemoryError(), 2, "tool: error: there is not enough memory; use a larger machine\n"),
+        (KeyboardInterrupt(), 130, "tool: interrupted; run the same command again to resume\n"),
+        (Interrupted(15), 143, "tool: interrupted; run the same command again to resume\n"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_an_end_is_one_line_and_an_exit_code(error, code, line, capsys, monkeypatch):
+    monkeypatch.delenv("PN_FAIRSEQ_STEP", raising=False)
+    assert run("tool", raising(error)) == code
+    assert capsys.readouterr().err == line
+
+
+def test_a_mistake_of_the_tool_is_a_traceback():
+    with pytest.raises(KeyError):
+        run("tool", raising(KeyError("x")))
