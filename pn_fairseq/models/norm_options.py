@@ -99,6 +99,9 @@ class NormOptions:
         no_norm_agreement: leave statistics that are not synchronised as each worker has them when it validates or
             saves.
         norm_stats_interval: updates between two reports of the norms in the log; 0: none.
+        norm_probe: where :class:`~pn_fairseq.models.norm_probe.NormProbe` writes; None: nowhere.
+        norm_probe_interval: updates between two that it records.
+        norm_probe_layers: patterns of the names of the norms that it records, separated by commas.
         norms_folded: the norms with running statistics are part of the projections that follow them, and only their
             layer-scale is left (see :mod:`pn_fairseq.models.fold_checkpoint`). There is no flag for it: ``pn-fold``
             writes it into the settings of a checkpoint.
@@ -128,6 +131,9 @@ class NormOptions:
     norm_sync: str = "auto"
     no_norm_agreement: bool = False
     norm_stats_interval: int = 0
+    norm_probe: str | None = None
+    norm_probe_interval: int = 50
+    norm_probe_layers: str = "encoder.*"
     norms_folded: bool = False
     norm_module: str | None = None
 
@@ -302,6 +308,24 @@ class NormOptions:
             metavar="N",
             help="log a summary of the norms' statistics every N updates (default: 0, never)",
         )
+        parser.add_argument(
+            "--norm-probe",
+            metavar="FILE",
+            help="record the statistics of batches and of gradients of every norm in FILE, a folder of Parquet files "
+            "(docs/figures.md)",
+        )
+        parser.add_argument(
+            "--norm-probe-interval",
+            type=_whole_from_1,
+            metavar="N",
+            help=f"updates from one that --norm-probe records to the next (default: {default.norm_probe_interval})",
+        )
+        parser.add_argument(
+            "--norm-probe-layers",
+            metavar="NAME[,NAME]",
+            help="names of the norms that --norm-probe records, or patterns such as 'encoder.layers.0.*' (default: "
+            f"{default.norm_probe_layers})",
+        )
 
     @classmethod
     def from_args(cls, args) -> "NormOptions":
@@ -315,6 +339,9 @@ class NormOptions:
             values["psi_warmup_updates"] = _learning_rate_warmup(args)
             _write_back(args, psi_warmup_updates=values["psi_warmup_updates"])
         options = cls(**{name: value for name, value in values.items() if value is not None})
+        if options.norm_probe:
+            options = replace(options, norm_probe=to_absolute_path(options.norm_probe))
+            _write_back(args, norm_probe=options.norm_probe)
         if options.norm_module:
             # Absolute in the checkpoint, which is loaded from other folders too; hydra works in a folder of the run.
             paths = ",".join(to_absolute_path(path) for path in options.norm_module.split(",") if path)

@@ -30,6 +30,11 @@ class NormedModel:
         #: Whether :mod:`pn_fairseq.fairseq_patches.average_running_stats` has an effect.
         self.norm_agreement = not norms.no_norm_agreement
         self.norm_report = NormReport(self, norms.norm_stats_interval) if norms.norm_stats_interval else None
+        self.norm_probe = None
+        if norms.norm_probe and not norms.norms_folded:
+            from pn_fairseq.models.norm_probe import NormProbe  # imports pyarrow
+
+            self.norm_probe = NormProbe(self, norms.norm_probe, norms.norm_probe_interval, norms.norm_probe_layers)
         #: Whether the norms are folded into the projections that follow them; such a model can only decode.
         self.folded = norms.norms_folded
         if self.folded:
@@ -49,4 +54,6 @@ class NormedModel:
     def set_num_updates(self, num_updates: int) -> None:
         if self.norm_report is not None:
             self.norm_report.at_update(num_updates)
+        if self.norm_probe is not None:
+            self.norm_probe.check()
         super().set_num_updates(num_updates)

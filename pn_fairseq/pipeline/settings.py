@@ -43,7 +43,7 @@ MAY_CHANGE = re.compile(
     r"|common\.(log_.*|tensorboard_logdir|wandb_.*|azureml_logging|aim_.*|user_dir|cpu|fp16_no_flatten_grads)"
     r"|dataset\.(num_workers.*|data_buffer_size|max_tokens|max_tokens_valid|batch_size_valid|max_valid_steps"
     r"|(validate|fixed_validation|disable_validation).*)"
-    r"|task\.data"
+    r"|task\.data|model\.norm_(stats_interval|probe.*)"
 )
 #: Limits that decide whether a run is finished.
 STOP = ("optimization.max_update", "optimization.max_epoch", "optimization.stop_time_hours", "checkpoint.patience")

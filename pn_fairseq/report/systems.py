@@ -26,7 +26,7 @@ _PLACES = {
 _HOW = re.compile(
     r"distributed_training\.|bmuf\.|common\.(log_interval|log_format|cpu|no_progress_bar|all_gather_list_size)$"
     r"|dataset\.(num_workers|data_buffer_size|max_tokens|batch_size|max_tokens_valid|batch_size_valid)$|optimization\.update_freq$"
-    r"|model\.norm_stats_interval$"
+    r"|model\.norm_(stats_interval|probe(_interval|_layers)?)$"
 )
 
 #: Copies that hydra makes of a setting under another name.

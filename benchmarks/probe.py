@@ -1,0 +1,62 @@
+"""What ``--norm-probe`` costs: ``python -m benchmarks.probe``.
+
+A trainer of ``fairseq-train`` makes updates on made-up batches: one without a probe, one whose batches the probe only
+averages, one that it records, and so on in turn. Printed are the ratios of medians, and from them the mean cost of an
+update with ``--norm-probe-interval 50``: of 50 updates, 1 is recorded and 10 are averaged.
+"""
+
+import argparse
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+from benchmarks import be_quiet
+from benchmarks.training import make_batches, make_trainer, update
+from pn_fairseq.models.norm_probe import WINDOW, NormProbe
+
+INTERVAL = 50
+
+
+def measure(args: argparse.Namespace) -> dict[str, float]:
+    """Median seconds of an update of each kind."""
+    seconds: dict[str, list[float]] = {"plain": [], "averaged": [], "recorded": []}
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = make_trainer(f"transformer_{args.norm}_{args.size}", args)
+        model, batches = trainer.get_model(), make_batches(args)
+        probe = NormProbe(model, str(Path(folder) / "probe"), INTERVAL, "encoder.*")
+        for batch in batches[:2]:
+            update(trainer, batch)
+        for number in range(args.rounds):
+            for kind, times in seconds.items():
+                completed = trainer.get_num_updates()
+                # The update after this one is the recorded one, or this is.
+                probe.interval = completed + (2 if kind == "averaged" else 1)
+                model.norm_probe = None if kind == "plain" else probe
+                begun = time.perf_counter()
+                update(trainer, batches[number % len(batches)])
+                times.append(time.perf_counter() - begun)
+    return {kind: statistics.median(times) for kind, times in seconds.items()}
+
+
+def main(argv=None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.probe", description=__doc__.split("\n")[0])
+    parser.add_argument("--size", choices=("tiny", "iwslt", "big"), default="iwslt", help="default: iwslt")
+    parser.add_argument("--norm", default="pn", help="abbreviation of the encoder's norm (default: pn)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
+    parser.add_argument("--tokens", type=int, default=1024, help="tokens a batch and side (default: 1024)")
+    parser.add_argument("--length", type=int, default=32, help="tokens of the longest sentence (default: 32)")
+    parser.add_argument("--vocabulary", type=int, default=10000, help="size of the dictionary (default: 10000)")
+    parser.add_argument("--rounds", type=int, default=10, help="measured updates of each kind (default: 10)")
+    args = parser.parse_args(argv)
+    be_quiet()
+    found = measure(args)
+    ratio = {kind: seconds / found["plain"] for kind, seconds in found.items()}
+    cost = ((ratio["averaged"] - 1) * WINDOW + ratio["recorded"] - 1) / INTERVAL
+    print(f"plain {found['plain']:.3f} s; averaged {ratio['averaged']:.3f} times, recorded {ratio['recorded']:.3f} times")
+    print(f"--norm-probe-interval {INTERVAL}: {100 * cost:+.2f}% of an update")
+
+
+if __name__ == "__main__":
+    main()

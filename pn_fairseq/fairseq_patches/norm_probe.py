@@ -1,0 +1,20 @@
+"""``--norm-probe`` is told where an update begins and ends.
+
+fairseq's trainer tells the model the number of the update alone, before each of its batches; whether the update was
+skipped, and which batch is the last one, the model cannot see.
+"""
+
+from fairseq.trainer import Trainer
+
+from pn_fairseq.fairseq_patches import patch
+
+
+@patch(Trainer, "train_step", "self samples raise_oom")
+def train_step(original, trainer, *arguments, **options):
+    probe = getattr(trainer.get_model(), "norm_probe", None)
+    if probe is None:
+        return original(trainer, *arguments, **options)
+    probe.begin(trainer.get_num_updates(), trainer.criterion)
+    result = original(trainer, *arguments, **options)
+    probe.end(trainer.get_num_updates())
+    return result

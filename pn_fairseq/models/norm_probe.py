@@ -1,0 +1,320 @@
+r"""``--norm-probe``: the statistics of batches and of their gradients, norm by norm, while a model trains.
+
+Hooks from outside the norms compute them, in updates that are recorded and the ten before; at other times there are no
+hooks.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pn_fairseq import fairseq_patches, kernels, probes
+from pn_fairseq.norms import NORMS, ChannelNorm, RunningNorm
+from pn_fairseq.norms.distributed import all_reduce_sum, world_size
+
+#: Updates whose batches the probe averages for the statistics that a norm has no running ones of, and the decay.
+WINDOW = 10
+ALPHA = 0.9
+
+#: The vectors over channels that a use of a norm adds to: sums over real tokens of h, h^2, dy and dy * h.
+_SUMS = 4
+
+
+@dataclass
+class _Forward:
+    """One forward and backward of the criterion."""
+
+    recorded: bool
+    loss: Tensor | float = 0.0
+    sample_size: Tensor | float = 0.0
+    #: d(what is differentiated) / d(loss of the criterion): the loss scale of fp16; 0: a batch of a rank without data.
+    scale: Tensor | None = None
+    #: Norm -> count and sums of this rank, (1 + 4 C,) float64.
+    sums: dict[str, Tensor] = field(default_factory=dict)
+    #: Norm -> its state before this batch, and its gain.
+    states: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+
+
+class NormProbe:
+    r"""Records every ``interval``-th update of a training under fairseq's trainer (``--norm-probe``).
+
+    h is the input of a norm behind its layer-scale, (tokens, C), over real tokens; y its output; d = C.
+    :math:`\mu_B, \sigma_B^2, \psi_B^2` are mean, biased variance and second moment of the batch,
+    :math:`\mu, \sigma^2, \psi^2` the running ones before the batch, :math:`\epsilon` that of the norm.
+    L is the mean loss per token in nats (per unit of the criterion's sample size). A gradient is divided by the loss
+    scale of fp16 and by the sample size. One row per update, norm and forward:
+
+    - ``update`` counts from 1. ``forward`` counts from 0 in the update (``--update-freq``); where there are several, a
+      row with ``forward`` null has all tokens of the update as one batch, against the running statistics of the first.
+    - ``norm`` is the module's name, ``kind`` the name in ``NORMS``. ``running`` names the statistics that the norm keeps
+      itself, separated by commas. The probe averages the others over the batches of the ten updates before,
+      exponentially with the norm's decay (0.9 for a norm without), so that norms per token can be compared.
+    - ``channels`` d, ``tokens`` real tokens of the batch, ``sample_size``, ``loss`` (L), ``loss_scale``.
+    - ``mu_distance``, ``sigma2_distance``, ``psi2_distance``: differences of batch and running statistics.
+    - ``g_mu`` = mean of dL/dy; ``g_sigma2`` = mean of dL/dy * (h - mu_B) / sqrt(sigma_B^2 + eps); ``g_psi2`` = mean of
+      dL/dy * h / sqrt(psi_B^2 + eps): d-vectors, means over the real tokens of the batch (dy is before the gain).
+      Each of these six vectors v has columns ``v_l1`` = sum(abs(v)) / d and ``v_l2`` = sqrt(sum(v^2)) / d.
+    - ``nu_xhat_l2`` = sqrt(sum_c nu_c^2 psi_B,c^2 / (psi_c^2 + eps)) / d: PN's correction per token, root mean square
+      over tokens. nu includes the gain.
+    - ``tid_mean`` = mean_c abs(mu - mu_B) / sigma_B and ``tid_var`` = mean_c abs(sigma / sigma_B - 1): the discrepancy of
+      training and inference of RBN's paper, sigma being sqrt(sigma^2 + eps).
+    - ``gamma_over_psi_batch`` and ``psi_batch_over_psi``: per channel gain / sqrt(psi_B^2 + eps), and
+      sqrt(psi_B^2 + eps) / sqrt(psi^2 + eps).
+
+    What does not exist is null. Over several ranks the batch is that of all ranks, for a norm that normalizes by its
+    own rank's statistics that of rank 0. A skipped update (an overflow) is not recorded.
+
+    Args:
+        model: whose norms are recorded.
+        folder: see :mod:`pn_fairseq.probes`.
+        interval: updates.
+        layers: patterns of module names, separated by commas, as of the shell.
+
+    Raises:
+        ValueError: a pattern fits no norm, or ``folder`` holds something else.
+    """
+
+    def __init__(self, model: nn.Module, folder: str, interval: int, layers: str):
+        self.folder, self.interval = Path(folder), interval
+        probes.check_probe_file(self.folder)
+        names = {
+            name.replace("_fsdp_wrapped_module.", "").replace("_fpw_module.", ""): module
+            for name, module in model.named_modules()
+            if isinstance(module, ChannelNorm)
+        }
+        self.norms: dict[str, ChannelNorm] = {}
+        for pattern in layers.split(","):
+            found = {name: norm for name, norm in names.items() if fnmatch(name, pattern)}
+            if not found:
+                raise ValueError(f"--norm-probe-layers {pattern} fits no norm; the model has {', '.join(names)}")
+            self.norms |= found
+        self._window: deque[list[_Forward]] = deque(maxlen=WINDOW)
+        self._forwards: list[_Forward] = []
+        self._handles: list = []
+        self._last: int | None = None
+
+    def check(self) -> None:
+        """Raises:
+        ValueError: fairseq's trainer does not call the probe.
+        """
+        if not fairseq_patches.enabled():
+            raise ValueError(f"--norm-probe needs the patches of fairseq, which {fairseq_patches.SWITCH} turns off")
+
+    # What the trainer calls (pn_fairseq.fairseq_patches.norm_probe).
+
+    def begin(self, completed: int, criterion: nn.Module) -> None:
+        """Before an update, ``completed`` of which are done; ``criterion`` computes its losses."""
+        self._stop()
+        if self._last is None and _first_rank():
+            probes.remove_after(self.folder, completed)
+        self._last = completed
+        place = (completed + 1) % self.interval
+        recorded = place == 0
+        if not recorded and self.interval - place > WINDOW:
+            self._window.clear()
+            return
+
+        def start(module, inputs):
+            self._forwards.append(_Forward(recorded))
+
+        def at_loss(module, inputs, output):
+            forward = self._forwards[-1]
+            forward.loss, forward.sample_size = output[0].detach(), output[1]
+
+            def at_gradient(gradient):
+                forward.scale = gradient.detach().double()
+
+            output[0].register_hook(at_gradient)
+
+        self._handles = [criterion.register_forward_pre_hook(start), criterion.register_forward_hook(at_loss)]
+        for name, norm in self.norms.items():
+            self._handles.append(norm.register_forward_hook(partial(self._at_forward, name), with_kwargs=True))
+
+    def end(self, completed: int) -> None:
+        """After an update: every rank calls it. An update that was skipped leaves ``completed`` as it was."""
+        forwards = self._forwards
+        self._stop()
+        if not forwards or completed == self._last:
+            return
+        if forwards[0].recorded:
+            self._record(completed, forwards)
+        for forward in forwards:
+            forward.states.clear()
+        self._window.append(forwards)
+
+    def _stop(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._forwards = [], []
+
+    # Hooks.
+
+    def _at_forward(self, name: str, norm: ChannelNorm, args: tuple, kwargs: dict, y: Tensor) -> None:
+        if not y.requires_grad:  # the first computation of a checkpointed layer; the second one has a gradient
+            return
+        forward = self._forwards[-1]
+        x, mask = (*args, *kwargs.values(), None)[:2]
+        if forward.recorded and name not in forward.states:
+            forward.states[name] = _state(norm)
+        # Once per backward, however often a forward is recomputed; and the loss scale is known there.
+        y.register_hook(partial(_at_gradient, forward, name, norm, x.detach(), mask))
+
+    # Recording.
+
+    def _record(self, update: int, forwards: list[_Forward]) -> None:
+        before = [forward for past in self._window for forward in past]
+        everything = [*before, *forwards]
+        device = next(iter(forwards[0].sums.values())).device if forwards[0].sums else forwards[0].loss.device
+        own = torch.cat([self._flat(forward, device) for forward in everything])
+        total = all_reduce_sum(own) if world_size() > 1 else own
+        if not _first_rank():
+            return
+        own_table, table = (_numpy(flat).reshape(len(everything), -1) for flat in (own, total))
+        rows, start = [], 4
+        for name, norm in self.norms.items():
+            end = start + 1 + _SUMS * norm.num_features
+            alone = isinstance(norm, RunningNorm) and not norm.synchronises()
+            source = own_table if alone else table
+            sums, scalars = source[:, start:end], source[:, :4]
+            rows += self._rows(name, norm, forwards, sums, scalars, len(before))
+            start = end
+        probes.write_update(self.folder, update, [{"update": update, **row} for row in rows])
+
+    def _flat(self, forward: _Forward, device) -> Tensor:
+        """Whether the batch counts, its sample size, loss and loss scale; the sums of every norm, 0 if it did not run."""
+        scale = torch.zeros((), dtype=torch.float64, device=device) if forward.scale is None else forward.scale
+        counts = (scale != 0).double()
+        scalars = [counts, forward.sample_size * counts, forward.loss.double() * counts, scale]
+        sums = [
+            forward.sums[name] if name in forward.sums else torch.zeros(1 + _SUMS * norm.num_features, device=device)
+            for name, norm in self.norms.items()
+        ]
+        return torch.cat([torch.stack([torch.as_tensor(s, device=device).double() for s in scalars]), *sums])
+
+    def _rows(self, name, norm, forwards, sums, scalars, past: int) -> list[dict]:
+        """The rows of one norm; ``sums`` and ``scalars`` also have the ``past`` forwards before the update."""
+        decay = norm.alpha_fwd if isinstance(norm, RunningNorm) else ALPHA
+        own = [forward.states.get(name) for forward in forwards]
+        batches = [(index, sums[past + index], scalars[past + index]) for index in range(len(forwards))]
+        if len(forwards) > 1:
+            batches.append((None, sums[past:].sum(0), scalars[past:].sum(0)))
+        rows = []
+        for index, batch, (counts, sample_size, loss, scale) in batches:
+            state = own[index or 0]
+            if state is None or not batch[0] or not sample_size:
+                continue  # layer-drop, or no real token
+            state = {key: _numpy(value) for key, value in state.items()}
+            average = _average(sums[: past + (index or 0)], decay)
+            row = quantities(batch, state, average, norm.eps, sample_size, scale / counts)
+            row |= {"forward": index, "norm": name, "kind": _kind(norm), "channels": norm.num_features}
+            row |= {"sample_size": sample_size, "loss": loss / sample_size, "loss_scale": scale / counts}
+            rows.append(row)
+        return rows
+
+
+def quantities(batch, state: dict, average: dict, eps: float, sample_size: float, loss_scale: float) -> dict:
+    """The columns of one batch, see :class:`NormProbe`.
+
+    Args:
+        batch: number of real tokens and their sums of h, h^2, dy / loss scale and dy * h / loss scale, (1 + 4 C,).
+        state: ``mu``, ``sigma2``, ``psi2`` that the norm keeps, ``nu``, and its ``gain``; (C,), what there is of them.
+        average: statistics in the place of those that it does not keep.
+        sample_size: what the criterion's loss is divided by.
+        loss_scale: nu is divided by it.
+    """
+    count = batch[0]
+    mean_h, psi2, mean_dy, mean_dyh = batch[1:].reshape(_SUMS, -1) / count
+    now = {"mu": mean_h, "sigma2": np.maximum(psi2 - mean_h**2, 0.0), "psi2": psi2}
+    running = average | {key: value for key, value in state.items() if key in now}
+    vectors = {f"{key}_distance": running[key] - now[key] for key in now if key in running}
+    sigma, psi = (np.sqrt(now[key] + eps) for key in ("sigma2", "psi2"))
+    gradients = {"g_mu": mean_dy, "g_sigma2": (mean_dyh - mean_h * mean_dy) / sigma, "g_psi2": mean_dyh / psi}
+    vectors |= {key: value / sample_size for key, value in gradients.items()}
+    row = {"tokens": count, "running": ",".join(key for key in now if key in state)}
+    for key, vector in vectors.items():
+        row[f"{key}_l1"], row[f"{key}_l2"] = np.abs(vector).mean(), np.linalg.norm(vector) / len(vector)
+    if "mu" in running:
+        row["tid_mean"] = (np.abs(running["mu"] - now["mu"]) / sigma).mean()
+    if "sigma2" in running:
+        row["tid_var"] = np.abs(np.sqrt(running["sigma2"] + eps) / sigma - 1).mean()
+    if "gain" in state:
+        row["gamma_over_psi_batch"] = state["gain"] / psi
+    if "psi2" in running:
+        ratio = psi / np.sqrt(running["psi2"] + eps)
+        row["psi_batch_over_psi"] = ratio
+        if "nu" in state:
+            per_token = state["nu"] / (loss_scale * sample_size)
+            gamma = psi2 / (running["psi2"] + eps)
+            row["nu_xhat_l2"] = np.sqrt((per_token**2 * gamma).sum()) / len(gamma)
+    return row
+
+
+def _at_gradient(forward: _Forward, name: str, norm: ChannelNorm, x: Tensor, mask: Tensor | None, dy: Tensor) -> None:
+    """Add the sums of one use of a norm to ``forward``, as the gradient of its y is known. Changes no gradient."""
+    x = x.contiguous()
+    if mask is not None:  # (B, T), in the order of the rows
+        mask = (mask.t() if mask.dim() == 2 and not norm.batch_first else mask).contiguous()
+    groups, eps = norm.layer_scale_groups, norm.eps
+    inv_rms, mean, variance, count = kernels.moments(x, mask, groups, eps, True)
+    wide_mean, wide_count = mean.double(), count.double()
+    sums = [wide_count[None], wide_mean * wide_count, (variance.double() + wide_mean.square()) * wide_count]
+    scale = forward.scale
+    if forward.recorded:
+        dy = dy.detach().to(x.dtype).contiguous()
+        _, products = kernels.gradient_sums(dy, x, mask, None, mean, variance, inv_rms, groups, eps)
+        dy_xhat, sum_dy = products.double() / torch.where(scale == 0, 1.0, scale)
+        sums += [sum_dy, dy_xhat * (variance.double() + eps).sqrt() + wide_mean * sum_dy]
+    else:
+        sums += [torch.zeros_like(wide_mean)] * 2
+    flat = torch.cat(sums) * (scale != 0)
+    forward.sums[name] = forward.sums[name] + flat if name in forward.sums else flat
+
+
+def _state(norm: ChannelNorm) -> dict[str, Tensor]:
+    """What the norm keeps, as it is now: running statistics, nu, and the gain."""
+    state = {}
+    if isinstance(norm, RunningNorm):
+        mean, moment = norm.evaluation_statistics()
+        if mean is None:
+            state = {"psi2": moment}
+        else:
+            state = {"mu": mean, "sigma2": moment, "psi2": moment + mean.square()}
+        if "nu" in dict(norm.named_buffers(recurse=False)):
+            state["nu"] = norm.nu
+    if norm.weight is not None and norm.weight.numel() == norm.num_features:
+        state["gain"] = norm.weight
+    return {key: value.detach().clone() for key, value in state.items()}
+
+
+def _average(sums: np.ndarray, decay: float) -> dict[str, np.ndarray]:
+    """The exponential average of the statistics of batches, (n, 1 + 4 C), the last one being the newest."""
+    sums = sums[sums[:, 0] > 0]
+    if not len(sums):
+        return {}
+    weights = decay ** np.arange(len(sums) - 1, -1, -1)
+    weights = (weights / weights.sum())[:, None]
+    mean_h, psi2 = (sums[:, 1:].reshape(len(sums), _SUMS, -1)[:, :2] / sums[:, :1, None]).swapaxes(0, 1)
+    variance = psi2 - mean_h**2
+    return {
+        key: (weights * value).sum(0) for key, value in (("mu", mean_h), ("sigma2", variance), ("psi2", psi2))
+    }
+
+
+def _kind(norm: ChannelNorm) -> str:
+    classes = {cls: name for name, entry in NORMS.items() for cls in (entry.cls, *entry.variants.values())}
+    return classes.get(type(norm), type(norm).__name__)
+
+
+def _numpy(values: Tensor) -> np.ndarray:
+    return values.detach().double().cpu().numpy()
+
+
+def _first_rank() -> bool:
+    return world_size() == 1 or dist.get_rank() == 0

@@ -1,0 +1,84 @@
+"""The file of ``--norm-probe``: a folder of Parquet files, one for every recorded update. Without torch.
+
+``pandas.read_parquet(FILE)`` and every other reader of Parquet takes the folder as one table. A file is written as a
+whole and named after its update, so that a training that is killed and resumed has every update once.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from pn_fairseq.pipeline.files import atomic_write
+
+#: Vectors over channels of which the table has (1/d) * L1 and (1/d) * L2.
+VECTORS = ("mu_distance", "sigma2_distance", "psi2_distance", "g_mu", "g_sigma2", "g_psi2", "nu_xhat")
+
+_DOUBLES = [f"{name}_{norm}" for name in VECTORS for norm in ("l1", "l2") if (name, norm) != ("nu_xhat", "l1")]
+
+#: The columns; :class:`pn_fairseq.models.norm_probe.NormProbe` describes them.
+SCHEMA = pa.schema(
+    [
+        ("update", pa.int64()),
+        ("forward", pa.int64()),
+        ("norm", pa.string()),
+        ("kind", pa.string()),
+        ("running", pa.string()),
+        ("channels", pa.int64()),
+        ("tokens", pa.float64()),
+        ("sample_size", pa.float64()),
+        ("loss", pa.float64()),
+        ("loss_scale", pa.float64()),
+        *((name, pa.float64()) for name in _DOUBLES),
+        ("tid_mean", pa.float64()),
+        ("tid_var", pa.float64()),
+        ("gamma_over_psi_batch", pa.list_(pa.float32())),
+        ("psi_batch_over_psi", pa.list_(pa.float32())),
+    ]
+)
+
+_NAME = "update-{:09d}.parquet"
+_PATTERN = re.compile(r"update-(\d{9})\.parquet")
+
+
+def check_probe_file(folder: Path) -> None:
+    """Raises:
+    ValueError: ``folder`` is something else than a new or earlier file of ``--norm-probe``.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"--norm-probe {folder} is not a folder: give a new one, or that of the same training")
+    other = [path.name for path in folder.glob("*") if not _PATTERN.fullmatch(path.name.removesuffix(".partial"))]
+    if other:
+        raise ValueError(f"--norm-probe {folder} holds {other[0]}: give a new folder, or that of the same training")
+
+
+def remove_after(folder: Path, update: int) -> None:
+    """Remove what was recorded after ``update``: a training that resumes there does those updates again."""
+    for path in folder.glob("update-*"):
+        if int(_PATTERN.fullmatch(path.name.removesuffix(".partial"))[1]) > update:
+            path.unlink()
+
+
+def write_update(folder: Path, update: int, rows: list[dict]) -> None:
+    """Write the rows of one update, by column name; a column that a row lacks is null."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with atomic_write(folder / _NAME.format(update)) as file:
+        pq.write_table(pa.Table.from_pylist(rows, SCHEMA), file, compression="zstd")
+
+
+def read_probe(folder: Path | str):
+    """The rows as a pandas DataFrame, in the order of their updates.
+
+    Raises:
+        ValueError: it cannot be read, or is not a file of ``--norm-probe``.
+    """
+    files = sorted(Path(folder).glob("update-*.parquet"))
+    if not files:
+        raise ValueError(f"{folder} has no update-*.parquet: it is not a file of --norm-probe")
+    try:
+        return pa.concat_tables([pq.read_table(file, schema=SCHEMA) for file in files]).to_pandas()
+    except (pa.ArrowException, OSError) as error:
+        raise ValueError(f"{folder} cannot be read: {str(error).splitlines()[0]}") from error

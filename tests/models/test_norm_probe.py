@@ -1,0 +1,258 @@
+"""``--norm-probe``: what it records, against float64 formulas; that it changes nothing; ranks, accumulation, resuming."""
+
+import shutil
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from torch import nn
+
+from pn_fairseq.models.norm_probe import NormProbe
+from pn_fairseq.norms import NORMS, build_norm
+from pn_fairseq.probes import SCHEMA, read_probe
+from pn_fairseq.testing.helpers import randomize_affine, real_tokens, rng, tensors
+from pn_fairseq.testing.ranks import run_ranks
+
+from .helpers import build
+from .test_training import model_of, train
+
+EPS = 1e-5
+
+
+class Criterion(nn.Module):
+    """The sum of y * weights over the real tokens, its sample size as fairseq's criteria give it."""
+
+    def forward(self, model, sample):
+        y = model(sample["x"], sample["mask"])
+        return (y * sample["weights"]).sum(), sample["size"], {}
+
+
+class OneNorm(nn.Module):
+    def __init__(self, norm):
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, x, mask):
+        return self.norm(x, mask)
+
+
+def update(probe, model, criterion, samples, completed, loss_scale=1.0):
+    """What fairseq's trainer does between begin and end of an update."""
+    probe.begin(completed, criterion)
+    for sample in samples:
+        loss, _, _ = criterion(model, sample)
+        (loss * loss_scale).backward()
+    probe.end(completed + 1)
+
+
+def sample_of(seed, shape=(5, 3, 12)):
+    x, mask, weights = tensors(rng(seed), shape)
+    return {"x": x.requires_grad_(), "mask": mask, "weights": weights, "size": 7 + seed}
+
+
+def lengths(vector):
+    return np.abs(vector).sum() / len(vector), np.sqrt((vector**2).sum()) / len(vector)
+
+
+@pytest.mark.parametrize("groups", [0, 4])
+@pytest.mark.parametrize("name", sorted({"layer", "batch", "power", "power-v", "unified", "rms", "scale"} & set(NORMS)))
+def test_every_column_against_numpy(name, groups, tmp_path):
+    options = {"psi_warmup_updates": 0, "renorm_updates": 0}
+    norm = randomize_affine(build_norm(name, 12, layer_scale_groups=groups, **options))
+    model = OneNorm(norm)
+    probe, criterion = NormProbe(model, str(tmp_path / "probe"), 4, "norm"), Criterion()
+    batches, size = [], 10
+    for step in range(4):
+        sample = sample_of(step)
+        before = {key: value.double().numpy().copy() for key, value in norm.state_dict().items()}
+        update(probe, model, criterion, [sample], step, loss_scale=8.0)
+        h = norm.layer_scale(sample["x"].detach()).double().numpy()
+        real = real_tokens(h.shape, sample["mask"].numpy())
+        batches.append((h[real], sample["weights"].double().numpy()[real]))
+    (row,) = read_probe(tmp_path / "probe").to_dict("records")
+    h, dy = batches[-1]
+    dy = dy / size
+    statistics = [{"mu": h.mean(0), "sigma2": h.var(0), "psi2": (h**2).mean(0)} for h, _ in batches]
+    now = statistics[-1]
+    decay = getattr(norm, "alpha_fwd", 0.9)
+    weights = np.array([decay**2, decay, 1]) / (decay**2 + decay + 1)
+    running = {key: sum(w * s[key] for w, s in zip(weights, statistics, strict=False)) for key in now}
+    if "running_psi2" in before:
+        running["psi2"] = before["running_psi2"]
+    if "running_var" in before:
+        mean, var = before["running_mean"], before["running_var"]
+        running = {"mu": mean, "sigma2": var, "psi2": var + mean**2}
+    sigma, psi = np.sqrt(now["sigma2"] + EPS), np.sqrt(now["psi2"] + EPS)
+    vectors = {f"{key}_distance": running[key] - now[key] for key in now} | {
+        "g_mu": dy.mean(0),
+        "g_sigma2": (dy * (h - now["mu"]) / sigma).mean(0),
+        "g_psi2": (dy * h / psi).mean(0),
+    }
+    for key, vector in vectors.items():
+        np.testing.assert_allclose((row[f"{key}_l1"], row[f"{key}_l2"]), lengths(vector), rtol=2e-4, err_msg=key)
+    running_sigma = np.sqrt(running["sigma2"] + EPS)
+    np.testing.assert_allclose(row["tid_mean"], np.mean(np.abs(running["mu"] - now["mu"]) / sigma), rtol=1e-4)
+    np.testing.assert_allclose(row["tid_var"], np.mean(np.abs(running_sigma / sigma - 1)), rtol=1e-4)
+    np.testing.assert_allclose(row["psi_batch_over_psi"], psi / np.sqrt(running["psi2"] + EPS), rtol=1e-4)
+    if "weight" in before and before["weight"].shape == (12,):
+        np.testing.assert_allclose(row["gamma_over_psi_batch"], before["weight"] / psi, rtol=1e-4)
+    else:
+        assert row["gamma_over_psi_batch"] is None
+    if "nu" in before:
+        nu_xhat = before["nu"] / (8.0 * size) * h / np.sqrt(running["psi2"] + EPS)
+        expected = np.sqrt((nu_xhat**2).sum(1).mean()) / 12
+        np.testing.assert_allclose(row["nu_xhat_l2"], expected, rtol=1e-4)
+    else:
+        assert np.isnan(row["nu_xhat_l2"])
+    assert (row["update"], row["forward"], row["norm"], row["kind"]) == (4, 0, "norm", name)
+    assert (row["tokens"], row["sample_size"], row["loss_scale"], row["channels"]) == (len(h), size, 8.0, 12)
+
+
+def test_only_recorded_updates_and_those_before_them_have_hooks(tmp_path):
+    norm = build_norm("layer", 12)
+    model, criterion = OneNorm(norm), Criterion()
+    probe = NormProbe(model, str(tmp_path / "probe"), 30, "norm")
+    with_hooks = []
+    for completed in range(60):
+        probe.begin(completed, criterion)
+        if norm._forward_hooks:
+            with_hooks.append(completed + 1)
+        probe.end(completed + 1)
+        assert not norm._forward_hooks and not criterion._forward_hooks
+    assert with_hooks == [*range(20, 31), *range(50, 61)]
+
+
+def test_a_skipped_update_is_not_recorded(tmp_path):
+    model, criterion = OneNorm(build_norm("batch", 12)), Criterion()
+    probe = NormProbe(model, str(tmp_path / "probe"), 1, "norm")
+    probe.begin(0, criterion)
+    criterion(model, sample_of(0))[0].backward()
+    probe.end(0)
+    assert not (tmp_path / "probe").exists()
+
+
+# The curves of the plain run.
+
+CURVES = [field.name for field in SCHEMA if field.name not in ("forward", "running", "kind", "norm", "loss_scale")]
+
+
+def sentences(rows):
+    """Tokens for a model: source and target of 8 sentences without padding, those of ``rows``."""
+    generator = torch.Generator().manual_seed(5)
+    src = torch.randint(4, 100, (8, 6), generator=generator)
+    prev = torch.randint(4, 100, (8, 5), generator=generator)
+    return {"src": src[rows], "prev": prev[rows], "size": 5 * len(src[rows])}
+
+
+class Translation(nn.Module):
+    def forward(self, model, sample):
+        logits = model(sample["src"], None, sample["prev"])[0]
+        return nn.functional.cross_entropy(logits.flatten(0, 1), sample["prev"].flatten(), reduction="sum"), sample["size"], {}
+
+
+def curves(folder, parts, flags, updates=3):
+    """The rows of a model that takes ``updates`` times the sentences of ``parts``, one forward each."""
+    torch.manual_seed(3)
+    model = build(f"transformer_{flags.pop('norm')}_tiny", dropout=0.0, attention_dropout=0.0, **flags)
+    model.train()
+    probe, criterion = NormProbe(model, str(folder), 1, "encoder.*"), Translation()
+    for completed in range(updates):
+        model.set_num_updates(completed)
+        update(probe, model, criterion, [sentences(rows) for rows in parts], completed)
+    return read_probe(folder) if folder.exists() else None
+
+
+ALL = slice(0, 8)
+
+
+def assert_same_curves(one, other, columns=CURVES):
+    one, other = (frame.sort_values(["update", "norm"]).reset_index(drop=True) for frame in (one, other))
+    assert len(one) == len(other) == 3 * 7
+    for column in columns:
+        left, right = (
+            np.array([np.full(128, np.nan) if value is None else value for value in frame[column]], dtype=float)
+            for frame in (one, other)
+        )
+        np.testing.assert_allclose(left, right, rtol=2e-3, atol=1e-6, err_msg=column)
+
+
+@pytest.mark.parametrize("norm", ["pn", "bn"])
+def test_activation_checkpointing_gives_the_curves_of_the_plain_run(norm, tmp_path):
+    plain = curves(tmp_path / "plain", [ALL], {"norm": norm})
+    checkpointed = curves(tmp_path / "checkpointed", [ALL], {"norm": norm, "checkpoint_activations": True})
+    pd.testing.assert_frame_equal(plain, checkpointed, rtol=1e-5)
+
+
+def test_accumulation_gives_the_curves_of_the_plain_run(tmp_path):
+    plain = curves(tmp_path / "plain", [ALL], {"norm": "ln"})
+    parts = [slice(0, 2), slice(2, 4), slice(4, 6), slice(6, 8)]
+    accumulated = curves(tmp_path / "accumulated", parts, {"norm": "ln"})
+    assert list(accumulated[accumulated.norm == "encoder.layer_norm"].forward.fillna(-1)) == [0, 1, 2, 3, -1] * 3
+    pooled = accumulated[accumulated.forward.isna()]
+    # LN keeps no statistics: what is compared with the batches before depends on how many there were.
+    of_the_past = [name for name in CURVES if "distance" in name or name.startswith(("tid", "psi_batch"))]
+    assert plain[plain["update"] == 1][of_the_past].isna().all(axis=None)
+    assert not plain[plain["update"] == 2][of_the_past].isna().any(axis=None)
+    assert_same_curves(plain, pooled, set(CURVES) - set(of_the_past))
+
+
+def of_a_rank(rank, world, folder, norm):
+    return curves(folder, [slice(0, 3), slice(3, 8)][rank : rank + 1], {"norm": norm})
+
+
+@pytest.mark.parametrize("norm", ["bn", "ln"])
+def test_two_ranks_give_the_curves_of_the_plain_run(norm, tmp_path):
+    run_ranks(of_a_rank, 2, tmp_path / "ranks", norm)
+    assert_same_curves(curves(tmp_path / "plain", [ALL], {"norm": norm}), read_probe(tmp_path / "ranks"))
+
+
+# Under fairseq-train.
+
+
+@pytest.fixture(scope="module")
+def probed(data, tmp_path_factory):
+    where = tmp_path_factory.mktemp("probed")
+    train(data, where, "--norm-probe", "probe", "--norm-probe-interval", 2)
+    return where
+
+
+def test_a_training_has_the_same_bits_with_a_probe(data, tmp_path, probed):
+    train(data, tmp_path)
+    plain, recorded = model_of(tmp_path), model_of(probed)
+    assert plain.keys() == recorded.keys()
+    for key, value in plain.items():
+        assert torch.equal(recorded[key], value), key
+    table = read_probe(probed / "probe")
+    assert list(table["update"].unique()) == [2, 4, 6] and len(table) == 3 * 7
+    assert (table.kind == "power").all() and (table.running == "psi2").all() and (table.loss_scale == 1).all()
+
+
+def test_a_training_that_is_killed_and_resumed_has_every_update_once(data, tmp_path, probed):
+    flags = ("--norm-probe", "probe", "--norm-probe-interval", 2)
+    train(data, tmp_path, *flags, updates=3)
+    folder = tmp_path / "probe"
+    shutil.copy(folder / "update-000000002.parquet", folder / "update-000000005.parquet")  # after the last checkpoint
+    (folder / "update-000000006.parquet.partial").write_bytes(b"PAR1")
+    train(data, tmp_path, *flags)
+    resumed, straight = read_probe(folder), read_probe(probed / "probe")
+    assert list(resumed["update"]) == list(straight["update"])
+    for column in ("psi2_distance_l2", "g_psi2_l2", "nu_xhat_l2", "loss"):
+        assert list(resumed[column]) == list(straight[column]), column
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--norm-probe", "x", "--norm-probe-layers", "encoder.layer.0"), "encoder.layer.0 fits no norm; the model has e"),
+        (("--norm-probe", "x", "--norm-probe-interval", "0"), "'0' is not a whole number of at least 1"),
+        (("--norm-probe", "occupied"), "occupied holds notes.txt"),
+    ],
+)
+def test_bad_input_is_one_line(flags, message, data, tmp_path, capsys):
+    (tmp_path / "occupied").mkdir()
+    (tmp_path / "occupied" / "notes.txt").write_text("mine")
+    with pytest.raises(SystemExit) as end:
+        train(data, tmp_path, *flags)
+    assert end.value.code == 2
+    assert message in capsys.readouterr().err
