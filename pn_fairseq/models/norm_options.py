@@ -316,7 +316,7 @@ class NormOptions:
         )
         parser.add_argument(
             "--norm-probe-interval",
-            type=_whole_from_1,
+            type=_from_1,
             metavar="N",
             help=f"updates from one that --norm-probe records to the next (default: {default.norm_probe_interval})",
         )
@@ -324,7 +324,7 @@ class NormOptions:
             "--norm-probe-layers",
             metavar="NAME[,NAME]",
             help="names of the norms that --norm-probe records, or patterns such as 'encoder.layers.0.*' (default: "
-            f"{default.norm_probe_layers})",
+            f"{default.norm_probe_layers if encoder else 'decoder.*'})",
         )
 
     @classmethod

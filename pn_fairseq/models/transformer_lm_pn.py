@@ -1,6 +1,7 @@
 """The model ``transformer_lm_pn``: fairseq's pre-norm decoder as a language model, with a choice of norms."""
 
 from contextlib import ExitStack
+from dataclasses import dataclass
 
 from fairseq.dataclass.utils import gen_parser_from_dataclass
 from fairseq.models import register_model
@@ -15,8 +16,11 @@ from pn_fairseq.models.transformer_pn import TransformerPNConfig, TransformerPND
 from pn_fairseq.norms import ChannelNorm, LayerScale
 
 
+@dataclass(frozen=True)
 class LanguageModelNorms(NormOptions):
     """The norms of a model that is a decoder alone: ``layer_scale_groups`` is for all of them, whichever they are."""
+
+    norm_probe_layers: str = "decoder.*"
 
     def build_decoder_norm(self, num_features: int, heads: int, folds: bool = True) -> ChannelNorm | LayerScale:
         return self._build(self.decoder_norm, num_features, heads, self.layer_scale_groups, folds=folds)
