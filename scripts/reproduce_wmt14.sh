@@ -8,6 +8,7 @@ set -euo pipefail
     size=wmt_en_de_big
     prepare=prepare_wmt14.sh
     default_seeds="1"
+    tables="powernorm-1-wmt14"
     about="WMT14 English-German, as in Table 1 of Shen et al. 2020, from the archives to the table beside the paper's."
 }
 # shellcheck source=lib/reproduce.sh

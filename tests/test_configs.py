@@ -17,7 +17,9 @@ from omegaconf import OmegaConf, open_dict
 import pn_fairseq.models  # noqa: F401 (registers the architectures)
 from pn_fairseq.models.transformer_lm_pn import LanguageModelNorms
 from pn_fairseq.models.transformer_pn import TransformerPNConfig
+from pn_fairseq.norms import NORMS
 from pn_fairseq.pipeline.settings import compose as compose_settings
+from pn_fairseq.report.paper import PAPER
 
 from .scripts_helpers import ROOT
 
@@ -108,7 +110,7 @@ def test_config_opens_with_the_command_that_runs_it(name):
 #: Language models with the numbers of the authors' scripts, or of the papers' text.
 LANGUAGE_MODELS = ("ptb_lm", "ptb_lm_paper", "wikitext103_lm", "wikitext103_lm_paper")
 
-#: The settings of the scripts that gave the published numbers; tokens per update: 4,096 on one GPU and on 128.
+#: The settings that gave the published numbers; tokens per update: 4,096 on one GPU and on 128.
 PUBLISHED = {
     "iwslt14_de_en": {
         **{"optimization.update_freq": [1], "optimization.lr": [0.0015], "optimizer.weight_decay": 0.0001},
@@ -120,29 +122,53 @@ PUBLISHED = {
         **{"checkpoint.patience": 10, "scoring.average_last": 10, "generation.beam": 4, "generation.lenpen": 0.6},
         **{"optimization.max_update": 300_000, "task.source_lang": "en", "task.target_lang": "de"},
     },
+    "iwslt14_de_en_adanorm": {
+        **{"optimization.update_freq": [2], "optimization.lr": [0.0015], "optimization.max_update": 90_000},
+        **{"scoring.average_last": 10, "generation.beam": 5, "model.ada_scale": 2.0, "model.decoder_norm": "ada"},
+    },
+    "iwslt15_en_vi_adanorm": {
+        **{"optimization.update_freq": [1], "optimization.lr": [0.001], "model.dropout": 0.1},
+        **{"model.attention_dropout": 0.0, "model.activation_dropout": 0.0, "model.share_all_embeddings": None},
+        **{"scoring.average_last": 10, "generation.beam": 5, "model.ada_scale": 1.0, "model.decoder_norm": "ada"},
+    },
+    "iwslt14_de_en_unified": {
+        **{"optimization.lr": [0.0007], "lr_scheduler.warmup_updates": 6000, "optimization.max_update": 100_000},
+        **{"scoring.average_last": 10, "generation.beam": 5, "model.decoder_norm": "unified"},
+    },
+    "iwslt14_de_en_regularized_bn": {
+        **{"optimization.lr": [0.0015], "optimization.max_epoch": 60, "scoring.average_last": 6, "generation.beam": 5},
+        **{"model.reg_lambda_mean": 0.1, "model.reg_lambda_var": 0.01, "model.decoder_norm": None},
+    },
 }
-PUBLISHED_FOR_BOTH = {
+PUBLISHED_FOR_ALL = {
     **{"dataset.max_tokens": 4096, "optimizer.adam_betas": "(0.9, 0.98)", "optimization.clip_norm": 0.0},
     **{"lr_scheduler._name": "inverse_sqrt", "lr_scheduler.warmup_updates": 8000, "lr_scheduler.warmup_init_lr": 1e-7},
     **{"optimization.stop_min_lr": 1e-9, "model.dropout": 0.3, "model.attention_dropout": 0.1, "common.seed": 1},
     **{"model.activation_dropout": 0.1, "model.share_all_embeddings": True, "criterion.label_smoothing": 0.1},
     **{"checkpoint.keep_last_epochs": 10},
 }
+#: Embedding, feed-forward, heads.
+PUBLISHED_SIZES = {"wmt14_en_de_big": (1024, 4096, 16), "iwslt15_en_vi_adanorm": (512, 2048, 8)}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_settings(name):
     cfg = composed(name)
-    for key, value in {**PUBLISHED_FOR_BOTH, **PUBLISHED[name]}.items():
+    for key, value in {**PUBLISHED_FOR_ALL, **PUBLISHED[name]}.items():
         assert OmegaConf.select(cfg, key) == value, key
-    size = {"iwslt14_de_en": (512, 1024, 4), "wmt14_en_de_big": (1024, 4096, 16)}[name]
-    encoder = model_of(cfg.model).encoder
-    assert (encoder.embed_dim, encoder.ffn_embed_dim, encoder.attention_heads, encoder.layers) == (*size, 6)
-    assert encoder.normalize_before
+    model = model_of(cfg.model)
+    size = PUBLISHED_SIZES.get(name, (512, 1024, 4))
+    for part in (model.encoder, model.decoder):
+        assert (part.embed_dim, part.ffn_embed_dim, part.attention_heads, part.layers) == (*size, 6)
+        assert part.normalize_before
+
+
+def test_warmup_of_the_norm_in_the_settings_of_un():
+    assert model_of(composed("iwslt14_de_en_unified").model).norms.psi_warmup_updates == 4000
 
 
 @pytest.mark.parametrize("name", [*PUBLISHED, *LANGUAGE_MODELS])
-def test_every_number_of_the_paper_names_its_source(name):
+def test_every_number_of_a_paper_names_its_source(name):
     lines = (ROOT / f"configs/{name}.yaml").read_text("utf-8").splitlines()
     # Reporting is not of the paper, and the batch multiple has its reason above it.
     ours = ("log_interval", "required_batch_size_multiple", "save_interval_updates", "keep_interval_updates")
@@ -150,7 +176,7 @@ def test_every_number_of_the_paper_names_its_source(name):
     for before, line in zip(["", *lines], lines, strict=False):
         if re.match(r"\s*\w+: .*\d", line) and not line.strip().startswith(ours):
             source = line.partition("#")[2] + (before if before.strip().startswith("#") else "")
-            assert re.search("script|paper|architecture|learning rate", source), line
+            assert re.search("script|paper|authors|as IWSLT14|architecture|transformer_wmt|learning rate", source), line
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -167,7 +193,8 @@ def test_what_every_config_reports_and_keeps(name):
     cfg = composed(name)
     assert cfg.common.log_format == "json" and cfg.common.log_file and cfg.common.tensorboard_logdir
     assert max(cfg.checkpoint.keep_last_epochs, cfg.checkpoint.keep_interval_updates) == 10
-    assert cfg.checkpoint.patience > 0 or name in LANGUAGE_MODELS  # whose schedules end at a fixed update
+    limits = (cfg.checkpoint.patience, cfg.optimization.max_update, cfg.optimization.max_epoch)
+    assert any(limit > 0 for limit in limits)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -196,3 +223,19 @@ def test_the_psi_warmup_follows_the_learning_rates(name):
     assert model_of(cfg.model).norms.psi_warmup_updates == 123
     cfg = composed(name, "+model.psi_warmup_updates=7")
     assert model_of(cfg.model).norms.psi_warmup_updates == 7
+
+
+ROWS = {(table.config, row.norm, *row.settings.items()): row for table in PAPER.values() for row in table.rows}
+
+
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_rows_of_published_tables_are_models(row):
+    """With the settings that TABLE=... gives to scripts/train.sh."""
+    config, norm, *changes = row
+    arch = f"transformer_{NORMS[norm].short}_{'wmt_en_de_big' if config.startswith('wmt') else 'iwslt'}"
+    given = ["task.data=/data", f"model._name={arch}", *(f"model.{key}={value}" for key, value in changes)]
+    cfg, _ = compose_settings(ROOT / f"configs/{config}.yaml", given, 1, on_cpu=True)
+    norms = model_of(cfg.model).norms
+    assert norms.encoder_norm == norm
+    assert {key: str(getattr(norms, key)) for key, _ in changes} == dict(changes)
+    assert norms.decoder_norm == dict(changes).get("decoder_norm", "layer")

@@ -30,8 +30,9 @@ Writes into DIR, in place of what it wrote there before:
 Figures that pn-figures wrote into DIR are shown, and the files of --norm-probe named.
 
 Runs that differ by their seed alone are averaged; runs on different data are never compared. What failed or is missing
-in a run is said in the report. The paper's numbers are shown beside runs on its data, recognised by languages, case,
-BPE and the size of the test set; --paper overrides that. Language models get a report of their own, with perplexities.
+in a run is said in the report. The numbers of the PowerNorm paper's Table 1 are shown beside runs on its data,
+recognised by languages, case, BPE and the size of the test set; --paper names another table, or none. Language models
+get a report of their own, with perplexities.
 """
 
 
@@ -52,8 +53,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--paper",
         choices=("auto", *PAPER, *LM_NAMES, "none"),
         default="auto",
-        help="which row of the paper's Table 1, or Table 2 (ptb) or 3 (wikitext103), to show beside the results "
-        "(default: by the data)",
+        help="the published table to show beside the results; of language models Table 2 (ptb) or 3 (wikitext103) of "
+        "the PowerNorm paper (default: by the data)",
     )
     parser.add_argument(
         "--resamples", type=int, metavar="N", help="resamples of the paired bootstrap (default: sacrebleu's, 1000)"

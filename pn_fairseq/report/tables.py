@@ -19,7 +19,7 @@ from pn_fairseq.pipeline.scoring import METRICS, p_text
 from pn_fairseq.report import curves
 from pn_fairseq.report.figures import find_probe
 from pn_fairseq.report.markdown import Markdown, code, missing, template
-from pn_fairseq.report.paper import PAPER, SOURCE, PaperResult, recognise
+from pn_fairseq.report.paper import PAPER, Row, Table, recognise
 from pn_fairseq.report.runs import Run, lines_of
 from pn_fairseq.report.significance import pairs, welch
 from pn_fairseq.report.systems import SEED, UNKNOWN, Corpus, comparable, differing, group, norm_labels, shown
@@ -160,8 +160,19 @@ def _means(corpus: Corpus) -> pandas.DataFrame:
     return corpus.scores().groupby(level="system", sort=False).agg(["mean", "std"]).reindex(list(corpus.settings))
 
 
-def _results(corpus: Corpus, paper: PaperResult | None) -> pandas.DataFrame:
-    means, rows = _means(corpus), []
+def _published(corpus: Corpus, paper: Table | None) -> dict[str, Row]:
+    """System -> its row in the paper's table, of those that have one."""
+    names = {label: name for name, label in norm_labels().items()}
+    rows = {
+        label: paper.row(names.get(corpus.norm(label)), settings)
+        for label, settings in corpus.settings.items()
+        if paper
+    }
+    return {label: row for label, row in rows.items() if row}
+
+
+def _results(corpus: Corpus, paper: Table | None) -> pandas.DataFrame:
+    means, rows, beside = _means(corpus), [], _published(corpus, paper)
     for label in corpus.settings:
         runs, norm = corpus.members(label), corpus.norm(label)
         seeds, scored = (
@@ -176,14 +187,17 @@ def _results(corpus: Corpus, paper: PaperResult | None) -> pandas.DataFrame:
             spread = missing("– (one seed)") if math.isnan(deviation) else number(deviation)
             row += [number(mean), spread] if scored else [why, why]
             if measure == "tokenized" and paper:
-                published = paper.bleu.get(norm)
+                published = beside[label].bleu if label in beside else None
                 row.append(missing("not in the paper") if published is None else number(published, 1))
                 row.append(missing("–") if published is None or not scored else signed(mean - published))
         rows.append((norm, row))
-    for norm, bleu in (paper.bleu if paper else {}).items():
-        if norm not in dict(rows):
-            rows.append((norm, [norm, *[missing("no run")] * 3, number(bleu, 1), *[missing("no run")] * 5]))
-    order = list(norm_labels().values())
+    labels = norm_labels()
+    for row in paper.rows if paper else ():
+        if row not in beside.values():
+            norm = labels[row.norm]
+            name = f"{norm} ({row.label})" if [one.norm for one in paper.rows].count(row.norm) > 1 else norm
+            rows.append((norm, [name, *[missing("no run")] * 3, number(row.bleu, 1), *[missing("no run")] * 5]))
+    order = list(labels.values())
     rows.sort(key=lambda row: order.index(row[0]) if row[0] in order else len(order))
     columns = ["norm", "seeds scored"]
     for measure, name in MEASURES.items():
@@ -415,6 +429,7 @@ def _about(corpus: Corpus, picture: Path, subset: str, paper: str, resamples: in
         "headline": _headline(corpus),
         "results": _results(corpus, beside),
         "paper": beside,
+        "otherwise": {label: row.missing(corpus.settings[label]) for label, row in _published(corpus, beside).items()},
         "size": _sentences(corpus, subset),
         "split": any(run.scores.tokenized.compound_split != beside.compound_split for run in scored)
         if beside
@@ -458,7 +473,7 @@ def build(
     pictures = [f"{prefix}{index}.png" for index in range(1, len(corpora) + 1)]
     problems = [(here(run.path), here(problem)) for run in runs for problem in run.problems]
     page = template("report.md.j2").render(
-        version=__version__, source=SOURCE, subset=subset, resamples=resamples,
+        version=__version__, subset=subset, resamples=resamples,
         runs=len(runs),
         systems=sum(len(corpus.settings) for corpus in corpora),
         scored=sum(run.scores is not None for run in runs),

@@ -19,6 +19,7 @@ $about
 For every norm and seed: train, $after_words; then one report over all of them.
 
   --runs DIR     where the runs go, as DIR/$([[ $models != *" "* ]] || echo MODEL_)NORM_seedN, and the report, as DIR/report (default runs/$config)
+                 With TABLE: the config and the report of the table (runs/CONFIG, DIR/report-TABLE)
   --data DIR     the prepared data, made if it is not there (default runs/data/$config)
   --dry-run      print the commands and do nothing
 $(prepare_options | awk -v prepare="$prepare" '{ printf "  %-13s  passed on to %s\n", $0, prepare }'
@@ -28,7 +29,7 @@ In the environment:
   NORMS="$default_norms"
                  the norms, as in ${models%% *}_NORM_$size; NORM+key=value has a setting of the model's
   SEEDS="$default_seeds"
-                 as many runs are made as there are pairs of norm and seed$([[ $models != *" "* ]] || printf '\n  MODELS="%s"\n                 for each of these models' "$models")
+                 as many runs are made as there are pairs of norm and seed$([[ $models != *" "* ]] || printf '\n  MODELS="%s"\n                 for each of these models' "$models")$([[ -z ${tables-} ]] || printf '\n  TABLE=NAME     instead of NORMS: the rows of a published table, whose numbers the report has\n                 (%s)' "$tables")
 
 Run again, it skips what is done and continues with the rest. A run that fails is named at the end and in the report;
 the others are still made.
@@ -130,7 +131,7 @@ do_run() {
     [[ $follower -eq 1 || $dry_run -eq 1 ]] || rm -f "$run/failed"
 }
 
-runs=$root/runs/$config data=$root/runs/data/$config dry_run=0 arguments=()
+runs="" data=$root/runs/data/$config dry_run=0 arguments=()
 parse_options "$@"
 for argument in ${arguments[@]+"${arguments[@]}"}; do
     [[ $argument == *=* ]] || die "unexpected argument '$argument': settings are key=value (see --help)"
@@ -138,7 +139,18 @@ done
 use_venv
 need python pn-report
 find_machines
-runs=$(absolute "$runs")
+report_name=report beside=()
+if [[ -n ${TABLE-} ]]; then
+    [[ -z ${NORMS+set} ]] || die "TABLE and NORMS both say which norms: give one of them"
+    rows=$(cd "$root" && python -c "from pn_fairseq.report.paper import print_tables; print_tables('$config')")
+    known=$(awk '{ print $1 }' <<<"$rows" | xargs)
+    # shellcheck disable=SC2086 # several tables are several words
+    [[ " $known " == *" $TABLE "* ]] ||
+        die "TABLE: unknown table '$TABLE'$(did_you_mean "$TABLE" $known); there are ${known:-none of this corpus}"
+    read -r _ config NORMS < <(awk -v table="$TABLE" '$1 == table' <<<"$rows")
+    report_name=report-$TABLE beside=(--paper "$TABLE")
+fi
+runs=$(absolute "${runs:-$root/runs/$config}")
 data=$(absolute "$data")
 failed=() names=()
 several=0
@@ -181,7 +193,7 @@ preparation=("$root/scripts/$prepare" --dest "$data")
 while read -r option value; do
     [[ -z ${given[$option]+set} ]] || preparation+=("$option" ${value:+"${given[$option]}"})
 done < <(prepare_options)
-report=(pn-report "${names[@]/#/$runs/}" --output "$runs/report")
+report=(pn-report "${names[@]/#/$runs/}" --output "$runs/$report_name" ${beside[@]+"${beside[@]}"})
 
 if [[ $dry_run -eq 1 ]]; then
     command_line "${preparation[@]}"

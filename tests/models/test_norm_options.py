@@ -2,6 +2,7 @@ import argparse
 from argparse import Namespace
 
 import pytest
+from fairseq import options
 from omegaconf import OmegaConf
 
 from pn_fairseq.models.norm_options import NormOptions
@@ -203,6 +204,17 @@ def test_help_has_the_variants_own_warmup(capsys):
     with pytest.raises(SystemExit):
         parse("--help")
     assert "the norm after the last encoder layer always has 1000" in " ".join(capsys.readouterr().out.split())
+
+
+def test_help_lists_every_norm():
+    """That of fairseq-train has the architectures: fairseq adds a model's flags once it knows the architecture."""
+    text = "".join(options.get_training_parser().format_help().split())
+    parser = argparse.ArgumentParser()
+    NormOptions.add_args(parser)
+    flags = " ".join(parser.format_help().split())
+    for name, entry in NORMS.items():
+        assert f"transformer_{entry.short}_*({name})" in text, name
+        assert f"{name}: {entry.title}" in flags, name
 
 
 def test_a_null_in_hydra_leaves_the_norm_to_the_architecture():

@@ -105,7 +105,7 @@ def write_scores(folder: Path, hypotheses: list[str], references: list[str]) -> 
     (folder / "scores.json").write_text(json.dumps(scores))
 
 
-ERRORS = {"ln": 0.3, "bn": 0.4, "pnv": 0.31, "pn": 0.25}
+ERRORS = {"ln": 0.3, "bn": 0.4, "pnv": 0.31, "pn": 0.25, "dn": 0.3}
 
 
 def make_run(
@@ -188,7 +188,7 @@ def report(*runs: Path, output: Path, options=("--resamples", "10"), draw: bool 
 def comparison(tmp_path_factory) -> tuple[dict[str, list[Path]], Path, Page]:
     """Four norms, three seeds; runs by norm, the report's folder and its HTML page."""
     base = tmp_path_factory.mktemp("comparison")
-    runs = {norm: [make_run(base / f"{norm}_{seed}", norm, seed) for seed in (1, 2, 3)] for norm in ERRORS}
+    runs = {norm: [make_run(base / f"{norm}_{seed}", norm, seed) for seed in (1, 2, 3)] for norm in LABELS}
     # The order of the arguments has no influence on the order of the table.
     given = [run for norm in ("pn", "bn", "ln", "pnv") for run in runs[norm]]
     return runs, base / "out", report(*given, output=base / "out", options=("--resamples", "100"), draw=True)
@@ -392,8 +392,8 @@ def test_other_data_is_compared_with_nothing(tmp_path):
     ("options", "data", "expected"),
     [
         ((), "source=de\ntarget=en\nlower=1\nbpe=10000\n", None),  # not the size of its test set
-        (("--paper", "iwslt14"), "source=de\ntarget=en\nlower=1\nbpe=300\n", "iwslt14"),
-        (("--paper", "wmt14"), DATA, "wmt14"),
+        (("--paper", "powernorm-1"), "source=de\ntarget=en\nlower=1\nbpe=300\n", (35.5, 34.4, 35.5, 35.9)),
+        (("--paper", "powernorm-1-wmt14"), DATA, (29.5, 28.1, 28.5, 30.1)),
     ],
 )
 def test_paper(options, data, expected, tmp_path):
@@ -403,39 +403,61 @@ def test_paper(options, data, expected, tmp_path):
     if expected is None:
         assert "paper" not in rows["PN"]
         return
-    published = {"iwslt14": (35.5, 34.4, 35.5, 35.9), "wmt14": (29.5, 28.1, 28.5, 30.1)}[expected]
     assert [(norm, row["paper"]) for norm, row in rows.items()] == [
-        (norm, str(bleu)) for norm, bleu in zip(LABELS.values(), published, strict=True)
+        (norm, str(bleu)) for norm, bleu in zip(LABELS.values(), expected, strict=True)
     ]
     ours = float(rows["PN"]["tokenized BLEU"])
-    assert float(rows["PN"]["difference"].replace("−", "-")) == pytest.approx(ours - published[3], abs=0.006)
+    assert float(rows["PN"]["difference"].replace("−", "-")) == pytest.approx(ours - expected[3], abs=0.006)
     assert rows["BN"]["tokenized BLEU"] == "no run"
     assert page.said("Not comparable with the paper: its test set has")
+    assert page.said("The paper's number beside PN is of models with model.norm_variant=release.")
+    assert not page.said("The paper's number beside LN")
 
 
-@pytest.mark.parametrize(("name", "count"), [(name, paper.sentences) for name, paper in PAPER.items()])
+def test_rows_of_a_table_that_share_a_norm(tmp_path):
+    """Each system stands beside the row whose settings it has."""
+    runs = []
+    for name, parts in (("one", "mean"), ("other", "std")):
+        runs.append(make_run(tmp_path / name, "dn", model__norm_detach=parts, model__decoder_norm="detach"))
+    options = ("--paper", "adanorm-3")
+    page = report(*runs, output=tmp_path / "out", options=options)
+    rows = {row["norm"]: row["paper"] for row in page.table("norm", "seeds scored")}
+    assert rows == {
+        "LN-simple": "35.5",
+        "DetachNorm (norm_detach=mean)": "35.6",
+        "DetachNorm (norm_detach=std)": "34.2",
+    }
+    page = report(runs[0], output=tmp_path / "out", options=options)
+    rows = {row["norm"]: row["paper"] for row in page.table("norm", "seeds scored")}
+    assert rows == {"LN-simple": "35.5", "DetachNorm": "35.6", "DetachNorm (Detach Variance)": "34.2"}
+    assert not page.said("is of models with")
+    unlike = make_run(tmp_path / "unlike", "dn")
+    page = report(unlike, output=tmp_path / "out", options=options)
+    assert page.table("norm", "seeds scored")[1]["paper"] == "not in the paper"
+
+
+@pytest.mark.parametrize(("name", "count"), [("powernorm-1", 6750), ("powernorm-1-wmt14", 3003)])
 def test_paper_is_recognised_by_the_data(name, count, tmp_path):
     settings = {
-        "iwslt14": "source=de\ntarget=en\nlower=1\nbpe=10000\n",
-        "wmt14": "source=en\ntarget=de\nlower=0\nbpe=32764\naggressive=1\ncompound_split=1\n",
+        "powernorm-1": "source=de\ntarget=en\nlower=1\nbpe=10000\n",
+        "powernorm-1-wmt14": "source=en\ntarget=de\nlower=0\nbpe=32764\naggressive=1\ncompound_split=1\n",
     }
     run = make_run(tmp_path / "run", "ln", data=settings[name], count=1)
     folder = run / "generate/test"
     for file in ("hyp.tok", "ref.tok"):
         (folder / file).write_text("a\n" * count)
     scores = json.loads((folder / "scores.json").read_text())
-    scores["tokenized"]["compound_split"] = name == "wmt14"
+    scores["tokenized"]["compound_split"] = name == "powernorm-1-wmt14"
     (folder / "scores.json").write_text(json.dumps(scores | {"sentences": count}))
     page = report(run, output=tmp_path / "out")
-    assert page.table("norm", "paper")[0]["paper"] == str(PAPER[name].bleu["LN"])
+    assert page.table("norm", "paper")[0]["paper"] == str(PAPER[name].row("layer", {}).bleu)
     assert not page.said("Not comparable")
-    assert page.said("35.4 in its text") == (name == "iwslt14")
-    scores["tokenized"]["compound_split"] = name != "wmt14"
+    assert page.said("35.4 in its text") == (name == "powernorm-1")
+    scores["tokenized"]["compound_split"] = name != "powernorm-1-wmt14"
     (folder / "scores.json").write_text(json.dumps(scores | {"sentences": count}))
     page = report(run, output=tmp_path / "out")
-    assert page.said(
-        f"Not comparable with the paper: scored {'without' if name == 'wmt14' else 'with'} compound splitting"
-    )
+    without = "without" if name == "powernorm-1-wmt14" else "with"
+    assert page.said(f"Not comparable with the paper: scored {without} compound splitting")
 
 
 BROKEN = '{"loss": "1", "num_up\n'

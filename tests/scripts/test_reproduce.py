@@ -1,11 +1,14 @@
 """scripts/reproduce_*.sh: which steps they take, in which order, and what they do when one fails."""
 
+import re
 import shutil
 import signal
 import subprocess
 import time
 
 import pytest
+
+from pn_fairseq.report.paper import PAPER
 
 from .. import warm
 from ..scripts_helpers import ROOT, SCRIPTS, assert_refused, environment, run, script
@@ -36,6 +39,49 @@ def test_dry_run_prints_every_command(name, tmp_path):
     expected.append(f"pn-report {folders} --output {runs}/report")
     assert dry_run(name, "optimization.max_update=9", NORMS=" bn  pn", SEEDS="1 7") == expected
     assert (ROOT / f"configs/{config}.yaml").is_file() and (SCRIPTS / f"prepare_{name}.sh").is_file()
+
+
+def trained(lines: list[str]) -> dict[str, str]:
+    """Folder of a run -> its settings, of the training commands of a dry run."""
+    return dict(re.search(r"--run \S+/(\S+) (.*)$", line).groups() for line in lines if "train.sh" in line)
+
+
+def test_rows_of_a_table(tmp_path):
+    lines = dry_run("iwslt14", TABLE="powernorm-4", SEEDS="1")
+    assert all(line.startswith("scripts/train.sh iwslt14_de_en ") for line in lines if "train.sh" in line)
+    release, one_group = "norm_variant=release", "layer_scale_groups=1"
+    rows = {"bn": release, "brn": one_group, "mabn": one_group, "ln": "", "gn": "", "pnv": "", "pn": release}
+    assert trained(lines) == {
+        f"{name}+{setting}_seed1" if setting else f"{name}_seed1": f"model._name=transformer_{name}_iwslt common.seed=1"
+        + (f" model.{setting}" if setting else "")
+        for name, setting in rows.items()
+    }
+    folder = "runs/iwslt14_de_en"
+    assert lines[-1].startswith(f"pn-report {folder}/bn+norm_variant=release_seed1 ")
+    assert lines[-1].endswith(f" --output {folder}/report-powernorm-4 --paper powernorm-4")
+
+
+def test_a_table_with_settings_of_its_own(tmp_path):
+    lines = dry_run("iwslt14", "--runs", tmp_path, "common.fp16=true", TABLE="adanorm-3", SEEDS="1 2")
+    assert lines[0] == "scripts/prepare_iwslt14.sh --dest runs/data/iwslt14_de_en"
+    assert lines[1].startswith("scripts/train.sh iwslt14_de_en_adanorm --data runs/data/iwslt14_de_en ")
+    assert trained(lines) == {
+        f"{norm}+decoder_norm={settings.replace(' model.', '+')}_seed{seed}": f"model._name=transformer_{norm}_iwslt "
+        f"common.seed={seed} model.decoder_norm={settings} common.fp16=true"
+        for norm, settings in (
+            ("lns", "layer-simple"),
+            ("dn", "detach model.norm_detach=mean"),
+            ("dn", "detach model.norm_detach=std"),
+        )
+        for seed in (1, 2)
+    }
+
+
+@pytest.mark.parametrize(("name", "corpus"), [("iwslt14", "iwslt14_de_en"), ("wmt14", "wmt14_en_de"), ("verses", None)])
+def test_help_lists_the_tables(name, corpus):
+    found = re.search(r"TABLE=NAME.*\n.*\n? +\((.*)\)$", script(f"reproduce_{name}.sh", "--help").stdout, re.M)
+    known = [table for table, rows in PAPER.items() if corpus and rows.config.startswith(corpus)]
+    assert (found[1].split() if found else []) == known
 
 
 def test_language_models_are_trained_for_every_model_and_norm():
@@ -74,6 +120,8 @@ def test_dry_run_can_be_pasted_into_a_shell(tmp_path):
     [
         ({"NORMS": "ln pnw"}, ("NORMS", "'pnw'", "did you mean", "ln bn pnv pn")),
         ({"NORMS": ""}, ("NORMS", "at least one")),
+        ({"TABLE": "powernorm-5"}, ("TABLE", "'powernorm-5'", "did you mean 'powernorm-4'", "adanorm-1")),
+        ({"TABLE": "powernorm-1", "NORMS": "pn"}, ("TABLE and NORMS", "one of them")),
         ({"SEEDS": "1 x"}, ("SEEDS", "'x'")),
         ({"SEEDS": "2 1 2", "NORMS": "pn"}, ("pn_seed2", "twice")),
     ],

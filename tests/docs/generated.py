@@ -1,0 +1,137 @@
+"""The tables of the documentation that are computed: ``python -m tests.docs.generated`` writes them into docs/*.md.
+
+A table stands between ``<!-- NAME: generated -->`` and ``<!-- end of NAME -->``. test_generated.py fails where a page
+differs from what is computed.
+"""
+
+import argparse
+import csv
+import re
+from collections.abc import Callable
+
+from pn_fairseq.models.norm_options import NormOptions
+from pn_fairseq.norms import NORMS, RunningNorm, build_norm
+from pn_fairseq.norms.base import COUNT
+from pn_fairseq.report.paper import PAPER
+
+from ..norms import invariances
+from .pages import ROOT
+
+CHANNELS = 512
+
+
+def _flags() -> dict[str, str]:
+    """Option of :func:`build_norm` -> the flag that sets it."""
+    parser = argparse.ArgumentParser(add_help=False)
+    NormOptions.add_args(parser)
+    flags = sorted((flag for action in parser._actions for flag in action.option_strings), key=len)
+    options = {option for entry in NORMS.values() for option in entry.options}
+    endings = {option: option.replace("_", "-") for option in options}
+    return {
+        option: next(flag for flag in flags if flag.endswith(f"-{ending}"))
+        for option, ending in endings.items()
+        if any(flag.endswith(f"-{ending}") for flag in flags)
+    }
+
+
+#: Options that every norm has.
+_COMMON = ("eps", "layer_scale_groups")
+
+
+def properties() -> str:
+    """What the registry and the classes say: parameters, state, mixing of tokens, defaults, flags, variants."""
+    flags = _flags()
+    titles = (
+        "norm",
+        "parameters",
+        "state",
+        "training mixes tokens",
+        "in a transformer",
+        "own flags",
+        "`release` differs",
+    )
+    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+    for name, entry in NORMS.items():
+        norm = build_norm(name, CHANNELS)
+        parameters = [f"`{key}` {_shape(value)}" for key, value in norm.named_parameters()]
+        state = [f"`{key}` {_shape(value)}" for key, value in norm.named_buffers() if key != COUNT]
+        defaults = ["layer-scale per head"] if entry.layer_scale_per_head else []
+        if isinstance(norm, RunningNorm):
+            defaults.append("synchronised" if entry.sync else "not synchronised")
+        own = sorted(flags[option] for option in entry.options if option in flags and option not in (*_COMMON, "sync"))
+        cells = [parameters, state, [entry.cls.mixes_tokens], defaults, [f"`{flag}`" for flag in own]]
+        cells.append(["yes"] if "release" in entry.variants else [])
+        lines.append(f"| `{name}` | " + " | ".join(", ".join(cell) or "–" for cell in cells) + " |")
+    return "\n".join(lines)
+
+
+def _shape(tensor) -> str:
+    sizes = ["C" if size == CHANNELS else str(size) for size in tensor.shape]
+    return f"({', '.join(sizes)}{',' if len(sizes) == 1 else ''})"
+
+
+def published() -> str:
+    """BLEU on IWSLT14 German-English in each table of :data:`PAPER`, by norm."""
+    tables = {name: table for name, table in PAPER.items() if table.title.startswith("IWSLT14")}
+    lines = ["| norm | " + " | ".join(tables) + " |", "|---" + "|---" * len(tables) + "|"]
+    for name in NORMS:
+        cells = []
+        for table in tables.values():
+            rows = [row for row in table.rows if row.norm == name]
+            several = len(rows) > 1
+            cells.append("; ".join(f"{row.bleu} ({row.label})" if several else str(row.bleu) for row in rows))
+        if any(cells):
+            lines.append(f"| `{name}` | " + " | ".join(cell or "–" for cell in cells) + " |")
+    return "\n".join(lines)
+
+
+def cost() -> str:
+    """docs/speed/norms.csv: forward and backward without layer-scale, as ratios to LayerNorm, of the C++ kernels."""
+    with open(ROOT / "docs/speed/norms.csv", encoding="utf-8") as file:
+        rows = [
+            row
+            for row in csv.DictReader(file)
+            if (row["phase"], row["implementation"], row["layer_scale"], row["threads"]) == ("both", "cpp", "0", "1")
+        ]
+    settings = dict.fromkeys(
+        (row["dtype"], row["shape"]) for row in sorted(rows, key=lambda row: row["dtype"] != "float32")
+    )
+    found = {(row["norm"], row["dtype"], row["shape"]): row for row in rows}
+    titles = [f"{dtype}, {shape.replace('x', ' × ')}" for dtype, shape in settings]
+    lines = ["| norm | " + " | ".join(titles) + " |", "|---" + "|---:" * len(titles) + "|"]
+    for name in NORMS:
+        cells = ["1" if name == "layer" else _ratio(found.get((name, *each))) for each in settings]
+        lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _ratio(row: dict | None) -> str:
+    return f"{float(row['ratio']):.2f}" if row else "not measured"
+
+
+#: Page in docs/ -> name of a table -> what computes it.
+TABLES: dict[str, dict[str, Callable[[], str]]] = {
+    "norms.md": {"properties": properties, "published": published, "cost": cost},
+    "theory.md": {"invariances": invariances.table},
+}
+COMMAND = "python -m tests.docs.generated"
+
+
+def block(page: str, name: str) -> re.Pattern:
+    """The table ``name`` of ``page``, with the comments before and behind it."""
+    return re.compile(rf"(?<=<!-- {name}: generated -->\n\n).*?(?=\n\n<!-- end of {name} -->)", re.S)
+
+
+def main() -> None:
+    for page, tables in TABLES.items():
+        path = ROOT / "docs" / page
+        text = path.read_text("utf-8")
+        for name, compute in tables.items():
+            new = compute()
+            text, times = block(page, name).subn(lambda _, new=new: new, text)
+            assert times == 1, f"{page} has {times} tables {name}"
+        path.write_text(text, "utf-8")
+
+
+if __name__ == "__main__":
+    main()

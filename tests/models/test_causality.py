@@ -1,0 +1,25 @@
+"""What a decoder says about a position does not depend on later ones, whatever its norm."""
+
+import pytest
+import torch
+
+from pn_fairseq.norms import NORMS, running_norms
+
+from .helpers import build, padded_batch
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_evaluation_sees_no_later_position(name):
+    torch.manual_seed(1)
+    model = build("transformer_ln_tiny", encoder_norm=name, decoder_norm=name)
+    src, prev = padded_batch(target=6)
+    for _ in range(2):  # statistics that are not the initial ones
+        model(src, None, prev)[0].logsumexp(-1).sum().backward()
+    assert all(norm.num_batches_tracked == 1 for norm in running_norms(model))  # the second is taken in by eval()
+    model.eval()
+    other = prev.clone()
+    other[:, 4:] = 7
+    with torch.no_grad():
+        before, after = model(src, None, prev)[0], model(src, None, other)[0]
+    torch.testing.assert_close(after[1:, :4], before[1:, :4], rtol=0, atol=1e-5)
+    assert (after[1:, 4:] - before[1:, 4:]).abs().max() > 1e-3

@@ -1,0 +1,147 @@
+"""The theorems of the papers, as properties of the norms here: docs/theory.md."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from pn_fairseq.norms import NORMS, build_norm
+
+from .helpers import real_tokens, rng
+from .invariances import CHANGES, ROWS, invariances
+
+EPS = 1e-14
+WIDTHS = (2, 3, 12, 64, 515)
+
+
+def draws(width: int, number: int = 50) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens and gradients, (number, width), of several distributions: normal, heavy-tailed, one large channel."""
+    generator = rng(width)
+    x = generator.normal(size=(number, width)) + generator.normal(size=(number, 1))
+    x[::3] = generator.standard_t(2, size=x[::3].shape)
+    x[::7, 0] += 100
+    return x, generator.standard_t(3, size=(number, width)) + generator.normal(size=(number, 1))
+
+
+def gradient(norm, x: np.ndarray, g: np.ndarray) -> np.ndarray:
+    x = torch.tensor(x, requires_grad=True)
+    norm(x).backward(torch.tensor(g))
+    return x.grad.numpy()
+
+
+# Xu et al. 2019, Theorem 1: mean and variance over channels of the gradient.
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_theorem_1_of_adanorm(width):
+    x, g = draws(width)
+    sigma, y = x.std(1), (x - x.mean(1, keepdims=True)) / x.std(1, keepdims=True)
+    both, mean, std = (gradient(build_norm("detach", width, eps=EPS, detach=parts), x, g)
+                       for parts in ("mean,std", "mean", "std"))  # fmt: skip
+    standard = gradient(build_norm("layer-simple", width, eps=EPS), x, g)
+    close = dict(rtol=1e-8, atol=1e-10 * np.abs(g).max() / sigma.min())
+    # Re-centred unless the mean is detached.
+    for each, expected in (
+        (both, g.mean(1) / sigma),
+        (mean, g.mean(1) / sigma),
+        (standard, 0 * sigma),
+        (std, 0 * sigma),
+    ):
+        np.testing.assert_allclose(each.mean(1), expected, **close)
+    # Of the same variance if the deviation is detached, and otherwise smaller, by this much.
+    variance, less = g.var(1) / sigma**2, (g * y).mean(1) ** 2 / sigma**2
+    for each in (both, std):
+        np.testing.assert_allclose(each.var(1), variance, rtol=1e-8)
+    for each in (standard, mean):
+        np.testing.assert_allclose(each.var(1), variance - less, rtol=1e-6, atol=1e-9 * variance.max())
+
+
+def test_misprint_in_theorem_1():
+    """The paper's case (3) says D_c = D_g / sigma^2: that is false of c, the gradient with the mean detached."""
+    x, g = draws(64)
+    c = gradient(build_norm("detach", 64, eps=EPS, detach="mean"), x, g)
+    assert (c.var(1) < 0.9999 * g.var(1) / x.var(1)).any()
+
+
+# Xu et al. 2019, Theorem 2: phi(y) = C (1 - k y) is the function with a constant mean over channels and a bounded mean
+# of z = phi(y) y. As mean(y) = 0 and mean(y^2) = 1, every quadratic phi has a constant mean; only without the square is
+# the mean of z bounded.
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize(("k", "scale"), [(0.1, 1.0), (0.1, 2.0), (0.3, 0.7)])
+def test_theorem_2_of_adanorm(width, k, scale):
+    x, _ = draws(width)
+    norm = build_norm("ada", width, eps=EPS, ada_k=k, ada_scale=scale)
+    z = norm(torch.tensor(x)).numpy()
+    y = (x - x.mean(1, keepdims=True)) / x.std(1, keepdims=True)
+    np.testing.assert_allclose(z.mean(1), -scale * k, rtol=1e-8)
+    # phi is what z has been divided by, where y is not about 0.
+    clear = np.abs(y) > 1e-3
+    phi = np.where(clear, z / np.where(clear, y, 1), scale * (1 - k * y))
+    np.testing.assert_allclose(phi.mean(1), scale, rtol=1e-8)
+
+
+@pytest.mark.parametrize("square", [0.0, 0.05])
+def test_only_without_a_square_is_the_mean_bounded(square):
+    """A token with one large channel has mean(y^3) = (H - 2) / sqrt(H - 1), which grows with the width H."""
+    means = []
+    for width in (16, 256, 4096):
+        x = np.zeros(width)
+        x[0] = 1
+        y = (x - x.mean()) / x.std()
+        phi = 1 - 0.1 * y + square * (y**2 - 1)
+        assert math.isclose(phi.mean(), 1, abs_tol=1e-12)
+        assert math.isclose((y**3).mean(), (width - 2) / math.sqrt(width - 1))
+        means.append(abs((phi * y).mean()))
+    assert (max(means) < 0.1001) if square == 0 else (means[2] > 3 * means[1] > 9 * means[0])
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_most_channels_keep_their_sign(width):
+    """Chebyshev's inequality, the paper's reason for k = 1/10: abs(y) < 1/k for a share of at least 1 - k^2."""
+    x, _ = draws(width)
+    ratio = build_norm("ada", width, eps=EPS)(torch.tensor(x)).numpy() * (x - x.mean(1, keepdims=True))
+    assert ((ratio > 0).mean(1) >= 1 - 0.1**2 - 1e-12).all()
+
+
+# Shen et al. 2020, Lemma 2. Assumption 9: the gradient of the output is that of the loss without a norm.
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_lemma_2_of_powernorm(masked):
+    generator, channels = rng(3), 12
+    x = generator.normal(size=(9, 5, channels)) * generator.uniform(0.2, 5, channels) + generator.normal(size=channels)
+    dy = generator.standard_t(3, size=x.shape)
+    mask = np.arange(9) >= generator.integers(3, 10, (5, 1)) if masked else None
+    real = real_tokens(x.shape, mask)
+    dy[~real] = 0  # the loss does not depend on padding
+    norm = build_norm("power-v", channels, eps=EPS).double()
+    with torch.no_grad():
+        norm.weight.copy_(torch.tensor(generator.uniform(-2, 2, channels)))
+    leaf = torch.tensor(x, requires_grad=True)
+    norm(leaf, None if mask is None else torch.tensor(mask)).backward(torch.tensor(dy))
+    h, g, dx = x[real], dy[real], leaf.grad.numpy()[real]
+    psi2, gamma = (h**2).mean(0), norm.weight.detach().numpy()
+    inner = (g * h / np.sqrt(psi2)).sum(0) / np.sqrt(real.sum())
+    expected = gamma**2 / psi2 * ((g**2).sum(0) - inner**2)
+    np.testing.assert_allclose((dx**2).sum(0), expected, rtol=1e-9)
+    # So the Lipschitz constant is not larger where abs(gamma) <= psi.
+    smaller = gamma**2 <= psi2
+    assert smaller.any() and ((dx**2).sum(0) <= (g**2).sum(0))[smaller].all()
+
+
+# Invariances.
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"), [("batch", "✓–✓✓✓–"), ("layer", "✓✓–✓–✓"), ("rms", "✓––✓–✓")], ids=["batch", "layer", "rms"]
+)
+def test_invariances_that_are_published(name, expected):
+    """Zhang & Sennrich 2019, Table 1."""
+    assert "".join("✓" if same else "–" for same in invariances(name).values()) == expected
+
+
+def test_the_table_of_invariances_has_every_norm():
+    assert {name for name, _ in ROWS.values()} == set(NORMS) and len(CHANGES) == 6
