@@ -1,25 +1,25 @@
 """What ``--norm-probe`` costs: ``python -m benchmarks.probe``.
 
 A trainer of ``fairseq-train`` makes updates on made-up batches: one without a probe, one whose batches the probe only
-averages, one that it records, and so on in turn. Printed are the ratios of medians, and from them the mean cost of an
-update with ``--norm-probe-interval 50``: of 50 updates, 1 is recorded and 10 are averaged.
+averages, one that it records, and so on in turn. Printed are medians of the ratios in one round, and the mean cost of
+an update with ``--norm-probe-interval 50``: of 50 updates, 1 is recorded and 10 are averaged.
 """
 
 import argparse
-import statistics
 import tempfile
 import time
 from pathlib import Path
 
-from benchmarks import be_quiet
+from benchmarks import hide_messages
+from benchmarks.results import ratios
 from benchmarks.training import make_batches, make_trainer, update
 from pn_fairseq.models.norm_probe import WINDOW, NormProbe
 
 INTERVAL = 50
 
 
-def measure(args: argparse.Namespace) -> dict[str, float]:
-    """Median seconds of an update of each kind."""
+def measure(args: argparse.Namespace) -> dict[str, list[float]]:
+    """Seconds of every update, by kind."""
     seconds: dict[str, list[float]] = {"plain": [], "averaged": [], "recorded": []}
     with tempfile.TemporaryDirectory() as folder:
         trainer = make_trainer(f"transformer_{args.norm}_{args.size}", args)
@@ -36,7 +36,7 @@ def measure(args: argparse.Namespace) -> dict[str, float]:
                 begun = time.perf_counter()
                 update(trainer, batches[number % len(batches)])
                 times.append(time.perf_counter() - begun)
-    return {kind: statistics.median(times) for kind, times in seconds.items()}
+    return seconds
 
 
 def main(argv=None) -> None:
@@ -50,13 +50,11 @@ def main(argv=None) -> None:
     parser.add_argument("--vocabulary", type=int, default=10000, help="size of the dictionary (default: 10000)")
     parser.add_argument("--rounds", type=int, default=10, help="measured updates of each kind (default: 10)")
     args = parser.parse_args(argv)
-    be_quiet()
+    hide_messages()
     found = measure(args)
-    ratio = {kind: seconds / found["plain"] for kind, seconds in found.items()}
+    ratio = {kind: ratios(seconds, found["plain"])[1] for kind, seconds in found.items()}
     cost = ((ratio["averaged"] - 1) * WINDOW + ratio["recorded"] - 1) / INTERVAL
-    print(
-        f"plain {found['plain']:.3f} s; averaged {ratio['averaged']:.3f} times, recorded {ratio['recorded']:.3f} times"
-    )
+    print(f"averaged {ratio['averaged']:.3f} times, recorded {ratio['recorded']:.3f} times")
     print(f"--norm-probe-interval {INTERVAL}: {100 * cost:+.2f}% of an update")
 
 

@@ -2,6 +2,7 @@
 
 import csv
 import logging
+import re
 import shutil
 from contextlib import contextmanager
 from functools import partial
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import ALLOCATOR, decoding, norms, training
+from benchmarks import ALLOCATOR, decoding, norms, probe, training
 from benchmarks.profiling import Counts, count, peak_memory
 from benchmarks.results import quartiles, ratios
 from benchmarks.table import TARGETS, targets
@@ -71,6 +72,15 @@ def test_training(tmp_path, capsys):
         assert float(row["tokens_per_s"]) > 0 and row["memory_mb"] == ""
         assert f"{row['norm']:6} " in printed
     assert rows[0]["times_ln"] == "1"
+
+
+def test_probe(capsys, monkeypatch):
+    """Of 50 updates 10 take 1.1 times as long, and 1 takes twice as long: 4% more on average."""
+    probe.main("--size tiny --rounds 1 --tokens 24 --length 6 --vocabulary 50".split())
+    assert re.search(r"averaged [\d.]+ times, recorded [\d.]+ times", capsys.readouterr().out)
+    monkeypatch.setattr(probe, "measure", lambda args: {"plain": [2.0], "averaged": [2.2], "recorded": [4.0]})
+    probe.main([])
+    assert "--norm-probe-interval 50: +4.00% of an update" in capsys.readouterr().out
 
 
 @pytest.mark.slow
