@@ -54,7 +54,9 @@ def main(argv=None) -> None:
     found = measure(args)
     ratio = {kind: seconds / found["plain"] for kind, seconds in found.items()}
     cost = ((ratio["averaged"] - 1) * WINDOW + ratio["recorded"] - 1) / INTERVAL
-    print(f"plain {found['plain']:.3f} s; averaged {ratio['averaged']:.3f} times, recorded {ratio['recorded']:.3f} times")
+    print(
+        f"plain {found['plain']:.3f} s; averaged {ratio['averaged']:.3f} times, recorded {ratio['recorded']:.3f} times"
+    )
     print(f"--norm-probe-interval {INTERVAL}: {100 * cost:+.2f}% of an update")
 
 

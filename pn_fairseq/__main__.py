@@ -16,6 +16,7 @@ VERBS = {
     "average-checkpoints": "pn_fairseq.cli.average_checkpoints",
     "data": "pn_fairseq.pipeline.data.steps",
     "evaluate-lm": "pn_fairseq.pipeline.evaluate_lm",
+    "figures": "pn_fairseq.report.figures",
     "fold": "pn_fairseq.cli.fold",
     "generate": "pn_fairseq.pipeline.generate",
     "import-release": "pn_fairseq.cli.import_release",

@@ -101,7 +101,8 @@ class NormOptions:
         norm_stats_interval: updates between two reports of the norms in the log; 0: none.
         norm_probe: where :class:`~pn_fairseq.models.norm_probe.NormProbe` writes; None: nowhere.
         norm_probe_interval: updates between two that it records.
-        norm_probe_layers: patterns of the names of the norms that it records, separated by commas.
+        norm_probe_layers: patterns of the names of the norms that it records, separated by commas; None: those
+            of the encoder, or all in a model without one.
         norms_folded: the norms with running statistics are part of the projections that follow them, and only their
             layer-scale is left (see :mod:`pn_fairseq.models.fold_checkpoint`). There is no flag for it: ``pn-fold``
             writes it into the settings of a checkpoint.
@@ -133,7 +134,7 @@ class NormOptions:
     norm_stats_interval: int = 0
     norm_probe: str | None = None
     norm_probe_interval: int = 50
-    norm_probe_layers: str = "encoder.*"
+    norm_probe_layers: str | None = None
     norms_folded: bool = False
     norm_module: str | None = None
 
@@ -324,7 +325,7 @@ class NormOptions:
             "--norm-probe-layers",
             metavar="NAME[,NAME]",
             help="names of the norms that --norm-probe records, or patterns such as 'encoder.layers.0.*' (default: "
-            f"{default.norm_probe_layers})",
+            "those of the encoder, or all in a model without one)",
         )
 
     @classmethod

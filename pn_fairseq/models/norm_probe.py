@@ -53,8 +53,8 @@ class NormProbe:
 
     - ``update`` counts from 1. ``forward`` counts from 0 in the update (``--update-freq``); where there are several, a
       row with ``forward`` null has all tokens of the update as one batch, against the running statistics of the first.
-    - ``norm`` is the module's name, ``kind`` the name in ``NORMS``. ``running`` names the statistics that the norm keeps
-      itself, separated by commas. The probe averages the others over the batches of the ten updates before,
+    - ``norm`` is the module's name, ``kind`` the name in ``NORMS``. ``running`` names the statistics that the norm
+      keeps itself, separated by commas. The probe averages the others over the batches of the ten updates before,
       exponentially with the norm's decay (0.9 for a norm without), so that norms per token can be compared.
     - ``channels`` d, ``tokens`` real tokens of the batch, ``sample_size``, ``loss`` (L), ``loss_scale``.
     - ``mu_distance``, ``sigma2_distance``, ``psi2_distance``: differences of batch and running statistics.
@@ -63,8 +63,8 @@ class NormProbe:
       Each of these six vectors v has columns ``v_l1`` = sum(abs(v)) / d and ``v_l2`` = sqrt(sum(v^2)) / d.
     - ``nu_xhat_l2`` = sqrt(sum_c nu_c^2 psi_B,c^2 / (psi_c^2 + eps)) / d: PN's correction per token, root mean square
       over tokens. nu includes the gain.
-    - ``tid_mean`` = mean_c abs(mu - mu_B) / sigma_B and ``tid_var`` = mean_c abs(sigma / sigma_B - 1): the discrepancy of
-      training and inference of RBN's paper, sigma being sqrt(sigma^2 + eps).
+    - ``tid_mean`` = mean_c abs(mu - mu_B) / sigma_B and ``tid_var`` = mean_c abs(sigma / sigma_B - 1): the
+      discrepancy of training and inference of RBN's paper, sigma being sqrt(sigma^2 + eps).
     - ``gamma_over_psi_batch`` and ``psi_batch_over_psi``: per channel gain / sqrt(psi_B^2 + eps), and
       sqrt(psi_B^2 + eps) / sqrt(psi^2 + eps).
 
@@ -75,13 +75,14 @@ class NormProbe:
         model: whose norms are recorded.
         folder: see :mod:`pn_fairseq.probes`.
         interval: updates.
-        layers: patterns of module names, separated by commas, as of the shell.
+        layers: patterns of module names, separated by commas, as of the shell; None: the norms of the encoder, or all
+            in a model without one.
 
     Raises:
         ValueError: a pattern fits no norm, or ``folder`` holds something else.
     """
 
-    def __init__(self, model: nn.Module, folder: str, interval: int, layers: str):
+    def __init__(self, model: nn.Module, folder: str, interval: int, layers: str | None = None):
         self.folder, self.interval = Path(folder), interval
         probes.check_probe_file(self.folder)
         names = {
@@ -89,6 +90,8 @@ class NormProbe:
             for name, module in model.named_modules()
             if isinstance(module, ChannelNorm)
         }
+        if layers is None:
+            layers = "encoder.*" if any(name.startswith("encoder.") for name in names) else "*"
         self.norms: dict[str, ChannelNorm] = {}
         for pattern in layers.split(","):
             found = {name: norm for name, norm in names.items() if fnmatch(name, pattern)}
@@ -188,7 +191,7 @@ class NormProbe:
         probes.write_update(self.folder, update, [{"update": update, **row} for row in rows])
 
     def _flat(self, forward: _Forward, device) -> Tensor:
-        """Whether the batch counts, its sample size, loss and loss scale; the sums of every norm, 0 if it did not run."""
+        """Whether the batch counts, its sample size, loss and loss scale; the sums of all norms, 0 without a run."""
         scale = torch.zeros((), dtype=torch.float64, device=device) if forward.scale is None else forward.scale
         counts = (scale != 0).double()
         scalars = [counts, forward.sample_size * counts, forward.loss.double() * counts, scale]
@@ -302,9 +305,7 @@ def _average(sums: np.ndarray, decay: float) -> dict[str, np.ndarray]:
     weights = (weights / weights.sum())[:, None]
     mean_h, psi2 = (sums[:, 1:].reshape(len(sums), _SUMS, -1)[:, :2] / sums[:, :1, None]).swapaxes(0, 1)
     variance = psi2 - mean_h**2
-    return {
-        key: (weights * value).sum(0) for key, value in (("mu", mean_h), ("sigma2", variance), ("psi2", psi2))
-    }
+    return {key: (weights * value).sum(0) for key, value in (("mu", mean_h), ("sigma2", variance), ("psi2", psi2))}
 
 
 def _kind(norm: ChannelNorm) -> str:

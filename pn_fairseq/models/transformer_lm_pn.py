@@ -1,6 +1,7 @@
 """The model ``transformer_lm_pn``: fairseq's pre-norm decoder as a language model, with a choice of norms."""
 
 from contextlib import ExitStack
+from dataclasses import dataclass
 
 from fairseq.dataclass.utils import gen_parser_from_dataclass
 from fairseq.models import register_model
@@ -15,6 +16,7 @@ from pn_fairseq.models.transformer_pn import TransformerPNConfig, TransformerPND
 from pn_fairseq.norms import ChannelNorm, LayerScale
 
 
+@dataclass(frozen=True)
 class LanguageModelNorms(NormOptions):
     """The norms of a model that is a decoder alone: ``layer_scale_groups`` is for all of them, whichever they are."""
 

@@ -16,9 +16,9 @@ from pn_fairseq.pipeline.training_log import TrainingLog, read_log
 
 #: Colours that the colour-blind can tell apart (Okabe and Ito 2008, without the two that vanish on white), with a dash
 #: and a marker each, so that the lines can be told apart in grey, too. Systems after the sixth get other dashes.
-_COLOURS = ("#000000", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00")
-_DASHES = ("-", (0, (5, 2)), (0, (1.2, 1.2)), (0, (6, 1.5, 1.2, 1.5)), (0, (9, 3)))
-_MARKERS = ("o", "s", "^", "D", "v", "X", "P")
+COLOURS = ("#000000", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00")
+DASHES = ("-", (0, (5, 2)), (0, (1.2, 1.2)), (0, (6, 1.5, 1.2, 1.5)), (0, (9, 3)))
+MARKERS = ("o", "s", "^", "D", "v", "X", "P")
 
 #: Markers on a line; more would hide it.
 _MARKERS_PER_LINE = 12
@@ -80,9 +80,9 @@ def difference(
 def _draw(axis, curves: Sequence[Mapping[int, float]], index: int, shift: float = 0):
     """The mean of curves as a line with markers, and the band from the smallest to the largest."""
     style = {
-        "color": _COLOURS[index % len(_COLOURS)],
-        "linestyle": _DASHES[index % len(_DASHES)],
-        "marker": _MARKERS[index % len(_MARKERS)],
+        "color": COLOURS[index % len(COLOURS)],
+        "linestyle": DASHES[index % len(DASHES)],
+        "marker": MARKERS[index % len(MARKERS)],
     }
     grid, values = on_one_grid(curves)
     if len(values) > 1:

@@ -17,6 +17,7 @@ import pandas
 from pn_fairseq import __version__
 from pn_fairseq.pipeline.scoring import METRICS, p_text
 from pn_fairseq.report import curves
+from pn_fairseq.report.figures import find_probe
 from pn_fairseq.report.markdown import Markdown, code, missing, template
 from pn_fairseq.report.paper import PAPER, Row, Table, recognise
 from pn_fairseq.report.runs import Run, lines_of
@@ -490,6 +491,8 @@ def build(
         ],
         machines=_machines(runs),
         lacking=[run.name for run in runs if not run.starts],
+        probes=[(run.name, here(str(probe))) for run in runs if (probe := find_probe(run))],
+        figures=[file.name for file in sorted(folder.glob("figure-[2-7].png"))],  # of pn-figures
         count=count, number=number, signed=signed, p_text=p_text,
     )  # fmt: skip
     return re.sub(r"\n{3,}", "\n\n", page), pictures

@@ -1,4 +1,4 @@
-"""``--norm-probe``: what it records, against float64 formulas; that it changes nothing; ranks, accumulation, resuming."""
+"""``--norm-probe``: what it records, against float64 formulas; the same bits; ranks, accumulation, resuming."""
 
 import shutil
 
@@ -148,7 +148,11 @@ def sentences(rows):
 class Translation(nn.Module):
     def forward(self, model, sample):
         logits = model(sample["src"], None, sample["prev"])[0]
-        return nn.functional.cross_entropy(logits.flatten(0, 1), sample["prev"].flatten(), reduction="sum"), sample["size"], {}
+        return (
+            nn.functional.cross_entropy(logits.flatten(0, 1), sample["prev"].flatten(), reduction="sum"),
+            sample["size"],
+            {},
+        )
 
 
 def curves(folder, parts, flags, updates=3):
@@ -244,7 +248,10 @@ def test_a_training_that_is_killed_and_resumed_has_every_update_once(data, tmp_p
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--norm-probe", "x", "--norm-probe-layers", "encoder.layer.0"), "encoder.layer.0 fits no norm; the model has e"),
+        (
+            ("--norm-probe", "x", "--norm-probe-layers", "encoder.layer.0"),
+            "encoder.layer.0 fits no norm; the model has e",
+        ),
         (("--norm-probe", "x", "--norm-probe-interval", "0"), "'0' is not a whole number of at least 1"),
         (("--norm-probe", "occupied"), "occupied holds notes.txt"),
     ],

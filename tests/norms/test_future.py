@@ -21,7 +21,7 @@ READS_THE_BATCH = {
 def depends(norm, steps: int) -> bool:
     for step in range(steps):
         norm.set_num_updates(step)
-        norm(torch.randn(5, 3, 8)).square().sum().backward()
+        norm(torch.randn(5, 3, 8, requires_grad=True)).square().sum().backward()
     norm.set_num_updates(steps)
     x = torch.randn(5, 3, 8)
     other = x.clone()

@@ -133,6 +133,7 @@ def test_fairseq_train_honours_the_flags(work, tmp_path, arch, flags):
         *("--arch", arch, "--decoder-embed-dim", 16, "--decoder-ffn-embed-dim", 24, "--decoder-layers", 2),
         *("--tokens-per-sample", 8, "--max-tokens", 64, "--max-update", 2, "--optimizer", "adam", "--lr", 0.001),
         *("--decoder-norm", "layer", "--save-dir", tmp_path, "--no-epoch-checkpoints", *flags.split()),
+        *("--required-batch-size-multiple", 1),
     )
     state = load_checkpoint(tmp_path / "checkpoint_last.pt")
     weights = {name.removeprefix("decoder."): tuple(value.shape) for name, value in state["model"].items()}

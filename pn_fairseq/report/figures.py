@@ -1,0 +1,459 @@
+"""``pn-figures``: Figures 2 to 7 of the PowerNorm paper, from the probes, scores and checkpoints of one's own runs."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from pn_fairseq import __version__
+from pn_fairseq.pipeline.command import ArgumentParser, UserError, command
+from pn_fairseq.pipeline.files import atomic_write
+from pn_fairseq.report.curves import COLOURS, DASHES, MARKERS
+
+#: Marks that tell boxes apart in grey.
+_HATCHES = ("", "////", "....", "xxxx", "\\\\\\\\", "oo")
+
+_BINS = (20, 40, 60, 80, 100)
+
+#: Medians of the paper's Figures 2 to 4, decoded from its vector graphics: panel -> label -> of each fifth.
+PAPER_MEDIANS = {
+    "mu_distance": {
+        "paper, ResNet20 on CIFAR-10": (3.5e-7, 2.4e-7, 3.7e-7, 6.0e-7, 1.0e-6),
+        "paper, BN on IWSLT14": (0.0096, 0.0159, 0.0145, 0.0134, 0.0130),
+    },
+    "sigma2_distance": {  # those of CIFAR-10 are exactly 0
+        "paper, BN on IWSLT14": (0.0505, 0.735, 1.023, 1.349, 1.373),
+    },
+    "g_mu": {
+        "paper, ResNet20 on CIFAR-10": (0.00127, 0.00118, 0.00085, 0.00056, 0.00045),
+        "paper, BN on IWSLT14": (0.0084, 0.0086, 0.0067, 0.0074, 0.0076),
+    },
+    "g_sigma2": {
+        "paper, ResNet20 on CIFAR-10": (0.0053, 0.0070, 0.0039, 0.0016, 0.0009),
+        "paper, BN on IWSLT14": (0.0142, 0.0138, 0.0086, 0.0083, 0.0082),
+    },
+    "psi2_distance": {"paper, PN-V on IWSLT14": (0.0093, 0.0343, 0.103, 0.134, 0.196)},
+    "g_psi2": {"paper, PN-V on IWSLT14": (0.00041, 0.00033, 0.00029, 0.00026, 0.00024)},
+}
+
+_PAPER_MARKS = {"paper, ResNet20 on CIFAR-10": "D", "paper, BN on IWSLT14": "*", "paper, PN-V on IWSLT14": "P"}
+
+#: BLEU of the paper's Figure 5 by tokens of a mini-batch.
+PAPER_BLEU = {
+    "PN": {512: 35.64, 1024: 35.65, 2048: 35.72, 4096: 35.90},
+    "LN": {512: 35.53, 1024: 35.30, 2048: 35.56, 4096: 35.50},
+    "PN-V": {512: 34.94, 1024: 34.96, 2048: 35.06, 4096: 35.48},
+    "BN": {512: 34.56, 1024: 34.71, 2048: 34.70, 4096: 34.95},
+}
+
+_INDICES = (0, 1, 2, 5, 10, 20, 50, 100, 200, 400, 600, 800, 900, 1000, 1022)
+#: Singular values of the paper's Figure 6, divided by the largest, at these indices.
+PAPER_SPECTRA = {
+    "PN": (1, 0.618, 0.549, 0.453, 0.398, 0.354, 0.309, 0.280, 0.244, 0.196, 0.162, 0.123, 0.073, 0.033, 0.016),
+    "LN": (1, 0.362, 0.297, 0.244, 0.202, 0.182, 0.159, 0.145, 0.125, 0.101, 0.084, 0.065, 0.051, 0.024, 0.009),
+}
+
+#: Medians of the paper's Figure 7, encoder layers 1 to 6.
+PAPER_GAIN = (0.121, 0.090, 0.121, 0.124, 0.148, 0.172)
+
+_AXES = {
+    "mu_distance": r"$\frac{1}{d}\|\mu-\mu_B\|$",
+    "sigma2_distance": r"$\frac{1}{d}\|\sigma^2-\sigma_B^2\|$",
+    "psi2_distance": r"$\frac{1}{d}\|\psi^2-\psi_B^2\|$",
+    "g_mu": r"$\frac{1}{d}\|g_\mu\|$",
+    "g_sigma2": r"$\frac{1}{d}\|g_{\sigma^2}\|$",
+    "g_psi2": r"$\frac{1}{d}\|g_{\psi^2}\|$",
+}
+
+
+class Absent(Exception):
+    """The runs do not have what a figure shows; the message says what."""
+
+
+@dataclass
+class Subject:
+    """What figures show of one run.
+
+    Attributes:
+        label: its name in the legends.
+        probe: the rows of its ``--norm-probe`` file, or None.
+        updates: of the whole training.
+        tokens: of a mini-batch.
+        bleu: tokenized BLEU, or None.
+        norm: title of the encoder's norm.
+        checkpoint: its last one, or None.
+    """
+
+    label: str
+    probe: object
+    updates: int
+    tokens: int | None
+    bleu: float | None
+    norm: str
+    checkpoint: Path | None
+
+
+def find_probe(run) -> Path | None:
+    """The folder of ``--norm-probe`` of a run (:class:`pn_fairseq.report.runs.Run`), which may have been moved."""
+    told = run.setting("model.norm_probe") or run.setting("norm_probe")
+    places = [run.path / "norm_probe", *([run.path / Path(told).name, Path(told)] if told else [])]
+    return next((place for place in places if any(place.glob("update-*.parquet"))), None)
+
+
+def read_subject(run, label: str) -> Subject:
+    """Raises:
+    UserError: the run's probe cannot be read.
+    """
+    from pn_fairseq.probes import read_probe
+
+    folder = find_probe(run)
+    try:
+        probe = None if folder is None else read_probe(folder)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    updates = run.max_update or (run.log.updates if run.log else 0)
+    if probe is not None:
+        updates = max(updates or 0, int(probe["update"].max()))
+    checkpoints = [run.path / place / "checkpoint_last.pt" for place in ("checkpoints", ".")]
+    tokens = run.setting("dataset.max_tokens")
+    return Subject(
+        label,
+        probe,
+        updates,
+        tokens * run.workers if tokens else None,
+        run.scores.tokenized.score if run.scores else None,
+        str(run.setting("model.encoder_norm") or run.setting("model._name") or label),
+        next((file for file in checkpoints if file.is_file()), None),
+    )
+
+
+# Panels.
+
+
+def _style(index: int) -> dict:
+    return {"facecolor": COLOURS[index % len(COLOURS)] + "55", "hatch": _HATCHES[index % len(_HATCHES)]}
+
+
+def _boxes(axis, groups: Mapping[str, Sequence[np.ndarray]], ticks: Sequence, medians: Mapping[str, Sequence[float]]):
+    """A group of box plots at each tick (label -> values at each tick), and the paper's medians beside them.
+
+    Whiskers reach 1.5 interquartile ranges, as in the paper; points beyond are drawn.
+    """
+    slots = len(groups) + len(medians)
+    width = 0.8 / max(slots, 1)
+    handles = {}
+    for index, (label, values) in enumerate(groups.items()):
+        places = np.arange(len(values)) + (index - (slots - 1) / 2) * width
+        kept = [np.asarray(each)[np.isfinite(each)] for each in values]
+        drawn = axis.boxplot(
+            kept, positions=places, widths=0.85 * width, whis=1.5, patch_artist=True, manage_ticks=False,
+            medianprops={"color": "black", "linewidth": 1.6},
+            flierprops={"marker": MARKERS[index % len(MARKERS)], "markersize": 2.5, "alpha": 0.5},
+        )  # fmt: skip
+        for box in drawn["boxes"]:
+            box.set(edgecolor=COLOURS[index % len(COLOURS)], **_style(index))
+        handles[label] = drawn["boxes"][0]
+    for index, (label, values) in enumerate(medians.items(), len(groups)):
+        places = np.arange(len(values)) + (index - (slots - 1) / 2) * width
+        marks = axis.plot(places, values, linestyle=":", color="#555555", marker=_PAPER_MARKS[label], markersize=5,
+                          markerfacecolor="white", linewidth=1)  # fmt: skip
+        handles[label] = marks[0]
+    axis.set_xticks(range(len(ticks)), ticks)
+    axis.grid(axis="y", alpha=0.3)
+    return handles
+
+
+def _fifths(subjects: Sequence[Subject], column: str) -> list[np.ndarray]:
+    """The values of a column at the first recorded norm of each run, in each fifth of training."""
+    parts: list[list[float]] = [[] for _ in _BINS]
+    for subject in subjects:
+        rows = _first_norm(subject.probe)
+        for update, value in zip(rows["update"], rows[column], strict=True):
+            parts[min(4, math.ceil(5 * update / subject.updates) - 1)].append(value)
+    return [np.array(part) for part in parts]
+
+
+def _first_norm(probe):
+    """Rows of the norm that comes first in the model, one for each forward."""
+    rows = probe[probe["norm"] == probe["norm"].iloc[0]]
+    return rows[rows["forward"].notna()]
+
+
+def _systems(subjects: Sequence[Subject]) -> dict[str, list[Subject]]:
+    systems: dict[str, list[Subject]] = {}
+    for subject in subjects:
+        systems.setdefault(subject.label, []).append(subject)
+    return systems
+
+
+def _probed(subjects: Sequence[Subject]) -> dict[str, list[Subject]]:
+    systems = _systems([subject for subject in subjects if subject.probe is not None])
+    if not systems:
+        raise Absent("no run has a --norm-probe file")
+    return systems
+
+
+def _legend(figure, handles: Mapping[str, object]) -> None:
+    columns = 3 if max(map(len, handles)) < 30 else 2
+    legend = figure.legend(
+        list(handles.values()), list(handles), loc="outside upper center", ncols=columns, frameon=False
+    )
+    for text in legend.get_texts():
+        text.set_parse_math(False)
+
+
+def _sum_of_loss(systems: Mapping[str, Sequence[Subject]]) -> float:
+    """Sample size times tokens of a batch, the median: what makes means of the mean loss sums of the summed loss."""
+    return float(np.median([
+        value for runs in systems.values() for run in runs
+        for value in _first_norm(run.probe)["tokens"] * _first_norm(run.probe)["sample_size"]
+    ]))  # fmt: skip
+
+
+def _over_training(panels: Sequence[Sequence[str]], choose: Callable[[Subject, Sequence[str]], str]):
+    """A figure of box plots over fifths of training; ``choose`` takes the column of a panel for a run."""
+
+    def draw(pyplot, subjects: Sequence[Subject]):
+        systems = _probed(subjects)
+        figure, axes = pyplot.subplots(1, len(panels), figsize=(5.6 * len(panels), 4.4), layout="constrained")
+        handles = {}
+        for axis, columns in zip(axes, panels, strict=True):
+            groups = {label: _fifths(runs, f"{choose(runs[0], columns)}_l2") for label, runs in systems.items()}
+            of_loss = columns[0].startswith("g_")
+            factor = _sum_of_loss(systems) if of_loss else 1.0
+            medians = {
+                label: np.array(values) / factor
+                for column in columns
+                for label, values in PAPER_MEDIANS[column].items()
+            }
+            handles |= _boxes(axis, groups, _BINS, medians)
+            axis.set_xlabel("percent of training")
+            axis.set_yscale("log")
+            name = " or ".join(_AXES[column] for column in columns)
+            axis.set_ylabel(f"{name}, of the mean loss per token" if of_loss else name)
+            if of_loss:
+                right = axis.secondary_yaxis("right", functions=(lambda y, f=factor: y * f, lambda y, f=factor: y / f))
+                right.set_ylabel("summed over tokens, of the summed loss (nats); the paper's marks")
+        _legend(figure, handles)
+        return figure
+
+    return draw
+
+
+def _batch_or_power(subject: Subject, columns: Sequence[str]) -> str:
+    """Of sigma^2 and psi^2 what the norm normalizes by."""
+    return columns[1] if subject.probe["running"].iloc[0] == "psi2" else columns[0]
+
+
+def _first_column(subject: Subject, columns: Sequence[str]) -> str:
+    return columns[0]
+
+
+def batch_size(pyplot, subjects: Sequence[Subject]):
+    """Figure 5."""
+    curves: dict[str, dict[int, list[float]]] = {}
+    for subject in subjects:
+        if subject.bleu is not None and subject.tokens:
+            curves.setdefault(subject.norm, {}).setdefault(subject.tokens, []).append(subject.bleu)
+    if not curves:
+        raise Absent("no run has scores (scripts/score.sh)")
+    figure, axes = pyplot.subplots(1, 2, figsize=(10.4, 4.2), layout="constrained", sharex=True)
+    paper = {norm: {tokens: [bleu] for tokens, bleu in points.items()} for norm, points in PAPER_BLEU.items()}
+    for axis, drawn, title in ((axes[0], curves, "these runs"), (axes[1], paper, "the paper, IWSLT14 German-English")):
+        for index, (label, points) in enumerate(drawn.items()):
+            tokens = sorted(points)
+            means = [np.mean(points[each]) for each in tokens]
+            axis.plot(tokens, means, label=label, color=COLOURS[index % len(COLOURS)],
+                      linestyle=DASHES[index % len(DASHES)], marker=MARKERS[index % len(MARKERS)])  # fmt: skip
+            for each in tokens:  # every seed
+                axis.plot([each] * len(points[each]), points[each], ".", color=COLOURS[index % len(COLOURS)], alpha=0.5)
+        axis.set_xscale("log", base=2)
+        ticks = sorted({each for points in drawn.values() for each in points})
+        axis.set_xticks(ticks, [f"{each:,}" for each in ticks])
+        axis.set_xlabel("tokens per mini-batch")
+        axis.set_ylabel("tokenized BLEU")
+        axis.set_title(title, fontsize=10, loc="left", parse_math=False)
+        axis.grid(alpha=0.3)
+        for text in axis.legend(frameon=False).get_texts():
+            text.set_parse_math(False)
+    return figure
+
+
+def spectrum(checkpoint: Path) -> np.ndarray:
+    """Singular values of the encoder's word embeddings, the largest first, float64.
+
+    Raises:
+        Absent: the checkpoint has none.
+    """
+    import torch
+
+    from pn_fairseq.checkpoints import load_checkpoint
+
+    weight = load_checkpoint(checkpoint)["model"].get("encoder.embed_tokens.weight")
+    if weight is None:
+        raise Absent(f"{checkpoint} has no encoder.embed_tokens.weight")
+    return torch.linalg.svdvals(weight.double()).numpy()
+
+
+def spectra(pyplot, subjects: Sequence[Subject]):
+    """Figure 6."""
+    found = {subject.label: spectrum(subject.checkpoint) for subject in subjects if subject.checkpoint is not None}
+    if not found:
+        raise Absent("no run has a checkpoint_last.pt")
+    figure, axes = pyplot.subplots(1, 3, figsize=(13, 4.4), layout="constrained")
+    divisors = {
+        "divided by the largest, as in the paper": lambda values: values[0],
+        "divided by the second": lambda values: values[1],
+        "divided by the Frobenius norm": lambda values: np.sqrt((values**2).sum()),
+    }
+    handles = {}
+    for axis, (title, divisor) in zip(axes, divisors.items(), strict=True):
+        for index, (label, values) in enumerate(found.items()):
+            style = {"color": COLOURS[index % len(COLOURS)], "linestyle": DASHES[index % len(DASHES)]}
+            handles[label] = axis.plot(values / divisor(values), **style)[0]
+        axis.set_title(title, fontsize=10, loc="left")
+        axis.set_yscale("log")
+        axis.set_xlabel("index of the singular value")
+        axis.grid(alpha=0.3)
+    for (label, values), marker in zip(PAPER_SPECTRA.items(), "D*", strict=True):
+        # Those of the paper's larger matrix at the same fraction of all.
+        for axis, divisor in ((axes[0], values[0]), (axes[1], values[1])):
+            places = np.array(_INDICES) / 1024 * max(map(len, found.values()))
+            handles[f"paper, {label}, WMT14 big (1,024 values, index to scale)"] = axis.plot(
+                places, np.array(values) / divisor, ":", color="#555555", marker=marker, markersize=5,
+                markerfacecolor="white", linewidth=1,
+            )[0]  # fmt: skip
+    axes[0].set_ylabel("singular value of the word embeddings")
+    _legend(figure, handles)
+    return figure
+
+
+#: Norms of an encoder layer, and where they stand.
+_OF_LAYER = {"self_attn_layer_norm": "before self-attention", "final_layer_norm": "before the feed-forward network"}
+
+
+def gains(pyplot, subjects: Sequence[Subject]):
+    """Figure 7."""
+    systems = _probed(subjects)
+    panels = {}
+    for name, place in _OF_LAYER.items():
+        layers = sorted(
+            {
+                int(norm.split(".")[2])
+                for runs in systems.values()
+                for norm in runs[0].probe["norm"].unique()
+                if norm.startswith("encoder.layers.") and norm.endswith(f".{name}")
+            }
+        )
+        groups = {
+            label: [_last_gains(runs, f"encoder.layers.{n}.{name}") for n in layers] for label, runs in systems.items()
+        }
+        groups = {label: values for label, values in groups.items() if any(map(len, values))}
+        if groups:
+            panels[place] = layers, groups
+    if not panels:
+        raise Absent("no probe has an encoder layer whose norm has a gain per channel")
+    figure, axes = pyplot.subplots(
+        1, len(panels), figsize=(5.6 * len(panels), 4.4), layout="constrained", squeeze=False
+    )
+    handles = {}
+    for axis, (place, (layers, groups)) in zip(axes[0], panels.items(), strict=True):
+        handles |= _boxes(axis, groups, [n + 1 for n in layers], {"paper, PN-V on IWSLT14": PAPER_GAIN[: len(layers)]})
+        axis.axhline(1, linestyle="--", color="black", linewidth=1)
+        axis.set_title(place, fontsize=10, loc="left")
+        axis.set_xlabel("encoder layer")
+        axis.set_ylabel(r"$\gamma/\psi_B$ of each channel, last recorded update")
+    _legend(figure, handles)
+    return figure
+
+
+def _last_gains(runs: Sequence[Subject], norm: str) -> np.ndarray:
+    """gain / psi_B of all channels of a norm in the last recorded update."""
+    found = []
+    for subject in runs:
+        rows = subject.probe[(subject.probe["norm"] == norm) & subject.probe["gamma_over_psi_batch"].notna()]
+        if len(rows):
+            found.append(rows["gamma_over_psi_batch"].iloc[-1])
+    return np.concatenate(found) if found else np.array([])
+
+
+#: Number in the paper -> what draws it: draw(pyplot, subjects) -> figure, or raises Absent.
+FIGURES: dict[int, Callable] = {
+    2: _over_training([("mu_distance",), ("sigma2_distance",)], _first_column),
+    3: _over_training([("g_mu",), ("g_sigma2",)], _first_column),
+    4: _over_training([("sigma2_distance", "psi2_distance"), ("g_sigma2", "g_psi2")], _batch_or_power),
+    5: batch_size,
+    6: spectra,
+    7: gains,
+}
+
+_EPILOG = """\
+RUN is a folder as for pn-report, of a training with --norm-probe (Figures 2, 3, 4 and 7), with scores (5), with
+checkpoints (6). What a figure needs and no run has is said in a line, and the others are drawn. The paper's medians are
+drawn beside the runs. docs/figures.md describes each figure.
+
+Writes DIR/figure-N.png and DIR/figure-N.pdf.
+"""
+
+
+@command("pn-figures")
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run ``pn-figures`` on ``argv`` (by default the process's arguments)."""
+    parser = ArgumentParser(
+        prog="pn-figures",
+        description="Draw Figures 2 to 7 of the PowerNorm paper from training runs.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
+    parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="where to write; created if needed")
+    parser.add_argument(
+        "--labels",
+        nargs="+",
+        metavar="LABEL",
+        help="names for the legends (default: from the paths); runs with the same one are drawn as one",
+    )
+    parser.add_argument("--version", action="version", version=f"pn_fairseq {__version__}")
+    args = parser.parse_args(argv)
+
+    from pn_fairseq.report.runs import read_runs
+
+    runs = read_runs(args.runs)
+    labels = args.labels or [run.name for run in runs]
+    if len(labels) != len(runs):
+        raise UserError(f"{len(runs)} runs but {len(labels)} --labels")
+    subjects = [read_subject(run, label) for run, label in zip(runs, labels, strict=True)]
+
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    written, absent = [], []
+    try:
+        args.output.mkdir(parents=True, exist_ok=True)
+        for number, draw in FIGURES.items():
+            try:
+                figure = draw(pyplot, subjects)
+            except Absent as error:
+                absent.append(f"Figure {number}: {error}")
+                continue
+            for kind in ("png", "pdf"):
+                file = args.output / f"figure-{number}.{kind}"
+                with atomic_write(file) as out:
+                    figure.savefig(out, dpi=130, format=kind)
+                written.append(file)
+            pyplot.close(figure)
+    except OSError as error:
+        raise UserError(f"cannot write to --output {args.output}: {error.strerror or error}") from error
+    if not written:
+        raise UserError(f"nothing to draw: {'; '.join(absent)}")
+    for line in absent:
+        print(f"pn-figures: not drawn: {line}", file=sys.stderr)
+    print(*written, sep="\n")
