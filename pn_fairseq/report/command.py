@@ -13,7 +13,7 @@ from pn_fairseq.pipeline.files import atomic_write
 from pn_fairseq.report.paper import LM_NAMES, PAPER
 
 #: Names of the files that the tool writes; it touches no others.
-_MARKDOWN, _HTML, _PICTURES = "report.md", "report.html", "report-curves-"
+_MARKDOWN, _HTML, _CSV, _PICTURES = "report.md", "report.html", "report.csv", "report-curves-"
 
 _EPILOG = """\
 example:
@@ -25,6 +25,7 @@ pn-score --run wrote; or of a job of fairseq-hydra-train -m, or of all jobs toge
 Writes into DIR, in place of what it wrote there before:
   report.md            for GitHub, with the pictures beside it
   report.html          one file with the pictures in it, to be read offline or printed
+  report.csv           scores, validation loss and time of every run
   report-curves-N.png  learning curves, one picture for each corpus
 
 Figures that pn-figures wrote into DIR are shown, and the files of --norm-probe named.
@@ -71,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     from pn_fairseq.report import perplexity
     from pn_fairseq.report.markdown import html
     from pn_fairseq.report.runs import read_runs
-    from pn_fairseq.report.tables import build
+    from pn_fairseq.report.tables import build, raw_scores
 
     runs = read_runs(args.runs, args.subset)
     language_models = perplexity.of_language_models(runs)
@@ -84,11 +85,15 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     try:
         args.output.mkdir(parents=True, exist_ok=True)
+        written = [_MARKDOWN, _HTML]
         if language_models:
             page, pictures = perplexity.build(runs, args.output, _PICTURES, args.subset, args.paper, said)
         else:
             resamples = args.resamples or RESAMPLES
             page, pictures = build(runs, args.output, _PICTURES, args.subset, args.paper, resamples, said)
+            written.append(_CSV)
+            with atomic_write(args.output / _CSV) as file:
+                file.write(raw_scores(runs).to_csv(index=False).encode("utf-8", errors="backslashreplace"))
         for name, text in ((_HTML, html(page, args.output)), (_MARKDOWN, page)):
             with atomic_write(args.output / name) as file:
                 # A file name may hold bytes that are not UTF-8.
@@ -99,4 +104,4 @@ def main(argv: Sequence[str] | None = None) -> None:
     except OSError as error:
         place = error.filename2 or error.filename or args.output
         raise UserError(f"cannot write to --output {args.output}: {error.strerror} ({place})") from error
-    print(args.output / _MARKDOWN, args.output / _HTML, sep="\n")
+    print(*(args.output / name for name in written), sep="\n")

@@ -11,7 +11,7 @@ import jinja2
 import pandas
 from markdown_it import MarkdownIt
 
-# Tables hold Markdown objects. Where pyarrow is installed pandas would keep strings in its format, which has no classes.
+# Tables hold Markdown objects. With pyarrow installed pandas would keep strings in its format, which has no classes.
 pandas.set_option("mode.string_storage", "python")
 
 _SPECIAL = re.compile(r"([\\`*\[\]|~$])|(?<![0-9A-Za-z])_|_(?![0-9A-Za-z])")

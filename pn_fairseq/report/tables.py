@@ -285,6 +285,23 @@ def _scores_of_runs(corpus: Corpus) -> pandas.DataFrame:
     return pandas.DataFrame(rows)
 
 
+def raw_scores(runs: Sequence[Run]) -> pandas.DataFrame:
+    """A row for each run, numbers as they were computed: what a spreadsheet or a test of one's own starts from."""
+    rows = []
+    for corpus in group([run for run in runs if run.known]):
+        for row in corpus.frame.itertuples():
+            run, log = row.run, row.run.log
+            valid = [loss for loss in (log.valid.values() if log else ()) if math.isfinite(loss)]
+            seconds = sum(start.seconds for start in log.starts) if log else 0
+            rows.append(
+                {"run": run.name, "system": row.system, "norm": corpus.norm(row.system), "seed": row.seed}
+                | {measure: getattr(row, measure) for measure in METRICS}
+                | {"best validation loss (bits/token)": min(valid, default=math.nan)}
+                | {"updates": log.updates if log else 0, "seconds": round(seconds, 1), "state": str(_state(run))}
+            )
+    return pandas.DataFrame(rows)
+
+
 def _state(run: Run) -> str:
     """One word or two for how far a run came."""
     if run.failed is not None:

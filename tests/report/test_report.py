@@ -1,9 +1,11 @@
 """pn-report on run directories that are written here, file by file; what it says is checked against other sources."""
 
 import contextlib
+import csv
 import dataclasses
 import html
 import html.parser
+import itertools
 import json
 import os
 import random
@@ -293,9 +295,25 @@ def test_training_table(comparison):
     assert row["tokens"] == "4,000"  # 40 updates of 100
 
 
+def test_csv_has_the_scores_of_every_run(comparison):
+    runs, output, _ = comparison
+    rows = list(csv.DictReader((output / "report.csv").read_text("utf-8").splitlines()))
+    assert [row["run"] for row in rows] == [run.name for norm in LABELS for run in runs[norm]]
+    for row, run in zip(rows, itertools.chain(*(runs[norm] for norm in LABELS)), strict=True):
+        scores = json.loads((run / "generate/test/scores.json").read_text())
+        for measure in ("tokenized", "detokenized", "chrf"):
+            assert float(row[measure]) == pytest.approx(scores[measure]["score"])
+    last = rows[-1]  # PN, seed 3
+    assert (last["norm"], last["seed"], last["updates"], last["seconds"], last["state"]) == (
+        "PN", "3", "40", "12.5", "complete",
+    )  # fmt: skip
+    assert float(last["best validation loss (bits/token)"]) == pytest.approx(4.78)
+
+
 def test_page_is_whole(comparison):
     runs, output, page = comparison
-    assert sorted(path.name for path in output.iterdir()) == ["report-curves-1.png", "report.html", "report.md"]
+    files = ["report-curves-1.png", "report.csv", "report.html", "report.md"]
+    assert sorted(path.name for path in output.iterdir()) == files
     assert page.said("Nothing: every run was trained to its end, decoded and scored.")
     assert "script" not in page.tags and "link" not in page.tags
     (source,) = page.sources
