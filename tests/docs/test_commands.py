@@ -67,12 +67,14 @@ def of_main(call) -> str:
 
 
 def fairseq_help(tool: str) -> str:
-    """All option strings of fairseq's command for this project's model and the criterion, ... of the README."""
+    """All option strings of fairseq's command for this project's models and the criterion, ... of the README."""
     from fairseq import models, options, registry, tasks
 
     importlib.import_module("pn_fairseq.models")
     parser = options.get_training_parser() if tool == "fairseq-train" else options.get_generation_parser()
-    classes = [models.ARCH_MODEL_REGISTRY["transformer_pn_iwslt"], tasks.TASK_REGISTRY["translation"]]
+    models_here = ("transformer_pn_iwslt", "transformer_lm_pn_tiny", "tensorized_lm_pn_tiny")
+    classes = [models.ARCH_MODEL_REGISTRY[name] for name in models_here]
+    classes += [tasks.TASK_REGISTRY[name] for name in ("translation", "language_modeling")]
     chosen = {"criterion": "label_smoothed_cross_entropy", "optimizer": "adam", "lr_scheduler": "inverse_sqrt"}
     classes += [registry.REGISTRIES[kind]["registry"][name] for kind, name in chosen.items()]
     found = set(parser._option_string_actions)
