@@ -60,7 +60,8 @@ class ProgressiveBatchNorm(MaskedBatchNorm):
             return 0.0
         if self._num_updates is not None:
             return max(0.0, 1.0 - self._num_updates / self.fade_updates)
-        return (1.0 - self.num_batches_tracked / self.fade_updates).clamp(min=0.0)
+        # float64: 1 - lambda, which multiplies RepBN, is small at first.
+        return (1.0 - self.num_batches_tracked.double() / self.fade_updates).clamp(min=0.0)
 
     def _train(self, x: Tensor, padding_mask: Tensor | None) -> Tensor:
         y = super()._train(x, padding_mask)  # (1 - lambda) RepBN(x)
