@@ -55,7 +55,8 @@ ALONE = OmegaConf.create(
 
 @pytest.fixture(autouse=True)
 def _fresh():
-    """Leave nothing in fairseq's memory to other tests."""
+    """Take nothing over in fairseq's memory from trainings of other tests, and leave them nothing."""
+    new_process()
     yield
     distributed_utils.call_main(ALONE, lambda cfg: None)
 
