@@ -263,9 +263,8 @@ class RunningNorm(ChannelNorm):
             self._wait(step)
         new = self.update(step)
         if COUNT not in new:
-            values = [*new.values(), *step.products]
-            finite = torch.stack([value.isfinite().all() for value in values]).all()
-            counted = finite & (step.batch.count > 0)
+            values = torch.cat([value.flatten() for value in (*new.values(), step.products)])
+            counted = values.isfinite().all() & (step.batch.count > 0)
             old = {name: self._buffers[name] for name in new}
             new = {name: torch.where(counted, new[name].detach().to(old[name].dtype), old[name]) for name in new}
             new[COUNT] = self.num_batches_tracked + counted

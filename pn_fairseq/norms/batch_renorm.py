@@ -66,9 +66,9 @@ class BatchRenorm(BatchStatsNorm):
 
     def limits(self) -> tuple[Tensor, Tensor]:
         """r_max and d_max, 0-d."""
-        part = self.completed_updates() / max(self.renorm_updates, 1)
-        r_part, d_part = ((part - 1 / 8) / (7 / 8)).clamp(0, 1), ((part - 1 / 8) / (4 / 8)).clamp(0, 1)
-        return 1 + (self.renorm_r_max - 1) * r_part, self.renorm_d_max * d_part
+        since = self.completed_updates() / max(self.renorm_updates, 1) - 1 / 8
+        r_max, d_max = self.renorm_r_max, self.renorm_d_max
+        return (since * ((r_max - 1) / (7 / 8)) + 1).clamp(1, r_max), (since * (d_max / (4 / 8))).clamp(0, d_max)
 
     def forward_pass(self, tokens: Tokens, step: Step) -> Tensor:
         batch = tokens.moments(centered=True)
