@@ -41,6 +41,11 @@ def welch(system: Sequence[float], baseline: Sequence[float]) -> Welch | None:
     return Welch(float(interval.low), float(interval.high), float(result.pvalue))
 
 
+def corrected(p: float, comparisons: int) -> float:
+    """p, corrected by Bonferroni for the number of comparisons that could have come out small."""
+    return min(1.0, p * comparisons)
+
+
 def pairs(
     system: Sequence[Run], baseline: Sequence[Run], subset: str, resamples: int
 ) -> list[tuple[object, dict[str, Comparison] | str]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -16,41 +15,17 @@ import pandas
 
 from pn_fairseq import __version__
 from pn_fairseq.pipeline.scoring import METRICS, p_text
+from pn_fairseq.pipeline.training_log import TrainingLog
 from pn_fairseq.report import curves
 from pn_fairseq.report.figures import find_probe
 from pn_fairseq.report.markdown import Markdown, code, missing, template
 from pn_fairseq.report.paper import PAPER, Row, Table, recognise
 from pn_fairseq.report.runs import Run, lines_of
-from pn_fairseq.report.significance import pairs, welch
+from pn_fairseq.report.significance import corrected, pairs, welch
 from pn_fairseq.report.systems import SEED, UNKNOWN, Corpus, comparable, differing, group, norm_labels, shown
 
 #: Score -> what a report calls it.
 MEASURES = METRICS | {"chrf": "chrF2"}
-
-_YES = {"1": "yes"}
-#: Setting of prepared data -> what it is, and what its values mean.
-_DATA_WORDS = {
-    "lower": ("case", {"1": "lower-cased", "0": "kept"}),
-    "bpe": ("subword operations, on both languages together", {}),
-    "normalize": ("punctuation normalized", _YES),
-    "nonprinting": ("non-printing characters removed", _YES),
-    "straighten": ("typographic apostrophes made plain in the tokens of", {}),
-    "aggressive": ("hyphens split (@-@)", _YES),
-    "compound_split": ("compounds split for tokenized BLEU (##AT##-##AT##)", _YES),
-    "clean": ("cleaned by length (shortest, longest, ratio)", {}),
-    "clean_stage": ("lengths counted in", {"tok": "tokens", "bpe": "subwords"}),
-    "clean_splits": ("cleaned are", {}),
-    "valid_every": ("validation is every n-th training pair, n", {}),
-}
-
-#: Diagnostic -> what it is, and how the records of a run become one number. docs/training.md says more.
-_DIAGNOSTICS = {
-    "norm_psi_distance": ("mean of abs(log(ψ_B / ψ))", statistics.fmean, "mean"),
-    "norm_nu_rms": ("root mean square of ν", max, "largest"),
-    "norm_gamma_max": ("largest mean(x̂²) of a channel", max, "largest"),
-    "norm_guarded_steps": ("times that max(0, ·) acted", max, "largest"),
-    "norm_nonfinite_steps": ("steps kept out of the state, not finite", max, "largest"),
-}
 
 #: The settings that one asks for first; all others are in config.yaml.
 _MAIN_SETTINGS = re.compile(
@@ -114,7 +89,7 @@ def _plain(value: object) -> str:
     return "none" if value in (None, "") else str(value)
 
 
-def _rows(corpus: Corpus) -> Iterator[tuple[dict, Run]]:
+def rows_of(corpus: Corpus) -> Iterator[tuple[dict, Run]]:
     """For each run the cells that name it, and the run."""
     for label, run in zip(corpus.frame["system"], corpus.runs, strict=True):
         seed = missing("not known") if run.seed is None else str(run.seed)
@@ -134,9 +109,8 @@ def _data(corpus: Corpus) -> pandas.DataFrame:
     if corpus.data is None:
         rows["settings"] = missing("not recorded")
     for key, value in (corpus.data or {}).items():
-        if key not in ("source", "target", "folder") and "." not in key:  # with a dot: a file, and its checksum
-            name, meanings = _DATA_WORDS.get(key, (key.replace("_", " "), {}))
-            rows[name] = meanings.get(value, value)
+        if key != "folder" and "." not in key:  # with a dot: a file, and its checksum
+            rows[code(key)] = code(value) if value else missing("none")
     for split in ("train", "valid", "test"):
         amount = _pairs_of(corpus, split)
         rows[f"sentence pairs, {split}"] = missing("not known") if amount is None else f"{amount:,}"
@@ -217,24 +191,28 @@ def _headline(corpus: Corpus) -> dict | None:
     found = {"best": best, "score": number(means.iloc[0]), "other": other}
     if other is None:
         return found
-    # LN with each of the others, or each with each where there is no LN.
-    others = len(means) - 1
-    with_ln = any(label in means.index for label in corpus.ln)
+    # Each with an LN, or each with each where there is no LN.
+    comparisons = len(_tested(corpus)) if corpus.baseline(best) or best in corpus.ln else math.comb(len(means), 2)
+    test = welch(list(scores[best]), list(scores[other]))
     return found | {
         "difference": round(means[best] - means[other], 2),
-        "test": welch(list(scores[best]), list(scores[other])),
+        "test": test,
+        "p": corrected(test.p_value, comparisons) if test else None,
         "seeds": min(len(scores[best]), len(scores[other])),
-        "comparisons": others if with_ln else others * (others + 1) // 2,
+        "comparisons": comparisons,
     }
 
 
+def _tested(corpus: Corpus) -> dict[str, str]:
+    """System -> the LN that it is compared with, where both were scored."""
+    scored = corpus.scores().index
+    return {label: other for label, other in corpus.baselines().items() if label in scored and other in scored}
+
+
 def _significance(corpus: Corpus, subset: str, resamples: int, said: Callable[[str], None]) -> dict:
-    """Every system against LN: ``table``, and which is compared with which in ``baselines``."""
-    rows, baselines, scores = [], {}, corpus.scores()
-    for label in corpus.settings:
-        if not (baseline := corpus.baseline(label)):
-            continue
-        baselines[label] = baseline
+    """Every system against LN: ``table``, and by how many ``comparisons`` the p in it are corrected."""
+    rows, scores, comparisons = [], corpus.scores(), len(_tested(corpus))
+    for label, baseline in corpus.baselines().items():
         said(f"comparing {label} with {baseline}")
         found = pairs(corpus.members(label), corpus.members(baseline), subset, resamples)
         lacking = next((one for one in (label, baseline) if one not in scores.index), None)
@@ -242,47 +220,32 @@ def _significance(corpus: Corpus, subset: str, resamples: int, said: Callable[[s
             if lacking:
                 cells = [missing(f"{lacking}: {_why_unscored(corpus.members(lacking))[1:-1]}")] * 3
             else:
-                cells = _comparison(*(scores.loc[one][measure] for one in (label, baseline)), measure, found)
+                mine, theirs = (scores.loc[one][measure] for one in (label, baseline))
+                cells = _comparison(mine, theirs, measure, found, comparisons)
             rows.append([label, name, *cells])
     tests = ["difference of means", "over seeds: Welch's t-test", "over sentences: paired bootstrap, per seed"]
-    return {"table": pandas.DataFrame(rows, columns=["norm", "measure", *tests]), "baselines": baselines}
+    return {"table": pandas.DataFrame(rows, columns=["norm", "measure", *tests]), "comparisons": comparisons}
 
 
-def _comparison(mine: pandas.Series, theirs: pandas.Series, measure: str, found: list) -> list[str]:
+def _comparison(mine: pandas.Series, theirs: pandas.Series, measure: str, found: list, comparisons: int) -> list[str]:
     """Difference of means, test over seeds, test over sentences; from scores by seed, and paired bootstraps."""
     test = welch(list(mine), list(theirs))
     few = min(len(mine), len(theirs)) < 2
     over_seeds = missing("– (needs two seeds of each)" if few else "– (no spread over seeds)")
     if test is not None:
-        over_seeds = f"{signed(test.low)} to {signed(test.high)}, {p_text(test.p_value)}"
+        over_seeds = f"{signed(test.low)} to {signed(test.high)}, {p_text(corrected(test.p_value, comparisons))}"
     parts = []
-    for seed, comparisons in found:
+    for seed, compared in found:
         seed = "not known" if seed is None else seed
-        if isinstance(comparisons, str):
-            parts.append(f"seed {seed}: not computed ({comparisons})")
+        if isinstance(compared, str):
+            parts.append(f"seed {seed}: not computed ({compared})")
         else:
-            other, one = comparisons[measure].results.values()
-            parts.append(f"seed {seed}: {signed(one.score - other.score)}, {p_text(one.p_value)}")
+            other, one = compared[measure].results.values()
+            p = p_text(corrected(one.p_value, comparisons))
+            parts.append(f"seed {seed}: {signed(one.score - other.score)}, {p}")
     if alone := sorted(set(mine.index.dropna()) ^ set(theirs.index.dropna())):
         parts.append(f"seed {listed(alone)}: on one side only")
     return [signed(mine.mean() - theirs.mean()), over_seeds, "; ".join(parts)]
-
-
-def _scores_of_runs(corpus: Corpus) -> pandas.DataFrame:
-    rows = []
-    for row, run in _rows(corpus):
-        names = [*MEASURES.values(), "precisions, 1 to 4 tokens", "brevity penalty", "length ratio", "sentences"]
-        cells = [_why_unscored([run])] * len(names)
-        if run.scores:
-            cells[:3] = [number(getattr(run.scores, measure).score) for measure in MEASURES]
-            parts = re.match(r"(\S+) +\(BP = (\S+) ratio = (\S+) hyp_len = (\d+) ref_len = (\d+)\)",
-                             run.scores.tokenized.verbose)  # fmt: skip
-            cells[3:6] = [missing("not recorded")] * 3
-            if parts:
-                cells[3:6] = parts[1], parts[2], f"{parts[3]} ({parts[4]} / {parts[5]})"
-            cells[6] = f"{run.scores.sentences:,}"
-        rows.append(row | dict(zip(names, cells, strict=True)))
-    return pandas.DataFrame(rows)
 
 
 def raw_scores(runs: Sequence[Run]) -> pandas.DataFrame:
@@ -290,16 +253,36 @@ def raw_scores(runs: Sequence[Run]) -> pandas.DataFrame:
     rows = []
     for corpus in group([run for run in runs if run.known]):
         for row in corpus.frame.itertuples():
-            run, log = row.run, row.run.log
-            valid = [loss for loss in (log.valid.values() if log else ()) if math.isfinite(loss)]
-            seconds = sum(start.seconds for start in log.starts) if log else 0
+            run, label = row.run, row.system
             rows.append(
-                {"run": run.name, "system": row.system, "norm": corpus.norm(row.system), "seed": row.seed}
+                {"run": run.name, "system": label, "norm": corpus.norm(label), "seed": row.seed}
+                | {"compared with": corpus.baseline(label)}
                 | {measure: getattr(row, measure) for measure in METRICS}
-                | {"best validation loss (bits/token)": min(valid, default=math.nan)}
-                | {"updates": log.updates if log else 0, "seconds": round(seconds, 1), "state": str(_state(run))}
+                | {"parts of tokenized BLEU": run.scores.tokenized.verbose if run.scores else ""}
+                | _of_training(run)
+                | {"state": str(_state(run)), "problems": "; ".join(here(problem) for problem in run.problems)}
             )
     return pandas.DataFrame(rows)
+
+
+def _of_training(run: Run) -> dict[str, float]:
+    """Numbers of a training: NaN where the log does not have them."""
+    log = run.log or TrainingLog()
+    valid = {loss: update for update, loss in log.valid.items() if math.isfinite(loss)}
+    best, speeds = min(valid, default=math.nan), list(log.tokens_per_second.values())
+    speed, tokens = statistics.median(speeds) if speeds else math.nan, sum(start.tokens for start in log.starts)
+    # What was trained again after an interruption is in the tokens.
+    records = sum(len(start.updates) for start in log.starts)
+    trained = log.updates * records / len(log.train) if log.train else math.nan
+    return {
+        "updates": log.updates,
+        "best validation loss (bits/token)": best,
+        "at update": valid.get(best, math.nan),
+        "seconds": round(sum(start.seconds for start in log.starts), 1),
+        "seconds per update": round(tokens / trained / speed, 3),
+        "tokens/s": speed,
+        "tokens": tokens,
+    }
 
 
 def _state(run: Run) -> str:
@@ -317,79 +300,72 @@ def _state(run: Run) -> str:
     return "complete" if run.scores else missing("decoded, not scored")
 
 
-def _training(corpus: Corpus) -> pandas.DataFrame:
+def training(corpus: Corpus) -> pandas.DataFrame:
+    """How each run went."""
     rows = []
-    for row, run in _rows(corpus):
-        names = ["updates", "best validation loss (bits/token)", "wall time", "starts", "tokens/s", "tokens", "workers",
-                 "parameters"]  # fmt: skip
-        cells = _training_numbers(run) if run.trained else [missing("not trained")] * len(names)
-        rows.append(row | {"state": _state(run)} | dict(zip(names, cells, strict=True)))
+    for row, run in rows_of(corpus):
+        log, nothing, found = run.log, missing("not logged"), _of_training(run)
+        cells = dict.fromkeys(
+            ["updates", "best validation loss (bits/token)", "wall time", "time per update", "starts", "tokens/s",
+             "tokens", "workers", "parameters"], missing("not trained"),
+        )  # fmt: skip
+        if run.trained:
+            best, certain = found["at update"], all(start.done_seconds is not None for start in log.starts)
+            of = f"of {run.max_update:,}" if run.max_update else "(no limit)"
+            at = f"{number(found['best validation loss (bits/token)'], 3)} at {best:,}"
+            time = ("" if certain else "at least ") + duration(found["seconds"])
+            logged = math.isfinite(found["tokens/s"])
+            values = [
+                f"{log.updates:,} {of}", missing("never validated") if math.isnan(best) else at,
+                time if found["seconds"] else nothing, f"{found['seconds per update']:.2f} s" if logged else nothing,
+                str(len(log.starts)), number(found["tokens/s"], 0) if logged else nothing,
+                number(found["tokens"], 0) if found["tokens"] else nothing, str(run.workers),
+                f"{log.parameters:,}" if log.parameters else nothing,
+            ]  # fmt: skip
+            cells = dict(zip(cells, values, strict=True))
+        rows.append(row | {"state": _state(run)} | cells)
     return pandas.DataFrame(rows)
 
 
-def _training_numbers(run: Run) -> list[str]:
-    log, nothing = run.log, missing("not logged")
-    best = min(((loss, update) for update, loss in log.valid.items() if math.isfinite(loss)), default=None)
-    seconds, tokens = (sum(getattr(start, what) for start in log.starts) for what in ("seconds", "tokens"))
-    certain = all(start.done_seconds is not None for start in log.starts)
-    speeds = list(log.tokens_per_second.values())
-    return [
-        f"{log.updates:,} of {run.max_update:,}" if run.max_update else f"{log.updates:,} (no limit)",
-        f"{number(best[0], 3)} at {best[1]:,}" if best else missing("never validated"),
-        ("" if certain else "at least ") + duration(seconds) if seconds else nothing,
-        str(len(log.starts)),
-        number(statistics.median(speeds), 0) if speeds else nothing,
-        number(tokens, 0) if tokens else nothing,
-        str(run.workers),
-        f"{log.parameters:,}" if log.parameters else nothing,
-    ]
+def _diagnostics(corpus: Corpus) -> pandas.DataFrame:
+    """The largest and the last value of what ``--norm-stats-interval`` logged."""
 
-
-def _diagnostics(corpus: Corpus) -> dict:
-    """The norms' diagnostics: ``table``, their ``meanings``, and the runs that are ``silent``."""
-    logged = {run.name: run.log.diagnostics if run.log else {} for run in corpus.runs}
-    names = dict.fromkeys(name for found in logged.values() for name in found)
-    names = [*(name for name in _DIAGNOSTICS if name in names), *(name for name in names if name not in _DIAGNOSTICS)]
-
-    def cell(values: dict[int, float], make: Callable) -> str:
+    def cell(values: dict[int, float]) -> str:
         finite = [value for value in values.values() if math.isfinite(value)]
         if not finite:
             return missing("not finite" if values else "not logged")
-        return f"{make(finite):.4g}, last {values[max(values)]:.4g}"
+        return f"{max(finite):.4g}, last {values[max(values)]:.4g}"
 
-    rows = [
-        {"norm": row["norm"], "seed": row["seed"]}
-        | {code(name): cell(logged[run.name].get(name, {}), _DIAGNOSTICS.get(name, ("", max))[1]) for name in names}
-        for row, run in _rows(corpus)
-        if logged[run.name]
-    ]
-    return {
-        "table": pandas.DataFrame(rows),
-        "meanings": {name: _DIAGNOSTICS[name] for name in names if name in _DIAGNOSTICS},
-        "silent": [name for name, found in logged.items() if not found],
-    }
+    logged = [(row, run.log.diagnostics) for row, run in rows_of(corpus) if run.log and run.log.diagnostics]
+    names = dict.fromkeys(name for _, found in logged for name in found)
+    return pandas.DataFrame(
+        [
+            {"norm": row["norm"], "seed": row["seed"]} | {code(name): cell(found.get(name, {})) for name in names}
+            for row, found in logged
+        ]
+    )
 
 
 def _machines(runs: Sequence[Run]) -> pandas.DataFrame:
     """Versions and hardware, as each start of a training recorded them; the same ones once."""
-    found: dict[str, dict] = {}
-    for run, start in ((one, start) for one in runs for start in one.starts):
-        machine = {name.replace("_", " "): _plain(value) for name, value in start.items() if name not in _OF_A_START}
-        column = found.setdefault(json.dumps(machine, sort_keys=True), machine | {"runs": {}, "starts": []})
-        column["runs"][run.name] = None
-        column["starts"].append(str(start.get("started", "not recorded")))
-    for column in found.values():
-        first, last = min(column["starts"]), max(column["starts"])
-        times = first if first == last else f"{first} to {last}"
-        column |= {"runs": ", ".join(column["runs"]), "starts": f"{count(len(column['starts']), 'start')}, {times}"}
-    titles = ["all starts"] if len(found) == 1 else [f"machine {index + 1}" for index in range(len(found))]
-    names = list(dict.fromkeys(name for column in found.values() for name in column))
-    names.sort(key=("runs", "starts").count)  # at the end
-    cells = {
-        title: [column.get(name, "none") for name in names]
-        for title, column in zip(titles, found.values(), strict=True)
-    }
-    return pandas.DataFrame({"what": names} | cells)
+    starts = pandas.DataFrame(
+        {"torch": "none"}
+        | {name.replace("_", " "): _plain(value) for name, value in start.items() if name not in _OF_A_START}
+        | {"runs": run.name, "starts": str(start.get("started", "not recorded"))}
+        for run in runs
+        for start in run.starts
+    ).fillna("none")
+    if starts.empty:
+        return starts
+
+    def times(started: pandas.Series) -> str:
+        first, last = started.min(), started.max()
+        return f"{count(len(started), 'start')}, {first if first == last else f'{first} to {last}'}"
+
+    machines = starts.groupby([name for name in starts if name not in ("runs", "starts")], sort=False)
+    found = machines.agg({"runs": lambda names: ", ".join(dict.fromkeys(names)), "starts": times}).reset_index()
+    found.index = ["all starts"] if len(found) == 1 else [f"machine {place + 1}" for place in found.index]
+    return found.T.rename_axis("what").reset_index()
 
 
 def _settings(corpus: Corpus) -> dict | None:
@@ -424,22 +400,18 @@ def _commands(runs: Sequence[Run]) -> dict[str, str]:
     return {name: shlex.join(["scripts/train.sh", *map(here, found)]) for name, found in words.items() if found}
 
 
-def _about(corpus: Corpus, picture: Path, subset: str, paper: str, resamples: int, said: Callable[[str], None]) -> dict:
-    """All that the template shows of a corpus."""
-    data, runs = corpus.data or {}, corpus.runs
-    if paper == "auto":
-        paper = recognise(data, _sentences(corpus, subset)) if subset == "test" else None
-    beside = PAPER.get(paper)
+def about(
+    corpus: Corpus, said: Callable[[str], None] = lambda words: None, *, subset: str, paper: str, resamples: int
+) -> dict:
+    """What ``report.md.j2`` shows of the runs on a corpus."""
+    runs, data = corpus.runs, corpus.data or {}
+    name = (recognise(data, _sentences(corpus, subset)) or "none") if paper == "auto" else paper
+    beside = PAPER.get(name)
     scored = [run for run in runs if run.scores]
     signatures = {
-        name: sorted({str(getattr(run.scores, measure).signature) for run in scored})
-        for measure, name in MEASURES.items()
+        name: sorted({getattr(run.scores, measure).signature for run in scored}) for measure, name in MEASURES.items()
     }
-    significance = _significance(corpus, subset, resamples, said)
-    said("drawing learning curves")
-    logs = {label: [run.log for run in corpus.members(label) if run.log] for label in corpus.settings}
     names = [data.get("source"), data.get("target")]
-    commands = _commands(runs)
     return {
         "title": " to ".join(names) if all(names) else f"Data not known: {runs[0].name}",
         "data": _data(corpus),
@@ -454,15 +426,8 @@ def _about(corpus: Corpus, picture: Path, subset: str, paper: str, resamples: in
         "signatures": signatures if scored else {},
         "decodings": sorted({run.decoding for run in runs if run.decoding}),
         "has_ln": bool(corpus.ln),
-        "significance": significance,
-        "curves": curves.plot(logs, picture, significance["baselines"]),
-        "picture": picture.name,
-        "scores": _scores_of_runs(corpus),
-        "training": _training(corpus),
-        "diagnostics": _diagnostics(corpus),
-        "settings": _settings(corpus),
-        "commands": list(commands.values()),
-        "lacking": [run.name for run in runs if run.name not in commands],
+        "baselines": corpus.baselines(),
+        "significance": _significance(corpus, subset, resamples, said),
     }
 
 
@@ -470,46 +435,57 @@ def build(
     runs: Sequence[Run],
     folder: Path,
     prefix: str,
-    subset: str,
-    paper: str,
-    resamples: int,
+    page: str,
+    about: Callable[..., dict],
     said: Callable[[str], None] = lambda words: None,
+    **settings,
 ) -> tuple[str, list[str]]:
-    """The report about runs as Markdown, and the names of its pictures, which are written into ``folder``.
+    """A report about runs as Markdown, and the names of its pictures, which are written into ``folder``.
 
     Args:
         runs: as :func:`pn_fairseq.report.runs.read_runs` returns them.
         folder: where the pictures go.
         prefix: what their names begin with.
-        subset: which decoded subset the scores are of.
-        paper: whose numbers are shown beside ours: a key of :data:`PAPER`, ``none``, or ``auto``.
-        resamples: of the bootstrap.
+        page: the template. It extends ``page.md.j2``, which has what all reports show.
+        about: called with each corpus, ``said`` and ``settings``; returns what the template shows of it.
         said: called with lines of progress.
+        settings: shown by the template, too.
     """
     corpora = group([run for run in runs if run.known])
     pictures = [f"{prefix}{index}.png" for index in range(1, len(corpora) + 1)]
-    problems = [(here(run.path), here(problem)) for run in runs for problem in run.problems]
-    page = template("report.md.j2").render(
-        version=__version__, subset=subset, resamples=resamples,
-        runs=len(runs),
+    shown = []
+    for corpus, name in zip(corpora, pictures, strict=True):
+        found = about(corpus, said, **settings)
+        said("drawing learning curves")
+        logs = {label: [run.log for run in corpus.members(label) if run.log] for label in corpus.settings}
+        commands = _commands(corpus.runs)
+        shown.append(
+            found
+            | {
+                "curves": curves.plot(logs, folder / name, found["baselines"]),
+                "picture": name,
+                "training": training(corpus),
+                "diagnostics": _diagnostics(corpus),
+                "settings": _settings(corpus),
+                "commands": list(commands.values()),
+                "lacking": [run.name for run in corpus.runs if run.name not in commands],
+            }
+        )
+    text = template(page).render(
+        settings, version=__version__, runs=len(runs), corpora=shown, machines=_machines(runs),
         systems=sum(len(corpus.settings) for corpus in corpora),
         scored=sum(run.scores is not None for run in runs),
         faultless=sum(run.scores is not None and not run.problems for run in runs),
-        problems=problems,
+        problems=[(here(run.path), here(problem)) for run in runs for problem in run.problems],
         repeated=[
             (*system_and_seed, [run.name for run in again])
             for corpus in corpora
             for system_and_seed, again in corpus.frame.groupby(["system", "seed"], sort=False)["run"]
             if len(again) > 1
         ],
-        corpora=[
-            _about(corpus, folder / name, subset, paper, resamples, said)
-            for corpus, name in zip(corpora, pictures, strict=True)
-        ],
-        machines=_machines(runs),
         lacking=[run.name for run in runs if not run.starts],
         probes=[(run.name, here(str(probe))) for run in runs if (probe := find_probe(run))],
         figures=[file.name for file in sorted(folder.glob("figure-[2-7].png"))],  # of pn-figures
         count=count, number=number, signed=signed, p_text=p_text,
     )  # fmt: skip
-    return re.sub(r"\n{3,}", "\n\n", page), pictures
+    return re.sub(r"\n{3,}", "\n\n", text), pictures
