@@ -209,7 +209,7 @@ def _details(
     of_norm = differing([other for other in systems if other[NORM] == settings[NORM]])
     return [
         shown(settings.get(name)) if name == SIZE else f"{name.rpartition('.')[2]}={_bare(settings.get(name))}"
-        for name in differing(systems)
+        for name in sorted(differing(systems))
         if name != NORM and (shown(settings.get(name)) != usual[name] if name in usual else name in of_norm)
     ]
 

@@ -627,9 +627,10 @@ def test_variants_are_named_by_what_differs_from_most_runs(tmp_path):
     runs = [make_run(tmp_path / name, norm, seed, **changes) for name, (norm, seed, changes) in variants.items()]
     page = report(*sorted(runs), output=tmp_path / "out")
     against = {
-        "LN (lr=0.01)": "LN", "LN (layer_scale_groups=4)": "LN", "BN": "LN", "BN (norm_variant=release)": "LN", "PN": "LN",
+        "LN (lr=0.01)": "LN", "LN (layer_scale_groups=4)": "LN", "BN": "LN", "BN (norm_variant=release)": "LN",
+        "PN": "LN",
         "PN (lr=0.01)": "LN (lr=0.01)", "PN (norm_alpha_fwd=0.99)": "LN",
-        "PN (norm_alpha_fwd=0.9, norm_alpha_bwd=0.95)": "LN",
+        "PN (norm_alpha_bwd=0.95, norm_alpha_fwd=0.9)": "LN",
     }  # fmt: skip
     seeds = {row["norm"]: row["seeds scored"] for row in page.table("norm", "seeds scored")}
     assert list(seeds)[0] == "LN" and seeds.keys() == {"LN", *against}
