@@ -58,7 +58,7 @@ def _results(corpus: Corpus) -> pandas.DataFrame:
         found = _perplexities(corpus, label)
         plain = [each.perplexity for each in found.values()]
         batch = [math.exp(each.batch_nll) for each in found.values() if each.batch_nll is not None]
-        names = tables.listed(["not known" if seed is None else seed for seed in found])
+        names = ", ".join("not known" if seed is None else str(seed) for seed in found)
         row = {"norm": _name(corpus, label), "seeds": names or missing("none measured")}
         row["perplexity"], row["std"] = _mean_and_deviation(plain)
         row["bits per token"], _ = _mean_and_deviation([each.bits for each in found.values()], 3)

@@ -9,6 +9,7 @@ import shlex
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from pathlib import Path
 
 import pandas
@@ -18,7 +19,7 @@ from pn_fairseq.pipeline.scoring import METRICS, p_text
 from pn_fairseq.pipeline.training_log import TrainingLog
 from pn_fairseq.report import curves
 from pn_fairseq.report.figures import find_probe
-from pn_fairseq.report.markdown import Markdown, code, missing, template
+from pn_fairseq.report.markdown import Markdown, code, missing, template, text
 from pn_fairseq.report.paper import PAPER, Row, Table, recognise
 from pn_fairseq.report.runs import Run, lines_of
 from pn_fairseq.report.significance import corrected, pairs, welch
@@ -53,23 +54,12 @@ def signed(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes // 60} h {minutes % 60:02d} min" if minutes >= 60 else f"{minutes} min {rest:02d} s"
+    return str(timedelta(seconds=round(seconds)))
 
 
 def count(amount: int, one: str, several: str = "") -> str:
     """ "1 run", "3 runs"."""
     return f"{amount:,} {one if amount == 1 else several or one + 's'}"
-
-
-def listed(items: Sequence[object]) -> str:
-    """Items in a row; consecutive whole numbers as the first and the last."""
-    numbers = sorted(items) if all(isinstance(item, int) for item in items) else []
-    if len(numbers) > 2 and numbers == list(range(numbers[0], numbers[-1] + 1)):
-        return f"{numbers[0]} to {numbers[-1]}"
-    return ", ".join(str(item) for item in items)
 
 
 def here(words: str | Path) -> str:
@@ -123,12 +113,6 @@ def _sentences(corpus: Corpus, subset: str) -> int | None:
     return next(decoded, None) or _pairs_of(corpus, subset)
 
 
-def _why_unscored(runs: Sequence[Run]) -> Markdown:
-    if any(run.decoded is not None for run in runs):
-        return missing("not scored")
-    return missing("not decoded" if any(run.log is not None for run in runs) else "not trained")
-
-
 def _means(corpus: Corpus) -> pandas.DataFrame:
     """System -> (measure, ``mean`` or ``std``) over its seeds; NaN where there are no scores, or one seed alone."""
     return corpus.scores().groupby(level="system", sort=False).agg(["mean", "std"]).reindex(list(corpus.settings))
@@ -148,35 +132,24 @@ def _published(corpus: Corpus, paper: Table | None) -> dict[str, Row]:
 def _results(corpus: Corpus, paper: Table | None) -> pandas.DataFrame:
     means, rows, beside = _means(corpus), [], _published(corpus, paper)
     for label in corpus.settings:
-        runs, norm = corpus.members(label), corpus.norm(label)
-        seeds, scored = (
-            list(dict.fromkeys(run.seed for run in some)) for some in (runs, [r for r in runs if r.scores])
-        )
-        amount = str(len(scored)) + (f" of {len(seeds)}" if len(scored) < len(seeds) else "")
-        why = _why_unscored(runs)
-        names = listed(["not known" if seed is None else seed for seed in scored])
-        row: list[str] = [label, f"{amount} ({names})" if scored else Markdown(f"{amount} {why}")]
-        for measure in MEASURES:
+        runs = corpus.members(label)
+        scored = {"not known" if run.seed is None else run.seed: None for run in runs if run.scores}
+        seeds, why = len({run.seed for run in runs}), _state(runs[0])
+        amount = f"{len(scored)} of {seeds}" if len(scored) < seeds else str(seeds)
+        row = {
+            "norm": label,
+            "seeds scored": Markdown(f"{amount} ({', '.join(map(str, scored))})" if scored else f"{amount} {why}"),
+        }
+        for measure, name in MEASURES.items():
             mean, deviation = means.loc[label, measure]
             spread = missing("– (one seed)") if math.isnan(deviation) else number(deviation)
-            row += [number(mean), spread] if scored else [why, why]
+            row |= {name: number(mean), f"std, {name}": spread} if scored else {name: why, f"std, {name}": why}
             if measure == "tokenized" and paper:
                 published = beside[label].bleu if label in beside else None
-                row.append(missing("not in the paper") if published is None else number(published, 1))
-                row.append(missing("–") if published is None or not scored else signed(mean - published))
-        rows.append((norm, row))
-    labels = norm_labels()
-    for row in paper.rows if paper else ():
-        if row not in beside.values():
-            norm = labels[row.norm]
-            name = f"{norm} ({row.label})" if [one.norm for one in paper.rows].count(row.norm) > 1 else norm
-            rows.append((norm, [name, *[missing("no run")] * 3, number(row.bleu, 1), *[missing("no run")] * 5]))
-    order = list(labels.values())
-    rows.sort(key=lambda row: order.index(row[0]) if row[0] in order else len(order))
-    columns = ["norm", "seeds scored"]
-    for measure, name in MEASURES.items():
-        columns += [name, "std", *(["paper", "difference"] if measure == "tokenized" and paper else [])]
-    return pandas.DataFrame([row for _, row in rows], columns=columns)
+                row["paper"] = missing("not in the paper") if published is None else number(published, 1)
+                row["difference"] = signed(mean - published) if published and scored else missing("–")
+        rows.append(row)
+    return pandas.DataFrame(rows)
 
 
 def _headline(corpus: Corpus) -> dict | None:
@@ -218,7 +191,7 @@ def _significance(corpus: Corpus, subset: str, resamples: int, said: Callable[[s
         lacking = next((one for one in (label, baseline) if one not in scores.index), None)
         for measure, name in MEASURES.items():
             if lacking:
-                cells = [missing(f"{lacking}: {_why_unscored(corpus.members(lacking))[1:-1]}")] * 3
+                cells = [Markdown(f"{text(lacking)}: {_state(corpus.members(lacking)[0])}")] * 3
             else:
                 mine, theirs = (scores.loc[one][measure] for one in (label, baseline))
                 cells = _comparison(mine, theirs, measure, found, comparisons)
@@ -244,7 +217,7 @@ def _comparison(mine: pandas.Series, theirs: pandas.Series, measure: str, found:
             p = p_text(corrected(one.p_value, comparisons))
             parts.append(f"seed {seed}: {signed(one.score - other.score)}, {p}")
     if alone := sorted(set(mine.index.dropna()) ^ set(theirs.index.dropna())):
-        parts.append(f"seed {listed(alone)}: on one side only")
+        parts.append(f"seed {', '.join(map(str, alone))}: on one side only")
     return [signed(mine.mean() - theirs.mean()), over_seeds, "; ".join(parts)]
 
 
@@ -325,25 +298,6 @@ def training(corpus: Corpus) -> pandas.DataFrame:
             cells = dict(zip(cells, values, strict=True))
         rows.append(row | {"state": _state(run)} | cells)
     return pandas.DataFrame(rows)
-
-
-def _diagnostics(corpus: Corpus) -> pandas.DataFrame:
-    """The largest and the last value of what ``--norm-stats-interval`` logged."""
-
-    def cell(values: dict[int, float]) -> str:
-        finite = [value for value in values.values() if math.isfinite(value)]
-        if not finite:
-            return missing("not finite" if values else "not logged")
-        return f"{max(finite):.4g}, last {values[max(values)]:.4g}"
-
-    logged = [(row, run.log.diagnostics) for row, run in rows_of(corpus) if run.log and run.log.diagnostics]
-    names = dict.fromkeys(name for _, found in logged for name in found)
-    return pandas.DataFrame(
-        [
-            {"norm": row["norm"], "seed": row["seed"]} | {code(name): cell(found.get(name, {})) for name in names}
-            for row, found in logged
-        ]
-    )
 
 
 def _machines(runs: Sequence[Run]) -> pandas.DataFrame:
@@ -459,19 +413,18 @@ def build(
         said("drawing learning curves")
         logs = {label: [run.log for run in corpus.members(label) if run.log] for label in corpus.settings}
         commands = _commands(corpus.runs)
+        curves.plot(logs, folder / name, found["baselines"])
         shown.append(
             found
             | {
-                "curves": curves.plot(logs, folder / name, found["baselines"]),
                 "picture": name,
                 "training": training(corpus),
-                "diagnostics": _diagnostics(corpus),
                 "settings": _settings(corpus),
                 "commands": list(commands.values()),
                 "lacking": [run.name for run in corpus.runs if run.name not in commands],
             }
         )
-    text = template(page).render(
+    rendered = template(page).render(
         settings, version=__version__, runs=len(runs), corpora=shown, machines=_machines(runs),
         systems=sum(len(corpus.settings) for corpus in corpora),
         scored=sum(run.scores is not None for run in runs),
@@ -488,4 +441,4 @@ def build(
         figures=[file.name for file in sorted(folder.glob("figure-[2-7].png"))],  # of pn-figures
         count=count, number=number, signed=signed, p_text=p_text,
     )  # fmt: skip
-    return re.sub(r"\n{3,}", "\n\n", text), pictures
+    return re.sub(r"\n{3,}", "\n\n", rendered), pictures

@@ -24,7 +24,6 @@ from scipy import integrate
 from pn_fairseq import norms
 from pn_fairseq.report import markdown
 from pn_fairseq.report.command import main
-from pn_fairseq.report.curves import Picture
 from pn_fairseq.report.paper import PAPER
 from pn_fairseq.report.significance import welch
 from pn_fairseq.report.tables import here
@@ -179,7 +178,6 @@ class Page(html.parser.HTMLParser):
 def report(*runs: Path, output: Path, options=("--resamples", "10"), draw: bool = False) -> Page:
     def no_plot(systems, file, baselines):
         file.write_bytes(b"PNG")
-        return Picture(False, (), (), False, False)
 
     with contextlib.nullcontext() if draw else mock.patch("pn_fairseq.report.curves.plot", no_plot):
         assert main([*map(str, runs), "--output", str(output), *options]) == 0
@@ -208,12 +206,11 @@ def test_means_and_deviations_over_seeds(comparison):
     rows = page.table("norm", "seeds scored", "tokenized BLEU")
     assert [row["norm"] for row in rows] == list(LABELS.values())
     for row, norm in zip(rows, LABELS, strict=True):
-        assert row["seeds scored"] == "3 (1 to 3)"
-        columns = (("tokenized", "tokenized BLEU", "std"), ("detokenized", "detokenized BLEU", "std 2"))
-        for measure, mean, deviation in (*columns, ("chrf", "chrF2", "std 3")):
+        assert row["seeds scored"] == "3 (1, 2, 3)"
+        for measure, name in (("tokenized", "tokenized BLEU"), ("detokenized", "detokenized BLEU"), ("chrf", "chrF2")):
             values = numpy.array(scores_of(runs[norm], measure))
-            assert row[mean] == f"{values.mean():.2f}"
-            assert row[deviation] == f"{values.std(ddof=1):.2f}"
+            assert row[name] == f"{values.mean():.2f}"
+            assert row[f"std, {name}"] == f"{values.std(ddof=1):.2f}"
 
 
 def welch_by_hand(a: list[float], b: list[float]) -> tuple[float, float]:
@@ -290,7 +287,7 @@ def test_training_table(comparison):
     assert (row["norm"], row["seed"], row["run"], row["state"]) == ("PN", "3", "pn_3", "complete")
     assert row["updates"] == "40 of 40" and row["parameters"] == "1,508,352"
     assert row["best validation loss (bits/token)"] == "4.780 at 40"  # 5 + 0.25 + 0.03 - 0.5
-    assert row["wall time"] == "12.5 s" and row["starts"] == "1"
+    assert row["wall time"] == "0:00:12" and row["starts"] == "1"
     assert row["tokens/s"] == "1,025"  # median of 1010, 1020, 1030, 1540
     assert row["tokens"] == "4,000"  # 40 updates of 100
     assert row["time per update"] == "0.10 s"  # 100 / 1,025
@@ -382,8 +379,8 @@ def test_settings_that_differ(comparison, tmp_path):
 def test_one_seed_has_no_deviation(tmp_path):
     runs = [make_run(tmp_path / norm, norm) for norm in ("ln", "pn")]
     page = report(*runs, output=tmp_path / "out")
-    for row in page.table("norm", "seeds scored", "std"):
-        assert row["seeds scored"] == "1 (1)" and row["std"] == row["std 2"] == row["std 3"] == "– (one seed)"
+    for row in page.table("norm", "seeds scored", "std, tokenized BLEU"):
+        assert row["seeds scored"] == "1 (1)" and row["std, tokenized BLEU"] == row["std, chrF2"] == "– (one seed)"
     row = page.table("measure", "difference of means")[0]
     assert row["over seeds: Welch's t-test"] == "– (needs two seeds of each)"
     assert re.fullmatch(r"seed 1: \+\d\S+, p [<=] \S+", row["over sentences: paired bootstrap, per seed"])
@@ -420,12 +417,9 @@ def test_paper(options, data, expected, tmp_path):
     if expected is None:
         assert "paper" not in rows["PN"]
         return
-    assert [(norm, row["paper"]) for norm, row in rows.items()] == [
-        (norm, str(bleu)) for norm, bleu in zip(LABELS.values(), expected, strict=True)
-    ]
+    assert rows["PN"]["paper"] == str(expected[3])
     ours = float(rows["PN"]["tokenized BLEU"])
     assert float(rows["PN"]["difference"].replace("−", "-")) == pytest.approx(ours - expected[3], abs=0.006)
-    assert rows["BN"]["tokenized BLEU"] == "no run"
     assert page.said("Not comparable with the paper: its test set has")
     assert page.said("The paper's number beside PN is of models with model.norm_variant=release.")
     assert not page.said("The paper's number beside LN")
@@ -439,18 +433,14 @@ def test_rows_of_a_table_that_share_a_norm(tmp_path):
     options = ("--paper", "adanorm-3")
     page = report(*runs, output=tmp_path / "out", options=options)
     rows = {row["norm"]: row["paper"] for row in page.table("norm", "seeds scored")}
-    assert rows == {
-        "LN-simple": "35.5",
-        "DetachNorm (norm_detach=mean)": "35.6",
-        "DetachNorm (norm_detach=std)": "34.2",
-    }
+    assert rows == {"DetachNorm (norm_detach=mean)": "35.6", "DetachNorm (norm_detach=std)": "34.2"}
     page = report(runs[0], output=tmp_path / "out", options=options)
     rows = {row["norm"]: row["paper"] for row in page.table("norm", "seeds scored")}
-    assert rows == {"LN-simple": "35.5", "DetachNorm": "35.6", "DetachNorm (Detach Variance)": "34.2"}
+    assert rows == {"DetachNorm": "35.6"}
     assert not page.said("is of models with")
     unlike = make_run(tmp_path / "unlike", "dn")
     page = report(unlike, output=tmp_path / "out", options=options)
-    assert page.table("norm", "seeds scored")[1]["paper"] == "not in the paper"
+    assert page.table("norm", "seeds scored")[0]["paper"] == "not in the paper"
 
 
 @pytest.mark.parametrize(("name", "count"), [("powernorm-1", 6750), ("powernorm-1-wmt14", 3003)])
@@ -592,7 +582,7 @@ def test_restarts_are_added_up(tmp_path):
     assert row["tokens"] == "5,000"  # 30 updates, and 20 more
     cut_off = sum(10 * 100 / (1000 + update) for update in (10, 20, 30))
     assert cut_off < 3  # fairseq's own clock, "wall", counted 3 seconds
-    assert row["wall time"] == "at least 7.0 s"
+    assert row["wall time"] == "at least 0:00:07"
     assert row["time per update"] == "0.10 s"  # of 50 updates of 100 tokens, the median of 1010, ..., 1030, 1030, 1540
 
 
@@ -711,12 +701,10 @@ def test_paths_are_shown_from_the_working_directory(tmp_path, monkeypatch):
     assert here("tcp://host:1 and /a") == "tcp://host:1 and /a"
 
 
-def test_machines_and_diagnostics(comparison, tmp_path):
+def test_machines(comparison, tmp_path):
     _, _, page = comparison
     rows = {row["what"]: row["all starts"] for row in page.table("what", "all starts")}
     assert rows["torch"] == "2.13.0" and rows["starts"] == "12 starts, 2026-01-02T03:04:05+00:00"
-    row = page.table("norm", "seed", "norm_nu_rms")[0]
-    assert row["norm_nu_rms"] == "0.4, last 0.4"
     runs = [make_run(tmp_path / "a"), make_run(tmp_path / "b", seed=2)]
     with (runs[1] / "starts.jsonl").open("a") as file:
         file.write(json.dumps(START | {"torch": "2.14.0", "started": "2026-01-03T00:00:00+00:00"}) + "\n")
