@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 import pandas
 
 from pn_fairseq.pipeline.command import UserError
-from pn_fairseq.pipeline.evaluate_lm import Perplexity, different
+from pn_fairseq.pipeline.evaluate_lm import different
 from pn_fairseq.pipeline.files import read_settings
 from pn_fairseq.pipeline.scoring import p_text
 from pn_fairseq.report import tables
-from pn_fairseq.report.markdown import Markdown, code, missing
+from pn_fairseq.report.markdown import Markdown, code, missing, text
 from pn_fairseq.report.paper import LM_NAMES, LM_PAPER
 from pn_fairseq.report.runs import Run
 from pn_fairseq.report.significance import corrected, welch
@@ -35,53 +35,50 @@ def of_language_models(runs: Sequence[Run]) -> bool:
     return kinds == {True}
 
 
-def _perplexities(corpus: Corpus, label: str) -> dict[int | None, Perplexity]:
-    """Seed -> perplexity of a system's runs; of a seed that was run twice the last."""
-    return {run.seed: run.perplexity for run in corpus.members(label) if run.perplexity}
-
-
-def _mean_and_deviation(values: Sequence[float], digits: int = 2) -> tuple[str, str]:
-    if not values:
-        return missing("not measured"), missing("not measured")
-    spread = tables.number(statistics.stdev(values), digits) if len(values) > 1 else missing("– (one seed)")
-    return tables.number(statistics.fmean(values), digits), spread
-
-
-def _name(corpus: Corpus, label: str) -> Markdown | str:
-    found = _perplexities(corpus, label).values()
-    return Markdown(f"{label} **(not causal)**") if any(not each.causal for each in found) else label
+def _measured(corpus: Corpus) -> pandas.DataFrame:
+    """A row for each (system, seed) that was measured; of a seed that was run twice the last."""
+    rows = [
+        {"system": label, "seed": "not known" if run.seed is None else str(run.seed), "causal": run.perplexity.causal}
+        | {"perplexity": run.perplexity.perplexity, "bits": run.perplexity.bits}
+        | {"batch": math.nan if run.perplexity.batch_nll is None else math.exp(run.perplexity.batch_nll)}
+        for label, run in zip(corpus.frame["system"], corpus.runs, strict=True)
+        if run.perplexity
+    ]
+    columns = ["system", "seed", "causal", "perplexity", "bits", "batch"]
+    return pandas.DataFrame(rows, columns=columns).drop_duplicates(["system", "seed"], keep="last").set_index("system")
 
 
 def _results(corpus: Corpus) -> pandas.DataFrame:
-    rows = []
+    measured, rows, why = _measured(corpus), [], missing("not measured")
     for label in corpus.settings:
-        found = _perplexities(corpus, label)
-        plain = [each.perplexity for each in found.values()]
-        batch = [math.exp(each.batch_nll) for each in found.values() if each.batch_nll is not None]
-        names = ", ".join("not known" if seed is None else str(seed) for seed in found)
-        row = {"norm": _name(corpus, label), "seeds": names or missing("none measured")}
-        row["perplexity"], row["std"] = _mean_and_deviation(plain)
-        row["bits per token"], _ = _mean_and_deviation([each.bits for each in found.values()], 3)
-        row["with statistics of the batch"], _ = _mean_and_deviation(batch) if batch else (missing("no statistics"), "")
+        found = measured[measured.index == label]
+        means, batch = found[["perplexity", "bits"]].mean(), found["batch"].mean()
+        name = label if found["causal"].all() else Markdown(f"{text(label)} **(not causal)**")
+        row = {"norm": name, "seeds": ", ".join(found["seed"]) or missing("none measured")}
+        row["perplexity"] = tables.number(means["perplexity"]) if len(found) else why
+        one_seed = missing("– (one seed)")
+        row["std"] = tables.number(found["perplexity"].std()) if len(found) > 1 else one_seed if len(found) else why
+        row["bits per token"] = tables.number(means["bits"], 3) if len(found) else why
+        row["with statistics of the batch"] = missing("no statistics") if math.isnan(batch) else tables.number(batch)
         rows.append(row)
     return pandas.DataFrame(rows)
 
 
 def _baseline(corpus: Corpus, label: str) -> str | None:
     """The LN system of the same model, and as causal as this one."""
+    measured = _measured(corpus)
 
     def kind(one: str) -> tuple:
-        return corpus.settings[one].get(SIZE), all(each.causal for each in _perplexities(corpus, one).values())
+        return corpus.settings[one].get(SIZE), measured[measured.index == one]["causal"].all()
 
-    if label in corpus.ln:
-        return None
-    same = [one for one in corpus.ln if kind(one) == kind(label)]
+    same = [one for one in corpus.ln if label not in corpus.ln and kind(one) == kind(label)]
     return min(same, key=lambda one: len(corpus.settings[one]), default=None)
 
 
 def _significance(corpus: Corpus, baselines: dict[str, str]) -> tuple[pandas.DataFrame, int]:
     """Every system against LN in the same model, in bits per token: Welch's t-test over seeds; and their number."""
-    bits = {label: [each.bits for each in _perplexities(corpus, label).values()] for label in corpus.settings}
+    measured = _measured(corpus)
+    bits = {label: list(measured[measured.index == label]["bits"]) for label in corpus.settings}
     comparisons = sum(bool(bits[label] and bits[baseline]) for label, baseline in baselines.items())
     rows = []
     for label, baseline in baselines.items():

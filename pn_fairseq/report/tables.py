@@ -23,7 +23,7 @@ from pn_fairseq.report.markdown import Markdown, code, missing, template, text
 from pn_fairseq.report.paper import PAPER, Row, Table, recognise
 from pn_fairseq.report.runs import Run, lines_of
 from pn_fairseq.report.significance import corrected, pairs, welch
-from pn_fairseq.report.systems import SEED, UNKNOWN, Corpus, comparable, differing, group, norm_labels, shown
+from pn_fairseq.report.systems import SEED, UNKNOWN, Corpus, comparable, group, norm_labels, shown
 
 #: Score -> what a report calls it.
 MEASURES = METRICS | {"chrf": "chrF2"}
@@ -242,17 +242,16 @@ def _of_training(run: Run) -> dict[str, float]:
     """Numbers of a training: NaN where the log does not have them."""
     log = run.log or TrainingLog()
     valid = {loss: update for update, loss in log.valid.items() if math.isfinite(loss)}
-    best, speeds = min(valid, default=math.nan), list(log.tokens_per_second.values())
-    speed, tokens = statistics.median(speeds) if speeds else math.nan, sum(start.tokens for start in log.starts)
+    best, speed = min(valid, default=math.nan), statistics.median(log.tokens_per_second.values() or [math.nan])
+    seconds, tokens = (sum(getattr(start, what) for start in log.starts) or math.nan for what in ("seconds", "tokens"))
     # What was trained again after an interruption is in the tokens.
-    records = sum(len(start.updates) for start in log.starts)
-    trained = log.updates * records / len(log.train) if log.train else math.nan
+    again = sum(len(start.updates) for start in log.starts) / max(1, len(log.train))
     return {
         "updates": log.updates,
         "best validation loss (bits/token)": best,
         "at update": valid.get(best, math.nan),
-        "seconds": round(sum(start.seconds for start in log.starts), 1),
-        "seconds per update": round(tokens / trained / speed, 3),
+        "seconds": round(seconds, 1),
+        "seconds per update": round(tokens / (log.updates * again) / speed, 3) if tokens > 0 else math.nan,
         "tokens/s": speed,
         "tokens": tokens,
     }
@@ -277,26 +276,28 @@ def training(corpus: Corpus) -> pandas.DataFrame:
     """How each run went."""
     rows = []
     for row, run in rows_of(corpus):
-        log, nothing, found = run.log, missing("not logged"), _of_training(run)
-        cells = dict.fromkeys(
-            ["updates", "best validation loss (bits/token)", "wall time", "time per update", "starts", "tokens/s",
-             "tokens", "workers", "parameters"], missing("not trained"),
-        )  # fmt: skip
-        if run.trained:
-            best, certain = found["at update"], all(start.done_seconds is not None for start in log.starts)
-            of = f"of {run.max_update:,}" if run.max_update else "(no limit)"
-            at = f"{number(found['best validation loss (bits/token)'], 3)} at {best:,}"
-            time = ("" if certain else "at least ") + duration(found["seconds"])
-            logged = math.isfinite(found["tokens/s"])
-            values = [
-                f"{log.updates:,} {of}", missing("never validated") if math.isnan(best) else at,
-                time if found["seconds"] else nothing, f"{found['seconds per update']:.2f} s" if logged else nothing,
-                str(len(log.starts)), number(found["tokens/s"], 0) if logged else nothing,
-                number(found["tokens"], 0) if found["tokens"] else nothing, str(run.workers),
-                f"{log.parameters:,}" if log.parameters else nothing,
-            ]  # fmt: skip
-            cells = dict(zip(cells, values, strict=True))
-        rows.append(row | {"state": _state(run)} | cells)
+        found = _of_training(run)
+
+        def cell(pattern: str, *names: str, found=found) -> str:
+            values = [found[name] for name in names]
+            return missing("not logged") if any(map(math.isnan, values)) else pattern.format(*values)
+
+        certain = all(start.done_seconds is not None for start in run.log.starts) if run.log else True
+        wall = missing("not logged") if math.isnan(found["seconds"]) else duration(found["seconds"])
+        rows.append(
+            row
+            | {
+                "state": _state(run),
+                "updates": f"{found['updates']:,} " + (f"of {run.max_update:,}" if run.max_update else "(no limit)"),
+                "best validation loss (bits/token)": cell(
+                    "{:.3f} at {:,.0f}", "best validation loss (bits/token)", "at update"
+                ),
+                "wall time": wall if certain or wall.startswith("*") else f"at least {wall}",
+                "time per update": cell("{:.2f} s", "seconds per update"),
+                "tokens/s": cell("{:,.0f}", "tokens/s"),
+                "parameters": f"{run.log.parameters:,}" if run.log and run.log.parameters else missing("not logged"),
+            }
+        )
     return pandas.DataFrame(rows)
 
 
@@ -324,27 +325,26 @@ def _machines(runs: Sequence[Run]) -> pandas.DataFrame:
 
 def _settings(corpus: Corpus) -> dict | None:
     """Tables of what differs between the systems (``differing``) and what does not (``common``); None if unknown."""
-    known = [label for label in corpus.settings if corpus.norm(label) != UNKNOWN]
-    values = {label: [comparable(run) for run in corpus.members(label)] for label in known}
-    if not known:
+    rows = [
+        {"system": label} | {name: shown(value) for name, value in comparable(run).items() if name != SEED}
+        for label, run in zip(corpus.frame["system"], corpus.runs, strict=True)
+        if corpus.norm(label) != UNKNOWN
+    ]
+    if not rows:
         return None
-    every = [one for of_system in values.values() for one in of_system]
-    names = [name for name in differing(every) if name != SEED]
-    differ = {"setting": [code(name) for name in names]} | {
-        label: [", ".join(dict.fromkeys(shown(one.get(name)) for one in of_system)) for name in names]
-        for label, of_system in values.items()
-    }
-    common = {name: value for name, value in every[0].items() if name not in differing(every)}
+    values = pandas.DataFrame(rows).fillna(shown(None)).set_index("system")
+    same = values.nunique() == 1
+    differ = values.loc[:, ~same].groupby(level="system", sort=False).agg(lambda found: ", ".join(dict.fromkeys(found)))
     # fairseq's ways to say "not": false, -1, no text; and 0 as a limit.
     told = {
         name: value
-        for name, value in sorted(common.items(), key=lambda item: not item[0].endswith("._name"))
-        if _MAIN_SETTINGS.match(name) and not (value is False or value in (-1, "") or (value == 0 and "max_" in name))
+        for name, value in values.loc[:, same].iloc[0].items()
+        if _MAIN_SETTINGS.match(name) and value not in ("False", "-1", '""') and not (value == "0" and "max_" in name)
     }
     return {
-        "differing": pandas.DataFrame(differ),
-        "common": pandas.DataFrame({"setting": map(code, told), "value": map(shown, told.values())}),
-        "rest": len(common) - len(told),
+        "differing": differ.T.rename(index=code).rename_axis("setting").reset_index(),
+        "common": pandas.DataFrame({"setting": map(code, told), "value": told.values()}),
+        "rest": sum(same) - len(told),
     }
 
 
