@@ -34,8 +34,8 @@ _HOW = re.compile(
 _COPIES = {"optimizer.lr": "optimization.lr", "lr_scheduler.lr": "optimization.lr"}
 
 NORM, SIZE = "encoder norm", "size"
-#: What the architectures of language models begin with, and the setting of their norm.
-LANGUAGE_MODELS, LM_NORM = ("transformer_lm", "tensorized_lm"), "model.decoder_norm"
+#: The norm of language models.
+LM_NORM = "model.decoder_norm"
 #: scripts/train.sh distributes these tokens over the ranks; for other runs it is computed from their settings.
 TOKENS, SENTENCES = "tokens_per_update", "sentences per update"
 SEED = "common.seed"
@@ -57,24 +57,19 @@ def norm_labels() -> dict[str, str]:
 
 
 def _norm_and_size(run: Run) -> tuple[str, str]:
-    """What ``model._name`` and ``model.encoder_norm`` say: ("PN", "tiny") of ``transformer_pn_tiny``.
+    """What ``model._name`` and the setting of the norm say: ("PN", "tiny") of ``transformer_pn_tiny``.
 
     An architecture that is not this plugin's has itself as its norm, and no size.
     """
     from pn_fairseq.norms import NORMS
 
-    arch = str(run.setting("model._name", "architecture not known"))
-    for stem in LANGUAGE_MODELS:
-        for name, entry in NORMS.items():
-            if arch.startswith(prefix := f"{stem}_{entry.short}_"):
-                norm = str(run.setting(LM_NORM, name))
-                return norm_labels().get(norm, norm), f"{stem} {arch.removeprefix(prefix)}"
-    prefixes = {f"transformer_{entry.short}_": name for name, entry in NORMS.items()}
-    prefix = next((prefix for prefix in prefixes if arch.startswith(prefix)), None)
-    if arch != "transformer_pn" and prefix is None:
+    arch, names = str(run.setting("model._name", "architecture not known")), {one.short: n for n, one in NORMS.items()}
+    match = re.fullmatch(rf"(transformer|transformer_lm|tensorized_lm)_({'|'.join(names)})_(.+)", arch)
+    if match is None and arch != "transformer_pn":
         return arch, "-"
-    norm = str(run.setting("model.encoder_norm", prefixes[prefix] if prefix else "power"))
-    return norm_labels().get(norm, norm), arch.removeprefix(prefix) if prefix else "base"
+    model, short, size = match.groups() if match else ("transformer", "pn", "base")
+    norm = str(run.setting("model.encoder_norm" if model == "transformer" else LM_NORM, names[short]))
+    return norm_labels().get(norm, norm), size if model == "transformer" else f"{model} {size}"
 
 
 def _batch(run: Run) -> dict[str, int | None]:

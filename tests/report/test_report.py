@@ -473,7 +473,7 @@ BROKEN = '{"loss": "1", "num_up\n'
 DAMAGES = {
     "failed": ("failed: train: boom <b>", ["failed: train: boom <b>"]),
     "unfinished": ("not finished", ["training not finished: update 20 of 40"]),
-    "patience": ("complete", ["stopped early, as set", "5 times in a row, at update 20 of 40"]),
+    "patience": ("complete", ["training ended at update 20 of 40: no better validation loss 5 times in a row"]),
     "nan": ("complete", ["the training loss is not finite", "in 2 of 4 records, first at update 30"]),
     "never validated": ("complete", ["never validated"]),
     "no log": ("not trained", ["not trained: there is no train.log"]),
