@@ -26,7 +26,7 @@ Writes into DIR, in place of what it wrote there before:
   report.md            for GitHub, with the pictures beside it
   report.html          one file with the pictures in it, to be read offline or printed
   report.csv           scores, validation loss and time of every run
-  report-curves-N.png  learning curves, one picture for each corpus
+  report-curves-N.png  learning curves, of LN and a few other systems in each picture
 
 Figures that pn-figures wrote into DIR are shown, and the files of --norm-probe named.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -113,6 +114,7 @@ def plot(
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
+    from PIL import Image  # matplotlib needs it, too
 
     def curves(what: str) -> dict[str, list[dict[int, float]]]:
         return {label: [curve for log in logs if (curve := getattr(log, what))] for label, logs in systems.items()}
@@ -131,7 +133,8 @@ def plot(
         panels.append(("training with label smoothing (what is minimized)", "loss\n(bits per token)", smoothed))
 
     labels = list(systems)
-    columns = 4 if max(map(len, labels), default=0) < 16 else 1
+    longest = max(map(len, labels), default=0)
+    columns = 4 if longest < 16 else 2 if longest < 30 else 1
     height = 2.1 * len(panels) + 0.3 * math.ceil(len(labels) / columns) + 0.4
     figure, axes = pyplot.subplots(len(panels), 1, figsize=(6.4, height), sharex=True, layout="constrained")
     axes[0].sharey(axes[1])
@@ -162,7 +165,11 @@ def plot(
             text.set_parse_math(False)
     try:
         with atomic_write(output) as file:
-            figure.savefig(file, dpi=160, format=output.suffix[1:])
+            if output.suffix == ".png":  # with a palette it has a third of the size
+                figure.savefig(drawn := io.BytesIO(), dpi=110)
+                Image.open(drawn).convert("RGB").quantize(128).save(file, "PNG", optimize=True)
+            else:
+                figure.savefig(file, format=output.suffix[1:])
     finally:
         pyplot.close(figure)
 

@@ -8,7 +8,7 @@ import re
 import shlex
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -37,6 +37,9 @@ _MAIN_SETTINGS = re.compile(
     r"|checkpoint\.(keep_last_epochs|keep_interval_updates|save_interval_updates|patience)$"
     r"|common\.(seed|fp16|bf16|amp|memory_efficient_fp16)$|generation\.(beam|lenpen)$"
 )
+
+#: Systems in one picture of learning curves, beside LN; more cannot be told apart.
+_OF_A_PICTURE = 5
 
 #: What describes a start of a training and not the machine it ran on (scripts/train.sh).
 _OF_A_START = ("started", "command", "workers", "tokens_per_update", "update_freq", "max_tokens")
@@ -385,6 +388,14 @@ def about(
     }
 
 
+def _together(corpus: Corpus, baselines: Mapping[str, str]) -> list[list[str]]:
+    """The systems in the order of the tables, a few for each picture, each with the LN that it is compared with."""
+    others = [label for label in corpus.settings if label not in baselines.values()]
+    parts = [others[start : start + _OF_A_PICTURE] for start in range(0, len(others), _OF_A_PICTURE)]
+    shown = [{*part, *(baselines[label] for label in part if label in baselines)} for part in parts]
+    return [[label for label in corpus.settings if label in part] for part in shown]
+
+
 def build(
     runs: Sequence[Run],
     folder: Path,
@@ -405,19 +416,21 @@ def build(
         said: called with lines of progress.
         settings: shown by the template, too.
     """
-    corpora = group([run for run in runs if run.known])
-    pictures = [f"{prefix}{index}.png" for index in range(1, len(corpora) + 1)]
-    shown = []
-    for corpus, name in zip(corpora, pictures, strict=True):
-        found = about(corpus, said, **settings)
+    corpora, pictures, found = group([run for run in runs if run.known]), [], []
+    for corpus in corpora:
+        shown, commands = about(corpus, said, **settings), _commands(corpus.runs)
         said("drawing learning curves")
-        logs = {label: [run.log for run in corpus.members(label) if run.log] for label in corpus.settings}
-        commands = _commands(corpus.runs)
-        curves.plot(logs, folder / name, found["baselines"])
-        shown.append(
-            found
+        drawn = []
+        for labels in _together(corpus, shown["baselines"]):
+            drawn.append(f"{prefix}{len(pictures) + len(drawn) + 1}.png")
+            logs = {label: [run.log for run in corpus.members(label) if run.log] for label in labels}
+            baselines = {label: other for label, other in shown["baselines"].items() if label in labels}
+            curves.plot(logs, folder / drawn[-1], baselines)
+        pictures += drawn
+        found.append(
+            shown
             | {
-                "picture": name,
+                "pictures": drawn,
                 "training": training(corpus),
                 "settings": _settings(corpus),
                 "commands": list(commands.values()),
@@ -425,7 +438,7 @@ def build(
             }
         )
     rendered = template(page).render(
-        settings, version=__version__, runs=len(runs), corpora=shown, machines=_machines(runs),
+        settings, version=__version__, runs=len(runs), corpora=found, machines=_machines(runs),
         systems=sum(len(corpus.settings) for corpus in corpora),
         scored=sum(run.scores is not None for run in runs),
         faultless=sum(run.scores is not None and not run.problems for run in runs),

@@ -631,6 +631,11 @@ def test_variants_are_named_by_what_differs_from_most_runs(tmp_path):
         assert page.said(f"{label} is compared with {other}.")
         assert tests[label]["over seeds: Welch's t-test"].startswith("–") == (label != "PN")
     assert page.said("corrected by Bonferroni for 8 systems")
+    # LN with five others, LN and LN (lr=0.01) with the rest.
+    assert sorted(path.name for path in (tmp_path / "out").glob("*.png")) == [
+        "report-curves-1.png",
+        "report-curves-2.png",
+    ]
 
 
 def test_a_batch_is_the_same_on_any_number_of_workers(tmp_path):
