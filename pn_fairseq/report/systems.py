@@ -192,7 +192,9 @@ def _corpus(runs: Sequence[Run]) -> Corpus:
 
 def _usual(systems: Sequence[dict[str, object]]) -> dict[str, object]:
     """Setting that differs -> the value that most systems have; left out where no value is in more than all others."""
-    values = {name: [shown(one.get(name)) for one in systems] for name in differing(systems) if name != NORM}
+    values = {
+        name: [shown(one.get(name)) for one in systems] for name in differing(systems) if name not in (NORM, SIZE)
+    }
     common = {name: Counter(of_all).most_common(2) for name, of_all in values.items()}
     return {name: most[0][0] for name, most in common.items() if len(most) < 2 or most[0][1] > most[1][1]}
 

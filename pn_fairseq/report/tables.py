@@ -168,7 +168,7 @@ def _headline(corpus: Corpus) -> dict | None:
     if other is None:
         return found
     # Each with an LN, or each with each where there is no LN.
-    comparisons = len(_tested(corpus)) if corpus.baseline(best) or best in corpus.ln else math.comb(len(means), 2)
+    comparisons = len(means) - 1 if any(label in means.index for label in corpus.ln) else math.comb(len(means), 2)
     test = welch(list(scores[best]), list(scores[other]))
     return found | {
         "difference": round(means[best] - means[other], 2),

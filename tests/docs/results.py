@@ -6,6 +6,7 @@ is computed from the reports; test_results.py fails where a page says anything e
 """
 
 import contextlib
+import logging
 import re
 import subprocess
 import sys
@@ -213,6 +214,7 @@ PAGES = {
 
 
 def main() -> None:
+    logging.disable(logging.INFO)  # of sacrebleu
     if len(sys.argv) > 1:
         write_reports(Path(sys.argv[1]).resolve())
     for page, parts in PAGES.items():
