@@ -19,7 +19,7 @@ from pn_fairseq.pipeline.scoring import METRICS, p_text
 from pn_fairseq.pipeline.training_log import TrainingLog
 from pn_fairseq.report import curves
 from pn_fairseq.report.figures import find_probe
-from pn_fairseq.report.markdown import Markdown, code, missing, template, text
+from pn_fairseq.report.markdown import Markdown, code, missing, template
 from pn_fairseq.report.paper import PAPER, Row, Table, recognise
 from pn_fairseq.report.runs import Run, lines_of
 from pn_fairseq.report.significance import corrected, pairs, welch
@@ -187,41 +187,36 @@ def _tested(corpus: Corpus) -> dict[str, str]:
 
 def _significance(corpus: Corpus, subset: str, resamples: int, said: Callable[[str], None]) -> dict:
     """Every system against LN: ``table``, and by how many ``comparisons`` the p in it are corrected."""
-    rows, scores, comparisons = [], corpus.scores(), len(_tested(corpus))
-    for label, baseline in corpus.baselines().items():
+    rows, scores, tested = [], corpus.scores(), _tested(corpus)
+    for label, baseline in tested.items():
         said(f"comparing {label} with {baseline}")
         found = pairs(corpus.members(label), corpus.members(baseline), subset, resamples)
-        lacking = next((one for one in (label, baseline) if one not in scores.index), None)
         for measure, name in MEASURES.items():
-            if lacking:
-                cells = [Markdown(f"{text(lacking)}: {_state(corpus.members(lacking)[0])}")] * 3
-            else:
-                mine, theirs = (scores.loc[one][measure] for one in (label, baseline))
-                cells = _comparison(mine, theirs, measure, found, comparisons)
-            rows.append([label, name, *cells])
-    tests = ["difference of means", "over seeds: Welch's t-test", "over sentences: paired bootstrap, per seed"]
-    return {"table": pandas.DataFrame(rows, columns=["norm", "measure", *tests]), "comparisons": comparisons}
-
-
-def _comparison(mine: pandas.Series, theirs: pandas.Series, measure: str, found: list, comparisons: int) -> list[str]:
-    """Difference of means, test over seeds, test over sentences; from scores by seed, and paired bootstraps."""
-    test = welch(list(mine), list(theirs))
-    few = min(len(mine), len(theirs)) < 2
-    over_seeds = missing("– (needs two seeds of each)" if few else "– (no spread over seeds)")
-    if test is not None:
-        over_seeds = f"{signed(test.low)} to {signed(test.high)}, {p_text(corrected(test.p_value, comparisons))}"
-    parts = []
-    for seed, compared in found:
-        seed = "not known" if seed is None else seed
-        if isinstance(compared, str):
-            parts.append(f"seed {seed}: not computed ({compared})")
-        else:
-            other, one = compared[measure].results.values()
-            p = p_text(corrected(one.p_value, comparisons))
-            parts.append(f"seed {seed}: {signed(one.score - other.score)}, {p}")
-    if alone := sorted(set(mine.index.dropna()) ^ set(theirs.index.dropna())):
-        parts.append(f"seed {', '.join(map(str, alone))}: on one side only")
-    return [signed(mine.mean() - theirs.mean()), over_seeds, "; ".join(parts)]
+            mine, theirs = (scores.loc[one][measure] for one in (label, baseline))
+            test = welch(list(mine), list(theirs))
+            few = min(len(mine), len(theirs)) < 2
+            over_seeds = missing("– (needs two seeds of each)" if few else "– (no spread over seeds)")
+            if test is not None:
+                over_seeds = (
+                    f"{signed(test.low)} to {signed(test.high)}, {p_text(corrected(test.p_value, len(tested)))}"
+                )
+            parts = []
+            for seed, compared in found:
+                part = f"not computed ({compared})"
+                if not isinstance(compared, str):
+                    other, one = compared[measure].results.values()
+                    part = f"{signed(one.score - other.score)}, {p_text(corrected(one.p_value, len(tested)))}"
+                parts.append(f"seed {'not known' if seed is None else seed}: {part}")
+            rows.append(
+                {
+                    "norm": label,
+                    "measure": name,
+                    "difference of means": signed(mine.mean() - theirs.mean()),
+                    "over seeds: Welch's t-test": over_seeds,
+                    "over sentences: paired bootstrap, per seed": "; ".join(parts) or missing("– (no seed of both)"),
+                }
+            )
+    return {"table": pandas.DataFrame(rows), "comparisons": len(tested)}
 
 
 def raw_scores(runs: Sequence[Run]) -> pandas.DataFrame:
