@@ -338,7 +338,10 @@ def _training_problems(run: Run) -> list[str]:
     short = run.max_update is not None and log.updates < run.max_update
     if not log.ended:
         unfinished = short or run.max_update is None
-        problems.append(f"training {'not finished: ' if unfinished else 'was cut off, but reached '}{done}")
+        how = (
+            f"not finished: {done} (interrupted, failed or still running)" if unfinished else f"cut off, but at {done}"
+        )
+        problems.append(f"training {how}")
     elif short:
         why = {
             "patience": f"no better validation loss {run.setting('checkpoint.patience')} times in a row",

@@ -231,7 +231,7 @@ def raw_scores(runs: Sequence[Run]) -> pandas.DataFrame:
                 | {measure: getattr(row, measure) for measure in METRICS}
                 | {"parts of tokenized BLEU": run.scores.tokenized.verbose if run.scores else ""}
                 | _of_training(run)
-                | {"state": str(_state(run)), "problems": "; ".join(here(problem) for problem in run.problems)}
+                | {"state": _state(run).strip("*"), "problems": "; ".join(here(problem) for problem in run.problems)}
             )
     return pandas.DataFrame(rows)
 
