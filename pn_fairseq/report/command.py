@@ -10,7 +10,7 @@ from pathlib import Path
 from pn_fairseq import __version__
 from pn_fairseq.pipeline.command import ArgumentParser, UserError, command
 from pn_fairseq.pipeline.files import atomic_write
-from pn_fairseq.report.paper import LM_NAMES, PAPER
+from pn_fairseq.report.paper import LM_NAMES, LM_SENTENCE, LM_SOURCE, PAPER
 
 #: Names of the files that the tool writes; it touches no others.
 _MARKDOWN, _HTML, _CSV, _PICTURES = "report.md", "report.html", "report.csv", "report-curves-"
@@ -26,7 +26,7 @@ Writes into DIR, in place of what it wrote there before:
   report.md            for GitHub, with the pictures beside it
   report.html          one file with the pictures in it, to be read offline or printed
   report.csv           scores, validation loss and time of every run
-  report-curves-N.png  learning curves, one picture for each corpus
+  report-curves-N.png  learning curves, of LN and a few other systems in each picture
 
 Figures that pn-figures wrote into DIR are shown, and the files of --norm-probe named.
 
@@ -69,10 +69,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     # Here and not above: --help is to be answered at once.
     from pn_fairseq.pipeline.scoring import RESAMPLES
-    from pn_fairseq.report import perplexity
+    from pn_fairseq.report import perplexity, tables
     from pn_fairseq.report.markdown import html
     from pn_fairseq.report.runs import read_runs
-    from pn_fairseq.report.tables import build, raw_scores
 
     runs = read_runs(args.runs, args.subset)
     language_models = perplexity.of_language_models(runs)
@@ -85,15 +84,17 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     try:
         args.output.mkdir(parents=True, exist_ok=True)
-        written = [_MARKDOWN, _HTML]
+        written, settings = [_MARKDOWN, _HTML], {"subset": args.subset, "paper": args.paper}
         if language_models:
-            page, pictures = perplexity.build(runs, args.output, _PICTURES, args.subset, args.paper, said)
+            kind, about = "perplexity.md.j2", perplexity.about
+            settings |= {"sentence": LM_SENTENCE, "source": LM_SOURCE}
         else:
-            resamples = args.resamples or RESAMPLES
-            page, pictures = build(runs, args.output, _PICTURES, args.subset, args.paper, resamples, said)
+            kind, about = "report.md.j2", tables.about
+            settings |= {"resamples": args.resamples or RESAMPLES}
             written.append(_CSV)
             with atomic_write(args.output / _CSV) as file:
-                file.write(raw_scores(runs).to_csv(index=False).encode("utf-8", errors="backslashreplace"))
+                file.write(tables.raw_scores(runs).to_csv(index=False).encode("utf-8", errors="backslashreplace"))
+        page, pictures = tables.build(runs, args.output, _PICTURES, kind, about, said, **settings)
         for name, text in ((_HTML, html(page, args.output)), (_MARKDOWN, page)):
             with atomic_write(args.output / name) as file:
                 # A file name may hold bytes that are not UTF-8.

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -27,25 +27,6 @@ _MARKERS_PER_LINE = 12
 _SKIPPED = 0.2
 
 _NLL = "negative log-likelihood\n(bits per token)"
-
-
-@dataclass(frozen=True)
-class Picture:
-    """What was drawn.
-
-    Attributes:
-        cut: whether the frame leaves something out of the first updates. The picture says what.
-        nonfinite: labels of the lines that have a NaN or an infinity in them.
-        missing: labels without training or without validation losses.
-        difference: whether there is a panel with differences from baselines.
-        smoothed: whether there is a panel with label-smoothed losses.
-    """
-
-    cut: bool
-    nonfinite: tuple[str, ...]
-    missing: tuple[str, ...]
-    difference: bool
-    smoothed: bool
 
 
 def on_one_grid(curves: Sequence[Mapping[int, float]]) -> tuple[list[int], np.ndarray]:
@@ -97,11 +78,11 @@ def _finite(curves: Sequence[Mapping[int, float]]) -> list[dict[int, float]]:
     return [{update: loss for update, loss in curve.items() if math.isfinite(loss)} for curve in curves]
 
 
-def _frame(axis, drawn: Sequence[Mapping[int, float]], shared: Sequence[Mapping[int, float]], below: bool) -> bool:
+def _frame(axis, drawn: Sequence[Mapping[int, float]], shared: Sequence[Mapping[int, float]], below: bool) -> None:
     """Leave out what the first updates have above (and below) the rest of ``shared``; note in the panel what."""
     rest = [loss for curve in _finite(shared) for update, loss in curve.items() if update >= _SKIPPED * max(curve)]
     if not rest or max(rest) == min(rest):
-        return False
+        return
     margin = 0.08 * (max(rest) - min(rest))
     low = min(rest if below else [loss for curve in _finite(shared) for loss in curve.values()]) - margin
     high = max(rest) + margin
@@ -114,12 +95,11 @@ def _frame(axis, drawn: Sequence[Mapping[int, float]], shared: Sequence[Mapping[
             transform=axis.transAxes, ha="right", va="top", fontsize=8, style="italic",
             bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1},
         )  # fmt: skip
-    return bool(cut)
 
 
 def plot(
     systems: Mapping[str, Sequence[TrainingLog]], output: Path, baselines: Mapping[str, str] | None = None
-) -> Picture:
+) -> None:
     """Draw the learning curves of systems into ``output`` (.png, .pdf or .svg; whole or not at all).
 
     Training and validation loss have the same axes. Each system is a line; of several runs it is their mean over the
@@ -134,6 +114,7 @@ def plot(
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
+    from PIL import Image  # matplotlib needs it, too
 
     def curves(what: str) -> dict[str, list[dict[int, float]]]:
         return {label: [curve for log in logs if (curve := getattr(log, what))] for label, logs in systems.items()}
@@ -141,22 +122,23 @@ def plot(
     train, valid, smoothed = curves("train_nll"), curves("valid"), curves("train")
     minus = {label: difference(valid[label], valid[other]) for label, other in (baselines or {}).items()}
     panels = [("training", _NLL, train), ("validation", _NLL, valid)]
-    if has_difference := any(minus.values()):
+    if any(minus.values()):
         others = set(baselines.values())
         name = others.pop() if len(others) == 1 else "the LN that differs least"
         minus = ({name: difference(valid[name], valid[name])} if name in valid else {}) | minus
         panels.append(
             (f"validation, difference from {name} (below 0 is better)", "difference\n(bits per token)", minus)
         )
-    if has_smoothed := smoothed != train:
+    if smoothed != train:
         panels.append(("training with label smoothing (what is minimized)", "loss\n(bits per token)", smoothed))
 
     labels = list(systems)
-    columns = 4 if max(map(len, labels), default=0) < 16 else 1
+    longest = max(map(len, labels), default=0)
+    columns = 4 if longest < 16 else 2 if longest < 30 else 1
     height = 2.1 * len(panels) + 0.3 * math.ceil(len(labels) / columns) + 0.4
     figure, axes = pyplot.subplots(len(panels), 1, figsize=(6.4, height), sharex=True, layout="constrained")
     axes[0].sharey(axes[1])
-    lines, cut = {}, False
+    lines = {}
     for axis, (title, unit, drawn) in zip(axes, panels, strict=True):
         for label, of_system in drawn.items():
             if of_system:
@@ -166,7 +148,7 @@ def plot(
             axis.text(0.5, 0.5, "nothing logged", ha="center", va="center", transform=axis.transAxes)
         own = sum(drawn.values(), [])
         shared = sum([*train.values(), *valid.values()], []) if axis in axes[:2] else own
-        cut |= _frame(axis, own, shared, below=drawn is minus)
+        _frame(axis, own, shared, below=drawn is minus)
         axis.set_title(title, fontsize=10, loc="left", parse_math=False)
         axis.set_ylabel(unit, fontsize=9)
         axis.grid(alpha=0.3)
@@ -183,15 +165,13 @@ def plot(
             text.set_parse_math(False)
     try:
         with atomic_write(output) as file:
-            figure.savefig(file, dpi=160, format=output.suffix[1:])
+            if output.suffix == ".png":  # with a palette it has a third of the size
+                figure.savefig(drawn := io.BytesIO(), dpi=110)
+                Image.open(drawn).convert("RGB").quantize(128).save(file, "PNG", optimize=True)
+            else:
+                figure.savefig(file, format=output.suffix[1:])
     finally:
         pyplot.close(figure)
-    broken = [
-        label for drawn in (train, valid) for label, of_system in drawn.items()
-        if not all(math.isfinite(loss) for curve in of_system for loss in curve.values())
-    ]  # fmt: skip
-    absent = [label for drawn in (train, valid) for label, of_system in drawn.items() if not of_system]
-    return Picture(cut, tuple(dict.fromkeys(broken)), tuple(dict.fromkeys(absent)), has_difference, has_smoothed)
 
 
 @command("pn-plot-curves")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -145,10 +144,6 @@ def read_subject(run, label: str, name: str | None = None) -> Subject:
 # Panels.
 
 
-def _style(index: int) -> dict:
-    return {"facecolor": COLOURS[index % len(COLOURS)] + "55", "hatch": _HATCHES[index % len(_HATCHES)]}
-
-
 def _boxes(axis, groups: Mapping[str, Sequence[np.ndarray]], ticks: Sequence, medians: Mapping[str, Sequence[float]]):
     """A group of box plots at each tick (label -> values at each tick), and the paper's medians beside them.
 
@@ -166,7 +161,8 @@ def _boxes(axis, groups: Mapping[str, Sequence[np.ndarray]], ticks: Sequence, me
             flierprops={"marker": MARKERS[index % len(MARKERS)], "markersize": 2.5, "alpha": 0.5},
         )  # fmt: skip
         for box in drawn["boxes"]:
-            box.set(edgecolor=COLOURS[index % len(COLOURS)], **_style(index))
+            colour = COLOURS[index % len(COLOURS)]
+            box.set(edgecolor=colour, facecolor=f"{colour}55", hatch=_HATCHES[index % len(_HATCHES)])
         handles[label] = drawn["boxes"][0]
     for index, (label, values) in enumerate(medians.items(), len(groups)):
         places = np.arange(len(values)) + (index - (slots - 1) / 2) * width
@@ -180,11 +176,11 @@ def _boxes(axis, groups: Mapping[str, Sequence[np.ndarray]], ticks: Sequence, me
 
 def _fifths(subjects: Sequence[Subject], column: str) -> list[np.ndarray]:
     """The values of a column in each fifth of training, of all runs."""
-    parts: list[list[float]] = [[] for _ in _BINS]
-    for subject in subjects:
-        for update, value in zip(subject.series["update"], subject.series[column], strict=True):
-            parts[min(4, math.ceil(5 * update / subject.updates) - 1)].append(value)
-    return [np.array(part) for part in parts]
+    parts = [
+        subject.series.groupby(np.ceil(5 * subject.series["update"] / subject.updates).clip(1, 5))[column].agg(list)
+        for subject in subjects
+    ]
+    return [np.concatenate([part.get(fifth, []) for part in parts]) for fifth in range(1, 6)]
 
 
 def _systems(subjects: Sequence[Subject]) -> dict[str, list[Subject]]:
@@ -216,15 +212,18 @@ def _sum_of_loss(systems: Mapping[str, Sequence[Subject]]) -> float:
     return float(np.median(np.concatenate(products)))
 
 
-def _over_training(panels: Sequence[Sequence[str]], choose: Callable[[Subject, Sequence[str]], str]):
-    """A figure of box plots over fifths of training; ``choose`` takes the column of a panel for a run."""
+def _over_training(panels: Sequence[Sequence[str]]):
+    """A figure of box plots over fifths of training; of two columns of a panel a norm has what it normalizes by."""
 
     def draw(pyplot, subjects: Sequence[Subject]):
         systems = _probed(subjects)
         figure, axes = pyplot.subplots(1, len(panels), figsize=(5.6 * len(panels), 4.4), layout="constrained")
         handles = {}
         for axis, columns in zip(axes, panels, strict=True):
-            groups = {label: _fifths(runs, f"{choose(runs[0], columns)}_l2") for label, runs in systems.items()}
+            groups = {}
+            for label, runs in systems.items():
+                of_power = runs[0].probe["running"].iloc[0] == "psi2"
+                groups[label] = _fifths(runs, f"{columns[-1 if of_power else 0]}_l2")
             of_loss = columns[0].startswith("g_")
             factor = _sum_of_loss(systems) if of_loss else 1.0
             medians = {
@@ -245,15 +244,6 @@ def _over_training(panels: Sequence[Sequence[str]], choose: Callable[[Subject, S
         return figure
 
     return draw
-
-
-def _batch_or_power(subject: Subject, columns: Sequence[str]) -> str:
-    """Of sigma^2 and psi^2 what the norm normalizes by."""
-    return columns[1] if subject.probe["running"].iloc[0] == "psi2" else columns[0]
-
-
-def _first_column(subject: Subject, columns: Sequence[str]) -> str:
-    return columns[0]
 
 
 def batch_size(pyplot, subjects: Sequence[Subject]):
@@ -376,19 +366,15 @@ def gains(pyplot, subjects: Sequence[Subject]):
 
 def _last_gains(runs: Sequence[Subject], norm: str) -> np.ndarray:
     """gain / psi_B of all channels of a norm in the last recorded update."""
-    found = []
-    for subject in runs:
-        rows = subject.probe[(subject.probe["norm"] == norm) & subject.probe["gamma_over_psi_batch"].notna()]
-        if len(rows):
-            found.append(rows["gamma_over_psi_batch"].iloc[-1])
-    return np.concatenate(found) if found else np.array([])
+    found = [run.probe.loc[run.probe["norm"] == norm, "gamma_over_psi_batch"].dropna() for run in runs]
+    return np.concatenate([[], *(rows.iloc[-1] for rows in found if len(rows))])
 
 
 #: Number in the paper -> what draws it: draw(pyplot, subjects) -> figure, or raises Absent.
 FIGURES: dict[int, Callable] = {
-    2: _over_training([("mu_distance",), ("sigma2_distance",)], _first_column),
-    3: _over_training([("g_mu",), ("g_sigma2",)], _first_column),
-    4: _over_training([("sigma2_distance", "psi2_distance"), ("g_sigma2", "g_psi2")], _batch_or_power),
+    2: _over_training([("mu_distance",), ("sigma2_distance",)]),
+    3: _over_training([("g_mu",), ("g_sigma2",)]),
+    4: _over_training([("sigma2_distance", "psi2_distance"), ("g_sigma2", "g_psi2")]),
     5: batch_size,
     6: spectra,
     7: gains,

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import math
-import re
 import statistics
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import pandas
 
-from pn_fairseq import __version__
 from pn_fairseq.pipeline.command import UserError
-from pn_fairseq.pipeline.evaluate_lm import Perplexity, different
+from pn_fairseq.pipeline.evaluate_lm import different
 from pn_fairseq.pipeline.files import read_settings
 from pn_fairseq.pipeline.scoring import p_text
-from pn_fairseq.report import curves, tables
-from pn_fairseq.report.markdown import Markdown, code, missing, template
-from pn_fairseq.report.paper import LM_NAMES, LM_PAPER, LM_SENTENCE, LM_SOURCE
+from pn_fairseq.report import tables
+from pn_fairseq.report.markdown import Markdown, code, missing, text
+from pn_fairseq.report.paper import LM_NAMES, LM_PAPER
 from pn_fairseq.report.runs import Run
-from pn_fairseq.report.significance import welch
-from pn_fairseq.report.systems import SIZE, Corpus, group
+from pn_fairseq.report.significance import corrected, welch
+from pn_fairseq.report.systems import SIZE, Corpus
 
 #: Counts of prepared data that a report shows.
 _COUNTS = ("train", "valid", "test", "vocabulary", "train.unk_percent", "test.unk_percent")
@@ -38,69 +35,65 @@ def of_language_models(runs: Sequence[Run]) -> bool:
     return kinds == {True}
 
 
-def _perplexities(corpus: Corpus, label: str) -> dict[int | None, Perplexity]:
-    """Seed -> perplexity of a system's runs; of a seed that was run twice the last."""
-    return {run.seed: run.perplexity for run in corpus.members(label) if run.perplexity}
-
-
-def _mean_and_deviation(values: Sequence[float], digits: int = 2) -> tuple[str, str]:
-    if not values:
-        return missing("not measured"), missing("not measured")
-    spread = tables.number(statistics.stdev(values), digits) if len(values) > 1 else missing("– (one seed)")
-    return tables.number(statistics.fmean(values), digits), spread
-
-
-def _name(corpus: Corpus, label: str) -> Markdown | str:
-    found = _perplexities(corpus, label).values()
-    return Markdown(f"{label} **(not causal)**") if any(not each.causal for each in found) else label
+def _measured(corpus: Corpus) -> pandas.DataFrame:
+    """A row for each (system, seed) that was measured; of a seed that was run twice the last."""
+    rows = [
+        {"system": label, "seed": "not known" if run.seed is None else str(run.seed), "causal": run.perplexity.causal}
+        | {"perplexity": run.perplexity.perplexity, "bits": run.perplexity.bits}
+        | {"batch": math.nan if run.perplexity.batch_nll is None else math.exp(run.perplexity.batch_nll)}
+        for label, run in zip(corpus.frame["system"], corpus.runs, strict=True)
+        if run.perplexity
+    ]
+    columns = ["system", "seed", "causal", "perplexity", "bits", "batch"]
+    return pandas.DataFrame(rows, columns=columns).drop_duplicates(["system", "seed"], keep="last").set_index("system")
 
 
 def _results(corpus: Corpus) -> pandas.DataFrame:
-    rows = []
+    measured, rows, why = _measured(corpus), [], missing("not measured")
     for label in corpus.settings:
-        found = _perplexities(corpus, label)
-        plain = [each.perplexity for each in found.values()]
-        batch = [math.exp(each.batch_nll) for each in found.values() if each.batch_nll is not None]
-        names = tables.listed(["not known" if seed is None else seed for seed in found])
-        row = {"norm": _name(corpus, label), "seeds": names or missing("none measured")}
-        row["perplexity"], row["std"] = _mean_and_deviation(plain)
-        row["bits per token"], _ = _mean_and_deviation([each.bits for each in found.values()], 3)
-        row["with statistics of the batch"], _ = _mean_and_deviation(batch) if batch else (missing("no statistics"), "")
+        found = measured[measured.index == label]
+        means, batch = found[["perplexity", "bits"]].mean(), found["batch"].mean()
+        name = label if found["causal"].all() else Markdown(f"{text(label)} **(not causal)**")
+        row = {"norm": name, "seeds": ", ".join(found["seed"]) or missing("none measured")}
+        row["perplexity"] = tables.number(means["perplexity"]) if len(found) else why
+        one_seed = missing("– (one seed)")
+        row["std"] = tables.number(found["perplexity"].std()) if len(found) > 1 else one_seed if len(found) else why
+        row["bits per token"] = tables.number(means["bits"], 3) if len(found) else why
+        row["with statistics of the batch"] = missing("no statistics") if math.isnan(batch) else tables.number(batch)
         rows.append(row)
     return pandas.DataFrame(rows)
 
 
 def _baseline(corpus: Corpus, label: str) -> str | None:
     """The LN system of the same model, and as causal as this one."""
+    measured = _measured(corpus)
 
     def kind(one: str) -> tuple:
-        return corpus.settings[one].get(SIZE), all(each.causal for each in _perplexities(corpus, one).values())
+        return corpus.settings[one].get(SIZE), measured[measured.index == one]["causal"].all()
 
-    if label in corpus.ln:
-        return None
-    same = [one for one in corpus.ln if kind(one) == kind(label)]
+    same = [one for one in corpus.ln if label not in corpus.ln and kind(one) == kind(label)]
     return min(same, key=lambda one: len(corpus.settings[one]), default=None)
 
 
-def _significance(corpus: Corpus) -> tuple[pandas.DataFrame, dict[str, str]]:
-    """Every system against LN in the same model, in bits per token: Welch's t-test over seeds."""
-    rows, baselines = [], {}
-    for label in corpus.settings:
-        if not (baseline := _baseline(corpus, label)):
-            continue
-        baselines[label] = baseline
-        mine, theirs = ([each.bits for each in _perplexities(corpus, one).values()] for one in (label, baseline))
-        if not mine or not theirs:
-            cells = [missing("not measured")] * 2
-        else:
-            test = welch(mine, theirs)
-            why = missing("– (needs two seeds of each, and spread)")
+def _significance(corpus: Corpus, baselines: dict[str, str]) -> tuple[pandas.DataFrame, int]:
+    """Every system against LN in the same model, in bits per token: Welch's t-test over seeds; and their number."""
+    measured = _measured(corpus)
+    bits = {label: list(measured[measured.index == label]["bits"]) for label in corpus.settings}
+    comparisons = sum(bool(bits[label] and bits[baseline]) for label, baseline in baselines.items())
+    rows = []
+    for label, baseline in baselines.items():
+        mine, theirs = bits[label], bits[baseline]
+        cells = [missing("not measured")] * 2
+        if mine and theirs:
+            test, over_seeds = welch(mine, theirs), missing("– (needs two seeds of each, and spread)")
+            if test:
+                p = p_text(corrected(test.p_value, comparisons))
+                over_seeds = f"{test.low:+.3f} to {test.high:+.3f}, {p}".replace("-", "−")
             difference = statistics.fmean(mine) - statistics.fmean(theirs)
-            interval = f"{test.low:+.3f} to {test.high:+.3f}, {p_text(test.p_value)}".replace("-", "−") if test else why
-            cells = [f"{difference:+.3f}".replace("-", "−"), interval]
+            cells = [f"{difference:+.3f}".replace("-", "−"), over_seeds]
         names = ("difference of means, bits per token", "over seeds: Welch's t-test")
         rows.append({"norm": label, "compared with": baseline, **dict(zip(names, cells, strict=True))})
-    return pandas.DataFrame(rows), baselines
+    return pandas.DataFrame(rows), comparisons
 
 
 def _data(corpus: Corpus) -> pandas.DataFrame:
@@ -120,7 +113,7 @@ def _data(corpus: Corpus) -> pandas.DataFrame:
 
 def _of_runs(corpus: Corpus) -> pandas.DataFrame:
     rows = []
-    for cells, run in tables._rows(corpus):
+    for cells, run in tables.rows_of(corpus):
         found = run.perplexity
         numbers = [missing("not measured")] * 4
         if found:
@@ -144,45 +137,20 @@ def _published(corpus: Corpus, paper: str) -> dict | None:
     return {"name": name, "table": pandas.DataFrame(rows)}
 
 
-def _about(corpus: Corpus, picture: Path, paper: str, said: Callable[[str], None]) -> dict:
-    table, baselines = _significance(corpus)
-    said("drawing learning curves")
-    logs = {label: [run.log for run in corpus.members(label) if run.log] for label in corpus.settings}
+def about(corpus: Corpus, said: Callable[[str], None], *, subset: str, paper: str, sentence: str, source: str) -> dict:
+    """What ``perplexity.md.j2`` shows of the runs on a corpus; the other arguments are for the template alone."""
+    baselines = {label: other for label in corpus.settings if (other := _baseline(corpus, label))}
+    table, comparisons = _significance(corpus, baselines)
     found = [(run, run.perplexity) for run in corpus.runs if run.perplexity]
-    apart = next((why for _, each in found[1:] if (why := different(found[0][1], each))), "")
-    commands = tables._commands(corpus.runs)
     return {
         "title": str((corpus.data or {}).get("corpus", "Data not known")),
         "data": _data(corpus),
         "results": _results(corpus),
-        "apart": apart,
+        "apart": next((why for _, each in found[1:] if (why := different(found[0][1], each))), ""),
         "unmasked": any(not each.causal for _, each in found),
         "published": _published(corpus, paper),
+        "baselines": baselines,
         "significance": table,
-        "curves": curves.plot(logs, picture, baselines),
-        "picture": picture.name,
+        "comparisons": comparisons,
         "runs": _of_runs(corpus),
-        "training": tables._training(corpus),
-        "diagnostics": tables._diagnostics(corpus),
-        "settings": tables._settings(corpus),
-        "commands": list(commands.values()),
-        "lacking": [run.name for run in corpus.runs if run.name not in commands],
     }
-
-
-def build(
-    runs: Sequence[Run], folder: Path, prefix: str, subset: str, paper: str, said: Callable[[str], None]
-) -> tuple[str, list[str]]:
-    """The report as Markdown and the names of its pictures; arguments as in :func:`.tables.build`."""
-    corpora = group([run for run in runs if run.known])
-    pictures = [f"{prefix}{index}.png" for index in range(1, len(corpora) + 1)]
-    page = template("perplexity.md.j2").render(
-        version=__version__, subset=subset, runs=len(runs), sentence=LM_SENTENCE, source=LM_SOURCE,
-        problems=[(tables.here(run.path), tables.here(problem)) for run in runs for problem in run.problems],
-        corpora=[
-            _about(corpus, folder / name, paper, said) for corpus, name in zip(corpora, pictures, strict=True)
-        ],
-        machines=tables._machines(runs),
-        count=tables.count,
-    )  # fmt: skip
-    return re.sub(r"\n{3,}", "\n\n", page), pictures

@@ -337,16 +337,18 @@ def _training_problems(run: Run) -> list[str]:
     done = f"update {log.updates:,} of {run.max_update:,}" if run.max_update else f"update {log.updates:,}"
     short = run.max_update is not None and log.updates < run.max_update
     if not log.ended:
-        if short or run.max_update is None:
-            problems.append(f"training not finished: {done} (interrupted, failed or still running)")
-        else:
-            problems.append(f"training was cut off, but reached {done}")
-    elif short and last.reason == "patience":
-        patience = run.setting("checkpoint.patience")
-        problems.append(f"stopped early, as set: no better validation loss {patience} times in a row, at {done}")
+        unfinished = short or run.max_update is None
+        how = (
+            f"not finished: {done} (interrupted, failed or still running)" if unfinished else f"cut off, but at {done}"
+        )
+        problems.append(f"training {how}")
     elif short:
-        why = {"stop_time_hours": "the limit of time", "max_update": "an earlier max_update"}
-        problems.append(f"training ended at {done} ({why.get(last.reason, 'max_epoch, or not said')})")
+        why = {
+            "patience": f"no better validation loss {run.setting('checkpoint.patience')} times in a row",
+            "stop_time_hours": "the limit of time",
+            "max_update": "an earlier max_update",
+        }
+        problems.append(f"training ended at {done}: {why.get(last.reason, 'max_epoch, or not said')}")
     for kind, values in (("training", log.train), ("validation", log.valid)):
         if faulty := sorted(update for update, loss in values.items() if not math.isfinite(loss)):
             problems.append(

@@ -6,7 +6,7 @@ import math
 import statistics
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from scipy import stats
 
@@ -14,14 +14,8 @@ from pn_fairseq.pipeline.scoring import Comparison, ScoringError, compare_folder
 from pn_fairseq.report.runs import Run
 
 
-@dataclass(frozen=True)
-class Welch:
-    """Welch's t-test of the difference of two means over seeds.
-
-    Attributes:
-        low, high: 95% confidence interval of the difference.
-        p_value: two-sided, of no difference.
-    """
+class Welch(NamedTuple):
+    """95% confidence interval of the difference of two means over seeds, and two-sided p of no difference."""
 
     low: float
     high: float
@@ -39,6 +33,11 @@ def welch(system: Sequence[float], baseline: Sequence[float]) -> Welch | None:
     if not math.isfinite(result.pvalue):
         return None
     return Welch(float(interval.low), float(interval.high), float(result.pvalue))
+
+
+def corrected(p: float, comparisons: int) -> float:
+    """p, corrected by Bonferroni for the number of comparisons that could have come out small."""
+    return min(1.0, p * comparisons)
 
 
 def pairs(

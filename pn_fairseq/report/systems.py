@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -33,8 +34,8 @@ _HOW = re.compile(
 _COPIES = {"optimizer.lr": "optimization.lr", "lr_scheduler.lr": "optimization.lr"}
 
 NORM, SIZE = "encoder norm", "size"
-#: What the architectures of language models begin with, and the setting of their norm.
-LANGUAGE_MODELS, LM_NORM = ("transformer_lm", "tensorized_lm"), "model.decoder_norm"
+#: The norm of language models.
+LM_NORM = "model.decoder_norm"
 #: scripts/train.sh distributes these tokens over the ranks; for other runs it is computed from their settings.
 TOKENS, SENTENCES = "tokens_per_update", "sentences per update"
 SEED = "common.seed"
@@ -56,24 +57,19 @@ def norm_labels() -> dict[str, str]:
 
 
 def _norm_and_size(run: Run) -> tuple[str, str]:
-    """What ``model._name`` and ``model.encoder_norm`` say: ("PN", "tiny") of ``transformer_pn_tiny``.
+    """What ``model._name`` and the setting of the norm say: ("PN", "tiny") of ``transformer_pn_tiny``.
 
     An architecture that is not this plugin's has itself as its norm, and no size.
     """
     from pn_fairseq.norms import NORMS
 
-    arch = str(run.setting("model._name", "architecture not known"))
-    for stem in LANGUAGE_MODELS:
-        for name, entry in NORMS.items():
-            if arch.startswith(prefix := f"{stem}_{entry.short}_"):
-                norm = str(run.setting(LM_NORM, name))
-                return norm_labels().get(norm, norm), f"{stem} {arch.removeprefix(prefix)}"
-    prefixes = {f"transformer_{entry.short}_": name for name, entry in NORMS.items()}
-    prefix = next((prefix for prefix in prefixes if arch.startswith(prefix)), None)
-    if arch != "transformer_pn" and prefix is None:
+    arch, names = str(run.setting("model._name", "architecture not known")), {one.short: n for n, one in NORMS.items()}
+    match = re.fullmatch(rf"(transformer|transformer_lm|tensorized_lm)_({'|'.join(names)})_(.+)", arch)
+    if match is None and arch != "transformer_pn":
         return arch, "-"
-    norm = str(run.setting("model.encoder_norm", prefixes[prefix] if prefix else "power"))
-    return norm_labels().get(norm, norm), arch.removeprefix(prefix) if prefix else "base"
+    model, short, size = match.groups() if match else ("transformer", "pn", "base")
+    norm = str(run.setting("model.encoder_norm" if model == "transformer" else LM_NORM, names[short]))
+    return norm_labels().get(norm, norm), size if model == "transformer" else f"{model} {size}"
 
 
 def _batch(run: Run) -> dict[str, int | None]:
@@ -143,10 +139,18 @@ class Corpus:
         return scored.groupby(["system", "seed"], sort=False, dropna=False)[list(METRICS)].mean()
 
     def baseline(self, label: str) -> str | None:
-        """The LN system to compare a system with: the one from which it differs in the fewest settings."""
-        if label in self.ln:
+        """The LN system to compare a system with: the one from which it differs in the fewest settings.
+
+        Other LN systems are compared with the first, which has the fewest settings of its own.
+        """
+        candidates = self.ln[:1] if label in self.ln else self.ln
+        if label in candidates:
             return None
-        return min(self.ln, key=lambda one: len(differing([self.settings[label], self.settings[one]])), default=None)
+        return min(candidates, key=lambda one: len(differing([self.settings[label], self.settings[one]])), default=None)
+
+    def baselines(self) -> dict[str, str]:
+        """System -> the LN system that it is compared with, of those that have one."""
+        return {label: other for label in self.settings if (other := self.baseline(label))}
 
 
 def differing(settings: Sequence[Mapping[str, object]]) -> list[str]:
@@ -176,25 +180,51 @@ def _corpus(runs: Sequence[Run]) -> Corpus:
         scores = {measure: getattr(run.scores, measure).score if run.scores else float("nan") for measure in METRICS}
         seed = run.seed if isinstance(run.seed, int) else None
         rows.append({"run": run, "place": place, "number": systems.index(settings), "seed": seed, **scores})
+    usual = _usual(systems)
+    details = [_details(settings, systems, usual) for settings in systems]
     frame = pandas.DataFrame(rows).astype({"seed": "Int64"})
-    frame = frame.sort_values(["place", "number", "seed"], kind="stable", ignore_index=True)
-    labels = {number: _label(systems[number], systems) for number in frame["number"].unique()}
+    frame["details"] = [len(details[number]) for number in frame["number"]]
+    frame = frame.sort_values(["place", "details", "number", "seed"], kind="stable", ignore_index=True)
+    labels = {number: _label(number, systems, details) for number in frame["number"].unique()}
     frame["system"] = frame["number"].map(labels)
     return Corpus(runs[0].data, frame, {label: systems[number] for number, label in labels.items()})
 
 
-def _label(settings: dict[str, object], systems: Sequence[dict[str, object]]) -> str:
-    """The norm, and what tells the system from others with the same norm."""
-    if settings[NORM] == UNKNOWN:
-        return f"{UNKNOWN} ({settings['run']})"
-    details = [
-        str(settings[name]) if name == SIZE else f"{name.rpartition('.')[2]}={shown(settings.get(name))}"
-        for name in differing([other for other in systems if other[NORM] == settings[NORM]])
+def _usual(systems: Sequence[dict[str, object]]) -> dict[str, object]:
+    """Setting that differs -> the value that most systems have; left out where no value is in more than all others."""
+    values = {
+        name: [shown(one.get(name)) for one in systems] for name in differing(systems) if name not in (NORM, SIZE)
+    }
+    common = {name: Counter(of_all).most_common(2) for name, of_all in values.items()}
+    return {name: most[0][0] for name, most in common.items() if len(most) < 2 or most[0][1] > most[1][1]}
+
+
+def _details(
+    settings: dict[str, object], systems: Sequence[dict[str, object]], usual: Mapping[str, object]
+) -> list[str]:
+    """What tells a system from others: what is not usual, or where nothing is, differs from those of its norm."""
+    of_norm = differing([other for other in systems if other[NORM] == settings[NORM]])
+    return [
+        shown(settings.get(name)) if name == SIZE else f"{name.rpartition('.')[2]}={_bare(settings.get(name))}"
+        for name in sorted(differing(systems))
+        if name != NORM and (shown(settings.get(name)) != usual[name] if name in usual else name in of_norm)
     ]
-    if len(details) > _MOST_DETAILS:
-        same = [other for other in systems if other[NORM] == settings[NORM]]
-        details = [f"settings {same.index(settings) + 1}"]
-    return f"{settings[NORM]} ({', '.join(details)})" if details else str(settings[NORM])
+
+
+def _label(number: int, systems: Sequence[dict[str, object]], details: Sequence[list[str]]) -> str:
+    """The norm, and the details; of many the place among the systems of the norm."""
+    norm, told = str(systems[number][NORM]), details[number]
+    if norm == UNKNOWN:
+        return f"{UNKNOWN} ({systems[number]['run']})"
+    if len(told) > _MOST_DETAILS:
+        same = [index for index, other in enumerate(systems) if other[NORM] == norm]
+        told = [f"settings {same.index(number) + 1}"] if len(same) > 1 else []
+    return f"{norm} ({', '.join(told)})" if told else norm
+
+
+def _bare(value: object) -> str:
+    """A list of one, such as a learning rate, without brackets."""
+    return shown(value[0] if isinstance(value, list) and len(value) == 1 else value)
 
 
 def shown(value: object) -> str:

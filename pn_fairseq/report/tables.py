@@ -2,55 +2,31 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
 import shlex
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 
 import pandas
 
 from pn_fairseq import __version__
 from pn_fairseq.pipeline.scoring import METRICS, p_text
+from pn_fairseq.pipeline.training_log import TrainingLog
 from pn_fairseq.report import curves
 from pn_fairseq.report.figures import find_probe
 from pn_fairseq.report.markdown import Markdown, code, missing, template
 from pn_fairseq.report.paper import PAPER, Row, Table, recognise
 from pn_fairseq.report.runs import Run, lines_of
-from pn_fairseq.report.significance import pairs, welch
-from pn_fairseq.report.systems import SEED, UNKNOWN, Corpus, comparable, differing, group, norm_labels, shown
+from pn_fairseq.report.significance import corrected, pairs, welch
+from pn_fairseq.report.systems import SEED, UNKNOWN, Corpus, comparable, group, norm_labels, shown
 
 #: Score -> what a report calls it.
 MEASURES = METRICS | {"chrf": "chrF2"}
-
-_YES = {"1": "yes"}
-#: Setting of prepared data -> what it is, and what its values mean.
-_DATA_WORDS = {
-    "lower": ("case", {"1": "lower-cased", "0": "kept"}),
-    "bpe": ("subword operations, on both languages together", {}),
-    "normalize": ("punctuation normalized", _YES),
-    "nonprinting": ("non-printing characters removed", _YES),
-    "straighten": ("typographic apostrophes made plain in the tokens of", {}),
-    "aggressive": ("hyphens split (@-@)", _YES),
-    "compound_split": ("compounds split for tokenized BLEU (##AT##-##AT##)", _YES),
-    "clean": ("cleaned by length (shortest, longest, ratio)", {}),
-    "clean_stage": ("lengths counted in", {"tok": "tokens", "bpe": "subwords"}),
-    "clean_splits": ("cleaned are", {}),
-    "valid_every": ("validation is every n-th training pair, n", {}),
-}
-
-#: Diagnostic -> what it is, and how the records of a run become one number. docs/training.md says more.
-_DIAGNOSTICS = {
-    "norm_psi_distance": ("mean of abs(log(ψ_B / ψ))", statistics.fmean, "mean"),
-    "norm_nu_rms": ("root mean square of ν", max, "largest"),
-    "norm_gamma_max": ("largest mean(x̂²) of a channel", max, "largest"),
-    "norm_guarded_steps": ("times that max(0, ·) acted", max, "largest"),
-    "norm_nonfinite_steps": ("steps kept out of the state, not finite", max, "largest"),
-}
 
 #: The settings that one asks for first; all others are in config.yaml.
 _MAIN_SETTINGS = re.compile(
@@ -61,6 +37,9 @@ _MAIN_SETTINGS = re.compile(
     r"|checkpoint\.(keep_last_epochs|keep_interval_updates|save_interval_updates|patience)$"
     r"|common\.(seed|fp16|bf16|amp|memory_efficient_fp16)$|generation\.(beam|lenpen)$"
 )
+
+#: Systems in one picture of learning curves, beside LN; more cannot be told apart.
+_OF_A_PICTURE = 5
 
 #: What describes a start of a training and not the machine it ran on (scripts/train.sh).
 _OF_A_START = ("started", "command", "workers", "tokens_per_update", "update_freq", "max_tokens")
@@ -78,23 +57,12 @@ def signed(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes // 60} h {minutes % 60:02d} min" if minutes >= 60 else f"{minutes} min {rest:02d} s"
+    return str(timedelta(seconds=round(seconds)))
 
 
 def count(amount: int, one: str, several: str = "") -> str:
     """ "1 run", "3 runs"."""
     return f"{amount:,} {one if amount == 1 else several or one + 's'}"
-
-
-def listed(items: Sequence[object]) -> str:
-    """Items in a row; consecutive whole numbers as the first and the last."""
-    numbers = sorted(items) if all(isinstance(item, int) for item in items) else []
-    if len(numbers) > 2 and numbers == list(range(numbers[0], numbers[-1] + 1)):
-        return f"{numbers[0]} to {numbers[-1]}"
-    return ", ".join(str(item) for item in items)
 
 
 def here(words: str | Path) -> str:
@@ -114,7 +82,7 @@ def _plain(value: object) -> str:
     return "none" if value in (None, "") else str(value)
 
 
-def _rows(corpus: Corpus) -> Iterator[tuple[dict, Run]]:
+def rows_of(corpus: Corpus) -> Iterator[tuple[dict, Run]]:
     """For each run the cells that name it, and the run."""
     for label, run in zip(corpus.frame["system"], corpus.runs, strict=True):
         seed = missing("not known") if run.seed is None else str(run.seed)
@@ -134,9 +102,8 @@ def _data(corpus: Corpus) -> pandas.DataFrame:
     if corpus.data is None:
         rows["settings"] = missing("not recorded")
     for key, value in (corpus.data or {}).items():
-        if key not in ("source", "target", "folder") and "." not in key:  # with a dot: a file, and its checksum
-            name, meanings = _DATA_WORDS.get(key, (key.replace("_", " "), {}))
-            rows[name] = meanings.get(value, value)
+        if key != "folder" and "." not in key:  # with a dot: a file, and its checksum
+            rows[code(key)] = code(value) if value else missing("none")
     for split in ("train", "valid", "test"):
         amount = _pairs_of(corpus, split)
         rows[f"sentence pairs, {split}"] = missing("not known") if amount is None else f"{amount:,}"
@@ -147,12 +114,6 @@ def _sentences(corpus: Corpus, subset: str) -> int | None:
     """Size of the subset, by what was decoded, or else by the prepared data, if that is still there."""
     decoded = (run.decoded for run in corpus.runs if run.decoded is not None)
     return next(decoded, None) or _pairs_of(corpus, subset)
-
-
-def _why_unscored(runs: Sequence[Run]) -> Markdown:
-    if any(run.decoded is not None for run in runs):
-        return missing("not scored")
-    return missing("not decoded" if any(run.log is not None for run in runs) else "not trained")
 
 
 def _means(corpus: Corpus) -> pandas.DataFrame:
@@ -174,35 +135,24 @@ def _published(corpus: Corpus, paper: Table | None) -> dict[str, Row]:
 def _results(corpus: Corpus, paper: Table | None) -> pandas.DataFrame:
     means, rows, beside = _means(corpus), [], _published(corpus, paper)
     for label in corpus.settings:
-        runs, norm = corpus.members(label), corpus.norm(label)
-        seeds, scored = (
-            list(dict.fromkeys(run.seed for run in some)) for some in (runs, [r for r in runs if r.scores])
-        )
-        amount = str(len(scored)) + (f" of {len(seeds)}" if len(scored) < len(seeds) else "")
-        why = _why_unscored(runs)
-        names = listed(["not known" if seed is None else seed for seed in scored])
-        row: list[str] = [label, f"{amount} ({names})" if scored else Markdown(f"{amount} {why}")]
-        for measure in MEASURES:
+        runs = corpus.members(label)
+        scored = {"not known" if run.seed is None else run.seed: None for run in runs if run.scores}
+        seeds, why = len({run.seed for run in runs}), _state(runs[0])
+        amount = f"{len(scored)} of {seeds}" if len(scored) < seeds else str(seeds)
+        row = {
+            "norm": label,
+            "seeds scored": Markdown(f"{amount} ({', '.join(map(str, scored))})" if scored else f"{amount} {why}"),
+        }
+        for measure, name in MEASURES.items():
             mean, deviation = means.loc[label, measure]
             spread = missing("– (one seed)") if math.isnan(deviation) else number(deviation)
-            row += [number(mean), spread] if scored else [why, why]
+            row |= {name: number(mean), f"std, {name}": spread} if scored else {name: why, f"std, {name}": why}
             if measure == "tokenized" and paper:
                 published = beside[label].bleu if label in beside else None
-                row.append(missing("not in the paper") if published is None else number(published, 1))
-                row.append(missing("–") if published is None or not scored else signed(mean - published))
-        rows.append((norm, row))
-    labels = norm_labels()
-    for row in paper.rows if paper else ():
-        if row not in beside.values():
-            norm = labels[row.norm]
-            name = f"{norm} ({row.label})" if [one.norm for one in paper.rows].count(row.norm) > 1 else norm
-            rows.append((norm, [name, *[missing("no run")] * 3, number(row.bleu, 1), *[missing("no run")] * 5]))
-    order = list(labels.values())
-    rows.sort(key=lambda row: order.index(row[0]) if row[0] in order else len(order))
-    columns = ["norm", "seeds scored"]
-    for measure, name in MEASURES.items():
-        columns += [name, "std", *(["paper", "difference"] if measure == "tokenized" and paper else [])]
-    return pandas.DataFrame([row for _, row in rows], columns=columns)
+                row["paper"] = missing("not in the paper") if published is None else number(published, 1)
+                row["difference"] = signed(mean - published) if published and scored else missing("–")
+        rows.append(row)
+    return pandas.DataFrame(rows)
 
 
 def _headline(corpus: Corpus) -> dict | None:
@@ -217,72 +167,56 @@ def _headline(corpus: Corpus) -> dict | None:
     found = {"best": best, "score": number(means.iloc[0]), "other": other}
     if other is None:
         return found
-    # LN with each of the others, or each with each where there is no LN.
-    others = len(means) - 1
-    with_ln = any(label in means.index for label in corpus.ln)
+    # Each with an LN, or each with each where there is no LN.
+    comparisons = len(means) - 1 if any(label in means.index for label in corpus.ln) else math.comb(len(means), 2)
+    test = welch(list(scores[best]), list(scores[other]))
     return found | {
         "difference": round(means[best] - means[other], 2),
-        "test": welch(list(scores[best]), list(scores[other])),
+        "test": test,
+        "p": corrected(test.p_value, comparisons) if test else None,
         "seeds": min(len(scores[best]), len(scores[other])),
-        "comparisons": others if with_ln else others * (others + 1) // 2,
+        "comparisons": comparisons,
     }
 
 
+def _tested(corpus: Corpus) -> dict[str, str]:
+    """System -> the LN that it is compared with, where both were scored."""
+    scored = corpus.scores().index
+    return {label: other for label, other in corpus.baselines().items() if label in scored and other in scored}
+
+
 def _significance(corpus: Corpus, subset: str, resamples: int, said: Callable[[str], None]) -> dict:
-    """Every system against LN: ``table``, and which is compared with which in ``baselines``."""
-    rows, baselines, scores = [], {}, corpus.scores()
-    for label in corpus.settings:
-        if not (baseline := corpus.baseline(label)):
-            continue
-        baselines[label] = baseline
+    """Every system against LN: ``table``, and by how many ``comparisons`` the p in it are corrected."""
+    rows, scores, tested = [], corpus.scores(), _tested(corpus)
+    for label, baseline in tested.items():
         said(f"comparing {label} with {baseline}")
         found = pairs(corpus.members(label), corpus.members(baseline), subset, resamples)
-        lacking = next((one for one in (label, baseline) if one not in scores.index), None)
         for measure, name in MEASURES.items():
-            if lacking:
-                cells = [missing(f"{lacking}: {_why_unscored(corpus.members(lacking))[1:-1]}")] * 3
-            else:
-                cells = _comparison(*(scores.loc[one][measure] for one in (label, baseline)), measure, found)
-            rows.append([label, name, *cells])
-    tests = ["difference of means", "over seeds: Welch's t-test", "over sentences: paired bootstrap, per seed"]
-    return {"table": pandas.DataFrame(rows, columns=["norm", "measure", *tests]), "baselines": baselines}
-
-
-def _comparison(mine: pandas.Series, theirs: pandas.Series, measure: str, found: list) -> list[str]:
-    """Difference of means, test over seeds, test over sentences; from scores by seed, and paired bootstraps."""
-    test = welch(list(mine), list(theirs))
-    few = min(len(mine), len(theirs)) < 2
-    over_seeds = missing("– (needs two seeds of each)" if few else "– (no spread over seeds)")
-    if test is not None:
-        over_seeds = f"{signed(test.low)} to {signed(test.high)}, {p_text(test.p_value)}"
-    parts = []
-    for seed, comparisons in found:
-        seed = "not known" if seed is None else seed
-        if isinstance(comparisons, str):
-            parts.append(f"seed {seed}: not computed ({comparisons})")
-        else:
-            other, one = comparisons[measure].results.values()
-            parts.append(f"seed {seed}: {signed(one.score - other.score)}, {p_text(one.p_value)}")
-    if alone := sorted(set(mine.index.dropna()) ^ set(theirs.index.dropna())):
-        parts.append(f"seed {listed(alone)}: on one side only")
-    return [signed(mine.mean() - theirs.mean()), over_seeds, "; ".join(parts)]
-
-
-def _scores_of_runs(corpus: Corpus) -> pandas.DataFrame:
-    rows = []
-    for row, run in _rows(corpus):
-        names = [*MEASURES.values(), "precisions, 1 to 4 tokens", "brevity penalty", "length ratio", "sentences"]
-        cells = [_why_unscored([run])] * len(names)
-        if run.scores:
-            cells[:3] = [number(getattr(run.scores, measure).score) for measure in MEASURES]
-            parts = re.match(r"(\S+) +\(BP = (\S+) ratio = (\S+) hyp_len = (\d+) ref_len = (\d+)\)",
-                             run.scores.tokenized.verbose)  # fmt: skip
-            cells[3:6] = [missing("not recorded")] * 3
-            if parts:
-                cells[3:6] = parts[1], parts[2], f"{parts[3]} ({parts[4]} / {parts[5]})"
-            cells[6] = f"{run.scores.sentences:,}"
-        rows.append(row | dict(zip(names, cells, strict=True)))
-    return pandas.DataFrame(rows)
+            mine, theirs = (scores.loc[one][measure] for one in (label, baseline))
+            test = welch(list(mine), list(theirs))
+            few = min(len(mine), len(theirs)) < 2
+            over_seeds = missing("– (needs two seeds of each)" if few else "– (no spread over seeds)")
+            if test is not None:
+                over_seeds = (
+                    f"{signed(test.low)} to {signed(test.high)}, {p_text(corrected(test.p_value, len(tested)))}"
+                )
+            parts = []
+            for seed, compared in found:
+                part = f"not computed ({compared})"
+                if not isinstance(compared, str):
+                    other, one = compared[measure].results.values()
+                    part = f"{signed(one.score - other.score)}, {p_text(corrected(one.p_value, len(tested)))}"
+                parts.append(f"seed {'not known' if seed is None else seed}: {part}")
+            rows.append(
+                {
+                    "norm": label,
+                    "measure": name,
+                    "difference of means": signed(mine.mean() - theirs.mean()),
+                    "over seeds: Welch's t-test": over_seeds,
+                    "over sentences: paired bootstrap, per seed": "; ".join(parts) or missing("– (no seed of both)"),
+                }
+            )
+    return {"table": pandas.DataFrame(rows), "comparisons": len(tested)}
 
 
 def raw_scores(runs: Sequence[Run]) -> pandas.DataFrame:
@@ -290,16 +224,35 @@ def raw_scores(runs: Sequence[Run]) -> pandas.DataFrame:
     rows = []
     for corpus in group([run for run in runs if run.known]):
         for row in corpus.frame.itertuples():
-            run, log = row.run, row.run.log
-            valid = [loss for loss in (log.valid.values() if log else ()) if math.isfinite(loss)]
-            seconds = sum(start.seconds for start in log.starts) if log else 0
+            run, label = row.run, row.system
             rows.append(
-                {"run": run.name, "system": row.system, "norm": corpus.norm(row.system), "seed": row.seed}
+                {"run": run.name, "system": label, "norm": corpus.norm(label), "seed": row.seed}
+                | {"compared with": corpus.baseline(label)}
                 | {measure: getattr(row, measure) for measure in METRICS}
-                | {"best validation loss (bits/token)": min(valid, default=math.nan)}
-                | {"updates": log.updates if log else 0, "seconds": round(seconds, 1), "state": str(_state(run))}
+                | {"parts of tokenized BLEU": run.scores.tokenized.verbose if run.scores else ""}
+                | _of_training(run)
+                | {"state": _state(run).strip("*"), "problems": "; ".join(here(problem) for problem in run.problems)}
             )
     return pandas.DataFrame(rows)
+
+
+def _of_training(run: Run) -> dict[str, float]:
+    """Numbers of a training: NaN where the log does not have them."""
+    log = run.log or TrainingLog()
+    valid = {loss: update for update, loss in log.valid.items() if math.isfinite(loss)}
+    best, speed = min(valid, default=math.nan), statistics.median(log.tokens_per_second.values() or [math.nan])
+    seconds, tokens = (sum(getattr(start, what) for start in log.starts) or math.nan for what in ("seconds", "tokens"))
+    # What was trained again after an interruption is in the tokens.
+    again = sum(len(start.updates) for start in log.starts) / max(1, len(log.train))
+    return {
+        "updates": log.updates,
+        "best validation loss (bits/token)": best,
+        "at update": valid.get(best, math.nan),
+        "seconds": round(seconds, 1),
+        "seconds per update": round(tokens / (log.updates * again) / speed, 3) if tokens > 0 else math.nan,
+        "tokens/s": speed,
+        "tokens": tokens,
+    }
 
 
 def _state(run: Run) -> str:
@@ -317,104 +270,79 @@ def _state(run: Run) -> str:
     return "complete" if run.scores else missing("decoded, not scored")
 
 
-def _training(corpus: Corpus) -> pandas.DataFrame:
+def training(corpus: Corpus) -> pandas.DataFrame:
+    """How each run went."""
     rows = []
-    for row, run in _rows(corpus):
-        names = ["updates", "best validation loss (bits/token)", "wall time", "starts", "tokens/s", "tokens", "workers",
-                 "parameters"]  # fmt: skip
-        cells = _training_numbers(run) if run.trained else [missing("not trained")] * len(names)
-        rows.append(row | {"state": _state(run)} | dict(zip(names, cells, strict=True)))
+    for row, run in rows_of(corpus):
+        found = _of_training(run)
+
+        def cell(pattern: str, *names: str, found=found) -> str:
+            values = [found[name] for name in names]
+            return missing("not logged") if any(map(math.isnan, values)) else pattern.format(*values)
+
+        certain = all(start.done_seconds is not None for start in run.log.starts) if run.log else True
+        wall = missing("not logged") if math.isnan(found["seconds"]) else duration(found["seconds"])
+        rows.append(
+            row
+            | {
+                "state": _state(run),
+                "updates": f"{found['updates']:,} " + (f"of {run.max_update:,}" if run.max_update else "(no limit)"),
+                "best validation loss (bits/token)": cell(
+                    "{:.3f} at {:,.0f}", "best validation loss (bits/token)", "at update"
+                ),
+                "wall time": wall if certain or wall.startswith("*") else f"at least {wall}",
+                "time per update": cell("{:.2f} s", "seconds per update"),
+                "tokens/s": cell("{:,.0f}", "tokens/s"),
+                "parameters": f"{run.log.parameters:,}" if run.log and run.log.parameters else missing("not logged"),
+            }
+        )
     return pandas.DataFrame(rows)
-
-
-def _training_numbers(run: Run) -> list[str]:
-    log, nothing = run.log, missing("not logged")
-    best = min(((loss, update) for update, loss in log.valid.items() if math.isfinite(loss)), default=None)
-    seconds, tokens = (sum(getattr(start, what) for start in log.starts) for what in ("seconds", "tokens"))
-    certain = all(start.done_seconds is not None for start in log.starts)
-    speeds = list(log.tokens_per_second.values())
-    return [
-        f"{log.updates:,} of {run.max_update:,}" if run.max_update else f"{log.updates:,} (no limit)",
-        f"{number(best[0], 3)} at {best[1]:,}" if best else missing("never validated"),
-        ("" if certain else "at least ") + duration(seconds) if seconds else nothing,
-        str(len(log.starts)),
-        number(statistics.median(speeds), 0) if speeds else nothing,
-        number(tokens, 0) if tokens else nothing,
-        str(run.workers),
-        f"{log.parameters:,}" if log.parameters else nothing,
-    ]
-
-
-def _diagnostics(corpus: Corpus) -> dict:
-    """The norms' diagnostics: ``table``, their ``meanings``, and the runs that are ``silent``."""
-    logged = {run.name: run.log.diagnostics if run.log else {} for run in corpus.runs}
-    names = dict.fromkeys(name for found in logged.values() for name in found)
-    names = [*(name for name in _DIAGNOSTICS if name in names), *(name for name in names if name not in _DIAGNOSTICS)]
-
-    def cell(values: dict[int, float], make: Callable) -> str:
-        finite = [value for value in values.values() if math.isfinite(value)]
-        if not finite:
-            return missing("not finite" if values else "not logged")
-        return f"{make(finite):.4g}, last {values[max(values)]:.4g}"
-
-    rows = [
-        {"norm": row["norm"], "seed": row["seed"]}
-        | {code(name): cell(logged[run.name].get(name, {}), _DIAGNOSTICS.get(name, ("", max))[1]) for name in names}
-        for row, run in _rows(corpus)
-        if logged[run.name]
-    ]
-    return {
-        "table": pandas.DataFrame(rows),
-        "meanings": {name: _DIAGNOSTICS[name] for name in names if name in _DIAGNOSTICS},
-        "silent": [name for name, found in logged.items() if not found],
-    }
 
 
 def _machines(runs: Sequence[Run]) -> pandas.DataFrame:
     """Versions and hardware, as each start of a training recorded them; the same ones once."""
-    found: dict[str, dict] = {}
-    for run, start in ((one, start) for one in runs for start in one.starts):
-        machine = {name.replace("_", " "): _plain(value) for name, value in start.items() if name not in _OF_A_START}
-        column = found.setdefault(json.dumps(machine, sort_keys=True), machine | {"runs": {}, "starts": []})
-        column["runs"][run.name] = None
-        column["starts"].append(str(start.get("started", "not recorded")))
-    for column in found.values():
-        first, last = min(column["starts"]), max(column["starts"])
-        times = first if first == last else f"{first} to {last}"
-        column |= {"runs": ", ".join(column["runs"]), "starts": f"{count(len(column['starts']), 'start')}, {times}"}
-    titles = ["all starts"] if len(found) == 1 else [f"machine {index + 1}" for index in range(len(found))]
-    names = list(dict.fromkeys(name for column in found.values() for name in column))
-    names.sort(key=("runs", "starts").count)  # at the end
-    cells = {
-        title: [column.get(name, "none") for name in names]
-        for title, column in zip(titles, found.values(), strict=True)
-    }
-    return pandas.DataFrame({"what": names} | cells)
+    starts = pandas.DataFrame(
+        {"torch": "none"}
+        | {name.replace("_", " "): _plain(value) for name, value in start.items() if name not in _OF_A_START}
+        | {"runs": run.name, "starts": str(start.get("started", "not recorded"))}
+        for run in runs
+        for start in run.starts
+    ).fillna("none")
+    if starts.empty:
+        return starts
+
+    def times(started: pandas.Series) -> str:
+        first, last = started.min(), started.max()
+        return f"{count(len(started), 'start')}, {first if first == last else f'{first} to {last}'}"
+
+    machines = starts.groupby([name for name in starts if name not in ("runs", "starts")], sort=False)
+    found = machines.agg({"runs": lambda names: ", ".join(dict.fromkeys(names)), "starts": times}).reset_index()
+    found.index = ["all starts"] if len(found) == 1 else [f"machine {place + 1}" for place in found.index]
+    return found.T.rename_axis("what").reset_index()
 
 
 def _settings(corpus: Corpus) -> dict | None:
     """Tables of what differs between the systems (``differing``) and what does not (``common``); None if unknown."""
-    known = [label for label in corpus.settings if corpus.norm(label) != UNKNOWN]
-    values = {label: [comparable(run) for run in corpus.members(label)] for label in known}
-    if not known:
+    rows = [
+        {"system": label} | {name: shown(value) for name, value in comparable(run).items() if name != SEED}
+        for label, run in zip(corpus.frame["system"], corpus.runs, strict=True)
+        if corpus.norm(label) != UNKNOWN
+    ]
+    if not rows:
         return None
-    every = [one for of_system in values.values() for one in of_system]
-    names = [name for name in differing(every) if name != SEED]
-    differ = {"setting": [code(name) for name in names]} | {
-        label: [", ".join(dict.fromkeys(shown(one.get(name)) for one in of_system)) for name in names]
-        for label, of_system in values.items()
-    }
-    common = {name: value for name, value in every[0].items() if name not in differing(every)}
+    values = pandas.DataFrame(rows).fillna(shown(None)).set_index("system")
+    same = values.nunique() == 1
+    differ = values.loc[:, ~same].groupby(level="system", sort=False).agg(lambda found: ", ".join(dict.fromkeys(found)))
     # fairseq's ways to say "not": false, -1, no text; and 0 as a limit.
     told = {
         name: value
-        for name, value in sorted(common.items(), key=lambda item: not item[0].endswith("._name"))
-        if _MAIN_SETTINGS.match(name) and not (value is False or value in (-1, "") or (value == 0 and "max_" in name))
+        for name, value in values.loc[:, same].iloc[0].items()
+        if _MAIN_SETTINGS.match(name) and value not in ("False", "-1", '""') and not (value == "0" and "max_" in name)
     }
     return {
-        "differing": pandas.DataFrame(differ),
-        "common": pandas.DataFrame({"setting": map(code, told), "value": map(shown, told.values())}),
-        "rest": len(common) - len(told),
+        "differing": differ.T.rename(index=code).rename_axis("setting").reset_index(),
+        "common": pandas.DataFrame({"setting": map(code, told), "value": told.values()}),
+        "rest": sum(same) - len(told),
     }
 
 
@@ -424,22 +352,18 @@ def _commands(runs: Sequence[Run]) -> dict[str, str]:
     return {name: shlex.join(["scripts/train.sh", *map(here, found)]) for name, found in words.items() if found}
 
 
-def _about(corpus: Corpus, picture: Path, subset: str, paper: str, resamples: int, said: Callable[[str], None]) -> dict:
-    """All that the template shows of a corpus."""
-    data, runs = corpus.data or {}, corpus.runs
-    if paper == "auto":
-        paper = recognise(data, _sentences(corpus, subset)) if subset == "test" else None
-    beside = PAPER.get(paper)
+def about(
+    corpus: Corpus, said: Callable[[str], None] = lambda words: None, *, subset: str, paper: str, resamples: int
+) -> dict:
+    """What ``report.md.j2`` shows of the runs on a corpus."""
+    runs, data = corpus.runs, corpus.data or {}
+    name = (recognise(data, _sentences(corpus, subset)) or "none") if paper == "auto" else paper
+    beside = PAPER.get(name)
     scored = [run for run in runs if run.scores]
     signatures = {
-        name: sorted({str(getattr(run.scores, measure).signature) for run in scored})
-        for measure, name in MEASURES.items()
+        name: sorted({getattr(run.scores, measure).signature for run in scored}) for measure, name in MEASURES.items()
     }
-    significance = _significance(corpus, subset, resamples, said)
-    said("drawing learning curves")
-    logs = {label: [run.log for run in corpus.members(label) if run.log] for label in corpus.settings}
     names = [data.get("source"), data.get("target")]
-    commands = _commands(runs)
     return {
         "title": " to ".join(names) if all(names) else f"Data not known: {runs[0].name}",
         "data": _data(corpus),
@@ -454,62 +378,75 @@ def _about(corpus: Corpus, picture: Path, subset: str, paper: str, resamples: in
         "signatures": signatures if scored else {},
         "decodings": sorted({run.decoding for run in runs if run.decoding}),
         "has_ln": bool(corpus.ln),
-        "significance": significance,
-        "curves": curves.plot(logs, picture, significance["baselines"]),
-        "picture": picture.name,
-        "scores": _scores_of_runs(corpus),
-        "training": _training(corpus),
-        "diagnostics": _diagnostics(corpus),
-        "settings": _settings(corpus),
-        "commands": list(commands.values()),
-        "lacking": [run.name for run in runs if run.name not in commands],
+        "baselines": corpus.baselines(),
+        "significance": _significance(corpus, subset, resamples, said),
     }
+
+
+def _together(corpus: Corpus, baselines: Mapping[str, str]) -> list[list[str]]:
+    """The systems in the order of the tables, a few for each picture, each with the LN that it is compared with."""
+    others = [label for label in corpus.settings if label not in baselines.values()]
+    parts = [others[start : start + _OF_A_PICTURE] for start in range(0, len(others), _OF_A_PICTURE)]
+    shown = [{*part, *(baselines[label] for label in part if label in baselines)} for part in parts]
+    return [[label for label in corpus.settings if label in part] for part in shown]
 
 
 def build(
     runs: Sequence[Run],
     folder: Path,
     prefix: str,
-    subset: str,
-    paper: str,
-    resamples: int,
+    page: str,
+    about: Callable[..., dict],
     said: Callable[[str], None] = lambda words: None,
+    **settings,
 ) -> tuple[str, list[str]]:
-    """The report about runs as Markdown, and the names of its pictures, which are written into ``folder``.
+    """A report about runs as Markdown, and the names of its pictures, which are written into ``folder``.
 
     Args:
         runs: as :func:`pn_fairseq.report.runs.read_runs` returns them.
         folder: where the pictures go.
         prefix: what their names begin with.
-        subset: which decoded subset the scores are of.
-        paper: whose numbers are shown beside ours: a key of :data:`PAPER`, ``none``, or ``auto``.
-        resamples: of the bootstrap.
+        page: the template. It extends ``page.md.j2``, which has what all reports show.
+        about: called with each corpus, ``said`` and ``settings``; returns what the template shows of it.
         said: called with lines of progress.
+        settings: shown by the template, too.
     """
-    corpora = group([run for run in runs if run.known])
-    pictures = [f"{prefix}{index}.png" for index in range(1, len(corpora) + 1)]
-    problems = [(here(run.path), here(problem)) for run in runs for problem in run.problems]
-    page = template("report.md.j2").render(
-        version=__version__, subset=subset, resamples=resamples,
-        runs=len(runs),
+    corpora, pictures, found = group([run for run in runs if run.known]), [], []
+    for corpus in corpora:
+        shown, commands = about(corpus, said, **settings), _commands(corpus.runs)
+        said("drawing learning curves")
+        drawn = []
+        for labels in _together(corpus, shown["baselines"]):
+            drawn.append(f"{prefix}{len(pictures) + len(drawn) + 1}.png")
+            logs = {label: [run.log for run in corpus.members(label) if run.log] for label in labels}
+            baselines = {label: other for label, other in shown["baselines"].items() if label in labels}
+            curves.plot(logs, folder / drawn[-1], baselines)
+        pictures += drawn
+        found.append(
+            shown
+            | {
+                "pictures": drawn,
+                "training": training(corpus),
+                "settings": _settings(corpus),
+                "commands": list(commands.values()),
+                "lacking": [run.name for run in corpus.runs if run.name not in commands],
+            }
+        )
+    rendered = template(page).render(
+        settings, version=__version__, runs=len(runs), corpora=found, machines=_machines(runs),
         systems=sum(len(corpus.settings) for corpus in corpora),
         scored=sum(run.scores is not None for run in runs),
         faultless=sum(run.scores is not None and not run.problems for run in runs),
-        problems=problems,
+        problems=[(here(run.path), here(problem)) for run in runs for problem in run.problems],
         repeated=[
             (*system_and_seed, [run.name for run in again])
             for corpus in corpora
             for system_and_seed, again in corpus.frame.groupby(["system", "seed"], sort=False)["run"]
             if len(again) > 1
         ],
-        corpora=[
-            _about(corpus, folder / name, subset, paper, resamples, said)
-            for corpus, name in zip(corpora, pictures, strict=True)
-        ],
-        machines=_machines(runs),
         lacking=[run.name for run in runs if not run.starts],
         probes=[(run.name, here(str(probe))) for run in runs if (probe := find_probe(run))],
         figures=[file.name for file in sorted(folder.glob("figure-[2-7].png"))],  # of pn-figures
         count=count, number=number, signed=signed, p_text=p_text,
     )  # fmt: skip
-    return re.sub(r"\n{3,}", "\n\n", page), pictures
+    return re.sub(r"\n{3,}", "\n\n", rendered), pictures

@@ -46,25 +46,6 @@ def test_the_repository_names_no_path_outside_itself():
     assert not re.search(r"(?<![\w.])(/home|/root|/tmp)/", README)
 
 
-def test_results_are_those_of_the_report():
-    report = (ROOT / "docs/verses_report/report.md").read_text("utf-8")
-    rows = re.findall(
-        r"^\| (LN|BN|PN-V|PN)(?:, layer-scale)? \| ([\d.]+ ± [\d.]+) \| (\S+ ± \S+) \| (\S+ ± \S+) \|$", README, re.M
-    )
-    found = re.findall(r"^\| (LN|BN|PN-V|PN) \| 2 \(1, 2\) ((?:\| [\d.]+ ){6})\|$", report, re.M)
-    expected = []
-    for name, cells in found:
-        numbers = cells.replace("|", " ").split()
-        expected.append((name, *(f"{numbers[i]} ± {numbers[i + 1]}" for i in (0, 2, 4))))
-    assert rows == expected and len(rows) == 4
-
-
-def test_smallest_p_is_that_of_the_report():
-    report = (ROOT / "docs/verses_report/report.md").read_text("utf-8")
-    smallest = min(float(p) for p in re.findall(r" to [+−][\d.]+, p = ([\d.]+) \|", report))
-    assert f"smallest p of a difference from LN is {smallest:.2f} " in README
-
-
 def test_python_runs():
     x, padding_mask = torch.randn(5, 2, 512), torch.zeros(2, 5, dtype=torch.bool)
     for block in blocks(PATH, "python"):

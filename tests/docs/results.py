@@ -1,0 +1,230 @@
+"""docs/results, and what README.md shows of it: ``python -m tests.docs.results [CHECKOUT]`` writes them.
+
+With CHECKOUT, the copy of the repository in which scripts/compare_norms.sh was run, `pn-report` writes the reports anew
+from its runs that are finished or failed. Everything between ``<!-- NAME: generated -->`` and ``<!-- end of NAME -->``
+is computed from the reports; test_results.py fails where a page says anything else.
+"""
+
+import contextlib
+import logging
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pandas
+
+from pn_fairseq.report.command import main as pn_report
+from pn_fairseq.report.significance import corrected, welch
+
+from .generated import block
+from .pages import ROOT
+
+RESULTS = ROOT / "docs/results"
+CORPORA = {"verses": "Bible verses, Spanish to English", "multi30k": "Multi30k, German to English"}
+COMMAND = "python -m tests.docs.results"
+
+#: A difference of BLEU from one seed that is smaller is not named at all.
+SMALLEST = 0.3
+NOTHING = "No run is finished."
+
+
+def write_reports(checkout: Path) -> None:
+    """`pn-report` of each corpus, of what is finished."""
+    with contextlib.chdir(checkout):  # so that the reports name paths below it
+        for corpus in CORPORA:
+            # Runs with other learning rates are in folders of their own, CORPUS_lr*.
+            folders = sorted(Path("runs/compare_norms").glob(f"{corpus}*/*_seed*"))
+            done = [
+                each for each in folders if (each / "generate/test/scores.json").exists() or (each / "failed").exists()
+            ]
+            if done and pn_report([*map(str, done), "--output", str(RESULTS / corpus)]) != 0:
+                raise SystemExit(f"no report of {corpus}")
+
+
+def reports() -> dict[str, pandas.DataFrame]:
+    """Corpus -> report.csv, of those that have one."""
+    files = {corpus: RESULTS / corpus / "report.csv" for corpus in CORPORA}
+    return {corpus: pandas.read_csv(file) for corpus, file in files.items() if file.exists()}
+
+
+def planned() -> dict[str, Counter]:
+    """Corpus -> norm with its settings, as `manifest` of scripts/compare_norms.sh has it -> number of seeds."""
+    script = (ROOT / "scripts/compare_norms.sh").read_text("utf-8")
+    manifest = re.search(r"^manifest\(\) \{$.*?^\}$", script, re.M | re.S)[0]
+    lines = subprocess.run(["bash", "-c", f"{manifest}\nmanifest"], capture_output=True, text=True, check=True).stdout
+    found = {corpus: Counter() for corpus in CORPORA}
+    for line in lines.splitlines():
+        corpus, _, _, norms, setting = [*line.split("|"), ""][:5]
+        found[corpus].update(f"{norm} {setting}".strip() for norm in norms.split())
+    return found
+
+
+def systems(frame: pandas.DataFrame) -> pandas.DataFrame:
+    """System -> ``norm``, ``compared with``, its ``scores`` by seed, and what to ``say`` of the difference from LN."""
+    scored = frame.dropna(subset=["tokenized"]).groupby(["system", "seed"], sort=False)["tokenized"].mean()
+    found = frame.groupby("system", sort=False)[["norm", "compared with"]].first()
+    found["scores"] = [list(scored[scored.index.get_level_values("system") == label]) for label in found.index]
+    both = [
+        label
+        for label, other in found["compared with"].items()
+        if found["scores"][label] and found["scores"].get(other)
+    ]
+    found["difference"] = {label: _mean(found, label) - _mean(found, found["compared with"][label]) for label in both}
+    found["say"] = "–"
+    for label in both:
+        test = welch(found["scores"][label], found["scores"][found["compared with"][label]])
+        difference = found["difference"][label]
+        above = "above" if difference > 0 else "below"
+        if test is None:
+            large = abs(difference) >= SMALLEST
+            say = (
+                f"{above} in the seeds that were run; not tested over seeds"
+                if large
+                else "nothing: one seed, and small"
+            )
+        else:
+            p = corrected(test.p_value, len(both))
+            say = f"{above} LN" if p < 0.05 else "inconclusive"
+            say += f" (95% interval {test.low:+.2f} to {test.high:+.2f}, p = {p:.3f})".replace("-", "−")
+        found.loc[label, "say"] = say
+    for row in frame.itertuples():
+        if "not finite" in str(row.problems) or "NaN" in str(row.problems) or "failed" in str(row.state):
+            found.loc[row.system, "say"] += f"; seed {row.seed}: {str(row.problems).partition('; ')[0]}"
+    return found
+
+
+def _mean(found: pandas.DataFrame, label: str) -> float:
+    return sum(found["scores"][label]) / len(found["scores"][label])
+
+
+def _spread(values: pandas.Series) -> str:
+    return f"{values.mean():.2f}" + (f" ± {values.std():.2f}" if len(values) > 1 else "")
+
+
+def _table(rows: list[dict[str, str]]) -> str:
+    frame = pandas.DataFrame(rows)
+    sides = ["right" if name.startswith(("BLEU", "difference")) else "left" for name in frame]
+    return frame.to_markdown(index=False, tablefmt="pipe", disable_numparse=True, colalign=sides)
+
+
+def answer() -> str:
+    """Which norms are above LN; the first sentence of each report."""
+    lines = []
+    for corpus, frame in reports().items():
+        found = systems(frame)
+        better = [label for label, say in found["say"].items() if say.startswith("above LN")]
+        tested = sum("p = " in say for say in found["say"])
+        first = (RESULTS / corpus / "report.md").read_text("utf-8").split("\n\n")[1]
+        lines.append(f"- **{CORPORA[corpus]}**: {_better(better, tested)} {first.replace('**', '')}")
+    return "\n".join(lines) or NOTHING
+
+
+def _better(better: list[str], tested: int) -> str:
+    if not tested:
+        return "No norm was compared with LN over several seeds, so that none can be called better or worse."
+    names = ", ".join(better) if better else "no norm"
+    return f"Of {tested} compared with LN over several seeds, {names} {'are' if len(better) > 1 else 'is'} above it."
+
+
+def table() -> str:
+    """What was measured, corpus by corpus."""
+    parts = []
+    for corpus, frame in reports().items():
+        rows = [
+            {
+                "encoder norm": label,
+                "seeds": str(len(row["scores"])),
+                "BLEU": _spread(pandas.Series(row["scores"])) if row["scores"] else "–",
+                "difference from LN": "–"
+                if pandas.isna(row["difference"])
+                else f"{row['difference']:+.2f}".replace("-", "−"),
+                "what that says": row["say"].replace("|", "\\|"),
+            }
+            for label, row in systems(frame).iterrows()
+        ]
+        parts += [f"### {CORPORA[corpus]}", _table(rows)]
+        parts.append(
+            f"[Report]({corpus}/report.md) · [all scores]({corpus}/report.csv) · {max(frame['updates']):,} updates · "
+            "tokenized BLEU of the test set, mean ± standard deviation over seeds"
+        )
+    return "\n\n".join(parts) or NOTHING
+
+
+def open_questions() -> str:
+    """What the manifest plans and no run has answered."""
+    found, lines = reports(), []
+    for corpus, wanted in planned().items():
+        runs, norms = [], Counter()
+        if corpus in found:
+            runs = found[corpus]["run"]
+            norms = Counter(_planned_name(name) for name in runs)
+        lacking = sorted(name for name in wanted if not norms[name])
+        fewer = sorted(name for name in wanted if 0 < norms[name] < wanted[name])
+        lines.append(f"- {CORPORA[corpus]}: {len(runs)} of {wanted.total()} planned runs are finished.")
+        if not norms:
+            continue
+        for words, names in (("No run", lacking), ("Fewer seeds than planned", fewer)):
+            if names:
+                lines.append(f"    - {words}: {', '.join(f'`{name}`' for name in names)}.")
+    return "\n".join(lines)
+
+
+def _planned_name(run: str) -> str:
+    """``verses_lr0.01/ln_seed1`` -> ``ln optimization.lr=[0.01]``."""
+    folder, _, name = run.rpartition("/")
+    norm, rate = name.rpartition("_seed")[0], folder.partition("_lr")[2]
+    return f"{norm} optimization.lr=[{rate}]" if rate else norm
+
+
+def readme() -> str:
+    """The four norms of the paper's Table 1 on the verses, and the first sentence of the report."""
+    if (frame := reports().get("verses")) is None:
+        return NOTHING
+    rows = []
+    for label in ("LN", "BN", "PN-V", "PN"):
+        of_norm = frame[(frame["system"] == label) & frame["tokenized"].notna()]
+        row = {"encoder norm": label, "seeds": ", ".join(map(str, of_norm["seed"])) or "none finished"}
+        for measure, name in {
+            "tokenized": "BLEU, tokenized",
+            "detokenized": "BLEU, detokenized",
+            "chrf": "chrF",
+        }.items():
+            row[name] = _spread(of_norm[measure]) if len(of_norm) else "–"
+        rows.append(row)
+    text = (RESULTS / "verses/report.md").read_text("utf-8")
+    signatures = re.findall(r"^- Signature of (.+?): (`.+?`)$", text, re.M)
+    seeds = int(frame.groupby("system")["seed"].nunique().max())
+    return "\n\n".join(
+        [
+            f"{CORPORA['verses']}, test set, {max(frame['updates']):,} updates"
+            + (", mean ± standard deviation over seeds." if seeds > 1 else ", one seed."),
+            _table(rows),
+            "Signatures: " + ", ".join(f"{name} {signature}" for name, signature in signatures) + ".",
+            text.split("\n\n")[1].replace("**", ""),
+        ]
+    )
+
+
+PAGES = {
+    "README.md": {"results": readme},
+    "docs/results/index.md": {"answer": answer, "table": table, "open questions": open_questions},
+}
+
+
+def main() -> None:
+    logging.disable(logging.INFO)  # of sacrebleu
+    if len(sys.argv) > 1:
+        write_reports(Path(sys.argv[1]).resolve())
+    for page, parts in PAGES.items():
+        text = (ROOT / page).read_text("utf-8")
+        for name, compute in parts.items():
+            new = compute()
+            text, times = block(page, name).subn(lambda _, new=new: new, text)
+            assert times == 1, f"{page} has {times} parts {name}"
+        (ROOT / page).write_text(text, "utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""docs/results and README.md say what the reports of the runs say."""
+
+import pandas
+import pytest
+from scipy import stats
+
+from ..report.test_report import make_run, with_score
+from . import results
+from .generated import block
+from .pages import ROOT
+
+
+@pytest.mark.parametrize(("page", "name"), [(page, name) for page, parts in results.PAGES.items() for name in parts])
+def test_part_is_up_to_date(page, name):
+    found = block(page, name).findall((ROOT / page).read_text("utf-8"))
+    assert found == [results.PAGES[page][name]()], f"{page} differs: {results.COMMAND} writes it anew"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """Reports of one system with three seeds, others with one, a run that failed and one that is not finished."""
+    checkout = tmp_path_factory.mktemp("checkout")
+    runs = checkout / "runs/compare_norms"
+    scores = {"ln": (20.0, 20.4, 20.2), "pn": (25.0, 25.1, 25.3), "bn": (20.1,), "dn": (17.0,)}
+    for norm, bleu in scores.items():
+        for seed, score in enumerate(bleu, 1):
+            with_score(make_run(runs / f"verses/{norm}_seed{seed}", norm, seed), score)
+    rate = {"optimization__lr": [0.01], "optimizer__lr": [0.01]}
+    with_score(make_run(runs / "verses_lr0.01/ln_seed1", "ln", **rate), 19.0)
+    failed = make_run(runs / "verses/pn+norm_variant=release_seed1", "pn", decoded=False, model__norm_variant="release")
+    (failed / "failed").write_text("train: Nan/Inf gradients\n")
+    make_run(runs / "verses/pnv_seed1", "pnv", decoded=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(results, "RESULTS", checkout / "results")
+        patch.setattr("pn_fairseq.pipeline.scoring.RESAMPLES", 10)
+        results.write_reports(checkout)
+        yield scores
+
+
+def test_what_is_finished_is_reported(made):
+    (frame,) = results.reports().values()
+    assert len(frame) == 10 and not any("pnv" in run for run in frame["run"])
+    assert str(results.RESULTS.parent) not in (results.RESULTS / "verses/report.md").read_text("utf-8")
+    found = results.systems(frame)
+    assert found.index[0] == "LN" and found["say"]["LN"] == "–"
+    p = 4 * stats.ttest_ind(made["pn"], made["ln"], equal_var=False).pvalue  # PN, BN, DetachNorm, LN (lr=0.01)
+    assert found["say"]["PN"].startswith("above LN (95% interval +4.") and found["say"]["PN"].endswith(f"p = {p:.3f})")
+    assert found["say"]["BN"] == "nothing: one seed, and small"  # 0.1 below LN
+    assert found["say"]["DetachNorm"] == "below in the seeds that were run; not tested over seeds"
+    assert found["say"]["PN (norm_variant=release)"] == "–; seed 1: failed: train: Nan/Inf gradients"
+    assert "Of 1 compared with LN over several seeds, PN is above it. PN has the highest" in results.answer()
+    assert "| PN             " in results.table() and "25.13 ± 0.15" in results.table()
+    shown = results.readme()
+    assert "| PN-V           | none finished |" in shown and "20.20 ± 0.20" in shown and "tok:none" in shown
+
+
+def test_what_is_planned_and_not_run_is_named(made):
+    wanted = results.planned()
+    assert wanted["verses"].total() + wanted["multi30k"].total() == 82  # docs/reproducing.md
+    assert wanted["verses"]["ln"] == 3 and wanted["verses"]["ln optimization.lr=[0.01]"] == 1
+    text = results.open_questions()
+    assert "10 of 64 planned runs are finished" in text and "0 of 18 planned runs" in text
+    lacking, fewer = (next(line for line in text.splitlines() if words in line) for words in ("No run", "Fewer seeds"))
+    assert "`pnv`" in lacking and "`ln optimization.lr=[0.0025]`" in lacking and "`ln`" not in lacking
+    assert "`bn`" in fewer and "`pn+norm_variant=release`" in fewer and "`pn`" not in fewer
+
+
+def test_without_several_seeds_nothing_is_called_better(made):
+    frame = results.reports()["verses"]
+    found = results.systems(frame[frame["seed"] == 1])
+    assert not found["say"].str.contains("p = |LN").any()
+    assert results._better([], 0).startswith("No norm was compared with LN over several seeds")
+    assert pandas.isna(found["difference"]["LN"])
