@@ -1,5 +1,7 @@
 """configs/*.yaml: hyperparameters stand there once, and the plain fairseq-train line of the README means the same."""
 
+import copy
+import functools
 import re
 import shlex
 from contextlib import nullcontext
@@ -29,7 +31,12 @@ PLACES = {"data", "user_dir", "save_dir", "log_file", "tensorboard_logdir", "no_
 
 
 def composed(name: str, *overrides: str):
-    """The configuration as fairseq-hydra-train composes it."""
+    """The configuration as fairseq-hydra-train composes it, which takes a second: once for all tests."""
+    return copy.deepcopy(composed_once(name, *overrides))
+
+
+@functools.cache
+def composed_once(name: str, *overrides: str):
     hydra_init(name)
     with initialize_config_dir(config_dir=str(ROOT / "configs"), version_base="1.1"):
         cfg = compose(config_name=name, overrides=["task.data=/data", *overrides])
