@@ -93,14 +93,14 @@ def test_memory_of_training_is_that_of_the_model_at_least():
 def test_norms(tmp_path, capsys):
     files = ["--csv", str(tmp_path / "norms.csv"), "--picture", str(tmp_path / "norms.png"), "--markdown"]
     flags = "--shapes 70x10 --rounds 2 --padding 0.2 0 --dtypes bfloat16 --only".split()
-    norms.main([*flags, r"^(bn|pnv|pn|none)( .LS)? (reference|cpp)$|again|Batch|^RMSNorm$|copy", *files])
+    norms.main([*flags, r"^(bn|pn|none)( .LS)? (reference|cpp)$|again|Batch|^RMSNorm$|copy", *files])
     rows = read(tmp_path / "norms.csv")
     # 10 channels have no 4 groups, but 2.
     assert {row["layer_scale"] for row in rows} == {"0", "2"}
     names = list(dict.fromkeys(row["contestant"] for row in rows))
     assert names[:2] == ["LayerNorm", "LayerNorm again"]
     ours = [name for name in kernels.available() if name != "triton"]
-    assert len(names) == 5 + (3 * 2 + 1) * len(ours)  # layer-scale or not, but for a norm of each token
+    assert len(names) == 5 + (2 * 2 + 1) * len(ours)  # layer-scale or not, but for a norm of each token
     assert len(rows) == len(names) * 3 * 2
     assert (tmp_path / "norms.png").read_bytes().startswith(b"\x89PNG")
     assert not list(tmp_path.glob("*.partial"))

@@ -104,19 +104,22 @@ def test_every_batch_of_an_update_has_its_penalty(batch):
     torch.testing.assert_close(model.x.grad, expected)
 
 
-def on_rank(rank, world, x, sample, sync):
+def on_rank(rank, world, x, sample):
+    """The gradient of this rank's tokens, synchronised or not."""
     fairseq_patches.apply()
     part = slice(0, 6) if rank == 0 else slice(6, None)
-    model = Model(x[part], sync=sync)
-    step(model, sample[part], 2.0)
-    return model.x.grad
+    models = {sync: Model(x[part], sync=sync) for sync in (True, False)}
+    for model in models.values():
+        step(model, sample[part], 2.0)
+    return {sync: model.x.grad for sync, model in models.items()}
 
 
 def test_two_ranks(batch):
     """Synchronised: one penalty for the tokens of both. Otherwise each has its own. The trainer adds the gradients."""
     x, sample = batch
+    ranks = run_ranks(on_rank, 2, x, sample)
     for sync in (True, False):
-        actual = torch.cat(run_ranks(on_rank, 2, x, sample, sync))
+        actual = torch.cat([rank[sync] for rank in ranks])
         parts = [expected_gradient(x[part], sample[part]) for part in (slice(0, 6), slice(6, None))]
         expected = expected_gradient(x, sample) if sync else torch.cat(parts)
         torch.testing.assert_close(actual, 2 * expected)

@@ -14,11 +14,23 @@ def statistics(model) -> dict[str, torch.Tensor]:
     return {key: value.clone() for key, value in model.state_dict().items() if key.endswith(("running_psi2", ".nu"))}
 
 
-def work(rank: int, world: int, steps: tuple[int, ...], flags: dict):
+#: What each rank has trained, and flags.
+RUNS = {
+    "both trained": ((3, 3), {}),
+    "one trained": ((3, 0), {}),
+    "averaging off": ((3, 3), {"no_norm_agreement": True}),
+}
+
+
+def work(rank: int, world: int):
+    return {name: validated(rank, steps[rank], flags) for name, (steps, flags) in RUNS.items()}
+
+
+def validated(rank: int, steps: int, flags: dict):
     """The statistics of a rank before and after the beginning of a validation, and the output of its model in it."""
     torch.manual_seed(1)
     model = build("transformer_pn_tiny", dropout=0.0, **flags)
-    for step in range(steps[rank]):
+    for step in range(steps):
         src, prev = padded_batch(10 * step + rank)
         model.set_num_updates(step)
         model(src, None, prev)[0].square().mean().backward()
@@ -32,10 +44,15 @@ def work(rank: int, world: int, steps: tuple[int, ...], flags: dict):
         return before, statistics(model), model(src, None, prev)[0]
 
 
-@pytest.mark.parametrize("steps", [(3, 3), (3, 0)], ids=["both trained", "one trained"])
-def test_statistics_are_averaged_before_validation(steps):
+@pytest.fixture(scope="module")
+def ranks():
+    return run_ranks(work, 2)
+
+
+@pytest.mark.parametrize("name", ["both trained", "one trained"])
+def test_statistics_are_averaged_before_validation(ranks, name):
     """Whatever each rank has trained: LayerDrop can leave out a norm on one of them."""
-    (before0, after0, output0), (before1, after1, output1) = run_ranks(work, 2, steps, {})
+    (before0, after0, output0), (before1, after1, output1) = (rank[name] for rank in ranks)
     assert len(before0) == 14
     for key, value in before0.items():
         assert not torch.equal(value, before1[key]), "PN is not synchronised by default"
@@ -45,8 +62,8 @@ def test_statistics_are_averaged_before_validation(steps):
     assert torch.equal(output0, output1)
 
 
-def test_averaging_can_be_turned_off():
-    (before0, after0, _), (_, after1, _) = run_ranks(work, 2, (3, 3), {"no_norm_agreement": True})
+def test_averaging_can_be_turned_off(ranks):
+    (before0, after0, _), (_, after1, _) = (rank["averaging off"] for rank in ranks)
     for key, value in before0.items():
         assert torch.equal(after0[key], value) and not torch.equal(after1[key], value)
 

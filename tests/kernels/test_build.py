@@ -2,9 +2,6 @@
 
 import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +10,9 @@ from pn_fairseq import kernels
 from pn_fairseq.kernels import selection
 from pn_fairseq.kernels.selection import EXTENSION
 
-ROOT = Path(__file__).parents[2]
+from ..scripts_helpers import ROOT
+from ..scripts_helpers import run as start
+
 LIBRARY = EXTENSION.rpartition(".")[2] + ".so"
 
 #: Writes down its arguments, one call a line, and makes the file that follows -o.
@@ -41,11 +40,8 @@ def build(tmp_path):
         compiler.chmod(0o755)
         log.unlink(missing_ok=True)
         variables = {"CC": str(compiler), "CXX": str(compiler), "TORCH_DONT_CHECK_COMPILER_ABI": "1"}
-        done = subprocess.run(
-            [sys.executable, "setup.py", "-q", "build_ext", *arguments],
-            cwd=checkout, env={**os.environ, **variables}, capture_output=True, text=True, check=False,
-        )  # fmt: skip
-        assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+        done = start("warm-python", "-m", "setup", "-q", "build_ext", *arguments, cwd=checkout, **variables)
+        assert "Traceback" not in done.stderr, done.stderr
         said = [line for line in done.stderr.splitlines() if line.startswith("pn_fairseq:")]
         return said, log.read_text().splitlines()
 

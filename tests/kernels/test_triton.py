@@ -39,8 +39,8 @@ def _several_programs(monkeypatch):
     "case",
     [
         Case((9, 24), 4),
-        Case((5, 31), 0, masked=False),
-        Case((7, 33), 3, torch.bfloat16, parameters=None),
+        pytest.param(Case((5, 31), 0, masked=False), marks=pytest.mark.slow),
+        pytest.param(Case((7, 33), 3, torch.bfloat16, parameters=None), marks=pytest.mark.slow),
         Case((1, 8), 2, torch.float64, masked=False),
         Case((0, 16), 2, torch.float16),
         Case((5, 1), 1, parameters=torch.bfloat16),

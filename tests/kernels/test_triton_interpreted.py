@@ -8,40 +8,38 @@ from pathlib import Path
 
 import pytest
 
+from ..scripts_helpers import run as run_warm
+
 pytest.importorskip("triton")
 
 TESTS = Path(__file__).resolve().parents[1]
 
 
-def run(*tests: str, select: str = "", timeout: float = 600, **environment: str) -> str:
-    """Output of pytest over ``tests`` with the interpreter on; fails if one of them does, or if there was none."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *(str(TESTS / test) for test in tests)]
-    if select:
-        command += ["-k", select]
+def run(test: str, *options: str, timeout: float = 600, **environment: str) -> None:
+    """Run pytest over ``test`` with the interpreter on; fails if one of them does, or if there was none."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(TESTS / test), *options]
     variables = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"} | environment
     done = subprocess.run(command, cwd=TESTS.parent, env=variables, capture_output=True, text=True, timeout=timeout)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
     assert re.search(r"\d+ passed", done.stdout), done.stdout
-    return done.stdout
 
 
-def test_operators():
-    run("kernels/test_triton.py", PN_FAIRSEQ_KERNELS="triton")
+@pytest.mark.parametrize("mark", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+def test_operators(mark):
+    run("kernels/test_triton.py", "-m", mark, PN_FAIRSEQ_KERNELS="triton")
 
 
 @pytest.mark.slow
 def test_all_norm_tests():
     """With everything computed by Triton, which it refuses to do without the interpreter."""
-    run("norms", select="not sync", PN_FAIRSEQ_KERNELS="triton", timeout=7200)
+    run("norms", "-k", "not sync", PN_FAIRSEQ_KERNELS="triton", timeout=7200)
 
 
 def test_forced_without_a_gpu():
     """One line, and no traceback of triton's."""
     command = "import torch; from pn_fairseq.norms import PowerNorm; PowerNorm(4)(torch.ones(2, 4))"
-    variables = os.environ | {"PN_FAIRSEQ_KERNELS": "triton", "TRITON_INTERPRET": "0"}
-    done = subprocess.run(
-        [sys.executable, "-c", command], cwd=TESTS.parent, env=variables, capture_output=True, text=True
-    )
+    variables = {"PN_FAIRSEQ_KERNELS": "triton", "TRITON_INTERPRET": "0"}
+    done = run_warm("warm-python", "-c", command, cwd=TESTS.parent, check=False, **variables)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].endswith(
         "Unavailable: PN_FAIRSEQ_KERNELS=triton computes on CUDA only, unless TRITON_INTERPRET=1 is set, "

@@ -152,6 +152,7 @@ OF_A_RANK = (
 )
 
 
+@pytest.mark.slow  # by default the shared suite, fairseq_patches/test_ranks.py and test_norm_penalty.py look at that
 def test_a_rank_that_has_run_out_of_data_counts_for_nothing(data, tmp_path):
     """Five batches for two ranks: in the third update the second rank has none, and fairseq gives it an old one."""
     epoch = ("--batch-size", 120, "--max-tokens", 100_000, "--max-epoch", 1, "--norm-sync", "off")
