@@ -16,7 +16,7 @@ scripts/reproduce_verses.sh and scripts/reproduce_multi30k.sh. The results are i
   --only CORPUS   verses or multi30k
   --dry-run       print the commands and do nothing
 
-Some 80 runs of 5 to 7 minutes on 2 CPU cores. Stop it at any time; run again, it skips what is done and continues. A
+Some 80 runs of 8 minutes on 2 CPU cores. Stop it at any time; run again, it skips what is done and continues. A
 run that fails is named in the report; the others are still made. One rank per visible GPU.
 END
 }

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from functools import cache
 from pathlib import Path
 from zlib import crc32
 
@@ -57,6 +58,7 @@ class NormEntry:
         return set(_arguments(self.cls))
 
 
+@cache  # a model asks some 900 times
 def _arguments(cls: type[ChannelNorm]) -> dict[str, inspect.Parameter]:
     """Arguments of the constructor of ``cls``, and those that it hands on to the classes above it."""
     found: dict[str, inspect.Parameter] = {}
