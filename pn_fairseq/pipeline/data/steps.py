@@ -12,7 +12,7 @@ from pathlib import Path
 
 from pn_fairseq.pipeline.command import ArgumentParser, UserError
 from pn_fairseq.pipeline.data import archives, language_model, pairs, settings, subwords
-from pn_fairseq.pipeline.data.parallel import transform
+from pn_fairseq.pipeline.data.parallel import per_line, transform
 from pn_fairseq.pipeline.files import atomic_write, count_lines
 
 SPLITS = ("train", "valid", "test")
@@ -127,7 +127,7 @@ def learn_bpe(args) -> None:
     chosen = settings.read(args.dest)
     kind, folder = chosen["segmentation"], args.dest / args.source
     texts = [folder / name for name in settings.files(chosen, ["train"])]
-    subwords.learn(kind, int(chosen["bpe"]), args.dest / args.to / subwords.MODELS[kind], texts, args.workers)
+    subwords.learn(kind, int(chosen["bpe"]), args.dest / args.to / subwords.MODELS[kind], texts)
 
 
 def apply_bpe(args) -> None:
@@ -142,7 +142,7 @@ def apply_bpe(args) -> None:
                     note(f"{count} lines of {source / name} have U+2581 (▁), which sentencepiece takes for a blank")
     model = to / subwords.MODELS[kind]
     jobs = [(source / name, to / name) for name in names]
-    transform(jobs, lambda: subwords.segment_lines(kind, model), args.workers, "applying BPE")
+    transform(jobs, lambda: per_line(subwords.segmenter(kind, model)), args.workers, "applying BPE")
 
 
 def binarize(args) -> None:
