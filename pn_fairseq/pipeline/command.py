@@ -73,6 +73,23 @@ def handle_signals() -> None:
         signal.signal(number, interrupt)
 
 
+@contextmanager
+def deferred_signals() -> Iterator[None]:
+    """Signals that arrive in the block act at its end: a process that is being started must not be left behind."""
+    arrived: list[int] = []
+    before = {
+        number: signal.signal(number, lambda number, _: arrived.append(number))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for number in arrived[:1]:
+            signal.raise_signal(number)
+
+
 def run(tool: str, body: Callable[[], int | None], *user_errors: type[Exception]) -> int:
     """Run ``body`` and return the exit code of the conventions above.
 

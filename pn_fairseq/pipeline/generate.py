@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pn_fairseq
-from pn_fairseq.pipeline.command import ArgumentParser, UserError, command
+from pn_fairseq.pipeline.command import ArgumentParser, UserError, command, deferred_signals
 from pn_fairseq.pipeline.files import count_lines
 from pn_fairseq.pipeline.runs import Run, open_run
 
@@ -271,22 +271,6 @@ def replaced(output: Path) -> Iterator[Path]:
         partial.rename(output)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def deferred_signals() -> Iterator[None]:
-    """Signals that arrive in the block act at its end: a process that is being started must not be left behind."""
-    arrived: list[int] = []
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    for each in before:
-        signal.signal(each, lambda number, _: arrived.append(number))
-    try:
-        yield
-    finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
-    for number in arrived:
-        signal.raise_signal(number)
 
 
 def decode(
