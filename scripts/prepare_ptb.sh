@@ -18,12 +18,13 @@ END
 
 # shellcheck source=lib/common.sh
 source "$(dirname "$(readlink -f "$0")")/lib/common.sh"
-# shellcheck source=lib/prepare_lm.sh
-source "$root/scripts/lib/prepare_lm.sh"
+# shellcheck source=lib/prepare.sh
+source "$root/scripts/lib/prepare.sh"
 
 corpus="" dest=$root/runs/data/ptb_lm
 parse_options "$@"
 [[ -n $corpus ]] || die "--corpus is needed (see --help)"
 find_texts "$corpus" ptb.{train,valid,test}.txt
-begin "$dest"
-prepare_texts PTB "${texts[@]}" --expect 929589 73760 82430
+check_tools
+open_dest
+data lm-text PTB "${texts[@]}" --expect 929589 73760 82430

@@ -24,8 +24,8 @@ END
 
 # shellcheck source=lib/common.sh
 source "$(dirname "$(readlink -f "$0")")/lib/common.sh"
-# shellcheck source=lib/prepare_lm.sh
-source "$root/scripts/lib/prepare_lm.sh"
+# shellcheck source=lib/prepare.sh
+source "$root/scripts/lib/prepare.sh"
 
 corpus="" dest="" tokenize="" lower=0 min_count=1
 parse_options "$@"
@@ -36,5 +36,6 @@ check_whole --min-count "$min_count"
 find_texts "$corpus" {train,valid,test}.txt
 options=(--tokenize "$tokenize" --min-count "$min_count")
 [[ $lower -eq 0 ]] || options+=(--lower)
-begin "$dest"
-prepare_texts "$(basename "$corpus")" "${texts[@]}" "${options[@]}"
+check_tools
+open_dest
+data lm-text "$(basename "$corpus")" "${texts[@]}" "${options[@]}"

@@ -17,14 +17,13 @@ END
 
 # shellcheck source=lib/common.sh
 source "$(dirname "$(readlink -f "$0")")/lib/common.sh"
-# shellcheck source=lib/prepare_lm.sh
-source "$root/scripts/lib/prepare_lm.sh"
+# shellcheck source=lib/prepare.sh
+source "$root/scripts/lib/prepare.sh"
 
 dest=$root/runs/data/verses_lm_en
 parse_options "$@"
-corpus=$root/data/verses.es-en
-(cd "$corpus" && sha256sum --check --status SHA256SUMS) ||
-    die "$corpus is damaged or incomplete; 'git checkout -- data' brings it back"
-begin "$dest"
-data lm-verses "$corpus" unpacked
-prepare_texts verses unpacked/{train,valid,test}.txt --tokenize en --lower --min-count 3
+check_verses
+check_tools
+open_dest
+data lm-verses "$verses" unpacked
+data lm-text verses unpacked/{train,valid,test}.txt --tokenize en --lower --min-count 3

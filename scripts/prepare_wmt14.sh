@@ -61,7 +61,7 @@ check_settings
 open_dest
 
 # 1. The published text, one sentence a line: DEST/text.
-if [[ -n $archive ]]; then archives=$(absolute "$archive"); else archives=$dest/download; fi
+archives=$(absolute "${archive:-$dest/download}")
 packed=()
 for url in $europarl $crawl $news $dev $tests; do packed+=("$archives/${url##*/}"); done
 if ! made_of "${packed[@]}"; then
@@ -95,18 +95,15 @@ data tokenize text stages/tok train valid
 data tokenize text stages/tok test --without normalize nonprinting
 
 # 3. The pairs that are kept, and subwords: DEST/raw, DEST/tok, DEST/bpe.
-say "learning $bpe BPE operations on both languages with $BPE"
 if [[ $clean_stage == tok ]]; then
     data select raw=text tok=stages/tok
-    data learn-bpe tok bpe
-    data apply-bpe tok bpe
+    segment
 else
+    say "learning $bpe BPE operations on both languages with $BPE, and applying them"
     data learn-bpe stages/tok stages/bpe
     data apply-bpe stages/tok stages/bpe
     data select raw=text tok=stages/tok bpe=stages/bpe
 fi
 
 # 4. Binary data: DEST/bin.
-say "binarizing with fairseq-preprocess"
-data binarize
-finish
+binarize
