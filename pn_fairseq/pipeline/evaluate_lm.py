@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pn_fairseq import __version__
 from pn_fairseq.pipeline.command import ArgumentParser, UserError, command
-from pn_fairseq.pipeline.files import atomic_write
+from pn_fairseq.pipeline.files import atomic_write, checksum
 from pn_fairseq.pipeline.runs import Run, open_run
 
 #: What has to be the same for two perplexities to be compared.
@@ -115,7 +115,6 @@ def evaluate(run: Run, checkpoint: Path, subset: str = "test", context: int = 0)
     from pn_fairseq.models.from_checkpoint import model_settings_of, one_line, settings_of
     from pn_fairseq.norms.base import running_norms
     from pn_fairseq.pipeline.command import without_fairseqs_log
-    from pn_fairseq.pipeline.data.archives import checksum
     from pn_fairseq.pipeline.data.binarize import lengths
 
     index = run.bin / f"{subset}.idx"

@@ -14,7 +14,6 @@ import os
 import re
 import shutil
 import signal
-import struct
 import subprocess
 import sys
 import threading
@@ -24,7 +23,9 @@ from pathlib import Path
 
 import pn_fairseq
 from pn_fairseq.pipeline.command import ArgumentParser, UserError, command, deferred_signals
-from pn_fairseq.pipeline.files import count_lines
+from pn_fairseq.pipeline.data.binarize import sentences as indexed
+from pn_fairseq.pipeline.files import atomic_folder, checksum, count_lines
+from pn_fairseq.pipeline.launch import own_cores, variable
 from pn_fairseq.pipeline.runs import Run, open_run
 
 PACKAGE = Path(pn_fairseq.__file__).resolve().parent
@@ -153,11 +154,7 @@ def visible_gpus() -> list[str]:
 
 def sha256(*paths: Path) -> str:
     """Of the contents of the files together."""
-    digest = hashlib.sha256()
-    for path in paths:
-        with path.open("rb") as file:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
-    return digest.hexdigest()
+    return hashlib.sha256(b"".join(bytes.fromhex(checksum(path)) for path in paths)).hexdigest()
 
 
 def read_made(folder: Path) -> dict[str, str]:
@@ -198,9 +195,11 @@ def main(argv: list[str] | None = None) -> int:
     if output.exists() and not made and (not output.is_dir() or any(output.iterdir())):
         raise UserError(f"refusing to overwrite '{output}', which holds something else; choose another --output")
 
-    sentences = count_lines(texts["src.tok"]) if texts else count_binarized(bins)
-    if texts and count_lines(texts["ref.tok"]) != sentences:
-        raise UserError(f"{texts['ref.tok']} does not have the {sentences} lines of {texts['src.tok']}")
+    index = next(path for path in bins if path.suffix == ".idx")
+    sentences = indexed(index)
+    for text in texts.values():
+        if (count := count_lines(text)) != sentences:
+            raise UserError(f"{text} has {count} lines, and {index} {sentences} sentences: prepare the data again")
     shards = number_of_processes(decoding.gpus, sentences, args.batch_size)
     where = "GPUs" if decoding.gpus else "CPU"
     print(f"[generate] decoding {args.subset} {decoding}, processes on the {where}: {shards})", file=sys.stderr)
@@ -213,8 +212,8 @@ def main(argv: list[str] | None = None) -> int:
         ]
         for shard in range(shards)
     ]
-    with replaced(output) as partial:
-        logs = decode("generate", commands, decoding, decoding.gpus, partial, sentences)
+    with atomic_folder(output) as partial:
+        logs = decode("generate", commands, decoding, partial, sentences)
         best = hypotheses(logs, sentences, args.nbest)
         write_lines(partial / "hyp.tok", (options[0][1] for options in best))
         if args.nbest > 1:
@@ -238,44 +237,14 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def number_of_processes(gpus: list[str], sentences: int, batch_size: int) -> int:
-    asked = os.environ.get("NPROC")
-    try:
-        processes = whole(asked) if asked else None
-    except argparse.ArgumentTypeError as error:
-        raise UserError(f"NPROC {error}") from None
-    if gpus and processes and processes > len(gpus):
+    processes = variable(os.environ, "NPROC", max(1, len(gpus)), least=1)
+    if gpus and processes > len(gpus):
         raise UserError(f"NPROC={processes}, but a GPU takes one process and {len(gpus)} are visible")
     # There are at least as many batches as sentences / batch size; fairseq-generate divides by zero without a batch.
-    return min(processes or len(gpus) or 1, max(1, math.ceil(sentences / batch_size)))
+    return min(processes, max(1, math.ceil(sentences / batch_size)))
 
 
-def count_binarized(bins: list[Path]) -> int:
-    """Sentences in the first index among ``bins``: a number behind 18 bytes of magic word, version and type."""
-    index = next(path for path in bins if path.suffix == ".idx" and not path.name.startswith("dict."))
-    with index.open("rb") as file:
-        return struct.unpack("<Q", file.read(26)[18:])[0]
-
-
-@contextlib.contextmanager
-def replaced(output: Path) -> Iterator[Path]:
-    """A folder to write into, which replaces ``output`` when the block ends; after an error ``output`` is unchanged."""
-    partial = output.with_name(f"{output.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
-        partial.mkdir(parents=True)
-    except OSError as error:
-        raise UserError(f"cannot make the directory '{partial}' (--output): {error.strerror}") from error
-    try:
-        yield partial
-        shutil.rmtree(output, ignore_errors=True)
-        partial.rename(output)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-def decode(
-    tool: str, commands: list[list[str]], decoding: Decoding, gpus: list[str], folder: Path, sentences: int
-) -> list[Path]:
+def decode(tool: str, commands: list[list[str]], decoding: Decoding, folder: Path, sentences: int) -> list[Path]:
     """Run ``python -m COMMAND`` for all commands at once, one on each GPU; returns the files with their output.
 
     Raises:
@@ -283,9 +252,8 @@ def decode(
             cannot be read, that is the reason.
     """
     environment = {**os.environ, "PYTHONUTF8": "1"}
-    if not gpus:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // len(commands))))
+    if not decoding.gpus:
+        environment.setdefault("OMP_NUM_THREADS", str(max(1, own_cores() // len(commands))))
     logs = [folder / f"shard{shard}.log" for shard in range(len(commands))]
     processes: list[subprocess.Popen] = []
     readers: list[threading.Thread] = []
@@ -306,8 +274,8 @@ def decode(
     try:
         with deferred_signals():
             for shard, arguments in enumerate(commands):
-                if gpus:
-                    environment["CUDA_VISIBLE_DEVICES"] = gpus[shard]
+                if decoding.gpus:
+                    environment["CUDA_VISIBLE_DEVICES"] = decoding.gpus[shard]
                 with logs[shard].with_suffix(".err").open("wb") as errors:
                     process = subprocess.Popen(
                         [sys.executable, "-m", *arguments],
@@ -332,13 +300,9 @@ def decode(
         return logs
     finally:
         for process in processes:
-            process.terminate()
+            process.kill()
         for process in processes:
-            try:
-                process.wait(5)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            process.wait()
 
 
 def _reason(tool: str, code: int, errors: Path) -> str:

@@ -20,7 +20,7 @@ from pathlib import Path
 import pn_fairseq
 from pn_fairseq.pipeline.command import ArgumentParser, Interrupted, UserError, command, did_you_mean
 from pn_fairseq.pipeline.files import atomic_write
-from pn_fairseq.pipeline.launch import Place, TrainingFailed, find_place, torchrun
+from pn_fairseq.pipeline.launch import Place, TrainingFailed, find_place, own_cores, torchrun
 
 PACKAGE = Path(pn_fairseq.__file__).resolve().parent
 ROOT = PACKAGE.parent
@@ -182,11 +182,6 @@ def quoted(text: str | Path) -> str:
     """``text`` as one value in hydra's syntax, whatever characters a path has."""
     escaped = str(text).replace("\\", "\\\\").replace("'", "\\'")
     return f"'{escaped}'"
-
-
-def own_cores() -> int:
-    """How many cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def is_finished(cfg, checkpoint: Path, run: Path) -> bool:

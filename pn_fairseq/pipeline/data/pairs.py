@@ -16,6 +16,7 @@ from pathlib import Path
 
 from pn_fairseq.pipeline.command import UserError
 from pn_fairseq.pipeline.data.subwords import MODELS
+from pn_fairseq.pipeline.files import atomic_folder
 
 #: Bytes of a line. A longer one is not a sentence, and a file without line feeds could fill the memory.
 LONGEST_LINE = 1 << 20
@@ -288,15 +289,12 @@ def select(dest: Path, settings: Mapping[str, str], splits: list[str], folders: 
     if (dest / "counts").exists():
         return
     if not selected.exists():
-        partial = selected.with_name("selected.partial")
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        _select(settings, splits, folders, partial)
-        for name, folder in folders.items():
-            for model in (folder / file for file in MODELS.values()):
-                if model.exists():
-                    shutil.copy(model, partial / name)
-        partial.rename(selected)
+        with atomic_folder(selected) as partial:
+            _select(settings, splits, folders, partial)
+            for name, folder in folders.items():
+                for model in (folder / file for file in MODELS.values()):
+                    if model.exists():
+                        shutil.copy(model, partial / name)
     # `counts` is moved last and says that all is there.
     for name in (*folders, "removed.tsv", "counts"):
         if (selected / name).exists():

@@ -12,10 +12,9 @@ from pathlib import Path
 
 from pn_fairseq.pipeline.command import ArgumentParser, UserError
 from pn_fairseq.pipeline.data import archives, language_model, pairs, settings, subwords
+from pn_fairseq.pipeline.data.binarize import SPLITS, make_bin
 from pn_fairseq.pipeline.data.parallel import per_line, transform
-from pn_fairseq.pipeline.files import atomic_write, count_lines
-
-SPLITS = ("train", "valid", "test")
+from pn_fairseq.pipeline.files import atomic_write, checksum, count_lines, write_settings
 
 
 def note(text: str) -> None:
@@ -80,7 +79,7 @@ def keep_text(args) -> None:
         return
     settings.keep(args.dest, new, chosen)
     if args.made_of:
-        sums = "".join(f"{archives.checksum(args.dest / name)}  {Path(name).name}\n" for name in args.made_of)
+        sums = "".join(f"{checksum(args.dest / name)}  {Path(name).name}\n" for name in args.made_of)
         (new / "archives").write_text(sums, encoding="utf-8")
         shutil.rmtree(folder, ignore_errors=True)
     if not folder.exists():
@@ -147,18 +146,21 @@ def apply_bpe(args) -> None:
 
 def binarize(args) -> None:
     """make fairseq's binary data, bin/, from bpe/"""
-    from pn_fairseq.pipeline.data.binarize import binarize as make
-
     chosen = settings.read(args.dest)
-    make(args.dest, chosen["source"], chosen["target"], args.workers)
+    pair = f"{chosen['source']}-{chosen['target']}"
+    flags = ["--source-lang", chosen["source"], "--target-lang", chosen["target"], "--joined-dictionary"]
+    flags += [f"--{split}pref=bpe/{split}" for split in SPLITS]
+    names = (name.split(".") for name in settings.files(chosen, SPLITS))
+    texts = {f"{split}.{pair}.{lang}": f"bpe/{split}.{lang}" for split, lang in names}
+    make_bin(args.dest, args.workers, flags, texts)
 
 
 def finish(args) -> None:
     """write counts, and remove what is not needed any more"""
     source = settings.read(args.dest)["source"]
     if not (args.dest / "counts").exists():
-        with atomic_write(args.dest / "counts", "w") as file:
-            file.writelines(f"{split}={count_lines(args.dest / f'raw/{split}.{source}')}\n" for split in SPLITS)
+        counts = {split: count_lines(args.dest / f"raw/{split}.{source}") for split in SPLITS}
+        write_settings(args.dest / "counts", counts)
     shutil.rmtree(args.dest / "stages", ignore_errors=True)
     for partial in (path for folder in ("tok", "bpe") for path in (args.dest / folder).glob("*.partial")):
         partial.unlink()
