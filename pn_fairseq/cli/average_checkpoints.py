@@ -100,7 +100,7 @@ def average_checkpoints(
 
     reference: dict[str, tuple] = {}
     sums: dict[str, torch.Tensor] = {}
-    leader: dict[str, str] = {}  # averaged key -> the key under which its sum is kept; another one if they are tied
+    tied: set[tuple[str, str]] = set()  # key, and the first key with the same memory, in all files
     newest, newest_updates = {}, -1
     for path in paths:
         state = load_checkpoint(path)
@@ -110,37 +110,32 @@ def average_checkpoints(
             report(path, state)
         model = state["model"]
         layout = {key: (list(value.shape), str(value.dtype).removeprefix("torch.")) for key, value in model.items()}
-        groups = _memory_groups(model)
+        averaged = [key for key, value in model.items() if _is_averaged(key, value)]
+        groups = set(_memory_groups({key: model[key] for key in averaged}).items())
         if not reference:
-            reference = layout
-            leader = {key: groups[key] for key, value in model.items() if _is_averaged(key, value)}
+            reference, tied = layout, groups
         elif layout != reference:
             raise CheckpointError(f"{path}: does not match {paths[0]}: {_differences(layout, reference)}")
-        for key, first in leader.items():
-            if first != key and groups[first] != groups[key]:
-                # Tied so far, but not in this file: from here on the sums can differ.
-                leader[key] = key
-                sums[key] = sums[first].clone()
-        for key in leader:
-            if leader[key] == key:
-                wide = model[key].to(torch.float64)
-                if not torch.isfinite(wide).all():
-                    raise CheckpointError(f"{path}: {key} holds a NaN or an infinity; leave this checkpoint out")
-                # A copy: a float64 input comes through .to() unchanged, and may overlap another tensor of the file.
-                sums[key] = sums[key].add_(wide) if key in sums else wide.clone(memory_format=torch.contiguous_format)
-        # The sums hold what is needed of these; keeping them as well would double the memory.
-        for key in leader:
-            model[key] = None
+        tied &= groups
+        for key in averaged:
+            wide = model[key].to(torch.float64)
+            if not torch.isfinite(wide).all():
+                raise CheckpointError(f"{path}: {key} holds a NaN or an infinity; leave this checkpoint out")
+            # A copy: a float64 input comes through .to() unchanged, and may overlap another tensor of the file.
+            sums[key] = sums[key].add_(wide) if key in sums else wide.clone(memory_format=torch.contiguous_format)
+            model[key] = None  # keeping it beside the sum would double the memory
         updates = epoch_and_updates(state)[1]
         if (updates := -1 if updates is None else updates) >= newest_updates:
             newest, newest_updates = state, updates
         del state, model
 
+    first = dict(tied)
     means: dict[str, torch.Tensor] = {}
-    for key, first in leader.items():
-        if first not in means:
-            means[first] = sums.pop(first).div_(len(paths)).to(getattr(torch, reference[key][1]))
-        newest["model"][key] = means[first]
+    for key in list(sums):
+        total = sums.pop(key)
+        if first.get(key, key) not in means:
+            means[key] = total.div_(len(paths)).to(getattr(torch, reference[key][1]))
+        newest["model"][key] = means[first.get(key, key)]
     return newest
 
 
@@ -242,10 +237,7 @@ def average(
     paths: list[Path], output: Path, keep_optimizer_state=False, data: Path | None = None, batches: int = BATCHES
 ) -> None:
     """Write the average of ``paths`` to ``output``, recalibrated on the binarized ``data`` if given, and tell of it."""
-    check_output_path(output)
-    for path in paths:
-        if output.exists() and path.exists() and output.samefile(path):
-            raise UserError(f"--output {output} is one of the inputs ({path}); choose another name")
+    check_output_path(output, paths)
     if data is not None and not any(data.glob("dict.*")):
         raise UserError(f"--recalibrate {data}: is not a folder of binarized data (fairseq-preprocess makes one)")
     path_of_update: dict[int, Path] = {}

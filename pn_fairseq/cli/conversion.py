@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,9 +25,7 @@ def conversion_parser(tool: str, description: str, epilog: str, checkpoint: str)
 
 def read_input(args: argparse.Namespace, load: Callable[[Path], dict]) -> dict:
     """Load CHECKPOINT, after a check that OUTPUT can be written and is another file."""
-    check_output_path(args.output)
-    if args.output.exists() and args.checkpoint.exists() and os.path.samefile(args.checkpoint, args.output):
-        raise UserError(f"OUTPUT {args.output} is CHECKPOINT itself; choose another name")
+    check_output_path(args.output, [args.checkpoint])
     return load(args.checkpoint)
 
 
