@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from pn_fairseq.pipeline.command import UserError
 from pn_fairseq.pipeline.files import atomic_write
 
 try:
@@ -43,7 +44,7 @@ _NAME_PATTERNS = {
 }
 
 
-class CheckpointError(Exception):
+class CheckpointError(UserError):
     """A checkpoint cannot be read, written or used. The text is one line: the file, what is wrong, what to do."""
 
 

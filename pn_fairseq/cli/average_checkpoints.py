@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 
-from pn_fairseq import __version__
 from pn_fairseq.checkpoints import (
     CheckpointError,
     check_input_path,
@@ -196,7 +195,6 @@ def _parser() -> ArgumentParser:
     add("--recalibrate", metavar="DATA", type=Path, help=recalibrate)
     batches = f"with --recalibrate: number of training batches to use, all if there are fewer (default {BATCHES})"
     add("--batches", type=int, metavar="N", help=batches)
-    add("--version", action="version", version=f"pn_fairseq {__version__}")
     return parser
 
 
@@ -222,7 +220,7 @@ def _select(inputs: list[str], last: int | None, by: str | None, upper_bound: in
     return paths
 
 
-@command(TOOL, CheckpointError)
+@command(TOOL)
 def main(argv: Sequence[str] | None = None) -> None:
     args = _parser().parse_args(argv)
     paths = _select(args.inputs, args.last, args.by, args.upper_bound)

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from pn_fairseq import __version__
 from pn_fairseq.checkpoints import check_output_path
 from pn_fairseq.pipeline.command import ArgumentParser, UserError, without_fairseqs_log
 
@@ -17,7 +16,6 @@ def conversion_parser(tool: str, description: str, epilog: str, checkpoint: str)
     """A parser with the arguments CHECKPOINT, which ``checkpoint`` describes, and OUTPUT."""
     formatter = argparse.RawDescriptionHelpFormatter
     parser = ArgumentParser(prog=tool, description=description, epilog=epilog, formatter_class=formatter)
-    parser.add_argument("--version", action="version", version=f"pn_fairseq {__version__}")
     parser.add_argument("checkpoint", metavar="CHECKPOINT", type=Path, help=checkpoint)
     parser.add_argument("output", metavar="OUTPUT", type=Path, help="the file to write; not CHECKPOINT")
     return parser

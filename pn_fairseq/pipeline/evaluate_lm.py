@@ -111,7 +111,7 @@ def evaluate(run: Run, checkpoint: Path, subset: str = "test", context: int = 0)
     """Score all tokens of a split, in blocks as in training, with ``context`` tokens of context for each block."""
     import torch
 
-    from pn_fairseq.checkpoints import CheckpointError, load_checkpoint
+    from pn_fairseq.checkpoints import load_checkpoint
     from pn_fairseq.models.from_checkpoint import model_settings_of, one_line, settings_of
     from pn_fairseq.norms.base import running_norms
     from pn_fairseq.pipeline.command import without_fairseqs_log
@@ -139,8 +139,6 @@ def evaluate(run: Run, checkpoint: Path, subset: str = "test", context: int = 0)
             model = task.build_model(model_settings_of(state, str(checkpoint)), from_checkpoint=True)
             model.load_state_dict(state["model"], strict=True, model_cfg=cfg.model)
             task.load_dataset(subset)
-    except CheckpointError as error:
-        raise UserError(str(error)) from error
     except (KeyError, RuntimeError, FileNotFoundError) as error:
         raise UserError(f"{checkpoint} and {run.bin} do not fit each other ({one_line(error)})") from error
     if torch.cuda.is_available():
@@ -239,7 +237,7 @@ def compare(runs: Sequence[Path], subset: str) -> str:
     return tabulate(rows, headers=headers, tablefmt="plain", disable_numparse=True)
 
 
-@command("evaluate_lm.sh", OSError)
+@command("evaluate_lm.sh")
 def main(argv: Sequence[str] | None = None) -> None:
     parser = ArgumentParser(
         prog="evaluate_lm.sh",
@@ -259,7 +257,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     context = "score the last of a block's tokens and take N tokens before them as context (default: 0)"
     add("--context-window", type=int, default=0, metavar="N", help=context)
     add("--compare", type=Path, nargs="+", metavar="DIR", help="runs that were evaluated")
-    add("--version", action="version", version=f"pn_fairseq {__version__}")
     args = parser.parse_args(argv)
     if args.compare:
         print(compare(args.compare, args.subset))

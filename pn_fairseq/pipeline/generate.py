@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pn_fairseq
-from pn_fairseq.pipeline.command import ArgumentParser, UserError, command, deferred_signals
+from pn_fairseq.pipeline.command import ArgumentParser, UserError, command, deferred_signals, say
 from pn_fairseq.pipeline.data.binarize import sentences as indexed
 from pn_fairseq.pipeline.files import atomic_folder, checksum, count_lines
 from pn_fairseq.pipeline.launch import own_cores, variable
@@ -69,7 +69,6 @@ def add_decoding_options(parser: ArgumentParser) -> None:
     half = parser.add_mutually_exclusive_group()
     half.add_argument("--fp16", action="store_true", default=None, help="half precision, on a GPU only, or")
     half.add_argument("--no-fp16", action="store_false", dest="fp16", help="not (default: as the run was trained)")
-    add("--version", action="version", version=f"pn_fairseq {pn_fairseq.__version__}")
 
 
 def _parser() -> ArgumentParser:
@@ -127,13 +126,10 @@ class Decoding:
 
     def check_checkpoints(self) -> None:
         """Refuse a checkpoint that cannot be read."""
-        from pn_fairseq.checkpoints import CheckpointError, load_checkpoint  # needs torch
+        from pn_fairseq.checkpoints import load_checkpoint  # needs torch
 
-        try:
-            for path in self.checkpoints:
-                load_checkpoint(path)
-        except CheckpointError as error:
-            raise UserError(str(error)) from error
+        for path in self.checkpoints:
+            load_checkpoint(path)
 
     def __str__(self) -> str:
         names = " + ".join(map(str, self.checkpoints))
@@ -164,7 +160,7 @@ def read_made(folder: Path) -> dict[str, str]:
         return {}
 
 
-@command("generate.sh", OSError)
+@command("generate.sh")
 def main(argv: list[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     run = open_run(args.run, same_data=True)
@@ -190,7 +186,7 @@ def main(argv: list[str] | None = None) -> int:
     output = (args.output or args.run / "generate" / args.subset).resolve()
     made = read_made(output)
     if (output / "hyp.tok").is_file() and wanted.items() <= made.items():
-        print(f"[generate] {output / 'hyp.tok'} is there already", file=sys.stderr)
+        say("generate", f"{output / 'hyp.tok'} is there already")
         return 0
     if output.exists() and not made and (not output.is_dir() or any(output.iterdir())):
         raise UserError(f"refusing to overwrite '{output}', which holds something else; choose another --output")
@@ -202,7 +198,7 @@ def main(argv: list[str] | None = None) -> int:
             raise UserError(f"{text} has {count} lines, and {index} {sentences} sentences: prepare the data again")
     shards = number_of_processes(decoding.gpus, sentences, args.batch_size)
     where = "GPUs" if decoding.gpus else "CPU"
-    print(f"[generate] decoding {args.subset} {decoding}, processes on the {where}: {shards})", file=sys.stderr)
+    say("generate", f"decoding {args.subset} {decoding}, processes on the {where}: {shards})")
     commands = [
         [
             *("fairseq_cli.generate", str(run.bin), "--gen-subset", args.subset, *decoding.options),
@@ -232,7 +228,7 @@ def main(argv: list[str] | None = None) -> int:
         lines = (f"{key}={value}" for key, value in {**wanted, "fp16": int(decoding.fp16)}.items())
         write_lines(partial / "made", lines)
     output.with_name(f"{output.name}.err").unlink(missing_ok=True)
-    print(f"[generate] {output / 'hyp.tok'} has {sentences} hypotheses", file=sys.stderr)
+    say("generate", f"{output / 'hyp.tok'} has {sentences} hypotheses")
     return 0
 
 

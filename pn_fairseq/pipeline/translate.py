@@ -34,7 +34,7 @@ def to_subwords(run: Run, text: str) -> list[str]:
     return [segment(line).strip() for line in tokenized.decode("utf-8").removesuffix("\n").split("\n")]
 
 
-@command("translate.sh", OSError)
+@command("translate.sh")
 def main(argv: list[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     folder = args.run

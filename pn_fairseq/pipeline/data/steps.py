@@ -7,18 +7,13 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 from pathlib import Path
 
-from pn_fairseq.pipeline.command import ArgumentParser, UserError
+from pn_fairseq.pipeline.command import ArgumentParser, UserError, command, say
 from pn_fairseq.pipeline.data import archives, language_model, pairs, settings, subwords
 from pn_fairseq.pipeline.data.binarize import SPLITS, make_bin
 from pn_fairseq.pipeline.data.parallel import per_line, transform
 from pn_fairseq.pipeline.files import atomic_write, checksum, count_lines, write_settings
-
-
-def note(text: str) -> None:
-    print(f"[data] note: {text}", file=sys.stderr)
 
 
 def check(args) -> None:
@@ -53,7 +48,7 @@ def take(args) -> None:
     count = sum(pairs.take(args.kind, paths, outputs) for paths in zip(files[::2], files[1::2], strict=True))
     if args.expect and count != args.expect:
         name = os.path.commonprefix([path.name for path in files]).rstrip(".-")
-        note(f"{name} has {count} sentence pairs here; the published one has {args.expect}")
+        say("data", f"note: {name} has {count} sentence pairs here; the published one has {args.expect}")
 
 
 def detokenize(args) -> None:
@@ -138,7 +133,10 @@ def apply_bpe(args) -> None:
         for name in names:
             with (source / name).open("rb") as file:
                 if count := sum("▁".encode() in line for line in file):
-                    note(f"{count} lines of {source / name} have U+2581 (▁), which sentencepiece takes for a blank")
+                    say(
+                        "data",
+                        f"note: {count} lines of {source / name} have U+2581 (▁), which sentencepiece takes for a blank",
+                    )
     model = to / subwords.MODELS[kind]
     jobs = [(source / name, to / name) for name in names]
     transform(jobs, lambda: per_line(subwords.segmenter(kind, model)), args.workers, "applying BPE")
@@ -216,7 +214,8 @@ STEPS = {
 }
 
 
-def main(argv: list[str]) -> None:
+@command("pn-data")
+def main(argv: list[str] | None = None) -> None:
     parser = ArgumentParser(prog="python -m pn_fairseq data", description=__doc__.split("\n")[0])
     parser.add_argument("--dest", type=Path, required=True, help="the prepared data")
     parser.add_argument("--workers", type=int, default=1, help="processes (default 1)")
@@ -227,9 +226,4 @@ def main(argv: list[str]) -> None:
         for name, options in arguments:
             step.add_argument(name, **options)
     args = parser.parse_args(argv)
-    try:
-        args.function(args)
-    except OSError as error:
-        raise UserError(f"{error.filename or args.dest}: {error.strerror or error}") from error
-    except MemoryError:
-        raise UserError("there is not enough memory; use fewer --workers or a larger machine") from None
+    args.function(args)
