@@ -24,10 +24,8 @@ DIR/removed.tsv says which pairs were removed and why.
 END
 }
 
-# shellcheck source=lib/common.sh
-source "$(dirname "$(readlink -f "$0")")/lib/common.sh"
 # shellcheck source=lib/prepare.sh
-source "$root/scripts/lib/prepare.sh"
+source "$(dirname "$(readlink -f "$0")")/lib/prepare.sh"
 
 url=https://dl.fbaipublicfiles.com/fairseq/data/iwslt14/de-en.tgz
 dest=$root/runs/data/iwslt14_de_en archive="" sha256="" bpe=10000

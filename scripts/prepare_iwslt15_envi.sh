@@ -22,10 +22,8 @@ Run again, it does what is missing. No sentence is dropped: line counts are chec
 END
 }
 
-# shellcheck source=lib/common.sh
-source "$(dirname "$(readlink -f "$0")")/lib/common.sh"
 # shellcheck source=lib/prepare.sh
-source "$root/scripts/lib/prepare.sh"
+source "$(dirname "$(readlink -f "$0")")/lib/prepare.sh"
 
 url=https://nlp.stanford.edu/projects/nmt/data/iwslt15.en-vi
 names=({train,tst2012,tst2013}.{en,vi})

@@ -16,10 +16,8 @@ repository nor downloaded. Refuses text that does not have 929,589 / 73,760 / 82
 END
 }
 
-# shellcheck source=lib/common.sh
-source "$(dirname "$(readlink -f "$0")")/lib/common.sh"
 # shellcheck source=lib/prepare.sh
-source "$root/scripts/lib/prepare.sh"
+source "$(dirname "$(readlink -f "$0")")/lib/prepare.sh"
 
 corpus="" dest=$root/runs/data/ptb_lm
 parse_options "$@"

@@ -25,10 +25,8 @@ Run again, it does what is missing. No sentence is dropped: line counts are chec
 END
 }
 
-# shellcheck source=lib/common.sh
-source "$(dirname "$(readlink -f "$0")")/lib/common.sh"
 # shellcheck source=lib/prepare.sh
-source "$root/scripts/lib/prepare.sh"
+source "$(dirname "$(readlink -f "$0")")/lib/prepare.sh"
 
 corpus="" source="" target="" dest="" bpe=10000 keep_case=0
 parse_options "$@"

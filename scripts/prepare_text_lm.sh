@@ -22,10 +22,8 @@ A token is a word or the end of a line. Run again, it does what is missing.
 END
 }
 
-# shellcheck source=lib/common.sh
-source "$(dirname "$(readlink -f "$0")")/lib/common.sh"
 # shellcheck source=lib/prepare.sh
-source "$root/scripts/lib/prepare.sh"
+source "$(dirname "$(readlink -f "$0")")/lib/prepare.sh"
 
 corpus="" dest="" tokenize="" lower=0 min_count=1
 parse_options "$@"

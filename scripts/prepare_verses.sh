@@ -16,10 +16,8 @@ in --dest. Run again, it does what is missing.
 END
 }
 
-# shellcheck source=lib/common.sh
-source "$(dirname "$(readlink -f "$0")")/lib/common.sh"
 # shellcheck source=lib/prepare.sh
-source "$root/scripts/lib/prepare.sh"
+source "$(dirname "$(readlink -f "$0")")/lib/prepare.sh"
 
 dest=$root/runs/data/verses_es_en source=es target=en bpe=4000 keep_case=0
 parse_options "$@"

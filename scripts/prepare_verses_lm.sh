@@ -15,10 +15,8 @@ lower-cases; words that occur once or twice in train become <unk>. Run again, it
 END
 }
 
-# shellcheck source=lib/common.sh
-source "$(dirname "$(readlink -f "$0")")/lib/common.sh"
 # shellcheck source=lib/prepare.sh
-source "$root/scripts/lib/prepare.sh"
+source "$(dirname "$(readlink -f "$0")")/lib/prepare.sh"
 
 dest=$root/runs/data/verses_lm_en
 parse_options "$@"

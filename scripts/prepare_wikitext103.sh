@@ -17,10 +17,8 @@ In the environment: DATA_MIRROR=URL or FOLDER, where the file is taken from.
 END
 }
 
-# shellcheck source=lib/common.sh
-source "$(dirname "$(readlink -f "$0")")/lib/common.sh"
 # shellcheck source=lib/prepare.sh
-source "$root/scripts/lib/prepare.sh"
+source "$(dirname "$(readlink -f "$0")")/lib/prepare.sh"
 
 # The address in the paper (s3.amazonaws.com/research.metamind.io) is dead since February 2024.
 url=https://wikitext.smerity.com/wikitext-103-v1.zip

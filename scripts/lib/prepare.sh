@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# What the scripts that prepare a corpus share. Sourced after common.sh, never run.
+# What the scripts that prepare a corpus share. Sourced, never run.
 #
 # Each of them leaves in DEST
 #   raw/  the text before tokenization          bpe/  subwords, and codes or sentencepiece.model
@@ -14,7 +14,8 @@
 
 # From the environment: MOSES=FOLDER, a checkout of mosesdecoder whose Perl scripts are used instead of sacremoses;
 # BPE=subword-nmt (default) or sentencepiece.
-: "${root:?}"
+# shellcheck source=common.sh
+source "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/common.sh"
 MOSES=${MOSES:-}
 BPE=${BPE:-subword-nmt}
 export MOSES PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}

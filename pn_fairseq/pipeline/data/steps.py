@@ -133,10 +133,8 @@ def apply_bpe(args) -> None:
         for name in names:
             with (source / name).open("rb") as file:
                 if count := sum("▁".encode() in line for line in file):
-                    say(
-                        "data",
-                        f"note: {count} lines of {source / name} have U+2581 (▁), which sentencepiece takes for a blank",
-                    )
+                    which = f"{count} lines of {source / name} have U+2581 (▁)"
+                    say("data", f"note: {which}, which sentencepiece takes for a blank")
     model = to / subwords.MODELS[kind]
     jobs = [(source / name, to / name) for name in names]
     transform(jobs, lambda: per_line(subwords.segmenter(kind, model)), args.workers, "applying BPE")
