@@ -22,7 +22,7 @@ source "$(dirname "$(readlink -f "$0")")/lib/prepare.sh"
 corpus="" dest=$root/runs/data/ptb_lm
 parse_options "$@"
 [[ -n $corpus ]] || die "--corpus is needed (see --help)"
-find_texts "$corpus" ptb.{train,valid,test}.txt
+need_text "$corpus" ptb.{train,valid,test}.txt
 check_tools
 open_dest
-data lm-text PTB "${texts[@]}" --expect 929589 73760 82430
+data lm-text PTB "$(absolute "$corpus")"/ptb.{train,valid,test}.txt --expect 929589 73760 82430

@@ -31,9 +31,9 @@ for name in corpus dest; do
     [[ -n ${!name} ]] || die "--$name is needed (see --help)"
 done
 check_whole --min-count "$min_count"
-find_texts "$corpus" {train,valid,test}.txt
+need_text "$corpus" {train,valid,test}.txt
 options=(--tokenize "$tokenize" --min-count "$min_count")
 [[ $lower -eq 0 ]] || options+=(--lower)
 check_tools
 open_dest
-data lm-text "$(basename "$corpus")" "${texts[@]}" "${options[@]}"
+data lm-text "$(basename "$corpus")" "$(absolute "$corpus")"/{train,valid,test}.txt "${options[@]}"

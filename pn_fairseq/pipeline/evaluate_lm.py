@@ -264,9 +264,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     run = open_run(args.run, same_data=True)
     if run.get("task._name") != "language_modeling":
         raise UserError(f"'{args.run}' is not the run of a language model (task {run.get('task._name')})")
-    checkpoint = args.checkpoint or run.checkpoints / "averaged.pt"
-    if not checkpoint.is_file():
-        raise UserError(f"there is no checkpoint '{checkpoint}' (scripts/average.sh makes averaged.pt)")
+    (checkpoint,) = run.checkpoint_files(args.checkpoint and [args.checkpoint])
     print(evaluate(run, checkpoint, args.subset, args.context_window).text(), end="")
 
 

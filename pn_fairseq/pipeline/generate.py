@@ -90,10 +90,7 @@ class Decoding:
     """The model and the settings of a decoding, as command-line options of fairseq."""
 
     def __init__(self, args: argparse.Namespace, run: Run):
-        self.checkpoints = args.checkpoint or [run.checkpoints / "averaged.pt"]
-        for path in self.checkpoints:
-            if not path.is_file():
-                raise UserError(f"there is no checkpoint '{path}' (scripts/average.sh makes averaged.pt)")
+        self.checkpoints = run.checkpoint_files(args.checkpoint)
         for path in (*self.checkpoints, run.bin):
             if ":" in str(path):
                 raise UserError(f"'{path}' has a colon, at which fairseq splits paths; use another place")

@@ -43,24 +43,12 @@ check_settings() {
     data check "${settings[@]}"
 }
 
-# need_text FOLDER NAME...: FOLDER must have these files, plain or .gz.
+# need_text FOLDER NAME...: FOLDER must have these files, plain or .gz; the steps of `data` read both.
 need_text() {
     local name
     [[ -d $1 ]] || die "there is no directory '$1' (--corpus)"
     for name in "${@:2}"; do
         [[ -f $1/$name || -f $1/$name.gz ]] || die "$1 has neither $name nor $name.gz"
-    done
-}
-
-# find_texts FOLDER NAME...: sets texts, the absolute paths of these files of FOLDER, each plain or .gz.
-find_texts() {
-    local folder name
-    need_text "$@"
-    folder=$(absolute "$1")
-    texts=()
-    for name in "${@:2}"; do
-        [[ -f $folder/$name ]] || name+=.gz
-        texts+=("$folder/$name")
     done
 }
 
@@ -132,7 +120,7 @@ prepare_folder() {
         [[ $split != test ]] || name=$test
         data take as-is "text.partial/$split".{"$source","$target"} "$folder/$name".{"$source","$target"} \
             ${expected[0]+--expect "${expected[0]}"}
-        expected=("${expected[@]:1}")
+        expected=(${expected[@]+"${expected[@]:1}"})
     done
     keep_text raw
     # 2. Tokens, lower-cased if lower=1: DEST/tok.

@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Collection
 from pathlib import Path
 
-from pn_fairseq.pipeline.command import UserError
+from pn_fairseq.pipeline.command import UserError, say
 from pn_fairseq.pipeline.files import atomic_folder, atomic_write, checksum
 
 CHUNK = 1 << 20
@@ -87,7 +87,7 @@ def _download(address: str, partial: Path, retries: int, pause: float) -> None:
                 f"{address}: {said}{kept}; check the network, or get the file elsewhere and name its folder in "
                 "DATA_MIRROR"
             )
-        print(f"[fetch] {partial.stem}: {said}; trying again", file=sys.stderr)
+        say("fetch", f"{partial.stem}: {said}; trying again")
         time.sleep(min(pause * 2 ** (failures - 1), 60))
 
 
@@ -122,7 +122,7 @@ def _damage(path: Path) -> str | None:
 def _record(record: Path, name: str, digest: str) -> None:
     with atomic_write(record, "w") as output:
         output.write(f"{digest}  {name}\n")
-    print(f"[fetch] {name}: sha256 {digest} (kept in {record})", file=sys.stderr)
+    say("fetch", f"{name}: sha256 {digest} (kept in {record})")
 
 
 def fetch(url: str, file: Path, sha256: str = "", md5: str = "", retries: int = 4, pause: float = 1) -> None:
@@ -152,14 +152,14 @@ def fetch(url: str, file: Path, sha256: str = "", md5: str = "", retries: int = 
             if not expected:
                 _record(record, file.name, digest)
             return
-        print(f"[fetch] {file} is {wrong}: getting it again", file=sys.stderr)
+        say("fetch", f"{file} is {wrong}: getting it again")
         file.unlink()
     if not shutil.which("curl"):
         raise UserError(f"'curl' is not installed or not on the PATH; without it, download {url} to {file}")
     file.parent.mkdir(parents=True, exist_ok=True)
     while True:
         resumed = partial.exists()
-        print(f"[fetch] {file.name}: from {address}", file=sys.stderr)
+        say("fetch", f"{file.name}: from {address}")
         _download(address, partial, retries, pause)
         digest = checksum(partial)
         wrong = _damage(partial)

@@ -7,14 +7,13 @@ import gzip
 import os
 import re
 import shutil
-import sys
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from itertools import zip_longest
 from pathlib import Path
 
-from pn_fairseq.pipeline.command import UserError
+from pn_fairseq.pipeline.command import UserError, say
 from pn_fairseq.pipeline.data.subwords import MODELS
 from pn_fairseq.pipeline.files import atomic_folder
 
@@ -67,7 +66,7 @@ def as_is(path: Path) -> Iterator[str]:
     """
     for number, line in enumerate(lines(path), 1):
         if number == 1 and line.startswith(BOM):
-            print(f"[data] note: {shown(path)} begins with a byte order mark, which is left out", file=sys.stderr)
+            say("data", f"note: {shown(path)} begins with a byte order mark, which is left out")
             line = line.removeprefix(BOM)
         if "\r" in line.removesuffix("\n").removesuffix("\r"):
             raise UserError(
@@ -194,9 +193,9 @@ def take(kind: str, paths: tuple[Path, Path], outputs: tuple[Path, Path]) -> int
                 file.write((side if kind == "as-is" else f"{side.removesuffix(chr(10))}\n").encode())
     names = f"{shown(paths[0])} and {paths[1].name}"
     if one_empty:
-        print(f"[data] note: {one_empty} of the {count} pairs of {names} have an empty side", file=sys.stderr)
+        say("data", f"note: {one_empty} of the {count} pairs of {names} have an empty side")
     if nul:
-        print(f"[data] note: {nul} pairs of {names} have NUL characters, which the tokenizer removes", file=sys.stderr)
+        say("data", f"note: {nul} pairs of {names} have NUL characters, which the tokenizer removes")
     return count
 
 
