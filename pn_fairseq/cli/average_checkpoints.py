@@ -108,7 +108,7 @@ def average_checkpoints(
         if report is not None:
             report(path, state)
         model = state["model"]
-        layout = {key: (list(value.shape), str(value.dtype).removeprefix("torch.")) for key, value in model.items()}
+        layout = {key: (list(value.shape), value.dtype) for key, value in model.items()}
         averaged = [key for key, value in model.items() if _is_averaged(key, value)]
         groups = set(_memory_groups({key: model[key] for key in averaged}).items())
         if not reference:
@@ -133,7 +133,7 @@ def average_checkpoints(
     for key in list(sums):
         total = sums.pop(key)
         if first.get(key, key) not in means:
-            means[key] = total.div_(len(paths)).to(getattr(torch, reference[key][1]))
+            means[key] = total.div_(len(paths)).to(reference[key][1])
         newest["model"][key] = means[first.get(key, key)]
     return newest
 
@@ -155,21 +155,14 @@ def _memory_groups(model: dict[str, torch.Tensor]) -> dict[str, str]:
 
 
 def _differences(layout: dict[str, tuple], reference: dict[str, tuple]) -> str:
-    def changed(part: int) -> list[str]:
-        both = [key for key in reference if key in layout and layout[key][part] != reference[key][part]]
-        return [f"{key} {layout[key][part]} instead of {reference[key][part]}" for key in both]
+    """The tensors that differ, at most three of them by name."""
+    keys = [key for key in {**reference, **layout} if layout.get(key) != reference.get(key)]
 
-    kinds = {
-        "missing": [key for key in reference if key not in layout],
-        "unexpected": [key for key in layout if key not in reference],
-        "of another shape": changed(0),
-        "of another dtype": changed(1),
-    }
-    return "; ".join(
-        f"{len(items)} {kind} ({', '.join(items[:3] + ['...'] * (len(items) > 3))})"
-        for kind, items in kinds.items()
-        if items
-    )
+    def text(shape_and_dtype: tuple | None) -> str:
+        return "absent" if shape_and_dtype is None else "{} {}".format(*shape_and_dtype)
+
+    shown = [f"{key} is {text(layout.get(key))}, not {text(reference.get(key))}" for key in keys[:3]]
+    return f"tensors that differ: {len(keys)} ({', '.join(shown + ['...'] * (len(keys) > 3))})"
 
 
 def _parser() -> ArgumentParser:

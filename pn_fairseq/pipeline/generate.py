@@ -25,7 +25,7 @@ import pn_fairseq
 from pn_fairseq.pipeline.command import ArgumentParser, UserError, command, deferred_signals, say
 from pn_fairseq.pipeline.data.binarize import sentences as indexed
 from pn_fairseq.pipeline.files import atomic_folder, checksum, count_lines
-from pn_fairseq.pipeline.launch import own_cores, variable
+from pn_fairseq.pipeline.launch import own_cores, workers
 from pn_fairseq.pipeline.runs import Run, open_run
 
 PACKAGE = Path(pn_fairseq.__file__).resolve().parent
@@ -193,7 +193,8 @@ def main(argv: list[str] | None = None) -> int:
     for text in texts.values():
         if (count := count_lines(text)) != sentences:
             raise UserError(f"{text} has {count} lines, and {index} {sentences} sentences: prepare the data again")
-    shards = number_of_processes(decoding.gpus, sentences, args.batch_size)
+    # There are at least as many batches as sentences / batch size; fairseq-generate divides by zero without a batch.
+    shards = min(workers(os.environ, len(decoding.gpus)), max(1, math.ceil(sentences / args.batch_size)))
     where = "GPUs" if decoding.gpus else "CPU"
     say("generate", f"decoding {args.subset} {decoding}, processes on the {where}: {shards})")
     commands = [
@@ -227,14 +228,6 @@ def main(argv: list[str] | None = None) -> int:
     output.with_name(f"{output.name}.err").unlink(missing_ok=True)
     say("generate", f"{output / 'hyp.tok'} has {sentences} hypotheses")
     return 0
-
-
-def number_of_processes(gpus: list[str], sentences: int, batch_size: int) -> int:
-    processes = variable(os.environ, "NPROC", max(1, len(gpus)), least=1)
-    if gpus and processes > len(gpus):
-        raise UserError(f"NPROC={processes}, but a GPU takes one process and {len(gpus)} are visible")
-    # There are at least as many batches as sentences / batch size; fairseq-generate divides by zero without a batch.
-    return min(processes, max(1, math.ceil(sentences / batch_size)))
 
 
 def decode(tool: str, commands: list[list[str]], decoding: Decoding, folder: Path, sentences: int) -> list[Path]:

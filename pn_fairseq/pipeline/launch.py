@@ -64,7 +64,7 @@ def find_place(env: Mapping[str, str], gpus: int) -> Place:
         if nodes > 1 and not env.get("MASTER_ADDR"):
             raise UserError(f"NNODES={nodes} needs MASTER_ADDR, the name or address of the machine with NODE_RANK=0")
         address = env["MASTER_ADDR"] if nodes > 1 else ""
-        return Place(gpus > 0, _workers(env, gpus), nodes, node, address, _port(env, 29500))
+        return Place(gpus > 0, workers(env, gpus), nodes, node, address, _port(env, 29500))
     if "NODE_RANK" in env:
         raise UserError("NODE_RANK is set but NNODES is not: how many machines are there?")
     # srun sets it; a batch script has only what it asked for.
@@ -77,7 +77,7 @@ def find_place(env: Mapping[str, str], gpus: int) -> Place:
             f"this SLURM job has {nodes} machines, and only one would train: "
             "call it by 'srun --ntasks-per-node=1 scripts/train.sh ...'"
         )
-    return Place(gpus > 0, _workers(env, gpus))
+    return Place(gpus > 0, workers(env, gpus))
 
 
 def _of_slurm_task(env: Mapping[str, str], gpus: int, tasks: int) -> Place:
@@ -87,7 +87,7 @@ def _of_slurm_task(env: Mapping[str, str], gpus: int, tasks: int) -> Place:
     # The steps of a job may train side by side.
     port = _port(env, 20000 + (16 * variable(env, "SLURM_JOB_ID") + variable(env, "SLURM_STEP_ID", 0)) % 20000)
     if tasks == nodes:
-        return Place(gpus > 0, _workers(env, gpus), nodes, variable(env, "SLURM_NODEID"), address, port)
+        return Place(gpus > 0, workers(env, gpus), nodes, variable(env, "SLURM_NODEID"), address, port)
     if gpus > 1 and tasks != nodes * gpus:
         raise UserError(
             f"{tasks} tasks on {nodes} machines with {gpus} visible GPUs: start one task per machine "
@@ -122,15 +122,15 @@ def _port(env: Mapping[str, str], default: int) -> int:
     return port
 
 
-def _workers(env: Mapping[str, str], gpus: int) -> int:
-    """How many ranks: one per GPU, one where there is none, or NPROC."""
-    workers = variable(env, "NPROC", max(1, gpus), least=1)
-    if gpus and workers > gpus:
+def workers(env: Mapping[str, str], gpus: int) -> int:
+    """How many processes: one per GPU, one where there is none, or NPROC."""
+    count = variable(env, "NPROC", max(1, gpus), least=1)
+    if gpus and count > gpus:
         raise UserError(
-            f"NPROC={workers}, but {gpus} GPU{'s are' if gpus > 1 else ' is'} visible, and a GPU takes one rank "
-            "(CUDA_VISIBLE_DEVICES= trains on the CPU)"
+            f"NPROC={count}, but {gpus} GPU{'s are' if gpus > 1 else ' is'} visible, and a GPU takes one process "
+            "(CUDA_VISIBLE_DEVICES= uses the CPU)"
         )
-    return workers
+    return count
 
 
 def _first_host(env: Mapping[str, str]) -> str:
