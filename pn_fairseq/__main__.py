@@ -50,7 +50,6 @@ def options(argv: list[str]) -> int:
         description="Power Normalization for fairseq.",
         epilog=f"Verbs, each with its own --help: {', '.join(sorted(VERBS))}.",
     )
-    parser.add_argument("--version", action="version", version=f"pn_fairseq {__version__}")
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument(
         "--user-dir",

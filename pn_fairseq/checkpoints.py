@@ -9,10 +9,8 @@ and NumPy, not fairseq.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import re
-import secrets
 import stat
 import warnings
 import zipfile
@@ -21,6 +19,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
+
+from pn_fairseq.pipeline.command import UserError
+from pn_fairseq.pipeline.files import atomic_write
 
 try:
     from numpy._core import multiarray
@@ -43,7 +44,7 @@ _NAME_PATTERNS = {
 }
 
 
-class CheckpointError(Exception):
+class CheckpointError(UserError):
     """A checkpoint cannot be read, written or used. The text is one line: the file, what is wrong, what to do."""
 
 
@@ -151,9 +152,12 @@ def check_input_path(path: str | os.PathLike) -> os.stat_result:
     return info
 
 
-def check_output_path(path: str | os.PathLike) -> None:
+def check_output_path(path: str | os.PathLike, inputs: Sequence[Path] = ()) -> None:
     """Raise :class:`CheckpointError` unless a file can be written at ``path``: before the work, not after it."""
     target = Path(os.path.realpath(path))
+    for one in inputs:
+        if target.exists() and one.exists() and target.samefile(one):
+            raise CheckpointError(f"{path}: cannot be written, it is one of the inputs ({one}); choose another name")
     if not target.parent.is_dir():
         raise CheckpointError(f"{path}: cannot be written, there is no directory {target.parent}; create it first")
     if target.exists() and not target.is_file():
@@ -164,33 +168,21 @@ def check_output_path(path: str | os.PathLike) -> None:
 
 
 def save_checkpoint(state: dict, path: str | os.PathLike) -> None:
-    """Write ``state`` to ``path`` so that either all of it or nothing is there afterwards.
-
-    The data goes to a temporary file in the same directory, is flushed to the disk, and then takes the place of
-    ``path``. The temporary file is removed on any error, Ctrl-C included. A symbolic link at ``path`` stays one.
+    """Write ``state`` to ``path``, which is unchanged after any error. A symbolic link at ``path`` stays one.
 
     Raises:
-        CheckpointError: the directory is missing or not writable, or the disk is full; an earlier file is untouched.
+        CheckpointError: the directory is missing or not writable, or the disk is full.
     """
     check_output_path(path)
-    target = Path(os.path.realpath(path))
-    temporary = target.with_name(f".{target.name[:100]}.{secrets.token_hex(4)}.tmp")
     try:
-        # Not tempfile, whose files only the owner may read: this one is to get the modes that the umask gives.
-        with open(temporary, "xb") as file:
+        with atomic_write(os.path.realpath(path)) as file:
             torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, target)
-        _sync_directory(target.parent)
     except (OSError, RuntimeError) as error:
         cause = _cause_of(error)
         if isinstance(cause, OSError):
             reason = cause.strerror or cause
             raise CheckpointError(f"{path}: cannot be written ({reason}); an earlier file is untouched") from error
         raise cause from error
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _cause_of(error: BaseException) -> BaseException:
@@ -201,16 +193,6 @@ def _cause_of(error: BaseException) -> BaseException:
             return link
         link = link.__cause__ or link.__context__
     return error
-
-
-def _sync_directory(directory: Path) -> None:
-    # Makes the renaming itself durable. Some file systems refuse it; the data is safe then, too.
-    with contextlib.suppress(OSError):
-        descriptor = os.open(directory, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 def find_checkpoints(

@@ -1,7 +1,6 @@
 """What an experiment ran on: versions, the code's state, the machine."""
 
 import contextlib
-import os
 import platform
 import subprocess
 from importlib import metadata
@@ -10,6 +9,7 @@ from pathlib import Path
 import torch
 
 from pn_fairseq import __version__
+from pn_fairseq.pipeline.launch import own_cores
 
 
 def describe() -> dict:
@@ -30,7 +30,7 @@ def describe() -> dict:
         "git_commit": _git_commit(Path(__file__).resolve().parent),
         "os": f"{_os_name()}, {platform.system()} {platform.release()}",
         "cpu": _cpu_model(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": own_cores(),
         "gpus": [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())],
         "cuda": torch.version.cuda,
     }

@@ -1,10 +1,6 @@
 #!/usr/bin/env bash
 # Average the last checkpoints of a run (pn_fairseq/pipeline/average.py).
 set -euo pipefail
-
 # shellcheck source=lib/common.sh
 source "$(dirname "$(readlink -f "$0")")/lib/common.sh"
-use_venv
-need python
-cpu_allocator
-exec python -m pn_fairseq average "$@"
+run_verb average "$@"

@@ -48,7 +48,7 @@ step "$root/scripts/score.sh" --run "$run" >/dev/null
 step pn-plot-curves "$run" --labels "$arch" --output "$run/learning_curve.png" >/dev/null
 echo
 echo "Sample translations"
-count=$(lines "$result/hyp.tok")
+count=$(wc -l <"$result/hyp.tok")
 for number in 1 2 3 4 5; do
     line=$((number * count / 6))
     echo "  source      $(sed -n "${line}p" "$data/raw/test.es")"

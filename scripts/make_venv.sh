@@ -18,13 +18,10 @@ An existing environment keeps its interpreter and its torch until others are nam
 END
 }
 
-root=$(CDPATH='' cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.." && pwd)
 # shellcheck source=lib/common.sh
-source "$root/scripts/lib/common.sh"
+source "$(dirname "$(readlink -f "$0")")/lib/common.sh"
+parse_options "$@"
 cd "$root"
-
-[[ ${1-} != -h && ${1-} != --help ]] || { usage; exit 0; }
-[[ $# -eq 0 ]] || die "unexpected argument '$1' (see --help)"
 
 venv=${VENV:-.venv}
 mark=$venv/.pn_fairseq # in every environment made here: its settings, and the state that it was made from

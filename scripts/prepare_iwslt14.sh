@@ -24,10 +24,8 @@ DIR/removed.tsv says which pairs were removed and why.
 END
 }
 
-# shellcheck source=lib/common.sh
-source "$(dirname "$(readlink -f "$0")")/lib/common.sh"
 # shellcheck source=lib/prepare.sh
-source "$root/scripts/lib/prepare.sh"
+source "$(dirname "$(readlink -f "$0")")/lib/prepare.sh"
 
 url=https://dl.fbaipublicfiles.com/fairseq/data/iwslt14/de-en.tgz
 dest=$root/runs/data/iwslt14_de_en archive="" sha256="" bpe=10000
@@ -46,7 +44,7 @@ check_settings
 open_dest
 
 # 1. The published text, one sentence a line: DEST/text.
-if [[ -n $archive ]]; then archive=$(absolute "$archive"); else archive=$dest/download/${url##*/}; fi
+archive=$(absolute "${archive:-$dest/download/${url##*/}}")
 if ! made_of "$archive"; then
     [[ $archive != "$dest/download/"* ]] || data fetch "$url" "$archive" ${sha256:+--sha256 "$sha256"}
     say "extracting the text of $archive"
@@ -67,15 +65,8 @@ data tokenize text stages/tok
 say "selecting pairs"
 data select raw=text tok=stages/tok
 
-# 4. Subwords: DEST/bpe.
-say "learning $bpe BPE operations on both languages with $BPE"
-data learn-bpe tok bpe
-say "applying BPE"
-data apply-bpe tok bpe
-
-# 5. Binary data: DEST/bin.
-say "binarizing with fairseq-preprocess"
-data binarize
-finish
+# 4. Joint BPE, learned on what is kept: DEST/bpe. Binary data: DEST/bin.
+segment
+binarize
 [[ "$(count train) $(count valid) $(count test)" == "160239 7283 6750" ]] ||
     say "the original archive and Moses' tokenizer give 160239 train, 7283 valid, 6750 test: there is a difference"

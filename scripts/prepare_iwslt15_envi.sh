@@ -22,10 +22,8 @@ Run again, it does what is missing. No sentence is dropped: line counts are chec
 END
 }
 
-# shellcheck source=lib/common.sh
-source "$(dirname "$(readlink -f "$0")")/lib/common.sh"
 # shellcheck source=lib/prepare.sh
-source "$root/scripts/lib/prepare.sh"
+source "$(dirname "$(readlink -f "$0")")/lib/prepare.sh"
 
 url=https://nlp.stanford.edu/projects/nmt/data/iwslt15.en-vi
 names=({train,tst2012,tst2013}.{en,vi})
@@ -47,7 +45,7 @@ open_dest
 # 1. The published tokens, as they are (DEST/text/tokens): they were tokenized as Moses' scripts do it, with ' as &apos;
 # and so on, and published BLEU scores compare such tokens. sacreBLEU and chrF want plain text (DEST/text): the nearest
 # thing to it is what the detokenizer of the translations makes of the reference.
-if [[ -n $archive ]]; then archives=$(absolute "$archive"); else archives=$dest/download; fi
+archives=$(absolute "${archive:-$dest/download}")
 if ! made_of "${names[@]/#/$archives/}"; then
     for name in "${names[@]}"; do get "$archives" "$url/$name"; done
     data take tokens text.partial/tokens/train.{en,vi} "$archives"/train.{en,vi} --expect 133317
@@ -60,13 +58,6 @@ keep_text text --made-of "${names[@]/#/$archives/}"
 data copy text raw
 data copy text/tokens tok
 
-# 2. Subwords: DEST/bpe.
-say "learning $bpe BPE operations on both languages with $BPE"
-data learn-bpe tok bpe
-say "applying BPE"
-data apply-bpe tok bpe
-
-# 3. Binary data: DEST/bin.
-say "binarizing with fairseq-preprocess"
-data binarize
-finish
+# 2. Subwords and binary data: DEST/bpe, DEST/bin.
+segment
+binarize

@@ -24,10 +24,8 @@ Run again, it does what is missing. No sentence is dropped: line counts are chec
 END
 }
 
-# shellcheck source=lib/common.sh
-source "$(dirname "$(readlink -f "$0")")/lib/common.sh"
 # shellcheck source=lib/prepare.sh
-source "$root/scripts/lib/prepare.sh"
+source "$(dirname "$(readlink -f "$0")")/lib/prepare.sh"
 
 # The scripts of the corpus' repository (multi30k/dataset) lower-case, too, and leave the number of merges to their
 # user; this is IWSLT14's.
@@ -39,31 +37,8 @@ if [[ -z $dest ]]; then
     dest=$root/runs/data/multi30k_de_en
     [[ $test == test2016 ]] || dest+=_$test
 fi
-settings=(source=de target=en lower=1 bpe="$bpe")
-check_settings
-need_text "$corpus" {train,valid,"$test"}.{de,en}
-open_dest
-
-# 1. The text as it came: DEST/raw.
-corpus=$(absolute "$corpus")
-expect=()
-[[ $test != test2016 && $test != test2017 ]] || expect=(--expect 1000)
-data take as-is text.partial/train.{de,en} "$corpus"/train.{de,en} --expect 29000
-data take as-is text.partial/valid.{de,en} "$corpus"/valid.{de,en} --expect 1014
-data take as-is text.partial/test.{de,en} "$corpus/$test".{de,en} ${expect[@]+"${expect[@]}"}
-keep_text raw
-
-# 2. Tokens, lower-cased: DEST/tok.
-say "tokenizing with ${MOSES:-sacremoses}"
-data tokenize raw tok
-
-# 3. Subwords: DEST/bpe.
-say "learning $bpe BPE operations on both languages with $BPE"
-data learn-bpe tok bpe
-say "applying BPE"
-data apply-bpe tok bpe
-
-# 4. Binary data: DEST/bin.
-say "binarizing with fairseq-preprocess"
-data binarize
-finish
+source=de target=en
+settings=("source=$source" "target=$target" lower=1 "bpe=$bpe")
+pairs=(29000 1014)
+[[ $test != test2016 && $test != test2017 ]] || pairs+=(1000)
+prepare_folder "$corpus" "$test" "${pairs[@]}"

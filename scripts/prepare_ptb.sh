@@ -16,14 +16,13 @@ repository nor downloaded. Refuses text that does not have 929,589 / 73,760 / 82
 END
 }
 
-# shellcheck source=lib/common.sh
-source "$(dirname "$(readlink -f "$0")")/lib/common.sh"
-# shellcheck source=lib/prepare_lm.sh
-source "$root/scripts/lib/prepare_lm.sh"
+# shellcheck source=lib/prepare.sh
+source "$(dirname "$(readlink -f "$0")")/lib/prepare.sh"
 
 corpus="" dest=$root/runs/data/ptb_lm
 parse_options "$@"
 [[ -n $corpus ]] || die "--corpus is needed (see --help)"
-find_texts "$corpus" ptb.{train,valid,test}.txt
-begin "$dest"
-prepare_texts PTB "${texts[@]}" --expect 929589 73760 82430
+need_text "$corpus" ptb.{train,valid,test}.txt
+check_tools
+open_dest
+data lm-text PTB "$(absolute "$corpus")"/ptb.{train,valid,test}.txt --expect 929589 73760 82430

@@ -25,10 +25,8 @@ Run again, it does what is missing. No sentence is dropped: line counts are chec
 END
 }
 
-# shellcheck source=lib/common.sh
-source "$(dirname "$(readlink -f "$0")")/lib/common.sh"
 # shellcheck source=lib/prepare.sh
-source "$root/scripts/lib/prepare.sh"
+source "$(dirname "$(readlink -f "$0")")/lib/prepare.sh"
 
 corpus="" source="" target="" dest="" bpe=10000 keep_case=0
 parse_options "$@"
@@ -36,28 +34,4 @@ for name in corpus source target dest; do
     [[ -n ${!name} ]] || die "--$name is needed (see --help)"
 done
 settings=("source=$source" "target=$target" "lower=$((1 - keep_case))" "bpe=$bpe")
-check_settings
-need_text "$corpus" {train,valid,test}.{"$source","$target"}
-open_dest
-
-# 1. The text as it came: DEST/raw.
-corpus=$(absolute "$corpus")
-for split in train valid test; do
-    data take as-is "text.partial/$split".{"$source","$target"} "$corpus/$split".{"$source","$target"}
-done
-keep_text raw
-
-# 2. Tokens, lower-cased unless --keep-case: DEST/tok.
-say "tokenizing with ${MOSES:-sacremoses}"
-data tokenize raw tok
-
-# 3. Subwords: DEST/bpe.
-say "learning $bpe BPE operations on both languages with $BPE"
-data learn-bpe tok bpe
-say "applying BPE"
-data apply-bpe tok bpe
-
-# 4. Binary data: DEST/bin.
-say "binarizing with fairseq-preprocess"
-data binarize
-finish
+prepare_folder "$corpus"

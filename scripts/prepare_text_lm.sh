@@ -22,10 +22,8 @@ A token is a word or the end of a line. Run again, it does what is missing.
 END
 }
 
-# shellcheck source=lib/common.sh
-source "$(dirname "$(readlink -f "$0")")/lib/common.sh"
-# shellcheck source=lib/prepare_lm.sh
-source "$root/scripts/lib/prepare_lm.sh"
+# shellcheck source=lib/prepare.sh
+source "$(dirname "$(readlink -f "$0")")/lib/prepare.sh"
 
 corpus="" dest="" tokenize="" lower=0 min_count=1
 parse_options "$@"
@@ -33,8 +31,9 @@ for name in corpus dest; do
     [[ -n ${!name} ]] || die "--$name is needed (see --help)"
 done
 check_whole --min-count "$min_count"
-find_texts "$corpus" {train,valid,test}.txt
+need_text "$corpus" {train,valid,test}.txt
 options=(--tokenize "$tokenize" --min-count "$min_count")
 [[ $lower -eq 0 ]] || options+=(--lower)
-begin "$dest"
-prepare_texts "$(basename "$corpus")" "${texts[@]}" "${options[@]}"
+check_tools
+open_dest
+data lm-text "$(basename "$corpus")" "$(absolute "$corpus")"/{train,valid,test}.txt "${options[@]}"

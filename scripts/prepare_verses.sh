@@ -4,7 +4,7 @@ set -euo pipefail
 
 usage() {
     cat <<'END'
-usage: scripts/prepare_verses.sh [--dest DIR] [options of prepare_text.sh]
+usage: scripts/prepare_verses.sh [--dest DIR] [--bpe N] [--keep-case] [--workers N]
 
 Checks data/verses.es-en against its checksums and prepares it (Spanish to English, lower-cased, joint BPE 4,000)
 in --dest. Run again, it does what is missing.
@@ -16,12 +16,11 @@ in --dest. Run again, it does what is missing.
 END
 }
 
-# shellcheck source=lib/common.sh
-source "$(dirname "$(readlink -f "$0")")/lib/common.sh"
+# shellcheck source=lib/prepare.sh
+source "$(dirname "$(readlink -f "$0")")/lib/prepare.sh"
 
-dest=$root/runs/data/verses_es_en
+dest=$root/runs/data/verses_es_en source=es target=en bpe=4000 keep_case=0
 parse_options "$@"
-corpus=$root/data/verses.es-en
-(cd "$corpus" && sha256sum --check --status SHA256SUMS) ||
-    die "$corpus is damaged or incomplete; 'git checkout -- data' brings it back"
-exec bash "$root/scripts/prepare_text.sh" --corpus "$corpus" --source es --target en --bpe 4000 --dest "$dest" "$@"
+settings=("source=$source" "target=$target" "lower=$((1 - keep_case))" "bpe=$bpe")
+check_verses
+prepare_folder "$verses"

@@ -15,16 +15,13 @@ lower-cases; words that occur once or twice in train become <unk>. Run again, it
 END
 }
 
-# shellcheck source=lib/common.sh
-source "$(dirname "$(readlink -f "$0")")/lib/common.sh"
-# shellcheck source=lib/prepare_lm.sh
-source "$root/scripts/lib/prepare_lm.sh"
+# shellcheck source=lib/prepare.sh
+source "$(dirname "$(readlink -f "$0")")/lib/prepare.sh"
 
 dest=$root/runs/data/verses_lm_en
 parse_options "$@"
-corpus=$root/data/verses.es-en
-(cd "$corpus" && sha256sum --check --status SHA256SUMS) ||
-    die "$corpus is damaged or incomplete; 'git checkout -- data' brings it back"
-begin "$dest"
-data lm-verses "$corpus" unpacked
-prepare_texts verses unpacked/{train,valid,test}.txt --tokenize en --lower --min-count 3
+check_verses
+check_tools
+open_dest
+data lm-verses "$verses" unpacked
+data lm-text verses unpacked/{train,valid,test}.txt --tokenize en --lower --min-count 3

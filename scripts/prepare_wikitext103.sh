@@ -17,19 +17,17 @@ In the environment: DATA_MIRROR=URL or FOLDER, where the file is taken from.
 END
 }
 
-# shellcheck source=lib/common.sh
-source "$(dirname "$(readlink -f "$0")")/lib/common.sh"
-# shellcheck source=lib/prepare_lm.sh
-source "$root/scripts/lib/prepare_lm.sh"
+# shellcheck source=lib/prepare.sh
+source "$(dirname "$(readlink -f "$0")")/lib/prepare.sh"
 
 # The address in the paper (s3.amazonaws.com/research.metamind.io) is dead since February 2024.
 url=https://wikitext.smerity.com/wikitext-103-v1.zip
 archive="" dest=$root/runs/data/wikitext103_lm
 parse_options "$@"
-begin "$dest"
-folder=${archive:-$dest/download}
-folder=$(absolute "$folder")
+check_tools
+open_dest
+folder=$(absolute "${archive:-$dest/download}")
 # The checksum that dataset catalogues name for the file of the dead address.
 get "$folder" "$url" --sha256 242ba0f20b329cfdf1ccc61e9e9e5b59becf189db7f7a81cd2a0e2fc31539590
 data unzip "$folder/wikitext-103-v1.zip" unpacked wikitext-103/wiki.{train,valid,test}.tokens
-prepare_texts WikiText-103 unpacked/wiki.{train,valid,test}.tokens --expect 103227021 217646 245569
+data lm-text WikiText-103 unpacked/wiki.{train,valid,test}.tokens --expect 103227021 217646 245569

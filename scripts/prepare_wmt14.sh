@@ -30,10 +30,8 @@ at the end.
 END
 }
 
-# shellcheck source=lib/common.sh
-source "$(dirname "$(readlink -f "$0")")/lib/common.sh"
 # shellcheck source=lib/prepare.sh
-source "$root/scripts/lib/prepare.sh"
+source "$(dirname "$(readlink -f "$0")")/lib/prepare.sh"
 
 # The addresses and the names of the members are those of fairseq's examples/translation/prepare-wmt14en2de.sh.
 europarl=http://statmt.org/wmt13/training-parallel-europarl-v7.tgz
@@ -60,8 +58,15 @@ settings=(
 check_settings
 open_dest
 
+# published SPLIT READER URL PAIRS MEMBER...: the pairs of these files, by their path in the archive, for SPLIT.
+published() {
+    local archive=${3##*/} members=("${@:5}")
+    data unpack "$archives/$archive" "${members[@]}"
+    data take "$2" "text.partial/$1".{en,de} "${members[@]/#/unpacked/$archive/}" ${4:+--expect "$4"}
+}
+
 # 1. The published text, one sentence a line: DEST/text.
-if [[ -n $archive ]]; then archives=$(absolute "$archive"); else archives=$dest/download; fi
+archives=$(absolute "${archive:-$dest/download}")
 packed=()
 for url in $europarl $crawl $news $dev $tests; do packed+=("$archives/${url##*/}"); done
 if ! made_of "${packed[@]}"; then
@@ -69,23 +74,12 @@ if ! made_of "${packed[@]}"; then
     # As in sacrebleu, which has the same archive; no checksum is published for the others.
     get "$archives" $tests --md5 a8cd784e006feb32ac6f3d9ec7eb389a
     say "extracting the text"
+    published train without-carriage-returns $europarl 1920209 training/europarl-v7.de-en.{en,de}
+    published train without-carriage-returns $crawl 2399123 commoncrawl.de-en.{en,de}
+    published train without-carriage-returns $news "" training/news-commentary-v12.de-en.{en,de}
+    published valid without-carriage-returns $dev 3000 dev/newstest2013.{en,de}
     # -src.en and -ref.de are the direction from English; the archive has the other one, too, of the same sentences.
-    data unpack "$archives/${europarl##*/}" training/europarl-v7.de-en.{en,de}
-    data unpack "$archives/${crawl##*/}" commoncrawl.de-en.{en,de}
-    data unpack "$archives/${news##*/}" training/news-commentary-v12.de-en.{en,de}
-    data unpack "$archives/${dev##*/}" dev/newstest2013.{en,de}
-    data unpack "$archives/${tests##*/}" test-full/newstest2014-deen-{src.en,ref.de}.sgm
-    say "checking and joining the text"
-    data take without-carriage-returns text.partial/train.{en,de} \
-        "unpacked/${europarl##*/}"/training/europarl-v7.de-en.{en,de} --expect 1920209
-    data take without-carriage-returns text.partial/train.{en,de} \
-        "unpacked/${crawl##*/}"/commoncrawl.de-en.{en,de} --expect 2399123
-    data take without-carriage-returns text.partial/train.{en,de} \
-        "unpacked/${news##*/}"/training/news-commentary-v12.de-en.{en,de}
-    data take without-carriage-returns text.partial/valid.{en,de} \
-        "unpacked/${dev##*/}"/dev/newstest2013.{en,de} --expect 3000
-    data take sgml-segments text.partial/test.{en,de} \
-        "unpacked/${tests##*/}"/test-full/newstest2014-deen-{src.en,ref.de}.sgm --expect 3003
+    published test sgml-segments $tests 3003 test-full/newstest2014-deen-{src.en,ref.de}.sgm
 fi
 keep_text text --made-of "${packed[@]}"
 
@@ -95,18 +89,15 @@ data tokenize text stages/tok train valid
 data tokenize text stages/tok test --without normalize nonprinting
 
 # 3. The pairs that are kept, and subwords: DEST/raw, DEST/tok, DEST/bpe.
-say "learning $bpe BPE operations on both languages with $BPE"
 if [[ $clean_stage == tok ]]; then
     data select raw=text tok=stages/tok
-    data learn-bpe tok bpe
-    data apply-bpe tok bpe
+    segment
 else
+    say "learning $bpe BPE operations on both languages with $BPE, and applying them"
     data learn-bpe stages/tok stages/bpe
     data apply-bpe stages/tok stages/bpe
     data select raw=text tok=stages/tok bpe=stages/bpe
 fi
 
 # 4. Binary data: DEST/bin.
-say "binarizing with fairseq-preprocess"
-data binarize
-finish
+binarize

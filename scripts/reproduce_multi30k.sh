@@ -2,13 +2,9 @@
 # The four norms on Multi30k, captions of pictures; --corpus names the folder with its text.
 set -euo pipefail
 
-# shellcheck disable=SC2034 # read by lib/reproduce.sh
-{
-    config=multi30k_de_en
-    size=tiny
-    prepare=prepare_multi30k.sh
-    default_seeds="1 2 3"
-    about="The four norms on Multi30k, captions of pictures; --corpus names the folder with its text."
-}
+config=multi30k_de_en
+size=tiny
+prepare=prepare_multi30k.sh
+default_seeds="1 2 3"
 # shellcheck source=lib/reproduce.sh
 source "$(dirname "$(readlink -f "$0")")/lib/reproduce.sh"

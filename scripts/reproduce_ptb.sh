@@ -2,17 +2,12 @@
 # Tables 2 and 4 of the paper, PTB: the tensorized transformer, but causal (docs/language_modeling.md).
 set -euo pipefail
 
-# shellcheck disable=SC2034 # read by lib/reproduce.sh
-{
-    config=ptb_lm
-    size=ptb
-    models="tensorized_lm"
-    default_norms="ln gn bn brn mabn pnv pn"
-    prepare=prepare_ptb.sh
-    default_seeds="1"
-    after="average evaluate_lm"
-    after_words="average, measure perplexity"
-    about="Tables 2 and 4 of the paper, PTB: the tensorized transformer, but causal (docs/language_modeling.md)."
-}
+config=ptb_lm
+size=ptb
+models="tensorized_lm"
+default_norms="ln gn bn brn mabn pnv pn"
+prepare=prepare_ptb.sh
+default_seeds="1"
+after="average evaluate_lm"
 # shellcheck source=lib/reproduce.sh
 source "$(dirname "$(readlink -f "$0")")/lib/reproduce.sh"

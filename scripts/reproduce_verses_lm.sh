@@ -2,17 +2,12 @@
 # Language models of the English verses in the repository: an ordinary decoder and the tensorized transformer.
 set -euo pipefail
 
-# shellcheck disable=SC2034 # read by lib/reproduce.sh
-{
-    config=verses_lm_en
-    size=tiny
-    models="transformer_lm tensorized_lm"
-    default_norms="ln ln+layer_scale_groups=1 gn bn brn mabn pnv pn"
-    prepare=prepare_verses_lm.sh
-    default_seeds="1 2 3"
-    after="average evaluate_lm"
-    after_words="average, measure perplexity"
-    about="Language models of the English verses in the repository: an ordinary decoder and the tensorized transformer."
-}
+config=verses_lm_en
+size=tiny
+models="transformer_lm tensorized_lm"
+default_norms="ln ln+layer_scale_groups=1 gn bn brn mabn pnv pn"
+prepare=prepare_verses_lm.sh
+default_seeds="1 2 3"
+after="average evaluate_lm"
 # shellcheck source=lib/reproduce.sh
 source "$(dirname "$(readlink -f "$0")")/lib/reproduce.sh"

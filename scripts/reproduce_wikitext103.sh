@@ -2,17 +2,12 @@
 # Table 3 of the paper, WikiText-103: the tensorized transformer, but causal (docs/language_modeling.md).
 set -euo pipefail
 
-# shellcheck disable=SC2034 # read by lib/reproduce.sh
-{
-    config=wikitext103_lm
-    size=wt103
-    models="tensorized_lm"
-    default_norms="ln bn pnv pn"
-    prepare=prepare_wikitext103.sh
-    default_seeds="1"
-    after="average evaluate_lm"
-    after_words="average, measure perplexity"
-    about="Table 3 of the paper, WikiText-103: the tensorized transformer, but causal (docs/language_modeling.md)."
-}
+config=wikitext103_lm
+size=wt103
+models="tensorized_lm"
+default_norms="ln bn pnv pn"
+prepare=prepare_wikitext103.sh
+default_seeds="1"
+after="average evaluate_lm"
 # shellcheck source=lib/reproduce.sh
 source "$(dirname "$(readlink -f "$0")")/lib/reproduce.sh"

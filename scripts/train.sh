@@ -1,10 +1,6 @@
 #!/usr/bin/env bash
 # Train with the settings of a file in configs/ (pn_fairseq/pipeline/train.py).
 set -euo pipefail
-
 # shellcheck source=lib/common.sh
 source "$(dirname "$(readlink -f "$0")")/lib/common.sh"
-use_venv
-need python
-cpu_allocator
-exec python -m pn_fairseq train "$@"
+run_verb train "$@"

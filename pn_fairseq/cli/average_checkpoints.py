@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 
-from pn_fairseq import __version__
 from pn_fairseq.checkpoints import (
     CheckpointError,
     check_input_path,
@@ -100,7 +99,7 @@ def average_checkpoints(
 
     reference: dict[str, tuple] = {}
     sums: dict[str, torch.Tensor] = {}
-    leader: dict[str, str] = {}  # averaged key -> the key under which its sum is kept; another one if they are tied
+    tied: set[tuple[str, str]] = set()  # key, and the first key with the same memory, in all files
     newest, newest_updates = {}, -1
     for path in paths:
         state = load_checkpoint(path)
@@ -109,38 +108,33 @@ def average_checkpoints(
         if report is not None:
             report(path, state)
         model = state["model"]
-        layout = {key: (list(value.shape), str(value.dtype).removeprefix("torch.")) for key, value in model.items()}
-        groups = _memory_groups(model)
+        layout = {key: (list(value.shape), value.dtype) for key, value in model.items()}
+        averaged = [key for key, value in model.items() if _is_averaged(key, value)]
+        groups = set(_memory_groups({key: model[key] for key in averaged}).items())
         if not reference:
-            reference = layout
-            leader = {key: groups[key] for key, value in model.items() if _is_averaged(key, value)}
+            reference, tied = layout, groups
         elif layout != reference:
             raise CheckpointError(f"{path}: does not match {paths[0]}: {_differences(layout, reference)}")
-        for key, first in leader.items():
-            if first != key and groups[first] != groups[key]:
-                # Tied so far, but not in this file: from here on the sums can differ.
-                leader[key] = key
-                sums[key] = sums[first].clone()
-        for key in leader:
-            if leader[key] == key:
-                wide = model[key].to(torch.float64)
-                if not torch.isfinite(wide).all():
-                    raise CheckpointError(f"{path}: {key} holds a NaN or an infinity; leave this checkpoint out")
-                # A copy: a float64 input comes through .to() unchanged, and may overlap another tensor of the file.
-                sums[key] = sums[key].add_(wide) if key in sums else wide.clone(memory_format=torch.contiguous_format)
-        # The sums hold what is needed of these; keeping them as well would double the memory.
-        for key in leader:
-            model[key] = None
+        tied &= groups
+        for key in averaged:
+            wide = model[key].to(torch.float64)
+            if not torch.isfinite(wide).all():
+                raise CheckpointError(f"{path}: {key} holds a NaN or an infinity; leave this checkpoint out")
+            # A copy: a float64 input comes through .to() unchanged, and may overlap another tensor of the file.
+            sums[key] = sums[key].add_(wide) if key in sums else wide.clone(memory_format=torch.contiguous_format)
+            model[key] = None  # keeping it beside the sum would double the memory
         updates = epoch_and_updates(state)[1]
         if (updates := -1 if updates is None else updates) >= newest_updates:
             newest, newest_updates = state, updates
         del state, model
 
+    first = dict(tied)
     means: dict[str, torch.Tensor] = {}
-    for key, first in leader.items():
-        if first not in means:
-            means[first] = sums.pop(first).div_(len(paths)).to(getattr(torch, reference[key][1]))
-        newest["model"][key] = means[first]
+    for key in list(sums):
+        total = sums.pop(key)
+        if first.get(key, key) not in means:
+            means[key] = total.div_(len(paths)).to(reference[key][1])
+        newest["model"][key] = means[first.get(key, key)]
     return newest
 
 
@@ -161,21 +155,14 @@ def _memory_groups(model: dict[str, torch.Tensor]) -> dict[str, str]:
 
 
 def _differences(layout: dict[str, tuple], reference: dict[str, tuple]) -> str:
-    def changed(part: int) -> list[str]:
-        both = [key for key in reference if key in layout and layout[key][part] != reference[key][part]]
-        return [f"{key} {layout[key][part]} instead of {reference[key][part]}" for key in both]
+    """The tensors that differ, at most three of them by name."""
+    keys = [key for key in {**reference, **layout} if layout.get(key) != reference.get(key)]
 
-    kinds = {
-        "missing": [key for key in reference if key not in layout],
-        "unexpected": [key for key in layout if key not in reference],
-        "of another shape": changed(0),
-        "of another dtype": changed(1),
-    }
-    return "; ".join(
-        f"{len(items)} {kind} ({', '.join(items[:3] + ['...'] * (len(items) > 3))})"
-        for kind, items in kinds.items()
-        if items
-    )
+    def text(shape_and_dtype: tuple | None) -> str:
+        return "absent" if shape_and_dtype is None else "{} {}".format(*shape_and_dtype)
+
+    shown = [f"{key} is {text(layout.get(key))}, not {text(reference.get(key))}" for key in keys[:3]]
+    return f"tensors that differ: {len(keys)} ({', '.join(shown + ['...'] * (len(keys) > 3))})"
 
 
 def _parser() -> ArgumentParser:
@@ -201,7 +188,6 @@ def _parser() -> ArgumentParser:
     add("--recalibrate", metavar="DATA", type=Path, help=recalibrate)
     batches = f"with --recalibrate: number of training batches to use, all if there are fewer (default {BATCHES})"
     add("--batches", type=int, metavar="N", help=batches)
-    add("--version", action="version", version=f"pn_fairseq {__version__}")
     return parser
 
 
@@ -227,7 +213,7 @@ def _select(inputs: list[str], last: int | None, by: str | None, upper_bound: in
     return paths
 
 
-@command(TOOL, CheckpointError)
+@command(TOOL)
 def main(argv: Sequence[str] | None = None) -> None:
     args = _parser().parse_args(argv)
     paths = _select(args.inputs, args.last, args.by, args.upper_bound)
@@ -242,10 +228,7 @@ def average(
     paths: list[Path], output: Path, keep_optimizer_state=False, data: Path | None = None, batches: int = BATCHES
 ) -> None:
     """Write the average of ``paths`` to ``output``, recalibrated on the binarized ``data`` if given, and tell of it."""
-    check_output_path(output)
-    for path in paths:
-        if output.exists() and path.exists() and output.samefile(path):
-            raise UserError(f"--output {output} is one of the inputs ({path}); choose another name")
+    check_output_path(output, paths)
     if data is not None and not any(data.glob("dict.*")):
         raise UserError(f"--recalibrate {data}: is not a folder of binarized data (fairseq-preprocess makes one)")
     path_of_update: dict[int, Path] = {}

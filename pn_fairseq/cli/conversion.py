@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from pn_fairseq import __version__
 from pn_fairseq.checkpoints import check_output_path
 from pn_fairseq.pipeline.command import ArgumentParser, UserError, without_fairseqs_log
 
@@ -18,7 +16,6 @@ def conversion_parser(tool: str, description: str, epilog: str, checkpoint: str)
     """A parser with the arguments CHECKPOINT, which ``checkpoint`` describes, and OUTPUT."""
     formatter = argparse.RawDescriptionHelpFormatter
     parser = ArgumentParser(prog=tool, description=description, epilog=epilog, formatter_class=formatter)
-    parser.add_argument("--version", action="version", version=f"pn_fairseq {__version__}")
     parser.add_argument("checkpoint", metavar="CHECKPOINT", type=Path, help=checkpoint)
     parser.add_argument("output", metavar="OUTPUT", type=Path, help="the file to write; not CHECKPOINT")
     return parser
@@ -26,9 +23,7 @@ def conversion_parser(tool: str, description: str, epilog: str, checkpoint: str)
 
 def read_input(args: argparse.Namespace, load: Callable[[Path], dict]) -> dict:
     """Load CHECKPOINT, after a check that OUTPUT can be written and is another file."""
-    check_output_path(args.output)
-    if args.output.exists() and args.checkpoint.exists() and os.path.samefile(args.checkpoint, args.output):
-        raise UserError(f"OUTPUT {args.output} is CHECKPOINT itself; choose another name")
+    check_output_path(args.output, [args.checkpoint])
     return load(args.checkpoint)
 
 

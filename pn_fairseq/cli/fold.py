@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from pn_fairseq.checkpoints import CheckpointError, load_checkpoint, save_checkpoint
+from pn_fairseq.checkpoints import load_checkpoint, save_checkpoint
 from pn_fairseq.cli.conversion import conversion_parser, fairseq_needed, read_input
 from pn_fairseq.pipeline.command import command
 
@@ -33,7 +33,7 @@ folding. The optimizer's state is left out. CHECKPOINT is read without running c
 """
 
 
-@command(TOOL, CheckpointError)
+@command(TOOL)
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the tool on ``argv`` (default: the process's arguments) and return its exit code: 0, 2, 130 or 143."""
     args = conversion_parser(TOOL, DESCRIPTION, EPILOG, "a checkpoint of transformer_pn").parse_args(argv)

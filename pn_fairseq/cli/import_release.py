@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from pn_fairseq.checkpoints import CheckpointError, load_checkpoint, save_checkpoint
+from pn_fairseq.checkpoints import load_checkpoint, save_checkpoint
 from pn_fairseq.cli.conversion import conversion_parser, fairseq_needed, read_input
 from pn_fairseq.pipeline.command import ArgumentParser, UserError, command
 
@@ -82,7 +82,7 @@ def _check_finite(weights: dict[str, torch.Tensor], source: os.PathLike) -> None
         print(f"{TOOL}: warning: {text}", file=sys.stderr)
 
 
-@command(TOOL, CheckpointError)
+@command(TOOL)
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the tool on ``argv`` (default: the process's arguments) and return its exit code: 0, 2, 130 or 143."""
     args = _parser().parse_args(argv)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import hashlib
 import sys
 from pathlib import Path
 
-from pn_fairseq import __version__
-from pn_fairseq.pipeline.command import ArgumentParser, UserError, command
-from pn_fairseq.pipeline.files import atomic_write
+from pn_fairseq.pipeline.command import ArgumentParser, UserError, command, say
+from pn_fairseq.pipeline.files import atomic_write, checksum
 from pn_fairseq.pipeline.runs import Run, open_run
 
 #: --by -> the setting that says how many of these fairseq keeps.
@@ -39,12 +37,7 @@ def _parser() -> ArgumentParser:
         "ones made no difference"
     )
     add("--recalibrate", action=argparse.BooleanOptionalAction, default=False, help=recalibrate)
-    add("--version", action="version", version=f"pn_fairseq {__version__}")
     return parser
-
-
-def say(text: str) -> None:
-    print(f"[average] {text}", file=sys.stderr, flush=True)
 
 
 def choose(run: Run, by: str | None, last: int | None) -> tuple[list[Path], str]:
@@ -62,35 +55,31 @@ def choose(run: Run, by: str | None, last: int | None) -> tuple[list[Path], str]
     kinds = (by,) if by else (kept, *(KEPT.keys() - {kept}))
     paths, kind, differs = checkpoints_to_average(run.checkpoints, last, kinds)
     if differs:
-        say(differs)
+        say("average", differs)
     return paths, kind
 
 
-@command("average.sh", OSError)
+@command("average.sh")
 def main(argv: list[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     run = open_run(args.run)
     output = args.output or run.checkpoints / "averaged.pt"
 
-    from pn_fairseq.checkpoints import CheckpointError
     from pn_fairseq.cli.average_checkpoints import average
 
-    try:
-        paths, kind = choose(run, args.by, args.last)
-        made, how = output.with_name(f"{output.name}.made"), f"{kind} {len(paths)}"
-        if args.recalibrate:
-            about = (run.data or run.bin) / ("settings" if run.data else "preprocess.log")
-            how += f" recalibrated on {hashlib.sha256(about.read_bytes()).hexdigest()[:16]}"
-        if output.is_file() and made.is_file() and made.read_text("utf-8").strip() == how:
-            newest = max(path.stat().st_mtime_ns for path in run.checkpoints.glob("checkpoint*.pt"))
-            if newest <= output.stat().st_mtime_ns:
-                say(f"{output} is there already")
-                return 0
-        # Gone while the output changes: after an interruption it must not describe another file.
-        made.unlink(missing_ok=True)
-        average(paths, output, data=run.bin if args.recalibrate else None)
-    except CheckpointError as error:
-        raise UserError(str(error)) from error
+    paths, kind = choose(run, args.by, args.last)
+    made, how = output.with_name(f"{output.name}.made"), f"{kind} {len(paths)}"
+    if args.recalibrate:
+        about = (run.data or run.bin) / ("settings" if run.data else "preprocess.log")
+        how += f" recalibrated on {checksum(about)[:16]}"
+    if output.is_file() and made.is_file() and made.read_text("utf-8").strip() == how:
+        newest = max(path.stat().st_mtime_ns for path in run.checkpoints.glob("checkpoint*.pt"))
+        if newest <= output.stat().st_mtime_ns:
+            say("average", f"{output} is there already")
+            return 0
+    # Gone while the output changes: after an interruption it must not describe another file.
+    made.unlink(missing_ok=True)
+    average(paths, output, data=run.bin if args.recalibrate else None)
     with atomic_write(made, "w") as file:
         file.write(f"{how}\n")
     return 0

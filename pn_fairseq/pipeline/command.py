@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
+from pn_fairseq import __version__
 from pn_fairseq.errors import Unavailable
 
 
@@ -30,6 +31,8 @@ class ArgumentParser(argparse.ArgumentParser):
     """argparse's parser; its errors are a :class:`UserError` instead of the usage text."""
 
     def parse_known_args(self, args=None, namespace=None):
+        if "--version" not in self._option_string_actions:
+            self.add_argument("--version", action="version", version=f"pn_fairseq {__version__}")
         self._words = list(sys.argv[1:] if args is None else args)
         return super().parse_known_args(args, namespace)
 
@@ -48,6 +51,11 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """``", did you mean 'X'?"`` for the most similar of the ``known`` names, or an empty string if none is similar."""
     similar = difflib.get_close_matches(name, list(known), n=1)
     return f", did you mean {similar[0]!r}?" if similar else ""
+
+
+def say(step: str, text: str) -> None:
+    """A line of progress."""
+    print(f"[{step}] {text}", file=sys.stderr, flush=True)
 
 
 class Interrupted(BaseException):
@@ -73,42 +81,60 @@ def handle_signals() -> None:
         signal.signal(number, interrupt)
 
 
+@contextmanager
+def deferred_signals() -> Iterator[None]:
+    """Signals that arrive in the block act at its end: a process that is being started must not be left behind."""
+    arrived: list[int] = []
+    before = {
+        number: signal.signal(number, lambda number, _: arrived.append(number))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for number in arrived[:1]:
+            signal.raise_signal(number)
+
+
 def run(tool: str, body: Callable[[], int | None], *user_errors: type[Exception]) -> int:
     """Run ``body`` and return the exit code of the conventions above.
 
     Args:
         tool: name of the tool in its error lines.
         body: returns an exit code; None means 0.
-        user_errors: exceptions that mean a user error, besides :class:`UserError` and ``Unavailable``.
+        user_errors: exceptions that mean a user error, besides :class:`UserError`, ``Unavailable`` and OSError.
     """
     try:
         code = body() or 0
         sys.stdout.flush()
         return code
-    except (UserError, Unavailable, *user_errors) as error:
+    except BrokenPipeError:
+        # The reader of the output (`| head`) has closed it. Python would complain again when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except (UserError, Unavailable, OSError, *user_errors) as error:
+        text = f"{error.filename}: {error.strerror}" if getattr(error, "filename", None) else str(error)
         # A file name may hold a line break; the promise is one line.
-        print(f"{tool}: error: {' '.join(str(error).splitlines())}", file=sys.stderr)
+        print(f"{tool}: error: {' '.join(text.splitlines())}", file=sys.stderr)
         return 2
     except (KeyboardInterrupt, Interrupted) as error:
         if "PN_FAIRSEQ_STEP" not in os.environ:  # else the script that runs this as one of its steps says so
             print(f"{tool}: interrupted; run the same command again to resume", file=sys.stderr)
         return getattr(error, "exit_code", 130)
     except MemoryError:
-        print(f"{tool}: error: there is not enough memory; use a larger machine", file=sys.stderr)
+        print(f"{tool}: error: there is not enough memory; use fewer processes or a larger machine", file=sys.stderr)
         return 2
-    except BrokenPipeError:
-        # The reader of the output (`| head`) has closed it. Python would complain again when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
 
 
-def command(tool: str, *user_errors: type[Exception]) -> Callable[[Callable], Callable[..., int]]:
+def command(tool: str) -> Callable[[Callable], Callable[..., int]]:
     """Decorate a tool's ``main(argv)`` with :func:`run`."""
 
     def decorate(body: Callable) -> Callable[..., int]:
         @functools.wraps(body)
         def main(argv: list[str] | None = None) -> int:
-            return run(tool, lambda: body(argv), *user_errors)
+            return run(tool, lambda: body(argv))
 
         return main
 

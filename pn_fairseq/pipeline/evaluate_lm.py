@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pn_fairseq import __version__
 from pn_fairseq.pipeline.command import ArgumentParser, UserError, command
-from pn_fairseq.pipeline.files import atomic_write
+from pn_fairseq.pipeline.files import atomic_write, checksum
 from pn_fairseq.pipeline.runs import Run, open_run
 
 #: What has to be the same for two perplexities to be compared.
@@ -111,11 +111,10 @@ def evaluate(run: Run, checkpoint: Path, subset: str = "test", context: int = 0)
     """Score all tokens of a split, in blocks as in training, with ``context`` tokens of context for each block."""
     import torch
 
-    from pn_fairseq.checkpoints import CheckpointError, load_checkpoint
+    from pn_fairseq.checkpoints import load_checkpoint
     from pn_fairseq.models.from_checkpoint import model_settings_of, one_line, settings_of
     from pn_fairseq.norms.base import running_norms
     from pn_fairseq.pipeline.command import without_fairseqs_log
-    from pn_fairseq.pipeline.data.archives import checksum
     from pn_fairseq.pipeline.data.binarize import lengths
 
     index = run.bin / f"{subset}.idx"
@@ -140,8 +139,6 @@ def evaluate(run: Run, checkpoint: Path, subset: str = "test", context: int = 0)
             model = task.build_model(model_settings_of(state, str(checkpoint)), from_checkpoint=True)
             model.load_state_dict(state["model"], strict=True, model_cfg=cfg.model)
             task.load_dataset(subset)
-    except CheckpointError as error:
-        raise UserError(str(error)) from error
     except (KeyError, RuntimeError, FileNotFoundError) as error:
         raise UserError(f"{checkpoint} and {run.bin} do not fit each other ({one_line(error)})") from error
     if torch.cuda.is_available():
@@ -240,7 +237,7 @@ def compare(runs: Sequence[Path], subset: str) -> str:
     return tabulate(rows, headers=headers, tablefmt="plain", disable_numparse=True)
 
 
-@command("evaluate_lm.sh", OSError)
+@command("evaluate_lm.sh")
 def main(argv: Sequence[str] | None = None) -> None:
     parser = ArgumentParser(
         prog="evaluate_lm.sh",
@@ -260,7 +257,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     context = "score the last of a block's tokens and take N tokens before them as context (default: 0)"
     add("--context-window", type=int, default=0, metavar="N", help=context)
     add("--compare", type=Path, nargs="+", metavar="DIR", help="runs that were evaluated")
-    add("--version", action="version", version=f"pn_fairseq {__version__}")
     args = parser.parse_args(argv)
     if args.compare:
         print(compare(args.compare, args.subset))
@@ -268,9 +264,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     run = open_run(args.run, same_data=True)
     if run.get("task._name") != "language_modeling":
         raise UserError(f"'{args.run}' is not the run of a language model (task {run.get('task._name')})")
-    checkpoint = args.checkpoint or run.checkpoints / "averaged.pt"
-    if not checkpoint.is_file():
-        raise UserError(f"there is no checkpoint '{checkpoint}' (scripts/average.sh makes averaged.pt)")
+    (checkpoint,) = run.checkpoint_files(args.checkpoint and [args.checkpoint])
     print(evaluate(run, checkpoint, args.subset, args.context_window).text(), end="")
 
 

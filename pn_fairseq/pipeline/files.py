@@ -1,10 +1,12 @@
-"""Files of the pipeline: the one atomic write, the one line counter, the one reader of ``settings`` files."""
+"""Files of the pipeline: the one atomic write, checksum and line counter, the one reader of ``settings`` files."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import re
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO
@@ -28,6 +30,26 @@ def atomic_write(path: Path | str, mode: str = "wb") -> Iterator[IO]:
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
+
+
+@contextlib.contextmanager
+def atomic_folder(path: Path) -> Iterator[Path]:
+    """A folder to write into, which replaces ``path`` when the block ends; after an error ``path`` is unchanged."""
+    partial = path.with_name(f"{path.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        shutil.rmtree(path, ignore_errors=True)
+        partial.rename(path)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def checksum(path: Path, algorithm: str = "sha256") -> str:
+    """The checksum of a file, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, algorithm).hexdigest()
 
 
 def count_lines(path: Path | str) -> int:
@@ -62,7 +84,8 @@ def read_settings(path: Path | str) -> dict[str, str]:
     return settings
 
 
-def write_settings(path: Path | str, settings: Mapping[str, object]) -> None:
-    """Write a ``settings`` file atomically."""
+def write_settings(path: Path | str, settings: Mapping[str, object], sums: Mapping[str, str] | None = None) -> None:
+    """Write a ``settings`` file atomically. ``sums``: name of a file -> its checksum."""
     with atomic_write(path, "w") as file:
         file.writelines(f"{name}={value}\n" for name, value in settings.items())
+        file.writelines(f"{digest}  {name}\n" for name, digest in (sums or {}).items())

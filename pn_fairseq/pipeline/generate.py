@@ -14,7 +14,6 @@ import os
 import re
 import shutil
 import signal
-import struct
 import subprocess
 import sys
 import threading
@@ -23,8 +22,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pn_fairseq
-from pn_fairseq.pipeline.command import ArgumentParser, UserError, command
-from pn_fairseq.pipeline.files import count_lines
+from pn_fairseq.pipeline.command import ArgumentParser, UserError, command, deferred_signals, say
+from pn_fairseq.pipeline.data.binarize import sentences as indexed
+from pn_fairseq.pipeline.files import atomic_folder, checksum, count_lines
+from pn_fairseq.pipeline.launch import own_cores, workers
 from pn_fairseq.pipeline.runs import Run, open_run
 
 PACKAGE = Path(pn_fairseq.__file__).resolve().parent
@@ -68,7 +69,6 @@ def add_decoding_options(parser: ArgumentParser) -> None:
     half = parser.add_mutually_exclusive_group()
     half.add_argument("--fp16", action="store_true", default=None, help="half precision, on a GPU only, or")
     half.add_argument("--no-fp16", action="store_false", dest="fp16", help="not (default: as the run was trained)")
-    add("--version", action="version", version=f"pn_fairseq {pn_fairseq.__version__}")
 
 
 def _parser() -> ArgumentParser:
@@ -90,10 +90,7 @@ class Decoding:
     """The model and the settings of a decoding, as command-line options of fairseq."""
 
     def __init__(self, args: argparse.Namespace, run: Run):
-        self.checkpoints = args.checkpoint or [run.checkpoints / "averaged.pt"]
-        for path in self.checkpoints:
-            if not path.is_file():
-                raise UserError(f"there is no checkpoint '{path}' (scripts/average.sh makes averaged.pt)")
+        self.checkpoints = run.checkpoint_files(args.checkpoint)
         for path in (*self.checkpoints, run.bin):
             if ":" in str(path):
                 raise UserError(f"'{path}' has a colon, at which fairseq splits paths; use another place")
@@ -126,13 +123,10 @@ class Decoding:
 
     def check_checkpoints(self) -> None:
         """Refuse a checkpoint that cannot be read."""
-        from pn_fairseq.checkpoints import CheckpointError, load_checkpoint  # needs torch
+        from pn_fairseq.checkpoints import load_checkpoint  # needs torch
 
-        try:
-            for path in self.checkpoints:
-                load_checkpoint(path)
-        except CheckpointError as error:
-            raise UserError(str(error)) from error
+        for path in self.checkpoints:
+            load_checkpoint(path)
 
     def __str__(self) -> str:
         names = " + ".join(map(str, self.checkpoints))
@@ -153,11 +147,7 @@ def visible_gpus() -> list[str]:
 
 def sha256(*paths: Path) -> str:
     """Of the contents of the files together."""
-    digest = hashlib.sha256()
-    for path in paths:
-        with path.open("rb") as file:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
-    return digest.hexdigest()
+    return hashlib.sha256(b"".join(bytes.fromhex(checksum(path)) for path in paths)).hexdigest()
 
 
 def read_made(folder: Path) -> dict[str, str]:
@@ -167,7 +157,7 @@ def read_made(folder: Path) -> dict[str, str]:
         return {}
 
 
-@command("generate.sh", OSError)
+@command("generate.sh")
 def main(argv: list[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     run = open_run(args.run, same_data=True)
@@ -193,17 +183,20 @@ def main(argv: list[str] | None = None) -> int:
     output = (args.output or args.run / "generate" / args.subset).resolve()
     made = read_made(output)
     if (output / "hyp.tok").is_file() and wanted.items() <= made.items():
-        print(f"[generate] {output / 'hyp.tok'} is there already", file=sys.stderr)
+        say("generate", f"{output / 'hyp.tok'} is there already")
         return 0
     if output.exists() and not made and (not output.is_dir() or any(output.iterdir())):
         raise UserError(f"refusing to overwrite '{output}', which holds something else; choose another --output")
 
-    sentences = count_lines(texts["src.tok"]) if texts else count_binarized(bins)
-    if texts and count_lines(texts["ref.tok"]) != sentences:
-        raise UserError(f"{texts['ref.tok']} does not have the {sentences} lines of {texts['src.tok']}")
-    shards = number_of_processes(decoding.gpus, sentences, args.batch_size)
+    index = next(path for path in bins if path.suffix == ".idx")
+    sentences = indexed(index)
+    for text in texts.values():
+        if (count := count_lines(text)) != sentences:
+            raise UserError(f"{text} has {count} lines, and {index} {sentences} sentences: prepare the data again")
+    # There are at least as many batches as sentences / batch size; fairseq-generate divides by zero without a batch.
+    shards = min(workers(os.environ, len(decoding.gpus)), max(1, math.ceil(sentences / args.batch_size)))
     where = "GPUs" if decoding.gpus else "CPU"
-    print(f"[generate] decoding {args.subset} {decoding}, processes on the {where}: {shards})", file=sys.stderr)
+    say("generate", f"decoding {args.subset} {decoding}, processes on the {where}: {shards})")
     commands = [
         [
             *("fairseq_cli.generate", str(run.bin), "--gen-subset", args.subset, *decoding.options),
@@ -213,8 +206,8 @@ def main(argv: list[str] | None = None) -> int:
         ]
         for shard in range(shards)
     ]
-    with replaced(output) as partial:
-        logs = decode("generate", commands, decoding, decoding.gpus, partial, sentences)
+    with atomic_folder(output) as partial:
+        logs = decode("generate", commands, decoding, partial, sentences)
         best = hypotheses(logs, sentences, args.nbest)
         write_lines(partial / "hyp.tok", (options[0][1] for options in best))
         if args.nbest > 1:
@@ -233,65 +226,11 @@ def main(argv: list[str] | None = None) -> int:
         lines = (f"{key}={value}" for key, value in {**wanted, "fp16": int(decoding.fp16)}.items())
         write_lines(partial / "made", lines)
     output.with_name(f"{output.name}.err").unlink(missing_ok=True)
-    print(f"[generate] {output / 'hyp.tok'} has {sentences} hypotheses", file=sys.stderr)
+    say("generate", f"{output / 'hyp.tok'} has {sentences} hypotheses")
     return 0
 
 
-def number_of_processes(gpus: list[str], sentences: int, batch_size: int) -> int:
-    asked = os.environ.get("NPROC")
-    try:
-        processes = whole(asked) if asked else None
-    except argparse.ArgumentTypeError as error:
-        raise UserError(f"NPROC {error}") from None
-    if gpus and processes and processes > len(gpus):
-        raise UserError(f"NPROC={processes}, but a GPU takes one process and {len(gpus)} are visible")
-    # There are at least as many batches as sentences / batch size; fairseq-generate divides by zero without a batch.
-    return min(processes or len(gpus) or 1, max(1, math.ceil(sentences / batch_size)))
-
-
-def count_binarized(bins: list[Path]) -> int:
-    """Sentences in the first index among ``bins``: a number behind 18 bytes of magic word, version and type."""
-    index = next(path for path in bins if path.suffix == ".idx" and not path.name.startswith("dict."))
-    with index.open("rb") as file:
-        return struct.unpack("<Q", file.read(26)[18:])[0]
-
-
-@contextlib.contextmanager
-def replaced(output: Path) -> Iterator[Path]:
-    """A folder to write into, which replaces ``output`` when the block ends; after an error ``output`` is unchanged."""
-    partial = output.with_name(f"{output.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
-        partial.mkdir(parents=True)
-    except OSError as error:
-        raise UserError(f"cannot make the directory '{partial}' (--output): {error.strerror}") from error
-    try:
-        yield partial
-        shutil.rmtree(output, ignore_errors=True)
-        partial.rename(output)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def deferred_signals() -> Iterator[None]:
-    """Signals that arrive in the block act at its end: a process that is being started must not be left behind."""
-    arrived: list[int] = []
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    for each in before:
-        signal.signal(each, lambda number, _: arrived.append(number))
-    try:
-        yield
-    finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
-    for number in arrived:
-        signal.raise_signal(number)
-
-
-def decode(
-    tool: str, commands: list[list[str]], decoding: Decoding, gpus: list[str], folder: Path, sentences: int
-) -> list[Path]:
+def decode(tool: str, commands: list[list[str]], decoding: Decoding, folder: Path, sentences: int) -> list[Path]:
     """Run ``python -m COMMAND`` for all commands at once, one on each GPU; returns the files with their output.
 
     Raises:
@@ -299,9 +238,8 @@ def decode(
             cannot be read, that is the reason.
     """
     environment = {**os.environ, "PYTHONUTF8": "1"}
-    if not gpus:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // len(commands))))
+    if not decoding.gpus:
+        environment.setdefault("OMP_NUM_THREADS", str(max(1, own_cores() // len(commands))))
     logs = [folder / f"shard{shard}.log" for shard in range(len(commands))]
     processes: list[subprocess.Popen] = []
     readers: list[threading.Thread] = []
@@ -322,8 +260,8 @@ def decode(
     try:
         with deferred_signals():
             for shard, arguments in enumerate(commands):
-                if gpus:
-                    environment["CUDA_VISIBLE_DEVICES"] = gpus[shard]
+                if decoding.gpus:
+                    environment["CUDA_VISIBLE_DEVICES"] = decoding.gpus[shard]
                 with logs[shard].with_suffix(".err").open("wb") as errors:
                     process = subprocess.Popen(
                         [sys.executable, "-m", *arguments],
@@ -348,13 +286,9 @@ def decode(
         return logs
     finally:
         for process in processes:
-            process.terminate()
+            process.kill()
         for process in processes:
-            try:
-                process.wait(5)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            process.wait()
 
 
 def _reason(tool: str, code: int, errors: Path) -> str:

@@ -50,81 +50,87 @@ def find_place(env: Mapping[str, str], gpus: int) -> Place:
         return Place(
             gpus > 0,
             address=env.get("MASTER_ADDR", ""),
-            rank=_whole(env, "RANK"),
-            local_rank=_whole(env, "LOCAL_RANK", 0),
-            ranks=_whole(env, "WORLD_SIZE", least=1),
+            rank=variable(env, "RANK"),
+            local_rank=variable(env, "LOCAL_RANK", 0),
+            ranks=variable(env, "WORLD_SIZE", least=1),
         )
     if "NNODES" in env:
-        nodes = _whole(env, "NNODES", least=1)
+        nodes = variable(env, "NNODES", least=1)
         if nodes > 1 and "NODE_RANK" not in env:
             raise UserError(f"NNODES={nodes} needs NODE_RANK, 0 to {nodes - 1}: which machine is this?")
-        node = _whole(env, "NODE_RANK", 0)
+        node = variable(env, "NODE_RANK", 0)
         if node >= nodes:
             raise UserError(f"NODE_RANK={node} is too large: NNODES={nodes} machines are numbered 0 to {nodes - 1}")
         if nodes > 1 and not env.get("MASTER_ADDR"):
             raise UserError(f"NNODES={nodes} needs MASTER_ADDR, the name or address of the machine with NODE_RANK=0")
         address = env["MASTER_ADDR"] if nodes > 1 else ""
-        return Place(gpus > 0, _workers(env, gpus), nodes, node, address, _port(env, 29500))
+        return Place(gpus > 0, workers(env, gpus), nodes, node, address, _port(env, 29500))
     if "NODE_RANK" in env:
         raise UserError("NODE_RANK is set but NNODES is not: how many machines are there?")
     # srun sets it; a batch script has only what it asked for.
-    tasks = _whole(env, "SLURM_STEP_NUM_TASKS", 1, least=1)
+    tasks = variable(env, "SLURM_STEP_NUM_TASKS", 1, least=1)
     if tasks > 1:
         return _of_slurm_task(env, gpus, tasks)
-    nodes = _whole(env, "SLURM_JOB_NUM_NODES", _whole(env, "SLURM_NNODES", 1))
+    nodes = variable(env, "SLURM_JOB_NUM_NODES", variable(env, "SLURM_NNODES", 1))
     if nodes > 1 and "SLURM_STEP_NUM_TASKS" not in env:
         raise UserError(
             f"this SLURM job has {nodes} machines, and only one would train: "
             "call it by 'srun --ntasks-per-node=1 scripts/train.sh ...'"
         )
-    return Place(gpus > 0, _workers(env, gpus))
+    return Place(gpus > 0, workers(env, gpus))
 
 
 def _of_slurm_task(env: Mapping[str, str], gpus: int, tasks: int) -> Place:
     """One of several tasks of srun: one per machine, which launches the ranks there, or one per rank."""
-    nodes = _whole(env, "SLURM_STEP_NUM_NODES", least=1)
+    nodes = variable(env, "SLURM_STEP_NUM_NODES", least=1)
     address = env.get("MASTER_ADDR") or _first_host(env)
     # The steps of a job may train side by side.
-    port = _port(env, 20000 + (16 * _whole(env, "SLURM_JOB_ID") + _whole(env, "SLURM_STEP_ID", 0)) % 20000)
+    port = _port(env, 20000 + (16 * variable(env, "SLURM_JOB_ID") + variable(env, "SLURM_STEP_ID", 0)) % 20000)
     if tasks == nodes:
-        return Place(gpus > 0, _workers(env, gpus), nodes, _whole(env, "SLURM_NODEID"), address, port)
+        return Place(gpus > 0, workers(env, gpus), nodes, variable(env, "SLURM_NODEID"), address, port)
     if gpus > 1 and tasks != nodes * gpus:
         raise UserError(
             f"{tasks} tasks on {nodes} machines with {gpus} visible GPUs: start one task per machine "
             "(srun --ntasks-per-node=1) or one per GPU"
         )
-    if _whole(env, "NPROC", 1) != 1:
+    if variable(env, "NPROC", 1) != 1:
         raise UserError(f"NPROC={env['NPROC']}, but with several tasks on a machine each task is one rank")
-    rank, local_rank = _whole(env, "SLURM_PROCID"), _whole(env, "SLURM_LOCALID")
+    rank, local_rank = variable(env, "SLURM_PROCID"), variable(env, "SLURM_LOCALID")
     return Place(gpus > 0, 1, 1, 0, address, port, rank, local_rank, tasks)
 
 
-def _whole(env: Mapping[str, str], name: str, default: int | None = None, least: int = 0) -> int:
+def own_cores() -> int:
+    """How many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def variable(env: Mapping[str, str], name: str, default: int | None = None, least: int = 0) -> int:
+    """A whole number among environment variables."""
     text = env.get(name)
-    if text is None and default is not None:
+    if not text and default is not None:
         return default
-    if text is None or not re.fullmatch(r"\d{1,12}", text) or int(text) < least:
-        problem = "is not set" if text is None else f"must be a whole number of at least {least}, not '{text}'"
+    if not text or not re.fullmatch(r"\d{1,12}", text) or int(text) < least:
+        problem = f"must be a whole number of at least {least}, not {text!r}" if text else "is not set"
         raise UserError(f"{name} {problem}")
     return int(text)
 
 
 def _port(env: Mapping[str, str], default: int) -> int:
-    port = _whole(env, "MASTER_PORT", default, least=1)
+    port = variable(env, "MASTER_PORT", default, least=1)
     if port > 65535:
         raise UserError(f"MASTER_PORT must be at most 65535, not '{port}'")
     return port
 
 
-def _workers(env: Mapping[str, str], gpus: int) -> int:
-    """How many ranks: one per GPU, one where there is none, or NPROC."""
-    workers = _whole(env, "NPROC", max(1, gpus), least=1)
-    if gpus and workers > gpus:
+def workers(env: Mapping[str, str], gpus: int) -> int:
+    """How many processes: one per GPU, one where there is none, or NPROC."""
+    count = variable(env, "NPROC", max(1, gpus), least=1)
+    if gpus and count > gpus:
         raise UserError(
-            f"NPROC={workers}, but {gpus} GPU{'s are' if gpus > 1 else ' is'} visible, and a GPU takes one rank "
-            "(CUDA_VISIBLE_DEVICES= trains on the CPU)"
+            f"NPROC={count}, but {gpus} GPU{'s are' if gpus > 1 else ' is'} visible, and a GPU takes one process "
+            "(CUDA_VISIBLE_DEVICES= uses the CPU)"
         )
-    return workers
+    return count
 
 
 def _first_host(env: Mapping[str, str]) -> str:
@@ -157,7 +163,7 @@ def torchrun(place: Place, arguments: list[str]) -> int:
     from pn_fairseq.pipeline.command import Interrupted
 
     where = ["--standalone"]
-    timeout = _whole(os.environ, "START_TIMEOUT", START_TIMEOUT, least=1)
+    timeout = variable(os.environ, "START_TIMEOUT", START_TIMEOUT, least=1)
     if place.nodes > 1:
         where = ["--nnodes", str(place.nodes), "--node-rank", str(place.node), "--rdzv-conf", f"timeout={timeout}"]
         where += ["--master-addr", place.address, "--master-port", str(place.port)]

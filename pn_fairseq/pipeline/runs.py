@@ -45,6 +45,14 @@ class Run:
     def average_last(self) -> int | None:
         return self.get("average_last") or self.get("scoring.average_last")
 
+    def checkpoint_files(self, given: list[Path] | None) -> list[Path]:
+        """``given``, or else averaged.pt."""
+        paths = given or [self.checkpoints / "averaged.pt"]
+        for path in paths:
+            if not path.is_file():
+                raise UserError(f"there is no checkpoint '{path}' (scripts/average.sh makes averaged.pt)")
+        return paths
+
     def settings(self) -> dict[str, str]:
         """The settings of the data; source and target language alone where only fairseq-preprocess made it."""
         if self.data is None:

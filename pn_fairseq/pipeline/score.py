@@ -7,7 +7,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from pn_fairseq import __version__
 from pn_fairseq.pipeline.command import ArgumentParser, UserError, command
 
 #: A difference counts as significant below this p-value.
@@ -70,7 +69,6 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         ("seed", "of the resampling (default: 12345)", {"type": int, "metavar": "N"}),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", help=meaning, **settings)
-    parser.add_argument("--version", action="version", version=f"pn_fairseq {__version__}")
     args = parser.parse_args(argv)
     args.mode = next((mode for mode in _MODES if mode in args), None)
     if args.mode is None:

@@ -18,9 +18,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pn_fairseq
-from pn_fairseq.pipeline.command import ArgumentParser, Interrupted, UserError, command, did_you_mean
+from pn_fairseq.pipeline.command import ArgumentParser, Interrupted, UserError, command, did_you_mean, say
 from pn_fairseq.pipeline.files import atomic_write
-from pn_fairseq.pipeline.launch import Place, TrainingFailed, find_place, torchrun
+from pn_fairseq.pipeline.launch import Place, TrainingFailed, find_place, own_cores, torchrun
 
 PACKAGE = Path(pn_fairseq.__file__).resolve().parent
 ROOT = PACKAGE.parent
@@ -58,10 +58,6 @@ If one rank fails all are stopped, and the exit code is not 0.
 LOG_SECONDS = 30
 
 
-def say(text: str) -> None:
-    print(f"[train] {text}", file=sys.stderr, flush=True)
-
-
 def _parser() -> ArgumentParser:
     formatter = argparse.RawDescriptionHelpFormatter
     parser = ArgumentParser(prog="train.sh", usage=USAGE, epilog=EPILOG, formatter_class=formatter)
@@ -71,7 +67,6 @@ def _parser() -> ArgumentParser:
     parser.add_argument("--data", type=Path, metavar="DIR", help="prepared data (default runs/data/CONFIG)")
     parser.add_argument("--run", type=Path, metavar="DIR", help="checkpoints and logs (default runs/CONFIG)")
     parser.add_argument("--check", action="store_true", help="check the settings and stop; needs no data")
-    parser.add_argument("--version", action="version", version=f"pn_fairseq {pn_fairseq.__version__}")
     return parser
 
 
@@ -84,7 +79,7 @@ def find_config(name: str) -> Path:
     return path.resolve()
 
 
-@command("train.sh", OSError)
+@command("train.sh")
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     args = _parser().parse_intermixed_args(argv)
@@ -106,16 +101,14 @@ def main(argv: list[str] | None = None) -> int:
 
     import torch
 
-    from pn_fairseq.checkpoints import CheckpointError
-
     on_cpu = any(re.fullmatch(r"\+*common\.cpu=true", setting, re.I) for setting in args.settings)
     place = find_place(os.environ, 0 if on_cpu else torch.cuda.device_count())
     try:
         return _main(args, argv, place, config, data, run)
-    except (UserError, CheckpointError) as error:
+    except UserError:
         if place.local_rank:
             return 2  # every rank finds the same mistake; one says so
-        raise UserError(str(error)) from error
+        raise
     except TrainingFailed as error:
         print(f"train.sh: error: {error}; run the same command again to resume", file=sys.stderr)
         return 1
@@ -151,7 +144,7 @@ def _main(args, argv: list[str], place: Place, config: Path, data: Path, run: Pa
             if first:
                 if resumed.name != LAST:  # killed after its last update, within the save
                     mend(run)
-                say(f"{run} is already trained; nothing to do")
+                say("train", f"{run} is already trained; nothing to do")
             return 0
     if place.rank is None and place.world_size > 1:
         if not place.gpu:
@@ -182,11 +175,6 @@ def quoted(text: str | Path) -> str:
     """``text`` as one value in hydra's syntax, whatever characters a path has."""
     escaped = str(text).replace("\\", "\\\\").replace("'", "\\'")
     return f"'{escaped}'"
-
-
-def own_cores() -> int:
-    """How many cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def is_finished(cfg, checkpoint: Path, run: Path) -> bool:
@@ -228,7 +216,7 @@ def mend(run: Path) -> None:
 
     lock(run)
     for line in repair(run / "checkpoints"):
-        say(line)
+        say("train", line)
 
 
 def begin(cfg, batches, place: Place, data: Path, run: Path, argv: list[str]) -> None:
@@ -265,7 +253,7 @@ def begin(cfg, batches, place: Place, data: Path, run: Path, argv: list[str]) ->
     }
     with (run / "starts.jsonl").open("a", encoding="utf-8") as file:
         file.write(json.dumps(record) + "\n")
-    say(f"{batches}{'' if place.gpu else ', on the CPU'}; fairseq's log is {run / 'train.log'}")
+    say("train", f"{batches}{'' if place.gpu else ', on the CPU'}; fairseq's log is {run / 'train.log'}")
 
 
 def train(cfg, place: Place, data: Path, run: Path) -> None:
@@ -351,7 +339,7 @@ class Progress(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         text = record.getMessage()
         if resumed := re.match(r"Loaded checkpoint .*/(.*) \(epoch \d+ @ (\d+) updates\)", text):
-            say(f"resuming from {resumed[1]}, update {resumed[2]}")
+            say("train", f"resuming from {resumed[1]}, update {resumed[2]}")
         elif re.match("Stopping training due to|early stop since", text):
             self.show(f"[train] {text.split(', minimum')[0]}", keep=True)
         if not text.startswith("{"):

@@ -34,7 +34,7 @@ def to_subwords(run: Run, text: str) -> list[str]:
     return [segment(line).strip() for line in tokenized.decode("utf-8").removesuffix("\n").split("\n")]
 
 
-@command("translate.sh", OSError)
+@command("translate.sh")
 def main(argv: list[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     folder = args.run
@@ -59,8 +59,7 @@ def main(argv: list[str] | None = None) -> int:
             *("fairseq_cli.interactive", str(run.bin), "--input", str(source), *decoding.options),
             *("--buffer-size", str(max(len(full), args.batch_size))),
         ]
-        gpus = decoding.gpus[:1]
-        logs = decode("interactive", [command_line], decoding, gpus, Path(name), len(full)) if full else []
+        logs = decode("interactive", [command_line], decoding, Path(name), len(full)) if full else []
         best = iter([options[0][1] for options in hypotheses(logs, len(full))])
 
     from pn_fairseq.pipeline.scoring import detokenize

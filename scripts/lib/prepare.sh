@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# What the scripts that prepare a corpus share. Sourced after common.sh, never run.
+# What the scripts that prepare a corpus share. Sourced, never run.
 #
 # Each of them leaves in DEST
 #   raw/  the text before tokenization          bpe/  subwords, and codes or sentencepiece.model
@@ -14,7 +14,8 @@
 
 # From the environment: MOSES=FOLDER, a checkout of mosesdecoder whose Perl scripts are used instead of sacremoses;
 # BPE=subword-nmt (default) or sentencepiece.
-: "${root:?}"
+# shellcheck source=common.sh
+source "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/common.sh"
 MOSES=${MOSES:-}
 BPE=${BPE:-subword-nmt}
 export MOSES PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
@@ -24,11 +25,16 @@ settings=()
 # data STEP ARGUMENT...: a step of pn_fairseq/pipeline/data/steps.py. Paths in its arguments are paths in DEST.
 data() { step python -m pn_fairseq data --dest "$dest" --workers "$workers" "$@"; }
 
-# check_settings: `settings`, which are what the corpus needs beside the defaults, and the tools.
-check_settings() {
+# check_tools: what every preparation needs.
+check_tools() {
     use_venv
     need python flock fairseq-preprocess
     check_whole --workers "$workers"
+}
+
+# check_settings: the tools, and `settings`, which are what the corpus needs beside the defaults.
+check_settings() {
+    check_tools
     if [[ -n $MOSES ]]; then
         MOSES=$(absolute "$MOSES")
         settings=(tokenizer=moses "${settings[@]}")
@@ -37,13 +43,20 @@ check_settings() {
     data check "${settings[@]}"
 }
 
-# need_text FOLDER NAME...: FOLDER must have these files, plain or .gz.
+# need_text FOLDER NAME...: FOLDER must have these files, plain or .gz; the steps of `data` read both.
 need_text() {
     local name
     [[ -d $1 ]] || die "there is no directory '$1' (--corpus)"
     for name in "${@:2}"; do
         [[ -f $1/$name || -f $1/$name.gz ]] || die "$1 has neither $name nor $name.gz"
     done
+}
+
+# check_verses: sets verses, the corpus that is in the repository.
+check_verses() {
+    verses=$root/data/verses.es-en
+    (cd "$verses" && sha256sum --check --status SHA256SUMS) ||
+        die "$verses is damaged or incomplete; 'git checkout -- data' brings it back"
 }
 
 # open_dest: make DEST, and keep other scripts out of it.
@@ -92,13 +105,50 @@ keep_text() {
     fi
 }
 
-# count NAME: a number of DEST/counts.
-count() { sed -n "s/^$1=//p" "$dest/counts"; }
+# prepare_folder FOLDER [TEST [PAIRS...]]: all steps for train, valid and TEST (default test) of a folder, one sentence a
+# line. PAIRS are the numbers of pairs that the published text has.
+# shellcheck disable=SC2154 # the caller has set source and target
+prepare_folder() {
+    local folder test=${2-test} split name expected=("${@:3}")
+    check_settings
+    need_text "$1" {train,valid,"$test"}.{"$source","$target"}
+    open_dest
+    folder=$(absolute "$1")
+    # 1. The text as it came: DEST/raw.
+    for split in train valid test; do
+        name=$split
+        [[ $split != test ]] || name=$test
+        data take as-is "text.partial/$split".{"$source","$target"} "$folder/$name".{"$source","$target"} \
+            ${expected[0]+--expect "${expected[0]}"}
+        expected=(${expected[@]+"${expected[@]:1}"})
+    done
+    keep_text raw
+    # 2. Tokens, lower-cased if lower=1: DEST/tok.
+    say "tokenizing with ${MOSES:-sacremoses}"
+    data tokenize raw tok
+    # 3. Subwords and binary data: DEST/bpe, DEST/bin.
+    segment
+    binarize
+}
 
-# finish: remove what is not needed any more, and say what there is.
-finish() {
+# segment: DEST/tok in subwords, DEST/bpe. They are learned on both languages.
+# shellcheck disable=SC2154 # the caller has set bpe
+segment() {
+    say "learning $bpe BPE operations on both languages with $BPE"
+    data learn-bpe tok bpe
+    say "applying BPE"
+    data apply-bpe tok bpe
+}
+
+# binarize: DEST/bpe as fairseq's binary data, DEST/bin; then remove what is not needed any more, and say what there is.
+binarize() {
+    say "binarizing with fairseq-preprocess"
+    data binarize
     data finish
     [[ ! -f $dest/removed.tsv ]] ||
         say "cleaning removed $(count train.removed) of $(count train.read) training pairs (which and why: $dest/removed.tsv)"
     say "$dest is complete: $(count train) train, $(count valid) valid, $(count test) test"
 }
+
+# count NAME: a number of DEST/counts.
+count() { sed -n "s/^$1=//p" "$dest/counts"; }

@@ -5,18 +5,18 @@
 : "${size:?the architectures are MODEL_NORM_SIZE}"
 : "${prepare:?the script that prepares the corpus}"
 : "${default_seeds:?the seeds unless SEEDS names others}"
-: "${about:?a sentence for the usage text}"
+about=$(sed -n '2s/^# //p' "$0") # a sentence for the usage text
 # and, unless they are those of a translation:
 : "${models:=transformer}" "${default_norms:=ln bn pnv pn}"
-# what is done after the training, scripts/STEP.sh; said in words
-: "${after:=average generate score}" "${after_words:=average, decode, score}"
+# what is done after the training, scripts/STEP.sh
+: "${after:=average generate score}"
 
 usage() {
     cat <<END
 usage: scripts/$(basename "$0") [--runs DIR] [--data DIR] [--dry-run] [options of $prepare] [key=value ...]
 
 $about
-For every norm and seed: train, $after_words; then one report over all of them.
+For every norm and seed: train, ${after// /, }; then one report over all of them.
 
   --runs DIR     where the runs go, as DIR/$([[ $models != *" "* ]] || echo MODEL_)NORM_seedN, and the report, as DIR/report (default runs/$config)
                  With TABLE: the config and the report of the table (runs/CONFIG, DIR/report-TABLE)

@@ -232,12 +232,15 @@ BASE = {"a": torch.ones(2, 3), "b": torch.ones(4), "c": torch.ones(1), "n": torc
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda model: model.pop("b"), ["1 missing (b)"]),
-        (lambda model: model.update({f"x{i}": torch.ones(1) for i in range(9)}), ["9 unexpected (x0, x1, x2, ...)"]),
-        (lambda model: model.update(a=torch.ones(3, 2)), ["1 of another shape (a [3, 2] instead of [2, 3])"]),
-        (lambda model: model.update(c=torch.ones(1).half()), ["1 of another dtype (c float16 instead of float32)"]),
-        (lambda model: model.update(n=torch.tensor(1.0)), ["1 of another dtype (n float32 instead of int64)"]),
-        (lambda model: (model.pop("a"), model.update(z=torch.ones(1))), ["1 missing (a)", "1 unexpected (z)"]),
+        (lambda model: model.pop("b"), ["tensors that differ: 1 (b is absent, not [4] torch.float32)"]),
+        (
+            lambda model: model.update({f"x{i}": torch.ones(1) for i in range(9)}),
+            ["tensors that differ: 9 (x0 is [1] torch.float32, not absent, ", "x2 is ", "not absent, ...)"],
+        ),
+        (lambda model: model.update(a=torch.ones(3, 2)), ["a is [3, 2] torch.float32, not [2, 3] torch.float32"]),
+        (lambda model: model.update(c=torch.ones(1).half()), ["c is [1] torch.float16, not [1] torch.float32"]),
+        (lambda model: model.update(n=torch.tensor(1.0)), ["n is [] torch.float32, not [] torch.int64"]),
+        (lambda model: (model.pop("a"), model.update(z=torch.ones(1))), ["differ: 2", "a is absent", "z is [1]"]),
     ],
 )
 def test_checkpoints_that_do_not_match(tmp_path, capsys, change, words):

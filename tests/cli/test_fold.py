@@ -302,7 +302,7 @@ def test_files_that_cannot_be_read_or_written(data, tmp_path, capsys):
     fold(state_of(*make(), data), tmp_path)
     assert_refused(capsys, [output, tmp_path / "again.pt"], "folded already")
     whole = source.read_bytes()
-    assert_refused(capsys, [source, source], "CHECKPOINT itself")
+    assert_refused(capsys, [source, source], "is one of the inputs")
     assert source.read_bytes() == whole
     assert_refused(capsys, [tmp_path / "none.pt", tmp_path / "again.pt"], "no such file")
     assert_refused(capsys, [source, tmp_path / "none/again.pt"], "cannot be written")

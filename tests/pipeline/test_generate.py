@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from pn_fairseq.pipeline.data.binarize import MAGIC
 from pn_fairseq.pipeline.generate import main
 
 from ..scripts_helpers import SCRIPTS, cut_corpus, environment, prepare
@@ -161,6 +162,7 @@ def place(tmp_path, monkeypatch) -> Path:
     for language in ("es", "en"):
         (data / f"tok/test.{language}").write_text("".join(f"{language} {i}\n" for i in range(SENTENCES)))
         (data / f"bin/test.es-en.{language}.bin").write_text(language)
+        (data / f"bin/test.es-en.{language}.idx").write_bytes(MAGIC + bytes(9) + SENTENCES.to_bytes(8, "little"))
     (data / "settings").write_text(f"source=es\ntarget=en\nlower=1\n{'0' * 64}  test.en\n")
     torch.save({"model": {"w": torch.ones(1)}}, make_run(tmp_path / "run", data) / "checkpoints/averaged.pt")
     package = tmp_path / "stand-in/fairseq_cli"
@@ -246,7 +248,6 @@ def test_a_folder_of_fairseq_train(place, tmp_path):
     folder = tmp_path / "checkpoints of fairseq-train"
     folder.mkdir()
     (place / "data/settings").unlink()
-    (place / "data/bin/test.es-en.es.idx").write_bytes(b"M" * 18 + SENTENCES.to_bytes(8, "little"))
     cfg = {"task": {"data": str(place / "data/bin"), "source_lang": "es", "target_lang": "en"}, "model": None}
     torch.save({"model": {"w": torch.ones(1)}, "cfg": cfg}, folder / "checkpoint_last.pt")
     shutil.copy(folder / "checkpoint_last.pt", folder / "averaged.pt")

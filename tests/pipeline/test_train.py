@@ -25,10 +25,11 @@ from pn_fairseq.pipeline.training_log import read_log
 
 from ..scripts_helpers import SCRIPTS, environment
 
-#: A training of seconds. The psi warm-up ends at update 6, in the middle.
+#: A training of seconds. The psi warm-up ends at update 6, in the middle. Each of its three checkpoints is the best so
+#: far.
 SHORT = (
     *("optimization.max_update=12", "checkpoint.save_interval_updates=4", "dataset.validate_interval_updates=100"),
-    *("tokens_per_update=400", "lr_scheduler.warmup_updates=6", "common.log_interval=2"),
+    *("tokens_per_update=400", "lr_scheduler.warmup_updates=6", "optimization.lr=[0.002]", "common.log_interval=2"),
 )
 
 
@@ -81,6 +82,7 @@ def test_what_a_run_holds(data, trained):
     assert last["optimizer_history"][-1]["num_updates"] == 12
     curve = read_log(trained / "train.log")
     assert list(curve.train) == [2, 4, 6, 8, 10, 12] and list(curve.valid) == [4, 8, 12]
+    assert curve.valid[4] > curve.valid[8] + 0.1 > curve.valid[12] + 0.2, "the points where it can be killed differ"
     text = (trained / "train.log").read_text("utf-8")
     assert "Saved checkpoint" in text and "num. shared model params" in text
     assert (trained / "data").read_text() == f"{data}\n"
@@ -230,15 +232,16 @@ def assert_survives(point: int, data: Path, trained: Path, run: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         kill_at(point, patch)
         with pytest.raises(Killed):
-            start(data, run)
+            pytest.fail(f"the training ended with exit code {start(data, run)} before point {point}")
         logging.getLogger("fairseq_cli.train").handlers.clear()
     assert start(data, run) == 0
     same_end(run, trained)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("point", range(1, 17))
+@pytest.mark.parametrize("point", range(1, 19))
 def test_a_kill_at_any_point_of_saving_changes_no_bit(point, data, trained, tmp_path, capsys):
+    """Each of the three checkpoints is renamed once and copied twice, to the best and the last one: 6 points."""
     assert_survives(point, data, trained, tmp_path / "run")
     if point == 8:  # checkpoint_1_8.pt is whole, and checkpoint_best.pt and checkpoint_last.pt are those of update 4
         said = capsys.readouterr().err

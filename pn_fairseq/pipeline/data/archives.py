@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import hashlib
 import os
 import re
 import shutil
@@ -16,8 +15,8 @@ import zlib
 from collections.abc import Collection
 from pathlib import Path
 
-from pn_fairseq.pipeline.command import UserError
-from pn_fairseq.pipeline.files import atomic_write
+from pn_fairseq.pipeline.command import UserError, say
+from pn_fairseq.pipeline.files import atomic_folder, atomic_write, checksum
 
 CHUNK = 1 << 20
 
@@ -37,12 +36,6 @@ MEMBER_LIMIT = 4 << 30
 #: What tarfile and the decompressors raise for a damaged archive; OverflowError, ValueError and MemoryError come of
 #: sizes in a header that no file has.
 DAMAGE = (tarfile.TarError, EOFError, zlib.error, OverflowError, ValueError, MemoryError)
-
-
-def checksum(path: Path, algorithm: str = "sha256") -> str:
-    """The checksum of a file, in hexadecimal."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, algorithm).hexdigest()
 
 
 def _address(url: str) -> str:
@@ -94,7 +87,7 @@ def _download(address: str, partial: Path, retries: int, pause: float) -> None:
                 f"{address}: {said}{kept}; check the network, or get the file elsewhere and name its folder in "
                 "DATA_MIRROR"
             )
-        print(f"[fetch] {partial.stem}: {said}; trying again", file=sys.stderr)
+        say("fetch", f"{partial.stem}: {said}; trying again")
         time.sleep(min(pause * 2 ** (failures - 1), 60))
 
 
@@ -129,7 +122,7 @@ def _damage(path: Path) -> str | None:
 def _record(record: Path, name: str, digest: str) -> None:
     with atomic_write(record, "w") as output:
         output.write(f"{digest}  {name}\n")
-    print(f"[fetch] {name}: sha256 {digest} (kept in {record})", file=sys.stderr)
+    say("fetch", f"{name}: sha256 {digest} (kept in {record})")
 
 
 def fetch(url: str, file: Path, sha256: str = "", md5: str = "", retries: int = 4, pause: float = 1) -> None:
@@ -159,14 +152,14 @@ def fetch(url: str, file: Path, sha256: str = "", md5: str = "", retries: int = 
             if not expected:
                 _record(record, file.name, digest)
             return
-        print(f"[fetch] {file} is {wrong}: getting it again", file=sys.stderr)
+        say("fetch", f"{file} is {wrong}: getting it again")
         file.unlink()
     if not shutil.which("curl"):
         raise UserError(f"'curl' is not installed or not on the PATH; without it, download {url} to {file}")
     file.parent.mkdir(parents=True, exist_ok=True)
     while True:
         resumed = partial.exists()
-        print(f"[fetch] {file.name}: from {address}", file=sys.stderr)
+        say("fetch", f"{file.name}: from {address}")
         _download(address, partial, retries, pause)
         digest = checksum(partial)
         wrong = _damage(partial)
@@ -195,10 +188,8 @@ def unpack(archive: Path, folder: Path, members: Collection[str]) -> None:
     if wrong := _wrong_type(archive):
         raise Damaged(f"{archive} is {wrong}")
     found, others = set(), []
-    partial = folder.with_name(f"{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
     try:
-        with tarfile.open(archive) as tar:
+        with atomic_folder(folder) as partial, tarfile.open(archive) as tar:
             for member in tar:
                 tarfile.data_filter(member, str(partial))
                 name = os.path.normpath(member.name)
@@ -220,12 +211,11 @@ def unpack(archive: Path, folder: Path, members: Collection[str]) -> None:
                     shutil.copyfileobj(tar.extractfile(member), file, CHUNK)
             while tar.fileobj.read(CHUNK):
                 pass
-        if missing := [name for name in members if name not in found]:
-            more = f" and {len(others) - 8} more" if len(others) > 8 else ""
-            raise UserError(
-                f"{archive} has no {' and '.join(missing)}; it holds {', '.join(others[:8]) or 'nothing'}{more}"
-            )
-        partial.rename(folder)
+            if missing := [name for name in members if name not in found]:
+                more = f" and {len(others) - 8} more" if len(others) > 8 else ""
+                raise UserError(
+                    f"{archive} has no {' and '.join(missing)}; it holds {', '.join(others[:8]) or 'nothing'}{more}"
+                )
     except tarfile.FilterError as error:
         raise UserError(f"{archive}: {error}; do not use it") from None
     except DAMAGE as error:
@@ -235,5 +225,3 @@ def unpack(archive: Path, folder: Path, members: Collection[str]) -> None:
         if error.errno is None:  # gzip's complaints about its data
             raise Damaged(f"{archive} is damaged or cut off ({error})") from None
         raise UserError(f"cannot extract {archive} to {folder}: {error.strerror}; is the disk full?") from None
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 from array import array
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from pn_fairseq.pipeline.command import UserError
-from pn_fairseq.pipeline.files import count_lines
+from pn_fairseq.pipeline.files import atomic_folder, count_lines
 
 SPLITS = ("train", "valid", "test")
 #: A fairseq index file (.idx) of the memory-mapped format begins with this, a version of 8 bytes, a type of one byte
@@ -60,22 +60,18 @@ def preprocess(folder: Path, *arguments: str) -> None:
         raise UserError(f"fairseq-preprocess failed: {said[-1] if said else process.returncode} (in {folder})")
 
 
-def binarize(folder: Path, source: str, target: str, workers: int) -> None:
-    """Make ``folder/bin`` from ``folder/bpe``, with one dictionary for both languages. The log is preprocess.log."""
-    final, partial = folder / "bin", folder / "bin.partial"
+def make_bin(folder: Path, workers: int, flags: Sequence[str], texts: Mapping[str, str]) -> None:
+    """Make ``folder/bin`` by fairseq-preprocess with these flags, unless it is there. The log is preprocess.log.
+
+    Args:
+        texts: name of an index in bin/ -> the text, in ``folder``, whose sentences it must have.
+    """
+    final = folder / "bin"
     if final.exists():
         return
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
-        flags = ["--source-lang", source, "--target-lang", target, "--joined-dictionary"]
-        flags += [f"--{split}pref=bpe/{split}" for split in SPLITS]
+    with atomic_folder(final) as partial:
         preprocess(folder, *flags, "--destdir", partial.name, "--workers", str(workers))
-        for split in SPLITS:
-            for lang in (source, target):
-                text = folder / f"bpe/{split}.{lang}"
-                made, expected = sentences(partial / f"{split}.{source}-{target}.{lang}.idx"), count_lines(text)
-                if made != expected:
-                    raise UserError(f"{partial} has {made} sentences of {text}, which has {expected}: some were lost")
-        partial.rename(final)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        for name, text in texts.items():
+            made, expected = sentences(partial / f"{name}.idx"), count_lines(folder / text)
+            if made != expected:
+                raise UserError(f"{partial} has {made} sentences of {text}, which has {expected}: some were lost")

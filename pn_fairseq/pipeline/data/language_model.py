@@ -21,10 +21,10 @@ from pathlib import Path
 
 from pn_fairseq.pipeline.command import UserError
 from pn_fairseq.pipeline.data import archives, pairs
-from pn_fairseq.pipeline.data.binarize import SPLITS, lengths, preprocess
+from pn_fairseq.pipeline.data.binarize import SPLITS, lengths, make_bin
 from pn_fairseq.pipeline.data.parallel import transform
 from pn_fairseq.pipeline.data.tokens import SACREMOSES, tokenizer
-from pn_fairseq.pipeline.files import atomic_write, count_lines, read_settings, write_settings
+from pn_fairseq.pipeline.files import atomic_write, checksum, count_lines, read_settings, write_settings
 
 #: The books of the verses that are validation and test; all others are training. Neighbours in the order of the text.
 BOOKS = {
@@ -111,7 +111,7 @@ def prepare(
         "lower": int(lower),
         "min_count": min_count,
     }
-    sums = {f"{split}.txt": archives.checksum(raw / f"{split}.txt") for split in SPLITS}
+    sums = {f"{split}.txt": checksum(raw / f"{split}.txt") for split in SPLITS}
     _keep(dest, {key: str(value) for key, value in settings.items()}, sums)
     shutil.rmtree(dest / "raw", ignore_errors=True)
     raw.rename(dest / "raw")
@@ -123,7 +123,8 @@ def prepare(
     if expect and list(tokens.values()) != list(expect):
         here, published = (" / ".join(f"{one:,}" for one in each) for each in (tokens.values(), expect))
         raise UserError(f"this is not {name}: train, valid and test have {here} tokens, and {name} has {published}")
-    _binarize(dest, min_count, workers)
+    flags = ["--only-source", "--thresholdsrc", str(min_count), *(f"--{s}pref=tok/{s}.txt" for s in SPLITS)]
+    make_bin(dest, workers, flags, {split: f"tok/{split}.txt" for split in SPLITS})
     made = {split: sum(lengths(dest / f"bin/{split}.idx")) for split in SPLITS}
     if made != tokens:
         raise UserError(f"{dest}/bin has {made} tokens, and {dest}/tok has {tokens}: remove {dest}/bin and try again")
@@ -144,9 +145,7 @@ def _keep(dest: Path, settings: dict[str, str], sums: dict[str, str]) -> None:
             if old.get(key) != new.get(key):
                 what = "other text" if key in sums else f"{key}={old.get(key)}, not {new.get(key)}"
                 raise UserError(f"{dest} was made with {what}; remove it or name another directory (--dest)")
-    with atomic_write(file, "w") as output:
-        output.writelines(f"{key}={value}\n" for key, value in settings.items())
-        output.writelines(f"{digest}  {name}\n" for name, digest in sums.items())
+    write_settings(file, settings, sums)
 
 
 def _plain(lower: bool):
@@ -163,20 +162,6 @@ def _plain(lower: bool):
 def _tokens(path: Path) -> int:
     with path.open(encoding="utf-8", newline="\n") as file:
         return sum(len(line.split()) + 1 for line in file)
-
-
-def _binarize(dest: Path, min_count: int, workers: int) -> None:
-    final, partial = dest / "bin", dest / "bin.partial"
-    if final.exists():
-        return
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
-        flags = ["--only-source", "--thresholdsrc", str(min_count), "--destdir", partial.name]
-        flags += [f"--{split}pref=tok/{split}.txt" for split in SPLITS]
-        preprocess(dest, *flags, "--workers", str(workers))
-        partial.rename(final)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _unknown(folder: Path) -> dict[str, object]:

@@ -7,15 +7,15 @@ import gzip
 import os
 import re
 import shutil
-import sys
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from itertools import zip_longest
 from pathlib import Path
 
-from pn_fairseq.pipeline.command import UserError
+from pn_fairseq.pipeline.command import UserError, say
 from pn_fairseq.pipeline.data.subwords import MODELS
+from pn_fairseq.pipeline.files import atomic_folder
 
 #: Bytes of a line. A longer one is not a sentence, and a file without line feeds could fill the memory.
 LONGEST_LINE = 1 << 20
@@ -66,7 +66,7 @@ def as_is(path: Path) -> Iterator[str]:
     """
     for number, line in enumerate(lines(path), 1):
         if number == 1 and line.startswith(BOM):
-            print(f"[data] note: {shown(path)} begins with a byte order mark, which is left out", file=sys.stderr)
+            say("data", f"note: {shown(path)} begins with a byte order mark, which is left out")
             line = line.removeprefix(BOM)
         if "\r" in line.removesuffix("\n").removesuffix("\r"):
             raise UserError(
@@ -193,9 +193,9 @@ def take(kind: str, paths: tuple[Path, Path], outputs: tuple[Path, Path]) -> int
                 file.write((side if kind == "as-is" else f"{side.removesuffix(chr(10))}\n").encode())
     names = f"{shown(paths[0])} and {paths[1].name}"
     if one_empty:
-        print(f"[data] note: {one_empty} of the {count} pairs of {names} have an empty side", file=sys.stderr)
+        say("data", f"note: {one_empty} of the {count} pairs of {names} have an empty side")
     if nul:
-        print(f"[data] note: {nul} pairs of {names} have NUL characters, which the tokenizer removes", file=sys.stderr)
+        say("data", f"note: {nul} pairs of {names} have NUL characters, which the tokenizer removes")
     return count
 
 
@@ -288,15 +288,12 @@ def select(dest: Path, settings: Mapping[str, str], splits: list[str], folders: 
     if (dest / "counts").exists():
         return
     if not selected.exists():
-        partial = selected.with_name("selected.partial")
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        _select(settings, splits, folders, partial)
-        for name, folder in folders.items():
-            for model in (folder / file for file in MODELS.values()):
-                if model.exists():
-                    shutil.copy(model, partial / name)
-        partial.rename(selected)
+        with atomic_folder(selected) as partial:
+            _select(settings, splits, folders, partial)
+            for name, folder in folders.items():
+                for model in (folder / file for file in MODELS.values()):
+                    if model.exists():
+                        shutil.copy(model, partial / name)
     # `counts` is moved last and says that all is there.
     for name in (*folders, "removed.tsv", "counts"):
         if (selected / name).exists():

@@ -14,22 +14,17 @@ import os
 import signal
 import sys
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TypeVar
 
-from pn_fairseq.pipeline.command import UserError
+from pn_fairseq.pipeline.command import UserError, deferred_signals
 from pn_fairseq.pipeline.files import atomic_write
 
 #: Bytes of text in a piece: large against the cost of handing it over (and of starting a Perl script), small against a
 #: corpus, so that no core is idle at its end.
 PIECE = 1 << 18
-
-#: Pieces for each worker that are handed out before the first of their results is taken: enough that none waits for
-#: work, few enough that the results which wait need little memory.
-AHEAD = 4
 
 T = TypeVar("T")
 Work = Callable[[bytes], T]
@@ -72,8 +67,8 @@ def _apply(work: Work, piece):
         raise UserError(f"{piece[0]}: {error}") from None
 
 
-def _serve(pipe: Connection, make: Callable[[], Work]) -> None:
-    """A worker process: answers each piece with (its result, None) or (None, what went wrong)."""
+def _serve(pipe: Connection, make: Callable[[], Work], every: Sequence) -> None:
+    """A worker process: sends (result, None) or (None, what went wrong) for each of its pieces."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends its workers
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
@@ -83,71 +78,48 @@ def _serve(pipe: Connection, make: Callable[[], Work]) -> None:
 
     threading.Thread(target=end_with_parent, daemon=True).start()
     work = make()
-    with contextlib.suppress(EOFError, ConnectionError):
-        while True:
-            number, piece = pipe.recv()
-            try:
-                answer = _apply(work, piece), None
-            except (UserError, OSError, MemoryError) as error:
-                answer = None, error
-            pipe.send((number, *answer))
-
-
-@contextlib.contextmanager
-def _signals_later() -> Iterator[None]:
-    """Handle SIGINT and SIGTERM after the block: Python ignores what a handler raises in the middle of a fork."""
-    arrived = []
-    handlers = {
-        number: signal.signal(number, lambda number, _: arrived.append(number))
-        for number in (signal.SIGINT, signal.SIGTERM)
-    }
-    try:
-        yield
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-        for number in arrived[:1]:
-            signal.raise_signal(number)
+    for piece in every:
+        try:
+            answer = _apply(work, piece), None
+        except (UserError, OSError, MemoryError) as error:
+            answer = None, error
+        pipe.send(answer)  # waits until the parent has taken what was sent before
 
 
 def map_pieces(make: Callable[[], Work], every: Sequence, workers: int) -> Iterator:
     """What the function that ``make`` returns says of each piece, in order; it is made once in each process.
 
-    Own processes with a pipe each, and not concurrent.futures: its workers share one pipe and its lock, and one that is
-    killed while it sends a result (out of memory, a cancelled job) leaves the executor waiting for ever.
+    Each of N processes works on every N-th piece and has a pipe of its own. Not concurrent.futures: its workers share
+    one pipe and its lock, and one that is killed while it sends a result (out of memory, a cancelled job) leaves the
+    executor waiting for ever.
     """
-    if min(workers, len(every)) <= 1:
+    workers = min(workers, len(every))
+    if workers <= 1:
         work = make()
         yield from (_apply(work, piece) for piece in every)
         return
     context = multiprocessing.get_context("fork")  # functions made in place cannot be pickled
-    processes, idle, busy = [], [], []
-    left = deque(enumerate(every))
-    done = {}
+    processes, pipes = [], []
     try:
-        with _signals_later():
-            for _ in range(min(workers, len(every))):
-                here, there = context.Pipe()
-                processes.append(context.Process(target=_serve, args=(there, make), daemon=True))
+        with deferred_signals():  # Python ignores what a handler raises in the middle of a fork
+            for number in range(workers):
+                here, there = context.Pipe(duplex=False)
+                mine = every[number::workers]
+                processes.append(context.Process(target=_serve, args=(there, make, mine), daemon=True))
                 processes[-1].start()
                 there.close()
-                idle.append(here)
-        for wanted in range(len(every)):
-            while wanted not in done:
-                while idle and left and left[0][0] < wanted + AHEAD * len(processes):
-                    busy.append(idle.pop())
-                    busy[-1].send(left.popleft())
-                # The timeout: a signal that comes right before the wait is handled after it.
-                for pipe in wait(busy, timeout=1):
-                    number, *done[number] = pipe.recv()
-                    busy.remove(pipe)
-                    idle.append(pipe)
-            result, error = done.pop(wanted)
+                pipes.append(here)
+        for number in range(len(every)):
+            pipe = pipes[number % workers]
+            try:
+                while not pipe.poll(1):  # a signal that comes right before the wait is handled after it
+                    pass
+                result, error = pipe.recv()
+            except (EOFError, OSError):
+                raise UserError("a worker process was ended; if memory was short, use fewer --workers") from None
             if error:
                 raise error
             yield result
-    except (EOFError, ConnectionError):
-        raise UserError("a worker process was ended; if there was too little memory, use fewer --workers") from None
     finally:
         for process in processes:
             process.kill()

@@ -5,7 +5,6 @@ Every step reads the settings there, and a preparation with other settings or ot
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import shutil
@@ -15,7 +14,7 @@ from pathlib import Path
 
 from pn_fairseq.pipeline.command import UserError, did_you_mean
 from pn_fairseq.pipeline.data import subwords, tokens
-from pn_fairseq.pipeline.files import atomic_write, read_settings
+from pn_fairseq.pipeline.files import checksum, read_settings, write_settings
 
 #: Name -> default. These are all settings, in the order in which they are written.
 DEFAULTS = {
@@ -97,10 +96,7 @@ def keep(dest: Path, folder: Path, settings: dict[str, str]) -> None:
     Raises:
         UserError: other settings or other text.
     """
-    sums = {}
-    for name in files(settings):
-        with (folder / name).open("rb") as file:
-            sums[name] = hashlib.file_digest(file, "sha256").hexdigest()
+    sums = {name: checksum(folder / name) for name in files(settings)}
     new = {**settings, **sums}
     if (dest / "settings").exists():
         old = {**UNRECORDED, **read_settings(dest / "settings")}
@@ -128,6 +124,4 @@ def keep(dest: Path, folder: Path, settings: dict[str, str]) -> None:
             for name in ("raw", "tok", "stages", "counts", "removed.tsv"):
                 path = dest / name
                 shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-    with atomic_write(dest / "settings", "w") as file:
-        file.writelines(f"{name}={new[name]}\n" for name in DEFAULTS)
-        file.writelines(f"{digest}  {name}\n" for name, digest in sums.items())
+    write_settings(dest / "settings", {name: new[name] for name in DEFAULTS}, sums)

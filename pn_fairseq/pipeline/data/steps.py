@@ -7,19 +7,13 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 from pathlib import Path
 
-from pn_fairseq.pipeline.command import ArgumentParser, UserError
+from pn_fairseq.pipeline.command import ArgumentParser, UserError, command, say
 from pn_fairseq.pipeline.data import archives, language_model, pairs, settings, subwords
-from pn_fairseq.pipeline.data.parallel import transform
-from pn_fairseq.pipeline.files import atomic_write, count_lines
-
-SPLITS = ("train", "valid", "test")
-
-
-def note(text: str) -> None:
-    print(f"[data] note: {text}", file=sys.stderr)
+from pn_fairseq.pipeline.data.binarize import SPLITS, make_bin
+from pn_fairseq.pipeline.data.parallel import per_line, transform
+from pn_fairseq.pipeline.files import atomic_write, checksum, count_lines, write_settings
 
 
 def check(args) -> None:
@@ -54,7 +48,7 @@ def take(args) -> None:
     count = sum(pairs.take(args.kind, paths, outputs) for paths in zip(files[::2], files[1::2], strict=True))
     if args.expect and count != args.expect:
         name = os.path.commonprefix([path.name for path in files]).rstrip(".-")
-        note(f"{name} has {count} sentence pairs here; the published one has {args.expect}")
+        say("data", f"note: {name} has {count} sentence pairs here; the published one has {args.expect}")
 
 
 def detokenize(args) -> None:
@@ -80,7 +74,7 @@ def keep_text(args) -> None:
         return
     settings.keep(args.dest, new, chosen)
     if args.made_of:
-        sums = "".join(f"{archives.checksum(args.dest / name)}  {Path(name).name}\n" for name in args.made_of)
+        sums = "".join(f"{checksum(args.dest / name)}  {Path(name).name}\n" for name in args.made_of)
         (new / "archives").write_text(sums, encoding="utf-8")
         shutil.rmtree(folder, ignore_errors=True)
     if not folder.exists():
@@ -127,7 +121,7 @@ def learn_bpe(args) -> None:
     chosen = settings.read(args.dest)
     kind, folder = chosen["segmentation"], args.dest / args.source
     texts = [folder / name for name in settings.files(chosen, ["train"])]
-    subwords.learn(kind, int(chosen["bpe"]), args.dest / args.to / subwords.MODELS[kind], texts, args.workers)
+    subwords.learn(kind, int(chosen["bpe"]), args.dest / args.to / subwords.MODELS[kind], texts)
 
 
 def apply_bpe(args) -> None:
@@ -139,26 +133,30 @@ def apply_bpe(args) -> None:
         for name in names:
             with (source / name).open("rb") as file:
                 if count := sum("▁".encode() in line for line in file):
-                    note(f"{count} lines of {source / name} have U+2581 (▁), which sentencepiece takes for a blank")
+                    which = f"{count} lines of {source / name} have U+2581 (▁)"
+                    say("data", f"note: {which}, which sentencepiece takes for a blank")
     model = to / subwords.MODELS[kind]
     jobs = [(source / name, to / name) for name in names]
-    transform(jobs, lambda: subwords.segment_lines(kind, model), args.workers, "applying BPE")
+    transform(jobs, lambda: per_line(subwords.segmenter(kind, model)), args.workers, "applying BPE")
 
 
 def binarize(args) -> None:
     """make fairseq's binary data, bin/, from bpe/"""
-    from pn_fairseq.pipeline.data.binarize import binarize as make
-
     chosen = settings.read(args.dest)
-    make(args.dest, chosen["source"], chosen["target"], args.workers)
+    pair = f"{chosen['source']}-{chosen['target']}"
+    flags = ["--source-lang", chosen["source"], "--target-lang", chosen["target"], "--joined-dictionary"]
+    flags += [f"--{split}pref=bpe/{split}" for split in SPLITS]
+    names = (name.split(".") for name in settings.files(chosen, SPLITS))
+    texts = {f"{split}.{pair}.{lang}": f"bpe/{split}.{lang}" for split, lang in names}
+    make_bin(args.dest, args.workers, flags, texts)
 
 
 def finish(args) -> None:
     """write counts, and remove what is not needed any more"""
     source = settings.read(args.dest)["source"]
     if not (args.dest / "counts").exists():
-        with atomic_write(args.dest / "counts", "w") as file:
-            file.writelines(f"{split}={count_lines(args.dest / f'raw/{split}.{source}')}\n" for split in SPLITS)
+        counts = {split: count_lines(args.dest / f"raw/{split}.{source}") for split in SPLITS}
+        write_settings(args.dest / "counts", counts)
     shutil.rmtree(args.dest / "stages", ignore_errors=True)
     for partial in (path for folder in ("tok", "bpe") for path in (args.dest / folder).glob("*.partial")):
         partial.unlink()
@@ -214,7 +212,8 @@ STEPS = {
 }
 
 
-def main(argv: list[str]) -> None:
+@command("pn-data")
+def main(argv: list[str] | None = None) -> None:
     parser = ArgumentParser(prog="python -m pn_fairseq data", description=__doc__.split("\n")[0])
     parser.add_argument("--dest", type=Path, required=True, help="the prepared data")
     parser.add_argument("--workers", type=int, default=1, help="processes (default 1)")
@@ -225,9 +224,4 @@ def main(argv: list[str]) -> None:
         for name, options in arguments:
             step.add_argument(name, **options)
     args = parser.parse_args(argv)
-    try:
-        args.function(args)
-    except OSError as error:
-        raise UserError(f"{error.filename or args.dest}: {error.strerror or error}") from error
-    except MemoryError:
-        raise UserError("there is not enough memory; use fewer --workers or a larger machine") from None
+    args.function(args)

@@ -524,7 +524,7 @@ def test_multi30k_corpora_that_are_wrong(multi30k, tmp_path):
 @pytest.mark.slow
 @pytest.mark.skipif(not MULTI30K.exists(), reason="Multi30k, which may not be copied, is not beside the repository")
 def test_multi30k_itself(tmp_path):
-    result = script("prepare_multi30k.sh", "--dest", tmp_path, "--corpus", MULTI30K)
+    result = script("prepare_multi30k.sh", "--dest", tmp_path, "--corpus", MULTI30K, "--bpe", 1000)
     assert "note:" not in result.stderr
     assert lines(tmp_path / "counts") == ["train=29000", "valid=1014", "test=1000"]
     with gzip.open(MULTI30K / "test2016.en.gz", "rt", encoding="utf-8", newline="\n") as file:
