@@ -93,8 +93,12 @@ def hypotheses(model, src):
     return [[hypothesis["tokens"].tolist() for hypothesis in beam] for beam in generator.generate([model], sample)]
 
 
-CASES = [(norm, groups, {}) for norm in STATEFUL for groups in (0, 1, HEADS)]
-CASES += [(norm, None, {"decoder_norm": norm, "share_all_embeddings": False}) for norm in STATEFUL]
+CASES = [(norm, None, {"decoder_norm": norm, "share_all_embeddings": False}) for norm in STATEFUL]
+CASES += [
+    pytest.param(norm, groups, {}, marks=() if norm in ("power", "batch") else pytest.mark.slow)
+    for norm in STATEFUL
+    for groups in (0, 1, HEADS)
+]
 CASES += [("power", 2, {"norm_variant": "release", "decoder_norm": "batch"})]
 
 

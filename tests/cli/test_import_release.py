@@ -250,6 +250,7 @@ def test_half_precision_file(model, data, tmp_path):
             torch.testing.assert_close(value, model.state_dict()[key], rtol=2e-3, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_decoding_and_fine_tuning_with_fairseqs_commands(model, dictionary, data, tmp_path, monkeypatch, capsys):
     """fairseq-generate writes what it writes for the same model in our own layout."""
     source = write(tmp_path / "release.pt", as_release(model))
@@ -360,6 +361,7 @@ def test_settings_that_do_not_fit_are_named(settings, words, model, tmp_path, ca
     assert_refused(capsys, [source, tmp_path / "imported.pt"], *words)
 
 
+@pytest.mark.slow
 def test_checkpoints_of_others(model, tmp_path, capsys):
     source = write(tmp_path / "release.pt", as_release(model))
     assert main([str(source), str(tmp_path / "imported.pt")]) == 0

@@ -102,8 +102,25 @@ def assert_same_curves(several: Path, one: Path) -> None:
     assert {update: ours.valid[update] for update in theirs.valid} == pytest.approx(theirs.valid, abs=0.0015)
 
 
-def test_two_ranks_learn_what_one_does_and_stop_if_one_dies(data, tmp_path, monkeypatch, capsys):
-    """Two ranks of which one is killed after a checkpoint, and the same run resumed on one."""
+def test_two_ranks_learn_what_one_does(data, tmp_path, monkeypatch, capsys):
+    where = tmp_path / "run"
+    ((code, said),) = finish(start(data, where, "optimization.max_update=4", NPROC="2"))
+    assert code == 0, said
+    train_on_one_rank(data, monkeypatch, capsys, 4, tmp_path / "one")
+    assert_same_curves(where, tmp_path / "one")
+    (record,) = records(where)
+    assert (record["workers"], record["update_freq"], record["machines"]) == (2, 2, [{"workers": 2, "gpus": []}])
+    assert (record["max_tokens"], record["tokens_per_update"]) == (400, 1600)
+
+
+def train_on_one_rank(data, monkeypatch, capsys, updates: int, *folders: Path) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    for folder in folders:
+        assert train.main(arguments(data, folder, f"optimization.max_update={updates}")) == 0, capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_two_ranks_stop_if_one_dies_and_one_resumes(data, tmp_path, monkeypatch, capsys):
     where = tmp_path / "run"
     process = start(data, where, "optimization.max_update=400", NPROC="2")
     wait_for_a_checkpoint(where, process)
@@ -114,13 +131,10 @@ def test_two_ranks_learn_what_one_does_and_stop_if_one_dies(data, tmp_path, monk
     assert re.search(r"^train.sh: error: rank \d was killed by SIGKILL, and all .* to resume$", said, re.M), said
 
     list(repair(where / "checkpoints"))  # it may have been killed within the next save
-    few = f"optimization.max_update={updates_of(where) + 2}"
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    for folder in (where, tmp_path / "one"):
-        assert train.main(arguments(data, folder, few)) == 0, capsys.readouterr().err
+    train_on_one_rank(data, monkeypatch, capsys, updates_of(where) + 2, where, tmp_path / "one")
     assert_same_curves(where, tmp_path / "one")
     first, second = records(where)
-    assert (first["workers"], first["update_freq"], first["machines"]) == (2, 2, [{"workers": 2, "gpus": []}])
+    assert (first["workers"], first["update_freq"]) == (2, 2)
     assert (second["workers"], second["update_freq"]) == (1, 4)
     for record in (first, second):
         assert (record["max_tokens"], record["tokens_per_update"]) == (400, 1600)

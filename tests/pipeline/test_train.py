@@ -263,6 +263,7 @@ def wait_for(condition, process: subprocess.Popen, seconds: float = 300) -> None
         time.sleep(0.005)
 
 
+@pytest.mark.slow
 def test_sigkill_in_the_middle_of_training_and_resuming_ends_in_the_same_bits(data, trained, tmp_path, capsys):
     run = tmp_path / "run"
     with (tmp_path / "said").open("w") as said:

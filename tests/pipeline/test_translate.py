@@ -11,6 +11,9 @@ from .test_generate import make_run, untrained_checkpoint
 
 pytest.importorskip("pn_fairseq.pipeline.data.tokens")
 
+#: Untrained models do not end their sentences.
+SHORT = ("--max-len-b", "20")
+
 
 @pytest.fixture(scope="module")
 def untrained(data, tmp_path_factory):
@@ -24,17 +27,18 @@ def test_the_test_set_becomes_what_generate_makes_of_it(untrained, data, tmp_pat
     from pn_fairseq.pipeline import generate
     from pn_fairseq.pipeline.scoring import detokenize
 
-    assert generate.main(["--run", str(untrained)]) == 0
+    assert generate.main(["--run", str(untrained), *SHORT]) == 0
     hypotheses = (untrained / "generate/test/hyp.tok").read_text("utf-8").splitlines()
     text = (data / "raw/test.es").read_text("utf-8").splitlines()
     source, output = tmp_path / "text", tmp_path / "translation"
     source.write_text("\n".join(["", *text[:20], "", *text[20:]]), encoding="utf-8")
     checkpoint = untrained / "checkpoints/averaged.pt"
-    assert main(["--checkpoint", str(checkpoint), "--input", str(source), "--output", str(output)]) == 0
+    assert main(["--checkpoint", str(checkpoint), "--input", str(source), "--output", str(output), *SHORT]) == 0
     plain = detokenize(hypotheses, "en")
     assert output.read_text("utf-8") == "".join(f"{line}\n" for line in ["", *plain[:20], "", *plain[20:]])
 
 
+@pytest.mark.slow
 def test_from_standard_input(untrained):
     command = ["bash", SCRIPTS / "translate.sh", "--run", untrained, "--beam", "1", "--max-len-b", "5"]
     result = subprocess.run(command, env=environment(), input="Dios\n", capture_output=True, text=True)

@@ -56,7 +56,7 @@ def test_panels(tmp_path, monkeypatch):
     assert smoothed.texts[0].get_text() == "nothing logged"
 
 
-@pytest.mark.parametrize("suffix", [".png", ".pdf", ".svg"])
+@pytest.mark.parametrize("suffix", [".png", ".pdf", pytest.param(".svg", marks=pytest.mark.slow)])
 def test_pictures_of_folders_and_of_logs(suffix, tmp_path):
     for name, file in (("a", "train.log"), ("b", "train.log"), ("c", "saved.txt")):
         (tmp_path / name).mkdir()

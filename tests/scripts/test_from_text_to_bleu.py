@@ -67,6 +67,7 @@ def test_second_preparation_does_nothing(data):
     assert snapshot(data) == before
 
 
+@pytest.mark.slow
 def test_an_interrupted_preparation_resumes_and_gives_the_same_bytes(data, tmp_path):
     again = tmp_path / "data"
     prepare(data.parent / "corpus", again)
@@ -154,6 +155,7 @@ def test_cut_off_gzip_is_refused(tmp_path):
     assert not (tmp_path / "data/raw").exists()
 
 
+@pytest.mark.slow
 def test_the_average_is_that_of_the_last_checkpoints(trained, decoded):
     newest = [load_checkpoint(trained / f"checkpoints/checkpoint_1_{update}.pt")["model"] for update in (8, 12)]
     averaged = load_checkpoint(trained / "checkpoints/averaged.pt")["model"]
@@ -173,6 +175,7 @@ def test_as_many_hypotheses_as_sentences_in_the_order_of_the_text(data, decoded)
             assert source == text[int(number[2:])]
 
 
+@pytest.mark.slow
 def test_decoding_of_the_validation_set_elsewhere(trained, tmp_path, capsys, warm_python):
     where = tmp_path / "somewhere else"
     options = ["--run", str(trained), "--subset", "valid", "--output", str(where)]

@@ -46,6 +46,7 @@ def trained(lines: list[str]) -> dict[str, str]:
     return dict(re.search(r"--run \S+/(\S+) (.*)$", line).groups() for line in lines if "train.sh" in line)
 
 
+@pytest.mark.slow
 def test_rows_of_a_table(tmp_path):
     lines = dry_run("iwslt14", TABLE="powernorm-4", SEEDS="1")
     assert all(line.startswith("scripts/train.sh iwslt14_de_en ") for line in lines if "train.sh" in line)

@@ -270,6 +270,7 @@ ENDED = [
 ]
 
 
+@pytest.mark.slow
 def test_ended_by_a_signal_it_resumes_and_ends_in_the_same_bytes(archive, prepared, tmp_path):
     """By a signal to the script alone, or to its process group. After a kill -9 of the script its step is left, and the
     next run waits for it."""
