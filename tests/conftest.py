@@ -12,8 +12,10 @@ from .scripts_helpers import cut_corpus, prepare
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread():
-    """The tensors are tiny: threads would cost more than they give, and change the order of sums."""
+    """The tensors are tiny: threads would cost more than they give, and change the order of sums. Processes that tests
+    start are told by the variable."""
     torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"
 
 
 @pytest.fixture(autouse=True)

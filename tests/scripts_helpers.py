@@ -14,8 +14,7 @@ SCRIPTS = ROOT / "scripts"
 
 def environment(tools: Path = Path(sys.executable).parent, **changes: str) -> dict[str, str]:
     """This process's environment, with the tools of the running interpreter first on the PATH."""
-    # One thread: the models are tiny, and two threads collapse when something else uses the machine.
-    fixed = {"PATH": f"{tools}:{os.environ['PATH']}", "VENV": str(tools.parent), "OMP_NUM_THREADS": "1"}
+    fixed = {"PATH": f"{tools}:{os.environ['PATH']}", "VENV": str(tools.parent)}
     # `make test PYTHON=... TORCH=...` says how to make the environment; the tests use the one that is there.
     inherited = {name: value for name, value in os.environ.items() if name not in ("PYTHON", "TORCH")}
     return {**inherited, **fixed, **changes}

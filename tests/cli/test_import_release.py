@@ -226,7 +226,7 @@ def test_alphas(model, data, tmp_path):
         ({"decoder_norm": "power"}, {"decoder_norm_self": "power", "decoder_norm_ff": "power"}),
         ({"encoder_norm": "layer"}, {"encoder_norm_self": "layer", "encoder_norm_ff": "layer"}),
         ({"share_all_embeddings": False}, {"share_all_embeddings": False}),
-        ({"encoder_learned_pos": True}, {"encoder_learned_pos": True}),
+        pytest.param({"encoder_learned_pos": True}, {"encoder_learned_pos": True}, marks=pytest.mark.slow),
         ({}, {"arch": "transformer_wmt_en_de_big_t2t_v2"}),
         ({}, {"lr": 0.0015, "data": ["data-bin/iwslt14"], "max_sentences": 8, "fp16": True}),
     ],

@@ -11,6 +11,7 @@ from ..scripts_helpers import ROOT, SCRIPTS, assert_refused, environment, run, s
 USER_SCRIPTS = sorted(path.name for path in SCRIPTS.glob("*.sh"))
 
 
+@pytest.mark.slow  # `make lint` has it, too
 def test_shellcheck_finds_nothing():
     files = [ROOT / ".ci/run", *SCRIPTS.glob("*.sh"), *SCRIPTS.glob("lib/*.sh")]
     assert run("shellcheck", "-x", "-P", "SCRIPTDIR", *files).stdout == ""

@@ -421,6 +421,7 @@ def test_iwslt15_against_a_simple_reading(iwslt15):
     assert {"source": "en", "target": "vi", "lower": "0", "bpe": "150"}.items() <= settings(iwslt15).items()
 
 
+@pytest.mark.slow
 def test_iwslt15_again_and_interrupted(iwslt15):
     before = state(iwslt15)
     result = prepare_iwslt15(iwslt15, iwslt15.parent, MOSES="/nowhere")
