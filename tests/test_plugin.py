@@ -6,7 +6,7 @@ from importlib.util import module_from_spec, spec_from_file_location
 
 import pytest
 
-from .scripts_helpers import ROOT, run
+from .scripts_helpers import ROOT, assert_refused, run
 
 REGISTER = """
 import sys
@@ -96,12 +96,23 @@ def test_checkout_as_user_dir_beside_an_installed_package(installed, tmp_path):
     assert result.stdout.split() == [str(ROOT / "pn_fairseq"), "True"]
 
 
+def copy_checkout(folder):
+    for package in ("pn_fairseq", "models"):
+        shutil.copytree(ROOT / package, folder / package)
+    return folder
+
+
 def test_user_dir_that_is_the_checkout_itself(tmp_path):
     """A checkout is named as the package in it, and an editable installation has it on the path."""
-    shutil.copytree(ROOT / "pn_fairseq", tmp_path / "pn_fairseq/pn_fairseq")
-    place = {"cwd": tmp_path, "PYTHONPATH": str(tmp_path / "pn_fairseq")}
-    result = run("warm-python", "-c", REGISTER, tmp_path / "pn_fairseq", **place)
-    assert result.stdout.split() == [str(tmp_path / "pn_fairseq/pn_fairseq"), "True"]
+    checkout = copy_checkout(tmp_path / "pn_fairseq")
+    result = run("warm-python", "-c", REGISTER, checkout, cwd=tmp_path, PYTHONPATH=str(checkout))
+    assert result.stdout.split() == [str(checkout / "pn_fairseq"), "True"]
+
+
+def test_user_dir_that_is_a_checkout_of_another_name(tmp_path):
+    checkout = copy_checkout(tmp_path / "powernorm-main")
+    result = run("warm-python", "-c", REGISTER, checkout, cwd=tmp_path, check=False)
+    assert_refused(result, f"--user-dir {checkout} is the checkout; give {checkout / 'pn_fairseq'}")
 
 
 def test_user_dir_under_another_name_is_refused(monkeypatch):
