@@ -12,8 +12,9 @@ from pn_fairseq import kernels
 
 #: Value of torch's variable -> what the kernels say they were compiled for.
 CAPABILITIES = {"default": "any CPU", "avx2": "AVX2"}
-#: Channels that fill no vector and groups that are narrower than one, in all types; and all tests.
-SELECTIONS = ["cpp and (shape1 or shape3 or half_types or special)", "cpp and not opcheck"]
+#: Channels that fill no vector and groups that are narrower than one, in all types.
+SOME = "cpp and (shape1 or shape3 or half_types or special)"
+ALL = "cpp and not opcheck"
 PROGRAM = """
 import sys
 import pytest
@@ -24,8 +25,10 @@ sys.exit(pytest.main(sys.argv[1:]))
 
 
 @pytest.mark.skipif("cpp" not in kernels.available(), reason="there are no C++ kernels here")
-@pytest.mark.parametrize("selection", [SELECTIONS[0], pytest.param(SELECTIONS[1], marks=pytest.mark.slow)])
-@pytest.mark.parametrize("allowed", CAPABILITIES)
+@pytest.mark.parametrize(
+    "allowed, selection",
+    [("avx2", SOME), *(pytest.param(allowed, ALL, marks=pytest.mark.slow) for allowed in CAPABILITIES)],
+)
 def test_operators(allowed, selection):
     tests = Path(__file__).with_name("test_ops.py")
     done = subprocess.run(

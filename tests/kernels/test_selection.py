@@ -36,6 +36,19 @@ def test_cpp_can_be_forced_where_it_was_compiled():
         assert len(result.stderr.splitlines()) == 1 and "compiler" in result.stderr
 
 
+def test_triton_forced_without_a_gpu():
+    """One line, and no traceback of triton's."""
+    pytest.importorskip("triton")
+    command = "import torch; from pn_fairseq.norms import PowerNorm; PowerNorm(4)(torch.ones(2, 4))"
+    variables = {"PN_FAIRSEQ_KERNELS": "triton", "TRITON_INTERPRET": "0"}
+    done = run("warm-python", "-c", command, cwd=ROOT, check=False, **variables)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].endswith(
+        "Unavailable: PN_FAIRSEQ_KERNELS=triton computes on CUDA only, unless TRITON_INTERPRET=1 is set, "
+        "and this input is on the CPU"
+    )
+
+
 @pytest.mark.skipif("cpp" not in kernels.available(), reason="there are no C++ kernels here")
 def test_using_the_reference_is_for_the_block_alone(monkeypatch):
     x = torch.ones(2, 3)

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from ..scripts_helpers import run as run_warm
-
 pytest.importorskip("triton")
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -33,15 +31,3 @@ def test_operators(mark):
 def test_all_norm_tests():
     """With everything computed by Triton, which it refuses to do without the interpreter."""
     run("norms", "-k", "not sync", PN_FAIRSEQ_KERNELS="triton", timeout=7200)
-
-
-def test_forced_without_a_gpu():
-    """One line, and no traceback of triton's."""
-    command = "import torch; from pn_fairseq.norms import PowerNorm; PowerNorm(4)(torch.ones(2, 4))"
-    variables = {"PN_FAIRSEQ_KERNELS": "triton", "TRITON_INTERPRET": "0"}
-    done = run_warm("warm-python", "-c", command, cwd=TESTS.parent, check=False, **variables)
-    assert done.returncode == 1
-    assert done.stderr.splitlines()[-1].endswith(
-        "Unavailable: PN_FAIRSEQ_KERNELS=triton computes on CUDA only, unless TRITON_INTERPRET=1 is set, "
-        "and this input is on the CPU"
-    )
