@@ -1,5 +1,6 @@
 """Each patch against the behaviour of fairseq that it mends, and the switch that turns all of them off."""
 
+import argparse
 import warnings
 from argparse import Namespace
 from types import SimpleNamespace
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from fairseq import options
 from fairseq.data import ListDataset, TokenBlockDataset
 from fairseq.models.ema import EMA
 from fairseq.modules.layer_drop import LayerDropModuleList
@@ -102,6 +104,16 @@ def test_one_rank_drops_the_layers_that_fairseq_drops():
     kept = [module for module, draw in zip(layers.children(), torch.empty(8).uniform_(), strict=True) if draw > 0.5]
     torch.manual_seed(5)
     assert list(layers) == kept
+
+
+def test_a_typo_in_an_architecture_gets_advice(capsys):
+    parser = argparse.ArgumentParser()
+    options.add_model_args(parser)
+    assert parser.parse_args(["--arch", "transformer_pn_iwslt"]).arch == "transformer_pn_iwslt"
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--arch", "transformer_pn_iwlst"])
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.endswith("unknown architecture 'transformer_pn_iwlst', did you mean 'transformer_pn_iwslt'?")
 
 
 @pytest.mark.parametrize(("bf16", "tpu"), [(True, False), (False, True)])
