@@ -50,7 +50,7 @@ def options(argv: list[str]) -> int:
         description="Power Normalization for fairseq.",
         epilog=f"Verbs, each with its own --help: {', '.join(sorted(VERBS))}.",
     )
-    what = parser.add_mutually_exclusive_group(required=True)
+    what = parser.add_mutually_exclusive_group()
     what.add_argument(
         "--user-dir",
         action="store_true",
@@ -73,10 +73,12 @@ def options(argv: list[str]) -> int:
             table, fine = check()
             print(table)
             return 0 if fine else 1
-        print(info())
+        if args.info:
+            print(info())
+            return 0
     except RuntimeError as error:
         raise UserError(str(error)) from error
-    return 0
+    raise UserError("give a verb or an option (see --help)")
 
 
 def main() -> int:
@@ -98,12 +100,12 @@ def call(program: str, argv: list[str]) -> int:
     else:
         return run("python -m pn_fairseq", lambda: options(argv))
 
-    def body() -> int:
-        if verb not in VERBS:
-            raise UserError(f"unknown verb {verb!r}{did_you_mean(verb, VERBS)} Known: {', '.join(sorted(VERBS))}")
-        return importlib.import_module(VERBS[verb]).main(argv)
+    def unknown() -> int:
+        raise UserError(f"unknown verb {verb!r}{did_you_mean(verb, VERBS)} Known: {', '.join(sorted(VERBS))}")
 
-    return run(f"pn-{verb}", body)
+    if verb not in VERBS:
+        return run("python -m pn_fairseq", unknown)
+    return run(f"pn-{verb}", lambda: importlib.import_module(VERBS[verb]).main(argv))
 
 
 if __name__ == "__main__":

@@ -82,7 +82,7 @@ def systems(frame: pandas.DataFrame) -> pandas.DataFrame:
             say = (
                 f"{above} in the seeds that were run; not tested over seeds"
                 if large
-                else "nothing: one seed, and small"
+                else f"inconclusive: one seed, difference below {SMALLEST}"
             )
         else:
             p = corrected(test.p_value, len(both))
@@ -123,7 +123,7 @@ def answer() -> str:
 
 def _better(better: list[str], tested: int) -> str:
     if not tested:
-        return "No norm was compared with LN over several seeds, so that none can be called better or worse."
+        return "No norm has several seeds yet, so no conclusion is possible."
     names = ", ".join(better) if better else "no norm"
     return f"Of {tested} compared with LN over several seeds, {names} {'are' if len(better) > 1 else 'is'} above it."
 
@@ -140,7 +140,7 @@ def table() -> str:
                 "difference from LN": "–"
                 if pandas.isna(row["difference"])
                 else f"{row['difference']:+.2f}".replace("-", "−"),
-                "what that says": row["say"].replace("|", "\\|"),
+                "conclusion": row["say"].replace("|", "\\|"),
             }
             for label, row in systems(frame).iterrows()
         ]
@@ -185,7 +185,7 @@ def readme() -> str:
     rows = []
     for label in ("LN", "BN", "PN-V", "PN"):
         of_norm = frame[(frame["system"] == label) & frame["tokenized"].notna()]
-        row = {"encoder norm": label, "seeds": ", ".join(map(str, of_norm["seed"])) or "none finished"}
+        row = {"encoder norm": label, "seeds": ", ".join(map(str, of_norm["seed"])) or "not finished"}
         for measure, name in {
             "tokenized": "BLEU, tokenized",
             "detokenized": "BLEU, detokenized",

@@ -45,13 +45,13 @@ def test_what_is_finished_is_reported(made):
     assert found.index[0] == "LN" and found["say"]["LN"] == "–"
     p = 4 * stats.ttest_ind(made["pn"], made["ln"], equal_var=False).pvalue  # PN, BN, DetachNorm, LN (lr=0.01)
     assert found["say"]["PN"].startswith("above LN (95% interval +4.") and found["say"]["PN"].endswith(f"p = {p:.3f})")
-    assert found["say"]["BN"] == "nothing: one seed, and small"  # 0.1 below LN
+    assert found["say"]["BN"] == "inconclusive: one seed, difference below 0.3"  # 0.1 below LN
     assert found["say"]["DetachNorm"] == "below in the seeds that were run; not tested over seeds"
     assert found["say"]["PN (norm_variant=release)"] == "–; seed 1: failed: train: Nan/Inf gradients"
     assert "Of 1 compared with LN over several seeds, PN is above it. PN has the highest" in results.answer()
     assert "| PN             " in results.table() and "25.13 ± 0.15" in results.table()
     shown = results.readme()
-    assert "| PN-V           | none finished |" in shown and "20.20 ± 0.20" in shown and "tok:none" in shown
+    assert "| PN-V           | not finished |" in shown and "20.20 ± 0.20" in shown and "tok:none" in shown
 
 
 def test_what_is_planned_and_not_run_is_named(made):
@@ -69,5 +69,5 @@ def test_without_several_seeds_nothing_is_called_better(made):
     frame = results.reports()["verses"]
     found = results.systems(frame[frame["seed"] == 1])
     assert not found["say"].str.contains("p = |LN").any()
-    assert results._better([], 0).startswith("No norm was compared with LN over several seeds")
+    assert results._better([], 0).startswith("No norm has several seeds yet")
     assert pandas.isna(found["difference"]["LN"])
