@@ -13,6 +13,7 @@ from pathlib import Path
 from benchmarks import hide_messages
 from benchmarks.results import ratios
 from benchmarks.training import make_batches, make_trainer, update
+from pn_fairseq.models.architectures import SIZES
 from pn_fairseq.models.norm_probe import WINDOW, NormProbe
 
 INTERVAL = 50
@@ -41,7 +42,7 @@ def measure(args: argparse.Namespace) -> dict[str, list[float]]:
 
 def main(argv=None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.probe", description=__doc__.split("\n")[0])
-    parser.add_argument("--size", choices=("tiny", "iwslt", "big"), default="iwslt", help="default: iwslt")
+    parser.add_argument("--size", choices=list(SIZES), default="iwslt", help="default: iwslt")
     parser.add_argument("--norm", default="pn", help="abbreviation of the encoder's norm (default: pn)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")

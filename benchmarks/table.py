@@ -1,11 +1,13 @@
 """The rows of :mod:`benchmarks.norms` as tables, as a picture, and compared with this project's targets."""
 
-import os
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.results import partial
+import pandas
+
+from pn_fairseq.pipeline.files import atomic_write
 
 #: The columns that say what was measured.
 SETTING = ("shape", "dtype", "device", "threads", "padding")
@@ -30,57 +32,39 @@ def setting(row: dict) -> str:
     return f"{row['shape']} {row['dtype']}, {row['device']}{threads}, {padding}"
 
 
-def _ratio(row: dict) -> str:
-    return _with_quartiles(row, "ratio")
-
-
 def _with_quartiles(row: dict, column: str) -> str:
     return f"{row[column]:.3f} ({row[column + '_low']:.2f}, {row[column + '_high']:.2f})"
 
 
-def _measured(row: dict, column: str) -> str:
-    return _with_quartiles(row, column) if f"{column}_low" in row else format(row[column], ".3f")
+def _bytes_of_x(row: dict) -> float:
+    """Bytes that were read and written, in multiples of those of the activations; NaN if they are not known."""
+    tokens, channels = map(int, row["shape"].split("x"))
+    size = tokens * channels * {"float32": 4, "bfloat16": 2, "float16": 2}[row["dtype"]]
+    return math.nan if row["bytes_read"] is None else (row["bytes_read"] + row["bytes_written"]) / size
 
 
-def _kernels_and_bytes(phases: dict[str, dict], size: int) -> list[str]:
-    """Kernels, and bytes read and written in multiples of ``size``, forward + backward."""
-    each = [phases["forward"], phases["backward"]]
-    moved = [None if row["bytes_read"] is None else (row["bytes_read"] + row["bytes_written"]) / size for row in each]
-    bytes_moved = "unknown" if None in moved else " + ".join(f"{value:.2f}" for value in moved)
-    return [" + ".join(str(row["kernels"]) for row in each), bytes_moved]
-
-
-def _of_x(phases: dict[str, dict]) -> int:
-    """Bytes of the activations."""
-    rows, channels = phases["both"]["shape"].split("x")
-    return int(rows) * int(channels) * {"float32": 4, "bfloat16": 2, "float16": 2}[phases["both"]["dtype"]]
-
-
-def _by_contestant(rows: Iterable[dict]) -> dict[str, dict[str, dict]]:
-    """Name -> phase -> row."""
-    return {name: {row["phase"]: row for row in own} for (name,), own in _grouped(rows, "contestant").items()}
+def _shown(rows: Iterable[dict]) -> pandas.DataFrame:
+    """What tables show: a row for each setting and contestant."""
+    found = []
+    for own in _grouped(rows, *SETTING, "contestant").values():
+        phases = {row["phase"]: row for row in own}
+        both, each = phases["both"], [phases["forward"], phases["backward"]]
+        found.append(
+            {"setting": setting(both), "ratio to LayerNorm": both["contestant"]}
+            | {phase: _with_quartiles(phases[phase], "ratio") for phase in PHASES}
+            | {"of least": f"{both['ratio_of_least']:.3f}", "turns of one step": _with_quartiles(both, "ratio_single")}
+            | {"peak memory": f"{both['extra_ratio']:.3f}", "kernels": " + ".join(str(row["kernels"]) for row in each)}
+            | {"bytes / bytes of x": " + ".join(f"{_bytes_of_x(row):.2f}" for row in each).replace("nan", "unknown")}
+        )
+    return pandas.DataFrame(found).set_index(["setting", "ratio to LayerNorm"])
 
 
 def text(rows: list[dict]) -> str:
     """All of one setting, for a terminal."""
-    lines = [f"\n{setting(rows[0])}"]
-    head = "".join(f"{phase:>22}" for phase in PHASES)
-    lines.append(
-        f"{'ratio to LayerNorm':22}{head}{'of least':>10}{'turns of one step':>22}{'memory':>9}{'kernels':>10}"
-        f"{'bytes / x':>15}"
-    )
-    for name, phases in _by_contestant(rows).items():
-        both = phases["both"]
-        ratios = "".join(f"{_ratio(phases[phase]):>22}" for phase in PHASES)
-        kernels, moved = _kernels_and_bytes(phases, _of_x(phases))
-        lines.append(
-            f"{name:22}{ratios}{both['ratio_of_least']:10.3f}{_with_quartiles(both, 'ratio_single'):>22}"
-            f"{both['extra_ratio']:9.3f}{kernels:>10}{moved:>15}"
-        )
-    return "\n".join(lines)
+    return f"\n{setting(rows[0])}\n{_shown(rows).droplevel('setting').to_string()}"
 
 
-def _markdown(header: list[str], lines: Iterable[list[str]], align: str = "---:") -> str:
+def _markdown(header: Sequence[str], lines: Iterable[Sequence[str]], align: str = "---:") -> str:
     """A table with its first column aligned left, the others as ``align``."""
     rows = [header, ["---"] + [align] * (len(header) - 1), *lines]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
@@ -88,29 +72,16 @@ def _markdown(header: list[str], lines: Iterable[list[str]], align: str = "---:"
 
 def markdown(rows: list[dict]) -> str:
     """Tables of forward and backward for every setting, in turns of several and of one step, and of the costs."""
-    settings = _grouped(rows, *SETTING)
-    columns = [_by_contestant(own) for own in settings.values()]
-    names = dict.fromkeys(row["contestant"] for row in rows)
-    times = _markdown(
-        ["forward + backward, ratio to LayerNorm", *(setting(own[0]) for own in settings.values())],
-        [[name, *(_ratio(own[name]["both"]) if name in own else "" for own in columns)] for name in names],
-    )
-    single = _markdown(
-        ["the same in turns of one step", *(setting(own[0]) for own in settings.values())],
-        [
-            [name, *(_with_quartiles(own[name]["both"], "ratio_single") if name in own else "" for own in columns)]
-            for name in names
-        ],
-    )
-    first = columns[0]
-    costs = _markdown(
-        [next(setting(own[0]) for own in settings.values()), "peak memory, ratio", "kernels", "bytes / bytes of x"],
-        [
-            [name, f"{phases['both']['extra_ratio']:.3f}", *_kernels_and_bytes(phases, _of_x(phases))]
-            for name, phases in first.items()
-        ],
-    )
-    return f"{times}\n\n{single}\n\n{costs}"
+    shown = _shown(rows)
+    settings, names = (shown.index.unique(level) for level in shown.index.names)
+    tables = {"forward + backward, ratio to LayerNorm": "both", "the same in turns of one step": "turns of one step"}
+    found = []
+    for title, column in tables.items():
+        wide = shown[column].unstack("setting").reindex(names)[list(settings)].fillna("")
+        found.append(_markdown([title, *settings], wide.reset_index().values.tolist()))
+    costs = shown.loc[settings[0], ["peak memory", "kernels", "bytes / bytes of x"]].reset_index()
+    found.append(_markdown([settings[0], *costs.columns[1:]], costs.values.tolist()))
+    return "\n\n".join(found)
 
 
 def draw(rows: list[dict], output: Path) -> None:
@@ -157,12 +128,9 @@ def draw(rows: list[dict], output: Path) -> None:
         axis.set_axisbelow(True)
     for axis in axes.flat[len(settings) :]:
         axis.set_visible(False)
-    try:
-        figure.savefig(partial(output), dpi=130, format=output.suffix[1:])
-        os.replace(partial(output), output)
-    finally:
-        pyplot.close(figure)
-        partial(output).unlink(missing_ok=True)
+    with atomic_write(output) as file:
+        figure.savefig(file, dpi=130, format=output.suffix[1:])
+    pyplot.close(figure)
 
 
 @dataclass(frozen=True)
@@ -244,7 +212,12 @@ def targets(rows: list[dict], device: str, implementation: str) -> str:
             lines.append([target.title, limit, "", "", "not measured"])
         for own in _grouped(about, "dtype", "threads", "padding", "layer_scale").values():
             where = setting(own[0]).split(" ", 1)[1] + (", +LS" if own[0]["layer_scale"] else "")
-            measured = ", ".join(f"{row['shape']}: {_measured(row, target.column)}" for row in own)
+            quartiles = f"{target.column}_low" in own[0]
+            measured = ", ".join(
+                f"{row['shape']}: "
+                + (_with_quartiles(row, target.column) if quartiles else format(row[target.column], ".3f"))
+                for row in own
+            )
             reached = all(target.reached_by(row[target.column]) for row in own)
             lines.append([target.title, limit, where, measured, "yes" if reached else "no"])
     return _markdown(

@@ -12,7 +12,7 @@ import re
 import subprocess
 import sys
 import tempfile
-import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,7 +23,7 @@ from fairseq.trainer import Trainer
 
 from benchmarks import hide_messages, keep_memory
 from benchmarks.models import make_dictionary
-from benchmarks.results import quartiles, ratios, write_csv
+from benchmarks.results import in_turns, output_file, positive, report_speeds, settings_of
 from pn_fairseq.models.architectures import SIZES
 from pn_fairseq.norms import NORMS
 
@@ -121,10 +121,10 @@ def parse(argv) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, help="tokens a batch and side (default: 4096, or 1024 on a CPU)")
     parser.add_argument("--length", type=int, default=32, help="tokens of the longest sentence (default: 32)")
     parser.add_argument("--vocabulary", type=int, default=10000, help="size of the dictionary (default: 10000)")
-    parser.add_argument("--rounds", type=int, help="measured updates of each (default: 100, or 10 on a CPU)")
+    parser.add_argument("--rounds", type=positive, help="measured updates of each (default: 100, or 10 on a CPU)")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="threads (default: torch's)")
     parser.add_argument("--no-memory", action="store_true", help="on a CPU, leave out the measurement of memory")
-    parser.add_argument("--output", metavar="FILE", help="also write a CSV file")
+    parser.add_argument("--output", type=output_file, metavar="FILE", help="also write a CSV file")
     parser.add_argument("--memory-of", choices=SHORT, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     args.tokens = args.tokens or (1024 if args.device == "cpu" else 4096)
@@ -161,48 +161,31 @@ def main(argv=None) -> None:
         elif not args.no_memory:
             memory[short] = memory_on_cpu(short, sys.argv[1:] if argv is None else argv)
 
-    seconds = {short: [] for short in names}
     extra = dict.fromkeys(names, 0)
     warm = BATCHES if args.device == "cuda" else 1  # each shape once
-    for number in range(args.rounds + warm):
-        batch = batches[number % BATCHES]
-        for short in names[number % len(names) :] + names[: number % len(names)]:
-            if args.device == "cuda":
-                torch.cuda.reset_peak_memory_stats()
-                held = torch.cuda.memory_allocated()
-            start = time.perf_counter()
-            update(trainers[short], batch)
-            if number >= warm:
-                seconds[short].append(time.perf_counter() - start)
-            if args.device == "cuda":
-                extra[short] = max(extra[short], torch.cuda.max_memory_allocated() - held)
-        print(f"\rround {number + 1} of {args.rounds + warm}", end="", file=sys.stderr, flush=True)
-    print(file=sys.stderr)
-    memory = {short: value + extra[short] for short, value in memory.items()}
 
+    def turn(short: str, number: int) -> None:
+        if args.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+            held = torch.cuda.memory_allocated()
+        update(trainers[short], batches[number % BATCHES])
+        if args.device == "cuda":
+            extra[short] = max(extra[short], torch.cuda.max_memory_allocated() - held)
+
+    seconds = in_turns({short: partial(turn, short) for short in names}, args.rounds, warm)
     tokens = [batches[(number + warm) % BATCHES]["ntokens"] for number in range(args.rounds)]
+    memory = {short: value + extra[short] for short, value in memory.items()}
+    more = {
+        short: {"memory_mb": memory[short] / 1e6, "memory_times": memory[short] / memory[BASE]}
+        if memory
+        else {"memory_mb": None, "memory_times": None}
+        for short in names
+    }
     print(
         f"transformer_*_{args.size}, {args.tokens} tokens a batch, {args.dtype}, {args.device}, {args.threads} "
         f"threads, torch {torch.__version__}"
     )
-    print(f"{'norm':6} {'tokens/s':>10}  times {BASE} (first quartile, third quartile)  peak memory, times {BASE}")
-    rows = []
-    for short in names:
-        speed = quartiles([count / taken for count, taken in zip(tokens, seconds[short], strict=True)])[1]
-        low, middle, high = ratios(seconds[BASE], seconds[short])  # of speeds: the inverse of times
-        row = {"tokens_per_s": speed, f"times_{BASE}": middle, "times_low": low, "times_high": high}
-        line = f"{short:6} {speed:10.0f}  {middle:.3f} ({low:.3f}, {high:.3f})"
-        row["memory_mb"] = row["memory_times"] = None
-        if memory:
-            row["memory_mb"], row["memory_times"] = memory[short] / 1e6, memory[short] / memory[BASE]
-            line += f"  {row['memory_mb']:.0f} MB, {row['memory_times']:.3f}"
-        print(line)
-        settings = {
-            key: value for key, value in vars(args).items() if key not in ("output", "memory_of", "no_memory", "norms")
-        }
-        rows.append({"norm": short, **settings, **{k: None if v is None else f"{v:.4g}" for k, v in row.items()}})
-    if args.output:
-        write_csv(args.output, rows)
+    report_speeds("tokens", tokens, seconds, BASE, settings_of(args), more, args.output)
 
 
 if __name__ == "__main__":
