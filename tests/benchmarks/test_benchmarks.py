@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import ALLOCATOR, decoding, norms, probe, training
+from benchmarks import ALLOCATOR, attention, decoding, norms, probe, training
 from benchmarks.profiling import Counts, count, peak_memory
 from benchmarks.results import quartiles, ratios
 from benchmarks.table import TARGETS, targets
@@ -57,7 +57,7 @@ def test_decoding(tmp_path, capsys):
     for row in rows:
         assert float(row["sentences_per_s"]) > 0 and float(row["times_low"]) <= float(row["times_high"])
         assert row["torch"] == torch.__version__ and row["cores"] and row["date"]
-        assert f"{row['norm']:12} " in printed.out
+        assert f"\n{row['norm']} " in printed.out
     assert printed.err.count("maximum logit difference") == 3
     assert rows[0]["times_ln"] == "1"
 
@@ -70,8 +70,18 @@ def test_training(tmp_path, capsys):
     printed = capsys.readouterr().out
     for row in rows:
         assert float(row["tokens_per_s"]) > 0 and row["memory_mb"] == ""
-        assert f"{row['norm']:6} " in printed
+        assert f"\n{row['norm']} " in printed
     assert rows[0]["times_ln"] == "1"
+
+
+def test_attention(capsys, monkeypatch):
+    monkeypatch.setattr(attention, "SIZES", {"small": (5, 2, 3)})
+    monkeypatch.setattr("sys.argv", ["attention", "--rounds", "1", "--size", "small"])
+    attention.main()
+    names = ["ordinary", "ordinary again", "tensorized", "tensorized, all rows at once", "tensorized, unmasked"]
+    lines = capsys.readouterr().out.splitlines()[2:7]
+    assert [re.split("  +", line)[0] for line in lines] == names
+    assert re.split("  +", lines[0])[2] == "1.00 (1.00 to 1.00)"
 
 
 def test_probe(capsys, monkeypatch):
@@ -156,8 +166,8 @@ def test_targets_of_a_gpu_by_hand():
         ("--padding nan", "'nan' is not a share between 0 and 0.5"),
         ("--only (", "'(' is not a regular expression"),
         ("--picture norms.gif", "'norms.gif' does not end in .png, .pdf or .svg"),
-        ("--csv missing/norms.csv", "cannot write missing/norms.csv: No such file or directory"),
-        ("--csv .", "cannot write .: Is a directory"),
+        ("--csv missing/norms.csv", "missing/norms.csv: cannot be written, there is no directory"),
+        ("--csv .", ".: cannot be written, it exists and is not a regular file"),
         ("--device cuda", "--device cuda: torch sees no GPU"),
     ],
 )
