@@ -72,6 +72,11 @@ def _flag(help: str, default=None, **argument):
     return field(default=default, metadata={"help": help, **argument})
 
 
+def _own(help: str, **argument):
+    """The same for an argument of the norms whose default is their own."""
+    return _flag(f"{help} (default: {{own}})", **argument)
+
+
 @dataclass(frozen=True)
 class NormOptions:
     """The norms of one transformer: what the flags of these names say, and ``norms_folded``.
@@ -101,17 +106,15 @@ class NormOptions:
         VARIANTS[0],
         choices=VARIANTS,
     )
-    norm_eps: float | None = _flag("epsilon of every norm (default: {own})", type=_positive, metavar="E")
+    norm_eps: float | None = _own("epsilon of every norm", type=_positive, metavar="E")
     norm_alpha_fwd: float | None = _flag(
         "decay of the running statistics of the forward pass, such as PN's psi^2 and BN's averages for evaluation "
         "(default: the norm's own, {own})",
         type=_alpha,
         metavar="A",
     )
-    norm_alpha_bwd: float | None = _flag(
-        "decay of the running correction nu of the backward pass of PN and UN (default: {own})",
-        type=_alpha,
-        metavar="A",
+    norm_alpha_bwd: float | None = _own(
+        "decay of the running correction nu of the backward pass of PN and UN", type=_alpha, metavar="A"
     )
     layer_scale_groups: int | None = _flag(
         "groups of channels that layer-scale divides by their root mean square before {scaled}; 0: off (default: as "
@@ -141,20 +144,16 @@ class NormOptions:
         type=_count,
         metavar="N",
     )
-    renorm_r_max: float | None = _flag(
-        "BRN's r_max at the end of its schedule (default: {own})", type=_least_1, metavar="R"
-    )
-    renorm_d_max: float | None = _flag(
-        "BRN's d_max at the end of its schedule (default: {own})", type=_not_negative, metavar="D"
-    )
-    reg_lambda_mean: float | None = _flag(
+    renorm_r_max: float | None = _own("BRN's r_max at the end of its schedule", type=_least_1, metavar="R")
+    renorm_d_max: float | None = _own("BRN's d_max at the end of its schedule", type=_not_negative, metavar="D")
+    reg_lambda_mean: float | None = _own(
         "factor of RBN's penalty on the distance of the mean of a batch from the running mean. The penalty is added "
-        "once per batch to the loss, which is a sum over tokens (default: {own})",
+        "once per batch to the loss, which is a sum over tokens",
         type=_not_negative,
         metavar="L",
     )
-    reg_lambda_var: float | None = _flag(
-        "the same for the standard deviation, with --norm-variant release for the variance (default: {own})",
+    reg_lambda_var: float | None = _own(
+        "the same for the standard deviation, with --norm-variant release for the variance",
         type=_not_negative,
         metavar="L",
     )
@@ -169,21 +168,16 @@ class NormOptions:
         type=_from_1,
         metavar="G",
     )
-    norm_detach: str | None = _flag(
-        "what no gradient goes through in the norm detach: mean, std or mean,std (default: {own})",
-        type=_detached,
-        metavar="PARTS",
+    norm_detach: str | None = _own(
+        "what no gradient goes through in the norm detach: mean, std or mean,std", type=_detached, metavar="PARTS"
     )
-    ada_k: float | None = _flag("k of the norm ada (default: {own})", type=_not_negative, metavar="K")
-    ada_scale: float | None = _flag(
-        "factor C of the norm ada; in its paper 1 for English-Vietnamese, 2 for German-English and English-German "
-        "(default: {own})",
+    ada_k: float | None = _own("k of the norm ada", type=_not_negative, metavar="K")
+    ada_scale: float | None = _own(
+        "factor C of the norm ada; in its paper 1 for English-Vietnamese, 2 for German-English and English-German",
         type=_positive,
         metavar="C",
     )
-    alpha_init: float | None = _flag(
-        "initial alpha of the norms dyt and derf (default: {own})", type=_positive, metavar="A"
-    )
+    alpha_init: float | None = _own("initial alpha of the norms dyt and derf", type=_positive, metavar="A")
     norm_sync: str = _flag(
         "take statistics over the tokens of all data-parallel workers (auto, the default: on for {synced}, off for the "
         "others, as in the paper)",
