@@ -28,6 +28,9 @@ _DATA_DEFAULTS = {
     "clean_splits": "train",
 }
 
+#: Perplexity, its logarithm per token, and the perplexity with the statistics of the batch (NaN without statistics).
+LM_MEASURES = ("perplexity", "bits", "batch")
+
 
 @dataclass
 class Run:
@@ -77,6 +80,21 @@ class Run:
     @property
     def language_model(self) -> bool:
         return self.setting("task._name") == "language_modeling"
+
+    @property
+    def measures(self) -> dict[str, float]:
+        """What systems are compared by, by name; NaN where it was not measured."""
+        if self.language_model:
+            names, found = LM_MEASURES, self.perplexity
+            values = (found.perplexity, found.bits, math.exp(min(found.batch_nll or math.nan, 700))) if found else ()
+        else:
+            names = METRICS
+            values = [getattr(self.scores, measure).score for measure in METRICS] if self.scores else ()
+        return dict.fromkeys(names, math.nan) | dict(zip(names, values, strict=False))
+
+    @property
+    def measured(self) -> bool:
+        return bool(self.scores or self.perplexity)
 
     @property
     def workers(self) -> int:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import pandas
 
 from pn_fairseq.pipeline.scoring import METRICS
-from pn_fairseq.report.runs import Run
+from pn_fairseq.report.runs import LM_MEASURES, Run
 
 #: Where things are. Not compared, and named in no table.
 _PLACES = {
@@ -134,19 +134,28 @@ class Corpus:
         return str(self.settings[label][NORM])
 
     def scores(self) -> pandas.DataFrame:
-        """(system, seed) -> scores, of those that were scored. A seed that was run twice counts once, by its mean."""
-        scored = self.frame.dropna(subset=["tokenized"])
-        return scored.groupby(["system", "seed"], sort=False, dropna=False)[list(METRICS)].mean()
+        """(system, seed) -> measures, if there are any. A seed that was run twice counts once, by its mean."""
+        measures = [name for name in (*METRICS, *LM_MEASURES) if name in self.frame]
+        measured = self.frame.dropna(subset=measures, how="all")
+        return measured.groupby(["system", "seed"], sort=False, dropna=False)[measures].mean()
 
     def baseline(self, label: str) -> str | None:
         """The LN system to compare a system with: the one from which it differs in the fewest settings.
 
-        Other LN systems are compared with the first, which has the fewest settings of its own.
+        Other LN systems are compared with the first, which has the fewest settings of its own. Language models are
+        compared with LN in the same model alone.
         """
-        candidates = self.ln[:1] if label in self.ln else self.ln
+        candidates = [one for one in self.ln if self._model(one) == self._model(label)]
+        candidates = candidates[:1] if label in candidates else candidates
         if label in candidates:
             return None
         return min(candidates, key=lambda one: len(differing([self.settings[label], self.settings[one]])), default=None)
+
+    def _model(self, label: str) -> tuple:
+        """Of language models, what two systems have to share; the perplexity of a model without a mask is another."""
+        settings = self.settings[label]
+        language_model = self.members(label)[0].language_model
+        return (settings[SIZE], bool(settings.get("model.tensorized_unmasked"))) if language_model else ()
 
     def baselines(self) -> dict[str, str]:
         """System -> the LN system that it is compared with, of those that have one."""
@@ -177,11 +186,9 @@ def _corpus(runs: Sequence[Run]) -> Corpus:
         if settings not in systems:
             systems.append(settings)
         place = order.index(settings[NORM]) if settings[NORM] in order else len(order)
-        scores = {measure: getattr(run.scores, measure).score if run.scores else float("nan") for measure in METRICS}
         seed = run.seed if isinstance(run.seed, int) else None
-        rows.append({"run": run, "place": place, "number": systems.index(settings), "seed": seed, **scores})
-    usual = _usual(systems)
-    details = [_details(settings, systems, usual) for settings in systems]
+        rows.append({"run": run, "place": place, "number": systems.index(settings), "seed": seed, **run.measures})
+    details = _details(systems)
     frame = pandas.DataFrame(rows).astype({"seed": "Int64"})
     frame["details"] = [len(details[number]) for number in frame["number"]]
     frame = frame.sort_values(["place", "details", "number", "seed"], kind="stable", ignore_index=True)
@@ -190,25 +197,21 @@ def _corpus(runs: Sequence[Run]) -> Corpus:
     return Corpus(runs[0].data, frame, {label: systems[number] for number, label in labels.items()})
 
 
-def _usual(systems: Sequence[dict[str, object]]) -> dict[str, object]:
-    """Setting that differs -> the value that most systems have; left out where no value is in more than all others."""
-    values = {
-        name: [shown(one.get(name)) for one in systems] for name in differing(systems) if name not in (NORM, SIZE)
-    }
-    common = {name: Counter(of_all).most_common(2) for name, of_all in values.items()}
-    return {name: most[0][0] for name, most in common.items() if len(most) < 2 or most[0][1] > most[1][1]}
-
-
-def _details(
-    settings: dict[str, object], systems: Sequence[dict[str, object]], usual: Mapping[str, object]
-) -> list[str]:
-    """What tells a system from others: what is not usual, or where nothing is, differs from those of its norm."""
-    of_norm = differing([other for other in systems if other[NORM] == settings[NORM]])
-    return [
-        shown(settings.get(name)) if name == SIZE else f"{name.rpartition('.')[2]}={_bare(settings.get(name))}"
-        for name in sorted(differing(systems))
-        if name != NORM and (shown(settings.get(name)) != usual[name] if name in usual else name in of_norm)
-    ]
+def _details(systems: Sequence[dict[str, object]]) -> list[list[str]]:
+    """For each system the settings that most others do not have, or where no value is the most frequent, those in
+    which the systems of its norm differ."""
+    found: list[list[str]] = [[] for _ in systems]
+    for name in sorted(set(differing(systems)) - {NORM}):
+        values = [shown(one.get(name)) for one in systems]
+        (usual, times), *others = Counter(values).most_common(2)
+        for told, settings, value in zip(found, systems, values, strict=True):
+            if name != SIZE and (not others or times > others[0][1]):
+                tells = value != usual
+            else:
+                tells = len({v for v, one in zip(values, systems, strict=True) if one[NORM] == settings[NORM]}) > 1
+            if tells:
+                told.append(value if name == SIZE else f"{name.rpartition('.')[2]}={_bare(settings.get(name))}")
+    return found
 
 
 def _label(number: int, systems: Sequence[dict[str, object]], details: Sequence[list[str]]) -> str:

@@ -76,6 +76,7 @@ def test_training(tmp_path, capsys):
 
 def test_attention(capsys, monkeypatch):
     monkeypatch.setattr(attention, "SIZES", {"small": (5, 2, 3)})
+    monkeypatch.setattr(attention.tensorized_attention, "ROWS", 8)  # main changes it
     monkeypatch.setattr("sys.argv", ["attention", "--rounds", "1", "--size", "small"])
     attention.main()
     names = ["ordinary", "ordinary again", "tensorized", "tensorized, all rows at once", "tensorized, unmasked"]
