@@ -329,6 +329,12 @@ def _sum(values: Sequence[int | None]) -> int | None:
     return None if None in values else sum(values)
 
 
+def _rounded(column: str, values: Sequence[float]) -> dict[str, float | str]:
+    """First quartile, median and third quartile as columns, empty without values."""
+    low, middle, high = [round(value, 3) for value in values] or [""] * 3
+    return {column: middle, f"{column}_low": low, f"{column}_high": high}
+
+
 def rows_of(found: list[Contestant], common: dict) -> list[dict]:
     """What was measured of the contestants, the first of which is the base: a row for each of them and each phase."""
     base = found[0]
@@ -337,7 +343,6 @@ def rows_of(found: list[Contestant], common: dict) -> list[dict]:
     rows = []
     for (phase, tensors), contestant in itertools.product(PHASES.items(), found):
         own = contestant.seconds[phase]
-        low, middle, high = ratios(own, base.seconds[phase])
         times_reference = bandwidth = ""
         if other := plain.get((contestant.norm, contestant.layer_scale)):
             times_reference = round(ratios(other.seconds[phase], own)[1], 3)
@@ -354,13 +359,9 @@ def rows_of(found: list[Contestant], common: dict) -> list[dict]:
                 "layer_scale": contestant.layer_scale,
                 "implementation": contestant.implementation,
                 "milliseconds": round(1000 * quartiles(own)[1], 5),
-                "ratio": round(middle, 3),
-                "ratio_low": round(low, 3),
-                "ratio_high": round(high, 3),
+                **_rounded("ratio", ratios(own, base.seconds[phase])),
                 "ratio_of_least": round(min(own) / min(base.seconds[phase]), 3),
-                "ratio_single": round(quartiles(contestant.single)[1], 3) if phase == "both" else "",
-                "ratio_single_low": round(quartiles(contestant.single)[0], 3) if phase == "both" else "",
-                "ratio_single_high": round(quartiles(contestant.single)[2], 3) if phase == "both" else "",
+                **_rounded("ratio_single", quartiles(contestant.single) if phase == "both" else ()),
                 "times_reference": times_reference,
                 "copy_bandwidth": bandwidth,
                 "extra_bytes": contestant.extra_bytes,

@@ -61,7 +61,7 @@ def output_file(text: str) -> Path:
 
 def settings_of(args: argparse.Namespace) -> dict[str, object]:
     """What was measured, as columns of a CSV file."""
-    others = ("output", "norms", "checkpoint", "memory_of", "no_memory")
+    others = ("output", "norms", "checkpoint", "no_memory")
     return {name: value for name, value in vars(args).items() if name not in others}
 
 

@@ -7,12 +7,7 @@ of weights, optimizer and updates. The psi warm-up is over.
 """
 
 import argparse
-import json
-import re
-import subprocess
-import sys
 import tempfile
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,6 +17,7 @@ from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.trainer import Trainer
 
 from benchmarks import hide_messages, keep_memory
+from benchmarks.profiling import peak_memory
 from benchmarks.results import in_turns, output_file, positive, report_speeds, settings_of
 from pn_fairseq.models.architectures import SIZES
 from pn_fairseq.models.from_checkpoint import make_dictionary
@@ -94,22 +90,15 @@ def update(trainer: Trainer, batch: dict) -> None:
         torch.cuda.synchronize()
 
 
-def resident(what: str) -> int:
-    """Memory of this process in bytes: ``VmRSS``, now, or ``VmHWM``, the peak.
+def memory_of(short: str, args: argparse.Namespace, batches: list[dict]) -> int:
+    """Peak of the bytes of weights, optimizer and updates."""
 
-    ``getrusage`` would include the peak of the parent process.
-    """
-    status = Path("/proc/self/status").read_text("utf-8")
-    return int(re.search(rf"^{what}:\s+(\d+) kB", status, re.M)[1]) * 1024
+    def train() -> None:
+        trainer = make_trainer(f"transformer_{short}_{args.size}", args)
+        for batch in batches:
+            update(trainer, batch)
 
-
-def memory_on_cpu(short: str, argv: list[str]) -> int:
-    """Bytes that a few updates need in a new process, less what it uses before the model is built."""
-    command = [sys.executable, "-m", "benchmarks.training", *argv, "--memory-of", short]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).resolve().parent.parent)
-    if result.returncode:
-        raise RuntimeError(result.stderr)
-    return json.loads(result.stdout.splitlines()[-1])
+    return peak_memory(train, torch.device(args.device))
 
 
 def parse(argv) -> argparse.Namespace:
@@ -123,9 +112,8 @@ def parse(argv) -> argparse.Namespace:
     parser.add_argument("--vocabulary", type=int, default=10000, help="size of the dictionary (default: 10000)")
     parser.add_argument("--rounds", type=positive, help="measured updates of each (default: 100, or 10 on a CPU)")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="threads (default: torch's)")
-    parser.add_argument("--no-memory", action="store_true", help="on a CPU, leave out the measurement of memory")
+    parser.add_argument("--no-memory", action="store_true", help="leave out the measurement of memory")
     parser.add_argument("--output", type=output_file, metavar="FILE", help="also write a CSV file")
-    parser.add_argument("--memory-of", choices=SHORT, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     args.tokens = args.tokens or (1024 if args.device == "cpu" else 4096)
     args.rounds = args.rounds or (10 if args.device == "cpu" else 100)
@@ -141,46 +129,18 @@ def main(argv=None) -> None:
     torch.set_num_threads(args.threads)
     batches = make_batches(args)
 
-    if args.memory_of:
-        Path("/proc/self/clear_refs").write_text("5", "utf-8")  # forget the peak of the imports
-        before = resident("VmRSS")
-        trainer = make_trainer(f"transformer_{args.memory_of}_{args.size}", args)
-        for batch in batches:
-            update(trainer, batch)
-        print(json.dumps(resident("VmHWM") - before))
-        return
-
-    trainers, memory = {}, {}
     names = list(dict.fromkeys([BASE, *args.norms]))
-    for short in names:
-        held = torch.cuda.memory_allocated() if args.device == "cuda" else 0
-        trainers[short] = make_trainer(f"transformer_{short}_{args.size}", args)
-        update(trainers[short], batches[0])  # makes the optimizer's state
-        if args.device == "cuda":
-            memory[short] = torch.cuda.memory_allocated() - held
-        elif not args.no_memory:
-            memory[short] = memory_on_cpu(short, sys.argv[1:] if argv is None else argv)
-
-    extra = dict.fromkeys(names, 0)
-    warm = BATCHES if args.device == "cuda" else 1  # each shape once
-
-    def turn(short: str, number: int) -> None:
-        if args.device == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-            held = torch.cuda.memory_allocated()
-        update(trainers[short], batches[number % BATCHES])
-        if args.device == "cuda":
-            extra[short] = max(extra[short], torch.cuda.max_memory_allocated() - held)
-
-    seconds = in_turns({short: partial(turn, short) for short in names}, args.rounds, warm)
-    tokens = [batches[(number + warm) % BATCHES]["ntokens"] for number in range(args.rounds)]
-    memory = {short: value + extra[short] for short, value in memory.items()}
-    more = {
-        short: {"memory_mb": memory[short] / 1e6, "memory_times": memory[short] / memory[BASE]}
-        if memory
-        else {"memory_mb": None, "memory_times": None}
-        for short in names
+    memory = {} if args.no_memory else {short: memory_of(short, args, batches) for short in names}
+    trainers = {short: make_trainer(f"transformer_{short}_{args.size}", args) for short in names}
+    work = {
+        short: lambda number, trainer=trainer: update(trainer, batches[number % BATCHES])
+        for short, trainer in trainers.items()
     }
+    warm = BATCHES if args.device == "cuda" else 1  # each shape once; the first makes the optimizer's state
+    seconds = in_turns(work, args.rounds, warm)
+    tokens = [batches[(number + warm) % BATCHES]["ntokens"] for number in range(args.rounds)]
+    more = {short: {"memory_mb": None, "memory_times": None} for short in names}
+    more |= {short: {"memory_mb": size / 1e6, "memory_times": size / memory[BASE]} for short, size in memory.items()}
     print(
         f"transformer_*_{args.size}, {args.tokens} tokens a batch, {args.dtype}, {args.device}, {args.threads} "
         f"threads, torch {torch.__version__}"

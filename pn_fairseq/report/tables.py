@@ -297,30 +297,26 @@ def _state(run: Run) -> str:
 
 def training(corpus: Corpus) -> pandas.DataFrame:
     """How each run went."""
+    patterns = {
+        "best validation loss (bits/token)": "{best validation loss (bits/token):.3f} at {at update:,.0f}",
+        "time per update": "{seconds per update:.2f} s",
+        "tokens/s": "{tokens/s:,.0f}",
+    }
     rows = []
     for row, run in rows_of(corpus):
         found = _of_training(run)
-
-        def cell(pattern: str, *names: str, found=found) -> str:
-            values = [found[name] for name in names]
-            return missing("not logged") if any(map(math.isnan, values)) else pattern.format(*values)
-
-        certain = all(start.done_seconds is not None for start in run.log.starts) if run.log else True
-        wall = missing("not logged") if math.isnan(found["seconds"]) else duration(found["seconds"])
-        rows.append(
-            row
-            | {
-                "state": _state(run),
-                "updates": f"{found['updates']:,} " + (f"of {run.max_update:,}" if run.max_update else "(no limit)"),
-                "best validation loss (bits/token)": cell(
-                    "{:.3f} at {:,.0f}", "best validation loss (bits/token)", "at update"
-                ),
-                "wall time": wall if certain or wall.startswith("*") else f"at least {wall}",
-                "time per update": cell("{:.2f} s", "seconds per update"),
-                "tokens/s": cell("{:,.0f}", "tokens/s"),
-                "parameters": f"{run.log.parameters:,}" if run.log and run.log.parameters else missing("not logged"),
-            }
-        )
+        texts = {name: pattern.format_map(found) for name, pattern in patterns.items()}
+        if not math.isnan(found["seconds"]):
+            certain = all(start.done_seconds is not None for start in run.log.starts)
+            texts["wall time"] = f"{'' if certain else 'at least '}{duration(found['seconds'])}"
+        if run.log and run.log.parameters:
+            texts["parameters"] = f"{run.log.parameters:,}"
+        row["state"] = _state(run)
+        row["updates"] = f"{found['updates']:,} " + (f"of {run.max_update:,}" if run.max_update else "(no limit)")
+        for name in ("best validation loss (bits/token)", "wall time", "time per update", "tokens/s", "parameters"):
+            text = texts.get(name, "nan")
+            row[name] = missing("not logged") if "nan" in text else text
+        rows.append(row)
     return pandas.DataFrame(rows)
 
 
