@@ -52,7 +52,10 @@ def _shown(rows: Iterable[dict]) -> pandas.DataFrame:
             {"setting": setting(both), "ratio to LayerNorm": both["contestant"]}
             | {phase: _with_quartiles(phases[phase], "ratio") for phase in PHASES}
             | {"of least": f"{both['ratio_of_least']:.3f}", "turns of one step": _with_quartiles(both, "ratio_single")}
-            | {"peak memory": f"{both['extra_ratio']:.3f}", "kernels": " + ".join(str(row["kernels"]) for row in each)}
+            | {
+                "peak memory, ratio": f"{both['extra_ratio']:.3f}",
+                "kernels": " + ".join(str(row["kernels"]) for row in each),
+            }
             | {"bytes / bytes of x": " + ".join(f"{_bytes_of_x(row):.2f}" for row in each).replace("nan", "unknown")}
         )
     return pandas.DataFrame(found).set_index(["setting", "ratio to LayerNorm"])
@@ -60,7 +63,9 @@ def _shown(rows: Iterable[dict]) -> pandas.DataFrame:
 
 def text(rows: list[dict]) -> str:
     """All of one setting, for a terminal."""
-    return f"\n{setting(rows[0])}\n{_shown(rows).droplevel('setting').to_string()}"
+    return (
+        f"\n{setting(rows[0])}, ratio to LayerNorm\n{_shown(rows).droplevel('setting').rename_axis(None).to_string()}"
+    )
 
 
 def _markdown(header: Sequence[str], lines: Iterable[Sequence[str]], align: str = "---:") -> str:
@@ -78,7 +83,7 @@ def markdown(rows: list[dict]) -> str:
     for title, column in tables.items():
         wide = shown[column].unstack("setting").reindex(names)[list(settings)].fillna("")
         found.append(_markdown([title, *settings], wide.reset_index().values.tolist()))
-    costs = shown.loc[settings[0], ["peak memory", "kernels", "bytes / bytes of x"]].reset_index()
+    costs = shown.loc[settings[0], ["peak memory, ratio", "kernels", "bytes / bytes of x"]].reset_index()
     found.append(_markdown([settings[0], *costs.columns[1:]], costs.values.tolist()))
     return "\n\n".join(found)
 
