@@ -7,6 +7,15 @@ from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_REGISTRY
 
 import pn_fairseq.models  # noqa: F401 (registers the architectures)
 from pn_fairseq.models.from_checkpoint import make_dictionary
+from pn_fairseq.norms import NORMS
+
+#: The norm that the others are compared with.
+BASE = "ln"
+
+#: The norms of the paper.
+DEFAULT = [BASE, "bn", "pnv", "pn"]
+
+SHORT = [entry.short for entry in NORMS.values()]
 
 VOCABULARY = 100
 #: Tokens of a block in language modeling.

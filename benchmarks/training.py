@@ -17,19 +17,11 @@ from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.trainer import Trainer
 
 from benchmarks import hide_messages, keep_memory
+from benchmarks.models import BASE, DEFAULT, SHORT
 from benchmarks.profiling import peak_memory
 from benchmarks.results import in_turns, output_file, positive, report_speeds, settings_of
 from pn_fairseq.models.architectures import SIZES
 from pn_fairseq.models.from_checkpoint import make_dictionary
-from pn_fairseq.norms import NORMS
-
-#: The norm that the others are compared with.
-BASE = "ln"
-
-#: The norms of the paper.
-DEFAULT = [BASE, "bn", "pnv", "pn"]
-
-SHORT = [entry.short for entry in NORMS.values()]
 
 PRECISIONS = {"float32": (), "bfloat16": ("bf16",), "float16": ("fp16",)}
 

@@ -84,7 +84,6 @@ class Subject:
         label: its name in the legends.
         probe: the rows of its ``--norm-probe`` file, or None.
         series: those of the norm that Figures 2 to 4 show, one for each forward, and the ``fifth`` of training.
-        updates: of the whole training.
         tokens: of a mini-batch.
         bleu: tokenized BLEU, or None.
         norm: title of the encoder's norm.
@@ -93,7 +92,6 @@ class Subject:
 
     label: str
     probe: object
-    updates: int
     tokens: int | None
     bleu: float | None
     norm: str
@@ -116,17 +114,16 @@ def read_subject(run, label: str, name: str | None = None) -> Subject:
     """
     from pn_fairseq.probes import read_probe
 
-    folder = find_probe(run)
-    try:
-        probe = None if folder is None else read_probe(folder)
-    except ValueError as error:
-        raise UserError(str(error)) from error
-    updates, series = run.max_update or (run.log.updates if run.log else 0), None
-    if probe is not None:
+    probe, series, folder = None, None, find_probe(run)
+    if folder is not None:
+        try:
+            probe = read_probe(folder)
+        except ValueError as error:
+            raise UserError(str(error)) from error
         known = list(probe["norm"].unique())
         if name is not None and name not in known:
             raise UserError(f"{folder} has no norm {name!r}{did_you_mean(name, known)}; it has {', '.join(known)}")
-        updates = max(updates or 0, int(probe["update"].max()))
+        updates = max(run.max_update or (run.log.updates if run.log else 0), int(probe["update"].max()))
         series = probe[(probe["norm"] == (name or known[0])) & probe["forward"].notna()]
         series = series.assign(fifth=np.ceil(5 * series["update"] / updates).clip(1, 5))
     checkpoints = [run.path / place / "checkpoint_last.pt" for place in ("checkpoints", ".")]
@@ -134,7 +131,6 @@ def read_subject(run, label: str, name: str | None = None) -> Subject:
     return Subject(
         label,
         probe,
-        updates,
         tokens * run.workers if tokens else None,
         run.scores.tokenized.score if run.scores else None,
         str(run.setting("model.encoder_norm") or run.setting("model._name") or label),

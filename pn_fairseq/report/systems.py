@@ -49,11 +49,8 @@ def norm_labels() -> dict[str, str]:
     """Name of each norm -> its abbreviation, from the registry: what stands in brackets at the end of its title."""
     from pn_fairseq.norms import NORMS
 
-    def label(name: str, entry) -> str:
-        match = re.search(r"\(([^()]+)\)$", getattr(entry, "title", None) or "")
-        return match[1] if match else (getattr(entry, "short", None) or name).upper()
-
-    return {name: label(name, entry) for name, entry in NORMS.items()}
+    found = {name: re.search(r"\(([^()]+)\)$", entry.title) for name, entry in NORMS.items()}
+    return {name: match[1] if match else NORMS[name].short.upper() for name, match in found.items()}
 
 
 def _norm_and_size(run: Run) -> tuple[str, str]:
