@@ -23,7 +23,10 @@ _PARTS_OF_RUN = {"renorm_updates": 0.3, "fade_updates": 0.8}
 
 
 def _bounded(kind, accept, wanted: str):
-    """An argparse type: ``kind(text)``, refused in one line unless it satisfies ``accept``."""
+    """A kind of flag: ``kind(text)``, refused in one line unless it satisfies ``accept``.
+
+    Called with what the help calls the value; returns what argparse takes.
+    """
 
     def parse(text: str):
         try:
@@ -34,7 +37,7 @@ def _bounded(kind, accept, wanted: str):
             raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}")
         return value
 
-    return parse
+    return lambda metavar: {"type": parse, "metavar": metavar}
 
 
 _alpha = _bounded(float, lambda value: 0 < value < 1, "a number strictly between 0 and 1")
@@ -47,7 +50,7 @@ _detached = _bounded(lambda text: check_parts(text) and text, bool, "mean, std o
 
 
 def _checked(check, note: str = ""):
-    """An argparse type: the text, unless ``check`` raises ValueError, whose message is shown with ``note``."""
+    """A kind of flag: the text, unless ``check`` raises ValueError, whose message is shown with ``note``."""
 
     def parse(text: str) -> str:
         try:
@@ -56,7 +59,7 @@ def _checked(check, note: str = ""):
             raise argparse.ArgumentTypeError(f"{error}{note}") from None
         return text
 
-    return parse
+    return lambda metavar: {"type": parse, "metavar": metavar}
 
 
 #: Loads the files of ``--norm-module``, so that the flags after it know their norms.
@@ -64,7 +67,7 @@ _modules = _checked(lambda text: [load_norms(path) for path in text.split(",")])
 _norm = _checked(find_norm, " (--norm-module has to come before it)")
 
 
-def _flag(help: str, default=None, **argument):
+def _flag(help: str, argument: dict, default=None):
     """A field with a flag of its name; ``argument`` is for argparse.
 
     ``help`` has places for what :meth:`NormOptions.add_args` knows, the norms' ``own`` defaults and others.
@@ -72,9 +75,9 @@ def _flag(help: str, default=None, **argument):
     return field(default=default, metadata={"help": help, **argument})
 
 
-def _own(help: str, **argument):
+def _own(help: str, argument: dict):
     """The same for an argument of the norms whose default is their own."""
-    return _flag(f"{help} (default: {{own}})", **argument)
+    return _flag(f"{help} (default: {{own}})", argument)
 
 
 @dataclass(frozen=True)
@@ -89,123 +92,110 @@ class NormOptions:
     """
 
     norm_module: str | None = _flag(
-        "Python files that register norms of your own, for {norm_flags}", type=_modules, metavar="FILE[,FILE]"
+        "Python files that register norms of your own, for {norm_flags}", _modules("FILE[,FILE]")
     )
     encoder_norm: str = _flag(
         "norm of the encoder, in its layers and after the last ({norms}; default: the architecture's)",
+        _norm("NAME"),
         "power",
-        type=_norm,
-        metavar="NAME",
     )
     decoder_norm: str = _flag(
-        "norm of the decoder, in its layers and after the last ({of_decoder})", "layer", type=_norm, metavar="NAME"
+        "norm of the decoder, in its layers and after the last ({of_decoder})", _norm("NAME"), "layer"
     )
     norm_variant: str = _flag(
         "compute {several} as the paper says, or as the code does that its authors released with it "
         "(docs/release.md has the differences; default: {default})",
+        {"choices": VARIANTS},
         VARIANTS[0],
-        choices=VARIANTS,
     )
-    norm_eps: float | None = _own("epsilon of every norm", type=_positive, metavar="E")
+    norm_eps: float | None = _own("epsilon of every norm", _positive("E"))
     norm_alpha_fwd: float | None = _flag(
         "decay of the running statistics of the forward pass, such as PN's psi^2 and BN's averages for evaluation "
         "(default: the norm's own, {own})",
-        type=_alpha,
-        metavar="A",
+        _alpha("A"),
     )
     norm_alpha_bwd: float | None = _own(
-        "decay of the running correction nu of the backward pass of PN and UN", type=_alpha, metavar="A"
+        "decay of the running correction nu of the backward pass of PN and UN", _alpha("A")
     )
     layer_scale_groups: int | None = _flag(
         "groups of channels that layer-scale divides by their root mean square before {scaled}; 0: off (default: as "
         "many as attention heads for {per_head}, else 0)",
-        type=_count,
-        metavar="G",
+        _count("G"),
     )
     psi_warmup_updates: int | None = _flag(
         "updates during which PN normalizes with the batch's own psi, and UN and MABN with the statistics of the batch "
         "alone (default: the warm-up of the learning rate){own_warmups}",
-        type=_count,
-        metavar="N",
+        _count("N"),
     )
     norm_window: int | None = _flag(
-        "training forwards whose statistics UN and MABN average (default: the norm's own, {own})",
-        type=_from_1,
-        metavar="M",
+        "training forwards whose statistics UN and MABN average (default: the norm's own, {own})", _from_1("M")
     )
     outlier_filtration: bool = _flag(
         "UN keeps batches out of its averages that are far from them (its authors: for images, not for text)",
+        {"action": "store_true"},
         False,
-        action="store_true",
     )
     renorm_updates: int | None = _flag(
         "length of BRN's schedule: until N/8 it is BN, then d_max grows until 5N/8 and r_max until N (default: {part} "
         "of --max-update; without that {own})",
-        type=_count,
-        metavar="N",
+        _count("N"),
     )
-    renorm_r_max: float | None = _own("BRN's r_max at the end of its schedule", type=_least_1, metavar="R")
-    renorm_d_max: float | None = _own("BRN's d_max at the end of its schedule", type=_not_negative, metavar="D")
+    renorm_r_max: float | None = _own("BRN's r_max at the end of its schedule", _least_1("R"))
+    renorm_d_max: float | None = _own("BRN's d_max at the end of its schedule", _not_negative("D"))
     reg_lambda_mean: float | None = _own(
         "factor of RBN's penalty on the distance of the mean of a batch from the running mean. The penalty is added "
         "once per batch to the loss, which is a sum over tokens",
-        type=_not_negative,
-        metavar="L",
+        _not_negative("L"),
     )
     reg_lambda_var: float | None = _own(
-        "the same for the standard deviation, with --norm-variant release for the variance",
-        type=_not_negative,
-        metavar="L",
+        "the same for the standard deviation, with --norm-variant release for the variance", _not_negative("L")
     )
     fade_updates: int | None = _flag(
         "updates during which PRepBN fades from layer normalization into batch normalization (default: {part} of "
         "--max-update; without that {own})",
-        type=_count,
-        metavar="N",
+        _count("N"),
     )
     norm_groups: int | None = _flag(
         "groups of channels that the norm group normalizes each alone (default: as many as attention heads)",
-        type=_from_1,
-        metavar="G",
+        _from_1("G"),
     )
     norm_detach: str | None = _own(
-        "what no gradient goes through in the norm detach: mean, std or mean,std", type=_detached, metavar="PARTS"
+        "what no gradient goes through in the norm detach: mean, std or mean,std", _detached("PARTS")
     )
-    ada_k: float | None = _own("k of the norm ada", type=_not_negative, metavar="K")
+    ada_k: float | None = _own("k of the norm ada", _not_negative("K"))
     ada_scale: float | None = _own(
         "factor C of the norm ada; in its paper 1 for English-Vietnamese, 2 for German-English and English-German",
-        type=_positive,
-        metavar="C",
+        _positive("C"),
     )
-    alpha_init: float | None = _own("initial alpha of the norms dyt and derf", type=_positive, metavar="A")
+    alpha_init: float | None = _own("initial alpha of the norms dyt and derf", _positive("A"))
     norm_sync: str = _flag(
         "take statistics over the tokens of all data-parallel workers (auto, the default: on for {synced}, off for the "
         "others, as in the paper)",
+        {"choices": SYNC},
         SYNC[0],
-        choices=SYNC,
     )
     no_norm_agreement: bool = _flag(
         "statistics that are not synchronised are averaged over the workers before they validate or save, so that the "
         "model that is validated and saved is one and the same; this leaves them apart, and those of worker 0 are "
         "saved",
+        {"action": "store_true"},
         False,
-        action="store_true",
     )
     norm_stats_interval: int = _flag(
-        "log a summary of the norms' statistics every N updates (default: 0, never)", 0, type=_count, metavar="N"
+        "log a summary of the norms' statistics every N updates (default: 0, never)", _count("N"), 0
     )
     norm_probe: str | None = _flag(
         "record the statistics of batches and of gradients of every norm in FILE, a folder of Parquet files "
         "(docs/figures.md)",
-        metavar="FILE",
+        {"metavar": "FILE"},
     )
     norm_probe_interval: int = _flag(
-        "updates from one that --norm-probe records to the next (default: {default})", 50, type=_from_1, metavar="N"
+        "updates from one that --norm-probe records to the next (default: {default})", _from_1("N"), 50
     )
     norm_probe_layers: str | None = _flag(
         "names of the norms that --norm-probe records, or patterns such as 'encoder.layers.0.*' (default: those of the "
         "encoder, or all in a model without one)",
-        metavar="NAME[,NAME]",
+        {"metavar": "NAME[,NAME]"},
     )
     norms_folded: bool = False
 
