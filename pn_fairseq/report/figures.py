@@ -101,7 +101,7 @@ class Subject:
 
 def find_probe(run) -> Path | None:
     """The folder of ``--norm-probe`` of a run (:class:`pn_fairseq.report.runs.Run`), which may have been moved."""
-    told = run.setting("model.norm_probe") or run.setting("norm_probe")
+    told = run.setting("model.norm_probe")
     places = [run.path / "norm_probe", *([run.path / Path(told).name, Path(told)] if told else [])]
     return next((place for place in places if any(place.glob("update-*.parquet"))), None)
 
