@@ -7,6 +7,7 @@ from pathlib import Path
 import pandas
 
 from pn_fairseq.pipeline.files import atomic_write
+from pn_fairseq.report.curves import headless_pyplot
 
 #: The columns that say what was measured.
 SETTING = ("shape", "dtype", "device", "threads", "padding")
@@ -90,12 +91,9 @@ def markdown(rows: list[dict]) -> str:
 
 def draw(rows: list[dict], output: Path) -> None:
     """Draw the ratios of forward and backward with their quartiles, a frame for each setting (.png, .pdf or .svg)."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
     from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter
 
+    pyplot = headless_pyplot()
     settings = _grouped((row for row in rows if row["phase"] == "both"), *SETTING)
     wide = min(len(settings), 2)
     high = -(-len(settings) // wide)
