@@ -105,7 +105,7 @@ class Corpus:
     Attributes:
         data: the data's settings; None if they are not known (then there is a single run).
         frame: a row for each run, by norm (LN first) and seed: ``run``, the label of its ``system``, ``seed``, and its
-            scores (NaN if it was not scored).
+            :attr:`Run.measures`.
         settings: label of a system -> its settings, without the seed and how it was run; the norm is ``LN``, ``PN``,
             ..., or the name of an architecture.
     """
@@ -132,8 +132,8 @@ class Corpus:
 
     def scores(self) -> pandas.DataFrame:
         """(system, seed) -> measures, if there are any. A seed that was run twice counts once, by its mean."""
-        measures = [name for name in (*METRICS, *LM_MEASURES) if name in self.frame]
-        measured = self.frame.dropna(subset=measures, how="all")
+        measures = [*METRICS, *LM_MEASURES]
+        measured = self.frame.reindex(columns=["system", "seed", *measures]).dropna(subset=measures, how="all")
         return measured.groupby(["system", "seed"], sort=False, dropna=False)[measures].mean()
 
     def baseline(self, label: str) -> str | None:
@@ -149,7 +149,7 @@ class Corpus:
         return min(candidates, key=lambda one: len(differing([self.settings[label], self.settings[one]])), default=None)
 
     def _model(self, label: str) -> tuple:
-        """Of language models, what two systems have to share; the perplexity of a model without a mask is another."""
+        """What language models that are compared have in common: the model, and whether it is causal."""
         settings = self.settings[label]
         language_model = self.members(label)[0].language_model
         return (settings[SIZE], bool(settings.get("model.tensorized_unmasked"))) if language_model else ()
@@ -195,8 +195,10 @@ def _corpus(runs: Sequence[Run]) -> Corpus:
 
 
 def _details(systems: Sequence[dict[str, object]]) -> list[list[str]]:
-    """For each system the settings that most others do not have, or where no value is the most frequent, those in
-    which the systems of its norm differ."""
+    """For each system the settings that differ from those of most.
+
+    Where no value is in more systems than all others, those in which the systems of its norm differ.
+    """
     found: list[list[str]] = [[] for _ in systems]
     for name in sorted(set(differing(systems)) - {NORM}):
         values = [shown(one.get(name)) for one in systems]

@@ -51,7 +51,7 @@ _OF_A_START = ("started", "command", "workers", "tokens_per_update", "update_fre
 
 
 def tell(text: str) -> None:
-    """A line of progress, for who watches."""
+    """A line of progress, where stderr is a terminal."""
     if sys.stderr.isatty():
         say("pn-report", text)
 
