@@ -86,7 +86,7 @@ class Subject:
         series: those of the norm that Figures 2 to 4 show, one for each forward, and the ``fifth`` of training.
         tokens: of a mini-batch.
         bleu: tokenized BLEU, or None.
-        norm: title of the encoder's norm.
+        norm: of the encoder, as in the paper: ``LN``, ``PN``, ...
         checkpoint: its last one, or None.
     """
 
@@ -113,6 +113,7 @@ def read_subject(run, label: str, name: str | None = None) -> Subject:
         UserError: the run's probe cannot be read, or has no norm of that name.
     """
     from pn_fairseq.probes import read_probe
+    from pn_fairseq.report.systems import norm_and_size
 
     probe, series, folder = None, None, find_probe(run)
     if folder is not None:
@@ -133,7 +134,7 @@ def read_subject(run, label: str, name: str | None = None) -> Subject:
         probe,
         tokens * run.workers if tokens else None,
         run.scores.tokenized.score if run.scores else None,
-        str(run.setting("model.encoder_norm") or run.setting("model._name") or label),
+        norm_and_size(run)[0],
         next((file for file in checkpoints if file.is_file()), None),
         series,
     )
@@ -240,12 +241,13 @@ def batch_size(pyplot, subjects: Sequence[Subject]):
     paper = [(norm, tokens, bleu) for norm, of_norm in PAPER_BLEU.items() for tokens, bleu in of_norm.items()]
     figure, axes = pyplot.subplots(1, 2, figsize=(10.4, 4.2), layout="constrained", sharex=True)
     titles = {"these runs": points, "the paper, IWSLT14 German-English": paper}
+    norms = list(dict.fromkeys([*PAPER_BLEU, *(norm for norm, _, _ in points)]))  # the same style on both sides
     for axis, (title, rows) in zip(axes, titles.items(), strict=True):
         drawn = pandas.DataFrame(rows, columns=["norm", "tokens", "bleu"])
-        for index, (label, of_norm) in enumerate(drawn.groupby("norm", sort=False)):
-            means = of_norm.groupby("tokens")["bleu"].mean()
-            axis.plot(means.index, means, label=label, **style(index))
-            axis.plot(of_norm["tokens"], of_norm["bleu"], ".", color=style(index)["color"], alpha=0.5)  # every seed
+        for norm, of_norm in drawn.groupby("norm", sort=False):
+            means, look = of_norm.groupby("tokens")["bleu"].mean(), style(norms.index(norm))
+            axis.plot(means.index, means, label=norm, **look)
+            axis.plot(of_norm["tokens"], of_norm["bleu"], ".", color=look["color"], alpha=0.5)  # every seed
         axis.set_xscale("log", base=2)
         ticks = sorted(drawn["tokens"].unique())
         axis.set_xticks(ticks, [f"{each:,}" for each in ticks])
@@ -330,10 +332,10 @@ def gains(pyplot, subjects: Sequence[Subject]):
     for axis, place in zip(axes[0], places, strict=True):
         of_place = last[last["place"] == place]
         layers = sorted(map(int, of_place["layer"].unique()))
-        groups = {
-            label: [np.concatenate([[], *own.loc[own["layer"] == str(n), column]]) for n in layers]
-            for label, own in of_place.groupby("label", sort=False)
-        }
+        groups = {}
+        for label in last["label"].unique():  # also one that has none here, so that the others keep their colours
+            own = of_place[of_place["label"] == label]
+            groups[label] = [np.concatenate([[], *own.loc[own["layer"] == str(n), column]]) for n in layers]
         handles |= _boxes(axis, groups, [n + 1 for n in layers], {"paper, PN-V on IWSLT14": PAPER_GAIN[: len(layers)]})
         axis.axhline(1, linestyle="--", color="black", linewidth=1)
         axis.set_title(place, fontsize=10, loc="left")

@@ -53,7 +53,7 @@ def norm_labels() -> dict[str, str]:
     return {name: match[1] if match else NORMS[name].short.upper() for name, match in found.items()}
 
 
-def _norm_and_size(run: Run) -> tuple[str, str]:
+def norm_and_size(run: Run) -> tuple[str, str]:
     """What ``model._name`` and the setting of the norm say: ("PN", "tiny") of ``transformer_pn_tiny``.
 
     An architecture that is not this plugin's has itself as its norm, and no size.
@@ -91,7 +91,7 @@ def comparable(run: Run) -> dict[str, object]:
         and name not in ("model._name", LM_NORM if run.language_model else "model.encoder_norm")
         and not (name in _COPIES and value == run.setting(_COPIES[name]))
     }
-    norm, size = _norm_and_size(run)
+    norm, size = norm_and_size(run)
     # A setting that is null and one that is not there mean the same: the default.
     return {
         name: value for name, value in {NORM: norm, SIZE: size, **_batch(run), **values}.items() if value is not None
