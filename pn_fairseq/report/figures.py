@@ -322,9 +322,10 @@ def gains(pyplot, subjects: Sequence[Subject]):
     )
     last[["layer", "place"]] = last["norm"].str.extract(r"^encoder\.layers\.(\d+)\.(.+)$")
     last["place"] = last["place"].map(_OF_LAYER)
-    places = [place for place in _OF_LAYER.values() if (last["place"] == place).any()]
-    if not places:
+    last = last.dropna(subset=["place"])
+    if last.empty:
         raise Absent("no probe has an encoder layer whose norm has a gain per channel")
+    places = [place for place in _OF_LAYER.values() if (last["place"] == place).any()]
     figure, axes = pyplot.subplots(
         1, len(places), figsize=(5.6 * len(places), 4.4), layout="constrained", squeeze=False
     )
