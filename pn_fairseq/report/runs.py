@@ -84,13 +84,12 @@ class Run:
     @property
     def measures(self) -> dict[str, float]:
         """What systems are compared by, by name; NaN where it was not measured."""
-        if self.language_model:
-            names, found = LM_MEASURES, self.perplexity
-            values = (found.perplexity, found.bits, math.exp(min(found.batch_nll or math.nan, 700))) if found else ()
-        else:
-            names = METRICS
-            values = [getattr(self.scores, measure).score for measure in METRICS] if self.scores else ()
-        return dict.fromkeys(names, math.nan) | dict(zip(names, values, strict=False))
+        if not self.language_model:
+            return {name: getattr(self.scores, name).score if self.scores else math.nan for name in METRICS}
+        if (found := self.perplexity) is None:
+            return dict.fromkeys(LM_MEASURES, math.nan)
+        batch = math.nan if found.batch_nll is None else math.exp(min(found.batch_nll, 700))
+        return dict(zip(LM_MEASURES, (found.perplexity, found.bits, batch), strict=True))
 
     @property
     def measured(self) -> bool:
