@@ -6,15 +6,13 @@ copy of it tells how large a difference means nothing), and the megabytes that a
 """
 
 import argparse
-import sys
-import time
 
 import torch
 from fairseq.modules import MultiheadAttention
 from tabulate import tabulate
 
-from benchmarks import be_quiet, keep_memory
-from benchmarks.results import positive, ratios, spread
+from benchmarks import hide_messages, keep_memory
+from benchmarks.results import in_turns, positive, quartiles, ratios
 from pn_fairseq.models import tensorized_attention
 from pn_fairseq.models.tensorized_attention import TensorizedAttention
 
@@ -61,12 +59,10 @@ def kept(function, x: torch.Tensor) -> float:
     return sum(storages.values()) / 1e6
 
 
-def seconds(function, x: torch.Tensor) -> float:
-    started = time.perf_counter()
+def step(function, x: torch.Tensor) -> None:
     function(x).sum().backward()
     if x.is_cuda:
         torch.cuda.synchronize()
-    return time.perf_counter() - started
 
 
 def main() -> None:
@@ -76,23 +72,23 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
     keep_memory()
-    be_quiet()
+    hide_messages()
     for size in args.size:
         length, blocks, rank = SIZES[size]
         layers = make_layers(length, rank, args.device)
         x = torch.randn(length, blocks, DIM, device=args.device, requires_grad=True)
         memory = {name: kept(layer, x) for name, layer in layers.items()}
-        times = [{name: seconds(layer, x) for name, layer in layers.items()} for _ in range(args.rounds + 1)][1:]
+        work = {name: lambda _, layer=layer, x=x: step(layer, x) for name, layer in layers.items()}
+        times = in_turns(work, args.rounds, warm=1)
         rows = []
         for name in layers:
-            each, base = ([one[which] for one in times] for which in (name, BASE))
-            low, middle, high = ratios(each, base)
+            low, middle, high = ratios(times[name], times[BASE])
             relative = f"{middle:.2f} ({low:.2f} to {high:.2f})"
-            rows.append([name, f"{1000 * spread(each)[1]:.1f}", relative, f"{memory[name]:.1f}"])
+            rows.append([name, f"{1000 * quartiles(times[name])[1]:.1f}", relative, f"{memory[name]:.1f}"])
         print(f"{size}: {blocks} blocks of {length} tokens, {DIM} channels, R {rank}, {args.device}")
         print(tabulate(rows, headers=["", "ms", f"times {BASE}", "MB kept"], tablefmt="plain", disable_numparse=True))
         print()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -9,29 +9,21 @@ round; a second copy of that model shows the noise.
 import argparse
 import copy
 import sys
-import time
+from functools import partial
 
 import torch
 from fairseq.sequence_generator import SequenceGenerator
 from torch import nn
 
 from benchmarks import hide_messages, keep_memory
-from benchmarks.models import arch_args, build, make_dictionary
-from benchmarks.results import quartiles, ratios, write_csv
+from benchmarks.models import BASE, DEFAULT, SHORT, arch_args, build
+from benchmarks.results import in_turns, output_file, positive, report_speeds, settings_of
 from pn_fairseq.checkpoints import CheckpointError, load_checkpoint
 from pn_fairseq.models.architectures import SIZES
 from pn_fairseq.models.fold_checkpoint import fold_checkpoint
-from pn_fairseq.models.from_checkpoint import model_of, model_settings_of
-from pn_fairseq.norms import NORMS, recalibrating
+from pn_fairseq.models.from_checkpoint import make_dictionary, model_of, model_settings_of
+from pn_fairseq.norms import recalibrating
 from pn_fairseq.norms.base import running_norms
-
-#: The model that the others are compared with.
-BASE = "ln"
-
-SHORT = [entry.short for entry in NORMS.values()]
-
-#: The norms of the paper.
-DEFAULT = [BASE, "bn", "pnv", "pn"]
 
 FOLDED = " folded"
 
@@ -92,7 +84,7 @@ def parse(argv) -> argparse.Namespace:
         metavar="NAME=FILE",
         help=f"a trained model instead of random weights; several, one named {BASE}, with vocabularies of one size",
     )
-    parser.add_argument("--rounds", type=int, default=10, help="batches that each model translates (default: 10)")
+    parser.add_argument("--rounds", type=positive, default=10, help="batches that each model translates (default: 10)")
     parser.add_argument("--sentences", type=int, default=32, help="sentences a batch (default: 32)")
     parser.add_argument("--source-length", type=int, default=24, help="tokens a source sentence (default: 24)")
     parser.add_argument("--target-length", type=int, default=24, help="tokens a hypothesis (default: 24)")
@@ -101,10 +93,8 @@ def parse(argv) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="threads (default: torch's)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), default="float32")
-    parser.add_argument("--output", metavar="FILE", help="also write a CSV file")
+    parser.add_argument("--output", type=output_file, metavar="FILE", help="also write a CSV file")
     args = parser.parse_args(argv)
-    if args.rounds < 1:
-        parser.error("--rounds must be at least 1")
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch sees no GPU")
     if args.checkpoint and BASE not in dict(args.checkpoint):
@@ -146,39 +136,23 @@ def main(argv=None) -> None:
             min_len=args.target_length - 1,  # both without the end of sentence
         )
 
-    names = list(models)
-    seconds = {name: [] for name in names}
-    for number in range(args.rounds + 1):
-        for name in names[number % len(names) :] + names[: number % len(names)]:
-            start = time.perf_counter()
-            hypotheses = generators[name].generate([models[name]], sample)
-            if args.device != "cpu":
-                torch.cuda.synchronize()
-            taken = time.perf_counter() - start
-            lengths = {len(hypothesis["tokens"]) for beam in hypotheses for hypothesis in beam}
-            assert lengths == {args.target_length}, lengths
-            if number:  # the first allocates
-                seconds[name].append(taken)
-        print(f"\rround {number + 1} of {args.rounds + 1}", end="", file=sys.stderr, flush=True)
-    print(file=sys.stderr)
+    def turn(name: str, number: int) -> None:
+        hypotheses = generators[name].generate([models[name]], sample)
+        if args.device != "cpu":
+            torch.cuda.synchronize()
+        lengths = {len(hypothesis["tokens"]) for beam in hypotheses for hypothesis in beam}
+        assert lengths == {args.target_length}, lengths
 
+    seconds = in_turns({name: partial(turn, name) for name in models}, args.rounds, warm=1)  # the first allocates
     models_of = "checkpoints" if args.checkpoint else f"transformer_*_{args.size}, random weights"
     print(
         f"{models_of}, {args.sentences} sentences of {args.source_length} tokens to {args.target_length}, "
         f"beam {args.beam}, {args.dtype}, {args.device}, {args.threads} threads, torch {torch.__version__}"
     )
-    print(f"{'norm':12} {'sentences/s':>11}  times {BASE} (first quartile, third quartile)")
-    rows = []
-    for name in names:
-        speed = args.sentences / quartiles(seconds[name])[1]
-        low, middle, high = ratios(seconds[BASE], seconds[name])  # of speeds: the inverse of times
-        print(f"{name:12} {speed:11.2f}  {middle:.3f} ({low:.3f}, {high:.3f})")
-        settings = {key: value for key, value in vars(args).items() if key not in ("output", "checkpoint", "norms")}
-        settings["size"] = "checkpoint" if args.checkpoint else args.size
-        measured = {"sentences_per_s": speed, f"times_{BASE}": middle, "times_low": low, "times_high": high}
-        rows.append({"norm": name, **settings, **{key: f"{value:.4g}" for key, value in measured.items()}})
-    if args.output:
-        write_csv(args.output, rows)
+    if args.checkpoint:
+        args.size = "checkpoint"
+    amounts = [args.sentences] * args.rounds
+    report_speeds("sentences", amounts, seconds, BASE, settings_of(args), dict.fromkeys(models, {}), args.output)
 
 
 if __name__ == "__main__":

@@ -3,21 +3,23 @@
 from argparse import Namespace
 from types import SimpleNamespace
 
-from fairseq.data import Dictionary
 from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_REGISTRY
 
 import pn_fairseq.models  # noqa: F401 (registers the architectures)
+from pn_fairseq.models.from_checkpoint import make_dictionary
+from pn_fairseq.norms import NORMS
+
+#: The norm that the others are compared with.
+BASE = "ln"
+
+#: The norms of the paper.
+DEFAULT = [BASE, "bn", "pnv", "pn"]
+
+SHORT = [entry.short for entry in NORMS.values()]
 
 VOCABULARY = 100
 #: Tokens of a block in language modeling.
 BLOCK = 12
-
-
-def make_dictionary(size: int = VOCABULARY) -> Dictionary:
-    dictionary = Dictionary()
-    for index in range(size - len(dictionary)):
-        dictionary.add_symbol(f"w{index}")
-    return dictionary
 
 
 def make_task(vocabulary: int = VOCABULARY):

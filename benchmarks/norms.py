@@ -55,6 +55,9 @@ STEPS = 32
 #: Forward reads x and writes y, backward reads x and dy and writes dx; these are multiples of the bytes of x.
 PHASES = {"forward": 2, "backward": 3, "both": 5}
 
+#: Layer-scale groups of what has +LS, and groups of GN.
+GROUPS = 4
+
 BASE = "LayerNorm"
 COPY = "copy and add"
 
@@ -170,11 +173,11 @@ def _liger(channels: int) -> list[Contestant]:
     ]
 
 
-def contestants(channels: int, groups: int, device: str, threads: int) -> list[Contestant]:
+def contestants(channels: int, device: str, threads: int) -> list[Contestant]:
     """All that can run on ``device``, LayerNorm first, norms with running statistics with and without layer-scale.
 
-    There are ``groups`` layer-scale groups, and as many groups of GN.
-    Groups that do not divide the channels are replaced by the largest number that divides both.
+    There are :data:`GROUPS` layer-scale groups, and as many groups of GN, or the largest number that divides both
+    them and the channels.
     """
     found = [
         Contestant(BASE, Unmasked(nn.LayerNorm(channels)), "LayerNorm"),
@@ -191,7 +194,7 @@ def contestants(channels: int, groups: int, device: str, threads: int) -> list[C
         if IMPLEMENTATIONS[name] in (None, device.upper())
     }
     compiled = {"compiled": _compiled(threads)}
-    heads = math.gcd(groups, channels)
+    heads = math.gcd(GROUPS, channels)
     for norm, entry in NORMS.items():
         if norm == "layer":
             continue
@@ -329,6 +332,12 @@ def _sum(values: Sequence[int | None]) -> int | None:
     return None if None in values else sum(values)
 
 
+def _rounded(column: str, values: Sequence[float]) -> dict[str, float | str]:
+    """First quartile, median and third quartile as columns, empty without values."""
+    low, middle, high = [round(value, 3) for value in values] or [""] * 3
+    return {column: middle, f"{column}_low": low, f"{column}_high": high}
+
+
 def rows_of(found: list[Contestant], common: dict) -> list[dict]:
     """What was measured of the contestants, the first of which is the base: a row for each of them and each phase."""
     base = found[0]
@@ -337,7 +346,6 @@ def rows_of(found: list[Contestant], common: dict) -> list[dict]:
     rows = []
     for (phase, tensors), contestant in itertools.product(PHASES.items(), found):
         own = contestant.seconds[phase]
-        low, middle, high = ratios(own, base.seconds[phase])
         times_reference = bandwidth = ""
         if other := plain.get((contestant.norm, contestant.layer_scale)):
             times_reference = round(ratios(other.seconds[phase], own)[1], 3)
@@ -354,13 +362,9 @@ def rows_of(found: list[Contestant], common: dict) -> list[dict]:
                 "layer_scale": contestant.layer_scale,
                 "implementation": contestant.implementation,
                 "milliseconds": round(1000 * quartiles(own)[1], 5),
-                "ratio": round(middle, 3),
-                "ratio_low": round(low, 3),
-                "ratio_high": round(high, 3),
+                **_rounded("ratio", ratios(own, base.seconds[phase])),
                 "ratio_of_least": round(min(own) / min(base.seconds[phase]), 3),
-                "ratio_single": round(quartiles(contestant.single)[1], 3) if phase == "both" else "",
-                "ratio_single_low": round(quartiles(contestant.single)[0], 3) if phase == "both" else "",
-                "ratio_single_high": round(quartiles(contestant.single)[2], 3) if phase == "both" else "",
+                **_rounded("ratio_single", quartiles(contestant.single) if phase == "both" else ()),
                 "times_reference": times_reference,
                 "copy_bandwidth": bandwidth,
                 "extra_bytes": contestant.extra_bytes,
@@ -390,7 +394,7 @@ def measure(args: argparse.Namespace, threads: int, shape: tuple[int, int], dtyp
     torch.manual_seed(0)
     rows, channels = shape
     device = torch.device(args.device)
-    found = contestants(channels, args.groups, args.device, threads)
+    found = contestants(channels, args.device, threads)
     found = found[:1] + [each for each in found[1:] if args.only is None or args.only.search(each.name)]
     for contestant in found:
         if isinstance(contestant.module, nn.Module):
@@ -450,8 +454,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
                         help="default: float32 bfloat16")  # fmt: skip
     parser.add_argument("--threads", nargs="+", type=positive, metavar="N", help="numbers of threads (default: 1)")
     parser.add_argument("--device", default="cpu", choices=list(REPEATS), help="default: cpu")
-    parser.add_argument("--groups", type=positive, default=4, metavar="N",
-                        help="layer-scale groups of what has +LS (default: 4)")  # fmt: skip
     parser.add_argument("--padding", nargs="+", type=_padding, default=[0.1], metavar="SHARE",
                         help="shares of padding; 0 is no mask at all (default: 0.1)")  # fmt: skip
     parser.add_argument("--rounds", type=positive, default=40, metavar="N", help="turns of each (default: 40)")

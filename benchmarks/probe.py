@@ -7,12 +7,13 @@ an update with ``--norm-probe-interval 50``: of 50 updates, 1 is recorded and 10
 
 import argparse
 import tempfile
-import time
+from functools import partial
 from pathlib import Path
 
 from benchmarks import hide_messages
-from benchmarks.results import ratios
+from benchmarks.results import in_turns, ratios
 from benchmarks.training import make_batches, make_trainer, update
+from pn_fairseq.models.architectures import SIZES
 from pn_fairseq.models.norm_probe import WINDOW, NormProbe
 
 INTERVAL = 50
@@ -20,28 +21,23 @@ INTERVAL = 50
 
 def measure(args: argparse.Namespace) -> dict[str, list[float]]:
     """Seconds of every update, by kind."""
-    seconds: dict[str, list[float]] = {"plain": [], "averaged": [], "recorded": []}
     with tempfile.TemporaryDirectory() as folder:
-        trainer = make_trainer(f"transformer_{args.norm}_{args.size}", args)
-        model, batches = trainer.get_model(), make_batches(args)
+        trainer, batches = make_trainer(f"transformer_{args.norm}_{args.size}", args), make_batches(args)
+        model = trainer.get_model()
         probe = NormProbe(model, str(Path(folder) / "probe"), INTERVAL, "encoder.*")
-        for batch in batches[:2]:
-            update(trainer, batch)
-        for number in range(args.rounds):
-            for kind, times in seconds.items():
-                completed = trainer.get_num_updates()
-                # The update after this one is the recorded one, or this is.
-                probe.interval = completed + (2 if kind == "averaged" else 1)
-                model.norm_probe = None if kind == "plain" else probe
-                begun = time.perf_counter()
-                update(trainer, batches[number % len(batches)])
-                times.append(time.perf_counter() - begun)
-    return seconds
+
+        def turn(kind: str, number: int) -> None:
+            # The update after this one is the recorded one, or this is.
+            probe.interval = trainer.get_num_updates() + (2 if kind == "averaged" else 1)
+            model.norm_probe = None if kind == "plain" else probe
+            update(trainer, batches[number % len(batches)])
+
+        return in_turns({kind: partial(turn, kind) for kind in ("plain", "averaged", "recorded")}, args.rounds, warm=1)
 
 
 def main(argv=None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.probe", description=__doc__.split("\n")[0])
-    parser.add_argument("--size", choices=("tiny", "iwslt", "big"), default="iwslt", help="default: iwslt")
+    parser.add_argument("--size", choices=list(SIZES), default="iwslt", help="default: iwslt")
     parser.add_argument("--norm", default="pn", help="abbreviation of the encoder's norm (default: pn)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")

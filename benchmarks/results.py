@@ -1,23 +1,41 @@
-"""Shared by the benchmarks: medians of ratios, and CSV files with the versions and the machine."""
+"""Shared by the benchmarks: turns, medians of ratios, and CSV files with the versions and the machine."""
 
 import argparse
-import csv
-import errno
-import os
-import statistics
-from collections.abc import Sequence
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
+import numpy
+import pandas
+
+from pn_fairseq.checkpoints import CheckpointError, check_output_path
 from pn_fairseq.machine import describe
+from pn_fairseq.pipeline.files import atomic_write
+
+
+def in_turns(work: Mapping[str, Callable[[int], object]], rounds: int, warm: int) -> dict[str, list[float]]:
+    """Seconds of each by round. In each round all take a turn, the first one another each time.
+
+    ``work`` is called with the number of the round; the first ``warm`` rounds are not counted.
+    """
+    names, seconds = list(work), {name: [] for name in work}
+    for number in range(rounds + warm):
+        first = number % len(names)
+        for name in names[first:] + names[:first]:
+            begin = time.perf_counter()
+            work[name](number)
+            if number >= warm:
+                seconds[name].append(time.perf_counter() - begin)
+        print(f"\rround {number + 1} of {rounds + warm}", end="", file=sys.stderr, flush=True)
+    print(file=sys.stderr)
+    return seconds
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
-    """First quartile, median and third quartile; a single value is all three."""
-    if len(values) < 2:
-        return (values[0],) * 3
-    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
-    return low, middle, high
+    """First quartile, median and third quartile."""
+    return tuple(float(value) for value in numpy.quantile(values, (0.25, 0.5, 0.75)))
 
 
 def ratios(values: Sequence[float], base: Sequence[float]) -> tuple[float, float, float]:
@@ -32,30 +50,52 @@ def positive(text: str) -> int:
     return int(text)
 
 
-def partial(path: str | os.PathLike) -> Path:
-    """Temporary name of a file until it is complete."""
-    return Path(f"{path}.partial")
-
-
 def output_file(text: str) -> Path:
     """A file that can be written, for argparse: checked before hours of measuring."""
-    path = Path(text)
     try:
-        if path.is_dir():
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        partial(path).touch()
-        partial(path).unlink()
-    except OSError as error:
-        raise argparse.ArgumentTypeError(f"cannot write {text}: {error.strerror}") from error
-    return path
+        check_output_path(text)
+    except CheckpointError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return Path(text)
 
 
-def write_csv(path: str | os.PathLike, rows: list[dict]) -> None:
+def settings_of(args: argparse.Namespace) -> dict[str, object]:
+    """What was measured, as columns of a CSV file."""
+    others = ("output", "norms", "checkpoint", "no_memory")
+    return {name: value for name, value in vars(args).items() if name not in others}
+
+
+def report_speeds(
+    unit: str,
+    amounts: Sequence[float],
+    seconds: Mapping[str, Sequence[float]],
+    base: str,
+    settings: Mapping[str, object],
+    more: Mapping[str, Mapping[str, float | None]],
+    output: Path | None,
+) -> None:
+    """Print the median speed of each, and how many times as fast as ``base`` it is, with quartiles.
+
+    Args:
+        unit: what is counted; ``amounts`` of it were done in the rounds.
+        seconds: as :func:`in_turns` returns it.
+        settings: columns of the CSV file ``output`` alone.
+        more: further columns by name.
+    """
+    rows = {}
+    for name, taken in seconds.items():
+        low, middle, high = ratios(seconds[base], taken)  # of speeds: the inverse of times
+        speed = quartiles([amount / each for amount, each in zip(amounts, taken, strict=True)])[1]
+        measured = {f"{unit}_per_s": speed, f"times_{base}": middle, "times_low": low, "times_high": high}
+        rows[name] = {key: "" if value is None else f"{value:.4g}" for key, value in (measured | more[name]).items()}
+    print(pandas.DataFrame.from_dict(rows, orient="index").to_string())
+    if output:
+        write_csv(output, [{"norm": name, **settings, **row} for name, row in rows.items()])
+
+
+def write_csv(path: Path, rows: list[dict]) -> None:
     """Write ``rows``, which have the same keys, each with the date (UTC), the versions and the machine."""
     where = {key: ", ".join(value) if isinstance(value, list) else value for key, value in describe().items()}
-    where = {"date": datetime.now(UTC).isoformat(timespec="seconds"), **where}
-    with open(partial(path), "w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, [*rows[0], *where])
-        writer.writeheader()
-        writer.writerows({**row, **where} for row in rows)
-    os.replace(partial(path), path)
+    frame = pandas.DataFrame(rows, dtype=object).assign(date=datetime.now(UTC).isoformat(timespec="seconds"), **where)
+    with atomic_write(path) as file:
+        frame.to_csv(file, index=False)

@@ -1,11 +1,13 @@
 """The rows of :mod:`benchmarks.norms` as tables, as a picture, and compared with this project's targets."""
 
-import os
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from benchmarks.results import partial
+import pandas
+
+from pn_fairseq.pipeline.files import atomic_write
+from pn_fairseq.report.curves import headless_pyplot
 
 #: The columns that say what was measured.
 SETTING = ("shape", "dtype", "device", "threads", "padding")
@@ -30,57 +32,44 @@ def setting(row: dict) -> str:
     return f"{row['shape']} {row['dtype']}, {row['device']}{threads}, {padding}"
 
 
-def _ratio(row: dict) -> str:
-    return _with_quartiles(row, "ratio")
-
-
 def _with_quartiles(row: dict, column: str) -> str:
     return f"{row[column]:.3f} ({row[column + '_low']:.2f}, {row[column + '_high']:.2f})"
 
 
-def _measured(row: dict, column: str) -> str:
-    return _with_quartiles(row, column) if f"{column}_low" in row else format(row[column], ".3f")
+def _bytes_of_x(row: dict) -> float:
+    """Bytes that were read and written, in multiples of those of the activations; NaN if they are not known."""
+    tokens, channels = map(int, row["shape"].split("x"))
+    size = tokens * channels * {"float32": 4, "bfloat16": 2, "float16": 2}[row["dtype"]]
+    return math.nan if row["bytes_read"] is None else (row["bytes_read"] + row["bytes_written"]) / size
 
 
-def _kernels_and_bytes(phases: dict[str, dict], size: int) -> list[str]:
-    """Kernels, and bytes read and written in multiples of ``size``, forward + backward."""
-    each = [phases["forward"], phases["backward"]]
-    moved = [None if row["bytes_read"] is None else (row["bytes_read"] + row["bytes_written"]) / size for row in each]
-    bytes_moved = "unknown" if None in moved else " + ".join(f"{value:.2f}" for value in moved)
-    return [" + ".join(str(row["kernels"]) for row in each), bytes_moved]
-
-
-def _of_x(phases: dict[str, dict]) -> int:
-    """Bytes of the activations."""
-    rows, channels = phases["both"]["shape"].split("x")
-    return int(rows) * int(channels) * {"float32": 4, "bfloat16": 2, "float16": 2}[phases["both"]["dtype"]]
-
-
-def _by_contestant(rows: Iterable[dict]) -> dict[str, dict[str, dict]]:
-    """Name -> phase -> row."""
-    return {name: {row["phase"]: row for row in own} for (name,), own in _grouped(rows, "contestant").items()}
+def _shown(rows: Iterable[dict]) -> pandas.DataFrame:
+    """What tables show: a row for each setting and contestant."""
+    found = []
+    for own in _grouped(rows, *SETTING, "contestant").values():
+        phases = {row["phase"]: row for row in own}
+        both, each = phases["both"], [phases["forward"], phases["backward"]]
+        found.append(
+            {"setting": setting(both), "ratio to LayerNorm": both["contestant"]}
+            | {phase: _with_quartiles(phases[phase], "ratio") for phase in PHASES}
+            | {"of least": f"{both['ratio_of_least']:.3f}", "turns of one step": _with_quartiles(both, "ratio_single")}
+            | {
+                "peak memory, ratio": f"{both['extra_ratio']:.3f}",
+                "kernels": " + ".join(str(row["kernels"]) for row in each),
+            }
+            | {"bytes / bytes of x": " + ".join(f"{_bytes_of_x(row):.2f}" for row in each).replace("nan", "unknown")}
+        )
+    return pandas.DataFrame(found).set_index(["setting", "ratio to LayerNorm"])
 
 
 def text(rows: list[dict]) -> str:
     """All of one setting, for a terminal."""
-    lines = [f"\n{setting(rows[0])}"]
-    head = "".join(f"{phase:>22}" for phase in PHASES)
-    lines.append(
-        f"{'ratio to LayerNorm':22}{head}{'of least':>10}{'turns of one step':>22}{'memory':>9}{'kernels':>10}"
-        f"{'bytes / x':>15}"
+    return (
+        f"\n{setting(rows[0])}, ratio to LayerNorm\n{_shown(rows).droplevel('setting').rename_axis(None).to_string()}"
     )
-    for name, phases in _by_contestant(rows).items():
-        both = phases["both"]
-        ratios = "".join(f"{_ratio(phases[phase]):>22}" for phase in PHASES)
-        kernels, moved = _kernels_and_bytes(phases, _of_x(phases))
-        lines.append(
-            f"{name:22}{ratios}{both['ratio_of_least']:10.3f}{_with_quartiles(both, 'ratio_single'):>22}"
-            f"{both['extra_ratio']:9.3f}{kernels:>10}{moved:>15}"
-        )
-    return "\n".join(lines)
 
 
-def _markdown(header: list[str], lines: Iterable[list[str]], align: str = "---:") -> str:
+def _markdown(header: Sequence[str], lines: Iterable[Sequence[str]], align: str = "---:") -> str:
     """A table with its first column aligned left, the others as ``align``."""
     rows = [header, ["---"] + [align] * (len(header) - 1), *lines]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
@@ -88,39 +77,23 @@ def _markdown(header: list[str], lines: Iterable[list[str]], align: str = "---:"
 
 def markdown(rows: list[dict]) -> str:
     """Tables of forward and backward for every setting, in turns of several and of one step, and of the costs."""
-    settings = _grouped(rows, *SETTING)
-    columns = [_by_contestant(own) for own in settings.values()]
-    names = dict.fromkeys(row["contestant"] for row in rows)
-    times = _markdown(
-        ["forward + backward, ratio to LayerNorm", *(setting(own[0]) for own in settings.values())],
-        [[name, *(_ratio(own[name]["both"]) if name in own else "" for own in columns)] for name in names],
-    )
-    single = _markdown(
-        ["the same in turns of one step", *(setting(own[0]) for own in settings.values())],
-        [
-            [name, *(_with_quartiles(own[name]["both"], "ratio_single") if name in own else "" for own in columns)]
-            for name in names
-        ],
-    )
-    first = columns[0]
-    costs = _markdown(
-        [next(setting(own[0]) for own in settings.values()), "peak memory, ratio", "kernels", "bytes / bytes of x"],
-        [
-            [name, f"{phases['both']['extra_ratio']:.3f}", *_kernels_and_bytes(phases, _of_x(phases))]
-            for name, phases in first.items()
-        ],
-    )
-    return f"{times}\n\n{single}\n\n{costs}"
+    shown = _shown(rows)
+    settings, names = (shown.index.unique(level) for level in shown.index.names)
+    tables = {"forward + backward, ratio to LayerNorm": "both", "the same in turns of one step": "turns of one step"}
+    found = []
+    for title, column in tables.items():
+        wide = shown[column].unstack("setting").reindex(names)[list(settings)].fillna("")
+        found.append(_markdown([title, *settings], wide.reset_index().values.tolist()))
+    costs = shown.loc[settings[0], ["peak memory, ratio", "kernels", "bytes / bytes of x"]].reset_index()
+    found.append(_markdown([settings[0], *costs.columns[1:]], costs.values.tolist()))
+    return "\n\n".join(found)
 
 
 def draw(rows: list[dict], output: Path) -> None:
     """Draw the ratios of forward and backward with their quartiles, a frame for each setting (.png, .pdf or .svg)."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
     from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter
 
+    pyplot = headless_pyplot()
     settings = _grouped((row for row in rows if row["phase"] == "both"), *SETTING)
     wide = min(len(settings), 2)
     high = -(-len(settings) // wide)
@@ -157,96 +130,66 @@ def draw(rows: list[dict], output: Path) -> None:
         axis.set_axisbelow(True)
     for axis in axes.flat[len(settings) :]:
         axis.set_visible(False)
-    try:
-        figure.savefig(partial(output), dpi=130, format=output.suffix[1:])
-        os.replace(partial(output), output)
-    finally:
-        pyplot.close(figure)
-        partial(output).unlink(missing_ok=True)
+    with atomic_write(output) as file:
+        figure.savefig(file, dpi=130, format=output.suffix[1:])
+    pyplot.close(figure)
 
 
-@dataclass(frozen=True)
-class Target:
-    """A target of PN's forward and backward, with the kernels that are the default.
-
-    Attributes:
-        title: the setting.
-        column: the column that is compared with ``limit``; of ratios over rounds, the median.
-        limit: the largest allowed value, or the smallest if ``at_least``.
-        applies: whether it applies to a row.
-    """
-
-    title: str
-    column: str
-    limit: float
-    applies: Callable[[dict], bool]
-    at_least: bool = False
-
-    def reached_by(self, value: float) -> bool:
-        return value >= self.limit if self.at_least else value <= self.limit
-
-
-def _on_cpu(dtype: str, scaled: bool, threads: int | None = None) -> Callable[[dict], bool]:
-    return lambda row: (
-        row["dtype"] == dtype
-        and bool(row["layer_scale"]) == scaled
-        and threads in (None, row["threads"])
-        and (row["padding"] > 0 or not scaled)
-    )
-
-
-def _narrow(dtype: str) -> Callable[[dict], bool]:
-    return lambda row: _on_cpu(dtype, True)(row) and row["shape"].endswith("x512")
-
-
-def _rows(row: dict) -> int:
-    return int(row["shape"].split("x")[0])
-
-
-EVERYWHERE = (
-    Target("peak memory, ratio to LayerNorm", "extra_ratio", 1.02, lambda row: True),
-    Target("times faster than the reference", "times_reference", 4.0, lambda row: True, at_least=True),
+_FLOAT32_LS, _BFLOAT16_LS = (
+    f"dtype == '{dtype}' and layer_scale > 0 and padding > 0" for dtype in ("float32", "bfloat16")
+)
+_EVERYWHERE = (
+    ("peak memory, ratio to LayerNorm", "extra_ratio", "at most", 1.02, "tokens > 0"),
+    ("times faster than the reference", "times_reference", "at least", 4.0, "tokens > 0"),
 )
 
+#: Targets of PN's forward and backward with the kernels that are the default: title, column (of ratios over rounds the
+#: median), bound, limit, and the rows that it is about.
 TARGETS = {
     "cpu": (
-        Target("float32, C = 512, turns of one step", "ratio_single", 0.95, _narrow("float32")),
-        Target("bfloat16, C = 512, turns of one step", "ratio_single", 0.55, _narrow("bfloat16")),
-        Target("float32 with layer-scale and mask, 1 thread", "ratio", 0.95, _on_cpu("float32", True, 1)),
-        Target("float32 with layer-scale and mask, 2 threads", "ratio", 0.90, _on_cpu("float32", True, 2)),
-        Target("bfloat16 with layer-scale and mask", "ratio", 0.50, _on_cpu("bfloat16", True)),
-        Target("float32 without layer-scale", "ratio", 0.85, _on_cpu("float32", False)),
-        Target("bfloat16 without layer-scale", "ratio", 0.40, _on_cpu("bfloat16", False)),
-        *EVERYWHERE,
+        ("float32, C = 512, turns of one step", "ratio_single", "at most", 0.95, f"channels == 512 and {_FLOAT32_LS}"),
+        (
+            "bfloat16, C = 512, turns of one step",
+            "ratio_single",
+            "at most",
+            0.55,
+            f"channels == 512 and {_BFLOAT16_LS}",
+        ),
+        ("float32 with layer-scale and mask, 1 thread", "ratio", "at most", 0.95, f"threads == 1 and {_FLOAT32_LS}"),
+        ("float32 with layer-scale and mask, 2 threads", "ratio", "at most", 0.90, f"threads == 2 and {_FLOAT32_LS}"),
+        ("bfloat16 with layer-scale and mask", "ratio", "at most", 0.50, _BFLOAT16_LS),
+        ("float32 without layer-scale", "ratio", "at most", 0.85, "dtype == 'float32' and layer_scale == 0"),
+        ("bfloat16 without layer-scale", "ratio", "at most", 0.40, "dtype == 'bfloat16' and layer_scale == 0"),
+        *_EVERYWHERE,
     ),
     "cuda": (
-        Target("4096 tokens", "ratio", 1.0, lambda row: _rows(row) == 4096),
-        Target("32768 tokens and more", "ratio", 0.95, lambda row: _rows(row) >= 32768),
-        Target(
-            "share of a copy's bandwidth, 32768 tokens and more", "copy_bandwidth", 0.8,
-            lambda row: _rows(row) >= 32768, at_least=True,
-        ),
-        *EVERYWHERE,
+        ("4096 tokens", "ratio", "at most", 1.0, "tokens == 4096"),
+        ("32768 tokens and more", "ratio", "at most", 0.95, "tokens >= 32768"),
+        ("share of a copy's bandwidth, 32768 tokens and more", "copy_bandwidth", "at least", 0.8, "tokens >= 32768"),
+        *_EVERYWHERE,
     ),
-}  # fmt: skip
+}
 
 
 def targets(rows: list[dict], device: str, implementation: str) -> str:
     """A table of PN by ``implementation`` and the targets for ``device``, with a line for every setting."""
-    ours = [
-        row for row in rows if (row["phase"], row["norm"], row["implementation"]) == ("both", "power", implementation)
-    ]
+    frame = pandas.DataFrame(rows)
+    frame[["tokens", "channels"]] = frame["shape"].str.split("x", expand=True).astype(int)
+    frame = frame[(frame["phase"] == "both") & (frame["norm"] == "power") & (frame["implementation"] == implementation)]
     lines = []
-    for target in TARGETS[device]:
-        limit = f"{'at least' if target.at_least else 'at most'} {target.limit:g}"
-        about = [row for row in ours if target.applies(row) and row[target.column] != ""]
-        if not about:
-            lines.append([target.title, limit, "", "", "not measured"])
-        for own in _grouped(about, "dtype", "threads", "padding", "layer_scale").values():
-            where = setting(own[0]).split(" ", 1)[1] + (", +LS" if own[0]["layer_scale"] else "")
-            measured = ", ".join(f"{row['shape']}: {_measured(row, target.column)}" for row in own)
-            reached = all(target.reached_by(row[target.column]) for row in own)
-            lines.append([target.title, limit, where, measured, "yes" if reached else "no"])
+    for title, column, bound, limit, where in TARGETS[device]:
+        about = frame.query(where, engine="python")
+        about = about[about[column] != ""]
+        if about.empty:
+            lines.append([title, f"{bound} {limit:g}", "", "", "not measured"])
+        for _, own in about.groupby(["dtype", "threads", "padding", "layer_scale"], sort=False):
+            row = own.iloc[0]
+            setting_of = setting(row).split(" ", 1)[1] + (", +LS" if row["layer_scale"] else "")
+            quartiles = f"{column}_low" in own
+            texts = [_with_quartiles(one, column) if quartiles else f"{one[column]:.3f}" for _, one in own.iterrows()]
+            measured = ", ".join(f"{shape}: {text}" for shape, text in zip(own["shape"], texts, strict=True))
+            reached = (own[column] <= limit if bound == "at most" else own[column] >= limit).all()
+            lines.append([title, f"{bound} {limit:g}", setting_of, measured, "yes" if reached else "no"])
     return _markdown(
         [f"PN ({implementation}), forward + backward", "target", "setting", "measured", "reached"], lines, "---"
     )

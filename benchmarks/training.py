@@ -7,12 +7,7 @@ of weights, optimizer and updates. The psi warm-up is over.
 """
 
 import argparse
-import json
-import re
-import subprocess
-import sys
 import tempfile
-import time
 from pathlib import Path
 
 import torch
@@ -22,18 +17,11 @@ from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.trainer import Trainer
 
 from benchmarks import hide_messages, keep_memory
-from benchmarks.models import make_dictionary
-from benchmarks.results import quartiles, ratios, write_csv
+from benchmarks.models import BASE, DEFAULT, SHORT
+from benchmarks.profiling import peak_memory
+from benchmarks.results import in_turns, output_file, positive, report_speeds, settings_of
 from pn_fairseq.models.architectures import SIZES
-from pn_fairseq.norms import NORMS
-
-#: The norm that the others are compared with.
-BASE = "ln"
-
-#: The norms of the paper.
-DEFAULT = [BASE, "bn", "pnv", "pn"]
-
-SHORT = [entry.short for entry in NORMS.values()]
+from pn_fairseq.models.from_checkpoint import make_dictionary
 
 PRECISIONS = {"float32": (), "bfloat16": ("bf16",), "float16": ("fp16",)}
 
@@ -94,22 +82,15 @@ def update(trainer: Trainer, batch: dict) -> None:
         torch.cuda.synchronize()
 
 
-def resident(what: str) -> int:
-    """Memory of this process in bytes: ``VmRSS``, now, or ``VmHWM``, the peak.
+def memory_of(short: str, args: argparse.Namespace, batches: list[dict]) -> int:
+    """Peak of the bytes of weights, optimizer and updates."""
 
-    ``getrusage`` would include the peak of the parent process.
-    """
-    status = Path("/proc/self/status").read_text("utf-8")
-    return int(re.search(rf"^{what}:\s+(\d+) kB", status, re.M)[1]) * 1024
+    def train() -> None:
+        trainer = make_trainer(f"transformer_{short}_{args.size}", args)
+        for batch in batches:
+            update(trainer, batch)
 
-
-def memory_on_cpu(short: str, argv: list[str]) -> int:
-    """Bytes that a few updates need in a new process, less what it uses before the model is built."""
-    command = [sys.executable, "-m", "benchmarks.training", *argv, "--memory-of", short]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).resolve().parent.parent)
-    if result.returncode:
-        raise RuntimeError(result.stderr)
-    return json.loads(result.stdout.splitlines()[-1])
+    return peak_memory(train, torch.device(args.device))
 
 
 def parse(argv) -> argparse.Namespace:
@@ -121,11 +102,10 @@ def parse(argv) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, help="tokens a batch and side (default: 4096, or 1024 on a CPU)")
     parser.add_argument("--length", type=int, default=32, help="tokens of the longest sentence (default: 32)")
     parser.add_argument("--vocabulary", type=int, default=10000, help="size of the dictionary (default: 10000)")
-    parser.add_argument("--rounds", type=int, help="measured updates of each (default: 100, or 10 on a CPU)")
+    parser.add_argument("--rounds", type=positive, help="measured updates of each (default: 100, or 10 on a CPU)")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="threads (default: torch's)")
-    parser.add_argument("--no-memory", action="store_true", help="on a CPU, leave out the measurement of memory")
-    parser.add_argument("--output", metavar="FILE", help="also write a CSV file")
-    parser.add_argument("--memory-of", choices=SHORT, help=argparse.SUPPRESS)
+    parser.add_argument("--no-memory", action="store_true", help="leave out the measurement of memory")
+    parser.add_argument("--output", type=output_file, metavar="FILE", help="also write a CSV file")
     args = parser.parse_args(argv)
     args.tokens = args.tokens or (1024 if args.device == "cpu" else 4096)
     args.rounds = args.rounds or (10 if args.device == "cpu" else 100)
@@ -141,68 +121,23 @@ def main(argv=None) -> None:
     torch.set_num_threads(args.threads)
     batches = make_batches(args)
 
-    if args.memory_of:
-        Path("/proc/self/clear_refs").write_text("5", "utf-8")  # forget the peak of the imports
-        before = resident("VmRSS")
-        trainer = make_trainer(f"transformer_{args.memory_of}_{args.size}", args)
-        for batch in batches:
-            update(trainer, batch)
-        print(json.dumps(resident("VmHWM") - before))
-        return
-
-    trainers, memory = {}, {}
     names = list(dict.fromkeys([BASE, *args.norms]))
-    for short in names:
-        held = torch.cuda.memory_allocated() if args.device == "cuda" else 0
-        trainers[short] = make_trainer(f"transformer_{short}_{args.size}", args)
-        update(trainers[short], batches[0])  # makes the optimizer's state
-        if args.device == "cuda":
-            memory[short] = torch.cuda.memory_allocated() - held
-        elif not args.no_memory:
-            memory[short] = memory_on_cpu(short, sys.argv[1:] if argv is None else argv)
-
-    seconds = {short: [] for short in names}
-    extra = dict.fromkeys(names, 0)
-    warm = BATCHES if args.device == "cuda" else 1  # each shape once
-    for number in range(args.rounds + warm):
-        batch = batches[number % BATCHES]
-        for short in names[number % len(names) :] + names[: number % len(names)]:
-            if args.device == "cuda":
-                torch.cuda.reset_peak_memory_stats()
-                held = torch.cuda.memory_allocated()
-            start = time.perf_counter()
-            update(trainers[short], batch)
-            if number >= warm:
-                seconds[short].append(time.perf_counter() - start)
-            if args.device == "cuda":
-                extra[short] = max(extra[short], torch.cuda.max_memory_allocated() - held)
-        print(f"\rround {number + 1} of {args.rounds + warm}", end="", file=sys.stderr, flush=True)
-    print(file=sys.stderr)
-    memory = {short: value + extra[short] for short, value in memory.items()}
-
+    memory = {} if args.no_memory else {short: memory_of(short, args, batches) for short in names}
+    trainers = {short: make_trainer(f"transformer_{short}_{args.size}", args) for short in names}
+    work = {
+        short: lambda number, trainer=trainer: update(trainer, batches[number % BATCHES])
+        for short, trainer in trainers.items()
+    }
+    warm = BATCHES if args.device == "cuda" else 1  # each shape once; the first makes the optimizer's state
+    seconds = in_turns(work, args.rounds, warm)
     tokens = [batches[(number + warm) % BATCHES]["ntokens"] for number in range(args.rounds)]
+    more = {short: {"memory_mb": None, "memory_times": None} for short in names}
+    more |= {short: {"memory_mb": size / 1e6, "memory_times": size / memory[BASE]} for short, size in memory.items()}
     print(
         f"transformer_*_{args.size}, {args.tokens} tokens a batch, {args.dtype}, {args.device}, {args.threads} "
         f"threads, torch {torch.__version__}"
     )
-    print(f"{'norm':6} {'tokens/s':>10}  times {BASE} (first quartile, third quartile)  peak memory, times {BASE}")
-    rows = []
-    for short in names:
-        speed = quartiles([count / taken for count, taken in zip(tokens, seconds[short], strict=True)])[1]
-        low, middle, high = ratios(seconds[BASE], seconds[short])  # of speeds: the inverse of times
-        row = {"tokens_per_s": speed, f"times_{BASE}": middle, "times_low": low, "times_high": high}
-        line = f"{short:6} {speed:10.0f}  {middle:.3f} ({low:.3f}, {high:.3f})"
-        row["memory_mb"] = row["memory_times"] = None
-        if memory:
-            row["memory_mb"], row["memory_times"] = memory[short] / 1e6, memory[short] / memory[BASE]
-            line += f"  {row['memory_mb']:.0f} MB, {row['memory_times']:.3f}"
-        print(line)
-        settings = {
-            key: value for key, value in vars(args).items() if key not in ("output", "memory_of", "no_memory", "norms")
-        }
-        rows.append({"norm": short, **settings, **{k: None if v is None else f"{v:.4g}" for k, v in row.items()}})
-    if args.output:
-        write_csv(args.output, rows)
+    report_speeds("tokens", tokens, seconds, BASE, settings_of(args), more, args.output)
 
 
 if __name__ == "__main__":

@@ -209,12 +209,7 @@ def find_checkpoints(
 
     Raises:
         CheckpointError: the directory cannot be read.
-        ValueError: ``by`` or ``last`` is none of the above.
     """
-    if by not in _NAME_PATTERNS:
-        raise ValueError(f"by must be one of {', '.join(_NAME_PATTERNS)}, not {by!r}")
-    if last is not None and last < 1:
-        raise ValueError(f"last must be at least 1, not {last}")
     try:
         names = [entry.name for entry in os.scandir(directory) if not entry.is_dir()]
     except OSError as error:

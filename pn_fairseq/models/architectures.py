@@ -1,5 +1,7 @@
 """The named architectures: every registered norm in every size."""
 
+from functools import partial
+
 from fairseq.models import register_model_architecture
 from fairseq.models.transformer.transformer_legacy import (
     base_architecture,
@@ -20,13 +22,15 @@ from pn_fairseq.models import (  # noqa: F401 (an architecture needs its model t
 from pn_fairseq.norms import NORMS
 
 
+def _defaults(args, **values) -> None:
+    for name, value in values.items():
+        if getattr(args, name, None) is None:  # hydra can hold an explicit null
+            setattr(args, name, value)
+
+
 def _tiny(args):
-    args.encoder_embed_dim = getattr(args, "encoder_embed_dim", 128)
-    args.encoder_ffn_embed_dim = getattr(args, "encoder_ffn_embed_dim", 256)
-    args.encoder_attention_heads = getattr(args, "encoder_attention_heads", 4)
-    args.encoder_layers = getattr(args, "encoder_layers", 3)
-    args.decoder_attention_heads = getattr(args, "decoder_attention_heads", 4)
-    args.decoder_layers = getattr(args, "decoder_layers", 3)
+    _defaults(args, encoder_embed_dim=128, encoder_ffn_embed_dim=256, encoder_attention_heads=4, encoder_layers=3)
+    _defaults(args, decoder_attention_heads=4, decoder_layers=3)
     base_architecture(args)
 
 
@@ -38,21 +42,9 @@ SIZES = {
 }
 
 
-def _defaults(args, **values) -> None:
-    for name, value in values.items():
-        if getattr(args, name, None) is None:  # hydra can hold an explicit null
-            setattr(args, name, value)
-
-
 def _lm_tiny(args):
-    _defaults(
-        args,
-        decoder_embed_dim=128,
-        decoder_ffn_embed_dim=512,
-        decoder_attention_heads=4,
-        decoder_layers=3,
-        share_decoder_input_output_embed=True,
-    )
+    _defaults(args, decoder_embed_dim=128, decoder_ffn_embed_dim=512, decoder_attention_heads=4, decoder_layers=3)
+    _defaults(args, share_decoder_input_output_embed=True)
     base_lm_architecture(args)
 
 
@@ -98,20 +90,14 @@ def _tensorized_wt103(args):
 TENSORIZED_SIZES = {"tiny": _tensorized_tiny, "ptb": _tensorized_ptb, "wt103": _tensorized_wt103}
 
 
-def _pre_norm(args, encoder_norm: str, size) -> None:
-    _defaults(args, encoder_norm=encoder_norm)
-    args.encoder_normalize_before = getattr(args, "encoder_normalize_before", True)
-    args.decoder_normalize_before = getattr(args, "decoder_normalize_before", True)
+def _pre_norm(args, norm: str, size) -> None:
+    _defaults(args, encoder_norm=norm, encoder_normalize_before=True, decoder_normalize_before=True)
     size(args)
 
 
-def _decoder_alone(args, decoder_norm: str, size) -> None:
-    _defaults(args, decoder_norm=decoder_norm)
+def _decoder_alone(args, norm: str, size) -> None:
+    _defaults(args, decoder_norm=norm)
     size(args)
-
-
-def _register(model: str, name: str, fill, norm: str, size) -> None:
-    register_model_architecture(model, name)(lambda args: fill(args, norm, size))
 
 
 #: Model -> the stem of its architectures' names, what fills them in, its sizes and the size of the model's own name.
@@ -122,7 +108,8 @@ MODELS = {
 }
 
 for _model, (_stem, _fill, _sizes, _own_size) in MODELS.items():
-    _register(_model, _model, _fill, "power", _own_size)
+    _all = {_model: ("power", _own_size)}
     for _norm, _entry in NORMS.items():
-        for _size_name, _size in _sizes.items():
-            _register(_model, f"{_stem}_{_entry.short}_{_size_name}", _fill, _norm, _size)
+        _all |= {f"{_stem}_{_entry.short}_{_name}": (_norm, _size) for _name, _size in _sizes.items()}
+    for _name, (_norm, _size) in _all.items():
+        register_model_architecture(_model, _name)(partial(_fill, norm=_norm, size=_size))

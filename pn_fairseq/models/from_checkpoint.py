@@ -1,9 +1,10 @@
-"""What the tools need to build the model of a checkpoint that they have read: its settings, and a vocabulary."""
+"""What the tools need to build the model of a checkpoint that they have read: its settings, and dictionaries."""
 
 import copy
 from argparse import Namespace
 from contextlib import nullcontext
 
+from fairseq.data import Dictionary
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.models import build_model
 from omegaconf import DictConfig, OmegaConf, open_dict
@@ -12,33 +13,24 @@ from torch import Tensor, nn
 from pn_fairseq.checkpoints import CheckpointError
 
 
-class Vocabulary:
-    """What a transformer asks of a dictionary, for a tool without data: its size and the number of padding."""
-
-    def __init__(self, size: int):
-        self.size = size
-
-    def __len__(self) -> int:
-        return self.size
-
-    @staticmethod
-    def pad() -> int:
-        return 1
-
-    def update(self, other: "Vocabulary") -> None:
-        """``--merge-src-tgt-embed``: the embeddings in the checkpoint are those of the merged one already."""
+def make_dictionary(size: int) -> Dictionary:
+    """A dictionary of ``size`` entries, at least fairseq's own four, with made-up words."""
+    dictionary = Dictionary()
+    for number in range(size - len(dictionary)):
+        dictionary.add_symbol(f"w{number}")
+    return dictionary
 
 
 def task_of(settings, weights: dict[str, Tensor]) -> Namespace:
-    """A task without data, with vocabularies as large as the embeddings in a checkpoint's ``weights``."""
+    """A task without data, with dictionaries as large as the embeddings in a checkpoint's ``weights``."""
 
-    def vocabulary(side: str) -> Vocabulary:
+    def dictionary(side: str) -> Dictionary:
         embedding = weights.get(f"{side}.embed_tokens.weight")
-        return Vocabulary(4 if embedding is None or embedding.dim() == 0 else max(4, len(embedding)))
+        return make_dictionary(0 if embedding is None or embedding.dim() == 0 else len(embedding))
 
-    source = vocabulary("encoder")
+    source = dictionary("encoder")
     shared = getattr(settings, "share_all_embeddings", False)
-    return Namespace(source_dictionary=source, target_dictionary=source if shared else vocabulary("decoder"))
+    return Namespace(source_dictionary=source, target_dictionary=source if shared else dictionary("decoder"))
 
 
 def changed(settings, **values):

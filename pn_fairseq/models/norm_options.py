@@ -1,8 +1,9 @@
 """Which norms a transformer gets: the command-line flags, their defaults, and the building of each norm."""
 
 import argparse
+import re
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 
 from fairseq.utils import safe_getattr
 from hydra.utils import to_absolute_path
@@ -22,7 +23,10 @@ _PARTS_OF_RUN = {"renorm_updates": 0.3, "fade_updates": 0.8}
 
 
 def _bounded(kind, accept, wanted: str):
-    """An argparse type: ``kind(text)``, refused in one line unless it satisfies ``accept``."""
+    """A kind of flag: ``kind(text)``, refused in one line unless it satisfies ``accept``.
+
+    Called with what the help calls the value; returns what argparse takes.
+    """
 
     def parse(text: str):
         try:
@@ -33,7 +37,7 @@ def _bounded(kind, accept, wanted: str):
             raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}")
         return value
 
-    return parse
+    return lambda metavar: {"type": parse, "metavar": metavar}
 
 
 _alpha = _bounded(float, lambda value: 0 < value < 1, "a number strictly between 0 and 1")
@@ -42,101 +46,158 @@ _positive = _bounded(float, lambda value: 0 < value < float("inf"), "a number gr
 _not_negative = _bounded(float, lambda value: 0 <= value < float("inf"), "a number of at least 0")
 _count = _bounded(int, lambda value: value >= 0, "a whole number of at least 0")
 _from_1 = _bounded(int, lambda value: value >= 1, "a whole number of at least 1")
+_detached = _bounded(lambda text: check_parts(text) and text, bool, "mean, std or mean,std")
 
 
-def _modules(text: str) -> str:
-    """Load the files of ``--norm-module``, so that the flags after it know their norms."""
-    try:
-        for path in text.split(","):
-            load_norms(path)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    return text
+def _checked(check, note: str = ""):
+    """A kind of flag: the text, unless ``check`` raises ValueError, whose message is shown with ``note``."""
+
+    def parse(text: str) -> str:
+        try:
+            check(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f"{error}{note}") from None
+        return text
+
+    return lambda metavar: {"type": parse, "metavar": metavar}
 
 
-def _detached(text: str) -> str:
-    try:
-        check_parts(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not mean, std or mean,std") from None
-    return text
+#: Loads the files of ``--norm-module``, so that the flags after it know their norms.
+_modules = _checked(lambda text: [load_norms(path) for path in text.split(",")])
+_norm = _checked(find_norm, " (--norm-module has to come before it)")
 
 
-def _norm(text: str) -> str:
-    try:
-        find_norm(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{error} (--norm-module has to come before it)") from None
-    return text
+def _flag(help: str, argument: dict, default=None):
+    """A field with a flag of its name; ``argument`` is for argparse.
+
+    ``help`` has places for what :meth:`NormOptions.add_args` knows, the norms' ``own`` defaults and others.
+    """
+    return field(default=default, metadata={"help": help, **argument})
+
+
+def _own(help: str, argument: dict):
+    """The same for an argument of the norms whose default is their own."""
+    return _flag(f"{help} (default: {{own}})", argument)
 
 
 @dataclass(frozen=True)
 class NormOptions:
-    """The norms of one transformer.
+    """The norms of one transformer: what the flags of these names say, and ``norms_folded``.
 
-    Attributes:
-        encoder_norm, decoder_norm: names in :data:`pn_fairseq.norms.NORMS`.
-        norm_module: Python files, separated by commas, that register more norms (docs/adding_a_norm.md).
-        norm_variant: one of :data:`pn_fairseq.norms.VARIANTS`, for the norms of which there are several.
-        norm_eps: epsilon of every norm.
-        norm_alpha_fwd: decay of the running statistics forward; None: the norm's own.
-        norm_alpha_bwd: decay of the running statistics backward.
-        layer_scale_groups: groups of layer-scale in front of the encoder's norms, and of those decoder norms that
-            have it by default; None: as many as attention heads for norms that have it by default, else 0.
-        psi_warmup_updates: psi warm-up in optimizer updates; None: that of the learning rate. A variant whose norm
-            after the last encoder layer has a warm-up of its own keeps that one there.
-        norm_window: steps that ``mabn`` and ``unified`` average; None: the norm's own.
-        outlier_filtration: of ``unified``.
-        renorm_updates, renorm_r_max, renorm_d_max: schedule of ``batch-renorm``; None: its own, with updates in
-            proportion to the run.
-        reg_lambda_mean, reg_lambda_var: factors of the penalty of ``batch-reg``; None: its own.
-        fade_updates: length of the fade of ``prep-batch``; None: in proportion to the run.
-        norm_groups: groups of channels of GN; None: as many as attention heads.
-        norm_detach: what no gradient goes through in DetachNorm: ``mean``, ``std`` or ``mean,std``.
-        ada_k, ada_scale: k and C of AdaNorm.
-        alpha_init: initial alpha of DyT and Derf.
-        norm_sync: ``on``, ``off`` or ``auto``: whether statistics are taken over all workers; auto: as in the paper.
-        no_norm_agreement: leave statistics that are not synchronised as each worker has them when it validates or
-            saves.
-        norm_stats_interval: updates between two reports of the norms in the log; 0: none.
-        norm_probe: where :class:`~pn_fairseq.models.norm_probe.NormProbe` writes; None: nowhere.
-        norm_probe_interval: updates between two that it records.
-        norm_probe_layers: patterns of the names of the norms that it records, separated by commas; None: those
-            of the encoder, or all in a model without one.
-        norms_folded: the norms with running statistics are part of the projections that follow them, and only their
-            layer-scale is left (see :mod:`pn_fairseq.models.fold_checkpoint`). There is no flag for it: ``pn-fold``
-            writes it into the settings of a checkpoint.
+    None: the norm's own default, or what the help of the flag says.
+
+    ``norms_folded``: the norms with running statistics are part of the projections that follow them, and only their
+    layer-scale is left (see :mod:`pn_fairseq.models.fold_checkpoint`). There is no flag for it: ``pn-fold`` writes it
+    into the settings of a checkpoint.
     """
 
-    encoder_norm: str = "power"
-    decoder_norm: str = "layer"
-    norm_variant: str = VARIANTS[0]
-    norm_eps: float = 1e-5
-    norm_alpha_fwd: float | None = None
-    norm_alpha_bwd: float = 0.9
-    layer_scale_groups: int | None = None
-    psi_warmup_updates: int | None = None
-    norm_window: int | None = None
-    outlier_filtration: bool = False
-    renorm_updates: int | None = None
-    renorm_r_max: float | None = None
-    renorm_d_max: float | None = None
-    reg_lambda_mean: float | None = None
-    reg_lambda_var: float | None = None
-    fade_updates: int | None = None
-    norm_groups: int | None = None
-    norm_detach: str = "mean,std"
-    ada_k: float = 0.1
-    ada_scale: float = 1.0
-    alpha_init: float = 0.5
-    norm_sync: str = "auto"
-    no_norm_agreement: bool = False
-    norm_stats_interval: int = 0
-    norm_probe: str | None = None
-    norm_probe_interval: int = 50
-    norm_probe_layers: str | None = None
+    norm_module: str | None = _flag(
+        "Python files that register norms of your own, for {norm_flags}", _modules("FILE[,FILE]")
+    )
+    encoder_norm: str = _flag(
+        "norm of the encoder, in its layers and after the last ({norms}; default: the architecture's)",
+        _norm("NAME"),
+        "power",
+    )
+    decoder_norm: str = _flag(
+        "norm of the decoder, in its layers and after the last ({of_decoder})", _norm("NAME"), "layer"
+    )
+    norm_variant: str = _flag(
+        "compute {several} as the paper says, or as the code does that its authors released with it "
+        "(docs/release.md has the differences; default: {default})",
+        {"choices": VARIANTS},
+        VARIANTS[0],
+    )
+    norm_eps: float | None = _own("epsilon of every norm", _positive("E"))
+    norm_alpha_fwd: float | None = _flag(
+        "decay of the running statistics of the forward pass, such as PN's psi^2 and BN's averages for evaluation "
+        "(default: the norm's own, {own})",
+        _alpha("A"),
+    )
+    norm_alpha_bwd: float | None = _own(
+        "decay of the running correction nu of the backward pass of PN and UN", _alpha("A")
+    )
+    layer_scale_groups: int | None = _flag(
+        "groups of channels that layer-scale divides by their root mean square before {scaled}; 0: off (default: as "
+        "many as attention heads for {per_head}, else 0)",
+        _count("G"),
+    )
+    psi_warmup_updates: int | None = _flag(
+        "updates during which PN normalizes with the batch's own psi, and UN and MABN with the statistics of the batch "
+        "alone (default: the warm-up of the learning rate){own_warmups}",
+        _count("N"),
+    )
+    norm_window: int | None = _flag(
+        "training forwards whose statistics UN and MABN average (default: the norm's own, {own})", _from_1("M")
+    )
+    outlier_filtration: bool = _flag(
+        "UN keeps batches out of its averages that are far from them (its authors: for images, not for text)",
+        {"action": "store_true"},
+        False,
+    )
+    renorm_updates: int | None = _flag(
+        "length of BRN's schedule: until N/8 it is BN, then d_max grows until 5N/8 and r_max until N (default: {part} "
+        "of --max-update; without that {own})",
+        _count("N"),
+    )
+    renorm_r_max: float | None = _own("BRN's r_max at the end of its schedule", _least_1("R"))
+    renorm_d_max: float | None = _own("BRN's d_max at the end of its schedule", _not_negative("D"))
+    reg_lambda_mean: float | None = _own(
+        "factor of RBN's penalty on the distance of the mean of a batch from the running mean. The penalty is added "
+        "once per batch to the loss, which is a sum over tokens",
+        _not_negative("L"),
+    )
+    reg_lambda_var: float | None = _own(
+        "the same for the standard deviation, with --norm-variant release for the variance", _not_negative("L")
+    )
+    fade_updates: int | None = _flag(
+        "updates during which PRepBN fades from layer normalization into batch normalization (default: {part} of "
+        "--max-update; without that {own})",
+        _count("N"),
+    )
+    norm_groups: int | None = _flag(
+        "groups of channels that the norm group normalizes each alone (default: as many as attention heads)",
+        _from_1("G"),
+    )
+    norm_detach: str | None = _own(
+        "what no gradient goes through in the norm detach: mean, std or mean,std", _detached("PARTS")
+    )
+    ada_k: float | None = _own("k of the norm ada", _not_negative("K"))
+    ada_scale: float | None = _own(
+        "factor C of the norm ada; in its paper 1 for English-Vietnamese, 2 for German-English and English-German",
+        _positive("C"),
+    )
+    alpha_init: float | None = _own("initial alpha of the norms dyt and derf", _positive("A"))
+    norm_sync: str = _flag(
+        "take statistics over the tokens of all data-parallel workers (auto, the default: on for {synced}, off for the "
+        "others, as in the paper)",
+        {"choices": SYNC},
+        SYNC[0],
+    )
+    no_norm_agreement: bool = _flag(
+        "statistics that are not synchronised are averaged over the workers before they validate or save, so that the "
+        "model that is validated and saved is one and the same; this leaves them apart, and those of worker 0 are "
+        "saved",
+        {"action": "store_true"},
+        False,
+    )
+    norm_stats_interval: int = _flag(
+        "log a summary of the norms' statistics every N updates (default: 0, never)", _count("N"), 0
+    )
+    norm_probe: str | None = _flag(
+        "record the statistics of batches and of gradients of every norm in FILE, a folder of Parquet files "
+        "(docs/figures.md)",
+        {"metavar": "FILE"},
+    )
+    norm_probe_interval: int = _flag(
+        "updates from one that --norm-probe records to the next (default: {default})", _from_1("N"), 50
+    )
+    norm_probe_layers: str | None = _flag(
+        "names of the norms that --norm-probe records, or patterns such as 'encoder.layers.0.*' (default: those of the "
+        "encoder, or all in a model without one)",
+        {"metavar": "NAME[,NAME]"},
+    )
     norms_folded: bool = False
-    norm_module: str | None = None
 
     @staticmethod
     def add_args(parser: argparse.ArgumentParser, encoder: bool = True) -> None:
@@ -144,189 +205,33 @@ class NormOptions:
 
         Without ``encoder`` those of a model that is a decoder alone.
         """
-        names = "; ".join(f"{name}: {entry.title}" for name, entry in NORMS.items())
-        default = NormOptions()
-        parser.add_argument(
-            "--norm-module",
-            type=_modules,
-            metavar="FILE[,FILE]",
-            help=f"Python files that register norms of your own, for {'--encoder-norm and ' * encoder}--decoder-norm",
-        )
-        of_decoder = f"default: {default.decoder_norm}" if encoder else f"{names}; default: the architecture's"
-        if encoder:
-            parser.add_argument(
-                "--encoder-norm",
-                type=_norm,
-                metavar="NAME",
-                help=f"norm of the encoder, in its layers and after the last ({names}; default: the architecture's)",
-            )
-        parser.add_argument(
-            "--decoder-norm",
-            type=_norm,
-            metavar="NAME",
-            help=f"norm of the decoder, in its layers and after the last ({of_decoder})",
-        )
-        several = ", ".join(name for name, entry in NORMS.items() if entry.variants)
-        parser.add_argument(
-            "--norm-variant",
-            choices=VARIANTS,
-            help=f"compute {several} as the paper says, or as the code does that its authors released with it "
-            f"(docs/release.md has the differences; default: {default.norm_variant})",
-        )
-        parser.add_argument(
-            "--norm-eps", type=_positive, metavar="E", help=f"epsilon of every norm (default: {default.norm_eps})"
-        )
-        parser.add_argument(
-            "--norm-alpha-fwd",
-            type=_alpha,
-            metavar="A",
-            help="decay of the running statistics of the forward pass, such as PN's psi^2 and BN's averages for "
-            f"evaluation (default: the norm's own, {_own_defaults('alpha_fwd')})",
-        )
-        parser.add_argument(
-            "--norm-alpha-bwd",
-            type=_alpha,
-            metavar="A",
-            help="decay of the running correction nu of the backward pass of PN and UN (default: "
-            f"{default.norm_alpha_bwd})",
-        )
+        norms = "; ".join(f"{name}: {entry.title}" for name, entry in NORMS.items())
         per_head = ", ".join(name for name, entry in NORMS.items() if entry.layer_scale_per_head)
-        parser.add_argument(
-            "--layer-scale-groups",
-            type=_count,
-            metavar="G",
-            help="groups of channels that layer-scale divides by their root mean square before "
-            f"{f'an encoder norm, and before a decoder norm that is one of {per_head}' if encoder else 'each norm'}; "
-            f"0: off (default: as many as attention heads for {per_head}, else 0)",
-        )
-        parser.add_argument(
-            "--psi-warmup-updates",
-            type=_count,
-            metavar="N",
-            help="updates during which PN normalizes with the batch's own psi, and UN and MABN with the statistics of "
-            f"the batch alone (default: the warm-up of the learning rate){_own_warmups()}",
-        )
-        parser.add_argument(
-            "--norm-window",
-            type=_from_1,
-            metavar="M",
-            help="training forwards whose statistics UN and MABN average (default: the norm's own, "
-            f"{_own_defaults('window')})",
-        )
-        parser.add_argument(
-            "--outlier-filtration",
-            action="store_true",
-            help="UN keeps batches out of its averages that are far from them (its authors: for images, not for text)",
-        )
-        parser.add_argument(
-            "--renorm-updates",
-            type=_count,
-            metavar="N",
-            help="length of BRN's schedule: until N/8 it is BN, then d_max grows until 5N/8 and r_max until N "
-            f"(default: {_PARTS_OF_RUN['renorm_updates']} of --max-update; without that "
-            f"{_own_defaults('renorm_updates')})",
-        )
-        parser.add_argument(
-            "--renorm-r-max",
-            type=_least_1,
-            metavar="R",
-            help=f"BRN's r_max at the end of its schedule (default: {_own_defaults('renorm_r_max')})",
-        )
-        parser.add_argument(
-            "--renorm-d-max",
-            type=_not_negative,
-            metavar="D",
-            help=f"BRN's d_max at the end of its schedule (default: {_own_defaults('renorm_d_max')})",
-        )
-        parser.add_argument(
-            "--reg-lambda-mean",
-            type=_not_negative,
-            metavar="L",
-            help="factor of RBN's penalty on the distance of the mean of a batch from the running mean. The penalty is "
-            "added once per batch to the loss, which is a sum over tokens (default: "
-            f"{_own_defaults('lambda_mean')})",
-        )
-        parser.add_argument(
-            "--reg-lambda-var",
-            type=_not_negative,
-            metavar="L",
-            help="the same for the standard deviation, with --norm-variant release for the variance (default: "
-            f"{_own_defaults('lambda_var')})",
-        )
-        parser.add_argument(
-            "--fade-updates",
-            type=_count,
-            metavar="N",
-            help="updates during which PRepBN fades from layer normalization into batch normalization (default: "
-            f"{_PARTS_OF_RUN['fade_updates']} of --max-update; without that {_own_defaults('fade_updates')})",
-        )
-        parser.add_argument(
-            "--norm-groups",
-            type=_from_1,
-            metavar="G",
-            help="groups of channels that the norm group normalizes each alone (default: as many as attention heads)",
-        )
-        parser.add_argument(
-            "--norm-detach",
-            type=_detached,
-            metavar="PARTS",
-            help="what no gradient goes through in the norm detach: mean, std or mean,std "
-            f"(default: {default.norm_detach})",
-        )
-        parser.add_argument(
-            "--ada-k", type=_not_negative, metavar="K", help=f"k of the norm ada (default: {default.ada_k})"
-        )
-        parser.add_argument(
-            "--ada-scale",
-            type=_positive,
-            metavar="C",
-            help="factor C of the norm ada; in its paper 1 for English-Vietnamese, 2 for German-English and "
-            f"English-German (default: {default.ada_scale})",
-        )
-        parser.add_argument(
-            "--alpha-init",
-            type=_positive,
-            metavar="A",
-            help=f"initial alpha of the norms dyt and derf (default: {default.alpha_init})",
-        )
-        synced = ", ".join(name for name, entry in NORMS.items() if entry.sync and issubclass(entry.cls, RunningNorm))
-        parser.add_argument(
-            "--norm-sync",
-            choices=SYNC,
-            help="take statistics over the tokens of all data-parallel workers (auto, the default: on for "
-            f"{synced}, off for the others, as in the paper)",
-        )
-        parser.add_argument(
-            "--no-norm-agreement",
-            action="store_true",
-            help="statistics that are not synchronised are averaged over the workers before they validate or save, so "
-            "that the model that is validated and saved is one and the same; this leaves them apart, and those of "
-            "worker 0 are saved",
-        )
-        parser.add_argument(
-            "--norm-stats-interval",
-            type=_count,
-            metavar="N",
-            help="log a summary of the norms' statistics every N updates (default: 0, never)",
-        )
-        parser.add_argument(
-            "--norm-probe",
-            metavar="FILE",
-            help="record the statistics of batches and of gradients of every norm in FILE, a folder of Parquet files "
-            "(docs/figures.md)",
-        )
-        parser.add_argument(
-            "--norm-probe-interval",
-            type=_from_1,
-            metavar="N",
-            help=f"updates from one that --norm-probe records to the next (default: {default.norm_probe_interval})",
-        )
-        parser.add_argument(
-            "--norm-probe-layers",
-            metavar="NAME[,NAME]",
-            help="names of the norms that --norm-probe records, or patterns such as 'encoder.layers.0.*' (default: "
-            "those of the encoder, or all in a model without one)",
-        )
+        words = {
+            "norms": norms,
+            "per_head": per_head,
+            "several": ", ".join(name for name, entry in NORMS.items() if entry.variants),
+            "synced": ", ".join(
+                name for name, entry in NORMS.items() if entry.sync and issubclass(entry.cls, RunningNorm)
+            ),
+            "own_warmups": _own_warmups(),
+            "norm_flags": "--encoder-norm and --decoder-norm" if encoder else "--decoder-norm",
+            "of_decoder": "default: layer" if encoder else f"{norms}; default: the architecture's",
+            "scaled": f"an encoder norm, and before a decoder norm that is one of {per_head}"
+            if encoder
+            else "each norm",
+        }
+        for one in fields(NormOptions):
+            if not one.metadata or (one.name == "encoder_norm" and not encoder):
+                continue
+            own = {
+                "default": one.default,
+                "own": _own_defaults(_argument(one.name)),
+                "part": _PARTS_OF_RUN.get(one.name),
+            }
+            argument = dict(one.metadata)
+            text = argument.pop("help").format(**words, **own)
+            parser.add_argument(f"--{one.name.replace('_', '-')}", help=text, **argument)
 
     @classmethod
     def from_args(cls, args) -> "NormOptions":
@@ -335,33 +240,29 @@ class NormOptions:
         Warm-ups, schedules and the paths of norm modules are resolved here and written back, so that a checkpoint says
         what was used.
         """
-        values = {name: safe_getattr(args, name, None) for name in cls.__dataclass_fields__}
-        if values["psi_warmup_updates"] is None:
-            values["psi_warmup_updates"] = _learning_rate_warmup(args)
-            _write_back(args, psi_warmup_updates=values["psi_warmup_updates"])
-        options = cls(**{name: value for name, value in values.items() if value is not None})
-        if options.norm_probe:
-            options = replace(options, norm_probe=to_absolute_path(options.norm_probe))
-            _write_back(args, norm_probe=options.norm_probe)
-        if options.norm_module:
-            # Absolute in the checkpoint, which is loaded from other folders too; hydra works in a folder of the run.
-            paths = ",".join(to_absolute_path(path) for path in options.norm_module.split(",") if path)
-            options = replace(options, norm_module=paths)
-            _write_back(args, norm_module=paths)
-            for path in paths.split(","):
-                load_norms(path)
-        used = find_norm(options.encoder_norm).options | find_norm(options.decoder_norm).options
-        for name, part in _PARTS_OF_RUN.items():
-            if (
-                name in used
-                and getattr(options, name) is None
-                and (run := _setting(args, "optimization", "max_update"))
-            ):
-                options = replace(options, **{name: round(part * run)})
-                _write_back(args, **{name: getattr(options, name)})
+        given = {one.name: safe_getattr(args, one.name, None) for one in fields(cls)}
+        options, resolved = cls(**{name: value for name, value in given.items() if value is not None}), {}
         if options.norm_sync not in SYNC:
             raise ValueError(f"norm_sync={options.norm_sync!r} must be one of {', '.join(SYNC)}")
-        return options
+        if options.psi_warmup_updates is None:
+            resolved["psi_warmup_updates"] = _learning_rate_warmup(args)
+        if options.norm_probe:
+            resolved["norm_probe"] = to_absolute_path(options.norm_probe)
+        if options.norm_module:
+            # Absolute in the checkpoint, which is loaded from other folders too; hydra works in a folder of the run.
+            paths = [to_absolute_path(path) for path in options.norm_module.split(",") if path]
+            resolved["norm_module"] = ",".join(paths)
+            for path in paths:
+                load_norms(path)
+        used = find_norm(options.encoder_norm).options | find_norm(options.decoder_norm).options
+        run = _setting(args, "optimization", "max_update")
+        for name, part in _PARTS_OF_RUN.items():
+            if run and name in used and given[name] is None:
+                resolved[name] = round(part * run)
+        with open_dict(args) if OmegaConf.is_config(args) else ExitStack():
+            for name, value in resolved.items():
+                setattr(args, name, value)
+        return replace(options, **resolved)
 
     def build_encoder_norm(self, num_features: int, heads: int, last: bool = False) -> ChannelNorm | LayerScale:
         """A norm of the encoder over ``num_features`` channels, beside attention with ``heads`` heads.
@@ -388,37 +289,20 @@ class NormOptions:
     ) -> ChannelNorm | LayerScale:
         entry = find_norm(name)
         cls = entry.variant(self.norm_variant)
-        own_warmup = getattr(cls, "last_norm_warmup_updates", None) if last else None
-        options = {
-            "alpha_fwd": self.norm_alpha_fwd,
-            "alpha_bwd": self.norm_alpha_bwd,
-            "window": self.norm_window,
-            "outlier_filtration": self.outlier_filtration,
-            "renorm_updates": self.renorm_updates,
-            "renorm_r_max": self.renorm_r_max,
-            "renorm_d_max": self.renorm_d_max,
-            "lambda_mean": self.reg_lambda_mean,
-            "lambda_var": self.reg_lambda_var,
-            "fade_updates": self.fade_updates,
-        }
-        norm = build_norm(
-            name,
-            num_features,
-            variant=self.norm_variant,
-            eps=self.norm_eps,
-            layer_scale_groups=self._default_groups(name, heads) if groups is None else groups,
-            psi_warmup_updates=(self.psi_warmup_updates or 0) if own_warmup is None else own_warmup,
-            groups=heads if self.norm_groups is None else self.norm_groups,
-            detach=self.norm_detach,
-            ada_k=self.ada_k,
-            ada_scale=self.ada_scale,
-            alpha_init=self.alpha_init,
-            sync=cls.transformer_defaults.get("sync", entry.sync)
-            if self.norm_sync == "auto"
-            else self.norm_sync == "on",
-            **{option: value for option, value in options.items() if value is not None},
-        )
+        given = {_argument(flag): value for flag, value in vars(self).items() if value is not None}
+        options = {"groups": heads} | {option: given[option] for option in given if option in entry.options}
+        options["layer_scale_groups"] = self._default_groups(name, heads) if groups is None else groups
+        by_default = cls.transformer_defaults.get("sync", entry.sync)
+        options["sync"] = by_default if self.norm_sync == "auto" else self.norm_sync == "on"
+        if last and hasattr(cls, "last_norm_warmup_updates"):
+            options["psi_warmup_updates"] = cls.last_norm_warmup_updates
+        norm = build_norm(name, num_features, variant=self.norm_variant, **options)
         return norm.layer_scale if self.norms_folded and folds and isinstance(norm, RunningNorm) else norm
+
+
+def _argument(flag: str) -> str:
+    """The argument of the norms' constructors that a flag sets, if it sets one."""
+    return re.sub(r"^(norm|reg)_", "", flag)
 
 
 def _own_warmups() -> str:
@@ -439,8 +323,10 @@ def _own_defaults(option: str) -> str:
         for variant, cls in {"": entry.cls, **entry.variants}.items():
             if option in entry.options:
                 norms.setdefault(default_of(cls, option), []).append(f"{name} {variant}".strip())
-    (usual, _), *others = sorted(norms.items(), key=lambda item: -len(item[1]))
-    return ", ".join([str(usual), *(f"{value} for {' and '.join(names)}" for value, names in others)])
+    several = sorted(norms.items(), key=lambda item: -len(item[1]))
+    return ", ".join(
+        f"{value} for {' and '.join(names)}" if n else str(value) for n, (value, names) in enumerate(several)
+    )
 
 
 def _learning_rate_warmup(args) -> int:
@@ -457,9 +343,3 @@ def _setting(args, node: str, key: str) -> int:
         parent = args._get_parent()
         args = parent.get(node) if parent is not None else None
     return int(safe_getattr(args, key, None) or 0)
-
-
-def _write_back(args, **values) -> None:
-    with open_dict(args) if OmegaConf.is_config(args) else ExitStack():
-        for name, value in values.items():
-            setattr(args, name, value)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from pn_fairseq import __version__
 from pn_fairseq.pipeline.command import ArgumentParser, UserError, command
 from pn_fairseq.pipeline.files import atomic_write
 from pn_fairseq.report.paper import LM_NAMES, LM_SENTENCE, LM_SOURCE, PAPER
@@ -60,7 +58,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--resamples", type=int, metavar="N", help="resamples of the paired bootstrap (default: sacrebleu's, 1000)"
     )
-    parser.add_argument("--version", action="version", version=f"pn_fairseq {__version__}")
     args = parser.parse_args(argv)
     if args.resamples is not None and args.resamples < 1:
         raise UserError(f"--resamples must be at least 1, not {args.resamples}")
@@ -78,24 +75,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.paper in LM_NAMES and not language_models:
         raise UserError(f"--paper {args.paper} is of language models, and the runs are not")
 
-    def said(text: str) -> None:
-        if sys.stderr.isatty():
-            print(f"[pn-report] {text}", file=sys.stderr)
-
     try:
         args.output.mkdir(parents=True, exist_ok=True)
-        written, settings = [_MARKDOWN, _HTML], {"subset": args.subset, "paper": args.paper}
+        settings = {"subset": args.subset, "paper": args.paper}
         if language_models:
             kind, about = "perplexity.md.j2", perplexity.about
             settings |= {"sentence": LM_SENTENCE, "source": LM_SOURCE}
         else:
             kind, about = "report.md.j2", tables.about
             settings |= {"resamples": args.resamples or RESAMPLES}
-            written.append(_CSV)
-            with atomic_write(args.output / _CSV) as file:
-                file.write(tables.raw_scores(runs).to_csv(index=False).encode("utf-8", errors="backslashreplace"))
-        page, pictures = tables.build(runs, args.output, _PICTURES, kind, about, said, **settings)
-        for name, text in ((_HTML, html(page, args.output)), (_MARKDOWN, page)):
+        page, pictures = tables.build(runs, args.output, _PICTURES, kind, about, **settings)
+        texts = {_MARKDOWN: page, _HTML: html(page, args.output), _CSV: tables.raw_scores(runs).to_csv(index=False)}
+        for name, text in texts.items():
             with atomic_write(args.output / name) as file:
                 # A file name may hold bytes that are not UTF-8.
                 file.write(text.encode("utf-8", errors="backslashreplace"))
@@ -105,4 +96,4 @@ def main(argv: Sequence[str] | None = None) -> None:
     except OSError as error:
         place = error.filename2 or error.filename or args.output
         raise UserError(f"cannot write to --output {args.output}: {error.strerror} ({place})") from error
-    print(*(args.output / name for name in written), sep="\n")
+    print(*(args.output / name for name in texts), sep="\n")

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 
-from pn_fairseq import __version__
 from pn_fairseq.pipeline.command import ArgumentParser, UserError, command
 from pn_fairseq.pipeline.files import atomic_write
 from pn_fairseq.pipeline.training_log import TrainingLog, read_log
@@ -58,20 +57,39 @@ def difference(
     return [curve for curve in found if curve]
 
 
+def style(index: int) -> dict:
+    """Colour, dash and marker of a line."""
+    cycles = {"color": COLOURS, "linestyle": DASHES, "marker": MARKERS}
+    return {name: values[index % len(values)] for name, values in cycles.items()}
+
+
+def headless_pyplot():
+    """matplotlib's pyplot, which opens no window."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def legend(figure, lines: Mapping[str, object], columns: int, **options) -> None:
+    """A legend above a figure. Any label is shown as it is, without mathematics."""
+    options = {"loc": "outside upper center", "ncols": columns, "frameon": False} | options
+    for text in figure.legend(list(lines.values()), list(lines), **options).get_texts():
+        text.set_parse_math(False)
+
+
 def _draw(axis, curves: Sequence[Mapping[int, float]], index: int, shift: float = 0):
     """The mean of curves as a line with markers, and the band from the smallest to the largest."""
-    style = {
-        "color": COLOURS[index % len(COLOURS)],
-        "linestyle": DASHES[index % len(DASHES)],
-        "marker": MARKERS[index % len(MARKERS)],
-    }
     grid, values = on_one_grid(curves)
     if len(values) > 1:
-        axis.fill_between(grid, values.min(axis=0), values.max(axis=0), color=style["color"], alpha=0.15, linewidth=0)
+        band = {"color": style(index)["color"], "alpha": 0.15, "linewidth": 0}
+        axis.fill_between(grid, values.min(axis=0), values.max(axis=0), **band)
     # Where two lines are one, shifted markers show both.
     every = max(1, math.ceil(len(grid) / _MARKERS_PER_LINE))
     mark = {"markersize": 4.5, "markerfacecolor": "white", "markevery": (int(shift * every), every)}
-    return axis.plot(grid, values.mean(axis=0), linewidth=1.4, **mark, **style)[0]
+    return axis.plot(grid, values.mean(axis=0), linewidth=1.4, **mark, **style(index))[0]
 
 
 def _finite(curves: Sequence[Mapping[int, float]]) -> list[dict[int, float]]:
@@ -110,11 +128,9 @@ def plot(
         output: the file; its suffix is the format.
         baselines: label -> the label of the system it is compared with in a panel of its own.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
     from PIL import Image  # matplotlib needs it, too
+
+    pyplot = headless_pyplot()
 
     def curves(what: str) -> dict[str, list[dict[int, float]]]:
         return {label: [curve for log in logs if (curve := getattr(log, what))] for label, logs in systems.items()}
@@ -156,13 +172,7 @@ def plot(
     axes[-1].ticklabel_format(axis="x", style="plain")
     axes[-1].xaxis.get_major_locator().set_params(integer=True, nbins=7)
     if lines:
-        # Given one by one and without mathematics, so that any name is shown as it is.
-        shown = {label: lines[label] for label in labels if label in lines}
-        legend = figure.legend(
-            list(shown.values()), list(shown), loc="outside upper center", ncols=columns, handlelength=4, frameon=False
-        )
-        for text in legend.get_texts():
-            text.set_parse_math(False)
+        legend(figure, {label: lines[label] for label in labels if label in lines}, columns, handlelength=4)
     try:
         with atomic_write(output) as file:
             if output.suffix == ".png":  # with a palette it has a third of the size
@@ -195,7 +205,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         metavar="LABEL",
         help="names for the legend (default: from the paths); runs with the same one are seeds of one system",
     )
-    parser.add_argument("--version", action="version", version=f"pn_fairseq {__version__}")
     args = parser.parse_args(argv)
     if args.output.suffix not in (".png", ".pdf", ".svg"):
         raise UserError(f"--output {args.output}: the name must end in .png, .pdf or .svg")

@@ -10,10 +10,9 @@ from pathlib import Path
 
 import numpy as np
 
-from pn_fairseq import __version__
 from pn_fairseq.pipeline.command import ArgumentParser, UserError, command, did_you_mean
 from pn_fairseq.pipeline.files import atomic_write
-from pn_fairseq.report.curves import COLOURS, DASHES, MARKERS
+from pn_fairseq.report.curves import headless_pyplot, legend, style
 
 #: Marks that tell boxes apart in grey.
 _HATCHES = ("", "////", "....", "xxxx", "\\\\\\\\", "oo")
@@ -42,6 +41,8 @@ PAPER_MEDIANS = {
 }
 
 _PAPER_MARKS = {"paper, ResNet20 on CIFAR-10": "D", "paper, BN on IWSLT14": "*", "paper, PN-V on IWSLT14": "P"}
+
+_PAPER_STYLE = {"linestyle": ":", "color": "#555555", "markersize": 5, "markerfacecolor": "white", "linewidth": 1}
 
 #: BLEU of the paper's Figure 5 by tokens of a mini-batch.
 PAPER_BLEU = {
@@ -82,17 +83,15 @@ class Subject:
     Attributes:
         label: its name in the legends.
         probe: the rows of its ``--norm-probe`` file, or None.
-        series: those of the norm that Figures 2 to 4 show, one for each forward.
-        updates: of the whole training.
+        series: those of the norm that Figures 2 to 4 show, one for each forward, and the ``fifth`` of training.
         tokens: of a mini-batch.
         bleu: tokenized BLEU, or None.
-        norm: title of the encoder's norm.
+        norm: of the encoder, as in the paper: ``LN``, ``PN``, ...
         checkpoint: its last one, or None.
     """
 
     label: str
     probe: object
-    updates: int
     tokens: int | None
     bleu: float | None
     norm: str
@@ -102,7 +101,7 @@ class Subject:
 
 def find_probe(run) -> Path | None:
     """The folder of ``--norm-probe`` of a run (:class:`pn_fairseq.report.runs.Run`), which may have been moved."""
-    told = run.setting("model.norm_probe") or run.setting("norm_probe")
+    told = run.setting("model.norm_probe")
     places = [run.path / "norm_probe", *([run.path / Path(told).name, Path(told)] if told else [])]
     return next((place for place in places if any(place.glob("update-*.parquet"))), None)
 
@@ -114,28 +113,28 @@ def read_subject(run, label: str, name: str | None = None) -> Subject:
         UserError: the run's probe cannot be read, or has no norm of that name.
     """
     from pn_fairseq.probes import read_probe
+    from pn_fairseq.report.systems import norm_and_size
 
-    folder = find_probe(run)
-    try:
-        probe = None if folder is None else read_probe(folder)
-    except ValueError as error:
-        raise UserError(str(error)) from error
-    updates, series = run.max_update or (run.log.updates if run.log else 0), None
-    if probe is not None:
+    probe, series, folder = None, None, find_probe(run)
+    if folder is not None:
+        try:
+            probe = read_probe(folder)
+        except ValueError as error:
+            raise UserError(str(error)) from error
         known = list(probe["norm"].unique())
         if name is not None and name not in known:
             raise UserError(f"{folder} has no norm {name!r}{did_you_mean(name, known)}; it has {', '.join(known)}")
+        updates = max(run.max_update or (run.log.updates if run.log else 0), int(probe["update"].max()))
         series = probe[(probe["norm"] == (name or known[0])) & probe["forward"].notna()]
-        updates = max(updates or 0, int(probe["update"].max()))
+        series = series.assign(fifth=np.ceil(5 * series["update"] / updates).clip(1, 5))
     checkpoints = [run.path / place / "checkpoint_last.pt" for place in ("checkpoints", ".")]
     tokens = run.setting("dataset.max_tokens")
     return Subject(
         label,
         probe,
-        updates,
         tokens * run.workers if tokens else None,
         run.scores.tokenized.score if run.scores else None,
-        str(run.setting("model.encoder_norm") or run.setting("model._name") or label),
+        norm_and_size(run)[0],
         next((file for file in checkpoints if file.is_file()), None),
         series,
     )
@@ -158,17 +157,15 @@ def _boxes(axis, groups: Mapping[str, Sequence[np.ndarray]], ticks: Sequence, me
         drawn = axis.boxplot(
             kept, positions=places, widths=0.85 * width, whis=1.5, patch_artist=True, manage_ticks=False,
             medianprops={"color": "black", "linewidth": 1.6},
-            flierprops={"marker": MARKERS[index % len(MARKERS)], "markersize": 2.5, "alpha": 0.5},
+            flierprops={"marker": style(index)["marker"], "markersize": 2.5, "alpha": 0.5},
         )  # fmt: skip
         for box in drawn["boxes"]:
-            colour = COLOURS[index % len(COLOURS)]
+            colour = style(index)["color"]
             box.set(edgecolor=colour, facecolor=f"{colour}55", hatch=_HATCHES[index % len(_HATCHES)])
         handles[label] = drawn["boxes"][0]
     for index, (label, values) in enumerate(medians.items(), len(groups)):
         places = np.arange(len(values)) + (index - (slots - 1) / 2) * width
-        marks = axis.plot(places, values, linestyle=":", color="#555555", marker=_PAPER_MARKS[label], markersize=5,
-                          markerfacecolor="white", linewidth=1)  # fmt: skip
-        handles[label] = marks[0]
+        handles[label] = axis.plot(places, values, marker=_PAPER_MARKS[label], **_PAPER_STYLE)[0]
     axis.set_xticks(range(len(ticks)), ticks)
     axis.grid(axis="y", alpha=0.3)
     return handles
@@ -176,34 +173,22 @@ def _boxes(axis, groups: Mapping[str, Sequence[np.ndarray]], ticks: Sequence, me
 
 def _fifths(subjects: Sequence[Subject], column: str) -> list[np.ndarray]:
     """The values of a column in each fifth of training, of all runs."""
-    parts = [
-        subject.series.groupby(np.ceil(5 * subject.series["update"] / subject.updates).clip(1, 5))[column].agg(list)
-        for subject in subjects
-    ]
-    return [np.concatenate([part.get(fifth, []) for part in parts]) for fifth in range(1, 6)]
-
-
-def _systems(subjects: Sequence[Subject]) -> dict[str, list[Subject]]:
-    systems: dict[str, list[Subject]] = {}
-    for subject in subjects:
-        systems.setdefault(subject.label, []).append(subject)
-    return systems
+    series = [subject.series for subject in subjects]
+    return [np.concatenate([each.loc[each["fifth"] == fifth, column] for each in series]) for fifth in range(1, 6)]
 
 
 def _probed(subjects: Sequence[Subject]) -> dict[str, list[Subject]]:
-    systems = _systems([subject for subject in subjects if subject.probe is not None])
+    systems: dict[str, list[Subject]] = {}
+    for subject in subjects:
+        if subject.probe is not None:
+            systems.setdefault(subject.label, []).append(subject)
     if not systems:
         raise Absent("no run has a --norm-probe file")
     return systems
 
 
 def _legend(figure, handles: Mapping[str, object]) -> None:
-    columns = 4 if max(map(len, handles)) < 30 else 2
-    legend = figure.legend(
-        list(handles.values()), list(handles), loc="outside upper center", ncols=columns, frameon=False
-    )
-    for text in legend.get_texts():
-        text.set_parse_math(False)
+    legend(figure, handles, columns=4 if max(map(len, handles)) < 30 else 2)
 
 
 def _sum_of_loss(systems: Mapping[str, Sequence[Subject]]) -> float:
@@ -248,24 +233,23 @@ def _over_training(panels: Sequence[Sequence[str]]):
 
 def batch_size(pyplot, subjects: Sequence[Subject]):
     """Figure 5."""
-    curves: dict[str, dict[int, list[float]]] = {}
-    for subject in subjects:
-        if subject.bleu is not None and subject.tokens:
-            curves.setdefault(subject.norm, {}).setdefault(subject.tokens, []).append(subject.bleu)
-    if not curves:
+    import pandas
+
+    points = [(each.norm, each.tokens, each.bleu) for each in subjects if each.bleu is not None and each.tokens]
+    if not points:
         raise Absent("no run has scores (scripts/score.sh)")
+    paper = [(norm, tokens, bleu) for norm, of_norm in PAPER_BLEU.items() for tokens, bleu in of_norm.items()]
     figure, axes = pyplot.subplots(1, 2, figsize=(10.4, 4.2), layout="constrained", sharex=True)
-    paper = {norm: {tokens: [bleu] for tokens, bleu in points.items()} for norm, points in PAPER_BLEU.items()}
-    for axis, drawn, title in ((axes[0], curves, "these runs"), (axes[1], paper, "the paper, IWSLT14 German-English")):
-        for index, (label, points) in enumerate(drawn.items()):
-            tokens = sorted(points)
-            means = [np.mean(points[each]) for each in tokens]
-            axis.plot(tokens, means, label=label, color=COLOURS[index % len(COLOURS)],
-                      linestyle=DASHES[index % len(DASHES)], marker=MARKERS[index % len(MARKERS)])  # fmt: skip
-            for each in tokens:  # every seed
-                axis.plot([each] * len(points[each]), points[each], ".", color=COLOURS[index % len(COLOURS)], alpha=0.5)
+    titles = {"these runs": points, "the paper, IWSLT14 German-English": paper}
+    norms = list(dict.fromkeys([*PAPER_BLEU, *(norm for norm, _, _ in points)]))  # the same style on both sides
+    for axis, (title, rows) in zip(axes, titles.items(), strict=True):
+        drawn = pandas.DataFrame(rows, columns=["norm", "tokens", "bleu"])
+        for norm, of_norm in drawn.groupby("norm", sort=False):
+            means, look = of_norm.groupby("tokens")["bleu"].mean(), style(norms.index(norm))
+            axis.plot(means.index, means, label=norm, **look)
+            axis.plot(of_norm["tokens"], of_norm["bleu"], ".", color=look["color"], alpha=0.5)  # every seed
         axis.set_xscale("log", base=2)
-        ticks = sorted({each for points in drawn.values() for each in points})
+        ticks = sorted(drawn["tokens"].unique())
         axis.set_xticks(ticks, [f"{each:,}" for each in ticks])
         axis.set_xlabel("tokens per mini-batch")
         axis.set_ylabel("tokenized BLEU")
@@ -306,8 +290,7 @@ def spectra(pyplot, subjects: Sequence[Subject]):
     handles = {}
     for axis, (title, divisor) in zip(axes, divisors.items(), strict=True):
         for index, (label, values) in enumerate(found.items()):
-            style = {"color": COLOURS[index % len(COLOURS)], "linestyle": DASHES[index % len(DASHES)]}
-            handles[label] = axis.plot(values / divisor(values), **style)[0]
+            handles[label] = axis.plot(values / divisor(values), **style(index) | {"marker": None})[0]
         axis.set_title(title, fontsize=10, loc="left")
         axis.set_yscale("log")
         axis.set_xlabel("index of the singular value")
@@ -316,10 +299,8 @@ def spectra(pyplot, subjects: Sequence[Subject]):
         # Those of the paper's larger matrix at the same fraction of all.
         for axis, divisor in ((axes[0], values[0]), (axes[1], values[1])):
             places = np.array(_INDICES) / 1024 * max(map(len, found.values()))
-            handles[f"paper, {label}, WMT14 big (1,024 values, index to scale)"] = axis.plot(
-                places, np.array(values) / divisor, ":", color="#555555", marker=marker, markersize=5,
-                markerfacecolor="white", linewidth=1,
-            )[0]  # fmt: skip
+            drawn = axis.plot(places, np.array(values) / divisor, marker=marker, **_PAPER_STYLE)
+            handles[f"paper, {label}, WMT14 big (1,024 values, index to scale)"] = drawn[0]
     axes[0].set_ylabel("singular value of the word embeddings")
     _legend(figure, handles)
     return figure
@@ -331,30 +312,31 @@ _OF_LAYER = {"self_attn_layer_norm": "before self-attention", "final_layer_norm"
 
 def gains(pyplot, subjects: Sequence[Subject]):
     """Figure 7."""
-    systems = _probed(subjects)
-    panels = {}
-    for name, place in _OF_LAYER.items():
-        layers = sorted(
-            {
-                int(norm.split(".")[2])
-                for runs in systems.values()
-                for norm in runs[0].probe["norm"].unique()
-                if norm.startswith("encoder.layers.") and norm.endswith(f".{name}")
-            }
-        )
-        groups = {
-            label: [_last_gains(runs, f"encoder.layers.{n}.{name}") for n in layers] for label, runs in systems.items()
-        }
-        groups = {label: values for label, values in groups.items() if any(map(len, values))}
-        if groups:
-            panels[place] = layers, groups
-    if not panels:
+    import pandas
+
+    column = "gamma_over_psi_batch"
+    last = pandas.concat(
+        run.probe.dropna(subset=[column]).drop_duplicates("norm", keep="last").assign(label=label)
+        for label, runs in _probed(subjects).items()
+        for run in runs
+    )
+    last[["layer", "place"]] = last["norm"].str.extract(r"^encoder\.layers\.(\d+)\.(.+)$")
+    last["place"] = last["place"].map(_OF_LAYER)
+    last = last.dropna(subset=["place"])
+    if last.empty:
         raise Absent("no probe has an encoder layer whose norm has a gain per channel")
+    places = [place for place in _OF_LAYER.values() if (last["place"] == place).any()]
     figure, axes = pyplot.subplots(
-        1, len(panels), figsize=(5.6 * len(panels), 4.4), layout="constrained", squeeze=False
+        1, len(places), figsize=(5.6 * len(places), 4.4), layout="constrained", squeeze=False
     )
     handles = {}
-    for axis, (place, (layers, groups)) in zip(axes[0], panels.items(), strict=True):
+    for axis, place in zip(axes[0], places, strict=True):
+        of_place = last[last["place"] == place]
+        layers = sorted(map(int, of_place["layer"].unique()))
+        groups = {}
+        for label in last["label"].unique():  # also one that has none here, so that the others keep their colours
+            own = of_place[of_place["label"] == label]
+            groups[label] = [np.concatenate([[], *own.loc[own["layer"] == str(n), column]]) for n in layers]
         handles |= _boxes(axis, groups, [n + 1 for n in layers], {"paper, PN-V on IWSLT14": PAPER_GAIN[: len(layers)]})
         axis.axhline(1, linestyle="--", color="black", linewidth=1)
         axis.set_title(place, fontsize=10, loc="left")
@@ -362,12 +344,6 @@ def gains(pyplot, subjects: Sequence[Subject]):
         axis.set_ylabel(r"$\gamma/\psi_B$ of each channel, last recorded update")
     _legend(figure, handles)
     return figure
-
-
-def _last_gains(runs: Sequence[Subject], norm: str) -> np.ndarray:
-    """gain / psi_B of all channels of a norm in the last recorded update."""
-    found = [run.probe.loc[run.probe["norm"] == norm, "gamma_over_psi_batch"].dropna() for run in runs]
-    return np.concatenate([[], *(rows.iloc[-1] for rows in found if len(rows))])
 
 
 #: Number in the paper -> what draws it: draw(pyplot, subjects) -> figure, or raises Absent.
@@ -411,7 +387,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         metavar="NAME",
         help="norm of Figures 2 to 4, such as encoder.layers.0.final_layer_norm (default: the first one of the model)",
     )
-    parser.add_argument("--version", action="version", version=f"pn_fairseq {__version__}")
     args = parser.parse_args(argv)
 
     from pn_fairseq.report.runs import read_runs
@@ -422,11 +397,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise UserError(f"{len(runs)} runs but {len(labels)} --labels")
     subjects = [read_subject(run, label, args.norm) for run, label in zip(runs, labels, strict=True)]
 
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = headless_pyplot()
     written, absent = [], []
     try:
         args.output.mkdir(parents=True, exist_ok=True)

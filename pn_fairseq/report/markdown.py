@@ -35,10 +35,15 @@ def missing(value: str) -> Markdown:
     return Markdown(f"*{text(value)}*")
 
 
+def _fence(text: str, least: int) -> str:
+    """More backticks than any run of them in a text."""
+    return "`" * max([least, *(len(run) + 1 for run in re.findall("`+", text))])
+
+
 def code(value: object, in_table: bool = True) -> Markdown:
     """Text to be shown letter for letter."""
     plain = str(value).replace("\n", " ")
-    fence = "`" * (max((len(run) for run in re.findall("`+", plain)), default=0) + 1)
+    fence = _fence(plain, 1)
     pad = " " if plain.startswith(("`", " ")) or plain.endswith(("`", " ")) else ""
     # GitHub takes a bar for the end of a cell in code, too, unless a backslash stands before it.
     plain = plain.replace("|", "\\|") if in_table else plain
@@ -47,7 +52,7 @@ def code(value: object, in_table: bool = True) -> Markdown:
 
 def block(lines: list[str]) -> Markdown:
     """Lines to be shown letter for letter."""
-    fence = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", "\n".join(lines))), default=0))
+    fence = _fence("\n".join(lines), 3)
     return Markdown("\n".join([fence, *lines, fence]))
 
 

@@ -28,6 +28,9 @@ _DATA_DEFAULTS = {
     "clean_splits": "train",
 }
 
+#: Perplexity, its logarithm per token, and the perplexity with the statistics of the batch (NaN without statistics).
+LM_MEASURES = ("perplexity", "bits", "batch")
+
 
 @dataclass
 class Run:
@@ -77,6 +80,20 @@ class Run:
     @property
     def language_model(self) -> bool:
         return self.setting("task._name") == "language_modeling"
+
+    @property
+    def measures(self) -> dict[str, float]:
+        """What systems are compared by, by name; NaN where it was not measured."""
+        if not self.language_model:
+            return {name: getattr(self.scores, name).score if self.scores else math.nan for name in METRICS}
+        if (found := self.perplexity) is None:
+            return dict.fromkeys(LM_MEASURES, math.nan)
+        batch = math.nan if found.batch_nll is None else math.exp(min(found.batch_nll, 700))
+        return dict(zip(LM_MEASURES, (found.perplexity, found.bits, batch), strict=True))
+
+    @property
+    def measured(self) -> bool:
+        return bool(self.scores or self.perplexity)
 
     @property
     def workers(self) -> int:

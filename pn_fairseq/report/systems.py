@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import pandas
 
 from pn_fairseq.pipeline.scoring import METRICS
-from pn_fairseq.report.runs import Run
+from pn_fairseq.report.runs import LM_MEASURES, Run
 
 #: Where things are. Not compared, and named in no table.
 _PLACES = {
@@ -49,14 +49,11 @@ def norm_labels() -> dict[str, str]:
     """Name of each norm -> its abbreviation, from the registry: what stands in brackets at the end of its title."""
     from pn_fairseq.norms import NORMS
 
-    def label(name: str, entry) -> str:
-        match = re.search(r"\(([^()]+)\)$", getattr(entry, "title", None) or "")
-        return match[1] if match else (getattr(entry, "short", None) or name).upper()
-
-    return {name: label(name, entry) for name, entry in NORMS.items()}
+    found = {name: re.search(r"\(([^()]+)\)$", entry.title) for name, entry in NORMS.items()}
+    return {name: match[1] if match else NORMS[name].short.upper() for name, match in found.items()}
 
 
-def _norm_and_size(run: Run) -> tuple[str, str]:
+def norm_and_size(run: Run) -> tuple[str, str]:
     """What ``model._name`` and the setting of the norm say: ("PN", "tiny") of ``transformer_pn_tiny``.
 
     An architecture that is not this plugin's has itself as its norm, and no size.
@@ -94,7 +91,7 @@ def comparable(run: Run) -> dict[str, object]:
         and name not in ("model._name", LM_NORM if run.language_model else "model.encoder_norm")
         and not (name in _COPIES and value == run.setting(_COPIES[name]))
     }
-    norm, size = _norm_and_size(run)
+    norm, size = norm_and_size(run)
     # A setting that is null and one that is not there mean the same: the default.
     return {
         name: value for name, value in {NORM: norm, SIZE: size, **_batch(run), **values}.items() if value is not None
@@ -108,7 +105,7 @@ class Corpus:
     Attributes:
         data: the data's settings; None if they are not known (then there is a single run).
         frame: a row for each run, by norm (LN first) and seed: ``run``, the label of its ``system``, ``seed``, and its
-            scores (NaN if it was not scored).
+            :attr:`Run.measures`.
         settings: label of a system -> its settings, without the seed and how it was run; the norm is ``LN``, ``PN``,
             ..., or the name of an architecture.
     """
@@ -134,19 +131,28 @@ class Corpus:
         return str(self.settings[label][NORM])
 
     def scores(self) -> pandas.DataFrame:
-        """(system, seed) -> scores, of those that were scored. A seed that was run twice counts once, by its mean."""
-        scored = self.frame.dropna(subset=["tokenized"])
-        return scored.groupby(["system", "seed"], sort=False, dropna=False)[list(METRICS)].mean()
+        """(system, seed) -> measures, if there are any. A seed that was run twice counts once, by its mean."""
+        measures = [*METRICS, *LM_MEASURES]
+        measured = self.frame.reindex(columns=["system", "seed", *measures]).dropna(subset=measures, how="all")
+        return measured.groupby(["system", "seed"], sort=False, dropna=False)[measures].mean()
 
     def baseline(self, label: str) -> str | None:
         """The LN system to compare a system with: the one from which it differs in the fewest settings.
 
-        Other LN systems are compared with the first, which has the fewest settings of its own.
+        Other LN systems are compared with the first, which has the fewest settings of its own. Language models are
+        compared with LN in the same model alone.
         """
-        candidates = self.ln[:1] if label in self.ln else self.ln
+        candidates = [one for one in self.ln if self._model(one) == self._model(label)]
+        candidates = candidates[:1] if label in candidates else candidates
         if label in candidates:
             return None
         return min(candidates, key=lambda one: len(differing([self.settings[label], self.settings[one]])), default=None)
+
+    def _model(self, label: str) -> tuple:
+        """What language models that are compared have in common: the model, and whether it is causal."""
+        settings = self.settings[label]
+        language_model = self.members(label)[0].language_model
+        return (settings[SIZE], bool(settings.get("model.tensorized_unmasked"))) if language_model else ()
 
     def baselines(self) -> dict[str, str]:
         """System -> the LN system that it is compared with, of those that have one."""
@@ -177,11 +183,9 @@ def _corpus(runs: Sequence[Run]) -> Corpus:
         if settings not in systems:
             systems.append(settings)
         place = order.index(settings[NORM]) if settings[NORM] in order else len(order)
-        scores = {measure: getattr(run.scores, measure).score if run.scores else float("nan") for measure in METRICS}
         seed = run.seed if isinstance(run.seed, int) else None
-        rows.append({"run": run, "place": place, "number": systems.index(settings), "seed": seed, **scores})
-    usual = _usual(systems)
-    details = [_details(settings, systems, usual) for settings in systems]
+        rows.append({"run": run, "place": place, "number": systems.index(settings), "seed": seed, **run.measures})
+    details = _details(systems)
     frame = pandas.DataFrame(rows).astype({"seed": "Int64"})
     frame["details"] = [len(details[number]) for number in frame["number"]]
     frame = frame.sort_values(["place", "details", "number", "seed"], kind="stable", ignore_index=True)
@@ -190,25 +194,23 @@ def _corpus(runs: Sequence[Run]) -> Corpus:
     return Corpus(runs[0].data, frame, {label: systems[number] for number, label in labels.items()})
 
 
-def _usual(systems: Sequence[dict[str, object]]) -> dict[str, object]:
-    """Setting that differs -> the value that most systems have; left out where no value is in more than all others."""
-    values = {
-        name: [shown(one.get(name)) for one in systems] for name in differing(systems) if name not in (NORM, SIZE)
-    }
-    common = {name: Counter(of_all).most_common(2) for name, of_all in values.items()}
-    return {name: most[0][0] for name, most in common.items() if len(most) < 2 or most[0][1] > most[1][1]}
+def _details(systems: Sequence[dict[str, object]]) -> list[list[str]]:
+    """For each system the settings that differ from those of most.
 
-
-def _details(
-    settings: dict[str, object], systems: Sequence[dict[str, object]], usual: Mapping[str, object]
-) -> list[str]:
-    """What tells a system from others: what is not usual, or where nothing is, differs from those of its norm."""
-    of_norm = differing([other for other in systems if other[NORM] == settings[NORM]])
-    return [
-        shown(settings.get(name)) if name == SIZE else f"{name.rpartition('.')[2]}={_bare(settings.get(name))}"
-        for name in sorted(differing(systems))
-        if name != NORM and (shown(settings.get(name)) != usual[name] if name in usual else name in of_norm)
-    ]
+    Where no value is in more systems than all others, those in which the systems of its norm differ.
+    """
+    found: list[list[str]] = [[] for _ in systems]
+    for name in sorted(set(differing(systems)) - {NORM}):
+        values = [shown(one.get(name)) for one in systems]
+        (usual, times), *others = Counter(values).most_common(2)
+        for told, settings, value in zip(found, systems, values, strict=True):
+            if name != SIZE and (not others or times > others[0][1]):
+                tells = value != usual
+            else:
+                tells = len({v for v, one in zip(values, systems, strict=True) if one[NORM] == settings[NORM]}) > 1
+            if tells:
+                told.append(value if name == SIZE else f"{name.rpartition('.')[2]}={_bare(settings.get(name))}")
+    return found
 
 
 def _label(number: int, systems: Sequence[dict[str, object]], details: Sequence[list[str]]) -> str:

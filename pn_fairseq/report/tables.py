@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 import statistics
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -15,6 +16,7 @@ from pathlib import Path
 import pandas
 
 from pn_fairseq import __version__
+from pn_fairseq.pipeline.command import say
 from pn_fairseq.pipeline.scoring import METRICS, p_text
 from pn_fairseq.pipeline.training_log import TrainingLog
 from pn_fairseq.report import curves
@@ -27,6 +29,9 @@ from pn_fairseq.report.systems import SEED, UNKNOWN, Corpus, comparable, group, 
 
 #: Score -> what a report calls it.
 MEASURES = METRICS | {"chrf": "chrF2"}
+
+#: Digits behind the point, of measures that are not shown with two.
+_DIGITS = {"bits": 3}
 
 #: The settings that one asks for first; all others are in config.yaml.
 _MAIN_SETTINGS = re.compile(
@@ -45,14 +50,20 @@ _OF_A_PICTURE = 5
 _OF_A_START = ("started", "command", "workers", "tokens_per_update", "update_freq", "max_tokens")
 
 
+def tell(text: str) -> None:
+    """A line of progress, where stderr is a terminal."""
+    if sys.stderr.isatty():
+        say("pn-report", text)
+
+
 def number(value: float, digits: int = 2) -> str:
     """A number with a fixed number of digits and a comma in the thousands."""
     return f"{value:,.{digits}f}" if math.isfinite(value) else "not finite"
 
 
-def signed(value: float) -> str:
+def signed(value: float, digits: int = 2) -> str:
     """A difference, with its sign."""
-    plain = f"{value:+.2f}"
+    plain = f"{value:+.{digits}f}"
     return plain.replace("-", "−") if float(plain) else plain[1:]
 
 
@@ -96,7 +107,8 @@ def _pairs_of(corpus: Corpus, split: str) -> int | None:
     return next((amount for amount in map(lines_of, files) if amount is not None), None)
 
 
-def _data(corpus: Corpus) -> pandas.DataFrame:
+def data(corpus: Corpus, counts: Mapping[str, str]) -> pandas.DataFrame:
+    """Where the data is, its settings, and ``counts``."""
     places = list(dict.fromkeys(os.path.relpath(run.data_path) for run in corpus.runs if run.data_path))
     rows = {"prepared data": code(", ".join(places)) if places else missing("not recorded")}
     if corpus.data is None:
@@ -104,10 +116,13 @@ def _data(corpus: Corpus) -> pandas.DataFrame:
     for key, value in (corpus.data or {}).items():
         if key != "folder" and "." not in key:  # with a dot: a file, and its checksum
             rows[code(key)] = code(value) if value else missing("none")
-    for split in ("train", "valid", "test"):
-        amount = _pairs_of(corpus, split)
-        rows[f"sentence pairs, {split}"] = missing("not known") if amount is None else f"{amount:,}"
+    rows |= counts
     return pandas.DataFrame({"data": rows.keys(), "value": rows.values()})
+
+
+def _pairs(corpus: Corpus) -> dict[str, str]:
+    amounts = {f"sentence pairs, {split}": _pairs_of(corpus, split) for split in ("train", "valid", "test")}
+    return {name: missing("not known") if amount is None else f"{amount:,}" for name, amount in amounts.items()}
 
 
 def _sentences(corpus: Corpus, subset: str) -> int | None:
@@ -116,7 +131,7 @@ def _sentences(corpus: Corpus, subset: str) -> int | None:
     return next(decoded, None) or _pairs_of(corpus, subset)
 
 
-def _means(corpus: Corpus) -> pandas.DataFrame:
+def means_of(corpus: Corpus) -> pandas.DataFrame:
     """System -> (measure, ``mean`` or ``std``) over its seeds; NaN where there are no scores, or one seed alone."""
     return corpus.scores().groupby(level="system", sort=False).agg(["mean", "std"]).reindex(list(corpus.settings))
 
@@ -132,32 +147,36 @@ def _published(corpus: Corpus, paper: Table | None) -> dict[str, Row]:
     return {label: row for label, row in rows.items() if row}
 
 
-def _results(corpus: Corpus, paper: Table | None) -> pandas.DataFrame:
-    means, rows, beside = _means(corpus), [], _published(corpus, paper)
+def results(corpus: Corpus, measures: Mapping[str, str], verb: str, paper: Table | None = None) -> pandas.DataFrame:
+    """Means and deviations of ``measures`` (name -> title) over seeds; ``verb`` says how they come about."""
+    means, rows, beside = means_of(corpus), [], _published(corpus, paper)
     for label in corpus.settings:
         runs = corpus.members(label)
-        scored = {"not known" if run.seed is None else run.seed: None for run in runs if run.scores}
+        measured = {"not known" if run.seed is None else run.seed: None for run in runs if run.measured}
         seeds, why = len({run.seed for run in runs}), _state(runs[0])
-        amount = f"{len(scored)} of {seeds}" if len(scored) < seeds else str(seeds)
-        row = {
-            "norm": label,
-            "seeds scored": Markdown(f"{amount} ({', '.join(map(str, scored))})" if scored else f"{amount} {why}"),
-        }
-        for measure, name in MEASURES.items():
+        amount = f"{len(measured)} of {seeds}" if len(measured) < seeds else str(seeds)
+        told = f"({', '.join(map(str, measured))})" if measured else why
+        row = {"norm": label, f"seeds {verb}": Markdown(f"{amount} {told}")}
+        for measure, name in measures.items():
             mean, deviation = means.loc[label, measure]
-            spread = missing("– (one seed)") if math.isnan(deviation) else number(deviation)
-            row |= {name: number(mean), f"std, {name}": spread} if scored else {name: why, f"std, {name}": why}
+            digits = _DIGITS.get(measure, 2)
+            spread = missing("– (one seed)") if math.isnan(deviation) else number(deviation, digits)
+            row |= (
+                {name: number(mean, digits), f"std, {name}": spread}
+                if measured
+                else dict.fromkeys((name, f"std, {name}"), why)
+            )
             if measure == "tokenized" and paper:
                 published = beside[label].bleu if label in beside else None
                 row["paper"] = missing("not in the paper") if published is None else number(published, 1)
-                row["difference"] = signed(mean - published) if published and scored else missing("–")
+                row["difference"] = signed(mean - published) if published and measured else missing("–")
         rows.append(row)
     return pandas.DataFrame(rows)
 
 
 def _headline(corpus: Corpus) -> dict | None:
     """Which system did best, beside what it has to be compared with; None if no run was scored."""
-    means = _means(corpus)["tokenized", "mean"].dropna().sort_values(ascending=False, kind="stable")
+    means = means_of(corpus)["tokenized", "mean"].dropna().sort_values(ascending=False, kind="stable")
     if means.empty:
         return None
     best, scores = means.index[0], corpus.scores()["tokenized"]
@@ -179,43 +198,49 @@ def _headline(corpus: Corpus) -> dict | None:
     }
 
 
-def _tested(corpus: Corpus) -> dict[str, str]:
-    """System -> the LN that it is compared with, where both were scored."""
-    scored = corpus.scores().index
-    return {label: other for label, other in corpus.baselines().items() if label in scored and other in scored}
+def _over_seeds(mine: Sequence[float], theirs: Sequence[float], comparisons: int, digits: int) -> str:
+    test = welch(mine, theirs)
+    if test is None:
+        few = min(len(mine), len(theirs)) < 2
+        return missing("– (needs two seeds of each)" if few else "– (no spread over seeds)")
+    interval = f"{signed(test.low, digits)} to {signed(test.high, digits)}"
+    return f"{interval}, {p_text(corrected(test.p_value, comparisons))}"
 
 
-def _significance(corpus: Corpus, subset: str, resamples: int, said: Callable[[str], None]) -> dict:
-    """Every system against LN: ``table``, and by how many ``comparisons`` the p in it are corrected."""
-    rows, scores, tested = [], corpus.scores(), _tested(corpus)
+def _over_sentences(found: list[tuple], measure: str, comparisons: int) -> str:
+    """What :func:`pairs` found."""
+    parts = []
+    for seed, compared in found:
+        part = f"not computed ({compared})"
+        if not isinstance(compared, str):
+            other, one = compared[measure].results.values()
+            part = f"{signed(one.score - other.score)}, {p_text(corrected(one.p_value, comparisons))}"
+        parts.append(f"seed {'not known' if seed is None else seed}: {part}")
+    return "; ".join(parts) or missing("– (no seed of both)")
+
+
+def significance(
+    corpus: Corpus, measures: Mapping[str, str], bootstrap: Callable[[str, str], list] | None = None
+) -> dict:
+    """Every measured system against LN: ``table``, and by how many ``comparisons`` the p in it are corrected.
+
+    ``bootstrap`` is called with system and LN, and returns what :func:`pairs` does.
+    """
+    rows, scores = [], corpus.scores()
+    known = scores.index.unique("system")
+    tested = {label: other for label, other in corpus.baselines().items() if label in known and other in known}
     for label, baseline in tested.items():
-        said(f"comparing {label} with {baseline}")
-        found = pairs(corpus.members(label), corpus.members(baseline), subset, resamples)
-        for measure, name in MEASURES.items():
-            mine, theirs = (scores.loc[one][measure] for one in (label, baseline))
-            test = welch(list(mine), list(theirs))
-            few = min(len(mine), len(theirs)) < 2
-            over_seeds = missing("– (needs two seeds of each)" if few else "– (no spread over seeds)")
-            if test is not None:
-                over_seeds = (
-                    f"{signed(test.low)} to {signed(test.high)}, {p_text(corrected(test.p_value, len(tested)))}"
-                )
-            parts = []
-            for seed, compared in found:
-                part = f"not computed ({compared})"
-                if not isinstance(compared, str):
-                    other, one = compared[measure].results.values()
-                    part = f"{signed(one.score - other.score)}, {p_text(corrected(one.p_value, len(tested)))}"
-                parts.append(f"seed {'not known' if seed is None else seed}: {part}")
-            rows.append(
-                {
-                    "norm": label,
-                    "measure": name,
-                    "difference of means": signed(mine.mean() - theirs.mean()),
-                    "over seeds: Welch's t-test": over_seeds,
-                    "over sentences: paired bootstrap, per seed": "; ".join(parts) or missing("– (no seed of both)"),
-                }
-            )
+        found = bootstrap(label, baseline) if bootstrap else None
+        for measure, name in measures.items():
+            mine, theirs = (list(scores.loc[one][measure]) for one in (label, baseline))
+            digits = _DIGITS.get(measure, 2)
+            row = {"norm": label, "measure": name}
+            row["difference of means"] = signed(statistics.fmean(mine) - statistics.fmean(theirs), digits)
+            row["over seeds: Welch's t-test"] = _over_seeds(mine, theirs, len(tested), digits)
+            if found is not None:
+                name = "over sentences: paired bootstrap, per seed"
+                row[name] = _over_sentences(found, measure, len(tested))
+            rows.append(row)
     return {"table": pandas.DataFrame(rows), "comparisons": len(tested)}
 
 
@@ -223,13 +248,13 @@ def raw_scores(runs: Sequence[Run]) -> pandas.DataFrame:
     """A row for each run, numbers as they were computed: what a spreadsheet or a test of one's own starts from."""
     rows = []
     for corpus in group([run for run in runs if run.known]):
-        for row in corpus.frame.itertuples():
-            run, label = row.run, row.system
+        for label, seed, run in corpus.frame[["system", "seed", "run"]].itertuples(index=False):
+            parts = {"parts of tokenized BLEU": run.scores.tokenized.verbose if run.scores else ""}
+            if run.language_model:
+                parts = {"signature": run.perplexity.signature if run.perplexity else ""}
             rows.append(
-                {"run": run.name, "system": label, "norm": corpus.norm(label), "seed": row.seed}
-                | {"compared with": corpus.baseline(label)}
-                | {measure: getattr(row, measure) for measure in METRICS}
-                | {"parts of tokenized BLEU": run.scores.tokenized.verbose if run.scores else ""}
+                {"run": run.name, "system": label, "norm": corpus.norm(label), "seed": seed}
+                | {"compared with": corpus.baseline(label), **run.measures, **parts}
                 | _of_training(run)
                 | {"state": _state(run).strip("*"), "problems": "; ".join(here(problem) for problem in run.problems)}
             )
@@ -263,39 +288,35 @@ def _state(run: Run) -> str:
         return missing("not trained")
     if not run.log.ended and not (run.max_update and run.log.updates >= run.max_update):
         return missing("not finished")
+    if run.measured:
+        return "complete"
     if run.language_model:
-        return "complete" if run.perplexity else missing("trained, not measured")
-    if run.decoded is None:
-        return missing("trained, not decoded")
-    return "complete" if run.scores else missing("decoded, not scored")
+        return missing("trained, not measured")
+    return missing("trained, not decoded" if run.decoded is None else "decoded, not scored")
 
 
 def training(corpus: Corpus) -> pandas.DataFrame:
     """How each run went."""
+    patterns = {
+        "best validation loss (bits/token)": "{best validation loss (bits/token):.3f} at {at update:,.0f}",
+        "time per update": "{seconds per update:.2f} s",
+        "tokens/s": "{tokens/s:,.0f}",
+    }
     rows = []
     for row, run in rows_of(corpus):
         found = _of_training(run)
-
-        def cell(pattern: str, *names: str, found=found) -> str:
-            values = [found[name] for name in names]
-            return missing("not logged") if any(map(math.isnan, values)) else pattern.format(*values)
-
-        certain = all(start.done_seconds is not None for start in run.log.starts) if run.log else True
-        wall = missing("not logged") if math.isnan(found["seconds"]) else duration(found["seconds"])
-        rows.append(
-            row
-            | {
-                "state": _state(run),
-                "updates": f"{found['updates']:,} " + (f"of {run.max_update:,}" if run.max_update else "(no limit)"),
-                "best validation loss (bits/token)": cell(
-                    "{:.3f} at {:,.0f}", "best validation loss (bits/token)", "at update"
-                ),
-                "wall time": wall if certain or wall.startswith("*") else f"at least {wall}",
-                "time per update": cell("{:.2f} s", "seconds per update"),
-                "tokens/s": cell("{:,.0f}", "tokens/s"),
-                "parameters": f"{run.log.parameters:,}" if run.log and run.log.parameters else missing("not logged"),
-            }
-        )
+        texts = {name: pattern.format_map(found) for name, pattern in patterns.items()}
+        if not math.isnan(found["seconds"]):
+            certain = all(start.done_seconds is not None for start in run.log.starts)
+            texts["wall time"] = f"{'' if certain else 'at least '}{duration(found['seconds'])}"
+        if run.log and run.log.parameters:
+            texts["parameters"] = f"{run.log.parameters:,}"
+        row["state"] = _state(run)
+        row["updates"] = f"{found['updates']:,} " + (f"of {run.max_update:,}" if run.max_update else "(no limit)")
+        for name in ("best validation loss (bits/token)", "wall time", "time per update", "tokens/s", "parameters"):
+            text = texts.get(name, "nan")
+            row[name] = missing("not logged") if "nan" in text else text
+        rows.append(row)
     return pandas.DataFrame(rows)
 
 
@@ -352,23 +373,26 @@ def _commands(runs: Sequence[Run]) -> dict[str, str]:
     return {name: shlex.join(["scripts/train.sh", *map(here, found)]) for name, found in words.items() if found}
 
 
-def about(
-    corpus: Corpus, said: Callable[[str], None] = lambda words: None, *, subset: str, paper: str, resamples: int
-) -> dict:
+def about(corpus: Corpus, *, subset: str, paper: str, resamples: int) -> dict:
     """What ``report.md.j2`` shows of the runs on a corpus."""
-    runs, data = corpus.runs, corpus.data or {}
-    name = (recognise(data, _sentences(corpus, subset)) or "none") if paper == "auto" else paper
+    runs, settings = corpus.runs, corpus.data or {}
+    name = (recognise(settings, _sentences(corpus, subset)) or "none") if paper == "auto" else paper
     beside = PAPER.get(name)
     scored = [run for run in runs if run.scores]
     signatures = {
         name: sorted({getattr(run.scores, measure).signature for run in scored}) for measure, name in MEASURES.items()
     }
-    names = [data.get("source"), data.get("target")]
+    names = [settings.get("source"), settings.get("target")]
+
+    def bootstrap(label: str, baseline: str) -> list:
+        tell(f"comparing {label} with {baseline}")
+        return pairs(corpus.members(label), corpus.members(baseline), subset, resamples)
+
     return {
         "title": " to ".join(names) if all(names) else f"Data not known: {runs[0].name}",
-        "data": _data(corpus),
+        "data": data(corpus, _pairs(corpus)),
         "headline": _headline(corpus),
-        "results": _results(corpus, beside),
+        "results": results(corpus, MEASURES, "scored", beside),
         "paper": beside,
         "otherwise": {label: row.missing(corpus.settings[label]) for label, row in _published(corpus, beside).items()},
         "size": _sentences(corpus, subset),
@@ -379,7 +403,7 @@ def about(
         "decodings": sorted({run.decoding for run in runs if run.decoding}),
         "has_ln": bool(corpus.ln),
         "baselines": corpus.baselines(),
-        "significance": _significance(corpus, subset, resamples, said),
+        "significance": significance(corpus, MEASURES, bootstrap),
     }
 
 
@@ -397,7 +421,6 @@ def build(
     prefix: str,
     page: str,
     about: Callable[..., dict],
-    said: Callable[[str], None] = lambda words: None,
     **settings,
 ) -> tuple[str, list[str]]:
     """A report about runs as Markdown, and the names of its pictures, which are written into ``folder``.
@@ -407,14 +430,13 @@ def build(
         folder: where the pictures go.
         prefix: what their names begin with.
         page: the template. It extends ``page.md.j2``, which has what all reports show.
-        about: called with each corpus, ``said`` and ``settings``; returns what the template shows of it.
-        said: called with lines of progress.
+        about: called with each corpus and ``settings``; returns what the template shows of it.
         settings: shown by the template, too.
     """
     corpora, pictures, found = group([run for run in runs if run.known]), [], []
     for corpus in corpora:
-        shown, commands = about(corpus, said, **settings), _commands(corpus.runs)
-        said("drawing learning curves")
+        shown, commands = about(corpus, **settings), _commands(corpus.runs)
+        tell("drawing learning curves")
         drawn = []
         for labels in _together(corpus, shown["baselines"]):
             drawn.append(f"{prefix}{len(pictures) + len(drawn) + 1}.png")
@@ -435,8 +457,8 @@ def build(
     rendered = template(page).render(
         settings, version=__version__, runs=len(runs), corpora=found, machines=_machines(runs),
         systems=sum(len(corpus.settings) for corpus in corpora),
-        scored=sum(run.scores is not None for run in runs),
-        faultless=sum(run.scores is not None and not run.problems for run in runs),
+        scored=sum(run.measured for run in runs),
+        faultless=sum(run.measured and not run.problems for run in runs),
         problems=[(here(run.path), here(problem)) for run in runs for problem in run.problems],
         repeated=[
             (*system_and_seed, [run.name for run in again])

@@ -19,7 +19,7 @@ from pn_fairseq.models.normed_model import FOLDED_MARK, FoldedModelError
 from pn_fairseq.norms import NORMS, LayerScale
 from pn_fairseq.norms.base import ChannelNorm, RunningNorm, running_norms
 
-from ..models.helpers import arch_args, make_dictionary, make_task, padded_batch
+from ..models.helpers import VOCABULARY, arch_args, make_dictionary, make_task, padded_batch
 from ..test_errors import call_in
 
 LAYERS = 2
@@ -40,7 +40,7 @@ def data(tmp_path_factory):
     """A folder with the dictionaries that a translation task looks for."""
     base = tmp_path_factory.mktemp("data")
     for lang in ("de", "en"):
-        make_dictionary().save(str(base / f"dict.{lang}.txt"))
+        make_dictionary(VOCABULARY).save(str(base / f"dict.{lang}.txt"))
     return base
 
 
@@ -88,7 +88,7 @@ def load(path, data):
 
 
 def hypotheses(model, src):
-    generator = SequenceGenerator([model], make_dictionary(), beam_size=4, max_len_b=12)
+    generator = SequenceGenerator([model], make_dictionary(VOCABULARY), beam_size=4, max_len_b=12)
     sample = {"net_input": {"src_tokens": src, "src_lengths": src.ne(1).sum(1)}}
     return [[hypothesis["tokens"].tolist() for hypothesis in beam] for beam in generator.generate([model], sample)]
 

@@ -5,7 +5,8 @@ from pathlib import Path
 import torch
 from fairseq.data.indexed_dataset import make_builder
 
-from benchmarks.models import BLOCK, VOCABULARY, arch_args, build, make_dictionary, make_task
+from benchmarks.models import BLOCK, VOCABULARY, arch_args, build, make_task
+from pn_fairseq.models.from_checkpoint import make_dictionary
 
 __all__ = ["BLOCK", "VOCABULARY", "arch_args", "build", "make_dictionary", "make_task", "padded_batch", "write_data"]
 

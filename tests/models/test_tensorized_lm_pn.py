@@ -9,7 +9,7 @@ import pytest
 import torch
 from fairseq.models import ARCH_MODEL_NAME_REGISTRY, ARCH_MODEL_REGISTRY
 
-from pn_fairseq.models.from_checkpoint import Vocabulary
+from pn_fairseq.models.from_checkpoint import make_dictionary
 from pn_fairseq.models.tensorized_attention import ROWS, TensorizedAttention
 from pn_fairseq.models.tensorized_lm_pn import sinusoids
 from pn_fairseq.norms import NORMS
@@ -107,7 +107,7 @@ def test_the_core_starts_on_the_simplex():
 )
 def test_parameters_are_as_many_as_in_the_authors_code(arch, vocabulary, tokens, parameters):
     """Counted by running the authors' run_ptb.sh and run_wt103.sh; these have LayerNorm, 2 x C parameters."""
-    words = Vocabulary(vocabulary)
+    words = make_dictionary(vocabulary)
     task = SimpleNamespace(args=Namespace(tokens_per_sample=tokens), source_dictionary=words, target_dictionary=words)
     with torch.device("meta"):
         model = ARCH_MODEL_REGISTRY[arch].build_model(arch_args(arch), task)

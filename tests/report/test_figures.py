@@ -114,7 +114,7 @@ def test_gradients_have_a_second_axis_in_the_papers_unit(runs):
 
 def test_batch_size(tmp_path):
     points = [("ln", 512, 20.0), ("ln", 512, 22.0), ("ln", 4096, 23.0), ("pn", 512, 24.0), ("bn", 512, None)]
-    subjects = [Subject("x", None, 100, tokens, bleu, norm, None) for norm, tokens, bleu in points]
+    subjects = [Subject("x", None, tokens, bleu, norm, None) for norm, tokens, bleu in points]
     figure = FIGURES[5](pyplot, subjects)
     ours, paper = figure.axes
     lines = {
@@ -131,12 +131,12 @@ def test_spectra(tmp_path):
     right, _ = np.linalg.qr(generator.normal(size=(4, 4)))
     weight = torch.tensor(left @ np.diag([8.0, 4.0, 2.0, 1.0]) @ right)
     torch.save({"model": {"encoder.embed_tokens.weight": weight}}, tmp_path / "checkpoint_last.pt")
-    figure = FIGURES[6](pyplot, [Subject("ln", None, 1, None, None, "ln", tmp_path / "checkpoint_last.pt")])
+    figure = FIGURES[6](pyplot, [Subject("ln", None, None, None, "ln", tmp_path / "checkpoint_last.pt")])
     for axis, divisor in zip(figure.axes, (8.0, 4.0, np.sqrt(85.0)), strict=True):
         np.testing.assert_allclose(axis.lines[0].get_ydata(), np.array([8, 4, 2, 1]) / divisor)
     pyplot.close(figure)
     with pytest.raises(Absent, match="checkpoint_last"):
-        FIGURES[6](pyplot, [Subject("ln", None, 1, None, None, "ln", None)])
+        FIGURES[6](pyplot, [Subject("ln", None, None, None, "ln", None)])
 
 
 def test_gains_are_those_of_the_last_recorded_update(runs):
