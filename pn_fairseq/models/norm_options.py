@@ -169,15 +169,14 @@ class NormOptions:
     )
     alpha_init: float | None = _own("initial alpha of the norms dyt and derf", _positive("A"))
     norm_sync: str = _flag(
-        "take statistics over the tokens of all data-parallel workers (auto, the default: on for {synced}, off for the "
+        "take statistics over the tokens of all ranks (auto, the default: on for {synced}, off for the "
         "others, as in the paper)",
         {"choices": SYNC},
         SYNC[0],
     )
     no_norm_agreement: bool = _flag(
-        "statistics that are not synchronised are averaged over the workers before they validate or save, so that the "
-        "model that is validated and saved is one and the same; this leaves them apart, and those of worker 0 are "
-        "saved",
+        "statistics that are not synchronised are averaged over the ranks before they validate or save, so that the model "
+        "that is validated and saved is one and the same; this leaves them apart, and those of rank 0 are saved",
         {"action": "store_true"},
         False,
     )
