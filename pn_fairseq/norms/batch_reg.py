@@ -128,7 +128,7 @@ class RegularizedBatchNormRelease(RegularizedBatchNorm):
         return torch.where(step.variance > self.eps, nu, 0.0), offset  # below, D is a constant
 
     def _gaps(self, step: Step) -> tuple[Tensor, Tensor]:
-        gaps = step.batch.mean - step.mean, step.variance - step.var
+        gaps = step.batch.mean - step.mean, step.batch.moment + self.eps - step.var
         return self.alpha_fwd * gaps[0], self.alpha_fwd * gaps[1]  # (b)
 
     def penalty_gradient(self, step: Step) -> tuple[Tensor, Tensor]:
