@@ -79,7 +79,8 @@ class RegularizedBatchNorm(MaskedBatchNorm):
 
     def _gaps(self, step: Step) -> tuple[Tensor, Tensor]:
         batch = step.batch
-        return batch.mean - step.mean, (batch.moment + self.eps).sqrt() - (step.var + self.eps).sqrt()
+        sigma = (step.var.to(batch.moment.dtype) + self.eps).sqrt()
+        return batch.mean - step.mean, (batch.moment + self.eps).sqrt() - sigma
 
     def penalty(self, step: Step) -> Tensor:
         """P, 0-d."""
