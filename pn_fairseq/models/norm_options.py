@@ -175,8 +175,8 @@ class NormOptions:
         SYNC[0],
     )
     no_norm_agreement: bool = _flag(
-        "statistics that are not synchronised are averaged over the ranks before they validate or save, so that the model "
-        "that is validated and saved is one and the same; this leaves them apart, and those of rank 0 are saved",
+        "statistics that are not synchronised are averaged over the ranks before they validate or save, so that the "
+        "model that is validated and saved is one and the same; this leaves them apart, and those of rank 0 are saved",
         {"action": "store_true"},
         False,
     )

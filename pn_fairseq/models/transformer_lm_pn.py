@@ -67,12 +67,12 @@ class TransformerPNLanguageModel(NormedModel, TransformerLanguageModel):
                 raise ValueError(f"transformer_lm_pn has no --{name.replace('_', '-')}; leave the flag out")
         if not args.decoder_normalize_before:
             raise ValueError("transformer_lm_pn is a pre-norm model: it needs decoder_normalize_before=True")
-        cfg = TransformerPNConfig.from_namespace(args)
-        cfg.norms = LanguageModelNorms.from_args(args)
-        if args.tie_adaptive_weights:
-            _check_tied(args)
         if args.decoder_layers_to_keep:
             args.decoder_layers = len(args.decoder_layers_to_keep.split(","))
+        if args.tie_adaptive_weights:
+            _check_tied(args)
+        cfg = TransformerPNConfig.from_namespace(args)
+        cfg.norms = LanguageModelNorms.from_args(args)
         return cls(TransformerPNDecoder(cfg, task.target_dictionary, _embedding(cls, args, task), no_encoder_attn=True))
 
 

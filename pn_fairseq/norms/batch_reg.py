@@ -79,7 +79,8 @@ class RegularizedBatchNorm(MaskedBatchNorm):
 
     def _gaps(self, step: Step) -> tuple[Tensor, Tensor]:
         batch = step.batch
-        return batch.mean - step.mean, (batch.moment + self.eps).sqrt() - (step.var + self.eps).sqrt()
+        sigma = (step.var.to(batch.moment.dtype) + self.eps).sqrt()
+        return batch.mean - step.mean, (batch.moment + self.eps).sqrt() - sigma
 
     def penalty(self, step: Step) -> Tensor:
         """P, 0-d."""
@@ -128,7 +129,7 @@ class RegularizedBatchNormRelease(RegularizedBatchNorm):
         return torch.where(step.variance > self.eps, nu, 0.0), offset  # below, D is a constant
 
     def _gaps(self, step: Step) -> tuple[Tensor, Tensor]:
-        gaps = step.batch.mean - step.mean, step.variance - step.var
+        gaps = step.batch.mean - step.mean, step.batch.moment + self.eps - step.var
         return self.alpha_fwd * gaps[0], self.alpha_fwd * gaps[1]  # (b)
 
     def penalty_gradient(self, step: Step) -> tuple[Tensor, Tensor]:

@@ -66,14 +66,14 @@ class BatchRenorm(BatchStatsNorm):
 
     def limits(self) -> tuple[Tensor, Tensor]:
         """r_max and d_max, 0-d."""
-        since = self.completed_updates() / max(self.renorm_updates, 1) - 1 / 8
+        since = self.completed_updates().double() / max(self.renorm_updates, 1) - 1 / 8
         r_max, d_max = self.renorm_r_max, self.renorm_d_max
         return (since * ((r_max - 1) / (7 / 8)) + 1).clamp(1, r_max), (since * (d_max / (4 / 8))).clamp(0, d_max)
 
     def forward_pass(self, tokens: Tokens, step: Step) -> Tensor:
         batch = tokens.moments(centered=True)
         r_max, d_max = self.limits()
-        sigma = (self.running_var + self.eps).sqrt()
+        sigma = (self.running_var.to(batch.moment.dtype) + self.eps).sqrt()
         step.sigma = (batch.moment + self.eps).sqrt()
         step.r = (step.sigma / sigma).clamp(1 / r_max, r_max)
         step.d = ((batch.mean - self.running_mean) / sigma).clamp(-d_max, d_max)

@@ -1,10 +1,20 @@
 """LN: layer normalization, the baseline."""
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pn_fairseq import kernels
 from pn_fairseq.norms.base import ChannelNorm
+
+
+def layer_norm(h: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """LN of tokens h, (..., C), in their type. torch's takes only some parameters of another type: not the same ones on
+    CPU and CUDA."""
+    size = h.shape[-1:]
+    if weight is None or weight.dtype == h.dtype:
+        return F.layer_norm(h, size, weight, bias, eps)
+    wide = kernels.acc_dtype(h)
+    return F.layer_norm(h.to(wide), size, weight.to(wide), bias.to(wide), eps).to(h.dtype)
 
 
 class LayerNorm(ChannelNorm):
@@ -24,7 +34,4 @@ class LayerNorm(ChannelNorm):
     """
 
     def normalize(self, h: Tensor) -> Tensor:
-        weight, bias = self.weight, self.bias
-        if weight is not None and h.dtype == torch.float64:
-            weight, bias = weight.double(), bias.double()  # layer_norm takes no narrower parameters than its input
-        return F.layer_norm(h, (self.num_features,), weight, bias, self.eps)
+        return layer_norm(h, self.weight, self.bias, self.eps)

@@ -1,12 +1,12 @@
 """PRepBN: layer normalization that fades into a batch normalization which folds into the next linear map."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pn_fairseq import kernels
 from pn_fairseq.norms.batch import MaskedBatchNorm
 from pn_fairseq.norms.checks import check_whole
+from pn_fairseq.norms.layer import layer_norm
 from pn_fairseq.norms.tokens import Step, Tokens
 
 
@@ -70,11 +70,8 @@ class ProgressiveBatchNorm(MaskedBatchNorm):
             return y
         h = self.layer_scale(x)
         if self.affine:
-            weight, bias = share * self.ln_weight, share * self.ln_bias
-            if h.dtype in (torch.float32, torch.float64):  # layer_norm takes wider parameters with half types alone
-                weight, bias = weight.to(h.dtype), bias.to(h.dtype)
-            return y + F.layer_norm(h, (self.num_features,), weight, bias, self.eps)
-        return y + share * F.layer_norm(h, (self.num_features,), eps=self.eps)
+            return y + layer_norm(h, share * self.ln_weight, share * self.ln_bias, self.eps)
+        return y + share * layer_norm(h, None, None, self.eps)
 
     def further_parameters(self) -> tuple[Tensor, ...]:
         # LN's among them: a parameter that loses its gradient after the fade would stop DistributedDataParallel.

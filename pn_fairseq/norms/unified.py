@@ -90,7 +90,7 @@ class UnifiedNorm(WindowNorm):
         parameters, _ = tokens.gradient_sums(step.psi2, weight=gain)
         average = self.average_lambda(step)
         step.average = torch.where(step.skip, step.own_lambda, average)
-        nu = self.alpha_bwd * step.nu + (1 - self.alpha_bwd) * step.average
+        nu = self.alpha_bwd * step.nu.to(step.average.dtype) + (1 - self.alpha_bwd) * step.average
         dx, _ = tokens.gradient(step.psi2, nu=torch.where(step.skip, step.own_lambda, nu), weight=gain)
         return dx, parameters
 

@@ -50,7 +50,8 @@ class WindowNorm(RunningNorm):
 
     def ratio(self, step: Step) -> Tensor:
         r"""r = sqrt(psi^2 + eps) / sqrt(running psi^2 + eps) in [1/5, 5]; 1 at first."""
-        ratio = ((step.psi2 + self.eps) / (self.running_psi2 + self.eps)).sqrt().clamp(1 / 5, 5)
+        running = self.running_psi2.to(step.psi2.dtype)
+        ratio = ((step.psi2 + self.eps) / (running + self.eps)).sqrt().clamp(1 / 5, 5)
         return torch.where(step.updates <= max(self.ratio_warmup, self.psi_warmup_updates), 1.0, ratio)
 
     def average_lambda(self, step: Step) -> Tensor:

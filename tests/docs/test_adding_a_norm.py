@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+import pn_fairseq.models  # noqa: F401 (registers them for --arch, also where a test has imported the package before)
 from pn_fairseq.checkpoints import load_checkpoint
 from pn_fairseq.cli.average_checkpoints import main as average_checkpoints
 from pn_fairseq.norms import NORMS, build_norm, load_norms

@@ -156,6 +156,17 @@ def test_settings_that_do_not_fit_are_refused(flags, message):
         build("transformer_lm_pn_tiny", **flags)
 
 
+def test_some_layers_of_a_checkpoint_are_kept():
+    """What fairseq does with --decoder-layers-to-keep when a model is loaded to be pruned."""
+    whole = build("transformer_lm_pn_tiny")
+    kept = build("transformer_lm_pn_tiny", decoder_layers_to_keep="1")
+    assert (len(whole.decoder.layers), len(kept.decoder.layers)) == (3, 1)
+    kept.load_state_dict(
+        whole.state_dict(), model_cfg=Namespace(decoder_layers_to_keep="1", encoder_layers_to_keep=None)
+    )
+    assert torch.equal(kept.decoder.layers[0].fc1.weight, whole.decoder.layers[1].fc1.weight)
+
+
 def test_wiki103_has_the_settings_of_fairseqs():
     args = arch_args("transformer_lm_pn_wiki103")
     assert (args.decoder_layers, args.decoder_embed_dim, args.adaptive_softmax_cutoff) == (16, 1024, "20000,60000")

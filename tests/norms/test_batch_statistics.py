@@ -252,6 +252,18 @@ def test_penalty_is_among_the_diagnostics():
     assert_close(norm.diagnostics()["penalty"], expected, 1e-6)
 
 
+def test_penalty_of_the_release_holds_variances_of_at_least_eps():
+    norm = build_norm("batch-reg", CHANNELS, "release", eps=0.5, lambda_mean=0.0, lambda_var=2.0).double()
+    norm.collecting = True
+    x, _, dy = random_batch(rng(9), masked=False)
+    x = x * np.linspace(0.1, 2, CHANNELS)
+    train_step(norm, x, None, dy, torch.float64)
+    var = x.reshape(-1, CHANNELS).var(0)
+    assert var.min() < 0.5 < var.max()
+    expected = 2 * 0.95 * np.abs(np.maximum(var, 0.5) - 1).sum()
+    assert_close(norm.diagnostics()["penalty"], expected, 1e-6)
+
+
 @pytest.mark.parametrize("option", ["renorm_r_max", "renorm_d_max", "lambda_mean", "lambda_var", "window"])
 def test_values_that_do_not_fit_are_refused(option):
     names = {"renorm": "batch-renorm", "lambda": "batch-reg", "window": "mabn"}

@@ -1,10 +1,12 @@
-"""Half-precision input loses nothing in the statistics, against the oracles and float64."""
+"""Half-precision input loses nothing in the statistics, against the oracles and float64; nor does float64 input."""
+
+import copy
 
 import numpy as np
 import pytest
 import torch
 
-from pn_fairseq.norms import NORMS, build_norm
+from pn_fairseq.norms import NORMS, VARIANTS, build_norm
 
 from .helpers import (
     CHANNELS,
@@ -12,6 +14,7 @@ from .helpers import (
     affine_of,
     assert_close,
     assert_steps_close,
+    flushed,
     oracle_step,
     random_batch,
     randomize_affine,
@@ -75,6 +78,22 @@ def test_nu_of_half_precision_input_is_that_of_float64(dtype):
         train_step(norm, x.double(), None, dy.double(), dtype)
         oracle_step(oracle, x.double().numpy(), None, dy.double().numpy())
     assert_close(state_of(norm)["nu"], oracle.nu, 1e-5)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("name", STATEFUL)
+def test_arithmetic_with_float64_input_is_float64(name, variant):
+    """Of a float32 state: the results are those of a float64 state with the same values."""
+    norm = randomize_affine(build_norm(name, CHANNELS, variant, window=2, renorm_updates=4)).double()
+    generator = rng(3)
+    for update in (0, 1, 2, 1001):  # warm-ups and schedules are over then
+        norm.set_num_updates(update)
+        x, mask, dy = random_batch(generator)
+        narrow, wide = flushed(norm), copy.deepcopy(norm)
+        for state in wide.buffers():
+            state.data = state.data.double() if state.is_floating_point() else state.data
+        expected = train_step(wide, x, mask, dy, torch.float64)
+        assert_steps_close(train_step(narrow, x, mask, dy, torch.float64), expected, 1e-12)
 
 
 @pytest.mark.parametrize("name", STATEFUL)
