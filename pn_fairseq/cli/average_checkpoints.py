@@ -270,7 +270,3 @@ def _recalibrate(state: dict, output: Path, data: Path, batches: int) -> None:
     model.store(state["model"])
     print(f"recalibrated {model.num_norms} norms on {used} training batches", flush=True)
     print(f"validation loss after:  {model.validate()}", flush=True)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
 from pn_fairseq.checkpoints import load_checkpoint, save_checkpoint
@@ -46,7 +45,3 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(*outcomes, difference, sep="\n")
     save_checkpoint(folded, args.output)
     print(f"wrote {args.output} ({sum('folded into' in line for line in outcomes)} of {len(outcomes)} norms folded)")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

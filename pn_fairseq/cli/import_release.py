@@ -97,7 +97,3 @@ def main(argv: Sequence[str] | None = None) -> None:
     settings = imported["args"]
     norms = f"encoder norm {settings.encoder_norm}, decoder norm {settings.decoder_norm}"
     print(f"wrote {args.output} ({settings.arch}, {norms}, {len(imported['model'])} tensors)")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
 from pn_fairseq.pipeline.command import ArgumentParser, UserError, command, say
@@ -83,7 +82,3 @@ def main(argv: list[str] | None = None) -> int:
     with atomic_write(made, "w") as file:
         file.write(f"{how}\n")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

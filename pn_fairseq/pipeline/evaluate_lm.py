@@ -266,7 +266,3 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise UserError(f"'{args.run}' is not the run of a language model (task {run.get('task._name')})")
     (checkpoint,) = run.checkpoint_files(args.checkpoint and [args.checkpoint])
     print(evaluate(run, checkpoint, args.subset, args.context_window).text(), end="")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

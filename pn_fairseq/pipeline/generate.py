@@ -338,7 +338,3 @@ def hypotheses(logs: list[Path], sentences: int, nbest: int = 1) -> list[list[tu
 def write_lines(path: Path, lines) -> None:
     with path.open("w", encoding="utf-8", newline="\n") as file:
         file.writelines(f"{line}\n" for line in lines)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

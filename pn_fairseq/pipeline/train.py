@@ -374,7 +374,3 @@ class Progress(logging.Handler):
         if sys.stderr.isatty():
             print(file=sys.stderr)
         super().close()
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -72,7 +72,3 @@ def main(argv: list[str] | None = None) -> int:
         with atomic_write(args.output) as file:
             file.write(plain)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
