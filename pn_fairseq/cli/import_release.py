@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 from collections.abc import Sequence
 
 import torch
 
-from pn_fairseq.checkpoints import load_checkpoint, save_checkpoint
-from pn_fairseq.cli.conversion import conversion_parser, fairseq_needed, read_input
-from pn_fairseq.pipeline.command import ArgumentParser, UserError, command
+from pn_fairseq.checkpoints import check_output_path, load_checkpoint, save_checkpoint
+from pn_fairseq.cli.conversion import conversion_parser
+from pn_fairseq.pipeline.command import ArgumentParser, UserError, command, without_fairseqs_log
 
 TOOL = "pn-import-release"
 
@@ -84,10 +85,10 @@ def _check_finite(weights: dict[str, torch.Tensor], source: os.PathLike) -> None
 
 @command(TOOL)
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the tool on ``argv`` (default: the process's arguments) and return its exit code: 0, 2, 130 or 143."""
     args = _parser().parse_args(argv)
-    state = read_input(args, load_release)
-    with fairseq_needed():
+    check_output_path(args.output, [args.checkpoint])
+    state = load_release(args.checkpoint)
+    with without_fairseqs_log(logging.CRITICAL):
         # Here and not above: --help and a misspelt name are answered at once.
         from pn_fairseq.models.import_release import import_release
 

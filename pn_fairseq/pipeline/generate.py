@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pn_fairseq
-from pn_fairseq.pipeline.command import ArgumentParser, UserError, command, deferred_signals, say
+from pn_fairseq.pipeline.command import ArgumentParser, UserError, command, deferred_signals, say, whole
 from pn_fairseq.pipeline.data.binarize import sentences as indexed
 from pn_fairseq.pipeline.files import atomic_folder, checksum, count_lines
 from pn_fairseq.pipeline.launch import own_cores, workers
@@ -38,12 +38,6 @@ with NPROC=N processes on the CPU (default 1). As many hypotheses come out as se
 Does nothing if the output was made from these checkpoints and this data with these settings. --run also takes the
 folder of a job of fairseq-hydra-train, or a --save-dir of fairseq-train.
 """
-
-
-def whole(text: str) -> int:
-    if not re.fullmatch("[1-9][0-9]{0,11}", text):
-        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, not '{text}'")
-    return int(text)
 
 
 def number(text: str) -> float:

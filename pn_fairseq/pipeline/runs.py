@@ -41,10 +41,6 @@ class Run:
         value = OmegaConf.select(self.config, key)
         return default if value is None else value
 
-    @property
-    def average_last(self) -> int | None:
-        return self.get("average_last") or self.get("scoring.average_last")
-
     def checkpoint_files(self, given: list[Path] | None) -> list[Path]:
         """``given``, or else averaged.pt."""
         paths = given or [self.checkpoints / "averaged.pt"]
