@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -129,18 +128,10 @@ def fetch(url: str, file: Path, sha256: str = "", md5: str = "", retries: int = 
     """Download a file, unless it is there with the right checksum.
 
     Without ``sha256`` the checksum of the first download is kept in FILE.sha256, in the format of sha256sum, and must
-    be matched from then on.
-
-    Args:
-        url: address; DATA_MIRROR may replace all but the name of the file.
-        file: where to put it.
-        sha256: checksum that it must have.
-        md5: the same where only that is published; a mirror may hold another file on purpose.
-        retries: attempts in a row that may fail without a byte.
-        pause: seconds before the second attempt, doubled each time.
+    be matched from then on. ``md5`` is for files of which only that is published, and not checked where DATA_MIRROR,
+    which may hold another file on purpose, replaces all of ``url`` but the name. ``retries`` attempts in a row may fail
+    without a byte; before the second it waits for ``pause`` seconds, which are doubled each time.
     """
-    if sha256 and not re.fullmatch("[0-9a-fA-F]{64}", sha256):
-        raise UserError(f"--sha256: '{sha256}' is not of 64 hexadecimal digits")
     record, partial = file.with_name(f"{file.name}.sha256"), file.with_name(f"{file.name}.partial")
     recorded = record.read_text("utf-8").split()[:1] if record.exists() and not sha256 else []
     expected = sha256.lower() or "".join(recorded)
@@ -196,8 +187,6 @@ def unpack(archive: Path, folder: Path, members: Collection[str]) -> None:
                 if name not in members:
                     others.append(name)
                     continue
-                if name in found:
-                    raise UserError(f"{archive} holds {name} twice")
                 if not member.isreg() or member.issparse():
                     raise UserError(f"{archive}: its member {name} is a link or the like; do not use it")
                 if member.size > MEMBER_LIMIT:
@@ -205,10 +194,7 @@ def unpack(archive: Path, folder: Path, members: Collection[str]) -> None:
                         f"{archive}: its member {name} has {member.size} bytes; {MEMBER_LIMIT} are the limit"
                     )
                 found.add(name)
-                target = partial / name
-                target.parent.mkdir(parents=True, exist_ok=True)
-                with target.open("wb") as file:
-                    shutil.copyfileobj(tar.extractfile(member), file, CHUNK)
+                tar.extract(member, partial, filter="data")
             while tar.fileobj.read(CHUNK):
                 pass
             if missing := [name for name in members if name not in found]:

@@ -84,10 +84,6 @@ def test_members_that_are_no_plain_files(tmp_path, folder, member, needle):
     refused(tar_of(tmp_path / "x.tgz", ("other", b"1"), member), folder, ["x"], needle, "do not use it")
 
 
-def test_a_member_that_is_there_twice(tmp_path, folder):
-    refused(tar_of(tmp_path / "x.tgz", ("x", b"1"), ("./x", b"2")), folder, ["x"], "twice")
-
-
 def test_members_that_would_fill_the_disk(tmp_path, folder, monkeypatch):
     """A sparse member, and one that is larger than any text: both are a few bytes in the archive."""
     (tmp_path / "sparse").open("wb").truncate(3 << 30)
