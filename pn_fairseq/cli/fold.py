@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import logging
 from collections.abc import Sequence
+from pathlib import Path
 
 from pn_fairseq.checkpoints import check_output_path, load_checkpoint, save_checkpoint
-from pn_fairseq.cli.conversion import conversion_parser
-from pn_fairseq.pipeline.command import command, without_fairseqs_log
+from pn_fairseq.pipeline.command import ArgumentParser, command, without_fairseqs_log
 
 TOOL = "pn-fold"
 
@@ -31,7 +32,11 @@ optimizer. To average checkpoints, average before folding. CHECKPOINT is read wi
 
 @command(TOOL)
 def main(argv: Sequence[str] | None = None) -> None:
-    args = conversion_parser(TOOL, DESCRIPTION, EPILOG, "a checkpoint of transformer_pn").parse_args(argv)
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = ArgumentParser(prog=TOOL, description=DESCRIPTION, epilog=EPILOG, formatter_class=formatter)
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", type=Path, help="a checkpoint of transformer_pn")
+    parser.add_argument("output", metavar="OUTPUT", type=Path, help="the file to write; not CHECKPOINT")
+    args = parser.parse_args(argv)
     check_output_path(args.output, [args.checkpoint])
     state = load_checkpoint(args.checkpoint)
     with without_fairseqs_log(logging.CRITICAL):

@@ -7,11 +7,11 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
 from pn_fairseq.checkpoints import check_output_path, load_checkpoint, save_checkpoint
-from pn_fairseq.cli.conversion import conversion_parser
 from pn_fairseq.pipeline.command import ArgumentParser, UserError, command, without_fairseqs_log
 
 TOOL = "pn-import-release"
@@ -56,7 +56,10 @@ def _alpha(text: str) -> float:
 
 
 def _parser() -> ArgumentParser:
-    parser = conversion_parser(TOOL, DESCRIPTION, EPILOG, "the file that the release wrote")
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = ArgumentParser(prog=TOOL, description=DESCRIPTION, epilog=EPILOG, formatter_class=formatter)
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", type=Path, help="the file that the release wrote")
+    parser.add_argument("output", metavar="OUTPUT", type=Path, help="the file to write; not CHECKPOINT")
     for option, meaning in (("fwd", "psi^2"), ("bwd", "nu; it scales the imported nu, (1 - A) ema_gz")):
         parser.add_argument(
             f"--alpha-{option}",
