@@ -66,15 +66,7 @@ class TokenizedScore(Score):
 
 @dataclass(frozen=True)
 class Scores:
-    """All scores of one decoded subset.
-
-    Attributes:
-        subset: its name, such as ``test``.
-        sentences: how many it has.
-        tokenized, detokenized, chrf: the scores (:func:`score`).
-        lowercase: whether case was ignored in the two scores on plain text, since the model's data has no case.
-        target: language of the translations.
-    """
+    """All scores of one decoded subset. ``lowercase``: without case, as the data of the model."""
 
     subset: str
     sentences: int
@@ -84,21 +76,14 @@ class Scores:
     lowercase: bool
     target: str
 
-    def text(self) -> str:
-        """A line for each score."""
-        return score_lines({metric: getattr(self, metric) for metric in METRICS})
-
 
 @dataclass(frozen=True)
 class Comparison:
-    """What :func:`paired_bootstrap` found.
+    """What :func:`paired_bootstrap` found: a metric's signature, and results by the name of the system.
 
-    Attributes:
-        signature: of the metric, with the number of resamples (``bs``) and the seed.
-        resamples, seed: of the bootstrap.
-        results: name of a system -> its ``score`` on the whole text, the ``mean`` of its scores over the resamples,
-            half the width ``ci`` of their 95% confidence interval, and ``p_value`` of no difference from the baseline.
-            The baseline comes first and has no p. p is 1 where every resample gives both systems the same score.
+    A result has the ``score`` on the whole text, the ``mean`` of the scores over the resamples, half the width ``ci``
+    of their 95% confidence interval, and ``p_value`` of no difference from the baseline, which comes first and has no
+    p. p is 1 where every resample gives both systems the same score.
     """
 
     signature: str
@@ -245,15 +230,9 @@ def detokenize(lines: Iterable[str], language: str) -> list[str]:
 
 
 def read_lines(path: str | Path) -> list[str]:
-    """The lines of a UTF-8 file, cut at line feeds alone; a last line need not end in one.
-
-    Raises:
-        ScoringError: it cannot be read, or is not UTF-8.
-    """
+    """The lines of a UTF-8 file, cut at line feeds alone; a last line need not end in one."""
     try:
         text = Path(path).read_bytes().decode("utf-8")
-    except OSError as error:
-        raise ScoringError(f"cannot read {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ScoringError(f"{path} is not UTF-8 (byte {error.start})") from error
     return text.removesuffix("\n").split("\n") if text else []
@@ -273,9 +252,7 @@ def score_run(
     """Detokenize a run's hypotheses, compute all scores, and write plain text and scores beside the hypotheses.
 
     Args:
-        path: a run (:func:`pn_fairseq.pipeline.runs.open_run`).
-        subset: ``test`` (default) or ``valid``.
-        output: what scripts/generate.sh wrote, with ``hyp.tok`` and ``ref.tok`` (default: ``RUN/generate/SUBSET``).
+        path, subset, output: as the options of scripts/score.sh.
         compound_split: for the tokenized BLEU (default: what the data was prepared for).
 
     Raises:
@@ -315,25 +292,18 @@ def score_run(
     files = {
         "ref.txt": "".join(f"{line}\n" for line in plain),
         "hyp.txt": "".join(f"{line}\n" for line in translations),
-        "scores.txt": scores.text(),
+        "scores.txt": score_lines({metric: getattr(scores, metric) for metric in METRICS}),
         # The last, so that whoever finds it finds the others, too.
         "scores.json": json.dumps(asdict(scores), indent=2) + "\n",
     }
-    try:
-        for name, text in files.items():
-            with atomic_write(folder / name) as file:
-                file.write(text.encode())
-    except OSError as error:
-        raise ScoringError(f"cannot write {folder / name}: {error.strerror}") from error
+    for name, text in files.items():
+        with atomic_write(folder / name) as file:
+            file.write(text.encode())
     return scores
 
 
 def read_scores(folder: str | Path) -> Scores:
-    """What :func:`score_run` wrote into ``folder``.
-
-    Raises:
-        ScoringError: there is no ``scores.json``, or it is something else.
-    """
+    """What :func:`score_run` wrote into ``folder``."""
     path = Path(folder) / "scores.json"
     if not path.is_file():
         raise ScoringError(f"there is no '{path}' (scripts/score.sh writes it)")
@@ -368,15 +338,12 @@ def paired_bootstrap(
         reference: one line for each hypothesis. Tokens for ``tokenized``, plain text for the two others; so are the
             hypotheses.
         metric, settings: as for :func:`score`.
-        resamples: number of resampled sets, at least 1.
+        resamples: number of resampled sets.
         seed: of the resampling, at least 1 (sacrebleu takes 0 for none).
 
     Raises:
-        ScoringError: the texts have different numbers of lines, or none; or a setting is out of range.
+        ScoringError: the texts have different numbers of lines, or none.
     """
-    for name, value in (("resamples", resamples), ("seed", seed)):
-        if value < 1:
-            raise ScoringError(f"{name} must be at least 1, not {value}")
     _check_same_length(systems, reference)
     one = _Metric(metric, **settings)
     named = [(name, one.text(hypotheses)) for name, hypotheses in systems.items()]
@@ -396,12 +363,8 @@ def paired_bootstrap(
 def compare_folders(folders: Mapping[str, str | Path], **bootstrap) -> dict[str, Comparison]:
     """:func:`paired_bootstrap` for decodings that :func:`score_run` has scored, by each of :data:`METRICS`.
 
-    Args:
-        folders: name of a system -> folder; the baseline first.
-        bootstrap: ``resamples`` and ``seed``, as there.
-
-    Raises:
-        ScoringError: a folder is not scored, or they translate different text, or were scored in different ways.
+    ``folders`` maps the name of a system to its folder, the baseline first. They must translate the same text, and be
+    scored in the same way.
     """
     folders = {name: Path(folder) for name, folder in folders.items()}
     first = next(iter(folders))
@@ -417,13 +380,10 @@ def compare_folders(folders: Mapping[str, str | Path], **bootstrap) -> dict[str,
                 raise ScoringError(
                     f"{first} and {name} translate different text ({kind} in {folders[first]} and {folders[name]})"
                 )
-        for what, one, other in (
-            ("lower-casing", expected.lowercase, mine.lowercase),
-            ("target language", expected.target, mine.target),
-            ("compound splitting", expected.tokenized.compound_split, mine.tokenized.compound_split),
-        ):
+        for metric in METRICS:
+            one, other = (getattr(scores, metric).signature for scores in (expected, mine))
             if one != other:
-                raise ScoringError(f"{first} and {name} were scored with different settings: {what} {one} and {other}")
+                raise ScoringError(f"{first} and {name} were scored in different ways: {one} and {other}")
     settings = {
         "tokenized": {"compound_split": expected.tokenized.compound_split},
         "detokenized": {"lowercase": expected.lowercase, "target": expected.target},
