@@ -14,15 +14,11 @@ START_TIMEOUT = 600
 
 @dataclass(frozen=True)
 class Place:
-    """One start of the training.
+    """One start of the training: it launches ``workers`` ranks on machine ``node`` of ``nodes``, or is a rank itself.
 
-    Attributes:
-        gpu: whether the ranks compute on GPUs.
-        nodes, node: how many machines there are, and which this is; the others are reached at ``address:port``.
-        workers: ranks that this start launches on its machine by torchrun, if there are several ranks.
-        rank: where this process is one of the ranks itself, as torchrun or SLURM started it; else None.
-        local_rank: the GPU of such a rank.
-        world_size: number of ranks in all. Machines are taken to be alike.
+    ``rank`` is given where torchrun or SLURM started this process as one of the ``ranks``, and ``local_rank`` is its
+    GPU. The others are reached at ``address:port``. ``world_size`` is the number of ranks; machines are taken to be
+    alike.
     """
 
     gpu: bool
@@ -134,9 +130,7 @@ def workers(env: Mapping[str, str], gpus: int) -> int:
 
 
 def _first_host(env: Mapping[str, str]) -> str:
-    names = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST")
-    if not names:
-        raise UserError("SLURM_STEP_NODELIST is not set: name the machine of the first task with MASTER_ADDR")
+    names = env.get("SLURM_STEP_NODELIST") or env["SLURM_JOB_NODELIST"]
     if not re.search(r"[\[,]", names):
         return names
     try:
@@ -154,6 +148,7 @@ def torchrun(place: Place, arguments: list[str]) -> int:
     torchrun stops all ranks when one of them fails or when it gets a signal.
     """
     import signal
+    from unittest import mock
 
     import torch
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -169,10 +164,9 @@ def torchrun(place: Place, arguments: list[str]) -> int:
         where += ["--master-addr", place.address, "--master-port", str(place.port)]
     options = get_args_parser().parse_args([*where, "--nproc-per-node", str(place.workers), "--module", "pn_fairseq"])
     options.training_script_args = ["train", *arguments]  # torchrun's parser would take --run for one of its own
-    before = os.environ.get("PN_FAIRSEQ_STEP")
-    os.environ["PN_FAIRSEQ_STEP"] = "1"  # this process tells of an interruption, not its ranks
     try:
-        run(options)
+        with mock.patch.dict(os.environ, PN_FAIRSEQ_STEP="1"):  # this process tells of an interruption, not its ranks
+            run(options)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if failure.exitcode in (130, 143):
@@ -188,9 +182,6 @@ def torchrun(place: Place, arguments: list[str]) -> int:
             f"the {place.nodes} machines did not find each other at {place.address}:{place.port} within {timeout} "
             f"seconds (NNODES, MASTER_ADDR, MASTER_PORT, START_TIMEOUT): {str(error).splitlines()[0]}"
         ) from error
-    finally:
-        if before is None:
-            del os.environ["PN_FAIRSEQ_STEP"]
     return 0
 
 

@@ -20,14 +20,10 @@ from pn_fairseq.pipeline.files import read_settings
 
 @dataclass
 class Run:
-    """A training run.
+    """A training run: its directory, its checkpoints, its settings (all, or those that its files tell), binarized data.
 
-    Attributes:
-        path: its directory.
-        checkpoints: where its checkpoints are.
-        config: its settings, all or those that its files tell.
-        bin: the binarized data.
-        data: the prepared data around it, with ``tok/`` and ``settings``; None where fairseq-preprocess alone made it.
+    ``data`` is the prepared data around ``bin``, with ``tok/`` and ``settings``; None where fairseq-preprocess alone
+    made it.
     """
 
     path: Path
