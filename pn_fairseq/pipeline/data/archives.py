@@ -34,7 +34,7 @@ TRANSIENT_STATUS = {408, 425, 429, 500, 502, 503, 504}
 MEMBER_LIMIT = 4 << 30
 #: What tarfile and the decompressors raise for a damaged archive; OverflowError, ValueError and MemoryError come of
 #: sizes in a header that no file has.
-DAMAGE = (tarfile.TarError, EOFError, zlib.error, OverflowError, ValueError, MemoryError)
+DAMAGE = (tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile, OverflowError, ValueError, MemoryError)
 
 
 def _address(url: str) -> str:
@@ -178,36 +178,31 @@ def unpack(archive: Path, folder: Path, members: Collection[str]) -> None:
     """
     if wrong := _wrong_type(archive):
         raise Damaged(f"{archive} is {wrong}")
-    found, others = set(), []
     try:
         with atomic_folder(folder) as partial, tarfile.open(archive) as tar:
-            for member in tar:
+            held = {os.path.normpath(member.name): member for member in tar}
+            for member in held.values():
                 tarfile.data_filter(member, str(partial))
-                name = os.path.normpath(member.name)
-                if name not in members:
-                    others.append(name)
-                    continue
+            if missing := [name for name in members if name not in held]:
+                names = ", ".join([*held][:8]) or "nothing"
+                raise UserError(
+                    f"{archive} has no {' and '.join(missing)}; it holds {names}{', ...' * (len(held) > 8)}"
+                )
+            for name in members:
+                member = held[name]
                 if not member.isreg() or member.issparse():
                     raise UserError(f"{archive}: its member {name} is a link or the like; do not use it")
                 if member.size > MEMBER_LIMIT:
                     raise UserError(
                         f"{archive}: its member {name} has {member.size} bytes; {MEMBER_LIMIT} are the limit"
                     )
-                found.add(name)
                 tar.extract(member, partial, filter="data")
             while tar.fileobj.read(CHUNK):
                 pass
-            if missing := [name for name in members if name not in found]:
-                more = f" and {len(others) - 8} more" if len(others) > 8 else ""
-                raise UserError(
-                    f"{archive} has no {' and '.join(missing)}; it holds {', '.join(others[:8]) or 'nothing'}{more}"
-                )
     except tarfile.FilterError as error:
         raise UserError(f"{archive}: {error}; do not use it") from None
     except DAMAGE as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise Damaged(f"{archive} is damaged or cut off ({reason})") from None
     except OSError as error:
-        if error.errno is None:  # gzip's complaints about its data
-            raise Damaged(f"{archive} is damaged or cut off ({error})") from None
-        raise UserError(f"cannot extract {archive} to {folder}: {error.strerror}; is the disk full?") from None
+        raise OSError(error.errno, f"{error.strerror}; is the disk full?", str(folder)) from None

@@ -103,7 +103,7 @@ def test_a_size_that_no_file_has(tmp_path, folder):
 
 def test_missing_members_are_named(tmp_path, folder):
     archive = tar_of(tmp_path / "x.tgz", *((f"a/file{number}", b"1") for number in range(20)))
-    refused(archive, folder, ["a/file3", "b/x.en", "b/y.de"], "b/x.en and b/y.de", "a/file0, a/file1", "11 more")
+    refused(archive, folder, ["a/file3", "b/x.en", "b/y.de"], "b/x.en and b/y.de", "a/file0, a/file1", "a/file7, ...")
 
 
 @pytest.mark.parametrize("kept", [0.5, 0.999, 100])
@@ -155,7 +155,7 @@ def test_a_full_disk(tmp_path):
     archive = tar_of(tmp_path / "x.tgz", ("a", TEXT))
     limited = ["bash", "-c", 'ulimit -f 100; exec "$@"', "bash", *command(archive, tmp_path, "a")]
     result = run(*limited, check=False)
-    assert result.returncode == 2 and "File too large" in result.stderr and "disk full" in result.stderr
+    assert result.returncode == 2 and "File too large; is the disk full?" in result.stderr
     assert len(result.stderr.splitlines()) == 1 and not list(tmp_path.rglob("unpacked/*"))
 
 
