@@ -367,22 +367,16 @@ def compare_folders(folders: Mapping[str, str | Path], **bootstrap) -> dict[str,
     scored in the same way.
     """
     folders = {name: Path(folder) for name, folder in folders.items()}
-    first = next(iter(folders))
     scores = {name: read_scores(folder) for name, folder in folders.items()}
-    texts = {
-        kind: {name: read_lines(folder / kind) for name, folder in folders.items()}
-        for kind in ("ref.tok", "ref.txt", "hyp.tok", "hyp.txt")
-    }
-    expected = scores[first]
+    first, expected = next(iter(scores.items()))
     for name, mine in scores.items():
         for kind in ("ref.tok", "ref.txt"):
-            if texts[kind][name] != texts[kind][first]:
+            if (folders[name] / kind).read_bytes() != (folders[first] / kind).read_bytes():
                 raise ScoringError(
                     f"{first} and {name} translate different text ({kind} in {folders[first]} and {folders[name]})"
                 )
         for metric in METRICS:
-            one, other = (getattr(scores, metric).signature for scores in (expected, mine))
-            if one != other:
+            if (one := getattr(expected, metric).signature) != (other := getattr(mine, metric).signature):
                 raise ScoringError(f"{first} and {name} were scored in different ways: {one} and {other}")
     settings = {
         "tokenized": {"compound_split": expected.tokenized.compound_split},
@@ -392,9 +386,9 @@ def compare_folders(folders: Mapping[str, str | Path], **bootstrap) -> dict[str,
     found = {}
     for metric, of_metric in settings.items():
         kind = "tok" if metric == "tokenized" else "txt"
-        one = paired_bootstrap(
-            texts[f"hyp.{kind}"], texts[f"ref.{kind}"][first], metric=metric, **bootstrap, **of_metric
-        )
+        systems = {name: read_lines(folder / f"hyp.{kind}") for name, folder in folders.items()}
+        reference = read_lines(folders[first] / f"ref.{kind}")
+        one = paired_bootstrap(systems, reference, metric=metric, **bootstrap, **of_metric)
         # As in the scores: what made plain text.
         note = "".join(re.findall(r"\|(?:detok|ref):[^|]*", getattr(expected, metric).signature))
         found[metric] = replace(one, signature=one.signature + note)
