@@ -90,8 +90,8 @@ def _download(address: str, partial: Path, retries: int, pause: float) -> None:
         time.sleep(min(pause * 2 ** (failures - 1), 60))
 
 
-def _wrong_type(path: Path) -> str | None:
-    """Why the file is not what its name says, as words after "is", by its first bytes."""
+def _damage(path: Path, whole: bool = True) -> str | None:
+    """Why the file is not what its name says, as words after "is"; ``whole``: not by its first bytes alone."""
     with path.open("rb") as file:
         head = file.read(512)
     if not head:
@@ -99,19 +99,13 @@ def _wrong_type(path: Path) -> str | None:
     # Servers answer for a file that is gone, and hotels for every file, with a web page and the status of success.
     if head.removeprefix(b"\xef\xbb\xbf").lstrip().lower().startswith((b"<!doctype html", b"<html", b"<head")):
         return "an HTML page"
-    if path.name.removesuffix(".partial").endswith((".tgz", ".gz")) and not head.startswith(b"\x1f\x8b"):
+    if not path.name.removesuffix(".partial").endswith((".tgz", ".gz")):
+        return None
+    if not head.startswith(b"\x1f\x8b"):
         return f"not a gzip archive (it begins with {head[:12]!r})"
-    return None
-
-
-def _damage(path: Path) -> str | None:
-    """The same with a look at the whole file, which has a checksum if it is compressed."""
-    wrong = _wrong_type(path)
-    if wrong or not path.name.removesuffix(".partial").endswith((".tgz", ".gz")):
-        return wrong
     try:
         with gzip.open(path) as file:
-            while file.read(CHUNK):
+            while whole and file.read(CHUNK):
                 pass
     except (OSError, EOFError, zlib.error) as error:
         return f"damaged or cut off ({error})"
@@ -176,7 +170,7 @@ def unpack(archive: Path, folder: Path, members: Collection[str]) -> None:
     The archive is not trusted: a path or a link that leaves the folder or a device ends it with nothing extracted, and
     what is extracted must be plain files. It is read to its end, where the checksum of a compressed one is.
     """
-    if wrong := _wrong_type(archive):
+    if wrong := _damage(archive, whole=False):
         raise Damaged(f"{archive} is {wrong}")
     try:
         with atomic_folder(folder) as partial, tarfile.open(archive) as tar:
