@@ -14,17 +14,13 @@ KEPT = {"epoch": "checkpoint.keep_last_epochs", "update": "checkpoint.keep_inter
 
 
 def _parser() -> ArgumentParser:
-    usage = (
-        "scripts/average.sh --run DIR [--last N] [--by epoch|update] [--output FILE] [--recalibrate | --no-recalibrate]"
-    )
     parser = ArgumentParser(
-        prog="average.sh",
-        usage=usage,
+        prog="scripts/average.sh",
         epilog="Does nothing if the output was made from these very checkpoints in this very way. --run also takes the "
         "folder of a job of fairseq-hydra-train, or a --save-dir of fairseq-train.",
     )
     add = parser.add_argument
-    add("--run", type=Path, metavar="DIR", help="a run of scripts/train.sh")
+    add("--run", type=Path, required=True, metavar="DIR", help="a run of scripts/train.sh")
     last = "how many checkpoints (default: average_last of the configuration, else as many as the run keeps); if there "
     add("--last", type=whole, metavar="N", help=f"{last}are fewer, those, and it says so")
     by = "checkpoints of epochs or of updates (default: those that the run keeps)"

@@ -24,7 +24,7 @@ import pn_fairseq
 from pn_fairseq.pipeline.command import ArgumentParser, UserError, command, deferred_signals, say, whole
 from pn_fairseq.pipeline.data.binarize import sentences as indexed
 from pn_fairseq.pipeline.data.parallel import progress
-from pn_fairseq.pipeline.files import atomic_folder, checksum, count_lines
+from pn_fairseq.pipeline.files import atomic_folder, checksum, count_lines, read_settings, write_settings
 from pn_fairseq.pipeline.launch import own_cores, workers
 from pn_fairseq.pipeline.runs import Run, open_run
 
@@ -58,9 +58,8 @@ def add_decoding_options(parser: ArgumentParser) -> None:
 
 
 def _parser() -> ArgumentParser:
-    usage = "scripts/generate.sh --run DIR [--checkpoint FILE ...] [--subset test] [--output DIR] [options]"
     formatter = argparse.RawDescriptionHelpFormatter
-    parser = ArgumentParser(prog="generate.sh", usage=usage, epilog=EPILOG, formatter_class=formatter)
+    parser = ArgumentParser(prog="scripts/generate.sh", epilog=EPILOG, formatter_class=formatter)
     add_decoding_options(parser)
     parser.add_argument("--subset", default="test", metavar="NAME", help="test (default) or valid")
     parser.add_argument("--nbest", type=whole, default=1, metavar="N", help="also write the N best to nbest.tok")
@@ -121,13 +120,6 @@ def sha256(*paths: Path) -> str:
     return hashlib.sha256(b"".join(bytes.fromhex(checksum(path)) for path in paths)).hexdigest()
 
 
-def read_made(folder: Path) -> dict[str, str]:
-    try:
-        return dict(line.split("=", 1) for line in (folder / "made").read_text("utf-8").splitlines())
-    except (OSError, ValueError):
-        return {}
-
-
 @command("generate.sh")
 def main(argv: list[str] | None = None) -> int:
     args = _parser().parse_args(argv)
@@ -149,7 +141,7 @@ def main(argv: list[str] | None = None) -> int:
         **({"fp16": str(int(args.fp16))} if args.fp16 is not None else {}),
     }
     output = (args.output or args.run / "generate" / args.subset).resolve()
-    made = read_made(output)
+    made = read_settings(output / "made") if (output / "made").is_file() else {}
     if (output / "hyp.tok").is_file() and wanted.items() <= made.items():
         say("generate", f"{output / 'hyp.tok'} is there already")
         return 0
@@ -191,8 +183,7 @@ def main(argv: list[str] | None = None) -> int:
                 log.write(path.read_bytes())
                 path.unlink()
                 path.with_suffix(".err").unlink()
-        lines = (f"{key}={value}" for key, value in {**wanted, "fp16": int(decoding.fp16)}.items())
-        write_lines(partial / "made", lines)
+        write_settings(partial / "made", {**wanted, "fp16": int(decoding.fp16)})
     output.with_name(f"{output.name}.err").unlink(missing_ok=True)
     say("generate", f"{output / 'hyp.tok'} has {sentences} hypotheses")
     return 0
