@@ -123,14 +123,10 @@ def _memory_groups(model: dict[str, torch.Tensor]) -> dict[str, str]:
 
 
 def _differences(layout: dict[str, tuple], reference: dict[str, tuple]) -> str:
-    """The tensors that differ, at most three of them by name."""
+    """How many tensors differ, and in what the first of them."""
     keys = [key for key in {**reference, **layout} if layout.get(key) != reference.get(key)]
-
-    def text(shape_and_dtype: tuple | None) -> str:
-        return "absent" if shape_and_dtype is None else "{} {}".format(*shape_and_dtype)
-
-    shown = [f"{key} is {text(layout.get(key))}, not {text(reference.get(key))}" for key in keys[:3]]
-    return f"tensors that differ: {len(keys)} ({', '.join(shown + ['...'] * (len(keys) > 3))})"
+    here, there = ("{} {}".format(*each[keys[0]]) if keys[0] in each else "absent" for each in (layout, reference))
+    return f"tensors that differ: {len(keys)} ({keys[0]} is {here}, not {there})"
 
 
 def _parser() -> ArgumentParser:

@@ -8,28 +8,20 @@ from dataclasses import dataclass
 
 from pn_fairseq.pipeline.command import UserError
 
-#: Seconds that the machines wait for each other.
-START_TIMEOUT = 600
-
 
 @dataclass(frozen=True)
 class Place:
-    """One start of the training: it launches ``workers`` ranks on machine ``node`` of ``nodes``, or is a rank itself.
+    """One start of the training, by which ranks are launched, or which is a rank. Machines are taken to be alike."""
 
-    ``rank`` is given where torchrun or SLURM started this process as one of the ``ranks``, and ``local_rank`` is its
-    GPU. The others are reached at ``address:port``. ``world_size`` is the number of ranks; machines are taken to be
-    alike.
-    """
-
-    gpu: bool
-    workers: int = 1
-    nodes: int = 1
-    node: int = 0
-    address: str = ""
+    gpu: bool  # whether the ranks compute on GPUs
+    workers: int = 1  # ranks that this start launches
+    nodes: int = 1  # machines
+    node: int = 0  # which of them this is
+    address: str = ""  # where the ranks find each other
     port: int = 29500
-    rank: int | None = None
-    local_rank: int = 0
-    ranks: int | None = None
+    rank: int | None = None  # of this process, if torchrun or SLURM started it as one
+    local_rank: int = 0  # the GPU of such a rank
+    ranks: int | None = None  # how many of them there are
 
     @property
     def world_size(self) -> int:
@@ -158,7 +150,7 @@ def torchrun(place: Place, arguments: list[str]) -> int:
     from pn_fairseq.pipeline.command import Interrupted
 
     where = ["--standalone"]
-    timeout = variable(os.environ, "START_TIMEOUT", START_TIMEOUT, least=1)
+    timeout = variable(os.environ, "START_TIMEOUT", 600, least=1)
     if place.nodes > 1:
         where = ["--nnodes", str(place.nodes), "--node-rank", str(place.node), "--rdzv-conf", f"timeout={timeout}"]
         where += ["--master-addr", place.address, "--master-port", str(place.port)]

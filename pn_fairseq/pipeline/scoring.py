@@ -45,16 +45,13 @@ class ScoringError(UserError, ValueError):
 class Score:
     """One corpus score.
 
-    Attributes:
-        score: from 0 to 100.
-        signature: how it was computed, in sacrebleu's notation. ``detok:`` names what made plain text of the hypotheses
-            (:func:`detokenize`), ``ref:detok`` says that it made the references, too.
-        verbose: the parts of BLEU, ``precisions (BP = ... ratio = ... hyp_len = ... ref_len = ...)``; empty for chrF.
+    In the signature ``detok:`` names what made plain text of the hypotheses (:func:`detokenize`), and ``ref:detok``
+    says that it made the references, too.
     """
 
-    score: float
-    signature: str
-    verbose: str
+    score: float  # from 0 to 100
+    signature: str  # how it was computed, in sacrebleu's notation
+    verbose: str  # precisions (BP = ... ratio = ... hyp_len = ... ref_len = ...); empty for chrF
 
 
 @dataclass(frozen=True)
@@ -66,15 +63,15 @@ class TokenizedScore(Score):
 
 @dataclass(frozen=True)
 class Scores:
-    """All scores of one decoded subset. ``lowercase``: without case, as the data of the model."""
+    """All scores of one decoded subset."""
 
     subset: str
     sentences: int
     tokenized: TokenizedScore
     detokenized: Score
     chrf: Score
-    lowercase: bool
-    target: str
+    lowercase: bool  # plain text was scored without case, since the model's data has none
+    target: str  # language
 
 
 @dataclass(frozen=True)
@@ -335,14 +332,9 @@ def paired_bootstrap(
 
     Args:
         systems: name -> hypotheses; the baseline first.
-        reference: one line for each hypothesis. Tokens for ``tokenized``, plain text for the two others; so are the
-            hypotheses.
-        metric, settings: as for :func:`score`.
+        reference, metric, settings: as for :func:`score`.
         resamples: number of resampled sets.
         seed: of the resampling, at least 1 (sacrebleu takes 0 for none).
-
-    Raises:
-        ScoringError: the texts have different numbers of lines, or none.
     """
     _check_same_length(systems, reference)
     one = _Metric(metric, **settings)

@@ -87,11 +87,7 @@ def spread(tokens_per_update: int, cap: int, world_size: int) -> Batches:
 def compose(config: Path, overrides: Sequence[str], world_size: int, on_cpu: bool) -> tuple[DictConfig, Batches]:
     """The settings of a training, as fairseq takes them, and its batches.
 
-    Args:
-        config: a YAML file.
-        overrides: ``key=value`` in hydra's syntax, with or without ``+``.
-        world_size: number of ranks.
-        on_cpu: whether they compute on CPUs.
+    ``overrides`` are ``key=value`` in hydra's syntax, with or without ``+``; ``on_cpu``: the ranks compute on CPUs.
     """
     given = [_forced(override) for override in overrides]
     names = {override.partition("=")[0].lstrip("+~") for override in given}
@@ -165,11 +161,7 @@ def _one_line(error: Exception) -> str:
 
 
 def check_keys(cfg: DictConfig) -> None:
-    """Refuse a key that fairseq would ignore.
-
-    Raises:
-        UserError: names the key and the most similar one that exists.
-    """
+    """Refuse a key that fairseq would ignore, and name the most similar one that exists."""
     sections = FairseqConfig.__dataclass_fields__
     for section, node in cfg.items():
         if section not in sections and section not in OWN:

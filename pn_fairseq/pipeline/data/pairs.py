@@ -154,13 +154,7 @@ READERS = {
 
 
 def take(kind: str, paths: tuple[Path, Path], outputs: tuple[Path, Path]) -> int:
-    """Append the pairs of two published files to two files of text, and return their number.
-
-    Args:
-        kind: a key of :data:`READERS`.
-        paths: the file of the source language and that of the target language.
-        outputs: where the sentences go, one a line.
-    """
+    """Append the pairs of two published files to two files of text, source and target; returns their number."""
     count = one_empty = nul = 0
     for output in outputs:
         output.parent.mkdir(parents=True, exist_ok=True)
