@@ -9,18 +9,13 @@ usage: scripts/prepare_iwslt14.sh [--dest DIR] [options]
 Downloads IWSLT14 German-English, and makes of it what scripts/train.sh iwslt14_de_en takes: tags stripped, tokenized,
 pairs with a side of less than 1 or more than 175 tokens or a ratio above 1.5 removed from the training text,
 lower-cased, every 23rd training pair for validation, dev2010, TEDX dev2012, tst2010, tst2011 and tst2012 for test, joint
-BPE, one dictionary. 160239 train, 7283 valid and 6750 test pairs are expected.
+BPE, one dictionary. 160239 train, 7283 valid and 6750 test pairs are expected. DIR/raw has the text as it was published,
+DIR/counts the numbers of pairs, and DIR/removed.tsv says which pairs were removed and why.
 
   --dest DIR      where it goes (default runs/data/iwslt14_de_en)
   --archive FILE  the archive de-en.tgz, if it is there already; else it is downloaded to DIR/download
   --sha256 HEX    the checksum that a downloaded archive must have
   --bpe N         merge operations of the joint BPE (default 10000)
-  --workers N     processes (default: all cores)
-
-Environment: MOSES=FOLDER uses the Perl scripts of that checkout of mosesdecoder instead of sacremoses; BPE=sentencepiece
-instead of subword-nmt; DATA_MIRROR=FOLDER-OR-URL is where the archive is taken from instead of its own address.
-Run again, it does what is missing. DIR/raw has the text as it was published, DIR/counts the numbers of pairs, and
-DIR/removed.tsv says which pairs were removed and why.
 END
 }
 

@@ -15,10 +15,6 @@ tst2013 (1,268). Downloads 38 MB and makes in --dest:
   --archive DIR  the folder that has train, tst2012 and tst2013 (.en, .vi), if they are there already; else they are
                  downloaded to DIR/download
   --bpe N        merge operations of the joint BPE (default 10000)
-  --workers N    processes (default: all cores)
-
-In the environment: DATA_MIRROR, a folder or URL to take the files from; BPE=subword-nmt (default) or sentencepiece.
-Run again, it does what is missing. No sentence is dropped: line counts are checked after every step.
 END
 }
 

@@ -8,7 +8,8 @@ usage: scripts/prepare_multi30k.sh --corpus DIR [--test NAME] [--dest DIR] [--bp
 
 Takes train, valid and a test set of Multi30k in both languages from --corpus (train.de, train.en, valid.de, valid.en,
 test2016.de, test2016.en, one sentence a line, UTF-8, plain or .gz). Its makers ask that it be used for research and
-education only, and it is not downloaded. Makes in --dest:
+education only, and it is not downloaded. Expected: 29,000 training and 1,014 validation pairs, 1,000 in test2016 and in
+test2017. Makes in --dest:
   raw/   the text as it came                    tok/   tokenized and lower-cased
   bpe/   subwords, codes learned on both sides  bin/   fairseq's binary data, one dictionary for both languages
 
@@ -16,11 +17,6 @@ education only, and it is not downloaded. Makes in --dest:
   --test NAME    the test set: test2016 (default), test2017, ...
   --dest DIR     (default runs/data/multi30k_de_en, or multi30k_de_en_NAME for another test set)
   --bpe N        merge operations of the joint BPE (default 10000)
-  --workers N    processes (default: all cores)
-
-In the environment: MOSES=FOLDER, a checkout of mosesdecoder whose Perl scripts replace sacremoses; BPE=subword-nmt
-(default) or sentencepiece. Expected: 29,000 training and 1,014 validation pairs, 1,000 in test2016 and in test2017.
-Run again, it does what is missing. No sentence is dropped: line counts are checked after every step.
 END
 }
 

@@ -12,7 +12,6 @@ repository nor downloaded. Refuses text that does not have 929,589 / 73,760 / 82
 
   --corpus DIR  the folder with the three files
   --dest DIR    where the data goes (default runs/data/ptb_lm)
-  --workers N   processes (default: all cores)
 END
 }
 

@@ -17,11 +17,6 @@ or .gz), and makes in --dest:
   --dest DIR     where the data goes
   --bpe N        merge operations of the joint BPE (default 10000)
   --keep-case    do not lower-case
-  --workers N    processes (default: all cores)
-
-In the environment: MOSES=FOLDER, a checkout of mosesdecoder whose Perl scripts replace sacremoses; BPE=subword-nmt
-(default) or sentencepiece.
-Run again, it does what is missing. No sentence is dropped: line counts are checked after every step.
 END
 }
 

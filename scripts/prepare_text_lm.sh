@@ -9,16 +9,13 @@ usage: scripts/prepare_text_lm.sh --corpus DIR --dest DIR [--tokenize LANG] [--l
 Takes train.txt, valid.txt and test.txt from --corpus (one sentence or paragraph a line, UTF-8, plain or .gz), and makes
 in --dest:
   raw/  the text as it came       tok/  words with one blank between them
-  bin/  fairseq's binary data     settings, counts
+  bin/  fairseq's binary data     settings, counts (a token is a word or the end of a line)
 
   --corpus DIR     the folder with the text
   --dest DIR       where the data goes
   --tokenize LANG  split punctuation from words as Moses does for this language (default: the text has tokens)
   --lower          lower-case
   --min-count N    words that are rarer in train become <unk> (default 1)
-  --workers N      processes (default: all cores)
-
-A token is a word or the end of a line. Run again, it does what is missing.
 END
 }
 

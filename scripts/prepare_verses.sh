@@ -7,12 +7,11 @@ usage() {
 usage: scripts/prepare_verses.sh [--dest DIR] [--bpe N] [--keep-case] [--workers N]
 
 Checks data/verses.es-en against its checksums and prepares it (Spanish to English, lower-cased, joint BPE 4,000)
-in --dest. Run again, it does what is missing.
+in --dest.
 
   --dest DIR   where the data goes (default runs/data/verses_es_en)
   --bpe N      merge operations of the joint BPE (default 4000)
   --keep-case  do not lower-case
-  --workers N  processes (default: all cores)
 END
 }
 

@@ -8,10 +8,9 @@ usage: scripts/prepare_verses_lm.sh [--dest DIR] [--workers N]
 
 Checks data/verses.es-en against its checksums, puts its English verses in the order of the text and splits them by
 book: validation is Ezekiel, test is Daniel to Malachi, train is the other 52 books. Tokenizes as Moses does and
-lower-cases; words that occur once or twice in train become <unk>. Run again, it does what is missing.
+lower-cases; words that occur once or twice in train become <unk>.
 
   --dest DIR   where the data goes (default runs/data/verses_lm_en)
-  --workers N  processes (default: all cores)
 END
 }
 

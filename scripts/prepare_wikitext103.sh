@@ -7,13 +7,10 @@ usage() {
 usage: scripts/prepare_wikitext103.sh [--archive DIR] [--dest DIR] [--workers N]
 
 Downloads wikitext-103-v1.zip (190 MB; CC BY-SA 3.0 and GFDL) and makes fairseq's binary data in --dest. Refuses text
-that does not have 103,227,021 / 217,646 / 245,569 tokens, ends of lines included. Run again, it does what is missing.
+that does not have 103,227,021 / 217,646 / 245,569 tokens, ends of lines included.
 
   --archive DIR  a folder with wikitext-103-v1.zip, instead of the download
   --dest DIR     where the data goes (default runs/data/wikitext103_lm)
-  --workers N    processes (default: all cores)
-
-In the environment: DATA_MIRROR=URL or FOLDER, where the file is taken from.
 END
 }
 

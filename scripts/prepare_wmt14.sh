@@ -12,21 +12,16 @@ characters removed (in the test set only the apostrophes made plain), tokenized 
 with a side of less than 1 or more than 250 tokens or a ratio above 1.5 removed from the training text, joint BPE, one
 dictionary.
 
+Expected: about 4.6 million training pairs before cleaning (Europarl 1,920,209, Common Crawl 2,399,123, the rest News
+Commentary), 3,000 validation, 3,003 test. DIR/raw has the text as it was published, DIR/counts the numbers of pairs, and
+DIR/removed.tsv says which pairs were removed and why; DIR/download may be removed at the end.
+
   --dest DIR           (default runs/data/wmt14_en_de_big); needs about 15 GB
   --archive DIR        the folder that has the archives, if they are there already; else they are downloaded to
                        DIR/download
   --bpe N              merge operations of the joint BPE (default 32764)
   --clean-stage STAGE  tok (default): the 250 and the 1.5 count tokens, and BPE is learned on what is kept;
                        bpe: they count subwords, and BPE is learned on everything
-  --workers N          processes (default: all cores)
-
-In the environment: DATA_MIRROR, a folder or URL to take the archives from; MOSES=FOLDER, a checkout of mosesdecoder
-whose Perl scripts replace sacremoses; BPE=subword-nmt (default) or sentencepiece.
-
-Expected: about 4.6 million training pairs before cleaning (Europarl 1,920,209, Common Crawl 2,399,123, the rest News
-Commentary), 3,000 validation, 3,003 test. Run again, it does what is missing. DIR/raw has the text as it was published,
-DIR/counts the numbers of pairs, and DIR/removed.tsv says which pairs were removed and why; DIR/download may be removed
-at the end.
 END
 }
 

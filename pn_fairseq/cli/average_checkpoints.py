@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -18,7 +18,7 @@ from pn_fairseq.checkpoints import (
     load_checkpoint,
     save_checkpoint,
 )
-from pn_fairseq.pipeline.command import ArgumentParser, UserError, command, without_fairseqs_log
+from pn_fairseq.pipeline.command import ArgumentParser, UserError, command, whole, without_fairseqs_log
 
 TOOL = "pn-average-checkpoints"
 
@@ -26,70 +26,36 @@ EPILOG = """\
 examples:
   the last 10 epochs, as in the paper:
     %(prog)s --inputs checkpoints/ --last 10 --output checkpoints/averaged.pt
-  the last 5 update checkpoints up to update 20000:
-    %(prog)s --inputs checkpoints/ --by update --last 5 --upper-bound 20000 --output averaged.pt
-  files of your own choice:
-    %(prog)s --inputs checkpoint3.pt checkpoint7.pt --output averaged.pt
-  the last 5 epochs, with running statistics that fit the averaged weights:
-    %(prog)s --inputs checkpoints/ --last 5 --output averaged.pt --recalibrate data-bin/
+  files of your own choice, with running statistics that fit the averaged weights:
+    %(prog)s --inputs checkpoint3.pt checkpoint7.pt --output averaged.pt --recalibrate data-bin/
 
-Weights and floating-point statistics (running_mean, running_psi2, nu, ...) are averaged in float64 and stored in their
-own dtype. Integer and boolean buffers, the settings and the training state come from the newest checkpoint, the one
-with the most updates. Inputs are read without running code from them.
-
---recalibrate replaces the averaged running statistics by those of the averaged weights, without dropout, and prints
-the validation loss (subset "valid", without label smoothing) before and after. It builds the model through fairseq,
-with the task, model, max_tokens and seed of the newest checkpoint, and uses a GPU if there is one.
+Weights and floating-point statistics are averaged in float64 and stored in their own dtype. All else comes from the
+newest checkpoint, the one with the most updates. Inputs are read without running code from them. --recalibrate prints
+the validation loss before and after, and uses a GPU if there is one (docs/averaging.md).
 """
 
-#: Training batches for --recalibrate, unless told otherwise.
-BATCHES = 100
 
-
-def epoch_and_updates(state: dict) -> tuple[int | None, int | None]:
-    """Epoch in which a checkpoint was written, from 1, and updates made before; None where it does not say."""
-    epoch = updates = None
-    try:
-        iterator = state["extra_state"]["train_iterator"]
-        # At the end of an epoch fairseq stores the next epoch's number, with nothing of it consumed.
-        epoch = int(iterator["epoch"]) - (iterator["iterations_in_epoch"] == 0)
-    except (KeyError, TypeError, ValueError):
-        pass
-    try:
-        updates = int(state["optimizer_history"][-1]["num_updates"])
-    except (KeyError, IndexError, TypeError, ValueError):
-        pass
-    return epoch, updates
+def num_updates(state: dict) -> int:
+    """Updates made before a checkpoint was written; -1 where it does not say."""
+    history = state.get("optimizer_history") or [{}]
+    return history[-1].get("num_updates", -1)
 
 
 @torch.no_grad()
-def average_checkpoints(
-    paths: Sequence[str | os.PathLike],
-    keep_optimizer_state: bool = False,
-    report: Callable[[Path, dict], None] | None = None,
-) -> dict:
+def average_checkpoints(paths: Sequence[str | os.PathLike]) -> dict:
     """The arithmetic mean of fairseq checkpoints, as a checkpoint that fairseq loads.
 
     Every floating-point tensor of ``state["model"]`` is summed in float64, divided by the number of checkpoints and
-    cast back to its dtype. All else is the newest checkpoint's: integer and boolean buffers (``num_batches_tracked``),
-    ``cfg``, ``extra_state``. The newest is the one with the most updates; one that does not tell its updates counts as
-    older than one that does, and among equals the last in ``paths`` is the newest. But for that tie, and for float64's
-    rounding, the order of ``paths`` has no influence. Tensors that share their memory in every input (tied embeddings)
-    share it in the result. One checkpoint is in memory at a time, beside the float64 sums.
-
-    Args:
-        paths: the files, all different, at least one.
-        keep_optimizer_state: keep the newest checkpoint's ``last_optimizer_state``. It is not an average, and belongs
-            to weights that the result does not hold; by default it is dropped.
-        report: called with each path and checkpoint once it is read.
+    cast back to its dtype. All else is the newest checkpoint's, the one with the most updates, among equals the last.
+    The optimizer's state is left out: it belongs to other weights. Tensors that share their memory in every input (tied
+    embeddings) share it in the result. One checkpoint is in memory at a time, beside the float64 sums. Prints a line
+    for each.
 
     Raises:
         CheckpointError: a file appears twice, cannot be loaded, differs from the first in its keys, shapes or dtypes,
             or holds a NaN or an infinity.
     """
     paths = [Path(path) for path in paths]
-    if not paths:
-        raise CheckpointError("there are no checkpoints to average")
     # All of them before the first is read: a misspelt name must not show up after minutes of work.
     seen: dict[tuple[int, int], Path] = {}
     for path in paths:
@@ -100,14 +66,17 @@ def average_checkpoints(
     reference: dict[str, tuple] = {}
     sums: dict[str, torch.Tensor] = {}
     tied: set[tuple[str, str]] = set()  # key, and the first key with the same memory, in all files
-    newest, newest_updates = {}, -1
-    for path in paths:
+    newest: dict = {}
+    path_of_update: dict[int, Path] = {}
+    for number, path in enumerate(paths, 1):
         state = load_checkpoint(path)
-        if not keep_optimizer_state:
-            state.pop("last_optimizer_state", None)
-        if report is not None:
-            report(path, state)
-        model = state["model"]
+        state.pop("last_optimizer_state", None)
+        model, updates = state["model"], num_updates(state)
+        print(f"[{number}/{len(paths)}] {path}: update {updates}, {len(model)} tensors", flush=True)
+        if updates >= 0 and (other := path_of_update.setdefault(updates, path)) != path:
+            # fairseq copies: checkpoint_best.pt and checkpoint_last.pt repeat an epoch's checkpoint.
+            line = f"warning: {other} and {path} are both of update {updates}; is one a copy?"
+            print(f"{TOOL}: {line}", file=sys.stderr)
         layout = {key: (list(value.shape), value.dtype) for key, value in model.items()}
         averaged = [key for key, value in model.items() if _is_averaged(key, value)]
         groups = set(_memory_groups({key: model[key] for key in averaged}).items())
@@ -123,9 +92,8 @@ def average_checkpoints(
             # A copy: a float64 input comes through .to() unchanged, and may overlap another tensor of the file.
             sums[key] = sums[key].add_(wide) if key in sums else wide.clone(memory_format=torch.contiguous_format)
             model[key] = None  # keeping it beside the sum would double the memory
-        updates = epoch_and_updates(state)[1]
-        if (updates := -1 if updates is None else updates) >= newest_updates:
-            newest, newest_updates = state, updates
+        if not newest or updates >= num_updates(newest):
+            newest = state
         del state, model
 
     first = dict(tied)
@@ -155,14 +123,10 @@ def _memory_groups(model: dict[str, torch.Tensor]) -> dict[str, str]:
 
 
 def _differences(layout: dict[str, tuple], reference: dict[str, tuple]) -> str:
-    """The tensors that differ, at most three of them by name."""
+    """How many tensors differ, and in what the first of them."""
     keys = [key for key in {**reference, **layout} if layout.get(key) != reference.get(key)]
-
-    def text(shape_and_dtype: tuple | None) -> str:
-        return "absent" if shape_and_dtype is None else "{} {}".format(*shape_and_dtype)
-
-    shown = [f"{key} is {text(layout.get(key))}, not {text(reference.get(key))}" for key in keys[:3]]
-    return f"tensors that differ: {len(keys)} ({', '.join(shown + ['...'] * (len(keys) > 3))})"
+    here, there = ("{} {}".format(*each[keys[0]]) if keys[0] in each else "absent" for each in (layout, reference))
+    return f"tensors that differ: {len(keys)} ({keys[0]} is {here}, not {there})"
 
 
 def _parser() -> ArgumentParser:
@@ -174,93 +138,62 @@ def _parser() -> ArgumentParser:
     )
     add = parser.add_argument
     inputs = "the checkpoint files; or one directory (fairseq's --save-dir), together with --last"
-    add("--inputs", nargs="+", required=True, metavar="PATH", help=inputs)
+    add("--inputs", nargs="+", required=True, metavar="PATH", type=Path, help=inputs)
     add("--output", required=True, metavar="FILE", type=Path, help="where to write the average; none of the inputs")
-    add("--last", type=int, metavar="N", help="with a directory: average its N newest checkpoints, or what there is")
+    add("--last", type=whole, metavar="N", help="with a directory: average its N newest checkpoints, or what there is")
     by = "with a directory: take checkpoint{epoch}.pt (epoch) or checkpoint_{epoch}_{update}.pt (update); default: "
     by += "those of epochs, else of updates, else checkpoint_last.pt alone"
     add("--by", choices=("epoch", "update"), help=by)
     bound = "with a directory: leave out checkpoints whose epoch (with --by update: update) number is above K"
     add("--upper-bound", type=int, metavar="K", help=bound)
-    keep = "keep the newest checkpoint's optimizer state (it is not averaged; by default it is dropped)"
-    add("--keep-optimizer-state", action="store_true", help=keep)
     recalibrate = "re-estimate the norms' running statistics with the averaged weights on this binarized data"
     add("--recalibrate", metavar="DATA", type=Path, help=recalibrate)
-    batches = f"with --recalibrate: number of training batches to use, all if there are fewer (default {BATCHES})"
-    add("--batches", type=int, metavar="N", help=batches)
+    batches = "for --recalibrate: number of training batches to use, all if there are fewer (default 100)"
+    add("--batches", type=whole, default=100, metavar="N", help=batches)
     return parser
 
 
-def _select(inputs: list[str], last: int | None, by: str | None, upper_bound: int | None) -> list[Path]:
+def _select(args: argparse.Namespace) -> list[Path]:
     """The files to average, oldest first."""
-    paths = [Path(path) for path in inputs]
-    if last is not None and last < 1:
-        raise UserError(f"--last {last}: at least 1 checkpoint is needed")
-    if len(paths) == 1 and paths[0].is_dir():
-        if last is None:
-            raise UserError(f"{paths[0]} is a directory: say with --last N how many of its checkpoints to average")
-        kinds = (by,) if by else ("epoch",) if upper_bound is not None else ("epoch", "update")
-        chosen, _, differs = checkpoints_to_average(paths[0], last, kinds, upper_bound)
-        if differs:
-            print(f"{TOOL}: note: {differs}", file=sys.stderr)
-        return chosen
-    for path in paths:
-        if path.is_dir():
-            raise UserError(f"--inputs takes files or one directory, and {path} is a directory among several inputs")
-    for option, value in (("--last", last), ("--by", by), ("--upper-bound", upper_bound)):
-        if value is not None:
-            raise UserError(f"{option} selects from a directory, but --inputs names files: drop one of the two")
-    return paths
+    folder = args.inputs[0]
+    if len(args.inputs) > 1 or not folder.is_dir():
+        for option in ("last", "by", "upper_bound"):
+            if getattr(args, option) is not None:
+                raise UserError(f"--{option.replace('_', '-')} selects from a directory, but --inputs names files")
+        return args.inputs
+    if args.last is None:
+        raise UserError(f"{folder} is a directory: say with --last N how many of its checkpoints to average")
+    kinds = (args.by,) if args.by else ("epoch",) if args.upper_bound is not None else ("epoch", "update")
+    chosen, _, differs = checkpoints_to_average(folder, args.last, kinds, args.upper_bound)
+    if differs:
+        print(f"{TOOL}: note: {differs}", file=sys.stderr)
+    return chosen
 
 
 @command(TOOL)
 def main(argv: Sequence[str] | None = None) -> None:
     args = _parser().parse_args(argv)
-    paths = _select(args.inputs, args.last, args.by, args.upper_bound)
-    if args.recalibrate is None and args.batches is not None:
-        raise UserError("--batches goes with --recalibrate DATA")
-    if args.batches is not None and args.batches < 1:
-        raise UserError(f"--batches {args.batches}: at least 1 batch is needed")
-    average(paths, args.output, args.keep_optimizer_state, args.recalibrate, args.batches or BATCHES)
+    average(_select(args), args.output, args.recalibrate, args.batches)
 
 
-def average(
-    paths: list[Path], output: Path, keep_optimizer_state=False, data: Path | None = None, batches: int = BATCHES
-) -> None:
+def average(paths: list[Path], output: Path, data: Path | None = None, batches: int = 100) -> None:
     """Write the average of ``paths`` to ``output``, recalibrated on the binarized ``data`` if given, and tell of it."""
     check_output_path(output, paths)
     if data is not None and not any(data.glob("dict.*")):
         raise UserError(f"--recalibrate {data}: is not a folder of binarized data (fairseq-preprocess makes one)")
-    path_of_update: dict[int, Path] = {}
-    done = 0
-
-    def report(path: Path, state: dict) -> None:
-        nonlocal done
-        done += 1
-        epoch, updates = epoch_and_updates(state)
-        about = f"epoch {'?' if epoch is None else epoch}, update {'?' if updates is None else updates}"
-        print(f"[{done}/{len(paths)}] {path}: {about}, {len(state['model'])} tensors", flush=True)
-        if updates is not None and (other := path_of_update.setdefault(updates, path)) != path:
-            # fairseq copies: checkpoint_best.pt and checkpoint_last.pt repeat an epoch's checkpoint.
-            line = f"warning: {other} and {path} are both of update {updates}; is one a copy?"
-            print(f"{TOOL}: {line}", file=sys.stderr)
-
     print(f"averaging {len(paths)} checkpoint{'s' * (len(paths) > 1)}", flush=True)
-    state = average_checkpoints(paths, keep_optimizer_state, report)
+    state = average_checkpoints(paths)
     if data is not None:
         _recalibrate(state, output, data, batches)
     save_checkpoint(state, output)
-    kept = "the newest one's" if "last_optimizer_state" in state else "no"
-    print(f"wrote {output} ({kept} optimizer state)")
+    print(f"wrote {output}")
 
 
 @without_fairseqs_log()
 def _recalibrate(state: dict, output: Path, data: Path, batches: int) -> None:
-    try:
-        # Here and not above: averaging alone works without fairseq, and at once.
-        from pn_fairseq.models.recalibrate_checkpoint import RecalibrationModel
-    except ModuleNotFoundError as error:
-        raise UserError(f"--recalibrate needs fairseq, and {error.name} is not installed") from error
+    # Here and not above: averaging alone works without fairseq, and at once.
+    from pn_fairseq.models.recalibrate_checkpoint import RecalibrationModel
+
     model = RecalibrationModel(state, f"the average ({output})", data)
     if not model.num_norms:
         print("nothing to recalibrate: the model has no running statistics")
@@ -270,7 +203,3 @@ def _recalibrate(state: dict, output: Path, data: Path, batches: int) -> None:
     model.store(state["model"])
     print(f"recalibrated {model.num_norms} norms on {used} training batches", flush=True)
     print(f"validation loss after:  {model.validate()}", flush=True)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

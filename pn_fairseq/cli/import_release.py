@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
-from pn_fairseq.checkpoints import load_checkpoint, save_checkpoint
-from pn_fairseq.cli.conversion import conversion_parser, fairseq_needed, read_input
-from pn_fairseq.pipeline.command import ArgumentParser, UserError, command
+from pn_fairseq.checkpoints import check_output_path, load_checkpoint, save_checkpoint
+from pn_fairseq.pipeline.command import ArgumentParser, UserError, command, without_fairseqs_log
 
 TOOL = "pn-import-release"
 
@@ -55,7 +56,10 @@ def _alpha(text: str) -> float:
 
 
 def _parser() -> ArgumentParser:
-    parser = conversion_parser(TOOL, DESCRIPTION, EPILOG, "the file that the release wrote")
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = ArgumentParser(prog=TOOL, description=DESCRIPTION, epilog=EPILOG, formatter_class=formatter)
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", type=Path, help="the file that the release wrote")
+    parser.add_argument("output", metavar="OUTPUT", type=Path, help="the file to write; not CHECKPOINT")
     for option, meaning in (("fwd", "psi^2"), ("bwd", "nu; it scales the imported nu, (1 - A) ema_gz")):
         parser.add_argument(
             f"--alpha-{option}",
@@ -84,10 +88,10 @@ def _check_finite(weights: dict[str, torch.Tensor], source: os.PathLike) -> None
 
 @command(TOOL)
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the tool on ``argv`` (default: the process's arguments) and return its exit code: 0, 2, 130 or 143."""
     args = _parser().parse_args(argv)
-    state = read_input(args, load_release)
-    with fairseq_needed():
+    check_output_path(args.output, [args.checkpoint])
+    state = load_release(args.checkpoint)
+    with without_fairseqs_log(logging.CRITICAL):
         # Here and not above: --help and a misspelt name are answered at once.
         from pn_fairseq.models.import_release import import_release
 
@@ -97,7 +101,3 @@ def main(argv: Sequence[str] | None = None) -> None:
     settings = imported["args"]
     norms = f"encoder norm {settings.encoder_norm}, decoder norm {settings.decoder_norm}"
     print(f"wrote {args.output} ({settings.arch}, {norms}, {len(imported['model'])} tensors)")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
-from pn_fairseq.pipeline.command import ArgumentParser, UserError, command, say
+from pn_fairseq.pipeline.command import ArgumentParser, UserError, command, say, whole
 from pn_fairseq.pipeline.files import atomic_write, checksum
 from pn_fairseq.pipeline.runs import Run, open_run
 
@@ -15,19 +14,15 @@ KEPT = {"epoch": "checkpoint.keep_last_epochs", "update": "checkpoint.keep_inter
 
 
 def _parser() -> ArgumentParser:
-    usage = (
-        "scripts/average.sh --run DIR [--last N] [--by epoch|update] [--output FILE] [--recalibrate | --no-recalibrate]"
-    )
     parser = ArgumentParser(
-        prog="average.sh",
-        usage=usage,
+        prog="scripts/average.sh",
         epilog="Does nothing if the output was made from these very checkpoints in this very way. --run also takes the "
         "folder of a job of fairseq-hydra-train, or a --save-dir of fairseq-train.",
     )
     add = parser.add_argument
-    add("--run", type=Path, metavar="DIR", help="a run of scripts/train.sh")
+    add("--run", type=Path, required=True, metavar="DIR", help="a run of scripts/train.sh")
     last = "how many checkpoints (default: average_last of the configuration, else as many as the run keeps); if there "
-    add("--last", type=int, metavar="N", help=f"{last}are fewer, those, and it says so")
+    add("--last", type=whole, metavar="N", help=f"{last}are fewer, those, and it says so")
     by = "checkpoints of epochs or of updates (default: those that the run keeps)"
     add("--by", choices=KEPT, help=by)
     add("--output", type=Path, metavar="FILE", help="default DIR/checkpoints/averaged.pt")
@@ -44,14 +39,12 @@ def choose(run: Run, by: str | None, last: int | None) -> tuple[list[Path], str]
     """The checkpoints to average, oldest first, and what they are counted in."""
     from pn_fairseq.checkpoints import checkpoints_to_average
 
-    if last is not None and last < 1:
-        raise UserError(f"--last must be a whole number of at least 1, not '{last}'")
     kept = by or ("update" if run.get(KEPT["update"], -1) > 0 else "epoch")
     if last is None:
         last = run.get(KEPT[kept], -1)
         if last < 1:
             raise UserError(f"'{run.path}' keeps all checkpoints: say how many to average with --last")
-        last = run.average_last or last
+        last = run.get("average_last") or run.get("scoring.average_last") or last
     kinds = (by,) if by else (kept, *(KEPT.keys() - {kept}))
     paths, kind, differs = checkpoints_to_average(run.checkpoints, last, kinds)
     if differs:
@@ -83,7 +76,3 @@ def main(argv: list[str] | None = None) -> int:
     with atomic_write(made, "w") as file:
         file.write(f"{how}\n")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -47,6 +47,13 @@ class ArgumentParser(argparse.ArgumentParser):
         raise UserError(f"{message} (see {self.prog} --help)")
 
 
+def whole(text: str) -> int:
+    """The type of an option that counts something."""
+    if not re.fullmatch("[1-9][0-9]{0,11}", text):
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, not '{text}'")
+    return int(text)
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """``", did you mean 'X'?"`` for the most similar of the ``known`` names, or an empty string if none is similar."""
     similar = difflib.get_close_matches(name, list(known), n=1)
@@ -123,6 +130,11 @@ def run(tool: str, body: Callable[[], int | None], *user_errors: type[Exception]
         if "PN_FAIRSEQ_STEP" not in os.environ:  # else the script that runs this as one of its steps says so
             print(f"{tool}: interrupted; run the same command again to resume", file=sys.stderr)
         return getattr(error, "exit_code", 130)
+    except ModuleNotFoundError as error:
+        if str(error.name).startswith("pn_fairseq"):
+            raise
+        print(f"{tool}: error: {error.name} is not installed (pip install 'pn-fairseq[fairseq]')", file=sys.stderr)
+        return 2
     except MemoryError:
         print(f"{tool}: error: there is not enough memory; use fewer processes or a larger machine", file=sys.stderr)
         return 2

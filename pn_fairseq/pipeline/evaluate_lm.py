@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,34 +19,19 @@ SAME = ("tokens", "unit", "vocabulary", "unknown", "subset")
 
 @dataclass(frozen=True)
 class Perplexity:
-    """The perplexity of a model on a split of its data.
+    """The perplexity of a model on a split of its data."""
 
-    Attributes:
-        nll: negative log-likelihood per token, in nats.
-        subset: the split.
-        tokens: all of the split's, ends of lines included.
-        unit: what a token is, ``word`` or ``subword``.
-        vocabulary: size of fairseq's dictionary.
-        unknown: how many of the tokens are <unk>.
-        block: longest input of the model.
-        context: tokens of a block that are only context; without them the first token of a block has none.
-        causal: False where the model sees the tokens that it predicts.
-        batch_nll: the same with the statistics of the batches, as in training, but without dropout; None if no norm
-            has statistics.
-        made: checksums of the checkpoint and of the data.
-    """
-
-    nll: float
+    nll: float  # negative log-likelihood per token, in nats
     subset: str
-    tokens: int
-    unit: str
-    vocabulary: int
-    unknown: int
-    block: int
-    context: int
-    causal: bool
-    batch_nll: float | None = None
-    made: str = ""
+    tokens: int  # all of the split's, ends of lines included
+    unit: str  # what a token is: word or subword
+    vocabulary: int  # size of fairseq's dictionary
+    unknown: int  # how many of the tokens are <unk>
+    block: int  # longest input of the model
+    context: int  # tokens of a block that are only context; without them its first token has none
+    causal: bool  # False where the model sees the tokens that it predicts
+    batch_nll: float | None = None  # nll with the statistics of the batches, without dropout; None without such norms
+    made: str = ""  # checksums of the checkpoint and of the data
 
     @property
     def perplexity(self) -> float:
@@ -86,11 +70,7 @@ def result_file(run: Path, subset: str) -> Path:
 
 
 def read_perplexity(run: Path, subset: str = "test") -> Perplexity:
-    """What :func:`evaluate` wrote.
-
-    Raises:
-        UserError: nothing, or something that cannot be read.
-    """
+    """What :func:`evaluate` wrote."""
     file = result_file(run, subset)
     try:
         values = json.loads(file.read_text("utf-8"))
@@ -191,12 +171,13 @@ def score(model, task, batches) -> tuple[float, int, int]:
     import torch
     from fairseq.utils import move_to_cuda
     from torch.nn.functional import cross_entropy
-    from tqdm import tqdm
+
+    from pn_fairseq.pipeline.data.parallel import progress
 
     pad, unk = task.target_dictionary.pad(), task.target_dictionary.unk()
     total, tokens, unknown = 0.0, 0, 0
     with torch.no_grad():
-        for sample in tqdm(batches, disable=not sys.stderr.isatty(), unit="batch"):
+        for sample in progress(batches, unit="batch"):
             if next(model.parameters()).is_cuda:
                 sample = move_to_cuda(sample)
             target = sample["target"].flatten()
@@ -215,11 +196,7 @@ def score(model, task, batches) -> tuple[float, int, int]:
 
 
 def compare(runs: Sequence[Path], subset: str) -> str:
-    """The perplexities of runs as a table.
-
-    Raises:
-        UserError: they are over different tokens.
-    """
+    """The perplexities of runs as a table; an error if they are over different tokens."""
     from tabulate import tabulate
 
     from pn_fairseq.report.runs import short_names
@@ -240,9 +217,7 @@ def compare(runs: Sequence[Path], subset: str) -> str:
 @command("evaluate_lm.sh")
 def main(argv: Sequence[str] | None = None) -> None:
     parser = ArgumentParser(
-        prog="evaluate_lm.sh",
-        usage="scripts/evaluate_lm.sh --run DIR [--checkpoint FILE] [--subset test] [--context-window N]\n"
-        "       scripts/evaluate_lm.sh --compare DIR DIR [DIR ...] [--subset test]",
+        prog="scripts/evaluate_lm.sh",
         description="The perplexity of a language model over all tokens of a split, with a signature that says what "
         "was counted. Of a model with running statistics also the one that the statistics of the batches give, which "
         "training uses: what the difference between training and evaluation costs.",
@@ -266,7 +241,3 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise UserError(f"'{args.run}' is not the run of a language model (task {run.get('task._name')})")
     (checkpoint,) = run.checkpoint_files(args.checkpoint and [args.checkpoint])
     print(evaluate(run, checkpoint, args.subset, args.context_window).text(), end="")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

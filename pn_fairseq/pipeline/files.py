@@ -63,11 +63,7 @@ def count_lines(path: Path | str) -> int:
 
 
 def read_settings(path: Path | str) -> dict[str, str]:
-    """Read a ``settings`` file: one ``name=value`` a line, or a checksum and the name of a file as of sha256sum.
-
-    Raises:
-        UserError: the file is missing or a line is neither.
-    """
+    """Read a ``settings`` file: one ``name=value`` a line, or a checksum and the name of a file as of sha256sum."""
     try:
         lines = Path(path).read_text("utf-8").splitlines()
     except FileNotFoundError:

@@ -7,7 +7,6 @@ merged by the number of their sentence and counted; the output directory is repl
 from __future__ import annotations
 
 import argparse
-import contextlib
 import hashlib
 import math
 import os
@@ -22,15 +21,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pn_fairseq
-from pn_fairseq.pipeline.command import ArgumentParser, UserError, command, deferred_signals, say
+from pn_fairseq.pipeline.command import ArgumentParser, UserError, command, deferred_signals, say, whole
 from pn_fairseq.pipeline.data.binarize import sentences as indexed
-from pn_fairseq.pipeline.files import atomic_folder, checksum, count_lines
+from pn_fairseq.pipeline.data.parallel import progress
+from pn_fairseq.pipeline.files import atomic_folder, checksum, count_lines, read_settings, write_settings
 from pn_fairseq.pipeline.launch import own_cores, workers
 from pn_fairseq.pipeline.runs import Run, open_run
 
 PACKAGE = Path(pn_fairseq.__file__).resolve().parent
-#: What the data's settings call a segmentation -> what fairseq's --remove-bpe does.
-SEGMENTATIONS = {"subword-nmt": "subword_nmt", "sentencepiece": "sentencepiece"}
+#: What decides about the hypotheses, where neither the command line nor the run's configuration says it.
+SEARCH = {"beam": 5, "lenpen": 1.0, "max_len_a": 0, "max_len_b": 200}
 
 EPILOG = """\
 Decodes on all visible GPUs, one process on each (or on NPROC=N of them; CUDA_VISIBLE_DEVICES=0,1 selects some), or else
@@ -40,19 +40,6 @@ folder of a job of fairseq-hydra-train, or a --save-dir of fairseq-train.
 """
 
 
-def whole(text: str) -> int:
-    if not re.fullmatch("[1-9][0-9]{0,11}", text):
-        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, not '{text}'")
-    return int(text)
-
-
-def number(text: str) -> float:
-    with contextlib.suppress(ValueError):
-        if math.isfinite(float(text)):
-            return float(text)
-    raise argparse.ArgumentTypeError(f"must be a number, not '{text}'")
-
-
 def add_decoding_options(parser: ArgumentParser) -> None:
     """The options that generate.sh and translate.sh share."""
     add = parser.add_argument
@@ -60,21 +47,19 @@ def add_decoding_options(parser: ArgumentParser) -> None:
     add("--run", type=Path, metavar="DIR", help="a run of scripts/train.sh")
     add("--checkpoint", type=Path, nargs="+", metavar="FILE", help=averaged)
     add("--beam", type=whole, metavar="N", help="beam size (default: the run's configuration, as for the next three)")
-    add("--lenpen", type=number, metavar="X", help="length penalty")
-    add("--max-len-a", type=number, metavar="A", help="a hypothesis has at most A x (subwords of its source)")
+    add("--lenpen", type=float, metavar="X", help="length penalty")
+    add("--max-len-a", type=float, metavar="A", help="a hypothesis has at most A x (subwords of its source)")
     add("--max-len-b", type=whole, metavar="B", help="+ B subwords")
     add("--batch-size", type=whole, default=128, metavar="N", help="sentences (default 128) and")
     tokens = "source tokens with their padding (default 8000) in a batch; fewer if the memory is too small"
     add("--max-tokens", type=whole, default=8000, metavar="N", help=tokens)
-    half = parser.add_mutually_exclusive_group()
-    half.add_argument("--fp16", action="store_true", default=None, help="half precision, on a GPU only, or")
-    half.add_argument("--no-fp16", action="store_false", dest="fp16", help="not (default: as the run was trained)")
+    half = "half precision, on a GPU only, or not (default: as the run was trained)"
+    add("--fp16", action=argparse.BooleanOptionalAction, help=half)
 
 
 def _parser() -> ArgumentParser:
-    usage = "scripts/generate.sh --run DIR [--checkpoint FILE ...] [--subset test] [--output DIR] [options]"
     formatter = argparse.RawDescriptionHelpFormatter
-    parser = ArgumentParser(prog="generate.sh", usage=usage, epilog=EPILOG, formatter_class=formatter)
+    parser = ArgumentParser(prog="scripts/generate.sh", epilog=EPILOG, formatter_class=formatter)
     add_decoding_options(parser)
     parser.add_argument("--subset", default="test", metavar="NAME", help="test (default) or valid")
     parser.add_argument("--nbest", type=whole, default=1, metavar="N", help="also write the N best to nbest.tok")
@@ -95,17 +80,9 @@ class Decoding:
             if ":" in str(path):
                 raise UserError(f"'{path}' has a colon, at which fairseq splits paths; use another place")
         self.settings = run.settings()
-        segmentation = self.settings.get("segmentation", "subword-nmt")
-        if segmentation not in SEGMENTATIONS:
-            where = run.data / "settings"
-            raise UserError(f"{where}: segmentation={segmentation} is none of {', '.join(SEGMENTATIONS)}")
-
-        def chosen(name: str, default: object) -> object:
-            value = getattr(args, name)
-            return run.get(f"generation.{name}", default) if value is None else value
-
-        self.beam, self.lenpen = int(chosen("beam", 5)), float(chosen("lenpen", 1.0))
-        self.max_len = (str(chosen("max_len_a", 0)), str(chosen("max_len_b", 200)))
+        given = {name: getattr(args, name) for name in SEARCH if getattr(args, name) is not None}
+        self.search = {name: given.get(name, run.get(f"generation.{name}", value)) for name, value in SEARCH.items()}
+        self.search["lenpen"] = float(self.search["lenpen"])
         self.gpus = visible_gpus()
         if args.fp16 and not self.gpus:
             raise UserError("--fp16 needs a GPU")
@@ -113,25 +90,18 @@ class Decoding:
         self.options = [
             *("--user-dir", str(PACKAGE), "--path", ":".join(map(str, self.checkpoints))),
             *("--source-lang", self.settings["source"], "--target-lang", self.settings["target"]),
-            *("--beam", str(self.beam), "--lenpen", str(self.lenpen), "--remove-bpe", SEGMENTATIONS[segmentation]),
-            *("--max-len-a", self.max_len[0], "--max-len-b", self.max_len[1]),
+            *(word for name, value in self.search.items() for word in (f"--{name.replace('_', '-')}", str(value))),
+            *("--remove-bpe", self.settings.get("segmentation", "subword-nmt").replace("-", "_")),
             *("--max-tokens", str(args.max_tokens), "--batch-size", str(args.batch_size)),
             # With the default of 8 fairseq silently drops the last sentences of a batch.
             *("--required-batch-size-multiple", "1", "--num-workers", "0", "--log-format", "none"),
             *(["--fp16"] if self.fp16 else []),
         ]
 
-    def check_checkpoints(self) -> None:
-        """Refuse a checkpoint that cannot be read."""
-        from pn_fairseq.checkpoints import load_checkpoint  # needs torch
-
-        for path in self.checkpoints:
-            load_checkpoint(path)
-
     def __str__(self) -> str:
         names = " + ".join(map(str, self.checkpoints))
         precision = "fp16" if self.fp16 else "fp32"
-        return f"with {names} (beam {self.beam}, length penalty {self.lenpen:g}, {precision}"
+        return f"with {names} (beam {self.search['beam']}, length penalty {self.search['lenpen']:g}, {precision}"
 
 
 def visible_gpus() -> list[str]:
@@ -150,20 +120,13 @@ def sha256(*paths: Path) -> str:
     return hashlib.sha256(b"".join(bytes.fromhex(checksum(path)) for path in paths)).hexdigest()
 
 
-def read_made(folder: Path) -> dict[str, str]:
-    try:
-        return dict(line.split("=", 1) for line in (folder / "made").read_text("utf-8").splitlines())
-    except (OSError, ValueError):
-        return {}
-
-
 @command("generate.sh")
 def main(argv: list[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     run = open_run(args.run, same_data=True)
     decoding = Decoding(args, run)
-    if args.nbest > decoding.beam:
-        raise UserError(f"--nbest {args.nbest} is larger than the beam of {decoding.beam}")
+    if args.nbest > decoding.search["beam"]:
+        raise UserError(f"--nbest {args.nbest} is larger than the beam of {decoding.search['beam']}")
     languages = {"src.tok": decoding.settings["source"], "ref.tok": decoding.settings["target"]}
     texts = {name: run.data / f"tok/{args.subset}.{lang}" for name, lang in languages.items()} if run.data else {}
     bins = sorted(path for pattern in (f"{args.subset}.*", "dict.*") for path in run.bin.glob(pattern))
@@ -173,15 +136,12 @@ def main(argv: list[str] | None = None) -> int:
         "checkpoint": sha256(*decoding.checkpoints),
         "data": sha256(*([run.data / "settings"] if run.data else []), *bins, *texts.values()),
         "subset": args.subset,
-        "beam": str(decoding.beam),
-        "lenpen": str(decoding.lenpen),
-        "max_len_a": decoding.max_len[0],
-        "max_len_b": decoding.max_len[1],
+        **{name: str(value) for name, value in decoding.search.items()},
         **({"nbest": str(args.nbest)} if args.nbest > 1 else {}),
         **({"fp16": str(int(args.fp16))} if args.fp16 is not None else {}),
     }
     output = (args.output or args.run / "generate" / args.subset).resolve()
-    made = read_made(output)
+    made = read_settings(output / "made") if (output / "made").is_file() else {}
     if (output / "hyp.tok").is_file() and wanted.items() <= made.items():
         say("generate", f"{output / 'hyp.tok'} is there already")
         return 0
@@ -223,8 +183,7 @@ def main(argv: list[str] | None = None) -> int:
                 log.write(path.read_bytes())
                 path.unlink()
                 path.with_suffix(".err").unlink()
-        lines = (f"{key}={value}" for key, value in {**wanted, "fp16": int(decoding.fp16)}.items())
-        write_lines(partial / "made", lines)
+        write_settings(partial / "made", {**wanted, "fp16": int(decoding.fp16)})
     output.with_name(f"{output.name}.err").unlink(missing_ok=True)
     say("generate", f"{output / 'hyp.tok'} has {sentences} hypotheses")
     return 0
@@ -243,7 +202,7 @@ def decode(tool: str, commands: list[list[str]], decoding: Decoding, folder: Pat
     logs = [folder / f"shard{shard}.log" for shard in range(len(commands))]
     processes: list[subprocess.Popen] = []
     readers: list[threading.Thread] = []
-    done: list[None] = []
+    bar = progress(total=sentences, desc=tool, unit="hypothesis")
 
     def read(process: subprocess.Popen, log: Path) -> None:
         # Through a pipe, so that the processes end when this one is killed.
@@ -251,11 +210,7 @@ def decode(tool: str, commands: list[list[str]], decoding: Decoding, folder: Pat
             for line in process.stdout:
                 file.write(line)
                 if line.startswith(b"H-"):
-                    done.append(None)
-
-    def show(end: str = "") -> None:
-        if sys.stderr.isatty():
-            print(f"\r[{tool}] {len(done)}/{sentences} hypotheses", end=end, file=sys.stderr, flush=True)
+                    bar.update()
 
     try:
         with deferred_signals():
@@ -274,17 +229,19 @@ def decode(tool: str, commands: list[list[str]], decoding: Decoding, folder: Pat
                 readers.append(threading.Thread(target=read, args=(process, logs[shard]), daemon=True))
                 readers[-1].start()
         while any(process.poll() is None for process in processes) and not any(p.poll() for p in processes):
-            show()
             time.sleep(0.1)
         for process, log in zip(processes, logs, strict=True):
             if process.poll():
-                decoding.check_checkpoints()
+                from pn_fairseq.checkpoints import load_checkpoint  # needs torch
+
+                for path in decoding.checkpoints:
+                    load_checkpoint(path)
                 raise UserError(_reason(tool, process.returncode, log.with_suffix(".err")))
         for reader in readers:
             reader.join()
-        show("\n")
         return logs
     finally:
+        bar.close()
         for process in processes:
             process.kill()
         for process in processes:
@@ -338,7 +295,3 @@ def hypotheses(logs: list[Path], sentences: int, nbest: int = 1) -> list[list[tu
 def write_lines(path: Path, lines) -> None:
     with path.open("w", encoding="utf-8", newline="\n") as file:
         file.writelines(f"{line}\n" for line in lines)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -8,32 +8,20 @@ from dataclasses import dataclass
 
 from pn_fairseq.pipeline.command import UserError
 
-#: Seconds that the machines wait for each other.
-START_TIMEOUT = 600
-
 
 @dataclass(frozen=True)
 class Place:
-    """One start of the training.
+    """One start of the training, by which ranks are launched, or which is a rank. Machines are taken to be alike."""
 
-    Attributes:
-        gpu: whether the ranks compute on GPUs.
-        nodes, node: how many machines there are, and which this is; the others are reached at ``address:port``.
-        workers: ranks that this start launches on its machine by torchrun, if there are several ranks.
-        rank: where this process is one of the ranks itself, as torchrun or SLURM started it; else None.
-        local_rank: the GPU of such a rank.
-        world_size: number of ranks in all. Machines are taken to be alike.
-    """
-
-    gpu: bool
-    workers: int = 1
-    nodes: int = 1
-    node: int = 0
-    address: str = ""
+    gpu: bool  # whether the ranks compute on GPUs
+    workers: int = 1  # ranks that this start launches
+    nodes: int = 1  # machines
+    node: int = 0  # which of them this is
+    address: str = ""  # where the ranks find each other
     port: int = 29500
-    rank: int | None = None
-    local_rank: int = 0
-    ranks: int | None = None
+    rank: int | None = None  # of this process, if torchrun or SLURM started it as one
+    local_rank: int = 0  # the GPU of such a rank
+    ranks: int | None = None  # how many of them there are
 
     @property
     def world_size(self) -> int:
@@ -134,9 +122,7 @@ def workers(env: Mapping[str, str], gpus: int) -> int:
 
 
 def _first_host(env: Mapping[str, str]) -> str:
-    names = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST")
-    if not names:
-        raise UserError("SLURM_STEP_NODELIST is not set: name the machine of the first task with MASTER_ADDR")
+    names = env.get("SLURM_STEP_NODELIST") or env["SLURM_JOB_NODELIST"]
     if not re.search(r"[\[,]", names):
         return names
     try:
@@ -154,6 +140,7 @@ def torchrun(place: Place, arguments: list[str]) -> int:
     torchrun stops all ranks when one of them fails or when it gets a signal.
     """
     import signal
+    from unittest import mock
 
     import torch
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -163,16 +150,15 @@ def torchrun(place: Place, arguments: list[str]) -> int:
     from pn_fairseq.pipeline.command import Interrupted
 
     where = ["--standalone"]
-    timeout = variable(os.environ, "START_TIMEOUT", START_TIMEOUT, least=1)
+    timeout = variable(os.environ, "START_TIMEOUT", 600, least=1)
     if place.nodes > 1:
         where = ["--nnodes", str(place.nodes), "--node-rank", str(place.node), "--rdzv-conf", f"timeout={timeout}"]
         where += ["--master-addr", place.address, "--master-port", str(place.port)]
     options = get_args_parser().parse_args([*where, "--nproc-per-node", str(place.workers), "--module", "pn_fairseq"])
     options.training_script_args = ["train", *arguments]  # torchrun's parser would take --run for one of its own
-    before = os.environ.get("PN_FAIRSEQ_STEP")
-    os.environ["PN_FAIRSEQ_STEP"] = "1"  # this process tells of an interruption, not its ranks
     try:
-        run(options)
+        with mock.patch.dict(os.environ, PN_FAIRSEQ_STEP="1"):  # this process tells of an interruption, not its ranks
+            run(options)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if failure.exitcode in (130, 143):
@@ -188,9 +174,6 @@ def torchrun(place: Place, arguments: list[str]) -> int:
             f"the {place.nodes} machines did not find each other at {place.address}:{place.port} within {timeout} "
             f"seconds (NNODES, MASTER_ADDR, MASTER_PORT, START_TIMEOUT): {str(error).splitlines()[0]}"
         ) from error
-    finally:
-        if before is None:
-            del os.environ["PN_FAIRSEQ_STEP"]
     return 0
 
 

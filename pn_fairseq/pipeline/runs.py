@@ -20,30 +20,18 @@ from pn_fairseq.pipeline.files import read_settings
 
 @dataclass
 class Run:
-    """A training run.
-
-    Attributes:
-        path: its directory.
-        checkpoints: where its checkpoints are.
-        config: its settings, all or those that its files tell.
-        bin: the binarized data.
-        data: the prepared data around it, with ``tok/`` and ``settings``; None where fairseq-preprocess alone made it.
-    """
+    """A training run."""
 
     path: Path
-    checkpoints: Path
-    config: DictConfig
-    bin: Path
-    data: Path | None
+    checkpoints: Path  # the folder with them
+    config: DictConfig  # its settings, all or those that its files tell
+    bin: Path  # the binarized data
+    data: Path | None  # around it, with tok/ and settings; None where fairseq-preprocess alone made it
 
     def get(self, key: str, default: object = None) -> object:
         """A setting by its dotted name, as in ``generation.beam``."""
         value = OmegaConf.select(self.config, key)
         return default if value is None else value
-
-    @property
-    def average_last(self) -> int | None:
-        return self.get("average_last") or self.get("scoring.average_last")
 
     def checkpoint_files(self, given: list[Path] | None) -> list[Path]:
         """``given``, or else averaged.pt."""
@@ -67,14 +55,7 @@ class Run:
 
 
 def open_run(path: Path | None, same_data: bool = False) -> Run:
-    """Read the run in ``path``.
-
-    Args:
-        same_data: also require that the prepared data is what the run was trained on.
-
-    Raises:
-        UserError: it is not a run, or its data is gone or was prepared again.
-    """
+    """Read the run in ``path``. ``same_data``: refuse it if the prepared data is not what it was trained on."""
     if path is None:
         raise UserError("--run is needed (see --help)")
     checkpoints = path / "checkpoints" if (path / "checkpoints").is_dir() else path

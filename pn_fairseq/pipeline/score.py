@@ -7,7 +7,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from pn_fairseq.pipeline.command import ArgumentParser, UserError, command
+from pn_fairseq.pipeline import scoring
+from pn_fairseq.pipeline.command import ArgumentParser, UserError, command, whole
 
 #: A difference counts as significant below this p-value.
 LEVEL = 0.05
@@ -65,8 +66,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         ("compare", "is the difference between each run and the first, or each file and --hyp, more than the choice of "
          "test sentences? Paired bootstrap by sacrebleu: a table and what it means",
          {"type": Path, "nargs": "+", "metavar": "PATH"}),
-        ("resamples", "resampled sets of sentences (default: 1000)", {"type": int, "metavar": "N"}),
-        ("seed", "of the resampling (default: 12345)", {"type": int, "metavar": "N"}),
+        ("resamples", "resampled sets of sentences (default: 1000)", {"type": whole, "metavar": "N"}),
+        ("seed", "of the resampling (default: 12345)", {"type": whole, "metavar": "N"}),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", help=meaning, **settings)
     args = parser.parse_args(argv)
@@ -76,9 +77,6 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     for name in sorted(vars(args).keys() - _MODES[args.mode] - {"mode"}):
         where = "--compare" if name in ("resamples", "seed") else f"--{args.mode}"
         raise UserError(f"--{name.replace('_', '-')} goes {'with' if where == '--compare' else 'not with'} {where}")
-    for name in ("resamples", "seed"):
-        if vars(args).get(name, 1) < 1:
-            raise UserError(f"--{name} must be at least 1, not {vars(args)[name]}")
     if args.mode == "hyp" and "ref" not in args:
         raise UserError("--hyp needs --ref, too (see --help)")
     return args
@@ -95,74 +93,62 @@ def main(argv: Sequence[str] | None = None) -> None:
     elif args.mode == "compare":
         compare_runs(args.compare, given.get("subset", "test"), bootstrap)
     else:
-        from pn_fairseq.pipeline.scoring import score_run
-
-        scores = score_run(args.run, *(given.get(name) for name in ("subset", "output", "compound_split")))
-        print(scores.text(), end="")
-        _warn(scores.tokenized.score)
+        scores = scoring.score_run(args.run, *(given.get(name) for name in ("subset", "output", "compound_split")))
+        _print({metric: getattr(scores, metric) for metric in scoring.METRICS})
 
 
-def _warn(bleu: float) -> None:
-    from pn_fairseq.pipeline.scoring import low_bleu
-
-    if warning := low_bleu(bleu):
+def _print(scores: Mapping[str, scoring.Score]) -> None:
+    print(scoring.score_lines(scores), end="")
+    if warning := scoring.low_bleu(next(iter(scores.values())).score):
         print(f"{_TOOL}: warning: {warning}", file=sys.stderr)
+
+
+def named(paths: Sequence[Path]) -> dict[str, Path]:
+    """What tells the paths apart -> path."""
+    from pn_fairseq.report.runs import short_names
+
+    if len({path.resolve() for path in paths}) != len(paths):
+        raise UserError("a run or a file is named twice")
+    return dict(zip(short_names(paths), paths, strict=True))
 
 
 def compare_runs(runs: Sequence[Path], subset: str, bootstrap: Mapping[str, int]) -> None:
     """Print the comparison of runs, which are scored first where they are not."""
-    from pn_fairseq.pipeline.scoring import compare_folders, read_scores, score_run
-    from pn_fairseq.report.runs import short_names
-
     if len(runs) < 2:
         raise UserError("--compare needs two runs or more, the baseline first (see --help)")
-    if len({run.resolve() for run in runs}) != len(runs):
-        raise UserError("a run is named twice")
-    folders = {name: run / "generate" / subset for name, run in zip(short_names(runs), runs, strict=True)}
+    folders = {name: run / "generate" / subset for name, run in named(runs).items()}
     for run, folder in zip(runs, folders.values(), strict=True):
         scores, hypotheses = folder / "scores.json", folder / "hyp.tok"
         # What is scored needs its data no more.
         if not scores.is_file() or (hypotheses.is_file() and hypotheses.stat().st_mtime_ns > scores.stat().st_mtime_ns):
-            score_run(run, subset)
-    found = compare_folders(folders, **bootstrap)
-    sentences = read_scores(next(iter(folders.values()))).sentences
-    print(show(found, f"{subset}, {sentences} sentences"))
+            scoring.score_run(run, subset)
+    found = scoring.compare_folders(folders, **bootstrap)
+    print(show(found, f"{subset}, {scoring.read_scores(folder).sentences} sentences"))
 
 
 def score_files(given: Mapping, bootstrap: Mapping[str, int]) -> None:
     """Print the scores of text files, or their comparison."""
-    from pn_fairseq.pipeline.scoring import paired_bootstrap, read_lines, score, score_lines
-    from pn_fairseq.report.runs import short_names
-
     settings = {"lowercase": "lowercase" in given}
     metrics = {"detokenized": settings | {"target": given.get("target", "")}, "chrf": settings}
     if "tokenized" in given:
         metrics = {"tokenized": settings | {"compound_split": given.get("compound_split", False)}}
-    files = [given["hyp"], *given.get("compare", [])]
-    if len({file.resolve() for file in files}) != len(files):
-        raise UserError("a file of hypotheses is named twice")
-    texts = dict(zip(short_names(files), map(read_lines, files), strict=True))
-    reference = read_lines(given["ref"])
+    files = named([given["hyp"], *given.get("compare", [])])
+    texts = {name: scoring.read_lines(file) for name, file in files.items()}
+    reference = scoring.read_lines(given["ref"])
     if "compare" in given:
         found = {
-            metric: paired_bootstrap(texts, reference, metric=metric, **bootstrap, **of_metric)
+            metric: scoring.paired_bootstrap(texts, reference, metric=metric, **bootstrap, **of_metric)
             for metric, of_metric in metrics.items()
         }
         print(show(found, f"{given['ref'].name}, {len(reference)} sentences"))
         return
-    scores = {
-        metric: score(metric, next(iter(texts.values())), reference, **of_metric)
-        for metric, of_metric in metrics.items()
-    }
-    print(score_lines(scores), end="")
-    _warn(next(iter(scores.values())).score)
+    (hypotheses,) = texts.values()
+    _print({metric: scoring.score(metric, hypotheses, reference, **each) for metric, each in metrics.items()})
 
 
 def show(comparisons: Mapping, text: str) -> str:
     """The comparisons as a table and as plain language."""
     from tabulate import tabulate
-
-    from pn_fairseq.pipeline.scoring import METRICS, p_text
 
     one = next(iter(comparisons.values()))
     baseline, rows, verdicts = next(iter(one.results)), [], []
@@ -173,25 +159,25 @@ def show(comparisons: Mapping, text: str) -> str:
             row.append(f"{result.score:.2f} ({result.mean:.2f} ± {result.ci:.2f})")
             if name == baseline:
                 continue
-            significant, p = result.p_value < LEVEL, p_text(result.p_value)
+            significant, p = result.p_value < LEVEL, scoring.p_text(result.p_value)
             row[-1] += f" {p}{' *' * significant}"
             difference = result.score - first.score
             verdict = f"the same as {baseline}'s"
             if difference:
                 verdict = f"{abs(difference):.2f} {'higher' if difference > 0 else 'lower'} than {baseline}'s: "
                 verdict += "significant" if significant else "inconclusive, it may be chance"
-            verdicts.append(f"{name}: {METRICS[metric]} is {verdict} ({p})")
+            verdicts.append(f"{name}: {scoring.METRICS[metric]} is {verdict} ({p})")
         rows.append(row)
     return "\n".join([
         f"paired bootstrap: {text}, {one.resamples} resamples, seed {one.seed}",
         f"score (mean of the resamples ± 95% confidence interval); * is p < {LEVEL} against the baseline",
         "",
-        tabulate(rows, headers=["", *(METRICS[metric] for metric in comparisons)], tablefmt="plain"),
+        tabulate(rows, headers=["", *(scoring.METRICS[metric] for metric in comparisons)], tablefmt="plain"),
         "",
         *verdicts,
         "",
         "This tests variation over test sentences, not over training seeds; for the latter, train several seeds.",
         "p is sacrebleu's, which counts one tail: a two-sided p would be about twice as large.",
         "",
-        *(f"{METRICS[metric]}: {comparison.signature}" for metric, comparison in comparisons.items()),
+        *(f"{scoring.METRICS[metric]}: {comparison.signature}" for metric, comparison in comparisons.items()),
     ])  # fmt: skip

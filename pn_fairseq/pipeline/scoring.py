@@ -45,16 +45,13 @@ class ScoringError(UserError, ValueError):
 class Score:
     """One corpus score.
 
-    Attributes:
-        score: from 0 to 100.
-        signature: how it was computed, in sacrebleu's notation. ``detok:`` names what made plain text of the hypotheses
-            (:func:`detokenize`), ``ref:detok`` says that it made the references, too.
-        verbose: the parts of BLEU, ``precisions (BP = ... ratio = ... hyp_len = ... ref_len = ...)``; empty for chrF.
+    In the signature ``detok:`` names what made plain text of the hypotheses (:func:`detokenize`), and ``ref:detok``
+    says that it made the references, too.
     """
 
-    score: float
-    signature: str
-    verbose: str
+    score: float  # from 0 to 100
+    signature: str  # how it was computed, in sacrebleu's notation
+    verbose: str  # precisions (BP = ... ratio = ... hyp_len = ... ref_len = ...); empty for chrF
 
 
 @dataclass(frozen=True)
@@ -66,39 +63,24 @@ class TokenizedScore(Score):
 
 @dataclass(frozen=True)
 class Scores:
-    """All scores of one decoded subset.
-
-    Attributes:
-        subset: its name, such as ``test``.
-        sentences: how many it has.
-        tokenized, detokenized, chrf: the scores (:func:`score`).
-        lowercase: whether case was ignored in the two scores on plain text, since the model's data has no case.
-        target: language of the translations.
-    """
+    """All scores of one decoded subset."""
 
     subset: str
     sentences: int
     tokenized: TokenizedScore
     detokenized: Score
     chrf: Score
-    lowercase: bool
-    target: str
-
-    def text(self) -> str:
-        """A line for each score."""
-        return score_lines({metric: getattr(self, metric) for metric in METRICS})
+    lowercase: bool  # plain text was scored without case, since the model's data has none
+    target: str  # language
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What :func:`paired_bootstrap` found.
+    """What :func:`paired_bootstrap` found: a metric's signature, and results by the name of the system.
 
-    Attributes:
-        signature: of the metric, with the number of resamples (``bs``) and the seed.
-        resamples, seed: of the bootstrap.
-        results: name of a system -> its ``score`` on the whole text, the ``mean`` of its scores over the resamples,
-            half the width ``ci`` of their 95% confidence interval, and ``p_value`` of no difference from the baseline.
-            The baseline comes first and has no p. p is 1 where every resample gives both systems the same score.
+    A result has the ``score`` on the whole text, the ``mean`` of the scores over the resamples, half the width ``ci``
+    of their 95% confidence interval, and ``p_value`` of no difference from the baseline, which comes first and has no
+    p. p is 1 where every resample gives both systems the same score.
     """
 
     signature: str
@@ -245,15 +227,9 @@ def detokenize(lines: Iterable[str], language: str) -> list[str]:
 
 
 def read_lines(path: str | Path) -> list[str]:
-    """The lines of a UTF-8 file, cut at line feeds alone; a last line need not end in one.
-
-    Raises:
-        ScoringError: it cannot be read, or is not UTF-8.
-    """
+    """The lines of a UTF-8 file, cut at line feeds alone; a last line need not end in one."""
     try:
         text = Path(path).read_bytes().decode("utf-8")
-    except OSError as error:
-        raise ScoringError(f"cannot read {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ScoringError(f"{path} is not UTF-8 (byte {error.start})") from error
     return text.removesuffix("\n").split("\n") if text else []
@@ -273,9 +249,7 @@ def score_run(
     """Detokenize a run's hypotheses, compute all scores, and write plain text and scores beside the hypotheses.
 
     Args:
-        path: a run (:func:`pn_fairseq.pipeline.runs.open_run`).
-        subset: ``test`` (default) or ``valid``.
-        output: what scripts/generate.sh wrote, with ``hyp.tok`` and ``ref.tok`` (default: ``RUN/generate/SUBSET``).
+        path, subset, output: as the options of scripts/score.sh.
         compound_split: for the tokenized BLEU (default: what the data was prepared for).
 
     Raises:
@@ -315,25 +289,18 @@ def score_run(
     files = {
         "ref.txt": "".join(f"{line}\n" for line in plain),
         "hyp.txt": "".join(f"{line}\n" for line in translations),
-        "scores.txt": scores.text(),
+        "scores.txt": score_lines({metric: getattr(scores, metric) for metric in METRICS}),
         # The last, so that whoever finds it finds the others, too.
         "scores.json": json.dumps(asdict(scores), indent=2) + "\n",
     }
-    try:
-        for name, text in files.items():
-            with atomic_write(folder / name) as file:
-                file.write(text.encode())
-    except OSError as error:
-        raise ScoringError(f"cannot write {folder / name}: {error.strerror}") from error
+    for name, text in files.items():
+        with atomic_write(folder / name) as file:
+            file.write(text.encode())
     return scores
 
 
 def read_scores(folder: str | Path) -> Scores:
-    """What :func:`score_run` wrote into ``folder``.
-
-    Raises:
-        ScoringError: there is no ``scores.json``, or it is something else.
-    """
+    """What :func:`score_run` wrote into ``folder``."""
     path = Path(folder) / "scores.json"
     if not path.is_file():
         raise ScoringError(f"there is no '{path}' (scripts/score.sh writes it)")
@@ -365,18 +332,10 @@ def paired_bootstrap(
 
     Args:
         systems: name -> hypotheses; the baseline first.
-        reference: one line for each hypothesis. Tokens for ``tokenized``, plain text for the two others; so are the
-            hypotheses.
-        metric, settings: as for :func:`score`.
-        resamples: number of resampled sets, at least 1.
+        reference, metric, settings: as for :func:`score`.
+        resamples: number of resampled sets.
         seed: of the resampling, at least 1 (sacrebleu takes 0 for none).
-
-    Raises:
-        ScoringError: the texts have different numbers of lines, or none; or a setting is out of range.
     """
-    for name, value in (("resamples", resamples), ("seed", seed)):
-        if value < 1:
-            raise ScoringError(f"{name} must be at least 1, not {value}")
     _check_same_length(systems, reference)
     one = _Metric(metric, **settings)
     named = [(name, one.text(hypotheses)) for name, hypotheses in systems.items()]
@@ -396,34 +355,21 @@ def paired_bootstrap(
 def compare_folders(folders: Mapping[str, str | Path], **bootstrap) -> dict[str, Comparison]:
     """:func:`paired_bootstrap` for decodings that :func:`score_run` has scored, by each of :data:`METRICS`.
 
-    Args:
-        folders: name of a system -> folder; the baseline first.
-        bootstrap: ``resamples`` and ``seed``, as there.
-
-    Raises:
-        ScoringError: a folder is not scored, or they translate different text, or were scored in different ways.
+    ``folders`` maps the name of a system to its folder, the baseline first. They must translate the same text, and be
+    scored in the same way.
     """
     folders = {name: Path(folder) for name, folder in folders.items()}
-    first = next(iter(folders))
     scores = {name: read_scores(folder) for name, folder in folders.items()}
-    texts = {
-        kind: {name: read_lines(folder / kind) for name, folder in folders.items()}
-        for kind in ("ref.tok", "ref.txt", "hyp.tok", "hyp.txt")
-    }
-    expected = scores[first]
+    first, expected = next(iter(scores.items()))
     for name, mine in scores.items():
         for kind in ("ref.tok", "ref.txt"):
-            if texts[kind][name] != texts[kind][first]:
+            if (folders[name] / kind).read_bytes() != (folders[first] / kind).read_bytes():
                 raise ScoringError(
                     f"{first} and {name} translate different text ({kind} in {folders[first]} and {folders[name]})"
                 )
-        for what, one, other in (
-            ("lower-casing", expected.lowercase, mine.lowercase),
-            ("target language", expected.target, mine.target),
-            ("compound splitting", expected.tokenized.compound_split, mine.tokenized.compound_split),
-        ):
-            if one != other:
-                raise ScoringError(f"{first} and {name} were scored with different settings: {what} {one} and {other}")
+        for metric in METRICS:
+            if (one := getattr(expected, metric).signature) != (other := getattr(mine, metric).signature):
+                raise ScoringError(f"{first} and {name} were scored in different ways: {one} and {other}")
     settings = {
         "tokenized": {"compound_split": expected.tokenized.compound_split},
         "detokenized": {"lowercase": expected.lowercase, "target": expected.target},
@@ -432,9 +378,9 @@ def compare_folders(folders: Mapping[str, str | Path], **bootstrap) -> dict[str,
     found = {}
     for metric, of_metric in settings.items():
         kind = "tok" if metric == "tokenized" else "txt"
-        one = paired_bootstrap(
-            texts[f"hyp.{kind}"], texts[f"ref.{kind}"][first], metric=metric, **bootstrap, **of_metric
-        )
+        systems = {name: read_lines(folder / f"hyp.{kind}") for name, folder in folders.items()}
+        reference = read_lines(folders[first] / f"ref.{kind}")
+        one = paired_bootstrap(systems, reference, metric=metric, **bootstrap, **of_metric)
         # As in the scores: what made plain text.
         note = "".join(re.findall(r"\|(?:detok|ref):[^|]*", getattr(expected, metric).signature))
         found[metric] = replace(one, signature=one.signature + note)

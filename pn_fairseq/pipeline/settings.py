@@ -47,8 +47,6 @@ MAY_CHANGE = re.compile(
 )
 #: Limits that decide whether a run is finished.
 STOP = ("optimization.max_update", "optimization.max_epoch", "optimization.stop_time_hours", "checkpoint.patience")
-#: The order in which differences between two runs are listed.
-IMPORTANT = ("model._name", "model.", "task.", "criterion.", "optimizer.", "lr_scheduler.", "optimization.", "tokens_")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,27 +87,16 @@ def spread(tokens_per_update: int, cap: int, world_size: int) -> Batches:
 def compose(config: Path, overrides: Sequence[str], world_size: int, on_cpu: bool) -> tuple[DictConfig, Batches]:
     """The settings of a training, as fairseq takes them, and its batches.
 
-    Args:
-        config: a YAML file.
-        overrides: ``key=value`` in hydra's syntax, with or without ``+``.
-        world_size: number of ranks.
-        on_cpu: whether they compute on CPUs.
+    ``overrides`` are ``key=value`` in hydra's syntax, with or without ``+``; ``on_cpu``: the ranks compute on CPUs.
     """
-    own, given = {}, []
-    for override in overrides:
-        key, equals, value = override.partition("=")
-        if key.lstrip("+") in OWN and equals:
-            own[key.lstrip("+")] = value
-        else:
-            # `++` sets a key whether or not the file has it; whether fairseq knows it is checked below.
-            given.append(f"++{override.lstrip('+')}" if "." in key and equals and key[0] != "~" else override)
-    names = {override.partition("=")[0].lstrip("+~") for override in given} | own.keys()
+    given = [_forced(override) for override in overrides]
+    names = {override.partition("=")[0].lstrip("+~") for override in given}
     for name in names:
         if name.removeprefix("distributed_training.distributed_") in DERIVED:
             raise UserError(f"{name} cannot be set here; it follows from NPROC, NNODES, ... (see --help)")
     unresolved = _read(config, given)
     cfg = _resolved(unresolved)
-    batches = _batches(config, cfg, given, names, own.get("tokens_per_update"), world_size)
+    batches = _batches(config, cfg, names, world_size)
     # What follows from the number of ranks. Resolved again, since other settings refer to these.
     derived = {"distributed_training.distributed_world_size": world_size, "distributed_training.device_id": 0}
     if batches.max_tokens is not None:
@@ -123,13 +110,21 @@ def compose(config: Path, overrides: Sequence[str], world_size: int, on_cpu: boo
             derived["distributed_training.distributed_backend"] = "gloo"
     if on_cpu and cfg.common.fp16 and not cfg.common.memory_efficient_fp16:
         derived["common.fp16_no_flatten_grads"] = True  # fairseq asks CUDA when it flattens them
-    average_last = _whole("average_last", own.get("average_last", _average_last(cfg)), least=0) or None
+    average_last = cfg.get("average_last", (cfg.scoring or {}).get("average_last", 0))
+    average_last = _whole("average_last", average_last, least=0) or None
     for key, value in derived.items():
         OmegaConf.update(unresolved, key, value)
     cfg = _resolved(unresolved)
     with open_dict(cfg):
         cfg.tokens_per_update, cfg.average_last, cfg.scoring = batches.tokens_per_update, average_last, None
     return cfg, batches
+
+
+def _forced(override: str) -> str:
+    """With ``++``, which sets a key whether or not the file has it; :func:`check_keys` refuses unknown ones."""
+    key, equals, _ = override.partition("=")
+    settable = equals and not key.startswith("~") and ("." in key or key.lstrip("+") in OWN)
+    return f"++{override.lstrip('+')}" if settable else override
 
 
 #: fairseq's settings as hydra's schema for a config of this name.
@@ -166,62 +161,46 @@ def _one_line(error: Exception) -> str:
 
 
 def check_keys(cfg: DictConfig) -> None:
-    """Refuse a key that fairseq would ignore.
-
-    Raises:
-        UserError: names the key and the most similar one that exists.
-    """
+    """Refuse a key that fairseq would ignore, and name the most similar one that exists."""
     sections = FairseqConfig.__dataclass_fields__
-    for section in cfg:
+    for section, node in cfg.items():
         if section not in sections and section not in OWN:
             raise UserError(f"unknown section '{section}' in the settings{did_you_mean(section, [*sections, *OWN])}")
-        node = cfg[section]
-        if not OmegaConf.is_dict(node):
-            continue
-        known = _known_keys(section, node.get("_name"))
-        for key in node:
-            if known is not None and key not in known:
+        known = _known_keys(section, node.get("_name")) if OmegaConf.is_dict(node) else None
+        for key in node if known else ():
+            if key not in known:
                 raise UserError(f"unknown setting '{section}.{key}'{did_you_mean(key, known)}")
 
 
 def _known_keys(section: str, name: str | None) -> set[str] | None:
     """The keys of a section, given its ``_name``; None where nothing is known about them."""
     declared = FairseqConfig.__dataclass_fields__[section].type
-    if section == "scoring":
-        return {"_name", "average_last"} if name is None else None
     if dataclasses.is_dataclass(declared):
         return {field.name for field in dataclasses.fields(declared)}
-    legacy = None
+    if section == "scoring" and name is None:
+        return {"_name", "average_last"}
     if section == "model":
         if name not in ARCH_MODEL_REGISTRY:
-            raise UserError(f"unknown architecture model._name={name}{_similar_architecture(name)}")
-        legacy, registry = ARCH_MODEL_REGISTRY[name], MODEL_DATACLASS_REGISTRY
-        name = ARCH_MODEL_NAME_REGISTRY[name]
+            ours = sorted(arch for arch, cls in ARCH_MODEL_REGISTRY.items() if cls.__module__.startswith("pn_fairseq."))
+            similar = did_you_mean(str(name), ours) or did_you_mean(str(name), ARCH_MODEL_REGISTRY)
+            raise UserError(f"unknown architecture model._name={name}{similar or '; there are ' + ', '.join(ours)}")
+        component = ARCH_MODEL_REGISTRY[name]
+        declared = MODEL_DATACLASS_REGISTRY.get(ARCH_MODEL_NAME_REGISTRY[name])
     else:
         of_section = REGISTRIES.get(section, {})
-        names, registry = of_section.get("registry", {}), of_section.get("dataclass_registry", {})
+        names, classes = of_section.get("registry", {}), of_section.get("dataclass_registry", {})
         if section == "task":
-            names, registry = TASK_REGISTRY, TASK_DATACLASS_REGISTRY
+            names, classes = TASK_REGISTRY, TASK_DATACLASS_REGISTRY
         if name is not None and name not in names:
             raise UserError(f"unknown {section}: {section}._name={name}{did_you_mean(str(name), names)}")
-        legacy = names.get(name)
-    if registry.get(name) is not None:
-        return {field.name for field in dataclasses.fields(registry[name])} | {"_name"}
-    if not hasattr(legacy, "add_args"):
+        component, declared = names.get(name), classes.get(name)
+    if declared is not None:
+        return {field.name for field in dataclasses.fields(declared)} | {"_name"}
+    if not hasattr(component, "add_args"):
         return None
     parser = argparse.ArgumentParser(argument_default=argparse.SUPPRESS)
-    legacy.add_args(parser)
+    component.add_args(parser)
     return {action.dest for action in parser._actions} | {"_name"}
-
-
-def _similar_architecture(name: object) -> str:
-    ours = sorted(arch for arch, model in ARCH_MODEL_REGISTRY.items() if model.__module__.startswith("pn_fairseq."))
-    similar = did_you_mean(str(name), ours) or did_you_mean(str(name), ARCH_MODEL_REGISTRY)
-    return similar or f"; this plugin has {', '.join(ours)}"
-
-
-def _average_last(cfg: DictConfig) -> int:
-    return cfg.get("average_last") or (cfg.scoring or {}).get("average_last") or 0
 
 
 def _whole(name: str, value: object, least: int = 1) -> int:
@@ -230,7 +209,7 @@ def _whole(name: str, value: object, least: int = 1) -> int:
     return int(value)
 
 
-def _batches(config: Path, cfg: DictConfig, given: list[str], names: set[str], own: str | None, world_size: int):
+def _batches(config: Path, cfg: DictConfig, names: set[str], world_size: int) -> Batches:
     """The tokens per update are ``tokens_per_update``; without it, and where ``optimization.update_freq`` is
     overridden, ``update_freq * max_tokens``, which states them for one rank. An override of ``dataset.max_tokens``
     alone changes how much a rank takes at once, not the tokens per update.
@@ -244,14 +223,13 @@ def _batches(config: Path, cfg: DictConfig, given: list[str], names: set[str], o
             raise UserError("several ranks need batches in tokens: set dataset.max_tokens, and no dataset.batch_size")
         return Batches(1, update_freq, cap, cap and cap * update_freq)
     cap = _whole("dataset.max_tokens", cap)
-    if own is not None and "optimization.update_freq" in names:
+    if {"tokens_per_update", "optimization.update_freq"} <= names:
         raise UserError("tokens_per_update and optimization.update_freq set the same thing: give one of them")
-    tokens = own if own is not None else cfg.get("tokens_per_update")
+    tokens = cfg.get("tokens_per_update")
     if "optimization.update_freq" in names:
         tokens = update_freq * cap
     elif tokens is None:
-        rest = [override for override in given if override.partition("=")[0].lstrip("+~") != "dataset.max_tokens"]
-        of_file = cap if len(rest) == len(given) else _read(config, rest).dataset.max_tokens
+        of_file = _read(config, []).dataset.max_tokens if "dataset.max_tokens" in names else cap
         tokens = update_freq * (of_file or cap)
     return spread(_whole("tokens_per_update", tokens), cap, world_size)
 
@@ -266,24 +244,16 @@ def check_model(cfg: DictConfig, data: Path, batches: Batches) -> None:
     if cfg.task._name == "language_modeling":
         return check_language_model(cfg, data)
     source, target = cfg.task.source_lang, cfg.task.target_lang
-    for lang in (source, target):
-        if not (data / "bin" / f"dict.{lang}.txt").is_file():
-            raise UserError(
-                f"{data}/bin has no dictionary of '{lang}' (task.source_lang={source}, task.target_lang={target})"
-            )
     task, model = _build(cfg)
     limits = zip(("source", "target"), task.max_positions(), model.max_positions(), strict=True)
     for (side, of_task, of_model), lang in zip(limits, (source, target), strict=True):
         for split in ("train", "valid", "test"):
             limit = min(of_task, of_model)
             text = f"{split}.{source}-{target}.{lang}"
-            dataset = load_indexed_dataset(str(data / "bin" / text))
-            if dataset is None:
-                raise UserError(f"{data}/bin has no {text}: prepare it again (scripts/prepare_*.sh)")
-            sizes = dataset.sizes  # a view of the file that the dataset keeps open
+            dataset = _indexed(data, text)
             if split == "train" and cfg.dataset.max_tokens:
                 limit = min(limit, cfg.dataset.max_tokens)
-            too_long = sizes > limit
+            too_long = dataset.sizes > limit
             if count := int(too_long.sum()):
                 advice = f"raise dataset.max_tokens or task.max_{side}_positions and model.max_{side}_positions"
                 if split == "train" and limit == batches.max_tokens and batches.world_size * batches.update_freq > 1:
@@ -292,6 +262,14 @@ def check_model(cfg: DictConfig, data: Path, batches: Batches) -> None:
                     f"{data}/bpe/{split}.{lang} has {count} sentences of more than {limit - 1} subwords, the first in "
                     f"line {int(too_long.argmax()) + 1}: fairseq would silently skip them; shorten them, or {advice}"
                 )
+
+
+def _indexed(data: Path, text: str):
+    """fairseq's data set. Its ``sizes`` are a view of a file that is open for as long as it exists."""
+    dataset = load_indexed_dataset(str(data / "bin" / text))
+    if dataset is None:
+        raise UserError(f"{data}/bin has no {text}: prepare it again (scripts/prepare_*.sh)")
+    return dataset
 
 
 def _build(cfg: DictConfig):
@@ -307,8 +285,6 @@ def _build(cfg: DictConfig):
 
 def check_language_model(cfg: DictConfig, data: Path) -> None:
     """:func:`check_model` for the task ``language_modeling``: every block of text has to fit model and batches."""
-    if not (data / "bin/dict.txt").is_file():
-        raise UserError(f"{data}/bin has no dict.txt: it is not the data of a language model (scripts/prepare_*lm.sh)")
     task, model = _build(cfg)
     if cfg.criterion._name == "adaptive_loss":
         try:
@@ -319,9 +295,7 @@ def check_language_model(cfg: DictConfig, data: Path) -> None:
             raise UserError("criterion._name=adaptive_loss needs a model with model.adaptive_softmax_cutoff")
     block, mode = cfg.task.tokens_per_sample, cfg.task.sample_break_mode or "none"
     for split in ("train", "valid", "test"):
-        text = load_indexed_dataset(str(data / "bin" / split))
-        if text is None:
-            raise UserError(f"{data}/bin has no {split}: prepare it again (scripts/prepare_*lm.sh)")
+        text = _indexed(data, split)
         line = int(text.sizes.max())
         longest = {"none": block, "eos": line}.get(mode, max(block, line))
         if longest > model.max_positions():
@@ -351,17 +325,10 @@ def check_same_run(cfg: DictConfig, data: Path, run: Path) -> None:
         raise UserError(f"'{run}' was started with different data than '{data}' (compare {kept}); use another --run")
     begun = OmegaConf.to_container(OmegaConf.load(run / "config.yaml"))
     before, now = flat(begun), flat(OmegaConf.to_container(cfg))
-    if "tokens_per_update" not in before and before["dataset.max_tokens"]:
-        # A run from before the settings said so.
-        world_size = before["distributed_training.distributed_world_size"]
-        before["tokens_per_update"] = before["dataset.max_tokens"] * before["optimization.update_freq"][0] * world_size
     different = [key for key in {*before, *now} if before.get(key) != now.get(key) and not MAY_CHANGE.fullmatch(key)]
     if different:
-
-        def importance(key: str) -> tuple:
-            return next((n for n, start in enumerate(IMPORTANT) if key.startswith(start)), len(IMPORTANT)), key
-
-        shown = [f"{key} {before.get(key)} -> {now.get(key)}" for key in sorted(different, key=importance)]
+        different.sort(key=lambda key: (not key.startswith("model."), key))
+        shown = [f"{key} {before.get(key)} -> {now.get(key)}" for key in different]
         more = f", and {len(shown) - 3} more" if len(shown) > 3 else ""
         raise UserError(
             f"'{run}' was started with different settings: {', '.join(shown[:3])}{more}; use another --run or remove "

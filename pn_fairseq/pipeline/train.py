@@ -25,33 +25,25 @@ from pn_fairseq.pipeline.launch import Place, TrainingFailed, find_place, own_co
 PACKAGE = Path(pn_fairseq.__file__).resolve().parent
 ROOT = PACKAGE.parent
 
-USAGE = "scripts/train.sh CONFIG [--data DIR] [--run DIR] [--check] [key=value ...]"
 EPILOG = """\
 settings (key=value, in hydra's syntax):
   model._name=transformer_bn_tiny  model.encoder_norm=batch  model.encoder_layers=2  common.seed=2
   optimization.max_update=400  tokens_per_update=65536  average_last=10  common.fp16=true
 
-Trains with fairseq, one rank per visible GPU, or one on the CPU, and shows one line of progress; fairseq's log is in
-DIR/train.log. A run that was interrupted, killed or pre-empted resumes from its last checkpoint when the same command
-is given again, on any number of ranks; one that is finished is left alone. Limits (optimization.max_update, ...) and
-settings of decoding, saving, validation and logging may change when a run is resumed.
+One rank per visible GPU, or one on the CPU. fairseq's log is in DIR/train.log. A run that was interrupted resumes from
+its last checkpoint when the same command is given again, on any number of ranks. Limits (optimization.max_update, ...)
+and settings of decoding, saving, validation and logging may change then.
 
 An update takes tokens_per_update tokens on any number of ranks: dataset.max_tokens is the most that one rank takes at
-once, and optimization.update_freq follows. An override of optimization.update_freq states it for one rank:
-tokens_per_update is then update_freq x max_tokens.
+once, and optimization.update_freq follows. An override of optimization.update_freq states it for one rank.
 
-environment:
+environment (docs/several_gpus.md):
   NPROC=N        N ranks on this machine: fewer than its GPUs, or N on the CPU of a machine without
-  NNODES=N NODE_RANK=K MASTER_ADDR=HOST [MASTER_PORT=29500]
-                 this is machine K, 0 to N-1, of N; HOST is machine 0, where MASTER_PORT must be free. Give the same
-                 command on each; all must see the same files
-  START_TIMEOUT=600
-                 how many seconds the machines wait for each other
-Under SLURM nothing needs to be set; NNODES, if set, takes precedence. One task per machine uses the GPUs of each:
-  srun --ntasks-per-node=1 --kill-on-bad-exit=1 scripts/train.sh CONFIG ...
-and one task per GPU works, too. With sbatch --requeue a job that is requeued resumes.
-
-If one rank fails all are stopped, and the exit code is not 0.
+  NNODES=N NODE_RANK=K MASTER_ADDR=HOST [MASTER_PORT=29500] [START_TIMEOUT=600]
+                 this is machine K, 0 to N-1, of N; HOST is machine 0. Give the same command on each; all must see the
+                 same files. They wait START_TIMEOUT seconds for each other
+Under SLURM nothing needs to be set: srun --ntasks-per-node=1 --kill-on-bad-exit=1 scripts/train.sh CONFIG ..., or one
+task per GPU. If one rank fails all are stopped, and the exit code is not 0.
 """
 
 #: Seconds between two lines of progress where the output is not a terminal.
@@ -60,7 +52,7 @@ LOG_SECONDS = 30
 
 def _parser() -> ArgumentParser:
     formatter = argparse.RawDescriptionHelpFormatter
-    parser = ArgumentParser(prog="train.sh", usage=USAGE, epilog=EPILOG, formatter_class=formatter)
+    parser = ArgumentParser(prog="scripts/train.sh", epilog=EPILOG, formatter_class=formatter)
     names = ", ".join(sorted(path.stem for path in (ROOT / "configs").glob("*.yaml")))
     parser.add_argument("config", metavar="CONFIG", help=f"a name in configs/ ({names}) or the path of a YAML file")
     parser.add_argument("settings", nargs="*", metavar="key=value", help="settings that differ from the file's")
@@ -226,10 +218,7 @@ def begin(cfg, batches, place: Place, data: Path, run: Path, argv: list[str]) ->
 
     from pn_fairseq.machine import describe
 
-    try:
-        run.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"cannot make the directory '{run}' (--run): {error.strerror}") from None
+    run.mkdir(parents=True, exist_ok=True)
     mend(run)
     with atomic_write(run / "config.yaml", "w") as file:
         file.write(OmegaConf.to_yaml(cfg))
@@ -374,7 +363,3 @@ class Progress(logging.Handler):
         if sys.stderr.isatty():
             print(file=sys.stderr)
         super().close()
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -29,25 +29,15 @@ _FAULT = re.compile(r"\b(?:NaN|Inf) detected in output of|Detected nan/inf grad 
 
 @dataclass
 class Start:
-    """One start of a training; a resumed run has several.
+    """One start of a training; a resumed run has several."""
 
-    Attributes:
-        workers: world size; None if the log does not say.
-        updates: updates of its training records, in order.
-        tokens: target tokens trained on between the first and the last record (``wpb`` times updates).
-        interval_seconds: time between the records, validation and saving included (updates times ``wpb / wps``).
-        wall: fairseq's ``wall`` of the last record, in seconds; 0 in a start that resumed a run.
-        done_seconds: ``done training in ... seconds``; None if the start was cut off.
-        reason: why it ended: ``max_update``, ``stop_time_hours``, ``patience``; None if the log does not say.
-    """
-
-    workers: int | None = None
-    updates: list[int] = field(default_factory=list)
-    tokens: float = 0.0
-    interval_seconds: float = 0.0
-    wall: float = 0.0
-    done_seconds: float | None = None
-    reason: str | None = None
+    workers: int | None = None  # world size; None if the log does not say
+    updates: list[int] = field(default_factory=list)  # of its training records, in order
+    tokens: float = 0.0  # target tokens trained on between the first and the last record (wpb times updates)
+    interval_seconds: float = 0.0  # between the records, validation and saving included (updates times wpb / wps)
+    wall: float = 0.0  # fairseq's wall of the last record, in seconds; 0 in a start that resumed a run
+    done_seconds: float | None = None  # "done training in ... seconds"; None if the start was cut off
+    reason: str | None = None  # why it ended, a value of _REASONS; None if the log does not say
 
     @property
     def seconds(self) -> float:
@@ -57,31 +47,18 @@ class Start:
 
 @dataclass
 class TrainingLog:
-    """What one log says.
+    """What one log says. Losses are in bits per target token."""
 
-    Attributes:
-        train: update -> training loss since the previous record, in bits per target token (fairseq's ``loss``).
-        train_nll: the same without label smoothing (``nll_loss``; ``loss`` for a criterion that logs no other).
-        valid: update -> validation loss without label smoothing, in bits per target token (``valid_nll_loss``).
-        starts: the starts of the run, in order.
-        tokens_per_second: update -> target tokens per second since the previous record (fairseq's ``wps``).
-        diagnostics: name (``norm_...``) -> update -> value, of records that hold one.
-        settings: all settings as fairseq logged them, nested; None if the log does not hold them.
-        parameters: number of parameters of the model; None if the log does not say.
-        unreadable: lines that look like a record but are cut off or hold no numbers.
-        faults: lines in which fairseq reports a NaN or an infinity.
-    """
-
-    train: dict[int, float] = field(default_factory=dict)
-    train_nll: dict[int, float] = field(default_factory=dict)
-    valid: dict[int, float] = field(default_factory=dict)
-    starts: list[Start] = field(default_factory=list)
-    tokens_per_second: dict[int, float] = field(default_factory=dict)
-    diagnostics: dict[str, dict[int, float]] = field(default_factory=dict)
-    settings: dict | None = None
-    parameters: int | None = None
-    unreadable: int = 0
-    faults: int = 0
+    train: dict[int, float] = field(default_factory=dict)  # update -> fairseq's loss since the previous record
+    train_nll: dict[int, float] = field(default_factory=dict)  # without label smoothing: nll_loss, or else loss
+    valid: dict[int, float] = field(default_factory=dict)  # update -> validation loss without label smoothing
+    starts: list[Start] = field(default_factory=list)  # in order
+    tokens_per_second: dict[int, float] = field(default_factory=dict)  # update -> fairseq's wps
+    diagnostics: dict[str, dict[int, float]] = field(default_factory=dict)  # name (norm_...) -> update -> value
+    settings: dict | None = None  # all, nested, as fairseq logged them; None if the log does not hold them
+    parameters: int | None = None  # of the model; None if the log does not say
+    unreadable: int = 0  # lines that look like a record but are cut off or hold no numbers
+    faults: int = 0  # lines in which fairseq reports a NaN or an infinity
 
     @property
     def updates(self) -> int:

@@ -14,9 +14,8 @@ from pn_fairseq.pipeline.runs import Run, open_run
 
 
 def _parser() -> ArgumentParser:
-    usage = "scripts/translate.sh --run DIR [--checkpoint FILE ...] [--input FILE] [--output FILE] [options] <TEXT"
     about = "One sentence a line, UTF-8. As many lines come out as go in; an empty line stays empty."
-    parser = ArgumentParser(prog="translate.sh", usage=usage, description=about)
+    parser = ArgumentParser(prog="scripts/translate.sh", description=about)
     add_decoding_options(parser)
     parser.add_argument("--input", type=Path, metavar="FILE", help="text to translate (default: standard input)")
     parser.add_argument("--output", type=Path, metavar="FILE", help="default: standard output")
@@ -72,7 +71,3 @@ def main(argv: list[str] | None = None) -> int:
         with atomic_write(args.output) as file:
             file.write(plain)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -27,6 +27,12 @@ die() {
 
 # --- options ---
 
+# help_text: `usage`, and what the file that the script sources adds to it (more_usage).
+help_text() {
+    usage
+    if declare -F more_usage >/dev/null; then more_usage; fi
+}
+
 # usage_options: the options of the usage text on stdin, one a line: `--name VALUE`, or `--name` for a flag. To ask
 # another script for its options: scripts/prepare_wmt14.sh --help | usage_options
 usage_options() { sed -nE 's/^  (--[a-z0-9-]+)( [^ ]+)?(  .*)?$/\1\2/p'; }
@@ -38,12 +44,12 @@ declare -A given=()
 # shellcheck disable=SC2034 # some scripts alone look at `given`
 parse_options() {
     local options name
-    options=$'\n'$(usage | usage_options)$'\n'
+    options=$'\n'$(help_text | usage_options)$'\n'
     while [[ $# -gt 0 ]]; do
         name=${1#--}
         name=${name//-/_}
         if [[ $1 == -h || $1 == --help ]]; then
-            usage
+            help_text
             exit 0
         elif [[ $1 == --version ]]; then
             sed -n 's/^__version__ = "\(.*\)"$/pn_fairseq \1/p' "$root/pn_fairseq/__init__.py"
@@ -63,7 +69,7 @@ parse_options() {
             shift
         else
             # shellcheck disable=SC2046
-            die "unknown option '$1'$(did_you_mean "$1" $(usage | usage_options | cut -d' ' -f1)) (see --help)"
+            die "unknown option '$1'$(did_you_mean "$1" $(help_text | usage_options | cut -d' ' -f1)) (see --help)"
         fi
     done
 }

@@ -12,8 +12,18 @@
 # Each step leaves whole files or none and is skipped where its files are there: a script that was interrupted is started
 # again and ends in the same bytes.
 
-# From the environment: MOSES=FOLDER, a checkout of mosesdecoder whose Perl scripts are used instead of sacremoses;
-# BPE=subword-nmt (default) or sentencepiece.
+# more_usage: what all of them take.
+more_usage() {
+    cat <<'END'
+
+  --workers N  processes (default: all cores)
+
+Run again, it does what is missing. Only cleaning removes sentences: line counts are checked after every step.
+In the environment, as far as they apply: DATA_MIRROR, a folder or URL to take the downloads from; MOSES, a checkout of
+mosesdecoder whose Perl scripts replace sacremoses; BPE=subword-nmt (default) or sentencepiece.
+END
+}
+
 # shellcheck source=common.sh
 source "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/common.sh"
 MOSES=${MOSES:-}

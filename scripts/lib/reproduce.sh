@@ -48,9 +48,13 @@ prepare_options() {
 # shellcheck source=common.sh
 source "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/common.sh"
 
-# command_line COMMAND...: as one would type it at the top of the repository.
-command_line() {
+# print_or_step COMMAND...: `step`, or in a dry run the command as one would type it at the top of the repository.
+print_or_step() {
     local line
+    if [[ $dry_run -eq 0 ]]; then
+        step "$@"
+        return
+    fi
     line=$(printf ' %q' "$@")
     line=${line# }
     echo "${line//"$(printf %q "$root")/"/}"
@@ -62,7 +66,7 @@ find_machines() {
     launch=() follower=0
     read -ra steps <<<"train $after"
     if [[ -n ${NNODES-} ]]; then
-        [[ ${NODE_RANK:-0} != 0 ]] || return 0
+        [[ ${NODE_RANK:-0} != 0 && $dry_run -eq 0 ]] || return 0
         follower=1
         steps=(train)
         # The first machine decodes between two trainings, and the others wait for it.
@@ -111,7 +115,7 @@ do_run() {
             command+=("model._name=$2" "common.seed=$3" "${@:4}" ${arguments[@]+"${arguments[@]}"})
         fi
         if [[ $dry_run -eq 1 ]]; then
-            command_line "${command[@]}"
+            print_or_step "${command[@]}"
             continue
         fi
         say "$name: $step"
@@ -152,11 +156,11 @@ if [[ -n ${TABLE-} ]]; then
 fi
 runs=$(absolute "${runs:-$root/runs/$config}")
 data=$(absolute "$data")
-failed=() names=()
-several=0
-[[ $models != *" "* ]] || several=1
-known=$models
-[[ $several -eq 0 ]] || models=${MODELS-$models}
+failed=()
+prefix="" known=$models
+if [[ $models == *" "* ]]; then
+    prefix=1 models=${MODELS-$models}
+fi
 for model in $models; do
     [[ " $known " == *" $model "* ]] || die "MODELS: unknown model '$model'; there are $known"
 done
@@ -164,28 +168,22 @@ read -ra norms <<<"${NORMS-$default_norms}"
 read -ra seeds <<<"${SEEDS-$default_seeds}"
 [[ ${#norms[@]} -gt 0 && ${#seeds[@]} -gt 0 ]] || die "NORMS and SEEDS must each name at least one"
 known=$(cd "$root" && python -c 'from pn_fairseq.norms import NORMS; print(*(entry.short for entry in NORMS.values()))')
-for norm in "${norms[@]}"; do
-    norm=${norm%%+*}
+for norm in "${norms[@]%%+*}"; do
     # shellcheck disable=SC2086 # several norms are several words
     [[ " $known " == *" $norm "* ]] || die "NORMS: unknown norm '$norm'$(did_you_mean "$norm" $known); there are $known"
 done
 for seed in "${seeds[@]}"; do check_whole SEEDS "$seed"; done
-# each_run FUNCTION: calls FUNCTION NAME ARCH SEED SETTING... for every run.
-each_run() {
-    local model norm seed setting of_norm
-    for model in $models; do
-        for norm in "${norms[@]}"; do
-            IFS=+ read -ra of_norm <<<"$norm"
-            for setting in "${!of_norm[@]}"; do of_norm[setting]=model.${of_norm[setting]}; done
-            for seed in "${seeds[@]}"; do
-                "$1" "$([[ $several -eq 0 ]] || echo "${model}_")${norm}_seed$seed" "${model}_${norm%%+*}_$size" "$seed" \
-                    ${of_norm[@]+"${of_norm[@]:1}"}
-            done
+# The arguments of do_run for every run, and the runs' names.
+runs_to_do=()
+for model in $models; do
+    for norm in "${norms[@]}"; do
+        settings=${norm#"${norm%%+*}"}
+        for seed in "${seeds[@]}"; do
+            runs_to_do+=("${prefix:+${model}_}${norm}_seed$seed ${model}_${norm%%+*}_$size $seed${settings//+/ model.}")
         done
     done
-}
-add_name() { names+=("$1"); }
-each_run add_name
+done
+names=("${runs_to_do[@]%% *}")
 twice=$(printf '%s\n' "${names[@]}" | sort | uniq -d | head -n 1)
 [[ -z $twice ]] || die "NORMS and SEEDS name $twice twice"
 
@@ -195,24 +193,22 @@ while read -r option value; do
 done < <(prepare_options)
 report=(pn-report "${names[@]/#/$runs/}" --output "$runs/$report_name" ${beside[@]+"${beside[@]}"})
 
-if [[ $dry_run -eq 1 ]]; then
-    command_line "${preparation[@]}"
-else
-    # Before the hours of the preparation.
+# Before the hours of the preparation.
+[[ $dry_run -eq 1 ]] ||
     step "$root/scripts/train.sh" "$config" --check "model._name=${models%% *}_${norms[0]%%+*}_$size" ${arguments[@]+"${arguments[@]}"}
-    if [[ $follower -eq 0 ]]; then
-        step "${preparation[@]}"
-    else
-        [[ -d $data/bin ]] || say "waiting for the first machine to prepare $data"
-        until [[ -d $data/bin ]]; do step sleep 5; done
-    fi
+if [[ $follower -eq 0 ]]; then
+    print_or_step "${preparation[@]}"
+else
+    [[ -d $data/bin ]] || say "waiting for the first machine to prepare $data"
+    until [[ -d $data/bin ]]; do step sleep 5; done
 fi
-each_run do_run
-if [[ $dry_run -eq 1 ]]; then
-    command_line "${report[@]}"
-elif [[ $follower -eq 0 ]]; then
-    say "report"
-    step "${report[@]}"
+for run in "${runs_to_do[@]}"; do
+    read -ra words <<<"$run"
+    do_run "${words[@]}"
+done
+if [[ $follower -eq 0 ]]; then
+    [[ $dry_run -eq 1 ]] || say "report"
+    print_or_step "${report[@]}"
     [[ ${#failed[@]} -eq 0 ]] ||
         say "${#failed[@]} of ${#names[@]} runs failed: ${failed[*]} (the report says why); the same command tries them again"
 fi

@@ -135,20 +135,6 @@ def test_newest_without_update_numbers(tmp_path, updates, newest):
     assert average_checkpoints(paths)["model"]["i"].item() == newest
 
 
-@pytest.mark.parametrize(
-    ("iterator", "epoch"),
-    [
-        ({"epoch": 3, "iterations_in_epoch": 0}, 2),  # written at the end of epoch 2
-        ({"epoch": 3, "iterations_in_epoch": 17}, 3),
-        ({}, None),
-        (None, None),
-    ],
-)
-def test_epoch_of_a_checkpoint(iterator, epoch):
-    state = {"model": {"w": torch.ones(1)}, "extra_state": {"train_iterator": iterator}}
-    assert tool.epoch_and_updates(state) == (epoch, None)
-
-
 def test_order_and_metadata_of_the_model_are_kept(tmp_path):
     model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3)).state_dict()
     paths = []
@@ -201,12 +187,10 @@ def test_overlapping_views_are_averaged_apart(tmp_path):
     assert model["c"].tolist() == [0.0, 0.0, 0.0]
 
 
-def test_optimizer_state(tmp_path):
+def test_optimizer_state_is_left_out(tmp_path):
     paths = write_values(tmp_path, [[1.0], [2.0]])[::-1]
-    assert "last_optimizer_state" not in average_checkpoints(paths)
-    kept = average_checkpoints(paths, keep_optimizer_state=True)["last_optimizer_state"]
-    assert kept["state"][0]["exp_avg"].tolist() == [200.0] * 3
-    assert average_checkpoints(paths)["optimizer_history"][-1]["num_updates"] == 200
+    average = average_checkpoints(paths)
+    assert "last_optimizer_state" not in average and average["optimizer_history"][-1]["num_updates"] == 200
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
@@ -235,12 +219,12 @@ BASE = {"a": torch.ones(2, 3), "b": torch.ones(4), "c": torch.ones(1), "n": torc
         (lambda model: model.pop("b"), ["tensors that differ: 1 (b is absent, not [4] torch.float32)"]),
         (
             lambda model: model.update({f"x{i}": torch.ones(1) for i in range(9)}),
-            ["tensors that differ: 9 (x0 is [1] torch.float32, not absent, ", "x2 is ", "not absent, ...)"],
+            ["tensors that differ: 9 (x0 is [1] torch.float32, not absent)"],
         ),
         (lambda model: model.update(a=torch.ones(3, 2)), ["a is [3, 2] torch.float32, not [2, 3] torch.float32"]),
         (lambda model: model.update(c=torch.ones(1).half()), ["c is [1] torch.float16, not [1] torch.float32"]),
         (lambda model: model.update(n=torch.tensor(1.0)), ["n is [] torch.float32, not [] torch.int64"]),
-        (lambda model: (model.pop("a"), model.update(z=torch.ones(1))), ["differ: 2", "a is absent", "z is [1]"]),
+        (lambda model: (model.pop("a"), model.update(z=torch.ones(1))), ["differ: 2", "a is absent"]),
     ],
 )
 def test_checkpoints_that_do_not_match(tmp_path, capsys, change, words):
@@ -297,7 +281,7 @@ def test_selection_from_a_directory(tmp_path, capsys):
     assert [line.split(":")[0] for line in out.splitlines()[1:4]] == [
         f"[{n}/3] {path}" for n, path in enumerate(paths[8:], start=1)
     ]
-    assert f"{paths[8]}: epoch 9, update 900, 1 tensors" in out
+    assert f"{paths[8]}: update 900, 1 tensors" in out
     assert str(output) in out.splitlines()[-1]
     assert average("--last", 2, "--upper-bound", 10)[0] == 9.5
     assert average("--last", 1)[0] == 11.0
@@ -305,34 +289,12 @@ def test_selection_from_a_directory(tmp_path, capsys):
     assert average("--by", "update", "--last", 2, "--upper-bound", 1049)[0] == 100.0
 
 
-def test_keep_optimizer_state_option(tmp_path, capsys):
-    paths = write_values(tmp_path, [[1.0], [2.0]])
-    output = tmp_path / "out.pt"
-    code, out, _ = run_main(capsys, "--inputs", *paths, "--output", output, "--keep-optimizer-state")
-    assert code == 0
-    assert "the newest one's optimizer state" in out
-    assert "last_optimizer_state" in load_checkpoint(output)
-    code, out, _ = run_main(capsys, "--inputs", *paths, "--output", output)
-    assert "no optimizer state" in out
-    assert "last_optimizer_state" not in load_checkpoint(output)
-
-
-def test_a_copy_among_the_inputs_gives_a_warning(tmp_path, capsys):
-    paths = write_values(tmp_path, [[1.0], [2.0]])
-    best = tmp_path / "checkpoint_best.pt"
-    best.write_bytes(paths[0].read_bytes())
-    code, _, err = run_main(capsys, "--inputs", *paths, best, "--output", tmp_path / "out.pt")
-    assert code == 0
-    assert err.count("\n") == 1
-    assert f"{paths[0]} and {best} are both of update 100" in err
-
-
 @pytest.mark.parametrize(
     ("inputs", "options", "words"),
     [
-        ("dir", ["--last", "0"], ["--last 0"]),
-        ("dir", ["--last", "-3"], ["--last -3"]),
-        ("dir", ["--last", "two"], ["--last", "invalid int value"]),
+        ("dir", ["--last", "0"], ["--last", "'0'"]),
+        ("dir", ["--last", "-3"], ["--last", "'-3'"]),
+        ("dir", ["--last", "two"], ["--last", "'two'"]),
         ("dir", ["--last", "2", "--upper-bound", "0"], ["none of the 2 epoch checkpoints up to epoch 0"]),
         ("dir", ["--last", "1", "--by", "update"], ["none of the 1 update", "3 epoch checkpoints (--by epoch)"]),
         ("dir", ["--last", "1", "--by", "step"], ["--by", "invalid choice"]),
@@ -505,7 +467,7 @@ def test_fairseq_loads_the_average(fairseq_run, tmp_path, capsys):
     output = tmp_path / "average.pt"
     code, out, err = run_main(capsys, "--inputs", directory, "--last", 2, "--output", output)
     assert (code, err) == (0, "")
-    assert "checkpoint1.pt: epoch 1, update 100" in out
+    assert "checkpoint1.pt: update 100" in out
 
     allow_fairseq_checkpoints()
     (model,), cfg, _ = checkpoint_utils.load_model_ensemble_and_task([str(output)])

@@ -187,9 +187,8 @@ def test_data_that_does_not_fit(change, needles, trained, data, tmp_path, capsys
 @pytest.mark.parametrize(
     ("options", "needles"),
     [
-        (("--batches", 5), ("--batches", "--recalibrate")),
-        (("--recalibrate", "DATA", "--batches", 0), ("--batches 0",)),
-        (("--recalibrate", "DATA", "--batches", -3), ("--batches -3",)),
+        (("--recalibrate", "DATA", "--batches", 0), ("--batches", "'0'")),
+        (("--recalibrate", "DATA", "--batches", -3), ("--batches",)),
         (("--recalibrate", "DATA", "--batches", "some"), ("--batches", "some")),
         (("--recalibrate", "/nowhere"), ("/nowhere", "fairseq-preprocess")),
         (("--recalibrate",), ("--recalibrate", "--help")),

@@ -161,9 +161,8 @@ def test_some_layers_of_a_checkpoint_are_kept():
     whole = build("transformer_lm_pn_tiny")
     kept = build("transformer_lm_pn_tiny", decoder_layers_to_keep="1")
     assert (len(whole.decoder.layers), len(kept.decoder.layers)) == (3, 1)
-    kept.load_state_dict(
-        whole.state_dict(), model_cfg=Namespace(decoder_layers_to_keep="1", encoder_layers_to_keep=None)
-    )
+    settings = Namespace(arch="transformer_lm_pn_tiny", decoder_layers_to_keep="1")
+    kept.load_state_dict(whole.state_dict(), model_cfg=settings)
     assert torch.equal(kept.decoder.layers[0].fc1.weight, whole.decoder.layers[1].fc1.weight)
 
 

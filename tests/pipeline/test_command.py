@@ -19,6 +19,11 @@ def raising(error: BaseException):
         (UserError("no\nfile"), 2, "tool: error: no file\n"),
         (OSError(28, "No space left", "out"), 2, "tool: error: out: No space left\n"),
         (Unavailable("no kernels"), 2, "tool: error: no kernels\n"),
+        (
+            ModuleNotFoundError("", name="fairseq"),
+            2,
+            "tool: error: fairseq is not installed (pip install 'pn-fairseq[fairseq]')\n",
+        ),
         (MemoryError(), 2, "tool: error: there is not enough memory; use fewer processes or a larger machine\n"),
         (KeyboardInterrupt(), 130, "tool: interrupted; run the same command again to resume\n"),
         (Interrupted(15), 143, "tool: interrupted; run the same command again to resume\n"),

@@ -109,7 +109,7 @@ def test_a_second_start_does_nothing(data, trained, capsys):
         (("model.encoder_norm=powr",), ("'powr'",)),
         (("+model.norm_alpha_fwd=2",), ("alpha_fwd=2",)),
         (("model.layer_scale_groups=3",), ("groups=3",)),
-        (("task.source_lang=fr",), ("'fr'",)),
+        (("task.source_lang=fr",), ("dict.fr.txt: No such file",)),
         (("dataset.max_tokens=30",), ("train.es", "silently skip")),
         (("task.max_target_positions=20",), ("task.max_target_positions",)),
         (("checkpoint.restore_file=other.pt",), ("other.pt", "checkpoint.finetune_from_model")),

@@ -14,15 +14,15 @@ from __future__ import annotations
 import gzip
 import re
 import shutil
-import sys
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from pn_fairseq.pipeline.command import UserError
+from pn_fairseq.pipeline.command import UserError, say
 from pn_fairseq.pipeline.data import archives, pairs
 from pn_fairseq.pipeline.data.binarize import SPLITS, lengths, make_bin
-from pn_fairseq.pipeline.data.parallel import transform
+from pn_fairseq.pipeline.data.parallel import per_line, transform
+from pn_fairseq.pipeline.data.settings import check_same
 from pn_fairseq.pipeline.data.tokens import SACREMOSES, tokenizer
 from pn_fairseq.pipeline.files import atomic_write, checksum, count_lines, read_settings, write_settings
 
@@ -64,11 +64,10 @@ def unzip(archive: Path, folder: Path, members: Sequence[str]) -> None:
     try:
         with zipfile.ZipFile(archive) as file:
             for member in members:
-                if member not in file.namelist():
-                    held = ", ".join(file.namelist()[:8]) or "nothing"
-                    raise UserError(f"{archive} has no {member}; it holds {held}")
                 with file.open(member) as source, atomic_write(folder / Path(member).name) as target:
                     shutil.copyfileobj(source, target, archives.CHUNK)
+    except KeyError as error:
+        raise UserError(f"{archive}: {error.args[0]}") from None
     except (zipfile.BadZipFile, *archives.DAMAGE) as error:
         raise UserError(f"{archive} is damaged or cut off ({error}); get it again") from None
 
@@ -83,18 +82,13 @@ def prepare(
     expect: Sequence[int] = (),
     workers: int = 1,
 ) -> None:
-    """Make the data in ``dest`` of train, valid and test. Run again, it does what is missing.
+    """Make the data in ``dest`` of train, valid and test, plain or .gz. Run again, it does what is missing.
 
     Args:
-        texts: plain or .gz.
         name: of the corpus, for reports.
         tokenize: language of Moses' tokenizer; "": the text has tokens.
-        lower: lower-case.
         min_count: words that are rarer in train become <unk>.
-        expect: numbers of tokens of the published files.
-
-    Raises:
-        UserError: ``dest`` was made with other settings or other text, or the numbers of tokens are not the expected.
+        expect: numbers of tokens of the published files; others are an error.
     """
     raw = dest / "text.partial"
     shutil.rmtree(raw, ignore_errors=True)
@@ -112,13 +106,17 @@ def prepare(
         "min_count": min_count,
     }
     sums = {f"{split}.txt": checksum(raw / f"{split}.txt") for split in SPLITS}
-    _keep(dest, {key: str(value) for key, value in settings.items()}, sums)
+    new = {**{key: str(value) for key, value in settings.items()}, **sums}
+    if (dest / "settings").exists():
+        check_same(dest, read_settings(dest / "settings"), new, sums)
+    write_settings(dest / "settings", settings, sums)
     shutil.rmtree(dest / "raw", ignore_errors=True)
     raw.rename(dest / "raw")
 
     words = {"normalize": "0", "nonprinting": "0", "aggressive": "0", "lower": str(int(lower)), "tokenizer": SACREMOSES}
     jobs = [(dest / f"raw/{split}.txt", dest / f"tok/{split}.txt") for split in SPLITS]
-    transform(jobs, lambda: tokenizer(words, tokenize, False, "") if tokenize else _plain(lower), workers, "tokenizing")
+    plain = per_line(lambda line: " ".join((line.lower() if lower else line).split()))
+    transform(jobs, lambda: tokenizer(words, tokenize, False, "") if tokenize else plain, workers, "tokenizing")
     tokens = {split: _tokens(dest / f"tok/{split}.txt") for split in SPLITS}
     if expect and list(tokens.values()) != list(expect):
         here, published = (" / ".join(f"{one:,}" for one in each) for each in (tokens.values(), expect))
@@ -130,33 +128,7 @@ def prepare(
         raise UserError(f"{dest}/bin has {made} tokens, and {dest}/tok has {tokens}: remove {dest}/bin and try again")
     lines = {f"{split}.lines": count_lines(dest / f"tok/{split}.txt") for split in SPLITS}
     write_settings(dest / "counts", {**tokens, **lines, **_unknown(dest / "bin")})
-    print(
-        f"[data] {dest} is complete: {', '.join(f'{count:,} {split}' for split, count in tokens.items())} tokens",
-        file=sys.stderr,
-    )
-
-
-def _keep(dest: Path, settings: dict[str, str], sums: dict[str, str]) -> None:
-    """Record the settings and the text, or refuse them."""
-    file = dest / "settings"
-    if file.exists():
-        old, new = read_settings(file), {**settings, **sums}
-        for key in {**old, **new}:
-            if old.get(key) != new.get(key):
-                what = "other text" if key in sums else f"{key}={old.get(key)}, not {new.get(key)}"
-                raise UserError(f"{dest} was made with {what}; remove it or name another directory (--dest)")
-    write_settings(file, settings, sums)
-
-
-def _plain(lower: bool):
-    """Text that has tokens, with one blank between them."""
-
-    def work(text: bytes) -> bytes:
-        lines = text.decode("utf-8").removesuffix("\n").split("\n")
-        words = (" ".join(line.split()) for line in lines)
-        return "".join(f"{line.lower() if lower else line}\n" for line in words).encode("utf-8")
-
-    return work
+    say("data", f"{dest} is complete: {', '.join(f'{count:,} {split}' for split, count in tokens.items())} tokens")
 
 
 def _tokens(path: Path) -> int:

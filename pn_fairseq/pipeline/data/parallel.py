@@ -17,7 +17,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TypeVar
 
 from pn_fairseq.pipeline.command import UserError, deferred_signals
 from pn_fairseq.pipeline.files import atomic_write
@@ -26,8 +25,7 @@ from pn_fairseq.pipeline.files import atomic_write
 #: corpus, so that no core is idle at its end.
 PIECE = 1 << 18
 
-T = TypeVar("T")
-Work = Callable[[bytes], T]
+Work = Callable[[bytes], bytes]
 
 
 def progress(iterable=None, **options):
@@ -136,13 +134,9 @@ def _as_many_lines(work: Work, text: bytes) -> bytes:
 
 
 def transform(jobs: Sequence[tuple[Path, Path]], make: Callable[[], Work], workers: int, label: str) -> None:
-    """Write each output file that is missing from its input file.
+    """Write each output file of the ``jobs``, (input, output), that is missing.
 
-    Args:
-        jobs: (input, output) of each file.
-        make: returns the function that turns some lines into as many; called once in each process.
-        workers: number of processes.
-        label: name of the step in the progress bar on a terminal.
+    ``make`` returns the function that turns some lines into as many; it is called once in each process.
     """
     cut = [(output, pieces(source)) for source, output in jobs if not output.exists()]
     every = [piece for _, parts in cut for piece in parts]

@@ -8,8 +8,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from pn_fairseq.pipeline.command import UserError, did_you_mean
@@ -88,39 +87,28 @@ def read(dest: Path) -> dict[str, str]:
     return {name: recorded.get(name, value) for name, value in UNRECORDED.items()}
 
 
+def check_same(dest: Path, old: Mapping[str, str], new: Mapping[str, str], sums: Mapping[str, str]) -> None:
+    """Refuse settings and checksums of the text (``sums``) that ``dest`` was not made with."""
+    for name in {**old, **new}:
+        if old.get(name) != new.get(name):
+            what = "other text" if name in sums else f"other settings ({name}={old.get(name)}, not {new.get(name)})"
+            raise UserError(f"{dest} was made with {what}, see {dest}/settings; remove it or name another directory")
+
+
 def keep(dest: Path, folder: Path, settings: dict[str, str]) -> None:
     """Record the settings and the text in ``folder``, or refuse them if ``dest`` was made with others.
 
     Settings may still change until the subwords are learned: what was made with the others is then removed.
-
-    Raises:
-        UserError: other settings or other text.
     """
     sums = {name: checksum(folder / name) for name in files(settings)}
     new = {**settings, **sums}
     if (dest / "settings").exists():
         old = {**UNRECORDED, **read_settings(dest / "settings")}
-        if old["tokenizer"] == tokens.SACREMOSES_OLD and new["tokenizer"] == tokens.SACREMOSES:
-            # All steps read the recorded settings: a preparation that an older version began is finished in its way.
-            new["tokenizer"] = tokens.SACREMOSES_OLD
-            print(
-                f"[data] note: {dest} was begun with an older version, whose tokenizer does not split the full stop of "
-                "an abbreviation at the end of a line; prepare another directory for the tokens of today's Moses",
-                file=sys.stderr,
-            )
-        different = [name for name in {**old, **new} if old.get(name) != new.get(name)]
-        if not different:
-            return
-        if any(
-            (dest / stage / model).exists() for stage in ("bpe", "stages/bpe") for model in subwords.MODELS.values()
-        ):
-            name = different[0]
-            what = f"other settings ({name}={old.get(name)} there, {name}={new.get(name)} here)"
-            raise UserError(
-                f"{dest} was made with {'other text' if name in sums else what}, see {dest}/settings; "
-                "remove it or name another directory"
-            )
-        if not {"bpe", "segmentation"}.issuperset(different):
+        models = [dest / stage / model for stage in ("bpe", "stages/bpe") for model in subwords.MODELS.values()]
+        if any(model.exists() for model in models):
+            return check_same(dest, old, new, sums)
+        different = {name for name in {**old, **new} if old.get(name) != new.get(name)}
+        if not different <= {"bpe", "segmentation"}:
             for name in ("raw", "tok", "stages", "counts", "removed.tsv"):
                 path = dest / name
                 shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)

@@ -13,7 +13,7 @@ from pn_fairseq.pipeline.command import ArgumentParser, UserError, command, say
 from pn_fairseq.pipeline.data import archives, language_model, pairs, settings, subwords
 from pn_fairseq.pipeline.data.binarize import SPLITS, make_bin
 from pn_fairseq.pipeline.data.parallel import per_line, transform
-from pn_fairseq.pipeline.files import atomic_write, checksum, count_lines, write_settings
+from pn_fairseq.pipeline.files import checksum, count_lines, write_settings
 
 
 def check(args) -> None:
@@ -55,14 +55,10 @@ def detokenize(args) -> None:
     """turn tokens into plain text, by the detokenizer that scripts/score.sh uses for translations"""
     from pn_fairseq.pipeline.scoring import detokenize as plain
 
-    def make(lang: str):
-        return lambda text: "".join(
-            f"{line}\n" for line in plain(text.decode().removesuffix("\n").split("\n"), lang)
-        ).encode()
-
     for path in sorted((args.dest / args.source).iterdir()):
+        work = per_line(lambda line, lang=path.suffix[1:]: plain([line], lang)[0])
         job = (path, args.dest / args.to / path.name)
-        transform([job], lambda lang=path.suffix[1:]: make(lang), args.workers, f"detokenizing {path.name}")
+        transform([job], lambda work=work: work, args.workers, f"detokenizing {path.name}")
 
 
 def keep_text(args) -> None:
@@ -83,12 +79,9 @@ def keep_text(args) -> None:
 
 def copy(args) -> None:
     """copy text"""
-    for name in settings.files(settings.read(args.dest)):
-        source, target = args.dest / args.source / name, args.dest / args.to / name
-        if not target.exists():
-            target.parent.mkdir(exist_ok=True)
-            with atomic_write(target) as file, source.open("rb") as text:
-                shutil.copyfileobj(text, file)
+    names = settings.files(settings.read(args.dest))
+    jobs = [(args.dest / args.source / name, args.dest / args.to / name) for name in names]
+    transform(jobs, lambda: bytes, args.workers, "copying")
 
 
 def tokenize(args) -> None:
@@ -185,7 +178,7 @@ STEPS = {
     fetch: [("url", {}), ("file", {}), ("--sha256", {"default": ""}), ("--md5", {"default": ""})],
     unpack: [("archive", {}), ("members", {"nargs": "+"})],
     take: [
-        ("kind", {"choices": [*pairs.READERS, "sgml-segments"]}),
+        ("kind", {"choices": pairs.READERS}),
         ("outputs", {"nargs": 2}),
         ("files", {"nargs": "+"}),
         ("--expect", {"type": int, "help": "the number of pairs of the published files"}),

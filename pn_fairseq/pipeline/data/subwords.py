@@ -68,13 +68,9 @@ def _learn_sentencepiece(texts: Sequence[Path], operations: int) -> bytes:
 
 
 def learn(kind: str, operations: int, model: Path, texts: Sequence[Path]) -> None:
-    """Write the model, unless it is there.
+    """Write the model, learned from tokenized text of both languages, unless it is there.
 
-    Args:
-        kind: a key of :data:`MODELS`.
-        operations: number of merges, or the size of sentencepiece's vocabulary.
-        model: file to write.
-        texts: tokenized training text of both languages.
+    ``operations`` is the number of merges, or the size of sentencepiece's vocabulary.
     """
     if model.exists():
         return

@@ -4,7 +4,7 @@ import errno
 
 import pytest
 
-from pn_fairseq.pipeline.data import steps
+from pn_fairseq.pipeline.data import parallel, steps
 
 COPY = ("copy", "text", "raw")
 
@@ -38,7 +38,7 @@ def test_a_disk_without_inodes_is_one_line(place, dest, monkeypatch, capsys):
     if place == "folder":
         monkeypatch.setattr("pathlib.Path.mkdir", full)
     else:
-        monkeypatch.setattr(steps, "atomic_write", full)
+        monkeypatch.setattr(parallel, "atomic_write", full)
     assert run(dest, *COPY) == 2
     assert capsys.readouterr().err == f"pn-data: error: {dest}/raw: No space left on device\n"
 
@@ -47,7 +47,7 @@ def test_a_memory_that_is_too_small_is_one_line(dest, monkeypatch, capsys):
     def too_much(*args):
         raise MemoryError
 
-    monkeypatch.setattr(steps.shutil, "copyfileobj", too_much)
+    monkeypatch.setattr(parallel, "_read", too_much)
     assert run(dest, *COPY) == 2
     assert "not enough memory; use fewer processes" in capsys.readouterr().err
     assert not list((dest / "raw").iterdir())
