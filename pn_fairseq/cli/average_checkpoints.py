@@ -42,14 +42,20 @@ def num_updates(state: dict) -> int:
 
 
 @torch.no_grad()
-def average_checkpoints(paths: Sequence[str | os.PathLike]) -> dict:
+def average_checkpoints(paths: Sequence[str | os.PathLike], keep_optimizer_state: bool = False) -> dict:
     """The arithmetic mean of fairseq checkpoints, as a checkpoint that fairseq loads.
 
     Every floating-point tensor of ``state["model"]`` is summed in float64, divided by the number of checkpoints and
-    cast back to its dtype. All else is the newest checkpoint's, the one with the most updates, among equals the last.
-    The optimizer's state is left out: it belongs to other weights. Tensors that share their memory in every input (tied
-    embeddings) share it in the result. One checkpoint is in memory at a time, beside the float64 sums. Prints a line
-    for each.
+    cast back to its dtype. All else is the newest checkpoint's: integer and boolean buffers (``num_batches_tracked``),
+    ``cfg``, ``extra_state``. The newest is the one with the most updates; one that does not tell its updates counts as
+    older than one that does, and among equals the last in ``paths`` is the newest. But for that tie, and for float64's
+    rounding, the order of ``paths`` has no influence. Tensors that share their memory in every input (tied embeddings)
+    share it in the result. One checkpoint is in memory at a time, beside the float64 sums. Prints a line for each.
+
+    Args:
+        paths: the files, all different, at least one.
+        keep_optimizer_state: keep the newest checkpoint's ``last_optimizer_state``. It is not an average, and belongs
+            to weights that the result does not hold; by default it is dropped.
 
     Raises:
         CheckpointError: a file appears twice, cannot be loaded, differs from the first in its keys, shapes or dtypes,
@@ -70,7 +76,8 @@ def average_checkpoints(paths: Sequence[str | os.PathLike]) -> dict:
     path_of_update: dict[int, Path] = {}
     for number, path in enumerate(paths, 1):
         state = load_checkpoint(path)
-        state.pop("last_optimizer_state", None)
+        if not keep_optimizer_state:
+            state.pop("last_optimizer_state", None)
         model, updates = state["model"], num_updates(state)
         print(f"[{number}/{len(paths)}] {path}: update {updates}, {len(model)} tensors", flush=True)
         if updates >= 0 and (other := path_of_update.setdefault(updates, path)) != path:
@@ -146,10 +153,12 @@ def _parser() -> ArgumentParser:
     add("--by", choices=("epoch", "update"), help=by)
     bound = "with a directory: leave out checkpoints whose epoch (with --by update: update) number is above K"
     add("--upper-bound", type=int, metavar="K", help=bound)
+    keep = "keep the newest checkpoint's optimizer state (it is not averaged; by default it is dropped)"
+    add("--keep-optimizer-state", action="store_true", help=keep)
     recalibrate = "re-estimate the norms' running statistics with the averaged weights on this binarized data"
     add("--recalibrate", metavar="DATA", type=Path, help=recalibrate)
-    batches = "for --recalibrate: number of training batches to use, all if there are fewer (default 100)"
-    add("--batches", type=whole, default=100, metavar="N", help=batches)
+    batches = "with --recalibrate: number of training batches to use, all if there are fewer (default 100)"
+    add("--batches", type=whole, metavar="N", help=batches)
     return parser
 
 
@@ -173,20 +182,25 @@ def _select(args: argparse.Namespace) -> list[Path]:
 @command(TOOL)
 def main(argv: Sequence[str] | None = None) -> None:
     args = _parser().parse_args(argv)
-    average(_select(args), args.output, args.recalibrate, args.batches)
+    if args.recalibrate is None and args.batches is not None:
+        raise UserError("--batches goes with --recalibrate DATA")
+    average(_select(args), args.output, args.recalibrate, args.batches or 100, args.keep_optimizer_state)
 
 
-def average(paths: list[Path], output: Path, data: Path | None = None, batches: int = 100) -> None:
+def average(
+    paths: list[Path], output: Path, data: Path | None = None, batches: int = 100, keep_optimizer_state=False
+) -> None:
     """Write the average of ``paths`` to ``output``, recalibrated on the binarized ``data`` if given, and tell of it."""
     check_output_path(output, paths)
     if data is not None and not any(data.glob("dict.*")):
         raise UserError(f"--recalibrate {data}: is not a folder of binarized data (fairseq-preprocess makes one)")
     print(f"averaging {len(paths)} checkpoint{'s' * (len(paths) > 1)}", flush=True)
-    state = average_checkpoints(paths)
+    state = average_checkpoints(paths, keep_optimizer_state)
     if data is not None:
         _recalibrate(state, output, data, batches)
     save_checkpoint(state, output)
-    print(f"wrote {output}")
+    kept = "the newest one's" if "last_optimizer_state" in state else "no"
+    print(f"wrote {output} ({kept} optimizer state)")
 
 
 @without_fairseqs_log()

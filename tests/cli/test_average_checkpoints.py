@@ -187,10 +187,12 @@ def test_overlapping_views_are_averaged_apart(tmp_path):
     assert model["c"].tolist() == [0.0, 0.0, 0.0]
 
 
-def test_optimizer_state_is_left_out(tmp_path):
+def test_optimizer_state(tmp_path):
     paths = write_values(tmp_path, [[1.0], [2.0]])[::-1]
-    average = average_checkpoints(paths)
-    assert "last_optimizer_state" not in average and average["optimizer_history"][-1]["num_updates"] == 200
+    assert "last_optimizer_state" not in average_checkpoints(paths)
+    kept = average_checkpoints(paths, keep_optimizer_state=True)["last_optimizer_state"]
+    assert kept["state"][0]["exp_avg"].tolist() == [200.0] * 3
+    assert average_checkpoints(paths)["optimizer_history"][-1]["num_updates"] == 200
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
@@ -287,6 +289,28 @@ def test_selection_from_a_directory(tmp_path, capsys):
     assert average("--last", 1)[0] == 11.0
     assert average("--by", "update", "--last", 2)[0] == 600.0
     assert average("--by", "update", "--last", 2, "--upper-bound", 1049)[0] == 100.0
+
+
+def test_keep_optimizer_state_option(tmp_path, capsys):
+    paths = write_values(tmp_path, [[1.0], [2.0]])
+    output = tmp_path / "out.pt"
+    code, out, _ = run_main(capsys, "--inputs", *paths, "--output", output, "--keep-optimizer-state")
+    assert code == 0
+    assert "the newest one's optimizer state" in out
+    assert "last_optimizer_state" in load_checkpoint(output)
+    code, out, _ = run_main(capsys, "--inputs", *paths, "--output", output)
+    assert "no optimizer state" in out
+    assert "last_optimizer_state" not in load_checkpoint(output)
+
+
+def test_a_copy_among_the_inputs_gives_a_warning(tmp_path, capsys):
+    paths = write_values(tmp_path, [[1.0], [2.0]])
+    best = tmp_path / "checkpoint_best.pt"
+    best.write_bytes(paths[0].read_bytes())
+    code, _, err = run_main(capsys, "--inputs", *paths, best, "--output", tmp_path / "out.pt")
+    assert code == 0
+    assert err.count("\n") == 1
+    assert f"{paths[0]} and {best} are both of update 100" in err
 
 
 @pytest.mark.parametrize(

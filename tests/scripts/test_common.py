@@ -45,6 +45,7 @@ def test_options_are_those_of_the_usage_text(example):
     assert example("--some-dir", "a b", "--keep-case", "--no-fold", "--bpe", "-1").stdout == "a b|1|0|-1|\n"
     assert example("x=1", "--bpe", "4", "y", takes=True).stdout == "|0|1|4|x=1 y\n"
     assert "--keep-case     a flag" in example("--keep-case", "-h").stdout
+    assert example("--version").stdout.startswith("pn_fairseq 0.")
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -34,7 +35,7 @@ TRANSIENT_STATUS = {408, 425, 429, 500, 502, 503, 504}
 MEMBER_LIMIT = 4 << 30
 #: What tarfile and the decompressors raise for a damaged archive; OverflowError, ValueError and MemoryError come of
 #: sizes in a header that no file has.
-DAMAGE = (tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile, OverflowError, ValueError, MemoryError)
+DAMAGE = (tarfile.TarError, EOFError, zlib.error, OverflowError, ValueError, MemoryError)
 
 
 def _address(url: str) -> str:
@@ -90,8 +91,8 @@ def _download(address: str, partial: Path, retries: int, pause: float) -> None:
         time.sleep(min(pause * 2 ** (failures - 1), 60))
 
 
-def _damage(path: Path, whole: bool = True) -> str | None:
-    """Why the file is not what its name says, as words after "is"; ``whole``: not by its first bytes alone."""
+def _wrong_type(path: Path) -> str | None:
+    """Why the file is not what its name says, as words after "is", by its first bytes."""
     with path.open("rb") as file:
         head = file.read(512)
     if not head:
@@ -99,13 +100,19 @@ def _damage(path: Path, whole: bool = True) -> str | None:
     # Servers answer for a file that is gone, and hotels for every file, with a web page and the status of success.
     if head.removeprefix(b"\xef\xbb\xbf").lstrip().lower().startswith((b"<!doctype html", b"<html", b"<head")):
         return "an HTML page"
-    if not path.name.removesuffix(".partial").endswith((".tgz", ".gz")):
-        return None
-    if not head.startswith(b"\x1f\x8b"):
+    if path.name.removesuffix(".partial").endswith((".tgz", ".gz")) and not head.startswith(b"\x1f\x8b"):
         return f"not a gzip archive (it begins with {head[:12]!r})"
+    return None
+
+
+def _damage(path: Path) -> str | None:
+    """The same with a look at the whole file, which has a checksum if it is compressed."""
+    wrong = _wrong_type(path)
+    if wrong or not path.name.removesuffix(".partial").endswith((".tgz", ".gz")):
+        return wrong
     try:
         with gzip.open(path) as file:
-            while whole and file.read(CHUNK):
+            while file.read(CHUNK):
                 pass
     except (OSError, EOFError, zlib.error) as error:
         return f"damaged or cut off ({error})"
@@ -122,10 +129,18 @@ def fetch(url: str, file: Path, sha256: str = "", md5: str = "", retries: int = 
     """Download a file, unless it is there with the right checksum.
 
     Without ``sha256`` the checksum of the first download is kept in FILE.sha256, in the format of sha256sum, and must
-    be matched from then on. ``md5`` is for files of which only that is published, and not checked where DATA_MIRROR,
-    which may hold another file on purpose, replaces all of ``url`` but the name. ``retries`` attempts in a row may fail
-    without a byte; before the second it waits for ``pause`` seconds, which are doubled each time.
+    be matched from then on.
+
+    Args:
+        url: address; DATA_MIRROR may replace all but the name of the file.
+        file: where to put it.
+        sha256: checksum that it must have.
+        md5: the same where only that is published; a mirror may hold another file on purpose.
+        retries: attempts in a row that may fail without a byte.
+        pause: seconds before the second attempt, doubled each time.
     """
+    if sha256 and not re.fullmatch("[0-9a-fA-F]{64}", sha256):
+        raise UserError(f"--sha256: '{sha256}' is not of 64 hexadecimal digits")
     record, partial = file.with_name(f"{file.name}.sha256"), file.with_name(f"{file.name}.partial")
     recorded = record.read_text("utf-8").split()[:1] if record.exists() and not sha256 else []
     expected = sha256.lower() or "".join(recorded)
@@ -170,33 +185,43 @@ def unpack(archive: Path, folder: Path, members: Collection[str]) -> None:
     The archive is not trusted: a path or a link that leaves the folder or a device ends it with nothing extracted, and
     what is extracted must be plain files. It is read to its end, where the checksum of a compressed one is.
     """
-    if wrong := _damage(archive, whole=False):
+    if wrong := _wrong_type(archive):
         raise Damaged(f"{archive} is {wrong}")
+    found, others = set(), []
     try:
         with atomic_folder(folder) as partial, tarfile.open(archive) as tar:
-            held = {os.path.normpath(member.name): member for member in tar}
-            for member in held.values():
+            for member in tar:
                 tarfile.data_filter(member, str(partial))
-            if missing := [name for name in members if name not in held]:
-                names = ", ".join([*held][:8]) or "nothing"
-                raise UserError(
-                    f"{archive} has no {' and '.join(missing)}; it holds {names}{', ...' * (len(held) > 8)}"
-                )
-            for name in members:
-                member = held[name]
+                name = os.path.normpath(member.name)
+                if name not in members:
+                    others.append(name)
+                    continue
+                if name in found:
+                    raise UserError(f"{archive} holds {name} twice")
                 if not member.isreg() or member.issparse():
                     raise UserError(f"{archive}: its member {name} is a link or the like; do not use it")
                 if member.size > MEMBER_LIMIT:
                     raise UserError(
                         f"{archive}: its member {name} has {member.size} bytes; {MEMBER_LIMIT} are the limit"
                     )
-                tar.extract(member, partial, filter="data")
+                found.add(name)
+                target = partial / name
+                target.parent.mkdir(parents=True, exist_ok=True)
+                with target.open("wb") as file:
+                    shutil.copyfileobj(tar.extractfile(member), file, CHUNK)
             while tar.fileobj.read(CHUNK):
                 pass
+            if missing := [name for name in members if name not in found]:
+                more = f" and {len(others) - 8} more" if len(others) > 8 else ""
+                raise UserError(
+                    f"{archive} has no {' and '.join(missing)}; it holds {', '.join(others[:8]) or 'nothing'}{more}"
+                )
     except tarfile.FilterError as error:
         raise UserError(f"{archive}: {error}; do not use it") from None
     except DAMAGE as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise Damaged(f"{archive} is damaged or cut off ({reason})") from None
     except OSError as error:
-        raise OSError(error.errno, f"{error.strerror}; is the disk full?", str(folder)) from None
+        if error.errno is None:  # gzip's complaints about its data
+            raise Damaged(f"{archive} is damaged or cut off ({error})") from None
+        raise UserError(f"cannot extract {archive} to {folder}: {error.strerror}; is the disk full?") from None

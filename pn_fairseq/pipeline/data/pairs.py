@@ -110,18 +110,38 @@ def xml_segments(path: Path) -> Iterator[str]:
         raise UserError(f"{shown(path)} has no line with '<seg id': it is not a test set in XML")
 
 
-def sgml_segments(path: Path) -> Iterator[str]:
-    """The sentences of WMT's test sets in SGML, whose entities stay as they are.
+def sgml_segments(path: Path) -> Iterator[tuple[tuple[str, int], str]]:
+    """((document, number), sentence) of WMT's test sets in SGML, whose entities stay as they are.
 
     Own code and not `sacrebleu -t wmt14/full`, which gives the same text (tested): that downloads to a place of its
     own and cannot take an archive that is here, as on a machine without a network.
     """
+    document = ""
     for number, line in enumerate(lines(path), 1):
-        found = re.findall(r"<seg\b[^>]*>(.*?)</seg>", line, re.IGNORECASE)
+        if match := re.search(r'<doc\b[^>]*?\bdocid="([^"]*)"', line, re.IGNORECASE):
+            document = match[1]
+        found = re.findall(r'<seg\s+id="?(\d+)"?\s*>(.*?)</seg>', line, re.IGNORECASE)
         if len(found) != len(re.findall(r"<seg\b", line, re.IGNORECASE)):
             raise UserError(f'{shown(path)}: line {number} is not of the form <seg id="N">...</seg>')
-        for text in found:
-            yield text.replace("\r", " ").strip(" \t\f\v")
+        for position, text in found:
+            yield (document, int(position)), text.replace("\r", " ").strip(" \t\f\v")
+
+
+def sgml_pairs(paths: tuple[Path, Path]) -> Iterator[tuple[str, str]]:
+    """The pairs of a test set in SGML. Both files must have the same sentences, by document and number."""
+    source, target = map(shown, paths)
+    sides = [list(sgml_segments(path)) for path in paths]
+    for path, side in zip(paths, sides, strict=True):
+        if not side:
+            raise UserError(f"{shown(path)} has no <seg>: is it a test set of WMT?")
+    for (place, _), (other, _) in zip(*sides, strict=False):
+        if place != other:
+            raise UserError(
+                f"{source} has sentence {place[1]} of {place[0]} where {target} has {other[1]} of {other[0]}"
+            )
+    if len(sides[0]) != len(sides[1]):
+        raise UserError(f"{source} has {len(sides[0])} sentences and {target} {len(sides[1])}")
+    return ((one, other) for (_, one), (_, other) in zip(*sides, strict=True))
 
 
 def line_pairs(reader: Callable[[Path], Iterator[str]], paths: tuple[Path, Path]) -> Iterator[tuple[str, str]]:
@@ -149,17 +169,23 @@ READERS = {
     "tokens": tokens,
     "strip-tags": strip_tags,
     "xml-segments": xml_segments,
-    "sgml-segments": sgml_segments,
 }
 
 
 def take(kind: str, paths: tuple[Path, Path], outputs: tuple[Path, Path]) -> int:
-    """Append the pairs of two published files to two files of text, source and target; returns their number."""
+    """Append the pairs of two published files to two files of text, and return their number.
+
+    Args:
+        kind: a key of :data:`READERS`, or ``sgml-segments``.
+        paths: the file of the source language and that of the target language.
+        outputs: where the sentences go, one a line.
+    """
+    pairs = sgml_pairs(paths) if kind == "sgml-segments" else line_pairs(READERS[kind], paths)
     count = one_empty = nul = 0
     for output in outputs:
         output.parent.mkdir(parents=True, exist_ok=True)
     with outputs[0].open("ab") as source, outputs[1].open("ab") as target:
-        for pair in line_pairs(READERS[kind], paths):
+        for pair in pairs:
             count += 1
             one_empty += not pair[0].strip() or not pair[1].strip()
             nul += any("\0" in side for side in pair)
@@ -249,12 +275,14 @@ def select(dest: Path, settings: Mapping[str, str], splits: list[str], folders: 
     """Write the pairs that are kept, in their order: ``DEST/NAME`` from each folder, unless that is done.
 
     Cleaning (the settings clean, clean_stage, clean_splits) removes pairs. With the setting ``valid_every=N`` each N-th
-    pair of the training text that is kept becomes one of the validation set. ``dest`` also gets removed.tsv, one line
-    for each removed pair, counts, as ``name=value``, and the model of the subwords.
+    pair of the training text that is kept becomes one of the validation set.
 
     Args:
+        dest: also gets removed.tsv, one line for each removed pair, and counts, as ``name=value``.
+        settings: of the prepared data.
         splits: the splits that the folders have.
-        folders: name (raw, tok, bpe) -> folder with SPLIT.LANG, line by line the same sentences.
+        folders: name (raw, tok, bpe) -> folder with SPLIT.LANG, line by line the same sentences; the model of the
+            subwords is copied.
     """
     selected = dest / "stages/selected"
     if (dest / "counts").exists():

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -104,6 +105,14 @@ def keep(dest: Path, folder: Path, settings: dict[str, str]) -> None:
     new = {**settings, **sums}
     if (dest / "settings").exists():
         old = {**UNRECORDED, **read_settings(dest / "settings")}
+        if old["tokenizer"] == tokens.SACREMOSES_OLD and new["tokenizer"] == tokens.SACREMOSES:
+            # All steps read the recorded settings: a preparation that an older version began is finished in its way.
+            new["tokenizer"] = tokens.SACREMOSES_OLD
+            print(
+                f"[data] note: {dest} was begun with an older version, whose tokenizer does not split the full stop of "
+                "an abbreviation at the end of a line; prepare another directory for the tokens of today's Moses",
+                file=sys.stderr,
+            )
         models = [dest / stage / model for stage in ("bpe", "stages/bpe") for model in subwords.MODELS.values()]
         if any(model.exists() for model in models):
             return check_same(dest, old, new, sums)

@@ -178,7 +178,7 @@ STEPS = {
     fetch: [("url", {}), ("file", {}), ("--sha256", {"default": ""}), ("--md5", {"default": ""})],
     unpack: [("archive", {}), ("members", {"nargs": "+"})],
     take: [
-        ("kind", {"choices": pairs.READERS}),
+        ("kind", {"choices": [*pairs.READERS, "sgml-segments"]}),
         ("outputs", {"nargs": 2}),
         ("files", {"nargs": "+"}),
         ("--expect", {"type": int, "help": "the number of pairs of the published files"}),

@@ -150,6 +150,7 @@ def test_known_checksum(server, file):
     assert listing(file.parent) == set(), "a wrong file is not kept"
     refused(server.url, "md5", url=server.url, file=file, md5=hashlib.md5(OTHER).hexdigest())
     fetched(server.url, file, md5=hashlib.md5(CONTENT).hexdigest())
+    refused("abc", "64", url=server.url, file=file, sha256="abc")
 
 
 def test_another_file_at_the_same_address_is_noticed(server, file):

@@ -57,7 +57,7 @@ def test_what_users_do_not_see_is_said_with_counts(tmp_path, capsys):
         ("as-is", b"a\nb\rc\n", b"c\nd\n", "text.de: line 2 has a carriage return in the middle"),
         ("tokens", b"a\n" + b"b" * (1 << 20) + b"\n", b"c\nd\n", "text.de: line 2 has more than 1048576 bytes"),
         ("xml-segments", b"a\n", b"b\n", "text.de has no line with '<seg id'"),
-        ("sgml-segments", b"a\n", b'<seg id="1">b</seg>\n', "text.de: is empty"),
+        ("sgml-segments", b"a\n", b'<seg id="1">b</seg>\n', "text.de has no <seg>"),
     ],
 )
 def test_text_that_cannot_be_used(kind, de, en, needle, tmp_path):

@@ -321,12 +321,20 @@ def test_wmt14_cleaned_by_subwords(tmp_path):
         ),
         (
             "test-full.tgz",
+            "test-full/newstest2014-deen-ref.de.sgm",
+            lambda text: text.replace('<seg id="2">Leer', '<seg id="3">Leer').replace(
+                '<seg id="2"> Leer', '<seg id="3">'
+            ),
+            ("newstest2014-deen", "sentence 2 of doc-2", "3 of doc-2"),
+        ),
+        (
+            "test-full.tgz",
             "test-full/newstest2014-deen-src.en.sgm",
             lambda text: text.replace("lamp-posts.</seg>", "lamp-posts."),
             ("newstest2014-deen-src.en.sgm", "line 16"),
         ),
     ],
-    ids=["not UTF-8", "unequal", "broken SGML"],
+    ids=["not UTF-8", "unequal", "other sentences", "broken SGML"],
 )
 def test_wmt14_archives_that_are_wrong(tmp_path, archive, member, change, needles):
     members = wmt14_members()

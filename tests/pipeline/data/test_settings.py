@@ -67,3 +67,13 @@ def test_settings_may_change_until_the_subwords_are_learned(dest):
     assert settings.read(dest)["bpe"] == "400" and (dest / "tok").exists()
     settings.keep(dest, dest / "text", parse("bpe=400", "lower=1"))
     assert settings.read(dest)["lower"] == "1" and not (dest / "tok").exists()
+
+
+def test_data_of_an_older_version_is_finished_in_its_way(dest, capsys):
+    """It records nothing of what could not be set then, and its tokenizer had no rule for the last full stop."""
+    settings.keep(dest, dest / "text", parse())
+    lines = (dest / "settings").read_text().splitlines(keepends=True)
+    (dest / "settings").write_text("".join(lines[:4] + lines[-6:]))
+    settings.keep(dest, dest / "text", parse())
+    assert settings.read(dest)["tokenizer"] == "sacremoses"
+    assert "older version" in capsys.readouterr().err

@@ -84,6 +84,10 @@ def test_members_that_are_no_plain_files(tmp_path, folder, member, needle):
     refused(tar_of(tmp_path / "x.tgz", ("other", b"1"), member), folder, ["x"], needle, "do not use it")
 
 
+def test_a_member_that_is_there_twice(tmp_path, folder):
+    refused(tar_of(tmp_path / "x.tgz", ("x", b"1"), ("./x", b"2")), folder, ["x"], "twice")
+
+
 def test_members_that_would_fill_the_disk(tmp_path, folder, monkeypatch):
     """A sparse member, and one that is larger than any text: both are a few bytes in the archive."""
     (tmp_path / "sparse").open("wb").truncate(3 << 30)
@@ -103,7 +107,7 @@ def test_a_size_that_no_file_has(tmp_path, folder):
 
 def test_missing_members_are_named(tmp_path, folder):
     archive = tar_of(tmp_path / "x.tgz", *((f"a/file{number}", b"1") for number in range(20)))
-    refused(archive, folder, ["a/file3", "b/x.en", "b/y.de"], "b/x.en and b/y.de", "a/file0, a/file1", "a/file7, ...")
+    refused(archive, folder, ["a/file3", "b/x.en", "b/y.de"], "b/x.en and b/y.de", "a/file0, a/file1", "11 more")
 
 
 @pytest.mark.parametrize("kept", [0.5, 0.999, 100])
@@ -155,7 +159,7 @@ def test_a_full_disk(tmp_path):
     archive = tar_of(tmp_path / "x.tgz", ("a", TEXT))
     limited = ["bash", "-c", 'ulimit -f 100; exec "$@"', "bash", *command(archive, tmp_path, "a")]
     result = run(*limited, check=False)
-    assert result.returncode == 2 and "File too large; is the disk full?" in result.stderr
+    assert result.returncode == 2 and "File too large" in result.stderr and "disk full" in result.stderr
     assert len(result.stderr.splitlines()) == 1 and not list(tmp_path.rglob("unpacked/*"))
 
 
