@@ -7,7 +7,7 @@ usage() {
 usage: scripts/prepare_ptb.sh --corpus DIR [--dest DIR] [--workers N]
 
 Takes ptb.train.txt, ptb.valid.txt and ptb.test.txt from --corpus, as in Mikolov's simple-examples.tgz (data/), with
-10,000 words and <unk>. The text is under the licence of LDC99T42, which forbids to pass it on: it is neither in this
+10,000 words and <unk>. The text is under the licence of LDC99T42, which does not allow distribution: it is neither in this
 repository nor downloaded. Refuses text that does not have 929,589 / 73,760 / 82,430 tokens, ends of lines included.
 
   --corpus DIR  the folder with the three files

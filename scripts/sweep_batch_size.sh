@@ -27,7 +27,7 @@ source "$(dirname "$(readlink -f "$0")")/lib/common.sh"
 corpus=verses runs="" data="" arguments=()
 parse_options "$@"
 reproduce=$root/scripts/reproduce_$corpus.sh
-[[ -f $reproduce ]] || die "--corpus $corpus: there are verses, iwslt14 and wmt14"
+[[ $corpus == @(verses|iwslt14|wmt14) ]] || die "--corpus $corpus: there are verses, iwslt14 and wmt14"
 runs=$(absolute "${runs:-$root/runs/batch_size_$corpus}")
 use_venv
 need pn-figures

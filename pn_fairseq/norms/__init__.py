@@ -1,8 +1,7 @@
 """Normalization layers for padded sequences of tokens. Needs torch and nothing else.
 
 To add a norm, subclass :class:`ChannelNorm` (no state) or :class:`RunningNorm` (running statistics) and register it
-with
-:func:`register_norm`; see docs/adding_a_norm.md.
+with :func:`register_norm`; see docs/adding_a_norm.md.
 """
 
 from pn_fairseq.norms.base import ChannelNorm, RunningNorm, running_norms

@@ -27,7 +27,7 @@ class ChannelNorm(nn.Module):
         ValueError: an argument or an input does not fit; the message holds its value.
     """
 
-    #: Whether a token's y in training depends on other tokens of the batch, those after it among them: "never",
+    #: Whether a token's y in training depends on other tokens of the batch, also on later ones: "never",
     #: "always", or "at first": no longer once warm-ups and schedules are over, in channels where nothing is clipped.
     mixes_tokens = "never"
 
@@ -91,17 +91,16 @@ class RunningNorm(ChannelNorm):
     A subclass names its state with :meth:`add_state`, says in :attr:`moment_name` (and :attr:`mean_name`) which part of
     it evaluation normalizes by, and defines :meth:`forward_pass`, :meth:`backward_pass` and, unless it keeps
     exponential averages, :meth:`update`. Masks, layer-scale, precision, ranks, activation checkpointing, gradient
-    accumulation, faults, evaluation, recalibration, averaging, saving and diagnostics are the business of this class.
+    accumulation, faults, evaluation, recalibration, averaging, saving and diagnostics are handled by this class.
 
-    **When the state changes.** A forward writes none of it. A backward leaves a :class:`~.tokens.Step`, once per
-    forward.
-    :meth:`flush` takes the steps into the state, those without a real token or with a number that is not finite
-    excepted. It runs before the next training forward (not inside a backward pass, where a forward is a recomputation
-    and has to see the same state again), in :meth:`set_num_updates`, on a change between training and evaluation, on
-    saving, loading, copying and conversion. Read a buffer directly only after ``flush()``.
+    **When the state changes.** A forward changes no state. A backward stores a :class:`~.tokens.Step`, once per
+    forward. :meth:`flush` applies the steps to the state, and discards those without a real token or with a number that
+    is not finite. It runs before the next training forward (not inside a backward pass, where a forward is a
+    recomputation and has to see the same state again), in :meth:`set_num_updates`, on a change between training and
+    evaluation, on saving, loading, copying and conversion. Read a buffer directly only after ``flush()``.
 
     The state stays float32 through ``.half()``, ``.bfloat16()``, ``.to(dtype)`` and loading. The buffer
-    ``num_batches_tracked`` (int64) counts the steps that were taken in.
+    ``num_batches_tracked`` (int64) counts the steps that were applied.
 
     Args:
         alpha_fwd: decay of the exponential averages, in (0, 1).
@@ -153,8 +152,8 @@ class RunningNorm(ChannelNorm):
     def forward_pass(self, tokens: Tokens, step: Step) -> Tensor:
         """y, (T, B, C), from :meth:`.Tokens.normalize`.
 
-        It has to see to it that ``step.batch`` is set, by :meth:`.Tokens.moments` or ``normalize(moments=True)``. It
-        may keep in ``step`` what the other passes need. State that ``step`` keeps goes through :meth:`snapshot`.
+        It must set ``step.batch``, by :meth:`.Tokens.moments` or ``normalize(moments=True)``. It may keep in ``step``
+        what the other passes need. State that ``step`` keeps goes through :meth:`snapshot`.
         """
         raise NotImplementedError
 

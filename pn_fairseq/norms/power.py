@@ -38,9 +38,8 @@ class PowerNorm(RunningNorm):
         num_features: number of channels C.
         alpha_fwd, alpha_bwd: decay of :math:`\psi^2` and of :math:`\nu`, in (0, 1).
         psi_warmup_updates: length of the warm-up in optimizer updates; 0: none.
-        sync, process_group: see :class:`~pn_fairseq.norms.base.RunningNorm`. After the warm-up no rank waits for
-        another:
-            a step has one asynchronous all-reduce.
+        sync, process_group: see :class:`~pn_fairseq.norms.base.RunningNorm`. After the warm-up
+            a step has one asynchronous all-reduce, and the forward does not wait.
         eps, affine, layer_scale_groups, batch_first: see :class:`~pn_fairseq.norms.base.ChannelNorm`.
 
     Buffers: ``running_psi2`` (:math:`\psi^2`, initially 1) and ``nu`` (initially 0), (C,) float32, and

@@ -2,6 +2,7 @@
 
 import importlib.util
 import inspect
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -171,7 +172,8 @@ def find_norm(name: str) -> NormEntry:
         ValueError: no norm has that name; the message holds the most similar one.
     """
     if name not in NORMS:
-        similar = get_close_matches(str(name), NORMS, n=1)
+        plain = re.sub("[-_]?norm$", "", str(name).lower())  # LayerNorm, batch_norm
+        similar = [plain] if plain in NORMS else get_close_matches(str(name), NORMS, n=1)
         hint = f", did you mean {similar[0]!r}?" if similar else ";"
         raise ValueError(f"unknown norm {name!r}{hint} known: {', '.join(NORMS)}")
     return NORMS[name]

@@ -16,8 +16,8 @@ KEPT = {"epoch": "checkpoint.keep_last_epochs", "update": "checkpoint.keep_inter
 def _parser() -> ArgumentParser:
     parser = ArgumentParser(
         prog="scripts/average.sh",
-        epilog="Does nothing if the output was made from these very checkpoints in this very way. --run also takes the "
-        "folder of a job of fairseq-hydra-train, or a --save-dir of fairseq-train.",
+        epilog="Does nothing if the output was made from the same checkpoints with the same options. --run also takes "
+        "the folder of a job of fairseq-hydra-train, or a --save-dir of fairseq-train.",
     )
     add = parser.add_argument
     add("--run", type=Path, required=True, metavar="DIR", help="a run of scripts/train.sh")
@@ -28,8 +28,7 @@ def _parser() -> ArgumentParser:
     add("--output", type=Path, metavar="FILE", help="default DIR/checkpoints/averaged.pt")
     recalibrate = (
         "re-estimate the norms' running statistics with the averaged weights on the run's training data, and print the "
-        "validation loss before and after (docs/averaging.md); by default they are averaged, too, since recalibrated "
-        "ones made no difference"
+        "validation loss before and after (docs/averaging.md); by default they are averaged"
     )
     add("--recalibrate", action=argparse.BooleanOptionalAction, default=False, help=recalibrate)
     return parser

@@ -219,8 +219,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = ArgumentParser(
         prog="scripts/evaluate_lm.sh",
         description="The perplexity of a language model over all tokens of a split, with a signature that says what "
-        "was counted. Of a model with running statistics also the one that the statistics of the batches give, which "
-        "training uses: what the difference between training and evaluation costs.",
+        "was counted. For a model with running statistics also the one with the statistics of the batch, as in "
+        "training: the difference between training and evaluation.",
         epilog="Writes DIR/evaluate_lm/SUBSET.json and .txt. --compare reads them, and refuses perplexities that are "
         "over different tokens.",
     )

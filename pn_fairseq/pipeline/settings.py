@@ -28,6 +28,8 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 import pn_fairseq.models  # noqa: F401 (registers the architectures)
+from pn_fairseq.norms import load_norms
+from pn_fairseq.norms.registry import find_norm
 from pn_fairseq.pipeline.command import UserError, did_you_mean
 
 #: Settings of this pipeline beside fairseq's. Configs hold average_last in fairseq's free section ``scoring``.
@@ -232,6 +234,17 @@ def _batches(config: Path, cfg: DictConfig, names: set[str], world_size: int) ->
         of_file = _read(config, []).dataset.max_tokens if "dataset.max_tokens" in names else cap
         tokens = update_freq * (of_file or cap)
     return spread(_whole("tokens_per_update", tokens), cap, world_size)
+
+
+def check_norms(cfg: DictConfig) -> None:
+    """Refuse norms that do not exist, without the data that the building of a model needs."""
+    try:
+        for path in filter(None, (cfg.model.get("norm_module") or "").split(",")):
+            load_norms(path)
+        for name in filter(None, (cfg.model.get("encoder_norm"), cfg.model.get("decoder_norm"))):
+            find_norm(name)
+    except ValueError as error:
+        raise UserError(str(error)) from error
 
 
 def check_model(cfg: DictConfig, data: Path, batches: Batches) -> None:

@@ -19,12 +19,12 @@ class _Chosen:
 
 
 def main(argv: list[str] | None = None) -> int:
-    return run("pn-test-norms", lambda: _main(argv), ValueError)
+    return run("python -m pn_fairseq test-norms", lambda: _main(argv), ValueError)
 
 
 def _main(argv: list[str] | None) -> int:
     parser = ArgumentParser(
-        prog="pn-test-norms",
+        prog="python -m pn_fairseq test-norms",
         description="Check the rules that every norm has to keep: padding, ranks, activation checkpointing, gradient "
         "accumulation, faults, precision, saving, recalibration, averaging, folding, diagnostics, compilation.",
         epilog="What follows -- goes to pytest, such as: -- -x -k padding",

@@ -18,7 +18,7 @@ more_usage() {
 
   --workers N  processes (default: all cores)
 
-Run again, it does what is missing. Only cleaning removes sentences: line counts are checked after every step.
+The same command resumes. Only cleaning removes sentences: line counts are checked after every step.
 In the environment, as far as they apply: DATA_MIRROR, a folder or URL to take the downloads from; MOSES, a checkout of
 mosesdecoder whose Perl scripts replace sacremoses; BPE=subword-nmt (default) or sentencepiece.
 END

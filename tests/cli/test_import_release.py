@@ -180,8 +180,11 @@ def assert_same(imported, model):
         torch.testing.assert_close(imported(src, None, prev)[0], model(src, None, prev)[0], rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("stacked", [True, False], ids=["in_proj", "q-k-v"])
-@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "old-format"])
+@pytest.mark.parametrize(
+    ("stacked", "zipped"),
+    [(True, False), (False, True), *(pytest.param(same, same, marks=pytest.mark.slow) for same in (True, False))],
+    ids=["in_proj, old format", "q-k-v, zip", "in_proj, zip", "q-k-v, old format"],
+)
 def test_imported_model_is_the_one_in_the_file(stacked, zipped, model, data, tmp_path, capsys):
     source = write(tmp_path / "release.pt", as_release(model, stacked=stacked), zipped=zipped)
     assert main([str(source), str(tmp_path / "imported.pt")]) == 0

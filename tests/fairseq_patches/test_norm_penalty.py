@@ -114,6 +114,7 @@ def on_rank(rank, world, x, sample):
     return {sync: model.x.grad for sync, model in models.items()}
 
 
+@pytest.mark.slow
 def test_two_ranks(batch):
     """Synchronised: one penalty for the tokens of both. Otherwise each has its own. The trainer adds the gradients."""
     x, sample = batch

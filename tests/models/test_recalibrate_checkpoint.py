@@ -59,6 +59,7 @@ def loss_by_sentence(path, data):
     return total / tokens / torch.log(torch.tensor(2.0)).item(), len(dataset), tokens
 
 
+@pytest.mark.slow
 def test_losses_are_those_of_the_files_over_all_sentences(trained, data, plain, tmp_path, capsys):
     output = tmp_path / "recalibrated.pt"
     code, out, err = average(trained, output, capsys, "--recalibrate", data / "bin", "--batches", 10**6)

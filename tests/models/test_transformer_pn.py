@@ -166,7 +166,7 @@ def test_vocabulary_is_what_the_output_is_over():
     assert model(*(lambda batch: (batch[0], None, batch[1]))(padded_batch()))[0].shape == (3, 5, VOCABULARY)
 
 
-@pytest.mark.parametrize("name", ["power", "batch"])
+@pytest.mark.parametrize("name", ["power", pytest.param("batch", marks=pytest.mark.slow)])
 def test_compiled_model_trains_and_evaluates_like_the_plain_one(name):
     torch.manual_seed(1)
     plain = build(TINY[name], dropout=0.0, attention_dropout=0.0, psi_warmup_updates=1, **ONE_LAYER).double()

@@ -91,7 +91,9 @@ def test_all_tokens_are_counted(work, name):
     assert "tokens:" in found.signature and f"|causal:{'yes' if found.causal else 'NO'}|" in found.signature
 
 
-@pytest.mark.parametrize(("name", "context"), [("adaptive", 0), ("transformer_lm_pn_seed1", 3)])
+@pytest.mark.parametrize(
+    ("name", "context"), [pytest.param("adaptive", 0, marks=pytest.mark.slow), ("transformer_lm_pn_seed1", 3)]
+)
 def test_perplexity_is_that_of_fairseq_eval_lm(work, name, context, capsys):
     checkpoint = work / name / "checkpoints/averaged.pt"
     call(evaluate_lm, "--run", work / name, "--context-window", context)

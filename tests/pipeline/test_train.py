@@ -140,6 +140,8 @@ def test_a_batch_that_is_too_small_for_a_sentence_says_what_to_do(data, tmp_path
         (("verses_es_en", "--dat"), ("--dat",)),
         (("verses_es_en", "--check", "model._name=transformer_pm_tiny"), ("'transformer_pn_tiny'",)),
         (("verses_es_en", "--check", "+model.encoder_nrom=layer"), ("'encoder_norm'",)),
+        (("verses_es_en", "--check", "model.encoder_norm=batchnorm"), ("did you mean 'batch'",)),
+        (("verses_es_en", "--check", "model.norm_module=/nowhere/my.py"), ("/nowhere/my.py",)),
     ],
 )
 def test_mistakes_get_one_line(arguments, needles, capsys):

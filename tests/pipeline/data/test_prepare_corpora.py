@@ -402,6 +402,7 @@ def iwslt15(tmp_path_factory) -> Path:
     return base / "data"
 
 
+@pytest.mark.slow
 def test_iwslt15_against_a_simple_reading(iwslt15):
     names = {"train": "train", "valid": "tst2012", "test": "tst2013"}
     files = iwslt15_files()
@@ -482,6 +483,7 @@ def prepare_multi30k(dest: Path, corpus: Path, *options, **kwargs):
     return script("prepare_multi30k.sh", "--dest", dest, "--corpus", corpus, "--bpe", 150, *options, **kwargs)
 
 
+@pytest.mark.slow
 def test_multi30k_against_a_simple_reading(multi30k, tmp_path):
     dest = tmp_path / "data"
     result = prepare_multi30k(dest, multi30k, "--test", "test2017")
