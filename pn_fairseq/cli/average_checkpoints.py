@@ -168,6 +168,8 @@ def _select(args: argparse.Namespace) -> list[Path]:
     if len(args.inputs) > 1 or not folder.is_dir():
         for option in ("last", "by", "upper_bound"):
             if getattr(args, option) is not None:
+                if not folder.exists():
+                    raise UserError(f"there is no directory '{folder}' (--inputs)")
                 raise UserError(f"--{option.replace('_', '-')} selects from a directory, but --inputs names files")
         return args.inputs
     if args.last is None:

@@ -23,10 +23,11 @@ example:
   fairseq-generate DATA --user-dir "$(python -m pn_fairseq --user-dir)" --path checkpoints/folded.pt \\
       --beam 5 --remove-bpe --required-batch-size-multiple 1
 
-Folded are PN, PN-V and BN; LayerNorm stays, and so does the last norm of a decoder whose output projection is shared
-with its embeddings. Before OUTPUT is written, both models run on random sentences, and the largest difference of their
-logits is printed; more than 1e-4 of the largest logit is an error. OUTPUT cannot be trained, and has no state of an
-optimizer. To average checkpoints, average before folding. CHECKPOINT is read without running code from it.
+Folded are norms with running statistics, such as PN, PN-V and BN. Other norms stay, and so does the last norm of a
+decoder whose output projection is shared with its embeddings. Before OUTPUT is written, both models run on random
+sentences, and the largest difference of their logits is printed; more than 1e-4 of the largest logit is an error.
+OUTPUT cannot be trained, and has no state of an optimizer. To average checkpoints, average before folding. CHECKPOINT
+is read without running code from it.
 """
 
 

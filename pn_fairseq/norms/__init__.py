@@ -5,26 +5,32 @@ with :func:`register_norm`; see docs/adding_a_norm.md.
 """
 
 from pn_fairseq.norms.base import ChannelNorm, RunningNorm, running_norms
-from pn_fairseq.norms.batch import MaskedBatchNorm
+from pn_fairseq.norms.batch import MaskedBatchNorm, MaskedBatchNormRelease
+from pn_fairseq.norms.batch_reg import RegularizedBatchNorm, RegularizedBatchNormRelease
+from pn_fairseq.norms.batch_renorm import BatchRenorm
 from pn_fairseq.norms.distributed import average_running_stats
 from pn_fairseq.norms.dyt import DynamicErf, DynamicTanh
 from pn_fairseq.norms.group import GroupNorm
 from pn_fairseq.norms.layer import LayerNorm
 from pn_fairseq.norms.layer_scale import LayerScale
+from pn_fairseq.norms.mabn import MovingAverageBatchNorm
 from pn_fairseq.norms.power import PowerNorm
 from pn_fairseq.norms.power_release import PowerNormRelease
 from pn_fairseq.norms.power_v import PowerNormV
+from pn_fairseq.norms.prep_batch import ProgressiveBatchNorm
 from pn_fairseq.norms.recalibrate import recalibrating
 from pn_fairseq.norms.registry import NORMS, VARIANTS, build_norm, load_norms, register_norm
 from pn_fairseq.norms.rms import RMSNorm, RMSNormRelease, ScaleNorm
 from pn_fairseq.norms.simple import AdaNorm, AdaNormRelease, DetachNorm, LayerNormSimple, NoNorm
 from pn_fairseq.norms.tokens import Moments, Step, Tokens
+from pn_fairseq.norms.unified import UnifiedNorm, UnifiedNormRelease
 
 __all__ = [
     "NORMS",
     "VARIANTS",
     "AdaNorm",
     "AdaNormRelease",
+    "BatchRenorm",
     "ChannelNorm",
     "DetachNorm",
     "DynamicErf",
@@ -34,17 +40,24 @@ __all__ = [
     "LayerNormSimple",
     "LayerScale",
     "MaskedBatchNorm",
+    "MaskedBatchNormRelease",
     "Moments",
+    "MovingAverageBatchNorm",
     "NoNorm",
     "PowerNorm",
     "PowerNormRelease",
     "PowerNormV",
+    "ProgressiveBatchNorm",
     "RMSNorm",
     "RMSNormRelease",
+    "RegularizedBatchNorm",
+    "RegularizedBatchNormRelease",
     "RunningNorm",
     "ScaleNorm",
     "Step",
     "Tokens",
+    "UnifiedNorm",
+    "UnifiedNormRelease",
     "average_running_stats",
     "build_norm",
     "load_norms",

@@ -16,19 +16,20 @@ KEPT = {"epoch": "checkpoint.keep_last_epochs", "update": "checkpoint.keep_inter
 def _parser() -> ArgumentParser:
     parser = ArgumentParser(
         prog="scripts/average.sh",
-        epilog="Does nothing if the output was made from the same checkpoints with the same options. --run also takes "
-        "the folder of a job of fairseq-hydra-train, or a --save-dir of fairseq-train.",
+        description="Average the weights of the last checkpoints of a run.",
+        epilog="Does nothing if the output was made from the same checkpoints with the same options.",
     )
     add = parser.add_argument
-    add("--run", type=Path, required=True, metavar="DIR", help="a run of scripts/train.sh")
+    run = "a run of scripts/train.sh, fairseq-train or a job of a sweep"
+    add("--run", type=Path, required=True, metavar="DIR", help=run)
     last = "how many checkpoints (default: average_last of the configuration, else as many as the run keeps); if there "
-    add("--last", type=whole, metavar="N", help=f"{last}are fewer, those, and it says so")
+    add("--last", type=whole, metavar="N", help=f"{last}are fewer, all are averaged and a line says so")
     by = "checkpoints of epochs or of updates (default: those that the run keeps)"
     add("--by", choices=KEPT, help=by)
     add("--output", type=Path, metavar="FILE", help="default DIR/checkpoints/averaged.pt")
     recalibrate = (
         "re-estimate the norms' running statistics with the averaged weights on the run's training data, and print the "
-        "validation loss before and after (docs/averaging.md); by default they are averaged"
+        "validation loss before and after (docs/averaging.md); by default the statistics are averaged, too"
     )
     add("--recalibrate", action=argparse.BooleanOptionalAction, default=False, help=recalibrate)
     return parser

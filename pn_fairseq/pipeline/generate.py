@@ -35,8 +35,7 @@ SEARCH = {"beam": 5, "lenpen": 1.0, "max_len_a": 0, "max_len_b": 200}
 EPILOG = """\
 Decodes on all visible GPUs, one process on each (or on NPROC=N of them; CUDA_VISIBLE_DEVICES=0,1 selects some), or else
 with NPROC=N processes on the CPU (default 1). As many hypotheses come out as sentences go in, or the script fails.
-Does nothing if the output was made from these checkpoints and this data with these settings. --run also takes the
-folder of a job of fairseq-hydra-train, or a --save-dir of fairseq-train.
+Does nothing if the output was made from these checkpoints and this data with these settings.
 """
 
 
@@ -44,22 +43,25 @@ def add_decoding_options(parser: ArgumentParser) -> None:
     """The options that generate.sh and translate.sh share."""
     add = parser.add_argument
     averaged = "default DIR/checkpoints/averaged.pt (scripts/average.sh makes it); several decode as an ensemble"
-    add("--run", type=Path, metavar="DIR", help="a run of scripts/train.sh")
+    add("--run", type=Path, metavar="DIR", help="a run of scripts/train.sh, fairseq-train or a job of a sweep")
     add("--checkpoint", type=Path, nargs="+", metavar="FILE", help=averaged)
-    add("--beam", type=whole, metavar="N", help="beam size (default: the run's configuration, as for the next three)")
+    add("--beam", type=whole, metavar="N", help="beam size (default, as for the next three: the run's)")
     add("--lenpen", type=float, metavar="X", help="length penalty")
-    add("--max-len-a", type=float, metavar="A", help="a hypothesis has at most A x (subwords of its source)")
-    add("--max-len-b", type=whole, metavar="B", help="+ B subwords")
-    add("--batch-size", type=whole, default=128, metavar="N", help="sentences (default 128) and")
-    tokens = "source tokens with their padding (default 8000) in a batch; fewer if the memory is too small"
+    add("--max-len-a", type=float, metavar="A", help="a hypothesis has at most A x (length of its source) + B subwords")
+    add("--max-len-b", type=whole, metavar="B", help="B in --max-len-a")
+    add("--batch-size", type=whole, default=128, metavar="N", help="sentences in a batch, at most (default 128)")
+    tokens = "source tokens in a batch, at most, padding included (default 8000); lower it if the memory is too small"
     add("--max-tokens", type=whole, default=8000, metavar="N", help=tokens)
-    half = "half precision, on a GPU only, or not (default: as the run was trained)"
+    half = "decode in half precision, which needs a GPU (default: as the run was trained)"
     add("--fp16", action=argparse.BooleanOptionalAction, help=half)
 
 
 def _parser() -> ArgumentParser:
     formatter = argparse.RawDescriptionHelpFormatter
-    parser = ArgumentParser(prog="scripts/generate.sh", epilog=EPILOG, formatter_class=formatter)
+    description = "Translate a subset of the data that a model was trained on."
+    parser = ArgumentParser(
+        prog="scripts/generate.sh", description=description, epilog=EPILOG, formatter_class=formatter
+    )
     add_decoding_options(parser)
     parser.add_argument("--subset", default="test", metavar="NAME", help="test (default) or valid")
     parser.add_argument("--nbest", type=whole, default=1, metavar="N", help="also write the N best to nbest.tok")
@@ -93,7 +95,7 @@ class Decoding:
             *(word for name, value in self.search.items() for word in (f"--{name.replace('_', '-')}", str(value))),
             *("--remove-bpe", self.settings.get("segmentation", "subword-nmt").replace("-", "_")),
             *("--max-tokens", str(args.max_tokens), "--batch-size", str(args.batch_size)),
-            # With the default of 8 fairseq silently drops the last sentences of a batch.
+            # With its default of 8, fairseq silently drops the last batch unless it has a multiple of 8 sentences.
             *("--required-batch-size-multiple", "1", "--num-workers", "0", "--log-format", "none"),
             *(["--fp16"] if self.fp16 else []),
         ]

@@ -53,7 +53,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     for name, meaning, settings in (
         ("run", "a run that scripts/generate.sh has decoded: of train.sh, fairseq-train or a job of a sweep",
          {"type": Path, "metavar": "DIR"}),
-        ("subset", "test (default) or valid", {}),
+        ("subset", "test (default) or valid", {"metavar": "NAME"}),
         ("output", "what generate.sh was given (default: RUN/generate/SUBSET)", {"type": Path, "metavar": "DIR"}),
         ("compound-split", 'in tokenized BLEU, split words with hyphens ("rich ##AT##-##AT## text"), as papers on '
          "WMT14 do (default: what the run's data was prepared for)", {"action": argparse.BooleanOptionalAction}),
@@ -63,8 +63,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
          {"action": "store_true"}),
         ("lowercase", "ignore case", {"action": "store_true"}),
         ("target", "language of the text, which chooses sacrebleu's tokenizer (default: 13a)", {"metavar": "LANG"}),
-        ("compare", "is the difference between each run and the first, or each file and --hyp, more than the choice of "
-         "test sentences? Paired bootstrap by sacrebleu: a table and what it means",
+        ("compare", "paired bootstrap by sacrebleu: could the difference between each run and the first, or between "
+         "each file and --hyp, come from the choice of test sentences?",
          {"type": Path, "nargs": "+", "metavar": "PATH"}),
         ("resamples", "resampled sets of sentences (default: 1000)", {"type": whole, "metavar": "N"}),
         ("seed", "of the resampling (default: 12345)", {"type": whole, "metavar": "N"}),

@@ -55,7 +55,9 @@ def _parser() -> ArgumentParser:
     parser = ArgumentParser(prog="scripts/train.sh", epilog=EPILOG, formatter_class=formatter)
     names = ", ".join(sorted(path.stem for path in (ROOT / "configs").glob("*.yaml")))
     parser.add_argument("config", metavar="CONFIG", help=f"a name in configs/ ({names}) or the path of a YAML file")
-    parser.add_argument("settings", nargs="*", metavar="key=value", help="settings that differ from the file's")
+    parser.add_argument(
+        "settings", nargs="*", default=[], metavar="key=value", help="settings that differ from the file's"
+    )
     parser.add_argument("--data", type=Path, metavar="DIR", help="prepared data (default runs/data/CONFIG)")
     parser.add_argument("--run", type=Path, metavar="DIR", help="checkpoints and logs (default runs/CONFIG)")
     parser.add_argument("--check", action="store_true", help="check the settings and stop; needs no data")

@@ -14,7 +14,7 @@ from pn_fairseq.pipeline.runs import Run, open_run
 
 
 def _parser() -> ArgumentParser:
-    about = "One sentence a line, UTF-8. As many lines come out as go in; an empty line stays empty."
+    about = "Translate UTF-8 text, one sentence a line. As many lines come out as go in; an empty line stays empty."
     parser = ArgumentParser(prog="scripts/translate.sh", description=about)
     add_decoding_options(parser)
     parser.add_argument("--input", type=Path, metavar="FILE", help="text to translate (default: standard input)")

@@ -12,24 +12,36 @@ about=$(sed -n '2s/^# //p' "$0") # a sentence for the usage text
 : "${after:=average generate score}"
 
 usage() {
+    local run=NORM_seedN
+    [[ $models != *" "* ]] || run=MODEL_NORM_seedN
     cat <<END
 usage: scripts/$(basename "$0") [--runs DIR] [--data DIR] [--dry-run] [options of $prepare] [key=value ...]
 
 $about
 For every norm and seed: train, ${after// /, }; then one report over all of them.
 
-  --runs DIR     where the runs go, as DIR/$([[ $models != *" "* ]] || echo MODEL_)NORM_seedN, and the report, as DIR/report (default runs/$config)
-                 With TABLE: the config and the report of the table (runs/CONFIG, DIR/report-TABLE)
+  --runs DIR     where the runs go, as DIR/$run, and the report, as DIR/report (default runs/$config)
   --data DIR     the prepared data, made if it is not there (default runs/data/$config)
   --dry-run      print the commands and do nothing
-$(prepare_options | awk -v prepare="$prepare" '{ printf "  %-13s  passed on to %s\n", $0, prepare }'
-        echo "  key=value      settings for train.sh that differ from configs/$config.yaml")
+$(prepare_options | awk -v prepare="$prepare" '{ printf "  %-13s  passed on to %s\n", $0, prepare }')
+  key=value      settings for train.sh that differ from configs/$config.yaml
 
 In the environment:
   NORMS="$default_norms"
                  the norms, as in ${models%% *}_NORM_$size; NORM+key=value has a setting of the model's
   SEEDS="$default_seeds"
-                 as many runs are made as there are pairs of norm and seed$([[ $models != *" "* ]] || printf '\n  MODELS="%s"\n                 for each of these models' "$models")$([[ -z ${tables-} ]] || printf '\n  TABLE=NAME     instead of NORMS: the rows of a published table, whose numbers the report has\n                 (%s)' "$tables")
+                 one run is made for each norm and seed
+END
+    [[ $models != *" "* ]] || cat <<END
+  MODELS="$models"
+                 and for each of these models
+END
+    [[ -z ${tables-} ]] || cat <<END
+  TABLE=NAME     instead of NORMS: the rows of a published table, with its config (the runs go to runs/CONFIG). The
+                 report, DIR/report-NAME, has the published numbers. NAME is one of
+                 $tables
+END
+    cat <<END
 
 Run again, it skips what is done and continues with the rest. A run that fails is named at the end and in the report;
 the others are still made.

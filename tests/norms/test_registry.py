@@ -3,9 +3,11 @@
 import pytest
 import torch
 
+from pn_fairseq import norms
 from pn_fairseq.norms import (
     NORMS,
     AdaNorm,
+    BatchRenorm,
     DetachNorm,
     DynamicErf,
     DynamicTanh,
@@ -13,18 +15,17 @@ from pn_fairseq.norms import (
     LayerNorm,
     LayerNormSimple,
     MaskedBatchNorm,
+    MovingAverageBatchNorm,
     NoNorm,
     PowerNorm,
     PowerNormV,
+    ProgressiveBatchNorm,
+    RegularizedBatchNorm,
     RMSNorm,
     ScaleNorm,
+    UnifiedNorm,
     build_norm,
 )
-from pn_fairseq.norms.batch_reg import RegularizedBatchNorm
-from pn_fairseq.norms.batch_renorm import BatchRenorm
-from pn_fairseq.norms.mabn import MovingAverageBatchNorm
-from pn_fairseq.norms.prep_batch import ProgressiveBatchNorm
-from pn_fairseq.norms.unified import UnifiedNorm
 
 from .helpers import CHANNELS, assert_close, random_batch, rng, state_of, train_step
 
@@ -61,6 +62,12 @@ EVERY_OPTION = {
     "groups": 3,
     "alpha_init": 0.3,
 }
+
+
+def test_every_norm_and_variant_is_public():
+    """docs/api.md shows what is in ``__all__``."""
+    classes = {each.__name__ for entry in NORMS.values() for each in (entry.cls, *entry.variants.values())}
+    assert classes <= set(norms.__all__)
 
 
 def test_names():

@@ -80,7 +80,8 @@ def test_a_table_with_settings_of_its_own(tmp_path):
 
 @pytest.mark.parametrize(("name", "corpus"), [("iwslt14", "iwslt14_de_en"), ("wmt14", "wmt14_en_de"), ("verses", None)])
 def test_help_lists_the_tables(name, corpus):
-    found = re.search(r"TABLE=NAME.*\n.*\n? +\((.*)\)$", script(f"reproduce_{name}.sh", "--help").stdout, re.M)
+    text = script(f"reproduce_{name}.sh", "--help").stdout
+    found = re.search(r"TABLE=NAME(?s:.*)NAME is one of\n +(.*)$", text, re.M)
     known = [table for table, rows in PAPER.items() if corpus and rows.config.startswith(corpus)]
     assert (found[1].split() if found else []) == known
 
