@@ -1,8 +1,9 @@
-"""docs/results, and what README.md shows of it: ``python -m tests.docs.results [CHECKOUT]`` writes them.
+"""docs/results, and what other pages show of it: ``python -m tests.docs.results [CHECKOUT]`` writes them.
 
-With CHECKOUT, the copy of the repository in which scripts/compare_norms.sh was run, `pn-report` writes the reports anew
-from its runs that are finished or failed. Everything between ``<!-- NAME: generated -->`` and ``<!-- end of NAME -->``
-is computed from the reports; test_results.py fails where a page says anything else.
+With CHECKOUT, the copy of the repository in which scripts/compare_norms.sh and scripts/reproduce_verses_lm.sh were run,
+`pn-report` writes the reports anew from the runs that are finished or failed. Everything between
+``<!-- NAME: generated -->`` and ``<!-- end of NAME -->`` is computed from the reports; test_results.py fails where a
+page says anything else.
 """
 
 import contextlib
@@ -23,22 +24,25 @@ from .pages import ROOT
 
 RESULTS = ROOT / "docs/results"
 CORPORA = {"verses": "Bible verses, Spanish to English", "multi30k": "Multi30k, German to English"}
+#: The report of the language models, and the script that makes their runs.
+LM, LM_SCRIPT = "verses_lm", "scripts/reproduce_verses_lm.sh"
 COMMAND = "python -m tests.docs.results"
 
 #: A difference of BLEU from one seed that is smaller is not named at all.
 SMALLEST = 0.3
 NOTHING = "No run is finished."
+#: A run that has one of these is finished or has failed.
+RESULT_FILES = ("generate/test/scores.json", "evaluate_lm/test.json", "failed")
 
 
 def write_reports(checkout: Path) -> None:
     """`pn-report` of each corpus, of what is finished."""
     with contextlib.chdir(checkout):  # so that the reports name paths below it
-        for corpus in CORPORA:
+        for corpus in (*CORPORA, LM):
             # Runs with other learning rates are in folders of their own, CORPUS_lr*.
-            folders = sorted(Path("runs/compare_norms").glob(f"{corpus}*/*_seed*"))
-            done = [
-                each for each in folders if (each / "generate/test/scores.json").exists() or (each / "failed").exists()
-            ]
+            pattern = f"{LM}_en/*_seed*" if corpus == LM else f"compare_norms/{corpus}*/*_seed*"
+            folders = sorted(Path("runs").glob(pattern))
+            done = [each for each in folders if any((each / result).exists() for result in RESULT_FILES)]
             if done and pn_report([*map(str, done), "--output", str(RESULTS / corpus)]) != 0:
                 raise SystemExit(f"no report of {corpus}")
 
@@ -105,7 +109,7 @@ def _spread(values: pandas.Series) -> str:
 
 def _table(rows: list[dict[str, str]]) -> str:
     frame = pandas.DataFrame(rows)
-    sides = ["right" if name.startswith(("BLEU", "difference")) else "left" for name in frame]
+    sides = ["right" if name.startswith(("BLEU", "difference", "perplexity", "with")) else "left" for name in frame]
     return frame.to_markdown(index=False, tablefmt="pipe", disable_numparse=True, colalign=sides)
 
 
@@ -178,6 +182,32 @@ def _planned_name(run: str) -> str:
     return f"{norm} optimization.lr=[{rate}]" if rate else norm
 
 
+def language_models() -> str:
+    """Perplexities of the language models, and how many runs are finished."""
+    if not (RESULTS / LM / "report.csv").exists():
+        return NOTHING
+    frame = pandas.read_csv(RESULTS / LM / "report.csv")
+    rows = []
+    for label, runs in frame.groupby("system", sort=False):
+        batch = runs["batch"].dropna()
+        rows.append({
+            "model": label,
+            "seeds": str(runs["perplexity"].count()),
+            "perplexity": _spread(runs["perplexity"].dropna()),
+            "with statistics of the batch": _spread(batch) if len(batch) else "–",
+        })  # fmt: skip
+    dry_run = subprocess.run(["bash", str(ROOT / LM_SCRIPT), "--dry-run"], capture_output=True, text=True, check=True)
+    planned = dry_run.stdout.count("scripts/train.sh")
+    finished = sum("unmasked" not in str(run) for run in frame["run"])
+    where = f"results/{LM}/report"
+    return "\n\n".join([
+        f"Test perplexity of the English verses, {max(frame['updates']):,} updates, mean ± standard deviation over "
+        f"seeds; {finished} of {planned} planned runs are finished.",
+        _table(rows),
+        f"[Report]({where}.md) with differences from LN, curves and times · [all numbers]({where}.csv)",
+    ])  # fmt: skip
+
+
 def readme() -> str:
     """The four norms of the paper's Table 1 on the verses, and the first sentence of the report."""
     if (frame := reports().get("verses")) is None:
@@ -209,6 +239,7 @@ def readme() -> str:
 
 PAGES = {
     "README.md": {"results": readme},
+    "docs/language_modeling.md": {"language models": language_models},
     "docs/results/index.md": {"answer": answer, "table": table, "open questions": open_questions},
 }
 
