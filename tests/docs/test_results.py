@@ -1,5 +1,7 @@
 """docs/results and README.md say what the reports of the runs say."""
 
+import re
+
 import pandas
 import pytest
 from scipy import stats
@@ -71,3 +73,20 @@ def test_without_several_seeds_nothing_is_called_better(made):
     assert not found["say"].str.contains("p = |LN").any()
     assert results._better([], 0).startswith("No norm has several seeds yet")
     assert pandas.isna(found["difference"]["LN"])
+
+
+def test_perplexities_of_the_language_models(tmp_path, monkeypatch):
+    monkeypatch.setattr(results, "RESULTS", tmp_path)
+    assert results.language_models() == results.NOTHING
+    (tmp_path / results.LM).mkdir()
+    (tmp_path / results.LM / "report.csv").write_text(
+        "run,system,updates,perplexity,batch\n"
+        "transformer_lm_ln_seed1,LN,1200,60.0,\n"
+        "transformer_lm_ln_seed2,LN,1200,63.0,\n"
+        "transformer_lm_bn_seed1,BN,1200,70.0,50.0\n"
+        "tensorized_lm_ln+tensorized_unmasked=true_seed1,LN (unmasked),1200,1.5,\n"
+    )
+    text = results.language_models()
+    assert "3 of 48 planned runs are finished" in text
+    assert re.search(r"LN +\| 2 +\| +61\.50 ± 2\.12 \| +– \|", text)
+    assert re.search(r"BN +\| 1 +\| +70\.00 \| +50\.00 \|", text)
