@@ -8,7 +8,7 @@ usage: [VENV=DIR] [PYTHON=python3.13] [TORCH=cpu|REQUIREMENT] scripts/make_venv.
 
 Creates VENV (default .venv) with the versions of constraints.txt and this project in editable mode. Does nothing if the
 environment is up to date. Starts afresh if constraints.txt, setup.py or a setting has changed. Compiles the C++ kernels
-again if their sources have changed, or if there is a compiler at last; one line says so if that fails.
+again if their sources have changed, or if a compiler was installed since. One line says so if that fails.
 
   PYTHON  the interpreter; default: the newest of Python 3.13, 3.12 and 3.11 that is installed
   TORCH   cpu: the pinned torch for CPUs alone, without gigabytes of CUDA libraries; otherwise a pip requirement that

@@ -1,16 +1,20 @@
 #!/usr/bin/env bash
-# IWSLT14 German-English as in fairseq's examples/translation/prepare-iwslt14.sh, which the paper's figures go back to.
+# IWSLT14 German-English as in fairseq's examples/translation/prepare-iwslt14.sh, whose data the paper used.
 set -euo pipefail
 
 usage() {
     cat <<'END'
 usage: scripts/prepare_iwslt14.sh [--dest DIR] [options]
 
-Downloads IWSLT14 German-English, and makes of it what scripts/train.sh iwslt14_de_en takes: tags stripped, tokenized,
-pairs with a side of less than 1 or more than 175 tokens or a ratio above 1.5 removed from the training text,
-lower-cased, every 23rd training pair for validation, dev2010, TEDX dev2012, tst2010, tst2011 and tst2012 for test, joint
-BPE, one dictionary. 160239 train, 7283 valid and 6750 test pairs are expected. DIR/raw has the text as it was published,
-DIR/counts the numbers of pairs, and DIR/removed.tsv says which pairs were removed and why.
+Downloads IWSLT14 German-English, and makes of it what scripts/train.sh iwslt14_de_en takes:
+  1. tags are stripped; test is dev2010, TEDX dev2012, tst2010, tst2011 and tst2012
+  2. the text is tokenized and lower-cased
+  3. training pairs are removed with a side of less than 1 or more than 175 tokens, a ratio above 1.5, or a token of more
+     than 1000 characters
+  4. every 23rd training pair that is kept is for validation
+  5. joint BPE is learned and applied, and the text is binarized with one dictionary
+160239 train, 7283 valid and 6750 test pairs are expected. DIR/text has all pairs, DIR/raw those that are kept, before
+tokenization, DIR/counts their numbers, and DIR/removed.tsv says which were removed and why.
 
   --dest DIR      where it goes (default runs/data/iwslt14_de_en)
   --archive FILE  the archive de-en.tgz, if it is there already; else it is downloaded to DIR/download

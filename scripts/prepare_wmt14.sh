@@ -9,12 +9,12 @@ usage: scripts/prepare_wmt14.sh [--dest DIR] [--archive DIR] [--bpe N] [--clean-
 Downloads Europarl v7, Common Crawl and News Commentary v12 (training), newstest2013 (validation) and newstest2014, full
 (test): 1.7 GB. Makes of them what scripts/train.sh wmt14_en_de_big takes: punctuation normalised and unprintable
 characters removed (in the test set only the apostrophes made plain), tokenized with hyphens split off, case kept, pairs
-with a side of less than 1 or more than 250 tokens or a ratio above 1.5 removed from the training text, joint BPE, one
-dictionary.
+with a side of less than 1 or more than 250 tokens, a ratio above 1.5 or a token of more than 1000 characters removed
+from the training text, joint BPE, one dictionary.
 
 Expected: about 4.6 million training pairs before cleaning (Europarl 1,920,209, Common Crawl 2,399,123, the rest News
-Commentary), 3,000 validation, 3,003 test. DIR/raw has the text as it was published, DIR/counts the numbers of pairs, and
-DIR/removed.tsv says which pairs were removed and why; DIR/download may be removed at the end.
+Commentary), 3,000 validation, 3,003 test. DIR/text has all pairs, DIR/raw those that are kept, before tokenization,
+DIR/counts their numbers, and DIR/removed.tsv says which were removed and why. DIR/download may be removed at the end.
 
   --dest DIR           (default runs/data/wmt14_en_de_big); needs about 15 GB
   --archive DIR        the folder that has the archives, if they are there already; else they are downloaded to

@@ -229,7 +229,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     averaged = "default DIR/checkpoints/averaged.pt (scripts/average.sh makes it)"
     add("--checkpoint", type=Path, metavar="FILE", help=averaged)
     add("--subset", default="test", metavar="NAME", help="test (default) or valid")
-    context = "score the last of a block's tokens and take N tokens before them as context (default: 0)"
+    context = "each block but the first starts with N tokens of context, which are not scored (default: 0)"
     add("--context-window", type=int, default=0, metavar="N", help=context)
     add("--compare", type=Path, nargs="+", metavar="DIR", help="runs that were evaluated")
     args = parser.parse_args(argv)

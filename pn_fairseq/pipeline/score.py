@@ -54,7 +54,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         ("run", "a run that scripts/generate.sh has decoded: of train.sh, fairseq-train or a job of a sweep",
          {"type": Path, "metavar": "DIR"}),
         ("subset", "test (default) or valid", {"metavar": "NAME"}),
-        ("output", "what generate.sh was given (default: RUN/generate/SUBSET)", {"type": Path, "metavar": "DIR"}),
+        ("output", "the --output of generate.sh (default: RUN/generate/SUBSET)", {"type": Path, "metavar": "DIR"}),
         ("compound-split", 'in tokenized BLEU, split words with hyphens ("rich ##AT##-##AT## text"), as papers on '
          "WMT14 do (default: what the run's data was prepared for)", {"action": argparse.BooleanOptionalAction}),
         ("hyp", "hypotheses, a line for each sentence", {"type": Path, "metavar": "FILE"}),

@@ -35,10 +35,10 @@ its last checkpoint when the same command is given again, on any number of ranks
 and settings of decoding, saving, validation and logging may change then.
 
 An update takes tokens_per_update tokens on any number of ranks: dataset.max_tokens is the most that one rank takes at
-once, and optimization.update_freq follows. An override of optimization.update_freq states it for one rank.
+once, and optimization.update_freq follows. If you set optimization.update_freq, give its value for one rank.
 
 environment (docs/several_gpus.md):
-  NPROC=N        N ranks on this machine: fewer than its GPUs, or N on the CPU of a machine without
+  NPROC=N        N ranks on this machine: at most as many as it has GPUs, or on the CPU if it has no GPU
   NNODES=N NODE_RANK=K MASTER_ADDR=HOST [MASTER_PORT=29500] [START_TIMEOUT=600]
                  this is machine K, 0 to N-1, of N; HOST is machine 0. Give the same command on each; all must see the
                  same files. They wait START_TIMEOUT seconds for each other

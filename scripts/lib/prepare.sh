@@ -12,15 +12,21 @@
 # Each step leaves whole files or none and is skipped where its files are there: a script that was interrupted is started
 # again and ends in the same bytes.
 
-# more_usage: what all of them take.
+# more_usage: what all of them take, and the variables that matter to what `usage` says.
 more_usage() {
+    local about
+    about=$(usage)
     cat <<'END'
 
   --workers N  processes (default: all cores)
 
-The same command resumes. Only cleaning removes sentences: line counts are checked after every step.
-In the environment, as far as they apply: DATA_MIRROR, a folder or URL to take the downloads from; MOSES, a checkout of
-mosesdecoder whose Perl scripts replace sacremoses; BPE=subword-nmt (default) or sentencepiece.
+The same command resumes. Line counts are checked after every step.
+END
+    [[ $about != *Downloads* && $about != *"joint BPE"* ]] || echo $'\nIn the environment:'
+    [[ $about != *Downloads* ]] || echo "  DATA_MIRROR=PLACE         a folder or URL to take the downloads from"
+    [[ $about != *"joint BPE"* ]] || cat <<'END'
+  MOSES=DIR                 a checkout of mosesdecoder whose Perl scripts replace sacremoses
+  BPE=subword-nmt           (default) or sentencepiece, for which --bpe is the size of the vocabulary
 END
 }
 

@@ -80,11 +80,12 @@ def systems(frame: pandas.DataFrame) -> pandas.DataFrame:
     for label in both:
         test = welch(found["scores"][label], found["scores"][found["compared with"][label]])
         difference = found["difference"][label]
+        higher = "higher" if difference > 0 else "lower"
         above = "above" if difference > 0 else "below"
         if test is None:
             large = abs(difference) >= SMALLEST
             say = (
-                f"{above} in the seeds that were run; not tested over seeds"
+                f"{higher} with one seed; not tested over seeds"
                 if large
                 else f"inconclusive: one seed, difference below {SMALLEST}"
             )
@@ -204,6 +205,9 @@ def language_models() -> str:
         f"Test perplexity of the English verses, {max(frame['updates']):,} updates, mean ± standard deviation over "
         f"seeds; {finished} of {planned} planned runs are finished.",
         _table(rows),
+        '"With statistics of the batch": the norms read the evaluated batch, as in training. A norm that reads the '
+        "tokens that are predicted has no valid perplexity there. The difference is the cost of the change from "
+        "training to evaluation.",
         f"[Report]({where}.md) with differences from LN, curves and times · [all numbers]({where}.csv)",
     ])  # fmt: skip
 

@@ -48,7 +48,7 @@ def test_what_is_finished_is_reported(made):
     p = 4 * stats.ttest_ind(made["pn"], made["ln"], equal_var=False).pvalue  # PN, BN, DetachNorm, LN (lr=0.01)
     assert found["say"]["PN"].startswith("above LN (95% interval +4.") and found["say"]["PN"].endswith(f"p = {p:.3f})")
     assert found["say"]["BN"] == "inconclusive: one seed, difference below 0.3"  # 0.1 below LN
-    assert found["say"]["DetachNorm"] == "below in the seeds that were run; not tested over seeds"
+    assert found["say"]["DetachNorm"] == "lower with one seed; not tested over seeds"
     assert found["say"]["PN (norm_variant=release)"] == "–; seed 1: failed: train: Nan/Inf gradients"
     assert "Of 1 compared with LN over several seeds, PN is above it. PN has the highest" in results.answer()
     assert "| PN             " in results.table() and "25.13 ± 0.15" in results.table()
