@@ -101,7 +101,7 @@ def call(program: str, argv: list[str]) -> int:
         return run("python -m pn_fairseq", lambda: options(argv))
 
     def unknown() -> int:
-        raise UserError(f"unknown verb {verb!r}{did_you_mean(verb, VERBS)} Known: {', '.join(sorted(VERBS))}")
+        raise UserError(f"unknown verb {verb!r}{did_you_mean(verb, VERBS)}; known: {', '.join(sorted(VERBS))}")
 
     if verb not in VERBS:
         return run("python -m pn_fairseq", unknown)

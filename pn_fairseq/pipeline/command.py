@@ -54,6 +54,14 @@ def whole(text: str) -> int:
     return int(text)
 
 
+def whole_number(name: str, value: object, least: int = 1, most: int = 10**12 - 1) -> int:
+    """A setting or an environment variable that counts something."""
+    if not re.fullmatch(r"\d{1,12}", str(value)) or not least <= int(str(value)) <= most:
+        limits = f"of at least {least}" if most >= 10**9 else f"from {least} to {most}"
+        raise UserError(f"{name} must be a whole number {limits}, not '{value}'")
+    return int(str(value))
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """``", did you mean 'X'?"`` for the most similar of the ``known`` names, or an empty string if none is similar."""
     similar = difflib.get_close_matches(name, list(known), n=1)

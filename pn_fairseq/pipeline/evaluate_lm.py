@@ -38,6 +38,11 @@ class Perplexity:
         return math.exp(min(self.nll, 700))
 
     @property
+    def batch_perplexity(self) -> float:
+        """The same with the statistics of the batches; NaN without such norms."""
+        return math.nan if self.batch_nll is None else math.exp(min(self.batch_nll, 700))
+
+    @property
     def bits(self) -> float:
         """Bits per token."""
         return self.nll / math.log(2)
@@ -60,8 +65,7 @@ class Perplexity:
             f"signature:      {self.signature}",
         ]
         if self.batch_nll is not None:
-            with_batch = math.exp(min(self.batch_nll, 700))
-            lines.insert(2, f"with statistics of the batch, as in training: perplexity {with_batch:.2f}")
+            lines.insert(2, f"with statistics of the batch, as in training: perplexity {self.batch_perplexity:.2f}")
         return "\n".join(lines) + "\n"
 
 

@@ -6,7 +6,7 @@ import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from pn_fairseq.pipeline.command import UserError
+from pn_fairseq.pipeline.command import UserError, whole_number
 
 
 @dataclass(frozen=True)
@@ -92,22 +92,19 @@ def own_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def variable(env: Mapping[str, str], name: str, default: int | None = None, least: int = 0) -> int:
+def variable(
+    env: Mapping[str, str], name: str, default: int | None = None, least: int = 0, most: int = 10**12 - 1
+) -> int:
     """A whole number among environment variables."""
-    text = env.get(name)
-    if not text and default is not None:
-        return default
-    if not text or not re.fullmatch(r"\d{1,12}", text) or int(text) < least:
-        problem = f"must be a whole number of at least {least}, not {text!r}" if text else "is not set"
-        raise UserError(f"{name} {problem}")
-    return int(text)
+    if text := env.get(name):
+        return whole_number(name, text, least, most)
+    if default is None:
+        raise UserError(f"{name} is not set")
+    return default
 
 
 def _port(env: Mapping[str, str], default: int) -> int:
-    port = variable(env, "MASTER_PORT", default, least=1)
-    if port > 65535:
-        raise UserError(f"MASTER_PORT must be at most 65535, not '{port}'")
-    return port
+    return variable(env, "MASTER_PORT", default, 1, 65535)
 
 
 def workers(env: Mapping[str, str], gpus: int) -> int:

@@ -79,6 +79,14 @@ def open_run(path: Path | None, same_data: bool = False) -> Run:
     return Run(path, checkpoints, config, folder, data)
 
 
+def flat(settings: dict, prefix: str = "") -> dict[str, object]:
+    """Settings by dotted name."""
+    values = {}
+    for key, value in settings.items():
+        values |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return values
+
+
 def _config_of_fairseq(path: Path, checkpoints: Path) -> DictConfig:
     if (path / ".hydra/config.yaml").is_file():
         return OmegaConf.load(path / ".hydra/config.yaml")

@@ -30,7 +30,8 @@ from omegaconf.errors import OmegaConfBaseException
 import pn_fairseq.models  # noqa: F401 (registers the architectures)
 from pn_fairseq.norms import load_norms
 from pn_fairseq.norms.registry import find_norm
-from pn_fairseq.pipeline.command import UserError, did_you_mean
+from pn_fairseq.pipeline.command import UserError, did_you_mean, whole_number
+from pn_fairseq.pipeline.runs import flat
 
 #: Settings of this pipeline beside fairseq's. Configs hold average_last in fairseq's free section ``scoring``.
 OWN = ("tokens_per_update", "average_last")
@@ -113,7 +114,7 @@ def compose(config: Path, overrides: Sequence[str], world_size: int, on_cpu: boo
     if on_cpu and cfg.common.fp16 and not cfg.common.memory_efficient_fp16:
         derived["common.fp16_no_flatten_grads"] = True  # fairseq asks CUDA when it flattens them
     average_last = cfg.get("average_last", (cfg.scoring or {}).get("average_last", 0))
-    average_last = _whole("average_last", average_last, least=0) or None
+    average_last = whole_number("average_last", average_last, least=0) or None
     for key, value in derived.items():
         OmegaConf.update(unresolved, key, value)
     cfg = _resolved(unresolved)
@@ -205,12 +206,6 @@ def _known_keys(section: str, name: str | None) -> set[str] | None:
     return {action.dest for action in parser._actions} | {"_name"}
 
 
-def _whole(name: str, value: object, least: int = 1) -> int:
-    if not re.fullmatch(r"\d{1,12}", str(value)) or int(value) < least:
-        raise UserError(f"{name}={value} must be a whole number of at least {max(least, 1)}")
-    return int(value)
-
-
 def _batches(config: Path, cfg: DictConfig, names: set[str], world_size: int) -> Batches:
     """The tokens per update are ``tokens_per_update``; without it, and where ``optimization.update_freq`` is
     overridden, ``update_freq * max_tokens``, which states them for one rank. An override of ``dataset.max_tokens``
@@ -224,7 +219,7 @@ def _batches(config: Path, cfg: DictConfig, names: set[str], world_size: int) ->
         if world_size > 1:
             raise UserError("several ranks need batches in tokens: set dataset.max_tokens, and no dataset.batch_size")
         return Batches(1, update_freq, cap, cap and cap * update_freq)
-    cap = _whole("dataset.max_tokens", cap)
+    cap = whole_number("dataset.max_tokens", cap)
     if {"tokens_per_update", "optimization.update_freq"} <= names:
         raise UserError("tokens_per_update and optimization.update_freq set the same thing: give one of them")
     tokens = cfg.get("tokens_per_update")
@@ -233,7 +228,7 @@ def _batches(config: Path, cfg: DictConfig, names: set[str], world_size: int) ->
     elif tokens is None:
         of_file = _read(config, []).dataset.max_tokens if "dataset.max_tokens" in names else cap
         tokens = update_freq * (of_file or cap)
-    return spread(_whole("tokens_per_update", tokens), cap, world_size)
+    return spread(whole_number("tokens_per_update", tokens), cap, world_size)
 
 
 def check_norms(cfg: DictConfig) -> None:
@@ -321,14 +316,6 @@ def check_language_model(cfg: DictConfig, data: Path) -> None:
                 f"{split} has blocks of {longest} tokens, and a rank takes {cfg.dataset.max_tokens} at once: lower "
                 "task.tokens_per_sample or raise dataset.max_tokens"
             )
-
-
-def flat(settings: dict, prefix: str = "") -> dict[str, object]:
-    """Settings by dotted name."""
-    values = {}
-    for key, value in settings.items():
-        values |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return values
 
 
 def check_same_run(cfg: DictConfig, data: Path, run: Path) -> None:

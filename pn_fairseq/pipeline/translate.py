@@ -48,8 +48,8 @@ def main(argv: list[str] | None = None) -> int:
         text = (args.input.read_bytes() if args.input else sys.stdin.buffer.read()).decode("utf-8")
     except UnicodeDecodeError as error:
         raise UserError(f"{args.input or 'standard input'} is not UTF-8 (byte {error.start})") from error
-    text = text.removeprefix("\ufeff").replace("\r\n", "\n").removesuffix("\n")
-    lines = to_subwords(run, text)
+    text = text.removeprefix("\ufeff").replace("\r\n", "\n")
+    lines = to_subwords(run, text.removesuffix("\n")) if text else []
     full = [line for line in lines if line]
     with tempfile.TemporaryDirectory() as name:
         source = Path(name) / "source"

@@ -78,25 +78,15 @@ class Absent(Exception):
 
 @dataclass
 class Subject:
-    """What figures show of one run.
+    """What figures show of one run."""
 
-    Attributes:
-        label: its name in the legends.
-        probe: the rows of its ``--norm-probe`` file, or None.
-        series: those of the norm that Figures 2 to 4 show, one for each forward, and the ``fifth`` of training.
-        tokens: of a mini-batch.
-        bleu: tokenized BLEU, or None.
-        norm: of the encoder, as in the paper: ``LN``, ``PN``, ...
-        checkpoint: its last one, or None.
-    """
-
-    label: str
-    probe: object
-    tokens: int | None
-    bleu: float | None
-    norm: str
-    checkpoint: Path | None
-    series: object = None
+    label: str  # its name in the legends
+    probe: object  # the rows of its --norm-probe file, or None
+    tokens: int | None  # of a mini-batch
+    bleu: float | None  # tokenized
+    norm: str  # of the encoder, as in the paper: LN, PN, ...
+    checkpoint: Path | None  # its last one
+    series: object = None  # rows of the norm of Figures 2 to 4, one for each forward, with the `fifth` of training
 
 
 def find_probe(run) -> Path | None:

@@ -15,19 +15,12 @@ _DEFAULTS = {"decoder_norm": "layer", "norm_variant": "paper"}
 
 @dataclass(frozen=True)
 class Row:
-    """A row of a table.
+    """A row of a table."""
 
-    Attributes:
-        label: the model, as the table calls it.
-        norm: a key of :data:`pn_fairseq.norms.NORMS`.
-        bleu: tokenized BLEU; None where the table has none.
-        settings: of the model beside the architecture, as text.
-    """
-
-    label: str
-    norm: str
-    bleu: float | None
-    settings: Mapping[str, str] = field(default_factory=dict)
+    label: str  # the model, as the table calls it
+    norm: str  # a key of pn_fairseq.norms.NORMS
+    bleu: float | None  # tokenized BLEU; None where the table has none
+    settings: Mapping[str, str] = field(default_factory=dict)  # of the model beside the architecture, as text
 
     def missing(self, settings: Mapping[str, object]) -> list[str]:
         """Those of the row's settings, as ``model.key=value``, that a run with ``settings`` does not have."""
@@ -40,29 +33,17 @@ class Row:
 
 @dataclass(frozen=True)
 class Table:
-    """A published table, the column of one corpus.
+    """A published table, the column of one corpus."""
 
-    Attributes:
-        title: the corpus.
-        config: the file in ``configs/`` that its rows are trained with.
-        source: paper and table, and what has to be known of all its numbers.
-        data: what the settings of prepared data say: languages, case, merge operations of the joint BPE.
-        sentences: size of the test set.
-        measure: which BLEU it is.
-        rows: in the table's order.
-        compound_split: whether compounds were split for it.
-        note: what else a reader has to know; may be empty.
-    """
-
-    title: str
-    config: str
-    source: str
-    data: Mapping[str, str]
-    sentences: int
-    measure: str
-    rows: tuple[Row, ...]
-    compound_split: bool = False
-    note: str = ""
+    title: str  # the corpus
+    config: str  # the file in configs/ that its rows are trained with
+    source: str  # paper and table, and what has to be known of all its numbers
+    data: Mapping[str, str]  # in the settings of prepared data: languages, case, merge operations of the joint BPE
+    sentences: int  # size of the test set
+    measure: str  # which BLEU it is
+    rows: tuple[Row, ...]  # in the table's order
+    compound_split: bool = False  # whether compounds were split for it
+    note: str = ""  # what else a reader has to know
 
     def row(self, norm: str, settings: Mapping[str, object]) -> Row | None:
         """The row of a system with the encoder norm ``norm``; of several, the one whose settings the system has."""

@@ -69,7 +69,7 @@ def _of_runs(corpus: Corpus) -> pandas.DataFrame:
         found = run.perplexity
         numbers = [missing("not measured")] * 4
         if found:
-            batch = missing("–") if found.batch_nll is None else tables.number(math.exp(found.batch_nll))
+            batch = missing("–") if found.batch_nll is None else tables.number(found.batch_perplexity)
             caution = "" if found.causal else " (not causal)"
             numbers = [tables.number(found.perplexity) + caution, f"{found.bits:.4f}", batch, code(found.signature)]
         names = ("perplexity", "bits per token", "with statistics of the batch", "signature")

@@ -14,13 +14,14 @@ import yaml
 from pn_fairseq.pipeline.command import UserError
 from pn_fairseq.pipeline.evaluate_lm import Perplexity, read_perplexity
 from pn_fairseq.pipeline.files import count_lines, read_settings
+from pn_fairseq.pipeline.runs import flat
 from pn_fairseq.pipeline.scoring import METRICS, Scores, ScoringError, low_bleu, read_scores
 from pn_fairseq.pipeline.training_log import TrainingLog, read_log
 
 #: Any of these in a folder means that scripts/train.sh wrote it; of a run that failed at once there is only the last.
 _OF_TRAIN_SH = ("config.yaml", "data", "data.settings", "starts.jsonl", "failed")
 
-#: What an absent key of a data directory's settings means (scripts/prepare_*.sh).
+#: What an absent key in the settings of a translation's data means (scripts/prepare_*.sh).
 _DATA_DEFAULTS = {
     "segmentation": "subword-nmt",
     "tokenizer": "sacremoses",
@@ -34,39 +35,22 @@ LM_MEASURES = ("perplexity", "bits", "batch")
 
 @dataclass
 class Run:
-    """One training run.
+    """One training run. None: not known, or not done."""
 
-    Attributes:
-        path: the directory, as it was named.
-        name: a short name, different from those of all other runs of the report.
-        ours: whether scripts/train.sh wrote it.
-        settings: flat name -> value; None if they are not known.
-        data: settings of the prepared data that are not off, and its files' checksums; None if unknown.
-        data_path: where the prepared data was (for data of others, the folder with the binary files); None if unknown.
-        log: what fairseq's log says; None if there is none.
-        starts: the records of ``starts.jsonl``.
-        failed: the line in ``failed``; None if there is none.
-        decoded: number of hypotheses; None if the run was not decoded.
-        decoding: how it was decoded, as generate.sh noted it; None if unknown.
-        scores: None if it was not scored.
-        perplexity: of a language model; None if it was not measured.
-        problems: what failed or is missing, one sentence each.
-    """
-
-    path: Path
-    name: str
-    ours: bool
-    settings: dict[str, object] | None = None
-    data: dict[str, str] | None = None
-    data_path: Path | None = None
+    path: Path  # the directory, as it was named
+    name: str  # different from those of all other runs of the report
+    ours: bool  # whether scripts/train.sh wrote it
+    settings: dict[str, object] | None = None  # by dotted name
+    data: dict[str, str] | None = None  # settings of the prepared data that are not off, and its files' checksums
+    data_path: Path | None = None  # where the prepared data was; for data of others, the folder with the binary files
     log: TrainingLog | None = None
-    starts: list[dict] = field(default_factory=list)
-    failed: str | None = None
-    decoded: int | None = None
-    decoding: str | None = None
+    starts: list[dict] = field(default_factory=list)  # the records of starts.jsonl
+    failed: str | None = None  # the line in `failed`
+    decoded: int | None = None  # number of hypotheses
+    decoding: str | None = None  # how it was decoded, as generate.sh noted it
     scores: Scores | None = None
-    perplexity: Perplexity | None = None
-    problems: list[str] = field(default_factory=list)
+    perplexity: Perplexity | None = None  # of a language model
+    problems: list[str] = field(default_factory=list)  # what failed or is missing, one sentence each
 
     def setting(self, name: str, default=None):
         """A setting by its dotted name."""
@@ -88,8 +72,7 @@ class Run:
             return {name: getattr(self.scores, name).score if self.scores else math.nan for name in METRICS}
         if (found := self.perplexity) is None:
             return dict.fromkeys(LM_MEASURES, math.nan)
-        batch = math.nan if found.batch_nll is None else math.exp(min(found.batch_nll, 700))
-        return dict(zip(LM_MEASURES, (found.perplexity, found.bits, batch), strict=True))
+        return dict(zip(LM_MEASURES, (found.perplexity, found.bits, found.batch_perplexity), strict=True))
 
     @property
     def measured(self) -> bool:
@@ -219,14 +202,6 @@ def _read_log(run: Run) -> None:
         run.problems.append(f"{lines} of {file.name} cannot be read (cut off?); the records there are missing here")
 
 
-def flatten(settings: dict, prefix: str = "") -> dict[str, object]:
-    """Nested settings by dotted name."""
-    flat: dict[str, object] = {}
-    for key, value in settings.items():
-        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return flat
-
-
 def _read_settings(run: Run) -> None:
     file, settings = run.path / "config.yaml", run.log.settings if run.log else None
     try:
@@ -240,7 +215,7 @@ def _read_settings(run: Run) -> None:
     if settings is None:
         run.problems.append(f"no settings: there is no {'config.yaml' if run.ours else 'line with them in the log'}")
     else:
-        run.settings = flatten(settings)
+        run.settings = flat(settings)
 
 
 def _read_data(run: Run) -> None:
@@ -268,9 +243,11 @@ def _read_data(run: Run) -> None:
         return
     try:
         # An absent key means that a step was off; `lower` and `bpe` are 0 then.
+        settings = read_settings(noted)
+        defaults = {} if settings.get("task") == "language_modeling" else _DATA_DEFAULTS
         run.data = {
             key: value
-            for key, value in (_DATA_DEFAULTS | read_settings(noted)).items()
+            for key, value in (defaults | settings).items()
             if key and value and (value != "0" or key in ("lower", "bpe"))
         }
     except (UserError, OSError, ValueError) as error:
@@ -324,26 +301,16 @@ def _read_result(run: Run, folder: Path, subset: str) -> None:
     if sentences is not None and sentences != run.decoded:
         run.problems.append(f"{run.decoded} hypotheses but {sentences} references of {subset}")
     try:
-        run.scores = _usable_scores(folder, run.decoded)
+        scores = read_scores(folder)
     except ScoringError as error:
         run.problems.append(f"not scored: {error}")
         return
+    if scores.sentences != run.decoded:
+        run.problems.append(f"not scored: scores.json has {scores.sentences} sentences, but {run.decoded} were decoded")
+        return
+    run.scores = scores
     if warning := low_bleu(run.scores.tokenized.score):
         run.problems.append(f"tokenized {warning}")
-
-
-def _usable_scores(folder: Path, decoded: int) -> Scores:
-    if not (folder / "scores.json").exists():
-        raise ScoringError("there is no scores.json (scripts/score.sh writes it)")
-    scores = read_scores(folder)
-    numbers = [getattr(scores, measure).score for measure in METRICS]
-    if not all(isinstance(number, int | float) and math.isfinite(number) for number in numbers):
-        raise ScoringError("a score in scores.json is not a number (scripts/score.sh writes it anew)")
-    if scores.sentences != decoded:
-        raise ScoringError(f"scores.json is about {scores.sentences} sentences, but {decoded} were decoded")
-    if (folder / "scores.json").stat().st_mtime < (folder / "hyp.tok").stat().st_mtime:
-        raise ScoringError("scores.json is older than hyp.tok (scripts/score.sh writes it anew)")
-    return scores
 
 
 def _training_problems(run: Run) -> list[str]:

@@ -102,17 +102,13 @@ def comparable(run: Run) -> dict[str, object]:
 class Corpus:
     """Runs on the same prepared data. Runs on different data are compared nowhere.
 
-    Attributes:
-        data: the data's settings; None if they are not known (then there is a single run).
-        frame: a row for each run, by norm (LN first) and seed: ``run``, the label of its ``system``, ``seed``, and its
-            :attr:`Run.measures`.
-        settings: label of a system -> its settings, without the seed and how it was run; the norm is ``LN``, ``PN``,
-            ..., or the name of an architecture.
+    ``frame`` has a row for each run, by norm (LN first) and seed: ``run``, the label of its ``system``, ``seed``, and
+    its :attr:`Run.measures`.
     """
 
-    data: dict[str, str] | None
+    data: dict[str, str] | None  # its settings; None if they are not known (then there is a single run)
     frame: pandas.DataFrame
-    settings: dict[str, dict[str, object]]
+    settings: dict[str, dict[str, object]]  # label of a system -> its settings, without the seed and how it was run
 
     @property
     def runs(self) -> list[Run]:

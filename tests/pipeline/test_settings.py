@@ -78,9 +78,9 @@ def test_a_config_of_ones_own(tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "ranks", "needle"),
     [
-        (("tokens_per_update=0",), 1, "tokens_per_update=0"),
-        (("tokens_per_update=many",), 1, "tokens_per_update=many"),
-        (("average_last=some",), 1, "average_last=some"),
+        (("tokens_per_update=0",), 1, "tokens_per_update must be a whole number of at least 1, not '0'"),
+        (("tokens_per_update=many",), 1, "tokens_per_update must be a whole number of at least 1, not 'many'"),
+        (("average_last=some",), 1, "average_last must be a whole number"),
         (("tokens_per_update=400", "optimization.update_freq=[2]"), 1, "the same thing"),
         (("optimization.update_freq=[1,2]",), 1, "update_freq"),
         (("dataset.batch_size=8",), 2, "dataset.batch_size"),

@@ -45,6 +45,13 @@ def test_from_standard_input(untrained):
     assert result.returncode == 0 and result.stdout.count("\n") == 1 and result.stderr == "", result.stderr
 
 
+@pytest.mark.parametrize("text", ["", "\n", "\n\n"])
+def test_input_without_a_word(text, untrained, tmp_path, capsys):
+    (tmp_path / "text").write_text(text)
+    assert main(["--run", str(untrained), "--input", str(tmp_path / "text")]) == 0
+    assert capsys.readouterr().out == text
+
+
 def test_mistakes_get_one_line(untrained, tmp_path, capsys):
     (tmp_path / "latin1").write_bytes(b"ma\xf1ana\n")
     cases = (
