@@ -95,9 +95,14 @@ def systems(frame: pandas.DataFrame) -> pandas.DataFrame:
             say += f" (95% interval {test.low:+.2f} to {test.high:+.2f}, p = {p:.3f})".replace("-", "−")
         found.loc[label, "say"] = say
     for row in frame.itertuples():
-        if "not finite" in str(row.problems) or "NaN" in str(row.problems) or "failed" in str(row.state):
+        if _went_wrong(row):
             found.loc[row.system, "say"] += f"; seed {row.seed}: {str(row.problems).partition('; ')[0]}"
     return found
+
+
+def _went_wrong(row) -> bool:
+    """Whether a run failed or diverged."""
+    return "not finite" in str(row.problems) or "NaN" in str(row.problems) or "failed" in str(row.state)
 
 
 def _mean(found: pandas.DataFrame, label: str) -> float:
@@ -150,6 +155,8 @@ def table() -> str:
             for label, row in systems(frame).iterrows()
         ]
         parts += [f"### {CORPORA[corpus]}", _table(rows)]
+        wrong = sum(map(_went_wrong, frame.itertuples()))
+        parts.append(f"Runs that failed, or whose loss or gradient was not finite: {wrong} of {len(frame)}.")
         parts.append(
             f"[Report]({corpus}/report.md) · [all scores]({corpus}/report.csv) · {max(frame['updates']):,} updates · "
             "tokenized BLEU of the test set, mean ± standard deviation over seeds"

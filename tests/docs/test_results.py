@@ -52,6 +52,7 @@ def test_what_is_finished_is_reported(made):
     assert found["say"]["PN (norm_variant=release)"] == "–; seed 1: failed: train: Nan/Inf gradients"
     assert "Of 1 compared with LN over several seeds, PN is above it. PN has the highest" in results.answer()
     assert "| PN             " in results.table() and "25.13 ± 0.15" in results.table()
+    assert "was not finite: 1 of 10." in results.table()
     shown = results.readme()
     assert "| PN-V           | not finished |" in shown and "20.20 ± 0.20" in shown and "tok:none" in shown
 
