@@ -301,16 +301,26 @@ def _read_result(run: Run, folder: Path, subset: str) -> None:
     if sentences is not None and sentences != run.decoded:
         run.problems.append(f"{run.decoded} hypotheses but {sentences} references of {subset}")
     try:
-        scores = read_scores(folder)
+        run.scores = _usable_scores(folder, run.decoded)
     except ScoringError as error:
         run.problems.append(f"not scored: {error}")
         return
-    if scores.sentences != run.decoded:
-        run.problems.append(f"not scored: scores.json has {scores.sentences} sentences, but {run.decoded} were decoded")
-        return
-    run.scores = scores
     if warning := low_bleu(run.scores.tokenized.score):
         run.problems.append(f"tokenized {warning}")
+
+
+def _usable_scores(folder: Path, decoded: int) -> Scores:
+    if not (folder / "scores.json").exists():
+        raise ScoringError("there is no scores.json (scripts/score.sh writes it)")
+    scores = read_scores(folder)
+    numbers = [getattr(scores, measure).score for measure in METRICS]
+    if not all(isinstance(number, int | float) and math.isfinite(number) for number in numbers):
+        raise ScoringError("a score in scores.json is not a number (scripts/score.sh writes it anew)")
+    if scores.sentences != decoded:
+        raise ScoringError(f"scores.json is about {scores.sentences} sentences, but {decoded} were decoded")
+    if (folder / "scores.json").stat().st_mtime < (folder / "hyp.tok").stat().st_mtime:
+        raise ScoringError("scores.json is older than hyp.tok (scripts/score.sh writes it anew)")
+    return scores
 
 
 def _training_problems(run: Run) -> list[str]:

@@ -7,6 +7,7 @@ import html
 import html.parser
 import itertools
 import json
+import os
 import random
 import re
 import shutil
@@ -480,9 +481,11 @@ DAMAGES = {
     "broken line": ("complete", ["1 line of train.log cannot be read"]),
     "no checkpoint": ("trained, not decoded", ["generate/test/hyp.tok, and there is no checkpoint"]),
     "not decoded": ("trained, not decoded", ["not decoded: there is no generate/test/hyp.tok"]),
-    "not scored": ("decoded, not scored", ["not scored: there is no ", "scores.json' (scripts/score.sh writes it)"]),
+    "not scored": ("decoded, not scored", ["not scored: there is no scores.json"]),
     "bad scores": ("decoded, not scored", ["not scored: ", "scores.json is not what scripts/score.sh writes"]),
-    "lost sentences": ("decoded, not scored", [f"has {SENTENCES} sentences, but 3 were decoded"]),
+    "no number": ("decoded, not scored", ["not scored: a score in scores.json is not a number"]),
+    "lost sentences": ("decoded, not scored", [f"is about {SENTENCES} sentences, but 3 were decoded"]),
+    "old scores": ("decoded, not scored", ["not scored: scores.json is older than hyp.tok"]),
     "no starts": ("complete", ["there is no starts.jsonl", "Not recorded"]),
     "bad start": ("complete", ["line 2 of starts.jsonl cannot be read"]),
     "no data.settings": ("complete", ["there is no data.settings", "Data not known"]),
@@ -520,9 +523,14 @@ def damage(run: Path, what: str) -> None:
             (result / "scores.json").unlink()
         case "bad scores":
             (result / "scores.json").write_text("{}")
+        case "no number":
+            text = re.sub(r'"score": [0-9.]+', '"score": NaN', (result / "scores.json").read_text(), count=1)
+            (result / "scores.json").write_text(text)
         case "lost sentences":
             (result / "hyp.tok").write_text("a\nb\nc\n")
             (result / "ref.tok").write_text("a\nb\nc\n")
+        case "old scores":
+            os.utime(result / "scores.json", (1, 1))
         case "no starts":
             (run / "starts.jsonl").unlink()
         case "bad start":
