@@ -4,6 +4,7 @@ import atexit
 import contextlib
 import importlib
 import json
+import logging
 import os
 import runpy
 import select
@@ -25,6 +26,9 @@ def program(argv: list[str]) -> None:
         sys.path.insert(0, "")
         exec(argv[1], {"__name__": "__main__"})
     elif argv[0] == "-m":
+        if argv[1] == "pn_fairseq":  # it has not imported fairseq yet, which configures logging
+            logging.getLogger().handlers.clear()
+            logging.getLogger().setLevel(logging.WARNING)
         sys.argv = argv[1:]
         sys.path.insert(0, os.getcwd())
         runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
