@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pn_fairseq.pipeline.command import ArgumentParser, UserError, command, say, whole
 from pn_fairseq.pipeline.files import atomic_write, checksum
-from pn_fairseq.pipeline.runs import Run, open_run
+from pn_fairseq.pipeline.runs import RUN, Run, open_run
 
 #: --by -> the setting that says how many of these fairseq keeps.
 KEPT = {"epoch": "checkpoint.keep_last_epochs", "update": "checkpoint.keep_interval_updates"}
@@ -20,8 +20,7 @@ def _parser() -> ArgumentParser:
         epilog="Does nothing if the output was made from the same checkpoints with the same options.",
     )
     add = parser.add_argument
-    run = "a run of scripts/train.sh, fairseq-train or a job of a sweep"
-    add("--run", type=Path, required=True, metavar="DIR", help=run)
+    add("--run", type=Path, required=True, metavar="DIR", help=RUN)
     last = "how many checkpoints (default: average_last of the configuration, else as many as the run keeps); if there "
     add("--last", type=whole, metavar="N", help=f"{last}are fewer, all are averaged and a line says so")
     by = "checkpoints of epochs or of updates (default: those that the run keeps)"

@@ -54,12 +54,13 @@ def whole(text: str) -> int:
     return int(text)
 
 
-def whole_number(name: str, value: object, least: int = 1, most: int = 10**12 - 1) -> int:
+def whole_number(name: str, value: object, least: int = 1, most: int | None = None) -> int:
     """A setting or an environment variable that counts something."""
-    if not re.fullmatch(r"\d{1,12}", str(value)) or not least <= int(str(value)) <= most:
-        limits = f"of at least {least}" if most >= 10**9 else f"from {least} to {most}"
-        raise UserError(f"{name} must be a whole number {limits}, not '{value}'")
-    return int(str(value))
+    text = str(value)
+    if not re.fullmatch(r"\d{1,12}", text) or int(text) < least or (most and int(text) > most):
+        limits = f"from {least} to {most}" if most else f"of at least {least}"
+        raise UserError(f"{name} must be a whole number {limits}, not '{text}'")
+    return int(text)
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 from pn_fairseq import __version__
 from pn_fairseq.pipeline.command import ArgumentParser, UserError, command
 from pn_fairseq.pipeline.files import atomic_write, checksum
-from pn_fairseq.pipeline.runs import Run, open_run
+from pn_fairseq.pipeline.runs import RUN, Run, open_run
 
 #: What has to be the same for two perplexities to be compared.
 SAME = ("tokens", "unit", "vocabulary", "unknown", "subset")
@@ -229,7 +229,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "over different tokens.",
     )
     add = parser.add_argument
-    add("--run", type=Path, metavar="DIR", help="a run of scripts/train.sh, fairseq-train or a job of a sweep")
+    add("--run", type=Path, metavar="DIR", help=RUN)
     averaged = "default DIR/checkpoints/averaged.pt (scripts/average.sh makes it)"
     add("--checkpoint", type=Path, metavar="FILE", help=averaged)
     add("--subset", default="test", metavar="NAME", help="test (default) or valid")

@@ -26,7 +26,7 @@ from pn_fairseq.pipeline.data.binarize import sentences as indexed
 from pn_fairseq.pipeline.data.parallel import progress
 from pn_fairseq.pipeline.files import atomic_folder, checksum, count_lines, read_settings, write_settings
 from pn_fairseq.pipeline.launch import own_cores, workers
-from pn_fairseq.pipeline.runs import Run, open_run
+from pn_fairseq.pipeline.runs import RUN, Run, open_run
 
 PACKAGE = Path(pn_fairseq.__file__).resolve().parent
 #: What decides about the hypotheses, where neither the command line nor the run's configuration says it.
@@ -43,7 +43,7 @@ def add_decoding_options(parser: ArgumentParser) -> None:
     """The options that generate.sh and translate.sh share."""
     add = parser.add_argument
     averaged = "default DIR/checkpoints/averaged.pt (scripts/average.sh makes it); several decode as an ensemble"
-    add("--run", type=Path, metavar="DIR", help="a run of scripts/train.sh, fairseq-train or a job of a sweep")
+    add("--run", type=Path, metavar="DIR", help=RUN)
     add("--checkpoint", type=Path, nargs="+", metavar="FILE", help=averaged)
     add("--beam", type=whole, metavar="N", help="beam size (default, as for the next three: the run's)")
     add("--lenpen", type=float, metavar="X", help="length penalty")

@@ -93,7 +93,7 @@ def own_cores() -> int:
 
 
 def variable(
-    env: Mapping[str, str], name: str, default: int | None = None, least: int = 0, most: int = 10**12 - 1
+    env: Mapping[str, str], name: str, default: int | None = None, least: int = 0, most: int | None = None
 ) -> int:
     """A whole number among environment variables."""
     if text := env.get(name):

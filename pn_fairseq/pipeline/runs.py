@@ -17,6 +17,9 @@ from omegaconf import DictConfig, OmegaConf
 from pn_fairseq.pipeline.command import UserError
 from pn_fairseq.pipeline.files import read_settings
 
+#: The help of the option --run.
+RUN = "a run of scripts/train.sh, fairseq-train or a job of a sweep"
+
 
 @dataclass
 class Run:

@@ -6,12 +6,13 @@ Every step reads the settings there, and a preparation with other settings or ot
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from pn_fairseq.pipeline.command import UserError, did_you_mean, whole_number
+from pn_fairseq.pipeline.command import UserError, did_you_mean
 from pn_fairseq.pipeline.data import subwords, tokens
 from pn_fairseq.pipeline.files import checksum, read_settings, write_settings
 
@@ -52,7 +53,8 @@ def parse(words: Iterable[str]) -> dict[str, str]:
         settings[name] = value
     if settings["source"] == settings["target"]:
         raise UserError(f"--source and --target are both '{settings['source']}'")
-    whole_number("--bpe", settings["bpe"], most=999_999_999)
+    if not re.fullmatch("[1-9][0-9]{0,8}", settings["bpe"]):
+        raise UserError(f"--bpe must be a whole number from 1 to 999999999, not '{settings['bpe']}'")
     for name, known in CHOICES.items():
         if settings[name] not in known:
             called = {"segmentation": "BPE", "clean_stage": "--clean-stage"}[name]
