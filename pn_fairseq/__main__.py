@@ -22,6 +22,7 @@ VERBS = {
     "import-release": "pn_fairseq.cli.import_release",
     "plot-curves": "pn_fairseq.report.curves",
     "report": "pn_fairseq.report.command",
+    "reproduce": "pn_fairseq.pipeline.reproduce",
     "score": "pn_fairseq.pipeline.score",
     "test-norms": "pn_fairseq.testing.command",
     "train": "pn_fairseq.pipeline.train",

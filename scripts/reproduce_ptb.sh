@@ -1,13 +1,6 @@
 #!/usr/bin/env bash
-# Tables 2 and 4 of the paper, PTB: the tensorized transformer, but causal (docs/language_modeling.md).
+# The experiment on language models of the Penn Treebank, from the raw text to the report (pn_fairseq/pipeline/reproduce.py).
 set -euo pipefail
-
-config=ptb_lm
-size=ptb
-models="tensorized_lm"
-default_norms="ln gn bn brn mabn pnv pn"
-prepare=prepare_ptb.sh
-default_seeds="1"
-after="average evaluate_lm"
-# shellcheck source=lib/reproduce.sh
-source "$(dirname "$(readlink -f "$0")")/lib/reproduce.sh"
+# shellcheck source=lib/common.sh
+source "$(dirname "$(readlink -f "$0")")/lib/common.sh"
+run_verb reproduce ptb "$@"

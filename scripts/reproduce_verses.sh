@@ -1,10 +1,6 @@
 #!/usr/bin/env bash
-# The four norms on the corpus in the repository: a comparison for a laptop.
+# The experiment on the verses in the repository, from the raw text to the report (pn_fairseq/pipeline/reproduce.py).
 set -euo pipefail
-
-config=verses_es_en
-size=tiny
-prepare=prepare_verses.sh
-default_seeds="1 2"
-# shellcheck source=lib/reproduce.sh
-source "$(dirname "$(readlink -f "$0")")/lib/reproduce.sh"
+# shellcheck source=lib/common.sh
+source "$(dirname "$(readlink -f "$0")")/lib/common.sh"
+run_verb reproduce verses "$@"

@@ -1,13 +1,6 @@
 #!/usr/bin/env bash
-# Table 3 of the paper, WikiText-103: the tensorized transformer, but causal (docs/language_modeling.md).
+# The experiment on language models of WikiText-103, from the raw text to the report (pn_fairseq/pipeline/reproduce.py).
 set -euo pipefail
-
-config=wikitext103_lm
-size=wt103
-models="tensorized_lm"
-default_norms="ln bn pnv pn"
-prepare=prepare_wikitext103.sh
-default_seeds="1"
-after="average evaluate_lm"
-# shellcheck source=lib/reproduce.sh
-source "$(dirname "$(readlink -f "$0")")/lib/reproduce.sh"
+# shellcheck source=lib/common.sh
+source "$(dirname "$(readlink -f "$0")")/lib/common.sh"
+run_verb reproduce wikitext103 "$@"

@@ -1,11 +1,6 @@
 #!/usr/bin/env bash
-# WMT14 English-German, as in Table 1 of Shen et al. 2020, from the archives to the table beside the paper's.
+# The experiment on WMT14 English-German, from the raw text to the report (pn_fairseq/pipeline/reproduce.py).
 set -euo pipefail
-
-config=wmt14_en_de_big
-size=wmt_en_de_big
-prepare=prepare_wmt14.sh
-default_seeds="1"
-tables="powernorm-1-wmt14"
-# shellcheck source=lib/reproduce.sh
-source "$(dirname "$(readlink -f "$0")")/lib/reproduce.sh"
+# shellcheck source=lib/common.sh
+source "$(dirname "$(readlink -f "$0")")/lib/common.sh"
+run_verb reproduce wmt14 "$@"

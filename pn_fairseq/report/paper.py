@@ -200,18 +200,3 @@ def recognise(data: Mapping[str, str], sentences: int | None) -> str | None:
         if sentences == table.sentences and all(data.get(key) == value for key, value in table.data.items()):
             return name
     return None
-
-
-def print_tables(corpus: str) -> None:
-    """For scripts/lib/reproduce.sh: for each table of a corpus a line with its name, its file in ``configs/``, and its
-    rows, as NORMS takes them.
-
-    Args:
-        corpus: the corpus' file in ``configs/``, which the names of the tables' files begin with.
-    """
-    from pn_fairseq.norms import NORMS
-
-    for name, table in PAPER.items():
-        if table.config.startswith(corpus):
-            rows = ([NORMS[row.norm].short, *map("=".join, row.settings.items())] for row in table.rows)
-            print(name, table.config, *map("+".join, rows))

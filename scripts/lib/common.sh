@@ -33,15 +33,12 @@ help_text() {
     if declare -F more_usage >/dev/null; then more_usage; fi
 }
 
-# usage_options: the options of the usage text on stdin, one a line: `--name VALUE`, or `--name` for a flag. To ask
-# another script for its options: scripts/prepare_wmt14.sh --help | usage_options
+# usage_options: the options of the usage text on stdin, one a line: `--name VALUE`, or `--name` for a flag.
 usage_options() { sed -nE 's/^  (--[a-z0-9-]+)( [^ ]+)?(  .*)?$/\1\2/p'; }
 
 # parse_options ARGUMENT...: sets a variable for each option of `usage` that is given: --some-name VALUE sets some_name,
 # the flag --name sets name=1, and --no-name sets name=0. Other words go to the array `arguments`; a script that takes
-# them sets arguments=() before. `given` maps each option to its value as it was given, to pass some of them on.
-declare -A given=()
-# shellcheck disable=SC2034 # some scripts alone look at `given`
+# them sets arguments=() before.
 parse_options() {
     local options name
     options=$'\n'$(help_text | usage_options)$'\n'
@@ -60,11 +57,9 @@ parse_options() {
             shift
         elif [[ $options == *$'\n'"$1 "* ]]; then
             [[ $# -ge 2 && $2 != --* ]] || die "$1 needs a value (see --help)"
-            given[$1]=$2
             printf -v "$name" %s "$2"
             shift 2
         elif [[ $options == *$'\n'"$1"$'\n'* ]]; then
-            given[$1]=""
             if [[ $name == no_* ]]; then printf -v "${name#no_}" 0; else printf -v "$name" 1; fi
             shift
         else

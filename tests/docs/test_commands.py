@@ -49,7 +49,7 @@ def help_of(tool: str) -> str:
         path = ROOT / "scripts" / tool.removeprefix("scripts/")
         if not path.is_file():
             raise LookupError(f"there is no {tool}")
-        verb = re.search(r'python -m pn_fairseq ([\w-]+) "\$@"', path.read_text("utf-8"))
+        verb = re.search(r'^run_verb ([\w-]+) "\$@"', path.read_text("utf-8"), re.M)
         return verb_help(verb[1]) if verb else run("bash", path, "--help").stdout
     return verb_help(tool.removeprefix("pn-"))
 

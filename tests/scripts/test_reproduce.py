@@ -1,17 +1,22 @@
 """scripts/reproduce_*.sh: which steps they take, in which order, and what they do when one fails."""
 
+import contextlib
+import io
+import os
 import re
-import shutil
+import shlex
 import signal
 import subprocess
+import sys
 import time
+from unittest import mock
 
 import pytest
 
+from pn_fairseq.pipeline import reproduce
 from pn_fairseq.report.paper import PAPER
 
-from .. import warm
-from ..scripts_helpers import ROOT, SCRIPTS, assert_refused, environment, run, script
+from ..scripts_helpers import ROOT, SCRIPTS, assert_refused, environment, script
 
 CORPORA = {
     "iwslt14": ("iwslt14_de_en", "iwslt"),
@@ -20,8 +25,34 @@ CORPORA = {
 }
 
 
+def in_process(name: str, *arguments, **environ) -> subprocess.CompletedProcess:
+    """scripts/reproduce_NAME.sh in this process."""
+    out, err = io.StringIO(), io.TextIOWrapper(io.BytesIO(), write_through=True)
+    with mock.patch.dict(os.environ, environ), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            code = reproduce.main([name, *map(str, arguments)])
+        except SystemExit as end:
+            code = end.code
+    return subprocess.CompletedProcess(name, code, out.getvalue(), err.buffer.getvalue().decode())
+
+
 def dry_run(name: str, *arguments, **environ) -> list[str]:
-    return script(f"reproduce_{name}.sh", "--dry-run", *arguments, **environ).stdout.splitlines()
+    result = in_process(name, "--dry-run", *arguments, **environ)
+    assert result.returncode == 0, result.stderr
+    return result.stdout.splitlines()
+
+
+def test_every_corpus_has_its_script():
+    scripts = {path.stem.removeprefix("reproduce_"): path.read_text("utf-8") for path in SCRIPTS.glob("reproduce_*")}
+    assert scripts.keys() == reproduce.CORPORA.keys()
+    for name, text in scripts.items():
+        assert text.endswith(f'run_verb reproduce {name} "$@"\n')
+        assert (SCRIPTS / f"prepare_{name}.sh").is_file()
+
+
+def test_from_outside(tmp_path):
+    result = script("reproduce_verses.sh", "--dry-run", "--runs", tmp_path, NORMS="pn", SEEDS="1")
+    assert result.stdout.splitlines() == dry_run("verses", "--runs", tmp_path, NORMS="pn", SEEDS="1")
 
 
 @pytest.mark.parametrize("name", CORPORA)
@@ -38,7 +69,7 @@ def test_dry_run_prints_every_command(name, tmp_path):
     folders = " ".join(f"{runs}/{norm}_seed{seed}" for norm in ("bn", "pn") for seed in (1, 7))
     expected.append(f"pn-report {folders} --output {runs}/report")
     assert dry_run(name, "optimization.max_update=9", NORMS=" bn  pn", SEEDS="1 7") == expected
-    assert (ROOT / f"configs/{config}.yaml").is_file() and (SCRIPTS / f"prepare_{name}.sh").is_file()
+    assert (ROOT / f"configs/{config}.yaml").is_file()
 
 
 def trained(lines: list[str]) -> dict[str, str]:
@@ -46,7 +77,6 @@ def trained(lines: list[str]) -> dict[str, str]:
     return dict(re.search(r"--run \S+/(\S+) (.*)$", line).groups() for line in lines if "train.sh" in line)
 
 
-@pytest.mark.slow
 def test_rows_of_a_table(tmp_path):
     lines = dry_run("iwslt14", TABLE="powernorm-4", SEEDS="1")
     assert all(line.startswith("scripts/train.sh iwslt14_de_en ") for line in lines if "train.sh" in line)
@@ -80,7 +110,7 @@ def test_a_table_with_settings_of_its_own(tmp_path):
 
 @pytest.mark.parametrize(("name", "corpus"), [("iwslt14", "iwslt14_de_en"), ("wmt14", "wmt14_en_de"), ("verses", None)])
 def test_help_lists_the_tables(name, corpus):
-    text = script(f"reproduce_{name}.sh", "--help").stdout
+    text = in_process(name, "--help").stdout
     found = re.search(r"TABLE=NAME(?s:.*)NAME is one of\n +(.*)$", text, re.M)
     known = [table for table, rows in PAPER.items() if corpus and rows.config.startswith(corpus)]
     assert (found[1].split() if found else []) == known
@@ -106,14 +136,14 @@ def test_language_models_are_trained_for_every_model_and_norm():
     assert lines[0] == "scripts/prepare_ptb.sh --dest runs/data/ptb_lm --corpus /texts"
     assert "--run runs/ptb_lm/pn_seed1 model._name=tensorized_lm_pn_ptb" in lines[1]
     assert len(dry_run("verses_lm", MODELS="tensorized_lm", NORMS="pn", SEEDS="1")) == 5
-    refused = script("reproduce_verses_lm.sh", "--dry-run", check=False, MODELS="lstm")
+    refused = in_process("verses_lm", "--dry-run", MODELS="lstm")
     assert_refused(refused, "MODELS", "'lstm'", "transformer_lm tensorized_lm")
 
 
 def test_dry_run_can_be_pasted_into_a_shell(tmp_path):
     lines = dry_run("iwslt14", "--archive", "my talks.tgz", "--runs", tmp_path / "a b", NORMS="pn", SEEDS="1")
-    assert lines[0].endswith(r"--archive my\ talks.tgz")
-    assert rf"--run {tmp_path}/a\ b/pn_seed1" in lines[1]
+    assert shlex.split(lines[0])[-2:] == ["--archive", "my talks.tgz"]
+    assert f"{tmp_path}/a b/pn_seed1" in shlex.split(lines[1])
     assert not (tmp_path / "a b").exists()
 
 
@@ -129,7 +159,7 @@ def test_dry_run_can_be_pasted_into_a_shell(tmp_path):
     ],
 )
 def test_mistakes_in_the_lists(environ, needles):
-    assert_refused(script("reproduce_iwslt14.sh", "--dry-run", check=False, **environ), *needles)
+    assert_refused(in_process("iwslt14", "--dry-run", **environ), *needles)
 
 
 STUB = """#!/usr/bin/env bash
@@ -147,38 +177,28 @@ esac
 
 
 @pytest.fixture
-def checkout(tmp_path):
+def checkout(tmp_path, monkeypatch):
     """A checkout whose steps are stubs, which record their arguments in a file."""
     folder = tmp_path / "checkout"
-    shutil.copytree(SCRIPTS, folder / "scripts")
-    (folder / "configs").symlink_to(ROOT / "configs")
-    (folder / "pn_fairseq").symlink_to(ROOT / "pn_fairseq")
-    for step in ("prepare_iwslt14", "train", "average", "generate", "score"):
-        stub = folder / f"scripts/{step}.sh"
-        stub.unlink(missing_ok=True)
-        stub.write_text(STUB)
-        stub.chmod(0o755)
-    tools = folder / "venv/bin"
-    tools.mkdir(parents=True)
-    (tools / "pn-report").write_text(STUB)
-    (tools / "srun").write_text('#!/bin/sh\necho "srun $*" >>"$CALLS"\nshift 2\nexec "$@"\n')
-    (tools / "python").symlink_to(warm.programs() / "python")
-    for tool in tools.iterdir():
-        tool.chmod(0o755)
+    steps = [f"scripts/{name}.sh" for name in ("prepare_iwslt14", "train", "average", "generate", "score")]
+    for stub in [*steps, "bin/pn-report", "bin/srun"]:
+        (folder / stub).parent.mkdir(parents=True, exist_ok=True)
+        (folder / stub).write_text(STUB)
+        (folder / stub).chmod(0o755)
+    (folder / "bin/srun").write_text('#!/bin/sh\necho "srun $*" >>"$CALLS"\nshift 2\nexec "$@"\n')
+    variables = {"PATH": f"{folder}/bin:{os.environ['PATH']}", "CALLS": f"{folder}/calls"}
+    for name, value in {**variables, "SEEDS": "1", "NORMS": "ln pn", "START_TIMEOUT": "60"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(reproduce, "ROOT", folder)
     return folder
 
 
-def environ_of(checkout, **changes):
-    return environment(VENV=str(checkout / "venv"), CALLS=str(checkout / "calls"), SEEDS="1", NORMS="ln pn", **changes)
-
-
-def reproduce(checkout, **changes) -> tuple[subprocess.CompletedProcess, list[str]]:
+def made(checkout, *arguments, **environ) -> tuple[subprocess.CompletedProcess, list[str]]:
     (checkout / "calls").unlink(missing_ok=True)
-    command = ["bash", checkout / "scripts/reproduce_iwslt14.sh"]
-    result = subprocess.run(command, env=environ_of(checkout, **changes), capture_output=True, text=True)
+    result = in_process("iwslt14", *arguments, **environ)
     calls = (checkout / "calls").read_text().splitlines()
     # The settings are checked before the data is prepared.
-    assert calls.pop(0) == "train iwslt14_de_en --check model._name=transformer_ln_iwslt"
+    assert calls.pop(0) == " ".join(["train iwslt14_de_en --check model._name=transformer_ln_iwslt", *arguments])
     # "train iwslt14_de_en --data ... --run R ..." -> "train ln_seed1"
     return result, [f"{call.split()[0]} {call.split('--run ')[-1].split()[0].split('/')[-1]}" for call in calls]
 
@@ -188,13 +208,13 @@ ALL = [f"{step} {run}" for run in ("ln_seed1", "pn_seed1") for step in ("train",
 
 def test_a_failed_run_is_named_and_the_others_continue(checkout):
     runs = checkout / "runs/iwslt14_de_en"
-    result, calls = reproduce(checkout, FAIL="average --run " + str(runs / "ln_seed1"))
+    result, calls = made(checkout, FAIL="average --run " + str(runs / "ln_seed1"))
     assert result.returncode == 1 and "1 of 2 runs failed: ln_seed1" in result.stderr
     assert calls[1:-1] == ALL[:2] + ALL[4:]
     assert calls[-1].startswith("pn-report")
     assert (runs / "ln_seed1/failed").read_text() == "average: average.sh: error: it went wrong\n"
     assert not (runs / "pn_seed1/failed").exists()
-    result, calls = reproduce(checkout)
+    result, calls = made(checkout)
     assert result.returncode == 0 and calls[1:-1] == ALL
     assert not (runs / "ln_seed1/failed").exists()
     # The steps' messages are kept outside the runs, so that a pattern finds runs alone.
@@ -203,7 +223,7 @@ def test_a_failed_run_is_named_and_the_others_continue(checkout):
 
 
 def test_a_failed_training_is_noted_though_it_left_no_folder(checkout):
-    result, calls = reproduce(checkout, FAIL="transformer_pn_iwslt", CODE="1")
+    result, calls = made(checkout, FAIL="transformer_pn_iwslt", CODE="1")
     assert result.returncode == 1 and calls[1:-1] == ALL[:5]
     noted = (checkout / "runs/iwslt14_de_en/pn_seed1/failed").read_text()
     assert noted == "train: train.sh: error: it went wrong\n"
@@ -211,93 +231,70 @@ def test_a_failed_training_is_noted_though_it_left_no_folder(checkout):
 
 def test_a_mistake_in_the_settings_ends_it_before_the_preparation(checkout):
     """Here the stub of train.sh refuses them; what it refuses is tested with train.sh."""
-    result = subprocess.run(
-        ["bash", checkout / "scripts/reproduce_iwslt14.sh", "model.encoder_nrom=1"],
-        env=environ_of(checkout, FAIL="--check"),
-        **{"capture_output": True, "text": True},
-    )
-    assert result.returncode == 2 and "it went wrong" in result.stderr
-    assert len((checkout / "calls").read_text().splitlines()) == 1
+    result, calls = made(checkout, "model.encoder_nrom=1", FAIL="--check")
+    assert result.returncode == 2 and not calls
 
 
 def test_only_options_of_the_preparation_are_offered():
     for name, option, offered in (("verses", "--archive", False), ("iwslt14", "--archive", True)):
-        result = script(f"reproduce_{name}.sh", "--dry-run", option, "/x", check=False, NORMS="pn", SEEDS="1")
+        result = in_process(name, "--dry-run", option, "/x", NORMS="pn", SEEDS="1")
         assert (result.returncode == 0) is offered
-        assert (option in script(f"reproduce_{name}.sh", "--help").stdout) is offered
+        assert (option in in_process(name, "--help").stdout) is offered
         if offered:
             assert result.stdout.splitlines()[0].endswith(f"{option} /x")
         else:
-            assert_refused(result, "unknown option '--archive'")
+            assert_refused(result, "unrecognized arguments: --archive")
 
 
-def test_the_messages_of_a_step_are_complete(tmp_path):
-    """Also where they are written slowly."""
-    tools = tmp_path / "bin"
-    tools.mkdir()
-    (tools / "tee").write_text('#!/bin/sh\nsleep 0.5\nPATH=${PATH#*:}\nexec tee "$@"\n')
-    (tools / "tee").chmod(0o755)
-    attempt = (SCRIPTS / "lib/reproduce.sh").read_text().partition("# attempt FILE")[2].partition("# `interrupted`")[0]
-    code = f"set -euo pipefail\n#{attempt}\nattempt {tmp_path}/said bash -c 'echo failed >&2; exit 7' || echo $?"
-    result = run("bash", "-c", code, PATH=f"{tools}:{environment()['PATH']}")
-    assert result.stdout == "7\n" and (tmp_path / "said").read_text() == "failed\n"
+def test_the_messages_of_a_step_are_complete(tmp_path, capfdbinary):
+    """Also where they come after its end, from a process that it has started."""
+    code = reproduce.execute(["bash", "-c", "(sleep 0.5; echo failed >&2) & exit 7"], tmp_path / "said")
+    assert code == 7 and (tmp_path / "said").read_bytes() == capfdbinary.readouterr().err == b"failed\n"
 
 
 def test_without_data_nothing_is_trained(checkout):
-    result, calls = reproduce(checkout, FAIL="prepare_iwslt14")
+    result, calls = made(checkout, FAIL="prepare_iwslt14")
     assert result.returncode == 2 and len(calls) == 1
-    assert "it went wrong" in result.stderr
 
 
 def test_a_report_that_fails_is_an_error(checkout):
-    result, _ = reproduce(checkout, FAIL="pn-report")
-    assert result.returncode == 2 and "pn-report: error: it went wrong" in result.stderr
+    result, _ = made(checkout, FAIL="pn-report")
+    assert result.returncode == 2
 
 
 def test_several_machines(checkout):
     """The first does everything; another one waits for the data, trains, and leaves the rest alone."""
     machines = {"NNODES": "2", "MASTER_ADDR": "localhost"}
-    result, calls = reproduce(checkout, **machines, NODE_RANK="0")
+    result, calls = made(checkout, **machines, NODE_RANK="0")
     assert result.returncode == 0 and calls[1:-1] == ALL
     (checkout / "calls").unlink()
-    waiting = subprocess.Popen(
-        ["bash", checkout / "scripts/reproduce_iwslt14.sh"],
-        env=environ_of(checkout, **machines, NODE_RANK="1"),
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert "waiting" in waiting.stderr.readline()
-    assert len((checkout / "calls").read_text().splitlines()) == 1  # the check of the settings
-    (checkout / "runs/data/iwslt14_de_en/bin").mkdir(parents=True)
-    assert waiting.wait(timeout=60) == 0
-    waiting.stderr.close()
+    data = checkout / "runs/data/iwslt14_de_en/bin"
+    with mock.patch.object(time, "sleep", lambda _: data.mkdir(parents=True)):
+        waited, _ = made(checkout, **machines, NODE_RANK="1")
+    assert waited.returncode == 0 and f"waiting for the first machine to prepare {data.parent}" in waited.stderr
     calls = (checkout / "calls").read_text().splitlines()
     assert [call.split()[0] for call in calls] == ["train", "train", "train"]
 
 
 def test_a_slurm_job_of_several_machines_trains_by_srun(checkout):
     slurm = {"SLURM_JOB_ID": "5", "SLURM_JOB_NUM_NODES": "3"}
-    result, calls = reproduce(checkout, **slurm)
+    result, calls = made(checkout, **slurm)
     assert result.returncode == 0
     train = [call for call in calls if call.startswith("srun")]
     assert len(train) == 2 and [call for call in calls[1:-1] if call not in train] == ALL
     assert "--ntasks-per-node=1" in (checkout / "calls").read_text()
-    refused = subprocess.run(
-        ["bash", checkout / "scripts/reproduce_iwslt14.sh"],
-        env=environ_of(checkout, **slurm, SLURM_STEP_ID="0", SLURM_STEP_NUM_TASKS="3"),
-        capture_output=True,
-        text=True,
-    )
+    refused = in_process("iwslt14", **slurm, SLURM_STEP_NUM_TASKS="3")
     assert_refused(refused, "srun", "once")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interruption_ends_it_all(checkout, number):
-    command = ["bash", checkout / "scripts/reproduce_iwslt14.sh"]
-    environ = environ_of(checkout, HANG="generate")
+    driver = "from pn_fairseq import __main__; from pn_fairseq.pipeline import reproduce; from pathlib import Path; "
+    driver += f"reproduce.ROOT = Path('{checkout}'); __main__.sys.exit(__main__.main())"
     process = subprocess.Popen(
-        command,
-        **{"env": environ, "start_new_session": True, "stderr": subprocess.PIPE, "text": True},
+        [sys.executable, "-c", driver, "reproduce", "iwslt14"],
+        env=environment(HANG="generate", PATH=os.environ["PATH"]),
+        **{"start_new_session": True, "stderr": subprocess.PIPE, "text": True},
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),  # as in the background of a shell
     )
     deadline = time.time() + 60

@@ -1,0 +1,336 @@
+"""``scripts/reproduce_CORPUS.sh``: every step from the raw text to a report, for a list of norms and seeds."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pn_fairseq
+from pn_fairseq.pipeline.command import (
+    ArgumentParser,
+    Interrupted,
+    UserError,
+    deferred_signals,
+    did_you_mean,
+    run,
+    say,
+    whole_number,
+)
+from pn_fairseq.pipeline.files import atomic_write
+from pn_fairseq.pipeline.launch import variable
+from pn_fairseq.report.paper import PAPER, Table
+
+ROOT = Path(pn_fairseq.__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """What differs between corpora."""
+
+    about: str
+    config: str  # a name in configs/
+    size: str  # the architectures are MODEL_NORM_SIZE
+    seeds: str = "1 2 3"
+    models: tuple[str, ...] = ("transformer",)
+    norms: str = "ln bn pnv pn"
+
+    @property
+    def steps(self) -> tuple[str, ...]:
+        """scripts/STEP.sh, one after the other for each run."""
+        translates = self.models == ("transformer",)
+        return ("train", "average", *(("generate", "score") if translates else ("evaluate_lm",)))
+
+    @property
+    def tables(self) -> dict[str, Table]:
+        """The published tables of the corpus."""
+        return {name: table for name, table in PAPER.items() if table.config.startswith(self.config)}
+
+
+#: NAME, of scripts/prepare_NAME.sh and scripts/reproduce_NAME.sh.
+CORPORA = {
+    "verses": Corpus(
+        "The four norms on the corpus in the repository: a comparison for a laptop.", "verses_es_en", "tiny", "1 2"
+    ),
+    "verses_lm": Corpus(
+        "Language models of the English verses in the repository: an ordinary decoder and the tensorized transformer.",
+        "verses_lm_en",
+        "tiny",
+        models=("transformer_lm", "tensorized_lm"),
+        norms="ln ln+layer_scale_groups=1 gn bn brn mabn pnv pn",
+    ),
+    "multi30k": Corpus(
+        "The four norms on Multi30k, captions of pictures; --corpus names the folder with its text.",
+        "multi30k_de_en",
+        "tiny",
+    ),
+    "iwslt14": Corpus(
+        "IWSLT14 German-English, as in Table 1 of Shen et al. 2020, from the archive to the table beside the paper's.",
+        "iwslt14_de_en",
+        "iwslt",
+    ),
+    "wmt14": Corpus(
+        "WMT14 English-German, as in Table 1 of Shen et al. 2020, from the archives to the table beside the paper's.",
+        "wmt14_en_de_big",
+        "wmt_en_de_big",
+        "1",
+    ),
+    "ptb": Corpus(
+        "Tables 2 and 4 of the paper, PTB: the tensorized transformer, but causal (docs/language_modeling.md).",
+        "ptb_lm",
+        "ptb",
+        "1",
+        models=("tensorized_lm",),
+        norms="ln gn bn brn mabn pnv pn",
+    ),
+    "wikitext103": Corpus(
+        "Table 3 of the paper, WikiText-103: the tensorized transformer, but causal (docs/language_modeling.md).",
+        "wikitext103_lm",
+        "wt103",
+        "1",
+        models=("tensorized_lm",),
+    ),
+}
+
+EPILOG = """\
+environment:
+  NORMS="{norms}"
+                 the norms, as in {model}_NORM_{size}; NORM+key=value has a setting of the model's
+  SEEDS="{seeds}"
+                 one run is made for each norm and seed
+{more}
+Run again, it skips what is done and continues with the rest. A run that fails is named at the end and in the report;
+the others are still made.
+
+One rank per visible GPU; NPROC, NNODES, NODE_RANK and MASTER_ADDR as in train.sh --help. On several machines, which see
+the same files, give the same command on each: all train, and the first one does the rest; the others wait for it, so
+end them if it has failed. In a SLURM job of several machines, call it once in the batch script: it trains by srun.
+"""
+
+MODELS = """\
+  MODELS="{}"
+                 and for each of these models
+"""
+
+TABLES = """\
+  TABLE=NAME     instead of NORMS: the rows of a published table, with its config (the runs go to runs/CONFIG). The
+                 report, DIR/report-NAME, has the published numbers. NAME is one of
+                 {}
+"""
+
+
+def _parser(name: str, corpus: Corpus) -> tuple[ArgumentParser, list[str]]:
+    """The parser, and the options that are passed on to the preparation."""
+    prepare, (model, *others) = f"prepare_{name}.sh", corpus.models
+    more = MODELS.format(" ".join(corpus.models)) if others else ""
+    more += TABLES.format(" ".join(corpus.tables)) if corpus.tables else ""
+    steps = ", ".join(corpus.steps)
+    parser = ArgumentParser(
+        prog=f"scripts/reproduce_{name}.sh",
+        description=f"{corpus.about}\nFor every norm and seed: {steps}; then one report over all of them.",
+        epilog=EPILOG.format(norms=corpus.norms, model=model, size=corpus.size, seeds=corpus.seeds, more=more),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add, run_name = parser.add_argument, f"{'MODEL_' if others else ''}NORM_seedN"
+    settings = f"settings for train.sh that differ from configs/{corpus.config}.yaml"
+    add("settings", nargs="*", default=[], metavar="key=value", help=settings)
+    runs = f"where the runs go, as DIR/{run_name}, and the report, as DIR/report (default runs/{corpus.config})"
+    add("--runs", type=Path, metavar="DIR", help=runs)
+    data = f"the prepared data, made if it is not there (default runs/data/{corpus.config})"
+    add("--data", type=Path, metavar="DIR", help=data)
+    add("--dry-run", action="store_true", help="print the commands and do nothing")
+    usage = subprocess.run([ROOT / "scripts" / prepare, "--help"], stdout=subprocess.PIPE, text=True).stdout
+    group, passed_on = parser.add_argument_group(f"passed on to {prepare}"), []
+    for option, value in re.findall(r"^  (--[a-z0-9-]+)(?: ([^ ]+))?(?:  .*)?$", usage, re.M):
+        if option != "--dest":
+            group.add_argument(option, **({"metavar": value} if value else {"action": "store_true"}))
+            passed_on.append(option)
+    return parser, passed_on
+
+
+def _trainings(corpus: Corpus, norms: Sequence[str], env: Mapping[str, str]) -> dict[str, list[str]]:
+    """The runs: their names and settings of the model and the seed."""
+    from pn_fairseq.norms import NORMS
+
+    models = env["MODELS"].split() if "MODELS" in env and len(corpus.models) > 1 else corpus.models
+    seeds = [whole_number("SEEDS", seed) for seed in env.get("SEEDS", corpus.seeds).split()]
+    if not (norms and seeds and models):
+        raise UserError("NORMS, SEEDS and MODELS must each name at least one")
+    for model in models:
+        if model not in corpus.models:
+            raise UserError(f"MODELS: unknown model '{model}'; there are {' '.join(corpus.models)}")
+    known = [entry.short for entry in NORMS.values()]
+    trainings: dict[str, list[str]] = {}
+    for model, norm, seed in itertools.product(models, norms, seeds):
+        short, *settings = norm.split("+")
+        if short not in known:
+            raise UserError(f"NORMS: unknown norm '{short}'{did_you_mean(short, known)}; there are {' '.join(known)}")
+        name = f"{f'{model}_' if len(corpus.models) > 1 else ''}{norm}_seed{seed}"
+        if name in trainings:
+            raise UserError(f"NORMS and SEEDS name {name} twice")
+        trainings[name] = [f"model._name={model}_{short}_{corpus.size}", f"common.seed={seed}"]
+        trainings[name] += [f"model.{setting}" for setting in settings]
+    return trainings
+
+
+def _machines(env: Mapping[str, str]) -> tuple[int, list[str]]:
+    """Which of several machines this is, and the command that launches a training on all of them."""
+    if env.get("NNODES"):
+        return variable(env, "NODE_RANK", 0), []
+    if env.get("SLURM_JOB_ID") and variable(env, "SLURM_JOB_NUM_NODES", 1) > 1:
+        if env.get("SLURM_STEP_NUM_TASKS"):  # srun alone sets it
+            raise UserError("call it once, in the batch script and not by srun: it calls srun itself")
+        return 0, ["srun", "--ntasks-per-node=1", "--kill-on-bad-exit=1"]
+    return 0, []
+
+
+def execute(command: Sequence[str | Path], messages: Path | None = None) -> int:
+    """Run a step to its end and return its exit code. What it writes to stderr goes to the file ``messages``, too."""
+    process = reader = None
+
+    def copy() -> None:
+        with messages.open("wb") as file:
+            while block := process.stderr.read1():
+                file.write(block)
+                sys.stderr.buffer.write(block)
+                sys.stderr.flush()
+
+    try:
+        with deferred_signals():
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stderr=subprocess.PIPE if messages else None,
+                env={**os.environ, "PN_FAIRSEQ_STEP": "1"},  # the step leaves the line about an interruption to this
+            )
+            if messages:
+                reader = threading.Thread(target=copy)
+                reader.start()
+        code = process.wait()
+    except (Interrupted, KeyboardInterrupt):
+        if process:
+            process.terminate()
+            process.wait()
+        raise
+    finally:
+        if reader:
+            reader.join()
+    if code in (130, 143):
+        raise Interrupted(code - 128)
+    return code if code >= 0 else 128 - code
+
+
+def reproduce(name: str, words: Sequence[str]) -> int:
+    """scripts/reproduce_NAME.sh with the arguments ``words``; returns the exit code."""
+    corpus, env, tool = CORPORA[name], os.environ, f"reproduce_{name}"
+    parser, passed_on = _parser(name, corpus)
+    args = parser.parse_intermixed_args(words)
+    for setting in args.settings:
+        if "=" not in setting:
+            raise UserError(f"unexpected argument '{setting}': settings are key=value (see --help)")
+    norms, config, report = env.get("NORMS", corpus.norms).split(), corpus.config, ["report"]
+    if table := env.get("TABLE"):
+        if "NORMS" in env:
+            raise UserError("TABLE and NORMS both say which norms: give one of them")
+        if table not in corpus.tables:
+            known = " ".join(corpus.tables) or "none of this corpus"
+            raise UserError(f"TABLE: unknown table '{table}'{did_you_mean(table, corpus.tables)}; there are {known}")
+        from pn_fairseq.norms import NORMS
+
+        config, rows = corpus.tables[table].config, corpus.tables[table].rows
+        norms = ["+".join([NORMS[row.norm].short, *map("=".join, row.settings.items())]) for row in rows]
+        report = [f"report-{table}", "--paper", table]
+    trainings = _trainings(corpus, norms, env)
+    machine, launch = _machines(env)
+
+    # Every command, in order.
+    scripts, runs = ROOT / "scripts", (args.runs or ROOT / "runs" / config).absolute()
+    data = (args.data or ROOT / "runs/data" / corpus.config).absolute()
+    preparation = [scripts / f"prepare_{name}.sh", "--dest", data]
+    for option in passed_on:
+        if value := getattr(args, option[2:].replace("-", "_")):
+            preparation += [option] if value is True else [option, value]
+    commands: dict[str, dict[str, list]] = {}
+    for run_name, settings in trainings.items():
+        commands[run_name] = {step: [scripts / f"{step}.sh", "--run", runs / run_name] for step in corpus.steps}
+        train = [*launch, scripts / "train.sh", config, "--data", data, "--run", runs / run_name]
+        commands[run_name]["train"] = [*train, *settings, *args.settings]
+    report = ["pn-report", *(runs / run_name for run_name in commands), "--output", runs / report[0], *report[1:]]
+    if args.dry_run:
+        for command in (preparation, *(each for steps in commands.values() for each in steps.values()), report):
+            print(shlex.join(str(word).replace(f"{ROOT}/", "") for word in command))
+        return 0
+    for program in ("pn-report", *launch[:1]):
+        if not shutil.which(program):
+            raise UserError(f"'{program}' is not installed or not on the PATH")
+
+    # Before the hours of the preparation.
+    first = next(iter(trainings.values()))[0]
+    _must([scripts / "train.sh", config, "--check", first, *args.settings])
+    if machine:
+        # The first machine decodes between two trainings, and the others wait for it.
+        os.environ.setdefault("START_TIMEOUT", "604800")
+        commands = {run_name: {"train": steps["train"]} for run_name, steps in commands.items()}
+        if not (data / "bin").is_dir():
+            say(tool, f"waiting for the first machine to prepare {data}")
+        while not (data / "bin").is_dir():
+            time.sleep(5)
+    else:
+        _must(preparation)
+    failed = [run_name for run_name, steps in commands.items() if not _make(tool, runs / run_name, steps, machine)]
+    if not machine:
+        say(tool, "report")
+        _must(report)
+        if failed:
+            count = f"{len(failed)} of {len(commands)} runs failed: {' '.join(failed)}"
+            say(tool, f"{count} (the report says why); the same command tries them again")
+    return 1 if failed else 0
+
+
+def _must(command: Sequence[str | Path]) -> None:
+    """Run a step without which nothing else can be done; it has named the reason if it fails."""
+    if code := execute(command):
+        sys.exit(code)
+
+
+def _make(tool: str, path: Path, steps: Mapping[str, Sequence], machine: int) -> bool:
+    """One run through its steps; False after a failure, which is noted in its folder and ends this run only."""
+    # Not beside the runs: pn-report DIR/*_seed* finds runs alone.
+    work = path.parent / "logs" / path.name / (f"machine{machine}" if machine else "")
+    work.mkdir(parents=True, exist_ok=True)
+    for step, command in steps.items():
+        say(tool, f"{path.name}: {step}")
+        messages = work / f"{step}.err"
+        if not execute(command, messages):
+            continue
+        say(tool, f"{path.name} failed in {step} (its messages are in {work})")
+        if not machine:
+            path.mkdir(parents=True, exist_ok=True)
+            said = [line for line in messages.read_text("utf-8", "replace").splitlines() if line.strip()]
+            with atomic_write(path / "failed", "w") as file:
+                file.write(f"{step}: {said[-1] if said else 'it printed no reason'}\n")
+        return False
+    if not machine:
+        (path / "failed").unlink(missing_ok=True)
+    return True
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    name, *words = (sys.argv[1:] if argv is None else argv) or [""]
+
+    def body() -> int:
+        if name not in CORPORA:
+            raise UserError(f"there is no scripts/reproduce_{name}.sh{did_you_mean(name, CORPORA)}")
+        return reproduce(name, words)
+
+    return run(f"reproduce_{name}.sh", body)
