@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The experiment on Multi30k, from the raw text to the report (pn_fairseq/pipeline/reproduce.py).
+# The four norms on Multi30k, captions of pictures.
 set -euo pipefail
 # shellcheck source=lib/common.sh
 source "$(dirname "$(readlink -f "$0")")/lib/common.sh"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The experiment on language models of the Penn Treebank, from the raw text to the report (pn_fairseq/pipeline/reproduce.py).
+# Tables 2 and 4 of the paper, PTB: the tensorized transformer, but causal (docs/language_modeling.md).
 set -euo pipefail
 # shellcheck source=lib/common.sh
 source "$(dirname "$(readlink -f "$0")")/lib/common.sh"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The experiment on the verses in the repository, from the raw text to the report (pn_fairseq/pipeline/reproduce.py).
+# The four norms on the corpus in the repository: a comparison for a laptop.
 set -euo pipefail
 # shellcheck source=lib/common.sh
 source "$(dirname "$(readlink -f "$0")")/lib/common.sh"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The experiment on language models of WikiText-103, from the raw text to the report (pn_fairseq/pipeline/reproduce.py).
+# Table 3 of the paper, WikiText-103: the tensorized transformer, but causal (docs/language_modeling.md).
 set -euo pipefail
 # shellcheck source=lib/common.sh
 source "$(dirname "$(readlink -f "$0")")/lib/common.sh"

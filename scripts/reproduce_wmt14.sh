@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The experiment on WMT14 English-German, from the raw text to the report (pn_fairseq/pipeline/reproduce.py).
+# WMT14 English-German, as in Table 1 of Shen et al. 2020, from the archives to the table beside the paper's.
 set -euo pipefail
 # shellcheck source=lib/common.sh
 source "$(dirname "$(readlink -f "$0")")/lib/common.sh"

@@ -38,7 +38,6 @@ ROOT = Path(pn_fairseq.__file__).resolve().parent.parent
 class Corpus:
     """What differs between corpora."""
 
-    about: str
     config: str  # a name in configs/
     size: str  # the architectures are MODEL_NORM_SIZE
     seeds: str = "1 2 3"
@@ -48,8 +47,7 @@ class Corpus:
     @property
     def steps(self) -> tuple[str, ...]:
         """scripts/STEP.sh, one after the other for each run."""
-        translates = self.models == ("transformer",)
-        return ("train", "average", *(("generate", "score") if translates else ("evaluate_lm",)))
+        return ("train", "average", *(("generate", "score") if "transformer" in self.models else ("evaluate_lm",)))
 
     @property
     def tables(self) -> dict[str, Table]:
@@ -57,49 +55,20 @@ class Corpus:
         return {name: table for name, table in PAPER.items() if table.config.startswith(self.config)}
 
 
-#: NAME, of scripts/prepare_NAME.sh and scripts/reproduce_NAME.sh.
+_TABLE_4 = "gn bn brn mabn pnv pn"
+#: NAME, of scripts/prepare_NAME.sh and scripts/reproduce_NAME.sh. The language models are causal, unlike the paper's.
 CORPORA = {
-    "verses": Corpus(
-        "The four norms on the corpus in the repository: a comparison for a laptop.", "verses_es_en", "tiny", "1 2"
-    ),
+    "verses": Corpus("verses_es_en", "tiny", seeds="1 2"),
+    "multi30k": Corpus("multi30k_de_en", "tiny"),
+    "iwslt14": Corpus("iwslt14_de_en", "iwslt"),
+    "wmt14": Corpus("wmt14_en_de_big", "wmt_en_de_big", seeds="1"),
     "verses_lm": Corpus(
-        "Language models of the English verses in the repository: an ordinary decoder and the tensorized transformer.",
-        "verses_lm_en",
-        "tiny",
+        *("verses_lm_en", "tiny"),
         models=("transformer_lm", "tensorized_lm"),
-        norms="ln ln+layer_scale_groups=1 gn bn brn mabn pnv pn",
+        norms=f"ln ln+layer_scale_groups=1 {_TABLE_4}",
     ),
-    "multi30k": Corpus(
-        "The four norms on Multi30k, captions of pictures; --corpus names the folder with its text.",
-        "multi30k_de_en",
-        "tiny",
-    ),
-    "iwslt14": Corpus(
-        "IWSLT14 German-English, as in Table 1 of Shen et al. 2020, from the archive to the table beside the paper's.",
-        "iwslt14_de_en",
-        "iwslt",
-    ),
-    "wmt14": Corpus(
-        "WMT14 English-German, as in Table 1 of Shen et al. 2020, from the archives to the table beside the paper's.",
-        "wmt14_en_de_big",
-        "wmt_en_de_big",
-        "1",
-    ),
-    "ptb": Corpus(
-        "Tables 2 and 4 of the paper, PTB: the tensorized transformer, but causal (docs/language_modeling.md).",
-        "ptb_lm",
-        "ptb",
-        "1",
-        models=("tensorized_lm",),
-        norms="ln gn bn brn mabn pnv pn",
-    ),
-    "wikitext103": Corpus(
-        "Table 3 of the paper, WikiText-103: the tensorized transformer, but causal (docs/language_modeling.md).",
-        "wikitext103_lm",
-        "wt103",
-        "1",
-        models=("tensorized_lm",),
-    ),
+    "ptb": Corpus("ptb_lm", "ptb", seeds="1", models=("tensorized_lm",), norms=f"ln {_TABLE_4}"),
+    "wikitext103": Corpus("wikitext103_lm", "wt103", seeds="1", models=("tensorized_lm",)),
 }
 
 EPILOG = """\
@@ -131,17 +100,19 @@ TABLES = """\
 
 def _parser(name: str, corpus: Corpus) -> tuple[ArgumentParser, list[str]]:
     """The parser, and the options that are passed on to the preparation."""
-    prepare, (model, *others) = f"prepare_{name}.sh", corpus.models
-    more = MODELS.format(" ".join(corpus.models)) if others else ""
+    prepare, several = f"prepare_{name}.sh", len(corpus.models) > 1
+    more = MODELS.format(" ".join(corpus.models)) if several else ""
     more += TABLES.format(" ".join(corpus.tables)) if corpus.tables else ""
     steps = ", ".join(corpus.steps)
     parser = ArgumentParser(
         prog=f"scripts/reproduce_{name}.sh",
-        description=f"{corpus.about}\nFor every norm and seed: {steps}; then one report over all of them.",
-        epilog=EPILOG.format(norms=corpus.norms, model=model, size=corpus.size, seeds=corpus.seeds, more=more),
+        description=f"From raw text to a table. For every norm and seed: {steps}; then one report over all of them.",
+        epilog=EPILOG.format(
+            norms=corpus.norms, model=corpus.models[0], size=corpus.size, seeds=corpus.seeds, more=more
+        ),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add, run_name = parser.add_argument, f"{'MODEL_' if others else ''}NORM_seedN"
+    add, run_name = parser.add_argument, f"{'MODEL_' if several else ''}NORM_seedN"
     settings = f"settings for train.sh that differ from configs/{corpus.config}.yaml"
     add("settings", nargs="*", default=[], metavar="key=value", help=settings)
     runs = f"where the runs go, as DIR/{run_name}, and the report, as DIR/report (default runs/{corpus.config})"
