@@ -52,10 +52,11 @@ class NormProbe:
     scale of fp16 and by the sample size. One row per update, norm and forward:
 
     - ``update`` counts from 1. ``forward`` counts from 0 in the update (``--update-freq``); where there are several, a
-      row with ``forward`` null has all tokens of the update as one batch, against the running statistics of the first.
+      row with ``forward`` null has all tokens of the update as one batch, against the running statistics before it.
     - ``norm`` is the module's name, ``kind`` the name in ``NORMS``. ``running`` names the statistics that the norm
-      keeps itself, separated by commas. The probe averages the others over the batches of the ten updates before,
-      exponentially with the norm's decay (0.9 for a norm without), so that norms per token can be compared.
+      keeps itself, separated by commas. The probe averages the others over the batches of the ten updates before (in a
+      row with ``forward`` null, over these updates), exponentially with the norm's decay (0.9 for a norm without), so
+      that norms per token can be compared.
     - ``channels`` d, ``tokens`` real tokens of the batch, ``sample_size``, ``loss`` (L), ``loss_scale``.
     - ``mu_distance``, ``sigma2_distance``, ``psi2_distance``: differences of batch and running statistics.
     - ``g_mu`` = mean of dL/dy; ``g_sigma2`` = mean of dL/dy * (h - mu_B) / sqrt(sigma_B^2 + eps); ``g_psi2`` = mean of
@@ -172,8 +173,7 @@ class NormProbe:
     # Recording.
 
     def _record(self, update: int, forwards: list[_Forward]) -> None:
-        before = [forward for past in self._window for forward in past]
-        everything = [*before, *forwards]
+        everything = [forward for past in [*self._window, forwards] for forward in past]
         device = next(iter(forwards[0].sums.values())).device if forwards[0].sums else forwards[0].loss.device
         own = torch.cat([self._flat(forward, device) for forward in everything])
         total = all_reduce_sum(own) if world_size() > 1 else own
@@ -186,7 +186,7 @@ class NormProbe:
             alone = isinstance(norm, RunningNorm) and not norm.synchronises()
             source = own_table if alone else table
             sums, scalars = source[:, start:end], source[:, :4]
-            rows += self._rows(name, norm, forwards, sums, scalars, len(before))
+            rows += self._rows(name, norm, forwards, sums, scalars, [len(past) for past in self._window])
             start = end
         probes.write_update(self.folder, update, [{"update": update, **row} for row in rows])
 
@@ -201,8 +201,10 @@ class NormProbe:
         ]
         return torch.cat([torch.stack([torch.as_tensor(s, device=device).double() for s in scalars]), *sums])
 
-    def _rows(self, name, norm, forwards, sums, scalars, past: int) -> list[dict]:
-        """The rows of one norm; ``sums`` and ``scalars`` also have the ``past`` forwards before the update."""
+    def _rows(self, name, norm, forwards, sums, scalars, window: list[int]) -> list[dict]:
+        """The rows of one norm; ``sums`` and ``scalars`` begin with the forwards of the updates before, as many as
+        ``window`` says of each."""
+        past = sum(window)
         decay = norm.alpha_fwd if isinstance(norm, RunningNorm) else ALPHA
         own = [forward.states.get(name) for forward in forwards]
         batches = [(index, sums[past + index], scalars[past + index]) for index in range(len(forwards))]
@@ -214,7 +216,10 @@ class NormProbe:
             if state is None or not batch[0] or not sample_size:
                 continue  # layer-drop, or no real token
             state = {key: _numpy(value) for key, value in state.items()}
-            average = _average(sums[: past + (index or 0)], decay)
+            before = sums[: past + (index or 0)]
+            if index is None and window:  # each update before as one batch, too
+                before = np.add.reduceat(before, np.cumsum([0, *window[:-1]]))
+            average = _average(before, decay)
             row = quantities(batch, state, average, norm.eps, sample_size, scale / counts)
             row |= {"forward": index, "norm": name, "kind": _kind(norm), "channels": norm.num_features}
             row |= {"sample_size": sample_size, "loss": loss / sample_size, "loss_scale": scale / counts}

@@ -157,7 +157,7 @@ def evaluate(run: Run, checkpoint: Path, subset: str = "test", context: int = 0)
         unknown=unknown,
         block=block,
         context=context,
-        causal=not run.get("model.tensorized_unmasked", False),
+        causal=all(getattr(module, "masked", True) for module in model.modules()),  # of tensorized attention
         batch_nll=batch_nll,
         made=made,
     )

@@ -65,7 +65,7 @@ CORPORA = {
     "verses_lm": Corpus(
         *("verses_lm_en", "tiny"),
         models=("transformer_lm", "tensorized_lm"),
-        norms=f"ln ln+layer_scale_groups=1 {_TABLE_4}",
+        norms=f"ln ln+layer_scale_groups=4 {_TABLE_4}",
     ),
     "ptb": Corpus("ptb_lm", "ptb", seeds="1", models=("tensorized_lm",), norms=f"ln {_TABLE_4}"),
     "wikitext103": Corpus("wikitext103_lm", "wt103", seeds="1", models=("tensorized_lm",)),

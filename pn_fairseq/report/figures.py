@@ -251,7 +251,7 @@ def batch_size(pyplot, subjects: Sequence[Subject]):
 
 
 def spectrum(checkpoint: Path) -> np.ndarray:
-    """Singular values of the encoder's word embeddings, the largest first, float64.
+    """Singular values of the encoder's word embeddings (of a language model the decoder's), the largest first, float64.
 
     Raises:
         Absent: the checkpoint has none.
@@ -260,17 +260,25 @@ def spectrum(checkpoint: Path) -> np.ndarray:
 
     from pn_fairseq.checkpoints import load_checkpoint
 
-    weight = load_checkpoint(checkpoint)["model"].get("encoder.embed_tokens.weight")
-    if weight is None:
-        raise Absent(f"{checkpoint} has no encoder.embed_tokens.weight")
-    return torch.linalg.svdvals(weight.double()).numpy()
+    model = load_checkpoint(checkpoint)["model"]
+    for side in ("encoder", "decoder"):
+        if (weight := model.get(f"{side}.embed_tokens.weight")) is not None:
+            return torch.linalg.svdvals(weight.double()).numpy()
+    raise Absent(f"{checkpoint} has no word embeddings, encoder.embed_tokens.weight")
 
 
 def spectra(pyplot, subjects: Sequence[Subject]):
     """Figure 6."""
-    found = {subject.label: spectrum(subject.checkpoint) for subject in subjects if subject.checkpoint is not None}
-    if not found:
-        raise Absent("no run has a checkpoint_last.pt")
+    found: dict[str, list[np.ndarray]] = {}  # one for each seed
+    reason = "no run has a checkpoint_last.pt"
+    for subject in subjects:
+        if subject.checkpoint is not None:
+            try:
+                found.setdefault(subject.label, []).append(spectrum(subject.checkpoint))
+            except Absent as error:
+                reason = str(error)
+    if not any(found.values()):
+        raise Absent(reason)
     figure, axes = pyplot.subplots(1, 3, figsize=(13, 4.4), layout="constrained")
     divisors = {
         "divided by the largest, as in the paper": lambda values: values[0],
@@ -279,8 +287,9 @@ def spectra(pyplot, subjects: Sequence[Subject]):
     }
     handles = {}
     for axis, (title, divisor) in zip(axes, divisors.items(), strict=True):
-        for index, (label, values) in enumerate(found.items()):
-            handles[label] = axis.plot(values / divisor(values), **style(index) | {"marker": None})[0]
+        for index, (label, of_seeds) in enumerate(found.items()):
+            for values in of_seeds:
+                handles[label] = axis.plot(values / divisor(values), **style(index) | {"marker": None})[0]
         axis.set_title(title, fontsize=10, loc="left")
         axis.set_yscale("log")
         axis.set_xlabel("index of the singular value")
@@ -288,7 +297,7 @@ def spectra(pyplot, subjects: Sequence[Subject]):
     for (label, values), marker in zip(PAPER_SPECTRA.items(), "D*", strict=True):
         # Those of the paper's larger matrix at the same fraction of all.
         for axis, divisor in ((axes[0], values[0]), (axes[1], values[1])):
-            places = np.array(_INDICES) / 1024 * max(map(len, found.values()))
+            places = np.array(_INDICES) / 1024 * max(len(each) for of_seeds in found.values() for each in of_seeds)
             drawn = axis.plot(places, np.array(values) / divisor, marker=marker, **_PAPER_STYLE)
             handles[f"paper, {label}, WMT14 big (1,024 values, index to scale)"] = drawn[0]
     axes[0].set_ylabel("singular value of the word embeddings")
@@ -296,7 +305,7 @@ def spectra(pyplot, subjects: Sequence[Subject]):
     return figure
 
 
-#: Norms of an encoder layer, and where they stand.
+#: Norms of a layer, and where they stand.
 _OF_LAYER = {"self_attn_layer_norm": "before self-attention", "final_layer_norm": "before the feed-forward network"}
 
 
@@ -310,11 +319,13 @@ def gains(pyplot, subjects: Sequence[Subject]):
         for label, runs in _probed(subjects).items()
         for run in runs
     )
-    last[["layer", "place"]] = last["norm"].str.extract(r"^encoder\.layers\.(\d+)\.(.+)$")
+    last[["side", "layer", "place"]] = last["norm"].str.extract(r"^(encoder|decoder)\.layers\.(\d+)\.(.+)$")
     last["place"] = last["place"].map(_OF_LAYER)
     last = last.dropna(subset=["place"])
     if last.empty:
-        raise Absent("no probe has an encoder layer whose norm has a gain per channel")
+        raise Absent("no probe has a layer whose norm has a gain per channel")
+    side = "encoder" if (last["side"] == "encoder").any() else "decoder"  # of language models
+    last = last[last["side"] == side]
     places = [place for place in _OF_LAYER.values() if (last["place"] == place).any()]
     figure, axes = pyplot.subplots(
         1, len(places), figsize=(5.6 * len(places), 4.4), layout="constrained", squeeze=False
@@ -330,7 +341,7 @@ def gains(pyplot, subjects: Sequence[Subject]):
         handles |= _boxes(axis, groups, [n + 1 for n in layers], {"paper, PN-V on IWSLT14": PAPER_GAIN[: len(layers)]})
         axis.axhline(1, linestyle="--", color="black", linewidth=1)
         axis.set_title(place, fontsize=10, loc="left")
-        axis.set_xlabel("encoder layer")
+        axis.set_xlabel(f"{side} layer")
         axis.set_ylabel(r"$\gamma/\psi_B$ of each channel, last recorded update")
     _legend(figure, handles)
     return figure

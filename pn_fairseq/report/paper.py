@@ -154,6 +154,8 @@ LM_SENTENCE = (
     "and never used, so that each position sees the tokens that it predicts. Whether the PowerNorm authors' own code, "
     "which is not public, differs is not known. The models here are causal unless a row says otherwise."
 )
+#: Corpus -> tokens of validation and test, ends of lines included.
+LM_TOKENS = {"PTB": {"valid": 73760, "test": 82430}, "WikiText-103": {"valid": 217646, "test": 245569}}
 #: Corpus -> model -> (validation, test), as the tables have them, errors included (docs/language_modeling.md).
 LM_PAPER: dict[str, dict[str, tuple[float | None, float]]] = {
     "PTB": {

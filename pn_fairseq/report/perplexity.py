@@ -12,7 +12,7 @@ from pn_fairseq.pipeline.evaluate_lm import different
 from pn_fairseq.pipeline.files import read_settings
 from pn_fairseq.report import tables
 from pn_fairseq.report.markdown import Markdown, code, missing, text
-from pn_fairseq.report.paper import LM_NAMES, LM_PAPER
+from pn_fairseq.report.paper import LM_NAMES, LM_PAPER, LM_TOKENS
 from pn_fairseq.report.runs import Run
 from pn_fairseq.report.systems import Corpus
 
@@ -77,8 +77,8 @@ def _of_runs(corpus: Corpus) -> pandas.DataFrame:
     return pandas.DataFrame(rows)
 
 
-def _published(corpus: Corpus, paper: str) -> dict | None:
-    """The paper's table beside which the runs are, by the name of the corpus."""
+def _published(corpus: Corpus, paper: str, subset: str) -> dict | None:
+    """The paper's table of the corpus, and the numbers of tokens of runs on ``others`` than its text."""
     name = (corpus.data or {}).get("corpus") if paper == "auto" else LM_NAMES.get(paper)
     if name not in LM_PAPER:
         return None
@@ -86,7 +86,8 @@ def _published(corpus: Corpus, paper: str) -> dict | None:
         {"published": model, "validation": missing("–") if valid is None else f"{valid:.1f}", "test": f"{test:.1f}"}
         for model, (valid, test) in LM_PAPER[name].items()
     ]
-    return {"name": name, "table": pandas.DataFrame(rows)}
+    tokens = {run.perplexity.tokens for run in corpus.runs if run.perplexity} - {LM_TOKENS[name].get(subset)}
+    return {"name": name, "table": pandas.DataFrame(rows), "tokens": LM_TOKENS[name].get(subset), "others": tokens}
 
 
 def about(corpus: Corpus, *, subset: str, paper: str, sentence: str, source: str) -> dict:
@@ -98,7 +99,7 @@ def about(corpus: Corpus, *, subset: str, paper: str, sentence: str, source: str
         "results": _results(corpus),
         "apart": next((why for _, each in found[1:] if (why := different(found[0][1], each))), ""),
         "unmasked": not _causal(corpus.runs),
-        "published": _published(corpus, paper),
+        "published": _published(corpus, paper, subset),
         "baselines": corpus.baselines(),
         "significance": tables.significance(corpus, {"bits": MEASURES["bits"]}),
         "runs": _of_runs(corpus),

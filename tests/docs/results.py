@@ -198,19 +198,20 @@ def language_models() -> str:
     rows = []
     for label, runs in frame.groupby("system", sort=False):
         batch = runs["batch"].dropna()
+        leaks = runs["signature"].str.contains("causal:NO").any()
         rows.append({
-            "model": label,
+            "model": f"{label}, **not causal**" if leaks else label,
             "seeds": str(runs["perplexity"].count()),
             "perplexity": _spread(runs["perplexity"].dropna()),
             "with statistics of the batch": _spread(batch) if len(batch) else "–",
         })  # fmt: skip
     dry_run = subprocess.run(["bash", str(ROOT / LM_SCRIPT), "--dry-run"], capture_output=True, text=True, check=True)
-    planned = dry_run.stdout.count("scripts/train.sh")
-    finished = sum("unmasked" not in str(run) for run in frame["run"])
+    planned = re.findall(r"--run \S+/(\S+) model", dry_run.stdout)
+    finished = len(set(planned) & {str(run).rpartition("/")[2] for run in frame["run"]})
     where = f"results/{LM}/report"
     return "\n\n".join([
         f"Test perplexity of the English verses, {max(frame['updates']):,} updates, mean ± standard deviation over "
-        f"seeds; {finished} of {planned} planned runs are finished.",
+        f"seeds; {finished} of {len(planned)} planned runs are finished.",
         _table(rows),
         '"With statistics of the batch": the norms read the evaluated batch, as in training. A norm that reads the '
         "tokens that are predicted has no valid perplexity there. The difference is the cost of the change from "

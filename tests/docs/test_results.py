@@ -81,13 +81,14 @@ def test_perplexities_of_the_language_models(tmp_path, monkeypatch):
     assert results.language_models() == results.NOTHING
     (tmp_path / results.LM).mkdir()
     (tmp_path / results.LM / "report.csv").write_text(
-        "run,system,updates,perplexity,batch\n"
-        "transformer_lm_ln_seed1,LN,1200,60.0,\n"
-        "transformer_lm_ln_seed2,LN,1200,63.0,\n"
-        "transformer_lm_bn_seed1,BN,1200,70.0,50.0\n"
-        "tensorized_lm_ln+tensorized_unmasked=true_seed1,LN (unmasked),1200,1.5,\n"
+        "run,system,updates,perplexity,batch,signature\n"
+        "transformer_lm_ln_seed1,LN,1200,60.0,,causal:yes\n"
+        "transformer_lm_ln_seed2,LN,1200,63.0,,causal:yes\n"
+        "transformer_lm_bn_seed1,BN,1200,70.0,50.0,causal:yes\n"
+        "tensorized_lm_ln+tensorized_unmasked=true_seed1,LN (unmasked),1200,1.5,,causal:NO\n"
     )
     text = results.language_models()
     assert "3 of 48 planned runs are finished" in text
     assert re.search(r"LN +\| 2 +\| +61\.50 ± 2\.12 \| +– \|", text)
     assert re.search(r"BN +\| 1 +\| +70\.00 \| +50\.00 \|", text)
+    assert re.search(r"LN \(unmasked\), \*\*not causal\*\* +\| 1 +\| +1\.50 \|", text)

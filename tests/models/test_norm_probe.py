@@ -170,10 +170,10 @@ def curves(folder, parts, flags, updates=3):
 ALL = slice(0, 8)
 
 
-def assert_same_curves(one, other, columns=CURVES):
+def assert_same_curves(one, other, updates=3):
     one, other = (frame.sort_values(["update", "norm"]).reset_index(drop=True) for frame in (one, other))
-    assert len(one) == len(other) == 3 * 7
-    for column in columns:
+    assert len(one) == len(other) == updates * 7
+    for column in CURVES:
         left, right = (
             np.array([np.full(128, np.nan) if value is None else value for value in frame[column]], dtype=float)
             for frame in (one, other)
@@ -193,12 +193,22 @@ def test_accumulation_gives_the_curves_of_the_plain_run(tmp_path):
     parts = [slice(0, 2), slice(2, 4), slice(4, 6), slice(6, 8)]
     accumulated = curves(tmp_path / "accumulated", parts, {"norm": "ln"})
     assert list(accumulated[accumulated.norm == "encoder.layer_norm"].forward.fillna(-1)) == [0, 1, 2, 3, -1] * 3
-    pooled = accumulated[accumulated.forward.isna()]
-    # LN keeps no statistics: what is compared with the batches before depends on how many there were.
     of_the_past = [name for name in CURVES if "distance" in name or name.startswith(("tid", "psi_batch"))]
     assert plain[plain["update"] == 1][of_the_past].isna().all(axis=None)
     assert not plain[plain["update"] == 2][of_the_past].isna().any(axis=None)
-    assert_same_curves(plain, pooled, set(CURVES) - set(of_the_past))
+    assert_same_curves(plain, accumulated[accumulated.forward.isna()])
+
+
+@pytest.mark.parametrize("norm", ["pnv", "bn"])
+def test_accumulation_of_equal_batches_gives_the_curves_of_the_plain_run(norm, tmp_path):
+    """A norm with statistics of the batch normalizes each of four batches by its own, here the same four times.
+
+    Its running statistics change four times in an update, so later updates differ; those of PN, which normalizes by
+    them, do so within the first.
+    """
+    plain = curves(tmp_path / "plain", [[0, 1] * 4], {"norm": norm}, updates=1)
+    accumulated = curves(tmp_path / "accumulated", [[0, 1]] * 4, {"norm": norm}, updates=1)
+    assert_same_curves(plain, accumulated[accumulated.forward.isna()], updates=1)
 
 
 def of_a_rank(rank, world, folder, norms):

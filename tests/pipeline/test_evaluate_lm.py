@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 
 import numpy as np
 import pytest
@@ -268,3 +269,13 @@ def test_report(work, tmp_path):
     call(report, *runs, "--output", tmp_path, "--paper", "ptb")
     page = (tmp_path / "report.md").read_text("utf-8")
     assert page.count(LM_SENTENCE) == 2 and "core-1 + PN" in page and "47.6" in page
+    tokens = read_perplexity(runs[0]).tokens
+    assert f"their test set has {tokens} tokens, that of PTB 82430. The perplexities cannot be compared." in page
+
+
+def test_a_model_of_fairseq_train_is_not_called_causal_without_its_mask(work, tmp_path, capsys):
+    """Its folder has no settings; the model says it."""
+    made = work / "tensorized_lm_ln_seed1/checkpoints/averaged.pt"
+    shutil.copyfile(made, tmp_path / "checkpoint_last.pt")
+    call(evaluate_lm, "--run", tmp_path, "--checkpoint", tmp_path / "checkpoint_last.pt")
+    assert "not causal" in capsys.readouterr().out and not read_perplexity(tmp_path).causal

@@ -131,9 +131,13 @@ def test_spectra(tmp_path):
     right, _ = np.linalg.qr(generator.normal(size=(4, 4)))
     weight = torch.tensor(left @ np.diag([8.0, 4.0, 2.0, 1.0]) @ right)
     torch.save({"model": {"encoder.embed_tokens.weight": weight}}, tmp_path / "checkpoint_last.pt")
-    figure = FIGURES[6](pyplot, [Subject("ln", None, None, None, "ln", tmp_path / "checkpoint_last.pt")])
+    torch.save({"model": {"decoder.embed_tokens.weight": 3 * weight}}, tmp_path / "language_model.pt")
+    torch.save({"model": {"output.weight": weight}}, tmp_path / "without.pt")
+    files = ("checkpoint_last.pt", "language_model.pt", "without.pt")  # two seeds, and one that is left out
+    figure = FIGURES[6](pyplot, [Subject("ln", None, None, None, "ln", tmp_path / file) for file in files])
     for axis, divisor in zip(figure.axes, (8.0, 4.0, np.sqrt(85.0)), strict=True):
-        np.testing.assert_allclose(axis.lines[0].get_ydata(), np.array([8, 4, 2, 1]) / divisor)
+        ours = [line.get_ydata() for line in axis.lines if line.get_marker() == "None"]
+        np.testing.assert_allclose(ours, [np.array([8, 4, 2, 1]) / divisor] * 2)
     pyplot.close(figure)
     with pytest.raises(Absent, match="checkpoint_last"):
         FIGURES[6](pyplot, [Subject("ln", None, None, None, "ln", None)])
