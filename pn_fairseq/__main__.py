@@ -61,7 +61,7 @@ def options(argv: list[str]) -> int:
     what.add_argument(
         "--check",
         action="store_true",
-        help="compare the kernels that this machine can run with plain PyTorch; exit code 1 if one is off",
+        help="compare the kernels that this machine can run with plain PyTorch; exit code 1 if one is wrong",
     )
     args = parser.parse_args(argv)
     if args.user_dir:

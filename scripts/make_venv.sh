@@ -69,7 +69,7 @@ if is_complete; then
 fi
 
 # 3. Can it be made? What would fail late is looked for here.
-is_supported "$python" || die "no Python 3.11 to 3.13 found ('$python' is none); on Debian or Ubuntu: apt-get install python3 python3-venv python3-dev g++; or name one: make venv PYTHON=/path/to/python"
+is_supported "$python" || die "no Python 3.11 to 3.13 found ('$python' does not run or is too old); on Debian or Ubuntu: apt-get install python3 python3-venv python3-dev g++; or name one: make venv PYTHON=/path/to/python"
 version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 [[ $version == 3.1[123] ]] || say "Python $version is untried; 3.11, 3.12 and 3.13 are tested"
 "$python" -c 'import ensurepip, venv' 2>/dev/null ||
@@ -83,7 +83,7 @@ if [[ -n $packages ]]; then # fairseq comes as source; once compiled, it is in p
     say "no C++ compiler or no headers of Python: fairseq comes from pip's cache, the norms have no C++ kernels"
 fi
 if [[ -e $venv && ! -f $mark ]] && [[ ! -d $venv || -n $(ls -A "$venv") ]]; then
-    die "refusing to overwrite VENV='$venv', which this script did not make; choose another place"
+    die "refusing to overwrite VENV='$venv', which this script did not create; choose another VENV"
 fi
 
 # 4. Make it. torch first: what needs torch then finds it and does not pull another build.

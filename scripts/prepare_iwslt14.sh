@@ -9,8 +9,8 @@ usage: scripts/prepare_iwslt14.sh [--dest DIR] [options]
 Downloads IWSLT14 German-English, and makes of it what scripts/train.sh iwslt14_de_en takes:
   1. tags are stripped; test is dev2010, TEDX dev2012, tst2010, tst2011 and tst2012
   2. the text is tokenized and lower-cased
-  3. training pairs are removed with a side of less than 1 or more than 175 tokens, a ratio above 1.5, or a token of more
-     than 1000 characters
+  3. training pairs are removed if a side has less than 1 or more than 175 tokens, the ratio of lengths is above 1.5, or
+     a token has more than 1000 characters
   4. every 23rd training pair that is kept is for validation
   5. joint BPE is learned and applied, and the text is binarized with one dictionary
 160239 train, 7283 valid and 6750 test pairs are expected. DIR/text has all pairs, DIR/raw those that are kept, before
@@ -68,4 +68,4 @@ data select raw=text tok=stages/tok
 segment
 binarize
 [[ "$(count train) $(count valid) $(count test)" == "160239 7283 6750" ]] ||
-    say "the original archive and Moses' tokenizer give 160239 train, 7283 valid, 6750 test: there is a difference"
+    say "the numbers of pairs differ from 160239 train, 7283 valid, 6750 test (original archive, Moses' tokenizer)"

@@ -20,8 +20,8 @@ DIR/counts their numbers, and DIR/removed.tsv says which were removed and why. D
   --archive DIR        the folder that has the archives, if they are there already; else they are downloaded to
                        DIR/download
   --bpe N              merge operations of the joint BPE (default 32764)
-  --clean-stage STAGE  tok (default): the 250 and the 1.5 count tokens, and BPE is learned on what is kept;
-                       bpe: they count subwords, and BPE is learned on everything
+  --clean-stage STAGE  tok (default): clean by numbers of tokens, then learn BPE on the pairs that are kept;
+                       bpe: learn BPE on all pairs, then clean by numbers of subwords
 END
 }
 

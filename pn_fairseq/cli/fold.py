@@ -1,4 +1,4 @@
-"""``pn-fold``: a checkpoint whose norms are part of the projections that follow them, for decoding."""
+"""``pn-fold``: a checkpoint whose norms are fused into the projections that follow them, for decoding."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pn_fairseq.pipeline.command import ArgumentParser, command, without_fairseq
 TOOL = "pn-fold"
 
 DESCRIPTION = (
-    "Fold the norms of a transformer_pn checkpoint into the linear layers that follow them. Decoding is faster and "
+    "Fuse the norms of a transformer_pn checkpoint into the linear layers that follow them. Decoding is faster and "
     "gives the same hypotheses."
 )
 

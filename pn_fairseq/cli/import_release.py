@@ -82,7 +82,7 @@ def _check_finite(weights: dict[str, torch.Tensor], source: os.PathLike) -> None
             f"{source}: {len(others)} of its tensors are not finite ({others[0]}, ...); use another checkpoint"
         )
     if diverged:
-        text = f"nu of {len(diverged)} norms is not finite ({diverged[0]}, ...): decode, but do not train on"
+        text = f"nu of {len(diverged)} norms is not finite ({diverged[0]}, ...): use it for decoding only"
         print(f"{TOOL}: warning: {text}", file=sys.stderr)
 
 

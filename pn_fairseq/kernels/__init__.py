@@ -1,4 +1,4 @@
-"""The arithmetic of the norms, fused: operators (:mod:`.ops`), their definition (:mod:`.reference`), faster twins.
+"""The arithmetic of the norms: operators (:mod:`.ops`), their definition (:mod:`.reference`), fused implementations.
 
 =============  ===============================================================================================
 ``reference``  plain PyTorch, any device, always available
@@ -6,8 +6,8 @@
 ``cpp``        C++ for CPUs, compiled when the package is installed if there is a compiler
 =============  ===============================================================================================
 
-The fastest that the machine can run is used. ``PN_FAIRSEQ_KERNELS`` forces one; where a forced one cannot compute, that
-is an error and not a fallback. The first use of a GPU compares its results with the reference
+The fastest that the machine can run is used. ``PN_FAIRSEQ_KERNELS`` forces one. It is an error if that one cannot run,
+without a fallback. The first use of a GPU compares its results with the reference
 (:func:`pn_fairseq.kernels.check.first_use`). ``python -m pn_fairseq --info`` prints what is in use, and why.
 """
 

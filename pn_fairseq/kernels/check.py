@@ -109,9 +109,9 @@ def check() -> tuple[str, bool]:
 
 
 def first_use(module: ModuleType, dtype: torch.dtype, device: torch.device) -> str:
-    """Which operators of ``module`` are off on ``device``, in one line; empty if none is.
+    """Which operators of ``module`` give wrong results on ``device``, in one line; empty if none does.
 
-    Each operator is compared once, in one type: most of the time is spent on compiling them. That nothing is off is
+    Each operator is compared once, in one type: most of the time is spent on compiling them. A correct result is
     noted in a file, and not compared again until the GPU, its driver, torch, Triton or the kernels change.
     """
     passed = cache_file(module, dtype, device)

@@ -51,7 +51,7 @@ def _load_cpp() -> str | None:
 
 @cache
 def _load_triton() -> tuple[ModuleType | None, str]:
-    """The operators by Triton, or None and why there are none. Imports triton, which is slow: not before it is used."""
+    """The operators by Triton, or None and the reason. Importing triton is slow: call this only when it is needed."""
     if importlib.util.find_spec("triton") is None:
         return None, "triton is not installed"
     try:
@@ -72,7 +72,7 @@ def _why_no_triton_on(device: torch.device) -> str:
         if torch.version.cuda and capability < LOWEST_CAPABILITY:
             needed, found = (".".join(map(str, each)) for each in (LOWEST_CAPABILITY, capability))
             return f"the kernels need compute capability {needed}, and {torch.cuda.get_device_name(device)} has {found}"
-        # bfloat16 is what not every triton compiles for older GPUs.
+        # Some versions of triton cannot compile bfloat16 for older GPUs.
         x = torch.ones((1, 1), dtype=torch.bfloat16, device=device)
         module.normalize(x, *[None] * 6, 0, 1e-5, False)
     except Exception as error:  # triton compiles with a C compiler and Python's headers, which may be missing

@@ -2,7 +2,7 @@
 
 :func:`norm_forward` and :func:`norm_backward` are the passes over the tokens. Each program takes every
 ``num_programs``-th tile of ``BLOCK_N`` tokens. A tile is (BLOCK_N, BLOCK_G, BLOCK_K): tokens, all groups of
-layer-scale, all channels of a group. BLOCK_G and BLOCK_K are powers of two; masks leave out what there is not. Without
+layer-scale, all channels of a group. BLOCK_G and BLOCK_K are powers of two; masks cut elements past the end. Without
 layer-scale all channels are one group. Sums over tokens stay in registers until the program ends and writes them to
 
     partials: (slots, programs, C), then the number of real tokens of each program, (programs,)

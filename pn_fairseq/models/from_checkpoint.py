@@ -45,7 +45,7 @@ def changed(settings, **values):
 
 
 def settings_of(state: dict, name: str) -> DictConfig:
-    """The settings of a checkpoint as fairseq wants them: its loader only takes files.
+    """The settings of a checkpoint as an OmegaConf config; fairseq's own loader only takes files.
 
     Raises:
         CheckpointError: it holds none; ``name`` is that of the checkpoint in the message.

@@ -77,7 +77,7 @@ def _convert_settings(state: dict, name: str, alpha_fwd: float, alpha_bwd: float
         )
     size = next((size for beginning, size in _SIZES.items() if args.arch.startswith(beginning)), None)
     if size is None:
-        raise CheckpointError(f"{name}: its architecture {args.arch} is none of {', '.join(f'{b}*' for b in _SIZES)}")
+        raise CheckpointError(f"{name}: unknown architecture {args.arch}; known: {', '.join(f'{b}*' for b in _SIZES)}")
     settings = vars(args)
     for side in _SIDES:
         norm, ff = settings.pop(f"{side}_norm_self"), settings.pop(f"{side}_norm_ff")
@@ -126,7 +126,7 @@ def _empty_model(args: Namespace, file: dict[str, Tensor], name: str) -> nn.Modu
 def _convert_weights(model: nn.Module, file: dict[str, Tensor], alpha_bwd: float, name: str) -> dict[str, Tensor]:
     expected = model.state_dict()
     theirs = _names_in_release(model, file)
-    # Of sinusoidal positions fairseq 0.8 saves a number that nobody reads.
+    # fairseq 0.8 saves one unused number for sinusoidal positions.
     unread = {f"{side}.embed_positions._float_tensor" for side in _SIDES}
     shapes = {ours: _release_shape(ours, old, expected[ours].shape) for ours, old in theirs.items()}
     problems = {

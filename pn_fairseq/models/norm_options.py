@@ -103,7 +103,7 @@ class NormOptions:
         "norm of the decoder, in its layers and after the last ({of_decoder})", _norm("NAME"), "layer"
     )
     norm_variant: str = _flag(
-        "compute {several} as the paper says, or as the code does that its authors released with it "
+        "compute {several} as their papers define them, or as their authors' released code does "
         "(docs/release.md has the differences; default: {default})",
         {"choices": VARIANTS},
         VARIANTS[0],
@@ -131,7 +131,7 @@ class NormOptions:
         "training forwards whose statistics UN and MABN average (default: the norm's own, {own})", _from_1("M")
     )
     outlier_filtration: bool = _flag(
-        "UN keeps batches out of its averages that are far from them (its authors: for images, not for text)",
+        "UN leaves outlier batches out of its averages (its authors recommend it for images, not for text)",
         {"action": "store_true"},
         False,
     )
@@ -156,11 +156,11 @@ class NormOptions:
         _count("N"),
     )
     norm_groups: int | None = _flag(
-        "groups of channels that the norm group normalizes each alone (default: as many as attention heads)",
+        "number of channel groups of the norm group, each normalized on its own (default: as many as attention heads)",
         _from_1("G"),
     )
     norm_detach: str | None = _own(
-        "what no gradient goes through in the norm detach: mean, std or mean,std", _detached("PARTS")
+        "which statistics are constants to the gradient in the norm detach: mean, std or mean,std", _detached("PARTS")
     )
     ada_k: float | None = _own("k of the norm ada", _not_negative("K"))
     ada_scale: float | None = _own(
@@ -175,8 +175,8 @@ class NormOptions:
         SYNC[0],
     )
     no_norm_agreement: bool = _flag(
-        "statistics that are not synchronised are averaged over the ranks before they validate or save, so that the "
-        "model that is validated and saved is one and the same; this leaves them apart, and those of rank 0 are saved",
+        "do not average unsynchronised statistics over the ranks before validation and saving; each rank then "
+        "validates with its own statistics, and those of rank 0 are saved",
         {"action": "store_true"},
         False,
     )
@@ -188,9 +188,7 @@ class NormOptions:
         "(docs/figures.md)",
         {"metavar": "FILE"},
     )
-    norm_probe_interval: int = _flag(
-        "updates from one that --norm-probe records to the next (default: {default})", _from_1("N"), 50
-    )
+    norm_probe_interval: int = _flag("--norm-probe records every N-th update (default: {default})", _from_1("N"), 50)
     norm_probe_layers: str | None = _flag(
         "names of the norms that --norm-probe records, or patterns such as 'encoder.layers.0.*' (default: those of the "
         "encoder, or all in a model without one)",
@@ -273,7 +271,7 @@ class NormOptions:
     def build_decoder_norm(self, num_features: int, heads: int, folds: bool = True) -> ChannelNorm | LayerScale:
         """A norm of the decoder over ``num_features`` channels, beside attention with ``heads`` heads.
 
-        ``folds`` says whether what follows it can take it in.
+        ``folds`` says whether it can be fused with the layers after it.
         """
         groups = self.layer_scale_groups if self._default_groups(self.decoder_norm, heads) else 0
         return self._build(self.decoder_norm, num_features, heads, groups, folds=folds)

@@ -69,8 +69,8 @@ class NormProbe:
     - ``gamma_over_psi_batch`` and ``psi_batch_over_psi``: per channel gain / sqrt(psi_B^2 + eps), and
       sqrt(psi_B^2 + eps) / sqrt(psi^2 + eps).
 
-    What does not exist is null. Over several ranks the batch is that of all ranks, for a norm that normalizes by its
-    own rank's statistics that of rank 0. A skipped update (an overflow) is not recorded.
+    A value that does not exist is null. On several ranks the batch is that of all ranks; for a norm that is not
+    synchronised it is that of rank 0. A skipped update (an overflow) is not recorded.
 
     Args:
         model: whose norms are recorded.

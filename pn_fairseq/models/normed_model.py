@@ -1,4 +1,4 @@
-"""What every model with these norms does: agreement over ranks, diagnostics in the log, folding for decoding."""
+"""What every model with these norms does: averaging statistics, logging diagnostics, folding for decoding."""
 
 import torch
 
@@ -10,7 +10,7 @@ FOLDED_MARK = "norms_folded"
 
 
 class FoldedModelError(RuntimeError):
-    """A model that was folded for decoding was to be trained, or its weights to be loaded into one that was not.
+    """Raised on training a folded model, and on loading its weights into a model that is not folded.
 
     Args:
         file: the checkpoint that it comes from, for the message.

@@ -1,6 +1,6 @@
 """The model ``tensorized_lm_pn``: the tensorized transformer (Ma et al. 2019) as a causal language model.
 
-What the authors' code computes is not causal (docs/language_modeling.md); ``--tensorized-unmasked`` does as it does.
+The model of the authors' code is not causal (docs/language_modeling.md); ``--tensorized-unmasked`` replicates it.
 """
 
 import logging
@@ -102,7 +102,7 @@ class TiedAdaptiveSoftmax(AdaptiveSoftmax):
         return [partial(self._band, *band) for band in pairwise(self.cutoff)]
 
     def upgrade_state_dict_named(self, state_dict, name):
-        """fairseq's looks for a version."""
+        """Accepts weights without a ``version``, unlike fairseq's."""
 
 
 class TensorizedDecoder(FairseqDecoder):

@@ -90,7 +90,7 @@ class TransformerPNDecoder(TransformerDecoderBase):
 
     def __init__(self, cfg, dictionary, embed_tokens, no_encoder_attn: bool = False, output_projection=None):
         super().__init__(cfg, dictionary, embed_tokens, no_encoder_attn, output_projection)
-        #: Whether what follows the norm after the last layer is a projection to the vocabulary of its own.
+        #: Whether a linear projection to the vocabulary, shared with nothing, follows the norm after the last layer.
         self.last_norm_folds = (
             self.adaptive_softmax is None and self.project_out_dim is None and not self.share_input_output_embed
         )

@@ -123,7 +123,7 @@ class RunningNorm(ChannelNorm):
     #: While set, :meth:`diagnostics` has something to report.
     collecting = False
 
-    #: While set (a rank that repeats a batch because it has no more of its own), training enters no statistic. A rank
+    #: While set, training enters no statistic: this rank repeats a batch because its own data has ended. A rank
     #: of a synchronised norm contributes zeros to the all-reduce.
     ignoring = False
 
@@ -173,7 +173,7 @@ class RunningNorm(ChannelNorm):
     def update(self, step: Step) -> dict[str, Tensor]:
         """The state after ``step``, by buffer name; what is missing stays as it is. Written only if all is finite.
 
-        With ``num_batches_tracked`` among them the values are written as they are: an operator has checked them.
+        If ``num_batches_tracked`` is among them, the values are written without a check: the operator has done it.
         Here: exponential averages of :meth:`statistics_of`.
         """
         batch = self.statistics_of(step.batch)
@@ -193,7 +193,7 @@ class RunningNorm(ChannelNorm):
         return new if self.mean_name is None else {self.mean_name: mean, **new}
 
     def statistics_of(self, batch: Moments) -> dict[str, Tensor]:
-        """What of a batch enters the running statistics that evaluation uses, by buffer name."""
+        """The values of a batch that enter the running statistics for evaluation, by buffer name."""
         moments = {self.moment_name: batch.moment}
         return moments if self.mean_name is None else {self.mean_name: batch.mean, **moments}
 
@@ -238,9 +238,9 @@ class RunningNorm(ChannelNorm):
         return self.sync and world_size(self.process_group) > 1
 
     def contribute(self, step: Step, version: int | None) -> None:
-        """Keep ``step`` for :meth:`flush`; what is not summed over the ranks yet is on its way from here on."""
+        """Keep ``step`` for :meth:`flush`. Start the all-reduce of its sums that are not yet over all ranks."""
         step.work = None
-        if not (step.batch.reduced and step.products_reduced):  # every rank starts the same, whatever becomes of it
+        if not (step.batch.reduced and step.products_reduced):  # every rank starts it, even for a discarded step
             local = [] if step.batch.reduced else [step.batch.moment * step.batch.count]
             local += [] if step.products_reduced else [*step.products]
             step.flat = torch.cat([*local, step.batch.count[None]])
@@ -289,15 +289,15 @@ class RunningNorm(ChannelNorm):
         self._num_updates = num_updates
 
     def completed_updates(self) -> Tensor:
-        """Completed optimizer updates, 0-d int64. A norm that is never told counts the steps that it has taken in."""
+        """Completed optimizer updates, 0-d int64. Without :meth:`set_num_updates` the applied steps are counted."""
         if self._num_updates is None:
             return self.num_batches_tracked
         return torch.full_like(self.num_batches_tracked, self._num_updates)
 
     def discard_pending(self) -> None:
-        """Forget the steps that :meth:`flush` has not taken in, and those whose backward is still to come.
+        """Discard the steps that :meth:`flush` has not applied, and those whose backward has not run yet.
 
-        Those backwards keep the state that their forwards have seen (:meth:`snapshot`), whatever is written afterwards.
+        These backwards still use the state of their forwards (:meth:`snapshot`), also after the state is overwritten.
         """
         self._pending.clear()
         self.state_version += 1
@@ -356,7 +356,7 @@ class RunningNorm(ChannelNorm):
         faulty = (step.batch.count > 0) & ~counted
         self._collected["nonfinite_steps"] = self._collected.get("nonfinite_steps", 0) + faulty.to(torch.int64)
         batch = self.statistics_of(step.batch)[self.moment_name].to(torch.float32)
-        # Where the batch is what the running statistics expect, this is 0.
+        # 0 where the statistics of the batch equal the running ones.
         ratio = _log(batch) - _log(self._buffers[self.moment_name])
         self._collected["psi_distance"] = 0.5 * ratio.abs().mean()
         self._collected.update(self.observe(step))
@@ -365,7 +365,7 @@ class RunningNorm(ChannelNorm):
         """What was seen while :attr:`collecting` was set, by name, each 0-d.
 
         ``psi_distance``: of the last step, the mean over channels of abs(log(psi_B / psi)), psi^2 being the second
-        moment. ``nonfinite_steps``: how often a statistic or gradient that was not finite kept a step out of the state.
+        moment. ``nonfinite_steps``: number of steps discarded because a statistic or gradient was not finite.
         """
         self.flush()
         return dict(self._collected)

@@ -102,9 +102,9 @@ class RegularizedBatchNormRelease(RegularizedBatchNorm):
 
         .. math:: P = \lambda_\mu \sum_c (\mu_B - \mu)^2 + \lambda_\sigma \sum_c |\mathrm{var}_B - \mathrm{var}|
 
-    (b) The running statistics in P have taken in the batch already, so a difference is ``alpha_fwd`` times that to
-        those before it.
-    (c) The running variance is that of the biased ones.
+    (b) The running statistics in P already contain the batch, so a difference is ``alpha_fwd`` times the difference
+        from those before the batch.
+    (c) The running variance is the average of biased variances.
     (d) Variances are replaced by epsilon where they are smaller; epsilon is not added to them.
 
     Arguments, buffers and errors are those of :class:`RegularizedBatchNorm`.

@@ -23,7 +23,7 @@ class BatchRenorm(BatchStatsNorm):
     :math:`y = \gamma (x - \mu) / \sigma + \beta`, as in evaluation. Afterwards :math:`\mu` and :math:`\sigma` (the
     standard deviation, not the variance) move towards those of the batch by exponential averages.
 
-    **Schedule**, in completed optimizer updates (:meth:`set_num_updates`; a module that is never told counts its
+    **Schedule**, in completed optimizer updates (:meth:`set_num_updates`; without these calls a module counts its
     training steps). The paper's 5,000, 25,000 and 40,000 steps are here 1/8, 5/8 and all of ``renorm_updates``: up to
     the first r_max = 1 and d_max = 0, which is BN; then d_max grows linearly up to the second and r_max up to the
     third. In a transformer ``renorm_updates`` is 3/10 of ``--max-update`` unless it is given, as the 40,000 are of the

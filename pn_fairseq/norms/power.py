@@ -32,7 +32,7 @@ class PowerNorm(RunningNorm):
 
     **psi warm-up.** For the first ``psi_warmup_updates`` optimizer updates D = sqrt(psi_B^2 + eps), and psi^2 is the
     mean of the batches since the warm-up began. :meth:`set_num_updates` tells how many updates are completed; 0 begins
-    a new warm-up. A module that is never told counts its training steps, and then normalizes in two passes throughout.
+    a new warm-up. Without these calls a module counts its training steps; with a warm-up it always takes two passes.
 
     Args:
         num_features: number of channels C.

@@ -47,7 +47,7 @@ class PowerNormRelease(PowerNorm):
     enters the means of (c), a number at padding that is not finite counts as a fault too.
 
     Args:
-        psi_warmup_updates: length W of the warm-up in training forwards, whatever :meth:`set_num_updates` is told.
+        psi_warmup_updates: length W of the warm-up in training forwards; :meth:`set_num_updates` does not change it.
         sync, process_group: see :class:`~pn_fairseq.norms.base.RunningNorm`. Every forward waits for the other ranks,
             because its backward needs :math:`\psi_B`.
         others: see :class:`PowerNorm`.

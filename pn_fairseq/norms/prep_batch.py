@@ -22,8 +22,8 @@ class ProgressiveBatchNorm(MaskedBatchNorm):
     whatever :math:`\lambda` is: validation says little before the fade has ended. It is a constant affine map, which
     folds.
 
-    **Fade.** :math:`\lambda = \max(0, 1 - n / N)` after n completed optimizer updates (:meth:`set_num_updates`; a
-    module that is never told counts its training steps, and computes LN throughout), with N = ``fade_updates``. In a
+    **Fade.** :math:`\lambda = \max(0, 1 - n / N)` after n completed optimizer updates (:meth:`set_num_updates`;
+    without these calls training steps are counted, and LN is always computed), with N = ``fade_updates``. In a
     transformer N is 4/5 of ``--max-update`` unless it is given. The authors' code counts training forwards.
 
     Args:

@@ -36,9 +36,9 @@ class NormEntry:
         cls: the module class.
         short: the abbreviation in architecture names, as in ``transformer_pn_iwslt``.
         title: one line for help texts and tables.
-        layer_scale_per_head: a transformer gives it one layer-scale group per attention head unless told otherwise;
+        layer_scale_per_head: True: in a transformer the default is one layer-scale group per attention head;
             otherwise none.
-        sync: a transformer synchronises it over the ranks unless told otherwise.
+        sync: True: in a transformer the default is synchronisation over the ranks.
         variants: variant -> the class that takes the place of ``cls`` in it, with the same constructor arguments.
     """
 

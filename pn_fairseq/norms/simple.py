@@ -13,7 +13,7 @@ PARTS = ("mean", "std")
 
 
 def check_parts(value: str | Sequence[str]) -> tuple[str, ...]:
-    """``value``, such as "mean,std", as the parts that it names, in the order of :data:`PARTS`."""
+    """The parts that ``value``, such as "mean,std", names, in the order of :data:`PARTS`."""
     parts = value.split(",") if isinstance(value, str) else list(value)
     if not parts or len(set(parts)) < len(parts) or not set(parts) <= set(PARTS):
         raise ValueError(f"detach={value!r} must be mean, std or mean,std")
@@ -71,7 +71,7 @@ class DetachNorm(LayerNormSimple):
         - [\text{std not detached}]\; y\, \mathrm{mean}(\mathrm{d}y\, y)) / \sigma
 
     Args:
-        detach: what no gradient goes through: "mean", "std" or "mean,std"; a sequence of these parts, too.
+        detach: statistics that are constants to the gradient: "mean", "std" or "mean,std", or a sequence of these.
         others: see :class:`LayerNormSimple`.
     """
 

@@ -29,7 +29,7 @@ class Moments(NamedTuple):
 
 
 class Step(SimpleNamespace):
-    """One training forward and its backward: what the state takes in afterwards. A norm may add attributes.
+    """The results of one training forward and its backward, which update the state. A norm may add attributes.
 
     Attributes:
         batch: :class:`Moments` of the batch. In ``update`` they are over all ranks.

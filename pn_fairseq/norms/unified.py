@@ -23,8 +23,8 @@ class UnifiedNorm(WindowNorm):
         \nu_t = \alpha_\mathrm{bwd} \nu_{t-1} + (1 - \alpha_\mathrm{bwd})\, \mathrm{mean}_t(\lambda_B), \qquad
         \mathrm{d}x = (\gamma r\,\mathrm{d}y - \nu_t \hat x) / D
 
-    r = D / sqrt(running psi^2 + eps), clipped to [1/5, 5]; 1 in the first 1,000 optimizer updates, and longer if the
-    warm-up is. It acts on the gradient alone. Afterwards the running :math:`\psi^2`, which evaluation uses, takes in
+    r = D / sqrt(running psi^2 + eps), clipped to [1/5, 5]; 1 in the first 1,000 optimizer updates, or in the warm-up
+    if that is longer. It acts on the gradient alone. Then the running :math:`\psi^2`, which evaluation uses, takes in
     :math:`\psi^2` by an exponential average.
 
     **Filtration of outliers** (``outlier_filtration``; the authors recommend it for images and not for text). With v

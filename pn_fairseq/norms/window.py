@@ -12,12 +12,12 @@ class WindowNorm(RunningNorm):
     r"""A norm that averages :math:`\psi_B^2 = \mathrm{mean}_M(x^2)` and
     :math:`\lambda_B = \mathrm{mean}_M(\mathrm{d}\hat x\,\hat x)` over the last ``window`` steps.
 
-    A *step* is a training forward that has been taken in, not an optimizer update: with gradient accumulation an update
-    has several. Step number t goes to row t mod ``window`` of two ring buffers. They are state like any other: saved,
+    A *step* is a training forward that has updated the state. With gradient accumulation an optimizer update has
+    several steps. Step number t goes to row t mod ``window`` of two ring buffers. They are state like any other: saved,
     resumed, copied; averages over ranks and over checkpoints are taken row by row.
 
-    A step is *early* while t <= ``window``, and before optimizer update number ``psi_warmup_updates`` (a module that is
-    never told counts its steps). Early steps use their own statistics.
+    A step is *early* while t <= ``window``, and before optimizer update number ``psi_warmup_updates`` (without calls of
+    :meth:`set_num_updates` steps are counted). Early steps use their own statistics.
 
     Args:
         window: steps in a ring buffer, the latest included.

@@ -222,9 +222,9 @@ def compare(runs: Sequence[Path], subset: str) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = ArgumentParser(
         prog="scripts/evaluate_lm.sh",
-        description="The perplexity of a language model over all tokens of a split, with a signature that says what "
-        "was counted. For a model with running statistics also the one with the statistics of the batch, as in "
-        "training: the difference between training and evaluation.",
+        description="Print a language model's perplexity over all tokens of a split, with a signature that says what "
+        "was counted. For a model with running statistics, also print the perplexity with the statistics of the "
+        "batch, as in training, to show the difference from evaluation.",
         epilog="Writes DIR/evaluate_lm/SUBSET.json and .txt. --compare reads them, and refuses perplexities that are "
         "over different tokens.",
     )

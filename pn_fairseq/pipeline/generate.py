@@ -29,7 +29,7 @@ from pn_fairseq.pipeline.launch import own_cores, workers
 from pn_fairseq.pipeline.runs import RUN, Run, open_run
 
 PACKAGE = Path(pn_fairseq.__file__).resolve().parent
-#: What decides about the hypotheses, where neither the command line nor the run's configuration says it.
+#: Settings of the search where neither the command line nor the run's configuration has them.
 SEARCH = {"beam": 5, "lenpen": 1.0, "max_len_a": 0, "max_len_b": 200}
 
 EPILOG = """\
@@ -45,7 +45,7 @@ def add_decoding_options(parser: ArgumentParser) -> None:
     averaged = "default DIR/checkpoints/averaged.pt (scripts/average.sh makes it); several decode as an ensemble"
     add("--run", type=Path, metavar="DIR", help=RUN)
     add("--checkpoint", type=Path, nargs="+", metavar="FILE", help=averaged)
-    add("--beam", type=whole, metavar="N", help="beam size (default, as for the next three: the run's)")
+    add("--beam", type=whole, metavar="N", help="beam size (this and the next three default to the run's settings)")
     add("--lenpen", type=float, metavar="X", help="length penalty")
     add("--max-len-a", type=float, metavar="A", help="a hypothesis has at most A x (length of its source) + B subwords")
     add("--max-len-b", type=whole, metavar="B", help="B in --max-len-a")
@@ -80,7 +80,7 @@ class Decoding:
         self.checkpoints = run.checkpoint_files(args.checkpoint)
         for path in (*self.checkpoints, run.bin):
             if ":" in str(path):
-                raise UserError(f"'{path}' has a colon, at which fairseq splits paths; use another place")
+                raise UserError(f"'{path}' has a colon, at which fairseq splits paths; use another path")
         self.settings = run.settings()
         given = {name: getattr(args, name) for name in SEARCH if getattr(args, name) is not None}
         self.search = {name: given.get(name, run.get(f"generation.{name}", value)) for name, value in SEARCH.items()}
@@ -195,7 +195,7 @@ def decode(tool: str, commands: list[list[str]], decoding: Decoding, folder: Pat
     """Run ``python -m COMMAND`` for all commands at once, one on each GPU; returns the files with their output.
 
     Raises:
-        UserError: one of them failed; the others are ended, and its words are kept beside ``folder``. If a checkpoint
+        UserError: one of them failed; the others are ended, and its output is kept beside ``folder``. If a checkpoint
             cannot be read, that is the reason.
     """
     environment = {**os.environ, "PYTHONUTF8": "1"}
@@ -251,7 +251,7 @@ def decode(tool: str, commands: list[list[str]], decoding: Decoding, folder: Pat
 
 
 def _reason(tool: str, code: int, errors: Path) -> str:
-    """Why a process failed, with all that it said kept beside the output."""
+    """Why a process failed; its whole output is kept beside the output directory."""
     lines = errors.read_text("utf-8", "replace").strip().splitlines()
     exceptions = [line for line in lines if re.match(r"[\w.]+(Error|Exception)\b", line)]
     words = (exceptions or lines or ["it printed no reason"])[-1]

@@ -1,4 +1,4 @@
-"""Where one start of train.sh stands among all that make up a training, read from torchrun's and SLURM's variables."""
+"""Rank, machine and world size of one start of train.sh, read from torchrun's and SLURM's variables."""
 
 import os
 import re
@@ -11,7 +11,7 @@ from pn_fairseq.pipeline.command import UserError, whole_number
 
 @dataclass(frozen=True)
 class Place:
-    """One start of the training, by which ranks are launched, or which is a rank. Machines are taken to be alike."""
+    """One start of train.sh: it launches the ranks of a machine, or is one rank. All machines are assumed equal."""
 
     gpu: bool  # whether the ranks compute on GPUs
     workers: int = 1  # ranks that this start launches
@@ -29,7 +29,7 @@ class Place:
 
 
 def find_place(env: Mapping[str, str], gpus: int) -> Place:
-    """Read the place of this start from environment variables, with ``gpus`` visible GPUs.
+    """Read rank, machine and world size from environment variables, with ``gpus`` visible GPUs.
 
     Raises:
         UserError: a variable is missing or wrong, or contradicts another.
@@ -45,7 +45,7 @@ def find_place(env: Mapping[str, str], gpus: int) -> Place:
     if "NNODES" in env:
         nodes = variable(env, "NNODES", least=1)
         if nodes > 1 and "NODE_RANK" not in env:
-            raise UserError(f"NNODES={nodes} needs NODE_RANK, 0 to {nodes - 1}: which machine is this?")
+            raise UserError(f"NNODES={nodes} needs NODE_RANK, the number of this machine, 0 to {nodes - 1}")
         node = variable(env, "NODE_RANK", 0)
         if node >= nodes:
             raise UserError(f"NODE_RANK={node} is too large: NNODES={nodes} machines are numbered 0 to {nodes - 1}")
@@ -54,8 +54,8 @@ def find_place(env: Mapping[str, str], gpus: int) -> Place:
         address = env["MASTER_ADDR"] if nodes > 1 else ""
         return Place(gpus > 0, workers(env, gpus), nodes, node, address, _port(env, 29500))
     if "NODE_RANK" in env:
-        raise UserError("NODE_RANK is set but NNODES is not: how many machines are there?")
-    # srun sets it; a batch script has only what it asked for.
+        raise UserError("NODE_RANK is set but NNODES is not; set NNODES to the number of machines")
+    # Only srun sets this variable.
     tasks = variable(env, "SLURM_STEP_NUM_TASKS", 1, least=1)
     if tasks > 1:
         return _of_slurm_task(env, gpus, tasks)

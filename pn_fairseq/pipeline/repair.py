@@ -20,7 +20,7 @@ def is_whole(path: Path) -> bool:
     """Whether a checkpoint, which is a zip archive, is complete and matches its checksums.
 
     Raises:
-        OSError: it cannot be read, so nobody knows.
+        OSError: it cannot be read.
     """
     try:
         with zipfile.ZipFile(path) as archive:
@@ -44,7 +44,7 @@ def plan(folder: Path) -> dict[str, tuple[Path | None, str]]:
         state = load_checkpoint(newest)["extra_state"]
         if state["val_loss"] is not None and state["val_loss"] == state.get("best"):
             wanting.setdefault(BEST, "was older")  # the save that was interrupted was to write this one, too
-    # The best one first: the last one is what tells that there is something to repair.
+    # checkpoint_last.pt is written last: after an interruption it still shows that a repair is needed.
     return {name: (newest, wanting[name]) for name in sorted(wanting)}
 
 

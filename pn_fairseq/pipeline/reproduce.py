@@ -74,16 +74,16 @@ CORPORA = {
 EPILOG = """\
 environment:
   NORMS="{norms}"
-                 the norms, as in {model}_NORM_{size}; NORM+key=value has a setting of the model's
+                 the norms, as in {model}_NORM_{size}; NORM+key=value adds a setting of the model
   SEEDS="{seeds}"
                  one run is made for each norm and seed
 {more}
 Run again, it skips what is done and continues with the rest. A run that fails is named at the end and in the report;
 the others are still made.
 
-One rank per visible GPU; NPROC, NNODES, NODE_RANK and MASTER_ADDR as in train.sh --help. On several machines, which see
-the same files, give the same command on each: all train, and the first one does the rest; the others wait for it, so
-end them if it has failed. In a SLURM job of several machines, call it once in the batch script: it trains by srun.
+One rank per visible GPU; train.sh --help explains NPROC, NNODES, NODE_RANK, MASTER_ADDR. On several machines, which see
+the same files, give the same command on each. All of them train; the first one also does the other steps. The others
+wait for it; stop them if it fails. In a SLURM job of several machines, call it once in the batch script; it calls srun.
 """
 
 MODELS = """\

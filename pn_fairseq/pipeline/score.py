@@ -67,7 +67,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
          "each file and --hyp, come from the choice of test sentences?",
          {"type": Path, "nargs": "+", "metavar": "PATH"}),
         ("resamples", "resampled sets of sentences (default: 1000)", {"type": whole, "metavar": "N"}),
-        ("seed", "of the resampling (default: 12345)", {"type": whole, "metavar": "N"}),
+        ("seed", "seed of the resampling (default: 12345)", {"type": whole, "metavar": "N"}),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", help=meaning, **settings)
     args = parser.parse_args(argv)

@@ -32,7 +32,7 @@ from pn_fairseq.pipeline.runs import open_run
 #: Score -> its title, in the order in which they are shown.
 METRICS = {"tokenized": "tokenized BLEU", "detokenized": "detokenized BLEU", "chrf": "chrF"}
 
-#: Resamples and seed of the paired bootstrap, unless told otherwise: sacrebleu's own defaults.
+#: Default resamples and seed of the paired bootstrap, those of sacrebleu.
 RESAMPLES = 1000
 SEED = 12345
 
@@ -191,8 +191,8 @@ def score(metric: str, hypotheses: Sequence[str], references: Sequence[str], **s
 #: Where “ and ‘ close a quotation (and „ opens it), instead of opening it.
 _LOW_OPENING_QUOTES = frozenset("bg cs da de et hr is lt mk sk sl sq sr".split())
 
-#: sacremoses joins these to the next word and to the previous word in turn, whichever way they point. In the guise of
-#: these stand-ins, which are not characters of any text, it leaves them alone.
+#: sacremoses joins these marks to the next and the previous word in turn, whatever their direction. They are replaced
+#: by characters that occur in no text and that sacremoses leaves unchanged.
 _QUOTES_IN_TURN = "„“"
 _HIDDEN_QUOTES = "\ufdd0\ufdd1"
 
@@ -290,7 +290,7 @@ def score_run(
         "ref.txt": "".join(f"{line}\n" for line in plain),
         "hyp.txt": "".join(f"{line}\n" for line in translations),
         "scores.txt": score_lines({metric: getattr(scores, metric) for metric in METRICS}),
-        # The last, so that whoever finds it finds the others, too.
+        # Written last: where this file exists, the others exist, too.
         "scores.json": json.dumps(asdict(scores), indent=2) + "\n",
     }
     for name, text in files.items():
@@ -321,13 +321,13 @@ def paired_bootstrap(
     seed: int = SEED,
     **settings,
 ) -> Comparison:
-    """Is the difference between each system and the first, the baseline, more than the choice of test sentences?
+    """Test whether each system differs from the first, the baseline, by more than the choice of test sentences.
 
     Paired bootstrap resampling (Koehn 2004, "Statistical significance tests for machine translation evaluation") by
     sacrebleu's ``PairedTest``: the same resampled sets of sentences for both. With the difference ``d`` of scores on
     the whole text, and ``d_b`` on the b-th set, ``p = (1 + #{b: |d_b| - mean(|d_b|) > |d|}) / (1 + resamples)``. Where
     ``d`` is large beside the spread of ``d_b`` this is the area under one tail: two-sided, it would be twice as large.
-    Where ``d`` is 0 it is about 0.42, and not 1. It says nothing about the choice of a training's seed. Needs about 80
+    Where ``d`` is 0 it is about 0.42, and not 1. It says nothing about other training seeds. Needs about 80
     bytes of memory for each sentence and resample.
 
     Args:

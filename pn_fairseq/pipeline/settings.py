@@ -156,7 +156,7 @@ def _resolved(cfg: DictConfig) -> DictConfig:
 
 
 def _one_line(error: Exception) -> str:
-    """What hydra says, with its advice; what follows `full_key:` is its own bookkeeping."""
+    """hydra's message and advice, without the lines about its internal keys."""
     text = f"{error}\n{error.__cause__}" if isinstance(error, HydraException) and error.__cause__ else str(error)
     lines = [line.strip().rstrip(".") for line in text.splitlines()]
     kept = [line for line in lines if line and not re.match(r"full_key:|reference_type=|object_type=|See https", line)]

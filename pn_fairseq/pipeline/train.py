@@ -88,7 +88,7 @@ def main(argv: list[str] | None = None) -> int:
             f"'{data}' is not prepared data: it has no bin/ or no settings (scripts/prepare_*.sh make them)"
         )
     if ":" in str(data):
-        raise UserError(f"'{data}' has a colon, at which fairseq splits paths; use another place (--data)")
+        raise UserError(f"'{data}' has a colon, at which fairseq splits paths; use another path (--data)")
     logging.getLogger().addHandler(logging.NullHandler())  # else fairseq configures logging when it is imported
     logging.captureWarnings(True)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -101,7 +101,7 @@ def main(argv: list[str] | None = None) -> int:
         return _main(args, argv, place, config, data, run)
     except UserError:
         if place.local_rank:
-            return 2  # every rank finds the same mistake; one says so
+            return 2  # every rank finds the same error; local rank 0 prints it
         raise
     except TrainingFailed as error:
         print(f"train.sh: error: {error}; run the same command again to resume", file=sys.stderr)
@@ -194,7 +194,7 @@ def is_finished(cfg, checkpoint: Path, run: Path) -> bool:
 
 def lock(run: Path) -> None:
     """Keep other processes from training in ``run`` for as long as this process exists."""
-    with contextlib.suppress(PermissionError):  # somebody else's run, which can be finished at best
+    with contextlib.suppress(PermissionError):  # a run of another user: it cannot be trained here
         descriptor = os.open(run / ".lock", os.O_RDWR | os.O_CREAT)
         try:
             # Not flock, which a process that loads data would hold for some seconds after the training was killed.
@@ -291,7 +291,7 @@ def train(cfg, place: Place, data: Path, run: Path) -> None:
             metric = cfg.checkpoint.best_checkpoint_metric
             if isinstance(error, KeyError) and error.args == (metric,):
                 raise UserError(
-                    f"checkpoint.best_checkpoint_metric={metric} is none of what a validation measures, such as loss; "
+                    f"checkpoint.best_checkpoint_metric={metric} is not a metric of validation, such as loss; "
                     "bleu needs task.eval_bleu=true"
                 ) from error
             logger.exception("the training failed")

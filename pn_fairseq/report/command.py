@@ -28,8 +28,8 @@ Writes into DIR, in place of what it wrote there before:
 
 Figures that pn-figures wrote into DIR are shown, and the files of --norm-probe named.
 
-Runs that differ by their seed alone are averaged; runs on different data are never compared. What failed or is missing
-in a run is said in the report. The numbers of the PowerNorm paper's Table 1 are shown beside runs on its data,
+Runs that differ by their seed alone are averaged; runs on different data are never compared. The report lists what
+failed or is missing in a run. The numbers of the PowerNorm paper's Table 1 are shown beside runs on its data,
 recognised by languages, case, BPE and the size of the test set; --paper names another table, or none. Language models
 get a report of their own, with perplexities.
 """

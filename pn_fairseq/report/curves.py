@@ -97,7 +97,7 @@ def _finite(curves: Sequence[Mapping[int, float]]) -> list[dict[int, float]]:
 
 
 def _frame(axis, drawn: Sequence[Mapping[int, float]], shared: Sequence[Mapping[int, float]], below: bool) -> None:
-    """Leave out what the first updates have above (and below) the rest of ``shared``; note in the panel what."""
+    """Cut off values of early updates above (and below) the rest of ``shared``; the panel says what is cut."""
     rest = [loss for curve in _finite(shared) for update, loss in curve.items() if update >= _SKIPPED * max(curve)]
     if not rest or max(rest) == min(rest):
         return

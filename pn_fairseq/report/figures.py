@@ -182,13 +182,13 @@ def _legend(figure, handles: Mapping[str, object]) -> None:
 
 
 def _sum_of_loss(systems: Mapping[str, Sequence[Subject]]) -> float:
-    """Tokens of a batch times sample size, the median: what makes means of the mean loss sums of the summed loss."""
+    """The median of tokens times sample size of a batch: converts means of the mean loss to sums of the summed loss."""
     products = [run.series["tokens"] * run.series["sample_size"] for runs in systems.values() for run in runs]
     return float(np.median(np.concatenate(products)))
 
 
 def _over_training(panels: Sequence[Sequence[str]]):
-    """A figure of box plots over fifths of training; of two columns of a panel a norm has what it normalizes by."""
+    """A figure of box plots over fifths of training; of two columns, norms with running psi^2 show the last."""
 
     def draw(pyplot, subjects: Sequence[Subject]):
         systems = _probed(subjects)
@@ -359,7 +359,7 @@ FIGURES: dict[int, Callable] = {
 
 _EPILOG = """\
 RUN is a folder as for pn-report, of a training with --norm-probe (Figures 2, 3, 4 and 7), with scores (5), with
-checkpoints (6). What a figure needs and no run has is said in a line, and the others are drawn. The paper's medians are
+checkpoints (6). A figure that lacks its data is left out, with a line that says why. The paper's medians are
 drawn beside the runs. docs/figures.md describes each figure.
 
 Writes DIR/figure-N.png and DIR/figure-N.pdf.

@@ -97,7 +97,7 @@ class Run:
 
     @property
     def known(self) -> bool:
-        """Whether anything is known of the run but that it was to be."""
+        """Whether the run has settings or a log."""
         return self.settings is not None or self.log is not None
 
 
@@ -224,7 +224,7 @@ def _read_data(run: Run) -> None:
         if _text(run.path / "data"):
             run.data_path = Path((run.path / "data").read_text("utf-8", errors="replace").rstrip("\n"))
         else:
-            run.problems.append("the place of the data is not recorded: the file data is missing")
+            run.problems.append("the path of the data is not recorded: the file 'data' is missing")
     elif folder := run.setting("task.data"):
         # fairseq takes several folders, separated by colons; the last part of ours is bin.
         run.data_path = Path(str(folder).split(":")[0])

@@ -77,7 +77,7 @@ from pn_fairseq.pipeline.command import did_you_mean
 print(did_you_mean(sys.argv[1], sys.argv[2:]))' "$@" 2>/dev/null || true
 }
 
-# check_whole NAME VALUE: VALUE must be a whole number of at least 1, and one that a computer counts to.
+# check_whole NAME VALUE: VALUE must be a whole number of 1 to 12 digits, at least 1.
 check_whole() { [[ $2 =~ ^[1-9][0-9]{0,11}$ ]] || die "$1 must be a whole number of at least 1, not '$2'"; }
 
 # absolute PATH: the same path from anywhere (the last part need not exist).

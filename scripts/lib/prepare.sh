@@ -23,7 +23,7 @@ more_usage() {
 The same command resumes. Line counts are checked after every step.
 END
     [[ $about != *Downloads* && $about != *"joint BPE"* ]] || echo $'\nIn the environment:'
-    [[ $about != *Downloads* ]] || echo "  DATA_MIRROR=PLACE         a folder or URL to take the downloads from"
+    [[ $about != *Downloads* ]] || echo "  DATA_MIRROR=DIR-OR-URL    a folder or URL that has the files to download"
     [[ $about != *"joint BPE"* ]] || cat <<'END'
   MOSES=DIR                 a checkout of mosesdecoder whose Perl scripts replace sacremoses
   BPE=subword-nmt           (default) or sentencepiece, for which --bpe is the size of the vocabulary
@@ -111,7 +111,7 @@ made_of() {
 }
 
 # keep_text FOLDER [--made-of FILE...]: DEST/text.partial, if there is one, becomes DEST/FOLDER. It and the settings must be
-# those that DEST was begun with. Ends the script if there is nothing left to do.
+# those that DEST was started with. Ends the script if all steps are done.
 keep_text() {
     data keep-text "$1" "${settings[@]}" "${@:2}"
     if [[ -d $dest/bin && -f $dest/counts ]]; then

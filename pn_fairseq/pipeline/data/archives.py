@@ -97,7 +97,7 @@ def _wrong_type(path: Path) -> str | None:
         head = file.read(512)
     if not head:
         return "an empty file"
-    # Servers answer for a file that is gone, and hotels for every file, with a web page and the status of success.
+    # Some servers send a web page with status 200 for a missing file; login pages of networks do so for every file.
     if head.removeprefix(b"\xef\xbb\xbf").lstrip().lower().startswith((b"<!doctype html", b"<html", b"<head")):
         return "an HTML page"
     if path.name.removesuffix(".partial").endswith((".tgz", ".gz")) and not head.startswith(b"\x1f\x8b"):
@@ -172,7 +172,7 @@ def fetch(url: str, file: Path, sha256: str = "", md5: str = "", retries: int = 
             break
         partial.unlink()
         if not resumed:
-            raise UserError(f"{address} is {wrong}; look why in a browser, or put the right file at {file}")
+            raise UserError(f"{address} is {wrong}; open it in a browser, or put the right file at {file}")
         # Else it may be the beginning of one version and the rest of another.
     if not expected:
         _record(record, file.name, digest)

@@ -85,7 +85,7 @@ def _serve(pipe: Connection, make: Callable[[], Work], every: Sequence) -> None:
 
 
 def map_pieces(make: Callable[[], Work], every: Sequence, workers: int) -> Iterator:
-    """What the function that ``make`` returns says of each piece, in order; it is made once in each process.
+    """The results of the function that ``make`` returns, in order of the pieces; each process calls ``make`` once.
 
     Each of N processes works on every N-th piece and has a pipe of its own. Not concurrent.futures: its workers share
     one pipe and its lock, and one that is killed while it sends a result (out of memory, a cancelled job) leaves the

@@ -109,8 +109,8 @@ def keep(dest: Path, folder: Path, settings: dict[str, str]) -> None:
             # All steps read the recorded settings: a preparation that an older version began is finished in its way.
             new["tokenizer"] = tokens.SACREMOSES_OLD
             print(
-                f"[data] note: {dest} was begun with an older version, whose tokenizer does not split the full stop of "
-                "an abbreviation at the end of a line; prepare another directory for the tokens of today's Moses",
+                f"[data] note: {dest} was started with an older version. Its tokenizer does not split the full stop of "
+                "an abbreviation at the end of a line; for the tokens of current Moses, prepare another directory",
                 file=sys.stderr,
             )
         models = [dest / stage / model for stage in ("bpe", "stages/bpe") for model in subwords.MODELS.values()]
