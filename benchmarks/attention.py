@@ -12,7 +12,7 @@ from fairseq.modules import MultiheadAttention
 from tabulate import tabulate
 
 from benchmarks import hide_messages, keep_memory
-from benchmarks.results import in_turns, positive, quartiles, ratios
+from benchmarks.results import in_turns, output_file, positive, quartiles, ratios, write_csv
 from pn_fairseq.models import tensorized_attention
 from pn_fairseq.models.tensorized_attention import TensorizedAttention
 
@@ -70,9 +70,11 @@ def main() -> None:
     parser.add_argument("--size", choices=SIZES, nargs="+", default=list(SIZES), help="default: all")
     parser.add_argument("--rounds", type=positive, default=7, metavar="N", help="default: 7")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--output", type=output_file, metavar="FILE", help="also write a CSV file")
     args = parser.parse_args()
     keep_memory()
     hide_messages()
+    written = []
     for size in args.size:
         length, blocks, rank = SIZES[size]
         layers = make_layers(length, rank, args.device)
@@ -85,9 +87,16 @@ def main() -> None:
             low, middle, high = ratios(times[name], times[BASE])
             relative = f"{middle:.2f} ({low:.2f} to {high:.2f})"
             rows.append([name, f"{1000 * quartiles(times[name])[1]:.1f}", relative, f"{memory[name]:.1f}"])
+            numbers = (1000 * quartiles(times[name])[1], middle, low, high, memory[name])
+            names = ("milliseconds", "times_ordinary", "times_low", "times_high", "megabytes_kept")
+            measured = {column: f"{number:.4g}" for column, number in zip(names, numbers, strict=True)}
+            settings = {"length": length, "blocks": blocks, "rank": rank, "device": args.device, "rounds": args.rounds}
+            written.append({"size": size, "layer": name, **settings, "threads": torch.get_num_threads(), **measured})
         print(f"{size}: {blocks} blocks of {length} tokens, {DIM} channels, R {rank}, {args.device}")
         print(tabulate(rows, headers=["", "ms", f"times {BASE}", "MB kept"], tablefmt="plain", disable_numparse=True))
         print()
+    if args.output:
+        write_csv(args.output, written)
 
 
 if __name__ == "__main__":

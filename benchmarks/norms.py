@@ -5,7 +5,7 @@ are two measures of time, both medians over the rounds of the ratio to ``torch.n
 the quartiles:
 
 - *turns of several steps*, in a random order that changes in each round; a turn begins with untimed steps. The caches
-  hold what the contestant needs. "Of least" is the ratio of the shortest times, which is the steadier measure under other load.
+  hold what the contestant needs. "Of least" is the ratio of the shortest times, the steadier measure under other load.
 - *turns of one step*: LayerNorm, the contestant, LayerNorm, ..., nothing warmed up in between. The caches are cold and
   Python's overhead counts, as in a training, where other layers compute between two norms.
 

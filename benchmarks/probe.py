@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks import hide_messages
-from benchmarks.results import in_turns, ratios
+from benchmarks.results import in_turns, output_file, ratios, settings_of, write_csv
 from benchmarks.training import make_batches, make_trainer, update
 from pn_fairseq.models.architectures import SIZES
 from pn_fairseq.models.norm_probe import WINDOW, NormProbe
@@ -45,6 +45,7 @@ def main(argv=None) -> None:
     parser.add_argument("--length", type=int, default=32, help="tokens of the longest sentence (default: 32)")
     parser.add_argument("--vocabulary", type=int, default=10000, help="size of the dictionary (default: 10000)")
     parser.add_argument("--rounds", type=int, default=10, help="measured updates of each kind (default: 10)")
+    parser.add_argument("--output", type=output_file, metavar="FILE", help="also write a CSV file")
     args = parser.parse_args(argv)
     hide_messages()
     found = measure(args)
@@ -52,6 +53,10 @@ def main(argv=None) -> None:
     cost = ((ratio["averaged"] - 1) * WINDOW + ratio["recorded"] - 1) / INTERVAL
     print(f"averaged {ratio['averaged']:.3f} times, recorded {ratio['recorded']:.3f} times")
     print(f"--norm-probe-interval {INTERVAL}: {100 * cost:+.2f}% of an update")
+    if args.output:
+        measured = {"averaged": ratio["averaged"], "recorded": ratio["recorded"], "percent_of_an_update": 100 * cost}
+        measured = {name: f"{value:.4g}" for name, value in measured.items()}
+        write_csv(args.output, [{"norm": args.norm, "interval": INTERVAL, **settings_of(args), **measured}])
 
 
 if __name__ == "__main__":

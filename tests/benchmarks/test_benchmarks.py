@@ -74,23 +74,28 @@ def test_training(tmp_path, capsys):
     assert rows[0]["times_ln"] == "1"
 
 
-def test_attention(capsys, monkeypatch):
+def test_attention(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(attention, "SIZES", {"small": (5, 2, 3)})
     monkeypatch.setattr(attention.tensorized_attention, "ROWS", 8)  # main changes it
-    monkeypatch.setattr("sys.argv", ["attention", "--rounds", "1", "--size", "small"])
+    output = tmp_path / "attention.csv"
+    monkeypatch.setattr("sys.argv", ["attention", "--rounds", "1", "--size", "small", "--output", str(output)])
     attention.main()
     names = ["ordinary", "ordinary again", "tensorized", "tensorized, all rows at once", "tensorized, unmasked"]
     lines = capsys.readouterr().out.splitlines()[2:7]
     assert [re.split("  +", line)[0] for line in lines] == names
     assert re.split("  +", lines[0])[2] == "1.00 (1.00 to 1.00)"
+    rows = read(output)
+    assert [row["layer"] for row in rows] == names and rows[0]["times_ordinary"] == "1"
+    assert all(float(row["megabytes_kept"]) > 0 for row in rows)
 
 
-def test_probe(capsys, monkeypatch):
+def test_probe(tmp_path, capsys, monkeypatch):
     """Of 50 updates 10 take 1.1 times as long, and 1 takes twice as long: 4% more on average."""
     probe.main("--size tiny --rounds 1 --tokens 24 --length 6 --vocabulary 50".split())
     assert re.search(r"averaged [\d.]+ times, recorded [\d.]+ times", capsys.readouterr().out)
     monkeypatch.setattr(probe, "measure", lambda args: {"plain": [2.0], "averaged": [2.2], "recorded": [4.0]})
-    probe.main([])
+    probe.main(["--output", str(tmp_path / "probe.csv")])
+    assert read(tmp_path / "probe.csv")[0]["percent_of_an_update"] == "4"
     assert "--norm-probe-interval 50: +4.00% of an update" in capsys.readouterr().out
 
 

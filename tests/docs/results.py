@@ -115,7 +115,8 @@ def _spread(values: pandas.Series) -> str:
 
 def _table(rows: list[dict[str, str]]) -> str:
     frame = pandas.DataFrame(rows)
-    sides = ["right" if name.startswith(("BLEU", "difference", "perplexity", "with")) else "left" for name in frame]
+    numbers = ("BLEU", "difference", "perplexity", "with", "validation", "α_bwd")
+    sides = ["right" if name.startswith(numbers) else "left" for name in frame]
     return frame.to_markdown(index=False, tablefmt="pipe", disable_numparse=True, colalign=sides)
 
 
@@ -162,6 +163,63 @@ def table() -> str:
             "tokenized BLEU of the test set, mean ± standard deviation over seeds"
         )
     return "\n\n".join(parts) or NOTHING
+
+
+def _first_seeds(pattern: str) -> pandas.DataFrame:
+    """The runs of the verses with seed 1 whose folder and norm match; the matches are the index."""
+    if (frame := reports().get("verses")) is None:
+        return pandas.DataFrame()
+    # Where there are no runs with other learning rates, names have no folder.
+    names = frame["run"].where(frame["run"].str.contains("/"), "verses/" + frame["run"])
+    found = names.str.extract(f"^{pattern}_seed1$")
+    known = found.notna().any(axis=1)
+    return frame[known].set_index(pandas.MultiIndex.from_frame(found[known].fillna("")))
+
+
+LOSS = "best validation loss (bits/token)"
+
+
+def decays() -> str:
+    """PN's validation loss by its two decays."""
+    number = r"([\d.]+)"
+    found = _first_seeds(rf"verses/(pn)(?:\+norm_alpha_fwd={number}\+norm_alpha_bwd={number})?")
+    if len(found) < 2:
+        return NOTHING
+    losses = {(float(fwd or 0.9), float(bwd or 0.9)): row[LOSS] for (_, fwd, bwd), row in found.iterrows()}
+    best, grid = min(losses, key=losses.get), sorted({each for pair in losses for each in pair})
+    rows = [
+        {"α_fwd": f"{fwd:g}"}
+        | {f"α_bwd={bwd:g}": f"{losses[fwd, bwd]:.3f}" if (fwd, bwd) in losses else "–" for bwd in grid}
+        for fwd in grid
+    ]
+    spread = max(losses.values()) - min(losses.values())
+    lowest = f"The lowest is that of α_fwd = {best[0]:g} and α_bwd = {best[1]:g}. The range is {spread:.3f} bits."
+    return f"{_table(rows)}\n\n{lowest}"
+
+
+def learning_rates() -> str:
+    """LN and PN with half, the configured and twice the learning rate."""
+    found = _first_seeds(r"verses(?:_lr([\d.]+))?/(ln|pn)")
+    cells = {(float(rate or 0.005), norm): row for (rate, norm), row in found.iterrows()}
+    rates = sorted({rate for rate, _ in cells})
+    if len(rates) < 2:
+        return NOTHING
+    rows, differences = [], []
+    for rate in rates:
+        ln, pn = (cells.get((rate, norm)) for norm in ("ln", "pn"))
+        row = {"learning rate": f"{rate:g}"}
+        for name, one in (("LN", ln), ("PN", pn)):
+            row[f"BLEU, {name}"] = "–" if one is None else f"{one['tokenized']:.2f}"
+            row[f"validation loss, {name}"] = "–" if one is None else f"{one[LOSS]:.3f}"
+        if ln is not None and pn is not None:
+            differences.append(pn["tokenized"] - ln["tokenized"])
+        rows.append(row)
+    above = sum(each > 0 for each in differences)
+    large = sum(abs(each) >= SMALLEST for each in differences)
+    return (
+        f"{_table(rows)}\n\nPN is above LN at {above} of {len(differences)} learning rates. {large} of these "
+        f"differences reach {SMALLEST} BLEU, and each is from one seed."
+    )
 
 
 def open_questions() -> str:
@@ -252,7 +310,13 @@ def readme() -> str:
 PAGES = {
     "README.md": {"results": readme},
     "docs/language_modeling.md": {"language models": language_models},
-    "docs/results/index.md": {"answer": answer, "table": table, "open questions": open_questions},
+    "docs/results/index.md": {
+        "answer": answer,
+        "table": table,
+        "decays": decays,
+        "learning rates": learning_rates,
+        "open questions": open_questions,
+    },
 }
 
 

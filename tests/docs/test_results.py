@@ -76,6 +76,27 @@ def test_without_several_seeds_nothing_is_called_better(made):
     assert pandas.isna(found["difference"]["LN"])
 
 
+def test_decays_and_learning_rates(monkeypatch):
+    runs = {
+        "verses/ln_seed1": (24.0, 5.0),
+        "verses/pn_seed1": (24.5, 4.9),
+        "verses/pn_seed2": (20.0, 4.0),
+        "verses/pn+norm_alpha_fwd=0.95+norm_alpha_bwd=0.99_seed1": (23.0, 4.8),
+        "verses_lr0.01/ln_seed1": (22.0, 5.5),
+        "verses_lr0.01/pn_seed1": (21.9, 5.6),
+    }
+    rows = [{"run": name, "tokenized": bleu, results.LOSS: loss} for name, (bleu, loss) in runs.items()]
+    monkeypatch.setattr(results, "reports", lambda: {"verses": pandas.DataFrame(rows)})
+    text = results.decays()
+    assert re.search(r"\| 0\.9 +\| +4\.900 \| +– \|", text) and re.search(r"\| 0\.95 +\| +– \| +– \| +4\.800 \|", text)
+    assert "lowest is that of α_fwd = 0.95 and α_bwd = 0.99. The range is 0.100 bits." in text
+    text = results.learning_rates()
+    assert re.search(r"\| 0\.01 +\| +22\.00 \| +5\.500 \| +21\.90 \| +5\.600 \|", text)
+    assert "PN is above LN at 1 of 2 learning rates. 1 of these differences reach 0.3 BLEU" in text
+    monkeypatch.setattr(results, "reports", lambda: {"verses": pandas.DataFrame(rows[:1])})
+    assert results.decays() == results.learning_rates() == results.NOTHING
+
+
 def test_perplexities_of_the_language_models(tmp_path, monkeypatch):
     monkeypatch.setattr(results, "RESULTS", tmp_path)
     assert results.language_models() == results.NOTHING

@@ -211,6 +211,29 @@ def test_accumulation_of_equal_batches_gives_the_curves_of_the_plain_run(norm, t
     assert_same_curves(plain, accumulated[accumulated.forward.isna()], updates=1)
 
 
+@pytest.mark.parametrize("norm", sorted(entry.short for entry in NORMS.values()))
+def test_losses_and_weights_have_the_same_bits_with_a_probe(norm, tmp_path):
+    results = []
+    for probed in (False, True):
+        torch.manual_seed(3)
+        model, criterion = build(f"transformer_{norm}_tiny", encoder_layers=1, decoder_layers=1), Translation()
+        probe = NormProbe(model.train(), str(tmp_path / "probe"), 1, "encoder.*")
+        optimizer, losses = torch.optim.SGD(model.parameters(), 0.1), []
+        for completed in range(3):
+            model.set_num_updates(completed)
+            if probed:
+                probe.begin(completed, criterion)
+            loss = criterion(model, sentences(ALL))[0]
+            loss.backward()
+            if probed:
+                probe.end(completed + 1)
+            optimizer.step()
+            losses.append(loss.detach())
+        results.append([*losses, *model.state_dict().values()])
+    assert len(read_probe(tmp_path / "probe")["update"].unique()) == 3
+    assert all(map(torch.equal, *results))
+
+
 def of_a_rank(rank, world, folder, norms):
     for norm in norms:
         curves(folder / norm, [slice(0, 3), slice(3, 8)][rank : rank + 1], {"norm": norm})
