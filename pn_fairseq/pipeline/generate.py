@@ -25,7 +25,7 @@ from pn_fairseq.pipeline.command import ArgumentParser, UserError, command, defe
 from pn_fairseq.pipeline.data.binarize import sentences as indexed
 from pn_fairseq.pipeline.data.parallel import progress
 from pn_fairseq.pipeline.files import atomic_folder, checksum, count_lines, read_settings, write_settings
-from pn_fairseq.pipeline.launch import own_cores, workers
+from pn_fairseq.pipeline.launch import own_cores, processes
 from pn_fairseq.pipeline.runs import RUN, Run, open_run
 
 PACKAGE = Path(pn_fairseq.__file__).resolve().parent
@@ -156,7 +156,7 @@ def main(argv: list[str] | None = None) -> int:
         if (count := count_lines(text)) != sentences:
             raise UserError(f"{text} has {count} lines, and {index} {sentences} sentences: prepare the data again")
     # There are at least as many batches as sentences / batch size; fairseq-generate divides by zero without a batch.
-    shards = min(workers(os.environ, len(decoding.gpus)), max(1, math.ceil(sentences / args.batch_size)))
+    shards = min(processes(os.environ, len(decoding.gpus)), max(1, math.ceil(sentences / args.batch_size)))
     where = "GPUs" if decoding.gpus else "CPU"
     say("generate", f"decoding {args.subset} {decoding}, processes on the {where}: {shards})")
     commands = [

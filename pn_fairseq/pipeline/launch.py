@@ -14,7 +14,7 @@ class Place:
     """One start of train.sh: it launches the ranks of a machine, or is one rank. All machines are assumed equal."""
 
     gpu: bool  # whether the ranks compute on GPUs
-    workers: int = 1  # ranks that this start launches
+    local_world_size: int = 1  # ranks that this start launches
     nodes: int = 1  # machines
     node: int = 0  # which of them this is
     address: str = ""  # where the ranks find each other
@@ -25,7 +25,7 @@ class Place:
 
     @property
     def world_size(self) -> int:
-        return self.nodes * self.workers if self.ranks is None else self.ranks
+        return self.nodes * self.local_world_size if self.ranks is None else self.ranks
 
 
 def find_place(env: Mapping[str, str], gpus: int) -> Place:
@@ -52,7 +52,7 @@ def find_place(env: Mapping[str, str], gpus: int) -> Place:
         if nodes > 1 and not env.get("MASTER_ADDR"):
             raise UserError(f"NNODES={nodes} needs MASTER_ADDR, the name or address of the machine with NODE_RANK=0")
         address = env["MASTER_ADDR"] if nodes > 1 else ""
-        return Place(gpus > 0, workers(env, gpus), nodes, node, address, _port(env, 29500))
+        return Place(gpus > 0, processes(env, gpus), nodes, node, address, _port(env, 29500))
     if "NODE_RANK" in env:
         raise UserError("NODE_RANK is set but NNODES is not; set NNODES to the number of machines")
     # Only srun sets this variable.
@@ -65,7 +65,7 @@ def find_place(env: Mapping[str, str], gpus: int) -> Place:
             f"this SLURM job has {nodes} machines, and only one would train: "
             "call it by 'srun --ntasks-per-node=1 scripts/train.sh ...'"
         )
-    return Place(gpus > 0, workers(env, gpus))
+    return Place(gpus > 0, processes(env, gpus))
 
 
 def _of_slurm_task(env: Mapping[str, str], gpus: int, tasks: int) -> Place:
@@ -75,7 +75,7 @@ def _of_slurm_task(env: Mapping[str, str], gpus: int, tasks: int) -> Place:
     # The steps of a job may train side by side.
     port = _port(env, 20000 + (16 * variable(env, "SLURM_JOB_ID") + variable(env, "SLURM_STEP_ID", 0)) % 20000)
     if tasks == nodes:
-        return Place(gpus > 0, workers(env, gpus), nodes, variable(env, "SLURM_NODEID"), address, port)
+        return Place(gpus > 0, processes(env, gpus), nodes, variable(env, "SLURM_NODEID"), address, port)
     if gpus > 1 and tasks != nodes * gpus:
         raise UserError(
             f"{tasks} tasks on {nodes} machines with {gpus} visible GPUs: start one task per machine "
@@ -107,7 +107,7 @@ def _port(env: Mapping[str, str], default: int) -> int:
     return variable(env, "MASTER_PORT", default, 1, 65535)
 
 
-def workers(env: Mapping[str, str], gpus: int) -> int:
+def processes(env: Mapping[str, str], gpus: int) -> int:
     """How many processes: one per GPU, one where there is none, or NPROC."""
     count = variable(env, "NPROC", max(1, gpus), least=1)
     if gpus and count > gpus:
@@ -151,7 +151,9 @@ def torchrun(place: Place, arguments: list[str]) -> int:
     if place.nodes > 1:
         where = ["--nnodes", str(place.nodes), "--node-rank", str(place.node), "--rdzv-conf", f"timeout={timeout}"]
         where += ["--master-addr", place.address, "--master-port", str(place.port)]
-    options = get_args_parser().parse_args([*where, "--nproc-per-node", str(place.workers), "--module", "pn_fairseq"])
+    options = get_args_parser().parse_args(
+        [*where, "--nproc-per-node", str(place.local_world_size), "--module", "pn_fairseq"]
+    )
     options.training_script_args = ["train", *arguments]  # torchrun's parser would take --run for one of its own
     try:
         with mock.patch.dict(os.environ, PN_FAIRSEQ_STEP="1"):  # this process tells of an interruption, not its ranks

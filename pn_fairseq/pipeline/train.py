@@ -143,7 +143,7 @@ def _main(args, argv: list[str], place: Place, config: Path, data: Path, run: Pa
             return 0
     if place.rank is None and place.world_size > 1:
         if not place.gpu:
-            os.environ.setdefault("OMP_NUM_THREADS", str(max(1, own_cores() // place.workers)))
+            os.environ.setdefault("OMP_NUM_THREADS", str(max(1, own_cores() // place.local_world_size)))
         logging.disable(logging.CRITICAL)  # torchrun's words about signals and failures; this process has its own
         return torchrun(place, argv)
     if not place.rank:

@@ -31,7 +31,7 @@ _FAULT = re.compile(r"\b(?:NaN|Inf) detected in output of|Detected nan/inf grad 
 class Start:
     """One start of a training; a resumed run has several."""
 
-    workers: int | None = None  # world size; None if the log does not say
+    world_size: int | None = None  # None if the log does not say
     updates: list[int] = field(default_factory=list)  # of its training records, in order
     tokens: float = 0.0  # target tokens trained on between the first and the last record (wpb times updates)
     interval_seconds: float = 0.0  # between the records, validation and saving included (updates times wpb / wps)
@@ -77,7 +77,7 @@ class TrainingLog:
 
     def _read_text(self, line: str) -> None:
         if match := _DEVICES.search(line):
-            self.starts.append(Start(workers=int(match[1])))
+            self.starts.append(Start(world_size=int(match[1])))
         elif match := _PARAMETERS.search(line):
             self.parameters = int(match[1].replace(",", ""))
         elif match := _DONE.search(line):

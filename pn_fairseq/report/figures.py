@@ -122,7 +122,7 @@ def read_subject(run, label: str, name: str | None = None) -> Subject:
     return Subject(
         label,
         probe,
-        tokens * run.workers if tokens else None,
+        tokens * run.world_size if tokens else None,
         run.scores.tokenized.score if run.scores else None,
         norm_and_size(run)[0],
         next((file for file in checkpoints if file.is_file()), None),

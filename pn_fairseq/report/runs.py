@@ -79,10 +79,10 @@ class Run:
         return bool(self.scores or self.perplexity)
 
     @property
-    def workers(self) -> int:
-        """World size of the last start."""
+    def world_size(self) -> int:
+        """Of the last start. starts.jsonl calls it workers."""
         recorded = [start.get("workers") for start in self.starts if isinstance(start.get("workers"), int)]
-        logged = [start.workers for start in self.log.starts if start.workers] if self.log else []
+        logged = [start.world_size for start in self.log.starts if start.world_size] if self.log else []
         return (recorded or logged or [self.setting("distributed_training.distributed_world_size", 1)])[-1]
 
     @property

@@ -73,7 +73,7 @@ def _batch(run: Run) -> dict[str, int | None]:
     """Most tokens (or sentences) in one update, over all ranks; as train.sh recorded it, else from the settings."""
     update_freq = run.setting("optimization.update_freq", [1])
     # fairseq takes the entry of the epoch, and the last one from there on.
-    times = run.workers * (update_freq[-1] if isinstance(update_freq, list) and update_freq else 1)
+    times = run.world_size * (update_freq[-1] if isinstance(update_freq, list) and update_freq else 1)
     found = {}
     for name, setting in ((TOKENS, "dataset.max_tokens"), (SENTENCES, "dataset.batch_size")):
         most = run.setting(setting)

@@ -71,7 +71,7 @@ def test_starts_of_a_run(tmp_path):
     (tmp_path / "train.log").write_text(TWO_STARTS)
     log = read_log(tmp_path / "train.log")
     first, second = log.starts
-    assert (first.workers, second.workers) == (1, 4)
+    assert (first.world_size, second.world_size) == (1, 4)
     assert (first.reason, second.reason) == (None, "patience")
     assert first.seconds == 15 and second.seconds == 6.5
     assert first.tokens == 1005 + 1000 + 1000

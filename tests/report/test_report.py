@@ -638,7 +638,7 @@ def test_variants_are_named_by_what_differs_from_most_runs(tmp_path):
     ]
 
 
-def test_a_batch_is_the_same_on_any_number_of_workers(tmp_path):
+def test_a_batch_is_the_same_on_any_number_of_ranks(tmp_path):
     for name, workers, update_freq in (("a", 1, 2), ("b", 2, 1)):
         run = make_run(tmp_path / name, seed=workers, optimization__update_freq=[update_freq])
         (run / "starts.jsonl").write_text(json.dumps(START | {"workers": workers, "tokens_per_update": 4096}) + "\n")
@@ -716,7 +716,7 @@ def test_machines(comparison, tmp_path):
     with (runs[0] / "starts.jsonl").open("a") as file:
         file.write(json.dumps(START | {"machines": [{"workers": 1, "gpus": []}] * 2, "torch": ""}) + "\n")
     page = report(*runs, output=tmp_path / "out")
-    assert page.table("what", "machine 2")[-3]["machine 2"] == "2 × workers 1, no gpus"
+    assert page.table("what", "machine 2")[-3]["machine 2"] == "2 × ranks 1, no gpus"
     rows = {row["what"]: row for row in page.table("what", "machine 1", "machine 3")}
     assert rows["torch"]["machine 3"] == "2.14.0" and rows["runs"]["machine 1"] == "a, b"
     assert rows["runs"]["machine 3"] == "b" and rows["torch"]["machine 2"] == "none"
