@@ -49,7 +49,7 @@ MAY_CHANGE = re.compile(
     r"|task\.data|model\.norm_(stats_interval|probe.*)"
 )
 #: Limits that decide whether a run is finished.
-STOP = ("optimization.max_update", "optimization.max_epoch", "optimization.stop_time_hours", "checkpoint.patience")
+LIMITS = ("optimization.max_update", "optimization.max_epoch", "optimization.stop_time_hours", "checkpoint.patience")
 
 
 @dataclasses.dataclass(frozen=True)

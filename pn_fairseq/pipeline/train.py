@@ -177,7 +177,7 @@ def is_finished(cfg, checkpoint: Path, run: Path) -> bool:
     from omegaconf import OmegaConf
 
     from pn_fairseq.checkpoints import CheckpointError, load_checkpoint
-    from pn_fairseq.pipeline.settings import STOP
+    from pn_fairseq.pipeline.settings import LIMITS
 
     try:
         updates = load_checkpoint(checkpoint)["optimizer_history"][-1]["num_updates"]
@@ -188,7 +188,7 @@ def is_finished(cfg, checkpoint: Path, run: Path) -> bool:
     log = run / "train.log"
     lines = log.read_text("utf-8", errors="replace").splitlines() if log.is_file() else []
     before = OmegaConf.load(run / "config.yaml")
-    same = all(OmegaConf.select(before, key) == OmegaConf.select(cfg, key) for key in STOP)
+    same = all(OmegaConf.select(before, key) == OmegaConf.select(cfg, key) for key in LIMITS)
     return bool(lines) and "done training" in lines[-1] and same
 
 

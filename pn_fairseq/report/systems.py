@@ -197,7 +197,7 @@ def _details(systems: Sequence[dict[str, object]]) -> list[list[str]]:
     """
     found: list[list[str]] = [[] for _ in systems]
     for name in sorted(set(differing(systems)) - {NORM}):
-        values = [shown(one.get(name)) for one in systems]
+        values = [as_text(one.get(name)) for one in systems]
         (usual, times), *others = Counter(values).most_common(2)
         for told, settings, value in zip(found, systems, values, strict=True):
             if name != SIZE and (not others or times > others[0][1]):
@@ -222,10 +222,10 @@ def _label(number: int, systems: Sequence[dict[str, object]], details: Sequence[
 
 def _bare(value: object) -> str:
     """A list of one, such as a learning rate, without brackets."""
-    return shown(value[0] if isinstance(value, list) and len(value) == 1 else value)
+    return as_text(value[0] if isinstance(value, list) and len(value) == 1 else value)
 
 
-def shown(value: object) -> str:
+def as_text(value: object) -> str:
     """A setting's value as text; one that is not set is the default of fairseq or of the architecture."""
     if isinstance(value, list):
         return "[" + ", ".join(str(item) for item in value) + "]"

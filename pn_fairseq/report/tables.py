@@ -25,7 +25,7 @@ from pn_fairseq.report.markdown import Markdown, code, missing, template
 from pn_fairseq.report.paper import PAPER, Row, Table, recognise
 from pn_fairseq.report.runs import Run, lines_of
 from pn_fairseq.report.significance import corrected, pairs, welch
-from pn_fairseq.report.systems import SEED, UNKNOWN, Corpus, comparable, group, norm_labels, shown
+from pn_fairseq.report.systems import SEED, UNKNOWN, Corpus, as_text, comparable, group, norm_labels
 
 #: Score -> what a report calls it.
 MEASURES = METRICS | {"chrf": "chrF2"}
@@ -76,7 +76,7 @@ def count(amount: int, one: str, several: str = "") -> str:
     return f"{amount:,} {one if amount == 1 else several or one + 's'}"
 
 
-def here(words: str | Path) -> str:
+def relative(words: str | Path) -> str:
     """A path, or a text with paths in it, relative to the working directory where they are below it."""
     folder = os.getcwd().rstrip("/")
     # Where a path begins: not in the middle of another one that has the same names in it.
@@ -256,7 +256,10 @@ def raw_scores(runs: Sequence[Run]) -> pandas.DataFrame:
                 {"run": run.name, "system": label, "norm": corpus.norm(label), "seed": seed}
                 | {"compared with": corpus.baseline(label), **run.measures, **parts}
                 | _of_training(run)
-                | {"state": _state(run).strip("*"), "problems": "; ".join(here(problem) for problem in run.problems)}
+                | {
+                    "state": _state(run).strip("*"),
+                    "problems": "; ".join(map(relative, run.problems)),
+                }
             )
     return pandas.DataFrame(rows)
 
@@ -283,7 +286,7 @@ def _of_training(run: Run) -> dict[str, float]:
 def _state(run: Run) -> str:
     """One word or two for how far a run came."""
     if run.failed is not None:
-        return missing(f"failed: {here(run.failed) or 'no reason given'}")
+        return missing(f"failed: {relative(run.failed) or 'no reason given'}")
     if not run.trained:
         return missing("not trained")
     if not run.log.ended and not (run.max_update and run.log.updates >= run.max_update):
@@ -345,13 +348,13 @@ def _machines(runs: Sequence[Run]) -> pandas.DataFrame:
 def _settings(corpus: Corpus) -> dict | None:
     """Tables of what differs between the systems (``differing``) and what does not (``common``); None if unknown."""
     rows = [
-        {"system": label} | {name: shown(value) for name, value in comparable(run).items() if name != SEED}
+        {"system": label} | {name: as_text(value) for name, value in comparable(run).items() if name != SEED}
         for label, run in zip(corpus.frame["system"], corpus.runs, strict=True)
         if corpus.norm(label) != UNKNOWN
     ]
     if not rows:
         return None
-    values = pandas.DataFrame(rows).fillna(shown(None)).set_index("system")
+    values = pandas.DataFrame(rows).fillna(as_text(None)).set_index("system")
     same = values.nunique() == 1
     differ = values.loc[:, ~same].groupby(level="system", sort=False).agg(lambda found: ", ".join(dict.fromkeys(found)))
     # fairseq's ways to say "not": false, -1, no text; and 0 as a limit.
@@ -370,7 +373,7 @@ def _settings(corpus: Corpus) -> dict | None:
 def _commands(runs: Sequence[Run]) -> dict[str, str]:
     """Name of a run -> the command that it was started with, of those that scripts/train.sh noted it for."""
     words = {run.name: run.starts[0].get("command") for run in runs if run.starts}
-    return {name: shlex.join(["scripts/train.sh", *map(here, found)]) for name, found in words.items() if found}
+    return {name: shlex.join(["scripts/train.sh", *map(relative, found)]) for name, found in words.items() if found}
 
 
 def about(corpus: Corpus, *, subset: str, paper: str, resamples: int) -> dict:
@@ -459,7 +462,7 @@ def build(
         systems=sum(len(corpus.settings) for corpus in corpora),
         scored=sum(run.measured for run in runs),
         faultless=sum(run.measured and not run.problems for run in runs),
-        problems=[(here(run.path), here(problem)) for run in runs for problem in run.problems],
+        problems=[(relative(run.path), relative(problem)) for run in runs for problem in run.problems],
         repeated=[
             (*system_and_seed, [run.name for run in again])
             for corpus in corpora
@@ -467,7 +470,7 @@ def build(
             if len(again) > 1
         ],
         lacking=[run.name for run in runs if not run.starts],
-        probes=[(run.name, here(str(probe))) for run in runs if (probe := find_probe(run))],
+        probes=[(run.name, relative(str(probe))) for run in runs if (probe := find_probe(run))],
         figures=[file.name for file in sorted(folder.glob("figure-[2-7].png"))],  # of pn-figures
         count=count, number=number, signed=signed, p_text=p_text,
     )  # fmt: skip

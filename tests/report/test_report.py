@@ -26,7 +26,7 @@ from pn_fairseq.report import markdown
 from pn_fairseq.report.command import main
 from pn_fairseq.report.paper import PAPER
 from pn_fairseq.report.significance import welch
-from pn_fairseq.report.tables import here
+from pn_fairseq.report.tables import relative
 
 SENTENCES = 60
 WORDS = [f"{a}{b}" for a in ("ba", "ki", "lo", "mu", "ne") for b in ("", "da", "fi", "gu", "ro", "te", "va")]
@@ -698,12 +698,12 @@ def test_settings_without_text_are_shown(tmp_path):
 
 def test_paths_are_shown_from_the_working_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert here(f"{tmp_path}/runs/a") == here(tmp_path / "runs/a") == "runs/a"
-    assert here(f"score: '{tmp_path}/a' and model.path={tmp_path}/b") == "score: 'a' and model.path=b"
+    assert relative(f"{tmp_path}/runs/a") == relative(tmp_path / "runs/a") == "runs/a"
+    assert relative(f"score: '{tmp_path}/a' and model.path={tmp_path}/b") == "score: 'a' and model.path=b"
     other = f"/backup{tmp_path}/runs/a"  # the same names, elsewhere
-    assert here(other) == other
+    assert relative(other) == other
     monkeypatch.chdir("/")
-    assert here("tcp://host:1 and /a") == "tcp://host:1 and /a"
+    assert relative("tcp://host:1 and /a") == "tcp://host:1 and /a"
 
 
 def test_machines(comparison, tmp_path):

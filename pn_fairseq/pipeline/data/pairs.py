@@ -24,7 +24,7 @@ LONGEST_TOKEN = 1000
 BOM = "\ufeff"
 
 
-def shown(path: Path) -> str:
+def name_of(path: Path) -> str:
     """How messages call a file. What is unpacked to DEST/unpacked/ARCHIVE/MEMBER is called ARCHIVE/MEMBER."""
     return str(path).rpartition("/unpacked/")[2]
 
@@ -49,14 +49,14 @@ def lines(path: Path) -> Iterator[str]:
             while line := file.readline(LONGEST_LINE + 1):
                 number += 1
                 if len(line) > LONGEST_LINE:
-                    raise UserError(f"{shown(path)}: line {number} has more than {LONGEST_LINE} bytes; is it text?")
+                    raise UserError(f"{name_of(path)}: line {number} has more than {LONGEST_LINE} bytes; is it text?")
                 yield line.decode("utf-8")
         except UnicodeDecodeError as error:
             raise UserError(
-                f"{shown(path)}: line {number} is not UTF-8 ({error.reason}); convert the file first"
+                f"{name_of(path)}: line {number} is not UTF-8 ({error.reason}); convert the file first"
             ) from None
         except (EOFError, gzip.BadGzipFile, zlib.error):
-            raise UserError(f"{shown(path)} is damaged or cut off; get it again") from None
+            raise UserError(f"{name_of(path)} is damaged or cut off; get it again") from None
 
 
 def as_is(path: Path) -> Iterator[str]:
@@ -66,11 +66,11 @@ def as_is(path: Path) -> Iterator[str]:
     """
     for number, line in enumerate(lines(path), 1):
         if number == 1 and line.startswith(BOM):
-            say("data", f"note: {shown(path)} begins with a byte order mark, which is left out")
+            say("data", f"note: {name_of(path)} begins with a byte order mark, which is left out")
             line = line.removeprefix(BOM)
         if "\r" in line.removesuffix("\n").removesuffix("\r"):
             raise UserError(
-                f"{shown(path)}: line {number} has a carriage return in the middle, which tools take for the end "
+                f"{name_of(path)}: line {number} has a carriage return in the middle, which tools take for the end "
                 "of a line"
             )
         yield line
@@ -107,7 +107,7 @@ def xml_segments(path: Path) -> Iterator[str]:
             found = True
             yield re.sub(r'<seg id="[0-9]*">\s*|\s*</seg>\s*', "", line).strip().replace("\r", " ")
     if not found:
-        raise UserError(f"{shown(path)} has no line with '<seg id': it is not a test set in XML")
+        raise UserError(f"{name_of(path)} has no line with '<seg id': it is not a test set in XML")
 
 
 def sgml_segments(path: Path) -> Iterator[tuple[tuple[str, int], str]]:
@@ -122,18 +122,18 @@ def sgml_segments(path: Path) -> Iterator[tuple[tuple[str, int], str]]:
             document = match[1]
         found = re.findall(r'<seg\s+id="?(\d+)"?\s*>(.*?)</seg>', line, re.IGNORECASE)
         if len(found) != len(re.findall(r"<seg\b", line, re.IGNORECASE)):
-            raise UserError(f'{shown(path)}: line {number} is not of the form <seg id="N">...</seg>')
+            raise UserError(f'{name_of(path)}: line {number} is not of the form <seg id="N">...</seg>')
         for position, text in found:
             yield (document, int(position)), text.replace("\r", " ").strip(" \t\f\v")
 
 
 def sgml_pairs(paths: tuple[Path, Path]) -> Iterator[tuple[str, str]]:
     """The pairs of a test set in SGML. Both files must have the same sentences, by document and number."""
-    source, target = map(shown, paths)
+    source, target = map(name_of, paths)
     sides = [list(sgml_segments(path)) for path in paths]
     for path, side in zip(paths, sides, strict=True):
         if not side:
-            raise UserError(f"{shown(path)} has no <seg>: is it a test set of WMT?")
+            raise UserError(f"{name_of(path)} has no <seg>: is it a test set of WMT?")
     for (place, _), (other, _) in zip(*sides, strict=False):
         if place != other:
             raise UserError(
@@ -154,9 +154,9 @@ def line_pairs(reader: Callable[[Path], Iterator[str]], paths: tuple[Path, Path]
             yield pair
     for path, count in zip(paths, counts, strict=True):
         if not count:
-            raise UserError(f"{shown(path)}: is empty")
+            raise UserError(f"{name_of(path)}: is empty")
     if counts[0] != counts[1]:
-        names = [shown(path) for path in paths]
+        names = [name_of(path) for path in paths]
         raise UserError(
             f"{names[0]} has {counts[0]} lines and {names[1]} {counts[1]}: they are not translations of each other"
         )
@@ -191,7 +191,7 @@ def take(kind: str, paths: tuple[Path, Path], outputs: tuple[Path, Path]) -> int
             nul += any("\0" in side for side in pair)
             for file, side in zip((source, target), pair, strict=True):
                 file.write((side if kind == "as-is" else f"{side.removesuffix(chr(10))}\n").encode())
-    names = f"{shown(paths[0])} and {paths[1].name}"
+    names = f"{name_of(paths[0])} and {paths[1].name}"
     if one_empty:
         say("data", f"note: {one_empty} of the {count} pairs of {names} have an empty side")
     if nul:
