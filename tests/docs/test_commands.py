@@ -37,8 +37,10 @@ def help_of(tool: str) -> str:
     """
     if tool == "make":
         return (ROOT / "Makefile").read_text("utf-8") + (ROOT / "scripts/make_venv.sh").read_text("utf-8")
-    if tool.startswith("python -m benchmarks."):
-        return (ROOT / "benchmarks" / f"{tool.rpartition('.')[2]}.py").read_text("utf-8")  # names its options
+    if tool.startswith(("python -m benchmarks.", "python -m tests.docs.")):
+        return (ROOT / f"{tool.removeprefix('python -m ').replace('.', '/')}.py").read_text(
+            "utf-8"
+        )  # names its options
     if tool in ("fairseq-train", "fairseq-generate"):
         return fairseq_help(tool)
     if tool == "fairseq-hydra-train":
