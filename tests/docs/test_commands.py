@@ -38,9 +38,8 @@ def help_of(tool: str) -> str:
     if tool == "make":
         return (ROOT / "Makefile").read_text("utf-8") + (ROOT / "scripts/make_venv.sh").read_text("utf-8")
     if tool.startswith(("python -m benchmarks.", "python -m tests.docs.")):
-        return (ROOT / f"{tool.removeprefix('python -m ').replace('.', '/')}.py").read_text(
-            "utf-8"
-        )  # names its options
+        module = tool.removeprefix("python -m ").replace(".", "/")
+        return (ROOT / f"{module}.py").read_text("utf-8")  # names its options
     if tool in ("fairseq-train", "fairseq-generate"):
         return fairseq_help(tool)
     if tool == "fairseq-hydra-train":
