@@ -212,7 +212,7 @@ class NormProbe:
             batches.append((None, sums[past:].sum(0), scalars[past:].sum(0)))
         rows = []
         for index, batch, (counts, sample_size, loss, scale) in batches:
-            state = own[index or 0]
+            state = own[index] if index is not None else next((each for each in own if each is not None), None)
             if state is None or not batch[0] or not sample_size:
                 continue  # layer-drop, or no real token
             state = {key: _numpy(value) for key, value in state.items()}

@@ -22,8 +22,8 @@ class MovingAverageBatchNorm(WindowNorm):
         \mathrm{d}x = (\gamma r\,\mathrm{d}y - \lambda \hat x) / D
 
     r = D / sqrt(running psi^2 + eps), clipped to [1/5, 5], so that y is that of evaluation where nothing is clipped. r
-    is 1 in the first 1,000 optimizer updates, or in the warm-up if that is longer. Then the running :math:`\psi^2`,
-    which evaluation uses, is updated with :math:`\psi^2` by an exponential average.
+    is 1 in the first 1,000 optimizer updates, or in the warm-up if that is longer. After each step
+    :math:`\psi^2` enters the running :math:`\psi^2`, which evaluation uses, by an exponential average.
 
     The paper also centralizes the weights of the layer in front, so that its output has mean 0. In a pre-norm
     transformer the residual stream is in front, the sum of many layers' outputs: there is no such layer, and nothing is

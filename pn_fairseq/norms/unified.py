@@ -24,8 +24,8 @@ class UnifiedNorm(WindowNorm):
         \mathrm{d}x = (\gamma r\,\mathrm{d}y - \nu_t \hat x) / D
 
     r = D / sqrt(running psi^2 + eps), clipped to [1/5, 5]; 1 in the first 1,000 optimizer updates, or in the warm-up
-    if that is longer. It acts on the gradient alone. Then the running :math:`\psi^2`, which evaluation uses, takes in
-    :math:`\psi^2` by an exponential average.
+    if that is longer. It acts on the gradient alone. After each step :math:`\psi^2` enters the running :math:`\psi^2`,
+    which evaluation uses, by an exponential average.
 
     **Filtration of outliers** (``outlier_filtration``; the authors recommend it for images and not for text). With v
     the variance of all numbers of sqrt(``psi2_window``) before this step, a step that is not early is *skipped* if the

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -63,7 +65,8 @@ CORPORA = {
     "iwslt14": Corpus("iwslt14_de_en", "iwslt"),
     "wmt14": Corpus("wmt14_en_de_big", "wmt_en_de_big", seeds="1"),
     "verses_lm": Corpus(
-        *("verses_lm_en", "tiny"),
+        "verses_lm_en",
+        "tiny",
         models=("transformer_lm", "tensorized_lm"),
         norms=f"ln ln+layer_scale_groups=4 {_TABLE_4}",
     ),
@@ -103,10 +106,12 @@ def _parser(name: str, corpus: Corpus) -> tuple[ArgumentParser, list[str]]:
     prepare, several = f"prepare_{name}.sh", len(corpus.models) > 1
     more = MODELS.format(" ".join(corpus.models)) if several else ""
     more += TABLES.format(" ".join(corpus.tables)) if corpus.tables else ""
-    steps = ", ".join(corpus.steps)
+    about = f"From raw text to a table. For every norm and seed: {', '.join(corpus.steps)}; then one report over all."
+    if "evaluate_lm" in corpus.steps:
+        about += "\nThe language models are causal, unlike the code that the paper names (docs/language_modeling.md)."
     parser = ArgumentParser(
         prog=f"scripts/reproduce_{name}.sh",
-        description=f"From raw text to a table. For every norm and seed: {steps}; then one report over all of them.",
+        description=about,
         epilog=EPILOG.format(
             norms=corpus.norms, model=corpus.models[0], size=corpus.size, seeds=corpus.seeds, more=more
         ),
@@ -116,13 +121,13 @@ def _parser(name: str, corpus: Corpus) -> tuple[ArgumentParser, list[str]]:
     settings = f"settings for train.sh that differ from configs/{corpus.config}.yaml"
     add("settings", nargs="*", default=[], metavar="key=value", help=settings)
     runs = f"where the runs go, as DIR/{run_name}, and the report, as DIR/report (default runs/{corpus.config})"
-    add("--runs", type=Path, metavar="DIR", help=runs)
+    add("--runs", metavar="DIR", help=runs)
     data = f"the prepared data, made if it is not there (default runs/data/{corpus.config})"
-    add("--data", type=Path, metavar="DIR", help=data)
+    add("--data", metavar="DIR", help=data)
     add("--dry-run", action="store_true", help="print the commands and do nothing")
     usage = subprocess.run([ROOT / "scripts" / prepare, "--help"], stdout=subprocess.PIPE, text=True).stdout
     group, passed_on = parser.add_argument_group(f"passed on to {prepare}"), []
-    for option, value in re.findall(r"^  (--[a-z0-9-]+)(?: ([^ ]+))?(?:  .*)?$", usage, re.M):
+    for option, value in re.findall(r"^  (--[a-z0-9-]+)(?: ([^ \n]+))?(?:  .*)?$", usage, re.M):
         if option != "--dest":
             group.add_argument(option, **({"metavar": value} if value else {"action": "store_true"}))
             passed_on.append(option)
@@ -170,35 +175,39 @@ def execute(command: Sequence[str | Path], messages: Path | None = None) -> int:
     process = reader = None
 
     def copy() -> None:
-        with messages.open("wb") as file:
-            while block := process.stderr.read1():
-                file.write(block)
+        for block in iter(process.stderr.read1, b""):
+            with contextlib.suppress(OSError):  # a full disk; the step must be able to write
+                kept.write(block)
+            with contextlib.suppress(OSError):  # `| head`
                 sys.stderr.buffer.write(block)
-                sys.stderr.flush()
+                sys.stderr.buffer.flush()
 
-    try:
-        with deferred_signals():
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stderr=subprocess.PIPE if messages else None,
-                env={**os.environ, "PN_FAIRSEQ_STEP": "1"},  # the step leaves the line about an interruption to this
-            )
-            if messages:
-                reader = threading.Thread(target=copy)
-                reader.start()
-        code = process.wait()
-    except (Interrupted, KeyboardInterrupt):
-        if process:
-            process.terminate()
-            process.wait()
-        raise
-    finally:
-        if reader:
-            reader.join()
+    with messages.open("wb", buffering=0) if messages else contextlib.nullcontext() as kept:
+        try:
+            with deferred_signals():
+                process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stderr=subprocess.PIPE if messages else None,
+                    env={**os.environ, "PN_FAIRSEQ_STEP": "1"},  # the line about an interruption comes from here
+                )
+                if messages:
+                    reader = threading.Thread(target=copy)
+                    reader.start()
+            code = process.wait()
+        except (Interrupted, KeyboardInterrupt):
+            if process:
+                with deferred_signals():
+                    process.terminate()
+                    process.wait()
+            raise
+        finally:
+            if reader:
+                reader.join()
+    code = code if code >= 0 else 128 - code
     if code in (130, 143):
         raise Interrupted(code - 128)
-    return code if code >= 0 else 128 - code
+    return code
 
 
 def reproduce(name: str, words: Sequence[str]) -> int:
@@ -225,8 +234,8 @@ def reproduce(name: str, words: Sequence[str]) -> int:
     machine, launch = _machines(env)
 
     # Every command, in order.
-    scripts, runs = ROOT / "scripts", (args.runs or ROOT / "runs" / config).absolute()
-    data = (args.data or ROOT / "runs/data" / corpus.config).absolute()
+    scripts, runs = ROOT / "scripts", Path(args.runs or ROOT / "runs" / config).absolute()
+    data = Path(args.data or ROOT / "runs/data" / corpus.config).absolute()
     preparation = [scripts / f"prepare_{name}.sh", "--dest", data]
     for option in passed_on:
         if value := getattr(args, option[2:].replace("-", "_")):
@@ -282,26 +291,30 @@ def _make(tool: str, path: Path, steps: Mapping[str, Sequence], machine: int) ->
     for step, command in steps.items():
         say(tool, f"{path.name}: {step}")
         messages = work / f"{step}.err"
-        if not execute(command, messages):
+        if not (code := execute(command, messages)):
             continue
         say(tool, f"{path.name} failed in {step} (its messages are in {work})")
         if not machine:
             path.mkdir(parents=True, exist_ok=True)
             said = [line for line in messages.read_text("utf-8", "replace").splitlines() if line.strip()]
+            reason = said[-1] if said else "it printed no reason"
+            if code > 128:
+                reason = f"killed by {signal.Signals(code - 128).name}, as happens when memory runs out"
             with atomic_write(path / "failed", "w") as file:
-                file.write(f"{step}: {said[-1] if said else 'it printed no reason'}\n")
+                file.write(f"{step}: {reason}\n")
         return False
     if not machine:
         (path / "failed").unlink(missing_ok=True)
     return True
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    name, *words = (sys.argv[1:] if argv is None else argv) or [""]
+def main(argv: Sequence[str]) -> int:
+    known = bool(argv) and argv[0] in CORPORA
 
     def body() -> int:
-        if name not in CORPORA:
-            raise UserError(f"there is no scripts/reproduce_{name}.sh{did_you_mean(name, CORPORA)}")
-        return reproduce(name, words)
+        about = "What scripts/reproduce_CORPUS.sh calls; its --help has the options."
+        parser = ArgumentParser(prog="python -m pn_fairseq reproduce", description=about)
+        parser.add_argument("corpus", choices=CORPORA)
+        return reproduce(parser.parse_args(argv[:1]).corpus, argv[1:])
 
-    return run(f"reproduce_{name}.sh", body)
+    return run(f"reproduce_{argv[0]}.sh" if known else "pn-reproduce", body)

@@ -264,7 +264,7 @@ def spectrum(checkpoint: Path) -> np.ndarray:
     for side in ("encoder", "decoder"):
         if (weight := model.get(f"{side}.embed_tokens.weight")) is not None:
             return torch.linalg.svdvals(weight.double()).numpy()
-    raise Absent(f"{checkpoint} has no word embeddings, encoder.embed_tokens.weight")
+    raise Absent(f"{checkpoint} has no word embeddings, encoder. or decoder.embed_tokens.weight")
 
 
 def spectra(pyplot, subjects: Sequence[Subject]):

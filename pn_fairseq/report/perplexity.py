@@ -86,8 +86,9 @@ def _published(corpus: Corpus, paper: str, subset: str) -> dict | None:
         {"published": model, "validation": missing("–") if valid is None else f"{valid:.1f}", "test": f"{test:.1f}"}
         for model, (valid, test) in LM_PAPER[name].items()
     ]
-    tokens = {run.perplexity.tokens for run in corpus.runs if run.perplexity} - {LM_TOKENS[name].get(subset)}
-    return {"name": name, "table": pandas.DataFrame(rows), "tokens": LM_TOKENS[name].get(subset), "others": tokens}
+    tokens, counted = LM_TOKENS[name].get(subset), {run.perplexity.tokens for run in corpus.runs if run.perplexity}
+    others = sorted(counted - {tokens}) if tokens else []
+    return {"name": name, "table": pandas.DataFrame(rows), "tokens": tokens, "others": others}
 
 
 def about(corpus: Corpus, *, subset: str, paper: str, sentence: str, source: str) -> dict:

@@ -30,8 +30,8 @@ _HOW = re.compile(
     r"|model\.norm_(stats_interval|probe(_interval|_layers)?)$"
 )
 
-#: Copies that hydra makes of a setting under another name.
-_COPIES = {"optimizer.lr": "optimization.lr", "lr_scheduler.lr": "optimization.lr"}
+#: Copies that hydra makes of a setting under another name; the last one in the task language_modeling.
+_COPIES = {"optimizer.lr": "optimization.lr", "lr_scheduler.lr": "optimization.lr", "task.seed": "common.seed"}
 
 NORM, SIZE = "encoder norm", "size"
 #: The norm of language models.

@@ -85,6 +85,7 @@ def relative(words: str | Path) -> str:
 
 def _plain(value: object) -> str:
     if isinstance(value, dict):
+        # starts.jsonl calls ranks workers.
         words = {name.replace("_", " ").replace("workers", "ranks"): one for name, one in value.items()}
         return ", ".join(f"{name} {_plain(one)}" if one else f"no {name}" for name, one in words.items()) or "none"
     if isinstance(value, list):  # eight times the same GPU

@@ -31,6 +31,8 @@ COMMAND = "python -m tests.docs.results"
 #: A difference of BLEU from one seed that is smaller is not named at all.
 SMALLEST = 0.3
 NOTHING = "No run is finished."
+UNCOMPARED = "No two of these runs are finished."
+LOSS = "best validation loss (bits/token)"
 #: A run that has one of these is finished or has failed.
 RESULT_FILES = ("generate/test/scores.json", "evaluate_lm/test.json", "failed")
 
@@ -172,11 +174,8 @@ def _first_seeds(pattern: str) -> pandas.DataFrame:
     # Where there are no runs with other learning rates, names have no folder.
     names = frame["run"].where(frame["run"].str.contains("/"), "verses/" + frame["run"])
     found = names.str.extract(f"^{pattern}_seed1$")
-    known = found.notna().any(axis=1)
+    known = found.notna().any(axis=1) & frame[["tokenized", LOSS]].notna().all(axis=1)
     return frame[known].set_index(pandas.MultiIndex.from_frame(found[known].fillna("")))
-
-
-LOSS = "best validation loss (bits/token)"
 
 
 def decays() -> str:
@@ -184,7 +183,7 @@ def decays() -> str:
     number = r"([\d.]+)"
     found = _first_seeds(rf"verses/(pn)(?:\+norm_alpha_fwd={number}\+norm_alpha_bwd={number})?")
     if len(found) < 2:
-        return NOTHING
+        return UNCOMPARED
     losses = {(float(fwd or 0.9), float(bwd or 0.9)): row[LOSS] for (_, fwd, bwd), row in found.iterrows()}
     best, grid = min(losses, key=losses.get), sorted({each for pair in losses for each in pair})
     rows = [
@@ -203,7 +202,7 @@ def learning_rates() -> str:
     cells = {(float(rate or 0.005), norm): row for (rate, norm), row in found.iterrows()}
     rates = sorted({rate for rate, _ in cells})
     if len(rates) < 2:
-        return NOTHING
+        return UNCOMPARED
     rows, differences = [], []
     for rate in rates:
         ln, pn = (cells.get((rate, norm)) for norm in ("ln", "pn"))

@@ -252,6 +252,27 @@ def test_the_messages_of_a_step_are_complete(tmp_path, capfdbinary):
     assert code == 7 and (tmp_path / "said").read_bytes() == capfdbinary.readouterr().err == b"failed\n"
 
 
+def test_what_a_step_writes_is_read_to_its_end_though_nobody_takes_it(tmp_path):
+    """A closed stderr, as of `| head`, and a full disk: the step must be able to write more than a pipe holds."""
+    command = ["bash", "-c", "head -c 300000 /dev/zero | tr '\\0' x >&2; exit 3"]
+    full = io.TextIOWrapper(open("/dev/full", "wb", buffering=0))  # noqa: SIM115
+    with full, contextlib.redirect_stderr(full):
+        assert reproduce.execute(command, tmp_path / "said") == 3
+        assert (tmp_path / "said").stat().st_size == 300000
+    assert reproduce.execute(command, tmp_path.__class__("/dev/full")) == 3
+
+
+@pytest.mark.parametrize(("number", "code"), [("TERM", 143), ("INT", 130), ("KILL", 137)])
+def test_a_step_that_a_signal_ends(checkout, number, code):
+    (checkout / "scripts/average.sh").write_text(f"#!/bin/bash\nkill -{number} $$\n")
+    result = in_process("iwslt14")
+    assert result.returncode == (1 if number == "KILL" else code)
+    assert (checkout / "runs/iwslt14_de_en/ln_seed1/failed").exists() is (number == "KILL")
+    if number == "KILL":
+        failed = (checkout / "runs/iwslt14_de_en/ln_seed1/failed").read_text()
+        assert failed == "average: killed by SIGKILL, as happens when memory runs out\n"
+
+
 def test_without_data_nothing_is_trained(checkout):
     result, calls = made(checkout, FAIL="prepare_iwslt14")
     assert result.returncode == 2 and len(calls) == 1
