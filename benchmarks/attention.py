@@ -85,9 +85,10 @@ def main() -> None:
         rows = []
         for name in layers:
             low, middle, high = ratios(times[name], times[BASE])
+            milliseconds = 1000 * quartiles(times[name])[1]
             relative = f"{middle:.2f} ({low:.2f} to {high:.2f})"
-            rows.append([name, f"{1000 * quartiles(times[name])[1]:.1f}", relative, f"{memory[name]:.1f}"])
-            numbers = (1000 * quartiles(times[name])[1], middle, low, high, memory[name])
+            rows.append([name, f"{milliseconds:.1f}", relative, f"{memory[name]:.1f}"])
+            numbers = (milliseconds, middle, low, high, memory[name])
             names = ("milliseconds", "times_ordinary", "times_low", "times_high", "megabytes_kept")
             measured = {column: f"{number:.4g}" for column, number in zip(names, numbers, strict=True)}
             settings = {"length": length, "blocks": blocks, "rank": rank, "device": args.device, "rounds": args.rounds}

@@ -58,7 +58,7 @@ class Corpus:
 
 
 _TABLE_4 = "gn bn brn mabn pnv pn"
-#: NAME, of scripts/prepare_NAME.sh and scripts/reproduce_NAME.sh. The language models are causal, unlike the paper's.
+#: NAME, of scripts/prepare_NAME.sh and scripts/reproduce_NAME.sh.
 CORPORA = {
     "verses": Corpus("verses_es_en", "tiny", seeds="1 2"),
     "multi30k": Corpus("multi30k_de_en", "tiny"),
@@ -134,7 +134,7 @@ def _parser(name: str, corpus: Corpus) -> tuple[ArgumentParser, list[str]]:
     return parser, passed_on
 
 
-def _trainings(corpus: Corpus, norms: Sequence[str], env: Mapping[str, str]) -> dict[str, list[str]]:
+def trainings(corpus: Corpus, norms: Sequence[str], env: Mapping[str, str]) -> dict[str, list[str]]:
     """The runs: their names and settings of the model and the seed."""
     from pn_fairseq.norms import NORMS
 
@@ -146,17 +146,17 @@ def _trainings(corpus: Corpus, norms: Sequence[str], env: Mapping[str, str]) -> 
         if model not in corpus.models:
             raise UserError(f"MODELS: unknown model '{model}'; there are {' '.join(corpus.models)}")
     known = [entry.short for entry in NORMS.values()]
-    trainings: dict[str, list[str]] = {}
+    found: dict[str, list[str]] = {}
     for model, norm, seed in itertools.product(models, norms, seeds):
         short, *settings = norm.split("+")
         if short not in known:
             raise UserError(f"NORMS: unknown norm '{short}'{did_you_mean(short, known)}; there are {' '.join(known)}")
         name = f"{f'{model}_' if len(corpus.models) > 1 else ''}{norm}_seed{seed}"
-        if name in trainings:
+        if name in found:
             raise UserError(f"NORMS and SEEDS name {name} twice")
-        trainings[name] = [f"model._name={model}_{short}_{corpus.size}", f"common.seed={seed}"]
-        trainings[name] += [f"model.{setting}" for setting in settings]
-    return trainings
+        found[name] = [f"model._name={model}_{short}_{corpus.size}", f"common.seed={seed}"]
+        found[name] += [f"model.{setting}" for setting in settings]
+    return found
 
 
 def _machines(env: Mapping[str, str]) -> tuple[int, list[str]]:
@@ -218,7 +218,7 @@ def reproduce(name: str, words: Sequence[str]) -> int:
     for setting in args.settings:
         if "=" not in setting:
             raise UserError(f"unexpected argument '{setting}': settings are key=value (see --help)")
-    norms, config, report = env.get("NORMS", corpus.norms).split(), corpus.config, ["report"]
+    norms, config, report_name = env.get("NORMS", corpus.norms).split(), corpus.config, "report"
     if table := env.get("TABLE"):
         if "NORMS" in env:
             raise UserError("TABLE and NORMS both say which norms: give one of them")
@@ -229,8 +229,8 @@ def reproduce(name: str, words: Sequence[str]) -> int:
 
         config, rows = corpus.tables[table].config, corpus.tables[table].rows
         norms = ["+".join([NORMS[row.norm].short, *map("=".join, row.settings.items())]) for row in rows]
-        report = [f"report-{table}", "--paper", table]
-    trainings = _trainings(corpus, norms, env)
+        report_name = f"report-{table}"
+    planned = trainings(corpus, norms, env)
     machine, launch = _machines(env)
 
     # Every command, in order.
@@ -241,11 +241,13 @@ def reproduce(name: str, words: Sequence[str]) -> int:
         if value := getattr(args, option[2:].replace("-", "_")):
             preparation += [option] if value is True else [option, value]
     commands: dict[str, dict[str, list]] = {}
-    for run_name, settings in trainings.items():
+    for run_name, settings in planned.items():
         commands[run_name] = {step: [scripts / f"{step}.sh", "--run", runs / run_name] for step in corpus.steps}
         train = [*launch, scripts / "train.sh", config, "--data", data, "--run", runs / run_name]
         commands[run_name]["train"] = [*train, *settings, *args.settings]
-    report = ["pn-report", *(runs / run_name for run_name in commands), "--output", runs / report[0], *report[1:]]
+    report = ["pn-report", *(runs / run_name for run_name in commands), "--output", runs / report_name]
+    if table:
+        report += ["--paper", table]
     if args.dry_run:
         for command in (preparation, *(each for steps in commands.values() for each in steps.values()), report):
             print(shlex.join(str(word).replace(f"{ROOT}/", "") for word in command))
@@ -255,7 +257,7 @@ def reproduce(name: str, words: Sequence[str]) -> int:
             raise UserError(f"'{program}' is not installed or not on the PATH")
 
     # Before the hours of the preparation.
-    first = next(iter(trainings.values()))[0]
+    first = next(iter(planned.values()))[0]
     _must([scripts / "train.sh", config, "--check", first, *args.settings])
     if machine:
         # The first machine decodes between two trainings, and the others wait for it.

@@ -294,10 +294,10 @@ def spectra(pyplot, subjects: Sequence[Subject]):
         axis.set_yscale("log")
         axis.set_xlabel("index of the singular value")
         axis.grid(alpha=0.3)
+    # Those of the paper's larger matrix at the same fraction of all.
+    places = np.array(_INDICES) / 1024 * max(len(each) for of_seeds in found.values() for each in of_seeds)
     for (label, values), marker in zip(PAPER_SPECTRA.items(), "D*", strict=True):
-        # Those of the paper's larger matrix at the same fraction of all.
         for axis, divisor in ((axes[0], values[0]), (axes[1], values[1])):
-            places = np.array(_INDICES) / 1024 * max(len(each) for of_seeds in found.values() for each in of_seeds)
             drawn = axis.plot(places, np.array(values) / divisor, marker=marker, **_PAPER_STYLE)
             handles[f"paper, {label}, WMT14 big (1,024 values, index to scale)"] = drawn[0]
     axes[0].set_ylabel("singular value of the word embeddings")

@@ -257,10 +257,7 @@ def raw_scores(runs: Sequence[Run]) -> pandas.DataFrame:
                 {"run": run.name, "system": label, "norm": corpus.norm(label), "seed": seed}
                 | {"compared with": corpus.baseline(label), **run.measures, **parts}
                 | _of_training(run)
-                | {
-                    "state": _state(run).strip("*"),
-                    "problems": "; ".join(map(relative, run.problems)),
-                }
+                | {"state": _state(run).strip("*"), "problems": "; ".join(map(relative, run.problems))}
             )
     return pandas.DataFrame(rows)
 

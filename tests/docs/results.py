@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pandas
 
+from pn_fairseq.pipeline.reproduce import CORPORA as CORPORA_OF_RUNS
+from pn_fairseq.pipeline.reproduce import trainings
 from pn_fairseq.report.command import main as pn_report
 from pn_fairseq.report.significance import corrected, welch
 
@@ -24,8 +26,8 @@ from .pages import ROOT
 
 RESULTS = ROOT / "docs/results"
 CORPORA = {"verses": "Bible verses, Spanish to English", "multi30k": "Multi30k, German to English"}
-#: The report of the language models, and the script that makes their runs.
-LM, LM_SCRIPT = "verses_lm", "scripts/reproduce_verses_lm.sh"
+#: The report of the language models; scripts/reproduce_verses_lm.sh makes their runs.
+LM = "verses_lm"
 COMMAND = "python -m tests.docs.results"
 
 #: A difference of BLEU from one seed that is smaller is not named at all.
@@ -262,9 +264,8 @@ def language_models() -> str:
             "perplexity": _spread(runs["perplexity"].dropna()),
             "with statistics of the batch": _spread(batch) if len(batch) else "–",
         })  # fmt: skip
-    dry_run = subprocess.run(["bash", str(ROOT / LM_SCRIPT), "--dry-run"], capture_output=True, text=True, check=True)
-    planned = re.findall(r"--run \S+/(\S+) model", dry_run.stdout)
-    finished = len(set(planned) & {str(run).rpartition("/")[2] for run in frame["run"]})
+    planned = trainings(CORPORA_OF_RUNS[LM], CORPORA_OF_RUNS[LM].norms.split(), {})
+    finished = len(planned.keys() & {str(run).rpartition("/")[2] for run in frame["run"]})
     where = f"results/{LM}/report"
     return "\n\n".join([
         f"Test perplexity of the English verses, {max(frame['updates']):,} updates, mean ± standard deviation over "

@@ -10,6 +10,7 @@ from functools import cache
 import pytest
 
 from pn_fairseq.__main__ import VERBS
+from pn_fairseq.pipeline.reproduce import CORPORA
 
 from ..scripts_helpers import run
 from .pages import PAGES, ROOT, Command, block_commands, inline_commands, inline_options
@@ -21,9 +22,7 @@ OTHER_OPTIONS = {"--index-url", "--no-build-isolation", "--sample-break-mode"}
 #: Variables that programs read and no help text names.
 VARIABLES = {"CUDA_VISIBLE_DEVICES", "WANDB_MODE"}
 #: reproduce_*.sh and demo.sh train with these configurations.
-CONFIGS = {"demo": "verses_es_en", "reproduce_verses": "verses_es_en", "reproduce_iwslt14": "iwslt14_de_en"}
-CONFIGS["reproduce_wmt14"] = "wmt14_en_de_big"
-CONFIGS |= {"reproduce_verses_lm": "verses_lm_en", "reproduce_ptb": "ptb_lm", "reproduce_wikitext103": "wikitext103_lm"}
+CONFIGS = {"demo": "verses_es_en"} | {f"reproduce_{name}": corpus.config for name, corpus in CORPORA.items()}
 
 by_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
