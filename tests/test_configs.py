@@ -167,6 +167,52 @@ PUBLISHED_FOR_ALL = {
 PUBLISHED_SIZES = {"wmt14_en_de_big": (1024, 4096, 16), "iwslt15_en_vi_adanorm": (512, 2048, 8)}
 
 
+#: Of run_ptb.sh and run_wt103.sh in the code of Ma et al. (2019), and of the text of PowerNorm and of Ma et al.
+PUBLISHED_LM = {
+    "ptb_lm": {
+        **{"optimization.max_update": 20_000, "dataset.max_tokens": 120 * 32, "task.tokens_per_sample": 32},
+        **{"criterion._name": "cross_entropy"},
+    },
+    "wikitext103_lm": {
+        **{"optimization.max_update": 200_000, "dataset.max_tokens": 60 * 80, "task.tokens_per_sample": 80},
+        **{"criterion._name": "adaptive_loss"},
+    },
+    "ptb_lm_paper": {"task.tokens_per_sample": 30, "criterion.label_smoothing": 0.1},
+    "wikitext103_lm_paper": {"task.tokens_per_sample": 100, "criterion._name": "adaptive_loss"},
+}
+PUBLISHED_OF_SCRIPTS = {
+    **{"optimization.lr": [0.00025], "optimization.clip_norm": 0.25, "optimizer.weight_decay": 0.0},
+    **{"lr_scheduler._name": "cosine", "lr_scheduler.warmup_updates": 0, "dataset.validate_interval_updates": 1000},
+    **{"task.sample_break_mode": "none", "optimization.update_freq": [1]},
+}
+PUBLISHED_OF_TEXTS = {
+    **{"optimization.max_epoch": 30, "lr_scheduler._name": "inverse_sqrt", "lr_scheduler.warmup_updates": 4000},
+    **{"optimizer.adam_betas": "(0.9, 0.98)"},
+}
+#: Channels, inner, rank, layers, dropout, cutoffs.
+PUBLISHED_LM_SIZES = {
+    "ptb_lm": (256, 2100, 40, 3, 0.3, ""),
+    "wikitext103_lm": (256, 2100, 40, 6, 0.1, "20000,40000,200000"),
+    "ptb_lm_paper": (512, 1024, 10, 3, 0.3, ""),
+    "wikitext103_lm_paper": (512, 1024, 18, 6, 0.3, "20000,40000,200000"),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED_LM)
+def test_published_settings_of_language_models(name):
+    cfg = composed(name)
+    common = PUBLISHED_OF_TEXTS if name.endswith("_paper") else PUBLISHED_OF_SCRIPTS
+    for key, value in {**common, **PUBLISHED_LM[name]}.items():
+        assert OmegaConf.select(cfg, key) == value, key
+    if name.endswith("_paper"):  # the peak of Vaswani et al. (2017)
+        assert cfg.optimization.lr[0] == pytest.approx((512 * 4000) ** -0.5, rel=1e-4)
+    model = cfg.model
+    ARCH_CONFIG_REGISTRY[model._name](model)
+    size = (model.decoder_embed_dim, model.decoder_ffn_embed_dim, model.core_rank, model.decoder_layers, model.dropout)
+    assert (*size, model.adaptive_softmax_cutoff) == PUBLISHED_LM_SIZES[name]
+    assert model.cores == 1 and not model.post_norm and not model.tensorized_unmasked
+
+
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_settings(name):
     cfg = composed(name)

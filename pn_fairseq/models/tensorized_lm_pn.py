@@ -19,7 +19,7 @@ from pn_fairseq.models.layers import wrap_layer
 from pn_fairseq.models.norm_options import NormOptions
 from pn_fairseq.models.normed_model import NormedModel
 from pn_fairseq.models.tensorized_attention import TensorizedAttention
-from pn_fairseq.models.transformer_lm_pn import LanguageModelNorms, keep_block_length
+from pn_fairseq.models.transformer_lm_pn import LanguageModelNorms, bands, keep_block_length
 
 logger = logging.getLogger(__name__)
 
@@ -73,19 +73,14 @@ class TiedAdaptiveSoftmax(AdaptiveSoftmax):
     The first ``cutoff[0]`` tokens and one cluster for each further band are the head; a band is its cluster's tail.
     """
 
-    def __init__(self, embedding: nn.Embedding, bands: str):
+    def __init__(self, embedding: nn.Embedding, cutoff: str):
         nn.Module.__init__(self)
         self.vocab_size = embedding.num_embeddings
-        cutoff = [int(end) if end.strip().isdecimal() else -1 for end in bands.split(",")]
-        if sorted({0, *cutoff, self.vocab_size}) != [0, *cutoff, self.vocab_size]:
-            raise ValueError(
-                f"--adaptive-softmax-cutoff {bands} must be ascending numbers, as in 20000,40000, below the size of "
-                f"the vocabulary, {self.vocab_size}"
-            )
-        self.cutoff = [*cutoff, self.vocab_size]
+        ends = bands("adaptive_softmax_cutoff", cutoff, self.vocab_size - 1)
+        self.cutoff = [*ends, self.vocab_size]
         self.embedding = embedding
         self.bias = nn.Parameter(torch.zeros(self.vocab_size))
-        self.clusters = nn.Linear(embedding.embedding_dim, len(cutoff))
+        self.clusters = nn.Linear(embedding.embedding_dim, len(ends))
         nn.init.normal_(self.clusters.weight, std=STD)
         nn.init.zeros_(self.clusters.bias)
         self.dropout_module = nn.Identity()

@@ -34,6 +34,33 @@ def keep_block_length(args, task) -> None:
             args.max_target_positions = safe_getattr(task.args, "max_target_positions") or task.args.tokens_per_sample
 
 
+def bands(name: str, cutoff: str, largest: int) -> list[int]:
+    """The ends of the bands of an adaptive softmax or input, ascending numbers of at most ``largest``.
+
+    Raises:
+        ValueError: ``cutoff``, the setting ``name``, has others.
+    """
+    ends = [int(end) if end.strip().isdecimal() else -1 for end in cutoff.strip("[] ").split(",")]
+    if sorted({0, *ends, largest + 1}) != [0, *ends, largest + 1]:
+        raise ValueError(
+            f"--{name.replace('_', '-')} {cutoff} must be ascending numbers, as in 20000,40000, of at most {largest}, "
+            "which the size of the vocabulary allows"
+        )
+    return ends
+
+
+def check_criterion(model, adaptive_loss: bool) -> None:
+    """Refuse an adaptive softmax without ``--criterion adaptive_loss``, and the reverse.
+
+    Raises:
+        ValueError: they do not fit.
+    """
+    if (getattr(model.decoder, "adaptive_softmax", None) is not None) != adaptive_loss:
+        one, other = ("model", "criterion") if adaptive_loss else ("criterion", "model")
+        names = {"model": "adaptive_softmax_cutoff of the model", "criterion": "criterion adaptive_loss"}
+        raise ValueError(f"{names[other]} needs {names[one]}")
+
+
 @register_model("transformer_lm_pn")
 class TransformerPNLanguageModel(NormedModel, TransformerLanguageModel):
     """fairseq's decoder-only transformer, pre-norm, with the norms of ``--decoder-norm`` in every place.
@@ -69,6 +96,11 @@ class TransformerPNLanguageModel(NormedModel, TransformerLanguageModel):
             raise ValueError("transformer_lm_pn is a pre-norm model: it needs decoder_normalize_before=True")
         if args.decoder_layers_to_keep:
             args.decoder_layers = len(args.decoder_layers_to_keep.split(","))
+        if args.adaptive_input and not args.adaptive_input_cutoff:
+            raise ValueError("--adaptive-input needs --adaptive-input-cutoff")
+        for name in ("adaptive_softmax_cutoff", *(["adaptive_input_cutoff"] if args.adaptive_input else [])):
+            if cutoff := getattr(args, name):
+                bands(name, cutoff, len(task.target_dictionary))
         if args.tie_adaptive_weights:
             _check_tied(args)
         cfg = TransformerPNConfig.from_namespace(args)

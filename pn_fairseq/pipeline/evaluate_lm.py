@@ -14,7 +14,7 @@ from pn_fairseq.pipeline.files import atomic_write, checksum
 from pn_fairseq.pipeline.runs import RUN, Run, open_run
 
 #: What has to be the same for two perplexities to be compared.
-SAME = ("tokens", "unit", "vocabulary", "unknown", "subset")
+SAME = ("tokens", "unit", "vocabulary", "unknown", "subset", "context", "blocks")
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,7 @@ class Perplexity:
     causal: bool  # False where the model sees the tokens that it predicts
     batch_nll: float | None = None  # nll with the statistics of the batches, without dropout; None without such norms
     made: str = ""  # checksums of the checkpoint and of the data
+    blocks: str = "none"  # fairseq's sample_break_mode: none are blocks of one length, eos sentences
 
     @property
     def perplexity(self) -> float:
@@ -52,6 +53,7 @@ class Perplexity:
         parts = {
             **{"tokens": self.tokens, "unit": self.unit, "vocabulary": self.vocabulary, "unk": self.unknown},
             **{"block": self.block, "context": self.context, "stride": self.block - self.context},
+            **({} if self.blocks == "none" else {"blocks": self.blocks}),
             **{"causal": "yes" if self.causal else "NO", "version": __version__},
         }
         return "|".join(["ppl", *(f"{name}:{value}" for name, value in parts.items())])
@@ -78,7 +80,7 @@ def read_perplexity(run: Path, subset: str = "test") -> Perplexity:
     file = result_file(run, subset)
     try:
         values = json.loads(file.read_text("utf-8"))
-        return Perplexity(**{name: values[name] for name in Perplexity.__dataclass_fields__})
+        return Perplexity(**{name: values[name] for name in Perplexity.__dataclass_fields__ if name in values})
     except FileNotFoundError:
         raise UserError(f"there is no {file} (scripts/evaluate_lm.sh writes it)") from None
     except (ValueError, TypeError, KeyError) as error:
@@ -113,8 +115,13 @@ def evaluate(run: Run, checkpoint: Path, subset: str = "test", context: int = 0)
         cfg = settings_of(state, str(checkpoint))
         cfg.task.data = str(run.bin)
         block = cfg.task.tokens_per_sample
+        blocks = cfg.task.sample_break_mode or "none"
         if not 0 <= context < block:
             raise UserError(f"--context-window {context} must be at least 0 and less than the blocks of {block} tokens")
+        if context and blocks != "none":
+            raise UserError(
+                f"--context-window is for blocks of one length; this run has task.sample_break_mode={blocks}"
+            )
         cfg.task.tokens_per_sample = block - context
         from fairseq import tasks
 
@@ -139,12 +146,15 @@ def evaluate(run: Run, checkpoint: Path, subset: str = "test", context: int = 0)
 
     model.eval()
     norms, batch_nll = running_norms(model), None
-    with without_fairseqs_log():
-        nll, tokens, unknown = score(model, task, batches())
-        for norm in norms:
-            norm.train()
-        if norms:
-            batch_nll = score(model, task, batches())[0]
+    try:
+        with without_fairseqs_log():
+            nll, tokens, unknown = score(model, task, batches())
+            for norm in norms:
+                norm.train()
+            if norms:
+                batch_nll = score(model, task, batches())[0]
+    except ValueError as error:  # a block that is too long
+        raise UserError(f"{subset}: {error}") from error
     if tokens != sum(lengths(index)):
         raise UserError(f"{tokens} of the {sum(lengths(index))} tokens of {subset} were scored")
     dictionary = task.target_dictionary
@@ -160,6 +170,7 @@ def evaluate(run: Run, checkpoint: Path, subset: str = "test", context: int = 0)
         causal=all(getattr(module, "masked", True) for module in model.modules()),  # of tensorized attention
         batch_nll=batch_nll,
         made=made,
+        blocks=blocks,
     )
     kept.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(kept.with_suffix(".txt"), "w") as file:
@@ -226,7 +237,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "was counted. For a model with running statistics, also print the perplexity with the statistics of the "
         "batch, as in training, to show the difference from evaluation.",
         epilog="Writes DIR/evaluate_lm/SUBSET.json and .txt. --compare reads them, and refuses perplexities that are "
-        "over different tokens.",
+        "over different tokens or with different context.",
     )
     add = parser.add_argument
     add("--run", type=Path, metavar="DIR", help=RUN)

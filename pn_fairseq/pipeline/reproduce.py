@@ -256,9 +256,13 @@ def reproduce(name: str, words: Sequence[str]) -> int:
         if not shutil.which(program):
             raise UserError(f"'{program}' is not installed or not on the PATH")
 
-    # Before the hours of the preparation.
-    first = next(iter(planned.values()))[0]
-    _must([scripts / "train.sh", config, "--check", first, *args.settings])
+    # Before the hours of the preparation: the names of all settings, once for each model.
+    of_model: dict[str, dict[str, None]] = {}
+    for arch, _, *settings in planned.values():
+        model = arch.removesuffix(f"_{corpus.size}").rpartition("_")[0]
+        of_model.setdefault(model, {arch: None}).update(dict.fromkeys(settings))
+    for words in of_model.values():
+        _must([scripts / "train.sh", config, "--check", *words, *args.settings])
     if machine:
         # The first machine decodes between two trainings, and the others wait for it.
         os.environ.setdefault("START_TIMEOUT", "604800")

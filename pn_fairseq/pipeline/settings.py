@@ -18,7 +18,12 @@ from fairseq import tasks
 from fairseq.data.data_utils import load_indexed_dataset
 from fairseq.dataclass.configs import FairseqConfig
 from fairseq.dataclass.initialize import add_defaults, hydra_init
-from fairseq.models import ARCH_MODEL_NAME_REGISTRY, ARCH_MODEL_REGISTRY, MODEL_DATACLASS_REGISTRY
+from fairseq.models import (
+    ARCH_MODEL_NAME_REGISTRY,
+    ARCH_MODEL_REGISTRY,
+    MODEL_DATACLASS_REGISTRY,
+    FairseqLanguageModel,
+)
 from fairseq.registry import REGISTRIES
 from fairseq.tasks import TASK_DATACLASS_REGISTRY, TASK_REGISTRY
 from hydra import compose as hydra_compose
@@ -28,6 +33,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 import pn_fairseq.models  # noqa: F401 (registers the architectures)
+from pn_fairseq.models.transformer_lm_pn import check_criterion
 from pn_fairseq.norms import load_norms
 from pn_fairseq.norms.registry import find_norm
 from pn_fairseq.pipeline.command import UserError, did_you_mean, whole_number
@@ -231,8 +237,11 @@ def _batches(config: Path, cfg: DictConfig, names: set[str], world_size: int) ->
     return spread(whole_number("tokens_per_update", tokens), cap, world_size)
 
 
-def check_norms(cfg: DictConfig) -> None:
-    """Refuse norms that do not exist, without the data that the building of a model needs."""
+def check_names(cfg: DictConfig) -> None:
+    """Refuse norms that do not exist and a model of another task, without the data that building a model needs."""
+    is_lm = issubclass(ARCH_MODEL_REGISTRY[cfg.model._name], FairseqLanguageModel)
+    if is_lm != {"language_modeling": True, "translation": False}.get(cfg.task._name, is_lm):
+        raise UserError(f"model._name={cfg.model._name} is not a model for task._name={cfg.task._name}")
     try:
         for path in filter(None, (cfg.model.get("norm_module") or "").split(",")):
             load_norms(path)
@@ -293,15 +302,18 @@ def _build(cfg: DictConfig):
 
 def check_language_model(cfg: DictConfig, data: Path) -> None:
     """:func:`check_model` for the task ``language_modeling``: every block of text has to fit model and batches."""
+    block, mode = (
+        whole_number("task.tokens_per_sample", cfg.task.tokens_per_sample),
+        cfg.task.sample_break_mode or "none",
+    )
     task, model = _build(cfg)
-    if cfg.criterion._name == "adaptive_loss":
-        try:
+    adaptive_loss = cfg.criterion._name == "adaptive_loss"
+    try:
+        if adaptive_loss:
             task.build_criterion(cfg.criterion)
-        except Exception as error:  # fairseq raises plain ones, after everything else has been built
-            raise UserError(str(error)) from error
-        if model.decoder.adaptive_softmax is None:
-            raise UserError("criterion._name=adaptive_loss needs a model with model.adaptive_softmax_cutoff")
-    block, mode = cfg.task.tokens_per_sample, cfg.task.sample_break_mode or "none"
+        check_criterion(model, adaptive_loss)
+    except Exception as error:  # fairseq raises plain ones, after everything else has been built
+        raise UserError(str(error)) from error
     for split in ("train", "valid", "test"):
         text = _indexed(data, split)
         line = int(text.sizes.max())

@@ -110,7 +110,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _main(args, argv: list[str], place: Place, config: Path, data: Path, run: Path) -> int:
     from pn_fairseq.pipeline.repair import LAST, resumed_from
-    from pn_fairseq.pipeline.settings import check_model, check_norms, check_same_run, compose
+    from pn_fairseq.pipeline.settings import check_model, check_names, check_same_run, compose
 
     where = {
         "common.user_dir": PACKAGE,
@@ -126,7 +126,7 @@ def _main(args, argv: list[str], place: Place, config: Path, data: Path, run: Pa
         if getattr(importlib.util.find_spec("wandb"), "origin", None) is None:
             raise UserError("common.wandb_project needs Weights & Biases, which is not installed: pip install wandb")
         os.environ.setdefault("WANDB_DIR", str(run))
-    check_norms(cfg)
+    check_names(cfg)
     if args.check:
         return 0
     check_start(cfg)

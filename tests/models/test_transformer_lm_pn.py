@@ -148,6 +148,13 @@ def test_more_padding_changes_nothing_in_training(stem, name):
         ({**ADAPTIVE, "adaptive_input": False}, "needs --adaptive-input"),
         ({**ADAPTIVE, "adaptive_input_cutoff": "30,60"}, "adaptive_input_cutoff=30,60"),
         ({**ADAPTIVE, "decoder_input_dim": 32}, "decoder_input_dim=32"),
+        ({**ADAPTIVE, "adaptive_input_cutoff": None}, "needs --adaptive-input-cutoff"),
+        (
+            {"adaptive_softmax_cutoff": f"20,{VOCABULARY + 1}"},
+            f"cutoff 20,{VOCABULARY + 1} must be .* at most {VOCABULARY}",
+        ),
+        ({"adaptive_softmax_cutoff": "60,20"}, "ascending"),
+        ({**ADAPTIVE, "adaptive_input_cutoff": "20,x"}, "--adaptive-input-cutoff 20,x"),
         ({"decoder_norm": "layers"}, "unknown norm 'layers'"),
     ],
 )

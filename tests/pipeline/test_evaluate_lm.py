@@ -89,6 +89,7 @@ def test_all_tokens_are_counted(work, name):
     assert found.causal == (name != "tensorized_lm_ln_seed1")
     assert 2 < found.perplexity < 60 and found.bits == pytest.approx(math.log2(found.perplexity))
     assert (found.batch_nll is None) == (name == "tensorized_lm_ln_seed1")
+    assert ("blocks:eos" in found.signature) == (name == "adaptive")
     assert "tokens:" in found.signature and f"|causal:{'yes' if found.causal else 'NO'}|" in found.signature
 
 
@@ -109,6 +110,24 @@ def test_perplexity_is_that_of_fairseq_eval_lm(work, name, context, capsys):
     loss = re.search(r"Loss \(base 2\): ([\d.]+)", theirs.stdout + theirs.stderr)[1]
     assert float(loss) == pytest.approx(mine.bits, abs=1e-3)
     call(evaluate_lm, "--run", work / name)  # other tests read it
+
+
+def test_fairseqs_own_commands_end_on_mistakes_with_one_line(work, tmp_path):
+    """fairseq-eval-lm, whose blocks have 1,024 tokens by default, would skip all, and print a perplexity of 1.00."""
+    plain = (work / "data/bin", "--user-dir", ROOT / "pn_fairseq", "--cpu")
+    data = (*plain, "--task", "language_modeling", "--tokens-per-sample", 8, "--max-tokens", 64, "--optimizer", "adam")
+    tiny = (*data, "--arch", "transformer_lm_pn_tiny", "--save-dir", tmp_path)
+    checkpoint = work / "transformer_lm_pn_seed1/checkpoints/averaged.pt"
+    for command, needle in (
+        (("fairseq-eval-lm", *plain, "--path", checkpoint, "--gen-subset", "test"), "the model takes 8: give --tokens"),
+        (("fairseq-train", *tiny, "--layer-scale-groups", 3), "not divisible by groups=3"),
+        (("fairseq-train", *tiny, "--adaptive-softmax-cutoff", "8,12"), "needs criterion adaptive_loss"),
+    ):
+        ended = run(*command, check=False)
+        error = ended.stderr
+        assert ended.returncode == 2, error
+        (line,) = [line for line in error.splitlines() if line.startswith(f"{command[0]}: error: ")]
+        assert needle in line and "Traceback" not in error
 
 
 ADAPTIVE = "--criterion adaptive_loss --ddp-backend legacy_ddp --adaptive-softmax-cutoff 8,12"
@@ -209,6 +228,7 @@ def test_statistics_of_the_batch_are_those_of_training(work):
 def test_mistakes_get_one_line(work, tmp_path, capsys):
     name = work / "transformer_lm_pn_seed1"
     assert "--run is needed" in refused(capsys, evaluate_lm)
+    assert "sample_break_mode=eos" in refused(capsys, evaluate_lm, "--run", work / "adaptive", "--context-window", 4)
     for flags, needle in (
         (("--subset", "dev"), "no 'dev'"),
         (("--context-window", 8), "--context-window 8"),
@@ -221,6 +241,10 @@ def test_mistakes_get_one_line(work, tmp_path, capsys):
         ("task.max_target_positions=6", "blocks of 8 tokens, the model takes 6"),
         ("criterion._name=adaptive_loss", "ddp-backend=legacy_ddp"),
         ("model.core_rnk=3", "did you mean 'core_rank'"),
+        ("task.tokens_per_sample=0", "tokens_per_sample must be a whole number of at least 1"),
+        ("model.adaptive_softmax_cutoff='8,12'", "needs criterion adaptive_loss"),
+        ("model._name=transformer_lm_pn_wiki103", "--adaptive-softmax-cutoff 20000,60000 must be"),
+        ("model._name=transformer_ln_tiny", "not a model for task._name=language_modeling"),
         ("model._name=tensorized_lm_pn_tny", "did you mean 'tensorized_lm_pn_tiny'"),
     ):
         arch = () if "_name" in setting else ("model._name=tensorized_lm_pn_tiny",)
@@ -247,6 +271,8 @@ def test_comparison_refuses_other_tokens(tmp_path):
         "b": {"unit": "subword"},
         "c": {"vocabulary": 60},
         "d": {"unknown": 1},
+        "e": {"context": 4},
+        "f": {"blocks": "eos"},
     }.items():
         with pytest.raises(UserError, match="cannot be compared: they have"):
             compare([one, wrote(tmp_path / name, **change)], "test")

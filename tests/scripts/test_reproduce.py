@@ -235,6 +235,12 @@ def test_a_mistake_in_the_settings_ends_it_before_the_preparation(checkout):
     assert result.returncode == 2 and not calls
 
 
+def test_settings_of_all_norms_are_checked_at_once(checkout):
+    result = in_process("iwslt14", NORMS="ln ln+encoder_layers=2 pn+dropout=0.1", SEEDS="1 2", FAIL="--check")
+    checked = "train iwslt14_de_en --check model._name=transformer_ln_iwslt model.encoder_layers=2 model.dropout=0.1"
+    assert result.returncode == 2 and (checkout / "calls").read_text().splitlines() == [checked]
+
+
 def test_only_options_of_the_preparation_are_offered():
     for name, option, offered in (("verses", "--archive", False), ("iwslt14", "--archive", True)):
         result = in_process(name, "--dry-run", option, "/x", NORMS="pn", SEEDS="1")

@@ -5,6 +5,8 @@ import json
 
 import pytest
 
+from pn_fairseq.report.paper import LM_SENTENCE
+
 from ..pipeline.data.test_prepare_corpora import wmt14_members, write_archives
 from ..pipeline.data.test_prepare_iwslt14 import archive, members  # noqa: F401 (fixtures)
 from ..scripts_helpers import script
@@ -55,6 +57,23 @@ def test_iwslt14(archive, tmp_path):  # noqa: F811
     assert "LN" in report and "PN" in report
     again = script("reproduce_iwslt14.sh", *options, *SMALL, NORMS="ln pn", SEEDS="1")
     assert again.stderr.count("already trained") == 2 and again.stderr.count("there already") >= 4
+
+
+@pytest.mark.slow
+def test_verses_lm(tmp_path):
+    narrow = ("model.decoder_embed_dim=16", "model.decoder_ffn_embed_dim=16", "model.decoder_layers=1")
+    fast = ("optimization.max_update=2", "checkpoint.save_interval_updates=2", "checkpoint.patience=-1")
+    options = ("--data", tmp_path / "data", "--runs", tmp_path / "runs", *narrow, *fast)
+    done = script("reproduce_verses_lm.sh", *options, NORMS="ln ln+layer_scale_groups=4 bn", SEEDS="1")
+    names = [
+        f"{m}_lm_{n}_seed1" for m in ("transformer", "tensorized") for n in ("ln", "ln+layer_scale_groups=4", "bn")
+    ]
+    for name in names:
+        assert all(f"{name}: {step}" in done.stderr for step in ("train", "average", "evaluate_lm"))
+        found = json.loads((tmp_path / f"runs/{name}/evaluate_lm/test.json").read_text())
+        assert found["tokens"] == 47_381 and found["unit"] == "word" and found["causal"]
+    report = (tmp_path / "runs/report/report.md").read_text("utf-8")
+    assert LM_SENTENCE in report and "BN (tensorized_lm tiny)" in report and "LN (layer_scale_groups=4, tr" in report
 
 
 @pytest.mark.slow

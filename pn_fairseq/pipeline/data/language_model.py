@@ -96,6 +96,8 @@ def prepare(
     for split, path in zip(SPLITS, texts, strict=True):
         with atomic_write(raw / f"{split}.txt", "w") as file:
             file.writelines(f"{line.removesuffix(chr(10))}\n" for line in pairs.as_is(path))
+        if not (raw / f"{split}.txt").stat().st_size:
+            raise UserError(f"{pairs.name_of(path)} is empty")
     settings = {
         "task": "language_modeling",
         "corpus": name,
