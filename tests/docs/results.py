@@ -32,6 +32,8 @@ COMMAND = "python -m tests.docs.results"
 
 #: A difference of BLEU from one seed that is smaller is not named at all.
 SMALLEST = 0.3
+#: How `systems` begins what it says of a significant difference.
+SIDES = ("above", "below")
 NOTHING = "No run is finished."
 UNCOMPARED = "No two of these runs are finished."
 LOSS = "best validation loss (bits/token)"
@@ -274,8 +276,21 @@ def language_models() -> str:
         '"With statistics of the batch": the norms read the evaluated batch, as in training. A norm that reads the '
         "tokens that are predicted has no valid perplexity there. The difference is the cost of the change from "
         "training to evaluation.",
+        _against_ln(frame),
         f"[Report]({where}.md) with differences from LN, curves and times · [all numbers]({where}.csv)",
     ])  # fmt: skip
+
+
+def _against_ln(frame: pandas.DataFrame) -> str:
+    """Which language models differ from LN over seeds."""
+    found = systems(frame.assign(tokenized=frame["bits"]))
+    compared = found["difference"].notna().sum()
+    worse, better = ([label for label, say in found["say"].items() if say.startswith(f"{side} LN")] for side in SIDES)
+    return (
+        f"Compared with LN of the same model over seeds (Welch's t-test, p < 0.05 after Bonferroni's correction for "
+        f"{compared} comparisons): lower perplexity: {', '.join(better) or 'none'}; higher perplexity: "
+        f"{', '.join(worse) or 'none'}; all others are inconclusive."
+    )
 
 
 def readme() -> str:

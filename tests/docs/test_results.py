@@ -1,5 +1,6 @@
 """docs/results and README.md say what the reports of the runs say."""
 
+import math
 import re
 
 import pandas
@@ -102,15 +103,23 @@ def test_perplexities_of_the_language_models(tmp_path, monkeypatch):
     monkeypatch.setattr(results, "RESULTS", tmp_path)
     assert results.language_models() == results.NOTHING
     (tmp_path / results.LM).mkdir()
-    (tmp_path / results.LM / "report.csv").write_text(
-        "run,system,updates,perplexity,batch,signature\n"
-        "transformer_lm_ln_seed1,LN,1200,60.0,,causal:yes\n"
-        "transformer_lm_ln_seed2,LN,1200,63.0,,causal:yes\n"
-        "transformer_lm_bn_seed1,BN,1200,70.0,50.0,causal:yes\n"
-        "tensorized_lm_ln+tensorized_unmasked=true_seed1,LN (unmasked),1200,1.5,,causal:NO\n"
+    rows = (
+        ("transformer_lm_ln_seed1", "LN", "", 60.0, "", "yes"),
+        ("transformer_lm_ln_seed2", "LN", "", 61.0, "", "yes"),
+        ("transformer_lm_bn_seed1", "BN", "LN", 70.0, 50.0, "yes"),
+        ("transformer_lm_pn_seed1", "PN", "LN", 99.0, 99.0, "yes"),
+        ("transformer_lm_pn_seed2", "PN", "LN", 99.5, 99.5, "yes"),
+        ("tensorized_lm_ln+tensorized_unmasked=true_seed1", "LN (unmasked)", "", 1.5, "", "NO"),
     )
+    lines = (
+        f"{run},{system},{system},{run[-1]},{other},1200,{perplexity},{math.log2(perplexity)},{batch},causal:{causal},,"
+        for run, system, other, perplexity, batch, causal in rows
+    )
+    header = "run,system,norm,seed,compared with,updates,perplexity,bits,batch,signature,state,problems"
+    (tmp_path / results.LM / "report.csv").write_text("\n".join([header, *lines]))
     text = results.language_models()
-    assert "3 of 48 planned runs are finished" in text
-    assert re.search(r"LN +\| 2 +\| +61\.50 ± 2\.12 \| +– \|", text)
+    assert "5 of 48 planned runs are finished" in text
+    assert re.search(r"LN +\| 2 +\| +60\.50 ± 0\.71 \| +– \|", text)
     assert re.search(r"BN +\| 1 +\| +70\.00 \| +50\.00 \|", text)
+    assert "2 comparisons): lower perplexity: none; higher perplexity: PN; all" in text
     assert re.search(r"LN \(unmasked\), \*\*not causal\*\* +\| 1 +\| +1\.50 \|", text)
