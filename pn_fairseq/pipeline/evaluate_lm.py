@@ -132,6 +132,9 @@ def evaluate(run: Run, checkpoint: Path, subset: str = "test", context: int = 0)
             task.load_dataset(subset)
     except (KeyError, RuntimeError, FileNotFoundError) as error:
         raise UserError(f"{checkpoint} and {run.bin} do not fit each other ({one_line(error)})") from error
+    if (longest := int(task.dataset(subset).sizes.max(initial=0)) + context) > model.max_positions():
+        most = model.max_positions()
+        raise UserError(f"{subset} has blocks of {longest} tokens, and the model takes {most}: fairseq would skip them")
     if torch.cuda.is_available():
         model.cuda()
 
@@ -146,15 +149,12 @@ def evaluate(run: Run, checkpoint: Path, subset: str = "test", context: int = 0)
 
     model.eval()
     norms, batch_nll = running_norms(model), None
-    try:
-        with without_fairseqs_log():
-            nll, tokens, unknown = score(model, task, batches())
-            for norm in norms:
-                norm.train()
-            if norms:
-                batch_nll = score(model, task, batches())[0]
-    except ValueError as error:  # a block that is too long
-        raise UserError(f"{subset}: {error}") from error
+    with without_fairseqs_log():
+        nll, tokens, unknown = score(model, task, batches())
+        for norm in norms:
+            norm.train()
+        if norms:
+            batch_nll = score(model, task, batches())[0]
     if tokens != sum(lengths(index)):
         raise UserError(f"{tokens} of the {sum(lengths(index))} tokens of {subset} were scored")
     dictionary = task.target_dictionary

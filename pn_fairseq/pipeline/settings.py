@@ -302,10 +302,8 @@ def _build(cfg: DictConfig):
 
 def check_language_model(cfg: DictConfig, data: Path) -> None:
     """:func:`check_model` for the task ``language_modeling``: every block of text has to fit model and batches."""
-    block, mode = (
-        whole_number("task.tokens_per_sample", cfg.task.tokens_per_sample),
-        cfg.task.sample_break_mode or "none",
-    )
+    block = whole_number("task.tokens_per_sample", cfg.task.tokens_per_sample)
+    mode = cfg.task.sample_break_mode or "none"
     task, model = _build(cfg)
     adaptive_loss = cfg.criterion._name == "adaptive_loss"
     try:
