@@ -123,9 +123,6 @@ def test_config_opens_with_the_command_that_runs_it(name):
     assert {word.split("=")[0] for word in words if "=" in word} == {"common.user_dir", "task.data"}
 
 
-#: Language models with the numbers of the authors' scripts, or of the papers' text.
-LANGUAGE_MODELS = ("ptb_lm", "ptb_lm_paper", "wikitext103_lm", "wikitext103_lm_paper")
-
 #: The settings that gave the published numbers; tokens per update: 4,096 on one GPU and on 128.
 PUBLISHED = {
     "iwslt14_de_en": {
@@ -229,12 +226,12 @@ def test_warmup_of_the_norm_in_the_settings_of_un():
     assert model_of(composed("iwslt14_de_en_unified").model).norms.psi_warmup_updates == 4000
 
 
-@pytest.mark.parametrize("name", [*PUBLISHED, *LANGUAGE_MODELS])
+@pytest.mark.parametrize("name", [*PUBLISHED, *PUBLISHED_LM])
 def test_every_number_of_a_paper_names_its_source(name):
     lines = (ROOT / f"configs/{name}.yaml").read_text("utf-8").splitlines()
     # Reporting is not of the paper, and the batch multiple has its reason above it.
     ours = ("log_interval", "required_batch_size_multiple", "save_interval_updates", "keep_interval_updates")
-    ours += ("num_workers", "_name") if name in LANGUAGE_MODELS else ()
+    ours += ("num_workers", "_name") if name in PUBLISHED_LM else ()
     for before, line in zip(["", *lines], lines, strict=False):
         if re.match(r"\s*\w+: .*\d", line) and not line.strip().startswith(ours):
             source = line.partition("#")[2] + (before if before.strip().startswith("#") else "")

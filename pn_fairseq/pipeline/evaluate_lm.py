@@ -132,20 +132,20 @@ def evaluate(run: Run, checkpoint: Path, subset: str = "test", context: int = 0)
             task.load_dataset(subset)
     except (KeyError, RuntimeError, FileNotFoundError) as error:
         raise UserError(f"{checkpoint} and {run.bin} do not fit each other ({one_line(error)})") from error
-    if (longest := int(task.dataset(subset).sizes.max(initial=0)) + context) > model.max_positions():
-        most = model.max_positions()
-        raise UserError(f"{subset} has blocks of {longest} tokens, and the model takes {most}: fairseq would skip them")
     if torch.cuda.is_available():
         model.cuda()
 
     def batches() -> Iterator[dict]:
-        return task.eval_lm_dataloader(
-            task.dataset(subset),
-            max_tokens=max(run.get("dataset.max_tokens", 0), block) or 2048,
-            max_positions=model.max_positions(),
-            num_workers=0,
-            context_window=context,
-        )
+        try:
+            return task.eval_lm_dataloader(
+                task.dataset(subset),
+                max_tokens=max(run.get("dataset.max_tokens", 0), block) or 2048,
+                max_positions=model.max_positions(),
+                num_workers=0,
+                context_window=context,
+            )
+        except ValueError as error:  # blocks that are too long: fairseq_patches/eval_lm_blocks.py
+            raise UserError(f"{subset}: {error}") from error
 
     model.eval()
     norms, batch_nll = running_norms(model), None

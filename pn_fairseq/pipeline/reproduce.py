@@ -257,12 +257,11 @@ def reproduce(name: str, words: Sequence[str]) -> int:
             raise UserError(f"'{program}' is not installed or not on the PATH")
 
     # Before the hours of the preparation: the names of all settings, once for each model.
-    of_model: dict[str, dict[str, None]] = {}
-    for arch, _, *settings in planned.values():
-        model = arch.removesuffix(f"_{corpus.size}").rpartition("_")[0]
-        of_model.setdefault(model, {arch: None}).update(dict.fromkeys(settings))
-    for words in of_model.values():
-        _must([scripts / "train.sh", config, "--check", *words, *args.settings])
+    for model in corpus.models:
+        of_model = [words for words in planned.values() if words[0].startswith(f"model._name={model}_")]
+        settings = dict.fromkeys(setting for _, _, *more in of_model for setting in more)
+        if of_model:
+            _must([scripts / "train.sh", config, "--check", of_model[0][0], *settings, *args.settings])
     if machine:
         # The first machine decodes between two trainings, and the others wait for it.
         os.environ.setdefault("START_TIMEOUT", "604800")

@@ -252,6 +252,17 @@ def test_mistakes_get_one_line(work, tmp_path, capsys):
     assert not (tmp_path / "run").exists()
 
 
+def test_a_sentence_that_is_longer_than_the_blocks_is_refused(work, tmp_path, capsys):
+    shutil.copytree(work / "text", tmp_path / "text")
+    (tmp_path / "text/test.txt").write_text("the king\n" + "go up " * 5 + "\n")
+    script("prepare_text_lm.sh", "--corpus", tmp_path / "text", "--dest", tmp_path / "data", "--workers", 1)
+    shutil.copytree(work / "adaptive", tmp_path / "run")
+    (tmp_path / "run/data").write_text(f"{tmp_path / 'data'}\n")
+    (tmp_path / "run/data.settings").unlink()
+    line = refused(capsys, evaluate_lm, "--run", tmp_path / "run")
+    assert "test: there are blocks of 11 tokens, and the model takes 8" in line
+
+
 PLAIN = Perplexity(5.0, "test", 100, "word", 50, 3, 8, 0, True)
 
 
