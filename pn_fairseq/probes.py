@@ -42,31 +42,48 @@ SCHEMA = pa.schema(
 
 _NAME = "update-{:09d}.parquet"
 _PATTERN = re.compile(r"update-(\d{9})\.parquet")
+#: The metadata of a file that names the training which wrote it.
+_TRAINING = b"training"
 
 
-def check_probe_file(folder: Path) -> None:
-    """Raises:
-    ValueError: ``folder`` is something else than a new or earlier file of ``--norm-probe``.
+def open_probe(folder: Path, update: int, training: str) -> None:
+    """Make the folder, or remove what was recorded after ``update``: a training that resumes there does it again.
+
+    Args:
+        training: names the training; one that begins anew replaces its own file, and no other's.
+
+    Raises:
+        ValueError: ``folder`` is something else than a new file of ``--norm-probe``, or one of this training.
+        OSError: it cannot be made.
     """
+    advice = "give a new folder, or that of the same training"
     if folder.exists() and not folder.is_dir():
-        raise ValueError(f"--norm-probe {folder} is not a folder: give a new one, or that of the same training")
-    other = [path.name for path in folder.glob("*") if not _PATTERN.fullmatch(path.name.removesuffix(".partial"))]
-    if other:
-        raise ValueError(f"--norm-probe {folder} holds {other[0]}: give a new folder, or that of the same training")
-
-
-def remove_after(folder: Path, update: int) -> None:
-    """Remove what was recorded after ``update``: a training that resumes there does those updates again."""
-    for path in folder.glob("update-*"):
-        if int(_PATTERN.fullmatch(path.name.removesuffix(".partial"))[1]) > update:
+        raise ValueError(f"--norm-probe {folder} is not a folder: {advice}")
+    folder.mkdir(parents=True, exist_ok=True)
+    files = sorted(folder.iterdir())
+    updates = [_PATTERN.fullmatch(path.name.removesuffix(".partial")) for path in files]
+    if None in updates:
+        raise ValueError(f"--norm-probe {folder} holds {files[updates.index(None)].name}: {advice}")
+    whole = [path for path in files if path.suffix == ".parquet"]
+    if update == 0 and whole and (owner := _training(whole[0])) != training:
+        raise ValueError(f"--norm-probe {folder} holds {len(whole)} updates of the training in {owner}: {advice}")
+    for path, number in zip(files, updates, strict=True):
+        if int(number[1]) > update:
             path.unlink()
 
 
-def write_update(folder: Path, update: int, rows: list[dict]) -> None:
+def _training(file: Path) -> str:
+    try:
+        return (pq.read_schema(file).metadata or {}).get(_TRAINING, b"another folder").decode()
+    except pa.ArrowException:
+        return "another folder"
+
+
+def write_update(folder: Path, update: int, rows: list[dict], training: str) -> None:
     """Write the rows of one update, by column name; a column that a row lacks is null."""
-    folder.mkdir(parents=True, exist_ok=True)
+    table = pa.Table.from_pylist(rows, SCHEMA).replace_schema_metadata({_TRAINING: training})
     with atomic_write(folder / _NAME.format(update)) as file:
-        pq.write_table(pa.Table.from_pylist(rows, SCHEMA), file, compression="zstd")
+        pq.write_table(table, file, compression="zstd")
 
 
 def read_probe(folder: Path | str):

@@ -4,8 +4,11 @@ fairseq's trainer tells the model the number of the update alone, before each of
 skipped, and which batch is the last one, the model cannot see.
 """
 
+import os
+
 from fairseq.trainer import Trainer
 
+from pn_fairseq.errors import one_line_errors
 from pn_fairseq.fairseq_patches import patch
 
 
@@ -14,7 +17,9 @@ def train_step(original, trainer, *arguments, **options):
     probe = getattr(trainer.get_model(), "norm_probe", None)
     if probe is None:
         return original(trainer, *arguments, **options)
-    probe.begin(trainer.get_num_updates(), trainer.criterion)
+    with one_line_errors(ValueError, OSError):
+        probe.begin(trainer.get_num_updates(), trainer.criterion, os.path.abspath(trainer.cfg.checkpoint.save_dir))
     result = original(trainer, *arguments, **options)
-    probe.end(trainer.get_num_updates())
+    with one_line_errors(OSError):
+        probe.end(trainer.get_num_updates())
     return result

@@ -243,6 +243,8 @@ class NormOptions:
             raise ValueError(f"norm_sync={options.norm_sync!r} must be one of {', '.join(SYNC)}")
         if options.psi_warmup_updates is None:
             resolved["psi_warmup_updates"] = _learning_rate_warmup(args)
+        if options.norm_probe_layers and not options.norm_probe:
+            raise ValueError("--norm-probe-layers needs --norm-probe FILE")
         if options.norm_probe:
             resolved["norm_probe"] = to_absolute_path(options.norm_probe)
         if options.norm_module:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pn_fairseq import fairseq_patches, kernels, probes
+from pn_fairseq.errors import one_line_errors
 from pn_fairseq.norms import NORMS, ChannelNorm, RunningNorm
 from pn_fairseq.norms.distributed import all_reduce_sum, world_size
 
@@ -63,7 +64,8 @@ class NormProbe:
       dL/dy * h / sqrt(psi_B^2 + eps): d-vectors, means over the real tokens of the batch (dy is before the gain).
       Each of these six vectors v has columns ``v_l1`` = sum(abs(v)) / d and ``v_l2`` = sqrt(sum(v^2)) / d.
     - ``nu_xhat_l2`` = sqrt(sum_c nu_c^2 psi_B,c^2 / (psi_c^2 + eps)) / d: PN's correction per token, root mean square
-      over tokens. nu includes the gain.
+      over tokens. nu includes the gain. It is an average over updates and is divided by the loss scale and sample size
+      of this one: for some 40 updates after a change of the loss scale it is too large or too small.
     - ``tid_mean`` = mean_c abs(mu - mu_B) / sigma_B and ``tid_var`` = mean_c abs(sigma / sigma_B - 1): the
       discrepancy of training and inference of RBN's paper, sigma being sqrt(sigma^2 + eps).
     - ``gamma_over_psi_batch`` and ``psi_batch_over_psi``: per channel gain / sqrt(psi_B^2 + eps), and
@@ -80,12 +82,11 @@ class NormProbe:
             in a model without one.
 
     Raises:
-        ValueError: a pattern fits no norm, or ``folder`` holds something else.
+        ValueError: a pattern fits no norm.
     """
 
     def __init__(self, model: nn.Module, folder: str, interval: int, layers: str | None = None):
         self.folder, self.interval = Path(folder), interval
-        probes.check_probe_file(self.folder)
         names = {
             name.replace("_fsdp_wrapped_module.", "").replace("_fpw_module.", ""): module
             for name, module in model.named_modules()
@@ -94,7 +95,7 @@ class NormProbe:
         if layers is None:
             layers = "encoder.*" if any(name.startswith("encoder.") for name in names) else "*"
         self.norms: dict[str, ChannelNorm] = {}
-        for pattern in layers.split(","):
+        for pattern in map(str.strip, layers.split(",")):
             found = {name: norm for name, norm in names.items() if fnmatch(name, pattern)}
             if not found:
                 raise ValueError(f"--norm-probe-layers {pattern} fits no norm; the model has {', '.join(names)}")
@@ -103,22 +104,31 @@ class NormProbe:
         self._forwards: list[_Forward] = []
         self._handles: list = []
         self._last: int | None = None
+        self._training = ""
 
     def check(self) -> None:
         """Raises:
         ValueError: fairseq's trainer does not call the probe.
         """
-        if not fairseq_patches.enabled():
-            raise ValueError(f"--norm-probe needs the patches of fairseq, which {fairseq_patches.SWITCH} turns off")
+        with one_line_errors(ValueError):
+            if not fairseq_patches.enabled():
+                raise ValueError(f"--norm-probe needs the patches of fairseq, which {fairseq_patches.SWITCH} turns off")
 
     # What the trainer calls (pn_fairseq.fairseq_patches.norm_probe).
 
-    def begin(self, completed: int, criterion: nn.Module) -> None:
-        """Before an update, ``completed`` of which are done; ``criterion`` computes its losses."""
+    def begin(self, completed: int, criterion: nn.Module, training: str) -> None:
+        """Before an update, ``completed`` of which are done; ``criterion`` computes its losses.
+
+        Args:
+            training: names the training, by the folder of its checkpoints.
+
+        Raises:
+            ValueError, OSError: see :func:`pn_fairseq.probes.open_probe`.
+        """
         self._stop()
         if self._last is None and _first_rank():
-            probes.remove_after(self.folder, completed)
-        self._last = completed
+            probes.open_probe(self.folder, completed, training)
+        self._last, self._training = completed, training
         place = (completed + 1) % self.interval
         recorded = place == 0
         if not recorded and self.interval - place > WINDOW:
@@ -142,7 +152,11 @@ class NormProbe:
             self._handles.append(norm.register_forward_hook(partial(self._at_forward, name), with_kwargs=True))
 
     def end(self, completed: int) -> None:
-        """After an update: every rank calls it. An update that was skipped leaves ``completed`` as it was."""
+        """After an update: every rank calls it. An update that was skipped leaves ``completed`` as it was.
+
+        Raises:
+            OSError: the update cannot be written.
+        """
         forwards = self._forwards
         self._stop()
         if not forwards or completed == self._last:
@@ -188,7 +202,7 @@ class NormProbe:
             sums, scalars = source[:, start:end], source[:, :4]
             rows += self._rows(name, norm, forwards, sums, scalars, [len(past) for past in self._window])
             start = end
-        probes.write_update(self.folder, update, [{"update": update, **row} for row in rows])
+        probes.write_update(self.folder, update, [{"update": update, **row} for row in rows], self._training)
 
     def _flat(self, forward: _Forward, device) -> Tensor:
         """Whether the batch counts, its sample size, loss and loss scale; the sums of all norms, 0 without a run."""

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from pn_fairseq import fairseq_patches
 from pn_fairseq.models.norm_probe import NormProbe
 from pn_fairseq.norms import NORMS, build_norm
 from pn_fairseq.probes import SCHEMA, read_probe
@@ -15,7 +16,7 @@ from pn_fairseq.testing.helpers import randomize_affine, real_tokens, rng, tenso
 from pn_fairseq.testing.ranks import run_ranks
 
 from .helpers import build
-from .test_training import model_of, train
+from .test_training import model_of, train, train_on_two_ranks
 
 EPS = 1e-5
 
@@ -39,7 +40,7 @@ class OneNorm(nn.Module):
 
 def update(probe, model, criterion, samples, completed, loss_scale=1.0):
     """What fairseq's trainer does between begin and end of an update."""
-    probe.begin(completed, criterion)
+    probe.begin(completed, criterion, "")
     for sample in samples:
         loss, _, _ = criterion(model, sample)
         (loss * loss_scale).backward()
@@ -115,7 +116,7 @@ def test_only_recorded_updates_and_those_before_them_have_hooks(tmp_path):
     probe = NormProbe(model, str(tmp_path / "probe"), 30, "norm")
     with_hooks = []
     for completed in range(60):
-        probe.begin(completed, criterion)
+        probe.begin(completed, criterion, "")
         if norm._forward_hooks:
             with_hooks.append(completed + 1)
         probe.end(completed + 1)
@@ -126,10 +127,10 @@ def test_only_recorded_updates_and_those_before_them_have_hooks(tmp_path):
 def test_a_skipped_update_is_not_recorded(tmp_path):
     model, criterion = OneNorm(build_norm("batch", 12)), Criterion()
     probe = NormProbe(model, str(tmp_path / "probe"), 1, "norm")
-    probe.begin(0, criterion)
+    probe.begin(0, criterion, "")
     criterion(model, sample_of(0))[0].backward()
     probe.end(0)
-    assert not (tmp_path / "probe").exists()
+    assert not list((tmp_path / "probe").iterdir())
 
 
 # The curves of the plain run.
@@ -167,7 +168,7 @@ def curves(folder, parts, flags, updates=3):
     return read_probe(folder) if folder.exists() else None
 
 
-ALL = slice(0, 8)
+ALL, FIRST_RANK = slice(0, 8), slice(0, 3)
 
 
 def assert_same_curves(one, other, updates=3):
@@ -221,7 +222,7 @@ def test_losses_and_state_have_the_same_bits_with_a_probe(name, tmp_path):
         for completed in range(3):
             sample = sample_of(completed)
             if probed:
-                probe.begin(completed, criterion)
+                probe.begin(completed, criterion, "")
             loss = criterion(model, sample)[0]
             loss.backward()
             if probed:
@@ -237,14 +238,16 @@ def test_losses_and_state_have_the_same_bits_with_a_probe(name, tmp_path):
 
 def of_a_rank(rank, world, folder, norms):
     for norm in norms:
-        curves(folder / norm, [slice(0, 3), slice(3, 8)][rank : rank + 1], {"norm": norm})
+        curves(folder / norm, [FIRST_RANK, slice(3, 8)][rank : rank + 1], {"norm": norm})
 
 
 def test_two_ranks_give_the_curves_of_the_plain_run(tmp_path):
-    norms = ("bn", "ln")
+    """PN has statistics of its own on every rank: those of rank 0 are recorded, a plain run on its part."""
+    norms = ("bn", "ln", "pn")
     run_ranks(of_a_rank, 2, tmp_path, norms)
     for norm in norms:
-        assert_same_curves(curves(tmp_path / f"plain {norm}", [ALL], {"norm": norm}), read_probe(tmp_path / norm))
+        part = FIRST_RANK if norm == "pn" else ALL
+        assert_same_curves(curves(tmp_path / f"plain {norm}", [part], {"norm": norm}), read_probe(tmp_path / norm))
 
 
 # Under fairseq-train.
@@ -290,6 +293,8 @@ def test_a_training_that_is_killed_and_resumed_has_every_update_once(data, tmp_p
         ),
         (("--norm-probe", "x", "--norm-probe-interval", "0"), "'0' is not a whole number of at least 1"),
         (("--norm-probe", "occupied"), "occupied holds notes.txt"),
+        (("--norm-probe", "occupied/notes.txt/probe"), "Not a directory"),
+        (("--norm-probe-layers", "encoder.*"), "--norm-probe-layers needs --norm-probe FILE"),
     ],
 )
 def test_bad_input_is_one_line(flags, message, data, tmp_path, capsys):
@@ -299,3 +304,36 @@ def test_bad_input_is_one_line(flags, message, data, tmp_path, capsys):
         train(data, tmp_path, *flags)
     assert end.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_training_does_not_replace_the_file_of_another(data, tmp_path, capsys):
+    flags = ("--norm-probe", "../probe", "--norm-probe-interval", 1)
+    train(data, tmp_path / "one", *flags, updates=2)
+    with pytest.raises(SystemExit) as end:
+        train(data, tmp_path / "two", *flags, updates=1)
+    assert end.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()[-1:]
+    assert f"probe holds 2 updates of the training in {tmp_path}/one/checkpoints: give a new folder" in line
+    shutil.rmtree(tmp_path / "one/checkpoints")  # killed before its first checkpoint
+    train(data, tmp_path / "one", *flags, updates=1)
+    assert list(read_probe(tmp_path / "probe")["update"].unique()) == [1]
+
+
+def test_patches_that_are_turned_off_are_one_line(data, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(fairseq_patches, "enabled", lambda: False)
+    with pytest.raises(SystemExit) as end:
+        train(data, tmp_path, "--norm-probe", "probe", updates=1)
+    assert end.value.code == 2 and "--norm-probe needs the patches of fairseq" in capsys.readouterr().err
+
+
+def test_a_training_on_two_ranks_that_accumulates_and_recomputes_has_the_curves_of_the_plain_one(data, tmp_path):
+    """With LN: what a norm computes does not depend on how the tokens are distributed."""
+    flags = ("--norm-probe", "probe", "--norm-probe-interval", 1, "--dropout", 0)
+    train_on_two_ranks(
+        data, tmp_path / "ranks", *flags, "--update-freq", 2, "--checkpoint-activations", arch="transformer_ln_tiny"
+    )
+    train(data, tmp_path / "plain", *flags, "--update-freq", 4, arch="transformer_ln_tiny")
+    tables = (read_probe(tmp_path / name / "probe") for name in ("plain", "ranks"))
+    plain, ranks = (table[table.forward.isna()] for table in tables)
+    assert list(plain["tokens"]) == list(ranks["tokens"]) and list(plain["sample_size"]) == list(ranks["sample_size"])
+    assert_same_curves(plain, ranks, updates=6)

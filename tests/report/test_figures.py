@@ -22,6 +22,7 @@ CHANNELS = 8
 
 def write_probe(folder, kind, running, updates=range(10, 101, 10), layers=2):
     """Every vector of update n has the length n, that of the second layer 1000 n; gain over psi_B is 0 to 7 times n."""
+    folder.mkdir()
     columns = [field.name for field in SCHEMA if field.name.endswith(("_l1", "_l2"))]
     for update in updates:
         rows = []
@@ -37,7 +38,7 @@ def write_probe(folder, kind, running, updates=range(10, 101, 10), layers=2):
             row |= {"gamma_over_psi_batch": [float(update * n) for n in range(CHANNELS)]}
             rows.append(row)
         rows.append(rows[0] | {"forward": None, "mu_distance_l2": 1e9})  # all tokens of the update: not in the boxes
-        write_update(folder, update, rows)
+        write_update(folder, update, rows, "test")
 
 
 def make_run(where, norm="batch", running="mu,sigma2,psi2", max_tokens=512):
