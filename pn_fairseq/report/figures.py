@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,6 +17,8 @@ from pn_fairseq.report.curves import headless_pyplot, legend, style
 
 #: Marks that tell boxes apart in grey.
 _HATCHES = ("", "////", "....", "xxxx", "\\\\\\\\", "oo")
+
+_KINDS = ("png", "pdf")
 
 _BINS = (20, 40, 60, 80, 100)
 
@@ -80,12 +83,13 @@ class Absent(Exception):
 class Subject:
     """What figures show of one run."""
 
+    run: str  # its name
     label: str  # its name in the legends
-    probe: object  # the rows of its --norm-probe file, or None
-    tokens: int | None  # of a mini-batch
-    bleu: float | None  # tokenized
-    norm: str  # of the encoder, as in the paper: LN, PN, ...
-    checkpoint: Path | None  # its last one
+    line: str  # its name in Figure 5, the same with all sizes of mini-batches
+    probe: object = None  # the rows of its --norm-probe file
+    tokens: int | None = None  # of a mini-batch
+    bleu: float | None = None  # tokenized
+    checkpoint: Path | None = None  # its last one
     series: object = None  # rows of the norm of Figures 2 to 4, one for each forward, with the `fifth` of training
 
 
@@ -96,14 +100,13 @@ def find_probe(run) -> Path | None:
     return next((place for place in places if any(place.glob("update-*.parquet"))), None)
 
 
-def read_subject(run, label: str, name: str | None = None) -> Subject:
+def read_subject(run, label: str, line: str, name: str | None = None) -> Subject:
     """``name`` is the norm of Figures 2 to 4; None: the first one that was recorded.
 
     Raises:
         UserError: the run's probe cannot be read, or has no norm of that name.
     """
     from pn_fairseq.probes import read_probe
-    from pn_fairseq.report.systems import norm_and_size
 
     probe, series, folder = None, None, find_probe(run)
     if folder is not None:
@@ -114,17 +117,20 @@ def read_subject(run, label: str, name: str | None = None) -> Subject:
         known = list(probe["norm"].unique())
         if name is not None and name not in known:
             raise UserError(f"{folder} has no norm {name!r}{did_you_mean(name, known)}; it has {', '.join(known)}")
-        updates = max(run.max_update or (run.log.updates if run.log else 0), int(probe["update"].max()))
+        logged = run.log.updates if run.log else 0
+        planned = logged if run.log and run.log.ended else run.max_update or logged
+        updates = max(planned, int(probe["update"].max()))
         series = probe[(probe["norm"] == (name or known[0])) & probe["forward"].notna()]
         series = series.assign(fifth=np.ceil(5 * series["update"] / updates).clip(1, 5))
     checkpoints = [run.path / place / "checkpoint_last.pt" for place in ("checkpoints", ".")]
     tokens = run.setting("dataset.max_tokens")
     return Subject(
+        run.name,
         label,
+        line,
         probe,
         tokens * run.world_size if tokens else None,
         run.scores.tokenized.score if run.scores else None,
-        norm_and_size(run)[0],
         next((file for file in checkpoints if file.is_file()), None),
         series,
     )
@@ -151,7 +157,7 @@ def _boxes(axis, groups: Mapping[str, Sequence[np.ndarray]], ticks: Sequence, me
         )  # fmt: skip
         for box in drawn["boxes"]:
             colour = style(index)["color"]
-            box.set(edgecolor=colour, facecolor=f"{colour}55", hatch=_HATCHES[index % len(_HATCHES)])
+            box.set(edgecolor=colour, facecolor=f"{colour}55", hatch=_HATCHES[(index + index // 6) % 6])
         handles[label] = drawn["boxes"][0]
     for index, (label, values) in enumerate(medians.items(), len(groups)):
         places = np.arange(len(values)) + (index - (slots - 1) / 2) * width
@@ -167,14 +173,10 @@ def _fifths(subjects: Sequence[Subject], column: str) -> list[np.ndarray]:
     return [np.concatenate([each.loc[each["fifth"] == fifth, column] for each in series]) for fifth in range(1, 6)]
 
 
-def _probed(subjects: Sequence[Subject]) -> dict[str, list[Subject]]:
-    systems: dict[str, list[Subject]] = {}
-    for subject in subjects:
-        if subject.probe is not None:
-            systems.setdefault(subject.label, []).append(subject)
-    if not systems:
-        raise Absent("no run has a --norm-probe file")
-    return systems
+def _by_label(subjects: Sequence[Subject]) -> dict[str, list[Subject]]:
+    return {
+        label: [one for one in subjects if one.label == label] for label in dict.fromkeys(s.label for s in subjects)
+    }
 
 
 def _legend(figure, handles: Mapping[str, object]) -> None:
@@ -191,13 +193,13 @@ def _over_training(panels: Sequence[Sequence[str]]):
     """A figure of box plots over fifths of training; of two columns, norms with running psi^2 show the last."""
 
     def draw(pyplot, subjects: Sequence[Subject]):
-        systems = _probed(subjects)
+        systems = _by_label(subjects)
         figure, axes = pyplot.subplots(1, len(panels), figsize=(5.6 * len(panels), 4.4), layout="constrained")
         handles = {}
         for axis, columns in zip(axes, panels, strict=True):
             groups = {}
             for label, runs in systems.items():
-                of_power = runs[0].probe["running"].iloc[0] == "psi2"
+                of_power = runs[0].series["running"].iloc[0] == "psi2"
                 groups[label] = _fifths(runs, f"{columns[-1 if of_power else 0]}_l2")
             of_loss = columns[0].startswith("g_")
             factor = _sum_of_loss(systems) if of_loss else 1.0
@@ -225,19 +227,17 @@ def batch_size(pyplot, subjects: Sequence[Subject]):
     """Figure 5."""
     import pandas
 
-    points = [(each.norm, each.tokens, each.bleu) for each in subjects if each.bleu is not None and each.tokens]
-    if not points:
-        raise Absent("no run has scores (scripts/score.sh)")
+    points = [(each.line, each.tokens, each.bleu) for each in subjects]
     paper = [(norm, tokens, bleu) for norm, of_norm in PAPER_BLEU.items() for tokens, bleu in of_norm.items()]
     figure, axes = pyplot.subplots(1, 2, figsize=(10.4, 4.2), layout="constrained", sharex=True)
     titles = {"these runs": points, "the paper, IWSLT14 German-English": paper}
-    norms = list(dict.fromkeys([*PAPER_BLEU, *(norm for norm, _, _ in points)]))  # the same style on both sides
+    lines = list(dict.fromkeys([*PAPER_BLEU, *(line for line, _, _ in points)]))  # the same style on both sides
     for axis, (title, rows) in zip(axes, titles.items(), strict=True):
-        drawn = pandas.DataFrame(rows, columns=["norm", "tokens", "bleu"])
-        for norm, of_norm in drawn.groupby("norm", sort=False):
-            means, look = of_norm.groupby("tokens")["bleu"].mean(), style(norms.index(norm))
-            axis.plot(means.index, means, label=norm, **look)
-            axis.plot(of_norm["tokens"], of_norm["bleu"], ".", color=look["color"], alpha=0.5)  # every seed
+        drawn = pandas.DataFrame(rows, columns=["line", "tokens", "bleu"])
+        for line, of_line in drawn.groupby("line", sort=False):
+            means, look = of_line.groupby("tokens")["bleu"].mean(), style(lines.index(line))
+            axis.plot(means.index, means, label=line, **look)
+            axis.plot(of_line["tokens"], of_line["bleu"], ".", color=look["color"], alpha=0.5)  # every seed
         axis.set_xscale("log", base=2)
         ticks = sorted(drawn["tokens"].unique())
         axis.set_xticks(ticks, [f"{each:,}" for each in ticks])
@@ -269,16 +269,7 @@ def spectrum(checkpoint: Path) -> np.ndarray:
 
 def spectra(pyplot, subjects: Sequence[Subject]):
     """Figure 6."""
-    found: dict[str, list[np.ndarray]] = {}  # one for each seed
-    reason = "no run has a checkpoint_last.pt"
-    for subject in subjects:
-        if subject.checkpoint is not None:
-            try:
-                found.setdefault(subject.label, []).append(spectrum(subject.checkpoint))
-            except Absent as error:
-                reason = str(error)
-    if not any(found.values()):
-        raise Absent(reason)
+    found = {label: [spectrum(run.checkpoint) for run in runs] for label, runs in _by_label(subjects).items()}
     figure, axes = pyplot.subplots(1, 3, figsize=(13, 4.4), layout="constrained")
     divisors = {
         "divided by the largest, as in the paper": lambda values: values[0],
@@ -309,21 +300,19 @@ def spectra(pyplot, subjects: Sequence[Subject]):
 _OF_LAYER = {"self_attn_layer_norm": "before self-attention", "final_layer_norm": "before the feed-forward network"}
 
 
+def _last_gains(subject: Subject):
+    """The last row of each norm of a layer that has a gain per channel, with its ``side``, ``layer`` and ``place``."""
+    last = subject.probe.dropna(subset=["gamma_over_psi_batch"]).drop_duplicates("norm", keep="last")
+    names = last["norm"].str.extract(r"^(?P<side>encoder|decoder)\.layers\.(?P<layer>\d+)\.(?P<place>.+)$")
+    names["place"] = names["place"].map(_OF_LAYER)
+    return last.join(names).dropna(subset=["place"]).assign(label=subject.label)
+
+
 def gains(pyplot, subjects: Sequence[Subject]):
     """Figure 7."""
     import pandas
 
-    column = "gamma_over_psi_batch"
-    last = pandas.concat(
-        run.probe.dropna(subset=[column]).drop_duplicates("norm", keep="last").assign(label=label)
-        for label, runs in _probed(subjects).items()
-        for run in runs
-    )
-    last[["side", "layer", "place"]] = last["norm"].str.extract(r"^(encoder|decoder)\.layers\.(\d+)\.(.+)$")
-    last["place"] = last["place"].map(_OF_LAYER)
-    last = last.dropna(subset=["place"])
-    if last.empty:
-        raise Absent("no probe has a layer whose norm has a gain per channel")
+    last = pandas.concat(map(_last_gains, subjects))
     side = "encoder" if (last["side"] == "encoder").any() else "decoder"  # of language models
     last = last[last["side"] == side]
     places = [place for place in _OF_LAYER.values() if (last["place"] == place).any()]
@@ -337,8 +326,10 @@ def gains(pyplot, subjects: Sequence[Subject]):
         groups = {}
         for label in last["label"].unique():  # also one that has none here, so that the others keep their colours
             own = of_place[of_place["label"] == label]
-            groups[label] = [np.concatenate([[], *own.loc[own["layer"] == str(n), column]]) for n in layers]
-        handles |= _boxes(axis, groups, [n + 1 for n in layers], {"paper, PN-V on IWSLT14": PAPER_GAIN[: len(layers)]})
+            of_layers = (own.loc[own["layer"] == str(n), "gamma_over_psi_batch"] for n in layers)
+            groups[label] = [np.concatenate([[], *of_layer]) for of_layer in of_layers]
+        paper = [PAPER_GAIN[n] if n < len(PAPER_GAIN) else np.nan for n in layers]
+        handles |= _boxes(axis, groups, [n + 1 for n in layers], {"paper, PN-V on IWSLT14": paper})
         axis.axhline(1, linestyle="--", color="black", linewidth=1)
         axis.set_title(place, fontsize=10, loc="left")
         axis.set_xlabel(f"{side} layer")
@@ -347,22 +338,40 @@ def gains(pyplot, subjects: Sequence[Subject]):
     return figure
 
 
-#: Number in the paper -> what draws it: draw(pyplot, subjects) -> figure, or raises Absent.
-FIGURES: dict[int, Callable] = {
-    2: _over_training([("mu_distance",), ("sigma2_distance",)]),
-    3: _over_training([("g_mu",), ("g_sigma2",)]),
-    4: _over_training([("sigma2_distance", "psi2_distance"), ("g_sigma2", "g_psi2")]),
-    5: batch_size,
-    6: spectra,
-    7: gains,
+class Figure(NamedTuple):
+    """How a figure is drawn."""
+
+    draw: Callable  # draw(pyplot, subjects) -> figure
+    shows: Callable[[Subject], bool]  # whether a run has what the figure needs
+    needs: str  # the name of that
+
+
+_PROBE = (lambda subject: subject.probe is not None, "a --norm-probe file")
+
+#: By their number in the paper.
+FIGURES: dict[int, Figure] = {
+    2: Figure(_over_training([("mu_distance",), ("sigma2_distance",)]), *_PROBE),
+    3: Figure(_over_training([("g_mu",), ("g_sigma2",)]), *_PROBE),
+    4: Figure(_over_training([("sigma2_distance", "psi2_distance"), ("g_sigma2", "g_psi2")]), *_PROBE),
+    5: Figure(
+        batch_size,
+        lambda subject: subject.bleu is not None and subject.tokens is not None,
+        "scores (scripts/score.sh) and dataset.max_tokens",
+    ),
+    6: Figure(spectra, lambda subject: subject.checkpoint is not None, "a checkpoint_last.pt"),
+    7: Figure(
+        gains,
+        lambda subject: subject.probe is not None and not _last_gains(subject).empty,
+        "a --norm-probe file with gains of a layer's norms",
+    ),
 }
 
 _EPILOG = """\
 RUN is a folder as for pn-report, of a training with --norm-probe (Figures 2, 3, 4 and 7), with scores (5), with
-checkpoints (6). A figure that lacks its data is left out, with a line that says why. The paper's medians are
-drawn beside the runs. docs/figures.md describes each figure.
+checkpoints (6). A figure that lacks its data is left out, and a run that lacks them is left out of a figure, with a
+line that says so. The paper's medians are drawn beside the runs. docs/figures.md describes each figure.
 
-Writes DIR/figure-N.png and DIR/figure-N.pdf.
+Writes DIR/figure-N.png and DIR/figure-N.pdf, in place of the figures that it wrote there before.
 """
 
 
@@ -381,7 +390,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--labels",
         nargs="+",
         metavar="LABEL",
-        help="names for the legends (default: from the paths); runs with the same one are drawn as one",
+        help="names for the legends (default: as in the tables of pn-report, by norm and settings); runs with the same "
+        "one are drawn as one",
     )
     parser.add_argument(
         "--norm",
@@ -391,33 +401,43 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
 
     from pn_fairseq.report.runs import read_runs
+    from pn_fairseq.report.systems import names
 
     runs = read_runs(args.runs)
-    labels = args.labels or [run.name for run in runs]
-    if len(labels) != len(runs):
-        raise UserError(f"{len(runs)} runs but {len(labels)} --labels")
-    subjects = [read_subject(run, label, args.norm) for run, label in zip(runs, labels, strict=True)]
+    if args.labels and len(args.labels) != len(runs):
+        raise UserError(f"{len(runs)} runs but {len(args.labels)} --labels")
+    labels = [(label, label) for label in args.labels] if args.labels else names(runs)
+    subjects = [read_subject(run, *of_run, args.norm) for run, of_run in zip(runs, labels, strict=True)]
 
     pyplot = headless_pyplot()
-    written, absent = [], []
+    written, absent, without = [], [], []
     try:
         args.output.mkdir(parents=True, exist_ok=True)
-        for number, draw in FIGURES.items():
+        for number, (draw, shows, needs) in FIGURES.items():
+            shown = [subject for subject in subjects if shows(subject)]
+            left_out = ", ".join(subject.run for subject in subjects if not shows(subject))
             try:
-                figure = draw(pyplot, subjects)
+                if not shown:
+                    raise Absent(f"no run has {needs}")
+                figure = draw(pyplot, shown)
             except Absent as error:
                 absent.append(f"Figure {number}: {error}")
                 continue
-            for kind in ("png", "pdf"):
+            if left_out:
+                without.append(f"Figure {number} is without {left_out}: not every run has {needs}")
+            for kind in _KINDS:
                 file = args.output / f"figure-{number}.{kind}"
                 with atomic_write(file) as out:
                     figure.savefig(out, dpi=130, format=kind)
                 written.append(file)
             pyplot.close(figure)
+        if not written:
+            raise UserError(f"nothing to draw: {'; '.join(absent)}")
+        for number in FIGURES:
+            for stale in {args.output / f"figure-{number}.{kind}" for kind in _KINDS} - set(written):
+                stale.unlink(missing_ok=True)
     except OSError as error:
         raise UserError(f"cannot write to --output {args.output}: {error.strerror or error}") from error
-    if not written:
-        raise UserError(f"nothing to draw: {'; '.join(absent)}")
-    for line in absent:
-        print(f"pn-figures: not drawn: {line}", file=sys.stderr)
+    for line in [*(f"not drawn: {each}" for each in absent), *without]:
+        print(f"pn-figures: {line}", file=sys.stderr)
     print(*written, sep="\n")

@@ -30,6 +30,9 @@ _HOW = re.compile(
     r"|model\.norm_(stats_interval|probe(_interval|_layers)?)$"
 )
 
+#: The size of a mini-batch, a setting of norms with statistics of the batch; of others it is how a run is distributed.
+_BATCH = ("dataset.max_tokens", "dataset.batch_size")
+
 #: Copies that hydra makes of a setting under another name; the last one in the task language_modeling.
 _COPIES = {"optimizer.lr": "optimization.lr", "lr_scheduler.lr": "optimization.lr", "task.seed": "common.seed"}
 
@@ -170,10 +173,38 @@ def group(runs: Sequence[Run]) -> list[Corpus]:
     return [_corpus(members) for members in corpora.values()]
 
 
-def _corpus(runs: Sequence[Run]) -> Corpus:
+def names(runs: Sequence[Run]) -> list[tuple[str, str]]:
+    """Of each run the label of its system, and the one that it has where the size of mini-batches is no setting.
+
+    Of runs on different data both are the name of the run.
+    """
+    if len(group(runs)) > 1:
+        return [(run.name, run.name) for run in runs]
+    labels = []
+    for corpus in (_corpus(runs), _corpus(runs, batch_is_a_setting=False)):
+        labels.append({run.path: label for label in corpus.settings for run in corpus.members(label)})
+    return [tuple(of_runs[run.path] for of_runs in labels) for run in runs]
+
+
+def _reads_batches(run: Run) -> bool:
+    """Whether the norm has statistics of the batch."""
+    from pn_fairseq.norms import NORMS, RunningNorm
+
+    label = norm_and_size(run)[0]
+    return any(issubclass(NORMS[name].cls, RunningNorm) for name, one in norm_labels().items() if one == label)
+
+
+def _corpus(runs: Sequence[Run], batch_is_a_setting: bool = True) -> Corpus:
     systems, rows, order = [], [], list(norm_labels().values())
+    batches: dict[str, dict[str, set]] = {}  # norm -> the sizes of mini-batches of its runs
+    for run in runs if batch_is_a_setting else ():
+        if _reads_batches(run):
+            for name in _BATCH:
+                batches.setdefault(norm_and_size(run)[0], {}).setdefault(name, set()).add(run.setting(name))
     for run in runs:
         settings = {name: value for name, value in comparable(run).items() if name != SEED and not _HOW.match(name)}
+        sizes = batches.get(settings[NORM], {})
+        settings |= {name: run.setting(name) for name, found in sizes.items() if len(found) > 1}
         if run.settings is None:  # nothing is known by which it could be put beside another
             settings = {NORM: UNKNOWN, "run": run.name}
         if settings not in systems:

@@ -188,7 +188,7 @@ def _headline(corpus: Corpus) -> dict | None:
     if other is None:
         return found
     # Each with an LN, or each with each where there is no LN.
-    comparisons = len(means) - 1 if any(label in means.index for label in corpus.ln) else math.comb(len(means), 2)
+    comparisons = len(_tested_over_seeds(corpus)) or math.comb(sum(scores.groupby(level="system").size() > 1), 2)
     test = welch(list(scores[best]), list(scores[other]))
     return found | {
         "difference": round(means[best] - means[other], 2),
@@ -197,6 +197,12 @@ def _headline(corpus: Corpus) -> dict | None:
         "seeds": min(len(scores[best]), len(scores[other])),
         "comparisons": comparisons,
     }
+
+
+def _tested_over_seeds(corpus: Corpus) -> list[str]:
+    """The systems that a t-test can compare with their LN: both have two seeds or more."""
+    several = corpus.scores().groupby(level="system").size() > 1
+    return [label for label, other in corpus.baselines().items() if several.get(label) and several.get(other)]
 
 
 def _over_seeds(mine: Sequence[float], theirs: Sequence[float], comparisons: int, digits: int) -> str:
@@ -223,13 +229,15 @@ def _over_sentences(found: list[tuple], measure: str, comparisons: int) -> str:
 def significance(
     corpus: Corpus, measures: Mapping[str, str], bootstrap: Callable[[str, str], list] | None = None
 ) -> dict:
-    """Every measured system against LN: ``table``, and by how many ``comparisons`` the p in it are corrected.
+    """Every measured system against LN: ``table``, and by how many comparisons the p in it are corrected, those over
+    seeds by ``over_seeds``, those over sentences by ``over_sentences``.
 
     ``bootstrap`` is called with system and LN, and returns what :func:`pairs` does.
     """
     rows, scores = [], corpus.scores()
     known = scores.index.unique("system")
     tested = {label: other for label, other in corpus.baselines().items() if label in known and other in known}
+    over_seeds = len(_tested_over_seeds(corpus))
     for label, baseline in tested.items():
         found = bootstrap(label, baseline) if bootstrap else None
         for measure, name in measures.items():
@@ -237,12 +245,12 @@ def significance(
             digits = _DIGITS.get(measure, 2)
             row = {"norm": label, "measure": name}
             row["difference of means"] = signed(statistics.fmean(mine) - statistics.fmean(theirs), digits)
-            row["over seeds: Welch's t-test"] = _over_seeds(mine, theirs, len(tested), digits)
+            row["over seeds: Welch's t-test"] = _over_seeds(mine, theirs, over_seeds, digits)
             if found is not None:
                 name = "over sentences: paired bootstrap, per seed"
                 row[name] = _over_sentences(found, measure, len(tested))
             rows.append(row)
-    return {"table": pandas.DataFrame(rows), "comparisons": len(tested)}
+    return {"table": pandas.DataFrame(rows), "over_seeds": over_seeds, "over_sentences": len(tested)}
 
 
 def raw_scores(runs: Sequence[Run]) -> pandas.DataFrame:

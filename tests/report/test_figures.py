@@ -9,10 +9,12 @@ import torch
 import yaml
 
 from pn_fairseq.probes import SCHEMA, write_update
-from pn_fairseq.report import figures
 from pn_fairseq.report.command import main as report
 from pn_fairseq.report.figures import FIGURES, Absent, Subject, main, read_subject
 from pn_fairseq.report.runs import read_runs
+
+from .test_report import make_run as make_scored
+from .test_report import with_score
 
 matplotlib.use("Agg")
 from matplotlib import pyplot  # noqa: E402
@@ -21,27 +23,36 @@ CHANNELS = 8
 
 
 def write_probe(folder, kind, running, updates=range(10, 101, 10), layers=2):
-    """Every vector of update n has the length n, that of the second layer 1000 n; gain over psi_B is 0 to 7 times n."""
+    """Every vector of update n has the length n, of second moments 10 n; those of the second layer are 1000 times as
+    long, and its norm keeps the other statistics. Gain over psi_B is 0 to 7 times n.
+    """
+    others = {"psi2": "mu,sigma2,psi2", "mu,sigma2,psi2": "psi2"}
     folder.mkdir()
     columns = [field.name for field in SCHEMA if field.name.endswith(("_l1", "_l2"))]
     for update in updates:
         rows = []
         for layer in range(layers):
-            row = dict.fromkeys(columns, float(update) * 1000**layer)
+            row = {name: float(update) * 1000**layer * (10 if "psi2" in name else 1) for name in columns}
             row |= {
                 "update": update,
                 "forward": 0,
                 "norm": f"encoder.layers.{layer}.self_attn_layer_norm",
                 "kind": kind,
             }
-            row |= {"running": running, "channels": CHANNELS, "tokens": 100.0, "sample_size": 50.0}
+            row |= {
+                "running": others[running] if layer else running,
+                "channels": CHANNELS,
+                "tokens": 100.0,
+                "sample_size": 50.0,
+            }
             row |= {"gamma_over_psi_batch": [float(update * n) for n in range(CHANNELS)]}
             rows.append(row)
         rows.append(rows[0] | {"forward": None, "mu_distance_l2": 1e9})  # all tokens of the update: not in the boxes
         write_update(folder, update, rows, "test")
 
 
-def make_run(where, norm="batch", running="mu,sigma2,psi2", max_tokens=512):
+def make_run(where, norm="batch", running="mu,sigma2,psi2", max_tokens=512, max_update=100):
+    """A training of 100 updates."""
     where.mkdir()
     settings = {
         "model": {
@@ -49,12 +60,12 @@ def make_run(where, norm="batch", running="mu,sigma2,psi2", max_tokens=512):
             "encoder_norm": norm,
             "norm_probe": f"/elsewhere/{where.name}/series",
         },
-        "optimization": {"max_update": 100},
+        "optimization": {"max_update": max_update},
         "dataset": {"max_tokens": max_tokens},
     }
     (where / "config.yaml").write_text(yaml.safe_dump(settings))
-    record = {"epoch": 1, "train_loss": "5", "train_nll_loss": "4", "train_num_updates": "100"}
-    (where / "train.log").write_text(f"2026-01-01 00:00:00 | INFO | train | {json.dumps(record)}\n")
+    record = {"loss": "5", "wps": "1000", "wpb": "100", "num_updates": "100", "wall": "3"}
+    (where / "train.log").write_text(f"{json.dumps(record)}\ndone training in 12.5 seconds\n")
     write_probe(where / "series", norm, running)
     return where
 
@@ -65,7 +76,7 @@ def runs(tmp_path):
 
 
 def subjects_of(runs):
-    return [read_subject(run, run.name) for run in read_runs(runs)]
+    return [read_subject(run, run.name, run.name) for run in read_runs(runs)]
 
 
 def boxes(axis):
@@ -75,7 +86,7 @@ def boxes(axis):
 
 
 def test_boxes_are_fifths_of_training_of_the_first_norm(runs):
-    figure = FIGURES[2](pyplot, subjects_of(runs))
+    figure = FIGURES[2].draw(pyplot, subjects_of(runs))
     fifths = [np.median([20 * n + 10, 20 * n + 20]) for n in range(5)]
     for axis in figure.axes:
         assert boxes(axis) == [median for median in fifths for _ in runs]
@@ -87,26 +98,40 @@ def test_boxes_are_fifths_of_training_of_the_first_norm(runs):
 
 def test_another_norm(runs):
     (run,) = read_runs(runs[:1])
-    subject = read_subject(run, "bn", "encoder.layers.1.self_attn_layer_norm")
-    figure = FIGURES[3](pyplot, [subject])
+    subject = read_subject(run, "bn", "bn", "encoder.layers.1.self_attn_layer_norm")
+    figure = FIGURES[3].draw(pyplot, [subject])
     assert boxes(figure.axes[0])[0] == 15 * 1000
     pyplot.close(figure)
 
 
-def test_the_fourth_figure_takes_the_statistic_that_a_norm_normalizes_by(runs, monkeypatch):
-    asked = []
-    monkeypatch.setattr(figures, "_fifths", lambda runs, column: asked.append((runs[0].label, column)) or [[1.0]] * 5)
-    pyplot.close(FIGURES[4](pyplot, subjects_of(runs)))
-    assert asked == [
-        ("bn", "sigma2_distance_l2"),
-        ("pnv", "psi2_distance_l2"),
-        ("bn", "g_sigma2_l2"),
-        ("pnv", "g_psi2_l2"),
-    ]
+@pytest.mark.parametrize(("layer", "factors"), [(0, [1, 10]), (1, [10_000, 1000])])
+def test_the_fourth_figure_takes_the_statistic_that_a_norm_normalizes_by(layer, factors, runs):
+    """Variances of BN and second moments of PN-V; in the second layer the other way round."""
+    name = f"encoder.layers.{layer}.self_attn_layer_norm"
+    figure = FIGURES[4].draw(pyplot, [read_subject(run, run.name, run.name, name) for run in read_runs(runs)])
+    for axis in figure.axes:
+        assert boxes(axis)[:2] == [15 * factor for factor in factors]
+    pyplot.close(figure)
+
+
+def test_a_training_that_ended_early_fills_its_fifths(tmp_path):
+    run = make_run(tmp_path / "run", max_update=250)
+    for expected in (15, 30):  # of updates 1 to 20; once it has not ended, 1 to 50
+        (subject,) = subjects_of([run])
+        assert subject.series.loc[subject.series["fifth"] == 1, "g_mu_l2"].median() == expected
+        (run / "train.log").write_text((run / "train.log").read_text().partition("done")[0])
+
+
+def test_many_runs_can_be_told_apart(tmp_path):
+    runs = [make_run(tmp_path / str(number)) for number in range(12)]
+    figure = FIGURES[2].draw(pyplot, subjects_of(runs))
+    looks = {(box.get_edgecolor(), box.get_hatch()) for box in figure.axes[0].patches}
+    assert len(looks) == 12
+    pyplot.close(figure)
 
 
 def test_gradients_have_a_second_axis_in_the_papers_unit(runs):
-    figure = FIGURES[3](pyplot, subjects_of(runs))
+    figure = FIGURES[3].draw(pyplot, subjects_of(runs))
     marks = [line for line in figure.axes[0].lines if line.get_linestyle() == ":"]
     paper = [0.0084, 0.0086, 0.0067, 0.0074, 0.0076]
     np.testing.assert_allclose(marks[1].get_ydata() * 100 * 50, paper)  # tokens times sample size
@@ -114,9 +139,9 @@ def test_gradients_have_a_second_axis_in_the_papers_unit(runs):
 
 
 def test_batch_size(tmp_path):
-    points = [("ln", 512, 20.0), ("ln", 512, 22.0), ("ln", 4096, 23.0), ("pn", 512, 24.0), ("bn", 512, None)]
-    subjects = [Subject("x", None, tokens, bleu, norm, None) for norm, tokens, bleu in points]
-    figure = FIGURES[5](pyplot, subjects)
+    points = [("ln", 512, 20.0), ("ln", 512, 22.0), ("ln", 4096, 23.0), ("pn", 512, 24.0)]
+    subjects = [Subject("x", "y", line, tokens=tokens, bleu=bleu) for line, tokens, bleu in points]
+    figure = FIGURES[5].draw(pyplot, subjects)
     ours, paper = figure.axes
     lines = {
         line.get_label(): line.get_xydata().tolist() for line in ours.lines if not line.get_label().startswith("_")
@@ -134,21 +159,37 @@ def test_spectra(tmp_path):
     torch.save({"model": {"encoder.embed_tokens.weight": weight}}, tmp_path / "checkpoint_last.pt")
     torch.save({"model": {"decoder.embed_tokens.weight": 3 * weight}}, tmp_path / "language_model.pt")
     torch.save({"model": {"output.weight": weight}}, tmp_path / "without.pt")
-    files = ("checkpoint_last.pt", "language_model.pt", "without.pt")  # two seeds, and one that is left out
-    figure = FIGURES[6](pyplot, [Subject("ln", None, None, None, "ln", tmp_path / file) for file in files])
+    files = ("checkpoint_last.pt", "language_model.pt", "without.pt")
+    *seeds, without = (Subject(file, "ln", "ln", checkpoint=tmp_path / file) for file in files)
+    figure = FIGURES[6].draw(pyplot, seeds)
     for axis, divisor in zip(figure.axes, (8.0, 4.0, np.sqrt(85.0)), strict=True):
         ours = [line.get_ydata() for line in axis.lines if line.get_marker() == "None"]
         np.testing.assert_allclose(ours, [np.array([8, 4, 2, 1]) / divisor] * 2)
     pyplot.close(figure)
-    with pytest.raises(Absent, match="checkpoint_last"):
-        FIGURES[6](pyplot, [Subject("ln", None, None, None, "ln", None)])
+    with pytest.raises(Absent, match="without.pt has no word embeddings"):
+        FIGURES[6].draw(pyplot, [without])
 
 
 def test_gains_are_those_of_the_last_recorded_update(runs):
-    figure = FIGURES[7](pyplot, subjects_of(runs))
+    figure = FIGURES[7].draw(pyplot, subjects_of(runs))
     (axis,) = figure.axes  # no final_layer_norm was recorded
     assert boxes(axis) == [350.0] * 4  # 100 times the median of 0 to 7; two layers of two runs
     assert axis.get_title(loc="left") == "before self-attention"
+    (paper,) = (line for line in axis.lines if line.get_linestyle() == ":")
+    assert list(paper.get_ydata()) == [0.121, 0.090]
+    pyplot.close(figure)
+
+
+def test_the_papers_gains_stand_at_their_layers(runs):
+    """Where layers 4 and 6 alone were recorded."""
+    (subject,) = subjects_of(runs[:1])
+    names = {
+        f"encoder.layers.{n}.self_attn_layer_norm": f"encoder.layers.{m}.final_layer_norm" for n, m in ((0, 3), (1, 5))
+    }
+    subject.probe["norm"] = subject.probe["norm"].map(names)
+    figure = FIGURES[7].draw(pyplot, [subject])
+    (paper,) = (line for line in figure.axes[0].lines if line.get_linestyle() == ":")
+    assert list(paper.get_ydata()) == [0.124, 0.172]
     pyplot.close(figure)
 
 
@@ -160,12 +201,43 @@ def test_files_and_what_is_said_of_what_is_missing(runs, tmp_path, capsys):
     assert (tmp_path / "out/figure-2.png").read_bytes()[:4] == b"\x89PNG"
     assert (tmp_path / "out/figure-2.pdf").read_bytes()[:4] == b"%PDF"
     assert err.splitlines() == [
-        "pn-figures: not drawn: Figure 5: no run has scores (scripts/score.sh)",
+        "pn-figures: not drawn: Figure 5: no run has scores (scripts/score.sh) and dataset.max_tokens",
         "pn-figures: not drawn: Figure 6: no run has a checkpoint_last.pt",
     ]
     report([*map(str, runs), "--output", str(tmp_path / "out")])
     page = (tmp_path / "out/report.md").read_text("utf-8")
-    assert "bn/series" in page and "](figure-2.png)" in page and "](figure-7.png)" in page
+    assert "bn/series" in page and "](figure-2.png)" in page and "](figure-7.pdf)" in page
+
+
+def test_what_a_run_lacks_is_said_and_old_figures_are_removed(runs, tmp_path, capsys):
+    out = tmp_path / "out"
+    main([*map(str, runs), "--output", str(out)])
+    scored = [with_score(make_scored(tmp_path / f"scored{n}", "pn", n), 20 + n) for n in (1, 2)]
+    capsys.readouterr()
+    main([*map(str, [*scored, runs[0]]), "--output", str(out), "--labels", "a", "b", "c"])
+    names = [read.name for read in read_runs([*scored, runs[0]])]
+    assert (
+        f"Figure 2 is without {names[0]}, {names[1]}: not every run has a --norm-probe file" in capsys.readouterr().err
+    )
+    main([*map(str, scored), "--output", str(out)])
+    assert sorted(path.name for path in out.iterdir()) == ["figure-5.pdf", "figure-5.png"]
+
+
+def test_runs_that_differ_by_their_seed_or_mini_batch_are_a_line(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setitem(
+        FIGURES, 5, FIGURES[5]._replace(draw=lambda _, subjects: drawn.extend(subjects) or pyplot.figure())
+    )
+    changes = [{}, {"dataset__max_tokens": 512}, {"model__layer_scale_groups": 0}]
+    runs = [with_score(make_scored(tmp_path / str(n), "pn", n, **one), 20) for n, one in enumerate(changes, 1)]
+    for run in runs:
+        (run / "starts.jsonl").write_text(json.dumps({"tokens_per_update": 4096}) + "\n")
+    main([*map(str, runs), "--output", str(tmp_path / "out")])
+    lines = [f"PN (layer_scale_groups={groups})" for groups in ("default", "default", 0)]
+    assert [(one.tokens, one.line) for one in drawn] == list(zip((2048, 512, 2048), lines, strict=True))
+    drawn.clear()
+    main([*map(str, runs), "--output", str(tmp_path / "out"), "--labels", "x", "x", "y"])
+    assert [one.line for one in drawn] == ["x", "x", "y"]
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,9 @@ from pn_fairseq import norms
 from pn_fairseq.report import markdown
 from pn_fairseq.report.command import main
 from pn_fairseq.report.paper import PAPER
+from pn_fairseq.report.runs import read_runs
 from pn_fairseq.report.significance import welch
+from pn_fairseq.report.systems import names
 from pn_fairseq.report.tables import relative
 
 SENTENCES = 60
@@ -630,7 +632,7 @@ def test_variants_are_named_by_what_differs_from_most_runs(tmp_path):
     for label, other in against.items():
         assert page.said(f"{label} is compared with {other}.")
         assert tests[label]["over seeds: Welch's t-test"].startswith("–") == (label != "PN")
-    assert page.said("corrected by Bonferroni for 8 systems")
+    assert page.said("those of the t-test for 1 system with two seeds or more, those of the bootstrap for 8 systems")
     # LN with five others, LN and LN (lr=0.01) with the rest.
     assert sorted(path.name for path in (tmp_path / "out").glob("*.png")) == [
         "report-curves-1.png",
@@ -652,6 +654,24 @@ def test_a_batch_is_the_same_on_any_number_of_ranks(tmp_path):
     assert [row["norm"] for row in page.table("norm", "seeds scored")] == [
         "PN (tokens_per_update=4096)", "PN (tokens_per_update=2048)",
     ]  # fmt: skip
+
+
+def test_a_mini_batch_is_a_setting_of_norms_that_read_it(tmp_path):
+    """LN is the same with any; BN is not."""
+    runs = [
+        make_run(tmp_path / f"{norm}{tokens}", norm, dataset__max_tokens=tokens, optimization__update_freq=[freq])
+        for norm in ("ln", "bn")
+        for tokens, freq in ((1024, 4), (4096, 1))
+    ]
+    for run in runs:
+        (run / "starts.jsonl").write_text(json.dumps(START | {"tokens_per_update": 4096}) + "\n")
+    page = report(*runs, output=tmp_path / "out")
+    systems = [row["norm"] for row in page.table("norm", "seeds scored")]
+    assert systems == ["LN", "BN (max_tokens=1024)", "BN (max_tokens=4096)"]
+    assert names(read_runs(runs)) == [("LN", "LN"), ("LN", "LN"), (systems[1], "BN"), (systems[2], "BN")]
+    other = make_run(tmp_path / "other", data=DATA.replace("4000", "8000"))
+    *_, last = mixed = read_runs([*runs, other])
+    assert names(mixed)[-1] == (last.name, last.name)
 
 
 def test_seeds_on_one_side_and_seeds_not_known(tmp_path):
@@ -746,6 +766,8 @@ def with_score(run: Path, bleu: float) -> Path:
         ({"ln": (20.0, 20.0), "pn": (25.0, 25.0)}, ["5.00 above LN: inconclusive", "no spread"]),
         ({"ln": (20.0, 22.0), "pn": (22.0, 20.0)}, ["have the same mean tokenized BLEU", "no difference"]),
         ({"bn": (20.0, 20.2), "pn": (25.0, 25.1)}, ["PN has the highest", "4.95 above BN: significant"]),
+        # What has one seed cannot be tested and does not count.
+        ({"ln": (20.0, 20.2), "bn": (10.0,), "pn": (25.0, 25.1)}, ["4.95 above LN: significant over seeds"]),
         # Significant alone (p = 0.03), but not as one of three comparisons.
         (
             {"ln": (20.0, 20.6), "bn": (10.0, 10.1), "pnv": (10.0, 10.1), "pn": (22.0, 22.4)},
@@ -763,7 +785,7 @@ def test_the_first_sentence_says_which_norm_did_best(bleu, needles, tmp_path):
     assert all(needle in sentence for needle in needles), sentence
     if "significant over" in sentence or "not significant" in sentence:
         _, p = welch_by_hand(bleu["pn"], bleu.get("ln") or bleu["bn"])
-        assert shown_p(p * (len(bleu) - 1)) in sentence
+        assert shown_p(p * (sum(len(scores) > 1 for scores in bleu.values()) - 1)) in sentence
 
 
 def test_a_bleu_below_1_is_a_problem(tmp_path):
