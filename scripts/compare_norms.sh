@@ -62,12 +62,7 @@ while IFS='|' read -r corpus folder seed norms setting; do
     [[ $corpus != multi30k ]] || command+=(--corpus "$(absolute "$multi30k")")
     [[ $dry_run -eq 0 ]] || command+=(--dry-run)
     [[ -z $setting ]] || command+=("$setting")
-    # Code 1: a run failed; the other runs are still made. A larger code ends the script.
-    code=0
-    NORMS=$norms SEEDS=$seed PN_FAIRSEQ_STEP=1 "${command[@]}" </dev/null &
-    wait $! || code=$?
-    [[ $code -le 1 ]] || exit "$code"
-    [[ $code -eq 0 ]] || failed=1
+    NORMS=$norms SEEDS=$seed step_of_runs "${command[@]}"
     folders[$folder]=1
 done < <(manifest)
 

@@ -133,6 +133,17 @@ step() {
     [[ $code -eq 0 ]] || exit "$code"
 }
 
+# step_of_runs COMMAND...: a step that ends with code 1 if a run failed and the others were made: it sets `failed`, and
+# the script goes on. A larger code ends the script.
+step_of_runs() {
+    local code=0
+    PN_FAIRSEQ_STEP=1 "$@" </dev/null &
+    wait $! || code=$?
+    [[ $code -le 1 ]] || exit "$code"
+    # shellcheck disable=SC2034
+    [[ $code -eq 0 ]] || failed=1
+}
+
 # interrupted EXIT_CODE
 interrupted() {
     local children
