@@ -8,6 +8,7 @@ page says anything else.
 
 import contextlib
 import logging
+import math
 import re
 import subprocess
 import sys
@@ -36,6 +37,8 @@ SMALLEST = 0.3
 SIDES = ("above", "below")
 NOTHING = "No run is finished."
 UNCOMPARED = "No two of these runs are finished."
+#: Runs that are not in the table of norms: they have tables of their own.
+OWN_TABLES = r"_lr[\d.]+/|norm_alpha_"
 LOSS = "best validation loss (bits/token)"
 #: A run that has one of these is finished or has failed.
 RESULT_FILES = ("generate/test/scores.json", "evaluate_lm/test.json", "failed")
@@ -72,19 +75,23 @@ def planned() -> dict[str, Counter]:
 
 
 def systems(frame: pandas.DataFrame) -> pandas.DataFrame:
-    """System -> ``norm``, ``compared with``, its ``scores`` by seed, and what to ``say`` of the difference from LN."""
+    """System -> ``norm``, ``compared with``, its ``scores`` by seed, the ``difference`` from LN, and what to ``say``.
+
+    A system with one seed is compared with the LN of that seed alone.
+    """
     scored = frame.dropna(subset=["tokenized"]).groupby(["system", "seed"], sort=False)["tokenized"].mean()
     found = frame.groupby("system", sort=False)[["norm", "compared with"]].first()
-    found["scores"] = [list(scored[scored.index.get_level_values("system") == label]) for label in found.index]
-    both = [
-        label
-        for label, other in found["compared with"].items()
-        if found["scores"][label] and found["scores"].get(other)
-    ]
-    found["difference"] = {label: _mean(found, label) - _mean(found, found["compared with"][label]) for label in both}
-    found["say"] = "–"
-    for label in both:
-        test = welch(found["scores"][label], found["scores"][found["compared with"][label]])
+    by_seed = {label: scored[label] if label in scored else pandas.Series() for label in found.index}
+    found["scores"] = [list(by_seed[label]) for label in found.index]
+    found["say"], found["difference"], tests = "–", math.nan, {}
+    for label, other in found["compared with"].items():
+        mine, theirs = by_seed[label], by_seed.get(other, pandas.Series())
+        if len(mine) == 1:
+            theirs = theirs[theirs.index.isin(mine.index)]
+        if len(mine) and len(theirs):
+            found.loc[label, "difference"] = mine.mean() - theirs.mean()
+            tests[label] = welch(list(mine), list(theirs))
+    for label, test in tests.items():
         difference = found["difference"][label]
         higher = "higher" if difference > 0 else "lower"
         above = "above" if difference > 0 else "below"
@@ -96,7 +103,7 @@ def systems(frame: pandas.DataFrame) -> pandas.DataFrame:
                 else f"inconclusive: one seed, difference below {SMALLEST}"
             )
         else:
-            p = corrected(test.p_value, len(both))
+            p = corrected(test.p_value, sum(each is not None for each in tests.values()))
             say = f"{above} LN" if p < 0.05 else "inconclusive"
             say += f" (95% interval {test.low:+.2f} to {test.high:+.2f}, p = {p:.3f})".replace("-", "−")
         found.loc[label, "say"] = say
@@ -109,10 +116,6 @@ def systems(frame: pandas.DataFrame) -> pandas.DataFrame:
 def _went_wrong(row) -> bool:
     """Whether a run failed or diverged."""
     return "not finite" in str(row.problems) or "NaN" in str(row.problems) or "failed" in str(row.state)
-
-
-def _mean(found: pandas.DataFrame, label: str) -> float:
-    return sum(found["scores"][label]) / len(found["scores"][label])
 
 
 def _spread(values: pandas.Series) -> str:
@@ -159,7 +162,7 @@ def table() -> str:
                 else f"{row['difference']:+.2f}".replace("-", "−"),
                 "conclusion": row["say"].replace("|", "\\|"),
             }
-            for label, row in systems(frame).iterrows()
+            for label, row in systems(frame[~frame["run"].str.contains(OWN_TABLES)]).iterrows()
         ]
         parts += [f"### {CORPORA[corpus]}", _table(rows)]
         wrong = sum(map(_went_wrong, frame.itertuples()))
@@ -195,9 +198,18 @@ def decays() -> str:
         | {f"α_bwd={bwd:g}": f"{losses[fwd, bwd]:.3f}" if (fwd, bwd) in losses else "–" for bwd in grid}
         for fwd in grid
     ]
-    spread = max(losses.values()) - min(losses.values())
-    lowest = f"The lowest is that of α_fwd = {best[0]:g} and α_bwd = {best[1]:g}. The range is {spread:.3f} bits."
+    lowest = (
+        f"The lowest is that of α_fwd = {best[0]:g} and α_bwd = {best[1]:g}. The range is {_range(losses.values())}."
+    )
+    frame = reports()["verses"]
+    seeds = frame.loc[frame["run"].str.fullmatch(r"(verses/)?pn_seed\d+"), LOSS].dropna()
+    if len(seeds) > 1:
+        lowest += f" The seeds of PN with 0.9 and 0.9 have a range of {_range(seeds)}: smaller differences are noise."
     return f"{_table(rows)}\n\n{lowest}"
+
+
+def _range(values) -> str:
+    return f"{max(values) - min(values):.3f} bits"
 
 
 def learning_rates() -> str:
@@ -217,11 +229,12 @@ def learning_rates() -> str:
         if ln is not None and pn is not None:
             differences.append(pn["tokenized"] - ln["tokenized"])
         rows.append(row)
-    above = sum(each > 0 for each in differences)
-    large = sum(abs(each) >= SMALLEST for each in differences)
+    above, below = (sum(sign * each >= SMALLEST for each in differences) for sign in (1, -1))
+    count = len(differences)
     return (
-        f"{_table(rows)}\n\nPN is above LN at {above} of {len(differences)} learning rates. {large} of these "
-        f"differences reach {SMALLEST} BLEU, and each is from one seed."
+        f"{_table(rows)}\n\nOf {count} learning rates PN is above LN at {above} and below at {below}, each by "
+        f"{SMALLEST} BLEU or more and with one seed; at {count - above - below} the difference is smaller "
+        "(inconclusive)."
     )
 
 
