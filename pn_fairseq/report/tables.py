@@ -262,7 +262,8 @@ def raw_scores(runs: Sequence[Run]) -> pandas.DataFrame:
             if run.language_model:
                 parts = {"signature": run.perplexity.signature if run.perplexity else ""}
             rows.append(
-                {"run": run.name, "system": label, "norm": corpus.norm(label), "seed": seed}
+                {"run": run.name, "data": os.path.relpath(run.data_path) if run.data_path else "", "system": label}
+                | {"norm": corpus.norm(label), "seed": seed}
                 | {"compared with": corpus.baseline(label), **run.measures, **parts}
                 | _of_training(run)
                 | {"state": _state(run).strip("*"), "problems": "; ".join(map(relative, run.problems))}

@@ -306,6 +306,7 @@ def test_csv_has_the_scores_of_every_run(comparison):
     assert (last["norm"], last["seed"], last["updates"], last["seconds"], last["state"]) == (
         "PN", "3", "40", "12.5", "complete",
     )  # fmt: skip
+    assert Path(last["data"]).resolve() == Path("/data/not there")
     assert float(last["best validation loss (bits/token)"]) == pytest.approx(4.78)
 
 
