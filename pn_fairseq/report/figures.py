@@ -157,6 +157,7 @@ def _boxes(axis, groups: Mapping[str, Sequence[np.ndarray]], ticks: Sequence, me
         )  # fmt: skip
         for box in drawn["boxes"]:
             colour = style(index)["color"]
+            # After the sixth label, when colours begin again, each has another hatch.
             box.set(edgecolor=colour, facecolor=f"{colour}55", hatch=_HATCHES[(index + index // 6) % 6])
         handles[label] = drawn["boxes"][0]
     for index, (label, values) in enumerate(medians.items(), len(groups)):
