@@ -28,6 +28,7 @@ from fairseq.registry import REGISTRIES
 from fairseq.tasks import TASK_DATACLASS_REGISTRY, TASK_REGISTRY
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
@@ -142,6 +143,14 @@ _register = functools.cache(hydra_init)
 
 def _read(config: Path, overrides: Sequence[str]) -> DictConfig:
     """The settings as fairseq-hydra-train composes them, every key checked."""
+    for override in overrides:
+        try:
+            OverridesParser.create().parse_override(override)
+        except HydraException as error:
+            advice = "put quotes around such a value: KEY=\"'VALUE'\""
+            raise UserError(
+                f"{override.lstrip('+')} cannot be read: {' '.join(str(error).split())}; {advice}"
+            ) from error
     try:
         _register(config.stem)
         with warnings.catch_warnings(action="ignore"), initialize_config_dir(str(config.parent), version_base="1.1"):

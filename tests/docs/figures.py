@@ -45,7 +45,7 @@ def folder_of(runs: Path, name: str) -> Path:
 
 def train(runs: Path) -> None:
     for name, (_, norm) in MODELS.items():
-        probe = f"model.norm_probe={folder_of(runs, name)}/norm_probe"
+        probe = f"model.norm_probe='{folder_of(runs, name)}/norm_probe'"  # its = would be one of the setting
         command = [ROOT / "scripts/reproduce_verses.sh", "--runs", runs, probe, f"model.norm_probe_interval={INTERVAL}"]
         subprocess.run(command, env={**os.environ, "NORMS": norm, "SEEDS": str(SEED)}, check=True)
 

@@ -94,6 +94,7 @@ def test_batches_that_are_refused(overrides, ranks, needle):
 @pytest.mark.parametrize(
     ("override", "needles"),
     [
+        ("model.norm_probe=pn+layer_scale_groups=0/probe", ("model.norm_probe=pn+l", "KEY=\"'VALUE'\"")),
         ("model.encoder_nrom=layer", ("model.encoder_nrom", "did you mean 'encoder_norm'")),
         ("+model.encoder_nrom=layer", ("model.encoder_nrom", "did you mean 'encoder_norm'")),
         ("model._name=transformer_pn_tinyy", ("transformer_pn_tinyy", "did you mean 'transformer_pn_tiny'")),
