@@ -211,16 +211,15 @@ def test_files_and_what_is_said_of_what_is_missing(runs, tmp_path, capsys):
 
 def test_what_a_run_lacks_is_said_and_old_figures_are_removed(runs, tmp_path, capsys):
     out = tmp_path / "out"
-    main([*map(str, runs), "--output", str(out)])
-    scored = [with_score(make_scored(tmp_path / f"scored{n}", "pn", n), 20 + n) for n in (1, 2)]
-    capsys.readouterr()
-    main([*map(str, [*scored, runs[0]]), "--output", str(out), "--labels", "a", "b", "c"])
-    names = [read.name for read in read_runs([*scored, runs[0]])]
-    assert (
-        f"Figure 2 is without {names[0]}, {names[1]}: not every run has a --norm-probe file" in capsys.readouterr().err
-    )
-    main([*map(str, scored), "--output", str(out)])
-    assert sorted(path.name for path in out.iterdir()) == ["figure-5.pdf", "figure-5.png"]
+    out.mkdir()
+    for name in ("figure-2.png", "figure-6.png", "figure-6.pdf", "figure-8.png"):
+        (out / name).touch()
+    scored = with_score(make_scored(tmp_path / "scored"), 20)
+    main([str(scored), str(runs[0]), "--output", str(out), "--labels", "a", "b"])
+    (name, _) = (read.name for read in read_runs([scored, runs[0]]))
+    assert f"Figure 2 is without {name}: not every run has a --norm-probe file" in capsys.readouterr().err
+    assert {path.name for path in out.glob("*.png")} == {f"figure-{number}.png" for number in (2, 3, 4, 5, 7, 8)}
+    assert not (out / "figure-6.pdf").exists()
 
 
 def test_runs_that_differ_by_their_seed_or_mini_batch_are_a_line(tmp_path, monkeypatch):
