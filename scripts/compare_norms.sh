@@ -62,7 +62,7 @@ while IFS='|' read -r corpus folder seed norms setting; do
     [[ $corpus != multi30k ]] || command+=(--corpus "$(absolute "$multi30k")")
     [[ $dry_run -eq 0 ]] || command+=(--dry-run)
     [[ -z $setting ]] || command+=("$setting")
-    NORMS=$norms SEEDS=$seed step_of_runs "${command[@]}"
+    NORMS=$norms SEEDS=$seed step_of_runs "${command[@]}" </dev/null
     folders[$folder]=1
 done < <(manifest)
 

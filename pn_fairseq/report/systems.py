@@ -178,10 +178,11 @@ def names(runs: Sequence[Run]) -> list[tuple[str, str]]:
 
     Of runs on different data both are the name of the run.
     """
-    if len(group(runs)) > 1:
+    first, *others = group(runs)
+    if others:
         return [(run.name, run.name) for run in runs]
     labels = []
-    for corpus in (_corpus(runs), _corpus(runs, batch_is_a_setting=False)):
+    for corpus in (first, _corpus(runs, batch_is_a_setting=False)):
         labels.append({run.path: label for label in corpus.settings for run in corpus.members(label)})
     return [tuple(of_runs[run.path] for of_runs in labels) for run in runs]
 

@@ -126,21 +126,19 @@ fi
 # step COMMAND...: run a command to its end. If it fails the script ends with its exit code. In the background, because
 # bash runs a trap only after the command in the foreground has ended.
 step() {
-    local code=0
-    # The step leaves the line about an interruption to this script.
-    PN_FAIRSEQ_STEP=1 "$@" &
-    wait $! || code=$?
-    [[ $code -eq 0 ]] || exit "$code"
+    local failed=0
+    step_of_runs "$@"
+    [[ $failed -eq 0 ]] || exit 1
 }
 
 # step_of_runs COMMAND...: a step that ends with code 1 if a run failed and the others were made: it sets `failed`, and
 # the script goes on. A larger code ends the script.
 step_of_runs() {
     local code=0
-    PN_FAIRSEQ_STEP=1 "$@" </dev/null &
+    # The step leaves the line about an interruption to this script.
+    PN_FAIRSEQ_STEP=1 "$@" &
     wait $! || code=$?
     [[ $code -le 1 ]] || exit "$code"
-    # shellcheck disable=SC2034
     [[ $code -eq 0 ]] || failed=1
 }
 
