@@ -1,9 +1,10 @@
-"""docs/results, and what other pages show of it: ``python -m tests.docs.results [CHECKOUT]`` writes them.
+"""docs/results, and what other pages show of it: ``python -m tests.docs.results [CHECKOUT [NAME]]`` writes them.
 
 With CHECKOUT, the copy of the repository in which scripts/compare_norms.sh and scripts/reproduce_verses_lm.sh were run,
-`pn-report` writes the reports anew from the runs that are finished or failed. Everything between
-``<!-- NAME: generated -->`` and ``<!-- end of NAME -->`` is computed from the reports; test_results.py fails where a
-page says anything else.
+`pn-report` writes the reports anew from the runs that are finished or failed: docs/results/CORPUS, or with NAME
+docs/results/CORPUS-NAME, of runs in another copy. The page shows the runs of all reports of a corpus. Everything
+between ``<!-- NAME: generated -->`` and ``<!-- end of NAME -->`` is computed from the reports; test_results.py fails
+where a page says anything else.
 """
 
 import contextlib
@@ -44,7 +45,7 @@ LOSS = "best validation loss (bits/token)"
 RESULT_FILES = ("generate/test/scores.json", "evaluate_lm/test.json", "failed")
 
 
-def write_reports(checkout: Path) -> None:
+def write_reports(checkout: Path, name: str = "") -> None:
     """`pn-report` of each corpus, of what is finished."""
     with contextlib.chdir(checkout):  # so that the reports name paths below it
         for corpus in (*CORPORA, LM):
@@ -52,38 +53,58 @@ def write_reports(checkout: Path) -> None:
             pattern = f"{LM}_en/*_seed*" if corpus == LM else f"compare_norms/{corpus}*/*_seed*"
             folders = sorted(Path("runs").glob(pattern))
             done = [each for each in folders if any((each / result).exists() for result in RESULT_FILES)]
-            if done and pn_report([*map(str, done), "--output", str(RESULTS / corpus)]) != 0:
+            output = RESULTS / (f"{corpus}-{name}" if name else corpus)
+            if done and pn_report([*map(str, done), "--output", str(output)]) != 0:
                 raise SystemExit(f"no report of {corpus}")
 
 
+def folders(corpus: str) -> list[Path]:
+    """Where the reports of a corpus are."""
+    return sorted(
+        file.parent for file in [*RESULTS.glob(f"{corpus}/report.csv"), *RESULTS.glob(f"{corpus}-*/report.csv")]
+    )
+
+
 def reports() -> dict[str, pandas.DataFrame]:
-    """Corpus -> report.csv, of those that have one."""
-    files = {corpus: RESULTS / corpus / "report.csv" for corpus in CORPORA}
-    return {corpus: pandas.read_csv(file) for corpus, file in files.items() if file.exists()}
+    """Corpus -> the rows of report.csv of all its reports, of those that have one.
+
+    A run of one name and seed that is in several reports is there once, from the first. Where a report has runs of one
+    folder alone, its names have no folder; here all have one.
+    """
+    found = {}
+    for corpus in CORPORA:
+        if frames := [pandas.read_csv(folder / "report.csv") for folder in folders(corpus)]:
+            frame = pandas.concat(frames, ignore_index=True)
+            frame["run"] = frame["run"].where(frame["run"].str.contains("/"), f"{corpus}/" + frame["run"])
+            order = {norm: number for number, norm in enumerate(frame["norm"].unique())}
+            frame = frame.drop_duplicates("run").sort_values("norm", key=lambda norms: norms.map(order), kind="stable")
+            found[corpus] = frame.reset_index(drop=True)
+    return found
 
 
 def planned() -> dict[str, Counter]:
-    """Corpus -> norm with its settings, as `manifest` of scripts/compare_norms.sh has it -> number of seeds."""
+    """Corpus -> folder and norm with its settings, as in `manifest` of scripts/compare_norms.sh -> number of seeds."""
     script = (ROOT / "scripts/compare_norms.sh").read_text("utf-8")
     manifest = re.search(r"^manifest\(\) \{$.*?^\}$", script, re.M | re.S)[0]
     lines = subprocess.run(["bash", "-c", f"{manifest}\nmanifest"], capture_output=True, text=True, check=True).stdout
     found = {corpus: Counter() for corpus in CORPORA}
     for line in lines.splitlines():
-        corpus, _, _, norms, setting = [*line.split("|"), ""][:5]
-        found[corpus].update(f"{norm} {setting}".strip() for norm in norms.split())
+        corpus, folder, _, norms = line.split("|")[:4]
+        found[corpus].update(f"{folder}/{norm}" for norm in norms.split())
     return found
 
 
 def systems(frame: pandas.DataFrame) -> pandas.DataFrame:
     """System -> ``norm``, ``compared with``, its ``scores`` by seed, the ``difference`` from LN, and what to ``say``.
 
-    A system with one seed is compared with the LN of that seed alone.
+    A system with one seed is compared with the LN of that seed alone. ``noise`` is half the interval of the difference
+    over seeds, where it is tested.
     """
     scored = frame.dropna(subset=["tokenized"]).groupby(["system", "seed"], sort=False)["tokenized"].mean()
     found = frame.groupby("system", sort=False)[["norm", "compared with"]].first()
     by_seed = {label: scored[label] if label in scored else pandas.Series() for label in found.index}
     found["scores"] = [list(by_seed[label]) for label in found.index]
-    found["say"], found["difference"], tests = "–", math.nan, {}
+    found["say"], found["difference"], found["noise"], tests = "–", math.nan, math.nan, {}
     for label, other in found["compared with"].items():
         mine, theirs = by_seed[label], by_seed.get(other, pandas.Series())
         if len(mine) == 1:
@@ -103,6 +124,7 @@ def systems(frame: pandas.DataFrame) -> pandas.DataFrame:
                 else f"inconclusive: one seed, difference below {SMALLEST}"
             )
         else:
+            found.loc[label, "noise"] = (test.high - test.low) / 2
             p = corrected(test.p_value, sum(each is not None for each in tests.values()))
             say = f"{above} LN" if p < 0.05 else "inconclusive"
             say += f" (95% interval {test.low:+.2f} to {test.high:+.2f}, p = {p:.3f})".replace("-", "−")
@@ -130,22 +152,26 @@ def _table(rows: list[dict[str, str]]) -> str:
 
 
 def answer() -> str:
-    """Which norms are above LN; the first sentence of each report."""
-    lines = []
-    for corpus, frame in reports().items():
-        found = systems(frame)
-        better = [label for label, say in found["say"].items() if say.startswith("above LN")]
-        tested = sum("p = " in say for say in found["say"])
-        first = (RESULTS / corpus / "report.md").read_text("utf-8").split("\n\n")[1]
-        lines.append(f"- **{CORPORA[corpus]}**: {_better(better, tested)} {first.replace('**', '')}")
+    """Which norms are above LN, corpus by corpus."""
+    lines = [f"- **{CORPORA[corpus]}**: {_answer(systems(frame))}" for corpus, frame in reports().items()]
     return "\n".join(lines) or NOTHING
 
 
-def _better(better: list[str], tested: int) -> str:
-    if not tested:
+def _answer(found: pandas.DataFrame) -> str:
+    """Which of the systems with several seeds are above LN, and which is the highest."""
+    tested = found[found["noise"].notna()]
+    if tested.empty:
         return "No norm has several seeds yet, so no conclusion is possible."
-    names = ", ".join(better) if better else "no norm"
-    return f"Of {tested} compared with LN over several seeds, {names} {'are' if len(better) > 1 else 'is'} above it."
+    better = tested.index[tested["say"].str.startswith("above LN")]
+    names, are = ", ".join(better) or "no norm", "are" if len(better) > 1 else "is"
+    highest = found.loc[tested["difference"].idxmax()]
+    score, difference = _spread(pandas.Series(highest["scores"])), highest["difference"]
+    return (
+        f"Of {len(tested)} compared with LN over several seeds (Welch's t-test, corrected by Bonferroni), {names} "
+        f"{are} above it. {highest.name} has the highest mean tokenized BLEU of them, {score}, {abs(difference):.2f} "
+        f"{'above' if difference > 0 else 'below'} LN: {highest['say']}. With these seeds, differences below about "
+        f"{highest['noise']:.1f} cannot be told from noise."
+    )
 
 
 def table() -> str:
@@ -167,9 +193,10 @@ def table() -> str:
         parts += [f"### {CORPORA[corpus]}", _table(rows)]
         wrong = sum(map(_went_wrong, frame.itertuples()))
         parts.append(f"Runs that failed, or whose loss or gradient was not finite: {wrong} of {len(frame)}.")
+        links = [f"[report]({each.name}/report.md), [its scores]({each.name}/report.csv)" for each in folders(corpus)]
         parts.append(
-            f"[Report]({corpus}/report.md) · [all scores]({corpus}/report.csv) · {max(frame['updates']):,} updates · "
-            "tokenized BLEU of the test set, mean ± standard deviation over seeds"
+            f"From {'; '.join(links)} · {max(frame['updates']):,} updates · tokenized BLEU of the test set, "
+            "mean ± standard deviation over seeds"
         )
     return "\n\n".join(parts) or NOTHING
 
@@ -178,9 +205,7 @@ def _first_seeds(pattern: str) -> pandas.DataFrame:
     """The runs of the verses with seed 1 whose folder and norm match; the matches are the index."""
     if (frame := reports().get("verses")) is None:
         return pandas.DataFrame()
-    # Where there are no runs with other learning rates, names have no folder.
-    names = frame["run"].where(frame["run"].str.contains("/"), "verses/" + frame["run"])
-    found = names.str.extract(f"^{pattern}_seed1$")
+    found = frame["run"].str.extract(f"^{pattern}_seed1$")
     known = found.notna().any(axis=1) & frame[["tokenized", LOSS]].notna().all(axis=1)
     return frame[known].set_index(pandas.MultiIndex.from_frame(found[known].fillna("")))
 
@@ -202,7 +227,7 @@ def decays() -> str:
         f"The lowest is that of α_fwd = {best[0]:g} and α_bwd = {best[1]:g}. The range is {_range(losses.values())}."
     )
     frame = reports()["verses"]
-    seeds = frame.loc[frame["run"].str.fullmatch(r"(verses/)?pn_seed\d+"), LOSS].dropna()
+    seeds = frame.loc[frame["run"].str.fullmatch(r"verses/pn_seed\d+"), LOSS].dropna()
     if len(seeds) > 1:
         lowest += f" The seeds of PN with 0.9 and 0.9 have a range of {_range(seeds)}: smaller differences are noise."
     return f"{_table(rows)}\n\n{lowest}"
@@ -245,7 +270,7 @@ def open_questions() -> str:
         runs, norms = [], Counter()
         if corpus in found:
             runs = found[corpus]["run"]
-            norms = Counter(_planned_name(name) for name in runs)
+            norms = Counter(runs.str.replace(r"_seed\d+$", "", regex=True))
         lacking = sorted(name for name in wanted if not norms[name])
         fewer = sorted(name for name in wanted if 0 < norms[name] < wanted[name])
         lines.append(f"- {CORPORA[corpus]}: {len(runs)} of {wanted.total()} planned runs are finished.")
@@ -255,13 +280,6 @@ def open_questions() -> str:
             if names:
                 lines.append(f"    - {words}: {', '.join(f'`{name}`' for name in names)}.")
     return "\n".join(lines)
-
-
-def _planned_name(run: str) -> str:
-    """``verses_lr0.01/ln_seed1`` -> ``ln optimization.lr=[0.01]``."""
-    folder, _, name = run.rpartition("/")
-    norm, rate = name.rpartition("_seed")[0], folder.partition("_lr")[2]
-    return f"{norm} optimization.lr=[{rate}]" if rate else norm
 
 
 def language_models() -> str:
@@ -330,7 +348,7 @@ def readme() -> str:
             + (", mean ± standard deviation over seeds." if seeds > 1 else ", one seed."),
             _table(rows),
             "Signatures: " + ", ".join(f"{name} {signature}" for name, signature in signatures) + ".",
-            text.split("\n\n")[1].replace("**", ""),
+            _answer(systems(frame)),
         ]
     )
 
@@ -351,7 +369,7 @@ PAGES = {
 def main() -> None:
     logging.disable(logging.INFO)  # of sacrebleu
     if len(sys.argv) > 1:
-        write_reports(Path(sys.argv[1]).resolve())
+        write_reports(Path(sys.argv[1]).resolve(), *sys.argv[2:])
     for page, parts in PAGES.items():
         text = (ROOT / page).read_text("utf-8")
         for name, compute in parts.items():

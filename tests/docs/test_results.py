@@ -46,35 +46,56 @@ def test_what_is_finished_is_reported(made):
     assert str(results.RESULTS.parent) not in (results.RESULTS / "verses/report.md").read_text("utf-8")
     found = results.systems(frame)
     assert found.index[0] == "LN" and found["say"]["LN"] == "–"
-    p = stats.ttest_ind(made["pn"], made["ln"], equal_var=False).pvalue  # the only one with several seeds
-    assert found["say"]["PN"].startswith("above LN (95% interval +4.") and found["say"]["PN"].endswith(f"p = {p:.3f})")
+    test = stats.ttest_ind(made["pn"], made["ln"], equal_var=False)  # the only one with several seeds
+    said = found["say"]["PN"]
+    assert said.startswith("above LN (95% interval +4.") and said.endswith(f"p = {test.pvalue:.3f})")
     assert found["say"]["BN"] == "inconclusive: one seed, difference below 0.3"
     assert found["difference"]["BN"] == pytest.approx(0.1)  # from LN of the same seed
     assert found["say"]["DetachNorm"] == "lower with one seed; not tested over seeds"
     assert found["say"]["PN (norm_variant=release)"] == "–; seed 1: failed: train: Nan/Inf gradients"
-    assert "Of 1 compared with LN over several seeds, PN is above it. PN has the highest" in results.answer()
+    assert "Bonferroni), PN is above it. PN has the highest mean" in results.answer()
+    noise = (test.confidence_interval().high - test.confidence_interval().low) / 2
+    answer = f"25.13 ± 0.15, 4.93 above LN: {said}. With these seeds, differences below about {noise:.1f}"
+    assert answer in results.answer() and answer in results.readme()
     assert "| PN             " in results.table() and "25.13 ± 0.15" in results.table()
     assert "was not finite: 1 of 10." in results.table() and "lr=0.01" not in results.table()
     shown = results.readme()
     assert "| PN-V           | not finished |" in shown and "20.20 ± 0.20" in shown and "tok:none" in shown
 
 
+def test_reports_of_a_corpus_are_joined(tmp_path, monkeypatch):
+    """Trainings in two copies of the repository: a run that both have counts once."""
+    monkeypatch.setattr(results, "RESULTS", tmp_path)
+    monkeypatch.setattr("pn_fairseq.pipeline.scoring.RESAMPLES", 10)
+    for name, scores in {"": {"ln": 20.0, "pn": 21.0}, "second": {"ln": 30.0, "bn": 22.0}}.items():
+        for norm, score in scores.items():
+            with_score(make_run(tmp_path / f"copy{name}/runs/compare_norms/verses/{norm}_seed1", norm, 1), score)
+        results.write_reports(tmp_path / f"copy{name}", name)
+    frame = results.reports()["verses"]
+    assert list(zip(frame["run"], frame["tokenized"], strict=True)) == [
+        ("verses/ln_seed1", 20.0), ("verses/pn_seed1", 21.0), ("verses/bn_seed1", 22.0)
+    ]  # fmt: skip
+    assert results.systems(frame)["difference"]["BN"] == pytest.approx(2.0)
+    links = "[report](verses/report.md), [its scores](verses/report.csv); [report](verses-second/report.md)"
+    assert links in results.table()
+
+
 def test_what_is_planned_and_not_run_is_named(made):
     wanted = results.planned()
     assert wanted["verses"].total() + wanted["multi30k"].total() == 82  # docs/reproducing.md
-    assert wanted["verses"]["ln"] == 3 and wanted["verses"]["ln optimization.lr=[0.01]"] == 1
+    assert wanted["verses"]["verses/ln"] == 3 and wanted["verses"]["verses_lr0.01/ln"] == 1
     text = results.open_questions()
     assert "10 of 64 planned runs are finished" in text and "0 of 18 planned runs" in text
     lacking, fewer = (next(line for line in text.splitlines() if words in line) for words in ("No run", "Fewer seeds"))
-    assert "`pnv`" in lacking and "`ln optimization.lr=[0.0025]`" in lacking and "`ln`" not in lacking
-    assert "`bn`" in fewer and "`pn+norm_variant=release`" in fewer and "`pn`" not in fewer
+    assert "`verses/pnv`" in lacking and "`verses_lr0.0025/ln`" in lacking and "`verses/ln`" not in lacking
+    assert "`verses/bn`" in fewer and "`verses/pn+norm_variant=release`" in fewer and "`verses/pn`" not in fewer
 
 
 def test_without_several_seeds_nothing_is_called_better(made):
     frame = results.reports()["verses"]
     found = results.systems(frame[frame["seed"] == 1])
     assert not found["say"].str.contains("p = |LN").any()
-    assert results._better([], 0).startswith("No norm has several seeds yet")
+    assert results._answer(found).startswith("No norm has several seeds yet")
     assert pandas.isna(found["difference"]["LN"])
 
 
