@@ -71,7 +71,7 @@ def report_speeds(
     seconds: Mapping[str, Sequence[float]],
     base: str,
     settings: Mapping[str, object],
-    more: Mapping[str, Mapping[str, float | None]],
+    more: Mapping[str, Mapping[str, float | str | None]],
     output: Path | None,
 ) -> None:
     """Print the median speed of each, and how many times as fast as ``base`` it is, with quartiles.
@@ -80,14 +80,17 @@ def report_speeds(
         unit: what is counted; ``amounts`` of it were done in the rounds.
         seconds: as :func:`in_turns` returns it.
         settings: columns of the CSV file ``output`` alone.
-        more: further columns by name.
+        more: further columns by name, instead of a setting of the same name.
     """
     rows = {}
     for name, taken in seconds.items():
         low, middle, high = ratios(seconds[base], taken)  # of speeds: the inverse of times
         speed = quartiles([amount / each for amount, each in zip(amounts, taken, strict=True)])[1]
         measured = {f"{unit}_per_s": speed, f"times_{base}": middle, "times_low": low, "times_high": high}
-        rows[name] = {key: "" if value is None else f"{value:.4g}" for key, value in (measured | more[name]).items()}
+        measured |= more[name]
+        rows[name] = {
+            key: f"{value:.4g}" if isinstance(value, float) else value or "" for key, value in measured.items()
+        }
     print(pandas.DataFrame.from_dict(rows, orient="index").to_string())
     if output:
         write_csv(output, [{"norm": name, **settings, **row} for name, row in rows.items()])

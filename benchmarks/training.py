@@ -3,7 +3,8 @@
 One trainer of ``fairseq-train`` for each norm (forward, loss, backward, gradient clipping, Adam) makes updates on the
 same random batches, all trainers in turn, so that other load on the machine affects all of them. Printed are
 medians: target tokens per second, and how many times as many as with LayerNorm in the same round; and the peak memory
-of weights, optimizer and updates. The psi warm-up is over.
+of weights, optimizer and updates. The psi warm-up is over. With several --dtype, every norm is trained in each, and all
+are compared with LayerNorm in the first one.
 """
 
 import argparse
@@ -29,7 +30,7 @@ PRECISIONS = {"float32": (), "bfloat16": ("bf16",), "float16": ("fp16",)}
 BATCHES = 4
 
 
-def make_trainer(arch: str, args: argparse.Namespace) -> Trainer:
+def make_trainer(arch: str, dtype: str, args: argparse.Namespace) -> Trainer:
     """The trainer of ``fairseq-train``, on generated dictionaries."""
     with tempfile.TemporaryDirectory() as data:
         dictionary = make_dictionary(args.vocabulary)
@@ -44,9 +45,9 @@ def make_trainer(arch: str, args: argparse.Namespace) -> Trainer:
         ]
         cfg = convert_namespace_to_omegaconf(options.parse_args_and_arch(options.get_training_parser(), flags))
         # Set here, because fairseq accepts the flag --bf16 for TPUs only.
-        for name in PRECISIONS[args.dtype]:
+        for name in PRECISIONS[dtype]:
             cfg.common[name] = True
-        if args.dtype == "float16":
+        if dtype == "float16":
             cfg.common.fp16_init_scale = 4  # an overflow would skip part of an update
             cfg.common.fp16_no_flatten_grads = args.device == "cpu"
         task = tasks.setup_task(cfg.task)
@@ -82,11 +83,11 @@ def update(trainer: Trainer, batch: dict) -> None:
         torch.cuda.synchronize()
 
 
-def memory_of(short: str, args: argparse.Namespace, batches: list[dict]) -> int:
+def memory_of(short: str, dtype: str, args: argparse.Namespace, batches: list[dict]) -> int:
     """Peak of the bytes of weights, optimizer and updates."""
 
     def train() -> None:
-        trainer = make_trainer(f"transformer_{short}_{args.size}", args)
+        trainer = make_trainer(f"transformer_{short}_{args.size}", dtype, args)
         for batch in batches:
             update(trainer, batch)
 
@@ -98,7 +99,7 @@ def parse(argv) -> argparse.Namespace:
     parser.add_argument("--size", choices=list(SIZES), default="iwslt", help="size of the models (default: iwslt)")
     parser.add_argument("--norms", nargs="+", choices=SHORT, default=DEFAULT, help=f"default: {' '.join(DEFAULT)}")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--dtype", choices=list(PRECISIONS), default="float32")
+    parser.add_argument("--dtype", choices=list(PRECISIONS), nargs="+", default=["float32"])
     parser.add_argument("--tokens", type=int, help="tokens a batch and side (default: 4096, or 1024 on a CPU)")
     parser.add_argument("--length", type=int, default=32, help="tokens of the longest sentence (default: 32)")
     parser.add_argument("--vocabulary", type=int, default=10000, help="size of the dictionary (default: 10000)")
@@ -121,20 +122,27 @@ def main(argv=None) -> None:
     torch.set_num_threads(args.threads)
     batches = make_batches(args)
 
-    names = list(dict.fromkeys([BASE, *args.norms]))
-    memory = {} if args.no_memory else {short: memory_of(short, args, batches) for short in names}
-    trainers = {short: make_trainer(f"transformer_{short}_{args.size}", args) for short in names}
+    names = {
+        short if dtype == args.dtype[0] else f"{short} {dtype}": (short, dtype)
+        for dtype in args.dtype
+        for short in [BASE, *args.norms]
+    }
+    memory = {} if args.no_memory else {name: memory_of(*each, args, batches) for name, each in names.items()}
+    trainers = {
+        name: make_trainer(f"transformer_{short}_{args.size}", dtype, args) for name, (short, dtype) in names.items()
+    }
     work = {
-        short: lambda number, trainer=trainer: update(trainer, batches[number % BATCHES])
-        for short, trainer in trainers.items()
+        name: lambda number, trainer=trainer: update(trainer, batches[number % BATCHES])
+        for name, trainer in trainers.items()
     }
     warm = BATCHES if args.device == "cuda" else 1  # each shape once; the first makes the optimizer's state
     seconds = in_turns(work, args.rounds, warm)
     tokens = [batches[(number + warm) % BATCHES]["ntokens"] for number in range(args.rounds)]
-    more = {short: {"memory_mb": None, "memory_times": None} for short in names}
-    more |= {short: {"memory_mb": size / 1e6, "memory_times": size / memory[BASE]} for short, size in memory.items()}
+    more = {name: {"dtype": dtype, "memory_mb": None, "memory_times": None} for name, (_, dtype) in names.items()}
+    for name, size in memory.items():
+        more[name] |= {"memory_mb": size / 1e6, "memory_times": size / memory[BASE]}
     print(
-        f"transformer_*_{args.size}, {args.tokens} tokens a batch, {args.dtype}, {args.device}, {args.threads} "
+        f"transformer_*_{args.size}, {args.tokens} tokens a batch, {args.device}, {args.threads} "
         f"threads, torch {torch.__version__}"
     )
     report_speeds("tokens", tokens, seconds, BASE, settings_of(args), more, args.output)

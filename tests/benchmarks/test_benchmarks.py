@@ -72,6 +72,10 @@ def test_training(tmp_path, capsys):
         assert float(row["tokens_per_s"]) > 0 and row["memory_mb"] == ""
         assert f"\n{row['norm']} " in printed
     assert rows[0]["times_ln"] == "1"
+    precisions = ["--norms", "ln", "--dtype", "float32", "bfloat16", "--output", str(tmp_path / "precisions.csv")]
+    training.main([*flags.split(), *precisions])
+    rows = read(tmp_path / "precisions.csv")
+    assert [(row["norm"], row["dtype"]) for row in rows] == [("ln", "float32"), ("ln bfloat16", "bfloat16")]
 
 
 def test_attention(tmp_path, capsys, monkeypatch):
@@ -103,7 +107,9 @@ def test_memory_of_training_is_that_of_the_model_at_least():
     args = training.parse("--size tiny --tokens 24 --length 6 --vocabulary 20000 --threads 1".split())
     # Embeddings, their gradient and Adam's two averages, 20,000 x 128 float32 each; the rest of the model is smaller.
     of_embeddings = 4 * 20000 * 128 * 4
-    assert of_embeddings < training.memory_of("ln", args, training.make_batches(args)[:1]) < 3 * of_embeddings
+    assert (
+        of_embeddings < training.memory_of("ln", "float32", args, training.make_batches(args)[:1]) < 3 * of_embeddings
+    )
 
 
 def test_norms(tmp_path, capsys):
