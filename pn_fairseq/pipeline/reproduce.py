@@ -80,6 +80,8 @@ environment:
                  the norms, as in {model}_NORM_{size}; NORM+key=value adds a setting of the model
   SEEDS="{seeds}"
                  one run is made for each norm and seed
+  SIZE={size}
+                 the size of the models; it needs a --runs of its own, since the names of runs do not have it
 {more}
 Run again, it skips what is done and continues with the rest. A run that fails is named at the end and in the report;
 the others are still made.
@@ -113,7 +115,11 @@ def _parser(name: str, corpus: Corpus) -> tuple[ArgumentParser, list[str]]:
         prog=f"scripts/reproduce_{name}.sh",
         description=about,
         epilog=EPILOG.format(
-            norms=corpus.norms, model=corpus.models[0], size=corpus.size, seeds=corpus.seeds, more=more
+            norms=corpus.norms,
+            model=corpus.models[0],
+            size=corpus.size,
+            seeds=corpus.seeds,
+            more=more,
         ),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -154,7 +160,7 @@ def trainings(corpus: Corpus, norms: Sequence[str], env: Mapping[str, str]) -> d
         name = f"{f'{model}_' if len(corpus.models) > 1 else ''}{norm}_seed{seed}"
         if name in found:
             raise UserError(f"NORMS and SEEDS name {name} twice")
-        found[name] = [f"model._name={model}_{short}_{corpus.size}", f"common.seed={seed}"]
+        found[name] = [f"model._name={model}_{short}_{env.get('SIZE') or corpus.size}", f"common.seed={seed}"]
         found[name] += [f"model.{setting}" for setting in settings]
     return found
 

@@ -135,6 +135,7 @@ def test_language_models_are_trained_for_every_model_and_norm():
     lines = dry_run("ptb", "--corpus", "/texts", NORMS="pn", SEEDS="1")
     assert lines[0] == "scripts/prepare_ptb.sh --dest runs/data/ptb_lm --corpus /texts"
     assert "--run runs/ptb_lm/pn_seed1 model._name=tensorized_lm_pn_ptb" in lines[1]
+    assert "model._name=tensorized_lm_pn_wt103" in dry_run("ptb", NORMS="pn", SEEDS="1", SIZE="wt103")[1]
     assert len(dry_run("verses_lm", MODELS="tensorized_lm", NORMS="pn", SEEDS="1")) == 5
     refused = in_process("verses_lm", "--dry-run", MODELS="lstm")
     assert_refused(refused, "MODELS", "'lstm'", "transformer_lm tensorized_lm")
