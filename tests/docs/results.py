@@ -65,21 +65,28 @@ def folders(corpus: str) -> list[Path]:
     )
 
 
-def reports() -> dict[str, pandas.DataFrame]:
-    """Corpus -> the rows of report.csv of all its reports, of those that have one.
+def runs_of(corpus: str) -> pandas.DataFrame:
+    """The rows of report.csv of all reports of a corpus, by norm.
 
-    A run of one name and seed that is in several reports is there once, from the first. Where a report has runs of one
-    folder alone, its names have no folder; here all have one.
+    Where a report has runs of one folder alone, its names have no folder; here all have one.
     """
-    found = {}
-    for corpus in CORPORA:
-        if frames := [pandas.read_csv(folder / "report.csv") for folder in folders(corpus)]:
-            frame = pandas.concat(frames, ignore_index=True)
-            frame["run"] = frame["run"].where(frame["run"].str.contains("/"), f"{corpus}/" + frame["run"])
-            order = {norm: number for number, norm in enumerate(frame["norm"].unique())}
-            frame = frame.drop_duplicates("run").sort_values("norm", key=lambda norms: norms.map(order), kind="stable")
-            found[corpus] = frame.reset_index(drop=True)
-    return found
+    frame = pandas.concat([pandas.read_csv(folder / "report.csv") for folder in folders(corpus)], ignore_index=True)
+    frame["run"] = frame["run"].where(frame["run"].str.contains("/"), f"{corpus}/" + frame["run"])
+    order = {norm: number for number, norm in enumerate(frame["norm"].unique())}
+    return frame.sort_values("norm", key=lambda norms: norms.map(order), kind="stable", ignore_index=True)
+
+
+def reports() -> dict[str, pandas.DataFrame]:
+    """Corpus -> its runs, of those that have a report. One that is in several reports counts once, from the first."""
+    return {corpus: runs_of(corpus).drop_duplicates("run", ignore_index=True) for corpus in CORPORA if folders(corpus)}
+
+
+def repeated(corpus: str) -> str:
+    """The scores of runs that are in several reports: from the same seed and settings, on another machine."""
+    twice = runs_of(corpus).dropna(subset=["tokenized"])
+    twice = twice[twice.duplicated("run", keep=False)].groupby("run", sort=False)["tokenized"]
+    told = [f"`{run}` {' and '.join(f'{score:.2f}' for score in scores)}" for run, scores in twice]
+    return f"Trained again from the same seed, on another machine: {', '.join(told)}." if told else ""
 
 
 def planned() -> dict[str, Counter]:
@@ -198,6 +205,7 @@ def table() -> str:
             f"From {'; '.join(links)} · {max(frame['updates']):,} updates · tokenized BLEU of the test set, "
             "mean ± standard deviation over seeds"
         )
+        parts += [text for text in [repeated(corpus)] if text]
     return "\n\n".join(parts) or NOTHING
 
 

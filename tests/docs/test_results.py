@@ -78,6 +78,7 @@ def test_reports_of_a_corpus_are_joined(tmp_path, monkeypatch):
     assert results.systems(frame)["difference"]["BN"] == pytest.approx(2.0)
     links = "[report](verses/report.md), [its scores](verses/report.csv); [report](verses-second/report.md)"
     assert links in results.table()
+    assert results.table().endswith("from the same seed, on another machine: `verses/ln_seed1` 20.00 and 30.00.")
 
 
 def test_what_is_planned_and_not_run_is_named(made):
