@@ -41,7 +41,7 @@ def test_commands(tmp_path):
     trainings = [line for line in run.stdout.splitlines() if "scripts/train.sh" in line]
     assert len(trainings) == 18
     assert f"--run {tmp_path}/multi30k/pn+layer_scale_groups=0_seed3 " in trainings[-2]
-    settings = "model._name=transformer_pn_tiny common.seed=3 model.layer_scale_groups=0 optimization.max_update=1000"
+    settings = "model._name=transformer_pn_tiny common.seed=3 model.layer_scale_groups=0 optimization.max_update=800"
     assert trainings[-2].endswith(settings)
 
 
