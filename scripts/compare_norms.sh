@@ -7,8 +7,8 @@ usage() {
 usage: scripts/compare_norms.sh [--runs DIR] [--multi30k DIR] [--only CORPUS] [--dry-run]
 
 Trains, averages, decodes and scores what `manifest` in this file lists, in its order. Three seeds: the norms of the
-PowerNorm paper's Table 4 and some more, layer-scale, the variants `release`. One seed: all other norms, the decays of
-PN, learning rates of PN and LN. It calls scripts/reproduce_verses.sh and scripts/reproduce_multi30k.sh. The results are
+PowerNorm paper's Table 4 and some more, layer-scale, the variants `release`, BN in the decoder. One seed: all other
+norms, PN in the decoder, the decays of PN, learning rates of PN and LN. It calls scripts/reproduce_verses.sh and scripts/reproduce_multi30k.sh. The results are
 in docs/results.
 
   --runs DIR      where the runs go, as DIR/CORPUS/NORM_seedN, and the reports, as DIR/CORPUS/report, with all scores in
@@ -27,8 +27,8 @@ manifest() {
     local seed
     for seed in 1 2 3; do
         echo "verses|verses|$seed|ln pn bn pnv rms gn brn mabn ada un"
-        echo "verses|verses|$seed|pn+layer_scale_groups=0 ln+layer_scale_groups=4 pn+norm_variant=release bn+norm_variant=release"
-        [[ $seed -gt 1 ]] || echo "verses|verses|1|none lns dn sn dyt derf rbn prepbn pn+decoder_norm=power bn+decoder_norm=batch"
+        echo "verses|verses|$seed|pn+layer_scale_groups=0 ln+layer_scale_groups=4 pn+norm_variant=release bn+norm_variant=release bn+decoder_norm=batch"
+        [[ $seed -gt 1 ]] || echo "verses|verses|1|none lns dn sn dyt derf rbn prepbn pn+decoder_norm=power"
         # 8 epochs, as many tokens as the verses take; configs/multi30k_de_en.yaml has up to 40 epochs.
         echo "multi30k|multi30k|$seed|ln pn bn pnv pn+layer_scale_groups=0 rms|optimization.max_update=800"
     done

@@ -192,7 +192,7 @@ def table() -> str:
                 "BLEU": _spread(pandas.Series(row["scores"])) if row["scores"] else "–",
                 "difference from LN": "–"
                 if pandas.isna(row["difference"])
-                else f"{row['difference']:+.2f}".replace("-", "−"),
+                else f"{round(row['difference'], 2) + 0.0:+.2f}".replace("-", "−"),  # no −0.00
                 "conclusion": row["say"].replace("|", "\\|"),
             }
             for label, row in systems(frame[~frame["run"].str.contains(OWN_TABLES)]).iterrows()
