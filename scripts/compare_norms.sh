@@ -8,8 +8,8 @@ usage: scripts/compare_norms.sh [--runs DIR] [--multi30k DIR] [--only CORPUS] [-
 
 Trains, averages, decodes and scores what `manifest` in this file lists, in its order. Three seeds: the norms of the
 PowerNorm paper's Table 4 and some more, layer-scale, the variants `release`, BN in the decoder. One seed: all other
-norms, PN in the decoder, the decays of PN, learning rates of PN and LN. It calls scripts/reproduce_verses.sh and scripts/reproduce_multi30k.sh. The results are
-in docs/results.
+norms, PN in the decoder, the decays of PN, learning rates of PN and LN. It calls scripts/reproduce_verses.sh and
+scripts/reproduce_multi30k.sh. The results are in docs/results.
 
   --runs DIR      where the runs go, as DIR/CORPUS/NORM_seedN, and the reports, as DIR/CORPUS/report, with all scores in
                   report.csv (default runs/compare_norms)

@@ -48,7 +48,7 @@ RESULT_FILES = ("generate/test/scores.json", "evaluate_lm/test.json", "failed")
 def write_reports(checkout: Path, name: str = "") -> None:
     """`pn-report` of each corpus, of what is finished."""
     with contextlib.chdir(checkout):  # so that the reports name paths below it
-        for corpus in (*CORPORA, LM):
+        for corpus in CORPORA if name else (*CORPORA, LM):  # the page of language models has one report
             # Runs with other learning rates are in folders of their own, CORPUS_lr*.
             pattern = f"{LM}_en/*_seed*" if corpus == LM else f"compare_norms/{corpus}*/*_seed*"
             folders = sorted(Path("runs").glob(pattern))
@@ -200,9 +200,9 @@ def table() -> str:
         parts += [f"### {CORPORA[corpus]}", _table(rows)]
         wrong = sum(map(_went_wrong, frame.itertuples()))
         parts.append(f"Runs that failed, or whose loss or gradient was not finite: {wrong} of {len(frame)}.")
-        links = [f"[report]({each.name}/report.md), [its scores]({each.name}/report.csv)" for each in folders(corpus)]
+        links = [f"[{each.name}]({each.name}/report.md) ([scores]({each.name}/report.csv))" for each in folders(corpus)]
         parts.append(
-            f"From {'; '.join(links)} · {max(frame['updates']):,} updates · tokenized BLEU of the test set, "
+            f"Reports: {', '.join(links)} · {max(frame['updates']):,} updates · tokenized BLEU of the test set, "
             "mean ± standard deviation over seeds"
         )
         parts += [text for text in [repeated(corpus)] if text]

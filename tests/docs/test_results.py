@@ -76,7 +76,9 @@ def test_reports_of_a_corpus_are_joined(tmp_path, monkeypatch):
         ("verses/ln_seed1", 20.0), ("verses/pn_seed1", 21.0), ("verses/bn_seed1", 22.0)
     ]  # fmt: skip
     assert results.systems(frame)["difference"]["BN"] == pytest.approx(2.0)
-    links = "[report](verses/report.md), [its scores](verses/report.csv); [report](verses-second/report.md)"
+    links = (
+        "Reports: [verses](verses/report.md) ([scores](verses/report.csv)), [verses-second](verses-second/report.md)"
+    )
     assert links in results.table()
     assert results.table().endswith("from the same seed, on another machine: `verses/ln_seed1` 20.00 and 30.00.")
 
