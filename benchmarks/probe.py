@@ -22,7 +22,7 @@ INTERVAL = 50
 def measure(args: argparse.Namespace) -> dict[str, list[float]]:
     """Seconds of every update, by kind."""
     with tempfile.TemporaryDirectory() as folder:
-        trainer, batches = make_trainer(f"transformer_{args.norm}_{args.size}", args.dtype, args), make_batches(args)
+        trainer, batches = make_trainer(args.norm, args.dtype, args), make_batches(args)
         model = trainer.get_model()
         probe = NormProbe(model, str(Path(folder) / "probe"), INTERVAL, "encoder.*")
 

@@ -89,7 +89,8 @@ def report_speeds(
         measured = {f"{unit}_per_s": speed, f"times_{base}": middle, "times_low": low, "times_high": high}
         measured |= more[name]
         rows[name] = {
-            key: f"{value:.4g}" if isinstance(value, float) else value or "" for key, value in measured.items()
+            key: "" if value is None else value if isinstance(value, str) else f"{value:.4g}"
+            for key, value in measured.items()
         }
     print(pandas.DataFrame.from_dict(rows, orient="index").to_string())
     if output:

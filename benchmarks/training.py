@@ -30,8 +30,9 @@ PRECISIONS = {"float32": (), "bfloat16": ("bf16",), "float16": ("fp16",)}
 BATCHES = 4
 
 
-def make_trainer(arch: str, dtype: str, args: argparse.Namespace) -> Trainer:
-    """The trainer of ``fairseq-train``, on generated dictionaries."""
+def make_trainer(short: str, dtype: str, args: argparse.Namespace) -> Trainer:
+    """The trainer of ``fairseq-train`` for a norm, on generated dictionaries."""
+    arch = f"transformer_{short}_{args.size}"
     with tempfile.TemporaryDirectory() as data:
         dictionary = make_dictionary(args.vocabulary)
         for side in ("src", "tgt"):
@@ -87,7 +88,7 @@ def memory_of(short: str, dtype: str, args: argparse.Namespace, batches: list[di
     """Peak of the bytes of weights, optimizer and updates."""
 
     def train() -> None:
-        trainer = make_trainer(f"transformer_{short}_{args.size}", dtype, args)
+        trainer = make_trainer(short, dtype, args)
         for batch in batches:
             update(trainer, batch)
 
@@ -128,9 +129,7 @@ def main(argv=None) -> None:
         for short in [BASE, *args.norms]
     }
     memory = {} if args.no_memory else {name: memory_of(*each, args, batches) for name, each in names.items()}
-    trainers = {
-        name: make_trainer(f"transformer_{short}_{args.size}", dtype, args) for name, (short, dtype) in names.items()
-    }
+    trainers = {name: make_trainer(*each, args) for name, each in names.items()}
     work = {
         name: lambda number, trainer=trainer: update(trainer, batches[number % BATCHES])
         for name, trainer in trainers.items()

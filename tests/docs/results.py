@@ -205,7 +205,8 @@ def table() -> str:
             f"Reports: {', '.join(links)} · {max(frame['updates']):,} updates · tokenized BLEU of the test set, "
             "mean ± standard deviation over seeds"
         )
-        parts += [text for text in [repeated(corpus)] if text]
+        if text := repeated(corpus):
+            parts.append(text)
     return "\n\n".join(parts) or NOTHING
 
 

@@ -53,7 +53,8 @@ def test_what_is_finished_is_reported(made):
     assert found["difference"]["BN"] == pytest.approx(0.1)  # from LN of the same seed
     assert found["say"]["DetachNorm"] == "lower with one seed; not tested over seeds"
     assert found["say"]["PN (norm_variant=release)"] == "–; seed 1: failed: train: Nan/Inf gradients"
-    assert "Bonferroni), PN is above it. PN has the highest mean" in results.answer()
+    how = "over several seeds (Welch's t-test, corrected by Bonferroni)"
+    assert f"Of 1 compared with LN {how}, PN is above it. PN has the highest" in results.answer()
     noise = (test.confidence_interval().high - test.confidence_interval().low) / 2
     answer = f"25.13 ± 0.15, 4.93 above LN: {said}. With these seeds, differences below about {noise:.1f}"
     assert answer in results.answer() and answer in results.readme()
