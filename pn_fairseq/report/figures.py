@@ -411,29 +411,31 @@ def main(argv: Sequence[str] | None = None) -> None:
     subjects = [read_subject(run, *of_run, args.norm) for run, of_run in zip(runs, labels, strict=True)]
 
     pyplot = headless_pyplot()
-    written, absent, without = [], [], []
+    drawn, absent, without = {}, [], []
+    for number, (draw, shows, needs) in FIGURES.items():
+        shown = [subject for subject in subjects if shows(subject)]
+        left_out = ", ".join(subject.run for subject in subjects if not shows(subject))
+        try:
+            if not shown:
+                raise Absent(f"no run has {needs}")
+            drawn[number] = draw(pyplot, shown)
+        except Absent as error:
+            absent.append(f"Figure {number}: {error}")
+            continue
+        if left_out:
+            without.append(f"Figure {number} is without {left_out}: not every run has {needs}")
+    if not drawn:
+        raise UserError(f"nothing to draw: {'; '.join(absent)}")
+    written = []
     try:
         args.output.mkdir(parents=True, exist_ok=True)
-        for number, (draw, shows, needs) in FIGURES.items():
-            shown = [subject for subject in subjects if shows(subject)]
-            left_out = ", ".join(subject.run for subject in subjects if not shows(subject))
-            try:
-                if not shown:
-                    raise Absent(f"no run has {needs}")
-                figure = draw(pyplot, shown)
-            except Absent as error:
-                absent.append(f"Figure {number}: {error}")
-                continue
-            if left_out:
-                without.append(f"Figure {number} is without {left_out}: not every run has {needs}")
+        for number, figure in drawn.items():
             for kind in _KINDS:
                 file = args.output / f"figure-{number}.{kind}"
                 with atomic_write(file) as out:
                     figure.savefig(out, dpi=130, format=kind)
                 written.append(file)
             pyplot.close(figure)
-        if not written:
-            raise UserError(f"nothing to draw: {'; '.join(absent)}")
         for number in FIGURES:
             for stale in {args.output / f"figure-{number}.{kind}" for kind in _KINDS} - set(written):
                 stale.unlink(missing_ok=True)

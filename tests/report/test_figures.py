@@ -247,14 +247,18 @@ def test_runs_that_differ_by_their_seed_or_mini_batch_are_a_line(tmp_path, monke
         (("bn",), "series cannot be read"),
         (("pnv", "--norm", "encoder.layers.1.self_attn_norm"), "did you mean 'encoder.layers.1.self_attn_layer_norm'"),
         (("pnv", "--output", "bn/train.log"), "cannot write to --output bn/train.log"),
+        (("pnv", "damaged"), "damaged/checkpoint_last.pt"),
         (("empty",), "nothing to draw: Figure 2: no run has a --norm-probe file; Figure 3"),
     ],
 )
 def test_mistakes_are_one_line(arguments, message, runs, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     next((runs[0] / "series").iterdir()).write_bytes(b"PAR1 is not enough")
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "empty/failed").write_text("train: no memory")
+    for name in ("empty", "damaged"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "failed").write_text("train: no memory")
+    (tmp_path / "damaged/checkpoint_last.pt").write_bytes(b"cut off")
     assert main(["--output", "out", *arguments]) == 2
     error = capsys.readouterr().err
     assert message in error and len(error.splitlines()) == 1
+    assert not (tmp_path / "out").exists()
