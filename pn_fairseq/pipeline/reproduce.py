@@ -226,8 +226,9 @@ def reproduce(name: str, words: Sequence[str]) -> int:
             raise UserError(f"unexpected argument '{setting}': settings are key=value (see --help)")
     norms, config, report_name = env.get("NORMS", corpus.norms).split(), corpus.config, "report"
     if table := env.get("TABLE"):
-        if "NORMS" in env:
-            raise UserError("TABLE and NORMS both say which norms: give one of them")
+        for other, what in {"NORMS": "which norms", "SIZE": "the size of the models"}.items():
+            if env.get(other):
+                raise UserError(f"TABLE and {other} both say {what}: give one of them")
         if table not in corpus.tables:
             known = " ".join(corpus.tables) or "none of this corpus"
             raise UserError(f"TABLE: unknown table '{table}'{did_you_mean(table, corpus.tables)}; there are {known}")

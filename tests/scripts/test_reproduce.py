@@ -155,6 +155,7 @@ def test_dry_run_can_be_pasted_into_a_shell(tmp_path):
         ({"NORMS": ""}, ("NORMS", "at least one")),
         ({"TABLE": "powernorm-5"}, ("TABLE", "'powernorm-5'", "did you mean 'powernorm-4'", "adanorm-1")),
         ({"TABLE": "powernorm-1", "NORMS": "pn"}, ("TABLE and NORMS", "one of them")),
+        ({"TABLE": "powernorm-1", "SIZE": "tiny"}, ("TABLE and SIZE", "one of them")),
         ({"SEEDS": "1 x"}, ("SEEDS", "'x'")),
         ({"SEEDS": "2 1 2", "NORMS": "pn"}, ("pn_seed2", "twice")),
     ],
