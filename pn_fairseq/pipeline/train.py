@@ -32,7 +32,8 @@ settings (key=value, in hydra's syntax):
 
 One rank per visible GPU, or one on the CPU. fairseq's log is in DIR/train.log. A run that was interrupted resumes from
 its last checkpoint when the same command is given again, on any number of ranks. Limits (optimization.max_update, ...)
-and settings of decoding, saving, validation and logging may change then.
+and settings of decoding, saving, validation and logging may change then. Those of averaging and decoding may change
+when a run is finished, too; average.sh and generate.sh then take the new ones.
 
 An update takes tokens_per_update tokens on any number of ranks: dataset.max_tokens is the most that one rank takes at
 once, and optimization.update_freq follows. If you set optimization.update_freq, give its value for one rank.
@@ -139,7 +140,8 @@ def _main(args, argv: list[str], place: Place, config: Path, data: Path, run: Pa
             if first:
                 if resumed.name != LAST:  # killed after its last update, within the save
                     mend(run)
-                say("train", f"{run} is already trained; nothing to do")
+                changed = change_what_follows(cfg, run)
+                say("train", f"{run} is already trained; {changed or 'nothing to do'}")
             return 0
     if place.rank is None and place.world_size > 1:
         if not place.gpu:
@@ -190,6 +192,24 @@ def is_finished(cfg, checkpoint: Path, run: Path) -> bool:
     before = OmegaConf.load(run / "config.yaml")
     same = all(OmegaConf.select(before, key) == OmegaConf.select(cfg, key) for key in LIMITS)
     return bool(lines) and "done training" in lines[-1] and same
+
+
+def change_what_follows(cfg, run: Path) -> str:
+    """Write settings of averaging and decoding that are new into config.yaml of a finished run; says which they are."""
+    from omegaconf import OmegaConf
+
+    from pn_fairseq.pipeline.settings import FOLLOWING, changes
+
+    new = {key: values for key, values in changes(cfg, run).items() if FOLLOWING.fullmatch(key)}
+    if not new:
+        return ""
+    lock(run)
+    config = OmegaConf.load(run / "config.yaml")
+    for key, (_, value) in new.items():
+        OmegaConf.update(config, key, value, force_add=True)
+    with atomic_write(run / "config.yaml", "w") as file:
+        file.write(OmegaConf.to_yaml(config))
+    return "settings of what follows: " + ", ".join(f"{key} {old} -> {value}" for key, (old, value) in new.items())
 
 
 def lock(run: Path) -> None:

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fairseq.file_io import PathManager
+from omegaconf import OmegaConf
 
 from pn_fairseq.checkpoints import load_checkpoint
 from pn_fairseq.pipeline import train
@@ -96,11 +97,22 @@ def test_what_a_run_holds(data, trained):
 
 def test_a_second_start_does_nothing(data, trained, capsys):
     before = snapshot(trained)
-    for also in ((), ("common.log_interval=3",), ("optimization.max_update=10",), ("generation.max_len_b=5",)):
+    for also in ((), ("common.log_interval=3",), ("optimization.max_update=10",)):
         assert start(data, trained, *also) == 0
-        assert "already trained" in capsys.readouterr().err
+        assert "already trained; nothing to do" in capsys.readouterr().err
     assert "common.seed 1 -> 2" in refused(capsys, start(data, trained, "common.seed=2"))
     assert snapshot(trained) == before
+
+
+def test_how_a_finished_run_is_averaged_and_decoded_can_change(data, trained, tmp_path, capsys):
+    run = shutil.copytree(trained, tmp_path / "run")
+    config = OmegaConf.load(run / "config.yaml")
+    assert start(data, run, "average_last=2", "generation.beam=3", "optimization.max_update=10") == 0
+    changed = "already trained; settings of what follows: average_last 5 -> 2, generation.beam 5 -> 3\n"
+    assert capsys.readouterr().err.endswith(changed)
+    config.average_last, config.generation.beam = 2, 3
+    assert OmegaConf.load(run / "config.yaml") == config
+    assert snapshot(run).keys() == {run / path.relative_to(trained) for path in snapshot(trained)}
 
 
 @pytest.mark.parametrize(
