@@ -1,16 +1,18 @@
-"""docs/results, and what other pages show of it: ``python -m tests.docs.results [CHECKOUT [NAME]]`` writes them.
+"""docs/results, and what other pages show of it: ``python -m tests.docs.results [CHECKOUT [REPORT...]]`` writes them.
 
-With CHECKOUT, the copy of the repository in which scripts/compare_norms.sh and scripts/reproduce_verses_lm.sh were run,
-`pn-report` writes the reports anew from the runs that are finished or failed: docs/results/CORPUS, or with NAME
-docs/results/CORPUS-NAME, of runs in another copy. The page shows the runs of all reports of a corpus. Everything
-between ``<!-- NAME: generated -->`` and ``<!-- end of NAME -->`` is computed from the reports; test_results.py fails
-where a page says anything else.
+With CHECKOUT, the copy of the repository in which scripts/compare_norms.sh, scripts/reproduce_verses_lm.sh and
+scripts/sweep_batch_size.sh were run, `pn-report` writes the reports anew from the runs that are finished or failed, as
+docs/results/REPORT (default: all of `RUNS`). A corpus can have reports of several copies, as REPORT and REPORT-NAME;
+the page shows the runs of all. The sweep also has a picture, docs/figures/figure-5.png. Everything between
+``<!-- NAME: generated -->`` and ``<!-- end of NAME -->`` is computed from the reports; test_results.py fails where a
+page says anything else.
 """
 
 import contextlib
 import logging
 import math
 import re
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -30,6 +32,16 @@ RESULTS = ROOT / "docs/results"
 CORPORA = {"verses": "Bible verses, Spanish to English", "multi30k": "Multi30k, German to English"}
 #: The report of the language models; scripts/reproduce_verses_lm.sh makes their runs.
 LM = "verses_lm"
+#: The report of the runs with different mini-batches, and the folder of these runs; scripts/sweep_batch_size.sh.
+SWEEP = "batch_size"
+SWEEP_RUNS = "batch_size_verses"
+PICTURE = ROOT / "docs/figures/figure-5.png"
+#: Report -> its runs. Those with other learning rates are in folders of their own, CORPUS_lr*.
+RUNS = {
+    **{corpus: f"compare_norms/{corpus}*/*_seed*" for corpus in CORPORA},
+    LM: f"{LM}_en/*_seed*",
+    SWEEP: f"{SWEEP_RUNS}/tokens*/*_seed*",
+}
 COMMAND = "python -m tests.docs.results"
 
 #: A difference of BLEU from one seed that is smaller is not named at all.
@@ -45,17 +57,16 @@ LOSS = "best validation loss (bits/token)"
 RESULT_FILES = ("generate/test/scores.json", "evaluate_lm/test.json", "failed")
 
 
-def write_reports(checkout: Path, name: str = "") -> None:
-    """`pn-report` of each corpus, of what is finished."""
+def write_reports(checkout: Path, *wanted: str) -> None:
+    """`pn-report` of what is finished. ``wanted``: names of reports, REPORT or REPORT-NAME (default: all)."""
     with contextlib.chdir(checkout):  # so that the reports name paths below it
-        for corpus in CORPORA if name else (*CORPORA, LM):  # the page of language models has one report
-            # Runs with other learning rates are in folders of their own, CORPUS_lr*.
-            pattern = f"{LM}_en/*_seed*" if corpus == LM else f"compare_norms/{corpus}*/*_seed*"
-            folders = sorted(Path("runs").glob(pattern))
+        for report in wanted or RUNS:
+            folders = sorted(Path("runs").glob(RUNS[report.partition("-")[0]]))
             done = [each for each in folders if any((each / result).exists() for result in RESULT_FILES)]
-            output = RESULTS / (f"{corpus}-{name}" if name else corpus)
-            if done and pn_report([*map(str, done), "--output", str(output)]) != 0:
-                raise SystemExit(f"no report of {corpus}")
+            if done and pn_report([*map(str, done), "--output", str(RESULTS / report)]) != 0:
+                raise SystemExit(f"no report of {report}")
+            if done and report == SWEEP:
+                shutil.copy(f"runs/{SWEEP_RUNS}/figures/figure-5.png", PICTURE)
 
 
 def folders(corpus: str) -> list[Path]:
@@ -65,13 +76,16 @@ def folders(corpus: str) -> list[Path]:
     )
 
 
-def runs_of(corpus: str) -> pandas.DataFrame:
-    """The rows of report.csv of all reports of a corpus, by norm.
+def read(folder: Path) -> pandas.DataFrame:
+    """The rows of a report of a corpus. Where it has runs of one folder, its names have no folder; here all do."""
+    frame = pandas.read_csv(folder / "report.csv")
+    corpus = folder.name.partition("-")[0]
+    return frame.assign(run=frame["run"].where(frame["run"].str.contains("/"), f"{corpus}/" + frame["run"]))
 
-    Where a report has runs of one folder alone, its names have no folder; here all have one.
-    """
-    frame = pandas.concat([pandas.read_csv(folder / "report.csv") for folder in folders(corpus)], ignore_index=True)
-    frame["run"] = frame["run"].where(frame["run"].str.contains("/"), f"{corpus}/" + frame["run"])
+
+def runs_of(corpus: str) -> pandas.DataFrame:
+    """The runs of all reports of a corpus, by norm."""
+    frame = pandas.concat(map(read, folders(corpus)), ignore_index=True)
     order = {norm: number for number, norm in enumerate(frame["norm"].unique())}
     return frame.sort_values("norm", key=lambda norms: norms.map(order), kind="stable", ignore_index=True)
 
@@ -151,6 +165,10 @@ def _spread(values: pandas.Series) -> str:
     return f"{values.mean():.2f}" + (f" ± {values.std():.2f}" if len(values) > 1 else "")
 
 
+def _signed(value: float) -> str:
+    return "–" if math.isnan(value) else f"{round(value, 2) + 0.0:+.2f}".replace("-", "−")  # no −0.00
+
+
 def _table(rows: list[dict[str, str]]) -> str:
     frame = pandas.DataFrame(rows)
     numbers = ("BLEU", "difference", "perplexity", "with", "validation", "α_bwd")
@@ -170,14 +188,15 @@ def _answer(found: pandas.DataFrame) -> str:
     if tested.empty:
         return "No norm has several seeds yet, so no conclusion is possible."
     better = tested.index[tested["say"].str.startswith("above LN")]
+    count = "1 system was" if len(tested) == 1 else f"{len(tested)} systems were"
     names, are = ", ".join(better) or "no norm", "are" if len(better) > 1 else "is"
     highest = found.loc[tested["difference"].idxmax()]
     score, difference = _spread(pandas.Series(highest["scores"])), highest["difference"]
     return (
-        f"Of {len(tested)} compared with LN over several seeds (Welch's t-test, corrected by Bonferroni), {names} "
-        f"{are} above it. {highest.name} has the highest mean tokenized BLEU of them, {score}, {abs(difference):.2f} "
-        f"{'above' if difference > 0 else 'below'} LN: {highest['say']}. With these seeds, differences below about "
-        f"{highest['noise']:.1f} cannot be told from noise."
+        f"{count} compared with LN over several seeds (Welch's t-test, corrected by Bonferroni): "
+        f"{names} {are} significantly above it. {highest.name} has the highest mean tokenized BLEU of them, {score}. "
+        f"Its mean is {abs(difference):.2f} {'above' if difference > 0 else 'below'} LN's: {highest['say']}. With its "
+        f"seeds, differences below about {highest['noise']:.1f} cannot be told from noise."
     )
 
 
@@ -190,9 +209,7 @@ def table() -> str:
                 "encoder norm": label,
                 "seeds": str(len(row["scores"])),
                 "BLEU": _spread(pandas.Series(row["scores"])) if row["scores"] else "–",
-                "difference from LN": "–"
-                if pandas.isna(row["difference"])
-                else f"{round(row['difference'], 2) + 0.0:+.2f}".replace("-", "−"),  # no −0.00
+                "difference from LN": _signed(row["difference"]),
                 "conclusion": row["say"].replace("|", "\\|"),
             }
             for label, row in systems(frame[~frame["run"].str.contains(OWN_TABLES)]).iterrows()
@@ -211,12 +228,18 @@ def table() -> str:
 
 
 def _first_seeds(pattern: str) -> pandas.DataFrame:
-    """The runs of the verses with seed 1 whose folder and norm match; the matches are the index."""
-    if (frame := reports().get("verses")) is None:
-        return pandas.DataFrame()
-    found = frame["run"].str.extract(f"^{pattern}_seed1$")
-    known = found.notna().any(axis=1) & frame[["tokenized", LOSS]].notna().all(axis=1)
-    return frame[known].set_index(pandas.MultiIndex.from_frame(found[known].fillna("")))
+    """The runs of the verses with seed 1 whose folder and norm match; the matches are the index.
+
+    They are those of the report that has the most of them: runs of one machine.
+    """
+    best = pandas.DataFrame()
+    for folder in folders("verses"):
+        frame = read(folder)
+        found = frame["run"].str.extract(f"^{pattern}_seed1$")
+        known = found.notna().any(axis=1) & frame[["tokenized", LOSS]].notna().all(axis=1)
+        if known.sum() > len(best):
+            best = frame[known].set_index(pandas.MultiIndex.from_frame(found[known].fillna("")))
+    return best
 
 
 def decays() -> str:
@@ -333,8 +356,36 @@ def _against_ln(frame: pandas.DataFrame) -> str:
     )
 
 
+def mini_batches() -> str:
+    """BLEU of each norm, and its difference from LN, by the tokens of a mini-batch."""
+    if not (RESULTS / SWEEP / "report.csv").exists():
+        return NOTHING
+    frame = pandas.read_csv(RESULTS / SWEEP / "report.csv").dropna(subset=["tokenized"])
+    name = frame["run"].str.extract(r"tokens(?P<tokens>\d+)/[^+]+(?P<settings>.*)_seed\d+$")
+    if name["tokens"].nunique() < 2:
+        return UNCOMPARED
+    named = name["settings"].str.lstrip("+").str.replace("+", ", ")
+    frame["norm"] += (" (" + named + ")").where(named != "", "")
+    scores = frame.groupby(["norm", name["tokens"].astype(int)])["tokenized"].mean()
+    bleu = scores.unstack().loc[frame["norm"].unique()]
+    less = bleu - bleu.loc["LN"]
+
+    def cell(norm: str, tokens: int) -> str:
+        difference = "" if norm == "LN" else f" ({_signed(less.loc[norm, tokens])})"
+        return "–" if math.isnan(bleu.loc[norm, tokens]) else f"{bleu.loc[norm, tokens]:.2f}{difference}"
+
+    rows = [{"encoder norm": norm, **{f"BLEU, {one:,}": cell(norm, one) for one in bleu}} for norm in bleu.index]
+    seeds, ln = frame["seed"].nunique(), bleu.loc["LN"].dropna()
+    return (
+        f"{_table(rows)}\n\n{len(frame)} runs of {max(frame['updates']):,} updates, "
+        f"{'one seed' if seeds == 1 else f'{seeds} seeds'}; in brackets the difference from LN at the same size. "
+        f"The {len(ln)} values of LN have a range of {ln.max() - ln.min():.2f} BLEU. "
+        f"[Report](results/{SWEEP}/report.md) · [scores](results/{SWEEP}/report.csv)"
+    )
+
+
 def readme() -> str:
-    """The four norms of the paper's Table 1 on the verses, and the first sentence of the report."""
+    """The four norms of the paper's Table 1 on the verses, and which norms are above LN."""
     if (frame := reports().get("verses")) is None:
         return NOTHING
     rows = []
@@ -364,6 +415,7 @@ def readme() -> str:
 
 PAGES = {
     "README.md": {"results": readme},
+    "docs/figures.md": {"mini-batches": mini_batches},
     "docs/language_modeling.md": {"language models": language_models},
     "docs/results/index.md": {
         "answer": answer,

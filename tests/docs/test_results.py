@@ -54,9 +54,9 @@ def test_what_is_finished_is_reported(made):
     assert found["say"]["DetachNorm"] == "lower with one seed; not tested over seeds"
     assert found["say"]["PN (norm_variant=release)"] == "–; seed 1: failed: train: Nan/Inf gradients"
     how = "over several seeds (Welch's t-test, corrected by Bonferroni)"
-    assert f"Of 1 compared with LN {how}, PN is above it. PN has the highest" in results.answer()
+    assert f"1 system was compared with LN {how}: PN is significantly above it. PN has the" in results.answer()
     noise = (test.confidence_interval().high - test.confidence_interval().low) / 2
-    answer = f"25.13 ± 0.15, 4.93 above LN: {said}. With these seeds, differences below about {noise:.1f}"
+    answer = f"25.13 ± 0.15. Its mean is 4.93 above LN's: {said}. With its seeds, differences below about {noise:.1f}"
     assert answer in results.answer() and answer in results.readme()
     assert "| PN             " in results.table() and "25.13 ± 0.15" in results.table()
     assert "was not finite: 1 of 10." in results.table() and "lr=0.01" not in results.table()
@@ -68,10 +68,10 @@ def test_reports_of_a_corpus_are_joined(tmp_path, monkeypatch):
     """Trainings in two copies of the repository: a run that both have counts once."""
     monkeypatch.setattr(results, "RESULTS", tmp_path)
     monkeypatch.setattr("pn_fairseq.pipeline.scoring.RESAMPLES", 10)
-    for name, scores in {"": {"ln": 20.0, "pn": 21.0}, "second": {"ln": 30.0, "bn": 22.0}}.items():
+    for report, scores in {"verses": {"ln": 20.0, "pn": 21.0}, "verses-second": {"ln": 30.0, "bn": 22.0}}.items():
         for norm, score in scores.items():
-            with_score(make_run(tmp_path / f"copy{name}/runs/compare_norms/verses/{norm}_seed1", norm, 1), score)
-        results.write_reports(tmp_path / f"copy{name}", name)
+            with_score(make_run(tmp_path / f"{report}/runs/compare_norms/verses/{norm}_seed1", norm, 1), score)
+        results.write_reports(tmp_path / report, report)
     frame = results.reports()["verses"]
     assert list(zip(frame["run"], frame["tokenized"], strict=True)) == [
         ("verses/ln_seed1", 20.0), ("verses/pn_seed1", 21.0), ("verses/bn_seed1", 22.0)
@@ -103,27 +103,36 @@ def test_without_several_seeds_nothing_is_called_better(made):
     assert pandas.isna(found["difference"]["LN"])
 
 
-def test_decays_and_learning_rates(monkeypatch):
-    runs = {
+def test_decays_and_learning_rates(tmp_path, monkeypatch):
+    """The tables are of one report, the one that has more of their runs."""
+    monkeypatch.setattr(results, "RESULTS", tmp_path)
+    columns = ["run", "norm", "tokenized", results.LOSS]
+
+    def write(report: str, runs: dict[str, tuple[float, float]]) -> None:
+        (tmp_path / report).mkdir()
+        rows = [(name, "any", bleu, loss) for name, (bleu, loss) in runs.items()]
+        pandas.DataFrame(rows, columns=columns).to_csv(tmp_path / report / "report.csv")
+
+    write(
+        "verses", {"ln_seed1": (30.0, 1.0), "pn_seed1": (31.0, 1.0), "pn_seed2": (20.0, 4.0), "pn_seed3": (20.0, 4.9)}
+    )
+    assert results.decays() == results.learning_rates() == results.UNCOMPARED
+    others = {
         "verses/ln_seed1": (24.0, 5.0),
         "verses/pn_seed1": (24.5, 4.9),
-        "verses/pn_seed2": (20.0, 4.0),
         "verses/pn+norm_alpha_fwd=0.95+norm_alpha_bwd=0.99_seed1": (23.0, 4.8),
         "verses_lr0.01/ln_seed1": (22.0, 5.5),
         "verses_lr0.01/pn_seed1": (21.9, 5.6),
         "verses_lr0.0025/pn_seed1": (float("nan"), float("nan")),  # failed
     }
-    rows = [{"run": name, "tokenized": bleu, results.LOSS: loss} for name, (bleu, loss) in runs.items()]
-    monkeypatch.setattr(results, "reports", lambda: {"verses": pandas.DataFrame(rows)})
+    write("verses-second", others)
     text = results.decays()
     assert re.search(r"\| 0\.9 +\| +4\.900 \| +– \|", text) and re.search(r"\| 0\.95 +\| +– \| +– \| +4\.800 \|", text)
     assert "lowest is that of α_fwd = 0.95 and α_bwd = 0.99. The range is 0.100 bits." in text
-    assert "seeds of PN with 0.9 and 0.9 have a range of 0.900 bits" in text
+    assert "seeds of PN with 0.9 and 0.9 have a range of 3.900 bits" in text  # of all reports
     text = results.learning_rates()
     assert re.search(r"\| 0\.01 +\| +22\.00 \| +5\.500 \| +21\.90 \| +5\.600 \|", text)
     assert "Of 2 learning rates PN is above LN at 1 and below at 0, each" in text and "at 1 the difference" in text
-    monkeypatch.setattr(results, "reports", lambda: {"verses": pandas.DataFrame(rows[:1])})
-    assert results.decays() == results.learning_rates() == results.UNCOMPARED
 
 
 def test_perplexities_of_the_language_models(tmp_path, monkeypatch):
@@ -150,3 +159,33 @@ def test_perplexities_of_the_language_models(tmp_path, monkeypatch):
     assert re.search(r"BN +\| 1 +\| +70\.00 \| +50\.00 \|", text)
     assert "2 comparisons): lower perplexity: none; higher perplexity: PN; all" in text
     assert re.search(r"LN \(unmasked\), \*\*not causal\*\* +\| 1 +\| +1\.50 \|", text)
+
+
+def test_scores_by_mini_batch(tmp_path, monkeypatch):
+    monkeypatch.setattr(results, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(results, "PICTURE", tmp_path / "picture.png")
+    monkeypatch.setattr("pn_fairseq.pipeline.scoring.RESAMPLES", 10)
+    assert results.mini_batches() == results.NOTHING
+    runs = tmp_path / "runs" / results.SWEEP_RUNS
+    (runs / "figures").mkdir(parents=True)
+    (runs / "figures/figure-5.png").write_text("drawn")
+    scores = {"ln": (20.0, 20.5, 20.25, 19.9), "bn": (18.0, 18.5, 18.75, 19.5), "bn+layer_scale_groups=4": (19.0,)}
+    for name, of_norm in scores.items():
+        norm, plus, _ = name.partition("+")
+        scale = {"model__layer_scale_groups": 4} if plus else {}
+        for tokens, score in zip((512, 1024, 2048, 4096), of_norm, strict=False):
+            run = make_run(runs / f"tokens{tokens}/{name}_seed1", norm, 1, dataset__max_tokens=tokens, **scale)
+            with_score(run, score)
+    results.write_reports(tmp_path, results.SWEEP)
+    assert results.PICTURE.read_text() == "drawn"
+    text = results.mini_batches()
+    assert re.search(r"\| LN +\| +20\.00 \| +20\.50 \| +20\.25 \| +19\.90 \|", text)
+    assert re.search(
+        r"\| BN +\| 18\.00 \(−2\.00\) \| 18\.50 \(−2\.00\) \| 18\.75 \(−1\.50\) \| 19\.50 \(−0\.40\) \|", text
+    )
+    assert re.search(r"\| BN \(layer_scale_groups=4\) +\| 19\.00 \(−1\.00\) \| +– \| +– \|", text)
+    assert "9 runs of 40 updates, one seed; in brackets" in text and "The 4 values of LN have a range of 0.60" in text
+    for folder in runs.glob("tokens[124]*"):
+        folder.rename(tmp_path / folder.name)
+    results.write_reports(tmp_path, results.SWEEP)
+    assert results.mini_batches() == results.UNCOMPARED
