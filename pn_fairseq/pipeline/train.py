@@ -209,7 +209,9 @@ def change_what_follows(cfg, run: Path) -> str:
         OmegaConf.update(config, key, value, force_add=True)
     with atomic_write(run / "config.yaml", "w") as file:
         file.write(OmegaConf.to_yaml(config))
-    return "settings of what follows: " + ", ".join(f"{key} {old} -> {value}" for key, (old, value) in new.items())
+    return "new settings of averaging and decoding: " + ", ".join(
+        f"{key} {old} -> {value}" for key, (old, value) in new.items()
+    )
 
 
 def lock(run: Path) -> None:

@@ -108,7 +108,7 @@ def test_how_a_finished_run_is_averaged_and_decoded_can_change(data, trained, tm
     run = shutil.copytree(trained, tmp_path / "run")
     config = OmegaConf.load(run / "config.yaml")
     assert start(data, run, "average_last=2", "generation.beam=3", "optimization.max_update=10") == 0
-    changed = "already trained; settings of what follows: average_last 5 -> 2, generation.beam 5 -> 3\n"
+    changed = "already trained; new settings of averaging and decoding: average_last 5 -> 2, generation.beam 5 -> 3\n"
     assert capsys.readouterr().err.endswith(changed)
     config.average_last, config.generation.beam = 2, 3
     assert OmegaConf.load(run / "config.yaml") == config
