@@ -41,8 +41,9 @@ def test_commands(tmp_path):
     trainings = [line for line in run.stdout.splitlines() if "scripts/train.sh" in line]
     assert len(trainings) == 18
     assert f"--run {tmp_path}/multi30k/pn+layer_scale_groups=0_seed3 " in trainings[-2]
-    settings = "model._name=transformer_pn_tiny common.seed=3 model.layer_scale_groups=0 optimization.max_update=800"
-    assert trainings[-2].endswith(settings)
+    settings = "model._name=transformer_pn_tiny common.seed=3 model.layer_scale_groups=0"
+    short = "optimization.max_update=800 lr_scheduler.warmup_updates=200 tokens_per_update=2048"
+    assert trainings[-2].endswith(f"{settings} {short} checkpoint.save_interval_updates=50")
 
 
 @pytest.mark.parametrize(
