@@ -227,7 +227,7 @@ def reproduce(name: str, words: Sequence[str]) -> int:
     norms, config, report_name = env.get("NORMS", corpus.norms).split(), corpus.config, "report"
     if table := env.get("TABLE"):
         for other, what in {"NORMS": "which norms", "SIZE": "the size of the models"}.items():
-            if env.get(other):
+            if other in env:
                 raise UserError(f"TABLE and {other} both say {what}: give one of them")
         if table not in corpus.tables:
             known = " ".join(corpus.tables) or "none of this corpus"

@@ -135,13 +135,12 @@ def _main(args, argv: list[str], place: Place, config: Path, data: Path, run: Pa
     first = not place.rank and not place.node
     resumed = resumed_from(run / "checkpoints")
     if resumed.exists() and (run / "config.yaml").exists():
-        check_same_run(cfg, data, run)
+        changed = check_same_run(cfg, data, run)
         if is_finished(cfg, resumed, run):
             if first:
                 if resumed.name != LAST:  # killed after its last update, within the save
                     mend(run)
-                changed = change_what_follows(cfg, run)
-                say("train", f"{run} is already trained; {changed or 'nothing to do'}")
+                say("train", f"{run} is already trained; {change_decoding(run, changed) or 'nothing to do'}")
             return 0
     if place.rank is None and place.world_size > 1:
         if not place.gpu:
@@ -194,24 +193,23 @@ def is_finished(cfg, checkpoint: Path, run: Path) -> bool:
     return bool(lines) and "done training" in lines[-1] and same
 
 
-def change_what_follows(cfg, run: Path) -> str:
-    """Write settings of averaging and decoding that are new into config.yaml of a finished run; says which they are."""
+def change_decoding(run: Path, changed: dict[str, tuple]) -> str:
+    """Write changed settings of averaging and decoding into config.yaml of a finished run; says which they are."""
     from omegaconf import OmegaConf
 
-    from pn_fairseq.pipeline.settings import FOLLOWING, changes
+    from pn_fairseq.pipeline.settings import AFTER_TRAINING
 
-    new = {key: values for key, values in changes(cfg, run).items() if FOLLOWING.fullmatch(key)}
-    if not new:
+    changed = {key: values for key, values in changed.items() if AFTER_TRAINING.fullmatch(key)}
+    if not changed:
         return ""
     lock(run)
     config = OmegaConf.load(run / "config.yaml")
-    for key, (_, value) in new.items():
-        OmegaConf.update(config, key, value, force_add=True)
+    for key, (_, new) in changed.items():
+        OmegaConf.update(config, key, new, force_add=True)
     with atomic_write(run / "config.yaml", "w") as file:
         file.write(OmegaConf.to_yaml(config))
-    return "new settings of averaging and decoding: " + ", ".join(
-        f"{key} {old} -> {value}" for key, (old, value) in new.items()
-    )
+    shown = (f"{key} {old} -> {new}" for key, (old, new) in changed.items())
+    return f"new settings of averaging and decoding: {', '.join(shown)}"
 
 
 def lock(run: Path) -> None:

@@ -362,7 +362,7 @@ def mini_batches() -> str:
         return NOTHING
     frame = pandas.read_csv(RESULTS / SWEEP / "report.csv").dropna(subset=["tokenized"])
     name = frame["run"].str.extract(r"tokens(?P<tokens>\d+)/[^+]+(?P<settings>.*)_seed\d+$")
-    if name["tokens"].nunique() < 2:
+    if name["tokens"].nunique() < 2 or "LN" not in set(frame["norm"]):
         return UNCOMPARED
     named = name["settings"].str.lstrip("+").str.replace("+", ", ")
     frame["norm"] += (" (" + named + ")").where(named != "", "")
