@@ -41,9 +41,10 @@ docs: venv ## build the documentation in site/ (installs mkdocs first)
 	    "$(VENV)/bin/python" -m pip install --quiet -c constraints.txt latex2mathml mkdocs-material 'mkdocstrings[python]'
 	@NO_MKDOCS_2_WARNING=1 "$(VENV)/bin/python" -m mkdocs build --strict
 
-lint: venv ## check style: ruff and shellcheck
+lint: venv ## check style and floors: ruff, import-linter, shellcheck
 	@"$(VENV)/bin/ruff" check .
 	@"$(VENV)/bin/ruff" format --check .
+	@"$(VENV)/bin/lint-imports"
 	@"$(VENV)/bin/shellcheck" -x -P SCRIPTDIR .ci/run $$(find scripts -name '*.sh')
 
 format: venv ## let ruff format the Python files

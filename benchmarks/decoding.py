@@ -18,7 +18,7 @@ from torch import nn
 from benchmarks import hide_messages, keep_memory
 from benchmarks.models import BASE, DEFAULT, SHORT, arch_args, build
 from benchmarks.results import in_turns, output_file, positive, report_speeds, settings_of
-from pn_fairseq.checkpoints import CheckpointError, load_checkpoint
+from pn_fairseq.common.checkpoints import CheckpointError, load_checkpoint
 from pn_fairseq.models.architectures import SIZES
 from pn_fairseq.models.fold_checkpoint import fold_checkpoint
 from pn_fairseq.models.from_checkpoint import make_dictionary, model_of, model_settings_of

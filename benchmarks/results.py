@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy
 import pandas
 
-from pn_fairseq.checkpoints import CheckpointError, check_output_path
-from pn_fairseq.machine import describe
-from pn_fairseq.pipeline.files import atomic_write
+from pn_fairseq.common.checkpoints import CheckpointError, check_output_path
+from pn_fairseq.common.files import atomic_write
+from pn_fairseq.common.machine import describe
 
 
 def in_turns(work: Mapping[str, Callable[[int], object]], rounds: int, warm: int) -> dict[str, list[float]]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pandas
 
-from pn_fairseq.pipeline.files import atomic_write
+from pn_fairseq.common.files import atomic_write
 from pn_fairseq.report.curves import headless_pyplot
 
 #: The columns that say what was measured.

@@ -1,8 +1,8 @@
 """Power Normalization and its relatives for fairseq's transformers.
 
 The directory of this package is what ``fairseq-train --user-dir`` takes; ``python -m pn_fairseq --user-dir`` prints it.
-Importing it loads neither torch nor fairseq and changes nothing. Where fairseq is already in use, it registers the
-models there and applies the patches of :mod:`pn_fairseq.fairseq_patches`.
+Importing it loads neither torch nor fairseq and changes nothing. Where fairseq is already in use, it loads
+:mod:`pn_fairseq.plugin` there.
 """
 
 import sys
@@ -10,9 +10,9 @@ import sys
 __version__ = "0.1.0"
 
 if "fairseq.models" in sys.modules:
-    from .errors import Unavailable, one_line_errors
+    from .common.errors import Unavailable, one_line_errors
 
     with one_line_errors(Unavailable):
         if __name__ != "pn_fairseq":  # its modules import each other by this name
             raise Unavailable(f"--user-dir {__path__[0]}: the folder must be called pn_fairseq; rename it")
-        from pn_fairseq import models  # noqa: F401 (registers the model and its architectures)
+        from pn_fairseq import plugin  # noqa: F401 (registers the models, applies the patches)

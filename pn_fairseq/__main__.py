@@ -8,18 +8,18 @@ import sys
 from pathlib import Path
 
 from pn_fairseq import __version__
-from pn_fairseq.pipeline.command import ArgumentParser, UserError, did_you_mean, handle_signals, run
+from pn_fairseq.common.command import ArgumentParser, UserError, did_you_mean, handle_signals, run
 
 #: Verb -> module whose ``main(argv)`` it calls. Imported only when it is called: most need no torch.
 VERBS = {
     "average": "pn_fairseq.pipeline.average",
-    "average-checkpoints": "pn_fairseq.cli.average_checkpoints",
+    "average-checkpoints": "pn_fairseq.pipeline.average_checkpoints",
     "data": "pn_fairseq.pipeline.data.steps",
     "evaluate-lm": "pn_fairseq.pipeline.evaluate_lm",
     "figures": "pn_fairseq.report.figures",
-    "fold": "pn_fairseq.cli.fold",
+    "fold": "pn_fairseq.pipeline.fold",
     "generate": "pn_fairseq.pipeline.generate",
-    "import-release": "pn_fairseq.cli.import_release",
+    "import-release": "pn_fairseq.pipeline.import_release",
     "plot-curves": "pn_fairseq.report.curves",
     "report": "pn_fairseq.report.command",
     "reproduce": "pn_fairseq.pipeline.reproduce",
@@ -35,11 +35,12 @@ def info() -> str:
     import torch
 
     from pn_fairseq import fairseq_patches, kernels
+    from pn_fairseq.common.environment import SWITCH, patches_enabled
 
     lines = [f"pn_fairseq {__version__}, torch {torch.__version__}"]
     lines += [f"kernels on {device}: {name} ({why})" for device, (name, why) in kernels.describe().items()]
-    state = "on" if fairseq_patches.enabled() else "off"
-    lines.append(f"patches of fairseq: {state} ({fairseq_patches.SWITCH}=1 turns them off)")
+    state = "on" if patches_enabled() else "off"
+    lines.append(f"patches of fairseq: {state} ({SWITCH}=1 turns them off)")
     lines += [f"  {name}: {mends}" for name, mends in fairseq_patches.patches().items()]
     return "\n".join(lines)
 
@@ -69,6 +70,7 @@ def options(argv: list[str]) -> int:
         return 0
     try:
         if args.check:
+            import pn_fairseq.norms  # noqa: F401 (defines operators)
             from pn_fairseq.kernels.check import check
 
             table, fine = check()

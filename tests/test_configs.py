@@ -16,12 +16,12 @@ from fairseq.models import ARCH_CONFIG_REGISTRY
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf, open_dict
 
-import pn_fairseq.models  # noqa: F401 (registers the architectures)
+import pn_fairseq.plugin  # noqa: F401 (registers the architectures)
+from pn_fairseq.common.published import PAPER
 from pn_fairseq.models.transformer_lm_pn import LanguageModelNorms
 from pn_fairseq.models.transformer_pn import TransformerPNConfig
 from pn_fairseq.norms import NORMS
 from pn_fairseq.pipeline.settings import compose as compose_settings
-from pn_fairseq.report.paper import PAPER
 
 from .scripts_helpers import ROOT
 

@@ -9,17 +9,11 @@ import ast
 import functools
 import importlib
 import inspect
-import os
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 
-SWITCH = "PN_FAIRSEQ_NO_PATCHES"
-
-
-def enabled() -> bool:
-    """Whether the environment leaves the patches on."""
-    return os.environ.get(SWITCH, "0") in ("", "0")
+from pn_fairseq.common.environment import patches_enabled
 
 
 def patches() -> dict[str, str]:
@@ -31,7 +25,7 @@ def patches() -> dict[str, str]:
 
 def apply() -> None:
     """Apply all patches, unless they are turned off."""
-    if enabled():
+    if patches_enabled():
         for name in patches():
             importlib.import_module(f"{__name__}.{name}")
 
@@ -54,7 +48,7 @@ def patch(owner, name: str, parameters: str) -> Callable[[Callable], Callable]:
                 f"of ({parameters})",
                 stacklevel=2,
             )
-        elif enabled():
+        elif patches_enabled():
 
             @functools.wraps(original)
             def function(*args, **kwargs):

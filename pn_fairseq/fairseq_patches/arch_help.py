@@ -8,9 +8,9 @@ from argparse import ArgumentTypeError
 from fairseq import options
 from fairseq.models import ARCH_MODEL_REGISTRY
 
+from pn_fairseq.common.command import did_you_mean
 from pn_fairseq.fairseq_patches import patch
 from pn_fairseq.norms import NORMS
-from pn_fairseq.pipeline.command import did_you_mean
 
 
 def architecture(name: str) -> str:

@@ -6,7 +6,7 @@ fairseq passes a device number to torch's DistributedDataParallel, which refuses
 from fairseq.models import distributed_fairseq_model
 from torch.nn.parallel import DistributedDataParallel
 
-from pn_fairseq.fairseq_patches import enabled
+from pn_fairseq.common.environment import patches_enabled
 
 
 def distributed_data_parallel(module, device_ids=None, output_device=None, **options) -> DistributedDataParallel:
@@ -16,5 +16,5 @@ def distributed_data_parallel(module, device_ids=None, output_device=None, **opt
     return DistributedDataParallel(module, device_ids=device_ids, output_device=output_device, **options)
 
 
-if enabled():
+if patches_enabled():
     distributed_fairseq_model.DistributedDataParallel = distributed_data_parallel

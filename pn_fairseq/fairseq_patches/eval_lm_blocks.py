@@ -5,7 +5,7 @@ fairseq skips them with a warning and prints the perplexity of the rest, which i
 
 from fairseq.tasks.language_modeling import LanguageModelingTask
 
-from pn_fairseq.errors import one_line_errors
+from pn_fairseq.common.errors import one_line_errors
 from pn_fairseq.fairseq_patches import patch
 
 PARAMETERS = (

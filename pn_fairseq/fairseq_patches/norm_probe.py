@@ -8,7 +8,7 @@ import os
 
 from fairseq.trainer import Trainer
 
-from pn_fairseq.errors import one_line_errors
+from pn_fairseq.common.errors import one_line_errors
 from pn_fairseq.fairseq_patches import patch
 
 

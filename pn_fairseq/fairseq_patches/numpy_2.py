@@ -8,7 +8,7 @@ from types import ModuleType, SimpleNamespace
 import numpy
 from fairseq.data import language_pair_dataset, token_block_dataset
 
-from pn_fairseq.fairseq_patches import enabled
+from pn_fairseq.common.environment import patches_enabled
 
 
 class Numpy1(ModuleType):
@@ -20,5 +20,5 @@ class Numpy1(ModuleType):
         return getattr(numpy, name)
 
 
-if enabled() and not hasattr(getattr(numpy, "compat", None), "long"):
+if patches_enabled() and not hasattr(getattr(numpy, "compat", None), "long"):
     language_pair_dataset.np = token_block_dataset.np = Numpy1("numpy")

@@ -9,7 +9,7 @@ from fairseq.criterions.adaptive_loss import AdaptiveLoss
 from fairseq.tasks.fairseq_task import FairseqTask, LegacyFairseqTask
 from fairseq.trainer import Trainer
 
-from pn_fairseq.errors import Unavailable, one_line_errors
+from pn_fairseq.common.errors import Unavailable, one_line_errors
 from pn_fairseq.fairseq_patches import patch
 from pn_fairseq.models.normed_model import FoldedModelError, NormedModel
 from pn_fairseq.models.transformer_lm_pn import check_criterion

@@ -3,8 +3,8 @@
 By default it refuses everything but tensors and plain containers, and with that the settings in a checkpoint.
 """
 
-from pn_fairseq.checkpoints import allow_fairseq_checkpoints
-from pn_fairseq.fairseq_patches import enabled
+from pn_fairseq.common.checkpoints import allow_fairseq_checkpoints
+from pn_fairseq.common.environment import patches_enabled
 
-if enabled():
+if patches_enabled():
     allow_fairseq_checkpoints()

@@ -12,7 +12,7 @@ from types import ModuleType
 
 import torch
 
-from pn_fairseq.errors import Unavailable
+from pn_fairseq.common.errors import Unavailable
 from pn_fairseq.kernels.ops import NAMESPACE, OPERATORS, for_every_operator
 
 #: Environment variable that forces an implementation.
@@ -91,7 +91,7 @@ def _why_triton_is_off(x: torch.Tensor) -> str:
         return _compared.get(x.device, missing)
     if torch.cuda.is_current_stream_capturing():  # nothing can be compared in a CUDA graph
         return ""
-    from pn_fairseq.kernels.check import first_use  # imports norms
+    from pn_fairseq.kernels.check import first_use  # imports this module
 
     try:
         off = first_use(module, x.dtype, x.device)

@@ -1,8 +1,5 @@
 """The fairseq models with these norms and their architectures, registered on import."""
 
-from pn_fairseq import fairseq_patches
 from pn_fairseq.models import architectures, tensorized_lm_pn, transformer_lm_pn, transformer_pn
-
-fairseq_patches.apply()
 
 __all__ = ["architectures", "tensorized_lm_pn", "transformer_lm_pn", "transformer_pn"]

@@ -8,7 +8,7 @@ import torch
 from fairseq.models import ARCH_MODEL_REGISTRY
 from torch import Tensor, nn
 
-from pn_fairseq.checkpoints import CheckpointError
+from pn_fairseq.common.checkpoints import CheckpointError
 from pn_fairseq.models import architectures  # noqa: F401 (registers what is looked up below)
 from pn_fairseq.models.from_checkpoint import changed, model_of, model_settings_of
 from pn_fairseq.models.normed_model import FOLDED_MARK
@@ -135,7 +135,7 @@ def fold_checkpoint(state: dict, name: str) -> tuple[dict, list[str], Difference
     decodes in. The state of the optimizer and a moving average of the weights (``--store-ema``) are left out.
 
     Args:
-        state: what :func:`pn_fairseq.checkpoints.load_checkpoint` read.
+        state: what :func:`pn_fairseq.common.checkpoints.load_checkpoint` read.
         name: of the checkpoint in error messages.
 
     Returns:

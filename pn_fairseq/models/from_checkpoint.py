@@ -10,7 +10,7 @@ from fairseq.models import build_model
 from omegaconf import DictConfig, OmegaConf, open_dict
 from torch import Tensor, nn
 
-from pn_fairseq.checkpoints import CheckpointError
+from pn_fairseq.common.checkpoints import CheckpointError
 
 
 def make_dictionary(size: int) -> Dictionary:

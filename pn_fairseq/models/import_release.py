@@ -10,7 +10,7 @@ from fairseq import checkpoint_utils
 from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_REGISTRY
 from torch import Tensor, nn
 
-from pn_fairseq.checkpoints import CheckpointError
+from pn_fairseq.common.checkpoints import CheckpointError
 from pn_fairseq.models import architectures  # noqa: F401 (registers what is looked up below)
 from pn_fairseq.models.from_checkpoint import one_line, task_of
 from pn_fairseq.norms import NORMS, PowerNormRelease
@@ -33,7 +33,7 @@ def import_release(state: dict, name: str, alpha_fwd: float = 0.9, alpha_bwd: fl
     """The checkpoint ``state`` of the release in the form in which fairseq loads it with this plugin.
 
     Args:
-        state: what :func:`pn_fairseq.checkpoints.load_checkpoint` read.
+        state: what :func:`pn_fairseq.common.checkpoints.load_checkpoint` read.
         name: of the checkpoint in error messages.
         alpha_fwd, alpha_bwd: decays of the statistics in its training. nu is (1 - alpha_bwd) ema_gz.
 

@@ -15,8 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pn_fairseq import fairseq_patches, kernels, probes
-from pn_fairseq.errors import one_line_errors
+from pn_fairseq import kernels
+from pn_fairseq.common import probe_files
+from pn_fairseq.common.environment import SWITCH, patches_enabled
+from pn_fairseq.common.errors import one_line_errors
 from pn_fairseq.norms import NORMS, ChannelNorm, RunningNorm
 from pn_fairseq.norms.distributed import all_reduce_sum, world_size
 
@@ -76,7 +78,7 @@ class NormProbe:
 
     Args:
         model: whose norms are recorded.
-        folder: see :mod:`pn_fairseq.probes`.
+        folder: see :mod:`pn_fairseq.common.probe_files`.
         interval: updates.
         layers: patterns of module names, separated by commas, as of the shell; None: the norms of the encoder, or all
             in a model without one.
@@ -111,8 +113,8 @@ class NormProbe:
         ValueError: fairseq's trainer does not call the probe.
         """
         with one_line_errors(ValueError):
-            if not fairseq_patches.enabled():
-                raise ValueError(f"--norm-probe needs the patches of fairseq, which {fairseq_patches.SWITCH} turns off")
+            if not patches_enabled():
+                raise ValueError(f"--norm-probe needs the patches of fairseq, which {SWITCH} turns off")
 
     # What the trainer calls (pn_fairseq.fairseq_patches.norm_probe).
 
@@ -123,11 +125,11 @@ class NormProbe:
             training: names the training, by the folder of its checkpoints.
 
         Raises:
-            ValueError, OSError: see :func:`pn_fairseq.probes.open_probe`.
+            ValueError, OSError: see :func:`pn_fairseq.common.probe_files.open_probe`.
         """
         self._stop()
         if self._last is None and _first_rank():
-            probes.open_probe(self.folder, completed, training)
+            probe_files.open_probe(self.folder, completed, training)
         self._last, self._training = completed, training
         place = (completed + 1) % self.interval
         recorded = place == 0
@@ -202,7 +204,7 @@ class NormProbe:
             sums, scalars = source[:, start:end], source[:, :4]
             rows += self._rows(name, norm, forwards, sums, scalars, [len(past) for past in self._window])
             start = end
-        probes.write_update(self.folder, update, [{"update": update, **row} for row in rows], self._training)
+        probe_files.write_update(self.folder, update, [{"update": update, **row} for row in rows], self._training)
 
     def _flat(self, forward: _Forward, device) -> Tensor:
         """Whether the batch counts, its sample size, loss and loss scale; the sums of all norms, 0 without a run."""

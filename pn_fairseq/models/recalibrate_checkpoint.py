@@ -10,7 +10,7 @@ import torch
 from fairseq import tasks, utils
 from tqdm import tqdm
 
-from pn_fairseq.checkpoints import CheckpointError
+from pn_fairseq.common.checkpoints import CheckpointError
 from pn_fairseq.models.from_checkpoint import one_line, settings_of
 from pn_fairseq.norms.base import RunningNorm, running_norms
 from pn_fairseq.norms.recalibrate import recalibrating
@@ -34,8 +34,8 @@ class RecalibrationModel:
     """The model of a checkpoint with the data to re-estimate its statistics on; float32, on the GPU if there is one.
 
     Args:
-        state: a checkpoint as :func:`pn_fairseq.checkpoints.load_checkpoint` returns it. Task, model, batch size and
-            seed are those of its settings.
+        state: a checkpoint as :func:`pn_fairseq.common.checkpoints.load_checkpoint` returns it. Its settings specify
+            the task, the model, the batch size and the seed.
         name: of the checkpoint in error messages.
         data: a folder that fairseq-preprocess made, with the dictionaries that the model was trained with.
 

@@ -8,7 +8,6 @@ from pn_fairseq.norms.base import ChannelNorm, RunningNorm, running_norms
 from pn_fairseq.norms.batch import MaskedBatchNorm, MaskedBatchNormRelease
 from pn_fairseq.norms.batch_reg import RegularizedBatchNorm, RegularizedBatchNormRelease
 from pn_fairseq.norms.batch_renorm import BatchRenorm
-from pn_fairseq.norms.distributed import average_running_stats
 from pn_fairseq.norms.dyt import DynamicErf, DynamicTanh
 from pn_fairseq.norms.group import GroupNorm
 from pn_fairseq.norms.layer import LayerNorm
@@ -18,7 +17,7 @@ from pn_fairseq.norms.power import PowerNorm
 from pn_fairseq.norms.power_release import PowerNormRelease
 from pn_fairseq.norms.power_v import PowerNormV
 from pn_fairseq.norms.prep_batch import ProgressiveBatchNorm
-from pn_fairseq.norms.recalibrate import recalibrating
+from pn_fairseq.norms.recalibrate import average_running_stats, recalibrating
 from pn_fairseq.norms.registry import NORMS, VARIANTS, build_norm, load_norms, register_norm
 from pn_fairseq.norms.rms import RMSNorm, RMSNormRelease, ScaleNorm
 from pn_fairseq.norms.simple import AdaNorm, AdaNormRelease, DetachNorm, LayerNormSimple, NoNorm

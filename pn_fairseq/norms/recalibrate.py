@@ -1,11 +1,13 @@
-"""Running statistics for weights that were not trained with them, such as averaged ones."""
+"""Running statistics of a whole model: estimated again for other weights, and averaged over the ranks."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import nn
 
 from pn_fairseq.norms.base import RunningNorm, running_norms
+from pn_fairseq.norms.distributed import all_reduce_sum, world_size
 
 
 @contextmanager
@@ -56,3 +58,34 @@ def recalibrating(model: nn.Module) -> Iterator[list[RunningNorm]]:
                 norm.get_buffer(name).copy_(value)
         for module, training in modes:
             module.training = training
+
+
+@torch.no_grad()
+def average_running_stats(model: nn.Module, group=None) -> bool:
+    """Replace the running statistics of every unsynchronised norm of ``model`` by their mean over the ranks.
+
+    Variances are combined about the common mean: var = mean(var_k + mean_k^2) - mean(mean_k)^2. One all-reduce, which
+    every rank has to join. Returns whether there was one: not with one rank, nor without such norms.
+    """
+    ranks = world_size(group)
+    norms = [norm for norm in running_norms(model) if not norm.synchronises()]
+    if ranks == 1 or not norms:
+        return False
+    states = []
+    for norm in norms:
+        norm.flush()
+        # float64 holds the counters, too: ranks that skipped different batches have different ones.
+        state = {name: buffer.double() for name, buffer in norm.named_buffers(recurse=False)}
+        if norm.mean_name is not None:
+            state[norm.moment_name] = state[norm.moment_name] + state[norm.mean_name].square()
+        states.append(state)
+    flat = torch.cat([value.flatten() for state in states for value in state.values()])
+    parts = iter((all_reduce_sum(flat, group) / ranks).split([v.numel() for state in states for v in state.values()]))
+    for norm, state in zip(norms, states, strict=True):
+        averaged = {name: next(parts).view_as(value) for name, value in state.items()}
+        if norm.mean_name is not None:
+            averaged[norm.moment_name] = averaged[norm.moment_name] - averaged[norm.mean_name].square()
+        norm.discard_pending()
+        for name, buffer in norm.named_buffers(recurse=False):
+            buffer.copy_(averaged[name] if buffer.is_floating_point() else averaged[name].round())
+    return True

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from pn_fairseq.pipeline.command import ArgumentParser, UserError, command, say, whole
-from pn_fairseq.pipeline.files import atomic_write, checksum
+from pn_fairseq.common.command import ArgumentParser, UserError, command, say, whole
+from pn_fairseq.common.files import atomic_write, checksum
 from pn_fairseq.pipeline.runs import RUN, Run, open_run
 
 #: --by -> the setting that says how many of these fairseq keeps.
@@ -36,7 +36,7 @@ def _parser() -> ArgumentParser:
 
 def choose(run: Run, by: str | None, last: int | None) -> tuple[list[Path], str]:
     """The checkpoints to average, oldest first, and what they are counted in."""
-    from pn_fairseq.checkpoints import checkpoints_to_average
+    from pn_fairseq.common.checkpoints import checkpoints_to_average
 
     kept = by or ("update" if run.get(KEPT["update"], -1) > 0 else "epoch")
     if last is None:
@@ -57,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
     run = open_run(args.run)
     output = args.output or run.checkpoints / "averaged.pt"
 
-    from pn_fairseq.cli.average_checkpoints import average
+    from pn_fairseq.pipeline.average_checkpoints import average
 
     paths, kind = choose(run, args.by, args.last)
     made, how = output.with_name(f"{output.name}.made"), f"{kind} {len(paths)}"

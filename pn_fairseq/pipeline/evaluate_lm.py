@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from pn_fairseq import __version__
-from pn_fairseq.pipeline.command import ArgumentParser, UserError, command
-from pn_fairseq.pipeline.files import atomic_write, checksum
+from pn_fairseq.common.command import ArgumentParser, UserError, command
+from pn_fairseq.common.files import atomic_write, checksum
 from pn_fairseq.pipeline.runs import RUN, Run, open_run
 
 #: What has to be the same for two perplexities to be compared.
@@ -97,10 +97,10 @@ def evaluate(run: Run, checkpoint: Path, subset: str = "test", context: int = 0)
     """Score all tokens of a split, in blocks as in training, with ``context`` tokens of context for each block."""
     import torch
 
-    from pn_fairseq.checkpoints import load_checkpoint
+    from pn_fairseq.common.checkpoints import load_checkpoint
+    from pn_fairseq.common.command import without_fairseqs_log
     from pn_fairseq.models.from_checkpoint import model_settings_of, one_line, settings_of
     from pn_fairseq.norms.base import running_norms
-    from pn_fairseq.pipeline.command import without_fairseqs_log
     from pn_fairseq.pipeline.data.binarize import lengths
 
     index = run.bin / f"{subset}.idx"
@@ -214,7 +214,7 @@ def compare(runs: Sequence[Path], subset: str) -> str:
     """The perplexities of runs as a table; an error if they are over different tokens."""
     from tabulate import tabulate
 
-    from pn_fairseq.report.runs import short_names
+    from pn_fairseq.common.files import short_names
 
     found = dict(zip(short_names(runs), (read_perplexity(run, subset) for run in runs), strict=True))
     first, one = next(iter(found.items()))

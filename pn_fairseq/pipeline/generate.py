@@ -21,11 +21,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pn_fairseq
-from pn_fairseq.pipeline.command import ArgumentParser, UserError, command, deferred_signals, say, whole
+from pn_fairseq.common.command import ArgumentParser, UserError, command, deferred_signals, say, whole
+from pn_fairseq.common.files import atomic_folder, checksum, count_lines, read_settings, write_settings
+from pn_fairseq.common.machine import own_cores
 from pn_fairseq.pipeline.data.binarize import sentences as indexed
 from pn_fairseq.pipeline.data.parallel import progress
-from pn_fairseq.pipeline.files import atomic_folder, checksum, count_lines, read_settings, write_settings
-from pn_fairseq.pipeline.launch import own_cores, processes
+from pn_fairseq.pipeline.launch import processes
 from pn_fairseq.pipeline.runs import RUN, Run, open_run
 
 PACKAGE = Path(pn_fairseq.__file__).resolve().parent
@@ -234,7 +235,7 @@ def decode(tool: str, commands: list[list[str]], decoding: Decoding, folder: Pat
             time.sleep(0.1)
         for process, log in zip(processes, logs, strict=True):
             if process.poll():
-                from pn_fairseq.checkpoints import load_checkpoint  # needs torch
+                from pn_fairseq.common.checkpoints import load_checkpoint  # needs torch
 
                 for path in decoding.checkpoints:
                     load_checkpoint(path)

@@ -6,7 +6,7 @@ import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from pn_fairseq.pipeline.command import UserError, whole_number
+from pn_fairseq.common.command import UserError, whole_number
 
 
 @dataclass(frozen=True)
@@ -87,11 +87,6 @@ def _of_slurm_task(env: Mapping[str, str], gpus: int, tasks: int) -> Place:
     return Place(gpus > 0, 1, 1, 0, address, port, rank, local_rank, tasks)
 
 
-def own_cores() -> int:
-    """How many cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def variable(
     env: Mapping[str, str], name: str, default: int | None = None, least: int = 0, most: int | None = None
 ) -> int:
@@ -144,7 +139,7 @@ def torchrun(place: Place, arguments: list[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import get_args_parser, run
 
-    from pn_fairseq.pipeline.command import Interrupted
+    from pn_fairseq.common.command import Interrupted
 
     where = ["--standalone"]
     timeout = variable(os.environ, "START_TIMEOUT", 600, least=1)

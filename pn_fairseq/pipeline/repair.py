@@ -10,8 +10,8 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from pn_fairseq.checkpoints import load_checkpoint
-from pn_fairseq.pipeline.files import atomic_write
+from pn_fairseq.common.checkpoints import load_checkpoint
+from pn_fairseq.common.files import atomic_write
 
 LAST, BEST = "checkpoint_last.pt", "checkpoint_best.pt"
 

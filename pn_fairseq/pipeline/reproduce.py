@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pn_fairseq
-from pn_fairseq.pipeline.command import (
+from pn_fairseq.common.command import (
     ArgumentParser,
     Interrupted,
     UserError,
@@ -29,9 +29,9 @@ from pn_fairseq.pipeline.command import (
     say,
     whole_number,
 )
-from pn_fairseq.pipeline.files import atomic_write
+from pn_fairseq.common.files import atomic_write
+from pn_fairseq.common.published import PAPER, Table
 from pn_fairseq.pipeline.launch import variable
-from pn_fairseq.report.paper import PAPER, Table
 
 ROOT = Path(pn_fairseq.__file__).resolve().parent.parent
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from pn_fairseq.pipeline.command import UserError
-from pn_fairseq.pipeline.files import read_settings
+from pn_fairseq.common.command import UserError
+from pn_fairseq.common.files import read_settings
 
 #: The help of the option --run.
 RUN = "a run of scripts/train.sh, fairseq-train or a job of a sweep"
@@ -96,7 +96,7 @@ def _config_of_fairseq(path: Path, checkpoints: Path) -> DictConfig:
     present = [*checkpoints.glob("checkpoint_last.pt"), *sorted(checkpoints.glob("checkpoint*.pt"))]
     if not present:
         raise UserError(f"'{path}' is not a training run: it has no config.yaml and no checkpoint (scripts/train.sh)")
-    from pn_fairseq.checkpoints import load_checkpoint  # needs torch
+    from pn_fairseq.common.checkpoints import load_checkpoint  # needs torch
 
     cfg = load_checkpoint(present[0]).get("cfg") or {}
     # The sections that fairseq's command line fills in as a Namespace are not needed here.

@@ -7,8 +7,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from pn_fairseq.common.command import ArgumentParser, UserError, command, whole
 from pn_fairseq.pipeline import scoring
-from pn_fairseq.pipeline.command import ArgumentParser, UserError, command, whole
 
 #: A difference counts as significant below this p-value.
 LEVEL = 0.05
@@ -105,7 +105,7 @@ def _print(scores: Mapping[str, scoring.Score]) -> None:
 
 def named(paths: Sequence[Path]) -> dict[str, Path]:
     """What tells the paths apart -> path."""
-    from pn_fairseq.report.runs import short_names
+    from pn_fairseq.common.files import short_names
 
     if len({path.resolve() for path in paths}) != len(paths):
         raise UserError("a run or a file is named twice")

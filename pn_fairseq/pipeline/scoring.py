@@ -25,8 +25,8 @@ import sacremoses
 from sacrebleu.metrics import BLEU, CHRF
 from sacrebleu.significance import PairedTest, Result
 
-from pn_fairseq.pipeline.command import UserError
-from pn_fairseq.pipeline.files import atomic_write
+from pn_fairseq.common.command import UserError
+from pn_fairseq.common.files import atomic_write
 from pn_fairseq.pipeline.runs import open_run
 
 #: Score -> its title, in the order in which they are shown.

@@ -2,7 +2,7 @@
 
 hydra reads the file and the overrides as ``fairseq-hydra-train`` does; then every key is checked, the tokens of an
 update are spread over the ranks, and the model is built once on the meta device. A mistake is a
-:class:`~pn_fairseq.pipeline.command.UserError`, before anything is written. Every rank composes them for itself.
+:class:`~pn_fairseq.common.command.UserError`, before anything is written. Every rank composes them for itself.
 """
 
 import argparse
@@ -33,11 +33,11 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-import pn_fairseq.models  # noqa: F401 (registers the architectures)
+import pn_fairseq.plugin  # noqa: F401 (registers the architectures)
+from pn_fairseq.common.command import UserError, did_you_mean, whole_number
 from pn_fairseq.models.transformer_lm_pn import check_criterion
 from pn_fairseq.norms import load_norms
 from pn_fairseq.norms.registry import find_norm
-from pn_fairseq.pipeline.command import UserError, did_you_mean, whole_number
 from pn_fairseq.pipeline.runs import flat
 
 #: Settings of this pipeline beside fairseq's. Configs hold average_last in fairseq's free section ``scoring``.

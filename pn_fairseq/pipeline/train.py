@@ -18,9 +18,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pn_fairseq
-from pn_fairseq.pipeline.command import ArgumentParser, Interrupted, UserError, command, did_you_mean, say
-from pn_fairseq.pipeline.files import atomic_write
-from pn_fairseq.pipeline.launch import Place, TrainingFailed, find_place, own_cores, torchrun
+from pn_fairseq.common.command import ArgumentParser, Interrupted, UserError, command, did_you_mean, say
+from pn_fairseq.common.files import atomic_write
+from pn_fairseq.common.machine import own_cores
+from pn_fairseq.pipeline.launch import Place, TrainingFailed, find_place, torchrun
 
 PACKAGE = Path(pn_fairseq.__file__).resolve().parent
 ROOT = PACKAGE.parent
@@ -155,7 +156,7 @@ def _main(args, argv: list[str], place: Place, config: Path, data: Path, run: Pa
 
 def check_start(cfg) -> None:
     """Refuse weights to start from that cannot be read; fairseq trains from random ones where there is no file."""
-    from pn_fairseq.checkpoints import load_checkpoint
+    from pn_fairseq.common.checkpoints import load_checkpoint
     from pn_fairseq.pipeline.repair import LAST
 
     if cfg.checkpoint.restore_file != LAST:
@@ -177,7 +178,7 @@ def is_finished(cfg, checkpoint: Path, run: Path) -> bool:
     """Whether the run has reached its last update, or an end that fairseq announced for the same limits."""
     from omegaconf import OmegaConf
 
-    from pn_fairseq.checkpoints import CheckpointError, load_checkpoint
+    from pn_fairseq.common.checkpoints import CheckpointError, load_checkpoint
     from pn_fairseq.pipeline.settings import LIMITS
 
     try:
@@ -239,7 +240,7 @@ def begin(cfg, batches, place: Place, data: Path, run: Path, argv: list[str]) ->
     import torch
     from omegaconf import OmegaConf
 
-    from pn_fairseq.machine import describe
+    from pn_fairseq.common.machine import describe
 
     run.mkdir(parents=True, exist_ok=True)
     mend(run)

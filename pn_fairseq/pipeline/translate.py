@@ -7,8 +7,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from pn_fairseq.pipeline.command import ArgumentParser, UserError, command
-from pn_fairseq.pipeline.files import atomic_write
+from pn_fairseq.common.command import ArgumentParser, UserError, command
+from pn_fairseq.common.files import atomic_write
 from pn_fairseq.pipeline.generate import Decoding, add_decoding_options, decode, hypotheses, write_lines
 from pn_fairseq.pipeline.runs import Run, open_run
 

@@ -6,9 +6,9 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from pn_fairseq.pipeline.command import ArgumentParser, UserError, command
-from pn_fairseq.pipeline.files import atomic_write
-from pn_fairseq.report.paper import LM_NAMES, LM_SENTENCE, LM_SOURCE, PAPER
+from pn_fairseq.common.command import ArgumentParser, UserError, command
+from pn_fairseq.common.files import atomic_write
+from pn_fairseq.common.published import LM_NAMES, LM_SENTENCE, LM_SOURCE, PAPER
 
 #: Names of the files that the tool writes; it touches no others.
 _MARKDOWN, _HTML, _CSV, _PICTURES = "report.md", "report.html", "report.csv", "report-curves-"

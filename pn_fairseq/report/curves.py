@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from pn_fairseq.pipeline.command import ArgumentParser, UserError, command
-from pn_fairseq.pipeline.files import atomic_write
+from pn_fairseq.common.command import ArgumentParser, UserError, command
+from pn_fairseq.common.files import atomic_write
 from pn_fairseq.pipeline.training_log import TrainingLog, read_log
 
 #: Colours that the colour-blind can tell apart (Okabe and Ito 2008, without the two that vanish on white), with a dash
@@ -187,7 +187,8 @@ def plot(
 @command("pn-plot-curves")
 def main(argv: Sequence[str] | None = None) -> None:
     """Run ``pn-plot-curves`` on ``argv`` (by default the process's arguments)."""
-    from pn_fairseq.report.runs import find_log, short_names
+    from pn_fairseq.common.files import short_names
+    from pn_fairseq.report.runs import find_log
 
     parser = ArgumentParser(prog="pn-plot-curves", description="Draw the learning curves of training runs.")
     parser.add_argument(

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pn_fairseq.pipeline.command import ArgumentParser, UserError, command, did_you_mean
-from pn_fairseq.pipeline.files import atomic_write
+from pn_fairseq.common.command import ArgumentParser, UserError, command, did_you_mean
+from pn_fairseq.common.files import atomic_write
 from pn_fairseq.report.curves import headless_pyplot, legend, style
 
 #: Marks that tell boxes apart in grey.
@@ -106,7 +106,7 @@ def read_subject(run, label: str, line: str, name: str | None = None) -> Subject
     Raises:
         UserError: the run's probe cannot be read, or has no norm of that name.
     """
-    from pn_fairseq.probes import read_probe
+    from pn_fairseq.common.probe_files import read_probe
 
     probe, series, folder = None, None, find_probe(run)
     if folder is not None:
@@ -259,7 +259,7 @@ def spectrum(checkpoint: Path) -> np.ndarray:
     """
     import torch
 
-    from pn_fairseq.checkpoints import load_checkpoint
+    from pn_fairseq.common.checkpoints import load_checkpoint
 
     model = load_checkpoint(checkpoint)["model"]
     for side in ("encoder", "decoder"):

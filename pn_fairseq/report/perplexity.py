@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 import pandas
 
-from pn_fairseq.pipeline.command import UserError
+from pn_fairseq.common.command import UserError
+from pn_fairseq.common.files import read_settings
+from pn_fairseq.common.published import LM_NAMES, LM_PAPER, LM_TOKENS
 from pn_fairseq.pipeline.evaluate_lm import different
-from pn_fairseq.pipeline.files import read_settings
 from pn_fairseq.report import tables
 from pn_fairseq.report.markdown import Markdown, code, missing, text
-from pn_fairseq.report.paper import LM_NAMES, LM_PAPER, LM_TOKENS
 from pn_fairseq.report.runs import Run
 from pn_fairseq.report.systems import Corpus
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import yaml
 
-from pn_fairseq.pipeline.command import UserError
+from pn_fairseq.common.command import UserError
+from pn_fairseq.common.files import count_lines, read_settings, short_names
 from pn_fairseq.pipeline.evaluate_lm import Perplexity, read_perplexity
-from pn_fairseq.pipeline.files import count_lines, read_settings
 from pn_fairseq.pipeline.runs import flat
 from pn_fairseq.pipeline.scoring import METRICS, Scores, ScoringError, low_bleu, read_scores
 from pn_fairseq.pipeline.training_log import TrainingLog, read_log
@@ -129,16 +129,6 @@ def read_runs(paths: Sequence[Path], subset: str = "test") -> list[Run]:
         if (other := seen.setdefault(path.resolve(), path)) is not path:
             raise UserError(f"'{path}' is given twice (also as '{other}')")
     return [read_run(path, subset, name) for path, name in zip(jobs, short_names(jobs), strict=True)]
-
-
-def short_names(paths: Sequence[Path]) -> list[str]:
-    """The last parts of each path, as few as tell the paths apart."""
-    paths = [path.resolve() for path in paths]
-    for length in range(1, max((len(path.parts) for path in paths), default=0) + 1):
-        names = ["/".join(path.parts[-length:]) for path in paths]
-        if len(set(names)) == len(names):
-            return names
-    return [str(path) for path in paths]
 
 
 def _logs(folder: Path) -> list[Path]:

@@ -16,13 +16,13 @@ from pathlib import Path
 import pandas
 
 from pn_fairseq import __version__
-from pn_fairseq.pipeline.command import say
+from pn_fairseq.common.command import say
+from pn_fairseq.common.published import PAPER, Row, Table, recognise
 from pn_fairseq.pipeline.scoring import METRICS, p_text
 from pn_fairseq.pipeline.training_log import TrainingLog
 from pn_fairseq.report import curves
 from pn_fairseq.report.figures import find_probe
 from pn_fairseq.report.markdown import Markdown, code, missing, template
-from pn_fairseq.report.paper import PAPER, Row, Table, recognise
 from pn_fairseq.report.runs import Run, lines_of
 from pn_fairseq.report.significance import corrected, pairs, welch
 from pn_fairseq.report.systems import SEED, UNKNOWN, Corpus, as_text, comparable, group, norm_labels

@@ -5,7 +5,7 @@ import os
 import signal
 from pathlib import Path
 
-from pn_fairseq.pipeline.command import ArgumentParser, Interrupted, UserError, run
+from pn_fairseq.common.command import ArgumentParser, Interrupted, UserError, run
 
 
 class _Chosen:

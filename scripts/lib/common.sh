@@ -73,7 +73,7 @@ parse_options() {
 did_you_mean() {
     use_venv
     PYTHONPATH=$root python -c 'import sys
-from pn_fairseq.pipeline.command import did_you_mean
+from pn_fairseq.common.command import did_you_mean
 print(did_you_mean(sys.argv[1], sys.argv[2:]))' "$@" 2>/dev/null || true
 }
 

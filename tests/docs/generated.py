@@ -9,10 +9,10 @@ import csv
 import re
 from collections.abc import Callable
 
+from pn_fairseq.common.published import PAPER
 from pn_fairseq.models.norm_options import NormOptions
 from pn_fairseq.norms import NORMS, RunningNorm, build_norm
 from pn_fairseq.norms.base import COUNT
-from pn_fairseq.report.paper import PAPER
 
 from ..norms import invariances
 from .pages import ROOT

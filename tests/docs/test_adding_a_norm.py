@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-import pn_fairseq.models  # noqa: F401 (registers them for --arch, also where a test has imported the package before)
-from pn_fairseq.checkpoints import load_checkpoint
-from pn_fairseq.cli.average_checkpoints import main as average_checkpoints
+import pn_fairseq.plugin  # noqa: F401 (registers them for --arch, also where a test has imported the package before)
+from pn_fairseq.common.checkpoints import load_checkpoint
 from pn_fairseq.norms import NORMS, build_norm, load_norms
+from pn_fairseq.pipeline.average_checkpoints import main as average_checkpoints
 from pn_fairseq.testing.command import main as run_suite
 from pn_fairseq.testing.helpers import assert_close, random_batch, randomize_affine, rng, state_of, train_step
 

@@ -16,13 +16,14 @@ from fairseq.modules.layer_drop import LayerDropModuleList
 from fairseq.trainer import Trainer
 
 from pn_fairseq.__main__ import info
-from pn_fairseq.fairseq_patches import SWITCH, bf16_flag, one_line_errors, patch, patches
+from pn_fairseq.common.environment import SWITCH
+from pn_fairseq.fairseq_patches import bf16_flag, one_line_errors, patch, patches
 from pn_fairseq.models.normed_model import FoldedModelError
 from pn_fairseq.norms import NORMS, running_norms
 
+from ..common.test_errors import call_in
 from ..models.helpers import build, padded_batch
 from ..scripts_helpers import ROOT, run
-from ..test_errors import call_in
 
 EMA_SETTINGS = SimpleNamespace(
     ema_decay=0.75, ema_start_update=0, ema_update_freq=1, ema_seed_model=None, ema_fp32=False

@@ -11,7 +11,7 @@ from fairseq.distributed import utils as distributed_utils
 from fairseq.logging import progress_bar
 from omegaconf import OmegaConf
 
-import pn_fairseq.models  # noqa: F401 (applies the patches)
+import pn_fairseq.plugin  # noqa: F401 (applies the patches)
 from pn_fairseq.fairseq_patches import early_stopping, place_in_epoch
 
 PATIENCE = OmegaConf.create({"checkpoint": {"patience": 3, "maximize_best_checkpoint_metric": False}})

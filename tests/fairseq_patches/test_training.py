@@ -6,7 +6,7 @@ import fairseq_cli.train
 import pytest
 import torch
 
-from pn_fairseq.checkpoints import load_checkpoint
+from pn_fairseq.common.checkpoints import load_checkpoint
 
 from ..models.helpers import write_data
 from ..scripts_helpers import ROOT

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import pn_fairseq.norms  # noqa: F401 (defines operators)
 from pn_fairseq import kernels
 from pn_fairseq.kernels.check import TOLERANCE, check, samples
 

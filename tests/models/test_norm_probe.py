@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from pn_fairseq import fairseq_patches
+from pn_fairseq.common.probe_files import SCHEMA, read_probe
 from pn_fairseq.models.norm_probe import NormProbe
 from pn_fairseq.norms import NORMS, build_norm
-from pn_fairseq.probes import SCHEMA, read_probe
 from pn_fairseq.testing.helpers import randomize_affine, real_tokens, rng, tensors
 from pn_fairseq.testing.ranks import run_ranks
 

@@ -9,11 +9,11 @@ import torch
 from fairseq import checkpoint_utils
 from torch.nn import functional as F
 
-from pn_fairseq.checkpoints import load_checkpoint, save_checkpoint
-from pn_fairseq.cli.average_checkpoints import main
+from pn_fairseq.common.checkpoints import load_checkpoint, save_checkpoint
 from pn_fairseq.models.recalibrate_checkpoint import RecalibrationModel
 from pn_fairseq.pipeline import train
 from pn_fairseq.pipeline.average import main as average_of_a_run
+from pn_fairseq.pipeline.average_checkpoints import main
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import pytest
 import torch
 from fairseq.logging import progress_bar
 
-from pn_fairseq.checkpoints import load_checkpoint
+from pn_fairseq.common.checkpoints import load_checkpoint
 from pn_fairseq.pipeline.training_log import read_log
 
 from ..scripts_helpers import ROOT, run

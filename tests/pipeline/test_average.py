@@ -6,7 +6,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from pn_fairseq.checkpoints import load_checkpoint
+from pn_fairseq.common.checkpoints import load_checkpoint
 from pn_fairseq.pipeline.average import main
 
 KEEPS = {"keep_last_epochs": 10, "keep_interval_updates": -1}

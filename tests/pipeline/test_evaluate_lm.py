@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from pn_fairseq.checkpoints import load_checkpoint
+from pn_fairseq.common.checkpoints import load_checkpoint
+from pn_fairseq.common.command import UserError
+from pn_fairseq.common.probe_files import read_probe
+from pn_fairseq.common.published import LM_SENTENCE
 from pn_fairseq.pipeline import average, evaluate_lm, train
-from pn_fairseq.pipeline.command import UserError
 from pn_fairseq.pipeline.evaluate_lm import Perplexity, compare, read_perplexity, result_file
 from pn_fairseq.pipeline.training_log import read_log
-from pn_fairseq.probes import read_probe
 from pn_fairseq.report import command as report
-from pn_fairseq.report.paper import LM_SENTENCE
 
 from ..scripts_helpers import ROOT, run, script
 

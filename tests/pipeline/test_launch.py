@@ -2,7 +2,7 @@
 
 import pytest
 
-from pn_fairseq.pipeline.command import UserError
+from pn_fairseq.common.command import UserError
 from pn_fairseq.pipeline.launch import Place, find_place
 
 TORCH = {"NNODES": "3", "NODE_RANK": "1", "MASTER_ADDR": "head"}

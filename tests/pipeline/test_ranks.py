@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pn_fairseq.checkpoints import load_checkpoint
+from pn_fairseq.common.checkpoints import load_checkpoint
 from pn_fairseq.pipeline import train
 from pn_fairseq.pipeline.repair import repair
 from pn_fairseq.pipeline.training_log import read_log

@@ -17,7 +17,7 @@ import pytest
 import sacrebleu
 import sacremoses
 
-from pn_fairseq.pipeline.command import UserError
+from pn_fairseq.common.command import UserError
 from pn_fairseq.pipeline.score import main
 from pn_fairseq.pipeline.scoring import (
     DETOKENIZER,

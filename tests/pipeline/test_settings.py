@@ -5,7 +5,7 @@ import re
 import pytest
 from omegaconf import OmegaConf
 
-from pn_fairseq.pipeline.command import UserError
+from pn_fairseq.common.command import UserError
 from pn_fairseq.pipeline.settings import Batches, check_same_run, compose, spread
 
 from ..scripts_helpers import ROOT

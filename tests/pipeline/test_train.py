@@ -18,9 +18,9 @@ import torch
 from fairseq.file_io import PathManager
 from omegaconf import OmegaConf
 
-from pn_fairseq.checkpoints import load_checkpoint
+from pn_fairseq.common.checkpoints import load_checkpoint
+from pn_fairseq.common.command import UserError
 from pn_fairseq.pipeline import train
-from pn_fairseq.pipeline.command import UserError
 from pn_fairseq.pipeline.train import Progress, lock
 from pn_fairseq.pipeline.training_log import read_log
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import yaml
 
-from pn_fairseq.probes import SCHEMA, write_update
+from pn_fairseq.common.probe_files import SCHEMA, write_update
 from pn_fairseq.report.command import main as report
 from pn_fairseq.report.figures import FIGURES, Absent, Subject, main, read_subject
 from pn_fairseq.report.runs import read_runs

@@ -22,9 +22,9 @@ import yaml
 from scipy import integrate
 
 from pn_fairseq import norms
+from pn_fairseq.common.published import PAPER
 from pn_fairseq.report import markdown
 from pn_fairseq.report.command import main
-from pn_fairseq.report.paper import PAPER
 from pn_fairseq.report.runs import read_runs
 from pn_fairseq.report.significance import welch
 from pn_fairseq.report.systems import names

@@ -9,7 +9,7 @@ import pytest
 import sacrebleu
 import torch
 
-from pn_fairseq.checkpoints import load_checkpoint
+from pn_fairseq.common.checkpoints import load_checkpoint
 from pn_fairseq.pipeline import generate
 
 from ..scripts_helpers import ROOT, assert_refused, cut_corpus, prepare, run, script

@@ -13,8 +13,8 @@ from unittest import mock
 
 import pytest
 
+from pn_fairseq.common.published import PAPER
 from pn_fairseq.pipeline import reproduce
-from pn_fairseq.report.paper import PAPER
 
 from ..scripts_helpers import ROOT, SCRIPTS, assert_refused, environment, script
 

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from pn_fairseq.report.paper import LM_SENTENCE
+from pn_fairseq.common.published import LM_SENTENCE
 
 from ..pipeline.data.test_prepare_corpora import wmt14_members, write_archives
 from ..pipeline.data.test_prepare_iwslt14 import archive, members  # noqa: F401 (fixtures)

@@ -15,8 +15,8 @@ import zlib
 from collections.abc import Collection
 from pathlib import Path
 
-from pn_fairseq.pipeline.command import UserError, say
-from pn_fairseq.pipeline.files import atomic_folder, atomic_write, checksum
+from pn_fairseq.common.command import UserError, say
+from pn_fairseq.common.files import atomic_folder, atomic_write, checksum
 
 CHUNK = 1 << 20
 

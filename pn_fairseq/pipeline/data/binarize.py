@@ -9,8 +9,8 @@ from array import array
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from pn_fairseq.pipeline.command import UserError
-from pn_fairseq.pipeline.files import atomic_folder, count_lines
+from pn_fairseq.common.command import UserError
+from pn_fairseq.common.files import atomic_folder, count_lines
 
 SPLITS = ("train", "valid", "test")
 #: A fairseq index file (.idx) of the memory-mapped format begins with this, a version of 8 bytes, a type of one byte

@@ -18,13 +18,13 @@ import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from pn_fairseq.pipeline.command import UserError, say
+from pn_fairseq.common.command import UserError, say
+from pn_fairseq.common.files import atomic_write, checksum, count_lines, read_settings, write_settings
 from pn_fairseq.pipeline.data import archives, pairs
 from pn_fairseq.pipeline.data.binarize import SPLITS, lengths, make_bin
 from pn_fairseq.pipeline.data.parallel import per_line, transform
 from pn_fairseq.pipeline.data.settings import check_same
 from pn_fairseq.pipeline.data.tokens import SACREMOSES, tokenizer
-from pn_fairseq.pipeline.files import atomic_write, checksum, count_lines, read_settings, write_settings
 
 #: The books of the verses that are validation and test; all others are training. Neighbours in the order of the text.
 BOOKS = {

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import zip_longest
 from pathlib import Path
 
-from pn_fairseq.pipeline.command import UserError, say
+from pn_fairseq.common.command import UserError, say
+from pn_fairseq.common.files import atomic_folder
 from pn_fairseq.pipeline.data.subwords import MODELS
-from pn_fairseq.pipeline.files import atomic_folder
 
 #: Bytes of a line. A longer one is not a sentence, and a file without line feeds could fill the memory.
 LONGEST_LINE = 1 << 20

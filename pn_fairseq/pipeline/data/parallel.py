@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from pn_fairseq.pipeline.command import UserError, deferred_signals
-from pn_fairseq.pipeline.files import atomic_write
+from pn_fairseq.common.command import UserError, deferred_signals
+from pn_fairseq.common.files import atomic_write
 
 #: Bytes of text in a piece: large against the cost of handing it over (and of starting a Perl script), small against a
 #: corpus, so that no core is idle at its end.

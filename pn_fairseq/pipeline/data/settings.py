@@ -12,9 +12,9 @@ import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from pn_fairseq.pipeline.command import UserError, did_you_mean
+from pn_fairseq.common.command import UserError, did_you_mean
+from pn_fairseq.common.files import checksum, read_settings, write_settings
 from pn_fairseq.pipeline.data import subwords, tokens
-from pn_fairseq.pipeline.files import checksum, read_settings, write_settings
 
 #: Name -> default. These are all settings, in the order in which they are written.
 DEFAULTS = {

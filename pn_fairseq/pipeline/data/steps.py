@@ -9,11 +9,11 @@ import os
 import shutil
 from pathlib import Path
 
-from pn_fairseq.pipeline.command import ArgumentParser, UserError, command, say
+from pn_fairseq.common.command import ArgumentParser, UserError, command, say
+from pn_fairseq.common.files import checksum, count_lines, write_settings
 from pn_fairseq.pipeline.data import archives, language_model, pairs, settings, subwords
 from pn_fairseq.pipeline.data.binarize import SPLITS, make_bin
 from pn_fairseq.pipeline.data.parallel import per_line, transform
-from pn_fairseq.pipeline.files import checksum, count_lines, write_settings
 
 
 def check(args) -> None:

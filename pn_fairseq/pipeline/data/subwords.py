@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from unittest import mock
 
-from pn_fairseq.pipeline.command import UserError
+from pn_fairseq.common.command import UserError
+from pn_fairseq.common.files import atomic_write
 from pn_fairseq.pipeline.data.parallel import progress
-from pn_fairseq.pipeline.files import atomic_write
 
 #: Kind -> name of the file with the model.
 MODELS = {"subword-nmt": "codes", "sentencepiece": "sentencepiece.model"}

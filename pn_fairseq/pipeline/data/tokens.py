@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from pn_fairseq.pipeline.command import UserError
+from pn_fairseq.common.command import UserError
 from pn_fairseq.pipeline.data.parallel import per_line
 
 #: Setting that is on -> Moses' script, in the order in which they run. The tokenizer is always on.

@@ -4,10 +4,10 @@ import zipfile
 
 import pytest
 
-from pn_fairseq.pipeline.command import UserError
+from pn_fairseq.common.command import UserError
+from pn_fairseq.common.files import read_settings
 from pn_fairseq.pipeline.data.binarize import lengths
 from pn_fairseq.pipeline.data.language_model import BOOKS, unzip, verses
-from pn_fairseq.pipeline.files import read_settings
 
 from ...scripts_helpers import ROOT, assert_refused, script
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from pn_fairseq.pipeline.command import UserError
+from pn_fairseq.common.command import UserError
 from pn_fairseq.pipeline.data import pairs, settings, steps
 
 

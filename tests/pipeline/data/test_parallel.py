@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pn_fairseq.pipeline.command import UserError
+from pn_fairseq.common.command import UserError
 from pn_fairseq.pipeline.data.parallel import PIECE, map_pieces, per_line, pieces, transform
 from tests.scripts_helpers import environment
 
@@ -69,7 +69,7 @@ def test_a_worker_that_is_killed(text):
 CODE = """
 import os, sys
 from pathlib import Path
-from pn_fairseq.pipeline.command import handle_signals, run
+from pn_fairseq.common.command import handle_signals, run
 from pn_fairseq.pipeline.data.parallel import transform
 from tests.pipeline.data.test_parallel import upper
 handle_signals()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pn_fairseq.pipeline.command import UserError
+from pn_fairseq.common.command import UserError
 from pn_fairseq.pipeline.data import settings
 
 LANGUAGES = ("source=de", "target=en")

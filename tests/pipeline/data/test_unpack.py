@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pn_fairseq.pipeline.command import UserError
+from pn_fairseq.common.command import UserError
 from pn_fairseq.pipeline.data import archives
 from pn_fairseq.pipeline.data.archives import unpack
 from tests.scripts_helpers import environment, run

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from pn_fairseq.checkpoints import CheckpointError, allow_fairseq_checkpoints, load_checkpoint
-from pn_fairseq.cli import average_checkpoints as tool
-from pn_fairseq.cli.average_checkpoints import average_checkpoints, main
+from pn_fairseq.common.checkpoints import CheckpointError, allow_fairseq_checkpoints, load_checkpoint
+from pn_fairseq.pipeline import average_checkpoints as tool
+from pn_fairseq.pipeline.average_checkpoints import average_checkpoints, main
 
 
 def write(path, model, num_updates=None, epoch=1):

@@ -7,11 +7,11 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-from pn_fairseq.pipeline.command import UserError
+from pn_fairseq.common.command import UserError
 
 
 @contextlib.contextmanager
@@ -60,6 +60,16 @@ def count_lines(path: Path | str) -> int:
             count += block.count(b"\n")
             last = block
     return count + (not last.endswith(b"\n"))
+
+
+def short_names(paths: Sequence[Path]) -> list[str]:
+    """The last parts of each path, as few as tell the paths apart."""
+    paths = [path.resolve() for path in paths]
+    for length in range(1, max((len(path.parts) for path in paths), default=0) + 1):
+        names = ["/".join(path.parts[-length:]) for path in paths]
+        if len(set(names)) == len(names):
+            return names
+    return [str(path) for path in paths]
 
 
 def read_settings(path: Path | str) -> dict[str, str]:

@@ -2,8 +2,8 @@
 
 import pytest
 
-from pn_fairseq.errors import Unavailable
-from pn_fairseq.pipeline.command import Interrupted, UserError, run
+from pn_fairseq.common.command import Interrupted, UserError, run
+from pn_fairseq.common.errors import Unavailable
 
 
 def raising(error: BaseException):

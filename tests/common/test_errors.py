@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from pn_fairseq.errors import Unavailable, fairseq_program
+from pn_fairseq.common.errors import Unavailable, fairseq_program
 from pn_fairseq.fairseq_patches.one_line_errors import compute
 from pn_fairseq.kernels import VARIABLE
 
-from .models.helpers import write_data
-from .scripts_helpers import ROOT, run
+from ..models.helpers import write_data
+from ..scripts_helpers import ROOT, run
 
 
 def assert_one_line(result: subprocess.CompletedProcess, tool: str, *needles: str) -> None:
@@ -52,7 +52,9 @@ def test_a_library_raises():
     code = "import fairseq.models\nfrom pn_fairseq.norms import PowerNorm"
     result = run("warm-python", "-c", code, cwd=ROOT, check=False, **{VARIABLE: "fast"})
     assert result.returncode == 1
-    assert result.stderr.splitlines()[-1].startswith("pn_fairseq.errors.Unavailable: PN_FAIRSEQ_KERNELS=fast is not")
+    assert result.stderr.splitlines()[-1].startswith(
+        "pn_fairseq.common.errors.Unavailable: PN_FAIRSEQ_KERNELS=fast is not"
+    )
 
 
 def call_in(package: str, file: str, function):

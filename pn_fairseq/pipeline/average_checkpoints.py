@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from pn_fairseq.checkpoints import (
+from pn_fairseq.common.checkpoints import (
     CheckpointError,
     check_input_path,
     check_output_path,
@@ -18,7 +18,7 @@ from pn_fairseq.checkpoints import (
     load_checkpoint,
     save_checkpoint,
 )
-from pn_fairseq.pipeline.command import ArgumentParser, UserError, command, whole, without_fairseqs_log
+from pn_fairseq.common.command import ArgumentParser, UserError, command, whole, without_fairseqs_log
 
 TOOL = "pn-average-checkpoints"
 

@@ -12,10 +12,10 @@ import torch
 from fairseq import checkpoint_utils
 from fairseq.data import Dictionary
 
-from pn_fairseq.checkpoints import CheckpointError, load_checkpoint
-from pn_fairseq.cli.import_release import main
+from pn_fairseq.common.checkpoints import CheckpointError, load_checkpoint
 from pn_fairseq.norms import PowerNormRelease
 from pn_fairseq.norms.base import running_norms
+from pn_fairseq.pipeline.import_release import main
 
 from ..models.helpers import arch_args, padded_batch, write_data
 from ..scripts_helpers import ROOT, run
@@ -411,7 +411,7 @@ def test_meters_are_read_by_the_importer_only(model, tmp_path):
 
 def test_help_answers_without_fairseq(tmp_path):
     code = (
-        "import sys; from pn_fairseq.cli.import_release import main; "
+        "import sys; from pn_fairseq.pipeline.import_release import main; "
         "assert main(['nothing', 'out']) == 2; print('fairseq' in sys.modules); main(['--help'])"
     )
     result = run(sys.executable, "-c", code, cwd=ROOT)

@@ -12,15 +12,15 @@ from fairseq.sequence_generator import SequenceGenerator
 from fairseq.trainer import Trainer
 from omegaconf import OmegaConf
 
-from pn_fairseq.checkpoints import load_checkpoint
-from pn_fairseq.cli.fold import main
+from pn_fairseq.common.checkpoints import load_checkpoint
 from pn_fairseq.models.fold_checkpoint import TOLERANCE, compare, fold_weights
 from pn_fairseq.models.normed_model import FOLDED_MARK, FoldedModelError
 from pn_fairseq.norms import NORMS, LayerScale
 from pn_fairseq.norms.base import ChannelNorm, RunningNorm, running_norms
+from pn_fairseq.pipeline.fold import main
 
+from ..common.test_errors import call_in
 from ..models.helpers import VOCABULARY, arch_args, make_dictionary, make_task, padded_batch
-from ..test_errors import call_in
 
 LAYERS = 2
 HEADS = 4

@@ -20,8 +20,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from pn_fairseq.pipeline.command import UserError
-from pn_fairseq.pipeline.files import atomic_write
+from pn_fairseq.common.command import UserError
+from pn_fairseq.common.files import atomic_write
 
 try:
     from numpy._core import multiarray

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from typing import NoReturn
 
 from pn_fairseq import __version__
-from pn_fairseq.errors import Unavailable
+from pn_fairseq.common.errors import Unavailable
 
 
 class UserError(Exception):

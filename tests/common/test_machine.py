@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import pn_fairseq
-from pn_fairseq import machine
+from pn_fairseq.common import machine
 
-from .scripts_helpers import ROOT
+from ..scripts_helpers import ROOT
 
 
 def test_description_is_of_this_machine_and_of_what_is_installed():

@@ -1,15 +1,18 @@
 """What an experiment ran on: versions, the code's state, the machine."""
 
 import contextlib
+import os
 import platform
 import subprocess
 from importlib import metadata
 from pathlib import Path
 
-import torch
-
 from pn_fairseq import __version__
-from pn_fairseq.pipeline.launch import own_cores
+
+
+def own_cores() -> int:
+    """How many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def describe() -> dict:
@@ -22,12 +25,14 @@ def describe() -> dict:
         kernel. ``cpu``: model name. ``cores``: how many this process may use. ``gpus``: names of the GPUs that this
         process sees, in order. ``cuda``: the version that torch was built for, None for a build without.
     """
+    import torch  # a second; own_cores does without
+
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
         "fairseq": _fairseq(),
         "pn_fairseq": __version__,
-        "git_commit": _git_commit(Path(__file__).resolve().parent),
+        "git_commit": _git_commit(Path(__file__).resolve().parents[1]),
         "os": f"{_os_name()}, {platform.system()} {platform.release()}",
         "cpu": _cpu_model(),
         "cores": own_cores(),

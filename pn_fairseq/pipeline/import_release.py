@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 
-from pn_fairseq.checkpoints import check_output_path, load_checkpoint, save_checkpoint
-from pn_fairseq.pipeline.command import ArgumentParser, UserError, command, without_fairseqs_log
+from pn_fairseq.common.checkpoints import check_output_path, load_checkpoint, save_checkpoint
+from pn_fairseq.common.command import ArgumentParser, UserError, command, without_fairseqs_log
 
 TOOL = "pn-import-release"
 
@@ -39,7 +39,7 @@ class _Meter:
 
 
 def load_release(path: str | os.PathLike) -> dict:
-    """Read a checkpoint that fairseq 0.8 wrote, as :func:`pn_fairseq.checkpoints.load_checkpoint` does."""
+    """Read a checkpoint that fairseq 0.8 wrote, as :func:`pn_fairseq.common.checkpoints.load_checkpoint` does."""
     meters = [(_Meter, f"fairseq.meters.{name}") for name in ("AverageMeter", "StopwatchMeter", "TimeMeter")]
     with torch.serialization.safe_globals(meters):
         return load_checkpoint(path)

@@ -7,8 +7,8 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from pn_fairseq.checkpoints import check_output_path, load_checkpoint, save_checkpoint
-from pn_fairseq.pipeline.command import ArgumentParser, command, without_fairseqs_log
+from pn_fairseq.common.checkpoints import check_output_path, load_checkpoint, save_checkpoint
+from pn_fairseq.common.command import ArgumentParser, command, without_fairseqs_log
 
 TOOL = "pn-fold"
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pn_fairseq.pipeline.files import atomic_write
+from pn_fairseq.common.files import atomic_write
 
 #: Vectors over channels of which the table has (1/d) * L1 and (1/d) * L2.
 VECTORS = ("mu_distance", "sigma2_distance", "psi2_distance", "g_mu", "g_sigma2", "g_psi2", "nu_xhat")

@@ -1,4 +1,4 @@
-"""pn_fairseq.checkpoints: what is read, what is refused and with which words, and that writing is all or nothing."""
+"""common/checkpoints.py: what is read, what is refused and with which words, and that writing is all or nothing."""
 
 import argparse
 import builtins
@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from pn_fairseq import checkpoints
-from pn_fairseq.checkpoints import (
+from pn_fairseq.common import checkpoints
+from pn_fairseq.common.checkpoints import (
     CheckpointError,
     allow_fairseq_checkpoints,
     check_output_path,
@@ -367,5 +367,5 @@ def test_checkpoints_to_average(save_dir):
 
 
 def test_module_does_not_import_fairseq():
-    code = "import pn_fairseq.checkpoints, sys; sys.exit('fairseq' in sys.modules)"
+    code = "import pn_fairseq.common.checkpoints, sys; sys.exit('fairseq' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -1,0 +1,1 @@
+"""What everything else may use: messages, files, the machine, checkpoints, the published tables."""
