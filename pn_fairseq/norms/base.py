@@ -71,8 +71,8 @@ class ChannelNorm(nn.Module):
         """Normalize ``x``, (T, B, C) or (N, C), or (B, T, C) with ``batch_first``.
 
         ``padding_mask`` is (B, T), in both layouts, or (N,); bool, True = padding. Padding is normalized like other
-        tokens and enters no statistic. The result has the shape and type of ``x``; the arithmetic is float32, float64
-        for a float64 ``x``.
+        tokens and enters no statistic. The result has the shape and type of ``x``, and is contiguous whatever the
+        strides of ``x`` are, as that of ``torch.nn.LayerNorm``; the arithmetic is float32, float64 for a float64 ``x``.
         """
         check_input(x, padding_mask, self.num_features, self.batch_first)
         return self.normalize(self.layer_scale(x))
@@ -335,7 +335,7 @@ class RunningNorm(ChannelNorm):
         return self._normalize_by(x, mean, moment)
 
     def _normalize_by(self, x: Tensor, mean: Tensor | None, moment: Tensor) -> Tensor:
-        return kernels.evaluate(x.contiguous(), self.weight, self.bias, mean, moment, self.layer_scale_groups, self.eps)
+        return kernels.evaluate(x, self.weight, self.bias, mean, moment, self.layer_scale_groups, self.eps)
 
     def _recalibrate(self, x: Tensor, padding_mask: Tensor | None) -> Tensor:
         step = Step()
