@@ -21,7 +21,7 @@ from pn_fairseq.norms.recalibrate import average_running_stats, recalibrating
 from pn_fairseq.norms.registry import NORMS, VARIANTS, build_norm, load_norms, register_norm
 from pn_fairseq.norms.rms import RMSNorm, RMSNormRelease, ScaleNorm
 from pn_fairseq.norms.simple import AdaNorm, AdaNormRelease, DetachNorm, LayerNormSimple, NoNorm
-from pn_fairseq.norms.tokens import Moments, Step, Tokens
+from pn_fairseq.norms.tokens import Contribution, Moments, Tokens
 from pn_fairseq.norms.unified import UnifiedNorm, UnifiedNormRelease
 
 __all__ = [
@@ -53,7 +53,7 @@ __all__ = [
     "RegularizedBatchNormRelease",
     "RunningNorm",
     "ScaleNorm",
-    "Step",
+    "Contribution",
     "Tokens",
     "UnifiedNorm",
     "UnifiedNormRelease",
