@@ -78,6 +78,7 @@ def test_what_an_installation_needs(installed):
     }
     assert any("fairseq-fixed" in name for name in extras["fairseq"]) and all(extras.values())
     assert "Requires-Python: >=3.11\n" in metadata.read_text()
+    assert "Tag: py3-none-any\n" in metadata.with_name("WHEEL").read_text(), "it has no compiled kernels"
 
 
 def test_user_dir_of_the_checkout_from_another_folder(tmp_path):
