@@ -15,11 +15,11 @@ from fairseq.models.ema import EMA
 from fairseq.modules.layer_drop import LayerDropModuleList
 from fairseq.trainer import Trainer
 
-from pn_fairseq.__main__ import info
 from pn_fairseq.common.environment import SWITCH
 from pn_fairseq.fairseq_patches import bf16_flag, one_line_errors, patch, patches
 from pn_fairseq.models.normed_model import FoldedModelError
 from pn_fairseq.norms import NORMS, running_norms
+from pn_fairseq.pipeline.info import info
 
 from ..common.test_errors import call_in
 from ..models.helpers import build, padded_batch
