@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import itertools
 import os
-import re
 import shlex
 import shutil
 import signal
@@ -31,6 +30,7 @@ from pn_fairseq.common.command import (
 )
 from pn_fairseq.common.files import atomic_write
 from pn_fairseq.common.published import PAPER, Table
+from pn_fairseq.pipeline.data.recipes import RECIPES
 from pn_fairseq.pipeline.launch import variable
 
 ROOT = Path(pn_fairseq.__file__).resolve().parent.parent
@@ -131,12 +131,11 @@ def _parser(name: str, corpus: Corpus) -> tuple[ArgumentParser, list[str]]:
     data = f"the prepared data, made if it is not there (default runs/data/{corpus.config})"
     add("--data", metavar="DIR", help=data)
     add("--dry-run", action="store_true", help="print the commands and do nothing")
-    usage = subprocess.run([ROOT / "scripts" / prepare, "--help"], stdout=subprocess.PIPE, text=True).stdout
     group, passed_on = parser.add_argument_group(f"passed on to {prepare}"), []
-    for option, value in re.findall(r"^  (--[a-z0-9-]+)(?: ([^ \n]+))?(?:  .*)?$", usage, re.M):
-        if option != "--dest":
-            group.add_argument(option, **({"metavar": value} if value else {"action": "store_true"}))
-            passed_on.append(option)
+    for option in RECIPES[name].options:
+        kind = {"metavar": option.metavar} if option.metavar else {"action": "store_true"}
+        group.add_argument(option.flag, help=option.help, **kind)
+        passed_on.append(option.flag)
     return parser, passed_on
 
 
