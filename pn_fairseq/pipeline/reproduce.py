@@ -26,8 +26,10 @@ from pn_fairseq.common.command import (
     say,
     whole_number,
 )
-from pn_fairseq.common.files import PACKAGE, atomic_write, known_configs, read_settings
+from pn_fairseq.common.files import PACKAGE, atomic_write, known_configs, read_settings, recorded
 from pn_fairseq.common.published import PAPER, Table
+from pn_fairseq.pipeline.data.preparation import Option
+from pn_fairseq.pipeline.data.recipes import RECIPES
 
 
 @dataclass(frozen=True)
@@ -108,15 +110,7 @@ TABLES = """\
 # --- the command line ---
 
 
-def preparation(name: str) -> dict[str, str]:
-    """The options of a recipe, without --dest: option -> what its value is called ("" for a flag)."""
-    script = PACKAGE.parent / f"scripts/prepare_{name}.sh"
-    usage = subprocess.run([script, "--help"], stdout=subprocess.PIPE, text=True).stdout
-    found = re.findall(r"^  (--[a-z0-9-]+)(?: ([^ \n]+))?(?:  .*)?$", usage, re.M)
-    return {option: value for option, value in found if option != "--dest"}
-
-
-def _parser(name: str, corpus: Corpus, passed_on: Mapping[str, str]) -> ArgumentParser:
+def _parser(name: str, corpus: Corpus, passed_on: Sequence[Option]) -> ArgumentParser:
     several, prepared = len(corpus.models) > 1, name in CORPORA
     more = MODELS.format(" ".join(corpus.models)) if several else ""
     more += TABLES.format(" ".join(corpus.tables)) if corpus.tables else ""
@@ -142,8 +136,9 @@ def _parser(name: str, corpus: Corpus, passed_on: Mapping[str, str]) -> Argument
     add("--dry-run", action="store_true", help="check everything, print the commands and do nothing")
     if passed_on:
         group = parser.add_argument_group(f"passed on to pn prepare {name}")
-        for option, value in passed_on.items():
-            group.add_argument(option, **({"metavar": value} if value else {"action": "store_true"}))
+        for option in passed_on:
+            kind = {"metavar": option.metavar} if option.metavar else {"action": "store_true"}
+            group.add_argument(option.flag, dest=option.name, help=option.help, **kind)
     return parser
 
 
@@ -217,7 +212,7 @@ def reproduce(name: str, words: Sequence[str], env: Mapping[str, str] = os.envir
     """``pn reproduce NAME`` with the arguments ``words``; returns the exit code."""
     prepared = name in CORPORA
     corpus = CORPORA[name] if prepared else own_corpus(name)
-    passed_on = preparation(name) if prepared else {}
+    passed_on = RECIPES[name].options if prepared else ()
     args = _parser(name, corpus, passed_on).parse_intermixed_args(words)
     check_settings(args.settings)
     norms, config, report_name = env.get("NORMS", corpus.norms).split(), corpus.config, "report"
@@ -240,8 +235,8 @@ def reproduce(name: str, words: Sequence[str], env: Mapping[str, str] = os.envir
     data = Path(args.data or Path("runs/data") / Path(corpus.config).stem).absolute()
     prepare = ["prepare", name, "--dest", data] if prepared else []
     for option in passed_on:
-        if value := getattr(args, option[2:].replace("-", "_")):
-            prepare += [option] if value is True else [option, value]
+        if value := getattr(args, option.name):
+            prepare += [option.flag] if value is True else [option.flag, value]
     commands: dict[str, dict[str, list]] = {}
     for run_name, settings in planned.items():
         commands[run_name] = {step: [step, "--run", runs / run_name] for step in corpus.steps}
@@ -286,8 +281,8 @@ def check_settings(settings: Sequence[str]) -> None:
 
 def check_data(name: str, corpus: Corpus, data: Path, settings: Sequence[str]) -> None:
     """Refuse data of other languages than the corpus or the configuration has, and a configuration without data."""
-    found = next((path for path in (data / "settings.txt", data / "settings") if path.is_file()), None)
-    if found is None or not (data / "bin").is_dir():
+    found = recorded(data, "settings")
+    if not found.is_file() or not (data / "bin").is_dir():
         if name in CORPORA:
             return  # it is still to be prepared
         raise UserError(f"'{data}' is not prepared data (--data): pn prepare makes it from your text")
@@ -334,8 +329,6 @@ def must(step: Sequence[str | Path], **options) -> None:
 
 def program(step: Sequence[str | Path]) -> list[str | Path]:
     """The command that runs a step by this very package, also where the current folder has another one."""
-    if step[0] == "prepare":
-        return [PACKAGE.parent / f"scripts/prepare_{step[1]}.sh", *step[2:]]
     return [sys.executable, *(["-P"] if PACKAGE.parent != Path.cwd() else []), "-m", "pn_fairseq", *step]
 
 
