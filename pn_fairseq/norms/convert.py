@@ -88,20 +88,23 @@ class _Memory:
         Raises:
             RuntimeError: it is not certain which one that is.
         """
-        alive = [forward for each in self.forwards if (forward := each()) is not None]
-        candidates = [each for each in (*alive, *self.without_graph) if each.key == key]
-        found = [each for each in candidates if not each.done] or candidates
+        found = self._waiting(key)
         if not found or (self.lost and self.without_graph):
             raise RuntimeError(
-                f"{name}: this forward runs again in a backward pass, and its padding mask is no longer known; "
-                + _PASS_IT
+                f"{name}: a forward runs again in a backward pass, and its padding mask is no longer known; {_PASS_IT}"
             )
         if any(not _same(each.mask, found[0].mask) for each in found[1:]):
             raise RuntimeError(
-                f"{name}: a forward on tokens {key} runs again in a backward pass, and several forwards of "
-                f"this shape with different padding masks wait for theirs; {_PASS_IT}"
+                f"{name}: a forward on tokens {key} runs again in a backward pass, and several forwards of this shape "
+                f"with different padding masks wait for theirs; {_PASS_IT}"
             )
         return found[0].mask
+
+    def _waiting(self, key: tuple[int, ...]) -> list[_Forward]:
+        """Forwards of this shape whose backward has not run; without one those whose graph is kept for another."""
+        alive = [forward for each in self.forwards if (forward := each()) is not None]
+        candidates = [each for each in (*alive, *self.without_graph) if each.key == key]
+        return [each for each in candidates if not each.done] or candidates
 
     def consume(self, key: tuple[int, ...], mask: PaddingMask | None, node) -> None:
         """Forget a forward without a graph when ``node``, of its recomputation, has run backward."""
@@ -171,31 +174,26 @@ class ConvertedNorm:
         return y
 
     def _find_mask(self, x: Tensor, again: bool) -> PaddingMask | None:
-        scope, masked = self._scope()
-        if scope is None and again:
-            return self.memory.recall(tuple(x.shape), self.name)
-        mask = None if scope is None else scope.mask()
-        if mask is None and not masked and (scope is None or not scope.declared):
-            self._warn(x)
-        return mask
+        """The mask of the innermost scope in which something is known.
 
-    def _scope(self) -> tuple[Scope | None, bool]:
-        """The innermost scope in which something is known, and whether one around it has a mask.
-
-        In a recomputation only what began in it counts: a block around the call of ``backward`` may be that of
+        An argument that is None leaves it to a ``with padding(...)`` around it, unless a module in between has a mask.
+        In a recomputation a scope counts if it began in it: a block around the call of ``backward`` may be that of
         another forward.
         """
         task = torch._C._current_graph_task_id()
-        found, scope = None, current_scope()
+        scope, missing = current_scope(), False
         while scope is not None:
             if scope.graph_task == task and scope.conversion in (None, self.conversion):
                 mask = scope.mask()
-                if mask is not NotImplemented:
-                    found = found or scope
-                    if mask is not None:
-                        return found, True
+                if mask is None and not scope.declared:
+                    missing = True
+                elif mask is not NotImplemented:
+                    return None if missing and scope.owner is not None else mask
             scope = scope.outer
-        return found, False
+        if again:
+            return self.memory.recall(tuple(x.shape), self.name)
+        self._warn(x)
+        return None
 
     def _warn(self, x: Tensor) -> None:
         if self.conversion.warned or x.dim() != 3 or not (self.training and isinstance(self, RunningNorm)):
