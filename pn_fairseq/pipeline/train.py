@@ -29,8 +29,8 @@ settings (key=value, in hydra's syntax):
 
 One rank per visible GPU, or one on the CPU. fairseq's log is in DIR/train.log. A run that was interrupted resumes from
 its last checkpoint when the same command is given again, on any number of ranks. Limits (optimization.max_update, ...)
-and settings of decoding, saving, validation and logging may change then. Those of averaging and decoding may change
-when a run is finished, too; average.sh and generate.sh then take the new ones.
+and settings of decoding, saving, validation and logging may change then. A finished run is not changed: averaging and
+decoding have options of their own.
 
 An update takes tokens_per_update tokens on any number of ranks: dataset.max_tokens is the most that one rank takes at
 once, and optimization.update_freq follows. If you set optimization.update_freq, give its value for one rank.
@@ -44,6 +44,8 @@ Under SLURM nothing needs to be set: srun --ntasks-per-node=1 --kill-on-bad-exit
 task per GPU. If one rank fails all are stopped, and the exit code is not 0.
 """
 
+#: The checkpoint that a training resumes from.
+LAST = "checkpoint_last.pt"
 #: Seconds between two lines of progress where the output is not a terminal.
 LOG_SECONDS = 30
 
@@ -109,7 +111,6 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _main(args, argv: list[str], place: Place, config: Path, data: Path, run: Path) -> int:
-    from pn_fairseq.pipeline.repair import LAST, resumed_from
     from pn_fairseq.pipeline.settings import check_model, check_names, check_same_run, compose
 
     where = {
@@ -134,14 +135,12 @@ def _main(args, argv: list[str], place: Place, config: Path, data: Path, run: Pa
     check_start(cfg)
     check_model(cfg, data, batches)
     first = not place.rank and not place.node
-    resumed = resumed_from(run / "checkpoints")
-    if resumed.exists() and (run / "config.yaml").exists():
-        changed = check_same_run(cfg, data, run)
-        if is_finished(cfg, resumed, run):
+    last = run / "checkpoints" / LAST
+    if last.exists() and (run / "config.yaml").exists():
+        check_same_run(cfg, data, run)
+        if is_finished(cfg, last, run):
             if first:
-                if resumed.name != LAST:  # killed after its last update, within the save
-                    mend(run)
-                say("train", f"{run} is already trained; {change_decoding(run, changed) or 'nothing to do'}")
+                say("train", f"{run} is already trained; nothing to do")
             return 0
     if place.rank is None and place.world_size > 1:
         if not place.gpu:
@@ -157,7 +156,6 @@ def _main(args, argv: list[str], place: Place, config: Path, data: Path, run: Pa
 def check_start(cfg) -> None:
     """Refuse weights to start from that cannot be read; fairseq trains from random ones where there is no file."""
     from pn_fairseq.common.checkpoints import load_checkpoint
-    from pn_fairseq.pipeline.repair import LAST
 
     if cfg.checkpoint.restore_file != LAST:
         raise UserError(
@@ -178,13 +176,10 @@ def is_finished(cfg, checkpoint: Path, run: Path) -> bool:
     """Whether the run has reached its last update, or an end that fairseq announced for the same limits."""
     from omegaconf import OmegaConf
 
-    from pn_fairseq.common.checkpoints import CheckpointError, load_checkpoint
+    from pn_fairseq.common.checkpoints import load_checkpoint
     from pn_fairseq.pipeline.settings import LIMITS
 
-    try:
-        updates = load_checkpoint(checkpoint)["optimizer_history"][-1]["num_updates"]
-    except CheckpointError:
-        return False
+    updates = load_checkpoint(checkpoint)["optimizer_history"][-1]["num_updates"]
     if cfg.optimization.max_update and updates >= cfg.optimization.max_update:
         return True
     log = run / "train.log"
@@ -192,25 +187,6 @@ def is_finished(cfg, checkpoint: Path, run: Path) -> bool:
     before = OmegaConf.load(run / "config.yaml")
     same = all(OmegaConf.select(before, key) == OmegaConf.select(cfg, key) for key in LIMITS)
     return bool(lines) and "done training" in lines[-1] and same
-
-
-def change_decoding(run: Path, changed: dict[str, tuple]) -> str:
-    """Write changed settings of averaging and decoding into config.yaml of a finished run; says which they are."""
-    from omegaconf import OmegaConf
-
-    from pn_fairseq.pipeline.settings import AFTER_TRAINING
-
-    changed = {key: values for key, values in changed.items() if AFTER_TRAINING.fullmatch(key)}
-    if not changed:
-        return ""
-    lock(run)
-    config = OmegaConf.load(run / "config.yaml")
-    for key, (_, new) in changed.items():
-        OmegaConf.update(config, key, new, force_add=True)
-    with atomic_write(run / "config.yaml", "w") as file:
-        file.write(OmegaConf.to_yaml(config))
-    shown = (f"{key} {old} -> {new}" for key, (old, new) in changed.items())
-    return f"new settings of averaging and decoding: {', '.join(shown)}"
 
 
 def lock(run: Path) -> None:
@@ -226,24 +202,15 @@ def lock(run: Path) -> None:
             return  # a file system without locks
 
 
-def mend(run: Path) -> None:
-    """Lock the run and repair its checkpoints."""
-    from pn_fairseq.pipeline.repair import repair
-
-    lock(run)
-    for line in repair(run / "checkpoints"):
-        say("train", line)
-
-
 def begin(cfg, batches, place: Place, data: Path, run: Path, argv: list[str]) -> None:
-    """What the first rank does before it trains: lock and repair the run, and write down what is trained, and how."""
+    """What the first rank does before it trains: lock the run, and write down what is trained, and how."""
     import torch
     from omegaconf import OmegaConf
 
     from pn_fairseq.common.machine import describe
 
     run.mkdir(parents=True, exist_ok=True)
-    mend(run)
+    lock(run)
     with atomic_write(run / "config.yaml", "w") as file:
         file.write(OmegaConf.to_yaml(cfg))
     with atomic_write(run / "data", "w") as file:
