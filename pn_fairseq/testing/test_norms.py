@@ -211,10 +211,10 @@ def test_a_forward_changes_nothing(running):
 
 def test_a_backward_is_taken_in_by_the_next_flush(running):
     norm = running.trained()
-    before = state_of(norm)
+    before, buffers = state_of(norm), dict(norm.named_buffers())
     x, mask, dy = tensors(rng(2))
     norm(x.requires_grad_(), mask).backward(dy)
-    for name, value in norm.named_buffers():
+    for name, value in buffers.items():
         assert torch.equal(value, before[name]), "a backward pass alone writes no buffer"
     norm.flush()
     assert int(norm.num_batches_tracked) == int(before[COUNT]) + 1
@@ -233,25 +233,40 @@ FLUSHES = {
     "conversion": lambda norm: norm.float(),
     "diagnostics": lambda norm: norm.diagnostics(),
     "within a model": lambda norm: torch.nn.Sequential(norm).state_dict(),
+    "attribute": lambda norm: norm.num_batches_tracked,
+    "named_buffers": lambda norm: list(norm.named_buffers()),
+    "buffers of a model": lambda norm: list(torch.nn.Sequential(norm).buffers()),
 }
 
 
 @pytest.mark.parametrize("when", FLUSHES)
 def test_flush_runs_before_the_state_is_used(running, when):
     norm = running.trained()
-    before = int(norm.num_batches_tracked)
+    count = norm.num_batches_tracked
+    before = int(count)
     x, mask, dy = tensors(rng(2))
     norm(x.requires_grad_(), mask).backward(dy)
+    assert int(count) == before
     FLUSHES[when](norm)
-    assert int(norm.num_batches_tracked) == before + 1
+    assert int(count) == before + 1
+
+
+def test_an_average_of_models_reads_the_state_after_the_last_backward(running):
+    """As torch.optim.swa_utils.AveragedModel does, by ``model.buffers()``."""
+    model = torch.nn.Sequential(running.trained())
+    average = torch.optim.swa_utils.AveragedModel(model, use_buffers=True)
+    x, mask, dy = tensors(rng(2))
+    model[0](x.requires_grad_(), mask).backward(dy)
+    average.update_parameters(model)
+    assert_same(state_of(average.module[0]).values(), state_of(model[0]).values())
 
 
 def test_flush_waits_inside_a_backward(running):
     """A module that computes within a backward pass, as a recomputation does, sees the state as it was."""
     norm = running.trained()
+    before = state_of(norm)
     x, mask, dy = tensors(rng(2))
     norm(x.requires_grad_(), mask).backward(dy)
-    before = {name: value.clone() for name, value in norm.named_buffers()}
     seen = []
 
     def look(gradient):
