@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from pn_fairseq.norms import (
@@ -187,6 +188,37 @@ def test_a_graph_belongs_to_the_original_and_not_to_its_copy(running):
     y.sum().backward()
     assert_state_unchanged(other, before)
     assert state_of(norm)[COUNT] == before[COUNT] + 1
+
+
+class HostReads(TorchDispatchMode):
+    """Notes the operations of a block that would wait for a GPU: they read values, or have results of unknown size."""
+
+    NAMES = ("_local_scalar_dense", "item", "is_nonzero", "nonzero", "masked_select", "equal")
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket.__name__ in self.NAMES:
+            self.found.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["told updates", "counting itself"])
+@pytest.mark.parametrize("masked", [True, False], ids=["mask", "no mask"])
+def test_no_value_is_read_in_a_training_step(case, masked, told):
+    """A GPU never has to catch up with the host. An ``if`` on a value of a tensor would read it."""
+    norm = case.build(4, psi_warmup_updates=2, outlier_filtration=True)
+    x, mask, dy = tensors(rng(2))
+    with HostReads() as reads:
+        for step in range(4):  # in the warm-up and after it
+            if told:
+                norm.set_num_updates(step)
+            # A fault, too: what to do with it is decided where the numbers are.
+            inputs = (x * float("inf") if step == 3 else x).detach().requires_grad_()
+            norm(inputs, mask if masked else None).backward(dy)
+    assert reads.found == []
 
 
 # When the state changes.

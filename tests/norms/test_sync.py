@@ -163,7 +163,7 @@ def test_three_ranks_under_fsdp_train_like_one_process(three_ranks):
 
 
 def seen_under_ddp(rank, world):
-    """The state that each forward of an unsynchronised norm finds under DistributedDataParallel, and that at the end."""
+    """The state that each forward of an unsynchronised norm finds under DDP, and the state at the end."""
     norm = build_norm("power", 8, psi_warmup_updates=2)
     seen = []
     norm.register_forward_pre_hook(lambda module, args: seen.append(module.state_dict()))
