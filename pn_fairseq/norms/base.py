@@ -103,6 +103,33 @@ class ChannelNorm(nn.Module):
         return f"{self.num_features}, eps={self.eps}, affine={self.affine}"
 
 
+class _State(dict):
+    """The buffers of a :class:`RunningNorm` as ``torch.nn.Module`` keeps them. Who reads one gets it up to date.
+
+    So do ``norm.running_psi2``, ``model.named_buffers()`` and all that is built on them: averages of weights, loggers,
+    the broadcast of ``DistributedDataParallel``.
+    """
+
+    def __init__(self, norm: "RunningNorm", buffers: dict[str, Tensor]):
+        super().__init__(buffers)
+        self._norm = norm
+
+    def __getitem__(self, name: str) -> Tensor:
+        self._norm.flush()
+        return super().__getitem__(name)
+
+    def items(self):
+        self._norm.flush()
+        return super().items()
+
+    def values(self):
+        self._norm.flush()
+        return super().values()
+
+    def __reduce__(self):  # a copy belongs to another norm, which makes its own
+        return dict, (dict(self),)
+
+
 class RunningNorm(ChannelNorm):
     r"""A norm with running statistics: state that training steps change and evaluation uses.
 
@@ -115,7 +142,9 @@ class RunningNorm(ChannelNorm):
     forward. :meth:`flush` applies the steps to the state, and discards those without a real token or with a number that
     is not finite. It runs before the next training forward (not inside a backward pass, where a forward is a
     recomputation and has to see the same state again), in :meth:`set_num_updates`, on a change between training and
-    evaluation, on saving, loading, copying and conversion. Read a buffer directly only after ``flush()``.
+    evaluation, on saving, loading, copying and conversion, and when a buffer is read: as an attribute, or from
+    ``buffers()`` or ``named_buffers()`` of this module or of a model that holds it. A tensor that was read earlier
+    changes at the next of these occasions, and not during the backward pass itself.
 
     The state stays float32 through ``.half()``, ``.bfloat16()``, ``.to(dtype)`` and loading. The buffer
     ``num_batches_tracked`` (int64) counts the steps that were applied.
@@ -164,6 +193,7 @@ class RunningNorm(ChannelNorm):
         #: Changes when the state is replaced: steps that began before it are not taken in.
         self.state_version = 0
         self._num_updates: int | None = None
+        self._buffers = _State(self, self._buffers)
         self._collected: dict[str, Tensor] = {}
         self.register_buffer(COUNT, torch.zeros((), dtype=torch.int64))
         self.register_state_dict_pre_hook(_before_saving)  # functions of the module: a norm can be pickled
@@ -421,6 +451,10 @@ class RunningNorm(ChannelNorm):
         self.flush()
         # Steps belong to the graphs of this module, not to those of a copy; a process group cannot be copied.
         return {**self.__dict__, "_pending": [], "process_group": None}
+
+    def __setstate__(self, state: dict) -> None:
+        super().__setstate__(state)
+        self._buffers = _State(self, self._buffers)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, alpha_fwd={self.alpha_fwd}"

@@ -42,6 +42,9 @@ class PowerNormRelease(PowerNorm):
 
     Evaluation is the paper's, :math:`y = \gamma x / \sqrt{\psi^2 + \epsilon} + \beta`.
 
+    One difference remains: the released code's group scaling has a fixed epsilon of 1e-5, whatever that of the norm is.
+    Here layer-scale has ``eps``, as in all norms. With the default of both, 1e-5, they are equal.
+
     The released code has no rules about faults. This module keeps those of
     :class:`~pn_fairseq.norms.base.RunningNorm`, which change no result of a training without faults. Since padding
     enters the means of (c), a number at padding that is not finite counts as a fault too.
