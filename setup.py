@@ -150,7 +150,7 @@ setup(
     entry_points={
         "console_scripts": [
             f"pn-{verb} = pn_fairseq.__main__:main"
-            for verb in ("average-checkpoints", "figures", "fold", "import-release", "plot-curves", "report", "score")
+            for verb in ("average-checkpoints", "figures", "fold", "import-release", "report", "score")
         ]
     },
 )

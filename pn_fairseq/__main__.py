@@ -20,7 +20,6 @@ VERBS = {
     "fold": "pn_fairseq.pipeline.fold",
     "generate": "pn_fairseq.pipeline.generate",
     "import-release": "pn_fairseq.pipeline.import_release",
-    "plot-curves": "pn_fairseq.report.curves",
     "report": "pn_fairseq.report.command",
     "reproduce": "pn_fairseq.pipeline.reproduce",
     "score": "pn_fairseq.pipeline.score",

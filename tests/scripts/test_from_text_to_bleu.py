@@ -11,6 +11,7 @@ import torch
 
 from pn_fairseq.common.checkpoints import load_checkpoint
 from pn_fairseq.pipeline import generate
+from pn_fairseq.report.curves import draw
 
 from ..scripts_helpers import ROOT, assert_refused, cut_corpus, prepare, run, script
 
@@ -213,7 +214,7 @@ def test_both_bleu_flavours(data, trained, decoded):
 
 
 def test_learning_curve_of_a_run(trained, tmp_path):
-    run("pn-plot-curves", trained, "--output", tmp_path / "curve.png")
+    draw({"PN": trained}, tmp_path / "curve.png")
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
 
 
