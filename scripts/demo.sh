@@ -22,7 +22,7 @@ source "$(dirname "$(readlink -f "$0")")/lib/common.sh"
 run=$root/runs/demo arch=transformer_pn_tiny arguments=()
 parse_options "$@"
 use_venv
-need python
+need python pn-report
 
 data=$root/runs/data/verses_es_en
 result=$run/generate/test
@@ -45,8 +45,7 @@ step "$root/scripts/generate.sh" --run "$run"
 
 say "5/5 scoring"
 step "$root/scripts/score.sh" --run "$run" >/dev/null
-step python -c 'import pathlib, sys; from pn_fairseq.report.curves import draw
-draw({sys.argv[1]: pathlib.Path(sys.argv[2])}, pathlib.Path(sys.argv[3]))' "$arch" "$run" "$run/learning_curve.png"
+step pn-report "$run" --output "$run/report" >/dev/null
 echo
 echo "Sample translations"
 count=$(wc -l <"$result/hyp.tok")
@@ -58,4 +57,4 @@ for number in 1 2 3 4 5; do
     echo
 done
 cat "$result/scores.txt"
-echo "learning curve:   $run/learning_curve.png"
+echo "learning curve:   $run/report/report-curves-1.png"

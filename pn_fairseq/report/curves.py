@@ -1,4 +1,4 @@
-"""The learning curves of reports and of the demonstration, and what all pictures have in common."""
+"""The learning curves of a report, and what all pictures have in common."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 
-from pn_fairseq.common.command import UserError
 from pn_fairseq.common.files import atomic_write
 from pn_fairseq.pipeline.training_log import TrainingLog
 
@@ -182,24 +181,3 @@ def plot(
                 figure.savefig(file, format=output.suffix[1:])
     finally:
         pyplot.close(figure)
-
-
-def draw(runs: Mapping[str, Path], output: Path) -> None:
-    """Draw the learning curves of runs (label -> folder); the others are compared with the first.
-
-    Raises:
-        UserError: a run has no log with a training record, or ``output`` cannot be written.
-    """
-    from pn_fairseq.report.runs import find_log
-
-    logs = {}
-    try:
-        for label, folder in runs.items():
-            found = find_log(folder)
-            if found is None or not (found[1].train or found[1].valid):
-                raise UserError(f"{folder} has no log with a training record of fairseq (--log-format json)")
-            logs[label] = [found[1]]
-        first = next(iter(runs))
-        plot(logs, output, {label: first for label in logs if label != first})
-    except OSError as error:
-        raise UserError(f"cannot draw {output}: {error.strerror or error} ({error.filename})") from error

@@ -1,17 +1,9 @@
 """Learning curves: what is drawn and what is left out."""
 
 import numpy
-import pytest
 
-from pn_fairseq.common.command import UserError
 from pn_fairseq.pipeline.training_log import TrainingLog
-from pn_fairseq.report.curves import difference, draw, on_one_grid, plot, style
-
-LOG = """\
-{"epoch": 1, "update": 0.1, "loss": "12.169", "nll_loss": "12.0", "num_updates": "20", "lr": "0.1"}
-{"epoch": 1, "loss": "11.5", "nll_loss": "11.3", "num_updates": "40"}
-{"epoch": 1, "valid_loss": "9.2", "valid_nll_loss": "8.83", "valid_num_updates": "40"}
-"""
+from pn_fairseq.report.curves import difference, on_one_grid, plot, style
 
 
 def test_curves_are_brought_to_one_grid():
@@ -55,22 +47,6 @@ def test_panels(tmp_path, monkeypatch):
     low, high = minus.collections[-1].get_datalim(minus.transData).intervaly
     numpy.testing.assert_allclose([low, high], [2.5 - 3.1, 0.2])
     assert smoothed.texts[0].get_text() == "nothing logged"
-
-
-@pytest.mark.parametrize("suffix", [".png", pytest.param(".svg", marks=pytest.mark.slow)])
-def test_pictures_of_folders(suffix, tmp_path):
-    for name, file in (("a", "train.log"), ("c", "saved.txt")):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / file).write_text(LOG)
-    output = tmp_path / f"curves{suffix}"
-    draw({"x": tmp_path / "a", "y": tmp_path / "c"}, output)
-    assert output.stat().st_size > 1000
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "c", output.name]
-    with pytest.raises(UserError, match="cannot draw .*directory"):
-        draw({"x": tmp_path / "a"}, tmp_path / "a")
-    (tmp_path / "a/train.log").write_text("nothing\n")
-    with pytest.raises(UserError, match="a has no log with a training record"):
-        draw({"x": tmp_path / "a"}, output)
 
 
 def test_no_two_of_a_picture_have_the_same_colour():

@@ -11,7 +11,6 @@ import torch
 
 from pn_fairseq.common.checkpoints import load_checkpoint
 from pn_fairseq.pipeline import generate
-from pn_fairseq.report.curves import draw
 
 from ..scripts_helpers import ROOT, assert_refused, cut_corpus, prepare, run, script
 
@@ -211,11 +210,6 @@ def test_both_bleu_flavours(data, trained, decoded):
     plain = (decoded / "hyp.txt").read_text("utf-8").splitlines()
     own = sacrebleu.corpus_bleu(plain, [raw], lowercase=True).score
     assert float(re.search(r"= ([\d.]+) ", detokenized)[1]) == pytest.approx(own, abs=0.006)
-
-
-def test_learning_curve_of_a_run(trained, tmp_path):
-    draw({"PN": trained}, tmp_path / "curve.png")
-    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.slow
