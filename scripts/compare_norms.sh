@@ -45,6 +45,11 @@ manifest() {
     echo "verses|verses_lr0.01|1|ln pn|optimization.lr=[0.01]"
 }
 
+# Comparisons with LN that were planned before the runs, as `pn report --planned` takes them: validation loss, and test
+# loss of language models. They are tested apart, without correction for the other comparisons.
+# shellcheck disable=SC2034  # docs/tools/results.py reads it
+planned="PN:loss PN:bits"
+
 # shellcheck source=lib/common.sh
 source "$(dirname "$(readlink -f "$0")")/lib/common.sh"
 runs=$root/runs/compare_norms multi30k="" only="" dry_run=0

@@ -30,6 +30,10 @@ class Measure(NamedTuple):
     lower_is_better: bool = False
     digits: int = 2
 
+    @property
+    def heading(self) -> str:
+        return self.title if self.title == "chrF2" else self.title[0].upper() + self.title[1:]
+
 
 LOSS = "best validation loss (bits/token)"
 #: Column of report.csv -> the measure. The margins are a choice of this project.

@@ -171,8 +171,8 @@ def _headline(corpus: Corpus, compared: Mapping[str, Compared]) -> list[tuple[st
     several = sum(len(one.families) for one in compared.values()) > len(compared)
     for one in compared.values():
         for family in one.families:
-            title = f"{one.measure.title} ({family.control}, {family.machine})" if several else one.measure.title
-            found.append((title[:1].upper() + title[1:], one.sentence(family)))
+            where = f" ({family.control}, {family.machine})" if several else ""
+            found.append((f"{one.measure.heading}{where}", one.sentence(family)))
     if any(one.families for one in compared.values()):
         return found
     means = means_of(corpus)["bits" if corpus.runs[0].language_model else "tokenized", "mean"].dropna()
@@ -398,7 +398,7 @@ def _compared(corpus: Corpus, picture: Path, planned: Sequence[tuple[str, str]])
         "picture": picture.name if intervals.plot(compared, list(corpus.settings), picture) else None,
         "machines": list(frame["machine"].unique()),
         "strengths": [
-            (one.measure.title, one.strength(family), family.machine)
+            (one.measure.heading, one.strength(family), family.machine)
             for one in compared.values()
             for family in one.families
         ],
