@@ -25,7 +25,6 @@ VERBS = {
     "reproduce": "pn_fairseq.pipeline.reproduce",
     "report": "pn_fairseq.report.command",
     "figures": "pn_fairseq.report.figures",
-    "plot-curves": "pn_fairseq.report.curves",
     "fold": "pn_fairseq.pipeline.fold",
     "import-release": "pn_fairseq.pipeline.import_release",
     "test-norms": "pn_fairseq.testing.command",

@@ -1,4 +1,4 @@
-"""``pn-report``: a page about training runs, beside the paper's numbers."""
+"""``pn report``: a page about training runs, with published numbers next to their results."""
 
 from __future__ import annotations
 
@@ -6,71 +6,96 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from pn_fairseq.common.command import ArgumentParser, UserError, command
+from pn_fairseq.common.command import ArgumentParser, UserError, command, did_you_mean
 from pn_fairseq.common.files import atomic_write
 from pn_fairseq.common.published import LM_NAMES, LM_SENTENCE, LM_SOURCE, PAPER
 
 #: Names of the files that the tool writes; it touches no others.
-_MARKDOWN, _HTML, _CSV, _PICTURES = "report.md", "report.html", "report.csv", "report-curves-"
+_MARKDOWN, _HTML, _CSV, _PREFIX = "report.md", "report.html", "report.csv", "report-"
 
 _EPILOG = """\
 example:
   %(prog)s runs/iwslt14_de_en/*_seed* --output runs/iwslt14_de_en/report
 
-RUN is the folder of a run of scripts/train.sh; or of fairseq-train, with its --log-file or saved output in it and what
-pn-score --run wrote; or of a job of fairseq-hydra-train -m, or of all jobs together.
+RUN is the folder of a run of scripts/train.sh; or of fairseq-train, with its --log-file or saved output (--log-format
+json), or only its checkpoints, and what scripts/score.sh --run wrote; or of a job of fairseq-hydra-train -m, or of all
+jobs together.
 
-Writes into DIR, in place of what it wrote there before:
-  report.md            for GitHub, with the pictures beside it
-  report.html          one file with the pictures in it, to be read offline or printed
-  report.csv           scores, validation loss and time of every run
-  report-curves-N.png  learning curves, of LN and a few other systems in each picture
+Writes into DIR and replaces the files of an earlier report:
+  report.md               for GitHub, with the pictures next to it
+  report.html             with --html: one file that contains the pictures, to read offline or to print
+  report.csv              scores, validation loss, machine and time of every run
+  report-intervals-N.png  differences from LN with simultaneous 95%% intervals
+  report-curves-N.png     learning curves, of LN and a few other systems in each picture
 
-Figures that pn-figures wrote into DIR are shown, and the files of --norm-probe named.
+If pn figures wrote figures into DIR, the report shows them. It names the files of --norm-probe.
 
-Runs that differ by their seed alone are averaged; runs on different data are never compared. The report lists what
-failed or is missing in a run. The numbers of the PowerNorm paper's Table 1 are shown beside runs on its data,
-recognised by languages, case, BPE and the size of the test set; --paper names another table, or none. Language models
-get a report of their own, with perplexities.
+Runs that differ only by their seed are averaged. Runs on different data, and systems that were trained on another
+machine than LN, are never compared. The report lists what failed or is missing in a run. The numbers of the PowerNorm
+paper's Table 1 are shown next to runs on its data, recognised by languages, case, BPE and the size of the test set;
+--paper selects another table, or none. Language models have a report of their own, with perplexities.
 """
 
 
-@command("pn-report")
+@command("pn report")
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run ``pn-report`` on ``argv`` (by default the process's arguments)."""
+    """Run ``pn report`` on ``argv`` (by default the process's arguments)."""
     parser = ArgumentParser(
-        prog="pn-report",
-        description="Report on training runs: scores over seeds beside the paper's, significance, learning curves, "
-        "settings, versions, hardware, speed, and what failed.",
+        prog="pn report",
+        description="Report on training runs: scores over seeds, published scores, differences from LN, learning "
+        "curves, settings, versions, hardware, speed, and failures.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
     parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="where to write; created if needed")
-    parser.add_argument("--subset", default="test", help="decoded subset that the scores are of (default: test)")
+    parser.add_argument("--subset", default="test", help="decoded subset to report on (default: test)")
     parser.add_argument(
         "--paper",
         choices=("auto", *PAPER, *LM_NAMES, "none"),
         default="auto",
-        help="the published table to show beside the results; of language models Table 2 (ptb) or 3 (wikitext103) of "
+        help="the published table to show next to the results; for language models Table 2 (ptb) or 3 (wikitext103) of "
         "the PowerNorm paper (default: by the data)",
+    )
+    parser.add_argument(
+        "--planned",
+        action="append",
+        default=[],
+        metavar="SYSTEM:MEASURE",
+        help="a comparison with LN that was planned before the runs, such as PN:loss; tested without correction for "
+        "the other comparisons. MEASURE is bleu, chrf, loss (validation) or bits (test loss of a language model). May "
+        "be repeated",
     )
     parser.add_argument(
         "--resamples", type=int, metavar="N", help="resamples of the paired bootstrap (default: sacrebleu's, 1000)"
     )
+    parser.add_argument("--html", action="store_true", help="also write report.html")
     args = parser.parse_args(argv)
     if args.resamples is not None and args.resamples < 1:
         raise UserError(f"--resamples must be at least 1, not {args.resamples}")
     if "/" in args.subset or args.subset in ("", ".", ".."):
         raise UserError(f"--subset {args.subset!r}: the name of a decoded subset, such as test or valid")
 
-    # Here and not above: --help is to be answered at once.
+    # Imported here, so that --help is fast.
     from pn_fairseq.pipeline.scoring import RESAMPLES
     from pn_fairseq.report import perplexity, tables
     from pn_fairseq.report.markdown import html
     from pn_fairseq.report.runs import read_runs
+    from pn_fairseq.report.significance import SHORT_NAMES
+    from pn_fairseq.report.systems import group
 
+    planned = []
+    for text in args.planned:
+        system, _, measure = text.rpartition(":")
+        if not system or measure not in SHORT_NAMES:
+            hint = did_you_mean(measure, SHORT_NAMES) or f"; MEASURE is {', '.join(SHORT_NAMES)}"
+            raise UserError(f"--planned {text!r} is not SYSTEM:MEASURE, such as PN:loss{hint}")
+        planned.append((system, SHORT_NAMES[measure]))
     runs = read_runs(args.runs, args.subset)
+    corpora = group([run for run in runs if run.known])
+    systems = {label for corpus in corpora for label in corpus.settings}
+    if absent := [system for system, _ in planned if system not in systems]:
+        raise UserError(f"--planned {absent[0]}: there is no such system{did_you_mean(absent[0], systems)}")
     language_models = perplexity.of_language_models(runs)
     if args.paper in LM_NAMES and not language_models:
         raise UserError(f"--paper {args.paper} is of language models, and the runs are not")
@@ -84,15 +109,19 @@ def main(argv: Sequence[str] | None = None) -> None:
         else:
             kind, about = "report.md.j2", tables.about
             settings |= {"resamples": args.resamples or RESAMPLES}
-        page, pictures = tables.build(runs, args.output, _PICTURES, kind, about, **settings)
-        texts = {_MARKDOWN: page, _HTML: html(page, args.output), _CSV: tables.raw_scores(runs).to_csv(index=False)}
+        page, pictures = tables.build(runs, corpora, args.output, _PREFIX, kind, about, planned, **settings)
+        texts = {_MARKDOWN: page, _CSV: tables.raw_scores(corpora).to_csv(index=False)}
+        if args.html:
+            texts[_HTML] = html(page, args.output)
         for name, text in texts.items():
             with atomic_write(args.output / name) as file:
                 # A file name may hold bytes that are not UTF-8.
                 file.write(text.encode("utf-8", errors="backslashreplace"))
-        for stale in args.output.glob(f"{_PICTURES}[0-9]*.png"):
-            if stale.name not in pictures:
-                stale.unlink()
+        stale = {*args.output.glob(f"{_PREFIX}curves-[0-9]*.png"), *args.output.glob(f"{_PREFIX}intervals-[0-9]*.png")}
+        for file in stale - {args.output / name for name in pictures}:
+            file.unlink()
+        if not args.html:
+            (args.output / _HTML).unlink(missing_ok=True)
     except OSError as error:
         place = error.filename2 or error.filename or args.output
         raise UserError(f"cannot write to --output {args.output}: {error.strerror} ({place})") from error

@@ -1,4 +1,4 @@
-"""``pn-plot-curves``, and the learning curves in reports: the one place that plots."""
+"""The learning curves of a report, and what all pictures have in common."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from pathlib import Path
 
 import numpy as np
 
-from pn_fairseq.common.command import ArgumentParser, UserError, command
 from pn_fairseq.common.files import atomic_write
-from pn_fairseq.pipeline.training_log import TrainingLog, read_log
+from pn_fairseq.pipeline.training_log import TrainingLog
 
-#: Colours that the colour-blind can tell apart (Okabe and Ito 2008, without the two that vanish on white), with a dash
-#: and a marker each, so that the lines can be told apart in grey, too. Systems after the sixth get other dashes.
-COLOURS = ("#000000", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00")
+#: Colours that the colour-blind can tell apart (Okabe and Ito 2008, without the two that vanish on white, and a grey),
+#: each with a dash and a marker, so that the lines can also be told apart in grey.
+COLOURS = ("#000000", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#777777")
 DASHES = ("-", (0, (5, 2)), (0, (1.2, 1.2)), (0, (6, 1.5, 1.2, 1.5)), (0, (9, 3)))
 MARKERS = ("o", "s", "^", "D", "v", "X", "P")
 
@@ -182,53 +181,3 @@ def plot(
                 figure.savefig(file, format=output.suffix[1:])
     finally:
         pyplot.close(figure)
-
-
-@command("pn-plot-curves")
-def main(argv: Sequence[str] | None = None) -> None:
-    """Run ``pn-plot-curves`` on ``argv`` (by default the process's arguments)."""
-    from pn_fairseq.common.files import short_names
-    from pn_fairseq.report.runs import find_log
-
-    parser = ArgumentParser(prog="pn-plot-curves", description="Draw the learning curves of training runs.")
-    parser.add_argument(
-        "runs",
-        nargs="+",
-        type=Path,
-        metavar="RUN",
-        help="folder of a run of train.sh, of fairseq-train or of a sweep's job, or a log file; the first one is what "
-        "the others are compared with",
-    )
-    parser.add_argument("--output", required=True, type=Path, help="picture to write: .png, .pdf or .svg")
-    parser.add_argument(
-        "--labels",
-        nargs="+",
-        metavar="LABEL",
-        help="names for the legend (default: from the paths); runs with the same one are seeds of one system",
-    )
-    args = parser.parse_args(argv)
-    if args.output.suffix not in (".png", ".pdf", ".svg"):
-        raise UserError(f"--output {args.output}: the name must end in .png, .pdf or .svg")
-    if not args.output.absolute().parent.is_dir():
-        raise UserError(f"--output {args.output}: there is no directory {args.output.absolute().parent}")
-    systems: dict[str, list[TrainingLog]] = {}
-    if absent := [str(path) for path in args.runs if not path.exists()]:
-        raise UserError(f"there is no {', no '.join(absent)}")
-    labels = args.labels or short_names([path if path.is_dir() else path.parent for path in args.runs])
-    if len(labels) != len(args.runs):
-        raise UserError(f"{len(args.runs)} runs but {len(labels)} --labels")
-    if not args.labels and len(set(labels)) != len(labels):
-        raise UserError(f"the runs need different names ({', '.join(labels)}): give --labels")
-    for label, path in zip(labels, args.runs, strict=True):
-        try:
-            file, log = (find_log(path) or (path, None)) if path.is_dir() else (path, read_log(path))
-        except OSError as error:
-            raise UserError(f"cannot read {path}: {error.strerror}") from error
-        if log is None or not (log.train or log.valid):
-            raise UserError(f"{file} holds no training record of fairseq")
-        systems.setdefault(label, []).append(log)
-    try:
-        plot(systems, args.output, {label: labels[0] for label in systems if label != labels[0]})
-    except OSError as error:
-        raise UserError(f"cannot write --output {args.output}: {error.strerror or error}") from error
-    print(args.output)

@@ -13,7 +13,7 @@ import numpy as np
 
 from pn_fairseq.common.command import ArgumentParser, UserError, command, did_you_mean
 from pn_fairseq.common.files import atomic_write
-from pn_fairseq.report.curves import headless_pyplot, legend, style
+from pn_fairseq.report.curves import COLOURS, headless_pyplot, legend, style
 
 #: Marks that tell boxes apart in grey.
 _HATCHES = ("", "////", "....", "xxxx", "\\\\\\\\", "oo")
@@ -157,8 +157,8 @@ def _boxes(axis, groups: Mapping[str, Sequence[np.ndarray]], ticks: Sequence, me
         )  # fmt: skip
         for box in drawn["boxes"]:
             colour = style(index)["color"]
-            # After the sixth label, when colours begin again, each has another hatch.
-            box.set(edgecolor=colour, facecolor=f"{colour}55", hatch=_HATCHES[(index + index // 6) % 6])
+            # When the colours begin again, each has another hatch.
+            box.set(edgecolor=colour, facecolor=f"{colour}55", hatch=_HATCHES[(index + index // len(COLOURS)) % 6])
         handles[label] = drawn["boxes"][0]
     for index, (label, values) in enumerate(medians.items(), len(groups)):
         places = np.arange(len(values)) + (index - (slots - 1) / 2) * width

@@ -101,7 +101,5 @@ def about(corpus: Corpus, *, subset: str, paper: str, sentence: str, source: str
         "apart": next((why for _, each in found[1:] if (why := different(found[0][1], each))), ""),
         "unmasked": not _causal(corpus.runs),
         "published": _published(corpus, paper, subset),
-        "baselines": corpus.baselines(),
-        "significance": tables.significance(corpus, {"bits": MEASURES["bits"]}),
         "runs": _of_runs(corpus),
     }

@@ -86,6 +86,12 @@ class Run:
         return (recorded or logged or [self.setting("distributed_training.distributed_world_size", 1)])[-1]
 
     @property
+    def machine(self) -> str | None:
+        """The GPUs, or else the processor, of all starts; None if no start recorded them."""
+        models = [start.get("gpus") or [start["cpu"]] for start in self.starts if start.get("gpus") or start.get("cpu")]
+        return " and ".join(dict.fromkeys(", ".join(dict.fromkeys(one)) for one in models)) or None
+
+    @property
     def max_update(self) -> int | None:
         limit = self.setting("optimization.max_update")
         return limit if isinstance(limit, int) and limit > 0 else None

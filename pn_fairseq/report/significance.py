@@ -1,38 +1,237 @@
-"""How sure a difference between two systems is."""
+"""How certain a difference between systems is: over seeds against one control, and over test sentences.
+
+Over seeds every system is compared with the same control (LN). The seed is a block: runs of one seed share the order of
+the data and the initial weights. The model is ``value = system + seed + noise`` with independent normal noise of one
+variance for all systems (Dunnett 1955 for the comparison with a control; here with blocks and missing runs).
+"""
 
 from __future__ import annotations
 
-import math
-import statistics
-import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from scipy import stats
+import numpy as np
+import pandas
+from scipy import optimize, stats
 
 from pn_fairseq.pipeline.scoring import Comparison, ScoringError, compare_folders
 from pn_fairseq.report.runs import Run
 
+#: Error rate of a whole family of comparisons, and the power for which the detectable difference is given.
+ERROR_RATE, POWER = 0.05, 0.8
 
-class Welch(NamedTuple):
-    """95% confidence interval of the difference of two means over seeds, and two-sided p of no difference."""
 
+class Measure(NamedTuple):
+    """What systems are compared by."""
+
+    title: str
+    margin: float  # systems whose whole interval is within this distance of the control are equivalent
+    lower_is_better: bool = False
+    digits: int = 2
+
+    @property
+    def heading(self) -> str:
+        return self.title if self.title == "chrF2" else self.title[0].upper() + self.title[1:]
+
+
+LOSS = "best validation loss (bits/token)"
+#: Column of report.csv -> the measure. The margins are a choice of this project.
+MEASURES = {
+    "tokenized": Measure("tokenized BLEU", 0.3),
+    "chrf": Measure("chrF2", 0.3),
+    LOSS: Measure("validation loss (bits/token)", 0.02, True, 3),
+    "bits": Measure("test loss (bits/token)", 0.02, True, 3),
+}
+#: What ``pn report --planned`` calls the measures.
+SHORT_NAMES = {"bleu": "tokenized", "chrf": "chrf", "loss": LOSS, "bits": "bits"}
+
+
+@dataclass(frozen=True)
+class Interval:
+    """The difference of a system from its control, with a confidence interval and the two-sided p of no difference."""
+
+    difference: float
     low: float
     high: float
     p_value: float
 
+    def verdict(self, measure: Measure) -> str:
+        """``better``, ``worse``, ``equivalent`` or ``not resolved``.
 
-def welch(system: Sequence[float], baseline: Sequence[float]) -> Welch | None:
-    """Welch's unequal-variances t-test (Welch 1947) by scipy; None with fewer than two values, or without spread."""
-    if min(len(system), len(baseline)) < 2 or not any(statistics.stdev(values) for values in (system, baseline)):
+        The interval excludes 0: better or worse. It is within the margin: equivalent (interval inclusion, Schuirmann
+        1987; with the 95% interval in place of 90% the error rate is at most 2.5%).
+        """
+        if self.low > 0 or self.high < 0:
+            return "better" if (self.difference < 0) == measure.lower_is_better else "worse"
+        return "equivalent" if max(-self.low, self.high) <= measure.margin else "not resolved"
+
+
+class Design:
+    """The model of a family: which runs there are of the control and of the systems that are compared with it.
+
+    Args:
+        runs: the system and the seed of each run.
+        control: the system that the others are compared with.
+
+    Attributes:
+        systems: the systems whose difference from the control can be estimated, in the order of ``runs``. A system
+            that shares no seed with the control, and with no system that does, is not among them.
+        blocked: whether the seed is in the model: it is where two systems share one.
+        degrees: degrees of freedom of the noise's variance; 0 if nothing can be tested.
+        errors: standard error of each difference, divided by the standard deviation of the noise.
+    """
+
+    def __init__(self, runs: Sequence[tuple[str, object]], control: str) -> None:
+        names, seeds = (list(dict.fromkeys(column)) for column in zip(*runs, strict=True))
+        names.remove(control)
+        self.blocked = any(len({name for name, seed in runs if seed == one}) > 1 for one in seeds)
+        columns = [[1.0] * len(runs), *([name == one for name, _ in runs] for one in names)]
+        columns += [[seed == one for _, seed in runs] for one in seeds[1:]] if self.blocked else []
+        matrix = np.array(columns, dtype=float).T
+        self._inverse = np.linalg.pinv(matrix)
+        self._residual = np.eye(len(runs)) - matrix @ self._inverse
+        self.degrees = len(runs) - int(np.linalg.matrix_rank(matrix))
+        contrasts = np.eye(matrix.shape[1])[1 : 1 + len(names)]
+        estimable = np.isclose(contrasts @ self._inverse @ matrix, contrasts, atol=1e-8).all(axis=1)
+        self.systems = [name for name, known in zip(names, estimable, strict=True) if known]
+        self._contrasts = contrasts[estimable] @ self._inverse
+        covariance = self._contrasts @ self._contrasts.T
+        self.errors = np.sqrt(np.diag(covariance))
+        self._correlation = covariance / np.outer(self.errors, self.errors)
+
+    def fit(self, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Estimate the differences and the noise.
+
+        Args:
+            values: a value for each run; more axes are more data sets of the same design.
+
+        Returns:
+            The differences from the control, (systems, ...), and the standard deviation of the noise, (...).
+        """
+        residual = self._residual @ values
+        return self._contrasts @ values, np.sqrt((residual**2).sum(axis=0) / self.degrees)
+
+    def probability(self, bound: float) -> float:
+        """That no difference is more than ``bound`` standard errors from its true value."""
+        if len(self.systems) == 1:
+            return float(1 - 2 * stats.t.sf(bound, self.degrees))
+        bounds = np.full(len(self.systems), bound)
+        return float(
+            stats.multivariate_t.cdf(
+                bounds, shape=self._correlation, df=self.degrees, lower_limit=-bounds, random_state=0
+            )
+        )
+
+    def critical(self) -> float:
+        """The number of standard errors in half a simultaneous interval."""
+        one = float(stats.t.isf(ERROR_RATE / 2, self.degrees))
+        if len(self.systems) == 1:
+            return one
+        bonferroni = float(stats.t.isf(ERROR_RATE / 2 / len(self.systems), self.degrees))
+        return optimize.brentq(
+            lambda bound: self.probability(bound) - 1 + ERROR_RATE, one, 1.01 * bonferroni, xtol=1e-4
+        )
+
+    def detectable(self, critical: float) -> float:
+        """The smallest difference, in standard deviations of the noise, that is found with probability :data:`POWER`.
+
+        Of the system with the median standard error, by the noncentral t distribution.
+        """
+        error = float(np.median(self.errors))
+
+        def power(shift: float) -> float:
+            found = stats.nct.sf([critical, -critical], self.degrees, shift)
+            return float(found[0] + 1 - found[1])
+
+        high = critical
+        while power(high) < POWER:
+            high *= 2
+        return error * optimize.brentq(lambda shift: power(shift) - POWER, 0, high)
+
+
+@dataclass(frozen=True)
+class Family:
+    """Systems with several seeds on one machine, compared with one control on the same machine."""
+
+    control: str
+    machine: str
+    seeds: int  # most seeds of a system
+    intervals: dict[str, Interval]  # simultaneous: all hold together with probability 95%
+    alone: dict[str, Interval]  # each holds with probability 95%: for a comparison that was planned before the runs
+    deviation: float  # standard deviation of the noise
+    degrees: int
+    half_width: float  # the median of half the simultaneous intervals
+    detectable: float  # the difference that is found with probability POWER
+    lower: dict[str, tuple[int, int]]  # in how many of the seeds that both have a system is below the control
+
+
+def _family(values: pandas.Series, control: str, machine: str) -> Family | None:
+    """``values`` by system and seed. None: nothing can be tested (no degrees of freedom, or no spread)."""
+    design = Design(list(values.index), control)
+    if not design.systems or design.degrees < 1:
         return None
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of values that are all but the same
-        result = stats.ttest_ind(system, baseline, equal_var=False)
-        interval = result.confidence_interval(0.95)
-    if not math.isfinite(result.pvalue):
+    differences, deviation = design.fit(values.to_numpy(float))
+    if deviation < 1e-9 * max(1.0, values.abs().max()):
         return None
-    return Welch(float(interval.low), float(interval.high), float(result.pvalue))
+    critical, one = design.critical(), float(stats.t.isf(ERROR_RATE / 2, design.degrees))
+    intervals, alone, lower, by_seed = {}, {}, {}, values.unstack()
+    for system, difference, error in zip(design.systems, differences, design.errors * deviation, strict=True):
+        center, half, ratio = float(difference), float(critical * error), float(abs(difference) / error)
+        p = min(1.0, max(0.0, 1 - design.probability(ratio)))
+        intervals[system] = Interval(center, center - half, center + half, p)
+        half, p = float(one * error), 2 * float(stats.t.sf(ratio, design.degrees))
+        alone[system] = Interval(center, center - half, center + half, p)
+        both = by_seed.loc[[system, control]].dropna(axis=1)
+        lower[system] = int((both.loc[system] < both.loc[control]).sum()), both.shape[1]
+    return Family(
+        control, machine, int(values.groupby(level=0).size().max()), intervals, alone, float(deviation), design.degrees,
+        float(critical * np.median(design.errors) * deviation), float(design.detectable(critical) * deviation), lower,
+    )  # fmt: skip
+
+
+def families(frame: pandas.DataFrame, measure: str) -> tuple[list[Family], dict[str, str]]:
+    """Compare systems by one measure, each with its control on the same machine.
+
+    A system is tested with two seeds or more on a machine on which its control has two or more; where there are
+    several, on the one with most of its seeds. A seed that was run several times on a machine counts once, by the mean.
+
+    Args:
+        frame: the rows of report.csv: ``system``, ``compared with``, ``seed``, ``machine``, and the measure.
+
+    Returns:
+        The families, and for each other measured system why it is not tested.
+    """
+    measured = frame.dropna(subset=[measure]).assign(machine=lambda rows: rows["machine"].fillna("not recorded"))
+    values = measured.groupby(["machine", "system", "seed"], sort=False, dropna=False)[measure].mean()
+    counts = values.groupby(level=["system", "machine"], sort=False).size()
+    controls = measured.dropna(subset=["compared with"]).groupby("system", sort=False)["compared with"].first()
+    members: dict[tuple[str, str], list[str]] = {}
+    untested = {}
+    for system, control in controls.items():
+        of_control = counts[control] if control in counts else pandas.Series(dtype=int)
+        shared = counts[system][counts[system].index.isin(of_control.index)]
+        able = shared[(shared > 1) & (of_control.reindex(shared.index) > 1)]
+        if len(able):
+            members.setdefault((control, able.idxmax()), []).append(system)
+        elif of_control.empty:
+            untested[system] = f"{control} was not measured"
+        elif shared.empty:
+            untested[system] = f"{control} was trained on another machine"
+        elif (shared < 2).all():
+            elsewhere = counts[system].max() > 1
+            untested[system] = f"one seed on the machine of {control}" if elsewhere else "one seed"
+        else:
+            untested[system] = f"{control} has one seed" + (" on this machine" if of_control.max() > 1 else "")
+    found = []
+    for (control, machine), systems in members.items():
+        kept = values[machine].loc[lambda rows, names=(control, *systems): rows.index.isin(names, level=0)]
+        if family := _family(kept, control, machine):
+            found.append(family)
+        tested = family.intervals if family else ()
+        why = f"no seed in common with {control}" if family else "no spread over seeds, or too few of them"
+        untested |= {system: why for system in systems if system not in tested}
+    return found, untested
 
 
 def corrected(p: float, comparisons: int) -> float:

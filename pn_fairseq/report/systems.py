@@ -30,6 +30,9 @@ _HOW = re.compile(
     r"|model\.norm_(stats_interval|probe(_interval|_layers)?)$"
 )
 
+#: Options of norms.
+_OF_A_NORM = re.compile(r"model\.(norm_|(encoder_|decoder_)?(norm|layer_scale))")
+
 #: The size of a mini-batch, a setting of norms with statistics of the batch; of others it is how a run is distributed.
 _BATCH = ("dataset.max_tokens", "dataset.batch_size")
 
@@ -153,6 +156,17 @@ class Corpus:
         language_model = self.members(label)[0].language_model
         return (settings[SIZE], bool(settings.get("model.tensorized_unmasked"))) if language_model else ()
 
+    def beside_the_norm(self, label: str, other: str) -> list[str]:
+        """The settings in which two systems differ, without the norms and their options."""
+        names = differing([self.settings[label], self.settings[other]])
+        # The size of a mini-batch is a setting of systems with batch statistics only.
+        both = self.settings[label].keys() & self.settings[other].keys()
+        return [
+            name.rpartition(".")[2]
+            for name in names
+            if name != NORM and not _OF_A_NORM.match(name) and not (name in _BATCH and name not in both)
+        ]
+
     def baselines(self) -> dict[str, str]:
         """System -> the LN system that it is compared with, of those that have one."""
         return {label: other for label in self.settings if (other := self.baseline(label))}
@@ -223,33 +237,37 @@ def _corpus(runs: Sequence[Run], batch_is_a_setting: bool = True) -> Corpus:
 
 
 def _details(systems: Sequence[dict[str, object]]) -> list[list[str]]:
-    """For each system the settings that differ from those of most.
+    """For each system the settings that differ from the most common value.
 
-    Where no value is in more systems than all others, those in which the systems of its norm differ.
+    Where no value is the most common, every value that is not the default is named; the size only where the systems of
+    one norm differ in it.
     """
-    found: list[list[str]] = [[] for _ in systems]
+    details: list[list[str]] = [[] for _ in systems]
     for name in sorted(set(differing(systems)) - {NORM}):
-        values = [as_text(one.get(name)) for one in systems]
-        (usual, times), *others = Counter(values).most_common(2)
-        for told, settings, value in zip(found, systems, values, strict=True):
-            if name != SIZE and (not others or times > others[0][1]):
-                tells = value != usual
+        values = [as_text(system.get(name)) for system in systems]
+        (most_common, count), *others = Counter(values).most_common(2)
+        decided = not others or count > others[0][1]
+        for labels, system, value in zip(details, systems, values, strict=True):
+            if name == SIZE:
+                sizes = {as_text(other.get(SIZE)) for other in systems if other[NORM] == system[NORM]}
+                differs = len(sizes) > 1
             else:
-                tells = len({v for v, one in zip(values, systems, strict=True) if one[NORM] == settings[NORM]}) > 1
-            if tells:
-                told.append(value if name == SIZE else f"{name.rpartition('.')[2]}={_bare(settings.get(name))}")
-    return found
+                differs = value != most_common if decided else system.get(name) is not None
+            if differs:
+                labels.append(value if name == SIZE else f"{name.rpartition('.')[2]}={_bare(system.get(name))}")
+    return details
 
 
 def _label(number: int, systems: Sequence[dict[str, object]], details: Sequence[list[str]]) -> str:
-    """The norm, and the details; of many the place among the systems of the norm."""
-    norm, told = str(systems[number][NORM]), details[number]
+    """The norm and the details; if they are many, the place among the systems of the norm, or their number."""
+    norm, labels = str(systems[number][NORM]), details[number]
     if norm == UNKNOWN:
         return f"{UNKNOWN} ({systems[number]['run']})"
-    if len(told) > _MOST_DETAILS:
-        same = [index for index, other in enumerate(systems) if other[NORM] == norm]
-        told = [f"settings {same.index(number) + 1}"] if len(same) > 1 else []
-    return f"{norm} ({', '.join(told)})" if told else norm
+    if len(labels) > _MOST_DETAILS:
+        of_norm = [index for index, other in enumerate(systems) if other[NORM] == norm]
+        several = len(of_norm) > 1
+        labels = [f"settings {of_norm.index(number) + 1}" if several else f"{len(labels)} settings differ"]
+    return f"{norm} ({', '.join(labels)})" if labels else norm
 
 
 def _bare(value: object) -> str:

@@ -20,15 +20,16 @@ from pn_fairseq.common.command import say
 from pn_fairseq.common.published import PAPER, Row, Table, recognise
 from pn_fairseq.pipeline.scoring import METRICS, p_text
 from pn_fairseq.pipeline.training_log import TrainingLog
-from pn_fairseq.report import curves
+from pn_fairseq.report import curves, intervals
 from pn_fairseq.report.figures import find_probe
+from pn_fairseq.report.intervals import Compared, count, signed
 from pn_fairseq.report.markdown import Markdown, code, missing, template
 from pn_fairseq.report.runs import Run, lines_of
-from pn_fairseq.report.significance import corrected, pairs, welch
-from pn_fairseq.report.systems import SEED, UNKNOWN, Corpus, as_text, comparable, group, norm_labels
+from pn_fairseq.report.significance import LOSS, corrected, pairs
+from pn_fairseq.report.systems import SEED, UNKNOWN, Corpus, as_text, comparable, norm_labels
 
 #: Score -> what a report calls it.
-MEASURES = METRICS | {"chrf": "chrF2"}
+SCORES = METRICS | {"chrf": "chrF2"}
 
 #: Digits behind the point, of measures that are not shown with two.
 _DIGITS = {"bits": 3}
@@ -61,19 +62,8 @@ def number(value: float, digits: int = 2) -> str:
     return f"{value:,.{digits}f}" if math.isfinite(value) else "not finite"
 
 
-def signed(value: float, digits: int = 2) -> str:
-    """A difference, with its sign."""
-    plain = f"{value:+.{digits}f}"
-    return plain.replace("-", "−") if float(plain) else plain[1:]
-
-
 def duration(seconds: float) -> str:
     return str(timedelta(seconds=round(seconds)))
-
-
-def count(amount: int, one: str, several: str = "") -> str:
-    """ "1 run", "3 runs"."""
-    return f"{amount:,} {one if amount == 1 else several or one + 's'}"
 
 
 def relative(words: str | Path) -> str:
@@ -175,47 +165,40 @@ def results(corpus: Corpus, measures: Mapping[str, str], verb: str, paper: Table
     return pandas.DataFrame(rows)
 
 
-def _headline(corpus: Corpus) -> dict | None:
-    """Which system did best, beside what it has to be compared with; None if no run was scored."""
-    means = means_of(corpus)["tokenized", "mean"].dropna().sort_values(ascending=False, kind="stable")
-    if means.empty:
-        return None
-    best, scores = means.index[0], corpus.scores()["tokenized"]
-    other = corpus.baseline(best)
-    if other not in means.index:
-        other = means.index[1] if len(means) > 1 else None
-    found = {"best": best, "score": number(means.iloc[0]), "other": other}
-    if other is None:
+def _headline(corpus: Corpus, compared: Mapping[str, Compared]) -> list[tuple[str, str]]:
+    """What was found, as (measure, sentence); first what else differs than the norm."""
+    found = [("Not only the norms differ", f"{sentence}.") for sentence in confounded(corpus)]
+    several = sum(len(one.families) for one in compared.values()) > len(compared)
+    for one in compared.values():
+        for family in one.families:
+            where = f" ({family.control}, {family.machine})" if several else ""
+            found.append((f"{one.measure.heading}{where}", one.sentence(family)))
+    if any(one.families for one in compared.values()):
         return found
-    # Each with an LN, or each with each where there is no LN.
-    comparisons = len(_tested_over_seeds(corpus)) or math.comb(sum(scores.groupby(level="system").size() > 1), 2)
-    test = welch(list(scores[best]), list(scores[other]))
-    return found | {
-        "difference": round(means[best] - means[other], 2),
-        "test": test,
-        "p": corrected(test.p_value, comparisons) if test else None,
-        "seeds": min(len(scores[best]), len(scores[other])),
-        "comparisons": comparisons,
-    }
+    means = means_of(corpus)["bits" if corpus.runs[0].language_model else "tokenized", "mean"].dropna()
+    if means.empty:
+        return [*found, ("Not known", "no run was scored.")]
+    if len(means) == 1:
+        return [*found, ("Nothing to compare", f"{means.index[0]} is the only system that was scored.")]
+    why = dict.fromkeys(reason for one in compared.values() for reason in one.untested.values())
+    lacking = "; ".join(why) or "no control (LN), with which the systems could be compared"
+    return [*found, ("No difference is tested over seeds", f"{lacking}.")]
 
 
-def _tested_over_seeds(corpus: Corpus) -> list[str]:
-    """The systems that a t-test can compare with their LN: both have two seeds or more."""
-    several = corpus.scores().groupby(level="system").size() > 1
-    return [label for label, other in corpus.baselines().items() if several.get(label) and several.get(other)]
-
-
-def _over_seeds(mine: Sequence[float], theirs: Sequence[float], comparisons: int, digits: int) -> str:
-    test = welch(mine, theirs)
-    if test is None:
-        few = min(len(mine), len(theirs)) < 2
-        return missing("– (needs two seeds of each)" if few else "– (no spread over seeds)")
-    interval = f"{signed(test.low, digits)} to {signed(test.high, digits)}"
-    return f"{interval}, {p_text(corrected(test.p_value, comparisons))}"
+def confounded(corpus: Corpus) -> list[str]:
+    """Of each system that differs from its baseline in more than the norm: in which settings."""
+    systems: dict[tuple, list[str]] = {}
+    for label, other in corpus.baselines().items():
+        if names := corpus.beside_the_norm(label, other):
+            systems.setdefault((other, *names), []).append(label)
+    return [
+        f"{', '.join(labels)} {'differs' if len(labels) == 1 else 'differ'} from {other} in {', '.join(names)}"
+        for (other, *names), labels in systems.items()
+    ]
 
 
 def _over_sentences(found: list[tuple], measure: str, comparisons: int) -> str:
-    """What :func:`pairs` found."""
+    """The results of :func:`pairs`."""
     parts = []
     for seed, compared in found:
         part = f"not computed ({compared})"
@@ -223,47 +206,34 @@ def _over_sentences(found: list[tuple], measure: str, comparisons: int) -> str:
             other, one = compared[measure].results.values()
             part = f"{signed(one.score - other.score)}, {p_text(corrected(one.p_value, comparisons))}"
         parts.append(f"seed {'not known' if seed is None else seed}: {part}")
-    return "; ".join(parts) or missing("– (no seed of both)")
+    return "; ".join(parts) or missing("– (no seed in common)")
 
 
-def significance(
-    corpus: Corpus, measures: Mapping[str, str], bootstrap: Callable[[str, str], list] | None = None
-) -> dict:
-    """Every measured system against LN: ``table``, and by how many comparisons the p in it are corrected, those over
-    seeds by ``over_seeds``, those over sentences by ``over_sentences``.
-
-    ``bootstrap`` is called with system and LN, and returns what :func:`pairs` does.
-    """
-    rows, scores = [], corpus.scores()
-    known = scores.index.unique("system")
-    tested = {label: other for label, other in corpus.baselines().items() if label in known and other in known}
-    over_seeds = len(_tested_over_seeds(corpus))
-    for label, baseline in tested.items():
-        found = bootstrap(label, baseline) if bootstrap else None
-        for measure, name in measures.items():
-            mine, theirs = (list(scores.loc[one][measure]) for one in (label, baseline))
-            digits = _DIGITS.get(measure, 2)
-            row = {"norm": label, "measure": name}
-            row["difference of means"] = signed(statistics.fmean(mine) - statistics.fmean(theirs), digits)
-            row["over seeds: Welch's t-test"] = _over_seeds(mine, theirs, over_seeds, digits)
-            if found is not None:
-                name = "over sentences: paired bootstrap, per seed"
-                row[name] = _over_sentences(found, measure, len(tested))
-            rows.append(row)
-    return {"table": pandas.DataFrame(rows), "over_seeds": over_seeds, "over_sentences": len(tested)}
-
-
-def raw_scores(runs: Sequence[Run]) -> pandas.DataFrame:
-    """A row for each run, numbers as they were computed: what a spreadsheet or a test of one's own starts from."""
+def bootstrap(corpus: Corpus, subset: str, resamples: int) -> tuple[pandas.DataFrame, int]:
+    """Every scored system against LN over test sentences, and by how many comparisons each p is corrected."""
+    known = set(corpus.scores().index.unique("system"))
+    tested = {label: other for label, other in corpus.baselines().items() if {label, other} <= known}
     rows = []
-    for corpus in group([run for run in runs if run.known]):
+    for label, other in tested.items():
+        tell(f"comparing {label} with {other}")
+        found = pairs(corpus.members(label), corpus.members(other), subset, resamples)
+        for measure, name in SCORES.items():
+            text = _over_sentences(found, measure, len(tested))
+            rows.append({"norm": label, "measure": name, "difference and p, per seed": text})
+    return pandas.DataFrame(rows), len(tested)
+
+
+def raw_scores(corpora: Sequence[Corpus]) -> pandas.DataFrame:
+    """A row for each run: raw numbers for spreadsheets or further statistics."""
+    rows = []
+    for corpus in corpora:
         for label, seed, run in corpus.frame[["system", "seed", "run"]].itertuples(index=False):
             parts = {"parts of tokenized BLEU": run.scores.tokenized.verbose if run.scores else ""}
             if run.language_model:
                 parts = {"signature": run.perplexity.signature if run.perplexity else ""}
             rows.append(
                 {"run": run.name, "data": os.path.relpath(run.data_path) if run.data_path else "", "system": label}
-                | {"norm": corpus.norm(label), "seed": seed}
+                | {"norm": corpus.norm(label), "seed": seed, "machine": run.machine}
                 | {"compared with": corpus.baseline(label), **run.measures, **parts}
                 | _of_training(run)
                 | {"state": _state(run).strip("*"), "problems": "; ".join(map(relative, run.problems))}
@@ -281,7 +251,7 @@ def _of_training(run: Run) -> dict[str, float]:
     again = sum(len(start.updates) for start in log.starts) / max(1, len(log.train))
     return {
         "updates": log.updates,
-        "best validation loss (bits/token)": best,
+        LOSS: best,
         "at update": valid.get(best, math.nan),
         "seconds": round(seconds, 1),
         "seconds per update": round(tokens / (log.updates * again) / speed, 3) if tokens > 0 else math.nan,
@@ -308,7 +278,7 @@ def _state(run: Run) -> str:
 def training(corpus: Corpus) -> pandas.DataFrame:
     """How each run went."""
     patterns = {
-        "best validation loss (bits/token)": "{best validation loss (bits/token):.3f} at {at update:,.0f}",
+        LOSS: f"{{{LOSS}:.3f}} at {{at update:,.0f}}",
         "time per update": "{seconds per update:.2f} s",
         "tokens/s": "{tokens/s:,.0f}",
     }
@@ -323,7 +293,7 @@ def training(corpus: Corpus) -> pandas.DataFrame:
             texts["parameters"] = f"{run.log.parameters:,}"
         row["state"] = _state(run)
         row["updates"] = f"{found['updates']:,} " + (f"of {run.max_update:,}" if run.max_update else "(no limit)")
-        for name in ("best validation loss (bits/token)", "wall time", "time per update", "tokens/s", "parameters"):
+        for name in (LOSS, "wall time", "time per update", "tokens/s", "parameters"):
             text = texts.get(name, "nan")
             row[name] = missing("not logged") if "nan" in text else text
         rows.append(row)
@@ -390,19 +360,14 @@ def about(corpus: Corpus, *, subset: str, paper: str, resamples: int) -> dict:
     beside = PAPER.get(name)
     scored = [run for run in runs if run.scores]
     signatures = {
-        name: sorted({getattr(run.scores, measure).signature for run in scored}) for measure, name in MEASURES.items()
+        name: sorted({getattr(run.scores, measure).signature for run in scored}) for measure, name in SCORES.items()
     }
     names = [settings.get("source"), settings.get("target")]
-
-    def bootstrap(label: str, baseline: str) -> list:
-        tell(f"comparing {label} with {baseline}")
-        return pairs(corpus.members(label), corpus.members(baseline), subset, resamples)
 
     return {
         "title": " to ".join(names) if all(names) else f"Data not known: {runs[0].name}",
         "data": data(corpus, _pairs(corpus)),
-        "headline": _headline(corpus),
-        "results": results(corpus, MEASURES, "scored", beside),
+        "results": results(corpus, SCORES, "scored", beside),
         "paper": beside,
         "otherwise": {label: row.missing(corpus.settings[label]) for label, row in _published(corpus, beside).items()},
         "size": _sentences(corpus, subset),
@@ -411,9 +376,7 @@ def about(corpus: Corpus, *, subset: str, paper: str, resamples: int) -> dict:
         else None,
         "signatures": signatures if scored else {},
         "decodings": sorted({run.decoding for run in runs if run.decoding}),
-        "has_ln": bool(corpus.ln),
-        "baselines": corpus.baselines(),
-        "significance": significance(corpus, MEASURES, bootstrap),
+        "bootstrap": bootstrap(corpus, subset, resamples),
     }
 
 
@@ -425,39 +388,70 @@ def _together(corpus: Corpus, baselines: Mapping[str, str]) -> list[list[str]]:
     return [[label for label in corpus.settings if label in part] for part in shown]
 
 
+def _compared(corpus: Corpus, picture: Path, planned: Sequence[tuple[str, str]]) -> dict:
+    """The comparisons over seeds: what the page shows of them; the picture is written if there are any."""
+    frame = raw_scores([corpus])
+    compared = intervals.compare(frame)
+    return {
+        "headline": _headline(corpus, compared),
+        "table": intervals.table(compared),
+        "picture": picture.name if intervals.plot(compared, list(corpus.settings), picture) else None,
+        "machines": list(frame["machine"].unique()),
+        "strengths": [
+            (one.measure.heading, one.strength(family), family.machine)
+            for one in compared.values()
+            for family in one.families
+        ],
+        "margins": [f"±{one.measure.margin:g} for {one.measure.title}" for one in compared.values()],
+        "planned": [
+            (compared[column].measure.title, text)
+            for system, column in planned
+            if column in compared and (text := compared[column].planned(system))
+        ],
+    }
+
+
 def build(
     runs: Sequence[Run],
+    corpora: Sequence[Corpus],
     folder: Path,
     prefix: str,
     page: str,
     about: Callable[..., dict],
+    planned: Sequence[tuple[str, str]] = (),
     **settings,
 ) -> tuple[str, list[str]]:
     """A report about runs as Markdown, and the names of its pictures, which are written into ``folder``.
 
     Args:
         runs: as :func:`pn_fairseq.report.runs.read_runs` returns them.
+        corpora: the runs that are known, by corpus.
         folder: where the pictures go.
         prefix: what their names begin with.
         page: the template. It extends ``page.md.j2``, which has what all reports show.
         about: called with each corpus and ``settings``; returns what the template shows of it.
+        planned: (system, column of report.csv) of comparisons that were planned before the runs.
         settings: shown by the template, too.
     """
-    corpora, pictures, found = group([run for run in runs if run.known]), [], []
+    pictures, shown_corpora = [], []
     for corpus in corpora:
         shown, commands = about(corpus, **settings), _commands(corpus.runs)
+        compared = _compared(corpus, folder / f"{prefix}intervals-{len(shown_corpora) + 1}.png", planned)
         tell("drawing learning curves")
-        drawn = []
-        for labels in _together(corpus, shown["baselines"]):
-            drawn.append(f"{prefix}{len(pictures) + len(drawn) + 1}.png")
+        drawn, baselines = [], corpus.baselines()
+        for labels in _together(corpus, baselines):
+            curves_so_far = sum(len(one["pictures"]) for one in shown_corpora)
+            drawn.append(f"{prefix}curves-{curves_so_far + len(drawn) + 1}.png")
             logs = {label: [run.log for run in corpus.members(label) if run.log] for label in labels}
-            baselines = {label: other for label, other in shown["baselines"].items() if label in labels}
-            curves.plot(logs, folder / drawn[-1], baselines)
-        pictures += drawn
-        found.append(
+            curves.plot(logs, folder / drawn[-1], {one: other for one, other in baselines.items() if one in labels})
+        pictures += [*drawn, *([compared["picture"]] if compared["picture"] else [])]
+        shown_corpora.append(
             shown
             | {
                 "pictures": drawn,
+                "baselines": baselines,
+                "has_ln": bool(corpus.ln),
+                "compared": compared,
                 "training": training(corpus),
                 "settings": _settings(corpus),
                 "commands": list(commands.values()),
@@ -465,10 +459,10 @@ def build(
             }
         )
     rendered = template(page).render(
-        settings, version=__version__, runs=len(runs), corpora=found, machines=_machines(runs),
+        settings, version=__version__, runs=len(runs), corpora=shown_corpora, machines=_machines(runs),
         systems=sum(len(corpus.settings) for corpus in corpora),
-        scored=sum(run.measured for run in runs),
-        faultless=sum(run.measured and not run.problems for run in runs),
+        measured=sum(run.measured for run in runs),
+        faulty=sum(bool(run.problems) for run in runs),
         problems=[(relative(run.path), relative(problem)) for run in runs for problem in run.problems],
         repeated=[
             (*system_and_seed, [run.name for run in again])
@@ -478,7 +472,7 @@ def build(
         ],
         lacking=[run.name for run in runs if not run.starts],
         probes=[(run.name, relative(str(probe))) for run in runs if (probe := find_probe(run))],
-        figures=[file.name for file in sorted(folder.glob("figure-[2-7].png"))],  # of pn-figures
-        count=count, number=number, signed=signed, p_text=p_text,
+        figures=[file.name for file in sorted(folder.glob("figure-[2-7].png"))],  # of pn figures
+        count=count, number=number,
     )  # fmt: skip
     return re.sub(r"\n{3,}", "\n\n", rendered), pictures

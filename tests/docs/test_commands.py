@@ -36,7 +36,7 @@ def help_of(tool: str) -> str:
     """
     if tool == "make":
         return (ROOT / "Makefile").read_text("utf-8") + (ROOT / "scripts/make_venv.sh").read_text("utf-8")
-    if tool.startswith(("python -m benchmarks.", "python -m tests.docs.")):
+    if tool.startswith(("python -m benchmarks.", "python -m docs.tools.")):
         module = tool.removeprefix("python -m ").replace(".", "/")
         return (ROOT / f"{module}.py").read_text("utf-8")  # names its options
     if tool in ("fairseq-train", "fairseq-generate"):

@@ -2,7 +2,8 @@
 
 import pytest
 
-from .generated import COMMAND, TABLES, block
+from docs.tools.generated import COMMAND, TABLES, block
+
 from .pages import ROOT
 
 

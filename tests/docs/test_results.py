@@ -7,9 +7,10 @@ import pandas
 import pytest
 from scipy import stats
 
+from docs.tools import results
+from docs.tools.generated import block
+
 from ..report.test_report import make_run, with_score
-from . import results
-from .generated import block
 from .pages import ROOT
 
 
@@ -40,48 +41,63 @@ def made(tmp_path_factory):
         yield scores
 
 
+VERSES = "Bible verses, Spanish to English"
+
+
 def test_what_is_finished_is_reported(made):
     (frame,) = results.reports().values()
     assert len(frame) == 10 and not any("pnv" in run for run in frame["run"])
     assert str(results.RESULTS.parent) not in (results.RESULTS / "verses/report.md").read_text("utf-8")
-    found = results.systems(frame)
-    assert found.index[0] == "LN" and found["say"]["LN"] == "–"
-    test = stats.ttest_ind(made["pn"], made["ln"], equal_var=False)  # the only one with several seeds
-    said = found["say"]["PN"]
-    assert said.startswith("above LN (95% interval +4.") and said.endswith(f"p = {test.pvalue:.3f})")
-    assert found["say"]["BN"] == "inconclusive: one seed, difference below 0.3"
-    assert found["difference"]["BN"] == pytest.approx(0.1)  # from LN of the same seed
-    assert found["say"]["DetachNorm"] == "lower with one seed; not tested over seeds"
-    assert found["say"]["PN (norm_variant=release)"] == "–; seed 1: failed: train: Nan/Inf gradients"
-    how = "over several seeds (Welch's t-test, corrected by Bonferroni)"
-    assert f"1 system was compared with LN {how}: PN is significantly above it. PN has the" in results.answer()
-    noise = (test.confidence_interval().high - test.confidence_interval().low) / 2
-    answer = f"25.13 ± 0.15. Its mean is 4.93 above LN's: {said}. With its seeds, differences below about {noise:.1f}"
-    assert answer in results.answer() and answer in results.readme()
-    assert "| PN             " in results.table() and "25.13 ± 0.15" in results.table()
-    assert "was not finite: 1 of 10." in results.table() and "lr=0.01" not in results.table()
+    test = stats.ttest_rel(made["pn"], made["ln"])  # the only one with several seeds
+    low, high = test.confidence_interval(0.95)
+    said = f"+4.93 ({low:+.2f} to {high:+.2f})"
+    assert f"- **{VERSES}, tokenized BLEU:** better than LN: PN {said}." in results.answer()
+    assert f"- **Tokenized BLEU:** better than LN: PN {said}." in results.readme()
+    rows = {line.split("|")[1].strip(): line for line in results.table().splitlines() if line.startswith("|")}
+    assert f"{said} better" in rows["PN"] and "25.13 ± 0.15" in rows["PN"]
+    assert "−0.10 not tested: one seed" in rows["BN"].replace("+0.10", "−0.10")  # from LN of the same seed
+    assert "seed 1: failed: train: Nan/Inf gradients" in results.table() and "lr=0.01" not in results.table()
+    assert "was not finite: 1 of 10." in results.table()
     shown = results.readme()
-    assert "| PN-V           | not finished |" in shown and "20.20 ± 0.20" in shown and "tok:none" in shown
+    assert re.search(r"\| PN-V +\| not finished \|", shown) and "20.20 ± 0.20" in shown and "tok:none" in shown
+    (picture,) = results.pictures()
+    results.draw()
+    assert picture.name == "intervals-verses.png" and picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_planned_comparisons(made, monkeypatch):
+    assert results.planned_comparisons() == [("PN", results.LOSS), ("PN", "bits")]
+    assert results.planned_answer() == results.UNCOMPARED  # these losses have no spread over seeds
+    monkeypatch.setattr(results, "planned_comparisons", lambda: [("PN", "tokenized"), ("PN", "bits")])
+    text = results.planned_answer()
+    assert "**PN − LN, tokenized BLEU, translation:** higher in 3 of 3 pairs" in text and "mean +4.93 (" in text
+    assert f"    - {VERSES}: +4.93 (" in text and "test loss" not in text
+    assert re.search(rf"{VERSES} +\| H <x> & y +\| 1 \+ 1 +\| 3 ", results.strength())
 
 
 def test_reports_of_a_corpus_are_joined(tmp_path, monkeypatch):
-    """Trainings in two copies of the repository: a run that both have counts once."""
+    """Adding a folder is enough. Machines are apart; a system is compared with LN of its own."""
     monkeypatch.setattr(results, "RESULTS", tmp_path)
     monkeypatch.setattr("pn_fairseq.pipeline.scoring.RESAMPLES", 10)
-    for report, scores in {"verses": {"ln": 20.0, "pn": 21.0}, "verses-second": {"ln": 30.0, "bn": 22.0}}.items():
-        for norm, score in scores.items():
-            with_score(make_run(tmp_path / f"{report}/runs/compare_norms/verses/{norm}_seed1", norm, 1), score)
-        results.write_reports(tmp_path / report, report)
-    frame = results.reports()["verses"]
-    assert list(zip(frame["run"], frame["tokenized"], strict=True)) == [
-        ("verses/ln_seed1", 20.0), ("verses/pn_seed1", 21.0), ("verses/bn_seed1", 22.0)
-    ]  # fmt: skip
-    assert results.systems(frame)["difference"]["BN"] == pytest.approx(2.0)
+    for report, norm, first in (("verses", "pn", 20.0), ("verses-second", "bn", 30.0)):
+        for seed in (1, 2):
+            for name, score in (("ln", first + seed / 10), (norm, first + 2 + seed / 7)):
+                run = with_score(make_run(tmp_path / f"{report}/{name}_seed{seed}", name, seed), score)
+                text = (run / "starts.jsonl").read_text().replace("H <x> & y", f"GPU of {report}")
+                (run / "starts.jsonl").write_text(text)
+        results.write_reports(tmp_path / report, f"{report}=*_seed*")
+    answer = results.answer().splitlines()
+    bleu = [line for line in answer if "tokenized BLEU" in line]
+    assert len(bleu) == 2 and "GPU of verses, tokenized" in bleu[0] and "PN +2.0" in bleu[0]
+    assert "GPU of verses-second, tokenized" in bleu[1] and "BN +2.0" in bleu[1] and "PN" not in bleu[1]
     links = (
         "Reports: [verses](verses/report.md) ([scores](verses/report.csv)), [verses-second](verses-second/report.md)"
     )
     assert links in results.table()
-    assert results.table().endswith("from the same seed, on another machine: `verses/ln_seed1` 20.00 and 30.00.")
+    again = "on several machines: `verses/ln_seed1` 20.10 and 30.10, `verses/ln_seed2` 20.20 and 30.20."
+    assert results.table().endswith(again)
+    with pytest.raises(SystemExit, match="no run is finished"):
+        results.write_reports(tmp_path, "verses-third=*_seed*")
 
 
 def test_what_is_planned_and_not_run_is_named(made):
@@ -95,22 +111,14 @@ def test_what_is_planned_and_not_run_is_named(made):
     assert "`verses/bn`" in fewer and "`verses/pn+norm_variant=release`" in fewer and "`verses/pn`" not in fewer
 
 
-def test_without_several_seeds_nothing_is_called_better(made):
-    frame = results.reports()["verses"]
-    found = results.systems(frame[frame["seed"] == 1])
-    assert not found["say"].str.contains("p = |LN").any()
-    assert results._answer(found).startswith("No norm has several seeds yet")
-    assert pandas.isna(found["difference"]["LN"])
-
-
 def test_decays_and_learning_rates(tmp_path, monkeypatch):
     """The tables are of one report, the one that has more of their runs."""
     monkeypatch.setattr(results, "RESULTS", tmp_path)
-    columns = ["run", "norm", "tokenized", results.LOSS]
+    columns = ["run", "norm", "machine", "tokenized", results.LOSS]
 
     def write(report: str, runs: dict[str, tuple[float, float]]) -> None:
         (tmp_path / report).mkdir()
-        rows = [(name, "any", bleu, loss) for name, (bleu, loss) in runs.items()]
+        rows = [(name, "any", report, bleu, loss) for name, (bleu, loss) in runs.items()]
         pandas.DataFrame(rows, columns=columns).to_csv(tmp_path / report / "report.csv")
 
     write(
@@ -129,7 +137,7 @@ def test_decays_and_learning_rates(tmp_path, monkeypatch):
     text = results.decays()
     assert re.search(r"\| 0\.9 +\| +4\.900 \| +– \|", text) and re.search(r"\| 0\.95 +\| +– \| +– \| +4\.800 \|", text)
     assert "lowest is that of α_fwd = 0.95 and α_bwd = 0.99. The range is 0.100 bits." in text
-    assert "seeds of PN with 0.9 and 0.9 have a range of 3.900 bits" in text  # of all reports
+    assert "seeds of PN with 0.9 and 0.9 have a range of 3.900 bits on one machine" in text
     text = results.learning_rates()
     assert re.search(r"\| 0\.01 +\| +22\.00 \| +5\.500 \| +21\.90 \| +5\.600 \|", text)
     assert "Of 2 learning rates PN is above LN at 1 and below at 0, each" in text and "at 1 the difference" in text
@@ -144,20 +152,21 @@ def test_perplexities_of_the_language_models(tmp_path, monkeypatch):
         ("transformer_lm_ln_seed2", "LN", "", 61.0, "", "yes"),
         ("transformer_lm_bn_seed1", "BN", "LN", 70.0, 50.0, "yes"),
         ("transformer_lm_pn_seed1", "PN", "LN", 99.0, 99.0, "yes"),
-        ("transformer_lm_pn_seed2", "PN", "LN", 99.5, 99.5, "yes"),
+        ("transformer_lm_pn_seed2", "PN", "LN", 100.5, 100.5, "yes"),
         ("tensorized_lm_ln+tensorized_unmasked=true_seed1", "LN (unmasked)", "", 1.5, "", "NO"),
     )
     lines = (
-        f"{run},{system},{system},{run[-1]},{other},1200,{perplexity},{math.log2(perplexity)},{batch},causal:{causal},,"
+        f"{run},{system},{system},{run[-1]},CPU,{other},1200,{perplexity},{math.log2(perplexity)},{batch},causal:{causal},,"
         for run, system, other, perplexity, batch, causal in rows
     )
-    header = "run,system,norm,seed,compared with,updates,perplexity,bits,batch,signature,state,problems"
+    header = "run,system,norm,seed,machine,compared with,updates,perplexity,bits,batch,signature,state,problems"
     (tmp_path / results.LM / "report.csv").write_text("\n".join([header, *lines]))
     text = results.language_models()
     assert "5 of 48 planned runs are finished" in text
     assert re.search(r"LN +\| 2 +\| +60\.50 ± 0\.71 \| +– \|", text)
     assert re.search(r"BN +\| 1 +\| +70\.00 \| +50\.00 \|", text)
-    assert "2 comparisons): lower perplexity: none; higher perplexity: PN; all" in text
+    assert "**English verses, language model, test loss (bits/token):** worse than LN: PN +0.7" in text
+    assert "](results/intervals-transformer_lm.png)" in text
     assert re.search(r"LN \(unmasked\), \*\*not causal\*\* +\| 1 +\| +1\.50 \|", text)
 
 
@@ -166,9 +175,7 @@ def test_scores_by_mini_batch(tmp_path, monkeypatch):
     monkeypatch.setattr(results, "PICTURE", tmp_path / "picture.png")
     monkeypatch.setattr("pn_fairseq.pipeline.scoring.RESAMPLES", 10)
     assert results.mini_batches() == results.NOTHING
-    runs = tmp_path / "runs" / results.SWEEP_RUNS
-    (runs / "figures").mkdir(parents=True)
-    (runs / "figures/figure-5.png").write_text("drawn")
+    runs = tmp_path / "runs/batch_size_verses"
     scores = {"ln": (20.0, 20.5, 20.25, 19.9), "bn": (18.0, 18.5, 18.75, 19.5), "bn+layer_scale_groups=4": (19.0,)}
     for name, of_norm in scores.items():
         norm, plus, _ = name.partition("+")
@@ -177,7 +184,8 @@ def test_scores_by_mini_batch(tmp_path, monkeypatch):
             run = make_run(runs / f"tokens{tokens}/{name}_seed1", norm, 1, dataset__max_tokens=tokens, **scale)
             with_score(run, score)
     results.write_reports(tmp_path, results.SWEEP)
-    assert results.PICTURE.read_text() == "drawn"
+    results.draw()
+    assert results.PICTURE.read_bytes().startswith(b"\x89PNG")
     text = results.mini_batches()
     assert re.search(r"\| LN +\| +20\.00 \| +20\.50 \| +20\.25 \| +19\.90 \|", text)
     assert re.search(

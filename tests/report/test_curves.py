@@ -1,16 +1,9 @@
-"""Learning curves: what is drawn, what is left out, and the command."""
+"""Learning curves: what is drawn and what is left out."""
 
 import numpy
-import pytest
 
 from pn_fairseq.pipeline.training_log import TrainingLog
-from pn_fairseq.report.curves import difference, main, on_one_grid, plot
-
-LOG = """\
-{"epoch": 1, "update": 0.1, "loss": "12.169", "nll_loss": "12.0", "num_updates": "20", "lr": "0.1"}
-{"epoch": 1, "loss": "11.5", "nll_loss": "11.3", "num_updates": "40"}
-{"epoch": 1, "valid_loss": "9.2", "valid_nll_loss": "8.83", "valid_num_updates": "40"}
-"""
+from pn_fairseq.report.curves import difference, on_one_grid, plot, style
 
 
 def test_curves_are_brought_to_one_grid():
@@ -56,40 +49,7 @@ def test_panels(tmp_path, monkeypatch):
     assert smoothed.texts[0].get_text() == "nothing logged"
 
 
-@pytest.mark.parametrize("suffix", [".png", ".pdf", pytest.param(".svg", marks=pytest.mark.slow)])
-def test_pictures_of_folders_and_of_logs(suffix, tmp_path):
-    for name, file in (("a", "train.log"), ("b", "train.log"), ("c", "saved.txt")):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / file).write_text(LOG)
-    output = tmp_path / f"curves{suffix}"
-    runs = [str(tmp_path / name) for name in ("a", "b/train.log", "c")]
-    labels = ["--labels", "x", "x", "y"] if suffix == ".svg" else []
-    assert main([*runs, "--output", str(output), *labels]) == 0
-    assert output.stat().st_size > 1000
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "c", output.name]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "needle"),
-    [
-        (["RUN", "--output", "curves.txt"], "curves.txt"),
-        (["RUN", "--output", "/nowhere/curves.png"], "/nowhere"),
-        (["/nowhere/a", "/nowhere/b", "--output", "curves.png"], "there is no /nowhere/a, no /nowhere/b"),
-        (["RUN", "RUN/train.log", "--output", "curves.png"], "--labels"),
-        (["RUN", "--labels", "a", "b", "--output", "curves.png"], "--labels"),
-        (["RUN", "--output", "run/a picture.png"], "a picture.png: Is a directory"),
-        (["RUN/empty.txt", "--output", "curves.png"], "empty.txt holds no training record"),
-        (["."] + ["--output", "curves.png"], ". holds no training record"),
-        (["RUN"], "--output"),
-    ],
-)
-def test_mistakes_get_one_line(arguments, needle, tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run/train.log").write_text(LOG)
-    (tmp_path / "run/empty.txt").write_text("nothing\n")
-    (tmp_path / "run/a picture.png").mkdir()
-    assert main([argument.replace("RUN", "run") for argument in arguments]) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1 and needle in error
-    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+def test_no_two_of_a_picture_have_the_same_colour():
+    """LN of two models and five systems: more are never together (``_OF_A_PICTURE``)."""
+    colours = [style(number)["color"] for number in range(7)]
+    assert len(set(colours)) == 7

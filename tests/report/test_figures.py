@@ -232,7 +232,7 @@ def test_runs_that_differ_by_their_seed_or_mini_batch_are_a_line(tmp_path, monke
     for run in runs:
         (run / "starts.jsonl").write_text(json.dumps({"tokens_per_update": 4096}) + "\n")
     main([*map(str, runs), "--output", str(tmp_path / "out")])
-    lines = [f"PN (layer_scale_groups={groups})" for groups in ("default", "default", 0)]
+    lines = ["PN", "PN", "PN (layer_scale_groups=0)"]
     assert [(one.tokens, one.line) for one in drawn] == list(zip((2048, 512, 2048), lines, strict=True))
     drawn.clear()
     main([*map(str, runs), "--output", str(tmp_path / "out"), "--labels", "x", "x", "y"])

@@ -19,14 +19,14 @@ import pandas
 import pytest
 import sacrebleu
 import yaml
-from scipy import integrate
+from scipy import stats
 
 from pn_fairseq import norms
 from pn_fairseq.common.published import PAPER
 from pn_fairseq.report import markdown
 from pn_fairseq.report.command import main
 from pn_fairseq.report.runs import read_runs
-from pn_fairseq.report.significance import welch
+from pn_fairseq.report.significance import Design
 from pn_fairseq.report.systems import names
 from pn_fairseq.report.tables import relative
 
@@ -182,7 +182,7 @@ def report(*runs: Path, output: Path, options=("--resamples", "10"), draw: bool 
         file.write_bytes(b"PNG")
 
     with contextlib.nullcontext() if draw else mock.patch("pn_fairseq.report.curves.plot", no_plot):
-        assert main([*map(str, runs), "--output", str(output), *options]) == 0
+        assert main([*map(str, runs), "--output", str(output), "--html", *options]) == 0
     return Page((output / "report.html").read_text("utf-8"))
 
 
@@ -215,50 +215,31 @@ def test_means_and_deviations_over_seeds(comparison):
             assert row[f"std, {name}"] == f"{values.std(ddof=1):.2f}"
 
 
-def welch_by_hand(a: list[float], b: list[float]) -> tuple[float, float]:
-    """t and two-sided p of Welch's test from its textbook formulas and the density of the t distribution."""
-    a, b = numpy.array(a), numpy.array(b)
-    va, vb = a.var(ddof=1) / len(a), b.var(ddof=1) / len(b)
-    t = (a.mean() - b.mean()) / (va + vb) ** 0.5
-    df = (va + vb) ** 2 / (va**2 / (len(a) - 1) + vb**2 / (len(b) - 1))
-
-    def density(x):
-        return (1 + x * x / df) ** (-(df + 1) / 2)
-
-    whole = integrate.quad(density, -numpy.inf, numpy.inf)[0]
-    return t, 2 * integrate.quad(density, abs(t), numpy.inf)[0] / whole
-
-
 def shown_p(p: float) -> str:
     return "p < 0.001" if p < 0.001 else f"p = {p:.3f}"
 
 
-def test_significance_over_seeds_and_over_sentences(comparison):
-    runs, _, page = comparison
-    rows = page.table("measure", "difference of means")
-    assert [(row["norm"], row["measure"]) for row in rows[:3]] == [
-        ("BN", "tokenized BLEU"), ("BN", "detokenized BLEU"), ("BN", "chrF2"),
-    ]  # fmt: skip
-    assert [row["norm"] for row in rows[::3]] == ["BN", "PN-V", "PN"]
-    for row, norm in zip(rows[::3], ("bn", "pnv", "pn"), strict=True):
-        mine, theirs = scores_of(runs[norm], "tokenized"), scores_of(runs["ln"], "tokenized")
-        difference = numpy.mean(mine) - numpy.mean(theirs)
-        assert row["difference of means"] == f"{difference:+.2f}".replace("-", "−")
-        t, p = welch_by_hand(mine, theirs)
-        assert row["over seeds: Welch's t-test"].endswith(shown_p(min(1, 3 * p)))
-        ends = re.match(r"(\S+) to (\S+),", row["over seeds: Welch's t-test"].replace("−", "-"))
-        assert (float(ends[1]) + float(ends[2])) / 2 == pytest.approx(difference, abs=0.011)
-        for seed in (1, 2, 3):
-            assert (
-                f"seed {seed}: {mine[seed - 1] - theirs[seed - 1]:+.2f}".replace("-", "−")
-                in row["over sentences: paired bootstrap, per seed"]
-            )
-
-
-def test_scores_without_spread_are_not_tested():
-    assert welch([1.0, 1.0], [2.0, 2.0]) is None and welch([0.0, 0.0], [0.0, 0.0]) is None
-    assert welch([1.0], [2.0, 3.0]) is None
-    assert welch([1.0, 1.0], [2.0, 2.1]).low < -1.05 < welch([1.0, 1.0], [2.0, 2.1]).high < 0
+def test_differences_over_seeds(comparison):
+    """Means, noise and intervals by hand: balanced blocks change the noise and nothing else."""
+    runs, output, page = comparison
+    rows = {row["system"]: row for row in page.table("system", "tokenized BLEU", "chrF2")}
+    values = numpy.array([scores_of(runs[norm], "tokenized") for norm in ("ln", "bn", "pnv", "pn")])
+    plain = values - values.mean(axis=0) + values.mean()
+    noise = ((plain - plain.mean(axis=1, keepdims=True)) ** 2).sum() / 6  # 4 systems, 3 seeds: (4 - 1) (3 - 1)
+    design = Design([(str(system), seed) for system in range(4) for seed in range(3)], "0")
+    assert design.degrees == 6 and design.critical() == pytest.approx(3.10, abs=0.0075)  # Dunnett 1964
+    half = design.critical() * (noise * 2 / 3) ** 0.5
+    for norm, mine in zip(("bn", "pnv", "pn"), values[1:], strict=True):
+        difference = mine.mean() - values[0].mean()
+        ends = " to ".join(f"{difference + side * half:+.2f}" for side in (-1, 1))
+        verdict = "worse" if difference + half < 0 else "better" if difference > half else "not resolved"
+        assert rows[LABELS[norm]]["tokenized BLEU"] == f"{difference:+.2f} ({ends}) {verdict}".replace("-", "−")
+    for norm, seed in itertools.product(("bn", "pn"), (1, 2, 3)):
+        one = scores_of(runs[norm], "tokenized")[seed - 1] - scores_of(runs["ln"], "tokenized")[seed - 1]
+        row = next(row for row in page.table("measure", "norm") if row["norm"] == LABELS[norm])
+        assert f"seed {seed}: {one:+.2f}".replace("-", "−") in row["difference and p, per seed"]
+    picture = (output / "report-intervals-1.png").read_bytes()
+    assert picture.startswith(b"\x89PNG")
 
 
 def test_paired_bootstrap_is_that_of_sacrebleu_resampled_by_hand(comparison):
@@ -276,8 +257,8 @@ def test_paired_bootstrap_is_that_of_sacrebleu_resampled_by_hand(comparison):
     found = numpy.array([abs(bleu("pn", lines) - bleu("ln", lines)) for lines in drawn])
     real = abs(bleu("pn", range(SENTENCES)) - bleu("ln", range(SENTENCES)))
     p = ((found - found.mean() > real).sum() + 1) / (100 + 1)
-    row = page.table("measure", "difference of means")[6]
-    part = row["over sentences: paired bootstrap, per seed"].split("; ")[1]
+    row = page.table("measure", "difference and p, per seed")[6]
+    part = row["difference and p, per seed"].split("; ")[1]
     assert row["norm"] == "PN" and part.startswith("seed 2: ") and part.endswith(shown_p(min(1, 3 * p)))
 
 
@@ -312,12 +293,11 @@ def test_csv_has_the_scores_of_every_run(comparison):
 
 def test_page_is_whole(comparison):
     runs, output, page = comparison
-    files = ["report-curves-1.png", "report.csv", "report.html", "report.md"]
+    files = ["report-curves-1.png", "report-intervals-1.png", "report.csv", "report.html", "report.md"]
     assert sorted(path.name for path in output.iterdir()) == files
     assert page.said("Nothing: every run was trained to its end, decoded and scored.")
     assert "script" not in page.tags and "link" not in page.tags
-    (source,) = page.sources
-    assert source.startswith("data:image/png;base64,")
+    assert len(page.sources) == 2 and all(each.startswith("data:image/png;base64,") for each in page.sources)
     text = (output / "report.md").read_text("utf-8")
     assert "](report-curves-1.png)" in text
     for table in page.tables:
@@ -383,9 +363,10 @@ def test_one_seed_has_no_deviation(tmp_path):
     page = report(*runs, output=tmp_path / "out")
     for row in page.table("norm", "seeds scored", "std, tokenized BLEU"):
         assert row["seeds scored"] == "1 (1)" and row["std, tokenized BLEU"] == row["std, chrF2"] == "– (one seed)"
-    row = page.table("measure", "difference of means")[0]
-    assert row["over seeds: Welch's t-test"] == "– (needs two seeds of each)"
-    assert re.fullmatch(r"seed 1: \+\d\S+, p [<=] \S+", row["over sentences: paired bootstrap, per seed"])
+    (row,) = page.table("system", "tokenized BLEU")
+    assert row["tokenized BLEU"] == row["chrF2"] == "not tested: one seed"
+    row = page.table("measure", "difference and p, per seed")[0]
+    assert re.fullmatch(r"seed 1: \+\d\S+, p [<=] \S+", row["difference and p, per seed"])
 
 
 def test_other_data_is_compared_with_nothing(tmp_path):
@@ -423,8 +404,8 @@ def test_paper(options, data, expected, tmp_path):
     ours = float(rows["PN"]["tokenized BLEU"])
     assert float(rows["PN"]["difference"].replace("−", "-")) == pytest.approx(ours - expected[3], abs=0.006)
     assert page.said("Not comparable with the paper: its test set has")
-    assert page.said("The paper's number beside PN is of models with model.norm_variant=release.")
-    assert not page.said("The paper's number beside LN")
+    assert page.said("The paper's number for PN is of models with model.norm_variant=release.")
+    assert not page.said("The paper's number for LN")
 
 
 def test_rows_of_a_table_that_share_a_norm(tmp_path):
@@ -628,16 +609,17 @@ def test_variants_are_named_by_what_differs_from_most_runs(tmp_path):
     seeds = {row["norm"]: row["seeds scored"] for row in page.table("norm", "seeds scored")}
     assert list(seeds)[0] == "LN" and seeds.keys() == {"LN", *against}
     assert {label for label, seed in seeds.items() if seed == "2 (1, 2)"} == {"LN", "PN"}
-    tests = {row["norm"]: row for row in page.table("measure", "difference of means")}
+    tests = {row["system"]: row["tokenized BLEU"] for row in page.table("system", "tokenized BLEU")}
     assert tests.keys() == against.keys()
     for label, other in against.items():
         assert page.said(f"{label} is compared with {other}.")
-        assert tests[label]["over seeds: Welch's t-test"].startswith("–") == (label != "PN")
-    assert page.said("those of the t-test for 1 system with two seeds or more, those of the bootstrap for 8 systems")
+        assert tests[label].startswith("not tested: ") == (label != "PN")
+    assert page.said("1 system and LN, up to 2 seeds, noise") and page.said("corrected by Bonferroni for 8 systems")
     # LN with five others, LN and LN (lr=0.01) with the rest.
     assert sorted(path.name for path in (tmp_path / "out").glob("*.png")) == [
         "report-curves-1.png",
         "report-curves-2.png",
+        "report-intervals-1.png",
     ]
 
 
@@ -679,7 +661,7 @@ def test_seeds_on_one_side_and_seeds_not_known(tmp_path):
     runs = [make_run(tmp_path / f"{norm}{n}", norm, n) for norm, n in (("ln", 1), ("ln", 2), ("pn", 2), ("pn", 3))]
     runs += [make_run(tmp_path / norm, norm, common__seed=None) for norm in ("ln", "pn")]
     page = report(*runs, output=tmp_path / "out")
-    text = page.table("measure", "difference of means")[0]["over sentences: paired bootstrap, per seed"]
+    text = page.table("measure", "difference and p, per seed")[0]["difference and p, per seed"]
     assert re.fullmatch(r"seed 2: \S+, p [<=] \S+; seed not known: \S+, p [<=] \S+", text)
     rows = page.table("norm", "seeds scored")
     assert [row["seeds scored"] for row in rows] == ["3 (1, 2, not known)", "3 (2, 3, not known)"]
@@ -744,9 +726,10 @@ def test_machines(comparison, tmp_path):
     assert rows["runs"]["machine 3"] == "b" and rows["torch"]["machine 2"] == "none"
 
 
-def headline(*runs: Path, output: Path) -> str:
-    report(*runs, output=output)
-    return (output / "report.md").read_text("utf-8").split("\n\n")[1].replace("\\", "")
+def headline(*runs: Path, output: Path, options=()) -> str:
+    report(*runs, output=output, options=("--resamples", "10", *options))
+    lines = (output / "report.md").read_text("utf-8").split("\n\n")
+    return " ".join(lines[1:3]).replace("\\", "")
 
 
 def with_score(run: Path, bleu: float) -> Path:
@@ -760,39 +743,77 @@ def with_score(run: Path, bleu: float) -> Path:
 @pytest.mark.parametrize(
     ("bleu", "needles"),
     [
-        ({"ln": (20.0, 20.2), "pn": (25.0, 25.1)}, ["PN has", "25.05, 4.95 above LN: significant over seeds"]),
-        ({"ln": (20.0, 22.0), "pn": (21.0, 22.0)}, ["PN has", "0.50 above LN: inconclusive", "not significant"]),
-        ({"ln": (20.0, 20.2), "pn": (18.0, 18.1)}, ["LN has the highest", "20.10, 2.05 above PN: significant"]),
-        ({"ln": (20.0,), "pn": (25.0,)}, ["5.00 above LN: inconclusive", "since one seed says"]),
-        ({"ln": (20.0, 20.0), "pn": (25.0, 25.0)}, ["5.00 above LN: inconclusive", "no spread"]),
-        ({"ln": (20.0, 22.0), "pn": (22.0, 20.0)}, ["have the same mean tokenized BLEU", "no difference"]),
-        ({"bn": (20.0, 20.2), "pn": (25.0, 25.1)}, ["PN has the highest", "4.95 above BN: significant"]),
-        # What has one seed cannot be tested and does not count.
-        ({"ln": (20.0, 20.2), "bn": (10.0,), "pn": (25.0, 25.1)}, ["4.95 above LN: significant over seeds"]),
-        # Significant alone (p = 0.03), but not as one of three comparisons.
-        (
-            {"ln": (20.0, 20.6), "bn": (10.0, 10.1), "pnv": (10.0, 10.1), "pn": (22.0, 22.4)},
-            ["PN has the highest", "1.90 above LN: inconclusive", "corrected by Bonferroni for 3 comparisons"],
-        ),
-        ({"pn": (20.0, 20.2)}, ["PN is the only one that was scored", "20.10"]),
+        ({"ln": (20.0, 20.2), "pn": (25.0, 25.1)}, ["**Tokenized BLEU:** better than LN: PN +4.95 (+4.31 to +5.59)."]),
+        ({"ln": (20.0, 22.0), "pn": (21.0, 22.0)}, ["no system is shown to differ from LN; not resolved: PN +0.50"]),
+        ({"ln": (20.0, 20.2), "pn": (18.0, 18.1)}, ["worse than LN: PN −2.05"]),
+        ({"ln": (20.0, 21.0, 22.0), "pn": (20.1, 21.0, 22.1)}, ["equivalent to LN within ±0.3: PN +0.07"]),
+        ({"ln": (20.0,), "pn": (25.0,)}, ["**No difference is tested over seeds:** one seed."]),
+        ({"bn": (20.0, 20.2), "pn": (25.0, 25.1)}, ["no control (LN), with which the systems could be compared"]),
+        # A system with one seed is not tested and does not count.
+        ({"ln": (20.0, 20.2), "bn": (10.0,), "pn": (25.0, 25.1)}, ["better than LN: PN +4.95 (+4.31 to +5.59)."]),
+        ({"pn": (20.0, 20.2)}, ["PN is the only system that was scored"]),
         ({}, ["no run was scored"]),
     ],
-)  # fmt: skip
-def test_the_first_sentence_says_which_norm_did_best(bleu, needles, tmp_path):
+)
+def test_the_first_sentences_say_what_differs(bleu, needles, tmp_path):
     runs = [make_run(tmp_path / "x", "pn", decoded=False)] if not bleu else []
     for norm, scores in bleu.items():
         runs += [with_score(make_run(tmp_path / f"{norm}{n}", norm, n), one) for n, one in enumerate(scores, 1)]
     sentence = headline(*runs, output=tmp_path / "out")
     assert all(needle in sentence for needle in needles), sentence
-    if "significant over" in sentence or "not significant" in sentence:
-        _, p = welch_by_hand(bleu["pn"], bleu.get("ln") or bleu["bn"])
-        assert shown_p(p * (sum(len(scores) > 1 for scores in bleu.values()) - 1)) in sentence
+
+
+def test_planned_comparisons_are_tested_apart(tmp_path):
+    """Without correction, by the noise of all systems: a t-test of the linear model, by hand."""
+    bleu = {"ln": (20.0, 20.6, 20.4), "bn": (20.5, 20.9, 21.1), "pn": (21.0, 21.8, 21.2)}
+    runs = [
+        with_score(make_run(tmp_path / f"{norm}{n}", norm, n), one)
+        for norm, scores in bleu.items()
+        for n, one in enumerate(scores, 1)
+    ]
+    sentence = headline(*runs, output=tmp_path / "out", options=("--planned", "PN:bleu"))
+    table = numpy.array(list(bleu.values()))
+    residual = table - table.mean(axis=1, keepdims=True) - table.mean(axis=0) + table.mean()
+    half = stats.t.isf(0.025, 4) * ((residual**2).sum() / 4 * 2 / 3) ** 0.5
+    assert f"PN − LN: +1.00 ({1 - half:+.2f} to {1 + half:+.2f}), p = " in sentence
+    assert "higher in 3 of 3 seeds (not corrected" in sentence
+
+
+def test_systems_of_other_machines_are_not_compared(tmp_path):
+    bleu = {"ln": (20.0, 20.6), "pn": (21.0, 21.8), "bn": (21.0, 21.1)}
+    runs = [
+        with_score(make_run(tmp_path / f"{norm}{n}", norm, n), one)
+        for norm, scores in bleu.items()
+        for n, one in enumerate(scores, 1)
+    ]
+    for run in runs[4:]:
+        (run / "starts.jsonl").write_text(json.dumps(START | {"gpus": [], "cpu": "Other 1"}) + "\n")
+    page = report(*runs, output=tmp_path / "out")
+    rows = {row["system"]: row["tokenized BLEU"] for row in page.table("system", "tokenized BLEU")}
+    assert rows["BN"] == "not tested: LN was trained on another machine" and rows["PN"].startswith("+1.10 (")
+    assert page.said("The runs are of several machines (H <x> & y; Other 1)")
+    of_csv = pandas.read_csv(tmp_path / "out/report.csv")
+    assert list(of_csv["machine"]) == ["H <x> & y"] * 2 + ["Other 1"] * 2 + ["H <x> & y"] * 2
+
+
+def test_more_than_the_norm_differs(tmp_path):
+    """The first sentence says so, and the labels show it; options of norms are part of the norm."""
+    runs = [
+        make_run(tmp_path / "a", "ln"),
+        make_run(tmp_path / "b", "pn", model__dropout=0.3, model__norm_alpha_fwd=0.5),
+    ]
+    sentence = "PN (dropout=0.3, norm_alpha_fwd=0.5) differs from LN (dropout=0.1) in dropout."
+    assert f"**Not only the norms differ:** {sentence}" in headline(*runs, output=tmp_path / "out")
+    changes = {f"model__x{number}": number for number in range(6)}
+    runs = [make_run(tmp_path / "c", "ln"), make_run(tmp_path / "d", "pn", **changes)]
+    sentence = headline(*runs, output=tmp_path / "out")
+    assert "PN (6 settings differ) differs from LN in x0, x1, x2, x3, x4, x5." in sentence
 
 
 def test_a_bleu_below_1_is_a_problem(tmp_path):
     page = report(with_score(make_run(tmp_path / "run"), 0.03), output=tmp_path / "out")
     assert page.said("tokenized BLEU is 0.03, below 1: the model has hardly learned")
-    assert page.said("no problems found in 0.")
+    assert page.said("1 of the runs was trained, decoded and scored; 1 has problems, listed below.")
 
 
 CONFIG = (
@@ -888,6 +909,8 @@ def test_only_its_own_files_are_written(tmp_path):
         (["RUN", "--output", "out", "--paper", "wmt99"], ["--paper", "wmt99"]),
         (["RUN", "--output", "out", "--resamples", "0"], ["--resamples"]),
         (["RUN", "--output", "out", "--subset", "../x"], ["--subset"]),
+        (["RUN", "--output", "out", "--planned", "PN"], ["--planned 'PN'", "MEASURE is bleu"]),
+        (["RUN", "--output", "out", "--planned", "PNV:loss"], ["--planned PNV: there is no such system"]),
     ],
 )
 def test_mistakes_get_one_line(arguments, needles, tmp_path, capsys, monkeypatch):
@@ -897,7 +920,7 @@ def test_mistakes_get_one_line(arguments, needles, tmp_path, capsys, monkeypatch
     (tmp_path / "file").write_text("")
     assert main([argument.replace("RUN", "run") for argument in arguments]) == 2
     error = capsys.readouterr().err
-    assert error.count("\n") == 1 and error.startswith("pn-report: error: ")
+    assert error.count("\n") == 1 and error.startswith("pn report: error: ")
     assert all(needle in error for needle in needles), error
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "file", "run"]
 

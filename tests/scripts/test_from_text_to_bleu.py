@@ -212,11 +212,6 @@ def test_both_bleu_flavours(data, trained, decoded):
     assert float(re.search(r"= ([\d.]+) ", detokenized)[1]) == pytest.approx(own, abs=0.006)
 
 
-def test_learning_curve_of_a_run(trained, tmp_path):
-    run("pn", "plot-curves", trained, "--output", tmp_path / "curve.png")
-    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
-
-
 @pytest.mark.slow
 def test_plain_fairseq_commands_from_another_folder(data, tmp_path):
     """fairseq-train, fairseq-validate, the average, fairseq-generate, with --user-dir and without scripts/."""

@@ -1,22 +1,22 @@
-"""The tables of the documentation that are computed: ``python -m tests.docs.generated`` writes them into docs/*.md.
+"""The tables of the documentation that are computed: ``python -m docs.tools.generated`` writes them into docs/*.md.
 
-A table stands between ``<!-- NAME: generated -->`` and ``<!-- end of NAME -->``. test_generated.py fails where a page
-differs from what is computed.
+A table stands between ``<!-- NAME: generated -->`` and ``<!-- end of NAME -->``. tests/docs/test_generated.py fails if
+a page differs from what is computed.
 """
 
 import argparse
 import csv
 import re
 from collections.abc import Callable
+from pathlib import Path
 
 from pn_fairseq.common.published import PAPER
 from pn_fairseq.models.norm_options import NormOptions
 from pn_fairseq.norms import NORMS, RunningNorm, build_norm
 from pn_fairseq.norms.base import COUNT
+from tests.norms import invariances
 
-from ..norms import invariances
-from .pages import ROOT
-
+ROOT = Path(__file__).resolve().parents[2]
 CHANNELS = 512
 
 
@@ -114,11 +114,11 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "norms.md": {"properties": properties, "published": published, "cost": cost},
     "theory.md": {"invariances": invariances.table},
 }
-COMMAND = "python -m tests.docs.generated"
+COMMAND = "python -m docs.tools.generated"
 
 
 def block(page: str, name: str) -> re.Pattern:
-    """The table ``name`` of ``page``, with the comments before and behind it."""
+    """The table ``name`` of ``page``, between its comments."""
     return re.compile(rf"(?<=<!-- {name}: generated -->\n\n).*?(?=\n\n<!-- end of {name} -->)", re.S)
 
 

@@ -1,0 +1,164 @@
+"""Simultaneous comparison with a control, against printed tables, published examples, scipy and simulations."""
+
+import itertools
+
+import numpy as np
+import pandas
+import pytest
+from scipy import stats
+
+from pn_fairseq.report.significance import ERROR_RATE, MEASURES, POWER, Design, Interval, families
+
+#: Dunnett 1955, section 4: blood counts of a control group and of animals under two drugs.
+BLOOD = {
+    "control": (7.40, 8.50, 7.20, 8.24, 9.84, 8.32),
+    "drug A": (9.76, 8.80, 7.68, 9.36),
+    "drug B": (12.80, 9.68, 12.16, 9.20, 10.55),
+}
+#: Minutes of recovery under blankets (Westfall et al. 1999; `recovery` of R's package multcomp), one of which is usual.
+RECOVERY = {
+    "control": (15, 13, 12, 16, 16, 17, 13, 13, 16, 17, 17, 19, 17, 15, 13, 12, 16, 10, 17, 12),
+    "b1": (13, 16, 9),
+    "b2": (5, 8, 9),
+    "b3": (14, 16, 16, 12, 7, 12, 13, 13, 9, 16, 13, 18, 13, 12, 13),
+}
+
+
+def rows(values: dict[str, tuple], own_seeds: bool = False, machine: str = "one") -> pandas.DataFrame:
+    """Rows of report.csv; every system has the seeds 1, 2, ..., or seeds that no other has. None is a missing run."""
+    control, numbers = next(iter(values)), itertools.count(1)
+    return pandas.DataFrame(
+        {"system": system, "compared with": None if system == control else control, "machine": machine}
+        | {"seed": next(numbers) if own_seeds else seed, "tokenized": value}
+        for system, of_system in values.items()
+        for seed, value in enumerate(of_system, 1)
+        if value is not None
+    )
+
+
+def only(frame: pandas.DataFrame):
+    (family,), untested = families(frame, "tokenized")
+    assert untested == {}
+    return family
+
+
+@pytest.mark.parametrize("values", [BLOOD, RECOVERY])
+def test_without_blocks_it_is_dunnetts_test(values):
+    """Unequal numbers of values; scipy integrates in another way."""
+    family = only(rows(values, own_seeds=True))
+    result = stats.dunnett(*list(values.values())[1:], control=values["control"], random_state=1)
+    interval = result.confidence_interval(0.95)
+    found = [(one.low, one.high, one.p_value) for one in family.intervals.values()]
+    assert np.array(found) == pytest.approx(np.array([interval.low, interval.high, result.pvalue]).T, abs=5e-3)
+
+
+def test_published_estimates_of_the_blankets():
+    """Bretz, Hothorn and Westfall 2010, "Multiple comparisons using R", section 4.1: estimates and standard errors."""
+    family = only(rows(RECOVERY, own_seeds=True))
+    published = {"b1": (-2.1333, 1.6038), "b2": (-7.4667, 1.6038), "b3": (-1.6667, 0.8848)}
+    for name, (difference, error) in published.items():
+        alone = family.alone[name]
+        assert alone.difference == pytest.approx(difference, abs=1e-4)
+        assert (alone.high - alone.low) / 2 == pytest.approx(error * stats.t.isf(0.025, 37), abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "printed"),
+    [
+        (10, (2.23, 2.57, 2.76, 2.89, 2.99, 3.07, 3.14, 3.19, 3.24)),
+        (20, (2.09, 2.38, 2.54, 2.65, 2.73, 2.80, 2.86, 2.90, 2.95)),
+        (30, (2.04, 2.32, 2.47, 2.58, 2.66, 2.72, 2.77, 2.82, 2.86)),
+    ],
+)
+def test_critical_values_are_those_of_dunnetts_table(degrees, printed):
+    """Dunnett 1964, two-sided, 5%, equal numbers of values: 1 to 9 systems and a control."""
+    for systems, value in enumerate(printed, 1):
+        design = Design([(str(name), f"{name} {seed}") for name in range(systems + 1) for seed in range(3)], "0")
+        assert not design.blocked
+        design.degrees = degrees
+        assert design.critical() == pytest.approx(value, abs=0.0075)  # printed with two digits
+
+
+def test_one_system_with_blocks_is_the_paired_t_test():
+    values = {"ln": (20.0, 21.5, 19.0, 20.5), "pn": (20.4, 22.5, 19.1, 21.0)}
+    family = only(rows(values))
+    expected = stats.ttest_rel(values["pn"], values["ln"])
+    low, high = expected.confidence_interval(0.95)
+    for found in (family.intervals["pn"], family.alone["pn"]):
+        assert (found.low, found.high, found.p_value) == pytest.approx((low, high, expected.pvalue))
+    assert family.lower["pn"] == (0, 4)
+
+
+NAMES = ["ln", *(f"s{number:02}" for number in range(14))]
+BALANCED = [(name, seed) for name in NAMES for seed in (1, 2, 3)]
+
+
+def test_blocks_take_the_effect_of_the_seed_out_of_the_noise():
+    """Balanced: the noise is what is left after the means of systems and seeds; effects of seeds change nothing."""
+    table = np.random.default_rng(0).normal(size=(15, 3))
+    design = Design(BALANCED, "ln")
+    differences, deviation = design.fit((table + [5.0, -7.0, 0.0]).ravel())
+    residual = table - table.mean(axis=1, keepdims=True) - table.mean(axis=0) + table.mean()
+    assert design.degrees == 28 and deviation == pytest.approx(np.sqrt((residual**2).sum() / 28))
+    assert differences == pytest.approx(table.mean(axis=1)[1:] - table.mean(axis=1)[0])
+    assert design.errors == pytest.approx(np.sqrt(2 / 3))
+
+
+def test_missing_runs_by_simulation():
+    """An unbalanced design: standard errors, critical value and correlations against a simulation of its own."""
+    runs = [run for number, run in enumerate(BALANCED) if number not in (2, 7, 12, 13, 20)]
+    design, generator = Design(runs, "ln"), np.random.default_rng(1)
+    values = generator.normal(size=(len(runs), 40_000))
+    values += generator.normal(size=(3, 1))[[seed - 1 for _, seed in runs]]  # seeds differ
+    differences, deviation = design.fit(values)
+    assert differences.std(axis=1) == pytest.approx(design.errors, rel=0.02)
+    share = (np.abs(differences) > design.critical() * deviation * design.errors[:, None]).any(axis=0).mean()
+    assert share == pytest.approx(ERROR_RATE, abs=0.004)
+
+
+def test_family_wise_error_and_power_of_this_projects_design():
+    """14 systems and LN, 3 seeds as blocks: no true difference is called one in at most 5.5% of the experiments, and
+    the difference that is called detectable is found in 80%."""
+    design, generator = Design(BALANCED, "ln"), np.random.default_rng(2)
+    values = generator.normal(size=(len(BALANCED), 40_000)) + np.repeat([[[3.0], [0.0], [-1.0]]], 15, 0).reshape(-1, 1)
+    critical = design.critical()
+    differences, deviation = design.fit(values)
+    bounds = critical * deviation * design.errors[:, None]
+    assert 0.045 < (np.abs(differences) > bounds).any(axis=0).mean() <= 0.055
+    shift = design.detectable(critical)
+    assert shift == pytest.approx(3.18, abs=0.02)  # standard deviations of the noise: on the verses 2.0 BLEU
+    found = (np.abs(differences[0] + shift) > bounds[0]).mean()
+    assert found == pytest.approx(POWER, abs=0.01)
+
+
+def test_a_seed_that_is_shared_with_nobody_connects_nothing():
+    values = {"ln": (1.0, 1.1, None, None), "pn": (2.0, 2.3, None, None), "bn": (None, None, 3.0, 3.1)}
+    (family,), untested = families(rows(values), "tokenized")
+    assert list(family.intervals) == ["pn"] and untested == {"bn": "no seed in common with ln"}
+
+
+def test_what_is_not_tested_says_why():
+    frame = rows({"ln": (1.0, 1.2), "pn": (2.0, 2.3), "one": (2.0,), "other": (3.0, 3.1)})
+    frame.loc[frame["system"] == "other", "machine"] = "another"
+    family, untested = families(frame, "tokenized")
+    assert list(family[0].intervals) == ["pn"] and family[0].machine == "one"
+    assert untested == {"one": "one seed", "other": "ln was trained on another machine"}
+    again = pandas.concat([frame, rows({"ln": (1.5,)}, machine="another")])
+    assert families(again, "tokenized")[1]["other"] == "ln has one seed on this machine"
+    assert families(rows({"ln": (1.0, 1.0), "pn": (2.0, 2.0)}), "tokenized") == (
+        [], {"pn": "no spread over seeds, or too few of them"},
+    )  # fmt: skip
+    both = pandas.concat([rows({"ln": (1.0, 1.2), "pn": (2.0, 2.3, 2.2)}), rows({"ln": (5.0, 5.1)}, machine="b")])
+    assert only(both).machine == "one"
+
+
+@pytest.mark.parametrize(
+    ("measure", "low", "high", "verdict"),
+    [
+        ("tokenized", 0.1, 0.5, "better"), ("tokenized", -0.5, -0.1, "worse"), ("tokenized", -0.3, 0.3, "equivalent"),
+        ("tokenized", -0.2, 0.31, "not resolved"), ("bits", 0.01, 0.03, "worse"), ("bits", -0.03, -0.01, "better"),
+        ("bits", -0.02, 0.01, "equivalent"), ("bits", -0.021, 0.01, "not resolved"),
+    ],
+)  # fmt: skip
+def test_verdicts(measure, low, high, verdict):
+    assert Interval((low + high) / 2, low, high, 0.5).verdict(MEASURES[measure]) == verdict
