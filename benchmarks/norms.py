@@ -280,7 +280,8 @@ def take_turns(found: list[Contestant], batch, rounds: int, device: torch.device
             if number >= WARM:
                 for phase, seconds in zip(PHASES, taken, strict=True):
                     contestant.seconds[phase].append(seconds)
-        print(f"\rround {number + 1} of {rounds + WARM}", end="", file=sys.stderr, flush=True)
+        turn = f"warm-up round {number + 1} of {WARM}" if number < WARM else f"round {number + 1 - WARM} of {rounds}"
+        print(f"\r{turn:<25}", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
 
 

@@ -28,7 +28,8 @@ def in_turns(work: Mapping[str, Callable[[int], object]], rounds: int, warm: int
             work[name](number)
             if number >= warm:
                 seconds[name].append(time.perf_counter() - begin)
-        print(f"\rround {number + 1} of {rounds + warm}", end="", file=sys.stderr, flush=True)
+        turn = f"warm-up round {number + 1} of {warm}" if number < warm else f"round {number + 1 - warm} of {rounds}"
+        print(f"\r{turn:<25}", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
     return seconds
 

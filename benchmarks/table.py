@@ -95,25 +95,25 @@ def draw(rows: list[dict], output: Path) -> None:
 
     pyplot = headless_pyplot()
     settings = _grouped((row for row in rows if row["phase"] == "both"), *SETTING)
-    wide = min(len(settings), 2)
-    high = -(-len(settings) // wide)
     most = max(len(own) for own in settings.values())
-    figure, axes = pyplot.subplots(
-        high, wide, figsize=(6.4 * wide, high * (1.1 + 0.24 * most)), squeeze=False, constrained_layout=True
+    figure, axes = pyplot.subplots(  # one below the other: readable at the width of a column
+        len(settings), 1, figsize=(5.2, len(settings) * (1.1 + 0.24 * most)), squeeze=False, constrained_layout=True
     )
     for axis, own in zip(axes.flat, settings.values(), strict=False):
         places = range(len(own), 0, -1)
         middle = [row["ratio"] for row in own]
-        axis.barh(places, middle, color=[COLOURS[row["implementation"]] for row in own], height=0.72)
         quartiles = [
             [row["ratio"] - row["ratio_low"] for row in own],
             [row["ratio_high"] - row["ratio"] for row in own],
         ]
-        axis.errorbar(middle, places, xerr=quartiles, fmt="none", ecolor="black", elinewidth=0.9, capsize=2.5)
+        axis.errorbar(middle, places, xerr=quartiles, fmt="none", ecolor="black", elinewidth=1.2, capsize=3, zorder=1)
+        axis.scatter(
+            middle, places, c=[COLOURS[row["implementation"]] for row in own], edgecolors="black", s=34, zorder=2
+        )
         for row, place in zip(own, places, strict=True):
             axis.annotate(
                 f"{row['ratio']:.2f}", (row["ratio_high"], place), (4, 0), textcoords="offset points", va="center",
-                fontsize=8, bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.8},
+                fontsize=9, bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.8},
             )  # fmt: skip
         axis.axvline(1.0, color="black", linewidth=0.9, linestyle=(0, (4, 2)))
         axis.set_xscale("log")
@@ -121,11 +121,11 @@ def draw(rows: list[dict], output: Path) -> None:
         axis.xaxis.set_major_locator(FixedLocator([0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100]))
         axis.xaxis.set_minor_locator(NullLocator())
         axis.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-        axis.set_yticks(list(places), [row["contestant"] for row in own], fontsize=8)
+        axis.set_yticks(list(places), [row["contestant"] for row in own], fontsize=10)
         axis.set_ylim(0.4, len(own) + 0.6)
-        axis.set_title(setting(own[0]), fontsize=9)
-        axis.set_xlabel("time of forward and backward, ratio to torch.nn.LayerNorm", fontsize=8)
-        axis.tick_params(axis="x", labelsize=8)
+        axis.set_title(setting(own[0]), fontsize=11)
+        axis.set_xlabel("time of forward and backward, ratio to torch.nn.LayerNorm", fontsize=10)
+        axis.tick_params(axis="x", labelsize=10)
         axis.grid(axis="x", alpha=0.3)
         axis.set_axisbelow(True)
     for axis in axes.flat[len(settings) :]:

@@ -1,26 +1,31 @@
-"""docs/figures: ``python -m tests.docs.figures RUNS`` trains six models in RUNS, and writes pictures and numbers.
+"""docs/figures: ``python -m docs.tools.figures`` draws the pictures again from the records in docs/figures;
+``python -m docs.tools.figures RUNS`` trains six models in RUNS before, and writes the records and tables.
 
 The trainings are those of scripts/compare_norms.sh with seed 3, and record a probe, which changes no number.
-``figure-N.png``, and of the norm of the third layer ``figure-4-layer-3.png``. ``medians.csv``: of every box of
-Figures 2 to 4, for all norms. ``gains.csv``: medians over the channels, of Figure 7. ``spectra.csv``: Figure 6.
+``figure-N.png``, and of the norm of the third layer ``figure-4-layer-3.png``. ``records.parquet``: the recorded values
+behind Figures 2 to 4 and 7. ``medians.csv``: of every box of Figures 2 to 4, for all norms. ``gains.csv``: medians over
+the channels, of Figure 7. ``spectra.csv``: the values of Figure 6. docs.tools.results draws Figure 5.
 """
 
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import pandas
 
-from pn_fairseq.report.figures import main as pn_figures
-from pn_fairseq.report.figures import read_subject, spectrum
+from pn_fairseq.common.files import atomic_write
+from pn_fairseq.report.curves import headless_pyplot
+from pn_fairseq.report.figures import FIGURES as DRAWINGS
+from pn_fairseq.report.figures import Subject, read_subject, series_of, spectrum
 from pn_fairseq.report.runs import Run, read_runs
 
-from .pages import ROOT
+from .generated import ROOT
 
 FIGURES = ROOT / "docs/figures"
+RECORDS = "records.parquet"
+#: Columns of the probe that Figures 2 to 4 and 7 show, and the length of the training.
+COLUMNS = ["update", "updates", "norm", "forward", "running", "tokens", "sample_size", "gamma_over_psi_batch"]
 #: Name of a run in the tables -> its label, and its norm with settings, as in NORMS of scripts/reproduce_verses.sh.
 MODELS = {
     "ln": ("LN", "ln"),
@@ -33,8 +38,8 @@ MODELS = {
 SEED, INTERVAL = 3, 20
 #: Figures, the runs in them, the norm, and what is added to the names of the files.
 DRAWN = [
-    ((2, 3, 4, 7), ("bn", "pnv", "bn_ls", "pnv_ls"), None, ""),
-    ((4,), ("bn", "pnv", "bn_ls", "pnv_ls"), "encoder.layers.2.self_attn_layer_norm", "-layer-3"),
+    ((2, 3, 4, 7), ("ln", "bn", "pnv", "bn_ls", "pnv_ls"), None, ""),
+    ((4,), ("ln", "bn", "pnv", "bn_ls", "pnv_ls"), "encoder.layers.2.self_attn_layer_norm", "-layer-3"),
     ((6,), tuple(MODELS), None, ""),
 ]
 
@@ -50,15 +55,46 @@ def train(runs: Path) -> None:
         subprocess.run(command, env={**os.environ, "NORMS": norm, "SEEDS": str(SEED)}, check=True)
 
 
-def draw(runs: Path) -> None:
+def record(runs: dict[str, Run]) -> pandas.DataFrame:
+    """The recorded values of all runs (name -> run), with the gains of the channels in the last update only."""
+    frames = []
+    for name, run in runs.items():
+        probe = read_subject(run, name, name).probe
+        probe = probe.assign(updates=max(run.log.updates, int(probe["update"].max())))
+        last = probe["update"] == probe["update"].max()
+        probe["gamma_over_psi_batch"] = probe["gamma_over_psi_batch"].where(last)
+        wanted = [*COLUMNS, *(column for column in probe if column.endswith("_l2"))]
+        frames.append(probe[[column for column in wanted if column in probe]].assign(run=name))
+    return pandas.concat(frames, ignore_index=True)
+
+
+def subjects(names: tuple[str, ...], norm: str | None) -> list[Subject]:
+    """What the files in docs/figures hold of the runs. ``norm``: that of Figures 2 to 4; None: the first."""
+    spectra, records = pandas.read_csv(FIGURES / "spectra.csv"), FIGURES / RECORDS
+    every = pandas.read_parquet(records) if records.is_file() else None
+    found = []
+    for name in names:
+        label, probe, series = MODELS[name][0], None, None
+        if every is not None:
+            probe = every[every["run"] == name]
+            series = series_of(probe, norm or probe["norm"].iloc[0], int(probe["updates"].iloc[0]))
+        found.append(Subject(name, label, label, probe=probe, series=series, spectrum=spectra[name].to_numpy()))
+    return found
+
+
+def draw() -> None:
+    """The pictures that the records in docs/figures are enough for."""
+    pyplot = headless_pyplot()
     for numbers, names, norm, suffix in DRAWN:
-        with tempfile.TemporaryDirectory() as folder:
-            arguments = [*(str(folder_of(runs, name)) for name in names), "--output", folder, "--labels"]
-            arguments += [MODELS[name][0] for name in names] + (["--norm", norm] if norm else [])
-            if pn_figures(arguments) != 0:
-                raise SystemExit(1)
-            for number in numbers:
-                shutil.copy(f"{folder}/figure-{number}.png", FIGURES / f"figure-{number}{suffix}.png")
+        shown = subjects(names, norm)
+        for number in numbers:
+            if number != 6 and shown[0].probe is None:
+                print(f"figure-{number}{suffix}.png is as it was: there is no {RECORDS}", file=sys.stderr)
+                continue
+            figure = DRAWINGS[number].draw(pyplot, shown)
+            with atomic_write(FIGURES / f"figure-{number}{suffix}.png") as out:
+                figure.savefig(out, dpi=130, format="png")
+            pyplot.close(figure)
 
 
 def medians(run: Run, name: str) -> list[dict]:
@@ -87,8 +123,7 @@ def gains(run: Run, name: str) -> list[dict]:
 
 
 def write(folder: Path) -> None:
-    """The pictures and tables of the runs in a folder."""
-    draw(folder)
+    """The records and tables of the runs in a folder."""
     runs = dict(zip(MODELS, read_runs([folder_of(folder, name) for name in MODELS]), strict=True))
     tables = {
         "medians.csv": pandas.DataFrame([row for name, run in runs.items() for row in medians(run, name)]),
@@ -99,8 +134,15 @@ def write(folder: Path) -> None:
     }
     for name, table in tables.items():
         table.to_csv(FIGURES / name, index=False, float_format="%.4g")
+    record(runs).to_parquet(FIGURES / RECORDS, index=False)
+
+
+def main() -> None:
+    if len(sys.argv) > 1:
+        train(Path(sys.argv[1]).absolute())
+        write(Path(sys.argv[1]).absolute())
+    draw()
 
 
 if __name__ == "__main__":
-    train(Path(sys.argv[1]).absolute())
-    write(Path(sys.argv[1]).absolute())
+    main()

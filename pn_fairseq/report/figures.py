@@ -1,4 +1,4 @@
-"""``pn-figures``: Figures 2 to 7 of the PowerNorm paper, from the probes, scores and checkpoints of one's own runs."""
+"""``pn figures``: Figures 2 to 7 of the PowerNorm paper, from the probes, scores and checkpoints of one's own runs."""
 
 from __future__ import annotations
 
@@ -91,6 +91,7 @@ class Subject:
     bleu: float | None = None  # tokenized
     checkpoint: Path | None = None  # its last one
     series: object = None  # rows of the norm of Figures 2 to 4, one for each forward, with the `fifth` of training
+    spectrum: np.ndarray | None = None  # of the word embeddings, if it is known without the checkpoint
 
 
 def find_probe(run) -> Path | None:
@@ -98,6 +99,12 @@ def find_probe(run) -> Path | None:
     told = run.setting("model.norm_probe")
     places = [run.path / "norm_probe", *([run.path / Path(told).name, Path(told)] if told else [])]
     return next((place for place in places if any(place.glob("update-*.parquet"))), None)
+
+
+def series_of(probe, norm: str, updates: int):
+    """The rows of a norm, one for each forward, with the ``fifth`` of the ``updates`` of the training."""
+    series = probe[(probe["norm"] == norm) & probe["forward"].notna()]
+    return series.assign(fifth=np.ceil(5 * series["update"] / updates).clip(1, 5))
 
 
 def read_subject(run, label: str, line: str, name: str | None = None) -> Subject:
@@ -120,8 +127,7 @@ def read_subject(run, label: str, line: str, name: str | None = None) -> Subject
         logged = run.log.updates if run.log else 0
         planned = logged if run.log and run.log.ended else run.max_update or logged
         updates = max(planned, int(probe["update"].max()))
-        series = probe[(probe["norm"] == (name or known[0])) & probe["forward"].notna()]
-        series = series.assign(fifth=np.ceil(5 * series["update"] / updates).clip(1, 5))
+        series = series_of(probe, name or known[0], updates)
     checkpoints = [run.path / place / "checkpoint_last.pt" for place in ("checkpoints", ".")]
     tokens = run.setting("dataset.max_tokens")
     return Subject(
@@ -181,7 +187,7 @@ def _by_label(subjects: Sequence[Subject]) -> dict[str, list[Subject]]:
 
 
 def _legend(figure, handles: Mapping[str, object]) -> None:
-    legend(figure, handles, columns=4 if max(map(len, handles)) < 30 else 2)
+    legend(figure, handles, columns=3 if max(map(len, handles)) < 25 else 1)
 
 
 def _sum_of_loss(systems: Mapping[str, Sequence[Subject]]) -> float:
@@ -195,7 +201,8 @@ def _over_training(panels: Sequence[Sequence[str]]):
 
     def draw(pyplot, subjects: Sequence[Subject]):
         systems = _by_label(subjects)
-        figure, axes = pyplot.subplots(1, len(panels), figsize=(5.6 * len(panels), 4.4), layout="constrained")
+        figure, axes = pyplot.subplots(len(panels), 1, figsize=(6.4, 4.2 * len(panels)), layout="constrained")
+        norms = dict.fromkeys(norm for subject in subjects for norm in subject.series["norm"].unique())
         handles = {}
         for axis, columns in zip(axes, panels, strict=True):
             groups = {}
@@ -211,6 +218,7 @@ def _over_training(panels: Sequence[Sequence[str]]):
                 if len(columns) == 1 or "CIFAR" not in label  # the paper's Figure 4 has none
             }
             handles |= _boxes(axis, groups, _BINS, medians)
+            axis.set_title(", ".join(norms), fontsize=11, loc="left")
             axis.set_xlabel("percent of training")
             axis.set_yscale("log")
             name = " or ".join(_AXES[column] for column in columns)
@@ -230,24 +238,29 @@ def batch_size(pyplot, subjects: Sequence[Subject]):
 
     points = [(each.line, each.tokens, each.bleu) for each in subjects]
     paper = [(norm, tokens, bleu) for norm, of_norm in PAPER_BLEU.items() for tokens, bleu in of_norm.items()]
-    figure, axes = pyplot.subplots(1, 2, figsize=(10.4, 4.2), layout="constrained", sharex=True)
+    figure, axes = pyplot.subplots(2, 1, figsize=(6.4, 8), layout="constrained", sharex=True)
+    sizes = sorted({tokens for _, tokens, _ in [*points, *paper]})
     titles = {"these runs": points, "the paper, IWSLT14 German-English": paper}
     lines = list(dict.fromkeys([*PAPER_BLEU, *(line for line, _, _ in points)]))  # the same style on both sides
-    for axis, (title, rows) in zip(axes, titles.items(), strict=True):
-        drawn = pandas.DataFrame(rows, columns=["line", "tokens", "bleu"])
+    frames = {title: pandas.DataFrame(rows, columns=["line", "tokens", "bleu"]) for title, rows in titles.items()}
+    span = 1.1 * max(frame["bleu"].max() - frame["bleu"].min() for frame in frames.values()) or 1
+    for axis, (title, drawn) in zip(axes, frames.items(), strict=True):
         for line, of_line in drawn.groupby("line", sort=False):
             means, look = of_line.groupby("tokens")["bleu"].mean(), style(lines.index(line))
-            axis.plot(means.index, means, label=line, **look)
+            # No line across a size that was not trained, and the same number of BLEU per inch in both panels.
+            gaps = means.reindex([size for size in sizes if means.index[0] <= size <= means.index[-1]])
+            axis.plot(gaps.index, gaps, label=line, **look)
             axis.plot(of_line["tokens"], of_line["bleu"], ".", color=look["color"], alpha=0.5)  # every seed
         axis.set_xscale("log", base=2)
-        ticks = sorted(drawn["tokens"].unique())
+        middle, ticks = (drawn["bleu"].max() + drawn["bleu"].min()) / 2, sorted(drawn["tokens"].unique())
+        axis.set_ylim(middle - span / 2, middle + span / 2)
         axis.set_xticks(ticks, [f"{each:,}" for each in ticks])
         axis.set_xlabel("tokens per mini-batch")
         axis.set_ylabel("tokenized BLEU")
         axis.set_title(title, fontsize=10, loc="left", parse_math=False)
         axis.grid(alpha=0.3)
-        for text in axis.legend(frameon=False).get_texts():
-            text.set_parse_math(False)
+    handles = {label: handle for axis in axes for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+    legend(figure, {line: handles[line] for line in lines}, columns=3 if max(map(len, lines)) < 20 else 2)
     return figure
 
 
@@ -269,30 +282,40 @@ def spectrum(checkpoint: Path) -> np.ndarray:
 
 
 def spectra(pyplot, subjects: Sequence[Subject]):
-    """Figure 6."""
-    found = {label: [spectrum(run.checkpoint) for run in runs] for label, runs in _by_label(subjects).items()}
-    figure, axes = pyplot.subplots(1, 3, figsize=(13, 4.4), layout="constrained")
+    """Figure 6: the singular values, and the same as ratios to LN's."""
+    found = {
+        label: [run.spectrum if run.spectrum is not None else spectrum(run.checkpoint) for run in runs]
+        for label, runs in _by_label(subjects).items()
+    }
     divisors = {
         "divided by the largest, as in the paper": lambda values: values[0],
         "divided by the second": lambda values: values[1],
         "divided by the Frobenius norm": lambda values: np.sqrt((values**2).sum()),
     }
+    base = next((label for label in found if label == "LN" or label.startswith("LN (")), None)
+    panels = [(title, divisor, False) for title, divisor in divisors.items()]
+    if base is not None and len({len(values) for of_seeds in found.values() for values in of_seeds}) == 1:
+        panels.append(
+            (f"divided by the Frobenius norm, ratio to {base}", divisors["divided by the Frobenius norm"], True)
+        )
+    figure, axes = pyplot.subplots(len(panels), 1, figsize=(6.4, 3.6 * len(panels)), layout="constrained")
     handles = {}
-    for axis, (title, divisor) in zip(axes, divisors.items(), strict=True):
+    for axis, (title, divisor, ratio) in zip(axes, panels, strict=True):
+        below = np.mean([values / divisor(values) for values in found[base]], axis=0) if ratio else 1
         for index, (label, of_seeds) in enumerate(found.items()):
             for values in of_seeds:
-                handles[label] = axis.plot(values / divisor(values), **style(index) | {"marker": None})[0]
-        axis.set_title(title, fontsize=10, loc="left")
-        axis.set_yscale("log")
-        axis.set_xlabel("index of the singular value")
+                handles[label] = axis.plot(values / divisor(values) / below, **style(index) | {"marker": None})[0]
+        axis.set_title(title, fontsize=11, loc="left", parse_math=False)
+        axis.set_yscale("linear" if ratio else "log")
+        axis.set_ylabel("ratio" if ratio else "singular value of\nthe word embeddings")
         axis.grid(alpha=0.3)
-    # Those of the paper's larger matrix at the same fraction of all.
+    # The values of the paper's larger matrix at the same fraction of all.
     places = np.array(_INDICES) / 1024 * max(len(each) for of_seeds in found.values() for each in of_seeds)
     for (label, values), marker in zip(PAPER_SPECTRA.items(), "D*", strict=True):
         for axis, divisor in ((axes[0], values[0]), (axes[1], values[1])):
             drawn = axis.plot(places, np.array(values) / divisor, marker=marker, **_PAPER_STYLE)
             handles[f"paper, {label}, WMT14 big (1,024 values, index to scale)"] = drawn[0]
-    axes[0].set_ylabel("singular value of the word embeddings")
+    axes[-1].set_xlabel("index of the singular value")
     _legend(figure, handles)
     return figure
 
@@ -318,10 +341,10 @@ def gains(pyplot, subjects: Sequence[Subject]):
     last = last[last["side"] == side]
     places = [place for place in _OF_LAYER.values() if (last["place"] == place).any()]
     figure, axes = pyplot.subplots(
-        1, len(places), figsize=(5.6 * len(places), 4.4), layout="constrained", squeeze=False
+        len(places), 1, figsize=(6.4, 4.2 * len(places)), layout="constrained", squeeze=False
     )
     handles = {}
-    for axis, place in zip(axes[0], places, strict=True):
+    for axis, place in zip(axes[:, 0], places, strict=True):
         of_place = last[last["place"] == place]
         layers = sorted(map(int, of_place["layer"].unique()))
         groups = {}
@@ -368,19 +391,19 @@ FIGURES: dict[int, Figure] = {
 }
 
 _EPILOG = """\
-RUN is a folder as for pn-report, of a training with --norm-probe (Figures 2, 3, 4 and 7), with scores (5), with
+RUN is a folder as for pn report, of a training with --norm-probe (Figures 2, 3, 4 and 7), with scores (5), with
 checkpoints (6). A figure that lacks its data is left out, and a run that lacks them is left out of a figure, with a
-line that says so. The paper's medians are drawn beside the runs. docs/figures.md describes each figure.
+line that says so. The paper's medians are drawn next to the runs. docs/figures.md describes each figure.
 
 Writes DIR/figure-N.png and DIR/figure-N.pdf, in place of the figures that it wrote there before.
 """
 
 
-@command("pn-figures")
+@command("pn figures")
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run ``pn-figures`` on ``argv`` (by default the process's arguments)."""
+    """Run ``pn figures`` on ``argv`` (by default the process's arguments)."""
     parser = ArgumentParser(
-        prog="pn-figures",
+        prog="pn figures",
         description="Draw Figures 2 to 7 of the PowerNorm paper from training runs.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -391,7 +414,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--labels",
         nargs="+",
         metavar="LABEL",
-        help="names for the legends (default: as in the tables of pn-report, by norm and settings); runs with the same "
+        help="names for the legends (default: as in the tables of pn report, by norm and settings); runs with the same "
         "one are drawn as one",
     )
     parser.add_argument(
@@ -442,5 +465,5 @@ def main(argv: Sequence[str] | None = None) -> None:
     except OSError as error:
         raise UserError(f"cannot write to --output {args.output}: {error.strerror or error}") from error
     for line in [*(f"not drawn: {each}" for each in absent), *without]:
-        print(f"pn-figures: {line}", file=sys.stderr)
+        print(f"pn figures: {line}", file=sys.stderr)
     print(*written, sep="\n")

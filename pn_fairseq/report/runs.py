@@ -16,7 +16,7 @@ from pn_fairseq.common.files import count_lines, read_settings, recorded, short_
 from pn_fairseq.pipeline.evaluate_lm import Perplexity, read_perplexity
 from pn_fairseq.pipeline.runs import flat
 from pn_fairseq.pipeline.scoring import METRICS, Scores, ScoringError, low_bleu, read_scores
-from pn_fairseq.pipeline.training_log import TrainingLog, read_log
+from pn_fairseq.pipeline.training_log import Start, TrainingLog, read_log, without_flags_of_others
 
 #: Any of these in a folder means that scripts/train.sh wrote it; of a run that failed at once there is only the last.
 _OF_TRAIN_SH = ("config.yaml", "data", "data.settings", "starts.jsonl", "failed")
@@ -45,6 +45,7 @@ class Run:
     data_path: Path | None = None  # where the prepared data was; for data of others, the folder with the binary files
     log: TrainingLog | None = None
     starts: list[dict] = field(default_factory=list)  # the records of starts.jsonl
+    from_checkpoints: bool = False  # whether `log` is of checkpoints, for want of a log
     failed: str | None = None  # the line in `failed`
     decoded: int | None = None  # number of hypotheses
     decoding: str | None = None  # how it was decoded, as generate.sh noted it
@@ -125,10 +126,11 @@ def read_runs(paths: Sequence[Path], subset: str = "test") -> list[Run]:
         try:
             if not path.is_dir():
                 raise UserError(f"there is no directory '{path}'")
-            if not any((path / mark).is_file() for mark in _OF_TRAIN_SH) and not _logs(path):
+            ours = any((path / mark).is_file() for mark in _OF_TRAIN_SH)
+            if not ours and not _logs(path) and not _checkpoints(path):
                 raise UserError(
-                    f"'{path}' is not a run: it has neither the config.yaml of scripts/train.sh nor a log of "
-                    "fairseq-train (its --log-file or saved output, as *.log, *.out or *.txt)"
+                    f"'{path}' is not a run: it has no config.yaml of scripts/train.sh, no log of fairseq-train (its "
+                    "--log-file or saved output, as *.log, *.out or *.txt) and no checkpoint"
                 )
         except OSError as error:
             raise UserError(f"cannot read '{path}': {error.strerror}") from error
@@ -143,6 +145,53 @@ def _logs(folder: Path) -> list[Path]:
         return [folder / "train.log"]
     found = sorted(file for kind in ("log", "out", "txt") for file in folder.glob(f"*.{kind}") if file.is_file())
     return [file for file in found if re.search(r"num\. .*model params|num_updates", file.read_text(errors="replace"))]
+
+
+def _checkpoints(folder: Path) -> list[Path]:
+    """The checkpoints that fairseq saved while it trained, in the folder of a run or in its ``checkpoints``."""
+    files = [*folder.glob("checkpoint*.pt"), *folder.glob("checkpoints/checkpoint*.pt")]
+    return sorted(file for file in files if re.fullmatch(r"checkpoint(_last|_best|_?\d+(_\d+)?)\.pt", file.name))
+
+
+def log_of_checkpoints(files: Sequence[Path]) -> TrainingLog:
+    """What the checkpoints of a training hold of its log: the settings and the losses at the updates that were saved.
+
+    fairseq keeps the sums of its meters in a checkpoint. The training loss is the mean since the epoch began.
+
+    Raises:
+        CheckpointError: a checkpoint cannot be read.
+    """
+    from pn_fairseq.common.checkpoints import load_checkpoint  # needs torch
+
+    log, newest = TrainingLog(), {}
+    for file in files:
+        state = load_checkpoint(file)
+        update = state["optimizer_history"][-1]["num_updates"] if state.get("optimizer_history") else 0
+        meters = {
+            (group, name): values
+            for group, entries in state.get("extra_state", {}).get("metrics", {}).items()
+            for _, name, _, values in entries
+        }
+
+        def mean(group: str, name: str, meters=meters) -> float | None:
+            values = meters.get((group, name)) or {}
+            return round(float(values["sum"]) / float(values["count"]), 3) if values.get("count") else None
+
+        for losses, found in (
+            (log.train, mean("train", "loss")),
+            (log.train_nll, mean("train", "nll_loss") or mean("train", "loss")),
+            (log.valid, mean("valid", "nll_loss") or mean("valid", "loss")),
+        ):
+            if found is not None:
+                losses[update] = found
+        if state.get("cfg") and update >= newest.get("update", 0):
+            newest = {"update": update, "cfg": state["cfg"], "model": state["model"]}
+    if newest:
+        plain = {name: getattr(value, "__dict__", value) for name, value in newest["cfg"].items()}
+        log.settings = without_flags_of_others(plain)
+    log.train, log.train_nll, log.valid = (dict(sorted(one.items())) for one in (log.train, log.train_nll, log.valid))
+    log.starts = [Start(updates=list(log.train))]
+    return log
 
 
 def find_log(folder: Path) -> tuple[Path, TrainingLog] | None:
@@ -185,11 +234,22 @@ def _text(file: Path) -> str | None:
 
 def _read_log(run: Run) -> None:
     try:
-        found = find_log(run.path)
+        found, files = find_log(run.path), _checkpoints(run.path)
+        if files and not run.ours and not (found and (found[1].train or found[1].valid)):
+            run.log = log_of_checkpoints(files)
+            run.from_checkpoints = True
+            run.problems.append(
+                f"there is no log in JSON: settings and losses are from {len(files)} checkpoints (fairseq-train "
+                "--log-file train.log --log-format json would record every step, speed and time)"
+            )
+            return
         if found is None:
             run.problems.append("not trained: there is no train.log")
             return
         file, run.log = found
+    except UserError as error:
+        run.problems.append(f"no log, and a checkpoint cannot be read: {error}")
+        return
     except OSError as error:
         run.problems.append(f"{error.filename or 'the log'} cannot be read: {error.strerror}")
         return
@@ -326,7 +386,7 @@ def _training_problems(run: Run) -> list[str]:
     last = log.starts[-1]
     done = f"update {log.updates:,} of {run.max_update:,}" if run.max_update else f"update {log.updates:,}"
     short = run.max_update is not None and log.updates < run.max_update
-    if not log.ended:
+    if not log.ended and not (run.from_checkpoints and not short):
         unfinished = short or run.max_update is None
         how = (
             f"not finished: {done} (interrupted, failed or still running)" if unfinished else f"cut off, but at {done}"

@@ -266,7 +266,8 @@ def _state(run: Run) -> str:
         return missing(f"failed: {relative(run.failed) or 'no reason given'}")
     if not run.trained:
         return missing("not trained")
-    if not run.log.ended and not (run.max_update and run.log.updates >= run.max_update):
+    reached = run.log.updates >= run.max_update if run.max_update else run.from_checkpoints
+    if not run.log.ended and not reached:
         return missing("not finished")
     if run.measured:
         return "complete"

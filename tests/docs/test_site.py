@@ -26,6 +26,6 @@ def test_strict_build(tmp_path):
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
     assert "<math" in (tmp_path / "site/api.html").read_text("utf-8")
-    # The diagrams are drawn by a script of the site and not of another server.
     page = (tmp_path / "site/architecture.html").read_text("utf-8")
-    assert 'class="mermaid"' in page and "mermaid.tiny.js" in page and "unpkg" not in page
+    assert page.count('src="figures/architecture-') == 3 and "unpkg" not in page
+    assert not (tmp_path / "site/tools").exists()

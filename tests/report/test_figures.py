@@ -1,4 +1,4 @@
-"""pn-figures: what is drawn from probes, scores and checkpoints that are written here; mistakes."""
+"""pn figures: what is drawn from probes, scores and checkpoints that are written here; mistakes."""
 
 import json
 
@@ -146,7 +146,11 @@ def test_batch_size(tmp_path):
     lines = {
         line.get_label(): line.get_xydata().tolist() for line in ours.lines if not line.get_label().startswith("_")
     }
-    assert lines == {"ln": [[512, 21], [4096, 23]], "pn": [[512, 24]]}
+    assert lines["pn"] == [[512, 24]]
+    ln = np.array(lines["ln"])  # no line across the sizes that were not trained
+    np.testing.assert_array_equal(ln, [[512, 21], [1024, np.nan], [2048, np.nan], [4096, 23]])
+    spans = [np.diff(axis.get_ylim())[0] for axis in figure.axes]
+    assert spans[0] == pytest.approx(spans[1])
     assert max(line.get_ydata().max() for line in paper.lines) == 35.90
     pyplot.close(figure)
 
@@ -161,6 +165,11 @@ def test_spectra(tmp_path):
     torch.save({"model": {"output.weight": weight}}, tmp_path / "without.pt")
     files = ("checkpoint_last.pt", "language_model.pt", "without.pt")
     *seeds, without = (Subject(file, "ln", "ln", checkpoint=tmp_path / file) for file in files)
+    ln = Subject("x", "LN", "LN", spectrum=np.array([4.0, 4.0, 2.0, 2.0]))
+    ratio = FIGURES[6].draw(pyplot, [*seeds, ln]).axes[3]
+    expected = np.array([8, 4, 2, 1]) / 85**0.5 / (np.array([4, 4, 2, 2]) / 40**0.5)
+    np.testing.assert_allclose(ratio.lines[0].get_ydata(), expected)
+    np.testing.assert_allclose(ratio.lines[2].get_ydata(), np.ones(4))
     figure = FIGURES[6].draw(pyplot, seeds)
     for axis, divisor in zip(figure.axes, (8.0, 4.0, np.sqrt(85.0)), strict=True):
         ours = [line.get_ydata() for line in axis.lines if line.get_marker() == "None"]
@@ -201,8 +210,8 @@ def test_files_and_what_is_said_of_what_is_missing(runs, tmp_path, capsys):
     assert (tmp_path / "out/figure-2.png").read_bytes()[:4] == b"\x89PNG"
     assert (tmp_path / "out/figure-2.pdf").read_bytes()[:4] == b"%PDF"
     assert err.splitlines() == [
-        "pn-figures: not drawn: Figure 5: no run has scores (scripts/score.sh) and dataset.max_tokens",
-        "pn-figures: not drawn: Figure 6: no run has a checkpoint_last.pt",
+        "pn figures: not drawn: Figure 5: no run has scores (scripts/score.sh) and dataset.max_tokens",
+        "pn figures: not drawn: Figure 6: no run has a checkpoint_last.pt",
     ]
     report([*map(str, runs), "--output", str(tmp_path / "out")])
     page = (tmp_path / "out/report.md").read_text("utf-8")
