@@ -137,7 +137,7 @@ def test_sentencepiece_is_taken_apart_and_glued(tmp_path):
     """The sources and references that fairseq prints are the tokens again."""
     data = tmp_path / "data"
     prepare(cut_corpus(tmp_path / "corpus"), data, BPE="sentencepiece")
-    assert "segmentation=sentencepiece" in (data / "settings").read_text()
+    assert "segmentation=sentencepiece" in (data / "settings.txt").read_text()
     run_dir = tmp_path / "run"
     untrained_checkpoint(data, run_dir / "checkpoints/averaged.pt")
     assert call("--run", make_run(run_dir, data)) == 0
@@ -161,7 +161,7 @@ def place(tmp_path, monkeypatch) -> Path:
         (data / f"tok/test.{language}").write_text("".join(f"{language} {i}\n" for i in range(SENTENCES)))
         (data / f"bin/test.es-en.{language}.bin").write_text(language)
         (data / f"bin/test.es-en.{language}.idx").write_bytes(MAGIC + bytes(9) + SENTENCES.to_bytes(8, "little"))
-    (data / "settings").write_text(f"source=es\ntarget=en\nlower=1\n{'0' * 64}  test.en\n")
+    (data / "settings.txt").write_text(f"source=es\ntarget=en\nlower=1\n{'0' * 64}  test.en\n")
     torch.save({"model": {"w": torch.ones(1)}}, make_run(tmp_path / "run", data) / "checkpoints/averaged.pt")
     package = tmp_path / "stand-in/fairseq_cli"
     package.mkdir(parents=True)
@@ -245,7 +245,7 @@ def test_a_folder_of_fairseq_train(place, tmp_path):
     """Settings from the checkpoint, data from fairseq-preprocess, sources and references from fairseq's output."""
     folder = tmp_path / "checkpoints of fairseq-train"
     folder.mkdir()
-    (place / "data/settings").unlink()
+    (place / "data/settings.txt").unlink()
     cfg = {"task": {"data": str(place / "data/bin"), "source_lang": "es", "target_lang": "en"}, "model": None}
     torch.save({"model": {"w": torch.ones(1)}, "cfg": cfg}, folder / "checkpoint_last.pt")
     shutil.copy(folder / "checkpoint_last.pt", folder / "averaged.pt")
@@ -267,7 +267,7 @@ def test_no_process_is_left_without_a_batch(place, monkeypatch):
     ("segmentation", "option"), [("sentencepiece", "sentencepiece"), ("subword-nmt", "subword_nmt")]
 )
 def test_subwords_are_joined_as_the_data_was_segmented(segmentation, option, place):
-    for settings in (place / "data/settings", place / "run/data.settings"):
+    for settings in (place / "data/settings.txt", place / "run/data.settings"):
         settings.write_text(f"source=es\ntarget=en\nsegmentation={segmentation}\n")
     assert generate(place) == 0
     assert options_of(calls(place)[0])["--remove-bpe"] == option
@@ -477,7 +477,7 @@ def test_mistakes_in_the_environment_and_the_data_get_one_line(place, capsys, mo
     refused(capsys, generate(place), "NPROC", "'two'")
     refused(capsys, call(), "--run", "--help")
     refused(capsys, call("--run", place / "data"), "is not a training run")
-    settings = place / "data/settings"
+    settings = place / "data/settings.txt"
     settings.write_text(settings.read_text().replace("lower=1", "lower=0"))
     refused(capsys, generate(place), "prepared again", "data.settings")
     settings.write_text("lower=1\n")

@@ -53,7 +53,7 @@ def test_needed_arguments(name):
 @pytest.mark.parametrize(
     ("arguments", "needles"),
     [
-        (("prepare_text.sh", "--corpus"), ("--corpus needs a value",)),
+        (("prepare_text.sh", "--corpus"), ("--corpus", "expected one argument")),
         (
             ("prepare_text.sh", "--corpus", "/nowhere", "--source", "es", "--target", "en", "--dest", "x"),
             ("/nowhere",),
@@ -99,8 +99,8 @@ def test_missing_tools_are_named(tmp_path):
 
 def test_damaged_corpus_is_refused(tmp_path):
     copy = tmp_path / "checkout"
-    for part in ("scripts", "data"):
-        shutil.copytree(ROOT / part, copy / part)
+    for part in ("scripts", "data", "pn_fairseq"):
+        shutil.copytree(ROOT / part, copy / part, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     with (copy / "data/verses.es-en/train.en.gz").open("r+b") as file:
         file.truncate(500_000)
     result = subprocess.run(

@@ -115,8 +115,10 @@ class Preparation:
         """Let other preparations have ``dest``."""
         self._stack.close()
 
-    def begin(self, name: str, **values: object) -> None:
+    def begin(self, name: str, corpus: str = "", needs: Sequence[str] = (), **values: object) -> None:
         """Check the settings of a translation corpus, those that differ from their defaults, and open ``dest``.
+
+        ``corpus`` is the user's folder, which ``needs`` these files; it becomes the attribute of that name.
 
         In the environment, MOSES and BPE choose the tokenizer and the kind of subwords.
         """
@@ -125,6 +127,8 @@ class Preparation:
         self.settings = settings.check({"segmentation": os.environ.get("BPE") or "subword-nmt", **values})
         if self.settings["tokenizer"] == "moses":
             tokens.checkout(self.settings)
+        if needs:
+            self.corpus = need_text(corpus, *needs)
         self.open(name)
 
     def open(self, name: str) -> None:

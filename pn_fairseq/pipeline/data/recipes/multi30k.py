@@ -9,7 +9,7 @@ test2017. Makes the data for `pn train multi30k_de_en`:
 """
 
 from pn_fairseq.common.command import UserError
-from pn_fairseq.pipeline.data.preparation import CORPUS, Option, Preparation, bpe, need_text
+from pn_fairseq.pipeline.data.preparation import CORPUS, Option, Preparation, bpe
 
 CONFIG = "multi30k_de_en"
 # The scripts of the corpus' repository (multi30k/dataset) lower-case, too, and leave the number of merges to their
@@ -24,10 +24,10 @@ OPTIONS = (
 def prepare(data: Preparation, corpus: str, test: str, bpe: str) -> None:
     if not test or "/" in test:
         raise UserError(f"--test must be the name of a test set in {corpus}, such as test2016, not '{test}'")
-    folder = need_text(corpus, *(f"{name}.{lang}" for name in ("train", "valid", test) for lang in ("de", "en")))
+    files = [f"{split}.{lang}" for split in ("train", "valid", test) for lang in ("de", "en")]
     name = CONFIG if test == "test2016" else f"{CONFIG}_{test}"
-    data.begin(name, source="de", target="en", lower=1, bpe=bpe)
-    data.take_folder(folder, test, expect=[29000, 1014, *([1000] if test in ("test2016", "test2017") else [])])
+    data.begin(name, corpus, files, source="de", target="en", lower=1, bpe=bpe)
+    data.take_folder(data.corpus, test, expect=[29000, 1014, *([1000] if test in ("test2016", "test2017") else [])])
     data.tokenize("raw", "tok")
     data.segment()
     data.binarize()

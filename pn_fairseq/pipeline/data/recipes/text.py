@@ -6,7 +6,7 @@ or .gz), and makes in --dest:
   bpe/   subwords, codes learned on both sides  bin/   fairseq's binary data, one dictionary for both languages
 """
 
-from pn_fairseq.pipeline.data.preparation import CORPUS, KEEP_CASE, Option, Preparation, bpe, need_text
+from pn_fairseq.pipeline.data.preparation import CORPUS, KEEP_CASE, Option, Preparation, bpe
 
 CONFIG = ""
 OPTIONS = (
@@ -20,9 +20,8 @@ OPTIONS = (
 
 def prepare(data: Preparation, corpus: str, source: str, target: str, bpe: str, keep_case: bool) -> None:
     names = [f"{split}.{lang}" for split in ("train", "valid", "test") for lang in (source, target)]
-    folder = need_text(corpus, *names)
-    data.begin(CONFIG, source=source, target=target, lower=int(not keep_case), bpe=bpe)
-    data.take_folder(folder)
+    data.begin(CONFIG, corpus, names, source=source, target=target, lower=int(not keep_case), bpe=bpe)
+    data.take_folder(data.corpus)
     data.tokenize("raw", "tok")
     data.segment()
     data.binarize()
