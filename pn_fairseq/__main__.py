@@ -13,7 +13,6 @@ from pn_fairseq.common.command import ArgumentParser, UserError, did_you_mean, h
 #: Verb -> module whose ``main(argv)`` it calls. Imported only when it is called: most need no torch.
 VERBS = {
     "average": "pn_fairseq.pipeline.average",
-    "average-checkpoints": "pn_fairseq.pipeline.average_checkpoints",
     "data": "pn_fairseq.pipeline.data.steps",
     "evaluate-lm": "pn_fairseq.pipeline.evaluate_lm",
     "figures": "pn_fairseq.report.figures",

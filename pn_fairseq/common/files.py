@@ -72,6 +72,12 @@ def short_names(paths: Sequence[Path]) -> list[str]:
     return [str(path) for path in paths]
 
 
+def text_file(path: Path) -> Path:
+    """``PATH.txt``; or ``PATH``, the name that earlier versions wrote, if only that file exists."""
+    named = path.with_name(f"{path.name}.txt")
+    return path if path.is_file() and not named.is_file() else named
+
+
 def read_settings(path: Path | str) -> dict[str, str]:
     """Read a ``settings`` file: one ``name=value`` a line, or a checksum and the name of a file as of sha256sum."""
     try:
