@@ -1,3 +1,3 @@
 #!/usr/bin/env bash
-# Translate a subset with the model of a run: pn generate (pn_fairseq/pipeline/generate.py).
+# Translate a subset with the model of a run: pn generate.
 exec bash "$(dirname "$(readlink -f "$0")")/pn" generate "$@"

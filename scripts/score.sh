@@ -1,3 +1,3 @@
 #!/usr/bin/env bash
-# BLEU and chrF of the hypotheses of a run, and whether runs differ significantly: pn score (pn_fairseq/pipeline/score.py).
+# BLEU and chrF of a run, and whether runs differ significantly: pn score.
 exec bash "$(dirname "$(readlink -f "$0")")/pn" score "$@"

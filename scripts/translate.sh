@@ -1,3 +1,3 @@
 #!/usr/bin/env bash
-# Translate plain text with the model of a run: pn translate (pn_fairseq/pipeline/translate.py).
+# Translate text from stdin or a file with the model of a run: pn translate.
 exec bash "$(dirname "$(readlink -f "$0")")/pn" translate "$@"

@@ -1,4 +1,4 @@
-"""Files of the pipeline: the one atomic write, checksum and line counter, the one reader of ``settings`` files."""
+"""Files of the pipeline: what comes with the package, atomic writing, checksums, line counts, ``settings`` files."""
 
 from __future__ import annotations
 
@@ -12,6 +12,24 @@ from pathlib import Path
 from typing import IO
 
 from pn_fairseq.common.command import UserError
+
+PACKAGE = Path(__file__).resolve().parent.parent
+
+
+def shipped(folder: str) -> Path:
+    """``folder`` of the checkout, which a wheel has inside the package: ``configs`` or ``data/...``."""
+    installed = PACKAGE / folder
+    return installed if installed.is_dir() else PACKAGE.parent / folder
+
+
+def configs_folder() -> Path:
+    """The folder of the configurations that come with this project."""
+    return shipped("configs")
+
+
+def known_configs() -> list[str]:
+    """The names of the configurations that come with this project."""
+    return sorted(path.stem for path in configs_folder().glob("*.yaml"))
 
 
 @contextlib.contextmanager

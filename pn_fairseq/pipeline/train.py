@@ -17,14 +17,10 @@ import time
 from datetime import UTC, datetime
 from pathlib import Path
 
-import pn_fairseq
 from pn_fairseq.common.command import ArgumentParser, Interrupted, UserError, command, did_you_mean, say
-from pn_fairseq.common.files import atomic_write
+from pn_fairseq.common.files import PACKAGE, atomic_write, configs_folder, known_configs
 from pn_fairseq.common.machine import own_cores
 from pn_fairseq.pipeline.launch import Place, TrainingFailed, find_place, torchrun
-
-PACKAGE = Path(pn_fairseq.__file__).resolve().parent
-ROOT = PACKAGE.parent
 
 EPILOG = """\
 settings (key=value, in hydra's syntax):
@@ -55,22 +51,26 @@ LOG_SECONDS = 30
 def _parser() -> ArgumentParser:
     formatter = argparse.RawDescriptionHelpFormatter
     parser = ArgumentParser(prog="scripts/train.sh", epilog=EPILOG, formatter_class=formatter)
-    names = ", ".join(sorted(path.stem for path in (ROOT / "configs").glob("*.yaml")))
+    names = ", ".join(known_configs())
     parser.add_argument("config", metavar="CONFIG", help=f"a name in configs/ ({names}) or the path of a YAML file")
     parser.add_argument(
         "settings", nargs="*", default=[], metavar="key=value", help="settings that differ from the file's"
     )
     parser.add_argument("--data", type=Path, metavar="DIR", help="prepared data (default runs/data/CONFIG)")
     parser.add_argument("--run", type=Path, metavar="DIR", help="checkpoints and logs (default runs/CONFIG)")
-    parser.add_argument("--check", action="store_true", help="check the settings and stop; needs no data")
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="check the settings, also against those that an existing --run has, and stop; needs no data",
+    )
     return parser
 
 
 def find_config(name: str) -> Path:
     """The file of a CONFIG argument."""
-    path = Path(name) if name.endswith((".yaml", ".yml")) else ROOT / "configs" / f"{name}.yaml"
+    path = Path(name) if name.endswith((".yaml", ".yml")) else configs_folder() / f"{name}.yaml"
     if not path.is_file():
-        known = sorted(file.stem for file in (ROOT / "configs").glob("*.yaml"))
+        known = known_configs()
         raise UserError(f"there is no '{path}'{did_you_mean(name, known)}; configs/ has: {', '.join(known)}")
     return path.resolve()
 
@@ -83,8 +83,8 @@ def main(argv: list[str] | None = None) -> int:
         if "=" not in setting and not setting.startswith("~"):
             raise UserError(f"unexpected argument '{setting}': settings are key=value (see --help)")
     config = find_config(args.config)
-    data = (args.data or ROOT / "runs/data" / config.stem).absolute()
-    run = (args.run or ROOT / "runs" / config.stem).absolute()
+    data = (args.data or Path("runs/data") / config.stem).absolute()
+    run = (args.run or Path("runs") / config.stem).absolute()
     if not args.check and not ((data / "bin").is_dir() and (data / "settings").is_file()):
         raise UserError(
             f"'{data}' is not prepared data: it has no bin/ or no settings (scripts/prepare_*.sh make them)"
@@ -130,6 +130,8 @@ def _main(args, argv: list[str], place: Place, config: Path, data: Path, run: Pa
         os.environ.setdefault("WANDB_DIR", str(run))
     check_names(cfg)
     if args.check:
+        if args.run and (run / "config.yaml").exists():
+            check_same_run(cfg, data, run)
         return 0
     check_start(cfg)
     check_model(cfg, data, batches)

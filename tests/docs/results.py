@@ -13,13 +13,13 @@ import logging
 import math
 import re
 import shutil
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
 
 import pandas
 
+from pn_fairseq.pipeline.experiments import manifest
 from pn_fairseq.pipeline.reproduce import CORPORA as CORPORA_OF_RUNS
 from pn_fairseq.pipeline.reproduce import trainings
 from pn_fairseq.report.command import main as pn_report
@@ -104,14 +104,10 @@ def repeated(corpus: str) -> str:
 
 
 def planned() -> dict[str, Counter]:
-    """Corpus -> folder and norm with its settings, as in `manifest` of scripts/compare_norms.sh -> number of seeds."""
-    script = (ROOT / "scripts/compare_norms.sh").read_text("utf-8")
-    manifest = re.search(r"^manifest\(\) \{$.*?^\}$", script, re.M | re.S)[0]
-    lines = subprocess.run(["bash", "-c", f"{manifest}\nmanifest"], capture_output=True, text=True, check=True).stdout
+    """Corpus -> folder and norm with its settings, as in ``experiments.manifest`` -> number of seeds."""
     found = {corpus: Counter() for corpus in CORPORA}
-    for line in lines.splitlines():
-        corpus, folder, _, norms = line.split("|")[:4]
-        found[corpus].update(f"{folder}/{norm}" for norm in norms.split())
+    for part in manifest():
+        found[part.corpus].update(f"{part.folder}/{norm}" for norm in part.norms.split())
     return found
 
 

@@ -106,9 +106,7 @@ def refused(capsys, code: int, *needles: str) -> None:
     assert all(needle in lines[0] for needle in needles), lines
 
 
-def test_the_result_does_not_depend_on_the_number_of_processes(
-    untrained, data, tmp_path, capsys, monkeypatch, warm_python
-):
+def test_the_result_does_not_depend_on_the_number_of_processes(untrained, data, tmp_path, capsys, monkeypatch):
     outputs = [tmp_path / f"by {count}" for count in (1, 2)]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     for count, output in enumerate(outputs, start=1):

@@ -25,7 +25,7 @@ def untrained(data, tmp_path_factory):
     return make_run(folder, data)
 
 
-def test_the_test_set_becomes_what_generate_makes_of_it(untrained, data, tmp_path, warm_python):
+def test_the_test_set_becomes_what_generate_makes_of_it(untrained, data, tmp_path):
     """The same hypotheses, detokenized; an empty line stays empty, and as many lines come out as go in."""
     from pn_fairseq.pipeline import generate
     from pn_fairseq.pipeline.scoring import detokenize

@@ -176,7 +176,7 @@ def test_as_many_hypotheses_as_sentences_in_the_order_of_the_text(data, decoded)
 
 
 @pytest.mark.slow
-def test_decoding_of_the_validation_set_elsewhere(trained, tmp_path, capsys, warm_python):
+def test_decoding_of_the_validation_set_elsewhere(trained, tmp_path, capsys):
     where = tmp_path / "somewhere else"
     options = ["--run", str(trained), "--subset", "valid", "--output", str(where)]
     assert (
@@ -213,7 +213,7 @@ def test_both_bleu_flavours(data, trained, decoded):
 
 
 def test_learning_curve_of_a_run(trained, tmp_path):
-    run("pn-plot-curves", trained, "--output", tmp_path / "curve.png")
+    run("pn", "plot-curves", trained, "--output", tmp_path / "curve.png")
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -231,7 +231,7 @@ def test_plain_fairseq_commands_from_another_folder(data, tmp_path):
         cwd=tmp_path,
     )
     run(
-        *("pn-average-checkpoints", "--inputs", "checkpoints", "--last", "2", "--by", "update"),
+        *("pn", "average-checkpoints", "--inputs", "checkpoints", "--last", "2", "--by", "update"),
         *("--output", "averaged.pt"),
         cwd=tmp_path,
     )
