@@ -17,7 +17,6 @@ VERBS = {
     "prepare": "pn_fairseq.pipeline.data.prepare",
     "train": "pn_fairseq.pipeline.train",
     "average": "pn_fairseq.pipeline.average",
-    "average-checkpoints": "pn_fairseq.pipeline.average_checkpoints",
     "generate": "pn_fairseq.pipeline.generate",
     "translate": "pn_fairseq.pipeline.translate",
     "score": "pn_fairseq.pipeline.score",

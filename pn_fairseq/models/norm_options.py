@@ -87,7 +87,7 @@ class NormOptions:
     None: the norm's own default, or what the help of the flag says.
 
     ``norms_folded``: the norms with running statistics are part of the projections that follow them, and only their
-    layer-scale is left (see :mod:`pn_fairseq.models.fold_checkpoint`). There is no flag for it: ``pn-fold`` writes it
+    layer-scale is left (see :mod:`pn_fairseq.models.fold_checkpoint`). There is no flag for it: ``pn fold`` writes it
     into the settings of a checkpoint.
     """
 

@@ -18,7 +18,7 @@ class FoldedModelError(RuntimeError):
 
     def __init__(self, file: str | None = None):
         super().__init__(
-            f"{file or 'the model'} was folded by pn-fold, for decoding only; to train, use the checkpoint that it was "
+            f"{file or 'the model'} was folded by pn fold, for decoding only; to train, use the checkpoint that it was "
             "folded from"
         )
 

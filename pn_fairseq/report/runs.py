@@ -345,11 +345,11 @@ def _read_result(run: Run, folder: Path, subset: str) -> None:
             missing = ", and not averaged"
         run.problems.append(f"not decoded: there is no {folder.relative_to(run.path)}/hyp.tok{missing}")
         return
-    if made := _text(folder / "made"):
+    if made := _text(recorded(folder, "made")):
         # How it was decoded, without what was decoded.
         words = re.findall(r"\b((?!checkpoint=|data=|subset=)[a-z_0-9]+=\S+)", made)
         run.decoding = " ".join(words) or None
-    averaged = (_text(run.path / "checkpoints/averaged.pt.made") or "").split()
+    averaged = (_text(recorded(run.path / "checkpoints", "averaged.pt.made")) or "").split()
     wanted = run.setting("average_last")
     if len(averaged) > 1 and wanted and averaged[1].isdecimal() and int(averaged[1]) < wanted:
         run.problems.append(f"averaged.pt is the average of {averaged[1]}, not of average_last={wanted} checkpoints")

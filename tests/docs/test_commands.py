@@ -16,7 +16,7 @@ from ..scripts_helpers import run
 from .pages import PAGES, ROOT, Command, block_commands, inline_commands, inline_options
 
 #: First words of commands that are not this project's. Their options are not checked.
-OTHERS = {"pip", "export", "echo", "srun", "sbatch", "tensorboard", ".", "pre-commit"}
+OTHERS = {"pip", "sacrebleu", "export", "echo", "srun", "sbatch", "tensorboard", ".", "pre-commit"}
 #: Options of such commands that pages mention.
 OTHER_OPTIONS = {"--index-url", "--no-build-isolation", "--sample-break-mode"}
 #: Variables that programs read and no help text names.

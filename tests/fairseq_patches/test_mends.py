@@ -148,7 +148,7 @@ def test_settings_that_a_model_refuses_end_fairseq_with_one_line(flags, words, c
 
 
 def test_a_folded_checkpoint_is_named():
-    assert str(FoldedModelError("x.pt")).startswith("x.pt was folded by pn-fold")
+    assert str(FoldedModelError("x.pt")).startswith("x.pt was folded by pn fold")
 
 
 def test_a_function_with_other_parameters_is_left_alone():

@@ -4,6 +4,7 @@ import json
 import math
 import re
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from pn_fairseq.common.command import UserError
 from pn_fairseq.common.probe_files import read_probe
 from pn_fairseq.common.published import LM_SENTENCE
 from pn_fairseq.pipeline import average, evaluate_lm, train
-from pn_fairseq.pipeline.evaluate_lm import Perplexity, compare, read_perplexity, result_file
+from pn_fairseq.pipeline.evaluate_lm import Perplexity, different, read_perplexity, result_file
 from pn_fairseq.pipeline.training_log import read_log
 from pn_fairseq.report import command as report
 
@@ -99,7 +100,7 @@ def test_all_tokens_are_counted(work, name):
 def test_perplexity_is_that_of_fairseq_eval_lm(work, name, context, capsys):
     checkpoint = work / name / "checkpoints/averaged.pt"
     call(evaluate_lm, "--run", work / name, "--context-window", context)
-    printed, mine = capsys.readouterr().out, read_perplexity(work / name)
+    printed, mine = capsys.readouterr().out, read_perplexity(work / name, context=context)
     assert f"perplexity:     {mine.perplexity:.2f}" in printed and f"context:{context}|stride:{8 - context}" in printed
     mode = "eos" if name == "adaptive" else "none"
     theirs = run(
@@ -109,7 +110,8 @@ def test_perplexity_is_that_of_fairseq_eval_lm(work, name, context, capsys):
     )
     loss = re.search(r"Loss \(base 2\): ([\d.]+)", theirs.stdout + theirs.stderr)[1]
     assert float(loss) == pytest.approx(mine.bits, abs=1e-3)
-    call(evaluate_lm, "--run", work / name)  # other tests read it
+    # The perplexity without context has its own file, which reports read.
+    assert read_perplexity(work / name).context == 0 and (context == 0 or mine.nll != read_perplexity(work / name).nll)
 
 
 def test_fairseqs_own_commands_end_on_mistakes_with_one_line(work, tmp_path):
@@ -267,29 +269,23 @@ PLAIN = Perplexity(5.0, "test", 100, "word", 50, 3, 8, 0, True)
 
 
 def wrote(folder, **changes):
-    found = Perplexity(**{**PLAIN.__dict__, **changes})
+    found = replace(PLAIN, **changes)
     (folder / "evaluate_lm").mkdir(parents=True)
     result_file(folder, "test").write_text(json.dumps(found.__dict__))
     return folder
 
 
-def test_comparison_refuses_other_tokens(tmp_path):
-    one, other = wrote(tmp_path / "one"), wrote(tmp_path / "other", nll=4.0, causal=False)
-    table = compare([one, other], "test")
-    assert "148.41" in table and "54.60" in table and "not causal" in table.splitlines()[2]
-    for name, change in {
-        "a": {"tokens": 101},
-        "b": {"unit": "subword"},
-        "c": {"vocabulary": 60},
-        "d": {"unknown": 1},
-        "e": {"context": 4},
-        "f": {"blocks": "eos"},
-    }.items():
-        with pytest.raises(UserError, match="cannot be compared: they have"):
-            compare([one, wrote(tmp_path / name, **change)], "test")
-    assert "not causal" in Perplexity(**{**PLAIN.__dict__, "causal": False}).text()
-    with pytest.raises(UserError, match="evaluate_lm.sh writes it"):
+def test_perplexities_of_other_tokens_are_not_compared(tmp_path):
+    for change in ({"tokens": 101}, {"unit": "subword"}, {"vocabulary": 60}, {"unknown": 1}, {"context": 4}):
+        assert list(change)[0] in different(PLAIN, replace(PLAIN, **change))
+    assert different(PLAIN, replace(PLAIN, blocks="eos")) and not different(PLAIN, replace(PLAIN, nll=4.0))
+    assert "not causal" in replace(PLAIN, causal=False).text()
+    with pytest.raises(UserError, match="pn evaluate-lm writes it"):
         read_perplexity(tmp_path)
+    # An earlier version wrote the perplexity of every context into one file.
+    assert read_perplexity(wrote(tmp_path)) == PLAIN
+    with pytest.raises(UserError, match="context-window 4"):
+        read_perplexity(wrote(tmp_path / "other", context=4))
 
 
 def test_report(work, tmp_path):
