@@ -1,4 +1,4 @@
-"""Reading fairseq's training log: what ``--log-file`` wrote, or the saved standard output."""
+"""Reading fairseq's training log in its log format ``json``: the ``--log-file``, or the saved standard output."""
 
 from __future__ import annotations
 
@@ -11,9 +11,6 @@ from pathlib import Path
 
 #: A JSON record, at the start of a line or after what a logger writes there. A setting may hold JSON, too.
 _JSON = re.compile(r'(?:^|[|-] )(?=\{")')
-#: The same with ``--log-format simple``, fairseq's default where the output is not a terminal.
-_SIMPLE_TRAIN = re.compile(r"epoch \d+: +\d+ / \d+ (?=loss=)")
-_SIMPLE_VALID = re.compile(r"\| valid on '\S+' subset(?= \|)")
 _SETTINGS = re.compile(r"(?:^|[|-] )(?=\{(?:'.*)?'common': \{)")
 _DEVICES = re.compile(r"training on (\d+) devices")
 _PARAMETERS = re.compile(r"num\. (?:shared )?model params: ([\d,]+)")
@@ -120,7 +117,7 @@ class TrainingLog:
 
 
 def read_log(path: str | Path) -> TrainingLog:
-    """Read a log, in fairseq's log format ``json`` or ``simple``.
+    """Read a log.
 
     Where a resumed run repeated an update, the later record counts; the time of both does. A line that was cut off is
     counted in ``unreadable``.
@@ -132,47 +129,41 @@ def read_log(path: str | Path) -> TrainingLog:
     with Path(path).open(encoding="utf-8", errors="replace") as lines:
         for line in lines:
             try:
-                record = _record(line)
-                if record is None:
-                    log._read_text(line)
+                if match := _JSON.search(line):
+                    log._read_record(json.loads(line[match.end() :]))
                 else:
-                    log._read_record(record)
+                    log._read_text(line)
             except (ValueError, TypeError, KeyError):
                 log.unreadable += 1
     return log
 
 
-def _record(line: str) -> dict | None:
-    """The names and values of a record; None for other text."""
-    if match := _JSON.search(line):
-        return json.loads(line[match.end() :])
-    if match := _SIMPLE_TRAIN.search(line):
-        return dict(re.findall(r"(\w+)=([^,\s]+)", line[match.end() :]))
-    if match := _SIMPLE_VALID.search(line):
-        return {f"valid_{name}": value for name, value in re.findall(r"\| (\w+) (\S+)", line[match.end() :])}
-    return None
-
-
 def _settings(text: str) -> dict | None:
-    """Python's notation of nested settings. fairseq-train's model is a ``Namespace(...)`` of every flag there is."""
+    """Python's notation of nested settings, in which fairseq-train's model is a ``Namespace(...)``."""
 
     def value(node: ast.expr):
         match node:
             case ast.Dict():
-                return {value(key): value(one) for key, one in zip(node.keys, node.values, strict=True)}
+                return {value(key): value(item) for key, item in zip(node.keys, node.values, strict=True)}
             case ast.Call():
-                return {one.arg: value(one.value) for one in node.keywords}
+                return {keyword.arg: value(keyword.value) for keyword in node.keywords}
         return ast.literal_eval(node)
 
     try:
-        settings = value(ast.parse(text.strip(), mode="eval").body)
+        return without_flags_of_others(value(ast.parse(text.strip(), mode="eval").body))
     except (SyntaxError, ValueError):
         return None
+
+
+def without_flags_of_others(settings: dict) -> dict:
+    """``settings``, whose section ``model`` is every flag of fairseq-train, without the flags of other sections."""
     if isinstance(model := settings.get("model"), dict):
-        others = {"arch", *settings}.union(
-            *(one for name, one in settings.items() if isinstance(one, dict) and name != "model")
-        )
-        settings["model"] = {name: one for name, one in model.items() if name == "_name" or name not in others}
+        others = {"arch", *settings}
+        for name, section in settings.items():
+            if name != "model" and isinstance(section, dict):
+                others |= section.keys()
+        others.discard("_name")
+        settings["model"] = {name: value for name, value in model.items() if name not in others}
     return settings
 
 
