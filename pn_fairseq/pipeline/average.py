@@ -235,7 +235,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         about = next(
             path for path in (recorded(data.parent, "settings"), *sorted(data.glob("dict.*"))) if path.is_file()
         )
-        made_of += f" recalibrated on {checksum(next(filter(Path.is_file, about)))[:16]}"
+        made_of += f" recalibrated on {checksum(about)[:16]}"
     for option in ("upper_bound", "keep_optimizer_state", "batches", "norm_module"):
         if value := getattr(args, option):
             made_of += f" {option}={value}"

@@ -39,7 +39,7 @@ from pn_fairseq.common.files import recorded
 from pn_fairseq.models.transformer_lm_pn import check_criterion
 from pn_fairseq.norms import load_norms
 from pn_fairseq.norms.registry import find_norm
-from pn_fairseq.pipeline.runs import flat
+from pn_fairseq.pipeline.runs import flat, load_config
 
 #: Settings of this pipeline beside fairseq's. Configs hold average_last in fairseq's free section ``scoring``.
 OWN = ("tokens_per_update", "average_last")
@@ -104,7 +104,7 @@ def compose(config: Path, overrides: Sequence[str], world_size: int, on_cpu: boo
     names = {override.partition("=")[0].lstrip("+~") for override in given}
     for name in names:
         if name.removeprefix("distributed_training.distributed_") in DERIVED:
-            raise UserError(f"{name} cannot be set here; it follows from NPROC, NNODES, ... (see --help)")
+            raise UserError(f"{name} cannot be set here; it follows from NPROC or torchrun (see --help)")
     unresolved = _read(config, given)
     cfg = _resolved(unresolved)
     batches = _batches(config, cfg, names, world_size)
@@ -343,7 +343,7 @@ def check_same_run(cfg: DictConfig, data: Path, run: Path) -> None:
     kept = run / "data.settings"
     if kept.is_file() and kept.read_bytes() != recorded(data, "settings").read_bytes():
         raise UserError(f"'{run}' was started with different data than '{data}' (compare {kept}); use another --run")
-    begun = OmegaConf.to_container(OmegaConf.load(run / "config.yaml"))
+    begun = OmegaConf.to_container(load_config(run / "config.yaml"))
     before, now = flat(begun), flat(OmegaConf.to_container(cfg))
     keys = sorted({*before, *now}, key=lambda key: (not key.startswith("model."), key))
     changed = [key for key in keys if before.get(key) != now.get(key) and not MAY_CHANGE.fullmatch(key)]

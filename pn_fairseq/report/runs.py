@@ -14,7 +14,7 @@ import yaml
 from pn_fairseq.common.command import UserError
 from pn_fairseq.common.files import count_lines, read_settings, recorded, short_names
 from pn_fairseq.pipeline.evaluate_lm import Perplexity, read_perplexity
-from pn_fairseq.pipeline.runs import flat
+from pn_fairseq.pipeline.runs import flat, with_present_names
 from pn_fairseq.pipeline.scoring import METRICS, Scores, ScoringError, low_bleu, read_scores
 from pn_fairseq.pipeline.training_log import Start, TrainingLog, read_log, without_flags_of_others
 
@@ -81,8 +81,8 @@ class Run:
 
     @property
     def world_size(self) -> int:
-        """Of the last start. starts.jsonl calls it workers."""
-        recorded = [start.get("workers") for start in self.starts if isinstance(start.get("workers"), int)]
+        """Of the last start."""
+        recorded = [start.get("world_size") for start in self.starts if isinstance(start.get("world_size"), int)]
         logged = [start.world_size for start in self.log.starts if start.world_size] if self.log else []
         return (recorded or logged or [self.setting("distributed_training.distributed_world_size", 1)])[-1]
 
@@ -323,7 +323,7 @@ def _read_starts(run: Run) -> None:
     for number, line in enumerate(lines, 1):
         try:
             if line.strip():
-                run.starts.append(dict(json.loads(line)))
+                run.starts.append(with_present_names(dict(json.loads(line))))
         except (ValueError, TypeError):
             run.problems.append(f"line {number} of starts.jsonl cannot be read")
 

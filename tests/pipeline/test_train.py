@@ -37,7 +37,7 @@ SHORT = (
 
 @pytest.fixture(autouse=True)
 def one_rank_on_the_cpu(monkeypatch):
-    for name in ("NPROC", "NNODES", "NODE_RANK", "RANK", "WORLD_SIZE", "SLURM_JOB_ID"):
+    for name in ("NPROC", "NNODES", "RANK", "WORLD_SIZE", "SLURM_STEP_NUM_TASKS"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
@@ -90,8 +90,8 @@ def test_what_a_run_holds(data, trained):
     assert (trained / "data").read_text() == f"{data}\n"
     assert (trained / "data.settings").read_bytes() == (data / "settings.txt").read_bytes()
     (record,) = map(json.loads, (trained / "starts.jsonl").read_text().splitlines())
-    assert (record["workers"], record["tokens_per_update"], record["max_tokens"]) == (1, 400, 400)
-    assert record["machines"] == [{"workers": 1, "gpus": []}] and record["torch"]
+    assert (record["world_size"], record["tokens_per_update"], record["max_tokens"]) == (1, 400, 400)
+    assert record["machines"] == [{"ranks": 1, "gpus": []}] and record["torch"]
     assert record["command"] == ["verses_es_en", "--data", str(data), "--run", str(trained), *SHORT]
     assert any((trained / "tensorboard").rglob("events.*"))
 
@@ -177,6 +177,15 @@ def test_an_error_in_the_training_is_one_line_with_the_traceback_in_the_log(data
     line = capsys.readouterr().err.splitlines()[-1]
     assert line.startswith("train.sh: error: RuntimeError: CUDA out of memory.") and "resume" in line
     assert "Traceback" in (tmp_path / "run/train.log").read_text()
+
+
+def test_a_gradient_that_is_not_finite_says_so_and_where(data, tmp_path, capsys):
+    huge = ("optimization.lr=[1e30]", "lr_scheduler.warmup_updates=1", "lr_scheduler.warmup_init_lr=1e30")
+    assert start(data, tmp_path / "run", *huge) == 1
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("[")]
+    assert re.match("train.sh: error: the loss or its gradients are not finite in update [23] ", line), line
+    assert re.search(r"\((NaN|Inf) first in the output of (en|de)coder\.", line) and "learning rate" in line
+    assert "again" not in line
 
 
 def test_a_measure_that_no_validation_has_is_named(data, tmp_path, capsys, monkeypatch):
