@@ -37,7 +37,9 @@ class ArgumentParser(argparse.ArgumentParser):
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
-        if "are required" in message:  # argparse looks for missing arguments before unknown options
+        if (
+            re.search("(is|are) required$", message) or "are required:" in message
+        ):  # argparse looks for missing arguments before unknown options
             options = [word.partition("=")[0] for word in self._words if word.startswith("--")]
             known = list(self._option_string_actions)
             unknown = [each for each in options if not any(option.startswith(each) for option in known)]

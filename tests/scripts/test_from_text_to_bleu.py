@@ -227,7 +227,7 @@ def test_plain_fairseq_commands_from_another_folder(data, tmp_path):
         cwd=tmp_path,
     )
     run(
-        *("pn", "average-checkpoints", "--inputs", "checkpoints", "--last", "2", "--by", "update"),
+        *("pn", "average", "--inputs", "checkpoints", "--last", "2", "--by", "update"),
         *("--output", "averaged.pt"),
         cwd=tmp_path,
     )

@@ -82,7 +82,7 @@ def test_a_run_without_its_parts(tmp_path):
     (tmp_path / "config.yaml").write_text("checkpoint: {keep_last_epochs: -1}\n")
     (tmp_path / "data").write_text(f"{tmp_path}/prepared\n")
     (tmp_path / "prepared/bin").mkdir(parents=True)
-    assert_refused(script("score.sh", "--run", tmp_path, check=False), "hyp.tok", "generate.sh")
+    assert_refused(script("score.sh", "--run", tmp_path, check=False), "hyp.tok", "pn generate")
 
 
 def test_missing_tools_are_named(tmp_path):
