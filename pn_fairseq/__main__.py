@@ -14,7 +14,7 @@ from pn_fairseq.common.command import ArgumentParser, UserError, did_you_mean, h
 
 #: Verb -> module whose ``main(argv)`` it calls. Imported only when it is called: most need no torch.
 VERBS = {
-    "data": "pn_fairseq.pipeline.data.steps",
+    "prepare": "pn_fairseq.pipeline.data.prepare",
     "train": "pn_fairseq.pipeline.train",
     "average": "pn_fairseq.pipeline.average",
     "average-checkpoints": "pn_fairseq.pipeline.average_checkpoints",

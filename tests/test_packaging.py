@@ -67,9 +67,7 @@ def test_the_source_distribution_has_what_a_build_and_the_scripts_need(sdist):
     assert not (sdist / "tests").exists()
 
 
-@pytest.mark.parametrize(
-    "command", ["train iwslt14_de_en --check", "train verses_lm_en --check", "--version"]
-)
+@pytest.mark.parametrize("command", ["train iwslt14_de_en --check", "train verses_lm_en --check", "--version"])
 def test_commands_in_an_empty_folder(command, installed):
     done = installed("pn", *command.split())
     assert done.returncode == 0, done.stderr

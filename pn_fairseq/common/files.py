@@ -33,17 +33,23 @@ def known_configs() -> list[str]:
 
 
 @contextlib.contextmanager
+def named_errors(path: Path | str) -> Iterator[None]:
+    """Errors of writing name no file themselves; in this block they name ``path``."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, error.filename or str(path)) from error
+
+
+@contextlib.contextmanager
 def atomic_write(path: Path | str, mode: str = "wb") -> Iterator[IO]:
     """Open a file for writing that replaces ``path`` when the block ends; after an error ``path`` is unchanged."""
     path = Path(path)
     partial = path.with_name(f"{path.name}.partial")
     try:
-        # Closing is part of writing: a full disk may show there first. OSErrors of writing name no file themselves.
-        try:
-            with partial.open(mode, encoding=None if "b" in mode else "utf-8") as file:
-                yield file
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, error.filename or str(path)) from error
+        # Closing is part of writing: a full disk may show there first.
+        with named_errors(path), partial.open(mode, encoding=None if "b" in mode else "utf-8") as file:
+            yield file
         os.replace(partial, path)
     except BaseException:
         partial.unlink(missing_ok=True)
@@ -51,17 +57,23 @@ def atomic_write(path: Path | str, mode: str = "wb") -> Iterator[IO]:
 
 
 @contextlib.contextmanager
+def scratch_folder(path: Path) -> Iterator[Path]:
+    """A new folder ``path`` that is removed when the block ends, like one that a killed process has left there."""
+    shutil.rmtree(path, ignore_errors=True)
+    path.mkdir(parents=True)
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+@contextlib.contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
     """A folder to write into, which replaces ``path`` when the block ends; after an error ``path`` is unchanged."""
-    partial = path.with_name(f"{path.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
+    with scratch_folder(path.with_name(f"{path.name}.partial")) as partial:
         yield partial
         shutil.rmtree(path, ignore_errors=True)
         partial.rename(path)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def checksum(path: Path, algorithm: str = "sha256") -> str:
@@ -88,6 +100,12 @@ def short_names(paths: Sequence[Path]) -> list[str]:
         if len(set(names)) == len(names):
             return names
     return [str(path) for path in paths]
+
+
+def recorded(folder: Path, name: str) -> Path:
+    """``folder/NAME.txt``, or ``folder/NAME`` if an older version has written it without an ending."""
+    old, new = folder / name, folder / f"{name}.txt"
+    return old if old.is_file() and not new.is_file() else new
 
 
 def read_settings(path: Path | str) -> dict[str, str]:

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from pn_fairseq.common.command import ArgumentParser, UserError, command, say, whole
-from pn_fairseq.common.files import atomic_write, checksum
+from pn_fairseq.common.files import atomic_write, checksum, recorded
 from pn_fairseq.pipeline.runs import RUN, Run, open_run
 
 #: --by -> the setting that says how many of these fairseq keeps.
@@ -62,7 +62,7 @@ def main(argv: list[str] | None = None) -> int:
     paths, kind = choose(run, args.by, args.last)
     made, how = output.with_name(f"{output.name}.made"), f"{kind} {len(paths)}"
     if args.recalibrate:
-        about = (run.data or run.bin) / ("settings" if run.data else "preprocess.log")
+        about = recorded(run.data, "settings") if run.data else run.bin / "preprocess.log"
         how += f" recalibrated on {checksum(about)[:16]}"
     if output.is_file() and made.is_file() and made.read_text("utf-8").strip() == how:
         newest = max(path.stat().st_mtime_ns for path in run.checkpoints.glob("checkpoint*.pt"))

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import pn_fairseq
 from pn_fairseq.common.command import ArgumentParser, UserError, command, deferred_signals, say, whole
-from pn_fairseq.common.files import atomic_folder, checksum, count_lines, read_settings, write_settings
+from pn_fairseq.common.files import atomic_folder, checksum, count_lines, read_settings, recorded, write_settings
 from pn_fairseq.common.machine import own_cores
 from pn_fairseq.pipeline.data.binarize import sentences as indexed
 from pn_fairseq.pipeline.data.parallel import progress
@@ -137,7 +137,7 @@ def main(argv: list[str] | None = None) -> int:
         raise UserError(f"'{run.data or run.bin}' has no subset '{args.subset}'")
     wanted = {
         "checkpoint": sha256(*decoding.checkpoints),
-        "data": sha256(*([run.data / "settings"] if run.data else []), *bins, *texts.values()),
+        "data": sha256(*([recorded(run.data, "settings")] if run.data else []), *bins, *texts.values()),
         "subset": args.subset,
         **{name: str(value) for name, value in decoding.search.items()},
         **({"nbest": str(args.nbest)} if args.nbest > 1 else {}),

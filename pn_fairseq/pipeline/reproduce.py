@@ -15,6 +15,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pn_fairseq.common.command import (
     ArgumentParser,
@@ -26,8 +27,12 @@ from pn_fairseq.common.command import (
     say,
     whole_number,
 )
-from pn_fairseq.common.files import PACKAGE, atomic_write, known_configs, read_settings
+from pn_fairseq.common.files import PACKAGE, atomic_write, known_configs, read_settings, recorded
 from pn_fairseq.common.published import PAPER, Table
+
+if TYPE_CHECKING:
+    from pn_fairseq.pipeline.data.preparation import Option
+    from pn_fairseq.pipeline.data.recipes import Recipe
 
 
 @dataclass(frozen=True)
@@ -108,15 +113,7 @@ TABLES = """\
 # --- the command line ---
 
 
-def preparation(name: str) -> dict[str, str]:
-    """The options of a recipe, without --dest: option -> what its value is called ("" for a flag)."""
-    script = PACKAGE.parent / f"scripts/prepare_{name}.sh"
-    usage = subprocess.run([script, "--help"], stdout=subprocess.PIPE, text=True).stdout
-    found = re.findall(r"^  (--[a-z0-9-]+)(?: ([^ \n]+))?(?:  .*)?$", usage, re.M)
-    return {option: value for option, value in found if option != "--dest"}
-
-
-def _parser(name: str, corpus: Corpus, passed_on: Mapping[str, str]) -> ArgumentParser:
+def _parser(name: str, corpus: Corpus, passed_on: Sequence[Option]) -> ArgumentParser:
     several, prepared = len(corpus.models) > 1, name in CORPORA
     more = MODELS.format(" ".join(corpus.models)) if several else ""
     more += TABLES.format(" ".join(corpus.tables)) if corpus.tables else ""
@@ -142,8 +139,10 @@ def _parser(name: str, corpus: Corpus, passed_on: Mapping[str, str]) -> Argument
     add("--dry-run", action="store_true", help="check everything, print the commands and do nothing")
     if passed_on:
         group = parser.add_argument_group(f"passed on to pn prepare {name}")
-        for option, value in passed_on.items():
-            group.add_argument(option, **({"metavar": value} if value else {"action": "store_true"}))
+        for option in passed_on:
+            kind = {"metavar": option.metavar, "type": option.type, "default": option.default}
+            kind = {**kind, "required": option.needed} if option.metavar else {"action": "store_true"}
+            group.add_argument(option.flag, help=option.help, **kind)
     return parser
 
 
@@ -185,6 +184,13 @@ def main(argv: Sequence[str]) -> int:
     return 2
 
 
+def recipe(name: str) -> Recipe:
+    """The recipe that prepares a corpus."""
+    from pn_fairseq.pipeline.data.recipes import RECIPES
+
+    return RECIPES[name]
+
+
 # --- what is done ---
 
 
@@ -217,7 +223,7 @@ def reproduce(name: str, words: Sequence[str], env: Mapping[str, str] = os.envir
     """``pn reproduce NAME`` with the arguments ``words``; returns the exit code."""
     prepared = name in CORPORA
     corpus = CORPORA[name] if prepared else own_corpus(name)
-    passed_on = preparation(name) if prepared else {}
+    passed_on = recipe(name).options if prepared else ()
     args = _parser(name, corpus, passed_on).parse_intermixed_args(words)
     check_settings(args.settings)
     norms, config, report_name = env.get("NORMS", corpus.norms).split(), corpus.config, "report"
@@ -239,9 +245,10 @@ def reproduce(name: str, words: Sequence[str], env: Mapping[str, str] = os.envir
     runs = Path(args.runs or Path("runs") / Path(config).stem).absolute()
     data = Path(args.data or Path("runs/data") / Path(corpus.config).stem).absolute()
     prepare = ["prepare", name, "--dest", data] if prepared else []
+    values = {option.name: getattr(args, option.name) for option in passed_on}
     for option in passed_on:
-        if value := getattr(args, option[2:].replace("-", "_")):
-            prepare += [option] if value is True else [option, value]
+        if values[option.name] not in (option.default, False):
+            prepare += [option.flag, values[option.name]] if option.metavar else [option.flag]
     commands: dict[str, dict[str, list]] = {}
     for run_name, settings in planned.items():
         commands[run_name] = {step: [step, "--run", runs / run_name] for step in corpus.steps}
@@ -251,7 +258,10 @@ def reproduce(name: str, words: Sequence[str], env: Mapping[str, str] = os.envir
     if table:
         report += ["--paper", table]
 
-    check_data(name, corpus, data, args.settings)
+    if prepared:
+        check_prepared(name, data, values)
+    else:
+        check_data(name, corpus, data, args.settings)
     for model in corpus.models:  # the names of all settings, once for each model
         of_model = [words for words in planned.values() if words[0].startswith(f"model._name={model}_")]
         settings = dict.fromkeys(setting for _, _, *more in of_model for setting in more)
@@ -284,30 +294,53 @@ def check_settings(settings: Sequence[str]) -> None:
             raise UserError(f"unexpected argument '{setting}': settings are key=value (see --help)")
 
 
-def check_data(name: str, corpus: Corpus, data: Path, settings: Sequence[str]) -> None:
-    """Refuse data of other languages than the corpus or the configuration has, and a configuration without data."""
-    found = next((path for path in (data / "settings.txt", data / "settings") if path.is_file()), None)
-    if found is None or not (data / "bin").is_dir():
-        if name in CORPORA:
-            return  # it is still to be prepared
-        raise UserError(f"'{data}' is not prepared data (--data): pn prepare makes it from your text")
-    if "evaluate-lm" in corpus.steps:
+def check_prepared(name: str, data: Path, values: Mapping[str, object]) -> None:
+    """Refuse data that was prepared with other settings than the recipe has with these ``values`` of its options."""
+    from pn_fairseq.pipeline.data import settings, tokens
+    from pn_fairseq.pipeline.data.preparation import Preparation
+
+    class SettingsKnown(Exception):
+        pass
+
+    class Plan(Preparation):
+        """A preparation that ends where its settings are known."""
+
+        def open(self, name: str) -> None:
+            raise SettingsKnown
+
+    if not (data / "bin").is_dir():
+        return  # preparing it is the first step
+    plan = Plan(data, workers=1)
+    with contextlib.suppress(SettingsKnown):
+        recipe(name).prepare(plan, **values)
+    if not plan.settings:  # a language model
         return
+    for key, value in settings.read(data).items():
+        if value not in (plan.settings[key], tokens.SACREMOSES_OLD):
+            raise UserError(
+                f"'{data}' was prepared with {key}={value}, and pn prepare {name} has {key}={plan.settings[key]}: "
+                f"name another --data; for data of your own: pn reproduce {CORPORA[name].config} --data DIR"
+            )
+
+
+def check_data(name: str, corpus: Corpus, data: Path, settings: Sequence[str]) -> None:
+    """Refuse what is not prepared data, and data of other languages than the configuration has."""
     from pn_fairseq.pipeline.settings import compose
     from pn_fairseq.pipeline.train import find_config
 
-    of_data = read_settings(found)
-    given = [] if name in CORPORA else settings
-    task = compose(find_config(corpus.config), given, world_size=1, on_cpu=True)[0].task
-    languages, wanted = (of_data.get("source"), of_data.get("target")), (task.source_lang, task.target_lang)
-    if languages == wanted:
+    file = recorded(data, "settings")
+    if not (file.is_file() and (data / "bin").is_dir()):
+        raise UserError(f"'{data}' is not prepared data (--data): pn prepare makes it from your text")
+    if "evaluate-lm" in corpus.steps:
         return
-    differs = f"'{data}' was prepared from {'-'.join(map(str, languages))}, and {name} is {'-'.join(map(str, wanted))}"
-    if name in CORPORA:
+    of_data = read_settings(file)
+    task = compose(find_config(corpus.config), settings, world_size=1, on_cpu=True)[0].task
+    languages, wanted = (of_data.get("source"), of_data.get("target")), (task.source_lang, task.target_lang)
+    if languages != wanted:
         raise UserError(
-            f"{differs}; for data of your own give a configuration: pn reproduce {corpus.config} --data DIR"
+            f"'{data}' was prepared from {'-'.join(map(str, languages))}, and the settings say {'-'.join(wanted)}: "
+            f"add task.source_lang={languages[0]} task.target_lang={languages[1]}"
         )
-    raise UserError(f"{differs}: add task.source_lang={languages[0]} task.target_lang={languages[1]}")
 
 
 def _check_training(*words: str) -> None:
@@ -334,8 +367,6 @@ def must(step: Sequence[str | Path], **options) -> None:
 
 def program(step: Sequence[str | Path]) -> list[str | Path]:
     """The command that runs a step by this very package, also where the current folder has another one."""
-    if step[0] == "prepare":
-        return [PACKAGE.parent / f"scripts/prepare_{step[1]}.sh", *step[2:]]
     return [sys.executable, *(["-P"] if PACKAGE.parent != Path.cwd() else []), "-m", "pn_fairseq", *step]
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from pn_fairseq.common.command import UserError
-from pn_fairseq.common.files import read_settings
+from pn_fairseq.common.files import read_settings, recorded
 
 #: The help of the option --run.
 RUN = "a run of scripts/train.sh, fairseq-train or a job of a sweep"
@@ -49,10 +49,10 @@ class Run:
         if self.data is None:
             languages = {"source": self.get("task.source_lang"), "target": self.get("task.target_lang")}
         else:
-            languages = read_settings(self.data / "settings")
+            languages = read_settings(recorded(self.data, "settings"))
         for key in ("source", "target"):
             if not languages.get(key):
-                where = "its settings" if self.data is None else self.data / "settings"
+                where = "its settings" if self.data is None else recorded(self.data, "settings")
                 raise UserError(f"{where} do not name the {key} language (scripts/prepare_*.sh write it)")
         return languages
 
@@ -69,12 +69,12 @@ def open_run(path: Path | None, same_data: bool = False) -> Run:
     else:
         config = _config_of_fairseq(path, checkpoints)
         folder = Path(str(OmegaConf.select(config, "task.data")).split(":")[0])
-        data = folder.parent if (folder.parent / "settings").is_file() else None
+        data = folder.parent if recorded(folder.parent, "settings").is_file() else None
     if not folder.is_dir():
         raise UserError(f"the data of '{path}' is gone: {folder}")
     kept = path / "data.settings"
-    if same_data and data and kept.is_file() and (data / "settings").is_file():
-        if kept.read_bytes() != (data / "settings").read_bytes():
+    if same_data and data and kept.is_file() and recorded(data, "settings").is_file():
+        if kept.read_bytes() != recorded(data, "settings").read_bytes():
             raise UserError(
                 f"'{data}' was prepared again, with other settings or other text, after '{path}' was trained "
                 f"(compare {kept})"

@@ -35,6 +35,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 import pn_fairseq.plugin  # noqa: F401 (registers the architectures)
 from pn_fairseq.common.command import UserError, did_you_mean, whole_number
+from pn_fairseq.common.files import recorded
 from pn_fairseq.models.transformer_lm_pn import check_criterion
 from pn_fairseq.norms import load_norms
 from pn_fairseq.norms.registry import find_norm
@@ -346,7 +347,7 @@ def check_same_run(cfg: DictConfig, data: Path, run: Path) -> dict[str, tuple]:
         The settings that may change and do: their names -> what they were, and what they are.
     """
     kept = run / "data.settings"
-    if kept.is_file() and kept.read_bytes() != (data / "settings").read_bytes():
+    if kept.is_file() and kept.read_bytes() != recorded(data, "settings").read_bytes():
         raise UserError(f"'{run}' was started with different data than '{data}' (compare {kept}); use another --run")
     begun = OmegaConf.to_container(OmegaConf.load(run / "config.yaml"))
     before, now = flat(begun), flat(OmegaConf.to_container(cfg))

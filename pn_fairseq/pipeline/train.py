@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from pn_fairseq.common.command import ArgumentParser, Interrupted, UserError, command, did_you_mean, say
-from pn_fairseq.common.files import PACKAGE, atomic_write, configs_folder, known_configs
+from pn_fairseq.common.files import PACKAGE, atomic_write, configs_folder, known_configs, recorded
 from pn_fairseq.common.machine import own_cores
 from pn_fairseq.pipeline.launch import Place, TrainingFailed, find_place, torchrun
 
@@ -85,10 +85,8 @@ def main(argv: list[str] | None = None) -> int:
     config = find_config(args.config)
     data = (args.data or Path("runs/data") / config.stem).absolute()
     run = (args.run or Path("runs") / config.stem).absolute()
-    if not args.check and not ((data / "bin").is_dir() and (data / "settings").is_file()):
-        raise UserError(
-            f"'{data}' is not prepared data: it has no bin/ or no settings (scripts/prepare_*.sh make them)"
-        )
+    if not args.check and not ((data / "bin").is_dir() and recorded(data, "settings").is_file()):
+        raise UserError(f"'{data}' is not prepared data: it has no bin/ or no settings.txt (pn prepare makes them)")
     if ":" in str(data):
         raise UserError(f"'{data}' has a colon, at which fairseq splits paths; use another path (--data)")
     logging.getLogger().addHandler(logging.NullHandler())  # else fairseq configures logging when it is imported
@@ -251,7 +249,7 @@ def begin(cfg, batches, place: Place, data: Path, run: Path, argv: list[str]) ->
     with atomic_write(run / "data", "w") as file:
         file.write(f"{data}\n")
     with atomic_write(run / "data.settings") as file:
-        file.write((data / "settings").read_bytes())
+        file.write(recorded(data, "settings").read_bytes())
     here = int(os.environ.get("LOCAL_WORLD_SIZE", torch.cuda.device_count() if place.gpu else 1))
     about = describe()
     machine = {"workers": min(here, batches.world_size), "gpus": about["gpus"] if place.gpu else []}
@@ -289,7 +287,7 @@ def train(cfg, place: Place, data: Path, run: Path) -> None:
     if place.rank is not None:  # torchrun has set them, SLURM has not
         os.environ.setdefault("MASTER_ADDR", place.address)
         os.environ.setdefault("MASTER_PORT", str(place.port))
-    same = hashlib.sha256(OmegaConf.to_yaml(cfg).encode() + (data / "settings").read_bytes()).hexdigest()
+    same = hashlib.sha256(OmegaConf.to_yaml(cfg).encode() + recorded(data, "settings").read_bytes()).hexdigest()
     cfg.common.log_file = None  # the handler below has all of fairseq's log, not only that of fairseq_cli.train
     # fairseq reads torchrun's variables itself, but divides by the number of GPUs.
     cfg.distributed_training.distributed_rank = rank

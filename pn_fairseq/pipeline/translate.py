@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import tempfile
 from pathlib import Path
@@ -27,7 +26,7 @@ def to_subwords(run: Run, text: str) -> list[str]:
     from pn_fairseq.pipeline.data import settings, subwords, tokens
 
     how = settings.read(run.data)
-    tokenize = tokens.tokenizer(how, how["source"], "test" in how["straighten"].split(), os.environ.get("MOSES", ""))
+    tokenize = tokens.tokenizer(how, how["source"], "test" in how["straighten"].split())
     segment = subwords.segmenter(how["segmentation"], run.data / "bpe" / subwords.MODELS[how["segmentation"]])
     tokenized = tokenize("".join(f"{line}\n" for line in text.split("\n")).encode("utf-8"))
     return [segment(line).strip() for line in tokenized.decode("utf-8").removesuffix("\n").split("\n")]
@@ -42,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
         folder = above.parent if (above.parent / "config.yaml").is_file() else above
     run = open_run(folder, same_data=True)
     if run.data is None:
-        raise UserError(f"{run.bin}/../settings does not exist: how its text was tokenized is not known")
+        raise UserError(f"{run.bin}/../settings.txt does not exist: how its text was tokenized is not known")
     decoding = Decoding(args, run)
     try:
         text = (args.input.read_bytes() if args.input else sys.stdin.buffer.read()).decode("utf-8")

@@ -12,7 +12,7 @@ from pathlib import Path
 import yaml
 
 from pn_fairseq.common.command import UserError
-from pn_fairseq.common.files import count_lines, read_settings, short_names
+from pn_fairseq.common.files import count_lines, read_settings, recorded, short_names
 from pn_fairseq.pipeline.evaluate_lm import Perplexity, read_perplexity
 from pn_fairseq.pipeline.runs import flat
 from pn_fairseq.pipeline.scoring import METRICS, Scores, ScoringError, low_bleu, read_scores
@@ -21,7 +21,7 @@ from pn_fairseq.pipeline.training_log import TrainingLog, read_log
 #: Any of these in a folder means that scripts/train.sh wrote it; of a run that failed at once there is only the last.
 _OF_TRAIN_SH = ("config.yaml", "data", "data.settings", "starts.jsonl", "failed")
 
-#: What an absent key in the settings of a translation's data means (scripts/prepare_*.sh).
+#: What an absent key in the settings of a translation's data means (pn prepare).
 _DATA_DEFAULTS = {
     "segmentation": "subword-nmt",
     "tokenizer": "sacremoses",
@@ -218,9 +218,9 @@ def _read_data(run: Run) -> None:
     elif folder := run.setting("task.data"):
         # fairseq takes several folders, separated by colons; the last part of ours is bin.
         run.data_path = Path(str(folder).split(":")[0])
-        if (run.data_path.parent / "settings").is_file():
+        if recorded(run.data_path.parent, "settings").is_file():
             run.data_path = run.data_path.parent
-            noted = run.data_path / "settings"
+            noted = recorded(run.data_path, "settings")
         else:
             names = [re.match(r"train\.([\w-]+)-([\w-]+)\.", file.name) for file in run.data_path.glob("train.*.bin")]
             pair = next((match.groups() for match in names if match), ("", ""))
