@@ -18,6 +18,11 @@ die() {
     echo "make_venv.sh: error: $*" >&2
     exit 2
 }
+if [[ ${1-} == --help ]]; then
+    sed -n '2,/^set/s/^# \?//p' "$0"
+    exit 0
+fi
+[[ $# -eq 0 ]] || die "unexpected argument '$1' (see --help)"
 
 python=${PYTHON:-$(saved python)} torch=${TORCH:-$(saved torch)}
 if [[ -z $python ]]; then

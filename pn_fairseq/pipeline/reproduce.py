@@ -15,6 +15,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pn_fairseq.common.command import (
     ArgumentParser,
@@ -28,8 +29,10 @@ from pn_fairseq.common.command import (
 )
 from pn_fairseq.common.files import PACKAGE, atomic_write, known_configs, read_settings, recorded
 from pn_fairseq.common.published import PAPER, Table
-from pn_fairseq.pipeline.data.preparation import Option
-from pn_fairseq.pipeline.data.recipes import RECIPES
+
+if TYPE_CHECKING:
+    from pn_fairseq.pipeline.data.preparation import Option
+    from pn_fairseq.pipeline.data.recipes import Recipe
 
 
 @dataclass(frozen=True)
@@ -137,8 +140,9 @@ def _parser(name: str, corpus: Corpus, passed_on: Sequence[Option]) -> ArgumentP
     if passed_on:
         group = parser.add_argument_group(f"passed on to pn prepare {name}")
         for option in passed_on:
-            kind = {"metavar": option.metavar} if option.metavar else {"action": "store_true"}
-            group.add_argument(option.flag, dest=option.name, help=option.help, **kind)
+            kind = {"metavar": option.metavar, "type": option.type, "default": option.default}
+            kind = {**kind, "required": option.needed} if option.metavar else {"action": "store_true"}
+            group.add_argument(option.flag, help=option.help, **kind)
     return parser
 
 
@@ -180,6 +184,13 @@ def main(argv: Sequence[str]) -> int:
     return 2
 
 
+def recipe(name: str) -> Recipe:
+    """The recipe that prepares a corpus."""
+    from pn_fairseq.pipeline.data.recipes import RECIPES
+
+    return RECIPES[name]
+
+
 # --- what is done ---
 
 
@@ -212,7 +223,7 @@ def reproduce(name: str, words: Sequence[str], env: Mapping[str, str] = os.envir
     """``pn reproduce NAME`` with the arguments ``words``; returns the exit code."""
     prepared = name in CORPORA
     corpus = CORPORA[name] if prepared else own_corpus(name)
-    passed_on = RECIPES[name].options if prepared else ()
+    passed_on = recipe(name).options if prepared else ()
     args = _parser(name, corpus, passed_on).parse_intermixed_args(words)
     check_settings(args.settings)
     norms, config, report_name = env.get("NORMS", corpus.norms).split(), corpus.config, "report"
@@ -234,9 +245,10 @@ def reproduce(name: str, words: Sequence[str], env: Mapping[str, str] = os.envir
     runs = Path(args.runs or Path("runs") / Path(config).stem).absolute()
     data = Path(args.data or Path("runs/data") / Path(corpus.config).stem).absolute()
     prepare = ["prepare", name, "--dest", data] if prepared else []
+    values = {option.name: getattr(args, option.name) for option in passed_on}
     for option in passed_on:
-        if value := getattr(args, option.name):
-            prepare += [option.flag] if value is True else [option.flag, value]
+        if values[option.name] not in (option.default, False):
+            prepare += [option.flag, values[option.name]] if option.metavar else [option.flag]
     commands: dict[str, dict[str, list]] = {}
     for run_name, settings in planned.items():
         commands[run_name] = {step: [step, "--run", runs / run_name] for step in corpus.steps}
@@ -246,7 +258,10 @@ def reproduce(name: str, words: Sequence[str], env: Mapping[str, str] = os.envir
     if table:
         report += ["--paper", table]
 
-    check_data(name, corpus, data, args.settings)
+    if prepared:
+        check_prepared(name, data, values)
+    else:
+        check_data(name, corpus, data, args.settings)
     for model in corpus.models:  # the names of all settings, once for each model
         of_model = [words for words in planned.values() if words[0].startswith(f"model._name={model}_")]
         settings = dict.fromkeys(setting for _, _, *more in of_model for setting in more)
@@ -279,30 +294,53 @@ def check_settings(settings: Sequence[str]) -> None:
             raise UserError(f"unexpected argument '{setting}': settings are key=value (see --help)")
 
 
-def check_data(name: str, corpus: Corpus, data: Path, settings: Sequence[str]) -> None:
-    """Refuse data of other languages than the corpus or the configuration has, and a configuration without data."""
-    found = recorded(data, "settings")
-    if not found.is_file() or not (data / "bin").is_dir():
-        if name in CORPORA:
-            return  # it is still to be prepared
-        raise UserError(f"'{data}' is not prepared data (--data): pn prepare makes it from your text")
-    if "evaluate-lm" in corpus.steps:
+def check_prepared(name: str, data: Path, values: Mapping[str, object]) -> None:
+    """Refuse data that was prepared with other settings than the recipe has with these ``values`` of its options."""
+    from pn_fairseq.pipeline.data import settings, tokens
+    from pn_fairseq.pipeline.data.preparation import Preparation
+
+    class SettingsKnown(Exception):
+        pass
+
+    class Plan(Preparation):
+        """A preparation that ends where its settings are known."""
+
+        def open(self, name: str) -> None:
+            raise SettingsKnown
+
+    if not (data / "bin").is_dir():
+        return  # preparing it is the first step
+    plan = Plan(data, workers=1)
+    with contextlib.suppress(SettingsKnown):
+        recipe(name).prepare(plan, **values)
+    if not plan.settings:  # a language model
         return
+    for key, value in settings.read(data).items():
+        if value not in (plan.settings[key], tokens.SACREMOSES_OLD):
+            raise UserError(
+                f"'{data}' was prepared with {key}={value}, and pn prepare {name} has {key}={plan.settings[key]}: "
+                f"name another --data; for data of your own: pn reproduce {CORPORA[name].config} --data DIR"
+            )
+
+
+def check_data(name: str, corpus: Corpus, data: Path, settings: Sequence[str]) -> None:
+    """Refuse what is not prepared data, and data of other languages than the configuration has."""
     from pn_fairseq.pipeline.settings import compose
     from pn_fairseq.pipeline.train import find_config
 
-    of_data = read_settings(found)
-    given = [] if name in CORPORA else settings
-    task = compose(find_config(corpus.config), given, world_size=1, on_cpu=True)[0].task
-    languages, wanted = (of_data.get("source"), of_data.get("target")), (task.source_lang, task.target_lang)
-    if languages == wanted:
+    file = recorded(data, "settings")
+    if not (file.is_file() and (data / "bin").is_dir()):
+        raise UserError(f"'{data}' is not prepared data (--data): pn prepare makes it from your text")
+    if "evaluate-lm" in corpus.steps:
         return
-    differs = f"'{data}' was prepared from {'-'.join(map(str, languages))}, and {name} is {'-'.join(map(str, wanted))}"
-    if name in CORPORA:
+    of_data = read_settings(file)
+    task = compose(find_config(corpus.config), settings, world_size=1, on_cpu=True)[0].task
+    languages, wanted = (of_data.get("source"), of_data.get("target")), (task.source_lang, task.target_lang)
+    if languages != wanted:
         raise UserError(
-            f"{differs}; for data of your own give a configuration: pn reproduce {corpus.config} --data DIR"
+            f"'{data}' was prepared from {'-'.join(map(str, languages))}, and the settings say {'-'.join(wanted)}: "
+            f"add task.source_lang={languages[0]} task.target_lang={languages[1]}"
         )
-    raise UserError(f"{differs}: add task.source_lang={languages[0]} task.target_lang={languages[1]}")
 
 
 def _check_training(*words: str) -> None:

@@ -18,7 +18,7 @@ from .pages import PAGES, ROOT, Command, block_commands, inline_commands, inline
 #: First words of commands that are not this project's. Their options are not checked.
 OTHERS = {"pip", "sacrebleu", "export", "echo", "srun", "sbatch", "torchrun", "sed", "tensorboard", ".", "pre-commit"}
 #: Options of such commands that pages mention.
-OTHER_OPTIONS = {"--index-url", "--no-build-isolation", "--sample-break-mode"}
+OTHER_OPTIONS = {"--extra-index-url", "--index-url", "--no-build-isolation", "--sample-break-mode"}
 OTHER_OPTIONS |= {"--nnodes", "--node-rank", "--nproc-per-node", "--requeue"}  # of torchrun and sbatch
 #: Variables that programs read and no help text names.
 VARIABLES = {"CUDA_VISIBLE_DEVICES", "WANDB_MODE"}
@@ -95,6 +95,8 @@ def ours(command: Command) -> tuple[str, list[str]] | None:
         return None
     if words[:3] == ["python", "-m", "pn_fairseq"]:
         words = ["pn", *words[3:]]
+    if words[0] == "scripts/reproduce.sh":
+        words = ["pn", "reproduce", *words[1:]]
     if words[0] == "pn":
         verb = 1 + (len(words) > 1 and not words[1].startswith("-"))
         verb += words[1:2] == ["reproduce"] and len(words) > 2

@@ -150,7 +150,10 @@ def test_language_models_are_trained_for_every_model_and_norm(unchecked):
     lines = dry_run("ptb", "--corpus", "/texts", NORMS="pn", SEEDS="1")
     assert lines[0] == "pn prepare ptb --dest runs/data/ptb_lm --corpus /texts"
     assert "--run runs/ptb_lm/pn_seed1 model._name=tensorized_lm_pn_ptb" in lines[1]
-    assert "model._name=tensorized_lm_pn_wt103" in dry_run("ptb", NORMS="pn", SEEDS="1", SIZE="wt103")[1]
+    assert (
+        "model._name=tensorized_lm_pn_wt103"
+        in dry_run("ptb", "--corpus", "/texts", NORMS="pn", SEEDS="1", SIZE="wt103")[1]
+    )
     assert len(dry_run("verses_lm", MODELS="tensorized_lm", NORMS="pn", SEEDS="1")) == 5
     refused = in_process("verses_lm", "--dry-run", MODELS="lstm")
     assert_refused(refused, "MODELS", "'lstm'", "transformer_lm tensorized_lm")
@@ -361,7 +364,9 @@ def test_conflicts_are_found_before_anything_runs(data, tmp_path, monkeypatch, o
     one = {"NORMS": "pn", "SEEDS": "1"}
     assert_refused(own(french, *option, **one), "fr-en", "es-en", "add task.source_lang=fr task.target_lang=en")
     refused = in_process("verses", "--data", french, "task.source_lang=fr", *option, **one)
-    assert_refused(refused, "was prepared from fr-en", "verses is es-en", "pn reproduce verses_es_en --data DIR")
+    assert_refused(refused, "prepared with source=fr", "has source=es", "pn reproduce verses_es_en --data DIR")
+    refused = in_process("verses", "--data", data, *option, **one)
+    assert_refused(refused, "prepared with bpe=300, and pn prepare verses has bpe=4000")
     assert_refused(own(tmp_path, *option, **one), "is not prepared data (--data)")
     (tmp_path / "sweep/pn_seed1").mkdir(parents=True)
     (tmp_path / "sweep/pn_seed1/config.yaml").write_text("model: {_name: transformer_pn_tiny, dropout: 0.5}\n")

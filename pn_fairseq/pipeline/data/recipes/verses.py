@@ -6,9 +6,8 @@ Checks data/verses.es-en against its checksums and prepares it (lower-cased, joi
 
 from pathlib import Path
 
-import pn_fairseq
 from pn_fairseq.common.command import UserError
-from pn_fairseq.common.files import checksum, read_settings
+from pn_fairseq.common.files import checksum, read_settings, shipped
 from pn_fairseq.pipeline.data.preparation import KEEP_CASE, Preparation, bpe
 
 CONFIG = "verses_es_en"
@@ -16,15 +15,12 @@ OPTIONS = (bpe(4000), KEEP_CASE)
 
 
 def corpus() -> Path:
-    """The folder of the verses, in the checkout that has this package or in the current folder."""
-    checkouts = Path(pn_fairseq.__file__).resolve().parent.parent, Path.cwd()
-    for folder in (checkout / "data/verses.es-en" for checkout in checkouts):
-        if (folder / "SHA256SUMS").is_file():
-            sums = read_settings(folder / "SHA256SUMS")
-            if any(not (folder / name).is_file() or checksum(folder / name) != sums[name] for name in sums):
-                raise UserError(f"{folder} is damaged or incomplete; 'git checkout -- data' brings it back")
-            return folder
-    raise UserError("the verses, data/verses.es-en, are in the repository only: run this in a checkout of it")
+    """The folder of the verses, which come with this project."""
+    folder = shipped("data/verses.es-en")
+    sums = read_settings(folder / "SHA256SUMS")
+    if any(not (folder / name).is_file() or checksum(folder / name) != sums[name] for name in sums):
+        raise UserError(f"{folder} is damaged or incomplete; 'git checkout -- data' brings it back")
+    return folder
 
 
 def prepare(data: Preparation, bpe: str, keep_case: bool) -> None:
