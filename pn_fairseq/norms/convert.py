@@ -38,8 +38,8 @@ _PASS_IT = (
 class Conversion:
     """One call of :func:`convert_norms`: what its norms share."""
 
-    def __init__(self) -> None:
-        self.warned = False
+    def __init__(self, warned: bool = False):
+        self.warned = warned
 
 
 class _Forward:
@@ -145,6 +145,8 @@ class ConvertedNorm:
         return f"{super()._get_name()} for {self.replaced}"
 
     def forward(self, x: Tensor, padding_mask: Tensor | None = None) -> Tensor:
+        if x.is_nested:  # has no padding
+            return super().forward(x)
         if not self._uses_mask():
             return self._arranged(x, None)[0]
         if torch.compiler.is_compiling():
@@ -460,7 +462,7 @@ def convert(model, norm, only, skip, layout, mask_from, zero_padding, options, n
     names: dict[nn.Module, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         names.setdefault(module, []).append(name)
-    conversion = Conversion()
+    conversion = Conversion(warned=mask_from is None and none_is_no_padding)
     made = {
         module: _replacement(module, names[module][0], norm, layout, zero_padding, conversion, options)
         for module in _choose(names, only, skip, layout)
@@ -663,6 +665,8 @@ def _hook(model: nn.Module, norms: list, forms: dict, conversion: Conversion, no
         except (TypeError, ValueError):
             continue
         found = {each.name: (index, each) for index, each in enumerate(parameters)}
+        if "encoder_out" in found:
+            found.pop("encoder_padding_mask", None)  # of fairseq's decoder layers: the mask of what they attend to
         if argument := next((each for each in forms if each in found), None):
             index, parameter = found[argument]
             position = None if parameter.kind == parameter.KEYWORD_ONLY else index
