@@ -20,6 +20,7 @@ VERBS = {
     "fold": "pn_fairseq.pipeline.fold",
     "generate": "pn_fairseq.pipeline.generate",
     "import-release": "pn_fairseq.pipeline.import_release",
+    "norms": "pn_fairseq.norms.command",
     "plot-curves": "pn_fairseq.report.curves",
     "report": "pn_fairseq.report.command",
     "reproduce": "pn_fairseq.pipeline.reproduce",

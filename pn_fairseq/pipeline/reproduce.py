@@ -263,12 +263,11 @@ def reproduce(name: str, words: Sequence[str]) -> int:
         if not shutil.which(program):
             raise UserError(f"'{program}' is not installed or not on the PATH")
 
-    # Before the hours of the preparation: the names of all settings, once for each model.
+    # Before the hours of the preparation: each norm with settings of its own, or else one norm of each model.
     for model in corpus.models:
-        of_model = [words for words in planned.values() if words[0].startswith(f"model._name={model}_")]
-        settings = dict.fromkeys(setting for _, _, *more in of_model for setting in more)
-        if of_model:
-            _must([scripts / "train.sh", config, "--check", of_model[0][0], *settings, *args.settings])
+        of_model = [(arch, *more) for arch, _, *more in planned.values() if arch.startswith(f"model._name={model}_")]
+        for settings in dict.fromkeys(words for words in of_model if len(words) > 1) or of_model[:1]:
+            _must([scripts / "train.sh", config, "--check", *settings, *args.settings])
     if machine:
         # The first machine decodes between two trainings, and the others wait for it.
         os.environ.setdefault("START_TIMEOUT", "604800")
