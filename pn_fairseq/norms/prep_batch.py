@@ -68,7 +68,7 @@ class ProgressiveBatchNorm(MaskedBatchNorm):
         share = 0.0 if self.recalibrating else self.layer_share()
         if isinstance(share, float) and share == 0.0:
             return y
-        h = self.layer_scale(x)
+        h = self.layer_scale(x) if self.layer_scale_groups else x
         if self.affine:
             return y + layer_norm(h, share * self.ln_weight, share * self.ln_bias, self.eps)
         return y + share * layer_norm(h, None, None, self.eps)
