@@ -127,7 +127,7 @@ def compare(model: nn.Module, other: nn.Module, sentences: int = 16, length: int
     )
 
 
-def fold_checkpoint(state: dict, name: str, **overrides) -> tuple[dict, list[str], Difference]:
+def fold_checkpoint(state: dict, name: str) -> tuple[dict, list[str], Difference]:
     """The checkpoint ``state`` with its norms folded, for decoding.
 
     Folded weights are computed in float64 and stored in float32 (or what is wider), also in a checkpoint of half
@@ -137,7 +137,6 @@ def fold_checkpoint(state: dict, name: str, **overrides) -> tuple[dict, list[str
     Args:
         state: what :func:`pn_fairseq.common.checkpoints.load_checkpoint` read.
         name: of the checkpoint in error messages.
-        overrides: settings of the model that replace those in the checkpoint.
 
     Returns:
         The new checkpoint, one line for each norm, and the difference between the logits of the two models.
@@ -146,7 +145,7 @@ def fold_checkpoint(state: dict, name: str, **overrides) -> tuple[dict, list[str
         CheckpointError: it is not a checkpoint of ``transformer_pn``, was folded already, has nothing to fold or
             something that cannot be folded, or its logits change by more than :data:`TOLERANCE` of the largest.
     """
-    settings = changed(model_settings_of(state, name), **overrides)
+    settings = model_settings_of(state, name)
     _check(settings, state, name)
     file = state["model"]
     model = model_of(settings, file, name)
@@ -169,8 +168,7 @@ def fold_checkpoint(state: dict, name: str, **overrides) -> tuple[dict, list[str
         raise CheckpointError(
             f"{name}: cannot be folded in float32: {difference}; at most {TOLERANCE:g} of the largest logit is accepted"
         )
-    new = _new_state(state, weights, {FOLDED_MARK: True, **overrides})
-    return new, [_outcome(key, norm, after.get(key)) for key, norm in norms.items()], difference
+    return _new_state(state, weights), [_outcome(key, norm, after.get(key)) for key, norm in norms.items()], difference
 
 
 def _check(settings, state: dict, name: str) -> None:
@@ -199,14 +197,15 @@ def _outcome(name: str, norm: ChannelNorm, projections: list[str] | None) -> str
     return f"{name}: {kind} folded into {', '.join(projections)}{rest}"
 
 
-def _new_state(state: dict, weights: dict[str, Tensor], settings: dict[str, object]) -> dict:
-    """``state`` with other weights and other ``settings`` of the model, and without what only training needs."""
+def _new_state(state: dict, weights: dict[str, Tensor]) -> dict:
+    """``state`` with other weights, marked, and without what only training needs."""
     new = {key: value for key, value in state.items() if key != "last_optimizer_state"}
     new["model"] = weights
+    mark = {FOLDED_MARK: True}
     if new.get("args") is not None:
-        new["args"] = changed(new["args"], **settings)
+        new["args"] = changed(new["args"], **mark)
     else:
-        new["cfg"] = {**new["cfg"], "model": changed(new["cfg"]["model"], **settings)}
+        new["cfg"] = {**new["cfg"], "model": changed(new["cfg"]["model"], **mark)}
     if isinstance(new.get("extra_state"), dict):
         new["extra_state"] = {key: value for key, value in new["extra_state"].items() if not key.startswith("ema")}
     return new

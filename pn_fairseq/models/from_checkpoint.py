@@ -3,7 +3,6 @@
 import copy
 from argparse import Namespace
 from contextlib import nullcontext
-from pathlib import Path
 
 from fairseq.data import Dictionary
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
@@ -12,7 +11,6 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from torch import Tensor, nn
 
 from pn_fairseq.common.checkpoints import CheckpointError
-from pn_fairseq.common.command import UserError
 
 
 def make_dictionary(size: int) -> Dictionary:
@@ -57,23 +55,6 @@ def settings_of(state: dict, name: str) -> DictConfig:
     if state.get("cfg") is None:
         raise CheckpointError(f"{name}: holds no settings (neither cfg nor args), so its model cannot be built")
     return OmegaConf.create(state["cfg"], flags={"allow_objects": True})
-
-
-#: For the commands that load a checkpoint.
-NORM_MODULE_HELP = "Python files that register the norms of the model, in place of the paths in the checkpoint"
-
-
-def norm_module_override(files: str | None) -> dict[str, str]:
-    """What ``--norm-module FILE[,FILE]`` of a command changes in the model's settings, also for ``--model-overrides``.
-
-    Raises:
-        UserError: there is no such file.
-    """
-    paths = [Path(path) for path in (files or "").split(",") if path]
-    for path in paths:
-        if not path.is_file():
-            raise UserError(f"--norm-module: there is no file '{path}'")
-    return {"norm_module": ",".join(str(path.resolve()) for path in paths)} if paths else {}
 
 
 def model_settings_of(state: dict, name: str) -> Namespace | DictConfig:

@@ -50,8 +50,8 @@ class NormOptions:
     None: the norm's own default, or the default in the help of the flag.
 
     ``norms_folded``: the norms with running statistics are part of the projections that follow them, and only their
-    layer-scale is left (see :mod:`pn_fairseq.models.fold_checkpoint`). It has no flag: ``pn fold`` writes it into the
-    settings of a checkpoint.
+    layer-scale is left (see :mod:`pn_fairseq.models.fold_checkpoint`). There is no flag for it: ``pn fold`` writes it
+    into the settings of a checkpoint.
     """
 
     norm_module: str | None = _flag(

@@ -191,7 +191,7 @@ def load_norms(path: str) -> None:
     if module_name in sys.modules:
         return
     if not file.is_file():
-        raise ValueError(f"norm module {path!r} is not a file; give its place with --norm-module FILE")
+        raise ValueError(f"norm module {path!r} is not a file; if it was moved, name it by --norm-module FILE")
     spec = importlib.util.spec_from_file_location(module_name, file)
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module

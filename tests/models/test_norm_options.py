@@ -5,7 +5,7 @@ import pytest
 from fairseq import options
 from omegaconf import OmegaConf
 
-from pn_fairseq.models.from_checkpoint import model_of, model_settings_of, norm_module_override
+from pn_fairseq.models.from_checkpoint import model_of, model_settings_of
 from pn_fairseq.models.norm_options import NormOptions
 from pn_fairseq.models.own_options import check_options, read_options
 from pn_fairseq.models.transformer_pn import TransformerPNModel
@@ -199,7 +199,7 @@ def test_a_norm_in_a_file_has_options_of_its_own_and_a_checkpoint_rebuilds_it(my
     del NORMS["my-scaled"]
     moved = my_norm.rename(tmp_path / "moved.py")
     settings = model_settings_of(state, "x.pt")
-    settings.norm_module = norm_module_override(str(moved))["norm_module"]
+    settings.norm_module = str(moved)
     assert model_of(settings, state["model"], "x.pt").encoder.layer_norm.beta == 0.3
     with pytest.raises(ValueError, match="unknown norm option 'betta', did you mean 'beta'"):
         build("transformer_pn_tiny", encoder_norm="my-scaled", norm_options={"betta": 1})
