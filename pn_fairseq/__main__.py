@@ -26,6 +26,7 @@ VERBS = {
     "figures": "pn_fairseq.report.figures",
     "fold": "pn_fairseq.pipeline.fold",
     "import-release": "pn_fairseq.pipeline.import_release",
+    "norms": "pn_fairseq.norms.command",
     "test-norms": "pn_fairseq.testing.command",
     "check": "pn_fairseq.pipeline.check",
     "info": "pn_fairseq.pipeline.info",

@@ -262,11 +262,10 @@ def reproduce(name: str, words: Sequence[str], env: Mapping[str, str] = os.envir
         check_prepared(name, data, values)
     else:
         check_data(name, corpus, data, args.settings)
-    for model in corpus.models:  # the names of all settings, once for each model
-        of_model = [words for words in planned.values() if words[0].startswith(f"model._name={model}_")]
-        settings = dict.fromkeys(setting for _, _, *more in of_model for setting in more)
-        if of_model:
-            _check_training(config, of_model[0][0], *settings, *args.settings)
+    for model in corpus.models:  # each norm with settings of its own, or else one norm of each model
+        of_model = [(arch, *more) for arch, _, *more in planned.values() if arch.startswith(f"model._name={model}_")]
+        for settings in dict.fromkeys(words for words in of_model if len(words) > 1) or of_model[:1]:
+            _check_training(config, *settings, *args.settings)
     for steps in commands.values():  # a run that was begun, with its settings and data
         _, _, _, _, _, run, *settings = steps["train"]
         if (run / "config.yaml").is_file() and data.is_dir():

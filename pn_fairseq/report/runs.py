@@ -13,6 +13,7 @@ import yaml
 
 from pn_fairseq.common.command import UserError
 from pn_fairseq.common.files import count_lines, read_settings, recorded, short_names
+from pn_fairseq.common.old_settings import renamed
 from pn_fairseq.pipeline.evaluate_lm import Perplexity, read_perplexity
 from pn_fairseq.pipeline.runs import flat, with_present_names
 from pn_fairseq.pipeline.scoring import METRICS, Scores, ScoringError, low_bleu, read_scores
@@ -271,7 +272,7 @@ def _read_settings(run: Run) -> None:
     if settings is None:
         run.problems.append(f"no settings: there is no {'config.yaml' if run.ours else 'line with them in the log'}")
     else:
-        run.settings = flat(settings)
+        run.settings = renamed(flat(settings))
 
 
 def _read_data(run: Run) -> None:

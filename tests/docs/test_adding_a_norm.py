@@ -176,9 +176,10 @@ def test_training_with_fairseq(norm_modules, data, tmp_path, monkeypatch, capfd,
     caplog.set_level("INFO")
     monkeypatch.chdir(norm_modules["my-unified"].parent)
     flags = ("--norm-module", "my_unified.py,my_l1.py", "--encoder-norm", "my-unified", "--decoder-norm", "l1")
+    flags += ("--norm-options", "window=3")
     straight = train(monkeypatch, data, tmp_path / "straight", 3, *flags)
     assert {int(value) for key, value in straight.items() if key.endswith("num_batches_tracked")} == {3}
-    assert straight["encoder.layer_norm.lambda_window"].shape == (4, 128)
+    assert straight["encoder.layer_norm.lambda_window"].shape == (3, 128)
     assert "decoder.layer_norm.weight" in straight and "decoder.layer_norm.nu" not in straight
     log = caplog.text + "".join(capfd.readouterr())
     assert all(f'"norm_{name}"' in log for name in ("psi_distance", "nonfinite_steps"))

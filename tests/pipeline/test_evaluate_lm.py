@@ -115,13 +115,14 @@ def test_perplexity_is_that_of_fairseq_eval_lm(work, name, context, capsys):
 
 
 def test_fairseqs_own_commands_end_on_mistakes_with_one_line(work, tmp_path):
-    """fairseq-eval-lm, whose blocks have 1,024 tokens by default, would skip all, and print a perplexity of 1.00."""
+    """fairseq-eval-lm would skip blocks that are too long, here all, and print a perplexity of 1.00."""
     plain = (work / "data/bin", "--user-dir", ROOT / "pn_fairseq", "--cpu")
     data = (*plain, "--task", "language_modeling", "--tokens-per-sample", 8, "--max-tokens", 64, "--optimizer", "adam")
     tiny = (*data, "--arch", "transformer_lm_pn_tiny", "--save-dir", tmp_path)
     checkpoint = work / "transformer_lm_pn_seed1/checkpoints/averaged.pt"
+    evaluated = ("fairseq-eval-lm", *plain, "--path", checkpoint, "--gen-subset", "test")
     for command, needle in (
-        (("fairseq-eval-lm", *plain, "--path", checkpoint, "--gen-subset", "test"), "the model takes 8: give --tokens"),
+        ((*evaluated, "--tokens-per-sample", 12), "the model takes 8: give --tokens"),
         (("fairseq-train", *tiny, "--layer-scale-groups", 3), "not divisible by groups=3"),
         (("fairseq-train", *tiny, "--adaptive-softmax-cutoff", "8,12"), "needs criterion adaptive_loss"),
     ):
@@ -130,6 +131,15 @@ def test_fairseqs_own_commands_end_on_mistakes_with_one_line(work, tmp_path):
         assert ended.returncode == 2, error
         (line,) = [line for line in error.splitlines() if line.startswith(f"{command[0]}: error: ")]
         assert needle in line and "Traceback" not in error
+    # Blocks of the default length, 1,024 tokens, are shortened.
+    perplexities = []
+    for options in ((), ("--tokens-per-sample", 8), ("--context-window", 3)):
+        output = "".join((ended := run(*evaluated, *options)).stdout + ended.stderr)
+        perplexities.append(float(re.search(r"Perplexity: ([\d.]+)", output)[1]))
+        assert ("blocks of 8 tokens instead of 1024: the model takes no more" in output) == (
+            "8" not in map(str, options)
+        )
+    assert perplexities[0] == perplexities[1] > 1 and perplexities[2] > 1
 
 
 ADAPTIVE = "--criterion adaptive_loss --ddp-backend legacy_ddp --adaptive-softmax-cutoff 8,12"

@@ -100,6 +100,8 @@ CASES = [
     for groups, flags in [(0, {}), (1, {}), (HEADS, {}), (None, {"decoder_norm": norm, "share_all_embeddings": False})]
 ]
 CASES += [("power", 2, {"norm_variant": "release", "decoder_norm": "batch"})]
+LAST = {"encoder_norm_last": "power", "decoder_norm_last": "batch", "share_all_embeddings": False}
+CASES += [("batch", 2, LAST)]
 
 
 @pytest.mark.parametrize(("norm", "groups", "flags"), CASES, ids=str)

@@ -116,8 +116,8 @@ def test_a_table_with_settings_of_its_own(unchecked, tmp_path):
         f"common.seed={seed} model.decoder_norm={settings} common.fp16=true"
         for norm, settings in (
             ("lns", "layer-simple"),
-            ("dn", "detach model.norm_detach=mean"),
-            ("dn", "detach model.norm_detach=std"),
+            ("dn", "detach model.norm_options.detach=mean"),
+            ("dn", "detach model.norm_options.detach=std"),
         )
         for seed in (1, 2)
     }
@@ -257,10 +257,15 @@ def test_a_mistake_in_the_settings_ends_it_before_the_preparation(calls):
     assert result.returncode == 2 and not made_of
 
 
-def test_settings_of_all_norms_are_checked_at_once(calls):
-    result = in_process("iwslt14", NORMS="ln ln+encoder_layers=2 pn+dropout=0.1", SEEDS="1 2", FAIL="--check")
-    checked = "train iwslt14_de_en --check model._name=transformer_ln_iwslt model.encoder_layers=2 model.dropout=0.1"
-    assert result.returncode == 2 and calls.read_text().splitlines() == [checked]
+def test_each_norm_with_settings_is_checked_before_the_preparation(calls):
+    norms = {"NORMS": "ln ln+encoder_layers=2 pn+dropout=0.1", "SEEDS": "1 2"}
+    checks = [f"train iwslt14_de_en --check model._name=transformer_{words}" for words in
+              ("ln_iwslt model.encoder_layers=2", "pn_iwslt model.dropout=0.1")]  # fmt: skip
+    assert in_process("iwslt14", **norms).returncode == 0
+    assert calls.read_text().splitlines()[:2] == checks
+    calls.unlink()
+    assert in_process("iwslt14", **norms, FAIL="--check").returncode == 2
+    assert calls.read_text().splitlines() == checks[:1]
 
 
 def test_only_options_of_the_preparation_are_offered(unchecked):
