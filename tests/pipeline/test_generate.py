@@ -79,7 +79,7 @@ def untrained_checkpoint(data: Path, path: Path) -> None:
 def make_run(folder: Path, data: Path, config: str = "generation: {beam: 3, lenpen: 0.6, max_len_b: 20}\n") -> Path:
     (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
     (folder / "data").write_text(f"{data}\n")
-    shutil.copy(data / "settings", folder / "data.settings")
+    shutil.copy(data / "settings.txt", folder / "data.settings")
     (folder / "config.yaml").write_text(config)
     return folder
 
