@@ -7,6 +7,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import time
 import warnings
 from collections.abc import Iterator
@@ -52,7 +53,7 @@ for number in reversed(range(37)):
 """
 
 
-def untrained_checkpoint(data: Path, path: Path) -> None:
+def untrained_checkpoint(data: Path, path: Path, *more: str) -> None:
     """Of a model with larger weights than usual, so that the hypotheses differ between sentences."""
     from fairseq import options, tasks
     from fairseq.dataclass.utils import convert_namespace_to_omegaconf
@@ -63,7 +64,7 @@ def untrained_checkpoint(data: Path, path: Path) -> None:
     parser = options.get_training_parser()
     flags = ("--source-lang", "es", "--target-lang", "en", "--arch", "transformer_pn_tiny", "--share-all-embeddings")
     with warnings.catch_warnings(action="ignore"):  # fairseq uses hydra's old names
-        args = options.parse_args_and_arch(parser, [str(data / "bin"), *flags])
+        args = options.parse_args_and_arch(parser, [str(data / "bin"), *flags, *more])
         cfg = convert_namespace_to_omegaconf(args)
     torch.manual_seed(1)
     model = tasks.setup_task(cfg.task).build_model(cfg.model)
@@ -130,6 +131,41 @@ def test_the_result_does_not_depend_on_the_number_of_processes(untrained, data, 
     assert sorted(int(number) for number, _ in found) == list(range(SENTENCES))
     assert all(text == source[int(number)] for number, text in found if "<unk>" not in text)
     assert sum("<unk>" not in text for _, text in found) > SENTENCES / 2
+
+
+MOVED = """
+from pn_fairseq.norms import register_norm
+from pn_fairseq.norms.power_v import PowerNormV
+
+@register_norm("moved", "mvd", "PN-V by another name")
+class Moved(PowerNormV):
+    pass
+"""
+
+
+def test_the_file_of_a_norm_that_was_moved(data, tmp_path, capsys):
+    """generate, average and fold name the option, and take the file where it is now; what they write names it, too."""
+    from pn_fairseq.pipeline import average, fold
+
+    old, new, checkpoint = tmp_path / "old.py", tmp_path / "new.py", tmp_path / "run/checkpoints/averaged.pt"
+    old.write_text(MOVED)
+    # In a process of its own: this one must not know the norm.
+    flags = ("--norm-module", str(old), "--encoder-norm", "moved")
+    code = f"from tests.pipeline.test_generate import *; untrained_checkpoint(Path({str(data)!r}), "
+    run(sys.executable, "-c", f"{code}Path({str(checkpoint)!r}), *{flags})", cwd=ROOT)
+    old.rename(new)
+    folder, moved = make_run(tmp_path / "run", data), ("--norm-module", str(new))
+    refused(capsys, call("--run", folder), f"norm module '{old}' is not a file", "--norm-module FILE")
+    assert fold.main([str(checkpoint), str(tmp_path / "folded.pt")]) == 2
+    assert "--norm-module FILE" in capsys.readouterr().err
+    assert call("--run", folder, *moved) == 0
+    assert fold.main([str(checkpoint), str(tmp_path / "folded.pt"), *moved]) == 0
+    for options in ((), ("--recalibrate", str(data / "bin"), "--batches", "1")):
+        output = str(tmp_path / "averaged.pt")
+        assert average.main(["--inputs", str(checkpoint), "--output", output, *moved, *options]) == 0
+    hypotheses = (folder / "generate/test/hyp.tok").read_bytes()
+    assert call("--run", folder, "--checkpoint", tmp_path / "folded.pt") == 0
+    assert (folder / "generate/test/hyp.tok").read_bytes() == hypotheses
 
 
 @pytest.mark.slow
@@ -423,7 +459,7 @@ def test_checkpoints_that_are_there_are_named(place, capsys):
     refused(capsys, generate(place), "no checkpoint", "pn average", "has checkpoint_best.pt (--checkpoint FILE)")
 
 
-def test_weights_that_do_not_fit_are_named(untrained, data, tmp_path, capsys, warm_python):
+def test_weights_that_do_not_fit_are_named(untrained, data, tmp_path, capsys):
     """Of another vocabulary, with another width, without a weight; and plain fairseq-generate on the same files."""
     state = torch.load(untrained / "checkpoints/averaged.pt", weights_only=False)
     model, cases = state["model"], tmp_path / "checkpoints"
