@@ -55,7 +55,7 @@ def demo(argv: Sequence[str]) -> int:
     must(["generate", "--run", run])
     say("demo", "5/5 scoring")
     must(["score", "--run", run], quiet=True)
-    must(["plot-curves", run, "--labels", args.arch, "--output", run / "learning_curve.png"], quiet=True)
+    must(["report", run, "--output", run / "report"], quiet=True)
     texts = {"source": data / "raw/test.es", "reference": data / "raw/test.en"}
     texts["translation"] = run / "generate/test/hyp.txt"
     lines = {name: path.read_text("utf-8").splitlines() for name, path in texts.items()}
@@ -66,7 +66,7 @@ def demo(argv: Sequence[str]) -> int:
             print(f"  {name:<11} {lines[name][number * count // 6 - 1]}")
         print()
     print((run / "generate/test/scores.txt").read_text("utf-8"), end="")
-    print(f"learning curve:   {run / 'learning_curve.png'}")
+    print(f"learning curve:   {run / 'report/report-curves-1.png'}")
     return 0
 
 
@@ -80,6 +80,11 @@ norms, PN in the decoder, the decays of PN, learning rates of PN and LN. The res
 Run again, it skips what is done and continues. Some 80 runs of 8 minutes on 2 CPU cores. A run that fails is named in
 the report; the others are still made. One rank per visible GPU.
 """
+
+
+#: Comparisons with LN that were planned before the runs, as ``pn report --planned`` takes them: validation loss, and test
+#: loss of language models. They are tested apart, without correction for the other comparisons.
+PLANNED = ("PN:loss", "PN:bits")
 
 
 class Part(NamedTuple):

@@ -6,14 +6,15 @@ from ..scripts_helpers import assert_refused, script
 
 
 @pytest.mark.slow
-def test_demo(tmp_path):
+def test_demo(tmp_path, monkeypatch):
     """Prepares the whole corpus in the repository, so it takes a minute or two."""
+    monkeypatch.chdir(tmp_path)
     few = ["optimization.max_update=6", "checkpoint.save_interval_updates=2", "dataset.validate_interval_updates=6"]
     few.append("generation.max_len_b=20")  # a model that has learned nothing does not end its sentences
     result = script("demo.sh", "--run", tmp_path / "run", *few)
-    for part in ("Sample translations", "tokenized BLEU:", "detokenized BLEU:", "learning_curve.png"):
+    for part in ("Sample translations", "tokenized BLEU:", "detokenized BLEU:", "report-curves-1.png"):
         assert part in result.stdout
-    assert (tmp_path / "run/learning_curve.png").stat().st_size > 10_000
+    assert (tmp_path / "run/report/report-curves-1.png").stat().st_size > 10_000
     again = script("demo.sh", "--run", tmp_path / "run", *few)
     assert "already trained" in again.stderr and "there already" in again.stderr
     shown = "Sample translations"

@@ -99,9 +99,9 @@ def test_data_of_an_older_version_is_taken(data, tmp_path):
     """Its settings lack what could not be set then."""
     older = tmp_path / "data"
     shutil.copytree(data, older)
-    lines = (older / "settings").read_text().splitlines(keepends=True)
-    (older / "settings").write_text("".join(lines[:4] + lines[-6:]))
-    (older / "counts").unlink()
+    lines = (older / "settings.txt").read_text().splitlines(keepends=True)
+    (older / "settings.txt").write_text("".join(lines[:4] + lines[-6:]))
+    (older / "counts.txt").unlink()
     before = snapshot(older / "bin", older / "bpe")
     prepare(data.parent / "corpus", older)
     assert snapshot(older / "bin", older / "bpe") == before
@@ -124,7 +124,7 @@ def test_case_is_kept_when_asked_for_and_a_folder_may_have_any_name(tmp_path):
     prepare(corpus, dest, "--keep-case")
     text = (dest / "tok/test.en").read_text("utf-8")
     assert text != text.lower()
-    assert (dest / "settings").read_text().splitlines()[2] == "lower=0"
+    assert (dest / "settings.txt").read_text().splitlines()[2] == "lower=0"
 
 
 @pytest.mark.parametrize(
