@@ -82,7 +82,7 @@ the report; the others are still made. One rank per visible GPU.
 """
 
 
-#: Comparisons with LN that were planned before the runs, as ``pn report --planned`` takes them: validation loss, and test
+#: Comparisons with LN that were planned before the runs, for ``pn report --planned``: validation loss, and test
 #: loss of language models. They are tested apart, without correction for the other comparisons.
 PLANNED = ("PN:loss", "PN:bits")
 
