@@ -57,6 +57,9 @@ def script(name: str, *arguments, **options) -> subprocess.CompletedProcess:
 
 
 def _forked(words: list[str], cwd: str, env: dict[str, str]) -> subprocess.CompletedProcess:
+    from pn_fairseq.__main__ import ENVIRONMENT  # without these variables the program would start itself again
+
+    env = {**ENVIRONMENT, **env}
     with tempfile.TemporaryDirectory() as folder:
         files = [f"{folder}/out", f"{folder}/err"]
         process = _context.Process(target=_child, args=(words, cwd, env, *files))
@@ -94,11 +97,10 @@ def _child(words: list[str], cwd: str, env: dict[str, str], out: str, err: str) 
 def _program(words: list[str]) -> int | None:
     """As the interpreter runs a console script, ``-c CODE`` or ``-m MODULE``."""
     if words[0] == "pn":
-        from pn_fairseq import __main__
+        from pn_fairseq.__main__ import main
 
         sys.argv = words
-        os.environ.update({**__main__.ENVIRONMENT, **os.environ})
-        return __main__.main()
+        return main()
     if words[1] == "-c":
         sys.argv = words[1:2] + words[3:]
         sys.path.insert(0, "")

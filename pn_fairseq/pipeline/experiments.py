@@ -82,6 +82,11 @@ the report; the others are still made. One rank per visible GPU.
 """
 
 
+#: Comparisons with LN that were planned before the runs, for ``pn report --planned``: validation loss, and test
+#: loss of language models. They are tested apart, without correction for the other comparisons.
+PLANNED = ("PN:loss", "PN:bits")
+
+
 class Part(NamedTuple):
     """One call of :func:`reproduce` within a comparison."""
 

@@ -6,8 +6,9 @@ from ..scripts_helpers import assert_refused, script
 
 
 @pytest.mark.slow
-def test_demo(tmp_path):
+def test_demo(tmp_path, monkeypatch):
     """Prepares the whole corpus in the repository, so it takes a minute or two."""
+    monkeypatch.chdir(tmp_path)
     few = ["optimization.max_update=6", "checkpoint.save_interval_updates=2", "dataset.validate_interval_updates=6"]
     few.append("generation.max_len_b=20")  # a model that has learned nothing does not end its sentences
     result = script("demo.sh", "--run", tmp_path / "run", *few)
