@@ -91,10 +91,10 @@ def check_types_of_the_model(settings: DictConfig) -> None:
 
 
 def stand_in_dictionary(cfg: DictConfig) -> Dictionary:
-    """A vocabulary as large as the model needs, to build it without data."""
-    cutoff = str(cfg.model.get("adaptive_softmax_cutoff") or cfg.task.get("adaptive_softmax_cutoff") or "0")
+    """A vocabulary to build a model without data: larger than that of WikiText-103 and the adaptive softmax's cutoffs."""
+    cutoffs = map(int, re.findall(r"\d+", str(cfg.model.get("adaptive_softmax_cutoff"))))
     dictionary = Dictionary()
-    for number in range(max(1000, *map(int, re.findall(r"\d+", cutoff))) + 1):
+    for number in range(max(300_000, *cutoffs, 0) + 1):
         dictionary.add_symbol(str(number))
     return dictionary
 
