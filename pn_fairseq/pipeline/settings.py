@@ -9,13 +9,13 @@ import argparse
 import dataclasses
 import functools
 import re
+import typing
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from fairseq import tasks
-from fairseq.data.data_utils import load_indexed_dataset
 from fairseq.dataclass.configs import FairseqConfig
 from fairseq.dataclass.initialize import add_defaults, hydra_init
 from fairseq.models import (
@@ -25,6 +25,8 @@ from fairseq.models import (
     MODEL_DATACLASS_REGISTRY,
     FairseqLanguageModel,
 )
+from fairseq.optim import build_optimizer
+from fairseq.optim.lr_scheduler import build_lr_scheduler
 from fairseq.registry import REGISTRIES
 from fairseq.tasks import TASK_DATACLASS_REGISTRY, TASK_REGISTRY
 from hydra import compose as hydra_compose
@@ -39,6 +41,7 @@ from pn_fairseq.common.command import UserError, did_you_mean, whole_number
 from pn_fairseq.common.files import recorded
 from pn_fairseq.common.old_settings import renamed
 from pn_fairseq.models.transformer_lm_pn import check_criterion
+from pn_fairseq.pipeline.checks import open_data, stand_in_dictionary
 from pn_fairseq.pipeline.runs import flat, load_config
 
 #: Settings of this pipeline beside fairseq's. Configs hold average_last in fairseq's free section ``scoring``.
@@ -100,7 +103,9 @@ def compose(config: Path, overrides: Sequence[str], world_size: int, on_cpu: boo
 
     ``overrides`` are ``key=value`` in hydra's syntax, with or without ``+``; ``on_cpu``: the ranks compute on CPUs.
     """
-    given = [_forced(override) for override in overrides]
+    for override in overrides:
+        _check_section(config, override)
+    given = [_forced(_as_list(override)) for override in overrides]
     names = {override.partition("=")[0].lstrip("+~") for override in given}
     for name in names:
         if name.removeprefix("distributed_training.distributed_") in DERIVED:
@@ -138,6 +143,26 @@ def _forced(override: str) -> str:
     return f"++{override.lstrip('+')}" if settable else override
 
 
+def _as_list(override: str) -> str:
+    """A number where fairseq declares a list is a list of one: ``optimization.lr=0.001``."""
+    key, _, value = override.partition("=")
+    section, _, name = key.lstrip("+").partition(".")
+    declared = FairseqConfig.__dataclass_fields__.get(section)
+    fields = getattr(declared and declared.type, "__dataclass_fields__", {})
+    is_list = name in fields and typing.get_origin(fields[name].type) is list
+    return f"{key}=[{value}]" if is_list and re.fullmatch(r"[-+]?[\d.]+([eE][-+]?\d+)?", value) else override
+
+
+def _check_section(config: Path, override: str) -> None:
+    """Refuse a setting without its section, and name the section."""
+    key, equals, value = override.lstrip("+").partition("=")
+    if not equals or "." in key or key in OWN or key.startswith("~"):
+        return
+    if key in FairseqConfig.__dataclass_fields__:
+        raise UserError(f"'{key}' is a section of the settings, did you mean '{key}._name={value}'?")
+    raise UserError(f"unknown setting '{key}'{_did_you_mean(key, _read(config, []))}")
+
+
 #: fairseq's settings as hydra's schema for a config of this name.
 _register = functools.cache(hydra_init)
 
@@ -152,10 +177,13 @@ def _read(config: Path, overrides: Sequence[str]) -> DictConfig:
             raise UserError(
                 f"{override.lstrip('+')} cannot be read: {' '.join(str(error).split())}; {advice}"
             ) from error
+    load_config(config)  # hydra's message about a file that is not YAML has many lines
     try:
         _register(config.stem)
         with warnings.catch_warnings(action="ignore"), initialize_config_dir(str(config.parent), version_base="1.1"):
             cfg = hydra_compose(config_name=config.stem, overrides=list(overrides))
+        if "_name" not in (cfg.get("model") or {}) or not cfg.get("task"):
+            raise UserError(f"{config} has no model._name or no task: it is not a configuration of a training")
         check_keys(cfg)
         add_defaults(cfg)
         return cfg
@@ -176,7 +204,9 @@ def _one_line(error: Exception) -> str:
     text = f"{error}\n{error.__cause__}" if isinstance(error, HydraException) and error.__cause__ else str(error)
     lines = [line.strip().rstrip(".") for line in text.splitlines()]
     kept = [line for line in lines if line and not re.match(r"full_key:|reference_type=|object_type=|See https", line)]
-    return ": ".join(dict.fromkeys(kept)).replace("++", "")
+    line = ": ".join(dict.fromkeys(kept)).replace("++", "")
+    key = re.search(r"full_key: (\S+)", text)
+    return line if key is None or key[1] in line else f"{key[1]}: {line}"
 
 
 def check_keys(cfg: DictConfig) -> None:
@@ -188,7 +218,25 @@ def check_keys(cfg: DictConfig) -> None:
         known = _known_keys(section, node.get("_name")) if OmegaConf.is_dict(node) else None
         for key in node if known else ():
             if key not in known:
-                raise UserError(f"unknown setting '{section}.{key}'{did_you_mean(key, known)}")
+                raise UserError(f"unknown setting '{section}.{key}'{_did_you_mean(f'{section}.{key}', cfg)}")
+
+
+def _did_you_mean(name: str, cfg: DictConfig) -> str:
+    """Advice on a dotted name, or on one without its section: the same key elsewhere, or else the most similar one."""
+    section, _, key = name.rpartition(".")
+    keys = {}
+    for known in FairseqConfig.__dataclass_fields__:
+        node = cfg.get(known)
+        if OmegaConf.is_dict(node) and known != "_name":
+            keys[known] = (_known_keys(known, node.get("_name")) or set()) - {"_name"}
+    elsewhere = [f"{other}.{key}" for other in keys if key in keys[other]]
+    if elsewhere:
+        return did_you_mean(elsewhere[0], elsewhere[:1])
+    for sections in ([section] if section in keys else [], keys):
+        names = {similar: f"{other}.{similar}" for other in reversed(list(sections)) for similar in keys[other]}
+        if advice := did_you_mean(key, [*names, *OWN]):
+            return advice if (found := advice.split("'")[1]) in OWN else advice.replace(found, names[found])
+    return ""
 
 
 def _known_keys(section: str, name: str | None) -> set[str] | None:
@@ -263,23 +311,27 @@ def check_names(cfg: DictConfig) -> None:
         raise UserError(str(error)) from error
 
 
-def check_model(cfg: DictConfig, data: Path, batches: Batches) -> None:
-    """Build the task and the model, without memory for its weights, and look at the lengths of all sentences.
+def check_model(cfg: DictConfig, data: Path, batches: Batches) -> torch.nn.Module:
+    """Build all parts of the training, without memory for the weights, and look at the lengths of all sentences.
+
+    Returns:
+        The model, on the meta device.
 
     Raises:
-        UserError: the model cannot be built, the data does not fit it, or a sentence is too long: fairseq would
-            silently skip it.
+        UserError: a part cannot be built, the data is damaged or does not fit the model, or a sentence is too long:
+            fairseq would silently skip it.
     """
+    task, model = build(cfg)
     if cfg.task._name == "language_modeling":
-        return check_language_model(cfg, data)
+        _check_blocks(cfg, data, task, model)
+        return model
     source, target = cfg.task.source_lang, cfg.task.target_lang
-    task, model = _build(cfg)
     limits = zip(("source", "target"), task.max_positions(), model.max_positions(), strict=True)
-    for (side, of_task, of_model), lang in zip(limits, (source, target), strict=True):
+    dictionaries = (task.source_dictionary, task.target_dictionary)
+    for (side, of_task, of_model), lang, dictionary in zip(limits, (source, target), dictionaries, strict=True):
         for split in ("train", "valid", "test"):
             limit = min(of_task, of_model)
-            text = f"{split}.{source}-{target}.{lang}"
-            dataset = _indexed(data, text)
+            dataset = open_data(data / "bin", f"{split}.{source}-{target}.{lang}", dictionary)
             if split == "train" and cfg.dataset.max_tokens:
                 limit = min(limit, cfg.dataset.max_tokens)
             too_long = dataset.sizes > limit
@@ -291,41 +343,43 @@ def check_model(cfg: DictConfig, data: Path, batches: Batches) -> None:
                     f"{data}/bpe/{split}.{lang} has {count} sentences of more than {limit - 1} subwords, the first in "
                     f"line {int(too_long.argmax()) + 1}: fairseq would silently skip them; shorten them, or {advice}"
                 )
+    return model
 
 
-def _indexed(data: Path, text: str):
-    """fairseq's data set. Its ``sizes`` are a view of a file that is open for as long as it exists."""
-    dataset = load_indexed_dataset(str(data / "bin" / text))
-    if dataset is None:
-        raise UserError(f"{data}/bin has no {text}: prepare it again (pn prepare)")
-    return dataset
+def build(cfg: DictConfig, with_data: bool = True) -> tuple:
+    """The task and the model, on the meta device, after criterion, optimizer and schedule; ``cfg`` stays as it is.
 
-
-def _build(cfg: DictConfig):
-    """The task and the model, on the meta device; the settings stay as they are."""
+    Without the data a vocabulary stands in for its own.
+    """
     cfg = OmegaConf.create(OmegaConf.to_container(cfg))
     try:
-        task = tasks.setup_task(cfg.task)
+        if with_data:
+            task = tasks.setup_task(cfg.task)
+        else:
+            dictionary = stand_in_dictionary(cfg)
+            task = TASK_REGISTRY[cfg.task._name](cfg.task, dictionary, dictionary)
         with torch.device("meta"), open_dict(cfg):
-            return task, task.build_model(cfg.model)
-    except ValueError as error:
-        raise UserError(str(error)) from error
+            model = task.build_model(cfg.model)
+        task.build_criterion(cfg.criterion)
+        if isinstance(model, FairseqLanguageModel):
+            check_criterion(model, cfg.criterion._name == "adaptive_loss")
+        optimizer = build_optimizer(cfg.optimizer, [weight for weight in model.parameters() if weight.requires_grad])
+        build_lr_scheduler(cfg.lr_scheduler, optimizer)
+        return task, model
+    except (UserError, OSError):
+        raise
+    except Exception as error:  # fairseq asserts, or raises plain ones
+        reason = " ".join(str(error).split()) or type(error).__name__
+        known = isinstance(error, ValueError) or type(error) is Exception
+        raise UserError(reason if known else f"the settings fit no model: {reason}") from error
 
 
-def check_language_model(cfg: DictConfig, data: Path) -> None:
-    """:func:`check_model` for the task ``language_modeling``: every block of text has to fit model and batches."""
+def _check_blocks(cfg: DictConfig, data: Path, task, model) -> None:
+    """Every block of text has to fit model and batches."""
     block = whole_number("task.tokens_per_sample", cfg.task.tokens_per_sample)
     mode = cfg.task.sample_break_mode or "none"
-    task, model = _build(cfg)
-    adaptive_loss = cfg.criterion._name == "adaptive_loss"
-    try:
-        if adaptive_loss:
-            task.build_criterion(cfg.criterion)
-        check_criterion(model, adaptive_loss)
-    except Exception as error:  # fairseq raises plain ones, after everything else has been built
-        raise UserError(str(error)) from error
     for split in ("train", "valid", "test"):
-        text = _indexed(data, split)
+        text = open_data(data / "bin", split, task.dictionary)
         line = int(text.sizes.max())
         longest = {"none": block, "eos": line}.get(mode, max(block, line))
         if longest > model.max_positions():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import fcntl
 import hashlib
 import importlib.util
@@ -105,7 +106,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _main(args, argv: list[str], layout: RankLayout, config: Path, data: Path, run: Path) -> int:
-    from pn_fairseq.pipeline.settings import check_model, check_names, check_same_run, compose
+    from pn_fairseq.pipeline.checks import check_values, check_weights
+    from pn_fairseq.pipeline.settings import build, check_model, check_names, check_same_run, compose
 
     where = {
         "common.user_dir": PACKAGE,
@@ -122,16 +124,25 @@ def _main(args, argv: list[str], layout: RankLayout, config: Path, data: Path, r
             raise UserError("common.wandb_project needs Weights & Biases, which is not installed: pip install wandb")
         os.environ.setdefault("WANDB_DIR", str(run))
     check_names(cfg)
+    check_values(cfg)
+    if cfg.checkpoint.restore_file != LAST:
+        raise UserError(
+            f"checkpoint.restore_file={cfg.checkpoint.restore_file} would start again from there whenever the run is "
+            "resumed; start from the weights of another training with checkpoint.finetune_from_model=FILE"
+        )
     if args.check:
+        build(cfg, with_data=False)
         if args.run and (run / "config.yaml").exists():
             check_same_run(cfg, data, run)
+        say("train", "the settings are valid")
         return 0
-    check_start(cfg)
-    check_model(cfg, data, batches)
+    model = check_model(cfg, data, batches)
     last = run / "checkpoints" / LAST
+    if cfg.checkpoint.finetune_from_model:
+        check_weights(model, cfg.checkpoint.finetune_from_model, cfg)  # fairseq starts at random without the file
     if last.exists() and (run / "config.yaml").exists():
         check_same_run(cfg, data, run)
-        if is_finished(cfg, last, run):
+        if is_finished(cfg, check_weights(model, last, cfg), run):
             if not layout.rank:
                 say("train", f"{run} is already trained; nothing to do")
             return 0
@@ -146,33 +157,19 @@ def _main(args, argv: list[str], layout: RankLayout, config: Path, data: Path, r
     return 0
 
 
-def check_start(cfg) -> None:
-    """Refuse weights to start from that cannot be read; fairseq trains from random ones where there is no file."""
-    from pn_fairseq.common.checkpoints import load_checkpoint
-
-    if cfg.checkpoint.restore_file != LAST:
-        raise UserError(
-            f"checkpoint.restore_file={cfg.checkpoint.restore_file} would start again from there whenever the run is "
-            "resumed; start from the weights of another training with checkpoint.finetune_from_model=FILE"
-        )
-    if cfg.checkpoint.finetune_from_model:
-        load_checkpoint(cfg.checkpoint.finetune_from_model)
-
-
 def quoted(text: str | Path) -> str:
     """``text`` as one value in hydra's syntax, whatever characters a path has."""
     escaped = str(text).replace("\\", "\\\\").replace("'", "\\'")
     return f"'{escaped}'"
 
 
-def is_finished(cfg, checkpoint: Path, run: Path) -> bool:
+def is_finished(cfg, state: dict, run: Path) -> bool:
     """Whether the run has reached its last update, or an end that fairseq announced for the same limits."""
     from omegaconf import OmegaConf
 
-    from pn_fairseq.common.checkpoints import load_checkpoint
     from pn_fairseq.pipeline.settings import LIMITS
 
-    updates = load_checkpoint(checkpoint)["optimizer_history"][-1]["num_updates"]
+    updates = state["optimizer_history"][-1]["num_updates"]
     if cfg.optimization.max_update and updates >= cfg.optimization.max_update:
         return True
     log = run / "train.log"
@@ -272,7 +269,11 @@ def train(cfg, layout: RankLayout, data: Path, run: Path) -> None:
 
 
 def explained(error: Exception, cfg, run: Path) -> UserError | TrainingFailed:
-    """The one line for an error of the training."""
+    """The one line for an error of the training: a mistake of the user, a fault of the machine, or a bug."""
+    import torch
+
+    from pn_fairseq.pipeline.checks import error_chain
+
     metric = cfg.checkpoint.best_checkpoint_metric
     if isinstance(error, KeyError) and error.args == (metric,):
         return UserError(
@@ -281,8 +282,22 @@ def explained(error: Exception, cfg, run: Path) -> UserError | TrainingFailed:
         )
     if isinstance(error, NotFiniteError):
         return TrainingFailed(str(error))
-    reason = next(iter(str(error).strip().splitlines()), "")
-    return TrainingFailed(f"{type(error).__name__}: {reason} (the traceback is in {run / 'train.log'}); {RESUME}")
+    log, text = run / "train.log", str(error).strip()
+    reason = f"{type(error).__name__}: {next(iter(text.splitlines()), '')} (the traceback is in {log})"
+    chain = error_chain(error)
+    if full := [link for link in chain if getattr(link, "errno", None) in (errno.ENOSPC, errno.EDQUOT)]:
+        file = getattr(full[0], "filename", None) or run / "checkpoints"
+        return TrainingFailed(
+            f"{file}: the disk is full; free some space, or keep fewer checkpoints (checkpoint.keep_interval_updates, "
+            f"checkpoint.keep_last_epochs), then {RESUME}"
+        )
+    if "out of memory" in text or isinstance(error, MemoryError):
+        advice = "lower dataset.max_tokens, with which an update keeps its number of tokens"
+        return TrainingFailed(f"{reason}; {advice}, then {RESUME}")
+    # Of another rank, machine or file system.
+    if isinstance(error, OSError | torch.distributed.DistError) or re.search("onnection (closed|reset)|imed out", text):
+        return TrainingFailed(f"{reason}; {RESUME}")
+    return TrainingFailed(f"{reason}; this is a bug of pn_fairseq or fairseq: please report it")
 
 
 @contextlib.contextmanager
@@ -293,6 +308,7 @@ def logging_to(log: Path, total: int, rank: int):
     file = logging.FileHandler(log, encoding="utf-8", delay=True)
     file.setFormatter(logging.Formatter("%(asctime)s | %(levelname)s | %(name)s | %(message)s", "%Y-%m-%d %H:%M:%S"))
     file.setLevel(logging.ERROR if rank else logging.INFO)
+    file.handleError = lambda record: None  # a full disk: saving a checkpoint names the file
     handlers = [file] if rank else [file, Progress(total)]
     for handler in handlers:
         root.addHandler(handler)

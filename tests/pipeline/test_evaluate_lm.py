@@ -252,7 +252,7 @@ def test_mistakes_get_one_line(work, tmp_path, capsys):
         ("dataset.max_tokens=4", "blocks of 8 tokens, and a rank takes 4 at once"),
         ("task.max_target_positions=6", "blocks of 8 tokens, the model takes 6"),
         ("criterion._name=adaptive_loss", "ddp-backend=legacy_ddp"),
-        ("model.core_rnk=3", "did you mean 'core_rank'"),
+        ("model.core_rnk=3", "did you mean 'model.core_rank'"),
         ("task.tokens_per_sample=0", "tokens_per_sample must be a whole number of at least 1"),
         ("model.adaptive_softmax_cutoff='8,12'", "needs criterion adaptive_loss"),
         ("model._name=transformer_lm_pn_wiki103", "--adaptive-softmax-cutoff 20000,60000 must be"),

@@ -6,6 +6,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from pn_fairseq.common.command import UserError
+from pn_fairseq.pipeline import train
 from pn_fairseq.pipeline.settings import Batches, check_same_run, compose, spread
 
 from ..scripts_helpers import ROOT
@@ -36,6 +37,7 @@ def test_tokens_per_update_are_kept_on_any_number_of_ranks():
                 assert batches.update_freq == 1 or ranks * (batches.update_freq - 1) * cap < tokens
                 if tokens % (ranks * cap) == 0:
                     assert batches.max_tokens == cap
+    assert spread(4, 400, 4) == Batches(4, 1, 1, 4), "the least that there can be"
     with pytest.raises(UserError, match="too few"):
         spread(3, 400, 4)
 
@@ -71,7 +73,7 @@ def test_a_config_of_ones_own(tmp_path):
     assert composed(config=own, world_size=2)[1] == Batches(2, 2, 1536, 6144)
     assert composed("dataset.max_tokens=1024", config=own, world_size=2)[1] == Batches(2, 3, 1024, 6144)
     own.write_text(text.replace("encoder_norm", "encoder_nrom").replace("dropout:", "drop_out:"))
-    with pytest.raises(UserError, match="unknown setting 'model.drop_out', did you mean 'dropout'"):
+    with pytest.raises(UserError, match="unknown setting 'model.drop_out', did you mean 'model.dropout'"):
         composed(config=own)
 
 
@@ -95,27 +97,31 @@ def test_batches_that_are_refused(overrides, ranks, needle):
     ("override", "needles"),
     [
         ("model.norm_probe=pn+layer_scale_groups=0/probe", ("model.norm_probe=pn+l", "KEY=\"'VALUE'\"")),
-        ("model.encoder_nrom=layer", ("model.encoder_nrom", "did you mean 'encoder_norm'")),
-        ("+model.encoder_nrom=layer", ("model.encoder_nrom", "did you mean 'encoder_norm'")),
+        ("model.encoder_nrom=layer", ("model.encoder_nrom", "did you mean 'model.encoder_norm'")),
+        ("+model.encoder_nrom=layer", ("model.encoder_nrom", "did you mean 'model.encoder_norm'")),
         ("model._name=transformer_pn_tinyy", ("transformer_pn_tinyy", "did you mean 'transformer_pn_tiny'")),
         ("model._name=quite_another", ("quite_another", "transformer_ln_tiny", "transformer_pn_iwslt")),
         ("task._name=translatoin", ("task._name=translatoin", "did you mean 'translation'")),
         ("optimizer._name=adamm", ("optimizer._name=adamm", "did you mean 'adam'")),
         ("criterion._name=label_smoothed", ("criterion._name=label_smoothed", "'label_smoothed_cross_entropy'")),
         ("lr_scheduler._name=cosin", ("lr_scheduler._name=cosin", "did you mean 'cosine'")),
-        ("task.sourse_lang=es", ("task.sourse_lang", "'source_lang'")),
-        ("+task.sourse_lang=es", ("task.sourse_lang", "'source_lang'")),
-        ("+criterion.label_smoth=1", ("criterion.label_smoth", "'label_smoothing'")),
+        ("task.sourse_lang=es", ("task.sourse_lang", "'task.source_lang'")),
+        ("+task.sourse_lang=es", ("task.sourse_lang", "'task.source_lang'")),
+        ("+criterion.label_smoth=1", ("criterion.label_smoth", "'criterion.label_smoothing'")),
         ("optimizer.lrate=1", ("optimizer.lrate",)),
-        ("+lr_scheduler.warmup_update=1", ("lr_scheduler.warmup_update", "'warmup_updates'")),
-        ("optimization.max_updates=1", ("optimization.max_updates", "'max_update'")),
-        ("+common.sed=1", ("common.sed", "'seed'")),
+        ("+lr_scheduler.warmup_update=1", ("lr_scheduler.warmup_update", "'lr_scheduler.warmup_updates'")),
+        ("optimization.max_updates=1", ("optimization.max_updates", "'optimization.max_update'")),
+        ("+common.sed=1", ("common.sed", "'common.seed'")),
         ("comon.seed=1", ("'comon'", "'common'")),
         ("optimisation.max_update=4", ("'optimisation'", "'optimization'")),
         ("optimization.lr=abc", ("optimization.lr=abc", "str is not a ListConfig, list or tuple")),
         ("optimization.max_update=1e3", ("optimization.max_update", "Integer")),
         ("optimizer.adam_betas=(0.9,0.98)", ("adam_betas", "extraneous input '('")),
-        ("optimizer=adam", ("optimizer", "+optimizer=adam")),
+        ("optimizer=adam", ("did you mean 'optimizer._name=adam'",)),
+        ("lr=0.001", ("unknown setting 'lr', did you mean 'optimization.lr'",)),
+        ("seed=2", ("did you mean 'common.seed'",)),
+        ("dropoutt=0.1", ("did you mean 'model.dropout'",)),
+        ("model.label_smoothing=0.1", ("did you mean 'criterion.label_smoothing'",)),
         ("scoring.average_first=3", ("scoring.average_first", "'average_last'")),
     ],
 )
@@ -128,6 +134,53 @@ def test_an_unknown_setting_or_value_is_one_line_with_advice(override, needles):
 def test_settings_of_the_model_work_with_and_without_plus(plus):
     cfg, _ = composed(f"{plus}model.encoder_norm=batch", f"{plus}generation.max_len_b=20", f"{plus}model.dropout=0.3")
     assert (cfg.model.encoder_norm, cfg.generation.max_len_b, cfg.model.dropout) == ("batch", 20, 0.3)
+
+
+@pytest.mark.parametrize(
+    ("override", "value"),
+    [("optimization.lr=0.001", [0.001]), ("+optimization.lr=1e-3", [0.001]), ("optimization.lr=[0.1]", [0.1])],
+)
+def test_a_number_is_a_list_of_one(override, value):
+    assert composed(override)[0].optimization.lr == value
+
+
+@pytest.mark.parametrize(
+    ("override", "needles"),
+    [
+        ("model.dropout=1.5", ("model.dropout=1.5", "below 1")),
+        ("model.attention_dropout=-0.1", ("model.attention_dropout", "at least 0")),
+        ("model.dropout=abc", ("model.dropout=abc", "a number")),
+        ("model.encoder_layers=2.5", ("model.encoder_layers=2.5", "a whole number")),
+        ("model.encoder_layers=0", ("model.encoder_layers=0", "at least 1")),
+        ("model.share_all_embeddings=3", ("model.share_all_embeddings=3", "true or false")),
+        ("model.encoder_attention_heads=3", ("divisible",)),
+        ("model.encoder_normalize_before=false", ("normalize",)),
+        ("model.layer_scale_groups=3", ("groups=3",)),
+        ("optimization.lr=-0.1", ("optimization.lr", "at least 0")),
+        ("optimization.clip_norm=-1", ("optimization.clip_norm", "at least 0")),
+        ("dataset.max_tokens=-5", ("dataset.max_tokens", "at least 1")),
+        ("dataset.batch_size=0", ("dataset.batch_size", "at least 1")),
+        ("optimizer.adam_betas='(0.9, 1.5)'", ("optimizer.adam_betas", "below 1")),
+        ("optimizer.adam_betas='0.9'", ("optimizer.adam_betas", "two numbers")),
+        ("optimizer.weight_decay=abc", ("weight_decay",)),
+        ("optimizer.weight_decay=-1", ("optimizer.weight_decay", "at least 0")),
+        ("lr_scheduler.warmup_updates=-5", ("warmup_updates", "at least 0")),
+        ("criterion.label_smoothing=1", ("criterion.label_smoothing", "below 1")),
+        ("optimization.lr=[0.1,0.2]", ("learning rate",)),
+    ],
+)
+def test_values_are_checked_without_data(override, needles, capsys):
+    assert train.main(["verses_es_en", "--check", override]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert all(needle in line for needle in needles), line
+
+
+@pytest.mark.parametrize("text", ["", "model: [1", "common:\n  seed: 2\n"])
+def test_a_file_that_is_no_configuration(text, tmp_path):
+    (tmp_path / "own.yaml").write_text(text)
+    with pytest.raises(UserError) as caught:
+        composed(config=tmp_path / "own.yaml")
+    assert "own.yaml" in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_fp16_on_a_cpu_leaves_gradients_unflattened():

@@ -18,6 +18,7 @@ import pytest
 import torch
 from fairseq import checkpoint_utils
 from fairseq.file_io import PathManager
+from omegaconf import OmegaConf
 
 from pn_fairseq.common.checkpoints import load_checkpoint
 from pn_fairseq.common.command import UserError
@@ -141,7 +142,7 @@ def test_a_batch_that_is_too_small_for_a_sentence_says_what_to_do(data, tmp_path
         (("verses_es_en", "--data", "/nowhere"), ("/nowhere", "prepare")),
         (("verses_es_en", "--dat"), ("--dat",)),
         (("verses_es_en", "--check", "model._name=transformer_pm_tiny"), ("'transformer_pn_tiny'",)),
-        (("verses_es_en", "--check", "+model.encoder_nrom=layer"), ("'encoder_norm'",)),
+        (("verses_es_en", "--check", "+model.encoder_nrom=layer"), ("'model.encoder_norm'",)),
         (("verses_es_en", "--check", "model.encoder_norm=batchnorm"), ("did you mean 'batch'",)),
         (("verses_es_en", "--check", "model.norm_module=/nowhere/my.py"), ("/nowhere/my.py",)),
     ],
@@ -153,6 +154,7 @@ def test_mistakes_get_one_line(arguments, needles, capsys):
 
 def test_settings_can_be_checked_without_data(capsys):
     assert train.main(["verses_es_en", "--check", "model.encoder_norm=batch", "--data", "/nowhere"]) == 0
+    assert capsys.readouterr().err == "[train] the settings are valid\n"
 
 
 def test_weights_and_biases_writes_into_the_run_and_has_to_be_installed(monkeypatch, tmp_path, capsys):
@@ -177,6 +179,79 @@ def test_an_error_in_the_training_is_one_line_with_the_traceback_in_the_log(data
     line = capsys.readouterr().err.splitlines()[-1]
     assert line.startswith("train.sh: error: RuntimeError: CUDA out of memory.") and "resume" in line
     assert "Traceback" in (tmp_path / "run/train.log").read_text()
+    assert start(data, tmp_path / "run", "model.dropout=0.2") == 1, "the folder accepts another setting"
+
+
+@pytest.mark.parametrize(
+    ("error", "needles", "helps"),
+    [
+        (OSError(28, "No space left on device", "/x/checkpoint_last.pt"), ("/x/checkpoint_last.pt: the disk",), True),
+        (ConnectionResetError("Connection reset by peer"), ("Connection reset",), True),
+        (AttributeError("it has no x"), ("AttributeError: it has no x", "bug", "train.log"), False),
+    ],
+)
+def test_only_a_fault_of_the_machine_says_that_the_same_command_helps(error, needles, helps, tmp_path):
+    cfg = OmegaConf.create({"checkpoint": {"best_checkpoint_metric": "loss"}})
+    line = str(train.explained(error, cfg, tmp_path))
+    assert all(needle in line for needle in needles) and ("run the same command again" in line) is helps, line
+
+
+def test_a_run_is_finished_where_its_log_ends_with_the_same_limits(tmp_path):
+    limits = {"optimization": {"max_update": 10, "max_epoch": 0}, "checkpoint": {"patience": 2}}
+    cfg, state = OmegaConf.create(limits), {"optimizer_history": [{"num_updates": 5}]}
+    OmegaConf.save(cfg, tmp_path / "config.yaml")
+    assert not train.is_finished(cfg, state, tmp_path), "without a log"
+    (tmp_path / "train.log").write_text("done training in 3 seconds\n")
+    assert train.is_finished(cfg, state, tmp_path)
+    more = OmegaConf.merge(cfg, {"checkpoint": {"patience": 3}})
+    assert not train.is_finished(more, state, tmp_path)
+    assert train.is_finished(more, {"optimizer_history": [{"num_updates": 10}]}, tmp_path)
+    (tmp_path / "train.log").write_text("done training in 3 seconds\n{}\n")
+    assert not train.is_finished(cfg, state, tmp_path)
+
+
+class Hostile:
+    def __reduce__(self):
+        return os.system, ("touch executed",)
+
+
+def test_checkpoints_that_cannot_be_resumed_or_started_from(data, trained, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = shutil.copytree(trained, tmp_path / "run")
+    last = run / "checkpoints/checkpoint_last.pt"
+    state = load_checkpoint(last)
+    key = "encoder.embed_tokens.weight"
+    missing = {name: value for name, value in state["model"].items() if not name.startswith("decoder.layers.1.")}
+    damaged = last.read_bytes()
+    for content, needle in (
+        ({**state, "model": {**state["model"], key: state["model"][key][:-3]}}, f"size mismatch for {key}"),
+        ({**state, "model": missing}, "it has no decoder.layers.1."),
+        ({**state, "extra": Hostile()}, "system"),
+        (damaged[:-1000], "cut off or damaged"),
+    ):
+        last.write_bytes(content) if isinstance(content, bytes) else torch.save(content, last)
+        line = refused(capsys, start(data, run, "optimization.max_update=14"))
+        assert str(last) in line and needle in line and "weights_only" not in line, line
+        line = refused(capsys, start(data, tmp_path / "new", f"checkpoint.finetune_from_model='{last}'"))
+        assert str(last) in line and needle in line and not (tmp_path / "new").exists(), line
+    assert not (tmp_path / "executed").exists()
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "needle"),
+    [
+        ("train.es-en.es.bin", lambda old: old[:-2], "bytes instead of"),
+        ("train.es-en.es.idx", lambda old: old[:30], "cut off or damaged"),
+        ("valid.es-en.en.idx", lambda old: old[:10], "cut off or damaged"),
+        ("dict.es.txt", lambda old: b"\n".join(old.splitlines()[:50]), "subword number"),
+    ],
+)
+def test_damaged_data_is_named(file, change, needle, data, tmp_path, capsys):
+    copy = shutil.copytree(data, tmp_path / "data")
+    (copy / "bin" / file).write_bytes(change((copy / "bin" / file).read_bytes()))
+    also = ("model.share_all_embeddings=false",) if file.startswith("dict") else ()
+    assert needle in refused(capsys, start(copy, tmp_path / "run", *also))
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_gradient_that_is_not_finite_says_so_and_where(data, tmp_path, capsys):
