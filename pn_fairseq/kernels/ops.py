@@ -1,8 +1,8 @@
 """The operators ``torch.ops.pn_fairseq.*``: schemas, ``normalize`` with a gradient, and how a norm adds one of its own.
 
 :mod:`.reference` defines what each computes and serves every device; C++ and Triton implement the same schemas for CPU
-and CUDA. All are pure functions of tensors. They trust their arguments: the norms check what users give them, once, and
-hand on contiguous tokens (see :class:`pn_fairseq.norms.tokens.Tokens`).
+and CUDA. All are pure functions of tensors. They trust their arguments: the norms check what users give them, once.
+Tokens are read where they lie, in any layout, and results are contiguous, as those of torch's LayerNorm.
 
 ===================  ==============================================================================================
 ``normalize``        y from given statistics, optionally with the second moment of the batch from the same pass
@@ -129,7 +129,7 @@ class _Normalize(torch.autograd.Function):
         x, weight, mean, moment, inv_rms = ctx.saved_tensors
         needed = ctx.needs_input_grad[1:3]
         dx, parameters, _ = gradient(
-            dy.contiguous(), x, None, weight, mean, moment, None, None, inv_rms, ctx.groups, ctx.eps, any(needed)
+            dy, x, None, weight, mean, moment, None, None, inv_rms, ctx.groups, ctx.eps, any(needed)
         )
         return dx, *_parameters(parameters, needed, weight), None, None, None, None
 
@@ -167,7 +167,7 @@ class _Standardize(torch.autograd.Function):
         refuse_second_derivative()
         x, weight, stats = ctx.saved_tensors
         needed = ctx.needs_input_grad[1:3]
-        dx, sums = standardize_gradient(dy.contiguous(), x, weight, stats, *ctx.rest, any(needed))
+        dx, sums = standardize_gradient(dy, x, weight, stats, *ctx.rest, any(needed))
         return dx, *_parameters(sums, needed, weight), None, None, None, None
 
 
@@ -193,9 +193,7 @@ def standardized(
     divisor, curve, through = (centered, factor, inside, outside, least), (gain, curve), (through_mean, through_divisor)
     if torch._C._are_functorch_transforms_active():
         return reference.standardize(x, weight, bias, groups, *divisor, *curve, *through)[0]
-    return _Standardize.apply(
-        x.contiguous(), weight, bias, groups, divisor, curve, (centered and through_mean, through_divisor)
-    )
+    return _Standardize.apply(x, weight, bias, groups, divisor, curve, (centered and through_mean, through_divisor))
 
 
 class _Squash(torch.autograd.Function):
@@ -211,7 +209,7 @@ class _Squash(torch.autograd.Function):
     def backward(ctx, dy):
         refuse_second_derivative()
         x, weight, alpha, shift = ctx.saved_tensors
-        dx, sums, scalars = squash_gradient(dy.contiguous(), x, weight, alpha, shift, ctx.erf)
+        dx, sums, scalars = squash_gradient(dy, x, weight, alpha, shift, ctx.erf)
         needed = ctx.needs_input_grad
         rest = [scalars[place : place + 1].to(alpha.dtype) if needed[3 + place] else None for place in range(2)]
         return dx, *_parameters(sums, needed[1:3], weight), *rest, None
@@ -223,4 +221,4 @@ def squashed(
     """y of :func:`.reference.squash`, with its gradient; inside a transform of ``torch.func`` by the reference."""
     if torch._C._are_functorch_transforms_active():
         return reference.squash(x, weight, bias, alpha, shift, erf)
-    return _Squash.apply(x.contiguous(), weight, bias, alpha, shift, erf)
+    return _Squash.apply(x, weight, bias, alpha, shift, erf)

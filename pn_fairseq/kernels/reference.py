@@ -3,8 +3,8 @@
 All functions are pure: they change none of their arguments. Names and shapes, here and in :mod:`.ops`:
 
 ================  ==================================================================================================
-``x``, ``dy``     (..., C), contiguous, one type: float16, bfloat16, float32 or float64. A row is a token.
-``padding``       (...) bool, contiguous, in the order of the rows of x; True = padding. None: every token is real.
+``x``, ``dy``     (..., C), any strides, one type: float16, bfloat16, float32 or float64. A row is a token.
+``padding``       (...) bool, contiguous, in the order of x; True = padding. None: every token is real.
                   M denotes the real tokens, N their number.
 ``groups``        number of layer-scale groups G; 0: no layer-scale
 ``inv_rms``       (..., G): 1 / sqrt(mean_k(x_k^2) + eps) of each token and group; h = x * inv_rms. G = 0: h = x.
@@ -16,7 +16,7 @@ vectors           (C,), any floating-point type: ``weight``, ``bias``, ``mean``,
 With D = sqrt(moment + eps), x_hat = (h - mean) / D and dx_hat = weight * dy; what is None is left out.
 
 Arithmetic, sums and vectors that are returned have the *accumulation dtype*: float64 for float64, else float32. Results
-in the type of x are rounded once.
+in the type of x are rounded once, and contiguous whatever the strides of x are, as those of torch's LayerNorm.
 """
 
 import math
@@ -52,6 +52,12 @@ def _standardized(h: Tensor, mean: Tensor | None, moment: Tensor | None, eps: fl
     if mean is not None:
         h = h - mean.to(h.dtype)
     return h if moment is None else h / torch.sqrt(moment.to(h.dtype) + eps)
+
+
+def _result(values: Tensor, like: Tensor) -> Tensor:
+    """``values`` in the type of ``like``, contiguous, and not in its memory: results share none with arguments."""
+    result = values.to(like.dtype).contiguous()
+    return result.clone() if result is like else result
 
 
 def _real(values: Tensor, padding: Tensor | None) -> Tensor:
@@ -96,13 +102,11 @@ def normalize(
         y = y * weight.to(h.dtype)
     if bias is not None:
         y = y + bias.to(h.dtype)
-    if y is x:  # nothing was left to do, and results share no memory with arguments
-        y = x.clone()
     batch_moment, count = h.new_empty(0), h.new_empty(0)
     if sums:
         count = _count(h, padding)
         batch_moment = _sum_over_tokens(_real(h, padding).square()) / count.clamp(min=1.0)
-    return y.to(x.dtype), scales if inv_rms is None else h.new_empty(0), batch_moment, count
+    return _result(y, x), scales if inv_rms is None else h.new_empty(0), batch_moment, count
 
 
 def moments(
@@ -182,11 +186,10 @@ def gradient(
     if groups:
         projection = _grouped(dh * h, groups).mean(-1, keepdim=True)
         dh = ((_grouped(dh, groups) - _grouped(h, groups) * projection) * inv_rms.unsqueeze(-1)).flatten(-2)
-    if dh is dy:
-        dh = dy.clone()
+    dx = _result(dh, dy)
     if not sums:
-        return dh.to(x.dtype), h.new_empty(0), h.new_empty(0)
-    return dh.to(x.dtype), *gradient_sums(dy, x, padding, weight, mean, moment, inv_rms, groups, eps)
+        return dx, h.new_empty(0), h.new_empty(0)
+    return dx, *gradient_sums(dy, x, padding, weight, mean, moment, inv_rms, groups, eps)
 
 
 def share_of_batch(num_batches: Tensor, warmup: int, alpha: float) -> Tensor:
@@ -261,7 +264,7 @@ def standardize(
         y = y * weight.to(y.dtype)
     if bias is not None:
         y = y + bias.to(y.dtype)
-    return y.to(x.dtype), torch.stack([mean, 1 / divisor, share]).squeeze(-1)
+    return _result(y, x), torch.stack([mean, 1 / divisor, share]).squeeze(-1)
 
 
 def standardize_gradient(
@@ -294,7 +297,7 @@ def standardize_gradient(
         dx = dx - dz.mean(-1, keepdim=True)
     if through_divisor:
         dx = dx - share * z * (dz * z).mean(-1, keepdim=True)
-    dx = (dx * inverse).flatten(-2).to(x.dtype)
+    dx = _result((dx * inverse).flatten(-2), x)
     if not sums:
         return dx, stats.new_empty(0)
     return dx, torch.stack([_sum_over_tokens(wide * (z * curved).flatten(-2)), _sum_over_tokens(wide)])
@@ -304,7 +307,7 @@ def squash(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, alpha: Tensor, shift: Tensor | None, erf: bool
 ) -> Tensor:
     """y = weight * f(alpha x + shift) + bias with f = tanh, or ``erf``; alpha and shift have one element."""
-    return _squashed(x, alpha, shift, erf, weight, bias)[0].to(x.dtype)
+    return _result(_squashed(x, alpha, shift, erf, weight, bias)[0], x)
 
 
 def _squashed(x, alpha, shift, erf, weight, bias) -> tuple[Tensor, Tensor, Tensor]:
@@ -328,4 +331,4 @@ def squash_gradient(
     inner = (wide if weight is None else wide * weight.to(wide.dtype)) * slope
     parameters = torch.stack([_sum_over_tokens(wide * value), _sum_over_tokens(wide)])
     scalars = torch.stack([(inner * x.to(inner.dtype)).sum(), inner.sum()])
-    return (inner * alpha.to(inner.dtype)).to(x.dtype), parameters, scalars
+    return _result(inner * alpha.to(inner.dtype), x), parameters, scalars

@@ -10,8 +10,8 @@ layer-scale all channels are one group. Sums over tokens stay in registers until
 in the accumulation dtype. :func:`finish_moments` and :func:`finish_gradient_sums` add these up in the order of the
 programs, so that equal inputs give equal bits. :func:`running_average` and :func:`power_update` are one program each.
 
-``rows`` is the number of tokens, 32 bit; offsets in memory are 64 bit. A kernel is compiled without the pointers that
-are None.
+``rows`` is the number of tokens, 32 bit; offsets in memory are 64 bit. A kernel is compiled without the arguments that
+are None. What is read need not be contiguous: see :func:`_places`. What is written is.
 """
 
 import triton
@@ -63,6 +63,17 @@ def _offsets(row, channel, C: tl.constexpr):
 
 
 @triton.jit
+def _places(row, channel, inner, outer_stride, inner_stride, C: tl.constexpr):
+    """Offsets of a tile in a tensor (outer, inner, C) with these strides; ``inner`` None: it is contiguous."""
+    if inner is None:
+        return _offsets(row, channel, C)
+    else:
+        outer = row // inner
+        start = outer.to(tl.int64) * outer_stride + (row - outer * inner).to(tl.int64) * inner_stride
+        return start[:, None, None] + channel[None, :, :]
+
+
+@triton.jit
 def _real(padding, row, valid):
     """Which tokens of a tile are real, (BLOCK_N,)."""
     if padding is None:
@@ -109,7 +120,7 @@ def _write_partial(partials, slot: tl.constexpr, channel, inside, total, C: tl.c
     tl.store(partials + place * C + channel, total, mask=inside)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "inner"])
 def norm_forward(
     x,  # (rows, C)
     y,  # (rows, C), type of x, written; None: the sums alone
@@ -121,6 +132,9 @@ def norm_forward(
     padding,  # (rows,) bool, or None: all tokens are real
     partials,  # slots 0: squares, 1: sum (if CENTERED); counts; written. None: y alone
     rows,
+    inner,  # rows that an index of the first axis of x has; None: x is contiguous
+    x_outer,  # stride of the first axis of x, in elements
+    x_inner,  # of the second
     GROUPS: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -149,8 +163,7 @@ def norm_forward(
         row = start + tl.arange(0, BLOCK_N)
         valid = row < rows
         exists = valid[:, None, None] & inside[None, :, :]
-        offsets = _offsets(row, channel, C)
-        h = tl.load(x + offsets, mask=exists, other=0.0).to(ACC)
+        h = tl.load(x + _places(row, channel, inner, x_outer, x_inner, C), mask=exists, other=0.0).to(ACC)
         if inv_rms is not None:
             h = h * _inv_rms(h, inv_rms, row, valid, group, GROUPS, GROUP_SIZE, EPS, GIVEN)
         if partials is not None:
@@ -167,7 +180,7 @@ def norm_forward(
                 h = h * scale[None, :, :]
             if bias is not None:
                 h = h + shift[None, :, :]
-            tl.store(y + offsets, h.to(y.dtype.element_ty), mask=exists)
+            tl.store(y + _offsets(row, channel, C), h.to(y.dtype.element_ty), mask=exists)
     if partials is not None:
         _write_partial(partials, 0, channel, inside, squares, C)
         if CENTERED:
@@ -176,7 +189,7 @@ def norm_forward(
         tl.store(partials + tl.num_programs(0).to(tl.int64) * (SLOTS * C) + tl.program_id(0), count)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "inner"])
 def norm_backward(
     dy,  # (rows, C)
     x,  # (rows, C)
@@ -190,6 +203,11 @@ def norm_backward(
     padding,  # (rows,) bool, or None: all tokens are real
     partials,  # slots 0: dy (h - mean), 1: dy; with padding 2, 3: the same of real tokens; written. None: dx alone
     rows,
+    inner,  # rows that an index of the first axis of dy and x has; None: both are contiguous
+    dy_outer,  # strides of their first axes, in elements
+    dy_inner,  # of the second
+    x_outer,
+    x_inner,
     GROUPS: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -217,9 +235,8 @@ def norm_backward(
         valid = row < rows
         exists = valid[:, None, None] & inside[None, :, :]
         real = _real(padding, row, valid)[:, None, None]
-        offsets = _offsets(row, channel, C)
-        dh = tl.load(dy + offsets, mask=exists, other=0.0).to(ACC)
-        h = tl.load(x + offsets, mask=exists, other=0.0).to(ACC)
+        dh = tl.load(dy + _places(row, channel, inner, dy_outer, dy_inner, C), mask=exists, other=0.0).to(ACC)
+        h = tl.load(x + _places(row, channel, inner, x_outer, x_inner, C), mask=exists, other=0.0).to(ACC)
         if inv_rms is not None:
             scales = _inv_rms(h, inv_rms, row, valid, group, GROUPS, GROUP_SIZE, EPS, True)
             h = h * scales
@@ -238,7 +255,7 @@ def norm_backward(
             if inv_rms is not None:
                 projection = tl.sum(dh * h, 2) / GROUP_SIZE
                 dh = (dh - h * projection[:, :, None]) * scales
-            tl.store(dx + offsets, dh.to(dx.dtype.element_ty), mask=exists)
+            tl.store(dx + _offsets(row, channel, C), dh.to(dx.dtype.element_ty), mask=exists)
     if partials is not None:
         _write_partial(partials, 0, channel, inside, products, C)
         _write_partial(partials, 1, channel, inside, plain, C)

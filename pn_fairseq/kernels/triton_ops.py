@@ -51,17 +51,35 @@ class _DoesNotFit(Exception):
     """The arguments are for the reference."""
 
 
+def _readable(values, x: Tensor):
+    """An argument as the kernels can read it: like ``x`` with contiguous channels (:func:`_strides`), or contiguous."""
+    if not isinstance(values, Tensor):
+        return values
+    tokens = values.shape == x.shape and values.dim() in (2, 3) and values.stride(-1) == 1
+    return values if tokens else values.contiguous()
+
+
+def _strides(*tensors: Tensor) -> tuple[int | None, ...]:
+    """How the kernels find the tokens of tensors of one shape: ``inner``, and ``outer_stride`` and ``inner_stride`` of
+    each. None if all are contiguous."""
+    if all(values.is_contiguous() for values in tensors):
+        return (None,) * (1 + 2 * len(tensors))
+    if tensors[0].dim() == 2:
+        return 1, *(stride for values in tensors for stride in (values.stride(0), 0))
+    return tensors[0].size(1), *(stride for values in tensors for stride in values.stride()[:2])
+
+
 def _operator(function):
-    """Call ``function`` on the device of the first argument, with dense tensors; if it cannot, the reference."""
+    """Call ``function`` on the device of the first argument, x or dy; if it cannot, the reference."""
 
     @wraps(function)
     def operator(*args):
-        dense = [value.contiguous() if isinstance(value, Tensor) else value for value in args]
+        readable = [_readable(value, args[0]) for value in args]
         try:
             if not args[0].is_cuda or args[0].get_device() == torch.cuda.current_device():
-                return function(*dense)
+                return function(*readable)
             with torch.cuda.device(args[0].device):  # Triton launches on the current one
-                return function(*dense)
+                return function(*readable)
         except _DoesNotFit:
             return OPERATORS[function.__name__](*args)
 
@@ -145,12 +163,12 @@ class _Tokens:
 @_operator
 def normalize(x, weight, bias, mean, moment, padding, inv_rms, groups, eps, sums):
     tokens = _Tokens(x, groups, eps, FORWARD_THREADS)
-    y = torch.empty_like(x)
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     scales = tokens.new(*x.shape[:-1], groups) if inv_rms is None else inv_rms
     partials = tokens.partials(1) if sums else None
     kernels.norm_forward[tokens.programs,](
         x, y, scales if groups else None, weight, bias, mean, moment, padding if sums else None, partials,
-        tokens.rows, GIVEN=inv_rms is not None, CENTERED=False, **tokens.tile,
+        tokens.rows, *_strides(x), GIVEN=inv_rms is not None, CENTERED=False, **tokens.tile,
     )  # fmt: skip
     batch_moment = count = tokens.new(0)
     if sums:
@@ -165,14 +183,14 @@ def moments(x, padding, groups, eps, centered):
     partials = tokens.partials(2 if centered else 1)
     kernels.norm_forward[tokens.programs,](
         x, None, inv_rms if groups else None, None, None, None, None, padding, partials,
-        tokens.rows, GIVEN=False, CENTERED=centered, **tokens.tile,
+        tokens.rows, *_strides(x), GIVEN=False, CENTERED=centered, **tokens.tile,
     )  # fmt: skip
     return inv_rms, *tokens.moments(partials, centered)
 
 
 @_operator
 def gradient(dy, x, padding, weight, mean, moment, nu, offset, inv_rms, groups, eps, sums):
-    dx = torch.empty_like(x)
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     return dx, *_backward(dy, x, dx, padding, weight, mean, moment, nu, offset, inv_rms, groups, eps, sums)
 
 
@@ -189,7 +207,7 @@ def _backward(dy, x, dx, padding, weight, mean, moment, nu, offset, inv_rms, gro
     partials = tokens.partials(2 if padding is None else 4) if sums else None
     kernels.norm_backward[tokens.programs,](
         dy, x, dx, inv_rms if groups else None, weight, mean, moment, nu, offset, padding, partials,
-        tokens.rows, **tokens.tile,
+        tokens.rows, *_strides(dy, x), **tokens.tile,
     )  # fmt: skip
     if not sums:
         return tokens.new(0), tokens.new(0)

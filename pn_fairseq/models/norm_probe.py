@@ -282,8 +282,7 @@ def quantities(batch, state: dict, average: dict, eps: float, sample_size: float
 
 def _at_gradient(forward: _Forward, name: str, norm: ChannelNorm, x: Tensor, mask: Tensor | None, dy: Tensor) -> None:
     """Add the sums of one use of a norm to ``forward``, as the gradient of its y is known. Changes no gradient."""
-    x = x.contiguous()
-    if mask is not None:  # (B, T), in the order of the rows
+    if mask is not None:  # from (B, T) to the order of x
         mask = (mask.t() if mask.dim() == 2 and not norm.batch_first else mask).contiguous()
     groups, eps = norm.layer_scale_groups, norm.eps
     inv_rms, mean, variance, count = kernels.moments(x, mask, groups, eps, True)
@@ -291,7 +290,7 @@ def _at_gradient(forward: _Forward, name: str, norm: ChannelNorm, x: Tensor, mas
     sums = [wide_count[None], wide_mean * wide_count, (variance.double() + wide_mean.square()) * wide_count]
     scale = forward.scale
     if forward.recorded:
-        dy = dy.detach().to(x.dtype).contiguous()
+        dy = dy.detach().to(x.dtype)
         _, products = kernels.gradient_sums(dy, x, mask, None, mean, variance, inv_rms, groups, eps)
         dy_xhat, sum_dy = products.double() / torch.where(scale == 0, 1.0, scale)
         sums += [sum_dy, dy_xhat * (variance.double() + eps).sqrt() + wide_mean * sum_dy]

@@ -8,9 +8,14 @@ from pn_fairseq import kernels
 from pn_fairseq.norms.checks import check_alpha, check_input, check_positive, check_whole
 from pn_fairseq.norms.distributed import world_size
 from pn_fairseq.norms.layer_scale import LayerScale
+from pn_fairseq.norms.nested import over_tokens
 from pn_fairseq.norms.tokens import Moments, Step, Tokens, Training
 
 COUNT = "num_batches_tracked"
+
+
+def _no_fast_path(module: nn.Module, args: tuple) -> None:
+    """A hook that does nothing: see :class:`ChannelNorm`. A function of the module: a norm can be pickled."""
 
 
 class ChannelNorm(nn.Module):
@@ -52,6 +57,11 @@ class ChannelNorm(nn.Module):
         self.layer_scale_groups = layer_scale_groups
         self.batch_first = batch_first
         self.layer_scale = LayerScale(num_features, layer_scale_groups, eps, batch_first)
+        if not self.is_torch_layer_norm():
+            # torch.nn.TransformerEncoderLayer has a fast path in evaluation: it reads weight, bias and eps of its norms
+            # and computes LayerNorm itself. It does not where one of its modules has a hook. This one is on a module
+            # that most norms do not call, so that calls stay as fast as they are.
+            self.layer_scale.register_forward_pre_hook(_no_fast_path)
         for name in ("weight", "bias"):
             learns = affine and name in self.learned
             self.register_parameter(name, nn.Parameter(torch.empty(num_features)) if learns else None)
@@ -67,15 +77,23 @@ class ChannelNorm(nn.Module):
     def set_num_updates(self, num_updates: int) -> None:
         """Tell the norm how many optimizer updates are completed."""
 
+    def is_torch_layer_norm(self) -> bool:
+        """Whether y is LayerNorm with ``weight``, ``bias`` and ``eps``, so that torch may compute it in our place."""
+        return False
+
     def forward(self, x: Tensor, padding_mask: Tensor | None = None) -> Tensor:
         """Normalize ``x``, (T, B, C) or (N, C), or (B, T, C) with ``batch_first``.
 
         ``padding_mask`` is (B, T), in both layouts, or (N,); bool, True = padding. Padding is normalized like other
-        tokens and enters no statistic. The result has the shape and type of ``x``; the arithmetic is float32, float64
-        for a float64 ``x``.
+        tokens and enters no statistic. The result has the shape and type of ``x``, and is contiguous whatever the
+        strides of ``x`` are, as that of ``torch.nn.LayerNorm``; the arithmetic is float32, float64 for a float64 ``x``.
+
+        ``x`` may be a nested tensor, (B, *, C) without padding, whatever ``batch_first`` is.
         """
+        if x.is_nested:
+            return over_tokens(self.forward, x, padding_mask)
         check_input(x, padding_mask, self.num_features, self.batch_first)
-        return self.normalize(self.layer_scale(x))
+        return self.normalize(self.layer_scale(x) if self.layer_scale_groups else x)
 
     def normalize(self, h: Tensor) -> Tensor:
         """y for the layer-scaled activations h, (..., C), in their shape and type; every token alone."""
@@ -209,6 +227,8 @@ class RunningNorm(ChannelNorm):
     # Training.
 
     def forward(self, x: Tensor, padding_mask: Tensor | None = None) -> Tensor:
+        if x.is_nested:
+            return over_tokens(self.forward, x, padding_mask)
         check_input(x, padding_mask, self.num_features, self.batch_first)
         if not self.training:
             return self._evaluate(x)
@@ -335,7 +355,7 @@ class RunningNorm(ChannelNorm):
         return self._normalize_by(x, mean, moment)
 
     def _normalize_by(self, x: Tensor, mean: Tensor | None, moment: Tensor) -> Tensor:
-        return kernels.evaluate(x.contiguous(), self.weight, self.bias, mean, moment, self.layer_scale_groups, self.eps)
+        return kernels.evaluate(x, self.weight, self.bias, mean, moment, self.layer_scale_groups, self.eps)
 
     def _recalibrate(self, x: Tensor, padding_mask: Tensor | None) -> Tensor:
         step = Step()

@@ -33,5 +33,8 @@ class LayerNorm(ChannelNorm):
         ValueError: an argument or an input does not fit; the message holds its value.
     """
 
+    def is_torch_layer_norm(self) -> bool:
+        return type(self) is LayerNorm and self.affine and not self.layer_scale_groups
+
     def normalize(self, h: Tensor) -> Tensor:
         return layer_norm(h, self.weight, self.bias, self.eps)

@@ -42,7 +42,7 @@ class LayerScale(nn.Module):
         check_input(x, padding_mask, self.num_features, self.batch_first)
         if self.groups == 0:
             return x
-        return kernels.evaluate(x.contiguous(), None, None, None, None, self.groups, self.eps)
+        return kernels.evaluate(x, None, None, None, None, self.groups, self.eps)
 
     def extra_repr(self) -> str:
         return f"{self.num_features}, groups={self.groups}, eps={self.eps}"

@@ -68,7 +68,7 @@ class ProgressiveBatchNorm(MaskedBatchNorm):
         share = 0.0 if self.recalibrating else self.layer_share()
         if isinstance(share, float) and share == 0.0:
             return y
-        h = self.layer_scale(x)
+        h = self.layer_scale(x) if self.layer_scale_groups else x
         if self.affine:
             return y + layer_norm(h, share * self.ln_weight, share * self.ln_bias, self.eps)
         return y + share * layer_norm(h, None, None, self.eps)
@@ -104,7 +104,7 @@ class ProgressiveBatchNorm(MaskedBatchNorm):
     def _normalize_by(self, x: Tensor, mean: Tensor, moment: Tensor) -> Tensor:
         mean, moment = (each.to(kernels.acc_dtype(x)) for each in (mean, moment))
         weight, bias = self._affine(self.weight, self.bias, self.further_parameters(), mean, moment)
-        return kernels.evaluate(x.contiguous(), weight, bias, mean, moment, self.layer_scale_groups, self.eps)
+        return kernels.evaluate(x, weight, bias, mean, moment, self.layer_scale_groups, self.eps)
 
     def evaluation_affine(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         scale, shift = super().evaluation_affine(dtype)

@@ -28,7 +28,7 @@ class RMSNorm(ChannelNorm):
 
     def normalize(self, h: Tensor) -> Tensor:
         # Layer-scale with one group and a gain.
-        return kernels.evaluate(h.contiguous(), self.weight, None, None, None, 1, self.eps)
+        return kernels.evaluate(h, self.weight, None, None, None, 1, self.eps)
 
 
 class RMSNormRelease(RMSNorm):

@@ -21,7 +21,7 @@ def check_parts(value: str | Sequence[str]) -> tuple[str, ...]:
 
 
 class NoNorm(ChannelNorm):
-    """No normalization ("w/o Norm" in Xu et al. 2019, Table 1): y = x, or the layer-scaled x.
+    """No normalization ("w/o Norm" in Xu et al. 2019, Table 1): y = x itself, or the layer-scaled x.
 
     There are no parameters and no state, and a padding mask changes nothing.
 

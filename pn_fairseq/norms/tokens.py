@@ -54,7 +54,7 @@ class Tokens:
         further: those of :meth:`.RunningNorm.further_parameters`.
         num_features: number of channels C.
         step: the :class:`Step` that they belong to.
-        padding: the mask in the order of the rows, contiguous, or None; a backward is given that of its forward.
+        padding: the mask in the order of x, contiguous, or None; a backward is given that of its forward.
         inv_rms: factors of layer-scale, (..., G); None before a forward has computed them.
     """
 
@@ -62,14 +62,10 @@ class Tokens:
         self._norm, self.step = norm, step
         self.weight, self.bias, self.num_features = weight, bias, norm.num_features
         self._groups, self._eps = norm.layer_scale_groups, norm.eps
-        # The kernels take contiguous rows, in any order: a transposed x is taken as it is in memory.
-        contiguous = x.is_contiguous()
-        self._transposed = not contiguous and x.dim() == 3 and x.transpose(0, 1).is_contiguous()
-        self._x = x if contiguous else self._rows(x)
-        self._dy = None if dy is None else self._rows(dy)
+        self._x, self._dy = x, dy
         self.padding = padding_mask
-        if inv_rms is None and padding_mask is not None:  # a forward: from the order of the mask to that of the rows
-            turned = padding_mask.dim() == 2 and self._transposed == norm.batch_first
+        if inv_rms is None and padding_mask is not None:  # a forward: from the order of the mask to that of x
+            turned = padding_mask.dim() == 2 and not norm.batch_first
             self.padding = (padding_mask.t() if turned else padding_mask).contiguous()
         self.inv_rms = inv_rms
         self.further: Sequence[Tensor] = ()
@@ -80,12 +76,6 @@ class Tokens:
         if not self._norm.ignoring:
             other.padding = None
         return other
-
-    def _rows(self, x: Tensor) -> Tensor:
-        return x.transpose(0, 1).contiguous() if self._transposed else x.contiguous()
-
-    def _result(self, rows: Tensor) -> Tensor:
-        return rows.transpose(0, 1) if self._transposed else rows
 
     def moments(self, centered: bool = False) -> Moments:
         """Statistics of the batch before anything is normalized, over all ranks; also ``step.batch``.
@@ -128,7 +118,7 @@ class Tokens:
             self.inv_rms = inv_rms
         if moments:
             self.step.batch = Moments(None, batch_moment, count, reduced=not self._norm.synchronises())
-        return self._result(y)
+        return y
 
     def gradient_sums(
         self, moment: Tensor, mean: Tensor | None = None, weight: Tensor | None = None
@@ -179,7 +169,7 @@ class Tokens:
         )
         if sums:
             self.step.products, self.step.products_reduced = products, not self._norm.synchronises()
-        return self._result(dx), parameters
+        return dx, parameters
 
 
 def _reduced(batch: Moments, group) -> Moments:

@@ -83,13 +83,17 @@ def empty(*shape, dtype=torch.float32):
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def train(norm: str, rows: int, channels: int, groups: int, dtype, masked: bool, parameters=torch.float32) -> None:
+def train(
+    norm: str, rows: int, channels: int, groups: int, dtype, masked: bool, parameters=torch.float32, turned=False
+) -> None:
     """The operators of a training step of PN after the warm-up (``pn``), of PN-V (``pn-v``) or of BN (``bn``).
 
-    ``parameters``: the type of weight and bias; None: there are none.
+    ``parameters``: the type of weight and bias; None: there are none. ``turned``: x is (T, B, C) of (B, T, C).
     """
     x, vector, count = empty(rows, channels, dtype=dtype), empty(channels), empty(dtype=torch.int64)
-    padding = empty(rows, dtype=torch.bool) if masked else None
+    if turned:
+        x = empty(8, rows // 8, channels, dtype=dtype).transpose(0, 1)
+    padding = empty(*x.shape[:-1], dtype=torch.bool) if masked else None
     weight = bias = None if parameters is None else empty(channels, dtype=parameters)
     rest = groups, 1e-5
     if norm == "pn":
@@ -133,10 +137,11 @@ def widest(kernel) -> dict[str, int]:
     return found
 
 
+@pytest.mark.parametrize("turned", [False, True], ids=["contiguous", "transposed"])
 @pytest.mark.parametrize(("capability", "dtype"), [(80, torch.float16), (90, torch.bfloat16)], ids=str)
-def test_a_step_of_pn_compiles_to_wide_accesses_without_spills(capability, dtype):
+def test_a_step_of_pn_compiles_to_wide_accesses_without_spills(capability, dtype, turned):
     with compiling(capability) as compiled:
-        train("pn", 4096, 512, 4, dtype, masked=True)
+        train("pn", 4096, 512, 4, dtype, masked=True, turned=turned)
     assert [name for name, *_ in compiled] == [
         "norm_forward",
         "finish_moments",

@@ -75,6 +75,7 @@ def check(name: str, *args, terms: float = 0.0, tolerance: float | None = None) 
     wide = [arg.double() if isinstance(arg, Tensor) and arg.is_floating_point() else arg for arg in args]
     for number, (one, other) in enumerate(zip(results, reference(*wide), strict=True)):
         assert_close(one, other, f"{name}, result {number}", terms, tolerance)
+        assert one.is_contiguous(), f"{name}, result {number}"
     assert [one.dtype for one in results] == [other.dtype for other in reference(*args)], name
     return results
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-from pn_fairseq import fairseq_patches
 from pn_fairseq.common.probe_files import SCHEMA, read_probe
 from pn_fairseq.models.norm_probe import NormProbe
 from pn_fairseq.norms import NORMS, build_norm
@@ -320,7 +319,7 @@ def test_a_training_does_not_replace_the_file_of_another(data, tmp_path, capsys)
 
 
 def test_patches_that_are_turned_off_are_one_line(data, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(fairseq_patches, "enabled", lambda: False)
+    monkeypatch.setattr("pn_fairseq.models.norm_probe.patches_enabled", lambda: False)
     with pytest.raises(SystemExit) as end:
         train(data, tmp_path, "--norm-probe", "probe", updates=1)
     assert end.value.code == 2 and "--norm-probe needs the patches of fairseq" in capsys.readouterr().err

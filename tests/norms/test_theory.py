@@ -132,6 +132,79 @@ def test_lemma_2_of_powernorm(masked):
     assert smaller.any() and ((dx**2).sum(0) <= (g**2).sum(0))[smaller].all()
 
 
+# Shen et al. 2020, Theorem 4 and Lemma 11, per channel: PN's gradient and nu are bounded under Assumption 10.
+
+
+def steps_of_pn(alpha: float, x_hat_limit: float):
+    """Heavy-tailed training steps of PN whose |x_hat| is at most ``x_hat_limit``: x_hat, dx_hat, dx, psi and nu."""
+    generator, channels = rng(11), 6
+    norm = build_norm("power", channels, eps=EPS, alpha_bwd=alpha).double()
+    for _ in range(round(30 / (1 - alpha))):
+        norm.flush()
+        psi, nu = norm.running_psi2.double().sqrt().numpy().copy(), norm.nu.double().numpy().copy()
+        x = generator.standard_t(3, size=(20, channels)) * generator.uniform(0.3, 3, channels)
+        x_hat = np.clip(x / psi, -x_hat_limit, x_hat_limit)
+        dx_hat = np.clip(x_hat + generator.standard_t(2, size=x.shape), -2, 2)  # aligned with x_hat: |Lambda| is large
+        yield x_hat, dx_hat, gradient(norm, x_hat * psi, dx_hat), psi, nu
+
+
+def constants_of_lemma_11(alpha: float, gammas: np.ndarray, c1: float, c2: float) -> tuple[int, float, float]:
+    """K, C3 and the bound C4 of docs/theory.md, from the Gamma of all steps."""
+    average, lowest = 0.0, np.inf
+    for gamma in gammas:
+        average = alpha * average + (1 - alpha) * gamma
+        lowest = min(lowest, average.min())
+    window = math.ceil(math.log(lowest / (2 * c1**2)) / math.log(alpha))
+    return window, lowest, (1 - alpha) * window * c1 * c2 / (1 - math.exp(-lowest / 2))
+
+
+@pytest.mark.parametrize("alpha", [0.9, 0.95, 0.99])
+def test_theorem_4_and_lemma_11(alpha):
+    c1, c2 = 0.98 / math.sqrt(1 - alpha), 2.0
+    steps = list(steps_of_pn(alpha, c1))
+    gammas = np.stack([(x_hat**2).mean(0) for x_hat, *_ in steps])
+    lambdas = np.stack([(x_hat * dx_hat).mean(0) for x_hat, dx_hat, *_ in steps])
+    assert (gammas <= c1**2).all() and (np.abs(lambdas) <= c1 * c2).all()
+    # Under Assumption 10 the guard max(0, .) never acts: nu is the paper's recursion.
+    nu = np.zeros(6)
+    for gamma, lambda_, (*_, found) in zip(gammas, lambdas, steps, strict=True):
+        np.testing.assert_allclose(found, nu, rtol=1e-4, atol=1e-6)  # the state is float32
+        nu = (1 - (1 - alpha) * gamma) * nu + (1 - alpha) * lambda_
+    window, c3, c4 = constants_of_lemma_11(alpha, gammas, c1, c2)
+    logarithms = np.log(1 - (1 - alpha) * gammas).cumsum(0)
+    assert len(gammas) > 2 * window
+    assert (logarithms[window:] - logarithms[:-window] <= -c3 / 2).all()  # K steps multiply an old nu by this much
+    c0 = min(psi.min() for *_, psi, _ in steps)
+    for x_hat, dx_hat, dx, psi, nu in steps:
+        assert (np.abs(nu) <= c4).all()
+        np.testing.assert_allclose(dx, (dx_hat - nu * x_hat) / psi, rtol=1e-5, atol=1e-6)
+        assert (dx**2 <= (c2**2 + c1**2 * c4**2 + 2 * c1 * c2 * c4) / c0**2).all()
+
+
+def test_without_its_factor_2_the_last_line_of_theorem_4_is_wrong():
+    """With C4 < 1 (C4)^3 is smaller than (C4)^2: a gradient of opposite sign exceeds the printed bound."""
+    c1, c2, c4 = 1.0, 1.0, 0.5
+    assert c2**2 + c1**2 * c4**3 + c1 * c2 * c4 < (-c2 - c4 * c1) ** 2 == c2**2 + c1**2 * c4**2 + 2 * c1 * c2 * c4
+
+
+@pytest.mark.parametrize("alpha", [0.9, 0.99])
+def test_equation_32_contradicts_itself_as_printed(alpha):
+    """C5 = C3 / (2 (1 - alpha) alpha^(K - 1)) is to be smaller than C1^2, and is larger for the K that is given."""
+    for c1, c3 in ((1.0, 0.5), (3.0, 0.01)):
+        window = math.ceil(math.log((1 - alpha) * c3 / (2 * c1 * c1)) / math.log(alpha))
+        assert c3 / (2 * (1 - alpha) * alpha ** (window - 1)) > c1**2
+
+
+def test_without_assumption_10_nu_diverges_and_the_guard_keeps_it_finite():
+    """Gamma of (27)'s bound times 2.5: the factor of nu is below -1."""
+    alpha, gamma, lambda_ = 0.9, 25.0, 1.0
+    nu, guarded = 0.0, 0.0
+    for _ in range(100):
+        nu = (1 - (1 - alpha) * gamma) * nu + (1 - alpha) * lambda_
+        guarded = max(0.0, 1 - (1 - alpha) * gamma) * guarded + (1 - alpha) * lambda_
+    assert abs(nu) > 1e15 and guarded == pytest.approx((1 - alpha) * lambda_)
+
+
 # Invariances.
 
 

@@ -73,12 +73,28 @@ Tensor new_inv_rms(const Tensor& x, int64_t groups) {
 
 int64_t rows_of(const Tensor& x) { return x.size(-1) ? x.numel() / x.size(-1) : 0; }
 
+// A result like `x`, contiguous whatever the strides of `x` are, as torch's layer_norm gives it.
+Tensor new_like(const Tensor& x) { return at::empty(x.sizes(), x.options()); }
+
+// The tokens of `x` where they lie, or of a contiguous copy in `held` where Rows cannot describe them.
+template <class S>
+Rows<S> rows_in(const Tensor& x, Tensor& held) {
+  const int64_t channels = x.size(-1);
+  if (x.is_contiguous()) return {static_cast<const S*>(x.const_data_ptr()), 0, 0, channels};
+  const bool fits = (x.dim() == 2 || x.dim() == 3) && (channels == 1 || x.stride(-1) == 1) && rows_of(x) <= std::numeric_limits<uint32_t>::max();
+  held = fits ? x : x.contiguous();
+  const S* data = static_cast<const S*>(held.const_data_ptr());
+  if (!fits) return {data, 0, 0, channels};
+  if (x.dim() == 2) return {data, 0, 0, x.stride(0)};
+  return {data, static_cast<uint32_t>(x.size(1)), x.stride(0), x.stride(1)};
+}
+
 // The callers have checked what users gave them; this keeps a wrong call from reading memory that is not its own.
 void check_sizes(
     const Tensor& x, int64_t groups, const Optional& like_x, const Optional& padding, const Optional& inv_rms,
     std::initializer_list<const Optional*> vectors) {
-  bool fits = x.dim() > 0 && x.is_contiguous() && groups >= 0 && (groups == 0 || x.size(-1) % groups == 0);
-  if (like_x) fits = fits && like_x->sizes() == x.sizes() && like_x->is_contiguous() && like_x->dtype() == x.dtype();
+  bool fits = x.dim() > 0 && groups >= 0 && (groups == 0 || x.size(-1) % groups == 0);
+  if (like_x) fits = fits && like_x->sizes() == x.sizes() && like_x->dtype() == x.dtype();
   if (padding) fits = fits && padding->numel() == rows_of(x) && padding->is_contiguous() && padding->dtype() == at::kBool;
   if (inv_rms) {
     fits = fits && inv_rms->numel() == rows_of(x) * groups && inv_rms->is_contiguous() &&
@@ -171,12 +187,13 @@ bool exceeds_cache(const Tensor& x, int64_t tensors) {
 }
 
 template <class S, class A>
-Forward<S, A> forward_of(const Tensor& x, const Optional& padding, const Tensor& inv_rms, bool given, int64_t groups, double eps) {
+Forward<S, A> forward_of(
+    const Tensor& x, Tensor& held, const Optional& padding, const Tensor& inv_rms, bool given, int64_t groups, double eps) {
   Forward<S, A> f{};
   f.channels = x.size(-1);
   f.groups = groups;
   f.eps = static_cast<A>(eps);
-  f.x = static_cast<const S*>(x.const_data_ptr());
+  f.x = rows_in<S>(x, held);
   f.padding = data_of(padding);
   f.inv_rms = static_cast<A*>(inv_rms.data_ptr());
   f.given = given;
@@ -212,7 +229,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> normalize(
     const Optional& padding, const Optional& inv_rms, int64_t groups, double eps, bool sums) {
   check_sizes(x, groups, std::nullopt, sums ? padding : std::nullopt, inv_rms, {&weight, &bias, &mean, &moment});
   const int64_t channels = x.size(-1);
-  const Tensor y = at::empty_like(x), scales = inv_rms ? *inv_rms : new_inv_rms(x, groups);
+  const Tensor y = new_like(x), scales = inv_rms ? *inv_rms : new_inv_rms(x, groups);
   Tensor batch_moment, count;
   for_type_of(x, [&](auto* storage, auto accumulator, const auto& passes) {
     using S = std::remove_pointer_t<decltype(storage)>;
@@ -221,7 +238,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> normalize(
     std::vector<A> scale = inverse_root(second, eps, channels), offset(channels);
     if (gain.data) multiply(scale.data(), gain.data, channels);
     if (shift.data) std::copy(shift.data, shift.data + channels, offset.begin());
-    Forward<S, A> f = forward_of<S, A>(x, padding, scales, inv_rms.has_value(), groups, eps);
+    Tensor held;
+    Forward<S, A> f = forward_of<S, A>(x, held, padding, scales, inv_rms.has_value(), groups, eps);
     f.y = static_cast<S*>(y.data_ptr());
     f.scale = scale.data();
     f.bias = offset.data();
@@ -243,7 +261,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> moments(
   for_type_of(x, [&](auto* storage, auto accumulator, const auto& passes) {
     using S = std::remove_pointer_t<decltype(storage)>;
     using A = decltype(accumulator);
-    Forward<S, A> f = forward_of<S, A>(x, padding, inv_rms, false, groups, eps);
+    Tensor held;
+    Forward<S, A> f = forward_of<S, A>(x, held, padding, inv_rms, false, groups, eps);
     if (centered) {
       mean = mean_of<A>(x, run(x, passes, f, Kind::values));
       f.given = true;
@@ -277,11 +296,12 @@ void backward(
     if (across.data) {
       for (int64_t c = 0; c < channels; ++c) shift[c] = across.data[c] * factor[c];
     }
+    Tensor held_dy, held_x;
     Backward<S, A> b{};
     b.channels = channels;
     b.groups = groups;
-    b.dy = static_cast<const S*>(dy.const_data_ptr());
-    b.x = static_cast<const S*>(x.const_data_ptr());
+    b.dy = rows_in<S>(dy, held_dy);
+    b.x = rows_in<S>(x, held_x);
     b.padding = data_of(padding);
     b.inv_rms = inv_rms.const_data_ptr<A>();
     b.dx = dx.defined() ? static_cast<S*>(dx.data_ptr()) : nullptr;
@@ -327,7 +347,7 @@ std::tuple<Tensor, Tensor, Tensor> gradient(
     const Tensor& dy, const Tensor& x, const Optional& padding, const Optional& weight, const Optional& mean,
     const Optional& moment, const Optional& nu, const Optional& offset, const Tensor& inv_rms, int64_t groups, double eps,
     bool sums) {
-  const Tensor dx = at::empty_like(x);
+  const Tensor dx = new_like(x);
   const Tensor parameters = sums ? new_acc(x, {2, x.size(-1)}) : Tensor(), products = sums ? at::empty_like(parameters) : Tensor();
   backward(dy, x, padding, weight, mean, moment, nu, offset, inv_rms, groups, eps, dx, parameters, products);
   if (sums) return {dx, parameters, products};
@@ -337,12 +357,13 @@ std::tuple<Tensor, Tensor, Tensor> gradient(
 // Norms of every token alone. The gradients of parameters are sums over all tokens.
 
 template <class S, class A>
-PerToken<S, A> per_token(const Tensor& x, const Tensor& out, const Tensor& stats, int64_t groups, double gain, double curve) {
+PerToken<S, A> per_token(
+    const Tensor& x, Tensor& held, const Tensor& out, const Tensor& stats, int64_t groups, double gain, double curve) {
   PerToken<S, A> p{};
   p.channels = x.size(-1);
   p.groups = groups;
   p.rows = rows_of(x);
-  p.x = static_cast<const S*>(x.const_data_ptr());
+  p.x = rows_in<S>(x, held);
   p.out = static_cast<S*>(out.data_ptr());
   p.stats = static_cast<A*>(stats.data_ptr());
   p.gain = static_cast<A>(gain);
@@ -372,12 +393,13 @@ std::tuple<Tensor, Tensor> standardize(
   std::vector<int64_t> sizes = x.sizes().vec();
   sizes.back() = groups;
   sizes.insert(sizes.begin(), 3);
-  const Tensor y = at::empty_like(x), stats = new_acc(x, sizes);
+  const Tensor y = new_like(x), stats = new_acc(x, sizes);
   for_type_of(x, [&](auto* storage, auto accumulator, const auto& passes) {
     using S = std::remove_pointer_t<decltype(storage)>;
     using A = decltype(accumulator);
     const std::vector<A> scale = filled<A>(weight, x, A(1)), offset = filled<A>(bias, x, A(0));
-    PerToken<S, A> p = per_token<S, A>(x, y, stats, groups, gain, curve);
+    Tensor held;
+    PerToken<S, A> p = per_token<S, A>(x, held, y, stats, groups, gain, curve);
     if (weight || bias) p.scale = scale.data(), p.bias = offset.data();
     p.centered = centered;
     p.factor = static_cast<A>(factor);
@@ -398,13 +420,14 @@ std::tuple<Tensor, Tensor> standardize_gradient(
   TORCH_CHECK_VALUE(
       stats.numel() == 3 * rows_of(x) * groups && stats.is_contiguous() && stats.scalar_type() == acc_dtype(x),
       "arguments of an operator of pn_fairseq do not fit x of shape ", x.sizes());
-  const Tensor dx = at::empty_like(x), parameters = sums ? new_acc(x, {2, x.size(-1)}) : new_acc(x, {0});
+  const Tensor dx = new_like(x), parameters = sums ? new_acc(x, {2, x.size(-1)}) : new_acc(x, {0});
   for_type_of(x, [&](auto* storage, auto accumulator, const auto& passes) {
     using S = std::remove_pointer_t<decltype(storage)>;
     using A = decltype(accumulator);
     const Vector<A> scale(weight, x);
-    PerToken<S, A> p = per_token<S, A>(x, dx, stats, groups, gain, curve);
-    p.dy = static_cast<const S*>(dy.const_data_ptr());
+    Tensor held_x, held_dy;
+    PerToken<S, A> p = per_token<S, A>(x, held_x, dx, stats, groups, gain, curve);
+    p.dy = rows_in<S>(dy, held_dy);
     p.scale = scale.data;
     p.through_mean = through_mean;
     p.through_divisor = through_divisor;
@@ -418,10 +441,11 @@ std::tuple<Tensor, Tensor> standardize_gradient(
 }
 
 template <class S, class A>
-Squash<S, A> squash_of(const Tensor& x, const Tensor& out, const Tensor& alpha, const Optional& shift, bool erf) {
+Squash<S, A> squash_of(
+    const Tensor& x, Tensor& held, const Tensor& out, const Tensor& alpha, const Optional& shift, bool erf) {
   Squash<S, A> s{};
   s.channels = x.size(-1);
-  s.x = static_cast<const S*>(x.const_data_ptr());
+  s.x = rows_in<S>(x, held);
   s.out = static_cast<S*>(out.data_ptr());
   s.alpha = alpha.item().to<A>();
   s.shift = shift ? shift->item().to<A>() : A(0);
@@ -432,12 +456,13 @@ Squash<S, A> squash_of(const Tensor& x, const Tensor& out, const Tensor& alpha, 
 Tensor squash(
     const Tensor& x, const Optional& weight, const Optional& bias, const Tensor& alpha, const Optional& shift, bool erf) {
   check_sizes(x, 0, std::nullopt, std::nullopt, std::nullopt, {&weight, &bias});
-  const Tensor y = at::empty_like(x);
+  const Tensor y = new_like(x);
   for_type_of(x, [&](auto* storage, auto accumulator, const auto& passes) {
     using S = std::remove_pointer_t<decltype(storage)>;
     using A = decltype(accumulator);
     const std::vector<A> scale = filled<A>(weight, x, A(1)), offset = filled<A>(bias, x, A(0));
-    Squash<S, A> s = squash_of<S, A>(x, y, alpha, shift, erf);
+    Tensor held;
+    Squash<S, A> s = squash_of<S, A>(x, held, y, alpha, shift, erf);
     s.scale = scale.data();
     s.bias = offset.data();
     s.stream = exceeds_cache(x, 2);
@@ -450,13 +475,14 @@ std::tuple<Tensor, Tensor, Tensor> squash_gradient(
     const Tensor& dy, const Tensor& x, const Optional& weight, const Tensor& alpha, const Optional& shift, bool erf) {
   check_sizes(x, 0, dy, std::nullopt, std::nullopt, {&weight});
   const int64_t channels = x.size(-1);
-  const Tensor dx = at::empty_like(x), parameters = new_acc(x, {2, channels}), scalars = new_acc(x, {2});
+  const Tensor dx = new_like(x), parameters = new_acc(x, {2, channels}), scalars = new_acc(x, {2});
   for_type_of(x, [&](auto* storage, auto accumulator, const auto& passes) {
     using S = std::remove_pointer_t<decltype(storage)>;
     using A = decltype(accumulator);
     const std::vector<A> scale = filled<A>(weight, x, A(1));
-    Squash<S, A> s = squash_of<S, A>(x, dx, alpha, shift, erf);
-    s.dy = static_cast<const S*>(dy.const_data_ptr());
+    Tensor held_x, held_dy;
+    Squash<S, A> s = squash_of<S, A>(x, held_x, dx, alpha, shift, erf);
+    s.dy = rows_in<S>(dy, held_dy);
     s.scale = scale.data();
     s.stream = exceeds_cache(x, 3);
     const Total total = over_tokens<A>(x, 4, [&](int64_t begin, int64_t end, Sums<A>& sums) {

@@ -13,6 +13,21 @@ struct Half {
   uint16_t bits;
 };
 
+// The tokens of a tensor (outer, inner, channels) in this order, which need not be that of the memory: a transposed or cut
+// tensor is read where it lies. Strides are in elements; those of the channels are 1.
+template <class S>
+struct Rows {
+  const S* data;
+  uint32_t inner;  // 0: all rows are `inner_stride` apart
+  int64_t outer_stride, inner_stride;
+
+  const S* operator[](int64_t row) const {
+    if (inner == 0) return data + row * inner_stride;
+    const uint32_t number = static_cast<uint32_t>(row), outer = number / inner;  // a division of 64 bits is slow
+    return data + outer * outer_stride + (number - outer * inner) * inner_stride;
+  }
+};
+
 // Sums over the tokens of one thread: vectors over channels for the real tokens, then as many for the padding.
 // `narrow` is added to `wide` every so many rows, so that its error does not grow with the batch.
 template <class A>
@@ -27,7 +42,7 @@ template <class S, class A>
 struct Forward {
   int64_t channels, groups;
   A eps;
-  const S* x;           // (rows, channels)
+  Rows<S> x;            // (rows, channels)
   const bool* padding;  // (rows), or null
   A* inv_rms;           // (rows, groups): written, or read if `given`
   bool given;
@@ -39,7 +54,7 @@ struct Forward {
 template <class S, class A>
 struct Backward {
   int64_t channels, groups;
-  const S *dy, *x;
+  Rows<S> dy, x;
   const bool* padding;
   const A* inv_rms;
   S* dx;  // through layer-scale: scale * dy - 1_real * (slope * (h - center) + offset); null where only sums are wanted
@@ -53,7 +68,7 @@ struct Backward {
 template <class S, class A>
 struct PerToken {
   int64_t channels, groups, rows;
-  const S *dy, *x;
+  Rows<S> dy, x;
   S* out;
   A* stats;              // (3, rows, groups): mean, 1 / divisor, share; written forward
   const A *scale, *bias;  // (channels); null forward without both, and scale null backward without a gain
@@ -68,7 +83,7 @@ struct PerToken {
 template <class S, class A>
 struct Squash {
   int64_t channels;
-  const S *dy, *x;
+  Rows<S> dy, x;
   S* out;  // y, or dx
   const A *scale, *bias;
   A alpha, shift;

@@ -306,7 +306,7 @@ PN_INLINE int64_t rows_ahead(int64_t channels) {
 template <class S, class A, bool scaled, bool writes, bool centered, Kind kind>
 PN_INLINE void forward_row(const Forward<S, A>& f, int64_t row, int64_t next, A* sum, bool streams) {
   const int64_t spans = scaled ? f.groups : 1, size = f.channels / spans;
-  const S *x = f.x + row * f.channels, *next_x = f.x + next * f.channels;
+  const S *x = f.x[row], *next_x = f.x[next];
   S *y = f.y + row * f.channels, *next_y = f.y + next * f.channels;
   A* inv_rms = f.inv_rms + row * f.groups;
   const A *scale = f.scale, *bias = f.bias, *center = f.center;
@@ -378,12 +378,12 @@ PN_INLINE void backward_row(
     const Backward<S, A>& b, int64_t row, int64_t next, A* sum, A* projections, bool streams) {
   const int64_t spans = scaled ? b.groups : 1, size = b.channels / spans;
   const int64_t at_once = std::max<int64_t>(1, kHotBytes / (std::max<int64_t>(1, size) * static_cast<int64_t>(sizeof(S))));
-  const S *dy = b.dy + row * b.channels, *x = b.x + row * b.channels;
+  const S *dy = b.dy[row], *x = b.x[row];
   const A* inv_rms = b.inv_rms + row * b.groups;
   S* dx = b.dx + row * b.channels;
   const A *scale = b.scale, *slope = b.slope, *offset = b.offset, *center = b.center;
   A* sum_dy = sum + b.channels;
-  const S *next_dy = b.dy + next * b.channels, *next_x = b.x + next * b.channels;
+  const S *next_dy = b.dy[next], *next_x = b.x[next];
   S* next_dx = b.dx + next * b.channels;
   for (int64_t first = 0; first < spans; first += at_once) {
     const int64_t last = std::min(first + at_once, spans);
@@ -476,7 +476,7 @@ void backward(const Backward<S, A>& b, int64_t begin, int64_t end, Sums<A>& sums
   backward_scaled<S, A, false>(b, begin, end, sums);
 }
 
-// The row `next` is fetched while another is computed, and the memory of its result.
+// A row is fetched while another is computed, and the memory of its result.
 template <class S>
 PN_INLINE void fetch(const S* x, const S* dy, const S* out, int64_t at, bool streams) {
   __builtin_prefetch(x + at);
@@ -487,8 +487,8 @@ PN_INLINE void fetch(const S* x, const S* dy, const S* out, int64_t at, bool str
 template <class S, class A, bool centered, bool affine>
 PN_INLINE void standardize_row(const PerToken<S, A>& p, int64_t row, int64_t next, bool streams) {
   const int64_t size = p.channels / p.groups, all = p.rows * p.groups;
-  const S* x = p.x + row * p.channels;
-  S* y = p.out + row * p.channels;
+  const S *x = p.x[row], *next_x = p.x[next];
+  S *y = p.out + row * p.channels, *next_y = p.out + next * p.channels;
   const A *scale = p.scale, *bias = p.bias;
   const A gain = p.gain, curve = p.curve;
   for (int64_t g = 0; g < p.groups; ++g) {
@@ -520,7 +520,7 @@ PN_INLINE void standardize_row(const PerToken<S, A>& p, int64_t row, int64_t nex
     stats[all] = inverse;
     stats[2 * all] = moves ? p.factor * divisor / root : A(0);
     for_span<A>(begin, end, [&](int64_t c, auto part) {
-      fetch<S>(p.x + next * p.channels, nullptr, p.out + next * p.channels, c, streams);
+      fetch<S>(next_x, nullptr, next_y, c, streams);
       Vector<A> z = load(x + c, part);
       if (centered) z = z - mean;
       z = z * inverse;
@@ -550,8 +550,8 @@ void standardize(const PerToken<S, A>& p, int64_t begin, int64_t end) {
 template <class S, class A, bool weighted, bool sums_up>
 PN_INLINE void standardize_gradient_row(const PerToken<S, A>& p, int64_t row, int64_t next, A* sum, bool streams) {
   const int64_t size = p.channels / p.groups, all = p.rows * p.groups;
-  const S *dy = p.dy + row * p.channels, *x = p.x + row * p.channels;
-  S* dx = p.out + row * p.channels;
+  const S *dy = p.dy[row], *x = p.x[row], *next_dy = p.dy[next], *next_x = p.x[next];
+  S *dx = p.out + row * p.channels, *next_dx = p.out + next * p.channels;
   const A* scale = p.scale;
   A* sum_dy = sum + p.channels;
   const A gain = p.gain, curve = p.curve;
@@ -574,7 +574,7 @@ PN_INLINE void standardize_gradient_row(const PerToken<S, A>& p, int64_t row, in
     const A offset = p.through_mean ? total(plain) / static_cast<A>(size) : A(0);
     const A slope = p.through_divisor ? share * (total(along) / static_cast<A>(size)) : A(0);
     for_span<A>(begin, end, [&](int64_t c, auto part) {
-      fetch<S>(p.x + next * p.channels, p.dy + next * p.channels, p.out + next * p.channels, c, streams);
+      fetch<S>(next_x, next_dy, next_dx, c, streams);
       const Vector<A> z = (load(x + c, part) - mean) * inverse;
       Vector<A> dz = load(dy + c, part) * (gain + curve * z);
       if (weighted) dz = dz * load(scale + c, part);
@@ -690,10 +690,11 @@ void squash_rows(const Squash<S, A>& s, int64_t begin, int64_t end) {
   const A *scale = s.scale, *bias = s.bias;
   const A alpha = s.alpha, shift = s.shift;
   for (int64_t row = begin; row < end; ++row) {
-    const S *x = s.x + row * s.channels, *next = s.x + std::min(row + ahead, end - 1) * s.channels;
-    S *y = s.out + row * s.channels, *next_y = s.out + (next - s.x);
+    const int64_t next = std::min(row + ahead, end - 1);
+    const S *x = s.x[row], *next_x = s.x[next];
+    S *y = s.out + row * s.channels, *next_y = s.out + next * s.channels;
     for_span<A>(0, s.channels, [&](int64_t c, auto part) {
-      fetch<S>(next, nullptr, next_y, c, streams);
+      fetch<S>(next_x, nullptr, next_y, c, streams);
       const Vector<A> argument = load(x + c, part) * alpha + shift;
       const Vector<A> value = erf ? erf_of(argument) : tanh_of(argument);
       write(y + c, value * load(scale + c, part) + load(bias + c, part), part, streams);
@@ -715,12 +716,12 @@ void squash_gradient_rows(const Squash<S, A>& s, int64_t begin, int64_t end, Sum
   const A alpha = s.alpha, shift = s.shift, steepness = erf ? A(1.1283791670955126) : A(1);
   A *sum = sums.narrow, *sum_dy = sum + channels;
   rows_with_sums(begin, end, 4 * channels, sums, [&](int64_t row) {
-    const S *dy = s.dy + row * channels, *x = s.x + row * channels;
-    S* dx = s.out + row * channels;
-    const int64_t next = (std::min(row + ahead, end - 1) - row) * channels;
+    const int64_t next = std::min(row + ahead, end - 1);
+    const S *dy = s.dy[row], *x = s.x[row], *next_dy = s.dy[next], *next_x = s.x[next];
+    S *dx = s.out + row * channels, *next_dx = s.out + next * channels;
     Vector<A> steep{}, plain{};
     for_span<A>(0, channels, [&](int64_t c, auto part) {
-      fetch<S>(x + next, dy + next, dx + next, c, streams);
+      fetch<S>(next_x, next_dy, next_dx, c, streams);
       const Vector<A> h = load(x + c, part), grad = load(dy + c, part), argument = h * alpha + shift;
       const Vector<A> value = erf ? erf_of(argument) : tanh_of(argument);
       store(sum + c, load(sum + c, part) + grad * value, part);

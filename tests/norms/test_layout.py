@@ -1,0 +1,76 @@
+"""Tokens in any layout: results have the strides of torch's LayerNorm, and the values of contiguous tokens."""
+
+import pytest
+import torch
+
+from pn_fairseq.norms import NORMS, build_norm, running_norms
+
+from .helpers import CHANNELS, assert_close, randomize_affine, state_of
+
+#: Layout -> tokens in it, from normally distributed numbers of a shape.
+LAYOUTS = {
+    "contiguous": lambda randn: randn(5, 3, CHANNELS),
+    "transposed": lambda randn: randn(3, 5, CHANNELS).transpose(0, 1),
+    "(N, C)": lambda randn: randn(7, CHANNELS),
+    "(N, C) of a wider matrix": lambda randn: randn(7, CHANNELS + 5)[:, 2 : CHANNELS + 2],
+    "every second token": lambda randn: randn(9, 6, CHANNELS)[::2, 1::2],
+    "a part of the channels": lambda randn: randn(3, 5, 2 * CHANNELS).transpose(0, 1)[..., CHANNELS:],
+    "every second channel": lambda randn: randn(5, 3, 2 * CHANNELS)[..., ::2],
+    "channels first": lambda randn: randn(3, CHANNELS, 5).permute(2, 0, 1),
+    "expanded": lambda randn: randn(1, 3, CHANNELS).expand(5, 3, CHANNELS),
+    "one token": lambda randn: randn(CHANNELS, 1, 1).permute(1, 2, 0),
+}
+
+
+@pytest.fixture
+def randn():
+    generator = torch.Generator().manual_seed(0)
+    return lambda *shape: torch.randn(shape, generator=generator)
+
+
+def steps(norm, x, dy, mask):
+    """y, dx and the gradients of parameters of a training step, and y and dx of evaluation after it."""
+    norm.zero_grad()
+    results = []
+    for training in (True, False):
+        leaf = x.detach().requires_grad_()
+        y = norm.train(training)(leaf, mask)
+        results += [y, *torch.autograd.grad(y, [leaf, *(norm.parameters() if training else ())], dy)]
+    return results
+
+
+def strides(values):
+    """Those of axes with one element say nothing."""
+    return [stride for size, stride in zip(values.shape, values.stride(), strict=True) if size > 1]
+
+
+@pytest.mark.every_implementation
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("groups", [0, 4], ids=["plain", "layer-scale"])
+@pytest.mark.parametrize("batch_first", [False, True], ids=["time first", "batch first"])
+@pytest.mark.parametrize("name", NORMS)
+def test_layouts(name, batch_first, groups, layout, randn):
+    norms = [
+        randomize_affine(build_norm(name, CHANNELS, layer_scale_groups=groups, batch_first=batch_first)) for _ in "12"
+    ]
+    x = LAYOUTS[layout](randn)
+    mask = randn(*x.shape[:-1]) < -0.5
+    mask.view(-1)[0] = False
+    mask = mask if x.dim() == 2 or batch_first else mask.t()
+    layer_norm = torch.nn.LayerNorm(CHANNELS)
+    for other in LAYOUTS.values():  # of the gradient
+        dy = other(randn)
+        if dy.shape != x.shape:  # the gradient that sum() sends back
+            dy = torch.ones(()).expand(x.shape)
+        found = steps(norms[0], x, dy, mask)
+        for one, expected in zip(found, steps(norms[1], x.contiguous(), dy.contiguous(), mask), strict=True):
+            assert_close(one, expected, 1e-6, terms=1.0)
+        if name == "none" and groups == 0:
+            continue  # it gives back its argument
+        leaf = x.detach().requires_grad_()
+        y = layer_norm(leaf)
+        expected = [strides(y), strides(torch.autograd.grad(y, leaf, dy)[0])]
+        assert [strides(one) for one in found if one.shape == x.shape] == 2 * expected
+    for one, other in zip(*map(running_norms, norms), strict=True):
+        for key, value in state_of(other).items():
+            assert_close(state_of(one)[key], value, 1e-6, key)

@@ -1,0 +1,160 @@
+"""The norms inside torch's own transformer modules, which compute LayerNorm themselves in evaluation: the fast path."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from pn_fairseq.norms import NORMS, VARIANTS, build_norm, running_norms
+
+from .helpers import randomize_affine
+
+DIM, HEADS = 8, 2
+CASES = [(name, variant) for name in NORMS for variant in (VARIANTS[0], *NORMS[name].variants)]
+
+every_norm = pytest.mark.parametrize(("name", "variant"), CASES, ids=["-".join(case) for case in CASES])
+
+
+def new_norm(name="power", variant=VARIANTS[0], **options):
+    """With random weights and statistics."""
+    norm = randomize_affine(build_norm(name, DIM, variant, batch_first=True, **options))
+    for number in range(3 * len(running_norms(norm))):
+        norm(torch.randn(3, 5, DIM, requires_grad=True) * (number + 1)).sum().backward()
+    return norm
+
+
+def encoder_layer(norm_first, name="power", variant=VARIANTS[0], **options):
+    layer = nn.TransformerEncoderLayer(DIM, HEADS, 16, batch_first=True, norm_first=norm_first)
+    layer.norm1, layer.norm2 = (new_norm(name, variant, **options) for _ in range(2))
+    return layer.eval()
+
+
+def by_formula(layer, x, padding):
+    """What the layer computes, written out: no code of torch that looks at norms."""
+
+    def attend(h):
+        return layer.self_attn(h, h, h, key_padding_mask=padding, need_weights=False)[0]
+
+    def feed_forward(h):
+        return layer.linear2(torch.relu(layer.linear1(h)))
+
+    if layer.norm_first:
+        x = x + attend(layer.norm1(x))
+        return x + feed_forward(layer.norm2(x))
+    x = layer.norm1(x + attend(x))
+    return layer.norm2(x + feed_forward(x))
+
+
+@pytest.fixture(params=["none", "last", "first"])
+def padding(request):
+    """(3, 5), at the end of the sentences or at their beginning; torch makes nested tensors of the former."""
+    if request.param == "none":
+        return None
+    mask = torch.arange(5) >= torch.tensor([[5], [3], [1]])
+    return mask if request.param == "last" else mask.flip(1)
+
+
+def assert_equal_at_tokens(found, expected, padding):
+    real = slice(None) if padding is None else ~padding
+    torch.testing.assert_close(found[real], expected[real], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{}, {"affine": False}, {"layer_scale_groups": 2}], ids=str)
+@pytest.mark.parametrize("norm_first", [False, True])
+@every_norm
+def test_encoder_layer(name, variant, norm_first, options, padding):
+    torch.manual_seed(0)
+    layer, x = encoder_layer(norm_first, name, variant, **options), torch.randn(3, 5, DIM)
+    with torch.no_grad():
+        assert_equal_at_tokens(layer(x, src_key_padding_mask=padding), by_formula(layer, x, padding), padding)
+
+
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor", "ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("norm_first", [False, True])
+@every_norm
+def test_encoder(name, variant, norm_first, nested, padding):
+    """A stack, and a norm after it."""
+    torch.manual_seed(1)
+    layer, last, x = encoder_layer(norm_first, name, variant), new_norm(name, variant), torch.randn(3, 5, DIM)
+    encoder = nn.TransformerEncoder(layer, 2, norm=last, enable_nested_tensor=nested).eval()
+    with torch.no_grad():
+        expected = last(by_formula(encoder.layers[1], by_formula(encoder.layers[0], x, padding), padding))
+        assert_equal_at_tokens(encoder(x, src_key_padding_mask=padding), expected, padding)
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+@every_norm
+def test_decoder_layer_and_attention(name, variant, norm_first):
+    """They have no fast path that looks at norms; this notices when they get one."""
+    torch.manual_seed(2)
+    layer = nn.TransformerDecoderLayer(DIM, HEADS, 16, batch_first=True, norm_first=norm_first).eval()
+    layer.norm1, layer.norm2, layer.norm3 = (new_norm(name, variant).eval() for _ in range(3))
+    x, memory = torch.randn(2, 3, 5, DIM)
+    with torch.no_grad():
+        found = layer(x, memory)
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            torch.testing.assert_close(found, layer(x, memory))
+        finally:
+            torch.backends.mha.set_fastpath_enabled(True)
+
+
+def saved(module):
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module)), saved])
+def test_a_copy_is_computed_by_the_norm_too(copied):
+    layer, x = encoder_layer(False), torch.randn(3, 5, DIM)
+    with torch.no_grad():
+        torch.testing.assert_close(copied(layer)(x), by_formula(layer, x, None), rtol=1e-5, atol=1e-5)
+
+
+def test_layer_norm_stays_on_the_fast_path(monkeypatch):
+    """There torch computes the same, and faster; a class that is derived from it may compute something else."""
+    called = []
+    monkeypatch.setattr(torch, "_transformer_encoder_layer_fwd", lambda *args: called.append(args))
+    layers = [encoder_layer(False, name, **options) for name, options in (("layer", {}), ("power", {}))]
+    layers.append(encoder_layer(False, "layer", layer_scale_groups=2))
+    with torch.no_grad():
+        for layer in layers:
+            layer(torch.randn(3, 5, DIM))
+    assert len(called) == 1
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+@every_norm
+def test_nested_tensors(name, variant, layout, training):
+    """The tokens of all sequences are those of the batch: y, gradients and state."""
+    torch.manual_seed(3)
+    norm = new_norm(name, variant).train(training)
+    other = copy.deepcopy(norm)
+    sequences = [torch.randn(length, DIM, requires_grad=True) for length in (4, 1, 2)]
+    tokens = torch.cat(sequences).detach().requires_grad_()
+    y = norm(torch.nested.as_nested_tensor(sequences, layout=layout))
+    expected = other(tokens)
+    dy = torch.randn_like(expected)
+    assert y.is_nested and y.layout == layout
+    found = torch.cat(y.unbind())
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(
+        torch.cat(torch.autograd.grad(found, sequences, dy)), torch.autograd.grad(expected, tokens, dy)[0]
+    )
+    torch.testing.assert_close(norm.state_dict(), other.state_dict())
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_mask_beside_a_nested_tensor_is_refused():
+    x = torch.nested.as_nested_tensor([torch.randn(4, DIM), torch.randn(1, DIM)])
+    for name in ("layer", "power"):
+        with pytest.raises(ValueError, match="no padding_mask"):
+            new_norm(name)(x, torch.zeros(2, 4, dtype=torch.bool))
