@@ -31,3 +31,21 @@ def one_line_errors(*errors: type[Exception]) -> Iterator[None]:
             raise
         print(f"{program}: error: {' '.join(str(error).split())}", file=sys.stderr)
         raise SystemExit(2) from error
+
+
+class NotFiniteError(FloatingPointError):
+    """A training ended because its loss or its gradients are NaN or infinite.
+
+    Args:
+        update: the number of the optimizer update, from 1.
+        loss_scale: the factor of the loss under fp16; None where there is none.
+        where: the module where the first such number was found, in words.
+    """
+
+    def __init__(self, update: int, loss_scale: float | None = None, where: str = ""):
+        scale = "" if loss_scale is None else f" with the loss scale {loss_scale:g}"
+        super().__init__(
+            f"the loss or its gradients are not finite in update {update}{scale} "
+            f"({where or 'no module was found'}); try a smaller learning rate, a longer warm-up, another precision "
+            "(float32, bf16), or other decays of the norms' running statistics"
+        )

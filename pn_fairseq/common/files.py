@@ -72,6 +72,12 @@ def short_names(paths: Sequence[Path]) -> list[str]:
     return [str(path) for path in paths]
 
 
+def recorded(folder: Path, name: str) -> Path:
+    """``folder/NAME.txt``, or ``folder/NAME`` if an older version has written it without an ending."""
+    old, new = folder / name, folder / f"{name}.txt"
+    return old if old.is_file() and not new.is_file() else new
+
+
 def read_settings(path: Path | str) -> dict[str, str]:
     """Read a ``settings`` file: one ``name=value`` a line, or a checksum and the name of a file as of sha256sum."""
     try:

@@ -1,6 +1,6 @@
-"""Reading a training run: a folder of scripts/train.sh, of a job of ``fairseq-hydra-train``, or of ``fairseq-train``.
+"""Reading a training run: a folder of ``pn train``, of a job of ``fairseq-hydra-train``, or of ``fairseq-train``.
 
-A run of scripts/train.sh is a directory:
+A run of ``pn train`` is a directory:
   config.yaml   every setting                            data           the prepared data, by absolute path
   train.log     fairseq's log                            data.settings  the data's settings when it was trained
   tensorboard/  the same for TensorBoard                 starts.jsonl   when, where and with what it was started
@@ -9,32 +9,154 @@ A run of scripts/train.sh is a directory:
 
 from __future__ import annotations
 
+import json
+import re
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
+import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from pn_fairseq.common.command import UserError
-from pn_fairseq.common.files import read_settings
+from pn_fairseq.common.files import read_settings, recorded
+from pn_fairseq.pipeline.training_log import TrainingLog, read_log, without_flags_of_others
 
 #: The help of the option --run.
 RUN = "a run of scripts/train.sh, fairseq-train or a job of a sweep"
+#: Any of these in a folder means that ``pn train`` wrote it; a run that failed at once has only the last.
+_FILES_OF_PN_TRAIN = ("config.yaml", "data", "data.settings", "starts.jsonl", "failed")
 
 
-@dataclass
+@dataclass(frozen=True)
 class Run:
-    """A training run."""
+    """A training run. A property reads its file when it is first asked for.
+
+    Each property raises :class:`UserError` if its file is damaged.
+    """
 
     path: Path
-    checkpoints: Path  # the folder with them
-    config: DictConfig  # its settings, all or those that its files tell
-    bin: Path  # the binarized data
-    data: Path | None  # around it, with tok/ and settings; None where fairseq-preprocess alone made it
+
+    @cached_property
+    def ours(self) -> bool:
+        """Whether ``pn train`` wrote the folder."""
+        return any((self.path / name).is_file() for name in _FILES_OF_PN_TRAIN)
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of the checkpoints: fairseq-train's --save-dir is the run itself."""
+        folder = self.path / "checkpoints"
+        return folder if folder.is_dir() else self.path
+
+    @cached_property
+    def config(self) -> DictConfig:
+        """All settings, from config.yaml, hydra's file, the log, or a checkpoint.
+
+        Raises:
+            UserError: none of these is there, or it is damaged.
+        """
+        for name in ("config.yaml", ".hydra/config.yaml"):
+            if (self.path / name).is_file():
+                return load_config(self.path / name)
+        logged = self.log.settings if self.log and self.log.updates else None
+        # The values of fairseq-train's Namespace can have any type.
+        return OmegaConf.create(logged or self._settings_of_a_checkpoint(), flags={"allow_objects": True})
+
+    def _settings_of_a_checkpoint(self) -> dict:
+        files = [*self.checkpoints.glob("checkpoint_last.pt"), *sorted(self.checkpoints.glob("checkpoint*.pt"))]
+        if not files:
+            raise UserError(
+                f"'{self.path}' is not a training run: it has no config.yaml and no checkpoint (scripts/train.sh)"
+            )
+        from pn_fairseq.common.checkpoints import load_checkpoint  # needs torch
+
+        cfg = load_checkpoint(files[0]).get("cfg")
+        if not cfg:
+            raise UserError(f"{files[0]} has no settings: an older fairseq wrote it")
+        return without_flags_of_others({key: getattr(value, "__dict__", value) for key, value in cfg.items()})
+
+    @cached_property
+    def settings_by_name(self) -> dict[str, object]:
+        """All settings by dotted name."""
+        return flat(OmegaConf.to_container(self.config))
 
     def get(self, key: str, default: object = None) -> object:
         """A setting by its dotted name, as in ``generation.beam``."""
         value = OmegaConf.select(self.config, key)
         return default if value is None else value
+
+    @cached_property
+    def bin(self) -> Path:
+        """The folder of the binarized data, which may be gone."""
+        if (self.path / "data").is_file():
+            return Path((self.path / "data").read_text("utf-8", errors="replace").removesuffix("\n")) / "bin"
+        folders = self.get("task.data")
+        if not folders:
+            raise UserError(f"the settings of '{self.path}' do not name its data")
+        return Path(str(folders).split(":")[0])  # fairseq accepts several folders
+
+    @cached_property
+    def data(self) -> Path | None:
+        """The prepared data around ``bin``, with tok/ and settings; None where fairseq-preprocess alone made it."""
+        prepared = (self.path / "data").is_file() or recorded(self.bin.parent, "settings").is_file()
+        return self.bin.parent if prepared else None
+
+    def settings(self) -> dict[str, str]:
+        """The settings of the prepared data as it is now; only the languages where fairseq-preprocess made it."""
+        if self.data is None:
+            settings = {"source": self.get("task.source_lang"), "target": self.get("task.target_lang")}
+        else:
+            settings = read_settings(recorded(self.data, "settings"))
+        for key in ("source", "target"):
+            if not settings.get(key):
+                where = "its settings" if self.data is None else recorded(self.data, "settings")
+                raise UserError(f"{where} do not name the {key} language (scripts/prepare_*.sh write it)")
+        return settings
+
+    @property
+    def data_settings(self) -> Path:
+        """The file with the settings of the prepared data: the run's copy, or else the data's own."""
+        copy = self.path / "data.settings"
+        return recorded(self.bin.parent, "settings") if not self.ours and not copy.is_file() else copy
+
+    @cached_property
+    def log_file(self) -> Path | None:
+        """train.log, or else the text in the folder that is fairseq's log and has the most updates; None without one.
+
+        Raises:
+            OSError: a file cannot be read.
+        """
+        if (self.path / "train.log").is_file():
+            return self.path / "train.log"
+        texts = sorted(file for ending in ("log", "out", "txt") for file in self.path.glob(f"*.{ending}"))
+        mark = re.compile(r"num\. .*model params|num_updates")
+        logs = [file for file in texts if file.is_file() and mark.search(file.read_text("utf-8", errors="replace"))]
+        return max(logs, key=lambda file: read_log(file).updates, default=None)
+
+    @cached_property
+    def log(self) -> TrainingLog | None:
+        """What fairseq logged; None without a log.
+
+        Raises:
+            OSError: the file cannot be read.
+        """
+        return read_log(self.log_file) if self.log_file else None
+
+    @cached_property
+    def starts(self) -> list[dict]:
+        """The records of starts.jsonl, in order; an empty list without that file.
+
+        ``world_size`` is the number of ranks, and each of the ``machines`` has its number of ``ranks``.
+        """
+        file = self.path / "starts.jsonl"
+        lines = file.read_text("utf-8", errors="replace").splitlines() if file.is_file() else []
+        records = []
+        for number, line in enumerate(lines, 1):
+            try:
+                records += [with_present_names(dict(json.loads(line)))] if line.strip() else []
+            except (ValueError, TypeError):
+                raise UserError(f"line {number} of {file} cannot be read") from None
+        return records
 
     def checkpoint_files(self, given: list[Path] | None) -> list[Path]:
         """``given``, or else averaged.pt."""
@@ -44,42 +166,41 @@ class Run:
                 raise UserError(f"there is no checkpoint '{path}' (scripts/average.sh makes averaged.pt)")
         return paths
 
-    def settings(self) -> dict[str, str]:
-        """The settings of the data; source and target language alone where only fairseq-preprocess made it."""
-        if self.data is None:
-            languages = {"source": self.get("task.source_lang"), "target": self.get("task.target_lang")}
-        else:
-            languages = read_settings(self.data / "settings")
-        for key in ("source", "target"):
-            if not languages.get(key):
-                where = "its settings" if self.data is None else self.data / "settings"
-                raise UserError(f"{where} do not name the {key} language (scripts/prepare_*.sh write it)")
-        return languages
-
 
 def open_run(path: Path | None, same_data: bool = False) -> Run:
-    """Read the run in ``path``. ``same_data``: refuse it if the prepared data is not what it was trained on."""
+    """Read the run in ``path``, which has settings and data.
+
+    ``same_data``: refuse it if the prepared data is not what it was trained on.
+    """
     if path is None:
         raise UserError("--run is needed (see --help)")
-    checkpoints = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    if (path / "config.yaml").is_file() and (path / "data").is_file():
-        config = OmegaConf.load(path / "config.yaml")
-        data: Path | None = Path((path / "data").read_text("utf-8").removesuffix("\n"))
-        folder = data / "bin"
-    else:
-        config = _config_of_fairseq(path, checkpoints)
-        folder = Path(str(OmegaConf.select(config, "task.data")).split(":")[0])
-        data = folder.parent if (folder.parent / "settings").is_file() else None
-    if not folder.is_dir():
-        raise UserError(f"the data of '{path}' is gone: {folder}")
-    kept = path / "data.settings"
-    if same_data and data and kept.is_file() and (data / "settings").is_file():
-        if kept.read_bytes() != (data / "settings").read_bytes():
-            raise UserError(
-                f"'{data}' was prepared again, with other settings or other text, after '{path}' was trained "
-                f"(compare {kept})"
-            )
-    return Run(path, checkpoints, config, folder, data)
+    run = Run(path)
+    run.config  # noqa: B018 (a folder that is not a run is named before its data)
+    if not run.bin.is_dir():
+        raise UserError(f"the data of '{path}' is gone: {run.bin}")
+    kept, present = path / "data.settings", recorded(run.bin.parent, "settings")
+    if same_data and kept.is_file() and present.is_file() and kept.read_bytes() != present.read_bytes():
+        raise UserError(
+            f"'{run.data}' was prepared again, with other settings or other text, after '{path}' was trained "
+            f"(compare {kept})"
+        )
+    return run
+
+
+def load_config(file: Path) -> DictConfig:
+    """Read the settings in a YAML file.
+
+    Raises:
+        UserError: it is not YAML, or holds no settings.
+    """
+    try:
+        config = OmegaConf.load(file)
+    except (yaml.YAMLError, ValueError, OSError) as error:
+        reason = ": ".join(line.strip() for line in str(error).splitlines()[:2])
+        raise UserError(f"{file} cannot be read as settings ({reason})") from error
+    if not OmegaConf.is_dict(config) or not config:
+        raise UserError(f"{file} holds no settings")
+    return config
 
 
 def flat(settings: dict, prefix: str = "") -> dict[str, object]:
@@ -90,15 +211,13 @@ def flat(settings: dict, prefix: str = "") -> dict[str, object]:
     return values
 
 
-def _config_of_fairseq(path: Path, checkpoints: Path) -> DictConfig:
-    if (path / ".hydra/config.yaml").is_file():
-        return OmegaConf.load(path / ".hydra/config.yaml")
-    present = [*checkpoints.glob("checkpoint_last.pt"), *sorted(checkpoints.glob("checkpoint*.pt"))]
-    if not present:
-        raise UserError(f"'{path}' is not a training run: it has no config.yaml and no checkpoint (scripts/train.sh)")
-    from pn_fairseq.common.checkpoints import load_checkpoint  # needs torch
-
-    cfg = load_checkpoint(present[0]).get("cfg") or {}
-    # The sections that fairseq's command line fills in as a Namespace are not needed here.
-    plain = {key: vars(value) if hasattr(value, "__dict__") else value for key, value in cfg.items() if key != "model"}
-    return OmegaConf.create(plain, flags={"allow_objects": True})
+def with_present_names(record: dict) -> dict:
+    """A record of starts.jsonl by an older version, which called ranks workers."""
+    if "workers" in record:
+        record["world_size"] = record.pop("workers")
+    if "machines" in record:
+        record["machines"] = [
+            {{"workers": "ranks"}.get(name, name): value for name, value in machine.items()}
+            for machine in record["machines"]
+        ]
+    return record

@@ -35,21 +35,20 @@ from omegaconf.errors import OmegaConfBaseException
 
 import pn_fairseq.plugin  # noqa: F401 (registers the architectures)
 from pn_fairseq.common.command import UserError, did_you_mean, whole_number
+from pn_fairseq.common.files import recorded
 from pn_fairseq.models.transformer_lm_pn import check_criterion
 from pn_fairseq.norms import load_norms
 from pn_fairseq.norms.registry import find_norm
-from pn_fairseq.pipeline.runs import flat
+from pn_fairseq.pipeline.runs import flat, load_config
 
 #: Settings of this pipeline beside fairseq's. Configs hold average_last in fairseq's free section ``scoring``.
 OWN = ("tokens_per_update", "average_last")
 #: These follow from the number of ranks.
 DERIVED = ("world_size", "rank", "num_procs", "init_method", "port", "no_spawn")
-#: Settings of averaging and decoding. They may change when a run is finished, too.
-AFTER_TRAINING = re.compile(r"(generation|common_eval|eval_lm|interactive)(\..*)?|average_last")
 #: Settings that may change when a run is resumed, as patterns of dotted names: when to stop, what to report, save and
 #: validate, how to decode, where things are, on how many ranks. All others decide the weights.
 MAY_CHANGE = re.compile(
-    rf"{AFTER_TRAINING.pattern}|(distributed_training|bmuf|scoring)(\..*)?"
+    r"(generation|common_eval|eval_lm|interactive|distributed_training|bmuf|scoring)(\..*)?|average_last"
     r"|optimization\.(max_update|max_epoch|stop_time_hours|update_freq)"
     r"|checkpoint\.(patience|save_.*|keep_.*|no_(epoch|last|save).*|write_checkpoints_asynchronously|maximize_.*|best_.*)"
     r"|common\.(log_.*|tensorboard_logdir|wandb_.*|azureml_logging|aim_.*|user_dir|cpu|fp16_no_flatten_grads)"
@@ -105,7 +104,7 @@ def compose(config: Path, overrides: Sequence[str], world_size: int, on_cpu: boo
     names = {override.partition("=")[0].lstrip("+~") for override in given}
     for name in names:
         if name.removeprefix("distributed_training.distributed_") in DERIVED:
-            raise UserError(f"{name} cannot be set here; it follows from NPROC, NNODES, ... (see --help)")
+            raise UserError(f"{name} cannot be set here; it follows from NPROC or torchrun (see --help)")
     unresolved = _read(config, given)
     cfg = _resolved(unresolved)
     batches = _batches(config, cfg, names, world_size)
@@ -339,24 +338,19 @@ def check_language_model(cfg: DictConfig, data: Path) -> None:
             )
 
 
-def check_same_run(cfg: DictConfig, data: Path, run: Path) -> dict[str, tuple]:
-    """Refuse to resume a run that was started with different settings or different data.
-
-    Returns:
-        The settings that may change and do: their names -> what they were, and what they are.
-    """
+def check_same_run(cfg: DictConfig, data: Path, run: Path) -> None:
+    """Refuse to resume a run that was started with different settings or different data."""
     kept = run / "data.settings"
-    if kept.is_file() and kept.read_bytes() != (data / "settings").read_bytes():
+    if kept.is_file() and kept.read_bytes() != recorded(data, "settings").read_bytes():
         raise UserError(f"'{run}' was started with different data than '{data}' (compare {kept}); use another --run")
-    begun = OmegaConf.to_container(OmegaConf.load(run / "config.yaml"))
+    begun = OmegaConf.to_container(load_config(run / "config.yaml"))
     before, now = flat(begun), flat(OmegaConf.to_container(cfg))
     keys = sorted({*before, *now}, key=lambda key: (not key.startswith("model."), key))
-    changed = {key: (before.get(key), now.get(key)) for key in keys if before.get(key) != now.get(key)}
-    shown = [f"{key} {old} -> {new}" for key, (old, new) in changed.items() if not MAY_CHANGE.fullmatch(key)]
+    changed = [key for key in keys if before.get(key) != now.get(key) and not MAY_CHANGE.fullmatch(key)]
+    shown = [f"{key} {before.get(key)} -> {now.get(key)}" for key in changed]
     if shown:
         more = f", and {len(shown) - 3} more" if len(shown) > 3 else ""
         raise UserError(
             f"'{run}' was started with different settings: {', '.join(shown[:3])}{more}; use another --run or remove "
             "it (only limits, decoding, saving, validation and logging may change when a run is resumed)"
         )
-    return changed

@@ -1,4 +1,4 @@
-"""``scripts/train.sh``: check the settings of a training, launch its ranks, run fairseq's training in each."""
+"""``pn train``: check the settings of a training, launch its ranks, run fairseq's training in each."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from pathlib import Path
 
 import pn_fairseq
 from pn_fairseq.common.command import ArgumentParser, Interrupted, UserError, command, did_you_mean, say
-from pn_fairseq.common.files import atomic_write
+from pn_fairseq.common.errors import NotFiniteError
+from pn_fairseq.common.files import atomic_write, recorded
 from pn_fairseq.common.machine import own_cores
-from pn_fairseq.pipeline.launch import Place, TrainingFailed, find_place, torchrun
+from pn_fairseq.pipeline.launch import RESUME, RankLayout, TrainingFailed, find_layout, report_failure, torchrun
 
 PACKAGE = Path(pn_fairseq.__file__).resolve().parent
 ROOT = PACKAGE.parent
@@ -33,21 +34,18 @@ settings (key=value, in hydra's syntax):
 
 One rank per visible GPU, or one on the CPU. fairseq's log is in DIR/train.log. A run that was interrupted resumes from
 its last checkpoint when the same command is given again, on any number of ranks. Limits (optimization.max_update, ...)
-and settings of decoding, saving, validation and logging may change then. Those of averaging and decoding may change
-when a run is finished, too; average.sh and generate.sh then take the new ones.
+and settings of decoding, saving, validation and logging may change then. A finished run is not changed: averaging and
+decoding have options of their own.
 
 An update takes tokens_per_update tokens on any number of ranks: dataset.max_tokens is the most that one rank takes at
 once, and optimization.update_freq follows. If you set optimization.update_freq, give its value for one rank.
 
-environment (docs/several_gpus.md):
-  NPROC=N        N ranks on this machine: at most as many as it has GPUs, or on the CPU if it has no GPU
-  NNODES=N NODE_RANK=K MASTER_ADDR=HOST [MASTER_PORT=29500] [START_TIMEOUT=600]
-                 this is machine K, 0 to N-1, of N; HOST is machine 0. Give the same command on each; all must see the
-                 same files. They wait START_TIMEOUT seconds for each other
-Under SLURM nothing needs to be set: srun --ntasks-per-node=1 --kill-on-bad-exit=1 scripts/train.sh CONFIG ..., or one
-task per GPU. If one rank fails all are stopped, and the exit code is not 0.
+NPROC=N sets the number of ranks: at most as many as there are visible GPUs, or N on the CPU. If one rank fails all are
+stopped, and the exit code is not 0. Several machines, also under SLURM, need torchrun: docs/several_gpus.md.
 """
 
+#: The checkpoint that a training resumes from.
+LAST = "checkpoint_last.pt"
 #: Seconds between two lines of progress where the output is not a terminal.
 LOG_SECONDS = 30
 
@@ -62,7 +60,8 @@ def _parser() -> ArgumentParser:
     )
     parser.add_argument("--data", type=Path, metavar="DIR", help="prepared data (default runs/data/CONFIG)")
     parser.add_argument("--run", type=Path, metavar="DIR", help="checkpoints and logs (default runs/CONFIG)")
-    parser.add_argument("--check", action="store_true", help="check the settings and stop; needs no data")
+    check = "check the settings, also against those of an existing --run, and stop; needs no data"
+    parser.add_argument("--check", action="store_true", help=check)
     return parser
 
 
@@ -85,9 +84,9 @@ def main(argv: list[str] | None = None) -> int:
     config = find_config(args.config)
     data = (args.data or ROOT / "runs/data" / config.stem).absolute()
     run = (args.run or ROOT / "runs" / config.stem).absolute()
-    if not args.check and not ((data / "bin").is_dir() and (data / "settings").is_file()):
+    if not args.check and not ((data / "bin").is_dir() and recorded(data, "settings").is_file()):
         raise UserError(
-            f"'{data}' is not prepared data: it has no bin/ or no settings (scripts/prepare_*.sh make them)"
+            f"'{data}' is not prepared data: it has no bin/ or no settings.txt (scripts/prepare_*.sh make them)"
         )
     if ":" in str(data):
         raise UserError(f"'{data}' has a colon, at which fairseq splits paths; use another path (--data)")
@@ -98,20 +97,20 @@ def main(argv: list[str] | None = None) -> int:
     import torch
 
     on_cpu = any(re.fullmatch(r"\+*common\.cpu=true", setting, re.I) for setting in args.settings)
-    place = find_place(os.environ, 0 if on_cpu else torch.cuda.device_count())
+    layout = find_layout(os.environ, 0 if on_cpu else torch.cuda.device_count())
     try:
-        return _main(args, argv, place, config, data, run)
+        return _main(args, argv, layout, config, data, run)
     except UserError:
-        if place.local_rank:
+        if layout.local_rank:
             return 2  # every rank finds the same error; local rank 0 prints it
         raise
     except TrainingFailed as error:
-        print(f"train.sh: error: {error}; run the same command again to resume", file=sys.stderr)
+        if not report_failure(error):
+            print(f"train.sh: error: {error}", file=sys.stderr)
         return 1
 
 
-def _main(args, argv: list[str], place: Place, config: Path, data: Path, run: Path) -> int:
-    from pn_fairseq.pipeline.repair import LAST, resumed_from
+def _main(args, argv: list[str], layout: RankLayout, config: Path, data: Path, run: Path) -> int:
     from pn_fairseq.pipeline.settings import check_model, check_names, check_same_run, compose
 
     where = {
@@ -122,7 +121,7 @@ def _main(args, argv: list[str], place: Place, config: Path, data: Path, run: Pa
         "common.tensorboard_logdir": run / "tensorboard",
     }
     overrides = [f"{key}={quoted(path)}" for key, path in where.items()] + args.settings
-    cfg, batches = compose(config, overrides, place.world_size, not place.gpu)
+    cfg, batches = compose(config, overrides, layout.world_size, not layout.gpu)
     if cfg.common.wandb_project:
         # fairseq trains without it, and says so in its log alone. A folder of runs, ./wandb, can be imported, too.
         if getattr(importlib.util.find_spec("wandb"), "origin", None) is None:
@@ -130,34 +129,32 @@ def _main(args, argv: list[str], place: Place, config: Path, data: Path, run: Pa
         os.environ.setdefault("WANDB_DIR", str(run))
     check_names(cfg)
     if args.check:
+        if args.run and (run / "config.yaml").exists():
+            check_same_run(cfg, data, run)
         return 0
     check_start(cfg)
     check_model(cfg, data, batches)
-    first = not place.rank and not place.node
-    resumed = resumed_from(run / "checkpoints")
-    if resumed.exists() and (run / "config.yaml").exists():
-        changed = check_same_run(cfg, data, run)
-        if is_finished(cfg, resumed, run):
-            if first:
-                if resumed.name != LAST:  # killed after its last update, within the save
-                    mend(run)
-                say("train", f"{run} is already trained; {change_decoding(run, changed) or 'nothing to do'}")
+    last = run / "checkpoints" / LAST
+    if last.exists() and (run / "config.yaml").exists():
+        check_same_run(cfg, data, run)
+        if is_finished(cfg, last, run):
+            if not layout.rank:
+                say("train", f"{run} is already trained; nothing to do")
             return 0
-    if place.rank is None and place.world_size > 1:
-        if not place.gpu:
-            os.environ.setdefault("OMP_NUM_THREADS", str(max(1, own_cores() // place.local_world_size)))
+    if layout.rank is None and layout.world_size > 1:
+        if not layout.gpu:
+            os.environ.setdefault("OMP_NUM_THREADS", str(max(1, own_cores() // layout.world_size)))
         logging.disable(logging.CRITICAL)  # torchrun's words about signals and failures; this process has its own
-        return torchrun(place, argv)
-    if not place.rank:
-        begin(cfg, batches, place, data, run, argv)
-    train(cfg, place, data, run)
+        return torchrun(layout.world_size, argv)
+    if not layout.rank:
+        begin(cfg, batches, layout, data, run, argv)
+    train(cfg, layout, data, run)
     return 0
 
 
 def check_start(cfg) -> None:
     """Refuse weights to start from that cannot be read; fairseq trains from random ones where there is no file."""
     from pn_fairseq.common.checkpoints import load_checkpoint
-    from pn_fairseq.pipeline.repair import LAST
 
     if cfg.checkpoint.restore_file != LAST:
         raise UserError(
@@ -178,13 +175,10 @@ def is_finished(cfg, checkpoint: Path, run: Path) -> bool:
     """Whether the run has reached its last update, or an end that fairseq announced for the same limits."""
     from omegaconf import OmegaConf
 
-    from pn_fairseq.common.checkpoints import CheckpointError, load_checkpoint
+    from pn_fairseq.common.checkpoints import load_checkpoint
     from pn_fairseq.pipeline.settings import LIMITS
 
-    try:
-        updates = load_checkpoint(checkpoint)["optimizer_history"][-1]["num_updates"]
-    except CheckpointError:
-        return False
+    updates = load_checkpoint(checkpoint)["optimizer_history"][-1]["num_updates"]
     if cfg.optimization.max_update and updates >= cfg.optimization.max_update:
         return True
     log = run / "train.log"
@@ -192,25 +186,6 @@ def is_finished(cfg, checkpoint: Path, run: Path) -> bool:
     before = OmegaConf.load(run / "config.yaml")
     same = all(OmegaConf.select(before, key) == OmegaConf.select(cfg, key) for key in LIMITS)
     return bool(lines) and "done training" in lines[-1] and same
-
-
-def change_decoding(run: Path, changed: dict[str, tuple]) -> str:
-    """Write changed settings of averaging and decoding into config.yaml of a finished run; says which they are."""
-    from omegaconf import OmegaConf
-
-    from pn_fairseq.pipeline.settings import AFTER_TRAINING
-
-    changed = {key: values for key, values in changed.items() if AFTER_TRAINING.fullmatch(key)}
-    if not changed:
-        return ""
-    lock(run)
-    config = OmegaConf.load(run / "config.yaml")
-    for key, (_, new) in changed.items():
-        OmegaConf.update(config, key, new, force_add=True)
-    with atomic_write(run / "config.yaml", "w") as file:
-        file.write(OmegaConf.to_yaml(config))
-    shown = (f"{key} {old} -> {new}" for key, (old, new) in changed.items())
-    return f"new settings of averaging and decoding: {', '.join(shown)}"
 
 
 def lock(run: Path) -> None:
@@ -226,50 +201,41 @@ def lock(run: Path) -> None:
             return  # a file system without locks
 
 
-def mend(run: Path) -> None:
-    """Lock the run and repair its checkpoints."""
-    from pn_fairseq.pipeline.repair import repair
-
-    lock(run)
-    for line in repair(run / "checkpoints"):
-        say("train", line)
-
-
-def begin(cfg, batches, place: Place, data: Path, run: Path, argv: list[str]) -> None:
-    """What the first rank does before it trains: lock and repair the run, and write down what is trained, and how."""
+def begin(cfg, batches, layout: RankLayout, data: Path, run: Path, argv: list[str]) -> None:
+    """What the first rank does before it trains: lock the run, and write down what is trained, and how."""
     import torch
     from omegaconf import OmegaConf
 
     from pn_fairseq.common.machine import describe
 
     run.mkdir(parents=True, exist_ok=True)
-    mend(run)
+    lock(run)
     with atomic_write(run / "config.yaml", "w") as file:
         file.write(OmegaConf.to_yaml(cfg))
     with atomic_write(run / "data", "w") as file:
         file.write(f"{data}\n")
     with atomic_write(run / "data.settings") as file:
-        file.write((data / "settings").read_bytes())
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", torch.cuda.device_count() if place.gpu else 1))
-    about = describe()
-    machine = {"workers": min(here, batches.world_size), "gpus": about["gpus"] if place.gpu else []}
+        file.write(recorded(data, "settings").read_bytes())
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", torch.cuda.device_count() if layout.gpu else 1))
+    ranks, description = min(ranks, batches.world_size), describe()
+    machine = {"ranks": ranks, "gpus": description["gpus"] if layout.gpu else []}
     record = {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": argv,
-        "workers": batches.world_size,
+        "world_size": batches.world_size,
         "tokens_per_update": batches.tokens_per_update,
         "update_freq": batches.update_freq,
         "max_tokens": batches.max_tokens,
         # The machines are taken to be like this one.
-        "machines": [machine] * -(-batches.world_size // machine["workers"]),
-        **about,
+        "machines": [machine] * -(-batches.world_size // ranks),
+        **description,
     }
     with (run / "starts.jsonl").open("a", encoding="utf-8") as file:
         file.write(json.dumps(record) + "\n")
-    say("train", f"{batches}{'' if place.gpu else ', on the CPU'}; fairseq's log is {run / 'train.log'}")
+    say("train", f"{batches}{'' if layout.gpu else ', on the CPU'}; fairseq's log is {run / 'train.log'}")
 
 
-def train(cfg, place: Place, data: Path, run: Path) -> None:
+def train(cfg, layout: RankLayout, data: Path, run: Path) -> None:
     """fairseq's training, as one of its ranks.
 
     Raises:
@@ -280,27 +246,25 @@ def train(cfg, place: Place, data: Path, run: Path) -> None:
     from fairseq_cli.train import main as fairseq_main
     from omegaconf import OmegaConf
 
-    rank = place.rank or 0
+    rank = layout.rank or 0
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
         # A rank in a collective call waits for the others for ever: it must not outlive torchrun, however that ends.
         torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGKILL)
-    if place.rank is not None:  # torchrun has set them, SLURM has not
-        os.environ.setdefault("MASTER_ADDR", place.address)
-        os.environ.setdefault("MASTER_PORT", str(place.port))
-    same = hashlib.sha256(OmegaConf.to_yaml(cfg).encode() + (data / "settings").read_bytes()).hexdigest()
+    settings = OmegaConf.to_yaml(cfg).encode() + recorded(data, "settings").read_bytes()
+    fingerprint = hashlib.sha256(settings).hexdigest()
     cfg.common.log_file = None  # the handler below has all of fairseq's log, not only that of fairseq_cli.train
     # fairseq reads torchrun's variables itself, but divides by the number of GPUs.
     cfg.distributed_training.distributed_rank = rank
-    cfg.distributed_training.device_id = place.local_rank % max(1, torch.cuda.device_count())
+    cfg.distributed_training.device_id = layout.local_rank % max(1, torch.cuda.device_count())
     OmegaConf.set_struct(cfg, True)
 
     def checked_main(cfg) -> None:
-        if place.world_size > 1:
-            others: list = [None] * place.world_size
-            torch.distributed.all_gather_object(others, same)
-            for other, digest in enumerate(others):
-                if digest != others[0]:
-                    raise UserError(f"rank {other} was started with different settings or data than rank 0")
+        if layout.world_size > 1:
+            fingerprints: list = [None] * layout.world_size
+            torch.distributed.all_gather_object(fingerprints, fingerprint)
+            for other_rank, other in enumerate(fingerprints):
+                if other != fingerprints[0]:
+                    raise UserError(f"rank {other_rank} was started with different settings or data than rank 0")
         fairseq_main(cfg)
 
     with logging_to(run / "train.log", cfg.optimization.max_update, rank) as logger:
@@ -309,18 +273,22 @@ def train(cfg, place: Place, data: Path, run: Path) -> None:
         except (UserError, Interrupted, KeyboardInterrupt):
             raise
         except Exception as error:
-            metric = cfg.checkpoint.best_checkpoint_metric
-            if isinstance(error, KeyError) and error.args == (metric,):
-                raise UserError(
-                    f"checkpoint.best_checkpoint_metric={metric} is not a metric of validation, such as loss; "
-                    "bleu needs task.eval_bleu=true"
-                ) from error
             logger.exception("the training failed")
-            named = f"rank {rank}: " if place.world_size > 1 else ""
-            reason = next(iter(str(error).strip().splitlines()), "")
-            raise TrainingFailed(
-                f"{named}{type(error).__name__}: {reason} (the traceback is in {run / 'train.log'})"
-            ) from error
+            raise explained(error, cfg, run) from error
+
+
+def explained(error: Exception, cfg, run: Path) -> UserError | TrainingFailed:
+    """The one line for an error of the training."""
+    metric = cfg.checkpoint.best_checkpoint_metric
+    if isinstance(error, KeyError) and error.args == (metric,):
+        return UserError(
+            f"checkpoint.best_checkpoint_metric={metric} is not a metric of validation, such as loss; bleu needs "
+            "task.eval_bleu=true"
+        )
+    if isinstance(error, NotFiniteError):
+        return TrainingFailed(str(error))
+    reason = next(iter(str(error).strip().splitlines()), "")
+    return TrainingFailed(f"{type(error).__name__}: {reason} (the traceback is in {run / 'train.log'}); {RESUME}")
 
 
 @contextlib.contextmanager

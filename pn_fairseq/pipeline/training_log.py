@@ -158,10 +158,11 @@ def _settings(text: str) -> dict | None:
 def without_flags_of_others(settings: dict) -> dict:
     """``settings``, whose section ``model`` is every flag of fairseq-train, without the flags of other sections."""
     if isinstance(model := settings.get("model"), dict):
-        others = {"arch", *settings} - {"_name"}
+        others = {"arch", *settings}
         for name, section in settings.items():
             if name != "model" and isinstance(section, dict):
-                others |= section.keys() - {"_name"}
+                others |= section.keys()
+        others.discard("_name")
         settings["model"] = {name: value for name, value in model.items() if name not in others}
     return settings
 

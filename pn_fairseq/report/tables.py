@@ -48,7 +48,7 @@ _MAIN_SETTINGS = re.compile(
 _OF_A_PICTURE = 5
 
 #: What describes a start of a training and not the machine it ran on (scripts/train.sh).
-_OF_A_START = ("started", "command", "workers", "tokens_per_update", "update_freq", "max_tokens")
+_OF_A_START = ("started", "command", "world_size", "tokens_per_update", "update_freq", "max_tokens")
 
 
 def tell(text: str) -> None:
@@ -75,8 +75,7 @@ def relative(words: str | Path) -> str:
 
 def _plain(value: object) -> str:
     if isinstance(value, dict):
-        # starts.jsonl calls ranks workers.
-        words = {name.replace("_", " ").replace("workers", "ranks"): one for name, one in value.items()}
+        words = {name.replace("_", " "): one for name, one in value.items()}
         return ", ".join(f"{name} {_plain(one)}" if one else f"no {name}" for name, one in words.items()) or "none"
     if isinstance(value, list):  # eight times the same GPU
         several = Counter(map(_plain, value))

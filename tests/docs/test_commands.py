@@ -16,9 +16,10 @@ from ..scripts_helpers import run
 from .pages import PAGES, ROOT, Command, block_commands, inline_commands, inline_options
 
 #: First words of commands that are not this project's. Their options are not checked.
-OTHERS = {"pip", "export", "echo", "srun", "sbatch", "tensorboard", ".", "pre-commit"}
+OTHERS = {"pip", "export", "echo", "srun", "torchrun", "sed", "tensorboard", ".", "pre-commit"}
 #: Options of such commands that pages mention.
 OTHER_OPTIONS = {"--index-url", "--no-build-isolation", "--sample-break-mode"}
+OTHER_OPTIONS |= {"--nnodes", "--node-rank", "--nproc-per-node", "--requeue"}  # of torchrun and sbatch
 #: Variables that programs read and no help text names.
 VARIABLES = {"CUDA_VISIBLE_DEVICES", "WANDB_MODE"}
 #: reproduce_*.sh and demo.sh train with these configurations.
@@ -92,9 +93,8 @@ def has(text: str, option: str) -> bool:
 def ours(command: Command) -> tuple[str, list[str]] | None:
     """The tool of this project or of fairseq that a command calls, and its other words; None for other commands."""
     words = command.words
-    if words and words[0] in OTHERS:  # srun ... scripts/train.sh ..., sbatch ... --wrap "scripts/... ..."
-        words = [part for word in words for part in word.split()]
-        words = words[next((i for i, word in enumerate(words) if word.startswith("scripts/")), len(words)) :]
+    if words and words[0] in OTHERS:  # srun ... torchrun ... -m pn_fairseq train ...
+        words = ["python", "-m", *words[words.index("pn_fairseq") :]] if "pn_fairseq" in words else []
     if not words:
         return None
     if words[:2] == ["python", "-m"] and words[2] == "pytest":

@@ -2,12 +2,15 @@
 
 import logging
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
+import fairseq.file_io
 import fairseq_cli.train
 import pytest
 from fairseq import checkpoint_utils
 from fairseq.distributed import utils as distributed_utils
+from fairseq.file_io import PathManager
 from fairseq.logging import progress_bar
 from omegaconf import OmegaConf
 
@@ -157,3 +160,23 @@ def test_every_record_is_written_once_however_many_epochs(tmp_path):
         progress_bar.logger.info(f"epoch {epoch}")
         assert bar is not None
     assert log.read_text().splitlines() == ["epoch 1", "epoch 2", "epoch 3"]
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+def test_a_copy_that_is_cut_off_leaves_the_earlier_checkpoint(error, tmp_path, monkeypatch):
+    (tmp_path / "checkpoint_1_8.pt").write_bytes(b"update 8")
+    (tmp_path / "checkpoint_last.pt").write_bytes(b"update 4")
+
+    def cut_off(source, destination):
+        Path(destination).write_bytes(Path(source).read_bytes()[:3])
+        raise error
+
+    names = [str(tmp_path / name) for name in ("checkpoint_1_8.pt", "checkpoint_last.pt")]
+    with monkeypatch.context() as patch:
+        patch.setattr(fairseq.file_io, "shutil", SimpleNamespace(copyfile=cut_off))
+        with pytest.raises(type(error)):
+            PathManager.copy(*names, overwrite=True)
+    assert (tmp_path / "checkpoint_last.pt").read_bytes() == b"update 4"
+    assert PathManager.copy(*names, overwrite=True)
+    assert (tmp_path / "checkpoint_last.pt").read_bytes() == b"update 8"
+    assert len(list(tmp_path.iterdir())) == 2

@@ -1,0 +1,72 @@
+"""What is said of a NaN: the first module, also where fairseq's own hooks fail."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from fairseq.nan_detector import NanDetector
+from torch import nn
+
+import pn_fairseq.plugin  # noqa: F401 (applies the patches)
+from pn_fairseq.common.errors import NotFiniteError
+from pn_fairseq.fairseq_patches import not_finite
+
+
+class Encoder(nn.Module):
+    """As fairseq's encoders: the output is a dict, here without a tensor of its own level."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, x, times=1.0):
+        return {"states": [self.second(self.first(x) * times)]}
+
+
+@pytest.mark.parametrize(
+    ("x", "times", "found"),
+    [
+        (float("nan"), 1.0, "NaN first in the output of encoder.first"),
+        (1.0, float("inf"), "Inf first in the output of encoder.second"),
+    ],
+)
+def test_first_module_forward(x, times, found):
+    not_finite._found.clear()
+    model = nn.ModuleDict({"encoder": Encoder()})
+    nn.init.ones_(model.encoder.second.weight), nn.init.ones_(model.encoder.first.weight)
+    with NanDetector(model):
+        model.encoder(torch.full((1, 2), x), times)["states"][0].sum().backward()
+    assert not_finite._found[0] == found
+
+
+def test_first_module_backward():
+    not_finite._found.clear()
+    model = nn.ModuleDict({"encoder": Encoder()})
+    with NanDetector(model):
+        (model.encoder(torch.ones(1, 2))["states"][0] * 0).sqrt().sum().backward()
+    assert not_finite._found[0].endswith("first in the gradient of the output of encoder") or (
+        not_finite._found[0].endswith("first in the gradient of the output of encoder.second")
+    )
+
+
+@pytest.mark.parametrize(
+    ("error", "mended"),
+    [
+        (FloatingPointError("gradients are Nan/Inf"), True),
+        (FloatingPointError("Minimum loss scale reached (0.0001)."), True),
+        (FloatingPointError("Fatal error: gradients are inconsistent between workers.\nrank 0 = nan"), True),
+        (FloatingPointError("Fatal error: gradients are inconsistent between workers.\nrank 0 = 1.5"), False),
+        (ValueError("another"), False),
+    ],
+)
+def test_which_errors_are_meant(error, mended):
+    def step(trainer):
+        raise error
+
+    scaler = SimpleNamespace(loss_scale=0.5)
+    trainer = SimpleNamespace(optimizer=SimpleNamespace(scaler=scaler), get_num_updates=lambda: 7)
+    with pytest.raises(NotFiniteError if mended else type(error)) as caught:
+        not_finite.train_step(step, trainer)
+    assert (caught.value is not error) is mended
+    if mended:
+        assert "in update 8 with the loss scale 0.5" in str(caught.value)
