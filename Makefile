@@ -1,5 +1,5 @@
-# Every target sets up what it needs. Variables: VENV (where the environment goes), PYTHON (which interpreter makes it),
-# TORCH (cpu, or a pip requirement for another build of torch), RUN (where the demo's results go).
+# Every target sets up what it needs. Variables: VENV, PYTHON and TORCH (scripts/make_venv.sh explains them), and RUN
+# (where the demo's results go).
 VENV ?= .venv
 PYTHON ?=
 TORCH ?=
@@ -45,7 +45,7 @@ lint: venv ## check style and floors: ruff, import-linter, shellcheck
 	@"$(VENV)/bin/ruff" check .
 	@"$(VENV)/bin/ruff" format --check .
 	@"$(VENV)/bin/lint-imports"
-	@"$(VENV)/bin/shellcheck" -x -P SCRIPTDIR .ci/run $$(find scripts -name '*.sh')
+	@"$(VENV)/bin/shellcheck" .ci/run scripts/pn scripts/*.sh
 
 format: venv ## let ruff format the Python files
 	@"$(VENV)/bin/ruff" format .

@@ -6,12 +6,15 @@ The C++ kernels are compiled if that is possible. If it is not, one line says so
 import os
 import platform
 import re
+import shutil
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import find_packages, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 
 try:
     import torch
@@ -39,6 +42,30 @@ def reason(error: Exception) -> str:
     """The first line of ``error``, with the name of a command instead of all its arguments."""
     line = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
     return re.sub(r"'\['([^']*)'.*\]'", r"'\1'", line)
+
+
+class BuildPackage(build_py):
+    """Copies the configurations and the verses into the package; an editable installation finds them in the checkout.
+
+    Modules that an earlier build left in the build folder are removed.
+    """
+
+    def run(self):
+        package = Path(self.build_lib, "pn_fairseq")
+        if not self.editable_mode:
+            shutil.rmtree(package, ignore_errors=True)
+        super().run()
+        if not self.editable_mode:
+            for folder in ("configs", "data"):
+                shutil.copytree(ROOT / folder, package / folder)
+
+
+class BuildWheel(bdist_wheel):
+    """The tag says what the wheel contains: the kernels fit every Python, and a wheel without kernels every machine."""
+
+    def get_tag(self):
+        compiled = any(Path(self.bdist_dir).rglob("_cpp_*.so"))
+        return "py3", "none", super().get_tag()[2] if compiled else "any"
 
 
 class BuildKernels(build_ext):
@@ -86,7 +113,7 @@ class BuildKernels(build_ext):
 def kernels() -> dict:
     """The arguments of ``setup`` that compile the C++ kernels."""
     if CppExtension is None:
-        say("installed without C++ kernels: torch is not there to compile with")
+        say("installed without C++ kernels: this build has no torch (pip: --no-build-isolation)")
         return {}
     extension = CppExtension(
         # Compiled kernels fit one version of torch only; pn_fairseq/kernels/selection.py looks for this name.
@@ -96,7 +123,7 @@ def kernels() -> dict:
         define_macros=[("PN_X86", None)] if X86 else [],
         optional=True,
     )
-    return {"ext_modules": [extension], "cmdclass": {"build_ext": BuildKernels}}
+    return {"ext_modules": [extension]}
 
 
 # Lower bounds; the versions that everything was measured with are in constraints.txt.
@@ -140,6 +167,7 @@ setup(
     # finds the package inside it instead of a namespace package without models.
     package_dir={"": "."},
     package_data={"pn_fairseq.report": ["*.j2"]},
+    cmdclass={"bdist_wheel": BuildWheel, "build_ext": BuildKernels, "build_py": BuildPackage},
     **kernels(),
     install_requires=["torch>=2.8"],
     extras_require={
@@ -147,10 +175,5 @@ setup(
         "test": TEST,
         "docs": ["mkdocs-material>=9.5", "mkdocstrings[python]>=1.0", "latex2mathml>=3.77"],
     },
-    entry_points={
-        "console_scripts": [
-            f"pn-{verb} = pn_fairseq.__main__:main"
-            for verb in ("average-checkpoints", "figures", "fold", "import-release", "report", "score")
-        ]
-    },
+    entry_points={"console_scripts": ["pn = pn_fairseq.__main__:main"]},
 )

@@ -1,113 +1,134 @@
-"""``python -m pn_fairseq VERB ...``: the one way in to everything that runs. ``pn-VERB`` is the same command."""
+"""``pn VERB ...``, the one program of this project; ``python -m pn_fairseq VERB ...`` is the same."""
 
 from __future__ import annotations
 
+import argparse
 import importlib
+import os
 import signal
 import sys
+import warnings
 from pathlib import Path
 
-from pn_fairseq import __version__
-from pn_fairseq.common.command import ArgumentParser, UserError, did_you_mean, handle_signals, run
+from pn_fairseq.common.command import ArgumentParser, UserError, did_you_mean, handle_signals, run, say
 
 #: Verb -> module whose ``main(argv)`` it calls. Imported only when it is called: most need no torch.
 VERBS = {
+    "prepare": "pn_fairseq.pipeline.data.prepare",
+    "train": "pn_fairseq.pipeline.train",
     "average": "pn_fairseq.pipeline.average",
-    "average-checkpoints": "pn_fairseq.pipeline.average_checkpoints",
-    "data": "pn_fairseq.pipeline.data.steps",
+    "generate": "pn_fairseq.pipeline.generate",
+    "translate": "pn_fairseq.pipeline.translate",
+    "score": "pn_fairseq.pipeline.score",
     "evaluate-lm": "pn_fairseq.pipeline.evaluate_lm",
+    "reproduce": "pn_fairseq.pipeline.reproduce",
+    "report": "pn_fairseq.report.command",
     "figures": "pn_fairseq.report.figures",
     "fold": "pn_fairseq.pipeline.fold",
-    "generate": "pn_fairseq.pipeline.generate",
     "import-release": "pn_fairseq.pipeline.import_release",
-    "report": "pn_fairseq.report.command",
-    "reproduce": "pn_fairseq.pipeline.reproduce",
-    "score": "pn_fairseq.pipeline.score",
+    "norms": "pn_fairseq.norms.command",
     "test-norms": "pn_fairseq.testing.command",
-    "train": "pn_fairseq.pipeline.train",
-    "translate": "pn_fairseq.pipeline.translate",
+    "check": "pn_fairseq.pipeline.check",
+    "info": "pn_fairseq.pipeline.info",
+}
+
+#: What ``pn --help`` says about each verb.
+ABOUT = {
+    "prepare": "text to binary data: a corpus with a recipe, or text of your own",
+    "train": "train with the settings of a configuration and yours",
+    "average": "average the last checkpoints of a run",
+    "generate": "translate a subset of the prepared data with the model of a run",
+    "translate": "translate text from a file or stdin with the model of a run",
+    "score": "BLEU and chrF of hypotheses, and whether differences are significant",
+    "evaluate-lm": "perplexity of a language model",
+    "reproduce": "all steps from text to a report, for a list of norms and seeds",
+    "report": "one page about several runs: scores, significance, learning curves, settings",
+    "figures": "the paper's figures, drawn from runs",
+    "fold": "fuse the norms of a checkpoint into linear layers",
+    "import-release": "convert a checkpoint of the PowerNorm authors' code",
+    "test-norms": "the shared tests, run on the norms of a file",
+    "norms": "the norms, with their options and defaults",
+    "check": "compare the kernels that this machine can run with plain PyTorch",
+    "info": "version, kernels in use, patches of fairseq, folder for --user-dir",
+}
+
+#: Verbs whose speed depends on the kernels.
+COMPUTING = ("evaluate-lm", "generate", "reproduce", "train", "translate")
+
+#: Variables that a process has to be started with. Python takes text as UTF-8 in every locale. glibc gives large blocks
+#: back to the system at once, and the page faults then take longer than the arithmetic: an update of a small model took
+#: 0.63 instead of 0.26 seconds on 2 cores.
+ENVIRONMENT = {
+    "PYTHONUTF8": "1",
+    "MALLOC_MMAP_THRESHOLD_": "1000000000",
+    "MALLOC_TRIM_THRESHOLD_": "8000000000",
 }
 
 
-def info() -> str:
-    """Which implementation of the kernels computes on which device, and why; the patches of fairseq."""
-    import torch
-
-    from pn_fairseq import fairseq_patches, kernels
-    from pn_fairseq.common.environment import SWITCH, patches_enabled
-
-    lines = [f"pn_fairseq {__version__}, torch {torch.__version__}"]
-    lines += [f"kernels on {device}: {name} ({why})" for device, (name, why) in kernels.describe().items()]
-    state = "on" if patches_enabled() else "off"
-    lines.append(f"patches of fairseq: {state} ({SWITCH}=1 turns them off)")
-    lines += [f"  {name}: {mends}" for name, mends in fairseq_patches.patches().items()]
-    return "\n".join(lines)
-
-
-def options(argv: list[str]) -> int:
-    """The command without a verb: what someone needs to know to use the plugin."""
-    parser = ArgumentParser(
-        prog="python -m pn_fairseq",
-        description="Power Normalization for fairseq.",
-        epilog=f"Verbs, each with its own --help: {', '.join(sorted(VERBS))}.",
-    )
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument(
-        "--user-dir",
-        action="store_true",
-        help='print the directory for fairseq: fairseq-train --user-dir "$(python -m pn_fairseq --user-dir)" ...',
-    )
-    what.add_argument("--info", action="store_true", help="print which kernels are in use, and the patches of fairseq")
-    what.add_argument(
-        "--check",
-        action="store_true",
-        help="compare the kernels that this machine can run with plain PyTorch; exit code 1 if one is wrong",
-    )
-    args = parser.parse_args(argv)
-    if args.user_dir:
-        print(Path(__file__).resolve().parent)
-        return 0
-    try:
-        if args.check:
-            import pn_fairseq.norms  # noqa: F401 (defines operators)
-            from pn_fairseq.kernels.check import check
-
-            table, fine = check()
-            print(table)
-            return 0 if fine else 1
-        if args.info:
-            print(info())
-            return 0
-    except RuntimeError as error:
-        raise UserError(str(error)) from error
-    raise UserError("give a verb or an option (see --help)")
-
-
 def main() -> int:
+    if not ENVIRONMENT.keys() <= os.environ.keys():
+        os.environ.update({**ENVIRONMENT, **os.environ})
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
     handle_signals()
     try:
-        return call(Path(sys.argv[0]).name, sys.argv[1:])
+        return call(sys.argv[1:])
     finally:
         # What a handler raises while Python shuts down is printed and ignored: from here a signal ends the process.
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
 
 
-def call(program: str, argv: list[str]) -> int:
-    """Call the verb that the name of the program (``pn-VERB``) or else the first argument names."""
-    if program.startswith("pn-"):
-        verb, argv = program.removeprefix("pn-"), argv
-    elif argv and not argv[0].startswith("-"):
-        verb, argv = argv[0], argv[1:]
-    else:
-        return run("python -m pn_fairseq", lambda: options(argv))
+def call(argv: list[str]) -> int:
+    """Call the verb that the first argument names, or answer the options of the program itself."""
+    if not argv or argv[0].startswith("-"):
+        return run("pn", lambda: options(argv))
+    verb, *rest = argv
 
-    def unknown() -> int:
-        raise UserError(f"unknown verb {verb!r}{did_you_mean(verb, VERBS)}; known: {', '.join(sorted(VERBS))}")
+    def body() -> int | None:
+        if verb not in VERBS:
+            raise UserError(f"unknown verb {verb!r}{did_you_mean(verb, VERBS)} (see pn --help)")
+        if verb in COMPUTING and not {"-h", "--help", "--check", "--dry-run"} & {*rest}:
+            warn_without_kernels()
+        return importlib.import_module(VERBS[verb]).main(rest)
 
-    if verb not in VERBS:
-        return run("python -m pn_fairseq", unknown)
-    return run(f"pn-{verb}", lambda: importlib.import_module(VERBS[verb]).main(argv))
+    return run(f"pn {verb}" if verb in VERBS else "pn", body)
+
+
+def options(argv: list[str]) -> int:
+    """The program without a verb."""
+    listed = "\n".join(f"  {verb:<15} {ABOUT[verb]}" for verb in ABOUT if verb in VERBS)
+    parser = ArgumentParser(
+        prog="pn",
+        usage="pn VERB [options]",
+        description="Power Normalization and its relatives for fairseq, from raw text to a table of scores.",
+        epilog=f"verbs, each with its own --help:\n{listed}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument(
+        "--user-dir",
+        action="store_true",
+        help='print the folder for fairseq: fairseq-train --user-dir "$(pn --user-dir)" ...',
+    )
+    kind.add_argument("--info", action="store_true", help="the same as pn info")
+    kind.add_argument("--check", action="store_true", help="the same as pn check")
+    args = parser.parse_args(argv)
+    if args.user_dir:
+        print(Path(__file__).resolve().parent)
+        return 0
+    if args.info or args.check:
+        return call(["info" if args.info else "check"])
+    raise UserError("give a verb (see pn --help)")
+
+
+def warn_without_kernels() -> None:
+    """Say once, on stderr, that no kernels are compiled: the verbs write the warning of the norms into their logs."""
+    compiled = any((Path(__file__).parent / "kernels").glob("_cpp_*"))
+    if compiled or os.environ.get("PN_FAIRSEQ_KERNELS") or "PN_FAIRSEQ_STEP" in os.environ:
+        return
+    advice = "run 'make venv' in the checkout, or install with a C++ compiler (pip install --no-build-isolation)"
+    say("pn", f"the C++ kernels are not compiled: on the CPU the norms are computed by plain PyTorch, slowly; {advice}")
+    warnings.filterwarnings("ignore", "pn_fairseq computes without its C")
 
 
 if __name__ == "__main__":

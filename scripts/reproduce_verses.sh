@@ -1,6 +1,3 @@
 #!/usr/bin/env bash
-# The four norms on the corpus in the repository: a comparison for a laptop.
-set -euo pipefail
-# shellcheck source=lib/common.sh
-source "$(dirname "$(readlink -f "$0")")/lib/common.sh"
-run_verb reproduce verses "$@"
+# Four norms on the corpus in the repository: a comparison for a laptop.
+exec bash "$(dirname "$(readlink -f "$0")")/pn" reproduce verses "$@"

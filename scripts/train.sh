@@ -1,6 +1,3 @@
 #!/usr/bin/env bash
-# Train with the settings of a file in configs/ (pn_fairseq/pipeline/train.py).
-set -euo pipefail
-# shellcheck source=lib/common.sh
-source "$(dirname "$(readlink -f "$0")")/lib/common.sh"
-run_verb train "$@"
+# Train with the settings of a configuration: pn train.
+exec bash "$(dirname "$(readlink -f "$0")")/pn" train "$@"

@@ -1,12 +1,10 @@
 import fcntl
 import os
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from . import warm
 from .scripts_helpers import cut_corpus, prepare
 
 
@@ -37,9 +35,3 @@ def data(tmp_path_factory) -> Path:
         if not (base / "data").exists():
             prepare(cut_corpus(base / "corpus"), base / "data")
     return base / "data"
-
-
-@pytest.fixture
-def warm_python(monkeypatch):
-    """Programs that this process starts by ``sys.executable`` are warm, too (see ``tests.warm``)."""
-    monkeypatch.setattr(sys, "executable", str(warm.programs() / "python"))

@@ -1,19 +1,31 @@
-"""Running the scripts as a user does."""
+"""Running the programs as a user does."""
 
 import gzip
+import importlib
+import logging
+import multiprocessing
 import os
+import re
+import runpy
 import subprocess
 import sys
+import tempfile
+import traceback
 from pathlib import Path
-
-from . import warm
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ROOT / "scripts"
 
+#: Forks a process for each program from one that has imported what takes seconds. It has not imported this project.
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(
+    ["fairseq_cli.generate", "fairseq_cli.preprocess", "fairseq_cli.train", "torch._dynamo"]
+)
 
-def environment(tools: Path = Path(sys.executable).parent, **changes: str) -> dict[str, str]:
+
+def environment(**changes: str) -> dict[str, str]:
     """This process's environment, with the tools of the running interpreter first on the PATH."""
+    tools = Path(sys.executable).parent
     fixed = {"PATH": f"{tools}:{os.environ['PATH']}", "VENV": str(tools.parent)}
     # `make test PYTHON=... TORCH=...` says how to make the environment; the tests use the one that is there.
     inherited = {name: value for name, value in os.environ.items() if name not in ("PYTHON", "TORCH")}
@@ -23,23 +35,82 @@ def environment(tools: Path = Path(sys.executable).parent, **changes: str) -> di
 def run(*command, cwd=None, check=True, **changes: str) -> subprocess.CompletedProcess:
     """Run a command to its end; with ``check`` it must succeed, and its output is shown if it does not.
 
-    What imports fairseq starts warm (see ``tests.warm``).
+    ``pn``, fairseq's programs and ``warm-python`` (``-c`` or ``-m``) need no time for imports. They are not for tests
+    that send signals.
     """
-    result = subprocess.run(
-        [str(part) for part in command],
-        cwd=cwd,
-        env=environment(warm.programs(), **changes),
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    words = [str(part) for part in command]
+    if words[0] in ("pn", "warm-python") or words[0].startswith("fairseq-"):
+        result = _forked(words, str(cwd or os.getcwd()), environment(**changes))
+    else:
+        call = {"cwd": cwd, "env": environment(**changes), "capture_output": True, "text": True, "timeout": 600}
+        result = subprocess.run(words, **call)
     if check:
         assert result.returncode == 0, f"{command}\n{result.stdout[-3000:]}\n{result.stderr[-3000:]}"
     return result
 
 
 def script(name: str, *arguments, **options) -> subprocess.CompletedProcess:
-    return run("bash", SCRIPTS / name, *arguments, **options)
+    """Run ``scripts/NAME``; the program ``pn`` at once, where the script only calls it."""
+    verb = re.search(r'/pn" (.+) "\$@"$', (SCRIPTS / name).read_text("utf-8"), re.M)
+    command = ("pn", *verb[1].split()) if verb else ("bash", SCRIPTS / name)
+    return run(*command, *arguments, **options)
+
+
+def _forked(words: list[str], cwd: str, env: dict[str, str]) -> subprocess.CompletedProcess:
+    with tempfile.TemporaryDirectory() as folder:
+        files = [f"{folder}/out", f"{folder}/err"]
+        process = _context.Process(target=_child, args=(words, cwd, env, *files))
+        process.start()
+        process.join(600)
+        if process.is_alive():
+            process.kill()
+            raise TimeoutError(words)
+        out, err = (Path(file).read_text("utf-8", "replace") for file in files)
+        return subprocess.CompletedProcess(words, process.exitcode, out, err)
+
+
+def _child(words: list[str], cwd: str, env: dict[str, str], out: str, err: str) -> None:
+    for number, file in enumerate((os.devnull, out, err)):
+        os.dup2(os.open(file, os.O_RDWR | os.O_CREAT), number)
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(env)
+    sys.path[:0] = filter(None, env.get("PYTHONPATH", "").split(":"))
+    logging.getLogger().handlers.clear()  # fairseq, which is imported already, configures logging
+    logging.getLogger().setLevel(logging.WARNING)
+    code = 1
+    try:
+        code = _program(words)
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    os._exit((code or 0) & 255)
+
+
+def _program(words: list[str]) -> int | None:
+    """As the interpreter runs a console script, ``-c CODE`` or ``-m MODULE``."""
+    if words[0] == "pn":
+        from pn_fairseq import __main__
+
+        sys.argv = words
+        os.environ.update({**__main__.ENVIRONMENT, **os.environ})
+        return __main__.main()
+    if words[1] == "-c":
+        sys.argv = words[1:2] + words[3:]
+        sys.path.insert(0, "")
+        exec(words[2], {"__name__": "__main__"})
+    elif words[1] == "-m":
+        sys.argv = words[2:]
+        sys.path.insert(0, os.getcwd())
+        runpy.run_module(words[2], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = words
+        importlib.import_module(f"fairseq_cli.{words[0].removeprefix('fairseq-').replace('-', '_')}").cli_main()
+    return 0
 
 
 def assert_refused(result: subprocess.CompletedProcess, *needles: str) -> None:

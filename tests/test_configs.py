@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import operator
 import re
 import shlex
 from contextlib import nullcontext
@@ -137,12 +138,22 @@ PUBLISHED = {
     },
     "iwslt14_de_en_adanorm": {
         **{"optimization.update_freq": [2], "optimization.lr": [0.0015], "optimization.max_update": 90_000},
-        **{"scoring.average_last": 10, "generation.beam": 5, "model.ada_scale": 2.0, "model.decoder_norm": "ada"},
+        **{
+            "scoring.average_last": 10,
+            "generation.beam": 5,
+            "model.norm_options.ada.ada_scale": 2.0,
+            "model.decoder_norm": "ada",
+        },
     },
     "iwslt15_en_vi_adanorm": {
         **{"optimization.update_freq": [1], "optimization.lr": [0.001], "model.dropout": 0.1},
         **{"model.attention_dropout": 0.0, "model.activation_dropout": 0.0, "model.share_all_embeddings": None},
-        **{"scoring.average_last": 10, "generation.beam": 5, "model.ada_scale": 1.0, "model.decoder_norm": "ada"},
+        **{
+            "scoring.average_last": 10,
+            "generation.beam": 5,
+            "model.norm_options.ada.ada_scale": 1.0,
+            "model.decoder_norm": "ada",
+        },
     },
     "iwslt14_de_en_unified": {
         **{"optimization.lr": [0.0007], "lr_scheduler.warmup_updates": 6000, "optimization.max_update": 100_000},
@@ -150,7 +161,7 @@ PUBLISHED = {
     },
     "iwslt14_de_en_regularized_bn": {
         **{"optimization.lr": [0.0015], "optimization.max_epoch": 60, "scoring.average_last": 6, "generation.beam": 5},
-        **{"model.reg_lambda_mean": 0.1, "model.reg_lambda_var": 0.01, "model.decoder_norm": None},
+        **{"model.norm_options.batch-reg": {"lambda_mean": 0.1, "lambda_var": 0.01}, "model.decoder_norm": None},
     },
 }
 PUBLISHED_FOR_ALL = {
@@ -303,5 +314,5 @@ def test_rows_of_published_tables_are_models(row):
     cfg, _ = compose_settings(ROOT / f"configs/{config}.yaml", given, 1, on_cpu=True)
     norms = model_of(cfg.model).norms
     assert norms.encoder_norm == norm
-    assert {key: str(getattr(norms, key)) for key, _ in changes} == dict(changes)
+    assert {key: str(operator.attrgetter(key)(OmegaConf.create(vars(norms)))) for key, _ in changes} == dict(changes)
     assert norms.decoder_norm == dict(changes).get("decoder_norm", "layer")

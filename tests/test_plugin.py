@@ -1,10 +1,13 @@
 """The two ways into the package: fairseq's --user-dir, and an ordinary import."""
 
+import re
 import shutil
 import sys
 from importlib.util import module_from_spec, spec_from_file_location
 
 import pytest
+
+from pn_fairseq.__main__ import ABOUT, VERBS
 
 from .scripts_helpers import ROOT, assert_refused, run
 
@@ -23,7 +26,8 @@ print(pn_fairseq.__path__[0], "transformer_pn_iwslt" in ARCH_MODEL_REGISTRY)
 def installed(tmp_path_factory):
     """The project as `pip install .` installs it where there is no compiler, away from the checkout."""
     base = tmp_path_factory.mktemp("installed")
-    shutil.copytree(ROOT / "pn_fairseq", base / "source/pn_fairseq")
+    for folder in ("pn_fairseq", "configs", "data"):
+        shutil.copytree(ROOT / folder, base / "source" / folder)
     for file in ("setup.py", "pyproject.toml", "README.md"):
         shutil.copy(ROOT / file, base / "source")
     pip = (sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation")
@@ -74,6 +78,7 @@ def test_what_an_installation_needs(installed):
     }
     assert any("fairseq-fixed" in name for name in extras["fairseq"]) and all(extras.values())
     assert "Requires-Python: >=3.11\n" in metadata.read_text()
+    assert "Tag: py3-none-any\n" in metadata.with_name("WHEEL").read_text(), "it has no compiled kernels"
 
 
 def test_user_dir_of_the_checkout_from_another_folder(tmp_path):
@@ -96,23 +101,12 @@ def test_checkout_as_user_dir_beside_an_installed_package(installed, tmp_path):
     assert result.stdout.split() == [str(ROOT / "pn_fairseq"), "True"]
 
 
-def copy_checkout(folder):
-    for package in ("pn_fairseq", "models"):
-        shutil.copytree(ROOT / package, folder / package)
-    return folder
-
-
 def test_user_dir_that_is_the_checkout_itself(tmp_path):
     """A checkout is named as the package in it, and an editable installation has it on the path."""
-    checkout = copy_checkout(tmp_path / "pn_fairseq")
+    checkout = tmp_path / "pn_fairseq"
+    shutil.copytree(ROOT / "pn_fairseq", checkout / "pn_fairseq")
     result = run("warm-python", "-c", REGISTER, checkout, cwd=tmp_path, PYTHONPATH=str(checkout))
     assert result.stdout.split() == [str(checkout / "pn_fairseq"), "True"]
-
-
-def test_user_dir_that_is_a_checkout_of_another_name(tmp_path):
-    checkout = copy_checkout(tmp_path / "powernorm-main")
-    result = run("warm-python", "-c", REGISTER, checkout, cwd=tmp_path, check=False)
-    assert_refused(result, f"--user-dir {checkout} is the checkout; give {checkout / 'pn_fairseq'}")
 
 
 def test_user_dir_under_another_name_is_refused(monkeypatch):
@@ -133,7 +127,25 @@ print("transformer_pn_iwslt" in ARCH_MODEL_REGISTRY)
     assert run("warm-python", "-c", code, cwd=tmp_path).stdout == "True\n"
 
 
-def test_version_and_missing_argument(tmp_path):
+def test_version_and_missing_verb(tmp_path):
     assert run(sys.executable, "-m", "pn_fairseq", "--version", cwd=tmp_path).stdout.startswith("pn_fairseq 0.")
-    result = run(sys.executable, "-m", "pn_fairseq", cwd=tmp_path, check=False)
-    assert result.returncode == 2 and "give a verb or an option" in result.stderr
+    assert_refused(run("pn", cwd=tmp_path, check=False), "pn: error: give a verb (see pn --help)")
+    assert_refused(run("pn", "trian", check=False), "pn: error: unknown verb 'trian', did you mean 'train'?")
+
+
+def test_the_help_has_a_line_for_every_verb():
+    listed = re.findall(r"^  ([a-z-]+)  +\S", run("pn", "--help").stdout.partition("verbs,")[2], re.M)
+    assert sorted(listed) == sorted(VERBS.keys() & ABOUT.keys()) and len(listed) >= 13
+
+
+def test_missing_kernels_are_named_once(installed, tmp_path):
+    """By a verb that computes, although it writes warnings into a log; by an import of the norms."""
+    place = {"cwd": tmp_path, "PYTHONPATH": str(installed), "check": False}
+    pn = run(sys.executable, "-P", "-m", "pn_fairseq", "train", "verses_es_en", "--data", "x", **place)
+    line, error = pn.stderr.splitlines()
+    assert line.startswith("[pn] the C++ kernels are not compiled: ") and "'make venv'" in line
+    assert error.startswith("train.sh: error: ")
+    imported = run(sys.executable, "-c", "import pn_fairseq.norms", **place)
+    assert imported.stderr.count("pn_fairseq computes without its C++ kernels") == 1
+    forced = run(sys.executable, "-c", "import pn_fairseq.norms", PN_FAIRSEQ_KERNELS="reference", **place)
+    assert forced.stderr == ""

@@ -4,50 +4,35 @@ A table stands between ``<!-- NAME: generated -->`` and ``<!-- end of NAME -->``
 a page differs from what is computed.
 """
 
-import argparse
 import csv
 import re
 from collections.abc import Callable
 from pathlib import Path
 
 from pn_fairseq.common.published import PAPER
-from pn_fairseq.models.norm_options import NormOptions
 from pn_fairseq.norms import NORMS, RunningNorm, build_norm
 from pn_fairseq.norms.base import COUNT
+from pn_fairseq.norms.registry import SHARED
 from tests.norms import invariances
 
 ROOT = Path(__file__).resolve().parents[2]
 CHANNELS = 512
 
 
-def _flags() -> dict[str, str]:
-    """Option of :func:`build_norm` -> the flag that sets it."""
-    parser = argparse.ArgumentParser(add_help=False)
-    NormOptions.add_args(parser)
-    flags = sorted((flag for action in parser._actions for flag in action.option_strings), key=len)
-    options = {option for entry in NORMS.values() for option in entry.options}
-    endings = {option: option.replace("_", "-") for option in options}
-    return {
-        option: next(flag for flag in flags if flag.endswith(f"-{ending}"))
-        for option, ending in endings.items()
-        if any(flag.endswith(f"-{ending}") for flag in flags)
-    }
-
-
-#: Options that every norm has.
-_COMMON = ("eps", "layer_scale_groups")
+#: Flags that stand in the table, of those that norms share.
+_FLAGS = ("alpha_fwd", "alpha_bwd", "psi_warmup_updates")
 
 
 def properties() -> str:
     """What the registry and the classes say: parameters, state, mixing of tokens, defaults, flags, variants."""
-    flags = _flags()
     titles = (
         "norm",
         "parameters",
         "state",
         "training mixes tokens",
         "in a transformer",
-        "own flags",
+        "flags",
+        "own options",
         "`release` differs",
     )
     lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
@@ -58,8 +43,9 @@ def properties() -> str:
         defaults = ["layer-scale per head"] if entry.layer_scale_per_head else []
         if isinstance(norm, RunningNorm):
             defaults.append("synchronised" if entry.sync else "not synchronised")
-        own = sorted(flags[option] for option in entry.options if option in flags and option not in (*_COMMON, "sync"))
-        cells = [parameters, state, [entry.cls.mixes_tokens], defaults, [f"`{flag}`" for flag in own]]
+        flags = [f"`{SHARED[option]}`" for option in _FLAGS if option in entry.options]
+        own = [f"`{option}`" for option in entry.own_options]
+        cells = [parameters, state, [entry.cls.mixes_tokens], defaults, flags, own]
         cells.append(["yes"] if "release" in entry.variants else [])
         lines.append(f"| `{name}` | " + " | ".join(", ".join(cell) or "–" for cell in cells) + " |")
     return "\n".join(lines)

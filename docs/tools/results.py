@@ -14,7 +14,6 @@ import io
 import logging
 import math
 import re
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -23,6 +22,7 @@ import pandas
 from scipy import stats
 
 from pn_fairseq.common.files import atomic_write
+from pn_fairseq.pipeline.experiments import PLANNED, manifest
 from pn_fairseq.pipeline.reproduce import CORPORA as CORPORA_OF_RUNS
 from pn_fairseq.pipeline.reproduce import trainings
 from pn_fairseq.pipeline.scoring import p_text
@@ -165,22 +165,17 @@ def draw() -> None:
 
 
 def planned() -> dict[str, Counter]:
-    """Corpus -> folder and norm with its settings, as in `manifest` of scripts/compare_norms.sh -> number of seeds."""
-    script = (ROOT / "scripts/compare_norms.sh").read_text("utf-8")
-    manifest = re.search(r"^manifest\(\) \{$.*?^\}$", script, re.M | re.S)[0]
-    lines = subprocess.run(["bash", "-c", f"{manifest}\nmanifest"], capture_output=True, text=True, check=True).stdout
+    """Corpus -> folder and norm with its settings, as in ``experiments.manifest`` -> number of seeds."""
     found = {corpus: Counter() for corpus in CORPORA}
-    for line in lines.splitlines():
-        corpus, folder, _, norms = line.split("|")[:4]
-        found[corpus].update(f"{folder}/{norm}" for norm in norms.split())
+    for part in manifest():
+        found[part.corpus].update(f"{part.folder}/{norm}" for norm in part.norms.split())
     return found
 
 
 def planned_comparisons() -> list[tuple[str, str]]:
-    """(system, column of report.csv) of the comparisons that scripts/compare_norms.sh plans."""
-    script = (ROOT / "scripts/compare_norms.sh").read_text("utf-8")
-    words = re.search(r'^planned="(.*)"$', script, re.M)[1].split()
-    return [(system, SHORT_NAMES[measure]) for system, _, measure in (word.rpartition(":") for word in words)]
+    """System and column of report.csv of ``experiments.PLANNED``."""
+    pairs = [text.split(":") for text in PLANNED]
+    return [(system, SHORT_NAMES[measure]) for system, measure in pairs]
 
 
 def answer() -> str:

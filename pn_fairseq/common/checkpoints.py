@@ -9,12 +9,13 @@ and NumPy, not fairseq.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
 import stat
 import warnings
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -83,22 +84,62 @@ def load_checkpoint(path: str | os.PathLike) -> dict:
     """
     check_input_path(path)
     allow_fairseq_checkpoints()
+    with readable(path), warnings.catch_warnings():
+        # Of no use beside the error that follows it.
+        warnings.filterwarnings("ignore", message="Detected pickle protocol")
+        state = torch.load(os.fspath(path), map_location="cpu", weights_only=True)
+    _check_state(path, state)
+    return state
+
+
+@contextlib.contextmanager
+def readable(path: str | os.PathLike, *errors: type[Exception]) -> Iterator[None]:
+    """Compare the checksums of all records of a checkpoint, and explain why the block cannot load it.
+
+    ``errors``: the exceptions of the block that mean a bad file (default: all, since a damaged pickle can raise any).
+
+    Raises:
+        CheckpointError: the file is cut off or damaged, or asks for an object that is not allowed.
+    """
+    expected: tuple[type[Exception], ...] = (Exception,)
     try:
         if zipfile.is_zipfile(path):
             with zipfile.ZipFile(path) as archive:
                 record = archive.testzip()
             if record is not None:
                 raise CheckpointError(f"{path}: is damaged ({record} does not match its checksum); {_GET_ANOTHER}")
-        with warnings.catch_warnings():
-            # Of no use beside the error that follows it.
-            warnings.filterwarnings("ignore", message="Detected pickle protocol")
-            state = torch.load(os.fspath(path), map_location="cpu", weights_only=True)
+        expected = errors or expected
+        yield
     except CheckpointError:
         raise
-    except Exception as error:  # a damaged pickle can raise anything
+    except expected as error:
         raise CheckpointError(f"{path}: {_explain_load_error(path, error)}") from error
-    _check_state(path, state)
-    return state
+
+
+#: torch's lines about the weights that do not fit a model, and what they mean.
+_MISFITS = (
+    (
+        re.compile(r"size mismatch for (\S+): .* shape torch.Size\((.*?)\) from .* model is torch.Size\((.*?)\)"),
+        "{0} is {1} in the checkpoint and {2} in the model",
+    ),
+    (re.compile(r'Missing key\(s\) in state_dict: "([^"]+)"'), "the checkpoint has no {0}"),
+    (re.compile(r'Unexpected key\(s\) in state_dict: "([^"]+)"'), "the model has no {0}"),
+)
+
+
+def explain_misfit(error: Exception) -> str:
+    """torch's RuntimeError about weights that do not fit a model, as one line: which weight, its shapes, advice."""
+    text = str(error)
+    found = [(match, meaning) for pattern, meaning in _MISFITS for match in pattern.finditer(text)]
+    if not found:
+        return " ".join(text.split())
+    # The size of an embedding is the size of the vocabulary: that says more than what else differs.
+    vocabulary = [pair for pair in found if re.search("size mismatch.*(embed_tokens|output_projection)", pair[0][0])]
+    match, meaning = (vocabulary or found)[0]
+    advice = "use the settings of the model that the checkpoint was trained with, or another checkpoint"
+    if vocabulary:
+        advice = "the checkpoint was trained with another vocabulary; use the data that it was trained on"
+    return f"the weights do not fit the model: {meaning.format(*match.groups())}; {advice}"
 
 
 def _explain_load_error(path: str | os.PathLike, error: Exception) -> str:
@@ -224,36 +265,34 @@ def find_checkpoints(
 def checkpoints_to_average(
     directory: str | os.PathLike, last: int, kinds: Sequence[str] = ("epoch", "update"), upper_bound: int | None = None
 ) -> tuple[list[Path], str, str]:
-    """The ``last`` newest checkpoints of a training, or what there is of them.
+    """The ``last`` newest checkpoints of a training, or all checkpoints if there are fewer.
 
     Args:
         directory: fairseq's ``--save-dir``.
-        last: how many, at least 1.
-        kinds: ``by`` of :func:`find_checkpoints`; the first of which there is a checkpoint is taken. With several
-            kinds, none of which is there, ``checkpoint_last.pt`` is taken alone.
+        last: the number of checkpoints, at least 1.
+        kinds: ``by`` of :func:`find_checkpoints`; the first kind with a checkpoint is used. If there are several kinds
+            and no checkpoint of any of them, ``checkpoint_last.pt`` is used.
         upper_bound: as for :func:`find_checkpoints`.
 
     Returns:
-        The files, oldest first; what they are (a kind, or ``"last"``); and in what they differ from ``last``
-        checkpoints of the first kind, as a sentence, or an empty text.
+        The files, oldest first; their kind, or ``"last"``; and a note if they are not ``last`` checkpoints of the first
+        kind, else an empty text.
 
     Raises:
-        CheckpointError: there is none; it lists what there is.
+        CheckpointError: there is no such checkpoint; the message lists the checkpoints that exist.
     """
     wanted = f"{last} {kinds[0]} checkpoints" + ("" if upper_bound is None else f" up to {kinds[0]} {upper_bound}")
     for kind in kinds:
         if paths := find_checkpoints(directory, kind, last, upper_bound)[::-1]:
-            there = f"{len(paths)} {kind} checkpoint{'s' * (len(paths) > 1)}"
+            present = f"{len(paths)} {kind} checkpoint{'s' * (len(paths) > 1)}"
             complete = kind == kinds[0] and len(paths) == last
-            return (
-                paths,
-                kind,
-                "" if complete else f"{directory} has {there} instead of {wanted}: averaging what there is",
-            )
-    rest = [path for name in ("last", "best") if (path := Path(directory, f"checkpoint_{name}.pt")).is_file()]
-    if len(kinds) > 1 and rest and rest[0].name == "checkpoint_last.pt":
-        return rest[:1], "last", f"{directory} has none of the {wanted}: taking checkpoint_last.pt alone"
+            note = "" if complete else f"{directory} has {present} instead of {wanted}: averaging {present}"
+            return paths, kind, note
+    others = [path for name in ("last", "best") if (path := Path(directory, f"checkpoint_{name}.pt")).is_file()]
+    if len(kinds) > 1 and others and others[0].name == "checkpoint_last.pt":
+        return others[:1], "last", f"{directory} has none of the {wanted}: using only checkpoint_last.pt"
     counts = {kind: len(find_checkpoints(directory, kind)) for kind in _NAME_PATTERNS}
-    there = [f"{count} {kind} checkpoints (--by {kind})" for kind, count in counts.items() if count]
-    there += [f"{path.name}, which can be named as a file" for path in rest]
-    raise CheckpointError(f"{directory} has none of the {wanted}" + (f"; it has {', '.join(there)}" if there else ""))
+    present = [f"{count} {kind} checkpoints (--by {kind})" for kind, count in counts.items() if count]
+    present += [f"{path.name} (--inputs {path})" for path in others]
+    advice = f"; it has {', '.join(present)}" if present else ""
+    raise CheckpointError(f"{directory} has none of the {wanted}{advice}")

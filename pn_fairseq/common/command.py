@@ -1,7 +1,7 @@
 """Conventions of all command-line tools.
 
-A user error ends a tool with one line, ``TOOL: error: what is wrong and what to do``, and exit code 2. Ctrl-C ends it
-with exit code 130, SIGTERM with 143, each with one line. A traceback means a bug in the tool.
+A user error ends ``pn VERB`` with one line, ``pn VERB: error: what is wrong and what to do``, and exit code 2. Ctrl-C
+ends it with exit code 130, SIGTERM with 143, each with one line. A traceback means a bug in the tool.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ class ArgumentParser(argparse.ArgumentParser):
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
-        if "are required" in message:  # argparse looks for missing arguments before unknown options
+        if (
+            re.search("(is|are) required$", message) or "are required:" in message
+        ):  # argparse looks for missing arguments before unknown options
             options = [word.partition("=")[0] for word in self._words if word.startswith("--")]
             known = list(self._option_string_actions)
             unknown = [each for each in options if not any(option.startswith(each) for option in known)]
@@ -142,7 +144,8 @@ def run(tool: str, body: Callable[[], int | None], *user_errors: type[Exception]
     except ModuleNotFoundError as error:
         if str(error.name).startswith("pn_fairseq"):
             raise
-        print(f"{tool}: error: {error.name} is not installed (pip install 'pn-fairseq[fairseq]')", file=sys.stderr)
+        advice = "in the checkout: pip install --no-build-isolation '.[fairseq]'"
+        print(f"{tool}: error: {error.name} is not installed ({advice})", file=sys.stderr)
         return 2
     except MemoryError:
         print(f"{tool}: error: there is not enough memory; use fewer processes or a larger machine", file=sys.stderr)

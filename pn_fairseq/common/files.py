@@ -1,4 +1,4 @@
-"""Files of the pipeline: the one atomic write, checksum and line counter, the one reader of ``settings`` files."""
+"""Files of the pipeline: what comes with the package, atomic writing, checksums, line counts, ``settings`` files."""
 
 from __future__ import annotations
 
@@ -13,6 +13,33 @@ from typing import IO
 
 from pn_fairseq.common.command import UserError
 
+PACKAGE = Path(__file__).resolve().parent.parent
+
+
+def shipped(folder: str) -> Path:
+    """``folder`` of the checkout, which a wheel has inside the package: ``configs`` or ``data/...``."""
+    installed = PACKAGE / folder
+    return installed if installed.is_dir() else PACKAGE.parent / folder
+
+
+def configs_folder() -> Path:
+    """The folder of the configurations that come with this project."""
+    return shipped("configs")
+
+
+def known_configs() -> list[str]:
+    """The names of the configurations that come with this project."""
+    return sorted(path.stem for path in configs_folder().glob("*.yaml"))
+
+
+@contextlib.contextmanager
+def named_errors(path: Path | str) -> Iterator[None]:
+    """Errors of writing name no file themselves; in this block they name ``path``."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, error.filename or str(path)) from error
+
 
 @contextlib.contextmanager
 def atomic_write(path: Path | str, mode: str = "wb") -> Iterator[IO]:
@@ -20,12 +47,9 @@ def atomic_write(path: Path | str, mode: str = "wb") -> Iterator[IO]:
     path = Path(path)
     partial = path.with_name(f"{path.name}.partial")
     try:
-        # Closing is part of writing: a full disk may show there first. OSErrors of writing name no file themselves.
-        try:
-            with partial.open(mode, encoding=None if "b" in mode else "utf-8") as file:
-                yield file
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, error.filename or str(path)) from error
+        # Closing is part of writing: a full disk may show there first.
+        with named_errors(path), partial.open(mode, encoding=None if "b" in mode else "utf-8") as file:
+            yield file
         os.replace(partial, path)
     except BaseException:
         partial.unlink(missing_ok=True)
@@ -33,17 +57,23 @@ def atomic_write(path: Path | str, mode: str = "wb") -> Iterator[IO]:
 
 
 @contextlib.contextmanager
+def scratch_folder(path: Path) -> Iterator[Path]:
+    """A new folder ``path`` that is removed when the block ends, like one that a killed process has left there."""
+    shutil.rmtree(path, ignore_errors=True)
+    path.mkdir(parents=True)
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+@contextlib.contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
     """A folder to write into, which replaces ``path`` when the block ends; after an error ``path`` is unchanged."""
-    partial = path.with_name(f"{path.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
+    with scratch_folder(path.with_name(f"{path.name}.partial")) as partial:
         yield partial
         shutil.rmtree(path, ignore_errors=True)
         partial.rename(path)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def checksum(path: Path, algorithm: str = "sha256") -> str:

@@ -84,9 +84,9 @@ _WITHOUT = Row("w/o Norm", "none", 34.0, _everywhere("none"))
 _LN = Row("LayerNorm", "layer", 35.5, _everywhere("layer"))
 _SIMPLE = Row("LayerNorm-simple", "layer-simple", 35.5, _everywhere("layer-simple"))
 _DETACH = Row("DetachNorm", "detach", 33.9, _everywhere("detach"))
-_DETACH_MEAN = Row("Detach Mean", "detach", 35.6, _everywhere("detach", norm_detach="mean"))
-_DETACH_STD = Row("Detach Variance", "detach", 34.2, _everywhere("detach", norm_detach="std"))
-_ADA = Row("AdaNorm", "ada", 35.6, _everywhere("ada", ada_scale="2.0"))
+_DETACH_MEAN = Row("Detach Mean", "detach", 35.6, _everywhere("detach", **{"norm_options.detach": "mean"}))
+_DETACH_STD = Row("Detach Variance", "detach", 34.2, _everywhere("detach", **{"norm_options.detach": "std"}))
+_ADA = Row("AdaNorm", "ada", 35.6, _everywhere("ada", **{"norm_options.ada.ada_scale": "2.0"}))
 
 _IWSLT14 = {
     "title": "IWSLT14 German-English",

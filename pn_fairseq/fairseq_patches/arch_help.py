@@ -1,9 +1,11 @@
-"""``fairseq-train --help`` lists the architectures of this plugin, with their norms; a typo in ``--arch`` gets advice.
+"""``fairseq-train --help`` lists the architectures, and with ``--arch`` the model's flags; a typo gets advice.
 
-fairseq's help says nothing of architectures, and has no flags of models. To a typo it answers with all architectures.
+fairseq's help lists no architecture. It prints the help before it adds the flags of the model that ``--arch`` names. To
+a typo it answers with all architectures.
 """
 
-from argparse import ArgumentTypeError
+import sys
+from argparse import ArgumentParser, ArgumentTypeError
 
 from fairseq import options
 from fairseq.models import ARCH_MODEL_REGISTRY
@@ -25,5 +27,18 @@ def add_model_args(original, parser):
     arch = next(action for action in group._group_actions if action.dest == "arch")
     norms = ", ".join(f"transformer_{entry.short}_* ({name})" for name, entry in NORMS.items())
     arch.type = architecture
-    arch.help += f"; of pn_fairseq, by norm: {norms}; * is tiny, iwslt or wmt_en_de_big"
+    arch.help += f"; of pn_fairseq, by norm: {norms}; * is tiny, iwslt or wmt_en_de_big; "
+    arch.help += "with '--arch ARCH --help' the help ends with the flags of the model"
     return group
+
+
+@patch(options, "parse_args_and_arch", "parser input_args parse_known suppress_defaults modify_parser")
+def parse_args_and_arch(original, parser, input_args=None, *args, **kwargs):
+    words = sys.argv[1:] if input_args is None else input_args
+    if not {"-h", "--help"}.isdisjoint(words):
+        finder = ArgumentParser(add_help=False, allow_abbrev=False)
+        finder.add_argument("--arch", "-a")
+        model = ARCH_MODEL_REGISTRY.get(finder.parse_known_args(words)[0].arch)
+        if model is not None:
+            model.add_args(parser.add_argument_group("Model-specific configuration"))
+    return original(parser, input_args, *args, **kwargs)

@@ -1,7 +1,7 @@
 """Running statistics are averaged over the ranks before validation and before saving.
 
 Norms that are not synchronized have other statistics on each rank. fairseq validates each rank's share of the data with
-that rank's own buffers, and saves those of rank 0. ``--no-norm-agreement`` turns the averaging off for a model.
+that rank's own buffers, and saves those of rank 0. ``--no-average-norm-stats`` turns the averaging off for a model.
 """
 
 from fairseq import checkpoint_utils
@@ -13,7 +13,7 @@ from pn_fairseq.norms import average_running_stats
 
 
 def _average(model: nn.Module) -> None:
-    if getattr(model, "norm_agreement", False):
+    if getattr(model, "averages_norm_stats", False):
         average_running_stats(model)
 
 

@@ -1,7 +1,7 @@
 """A user's mistake ends fairseq's programs with one line and exit code 2.
 
 fairseq shows a traceback, or hides the reason behind "Cannot load model parameters from checkpoint". The mistakes:
-settings that a model refuses, a model folded by pn-fold in a training, kernels that cannot run on the device, an
+settings that a model refuses, a model folded by pn fold in a training, kernels that cannot run on the device, an
 adaptive softmax without its criterion.
 """
 

@@ -52,7 +52,8 @@ def operator(schema: str) -> Callable[[Callable], Callable]:
     def define(function: Callable) -> Callable:
         _library.define(schema)
         _library.impl(name, function, "CompositeExplicitAutograd")
-        # All calls stand inside autograd functions: autograd has nothing to do here, and its part costs time.
+        # All calls stand inside autograd functions, which define the gradients. A fallthrough skips autograd's dispatch
+        # key, whose default (warn in a backward that these operators have no gradient) costs time in every call.
         _library.impl(name, torch.library.fallthrough_kernel, "Autograd")
         OPERATORS[name] = function
         for listener in _listeners:
@@ -84,11 +85,11 @@ running_average = operator(
     "Tensor products, Tensor count, int warmup, float alpha) -> (Tensor moment, Tensor mean, Tensor num_batches)"
 )(reference.running_average)
 standardize = operator(
-    "standardize(Tensor x, Tensor? weight, Tensor? bias, int groups, bool centered, float factor, float inside, "
-    "float outside, float least, float gain, float curve) -> (Tensor y, Tensor stats)"
+    "standardize(Tensor x, Tensor? weight, Tensor? bias, int groups, bool centered, float square_factor, "
+    "float eps_in_root, float eps_outside, float min_divisor, float gain, float gain_slope) -> (Tensor y, Tensor stats)"
 )(reference.standardize)
 standardize_gradient = operator(
-    "standardize_gradient(Tensor dy, Tensor x, Tensor? weight, Tensor stats, int groups, float gain, float curve, "
+    "standardize_gradient(Tensor dy, Tensor x, Tensor? weight, Tensor stats, int groups, float gain, float gain_slope, "
     "bool through_mean, bool through_divisor, bool sums) -> (Tensor dx, Tensor parameters)"
 )(reference.standardize_gradient)
 squash = operator("squash(Tensor x, Tensor? weight, Tensor? bias, Tensor alpha, Tensor? shift, bool erf) -> Tensor")(
@@ -156,10 +157,10 @@ class _Standardize(torch.autograd.Function):
     """``standardize``, with the gradient that is asked for."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, groups, divisor, curve, through):
-        y, stats = standardize(x, weight, bias, groups, *divisor, *curve)
+    def forward(ctx, x, weight, bias, groups, divisor, gains, through):
+        y, stats = standardize(x, weight, bias, groups, *divisor, *gains)
         ctx.save_for_backward(x, weight, stats)
-        ctx.rest = groups, *curve, *through
+        ctx.rest = groups, *gains, *through
         return y
 
     @staticmethod
@@ -177,12 +178,12 @@ def standardized(
     bias: Tensor | None = None,
     groups: int = 1,
     centered: bool = True,
-    factor: float = 1.0,
-    inside: float = 0.0,
-    outside: float = 0.0,
-    least: float = 0.0,
+    square_factor: float = 1.0,
+    eps_in_root: float = 0.0,
+    eps_outside: float = 0.0,
+    min_divisor: float = 0.0,
     gain: float = 1.0,
-    curve: float = 0.0,
+    gain_slope: float = 0.0,
     through_mean: bool = True,
     through_divisor: bool = True,
 ) -> Tensor:
@@ -190,10 +191,11 @@ def standardized(
 
     Inside a transform of ``torch.func`` the reference computes, which torch can transform.
     """
-    divisor, curve, through = (centered, factor, inside, outside, least), (gain, curve), (through_mean, through_divisor)
+    divisor = centered, square_factor, eps_in_root, eps_outside, min_divisor
+    gains, through = (gain, gain_slope), (through_mean, through_divisor)
     if torch._C._are_functorch_transforms_active():
-        return reference.standardize(x, weight, bias, groups, *divisor, *curve, *through)[0]
-    return _Standardize.apply(x, weight, bias, groups, divisor, curve, (centered and through_mean, through_divisor))
+        return reference.standardize(x, weight, bias, groups, *divisor, *gains, *through)[0]
+    return _Standardize.apply(x, weight, bias, groups, divisor, gains, (centered and through_mean, through_divisor))
 
 
 class _Squash(torch.autograd.Function):

@@ -232,20 +232,21 @@ def standardize(
     bias: Tensor | None,
     groups: int,
     centered: bool,
-    factor: float,
-    inside: float,
-    outside: float,
-    least: float,
+    square_factor: float,
+    eps_in_root: float,
+    eps_outside: float,
+    min_divisor: float,
     gain: float,
-    curve: float,
+    gain_slope: float,
     through_mean: bool = True,
     through_divisor: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Normalize each group of channels of each token by its own statistics: y = weight * z (gain + curve z) + bias.
+    """Normalize each group of channels of each token by its own statistics.
 
-    z = (x - mean) / divisor, divisor = max(sqrt(factor * m + inside) + outside, least), where m is the mean square of
-    x - mean over the group's channels, and mean is 0 unless ``centered``. For torch's own differentiation, gain +
-    curve z is a constant, and so is what no gradient goes ``through``.
+    y = weight * z (gain + gain_slope z) + bias, z = (x - mean) / divisor, divisor = max(sqrt(square_factor * m +
+    eps_in_root) + eps_outside, min_divisor), where m is the mean square of x - mean over the group's channels, and mean
+    is 0 unless ``centered``. For torch's own differentiation, gain + gain_slope z is a constant, and so is what no
+    gradient goes ``through``.
 
     Returns:
         y, and ``stats`` (3, ..., G): mean, 1 / divisor, and the share c of :func:`standardize_gradient`.
@@ -253,13 +254,13 @@ def standardize(
     h = _grouped(x.to(acc_dtype(x)), groups)
     mean = h.mean(-1, keepdim=True) if centered else h.new_zeros(*h.shape[:-1], 1)
     deviation = h - (mean if through_mean else mean.detach())
-    second = factor * (h - mean).square().mean(-1, keepdim=True) + inside
+    second = square_factor * (h - mean).square().mean(-1, keepdim=True) + eps_in_root
     tiny = torch.finfo(h.dtype).tiny  # the root has a derivative from here on
     root = second.clamp(min=tiny).sqrt()
-    divisor = (root + outside).clamp(min=least)
-    share = torch.where((second > tiny) & (root + outside >= least), factor * divisor / root, 0.0)
+    divisor = (root + eps_outside).clamp(min=min_divisor)
+    share = torch.where((second > tiny) & (root + eps_outside >= min_divisor), square_factor * divisor / root, 0.0)
     z = deviation / (divisor if through_divisor else divisor.detach())
-    y = (z * (gain + curve * z.detach())).flatten(-2)
+    y = (z * (gain + gain_slope * z.detach())).flatten(-2)
     if weight is not None:
         y = y * weight.to(y.dtype)
     if bias is not None:
@@ -274,14 +275,14 @@ def standardize_gradient(
     stats: Tensor,
     groups: int,
     gain: float,
-    curve: float,
+    gain_slope: float,
     through_mean: bool,
     through_divisor: bool,
     sums: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Gradient of :func:`standardize`, in which gain + curve z, and what no gradient goes ``through``, are constants.
+    """Gradient of :func:`standardize`, where gain + gain_slope z, and what no gradient goes ``through``, are constants.
 
-    With dz = weight * dy * (gain + curve z) and means over the channels of a group,
+    With dz = weight * dy * (gain + gain_slope z) and means over the channels of a group,
     dx = (dz - [through_mean] mean(dz) - [through_divisor] c z mean(dz z)) / divisor.
 
     Returns:
@@ -289,7 +290,7 @@ def standardize_gradient(
     """
     mean, inverse, share = stats.unsqueeze(-1)
     z = (_grouped(x.to(stats.dtype), groups) - mean) * inverse
-    curved = gain + curve * z
+    curved = gain + gain_slope * z
     wide = dy.to(stats.dtype)
     dz = _grouped(wide if weight is None else wide * weight.to(stats.dtype), groups) * curved
     dx = dz

@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from pathlib import Path
 from types import ModuleType
 
 import torch
@@ -36,7 +35,7 @@ def _load_cpp() -> str | None:
             f"they are not compiled for torch {torch.__version__}; install pn_fairseq again "
             "(pip: --no-build-isolation) where there is a C++ compiler"
         )
-        if any(Path(__file__).parent.glob("_cpp_*")):  # for another torch: this one may have replaced it
+        if not os.environ.get(VARIABLE):
             warnings.warn(f"pn_fairseq computes without its C++ kernels: {missing}", stacklevel=2)
         return missing
     try:

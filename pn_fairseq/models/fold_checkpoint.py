@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from pn_fairseq.common.checkpoints import CheckpointError
 from pn_fairseq.models import architectures  # noqa: F401 (registers what is looked up below)
-from pn_fairseq.models.from_checkpoint import changed, model_of, model_settings_of
+from pn_fairseq.models.from_checkpoint import changed, model_of, model_settings_of, with_model_settings
 from pn_fairseq.models.normed_model import FOLDED_MARK
 from pn_fairseq.models.transformer_pn import TransformerPNModel
 from pn_fairseq.norms.base import ChannelNorm, RunningNorm
@@ -201,11 +201,6 @@ def _new_state(state: dict, weights: dict[str, Tensor]) -> dict:
     """``state`` with other weights, marked, and without what only training needs."""
     new = {key: value for key, value in state.items() if key != "last_optimizer_state"}
     new["model"] = weights
-    mark = {FOLDED_MARK: True}
-    if new.get("args") is not None:
-        new["args"] = changed(new["args"], **mark)
-    else:
-        new["cfg"] = {**new["cfg"], "model": changed(new["cfg"]["model"], **mark)}
     if isinstance(new.get("extra_state"), dict):
         new["extra_state"] = {key: value for key, value in new["extra_state"].items() if not key.startswith("ema")}
-    return new
+    return with_model_settings(new, **{FOLDED_MARK: True})

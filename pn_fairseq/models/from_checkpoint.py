@@ -10,7 +10,7 @@ from fairseq.models import build_model
 from omegaconf import DictConfig, OmegaConf, open_dict
 from torch import Tensor, nn
 
-from pn_fairseq.common.checkpoints import CheckpointError
+from pn_fairseq.common.checkpoints import CheckpointError, explain_misfit
 
 
 def make_dictionary(size: int) -> Dictionary:
@@ -42,6 +42,16 @@ def changed(settings, **values):
         for key, value in values.items():
             setattr(settings, key, value)
     return settings
+
+
+def with_model_settings(state: dict, **values) -> dict:
+    """The checkpoint ``state`` with other ``values`` in the settings of its model; ``state`` itself is unchanged."""
+    if state.get("args") is not None:
+        return {**state, "args": changed(state["args"], **values)}
+    cfg = state.get("cfg") or {}
+    if cfg.get("model") is None:
+        return state  # no settings to change: what builds the model reports it
+    return {**state, "cfg": {**cfg, "model": changed(cfg["model"], **values)}}
 
 
 def settings_of(state: dict, name: str) -> DictConfig:
@@ -90,7 +100,7 @@ def model_of(settings: Namespace | DictConfig, weights: dict[str, Tensor], name:
     try:
         model.load_state_dict(dict(weights), strict=True)  # a copy: fairseq edits the dict
     except RuntimeError as error:
-        raise CheckpointError(f"{name}: its weights do not fit its own settings ({one_line(error)})") from error
+        raise CheckpointError(f"{name}: {explain_misfit(error)}") from error
     return model.eval()
 
 

@@ -1,7 +1,7 @@
-"""Which norms a transformer gets: the command-line flags, their defaults, and the building of each norm."""
+"""Which norms a transformer has: the command-line flags, their defaults, and the construction of each norm."""
 
 import argparse
-import re
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, fields, replace
 
@@ -9,48 +9,19 @@ from fairseq.utils import safe_getattr
 from hydra.utils import to_absolute_path
 from omegaconf import OmegaConf, open_dict
 
+from pn_fairseq.common.old_settings import RENAMED
+from pn_fairseq.models.own_options import options_of, read_options, resolve_options
 from pn_fairseq.norms import NORMS, VARIANTS, ChannelNorm, LayerScale, RunningNorm, build_norm, load_norms
-from pn_fairseq.norms.registry import default_of, find_norm
-from pn_fairseq.norms.simple import check_parts
-
-#: What fairseq's learning-rate schedules call the length of their warm-up.
-_WARMUP_KEYS = ("warmup_updates", "warmup_steps")
+from pn_fairseq.norms.registry import SHARED, NormEntry, find_norm
 
 SYNC = ("auto", "on", "off")
 
-#: Schedules of norms that are as long as a part of the run unless they are given.
-_PARTS_OF_RUN = {"renorm_updates": 0.3, "fade_updates": 0.8}
-
-
-def _bounded(kind, accept, wanted: str):
-    """A kind of flag: ``kind(text)``, refused in one line unless it satisfies ``accept``.
-
-    Called with what the help calls the value; returns what argparse takes.
-    """
-
-    def parse(text: str):
-        try:
-            value = kind(text)
-        except ValueError:
-            value = None
-        if value is None or not accept(value):
-            raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}")
-        return value
-
-    return lambda metavar: {"type": parse, "metavar": metavar}
-
-
-_alpha = _bounded(float, lambda value: 0 < value < 1, "a number strictly between 0 and 1")
-_least_1 = _bounded(float, lambda value: 1 <= value < float("inf"), "a number of at least 1")
-_positive = _bounded(float, lambda value: 0 < value < float("inf"), "a number greater than 0")
-_not_negative = _bounded(float, lambda value: 0 <= value < float("inf"), "a number of at least 0")
-_count = _bounded(int, lambda value: value >= 0, "a whole number of at least 0")
-_from_1 = _bounded(int, lambda value: value >= 1, "a whole number of at least 1")
-_detached = _bounded(lambda text: check_parts(text) and text, bool, "mean, std or mean,std")
-
 
 def _checked(check, note: str = ""):
-    """A kind of flag: the text, unless ``check`` raises ValueError, whose message is shown with ``note``."""
+    """A kind of flag: the text, unless ``check`` raises ValueError, whose message is shown with ``note``.
+
+    Called with the name of the value in the help; returns argparse's arguments.
+    """
 
     def parse(text: str) -> str:
         try:
@@ -68,130 +39,86 @@ _norm = _checked(find_norm, " (--norm-module has to come before it)")
 
 
 def _flag(help: str, argument: dict, default=None):
-    """A field with a flag of its name; ``argument`` is for argparse.
-
-    ``help`` has places for what :meth:`NormOptions.add_args` knows, the norms' ``own`` defaults and others.
-    """
+    """A field with a flag of its name; ``argument`` is for argparse."""
     return field(default=default, metadata={"help": help, **argument})
-
-
-def _own(help: str, argument: dict):
-    """The same for an argument of the norms whose default is their own."""
-    return _flag(f"{help} (default: {{own}})", argument)
 
 
 @dataclass(frozen=True)
 class NormOptions:
-    """The norms of one transformer: what the flags of these names say, and ``norms_folded``.
+    """The norms of one transformer: the values of the flags of these names, and ``norms_folded``.
 
-    None: the norm's own default, or what the help of the flag says.
+    None: the norm's own default, or the default in the help of the flag.
 
     ``norms_folded``: the norms with running statistics are part of the projections that follow them, and only their
-    layer-scale is left (see :mod:`pn_fairseq.models.fold_checkpoint`). There is no flag for it: ``pn-fold`` writes it
+    layer-scale is left (see :mod:`pn_fairseq.models.fold_checkpoint`). There is no flag for it: ``pn fold`` writes it
     into the settings of a checkpoint.
     """
 
     norm_module: str | None = _flag(
-        "Python files that register norms of your own, for {norm_flags}", _modules("FILE[,FILE]")
+        "Python files that register norms of your own, for the flags of norms after it", _modules("FILE[,FILE]")
     )
     encoder_norm: str = _flag(
-        "norm of the encoder, in its layers and after the last ({norms}; default: the architecture's)",
-        _norm("NAME"),
-        "power",
+        "norm of every encoder layer: {norms} (default: the architecture's)", _norm("NAME"), "power"
     )
-    decoder_norm: str = _flag(
-        "norm of the decoder, in its layers and after the last ({of_decoder})", _norm("NAME"), "layer"
+    decoder_norm: str = _flag("norm of every decoder layer: {norms} (default: {of_decoder})", _norm("NAME"), "layer")
+    encoder_norm_last: str | None = _flag(
+        "norm after the last encoder layer (default: that of --encoder-norm)", _norm("NAME")
+    )
+    decoder_norm_last: str | None = _flag(
+        "norm after the last decoder layer (default: that of --decoder-norm)", _norm("NAME")
+    )
+    norm_options: Mapping[str, object] | None = _flag(
+        "options of single norms, which 'pn norms NAME' lists; NAME.KEY=VALUE is for the norm NAME only, "
+        "KEY=VALUE for every norm of the model that has the option",
+        {"type": read_options, "metavar": "KEY=VALUE[,KEY=VALUE]"},
     )
     norm_variant: str = _flag(
-        "compute {several} as their papers define them, or as their authors' released code does "
-        "(docs/release.md has the differences; default: {default})",
+        "compute norms as their papers define them, or as their authors' released code does (docs/release.md lists the "
+        "differences; default: paper)",
         {"choices": VARIANTS},
         VARIANTS[0],
     )
-    norm_eps: float | None = _own("epsilon of every norm", _positive("E"))
+    norm_eps: float | None = _flag("epsilon of every norm (default: 1e-5)", {"type": float, "metavar": "E"})
     norm_alpha_fwd: float | None = _flag(
         "decay of the running statistics of the forward pass, such as PN's psi^2 and BN's averages for evaluation "
-        "(default: the norm's own, {own})",
-        _alpha("A"),
+        "(default: the norm's own)",
+        {"type": float, "metavar": "A"},
     )
-    norm_alpha_bwd: float | None = _own(
-        "decay of the running correction nu of the backward pass of PN and UN", _alpha("A")
+    norm_alpha_bwd: float | None = _flag(
+        "decay of running statistics of the backward pass, such as PN's correction nu (default: the norm's own)",
+        {"type": float, "metavar": "A"},
     )
     layer_scale_groups: int | None = _flag(
-        "groups of channels that layer-scale divides by their root mean square before {scaled}; 0: off (default: as "
-        "many as attention heads for {per_head}, else 0)",
-        _count("G"),
+        "groups of channels that layer-scale divides by their root mean square before {scaled}; 0: off (default: the "
+        "norm's own)",
+        {"type": int, "metavar": "G"},
     )
     psi_warmup_updates: int | None = _flag(
         "updates during which PN normalizes with the batch's own psi, and UN and MABN with the statistics of the batch "
-        "alone (default: the warm-up of the learning rate){own_warmups}",
-        _count("N"),
+        "only; training forwards with --norm-variant release (default: the warm-up of the learning rate)",
+        {"type": int, "metavar": "N"},
     )
-    norm_window: int | None = _flag(
-        "training forwards whose statistics UN and MABN average (default: the norm's own, {own})", _from_1("M")
-    )
-    outlier_filtration: bool = _flag(
-        "UN leaves outlier batches out of its averages (its authors recommend it for images, not for text)",
-        {"action": "store_true"},
-        False,
-    )
-    renorm_updates: int | None = _flag(
-        "length of BRN's schedule: until N/8 it is BN, then d_max grows until 5N/8 and r_max until N (default: {part} "
-        "of --max-update; without that {own})",
-        _count("N"),
-    )
-    renorm_r_max: float | None = _own("BRN's r_max at the end of its schedule", _least_1("R"))
-    renorm_d_max: float | None = _own("BRN's d_max at the end of its schedule", _not_negative("D"))
-    reg_lambda_mean: float | None = _own(
-        "factor of RBN's penalty on the distance of the mean of a batch from the running mean. The penalty is added "
-        "once per batch to the loss, which is a sum over tokens",
-        _not_negative("L"),
-    )
-    reg_lambda_var: float | None = _own(
-        "the same for the standard deviation, with --norm-variant release for the variance", _not_negative("L")
-    )
-    fade_updates: int | None = _flag(
-        "updates during which PRepBN fades from layer normalization into batch normalization (default: {part} of "
-        "--max-update; without that {own})",
-        _count("N"),
-    )
-    norm_groups: int | None = _flag(
-        "number of channel groups of the norm group, each normalized on its own (default: as many as attention heads)",
-        _from_1("G"),
-    )
-    norm_detach: str | None = _own(
-        "which statistics are constants to the gradient in the norm detach: mean, std or mean,std", _detached("PARTS")
-    )
-    ada_k: float | None = _own("k of the norm ada", _not_negative("K"))
-    ada_scale: float | None = _own(
-        "factor C of the norm ada; in its paper 1 for English-Vietnamese, 2 for German-English and English-German",
-        _positive("C"),
-    )
-    alpha_init: float | None = _own("initial alpha of the norms dyt and derf", _positive("A"))
     norm_sync: str = _flag(
-        "take statistics over the tokens of all ranks (auto, the default: on for {synced}, off for the "
-        "others, as in the paper)",
-        {"choices": SYNC},
-        SYNC[0],
+        "compute statistics over the tokens of all ranks (default: auto, the norm's own)", {"choices": SYNC}, SYNC[0]
     )
-    no_norm_agreement: bool = _flag(
+    no_average_norm_stats: bool = _flag(
         "do not average unsynchronised statistics over the ranks before validation and saving; each rank then "
-        "validates with its own statistics, and those of rank 0 are saved",
+        "validates with its own statistics, and the statistics of rank 0 are saved",
         {"action": "store_true"},
         False,
     )
     norm_stats_interval: int = _flag(
-        "log a summary of the norms' statistics every N updates (default: 0, never)", _count("N"), 0
+        "log a summary of the norms' statistics every N updates (default: 0, never)", {"type": int, "metavar": "N"}, 0
     )
     norm_probe: str | None = _flag(
         "record the statistics of batches and of gradients of every norm in FILE, a folder of Parquet files "
         "(docs/figures.md)",
         {"metavar": "FILE"},
     )
-    norm_probe_interval: int = _flag("--norm-probe records every N-th update (default: {default})", _from_1("N"), 50)
+    norm_probe_interval: int = _flag("updates from record to record (default: 50)", {"type": int, "metavar": "N"}, 50)
     norm_probe_layers: str | None = _flag(
-        "names of the norms that --norm-probe records, or patterns such as 'encoder.layers.0.*' (default: those of the "
-        "encoder, or all in a model without one)",
+        "names of the norms that --norm-probe records, or patterns such as 'encoder.layers.0.*' (default: the norms "
+        "of the encoder, or all in a model without one)",
         {"metavar": "NAME[,NAME]"},
     )
     norms_folded: bool = False
@@ -200,49 +127,45 @@ class NormOptions:
     def add_args(parser: argparse.ArgumentParser, encoder: bool = True) -> None:
         """Add the flags. They have no defaults of their own, so that an architecture can set them.
 
-        Without ``encoder`` those of a model that is a decoder alone.
+        ``encoder=False``: the flags of a model that has only a decoder.
         """
-        norms = "; ".join(f"{name}: {entry.title}" for name, entry in NORMS.items())
-        per_head = ", ".join(name for name, entry in NORMS.items() if entry.layer_scale_per_head)
         words = {
-            "norms": norms,
-            "per_head": per_head,
-            "several": ", ".join(name for name, entry in NORMS.items() if entry.variants),
-            "synced": ", ".join(
-                name for name, entry in NORMS.items() if entry.sync and issubclass(entry.cls, RunningNorm)
-            ),
-            "own_warmups": _own_warmups(),
-            "norm_flags": "--encoder-norm and --decoder-norm" if encoder else "--decoder-norm",
-            "of_decoder": "default: layer" if encoder else f"{norms}; default: the architecture's",
-            "scaled": f"an encoder norm, and before a decoder norm that is one of {per_head}"
-            if encoder
-            else "each norm",
+            "norms": f"{', '.join(NORMS)}; 'pn norms' describes them",
+            "of_decoder": "layer" if encoder else "the architecture's",
+            "scaled": "an encoder norm, and a decoder norm whose own default is not 0" if encoder else "each norm",
         }
-        for one in fields(NormOptions):
-            if not one.metadata or (one.name == "encoder_norm" and not encoder):
-                continue
-            own = {
-                "default": one.default,
-                "own": _own_defaults(_argument(one.name)),
-                "part": _PARTS_OF_RUN.get(one.name),
-            }
-            argument = dict(one.metadata)
-            text = argument.pop("help").format(**words, **own)
-            parser.add_argument(f"--{one.name.replace('_', '-')}", help=text, **argument)
+        for flag in fields(NormOptions):
+            if flag.metadata and (encoder or not flag.name.startswith("encoder")):
+                argument = dict(flag.metadata)
+                text = argument.pop("help").format(**words)
+                parser.add_argument(f"--{flag.name.replace('_', '-')}", help=text, **argument)
+
+    def names(self) -> dict[str, NormEntry]:
+        """The norms of the model: their names and entries in the registry."""
+        norms = (self.encoder_norm, self.encoder_norm_last, self.decoder_norm, self.decoder_norm_last)
+        return {name: find_norm(name) for name in norms if name is not None}
 
     @classmethod
     def from_args(cls, args) -> "NormOptions":
         """Read the options from fairseq's model settings: a flat Namespace, or hydra's ``model`` node.
 
-        Warm-ups, schedules and the paths of norm modules are resolved here and written back, so that a checkpoint says
-        what was used.
+        Warm-ups, schedules, options and the paths of norm modules are resolved here and written back, so that a
+        checkpoint contains what was used. Keys of earlier versions are replaced by today's.
+
+        Raises:
+            ValueError: a norm or an option of norms is unknown, or a value does not fit.
         """
-        given = {one.name: safe_getattr(args, one.name, None) for one in fields(cls)}
-        options, resolved = cls(**{name: value for name, value in given.items() if value is not None}), {}
+        settings, resolved = args if OmegaConf.is_config(args) else vars(args), {}
+        with open_dict(args) if OmegaConf.is_config(args) else ExitStack():
+            old = {new: settings.pop(key) for key, new in RENAMED.items() if settings.get(key) is not None}
+        given = {one.name: safe_getattr(args, one.name, old.get(one.name)) for one in fields(cls)}
+        options = cls(**{name: value for name, value in given.items() if value is not None})
         if options.norm_sync not in SYNC:
             raise ValueError(f"norm_sync={options.norm_sync!r} must be one of {', '.join(SYNC)}")
         if options.psi_warmup_updates is None:
             resolved["psi_warmup_updates"] = _learning_rate_warmup(args)
+        if int(options.norm_probe_interval) < 1:
+            raise ValueError(f"--norm-probe-interval {options.norm_probe_interval} must be at least 1")
         if options.norm_probe_layers and not options.norm_probe:
             raise ValueError("--norm-probe-layers needs --norm-probe FILE")
         if options.norm_probe:
@@ -253,30 +176,28 @@ class NormOptions:
             resolved["norm_module"] = ",".join(paths)
             for path in paths:
                 load_norms(path)
-        used = find_norm(options.encoder_norm).options | find_norm(options.decoder_norm).options
-        run = _setting(args, "optimization", "max_update")
-        for name, part in _PARTS_OF_RUN.items():
-            if run and name in used and given[name] is None:
-                resolved[name] = round(part * run)
+        updates = _setting(args, "optimization", "max_update")
+        resolved["norm_options"] = resolve_options(options.norm_options, old, options.names(), updates)
         with open_dict(args) if OmegaConf.is_config(args) else ExitStack():
             for name, value in resolved.items():
                 setattr(args, name, value)
         return replace(options, **resolved)
 
     def build_encoder_norm(self, num_features: int, heads: int, last: bool = False) -> ChannelNorm | LayerScale:
-        """A norm of the encoder over ``num_features`` channels, beside attention with ``heads`` heads.
+        """A norm of the encoder over ``num_features`` channels, next to attention with ``heads`` heads.
 
-        ``last`` says that it is the one after the last layer.
+        ``last``: it is the norm after the last layer.
         """
-        return self._build(self.encoder_norm, num_features, heads, self.layer_scale_groups, last)
+        name = (self.encoder_norm_last if last else None) or self.encoder_norm
+        return self._build(name, num_features, heads, self.layer_scale_groups, last)
 
-    def build_decoder_norm(self, num_features: int, heads: int, folds: bool = True) -> ChannelNorm | LayerScale:
-        """A norm of the decoder over ``num_features`` channels, beside attention with ``heads`` heads.
-
-        ``folds`` says whether it can be fused with the layers after it.
-        """
-        groups = self.layer_scale_groups if self._default_groups(self.decoder_norm, heads) else 0
-        return self._build(self.decoder_norm, num_features, heads, groups, folds=folds)
+    def build_decoder_norm(
+        self, num_features: int, heads: int, last: bool = False, folds: bool = True
+    ) -> ChannelNorm | LayerScale:
+        """The same for the decoder. ``folds``: it can be fused with the layers after it."""
+        name = (self.decoder_norm_last if last else None) or self.decoder_norm
+        groups = self.layer_scale_groups if self._default_groups(name, heads) else 0
+        return self._build(name, num_features, heads, groups, folds=folds)
 
     def _default_groups(self, name: str, heads: int) -> int:
         entry = find_norm(name)
@@ -288,8 +209,10 @@ class NormOptions:
     ) -> ChannelNorm | LayerScale:
         entry = find_norm(name)
         cls = entry.variant(self.norm_variant)
-        given = {_argument(flag): value for flag, value in vars(self).items() if value is not None}
-        options = {"groups": heads} | {option: given[option] for option in given if option in entry.options}
+        shared = {key: getattr(self, flag[2:].replace("-", "_")) for key, flag in SHARED.items()}
+        options = {key: value for key, value in shared.items() if value is not None and key in entry.options}
+        own = {"groups": heads, **options_of(name, self.norm_options or {})}
+        options |= {key: value for key, value in own.items() if key in entry.own_options}
         options["layer_scale_groups"] = self._default_groups(name, heads) if groups is None else groups
         by_default = cls.transformer_defaults.get("sync", entry.sync)
         options["sync"] = by_default if self.norm_sync == "auto" else self.norm_sync == "on"
@@ -299,44 +222,17 @@ class NormOptions:
         return norm.layer_scale if self.norms_folded and folds and isinstance(norm, RunningNorm) else norm
 
 
-def _argument(flag: str) -> str:
-    """The argument of the norms' constructors that a flag sets, if it sets one."""
-    return re.sub(r"^(norm|reg)_", "", flag)
-
-
-def _own_warmups() -> str:
-    """For the help: the variants whose norm after the last encoder layer has a warm-up of its own."""
-    return "".join(
-        f"; with --norm-variant {variant} N counts training forwards, and the norm after the last encoder layer always "
-        f"has {cls.last_norm_warmup_updates}"
-        for entry in NORMS.values()
-        for variant, cls in entry.variants.items()
-        if hasattr(cls, "last_norm_warmup_updates")
-    )
-
-
-def _own_defaults(option: str) -> str:
-    """For the help: the norms' own defaults of an argument of their constructors, the most frequent first."""
-    norms: dict[object, list[str]] = {}
-    for name, entry in NORMS.items():
-        for variant, cls in {"": entry.cls, **entry.variants}.items():
-            if option in entry.options:
-                norms.setdefault(default_of(cls, option), []).append(f"{name} {variant}".strip())
-    several = sorted(norms.items(), key=lambda item: -len(item[1]))
-    return ", ".join(
-        f"{value} for {' and '.join(names)}" if n else str(value) for n, (value, names) in enumerate(several)
-    )
-
-
 def _learning_rate_warmup(args) -> int:
-    """The learning-rate warm-up in updates; 0 where the schedule has none."""
-    return next((value for key in _WARMUP_KEYS if (value := _setting(args, "lr_scheduler", key))), 0)
+    """The learning-rate warm-up in updates, under either name of fairseq's schedules; 0 where there is none."""
+    return next(
+        (value for key in ("warmup_updates", "warmup_steps") if (value := _setting(args, "lr_scheduler", key))), 0
+    )
 
 
 def _setting(args, node: str, key: str) -> int:
-    """A setting beside the model's; 0 where there is none.
+    """A setting outside the model's settings; 0 where it is missing.
 
-    The command line gives one flat Namespace. Under hydra it is in a ``node`` beside the model's.
+    The command line gives one flat Namespace. Under hydra the setting is in a ``node`` next to the model's.
     """
     if OmegaConf.is_config(args):
         parent = args._get_parent()

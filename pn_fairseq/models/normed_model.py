@@ -18,7 +18,7 @@ class FoldedModelError(RuntimeError):
 
     def __init__(self, file: str | None = None):
         super().__init__(
-            f"{file or 'the model'} was folded by pn-fold, for decoding only; to train, use the checkpoint that it was "
+            f"{file or 'the model'} was folded by pn fold, for decoding only; to train, use the checkpoint that it was "
             "folded from"
         )
 
@@ -26,9 +26,12 @@ class FoldedModelError(RuntimeError):
 class NormedModel:
     """Comes before fairseq's class among the bases of a model, whose ``__init__`` ends with :meth:`use_norms`."""
 
+    #: What reads the norms from the settings of the model.
+    norm_options = NormOptions
+
     def use_norms(self, norms: NormOptions) -> None:
         #: Whether :mod:`pn_fairseq.fairseq_patches.average_running_stats` has an effect.
-        self.norm_agreement = not norms.no_norm_agreement
+        self.averages_norm_stats = not norms.no_average_norm_stats
         self.norm_report = NormReport(self, norms.norm_stats_interval) if norms.norm_stats_interval else None
         self.norm_probe = None
         if norms.norm_probe and not norms.norms_folded:

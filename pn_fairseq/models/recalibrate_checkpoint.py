@@ -10,7 +10,7 @@ import torch
 from fairseq import tasks, utils
 from tqdm import tqdm
 
-from pn_fairseq.common.checkpoints import CheckpointError
+from pn_fairseq.common.checkpoints import CheckpointError, explain_misfit
 from pn_fairseq.models.from_checkpoint import one_line, settings_of
 from pn_fairseq.norms.base import RunningNorm, running_norms
 from pn_fairseq.norms.recalibrate import recalibrating
@@ -30,7 +30,7 @@ class Loss:
         return f"{self.bits:.4f} bits per token ({self.sentences} sentences, {self.tokens} tokens)"
 
 
-class RecalibrationModel:
+class ModelWithData:
     """The model of a checkpoint with the data to re-estimate its statistics on; float32, on the GPU if there is one.
 
     Args:
@@ -64,7 +64,7 @@ class RecalibrationModel:
         try:
             self.model.load_state_dict(weights, strict=True, model_cfg=self.cfg.model)
         except RuntimeError as error:
-            raise CheckpointError(f"{name}: its weights do not fit its own settings ({one_line(error)})") from error
+            raise CheckpointError(f"{name}: {explain_misfit(error)}") from error
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.model.to(self.device).eval()
 

@@ -120,7 +120,9 @@ class TensorizedDecoder(FairseqDecoder):
         self.position_bias = nn.Parameter(torch.empty(args.core_rank).normal_(std=STD))
         self.dropout = FairseqDropout(args.dropout, module_name=type(self).__name__)
         self.layers = nn.ModuleList(wrap_layer(TensorizedLayer(args, norms), args) for _ in range(args.decoder_layers))
-        self.layer_norm = norms.build_decoder_norm(dim, heads=1) if args.decoder_final_norm else None
+        if norms.decoder_norm_last and not args.decoder_final_norm:
+            raise ValueError("--decoder-norm-last needs --decoder-final-norm")
+        self.layer_norm = norms.build_decoder_norm(dim, heads=1, last=True) if args.decoder_final_norm else None
         cutoff = args.adaptive_softmax_cutoff
         self.adaptive_softmax = TiedAdaptiveSoftmax(self.embed_tokens, cutoff) if cutoff else None
         self.output_bias = None if cutoff else nn.Parameter(torch.zeros(len(dictionary)))
@@ -167,6 +169,8 @@ def sinusoids(length: int, dim: int) -> Tensor:
 @register_model("tensorized_lm_pn")
 class TensorizedLanguageModel(NormedModel, FairseqLanguageModel):
     """The tensorized transformer with the norms of ``--decoder-norm``; a legacy model, as ``transformer_pn``."""
+
+    norm_options = LanguageModelNorms
 
     def __init__(self, decoder: TensorizedDecoder, norms: NormOptions):
         super().__init__(decoder)
@@ -217,5 +221,5 @@ class TensorizedLanguageModel(NormedModel, FairseqLanguageModel):
                 "--tensorized-unmasked: this model is not causal, it sees the tokens that it predicts, and its "
                 "perplexity is not that of a language model"
             )
-        norms = LanguageModelNorms.from_args(args)
+        norms = cls.norm_options.from_args(args)
         return cls(TensorizedDecoder(args, norms, task.target_dictionary), norms)

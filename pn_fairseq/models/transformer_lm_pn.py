@@ -14,14 +14,21 @@ from pn_fairseq.models.norm_options import NormOptions
 from pn_fairseq.models.normed_model import NormedModel
 from pn_fairseq.models.transformer_pn import TransformerPNConfig, TransformerPNDecoder
 from pn_fairseq.norms import ChannelNorm, LayerScale
+from pn_fairseq.norms.registry import NormEntry, find_norm
 
 
 @dataclass(frozen=True)
 class LanguageModelNorms(NormOptions):
-    """The norms of a model that is a decoder alone: ``layer_scale_groups`` is for all of them, whichever they are."""
+    """The norms of a model that has only a decoder: ``layer_scale_groups`` applies to all of them."""
 
-    def build_decoder_norm(self, num_features: int, heads: int, folds: bool = True) -> ChannelNorm | LayerScale:
-        return self._build(self.decoder_norm, num_features, heads, self.layer_scale_groups, folds=folds)
+    def names(self) -> dict[str, NormEntry]:
+        return {name: find_norm(name) for name in (self.decoder_norm, self.decoder_norm_last) if name is not None}
+
+    def build_decoder_norm(
+        self, num_features: int, heads: int, last: bool = False, folds: bool = True
+    ) -> ChannelNorm | LayerScale:
+        name = (self.decoder_norm_last if last else None) or self.decoder_norm
+        return self._build(name, num_features, heads, self.layer_scale_groups, folds=folds)
 
 
 def keep_block_length(args, task) -> None:
@@ -68,6 +75,8 @@ class TransformerPNLanguageModel(NormedModel, TransformerLanguageModel):
     A legacy model in fairseq's terms, without a registered dataclass, as ``transformer_pn``.
     """
 
+    norm_options = LanguageModelNorms
+
     def __init__(self, decoder):
         super().__init__(decoder)
         self.use_norms(decoder.cfg.norms)
@@ -104,7 +113,7 @@ class TransformerPNLanguageModel(NormedModel, TransformerLanguageModel):
         if args.tie_adaptive_weights:
             _check_tied(args)
         cfg = TransformerPNConfig.from_namespace(args)
-        cfg.norms = LanguageModelNorms.from_args(args)
+        cfg.norms = cls.norm_options.from_args(args)
         return cls(TransformerPNDecoder(cfg, task.target_dictionary, _embedding(cls, args, task), no_encoder_attn=True))
 
 

@@ -94,9 +94,11 @@ class TransformerPNDecoder(TransformerDecoderBase):
         self.last_norm_folds = (
             self.adaptive_softmax is None and self.project_out_dim is None and not self.share_input_output_embed
         )
+        if self.layer_norm is None and cfg.norms.decoder_norm_last:
+            raise ValueError("--decoder-norm-last contradicts --no-decoder-final-norm: leave one of them out")
         if self.layer_norm is not None:
             self.layer_norm = cfg.norms.build_decoder_norm(
-                cfg.decoder.embed_dim, cfg.decoder.attention_heads, folds=self.last_norm_folds
+                cfg.decoder.embed_dim, cfg.decoder.attention_heads, last=True, folds=self.last_norm_folds
             )
             if isinstance(self.layer_norm, LayerScale):  # the shift of the folded norm needs a bias
                 self.output_projection = nn.Linear(self.output_embed_dim, len(dictionary))

@@ -8,11 +8,13 @@ from pn_fairseq.norms.base import ChannelNorm, RunningNorm, running_norms
 from pn_fairseq.norms.batch import MaskedBatchNorm, MaskedBatchNormRelease
 from pn_fairseq.norms.batch_reg import RegularizedBatchNorm, RegularizedBatchNormRelease
 from pn_fairseq.norms.batch_renorm import BatchRenorm
+from pn_fairseq.norms.convert import convert_norms, norm_report
 from pn_fairseq.norms.dyt import DynamicErf, DynamicTanh
 from pn_fairseq.norms.group import GroupNorm
 from pn_fairseq.norms.layer import LayerNorm
 from pn_fairseq.norms.layer_scale import LayerScale
 from pn_fairseq.norms.mabn import MovingAverageBatchNorm
+from pn_fairseq.norms.padding import padding
 from pn_fairseq.norms.power import PowerNorm
 from pn_fairseq.norms.power_release import PowerNormRelease
 from pn_fairseq.norms.power_v import PowerNormV
@@ -21,7 +23,7 @@ from pn_fairseq.norms.recalibrate import average_running_stats, recalibrating
 from pn_fairseq.norms.registry import NORMS, VARIANTS, build_norm, load_norms, register_norm
 from pn_fairseq.norms.rms import RMSNorm, RMSNormRelease, ScaleNorm
 from pn_fairseq.norms.simple import AdaNorm, AdaNormRelease, DetachNorm, LayerNormSimple, NoNorm
-from pn_fairseq.norms.tokens import Moments, Step, Tokens
+from pn_fairseq.norms.tokens import Contribution, Moments, Tokens
 from pn_fairseq.norms.unified import UnifiedNorm, UnifiedNormRelease
 
 __all__ = [
@@ -53,13 +55,16 @@ __all__ = [
     "RegularizedBatchNormRelease",
     "RunningNorm",
     "ScaleNorm",
-    "Step",
+    "Contribution",
     "Tokens",
     "UnifiedNorm",
     "UnifiedNormRelease",
     "average_running_stats",
     "build_norm",
+    "convert_norms",
     "load_norms",
+    "norm_report",
+    "padding",
     "recalibrating",
     "register_norm",
     "running_norms",

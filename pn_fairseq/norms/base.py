@@ -9,7 +9,7 @@ from pn_fairseq.norms.checks import check_alpha, check_input, check_positive, ch
 from pn_fairseq.norms.distributed import world_size
 from pn_fairseq.norms.layer_scale import LayerScale
 from pn_fairseq.norms.nested import over_tokens
-from pn_fairseq.norms.tokens import Moments, Step, Tokens, Training
+from pn_fairseq.norms.tokens import Contribution, Moments, Tokens, Training
 
 COUNT = "num_batches_tracked"
 
@@ -103,6 +103,33 @@ class ChannelNorm(nn.Module):
         return f"{self.num_features}, eps={self.eps}, affine={self.affine}"
 
 
+class _State(dict):
+    """The buffers of a :class:`RunningNorm` as ``torch.nn.Module`` keeps them. Who reads one gets it up to date.
+
+    So do ``norm.running_psi2``, ``model.named_buffers()`` and all that is built on them: averages of weights, loggers,
+    the broadcast of ``DistributedDataParallel``.
+    """
+
+    def __init__(self, norm: "RunningNorm", buffers: dict[str, Tensor]):
+        super().__init__(buffers)
+        self._norm = norm
+
+    def __getitem__(self, name: str) -> Tensor:
+        self._norm.flush()
+        return super().__getitem__(name)
+
+    def items(self):
+        self._norm.flush()
+        return super().items()
+
+    def values(self):
+        self._norm.flush()
+        return super().values()
+
+    def __reduce__(self):  # a copy belongs to another norm, which makes its own
+        return dict, (dict(self),)
+
+
 class RunningNorm(ChannelNorm):
     r"""A norm with running statistics: state that training steps change and evaluation uses.
 
@@ -111,11 +138,13 @@ class RunningNorm(ChannelNorm):
     exponential averages, :meth:`update`. Masks, layer-scale, precision, ranks, activation checkpointing, gradient
     accumulation, faults, evaluation, recalibration, averaging, saving and diagnostics are handled by this class.
 
-    **When the state changes.** A forward changes no state. A backward stores a :class:`~.tokens.Step`, once per
+    **When the state changes.** A forward changes no state. A backward stores a :class:`~.tokens.Contribution`, once per
     forward. :meth:`flush` applies the steps to the state, and discards those without a real token or with a number that
     is not finite. It runs before the next training forward (not inside a backward pass, where a forward is a
     recomputation and has to see the same state again), in :meth:`set_num_updates`, on a change between training and
-    evaluation, on saving, loading, copying and conversion. Read a buffer directly only after ``flush()``.
+    evaluation, on saving, loading, copying and conversion, and when a buffer is read: as an attribute, or from
+    ``buffers()`` or ``named_buffers()`` of this module or of a model that holds it. A tensor that was read earlier
+    changes at the next of these occasions, and not during the backward pass itself.
 
     The state stays float32 through ``.half()``, ``.bfloat16()``, ``.to(dtype)`` and loading. The buffer
     ``num_batches_tracked`` (int64) counts the steps that were applied.
@@ -145,15 +174,26 @@ class RunningNorm(ChannelNorm):
     #: of a synchronised norm contributes zeros to the all-reduce.
     ignoring = False
 
-    def __init__(self, num_features: int, alpha_fwd: float = 0.9, sync: bool = False, process_group=None, **common):
-        super().__init__(num_features, **common)
+    def __init__(
+        self,
+        num_features: int,
+        alpha_fwd: float = 0.9,
+        sync: bool = False,
+        process_group=None,
+        eps: float = 1e-5,
+        affine: bool = True,
+        layer_scale_groups: int = 0,
+        batch_first: bool = False,
+    ):
+        super().__init__(num_features, eps, affine, layer_scale_groups, batch_first)
         self.alpha_fwd = check_alpha("alpha_fwd", alpha_fwd)
         self.sync, self.process_group = sync, process_group
         self._initial: dict[str, float] = {}
-        self._pending: list[Step] = []
+        self._pending: list[Contribution] = []
         #: Changes when the state is replaced: steps that began before it are not taken in.
         self.state_version = 0
         self._num_updates: int | None = None
+        self._buffers = _State(self, self._buffers)
         self._collected: dict[str, Tensor] = {}
         self.register_buffer(COUNT, torch.zeros((), dtype=torch.int64))
         self.register_state_dict_pre_hook(_before_saving)  # functions of the module: a norm can be pickled
@@ -167,15 +207,15 @@ class RunningNorm(ChannelNorm):
         self.register_buffer(name, torch.full((*rows, self.num_features), initial, dtype=torch.float32))
         self._buffers[COUNT] = self._buffers.pop(COUNT)  # the counter comes last, as in torch.nn.BatchNorm1d
 
-    def forward_pass(self, tokens: Tokens, step: Step) -> Tensor:
+    def forward_pass(self, tokens: Tokens, step: Contribution) -> Tensor:
         """y, (T, B, C), from :meth:`.Tokens.normalize`.
 
         It must set ``step.batch``, by :meth:`.Tokens.moments` or ``normalize(moments=True)``. It may keep in ``step``
-        what the other passes need. State that ``step`` keeps goes through :meth:`snapshot`.
+        what the other passes need. State that ``step`` keeps goes through :meth:`frozen_view`.
         """
         raise NotImplementedError
 
-    def backward_pass(self, tokens: Tokens, step: Step) -> tuple[Tensor, Tensor]:
+    def backward_pass(self, tokens: Tokens, step: Contribution) -> tuple[Tensor, Tensor]:
         """dx, and the gradients of weight and bias, (2, C), from :meth:`.Tokens.gradient` or ``gradient_sums``."""
         raise NotImplementedError
 
@@ -188,7 +228,7 @@ class RunningNorm(ChannelNorm):
         """The statistics of a batch, over all ranks, that recalibration takes the mean of; also ``step.batch``."""
         return tokens.moments(centered=self.mean_name is not None)
 
-    def update(self, step: Step) -> dict[str, Tensor]:
+    def update(self, step: Contribution) -> dict[str, Tensor]:
         """The state after ``step``, by buffer name; what is missing stays as it is. Written only if all is finite.
 
         If ``num_batches_tracked`` is among them, the values are written without a check: the operator has done it.
@@ -215,13 +255,18 @@ class RunningNorm(ChannelNorm):
         moments = {self.moment_name: batch.moment}
         return moments if self.mean_name is None else {self.mean_name: batch.mean, **moments}
 
-    def observe(self, step: Step) -> dict[str, Tensor]:
+    def observe(self, step: Contribution) -> dict[str, Tensor]:
         """More :meth:`diagnostics` of a step that is about to be taken in, by name, each 0-d."""
         return {}
 
     @staticmethod
-    def snapshot(state: Tensor) -> Tensor:
-        """``state`` as it is now, without a copy: :meth:`flush` gives buffers new memory instead of writing to it."""
+    def frozen_view(state: Tensor) -> Tensor:
+        """``state`` as it is now, for a backward that runs later: no copy, but it keeps its values.
+
+        That is right because nothing in this class writes to the memory of a buffer while a step may need it:
+        :meth:`flush` gives each buffer new memory, and :meth:`discard_pending`, which runs before the state is loaded
+        or reset in place, moves the buffers away from the memory that the views have.
+        """
         return state.data
 
     # Training.
@@ -257,7 +302,7 @@ class RunningNorm(ChannelNorm):
         """Whether statistics are summed over several ranks."""
         return self.sync and world_size(self.process_group) > 1
 
-    def contribute(self, step: Step, version: int | None) -> None:
+    def contribute(self, step: Contribution, version: int | None) -> None:
         """Keep ``step`` for :meth:`flush`. Start the all-reduce of its sums that are not yet over all ranks."""
         step.work = None
         if not (step.batch.reduced and step.products_reduced):  # every rank starts it, even for a discarded step
@@ -277,7 +322,7 @@ class RunningNorm(ChannelNorm):
         for step in pending:
             self._take_in(step)
 
-    def _take_in(self, step: Step) -> None:
+    def _take_in(self, step: Contribution) -> None:
         if step.work is not None:
             self._wait(step)
         new = self.update(step)
@@ -291,9 +336,9 @@ class RunningNorm(ChannelNorm):
             self._collect(step, new[COUNT] > self.num_batches_tracked)
         buffers = self._buffers
         for name, value in new.items():
-            buffers[name].data = value  # new memory: a snapshot keeps the old
+            buffers[name].data = value  # new memory: a frozen view keeps the old
 
-    def _wait(self, step: Step) -> None:
+    def _wait(self, step: Contribution) -> None:
         """Put the sums over all ranks into ``step``."""
         step.work.wait()
         *parts, count = step.flat.split([self.num_features] * (step.flat.numel() // self.num_features) + [1])
@@ -317,11 +362,11 @@ class RunningNorm(ChannelNorm):
     def discard_pending(self) -> None:
         """Discard the steps that :meth:`flush` has not applied, and those whose backward has not run yet.
 
-        These backwards still use the state of their forwards (:meth:`snapshot`), also after the state is overwritten.
+        These backwards still use the state of their forward (:meth:`frozen_view`), also after the state is overwritten.
         """
         self._pending.clear()
         self.state_version += 1
-        for buffer in self._buffers.values():
+        for buffer in self._buffers.values():  # new memory, which the caller may write to; frozen views keep the old
             buffer.set_(buffer.clone())
 
     def reset_running_stats(self) -> None:
@@ -358,7 +403,7 @@ class RunningNorm(ChannelNorm):
         return kernels.evaluate(x, self.weight, self.bias, mean, moment, self.layer_scale_groups, self.eps)
 
     def _recalibrate(self, x: Tensor, padding_mask: Tensor | None) -> Tensor:
-        step = Step()
+        step = Contribution()
         batch = self.batch_moments(Tokens(self, step, x.detach(), padding_mask, None, None))
         with torch.no_grad():
             new = {name: value.to(torch.float32) for name, value in self.statistics_of(batch).items()}
@@ -372,7 +417,7 @@ class RunningNorm(ChannelNorm):
 
     # Diagnostics.
 
-    def _collect(self, step: Step, counted: Tensor) -> None:
+    def _collect(self, step: Contribution, counted: Tensor) -> None:
         faulty = (step.batch.count > 0) & ~counted
         self._collected["nonfinite_steps"] = self._collected.get("nonfinite_steps", 0) + faulty.to(torch.int64)
         batch = self.statistics_of(step.batch)[self.moment_name].to(torch.float32)
@@ -406,6 +451,10 @@ class RunningNorm(ChannelNorm):
         self.flush()
         # Steps belong to the graphs of this module, not to those of a copy; a process group cannot be copied.
         return {**self.__dict__, "_pending": [], "process_group": None}
+
+    def __setstate__(self, state: dict) -> None:
+        super().__setstate__(state)
+        self._buffers = _State(self, self._buffers)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, alpha_fwd={self.alpha_fwd}"

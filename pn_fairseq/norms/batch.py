@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from pn_fairseq.norms.base import RunningNorm
-from pn_fairseq.norms.tokens import Moments, Step, Tokens
+from pn_fairseq.norms.tokens import Contribution, Moments, Tokens
 
 
 class BatchStatsNorm(RunningNorm):
@@ -19,15 +19,15 @@ class BatchStatsNorm(RunningNorm):
     and padding dx_hat / D: it is divided by the statistics and takes no part in their gradient.
     """
 
-    def forward_pass(self, tokens: Tokens, step: Step) -> Tensor:
+    def forward_pass(self, tokens: Tokens, step: Contribution) -> Tensor:
         batch = self.batch_moments(tokens)
         return tokens.normalize(batch.moment, batch.mean)
 
-    def backward_pass(self, tokens: Tokens, step: Step) -> tuple[Tensor, Tensor]:
+    def backward_pass(self, tokens: Tokens, step: Contribution) -> tuple[Tensor, Tensor]:
         return self.exact_gradient(tokens, step)
 
     def exact_gradient(
-        self, tokens: Tokens, step: Step, weight: Tensor | None = None, direct: Tensor | None = None
+        self, tokens: Tokens, step: Contribution, weight: Tensor | None = None, direct: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """dx and the sums over tokens of dy x_hat and of dy, (2, C), for y = weight x_hat + bias.
 
@@ -40,7 +40,7 @@ class BatchStatsNorm(RunningNorm):
         dx, _ = tokens.gradient(batch.moment, batch.mean, nu, offset, weight if direct is None else direct)
         return dx, parameters
 
-    def corrections(self, step: Step, products: Tensor) -> tuple[Tensor, Tensor]:
+    def corrections(self, step: Contribution, products: Tensor) -> tuple[Tensor, Tensor]:
         """What multiplies x_hat and 1 in the gradient through the statistics: the means of ``products`` over M."""
         nu, offset = (products / step.batch.count.clamp(min=1.0)).unbind()
         return nu, offset
@@ -64,16 +64,23 @@ class MaskedBatchNorm(BatchStatsNorm):
 
     Buffers: ``running_mean`` (initially 0) and ``running_var`` (initially 1), (C,) float32, and
     ``num_batches_tracked``, int64. A batch of one real token has no unbiased variance and changes none of them.
-
-    Raises:
-        ValueError: an argument or an input does not fit; the message holds its value.
     """
 
     moment_name = "running_var"
     mean_name = "running_mean"
 
-    def __init__(self, num_features: int, **common):
-        super().__init__(num_features, **common)
+    def __init__(
+        self,
+        num_features: int,
+        alpha_fwd: float = 0.9,
+        sync: bool = False,
+        process_group=None,
+        eps: float = 1e-5,
+        affine: bool = True,
+        layer_scale_groups: int = 0,
+        batch_first: bool = False,
+    ):
+        super().__init__(num_features, alpha_fwd, sync, process_group, eps, affine, layer_scale_groups, batch_first)
         self.add_state("running_mean", 0.0)
         self.add_state("running_var", 1.0)
 
@@ -98,8 +105,18 @@ class MaskedBatchNormRelease(MaskedBatchNorm):
 
     transformer_defaults = {"layer_scale_groups": 1, "sync": False}
 
-    def __init__(self, num_features: int, alpha_fwd: float = 0.95, **common):
-        super().__init__(num_features, alpha_fwd=alpha_fwd, **common)
+    def __init__(
+        self,
+        num_features: int,
+        alpha_fwd: float = 0.95,
+        sync: bool = False,
+        process_group=None,
+        eps: float = 1e-5,
+        affine: bool = True,
+        layer_scale_groups: int = 0,
+        batch_first: bool = False,
+    ):
+        super().__init__(num_features, alpha_fwd, sync, process_group, eps, affine, layer_scale_groups, batch_first)
 
     def batch_moments(self, tokens: Tokens) -> Moments:
         positions = tokens.with_padding().moments().count
@@ -109,6 +126,6 @@ class MaskedBatchNormRelease(MaskedBatchNorm):
         tokens.step.batch, tokens.step.real = batch, real.count
         return batch
 
-    def corrections(self, step: Step, products: Tensor) -> tuple[Tensor, Tensor]:
+    def corrections(self, step: Contribution, products: Tensor) -> tuple[Tensor, Tensor]:
         nu, offset = products.unbind()
         return nu / step.batch.count.clamp(min=1.0), offset / step.real.clamp(min=1.0)

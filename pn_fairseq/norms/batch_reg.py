@@ -5,7 +5,7 @@ from torch import Tensor
 
 from pn_fairseq.norms.batch import MaskedBatchNorm
 from pn_fairseq.norms.checks import check_real
-from pn_fairseq.norms.tokens import Moments, Step, Tokens
+from pn_fairseq.norms.tokens import Contribution, Moments, Tokens
 
 
 class RegularizedBatchNorm(MaskedBatchNorm):
@@ -40,9 +40,6 @@ class RegularizedBatchNorm(MaskedBatchNorm):
         eps, affine, layer_scale_groups, batch_first: see :class:`~pn_fairseq.norms.base.ChannelNorm`.
 
     Buffers: those of :class:`~pn_fairseq.norms.MaskedBatchNorm`.
-
-    Raises:
-        ValueError: an argument or an input does not fit; the message holds its value.
     """
 
     #: The gradient of what is minimized with respect to P, a float or 0-d.
@@ -54,17 +51,22 @@ class RegularizedBatchNorm(MaskedBatchNorm):
         alpha_fwd: float = 0.95,
         lambda_mean: float = 0.1,
         lambda_var: float = 0.01,
-        **common,
+        sync: bool = False,
+        process_group=None,
+        eps: float = 1e-5,
+        affine: bool = True,
+        layer_scale_groups: int = 0,
+        batch_first: bool = False,
     ):
-        super().__init__(num_features, alpha_fwd=alpha_fwd, **common)
+        super().__init__(num_features, alpha_fwd, sync, process_group, eps, affine, layer_scale_groups, batch_first)
         self.lambda_mean = check_real("lambda_mean", lambda_mean, minimum=0)
         self.lambda_var = check_real("lambda_var", lambda_var, minimum=0)
 
-    def forward_pass(self, tokens: Tokens, step: Step) -> Tensor:
-        step.mean, step.var = self.snapshot(self.running_mean), self.snapshot(self.running_var)
+    def forward_pass(self, tokens: Tokens, step: Contribution) -> Tensor:
+        step.mean, step.var = self.frozen_view(self.running_mean), self.frozen_view(self.running_var)
         return super().forward_pass(tokens, step)
 
-    def corrections(self, step: Step, products: Tensor) -> tuple[Tensor, Tensor]:
+    def corrections(self, step: Contribution, products: Tensor) -> tuple[Tensor, Tensor]:
         # dP/dx = (by_mean + by_sigma x_hat) / N on the N real tokens; dx = (... - nu x_hat - offset) / D.
         by_mean, by_sigma = self.penalty_gradient(step)
         scale = self.penalty_scale * (step.batch.moment + self.eps).sqrt()
@@ -72,22 +74,22 @@ class RegularizedBatchNorm(MaskedBatchNorm):
         nu, offset = ((products - by_statistics) / step.batch.count.clamp(min=1.0)).unbind()
         return nu, offset
 
-    def penalty_gradient(self, step: Step) -> tuple[Tensor, Tensor]:
+    def penalty_gradient(self, step: Contribution) -> tuple[Tensor, Tensor]:
         r"""The derivatives of P by :math:`\mu_B` and :math:`\sigma_B`, (C,)."""
         gap_mean, gap_sigma = self._gaps(step)
         return 2 * self.lambda_mean * gap_mean, 2 * self.lambda_var * gap_sigma
 
-    def _gaps(self, step: Step) -> tuple[Tensor, Tensor]:
+    def _gaps(self, step: Contribution) -> tuple[Tensor, Tensor]:
         batch = step.batch
         sigma = (step.var.to(batch.moment.dtype) + self.eps).sqrt()
         return batch.mean - step.mean, (batch.moment + self.eps).sqrt() - sigma
 
-    def penalty(self, step: Step) -> Tensor:
+    def penalty(self, step: Contribution) -> Tensor:
         """P, 0-d."""
         gap_mean, gap_sigma = self._gaps(step)
         return self.lambda_mean * gap_mean.square().sum() + self.lambda_var * gap_sigma.square().sum()
 
-    def observe(self, step: Step) -> dict[str, Tensor]:
+    def observe(self, step: Contribution) -> dict[str, Tensor]:
         """``penalty``: P of the last step."""
         return {"penalty": self.penalty(step)}
 
@@ -124,20 +126,20 @@ class RegularizedBatchNormRelease(RegularizedBatchNorm):
     def evaluation_statistics(self) -> tuple[Tensor, Tensor]:
         return self.running_mean, self._clamped(self.running_var)
 
-    def corrections(self, step: Step, products: Tensor) -> tuple[Tensor, Tensor]:
+    def corrections(self, step: Contribution, products: Tensor) -> tuple[Tensor, Tensor]:
         nu, offset = super().corrections(step, products)
         return torch.where(step.variance > self.eps, nu, 0.0), offset  # below, D is a constant
 
-    def _gaps(self, step: Step) -> tuple[Tensor, Tensor]:
+    def _gaps(self, step: Contribution) -> tuple[Tensor, Tensor]:
         gaps = step.batch.mean - step.mean, step.batch.moment + self.eps - step.var
         return self.alpha_fwd * gaps[0], self.alpha_fwd * gaps[1]  # (b)
 
-    def penalty_gradient(self, step: Step) -> tuple[Tensor, Tensor]:
+    def penalty_gradient(self, step: Contribution) -> tuple[Tensor, Tensor]:
         gap_mean, gap_var = self._gaps(step)
         sigma = (step.batch.moment + self.eps).sqrt()
         return 2 * self.lambda_mean * gap_mean, 2 * self.lambda_var * gap_var.sign() * sigma  # (a)
 
-    def penalty(self, step: Step) -> Tensor:
+    def penalty(self, step: Contribution) -> Tensor:
         gap_mean, gap_var = self._gaps(step)
         return self.lambda_mean * gap_mean.square().sum() + self.lambda_var * gap_var.abs().sum()
 

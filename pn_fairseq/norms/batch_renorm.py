@@ -5,7 +5,7 @@ from torch import Tensor
 
 from pn_fairseq.norms.batch import BatchStatsNorm
 from pn_fairseq.norms.checks import check_real, check_whole
-from pn_fairseq.norms.tokens import Moments, Step, Tokens
+from pn_fairseq.norms.tokens import Contribution, Moments, Tokens
 
 
 class BatchRenorm(BatchStatsNorm):
@@ -39,9 +39,6 @@ class BatchRenorm(BatchStatsNorm):
 
     Buffers: ``running_mean`` (initially 0) and ``running_var`` (:math:`\sigma^2 - \epsilon`, initially 1), (C,)
     float32, and ``num_batches_tracked``, int64. Recalibration takes the mean of the (biased) variances of the batches.
-
-    Raises:
-        ValueError: an argument or an input does not fit; the message holds its value.
     """
 
     moment_name = "running_var"
@@ -55,9 +52,14 @@ class BatchRenorm(BatchStatsNorm):
         renorm_updates: int = 40_000,
         renorm_r_max: float = 3.0,
         renorm_d_max: float = 5.0,
-        **common,
+        sync: bool = False,
+        process_group=None,
+        eps: float = 1e-5,
+        affine: bool = True,
+        layer_scale_groups: int = 0,
+        batch_first: bool = False,
     ):
-        super().__init__(num_features, alpha_fwd=alpha_fwd, **common)
+        super().__init__(num_features, alpha_fwd, sync, process_group, eps, affine, layer_scale_groups, batch_first)
         self.renorm_updates = check_whole("renorm_updates", renorm_updates, minimum=0)
         self.renorm_r_max = check_real("renorm_r_max", renorm_r_max, minimum=1)
         self.renorm_d_max = check_real("renorm_d_max", renorm_d_max, minimum=0)
@@ -70,7 +72,7 @@ class BatchRenorm(BatchStatsNorm):
         r_max, d_max = self.renorm_r_max, self.renorm_d_max
         return (since * ((r_max - 1) / (7 / 8)) + 1).clamp(1, r_max), (since * (d_max / (4 / 8))).clamp(0, d_max)
 
-    def forward_pass(self, tokens: Tokens, step: Step) -> Tensor:
+    def forward_pass(self, tokens: Tokens, step: Contribution) -> Tensor:
         batch = tokens.moments(centered=True)
         r_max, d_max = self.limits()
         sigma = (self.running_var.to(batch.moment.dtype) + self.eps).sqrt()
@@ -82,12 +84,12 @@ class BatchRenorm(BatchStatsNorm):
         weight, bias = step.r * tokens.weight, torch.addcmul(tokens.bias, step.d, tokens.weight)
         return tokens.normalize(batch.moment, batch.mean, weight, bias)
 
-    def backward_pass(self, tokens: Tokens, step: Step) -> tuple[Tensor, Tensor]:
+    def backward_pass(self, tokens: Tokens, step: Contribution) -> tuple[Tensor, Tensor]:
         weight = step.r if tokens.weight is None else step.r * tokens.weight
         dx, (products, sums) = self.exact_gradient(tokens, step, weight)
         return dx, torch.stack([step.r * products + step.d * sums, sums])
 
-    def update(self, step: Step) -> dict[str, Tensor]:
+    def update(self, step: Contribution) -> dict[str, Tensor]:
         share, sigma = 1 - self.alpha_fwd, (self.running_var + self.eps).sqrt()
         return {
             "running_mean": self.running_mean + share * (step.batch.mean - self.running_mean),

@@ -18,13 +18,18 @@ class DynamicTanh(ChannelNorm):
         alpha_init: initial value of ``alpha``, greater than 0. The paper's is 0.5, less in large language models.
         eps: epsilon of layer-scale.
         affine, layer_scale_groups, batch_first: see :class:`~pn_fairseq.norms.base.ChannelNorm`.
-
-    Raises:
-        ValueError: an argument or an input does not fit; the message holds its value.
     """
 
-    def __init__(self, num_features: int, alpha_init: float = 0.5, **common):
-        super().__init__(num_features, **common)
+    def __init__(
+        self,
+        num_features: int,
+        alpha_init: float = 0.5,
+        eps: float = 1e-5,
+        affine: bool = True,
+        layer_scale_groups: int = 0,
+        batch_first: bool = False,
+    ):
+        super().__init__(num_features, eps, affine, layer_scale_groups, batch_first)
         self.alpha_init = check_positive("alpha_init", alpha_init)
         self.alpha = nn.Parameter(torch.full((1,), self.alpha_init))
 
@@ -46,8 +51,16 @@ class DynamicErf(DynamicTanh):
     ``shift`` is s, (1,), learned, initially 0. All else is as in :class:`DynamicTanh`.
     """
 
-    def __init__(self, num_features: int, **options):
-        super().__init__(num_features, **options)
+    def __init__(
+        self,
+        num_features: int,
+        alpha_init: float = 0.5,
+        eps: float = 1e-5,
+        affine: bool = True,
+        layer_scale_groups: int = 0,
+        batch_first: bool = False,
+    ):
+        super().__init__(num_features, alpha_init, eps, affine, layer_scale_groups, batch_first)
         self.shift = nn.Parameter(torch.zeros(1))
 
     def reset_parameters(self) -> None:

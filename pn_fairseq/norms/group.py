@@ -19,19 +19,24 @@ class GroupNorm(ChannelNorm):
         num_features: number of channels C.
         groups: number of equal groups that the channels split into. A transformer has as many as attention heads.
         eps, affine, layer_scale_groups, batch_first: see :class:`~pn_fairseq.norms.base.ChannelNorm`.
-
-    Raises:
-        ValueError: an argument or an input does not fit; the message holds its value.
     """
 
-    def __init__(self, num_features: int, groups: int = 1, **common):
-        super().__init__(num_features, **common)
+    def __init__(
+        self,
+        num_features: int,
+        groups: int = 1,
+        eps: float = 1e-5,
+        affine: bool = True,
+        layer_scale_groups: int = 0,
+        batch_first: bool = False,
+    ):
+        super().__init__(num_features, eps, affine, layer_scale_groups, batch_first)
         self.groups = check_whole("groups", groups, minimum=1)
         if self.num_features % self.groups:
             raise ValueError(f"num_features={num_features} is not divisible by groups={groups}")
 
     def normalize(self, h: Tensor) -> Tensor:
-        return kernels.standardized(h, self.weight, self.bias, groups=self.groups, inside=self.eps)
+        return kernels.standardized(h, self.weight, self.bias, groups=self.groups, eps_in_root=self.eps)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, groups={self.groups}"

@@ -28,9 +28,6 @@ class LayerNorm(ChannelNorm):
     Args:
         num_features: number of channels C.
         eps, affine, layer_scale_groups, batch_first: see :class:`~pn_fairseq.norms.base.ChannelNorm`.
-
-    Raises:
-        ValueError: an argument or an input does not fit; the message holds its value.
     """
 
     def is_torch_layer_norm(self) -> bool:

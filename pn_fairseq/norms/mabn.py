@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from pn_fairseq.norms.tokens import Step, Tokens
+from pn_fairseq.norms.tokens import Contribution, Tokens
 from pn_fairseq.norms.window import WindowNorm, with_row
 
 
@@ -39,33 +39,43 @@ class MovingAverageBatchNorm(WindowNorm):
 
     Buffers, float32: ``running_psi2`` (C,), initially 1, ``psi2_window`` and ``lambda_window`` (window, C), initially
     0, the :math:`\psi_B^2` and :math:`\lambda_B` of the last steps; ``num_batches_tracked``, int64.
-
-    Raises:
-        ValueError: an argument or an input does not fit; the message holds its value.
     """
 
     mixes_tokens = "at first"
 
-    def __init__(self, num_features: int, alpha_fwd: float = 0.98, window: int = 16, **common):
-        super().__init__(num_features, alpha_fwd=alpha_fwd, window=window, **common)
+    def __init__(
+        self,
+        num_features: int,
+        alpha_fwd: float = 0.98,
+        window: int = 16,
+        psi_warmup_updates: int = 0,
+        sync: bool = False,
+        process_group=None,
+        eps: float = 1e-5,
+        affine: bool = True,
+        layer_scale_groups: int = 0,
+        batch_first: bool = False,
+    ):
+        common = sync, process_group, eps, affine, layer_scale_groups, batch_first
+        super().__init__(num_features, alpha_fwd, window, psi_warmup_updates, *common)
 
-    def forward_pass(self, tokens: Tokens, step: Step) -> Tensor:
+    def forward_pass(self, tokens: Tokens, step: Contribution) -> Tensor:
         self.begin(step, tokens.moments())
         average = with_row(self.psi2_window, step.own_psi2, step.number).mean(0)
         step.psi2 = torch.where(step.early, step.own_psi2, average)
         step.ratio = self.ratio(step)
         return tokens.normalize(step.psi2, weight=self._gain(tokens, step))
 
-    def backward_pass(self, tokens: Tokens, step: Step) -> tuple[Tensor, Tensor]:
+    def backward_pass(self, tokens: Tokens, step: Contribution) -> tuple[Tensor, Tensor]:
         gain = self._gain(tokens, step)
         (products, sums), _ = tokens.gradient_sums(step.psi2, weight=gain)
         dx, _ = tokens.gradient(step.psi2, nu=self.average_lambda(step), weight=gain)
         return dx, torch.stack([step.ratio * products, sums])
 
-    def _gain(self, tokens: Tokens, step: Step) -> Tensor:
+    def _gain(self, tokens: Tokens, step: Contribution) -> Tensor:
         return step.ratio if tokens.weight is None else step.ratio * tokens.weight
 
-    def update(self, step: Step) -> dict[str, Tensor]:
+    def update(self, step: Contribution) -> dict[str, Tensor]:
         number = self.num_batches_tracked + 1
         return {
             "running_psi2": self.running_psi2 + (1 - self.alpha_fwd) * (step.psi2 - self.running_psi2),

@@ -7,7 +7,7 @@ from pn_fairseq import kernels
 from pn_fairseq.kernels.reference import share_of_batch
 from pn_fairseq.norms.base import COUNT, RunningNorm
 from pn_fairseq.norms.checks import check_alpha, check_whole
-from pn_fairseq.norms.tokens import Step, Tokens
+from pn_fairseq.norms.tokens import Contribution, Tokens
 
 #: More batches than any training has: the warm-up is on whatever the counter says.
 ALWAYS = 2**62
@@ -44,16 +44,25 @@ class PowerNorm(RunningNorm):
 
     Buffers: ``running_psi2`` (:math:`\psi^2`, initially 1) and ``nu`` (initially 0), (C,) float32, and
     ``num_batches_tracked``, int64.
-
-    Raises:
-        ValueError: an argument or an input does not fit; the message holds its value.
     """
 
     moment_name = "running_psi2"
     mixes_tokens = "at first"
 
-    def __init__(self, num_features: int, alpha_bwd: float = 0.9, psi_warmup_updates: int = 0, **common):
-        super().__init__(num_features, **common)
+    def __init__(
+        self,
+        num_features: int,
+        alpha_bwd: float = 0.9,
+        psi_warmup_updates: int = 0,
+        alpha_fwd: float = 0.9,
+        sync: bool = False,
+        process_group=None,
+        eps: float = 1e-5,
+        affine: bool = True,
+        layer_scale_groups: int = 0,
+        batch_first: bool = False,
+    ):
+        super().__init__(num_features, alpha_fwd, sync, process_group, eps, affine, layer_scale_groups, batch_first)
         self.alpha_bwd = check_alpha("alpha_bwd", alpha_bwd)
         self.psi_warmup_updates = check_whole("psi_warmup_updates", psi_warmup_updates, minimum=0)
         self.add_state("running_psi2", 1.0)
@@ -71,9 +80,9 @@ class PowerNorm(RunningNorm):
             return self.psi_warmup_updates
         return ALWAYS if self._num_updates < self.psi_warmup_updates else 0
 
-    def forward_pass(self, tokens: Tokens, step: Step) -> Tensor:
+    def forward_pass(self, tokens: Tokens, step: Contribution) -> Tensor:
         step.warmup = self.warmup_batches()
-        step.psi2, step.nu = self.snapshot(self.running_psi2), self.snapshot(self.nu)
+        step.psi2, step.nu = self.frozen_view(self.running_psi2), self.frozen_view(self.nu)
         if step.warmup == 0:
             return tokens.normalize(step.psi2, moments=True)
         batch = tokens.moments()  # psi_B is needed before the first token is normalized: two passes
@@ -81,10 +90,10 @@ class PowerNorm(RunningNorm):
         step.psi2 = torch.where(warming_up, batch.moment, step.psi2.to(batch.moment.dtype))
         return tokens.normalize(step.psi2)
 
-    def backward_pass(self, tokens: Tokens, step: Step) -> tuple[Tensor, Tensor]:
+    def backward_pass(self, tokens: Tokens, step: Contribution) -> tuple[Tensor, Tensor]:
         return tokens.gradient(step.psi2, nu=step.nu, sums=True)
 
-    def update(self, step: Step) -> dict[str, Tensor]:
+    def update(self, step: Contribution) -> dict[str, Tensor]:
         psi2, nu, count = power_update(
             self.running_psi2,
             self.nu,
@@ -100,11 +109,11 @@ class PowerNorm(RunningNorm):
         )
         return {"running_psi2": psi2, "nu": nu, COUNT: count}
 
-    def gamma(self, step: Step) -> Tensor:
+    def gamma(self, step: Contribution) -> Tensor:
         """Gamma, (C,)."""
         return step.batch.moment / (step.psi2.to(step.batch.moment.dtype) + self.eps)
 
-    def observe(self, step: Step) -> dict[str, Tensor]:
+    def observe(self, step: Contribution) -> dict[str, Tensor]:
         """``gamma_max``: largest Gamma of a channel. ``guarded_steps``: how often ``max(0, .)`` acted."""
         gamma = self.gamma(step)
         guarded = ((1.0 - self.alpha_bwd) * gamma > 1.0).any() & gamma.isfinite().all() & step.products.isfinite().all()

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from pn_fairseq.norms.base import RunningNorm
 from pn_fairseq.norms.power import PowerNorm
-from pn_fairseq.norms.tokens import Step, Tokens
+from pn_fairseq.norms.tokens import Contribution, Tokens
 
 
 class PowerNormRelease(PowerNorm):
@@ -42,6 +42,9 @@ class PowerNormRelease(PowerNorm):
 
     Evaluation is the paper's, :math:`y = \gamma x / \sqrt{\psi^2 + \epsilon} + \beta`.
 
+    One difference remains: the released code's group scaling has a fixed epsilon of 1e-5, whatever that of the norm is.
+    Here layer-scale has ``eps``, as in all norms. With the default of both, 1e-5, they are equal.
+
     The released code has no rules about faults. This module keeps those of
     :class:`~pn_fairseq.norms.base.RunningNorm`, which change no result of a training without faults. Since padding
     enters the means of (c), a number at padding that is not finite counts as a fault too.
@@ -54,9 +57,6 @@ class PowerNormRelease(PowerNorm):
 
     Buffers: ``running_psi2`` (:math:`\psi^2`, initially 1) and ``nu`` (initially 0), (C,) float32, and
     ``num_batches_tracked``, int64.
-
-    Raises:
-        ValueError: an argument or an input does not fit; the message holds its value.
     """
 
     last_norm_warmup_updates = 1000
@@ -67,18 +67,18 @@ class PowerNormRelease(PowerNorm):
     def warmup_batches(self) -> int:
         return self.psi_warmup_updates  # (e)
 
-    def forward_pass(self, tokens: Tokens, step: Step) -> Tensor:
+    def forward_pass(self, tokens: Tokens, step: Contribution) -> Tensor:
         everywhere = tokens.with_padding()
         over_all = everywhere.moments()
         step.moment, step.positions = over_all.moment, over_all.count.clamp(min=1.0)
         batch = tokens.moments()
-        step.nu, psi2 = self.snapshot(self.nu), self.running_psi2.to(batch.moment.dtype)
+        step.nu, psi2 = self.frozen_view(self.nu), self.running_psi2.to(batch.moment.dtype)
         some = batch.count > 0  # without a real token there is no psi_B
         step.psi2 = torch.where(some & (self.num_batches_tracked < self.warmup_batches()), batch.moment, psi2)
         step.divisor2 = torch.where(some, batch.moment, psi2)
         return tokens.normalize(step.psi2)
 
-    def backward_pass(self, tokens: Tokens, step: Step) -> tuple[Tensor, Tensor]:
+    def backward_pass(self, tokens: Tokens, step: Contribution) -> tuple[Tensor, Tensor]:
         ratio = torch.sqrt((step.psi2 + self.eps) / (step.divisor2 + self.eps))  # (a)
         weight = ratio if tokens.weight is None else ratio * tokens.weight
         everywhere = tokens.with_padding()  # (c)
@@ -86,10 +86,10 @@ class PowerNormRelease(PowerNorm):
         step.products = step.products / ratio
         return dx, parameters
 
-    def gamma(self, step: Step) -> Tensor:
+    def gamma(self, step: Contribution) -> Tensor:
         return step.moment / (step.psi2 + self.eps)
 
-    def update(self, step: Step) -> dict[str, Tensor]:
+    def update(self, step: Contribution) -> dict[str, Tensor]:
         number = (self.num_batches_tracked + 1).double()
         # (b): both steps of a batch in one.
         share = torch.where(
@@ -102,7 +102,7 @@ class PowerNormRelease(PowerNorm):
             "nu": self.nu * (1.0 - rate * self.gamma(step)) + rate * step.products[0] / step.positions,
         }
 
-    def observe(self, step: Step) -> dict[str, Tensor]:
+    def observe(self, step: Contribution) -> dict[str, Tensor]:
         observed = super().observe(step)
         del observed["guarded_steps"]  # (d)
         return observed

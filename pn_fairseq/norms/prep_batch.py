@@ -7,7 +7,7 @@ from pn_fairseq import kernels
 from pn_fairseq.norms.batch import MaskedBatchNorm
 from pn_fairseq.norms.checks import check_whole
 from pn_fairseq.norms.layer import layer_norm
-from pn_fairseq.norms.tokens import Step, Tokens
+from pn_fairseq.norms.tokens import Contribution, Tokens
 
 
 class ProgressiveBatchNorm(MaskedBatchNorm):
@@ -35,13 +35,21 @@ class ProgressiveBatchNorm(MaskedBatchNorm):
 
     Parameters: ``weight``, ``bias``, ``ln_weight``, ``ln_bias``, (C,), and ``rep_alpha``, (1,), initially 1. Buffers:
     those of :class:`~pn_fairseq.norms.MaskedBatchNorm`.
-
-    Raises:
-        ValueError: an argument or an input does not fit; the message holds its value.
     """
 
-    def __init__(self, num_features: int, fade_updates: int = 60_000, **common):
-        super().__init__(num_features, **common)
+    def __init__(
+        self,
+        num_features: int,
+        fade_updates: int = 60_000,
+        alpha_fwd: float = 0.9,
+        sync: bool = False,
+        process_group=None,
+        eps: float = 1e-5,
+        affine: bool = True,
+        layer_scale_groups: int = 0,
+        batch_first: bool = False,
+    ):
+        super().__init__(num_features, alpha_fwd, sync, process_group, eps, affine, layer_scale_groups, batch_first)
         self.fade_updates = check_whole("fade_updates", fade_updates, minimum=0)
         self.ln_weight = nn.Parameter(torch.ones(num_features)) if self.affine else None
         self.ln_bias = nn.Parameter(torch.zeros(num_features)) if self.affine else None
@@ -77,13 +85,13 @@ class ProgressiveBatchNorm(MaskedBatchNorm):
         # LN's among them: a parameter that loses its gradient after the fade would stop DistributedDataParallel.
         return (self.rep_alpha, self.ln_weight, self.ln_bias) if self.affine else ()
 
-    def forward_pass(self, tokens: Tokens, step: Step) -> Tensor:
+    def forward_pass(self, tokens: Tokens, step: Contribution) -> Tensor:
         batch = self.batch_moments(tokens)
         step.share = 1.0 - self.layer_share()
         weight, bias = self._affine(tokens.weight, tokens.bias, tokens.further, batch.mean, batch.moment)
         return tokens.normalize(batch.moment, batch.mean, step.share * weight, step.share * bias)
 
-    def backward_pass(self, tokens: Tokens, step: Step) -> tuple[Tensor, ...]:
+    def backward_pass(self, tokens: Tokens, step: Contribution) -> tuple[Tensor, ...]:
         batch, sigma = step.batch, (step.batch.moment + self.eps).sqrt()
         gain = torch.ones_like(sigma) if tokens.weight is None else tokens.weight
         total, _ = self._affine(tokens.weight, tokens.bias, tokens.further, batch.mean, batch.moment)

@@ -1,5 +1,6 @@
 """The one list of norms. Command-line choices, architectures, tests, benchmarks, reports and docs derive from it."""
 
+import html
 import importlib.util
 import inspect
 import re
@@ -27,6 +28,18 @@ from pn_fairseq.norms.rms import RMSNorm, RMSNormRelease, ScaleNorm
 from pn_fairseq.norms.simple import AdaNorm, AdaNormRelease, DetachNorm, LayerNormSimple, NoNorm
 from pn_fairseq.norms.unified import UnifiedNorm, UnifiedNormRelease
 
+#: Constructor arguments that belong to all norms, or to all with running statistics -> the flags that set them.
+SHARED = {
+    "eps": "--norm-eps",
+    "alpha_fwd": "--norm-alpha-fwd",
+    "alpha_bwd": "--norm-alpha-bwd",
+    "layer_scale_groups": "--layer-scale-groups",
+    "psi_warmup_updates": "--psi-warmup-updates",
+    "sync": "--norm-sync",
+}
+#: Constructor arguments that a transformer leaves at their defaults.
+_FIXED = ("affine", "batch_first", "process_group")
+
 
 @dataclass(frozen=True)
 class NormEntry:
@@ -39,7 +52,8 @@ class NormEntry:
         layer_scale_per_head: True: in a transformer the default is one layer-scale group per attention head;
             otherwise none.
         sync: True: in a transformer the default is synchronisation over the ranks.
-        variants: variant -> the class that takes the place of ``cls`` in it, with the same constructor arguments.
+        variants: variant -> the class that replaces ``cls`` in it, with the same constructor arguments.
+        parts_of_run: option -> the part of ``--max-update`` that it is in a transformer unless it is given.
     """
 
     cls: type[ChannelNorm]
@@ -48,6 +62,7 @@ class NormEntry:
     layer_scale_per_head: bool = False
     sync: bool = True
     variants: dict[str, type[ChannelNorm]] = field(default_factory=dict)
+    parts_of_run: dict[str, float] = field(default_factory=dict)
 
     def variant(self, name: str) -> type[ChannelNorm]:
         """The class of this norm in one of :func:`variants`: ``cls`` unless it has another one there."""
@@ -58,6 +73,11 @@ class NormEntry:
         """Options of :func:`build_norm` that this norm uses: the arguments of its constructor and those it inherits."""
         return set(_arguments(self.cls))
 
+    @property
+    def own_options(self) -> dict[str, inspect.Parameter]:
+        """The arguments that ``--norm-options`` sets: those that do not belong to all norms."""
+        return {name: argument for name, argument in _arguments(self.cls).items() if name not in (*SHARED, *_FIXED)}
+
 
 @cache  # a model asks some 900 times
 def _arguments(cls: type[ChannelNorm]) -> dict[str, inspect.Parameter]:
@@ -66,15 +86,29 @@ def _arguments(cls: type[ChannelNorm]) -> dict[str, inspect.Parameter]:
     for each in inspect.getmro(cls):
         if "__init__" in vars(each):
             parameters = inspect.signature(each.__init__).parameters.values()
-            found = {one.name: one for one in parameters if one.kind != one.VAR_KEYWORD} | found
+            found = {
+                one.name: one for one in parameters if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)
+            } | found
             if all(one.kind != one.VAR_KEYWORD for one in parameters):
                 break
     return {name: found[name] for name in found if name not in ("self", "num_features")}
 
 
 def default_of(cls: type[ChannelNorm], option: str):
-    """What ``cls`` takes for an option of :func:`build_norm` that is not given."""
+    """The value that ``cls`` uses if an option of :func:`build_norm` is not given."""
     return _arguments(cls)[option].default
+
+
+def description_of(cls: type[ChannelNorm], option: str) -> str:
+    """What an option of ``cls`` means: the first sentence about it under ``Args:`` in the docstrings of its classes."""
+    for each in inspect.getmro(cls):
+        section = re.search(r"^Args:\n((?: .*\n|\n)*)", f"{inspect.cleandoc(vars(each).get('__doc__') or '')}\n", re.M)
+        for names, text in re.findall(r"^ {4}(\w[^:\n]*): (.*(?:\n {8}.*)*)", section[1] if section else "", re.M):
+            if option in names.split(", ") and not text.startswith("see "):
+                sentence = re.split(r"\.(?=\s|$)", " ".join(text.split()))[0]
+                plain = re.sub(r":\w+:`~?([^`]*)`", r"\1", sentence).replace("`", "")
+                return re.sub(r"\\([a-z]+)", lambda letter: html.unescape(f"&{letter[1]};"), plain)
+    return ""
 
 
 #: Name -> norm. Sources: the classes' docstrings.
@@ -97,7 +131,7 @@ NORMS: dict[str, NormEntry] = {
         sync=False,  # as in the paper, Section 5
         variants={"release": PowerNormRelease},
     ),
-    "batch-renorm": NormEntry(BatchRenorm, "brn", "batch renormalization (BRN)"),
+    "batch-renorm": NormEntry(BatchRenorm, "brn", "batch renormalization (BRN)", parts_of_run={"renorm_updates": 0.3}),
     "mabn": NormEntry(MovingAverageBatchNorm, "mabn", "moving average batch normalization (MABN)"),
     "unified": NormEntry(UnifiedNorm, "un", "unified normalization (UN)", variants={"release": UnifiedNormRelease}),
     "batch-reg": NormEntry(
@@ -107,7 +141,10 @@ NORMS: dict[str, NormEntry] = {
         variants={"release": RegularizedBatchNormRelease},
     ),
     "prep-batch": NormEntry(
-        ProgressiveBatchNorm, "prepbn", "layer normalization that fades into re-parameterized BN (PRepBN)"
+        ProgressiveBatchNorm,
+        "prepbn",
+        "layer normalization that fades into re-parameterized BN (PRepBN)",
+        parts_of_run={"fade_updates": 0.8},
     ),
     "none": NormEntry(NoNorm, "none", "no normalization (none)"),
     "layer-simple": NormEntry(LayerNormSimple, "lns", "layer normalization without gain and bias (LN-simple)"),
@@ -154,7 +191,7 @@ def load_norms(path: str) -> None:
     if module_name in sys.modules:
         return
     if not file.is_file():
-        raise ValueError(f"norm module {path!r} is not a file; check the name, or give its absolute path")
+        raise ValueError(f"norm module {path!r} is not a file; if it was moved, name it by --norm-module FILE")
     spec = importlib.util.spec_from_file_location(module_name, file)
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module
@@ -187,7 +224,8 @@ def build_norm(name: str, num_features: int, variant: str = VARIANTS[0], **optio
         num_features: number of channels C.
         variant: one of :data:`VARIANTS`. A norm of which there is only one ignores it.
         options: ``eps``, ``affine``, ``alpha_fwd``, ``alpha_bwd``, ``layer_scale_groups``, ``psi_warmup_updates``,
-            ``batch_first``, ... One set of options serves all norms: those that this norm does not have are ignored.
+            ``batch_first``, ... Options that this norm does not accept are ignored, so that one set of options can be
+            passed to every norm.
 
     Raises:
         ValueError: no norm has that name, variant or option, or an option's value does not fit.

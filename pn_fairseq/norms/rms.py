@@ -19,9 +19,6 @@ class RMSNorm(ChannelNorm):
     Args:
         num_features: number of channels C.
         eps, affine, layer_scale_groups, batch_first: see :class:`~pn_fairseq.norms.base.ChannelNorm`.
-
-    Raises:
-        ValueError: an argument or an input does not fit; the message holds its value.
     """
 
     learned = ("weight",)
@@ -38,7 +35,7 @@ class RMSNormRelease(RMSNorm):
     """
 
     def normalize(self, h: Tensor) -> Tensor:
-        return kernels.standardized(h, self.weight, centered=False, outside=1e-8)
+        return kernels.standardized(h, self.weight, centered=False, eps_outside=1e-8)
 
 
 class ScaleNorm(ChannelNorm):
@@ -53,15 +50,19 @@ class ScaleNorm(ChannelNorm):
         num_features: number of channels C.
         eps: the least length that is divided by, and epsilon of layer-scale.
         affine, layer_scale_groups, batch_first: see :class:`~pn_fairseq.norms.base.ChannelNorm`.
-
-    Raises:
-        ValueError: an argument or an input does not fit; the message holds its value.
     """
 
     learned = ()
 
-    def __init__(self, num_features: int, **common):
-        super().__init__(num_features, **common)
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        affine: bool = True,
+        layer_scale_groups: int = 0,
+        batch_first: bool = False,
+    ):
+        super().__init__(num_features, eps, affine, layer_scale_groups, batch_first)
         self.g = nn.Parameter(torch.full((1,), math.sqrt(num_features)))
 
     def reset_parameters(self) -> None:
@@ -70,4 +71,4 @@ class ScaleNorm(ChannelNorm):
 
     def normalize(self, h: Tensor) -> Tensor:
         gain = self.g.expand(self.num_features)
-        return kernels.standardized(h, gain, centered=False, factor=self.num_features, least=self.eps)
+        return kernels.standardized(h, gain, centered=False, square_factor=self.num_features, min_divisor=self.eps)

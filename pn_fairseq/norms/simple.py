@@ -28,9 +28,6 @@ class NoNorm(ChannelNorm):
     Args:
         num_features: number of channels C.
         eps, affine, layer_scale_groups, batch_first: see :class:`~pn_fairseq.norms.base.ChannelNorm`.
-
-    Raises:
-        ValueError: an argument or an input does not fit; the message holds its value.
     """
 
     learned = ()
@@ -50,15 +47,12 @@ class LayerNormSimple(ChannelNorm):
     Args:
         num_features: number of channels C.
         eps, affine, layer_scale_groups, batch_first: see :class:`~pn_fairseq.norms.base.ChannelNorm`.
-
-    Raises:
-        ValueError: an argument or an input does not fit; the message holds its value.
     """
 
     learned = ()
 
     def normalize(self, h: Tensor) -> Tensor:
-        return kernels.standardized(h, inside=self.eps)
+        return kernels.standardized(h, eps_in_root=self.eps)
 
 
 class DetachNorm(LayerNormSimple):
@@ -75,13 +69,21 @@ class DetachNorm(LayerNormSimple):
         others: see :class:`LayerNormSimple`.
     """
 
-    def __init__(self, num_features: int, detach: str | Sequence[str] = "mean,std", **common):
-        super().__init__(num_features, **common)
+    def __init__(
+        self,
+        num_features: int,
+        detach: str | Sequence[str] = "mean,std",
+        eps: float = 1e-5,
+        affine: bool = True,
+        layer_scale_groups: int = 0,
+        batch_first: bool = False,
+    ):
+        super().__init__(num_features, eps, affine, layer_scale_groups, batch_first)
         self.detach = check_parts(detach)
 
     def normalize(self, h: Tensor) -> Tensor:
         through = {"through_mean": "mean" not in self.detach, "through_divisor": "std" not in self.detach}
-        return kernels.standardized(h, inside=self.eps, **through)
+        return kernels.standardized(h, eps_in_root=self.eps, **through)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, detach={','.join(self.detach)}"
@@ -102,16 +104,25 @@ class AdaNorm(LayerNormSimple):
         others: see :class:`LayerNormSimple`.
     """
 
-    def __init__(self, num_features: int, ada_k: float = 0.1, ada_scale: float = 1.0, **common):
-        super().__init__(num_features, **common)
+    def __init__(
+        self,
+        num_features: int,
+        ada_k: float = 0.1,
+        ada_scale: float = 1.0,
+        eps: float = 1e-5,
+        affine: bool = True,
+        layer_scale_groups: int = 0,
+        batch_first: bool = False,
+    ):
+        super().__init__(num_features, eps, affine, layer_scale_groups, batch_first)
         self.ada_k = check_real("ada_k", ada_k, minimum=0)
         self.ada_scale = check_positive("ada_scale", ada_scale)
 
     def _normalize(self, h: Tensor, **divisor) -> Tensor:
-        return kernels.standardized(h, gain=self.ada_scale, curve=-self.ada_scale * self.ada_k, **divisor)
+        return kernels.standardized(h, gain=self.ada_scale, gain_slope=-self.ada_scale * self.ada_k, **divisor)
 
     def normalize(self, h: Tensor) -> Tensor:
-        return self._normalize(h, inside=self.eps)
+        return self._normalize(h, eps_in_root=self.eps)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, ada_k={self.ada_k}, ada_scale={self.ada_scale}"
@@ -125,4 +136,4 @@ class AdaNormRelease(AdaNorm):
     """
 
     def normalize(self, h: Tensor) -> Tensor:
-        return self._normalize(h, factor=self.num_features / max(self.num_features - 1, 1), outside=self.eps)
+        return self._normalize(h, square_factor=self.num_features / max(self.num_features - 1, 1), eps_outside=self.eps)

@@ -28,8 +28,8 @@ class Moments(NamedTuple):
     reduced: bool
 
 
-class Step(SimpleNamespace):
-    """The results of one training forward and its backward, which update the state. A norm may add attributes.
+class Contribution(SimpleNamespace):
+    """What one training step contributes to the state: results of its forward and backward. A norm may add attributes.
 
     Attributes:
         batch: :class:`Moments` of the batch. In ``update`` they are over all ranks.
@@ -53,12 +53,14 @@ class Tokens:
         weight, bias: (C,) parameters of the norm, or None.
         further: those of :meth:`.RunningNorm.further_parameters`.
         num_features: number of channels C.
-        step: the :class:`Step` that they belong to.
+        step: the :class:`Contribution` that they belong to.
         padding: the mask in the order of x, contiguous, or None; a backward is given that of its forward.
         inv_rms: factors of layer-scale, (..., G); None before a forward has computed them.
     """
 
-    def __init__(self, norm, step: Step, x: Tensor, padding_mask: Tensor | None, weight, bias, inv_rms=None, dy=None):
+    def __init__(
+        self, norm, step: Contribution, x: Tensor, padding_mask: Tensor | None, weight, bias, inv_rms=None, dy=None
+    ):
         self._norm, self.step = norm, step
         self.weight, self.bias, self.num_features = weight, bias, norm.num_features
         self._groups, self._eps = norm.layer_scale_groups, norm.eps
@@ -195,7 +197,7 @@ class Training(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias, padding_mask, norm, *further):
-        ctx.step = step = Step()
+        ctx.step = step = Contribution()
         tokens = Tokens(norm, step, x, padding_mask, weight, bias)
         tokens.further = further
         y = norm.forward_pass(tokens, step)

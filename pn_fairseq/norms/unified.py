@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from pn_fairseq.norms.checks import check_alpha
-from pn_fairseq.norms.tokens import Step, Tokens
+from pn_fairseq.norms.tokens import Contribution, Tokens
 from pn_fairseq.norms.window import WindowNorm, with_row
 
 
@@ -45,9 +45,6 @@ class UnifiedNorm(WindowNorm):
 
     Buffers, float32: ``running_psi2`` (C,), initially 1, ``nu`` (C,), initially 0, ``psi2_window`` and
     ``lambda_window`` (window, C), initially 0; ``num_batches_tracked``, int64.
-
-    Raises:
-        ValueError: an argument or an input does not fit; the message holds its value.
     """
 
     def __init__(
@@ -56,27 +53,35 @@ class UnifiedNorm(WindowNorm):
         alpha_bwd: float = 0.9,
         window: int = 4,
         outlier_filtration: bool = False,
-        **common,
+        alpha_fwd: float = 0.9,
+        psi_warmup_updates: int = 0,
+        sync: bool = False,
+        process_group=None,
+        eps: float = 1e-5,
+        affine: bool = True,
+        layer_scale_groups: int = 0,
+        batch_first: bool = False,
     ):
-        super().__init__(num_features, window=window, **common)
+        common = sync, process_group, eps, affine, layer_scale_groups, batch_first
+        super().__init__(num_features, alpha_fwd, window, psi_warmup_updates, *common)
         self.alpha_bwd = check_alpha("alpha_bwd", alpha_bwd)
         self.outlier_filtration = outlier_filtration
         self.add_state("nu", 0.0)
 
-    def forward_pass(self, tokens: Tokens, step: Step) -> Tensor:
+    def forward_pass(self, tokens: Tokens, step: Contribution) -> Tensor:
         self.begin(step, tokens.moments())
         return self._normalize(tokens, step)
 
-    def _normalize(self, tokens: Tokens, step: Step) -> Tensor:
+    def _normalize(self, tokens: Tokens, step: Contribution) -> Tensor:
         window = with_row(self.psi2_window, step.own_psi2, step.number)
         geometric = window.log().mean(0).exp()
         step.skip = self._skip(step, window, geometric)
         step.psi2 = torch.where(step.early | step.skip, step.own_psi2, geometric)
         step.ratio = torch.where(step.skip, 1.0, self.ratio(step))
-        step.nu = self.snapshot(self.nu)
+        step.nu = self.frozen_view(self.nu)
         return tokens.normalize(step.psi2)
 
-    def _skip(self, step: Step, window: Tensor, geometric: Tensor) -> Tensor:
+    def _skip(self, step: Contribution, window: Tensor, geometric: Tensor) -> Tensor:
         """Whether the step is skipped, 0-d."""
         if self.window == 1:
             return torch.ones_like(step.early)
@@ -85,7 +90,7 @@ class UnifiedNorm(WindowNorm):
         bound = self.psi2_window.sqrt().var() * self.window
         return (window.mean(0) - geometric > bound).any() & ~step.early
 
-    def backward_pass(self, tokens: Tokens, step: Step) -> tuple[Tensor, Tensor]:
+    def backward_pass(self, tokens: Tokens, step: Contribution) -> tuple[Tensor, Tensor]:
         gain = step.ratio if tokens.weight is None else step.ratio * tokens.weight
         parameters, _ = tokens.gradient_sums(step.psi2, weight=gain)
         average = self.average_lambda(step)
@@ -94,7 +99,7 @@ class UnifiedNorm(WindowNorm):
         dx, _ = tokens.gradient(step.psi2, nu=torch.where(step.skip, step.own_lambda, nu), weight=gain)
         return dx, parameters
 
-    def update(self, step: Step) -> dict[str, Tensor]:
+    def update(self, step: Contribution) -> dict[str, Tensor]:
         number = self.num_batches_tracked + 1
         psi2 = torch.where(step.skip, self.running_psi2, step.own_psi2)
         lambda_ = torch.where(step.skip, self.nu, step.own_lambda)
@@ -124,12 +129,12 @@ class UnifiedNormRelease(UnifiedNorm):
     def completed_updates(self) -> Tensor:
         return self.num_batches_tracked  # (c)
 
-    def forward_pass(self, tokens: Tokens, step: Step) -> Tensor:
+    def forward_pass(self, tokens: Tokens, step: Contribution) -> Tensor:
         everywhere = tokens.with_padding().moments()
         tokens.moments()  # the number of real tokens decides whether the step is taken in
         self.begin(step, everywhere)  # (a)
         return self._normalize(tokens, step)
 
-    def backward_pass(self, tokens: Tokens, step: Step) -> tuple[Tensor, Tensor]:
+    def backward_pass(self, tokens: Tokens, step: Contribution) -> tuple[Tensor, Tensor]:
         dx, (products, sums) = super().backward_pass(tokens.with_padding(), step)
         return dx, torch.stack([step.ratio * products, sums])  # (b)

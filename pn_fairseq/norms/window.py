@@ -5,7 +5,7 @@ from torch import Tensor
 
 from pn_fairseq.norms.base import RunningNorm
 from pn_fairseq.norms.checks import check_whole
-from pn_fairseq.norms.tokens import Moments, Step
+from pn_fairseq.norms.tokens import Contribution, Moments
 
 
 class WindowNorm(RunningNorm):
@@ -32,29 +32,41 @@ class WindowNorm(RunningNorm):
     #: The ratio r is 1 for at least so many updates.
     ratio_warmup = 1000
 
-    def __init__(self, num_features: int, window: int, psi_warmup_updates: int = 0, **common):
-        super().__init__(num_features, **common)
+    def __init__(
+        self,
+        num_features: int,
+        alpha_fwd: float = 0.9,
+        window: int = 16,
+        psi_warmup_updates: int = 0,
+        sync: bool = False,
+        process_group=None,
+        eps: float = 1e-5,
+        affine: bool = True,
+        layer_scale_groups: int = 0,
+        batch_first: bool = False,
+    ):
+        super().__init__(num_features, alpha_fwd, sync, process_group, eps, affine, layer_scale_groups, batch_first)
         self.window = check_whole("window", window, minimum=1)
         self.psi_warmup_updates = check_whole("psi_warmup_updates", psi_warmup_updates, minimum=0)
         self.add_state("running_psi2", 1.0)
         self.add_state("psi2_window", 0.0, self.window)
         self.add_state("lambda_window", 0.0, self.window)
 
-    def begin(self, step: Step, batch: Moments) -> None:
+    def begin(self, step: Contribution, batch: Moments) -> None:
         """Note the statistics ``batch``, the number of the step, whether it is early, and what its backward needs."""
         step.number = self.num_batches_tracked + 1
         step.updates = self.completed_updates() + 1
         step.early = (step.number <= self.window) | (step.updates < self.psi_warmup_updates)
         step.own_psi2, step.counted = batch.moment, batch.count.clamp(min=1.0)
-        step.lambda_window = self.snapshot(self.lambda_window)
+        step.lambda_window = self.frozen_view(self.lambda_window)
 
-    def ratio(self, step: Step) -> Tensor:
+    def ratio(self, step: Contribution) -> Tensor:
         r"""r = sqrt(psi^2 + eps) / sqrt(running psi^2 + eps) in [1/5, 5]; 1 at first."""
         running = self.running_psi2.to(step.psi2.dtype)
         ratio = ((step.psi2 + self.eps) / (running + self.eps)).sqrt().clamp(1 / 5, 5)
         return torch.where(step.updates <= max(self.ratio_warmup, self.psi_warmup_updates), 1.0, ratio)
 
-    def average_lambda(self, step: Step) -> Tensor:
+    def average_lambda(self, step: Contribution) -> Tensor:
         """The mean of lambda over the last steps; early: that of this step."""
         step.own_lambda = step.products[0] / step.counted
         average = with_row(step.lambda_window, step.own_lambda, step.number).mean(0)

@@ -1,1 +1,20 @@
 """The experiment around the norms: data, training, decoding, scoring."""
+
+import argparse
+import os
+
+#: The help of the option --run.
+RUN_HELP = "a training run: a folder of pn train, the --save-dir of fairseq-train, or a job of fairseq-hydra-train"
+
+
+def add_norm_module(parser: argparse.ArgumentParser) -> None:
+    """Add the option --norm-module: absolute paths, separated by commas."""
+
+    def existing(text: str) -> str:
+        paths = [os.path.abspath(path) for path in text.split(",") if path]
+        if missing := [path for path in paths if not os.path.isfile(path)] or ["''"] * (not paths):
+            raise argparse.ArgumentTypeError(f"there is no file {missing[0]}")
+        return ",".join(paths)
+
+    meaning = "the Python files that register the model's own norms, if the files were moved after the training"
+    parser.add_argument("--norm-module", type=existing, metavar="FILE[,FILE]", help=meaning)

@@ -1,77 +1,281 @@
-"""``scripts/average.sh``: average the last checkpoints of a run, once."""
+"""``pn average``: the mean of several checkpoints of one training, as one checkpoint."""
 
 from __future__ import annotations
 
 import argparse
+import os
+from collections.abc import Sequence
 from pathlib import Path
 
-from pn_fairseq.common.command import ArgumentParser, UserError, command, say, whole
-from pn_fairseq.common.files import atomic_write, checksum
-from pn_fairseq.pipeline.runs import RUN, Run, open_run
+import torch
 
-#: --by -> the setting that says how many of these fairseq keeps.
+from pn_fairseq.common.checkpoints import (
+    CheckpointError,
+    check_input_path,
+    check_output_path,
+    checkpoints_to_average,
+    load_checkpoint,
+    save_checkpoint,
+)
+from pn_fairseq.common.command import ArgumentParser, UserError, command, say, whole, without_fairseqs_log
+from pn_fairseq.common.files import atomic_write, checksum, recorded
+from pn_fairseq.pipeline import RUN_HELP, add_norm_module
+
+EPILOG = """\
+examples:
+  a run, with the number of checkpoints that its configuration names (average_last):
+    %(prog)s --run runs/demo
+  the last 10 epochs in a folder of fairseq-train (--save-dir), as in the paper:
+    %(prog)s --inputs checkpoints --last 10 --output checkpoints/averaged.pt
+  a list of files, with running statistics that fit the averaged weights:
+    %(prog)s --inputs checkpoint3.pt checkpoint7.pt --output averaged.pt --recalibrate data-bin
+
+Weights and floating-point statistics are averaged in float64 and stored in their own dtype. Everything else is copied
+from the newest checkpoint, the one with the most updates. Inputs are read without executing code from them. With --run,
+%(prog)s does nothing if the output was made from the same checkpoints with the same options. --recalibrate prints the
+validation loss before and after, and uses a GPU if there is one (docs/averaging.md).
+"""
+
+#: --by -> the setting with the number of checkpoints that fairseq keeps.
 KEPT = {"epoch": "checkpoint.keep_last_epochs", "update": "checkpoint.keep_interval_updates"}
+
+#: Default number of training batches for --recalibrate.
+BATCHES = 100
 
 
 def _parser() -> ArgumentParser:
     parser = ArgumentParser(
-        prog="scripts/average.sh",
-        description="Average the weights of the last checkpoints of a run.",
-        epilog="Does nothing if the output was made from the same checkpoints with the same options.",
+        prog="pn average",
+        description="Average the weights of the last checkpoints of a training.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--run", type=Path, required=True, metavar="DIR", help=RUN)
-    last = "how many checkpoints (default: average_last of the configuration, else as many as the run keeps); if there "
-    add("--last", type=whole, metavar="N", help=f"{last}are fewer, all are averaged and a line says so")
-    by = "checkpoints of epochs or of updates (default: those that the run keeps)"
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--run", type=Path, metavar="DIR", help=RUN_HELP)
+    inputs = "checkpoint files; or one folder (fairseq's --save-dir), together with --last"
+    source.add_argument("--inputs", nargs="+", metavar="PATH", type=Path, help=inputs)
+    output = "the file to write, none of the inputs (default with --run: DIR/checkpoints/averaged.pt)"
+    add("--output", metavar="FILE", type=Path, help=output)
+    last = "average the N newest checkpoints of the run or folder, or all if there are fewer (default with --run: "
+    add("--last", type=whole, metavar="N", help=f"{last}average_last of its configuration, else as many as it keeps)")
+    by = "use checkpoint{epoch}.pt (epoch) or checkpoint_{epoch}_{update}.pt (update). Default: the kind that the run "
+    by += "keeps; in a folder epochs, else updates; if there is neither kind, only checkpoint_last.pt"
     add("--by", choices=KEPT, help=by)
-    add("--output", type=Path, metavar="FILE", help="default DIR/checkpoints/averaged.pt")
-    recalibrate = (
-        "re-estimate the norms' running statistics with the averaged weights on the run's training data, and print the "
-        "validation loss before and after (docs/averaging.md); by default the statistics are averaged, too"
-    )
-    add("--recalibrate", action=argparse.BooleanOptionalAction, default=False, help=recalibrate)
+    bound = "leave out checkpoints whose epoch (with --by update: update) number is above K"
+    add("--upper-bound", type=int, metavar="K", help=bound)
+    keep = "keep the newest checkpoint's optimizer state (it is not averaged; by default it is dropped)"
+    add("--keep-optimizer-state", action="store_true", help=keep)
+    recalibrate = "re-estimate the norms' running statistics with the averaged weights on this binarized data (default "
+    recalibrate += "with --run: its training data); without this option the statistics are averaged as well"
+    add("--recalibrate", nargs="?", const=True, metavar="DATA", help=recalibrate)
+    add("--no-recalibrate", dest="recalibrate", action="store_const", const=None, help="the default")
+    batches = f"training batches for --recalibrate, at most (default {BATCHES})"
+    add("--batches", type=whole, metavar="N", help=batches)
+    add_norm_module(parser)
     return parser
 
 
-def choose(run: Run, by: str | None, last: int | None) -> tuple[list[Path], str]:
-    """The checkpoints to average, oldest first, and what they are counted in."""
-    from pn_fairseq.common.checkpoints import checkpoints_to_average
+def num_updates(state: dict) -> int:
+    """Number of updates before a checkpoint was written; -1 if the checkpoint does not record it."""
+    history = state.get("optimizer_history") or [{}]
+    return history[-1].get("num_updates", -1)
 
-    kept = by or ("update" if run.get(KEPT["update"], -1) > 0 else "epoch")
+
+@torch.no_grad()
+def average_checkpoints(paths: Sequence[str | os.PathLike], keep_optimizer_state: bool = False) -> dict:
+    """The arithmetic mean of fairseq checkpoints, as a checkpoint that fairseq loads.
+
+    Every floating-point tensor of ``state["model"]`` is summed in float64, divided by the number of checkpoints and
+    cast back to its dtype. Everything else is copied from the newest checkpoint: integer and boolean buffers
+    (``num_batches_tracked``), ``cfg``, ``extra_state``. The newest checkpoint is the one with the most updates. A
+    checkpoint that records no updates counts as older than one that does; among equals the last in ``paths`` is the
+    newest. Except for that tie, and for float64's rounding, the order of ``paths`` has no influence. Tensors that share
+    memory in every input (tied embeddings) share memory in the result. Memory holds one checkpoint at a time and the
+    float64 sums. Prints a line for each checkpoint.
+
+    Args:
+        paths: the files, all different, at least one.
+        keep_optimizer_state: keep the newest checkpoint's ``last_optimizer_state``. It is not an average, and belongs
+            to weights that the result does not contain; by default it is dropped.
+
+    Raises:
+        CheckpointError: a file appears twice, cannot be loaded, differs from the first in its keys, shapes or dtypes,
+            or contains a NaN or an infinity.
+    """
+    paths = [Path(path) for path in paths]
+    # All paths are checked before the first file is read: a misspelt name must not show up after minutes of work.
+    seen: dict[tuple[int, int], Path] = {}
+    for path in paths:
+        info = check_input_path(path)
+        if (other := seen.setdefault((info.st_dev, info.st_ino), path)) is not path:
+            raise CheckpointError(f"{path}: is given twice (also as {other}); name each checkpoint once")
+
+    reference: dict[str, tuple] = {}
+    sums: dict[str, torch.Tensor] = {}
+    tied: set[tuple[str, str]] = set()  # key, and the first key with the same memory, in all files
+    newest: dict = {}
+    path_of_update: dict[int, Path] = {}
+    for number, path in enumerate(paths, 1):
+        state = load_checkpoint(path)
+        if not keep_optimizer_state:
+            state.pop("last_optimizer_state", None)
+        model, updates = state["model"], num_updates(state)
+        print(f"[{number}/{len(paths)}] {path}: update {updates}, {len(model)} tensors", flush=True)
+        if updates >= 0 and (other := path_of_update.setdefault(updates, path)) != path:
+            # fairseq copies: checkpoint_best.pt and checkpoint_last.pt repeat an epoch's checkpoint.
+            say("average", f"warning: {other} and {path} are both of update {updates}; is one a copy?")
+        layout = {key: (list(value.shape), value.dtype) for key, value in model.items()}
+        averaged = [key for key, value in model.items() if _is_averaged(key, value)]
+        groups = set(_memory_groups({key: model[key] for key in averaged}).items())
+        if not reference:
+            reference, tied = layout, groups
+        elif layout != reference:
+            raise CheckpointError(f"{path}: does not match {paths[0]}: {_differences(layout, reference)}")
+        tied &= groups
+        for key in averaged:
+            wide = model[key].to(torch.float64)
+            if not torch.isfinite(wide).all():
+                raise CheckpointError(f"{path}: {key} holds a NaN or an infinity; leave this checkpoint out")
+            # A copy: a float64 input comes through .to() unchanged, and may overlap another tensor of the file.
+            sums[key] = sums[key].add_(wide) if key in sums else wide.clone(memory_format=torch.contiguous_format)
+            model[key] = None  # keeping it beside the sum would double the memory
+        if not newest or updates >= num_updates(newest):
+            newest = state
+        del state, model
+
+    first = dict(tied)
+    means: dict[str, torch.Tensor] = {}
+    for key in list(sums):
+        total = sums.pop(key)
+        if first.get(key, key) not in means:
+            means[key] = total.div_(len(paths)).to(reference[key][1])
+        newest["model"][key] = means[first.get(key, key)]
+    return newest
+
+
+def _is_averaged(key: str, value: torch.Tensor) -> bool:
+    # fairseq's _float_tensor buffers are uninitialised memory (only their dtype and device matter): any bits, NaN too.
+    return value.is_floating_point() and key.rpartition(".")[2] != "_float_tensor"
+
+
+def _memory_groups(model: dict[str, torch.Tensor]) -> dict[str, str]:
+    """Map each key to the first key whose tensor is the same view of the same memory."""
+    first_at: dict[tuple, str] = {}
+
+    def place(value: torch.Tensor) -> tuple:
+        start = value.untyped_storage().data_ptr(), value.storage_offset()
+        return *start, tuple(value.shape), value.stride(), value.dtype
+
+    return {key: first_at.setdefault(place(value), key) for key, value in model.items()}
+
+
+def _differences(layout: dict[str, tuple], reference: dict[str, tuple]) -> str:
+    """The number of tensors that differ, and the difference of the first one."""
+    keys = [key for key in {**reference, **layout} if layout.get(key) != reference.get(key)]
+    own, first = (
+        "{} {}".format(*tensors[keys[0]]) if keys[0] in tensors else "absent" for tensors in (layout, reference)
+    )
+    return f"tensors that differ: {len(keys)} ({keys[0]} is {own}, not {first})"
+
+
+def _select(args: argparse.Namespace, config: dict[str, int]) -> tuple[list[Path], str]:
+    """The files to average, oldest first, and how they were chosen.
+
+    ``config``: the settings of a run, empty without one: ``last`` and how many checkpoints of each kind it keeps.
+    """
+    folder, last = args.inputs[0], args.last
+    if len(args.inputs) > 1 or not folder.is_dir():
+        for option in ("last", "by", "upper_bound"):
+            if getattr(args, option) is not None:
+                if not folder.exists():
+                    raise UserError(f"there is no folder '{folder}' (--inputs)")
+                raise UserError(f"--{option.replace('_', '-')} selects from a folder, but --inputs names files")
+        return args.inputs, "files"
+    usual = "update" if config.get("update", -1) > 0 else "epoch"
     if last is None:
-        last = run.get(KEPT[kept], -1)
+        if args.run is None:
+            raise UserError(f"{folder} is a folder: choose with --last N how many of its checkpoints to average")
+        last = config.get(args.by or usual, -1)
         if last < 1:
-            raise UserError(f"'{run.path}' keeps all checkpoints: say how many to average with --last")
-        last = run.get("average_last") or run.get("scoring.average_last") or last
-    kinds = (by,) if by else (kept, *(KEPT.keys() - {kept}))
-    paths, kind, differs = checkpoints_to_average(run.checkpoints, last, kinds)
-    if differs:
-        say("average", differs)
-    return paths, kind
+            raise UserError(f"'{args.run}' keeps all checkpoints: choose with --last how many to average")
+        last = config.get("last") or last
+    kinds = (args.by,) if args.by else (usual, *(KEPT.keys() - {usual}))
+    if args.upper_bound is not None:
+        kinds = kinds[:1]
+    paths, kind, note = checkpoints_to_average(folder, last, kinds, args.upper_bound)
+    if note:
+        say("average", note)
+    return paths, f"{kind} {len(paths)}"
 
 
-@command("average.sh")
-def main(argv: list[str] | None = None) -> int:
+@command("pn average")
+def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
-    run = open_run(args.run)
-    output = args.output or run.checkpoints / "averaged.pt"
+    if args.recalibrate is None and args.batches is not None:
+        raise UserError("--batches goes with --recalibrate")
+    data, config = None if args.recalibrate in (None, True) else Path(args.recalibrate), {}
+    if args.run is None:
+        if args.output is None:
+            raise UserError("--inputs needs --output FILE")
+        if args.recalibrate is True:
+            raise UserError("--recalibrate needs DATA, the folder of the binarized data, unless --run names a run")
+    else:
+        from pn_fairseq.pipeline.runs import open_run
 
-    from pn_fairseq.pipeline.average_checkpoints import average
-
-    paths, kind = choose(run, args.by, args.last)
-    made, how = output.with_name(f"{output.name}.made"), f"{kind} {len(paths)}"
-    if args.recalibrate:
-        about = (run.data or run.bin) / ("settings" if run.data else "preprocess.log")
-        how += f" recalibrated on {checksum(about)[:16]}"
-    if output.is_file() and made.is_file() and made.read_text("utf-8").strip() == how:
-        newest = max(path.stat().st_mtime_ns for path in run.checkpoints.glob("checkpoint*.pt"))
-        if newest <= output.stat().st_mtime_ns:
-            say("average", f"{output} is there already")
+        run = open_run(args.run)
+        args.inputs, args.output = [run.checkpoints], args.output or run.checkpoints / "averaged.pt"
+        config = {kind: run.get(setting, -1) for kind, setting in KEPT.items()}
+        config["last"] = run.get("average_last") or run.get("scoring.average_last") or 0
+        data = run.bin if args.recalibrate is True else data
+    paths, made_of = _select(args, config)
+    if data is not None:
+        if not any(data.glob("dict.*")):
+            raise UserError(f"--recalibrate {data}: is not a folder of binarized data (fairseq-preprocess makes one)")
+        about = next(
+            path for path in (recorded(data.parent, "settings"), *sorted(data.glob("dict.*"))) if path.is_file()
+        )
+        made_of += f" recalibrated on {checksum(about)[:16]}"
+    for option in ("upper_bound", "keep_optimizer_state", "batches", "norm_module"):
+        if value := getattr(args, option):
+            made_of += f" {option}={value}"
+    mark = recorded(args.output.parent, f"{args.output.name}.made")
+    if args.run and args.output.is_file() and mark.is_file() and mark.read_text("utf-8").strip() == made_of:
+        newest = max(path.stat().st_mtime_ns for path in args.inputs[0].glob("checkpoint*.pt"))
+        if newest <= args.output.stat().st_mtime_ns:
+            say("average", f"{args.output} is there already")
             return 0
-    # Gone while the output changes: after an interruption it must not describe another file.
-    made.unlink(missing_ok=True)
-    average(paths, output, data=run.bin if args.recalibrate else None)
-    with atomic_write(made, "w") as file:
-        file.write(f"{how}\n")
+    check_output_path(args.output, paths)
+    # Removed while the output changes: after an interruption it must not describe another file.
+    mark.unlink(missing_ok=True)
+    print(f"averaging {len(paths)} checkpoint{'s' * (len(paths) > 1)}", flush=True)
+    state = average_checkpoints(paths, args.keep_optimizer_state)
+    if args.norm_module:
+        from pn_fairseq.models.from_checkpoint import with_model_settings
+
+        state = with_model_settings(state, norm_module=args.norm_module)
+    if data is not None:
+        _recalibrate(state, args.output, data, args.batches or BATCHES)
+    save_checkpoint(state, args.output)
+    if args.run:
+        with atomic_write(args.output.with_name(f"{args.output.name}.made.txt"), "w") as file:
+            file.write(f"{made_of}\n")
+    kept = "the newest one's" if "last_optimizer_state" in state else "no"
+    print(f"wrote {args.output} ({kept} optimizer state)")
     return 0
+
+
+@without_fairseqs_log()
+def _recalibrate(state: dict, output: Path, data: Path, batches: int) -> None:
+    # Imported here: averaging without recalibration needs no fairseq.
+    from pn_fairseq.models.recalibrate_checkpoint import ModelWithData
+
+    model = ModelWithData(state, f"the average ({output})", data)
+    if not model.num_norms:
+        print("nothing to recalibrate: the model has no running statistics")
+        return
+    print(f"validation loss before: {model.validate()}", flush=True)
+    used = model.recalibrate(batches)
+    model.store(state["model"])
+    print(f"recalibrated {model.num_norms} norms on {used} training batches", flush=True)
+    print(f"validation loss after:  {model.validate()}", flush=True)

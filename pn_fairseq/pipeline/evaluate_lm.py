@@ -1,19 +1,24 @@
-"""``scripts/evaluate_lm.sh``: the perplexity of a language model's run, and a comparison of runs."""
+"""``pn evaluate-lm``: the perplexity of a language model's run."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pn_fairseq import __version__
 from pn_fairseq.common.command import ArgumentParser, UserError, command
 from pn_fairseq.common.files import atomic_write, checksum
-from pn_fairseq.pipeline.runs import RUN, Run, open_run
+from pn_fairseq.pipeline import RUN_HELP, add_norm_module
 
-#: What has to be the same for two perplexities to be compared.
+if TYPE_CHECKING:  # imports omegaconf, which --help does not need
+    from pn_fairseq.pipeline.runs import Run
+
+#: The fields that two perplexities must share to be comparable.
 SAME = ("tokens", "unit", "vocabulary", "unknown", "subset", "context", "blocks")
 
 
@@ -23,16 +28,16 @@ class Perplexity:
 
     nll: float  # negative log-likelihood per token, in nats
     subset: str
-    tokens: int  # all of the split's, ends of lines included
-    unit: str  # what a token is: word or subword
+    tokens: int  # number of tokens in the split, ends of lines included
+    unit: str  # word or subword
     vocabulary: int  # size of fairseq's dictionary
     unknown: int  # how many of the tokens are <unk>
     block: int  # longest input of the model
-    context: int  # tokens of a block that are only context; without them its first token has none
-    causal: bool  # False where the model sees the tokens that it predicts
-    batch_nll: float | None = None  # nll with the statistics of the batches, without dropout; None without such norms
-    made: str = ""  # checksums of the checkpoint and of the data
-    blocks: str = "none"  # fairseq's sample_break_mode: none are blocks of one length, eos sentences
+    context: int  # tokens of a block that are only context; with 0 the first token of a block has no context
+    causal: bool  # False if the model sees the tokens that it predicts
+    batch_nll: float | None = None  # nll with batch statistics, without dropout; None without norms that have them
+    made: str = ""  # checksums of the checkpoint and of the data, and the options
+    blocks: str = "none"  # fairseq's sample_break_mode: none for blocks of one length, eos for sentences
 
     @property
     def perplexity(self) -> float:
@@ -40,7 +45,7 @@ class Perplexity:
 
     @property
     def batch_perplexity(self) -> float:
-        """The same with the statistics of the batches; NaN without such norms."""
+        """The perplexity with batch statistics; NaN without norms that have them."""
         return math.nan if self.batch_nll is None else math.exp(min(self.batch_nll, 700))
 
     @property
@@ -59,7 +64,7 @@ class Perplexity:
         return "|".join(["ppl", *(f"{name}:{value}" for name, value in parts.items())])
 
     def text(self) -> str:
-        """The lines that are printed."""
+        """The printed lines."""
         caution = "" if self.causal else ", not causal: the model sees the tokens that it predicts"
         lines = [
             f"perplexity:     {self.perplexity:.2f}{caution}",
@@ -71,35 +76,40 @@ class Perplexity:
         return "\n".join(lines) + "\n"
 
 
-def result_file(run: Path, subset: str) -> Path:
-    return run / "evaluate_lm" / f"{subset}.json"
+def result_file(run: Path, subset: str, context: int = 0) -> Path:
+    """The file with a perplexity: one for each subset and number of context tokens."""
+    return run / "evaluate_lm" / f"{subset}{f'-context{context}' if context else ''}.json"
 
 
-def read_perplexity(run: Path, subset: str = "test") -> Perplexity:
-    """What :func:`evaluate` wrote."""
-    file = result_file(run, subset)
+def read_perplexity(run: Path, subset: str = "test", context: int = 0) -> Perplexity:
+    """The perplexity that :func:`evaluate` wrote."""
+    file = result_file(run, subset, context)
     try:
         values = json.loads(file.read_text("utf-8"))
-        return Perplexity(**{name: values[name] for name in Perplexity.__dataclass_fields__ if name in values})
+        perplexity = Perplexity(**{name: values[name] for name in Perplexity.__dataclass_fields__ if name in values})
     except FileNotFoundError:
-        raise UserError(f"there is no {file} (scripts/evaluate_lm.sh writes it)") from None
+        raise UserError(f"there is no {file} (pn evaluate-lm writes it)") from None
     except (ValueError, TypeError, KeyError) as error:
-        raise UserError(f"{file} cannot be read ({error}); scripts/evaluate_lm.sh writes it anew") from None
+        raise UserError(f"{file} cannot be read ({error}); pn evaluate-lm writes it again") from None
+    if perplexity.context != context:  # by an earlier version, which had one file for all contexts
+        raise UserError(f"{file} is of --context-window {perplexity.context}; pn evaluate-lm writes it again")
+    return perplexity
 
 
 def different(one: Perplexity, other: Perplexity) -> str:
-    """Why two perplexities cannot be compared; "" if they can."""
+    """The reason why two perplexities cannot be compared; an empty text if they can."""
     names = [name for name in SAME if getattr(one, name) != getattr(other, name)]
     return ", ".join(f"{name} {getattr(one, name)} and {getattr(other, name)}" for name in names)
 
 
-def evaluate(run: Run, checkpoint: Path, subset: str = "test", context: int = 0) -> Perplexity:
+def evaluate(
+    run: Run, checkpoint: Path, subset: str = "test", context: int = 0, norm_module: str | None = None
+) -> Perplexity:
     """Score all tokens of a split, in blocks as in training, with ``context`` tokens of context for each block."""
-    import torch
-
     from pn_fairseq.common.checkpoints import load_checkpoint
     from pn_fairseq.common.command import without_fairseqs_log
-    from pn_fairseq.models.from_checkpoint import model_settings_of, one_line, settings_of
+    from pn_fairseq.models.from_checkpoint import with_model_settings
+    from pn_fairseq.models.recalibrate_checkpoint import ModelWithData
     from pn_fairseq.norms.base import running_norms
     from pn_fairseq.pipeline.data.binarize import lengths
 
@@ -107,33 +117,22 @@ def evaluate(run: Run, checkpoint: Path, subset: str = "test", context: int = 0)
     if not index.is_file():
         raise UserError(f"the data has no '{subset}': there is no {index}")
     made = f"{checksum(checkpoint)} {checksum(index.with_suffix('.bin'))} {subset} {context}"
-    kept = result_file(run.path, subset)
-    if kept.is_file() and (found := read_perplexity(run.path, subset)).made == made:
-        return found
-    try:
-        state = load_checkpoint(checkpoint)
-        cfg = settings_of(state, str(checkpoint))
-        cfg.task.data = str(run.bin)
-        block = cfg.task.tokens_per_sample
-        blocks = cfg.task.sample_break_mode or "none"
-        if not 0 <= context < block:
-            raise UserError(f"--context-window {context} must be at least 0 and less than the blocks of {block} tokens")
-        if context and blocks != "none":
-            raise UserError(
-                f"--context-window is for blocks of one length; this run has task.sample_break_mode={blocks}"
-            )
-        cfg.task.tokens_per_sample = block - context
-        from fairseq import tasks
-
-        with without_fairseqs_log():
-            task = tasks.setup_task(cfg.task)
-            model = task.build_model(model_settings_of(state, str(checkpoint)), from_checkpoint=True)
-            model.load_state_dict(state["model"], strict=True, model_cfg=cfg.model)
-            task.load_dataset(subset)
-    except (KeyError, RuntimeError, FileNotFoundError) as error:
-        raise UserError(f"{checkpoint} and {run.bin} do not fit each other ({one_line(error)})") from error
-    if torch.cuda.is_available():
-        model.cuda()
+    output = result_file(run.path, subset, context)
+    with contextlib.suppress(UserError):  # no result, a damaged one, or one of an earlier version
+        if (before := read_perplexity(run.path, subset, context)).made == made:
+            return before
+    state = load_checkpoint(checkpoint)
+    if norm_module:
+        state = with_model_settings(state, norm_module=norm_module)
+    with without_fairseqs_log():
+        loaded = ModelWithData(state, str(checkpoint), run.bin)
+    task, model = loaded.task, loaded.model
+    block, blocks = loaded.cfg.task.tokens_per_sample, loaded.cfg.task.sample_break_mode or "none"
+    if not 0 <= context < block:
+        raise UserError(f"--context-window {context} must be at least 0 and less than the blocks of {block} tokens")
+    if context and blocks != "none":
+        raise UserError(f"--context-window is for blocks of one length; this run has task.sample_break_mode={blocks}")
+    task.args.tokens_per_sample = block - context
 
     def batches() -> Iterator[dict]:
         try:
@@ -147,9 +146,9 @@ def evaluate(run: Run, checkpoint: Path, subset: str = "test", context: int = 0)
         except ValueError as error:  # blocks that are too long: fairseq_patches/eval_lm_blocks.py
             raise UserError(f"{subset}: {error}") from error
 
-    model.eval()
     norms, batch_nll = running_norms(model), None
     with without_fairseqs_log():
+        task.load_dataset(subset)
         nll, tokens, unknown = score(model, task, batches())
         for norm in norms:
             norm.train()
@@ -172,17 +171,17 @@ def evaluate(run: Run, checkpoint: Path, subset: str = "test", context: int = 0)
         made=made,
         blocks=blocks,
     )
-    kept.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_write(kept.with_suffix(".txt"), "w") as file:
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_write(output.with_suffix(".txt"), "w") as file:
         file.write(result.text())
-    with atomic_write(kept, "w") as file:
+    with atomic_write(output, "w") as file:
         shown = {"perplexity": result.perplexity, "bits_per_token": result.bits, "signature": result.signature}
         file.write(json.dumps({**shown, **asdict(result)}, indent=1) + "\n")
     return result
 
 
 def score(model, task, batches) -> tuple[float, int, int]:
-    """Negative log-likelihood per token in nats, number of tokens, and how many of them are <unk>."""
+    """Negative log-likelihood per token in nats, number of tokens, and number of <unk> tokens."""
     import torch
     from fairseq.utils import move_to_cuda
     from torch.nn.functional import cross_entropy
@@ -210,49 +209,30 @@ def score(model, task, batches) -> tuple[float, int, int]:
     return total / max(tokens, 1), tokens, unknown
 
 
-def compare(runs: Sequence[Path], subset: str) -> str:
-    """The perplexities of runs as a table; an error if they are over different tokens."""
-    from tabulate import tabulate
-
-    from pn_fairseq.common.files import short_names
-
-    found = dict(zip(short_names(runs), (read_perplexity(run, subset) for run in runs), strict=True))
-    first, one = next(iter(found.items()))
-    for name, other in found.items():
-        if why := different(one, other):
-            raise UserError(f"the perplexities of {first} and {name} cannot be compared: they have {why}")
-    rows = [
-        [name, f"{each.perplexity:.2f}", f"{each.bits:.4f}", "" if each.causal else "not causal", each.signature]
-        for name, each in found.items()
-    ]
-    headers = ["", "perplexity", "bits per token", "", "signature"]
-    return tabulate(rows, headers=headers, tablefmt="plain", disable_numparse=True)
-
-
-@command("evaluate_lm.sh")
+@command("pn evaluate-lm")
 def main(argv: Sequence[str] | None = None) -> None:
     parser = ArgumentParser(
-        prog="scripts/evaluate_lm.sh",
+        prog="pn evaluate-lm",
         description="Print a language model's perplexity over all tokens of a split, with a signature that says what "
         "was counted. For a model with running statistics, also print the perplexity with the statistics of the "
         "batch, as in training, to show the difference from evaluation.",
-        epilog="Writes DIR/evaluate_lm/SUBSET.json and .txt. --compare reads them, and refuses perplexities that are "
-        "over different tokens or with different context.",
+        epilog="Writes DIR/evaluate_lm/SUBSET.json and .txt (with context: SUBSET-contextN.json and .txt), and does "
+        "nothing if they are of the same checkpoint and data. pn report compares runs by SUBSET.json.",
     )
     add = parser.add_argument
-    add("--run", type=Path, metavar="DIR", help=RUN)
-    averaged = "default DIR/checkpoints/averaged.pt (scripts/average.sh makes it)"
+    add("--run", type=Path, metavar="DIR", help=RUN_HELP)
+    averaged = "default DIR/checkpoints/averaged.pt (pn average makes it)"
     add("--checkpoint", type=Path, metavar="FILE", help=averaged)
     add("--subset", default="test", metavar="NAME", help="test (default) or valid")
-    context = "each block but the first starts with N tokens of context, which are not scored (default: 0)"
+    context = "each block except the first starts with N tokens of context, which are not scored (default: 0)"
     add("--context-window", type=int, default=0, metavar="N", help=context)
-    add("--compare", type=Path, nargs="+", metavar="DIR", help="runs that were evaluated")
+    add_norm_module(parser)
     args = parser.parse_args(argv)
-    if args.compare:
-        print(compare(args.compare, args.subset))
-        return
+
+    from pn_fairseq.pipeline.runs import open_run
+
     run = open_run(args.run, same_data=True)
     if run.get("task._name") != "language_modeling":
         raise UserError(f"'{args.run}' is not the run of a language model (task {run.get('task._name')})")
     (checkpoint,) = run.checkpoint_files(args.checkpoint and [args.checkpoint])
-    print(evaluate(run, checkpoint, args.subset, args.context_window).text(), end="")
+    print(evaluate(run, checkpoint, args.subset, args.context_window, args.norm_module).text(), end="")

@@ -1,4 +1,4 @@
-"""``pn-fold``: a checkpoint whose norms are fused into the projections that follow them, for decoding."""
+"""``pn fold``: a checkpoint whose norms are fused into the projections that follow them, for decoding."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from pathlib import Path
 
 from pn_fairseq.common.checkpoints import check_output_path, load_checkpoint, save_checkpoint
 from pn_fairseq.common.command import ArgumentParser, command, without_fairseqs_log
-
-TOOL = "pn-fold"
+from pn_fairseq.pipeline import add_norm_module
 
 DESCRIPTION = (
     "Fuse the norms of a transformer_pn checkpoint into the linear layers that follow them. Decoding is faster and "
@@ -23,27 +22,31 @@ example:
   fairseq-generate DATA --user-dir "$(python -m pn_fairseq --user-dir)" --path checkpoints/folded.pt \\
       --beam 5 --remove-bpe --required-batch-size-multiple 1
 
-Folded are norms with running statistics, such as PN, PN-V and BN. Other norms stay, and so does the last norm of a
+Norms with running statistics, such as PN, PN-V and BN, are folded. Other norms stay, and so does the last norm of a
 decoder whose output projection is shared with its embeddings. Before OUTPUT is written, both models run on random
 sentences, and the largest difference of their logits is printed; more than 1e-4 of the largest logit is an error.
-OUTPUT cannot be trained, and has no state of an optimizer. To average checkpoints, average before folding. CHECKPOINT
-is read without running code from it.
+OUTPUT cannot be trained, and has no optimizer state. To average checkpoints, average before folding. CHECKPOINT is
+read without executing code from it.
 """
 
 
-@command(TOOL)
+@command("pn fold")
 def main(argv: Sequence[str] | None = None) -> None:
     formatter = argparse.RawDescriptionHelpFormatter
-    parser = ArgumentParser(prog=TOOL, description=DESCRIPTION, epilog=EPILOG, formatter_class=formatter)
+    parser = ArgumentParser(prog="pn fold", description=DESCRIPTION, epilog=EPILOG, formatter_class=formatter)
     parser.add_argument("checkpoint", metavar="CHECKPOINT", type=Path, help="a checkpoint of transformer_pn")
     parser.add_argument("output", metavar="OUTPUT", type=Path, help="the file to write; not CHECKPOINT")
+    add_norm_module(parser)
     args = parser.parse_args(argv)
     check_output_path(args.output, [args.checkpoint])
     state = load_checkpoint(args.checkpoint)
     with without_fairseqs_log(logging.CRITICAL):
-        # Here and not above: --help and a misspelt name are answered at once.
+        # Imported here: --help and a misspelt name are answered at once.
         from pn_fairseq.models.fold_checkpoint import fold_checkpoint
+        from pn_fairseq.models.from_checkpoint import with_model_settings
 
+        if args.norm_module:
+            state = with_model_settings(state, norm_module=args.norm_module)
         folded, outcomes, difference = fold_checkpoint(state, str(args.checkpoint))
     print(*outcomes, difference, sep="\n")
     save_checkpoint(folded, args.output)

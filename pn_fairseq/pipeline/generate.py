@@ -1,7 +1,7 @@
-"""``scripts/generate.sh``: translate a subset with one fairseq-generate for each GPU, or several on the CPU.
+"""``pn generate``: translate a subset with one fairseq-generate for each GPU, or several on the CPU.
 
-Each of N processes gets every N-th batch of the same batches, so the result does not depend on N. The hypotheses are
-merged by the number of their sentence and counted; the output directory is replaced as a whole.
+Each of N processes decodes every N-th batch of the same batches, so the result does not depend on N. The hypotheses are
+merged by sentence number and counted; the output folder is replaced as a whole.
 """
 
 from __future__ import annotations
@@ -17,34 +17,37 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pn_fairseq
 from pn_fairseq.common.command import ArgumentParser, UserError, command, deferred_signals, say, whole
-from pn_fairseq.common.files import atomic_folder, checksum, count_lines, read_settings, write_settings
+from pn_fairseq.common.files import atomic_folder, checksum, count_lines, read_settings, recorded, write_settings
 from pn_fairseq.common.machine import own_cores
-from pn_fairseq.pipeline.data.binarize import sentences as indexed
-from pn_fairseq.pipeline.data.parallel import progress
-from pn_fairseq.pipeline.launch import processes
-from pn_fairseq.pipeline.runs import RUN, Run, open_run
+from pn_fairseq.pipeline import RUN_HELP, add_norm_module
+
+if TYPE_CHECKING:  # imports omegaconf, which --help does not need
+    from pn_fairseq.pipeline.runs import Run
 
 PACKAGE = Path(pn_fairseq.__file__).resolve().parent
-#: Settings of the search where neither the command line nor the run's configuration has them.
+#: Search settings that neither the command line nor the run's configuration specifies.
 SEARCH = {"beam": 5, "lenpen": 1.0, "max_len_a": 0, "max_len_b": 200}
+#: Seconds between two lines of progress; on a terminal one line is rewritten every second.
+PROGRESS_SECONDS = 30
 
 EPILOG = """\
-Decodes on all visible GPUs, one process on each (or on NPROC=N of them; CUDA_VISIBLE_DEVICES=0,1 selects some), or else
-with NPROC=N processes on the CPU (default 1). As many hypotheses come out as sentences go in, or the script fails.
-Does nothing if the output was made from these checkpoints and this data with these settings.
+Decodes on all visible GPUs, one process on each (NPROC=N uses N of them; CUDA_VISIBLE_DEVICES=0,1 selects some), or
+else with NPROC=N processes on the CPU (default 1). Fails unless every sentence has a hypothesis. Does nothing if the
+output was made from these checkpoints and this data with these settings.
 """
 
 
 def add_decoding_options(parser: ArgumentParser) -> None:
-    """The options that generate.sh and translate.sh share."""
+    """The options that pn generate and pn translate share."""
     add = parser.add_argument
-    averaged = "default DIR/checkpoints/averaged.pt (scripts/average.sh makes it); several decode as an ensemble"
-    add("--run", type=Path, metavar="DIR", help=RUN)
+    averaged = "default DIR/checkpoints/averaged.pt (pn average makes it); several decode as an ensemble"
+    add("--run", type=Path, metavar="DIR", help=RUN_HELP)
     add("--checkpoint", type=Path, nargs="+", metavar="FILE", help=averaged)
     add("--beam", type=whole, metavar="N", help="beam size (this and the next three default to the run's settings)")
     add("--lenpen", type=float, metavar="X", help="length penalty")
@@ -55,34 +58,38 @@ def add_decoding_options(parser: ArgumentParser) -> None:
     add("--max-tokens", type=whole, default=8000, metavar="N", help=tokens)
     half = "decode in half precision, which needs a GPU (default: as the run was trained)"
     add("--fp16", action=argparse.BooleanOptionalAction, help=half)
+    add_norm_module(parser)
 
 
 def _parser() -> ArgumentParser:
-    formatter = argparse.RawDescriptionHelpFormatter
-    description = "Translate a subset of the data that a model was trained on."
     parser = ArgumentParser(
-        prog="scripts/generate.sh", description=description, epilog=EPILOG, formatter_class=formatter
+        prog="pn generate",
+        description="Translate a subset of the data that a model was trained on.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_decoding_options(parser)
     parser.add_argument("--subset", default="test", metavar="NAME", help="test (default) or valid")
     parser.add_argument("--nbest", type=whole, default=1, metavar="N", help="also write the N best to nbest.tok")
-    output = (
-        "default DIR/generate/SUBSET; gets hyp.tok (one hypothesis a line, in the order of the text), ref.tok, src.tok "
-        "and fairseq's own output in generate.log"
-    )
+    output = "default DIR/generate/SUBSET; the folder for hyp.tok (one hypothesis a line, in the order of the text), "
+    output += "ref.tok, src.tok and generate.log, the output of fairseq"
     parser.add_argument("--output", type=Path, metavar="DIR", help=output)
     return parser
 
 
 class Decoding:
-    """The model and the settings of a decoding, as command-line options of fairseq."""
+    """The model and the decoding settings, as command-line options of fairseq.
+
+    Raises:
+        UserError: a checkpoint is missing or damaged, or an option does not fit.
+    """
 
     def __init__(self, args: argparse.Namespace, run: Run):
         self.checkpoints = run.checkpoint_files(args.checkpoint)
         for path in (*self.checkpoints, run.bin):
             if ":" in str(path):
                 raise UserError(f"'{path}' has a colon, at which fairseq splits paths; use another path")
-        self.settings = run.settings()
+        self.languages = run.settings()
         given = {name: getattr(args, name) for name in SEARCH if getattr(args, name) is not None}
         self.search = {name: given.get(name, run.get(f"generation.{name}", value)) for name, value in SEARCH.items()}
         self.search["lenpen"] = float(self.search["lenpen"])
@@ -92,13 +99,14 @@ class Decoding:
         self.fp16 = bool(self.gpus) and bool(run.get("common.fp16", False) if args.fp16 is None else args.fp16)
         self.options = [
             *("--user-dir", str(PACKAGE), "--path", ":".join(map(str, self.checkpoints))),
-            *("--source-lang", self.settings["source"], "--target-lang", self.settings["target"]),
+            *("--source-lang", self.languages["source"], "--target-lang", self.languages["target"]),
             *(word for name, value in self.search.items() for word in (f"--{name.replace('_', '-')}", str(value))),
-            *("--remove-bpe", self.settings.get("segmentation", "subword-nmt").replace("-", "_")),
+            *("--remove-bpe", self.languages.get("segmentation", "subword-nmt").replace("-", "_")),
             *("--max-tokens", str(args.max_tokens), "--batch-size", str(args.batch_size)),
             # With its default of 8, fairseq silently drops the last batch unless it has a multiple of 8 sentences.
             *("--required-batch-size-multiple", "1", "--num-workers", "0", "--log-format", "none"),
             *(["--fp16"] if self.fp16 else []),
+            *(["--model-overrides", repr({"norm_module": args.norm_module})] if args.norm_module else []),
         ]
 
     def __str__(self) -> str:
@@ -106,9 +114,76 @@ class Decoding:
         precision = "fp16" if self.fp16 else "fp32"
         return f"with {names} (beam {self.search['beam']}, length penalty {self.search['lenpen']:g}, {precision}"
 
+    def run(self, verb: str, commands: list[list[str]], folder: Path, sentences: int) -> list[Path]:
+        """Run ``python -m COMMAND`` for all commands at once, one on each GPU; returns the files with their output.
+
+        Raises:
+            UserError: a checkpoint cannot be read; or a command failed: the others are ended, and its output is kept
+                in ``folder.err``.
+        """
+        from pn_fairseq.common.checkpoints import load_checkpoint  # needs torch
+
+        for path in self.checkpoints:
+            load_checkpoint(path)  # compares the checksums; a process of fairseq would say less about a bad file
+        environment = {**os.environ, "PYTHONUTF8": "1"}
+        if not self.gpus:
+            environment.setdefault("OMP_NUM_THREADS", str(max(1, own_cores() // len(commands))))
+        logs = [folder / f"shard{shard}.log" for shard in range(len(commands))]
+        counts = [0] * len(commands)
+        processes: list[subprocess.Popen] = []
+        readers: list[threading.Thread] = []
+
+        def read(shard: int) -> None:
+            # Through a pipe, so that the processes end when this one is killed.
+            with processes[shard].stdout as lines, logs[shard].open("wb") as file:
+                for line in lines:
+                    file.write(line)
+                    counts[shard] += line.startswith(b"H-")
+
+        def running() -> bool:
+            codes = [process.poll() for process in processes]
+            return None in codes and not any(codes)
+
+        try:
+            with deferred_signals():
+                for shard, arguments in enumerate(commands):
+                    if self.gpus:
+                        environment["CUDA_VISIBLE_DEVICES"] = self.gpus[shard]
+                    with logs[shard].with_suffix(".err").open("wb") as errors:
+                        pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": errors}
+                        command_line = [sys.executable, "-m", *arguments]
+                        processes.append(subprocess.Popen(command_line, env=environment, **pipes))
+                    readers.append(threading.Thread(target=read, args=(shard,), daemon=True))
+                    readers[-1].start()
+            show_progress(verb, running, lambda: f"{sum(counts)} of {sentences} hypotheses")
+            for process, log in zip(processes, logs, strict=True):
+                if process.poll():
+                    raise UserError(_reason(process.returncode, log.with_suffix(".err"), self.checkpoints))
+            for reader in readers:
+                reader.join()
+            return logs
+        finally:
+            for process in processes:
+                process.kill()
+            for process in processes:
+                process.wait()
+
+
+def show_progress(verb: str, running, state) -> None:
+    """Wait while ``running()``, and show ``state()`` and the time: on a terminal every second, else at intervals."""
+    terminal, started, shown = sys.stderr.isatty(), time.monotonic(), time.monotonic()
+    while running():
+        time.sleep(0.1)
+        if time.monotonic() - shown >= (1 if terminal else PROGRESS_SECONDS):
+            shown = time.monotonic()
+            line = f"[{verb}] {state()}, {shown - started:.0f} s"
+            print(f"\r\x1b[K{line}" if terminal else line, end="" if terminal else "\n", file=sys.stderr, flush=True)
+    if terminal:
+        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
 
 def visible_gpus() -> list[str]:
-    """As CUDA_VISIBLE_DEVICES names them."""
+    """The names of the GPUs, as in CUDA_VISIBLE_DEVICES."""
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen in ("", "-1"):
         return []
@@ -119,58 +194,58 @@ def visible_gpus() -> list[str]:
 
 
 def sha256(*paths: Path) -> str:
-    """Of the contents of the files together."""
+    """The checksum of the contents of all files together."""
     return hashlib.sha256(b"".join(bytes.fromhex(checksum(path)) for path in paths)).hexdigest()
 
 
-@command("generate.sh")
+@command("pn generate")
 def main(argv: list[str] | None = None) -> int:
     args = _parser().parse_args(argv)
+
+    from pn_fairseq.pipeline.data.binarize import sentences as indexed
+    from pn_fairseq.pipeline.launch import processes
+    from pn_fairseq.pipeline.runs import open_run
+
     run = open_run(args.run, same_data=True)
     decoding = Decoding(args, run)
     if args.nbest > decoding.search["beam"]:
         raise UserError(f"--nbest {args.nbest} is larger than the beam of {decoding.search['beam']}")
-    languages = {"src.tok": decoding.settings["source"], "ref.tok": decoding.settings["target"]}
+    languages = {"src.tok": decoding.languages["source"], "ref.tok": decoding.languages["target"]}
     texts = {name: run.data / f"tok/{args.subset}.{lang}" for name, lang in languages.items()} if run.data else {}
     bins = sorted(path for pattern in (f"{args.subset}.*", "dict.*") for path in run.bin.glob(pattern))
-    if "/" in args.subset or not all(path.is_file() for path in texts.values() or [run.bin / "none"][: not bins]):
+    index = next((path for path in bins if path.suffix == ".idx"), None)
+    if "/" in args.subset or index is None or not all(path.is_file() for path in texts.values()):
         raise UserError(f"'{run.data or run.bin}' has no subset '{args.subset}'")
     wanted = {
         "checkpoint": sha256(*decoding.checkpoints),
-        "data": sha256(*([run.data / "settings"] if run.data else []), *bins, *texts.values()),
+        "data": sha256(*([recorded(run.data, "settings")] if run.data else []), *bins, *texts.values()),
         "subset": args.subset,
         **{name: str(value) for name, value in decoding.search.items()},
         **({"nbest": str(args.nbest)} if args.nbest > 1 else {}),
         **({"fp16": str(int(args.fp16))} if args.fp16 is not None else {}),
     }
     output = (args.output or args.run / "generate" / args.subset).resolve()
-    made = read_settings(output / "made") if (output / "made").is_file() else {}
+    mark = recorded(output, "made")
+    made = read_settings(mark) if mark.is_file() else {}
     if (output / "hyp.tok").is_file() and wanted.items() <= made.items():
         say("generate", f"{output / 'hyp.tok'} is there already")
         return 0
     if output.exists() and not made and (not output.is_dir() or any(output.iterdir())):
-        raise UserError(f"refusing to overwrite '{output}', which holds something else; choose another --output")
+        raise UserError(f"refusing to overwrite '{output}', which has other files; choose another --output")
 
-    index = next(path for path in bins if path.suffix == ".idx")
     sentences = indexed(index)
     for text in texts.values():
         if (count := count_lines(text)) != sentences:
             raise UserError(f"{text} has {count} lines, and {index} {sentences} sentences: prepare the data again")
     # There are at least as many batches as sentences / batch size; fairseq-generate divides by zero without a batch.
     shards = min(processes(os.environ, len(decoding.gpus)), max(1, math.ceil(sentences / args.batch_size)))
-    where = "GPUs" if decoding.gpus else "CPU"
-    say("generate", f"decoding {args.subset} {decoding}, processes on the {where}: {shards})")
-    commands = [
-        [
-            *("fairseq_cli.generate", str(run.bin), "--gen-subset", args.subset, *decoding.options),
-            *("--nbest", str(args.nbest)),
-            # --num-shards and --shard-id are accepted and not read: every process would decode everything.
-            *("--distributed-world-size", str(shards), "--distributed-rank", str(shard)),
-        ]
-        for shard in range(shards)
-    ]
+    device = "GPUs" if decoding.gpus else "CPU"
+    say("generate", f"decoding {args.subset} {decoding}, processes on the {device}: {shards})")
+    common = ["fairseq_cli.generate", str(run.bin), "--gen-subset", args.subset, *decoding.options]
+    # --num-shards and --shard-id are accepted and not read: every process would decode everything.
+    common += ["--nbest", str(args.nbest), "--distributed-world-size", str(shards), "--distributed-rank"]
     with atomic_folder(output) as partial:
-        logs = decode("generate", commands, decoding, partial, sentences)
+        logs = decoding.run("generate", [[*common, str(shard)] for shard in range(shards)], partial, sentences)
         best = hypotheses(logs, sentences, args.nbest)
         write_lines(partial / "hyp.tok", (options[0][1] for options in best))
         if args.nbest > 1:
@@ -186,87 +261,30 @@ def main(argv: list[str] | None = None) -> int:
                 log.write(path.read_bytes())
                 path.unlink()
                 path.with_suffix(".err").unlink()
-        write_settings(partial / "made", {**wanted, "fp16": int(decoding.fp16)})
+        write_settings(partial / "made.txt", {**wanted, "fp16": int(decoding.fp16)})
     output.with_name(f"{output.name}.err").unlink(missing_ok=True)
     say("generate", f"{output / 'hyp.tok'} has {sentences} hypotheses")
     return 0
 
 
-def decode(tool: str, commands: list[list[str]], decoding: Decoding, folder: Path, sentences: int) -> list[Path]:
-    """Run ``python -m COMMAND`` for all commands at once, one on each GPU; returns the files with their output.
-
-    Raises:
-        UserError: one of them failed; the others are ended, and its output is kept beside ``folder``. If a checkpoint
-            cannot be read, that is the reason.
-    """
-    environment = {**os.environ, "PYTHONUTF8": "1"}
-    if not decoding.gpus:
-        environment.setdefault("OMP_NUM_THREADS", str(max(1, own_cores() // len(commands))))
-    logs = [folder / f"shard{shard}.log" for shard in range(len(commands))]
-    processes: list[subprocess.Popen] = []
-    readers: list[threading.Thread] = []
-    bar = progress(total=sentences, desc=tool, unit="hypothesis")
-
-    def read(process: subprocess.Popen, log: Path) -> None:
-        # Through a pipe, so that the processes end when this one is killed.
-        with process.stdout, log.open("wb") as file:
-            for line in process.stdout:
-                file.write(line)
-                if line.startswith(b"H-"):
-                    bar.update()
-
-    try:
-        with deferred_signals():
-            for shard, arguments in enumerate(commands):
-                if decoding.gpus:
-                    environment["CUDA_VISIBLE_DEVICES"] = decoding.gpus[shard]
-                with logs[shard].with_suffix(".err").open("wb") as errors:
-                    process = subprocess.Popen(
-                        [sys.executable, "-m", *arguments],
-                        stdin=subprocess.DEVNULL,
-                        stdout=subprocess.PIPE,
-                        stderr=errors,
-                        env=environment,
-                    )
-                processes.append(process)
-                readers.append(threading.Thread(target=read, args=(process, logs[shard]), daemon=True))
-                readers[-1].start()
-        while any(process.poll() is None for process in processes) and not any(p.poll() for p in processes):
-            time.sleep(0.1)
-        for process, log in zip(processes, logs, strict=True):
-            if process.poll():
-                from pn_fairseq.common.checkpoints import load_checkpoint  # needs torch
-
-                for path in decoding.checkpoints:
-                    load_checkpoint(path)
-                raise UserError(_reason(tool, process.returncode, log.with_suffix(".err")))
-        for reader in readers:
-            reader.join()
-        return logs
-    finally:
-        bar.close()
-        for process in processes:
-            process.kill()
-        for process in processes:
-            process.wait()
-
-
-def _reason(tool: str, code: int, errors: Path) -> str:
-    """Why a process failed; its whole output is kept beside the output directory."""
+def _reason(code: int, errors: Path, checkpoints: Sequence[Path]) -> str:
+    """Why a process failed; its whole output is kept beside the output folder."""
     lines = errors.read_text("utf-8", "replace").strip().splitlines()
+    if mistakes := [match[1] for line in lines if (match := re.match(r"fairseq-\w+: error: (.*)", line))]:
+        return f"{' + '.join(map(str, checkpoints))}: {mistakes[-1]}"  # a line of fairseq_patches/one_line_errors.py
     exceptions = [line for line in lines if re.match(r"[\w.]+(Error|Exception)\b", line)]
-    words = (exceptions or lines or ["it printed no reason"])[-1]
+    reason = (exceptions or lines or ["it printed no reason"])[-1]
     if code < 0:
-        words = f"killed by {signal.Signals(-code).name}, as happens when memory runs out"
-    if "out of memory" in words:
-        words += " - smaller batches need less (--batch-size, --max-tokens)"
+        reason = f"killed by {signal.Signals(-code).name}, as happens when memory runs out"
+    if "out of memory" in reason:
+        reason += " - smaller batches need less (--batch-size, --max-tokens)"
     kept = errors.parent.with_suffix(".err")
     shutil.copyfile(errors, kept)
-    return f"fairseq-{tool} failed: {words} (all of it is in {kept})"
+    return f"fairseq failed: {reason} (its whole output is in {kept})"
 
 
-def _printed(logs: list[Path], kind: str) -> Iterator[tuple[int, list[str]]]:
-    """Number of the sentence and fields of the lines of a kind (S, T, H) in fairseq's output."""
+def _printed(logs: Iterable[Path], kind: str) -> Iterator[tuple[int, list[str]]]:
+    """Sentence number and fields of the lines of one kind (S, T, H) in fairseq's output."""
     for log in logs:
         for line in log.read_bytes().decode("utf-8").split("\n"):
             if line.startswith(f"{kind}-"):
@@ -274,27 +292,31 @@ def _printed(logs: list[Path], kind: str) -> Iterator[tuple[int, list[str]]]:
                 yield int(name[2:]), fields
 
 
-def printed(logs: list[Path], kind: str, sentences: int) -> list[str]:
+def printed(logs: Iterable[Path], kind: str, sentences: int) -> list[str]:
     """The sources (S) or references (T) of all sentences, in the order of the text."""
-    found = {sentence: fields[0] for sentence, fields in _printed(logs, kind)}
-    return [found[sentence] for sentence in range(sentences)]
+    texts = {sentence: fields[0] for sentence, fields in _printed(logs, kind)}
+    return [texts[sentence] for sentence in range(sentences)]
 
 
-def hypotheses(logs: list[Path], sentences: int, nbest: int = 1) -> list[list[tuple[str, str]]]:
-    """Score and text of the best hypotheses of every sentence, in the order of the text."""
-    found: dict[int, list[tuple[str, str]]] = {}
+def hypotheses(logs: Iterable[Path], sentences: int, nbest: int = 1) -> list[list[tuple[str, str]]]:
+    """Score and text of the best hypotheses of every sentence, in the order of the text.
+
+    Raises:
+        UserError: a sentence has no hypothesis, or more than ``nbest``; the message names the first one.
+    """
+    options: dict[int, list[tuple[str, str]]] = {}
     for sentence, (score, text) in _printed(logs, "H"):
-        found.setdefault(sentence, []).append((score, text))
-    if found.keys() != set(range(sentences)) or any(len(options) > nbest for options in found.values()):
-        missing = next((sentence + 1 for sentence in range(sentences) if sentence not in found), None)
-        lines = sum(map(len, found.values()))
+        options.setdefault(sentence, []).append((score, text))
+    if options.keys() != set(range(sentences)) or any(len(texts) > nbest for texts in options.values()):
+        missing = next((sentence + 1 for sentence in range(sentences) if sentence not in options), None)
+        lines = sum(map(len, options.values()))
         raise UserError(
-            f"{sentences} sentences went in and {lines} hypotheses of {len(found)} sentences came out"
-            + (f"; the first without one is in line {missing}" if missing else "")
+            f"{sentences} sentences went in and {lines} hypotheses of {len(options)} sentences came out"
+            + (f"; the first sentence without one is in line {missing}" if missing else "")
         )
-    return [found[sentence] for sentence in range(sentences)]
+    return [options[sentence] for sentence in range(sentences)]
 
 
-def write_lines(path: Path, lines) -> None:
+def write_lines(path: Path, lines: Iterable[str]) -> None:
     with path.open("w", encoding="utf-8", newline="\n") as file:
         file.writelines(f"{line}\n" for line in lines)

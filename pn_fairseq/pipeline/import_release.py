@@ -1,4 +1,4 @@
-"""``pn-import-release``: a checkpoint of the code released with the PowerNorm paper, as one that this plugin loads."""
+"""``pn import-release``: a checkpoint of the code released with the PowerNorm paper, as one that this plugin loads."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ import torch
 from pn_fairseq.common.checkpoints import check_output_path, load_checkpoint, save_checkpoint
 from pn_fairseq.common.command import ArgumentParser, UserError, command, without_fairseqs_log
 
-TOOL = "pn-import-release"
-
 DESCRIPTION = (
     "Turn a checkpoint of the code released with the PowerNorm paper (a fork of fairseq 0.8) into one of the model "
     "transformer_pn with --norm-variant release."
@@ -29,8 +27,8 @@ example:
 
 DATA has to be binarized with the dictionaries that the model was trained with. Norms "layer" and "power" can be
 imported, one kind for the encoder and one for the decoder. A tensor that is missing or unknown is an error. The
-optimizer's state is left out: to continue the training, use fairseq-train --finetune-from-model and --norm-variant
-release. The file is read without running code from it.
+optimizer state is left out: to continue the training, use fairseq-train --finetune-from-model and --norm-variant
+release. The file is read without executing code from it.
 """
 
 
@@ -57,7 +55,7 @@ def _alpha(text: str) -> float:
 
 def _parser() -> ArgumentParser:
     formatter = argparse.RawDescriptionHelpFormatter
-    parser = ArgumentParser(prog=TOOL, description=DESCRIPTION, epilog=EPILOG, formatter_class=formatter)
+    parser = ArgumentParser(prog="pn import-release", description=DESCRIPTION, epilog=EPILOG, formatter_class=formatter)
     parser.add_argument("checkpoint", metavar="CHECKPOINT", type=Path, help="the file that the release wrote")
     parser.add_argument("output", metavar="OUTPUT", type=Path, help="the file to write; not CHECKPOINT")
     for option, meaning in (("fwd", "psi^2"), ("bwd", "nu; it scales the imported nu, (1 - A) ema_gz")):
@@ -83,16 +81,16 @@ def _check_finite(weights: dict[str, torch.Tensor], source: os.PathLike) -> None
         )
     if diverged:
         text = f"nu of {len(diverged)} norms is not finite ({diverged[0]}, ...): use it for decoding only"
-        print(f"{TOOL}: warning: {text}", file=sys.stderr)
+        print(f"pn import-release: warning: {text}", file=sys.stderr)
 
 
-@command(TOOL)
+@command("pn import-release")
 def main(argv: Sequence[str] | None = None) -> None:
     args = _parser().parse_args(argv)
     check_output_path(args.output, [args.checkpoint])
     state = load_release(args.checkpoint)
     with without_fairseqs_log(logging.CRITICAL):
-        # Here and not above: --help and a misspelt name are answered at once.
+        # Imported here: --help and a misspelt name are answered at once.
         from pn_fairseq.models.import_release import import_release
 
         imported = import_release(state, str(args.checkpoint), args.alpha_fwd, args.alpha_bwd)

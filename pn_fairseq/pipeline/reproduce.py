@@ -1,4 +1,4 @@
-"""``scripts/reproduce_CORPUS.sh``: every step from the raw text to a report, for a list of norms and seeds."""
+"""``pn reproduce``: every step from the text to a report, for a list of norms and seeds."""
 
 from __future__ import annotations
 
@@ -8,39 +8,38 @@ import itertools
 import os
 import re
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import pn_fairseq
 from pn_fairseq.common.command import (
     ArgumentParser,
     Interrupted,
     UserError,
+    command,
     deferred_signals,
     did_you_mean,
-    run,
     say,
     whole_number,
 )
-from pn_fairseq.common.files import atomic_write
+from pn_fairseq.common.files import PACKAGE, atomic_write, known_configs, read_settings, recorded
 from pn_fairseq.common.published import PAPER, Table
-from pn_fairseq.pipeline.launch import variable
 
-ROOT = Path(pn_fairseq.__file__).resolve().parent.parent
+if TYPE_CHECKING:
+    from pn_fairseq.pipeline.data.preparation import Option
+    from pn_fairseq.pipeline.data.recipes import Recipe
 
 
 @dataclass(frozen=True)
 class Corpus:
     """What differs between corpora."""
 
-    config: str  # a name in configs/
+    config: str  # the name of a configuration, or the path of one
     size: str  # the architectures are MODEL_NORM_SIZE
     seeds: str = "1 2 3"
     models: tuple[str, ...] = ("transformer",)
@@ -48,17 +47,17 @@ class Corpus:
 
     @property
     def steps(self) -> tuple[str, ...]:
-        """scripts/STEP.sh, one after the other for each run."""
-        return ("train", "average", *(("generate", "score") if "transformer" in self.models else ("evaluate_lm",)))
+        """The verbs, one after the other for each run."""
+        return ("train", "average", *(("generate", "score") if "transformer" in self.models else ("evaluate-lm",)))
 
     @property
     def tables(self) -> dict[str, Table]:
         """The published tables of the corpus."""
-        return {name: table for name, table in PAPER.items() if table.config.startswith(self.config)}
+        return {name: table for name, table in PAPER.items() if table.config.startswith(Path(self.config).stem)}
 
 
 _TABLE_4 = "gn bn brn mabn pnv pn"
-#: NAME, of scripts/prepare_NAME.sh and scripts/reproduce_NAME.sh.
+#: Corpora that a recipe prepares, by the name of the recipe.
 CORPORA = {
     "verses": Corpus("verses_es_en", "tiny", seeds="1 2"),
     "multi30k": Corpus("multi30k_de_en", "tiny"),
@@ -74,6 +73,17 @@ CORPORA = {
     "wikitext103": Corpus("wikitext103_lm", "wt103", seeds="1", models=("tensorized_lm",)),
 }
 
+ABOUT = """\
+All steps from the text to a report, for a list of norms and seeds. WHAT is
+
+  a corpus, which is prepared first: {corpora}
+  a configuration, for prepared data of your own (--data): {configs},
+    or the path of a YAML file
+  demo           one small training on the verses, with sample translations
+  compare_norms  all norms on the verses and Multi30k
+  batch_size     Figure 5 of the PowerNorm paper: BLEU against the tokens of a mini-batch
+"""
+
 EPILOG = """\
 environment:
   NORMS="{norms}"
@@ -84,11 +94,8 @@ environment:
                  the size of the models; it needs a --runs of its own, since the names of runs do not have it
 {more}
 Run again, it skips what is done and continues with the rest. A run that fails is named at the end and in the report;
-the others are still made.
-
-One rank per visible GPU; train.sh --help explains NPROC, NNODES, NODE_RANK, MASTER_ADDR. On several machines, which see
-the same files, give the same command on each. All of them train; the first one also does the other steps. The others
-wait for it; stop them if it fails. In a SLURM job of several machines, call it once in the batch script; it calls srun.
+the others are still made. One rank per visible GPU (pn train --help). To train on several machines, start the training
+commands of --dry-run there by torchrun (docs/several_gpus.md); this command then does the other steps.
 """
 
 MODELS = """\
@@ -103,41 +110,88 @@ TABLES = """\
 """
 
 
-def _parser(name: str, corpus: Corpus) -> tuple[ArgumentParser, list[str]]:
-    """The parser, and the options that are passed on to the preparation."""
-    prepare, several = f"prepare_{name}.sh", len(corpus.models) > 1
+# --- the command line ---
+
+
+def _parser(name: str, corpus: Corpus, passed_on: Sequence[Option]) -> ArgumentParser:
+    several, prepared = len(corpus.models) > 1, name in CORPORA
     more = MODELS.format(" ".join(corpus.models)) if several else ""
     more += TABLES.format(" ".join(corpus.tables)) if corpus.tables else ""
     about = f"From raw text to a table. For every norm and seed: {', '.join(corpus.steps)}; then one report over all."
-    if "evaluate_lm" in corpus.steps:
+    if "evaluate-lm" in corpus.steps:
         about += "\nThe language models are causal, unlike the code that the paper names (docs/language_modeling.md)."
     parser = ArgumentParser(
-        prog=f"scripts/reproduce_{name}.sh",
+        prog=f"pn reproduce {name}",
         description=about,
         epilog=EPILOG.format(
-            norms=corpus.norms,
-            model=corpus.models[0],
-            size=corpus.size,
-            seeds=corpus.seeds,
-            more=more,
+            norms=corpus.norms, model=corpus.models[0], size=corpus.size, seeds=corpus.seeds, more=more
         ),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add, run_name = parser.add_argument, f"{'MODEL_' if several else ''}NORM_seedN"
-    settings = f"settings for train.sh that differ from configs/{corpus.config}.yaml"
+    settings = f"settings of the training that differ from the configuration {corpus.config}"
     add("settings", nargs="*", default=[], metavar="key=value", help=settings)
-    runs = f"where the runs go, as DIR/{run_name}, and the report, as DIR/report (default runs/{corpus.config})"
+    stem = Path(corpus.config).stem
+    runs = f"where the runs go, as DIR/{run_name}, and the report, as DIR/report (default runs/{stem})"
     add("--runs", metavar="DIR", help=runs)
-    data = f"the prepared data, made if it is not there (default runs/data/{corpus.config})"
-    add("--data", metavar="DIR", help=data)
-    add("--dry-run", action="store_true", help="print the commands and do nothing")
-    usage = subprocess.run([ROOT / "scripts" / prepare, "--help"], stdout=subprocess.PIPE, text=True).stdout
-    group, passed_on = parser.add_argument_group(f"passed on to {prepare}"), []
-    for option, value in re.findall(r"^  (--[a-z0-9-]+)(?: ([^ \n]+))?(?:  .*)?$", usage, re.M):
-        if option != "--dest":
-            group.add_argument(option, **({"metavar": value} if value else {"action": "store_true"}))
-            passed_on.append(option)
-    return parser, passed_on
+    made = "made if it is not there" if prepared else "which pn prepare has made"
+    add("--data", metavar="DIR", help=f"the prepared data, {made} (default runs/data/{stem})")
+    add("--dry-run", action="store_true", help="check everything, print the commands and do nothing")
+    if passed_on:
+        group = parser.add_argument_group(f"passed on to pn prepare {name}")
+        for option in passed_on:
+            kind = {"metavar": option.metavar, "type": option.type, "default": option.default}
+            kind = {**kind, "required": option.needed} if option.metavar else {"action": "store_true"}
+            group.add_argument(option.flag, help=option.help, **kind)
+    return parser
+
+
+def own_corpus(config: str) -> Corpus:
+    """What a configuration says about the models to train."""
+    from pn_fairseq.norms import NORMS
+    from pn_fairseq.pipeline.settings import compose
+    from pn_fairseq.pipeline.train import find_config
+
+    path = find_config(config)
+    name = compose(path, [], world_size=1, on_cpu=True)[0].model._name
+    known = "|".join(entry.short for entry in NORMS.values())
+    found = re.fullmatch(rf"(transformer|transformer_lm|tensorized_lm)_({known})_(\w+)", name)
+    if not found:
+        raise UserError(
+            f"{path}: model._name={name} is not MODEL_NORM_SIZE, as transformer_pn_tiny, so that no norm fits"
+        )
+    return Corpus(config, found[3], models=(found[1],))
+
+
+@command("pn reproduce")
+def main(argv: Sequence[str]) -> int:
+    from pn_fairseq.pipeline import experiments
+
+    whole = {"demo": experiments.demo, "compare_norms": experiments.compare_norms, "batch_size": experiments.batch_size}
+    if argv and argv[0] in whole:
+        return whole[argv[0]](argv[1:])
+    if argv and not argv[0].startswith("-"):
+        return reproduce(argv[0], argv[1:])
+    parser = ArgumentParser(
+        prog="pn reproduce",
+        usage="pn reproduce WHAT [options] [key=value ...]",
+        description=ABOUT.format(corpora=", ".join(CORPORA), configs=", ".join(known_configs())),
+        epilog="pn reproduce WHAT --help has the options.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("WHAT")
+    parser.parse_args(argv)
+    return 2
+
+
+def recipe(name: str) -> Recipe:
+    """The recipe that prepares a corpus."""
+    from pn_fairseq.pipeline.data.recipes import RECIPES
+
+    return RECIPES[name]
+
+
+# --- what is done ---
 
 
 def trainings(corpus: Corpus, norms: Sequence[str], env: Mapping[str, str]) -> dict[str, list[str]]:
@@ -152,32 +206,177 @@ def trainings(corpus: Corpus, norms: Sequence[str], env: Mapping[str, str]) -> d
         if model not in corpus.models:
             raise UserError(f"MODELS: unknown model '{model}'; there are {' '.join(corpus.models)}")
     known = [entry.short for entry in NORMS.values()]
-    found: dict[str, list[str]] = {}
+    planned: dict[str, list[str]] = {}
     for model, norm, seed in itertools.product(models, norms, seeds):
         short, *settings = norm.split("+")
         if short not in known:
             raise UserError(f"NORMS: unknown norm '{short}'{did_you_mean(short, known)}; there are {' '.join(known)}")
         name = f"{f'{model}_' if len(corpus.models) > 1 else ''}{norm}_seed{seed}"
-        if name in found:
+        if name in planned:
             raise UserError(f"NORMS and SEEDS name {name} twice")
-        found[name] = [f"model._name={model}_{short}_{env.get('SIZE') or corpus.size}", f"common.seed={seed}"]
-        found[name] += [f"model.{setting}" for setting in settings]
-    return found
+        planned[name] = [f"model._name={model}_{short}_{env.get('SIZE') or corpus.size}", f"common.seed={seed}"]
+        planned[name] += [f"model.{setting}" for setting in settings]
+    return planned
 
 
-def _machines(env: Mapping[str, str]) -> tuple[int, list[str]]:
-    """Which of several machines this is, and the command that launches a training on all of them."""
-    if env.get("NNODES"):
-        return variable(env, "NODE_RANK", 0), []
-    if env.get("SLURM_JOB_ID") and variable(env, "SLURM_JOB_NUM_NODES", 1) > 1:
-        if env.get("SLURM_STEP_NUM_TASKS"):  # srun alone sets it
-            raise UserError("call it once, in the batch script and not by srun: it calls srun itself")
-        return 0, ["srun", "--ntasks-per-node=1", "--kill-on-bad-exit=1"]
-    return 0, []
+def reproduce(name: str, words: Sequence[str], env: Mapping[str, str] = os.environ) -> int:
+    """``pn reproduce NAME`` with the arguments ``words``; returns the exit code."""
+    prepared = name in CORPORA
+    corpus = CORPORA[name] if prepared else own_corpus(name)
+    passed_on = recipe(name).options if prepared else ()
+    args = _parser(name, corpus, passed_on).parse_intermixed_args(words)
+    check_settings(args.settings)
+    norms, config, report_name = env.get("NORMS", corpus.norms).split(), corpus.config, "report"
+    if table := env.get("TABLE"):
+        for other, what in {"NORMS": "which norms", "SIZE": "the size of the models"}.items():
+            if other in env:
+                raise UserError(f"TABLE and {other} both say {what}: give one of them")
+        if table not in corpus.tables:
+            known = " ".join(corpus.tables) or "none of this corpus"
+            raise UserError(f"TABLE: unknown table '{table}'{did_you_mean(table, corpus.tables)}; there are {known}")
+        from pn_fairseq.norms import NORMS
+
+        config, rows = corpus.tables[table].config, corpus.tables[table].rows
+        norms = ["+".join([NORMS[row.norm].short, *map("=".join, row.settings.items())]) for row in rows]
+        report_name = f"report-{table}"
+    planned = trainings(corpus, norms, env)
+
+    # Every command, in order.
+    runs = Path(args.runs or Path("runs") / Path(config).stem).absolute()
+    data = Path(args.data or Path("runs/data") / Path(corpus.config).stem).absolute()
+    prepare = ["prepare", name, "--dest", data] if prepared else []
+    values = {option.name: getattr(args, option.name) for option in passed_on}
+    for option in passed_on:
+        if values[option.name] not in (option.default, False):
+            prepare += [option.flag, values[option.name]] if option.metavar else [option.flag]
+    commands: dict[str, dict[str, list]] = {}
+    for run_name, settings in planned.items():
+        commands[run_name] = {step: [step, "--run", runs / run_name] for step in corpus.steps}
+        train = ["train", config, "--data", data, "--run", runs / run_name, *settings, *args.settings]
+        commands[run_name]["train"] = train
+    report = ["report", *(runs / run_name for run_name in commands), "--output", runs / report_name]
+    if table:
+        report += ["--paper", table]
+
+    if prepared:
+        check_prepared(name, data, values)
+    else:
+        check_data(name, corpus, data, args.settings)
+    for model in corpus.models:  # each norm with settings of its own, or else one norm of each model
+        of_model = [(arch, *more) for arch, _, *more in planned.values() if arch.startswith(f"model._name={model}_")]
+        for settings in dict.fromkeys(words for words in of_model if len(words) > 1) or of_model[:1]:
+            _check_training(config, *settings, *args.settings)
+    for steps in commands.values():  # a run that was begun, with its settings and data
+        _, _, _, _, _, run, *settings = steps["train"]
+        if (run / "config.yaml").is_file() and data.is_dir():
+            _check_training(config, "--data", str(data), "--run", str(run), *settings)
+    if args.dry_run:
+        for step in (prepare, *(step for steps in commands.values() for step in steps.values()), report):
+            if step:
+                print(shown(step))
+        return 0
+    if prepare:
+        must(prepare)
+    failed = [run_name for run_name, steps in commands.items() if not _make(name, runs / run_name, steps)]
+    say(name, "report")
+    must(report)
+    if failed:
+        count = f"{len(failed)} of {len(commands)} runs failed: {' '.join(failed)}"
+        say(name, f"{count} (the report says why); the same command tries them again")
+    return 1 if failed else 0
 
 
-def execute(command: Sequence[str | Path], messages: Path | None = None) -> int:
-    """Run a step to its end and return its exit code. What it writes to stderr goes to the file ``messages``, too."""
+def check_settings(settings: Sequence[str]) -> None:
+    """Refuse words that are no settings."""
+    for setting in settings:
+        if "=" not in setting:
+            raise UserError(f"unexpected argument '{setting}': settings are key=value (see --help)")
+
+
+def check_prepared(name: str, data: Path, values: Mapping[str, object]) -> None:
+    """Refuse data that was prepared with other settings than the recipe has with these ``values`` of its options."""
+    from pn_fairseq.pipeline.data import settings, tokens
+    from pn_fairseq.pipeline.data.preparation import Preparation
+
+    class SettingsKnown(Exception):
+        pass
+
+    class Plan(Preparation):
+        """A preparation that ends where its settings are known."""
+
+        def open(self, name: str) -> None:
+            raise SettingsKnown
+
+    if not (data / "bin").is_dir():
+        return  # preparing it is the first step
+    plan = Plan(data, workers=1)
+    with contextlib.suppress(SettingsKnown):
+        recipe(name).prepare(plan, **values)
+    if not plan.settings:  # a language model
+        return
+    for key, value in settings.read(data).items():
+        if value not in (plan.settings[key], tokens.SACREMOSES_OLD):
+            raise UserError(
+                f"'{data}' was prepared with {key}={value}, and pn prepare {name} has {key}={plan.settings[key]}: "
+                f"name another --data; for data of your own: pn reproduce {CORPORA[name].config} --data DIR"
+            )
+
+
+def check_data(name: str, corpus: Corpus, data: Path, settings: Sequence[str]) -> None:
+    """Refuse what is not prepared data, and data of other languages than the configuration has."""
+    from pn_fairseq.pipeline.settings import compose
+    from pn_fairseq.pipeline.train import find_config
+
+    file = recorded(data, "settings")
+    if not (file.is_file() and (data / "bin").is_dir()):
+        raise UserError(f"'{data}' is not prepared data (--data): pn prepare makes it from your text")
+    if "evaluate-lm" in corpus.steps:
+        return
+    of_data = read_settings(file)
+    task = compose(find_config(corpus.config), settings, world_size=1, on_cpu=True)[0].task
+    languages, wanted = (of_data.get("source"), of_data.get("target")), (task.source_lang, task.target_lang)
+    if languages != wanted:
+        raise UserError(
+            f"'{data}' was prepared from {'-'.join(map(str, languages))}, and the settings say {'-'.join(wanted)}: "
+            f"add task.source_lang={languages[0]} task.target_lang={languages[1]}"
+        )
+
+
+def _check_training(*words: str) -> None:
+    """Check the settings of a training; it names the reason if they are wrong."""
+    from pn_fairseq.pipeline import train
+
+    if code := train.main([words[0], "--check", *words[1:]]):
+        sys.exit(code)
+
+
+# --- running the steps ---
+
+
+def shown(step: Sequence[str | Path]) -> str:
+    """A step as one may type it, with paths relative to the current folder."""
+    return shlex.join(["pn", *(str(word).removeprefix(f"{Path.cwd()}/") for word in step)])
+
+
+def must(step: Sequence[str | Path], **options) -> None:
+    """Run a step without which nothing else can be done; it has named the reason if it fails."""
+    if code := execute(step, **options):
+        sys.exit(code)
+
+
+def program(step: Sequence[str | Path]) -> list[str | Path]:
+    """The command that runs a step by this very package, also where the current folder has another one."""
+    return [sys.executable, *(["-P"] if PACKAGE.parent != Path.cwd() else []), "-m", "pn_fairseq", *step]
+
+
+def execute(step: Sequence[str | Path], messages: Path | None = None, quiet: bool = False) -> int:
+    """Run a step to its end and return its exit code.
+
+    Args:
+        step: the words of a verb.
+        messages: a file that gets what the step writes to stderr, too.
+        quiet: hide what the step writes to stdout.
+    """
     process = reader = None
 
     def copy() -> None:
@@ -192,8 +391,9 @@ def execute(command: Sequence[str | Path], messages: Path | None = None) -> int:
         try:
             with deferred_signals():
                 process = subprocess.Popen(
-                    command,
+                    program(step),
                     stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL if quiet else None,
                     stderr=subprocess.PIPE if messages else None,
                     env={**os.environ, "PN_FAIRSEQ_STEP": "1"},  # the line about an interruption comes from here
                 )
@@ -216,117 +416,23 @@ def execute(command: Sequence[str | Path], messages: Path | None = None) -> int:
     return code
 
 
-def reproduce(name: str, words: Sequence[str]) -> int:
-    """scripts/reproduce_NAME.sh with the arguments ``words``; returns the exit code."""
-    corpus, env, tool = CORPORA[name], os.environ, f"reproduce_{name}"
-    parser, passed_on = _parser(name, corpus)
-    args = parser.parse_intermixed_args(words)
-    for setting in args.settings:
-        if "=" not in setting:
-            raise UserError(f"unexpected argument '{setting}': settings are key=value (see --help)")
-    norms, config, report_name = env.get("NORMS", corpus.norms).split(), corpus.config, "report"
-    if table := env.get("TABLE"):
-        for other, what in {"NORMS": "which norms", "SIZE": "the size of the models"}.items():
-            if other in env:
-                raise UserError(f"TABLE and {other} both say {what}: give one of them")
-        if table not in corpus.tables:
-            known = " ".join(corpus.tables) or "none of this corpus"
-            raise UserError(f"TABLE: unknown table '{table}'{did_you_mean(table, corpus.tables)}; there are {known}")
-        from pn_fairseq.norms import NORMS
-
-        config, rows = corpus.tables[table].config, corpus.tables[table].rows
-        norms = ["+".join([NORMS[row.norm].short, *map("=".join, row.settings.items())]) for row in rows]
-        report_name = f"report-{table}"
-    planned = trainings(corpus, norms, env)
-    machine, launch = _machines(env)
-
-    # Every command, in order.
-    scripts, runs = ROOT / "scripts", Path(args.runs or ROOT / "runs" / config).absolute()
-    data = Path(args.data or ROOT / "runs/data" / corpus.config).absolute()
-    preparation = [scripts / f"prepare_{name}.sh", "--dest", data]
-    for option in passed_on:
-        if value := getattr(args, option[2:].replace("-", "_")):
-            preparation += [option] if value is True else [option, value]
-    commands: dict[str, dict[str, list]] = {}
-    for run_name, settings in planned.items():
-        commands[run_name] = {step: [scripts / f"{step}.sh", "--run", runs / run_name] for step in corpus.steps}
-        train = [*launch, scripts / "train.sh", config, "--data", data, "--run", runs / run_name]
-        commands[run_name]["train"] = [*train, *settings, *args.settings]
-    report = ["pn-report", *(runs / run_name for run_name in commands), "--output", runs / report_name]
-    if table:
-        report += ["--paper", table]
-    if args.dry_run:
-        for command in (preparation, *(each for steps in commands.values() for each in steps.values()), report):
-            print(shlex.join(str(word).replace(f"{ROOT}/", "") for word in command))
-        return 0
-    for program in ("pn-report", *launch[:1]):
-        if not shutil.which(program):
-            raise UserError(f"'{program}' is not installed or not on the PATH")
-
-    # Before the hours of the preparation: the names of all settings, once for each model.
-    for model in corpus.models:
-        of_model = [words for words in planned.values() if words[0].startswith(f"model._name={model}_")]
-        settings = dict.fromkeys(setting for _, _, *more in of_model for setting in more)
-        if of_model:
-            _must([scripts / "train.sh", config, "--check", of_model[0][0], *settings, *args.settings])
-    if machine:
-        # The first machine decodes between two trainings, and the others wait for it.
-        os.environ.setdefault("START_TIMEOUT", "604800")
-        commands = {run_name: {"train": steps["train"]} for run_name, steps in commands.items()}
-        if not (data / "bin").is_dir():
-            say(tool, f"waiting for the first machine to prepare {data}")
-        while not (data / "bin").is_dir():
-            time.sleep(5)
-    else:
-        _must(preparation)
-    failed = [run_name for run_name, steps in commands.items() if not _make(tool, runs / run_name, steps, machine)]
-    if not machine:
-        say(tool, "report")
-        _must(report)
-        if failed:
-            count = f"{len(failed)} of {len(commands)} runs failed: {' '.join(failed)}"
-            say(tool, f"{count} (the report says why); the same command tries them again")
-    return 1 if failed else 0
-
-
-def _must(command: Sequence[str | Path]) -> None:
-    """Run a step without which nothing else can be done; it has named the reason if it fails."""
-    if code := execute(command):
-        sys.exit(code)
-
-
-def _make(tool: str, path: Path, steps: Mapping[str, Sequence], machine: int) -> bool:
+def _make(name: str, run: Path, steps: Mapping[str, Sequence]) -> bool:
     """One run through its steps; False after a failure, which is noted in its folder and ends this run only."""
-    # Not beside the runs: pn-report DIR/*_seed* finds runs alone.
-    work = path.parent / "logs" / path.name / (f"machine{machine}" if machine else "")
+    work = run.parent / "logs" / run.name  # not in the folder of the run: `pn report DIR/*_seed*` finds runs only
     work.mkdir(parents=True, exist_ok=True)
-    for step, command in steps.items():
-        say(tool, f"{path.name}: {step}")
-        messages = work / f"{step}.err"
-        if not (code := execute(command, messages)):
+    for verb, step in steps.items():
+        say(name, f"{run.name}: {verb}")
+        messages = work / f"{verb}.err"
+        if not (code := execute(step, messages)):
             continue
-        say(tool, f"{path.name} failed in {step} (its messages are in {work})")
-        if not machine:
-            path.mkdir(parents=True, exist_ok=True)
-            said = [line for line in messages.read_text("utf-8", "replace").splitlines() if line.strip()]
-            reason = said[-1] if said else "it printed no reason"
-            if code > 128:
-                reason = f"killed by {signal.Signals(code - 128).name}, as happens when memory runs out"
-            with atomic_write(path / "failed", "w") as file:
-                file.write(f"{step}: {reason}\n")
+        say(name, f"{run.name} failed in {verb} (its messages are in {work})")
+        run.mkdir(parents=True, exist_ok=True)
+        lines = [line for line in messages.read_text("utf-8", "replace").splitlines() if line.strip()]
+        reason = lines[-1] if lines else "it printed no reason"
+        if code > 128:
+            reason = f"killed by {signal.Signals(code - 128).name}, as happens when memory runs out"
+        with atomic_write(run / "failed", "w") as file:
+            file.write(f"{verb}: {reason}\n")
         return False
-    if not machine:
-        (path / "failed").unlink(missing_ok=True)
+    (run / "failed").unlink(missing_ok=True)
     return True
-
-
-def main(argv: Sequence[str]) -> int:
-    known = bool(argv) and argv[0] in CORPORA
-
-    def body() -> int:
-        about = "What scripts/reproduce_CORPUS.sh calls; its --help has the options."
-        parser = ArgumentParser(prog="python -m pn_fairseq reproduce", description=about)
-        parser.add_argument("corpus", choices=CORPORA)
-        return reproduce(parser.parse_args(argv[:1]).corpus, argv[1:])
-
-    return run(f"reproduce_{argv[0]}.sh" if known else "pn-reproduce", body)

@@ -163,7 +163,10 @@ class Run:
         paths = given or [self.checkpoints / "averaged.pt"]
         for path in paths:
             if not path.is_file():
-                raise UserError(f"there is no checkpoint '{path}' (scripts/average.sh makes averaged.pt)")
+                others = sorted(self.checkpoints.glob("checkpoint_*.pt"), key=lambda other: len(other.name))
+                others = [other.name for other in others or sorted(self.checkpoints.glob("*.pt"))][:3]
+                advice = f"; {self.checkpoints} has {', '.join(others)} (--checkpoint FILE)" if others else ""
+                raise UserError(f"there is no checkpoint '{path}' (pn average makes averaged.pt){advice}")
         return paths
 
 

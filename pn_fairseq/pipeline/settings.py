@@ -19,6 +19,7 @@ from fairseq.data.data_utils import load_indexed_dataset
 from fairseq.dataclass.configs import FairseqConfig
 from fairseq.dataclass.initialize import add_defaults, hydra_init
 from fairseq.models import (
+    ARCH_CONFIG_REGISTRY,
     ARCH_MODEL_NAME_REGISTRY,
     ARCH_MODEL_REGISTRY,
     MODEL_DATACLASS_REGISTRY,
@@ -36,9 +37,8 @@ from omegaconf.errors import OmegaConfBaseException
 import pn_fairseq.plugin  # noqa: F401 (registers the architectures)
 from pn_fairseq.common.command import UserError, did_you_mean, whole_number
 from pn_fairseq.common.files import recorded
+from pn_fairseq.common.old_settings import renamed
 from pn_fairseq.models.transformer_lm_pn import check_criterion
-from pn_fairseq.norms import load_norms
-from pn_fairseq.norms.registry import find_norm
 from pn_fairseq.pipeline.runs import flat, load_config
 
 #: Settings of this pipeline beside fairseq's. Configs hold average_last in fairseq's free section ``scoring``.
@@ -248,15 +248,17 @@ def _batches(config: Path, cfg: DictConfig, names: set[str], world_size: int) ->
 
 
 def check_names(cfg: DictConfig) -> None:
-    """Refuse norms that do not exist and a model of another task, without the data that building a model needs."""
+    """Refuse norms and options of norms that do not exist, and a model of another task, without any data."""
     is_lm = issubclass(ARCH_MODEL_REGISTRY[cfg.model._name], FairseqLanguageModel)
     if is_lm != {"language_modeling": True, "translation": False}.get(cfg.task._name, is_lm):
         raise UserError(f"model._name={cfg.model._name} is not a model for task._name={cfg.task._name}")
+    norm_options = getattr(ARCH_MODEL_REGISTRY[cfg.model._name], "norm_options", None)
+    if norm_options is None:  # a model of fairseq
+        return
+    filled = OmegaConf.create(OmegaConf.to_container(cfg))
     try:
-        for path in filter(None, (cfg.model.get("norm_module") or "").split(",")):
-            load_norms(path)
-        for name in filter(None, (cfg.model.get("encoder_norm"), cfg.model.get("decoder_norm"))):
-            find_norm(name)
+        ARCH_CONFIG_REGISTRY[cfg.model._name](filled.model)
+        norm_options.from_args(filled.model)
     except ValueError as error:
         raise UserError(str(error)) from error
 
@@ -295,7 +297,7 @@ def _indexed(data: Path, text: str):
     """fairseq's data set. Its ``sizes`` are a view of a file that is open for as long as it exists."""
     dataset = load_indexed_dataset(str(data / "bin" / text))
     if dataset is None:
-        raise UserError(f"{data}/bin has no {text}: prepare it again (scripts/prepare_*.sh)")
+        raise UserError(f"{data}/bin has no {text}: prepare it again (pn prepare)")
     return dataset
 
 
@@ -344,7 +346,7 @@ def check_same_run(cfg: DictConfig, data: Path, run: Path) -> None:
     if kept.is_file() and kept.read_bytes() != recorded(data, "settings").read_bytes():
         raise UserError(f"'{run}' was started with different data than '{data}' (compare {kept}); use another --run")
     begun = OmegaConf.to_container(load_config(run / "config.yaml"))
-    before, now = flat(begun), flat(OmegaConf.to_container(cfg))
+    before, now = renamed(flat(begun)), flat(OmegaConf.to_container(cfg))
     keys = sorted({*before, *now}, key=lambda key: (not key.startswith("model."), key))
     changed = [key for key in keys if before.get(key) != now.get(key) and not MAY_CHANGE.fullmatch(key)]
     shown = [f"{key} {before.get(key)} -> {now.get(key)}" for key in changed]

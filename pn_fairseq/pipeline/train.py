@@ -17,15 +17,11 @@ import time
 from datetime import UTC, datetime
 from pathlib import Path
 
-import pn_fairseq
 from pn_fairseq.common.command import ArgumentParser, Interrupted, UserError, command, did_you_mean, say
 from pn_fairseq.common.errors import NotFiniteError
-from pn_fairseq.common.files import atomic_write, recorded
+from pn_fairseq.common.files import PACKAGE, atomic_write, configs_folder, known_configs, recorded
 from pn_fairseq.common.machine import own_cores
 from pn_fairseq.pipeline.launch import RESUME, RankLayout, TrainingFailed, find_layout, report_failure, torchrun
-
-PACKAGE = Path(pn_fairseq.__file__).resolve().parent
-ROOT = PACKAGE.parent
 
 EPILOG = """\
 settings (key=value, in hydra's syntax):
@@ -53,7 +49,7 @@ LOG_SECONDS = 30
 def _parser() -> ArgumentParser:
     formatter = argparse.RawDescriptionHelpFormatter
     parser = ArgumentParser(prog="scripts/train.sh", epilog=EPILOG, formatter_class=formatter)
-    names = ", ".join(sorted(path.stem for path in (ROOT / "configs").glob("*.yaml")))
+    names = ", ".join(known_configs())
     parser.add_argument("config", metavar="CONFIG", help=f"a name in configs/ ({names}) or the path of a YAML file")
     parser.add_argument(
         "settings", nargs="*", default=[], metavar="key=value", help="settings that differ from the file's"
@@ -67,9 +63,9 @@ def _parser() -> ArgumentParser:
 
 def find_config(name: str) -> Path:
     """The file of a CONFIG argument."""
-    path = Path(name) if name.endswith((".yaml", ".yml")) else ROOT / "configs" / f"{name}.yaml"
+    path = Path(name) if name.endswith((".yaml", ".yml")) else configs_folder() / f"{name}.yaml"
     if not path.is_file():
-        known = sorted(file.stem for file in (ROOT / "configs").glob("*.yaml"))
+        known = known_configs()
         raise UserError(f"there is no '{path}'{did_you_mean(name, known)}; configs/ has: {', '.join(known)}")
     return path.resolve()
 
@@ -82,12 +78,10 @@ def main(argv: list[str] | None = None) -> int:
         if "=" not in setting and not setting.startswith("~"):
             raise UserError(f"unexpected argument '{setting}': settings are key=value (see --help)")
     config = find_config(args.config)
-    data = (args.data or ROOT / "runs/data" / config.stem).absolute()
-    run = (args.run or ROOT / "runs" / config.stem).absolute()
+    data = (args.data or Path("runs/data") / config.stem).absolute()
+    run = (args.run or Path("runs") / config.stem).absolute()
     if not args.check and not ((data / "bin").is_dir() and recorded(data, "settings").is_file()):
-        raise UserError(
-            f"'{data}' is not prepared data: it has no bin/ or no settings.txt (scripts/prepare_*.sh make them)"
-        )
+        raise UserError(f"'{data}' is not prepared data: it has no bin/ or no settings.txt (pn prepare makes them)")
     if ":" in str(data):
         raise UserError(f"'{data}' has a colon, at which fairseq splits paths; use another path (--data)")
     logging.getLogger().addHandler(logging.NullHandler())  # else fairseq configures logging when it is imported

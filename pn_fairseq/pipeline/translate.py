@@ -1,21 +1,23 @@
-"""``scripts/translate.sh``: plain text in, plain text out, tokenized and segmented as the data of a run."""
+"""``pn translate``: plain text in, plain text out, tokenized and segmented as the data of a run."""
 
 from __future__ import annotations
 
-import os
 import sys
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pn_fairseq.common.command import ArgumentParser, UserError, command
 from pn_fairseq.common.files import atomic_write
-from pn_fairseq.pipeline.generate import Decoding, add_decoding_options, decode, hypotheses, write_lines
-from pn_fairseq.pipeline.runs import Run, open_run
+from pn_fairseq.pipeline.generate import Decoding, add_decoding_options, hypotheses, write_lines
+
+if TYPE_CHECKING:
+    from pn_fairseq.pipeline.runs import Run
 
 
 def _parser() -> ArgumentParser:
-    about = "Translate UTF-8 text, one sentence a line. As many lines come out as go in; an empty line stays empty."
-    parser = ArgumentParser(prog="scripts/translate.sh", description=about)
+    about = "Translate UTF-8 text, one sentence a line. The output has as many lines; an empty line stays empty."
+    parser = ArgumentParser(prog="pn translate", description=about)
     add_decoding_options(parser)
     parser.add_argument("--input", type=Path, metavar="FILE", help="text to translate (default: standard input)")
     parser.add_argument("--output", type=Path, metavar="FILE", help="default: standard output")
@@ -23,26 +25,30 @@ def _parser() -> ArgumentParser:
 
 
 def to_subwords(run: Run, text: str) -> list[str]:
-    """The lines of ``text`` as the model's training data has them."""
+    """The lines of ``text`` in the form of the model's training data."""
     from pn_fairseq.pipeline.data import settings, subwords, tokens
 
     how = settings.read(run.data)
-    tokenize = tokens.tokenizer(how, how["source"], "test" in how["straighten"].split(), os.environ.get("MOSES", ""))
+    tokenize = tokens.tokenizer(how, how["source"], "test" in how["straighten"].split())
     segment = subwords.segmenter(how["segmentation"], run.data / "bpe" / subwords.MODELS[how["segmentation"]])
     tokenized = tokenize("".join(f"{line}\n" for line in text.split("\n")).encode("utf-8"))
     return [segment(line).strip() for line in tokenized.decode("utf-8").removesuffix("\n").split("\n")]
 
 
-@command("translate.sh")
+@command("pn translate")
 def main(argv: list[str] | None = None) -> int:
     args = _parser().parse_args(argv)
+
+    from pn_fairseq.pipeline.runs import open_run
+    from pn_fairseq.pipeline.scoring import detokenize
+
     folder = args.run
     if folder is None and args.checkpoint:  # RUN/checkpoints/averaged.pt
-        above = args.checkpoint[0].resolve().parent
-        folder = above.parent if (above.parent / "config.yaml").is_file() else above
+        parent = args.checkpoint[0].resolve().parent
+        folder = parent.parent if (parent.parent / "config.yaml").is_file() else parent
     run = open_run(folder, same_data=True)
     if run.data is None:
-        raise UserError(f"{run.bin}/../settings does not exist: how its text was tokenized is not known")
+        raise UserError(f"{run.bin}/../settings.txt does not exist: how its text was tokenized is not known")
     decoding = Decoding(args, run)
     try:
         text = (args.input.read_bytes() if args.input else sys.stdin.buffer.read()).decode("utf-8")
@@ -50,21 +56,17 @@ def main(argv: list[str] | None = None) -> int:
         raise UserError(f"{args.input or 'standard input'} is not UTF-8 (byte {error.start})") from error
     text = text.removeprefix("\ufeff").replace("\r\n", "\n")
     lines = to_subwords(run, text.removesuffix("\n")) if text else []
-    full = [line for line in lines if line]
+    sentences = [line for line in lines if line]
     with tempfile.TemporaryDirectory() as name:
         source = Path(name) / "source"
-        write_lines(source, full)
-        command_line = [
-            *("fairseq_cli.interactive", str(run.bin), "--input", str(source), *decoding.options),
-            *("--buffer-size", str(max(len(full), args.batch_size))),
-        ]
-        logs = decode("interactive", [command_line], decoding, Path(name), len(full)) if full else []
-        best = iter([options[0][1] for options in hypotheses(logs, len(full))])
-
-    from pn_fairseq.pipeline.scoring import detokenize
-
+        write_lines(source, sentences)
+        buffer = str(max(len(sentences), args.batch_size))
+        command_line = ["fairseq_cli.interactive", str(run.bin), "--input", str(source), "--buffer-size", buffer]
+        commands = [[*command_line, *decoding.options]]
+        logs = decoding.run("translate", commands, Path(name), len(sentences)) if sentences else []
+        best = iter([options[0][1] for options in hypotheses(logs, len(sentences))])
     tokens = [next(best) if line else "" for line in lines]
-    plain = "".join(f"{line}\n" for line in detokenize(tokens, decoding.settings["target"])).encode("utf-8")
+    plain = "".join(f"{line}\n" for line in detokenize(tokens, decoding.languages["target"])).encode("utf-8")
     if args.output is None:
         sys.stdout.buffer.write(plain)
     else:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pandas
 
 from pn_fairseq.common.command import UserError
-from pn_fairseq.common.files import read_settings
+from pn_fairseq.common.files import read_settings, recorded
 from pn_fairseq.common.published import LM_NAMES, LM_PAPER, LM_TOKENS
 from pn_fairseq.pipeline.evaluate_lm import different
 from pn_fairseq.report import tables
@@ -58,7 +58,7 @@ def _causal(runs: Sequence[Run]) -> bool:
 
 def _counts(corpus: Corpus) -> dict[str, str]:
     """What the preparation counted."""
-    files = [run.data_path / "counts" for run in corpus.runs if run.data_path]
+    files = [recorded(run.data_path, "counts") for run in corpus.runs if run.data_path]
     counts = next((read_settings(file) for file in files if file.is_file()), {})
     return {title: f"{float(counts[name]):,g}" for name, title in _COUNTS.items() if name in counts}
 

@@ -12,14 +12,15 @@ from pathlib import Path
 import yaml
 
 from pn_fairseq.common.command import UserError
-from pn_fairseq.common.files import count_lines, read_settings, short_names
+from pn_fairseq.common.files import count_lines, read_settings, recorded, short_names
+from pn_fairseq.common.old_settings import renamed
 from pn_fairseq.pipeline import runs
 from pn_fairseq.pipeline.evaluate_lm import Perplexity, read_perplexity
 from pn_fairseq.pipeline.runs import flat, with_present_names
 from pn_fairseq.pipeline.scoring import METRICS, Scores, ScoringError, low_bleu, read_scores
 from pn_fairseq.pipeline.training_log import Start, TrainingLog, without_flags_of_others
 
-#: What an absent key in the settings of a translation's data means (scripts/prepare_*.sh).
+#: What an absent key in the settings of a translation's data means (pn prepare).
 _DATA_DEFAULTS = {
     "segmentation": "subword-nmt",
     "tokenizer": "sacremoses",
@@ -255,7 +256,7 @@ def _read_settings(run: Run) -> None:
     if settings is None:
         run.problems.append(f"no settings: there is no {'config.yaml' if run.ours else 'line with them in the log'}")
     else:
-        run.settings = flat(settings)
+        run.settings = renamed(flat(settings))
 
 
 def _read_data(run: Run) -> None:
@@ -268,9 +269,9 @@ def _read_data(run: Run) -> None:
     elif folder := run.setting("task.data"):
         # fairseq takes several folders, separated by colons; the last part of ours is bin.
         run.data_path = Path(str(folder).split(":")[0])
-        if (run.data_path.parent / "settings").is_file():
+        if recorded(run.data_path.parent, "settings").is_file():
             run.data_path = run.data_path.parent
-            noted = run.data_path / "settings"
+            noted = recorded(run.data_path, "settings")
         else:
             names = [re.match(r"train\.([\w-]+)-([\w-]+)\.", file.name) for file in run.data_path.glob("train.*.bin")]
             pair = next((match.groups() for match in names if match), ("", ""))
@@ -329,11 +330,11 @@ def _read_result(run: Run, folder: Path, subset: str) -> None:
             missing = ", and not averaged"
         run.problems.append(f"not decoded: there is no {folder.relative_to(run.path)}/hyp.tok{missing}")
         return
-    if made := _text(folder / "made"):
+    if made := _text(recorded(folder, "made")):
         # How it was decoded, without what was decoded.
         words = re.findall(r"\b((?!checkpoint=|data=|subset=)[a-z_0-9]+=\S+)", made)
         run.decoding = " ".join(words) or None
-    averaged = (_text(run.path / "checkpoints/averaged.pt.made") or "").split()
+    averaged = (_text(recorded(run.path / "checkpoints", "averaged.pt.made")) or "").split()
     wanted = run.setting("average_last")
     if len(averaged) > 1 and wanted and averaged[1].isdecimal() and int(averaged[1]) < wanted:
         run.problems.append(f"averaged.pt is the average of {averaged[1]}, not of average_last={wanted} checkpoints")

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from pn_fairseq.norms import (
@@ -189,6 +190,37 @@ def test_a_graph_belongs_to_the_original_and_not_to_its_copy(running):
     assert state_of(norm)[COUNT] == before[COUNT] + 1
 
 
+class HostReads(TorchDispatchMode):
+    """Notes the operations of a block that would wait for a GPU: they read values, or have results of unknown size."""
+
+    NAMES = ("_local_scalar_dense", "item", "is_nonzero", "nonzero", "masked_select", "equal")
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket.__name__ in self.NAMES:
+            self.found.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["told updates", "counting itself"])
+@pytest.mark.parametrize("masked", [True, False], ids=["mask", "no mask"])
+def test_no_value_is_read_in_a_training_step(case, masked, told):
+    """A GPU never has to catch up with the host. An ``if`` on a value of a tensor would read it."""
+    norm = case.build(4, psi_warmup_updates=2, outlier_filtration=True)
+    x, mask, dy = tensors(rng(2))
+    with HostReads() as reads:
+        for step in range(4):  # in the warm-up and after it
+            if told:
+                norm.set_num_updates(step)
+            # A fault, too: what to do with it is decided where the numbers are.
+            inputs = (x * float("inf") if step == 3 else x).detach().requires_grad_()
+            norm(inputs, mask if masked else None).backward(dy)
+    assert reads.found == []
+
+
 # When the state changes.
 
 
@@ -211,10 +243,10 @@ def test_a_forward_changes_nothing(running):
 
 def test_a_backward_is_taken_in_by_the_next_flush(running):
     norm = running.trained()
-    before = state_of(norm)
+    before, buffers = state_of(norm), dict(norm.named_buffers())
     x, mask, dy = tensors(rng(2))
     norm(x.requires_grad_(), mask).backward(dy)
-    for name, value in norm.named_buffers():
+    for name, value in buffers.items():
         assert torch.equal(value, before[name]), "a backward pass alone writes no buffer"
     norm.flush()
     assert int(norm.num_batches_tracked) == int(before[COUNT]) + 1
@@ -233,25 +265,40 @@ FLUSHES = {
     "conversion": lambda norm: norm.float(),
     "diagnostics": lambda norm: norm.diagnostics(),
     "within a model": lambda norm: torch.nn.Sequential(norm).state_dict(),
+    "attribute": lambda norm: norm.num_batches_tracked,
+    "named_buffers": lambda norm: list(norm.named_buffers()),
+    "buffers of a model": lambda norm: list(torch.nn.Sequential(norm).buffers()),
 }
 
 
 @pytest.mark.parametrize("when", FLUSHES)
 def test_flush_runs_before_the_state_is_used(running, when):
     norm = running.trained()
-    before = int(norm.num_batches_tracked)
+    count = norm.num_batches_tracked
+    before = int(count)
     x, mask, dy = tensors(rng(2))
     norm(x.requires_grad_(), mask).backward(dy)
+    assert int(count) == before
     FLUSHES[when](norm)
-    assert int(norm.num_batches_tracked) == before + 1
+    assert int(count) == before + 1
+
+
+def test_an_average_of_models_reads_the_state_after_the_last_backward(running):
+    """As torch.optim.swa_utils.AveragedModel does, by ``model.buffers()``."""
+    model = torch.nn.Sequential(running.trained())
+    average = torch.optim.swa_utils.AveragedModel(model, use_buffers=True)
+    x, mask, dy = tensors(rng(2))
+    model[0](x.requires_grad_(), mask).backward(dy)
+    average.update_parameters(model)
+    assert_same(state_of(average.module[0]).values(), state_of(model[0]).values())
 
 
 def test_flush_waits_inside_a_backward(running):
     """A module that computes within a backward pass, as a recomputation does, sees the state as it was."""
     norm = running.trained()
+    before = state_of(norm)
     x, mask, dy = tensors(rng(2))
     norm(x.requires_grad_(), mask).backward(dy)
-    before = {name: value.clone() for name, value in norm.named_buffers()}
     seen = []
 
     def look(gradient):

@@ -348,7 +348,7 @@ def test_checkpoints_to_average(save_dir):
     assert names(2) == (["checkpoint10.pt", "checkpoint11.pt"], "epoch", "")
     found, kind, differs = names(6)
     assert (len(found), kind) == (5, "epoch")
-    assert differs == " has 5 epoch checkpoints instead of 6 epoch checkpoints: averaging what there is"
+    assert differs == " has 5 epoch checkpoints instead of 6 epoch checkpoints: averaging 5 epoch checkpoints"
     found, _, differs = names(2, ["update"], upper_bound=999)
     assert found == ["checkpoint_1_500.pt"] and "1 update checkpoint instead of 2" in differs
     with pytest.raises(CheckpointError) as error:
@@ -361,8 +361,8 @@ def test_checkpoints_to_average(save_dir):
     assert "2 update checkpoints instead of 2 epoch checkpoints" in differs
     for path in save_dir.glob("checkpoint_[0-9]*"):
         path.unlink()
-    assert names(2)[:2] == (["checkpoint_last.pt"], "last") and "taking checkpoint_last.pt alone" in names(2)[2]
-    with pytest.raises(CheckpointError, match="checkpoint_last.pt, which can be named as a file"):
+    assert names(2)[:2] == (["checkpoint_last.pt"], "last") and "using only checkpoint_last.pt" in names(2)[2]
+    with pytest.raises(CheckpointError, match=r"it has checkpoint_last.pt \(--inputs "):
         checkpoints_to_average(save_dir, 2, ["epoch"])
 
 

@@ -22,7 +22,7 @@ def raising(error: BaseException):
         (
             ModuleNotFoundError("", name="fairseq"),
             2,
-            "tool: error: fairseq is not installed (pip install 'pn-fairseq[fairseq]')\n",
+            "tool: error: fairseq is not installed (in the checkout: pip install --no-build-isolation '.[fairseq]')\n",
         ),
         (MemoryError(), 2, "tool: error: there is not enough memory; use fewer processes or a larger machine\n"),
         (KeyboardInterrupt(), 130, "tool: interrupted; run the same command again to resume\n"),

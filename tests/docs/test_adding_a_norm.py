@@ -11,7 +11,7 @@ import torch
 import pn_fairseq.plugin  # noqa: F401 (registers them for --arch, also where a test has imported the package before)
 from pn_fairseq.common.checkpoints import load_checkpoint
 from pn_fairseq.norms import NORMS, build_norm, load_norms
-from pn_fairseq.pipeline.average_checkpoints import main as average_checkpoints
+from pn_fairseq.pipeline.average import main as average
 from pn_fairseq.testing.command import main as run_suite
 from pn_fairseq.testing.helpers import assert_close, random_batch, randomize_affine, rng, state_of, train_step
 
@@ -176,9 +176,10 @@ def test_training_with_fairseq(norm_modules, data, tmp_path, monkeypatch, capfd,
     caplog.set_level("INFO")
     monkeypatch.chdir(norm_modules["my-unified"].parent)
     flags = ("--norm-module", "my_unified.py,my_l1.py", "--encoder-norm", "my-unified", "--decoder-norm", "l1")
+    flags += ("--norm-options", "window=3")
     straight = train(monkeypatch, data, tmp_path / "straight", 3, *flags)
     assert {int(value) for key, value in straight.items() if key.endswith("num_batches_tracked")} == {3}
-    assert straight["encoder.layer_norm.lambda_window"].shape == (4, 128)
+    assert straight["encoder.layer_norm.lambda_window"].shape == (3, 128)
     assert "decoder.layer_norm.weight" in straight and "decoder.layer_norm.nu" not in straight
     log = caplog.text + "".join(capfd.readouterr())
     assert all(f'"norm_{name}"' in log for name in ("psi_distance", "nonfinite_steps"))
@@ -190,7 +191,7 @@ def test_training_with_fairseq(norm_modules, data, tmp_path, monkeypatch, capfd,
 
     monkeypatch.chdir(tmp_path)
     inputs = ("--inputs", tmp_path / "straight", "--by", "update", "--last", 2, "--output", tmp_path / "averaged.pt")
-    code = average_checkpoints([str(each) for each in (*inputs, "--recalibrate", data / "bin", "--batches", 2)])
+    code = average([str(each) for each in (*inputs, "--recalibrate", data / "bin", "--batches", 2)])
     assert code == 0, capfd.readouterr().err
     averaged = load_checkpoint(tmp_path / "averaged.pt")
     assert not torch.equal(averaged["model"]["encoder.layer_norm.running_psi2"], straight["encoder.layer_norm.nu"])

@@ -9,16 +9,16 @@ from functools import cache
 
 import pytest
 
-from pn_fairseq.__main__ import VERBS
+from pn_fairseq.__main__ import VERBS, call
 from pn_fairseq.pipeline.reproduce import CORPORA
 
 from ..scripts_helpers import run
 from .pages import PAGES, ROOT, Command, block_commands, inline_commands, inline_options
 
 #: First words of commands that are not this project's. Their options are not checked.
-OTHERS = {"pip", "export", "echo", "srun", "torchrun", "sed", "tensorboard", ".", "pre-commit"}
+OTHERS = {"pip", "sacrebleu", "export", "echo", "srun", "sbatch", "torchrun", "sed", "tensorboard", ".", "pre-commit"}
 #: Options of such commands that pages mention.
-OTHER_OPTIONS = {"--index-url", "--no-build-isolation", "--sample-break-mode"}
+OTHER_OPTIONS = {"--extra-index-url", "--index-url", "--no-build-isolation", "--sample-break-mode"}
 OTHER_OPTIONS |= {"--nnodes", "--node-rank", "--nproc-per-node", "--requeue"}  # of torchrun and sbatch
 #: Variables that programs read and no help text names.
 VARIABLES = {"CUDA_VISIBLE_DEVICES", "WANDB_MODE"}
@@ -44,26 +44,20 @@ def help_of(tool: str) -> str:
         return fairseq_help(tool)
     if tool == "fairseq-hydra-train":
         return "--config-dir --config-name --multirun"
-    if tool == "python -m pn_fairseq":
-        return of_main(lambda: importlib.import_module("pn_fairseq.__main__").options(["--help"]))
     if tool.endswith(".sh"):
         path = ROOT / "scripts" / tool.removeprefix("scripts/")
         if not path.is_file():
             raise LookupError(f"there is no {tool}")
-        verb = re.search(r'^run_verb ([\w-]+) "\$@"', path.read_text("utf-8"), re.M)
-        return verb_help(verb[1]) if verb else run("bash", path, "--help").stdout
-    return verb_help(tool.removeprefix("pn-"))
+        verb = re.search(r'/pn" (.+) "\$@"$', path.read_text("utf-8"), re.M)
+        return pn_help(verb[1]) if verb else run("bash", path, "--help").stdout
+    return pn_help(tool.removeprefix("pn").strip())
 
 
-def verb_help(verb: str) -> str:
-    if verb not in VERBS:
-        raise LookupError(f"there is no pn-{verb}")
-    return of_main(lambda: importlib.import_module(VERBS[verb]).main(["--help"]))
-
-
-def of_main(call) -> str:
+def pn_help(words: str) -> str:
     with contextlib.redirect_stdout(io.StringIO()) as output, contextlib.suppress(SystemExit):
-        call()
+        code = call([*words.split(), "--help"])
+        if code:
+            raise LookupError(f"there is no pn {words}")
     return output.getvalue()
 
 
@@ -99,9 +93,15 @@ def ours(command: Command) -> tuple[str, list[str]] | None:
         return None
     if words[:2] == ["python", "-m"] and words[2] == "pytest":
         return None
+    if words[:3] == ["python", "-m", "pn_fairseq"]:
+        words = ["pn", *words[3:]]
+    if words[0] == "scripts/reproduce.sh":
+        words = ["pn", "reproduce", *words[1:]]
+    if words[0] == "pn":
+        verb = 1 + (len(words) > 1 and not words[1].startswith("-"))
+        verb += words[1:2] == ["reproduce"] and len(words) > 2
+        return " ".join(words[:verb]), words[verb:]
     if words[:2] == ["python", "-m"]:
-        if words[2] == "pn_fairseq" and len(words) > 3 and not words[3].startswith("-"):
-            return f"pn-{words[3]}", words[4:]
         return " ".join(words[:3]), words[3:]
     return words[0], words[1:]
 
@@ -133,9 +133,9 @@ def test_commands_exist_and_have_these_options(page):
 
 def test_options_in_sentences_exist():
     """`--keep-case` in a sentence is an option of some command."""
-    tools = [f"pn-{verb}" for verb in VERBS] + [f"scripts/{path.name}" for path in (ROOT / "scripts").glob("*.sh")]
+    tools = [f"pn {verb}" for verb in VERBS] + [f"scripts/{path.name}" for path in (ROOT / "scripts").glob("*.sh")]
     tools += [f"python -m benchmarks.{name}" for name in ("norms", "training", "decoding")]
-    text = " ".join(map(help_of, [*tools, "fairseq-train", "fairseq-generate", "python -m pn_fairseq"]))
+    text = " ".join(map(help_of, [*tools, "fairseq-train", "fairseq-generate", "pn"]))
     pages = {option: page.name for page in PAGES for option in inline_options(page)}
     assert {option: page for option, page in pages.items() if not has(text, option)}.keys() <= OTHER_OPTIONS
 

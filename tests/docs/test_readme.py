@@ -66,7 +66,9 @@ def test_each_command_is_run_by_a_test_or_marked():
 def run_here() -> list:
     """The commands that the slow tests below run."""
     return [
-        command for command in block_commands(PATH) if re.match(r"scripts/(?!reproduce)|fairseq-|pn-", command.text)
+        command
+        for command in block_commands(PATH)
+        if re.match(r"scripts/(?!reproduce)|fairseq-|pn average", command.text)
     ]
 
 

@@ -15,11 +15,11 @@ from fairseq.models.ema import EMA
 from fairseq.modules.layer_drop import LayerDropModuleList
 from fairseq.trainer import Trainer
 
-from pn_fairseq.__main__ import info
 from pn_fairseq.common.environment import SWITCH
 from pn_fairseq.fairseq_patches import bf16_flag, one_line_errors, patch, patches
 from pn_fairseq.models.normed_model import FoldedModelError
 from pn_fairseq.norms import NORMS, running_norms
+from pn_fairseq.pipeline.info import info
 
 from ..common.test_errors import call_in
 from ..models.helpers import build, padded_batch
@@ -148,7 +148,7 @@ def test_settings_that_a_model_refuses_end_fairseq_with_one_line(flags, words, c
 
 
 def test_a_folded_checkpoint_is_named():
-    assert str(FoldedModelError("x.pt")).startswith("x.pt was folded by pn-fold")
+    assert str(FoldedModelError("x.pt")).startswith("x.pt was folded by pn fold")
 
 
 def test_a_function_with_other_parameters_is_left_alone():

@@ -18,7 +18,7 @@ def statistics(model) -> dict[str, torch.Tensor]:
 RUNS = {
     "both trained": ((3, 3), {}),
     "one trained": ((3, 0), {}),
-    "averaging off": ((3, 3), {"no_norm_agreement": True}),
+    "averaging off": ((3, 3), {"no_average_norm_stats": True}),
 }
 
 

@@ -150,7 +150,8 @@ def test_passes_over_the_tokens(shape, groups, mask, dtype):
         check("parameters", sums[0], factor=4), check("products", sums[1], factor=4)
 
 
-#: centered, factor, inside, outside, least; gain, curve; through the mean, through the divisor; weight and bias.
+#: centered, square_factor, eps_in_root, eps_outside, min_divisor; gain, gain_slope; through the mean, through the
+#: divisor; weight and bias.
 PER_TOKEN = [
     ((True, 1.0, EPS, 0.0, 0.0), (1.0, 0.0), (True, True), True),  # GN
     ((True, 1.0, EPS, 0.0, 0.0), (1.0, 0.0), (False, True), False),  # DetachNorm

@@ -5,12 +5,47 @@ import pytest
 from fairseq import options
 from omegaconf import OmegaConf
 
+from pn_fairseq.models.from_checkpoint import model_of, model_settings_of
 from pn_fairseq.models.norm_options import NormOptions
+from pn_fairseq.models.own_options import check_options, read_options
+from pn_fairseq.models.transformer_pn import TransformerPNModel
 from pn_fairseq.norms import NORMS, running_norms
 from pn_fairseq.norms.base import ChannelNorm
-from pn_fairseq.norms.registry import default_of
 
-from .helpers import arch_args, build
+from .helpers import arch_args, build, make_task
+
+MY_NORM = '''
+from pn_fairseq.norms import ChannelNorm, register_norm
+
+@register_norm("my-scaled", "mys", "a scaled identity, a test")
+class Scaled(ChannelNorm):
+    """y = beta h.
+
+    Args:
+        beta: a factor. It is not learned.
+        label: a name.
+    """
+    learned = ()
+
+    def __init__(self, num_features, beta=0.5, *, label: "str | None" = None, **common):
+        super().__init__(num_features, **common)
+        if beta <= 0:
+            raise ValueError(f"beta={beta} must be greater than 0")
+        self.beta, self.label = beta, label
+
+    def normalize(self, h):
+        return self.beta * h
+'''
+
+
+@pytest.fixture
+def my_norm(tmp_path):
+    before = dict(NORMS)
+    path = tmp_path / "my.py"
+    path.write_text(MY_NORM, "utf-8")
+    yield path
+    NORMS.clear()
+    NORMS.update(before)
 
 
 def parse(*flags):
@@ -19,46 +54,56 @@ def parse(*flags):
     return parser.parse_args(flags)
 
 
-def test_choices_are_the_registry(capsys):
-    for name in NORMS:
-        assert parse("--encoder-norm", name).encoder_norm == name
-    with pytest.raises(SystemExit) as stop:
-        parse("--encoder-norm", "instance")
-    assert stop.value.code == 2
-    message = capsys.readouterr().err
-    assert all(name in message for name in NORMS)
-
-
 @pytest.mark.parametrize(
-    ("flag", "value"),
+    ("flag", "value", "words"),
     [
-        ("--norm-alpha-fwd", "1"),
-        ("--norm-alpha-fwd", "0"),
-        ("--norm-alpha-bwd", "nan"),
-        ("--norm-eps", "0"),
-        ("--norm-eps", "small"),
-        ("--layer-scale-groups", "-1"),
-        ("--psi-warmup-updates", "2.5"),
-        ("--norm-window", "0"),
-        ("--renorm-r-max", "0.5"),
-        ("--reg-lambda-mean", "-1"),
-        ("--norm-groups", "0"),
-        ("--norm-detach", "men"),
-        ("--norm-detach", "mean,"),
-        ("--ada-k", "-1"),
-        ("--ada-scale", "0"),
-        ("--alpha-init", "inf"),
+        ("--encoder-norm", "instance", [*NORMS]),
+        ("--norm-variant", "released", ["paper", "release"]),
+        ("--psi-warmup-updates", "2.5", ["'2.5'"]),
+        ("--norm-eps", "small", ["'small'"]),
+        ("--norm-options", "window", ["'window' is not KEY=VALUE"]),
+        ("--norm-options", "window=", ["'window=' is not KEY=VALUE"]),
+        ("--norm-options", ".window=3", ["'.window=3' is not KEY=VALUE"]),
+        ("--norm-options", "detach=mean,detach.detach=std", ["'detach.detach=std' is not KEY=VALUE"]),
     ],
 )
-def test_a_value_that_does_not_fit_is_refused_in_one_line(flag, value, capsys):
+def test_a_value_that_is_refused_by_the_parser(flag, value, words, capsys):
     with pytest.raises(SystemExit) as stop:
         parse(f"{flag}={value}")
     assert stop.value.code == 2
     last = capsys.readouterr().err.strip().splitlines()[-1]
-    assert flag in last and repr(value) in last
+    assert flag in last and all(word in last for word in words)
 
 
-def test_flags_reach_the_norms():
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"norm_alpha_fwd": 1.0}, "alpha_fwd=1.0 must lie strictly between 0 and 1"),
+        ({"norm_eps": 0.0}, "eps=0.0 must be a number greater than 0"),
+        ({"layer_scale_groups": -1}, "groups=-1 must be a whole number"),
+        ({"layer_scale_groups": 3}, "num_features=128 is not divisible by groups=3"),
+        ({"norm_variant": "released"}, "released.*paper, release"),
+        ({"norm_options": "window=0"}, "window=0 must be a whole number of at least 1"),
+        ({"norm_options": "window=2.5"}, "norm option window='2.5' is not a whole number"),
+        ({"norm_options": {"window": True}}, "norm option window=True is not a whole number"),
+        ({"norm_options": {"windw": 3}}, "unknown norm option 'windw', did you mean 'window'"),
+        ({"norm_options": {"ada_k": 0.1}}, "unknown norm option 'ada_k'.*the options of unified, layer are"),
+        ({"norm_options": {"alpha_fwd": 0.5}}, "it has the flag --norm-alpha-fwd"),
+        ({"norm_options": {"outlier_filtration": "maybe"}}, "outlier_filtration='maybe' is not true or false"),
+        ({"norm_options": {"adda": {"ada_k": 1}}}, "unknown norm 'adda', did you mean 'ada'"),
+        ({"norm_options": {"ada": {"ada_kk": 1}}}, "unknown norm option 'ada_kk', did you mean 'ada_k'"),
+        ({"norm_options": 3}, "norm_options=3 is not KEY=VALUE"),
+        ({"encoder_norm_last": "layre"}, "unknown norm 'layre', did you mean 'layer'"),
+        ({"decoder_norm_last": "rms", "no_decoder_final_norm": True}, "--no-decoder-final-norm"),
+    ],
+    ids=str,
+)
+def test_a_value_that_is_refused_by_the_model(settings, message):
+    with pytest.raises(ValueError, match=message):
+        build("transformer_un_tiny", **settings)
+
+
+def test_shared_flags_reach_the_norms():
     flags = vars(
         parse(
             *("--decoder-norm", "batch", "--norm-eps", "1e-3", "--norm-alpha-fwd", "0.95"),
@@ -70,27 +115,115 @@ def test_flags_reach_the_norms():
     assert (norm.eps, norm.alpha_fwd, norm.alpha_bwd) == (1e-3, 0.95, 0.8)
     assert (norm.layer_scale.groups, norm.psi_warmup_updates) == (2, 11)
     norm = model.decoder.layers[1].encoder_attn_layer_norm
-    # BN has no layer-scale by default, so the flag leaves a BN decoder alone.
+    # BN has no layer-scale by default, so the flag does not change a BN decoder.
     assert (type(norm), norm.eps, norm.alpha_fwd, norm.layer_scale.groups) == (NORMS["batch"].cls, 1e-3, 0.95, 0)
 
 
-def test_flags_of_the_norms_without_state():
-    flags = parse(*("--norm-detach", "std", "--ada-k", "0.2", "--ada-scale", "2", "--alpha-init", "0.8"))
-    for name, expected in (
-        ("detach", {"detach": ("std",)}),
-        ("ada", {"ada_k": 0.2, "ada_scale": 2.0}),
-        ("group", {"groups": 4}),  # attention heads
-        ("dyt", {"alpha_init": 0.8}),
-        ("derf", {"alpha_init": 0.8}),
-    ):
-        model = build("transformer_pn_tiny", encoder_norm=name, decoder_norm=name, **vars(flags))
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("window=3", {"window": "3"}),
+        ("detach=mean,std", {"detach": "mean,std"}),
+        ("batch-reg.lambda_mean=1,batch-reg.lambda_var=2,ada_k=0.1,detach=mean,std",
+         {"batch-reg": {"lambda_mean": "1", "lambda_var": "2"}, "ada_k": "0.1", "detach": "mean,std"}),
+    ],
+)  # fmt: skip
+def test_options_as_text(text, expected):
+    assert read_options(text) == expected
+
+
+#: Norm -> options as text, and the attributes that they set.
+OWN = {
+    "mabn": ("window=3", {"window": 3}),
+    "unified": ("window=3,outlier_filtration=true", {"window": 3, "outlier_filtration": True}),
+    "batch-renorm": (
+        "renorm_updates=8,renorm_r_max=2,renorm_d_max=0",
+        {"renorm_updates": 8, "renorm_r_max": 2.0, "renorm_d_max": 0.0},
+    ),
+    "batch-reg": ("lambda_mean=60,lambda_var=0.0", {"lambda_mean": 60.0, "lambda_var": 0.0}),
+    "prep-batch": ("fade_updates=7", {"fade_updates": 7}),
+    "detach": ("detach=std", {"detach": ("std",)}),
+    "ada": ("ada_k=0.2,ada_scale=2", {"ada_k": 0.2, "ada_scale": 2.0}),
+    "group": ("groups=16", {"groups": 16}),
+    "dyt": ("alpha_init=0.8", {"alpha_init": 0.8}),
+    "derf": ("alpha_init=8e-1", {"alpha_init": 0.8}),
+}
+
+
+def test_every_own_option_is_tested():
+    for name, entry in NORMS.items():
+        assert set(entry.own_options) == set(read_options(OWN[name][0]) if name in OWN else ()), name
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_options_of_one_norm_reach_it(name):
+    text, attributes = OWN[name]
+    norms = {"encoder_norm": name, "decoder_norm": name}
+    in_hydra = OmegaConf.create({"options": check_options(text, {name: NORMS[name]})}).options
+    for given in (parse("--norm-options", text).norm_options, in_hydra, {name: read_options(text)}):
+        model = build("transformer_pn_tiny", **norms, norm_options=given)
         for norm in (model.encoder.layer_norm, model.decoder.layers[0].encoder_attn_layer_norm):
-            assert {key: getattr(norm, key) for key in expected} == expected
-    assert build("transformer_gn_tiny", norm_groups=16).encoder.layer_norm.groups == 16
-    with pytest.raises(ValueError, match="num_features=128 is not divisible by groups=3"):
-        build("transformer_gn_tiny", norm_groups=3)
-    with pytest.raises(ValueError, match="detach='men'"):  # hydra asks no parser
-        build("transformer_dn_tiny", norm_detach="men")
+            assert {key: getattr(norm, key) for key in attributes} == attributes
+    plain = build("transformer_pn_tiny", encoder_norm=name).encoder.layer_norm
+    assert all(getattr(plain, key) != value for key, value in attributes.items())
+    if name == "group":
+        assert plain.groups == 4  # attention heads
+
+
+def test_an_option_is_for_every_norm_that_has_it_or_for_the_named_one():
+    norms = {"encoder_norm": "mabn", "decoder_norm": "unified", "encoder_norm_last": "layer"}
+    model = build("transformer_pn_tiny", **norms, norm_options="window=3,unified.window=5,ada.ada_k=1")
+    windows = model.encoder.layers[0].final_layer_norm.window, model.decoder.layer_norm.window
+    assert windows == (3, 5)
+
+
+@pytest.mark.parametrize("arch", ["transformer_pn_tiny", "transformer_lm_pn_tiny", "tensorized_lm_pn_tiny"])
+def test_a_norm_of_its_own_after_the_last_layer(arch):
+    norms = {"decoder_norm": "batch", "decoder_norm_last": "power"}
+    model = build(arch, **norms, encoder_norm="rms", encoder_norm_last="mabn", norm_options="mabn.window=3")
+    kinds = {name: type(norm) for name, norm in model.named_modules() if isinstance(norm, ChannelNorm)}
+    assert kinds.pop("decoder.layer_norm") is NORMS["power"].cls
+    assert kinds.pop("encoder.layer_norm", None) is (NORMS["mabn"].cls if "lm" not in arch else None)
+    assert {kind for name, kind in kinds.items() if name.startswith("decoder")} == {NORMS["batch"].cls}
+    assert {kind for name, kind in kinds.items() if name.startswith("encoder")} <= {NORMS["rms"].cls}
+    assert model.decoder.layer_norm.layer_scale.groups == (1 if arch.startswith("tensorized") else 4)
+
+
+def test_a_norm_in_a_file_has_options_of_its_own_and_a_checkpoint_rebuilds_it(my_norm, tmp_path):
+    args = arch_args("transformer_pn_tiny", norm_module=str(my_norm), encoder_norm="my-scaled")
+    args.norm_options = read_options("beta=0.3,label=7")
+    model = TransformerPNModel.build_model(args, make_task())
+    assert (model.encoder.layer_norm.beta, model.encoder.layer_norm.label) == (0.3, "7")
+    state = {"args": args, "model": model.state_dict()}
+    assert args.norm_options == {"beta": 0.3, "label": "7"}
+    del NORMS["my-scaled"]
+    moved = my_norm.rename(tmp_path / "moved.py")
+    settings = model_settings_of(state, "x.pt")
+    settings.norm_module = str(moved)
+    assert model_of(settings, state["model"], "x.pt").encoder.layer_norm.beta == 0.3
+    with pytest.raises(ValueError, match="unknown norm option 'betta', did you mean 'beta'"):
+        build("transformer_pn_tiny", encoder_norm="my-scaled", norm_options={"betta": 1})
+    with pytest.raises(ValueError, match="beta=-1"):
+        build("transformer_pn_tiny", encoder_norm="my-scaled", norm_options={"beta": -1})
+
+
+OLD = {"norm_window": 3, "ada_k": 0.5, "outlier_filtration": False, "no_norm_agreement": True, "norm_groups": None}
+
+
+@pytest.mark.parametrize("hydra", [False, True])
+def test_a_checkpoint_with_the_settings_of_earlier_versions_is_loaded(hydra):
+    """It had a flag for each option; an option that no norm of the model has was ignored."""
+    model = build("transformer_mabn_tiny", norm_options="window=3")
+    args = arch_args("transformer_mabn_tiny", **OLD)
+    state = {"args": args, "model": model.state_dict()}
+    if hydra:
+        state = {"cfg": {"model": {**vars(args), "_name": args.arch}}, "model": state["model"]}
+    settings = model_settings_of(state, "x.pt")
+    loaded = model_of(settings, state["model"], "x.pt")
+    assert loaded.encoder.layer_norm.window == 3 and not loaded.averages_norm_stats
+    read = NormOptions.from_args(settings)
+    assert read.norm_options == {"window": 3} and read.no_average_norm_stats
+    assert all(getattr(settings, key, None) is None for key in OLD)
 
 
 def test_layer_scale_can_be_turned_off_and_on():
@@ -101,26 +234,32 @@ def test_layer_scale_can_be_turned_off_and_on():
     assert model.decoder.layer_norm.layer_scale.groups == 8
 
 
-def test_groups_that_do_not_divide_the_channels_are_refused():
-    with pytest.raises(ValueError, match="num_features=128.*groups=3"):
-        build("transformer_pn_tiny", layer_scale_groups=3)
-
-
 @pytest.mark.parametrize("key", ["warmup_updates", "warmup_steps"])
 def test_psi_warmup_is_the_learning_rates_unless_it_is_given(key):
     args = Namespace(**{key: 400})
     assert NormOptions.from_args(args).psi_warmup_updates == 400
-    assert args.psi_warmup_updates == 400, "the checkpoint has to say what was used"
+    assert args.psi_warmup_updates == 400, "the checkpoint has to contain what was used"
     assert NormOptions.from_args(Namespace(**{key: 400}, psi_warmup_updates=7)).psi_warmup_updates == 7
     assert NormOptions.from_args(Namespace(**{key: 400}, psi_warmup_updates=0)).psi_warmup_updates == 0
     assert NormOptions.from_args(Namespace()).psi_warmup_updates == 0
 
 
-def test_psi_warmup_is_found_beside_the_model_node_of_hydra():
+def test_psi_warmup_is_found_next_to_the_model_node_of_hydra():
     cfg = OmegaConf.create({"model": {"encoder_norm": "power"}, "lr_scheduler": {"warmup_updates": 300}})
     OmegaConf.set_struct(cfg, True)
     assert NormOptions.from_args(cfg.model).psi_warmup_updates == 300
     assert cfg.model.psi_warmup_updates == 300
+
+
+def test_schedules_are_a_part_of_the_run_unless_they_are_given():
+    args = Namespace(encoder_norm="batch-renorm", decoder_norm="prep-batch", max_update=1000)
+    assert NormOptions.from_args(args).norm_options == args.norm_options == {"renorm_updates": 300, "fade_updates": 800}
+    args = Namespace(encoder_norm="batch-renorm", max_update=1000, norm_options={"batch-renorm": {"renorm_updates": 7}})
+    assert NormOptions.from_args(args).norm_options == {"batch-renorm": {"renorm_updates": 7}}
+    assert NormOptions.from_args(Namespace(encoder_norm="batch-renorm", max_update=0)).norm_options == {}
+    cfg = OmegaConf.create({"model": {"encoder_norm": "prep-batch"}, "optimization": {"max_update": 500}})
+    OmegaConf.set_struct(cfg, True)
+    assert NormOptions.from_args(cfg.model).norm_options == cfg.model.norm_options == {"fade_updates": 400}
 
 
 def test_variant_is_passed_to_the_norms_that_have_it():
@@ -149,72 +288,27 @@ def test_released_batch_norm_has_the_settings_of_its_published_score_unless_othe
     assert (norm.layer_scale.groups, norm.alpha_fwd, norm.sync) == (4, 0.8, True)
 
 
-OWN_OPTIONS = {
-    "mabn": ({"norm_window": 3}, {"window": 3}),
-    "unified": (
-        {"norm_window": 3, "outlier_filtration": True, "norm_alpha_bwd": 0.5},
-        {"window": 3, "outlier_filtration": True, "alpha_bwd": 0.5},
-    ),
-    "batch-renorm": (
-        {"renorm_updates": 8, "renorm_r_max": 2.0, "renorm_d_max": 0.0},
-        {"renorm_updates": 8, "renorm_r_max": 2.0, "renorm_d_max": 0.0},
-    ),
-    "batch-reg": ({"reg_lambda_mean": 60.0, "reg_lambda_var": 0.0}, {"lambda_mean": 60.0, "lambda_var": 0.0}),
-    "prep-batch": ({"fade_updates": 7}, {"fade_updates": 7}),
-}
-
-
-@pytest.mark.parametrize("name", OWN_OPTIONS)
-def test_options_of_one_norm_reach_it_and_have_its_defaults(name):
-    flags, arguments = OWN_OPTIONS[name]
-    given = [
-        f"--{key.replace('_', '-')}" if value is True else f"--{key.replace('_', '-')}={value}"
-        for key, value in flags.items()
-    ]
-    norm = build("transformer_pn_tiny", encoder_norm=name, **vars(parse(*given))).encoder.layer_norm
-    assert {key: getattr(norm, key) for key in arguments} == arguments
-    plain = build("transformer_pn_tiny", encoder_norm=name).encoder.layer_norm
-    assert {key: getattr(plain, key) for key in arguments} == {
-        key: default_of(NORMS[name].cls, key) for key in arguments
-    }
-
-
-def test_schedules_are_a_part_of_the_run_unless_they_are_given():
-    args = Namespace(encoder_norm="batch-renorm", decoder_norm="prep-batch", max_update=1000)
-    options = NormOptions.from_args(args)
-    assert (options.renorm_updates, options.fade_updates) == (args.renorm_updates, args.fade_updates) == (300, 800)
-    args = Namespace(encoder_norm="batch-renorm", decoder_norm="layer", max_update=1000, renorm_updates=7)
-    options = NormOptions.from_args(args)
-    assert (options.renorm_updates, options.fade_updates) == (7, None) and not hasattr(args, "fade_updates")
-    assert NormOptions.from_args(Namespace(encoder_norm="batch-renorm", max_update=0)).renorm_updates is None
-    cfg = OmegaConf.create({"model": {"encoder_norm": "prep-batch"}, "optimization": {"max_update": 500}})
-    OmegaConf.set_struct(cfg, True)
-    assert NormOptions.from_args(cfg.model).fade_updates == cfg.model.fade_updates == 400
-
-
-def test_unknown_variant_is_refused(capsys):
-    with pytest.raises(SystemExit):
-        parse("--norm-variant", "released")
-    assert "paper" in capsys.readouterr().err
-    with pytest.raises(ValueError, match="released.*paper, release"):
-        build("transformer_pn_tiny", norm_variant="released")
-
-
-def test_help_has_the_variants_own_warmup(capsys):
-    with pytest.raises(SystemExit):
-        parse("--help")
-    assert "the norm after the last encoder layer always has 1000" in " ".join(capsys.readouterr().out.split())
-
-
-def test_help_lists_every_norm():
-    """That of fairseq-train has the architectures: fairseq adds a model's flags once it knows the architecture."""
-    text = "".join(options.get_training_parser().format_help().split())
-    parser = argparse.ArgumentParser()
-    NormOptions.add_args(parser)
-    flags = " ".join(parser.format_help().split())
+@pytest.mark.parametrize("help_flag", ["-h", "--help"])
+def test_help_lists_every_norm_and_with_an_architecture_its_flags(help_flag, capsys):
+    parser = options.get_training_parser()
+    with pytest.raises(SystemExit) as stop:
+        options.parse_args_and_arch(parser, ["data", help_flag, "--arch", "transformer_pn_iwslt"])
+    text = "".join(capsys.readouterr().out.split())
+    assert stop.value.code == 0
     for name, entry in NORMS.items():
         assert f"transformer_{entry.short}_*({name})" in text, name
-        assert f"{name}: {entry.title}" in flags, name
+    flags = [action.option_strings[0] for action in _actions(NormOptions.add_args)]
+    assert all(text.count(flag) for flag in flags) and len(flags) > 15
+    parser = options.get_training_parser()
+    with pytest.raises(SystemExit):
+        options.parse_args_and_arch(parser, ["data", help_flag])
+    assert "--encoder-norm" not in capsys.readouterr().out
+
+
+def _actions(add_args):
+    parser = argparse.ArgumentParser(add_help=False)
+    add_args(parser)
+    return parser._actions
 
 
 def test_a_null_in_hydra_leaves_the_norm_to_the_architecture():

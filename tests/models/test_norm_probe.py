@@ -290,7 +290,7 @@ def test_a_training_that_is_killed_and_resumed_has_every_update_once(data, tmp_p
             ("--norm-probe", "x", "--norm-probe-layers", "encoder.layer.0"),
             "encoder.layer.0 fits no norm; the model has e",
         ),
-        (("--norm-probe", "x", "--norm-probe-interval", "0"), "'0' is not a whole number of at least 1"),
+        (("--norm-probe", "x", "--norm-probe-interval", "0"), "--norm-probe-interval 0 must be at least 1"),
         (("--norm-probe", "occupied"), "occupied holds notes.txt"),
         (("--norm-probe", "occupied/notes.txt/probe"), "Not a directory"),
         (("--norm-probe-layers", "encoder.*"), "--norm-probe-layers needs --norm-probe FILE"),

@@ -1,4 +1,4 @@
-"""pn-average-checkpoints --recalibrate and average.sh --recalibrate, on a model that fairseq has trained."""
+"""pn average --recalibrate, on a model that fairseq has trained."""
 
 import re
 import shutil
@@ -10,10 +10,9 @@ from fairseq import checkpoint_utils
 from torch.nn import functional as F
 
 from pn_fairseq.common.checkpoints import load_checkpoint, save_checkpoint
-from pn_fairseq.models.recalibrate_checkpoint import RecalibrationModel
+from pn_fairseq.models.recalibrate_checkpoint import ModelWithData
 from pn_fairseq.pipeline import train
-from pn_fairseq.pipeline.average import main as average_of_a_run
-from pn_fairseq.pipeline.average_checkpoints import main
+from pn_fairseq.pipeline.average import main
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +64,7 @@ def test_losses_are_those_of_the_files_over_all_sentences(trained, data, plain, 
     code, out, err = average(trained, output, capsys, "--recalibrate", data / "bin", "--batches", 10**6)
     assert (code, err) == (0, "")
     used = int(re.search(r"recalibrated 7 norms on (\d+) training batches", out)[1])
-    batches = list(RecalibrationModel(load_checkpoint(plain), "plain", data / "bin").batches("train", train=True))
+    batches = list(ModelWithData(load_checkpoint(plain), "plain", data / "bin").batches("train", train=True))
     assert used == len(batches)  # all, where more were asked for than there are
     assert sum(len(batch["id"]) for batch in batches) == 600  # and none is lost to a batch multiple
 
@@ -93,7 +92,7 @@ def test_only_the_running_statistics_change_and_they_fit_the_averaged_weights(tr
         if not key.endswith("_float_tensor"):
             assert torch.equal(value, before[key]) != key.endswith("running_psi2"), key
 
-    model = RecalibrationModel(load_checkpoint(plain), "plain", data / "bin")
+    model = ModelWithData(load_checkpoint(plain), "plain", data / "bin")
     norm = model.model.encoder.layers[0].self_attn_layer_norm
     psi2 = []
 
@@ -116,12 +115,12 @@ def test_only_the_running_statistics_change_and_they_fit_the_averaged_weights(tr
 def test_half_precision_weights_stay_so_and_arithmetic_is_float32(plain, data):
     state = load_checkpoint(plain)
     weights = state["model"]
-    expected = RecalibrationModel(state, "plain", data / "bin").validate()
+    expected = ModelWithData(state, "plain", data / "bin").validate()
     for key, value in weights.items():
         if value.is_floating_point() and not key.endswith(("running_psi2", "nu")):
             weights[key] = value.half()
     dtypes = {key: value.dtype for key, value in weights.items()}
-    model = RecalibrationModel(state, "half", data / "bin")
+    model = ModelWithData(state, "half", data / "bin")
     assert model.validate().bits == pytest.approx(expected.bits, abs=0.01)
     model.recalibrate(2)
     model.store(weights)
@@ -192,7 +191,7 @@ def test_data_that_does_not_fit(change, needles, trained, data, tmp_path, capsys
         (("--recalibrate", "DATA", "--batches", -3), ("--batches",)),
         (("--recalibrate", "DATA", "--batches", "some"), ("--batches", "some")),
         (("--recalibrate", "/nowhere"), ("/nowhere", "fairseq-preprocess")),
-        (("--recalibrate",), ("--recalibrate", "--help")),
+        (("--recalibrate",), ("--recalibrate needs DATA",)),
     ],
     ids=lambda value: " ".join(map(str, value)),
 )
@@ -220,7 +219,7 @@ def test_the_script_knows_how_the_average_was_made(trained, tmp_path, capsys):
         ((), True),
         (("--no-recalibrate",), False),
     ):
-        assert average_of_a_run([str(argument) for argument in (*flags, *options)]) == 0
+        assert main([str(argument) for argument in (*flags, *options)]) == 0
         said = capsys.readouterr()
         assert ("already" not in said.err) == anew, options
         assert ("validation loss after" in said.out) == (anew and bool(options))

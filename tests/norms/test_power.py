@@ -1,5 +1,7 @@
 """PN against the oracle of Shen et al. 2020, Algorithm 2."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -290,3 +292,13 @@ def test_gradients_in_eval_mode_are_those_of_the_fixed_scaling():
     assert_close(actual["dweight"], (dy * x * scale).sum(axis=(0, 1)))
     assert_close(actual["dbias"], dy.sum(axis=(0, 1)))
     assert_state_unchanged(norm, before)
+
+
+@pytest.mark.parametrize(("scale", "expected"), [(2.0, 0.0), (8.0, math.log(4)), (0.5, math.log(4))])
+def test_psi_distance_is_that_of_the_logarithms(scale, expected):
+    """abs(log(psi_B / psi)) with psi = 2, above and below it."""
+    norm = PowerNorm(4)
+    norm.running_psi2.fill_(4.0)
+    norm.collecting = True
+    norm(torch.full((3, 2, 4), scale, requires_grad=True)).sum().backward()
+    assert norm.diagnostics()["psi_distance"].item() == pytest.approx(expected, abs=1e-6)

@@ -1,5 +1,7 @@
 """build_norm and the registry behind it."""
 
+import inspect
+
 import pytest
 import torch
 
@@ -162,3 +164,23 @@ def test_values_are_checked(name):
 def test_every_norm_may_be_told_the_number_of_updates(name):
     """The trainer calls a method of the model and does not look at the norms."""
     build_norm(name, CHANNELS).set_num_updates(3)
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_constructors_name_all_their_arguments(name):
+    """Editors, ``inspect`` and the API page show them; an argument that is misspelt names the class that was called."""
+    entry = NORMS[name]
+    for cls in {entry.cls, *entry.variants.values()}:
+        signature = inspect.signature(cls)
+        assert set(signature.parameters) == entry.options | {"num_features"}
+        for option, parameter in signature.parameters.items():
+            assert parameter.kind == parameter.POSITIONAL_OR_KEYWORD
+            assert option in ("num_features", "process_group") or parameter.annotation is not parameter.empty
+        owner = next(each for each in cls.__mro__ if "__init__" in vars(each))
+        with pytest.raises(TypeError, match=rf"{owner.__name__}.*'layer_scale_group'"):
+            cls(8, layer_scale_group=2)
+        options = {option: parameter.default for option, parameter in list(signature.parameters.items())[1:]}
+        changed = options | {"eps": 1e-3, "affine": False, "layer_scale_groups": 2, "batch_first": True}
+        norm = cls(8, **changed | ({"sync": True, "alpha_fwd": 0.7} if "sync" in options else {}))
+        assert (norm.eps, norm.affine, norm.layer_scale_groups, norm.batch_first) == (1e-3, False, 2, True)
+        assert "sync" not in options or (norm.sync, norm.alpha_fwd) == (True, 0.7)

@@ -58,6 +58,7 @@ LOOKS = {
     "copying": lambda norm, x, mask: copy.deepcopy(norm),
     "next update": lambda norm, x, mask: norm.set_num_updates(6),
     "flush": lambda norm, x, mask: norm.flush(),
+    "reading": lambda norm, x, mask: norm.running_psi2,
 }
 
 
@@ -113,12 +114,13 @@ def work(rank, world):
         for look, do in LOOKS.items():
             norm = build_norm("power", x.size(-1), psi_warmup_updates=4, sync=True).double()
             norm.set_num_updates(updates)
+            psi2 = norm.running_psi2  # what is read later is up to date
             points = [watch.counts()]
             y = norm(x.clone().requires_grad_(), mask)
             points.append(watch.counts())
             y.backward(dy)
             points.append(watch.counts())
-            stale = norm.running_psi2.clone()
+            stale = psi2.clone()
             do(norm, x, mask)
             points.append(watch.counts())
             steps = [tuple(b - a for a, b in zip(one, two, strict=True)) for one, two in itertools.pairwise(points)]
@@ -158,3 +160,27 @@ def test_three_ranks_under_fsdp_train_like_one_process(three_ranks):
     for rank in three_ranks:
         for name, value in expected.items():
             torch.testing.assert_close(rank["FSDP"][name], value, rtol=1e-6, atol=1e-7, msg=name)
+
+
+def seen_under_ddp(rank, world):
+    """The state that each forward of an unsynchronised norm finds under DDP, and the state at the end."""
+    norm = build_norm("power", 8, psi_warmup_updates=2)
+    seen = []
+    norm.register_forward_pre_hook(lambda module, args: seen.append(module.state_dict()))
+    model = nn.parallel.DistributedDataParallel(norm)
+    torch.manual_seed(rank)
+    for step in range(5):
+        norm.set_num_updates(step)
+        model(torch.randn(4, 3, 8) * (rank + 1)).square().sum().backward()
+        seen[-1] = {name: value.clone() for name, value in seen[-1].items()}
+    return seen, norm.state_dict()
+
+
+def test_ddp_gives_every_rank_the_state_of_the_first_one():
+    """Its broadcast of buffers, which is on by default, reads the state up to date: no rank goes on with a mixture."""
+    (first, _), (second, _) = run_ranks(seen_under_ddp, 2)
+    alone, _ = run_ranks(seen_under_ddp, 1)[0]
+    for one, other, expected in zip(first, second, alone, strict=True):
+        for name in expected:
+            torch.testing.assert_close(one[name], expected[name], rtol=0, atol=0)
+            torch.testing.assert_close(other[name], expected[name], rtol=0, atol=0)

@@ -1,4 +1,4 @@
-"""scripts/average.sh: which checkpoints of a run are averaged, and that it is done once."""
+"""pn average --run: which checkpoints of a run are averaged, and that it is done once."""
 
 import os
 
@@ -20,7 +20,7 @@ def checkpoint(path, value: float, cfg=None):
 
 @pytest.fixture
 def run(tmp_path, capsys):
-    """``run(...)`` calls average.sh for a run and returns its output and the average."""
+    """``run(...)`` calls pn average for a run and returns its output and the average."""
     folder = tmp_path / "run"
     (tmp_path / "data/bin").mkdir(parents=True)
     folder.mkdir()
@@ -63,14 +63,14 @@ def test_a_short_run(run):
     assert "none of the 10 epoch checkpoints" in said and said.count("\n") == 1
     checkpoint(run.checkpoints / "checkpoint_last.pt", 3)
     said, value = run()
-    assert "taking checkpoint_last.pt alone" in said and value == 3
-    assert (run.checkpoints / "averaged.pt.made").read_text() == "last 1\n"
+    assert "using only checkpoint_last.pt" in said and value == 3
+    assert (run.checkpoints / "averaged.pt.made.txt").read_text() == "last 1\n"
     for epoch in (1, 2):
         checkpoint(run.checkpoints / f"checkpoint{epoch}.pt", epoch)
     for options in ((), ("--last", 3)):
         said, value = run(*options)
         assert f"has 2 epoch checkpoints instead of {3 if options else 10}" in said and value == 1.5
-    assert (run.checkpoints / "averaged.pt.made").read_text() == "epoch 2\n"
+    assert (run.checkpoints / "averaged.pt.made.txt").read_text() == "epoch 2\n"
     assert "--by epoch" in run("--by", "update", "--last", 1, code=2)[0]
 
 
@@ -82,12 +82,25 @@ def test_it_is_done_once_until_something_changes(run):
     before = output.read_bytes(), output.stat().st_mtime_ns
     assert "already" in run("--last", 2)[0]
     assert (output.read_bytes(), output.stat().st_mtime_ns) == before
-    assert output.with_name("averaged.pt.made").read_text() == "epoch 2\n"
+    assert output.with_name("averaged.pt.made.txt").read_text() == "epoch 2\n"
     assert run("--last", 1)[1] == 2
     newer = output.stat().st_mtime_ns + 10**9
     checkpoint(run.checkpoints / "checkpoint3.pt", 3)
     os.utime(run.checkpoints / "checkpoint3.pt", ns=(newer, newer))
     assert run("--last", 1)[1] == 3
+
+
+def test_other_options_average_again_and_an_old_mark_is_read(run):
+    for epoch in (1, 2, 3):
+        checkpoint(run.checkpoints / f"checkpoint{epoch}.pt", epoch)
+    assert run("--last", 1)[1] == 3
+    mark = run.checkpoints / "averaged.pt.made.txt"
+    mark.rename(run.checkpoints / "averaged.pt.made")
+    assert "already" in run("--last", 1)[0]
+    assert run("--last", 1, "--upper-bound", 2)[1] == 2
+    assert mark.read_text() == "epoch 1 upper_bound=2\n" and not (run.checkpoints / "averaged.pt.made").exists()
+    assert "already" in run("--last", 1, "--upper-bound", 2)[0]
+    assert "already" not in run("--last", 1, "--upper-bound", 2, "--keep-optimizer-state")[0]
 
 
 def test_a_damaged_checkpoint_leaves_the_earlier_average_without_its_mark(run):
@@ -96,7 +109,7 @@ def test_a_damaged_checkpoint_leaves_the_earlier_average_without_its_mark(run):
     (run.checkpoints / "checkpoint2.pt").write_bytes(b"PK")
     said, value = run("--last", 2, code=2)
     assert "checkpoint2.pt" in said and said.count("\n") == 1 and value == 1
-    assert not (run.checkpoints / "averaged.pt.made").exists()
+    assert not (run.checkpoints / "averaged.pt.made.txt").exists()
 
 
 def test_folders_of_fairseqs_own_commands(run, tmp_path, capsys):
@@ -117,7 +130,7 @@ def test_folders_of_fairseqs_own_commands(run, tmp_path, capsys):
 
 def test_mistakes_get_one_line(run, tmp_path, capsys):
     for options, needle in (
-        ((), "--run"),
+        ((), "one of the arguments --run --inputs is required"),
         (("--run", "/nowhere"), "is not a training run"),
         (("--by", "week"), "week"),
     ):

@@ -1,4 +1,4 @@
-"""pn-average-checkpoints: the numbers, what is kept and refused, the selection of files, and the exit codes."""
+"""pn average --inputs: the numbers, what is kept and refused, the selection of files, and the exit codes."""
 
 import argparse
 import builtins
@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from pn_fairseq.common.checkpoints import CheckpointError, allow_fairseq_checkpoints, load_checkpoint
-from pn_fairseq.pipeline import average_checkpoints as tool
-from pn_fairseq.pipeline.average_checkpoints import average_checkpoints, main
+from pn_fairseq.pipeline import average as tool
+from pn_fairseq.pipeline.average import average_checkpoints, main
 
 
 def write(path, model, num_updates=None, epoch=1):
@@ -53,7 +53,7 @@ def run_main(capsys, *argv):
 def assert_one_line_error(result, *words):
     code, _, err = result
     assert code == 2
-    assert err.startswith("pn-average-checkpoints: error: ")
+    assert err.startswith("pn average: error: ")
     assert err.count("\n") == 1
     for word in words:
         assert str(word) in err
@@ -322,7 +322,7 @@ def test_a_copy_among_the_inputs_gives_a_warning(tmp_path, capsys):
         ("dir", ["--last", "2", "--upper-bound", "0"], ["none of the 2 epoch checkpoints up to epoch 0"]),
         ("dir", ["--last", "1", "--by", "update"], ["none of the 1 update", "3 epoch checkpoints (--by epoch)"]),
         ("dir", ["--last", "1", "--by", "step"], ["--by", "invalid choice"]),
-        ("dir", [], ["is a directory", "--last"]),
+        ("dir", [], ["is a folder", "--last"]),
         ("files", ["--last", "2"], ["--last", "files"]),
         ("files", ["--by", "update"], ["--by", "files"]),
         ("files", ["--upper-bound", "2"], ["--upper-bound", "files"]),
@@ -332,6 +332,10 @@ def test_a_copy_among_the_inputs_gives_a_warning(tmp_path, capsys):
         ("link", [], ["given twice"]),
         ("empty", [], ["is empty"]),
         ("text", [], ["not a PyTorch checkpoint"]),
+        ("files", ["--recalibrate"], ["--recalibrate needs DATA"]),
+        ("files", ["--batches", "3"], ["--batches goes with --recalibrate"]),
+        ("files", ["--run", "x"], ["not allowed with argument"]),
+        ("files", ["--norm-module", "none.py"], ["--norm-module", "there is no file", "none.py"]),
         ("files", ["--unknown"], ["unrecognized arguments: --unknown", "--help"]),
     ],
 )
@@ -391,7 +395,7 @@ def test_interrupted(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(tool, "save_checkpoint", interrupt)
     code, _, err = run_main(capsys, "--inputs", *paths, "--output", tmp_path / "out.pt")
     assert code == 130
-    assert err == "pn-average-checkpoints: interrupted; run the same command again to resume\n"
+    assert err == "pn average: interrupted; run the same command again to resume\n"
 
 
 def test_one_checkpoint_in_memory_at_a_time(tmp_path, monkeypatch):
@@ -418,12 +422,12 @@ def test_a_short_run_is_averaged_as_far_as_it_goes(tmp_path, capsys):
 
     def average():
         code, _, err = run_main(capsys, "--inputs", tmp_path, "--last", 5, "--output", output)
-        assert code == 0 and err.count("\n") == 1 and f"note: {tmp_path} has " in err
+        assert code == 0 and err.count("\n") == 1 and f"[average] {tmp_path} has " in err
         return load_checkpoint(output)["model"]["w"].item(), err
 
     write(tmp_path / "checkpoint_last.pt", {"w": torch.ones(1)}, 3)
     value, said = average()
-    assert value == 1 and "none of the 5 epoch checkpoints: taking checkpoint_last.pt alone" in said
+    assert value == 1 and "none of the 5 epoch checkpoints: using only checkpoint_last.pt" in said
     write(tmp_path / "checkpoint_1_2.pt", {"w": torch.full((1,), 3.0)}, 2)
     value, said = average()
     assert value == 3 and "1 update checkpoint instead of 5 epoch checkpoints" in said
@@ -434,7 +438,7 @@ def test_a_short_run_is_averaged_as_far_as_it_goes(tmp_path, capsys):
 
 def test_exit_codes_of_the_process(tmp_path):
     paths = write_values(tmp_path, [[1.0], [2.0]])
-    command = [sys.executable, "-m", "pn_fairseq", "average-checkpoints", "--inputs", *paths]
+    command = [sys.executable, "-m", "pn_fairseq", "average", "--inputs", *paths]
     good = subprocess.run([*command, "--output", tmp_path / "out.pt"], capture_output=True, text=True)
     assert (good.returncode, good.stderr) == (0, "")
     assert load_checkpoint(tmp_path / "out.pt")["model"]["w"].item() == 1.5

@@ -4,6 +4,7 @@ import json
 import math
 import re
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from pn_fairseq.common.command import UserError
 from pn_fairseq.common.probe_files import read_probe
 from pn_fairseq.common.published import LM_SENTENCE
 from pn_fairseq.pipeline import average, evaluate_lm, train
-from pn_fairseq.pipeline.evaluate_lm import Perplexity, compare, read_perplexity, result_file
+from pn_fairseq.pipeline.evaluate_lm import Perplexity, different, read_perplexity, result_file
 from pn_fairseq.pipeline.training_log import read_log
 from pn_fairseq.report import command as report
 
@@ -99,7 +100,7 @@ def test_all_tokens_are_counted(work, name):
 def test_perplexity_is_that_of_fairseq_eval_lm(work, name, context, capsys):
     checkpoint = work / name / "checkpoints/averaged.pt"
     call(evaluate_lm, "--run", work / name, "--context-window", context)
-    printed, mine = capsys.readouterr().out, read_perplexity(work / name)
+    printed, mine = capsys.readouterr().out, read_perplexity(work / name, context=context)
     assert f"perplexity:     {mine.perplexity:.2f}" in printed and f"context:{context}|stride:{8 - context}" in printed
     mode = "eos" if name == "adaptive" else "none"
     theirs = run(
@@ -109,17 +110,19 @@ def test_perplexity_is_that_of_fairseq_eval_lm(work, name, context, capsys):
     )
     loss = re.search(r"Loss \(base 2\): ([\d.]+)", theirs.stdout + theirs.stderr)[1]
     assert float(loss) == pytest.approx(mine.bits, abs=1e-3)
-    call(evaluate_lm, "--run", work / name)  # other tests read it
+    # The perplexity without context has its own file, which reports read.
+    assert read_perplexity(work / name).context == 0 and (context == 0 or mine.nll != read_perplexity(work / name).nll)
 
 
 def test_fairseqs_own_commands_end_on_mistakes_with_one_line(work, tmp_path):
-    """fairseq-eval-lm, whose blocks have 1,024 tokens by default, would skip all, and print a perplexity of 1.00."""
+    """fairseq-eval-lm would skip blocks that are too long, here all, and print a perplexity of 1.00."""
     plain = (work / "data/bin", "--user-dir", ROOT / "pn_fairseq", "--cpu")
     data = (*plain, "--task", "language_modeling", "--tokens-per-sample", 8, "--max-tokens", 64, "--optimizer", "adam")
     tiny = (*data, "--arch", "transformer_lm_pn_tiny", "--save-dir", tmp_path)
     checkpoint = work / "transformer_lm_pn_seed1/checkpoints/averaged.pt"
+    evaluated = ("fairseq-eval-lm", *plain, "--path", checkpoint, "--gen-subset", "test")
     for command, needle in (
-        (("fairseq-eval-lm", *plain, "--path", checkpoint, "--gen-subset", "test"), "the model takes 8: give --tokens"),
+        ((*evaluated, "--tokens-per-sample", 12), "the model takes 8: give --tokens"),
         (("fairseq-train", *tiny, "--layer-scale-groups", 3), "not divisible by groups=3"),
         (("fairseq-train", *tiny, "--adaptive-softmax-cutoff", "8,12"), "needs criterion adaptive_loss"),
     ):
@@ -128,6 +131,15 @@ def test_fairseqs_own_commands_end_on_mistakes_with_one_line(work, tmp_path):
         assert ended.returncode == 2, error
         (line,) = [line for line in error.splitlines() if line.startswith(f"{command[0]}: error: ")]
         assert needle in line and "Traceback" not in error
+    # Blocks of the default length, 1,024 tokens, are shortened.
+    perplexities = []
+    for options in ((), ("--tokens-per-sample", 8), ("--context-window", 3)):
+        output = "".join((ended := run(*evaluated, *options)).stdout + ended.stderr)
+        perplexities.append(float(re.search(r"Perplexity: ([\d.]+)", output)[1]))
+        assert ("blocks of 8 tokens instead of 1024: the model takes no more" in output) == (
+            "8" not in map(str, options)
+        )
+    assert perplexities[0] == perplexities[1] > 1 and perplexities[2] > 1
 
 
 ADAPTIVE = "--criterion adaptive_loss --ddp-backend legacy_ddp --adaptive-softmax-cutoff 8,12"
@@ -267,29 +279,23 @@ PLAIN = Perplexity(5.0, "test", 100, "word", 50, 3, 8, 0, True)
 
 
 def wrote(folder, **changes):
-    found = Perplexity(**{**PLAIN.__dict__, **changes})
+    found = replace(PLAIN, **changes)
     (folder / "evaluate_lm").mkdir(parents=True)
     result_file(folder, "test").write_text(json.dumps(found.__dict__))
     return folder
 
 
-def test_comparison_refuses_other_tokens(tmp_path):
-    one, other = wrote(tmp_path / "one"), wrote(tmp_path / "other", nll=4.0, causal=False)
-    table = compare([one, other], "test")
-    assert "148.41" in table and "54.60" in table and "not causal" in table.splitlines()[2]
-    for name, change in {
-        "a": {"tokens": 101},
-        "b": {"unit": "subword"},
-        "c": {"vocabulary": 60},
-        "d": {"unknown": 1},
-        "e": {"context": 4},
-        "f": {"blocks": "eos"},
-    }.items():
-        with pytest.raises(UserError, match="cannot be compared: they have"):
-            compare([one, wrote(tmp_path / name, **change)], "test")
-    assert "not causal" in Perplexity(**{**PLAIN.__dict__, "causal": False}).text()
-    with pytest.raises(UserError, match="evaluate_lm.sh writes it"):
+def test_perplexities_of_other_tokens_are_not_compared(tmp_path):
+    for change in ({"tokens": 101}, {"unit": "subword"}, {"vocabulary": 60}, {"unknown": 1}, {"context": 4}):
+        assert list(change)[0] in different(PLAIN, replace(PLAIN, **change))
+    assert different(PLAIN, replace(PLAIN, blocks="eos")) and not different(PLAIN, replace(PLAIN, nll=4.0))
+    assert "not causal" in replace(PLAIN, causal=False).text()
+    with pytest.raises(UserError, match="pn evaluate-lm writes it"):
         read_perplexity(tmp_path)
+    # An earlier version wrote the perplexity of every context into one file.
+    assert read_perplexity(wrote(tmp_path)) == PLAIN
+    with pytest.raises(UserError, match="context-window 4"):
+        read_perplexity(wrote(tmp_path / "other", context=4))
 
 
 def test_report(work, tmp_path):

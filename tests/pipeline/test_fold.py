@@ -1,4 +1,4 @@
-"""pn-fold on checkpoints of small models with random weights and statistics."""
+"""pn fold on checkpoints of small models with random weights and statistics."""
 
 import copy
 from argparse import Namespace
@@ -100,6 +100,8 @@ CASES = [
     for groups, flags in [(0, {}), (1, {}), (HEADS, {}), (None, {"decoder_norm": norm, "share_all_embeddings": False})]
 ]
 CASES += [("power", 2, {"norm_variant": "release", "decoder_norm": "batch"})]
+LAST = {"encoder_norm_last": "power", "decoder_norm_last": "batch", "share_all_embeddings": False}
+CASES += [("batch", 2, LAST)]
 
 
 @pytest.mark.parametrize(("norm", "groups", "flags"), CASES, ids=str)
@@ -217,7 +219,7 @@ def test_difference_is_what_it_says():
 def test_training_a_folded_model_is_refused(data, tmp_path, capsys):
     path = fold(state_of(*make(), data), tmp_path)
     folded = load(path, data)
-    with pytest.raises(FoldedModelError, match="pn-fold"):
+    with pytest.raises(FoldedModelError, match="pn fold"):
         folded.train()
     assert not any(module.training for module in folded.modules())
 
@@ -229,8 +231,8 @@ def test_training_a_folded_model_is_refused(data, tmp_path, capsys):
     trainer = Trainer(cfg, task, model, criterion)
     before = copy.deepcopy(model.state_dict())
     for attempt, words in (
-        (lambda: trainer.load_checkpoint(str(path)), [f"{path} was folded by pn-fold"]),
-        (lambda: Trainer(cfg, task, folded, criterion), ["folded by pn-fold"]),
+        (lambda: trainer.load_checkpoint(str(path)), [f"{path} was folded by pn fold"]),
+        (lambda: Trainer(cfg, task, folded, criterion), ["folded by pn fold"]),
     ):
         with pytest.raises(FoldedModelError):
             attempt()
@@ -248,7 +250,7 @@ def assert_refused(capsys, argv, *words):
     capsys.readouterr()
     assert main([str(argument) for argument in argv]) == 2
     captured = capsys.readouterr()
-    assert captured.err.startswith("pn-fold: error: ") and captured.err.count("\n") == 1 and not captured.out
+    assert captured.err.startswith("pn fold: error: ") and captured.err.count("\n") == 1 and not captured.out
     for word in words:
         assert word in captured.err, (word, captured.err)
 

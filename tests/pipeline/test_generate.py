@@ -18,7 +18,7 @@ import torch
 from pn_fairseq.pipeline.data.binarize import MAGIC
 from pn_fairseq.pipeline.generate import main
 
-from ..scripts_helpers import SCRIPTS, cut_corpus, environment, prepare
+from ..scripts_helpers import ROOT, SCRIPTS, cut_corpus, environment, prepare, run
 
 SENTENCES = 37
 
@@ -102,13 +102,11 @@ def call(*arguments) -> int:
 def refused(capsys, code: int, *needles: str) -> None:
     """A user's mistake: exit code 2, and beside lines of progress one line that names what is wrong."""
     lines = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("[")]
-    assert code == 2 and len(lines) == 1 and lines[0].startswith("generate.sh: error: "), lines
+    assert code == 2 and len(lines) == 1 and lines[0].startswith("pn generate: error: "), lines
     assert all(needle in lines[0] for needle in needles), lines
 
 
-def test_the_result_does_not_depend_on_the_number_of_processes(
-    untrained, data, tmp_path, capsys, monkeypatch, warm_python
-):
+def test_the_result_does_not_depend_on_the_number_of_processes(untrained, data, tmp_path, capsys, monkeypatch):
     outputs = [tmp_path / f"by {count}" for count in (1, 2)]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     for count, output in enumerate(outputs, start=1):
@@ -116,7 +114,7 @@ def test_the_result_does_not_depend_on_the_number_of_processes(
         assert call("--run", untrained, "--batch-size", 8, "--output", f"{output}/") == 0
         said = capsys.readouterr().err
         assert f"processes on the CPU: {count}" in said and f"{SENTENCES} hypotheses" in said
-        assert {path.name for path in output.iterdir()} == {"hyp.tok", "ref.tok", "src.tok", "generate.log", "made"}
+        assert {path.name for path in output.iterdir()} == {"hyp.tok", "ref.tok", "src.tok", "generate.log", "made.txt"}
         # Each process translated a part.
         *parts, rest = re.split(
             r"^Generate test with beam=3: .*$", (output / "generate.log").read_text("utf-8"), flags=re.M
@@ -139,7 +137,7 @@ def test_sentencepiece_is_taken_apart_and_glued(tmp_path):
     """The sources and references that fairseq prints are the tokens again."""
     data = tmp_path / "data"
     prepare(cut_corpus(tmp_path / "corpus"), data, BPE="sentencepiece")
-    assert "segmentation=sentencepiece" in (data / "settings").read_text()
+    assert "segmentation=sentencepiece" in (data / "settings.txt").read_text()
     run_dir = tmp_path / "run"
     untrained_checkpoint(data, run_dir / "checkpoints/averaged.pt")
     assert call("--run", make_run(run_dir, data)) == 0
@@ -163,7 +161,7 @@ def place(tmp_path, monkeypatch) -> Path:
         (data / f"tok/test.{language}").write_text("".join(f"{language} {i}\n" for i in range(SENTENCES)))
         (data / f"bin/test.es-en.{language}.bin").write_text(language)
         (data / f"bin/test.es-en.{language}.idx").write_bytes(MAGIC + bytes(9) + SENTENCES.to_bytes(8, "little"))
-    (data / "settings").write_text(f"source=es\ntarget=en\nlower=1\n{'0' * 64}  test.en\n")
+    (data / "settings.txt").write_text(f"source=es\ntarget=en\nlower=1\n{'0' * 64}  test.en\n")
     torch.save({"model": {"w": torch.ones(1)}}, make_run(tmp_path / "run", data) / "checkpoints/averaged.pt")
     package = tmp_path / "stand-in/fairseq_cli"
     package.mkdir(parents=True)
@@ -222,7 +220,7 @@ def test_the_shares_are_merged_in_the_order_of_the_text(place):
 
 
 def test_options_of_decoding_and_an_ensemble(place, capsys):
-    (place / "other.pt").write_text("def")
+    torch.save({"model": {"w": torch.zeros(1)}}, place / "other.pt")
     checkpoints = (place / "run/checkpoints/averaged.pt", place / "other.pt")
     chosen = ("--checkpoint", *checkpoints, "--max-len-a", "1.5", "--max-len-b", 7, "--lenpen", 2, "--nbest", 3)
     assert generate(place, *chosen) == 0
@@ -247,7 +245,7 @@ def test_a_folder_of_fairseq_train(place, tmp_path):
     """Settings from the checkpoint, data from fairseq-preprocess, sources and references from fairseq's output."""
     folder = tmp_path / "checkpoints of fairseq-train"
     folder.mkdir()
-    (place / "data/settings").unlink()
+    (place / "data/settings.txt").unlink()
     cfg = {"task": {"data": str(place / "data/bin"), "source_lang": "es", "target_lang": "en"}, "model": None}
     torch.save({"model": {"w": torch.ones(1)}, "cfg": cfg}, folder / "checkpoint_last.pt")
     shutil.copy(folder / "checkpoint_last.pt", folder / "averaged.pt")
@@ -269,7 +267,7 @@ def test_no_process_is_left_without_a_batch(place, monkeypatch):
     ("segmentation", "option"), [("sentencepiece", "sentencepiece"), ("subword-nmt", "subword_nmt")]
 )
 def test_subwords_are_joined_as_the_data_was_segmented(segmentation, option, place):
-    for settings in (place / "data/settings", place / "run/data.settings"):
+    for settings in (place / "data/settings.txt", place / "run/data.settings"):
         settings.write_text(f"source=es\ntarget=en\nsegmentation={segmentation}\n")
     assert generate(place) == 0
     assert options_of(calls(place)[0])["--remove-bpe"] == option
@@ -333,13 +331,15 @@ def test_a_decoding_is_done_as_long_as_nothing_that_matters_changed(place, capsy
         assert generate(place, *options) == 0 and "already" in capsys.readouterr().err
     assert calls(place) == [] and (output / "scores.json").exists()
 
-    checkpoint.write_text("abd")
+    torch.save({"model": {"w": torch.zeros(1)}}, checkpoint)
     assert generate(place) == 0
     assert len(calls(place)) == 3 and not (output / "scores.json").exists(), "the scores are of other hypotheses"
     for options in (("--beam", 2), ("--beam", 2, "--lenpen", 1)):
         assert generate(place, *options) == 0
         assert len(calls(place)) == 3
-    (place / "data/bin/test.es-en.es.bin").write_text("binarized anew")
+    (output / "made.txt").rename(output / "made")  # the name that earlier versions wrote
+    assert generate(place, "--beam", 2, "--lenpen", 1) == 0 and calls(place) == []
+    (place / "data/bin/test.es-en.es.bin").write_text("binarized again")
     assert generate(place, "--beam", 2, "--lenpen", 1) == 0
     assert len(calls(place)) == 3
 
@@ -388,19 +388,97 @@ def test_one_share_that_fails_fails_all(mode, needles, place, capsys, monkeypatc
     assert not errors.exists(), "the old messages are removed"
 
 
+def flip_a_bit(path: Path) -> None:
+    """In the middle of the file, which is a weight."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
 @pytest.mark.parametrize(
-    ("content", "needle"), [(b"PK", "is cut off or damaged"), (b"hello", "not a PyTorch checkpoint")]
+    ("spoil", "needle"),
+    [
+        (lambda path: path.write_bytes(b"PK"), "is cut off or damaged"),
+        (lambda path: path.write_bytes(b"hello"), "not a PyTorch checkpoint"),
+        (lambda path: (torch.save({"model": {"w": torch.ones(9000)}}, path), flip_a_bit(path)), "its checksum"),
+    ],
+    ids=["cut off", "text", "flipped bit"],
 )
-def test_a_checkpoint_that_cannot_be_read_is_the_reason(content, needle, place, capsys, monkeypatch):
-    (place / "run/checkpoints/averaged.pt").write_bytes(content)
-    monkeypatch.setenv("MODE", "fail")  # as fairseq does, with an exception of the unpickler
-    refused(capsys, generate(place), str(place / "run/checkpoints/averaged.pt"), needle)
-    assert not (place / "run/generate/test").exists()
+def test_a_checkpoint_that_cannot_be_read_is_refused_before_anything_starts(spoil, needle, place, capsys):
+    checkpoint = place / "run/checkpoints/averaged.pt"
+    spoil(checkpoint)
+    refused(capsys, generate(place), str(checkpoint), needle)
+    assert not (place / "run/generate/test").exists() and not calls(place)
+
+
+def test_progress_is_shown_while_nothing_is_translated(place, capsys, monkeypatch):
+    monkeypatch.setattr("pn_fairseq.pipeline.generate.PROGRESS_SECONDS", 0)
+    assert generate(place) == 0
+    assert re.search(r"^\[generate\] \d+ of 37 hypotheses, \d+ s$", capsys.readouterr().err, re.M)
+
+
+def test_checkpoints_that_are_there_are_named(place, capsys):
+    checkpoints = place / "run/checkpoints"
+    (checkpoints / "averaged.pt").rename(checkpoints / "checkpoint_best.pt")
+    refused(capsys, generate(place), "no checkpoint", "pn average", "has checkpoint_best.pt (--checkpoint FILE)")
+
+
+def test_weights_that_do_not_fit_are_named(untrained, data, tmp_path, capsys, warm_python):
+    """Of another vocabulary, with another width, without a weight; and plain fairseq-generate on the same files."""
+    state = torch.load(untrained / "checkpoints/averaged.pt", weights_only=False)
+    model, cases = state["model"], tmp_path / "checkpoints"
+    cases.mkdir()
+    embeddings = {key: value[:-9] for key, value in model.items() if value.shape[:1] == model[EMBEDDING].shape[:1]}
+    missing = {key: value for key, value in model.items() if key != "encoder.layers.0.fc1.bias"}
+    rows, columns = model[EMBEDDING].shape
+    for name, weights, needles in (
+        ("vocabulary", {**model, **embeddings}, (f"[{rows - 9}, {columns}] in the checkpoint", "another vocabulary")),
+        ("width", {**model, "encoder.layers.0.fc1.bias": torch.ones(3)}, ("encoder.layers.0.fc1.bias is [3] in the",)),
+        ("missing", missing, ("the checkpoint has no encoder.layers.0.fc1.bias", "another checkpoint")),
+    ):
+        path = cases / f"{name}.pt"
+        torch.save({**state, "model": weights}, path)
+        refused(
+            capsys, call("--run", untrained, "--checkpoint", path, "--output", tmp_path / name), path.name, *needles
+        )
+        assert not (tmp_path / name).exists()
+
+
+EMBEDDING = "encoder.embed_tokens.weight"
+
+
+def test_fairseqs_own_commands_refuse_bad_checkpoints(untrained, data, tmp_path):
+    """One line and exit code 2: a flipped bit, weights that do not fit, code in the file; without torch's advice."""
+    state = torch.load(untrained / "checkpoints/averaged.pt", weights_only=False)
+    flipped, misfit, hostile = (tmp_path / f"{name}.pt" for name in ("flipped", "misfit", "hostile"))
+    torch.save(state, flipped)
+    flip_a_bit(flipped)
+    weights = dict(state["model"])
+    del weights["encoder.layers.0.fc1.bias"]
+    torch.save({**state, "model": weights}, misfit)
+    torch.save({**state, "extra_state": os.system}, hostile)
+    languages = ("--source-lang", "es", "--target-lang", "en")
+    plain = (data / "bin", "--user-dir", ROOT / "pn_fairseq", *languages, "--cpu")
+    training = ("--arch", "transformer_pn_tiny", "--share-all-embeddings", "--optimizer", "adam", "--max-tokens", 400)
+    train = ("fairseq-train", *plain, *training, "--max-update", 1)
+    for command, needles in (
+        (("fairseq-generate", *plain, "--path", flipped), ("flipped.pt: is damaged", "checksum")),
+        (("fairseq-generate", *plain, "--path", misfit), ("no encoder.layers.0.fc1.bias",)),
+        (("fairseq-generate", *plain, "--path", hostile), ("asks for", "system", "nothing in it was executed")),
+        ((*train, "--save-dir", tmp_path / "a", "--finetune-from-model", flipped), ("flipped.pt: is damaged",)),
+        ((*train, "--save-dir", tmp_path / "b", "--restore-file", hostile), ("hostile.pt: asks for",)),
+        ((*train, "--save-dir", tmp_path / "c", "--restore-file", misfit), ("no encoder.layers.0.fc1.bias",)),
+    ):
+        ended = run(*command, check=False)
+        assert ended.returncode == 2, ended.stderr
+        (line,) = [line for line in ended.stderr.splitlines() if line.startswith(f"{command[0]}: error: ")]
+        assert all(needle in line for needle in needles), line
+        assert "Traceback" not in ended.stderr and "weights_only=False" not in ended.stderr + ended.stdout
 
 
 @contextlib.contextmanager
 def decoding(place: Path, mode: str) -> Iterator[subprocess.Popen]:
-    """generate.sh, when its three processes run."""
+    """scripts/generate.sh, when its three processes run."""
     process = subprocess.Popen(
         ["bash", SCRIPTS / "generate.sh", "--run", place / "run", "--batch-size", "5"],
         **{"env": environment(MODE=mode), "stderr": subprocess.PIPE, "text": True},
@@ -422,7 +500,7 @@ def test_an_interruption_leaves_nothing_behind(number, code, place):
         process.send_signal(number)
         _, said = process.communicate(timeout=120)
     assert process.returncode == code
-    assert said.splitlines()[1:] == ["generate.sh: interrupted; run the same command again to resume"]
+    assert said.splitlines()[1:] == ["pn generate: interrupted; run the same command again to resume"]
     assert not any(map(alive, processes))
     assert list((place / "run/generate").iterdir()) == []
 
@@ -461,7 +539,8 @@ def test_a_directory_with_other_files_is_not_overwritten(place, capsys):
         (("--max-len-a", "x"), ("--max-len-a", "'x'")),
         (("--batch-size", "many"), ("--batch-size", "'many'")),
         (("--max-tokens", "-1"), ("--max-tokens", "'-1'")),
-        (("--checkpoint", "none.pt"), ("'none.pt'", "average.sh")),
+        (("--checkpoint", "none.pt"), ("'none.pt'", "pn average", "checkpoints has averaged.pt")),
+        (("--norm-module", "none.py"), ("--norm-module", "there is no file", "none.py")),
         (("--checkpoint", "a:b.pt"), ("colon",)),
         (("--bean", "3"), ("--bean", "did you mean '--beam'", "--help")),
     ],
@@ -479,7 +558,7 @@ def test_mistakes_in_the_environment_and_the_data_get_one_line(place, capsys, mo
     refused(capsys, generate(place), "NPROC", "'two'")
     refused(capsys, call(), "--run", "--help")
     refused(capsys, call("--run", place / "data"), "is not a training run")
-    settings = place / "data/settings"
+    settings = place / "data/settings.txt"
     settings.write_text(settings.read_text().replace("lower=1", "lower=0"))
     refused(capsys, generate(place), "prepared again", "data.settings")
     settings.write_text("lower=1\n")

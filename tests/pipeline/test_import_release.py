@@ -1,4 +1,4 @@
-"""pn-import-release on checkpoints built from the description of the release's layout."""
+"""pn import-release on checkpoints built from the description of the release's layout."""
 
 import importlib
 import re
@@ -305,7 +305,7 @@ def assert_refused(capsys, argv, *words):
     capsys.readouterr()
     assert main([str(argument) for argument in argv]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("pn-import-release: error: ") and error.count("\n") == 1
+    assert error.startswith("pn import-release: error: ") and error.count("\n") == 1
     for word in words:
         assert word in error, (word, error)
 

@@ -8,6 +8,7 @@ import random
 import re
 import shutil
 import subprocess
+import sys
 from collections import Counter
 from functools import cache
 from pathlib import Path
@@ -18,6 +19,7 @@ import sacrebleu
 import sacremoses
 
 from pn_fairseq.common.command import UserError
+from pn_fairseq.pipeline.data.binarize import MAGIC
 from pn_fairseq.pipeline.score import main
 from pn_fairseq.pipeline.scoring import (
     DETOKENIZER,
@@ -358,7 +360,7 @@ def test_a_line_ends_at_a_line_feed_and_nowhere_else(tmp_path):
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda base: (base / "run/generate/test/hyp.tok").unlink(), "hyp.tok.*generate.sh"),
+        (lambda base: (base / "run/generate/test/hyp.tok").unlink(), "hyp.tok.*pn generate"),
         (lambda base: (base / "run/generate/test/ref.tok").unlink(), "No such file.*ref.tok"),
         (lambda base: text_file(base / "run/generate/test/hyp.tok", ["a"] * 59), "59 lines, .*ref.tok has 60"),
         (lambda base: text_file(base / "data/raw/test.en", ["a"] * 61), "60 lines, .*test.en has 61"),
@@ -391,11 +393,11 @@ def test_a_folder_that_cannot_be_scored_stays_as_it_was(spoil, message, tmp_path
 
 
 def test_scores_that_are_none_of_ours_are_refused(tmp_path):
-    with pytest.raises(ScoringError, match="score.sh writes it"):
+    with pytest.raises(ScoringError, match="pn score writes it"):
         read_scores(tmp_path)
     for text in ("{", "[]", '{"subset": "test"}', '{"subset": "test", "sentences": 1, "tokenized": {"score": 1}}'):
         (tmp_path / "scores.json").write_text(text)
-        with pytest.raises(ScoringError, match="run it again"):
+        with pytest.raises(ScoringError, match="score the run again"):
             read_scores(tmp_path)
 
 
@@ -527,7 +529,7 @@ def test_a_comparison_in_words(two_runs, capsys):
     assert "twice" in capsys.readouterr().err
     (bad / "scores.json").write_text("{}")
     assert main(["--compare", *runs]) == 2
-    assert "run it again" in capsys.readouterr().err
+    assert "score the run again" in capsys.readouterr().err
 
 
 def test_score_script(tmp_path):
@@ -543,7 +545,7 @@ def test_runs_are_scored_where_they_are_not_before_they_are_compared(tmp_path, c
     assert "it's, good (baseline)" in capsys.readouterr().out and (bad / "generate/test/scores.json").is_file()
 
 
-def test_any_text_is_scored_and_compared(tmp_path, capsys):
+def test_any_text_is_scored(tmp_path, capsys):
     texts = {"ref": reference()[:30], "a": reference()[:30], "b": noisy(reference()[:30], 1)}
     files = {name: str(text_file(tmp_path / name, lines)) for name, lines in texts.items()}
     assert main(["--hyp", files["b"], "--ref", files["ref"]]) == 0
@@ -553,12 +555,8 @@ def test_any_text_is_scored_and_compared(tmp_path, capsys):
         assert "detok:" not in line, "nothing was detokenized"
     assert main(["--hyp", files["b"], "--ref", files["ref"], "--tokenized"]) == 0
     assert f"= {score('tokenized', texts['b'], texts['ref']).score:.2f} " in capsys.readouterr().out
-    options = ["--compare", files["b"], files["a"], "--resamples", "20"]
-    assert main(["--hyp", files["ref"], "--ref", files["ref"], *options]) == 0
-    text = capsys.readouterr().out
-    assert "b: chrF is" in text and "lower than ref's: significant (p = 0.048)" in text
-    # Equal scores get no verdict.
-    assert re.search(r"^a: chrF is the same as ref's \(p = 1\.000\)$", text, re.M)
+    assert main(["--hyp", files["a"], "--ref", files["ref"], "--tokenized", "--lowercase", "--compound-split"]) == 0
+    assert "case:lc[ascii]|" in (printed := capsys.readouterr().out) and "compounds:split" in printed
 
 
 def test_a_bleu_below_1_warns(tmp_path, capsys):
@@ -566,18 +564,33 @@ def test_a_bleu_below_1_warns(tmp_path, capsys):
     text_file(run_dir / "generate/test/hyp.tok", ["the"] * 60)
     assert main(["--run", str(run_dir)]) == 0
     assert "warning: BLEU is 0.00, below 1" in capsys.readouterr().err
+    good = make_run(tmp_path / "good", 1)
+    assert main(["--compare", str(good), str(run_dir), "--resamples", "20"]) == 0
+    printed = capsys.readouterr().out
+    assert "run and good: not tested. BLEU is 0.00" in printed
+    assert "significant" not in printed and "p =" not in printed and " *\n" not in printed
+
+
+def test_equal_scores_are_called_the_same(tmp_path, capsys):
+    runs = [str(make_run(tmp_path / name, 1)) for name in ("a", "b")]
+    assert main(["--compare", *runs, "--resamples", "20"]) == 0
+    assert re.search(r"^b: chrF is the same as a's \(p = 1\.000\)$", capsys.readouterr().out, re.M)
 
 
 @pytest.mark.parametrize(
     ("arguments", "needles"),
     [
         (("--compare", "one"), ("two runs or more",)),
-        (("--compare", "one", "two", "--run", "three"), ("--compare", "--run")),
+        (("--compare", "one", "two", "--run", "three"), ("--compare", "--run", "not allowed")),
+        (("--hyp", "one", "--ref", "two", "--compare", "three"), ("--compare", "--hyp", "not allowed")),
+        (("--hyp", "one", "--ref", "two", "--subset", "valid"), ("--subset needs --run or --compare",)),
+        (("--compare", "one", "two", "--output", "x"), ("--output needs --run",)),
+        (("--hyp", "one", "--ref", "two", "--compound-split"), ("--compound-split needs --run or --tokenized",)),
         (("--compare", "one", "two", "--seed", "x"), ("--seed", "'x'")),
         (("--compare", "one", "two", "--seed", "0"), ("--seed", "at least 1")),
         (("--compare", "one", "two"), ("'one'", "not a training run")),
         (("--run", "one", "--resamples", "10"), ("--resamples", "--compare")),
-        (("--run", "one", "--lowercase"), ("--lowercase", "--run")),
+        (("--run", "one", "--lowercase"), ("--lowercase needs --hyp",)),
         (("--hyp", "one"), ("--hyp", "--ref")),
         (("--hyp", "one", "--ref", "two"), ("one: No such file",)),
         ((), ("--run", "--compare", "--hyp")),
@@ -589,7 +602,7 @@ def test_mistakes_get_one_line(arguments, needles, tmp_path, capsys, monkeypatch
     monkeypatch.chdir(tmp_path)
     assert main(list(arguments)) == 2
     error = capsys.readouterr().err
-    assert error.startswith("score.sh: error: ") and error.count("\n") == 1
+    assert error.startswith("pn score: error: ") and error.count("\n") == 1
     assert all(needle in error for needle in needles), error
 
 
@@ -611,3 +624,69 @@ def test_a_run_on_data_of_others_is_scored_with_detokenized_references(tmp_path)
     assert scores.chrf.signature.endswith(f"|detok:{DETOKENIZER}|ref:detok") and not scores.lowercase
     assert known.lowercase and "ref:" not in known.chrf.signature
     assert scores.tokenized == known.tokenized
+
+
+def write_results(path: Path, run_dir: Path, order: list[int], lose: str = "", subwords: bool = False) -> list[str]:
+    """What fairseq-generate --results-path writes, in batches of its own order, with n-best; returns the hypotheses."""
+    decoded = run_dir / "generate/test"
+    texts = {kind: (decoded / f"{kind}.tok").read_text("utf-8").splitlines() for kind in ("hyp", "ref")}
+    lines = []
+    for n in order:
+        hypothesis = texts["hyp"][n].replace("the", "th@@ e") if subwords else texts["hyp"][n]
+        lines += [f"S-{n}\tsource", f"T-{n}\t{texts['ref'][n]}", f"H-{n}\t-0.5\t{hypothesis}", f"D-{n}\t-0.5\tx"]
+        lines += [f"P-{n}\t-0.1", f"H-{n}\t-0.9\tsecond best"]
+    lines = [line for line in lines if not (lose and line.startswith(lose))]
+    text_file(path, [*lines, "Generate test with beam=5: BLEU4 = 1.00"])
+    return texts["hyp"]
+
+
+def test_results_of_fairseq_generate_are_scored(tmp_path, capsys):
+    """`--results-path RUN` writes generate-test.txt; the scores are those of the same hypotheses by pn generate."""
+    run_dir = make_run(tmp_path / "run", 1)
+    decoded, results = run_dir / "generate/test", run_dir / "generate-test.txt"
+    expected = score_run(run_dir)
+    index = tmp_path / "data/bin/test.es-en.es.idx"
+    index.write_bytes(MAGIC + bytes(9) + (60).to_bytes(8, "little"))
+    (tmp_path / "data/tok").mkdir(exist_ok=True)
+    shutil.copy(decoded / "ref.tok", tmp_path / "data/tok/test.en")
+    order = sorted(range(60), key=lambda n: (n % 7, n))
+    for fault, needle in (
+        ({"order": order[1:]}, "line 1; decode with --required-batch-size-multiple 1"),
+        ({"order": order, "lose": "H-3\t"}, "line 4"),
+        ({"order": order, "lose": "T-3\t"}, "no reference (T-) of sentence 3"),
+        ({"order": order, "subwords": True}, "--remove-bpe"),
+    ):
+        write_results(results, run_dir, **fault)
+        shutil.move(decoded, tmp_path / "away")
+        assert main(["--run", str(run_dir)]) == 2
+        error = capsys.readouterr().err
+        assert needle in error and str(results) in error and error.count("\n") == 1
+        assert not decoded.exists()
+        shutil.move(tmp_path / "away", decoded)
+    hypotheses = write_results(results, run_dir, order)
+    shutil.rmtree(decoded)
+    assert main(["--run", str(run_dir)]) == 0
+    assert read_scores(decoded) == expected and (decoded / "hyp.tok").read_text("utf-8").splitlines() == hypotheses
+    # Decoded again: the new file is scored; the references are fairseq's where only it knows them.
+    (tmp_path / "data/settings").unlink()
+    (run_dir / "config.yaml").unlink()
+    (run_dir / ".hydra").mkdir()
+    task = f"task: {{data: {tmp_path / 'data/bin'}, source_lang: es, target_lang: en}}\n"
+    (run_dir / ".hydra/config.yaml").write_text(task)
+    shutil.copy(decoded / "ref.tok", decoded / "hyp.tok")
+    write_results(results, run_dir, order)
+    assert score_run(run_dir).tokenized.score == pytest.approx(100)
+    shutil.move(results, run_dir / "checkpoints-test.txt")
+    assert score_run(run_dir).tokenized.score == pytest.approx(100)
+
+
+@pytest.mark.parametrize("verb", ["score", "generate", "translate", "average", "evaluate-lm", "fold", "import-release"])
+def test_help_needs_only_torch(verb):
+    """The pipeline's other packages are needed when a command runs, not for its --help."""
+    others = (
+        "fairseq fairseq_cli omegaconf sacrebleu sacremoses sentencepiece subword_nmt pandas tabulate hydra".split()
+    )
+    code = f"import sys; sys.modules.update(dict.fromkeys({others})); sys.argv = ['pn', '{verb}', '--help']; "
+    code += "from pn_fairseq.__main__ import main; main()"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0 and result.stdout.startswith(f"usage: pn {verb} "), result.stderr

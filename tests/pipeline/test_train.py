@@ -88,7 +88,7 @@ def test_what_a_run_holds(data, trained):
     text = (trained / "train.log").read_text("utf-8")
     assert "Saved checkpoint" in text and "num. shared model params" in text
     assert (trained / "data").read_text() == f"{data}\n"
-    assert (trained / "data.settings").read_bytes() == (data / "settings").read_bytes()
+    assert (trained / "data.settings").read_bytes() == (data / "settings.txt").read_bytes()
     (record,) = map(json.loads, (trained / "starts.jsonl").read_text().splitlines())
     assert (record["world_size"], record["tokens_per_update"], record["max_tokens"]) == (1, 400, 400)
     assert record["machines"] == [{"ranks": 1, "gpus": []}] and record["torch"]

@@ -1,9 +1,12 @@
-"""scripts/translate.sh: plain text in, plain text out, tokenized and segmented as the data was."""
+"""pn translate: plain text in, plain text out, tokenized and segmented as the data was."""
 
+import re
+import shutil
 import subprocess
 
 import pytest
 
+from pn_fairseq.common.files import recorded
 from pn_fairseq.pipeline.translate import main
 
 from ..scripts_helpers import SCRIPTS, environment
@@ -22,7 +25,7 @@ def untrained(data, tmp_path_factory):
     return make_run(folder, data)
 
 
-def test_the_test_set_becomes_what_generate_makes_of_it(untrained, data, tmp_path, warm_python):
+def test_the_test_set_becomes_what_generate_makes_of_it(untrained, data, tmp_path):
     """The same hypotheses, detokenized; an empty line stays empty, and as many lines come out as go in."""
     from pn_fairseq.pipeline import generate
     from pn_fairseq.pipeline.scoring import detokenize
@@ -52,6 +55,23 @@ def test_input_without_a_word(text, untrained, tmp_path, capsys):
     assert capsys.readouterr().out == text
 
 
+@pytest.mark.parametrize("checkout", [None, "", "/nowhere"])
+def test_data_that_moses_tokenized_needs_moses(checkout, data, untrained, tmp_path, capsys, monkeypatch):
+    monkeypatch.delenv("MOSES", raising=False)
+    if checkout is not None:
+        monkeypatch.setenv("MOSES", checkout)
+    shutil.copytree(data, tmp_path / "data", ignore=shutil.ignore_patterns("raw", "tok"))
+    settings = recorded(tmp_path / "data", "settings")
+    settings.write_text(re.sub("(?m)^tokenizer=.*", "tokenizer=moses", settings.read_text()))
+    run = make_run(tmp_path / "run", tmp_path / "data")
+    shutil.copy(settings, run / "data.settings")
+    shutil.copy(untrained / "checkpoints/averaged.pt", run / "checkpoints")
+    (tmp_path / "text").write_text("Dios\n")
+    assert main(["--run", str(run), "--input", str(tmp_path / "text")]) == 2
+    error = capsys.readouterr().err
+    assert "Moses' Perl scripts" in error and "set MOSES=/path/to/mosesdecoder" in error and error.count("\n") == 1
+
+
 def test_mistakes_get_one_line(untrained, tmp_path, capsys):
     (tmp_path / "latin1").write_bytes(b"ma\xf1ana\n")
     cases = (
@@ -63,4 +83,4 @@ def test_mistakes_get_one_line(untrained, tmp_path, capsys):
     for arguments, needle in cases:
         assert main([str(argument) for argument in arguments]) == 2
         said = capsys.readouterr().err
-        assert needle in said and said.count("\n") == 1 and said.startswith("translate.sh: error: "), said
+        assert needle in said and said.count("\n") == 1 and said.startswith("pn translate: error: "), said

@@ -411,12 +411,13 @@ def test_paper(options, data, expected, tmp_path):
 def test_rows_of_a_table_that_share_a_norm(tmp_path):
     """Each system stands beside the row whose settings it has."""
     runs = []
-    for name, parts in (("one", "mean"), ("other", "std")):
-        runs.append(make_run(tmp_path / name, "dn", model__norm_detach=parts, model__decoder_norm="detach"))
+    of_before = {"model__norm_detach": "mean"}  # a run of an earlier version
+    for name, options in (("one", of_before), ("other", {"model__norm_options": {"detach": "std"}})):
+        runs.append(make_run(tmp_path / name, "dn", model__decoder_norm="detach", **options))
     options = ("--paper", "adanorm-3")
     page = report(*runs, output=tmp_path / "out", options=options)
     rows = {row["norm"]: row["paper"] for row in page.table("norm", "seeds scored")}
-    assert rows == {"DetachNorm (norm_detach=mean)": "35.6", "DetachNorm (norm_detach=std)": "34.2"}
+    assert rows == {"DetachNorm (detach=mean)": "35.6", "DetachNorm (detach=std)": "34.2"}
     page = report(runs[0], output=tmp_path / "out", options=options)
     rows = {row["norm"]: row["paper"] for row in page.table("norm", "seeds scored")}
     assert rows == {"DetachNorm": "35.6"}

@@ -1,44 +1,32 @@
-"""scripts/compare_norms.sh: what its manifest lists, and the commands that it makes of it."""
-
-import re
-import subprocess
+"""pn reproduce compare_norms: what its manifest lists, and the commands that it makes of it."""
 
 import pytest
 
 from pn_fairseq.norms import NORMS
+from pn_fairseq.pipeline.experiments import manifest
 
-from ..scripts_helpers import ROOT, assert_refused, script
+from ..scripts_helpers import assert_refused, script
 
-SCRIPT = ROOT / "scripts/compare_norms.sh"
-
-
-@pytest.fixture(scope="module")
-def manifest() -> list[tuple[str, str, str, str]]:
-    """Corpus, folder, seed and norm of every run."""
-    function = re.search(r"^manifest\(\) \{.*?^\}", SCRIPT.read_text("utf-8"), re.M | re.S)[0]
-    lines = subprocess.run(["bash", "-euc", f"{function}\nmanifest"], capture_output=True, text=True, check=True)
-    return [
-        (corpus, folder, seed, norm)
-        for corpus, folder, seed, norms, *_ in (line.split("|") for line in lines.stdout.splitlines())
-        for norm in norms.split()
-    ]
+#: Corpus, folder, seed and norm of every run.
+PLANNED = [(part.corpus, part.folder, part.seed, norm) for part in manifest() for norm in part.norms.split()]
 
 
-def test_every_norm_is_compared_and_no_run_is_made_twice(manifest):
-    assert len(set(manifest)) == len(manifest)
-    verses = {norm.partition("+")[0] for corpus, _, _, norm in manifest if corpus == "verses"}
+def test_every_norm_is_compared_and_no_run_is_made_twice():
+    assert len(set(PLANNED)) == len(PLANNED)
+    verses = {norm.partition("+")[0] for corpus, _, _, norm in PLANNED if corpus == "verses"}
     assert verses == {entry.short for entry in NORMS.values()}
 
 
-def test_the_norms_of_the_papers_table_have_three_seeds(manifest):
+def test_the_norms_of_the_papers_table_have_three_seeds():
     for norm in ("ln", "bn", "brn", "mabn", "gn", "pnv", "pn"):
-        seeds = [seed for _, folder, seed, name in manifest if (folder, name) == ("verses", norm)]
-        assert seeds == ["1", "2", "3"], norm
+        seeds = [seed for _, folder, seed, name in PLANNED if (folder, name) == ("verses", norm)]
+        assert seeds == [1, 2, 3], norm
 
 
 def test_commands(tmp_path):
-    run = script("compare_norms.sh", "--dry-run", "--only", "multi30k", "--multi30k", tmp_path, "--runs", tmp_path)
-    trainings = [line for line in run.stdout.splitlines() if "scripts/train.sh" in line]
+    options = ("--dry-run", "--only", "multi30k", "--multi30k", tmp_path, "--runs", tmp_path)
+    run = script("compare_norms.sh", *options)
+    trainings = [line for line in run.stdout.splitlines() if line.startswith("pn train")]
     assert len(trainings) == 18
     assert f"--run {tmp_path}/multi30k/pn+layer_scale_groups=0_seed3 " in trainings[-2]
     settings = "model._name=transformer_pn_tiny common.seed=3 model.layer_scale_groups=0"
@@ -49,7 +37,7 @@ def test_commands(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--only", "iwslt14"], "there are verses and multi30k"),
+        (["--only", "iwslt14"], "'verses', 'multi30k'"),
         (["--only", "multi30k"], "needs --multi30k DIR"),
         (["--multi30k", "/nowhere"], "/nowhere is not a directory"),
     ],

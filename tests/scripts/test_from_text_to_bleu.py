@@ -99,12 +99,13 @@ def test_data_of_an_older_version_is_taken(data, tmp_path):
     """Its settings lack what could not be set then."""
     older = tmp_path / "data"
     shutil.copytree(data, older)
-    lines = (older / "settings").read_text().splitlines(keepends=True)
+    lines = (older / "settings.txt").read_text().splitlines(keepends=True)
+    (older / "settings.txt").unlink()
     (older / "settings").write_text("".join(lines[:4] + lines[-6:]))
-    (older / "counts").unlink()
+    (older / "counts.txt").rename(older / "counts")
     before = snapshot(older / "bin", older / "bpe")
     prepare(data.parent / "corpus", older)
-    assert snapshot(older / "bin", older / "bpe") == before
+    assert snapshot(older / "bin", older / "bpe") == before and not list(older.glob("*.txt"))
     assert_refused(prepare(data.parent / "corpus", older, BPE="sentencepiece", check=False), "other settings")
 
 
@@ -124,7 +125,7 @@ def test_case_is_kept_when_asked_for_and_a_folder_may_have_any_name(tmp_path):
     prepare(corpus, dest, "--keep-case")
     text = (dest / "tok/test.en").read_text("utf-8")
     assert text != text.lower()
-    assert (dest / "settings").read_text().splitlines()[2] == "lower=0"
+    assert (dest / "settings.txt").read_text().splitlines()[2] == "lower=0"
 
 
 @pytest.mark.parametrize(
@@ -176,7 +177,7 @@ def test_as_many_hypotheses_as_sentences_in_the_order_of_the_text(data, decoded)
 
 
 @pytest.mark.slow
-def test_decoding_of_the_validation_set_elsewhere(trained, tmp_path, capsys, warm_python):
+def test_decoding_of_the_validation_set_elsewhere(trained, tmp_path, capsys):
     where = tmp_path / "somewhere else"
     options = ["--run", str(trained), "--subset", "valid", "--output", str(where)]
     assert (
@@ -226,7 +227,7 @@ def test_plain_fairseq_commands_from_another_folder(data, tmp_path):
         cwd=tmp_path,
     )
     run(
-        *("pn-average-checkpoints", "--inputs", "checkpoints", "--last", "2", "--by", "update"),
+        *("pn", "average", "--inputs", "checkpoints", "--last", "2", "--by", "update"),
         *("--output", "averaged.pt"),
         cwd=tmp_path,
     )

@@ -6,23 +6,48 @@ import subprocess
 
 import pytest
 
-from ..scripts_helpers import ROOT, SCRIPTS, assert_refused, environment, run, script
+from pn_fairseq.common import files
+from pn_fairseq.common.command import UserError
+from pn_fairseq.pipeline.data.recipes import verses
 
+from ..scripts_helpers import ROOT, SCRIPTS, assert_refused, run, script
+
+VERSES = str(ROOT / "data/verses.es-en")
 USER_SCRIPTS = sorted(path.name for path in SCRIPTS.glob("*.sh"))
 
 
 @pytest.mark.slow  # `make lint` has it, too
 def test_shellcheck_finds_nothing():
-    files = [ROOT / ".ci/run", *SCRIPTS.glob("*.sh"), *SCRIPTS.glob("lib/*.sh")]
-    assert run("shellcheck", "-x", "-P", "SCRIPTDIR", *files).stdout == ""
+    assert run("shellcheck", ROOT / ".ci/run", SCRIPTS / "pn", *SCRIPTS.glob("*.sh")).stdout == ""
 
 
 @pytest.mark.parametrize("name", USER_SCRIPTS)
 def test_help_and_unknown_argument(name, tmp_path):
     usage = script(name, "--help", cwd=tmp_path)
-    assert usage.stdout.startswith(("usage: scripts/" + name, "usage: [VENV=")) and usage.stderr == ""
-    assert_refused(script(name, "--no-such-option", cwd=tmp_path, check=False), "--no-such-option", "--help")
+    assert usage.stdout.startswith("Create the environment" if name == "make_venv.sh" else "usage: ")
+    assert usage.stderr == ""
+    assert_refused(script(name, "--no-such-option", cwd=tmp_path, check=False), "--no-such-option")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_script_calls_its_checkout_from_any_folder(tmp_path):
+    """By a link, with a checkout without kernels as the current folder and a CDPATH."""
+    (tmp_path / "link.sh").symlink_to(SCRIPTS / "score.sh")
+    (tmp_path / "pn_fairseq").mkdir()
+    (tmp_path / "pn_fairseq/__init__.py").write_text("raise ImportError")
+    other = {"CDPATH": str(tmp_path), "VENV": "/nowhere"}
+    usage = run("bash", tmp_path / "link.sh", "--help", cwd=tmp_path, **other).stdout
+    assert usage == script("score.sh", "--help").stdout
+    info = run(SCRIPTS / "pn", "info", cwd=tmp_path, **other).stdout
+    assert f"folder for --user-dir: {ROOT / 'pn_fairseq'}\n" in info
+
+
+def test_every_wrapper_is_one_line():
+    """Everything else is Python."""
+    for path in SCRIPTS.glob("*.sh"):
+        lines = [line for line in path.read_text("utf-8").splitlines() if not line.startswith("#")]
+        if path.name != "make_venv.sh":
+            assert len(lines) == 1 and lines[0].startswith('exec bash "$(dirname "$(readlink -f "$0")")/pn" '), path
 
 
 @pytest.mark.parametrize("name", ["prepare_text.sh", "train.sh", "average.sh", "generate.sh", "score.sh"])
@@ -33,17 +58,17 @@ def test_needed_arguments(name):
 @pytest.mark.parametrize(
     ("arguments", "needles"),
     [
-        (("prepare_text.sh", "--corpus"), ("--corpus needs a value",)),
+        (("prepare_text.sh", "--corpus"), ("--corpus", "expected one argument")),
         (
             ("prepare_text.sh", "--corpus", "/nowhere", "--source", "es", "--target", "en", "--dest", "x"),
             ("/nowhere",),
         ),
         (
-            ("prepare_text.sh", "--corpus", ".", "--source", "es", "--target", "es", "--dest", "x"),
+            ("prepare_text.sh", "--corpus", VERSES, "--source", "es", "--target", "es", "--dest", "x"),
             ("--source and --target",),
         ),
         (
-            ("prepare_text.sh", "--corpus", ".", "--source", "es", "--target", "en", "--dest", "x", "--bpe", "many"),
+            ("prepare_text.sh", "--corpus", VERSES, "--source", "es", "--target", "en", "--dest", "x", "--bpe", "many"),
             ("--bpe", "many"),
         ),
         (("train.sh", "no_such_config"), ("no_such_config", "verses_es_en")),
@@ -62,7 +87,7 @@ def test_a_run_without_its_parts(tmp_path):
     (tmp_path / "config.yaml").write_text("checkpoint: {keep_last_epochs: -1}\n")
     (tmp_path / "data").write_text(f"{tmp_path}/prepared\n")
     (tmp_path / "prepared/bin").mkdir(parents=True)
-    assert_refused(script("score.sh", "--run", tmp_path, check=False), "hyp.tok", "generate.sh")
+    assert_refused(script("score.sh", "--run", tmp_path, check=False), "hyp.tok", "pn generate")
 
 
 def test_missing_tools_are_named(tmp_path):
@@ -73,21 +98,17 @@ def test_missing_tools_are_named(tmp_path):
         (tools / tool).symlink_to(subprocess.check_output(["which", tool], text=True).strip())
     (tmp_path / "config.yaml").write_text("")
     (tmp_path / "data").write_text("/nowhere\n")
-    result = script("average.sh", "--run", tmp_path, PATH=str(tools), VENV="/nowhere", check=False)
-    assert_refused(result, "'python'", "make venv")
+    result = run("bash", SCRIPTS / "average.sh", "--run", tmp_path, PATH=str(tools), VENV="/nowhere", check=False)
+    assert_refused(result, "no Python in '/nowhere'", "make venv")
 
 
-def test_damaged_corpus_is_refused(tmp_path):
-    copy = tmp_path / "checkout"
-    for part in ("scripts", "data"):
-        shutil.copytree(ROOT / part, copy / part)
-    with (copy / "data/verses.es-en/train.en.gz").open("r+b") as file:
+def test_damaged_corpus_is_refused(tmp_path, monkeypatch):
+    shutil.copytree(ROOT / "data", tmp_path / "data")
+    with (tmp_path / "data/verses.es-en/train.en.gz").open("r+b") as file:
         file.truncate(500_000)
-    result = subprocess.run(
-        ["bash", copy / "scripts/prepare_verses.sh"], env=environment(), capture_output=True, text=True
-    )
-    assert_refused(result, "verses.es-en", "damaged")
-    assert not (copy / "runs").exists()
+    monkeypatch.setattr(files, "PACKAGE", tmp_path / "pn_fairseq")
+    with pytest.raises(UserError, match="verses.es-en is damaged"):
+        verses.corpus()
 
 
 def test_the_makefile_lists_its_targets():
@@ -96,4 +117,4 @@ def test_the_makefile_lists_its_targets():
 
 
 def test_the_scripts_are_executable():
-    assert all(os.access(path, os.X_OK) for path in [ROOT / ".ci/run", *SCRIPTS.glob("*.sh")])
+    assert all(os.access(path, os.X_OK) for path in [ROOT / ".ci/run", SCRIPTS / "pn", *SCRIPTS.glob("*.sh")])

@@ -358,7 +358,7 @@ std::tuple<Tensor, Tensor, Tensor> gradient(
 
 template <class S, class A>
 PerToken<S, A> per_token(
-    const Tensor& x, Tensor& held, const Tensor& out, const Tensor& stats, int64_t groups, double gain, double curve) {
+    const Tensor& x, Tensor& held, const Tensor& out, const Tensor& stats, int64_t groups, double gain, double gain_slope) {
   PerToken<S, A> p{};
   p.channels = x.size(-1);
   p.groups = groups;
@@ -367,7 +367,7 @@ PerToken<S, A> per_token(
   p.out = static_cast<S*>(out.data_ptr());
   p.stats = static_cast<A*>(stats.data_ptr());
   p.gain = static_cast<A>(gain);
-  p.curve = static_cast<A>(curve);
+  p.gain_slope = static_cast<A>(gain_slope);
   return p;
 }
 
@@ -386,8 +386,8 @@ std::vector<A> filled(const Optional& vector, const Tensor& x, A otherwise) {
 }
 
 std::tuple<Tensor, Tensor> standardize(
-    const Tensor& x, const Optional& weight, const Optional& bias, int64_t groups, bool centered, double factor,
-    double inside, double outside, double least, double gain, double curve) {
+    const Tensor& x, const Optional& weight, const Optional& bias, int64_t groups, bool centered, double square_factor,
+    double eps_in_root, double eps_outside, double min_divisor, double gain, double gain_slope) {
   TORCH_CHECK_VALUE(groups > 0, "groups=", groups, " has to be greater than 0");
   check_sizes(x, groups, std::nullopt, std::nullopt, std::nullopt, {&weight, &bias});
   std::vector<int64_t> sizes = x.sizes().vec();
@@ -399,13 +399,13 @@ std::tuple<Tensor, Tensor> standardize(
     using A = decltype(accumulator);
     const std::vector<A> scale = filled<A>(weight, x, A(1)), offset = filled<A>(bias, x, A(0));
     Tensor held;
-    PerToken<S, A> p = per_token<S, A>(x, held, y, stats, groups, gain, curve);
+    PerToken<S, A> p = per_token<S, A>(x, held, y, stats, groups, gain, gain_slope);
     if (weight || bias) p.scale = scale.data(), p.bias = offset.data();
     p.centered = centered;
-    p.factor = static_cast<A>(factor);
-    p.inside = static_cast<A>(inside);
-    p.outside = static_cast<A>(outside);
-    p.least = static_cast<A>(least);
+    p.square_factor = static_cast<A>(square_factor);
+    p.eps_in_root = static_cast<A>(eps_in_root);
+    p.eps_outside = static_cast<A>(eps_outside);
+    p.min_divisor = static_cast<A>(min_divisor);
     p.stream = exceeds_cache(x, 2);
     over_tokens<A>(x, 0, [&](int64_t begin, int64_t end, Sums<A>&) { passes.standardize(p, begin, end); });
   });
@@ -414,7 +414,7 @@ std::tuple<Tensor, Tensor> standardize(
 
 std::tuple<Tensor, Tensor> standardize_gradient(
     const Tensor& dy, const Tensor& x, const Optional& weight, const Tensor& stats, int64_t groups, double gain,
-    double curve, bool through_mean, bool through_divisor, bool sums) {
+    double gain_slope, bool through_mean, bool through_divisor, bool sums) {
   TORCH_CHECK_VALUE(groups > 0, "groups=", groups, " has to be greater than 0");
   check_sizes(x, groups, dy, std::nullopt, std::nullopt, {&weight});
   TORCH_CHECK_VALUE(
@@ -426,7 +426,7 @@ std::tuple<Tensor, Tensor> standardize_gradient(
     using A = decltype(accumulator);
     const Vector<A> scale(weight, x);
     Tensor held_x, held_dy;
-    PerToken<S, A> p = per_token<S, A>(x, held_x, dx, stats, groups, gain, curve);
+    PerToken<S, A> p = per_token<S, A>(x, held_x, dx, stats, groups, gain, gain_slope);
     p.dy = rows_in<S>(dy, held_dy);
     p.scale = scale.data;
     p.through_mean = through_mean;

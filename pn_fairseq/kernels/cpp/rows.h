@@ -72,9 +72,9 @@ struct PerToken {
   S* out;
   A* stats;              // (3, rows, groups): mean, 1 / divisor, share; written forward
   const A *scale, *bias;  // (channels); null forward without both, and scale null backward without a gain
-  bool centered;          // divisor = max(sqrt(factor * mean square + inside) + outside, least)
-  A factor, inside, outside, least;
-  A gain, curve;  // y = scale * z * (gain + curve * z) + bias
+  bool centered;          // divisor = max(sqrt(square_factor * mean square + eps_in_root) + eps_outside, min_divisor)
+  A square_factor, eps_in_root, eps_outside, min_divisor;
+  A gain, gain_slope;  // y = scale * z * (gain + gain_slope * z) + bias
   bool through_mean, through_divisor;
   bool stream;  // as in Backward
 };
@@ -100,7 +100,7 @@ struct Passes {
   void (*forward)(const Forward<S, A>&, int64_t begin, int64_t end, Kind kind, Sums<A>& sums);
   // dx of the rows [begin, end), and their sums if `sums` has memory for them.
   void (*backward)(const Backward<S, A>&, int64_t begin, int64_t end, Sums<A>& sums);
-  // y and stats; dx, and the sums of dy * z * (gain + curve * z) and of dy if `sums` has memory for them.
+  // y and stats; dx, and the sums of dy * z * (gain + gain_slope * z) and of dy if `sums` has memory for them.
   void (*standardize)(const PerToken<S, A>&, int64_t begin, int64_t end);
   void (*standardize_gradient)(const PerToken<S, A>&, int64_t begin, int64_t end, Sums<A>& sums);
   // y; dx, and the sums of dy * f and of dy, and behind them in one number each those of df * x and of df.

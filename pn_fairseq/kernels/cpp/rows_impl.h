@@ -490,7 +490,7 @@ PN_INLINE void standardize_row(const PerToken<S, A>& p, int64_t row, int64_t nex
   const S *x = p.x[row], *next_x = p.x[next];
   S *y = p.out + row * p.channels, *next_y = p.out + next * p.channels;
   const A *scale = p.scale, *bias = p.bias;
-  const A gain = p.gain, curve = p.curve;
+  const A gain = p.gain, gain_slope = p.gain_slope;
   for (int64_t g = 0; g < p.groups; ++g) {
     const int64_t begin = g * size, end = begin + size;
     A mean(0), square;
@@ -511,20 +511,20 @@ PN_INLINE void standardize_row(const PerToken<S, A>& p, int64_t row, int64_t nex
     } else {
       square = sum_of_squares<S, A>(x, begin, end);
     }
-    const A second = p.factor * (square / static_cast<A>(size)) + p.inside;
-    const A root = std::sqrt(second), divisor = root + p.outside < p.least ? p.least : root + p.outside;
+    const A second = p.square_factor * (square / static_cast<A>(size)) + p.eps_in_root;
+    const A root = std::sqrt(second), divisor = root + p.eps_outside < p.min_divisor ? p.min_divisor : root + p.eps_outside;
     const A inverse = A(1) / (divisor > A(0) ? divisor : divisor + std::sqrt(std::numeric_limits<A>::min()));
-    const bool moves = second > std::numeric_limits<A>::min() && root + p.outside >= p.least;
+    const bool moves = second > std::numeric_limits<A>::min() && root + p.eps_outside >= p.min_divisor;
     A* stats = p.stats + row * p.groups + g;
     stats[0] = mean;
     stats[all] = inverse;
-    stats[2 * all] = moves ? p.factor * divisor / root : A(0);
+    stats[2 * all] = moves ? p.square_factor * divisor / root : A(0);
     for_span<A>(begin, end, [&](int64_t c, auto part) {
       fetch<S>(next_x, nullptr, next_y, c, streams);
       Vector<A> z = load(x + c, part);
       if (centered) z = z - mean;
       z = z * inverse;
-      z = z * (gain + curve * z);
+      z = z * (gain + gain_slope * z);
       if (affine) z = z * load(scale + c, part) + load(bias + c, part);
       write(y + c, z, part, streams);
     });
@@ -554,14 +554,14 @@ PN_INLINE void standardize_gradient_row(const PerToken<S, A>& p, int64_t row, in
   S *dx = p.out + row * p.channels, *next_dx = p.out + next * p.channels;
   const A* scale = p.scale;
   A* sum_dy = sum + p.channels;
-  const A gain = p.gain, curve = p.curve;
+  const A gain = p.gain, gain_slope = p.gain_slope;
   for (int64_t g = 0; g < p.groups; ++g) {
     const int64_t begin = g * size, end = begin + size;
     const A* stats = p.stats + row * p.groups + g;
     const A mean = stats[0], inverse = stats[all], share = stats[2 * all];
     Vector<A> plain{}, along{};
     for_span<A>(begin, end, [&](int64_t c, auto part) {
-      const Vector<A> z = (load(x + c, part) - mean) * inverse, grad = load(dy + c, part), curved = gain + curve * z;
+      const Vector<A> z = (load(x + c, part) - mean) * inverse, grad = load(dy + c, part), curved = gain + gain_slope * z;
       if (sums_up) {
         store(sum + c, load(sum + c, part) + grad * (z * curved), part);
         store(sum_dy + c, load(sum_dy + c, part) + grad, part);
@@ -576,7 +576,7 @@ PN_INLINE void standardize_gradient_row(const PerToken<S, A>& p, int64_t row, in
     for_span<A>(begin, end, [&](int64_t c, auto part) {
       fetch<S>(next_x, next_dy, next_dx, c, streams);
       const Vector<A> z = (load(x + c, part) - mean) * inverse;
-      Vector<A> dz = load(dy + c, part) * (gain + curve * z);
+      Vector<A> dz = load(dy + c, part) * (gain + gain_slope * z);
       if (weighted) dz = dz * load(scale + c, part);
       write(dx + c, (dz - offset - slope * z) * inverse, part, streams);
     });

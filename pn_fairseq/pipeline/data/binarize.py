@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 from array import array
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from pn_fairseq.common.command import UserError
+from pn_fairseq.common.command import UserError, deferred_signals
 from pn_fairseq.common.files import atomic_folder, count_lines
 
 SPLITS = ("train", "valid", "test")
@@ -29,35 +30,11 @@ def sentences(index: Path) -> int:
 
 def lengths(index: Path) -> array:
     """Numbers of tokens of the sentences in a fairseq index file."""
-    found = array("i")
+    sizes = array("i")
     with index.open("rb") as file:
         file.seek(26)
-        found.fromfile(file, sentences(index))
-    return found
-
-
-def preprocess(folder: Path, *arguments: str) -> None:
-    """Run fairseq-preprocess in a folder: it splits the names that it is given at commas, so they must be relative."""
-    # A session of its own, so that its worker processes are ended with it. It inherits the lock of the script
-    # (close_fds), and a rerun waits for one that outlived a kill -9.
-    process = subprocess.Popen(
-        ["fairseq-preprocess", *arguments],
-        cwd=folder,
-        close_fds=False,
-        start_new_session=True,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
-    )
-    try:
-        said = [line for line in process.communicate()[1].splitlines() if line.strip()]
-    except BaseException:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        raise
-    if process.returncode:
-        raise UserError(f"fairseq-preprocess failed: {said[-1] if said else process.returncode} (in {folder})")
+        sizes.fromfile(file, sentences(index))
+    return sizes
 
 
 def make_bin(folder: Path, workers: int, flags: Sequence[str], texts: Mapping[str, str]) -> None:
@@ -70,8 +47,35 @@ def make_bin(folder: Path, workers: int, flags: Sequence[str], texts: Mapping[st
     if final.exists():
         return
     with atomic_folder(final) as partial:
-        preprocess(folder, *flags, "--destdir", partial.name, "--workers", str(workers))
+        _preprocess(folder, *flags, "--destdir", partial.name, "--workers", str(workers))
         for name, text in texts.items():
             made, expected = sentences(partial / f"{name}.idx"), count_lines(folder / text)
             if made != expected:
                 raise UserError(f"{partial} has {made} sentences of {text}, which has {expected}: some were lost")
+
+
+def _preprocess(folder: Path, *arguments: str) -> None:
+    """Run fairseq-preprocess in a folder: it splits the names that it is given at commas, so they must be relative."""
+    # A session of its own, so that its worker processes are ended with it. It inherits the lock of DEST (close_fds),
+    # and the next preparation waits for one that outlived a kill -9. -P: modules are not looked for in the folder.
+    process = None
+    try:
+        with deferred_signals():
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "fairseq_cli.preprocess", *arguments],
+                cwd=folder,
+                close_fds=False,
+                start_new_session=True,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+                errors="replace",
+            )
+        messages = [line for line in process.communicate()[1].splitlines() if line.strip()] or [process.returncode]
+    except BaseException:
+        if process:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        raise
+    if process.returncode:
+        raise UserError(f"fairseq-preprocess failed: {messages[-1]} (in {folder})")

@@ -3,8 +3,8 @@
 A folder of it has
   raw/  the text as it came       bin/  fairseq's binary data
   tok/  tokens, one blank between them, as they are counted
-  settings  what it was made with, name=value, then the checksums of the text
-  counts    name=value: tokens and lines of each split, vocabulary, tokens that are <unk>
+  settings.txt  what it was made with, name=value, then the checksums of the text
+  counts.txt    name=value: tokens and lines of each split, vocabulary, tokens that are <unk>
 
 A token is a word of tok/, or the end of a line.
 """
@@ -19,10 +19,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pn_fairseq.common.command import UserError, say
-from pn_fairseq.common.files import atomic_write, checksum, count_lines, read_settings, write_settings
+from pn_fairseq.common.files import atomic_write, checksum, count_lines, read_settings, recorded, write_settings
 from pn_fairseq.pipeline.data import archives, pairs
 from pn_fairseq.pipeline.data.binarize import SPLITS, lengths, make_bin
-from pn_fairseq.pipeline.data.parallel import per_line, transform
+from pn_fairseq.pipeline.data.parallel import Job, per_line, transform
 from pn_fairseq.pipeline.data.settings import check_same
 from pn_fairseq.pipeline.data.tokens import SACREMOSES, tokenizer
 
@@ -36,62 +36,66 @@ BOOKS = {
 }
 
 
-def verses(corpus: Path, folder: Path) -> None:
-    """Write the English verses to ``folder``, in the order of the text, split by :data:`BOOKS`.
+def verses(corpus: Path, folder: Path) -> list[Path]:
+    """Write the English verses to files in ``folder``, in the order of the text, split by :data:`BOOKS`.
 
     The splits of ``corpus``, data/verses.es-en, interleave verses: neighbours of its test verses are in its train.
     """
-    found: list[tuple[str, int, int, str]] = []
+    every: list[tuple[str, int, int, str]] = []
     for split in SPLITS:
         with gzip.open(corpus / f"{split}.refs.gz", "rt", encoding="utf-8") as refs:
             with gzip.open(corpus / f"{split}.en.gz", "rt", encoding="utf-8") as text:
                 for reference, verse in zip(refs, text, strict=True):
                     book, chapter, number = re.fullmatch(r"(.+) (\d+):(\d+)\n", reference).groups()
-                    found.append((book, int(chapter), int(number), verse))
-    order = {book: place for place, book in enumerate(dict.fromkeys(book for book, *_ in found))}
-    found.sort(key=lambda verse: (order[verse[0]], *verse[1:3]))
+                    every.append((book, int(chapter), int(number), verse))
+    order = {book: place for place, book in enumerate(dict.fromkeys(book for book, *_ in every))}
+    every.sort(key=lambda verse: (order[verse[0]], *verse[1:3]))
     folder.mkdir(parents=True, exist_ok=True)
     for split in SPLITS:
         others = {book for books in BOOKS.values() for book in books}
         books = BOOKS.get(split) or order.keys() - others
         with atomic_write(folder / f"{split}.txt", "w") as file:
-            file.writelines(verse for book, _, _, verse in found if book in books)
+            file.writelines(verse for book, _, _, verse in every if book in books)
+    return [folder / f"{split}.txt" for split in SPLITS]
 
 
-def unzip(archive: Path, folder: Path, members: Sequence[str]) -> None:
+def unzip(archive: Path, folder: Path, members: Sequence[str]) -> list[Path]:
     """Extract these members of a zip archive, by their paths, as files of ``folder`` without their directories."""
     folder.mkdir(parents=True, exist_ok=True)
     try:
         with zipfile.ZipFile(archive) as file:
+            archives.refuse_missing(archive, members, file.namelist())
+            if sum(file.getinfo(member).file_size for member in members) > archives.LIMIT:
+                raise UserError(f"{archive} has more than {archives.LIMIT} bytes of text, the limit; do not use it")
             for member in members:
                 with file.open(member) as source, atomic_write(folder / Path(member).name) as target:
                     shutil.copyfileobj(source, target, archives.CHUNK)
-    except KeyError as error:
-        raise UserError(f"{archive}: {error.args[0]}") from None
     except (zipfile.BadZipFile, *archives.DAMAGE) as error:
         raise UserError(f"{archive} is damaged or cut off ({error}); get it again") from None
+    return [folder / Path(member).name for member in members]
 
 
 def prepare(
     dest: Path,
-    texts: Sequence[Path],
+    workers: int,
     name: str,
+    texts: Sequence[Path],
     tokenize: str = "",
     lower: bool = False,
     min_count: int = 1,
     expect: Sequence[int] = (),
-    workers: int = 1,
 ) -> None:
     """Make the data in ``dest`` of train, valid and test, plain or .gz. Run again, it does what is missing.
 
     Args:
+        workers: processes.
         name: of the corpus, for reports.
+        texts: the files of train, valid and test.
         tokenize: language of Moses' tokenizer; "": the text has tokens.
         min_count: words that are rarer in train become <unk>.
         expect: numbers of tokens of the published files; others are an error.
     """
     raw = dest / "text.partial"
-    shutil.rmtree(raw, ignore_errors=True)
     raw.mkdir(parents=True)
     for split, path in zip(SPLITS, texts, strict=True):
         with atomic_write(raw / f"{split}.txt", "w") as file:
@@ -108,20 +112,19 @@ def prepare(
         "min_count": min_count,
     }
     sums = {f"{split}.txt": checksum(raw / f"{split}.txt") for split in SPLITS}
-    new = {**{key: str(value) for key, value in settings.items()}, **sums}
-    if (dest / "settings").exists():
-        check_same(dest, read_settings(dest / "settings"), new, sums)
-    write_settings(dest / "settings", settings, sums)
+    if (kept := recorded(dest, "settings")).exists():
+        check_same(dest, read_settings(kept), {**{key: str(value) for key, value in settings.items()}, **sums}, sums)
+    write_settings(kept, settings, sums)
     shutil.rmtree(dest / "raw", ignore_errors=True)
     raw.rename(dest / "raw")
 
     words = {"normalize": "0", "nonprinting": "0", "aggressive": "0", "lower": str(int(lower)), "tokenizer": SACREMOSES}
-    jobs = [(dest / f"raw/{split}.txt", dest / f"tok/{split}.txt") for split in SPLITS]
     plain = per_line(lambda line: " ".join((line.lower() if lower else line).split()))
-    transform(jobs, lambda: tokenizer(words, tokenize, False, "") if tokenize else plain, workers, "tokenizing")
+    work = tokenizer(words, tokenize) if tokenize else plain
+    transform([Job(dest / f"raw/{s}.txt", dest / f"tok/{s}.txt", work) for s in SPLITS], workers, "tokenizing")
     tokens = {split: _tokens(dest / f"tok/{split}.txt") for split in SPLITS}
     if expect and list(tokens.values()) != list(expect):
-        here, published = (" / ".join(f"{one:,}" for one in each) for each in (tokens.values(), expect))
+        here, published = (" / ".join(f"{count:,}" for count in counts) for counts in (tokens.values(), expect))
         raise UserError(f"this is not {name}: train, valid and test have {here} tokens, and {name} has {published}")
     flags = ["--only-source", "--thresholdsrc", str(min_count), *(f"--{s}pref=tok/{s}.txt" for s in SPLITS)]
     make_bin(dest, workers, flags, {split: f"tok/{split}.txt" for split in SPLITS})
@@ -129,8 +132,8 @@ def prepare(
     if made != tokens:
         raise UserError(f"{dest}/bin has {made} tokens, and {dest}/tok has {tokens}: remove {dest}/bin and try again")
     lines = {f"{split}.lines": count_lines(dest / f"tok/{split}.txt") for split in SPLITS}
-    write_settings(dest / "counts", {**tokens, **lines, **_unknown(dest / "bin")})
-    say("data", f"{dest} is complete: {', '.join(f'{count:,} {split}' for split, count in tokens.items())} tokens")
+    write_settings(recorded(dest, "counts"), {**tokens, **lines, **_unknown(dest / "bin")})
+    say("prepare", f"{dest} is complete: {', '.join(f'{count:,} {split}' for split, count in tokens.items())} tokens")
 
 
 def _tokens(path: Path) -> int:
@@ -142,6 +145,6 @@ def _unknown(folder: Path) -> dict[str, object]:
     """Size of fairseq's dictionary without its own symbols, and the share of each split that is <unk>."""
     types = [line.split() for line in (folder / "dict.txt").read_text("utf-8").splitlines()]
     words = [word for word, _ in types if not word.startswith("madeupword")]
-    said = (folder / "preprocess.log").read_text("utf-8")
-    shares = re.findall(r"tok/(\w+)\.txt: \d+ sents, \d+ tokens, ([\d.]+)% replaced", said)
+    log = (folder / "preprocess.log").read_text("utf-8")
+    shares = re.findall(r"tok/(\w+)\.txt: \d+ sents, \d+ tokens, ([\d.]+)% replaced", log)
     return {"vocabulary": len(words), **{f"{split}.unk_percent": share for split, share in shares}}

@@ -9,12 +9,13 @@ import re
 import shutil
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
 
 from pn_fairseq.common.command import UserError, say
-from pn_fairseq.common.files import atomic_folder
+from pn_fairseq.common.files import atomic_folder, named_errors, recorded
+from pn_fairseq.pipeline.data.binarize import SPLITS
 from pn_fairseq.pipeline.data.subwords import MODELS
 
 #: Bytes of a line. A longer one is not a sentence, and a file without line feeds could fill the memory.
@@ -22,6 +23,9 @@ LONGEST_LINE = 1 << 20
 #: Characters of a token, as in Moses' clean-corpus-n.perl.
 LONGEST_TOKEN = 1000
 BOM = "\ufeff"
+
+#: A published file -> its sentences.
+Reader = Callable[[Path], Iterator[str]]
 
 
 def name_of(path: Path) -> str:
@@ -66,7 +70,7 @@ def as_is(path: Path) -> Iterator[str]:
     """
     for number, line in enumerate(lines(path), 1):
         if number == 1 and line.startswith(BOM):
-            say("data", f"note: {name_of(path)} begins with a byte order mark, which is left out")
+            say("prepare", f"note: {name_of(path)} begins with a byte order mark, which is left out")
             line = line.removeprefix(BOM)
         if "\r" in line.removesuffix("\n").removesuffix("\r"):
             raise UserError(
@@ -78,14 +82,12 @@ def as_is(path: Path) -> Iterator[str]:
 
 def without_carriage_returns(path: Path) -> Iterator[str]:
     """Text without carriage returns, which normalize-punctuation.perl deletes."""
-    for line in lines(path):
-        yield line.replace("\r", "")
+    return (line.replace("\r", "") for line in lines(path))
 
 
 def tokens(path: Path) -> Iterator[str]:
     """Text that comes tokenized, with one blank between the tokens."""
-    for line in lines(path):
-        yield " ".join(line.split())  # at all white space of Unicode, where fairseq cuts, too
+    return (" ".join(line.split()) for line in lines(path))  # at all white space of Unicode, where fairseq cuts, too
 
 
 def strip_tags(path: Path) -> Iterator[str]:
@@ -99,52 +101,25 @@ def strip_tags(path: Path) -> Iterator[str]:
             yield re.sub(r"</?(?:title|description)>", "", line).strip().replace("\r", " ")
 
 
-def xml_segments(path: Path) -> Iterator[str]:
-    """The sentences of IWSLT's test sets: the lines ``<seg id="N"> text </seg>``."""
-    found = False
-    for line in lines(path):
-        if "<seg id" in line:
-            found = True
-            yield re.sub(r'<seg id="[0-9]*">\s*|\s*</seg>\s*', "", line).strip().replace("\r", " ")
-    if not found:
-        raise UserError(f"{name_of(path)} has no line with '<seg id': it is not a test set in XML")
+def segments(path: Path, blanks: str | None = None) -> Iterator[str]:
+    """The sentences of IWSLT's and WMT's test sets: the text of ``<seg id="N">...</seg>``. Entities stay as they are.
 
-
-def sgml_segments(path: Path) -> Iterator[tuple[tuple[str, int], str]]:
-    """((document, number), sentence) of WMT's test sets in SGML, whose entities stay as they are.
-
-    Own code and not `sacrebleu -t wmt14/full`, which gives the same text (tested): that downloads to a place of its
-    own and cannot take an archive that is here, as on a machine without a network.
+    Args:
+        blanks: what is removed at both ends of a sentence (None: all white space). A carriage return becomes a blank.
     """
-    document = ""
     for number, line in enumerate(lines(path), 1):
-        if match := re.search(r'<doc\b[^>]*?\bdocid="([^"]*)"', line, re.IGNORECASE):
-            document = match[1]
-        found = re.findall(r'<seg\s+id="?(\d+)"?\s*>(.*?)</seg>', line, re.IGNORECASE)
-        if len(found) != len(re.findall(r"<seg\b", line, re.IGNORECASE)):
+        found = re.findall(r'<seg id="?\d+"?\s*>(.*?)</seg>', line, re.IGNORECASE)
+        if len(found) != len(re.findall("<seg ", line, re.IGNORECASE)):
             raise UserError(f'{name_of(path)}: line {number} is not of the form <seg id="N">...</seg>')
-        for position, text in found:
-            yield (document, int(position)), text.replace("\r", " ").strip(" \t\f\v")
+        yield from (text.strip(blanks).replace("\r", " ") for text in found)
 
 
-def sgml_pairs(paths: tuple[Path, Path]) -> Iterator[tuple[str, str]]:
-    """The pairs of a test set in SGML. Both files must have the same sentences, by document and number."""
-    source, target = map(name_of, paths)
-    sides = [list(sgml_segments(path)) for path in paths]
-    for path, side in zip(paths, sides, strict=True):
-        if not side:
-            raise UserError(f"{name_of(path)} has no <seg>: is it a test set of WMT?")
-    for (place, _), (other, _) in zip(*sides, strict=False):
-        if place != other:
-            raise UserError(
-                f"{source} has sentence {place[1]} of {place[0]} where {target} has {other[1]} of {other[0]}"
-            )
-    if len(sides[0]) != len(sides[1]):
-        raise UserError(f"{source} has {len(sides[0])} sentences and {target} {len(sides[1])}")
-    return ((one, other) for (_, one), (_, other) in zip(*sides, strict=True))
+def wmt_segments(path: Path) -> Iterator[str]:
+    """The same for WMT, with the white space that sacrebleu removes."""
+    return segments(path, " \t\f\v\r")
 
 
-def line_pairs(reader: Callable[[Path], Iterator[str]], paths: tuple[Path, Path]) -> Iterator[tuple[str, str]]:
+def pairs(reader: Reader, paths: Sequence[Path]) -> Iterator[tuple[str, str]]:
     """The pairs of two files that a reader turns into as many sentences."""
     counts = [0, 0]
     for pair in zip_longest(*(reader(path) for path in paths)):
@@ -152,57 +127,40 @@ def line_pairs(reader: Callable[[Path], Iterator[str]], paths: tuple[Path, Path]
             counts[side] += pair[side] is not None
         if None not in pair:
             yield pair
-    for path, count in zip(paths, counts, strict=True):
+    names = [name_of(path) for path in paths]
+    for name, count in zip(names, counts, strict=True):
         if not count:
-            raise UserError(f"{name_of(path)}: is empty")
+            raise UserError(f"{name}: is empty, or no text that can be read here ({reader.__name__})")
     if counts[0] != counts[1]:
-        names = [name_of(path) for path in paths]
         raise UserError(
             f"{names[0]} has {counts[0]} lines and {names[1]} {counts[1]}: they are not translations of each other"
         )
 
 
-#: How a published file is read, by the name of the option of the step ``take``.
-READERS = {
-    "as-is": as_is,
-    "without-carriage-returns": without_carriage_returns,
-    "tokens": tokens,
-    "strip-tags": strip_tags,
-    "xml-segments": xml_segments,
-}
-
-
-def take(kind: str, paths: tuple[Path, Path], outputs: tuple[Path, Path]) -> int:
-    """Append the pairs of two published files to two files of text, and return their number.
-
-    Args:
-        kind: a key of :data:`READERS`, or ``sgml-segments``.
-        paths: the file of the source language and that of the target language.
-        outputs: where the sentences go, one a line.
-    """
-    pairs = sgml_pairs(paths) if kind == "sgml-segments" else line_pairs(READERS[kind], paths)
+def take(reader: Reader, paths: Sequence[Path], outputs: Sequence[Path]) -> int:
+    """Append the pairs of two published files (source, target) to two files of text, and return their number."""
     count = one_empty = nul = 0
     for output in outputs:
         output.parent.mkdir(parents=True, exist_ok=True)
-    with outputs[0].open("ab") as source, outputs[1].open("ab") as target:
-        for pair in pairs:
+    with named_errors(outputs[0].parent), outputs[0].open("ab") as source, outputs[1].open("ab") as target:
+        for pair in pairs(reader, paths):
             count += 1
             one_empty += not pair[0].strip() or not pair[1].strip()
             nul += any("\0" in side for side in pair)
             for file, side in zip((source, target), pair, strict=True):
-                file.write((side if kind == "as-is" else f"{side.removesuffix(chr(10))}\n").encode())
+                file.write((side if reader is as_is else f"{side.removesuffix(chr(10))}\n").encode())
     names = f"{name_of(paths[0])} and {paths[1].name}"
     if one_empty:
-        say("data", f"note: {one_empty} of the {count} pairs of {names} have an empty side")
+        say("prepare", f"note: {one_empty} of the {count} pairs of {names} have an empty side")
     if nul:
-        say("data", f"note: {nul} pairs of {names} have NUL characters, which the tokenizer removes")
+        say("prepare", f"note: {nul} pairs of {names} have NUL characters, which the tokenizer removes")
     return count
 
 
 # --- choosing ---
 
 
-def objection(source: list[str], target: list[str], least: int, most: int, ratio: float) -> str | None:
+def objection(source: list[str], target: list[str], least: float, most: float, ratio: float) -> str | None:
     """Why a pair of sentences, as tokens, is removed; None if it is kept.
 
     The rule of Moses' clean-corpus-n.perl: both sides must have ``least`` to ``most`` tokens between white space, and
@@ -223,7 +181,7 @@ def objection(source: list[str], target: list[str], least: int, most: int, ratio
     return None
 
 
-def _select(settings: Mapping[str, str], splits: list[str], folders: Mapping[str, Path], output: Path) -> None:
+def _select(settings: Mapping[str, str], splits: Sequence[str], folders: Mapping[str, Path], output: Path) -> None:
     languages = settings["source"], settings["target"]
     least, most, ratio = (float(number) for number in (settings["clean"] or "0 inf inf").split())
     clean_splits = settings["clean_splits"].split(",") if settings["clean"] else []
@@ -240,7 +198,7 @@ def _select(settings: Mapping[str, str], splits: list[str], folders: Mapping[str
         made = {name: output / name for name in folders}
         for folder in made.values():
             folder.mkdir()
-        outputs = {split: opened(made, split, "wb") for split in ("train", "valid", "test")}
+        outputs = {split: opened(made, split, "wb") for split in SPLITS}
         counted = list(folders).index(settings["clean_stage"]) * 2 if clean_splits else 0
         for split in splits:
             read, reasons = 0, Counter()
@@ -268,34 +226,34 @@ def _select(settings: Mapping[str, str], splits: list[str], folders: Mapping[str
     for split in outputs:
         if not written[split]:
             raise UserError(f"no sentence pair of {split} is left ({', '.join(counts)})")
-    (output / "counts").write_text("".join(f"{line}\n" for line in counts), encoding="utf-8")
+    (output / "counts.txt").write_text("".join(f"{line}\n" for line in counts), encoding="utf-8")
 
 
-def select(dest: Path, settings: Mapping[str, str], splits: list[str], folders: Mapping[str, Path]) -> None:
+def select(dest: Path, settings: Mapping[str, str], splits: Sequence[str], folders: Mapping[str, Path]) -> None:
     """Write the pairs that are kept, in their order: ``DEST/NAME`` from each folder, unless that is done.
 
     Cleaning (the settings clean, clean_stage, clean_splits) removes pairs. With the setting ``valid_every=N`` each N-th
     pair of the training text that is kept becomes one of the validation set.
 
     Args:
-        dest: also gets removed.tsv, one line for each removed pair, and counts, as ``name=value``.
+        dest: also gets removed.tsv, one line for each removed pair, and counts.txt, as ``name=value``.
         settings: of the prepared data.
         splits: the splits that the folders have.
         folders: name (raw, tok, bpe) -> folder with SPLIT.LANG, line by line the same sentences; the model of the
             subwords is copied.
     """
     selected = dest / "stages/selected"
-    if (dest / "counts").exists():
+    if recorded(dest, "counts").exists():
         return
     if not selected.exists():
-        with atomic_folder(selected) as partial:
+        with atomic_folder(selected) as partial, named_errors(selected):
             _select(settings, splits, folders, partial)
             for name, folder in folders.items():
                 for model in (folder / file for file in MODELS.values()):
                     if model.exists():
                         shutil.copy(model, partial / name)
-    # `counts` is moved last and says that all is there.
-    for name in (*folders, "removed.tsv", "counts"):
+    # The counts are moved last and say that all is there.
+    for name in (*folders, "removed.tsv", "counts", "counts.txt"):  # counts: of an older version
         if (selected / name).exists():
             shutil.rmtree(dest / name, ignore_errors=True)
             os.replace(selected / name, dest / name)

@@ -8,23 +8,25 @@ processes.
 from __future__ import annotations
 
 import contextlib
-import functools
 import multiprocessing
 import os
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from multiprocessing.connection import Connection
+from concurrent.futures import ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
 from pathlib import Path
 
 from pn_fairseq.common.command import UserError, deferred_signals
-from pn_fairseq.common.files import atomic_write
+from pn_fairseq.common.files import atomic_write, named_errors, scratch_folder
 
 #: Bytes of text in a piece: large against the cost of handing it over (and of starting a Perl script), small against a
 #: corpus, so that no core is idle at its end.
 PIECE = 1 << 18
 
+#: Some lines -> as many lines.
 Work = Callable[[bytes], bytes]
 
 
@@ -32,41 +34,51 @@ def progress(iterable=None, **options):
     """tqdm's progress bar, on a terminal only."""
     from tqdm import tqdm  # takes longer to import than most steps
 
+    tqdm.monitor_interval = 0  # no thread of its own: the processes of the pool are forked
     return tqdm(iterable, disable=not sys.stderr.isatty(), **options)
 
 
 def pieces(path: Path) -> list[tuple[Path, int, int]]:
     """Cut a file at line ends: (path, begin, end) in bytes."""
     total = path.stat().st_size
-    found, begin = [], 0
+    cuts = [0]
     with path.open("rb") as file:
-        while begin < total:
-            file.seek(min(begin + PIECE, total) - 1)
+        while cuts[-1] < total:
+            file.seek(min(cuts[-1] + PIECE, total) - 1)
             file.readline()
-            end = file.tell()
-            found.append((path, begin, end))
-            begin = end
-    return found
+            cuts.append(file.tell())
+    return [(path, begin, end) for begin, end in zip(cuts, cuts[1:], strict=False)]
 
 
-def _read(piece: tuple[Path, int, int]) -> bytes:
-    """The lines of a piece. The last line of a file gets its line feed if it has none."""
+@dataclass(frozen=True)
+class Job:
+    """A file to make: each line of ``source``, changed by ``work``."""
+
+    source: Path
+    output: Path
+    work: Work
+
+
+def _process(work: Work, piece: tuple[Path, int, int], output: Path) -> None:
+    """Write what ``work`` makes of a piece. The last line of a file gets its line feed if it has none."""
     path, begin, end = piece
     with path.open("rb") as file:
         file.seek(begin)
         text = file.read(end - begin)
-    return text if text.endswith(b"\n") else text + b"\n"
-
-
-def _apply(work: Work, piece):
+    text = text if text.endswith(b"\n") else text + b"\n"
     try:
-        return work(_read(piece))
+        result = work(text)
     except UserError as error:
-        raise UserError(f"{piece[0]}: {error}") from None
+        raise UserError(f"{path}: {error}") from None
+    before, after = text.count(b"\n"), result.count(b"\n")
+    if before != after:
+        raise UserError(f"{path}: {before} lines went into a step and {after} came out: sentences were lost")
+    with named_errors(output):
+        output.write_bytes(result)
 
 
-def _serve(pipe: Connection, make: Callable[[], Work], every: Sequence) -> None:
-    """A worker process: sends (result, None) or (None, what went wrong) for each of its pieces."""
+def _start_worker(tasks: Sequence[tuple]) -> None:
+    global _tasks
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends its workers
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
@@ -75,83 +87,61 @@ def _serve(pipe: Connection, make: Callable[[], Work], every: Sequence) -> None:
         os._exit(1)
 
     threading.Thread(target=end_with_parent, daemon=True).start()
-    work = make()
-    for piece in every:
-        try:
-            answer = _apply(work, piece), None
-        except (UserError, OSError, MemoryError) as error:
-            answer = None, error
-        pipe.send(answer)  # waits until the parent has taken what was sent before
+    _tasks = tasks
 
 
-def map_pieces(make: Callable[[], Work], every: Sequence, workers: int) -> Iterator:
-    """The results of the function that ``make`` returns, in order of the pieces; each process calls ``make`` once.
+def _process_task(number: int) -> None:
+    _process(*_tasks[number])
 
-    Each of N processes works on every N-th piece and has a pipe of its own. Not concurrent.futures: its workers share
-    one pipe and its lock, and one that is killed while it sends a result (out of memory, a cancelled job) leaves the
-    executor waiting for ever.
-    """
-    workers = min(workers, len(every))
-    if workers <= 1:
-        work = make()
-        yield from (_apply(work, piece) for piece in every)
+
+def _process_all(tasks: Sequence[tuple], workers: int) -> Iterator[None]:
+    """Call :func:`_process` for all tasks, its arguments; yields when the next one, in their order, is done."""
+    if min(workers, len(tasks)) <= 1:
+        yield from (_process(*task) for task in tasks)
         return
-    context = multiprocessing.get_context("fork")  # functions made in place cannot be pickled
-    processes, pipes = [], []
+    # The results are files: a worker that is killed while it sends a large message would leave the pool waiting. The
+    # processes are forked, so that they have the functions, most of which cannot be pickled.
+    fork = multiprocessing.get_context("fork")
+    pool = ProcessPoolExecutor(min(workers, len(tasks)), fork, _start_worker, (tasks,))
     try:
         with deferred_signals():  # Python ignores what a handler raises in the middle of a fork
-            for number in range(workers):
-                here, there = context.Pipe(duplex=False)
-                mine = every[number::workers]
-                processes.append(context.Process(target=_serve, args=(there, make, mine), daemon=True))
-                processes[-1].start()
-                there.close()
-                pipes.append(here)
-        for number in range(len(every)):
-            pipe = pipes[number % workers]
-            try:
-                while not pipe.poll(1):  # a signal that comes right before the wait is handled after it
-                    pass
-                result, error = pipe.recv()
-            except (EOFError, OSError):
-                raise UserError("a worker process was ended; if memory was short, use fewer --workers") from None
-            if error:
-                raise error
-            yield result
+            futures = [pool.submit(_process_task, number) for number in range(len(tasks))]
+        for future in futures:
+            while not wait([future], timeout=1).done:  # a signal that comes right before the wait is handled after it
+                pass
+            yield future.result()
+    except BrokenProcessPool:
+        raise UserError("a worker process was ended; if memory was short, use fewer --workers") from None
     finally:
-        for process in processes:
-            process.kill()
-        for process in processes:
-            process.join()
+        with deferred_signals():
+            for process in multiprocessing.active_children():
+                process.kill()
+            pool.shutdown(cancel_futures=True)
 
 
-def _as_many_lines(work: Work, text: bytes) -> bytes:
-    result = work(text)
-    before, after = text.count(b"\n"), result.count(b"\n")
-    if before != after:
-        raise UserError(f"{before} lines went into a step and {after} came out: sentences were lost")
-    return result
+def transform(jobs: Sequence[Job], workers: int, label: str) -> None:
+    """Make the output files that are missing."""
+    jobs = [job for job in jobs if not job.output.exists()]
+    if not jobs:
+        return
+    with scratch_folder(jobs[0].output.parent / "pieces.partial") as folder:
+        cut = [(job, pieces(job.source)) for job in jobs]
+        every = [(job.work, piece) for job, parts in cut for piece in parts]
+        tasks = [(*task, folder / str(number)) for number, task in enumerate(every)]
+        results, files = _process_all(tasks, workers), iter([file for *_, file in tasks])
+        with contextlib.closing(results), progress(total=len(tasks), desc=label, unit="piece") as bar:
+            for job, parts in cut:
+                job.output.parent.mkdir(parents=True, exist_ok=True)
+                with atomic_write(job.output) as output:
+                    for _ in parts:
+                        next(results)
+                        result = next(files)
+                        output.write(result.read_bytes())
+                        result.unlink()
+                        bar.update()
 
 
-def transform(jobs: Sequence[tuple[Path, Path]], make: Callable[[], Work], workers: int, label: str) -> None:
-    """Write each output file of the ``jobs``, (input, output), that is missing.
-
-    ``make`` returns the function that turns some lines into as many; it is called once in each process.
-    """
-    cut = [(output, pieces(source)) for source, output in jobs if not output.exists()]
-    every = [piece for _, parts in cut for piece in parts]
-    results = map_pieces(lambda: functools.partial(_as_many_lines, make()), every, workers)
-    bar = progress(total=len(every), desc=label, unit="piece")
-    with contextlib.closing(results), bar:
-        for output, parts in cut:
-            output.parent.mkdir(parents=True, exist_ok=True)
-            with atomic_write(output) as file:
-                for _ in parts:
-                    file.write(next(results))
-                    bar.update()
-
-
-def per_line(function: Callable[[str], str]) -> Callable[[bytes], bytes]:
+def per_line(function: Callable[[str], str]) -> Work:
     """A function of lines from a function of one line."""
 
     def work(text: bytes) -> bytes:

@@ -1,20 +1,19 @@
-"""``DEST/settings``: what prepared data was made with, one ``name=value`` a line, then the checksums of its text.
+"""``DEST/settings.txt``: what prepared data was made with, one ``name=value`` a line, then the checksums of its text.
 
 Every step reads the settings there, and a preparation with other settings or other text is refused.
 """
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
-import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from pn_fairseq.common.command import UserError, did_you_mean
-from pn_fairseq.common.files import checksum, read_settings, write_settings
+from pn_fairseq.common.command import UserError, did_you_mean, say
+from pn_fairseq.common.files import checksum, read_settings, recorded, write_settings
 from pn_fairseq.pipeline.data import subwords, tokens
+from pn_fairseq.pipeline.data.binarize import SPLITS
 
 #: Name -> default. These are all settings, in the order in which they are written.
 DEFAULTS = {
@@ -28,7 +27,7 @@ DEFAULTS = {
     "normalize": "0",  # 1: normalize punctuation
     "nonprinting": "0",  # 1: characters that are not printed become spaces
     "aggressive": "0",  # 1: hyphens within words become tokens @-@
-    "compound_split": "0",  # 1: scripts/score.sh splits compounds at hyphens (##AT##-##AT##)
+    "compound_split": "0",  # 1: pn score splits compounds at hyphens (##AT##-##AT##)
     "clean": "",  # "MIN MAX RATIO": remove pairs by their length
     "clean_stage": "tok",  # what is counted: tok, tokens (BPE is learned on what is kept), or bpe, subwords
     "clean_splits": "train",  # which splits are cleaned: train, or train,valid
@@ -36,56 +35,45 @@ DEFAULTS = {
 }
 #: What older versions did without recording it.
 UNRECORDED = {**DEFAULTS, "tokenizer": tokens.SACREMOSES_OLD}
-CHOICES = {"segmentation": tuple(subwords.MODELS), "clean_stage": ("tok", "bpe")}
+#: Setting -> its values, and how a user gives it.
+CHOICES = {"segmentation": (tuple(subwords.MODELS), "BPE"), "clean_stage": (("tok", "bpe"), "--clean-stage")}
 
 
-def parse(words: Iterable[str]) -> dict[str, str]:
-    """Settings from ``name=value`` words; what is not named has its default.
+def check(values: Mapping[str, object]) -> dict[str, str]:
+    """All settings as text; those that are not among the ``values`` have their defaults.
 
     Raises:
-        UserError: a name or a value is not known, or Moses' scripts are not where MOSES says.
+        UserError: a name or a value is not known.
     """
-    settings = dict(DEFAULTS)
-    for word in words:
-        name, _, value = word.partition("=")
+    for name in values:
         if name not in DEFAULTS:
             raise UserError(f"there is no setting {name!r}{did_you_mean(name, DEFAULTS)}")
-        settings[name] = value
+    settings = {**DEFAULTS, **{name: str(value) for name, value in values.items()}}
     if settings["source"] == settings["target"]:
         raise UserError(f"--source and --target are both '{settings['source']}'")
     if not re.fullmatch("[1-9][0-9]{0,8}", settings["bpe"]):
         raise UserError(f"--bpe must be a whole number from 1 to 999999999, not '{settings['bpe']}'")
-    for name, known in CHOICES.items():
+    for name, (known, option) in CHOICES.items():
         if settings[name] not in known:
-            called = {"segmentation": "BPE", "clean_stage": "--clean-stage"}[name]
-            raise UserError(f"{called} must be {' or '.join(known)}, not '{settings[name]}'")
-    if settings["tokenizer"] == "moses":
-        moses = Path(os.environ["MOSES"])
-        if not moses.is_dir():
-            raise UserError(f"MOSES must be a checkout of mosesdecoder, and '{moses}' is not a folder")
-        for script in tokens.scripts(settings).values():
-            if not (moses / script).is_file():
-                raise UserError(f"MOSES={moses} is not a checkout of mosesdecoder: {script} is missing")
-        if not shutil.which("perl"):
-            raise UserError("'perl' is not installed or not on the PATH; Moses' scripts need it")
+            raise UserError(f"{option} must be {' or '.join(known)}, not '{settings[name]}'")
     return settings
 
 
-def splits(settings: dict[str, str]) -> list[str]:
-    """The splits that the text has; the others come of train."""
-    return ["train", "test"] if settings["valid_every"] != "0" else ["train", "valid", "test"]
+def splits(settings: Mapping[str, str]) -> tuple[str, ...]:
+    """The splits that the text has; a missing validation set is taken from train."""
+    return tuple(split for split in SPLITS if split != "valid" or settings["valid_every"] == "0")
 
 
-def files(settings: dict[str, str], of: Iterable[str] | None = None) -> list[str]:
-    """Names of the files of these splits (default: those of the text)."""
+def files(settings: Mapping[str, str], of: Iterable[str] = ()) -> list[str]:
+    """Names of the files of these splits (default: of the splits that the text has)."""
     languages = settings["source"], settings["target"]
     return [f"{split}.{lang}" for split in of or splits(settings) for lang in languages]
 
 
 def read(dest: Path) -> dict[str, str]:
     """The settings of prepared data, without the checksums; what is not recorded is what older versions did."""
-    recorded = read_settings(dest / "settings")
-    return {name: recorded.get(name, value) for name, value in UNRECORDED.items()}
+    kept = read_settings(recorded(dest, "settings"))
+    return {name: kept.get(name, value) for name, value in UNRECORDED.items()}
 
 
 def check_same(dest: Path, old: Mapping[str, str], new: Mapping[str, str], sums: Mapping[str, str]) -> None:
@@ -93,32 +81,33 @@ def check_same(dest: Path, old: Mapping[str, str], new: Mapping[str, str], sums:
     for name in {**old, **new}:
         if old.get(name) != new.get(name):
             what = "other text" if name in sums else f"other settings ({name}={old.get(name)}, not {new.get(name)})"
-            raise UserError(f"{dest} was made with {what}, see {dest}/settings; remove it or name another directory")
+            where = recorded(dest, "settings")
+            raise UserError(f"{dest} was made with {what}, see {where}; remove it or name another directory")
 
 
-def keep(dest: Path, folder: Path, settings: dict[str, str]) -> None:
+def keep(dest: Path, folder: Path, settings: Mapping[str, str]) -> None:
     """Record the settings and the text in ``folder``, or refuse them if ``dest`` was made with others.
 
     Settings may still change until the subwords are learned: what was made with the others is then removed.
     """
     sums = {name: checksum(folder / name) for name in files(settings)}
-    new = {**settings, **sums}
-    if (dest / "settings").exists():
-        old = {**UNRECORDED, **read_settings(dest / "settings")}
+    new, file = {**settings, **sums}, recorded(dest, "settings")
+    if file.exists():
+        old = {**UNRECORDED, **read_settings(file)}
         if old["tokenizer"] == tokens.SACREMOSES_OLD and new["tokenizer"] == tokens.SACREMOSES:
             # All steps read the recorded settings: a preparation that an older version began is finished in its way.
             new["tokenizer"] = tokens.SACREMOSES_OLD
-            print(
-                f"[data] note: {dest} was started with an older version. Its tokenizer does not split the full stop of "
-                "an abbreviation at the end of a line; for the tokens of current Moses, prepare another directory",
-                file=sys.stderr,
+            say(
+                "prepare",
+                f"note: {dest} was started with an older version. Its tokenizer does not split the full stop of an "
+                "abbreviation at the end of a line; for the tokens of current Moses, prepare another directory",
             )
         models = [dest / stage / model for stage in ("bpe", "stages/bpe") for model in subwords.MODELS.values()]
         if any(model.exists() for model in models):
             return check_same(dest, old, new, sums)
         different = {name for name in {**old, **new} if old.get(name) != new.get(name)}
         if not different <= {"bpe", "segmentation"}:
-            for name in ("raw", "tok", "stages", "counts", "removed.tsv"):
+            for name in ("raw", "tok", "stages", "counts", "counts.txt", "removed.tsv"):
                 path = dest / name
                 shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-    write_settings(dest / "settings", {name: new[name] for name in DEFAULTS}, sums)
+    write_settings(file, {name: new[name] for name in DEFAULTS}, sums)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 import subprocess
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from pn_fairseq.common.command import UserError
-from pn_fairseq.pipeline.data.parallel import per_line
+from pn_fairseq.pipeline.data.parallel import Work, per_line
 
 #: Setting that is on -> Moses' script, in the order in which they run. The tokenizer is always on.
 SCRIPTS = {
@@ -30,11 +32,26 @@ def scripts(settings: Mapping[str, str]) -> dict[str, str]:
     return {name: script for name, script in SCRIPTS.items() if name == "tokenizer" or settings[name] == "1"}
 
 
+def checkout(settings: Mapping[str, str]) -> Path:
+    """The checkout of mosesdecoder that MOSES names; it must have Moses' scripts that these settings need."""
+    if not os.environ.get("MOSES"):
+        raise UserError("the text was tokenized by Moses' own scripts: set MOSES to a checkout of mosesdecoder")
+    moses = Path(os.environ["MOSES"]).absolute()
+    if not moses.is_dir():
+        raise UserError(f"MOSES must be a checkout of mosesdecoder, and '{moses}' is not a folder")
+    for script in scripts(settings).values():
+        if not (moses / script).is_file():
+            raise UserError(f"MOSES={moses} is not a checkout of mosesdecoder: {script} is missing")
+    if not shutil.which("perl"):
+        raise UserError("'perl' is not installed or not on the PATH; Moses' scripts need it")
+    return moses
+
+
 def sacremoses(settings: Mapping[str, str], lang: str, straighten: bool = False) -> Callable[[str], str]:
     """The function that turns a sentence into tokens with one blank between them.
 
     Args:
-        settings: of the prepared data, ``DEST/settings``: normalize, nonprinting, aggressive, lower, tokenizer.
+        settings: of the prepared data, ``DEST/settings.txt``: normalize, nonprinting, aggressive, lower, tokenizer.
         lang: language of the sentence.
         straighten: make typographic apostrophes plain first.
     """
@@ -70,7 +87,7 @@ def sacremoses(settings: Mapping[str, str], lang: str, straighten: bool = False)
     return function
 
 
-def moses(checkout: Path, settings: Mapping[str, str], lang: str, straighten: bool = False) -> Callable[[bytes], bytes]:
+def moses(checkout: Path, settings: Mapping[str, str], lang: str, straighten: bool = False) -> Work:
     """The same by Moses' own Perl scripts in a checkout of mosesdecoder, for many lines at a time."""
     flags = {
         "normalize": [lang],  # by position: older versions of the script know no -l
@@ -84,16 +101,16 @@ def moses(checkout: Path, settings: Mapping[str, str], lang: str, straighten: bo
         for command in commands:
             result = subprocess.run(command, input=text, capture_output=True)
             if result.returncode:
-                said = result.stderr.decode("utf-8", "replace").strip().splitlines()
-                raise UserError(f"{command[1]} failed: {said[-1] if said else result.returncode}")
+                messages = result.stderr.decode("utf-8", "replace").strip().splitlines() or [result.returncode]
+                raise UserError(f"{command[1]} failed: {messages[-1]}")
             text = result.stdout
         return text
 
     return work
 
 
-def tokenizer(settings: Mapping[str, str], lang: str, straighten: bool, checkout: str) -> Callable[[bytes], bytes]:
+def tokenizer(settings: Mapping[str, str], lang: str, straighten: bool = False) -> Work:
     """The tokenizer that the settings name, for :func:`pn_fairseq.pipeline.data.parallel.transform`."""
     if settings["tokenizer"] == "moses":
-        return moses(Path(checkout), settings, lang, straighten)
+        return moses(checkout(settings), settings, lang, straighten)
     return per_line(sacremoses(settings, lang, straighten))

@@ -83,6 +83,14 @@ def server():
     server.server_close()
 
 
+def command(url: str, file: Path) -> list[str]:
+    """Fetch in a process of its own, which ends as a command does."""
+    code = "import sys; from pathlib import Path; from pn_fairseq.common.command import handle_signals, run; "
+    code += "from pn_fairseq.pipeline.data.archives import fetch; handle_signals(); "
+    code += "sys.exit(run('fetch', lambda: fetch(sys.argv[1], Path(sys.argv[2]))))"
+    return [sys.executable, "-c", code, url, str(file)]
+
+
 def sha256(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
@@ -131,16 +139,14 @@ def test_a_damaged_download_is_fetched_again(server, file, capfd):
     file.write_bytes(CONTENT[:1000])
     fetched(server.url, file)
     assert "getting it again" in capfd.readouterr().err and len(server.requests) == 2
-    # As an older version has left it: cut off, with the checksum of what there is, or none.
-    file.write_bytes(CONTENT[:1000])
-    (file.parent / "x.tgz.sha256").unlink()
-    fetched(server.url, file)
 
 
-def test_a_cut_off_archive_at_the_source_is_not_kept(server, file):
-    server.content = CONTENT[:100_000]
-    refused(server.url, "damaged or cut off", url=server.url, file=file)
-    assert listing(file.parent) == set()
+def test_a_part_of_another_version_is_fetched_whole(server, file):
+    """Half of one version and half of another have the right length, but not the checksum."""
+    file.parent.mkdir()
+    (file.parent / "x.tgz.partial").write_bytes(OTHER[:1000])
+    fetched(server.url, file, sha256=sha256(CONTENT))
+    assert len(server.requests) == 2
 
 
 def test_known_checksum(server, file):
@@ -177,11 +183,10 @@ def test_a_later_run_resumes_a_dropped_download(server, file):
     assert server.requests[1][1] == "bytes=100000-"
 
 
-@pytest.mark.parametrize("case", ["changed", "no ranges", "complete", "more than there is"])
+@pytest.mark.parametrize("case", ["no ranges", "complete", "more than there is"])
 def test_a_part_that_does_not_fit_is_fetched_whole(server, file, case):
-    """Half of one version and half of another have the right length, but not the checksum."""
     file.parent.mkdir()
-    left = {"changed": OTHER[:1000], "no ranges": CONTENT[:1000], "complete": CONTENT}.get(case, OTHER + OTHER)
+    left = {"no ranges": CONTENT[:1000], "complete": CONTENT}.get(case, OTHER + OTHER)
     (file.parent / "x.tgz.partial").write_bytes(left)
     server.ranges = case != "no ranges"
     fetched(server.url, file)
@@ -212,20 +217,9 @@ def test_answers_that_stay(server, file, status):
     assert len(server.requests) == 1 and listing(file.parent) == set()
 
 
-@pytest.mark.parametrize(
-    ("content", "name", "needle"),
-    [
-        (b"\n <!DOCTYPE html>\n<html><body>Log in to the hotel's network</body></html>", "x.tgz", "HTML"),
-        (b"\xef\xbb\xbf<HTML>\nmoved", "train.en", "HTML"),
-        (b"This file has moved.", "x.tgz", "not a gzip archive"),
-        (b"", "train.en", "empty"),
-    ],
-    ids=["page", "page for a text", "text for tgz", "empty"],
-)
-def test_something_else_with_the_status_of_success(server, file, content, name, needle):
-    server.content = content
-    file = file.with_name(name)
-    refused(server.url, needle, str(file), url=server.url, file=file)
+def test_an_empty_file_with_the_status_of_success(server, file):
+    server.content = b""
+    refused(server.url, "empty", str(file), url=server.url, file=file)
     assert listing(file.parent) == set()
 
 
@@ -243,8 +237,8 @@ def test_without_curl(tmp_path, monkeypatch):
 
 def test_a_full_disk(server, file):
     """A limit on the size of a file stands for the end of the disk."""
-    command = f"ulimit -f 100; exec '{sys.executable}' -m pn_fairseq data --dest / fetch '{server.url}' '{file}'"
-    result = run("bash", "-c", command, check=False, no_proxy="*")
+    limited = ["bash", "-c", 'ulimit -f 100; exec "$@"', "bash", *command(server.url, file)]
+    result = run(*limited, check=False, no_proxy="*")
     assert result.returncode == 2 and "x.tgz.partial" in result.stderr and "make room" in result.stderr
     assert not file.exists()
     fetched(server.url, file)
@@ -255,8 +249,6 @@ def test_mirror(server, file, tmp_path, monkeypatch):
     mirror.mkdir()
     monkeypatch.setenv("DATA_MIRROR", str(mirror))
     refused(f"{mirror}/x.tgz", url=server.url, file=file)
-    (mirror / "x.tgz").write_bytes(b"<html>")
-    refused(f"{mirror.as_uri()}/x.tgz", "HTML", url=server.url, file=file)
     (mirror / "x.tgz").write_bytes(OTHER)
     refused(sha256(CONTENT), url=server.url, file=file, sha256=sha256(CONTENT))
     assert listing(file.parent) == set()
@@ -297,8 +289,9 @@ def test_ctrl_c_keeps_what_came(server, file):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Handler, "do_GET", slow)
-        command = [sys.executable, "-m", "pn_fairseq", "data", "--dest", "/", "fetch", server.url, str(file)]
-        process = subprocess.Popen(command, env=environment(no_proxy="*"), stderr=subprocess.PIPE, text=True)
+        process = subprocess.Popen(
+            command(server.url, file), env=environment(no_proxy="*"), stderr=subprocess.PIPE, text=True
+        )
         partial = file.with_name("x.tgz.partial")
         deadline = time.monotonic() + 60
         while not (partial.exists() and partial.stat().st_size) and time.monotonic() < deadline:

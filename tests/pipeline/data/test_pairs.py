@@ -6,7 +6,16 @@ from pathlib import Path
 import pytest
 
 from pn_fairseq.common.command import UserError
-from pn_fairseq.pipeline.data import pairs, settings, steps
+from pn_fairseq.pipeline.data import pairs, settings
+from pn_fairseq.pipeline.data.pairs import (
+    as_is,
+    segments,
+    strip_tags,
+    tokens,
+    without_carriage_returns,
+    wmt_segments,
+)
+from pn_fairseq.pipeline.data.preparation import Preparation
 
 
 def write(folder: Path, **contents: bytes) -> tuple[Path, Path]:
@@ -15,16 +24,16 @@ def write(folder: Path, **contents: bytes) -> tuple[Path, Path]:
     return tuple(folder / f"text.{name}" for name in contents)
 
 
-def take(kind: str, tmp_path: Path, de: bytes, en: bytes) -> tuple[list[str], list[str]]:
+def take(reader: pairs.Reader, tmp_path: Path, de: bytes, en: bytes) -> tuple[list[str], list[str]]:
     outputs = tmp_path / "out/train.de", tmp_path / "out/train.en"
-    count = pairs.take(kind, write(tmp_path, de=de, en=en), outputs)
+    count = pairs.take(reader, write(tmp_path, de=de, en=en), outputs)
     sides = [output.read_bytes().decode().removesuffix("\n").split("\n") for output in outputs]
     assert len(sides[0]) == len(sides[1]) == count
     return tuple(sides)
 
 
 def test_text_as_it_is(tmp_path, capsys):
-    assert take("as-is", tmp_path, b"a\r\n b \n", b"c\nd") == (["a\r", " b "], ["c", "d"])
+    assert take(as_is, tmp_path, b"a\r\n b \n", b"c\nd") == (["a\r", " b "], ["c", "d"])
     assert (tmp_path / "out/train.en").read_bytes() == b"c\nd", "byte for byte"
     assert capsys.readouterr().err == ""
 
@@ -39,7 +48,7 @@ def test_packed_text(tmp_path):
 
 def test_what_users_do_not_see_is_said_with_counts(tmp_path, capsys):
     """A byte order mark would be a token, which no model produces."""
-    sides = take("as-is", tmp_path, b"\xef\xbb\xbfein Mann\n\nx\0y\n\n", b"a man\nb\nc\n\n")
+    sides = take(as_is, tmp_path, b"\xef\xbb\xbfein Mann\n\nx\0y\n\n", b"a man\nb\nc\n\n")
     assert sides[0][0] == "ein Mann"
     said = capsys.readouterr().err
     assert "text.de begins with a byte order mark, which is left out" in said
@@ -48,21 +57,21 @@ def test_what_users_do_not_see_is_said_with_counts(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("kind", "de", "en", "needle"),
+    ("reader", "de", "en", "needle"),
     [
-        ("as-is", b"a\nb\n", b"c\n", "text.de has 2 lines and .*text.en 1: they are not translations of each other"),
-        ("as-is", b"a\n", b"c\nd\n", "text.de has 1 lines and .*text.en 2"),
-        ("as-is", b"a\n", b"", "text.en: is empty"),
-        ("as-is", b"a\n\xff\n", b"c\nd\n", "text.de: line 2 is not UTF-8"),
-        ("as-is", b"a\nb\rc\n", b"c\nd\n", "text.de: line 2 has a carriage return in the middle"),
-        ("tokens", b"a\n" + b"b" * (1 << 20) + b"\n", b"c\nd\n", "text.de: line 2 has more than 1048576 bytes"),
-        ("xml-segments", b"a\n", b"b\n", "text.de has no line with '<seg id'"),
-        ("sgml-segments", b"a\n", b'<seg id="1">b</seg>\n', "text.de has no <seg>"),
+        (as_is, b"a\nb\n", b"c\n", "text.de has 2 lines and .*text.en 1: they are not translations of each other"),
+        (as_is, b"a\n", b"c\nd\n", "text.de has 1 lines and .*text.en 2"),
+        (as_is, b"a\n", b"", "text.en: is empty"),
+        (as_is, b"a\n\xff\n", b"c\nd\n", "text.de: line 2 is not UTF-8"),
+        (as_is, b"a\nb\rc\n", b"c\nd\n", "text.de: line 2 has a carriage return in the middle"),
+        (tokens, b"a\n" + b"b" * (1 << 20) + b"\n", b"c\nd\n", "text.de: line 2 has more than 1048576 bytes"),
+        (segments, b"a\n", b"b\n", "text.de: is empty, or no text that can be read here .segments"),
+        (segments, b'<seg id="1">a</seg>\n<seg id="2">b\n', b"c\nd\n", "text.de: line 2 is not of the form <seg"),
     ],
 )
-def test_text_that_cannot_be_used(kind, de, en, needle, tmp_path):
+def test_text_that_cannot_be_used(reader, de, en, needle, tmp_path):
     with pytest.raises(UserError, match=needle):
-        take(kind, tmp_path, de, en)
+        take(reader, tmp_path, de, en)
 
 
 def test_messages_name_archive_and_member(tmp_path):
@@ -75,17 +84,18 @@ def test_messages_name_archive_and_member(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("kind", "text", "expected"),
+    ("reader", "text", "expected"),
     [
-        ("without-carriage-returns", b"a\rb\r\nc\n", ["ab", "c"]),  # as normalize-punctuation.perl
-        ("tokens", "a\u00a0b  c\u2028d\n\n".encode(), ["a b c d", ""]),
-        ("strip-tags", b"<url>x</url>\n<title>T &amp; U</title>\n  a\rb \n<speaker>S</speaker>\n", None),
-        ("xml-segments", b'<doc>\n<seg id="1"> a </seg>\n<seg id="2"></seg>\n</doc>\n', ["a", ""]),
+        (without_carriage_returns, b"a\rb\r\nc\n", ["ab", "c"]),  # as normalize-punctuation.perl
+        (tokens, "a\u00a0b  c\u2028d\n\n".encode(), ["a b c d", ""]),
+        (strip_tags, b"<url>x</url>\n<title>T &amp; U</title>\n  a\rb \n<speaker>S</speaker>\n", None),
+        (segments, b'<doc>\n<seg id="1"> a\rb </seg>\n<seg id="2"></seg>\n</doc>\n', ["a b", ""]),
+        (wmt_segments, '<seg id="1">\u00a0a\r</seg><SEG id=2>b</SEG>\n'.encode(), ["\u00a0a", "b"]),
     ],
 )
-def test_kinds_of_published_text(kind, text, expected, tmp_path):
+def test_kinds_of_published_text(reader, text, expected, tmp_path):
     expected = expected or ["T &amp; U", "a b", "<speaker>S</speaker>"]
-    assert take(kind, tmp_path, text, text) == (expected, expected)
+    assert take(reader, tmp_path, text, text) == (expected, expected)
 
 
 @pytest.mark.parametrize(
@@ -107,14 +117,14 @@ def test_the_rule_of_cleaning(source, target, reason):
 
 
 def test_a_literal_mark_of_sentencepiece_is_said(tmp_path, capsys):
+    (tmp_path / "tok").mkdir()
     for name, line in (("train.de", "eins ▁ zwei"), ("train.en", "one two"), ("valid.de", "a"), ("valid.en", "b")):
-        for folder in ("tok", "text"):
-            (tmp_path / folder).mkdir(exist_ok=True)
-            (tmp_path / folder / name).write_text(f"{line}\n" * 9)
-    chosen = settings.parse(["source=de", "target=en", "segmentation=sentencepiece", "bpe=14", "valid_every=0"])
-    (tmp_path / "settings").write_text("".join(f"{name}={value}\n" for name, value in chosen.items()))
-    for step in ("learn-bpe", "apply-bpe"):
-        steps.main(["--dest", str(tmp_path), step, "tok", "bpe"])
+        (tmp_path / "tok" / name).write_text(f"{line}\n" * 9)
+    data = Preparation(tmp_path, workers=1)
+    data.open("")
+    data.settings = settings.check({"source": "de", "target": "en", "segmentation": "sentencepiece", "bpe": 14})
+    data.segment()
+    data.close()
     said = capsys.readouterr().err
     assert "9 lines of" in said and "tok/train.de have U+2581 (▁), which sentencepiece takes for a blank" in said
 
@@ -129,11 +139,11 @@ def test_pairs_are_removed_by_their_subwords(tmp_path):
                 (tmp_path / f"in/{folder}/{split}.{lang}").write_text(f"{line}\nx y z\n")
     (tmp_path / "in/bpe/train.en").write_text("a@@ b\nx\n")
     (tmp_path / "in/bpe/codes").write_text("codes")
-    chosen = settings.parse(["source=de", "target=en", "clean=1 9 1.5", "clean_stage=bpe"])
+    chosen = settings.check({"source": "de", "target": "en", "clean": "1 9 1.5", "clean_stage": "bpe"})
     pairs.select(tmp_path, chosen, ["train", "valid", "test"], {name: tmp_path / "in" / name for name in lines})
     assert (tmp_path / "raw/train.de").read_text() == "a b\n" and (tmp_path / "bpe/codes").read_text() == "codes"
     assert (tmp_path / "removed.tsv").read_text().splitlines()[1] == "train\t2\tratio\t3\t1"
-    assert (tmp_path / "counts").read_text().splitlines() == [
+    assert (tmp_path / "counts.txt").read_text().splitlines() == [
         *("train.read=2", "train.removed=1", "train.removed.ratio=1", "valid.read=2", "test.read=2"),
         *("train=1", "valid=2", "test=2"),
     ]
@@ -144,8 +154,8 @@ def test_files_of_different_lengths_are_not_selected(tmp_path):
         (tmp_path / folder).mkdir()
         for name in ("train.de", "train.en", "test.de", "test.en"):
             (tmp_path / folder / name).write_text("a\n" * count)
-    chosen = settings.parse(["source=de", "target=en", "valid_every=2"])
+    chosen = settings.check({"source": "de", "target": "en", "valid_every": 2})
     folders = {"raw": tmp_path / "text", "tok": tmp_path / "tok"}
     with pytest.raises(UserError, match="different numbers of lines after line 4"):
         pairs.select(tmp_path, chosen, ["train", "test"], folders)
-    assert not (tmp_path / "counts").exists()
+    assert not (tmp_path / "counts.txt").exists()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pn_fairseq.common.command import UserError
-from pn_fairseq.pipeline.data.parallel import PIECE, map_pieces, per_line, pieces, transform
+from pn_fairseq.pipeline.data.parallel import PIECE, Job, per_line, transform
 from tests.scripts_helpers import environment
 
 LINES = "".join(f"line {number} of a text that is not short at all\n" for number in range(60_000))
@@ -25,10 +25,6 @@ def upper(text: bytes) -> bytes:
     return text.upper()
 
 
-def count(text: bytes) -> int:
-    return text.count(b"\n")
-
-
 @pytest.fixture
 def text(tmp_path) -> Path:
     (tmp_path / "in").write_text(LINES + "the last line has no line feed")
@@ -38,19 +34,22 @@ def text(tmp_path) -> Path:
 
 @pytest.mark.parametrize("workers", [1, 3])
 def test_many_pieces_come_out_in_order(text, workers):
-    out = text.with_name("out")
-    transform([(text, out)], lambda: upper, workers, "")
+    out, small = text.with_name("out"), text.with_name("small")
+    small.write_text("a")
+    jobs = [Job(text, out, upper), Job(small, text.with_name("swapped"), bytes.swapcase), Job(text, small, upper)]
+    (text.parent / "pieces.partial").mkdir()
+    (text.parent / "pieces.partial/7").write_text("left by a process that was killed")
+    transform(jobs, workers, "")
     assert out.read_text() == LINES.upper() + "THE LAST LINE HAS NO LINE FEED\n"
-    assert sum(map_pieces(lambda: count, pieces(text), workers)) == 60_001
-    before = out.stat().st_mtime_ns
-    transform([(text, out)], lambda: upper, workers, "")
-    assert out.stat().st_mtime_ns == before, "what is there is not made again"
+    assert small.read_text() == "a", "what is there is not made again"
+    assert {path.name: path.read_text() for path in text.parent.iterdir()}.keys() == {"in", "out", "small", "swapped"}
+    assert (text.parent / "swapped").read_text() == "A\n"
 
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_lost_sentence_is_noticed(text, workers):
     with pytest.raises(UserError, match="in: .* lines went into a step and .* came out"):
-        transform([(text, text.with_name("out"))], lambda: lambda text: text[text.index(b"\n") + 1 :], workers, "")
+        transform([Job(text, text.with_name("out"), lambda text: text[text.index(b"\n") + 1 :])], workers, "")
     assert {path.name for path in text.parent.iterdir()} == {"in"}
 
 
@@ -62,7 +61,7 @@ def test_a_worker_that_is_killed(text):
     """As for lack of memory."""
     text.write_text(LINES + "kill\n")
     with pytest.raises(UserError, match="worker process was ended.*--workers"):
-        transform([(text, text.with_name("out"))], lambda: upper, 3, "")
+        transform([Job(text, text.with_name("out"), upper)], 3, "")
     assert {path.name for path in text.parent.iterdir()} == {"in"}
 
 
@@ -70,10 +69,10 @@ CODE = """
 import os, sys
 from pathlib import Path
 from pn_fairseq.common.command import handle_signals, run
-from pn_fairseq.pipeline.data.parallel import transform
+from pn_fairseq.pipeline.data.parallel import Job, transform
 from tests.pipeline.data.test_parallel import upper
 handle_signals()
-sys.exit(run("test", lambda: transform([(Path("in"), Path("out"))], lambda: upper, 3, "")))
+sys.exit(run("test", lambda: transform([Job(Path("in"), Path("out"), upper)], 3, "")))
 """
 
 
@@ -98,4 +97,4 @@ def test_workers_end_with_their_parent(text, how):
     expected = {"SIGTERM": 143, "SIGINT": 130, "SIGKILL": -signal.SIGKILL}[how]
     assert process.returncode == expected and "Traceback" not in stderr, stderr
     if how != "SIGKILL":
-        assert len(stderr.splitlines()) == 1 and not (text.parent / "out.partial").exists()
+        assert len(stderr.splitlines()) == 1 and not list(text.parent.glob("*.partial"))

@@ -43,14 +43,14 @@ def state(folder: Path) -> dict[str, tuple[str, int]]:
     """Contents and times of what a preparation leaves."""
     return {
         str(path.relative_to(folder)): (hashlib.sha256(path.read_bytes()).hexdigest(), path.stat().st_mtime_ns)
-        for part in ("raw", "tok", "bpe", "bin", "settings", "counts")
+        for part in ("raw", "tok", "bpe", "bin", "settings.txt", "counts.txt")
         for path in ([folder / part] if (folder / part).is_file() else (folder / part).rglob("*"))
         if path.is_file() and path.suffix != ".log"
     }
 
 
 def settings(folder: Path) -> dict[str, str]:
-    return dict(line.split("=", 1) for line in lines(folder / "settings") if "=" in line)
+    return dict(line.split("=", 1) for line in lines(folder / "settings.txt") if "=" in line)
 
 
 def assert_not_begun(folder: Path):
@@ -179,7 +179,7 @@ def wmt14(tmp_path_factory) -> Path:
     assert not (dest / "bin").exists()
     prepare_wmt14(dest, archives, "--workers", 2)
     assert {path.name for path in dest.iterdir()} <= {
-        *(".lock", "text", "raw", "tok", "bpe", "bin", "settings", "counts", "removed.tsv")
+        *(".lock", "text", "raw", "tok", "bpe", "bin", "settings.txt", "counts.txt", "removed.tsv")
     }
     return dest
 
@@ -321,20 +321,12 @@ def test_wmt14_cleaned_by_subwords(tmp_path):
         ),
         (
             "test-full.tgz",
-            "test-full/newstest2014-deen-ref.de.sgm",
-            lambda text: text.replace('<seg id="2">Leer', '<seg id="3">Leer').replace(
-                '<seg id="2"> Leer', '<seg id="3">'
-            ),
-            ("newstest2014-deen", "sentence 2 of doc-2", "3 of doc-2"),
-        ),
-        (
-            "test-full.tgz",
             "test-full/newstest2014-deen-src.en.sgm",
             lambda text: text.replace("lamp-posts.</seg>", "lamp-posts."),
             ("newstest2014-deen-src.en.sgm", "line 16"),
         ),
     ],
-    ids=["not UTF-8", "unequal", "other sentences", "broken SGML"],
+    ids=["not UTF-8", "unequal", "broken SGML"],
 )
 def test_wmt14_archives_that_are_wrong(tmp_path, archive, member, change, needles):
     members = wmt14_members()
@@ -356,7 +348,7 @@ def test_wmt14_downloads_that_are_wrong(tmp_path, case):
         archive.write_text("<!DOCTYPE html>\n<html><h1>Not Found</h1></html>")
     else:
         archive.unlink()
-    needle = {"cut off": "cut off", "page": "HTML", "not there": "there is no"}[case]
+    needle = {"cut off": "cut off", "page": "not an archive", "not there": "there is no"}[case]
     assert_refused(prepare_wmt14(tmp_path / "data", archives, check=False), "training-parallel-nc-v12.tgz", needle)
     assert_not_begun(tmp_path / "data")
 
@@ -430,7 +422,7 @@ def test_iwslt15_again_and_interrupted(iwslt15):
     assert state(iwslt15) == before
     # As if ended before the last step of the reading, and between two files of tok/.
     (iwslt15 / "text/archives").unlink()
-    (iwslt15 / "counts").unlink()
+    (iwslt15 / "counts.txt").unlink()
     (iwslt15 / "tok/test.vi").unlink()
     prepare_iwslt15(iwslt15, iwslt15.parent / "archives", "--workers", 1)
     again = state(iwslt15)
@@ -452,11 +444,6 @@ def test_iwslt15_files_that_are_wrong(tmp_path, name, change, needles):
     assert_refused(prepare_iwslt15(tmp_path / "data", archives, check=False), *needles)
     assert_not_begun(tmp_path / "data")
     if name == "tst2012.vi":
-        (archives / name).write_text("<!doctype html>")
-        flags = ("--dest", tmp_path / "data")
-        result = script("prepare_iwslt15_envi.sh", *flags, DATA_MIRROR=str(archives), check=False)
-        assert_refused(result, str(archives / name), "HTML")
-        assert_not_begun(tmp_path / "data")
         (archives / name).unlink()
         result = prepare_iwslt15(tmp_path / "data", archives, check=False)
         assert_refused(result, name, str(archives), "nlp.stanford.edu")
@@ -529,7 +516,7 @@ def test_multi30k_corpora_that_are_wrong(multi30k, tmp_path):
 def test_multi30k_itself(tmp_path):
     result = script("prepare_multi30k.sh", "--dest", tmp_path, "--corpus", MULTI30K, "--bpe", 1000)
     assert "note:" not in result.stderr
-    assert lines(tmp_path / "counts") == ["train=29000", "valid=1014", "test=1000"]
+    assert lines(tmp_path / "counts.txt") == ["train=29000", "valid=1014", "test=1000"]
     with gzip.open(MULTI30K / "test2016.en.gz", "rt", encoding="utf-8", newline="\n") as file:
         assert file.read() == (tmp_path / "raw/test.en").read_bytes().decode()
     assert_joined_and_binarized(tmp_path, "de", "en", train=29_000, valid=1_014, test=1_000)

@@ -192,7 +192,7 @@ def test_text_and_tokens_are_those_of_the_recipe(split, prepared, reading):
 
 
 def test_removed_pairs_are_counted_and_listed(prepared, reading):
-    counts = dict(line.split("=") for line in lines_of(prepared / "counts"))
+    counts = dict(line.split("=") for line in lines_of(prepared / "counts.txt"))
     assert {split: int(counts[split]) for split in ("train", "valid", "test")} == {
         split: len(reading[split]) for split in ("train", "valid", "test")
     }
@@ -265,15 +265,15 @@ def assert_same_bytes(dest: Path, prepared: Path) -> None:
 ENDED = [
     ("unpacked", signal.SIGTERM, os.kill),
     ("text.partial", signal.SIGKILL, os.kill),
-    ("counts", signal.SIGINT, os.killpg),
+    ("counts.txt", signal.SIGINT, os.killpg),
     ("bin.partial", signal.SIGTERM, os.kill),
 ]
 
 
 @pytest.mark.slow
 def test_ended_by_a_signal_it_resumes_and_ends_in_the_same_bytes(archive, prepared, tmp_path):
-    """By a signal to the script alone, or to its process group. After a kill -9 of the script its step is left, and the
-    next run waits for it."""
+    """By a signal to the process alone, or to its process group. The processes that it leaves after a kill -9 end, or
+    the next run waits for them."""
     dest = tmp_path / "data"
     for mark, number, kill in ENDED:
         process = subprocess.Popen(
@@ -293,7 +293,7 @@ def test_ended_by_a_signal_it_resumes_and_ends_in_the_same_bytes(archive, prepar
         lines = [line for line in said.splitlines() if not line.startswith("[")]
         assert (process.returncode, lines) == (
             128 + number,
-            ["prepare_iwslt14.sh: interrupted; run the same command again to resume"],
+            ["pn prepare: interrupted; run the same command again to resume"],
         ), (mark, said)
         assert not [path for path in dest.iterdir() if "partial" in path.name or path.name == "unpacked"]
     # What a machine that lost its power may leave beside: files cut off in the middle.
@@ -361,7 +361,7 @@ def test_moses_scripts_and_sentencepiece(archive, reading, tmp_path):
     tokenizer.with_name("lowercase.perl").write_text(LOWERCASE)
     prepare(dest, *options, **environment)
 
-    settings = lines_of(dest / "settings")
+    settings = lines_of(dest / "settings.txt")
     assert "tokenizer=moses" in settings and "segmentation=sentencepiece" in settings and "lower=1" in settings
     model = SentencePieceProcessor(model_file=str(dest / "bpe/sentencepiece.model"))
     assert model.vocab_size() == OPERATIONS
@@ -390,7 +390,7 @@ def mistakes(members: dict[str, str]) -> dict[str, tuple[dict[str, str | bytes],
     shorter = {**members, german: members[german].rsplit("\n", 1)[0]}
     latin = {**members, german: members[german].encode().replace("ó".encode(), b"\xf3", 1)}
     return {
-        "missing member": (without, ("IWSLT14.TED.tst2011.de-en.en.xml",)),
+        "missing member": (without, ("has no de-en/IWSLT14.TED.tst2011.de-en.en.xml; it holds de-en/README, ",)),
         "fewer lines": (shorter, ("de-en.tgz/de-en/train.tags.de-en.de has", "lines", "translations")),
         "not UTF-8": (latin, ("de-en.tgz/de-en/train.tags.de-en.de: line", "not UTF-8")),
     }
@@ -407,7 +407,7 @@ def test_archives_that_cannot_be_used(name, members, tmp_path):
 
 @pytest.mark.parametrize(
     ("content", "needle"),
-    [(b"<!DOCTYPE html><p>not found", "HTML"), (None, "damaged"), (b"", "empty")],
+    [(b"<!DOCTYPE html><p>not found", "not an archive"), (None, "damaged"), (b"", "empty")],
     ids=["web page", "cut off", "empty"],
 )
 def test_downloads_that_are_no_archive(content, needle, archive, tmp_path):
@@ -416,7 +416,7 @@ def test_downloads_that_are_no_archive(content, needle, archive, tmp_path):
     (tmp_path / "mirror/de-en.tgz").write_bytes(packed[: len(packed) // 2] if content is None else content)
     dest = tmp_path / "data"
     assert_refused(prepare(dest, DATA_MIRROR=str(tmp_path / "mirror"), check=False), "de-en.tgz", needle)
-    assert {path.name for path in dest.iterdir()} <= {".lock", "download"}
+    assert {path.name for path in dest.iterdir()} <= {".lock", "download"} and not any((dest / "download").iterdir())
 
 
 def test_wrong_checksum_and_wrong_settings(archive, tmp_path):
@@ -443,5 +443,5 @@ def test_a_file_that_cannot_be_written_to_its_end(share, archive, members, tmp_p
         capture_output=True,
         text=True,
     )
-    assert_refused(result, "File too large", str(dest))
+    assert_refused(result, "File too large", str(dest), "make room")
     assert not [path for path in dest.rglob("*") if "partial" in path.name or path.name == "unpacked"]

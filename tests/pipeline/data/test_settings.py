@@ -1,32 +1,30 @@
-"""DEST/settings, and what may still change."""
+"""DEST/settings.txt, and what may still change."""
 
 import pytest
 
 from pn_fairseq.common.command import UserError
 from pn_fairseq.pipeline.data import settings
 
-LANGUAGES = ("source=de", "target=en")
 
-
-def parse(*words: str) -> dict[str, str]:
-    return settings.parse([*LANGUAGES, *words])
+def check(**values: object) -> dict[str, str]:
+    return settings.check({"source": "de", "target": "en", **values})
 
 
 @pytest.mark.parametrize(
-    ("word", "needle"),
+    ("name", "value", "needle"),
     [
-        ("lowwer=1", "'lowwer', did you mean 'lower'?"),
-        ("bpe=many", "--bpe must be a whole number from 1 to 999999999, not 'many'"),
-        ("bpe=99999999999999999999", "--bpe must be a whole number"),
-        ("bpe=0", "--bpe"),
-        ("segmentation=unigram", "BPE must be subword-nmt or sentencepiece, not 'unigram'"),
-        ("clean_stage=words", "--clean-stage must be tok or bpe"),
-        ("source=en", "--source and --target are both 'en'"),
+        ("lowwer", 1, "'lowwer', did you mean 'lower'?"),
+        ("bpe", "many", "--bpe must be a whole number from 1 to 999999999, not 'many'"),
+        ("bpe", "99999999999999999999", "--bpe must be a whole number"),
+        ("bpe", 0, "--bpe"),
+        ("segmentation", "unigram", "BPE must be subword-nmt or sentencepiece, not 'unigram'"),
+        ("clean_stage", "words", "--clean-stage must be tok or bpe"),
+        ("source", "en", "--source and --target are both 'en'"),
     ],
 )
-def test_values_that_cannot_be_used(word, needle):
+def test_values_that_cannot_be_used(name, value, needle):
     with pytest.raises(UserError) as error:
-        parse(word)
+        check(**{name: value})
     assert needle in str(error.value)
 
 
@@ -34,7 +32,7 @@ def test_values_that_cannot_be_used(word, needle):
 def dest(tmp_path):
     text = tmp_path / "text"
     text.mkdir()
-    for name in settings.files(parse()):
+    for name in settings.files(check()):
         (text / name).write_text(f"{name}\n")
     for name in ("tok", "bpe", "raw"):
         (tmp_path / name).mkdir()
@@ -42,38 +40,45 @@ def dest(tmp_path):
 
 
 def test_settings_are_kept_and_read(dest):
-    settings.keep(dest, dest / "text", parse("bpe=300"))
+    settings.keep(dest, dest / "text", check(bpe=300))
     assert settings.read(dest) == {**settings.DEFAULTS, "source": "de", "target": "en", "bpe": "300"}
-    recorded = (dest / "settings").read_text().splitlines()
+    recorded = (dest / "settings.txt").read_text().splitlines()
     assert recorded[3] == "bpe=300" and recorded[-1].endswith("  test.en")
-    settings.keep(dest, dest / "text", parse("bpe=300"))
+    settings.keep(dest, dest / "text", check(bpe=300))
 
 
 def test_what_is_learned_is_not_mixed_with_other_settings_or_text(dest):
-    settings.keep(dest, dest / "text", parse("bpe=300"))
+    settings.keep(dest, dest / "text", check(bpe=300))
     (dest / "bpe/codes").touch()
-    before = (dest / "settings").read_text()
+    before = (dest / "settings.txt").read_text()
     with pytest.raises(UserError, match=r"other settings \(bpe=300, not 400\).*remove it"):
-        settings.keep(dest, dest / "text", parse("bpe=400"))
+        settings.keep(dest, dest / "text", check(bpe=400))
     (dest / "text/train.de").write_text("other\n")
     with pytest.raises(UserError, match="other text"):
-        settings.keep(dest, dest / "text", parse("bpe=300"))
-    assert (dest / "settings").read_text() == before and (dest / "tok").exists()
+        settings.keep(dest, dest / "text", check(bpe=300))
+    assert (dest / "settings.txt").read_text() == before and (dest / "tok").exists()
 
 
 def test_settings_may_change_until_the_subwords_are_learned(dest):
-    settings.keep(dest, dest / "text", parse("bpe=300"))
-    settings.keep(dest, dest / "text", parse("bpe=400", "segmentation=sentencepiece"))
+    settings.keep(dest, dest / "text", check(bpe=300))
+    settings.keep(dest, dest / "text", check(bpe=400, segmentation="sentencepiece"))
     assert settings.read(dest)["bpe"] == "400" and (dest / "tok").exists()
-    settings.keep(dest, dest / "text", parse("bpe=400", "lower=1"))
+    settings.keep(dest, dest / "text", check(bpe=400, lower=1))
     assert settings.read(dest)["lower"] == "1" and not (dest / "tok").exists()
 
 
 def test_data_of_an_older_version_is_finished_in_its_way(dest, capsys):
-    """It records nothing of what could not be set then, and its tokenizer had no rule for the last full stop."""
-    settings.keep(dest, dest / "text", parse())
-    lines = (dest / "settings").read_text().splitlines(keepends=True)
+    """It records nothing of what could not be set then, its tokenizer had no rule for the last full stop, and its files
+    had no endings."""
+    settings.keep(dest, dest / "text", check())
+    lines = (dest / "settings.txt").read_text().splitlines(keepends=True)
+    (dest / "settings.txt").unlink()
     (dest / "settings").write_text("".join(lines[:4] + lines[-6:]))
-    settings.keep(dest, dest / "text", parse())
+    settings.keep(dest, dest / "text", check())
     assert settings.read(dest)["tokenizer"] == "sacremoses"
     assert "older version" in capsys.readouterr().err
+    assert not (dest / "settings.txt").exists(), "one record only"
+    with pytest.raises(UserError, match="other text"):
+        (dest / "bpe/codes").touch()
+        (dest / "text/train.de").write_text("other\n")
+        settings.keep(dest, dest / "text", check())

@@ -69,12 +69,13 @@ def test_settings(changes, line, expected):
 
 
 @pytest.mark.skipif(not shutil.which("perl"), reason="Moses' scripts need perl")
-def test_moses_scripts_run_in_their_order_with_their_flags(tmp_path):
+def test_moses_scripts_run_in_their_order_with_their_flags(tmp_path, monkeypatch):
     chosen = {**settings.DEFAULTS, "tokenizer": "moses", "normalize": "1", "lower": "1", "aggressive": "1"}
     for script in tokens.scripts(chosen).values():
         (tmp_path / script).parent.mkdir(parents=True, exist_ok=True)
         name = script.split("/")[-1].split(".")[0]
         (tmp_path / script).write_text(f'while (<STDIN>) {{ chomp; print "$_ {name}(@ARGV)\\n"; }}')
-    work = tokens.tokenizer(chosen, "de", True, str(tmp_path))
+    monkeypatch.setenv("MOSES", str(tmp_path))
+    work = tokens.tokenizer(chosen, "de", True)
     said = "x' normalize-punctuation(de) tokenizer(-q -l de -a) lowercase()\n"
     assert work("x’\nx’\n".encode()).decode() == said * 2

@@ -1,0 +1,27 @@
+"""Names that settings of models had in earlier versions: old checkpoints and old runs have them."""
+
+from collections.abc import Mapping
+
+#: Old key of the model's settings -> its key today.
+RENAMED = {
+    "no_norm_agreement": "no_average_norm_stats",
+    "norm_window": "norm_options.window",
+    "outlier_filtration": "norm_options.outlier_filtration",
+    "renorm_updates": "norm_options.renorm_updates",
+    "renorm_r_max": "norm_options.renorm_r_max",
+    "renorm_d_max": "norm_options.renorm_d_max",
+    "reg_lambda_mean": "norm_options.lambda_mean",
+    "reg_lambda_var": "norm_options.lambda_var",
+    "fade_updates": "norm_options.fade_updates",
+    "norm_groups": "norm_options.groups",
+    "norm_detach": "norm_options.detach",
+    "ada_k": "norm_options.ada_k",
+    "ada_scale": "norm_options.ada_scale",
+    "alpha_init": "norm_options.alpha_init",
+}
+
+
+def renamed(settings: Mapping[str, object]) -> dict[str, object]:
+    """A run's settings by dotted name, such as ``model.norm_window``, under today's names."""
+    names = {f"model.{old}": f"model.{new}" for old, new in RENAMED.items()}
+    return {names.get(key, key): value for key, value in settings.items()}

@@ -1,0 +1,168 @@
+"""``--convert-norms 'PATTERN=NORM[,key=value...]'`` puts norms of this package into any model of fairseq.
+
+They get the padding mask from the arguments that fairseq's modules have, unless ``--norm-ignore-mask`` is given, which
+also holds for the norms of this package's own models. Both are settings of the model, and kept in its checkpoints.
+"""
+
+import ast
+import json
+from argparse import ArgumentTypeError
+
+from fairseq import models, options
+from fairseq.dataclass import utils
+from fairseq.models import ARCH_MODEL_REGISTRY
+from fairseq.utils import safe_getattr
+from omegaconf import OmegaConf, open_dict
+from torch import Tensor, nn
+
+from pn_fairseq.fairseq_patches import patch
+from pn_fairseq.models.norm_options import _learning_rate_warmup
+from pn_fairseq.norms import RunningNorm
+from pn_fairseq.norms.convert import convert
+from pn_fairseq.norms.registry import find_norm
+
+#: Settings of a model that are this patch's.
+SETTINGS = ("convert_norms", "norm_ignore_mask")
+
+#: Keys of a specification that are arguments of ``convert_norms`` itself.
+OWN_KEYS = ("layout", "skip", "zero_padding")
+
+
+class PaddingOf:
+    """The mask of a batch of token ids (B, T); speech features have none here."""
+
+    def __init__(self, index: int):
+        self.index = index
+
+    def __call__(self, tokens):
+        if not isinstance(tokens, Tensor) or tokens.is_floating_point():
+            return NotImplemented
+        return tokens.eq(self.index)
+
+
+def parse(text: str) -> tuple[str, str, dict]:
+    """Pattern, norm and options of 'PATTERN=NORM[,key=value...]'.
+
+    Raises:
+        ValueError: it is something else, or the norm does not exist.
+    """
+    pattern, equals, rest = str(text).partition("=")
+    norm, *pairs = rest.split(",")
+    if not (pattern and equals and norm):
+        raise ValueError(f"{text!r} is not 'PATTERN=NORM[,key=value...]', such as 'encoder.*=batch,alpha_fwd=0.95'")
+    find_norm(norm)
+    given = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not (key and equals and value):
+            raise ValueError(f"{text!r}: {pair!r} is not key=value")
+        try:
+            given[key] = ast.literal_eval({"true": "True", "false": "False"}.get(value.lower(), value))
+        except (ValueError, SyntaxError):
+            given[key] = value
+    return pattern, norm, given
+
+
+def specification(text: str) -> str:
+    try:
+        parse(text)
+    except ValueError as error:
+        raise ArgumentTypeError(str(error)) from None
+    return text
+
+
+@patch(options, "add_model_args", "parser")
+def add_model_args(original, parser):
+    group = original(parser)
+    group.add_argument(
+        "--convert-norms",
+        action="append",
+        type=specification,
+        metavar="PATTERN=NORM[,key=value...]",
+        help="put this norm in the place of the model's norms whose names match the pattern, such as "
+        "'encoder.*=batch'; any architecture; repeatable (docs/own_model.md)",
+    )
+    group.add_argument(
+        "--norm-ignore-mask",
+        action="store_true",
+        help="the norms of pn_fairseq see no padding mask and count padding, to compare with",
+    )
+    return group
+
+
+@patch(utils, "override_module_args", "args")
+def override_module_args(original, args):
+    """The settings of a model with a dataclass, which has no fields for them."""
+    overrides, deletes = original(args)
+    cls = ARCH_MODEL_REGISTRY.get(getattr(args, "arch", None))
+    if getattr(cls, "__dataclass", None) is not None:
+        given = {name: value for name in SETTINGS if (value := getattr(args, name, None))}
+        # JSON is a subset of hydra's syntax of values, but for what a quoted string must escape: nothing here.
+        overrides += [f"+model.{name}={json.dumps(value)}" for name, value in given.items()]
+    return overrides, deletes
+
+
+@patch(models, "build_model", "cfg task from_checkpoint")
+def build_model(original, cfg, task, from_checkpoint=False):
+    given = {name: value for name in SETTINGS if (value := safe_getattr(cfg, name, None))}
+    if not given:
+        return original(cfg, task, from_checkpoint)
+    if not OmegaConf.is_config(cfg):
+        model = original(cfg, task, from_checkpoint)
+    else:
+        with open_dict(cfg):
+            for name in given:
+                del cfg[name]
+        try:
+            model = original(cfg, task, from_checkpoint)
+        finally:
+            with open_dict(cfg):
+                for name, value in given.items():
+                    cfg[name] = value
+    ignores = bool(given.get("norm_ignore_mask"))
+    specifications = given.get("convert_norms") or []
+    for text in [specifications] if isinstance(specifications, str) else specifications:
+        pattern, norm, chosen = parse(text)
+        own = {key: chosen.pop(key) for key in OWN_KEYS if key in chosen}
+        if "psi_warmup_updates" in find_norm(norm).options:
+            chosen.setdefault("psi_warmup_updates", _learning_rate_warmup(cfg))
+        try:
+            convert(
+                model,
+                norm,
+                pattern,
+                own.get("skip"),
+                own.get("layout"),
+                None if ignores else masks(task),
+                own.get("zero_padding", False),
+                chosen,
+                none_is_no_padding=True,
+            )
+        except ValueError as error:
+            raise ValueError(f"--convert-norms {text!r}: {error}") from None
+        model.norm_agreement = True
+    if ignores:
+        for module in model.modules():
+            if isinstance(module, RunningNorm):
+                module.register_forward_pre_hook(without_mask, with_kwargs=True)
+    return model
+
+
+def masks(task) -> dict:
+    """The arguments of fairseq's modules that hold masks, the first of which counts in a module that has several."""
+    arguments = dict.fromkeys(("self_attn_padding_mask", "encoder_padding_mask", "padding_mask"), "mask")
+    for name in ("source_dictionary", "target_dictionary"):
+        try:
+            dictionary = getattr(task, name)
+        except (AttributeError, NotImplementedError, KeyError):
+            continue
+        if hasattr(dictionary, "pad"):
+            found = PaddingOf(dictionary.pad())
+            return {**arguments, "prev_output_tokens": found, "src_tokens": found}
+    # Speech without a dictionary: what the layers were given counts for the norm after the last one.
+    return {**arguments, "src_tokens": PaddingOf(1)}
+
+
+def without_mask(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """A hook: the norm is called as if there were no padding."""
+    return args[:1], {name: value for name, value in kwargs.items() if name != "padding_mask"}

@@ -1,0 +1,71 @@
+"""``pn norms [NAME]``: the norms, and the options of one of them with their defaults."""
+
+from __future__ import annotations
+
+import inspect
+
+from pn_fairseq.common.command import ArgumentParser, UserError
+from pn_fairseq.norms.base import RunningNorm
+from pn_fairseq.norms.registry import NORMS, SHARED, default_of, description_of, find_norm, load_norms
+
+EPILOG = """The options of a norm are set by --norm-options KEY=VALUE[,KEY=VALUE] of fairseq-train, and by
+model.norm_options.KEY=VALUE of pn train and fairseq-hydra-train."""
+
+
+def describe(name: str) -> str:
+    """The options and flags of the norm ``name``, a line each, with the defaults in a transformer.
+
+    Raises:
+        ValueError: no norm has that name.
+    """
+    entry = find_norm(name)
+    rows = {}
+    for option in entry.own_options:
+        part = entry.parts_of_run.get(option)
+        default = f"{part} of --max-update, else {default_of(entry.cls, option)}" if part else _default(entry, option)
+        rows[f"{option}={default}"] = description_of(entry.cls, option)
+    flags = [option for option in SHARED if option in entry.options]
+    shared = {f"{SHARED[option]} {_default(entry, option)}": description_of(entry.cls, option) for option in flags}
+    width = max(map(len, [*rows, *shared]))
+    lines = [f"{name}: {entry.title}", "", "--norm-options:" if rows else "--norm-options: none"]
+    lines += [f"  {row:{width}}  {text}".rstrip() for row, text in rows.items()]
+    lines += ["", "flags:"] + [f"  {row:{width}}  {text}".rstrip() for row, text in shared.items()]
+    for variant, cls in entry.variants.items():
+        changed = {option: default_of(cls, option) for option in [*entry.own_options, *flags]}
+        changed = {option: new for option, new in changed.items() if new != default_of(entry.cls, option)}
+        changed |= cls.transformer_defaults
+        differs = ", ".join(f"{option}={value}" for option, value in changed.items())
+        lines += ["", f"--norm-variant {variant}: {cls.__name__}{differs and f', defaults {differs}'}"]
+    return "\n".join(lines)
+
+
+def _default(entry, option: str) -> object:
+    """The default of an option or a flag in a transformer, for the table."""
+    if option == "groups" or (option == "layer_scale_groups" and entry.layer_scale_per_head):
+        return "attention heads"
+    if option == "psi_warmup_updates":
+        return "learning-rate warm-up"
+    if option == "sync" and issubclass(entry.cls, RunningNorm):
+        return "on" if entry.sync else "off"
+    default = default_of(entry.cls, option)
+    return "VALUE (needed)" if default is inspect.Parameter.empty else default
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = ArgumentParser(prog="pn norms", description="List the norms, or the options of one.", epilog=EPILOG)
+    parser.add_argument("name", nargs="?", metavar="NAME", help="a norm")
+    parser.add_argument("--norm-module", metavar="FILE[,FILE]", help="Python files that register norms of your own")
+    args = parser.parse_args(argv)
+    try:
+        for path in filter(None, (args.norm_module or "").split(",")):
+            load_norms(path)
+        if args.name is not None:
+            print(describe(args.name))
+            return 0
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    width = max(map(len, NORMS))
+    for name, entry in NORMS.items():
+        print(f"{name:{width}}  {entry.title}")
+    print("\npn norms NAME lists the options of a norm.")
+    return 0

@@ -1,0 +1,220 @@
+"""Which tokens are padding: masks in the forms that models have, and how one reaches norms whose callers pass none.
+
+A norm of a converted model (:func:`pn_fairseq.norms.convert_norms`) is called as ``norm(x)``. Its mask comes from the
+innermost *scope*: a ``with padding(...)`` block, or the running forward of a module that has the mask among its
+arguments. Scopes live in a ``ContextVar``, so threads do not see each other's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from contextvars import ContextVar
+
+import torch
+from torch import Tensor
+
+#: What the value of an argument means, by the argument's name.
+ARGUMENT_FORMS = {
+    "attention_mask": "valid",
+    "decoder_attention_mask": "valid",
+    "padding_mask": "mask",
+    "key_padding_mask": "mask",
+    "src_key_padding_mask": "mask",
+    "tgt_key_padding_mask": "mask",
+    "encoder_padding_mask": "mask",
+    "self_attn_padding_mask": "mask",
+    "lengths": "lengths",
+    "input_lengths": "lengths",
+    "src_lengths": "lengths",
+}
+
+FORMS = ("mask", "valid", "lengths", "additive")
+
+#: What an additive mask holds at padding, at most: models write -inf, the least number of a type, or -10000.
+_ADDITIVE_PADDING = -1e4
+
+
+class PaddingMask:
+    """A mask in one of :data:`FORMS`; :meth:`of` is what it says about (B, T) tokens, computed once.
+
+    Raises:
+        ValueError: the tensor cannot be such a mask.
+    """
+
+    def __init__(self, form: str, value: Tensor, source: str):
+        self.form, self.source = form, source
+        if not isinstance(value, Tensor):
+            raise ValueError(f"{source}: expected a tensor, got {type(value).__name__}")
+        floating = value.is_floating_point()
+        if form == "mask" and floating:  # as torch.nn.TransformerEncoder hands it on
+            form = "additive"
+        if form == "mask" and value.dtype != torch.bool:
+            raise ValueError(
+                f"{source}: a mask of {value.dtype} may mean either; give bool with True = padding, or valid= if other "
+                "than 0 means a token, as in a tokenizer's attention_mask"
+            )
+        if form == "valid" and floating:
+            raise ValueError(f"{source}: a mask of {value.dtype} may mean either; give bool or int, or additive=")
+        if form == "additive" and not floating:
+            raise ValueError(f"{source}: an additive mask (0 for tokens, -inf for padding) is not {value.dtype}")
+        if form == "lengths":
+            if value.dim() != 1 or floating or value.dtype == torch.bool:
+                raise ValueError(f"{source}: lengths are (B,) whole numbers, got {tuple(value.shape)} {value.dtype}")
+        else:
+            while value.dim() > 2 and value.size(1) == 1:  # (B, 1, 1, T), as attention takes it
+                value = value.squeeze(1)
+        #: (B,), or (B, T), or (N,) for tokens (N, C), or (B, H, W) for images.
+        self.value = value
+        self._form = form
+        self._padding: Tensor | None = None
+        self._time: int | None = None
+        self._longest: int | None = None
+
+    @property
+    def batch(self) -> int:
+        """Number of sequences B."""
+        return self.value.size(0)
+
+    def time(self, tokens: int) -> int:
+        """Number of tokens T of a sequence that it is for, where sequences of ``tokens`` are given to a norm.
+
+        Lengths are for the T of their first use, which is at least the greatest of them.
+        """
+        if self._form != "lengths":
+            return self.value.size(-1)
+        if self._time is not None:
+            return self._time
+        if self._longest is None:
+            self._longest = int(self.value.max()) if self.value.numel() else 0
+        return max(self._longest, tokens)
+
+    def of(self, tokens: int) -> Tensor:
+        """Bool, True = padding, in the shape of the mask; for lengths (B, ``tokens``)."""
+        if self._padding is None:
+            self._time = tokens
+            if self._form == "mask":
+                self._padding = self.value
+            elif self._form == "valid":
+                self._padding = self.value == 0
+            elif self._form == "additive":
+                self._padding = self.value <= _ADDITIVE_PADDING
+                fits = (self._padding | (self.value == 0)).all()
+                torch._assert_async(fits, f"{self.source}: an additive mask holds 0 and -inf only")
+            else:
+                self._padding = torch.arange(tokens, device=self.value.device) >= self.value[:, None]
+        return self._padding
+
+    def same_as(self, other: PaddingMask | None) -> bool:
+        """Whether ``other`` says the same. It may wait for the device."""
+        if self is other:
+            return True
+        if other is None or self._form != other._form or self.value.shape != other.value.shape:
+            return False
+        return self.value.data_ptr() == other.value.data_ptr() or torch.equal(self.value, other.value)
+
+
+class Scope:
+    """What is known about padding while a ``with`` block or the forward of a module runs.
+
+    Args:
+        find: gives the mask, None where there is none, or NotImplemented where nothing is known. It is called when a
+            norm asks, once.
+        declared: None means that there is no padding, rather than that nobody gave a mask.
+        owner: the hook of the module whose forward it is; None: a ``with`` block.
+        conversion: the call of ``convert_norms`` whose norms it is for; None: all.
+    """
+
+    def __init__(self, find: Callable, declared: bool = False, owner=None, conversion=None):
+        self._find: Callable | None = find
+        self._mask = None
+        self.declared, self.owner, self.conversion = declared, owner, conversion
+        self.outer = _current.get()
+        #: The scope inside this one that ended last.
+        self.last: Scope | None = None
+        #: The backward pass that it began in; -1: none.
+        self.graph_task = torch._C._current_graph_task_id()
+
+    def mask(self):
+        """The mask, None or NotImplemented. Where nothing is known here, what the part that ran last was given."""
+        if self._find is not None:
+            self._mask, self._find = self._find(), None
+        if self._mask is NotImplemented and self.last is not None:
+            return self.last.mask()
+        return self._mask
+
+    def enter(self) -> None:
+        _current.set(self)
+
+    def exit(self) -> None:
+        if self.outer is not None and self.outer.owner is not None:
+            self.outer.last = self
+        _current.set(self.outer)
+
+
+_current: ContextVar[Scope | None] = ContextVar("pn_fairseq_padding", default=None)
+
+
+def current_scope() -> Scope | None:
+    """The innermost scope."""
+    return _current.get()
+
+
+class padding(AbstractContextManager):
+    """The padding of the batch that a model runs on, for the norms that :func:`convert_norms` put into it::
+
+        with padding(mask):
+            loss = model(x).sum()
+
+    The backward pass may run after the block. Exactly one argument:
+
+    Args:
+        mask: bool, True = padding, (B, T), or (N,) for tokens (N, C), or (B, H, W) for images; a floating-point
+            mask is additive. None: there is no padding, and a norm with batch statistics does not warn of it.
+        valid: bool or whole numbers, other than 0 = token, as a tokenizer's ``attention_mask``.
+        lengths: (B,) whole numbers, the tokens of each sequence; what follows them is padding. The greatest is read
+            from the device once.
+        additive: 0 at tokens and -inf (or at most -10000) at padding.
+
+    Raises:
+        ValueError: an argument is not such a mask, or there is not exactly one.
+    """
+
+    def __init__(self, mask: Tensor | None = None, *, valid=None, lengths=None, additive=None):
+        values = {"mask": mask, "valid": valid, "lengths": lengths, "additive": additive}
+        given = [form for form in FORMS if values[form] is not None]
+        if len(given) > 1:
+            raise ValueError(f"padding({', '.join(f'{form}=' for form in given)}): give one of them")
+        self._mask = PaddingMask(given[0], values[given[0]], f"padding({given[0]}=...)") if given else None
+        self._scopes: list[Scope] = []
+
+    def __enter__(self) -> padding:
+        scope = Scope(lambda: self._mask, declared=True)
+        scope.enter()
+        self._scopes.append(scope)
+        return self
+
+    def __exit__(self, *error) -> None:
+        self._scopes.pop().exit()
+
+    @staticmethod
+    def context_fn() -> tuple[AbstractContextManager, AbstractContextManager]:
+        """For ``torch.utils.checkpoint.checkpoint(..., use_reentrant=False, context_fn=padding.context_fn)``: the
+        recomputation runs with the padding of the first forward. It is needed only where two forwards with different
+        masks run before a backward."""
+        scope = current_scope()
+        return nullcontext(), nullcontext() if scope is None else _Again(scope)
+
+
+class _Again(AbstractContextManager):
+    """The scope ``then`` once more, in a recomputation."""
+
+    def __init__(self, then: Scope):
+        self._then = then
+
+    def __enter__(self) -> None:
+        self._scope = Scope(self._then.mask, self._then.declared, conversion=self._then.conversion)
+        self._scope.enter()
+
+    def __exit__(self, *error) -> None:
+        self._scope.exit()

@@ -1,0 +1,303 @@
+"""The steps of a preparation, which the recipes call in their order.
+
+They leave in DEST
+  raw/  the text before tokenization          bpe/  subwords, and codes or sentencepiece.model
+  tok/  tokenized, as it is scored            bin/  fairseq's binary data, one dictionary for both languages
+  settings.txt  what it was made with, name=value, then the checksums of the text (settings.py)
+  counts.txt    name=value: SPLIT, the pairs in it; SPLIT.read and SPLIT.removed if there was cleaning
+  removed.tsv   (with cleaning) each removed pair: split, line in text/, reason, tokens of both sides
+raw, tok, bpe and bin have the same sentences, line by line. Cleaning removes pairs, and nothing else does.
+
+Each step leaves whole files or none and is skipped where its files are there: a preparation that was interrupted is
+started again and ends in the same bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pn_fairseq.common.command import UserError, say
+from pn_fairseq.common.files import checksum, count_lines, read_settings, recorded, write_settings
+from pn_fairseq.pipeline.data import archives, pairs, settings, subwords, tokens
+from pn_fairseq.pipeline.data.binarize import SPLITS, make_bin
+from pn_fairseq.pipeline.data.parallel import Job, Work, per_line, transform
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option of a recipe; its value is an argument of the recipe's ``prepare``."""
+
+    flag: str  # --some-name
+    metavar: str  # "": a flag without a value
+    help: str
+    default: object = None
+    needed: bool = False
+    type: Callable = str
+
+    @property
+    def name(self) -> str:
+        """The name of the argument."""
+        return self.flag.removeprefix("--").replace("-", "_")
+
+
+#: Options of several recipes.
+CORPUS = Option("--corpus", "DIR", "the folder with the text", needed=True)
+KEEP_CASE = Option("--keep-case", "", "do not lower-case")
+
+
+def bpe(default: int) -> Option:
+    """The size of the subwords."""
+    return Option("--bpe", "N", f"merge operations of the joint BPE (default {default})", default)
+
+
+class Complete(Exception):
+    """All steps are done."""
+
+
+def need_text(folder: str, *names: str) -> Path:
+    """The absolute path of a folder that must have these files, plain or .gz."""
+    if not Path(folder).is_dir():
+        raise UserError(f"there is no directory '{folder}' (--corpus)")
+    for name in names:
+        if not (Path(folder, name).is_file() or Path(folder, f"{name}.gz").is_file()):
+            raise UserError(f"{folder} has neither {name} nor {name}.gz")
+    return Path(folder).absolute()
+
+
+@contextlib.contextmanager
+def opened(dest: Path) -> Iterator[None]:
+    """Make ``dest``, and keep other preparations out of it."""
+
+    def remove_partial() -> None:
+        for name in ("unpacked", "text.partial", "bin.partial"):
+            shutil.rmtree(dest / name, ignore_errors=True)
+
+    try:
+        dest.mkdir(parents=True, exist_ok=True)
+        lock = (dest / ".lock").open("a")
+    except OSError as error:
+        raise UserError(f"cannot write in the directory '{dest}' ({error.strerror}) (--dest)") from None
+    with lock:
+        # Processes inherit the lock: one that outlives a kill -9 is waited for.
+        os.set_inheritable(lock.fileno(), True)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say("prepare", f"another process prepares {dest}; waiting for it to end")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        remove_partial()
+        try:
+            yield
+        finally:
+            remove_partial()
+
+
+class Preparation:
+    """The steps for the folder ``dest``. Names of folders are folders in it.
+
+    Args:
+        dest: the prepared data; None: ``runs/data/NAME``, where the recipe says NAME.
+        workers: processes.
+    """
+
+    def __init__(self, dest: Path | None, workers: int):
+        self._given, self.workers, self._stack = dest, workers, contextlib.ExitStack()
+        self.settings: dict[str, str] = {}
+
+    def close(self) -> None:
+        """Let other preparations have ``dest``."""
+        self._stack.close()
+
+    def begin(self, name: str, corpus: str = "", needs: Sequence[str] = (), **values: object) -> None:
+        """Check the settings of a translation corpus, those that differ from their defaults, and open ``dest``.
+
+        ``corpus`` is the user's folder, which ``needs`` these files; it becomes the attribute of that name.
+
+        In the environment, MOSES and BPE choose the tokenizer and the kind of subwords.
+        """
+        if os.environ.get("MOSES"):
+            values = {"tokenizer": "moses", **values}
+        self.settings = settings.check({"segmentation": os.environ.get("BPE") or "subword-nmt", **values})
+        if self.settings["tokenizer"] == "moses":
+            tokens.checkout(self.settings)
+        if needs:
+            self.corpus = need_text(corpus, *needs)
+        self.open(name)
+
+    def open(self, name: str) -> None:
+        """Make ``dest``, by default ``runs/data/NAME``, and keep other preparations out of it until this one ends."""
+        self.dest = (self._given or Path("runs/data") / name).absolute()
+        self._stack.enter_context(opened(self.dest))
+
+    def files(self, of: Sequence[str] = SPLITS) -> list[str]:
+        """SPLIT.LANG of these splits."""
+        return settings.files(self.settings, of)
+
+    # --- the published text ---
+
+    def published(self, urls: Sequence[str], folder: str | None = None) -> list[Path]:
+        """Where the files of these addresses are or will be: in the user's folder (--archive), else DEST/download."""
+        if folder and not Path(folder).is_dir():
+            raise UserError(f"there is no directory '{folder}' (--archive); its files come from {urls[0]}")
+        place = Path(folder).absolute() if folder else self.dest / "download"
+        return [place / url.rsplit("/", 1)[-1] for url in urls]
+
+    def get(self, url: str, file: Path, **checksums: str) -> None:
+        """Download a file to DEST/download; in a folder of the user it must be there."""
+        if file.parent == self.dest / "download":
+            archives.fetch(url, file, **checksums)
+        elif not file.is_file():
+            raise UserError(f"there is no {file.name} in '{file.parent}' (--archive); it comes from {url}")
+
+    def made_of(self, files: Sequence[Path]) -> bool:
+        """Whether DEST/text was made of these files, or of files of which one was removed since."""
+        sums = self.dest / "text/archives"
+        return sums.is_file() and (not all(map(Path.is_file, files)) or sums.read_text("utf-8") == _sums(files))
+
+    def unpack(self, archive: Path, members: Sequence[str]) -> list[Path]:
+        """Extract members of an archive to DEST/unpacked/ARCHIVE."""
+        folder = self.dest / "unpacked" / archive.name
+        try:
+            archives.unpack(archive, folder, members)
+        except archives.Damaged as error:
+            if archive.parent != self.dest / "download":
+                raise UserError(f"{error}; get it again") from None
+            for path in (archive, archive.with_name(f"{archive.name}.sha256")):
+                path.unlink(missing_ok=True)
+            raise UserError(f"{error}; it was removed, and the same command downloads it again") from None
+        return [folder / member for member in members]
+
+    def take(self, reader: pairs.Reader, split: str, files: Sequence[Path], expect: int = 0, to: str = "") -> None:
+        """Append the sentences of published files, in pairs of source and target, to the text of a split.
+
+        Args:
+            expect: the number of pairs of the published files (0: not known).
+            to: a folder within DEST/text.
+        """
+        languages = self.settings["source"], self.settings["target"]
+        outputs = [self.dest / "text.partial" / to / f"{split}.{lang}" for lang in languages]
+        both = zip(files[::2], files[1::2], strict=True)
+        count = sum(pairs.take(reader, paths, outputs) for paths in both)
+        if expect and count != expect:
+            name = os.path.commonprefix([path.name for path in files]).rstrip(".-")
+            say("prepare", f"note: {name} has {count} sentence pairs here; the published one has {expect}")
+
+    def keep_text(self, to: str, files: Sequence[Path] = ()) -> None:
+        """DEST/text.partial, if there is one, becomes the folder ``to``, made of these published files.
+
+        It and the settings must be those that DEST was started with.
+        """
+        new, folder = self.dest / "text.partial", self.dest / to
+        settings.keep(self.dest, new if new.exists() else folder, self.settings)
+        if new.exists():
+            if files:
+                (new / "archives").write_text(_sums(files), encoding="utf-8")
+                shutil.rmtree(folder, ignore_errors=True)
+            if not folder.exists():
+                new.rename(folder)
+        self.settings = settings.read(self.dest)
+        if (self.dest / "bin").is_dir() and recorded(self.dest, "counts").is_file():
+            self._finish()
+            raise Complete
+
+    def take_folder(self, folder: Path, test: str = "test", expect: Sequence[int] = ()) -> None:
+        """The text of train, valid and ``test`` in a folder, as it came: DEST/raw."""
+        for split, name, count in zip(SPLITS, ("train", "valid", test), [*expect, 0, 0, 0], strict=False):
+            languages = self.settings["source"], self.settings["target"]
+            self.take(pairs.as_is, split, [folder / f"{name}.{lang}" for lang in languages], count)
+        self.keep_text("raw")
+
+    # --- the steps after it ---
+
+    def _transform(self, label: str, source: str, to: str, work: Callable[[str], Work], splits=SPLITS) -> None:
+        """Make the files that are missing in a folder; ``work`` is called with the name of each."""
+        paths = [(self.dest / source / name, self.dest / to / name) for name in self.files(splits)]
+        todo = [(path, output) for path, output in paths if path.exists() and not output.exists()]
+        transform([Job(path, output, work(path.name)) for path, output in todo], self.workers, label)
+
+    def copy(self, source: str, to: str) -> None:
+        """Copy text."""
+        self._transform("copying", source, to, lambda name: bytes)
+
+    def detokenize(self, source: str, to: str) -> None:
+        """Turn tokens into plain text, by the detokenizer that ``pn score`` uses for translations."""
+
+        def work(name: str) -> Work:
+            from pn_fairseq.pipeline.scoring import detokenize
+
+            return per_line(lambda line: detokenize([line], name.split(".")[1])[0])
+
+        say("prepare", "detokenizing")
+        self._transform("detokenizing", source, to, work)
+
+    def tokenize(self, source: str, to: str, splits: Sequence[str] = (), without: Sequence[str] = ()) -> None:
+        """Tokenize these splits (default: all that the text has), without these settings."""
+        splits = splits or settings.splits(self.settings)
+        moses = self.settings["tokenizer"] == "moses"
+        say("prepare", f"tokenizing {' '.join(splits)} with {os.environ['MOSES'] if moses else 'sacremoses'}")
+        used, straight = {**self.settings, **dict.fromkeys(without, "0")}, self.settings["straighten"].split()
+        tokenizer = functools.cache(functools.partial(tokens.tokenizer, used))
+
+        def work(name: str) -> Work:
+            split, lang = name.split(".")
+            return tokenizer(lang, split in straight)
+
+        self._transform("tokenizing", source, to, work, splits)
+
+    def select(self, **folders: str) -> None:
+        """Remove pairs by their length, and take the validation set from the training text: DEST/raw, tok, ..."""
+        say("prepare", "selecting pairs")
+        paths = {name: self.dest / folder for name, folder in folders.items()}
+        pairs.select(self.dest, self.settings, settings.splits(self.settings), paths)
+
+    def segment(self, source: str = "tok", to: str = "bpe") -> None:
+        """Learn subwords on the tokens of both languages, and apply them."""
+        kind, folder = self.settings["segmentation"], self.dest / source
+        model = self.dest / to / subwords.MODELS[kind]
+        say("prepare", f"learning {self.settings['bpe']} BPE operations on both languages with {kind}")
+        subwords.learn(kind, int(self.settings["bpe"]), model, [folder / name for name in self.files(["train"])])
+        say("prepare", "applying BPE")
+        if kind == "sentencepiece":
+            for path in (folder / name for name in self.files() if (folder / name).exists()):
+                with path.open("rb") as file:
+                    if count := sum("▁".encode() in line for line in file):
+                        which = f"{count} lines of {path} have U+2581 (▁)"
+                        say("prepare", f"note: {which}, which sentencepiece takes for a blank")
+        segmenter = functools.cache(lambda: per_line(subwords.segmenter(kind, model)))
+        self._transform("applying BPE", source, to, lambda name: segmenter())
+
+    def binarize(self) -> None:
+        """Make fairseq's binary data, bin/, from bpe/; remove what is not needed any more, and print the counts."""
+        say("prepare", "binarizing with fairseq-preprocess")
+        source, target = self.settings["source"], self.settings["target"]
+        flags = ["--source-lang", source, "--target-lang", target, "--joined-dictionary"]
+        flags += [f"--{split}pref=bpe/{split}" for split in SPLITS]
+        names = (name.split(".") for name in self.files())
+        texts = {f"{split}.{source}-{target}.{lang}": f"bpe/{split}.{lang}" for split, lang in names}
+        make_bin(self.dest, self.workers, flags, texts)
+        self._finish()
+        counts = read_settings(recorded(self.dest, "counts"))
+        if (self.dest / "removed.tsv").is_file():
+            removed = f"cleaning removed {counts['train.removed']} of {counts['train.read']} training pairs"
+            say("prepare", f"{removed} (which and why: {self.dest}/removed.tsv)")
+        say("prepare", f"{self.dest} is complete: {', '.join(f'{counts[split]} {split}' for split in SPLITS)}")
+
+    def _finish(self) -> None:
+        if not recorded(self.dest, "counts").exists():
+            lines = {split: count_lines(self.dest / f"raw/{split}.{self.settings['source']}") for split in SPLITS}
+            write_settings(recorded(self.dest, "counts"), lines)
+        shutil.rmtree(self.dest / "stages", ignore_errors=True)
+        for path in (path for folder in ("tok", "bpe") for path in (self.dest / folder).glob("*.partial")):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def _sums(files: Sequence[Path]) -> str:
+    """What sha256sum prints."""
+    return "".join(f"{checksum(file)}  {file.name}\n" for file in files)

@@ -1,0 +1,74 @@
+"""IWSLT14 German-English as in fairseq's examples/translation/prepare-iwslt14.sh, whose data the paper used.
+
+Downloads IWSLT14 German-English, and makes of it the data for `pn train iwslt14_de_en`:
+  1. tags are stripped; test is dev2010, TEDX dev2012, tst2010, tst2011 and tst2012
+  2. the text is tokenized and lower-cased
+  3. training pairs are removed if a side has less than 1 or more than 175 tokens, the ratio of lengths is above 1.5, or
+     a token has more than 1000 characters
+  4. every 23rd training pair that is kept is for validation
+  5. joint BPE is learned and applied, and the text is binarized with one dictionary
+160239 train, 7283 valid and 6750 test pairs are expected. DIR/text has all pairs, DIR/raw those that are kept, before
+tokenization, DIR/counts.txt their numbers, and DIR/removed.tsv says which were removed and why.
+"""
+
+from pathlib import Path
+
+from pn_fairseq.common.command import UserError, say
+from pn_fairseq.common.files import read_settings, recorded
+from pn_fairseq.pipeline.data.pairs import segments, strip_tags
+from pn_fairseq.pipeline.data.preparation import Option, Preparation, bpe
+
+CONFIG = "iwslt14_de_en"
+OPTIONS = (
+    Option("--archive", "FILE", "the archive de-en.tgz, if it is there already; else it is downloaded to DIR/download"),
+    Option("--sha256", "HEX", "the checksum that a downloaded archive must have", ""),
+    bpe(10000),
+)
+
+URL = "https://dl.fbaipublicfiles.com/fairseq/data/iwslt14/de-en.tgz"
+TRAIN = [f"de-en/train.tags.de-en.{lang}" for lang in ("de", "en")]
+# Their order is the order of the test set.
+SETS = ("TED.dev2010", "TEDX.dev2012", "TED.tst2010", "TED.tst2011", "TED.tst2012")
+TESTS = [f"de-en/IWSLT14.{name}.de-en.{lang}.xml" for name in SETS for lang in ("de", "en")]
+PAIRS = {"train": "160239", "valid": "7283", "test": "6750"}
+
+
+def prepare(data: Preparation, archive: str | None, sha256: str, bpe: str) -> None:
+    if archive and not Path(archive).is_file():
+        raise UserError(f"there is no archive '{archive}' (--archive)")
+    if archive and sha256:
+        raise UserError("--sha256 is for a download; --archive takes a file as it is")
+    data.begin(
+        CONFIG,
+        source="de",
+        target="en",
+        straighten="test",  # in the test set ’ becomes ' before tokenization
+        lower=1,  # lower-cased after tokenization
+        clean="1 175 1.5",  # training pairs with a side of less than 1 or more than 175 tokens, or a ratio above 1.5
+        valid_every=23,  # every 23rd training pair that is kept is for validation
+        bpe=bpe,
+    )
+
+    # 1. The published text, one sentence a line: DEST/text.
+    file = Path(archive).absolute() if archive else data.published([URL])[0]
+    if not data.made_of([file]):
+        data.get(URL, file, sha256=sha256)
+        say("prepare", f"extracting the text of {file}")
+        members = data.unpack(file, [*TRAIN, *TESTS])
+        data.take(strip_tags, "train", members[:2])
+        data.take(segments, "test", members[2:])
+    data.keep_text("text", [file])
+
+    # 2. Tokens, lower-cased.
+    data.tokenize("text", "stages/tok")
+
+    # 3. The pairs that are kept, and the validation set: DEST/raw, DEST/tok.
+    data.select(raw="text", tok="stages/tok")
+
+    # 4. Joint BPE, learned on what is kept: DEST/bpe. Binary data: DEST/bin.
+    data.segment()
+    data.binarize()
+    counts = read_settings(recorded(data.dest, "counts"))
+    if {split: counts[split] for split in PAIRS} != PAIRS:
+        expected = ", ".join(f"{count} {split}" for split, count in PAIRS.items())
+        say("prepare", f"the numbers of pairs differ from {expected} (original archive, Moses' tokenizer)")

@@ -1,0 +1,56 @@
+"""IWSLT15 English-Vietnamese, TED talks as Stanford's NMT group published them, tokenized.
+
+Training 133,317 pairs, validation tst2012 (1,553), test tst2013 (1,268). Downloads 38 MB and makes the data for
+`pn train iwslt15_en_vi`:
+  raw/   the text without tokenization          tok/   the tokens as published, case kept
+  bpe/   subwords, codes learned on both sides  bin/   fairseq's binary data, one dictionary for both languages
+"""
+
+import os
+
+from pn_fairseq.common.command import say
+from pn_fairseq.pipeline.data.pairs import tokens
+from pn_fairseq.pipeline.data.preparation import Option, Preparation, bpe
+from pn_fairseq.pipeline.data.tokens import SACREMOSES_OLD
+
+CONFIG = "iwslt15_en_vi"
+OPTIONS = (
+    Option(
+        "--archive",
+        "DIR",
+        "the folder that has train, tst2012 and tst2013 (.en, .vi), if they are there already; else they are "
+        "downloaded to DIR/download",
+    ),
+    # There is no published recipe with BPE; 10,000 is IWSLT14's number, for a corpus of the same kind and size.
+    bpe(10000),
+)
+
+URL = "https://nlp.stanford.edu/projects/nmt/data/iwslt15.en-vi"
+#: Split -> the published file, and its number of pairs.
+SPLITS = {"train": ("train", 133317), "valid": ("tst2012", 1553), "test": ("tst2013", 1268)}
+URLS = [f"{URL}/{name}.{lang}" for name, _ in SPLITS.values() for lang in ("en", "vi")]
+
+
+def prepare(data: Preparation, archive: str | None, bpe: str) -> None:
+    if os.environ.get("MOSES"):
+        say("prepare", "note: MOSES is not used, because the text comes tokenized")
+    # The tokenizer is that of the published text; nothing is tokenized here.
+    data.begin(CONFIG, source="en", target="vi", tokenizer=SACREMOSES_OLD, bpe=bpe)
+
+    # 1. The published tokens, as they are (DEST/text/tokens): they were tokenized as Moses' scripts do it, with ' as
+    # &apos; and so on, and published BLEU scores compare such tokens. sacreBLEU and chrF need plain text (DEST/text):
+    # the nearest text is what the detokenizer of the translations makes of the reference.
+    files = data.published(URLS, archive)
+    if not data.made_of(files):
+        for url, file in zip(URLS, files, strict=True):
+            data.get(url, file)
+        for number, (split, (_, count)) in enumerate(SPLITS.items()):
+            data.take(tokens, split, files[2 * number : 2 * number + 2], count, to="tokens")
+        data.detokenize("text.partial/tokens", "text.partial")
+    data.keep_text("text", files)
+    data.copy("text", "raw")
+    data.copy("text/tokens", "tok")
+
+    # 2. Subwords and binary data: DEST/bpe, DEST/bin.
+    data.segment()
+    data.binarize()

@@ -1,0 +1,22 @@
+"""The Penn Treebank for language modeling (Mikolov et al. 2011), from a local folder.
+
+Takes ptb.train.txt, ptb.valid.txt and ptb.test.txt from --corpus, as in Mikolov's simple-examples.tgz (data/), with
+10,000 words and <unk>, for `pn train ptb_lm`. The text is under the licence of LDC99T42, which does not allow
+distribution: it is neither in this repository nor downloaded. Refuses text that does not have 929,589 / 73,760 / 82,430
+tokens, ends of lines included.
+"""
+
+from pn_fairseq.pipeline.data import language_model
+from pn_fairseq.pipeline.data.preparation import CORPUS, Preparation, need_text
+
+CONFIG = "ptb_lm"
+OPTIONS = (CORPUS,)
+
+FILES = [f"ptb.{split}.txt" for split in ("train", "valid", "test")]
+TOKENS = (929589, 73760, 82430)
+
+
+def prepare(data: Preparation, corpus: str) -> None:
+    folder = need_text(corpus, *FILES)
+    data.open(CONFIG)
+    language_model.prepare(data.dest, data.workers, "PTB", [folder / name for name in FILES], expect=TOKENS)

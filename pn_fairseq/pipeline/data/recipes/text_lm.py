@@ -1,0 +1,33 @@
+"""Text of your own for language modeling: three files, train.txt, valid.txt and test.txt.
+
+Takes train.txt, valid.txt and test.txt from --corpus (one sentence or paragraph a line, UTF-8, plain or .gz), and makes
+in --dest:
+  raw/  the text as it came       tok/  words with one blank between them
+  bin/  fairseq's binary data     settings.txt, counts.txt (a token is a word or the end of a line)
+"""
+
+from pn_fairseq.common.command import whole
+from pn_fairseq.pipeline.data import language_model
+from pn_fairseq.pipeline.data.preparation import CORPUS, Option, Preparation, need_text
+
+CONFIG = ""
+OPTIONS = (
+    CORPUS,
+    Option(
+        "--tokenize",
+        "LANG",
+        "split punctuation from words as Moses does for this language (default: the text has tokens)",
+        "",
+    ),
+    Option("--lower", "", "lower-case"),
+    Option("--min-count", "N", "words that are rarer in train become <unk> (default 1)", 1, type=whole),
+)
+
+FILES = [f"{split}.txt" for split in ("train", "valid", "test")]
+
+
+def prepare(data: Preparation, corpus: str, tokenize: str, lower: bool, min_count: int) -> None:
+    folder = need_text(corpus, *FILES)
+    data.open(CONFIG)
+    texts = [folder / name for name in FILES]
+    language_model.prepare(data.dest, data.workers, folder.name, texts, tokenize, lower, min_count)

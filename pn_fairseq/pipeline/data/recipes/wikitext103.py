@@ -1,0 +1,26 @@
+"""WikiText-103 for language modeling (Merity et al. 2017).
+
+Downloads wikitext-103-v1.zip (190 MB; CC BY-SA 3.0 and GFDL) and makes the data for `pn train wikitext103_lm`. Refuses
+text that does not have 103,227,021 / 217,646 / 245,569 tokens, ends of lines included.
+"""
+
+from pn_fairseq.pipeline.data import language_model
+from pn_fairseq.pipeline.data.preparation import Option, Preparation
+
+CONFIG = "wikitext103_lm"
+OPTIONS = (Option("--archive", "DIR", "a folder with wikitext-103-v1.zip, instead of the download"),)
+
+# The address in the paper (s3.amazonaws.com/research.metamind.io) is dead since February 2024.
+URL = "https://wikitext.smerity.com/wikitext-103-v1.zip"
+# The checksum that dataset catalogues name for the file of the dead address.
+SHA256 = "242ba0f20b329cfdf1ccc61e9e9e5b59becf189db7f7a81cd2a0e2fc31539590"
+MEMBERS = [f"wikitext-103/wiki.{split}.tokens" for split in ("train", "valid", "test")]
+TOKENS = (103227021, 217646, 245569)
+
+
+def prepare(data: Preparation, archive: str | None) -> None:
+    data.open(CONFIG)
+    (file,) = data.published([URL], archive)
+    data.get(URL, file, sha256=SHA256)
+    texts = language_model.unzip(file, data.dest / "unpacked", MEMBERS)
+    language_model.prepare(data.dest, data.workers, "WikiText-103", texts, expect=TOKENS)

@@ -1,0 +1,158 @@
+"""Commands of the pages: all are parsed by their own parsers, and run unless that takes days, GPUs or a network."""
+
+import argparse
+import contextlib
+import importlib
+import re
+import shutil
+import sys
+
+import pytest
+
+from pn_fairseq.__main__ import call
+
+from ..scripts_helpers import cut_corpus, run
+from .pages import PAGES, ROOT, Command, block_commands
+from .test_commands import ours
+
+#: Commands that are not run here -> the reason.
+NOT_RUN = {
+    r"make .*|\. .*|export .*|pn (info|check)": "the environment: other tests",
+    r"scripts/demo\.sh .*|scripts/score\.sh --compare runs/demo-ln .*": "tests/scripts/test_demo.py",
+    r".*scripts/sweep_batch_size\.sh.*": "tests/scripts/test_sweep_batch_size.py",
+    r"NPROC=2 .*|fairseq-hydra-train .*": "several ranks and sweeps: tests/pipeline/test_ranks.py",
+    r"pn import-release .*|fairseq-generate .* --path imported\.pt .*": "tests/pipeline/test_import_release.py",
+    r"scripts/prepare_verses_lm\.sh": "tests/pipeline/data/test_prepare_corpora.py; its data is cut here",
+    r"pn (report|figures|plot-curves) .*": "the tests of the report",
+    r"echo .*": "the input of the command after it",
+}
+#: Text of a command -> what replaces it, so that a training takes seconds.
+SMALL = {
+    r"optimization\.max_update=\d+": "",
+    r"(train\.sh verses_\w+_en (?!--check))": r"\1optimization.max_update=6 dataset.validate_interval_updates=3 "
+    "checkpoint.save_interval_updates=3 dataset.max_tokens=400 tokens_per_update=400 lr_scheduler.warmup_updates=2 ",
+    r"checkpoint\.save_interval_updates=(?!3 )\d+": "",
+    r"(verses_lm_en --run.*)": r"\1 task.tokens_per_sample=16",
+    r"dataset\.validate_interval_updates=(?!3 )\d+": "",
+    r"--bpe 8000": "--bpe 300",
+    r"_iwslt ": "_tiny ",
+    r"--max-update 100000": "--max-epoch 2 --cpu",
+    r"(pn average --inputs checkpoints --last) 5": r"\1 2",
+    r"--batches 100": "--batches 2",
+    r"(scripts/(generate|translate)\.sh)": r"\1 --max-len-b 10",
+    r"(fairseq-generate)": r"\1 --max-len-b 10 --cpu",
+}
+#: Pages whose commands are run. (test_readme.py runs those of the README.)
+RUN = ("own_data.md", "decoding.md", "averaging.md", "language_modeling.md", "training.md", "figures.md")
+
+
+def all_commands() -> list[Command]:
+    return list(dict.fromkeys(command for page in PAGES for command in block_commands(page)))
+
+
+def reason(command: Command) -> str | None:
+    if command.not_run:
+        return "marked on the page"
+    return next((why for pattern, why in NOT_RUN.items() if re.fullmatch(pattern, command.text)), None)
+
+
+class Parsed(BaseException):
+    """The command line was accepted."""
+
+
+@contextlib.contextmanager
+def only_parsing(monkeypatch):
+    for name in ("parse_args", "parse_intermixed_args"):
+        original = getattr(argparse.ArgumentParser, name)
+
+        def parse(parser, args=None, namespace=None, original=original):
+            original(parser, args, namespace)
+            raise Parsed
+
+        monkeypatch.setattr(argparse.ArgumentParser, name, parse)
+    yield
+
+
+@pytest.mark.parametrize("command", all_commands(), ids=str)
+def test_every_command_is_accepted_by_its_parser(command, monkeypatch, capsys):
+    """Values and positions of arguments, too, and not only the names of options."""
+    tool, words = ours(command) or ("", [])
+    words = [word.replace("$(python -m pn_fairseq --user-dir)", str(ROOT / "pn_fairseq")) for word in words]
+    if tool.endswith(".sh"):
+        script = (ROOT / "scripts" / tool.removeprefix("scripts/")).read_text("utf-8")
+        verb = re.search(r'/pn" (.+) "\$@"$', script, re.M)
+        if not verb or "$SETTINGS" in words:
+            return  # a script of bash: test_commands.py
+        tool = f"pn {verb[1]}"
+    if tool.startswith("pn "):
+        with only_parsing(monkeypatch), pytest.raises(Parsed):
+            code = call([*tool.split()[1:], *words])
+            pytest.fail(f"exit code {code}: {capsys.readouterr().err}")
+    elif tool in ("fairseq-train", "fairseq-generate"):
+        from fairseq import options
+
+        importlib.import_module("pn_fairseq.plugin")
+        parser = options.get_training_parser() if tool == "fairseq-train" else options.get_generation_parser()
+        monkeypatch.setattr(sys, "argv", [tool, *words])
+        options.parse_args_and_arch(parser, words)
+
+
+def test_every_command_is_run_or_has_a_reason():
+    pages = (*RUN, "README.md", "CONTRIBUTING.md")
+    unknown = [command for command in all_commands() if command.page not in pages and not reason(command)]
+    assert not unknown, f"add the page to RUN, or a reason to NOT_RUN: {[str(command) for command in unknown]}"
+
+
+@pytest.fixture(scope="module")
+def place(data, tmp_path_factory):
+    """A folder with the corpora, data and runs that the pages name, all of them small."""
+    place = tmp_path_factory.mktemp("pages")
+    for name in ("scripts", "configs"):
+        (place / name).symlink_to(ROOT / name)
+    cut = cut_corpus(place / "cut", train=300, valid=20, test=9)
+    (place / "my-text").mkdir()
+    for path in list(cut.iterdir()):
+        shutil.copy(path, place / "my-text" / path.name.replace(".es", ".fr"))
+        path.rename(path.with_name(path.name.replace(".es", ".de")))
+    flags = ("--source", "de", "--target", "en", "--dest", place / "de-en", "--bpe", "300")
+    run("bash", ROOT / "scripts/prepare_text.sh", "--corpus", cut, *flags)
+    for folder in ("data-bin", "runs/data", "text"):
+        (place / folder).mkdir(parents=True)
+    (place / "data-bin/iwslt14.de-en").symlink_to(place / "de-en/bin")
+    (place / "runs/data/verses_es_en").symlink_to(data)
+    for split in ("train", "valid", "test"):
+        shutil.copy(cut / f"{split}.en", place / f"text/{split}.txt")
+    flags = ("--dest", place / "runs/data/verses_lm_en", "--workers", 1)
+    run("bash", ROOT / "scripts/prepare_text_lm.sh", "--corpus", place / "text", *flags)
+    for name in ("a.txt", "b.txt", "ref.txt", "hyp.txt"):
+        shutil.copy(cut / "test.en", place / name)
+    for command in (
+        "train.sh verses_es_en --run runs/demo model._name=transformer_pn_tiny",
+        "average.sh --run runs/demo",
+    ):
+        execute(f"scripts/{command}", place)
+    commands = {command.words[0]: command.text for command in block_commands(ROOT / "README.md") if command.words}
+    execute(commands["fairseq-train"], place)
+    execute("pn average --inputs checkpoints --last 2 --output checkpoints/averaged.pt", place)
+    return place
+
+
+def execute(command: str, place):
+    for text, replacement in SMALL.items():
+        command = re.sub(text, replacement, command)
+    # The epochs of these trainings are longer than the trainings: what is kept are checkpoints of updates.
+    return run("bash", "-c", command, cwd=place, CUDA_VISIBLE_DEVICES="")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", RUN)
+def test_the_commands_of_a_page_run(page, place):
+    """In the order of the page, in one folder."""
+    commands = [command for command in all_commands() if command.page == page and not reason(command)]
+    for command in commands:
+        text = command.text
+        if "translate.sh" in text:
+            text = f'echo "Y dijo Dios: Sea la luz." | {text}'
+        if "--compare runs/my-ln" in text:
+            shutil.copytree(place / "runs/my-pn", place / "runs/my-ln", dirs_exist_ok=True)
+        execute(text, place)

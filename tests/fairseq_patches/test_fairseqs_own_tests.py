@@ -1,0 +1,52 @@
+"""fairseq's own tests, with and without the plugin. ``FAIRSEQ=/path/to/a/checkout/of/fairseq`` says where they are."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from ..scripts_helpers import ROOT, environment
+
+#: They need GPUs, audio, or several processes on GPUs.
+LEFT_OUT = ("gpu", "speech", "speech_recognition", "distributed")
+START = "import sys, pytest; {}; sys.exit(pytest.main(sys.argv[1:]))"
+PLUGIN = "import fairseq.models, pn_fairseq"
+
+
+def outcomes(tests: Path, results: Path, load: str) -> dict[str, str]:
+    """Name of each test -> "passed", "failed" or "skipped"."""
+    options = ["-q", "-p", "no:cacheprovider", "--continue-on-collection-errors", f"--junitxml={results}"]
+    options += [f"--ignore=tests/{name}" for name in LEFT_OUT]
+    command = [sys.executable, "-c", START.format(load), *options, "tests"]
+    path = os.pathsep.join([str(tests), str(ROOT)])
+    subprocess.run(command, cwd=tests, env=environment(PYTHONPATH=path, OMP_NUM_THREADS="1"), stdout=subprocess.DEVNULL)
+    found = {}
+    for case in ElementTree.parse(results).iter("testcase"):
+        tags = {each.tag for each in case}
+        outcome = "failed" if tags & {"failure", "error"} else "skipped" if "skipped" in tags else "passed"
+        found[f"{case.get('classname')}.{case.get('name')}"] = outcome
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("FAIRSEQ" not in os.environ, reason="FAIRSEQ names no checkout of fairseq")
+def test_nothing_that_passes_without_the_plugin_fails_with_it(tmp_path, capsys):
+    # A copy: in the checkout its own package would be imported instead of the installed one.
+    for folder in ("tests", "examples"):
+        shutil.copytree(Path(os.environ["FAIRSEQ"]) / folder, tmp_path / folder)
+    without = outcomes(tmp_path, tmp_path / "without.xml", "pass")
+    with_plugin = outcomes(tmp_path, tmp_path / "with.xml", PLUGIN)
+    with capsys.disabled():
+        for name, found in (("without", without), ("with", with_plugin)):
+            values = list(found.values())
+            counts = ", ".join(f"{values.count(outcome)} {outcome}" for outcome in ("passed", "failed", "skipped"))
+            print(f"\n{name} the plugin: {counts}")
+        for name in sorted({*without, *with_plugin}):
+            if without.get(name) != with_plugin.get(name):
+                print(f"{name}: {without.get(name)} without the plugin, {with_plugin.get(name)} with it")
+    assert list(without.values()).count("passed") > 100
+    assert {name for name, outcome in without.items() if outcome == "passed" != with_plugin.get(name)} == set()

@@ -1,0 +1,513 @@
+"""convert_norms, padding and norm_report: masked norms in models that pass no mask to their norms."""
+
+import copy
+import pickle
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from pn_fairseq.norms import NORMS, MaskedBatchNorm, convert_norms, norm_report, padding, running_norms
+from pn_fairseq.norms.convert import ConvertedNorm
+
+B, T, C = 3, 7, 12
+LENGTHS = torch.tensor([7, 4, 2])
+MASK = torch.arange(T) >= LENGTHS[:, None]
+
+#: Batch statistics, the same about 0, running statistics, and one that mixes both kinds.
+SOME = ["batch", "power-v", "power", "batch-renorm"]
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+class FeedForward(nn.Module):
+    """A residual network over tokens whose norms get no mask."""
+
+    def __init__(self, norm=nn.LayerNorm):
+        super().__init__()
+        self.inner = nn.Linear(C, C)
+        self.norm = norm(C)
+        self.outer = nn.Linear(C, C)
+        self.last = norm(C)
+
+    def forward(self, x, lengths=None):
+        return self.last(x + self.outer(self.norm(self.inner(x)).relu()))
+
+
+class Convolutions(nn.Module):
+    """(B, C, T), as in a Conformer."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Conv1d(C, C, 3, padding=1)
+        self.norm = nn.BatchNorm1d(C)
+        self.outer = nn.Conv1d(C, C, 1)
+
+    def forward(self, x, lengths):
+        mask = (torch.arange(x.size(2)) >= lengths[:, None])[:, None]
+        return self.outer(self.norm(self.inner(x.masked_fill(mask, 0.0))).relu())
+
+
+def randomized(model):
+    """Gains, biases and running statistics away from what they are initially."""
+    with torch.no_grad():
+        for module in model.modules():
+            if getattr(module, "bias", None) is not None and module.weight.dim() == 1:
+                nn.init.uniform_(module.weight, 0.5, 2)
+                nn.init.normal_(module.bias)
+        for buffer in model.buffers():
+            if buffer.is_floating_point():
+                nn.init.uniform_(buffer, 0.5, 2)
+            else:
+                buffer.fill_(3)
+    return model
+
+
+def results(model, x, selected, **mask):
+    """Real outputs, gradients and state of one training step."""
+    x = x.clone().requires_grad_()
+    with padding(**mask):
+        y = model(x)[selected]
+    (y * torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)).sum().backward()
+    return {"y": y, "dx": x.grad[selected]} | {n: p.grad for n, p in model.named_parameters()} | model.state_dict()
+
+
+def assert_close(found, expected, **tolerance):
+    assert found.keys() == expected.keys()
+    for name in expected:
+        torch.testing.assert_close(found[name].float(), expected[name].float(), **tolerance, msg=f"{name}: {{}}".format)
+
+
+# What is replaced and kept.
+
+
+@pytest.mark.parametrize("replaced, norm", [(nn.LayerNorm, "layer"), (nn.RMSNorm, "rms"), (nn.BatchNorm1d, "batch")])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_without_padding_is_what_was_replaced(replaced, norm, dtype):
+    model = randomized(FeedForward(replaced)).to(dtype)
+    reference = copy.deepcopy(model)
+    if replaced is nn.BatchNorm1d:  # torch's has state of the type of the model, and computes in float32
+        for each in (reference.norm, reference.last):
+            each.float()
+    convert_norms(model, norm)
+    tolerance = {"rtol": 1e-4, "atol": 1e-5} if dtype is torch.float32 else {"rtol": 0.05, "atol": 0.1}
+    x = torch.randn(B * T, C, dtype=dtype)
+    for _ in range(3):
+        for each in (model, reference):
+            each.zero_grad()
+        everything = torch.ones(B * T, dtype=torch.bool)
+        assert_close(results(model, x, everything), results(reference, x, everything), **tolerance)
+    torch.testing.assert_close(model.eval()(x), reference.eval()(x), **tolerance)
+
+
+def test_sync_batch_norm_is_replaced_by_a_synchronised_norm():
+    group = object()
+    model = convert_norms(nn.Sequential(nn.SyncBatchNorm(C, momentum=0.3, process_group=group)), "batch")
+    assert model[0].sync and model[0].process_group is group and model[0].alpha_fwd == pytest.approx(0.7)
+    assert not convert_norms(FeedForward(), "power").norm.sync  # as in the paper
+    assert convert_norms(FeedForward(), "batch").norm.sync
+
+
+@pytest.mark.parametrize("norm", ["batch", "power", "rms"])
+@pytest.mark.parametrize("replaced", [nn.LayerNorm, nn.RMSNorm, nn.BatchNorm1d])
+@pytest.mark.parametrize("assign", [False, True])
+def test_checkpoint_of_the_unconverted_model_loads(replaced, norm, assign):
+    state = randomized(FeedForward(replaced)).state_dict()
+    model = convert_norms(FeedForward(replaced), norm)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model.load_state_dict(state, assign=assign)
+    shared = norm == "batch" and replaced is nn.BatchNorm1d
+    for name, tensor in model.state_dict().items():
+        given = name in state and (shared or "num_batches" not in name)
+        assert tensor.equal(state[name] if given else before[name]), name
+    # Its own checkpoints are complete, and one that lacks something is refused.
+    own = model.state_dict()
+    model.load_state_dict(own)
+    if norm == "power":
+        del own["norm.psi_squared" if "norm.psi_squared" in own else next(k for k in own if k.startswith("norm.r"))]
+        with pytest.raises(RuntimeError, match="Missing key"):
+            model.load_state_dict(own)
+
+
+def test_parameters_eps_types_mode_hooks_and_names_are_kept():
+    model = nn.Sequential(nn.LayerNorm(C, eps=1e-3), nn.BatchNorm1d(C, eps=1e-2)).to(torch.bfloat16).eval()
+    weight = model[0].weight.requires_grad_(False)
+    seen = []
+    model[0].register_forward_hook(lambda *_: seen.append(1))
+    convert_norms(model, "power")
+    assert model[0].weight is weight and not model[0].weight.requires_grad
+    assert (model[0].eps, model[1].eps) == (1e-3, 1e-2) and not model[0].training
+    assert all(b.dtype in (torch.float32, torch.int64) for b in model.buffers())
+    model(torch.randn(5, C, dtype=torch.bfloat16))
+    assert seen
+    tied = nn.ModuleList([norm := nn.LayerNorm(C), nn.Linear(C, C), norm])
+    convert_norms(tied, "batch")
+    assert tied[0] is tied[2] and isinstance(tied[0], MaskedBatchNorm)
+    assert isinstance(convert_norms(nn.LayerNorm(C), "batch"), MaskedBatchNorm)
+
+
+class ByVariance(nn.Module):
+    """As T5's and Llama's norms."""
+
+    def __init__(self, offset=0.0):
+        super().__init__()
+        self.weight, self.variance_epsilon, self.offset = nn.Parameter(torch.rand(C)), 1e-3, offset
+
+    def forward(self, x):
+        return (self.weight + self.offset) * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+
+
+class Wide(nn.LayerNorm):
+    """As fairseq's Fp32LayerNorm."""
+
+    def forward(self, x):
+        return super().forward(x.float()).type_as(x)
+
+
+def test_other_classes_are_replaced_if_they_compute_the_same():
+    model = nn.ModuleDict({"t5": ByVariance(), "gemma": ByVariance(1.0), "wide": Wide(C), "group": nn.GroupNorm(2, C)})
+    convert_norms(model, "rms")
+    assert [each.name for each in norm_report(model)] == ["t5", "wide"] and model["t5"].eps == 1e-3
+    with pytest.raises(ValueError, match="no norm to replace: gemma computes neither LayerNorm nor RMSNorm"):
+        convert_norms(model, "rms")
+
+
+def test_patterns_choose():
+    make = lambda: nn.ModuleDict({"a": FeedForward(), "b": FeedForward()})  # noqa: E731
+    names = lambda model: [each.name for each in norm_report(model)]  # noqa: E731
+    assert names(convert_norms(make(), "batch", only="a.*")) == ["a.norm", "a.last"]
+    assert names(convert_norms(make(), "batch", only=["a.*", "b.last"], skip="*.norm")) == ["a.last", "b.last"]
+    report = str(norm_report(convert_norms(make(), "batch", mask_from="lengths", skip="b.*"))[0])
+    assert report.startswith("a.norm: MaskedBatchNorm for LayerNorm") and "argument lengths of a" in report
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"only": "c.*"}, "pattern 'c.\\*' matches no norm of the model; norms: norm, last"),
+        ({"skip": "*"}, "no norm to replace"),
+        ({"norm": "bach"}, "unknown norm 'bach', did you mean 'batch'"),
+        ({"alpha": 1}, "norm 'batch' has no option 'alpha'; known: affine, alpha_fwd"),
+        ({"psi_warmup_updates": 1}, "norm 'batch' has no option 'psi_warmup_updates'"),
+        ({"batch_first": True}, "no option 'batch_first'"),
+        ({"layout": "CBT"}, "layout='CBT' must be one of BTC"),
+        ({"mask_from": "mask"}, "mask_from='mask': what its values mean is not known"),
+        ({"mask_from": {"lengths": "length"}}, "'length' must be a function or one of mask, valid"),
+        ({"mask_from": "attention_mask"}, "the forward of no module around the replaced norms has such an argument"),
+    ],
+)
+def test_wrong_arguments(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        convert_norms(FeedForward(), **{"norm": "batch", **arguments})
+
+
+# Masks.
+
+
+@pytest.mark.parametrize("norm", SOME)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("layout", ["BTC", "TBC"])
+def test_padded_equals_the_concatenation_of_the_sequences(norm, dtype, layout):
+    model = convert_norms(randomized(FeedForward()), norm).to(dtype)
+    x = torch.randn(B, T, C, dtype=dtype)
+    turn = (lambda v: v.transpose(0, 1)) if layout == "TBC" else lambda v: v
+    found = results(copy.deepcopy(model), turn(x), turn(~MASK), mask=MASK)
+    order = turn(torch.arange(B * T).view(B, T))[turn(~MASK)]
+    real = torch.ones(len(order), dtype=torch.bool)
+    expected = results(model, x.reshape(-1, C)[order], real, mask=None)
+    tolerance = {"rtol": 1e-4, "atol": 1e-5} if dtype is torch.float32 else {"rtol": 0.05, "atol": 0.1}
+    assert_close(found, expected, **tolerance)
+    model.eval()
+    together = model(x)
+    for index, length in enumerate(LENGTHS):
+        torch.testing.assert_close(model(x[[index], :length]), together[[index], :length], **tolerance)
+
+
+FORMS = {
+    "mask": MASK,
+    "valid": (~MASK).long(),
+    "lengths": LENGTHS,
+    "additive": torch.zeros(B, T).masked_fill(MASK, -torch.inf),
+    "4-d": torch.zeros(B, 1, 1, T).masked_fill(MASK[:, None, None], torch.finfo(torch.float32).min),
+}
+
+
+@pytest.mark.parametrize("norm", SOME)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_content_of_padding_changes_nothing(norm, form, dtype):
+    mask = {"additive" if form == "4-d" else form: FORMS[form]}
+    x = torch.randn(B, T, C, dtype=dtype)
+    filled = x.masked_fill(MASK[..., None], 1e4)
+    model = convert_norms(randomized(FeedForward()), norm).to(dtype)
+    found, expected = (results(copy.deepcopy(model), each, ~MASK, **mask) for each in (filled, x))
+    assert_close(found, expected, rtol=0, atol=0)
+    convolutions = convert_norms(Convolutions(), norm, mask_from="lengths").to(dtype)
+    y, expected = (copy.deepcopy(convolutions)(each.transpose(1, 2), LENGTHS) for each in (filled, x))
+    assert y.transpose(1, 2)[~MASK].equal(expected.transpose(1, 2)[~MASK])
+    unmasked = copy.deepcopy(model)
+    with padding(None):
+        assert not unmasked(filled)[~MASK].equal(unmasked(x)[~MASK]) or norm == "power"
+
+
+class Sub(nn.Module):
+    """A module whose forward has a mask, also one of another length."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.pool = nn.LayerNorm(C), nn.LayerNorm(C)
+
+    def forward(self, x, padding_mask=None, *, lengths=None):
+        return self.pool(self.norm(x)[:, ::2])
+
+
+class Outer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.inner = nn.LayerNorm(C), Sub()
+
+    def forward(self, x, attention_mask, halved=None, fail=False):
+        x = self.first(x)
+        if fail:
+            raise KeyError("stop")
+        return self.inner(x, halved)
+
+
+def test_the_innermost_module_with_the_argument_decides():
+    model = convert_norms(Outer(), "batch", mask_from=["padding_mask", "attention_mask"], skip="*pool")
+    assert norm_report(model)[1].masks == ("argument padding_mask of inner", "argument attention_mask of the model")
+    x = torch.randn(B, T, C)
+    filled = x.masked_fill(MASK[..., None], 1e4)
+    valid = (~MASK).int()
+    for given in ((valid, MASK), (valid, torch.zeros(B, T).masked_fill(MASK, -torch.inf))):
+        y, expected = (copy.deepcopy(model)(each, *given) for each in (filled, x))
+        assert y[~MASK[:, ::2]].equal(expected[~MASK[:, ::2]])
+    y, expected = (copy.deepcopy(model)(each, valid) for each in (filled, x))  # the inner module was given no mask
+    assert not y[~MASK[:, ::2]].equal(expected[~MASK[:, ::2]])
+    with pytest.raises(KeyError):
+        model(x, valid, fail=True)  # leaves no scope behind
+    with warnings.catch_warnings(record=True) as caught:
+        model.first(x)
+    assert "no padding mask has reached it" in str(caught[0].message)
+
+
+def test_functions_of_an_argument():
+    class Tokens(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.LayerNorm(C)
+
+        def forward(self, x, ids):
+            return self.norm(x)
+
+    ids = torch.where(MASK, 1, 5)
+    model = convert_norms(Tokens(), "batch", mask_from={"ids": lambda ids: ids == 1})
+    x = torch.randn(B, T, C)
+    y, expected = (copy.deepcopy(model)(each, ids=ids) for each in (x.masked_fill(MASK[..., None], 1e4), x))
+    assert y[~MASK].equal(expected[~MASK])
+
+
+def test_a_mask_of_another_length_names_the_module():
+    model = convert_norms(Outer(), "batch", mask_from=["padding_mask", "attention_mask"])
+    x = torch.randn(B, T, C)
+    with pytest.raises(ValueError, match=r"inner.pool: .* 3 sequences of length 4, .* is for 3 of length 7; .*skip="):
+        model(x, (~MASK).int(), MASK)
+    for mask in ({"mask": MASK}, {"lengths": LENGTHS}):
+        with padding(**mask), pytest.raises(ValueError, match="inner.pool.* length 4, and .* 3 of length 7"):
+            convert_norms(Outer(), "batch")(x, None)
+    model = convert_norms(Outer(), "batch", skip="inner.norm")
+    with padding(MASK):
+        with pytest.raises(ValueError, match="first: its tokens are 4 sequences of length 7, and .* is for 3"):
+            model.first(torch.randn(4, T, C))
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"mask": (~MASK).long()}, "a mask of torch.int64 may mean either; give bool"),
+        ({"valid": MASK.float()}, "may mean either; give bool or int"),
+        ({"additive": MASK}, "additive mask .* is not torch.bool"),
+        ({"lengths": LENGTHS.float()}, "lengths are \\(B,\\) whole numbers"),
+        ({"mask": MASK, "lengths": LENGTHS}, "padding\\(mask=, lengths=\\): give one of them"),
+        ({"mask": [[True]]}, "expected a tensor, got list"),
+    ],
+)
+def test_wrong_masks(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        padding(**arguments)
+
+
+def test_wrong_additive_mask():
+    with padding(additive=torch.ones(B, T)), pytest.raises(RuntimeError, match="holds 0 and -inf only"):
+        convert_norms(nn.LayerNorm(C), "batch")(torch.randn(B, T, C))
+
+
+def test_equal_sizes_ask_for_the_layout_until_one_batch_shows_it():
+    square, mask = torch.randn(B, B, C), MASK[:, :B]
+    model = convert_norms(nn.Sequential(nn.LayerNorm(C)), "batch")
+    with padding(mask), pytest.raises(ValueError, match="0: tokens .* give convert_norms layout='BTC' or layout='TBC'"):
+        model(square)
+    with padding(MASK):
+        model(torch.randn(T, B, C))
+    fixed = convert_norms(nn.Sequential(nn.LayerNorm(C)), "batch", layout="TBC")
+    with padding(mask):
+        assert model(square).equal(fixed(square))
+    with padding(MASK), pytest.raises(ValueError, match="do not have the layout TBC but BTC"):
+        fixed(torch.randn(B, T, C))
+
+
+def test_other_shapes():
+    x = torch.randn(B, T, 4, C)  # heads
+    model = convert_norms(nn.Sequential(nn.LayerNorm(C)), "batch")
+    with padding(MASK):
+        found = model(x)[~MASK]
+    with padding(None):
+        torch.testing.assert_close(found.flatten(0, 1), copy.deepcopy(model)(x[~MASK].flatten(0, 1)))
+    flat = convert_norms(nn.Sequential(nn.LayerNorm(C)), "batch", layout="TBC")
+    rows = torch.randn(T, B, C)
+    with padding(MASK):
+        assert flat(rows).flatten(0, 1).equal(flat(rows.flatten(0, 1)))
+        assert model(torch.randn(B, C)).shape == (B, C)  # a vector for each sequence
+        with pytest.raises(ValueError, match="order of its 21 rows"):
+            model(rows.flatten(0, 1))
+        with pytest.raises(ValueError, match="it has 5 rows"):
+            model(torch.randn(5, C))
+    image = torch.randn(2, C, 5, 4)
+    mask = torch.zeros(2, 5, 4, dtype=torch.bool)
+    mask[1, 3:] = True
+    model = convert_norms(nn.Sequential(nn.BatchNorm2d(C)), "batch", layout="BCHW")
+    with padding(mask):
+        y, same = (copy.deepcopy(model)(v) for v in (image, image.masked_fill(mask[:, None], 1e4)))
+        assert y.movedim(1, -1)[~mask].equal(same.movedim(1, -1)[~mask]) and y.is_contiguous()
+        with pytest.raises(ValueError, match="expected an input of layout BCHW"):
+            model(torch.randn(2, C, 5))
+    with padding(None):
+        reference = nn.BatchNorm2d(C)
+        torch.testing.assert_close(copy.deepcopy(model)(image), reference(image))
+    with pytest.raises(ValueError, match="0 is for images: give layout='BCHW'"):
+        convert_norms(nn.Sequential(nn.BatchNorm2d(C)), "batch")
+
+
+@pytest.mark.parametrize("norm", ["batch", "layer"])
+@pytest.mark.parametrize("training", [True, False])
+def test_zero_padding(norm, training):
+    model = convert_norms(FeedForward(), norm, zero_padding=True, only="last").train(training)
+    with padding(MASK):
+        y = model(torch.randn(B, T, C))
+    assert (y[MASK] == 0).all() and (y[~MASK] != 0).all()
+
+
+def test_one_warning_for_a_model_without_any_mask():
+    model = convert_norms(FeedForward(), "batch")
+    x = torch.randn(B, T, C)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with padding(None):
+            model(x)
+        with padding(MASK):
+            model(x)
+        model(x.flatten(0, 1))
+        model.eval()(x)
+        convert_norms(FeedForward(), "layer")(x)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model.train()(x)
+        model(x)
+    assert len(caught) == 1 and str(caught[0].message).startswith("norm takes statistics over the tokens of a batch")
+
+
+def test_copies_and_pickles():
+    model = convert_norms(Convolutions(), "power", mask_from="lengths")
+    x = torch.randn(B, C, T)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert other(x, LENGTHS).equal(model(x, LENGTHS))
+        assert all(isinstance(norm, ConvertedNorm) for norm in running_norms(other))
+
+
+# Recomputation.
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, inner, **options):
+        super().__init__()
+        self.inner, self.options = inner, options
+
+    def forward(self, x, lengths=None):
+        given = () if lengths is None else (lengths,)
+        return checkpoint(self.inner, x, *given, **self.options)
+
+
+@pytest.mark.parametrize("norm", SOME)
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_recomputation_has_the_mask_of_its_forward(norm, reentrant):
+    plain = convert_norms(randomized(FeedForward()), norm)
+    again = Checkpointed(copy.deepcopy(plain), use_reentrant=reentrant)
+    x = torch.randn(B, T, C)
+    for mask in (MASK, MASK.flip(0), None):
+        for model in (plain, again):
+            model.zero_grad()
+        expected = results(plain, x, ~MASK, mask=mask)
+        found = results(again, x, ~MASK, mask=mask)
+        assert_close({name.removeprefix("inner."): value for name, value in found.items()}, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("way", ["nothing", "argument", "context_fn"])
+def test_two_forwards_before_a_backward(reentrant, way):
+    """The mask of a forward that runs again is its own, or there is an error: never that of the other forward."""
+    if way == "context_fn" and reentrant:
+        pytest.skip("reentrant checkpointing has no context_fn")
+    plain = convert_norms(randomized(FeedForward()), "power-v", mask_from="lengths")
+    options = {"context_fn": padding.context_fn} if way == "context_fn" else {}
+    again = Checkpointed(copy.deepcopy(plain), use_reentrant=reentrant, **options)
+    x = torch.randn(B, T, C)
+    batches = [LENGTHS, LENGTHS.flip(0)]
+    gradients = {}
+    for model in (plain, again):
+        inputs = [x.clone().requires_grad_() for _ in batches]
+        losses = []
+        for each, lengths in zip(inputs, batches, strict=True):
+            given = (lengths,) if way == "argument" else ()
+            with padding(None) if given else padding(lengths=lengths):
+                losses.append(model(each, *given).square().sum())
+        if model is again and way == "nothing":
+            with pytest.raises(RuntimeError, match="norm: a forward on tokens .* several forwards"):
+                sum(losses).backward()
+            return
+        sum(losses).backward()
+        gradients[model] = [each.grad for each in inputs] + [each.grad for each in model.parameters()]
+    for found, expected in zip(gradients[again], gradients[plain], strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_what_a_forward_without_a_graph_or_a_dropped_loss_leaves():
+    model = convert_norms(FeedForward(), "batch")
+    again = Checkpointed(model, use_reentrant=False)
+    x = torch.randn(B, T, C, requires_grad=True)
+    with padding(MASK.flip(0)):
+        again(x)  # its graph is gone
+        kept = again(x)
+    kept.sum().backward()  # its backward has run
+    x.grad = None
+    del kept  # its graph could run backward again
+    with padding(MASK):
+        y = again(x)
+    y.square().sum().backward(retain_graph=True)
+    first, x.grad = x.grad, None
+    y.square().sum().backward()
+    torch.testing.assert_close(x.grad, first)
+    with padding(MASK), torch.no_grad():
+        model(x)
+    with padding(MASK.flip(0)):
+        y = again(x)
+    with pytest.raises(RuntimeError, match="several forwards"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("name", [name for name in NORMS])
+def test_every_norm_can_be_put_in(name):
+    model = convert_norms(FeedForward(), name)
+    with padding(MASK):
+        model(torch.randn(B, T, C)).sum().backward()
+    model.eval()(torch.randn(B, T, C))
