@@ -14,13 +14,11 @@ import yaml
 from pn_fairseq.common.command import UserError
 from pn_fairseq.common.files import count_lines, read_settings, recorded, short_names
 from pn_fairseq.common.old_settings import renamed
+from pn_fairseq.pipeline import runs
 from pn_fairseq.pipeline.evaluate_lm import Perplexity, read_perplexity
 from pn_fairseq.pipeline.runs import flat, with_present_names
 from pn_fairseq.pipeline.scoring import METRICS, Scores, ScoringError, low_bleu, read_scores
-from pn_fairseq.pipeline.training_log import Start, TrainingLog, read_log, without_flags_of_others
-
-#: Any of these in a folder means that scripts/train.sh wrote it; of a run that failed at once there is only the last.
-_OF_TRAIN_SH = ("config.yaml", "data", "data.settings", "starts.jsonl", "failed")
+from pn_fairseq.pipeline.training_log import Start, TrainingLog, without_flags_of_others
 
 #: What an absent key in the settings of a translation's data means (pn prepare).
 _DATA_DEFAULTS = {
@@ -127,8 +125,8 @@ def read_runs(paths: Sequence[Path], subset: str = "test") -> list[Run]:
         try:
             if not path.is_dir():
                 raise UserError(f"there is no directory '{path}'")
-            ours = any((path / mark).is_file() for mark in _OF_TRAIN_SH)
-            if not ours and not _logs(path) and not _checkpoints(path):
+            folder = runs.Run(path)
+            if not folder.ours and not folder.log_file and not _checkpoints(path):
                 raise UserError(
                     f"'{path}' is not a run: it has no config.yaml of scripts/train.sh, no log of fairseq-train (its "
                     "--log-file or saved output, as *.log, *.out or *.txt) and no checkpoint"
@@ -138,14 +136,6 @@ def read_runs(paths: Sequence[Path], subset: str = "test") -> list[Run]:
         if (other := seen.setdefault(path.resolve(), path)) is not path:
             raise UserError(f"'{path}' is given twice (also as '{other}')")
     return [read_run(path, subset, name) for path, name in zip(jobs, short_names(jobs), strict=True)]
-
-
-def _logs(folder: Path) -> list[Path]:
-    """Files that may be fairseq's log: train.log, or else whatever text there is that looks like one."""
-    if (folder / "train.log").is_file():
-        return [folder / "train.log"]
-    found = sorted(file for kind in ("log", "out", "txt") for file in folder.glob(f"*.{kind}") if file.is_file())
-    return [file for file in found if re.search(r"num\. .*model params|num_updates", file.read_text(errors="replace"))]
 
 
 def _checkpoints(folder: Path) -> list[Path]:
@@ -195,15 +185,9 @@ def log_of_checkpoints(files: Sequence[Path]) -> TrainingLog:
     return log
 
 
-def find_log(folder: Path) -> tuple[Path, TrainingLog] | None:
-    """The log of a run, and what it says; of several logs the one that has most updates."""
-    logs = [(file, read_log(file)) for file in _logs(folder)]
-    return max(logs, key=lambda found: found[1].updates, default=None)
-
-
 def read_run(path: Path, subset: str, name: str) -> Run:
     """Read the folder of a run. What is missing or damaged in it becomes a sentence in ``problems``."""
-    run = Run(path, name, ours=any((path / mark).is_file() for mark in _OF_TRAIN_SH))
+    run = Run(path, name, ours=runs.Run(path).ours)
     run.failed = _text(path / "failed")
     _read_log(run)
     _read_settings(run)
@@ -235,8 +219,9 @@ def _text(file: Path) -> str | None:
 
 def _read_log(run: Run) -> None:
     try:
-        found, files = find_log(run.path), _checkpoints(run.path)
-        if files and not run.ours and not (found and (found[1].train or found[1].valid)):
+        folder, files = runs.Run(run.path), _checkpoints(run.path)
+        run.log, file = folder.log, folder.log_file
+        if files and not run.ours and not (run.log and (run.log.train or run.log.valid)):
             run.log = log_of_checkpoints(files)
             run.from_checkpoints = True
             run.problems.append(
@@ -244,10 +229,9 @@ def _read_log(run: Run) -> None:
                 "--log-file train.log --log-format json would record every step, speed and time)"
             )
             return
-        if found is None:
+        if run.log is None:
             run.problems.append("not trained: there is no train.log")
             return
-        file, run.log = found
     except UserError as error:
         run.problems.append(f"no log, and a checkpoint cannot be read: {error}")
         return
