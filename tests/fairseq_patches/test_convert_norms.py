@@ -63,7 +63,6 @@ def test_translation(train, tmp_path, arch, recwarn):
     assert all(each.masks for each in norm_report(model))
 
 
-
 def test_generation_rebuilds_the_norms(train, tmp_path, monkeypatch, capsys):
     train("transformer_iwslt_de_en", "--convert-norms=encoder.*=power,psi_warmup_updates=3")
     given = f"{tmp_path / 'data'} --user-dir {ROOT / 'pn_fairseq'} --path {tmp_path / 'run/checkpoint_last.pt'} --cpu"
@@ -99,7 +98,12 @@ def test_wrong_specifications(train, capsys, given, message):
 
 
 def test_values_of_options():
-    assert parse("a=b*=layer") if False else parse("a.*=batch,eps=1e-3,sync=false,layout=TBC") == (
-        *("a.*", "batch"),
-        {"eps": 1e-3, "sync": False, "layout": "TBC"},
+    assert (
+        parse("a=b*=layer")
+        if False
+        else parse("a.*=batch,eps=1e-3,sync=false,layout=TBC")
+        == (
+            *("a.*", "batch"),
+            {"eps": 1e-3, "sync": False, "layout": "TBC"},
+        )
     )
