@@ -199,15 +199,14 @@ def batches():
 
 def train(model, rows, way):
     """State after two steps on ``rows`` of the batches; the loss is a sum over tokens and ranks."""
-    parameters = list(model.parameters())
-    optimizer = torch.optim.SGD(parameters, lr=0.01)
     world = dist.get_world_size() if dist.is_initialized() else 1
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01 * world)  # gradients are averaged over the ranks
     steps = list(zip(*batches(), strict=True))
 
     def loss(x, lengths):
         x, lengths = x[rows], lengths[rows]
         y = model(x, lengths)[torch.arange(T) < lengths[:, None]]
-        return y.square().sum() * world  # gradients are averaged over the ranks
+        return y.square().sum()
 
     for _ in range(2):
         optimizer.zero_grad()
