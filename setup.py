@@ -173,6 +173,7 @@ setup(
     extras_require={
         "fairseq": FAIRSEQ,  # the plugin and the pipeline
         "test": TEST,
+        "examples": ["transformers"],  # tests/norms/test_convert_models.py
         "docs": ["mkdocs-material>=9.5", "mkdocstrings[python]>=1.0", "latex2mathml>=3.77"],
     },
     entry_points={"console_scripts": ["pn = pn_fairseq.__main__:main"]},

@@ -10,6 +10,7 @@ from pn_fairseq.norms.batch_reg import RegularizedBatchNorm, RegularizedBatchNor
 from pn_fairseq.norms.batch_renorm import BatchRenorm
 from pn_fairseq.norms.convert import convert_norms, norm_report
 from pn_fairseq.norms.dyt import DynamicErf, DynamicTanh
+from pn_fairseq.norms.fold import fold_norms
 from pn_fairseq.norms.group import GroupNorm
 from pn_fairseq.norms.layer import LayerNorm
 from pn_fairseq.norms.layer_scale import LayerScale
@@ -62,6 +63,7 @@ __all__ = [
     "average_running_stats",
     "build_norm",
     "convert_norms",
+    "fold_norms",
     "load_norms",
     "norm_report",
     "padding",

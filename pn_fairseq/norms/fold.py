@@ -1,7 +1,7 @@
 """A norm with running statistics, in evaluation, as part of the linear maps that follow it."""
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pn_fairseq.norms.base import RunningNorm
 
@@ -30,3 +30,101 @@ def folded_linear(norm: RunningNorm, weight: Tensor, bias: Tensor | None) -> tup
     weight = weight.to(torch.float64)
     moved = weight @ shift
     return weight * scale, moved if bias is None else moved + bias.to(torch.float64)
+
+
+@torch.no_grad()
+def fold_norms(model: nn.Module, *args, **kwargs) -> list[tuple[str, str]]:
+    r"""Make the norms with running statistics of ``model`` a part of the maps before or after them, in evaluation.
+
+    As ``torch.nn.utils.fusion``, but without being told which: ``model(*args, **kwargs)`` runs once to see which linear
+    maps and convolutions produce the input of a norm or take its output, and after each fold to compare. A fold is kept
+    if the output stays the same (to 1e-4 of its greatest value; use an input with padding if the model has it, and
+    float32 or wider). A norm whose output is also used otherwise, as in a post-norm transformer, is left as it is.
+    ``nn.Identity`` takes the place of a folded norm, so a checkpoint of the model no longer fits.
+
+    Returns:
+        The names of the folded norms, each with those of the maps that it is a part of now.
+
+    Raises:
+        ValueError: the model is in training mode.
+    """
+    if model.training:
+        raise ValueError("the norms of a model can be folded in evaluation only; call eval() first")
+    names = {module: name for name, module in model.named_modules()}
+    maps = [module for module in names if isinstance(module, _MAPS)]
+    norms = [module for module in names if isinstance(module, RunningNorm) and not module.layer_scale_groups]
+    makers: dict[int, nn.Module] = {}
+    inputs: dict[nn.Module, tuple[nn.Module | None, Tensor]] = {}
+    takers: dict[int, list[nn.Module]] = {}
+    kept: list[Tensor] = []  # so that no two tensors have one id
+
+    def watch(module: nn.Module, given: tuple, output: Tensor) -> None:
+        kept.extend((given[0], output))
+        if isinstance(module, RunningNorm):
+            inputs[module] = makers.get(id(given[0])), output
+        else:
+            makers[id(output)] = module
+            takers.setdefault(id(given[0]), []).append(module)
+
+    hooks = [module.register_forward_hook(watch) for module in (*maps, *norms)]
+    try:
+        expected = _tensors(model(*args, **kwargs))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    folded = []
+    for norm, (maker, output) in inputs.items():
+        for others, after in (([maker] if maker is not None else [], False), (takers.get(id(output), []), True)):
+            if others and _try(model, norm, others, after, expected, args, kwargs):
+                folded.append((names[norm], ", ".join(names[other] for other in others)))
+                break
+    return folded
+
+
+#: Maps over channels. A transposed convolution has them in another place of its weight.
+_MAPS = (nn.Linear, nn.Conv1d, nn.Conv2d)
+
+
+def _try(model: nn.Module, norm: RunningNorm, maps: list[nn.Module], after: bool, expected, args, kwargs) -> bool:
+    """Fold ``norm`` into each of ``maps``, which come after it or before it; undo it where the output changes."""
+    if getattr(norm, "zero_padding", False) or any(
+        getattr(module, "groups", 1) > 1 and after or module.weight.size(int(after)) != norm.num_features
+        for module in maps
+    ):
+        return False
+    norm.flush()
+    scale, shift = norm.evaluation_affine(torch.float64)
+    before = {module: (module.weight, module.bias) for module in maps}
+    for module, (weight, bias) in before.items():
+        others = [1] * weight.dim()
+        others[int(after)] = -1  # weights are (K, C, ...)
+        wide, constant = weight.double(), 0.0 if bias is None else bias.double()
+        if after:
+            moved = wide.sum(dim=tuple(range(2, weight.dim()))) if weight.dim() > 2 else wide
+            constant = constant + moved @ shift
+        else:
+            constant = constant * scale + shift
+        module.weight = nn.Parameter((wide * scale.view(others)).to(weight.dtype), weight.requires_grad)
+        module.bias = nn.Parameter(constant.to(weight.dtype), weight.requires_grad)
+    places = [(parent, key) for parent in model.modules() for key, child in parent._modules.items() if child is norm]
+    for parent, key in places:
+        parent._modules[key] = nn.Identity().eval()
+    found = _tensors(model(*args, **kwargs))
+    same = len(found) == len(expected) and all(
+        one.shape == other.shape and (one - other).abs().max() <= 1e-4 * other.abs().max()
+        for one, other in zip(found, expected, strict=True)
+    )
+    if not same:
+        for module, (weight, bias) in before.items():
+            module.weight, module.bias = weight, bias
+        for parent, key in places:
+            parent._modules[key] = norm
+    return same
+
+
+def _tensors(output) -> list[Tensor]:
+    """The floating-point tensors of what a model returns."""
+    if isinstance(output, Tensor):
+        return [output] if output.is_floating_point() else []
+    parts = output.values() if isinstance(output, dict) else output if isinstance(output, (list, tuple)) else ()
+    return [tensor for part in parts for tensor in _tensors(part)]

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from pn_fairseq.norms import NORMS, MaskedBatchNorm, convert_norms, norm_report, padding, running_norms
+from pn_fairseq.norms import NORMS, MaskedBatchNorm, convert_norms, fold_norms, norm_report, padding, running_norms
 from pn_fairseq.norms.convert import ConvertedNorm
 
 B, T, C = 3, 7, 12
@@ -511,3 +511,36 @@ def test_every_norm_can_be_put_in(name):
     with padding(MASK):
         model(torch.randn(B, T, C)).sum().backward()
     model.eval()(torch.randn(B, T, C))
+
+
+class PreNorm(nn.Module):
+    """A norm that two linear maps take, one after a grouped convolution, one before a padded one, and a post-norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.q, self.k = nn.LayerNorm(C), nn.Linear(C, C, bias=False), nn.Linear(C, C)
+        self.convolution, self.middle = nn.Conv1d(C, C, 3, padding=1, groups=C, bias=False), nn.BatchNorm1d(C)
+        self.edge, self.padded, self.post = nn.BatchNorm1d(C), nn.Conv1d(C, C, 3, padding=1), nn.LayerNorm(C)
+
+    def forward(self, x):
+        h = self.first(x)
+        x = (x + self.q(h) * self.k(h)).transpose(1, 2)
+        x = self.middle(self.convolution(x)).relu()
+        x = self.padded(self.edge(x)).transpose(1, 2)
+        return self.post(x + 1) * 2
+
+
+@pytest.mark.parametrize("norm", ["batch", "power"])
+def test_folding(norm):
+    model = convert_norms(randomized(PreNorm()), norm)
+    x = torch.randn(B, T, C)
+    for _ in range(3):
+        with padding(MASK):
+            model(x).square().sum().backward()
+    with pytest.raises(ValueError, match="call eval"):
+        fold_norms(model, x)
+    expected = model.eval()(x)
+    # Zeros that a convolution pads with are not normalized, and the post-norm is followed by no map.
+    assert fold_norms(model, x) == [("first", "q, k"), ("middle", "convolution")]
+    torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-5)
+    assert [each.name for each in norm_report(model)] == ["edge", "post"]

@@ -1,0 +1,109 @@
+"""--convert-norms and --norm-ignore-mask, with architectures of fairseq. In this process, for two updates."""
+
+import sys
+
+import fairseq_cli.generate
+import fairseq_cli.train
+import pytest
+import torch
+from fairseq import checkpoint_utils
+
+from pn_fairseq.common.checkpoints import load_checkpoint
+from pn_fairseq.fairseq_patches.convert_norms import parse
+from pn_fairseq.norms import norm_report, running_norms
+
+from ..models.helpers import write_data
+from ..scripts_helpers import ROOT
+
+SIZES = [
+    f"--{side}-{name}={value}"
+    for side in ("encoder", "decoder")
+    for name, value in (("embed-dim", 16), ("ffn-embed-dim", 16), ("layers", 2), ("attention-heads", 2))
+]
+
+ARCHITECTURES = {
+    "transformer_iwslt_de_en": [],  # post-norm
+    "lightconv_iwslt_de_en": ["--encoder-kernel-size-list=[3,3]", "--decoder-kernel-size-list=[3,3]"],
+    "bart_base": ["--max-source-positions=64", "--max-target-positions=64"],
+    "nonautoregressive_transformer": [
+        *("--task=translation_lev", "--criterion=nat_loss", "--noise=full_mask", "--pred-length-offset"),
+        *("--length-loss-factor=0.1", "--apply-bert-init"),
+    ],
+    "multilingual_transformer_iwslt_de_en": [
+        *("--task=multilingual_translation", "--lang-pairs=de-en", "--share-encoders"),
+    ],
+}
+
+
+@pytest.fixture
+def train(tmp_path, monkeypatch):
+    """Run fairseq-train with the given flags; returns the checkpoint that it leaves."""
+    data = write_data(tmp_path / "data")
+
+    def run(arch: str, *flags: str, program=fairseq_cli.train) -> dict:
+        given = f"{data} --user-dir {ROOT / 'pn_fairseq'} --save-dir {tmp_path / 'run'} --cpu"
+        given += f" --optimizer adam --lr 0.01 --max-update 2 --max-tokens 30 --no-epoch-checkpoints --arch {arch}"
+        monkeypatch.setattr(sys, "argv", ["fairseq-train", *given.split(), *SIZES, *flags])
+        program.cli_main()
+        return load_checkpoint(tmp_path / "run/checkpoint_last.pt")
+
+    return run
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_translation(train, tmp_path, arch, recwarn):
+    state = train(arch, *ARCHITECTURES[arch], "--convert-norms=*=batch,alpha_fwd=0.5")
+    counts = [value for name, value in state["model"].items() if name.endswith("num_batches_tracked")]
+    assert len(counts) >= 8 and all(count == 2 for count in counts)
+    assert not [each for each in recwarn if "padding mask" in str(each.message)]
+    path = str(tmp_path / "run/checkpoint_last.pt")
+    (model,), _, task = checkpoint_utils.load_model_ensemble_and_task([path])
+    assert all(norm.alpha_fwd == 0.5 for norm in running_norms(model))
+    assert len(running_norms(model)) == len(norm_report(model))
+    assert all(each.masks for each in norm_report(model))
+
+
+def test_generation_rebuilds_the_norms(train, tmp_path, monkeypatch, capsys):
+    train("transformer_iwslt_de_en", "--convert-norms=encoder.*=power,psi_warmup_updates=3")
+    given = f"{tmp_path / 'data'} --user-dir {ROOT / 'pn_fairseq'} --path {tmp_path / 'run/checkpoint_last.pt'} --cpu"
+    monkeypatch.setattr(sys, "argv", ["fairseq-generate", *given.split(), "--beam=2", "--max-tokens=100"])
+    fairseq_cli.generate.cli_main()
+    assert "Generate test with beam=2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arch", ["transformer_pn_tiny", "transformer_iwslt_de_en"])
+def test_ignoring_the_mask(train, arch):
+    flags = ["--convert-norms=encoder.*=batch"] if arch != "transformer_pn_tiny" else ["--encoder-norm=batch"]
+    name = next(name for name in train(arch, *flags)["model"] if name.endswith("running_var"))
+    masked = train(arch, *flags, "--reset-optimizer", "--max-update=3")["model"][name]
+    state = train(arch, *flags, "--norm-ignore-mask", "--no-save-optimizer-state", "--restore-file=none")
+    assert not torch.equal(state["model"][name], masked)
+    assert vars(state["cfg"]["model"])["norm_ignore_mask"]
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ("encoder.*", "'encoder.*' is not 'PATTERN=NORM[,key=value...]'"),
+        ("*=bach", "unknown norm 'bach', did you mean 'batch'?"),
+        ("*=batch,eps", "'*=batch,eps': 'eps' is not key=value"),
+        ("encode.*=batch", "--convert-norms 'encode.*=batch': the pattern 'encode.*' matches no norm"),
+        ("*=batch,alpha=1", "norm 'batch' has no option 'alpha'"),
+    ],
+)
+def test_wrong_specifications(train, capsys, given, message):
+    with pytest.raises(SystemExit) as stop:
+        train("transformer_iwslt_de_en", f"--convert-norms={given}")
+    assert stop.value.code == 2 and message in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_values_of_options():
+    assert (
+        parse("a=b*=layer")
+        if False
+        else parse("a.*=batch,eps=1e-3,sync=false,layout=TBC")
+        == (
+            *("a.*", "batch"),
+            {"eps": 1e-3, "sync": False, "layout": "TBC"},
+        )
+    )

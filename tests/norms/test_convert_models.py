@@ -1,0 +1,270 @@
+"""convert_norms in models that nobody here wrote, and under the wrappers that train models."""
+
+import copy
+import importlib.util
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from pn_fairseq.norms import convert_norms, norm_report, padding, running_norms
+from pn_fairseq.testing.ranks import run_ranks
+
+B, T, C = 3, 7, 16
+LENGTHS = torch.tensor([7, 4, 2])
+MASK = torch.arange(T) >= LENGTHS[:, None]
+VOCABULARY, PAD = 40, 3
+
+
+def hugging_face():
+    if importlib.util.find_spec("transformers") is None:
+        pytest.skip("transformers is not installed (pip install 'pn-fairseq[examples]')")
+    try:
+        import torchaudio  # noqa: F401
+    except (ImportError, OSError):  # a build for another torch, which transformers would import
+        sys.modules["torchaudio"] = None
+    try:
+        import transformers.models.bert.modeling_bert
+        import transformers.models.marian.modeling_marian
+        import transformers.models.t5.modeling_t5  # noqa: F401
+    finally:
+        if sys.modules.get("torchaudio", True) is None:
+            del sys.modules["torchaudio"]
+    import transformers
+
+    return transformers
+
+
+def bert():
+    hf = hugging_face()
+    sizes = {"hidden_size": C, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    off = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return hf.BertForMaskedLM(hf.BertConfig(vocab_size=VOCABULARY, **sizes, **off))
+
+
+def marian():
+    hf = hugging_face()
+    sides = {
+        f"{side}_{name}": 2 for side in ("encoder", "decoder") for name in ("layers", "attention_heads", "ffn_dim")
+    }
+    sizes = {"d_model": C, "max_position_embeddings": 32, "dropout": 0.0, **sides}
+    return hf.MarianMTModel(
+        hf.MarianConfig(vocab_size=VOCABULARY, pad_token_id=PAD, decoder_start_token_id=PAD, **sizes)
+    )
+
+
+def t5():
+    hf = hugging_face()
+    sizes = {"d_model": C, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2, "dropout_rate": 0.0}
+    return hf.T5ForConditionalGeneration(hf.T5Config(vocab_size=VOCABULARY, decoder_start_token_id=0, **sizes))
+
+
+@pytest.mark.parametrize("make", [bert, marian, t5])
+@pytest.mark.parametrize("norm", ["batch", "power"])
+@pytest.mark.parametrize("checkpointing", [None, True, False], ids=["plain", "reentrant", "not reentrant"])
+def test_hugging_face(make, norm, checkpointing):
+    torch.manual_seed(1)
+    model = make()
+    state = copy.deepcopy(model.state_dict())
+    convert_norms(model, norm, mask_from="attention_mask").load_state_dict(state)
+    assert len(norm_report(model)) >= 6 and all(each.masks for each in norm_report(model))
+    if checkpointing is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
+    model.train()
+    ids = torch.randint(4, VOCABULARY, (B, T))
+    found = []
+    for content in (PAD, 5):  # at padding
+        one, tokens = copy.deepcopy(model), ids.masked_fill(MASK, content)
+        given = {"input_ids": tokens, "attention_mask": (~MASK).long()}
+        if make is not bert:
+            given |= {"decoder_input_ids": tokens, "decoder_attention_mask": (~MASK).long()}
+        logits = one(**given).logits[~MASK]
+        (logits * torch.linspace(-1, 1, VOCABULARY)).sum().backward()
+        found.append([logits, *(p.grad for p in running_norms(one)[0].parameters()), *one.state_dict().values()])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+class Conformer(nn.Module):
+    """torchaudio's, whose package may be built for another torch: its file needs torch alone."""
+
+    def __init__(self):
+        super().__init__()
+        spec = importlib.util.find_spec("torchaudio")
+        if spec is None:
+            pytest.skip("torchaudio is not installed")
+        path = f"{spec.submodule_search_locations[0]}/models/conformer.py"
+        spec = importlib.util.spec_from_file_location("torchaudio_conformer", path)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        self.conformer = module.Conformer(C, 2, 32, 2, 3)
+
+    def forward(self, x, lengths):
+        return self.conformer(x, lengths)[0]
+
+
+class TorchEncoder(nn.Module):
+    def __init__(self, norm_first=False):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(C, 2, 32, dropout=0.0, batch_first=True, norm_first=norm_first)
+        self.encoder = nn.TransformerEncoder(layer, 2, nn.LayerNorm(C), enable_nested_tensor=not norm_first)
+
+    def forward(self, x, lengths):
+        return self.encoder(x, src_key_padding_mask=torch.arange(x.size(1)) >= lengths[:, None])
+
+
+class TimeSeries(nn.Module):
+    """In the manner of mvts_transformer: BatchNorm1d over (B, C, T) after each part of a layer; True at tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention, self.ffn = nn.MultiheadAttention(C, 2, batch_first=True), nn.Linear(C, C)
+        self.norm1, self.norm2 = nn.BatchNorm1d(C), nn.BatchNorm1d(C)
+
+    def forward(self, x, padding_masks):
+        x = x + self.attention(x, x, x, key_padding_mask=~padding_masks, need_weights=False)[0]
+        x = self.norm1(x.transpose(1, 2)).transpose(1, 2)
+        return self.norm2((x + self.ffn(x)).transpose(1, 2)).transpose(1, 2)
+
+
+MODELS = {
+    "Conformer": (Conformer, {"only": "*.conv_module.*.3", "mask_from": ["key_padding_mask", "lengths"]}, LENGTHS),
+    "post-norm": (TorchEncoder, {"mask_from": "src_key_padding_mask"}, LENGTHS),
+    "pre-norm": (lambda: TorchEncoder(True), {"mask_from": "src_key_padding_mask"}, LENGTHS),
+    "time series": (TimeSeries, {"mask_from": {"padding_masks": "valid"}}, ~MASK),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("norm", ["batch", "power-v", "power"])
+def test_models_of_pytorch(name, norm):
+    make, options, mask = MODELS[name]
+    model = make()
+    state = copy.deepcopy(model.state_dict())
+    convert_norms(model, norm, **options).load_state_dict(state)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    x = torch.randn(B, T, C)
+    # torchaudio's depthwise convolution itself reads padding, so its content may only be what the model gives it.
+    filled = x if name == "Conformer" else x.masked_fill(MASK[..., None], 1e4)
+    one, other = copy.deepcopy(model), copy.deepcopy(model)
+    y, expected = one(filled, mask)[~MASK], other(x, mask)[~MASK]
+    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
+    for loss in (y, expected):
+        (loss * torch.linspace(-1, 1, C)).sum().backward()
+    for key, tensor in one.state_dict().items():
+        torch.testing.assert_close(tensor, other.state_dict()[key], rtol=1e-5, atol=1e-5)
+    one.eval()
+    assert all(found.num_batches_tracked == 1 for found in running_norms(one))
+    with torch.no_grad():
+        fast = one(x, mask)[~MASK]
+    torch.testing.assert_close(fast, one(x, mask)[~MASK], rtol=1e-4, atol=1e-5)
+
+
+def test_frames_that_are_padded_enter_no_statistic_of_a_conformer():
+    """The statistics of its BatchNorm are those of the real frames that the norm is given."""
+    model = convert_norms(Conformer(), "batch", only="*.conv_module.*.3", mask_from=["key_padding_mask", "lengths"])
+    norm = running_norms(model)[0]
+    seen = []
+    norm.register_forward_pre_hook(lambda module, args: seen.append(args[0].detach()))
+    model(torch.randn(B, T, C), LENGTHS)[~MASK].sum().backward()
+    real = seen[0].transpose(1, 2)[~MASK]
+    norm.eval()
+    torch.testing.assert_close(norm.running_mean, 0.1 * real.mean(0))
+    torch.testing.assert_close(norm.running_var, 0.9 + 0.1 * real.var(0))
+
+
+# Several ranks.
+
+
+class FeedForward(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.inner, self.norm, self.outer = nn.Linear(C, C), nn.LayerNorm(C), nn.Linear(C, C)
+
+    def forward(self, x, lengths):
+        return self.outer(self.norm(self.inner(x)).relu())
+
+
+def batches():
+    generator = torch.Generator().manual_seed(4)
+    lengths = torch.tensor([[7, 4, 2, 6], [3, 7, 5, 1]])
+    return torch.randn(2, 4, T, C, generator=generator), lengths
+
+
+def train(model, rows, way):
+    """State after two steps on ``rows`` of the batches; the loss is a sum over tokens and ranks."""
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01 * world)  # gradients are averaged over the ranks
+    steps = list(zip(*batches(), strict=True))
+
+    def loss(x, lengths):
+        x, lengths = x[rows], lengths[rows]
+        y = model(x, lengths)[torch.arange(T) < lengths[:, None]]
+        return y.square().sum()
+
+    for _ in range(2):
+        optimizer.zero_grad()
+        if way == "two forwards":
+            sum(loss(*each) for each in steps).backward()
+        elif way == "no_sync" and world > 1:
+            with model.no_sync():
+                loss(*steps[0]).backward()
+            loss(*steps[1]).backward()
+        elif way == "no_sync":
+            for each in steps:
+                loss(*each).backward()
+        else:
+            loss(*steps[0]).backward()
+        optimizer.step()
+    return model
+
+
+def on_rank(rank, world, norm, way):
+    model = convert_norms(FeedForward(), norm, mask_from="lengths", sync=True)
+    rows = slice(2 * rank, 2 * rank + 2)
+    if way == "FSDP2":
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+        state = train(model, rows, way).state_dict()
+        return {n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in state.items()}
+    model = DistributedDataParallel(model, broadcast_buffers=True, static_graph=way == "static_graph")
+    return train(model, rows, way).module.state_dict()
+
+
+@pytest.mark.parametrize(
+    "norm", ["batch", *(pytest.param(norm, marks=pytest.mark.slow) for norm in ("power-v", "power"))]
+)
+@pytest.mark.parametrize("way", ["broadcast_buffers", "static_graph", "no_sync", "two forwards", "FSDP2"])
+def test_two_ranks_are_one(norm, way):
+    expected = train(convert_norms(FeedForward(), norm, mask_from="lengths", sync=True), slice(0, 4), way).state_dict()
+    for state in run_ranks(on_rank, 2, norm, way):
+        assert state.keys() == expected.keys()
+        for name, tensor in expected.items():
+            torch.testing.assert_close(state[name], tensor, rtol=1e-4, atol=1e-5, msg=f"{name}: {{}}".format)
+
+
+def test_compiled_training_has_one_graph_break_for_each_norm():
+    model = convert_norms(FeedForward(), "batch", mask_from="lengths")
+    x, lengths = (each[0] for each in batches())
+    torch._dynamo.reset()
+    assert torch._dynamo.explain(model)(x, lengths).graph_break_count == 1
+    other = copy.deepcopy(model)
+    assert torch.compile(model, backend="aot_eager")(x, lengths).equal(other(x, lengths))
+    torch.compile(model.eval(), fullgraph=True, backend="eager")(x, lengths)
+
+
+def test_padding_of_one_thread_is_not_that_of_another():
+    from concurrent.futures import ThreadPoolExecutor
+
+    from pn_fairseq.norms.padding import current_scope
+
+    with padding(MASK), ThreadPoolExecutor(1) as pool:
+        assert current_scope() is not None and pool.submit(current_scope).result() is None
