@@ -3,7 +3,7 @@
 import gzip
 import importlib
 import logging
-import multiprocessing
+import multiprocessing.forkserver
 import os
 import re
 import runpy
@@ -12,13 +12,15 @@ import sys
 import tempfile
 import traceback
 from pathlib import Path
+from unittest import mock
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ROOT / "scripts"
 
 #: Forks a process for each program from one that has imported what takes seconds. It has not imported this project.
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(
+#: The server of ``multiprocessing`` itself may have: pn_fairseq.testing.ranks preloads the tests that it runs.
+_server = multiprocessing.forkserver.ForkServer()
+_server.set_forkserver_preload(
     ["fairseq_cli.generate", "fairseq_cli.preprocess", "fairseq_cli.train", "torch._dynamo"]
 )
 
@@ -62,8 +64,9 @@ def _forked(words: list[str], cwd: str, env: dict[str, str]) -> subprocess.Compl
     env = {**ENVIRONMENT, **env}
     with tempfile.TemporaryDirectory() as folder:
         files = [f"{folder}/out", f"{folder}/err"]
-        process = _context.Process(target=_child, args=(words, cwd, env, *files))
-        process.start()
+        process = multiprocessing.get_context("forkserver").Process(target=_child, args=(words, cwd, env, *files))
+        with mock.patch("multiprocessing.forkserver.connect_to_new_process", _server.connect_to_new_process):
+            process.start()
         process.join(600)
         if process.is_alive():
             process.kill()
@@ -106,6 +109,9 @@ def _program(words: list[str]) -> int | None:
         sys.path.insert(0, "")
         exec(words[2], {"__name__": "__main__"})
     elif words[1] == "-m":
+        from pn_fairseq.__main__ import ENVIRONMENT
+
+        os.environ.update({**ENVIRONMENT, **os.environ})  # with these it does not start itself again
         sys.argv = words[2:]
         sys.path.insert(0, os.getcwd())
         runpy.run_module(words[2], run_name="__main__", alter_sys=True)

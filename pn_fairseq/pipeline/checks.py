@@ -91,7 +91,7 @@ def check_types_of_the_model(settings: DictConfig) -> None:
 
 
 def stand_in_dictionary(cfg: DictConfig) -> Dictionary:
-    """A vocabulary to build a model without data: larger than that of WikiText-103 and the adaptive softmax's cutoffs."""
+    """A vocabulary to build a model without data: larger than WikiText-103's and the adaptive softmax's cutoffs."""
     cutoffs = map(int, re.findall(r"\d+", str(cfg.model.get("adaptive_softmax_cutoff"))))
     dictionary = Dictionary()
     for number in range(max(300_000, *cutoffs, 0) + 1):

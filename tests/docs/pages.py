@@ -55,6 +55,7 @@ def block_commands(page: Path) -> list[Command]:
     for block in blocks(page, "bash"):
         block = re.sub(r"^for .*?done\b.*?$", "", block, flags=re.M | re.S)
         rest_not_run = False
+        block = re.sub(r"^#SBATCH .*$|\$\([^)]*\)", "", block, flags=re.M)  # for sbatch; commands within a command
         for line in block.replace("\\\n", " ").splitlines():
             text, _, comment = f" {line}".partition(" # ")
             rest_not_run |= not text.strip() and comment.startswith("not run")

@@ -290,14 +290,14 @@ def make_run(folder: Path, seed: int, lines: int = 60, **settings: str) -> Path:
         part.mkdir(parents=True, exist_ok=True)
     given = "".join(f"{key}={value}\n" for key, value in {**SETTINGS, **settings}.items())
     # As in real settings, checksums follow.
-    (data / "settings").write_text(f"{given}{'0' * 64}  test.en\n")
+    (data / "settings.txt").write_text(f"{given}{'0' * 64}  test.en\n")
     text_file(data / "raw/test.en", texts)
     tokens = [line.lower().replace(",", " ,").replace(".", " .") for line in texts]
     text_file(decoded / "ref.tok", tokens)
     text_file(decoded / "hyp.tok", noisy(tokens, seed))
     (folder / "data").write_text(f"{data}\n")
-    (folder / "config.yaml").write_text("")
-    shutil.copy(data / "settings", folder / "data.settings")
+    (folder / "config.yaml").write_text("task: {}\n")
+    shutil.copy(data / "settings.txt", folder / "data.settings")
     return folder
 
 
@@ -366,9 +366,9 @@ def test_a_line_ends_at_a_line_feed_and_nowhere_else(tmp_path):
         (lambda base: text_file(base / "data/raw/test.en", ["a"] * 61), "60 lines, .*test.en has 61"),
         (lambda base: (base / "data/raw/test.en").write_bytes(b"\xff\n" * 60), "test.en is not UTF-8"),
         (lambda base: shutil.rmtree(base / "data"), "the data of .* is gone"),
-        (lambda base: (base / "data/settings").write_text("lower=1\n"), "prepared again"),
+        (lambda base: (base / "data/settings.txt").write_text("lower=1\n"), "prepared again"),
         (
-            lambda base: [(base / f).write_text("lower=1\n") for f in ("data/settings", "run/data.settings")],
+            lambda base: [(base / f).write_text("lower=1\n") for f in ("data/settings.txt", "run/data.settings")],
             "source language",
         ),
     ],
@@ -617,7 +617,7 @@ def test_a_run_on_data_of_others_is_scored_with_detokenized_references(tmp_path)
     languages = f"{{data: {tmp_path / 'data/bin'}, source_lang: es, target_lang: en}}"
     (job / ".hydra/config.yaml").write_text(f"task: {languages}\n")
     known = score_run(job)
-    (tmp_path / "data/settings").unlink()
+    (tmp_path / "data/settings.txt").unlink()
     scores = score_run(job)
     tokens = (job / "generate/test/ref.tok").read_text("utf-8").splitlines()
     assert (job / "generate/test/ref.txt").read_text("utf-8").splitlines() == detokenize(tokens, "en")
@@ -668,7 +668,7 @@ def test_results_of_fairseq_generate_are_scored(tmp_path, capsys):
     assert main(["--run", str(run_dir)]) == 0
     assert read_scores(decoded) == expected and (decoded / "hyp.tok").read_text("utf-8").splitlines() == hypotheses
     # Decoded again: the new file is scored; the references are fairseq's where only it knows them.
-    (tmp_path / "data/settings").unlink()
+    (tmp_path / "data/settings.txt").unlink()
     (run_dir / "config.yaml").unlink()
     (run_dir / ".hydra").mkdir()
     task = f"task: {{data: {tmp_path / 'data/bin'}, source_lang: es, target_lang: en}}\n"
