@@ -145,7 +145,7 @@ LM_SOURCE = (
     'Shen et al., PowerNorm, ICML 2020, Tables 2 and 3 (perplexity; "*": run by its authors; one number each); the '
     "others there are of Inan et al. 2017, Yang et al. 2018, Baevski & Auli 2019, Dai et al. 2019 and Ma et al. 2019"
 )
-#: What ``pn-report --paper`` calls these corpora.
+#: What ``pn report --paper`` calls these corpora.
 LM_NAMES = {"ptb": "PTB", "wikitext103": "WikiText-103"}
 #: Stands beside every published perplexity.
 LM_SENTENCE = (

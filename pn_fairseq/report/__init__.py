@@ -1,4 +1,4 @@
-"""The report over training runs: what ``pn-report`` writes.
+"""The report over training runs: what ``pn report`` writes.
 
 ``runs`` reads folders of runs, ``systems`` groups them (runs that differ by nothing but their seed are one system),
 ``significance`` compares systems, ``curves`` draws, ``tables`` collects what the

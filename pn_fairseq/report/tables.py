@@ -54,7 +54,7 @@ _OF_A_START = ("started", "command", "world_size", "tokens_per_update", "update_
 def tell(text: str) -> None:
     """A line of progress, where stderr is a terminal."""
     if sys.stderr.isatty():
-        say("pn-report", text)
+        say("pn report", text)
 
 
 def number(value: float, digits: int = 2) -> str:

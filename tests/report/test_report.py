@@ -1,4 +1,4 @@
-"""pn-report on run directories that are written here, file by file; what it says is checked against other sources."""
+"""pn report on run directories that are written here, file by file; what it says is checked against other sources."""
 
 import contextlib
 import csv
@@ -467,7 +467,7 @@ DAMAGES = {
     "no checkpoint": ("trained, not decoded", ["generate/test/hyp.tok, and there is no checkpoint"]),
     "not decoded": ("trained, not decoded", ["not decoded: there is no generate/test/hyp.tok"]),
     "not scored": ("decoded, not scored", ["not scored: there is no scores.json"]),
-    "bad scores": ("decoded, not scored", ["not scored: ", "scores.json is not what scripts/score.sh writes"]),
+    "bad scores": ("decoded, not scored", ["not scored: ", "scores.json is not a file of pn score"]),
     "no number": ("decoded, not scored", ["not scored: a score in scores.json is not a number"]),
     "lost sentences": ("decoded, not scored", [f"is about {SENTENCES} sentences, but 3 were decoded"]),
     "old scores": ("decoded, not scored", ["not scored: scores.json is older than hyp.tok"]),
