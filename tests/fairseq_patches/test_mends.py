@@ -202,5 +202,5 @@ def test_one_switch_turns_all_patches_off(monkeypatch):
 
 def test_the_list_of_patches_says_what_each_mends():
     listed = patches()
-    assert len(listed) == 19 and all(name in info() for name in listed)
+    assert len(listed) == 22 and all(name in info() for name in listed)
     assert all(sentence.endswith(".") and len(sentence) < 120 for sentence in listed.values())

@@ -467,4 +467,4 @@ def test_a_machine_with_a_shell_and_nothing_else_of_ours(tmp_path):
     result = subprocess.run(
         command, env={"PATH": str(tools), "VENV": "/nowhere"}, capture_output=True, text=True, cwd=tmp_path
     )
-    assert result.returncode == 2 and re.fullmatch("train.sh: error: 'python' .*make venv.*\n", result.stderr)
+    assert result.returncode == 2 and re.fullmatch("pn: error: there is no Python .*make venv.*\n", result.stderr)
