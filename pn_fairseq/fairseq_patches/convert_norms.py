@@ -140,7 +140,7 @@ def build_model(original, cfg, task, from_checkpoint=False):
             )
         except ValueError as error:
             raise ValueError(f"--convert-norms {text!r}: {error}") from None
-        model.norm_agreement = True
+        model.averages_norm_stats = True
     if ignores:
         for module in model.modules():
             if isinstance(module, RunningNorm):
