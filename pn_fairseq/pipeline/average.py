@@ -232,9 +232,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if data is not None:
         if not any(data.glob("dict.*")):
             raise UserError(f"--recalibrate {data}: is not a folder of binarized data (fairseq-preprocess makes one)")
-        about = next(
-            path for path in (text_file(data.parent / "settings"), *sorted(data.glob("dict.*"))) if path.is_file()
-        )
+        about = [text_file(data.parent / "settings"), *sorted(data.glob("dict.*"))]
         made_of += f" recalibrated on {checksum(next(filter(Path.is_file, about)))[:16]}"
     for option in ("upper_bound", "keep_optimizer_state", "batches", "norm_module"):
         if value := getattr(args, option):
