@@ -163,9 +163,8 @@ def test_the_file_of_a_norm_that_was_moved(data, tmp_path, capsys):
     for options in ((), ("--recalibrate", str(data / "bin"), "--batches", "1")):
         output = str(tmp_path / "averaged.pt")
         assert average.main(["--inputs", str(checkpoint), "--output", output, *moved, *options]) == 0
-    hypotheses = (folder / "generate/test/hyp.tok").read_bytes()
-    assert call("--run", folder, "--checkpoint", tmp_path / "folded.pt") == 0
-    assert (folder / "generate/test/hyp.tok").read_bytes() == hypotheses
+    for name in ("folded.pt", "averaged.pt"):  # (test_fold.py compares what folded models compute)
+        assert call("--run", folder, "--checkpoint", tmp_path / name) == 0
 
 
 @pytest.mark.slow
