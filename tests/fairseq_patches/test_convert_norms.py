@@ -98,12 +98,5 @@ def test_wrong_specifications(train, capsys, given, message):
 
 
 def test_values_of_options():
-    assert (
-        parse("a=b*=layer")
-        if False
-        else parse("a.*=batch,eps=1e-3,sync=false,layout=TBC")
-        == (
-            *("a.*", "batch"),
-            {"eps": 1e-3, "sync": False, "layout": "TBC"},
-        )
-    )
+    options = {"eps": 1e-3, "sync": False, "layout": "TBC"}
+    assert parse("a.*=batch,eps=1e-3,sync=false,layout=TBC") == ("a.*", "batch", options)
