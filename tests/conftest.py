@@ -16,6 +16,17 @@ def _one_thread():
     os.environ["OMP_NUM_THREADS"] = "1"
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _norms():
+    """Norms that the tests of a file register are gone after it."""
+    from pn_fairseq.norms import NORMS
+
+    before = dict(NORMS)
+    yield
+    NORMS.clear()
+    NORMS.update(before)
+
+
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)

@@ -20,9 +20,7 @@ SCRIPTS = ROOT / "scripts"
 #: Forks a process for each program from one that has imported what takes seconds. It has not imported this project.
 #: The server of ``multiprocessing`` itself may have: pn_fairseq.testing.ranks preloads the tests that it runs.
 _server = multiprocessing.forkserver.ForkServer()
-_server.set_forkserver_preload(
-    ["fairseq_cli.generate", "fairseq_cli.preprocess", "fairseq_cli.train", "torch._dynamo"]
-)
+_server.set_forkserver_preload(["fairseq_cli.generate", "fairseq_cli.preprocess", "fairseq_cli.train", "torch._dynamo"])
 
 
 def environment(**changes: str) -> dict[str, str]:

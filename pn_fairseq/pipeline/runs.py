@@ -98,8 +98,8 @@ class Run:
     @cached_property
     def data(self) -> Path | None:
         """The prepared data around ``bin``, with tok/ and settings; None where fairseq-preprocess alone made it."""
-        prepared = (self.path / "data").is_file() or recorded(self.bin.parent, "settings").is_file()
-        return self.bin.parent if prepared else None
+        ours = (self.path / "data").is_file() and (self.path / "config.yaml").is_file()
+        return self.bin.parent if ours or recorded(self.bin.parent, "settings").is_file() else None
 
     def settings(self) -> dict[str, str]:
         """The settings of the prepared data as it is now; only the languages where fairseq-preprocess made it."""

@@ -253,7 +253,7 @@ def test_mistakes_get_one_line(work, tmp_path, capsys):
         ("task.max_target_positions=6", "blocks of 8 tokens, the model takes 6"),
         ("criterion._name=adaptive_loss", "ddp-backend=legacy_ddp"),
         ("model.core_rnk=3", "did you mean 'model.core_rank'"),
-        ("task.tokens_per_sample=0", "tokens_per_sample must be a whole number of at least 1"),
+        ("task.tokens_per_sample=0", "task.tokens_per_sample=0 is outside of its range: it must be at least 1"),
         ("model.adaptive_softmax_cutoff='8,12'", "needs criterion adaptive_loss"),
         ("model._name=transformer_lm_pn_wiki103", "--adaptive-softmax-cutoff 20000,60000 must be"),
         ("model._name=transformer_ln_tiny", "not a model for task._name=language_modeling"),

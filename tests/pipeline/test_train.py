@@ -224,7 +224,10 @@ def test_checkpoints_that_cannot_be_resumed_or_started_from(data, trained, tmp_p
     missing = {name: value for name, value in state["model"].items() if not name.startswith("decoder.layers.1.")}
     damaged = last.read_bytes()
     for content, needle in (
-        ({**state, "model": {**state["model"], key: state["model"][key][:-3]}}, f"size mismatch for {key}"),
+        (
+            {**state, "model": {**state["model"], key: state["model"][key][:-3]}},
+            f"{key} is [373, 128] in the checkpoint and [376, 128] in the model",
+        ),
         ({**state, "model": missing}, "it has no decoder.layers.1."),
         ({**state, "extra": Hostile()}, "system"),
         (damaged[:-1000], "cut off or damaged"),
