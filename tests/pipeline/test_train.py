@@ -228,7 +228,7 @@ def test_checkpoints_that_cannot_be_resumed_or_started_from(data, trained, tmp_p
             {**state, "model": {**state["model"], key: state["model"][key][:-3]}},
             f"{key} is [373, 128] in the checkpoint and [376, 128] in the model",
         ),
-        ({**state, "model": missing}, "it has no decoder.layers.1."),
+        ({**state, "model": missing}, "the checkpoint has no decoder.layers.1."),
         ({**state, "extra": Hostile()}, "system"),
         (damaged[:-1000], "cut off or damaged"),
     ):
