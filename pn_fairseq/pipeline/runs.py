@@ -113,12 +113,6 @@ class Run:
                 raise UserError(f"{where} do not name the {key} language (scripts/prepare_*.sh write it)")
         return settings
 
-    @property
-    def data_settings(self) -> Path:
-        """The file with the settings of the prepared data: the run's copy, or else the data's own."""
-        copy = self.path / "data.settings"
-        return recorded(self.bin.parent, "settings") if not self.ours and not copy.is_file() else copy
-
     @cached_property
     def log_file(self) -> Path | None:
         """train.log, or else the text in the folder that is fairseq's log and has the most updates; None without one.
