@@ -2,7 +2,7 @@
 
 :mod:`.reference` defines what each computes and serves every device; C++ and Triton implement the same schemas for CPU
 and CUDA. All are pure functions of tensors. They trust their arguments: the norms check what users give them, once.
-Tokens are read where they lie, in any layout, and results are contiguous, as those of torch's LayerNorm.
+Tokens are read where they lie, in any layout, and results are contiguous, as the results of torch's LayerNorm.
 
 ===================  ==============================================================================================
 ``normalize``        y from given statistics, optionally with the second moment of the batch from the same pass
@@ -42,7 +42,7 @@ def operator(schema: str) -> Callable[[Callable], Callable]:
     """Decorate a pure function on tensors: it becomes ``torch.ops.pn_fairseq.NAME`` and its reference implementation.
 
     Small arithmetic on vectors costs more in calls (and on CUDA in launches) than in work. A norm can make it one
-    operator, which C++ and Triton may implement too.
+    operator, which C++ and Triton may also implement.
 
     Args:
         schema: ``"name(Tensor a, float b) -> Tensor"``.
@@ -144,7 +144,7 @@ def evaluate(
     groups: int,
     eps: float,
 ) -> Tensor:
-    """y of :func:`.reference.normalize`, with its gradient: what evaluation and layer-scale alone compute.
+    """y of :func:`.reference.normalize`, with its gradient: evaluation, and layer-scale by itself.
 
     Inside a transform of ``torch.func`` the reference computes, which torch can transform.
     """

@@ -58,7 +58,7 @@ class TensorizedLayer(nn.Module):
     def forward(
         self, x: Tensor, positions: Tensor, content_bias: Tensor, position_bias: Tensor, mask: Tensor | None
     ) -> Tensor:
-        """``x`` (T, B, C); the other arguments are those of the attention."""
+        """``x`` (T, B, C); the other arguments go to the attention."""
         inner = x if self.post_norm else self.attention_norm(x, mask)
         x = x + self.dropout(self.attention(inner, positions, content_bias, position_bias, mask))
         x = self.attention_norm(x, mask) if self.post_norm else x

@@ -54,7 +54,7 @@ class TransformerPNEncoder(TransformerEncoderBase):
         return wrap_layer(TransformerPNEncoderLayer(cfg, return_fc=self.return_fc), cfg)
 
     def forward_scriptable(self, src_tokens, src_lengths=None, return_all_hiddens=False, token_embeddings=None):
-        """Arguments and results are those of fairseq's encoder; ``src_tokens`` is (B, T).
+        """Arguments and results as in fairseq's encoder; ``src_tokens`` is (B, T).
 
         Overridden as a whole because fairseq's calls the norm after the last layer without a mask.
         """
@@ -115,7 +115,7 @@ class TransformerPNDecoder(TransformerDecoderBase):
         alignment_layer=None,
         alignment_heads=None,
     ):
-        """Arguments and results are those of fairseq's decoder; ``prev_output_tokens`` is (B, T).
+        """Arguments and results as in fairseq's decoder; ``prev_output_tokens`` is (B, T).
 
         Overridden as a whole because fairseq's calls the norm after the last layer without a mask.
         """
