@@ -15,6 +15,14 @@ def wrap_layer(layer: nn.Module, cfg) -> nn.Module:
     return fsdp_wrap(layer, min_num_params=0 if cfg.checkpoint_activations else cfg.min_params_to_wrap)
 
 
+def mask_of(padding: Tensor) -> Tensor | None:
+    """The padding mask (B, T), True = padding, for the layers: None if there is no padding, which is faster.
+
+    A graph that is compiled, traced or exported always takes the mask: it is also for other batches.
+    """
+    return padding if torch.compiler.is_compiling() or torch.jit.is_tracing() or padding.any() else None
+
+
 class TransformerPNEncoderLayer(TransformerEncoderLayerBase):
     """fairseq's pre-norm encoder layer with both norms built by ``cfg.norms``."""
 
