@@ -43,7 +43,9 @@ class PowerNormRelease(PowerNorm):
     Evaluation is the paper's, :math:`y = \gamma x / \sqrt{\psi^2 + \epsilon} + \beta`.
 
     One difference remains: the released code's group scaling has a fixed epsilon of 1e-5, also in a norm with another
-    ``eps``. Here layer-scale has ``eps``, as in all norms. With the default of both, 1e-5, they are equal.
+    ``eps``. Here layer-scale has ``eps``, as in all norms: with m the mean square of a token's group, its scaled
+    activations are :math:`\sqrt{(m + 10^{-5}) / (m + \epsilon)}` times the released ones. With the default
+    ``eps``, 1e-5, they are equal.
 
     The released code has no rules about faults. This module keeps the rules of
     :class:`~pn_fairseq.norms.base.RunningNorm`, which change no result of a training without faults. Since padding
