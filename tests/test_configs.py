@@ -22,6 +22,7 @@ from pn_fairseq.common.published import PAPER
 from pn_fairseq.models.transformer_lm_pn import LanguageModelNorms
 from pn_fairseq.models.transformer_pn import TransformerPNConfig
 from pn_fairseq.norms import NORMS
+from pn_fairseq.pipeline.data.recipes import RECIPES
 from pn_fairseq.pipeline.settings import compose as compose_settings
 
 from .scripts_helpers import ROOT
@@ -106,9 +107,9 @@ def test_the_readmes_plain_command_means_what_the_config_says():
 
 
 def head_of(name: str) -> tuple[str, list[str]]:
-    """The comment that a config opens with, and the words of the scripts/train.sh command in it."""
+    """The comment that a config opens with, and the words of the ``pn train`` command in it."""
     head = (ROOT / f"configs/{name}.yaml").read_text("utf-8").split("\ntask:")[0]
-    return head, shlex.split(re.search(r"^# +(scripts/train\.sh .*)$", head, re.M)[1])
+    return head, shlex.split(re.search(r"^# +(pn train .*)$", head, re.M)[1])
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -116,8 +117,7 @@ def test_config_opens_with_the_command_that_runs_it(name):
     head, command = head_of(name)
     assert all(line.startswith("#") for line in head.splitlines() if line)
     assert name in command and any(word.startswith("model._name=") for word in command)
-    prepare = re.search(r"^# +(scripts/prepare_\w+\.sh)", head, re.M)[1]
-    assert (ROOT / prepare).is_file()
+    assert re.search(r"^# +pn prepare (\w+)", head, re.M)[1] in RECIPES
     plain = head[head.index("fairseq-hydra-train") :].replace("\\\n#", "").splitlines()[0]
     words = shlex.split(plain)
     assert words[words.index("--config-name") + 1] == name
@@ -251,7 +251,7 @@ def test_every_number_of_a_paper_names_its_source(name):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_tokens_per_update_are_what_one_rank_takes(name):
-    """fairseq-hydra-train without scripts/, on one rank, has the effective batch that scripts/train.sh keeps."""
+    """fairseq-hydra-train on one rank has the effective batch that ``pn train`` keeps on any number."""
     overrides = [word for word in head_of(name)[1] if "=" in word]
     cfg, batches = compose_settings(ROOT / f"configs/{name}.yaml", ["task.data=/data", *overrides], 1, on_cpu=True)
     assert f"model._name={cfg.model._name}" in overrides
@@ -307,7 +307,7 @@ KINDS = {(config, *(key for key, _ in changes)): (config, norm, *changes) for co
     "row", [row if row in KINDS.values() else pytest.param(row, marks=pytest.mark.slow) for row in ROWS], ids=str
 )
 def test_rows_of_published_tables_are_models(row):
-    """With the settings that TABLE=... gives to scripts/train.sh."""
+    """With the settings that TABLE=... gives to ``pn train``."""
     config, norm, *changes = row
     arch = f"transformer_{NORMS[norm].short}_{'wmt_en_de_big' if config.startswith('wmt') else 'iwslt'}"
     given = ["task.data=/data", f"model._name={arch}", *(f"model.{key}={value}" for key, value in changes)]

@@ -23,7 +23,7 @@ from pn_fairseq.common.files import read_settings, recorded
 from pn_fairseq.pipeline.training_log import TrainingLog, read_log, without_flags_of_others
 
 #: The help of the option --run.
-RUN = "a run of scripts/train.sh, fairseq-train or a job of a sweep"
+RUN = "a run of pn train, fairseq-train or a job of a sweep"
 #: Any of these in a folder means that ``pn train`` wrote it; a run that failed at once has only the last.
 _FILES_OF_PN_TRAIN = ("config.yaml", "data", "data.settings", "starts.jsonl", "failed")
 
@@ -66,7 +66,7 @@ class Run:
         files = [*self.checkpoints.glob("checkpoint_last.pt"), *sorted(self.checkpoints.glob("checkpoint*.pt"))]
         if not files:
             raise UserError(
-                f"'{self.path}' is not a training run: it has no config.yaml and no checkpoint (scripts/train.sh)"
+                f"'{self.path}' is not a training run: it has no config.yaml and no checkpoint (pn train)"
             )
         from pn_fairseq.common.checkpoints import load_checkpoint  # needs torch
 
@@ -110,7 +110,7 @@ class Run:
         for key in ("source", "target"):
             if not settings.get(key):
                 where = "its settings" if self.data is None else recorded(self.data, "settings")
-                raise UserError(f"{where} do not name the {key} language (scripts/prepare_*.sh write it)")
+                raise UserError(f"{where} do not name the {key} language (pn prepare writes it)")
         return settings
 
     @cached_property
