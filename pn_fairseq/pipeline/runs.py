@@ -65,9 +65,7 @@ class Run:
     def _settings_of_a_checkpoint(self) -> dict:
         files = [*self.checkpoints.glob("checkpoint_last.pt"), *sorted(self.checkpoints.glob("checkpoint*.pt"))]
         if not files:
-            raise UserError(
-                f"'{self.path}' is not a training run: it has no config.yaml and no checkpoint (pn train)"
-            )
+            raise UserError(f"'{self.path}' is not a training run: it has no config.yaml and no checkpoint (pn train)")
         from pn_fairseq.common.checkpoints import load_checkpoint  # needs torch
 
         cfg = load_checkpoint(files[0]).get("cfg")
