@@ -8,6 +8,7 @@ import shlex
 from contextlib import nullcontext
 from dataclasses import fields
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 from fairseq import options
@@ -15,6 +16,7 @@ from fairseq.dataclass.initialize import add_defaults, hydra_init
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.models import ARCH_CONFIG_REGISTRY
 from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf, open_dict
 
 import pn_fairseq.plugin  # noqa: F401 (registers the architectures)
@@ -23,6 +25,7 @@ from pn_fairseq.models.transformer_lm_pn import LanguageModelNorms
 from pn_fairseq.models.transformer_pn import TransformerPNConfig
 from pn_fairseq.norms import NORMS
 from pn_fairseq.pipeline.data.recipes import RECIPES
+from pn_fairseq.pipeline.runs import flat
 from pn_fairseq.pipeline.settings import compose as compose_settings
 
 from .scripts_helpers import ROOT
@@ -34,8 +37,9 @@ PLACES = {"data", "user_dir", "save_dir", "log_file", "tensorboard_logdir", "no_
 
 @functools.cache
 def composed_once(name: str):
-    hydra_init(name)
-    with initialize_config_dir(config_dir=str(ROOT / "configs"), version_base="1.1"):
+    config_dir = str(ROOT / "configs")
+    with mock.patch.dict(ConfigStore.instance().repo), initialize_config_dir(config_dir, version_base="1.1"):
+        hydra_init(name)
         return compose(config_name=name, overrides=["task.data=/data"], return_hydra_config=True)
 
 
@@ -108,7 +112,7 @@ def test_the_readmes_plain_command_means_what_the_config_says():
 
 def head_of(name: str) -> tuple[str, list[str]]:
     """The comment that a config opens with, and the words of the ``pn train`` command in it."""
-    head = (ROOT / f"configs/{name}.yaml").read_text("utf-8").split("\ntask:")[0]
+    head = (ROOT / f"configs/{name}.yaml").read_text("utf-8").split("\ndefaults:")[0]
     return head, shlex.split(re.search(r"^# +(pn train .*)$", head, re.M)[1])
 
 
@@ -239,7 +243,8 @@ def test_warmup_of_the_norm_in_the_settings_of_un():
 
 @pytest.mark.parametrize("name", [*PUBLISHED, *PUBLISHED_LM])
 def test_every_number_of_a_paper_names_its_source(name):
-    lines = (ROOT / f"configs/{name}.yaml").read_text("utf-8").splitlines()
+    files = [name, *(f"base/{path.stem}" for path in (ROOT / "configs/base").glob("*.yaml") if path.stem != "small")]
+    lines = [line for file in files for line in (ROOT / f"configs/{file}.yaml").read_text("utf-8").splitlines()]
     # Reporting is not of the paper, and the batch multiple has its reason above it.
     ours = ("log_interval", "required_batch_size_multiple", "save_interval_updates", "keep_interval_updates")
     ours += ("num_workers", "_name") if name in PUBLISHED_LM else ()
@@ -279,6 +284,22 @@ def test_folders_of_fairseqs_own_command(name):
     assert set(hydra.job.config.override_dirname.exclude_keys) == {"task.data", "common.user_dir"}
     assert re.fullmatch(rf"runs/hydra/{name}_sweep/[\d_-]+", hydra.sweep.dir)
     assert hydra.sweep.subdir == "2_transformer_ln_tiny_seed3"
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_file_and_its_defaults_have_no_setting_in_common(name):
+    """The defaults come after the file, since fairseq-hydra-train fills the gaps in the file with fairseq's values."""
+
+    def keys(file: str) -> set[str]:
+        return flat(OmegaConf.to_container(OmegaConf.load(ROOT / f"configs/{file}.yaml"))).keys() - {"defaults"}
+
+    def bases(file: str) -> list[str]:
+        names = OmegaConf.load(ROOT / f"configs/{file}.yaml").get("defaults", [])
+        found = [f"base/{base.removeprefix('base/')}" for base in names if base != "_self_"]
+        return [*found, *(other for base in found for other in bases(base))]
+
+    assert OmegaConf.load(ROOT / f"configs/{name}.yaml").defaults[0] == "_self_" and "base/training" in bases(name)
+    assert not {base: common for base in bases(name) if (common := keys(base) & keys(name))}
 
 
 @pytest.mark.parametrize("name", CONFIGS)

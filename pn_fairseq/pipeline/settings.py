@@ -7,7 +7,6 @@ update are spread over the ranks, and the model is built once on the meta device
 
 import argparse
 import dataclasses
-import functools
 import re
 import typing
 import warnings
@@ -17,7 +16,7 @@ from pathlib import Path
 import torch
 from fairseq import tasks
 from fairseq.dataclass.configs import FairseqConfig
-from fairseq.dataclass.initialize import add_defaults, hydra_init
+from fairseq.dataclass.initialize import add_defaults
 from fairseq.models import (
     ARCH_CONFIG_REGISTRY,
     ARCH_MODEL_NAME_REGISTRY,
@@ -38,7 +37,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 import pn_fairseq.plugin  # noqa: F401 (registers the architectures)
 from pn_fairseq.common.command import UserError, did_you_mean, whole_number
-from pn_fairseq.common.files import recorded
+from pn_fairseq.common.files import configs_folder, recorded
 from pn_fairseq.common.old_settings import renamed
 from pn_fairseq.models.transformer_lm_pn import check_criterion
 from pn_fairseq.pipeline.checks import open_data, stand_in_dictionary
@@ -163,12 +162,11 @@ def _check_section(config: Path, override: str) -> None:
     raise UserError(f"unknown setting '{key}'{_did_you_mean(key, _read(config, []))}")
 
 
-#: fairseq's settings as hydra's schema for a config of this name.
-_register = functools.cache(hydra_init)
-
-
 def _read(config: Path, overrides: Sequence[str]) -> DictConfig:
-    """The settings as fairseq-hydra-train composes them, every key checked."""
+    """The settings as fairseq-hydra-train composes them, every key checked.
+
+    The ``defaults`` of the file can name other files next to it, and those in configs/.
+    """
     for override in overrides:
         try:
             OverridesParser.create().parse_override(override)
@@ -177,18 +175,34 @@ def _read(config: Path, overrides: Sequence[str]) -> DictConfig:
             raise UserError(
                 f"{override.lstrip('+')} cannot be read: {' '.join(str(error).split())}; {advice}"
             ) from error
-    load_config(config)  # hydra's message about a file that is not YAML has many lines
+    own = flat(OmegaConf.to_container(load_config(config)))  # hydra's message about a broken file has many lines
     try:
-        _register(config.stem)
         with warnings.catch_warnings(action="ignore"), initialize_config_dir(str(config.parent), version_base="1.1"):
-            cfg = hydra_compose(config_name=config.stem, overrides=list(overrides))
+            cfg = hydra_compose(config.stem, [*overrides, f"hydra.searchpath=['file://{configs_folder()}']"])
         if "_name" not in (cfg.get("model") or {}) or not cfg.get("task"):
             raise UserError(f"{config} has no model._name or no task: it is not a configuration of a training")
+        _check_own(config, own, cfg, overrides)
         check_keys(cfg)
+        schema = OmegaConf.structured(FairseqConfig)
+        OmegaConf.set_struct(schema, False)  # for OWN
+        cfg = OmegaConf.merge(schema, cfg)
         add_defaults(cfg)
         return cfg
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(_one_line(error)) from error
+
+
+def _check_own(config: Path, own: dict, cfg: DictConfig, overrides: Sequence[str]) -> None:
+    """Refuse a setting of the file that one of its ``defaults`` replaces."""
+    given = tuple(f"{override.partition('=')[0].lstrip('+~')}." for override in overrides)
+    composed = flat(OmegaConf.to_container(cfg))
+    for key, value in own.items():
+        replaced = key in composed and composed[key] != value and not f"{key}.".startswith(given)
+        if replaced and not key.startswith(("defaults", "hydra.")):
+            raise UserError(
+                f"{config} has {key}={value}, and a file among its defaults has {key}={composed[key]}, which counts "
+                "because it comes later: leave one of them out, or put _self_ after that file"
+            )
 
 
 def _resolved(cfg: DictConfig) -> DictConfig:
@@ -205,6 +219,7 @@ def _one_line(error: Exception) -> str:
     lines = [line.strip().rstrip(".") for line in text.splitlines()]
     kept = [line for line in lines if line and not re.match(r"full_key:|reference_type=|object_type=|See https", line)]
     line = ": ".join(dict.fromkeys(kept)).replace("++", "")
+    line = line.replace("Invalid value assigned: AnyNode is not a ListConfig, list or tuple", "it must be a list")
     key = re.search(r"full_key: (\S+)", text)
     return line if key is None or key[1] in line else f"{key[1]}: {line}"
 
@@ -227,8 +242,8 @@ def _did_you_mean(name: str, cfg: DictConfig) -> str:
     keys = {}
     for known in FairseqConfig.__dataclass_fields__:
         node = cfg.get(known)
-        if OmegaConf.is_dict(node) and known != "_name":
-            keys[known] = (_known_keys(known, node.get("_name")) or set()) - {"_name"}
+        if known != "_name":
+            keys[known] = (_known_keys(known, node and node.get("_name")) or set()) - {"_name"}
     elsewhere = [f"{other}.{key}" for other in keys if key in keys[other]]
     if elsewhere:
         return did_you_mean(elsewhere[0], elsewhere[:1])
