@@ -20,6 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from pn_fairseq.common.command import UserError
 from pn_fairseq.common.files import read_settings, recorded
+from pn_fairseq.common.old_settings import renamed_record
 from pn_fairseq.pipeline.training_log import TrainingLog, read_log, without_flags_of_others
 
 #: The help of the option --run.
@@ -145,7 +146,7 @@ class Run:
         records = []
         for number, line in enumerate(lines, 1):
             try:
-                records += [with_present_names(dict(json.loads(line)))] if line.strip() else []
+                records += [renamed_record(dict(json.loads(line)))] if line.strip() else []
             except (ValueError, TypeError):
                 raise UserError(f"line {number} of {file} cannot be read") from None
         return records
@@ -204,15 +205,3 @@ def flat(settings: dict, prefix: str = "") -> dict[str, object]:
     for key, value in settings.items():
         values |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
     return values
-
-
-def with_present_names(record: dict) -> dict:
-    """A record of starts.jsonl by an older version, which called ranks workers."""
-    if "workers" in record:
-        record["world_size"] = record.pop("workers")
-    if "machines" in record:
-        record["machines"] = [
-            {{"workers": "ranks"}.get(name, name): value for name, value in machine.items()}
-            for machine in record["machines"]
-        ]
-    return record

@@ -10,7 +10,7 @@ import dataclasses
 import re
 import typing
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -40,6 +40,7 @@ from pn_fairseq.common.command import UserError, did_you_mean, whole_number
 from pn_fairseq.common.files import configs_folder, recorded
 from pn_fairseq.common.old_settings import renamed
 from pn_fairseq.models.transformer_lm_pn import check_criterion
+from pn_fairseq.norms.registry import NormEntry
 from pn_fairseq.pipeline.checks import open_data, stand_in_dictionary
 from pn_fairseq.pipeline.runs import flat, load_config
 
@@ -310,18 +311,22 @@ def _batches(config: Path, cfg: DictConfig, names: set[str], world_size: int) ->
     return spread(whole_number("tokens_per_update", tokens), cap, world_size)
 
 
-def check_names(cfg: DictConfig) -> None:
-    """Refuse norms and options of norms that do not exist, and a model of another task, without any data."""
+def check_names(cfg: DictConfig) -> dict[str, NormEntry]:
+    """Refuse norms and options of norms that do not exist, and a model of another task, without any data.
+
+    Returns:
+        The norms of the model: their names and entries in the registry; none for a model of fairseq.
+    """
     is_lm = issubclass(ARCH_MODEL_REGISTRY[cfg.model._name], FairseqLanguageModel)
     if is_lm != {"language_modeling": True, "translation": False}.get(cfg.task._name, is_lm):
         raise UserError(f"model._name={cfg.model._name} is not a model for task._name={cfg.task._name}")
     norm_options = getattr(ARCH_MODEL_REGISTRY[cfg.model._name], "norm_options", None)
     if norm_options is None:  # a model of fairseq
-        return
+        return {}
     filled = OmegaConf.create(OmegaConf.to_container(cfg))
     try:
         ARCH_CONFIG_REGISTRY[cfg.model._name](filled.model)
-        norm_options.from_args(filled.model)
+        return norm_options.from_args(filled.model).names()
     except ValueError as error:
         raise UserError(str(error)) from error
 
@@ -414,8 +419,9 @@ def check_same_run(cfg: DictConfig, data: Path, run: Path) -> None:
     kept = run / "data.settings"
     if kept.is_file() and kept.read_bytes() != recorded(data, "settings").read_bytes():
         raise UserError(f"'{run}' was started with different data than '{data}' (compare {kept}); use another --run")
+    norms = check_names(cfg)
     begun = OmegaConf.to_container(load_config(run / "config.yaml"))
-    before, now = renamed(flat(begun)), flat(OmegaConf.to_container(cfg))
+    before, now = (_by_norm(renamed(flat(one)), norms) for one in (begun, OmegaConf.to_container(cfg)))
     keys = sorted({*before, *now}, key=lambda key: (not key.startswith("model."), key))
     changed = [key for key in keys if before.get(key) != now.get(key) and not MAY_CHANGE.fullmatch(key)]
     shown = [f"{key} {before.get(key)} -> {now.get(key)}" for key in changed]
@@ -425,3 +431,15 @@ def check_same_run(cfg: DictConfig, data: Path, run: Path) -> None:
             f"'{run}' was started with different settings: {', '.join(shown[:3])}{more}; use another --run or remove "
             "it (only limits, decoding, saving, validation and logging may change when a run is resumed)"
         )
+
+
+def _by_norm(settings: dict[str, object], norms: Mapping[str, NormEntry]) -> dict[str, object]:
+    """``settings`` by dotted name, with norm options as ``model.norm_options.NORM.KEY`` for each of the ``norms``."""
+    prefix, given = "model.norm_options.", {}
+    for key in [key for key in settings if key.startswith(prefix)]:
+        norm, _, option = key.removeprefix(prefix).rpartition(".")
+        given.setdefault(norm, {})[option] = settings.pop(key)
+    for norm, entry in norms.items():
+        options = {**given.get("", {}), **given.get(norm, {})}
+        settings |= {f"{prefix}{norm}.{key}": value for key, value in options.items() if key in entry.own_options}
+    return settings

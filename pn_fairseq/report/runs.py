@@ -13,10 +13,10 @@ import yaml
 
 from pn_fairseq.common.command import UserError
 from pn_fairseq.common.files import count_lines, read_settings, recorded, short_names
-from pn_fairseq.common.old_settings import renamed
+from pn_fairseq.common.old_settings import renamed, renamed_record
 from pn_fairseq.pipeline import runs
 from pn_fairseq.pipeline.evaluate_lm import Perplexity, read_perplexity
-from pn_fairseq.pipeline.runs import flat, with_present_names
+from pn_fairseq.pipeline.runs import flat
 from pn_fairseq.pipeline.scoring import METRICS, Scores, ScoringError, low_bleu, read_scores
 from pn_fairseq.pipeline.training_log import Start, TrainingLog, without_flags_of_others
 
@@ -308,7 +308,7 @@ def _read_starts(run: Run) -> None:
     for number, line in enumerate(lines, 1):
         try:
             if line.strip():
-                run.starts.append(with_present_names(dict(json.loads(line))))
+                run.starts.append(renamed_record(dict(json.loads(line))))
         except (ValueError, TypeError):
             run.problems.append(f"line {number} of starts.jsonl cannot be read")
 

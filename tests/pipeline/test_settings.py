@@ -270,3 +270,27 @@ def test_other_differences_are_refused_those_of_the_model_first(begun):
     (begun.data / "settings").write_text("source=de\n")
     with pytest.raises(UserError, match="different data"):
         begun()
+
+
+#: Settings of models as config.yaml had them before norms brought their own options (commit aaf4b80), and one of today.
+OLD = {
+    "unified": ({"norm_window": 4, "outlier_filtration": False}, "model.norm_options.unified.window=8"),
+    "adanorm": ({"ada_scale": 2.0, "ada_k": 0.1}, "model.norm_options.ada.ada_scale=1.0"),
+    "regularized_bn": ({"reg_lambda_mean": 0.1, "reg_lambda_var": 0.01}, "model.norm_options.batch-reg.lambda_var=0.1"),
+}
+
+
+@pytest.mark.parametrize("name", OLD)
+def test_a_run_whose_settings_an_older_version_wrote(name, tmp_path):
+    config = ROOT / f"configs/iwslt14_de_en_{name}.yaml"
+    old, change = OLD[name]
+    settings = composed(config=config)[0]
+    (tmp_path / "settings.txt").touch()
+    del settings.model.norm_options
+    settings.model.update(old)
+    OmegaConf.save(settings, tmp_path / "config.yaml")
+    check_same_run(composed(config=config)[0], tmp_path, tmp_path)
+    key, _, value = change.partition("=")
+    with pytest.raises(UserError) as caught:
+        check_same_run(composed(change, config=config)[0], tmp_path, tmp_path)
+    assert re.search(rf"different settings: {re.escape(key)} \S+ -> {value}; use another --run", str(caught.value))
