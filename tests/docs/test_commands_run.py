@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import importlib
 import re
+import shlex
 import shutil
 import sys
 
@@ -11,8 +12,8 @@ import pytest
 
 from pn_fairseq.__main__ import call
 
-from ..scripts_helpers import cut_corpus, run
-from .pages import PAGES, ROOT, Command, block_commands
+from ..scripts_helpers import cut_corpus, run, script
+from .pages import ASSIGNMENT, PAGES, ROOT, USER_DIR, Command, block_commands
 from .test_commands import ours
 
 #: Commands that are not run here -> the reason.
@@ -77,7 +78,7 @@ def only_parsing(monkeypatch):
 def test_every_command_is_accepted_by_its_parser(command, monkeypatch, capsys):
     """Values and positions of arguments, too, and not only the names of options."""
     tool, words = ours(command) or ("", [])
-    words = [word.replace("$(python -m pn_fairseq --user-dir)", str(ROOT / "pn_fairseq")) for word in words]
+    words = [word.replace(f"$({USER_DIR})", str(ROOT / "pn_fairseq")) for word in words]
     if tool.endswith(".sh"):
         script = (ROOT / "scripts" / tool.removeprefix("scripts/")).read_text("utf-8")
         verb = re.search(r'/pn" (.+) "\$@"$', script, re.M)
@@ -138,10 +139,21 @@ def place(data, tmp_path_factory):
 
 
 def execute(command: str, place):
+    """Run a command of a page with small settings; without a shell, and without imports, where it needs none."""
     for text, replacement in SMALL.items():
         command = re.sub(text, replacement, command)
-    # The epochs of these trainings are longer than the trainings: what is kept are checkpoints of updates.
-    return run("bash", "-c", command, cwd=place, CUDA_VISIBLE_DEVICES="")
+    command = command.replace(f"$({USER_DIR})", str(ROOT / "pn_fairseq"))
+    if re.search(r"[|*<>$]|&&", command):
+        # The epochs of these trainings are longer than the trainings: the checkpoints of updates are kept.
+        return run("bash", "-c", command, cwd=place, CUDA_VISIBLE_DEVICES="")
+    words, variables = shlex.split(command), {"CUDA_VISIBLE_DEVICES": ""}
+    while ASSIGNMENT.match(words[0]):
+        name, _, variables[name] = words.pop(0).partition("=")
+    if words[:2] == ["python", "-m"]:
+        words[:1] = ["warm-python"]
+    if words[0].startswith("scripts/"):
+        return script(words[0].removeprefix("scripts/"), *words[1:], cwd=place, **variables)
+    return run(*words, cwd=place, **variables)
 
 
 @pytest.mark.slow

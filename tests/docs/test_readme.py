@@ -87,7 +87,7 @@ def place(tmp_path_factory):
 
 
 def shell(command: str, place):
-    return run("bash", "-c", command, cwd=place)
+    return execute(command, place)
 
 
 @pytest.mark.slow
