@@ -1,4 +1,4 @@
-"""examples/tour.ipynb as a page: ``python -m docs.tools.tour`` runs the notebook, and writes docs/tour.md and its pictures.
+"""examples/tour.ipynb as a page: ``python -m docs.tools.tour`` runs the notebook and writes docs/tour.md and pictures.
 
 The notebook keeps its outputs. docs/figures/tour-N.png are the pictures in them, and docs/figures/distances.png shows
 numbers of docs/figures/medians.csv. ``--no-run`` writes the page and the pictures from the outputs that the notebook

@@ -10,6 +10,7 @@ from pn_fairseq.norms import NORMS
 
 from ..scripts_helpers import cut_corpus, run
 from .pages import ROOT, block_commands, blocks
+from .test_commands_run import execute
 
 PATH = ROOT / "README.md"
 README = PATH.read_text("utf-8")
@@ -86,10 +87,6 @@ def place(tmp_path_factory):
     return place
 
 
-def shell(command: str, place):
-    return execute(command, place)
-
-
 @pytest.mark.slow
 def test_commands_on_own_data(place):
     """As printed, with 4 updates and 300 merges."""
@@ -101,8 +98,8 @@ def test_commands_on_own_data(place):
     for command in commands + baseline:
         for text, replacement in small.items():
             command = command.replace(text, replacement)
-        shell(command, place)
-    assert "my-pn" in shell(compare, place).stdout
+        execute(command, place)
+    assert "my-pn" in execute(compare, place).stdout
 
 
 @pytest.mark.slow
@@ -117,5 +114,5 @@ def test_commands_of_plain_fairseq(place):
     for command in commands:
         command = command.replace("_iwslt ", "_tiny ").replace("--max-update 100000", "--max-epoch 2 --cpu")
         command = command.replace("--last 5", "--last 2")
-        result = shell(command, place)
+        result = execute(command, place)
     assert len(re.findall(r"^H-\d+", result.stdout, re.M)) == 9
