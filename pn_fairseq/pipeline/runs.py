@@ -9,7 +9,6 @@ A run of ``pn train`` is a directory:
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 from functools import cached_property
@@ -135,22 +134,6 @@ class Run:
             OSError: the file cannot be read.
         """
         return read_log(self.log_file) if self.log_file else None
-
-    @cached_property
-    def starts(self) -> list[dict]:
-        """The records of starts.jsonl, in order; an empty list without that file.
-
-        ``world_size`` is the number of ranks, and each of the ``machines`` has its number of ``ranks``.
-        """
-        file = self.path / "starts.jsonl"
-        lines = file.read_text("utf-8", errors="replace").splitlines() if file.is_file() else []
-        records = []
-        for number, line in enumerate(lines, 1):
-            try:
-                records += [with_present_names(dict(json.loads(line)))] if line.strip() else []
-            except (ValueError, TypeError):
-                raise UserError(f"line {number} of {file} cannot be read") from None
-        return records
 
     def checkpoint_files(self, given: list[Path] | None) -> list[Path]:
         """``given``, or else averaged.pt."""

@@ -93,13 +93,13 @@ def rows_of(corpus: Corpus) -> Iterator[tuple[dict, Run]]:
 def _pairs_of(corpus: Corpus, split: str) -> int | None:
     """Sentence pairs of a split in the prepared data; None if it is not there any more."""
     source = (corpus.data or {}).get("source")
-    files = [run.data_path / "bpe" / f"{split}.{source}" for run in corpus.runs if run.data_path and source]
+    files = [run.data_folder / "bpe" / f"{split}.{source}" for run in corpus.runs if run.data_folder and source]
     return next((amount for amount in map(lines_of, files) if amount is not None), None)
 
 
 def data(corpus: Corpus, counts: Mapping[str, str]) -> pandas.DataFrame:
     """Where the data is, its settings, and ``counts``."""
-    places = list(dict.fromkeys(os.path.relpath(run.data_path) for run in corpus.runs if run.data_path))
+    places = list(dict.fromkeys(os.path.relpath(run.data_folder) for run in corpus.runs if run.data_folder))
     rows = {"prepared data": code(", ".join(places)) if places else missing("not recorded")}
     if corpus.data is None:
         rows["settings"] = missing("not recorded")
@@ -231,7 +231,7 @@ def raw_scores(corpora: Sequence[Corpus]) -> pandas.DataFrame:
             if run.language_model:
                 parts = {"signature": run.perplexity.signature if run.perplexity else ""}
             rows.append(
-                {"run": run.name, "data": os.path.relpath(run.data_path) if run.data_path else "", "system": label}
+                {"run": run.name, "data": os.path.relpath(run.data_folder) if run.data_folder else "", "system": label}
                 | {"norm": corpus.norm(label), "seed": seed, "machine": run.machine}
                 | {"compared with": corpus.baseline(label), **run.measures, **parts}
                 | _of_training(run)
