@@ -43,9 +43,8 @@ class Run(runs.Run):
     problems: list[str] = field(default_factory=list, compare=False)
 
     def __post_init__(self) -> None:
-        for name in ("log", "settings_by_name", "data_settings", "starts"):
+        for name in ("log", "settings_by_name", "data_settings", "starts", "perplexity", "scores"):
             getattr(self, name)  # adds the problems of its file
-        getattr(self, "perplexity" if self.language_model else "scores")
         if self.log:
             self.problems[:0] = self._training_problems()
         if not self.known:
@@ -232,6 +231,9 @@ class Run(runs.Run):
 
     @cached_property
     def scores(self) -> Scores | None:
+        """Of a translation."""
+        if self.language_model:
+            return None
         if self.decoded is None:
             file = self.result.relative_to(self.path) / "hyp.tok"
             self.problems.append(f"not decoded: there is no {file}{self._lacking}")
@@ -278,7 +280,7 @@ class Run(runs.Run):
     def perplexity(self) -> Perplexity | None:
         """Of a language model."""
         try:
-            return read_perplexity(self.path, self.subset)
+            return read_perplexity(self.path, self.subset) if self.language_model else None
         except UserError as error:
             self.problems.append(f"not measured: {error}")
             return None
@@ -294,7 +296,7 @@ class Run(runs.Run):
 
     @property
     def measured(self) -> bool:
-        return bool(self.perplexity if self.language_model else self.scores)
+        return bool(self.scores or self.perplexity)
 
     def _training_problems(self) -> list[str]:
         problems, log = [], self.log

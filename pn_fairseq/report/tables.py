@@ -167,10 +167,9 @@ def results(corpus: Corpus, measures: Mapping[str, str], verb: str, paper: Table
 def _headline(corpus: Corpus, compared: Mapping[str, Compared]) -> list[tuple[str, str]]:
     """What was found, as (measure, sentence); first what else differs than the norm."""
     found = [("Not only the norms differ", f"{sentence}.") for sentence in confounded(corpus)]
-    several = sum(len(one.families) for one in compared.values()) > len(compared)
     for one in compared.values():
         for family in one.families:
-            where = f" ({family.control}, {family.machine})" if several else ""
+            where = f" ({family.control})" if len(one.families) > 1 else ""
             found.append((f"{one.measure.heading}{where}", one.sentence(family)))
     if any(one.families for one in compared.values()):
         return found
@@ -232,7 +231,7 @@ def raw_scores(corpora: Sequence[Corpus]) -> pandas.DataFrame:
                 parts = {"signature": run.perplexity.signature if run.perplexity else ""}
             rows.append(
                 {"run": run.name, "data": os.path.relpath(run.data_folder) if run.data_folder else "", "system": label}
-                | {"norm": corpus.norm(label), "seed": seed, "machine": run.machine}
+                | {"norm": corpus.norm(label), "seed": seed, "machine": run.machine, "code": run.code}
                 | {"compared with": corpus.baseline(label), **run.measures, **parts}
                 | _of_training(run)
                 | {"state": _state(run).strip("*"), "problems": "; ".join(map(relative, run.problems))}
@@ -398,7 +397,7 @@ def _compared(corpus: Corpus, picture: Path, planned: Sequence[tuple[str, str]])
         "picture": picture.name if intervals.plot(compared, list(corpus.settings), picture) else None,
         "machines": list(frame["machine"].unique()),
         "strengths": [
-            (one.measure.heading, one.strength(family), family.machine)
+            (one.measure.heading, one.strength(family))
             for one in compared.values()
             for family in one.families
         ],
