@@ -47,6 +47,10 @@ class Compared:
     def intervals(self) -> dict[str, Interval]:
         return {system: one for family in self.families for system, one in family.intervals.items()}
 
+    def family_of(self, system: str) -> Family | None:
+        """The family in which a system is tested."""
+        return next((family for family in self.families if system in family.intervals), None)
+
     def text(self, one: Interval) -> str:
         digits = self.measure.digits
         return f"{signed(one.difference, digits)} ({signed(one.low, digits)} to {signed(one.high, digits)})"
@@ -90,8 +94,7 @@ class Compared:
 
     def planned(self, system: str) -> str | None:
         """A comparison that was planned before the runs, without correction. None: it was not tested."""
-        family = next((family for family in self.families if system in family.separate), None)
-        if family is None:
+        if (family := self.family_of(system)) is None:
             return None
         interval, sides = family.separate[system], side_of(family.pairs[system])
         return f"{system} − {family.control}: {self.text(interval)}, {p_text(interval.p_value)}, {sides} blocks"

@@ -212,16 +212,17 @@ def families(frame: pandas.DataFrame, measure: str) -> tuple[list[Family], dict[
     found, untested = [], {}
     for control in controls.unique():
         systems = controls.index[controls == control]
-        if counts.get(control, 0) < 2:
-            why = f"{control} has one seed" if control in counts else f"{control} was not measured"
-            untested |= dict.fromkeys(systems, why)
+        if control not in counts:
+            untested |= dict.fromkeys(systems, f"{control} was not measured")
             continue
         several = [system for system in systems if counts[system] > 1]
         untested |= {system: "one seed" for system in systems if system not in several}
-        if not several:
-            continue
-        family = _family(values[values.index.isin([control, *several], level="system")], control)
-        why = f"no seed on one machine in common with {control}" if family else "no spread over seeds, or too few runs"
+        family = None
+        if several and counts[control] > 1:
+            family = _family(values[values.index.isin([control, *several], level="system")], control)
+        why = f"no seed on one machine in common with {control}"
+        if not family:
+            why = f"{control} has one seed" if counts[control] == 1 else "no spread over seeds, or too few runs"
         untested |= {system: why for system in several if not family or system not in family.intervals}
         found += [family] if family else []
     return found, untested

@@ -397,9 +397,7 @@ def _compared(corpus: Corpus, picture: Path, planned: Sequence[tuple[str, str]])
         "picture": picture.name if intervals.plot(compared, list(corpus.settings), picture) else None,
         "machines": list(frame["machine"].unique()),
         "strengths": [
-            (one.measure.heading, one.strength(family))
-            for one in compared.values()
-            for family in one.families
+            (one.measure.heading, one.strength(family)) for one in compared.values() for family in one.families
         ],
         "margins": [f"±{one.measure.margin:g} for {one.measure.title}" for one in compared.values()],
         "planned": [

@@ -2,6 +2,7 @@
 
 import math
 import re
+import shutil
 
 import pandas
 import pytest
@@ -60,7 +61,7 @@ def test_what_is_finished_is_reported(made):
     assert "was not finite: 1 of 10." in results.table()
     shown = results.readme()
     assert re.search(r"\| PN-V +\| not finished \|", shown) and "20.20 ± 0.20" in shown and "tok:none" in shown
-    (picture,) = results.pictures()
+    (picture,) = results.pictures().values()
     results.draw()
     assert picture.name == "intervals-verses.png" and picture.read_bytes().startswith(b"\x89PNG")
 
@@ -72,32 +73,48 @@ def test_planned_comparisons(made, monkeypatch):
     text = results.planned_answer()
     assert "**PN − LN, tokenized BLEU, translation:** higher in 3 of 3 pairs" in text and "mean +4.93 (" in text
     assert f"    - {VERSES}: +4.93 (" in text and "test loss" not in text
-    assert re.search(rf"{VERSES} +\| H <x> & y +\| 1 \+ 1 +\| 3 ", results.strength())
+    assert re.search(rf"{VERSES} +\| 1 \+ 1 +\| 3 +\| 2 ", results.strength())
 
 
 def test_reports_of_a_corpus_are_joined(tmp_path, monkeypatch):
-    """Adding a folder is enough. Machines are apart; a system is compared with LN of its own."""
+    """Adding a folder is enough: what a machine does to all systems cancels, and the blocks of all count together."""
     monkeypatch.setattr(results, "RESULTS", tmp_path)
     monkeypatch.setattr("pn_fairseq.pipeline.scoring.RESAMPLES", 10)
-    for report, norm, first in (("verses", "pn", 20.0), ("verses-second", "bn", 30.0)):
-        for seed in (1, 2):
-            for name, score in (("ln", first + seed / 10), (norm, first + 2 + seed / 7)):
-                run = with_score(make_run(tmp_path / f"{report}/{name}_seed{seed}", name, seed), score)
-                text = (run / "starts.jsonl").read_text().replace("H <x> & y", f"GPU of {report}")
-                (run / "starts.jsonl").write_text(text)
+    scores = {"ln": (20.1, 20.3, 20.2), "pn": (22.0, 22.5, 22.2)}
+    for report, seeds, shift in (("verses", (1, 2), 0.0), ("verses-second", (1, 3), 10.0)):
+        for norm, seed in ((norm, seed) for norm in scores for seed in seeds):
+            run = make_run(tmp_path / f"{report}/{norm}_seed{seed}", norm, seed)
+            with_score(run, scores[norm][seed - 1] + shift)
+            text = (run / "starts.jsonl").read_text().replace("H <x> & y", f"GPU of {report}")
+            (run / "starts.jsonl").write_text(text)
         results.write_reports(tmp_path / report, f"{report}=*_seed*")
-    answer = results.answer().splitlines()
-    bleu = [line for line in answer if "tokenized BLEU" in line]
-    assert len(bleu) == 2 and "GPU of verses, tokenized" in bleu[0] and "PN +2.0" in bleu[0]
-    assert "GPU of verses-second, tokenized" in bleu[1] and "BN +2.0" in bleu[1] and "PN" not in bleu[1]
-    links = (
-        "Reports: [verses](verses/report.md) ([scores](verses/report.csv)), [verses-second](verses-second/report.md)"
-    )
-    assert links in results.table()
-    again = "on several machines: `verses/ln_seed1` 20.10 and 30.10, `verses/ln_seed2` 20.20 and 30.20."
+    blocks = [(ln, pn) for ln, pn in zip(*scores.values(), strict=True)]
+    expected = stats.ttest_rel(*reversed(list(zip(*[*blocks, blocks[0]], strict=True))))
+    low, high = expected.confidence_interval(0.95)
+    (bleu,) = (line for line in results.answer().splitlines() if "tokenized BLEU" in line)
+    assert f"better than LN: PN +2.00 ({low:+.2f} to {high:+.2f})." in bleu
+    links = "Reports: [verses](verses/report.md) ([scores](verses/report.csv)), [verses-second]"
+    assert links in results.table() and "GPU of verses (4 runs), GPU of verses-second (4 runs)" in results.table()
+    again = "on several machines: `verses/ln_seed1` 20.10 and 30.10, `verses/pn_seed1` 22.00 and 32.00."
     assert results.table().endswith(again)
     with pytest.raises(SystemExit, match="no run is finished"):
         results.write_reports(tmp_path, "verses-third=*_seed*")
+
+
+def test_runs_of_several_sessions_accumulate(tmp_path, monkeypatch):
+    """Rows of earlier runs stay, also when their folders are gone; a run that was made again replaces its row."""
+    monkeypatch.setattr(results, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr("pn_fairseq.pipeline.scoring.RESAMPLES", 10)
+    for session, runs in (("one", {"ln": 20.0, "pn": 21.0}), ("two", {"ln": 20.5, "bn": 22.0})):
+        for norm, score in runs.items():
+            seed = 4 if norm == "ln" else 5
+            with_score(make_run(tmp_path / f"{session}/verses/{norm}_seed{seed}", norm, seed), score)
+        results.write_reports(tmp_path / session, "verses-seeds=verses/*_seed*")
+    frame = pandas.read_csv(tmp_path / "results/verses-seeds/report.csv")
+    assert dict(zip(frame["run"], frame["tokenized"], strict=True)) == {
+        "pn_seed5": 21.0, "ln_seed4": 20.5, "bn_seed5": 22.0,
+    }  # fmt: skip
+    assert set(results.reports()["verses"]["run"]) == {"verses/pn_seed5", "verses/ln_seed4", "verses/bn_seed5"}
 
 
 def test_what_is_planned_and_not_run_is_named(made):
@@ -195,5 +212,6 @@ def test_scores_by_mini_batch(tmp_path, monkeypatch):
     assert "9 runs of 40 updates, one seed; in brackets" in text and "The 4 values of LN have a range of 0.60" in text
     for folder in runs.glob("tokens[124]*"):
         folder.rename(tmp_path / folder.name)
+    shutil.rmtree(results.RESULTS / results.SWEEP)
     results.write_reports(tmp_path, results.SWEEP)
     assert results.mini_batches() == results.UNCOMPARED
