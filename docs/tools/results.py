@@ -404,17 +404,20 @@ def open_questions() -> str:
     found, lines = reports(), []
     for corpus, wanted in planned().items():
         runs = sorted(set(found[corpus]["run"])) if corpus in found else []
-        norms = Counter(re.sub(r"_seed\d+$", "", run) for run in runs)
-        finished = sum(min(norms[name], seeds) for name, seeds in wanted.items())
+        seeds = Counter(re.sub(r"_seed\d+$", "", run) for run in runs)
+        finished = sum(min(seeds[name], planned_seeds) for name, planned_seeds in wanted.items())
         further = f"; {count(len(runs) - finished, 'further run')}" if len(runs) > finished else ""
-        lacking = sorted(name for name in wanted if not norms[name])
-        fewer = sorted(name for name in wanted if 0 < norms[name] < wanted[name])
         lines.append(f"- {CORPORA[corpus]}: {finished} of {wanted.total()} planned runs are finished{further}.")
-        if not norms:
+        if not seeds:
             continue
-        for words, names in (("No run", lacking), ("Fewer seeds than planned", fewer)):
-            if names:
-                lines.append(f"    - {words}: {', '.join(f'`{name}`' for name in names)}.")
+        absent = [f"`{name}` ({amount})" for name, amount in sorted(wanted.items()) if not seeds[name]]
+        fewer = [f"`{name}` ({seeds[name]} of {amount})" for name, amount in sorted(wanted.items())
+                 if 0 < seeds[name] < amount]  # fmt: skip
+        lines += [
+            f"    - {words}: {', '.join(names)}."
+            for words, names in (("No run of the planned seeds", absent), ("Fewer seeds than planned", fewer))
+            if names
+        ]
     return "\n".join(lines)
 
 

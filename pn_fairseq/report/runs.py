@@ -12,10 +12,9 @@ from pathlib import Path
 
 from pn_fairseq.common.command import UserError
 from pn_fairseq.common.files import count_lines, read_settings, recorded, short_names
-from pn_fairseq.common.old_settings import renamed
+from pn_fairseq.common.old_settings import renamed, renamed_record
 from pn_fairseq.pipeline import runs
 from pn_fairseq.pipeline.evaluate_lm import Perplexity, read_perplexity
-from pn_fairseq.pipeline.runs import with_present_names
 from pn_fairseq.pipeline.scoring import METRICS, Scores, ScoringError, is_scored, low_bleu, read_scores
 from pn_fairseq.pipeline.training_log import Start, TrainingLog, read_log
 
@@ -160,7 +159,7 @@ class Run(runs.Run):
         records = []
         for number, line in enumerate(lines, 1):
             try:
-                records += [with_present_names(dict(json.loads(line)))] if line.strip() else []
+                records += [renamed_record(dict(json.loads(line)))] if line.strip() else []
             except (ValueError, TypeError):
                 self.problems.append(f"line {number} of starts.jsonl cannot be read")
         return records
@@ -224,7 +223,7 @@ class Run(runs.Run):
 
     @cached_property
     def decoding(self) -> str | None:
-        """The decoding settings, as generate.sh recorded them."""
+        """The decoding settings, as pn generate recorded them."""
         made = _text(recorded(self.result, "made")) or ""
         # How it was decoded, without what was decoded.
         return " ".join(re.findall(r"\b((?!checkpoint=|data=|subset=)[a-z_0-9]+=\S+)", made)) or None
@@ -265,15 +264,15 @@ class Run(runs.Run):
 
     def _usable_scores(self) -> Scores:
         if not (self.result / "scores.json").exists():
-            raise ScoringError("there is no scores.json (scripts/score.sh writes it)")
+            raise ScoringError("there is no scores.json (pn score writes it)")
         scores = read_scores(self.result)
         numbers = [getattr(scores, measure).score for measure in METRICS]
         if not all(isinstance(number, int | float) and math.isfinite(number) for number in numbers):
-            raise ScoringError("a score in scores.json is not a number (scripts/score.sh writes it again)")
+            raise ScoringError("a score in scores.json is not a number (pn score writes it again)")
         if scores.sentences != self.decoded:
             raise ScoringError(f"scores.json is about {scores.sentences} sentences, but {self.decoded} were decoded")
         if not is_scored(self.path, self.subset):
-            raise ScoringError("scores.json is older than hyp.tok (scripts/score.sh writes it again)")
+            raise ScoringError("scores.json is older than hyp.tok (pn score writes it again)")
         return scores
 
     @cached_property
@@ -353,7 +352,7 @@ def read_runs(paths: Sequence[Path], subset: str = "test") -> list[Run]:
             folder = runs.Run(path)
             if not folder.ours and not folder.log_file and not any(folder.checkpoints.glob("checkpoint*.pt")):
                 raise UserError(
-                    f"'{path}' is not a run: it has no config.yaml of scripts/train.sh, no log of fairseq-train (its "
+                    f"'{path}' is not a run: it has no config.yaml of pn train, no log of fairseq-train (its "
                     "--log-file or saved output, as *.log, *.out or *.txt) and no checkpoint"
                 )
         except OSError as error:

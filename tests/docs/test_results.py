@@ -119,13 +119,16 @@ def test_runs_of_several_sessions_accumulate(tmp_path, monkeypatch):
 
 def test_what_is_planned_and_not_run_is_named(made):
     wanted = results.planned()
-    assert wanted["verses"].total() + wanted["multi30k"].total() == 84  # docs/reproducing.md
-    assert wanted["verses"]["verses/ln"] == 3 and wanted["verses"]["verses_lr0.01/ln"] == 1
+    assert wanted["verses"].total() + wanted["multi30k"].total() == 138  # docs/reproducing.md
+    assert wanted["verses"]["verses/ln"] == 8 and wanted["verses"]["verses_lr0.01/ln"] == 1
     text = results.open_questions()
-    assert "10 of 66 planned runs are finished" in text and "0 of 18 planned runs" in text
-    lacking, fewer = (next(line for line in text.splitlines() if words in line) for words in ("No run", "Fewer seeds"))
-    assert "`verses/pnv`" in lacking and "`verses_lr0.0025/ln`" in lacking and "`verses/ln`" not in lacking
-    assert "`verses/bn`" in fewer and "`verses/pn+norm_variant=release`" in fewer and "`verses/pn`" not in fewer
+    assert "10 of 108 planned runs are finished" in text and "0 of 30 planned runs" in text
+    lacking, fewer = (
+        next(line for line in text.splitlines() if words in line) for words in ("No run of the planned", "Fewer seeds")
+    )
+    assert "`verses/pnv` (8)" in lacking and "`verses_lr0.0025/ln`" in lacking and "`verses/ln`" not in lacking
+    assert "`verses/bn` (1 of 8)" in fewer and "`verses/pn+norm_variant=release` (1 of 3)" in fewer
+    assert "`verses/dn`" not in fewer
 
 
 def test_decays_and_learning_rates(tmp_path, monkeypatch):
