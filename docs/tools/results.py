@@ -235,7 +235,7 @@ def strength() -> str:
             _, first, _ = of_title[0]
             rows.append(
                 {"runs": title, "systems and LN": f"{len(first.intervals)} + 1", "most blocks": str(first.blocks)}
-                | {"degrees of freedom": str(first.degrees)}
+                | {"degrees of freedom": str(first.design.degrees)}
                 | {"half interval; detectable": "; ".join(_reach(measure, family) for measure, family, _ in of_title)}
             )
     return _table(rows) if rows else UNCOMPARED

@@ -86,8 +86,8 @@ class Compared:
         """What the design of a family can detect."""
         digits = self.measure.digits
         return (
-            f"{count(len(family.intervals), 'system')} and {family.control}, up to {count(family.blocks, 'block')}, "
-            f"noise {family.deviation:.{digits}f} with {family.degrees} degrees of freedom: the simultaneous intervals "
+            f"{count(len(family.intervals), 'system')} and {family.control}, up to {count(family.blocks, 'block')}; noise "
+            f"{family.deviation:.{digits}f} with {family.design.degrees} degrees of freedom; the simultaneous intervals "
             f"are ±{family.half_width:.{digits}f}, and a true difference of {family.detectable:.{digits}f} is found "
             f"with {POWER:.0%} probability"
         )

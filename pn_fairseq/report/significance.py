@@ -78,6 +78,7 @@ class Design:
     Attributes:
         systems: the systems whose difference from the control can be estimated, in the order of ``runs``. A system
             that shares no block with the control, and with no system that does, is not among them.
+        runs: the number of runs.
         degrees: degrees of freedom of the noise's variance; 0 if nothing can be tested.
         errors: standard error of each difference, divided by the standard deviation of the noise.
     """
@@ -90,7 +91,8 @@ class Design:
         matrix = np.array(columns, dtype=float).T
         self._inverse = np.linalg.pinv(matrix)
         self._residual = np.eye(len(runs)) - matrix @ self._inverse
-        self.degrees = len(runs) - int(np.linalg.matrix_rank(matrix))
+        self.runs = len(runs)
+        self.degrees = self.runs - int(np.linalg.matrix_rank(matrix))
         contrasts = np.eye(matrix.shape[1])[1 : 1 + len(names)]
         estimable = np.isclose(contrasts @ self._inverse @ matrix, contrasts, atol=1e-8).all(axis=1)
         self.systems = [name for name, known in zip(names, estimable, strict=True) if known]
@@ -158,7 +160,7 @@ class Family:
     intervals: dict[str, Interval]  # simultaneous: all hold together with probability 95%
     separate: dict[str, Interval]  # each holds with probability 95%: for a comparison that was planned before the runs
     deviation: float  # standard deviation of the noise
-    degrees: int
+    design: Design
     half_width: float  # the median of half the simultaneous intervals
     detectable: float  # the difference that is found with probability POWER
     pairs: dict[str, list[float]]  # the differences in the blocks that have both, of each system
@@ -184,7 +186,7 @@ def _family(values: pandas.Series, control: str) -> Family | None:
         separate[system] = Interval(center, center - half, center + half, p)
         pairs[system] = list((by_block.loc[system] - by_block.loc[control]).dropna())
     return Family(
-        control, int(values.groupby(level=0).size().max()), intervals, separate, float(deviation), design.degrees,
+        control, int(values.groupby(level=0).size().max()), intervals, separate, float(deviation), design,
         float(critical * np.median(design.errors) * deviation), float(design.detectable(critical) * deviation), pairs,
     )  # fmt: skip
 

@@ -615,7 +615,7 @@ def test_variants_are_named_by_what_differs_from_most_runs(tmp_path):
     for label, other in against.items():
         assert page.said(f"{label} is compared with {other}.")
         assert tests[label].startswith("not tested: ") == (label != "PN")
-    assert page.said("1 system and LN, up to 2 blocks, noise") and page.said("corrected by Bonferroni for 8 systems")
+    assert page.said("1 system and LN, up to 2 blocks; noise") and page.said("corrected by Bonferroni for 8 systems")
     # LN with five others, LN and LN (lr=0.01) with the rest.
     assert sorted(path.name for path in (tmp_path / "out").glob("*.png")) == [
         "report-curves-1.png",
