@@ -84,12 +84,12 @@ class Compared:
 
     def strength(self, family: Family) -> str:
         """What the design of a family can detect."""
-        digits = self.measure.digits
+        digits, systems = self.measure.digits, count(len(family.intervals), "system")
         return (
-            f"{count(len(family.intervals), 'system')} and {family.control}, up to {count(family.blocks, 'block')}; noise "
-            f"{family.deviation:.{digits}f} with {family.design.degrees} degrees of freedom; the simultaneous intervals "
-            f"are ±{family.half_width:.{digits}f}, and a true difference of {family.detectable:.{digits}f} is found "
-            f"with {POWER:.0%} probability"
+            f"{systems} and {family.control}, up to {count(family.blocks, 'block')}; noise {family.deviation:.{digits}f} "
+            f"with {family.design.degrees} degrees of freedom; the simultaneous intervals are "
+            f"±{family.half_width:.{digits}f}, and a true difference of {family.detectable:.{digits}f} is found with "
+            f"{POWER:.0%} probability"
         )
 
     def planned(self, system: str) -> str | None:
