@@ -86,8 +86,8 @@ class Compared:
         """What the design of a family can detect."""
         digits, systems = self.measure.digits, count(len(family.intervals), "system")
         return (
-            f"{systems} and {family.control}, up to {count(family.blocks, 'block')}; noise {family.deviation:.{digits}f} "
-            f"with {family.design.degrees} degrees of freedom; the simultaneous intervals are "
+            f"{systems} and {family.control}, up to {count(family.blocks, 'block')}; noise "
+            f"{family.deviation:.{digits}f} with {family.design.degrees} degrees of freedom; simultaneous intervals of "
             f"±{family.half_width:.{digits}f}, and a true difference of {family.detectable:.{digits}f} is found with "
             f"{POWER:.0%} probability"
         )
