@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
+import logging
 import os
 import re
 import shlex
@@ -223,6 +224,7 @@ def trainings(corpus: Corpus, norms: Sequence[str], env: Mapping[str, str]) -> d
 def reproduce(name: str, words: Sequence[str], env: Mapping[str, str] = os.environ) -> int:
     """``pn reproduce NAME`` with the arguments ``words``; returns the exit code."""
     prepared = name in CORPORA
+    logging.getLogger().addHandler(logging.NullHandler())  # else fairseq configures logging when it is imported
     corpus = CORPORA[name] if prepared else own_corpus(name)
     passed_on = recipe(name).OPTIONS if prepared else ()
     args = _parser(name, corpus, passed_on).parse_intermixed_args(words)
