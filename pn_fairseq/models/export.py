@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 from pn_fairseq.common.checkpoints import CheckpointError
-from pn_fairseq.models.fold_checkpoint import Difference, compare, fold_checkpoint, projections_after
+from pn_fairseq.models.fold_checkpoint import Difference, compare, fold_checkpoint
 from pn_fairseq.models.from_checkpoint import changed, model_of, model_settings_of
 from pn_fairseq.models.transformer_pn import TransformerPNModel
 
@@ -94,8 +94,8 @@ class DecoderGraph(nn.Module):
         return logits[:, -1], new_keys, new_values
 
 
-def exportable(state: dict, name: str) -> tuple[TransformerPNModel, TransformerPNModel]:
-    """The model of the checkpoint ``state``, and the same with folded norms and positions from a table.
+def exportable(state: dict, name: str) -> tuple[TransformerPNModel, TransformerPNModel, str]:
+    """The model of the checkpoint ``state``, the same with positions from a table and folded norms, a line about these.
 
     Raises:
         CheckpointError: it is not a checkpoint of ``transformer_pn``, or has something that the graphs have not.
@@ -111,14 +111,17 @@ def exportable(state: dict, name: str) -> tuple[TransformerPNModel, TransformerP
     ):
         if lacks:
             raise CheckpointError(f"{name}: a model that was trained with {option} cannot be exported")
-    if projections_after(model):
-        state, _, _ = fold_checkpoint(state, name)
+    try:
+        state, outcomes, _ = fold_checkpoint(state, name)
         settings = changed(model_settings_of(state, name), **without_checkpointing)
-    folded = model_of(settings, state["model"], name)
+        line = f"{sum('folded into' in each for each in outcomes)} of {len(outcomes)} norms folded"
+    except CheckpointError as reason:
+        line = f"no norms folded: {reason}"
+    folded = model_of(settings, state["model"], name).requires_grad_(False)
     for side, length in zip((folded.encoder, folded.decoder), folded.max_positions(), strict=True):
         if side.embed_positions is not None:
             side.embed_positions = Positions(side.embed_positions, length)
-    return model, folded
+    return model, folded, line
 
 
 @torch.no_grad()

@@ -54,15 +54,16 @@ def main(argv: Sequence[str] | None = None) -> None:
 
         if args.norm_module:
             state = with_model_settings(state, norm_module=args.norm_module)
-        model, folded = exportable(state, str(args.checkpoint))
+        model, folded, line = exportable(state, str(args.checkpoint))
+        print(line)
         graphs = export_graphs(folded)
         for folder, save in ((args.onnx, save_onnx), (args.pt2, save_pt2)):
             if folder is None:
                 continue
             difference = compare_graphs(model, *save(*graphs, folder))
+            files = [folder / f"{name}.{save.__name__[5:]}" for name in ("encoder", "decoder")]
             if not difference.accepted:
-                raise CheckpointError(f"{args.checkpoint}: {folder} computes other logits: {difference}")
-            print(difference)
-            print(
-                f"wrote {' and '.join(str(folder / f'{name}.{save.__name__[5:]}') for name in ('encoder', 'decoder'))}"
-            )
+                for file in files:
+                    file.unlink()
+                raise CheckpointError(f"{args.checkpoint}: cannot be exported in float32: {difference}")
+            print(f"{difference}\nwrote {files[0]} and {files[1]}")

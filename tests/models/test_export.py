@@ -40,7 +40,9 @@ def load(folder, kind):
             program = torch.export.load(folder / f"{name}.pt2")
             assert not any("pn_fairseq" in str(node.target) for node in program.graph.nodes)
             module = program.module()
-            return lambda *inputs: [value.numpy() for value in module(*map(torch.tensor, inputs))]
+            return lambda *inputs: [
+                each.numpy() for each in module(*(torch.tensor(each).contiguous() for each in inputs))
+            ]
 
     return function("encoder"), function("decoder")
 
@@ -79,12 +81,14 @@ SEPARATE = {"share_all_embeddings": False, "decoder_norm": "batch"}
 LEARNED = {"encoder_learned_pos": True, "decoder_learned_pos": True, "decoder_norm": "layer"}
 CASES = [
     pytest.param("onnx", "power", {}, id="onnx"),
-    pytest.param("pt2", "layer", LEARNED, id="pt2-without-running-statistics"),
+    pytest.param("pt2", "layer", LEARNED, id="pt2-learned-positions", marks=pytest.mark.slow),
     pytest.param(
         "pt2", "batch", {"no_token_positional_embeddings": True}, id="pt2-no-positions", marks=pytest.mark.slow
     ),
     pytest.param("onnx", "prep-batch", SEPARATE, id="onnx-all-folded", marks=pytest.mark.slow),
-    pytest.param("onnx", "layer", {**LEARNED, "checkpoint_activations": True}, id="onnx-ln", marks=pytest.mark.slow),
+    pytest.param("pt2", "power", {"encoder_norm_placement": "post"}, id="pt2-post", marks=pytest.mark.slow),
+    pytest.param("pt2", "power", {"qk_norm": "rms"}, id="pt2-qk-norm", marks=pytest.mark.slow),
+    pytest.param("pt2", "dyt", {"checkpoint_activations": True}, id="pt2-checkpointing", marks=pytest.mark.slow),
 ]
 
 
