@@ -55,7 +55,7 @@ class EncoderGraph(nn.Module):
             return projected.unflatten(2, (attention.num_heads, attention.head_dim)).permute(1, 2, 0, 3)
 
         keys, values = (
-            torch.stack([heads(getattr(each, name)(memory), each) for each in self.attentions])
+            torch.stack([heads(getattr(each, name)(memory), each) for each in self.attentions]).contiguous()
             for name in ("k_proj", "v_proj")
         )
         return keys, values, result["encoder_padding_mask"][0]
