@@ -145,7 +145,9 @@ FAIRSEQ = [
     "pyarrow>=15",
     "tabulate>=0.9",
 ]
+EXPORT = ["onnx>=1.18", "onnxruntime>=1.21", "onnxscript>=0.5"]
 TEST = [
+    *EXPORT,
     "import-linter>=2.5",
     "nbformat>=5.10",
     "pytest>=8",
@@ -174,6 +176,7 @@ setup(
     install_requires=["torch>=2.8"],
     extras_require={
         "fairseq": FAIRSEQ,  # the plugin and the pipeline
+        "export": EXPORT,  # ONNX: pn export, torch.onnx.export
         "test": TEST,
         "examples": ["transformers"],  # tests/norms/test_convert_models.py
         "docs": DOCS,  # the site, and the notebook in examples/

@@ -131,7 +131,7 @@ def fold_checkpoint(state: dict, name: str) -> tuple[dict, list[str], Difference
     """The checkpoint ``state`` with its norms folded, for decoding.
 
     Folded weights are computed in float64 and stored in float32 (or what is wider), also in a checkpoint of half
-    precision: the norms' statistics are float32 in it, too, and fairseq casts all weights to the precision that it
+    precision: the norms' statistics are also float32 in it, and fairseq casts all weights to the precision that it
     decodes in. The state of the optimizer and a moving average of the weights (``--store-ema``) are left out.
 
     Args:

@@ -11,8 +11,16 @@ def wrap_layer(layer: nn.Module, cfg) -> nn.Module:
     """Apply ``--checkpoint-activations`` and FSDP, as fairseq's ``build_*_layer`` do."""
     if cfg.checkpoint_activations:
         layer = checkpoint_wrapper(layer, offload_to_cpu=cfg.offload_activations)
-    # A checkpointed layer is always wrapped by FSDP, whatever its size.
+    # FSDP always wraps a checkpointed layer, also a small one.
     return fsdp_wrap(layer, min_num_params=0 if cfg.checkpoint_activations else cfg.min_params_to_wrap)
+
+
+def mask_of(padding: Tensor) -> Tensor | None:
+    """The padding mask (B, T), True = padding, for the layers: None if there is no padding, which is faster.
+
+    A graph that is compiled, traced or exported always takes the mask: it is also for other batches.
+    """
+    return padding if torch.compiler.is_compiling() or torch.jit.is_tracing() or padding.any() else None
 
 
 class TransformerPNEncoderLayer(TransformerEncoderLayerBase):
@@ -72,9 +80,9 @@ class TransformerPNDecoderLayer(TransformerDecoderLayerBase):
         need_attn: bool = False,
         need_head_weights: bool = False,
     ):
-        """Arguments and results are those of fairseq's layer, without those for ONNX; ``x`` is (T, B, C).
+        """Arguments and results as in fairseq's layer, without the arguments for ONNX; ``x`` is (T, B, C).
 
-        ``self_attn_padding_mask`` (B, T) bool also tells the norms which target positions are padding.
+        ``self_attn_padding_mask`` (B, T) bool, True = padding, is also the mask of the norms.
         """
         need_attn = need_attn or need_head_weights
 

@@ -171,7 +171,7 @@ class NormOptions:
         if options.norm_probe:
             resolved["norm_probe"] = to_absolute_path(options.norm_probe)
         if options.norm_module:
-            # Absolute in the checkpoint, which is loaded from other folders too; hydra works in a folder of the run.
+            # Absolute in the checkpoint, which is also loaded from other folders; hydra works in a folder of the run.
             paths = [to_absolute_path(path) for path in options.norm_module.split(",") if path]
             resolved["norm_module"] = ",".join(paths)
             for path in paths:

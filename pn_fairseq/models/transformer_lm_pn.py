@@ -118,7 +118,7 @@ class TransformerPNLanguageModel(NormedModel, TransformerLanguageModel):
 
 
 def _check_tied(args) -> None:
-    """What fairseq asserts: the adaptive softmax can share its weights with an adaptive input of its shape alone."""
+    """What fairseq asserts: the adaptive softmax can share its weights only with an adaptive input of its shape."""
     if not args.adaptive_input:
         raise ValueError("--tie-adaptive-weights needs --adaptive-input")
     for one, other in (

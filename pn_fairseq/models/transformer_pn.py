@@ -8,7 +8,7 @@ from fairseq.models.transformer import TransformerConfig, TransformerDecoderBase
 from fairseq.models.transformer.transformer_legacy import TransformerModel
 from torch import nn
 
-from pn_fairseq.models.layers import TransformerPNDecoderLayer, TransformerPNEncoderLayer, wrap_layer
+from pn_fairseq.models.layers import TransformerPNDecoderLayer, TransformerPNEncoderLayer, mask_of, wrap_layer
 from pn_fairseq.models.norm_options import NormOptions
 from pn_fairseq.models.normed_model import NormedModel
 from pn_fairseq.norms import LayerScale
@@ -54,12 +54,12 @@ class TransformerPNEncoder(TransformerEncoderBase):
         return wrap_layer(TransformerPNEncoderLayer(cfg, return_fc=self.return_fc), cfg)
 
     def forward_scriptable(self, src_tokens, src_lengths=None, return_all_hiddens=False, token_embeddings=None):
-        """Arguments and results are those of fairseq's encoder; ``src_tokens`` is (B, T).
+        """Arguments and results as in fairseq's encoder; ``src_tokens`` is (B, T).
 
         Overridden as a whole because fairseq's calls the norm after the last layer without a mask.
         """
         padding = src_tokens.eq(self.padding_idx)
-        mask = padding if padding.any() else None
+        mask = mask_of(padding)
         x, embedding = self.forward_embedding(src_tokens, token_embeddings)
         if mask is not None and not self.keeps_padding_embeddings:
             x = x.masked_fill(mask.unsqueeze(-1), 0.0)
@@ -115,7 +115,7 @@ class TransformerPNDecoder(TransformerDecoderBase):
         alignment_layer=None,
         alignment_heads=None,
     ):
-        """Arguments and results are those of fairseq's decoder; ``prev_output_tokens`` is (B, T).
+        """Arguments and results as in fairseq's decoder; ``prev_output_tokens`` is (B, T).
 
         Overridden as a whole because fairseq's calls the norm after the last layer without a mask.
         """
@@ -145,8 +145,7 @@ class TransformerPNDecoder(TransformerDecoderBase):
             x = self.layernorm_embedding(x)
         x = self.dropout_module(x).transpose(0, 1)
 
-        padding = prev_output_tokens.eq(self.padding_idx)
-        mask = padding if padding.any() else None
+        mask = mask_of(prev_output_tokens.eq(self.padding_idx))
         attention, inner_states = None, [x]
         for index, layer in enumerate(self.layers):
             causal = incremental_state is None and not full_context_alignment

@@ -85,10 +85,11 @@ class ChannelNorm(nn.Module):
         """Normalize ``x``, (T, B, C) or (N, C), or (B, T, C) with ``batch_first``.
 
         ``padding_mask`` is (B, T), in both layouts, or (N,); bool, True = padding. Padding is normalized like other
-        tokens and enters no statistic. The result has the shape and type of ``x``, and is contiguous whatever the
-        strides of ``x`` are, as that of ``torch.nn.LayerNorm``; the arithmetic is float32, float64 for a float64 ``x``.
+        tokens and enters no statistic. The result has the shape and type of ``x``, and is contiguous for all
+        strides of ``x``, as the result of ``torch.nn.LayerNorm``; the arithmetic is float32, or float64 for a float64
+        ``x``.
 
-        ``x`` may be a nested tensor, (B, *, C) without padding, whatever ``batch_first`` is.
+        ``x`` may be a nested tensor, (B, *, C) without padding, for both values of ``batch_first``.
         """
         if x.is_nested:
             return over_tokens(self.forward, x, padding_mask)
@@ -96,7 +97,7 @@ class ChannelNorm(nn.Module):
         return self.normalize(self.layer_scale(x) if self.layer_scale_groups else x)
 
     def normalize(self, h: Tensor) -> Tensor:
-        """y for the layer-scaled activations h, (..., C), in their shape and type; every token alone."""
+        """y for the layer-scaled activations h, (..., C), in their shape and type; each token by itself."""
         raise NotImplementedError
 
     def extra_repr(self) -> str:
@@ -220,8 +221,8 @@ class RunningNorm(ChannelNorm):
         raise NotImplementedError
 
     def further_parameters(self) -> tuple[Tensor, ...]:
-        """Learned besides weight and bias: ``tokens.further``. ``backward_pass`` returns their gradients after dx and
-        those of weight and bias."""
+        """Learned besides weight and bias: ``tokens.further``. ``backward_pass`` returns their gradients last,
+        after dx and the gradients of weight and bias."""
         return ()
 
     def batch_moments(self, tokens: Tokens) -> Moments:
@@ -314,7 +315,7 @@ class RunningNorm(ChannelNorm):
             self._pending.append(step)
 
     def flush(self) -> None:
-        """Take the steps whose backward has run into the state. It starts no all-reduce: one rank may call it alone."""
+        """Take the steps whose backward has run into the state. It starts no all-reduce: a single rank may call it."""
         if not self._pending or torch._C._current_graph_task_id() != -1:  # inside a backward pass
             return
         pending = self._pending.copy()
@@ -449,7 +450,7 @@ class RunningNorm(ChannelNorm):
 
     def __getstate__(self):
         self.flush()
-        # Steps belong to the graphs of this module, not to those of a copy; a process group cannot be copied.
+        # Steps belong to the graphs of this module, not to the graphs of a copy; a process group cannot be copied.
         return {**self.__dict__, "_pending": [], "process_group": None}
 
     def __setstate__(self, state: dict) -> None:

@@ -19,7 +19,7 @@ class ProgressiveBatchNorm(MaskedBatchNorm):
 
     BN is :class:`~pn_fairseq.norms.MaskedBatchNorm` with ``weight`` and ``bias``; LN has a gain and a bias of its own;
     :math:`\alpha` is one learned number. All gradients are exact. In evaluation y = RepBN(x) by the running statistics,
-    whatever :math:`\lambda` is: validation says little before the fade has ended. It is a constant affine map, which
+    at every :math:`\lambda`: validation says little before the fade has ended. It is a constant affine map, which
     folds.
 
     **Fade.** :math:`\lambda = \max(0, 1 - n / N)` after n completed optimizer updates (:meth:`set_num_updates`;
@@ -34,7 +34,7 @@ class ProgressiveBatchNorm(MaskedBatchNorm):
         eps, layer_scale_groups, batch_first: see :class:`~pn_fairseq.norms.base.ChannelNorm`.
 
     Parameters: ``weight``, ``bias``, ``ln_weight``, ``ln_bias``, (C,), and ``rep_alpha``, (1,), initially 1. Buffers:
-    those of :class:`~pn_fairseq.norms.MaskedBatchNorm`.
+    see :class:`~pn_fairseq.norms.MaskedBatchNorm`.
     """
 
     def __init__(

@@ -380,7 +380,7 @@ FIGURES: dict[int, Figure] = {
     5: Figure(
         batch_size,
         lambda subject: subject.bleu is not None and subject.tokens is not None,
-        "scores (scripts/score.sh) and dataset.max_tokens",
+        "scores (pn score) and dataset.max_tokens",
     ),
     6: Figure(spectra, lambda subject: subject.checkpoint is not None, "a checkpoint_last.pt"),
     7: Figure(

@@ -1,4 +1,4 @@
-"""What the folder of a run holds, read for a report: of scripts/train.sh, of fairseq-train, or a job of a sweep."""
+"""What the folder of a run holds, read for a report: of pn train, of fairseq-train, or a job of a sweep."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import yaml
 
 from pn_fairseq.common.command import UserError
 from pn_fairseq.common.files import count_lines, read_settings, recorded, short_names
-from pn_fairseq.common.old_settings import renamed
+from pn_fairseq.common.old_settings import renamed, renamed_record
 from pn_fairseq.pipeline import runs
 from pn_fairseq.pipeline.evaluate_lm import Perplexity, read_perplexity
-from pn_fairseq.pipeline.runs import flat, with_present_names
+from pn_fairseq.pipeline.runs import flat
 from pn_fairseq.pipeline.scoring import METRICS, Scores, ScoringError, low_bleu, read_scores
 from pn_fairseq.pipeline.training_log import Start, TrainingLog, without_flags_of_others
 
@@ -38,7 +38,7 @@ class Run:
 
     path: Path  # the directory, as it was named
     name: str  # different from those of all other runs of the report
-    ours: bool  # whether scripts/train.sh wrote it
+    ours: bool  # whether pn train wrote it
     settings: dict[str, object] | None = None  # by dotted name
     data: dict[str, str] | None = None  # settings of the prepared data that are not off, and its files' checksums
     data_path: Path | None = None  # where the prepared data was; for data of others, the folder with the binary files
@@ -47,7 +47,7 @@ class Run:
     from_checkpoints: bool = False  # whether `log` is of checkpoints, for want of a log
     failed: str | None = None  # the line in `failed`
     decoded: int | None = None  # number of hypotheses
-    decoding: str | None = None  # how it was decoded, as generate.sh noted it
+    decoding: str | None = None  # how it was decoded, as pn generate noted it
     scores: Scores | None = None
     perplexity: Perplexity | None = None  # of a language model
     problems: list[str] = field(default_factory=list)  # what failed or is missing, one sentence each
@@ -128,7 +128,7 @@ def read_runs(paths: Sequence[Path], subset: str = "test") -> list[Run]:
             folder = runs.Run(path)
             if not folder.ours and not folder.log_file and not _checkpoints(path):
                 raise UserError(
-                    f"'{path}' is not a run: it has no config.yaml of scripts/train.sh, no log of fairseq-train (its "
+                    f"'{path}' is not a run: it has no config.yaml of pn train, no log of fairseq-train (its "
                     "--log-file or saved output, as *.log, *.out or *.txt) and no checkpoint"
                 )
         except OSError as error:
@@ -308,7 +308,7 @@ def _read_starts(run: Run) -> None:
     for number, line in enumerate(lines, 1):
         try:
             if line.strip():
-                run.starts.append(with_present_names(dict(json.loads(line))))
+                run.starts.append(renamed_record(dict(json.loads(line))))
         except (ValueError, TypeError):
             run.problems.append(f"line {number} of starts.jsonl cannot be read")
 
@@ -352,15 +352,15 @@ def _read_result(run: Run, folder: Path, subset: str) -> None:
 
 def _usable_scores(folder: Path, decoded: int) -> Scores:
     if not (folder / "scores.json").exists():
-        raise ScoringError("there is no scores.json (scripts/score.sh writes it)")
+        raise ScoringError("there is no scores.json (pn score writes it)")
     scores = read_scores(folder)
     numbers = [getattr(scores, measure).score for measure in METRICS]
     if not all(isinstance(number, int | float) and math.isfinite(number) for number in numbers):
-        raise ScoringError("a score in scores.json is not a number (scripts/score.sh writes it anew)")
+        raise ScoringError("a score in scores.json is not a number (pn score writes it anew)")
     if scores.sentences != decoded:
         raise ScoringError(f"scores.json is about {scores.sentences} sentences, but {decoded} were decoded")
     if (folder / "scores.json").stat().st_mtime < (folder / "hyp.tok").stat().st_mtime:
-        raise ScoringError("scores.json is older than hyp.tok (scripts/score.sh writes it anew)")
+        raise ScoringError("scores.json is older than hyp.tok (pn score writes it anew)")
     return scores
 
 

@@ -42,7 +42,7 @@ _COPIES = {"optimizer.lr": "optimization.lr", "lr_scheduler.lr": "optimization.l
 NORM, SIZE = "encoder norm", "size"
 #: The norm of language models.
 LM_NORM = "model.decoder_norm"
-#: scripts/train.sh distributes these tokens over the ranks; for other runs it is computed from their settings.
+#: pn train distributes these tokens over the ranks; for other runs it is computed from their settings.
 TOKENS, SENTENCES = "tokens_per_update", "sentences per update"
 SEED = "common.seed"
 #: A label names at most so many settings; the table of the settings that differ has them all.
@@ -76,7 +76,7 @@ def norm_and_size(run: Run) -> tuple[str, str]:
 
 
 def _batch(run: Run) -> dict[str, int | None]:
-    """Most tokens (or sentences) in one update, over all ranks; as train.sh recorded it, else from the settings."""
+    """Most tokens (or sentences) in one update, over all ranks; as pn train recorded it, else from the settings."""
     update_freq = run.setting("optimization.update_freq", [1])
     # fairseq takes the entry of the epoch, and the last one from there on.
     times = run.world_size * (update_freq[-1] if isinstance(update_freq, list) and update_freq else 1)

@@ -47,7 +47,7 @@ _MAIN_SETTINGS = re.compile(
 #: Systems in one picture of learning curves, beside LN; more cannot be told apart.
 _OF_A_PICTURE = 5
 
-#: What describes a start of a training and not the machine it ran on (scripts/train.sh).
+#: What describes a start of a training and not the machine it ran on (pn train).
 _OF_A_START = ("started", "command", "world_size", "tokens_per_update", "update_freq", "max_tokens")
 
 
@@ -348,9 +348,9 @@ def _settings(corpus: Corpus) -> dict | None:
 
 
 def _commands(runs: Sequence[Run]) -> dict[str, str]:
-    """Name of a run -> the command that it was started with, of those that scripts/train.sh noted it for."""
+    """Name of a run -> the command that it was started with, of those that pn train noted it for."""
     words = {run.name: run.starts[0].get("command") for run in runs if run.starts}
-    return {name: shlex.join(["scripts/train.sh", *map(relative, found)]) for name, found in words.items() if found}
+    return {name: shlex.join(["pn", "train", *map(relative, found)]) for name, found in words.items() if found}
 
 
 def about(corpus: Corpus, *, subset: str, paper: str, resamples: int) -> dict:

@@ -306,7 +306,7 @@ def test_page_is_whole(comparison):
         assert page.said(signature)
     assert page.said("Imaginary 9000") and page.said("2 × H <x> & y")
     assert str(runs["pn"][0]) in text
-    assert "scripts/train.sh verses_es_en --data '/data/not there'" in text
+    assert "pn train verses_es_en --data '/data/not there'" in text
     assert "model._name=transformer_pnv_tiny" in text
 
 
@@ -848,7 +848,7 @@ def test_folders_of_fairseq_train(tmp_path):
     assert [(row["norm"], row["seeds scored"]) for row in rows] == [("LN", "2 (1, 2)"), ("PN", "2 (1, 2)")]
     assert page.said("es to en") and page.said("Nothing: every run was trained to its end")
     assert page.table("state", "updates")[0]["updates"] == "40 of 40"
-    # Prepared by the scripts: comparable with runs of train.sh.
+    # Prepared by the scripts: comparable with runs of pn train.
     (tmp_path / "settings").write_text(DATA)
     page = report(*runs, make_run(tmp_path / "other", "bn"), output=tmp_path / "out")
     assert [row["norm"].split()[0] for row in page.table("norm", "seeds scored")] == ["LN", "BN", "PN"]
