@@ -149,6 +149,10 @@ def fold_checkpoint(state: dict, name: str) -> tuple[dict, list[str], Difference
     _check(settings, state, name)
     file = state["model"]
     model = model_of(settings, file, name)
+    for side in ("encoder", "decoder"):
+        if not getattr(model, side).placement.folds:
+            placement = getattr(settings, f"{side}_norm_placement")
+            raise CheckpointError(f"{name}: {side}_norm_placement={placement}: such norms cannot be folded")
     after = projections_after(model)
     norms = {key: module for key, module in model.named_modules() if isinstance(module, ChannelNorm)}
     if not after:
