@@ -51,7 +51,7 @@ class NormOptions:
         "norm after the last decoder layer (default: that of --decoder-norm)", _norm("NAME")
     )
     encoder_norm_placement: str = flag(
-        "where the norms of encoder layers stand: {placements} (default: pre; docs/placements.md)",
+        "where norms of encoder layers stand: {placements} (default: pre; docs/placements.md)",
         _placement("NAME"),
         "pre",
     )
@@ -219,7 +219,8 @@ class NormOptions:
         if last and hasattr(cls, "last_norm_warmup_updates"):
             options["psi_warmup_updates"] = cls.last_norm_warmup_updates
         norm = build_norm(name, num_features, variant=self.norm_variant, **options)
-        return norm.layer_scale if self.norms_folded and folds and isinstance(norm, RunningNorm) else norm
+        folded = self.norms_folded and folds and isinstance(norm, RunningNorm) and norm.folds
+        return norm.layer_scale if folded else norm
 
 
 def _learning_rate_warmup(args) -> int:

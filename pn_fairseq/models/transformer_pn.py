@@ -9,6 +9,7 @@ from fairseq.models.transformer import TransformerConfig, TransformerDecoderBase
 from fairseq.models.transformer.transformer_legacy import TransformerModel
 from torch import nn
 
+from pn_fairseq.models.init_seed import add_init_seed, initial_weights
 from pn_fairseq.models.layers import (
     TransformerPNDecoderLayer,
     TransformerPNEncoderLayer,
@@ -215,10 +216,12 @@ class TransformerPNModel(NormedModel, TransformerModel):
     def add_args(cls, parser):
         super().add_args(parser)
         NormOptions.add_args(parser)
+        add_init_seed(parser)
 
     @classmethod
     def build_model(cls, args, task):
-        return super().build_model(TransformerPNConfig.from_args(args), task)
+        with initial_weights(args):
+            return super().build_model(TransformerPNConfig.from_args(args), task)
 
     @classmethod
     def build_encoder(cls, args, src_dict, embed_tokens):

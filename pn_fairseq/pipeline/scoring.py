@@ -26,9 +26,9 @@ from sacrebleu.metrics import BLEU, CHRF
 from sacrebleu.significance import PairedTest, Result
 
 from pn_fairseq.common.command import UserError
-from pn_fairseq.common.files import atomic_write, read_settings, recorded, write_settings
+from pn_fairseq.common.files import read_settings, recorded, write_settings
 from pn_fairseq.pipeline.data.binarize import sentences as indexed
-from pn_fairseq.pipeline.generate import hypotheses, printed
+from pn_fairseq.pipeline.generate import hypotheses, texts_of, write_lines
 from pn_fairseq.pipeline.runs import Run, open_run
 
 #: Score -> its title, in the order in which they are shown.
@@ -236,11 +236,6 @@ def read_lines(path: str | Path) -> list[str]:
     return text.removesuffix("\n").split("\n") if text else []
 
 
-def _write_lines(path: Path, lines: Iterable[str]) -> None:
-    with atomic_write(path) as file:
-        file.write("".join(f"{line}\n" for line in lines).encode())
-
-
 def _check_same_length(texts: Mapping[str, Sequence[str]], reference: Sequence[str], name: str = "the reference"):
     for text, lines in texts.items():
         if len(lines) != len(reference):
@@ -265,8 +260,9 @@ def _import_results(results: Path, run: Run, subset: str, folder: Path) -> None:
     if index is None:
         raise ScoringError(f"'{run.bin}' has no subset '{subset}'")
     try:
-        best = [options[0][1] for options in hypotheses([results], indexed(index), nbest=sys.maxsize)]
-        references = printed([results], "T", len(best))
+        lines = read_lines(results)
+        best = [options[0][1] for options in hypotheses(lines, indexed(index), nbest=sys.maxsize)]
+        references = texts_of(lines, "T", len(best))
     except UserError as error:
         raise ScoringError(f"{results}: {error}; decode with --required-batch-size-multiple 1") from error
     except KeyError as error:
@@ -276,9 +272,9 @@ def _import_results(results: Path, run: Run, subset: str, folder: Path) -> None:
     if run.data:  # fairseq prints <<unk>> for words of the reference that are not in its dictionary
         references = read_lines(run.data / "tok" / f"{subset}.{run.settings()['target']}")
     folder.mkdir(parents=True, exist_ok=True)
-    _write_lines(folder / "ref.tok", references)
+    write_lines(folder / "ref.tok", references)
     write_settings(folder / "made.txt", {"results": results.name})
-    _write_lines(folder / "hyp.tok", best)
+    write_lines(folder / "hyp.tok", best)
 
 
 def score_run(
@@ -328,12 +324,12 @@ def score_run(
         lowercase=lowercase,
         target=target,
     )
-    _write_lines(folder / "ref.txt", plain)
-    _write_lines(folder / "hyp.txt", translations)
+    write_lines(folder / "ref.txt", plain)
+    write_lines(folder / "hyp.txt", translations)
     lines = score_lines({metric: getattr(scores, metric) for metric in METRICS})
-    _write_lines(folder / "scores.txt", lines.splitlines())
+    write_lines(folder / "scores.txt", lines.splitlines())
     # Written last: if this file exists, the others exist as well.
-    _write_lines(folder / "scores.json", [json.dumps(asdict(scores), indent=2)])
+    write_lines(folder / "scores.json", [json.dumps(asdict(scores), indent=2)])
     return scores
 
 

@@ -449,7 +449,7 @@ def test_a_checkpoint_that_cannot_be_read_is_refused_before_anything_starts(spoi
 def test_progress_is_shown_while_nothing_is_translated(place, capsys, monkeypatch):
     monkeypatch.setattr("pn_fairseq.pipeline.generate.PROGRESS_SECONDS", 0)
     assert generate(place) == 0
-    assert re.search(r"^\[generate\] \d+ of 37 hypotheses, \d+ s$", capsys.readouterr().err, re.M)
+    assert re.search(r"^\[generate\] \d+ of 37 sentences, \d+ s$", capsys.readouterr().err, re.M)
 
 
 def test_checkpoints_that_are_there_are_named(place, capsys):

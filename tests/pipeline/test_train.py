@@ -97,6 +97,19 @@ def test_what_a_run_holds(data, trained):
     assert any((trained / "tensorboard").rglob("events.*"))
 
 
+def test_a_seed_of_the_initial_weights(data, trained, tmp_path):
+    """The same number as common.seed is the same training; another number starts elsewhere with the same batches."""
+    final = "checkpoints/checkpoint_last.pt"
+    expected = load_checkpoint(trained / final)["model"]
+    for seed, same in ((1, True), (2, False)):
+        assert start(data, tmp_path / f"{seed}", f"model.init_seed={seed}") == 0
+        state = load_checkpoint(tmp_path / f"{seed}" / final)
+        assert state["cfg"]["model"]["init_seed"] == seed
+        assert all(torch.equal(state["model"][key], expected[key]) for key in expected) == same
+    logs = [read_log(run / "train.log") for run in (trained, tmp_path / "2")]
+    assert logs[0].starts[0].tokens == logs[1].starts[0].tokens and logs[0].train != logs[1].train
+
+
 def test_a_second_start_does_nothing(data, trained, capsys):
     before = snapshot(trained)
     for also in ((), ("common.log_interval=3",), ("optimization.max_update=10",), ("average_last=2",)):
