@@ -190,8 +190,6 @@ def test_overlapping_views_are_averaged_apart(tmp_path):
 def test_optimizer_state(tmp_path):
     paths = write_values(tmp_path, [[1.0], [2.0]])[::-1]
     assert "last_optimizer_state" not in average_checkpoints(paths)
-    kept = average_checkpoints(paths, keep_optimizer_state=True)["last_optimizer_state"]
-    assert kept["state"][0]["exp_avg"].tolist() == [200.0] * 3
     assert average_checkpoints(paths)["optimizer_history"][-1]["num_updates"] == 200
 
 
@@ -289,18 +287,6 @@ def test_selection_from_a_directory(tmp_path, capsys):
     assert average("--last", 1)[0] == 11.0
     assert average("--by", "update", "--last", 2)[0] == 600.0
     assert average("--by", "update", "--last", 2, "--upper-bound", 1049)[0] == 100.0
-
-
-def test_keep_optimizer_state_option(tmp_path, capsys):
-    paths = write_values(tmp_path, [[1.0], [2.0]])
-    output = tmp_path / "out.pt"
-    code, out, _ = run_main(capsys, "--inputs", *paths, "--output", output, "--keep-optimizer-state")
-    assert code == 0
-    assert "the newest one's optimizer state" in out
-    assert "last_optimizer_state" in load_checkpoint(output)
-    code, out, _ = run_main(capsys, "--inputs", *paths, "--output", output)
-    assert "no optimizer state" in out
-    assert "last_optimizer_state" not in load_checkpoint(output)
 
 
 def test_a_copy_among_the_inputs_gives_a_warning(tmp_path, capsys):
@@ -426,14 +412,14 @@ def test_a_short_run_is_averaged_as_far_as_it_goes(tmp_path, capsys):
         return load_checkpoint(output)["model"]["w"].item(), err
 
     write(tmp_path / "checkpoint_last.pt", {"w": torch.ones(1)}, 3)
-    value, said = average()
-    assert value == 1 and "none of the 5 epoch checkpoints: using only checkpoint_last.pt" in said
+    value, messages = average()
+    assert value == 1 and "none of the 5 epoch checkpoints: using only checkpoint_last.pt" in messages
     write(tmp_path / "checkpoint_1_2.pt", {"w": torch.full((1,), 3.0)}, 2)
-    value, said = average()
-    assert value == 3 and "1 update checkpoint instead of 5 epoch checkpoints" in said
+    value, messages = average()
+    assert value == 3 and "1 update checkpoint instead of 5 epoch checkpoints" in messages
     write_values(tmp_path, [[4.0], [6.0]])
-    value, said = average()
-    assert value == 5 and "2 epoch checkpoints instead of 5" in said
+    value, messages = average()
+    assert value == 5 and "2 epoch checkpoints instead of 5" in messages
 
 
 def test_exit_codes_of_the_process(tmp_path):

@@ -23,7 +23,7 @@ from ..scripts_helpers import ROOT, run
 LAYERS = 2
 WARMUP = 40
 
-#: Of the settings that fairseq 0.8 stored, those of a translation model, the norms' among them.
+#: Of the settings that fairseq 0.8 stored, the settings of a translation model, also the settings of its norms.
 SETTINGS = {
     **{"arch": "transformer_iwslt_de_en_v2", "task": "translation", "criterion": "label_smoothed_cross_entropy"},
     **{"optimizer": "adam", "adam_betas": "(0.9, 0.98)", "adam_eps": 1e-8, "weight_decay": 0.0001, "clip_norm": 0.0},

@@ -104,7 +104,7 @@ CASES = {
         ),
         {"compound_split": True},
     ),
-    "hyphens left alone": (lambda: (*CASES["compounds"][0](),), {}),
+    "hyphens as they are": (lambda: (*CASES["compounds"][0](),), {}),
 }
 
 #: What multi-bleu.perl prints for them (moses-smt/mosesdecoder, scripts/generic/multi-bleu.perl as of commit 31473d88,
@@ -122,7 +122,7 @@ GOLDEN = {
     "other spaces": "BLEU = 53.56, 90.7/62.4/45.2/32.5 (BP=0.997, ratio=0.997, hyp_len=3923, ref_len=3933)",
     "lower case": "BLEU = 51.41, 90.8/60.7/43.2/30.7 (BP=0.988, ratio=0.988, hyp_len=4972, ref_len=5030)",
     "compounds": "BLEU = 50.12, 81.9/57.0/42.6/31.7 (BP=1.000, ratio=1.081, hyp_len=7077, ref_len=6548)",
-    "hyphens left alone": "BLEU = 36.58, 80.2/47.8/29.9/18.7 (BP=0.955, ratio=0.956, hyp_len=4639, ref_len=4852)",
+    "hyphens as they are": "BLEU = 36.58, 80.2/47.8/29.9/18.7 (BP=0.955, ratio=0.956, hyp_len=4639, ref_len=4852)",
 }
 
 
@@ -240,7 +240,7 @@ def test_scores_of_plain_text_are_those_of_sacrebleus_command(tmp_path):
     assert [one.score for one in found] == [pytest.approx(one["score"], abs=1e-7) for one in expected]
     assert [one.signature for one in found] == [one["signature"] for one in expected]
     assert found[0].verbose == expected[0]["verbose_score"]
-    assert score("detokenized", hypotheses, reference()).score < found[0].score, "case counts unless told otherwise"
+    assert score("detokenized", hypotheses, reference()).score < found[0].score, "case counts unless lowercase is set"
 
 
 def test_the_tokenizer_is_that_of_the_language():
@@ -325,7 +325,6 @@ def test_a_folder_is_scored(tmp_path):
     written = json.loads((decoded / "scores.json").read_text())
     assert {"subset", "sentences", "tokenized", "detokenized", "chrf"} <= written.keys()
     assert written["tokenized"].keys() == {"score", "signature", "verbose", "compound_split"}
-    assert written["chrf"].keys() == {"score", "signature", "verbose"}
     lines = (decoded / "scores.txt").read_text().splitlines()
     assert [line.split(":")[0] for line in lines] == ["tokenized BLEU", "detokenized BLEU", "chrF"]
     for line, one in zip(lines, (scores.tokenized, scores.detokenized, scores.chrf), strict=True):
@@ -444,7 +443,7 @@ def test_paired_bootstrap_of_tokens_against_resampled_texts():
 
 
 def test_the_same_translations_do_not_differ(monkeypatch):
-    """sacrebleu's formula alone gives its smallest p here."""
+    """sacrebleu's formula gives its smallest p here."""
     monkeypatch.setenv("SACREBLEU_SEED", "99")
     lines = noisy(reference(), 18)
     for metric in METRICS:
@@ -641,7 +640,7 @@ def write_results(path: Path, run_dir: Path, order: list[int], lose: str = "", s
 
 
 def test_results_of_fairseq_generate_are_scored(tmp_path, capsys):
-    """`--results-path RUN` writes generate-test.txt; the scores are those of the same hypotheses by pn generate."""
+    """`--results-path RUN` writes generate-test.txt; pn generate's same hypotheses have the same scores."""
     run_dir = make_run(tmp_path / "run", 1)
     decoded, results = run_dir / "generate/test", run_dir / "generate-test.txt"
     expected = score_run(run_dir)
