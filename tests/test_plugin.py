@@ -144,7 +144,7 @@ def test_missing_kernels_are_named_once(installed, tmp_path):
     pn = run(sys.executable, "-P", "-m", "pn_fairseq", "train", "verses_es_en", "--data", "x", **place)
     line, error = pn.stderr.splitlines()
     assert line.startswith("[pn] the C++ kernels are not compiled: ") and "'make venv'" in line
-    assert error.startswith("train.sh: error: ")
+    assert error.startswith("pn train: error: ")
     imported = run(sys.executable, "-c", "import pn_fairseq.norms", **place)
     assert imported.stderr.count("pn_fairseq computes without its C++ kernels") == 1
     forced = run(sys.executable, "-c", "import pn_fairseq.norms", PN_FAIRSEQ_KERNELS="reference", **place)

@@ -1,7 +1,8 @@
 """Running statistics are averaged over the ranks before validation and before saving.
 
 Norms that are not synchronized have other statistics on each rank. fairseq validates each rank's share of the data with
-that rank's own buffers, and saves those of rank 0. ``--no-average-norm-stats`` turns the averaging off for a model.
+that rank's own buffers, and saves the buffers of rank 0. ``--no-average-norm-stats`` turns the averaging off for a
+model.
 """
 
 from fairseq import checkpoint_utils

@@ -1,7 +1,7 @@
 """Batches of a rank that has run out of data enter no running statistics.
 
 Such a rank repeats an old batch and multiplies its loss by 0, so that it takes part in the collective calls. fairseq
-tells the task (``ignore_grad``) and not the model.
+passes this (``ignore_grad``) to the task and not to the model.
 """
 
 from collections.abc import Iterator

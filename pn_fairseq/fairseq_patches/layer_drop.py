@@ -2,7 +2,7 @@
 
 fairseq draws the layers from the generator of the CPU. On CPUs dropout draws from the same generator, and how much it
 draws depends on the size of the batch: ranks drop different layers, and their collective calls inside layers (such as
-those of synchronized norms) no longer belong together. Here several ranks draw the layers from a generator of their
+the calls of synchronized norms) no longer belong together. Here several ranks draw the layers from a generator of their
 own, which starts again with each seed. fairseq gives all ranks the same seed before each update.
 """
 

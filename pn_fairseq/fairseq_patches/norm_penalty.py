@@ -1,8 +1,8 @@
 """The penalty of regularized batch normalization has the scale of the loss.
 
 The norms add its gradient in their backward pass, where they cannot see what the loss was multiplied by: the loss scale
-of fp16, or 0 for a rank that has run out of data. fairseq has a place for auxiliary losses in the criteria of wav2vec
-and HuBERT alone, so the gradient that reaches the loss of any criterion tells the norms.
+of fp16, or 0 for a rank that has run out of data. fairseq has a place for auxiliary losses only in the criteria of
+wav2vec and HuBERT. So the norms are given the scale by the gradient that reaches the loss of any criterion.
 """
 
 from fairseq.tasks.fairseq_task import FairseqTask

@@ -1,7 +1,7 @@
-"""``--norm-probe`` is told where an update begins and ends.
+"""``--norm-probe`` is notified where an update begins and ends.
 
-fairseq's trainer tells the model the number of the update alone, before each of its batches; whether the update was
-skipped, and which batch is the last one, the model cannot see.
+fairseq's trainer gives the model only the number of the update, before each of its batches; the model cannot see
+whether the update was skipped, and which batch is the last one.
 """
 
 import os

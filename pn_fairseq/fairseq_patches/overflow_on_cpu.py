@@ -1,6 +1,6 @@
 """A gradient overflow of fp16 on a CPU skips its step, as on a GPU.
 
-fairseq creates the gradient norm of a skipped step on the GPU, whatever the training runs on, and ends without one.
+fairseq creates the gradient norm of a skipped step on the GPU, also in a training on a CPU, and fails without a GPU.
 """
 
 from unittest import mock

@@ -2,7 +2,7 @@
 
 :mod:`.reference` defines what each computes and serves every device; C++ and Triton implement the same schemas for CPU
 and CUDA. All are pure functions of tensors. They trust their arguments: the norms check what users give them, once.
-Tokens are read where they lie, in any layout, and results are contiguous, as those of torch's LayerNorm.
+Tokens are read where they lie, in any layout, and results are contiguous, as the results of torch's LayerNorm.
 
 ===================  ==============================================================================================
 ``normalize``        y from given statistics, optionally with the second moment of the batch from the same pass
@@ -42,7 +42,7 @@ def operator(schema: str) -> Callable[[Callable], Callable]:
     """Decorate a pure function on tensors: it becomes ``torch.ops.pn_fairseq.NAME`` and its reference implementation.
 
     Small arithmetic on vectors costs more in calls (and on CUDA in launches) than in work. A norm can make it one
-    operator, which C++ and Triton may implement too.
+    operator, which C++ and Triton may also implement.
 
     Args:
         schema: ``"name(Tensor a, float b) -> Tensor"``.
@@ -101,6 +101,12 @@ squash_gradient = operator(
 )(reference.squash_gradient)
 
 
+def by_reference() -> bool:
+    """Whether the reference computes instead of the operators: in a transform of ``torch.func``, and in a graph that
+    leaves this process (``torch.export``, ``torch.jit.trace``, and ONNX by either), where the operators are unknown."""
+    return torch._C._are_functorch_transforms_active() or torch.compiler.is_exporting() or torch.jit.is_tracing()
+
+
 def refuse_second_derivative() -> None:
     """Called in a backward pass."""
     if torch.is_grad_enabled():
@@ -144,11 +150,8 @@ def evaluate(
     groups: int,
     eps: float,
 ) -> Tensor:
-    """y of :func:`.reference.normalize`, with its gradient: what evaluation and layer-scale alone compute.
-
-    Inside a transform of ``torch.func`` the reference computes, which torch can transform.
-    """
-    if torch._C._are_functorch_transforms_active():
+    """y of :func:`.reference.normalize`, with its gradient: evaluation, and layer-scale by itself."""
+    if by_reference():
         return reference.normalize(x, weight, bias, mean, moment, None, None, groups, eps, False)[0]
     return _Normalize.apply(x, weight, bias, mean, moment, groups, eps)
 
@@ -187,13 +190,10 @@ def standardized(
     through_mean: bool = True,
     through_divisor: bool = True,
 ) -> Tensor:
-    """y of :func:`.reference.standardize`, with its gradient.
-
-    Inside a transform of ``torch.func`` the reference computes, which torch can transform.
-    """
+    """y of :func:`.reference.standardize`, with its gradient."""
     divisor = centered, square_factor, eps_in_root, eps_outside, min_divisor
     gains, through = (gain, gain_slope), (through_mean, through_divisor)
-    if torch._C._are_functorch_transforms_active():
+    if by_reference():
         return reference.standardize(x, weight, bias, groups, *divisor, *gains, *through)[0]
     return _Standardize.apply(x, weight, bias, groups, divisor, gains, (centered and through_mean, through_divisor))
 
@@ -220,7 +220,7 @@ class _Squash(torch.autograd.Function):
 def squashed(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, alpha: Tensor, shift: Tensor | None, erf: bool
 ) -> Tensor:
-    """y of :func:`.reference.squash`, with its gradient; inside a transform of ``torch.func`` by the reference."""
-    if torch._C._are_functorch_transforms_active():
+    """y of :func:`.reference.squash`, with its gradient."""
+    if by_reference():
         return reference.squash(x, weight, bias, alpha, shift, erf)
     return _Squash.apply(x, weight, bias, alpha, shift, erf)

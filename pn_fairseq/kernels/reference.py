@@ -16,7 +16,7 @@ vectors           (C,), any floating-point type: ``weight``, ``bias``, ``mean``,
 With D = sqrt(moment + eps), x_hat = (h - mean) / D and dx_hat = weight * dy; what is None is left out.
 
 Arithmetic, sums and vectors that are returned have the *accumulation dtype*: float64 for float64, else float32. Results
-in the type of x are rounded once, and contiguous whatever the strides of x are, as those of torch's LayerNorm.
+in the type of x are rounded once, and contiguous for all strides of x, as the results of torch's LayerNorm.
 """
 
 import math
@@ -214,9 +214,9 @@ def running_average(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Running statistics after a batch: moment, mean (empty without one) and num_batches; see :func:`share_of_batch`.
 
-    ``moment``, ``mean`` (C,) float32 and ``num_batches`` int64 are the running statistics before it; the others are
-    those of the batch. They stay as they are if N = ``count`` is 0 or a number of the batch is not finite, among them
-    the ``products`` (2, C) of its gradient.
+    ``moment``, ``mean`` (C,) float32 and ``num_batches`` int64 are the running statistics before the batch; the
+    other arguments belong to the batch. The running statistics stay as they are if N = ``count`` is 0 or a number of
+    the batch is not finite, among them the ``products`` (2, C) of its gradient.
     """
     share = share_of_batch(num_batches, warmup, alpha)
     pairs = [(moment, batch_moment)] + ([] if mean is None else [(mean, batch_mean)])
@@ -325,7 +325,7 @@ def _squashed(x, alpha, shift, erf, weight, bias) -> tuple[Tensor, Tensor, Tenso
 def squash_gradient(
     dy: Tensor, x: Tensor, weight: Tensor | None, alpha: Tensor, shift: Tensor | None, erf: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradient of :func:`squash`: dx; those of weight and bias (2, C); those of alpha and shift (2,)."""
+    """Gradients of :func:`squash`: dx (..., C); of weight and bias (2, C); of alpha and shift (2,)."""
     _, value, argument = _squashed(x, alpha, shift, erf, None, None)
     wide = dy.to(value.dtype)
     slope = 2 / math.sqrt(math.pi) * torch.exp(-argument.square()) if erf else 1 - value.square()

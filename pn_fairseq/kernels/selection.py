@@ -55,7 +55,7 @@ def _load_triton() -> tuple[ModuleType | None, str]:
         return None, "triton is not installed"
     try:
         from pn_fairseq.kernels import triton_ops
-    except Exception as error:  # whatever an installation that does not fit this torch or this machine raises
+    except Exception as error:  # an installation that does not fit this torch or this machine raises any error
         return None, f"the installed triton cannot be used ({_first_line(error)})"
     return triton_ops, ""
 

@@ -123,14 +123,14 @@ def _write_partial(partials, slot: tl.constexpr, channel, inside, total, C: tl.c
 @triton.jit(do_not_specialize=["rows", "inner"])
 def norm_forward(
     x,  # (rows, C)
-    y,  # (rows, C), type of x, written; None: the sums alone
+    y,  # (rows, C), type of x, written; None: only the sums
     inv_rms,  # (rows, GROUPS) ACC, read if GIVEN and written otherwise; None: no layer-scale
     weight,  # (C,) or None
     bias,  # (C,) or None
     mean,  # (C,) or None
     moment,  # (C,) or None
     padding,  # (rows,) bool, or None: all tokens are real
-    partials,  # slots 0: squares, 1: sum (if CENTERED); counts; written. None: y alone
+    partials,  # slots 0: squares, 1: sum (if CENTERED); counts; written. None: only y
     rows,
     inner,  # rows that an index of the first axis of x has; None: x is contiguous
     x_outer,  # stride of the first axis of x, in elements
@@ -147,7 +147,7 @@ def norm_forward(
 ):
     """y = weight (h - mean) / sqrt(moment + eps) + bias, and each program's sums over its real tokens.
 
-    The sums are those of h^2; if CENTERED, those of h and of the squared deviations from the program's mean.
+    They are the sums of h^2; if CENTERED, of h and of the squared deviations from the program's mean.
     """
     C: tl.constexpr = GROUPS * GROUP_SIZE
     group, channel, inside = _channels(GROUPS, GROUP_SIZE, BLOCK_G, BLOCK_K)
@@ -193,7 +193,7 @@ def norm_forward(
 def norm_backward(
     dy,  # (rows, C)
     x,  # (rows, C)
-    dx,  # (rows, C), type of x, written; None: the sums alone
+    dx,  # (rows, C), type of x, written; None: only the sums
     inv_rms,  # (rows, GROUPS) ACC; None: no layer-scale
     weight,  # (C,) or None
     mean,  # (C,) or None
@@ -201,7 +201,7 @@ def norm_backward(
     nu,  # (C,) or None
     offset,  # (C,) or None; unused without nu
     padding,  # (rows,) bool, or None: all tokens are real
-    partials,  # slots 0: dy (h - mean), 1: dy; with padding 2, 3: the same of real tokens; written. None: dx alone
+    partials,  # slots 0: dy (h - mean), 1: dy; with padding 2, 3: the same of real tokens; written. None: only dx
     rows,
     inner,  # rows that an index of the first axis of dy and x has; None: both are contiguous
     dy_outer,  # strides of their first axes, in elements

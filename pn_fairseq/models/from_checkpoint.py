@@ -84,7 +84,7 @@ def model_of(settings: Namespace | DictConfig, weights: dict[str, Tensor], name:
     """The model of a checkpoint in evaluation mode and float32, without data.
 
     Args:
-        settings: the model's settings; they are not changed.
+        settings: of the model; they are not changed.
         weights: the checkpoint's ``"model"``.
         name: of the checkpoint in error messages.
 

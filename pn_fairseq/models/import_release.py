@@ -43,7 +43,7 @@ def import_release(state: dict, name: str, alpha_fwd: float = 0.9, alpha_bwd: fl
 
     Raises:
         CheckpointError: it is not a checkpoint of the release, has norms that one model here cannot have, or its
-            tensors are not those of the model that its settings describe; those that are missing, unknown or of
+            tensors do not fit the model that its settings describe; tensors that are missing, unknown or of
             another shape are named.
     """
     args = _convert_settings(state, name, alpha_fwd, alpha_bwd)
@@ -140,7 +140,7 @@ def _convert_weights(model: nn.Module, file: dict[str, Tensor], alpha_bwd: float
     }
     if any(problems.values()):
         text = "; ".join(f"{_counted(items)} {kind}" for kind, items in problems.items() if items)
-        raise CheckpointError(f"{name}: its tensors are not those of the model that its args describe: {text}")
+        raise CheckpointError(f"{name}: its tensors do not fit the model that its args describe: {text}")
 
     weights = {}
     for ours, old in theirs.items():
@@ -163,7 +163,7 @@ def _names_in_release(model: nn.Module, file: dict[str, Tensor]) -> dict[str, st
     for prefix, module in model.named_modules():
         if isinstance(module, PowerNormRelease):
             names.update((f"{prefix}.{ours}", f"{prefix}.{old}") for ours, old in _STATISTICS.items())
-    # A module of its own since 0.9; before, a bare parameter, or nothing beside shared embeddings.
+    # A module of its own since 0.9; before, a bare parameter, or nothing if the embeddings are shared.
     output = "decoder.output_projection.weight"
     if output in names and output not in file:
         shared = model.decoder.output_projection.weight is model.decoder.embed_tokens.weight

@@ -199,8 +199,8 @@ class NormProbe:
         rows, start = [], 4
         for name, norm in self.norms.items():
             end = start + 1 + _SUMS * norm.num_features
-            alone = isinstance(norm, RunningNorm) and not norm.synchronises()
-            source = own_table if alone else table
+            own_statistics = isinstance(norm, RunningNorm) and not norm.synchronises()
+            source = own_table if own_statistics else table
             sums, scalars = source[:, start:end], source[:, :4]
             rows += self._rows(name, norm, forwards, sums, scalars, [len(past) for past in self._window])
             start = end
@@ -233,7 +233,7 @@ class NormProbe:
                 continue  # layer-drop, or no real token
             state = {key: _numpy(value) for key, value in state.items()}
             before = sums[: past + (index or 0)]
-            if index is None and window:  # each update before as one batch, too
+            if index is None and window:  # also each update before, as one batch
                 before = np.add.reduceat(before, np.cumsum([0, *window[:-1]]))
             average = _average(before, decay)
             row = quantities(batch, state, average, norm.eps, sample_size, scale / counts)
@@ -248,8 +248,9 @@ def quantities(batch, state: dict, average: dict, eps: float, sample_size: float
 
     Args:
         batch: number of real tokens and their sums of h, h^2, dy / loss scale and dy * h / loss scale, (1 + 4 C,).
-        state: ``mu``, ``sigma2``, ``psi2`` that the norm keeps, ``nu``, and its ``gain``; (C,), what there is of them.
-        average: statistics in the place of those that it does not keep.
+        state: ``mu``, ``sigma2``, ``psi2`` that the norm keeps, ``nu``, and its ``gain``, each (C,); a norm may
+            lack some of them.
+        average: statistics in the place of statistics that the norm does not keep.
         sample_size: what the criterion's loss is divided by.
         loss_scale: nu is divided by it.
     """

@@ -15,7 +15,8 @@ from fairseq.modules import AdaptiveSoftmax, FairseqDropout
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pn_fairseq.models.layers import wrap_layer
+from pn_fairseq.models.init_seed import add_init_seed, initial_weights
+from pn_fairseq.models.layers import mask_of, wrap_layer
 from pn_fairseq.models.norm_options import NormOptions
 from pn_fairseq.models.normed_model import NormedModel
 from pn_fairseq.models.tensorized_attention import TensorizedAttention
@@ -58,7 +59,7 @@ class TensorizedLayer(nn.Module):
     def forward(
         self, x: Tensor, positions: Tensor, content_bias: Tensor, position_bias: Tensor, mask: Tensor | None
     ) -> Tensor:
-        """``x`` (T, B, C); the other arguments are those of the attention."""
+        """``x`` (T, B, C); the other arguments go to the attention."""
         inner = x if self.post_norm else self.attention_norm(x, mask)
         x = x + self.dropout(self.attention(inner, positions, content_bias, position_bias, mask))
         x = self.attention_norm(x, mask) if self.post_norm else x
@@ -140,8 +141,7 @@ class TensorizedDecoder(FairseqDecoder):
         time = prev_output_tokens.size(1)
         if time > self.length:
             raise ValueError(f"a block of {time} tokens is longer than the model's --tokens-per-sample {self.length}")
-        padding = prev_output_tokens.eq(self.padding_idx)
-        mask = padding if padding.any() else None
+        mask = mask_of(prev_output_tokens.eq(self.padding_idx))
         x = self.dropout(self.embed_scale * self.embed_tokens(prev_output_tokens)).transpose(0, 1)
         positions = self.dropout(self.positions[:time].to(x))
         for layer in self.layers:
@@ -204,6 +204,7 @@ class TensorizedLanguageModel(NormedModel, FairseqLanguageModel):
         minimum = "smallest number of parameters of a layer that FSDP shards"
         add("--min-params-to-wrap", minimum, type=int, metavar="N")
         NormOptions.add_args(parser, encoder=False)
+        add_init_seed(parser)
 
     @classmethod
     def build_model(cls, args, task):
@@ -222,4 +223,7 @@ class TensorizedLanguageModel(NormedModel, FairseqLanguageModel):
                 "perplexity is not that of a language model"
             )
         norms = cls.norm_options.from_args(args)
-        return cls(TensorizedDecoder(args, norms, task.target_dictionary), norms)
+        if norms.decoder_norm_placement != "pre" or norms.qk_norm:
+            raise ValueError("tensorized_lm_pn has only --post-norm, no --decoder-norm-placement and no --qk-norm")
+        with initial_weights(args):
+            return cls(TensorizedDecoder(args, norms, task.target_dictionary), norms)

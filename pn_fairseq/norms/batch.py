@@ -10,8 +10,8 @@ from pn_fairseq.norms.tokens import Contribution, Moments, Tokens
 class BatchStatsNorm(RunningNorm):
     r"""A norm by the statistics of the batch with the exact gradient; what BN and PN-V have in common.
 
-    y = weight x_hat + bias, x_hat = (h - mean) / D, D = sqrt(moment + eps), where mean and moment are those of the N
-    real tokens M of the batch. With dx_hat = weight dy, real tokens get (Shen et al. 2020, Eq. 6; BN: Eq. 3)
+    y = weight x_hat + bias, x_hat = (h - mean) / D, D = sqrt(moment + eps), where mean and moment are taken over the
+    N real tokens M of the batch. With dx_hat = weight dy, real tokens get (Shen et al. 2020, Eq. 6; BN: Eq. 3)
 
     .. math:: \mathrm{d}h = (\mathrm{d}\hat x - \hat x\,\mathrm{mean}_M(\mathrm{d}\hat x\,\hat x)
         - [\text{BN}]\;\mathrm{mean}_M(\mathrm{d}\hat x)) / D
@@ -21,7 +21,8 @@ class BatchStatsNorm(RunningNorm):
 
     def forward_pass(self, tokens: Tokens, step: Contribution) -> Tensor:
         batch = self.batch_moments(tokens)
-        return tokens.normalize(batch.moment, batch.mean)
+        weight, bias = self.effective_affine(tokens.weight, tokens.bias, tokens.further, batch.mean, batch.moment)
+        return tokens.normalize(batch.moment, batch.mean, weight, bias)
 
     def backward_pass(self, tokens: Tokens, step: Contribution) -> tuple[Tensor, Tensor]:
         return self.exact_gradient(tokens, step)
@@ -49,7 +50,7 @@ class BatchStatsNorm(RunningNorm):
 class MaskedBatchNorm(BatchStatsNorm):
     r"""Batch normalization, BN (Ioffe & Szegedy 2015; Shen et al. 2020, Algorithm 1, gradient Eq. 3).
 
-    What ``torch.nn.BatchNorm1d`` computes when it is given the N real tokens alone:
+    What ``torch.nn.BatchNorm1d`` computes when it is given only the N real tokens:
 
     .. math:: \hat x = (x - \mu_B) / \sqrt{\sigma_B^2 + \epsilon}, \qquad y = \gamma \hat x + \beta
 
@@ -100,7 +101,7 @@ class MaskedBatchNormRelease(MaskedBatchNorm):
     :math:`\sigma_B^2 A / (A - 1)`. The gradient is the exact one of this forward. A transformer puts layer-scale with
     one group in front, does not synchronise it and averages with ``alpha_fwd`` 0.95 by default.
 
-    Arguments, buffers and errors are those of :class:`MaskedBatchNorm`.
+    Arguments, buffers and errors: see :class:`MaskedBatchNorm`.
     """
 
     transformer_defaults = {"layer_scale_groups": 1, "sync": False}

@@ -39,7 +39,7 @@ class RegularizedBatchNorm(MaskedBatchNorm):
         sync, process_group: see :class:`~pn_fairseq.norms.base.RunningNorm`.
         eps, affine, layer_scale_groups, batch_first: see :class:`~pn_fairseq.norms.base.ChannelNorm`.
 
-    Buffers: those of :class:`~pn_fairseq.norms.MaskedBatchNorm`.
+    Buffers: see :class:`~pn_fairseq.norms.MaskedBatchNorm`.
     """
 
     #: The gradient of what is minimized with respect to P, a float or 0-d.
@@ -109,7 +109,7 @@ class RegularizedBatchNormRelease(RegularizedBatchNorm):
     (c) The running variance is the average of biased variances.
     (d) Variances are replaced by epsilon where they are smaller; epsilon is not added to them.
 
-    Arguments, buffers and errors are those of :class:`RegularizedBatchNorm`.
+    Arguments, buffers and errors: see :class:`RegularizedBatchNorm`.
     """
 
     def batch_moments(self, tokens: Tokens) -> Moments:

@@ -1,4 +1,4 @@
-"""Norms of this package in the place of those of any PyTorch model, with the padding mask handed to them.
+"""Norms of this package in the place of the norms of any PyTorch model, with the padding mask handed to them.
 
 :func:`convert_norms` replaces the norms. :mod:`pn_fairseq.norms.padding` has the masks.
 """
@@ -204,7 +204,7 @@ class ConvertedNorm:
         warnings.warn(
             f"{self.name} takes statistics over the tokens of a batch, and no padding mask has reached it: padding, if "
             "there is any, is counted. Run the model in `with padding(...)`, or convert it with mask_from=...; "
-            "`with padding(None)` says that there is no padding. (This is said once for a model.)",
+            "`with padding(None)` says that there is no padding. (This warning appears once for a model.)",
             stacklevel=2,
         )
 
@@ -418,7 +418,7 @@ def convert_norms(
 
     Kept are the parameters (the same objects, with their names, so that an optimizer, tied weights and the checkpoint
     of the unconverted model go on), eps, dtype, device and training mode; between norms with the same running
-    statistics those and their decay, too. The norm gets an additional ``bias`` of zeros if it has one and the replaced
+    statistics also those and their decay. The norm gets an additional ``bias`` of zeros if it has one and the replaced
     module has none. A checkpoint of the unconverted model leaves what it lacks as it is.
 
     Padding is normalized like other tokens and enters no statistic.

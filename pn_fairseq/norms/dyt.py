@@ -11,7 +11,7 @@ from pn_fairseq.norms.checks import check_positive
 class DynamicTanh(ChannelNorm):
     r"""Dynamic Tanh, DyT (Zhu et al. 2025): :math:`y = \gamma \tanh(\alpha x) + \beta`, without statistics.
 
-    ``alpha``, (1,), is learned, whatever ``affine`` says. It has no state, and a padding mask changes nothing.
+    ``alpha``, (1,), is always learned, also with ``affine=False``. It has no state, and a padding mask changes nothing.
 
     Args:
         num_features: number of channels C.

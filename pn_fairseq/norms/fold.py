@@ -23,7 +23,7 @@ def folded_linear(norm: RunningNorm, weight: Tensor, bias: Tensor | None) -> tup
         bias: c, (K,); None for 0.
 
     Returns:
-        Both in float64, whatever the types of the arguments.
+        Both in float64, for all types of the arguments.
     """
     norm.flush()
     scale, shift = norm.evaluation_affine(torch.float64)
@@ -36,14 +36,14 @@ def folded_linear(norm: RunningNorm, weight: Tensor, bias: Tensor | None) -> tup
 def fold_norms(model: nn.Module, *args, **kwargs) -> list[tuple[str, str]]:
     r"""Make the norms with running statistics of ``model`` a part of the maps before or after them, in evaluation.
 
-    As ``torch.nn.utils.fusion``, but without being told which: ``model(*args, **kwargs)`` runs once to see which linear
+    As ``torch.nn.utils.fusion``, but it finds the maps itself: ``model(*args, **kwargs)`` runs once to see which linear
     maps and convolutions produce the input of a norm or take its output, and after each fold to compare. A fold is kept
     if the output stays the same (to 1e-4 of its greatest value; use an input with padding if the model has it, and
     float32 or wider). A norm whose output is also used otherwise, as in a post-norm transformer, is left as it is.
     ``nn.Identity`` takes the place of a folded norm, so a checkpoint of the model no longer fits.
 
     Returns:
-        The names of the folded norms, each with those of the maps that it is a part of now.
+        The names of the folded norms, each with the names of the maps that it is a part of now.
 
     Raises:
         ValueError: the model is in training mode.
@@ -52,7 +52,9 @@ def fold_norms(model: nn.Module, *args, **kwargs) -> list[tuple[str, str]]:
         raise ValueError("the norms of a model can be folded in evaluation only; call eval() first")
     names = {module: name for name, module in model.named_modules()}
     maps = [module for module in names if isinstance(module, _MAPS)]
-    norms = [module for module in names if isinstance(module, RunningNorm) and not module.layer_scale_groups]
+    norms = [
+        module for module in names if isinstance(module, RunningNorm) and module.folds and not module.layer_scale_groups
+    ]
     makers: dict[int, nn.Module] = {}
     inputs: dict[nn.Module, tuple[nn.Module | None, Tensor]] = {}
     takers: dict[int, list[nn.Module]] = {}

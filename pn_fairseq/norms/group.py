@@ -8,7 +8,7 @@ from pn_fairseq.norms.checks import check_whole
 
 
 class GroupNorm(ChannelNorm):
-    r"""Group normalization (Wu & He 2018) of every token alone, as in Shen et al. 2020, Table 4.
+    r"""Group normalization (Wu & He 2018) of each token by itself, as in Shen et al. 2020, Table 4.
 
     .. math:: y_g = \gamma_g\, (x_g - \mathrm{mean}(x_g)) / \sqrt{\mathrm{var}(x_g) + \epsilon} + \beta_g
 

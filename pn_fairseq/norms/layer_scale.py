@@ -21,7 +21,7 @@ class LayerScale(nn.Module):
         batch_first: see :class:`~pn_fairseq.norms.base.ChannelNorm`. It changes the check of ``padding_mask`` only.
 
     The name is the PowerNorm paper's. CaiT's LayerScale, a learned factor per channel on a residual branch, is
-    something else. ``padding_mask`` changes nothing: every token is scaled alone.
+    something else. ``padding_mask`` changes nothing: each token is scaled by itself.
 
     Raises:
         ValueError: ``num_features`` is not a positive whole number, ``groups`` is negative or does not divide it,

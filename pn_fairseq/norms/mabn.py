@@ -12,8 +12,8 @@ class MovingAverageBatchNorm(WindowNorm):
     Propagation of Batch Normalization").
 
     Training step number t, per channel, with :math:`\psi_B^2 = \mathrm{mean}_M(x^2)` over the real tokens M and means
-    over the last ``window`` steps, this one included (early, see :class:`~pn_fairseq.norms.window.WindowNorm`: of this
-    step alone):
+    over the last ``window`` steps, this one included (early, see :class:`~pn_fairseq.norms.window.WindowNorm`: only
+    of this step):
 
     .. math::
         \psi^2 &= \mathrm{mean}_t(\psi_B^2), \qquad D = \sqrt{\psi^2 + \epsilon}, \qquad \hat x = x / D, \qquad

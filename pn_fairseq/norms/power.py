@@ -9,7 +9,7 @@ from pn_fairseq.norms.base import COUNT, RunningNorm
 from pn_fairseq.norms.checks import check_alpha, check_whole
 from pn_fairseq.norms.tokens import Contribution, Tokens
 
-#: More batches than any training has: the warm-up is on whatever the counter says.
+#: More batches than any training has: the warm-up is on at every value of the counter.
 ALWAYS = 2**62
 
 
@@ -31,7 +31,7 @@ class PowerNorm(RunningNorm):
     :math:`y = \gamma x / \sqrt{\psi^2 + \epsilon} + \beta`.
 
     **psi warm-up.** For the first ``psi_warmup_updates`` optimizer updates D = sqrt(psi_B^2 + eps), and psi^2 is the
-    mean of the batches since the warm-up began. :meth:`set_num_updates` tells how many updates are completed; 0 begins
+    mean of the batches since the warm-up began. :meth:`set_num_updates` sets how many updates are completed; 0 begins
     a new warm-up. Without these calls a module counts its training steps; with a warm-up it always takes two passes.
 
     Args:

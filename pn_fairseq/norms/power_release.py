@@ -31,7 +31,7 @@ class PowerNormRelease(PowerNorm):
     (b) Within the warm-up :math:`\psi^2` takes the cumulative mean *and then also* the exponential step, so a batch
         weighs :math:`1 - \alpha_\mathrm{fwd}(1 - 1/t)` instead of :math:`1/t`: a recent batch counts much more than
         an old one. The cumulative mean ends one forward before the normalization with :math:`\psi_B` does.
-    (c) The means behind :math:`\nu` are over A and not M, and :math:`\nu \hat x` is subtracted at padding, too. How
+    (c) The means behind :math:`\nu` are over A and not M, and :math:`\nu \hat x` is also subtracted at padding. How
         much padding a batch has therefore has an influence on training. :math:`\psi_B^2` stays over M.
     (d) There is no :math:`\max(0, \cdot)`: :math:`\nu` diverges when :math:`\mathrm{mean}_A(\hat x^2)` stays above
         :math:`2 / (1 - \alpha_\mathrm{bwd})`. The released code stores ``ema_gz`` =
@@ -42,12 +42,14 @@ class PowerNormRelease(PowerNorm):
 
     Evaluation is the paper's, :math:`y = \gamma x / \sqrt{\psi^2 + \epsilon} + \beta`.
 
-    One difference remains: the released code's group scaling has a fixed epsilon of 1e-5, whatever that of the norm is.
-    Here layer-scale has ``eps``, as in all norms. With the default of both, 1e-5, they are equal.
+    One difference remains: the released code's group scaling has a fixed epsilon of 1e-5, also in a norm with another
+    ``eps``. Here layer-scale has ``eps``, as in all norms: with m the mean square of a token's group, its scaled
+    activations are :math:`\sqrt{(m + 10^{-5}) / (m + \epsilon)}` times the released ones. With the default
+    ``eps``, 1e-5, they are equal.
 
-    The released code has no rules about faults. This module keeps those of
+    The released code has no rules about faults. This module keeps the rules of
     :class:`~pn_fairseq.norms.base.RunningNorm`, which change no result of a training without faults. Since padding
-    enters the means of (c), a number at padding that is not finite counts as a fault too.
+    enters the means of (c), a number at padding that is not finite also counts as a fault.
 
     Args:
         psi_warmup_updates: length W of the warm-up in training forwards; :meth:`set_num_updates` does not change it.

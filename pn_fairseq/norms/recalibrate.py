@@ -21,14 +21,15 @@ def recalibrating(model: nn.Module) -> Iterator[list[RunningNorm]]:
     Every :class:`RunningNorm` normalizes with the statistics of the batch, and its running mean and second moment
     become their mean over the n batches, :math:`\psi^2 = \frac{1}{n} \sum_i \psi_{B,i}^2`. That is what
     ``torch.optim.swa_utils.update_bn`` computes for torch's BatchNorm, but the rest of the model is in evaluation mode:
-    the statistics are those of activations without dropout, as in evaluation.
+    the statistics are taken over activations without dropout, as in evaluation.
 
-    Batches count equally whatever their number of real tokens, as in the averages of training. Give batches of about
-    the same size. A batch without a real token, or with statistics that are not finite, does not count.
+    All batches count equally, whether they have few or many real tokens, as in the averages of training.
+    Give batches of about the same size. A batch without a real token, or with statistics that are not finite, does not
+    count.
 
     All other state keeps its value, among it the number of training steps (the psi warm-up does not begin again) and
     PN's :math:`\nu`, which only backward passes can estimate. Modes are restored. A norm that no batch has reached
-    keeps its old statistics, and an exception inside the block restores those of all.
+    keeps its old statistics, and an exception inside the block restores the statistics of all norms.
 
     Args:
         model: any module that holds norms of this package.
@@ -74,7 +75,7 @@ def average_running_stats(model: nn.Module, group=None) -> bool:
     states = []
     for norm in norms:
         norm.flush()
-        # float64 holds the counters, too: ranks that skipped different batches have different ones.
+        # float64 also holds the counters: ranks that skipped different batches have different ones.
         state = {name: buffer.double() for name, buffer in norm.named_buffers(recurse=False)}
         if norm.mean_name is not None:
             state[norm.moment_name] = state[norm.moment_name] + state[norm.mean_name].square()

@@ -31,7 +31,7 @@ class RMSNorm(ChannelNorm):
 class RMSNormRelease(RMSNorm):
     r"""RMSNorm as in its authors' code for PyTorch: :math:`y = \gamma\, x / (\sqrt{\mathrm{mean}(x^2)} + 10^{-8})`.
 
-    Arguments and shapes are those of :class:`RMSNorm`; ``eps`` is that of layer-scale alone.
+    Arguments and shapes: see :class:`RMSNorm`; only layer-scale uses ``eps``.
     """
 
     def normalize(self, h: Tensor) -> Tensor:
@@ -43,8 +43,8 @@ class ScaleNorm(ChannelNorm):
 
     .. math:: y = g\, x / \max(\lVert x \rVert_2, \epsilon)
 
-    ``g``, (1,), is initially :math:`\sqrt{C}`; it is learned whatever ``affine`` says. There are no gain and bias per
-    channel. It has no state, and a padding mask changes nothing.
+    ``g``, (1,), is initially :math:`\sqrt{C}`; it is always learned, also with ``affine=False``. There are no
+    gain and bias per channel. It has no state, and a padding mask changes nothing.
 
     Args:
         num_features: number of channels C.

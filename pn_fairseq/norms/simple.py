@@ -41,7 +41,7 @@ class LayerNormSimple(ChannelNorm):
 
     .. math:: y = (x - \mathrm{mean}(x)) / \sqrt{\mathrm{var}(x) + \epsilon}
 
-    Mean and biased variance are those of a token over its channels. There are no parameters and no state, and a padding
+    Mean and biased variance are taken over the channels of a token. There are no parameters and no state, and a padding
     mask changes nothing.
 
     Args:
@@ -95,7 +95,7 @@ class AdaNorm(LayerNormSimple):
     .. math:: z = (x - \mathrm{mean}(x)) / \sqrt{\mathrm{var}(x) + \epsilon}, \qquad
         y = C\, \mathrm{sg}(1 - k z) \odot z
 
-    sg is a constant to the gradient. Mean and biased variance are those of a token over its channels.
+    sg is a constant to the gradient. Mean and biased variance are taken over the channels of a token.
 
     Args:
         ada_k: k, at least 0. The paper has 1/10.

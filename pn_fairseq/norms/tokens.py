@@ -47,11 +47,11 @@ class Tokens:
     """The tokens of one batch: masked, layer-scaled, and summed over all ranks where the norm is synchronised.
 
     h denotes the layer-scaled activations, D = sqrt(moment + eps), x_hat = (h - mean) / D, dx_hat = weight * dy.
-    ``weight`` and ``bias`` are those of the norm unless an argument takes their place.
+    ``weight`` and ``bias`` belong to the norm unless an argument takes their place.
 
     Attributes:
         weight, bias: (C,) parameters of the norm, or None.
-        further: those of :meth:`.RunningNorm.further_parameters`.
+        further: the parameters of :meth:`.RunningNorm.further_parameters`.
         num_features: number of channels C.
         step: the :class:`Contribution` that they belong to.
         padding: the mask in the order of x, contiguous, or None; a backward is given that of its forward.
@@ -151,8 +151,8 @@ class Tokens:
     ) -> tuple[Tensor, Tensor]:
         """dx, where dh = (dx_hat - 1_M (nu * x_hat + offset)) / D and 1_M is 1 on real tokens and 0 on padding.
 
-        ``sums``: the same pass also gives ``parameters`` as in :meth:`gradient_sums`, and as ``step.products`` those of
-        this rank's tokens, which enter the state summed over all ranks. Otherwise the second result is empty.
+        ``sums``: the same pass also gives ``parameters`` as in :meth:`gradient_sums`, and as ``step.products`` the sums
+        over this rank's tokens, which enter the state summed over all ranks. Otherwise the second result is empty.
         """
         weight = self.weight if weight is None else weight
         dx, parameters, products = kernels.gradient(
@@ -215,6 +215,7 @@ class Training(torch.autograd.Function):
         dx, parameters, *gradients = norm.backward_pass(tokens, step)
         norm.contribute(step, ctx.version)
         ctx.version = None  # a second backward of a retained graph contributes nothing
+        gradients = [each.to(parameter.dtype) for each, parameter in zip(gradients, further, strict=True)]
         if weight is None:
             return dx, None, None, None, None, *gradients
         if parameters.dtype != weight.dtype:

@@ -13,8 +13,8 @@ class UnifiedNorm(WindowNorm):
     Transformers").
 
     Training step number t, per channel, with :math:`\psi_B^2 = \mathrm{mean}_M(x^2)` over the real tokens M and means
-    over the last ``window`` steps, this one included (early, see :class:`~pn_fairseq.norms.window.WindowNorm`: of this
-    step alone):
+    over the last ``window`` steps, this one included (early, see :class:`~pn_fairseq.norms.window.WindowNorm`: only
+    of this step):
 
     .. math::
         \psi^2 &= \exp \mathrm{mean}_t(\log \psi_B^2), \qquad D = \sqrt{\psi^2 + \epsilon}, \qquad \hat x = x / D,
@@ -24,7 +24,7 @@ class UnifiedNorm(WindowNorm):
         \mathrm{d}x = (\gamma r\,\mathrm{d}y - \nu_t \hat x) / D
 
     r = D / sqrt(running psi^2 + eps), clipped to [1/5, 5]; 1 in the first 1,000 optimizer updates, or in the warm-up
-    if that is longer. It acts on the gradient alone. After each step :math:`\psi^2` enters the running :math:`\psi^2`,
+    if that is longer. It acts only on the gradient. After each step :math:`\psi^2` enters the running :math:`\psi^2`,
     which evaluation uses, by an exponential average.
 
     **Filtration of outliers** (``outlier_filtration``; the authors recommend it for images and not for text). With v
@@ -119,11 +119,11 @@ class UnifiedNormRelease(UnifiedNorm):
     r"""Unified normalization as the authors' code computes it in their translation models.
 
     (a) Their models pass no padding mask, so padding counts in :math:`\psi_B^2` and in :math:`\lambda_B`, and
-        :math:`\nu \hat x` is subtracted at padding, too.
+        :math:`\nu \hat x` is also subtracted at padding.
     (b) The gradient of :math:`\gamma` has the factor r, though y does not: :math:`\sum r\,\mathrm{d}y\,\hat x`.
     (c) The warm-up and the 1,000 of r count training forwards, not optimizer updates.
 
-    Arguments, buffers and errors are those of :class:`UnifiedNorm`. A batch without a real token changes no state.
+    Arguments, buffers and errors: see :class:`UnifiedNorm`. A batch without a real token changes no state.
     """
 
     def completed_updates(self) -> Tensor:

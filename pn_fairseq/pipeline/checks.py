@@ -104,7 +104,7 @@ def open_data(folder: Path, name: str, dictionary: Dictionary):
 
     Its ``sizes`` are a view of a file that is open for as long as it exists.
     """
-    path, again = folder / name, "prepare the data again (scripts/prepare_*.sh)"
+    path, again = folder / name, "prepare the data again (pn prepare)"
     index, content = Path(f"{path}.idx"), Path(f"{path}.bin")
     if not (index.is_file() and content.is_file()):
         raise UserError(f"{folder} has no {name}: {again}")

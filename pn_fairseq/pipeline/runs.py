@@ -9,7 +9,6 @@ A run of ``pn train`` is a directory:
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,7 +22,7 @@ from pn_fairseq.common.files import read_settings, recorded
 from pn_fairseq.pipeline.training_log import TrainingLog, read_log, without_flags_of_others
 
 #: The help of the option --run.
-RUN = "a run of scripts/train.sh, fairseq-train or a job of a sweep"
+RUN = "a run of pn train, fairseq-train or a job of a sweep"
 #: Any of these in a folder means that ``pn train`` wrote it; a run that failed at once has only the last.
 _FILES_OF_PN_TRAIN = ("config.yaml", "data", "data.settings", "starts.jsonl", "failed")
 
@@ -65,9 +64,7 @@ class Run:
     def _settings_of_a_checkpoint(self) -> dict:
         files = [*self.checkpoints.glob("checkpoint_last.pt"), *sorted(self.checkpoints.glob("checkpoint*.pt"))]
         if not files:
-            raise UserError(
-                f"'{self.path}' is not a training run: it has no config.yaml and no checkpoint (scripts/train.sh)"
-            )
+            raise UserError(f"'{self.path}' is not a training run: it has no config.yaml and no checkpoint (pn train)")
         from pn_fairseq.common.checkpoints import load_checkpoint  # needs torch
 
         cfg = load_checkpoint(files[0]).get("cfg")
@@ -110,7 +107,7 @@ class Run:
         for key in ("source", "target"):
             if not settings.get(key):
                 where = "its settings" if self.data is None else recorded(self.data, "settings")
-                raise UserError(f"{where} do not name the {key} language (scripts/prepare_*.sh write it)")
+                raise UserError(f"{where} do not name the {key} language (pn prepare writes it)")
         return settings
 
     @cached_property
@@ -135,22 +132,6 @@ class Run:
             OSError: the file cannot be read.
         """
         return read_log(self.log_file) if self.log_file else None
-
-    @cached_property
-    def starts(self) -> list[dict]:
-        """The records of starts.jsonl, in order; an empty list without that file.
-
-        ``world_size`` is the number of ranks, and each of the ``machines`` has its number of ``ranks``.
-        """
-        file = self.path / "starts.jsonl"
-        lines = file.read_text("utf-8", errors="replace").splitlines() if file.is_file() else []
-        records = []
-        for number, line in enumerate(lines, 1):
-            try:
-                records += [with_present_names(dict(json.loads(line)))] if line.strip() else []
-            except (ValueError, TypeError):
-                raise UserError(f"line {number} of {file} cannot be read") from None
-        return records
 
     def checkpoint_files(self, given: list[Path] | None) -> list[Path]:
         """``given``, or else averaged.pt."""
@@ -206,15 +187,3 @@ def flat(settings: dict, prefix: str = "") -> dict[str, object]:
     for key, value in settings.items():
         values |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
     return values
-
-
-def with_present_names(record: dict) -> dict:
-    """A record of starts.jsonl by an older version, which called ranks workers."""
-    if "workers" in record:
-        record["world_size"] = record.pop("workers")
-    if "machines" in record:
-        record["machines"] = [
-            {{"workers": "ranks"}.get(name, name): value for name, value in machine.items()}
-            for machine in record["machines"]
-        ]
-    return record

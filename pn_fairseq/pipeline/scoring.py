@@ -186,7 +186,7 @@ def score(metric: str, hypotheses: Sequence[str], references: Sequence[str], **s
 #: Languages in which “ and ‘ close a quotation (and „ opens it), instead of opening it.
 _LOW_OPENING_QUOTES = frozenset("bg cs da de et hr is lt mk sk sl sq sr".split())
 
-#: sacremoses joins these marks alternately to the next and to the previous word, though each has one direction. They are
+#: sacremoses joins these marks alternately to the next and to the previous word, though each has one side. They are
 #: replaced by characters that occur in no text and that sacremoses leaves unchanged.
 _ALTERNATING_QUOTES = "„“"
 _HIDDEN_QUOTES = "\ufdd0\ufdd1"

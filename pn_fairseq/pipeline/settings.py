@@ -7,17 +7,16 @@ update are spread over the ranks, and the model is built once on the meta device
 
 import argparse
 import dataclasses
-import functools
 import re
 import typing
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 from fairseq import tasks
 from fairseq.dataclass.configs import FairseqConfig
-from fairseq.dataclass.initialize import add_defaults, hydra_init
+from fairseq.dataclass.initialize import add_defaults
 from fairseq.models import (
     ARCH_CONFIG_REGISTRY,
     ARCH_MODEL_NAME_REGISTRY,
@@ -38,9 +37,10 @@ from omegaconf.errors import OmegaConfBaseException
 
 import pn_fairseq.plugin  # noqa: F401 (registers the architectures)
 from pn_fairseq.common.command import UserError, did_you_mean, whole_number
-from pn_fairseq.common.files import recorded
+from pn_fairseq.common.files import configs_folder, recorded
 from pn_fairseq.common.old_settings import renamed
 from pn_fairseq.models.transformer_lm_pn import check_criterion
+from pn_fairseq.norms.registry import NormEntry
 from pn_fairseq.pipeline.checks import open_data, stand_in_dictionary
 from pn_fairseq.pipeline.runs import flat, load_config
 
@@ -163,12 +163,11 @@ def _check_section(config: Path, override: str) -> None:
     raise UserError(f"unknown setting '{key}'{_did_you_mean(key, _read(config, []))}")
 
 
-#: fairseq's settings as hydra's schema for a config of this name.
-_register = functools.cache(hydra_init)
-
-
 def _read(config: Path, overrides: Sequence[str]) -> DictConfig:
-    """The settings as fairseq-hydra-train composes them, every key checked."""
+    """The settings as fairseq-hydra-train composes them, every key checked.
+
+    The ``defaults`` of the file can name other files next to it, and those in configs/.
+    """
     for override in overrides:
         try:
             OverridesParser.create().parse_override(override)
@@ -177,18 +176,34 @@ def _read(config: Path, overrides: Sequence[str]) -> DictConfig:
             raise UserError(
                 f"{override.lstrip('+')} cannot be read: {' '.join(str(error).split())}; {advice}"
             ) from error
-    load_config(config)  # hydra's message about a file that is not YAML has many lines
+    own = flat(OmegaConf.to_container(load_config(config)))  # hydra's message about a broken file has many lines
     try:
-        _register(config.stem)
         with warnings.catch_warnings(action="ignore"), initialize_config_dir(str(config.parent), version_base="1.1"):
-            cfg = hydra_compose(config_name=config.stem, overrides=list(overrides))
+            cfg = hydra_compose(config.stem, [*overrides, f"hydra.searchpath=['file://{configs_folder()}']"])
         if "_name" not in (cfg.get("model") or {}) or not cfg.get("task"):
             raise UserError(f"{config} has no model._name or no task: it is not a configuration of a training")
+        _check_own(config, own, cfg, overrides)
         check_keys(cfg)
+        schema = OmegaConf.structured(FairseqConfig)
+        OmegaConf.set_struct(schema, False)  # for OWN
+        cfg = OmegaConf.merge(schema, cfg)
         add_defaults(cfg)
         return cfg
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(_one_line(error)) from error
+
+
+def _check_own(config: Path, own: dict, cfg: DictConfig, overrides: Sequence[str]) -> None:
+    """Refuse a setting of the file that one of its ``defaults`` replaces."""
+    given = tuple(f"{override.partition('=')[0].lstrip('+~')}." for override in overrides)
+    composed = flat(OmegaConf.to_container(cfg))
+    for key, value in own.items():
+        replaced = key in composed and composed[key] != value and not f"{key}.".startswith(given)
+        if replaced and not key.startswith(("defaults", "hydra.")):
+            raise UserError(
+                f"{config} has {key}={value}, and a file among its defaults has {key}={composed[key]}, which counts "
+                "because it comes later: leave one of them out, or put _self_ after that file"
+            )
 
 
 def _resolved(cfg: DictConfig) -> DictConfig:
@@ -205,6 +220,7 @@ def _one_line(error: Exception) -> str:
     lines = [line.strip().rstrip(".") for line in text.splitlines()]
     kept = [line for line in lines if line and not re.match(r"full_key:|reference_type=|object_type=|See https", line)]
     line = ": ".join(dict.fromkeys(kept)).replace("++", "")
+    line = line.replace("Invalid value assigned: AnyNode is not a ListConfig, list or tuple", "it must be a list")
     key = re.search(r"full_key: (\S+)", text)
     return line if key is None or key[1] in line else f"{key[1]}: {line}"
 
@@ -227,8 +243,8 @@ def _did_you_mean(name: str, cfg: DictConfig) -> str:
     keys = {}
     for known in FairseqConfig.__dataclass_fields__:
         node = cfg.get(known)
-        if OmegaConf.is_dict(node) and known != "_name":
-            keys[known] = (_known_keys(known, node.get("_name")) or set()) - {"_name"}
+        if known != "_name":
+            keys[known] = (_known_keys(known, node and node.get("_name")) or set()) - {"_name"}
     elsewhere = [f"{other}.{key}" for other in keys if key in keys[other]]
     if elsewhere:
         return did_you_mean(elsewhere[0], elsewhere[:1])
@@ -295,18 +311,22 @@ def _batches(config: Path, cfg: DictConfig, names: set[str], world_size: int) ->
     return spread(whole_number("tokens_per_update", tokens), cap, world_size)
 
 
-def check_names(cfg: DictConfig) -> None:
-    """Refuse norms and options of norms that do not exist, and a model of another task, without any data."""
+def check_names(cfg: DictConfig) -> dict[str, NormEntry]:
+    """Refuse norms and options of norms that do not exist, and a model of another task, without any data.
+
+    Returns:
+        The norms of the model: their names and entries in the registry; none for a model of fairseq.
+    """
     is_lm = issubclass(ARCH_MODEL_REGISTRY[cfg.model._name], FairseqLanguageModel)
     if is_lm != {"language_modeling": True, "translation": False}.get(cfg.task._name, is_lm):
         raise UserError(f"model._name={cfg.model._name} is not a model for task._name={cfg.task._name}")
     norm_options = getattr(ARCH_MODEL_REGISTRY[cfg.model._name], "norm_options", None)
     if norm_options is None:  # a model of fairseq
-        return
+        return {}
     filled = OmegaConf.create(OmegaConf.to_container(cfg))
     try:
         ARCH_CONFIG_REGISTRY[cfg.model._name](filled.model)
-        norm_options.from_args(filled.model)
+        return norm_options.from_args(filled.model).names()
     except ValueError as error:
         raise UserError(str(error)) from error
 
@@ -399,8 +419,9 @@ def check_same_run(cfg: DictConfig, data: Path, run: Path) -> None:
     kept = run / "data.settings"
     if kept.is_file() and kept.read_bytes() != recorded(data, "settings").read_bytes():
         raise UserError(f"'{run}' was started with different data than '{data}' (compare {kept}); use another --run")
+    norms = check_names(cfg)
     begun = OmegaConf.to_container(load_config(run / "config.yaml"))
-    before, now = renamed(flat(begun)), flat(OmegaConf.to_container(cfg))
+    before, now = (_by_norm(renamed(flat(one)), norms) for one in (begun, OmegaConf.to_container(cfg)))
     keys = sorted({*before, *now}, key=lambda key: (not key.startswith("model."), key))
     changed = [key for key in keys if before.get(key) != now.get(key) and not MAY_CHANGE.fullmatch(key)]
     shown = [f"{key} {before.get(key)} -> {now.get(key)}" for key in changed]
@@ -410,3 +431,15 @@ def check_same_run(cfg: DictConfig, data: Path, run: Path) -> None:
             f"'{run}' was started with different settings: {', '.join(shown[:3])}{more}; use another --run or remove "
             "it (only limits, decoding, saving, validation and logging may change when a run is resumed)"
         )
+
+
+def _by_norm(settings: dict[str, object], norms: Mapping[str, NormEntry]) -> dict[str, object]:
+    """``settings`` by dotted name, with norm options as ``model.norm_options.NORM.KEY`` for each of the ``norms``."""
+    prefix, given = "model.norm_options.", {}
+    for key in [key for key in settings if key.startswith(prefix)]:
+        norm, _, option = key.removeprefix(prefix).rpartition(".")
+        given.setdefault(norm, {})[option] = settings.pop(key)
+    for norm, entry in norms.items():
+        options = {**given.get("", {}), **given.get(norm, {})}
+        settings |= {f"{prefix}{norm}.{key}": value for key, value in options.items() if key in entry.own_options}
+    return settings

@@ -49,7 +49,7 @@ LOG_SECONDS = 30
 
 def _parser() -> ArgumentParser:
     formatter = argparse.RawDescriptionHelpFormatter
-    parser = ArgumentParser(prog="scripts/train.sh", epilog=EPILOG, formatter_class=formatter)
+    parser = ArgumentParser(prog="pn train", epilog=EPILOG, formatter_class=formatter)
     names = ", ".join(known_configs())
     parser.add_argument("config", metavar="CONFIG", help=f"a name in configs/ ({names}) or the path of a YAML file")
     parser.add_argument(
@@ -71,7 +71,7 @@ def find_config(name: str) -> Path:
     return path.resolve()
 
 
-@command("train.sh")
+@command("pn train")
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     args = _parser().parse_intermixed_args(argv)
@@ -101,7 +101,7 @@ def main(argv: list[str] | None = None) -> int:
         raise
     except TrainingFailed as error:
         if not report_failure(error):
-            print(f"train.sh: error: {error}", file=sys.stderr)
+            print(f"pn train: error: {error}", file=sys.stderr)
         return 1
 
 

@@ -17,9 +17,8 @@ _EPILOG = """\
 example:
   %(prog)s runs/iwslt14_de_en/*_seed* --output runs/iwslt14_de_en/report
 
-RUN is the folder of a run of scripts/train.sh; or of fairseq-train, with its --log-file or saved output (--log-format
-json), or only its checkpoints, and what scripts/score.sh --run wrote; or of a job of fairseq-hydra-train -m, or of all
-jobs together.
+RUN is the folder of a run of pn train; or of fairseq-train, with its --log-file or saved output (--log-format json), or
+only its checkpoints, and what pn score --run wrote; or of a job of fairseq-hydra-train -m, or of all jobs together.
 
 Writes into DIR and replaces the files of an earlier report:
   report.md               for GitHub, with the pictures next to it

@@ -96,7 +96,7 @@ class Subject:
 
 def find_probe(run) -> Path | None:
     """The folder of ``--norm-probe`` of a run (:class:`pn_fairseq.report.runs.Run`), which may have been moved."""
-    told = run.setting("model.norm_probe")
+    told = run.get("model.norm_probe")
     places = [run.path / "norm_probe", *([run.path / Path(told).name, Path(told)] if told else [])]
     return next((place for place in places if any(place.glob("update-*.parquet"))), None)
 
@@ -129,7 +129,7 @@ def read_subject(run, label: str, line: str, name: str | None = None) -> Subject
         updates = max(planned, int(probe["update"].max()))
         series = series_of(probe, name or known[0], updates)
     checkpoints = [run.path / place / "checkpoint_last.pt" for place in ("checkpoints", ".")]
-    tokens = run.setting("dataset.max_tokens")
+    tokens = run.get("dataset.max_tokens")
     return Subject(
         run.name,
         label,
@@ -380,7 +380,7 @@ FIGURES: dict[int, Figure] = {
     5: Figure(
         batch_size,
         lambda subject: subject.bleu is not None and subject.tokens is not None,
-        "scores (scripts/score.sh) and dataset.max_tokens",
+        "scores (pn score) and dataset.max_tokens",
     ),
     6: Figure(spectra, lambda subject: subject.checkpoint is not None, "a checkpoint_last.pt"),
     7: Figure(

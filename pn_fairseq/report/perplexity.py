@@ -32,7 +32,7 @@ def of_language_models(runs: Sequence[Run]) -> bool:
     Raises:
         UserError: some are and some are not.
     """
-    kinds = {run.language_model for run in runs if run.settings is not None}
+    kinds = {run.language_model for run in runs if run.settings_by_name}
     if len(kinds) > 1:
         raise UserError("some runs are language models and some are not: report on them apart")
     return kinds == {True}
@@ -58,7 +58,7 @@ def _causal(runs: Sequence[Run]) -> bool:
 
 def _counts(corpus: Corpus) -> dict[str, str]:
     """What the preparation counted."""
-    files = [recorded(run.data_path, "counts") for run in corpus.runs if run.data_path]
+    files = [recorded(run.data_folder, "counts") for run in corpus.runs if run.data_folder]
     counts = next((read_settings(file) for file in files if file.is_file()), {})
     return {title: f"{float(counts[name]):,g}" for name, title in _COUNTS.items() if name in counts}
 

@@ -47,7 +47,7 @@ _MAIN_SETTINGS = re.compile(
 #: Systems in one picture of learning curves, beside LN; more cannot be told apart.
 _OF_A_PICTURE = 5
 
-#: What describes a start of a training and not the machine it ran on (scripts/train.sh).
+#: What describes a start of a training and not the machine it ran on (pn train).
 _OF_A_START = ("started", "command", "world_size", "tokens_per_update", "update_freq", "max_tokens")
 
 
@@ -93,13 +93,13 @@ def rows_of(corpus: Corpus) -> Iterator[tuple[dict, Run]]:
 def _pairs_of(corpus: Corpus, split: str) -> int | None:
     """Sentence pairs of a split in the prepared data; None if it is not there any more."""
     source = (corpus.data or {}).get("source")
-    files = [run.data_path / "bpe" / f"{split}.{source}" for run in corpus.runs if run.data_path and source]
+    files = [run.data_folder / "bpe" / f"{split}.{source}" for run in corpus.runs if run.data_folder and source]
     return next((amount for amount in map(lines_of, files) if amount is not None), None)
 
 
 def data(corpus: Corpus, counts: Mapping[str, str]) -> pandas.DataFrame:
     """Where the data is, its settings, and ``counts``."""
-    places = list(dict.fromkeys(os.path.relpath(run.data_path) for run in corpus.runs if run.data_path))
+    places = list(dict.fromkeys(os.path.relpath(run.data_folder) for run in corpus.runs if run.data_folder))
     rows = {"prepared data": code(", ".join(places)) if places else missing("not recorded")}
     if corpus.data is None:
         rows["settings"] = missing("not recorded")
@@ -167,10 +167,9 @@ def results(corpus: Corpus, measures: Mapping[str, str], verb: str, paper: Table
 def _headline(corpus: Corpus, compared: Mapping[str, Compared]) -> list[tuple[str, str]]:
     """What was found, as (measure, sentence); first what else differs than the norm."""
     found = [("Not only the norms differ", f"{sentence}.") for sentence in confounded(corpus)]
-    several = sum(len(one.families) for one in compared.values()) > len(compared)
     for one in compared.values():
         for family in one.families:
-            where = f" ({family.control}, {family.machine})" if several else ""
+            where = f" ({family.control})" if len(one.families) > 1 else ""
             found.append((f"{one.measure.heading}{where}", one.sentence(family)))
     if any(one.families for one in compared.values()):
         return found
@@ -231,8 +230,8 @@ def raw_scores(corpora: Sequence[Corpus]) -> pandas.DataFrame:
             if run.language_model:
                 parts = {"signature": run.perplexity.signature if run.perplexity else ""}
             rows.append(
-                {"run": run.name, "data": os.path.relpath(run.data_path) if run.data_path else "", "system": label}
-                | {"norm": corpus.norm(label), "seed": seed, "machine": run.machine}
+                {"run": run.name, "data": os.path.relpath(run.data_folder) if run.data_folder else "", "system": label}
+                | {"norm": corpus.norm(label), "seed": seed, "machine": run.machine, "code": run.code}
                 | {"compared with": corpus.baseline(label), **run.measures, **parts}
                 | _of_training(run)
                 | {"state": _state(run).strip("*"), "problems": "; ".join(map(relative, run.problems))}
@@ -348,9 +347,9 @@ def _settings(corpus: Corpus) -> dict | None:
 
 
 def _commands(runs: Sequence[Run]) -> dict[str, str]:
-    """Name of a run -> the command that it was started with, of those that scripts/train.sh noted it for."""
+    """Name of a run -> the command that it was started with, of those that pn train noted it for."""
     words = {run.name: run.starts[0].get("command") for run in runs if run.starts}
-    return {name: shlex.join(["scripts/train.sh", *map(relative, found)]) for name, found in words.items() if found}
+    return {name: shlex.join(["pn", "train", *map(relative, found)]) for name, found in words.items() if found}
 
 
 def about(corpus: Corpus, *, subset: str, paper: str, resamples: int) -> dict:
@@ -398,9 +397,7 @@ def _compared(corpus: Corpus, picture: Path, planned: Sequence[tuple[str, str]])
         "picture": picture.name if intervals.plot(compared, list(corpus.settings), picture) else None,
         "machines": list(frame["machine"].unique()),
         "strengths": [
-            (one.measure.heading, one.strength(family), family.machine)
-            for one in compared.values()
-            for family in one.families
+            (one.measure.heading, one.strength(family)) for one in compared.values() for family in one.families
         ],
         "margins": [f"±{one.measure.margin:g} for {one.measure.title}" for one in compared.values()],
         "planned": [

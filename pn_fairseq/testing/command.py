@@ -1,4 +1,4 @@
-"""``python -m pn_fairseq test-norms``: the shared test suite on registered norms, those of one's own files included."""
+"""``python -m pn_fairseq test-norms``: the shared test suite on registered norms, also on norms of your own files."""
 
 import importlib.util
 import os
@@ -9,7 +9,7 @@ from pn_fairseq.common.command import ArgumentParser, Interrupted, UserError, ru
 
 
 class _Chosen:
-    """A pytest plugin that tells the suite which norms to test, and which files to load in the processes it starts."""
+    """A pytest plugin: gives the suite the norms to test, and the files to load in the processes that it starts."""
 
     def __init__(self, names: list[str], modules: list[str]):
         self.names, self.modules = names, modules
@@ -36,7 +36,10 @@ def _main(argv: list[str] | None) -> int:
         help="Python files that register norms (docs/adding_a_norm.md)",
     )
     parser.add_argument(
-        "names", nargs="*", metavar="NAME", help="norms to test (default: those of the files, or all if there are none)"
+        "names",
+        nargs="*",
+        metavar="NAME",
+        help="norms to test (default: the norms of the files; without files, all norms)",
     )
     argv, for_pytest = _split(argv or [])
     args = parser.parse_args(argv)

@@ -1,6 +1,6 @@
 """The rules that a norm gets from its base class, checked for every norm that is registered.
 
-They run for norms of one's own by ``python -m pn_fairseq test-norms --norm-module FILE``. What a norm computes is its
+They run for your own norms by ``python -m pn_fairseq test-norms --norm-module FILE``. What a norm computes is its
 own: compare that with a plain implementation of its formulas, as tests/norms does.
 """
 
@@ -137,6 +137,16 @@ def test_reset_gives_the_initial_state(running):
     assert_same(some_steps(norm), some_steps(new))
 
 
+def test_state_belongs_to_a_running_norm(case):
+    """The tests of state look at no other norm: one that is composed of norms would be used untested."""
+    norm = case.build()
+    with_state = [module for module in norm.modules() if any(True for _ in module.buffers(recurse=False))]
+    assert with_state == ([norm] if isinstance(norm, RunningNorm) else []), (
+        "a norm with buffers, or with parts that have some, derives from RunningNorm and has its state from add_state; "
+        "token_part adds a part with statistics of each token (docs/adding_a_norm.md)"
+    )
+
+
 def test_state_is_float32_and_a_counter(running):
     state = state_of(running.build())
     assert state.pop(COUNT).dtype == torch.int64
@@ -156,10 +166,10 @@ def test_state_dict_round_trip(case, steps):
 
 
 @pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
-@pytest.mark.parametrize("when", ["before a backward", "after a backward", "told updates"])
+@pytest.mark.parametrize("when", ["before a backward", "after a backward", "with updates"])
 def test_copies_continue_alike_and_apart(case, how, when):
     norm = case.trained(4, 1, psi_warmup_updates=2)
-    if when == "told updates":
+    if when == "with updates":
         norm.set_num_updates(1)
     y = norm(torch.ones(2, 2, CHANNELS, requires_grad=True))
     if when == "after a backward":
@@ -205,17 +215,17 @@ class HostReads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("told", [True, False], ids=["told updates", "counting itself"])
+@pytest.mark.parametrize("counted", [True, False], ids=["with updates", "counting itself"])
 @pytest.mark.parametrize("masked", [True, False], ids=["mask", "no mask"])
-def test_no_value_is_read_in_a_training_step(case, masked, told):
+def test_no_value_is_read_in_a_training_step(case, masked, counted):
     """A GPU never has to catch up with the host. An ``if`` on a value of a tensor would read it."""
     norm = case.build(4, psi_warmup_updates=2, outlier_filtration=True)
     x, mask, dy = tensors(rng(2))
     with HostReads() as reads:
         for step in range(4):  # in the warm-up and after it
-            if told:
+            if counted:
                 norm.set_num_updates(step)
-            # A fault, too: what to do with it is decided where the numbers are.
+            # Also a fault: what to do with it is decided where the numbers are.
             inputs = (x * float("inf") if step == 3 else x).detach().requires_grad_()
             norm(inputs, mask if masked else None).backward(dy)
     assert reads.found == []
@@ -247,7 +257,7 @@ def test_a_backward_is_taken_in_by_the_next_flush(running):
     x, mask, dy = tensors(rng(2))
     norm(x.requires_grad_(), mask).backward(dy)
     for name, value in buffers.items():
-        assert torch.equal(value, before[name]), "a backward pass alone writes no buffer"
+        assert torch.equal(value, before[name]), "a backward pass writes no buffer"
     norm.flush()
     assert int(norm.num_batches_tracked) == int(before[COUNT]) + 1
     once = state_of(norm)
@@ -319,12 +329,12 @@ def test_uses_before_a_backward_see_the_same_state_and_count_once_each(running, 
     norm = running.trained(psi_warmup_updates=2)
     before = state_of(norm)
     batches = [tensors(rng(seed)) for seed in (3, 4, 5)]
-    alone = [copy.deepcopy(norm) for _ in batches]
+    copies = [copy.deepcopy(norm) for _ in batches]
     leaves = [x.clone().requires_grad_() for x, _, _ in batches]
     outputs = [norm(leaf, mask) for leaf, (_, mask, _) in zip(leaves, batches, strict=True)]
     for index in order:
         outputs[index].backward(batches[index][2])
-    for leaf, y, (x, mask, dy), other in zip(leaves, outputs, batches, alone, strict=True):
+    for leaf, y, (x, mask, dy), other in zip(leaves, outputs, batches, copies, strict=True):
         x.requires_grad_()
         expected = other(x, mask)
         expected.backward(dy)
@@ -630,7 +640,7 @@ def test_a_fault_in_a_gradient_reaches_every_use_in_its_graph(running):
 @pytest.mark.parametrize("warmup", [0, 9])
 @pytest.mark.parametrize("shape", [(0, 3, CHANNELS), (5, 0, CHANNELS), (0, CHANNELS), (5, 3, CHANNELS)])
 def test_a_batch_without_a_real_token_changes_no_state(case, shape, warmup):
-    """No token, or padding alone."""
+    """No token, or only padding."""
     norm = case.trained(4, psi_warmup_updates=warmup)
     before = state_of(norm)
     mask = np.ones(shape[-2::-1], dtype=bool)
@@ -706,7 +716,7 @@ def test_results_have_the_types_of_what_they_belong_to(case, dtype, training):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_is_one_rounding_away_from_float32(case, dtype):
-    """Statistics and state are those of the rounded input in float32; squares of 300 overflow float16."""
+    """Statistics and state are computed from the rounded input in float32; squares of 300 overflow float16."""
     narrow, wide = case.build(4, psi_warmup_updates=2).to(dtype), case.build(4, psi_warmup_updates=2)
     wide.load_state_dict({key: value.float() for key, value in narrow.state_dict().items()})
     generator = rng(4)
@@ -785,7 +795,7 @@ def run_step(block, uses, x, mask, dy):
 
 
 @pytest.mark.parametrize("how", CHECKPOINTING)
-@pytest.mark.parametrize("updates", [None, 2], ids=["untold", "told updates"])
+@pytest.mark.parametrize("updates", [None, 2], ids=["without updates", "with updates"])
 def test_recomputation_changes_no_bit(case, how, updates):
     """Over the end of a warm-up of 2, in the types of mixed precision, with uses in turn and dropped forwards."""
     plain, other = twins(case, psi_warmup_updates=2)
@@ -843,7 +853,7 @@ def test_recomputation_of_two_graphs_changes_no_bit(running, how, what, order):
 
 @pytest.mark.parametrize("how", CHECKPOINTING)
 def test_recomputation_of_a_retained_graph_gives_the_same_again(running, how):
-    """A reentrant recomputation is a forward like any other: there every backward counts, elsewhere the first alone."""
+    """A reentrant recomputation is a forward like any other: there every backward counts, elsewhere only the first."""
     plain, other = twins(running)
     use = checkpointed(other, how)
     assert_same(run_step(other, [use], *tensors(rng(6))), run_step(plain, [plain], *tensors(rng(6))))
@@ -865,7 +875,7 @@ def test_recomputation_of_a_retained_graph_gives_the_same_again(running, how):
 
 
 def test_evaluation_is_causal_and_changes_no_state(case):
-    """Every token alone: what comes after or beside it, and a mask, have no influence."""
+    """Each token by itself: later tokens, other sentences and a mask have no influence."""
     norm = case.trained(4).eval()
     before = state_of(norm)
     x, mask, dy = tensors(rng(2))
@@ -900,9 +910,13 @@ def test_training_mixes_tokens_as_the_norm_says(case):
 def test_evaluation_is_the_affine_map_that_folding_uses(running, groups, affine):
     norm = running.trained(groups, affine=affine).eval()
     x = to_tensor(random_batch(rng(5))[0], torch.float64)
+    part = norm.token_part(x)
+    assert (part is None) == norm.folds
     scale, shift = norm.evaluation_affine(torch.float64)
     expected = scale * norm.layer_scale(x) + shift
-    torch.testing.assert_close(norm(x), expected, rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(norm(x), expected if part is None else expected + part, rtol=1e-11, atol=1e-11)
+    if not norm.folds:
+        return
     weight, bias = torch.randn(7, CHANNELS, dtype=torch.float64), torch.randn(7, dtype=torch.float64)
     for each in (bias, None):
         folded = folded_linear(norm, weight, each)
@@ -971,8 +985,10 @@ def test_training_under_compile_is_training(case, compiler):
 def test_evaluation_can_be_exported(case):
     norm = case.trained(4).eval()
     x, mask, _ = tensors(rng(2))
-    exported = torch.export.export(norm, (x, mask)).module()
-    torch.testing.assert_close(exported(x, mask), norm(x, mask))
+    exported = torch.export.export(norm, (x, mask))
+    torch.testing.assert_close(exported.module()(x, mask), norm(x, mask))
+    operators = [str(node.target) for node in exported.graph.nodes if node.op == "call_function"]
+    assert not [name for name in operators if name.startswith("pn_fairseq")], "loads only where this package is"
 
 
 def test_evaluation_under_transforms_of_torch_func(case):
@@ -985,7 +1001,7 @@ def test_evaluation_under_transforms_of_torch_func(case):
 
     gradient, dx = torch.func.grad(loss, argnums=(0, 1))(parameters, x)
     for parameter in norm.parameters():
-        parameter.grad = torch.zeros_like(parameter)  # it stays where training alone uses the parameter
+        parameter.grad = torch.zeros_like(parameter)  # it stays where only training uses the parameter
     norm(x.requires_grad_()).square().sum().backward()
     torch.testing.assert_close(dx, x.grad)
     per_token = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(parameters, x[:, None])
@@ -1131,7 +1147,7 @@ def test_recalibration_that_fails_or_reaches_no_batch_restores(running):
         raise KeyError("no such file")
     assert_state_unchanged(model, before)
     assert [module.training for module in model.modules()] == modes
-    with recalibrating(model):  # with a graph and a backward, too
+    with recalibrating(model):  # also with a graph and a backward
         model.second(torch.full((4, 3, CHANNELS), torch.nan, requires_grad=True)).sum().backward()
     assert_state_unchanged(model, before)
 
@@ -1172,11 +1188,11 @@ def rank_norm(case, sync):
     return case.build(4, psi_warmup_updates=RANK_WARMUP, alpha_fwd=0.8, alpha_bwd=0.7, sync=sync).double()
 
 
-def run_steps(norm, batches, told=True, recomputed=False):
+def run_steps(norm, batches, with_updates=True, recomputed=False):
     """Forward and backward over ``batches``; what each step gave."""
     record = []
     for step, (x, dy, mask) in enumerate(batches):
-        if told:
+        if with_updates:
             norm.set_num_updates(step)
         x = x.clone().requires_grad_()
         norm.zero_grad()
@@ -1205,9 +1221,9 @@ def counted_all_reduces():
 
 #: Name -> arguments of run_steps, and whether a rank has batches without a real token.
 RANK_RUNS = {
-    "told updates": ({"told": True}, True),
-    "untold": ({"told": False}, False),
-    "recomputed": ({"told": True, "recomputed": True}, True),
+    "with updates": ({"with_updates": True}, True),
+    "without updates": ({"with_updates": False}, False),
+    "recomputed": ({"with_updates": True, "recomputed": True}, True),
 }
 
 
@@ -1242,7 +1258,7 @@ def on_ranks(rank, world, chosen):
         run_steps(norms[0], batches)
         if rank == 0:
             run_steps(norms[1], batches[:3])
-            norms.state_dict()  # one rank may save alone
+            norms.state_dict()  # a single rank may save
         before = [state_of(norm) for norm in norms]
         with counted_all_reduces() as calls:
             average_running_stats(norms)
@@ -1295,8 +1311,8 @@ def test_a_fault_on_one_rank_changes_the_state_of_none(running, pytestconfig):
 
 def test_a_rank_whose_batches_are_ignored_counts_for_nothing(running, pytestconfig):
     first, second = (rank[str(running)]["ignoring"] for rank in ranks_of(pytestconfig))
-    alone = run_steps(rank_norm(running, sync=False), shard(rank_batches(2), 2, 0))[-1]["state"]
-    for key, value in alone.items():
+    first_only = run_steps(rank_norm(running, sync=False), shard(rank_batches(2), 2, 0))[-1]["state"]
+    for key, value in first_only.items():
         torch.testing.assert_close(first[key], value, rtol=1e-6, atol=1e-6, msg=key)
         assert torch.equal(first[key], second[key]), key
 

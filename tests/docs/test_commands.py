@@ -22,7 +22,7 @@ OTHER_OPTIONS = {"--extra-index-url", "--index-url", "--no-build-isolation", "--
 OTHER_OPTIONS |= {"--nnodes", "--node-rank", "--nproc-per-node", "--requeue"}  # of torchrun and sbatch
 #: Variables that programs read and no help text names.
 VARIABLES = {"CUDA_VISIBLE_DEVICES", "WANDB_MODE"}
-#: reproduce_*.sh and demo.sh train with these configurations.
+#: pn reproduce trains with these configurations.
 CONFIGS = {"demo": "verses_es_en"} | {f"reproduce_{name}": corpus.config for name, corpus in CORPORA.items()}
 
 by_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

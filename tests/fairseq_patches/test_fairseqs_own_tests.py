@@ -11,8 +11,8 @@ import pytest
 
 from ..scripts_helpers import ROOT, environment
 
-#: They need GPUs, audio, or several processes on GPUs.
-LEFT_OUT = ("gpu", "speech", "speech_recognition", "distributed")
+#: They need GPUs or audio.
+LEFT_OUT = ("gpu", "speech", "speech_recognition")
 START = "import sys, pytest; {}; sys.exit(pytest.main(sys.argv[1:]))"
 PLUGIN = "import fairseq.models, pn_fairseq"
 

@@ -93,7 +93,7 @@ def test_all_ranks_drop_the_same_layers(monkeypatch):
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     used = [dropped_layers(rank) for rank in range(2)]
     assert used[0] == used[1]
-    assert len(set(map(tuple, used[0]))) > 8, "each update and each stack draws anew"
+    assert len(set(map(tuple, used[0]))) > 8, "each update and each stack draws again"
     assert 0.3 < sum(map(len, used[0])) / (16 * 6) < 0.7
     monkeypatch.setattr(LayerDropModuleList, "__iter__", LayerDropModuleList.__iter__.__wrapped__)
     assert dropped_layers(0) != dropped_layers(1), "fairseq's own draw"

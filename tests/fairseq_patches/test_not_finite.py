@@ -1,4 +1,4 @@
-"""What is said of a NaN: the first module, also where fairseq's own hooks fail."""
+"""The message on a NaN: the first module, also where fairseq's own hooks fail."""
 
 from types import SimpleNamespace
 

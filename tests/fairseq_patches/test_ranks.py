@@ -36,7 +36,7 @@ def validated(rank: int, steps: int, flags: dict):
         model(src, None, prev)[0].square().mean().backward()
     before = statistics(model)
     if rank == 0:
-        model.eval()  # alone: no collective call that would hang
+        model.eval()  # only this rank: no collective call that would hang
     FairseqTask(None).begin_valid_epoch(1, model)
     model.eval()
     src, prev = padded_batch(99)

@@ -75,7 +75,7 @@ def test_early_stopping_counts_on_after_an_interruption():
     assert [stop(PATIENCE, loss) for loss in (5.0, 6.0, 5.5)] == [False] * 3
     state = saved(trainer(), 0)
     new_process()
-    assert [stop(PATIENCE, loss) for loss in (6.0, 5.9)] == [False] * 2  # fairseq alone would begin to count again
+    assert [stop(PATIENCE, loss) for loss in (6.0, 5.9)] == [False] * 2  # unpatched fairseq would begin to count again
     new_process()
     loaded(trainer(), state)
     assert stop(PATIENCE, 5.2) is True

@@ -42,8 +42,8 @@ def build(tmp_path):
         variables = {"CC": str(compiler), "CXX": str(compiler), "TORCH_DONT_CHECK_COMPILER_ABI": "1"}
         done = start("warm-python", "-m", "setup", "-q", "build_ext", *arguments, cwd=checkout, **variables)
         assert "Traceback" not in done.stderr, done.stderr
-        said = [line for line in done.stderr.splitlines() if line.startswith("pn_fairseq:")]
-        return said, log.read_text().splitlines()
+        messages = [line for line in done.stderr.splitlines() if line.startswith("pn_fairseq:")]
+        return messages, log.read_text().splitlines()
 
     run.checkout = checkout
     return run
@@ -67,8 +67,8 @@ def old(build):
 
 def test_the_library_bears_the_name_that_is_looked_for_and_is_always_compiled(build, old):
     assert "".join(re.findall(r"\w", torch.__version__)) == LIBRARY[len("_cpp_") : -len(".so")].replace("_", "")
-    said, calls = build("--inplace", "--build-lib", "lib")
-    assert said == [] and all("-fopenmp" in call for call in calls)
+    messages, calls = build("--inplace", "--build-lib", "lib")
+    assert messages == [] and all("-fopenmp" in call for call in calls)
     assert libraries(build.checkout / "lib") == [LIBRARY]
     assert [file.read_text() for file in old] == ["compiled\n"] * 2
 

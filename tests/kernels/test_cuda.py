@@ -1,4 +1,4 @@
-"""Triton's kernels on a GPU: what the interpreter and the compiler alone cannot show."""
+"""Triton's kernels on a GPU: what only a GPU can show."""
 
 import math
 
@@ -111,7 +111,7 @@ def test_two_streams():
 
 @pytest.mark.parametrize("masked", [True, False])
 def test_more_elements_than_32_bits_count(masked):
-    """2^31 + 2^21 elements: the last tokens are as they are alone."""
+    """2^31 + 2^21 elements: the last tokens are as in a batch of their own."""
     if torch.cuda.get_device_properties(0).total_memory < 40 * 2**30:
         pytest.skip("needs 40 GiB of GPU memory")
     channels, tokens = 1024, 2**21 + 2**11
@@ -179,7 +179,7 @@ def test_nothing_waits_for_the_gpu(name):
 
 
 def test_launches_of_pn():
-    """Two each way and one for the state, beside the accumulation of three gradients."""
+    """Two each way and one for the state, besides the accumulation of three gradients."""
     norm = NORMS["pn with layer-scale"]().cuda()
     x, dy, mask = inputs()
 

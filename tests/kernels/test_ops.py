@@ -144,8 +144,8 @@ def test_passes_over_the_tokens(shape, groups, mask, dtype):
         dx, parameters, products = kernels.gradient(dy, x, padding, *vectors, along, across, inv_rms, groups, EPS, True)
         check("dx", dx, dtype, 4.0 if dtype == torch.float32 else 2.0)
         check("parameters", parameters, factor=4), check("products", products, factor=4)
-        alone, *empty = kernels.gradient(dy, x, padding, *vectors, along, across, inv_rms, groups, EPS, False)
-        assert torch.equal(alone, dx) and [value.numel() for value in empty] == [0, 0]
+        only_dx, *empty = kernels.gradient(dy, x, padding, *vectors, along, across, inv_rms, groups, EPS, False)
+        assert torch.equal(only_dx, dx) and [value.numel() for value in empty] == [0, 0]
         sums = kernels.gradient_sums(dy, x, padding, *vectors, inv_rms, groups, EPS)
         check("parameters", sums[0], factor=4), check("products", sums[1], factor=4)
 
@@ -271,7 +271,7 @@ def test_operators_on_the_state(warmup, fault, dtype):
     ("channels", "dtype"), [(1024, torch.float32), (1023, torch.float32), (1024, torch.bfloat16), (2050, torch.float16)]
 )
 def test_results_larger_than_the_caches(implementation, channels, dtype):
-    """They are written around the caches, if their rows are aligned as that needs it; at the ends, too."""
+    """They are written around the caches, if their rows are aligned as that needs it; also at the ends."""
     if implementation != "cpp":
         pytest.skip("nothing is special about this size")
     x, dy, padding, (weight, bias, moment, nu) = make((64, channels), "some", dtype)
@@ -409,7 +409,7 @@ def strided(values):
 
 
 def test_tokens_are_read_where_they_lie():
-    """The results are contiguous, and those of contiguous tokens."""
+    """The results are contiguous, and equal to the results of contiguous tokens."""
     for name, arguments in samples():
         tokens = arguments[0].shape
         cut = [strided(value) if getattr(value, "shape", ()) == tokens != (12,) else value for value in arguments]
@@ -421,7 +421,7 @@ def test_tokens_are_read_where_they_lie():
 
 
 def test_opcheck():
-    """The operators change none of their arguments and alias none; shapes for tracing are those of the results."""
+    """The operators change none of their arguments and alias none. Tracing sees the shapes of the results."""
     seen = set()
     for name, arguments in samples():
         torch.library.opcheck(getattr(OPS, name).default, arguments, test_utils=["test_schema", "test_faketensor"])

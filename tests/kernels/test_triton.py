@@ -49,7 +49,7 @@ def _several_programs(monkeypatch):
     ids=str,
 )
 def test_operators(case):
-    """Shapes are odd on purpose: primes, one beside a power of two, one token, none, one channel, one per group."""
+    """Shapes are odd on purpose: primes, one next to a power of two, one token, none, one channel, one per group."""
     check_tokens(case)
 
 
@@ -160,7 +160,7 @@ WITHOUT_LAUNCH = {"empty", "empty_like", "new_empty", "detach", "alias", "view",
 
 
 class Launches(TorchDispatchMode):
-    """Names of the kernels that a block launches, those of Triton and those of torch."""
+    """Names of the kernels that a block launches, of Triton and of torch."""
 
     def __init__(self, monkeypatch):
         super().__init__()

@@ -69,7 +69,7 @@ def assert_close(actual: Tensor, expected: Tensor, what: str, terms: float = 0.0
 
 
 def check(name: str, *args, terms: float = 0.0, tolerance: float | None = None) -> tuple[Tensor, ...]:
-    """Call an operator, and compare its results and their types with those of the reference."""
+    """Call an operator, and compare its results and their types with the reference's."""
     results = getattr(triton_ops, name)(*args)
     reference = kernels.OPERATORS[name]
     wide = [arg.double() if isinstance(arg, Tensor) and arg.is_floating_point() else arg for arg in args]
@@ -86,7 +86,7 @@ def check_tokens(case: Case) -> None:
     rest = case.groups, EPS
     _, inv_rms, _, _ = check("normalize", x, weight, case.bias, None, moment, padding, None, *rest, True)  # PN
     check("normalize", x, weight, case.bias, mean, moment, None, inv_rms, *rest, False)  # BN
-    check("normalize", x, *[None] * 6, *rest, False)  # layer-scale alone
+    check("normalize", x, *[None] * 6, *rest, False)  # only layer-scale
     check("moments", x, padding, *rest, False)
     check("moments", x, padding, *rest, True, terms=largest(x) if case.groups == 0 else 1.0)
     steep = 4 * largest(dy) * max(largest(inv_rms), 1.0)
@@ -96,7 +96,7 @@ def check_tokens(case: Case) -> None:
     check("gradient", *arguments, terms=max(steep, sums))
     arguments = dy, x, padding, weight, mean, moment, case.nu, case.offset, inv_rms, *rest, False  # BN
     check("gradient", *arguments, terms=steep)
-    check("gradient", dy, x, None, *[None] * 5, inv_rms, *rest, False, terms=steep)  # layer-scale alone
+    check("gradient", dy, x, None, *[None] * 5, inv_rms, *rest, False, terms=steep)  # only layer-scale
 
 
 def check_state(channels: int, device: str = "cpu", **changed) -> None:

@@ -94,7 +94,7 @@ def test_layer_norm_architecture_is_fairseqs_own_pre_norm_transformer():
     theirs = TransformerModel.build_model(arch_args_of(transformer_iwslt_de_en, **flags), make_task()).eval()
     assert sum(p.numel() for p in ours.parameters()) == sum(p.numel() for p in theirs.parameters())
 
-    theirs.load_state_dict(ours.state_dict())  # the same names, too
+    theirs.load_state_dict(ours.state_dict())  # also the same names
     src, prev = padded_batch()
     with torch.no_grad():
         for arguments in ((src, None, prev), (src[:1], None, prev[1:2])):  # with and without padding

@@ -1,4 +1,4 @@
-"""What a decoder says about a position does not depend on later ones, whatever its norm."""
+"""What a decoder says about a position does not depend on later ones, with every norm."""
 
 import pytest
 import torch

@@ -138,7 +138,7 @@ CURVES = [field.name for field in SCHEMA if field.name not in ("forward", "runni
 
 
 def sentences(rows):
-    """Tokens for a model: source and target of 8 sentences without padding, those of ``rows``."""
+    """Tokens for a model: source and target of the sentences ``rows`` of 8, without padding."""
     generator = torch.Generator().manual_seed(5)
     src = torch.randint(4, 100, (8, 6), generator=generator)
     prev = torch.randint(4, 100, (8, 5), generator=generator)
@@ -203,8 +203,8 @@ def test_accumulation_gives_the_curves_of_the_plain_run(tmp_path):
 def test_accumulation_of_equal_batches_gives_the_curves_of_the_plain_run(norm, tmp_path):
     """A norm with statistics of the batch normalizes each of four batches by its own, here the same four times.
 
-    Its running statistics change four times in an update, so later updates differ; those of PN, which normalizes by
-    them, do so within the first.
+    Its running statistics change four times in an update, so later updates differ; PN normalizes by its running
+    statistics, and differs within the first update.
     """
     plain = curves(tmp_path / "plain", [[0, 1] * 4], {"norm": norm}, updates=1)
     accumulated = curves(tmp_path / "accumulated", [[0, 1]] * 4, {"norm": norm}, updates=1)
@@ -241,7 +241,7 @@ def of_a_rank(rank, world, folder, norms):
 
 
 def test_two_ranks_give_the_curves_of_the_plain_run(tmp_path):
-    """PN has statistics of its own on every rank: those of rank 0 are recorded, a plain run on its part."""
+    """PN has its own statistics on every rank: the statistics of rank 0 are recorded, as a plain run on its part."""
     norms = ("bn", "ln", "pn")
     run_ranks(of_a_rank, 2, tmp_path, norms)
     for norm in norms:

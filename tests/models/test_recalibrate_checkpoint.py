@@ -213,15 +213,15 @@ def test_the_script_knows_how_the_average_was_made(trained, tmp_path, capsys):
     averaged = tmp_path / "averaged.pt"
     flags = ("--run", trained, "--last", 2, "--output", averaged)
     psi2 = []
-    for options, anew in (
+    for options, averaged_again in (
         (("--recalibrate",), True),
         (("--recalibrate",), False),
         ((), True),
         ((), False),
     ):
         assert main([str(argument) for argument in (*flags, *options)]) == 0
-        said = capsys.readouterr()
-        assert ("already" not in said.err) == anew, options
-        assert ("validation loss after" in said.out) == (anew and bool(options))
+        printed = capsys.readouterr()
+        assert ("already" not in printed.err) == averaged_again, options
+        assert ("validation loss after" in printed.out) == (averaged_again and bool(options))
         psi2.append(load_checkpoint(averaged)["model"]["encoder.layer_norm.running_psi2"])
     assert torch.equal(psi2[0], psi2[1]) and not torch.equal(psi2[1], psi2[2]) and torch.equal(psi2[2], psi2[3])

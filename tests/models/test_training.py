@@ -94,7 +94,7 @@ def test_accumulation_counts_updates_for_the_warmup_and_batches_for_the_statisti
     assert set(counters(model_of(tmp_path)).values()) == {18}
     assert set(counters(model_of(plain)).values()) == {6}
     # In the warm-up PN divides by the batch's own psi, so Gamma = psi_B^2 / (psi_B^2 + eps) is just below 1; after it,
-    # by the running one. Three warm-up updates of three batches each, whatever their number.
+    # by the running one. Three warm-up updates of three batches each.
     log = (tmp_path / "train.log").read_text("utf-8")
     records = [json.loads(line[line.find("{") :]) for line in log.splitlines() if "norm_gamma_max" in line]
     gamma = {int(r["num_updates"]): float(r["norm_gamma_max"]) for r in records if "num_updates" in r}
@@ -116,7 +116,7 @@ def test_recomputation_gives_the_same_losses(flag, data, tmp_path, plain):
     assert counters(model_of(tmp_path)) == counters(model_of(plain))
     recomputed = model_of(tmp_path)
     for key, value in model_of(plain).items():
-        # The bias of the keys has no influence on attention: its gradient is rounding alone, which Adam makes large.
+        # The bias of the keys has no influence on attention: its gradient is only rounding, which Adam makes large.
         if not key.endswith("k_proj.bias"):
             torch.testing.assert_close(recomputed[key], value, rtol=1e-4, atol=1e-6, msg=key)
 

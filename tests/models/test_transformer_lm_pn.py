@@ -77,7 +77,7 @@ def test_layer_norm_model_is_fairseqs_own(flags):
     settings = Namespace(tokens_per_sample=BLOCK, **flags)
     base_lm_architecture(settings)
     theirs = TransformerLanguageModel.build_model(settings, make_task()).eval()
-    theirs.load_state_dict(ours.state_dict())  # the same names, too
+    theirs.load_state_dict(ours.state_dict())  # also the same names
     with torch.no_grad():
         for padded in (True, False):
             tokens = blocks(padded=padded)

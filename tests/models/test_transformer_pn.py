@@ -64,7 +64,7 @@ def test_every_norm_of_encoder_and_decoder_gets_its_padding_mask(name, monkeypat
 
 @pytest.mark.parametrize("name", list(NORMS))
 def test_more_padding_changes_nothing_in_training(name):
-    """The loss, every gradient and every statistic are those of the batch without the extra columns."""
+    """The loss, every gradient and every statistic are as without the extra columns."""
     torch.manual_seed(1)
     narrow = build(TINY[name], decoder_norm=name, dropout=0.0, **ONE_LAYER).double()
     wide = copy.deepcopy(narrow)

@@ -88,7 +88,7 @@ class _Oracle:
         self.bias = np.zeros(channels) if bias is None else np.asarray(bias, dtype=np.float64)
 
     def forward(self, x, padding_mask=None):
-        """One training forward: (y, ctx). ``ctx`` belongs to this forward alone and goes to ``backward``."""
+        """One training forward: (y, ctx). ``ctx`` belongs only to this forward and goes to ``backward``."""
         rows, real = flatten_tokens(x, padding_mask)
         scaled, rms = layer_scale_forward(rows, self.groups, self.eps)
         xhat, saved = self._normalize(scaled, real)
@@ -514,7 +514,7 @@ class ProgressiveOracle(BatchNormOracle):
 
 
 class PerTokenOracle(_Oracle):
-    """One of the norms that look at a token alone, by its name; parameters beside gain and bias are keyword arguments.
+    """One of the norms of a single token, by its name; parameters besides gain and bias are keyword arguments.
 
     Sources: Xu et al. 2019 (layer-simple, detach, ada), Zhang & Sennrich 2019 (rms), Nguyen & Salazar 2019 (scale),
     Wu & He 2018 (group), Zhu et al. 2025 (dyt), Chen et al. 2025 (derf); none is the identity.

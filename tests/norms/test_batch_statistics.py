@@ -1,4 +1,4 @@
-"""The norms with batch statistics beside BN and PN-V: over 16 steps against their formulas, and what they equal."""
+"""The norms with batch statistics besides BN and PN-V: over 16 steps against their formulas, and what they equal."""
 
 import numpy as np
 import pytest
@@ -114,17 +114,17 @@ def test_training_follows_the_formulas_where_r_is_not_1(name):
 
 
 @pytest.mark.parametrize("name", ["mabn", "un"])
-def test_updates_count_for_the_warm_ups_where_they_are_told(name):
+def test_updates_count_for_the_warm_ups_where_they_are_given(name):
     """Two steps to an update: 1,000 updates are 2,000 steps. The windows count steps."""
-    plain, told = (build_norm(CASES[name][0], CHANNELS, window=2, psi_warmup_updates=3) for _ in range(2))
+    plain, counted = (build_norm(CASES[name][0], CHANNELS, window=2, psi_warmup_updates=3) for _ in range(2))
     generator = rng(3)
     for step in range(8):
-        told.set_num_updates(step // 2)
+        counted.set_num_updates(step // 2)
         batch = random_batch(generator)
-        results = [train_step(norm, *batch) for norm in (plain, told)]
+        results = [train_step(norm, *batch) for norm in (plain, counted)]
         early = step // 2 + 1 < 3
         assert np.array_equal(results[0]["y"], results[1]["y"]) == (step + 1 < 3 or not early)
-        assert torch.equal(state_of(plain)["psi2_window"], state_of(told)["psi2_window"])
+        assert torch.equal(state_of(plain)["psi2_window"], state_of(counted)["psi2_window"])
 
 
 def steps_of(norm, number=5, seed=4):
@@ -199,15 +199,15 @@ def autograd_gradients(norm, formula, x, mask, dy):
     return zip(actual, expected, strict=True)
 
 
-@pytest.mark.parametrize("told", [0, 2, 5])
-def test_gradients_of_prepbn_are_those_of_autograd(told):
+@pytest.mark.parametrize("updates", [0, 2, 5])
+def test_gradients_of_prepbn_are_those_of_autograd(updates):
     norm = double("prep-batch", fade_updates=5)
     for number, parameter in enumerate((norm.ln_weight, norm.ln_bias, norm.rep_alpha)):
         parameter.data.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number)))
-    norm.set_num_updates(told)
+    norm.set_num_updates(updates)
 
     def formula(x):
-        share = 1 - told / 5
+        share = 1 - updates / 5
         layer = torch.nn.functional.layer_norm(x, (CHANNELS,), norm.ln_weight, norm.ln_bias)
         batch = torch.nn.functional.batch_norm(x, None, None, norm.weight, norm.bias, training=True)
         return [share * layer + (1 - share) * (batch + norm.rep_alpha * x)], []

@@ -89,7 +89,7 @@ def test_hugging_face(make, norm, checkpointing):
 
 
 class Conformer(nn.Module):
-    """torchaudio's, whose package may be built for another torch: its file needs torch alone."""
+    """torchaudio's, whose package may be built for another torch: its file needs only torch."""
 
     def __init__(self):
         super().__init__()
@@ -166,7 +166,7 @@ def test_models_of_pytorch(name, norm):
 
 
 def test_frames_that_are_padded_enter_no_statistic_of_a_conformer():
-    """The statistics of its BatchNorm are those of the real frames that the norm is given."""
+    """The statistics of its BatchNorm are taken over the real frames that the norm is given."""
     model = convert_norms(Conformer(), "batch", only="*.conv_module.*.3", mask_from=["key_padding_mask", "lengths"])
     norm = running_norms(model)[0]
     seen = []

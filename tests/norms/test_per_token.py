@@ -1,4 +1,4 @@
-"""The norms that look at a token alone: formulas in float64, identities between them, released variants, options."""
+"""The norms of single tokens: formulas in float64, identities between them, released variants, options."""
 
 import pytest
 import torch
@@ -165,7 +165,7 @@ RELEASED = {
 @pytest.mark.every_implementation
 @pytest.mark.parametrize("name", RELEASED)
 def test_released_variants(name):
-    """Those of Xu et al. 2019 and of Zhang & Sennrich 2019, by torch's own differentiation; a token of zeros, too."""
+    """The variants of Xu et al. 2019, Zhang & Sennrich 2019, by torch's differentiation; also a token of zeros."""
     norm = build_norm(name, CHANNELS, "release", ada_k=0.2, ada_scale=2.0)
     assert type(norm) is NORMS[name].variants["release"] and type(norm) is not NORMS[name].cls
     x, _, dy = random_batch(rng(8), masked=False)

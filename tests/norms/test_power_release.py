@@ -151,6 +151,26 @@ def test_in_float64_with_other_alphas_and_a_large_eps(alpha_fwd, alpha_bwd):
     run_against_oracle(norm.double(), oracle, batches(), rtol=5e-6, dtype=torch.float64)
 
 
+def test_another_eps_also_changes_layer_scale_here_and_not_in_the_release():
+    """The released group scaling keeps 1e-5. Where a group of a token has the mean square m, the released y is larger
+    by sqrt((m + eps) / (m + 1e-5)), as long as psi is the same; psi is about the scaled activations and then differs.
+    """
+    groups, eps = 4, 1e-3
+    norm, _ = make_pair(groups=groups, eps=eps, affine=False)
+    released = ReleaseOracle(CHANNELS, eps=eps)
+    for step, (x, mask, dy) in enumerate(batches(steps=3)):
+        x = 0.05 * x
+        m = (x.reshape(*x.shape[:-1], groups, -1) ** 2).mean(-1).repeat(CHANNELS // groups, axis=-1)
+        actual = train_step(norm, x, mask, dy, torch.float64)["y"]
+        y, ctx = released.forward(x / np.sqrt(m + 1e-5), mask)
+        released.backward(dy, ctx)
+        if step == 0:
+            assert_close(actual * np.sqrt((m + eps) / (m + 1e-5)), y, 1e-7)
+            assert np.abs(actual - y).max() > 0.05 * np.abs(y).max()
+    psi2, phi = state_of(norm)["running_psi2"].numpy(), released.running_phi
+    assert (psi2 < phi).all()
+
+
 def test_two_dimensional_input():
     norm, oracle = make_pair(warmup=3)
     generator = rng(1)

@@ -83,7 +83,7 @@ def test_nu_of_half_precision_input_is_that_of_float64(dtype):
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("name", STATEFUL)
 def test_arithmetic_with_float64_input_is_float64(name, variant):
-    """Of a float32 state: the results are those of a float64 state with the same values."""
+    """Of a float32 state: the results are as with a float64 state of the same values."""
     norm = randomize_affine(build_norm(name, CHANNELS, variant, window=2, renorm_updates=4)).double()
     generator = rng(3)
     for update in (0, 1, 2, 1001):  # warm-ups and schedules are over then

@@ -106,7 +106,7 @@ def work(rank, world):
         found[str(case)] = {
             name: run_steps(rank_norm(case, True), shard(rank_batches(world, empty_last), world, rank), **options)
             for name, (options, empty_last) in RANK_RUNS.items()
-            if name == "told updates"
+            if name == "with updates"
         }
     x, dy, mask = shard(rank_batches(world), world, rank)[3]
     dist.all_reduce = watch = Watch()
@@ -135,7 +135,7 @@ def three_ranks():
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_three_ranks_on_shards_give_what_one_gives_on_the_whole_batch(three_ranks, case):
-    assert_ranks_equal_one(case, "told updates", 3, three_ranks)
+    assert_ranks_equal_one(case, "with updates", 3, three_ranks)
 
 
 @pytest.mark.parametrize("look", LOOKS)
@@ -179,8 +179,8 @@ def seen_under_ddp(rank, world):
 def test_ddp_gives_every_rank_the_state_of_the_first_one():
     """Its broadcast of buffers, which is on by default, reads the state up to date: no rank goes on with a mixture."""
     (first, _), (second, _) = run_ranks(seen_under_ddp, 2)
-    alone, _ = run_ranks(seen_under_ddp, 1)[0]
-    for one, other, expected in zip(first, second, alone, strict=True):
+    expected_states, _ = run_ranks(seen_under_ddp, 1)[0]
+    for one, other, expected in zip(first, second, expected_states, strict=True):
         for name in expected:
             torch.testing.assert_close(one[name], expected[name], rtol=0, atol=0)
             torch.testing.assert_close(other[name], expected[name], rtol=0, atol=0)

@@ -134,7 +134,7 @@ def test_layer_norm_stays_on_the_fast_path(monkeypatch):
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
 @every_norm
 def test_nested_tensors(name, variant, layout, training):
-    """The tokens of all sequences are those of the batch: y, gradients and state."""
+    """The tokens of all sequences form one batch: y, gradients and state."""
     torch.manual_seed(3)
     norm = new_norm(name, variant).train(training)
     other = copy.deepcopy(norm)

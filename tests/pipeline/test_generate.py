@@ -513,7 +513,7 @@ def test_fairseqs_own_commands_refuse_bad_checkpoints(untrained, data, tmp_path)
 
 @contextlib.contextmanager
 def decoding(place: Path, mode: str) -> Iterator[subprocess.Popen]:
-    """scripts/generate.sh, when its three processes run."""
+    """pn generate, when its three processes run."""
     process = subprocess.Popen(
         ["bash", SCRIPTS / "generate.sh", "--run", place / "run", "--batch-size", "5"],
         **{"env": environment(MODE=mode), "stderr": subprocess.PIPE, "text": True},

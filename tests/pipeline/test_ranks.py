@@ -1,4 +1,4 @@
-"""scripts/train.sh on several ranks of one machine, and under torchrun on several, by gloo on CPUs."""
+"""pn train on several ranks of one machine, and under torchrun on several, by gloo on CPUs."""
 
 import json
 import os
@@ -34,7 +34,7 @@ def arguments(data: Path, where: Path, *overrides: str) -> list[str]:
 
 
 def start(data: Path, where: Path, *overrides: str, launcher=("bash", SCRIPTS / "train.sh"), **changes: str):
-    """train.sh in the background, in a process group of its own, as a shell or SLURM starts it."""
+    """pn train in the background, in a process group of its own, as a shell or SLURM starts it."""
     return subprocess.Popen(
         [*map(str, launcher), *arguments(data, where, *overrides)],
         env=environment(CUDA_VISIBLE_DEVICES="", **changes),
@@ -127,7 +127,7 @@ def test_two_ranks_stop_if_one_dies_and_one_resumes(data, tmp_path, monkeypatch,
     os.kill(victim, signal.SIGKILL)
     ((code, said),) = finish(process)
     assert code == 1 and gone(where)
-    assert re.search(r"^train.sh: error: rank \d was killed by SIGKILL, and all .* to resume$", said, re.M), said
+    assert re.search(r"^pn train: error: rank \d was killed by SIGKILL, and all .* to resume$", said, re.M), said
 
     train_on_one_rank(data, monkeypatch, capsys, updates_of(where) + 2, where, tmp_path / "one")
     assert_same_curves(where, tmp_path / "one")
@@ -182,7 +182,7 @@ def test_a_signal_ends_all_ranks(sent, code, data, tmp_path):
     assert gone(where)
     if code > 0:
         lines = [line for line in said.splitlines() if not line.startswith("[train] ")]
-        assert lines == ["train.sh: interrupted; run the same command again to resume"]
+        assert lines == ["pn train: interrupted; run the same command again to resume"]
 
 
 @pytest.mark.slow

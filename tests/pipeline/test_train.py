@@ -1,4 +1,4 @@
-"""scripts/train.sh: one rank, in this process; from outside where a process is killed or gets a signal."""
+"""pn train: one rank, in this process; from outside where a process is killed or gets a signal."""
 
 import importlib.util
 import json
@@ -59,7 +59,7 @@ def trained(data, tmp_path_factory) -> Path:
 def refused(capsys, code: int) -> str:
     """The one line of an error, beside lines of progress."""
     lines = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("[")]
-    assert code == 2 and len(lines) == 1 and lines[0].startswith("train.sh: error: "), lines
+    assert code == 2 and len(lines) == 1 and lines[0].startswith("pn train: error: "), lines
     return lines[0]
 
 
@@ -95,6 +95,19 @@ def test_what_a_run_holds(data, trained):
     assert record["machines"] == [{"ranks": 1, "gpus": []}] and record["torch"]
     assert record["command"] == ["verses_es_en", "--data", str(data), "--run", str(trained), *SHORT]
     assert any((trained / "tensorboard").rglob("events.*"))
+
+
+def test_a_seed_of_the_initial_weights(data, trained, tmp_path):
+    """The same number as common.seed is the same training; another number starts elsewhere with the same batches."""
+    final = "checkpoints/checkpoint_last.pt"
+    expected = load_checkpoint(trained / final)["model"]
+    for seed, same in ((1, True), (2, False)):
+        assert start(data, tmp_path / f"{seed}", f"model.init_seed={seed}") == 0
+        state = load_checkpoint(tmp_path / f"{seed}" / final)
+        assert state["cfg"]["model"]["init_seed"] == seed
+        assert all(torch.equal(state["model"][key], expected[key]) for key in expected) == same
+    logs = [read_log(run / "train.log") for run in (trained, tmp_path / "2")]
+    assert logs[0].starts[0].tokens == logs[1].starts[0].tokens and logs[0].train != logs[1].train
 
 
 def test_a_second_start_does_nothing(data, trained, capsys):
@@ -177,7 +190,7 @@ def test_an_error_in_the_training_is_one_line_with_the_traceback_in_the_log(data
     monkeypatch.setattr("fairseq_cli.train.main", fail)
     assert start(data, tmp_path / "run") == 1
     line = capsys.readouterr().err.splitlines()[-1]
-    assert line.startswith("train.sh: error: RuntimeError: CUDA out of memory.") and "resume" in line
+    assert line.startswith("pn train: error: RuntimeError: CUDA out of memory.") and "resume" in line
     assert "Traceback" in (tmp_path / "run/train.log").read_text()
     assert start(data, tmp_path / "run", "model.dropout=0.2") == 1, "the folder accepts another setting"
 
@@ -261,7 +274,7 @@ def test_a_gradient_that_is_not_finite_says_so_and_where(data, tmp_path, capsys)
     huge = ("optimization.lr=[1e30]", "lr_scheduler.warmup_updates=1", "lr_scheduler.warmup_init_lr=1e30")
     assert start(data, tmp_path / "run", *huge) == 1
     (line,) = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("[")]
-    assert re.match("train.sh: error: the loss or its gradients are not finite in update [23] ", line), line
+    assert re.match("pn train: error: the loss or its gradients are not finite in update [23] ", line), line
     assert re.search(r"\((NaN|Inf) first in the output of (en|de)coder\.", line) and "learning rate" in line
     assert "again" not in line
 
@@ -392,7 +405,7 @@ def test_a_signal_ends_it_with_one_line(number, during, data, tmp_path):
     process.send_signal(number)
     _, said = process.communicate(timeout=120)
     lines = [line for line in said.splitlines() if not line.startswith("[train] ")]
-    assert lines == ["train.sh: interrupted; run the same command again to resume"]
+    assert lines == ["pn train: interrupted; run the same command again to resume"]
     assert process.returncode == 128 + number
 
 

@@ -210,7 +210,7 @@ def test_files_and_what_is_said_of_what_is_missing(runs, tmp_path, capsys):
     assert (tmp_path / "out/figure-2.png").read_bytes()[:4] == b"\x89PNG"
     assert (tmp_path / "out/figure-2.pdf").read_bytes()[:4] == b"%PDF"
     assert err.splitlines() == [
-        "pn figures: not drawn: Figure 5: no run has scores (scripts/score.sh) and dataset.max_tokens",
+        "pn figures: not drawn: Figure 5: no run has scores (pn score) and dataset.max_tokens",
         "pn figures: not drawn: Figure 6: no run has a checkpoint_last.pt",
     ]
     report([*map(str, runs), "--output", str(tmp_path / "out")])

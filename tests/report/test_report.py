@@ -306,7 +306,7 @@ def test_page_is_whole(comparison):
         assert page.said(signature)
     assert page.said("Imaginary 9000") and page.said("2 × H <x> & y")
     assert str(runs["pn"][0]) in text
-    assert "scripts/train.sh verses_es_en --data '/data/not there'" in text
+    assert "pn train verses_es_en --data '/data/not there'" in text
     assert "model._name=transformer_pnv_tiny" in text
 
 
@@ -615,7 +615,7 @@ def test_variants_are_named_by_what_differs_from_most_runs(tmp_path):
     for label, other in against.items():
         assert page.said(f"{label} is compared with {other}.")
         assert tests[label].startswith("not tested: ") == (label != "PN")
-    assert page.said("1 system and LN, up to 2 seeds, noise") and page.said("corrected by Bonferroni for 8 systems")
+    assert page.said("1 system and LN, up to 2 blocks; noise") and page.said("corrected by Bonferroni for 8 systems")
     # LN with five others, LN and LN (lr=0.01) with the rest.
     assert sorted(path.name for path in (tmp_path / "out").glob("*.png")) == [
         "report-curves-1.png",
@@ -777,7 +777,7 @@ def test_planned_comparisons_are_tested_apart(tmp_path):
     residual = table - table.mean(axis=1, keepdims=True) - table.mean(axis=0) + table.mean()
     half = stats.t.isf(0.025, 4) * ((residual**2).sum() / 4 * 2 / 3) ** 0.5
     assert f"PN − LN: +1.00 ({1 - half:+.2f} to {1 + half:+.2f}), p = " in sentence
-    assert "higher in 3 of 3 seeds (not corrected" in sentence
+    assert "higher in 3 of 3 blocks (not corrected" in sentence
 
 
 def test_systems_of_other_machines_are_not_compared(tmp_path):
@@ -791,7 +791,7 @@ def test_systems_of_other_machines_are_not_compared(tmp_path):
         (run / "starts.jsonl").write_text(json.dumps(START | {"gpus": [], "cpu": "Other 1"}) + "\n")
     page = report(*runs, output=tmp_path / "out")
     rows = {row["system"]: row["tokenized BLEU"] for row in page.table("system", "tokenized BLEU")}
-    assert rows["BN"] == "not tested: LN was trained on another machine" and rows["PN"].startswith("+1.10 (")
+    assert rows["BN"] == "not tested: no seed on one machine in common with LN" and rows["PN"].startswith("+1.10 (")
     assert page.said("The runs are of several machines (H <x> & y; Other 1)")
     of_csv = pandas.read_csv(tmp_path / "out/report.csv")
     assert list(of_csv["machine"]) == ["H <x> & y"] * 2 + ["Other 1"] * 2 + ["H <x> & y"] * 2
@@ -848,7 +848,7 @@ def test_folders_of_fairseq_train(tmp_path):
     assert [(row["norm"], row["seeds scored"]) for row in rows] == [("LN", "2 (1, 2)"), ("PN", "2 (1, 2)")]
     assert page.said("es to en") and page.said("Nothing: every run was trained to its end")
     assert page.table("state", "updates")[0]["updates"] == "40 of 40"
-    # Prepared by the scripts: comparable with runs of train.sh.
+    # Prepared by the scripts: comparable with runs of pn train.
     (tmp_path / "settings").write_text(DATA)
     page = report(*runs, make_run(tmp_path / "other", "bn"), output=tmp_path / "out")
     assert [row["norm"].split()[0] for row in page.table("norm", "seeds scored")] == ["LN", "BN", "PN"]

@@ -1,4 +1,4 @@
-"""scripts/reproduce_*.sh with every real step, on small archives in the originals' layout, for a few updates."""
+"""pn reproduce with every real step, on small archives in the originals' layout, for a few updates."""
 
 import json
 

@@ -73,7 +73,7 @@ Tensor new_inv_rms(const Tensor& x, int64_t groups) {
 
 int64_t rows_of(const Tensor& x) { return x.size(-1) ? x.numel() / x.size(-1) : 0; }
 
-// A result like `x`, contiguous whatever the strides of `x` are, as torch's layer_norm gives it.
+// A result like `x`, contiguous for all strides of `x`, as the result of torch's layer_norm.
 Tensor new_like(const Tensor& x) { return at::empty(x.sizes(), x.options()); }
 
 // The tokens of `x` where they lie, or of a contiguous copy in `held` where Rows cannot describe them.
@@ -354,7 +354,7 @@ std::tuple<Tensor, Tensor, Tensor> gradient(
   return {dx, new_acc(x, {0}), new_acc(x, {0})};
 }
 
-// Norms of every token alone. The gradients of parameters are sums over all tokens.
+// Norms of each token by itself. The gradients of parameters are sums over all tokens.
 
 template <class S, class A>
 PerToken<S, A> per_token(

@@ -14,7 +14,7 @@ struct Half {
 };
 
 // The tokens of a tensor (outer, inner, channels) in this order, which need not be that of the memory: a transposed or cut
-// tensor is read where it lies. Strides are in elements; those of the channels are 1.
+// tensor is read where it lies. Strides are in elements; the stride of the channels is 1.
 template <class S>
 struct Rows {
   const S* data;
@@ -103,7 +103,7 @@ struct Passes {
   // y and stats; dx, and the sums of dy * z * (gain + gain_slope * z) and of dy if `sums` has memory for them.
   void (*standardize)(const PerToken<S, A>&, int64_t begin, int64_t end);
   void (*standardize_gradient)(const PerToken<S, A>&, int64_t begin, int64_t end, Sums<A>& sums);
-  // y; dx, and the sums of dy * f and of dy, and behind them in one number each those of df * x and of df.
+  // y; dx, and the sums of dy * f and of dy, and behind them, one number each, the sums of df * x and of df.
   void (*squash)(const Squash<S, A>&, int64_t begin, int64_t end);
   void (*squash_gradient)(const Squash<S, A>&, int64_t begin, int64_t end, Sums<A>& sums);
 };

@@ -136,7 +136,7 @@ PN_INLINE void narrow(Half* to, Vector<float> v) {
 PN_INLINE float widen_one(Half half) {
   uint32_t sign = static_cast<uint32_t>(half.bits & 0x8000u) << 16, magnitude = half.bits & 0x7fffu;
   if (magnitude >= 0x7c00u) return as<float>(sign | 0x7f800000u | (magnitude & 0x3ffu) << 13);
-  // The exponent's bias is 15 there and 127 here; a multiplication puts subnormal numbers right, too.
+  // The exponent's bias is 15 there and 127 here; a multiplication also puts subnormal numbers right.
   return as<float>(sign | as<uint32_t>(as<float>(magnitude << 13) * as<float>(uint32_t{(254 - 15) << 23})));
 }
 
@@ -267,7 +267,7 @@ PN_INLINE float total(VectorOf<float, 64>::type v) {
 template <class S, class A>
 PN_INLINE A sum_of_squares(const S* x, int64_t begin, int64_t end) {
   constexpr int width = kWidth<A>;
-  Vector<A> first{}, second{}, third{}, fourth{};  // one alone would wait for itself
+  Vector<A> first{}, second{}, third{}, fourth{};  // a single sum would wait for itself
   int64_t c = begin;
   for (; c + 4 * width <= end; c += 4 * width) {
     Vector<A> a = widen(x + c), b = widen(x + c + width), d = widen(x + c + 2 * width), e = widen(x + c + 3 * width);

@@ -33,7 +33,7 @@ def verses(lang: str, count: int, skip: int = 0) -> list[str]:
 
 
 def lines(path: Path) -> list[str]:
-    """Cut at line feeds alone: str.splitlines would cut at U+2028 and U+0085, too."""
+    """Cut at line feeds only: str.splitlines would cut at U+2028 and U+0085, too."""
     text = path.read_bytes().decode("utf-8")
     assert text.endswith("\n")
     return text[:-1].split("\n")
@@ -166,7 +166,7 @@ def wmt14(tmp_path_factory) -> Path:
     base = tmp_path_factory.mktemp("wmt14 of 2,014")
     archives = write_archives(base / "my archives", wmt14_members())
     dest = base / "data"
-    for left in ("unpacked/0/training/europarl-v7.de-en.en", "text.partial/train.en", "stages/tok/test.en.partial"):
+    for left in ("partial/unpacked/x.tgz/x.en", "partial/text/train.en", "stages/tok/test.en.partial"):
         (dest / left).parent.mkdir(parents=True, exist_ok=True)
         (dest / left).write_text("half a li")
     command = ["bash", SCRIPTS / "prepare_wmt14.sh", "--dest", dest, "--archive", archives, "--bpe", "150"]
@@ -512,7 +512,7 @@ def test_multi30k_corpora_that_are_wrong(multi30k, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not MULTI30K.exists(), reason="Multi30k, which may not be copied, is not beside the repository")
+@pytest.mark.skipif(not MULTI30K.exists(), reason="Multi30k, which may not be copied, is not next to the repository")
 def test_multi30k_itself(tmp_path):
     result = script("prepare_multi30k.sh", "--dest", tmp_path, "--corpus", MULTI30K, "--bpe", 1000)
     assert "note:" not in result.stderr

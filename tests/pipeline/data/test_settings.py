@@ -59,12 +59,12 @@ def test_what_is_learned_is_not_mixed_with_other_settings_or_text(dest):
     assert (dest / "settings.txt").read_text() == before and (dest / "tok").exists()
 
 
-def test_settings_may_change_until_the_subwords_are_learned(dest):
+def test_subwords_may_change_until_they_are_learned(dest):
     settings.keep(dest, dest / "text", check(bpe=300))
     settings.keep(dest, dest / "text", check(bpe=400, segmentation="sentencepiece"))
     assert settings.read(dest)["bpe"] == "400" and (dest / "tok").exists()
-    settings.keep(dest, dest / "text", check(bpe=400, lower=1))
-    assert settings.read(dest)["lower"] == "1" and not (dest / "tok").exists()
+    with pytest.raises(UserError, match=r"other settings \(lower=0, not 1\)"):
+        settings.keep(dest, dest / "text", check(bpe=400, lower=1))
 
 
 def test_data_of_an_older_version_is_finished_in_its_way(dest, capsys):

@@ -1,9 +1,7 @@
 """Parallel text of your own: six files of train, valid and test.
 
 Takes train, valid and test in both languages from --corpus (train.es, train.en, ... one sentence a line, UTF-8, plain
-or .gz), and makes in --dest:
-  raw/   the text as it came                    tok/   tokenized, and lower-cased unless --keep-case
-  bpe/   subwords, codes learned on both sides  bin/   fairseq's binary data, one dictionary for both languages
+or .gz), tokenizes and, unless --keep-case is given, lower-cases it.
 """
 
 from pn_fairseq.pipeline.data.preparation import CORPUS, KEEP_CASE, Option, Preparation, bpe
