@@ -15,7 +15,6 @@ from pathlib import Path
 
 import numpy
 import pytest
-import sacrebleu
 import sacremoses
 
 from pn_fairseq.common.command import UserError
@@ -34,7 +33,7 @@ from pn_fairseq.pipeline.scoring import (
     split_compounds,
 )
 
-from ..scripts_helpers import ROOT, run, script
+from ..scripts_helpers import ROOT, run
 
 
 @cache
@@ -531,13 +530,6 @@ def test_a_comparison_in_words(two_runs, capsys):
     assert "score the run again" in capsys.readouterr().err
 
 
-def test_score_script(tmp_path):
-    good = make_run(tmp_path / "it's, good", 1)
-    text = script("score.sh", "--run", good, "--no-compound-split", cwd="/").stdout
-    assert text == (good / "generate/test/scores.txt").read_text()
-    assert text.startswith("tokenized BLEU:") and "\ndetokenized BLEU:" in text and "\nchrF:" in text
-
-
 def test_runs_are_scored_where_they_are_not_before_they_are_compared(tmp_path, capsys):
     good, bad = (make_run(tmp_path / name, seed) for name, seed in (("it's, good", 1), ("bad", 2)))
     assert main(["--compare", str(good), str(bad), "--resamples", "10"]) == 0
@@ -603,10 +595,6 @@ def test_mistakes_get_one_line(arguments, needles, tmp_path, capsys, monkeypatch
     error = capsys.readouterr().err
     assert error.startswith("pn score: error: ") and error.count("\n") == 1
     assert all(needle in error for needle in needles), error
-
-
-def test_sacrebleu_is_the_one_that_the_signatures_name():
-    assert f"version:{sacrebleu.__version__}" in score("tokenized", reference(), reference()).signature
 
 
 def test_a_run_on_data_of_others_is_scored_with_detokenized_references(tmp_path):
