@@ -52,6 +52,8 @@ def test_as_many_as_the_configuration_averages_or_the_run_keeps(run):
     assert run("--by", "update", "--last", 1)[1] == 100
     run.configure(keep_interval_updates=4, average_last=1)
     assert run()[1] == 100
+    run.configure(keep_interval_updates=1)
+    assert run()[1] == 100
     run.configure(keep_last_epochs=-1)
     assert "--last" in run(code=2)[0]
     assert "--last" in run("--last", 0, code=2)[0]

@@ -300,6 +300,7 @@ def test_mistakes(tmp_path, capsys, inputs, options, words):
     paths = write_values(tmp_path, [[1.0], [2.0], [3.0]])
     link = tmp_path / "link.pt"
     link.symlink_to(paths[0])
+    write(tmp_path / "checkpoint_last.pt", {"w": torch.ones(1)}, 300)  # never taken in place of a bound
     chosen = {
         "dir": [tmp_path],
         "files": paths,
