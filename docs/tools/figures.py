@@ -1,7 +1,9 @@
-"""docs/figures: ``python -m docs.tools.figures`` draws the pictures again from the records in docs/figures;
-``python -m docs.tools.figures RUNS`` trains six models in RUNS before, and writes the records and tables.
+"""docs/figures: ``python -m docs.tools.figures`` draws the pictures again from the records in docs/figures.
 
-The trainings are those of scripts/compare_norms.sh with seed 3, and record a probe, which changes no number.
+``python -m docs.tools.figures RUNS [key=value...]`` first trains six models in RUNS, with these settings if any are
+given, and writes the records and tables. Run again, it skips what is done and continues.
+
+The trainings are seed 3 of scripts/compare_norms.sh with a probe, which changes no number.
 ``figure-N.png``, and of the norm of the third layer ``figure-4-layer-3.png``. ``records.parquet``: the recorded values
 behind Figures 2 to 4 and 7. ``medians.csv``: of every box of Figures 2 to 4, for all norms. ``gains.csv``: medians over
 the channels, of Figure 7. ``spectra.csv``: the values of Figure 6. docs.tools.results draws Figure 5.
@@ -10,6 +12,7 @@ the channels, of Figure 7. ``spectra.csv``: the values of Figure 6. docs.tools.r
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pandas
@@ -48,23 +51,30 @@ def folder_of(runs: Path, name: str) -> Path:
     return runs / f"{MODELS[name][1]}_seed{SEED}"
 
 
-def train(runs: Path) -> None:
+def train(runs: Path, settings: Sequence[str]) -> None:
+    """The trainings that are not finished yet, averaged, decoded and scored."""
     for name, (_, norm) in MODELS.items():
         probe = f"model.norm_probe='{folder_of(runs, name)}/norm_probe'"  # its = would be one of the setting
-        command = [ROOT / "scripts/reproduce_verses.sh", "--runs", runs, probe, f"model.norm_probe_interval={INTERVAL}"]
+        command = [sys.executable, "-m", "pn_fairseq", "reproduce", "verses", "--runs", runs]
+        command += [probe, f"model.norm_probe_interval={INTERVAL}", *settings]
         subprocess.run(command, env={**os.environ, "NORMS": norm, "SEEDS": str(SEED)}, check=True)
 
 
 def record(runs: dict[str, Run]) -> pandas.DataFrame:
-    """The recorded values of all runs (name -> run), with the gains of the channels in the last update only."""
+    """The recorded values of all runs (name -> run) that the figures show, in float32.
+
+    These are the rows of single forwards, with the gains of the channels in the last update only.
+    """
     frames = []
     for name, run in runs.items():
         probe = read_subject(run, name, name).probe
-        probe = probe.assign(updates=max(run.log.updates, int(probe["update"].max())))
         last = probe["update"] == probe["update"].max()
+        probe = probe[probe["forward"].notna() | last].assign(
+            run=name, updates=max(run.log.updates, probe["update"].max())
+        )
         probe["gamma_over_psi_batch"] = probe["gamma_over_psi_batch"].where(last)
-        wanted = [*COLUMNS, *(column for column in probe if column.endswith("_l2"))]
-        frames.append(probe[[column for column in wanted if column in probe]].assign(run=name))
+        distances = [column for column in probe if column.endswith("_l2")]
+        frames.append(probe[["run", *COLUMNS, *distances]].astype(dict.fromkeys(distances, "float32")))
     return pandas.concat(frames, ignore_index=True)
 
 
@@ -134,15 +144,17 @@ def write(folder: Path) -> None:
     }
     for name, table in tables.items():
         table.to_csv(FIGURES / name, index=False, float_format="%.4g")
-    record(runs).to_parquet(FIGURES / RECORDS, index=False)
+    record(runs).to_parquet(FIGURES / RECORDS, index=False, compression="zstd")
 
 
-def main() -> None:
-    if len(sys.argv) > 1:
-        train(Path(sys.argv[1]).absolute())
-        write(Path(sys.argv[1]).absolute())
+def main(arguments: Sequence[str]) -> None:
+    """Train and record in the folder that ``arguments`` name, if any, and draw."""
+    if arguments:
+        folder, *settings = arguments
+        train(Path(folder).absolute(), settings)
+        write(Path(folder).absolute())
     draw()
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -2,10 +2,11 @@
 
 With FOLDER, in which runs were made, `pn report` writes reports of the runs that are finished or failed, as
 docs/results/REPORT (default: all of `RUNS`, in a copy of the repository in which the scripts were run). REPORT=GLOB
-names the runs below FOLDER. A corpus can have several reports, REPORT and REPORT-NAME; the page shows the runs of all.
-Machines are never mixed in a comparison. Everything between ``<!-- NAME: generated -->`` and ``<!-- end of NAME -->``
-is computed from the reports, and the pictures of the intervals and of Figure 5 are drawn. tests/docs/test_results.py
-fails if a page differs.
+names the runs below FOLDER. Rows of report.csv whose runs FOLDER does not have stay, so that runs of several sessions
+accumulate in one report; report.md describes the runs of the last call. A corpus can have several reports, REPORT and
+REPORT-NAME; the page compares the runs of all within blocks (one seed on one machine). Everything between
+``<!-- NAME: generated -->`` and ``<!-- end of NAME -->`` is computed from the reports, and the pictures of the
+intervals and of Figure 5 are drawn. tests/docs/test_results.py fails if a page differs.
 """
 
 import contextlib
@@ -30,7 +31,7 @@ from pn_fairseq.report import figures, intervals
 from pn_fairseq.report.command import main as pn_report
 from pn_fairseq.report.curves import headless_pyplot
 from pn_fairseq.report.intervals import Compared, count
-from pn_fairseq.report.significance import LOSS, MEASURES, SHORT_NAMES
+from pn_fairseq.report.significance import LOSS, MEASURES, SHORT_NAMES, Family, Measure
 
 from .generated import ROOT, block
 
@@ -57,7 +58,7 @@ COMMAND = "python -m docs.tools.results"
 NOTHING = "No run is finished."
 UNCOMPARED = "No two of these runs are finished."
 #: Runs that are not in the table of norms: they have tables of their own.
-OWN_TABLES = r"_lr[\d.]+/|norm_alpha_"
+OWN_TABLES = r"_lr[\d.]+/|_init/|norm_alpha_"
 #: A run that has one of these is finished or has failed.
 RESULT_FILES = ("generate/test/scores.json", "evaluate_lm/test.json", "failed")
 
@@ -71,8 +72,30 @@ def write_reports(folder: Path, *wanted: str) -> None:
             done = [str(run) for run in runs if any((run / result).exists() for result in RESULT_FILES)]
             if not done and wanted:
                 raise SystemExit(f"{report}: no run is finished")
-            if done and pn_report([*done, "--output", str(RESULTS / report)]) != 0:
+            if not done:
+                continue
+            table = RESULTS / report / "report.csv"
+            earlier = pandas.read_csv(table) if table.is_file() else pandas.DataFrame()
+            if pn_report([*done, "--output", str(RESULTS / report)]) != 0:
                 raise SystemExit(f"no report of {report}")
+            with atomic_write(table, "w") as file:
+                joined(earlier, pandas.read_csv(table), report.partition("-")[0]).to_csv(file, index=False)
+
+
+def joined(earlier: pandas.DataFrame, rows: pandas.DataFrame, corpus: str) -> pandas.DataFrame:
+    """``rows`` of report.csv after those ``earlier`` ones whose run was not repeated on its machine."""
+    if earlier.empty:
+        return rows
+    known, new = (
+        pandas.MultiIndex.from_arrays([with_folder(frame["run"], corpus), frame["machine"]])
+        for frame in (earlier, rows)
+    )
+    return pandas.concat([earlier[~known.isin(new)], rows], ignore_index=True)
+
+
+def with_folder(runs: pandas.Series, corpus: str) -> pandas.Series:
+    """The names of runs with their folder, also if their report has only one."""
+    return runs.where(runs.str.contains("/"), f"{corpus}/" + runs)
 
 
 def folders(corpus: str) -> list[Path]:
@@ -83,10 +106,9 @@ def folders(corpus: str) -> list[Path]:
 
 
 def read(folder: Path) -> pandas.DataFrame:
-    """The rows of a report of a corpus. The names of runs have their folder, also if the report has only one."""
+    """The rows of a report of a corpus."""
     frame = pandas.read_csv(folder / "report.csv")
-    corpus = folder.name.partition("-")[0]
-    return frame.assign(run=frame["run"].where(frame["run"].str.contains("/"), f"{corpus}/" + frame["run"]))
+    return frame.assign(run=with_folder(frame["run"], folder.name.partition("-")[0]))
 
 
 def runs_of(corpus: str) -> pandas.DataFrame:
@@ -116,44 +138,39 @@ def subjects() -> dict[str, pandas.DataFrame]:
     return found
 
 
-def by_machine(frame: pandas.DataFrame) -> dict[str, pandas.DataFrame]:
-    """Machine -> its runs; the machine with most runs of the control is the first."""
-    controls = frame[frame["compared with"].isna()].groupby("machine").size()
-    order = sorted(frame["machine"].unique(), key=lambda name: (-controls.get(name, 0), -sum(frame["machine"] == name)))
-    return {machine: frame[frame["machine"] == machine] for machine in order}
-
-
 @functools.cache
 def _compare(rows: str) -> dict[str, Compared]:
     """The comparisons of the rows of report.csv in a text."""
     return intervals.compare(pandas.read_csv(io.StringIO(rows)))
 
 
-def compared(title: str) -> list[tuple[str, dict[str, Compared]]]:
-    """Machine, and its comparisons, of the machines on which anything is tested."""
-    frames = by_machine(subjects()[title])
-    found = [(machine, _compare(frame.to_csv(index=False))) for machine, frame in frames.items()]
-    return [(machine, each) for machine, each in found if any(one.families for one in each.values())]
+def compared(title: str) -> dict[str, Compared]:
+    """The comparisons of a subject by column of report.csv; none if nothing is tested."""
+    by_measure = _compare(subjects()[title].to_csv(index=False)) if title in subjects() else {}
+    return by_measure if any(one.families for one in by_measure.values()) else {}
 
 
-def pictures() -> dict[Path, tuple[str, str, dict[str, Compared]]]:
-    """File of a picture -> title, machine and comparisons."""
+def families(title: str) -> list[tuple[Measure, Family, str]]:
+    """The families of a subject: measure, family, and the sentence on its differences."""
+    return [
+        (of_measure.measure, family, of_measure.sentence(family))
+        for of_measure in compared(title).values()
+        for family in of_measure.families
+    ]
+
+
+def pictures() -> dict[str, Path]:
+    """Title of a subject -> its picture, of those in which anything is tested."""
     slugs = {title: key for key, title in (CORPORA | MODELS).items()}
-    return {
-        RESULTS / f"intervals-{slugs[title]}{f'-{number}' if number > 1 else ''}.png": (title, machine, each)
-        for title in subjects()
-        for number, (machine, each) in enumerate(compared(title), 1)
-    }
+    return {title: RESULTS / f"intervals-{slugs[title]}.png" for title in subjects() if compared(title)}
 
 
 def draw() -> None:
     """The pictures of the intervals and of Figure 5."""
-    wanted = pictures()
-    for stale in set(RESULTS.glob("intervals-*.png")) - set(wanted):
+    for stale in set(RESULTS.glob("intervals-*.png")) - set(pictures().values()):
         stale.unlink()
-    for file, (title, machine, each) in wanted.items():
-        frame = by_machine(subjects()[title])[machine]
-        intervals.plot(each, list(frame["system"].unique()), file)
+    for title, file in pictures().items():
+        intervals.plot(compared(title), list(subjects()[title]["system"].unique()), file)
     if folders(SWEEP):
         runs = pandas.read_csv(RESULTS / SWEEP / "report.csv").dropna(subset=["tokenized"])
         lines = [figures.Subject(row["run"], "", *_line(row), bleu=row["tokenized"]) for _, row in runs.iterrows()]
@@ -168,7 +185,8 @@ def planned() -> dict[str, Counter]:
     """Corpus -> folder and norm with its settings, as in ``experiments.manifest`` -> number of seeds."""
     found = {corpus: Counter() for corpus in CORPORA}
     for part in manifest():
-        found[part.corpus].update(f"{part.folder}/{norm}" for norm in part.norms.split())
+        if part.corpus in CORPORA:  # language_models() has the others
+            found[part.corpus].update(f"{part.folder}/{norm}" for norm in part.norms.split())
     return found
 
 
@@ -180,42 +198,31 @@ def planned_comparisons() -> list[tuple[str, str]]:
 
 def answer() -> str:
     """One sentence for each corpus and measure."""
-    lines = []
-    for title in subjects():
-        several = len(compared(title)) > 1
-        for machine, each in compared(title):
-            where = f", {machine}" if several else ""
-            lines += [
-                f"- **{title}{where}, {one.measure.title}:** {one.sentence(family)}"
-                for one in each.values()
-                for family in one.families
-            ]
+    lines = [
+        f"- **{title}, {measure.title}:** {sentence}"
+        for title in subjects()
+        for measure, _, sentence in families(title)
+    ]
     return "\n".join(lines) or "No norm has several seeds yet, so no conclusion is possible."
 
 
 def planned_answer() -> str:
-    """The planned comparisons, on each corpus, and over all pairs of runs of one seed, corpus and machine."""
+    """The planned comparisons, on each corpus, and over the pairs of runs of all blocks and corpora."""
     lines = []
     for system, column in planned_comparisons():
         for kind, titles in (("translation", CORPORA.values()), ("language models", MODELS.values())):
-            parts, pairs = [], []
-            for title in titles:
-                for machine, each in compared(title) if title in subjects() else ():
-                    text = each[column].planned(system) if column in each else None
-                    if text:
-                        frame = by_machine(subjects()[title])[machine]
-                        scores = frame.pivot_table(values=column, index="system", columns="seed")
-                        pairs += list((scores.loc[system] - scores.loc["LN"]).dropna())
-                        parts.append(f"    - {title}: {text.partition(': ')[2]}")
+            parts, differences = [], []
+            for of_measure, title in ((compared(title).get(column), title) for title in titles):
+                if of_measure and (text := of_measure.planned(system)):
+                    parts.append(f"    - {title}: {text.partition(': ')[2]}")
+                    differences += of_measure.family_of(system).pairs[system]
             if not parts:
                 continue
-            higher = sum(one > 0 for one in pairs)
-            side, amount = ("higher", higher) if 2 * higher > len(pairs) else ("lower", sum(one < 0 for one in pairs))
-            measure, mean = MEASURES[column], sum(pairs) / len(pairs)
+            measure, mean = MEASURES[column], sum(differences) / len(differences)
             lines.append(
-                f"- **{system} − LN, {measure.title}, {kind}:** {side} in {amount} of {len(pairs)} pairs of runs with "
-                f"the same seed, mean {intervals.signed(mean, measure.digits)} (one-sample t-test, "
-                f"{p_text(stats.ttest_1samp(pairs, 0).pvalue)})."
+                f"- **{system} − LN, {measure.title}, {kind}:** {intervals.side_of(differences)} pairs of runs with "
+                f"the same seed and machine, mean {intervals.signed(mean, measure.digits)} (one-sample t-test, "
+                f"{p_text(stats.ttest_1samp(differences, 0).pvalue)})."
             )
             lines += parts
     return "\n".join(lines) or UNCOMPARED
@@ -225,13 +232,12 @@ def strength() -> str:
     """What each design can detect."""
     rows = []
     for title in subjects():
-        for machine, each in compared(title):
-            families = [(one.measure, family) for one in each.values() for family in one.families]
-            first = families[0][1]
+        if of_title := families(title):
+            _, first, _ = of_title[0]
             rows.append(
-                {"runs": title, "machine": machine, "systems and LN": f"{len(first.intervals)} + 1"}
-                | {"most seeds": str(first.seeds), "degrees of freedom": str(first.degrees)}
-                | {"half interval; detectable": "; ".join(_reach(measure, family) for measure, family in families)}
+                {"runs": title, "systems and LN": f"{len(first.intervals)} + 1", "most blocks": str(first.blocks)}
+                | {"degrees of freedom": str(first.design.degrees)}
+                | {"half interval; detectable": "; ".join(_reach(measure, family) for measure, family, _ in of_title)}
             )
     return _table(rows) if rows else UNCOMPARED
 
@@ -262,20 +268,21 @@ def _table(rows: list[dict[str, str]]) -> str:
 
 
 def _rows(frame: pandas.DataFrame, measures: dict[str, str]) -> list[dict[str, str]]:
-    """The systems of one machine: means (column of report.csv -> title), and differences from LN."""
-    rows, each = [], _compare(frame.to_csv(index=False))
+    """The systems of a subject: means (column of report.csv -> title), and differences from LN."""
+    rows, by_measure = [], _compare(frame.to_csv(index=False))
     for label, runs in frame.groupby("system", sort=False):
-        row = {"encoder norm": label, "seeds": str(runs[list(measures)].notna().all(axis=1).sum())}
+        row = {"encoder norm": label, "blocks": str(len(_by_block(runs.dropna(subset=list(measures)), LOSS)))}
         for column, title in measures.items():
-            digits, one = MEASURES[column].digits, each.get(column)
-            row[title] = _spread(runs[column].dropna(), digits)
+            digits, of_measure = MEASURES[column].digits, by_measure.get(column)
+            row[title] = _spread(_by_block(runs, column), digits)
             difference = "–"
-            if one and label in one.intervals:
-                difference = f"{one.text(one.intervals[label])} {one.verdict(one.intervals[label])}"
-            elif one and label in one.untested:
-                same = frame[(frame["system"] == runs["compared with"].iloc[0]) & frame["seed"].isin(runs["seed"])]
-                less = runs.groupby("seed")[column].mean() - same.groupby("seed")[column].mean()
-                difference = f"{_signed(less.mean(), digits)} not tested: {one.untested[label]}"
+            if of_measure and label in of_measure.intervals:
+                interval = of_measure.intervals[label]
+                difference = f"{of_measure.text(interval)} {of_measure.verdict(interval)}"
+            elif of_measure and label in of_measure.untested:
+                control = frame[frame["system"] == runs["compared with"].iloc[0]]
+                mean = (_by_block(runs, column) - _by_block(control, column)).mean()
+                difference = f"{_signed(mean, digits)} not tested: {of_measure.untested[label]}"
             row[f"difference in {title}"] = difference
         if wrong := [
             f"seed {run.seed}: {run.problems.partition('; ')[0]}" for run in runs.itertuples() if _went_wrong(run)
@@ -285,23 +292,30 @@ def _rows(frame: pandas.DataFrame, measures: dict[str, str]) -> list[dict[str, s
     return rows
 
 
+def _by_block(runs: pandas.DataFrame, column: str) -> pandas.Series:
+    """A measure of the runs of a system, by machine and seed."""
+    return runs.dropna(subset=[column]).groupby(["machine", "seed"])[column].mean()
+
+
 def table() -> str:
-    """The measurements, by corpus and machine."""
+    """The measurements, by corpus."""
     parts = []
     for corpus, frame in reports().items():
-        parts.append(f"### {CORPORA[corpus]}")
-        files = {(title, machine): file.name for file, (title, machine, _) in pictures().items()}
-        for machine, of_machine in by_machine(subjects()[CORPORA[corpus]]).items():
-            parts.append(f"**{machine}**")
-            if name := files.get((CORPORA[corpus], machine)):
-                parts.append(f"![Differences from LN with simultaneous 95% intervals.]({name})")
-            parts.append(_table(_rows(of_machine, {"tokenized": "BLEU", LOSS: "validation loss"})))
+        title = CORPORA[corpus]
+        parts.append(f"### {title}")
+        if title in pictures():
+            parts.append(f"![Differences from LN with simultaneous 95% intervals.]({pictures()[title].name})")
+        parts.append(_table(_rows(subjects()[title], {"tokenized": "BLEU", LOSS: "validation loss"})))
         wrong = sum(map(_went_wrong, frame.itertuples()))
         parts.append(f"Runs that failed, or whose loss or gradient was not finite: {wrong} of {len(frame)}.")
-        links = [f"[{each.name}]({each.name}/report.md) ([scores]({each.name}/report.csv))" for each in folders(corpus)]
+        links = [
+            f"[{folder.name}]({folder.name}/report.md) ([scores]({folder.name}/report.csv))"
+            for folder in folders(corpus)
+        ]
+        machines = ", ".join(f"{machine} ({len(runs)} runs)" for machine, runs in frame.groupby("machine", sort=False))
         parts.append(
-            f"Reports: {', '.join(links)} · {max(frame['updates']):,} updates · tokenized BLEU of the test set and "
-            "best validation loss in bits per token, mean ± standard deviation over seeds"
+            f"Reports: {', '.join(links)} · {machines} · {max(frame['updates']):,} updates · tokenized BLEU of the "
+            "test set and best validation loss in bits per token, mean ± standard deviation over blocks"
         )
         if text := repeated(corpus):
             parts.append(text)
@@ -310,16 +324,16 @@ def table() -> str:
 
 def repeated(corpus: str) -> str:
     """The scores of runs from the same seed and settings on several machines."""
-    twice = runs_of(corpus).dropna(subset=["tokenized"])
-    twice = twice.groupby(["run", "machine"], sort=False)["tokenized"].mean().groupby(level="run", sort=False)
-    texts = [f"`{run}` {' and '.join(f'{one:.2f}' for one in scores)}" for run, scores in twice if len(scores) > 1]
+    runs = runs_of(corpus).dropna(subset=["tokenized"])
+    scores = runs.groupby(["run", "machine"], sort=False)["tokenized"].mean().groupby(level="run", sort=False)
+    texts = [f"`{run}` {' and '.join(f'{bleu:.2f}' for bleu in of_run)}" for run, of_run in scores if len(of_run) > 1]
     return f"BLEU from the same seed and settings on several machines: {', '.join(texts)}." if texts else ""
 
 
 def _first_seeds(pattern: str) -> pandas.DataFrame:
     """The runs of the verses with seed 1 whose folder and norm match; the matches are the index.
 
-    They are those of the report that has the most of them: runs of one machine.
+    They are of the report that has the most of them: runs of one machine.
     """
     best = pandas.DataFrame()
     for folder in folders("verses"):
@@ -391,17 +405,20 @@ def open_questions() -> str:
     found, lines = reports(), []
     for corpus, wanted in planned().items():
         runs = sorted(set(found[corpus]["run"])) if corpus in found else []
-        norms = Counter(re.sub(r"_seed\d+$", "", run) for run in runs)
-        finished = sum(min(norms[name], seeds) for name, seeds in wanted.items())
+        seeds = Counter(re.sub(r"_seed\d+$", "", run) for run in runs)
+        finished = sum(min(seeds[name], planned_seeds) for name, planned_seeds in wanted.items())
         further = f"; {count(len(runs) - finished, 'further run')}" if len(runs) > finished else ""
-        lacking = sorted(name for name in wanted if not norms[name])
-        fewer = sorted(name for name in wanted if 0 < norms[name] < wanted[name])
         lines.append(f"- {CORPORA[corpus]}: {finished} of {wanted.total()} planned runs are finished{further}.")
-        if not norms:
+        if not seeds:
             continue
-        for words, names in (("No run", lacking), ("Fewer seeds than planned", fewer)):
-            if names:
-                lines.append(f"    - {words}: {', '.join(f'`{name}`' for name in names)}.")
+        absent = [f"`{name}` ({amount})" for name, amount in sorted(wanted.items()) if not seeds[name]]
+        fewer = [f"`{name}` ({seeds[name]} of {amount})" for name, amount in sorted(wanted.items())
+                 if 0 < seeds[name] < amount]  # fmt: skip
+        lines += [
+            f"    - {words}: {', '.join(names)}."
+            for words, names in (("No run of the planned seeds", absent), ("Fewer seeds than planned", fewer))
+            if names
+        ]
     return "\n".join(lines)
 
 
@@ -418,19 +435,20 @@ def language_models() -> str:
             "perplexity": _spread(runs["perplexity"].dropna()),
             "with statistics of the batch": _spread(runs["batch"].dropna()),
         })  # fmt: skip
-    planned_runs = trainings(CORPORA_OF_RUNS[LM], CORPORA_OF_RUNS[LM].norms.split(), {})
-    finished = len(planned_runs.keys() & {str(run).rpartition("/")[2] for run in frame["run"]})
+    planned_runs = {*trainings(CORPORA_OF_RUNS[LM], CORPORA_OF_RUNS[LM].norms.split(), {})}
+    for part in manifest():
+        if part.corpus == LM:
+            planned_runs |= {f"{part.models}_{norm}_seed{part.seed}" for norm in part.norms.split()}
+    finished = len(planned_runs & {str(run).rpartition("/")[2] for run in frame["run"]})
     where = f"results/{LM}/report"
     texts = [
-        f"- **{title}, {one.measure.title}:** {one.sentence(family)}"
+        f"- **{title}, {measure.title}:** {sentence}"
         for title in MODELS.values()
-        for _, each in compared(title)
-        for one in each.values()
-        for family in one.families
+        for measure, _, sentence in families(title)
     ]
     shown = [
         f"![Differences from LN, {title}.](results/{file.name})"
-        for file, (title, _, _) in pictures().items()
+        for title, file in pictures().items()
         if title in MODELS.values()
     ]
     return "\n\n".join([
@@ -484,32 +502,26 @@ def mini_batches() -> str:
 
 
 def readme() -> str:
-    """The four norms of the paper's Table 1 on the verses: one machine, scores, validation loss, intervals."""
-    if (frame := subjects().get(CORPORA["verses"])) is None:
+    """The four norms of the paper's Table 1 on the verses: scores, validation loss, intervals."""
+    title = CORPORA["verses"]
+    if (frame := subjects().get(title)) is None:
         return NOTHING
-    four = ("LN", "BN", "PN-V", "PN")
-    of_four = by_machine(frame[frame["system"].isin(four)])
-    machine, runs = next(iter(of_four.items()))
-    every = by_machine(frame)[machine]
-    found = {row["encoder norm"]: row for row in _rows(every, {"tokenized": "BLEU", LOSS: "validation loss"})}
-    rows = [found.get(label, {"encoder norm": label, "seeds": "not finished"}) for label in four]
-    text = "\n".join((each / "report.md").read_text("utf-8") for each in folders("verses"))
-    signature = re.search(r"^- Signature of tokenized BLEU: (`.+?`)$", text, re.M)[1]
-    seeds = int(runs.groupby("system")["seed"].nunique().max())
-    sentences = [
-        f"- **{one.measure.heading}:** {one.sentence(family)}"
-        for name, each in compared(CORPORA["verses"])
-        for one in each.values()
-        for family in one.families
-        if name == machine
+    rows_by_norm = {row["encoder norm"]: row for row in _rows(frame, {"tokenized": "BLEU", LOSS: "validation loss"})}
+    columns = next(iter(rows_by_norm.values()))
+    rows = [
+        rows_by_norm.get(norm, dict.fromkeys(columns, "–") | {"encoder norm": norm, "blocks": "not finished"})
+        for norm in ("LN", "BN", "PN-V", "PN")
     ]
+    text = "\n".join((folder / "report.md").read_text("utf-8") for folder in folders("verses"))
+    signature = re.search(r"^- Signature of tokenized BLEU: (`.+?`)$", text, re.M)[1]
+    sentences = [f"- **{measure.heading}:** {sentence}" for measure, _, sentence in families(title)]
     return "\n\n".join(
         [
-            f"{CORPORA['verses']}, test set, {max(frame['updates']):,} updates, {machine}"
-            + (", mean ± standard deviation over seeds." if seeds > 1 else ", one seed."),
-            _table([{name: row.get(name, "–") for name in next(iter(found.values()))} for row in rows]),
+            f"{title}, test set, {max(frame['updates']):,} updates, mean ± standard deviation over blocks (a block is "
+            "one seed on one machine).",
+            _table(rows),
             f"Tokenized BLEU ({signature}) and best validation loss in bits per token. In brackets a simultaneous 95% "
-            "interval of the difference from LN over all norms of this machine:",
+            "interval of the difference from LN over all norms:",
             "\n".join(sentences) or "No norm has several seeds yet.",
         ]
     )

@@ -9,7 +9,6 @@ A run of ``pn train`` is a directory:
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,7 +19,6 @@ from omegaconf import DictConfig, OmegaConf
 
 from pn_fairseq.common.command import UserError
 from pn_fairseq.common.files import read_settings, recorded
-from pn_fairseq.common.old_settings import renamed_record
 from pn_fairseq.pipeline.training_log import TrainingLog, read_log, without_flags_of_others
 
 #: The help of the option --run.
@@ -134,22 +132,6 @@ class Run:
             OSError: the file cannot be read.
         """
         return read_log(self.log_file) if self.log_file else None
-
-    @cached_property
-    def starts(self) -> list[dict]:
-        """The records of starts.jsonl, in order; an empty list without that file.
-
-        ``world_size`` is the number of ranks, and each of the ``machines`` has its number of ``ranks``.
-        """
-        file = self.path / "starts.jsonl"
-        lines = file.read_text("utf-8", errors="replace").splitlines() if file.is_file() else []
-        records = []
-        for number, line in enumerate(lines, 1):
-            try:
-                records += [renamed_record(dict(json.loads(line)))] if line.strip() else []
-            except (ValueError, TypeError):
-                raise UserError(f"line {number} of {file} cannot be read") from None
-        return records
 
     def checkpoint_files(self, given: list[Path] | None) -> list[Path]:
         """``given``, or else averaged.pt."""

@@ -28,6 +28,13 @@ def count(amount: int, one: str, several: str = "") -> str:
     return f"{amount:,} {one if amount == 1 else several or one + 's'}"
 
 
+def side_of(differences: Sequence[float]) -> str:
+    """ "lower in 5 of 6": the side on which most differences are."""
+    below, above = (sum(sign * difference > 0 for difference in differences) for sign in (-1, 1))
+    side, amount = ("lower", below) if below >= above else ("higher", above)
+    return f"{side} in {amount} of {len(differences)}"
+
+
 @dataclass(frozen=True)
 class Compared:
     """The comparisons by one measure."""
@@ -39,6 +46,10 @@ class Compared:
     @property
     def intervals(self) -> dict[str, Interval]:
         return {system: one for family in self.families for system, one in family.intervals.items()}
+
+    def family_of(self, system: str) -> Family | None:
+        """The family in which a system is tested."""
+        return next((family for family in self.families if system in family.intervals), None)
 
     def text(self, one: Interval) -> str:
         digits = self.measure.digits
@@ -73,24 +84,20 @@ class Compared:
 
     def strength(self, family: Family) -> str:
         """What the design of a family can detect."""
-        digits = self.measure.digits
+        digits, systems = self.measure.digits, count(len(family.intervals), "system")
         return (
-            f"{count(len(family.intervals), 'system')} and {family.control}, up to {count(family.seeds, 'seed')}, "
-            f"noise {family.deviation:.{digits}f} with {family.degrees} degrees of freedom: the simultaneous intervals "
-            f"are ±{family.half_width:.{digits}f}, and a true difference of {family.detectable:.{digits}f} is found "
-            f"with {POWER:.0%} probability"
+            f"{systems} and {family.control}, up to {count(family.blocks, 'block')}; noise "
+            f"{family.deviation:.{digits}f} with {family.design.degrees} degrees of freedom; simultaneous intervals of "
+            f"±{family.half_width:.{digits}f}, and a true difference of {family.detectable:.{digits}f} is found with "
+            f"{POWER:.0%} probability"
         )
 
     def planned(self, system: str) -> str | None:
         """A comparison that was planned before the runs, without correction. None: it was not tested."""
-        family = next((family for family in self.families if system in family.alone), None)
-        if family is None:
+        if (family := self.family_of(system)) is None:
             return None
-        one, (below, pairs) = family.alone[system], family.lower[system]
-        side, seeds = ("lower", below) if 2 * below >= pairs else ("higher", pairs - below)
-        return (
-            f"{system} − {family.control}: {self.text(one)}, {p_text(one.p_value)}, {side} in {seeds} of {pairs} seeds"
-        )
+        interval, sides = family.separate[system], side_of(family.pairs[system])
+        return f"{system} − {family.control}: {self.text(interval)}, {p_text(interval.p_value)}, {sides} blocks"
 
 
 def compare(frame: pandas.DataFrame) -> dict[str, Compared]:
@@ -146,12 +153,11 @@ def plot(compared: Mapping[str, Compared], order: Sequence[str], output: Path) -
             look = style(index) | {"linestyle": "none"}
             axis.errorbar(centers, places, xerr=halves, markersize=5, elinewidth=1.6, capsize=3, **look)
         title, _, unit = one.measure.title.partition(" (")
-        axis.set_title(f"{title}\n({unit}" if unit else title, fontsize=11)
-        axis.set_xlabel("← better" if one.measure.lower_is_better else "better →", fontsize=11)
-        axis.tick_params(labelsize=10)
+        axis.set_title(f"{title}\n({unit}" if unit else title)
+        axis.set_xlabel("← better" if one.measure.lower_is_better else "better →")
         axis.locator_params(axis="x", nbins=4)
         axis.grid(axis="x", alpha=0.3)
-    axes[0][0].set_yticks(range(len(systems)), systems, fontsize=11, parse_math=False)
+    axes[0][0].set_yticks(range(len(systems)), systems, parse_math=False)
     axes[0][0].set_ylim(len(systems) - 0.5, -0.5)
     try:
         with atomic_write(output) as file:

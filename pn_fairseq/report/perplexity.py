@@ -32,7 +32,7 @@ def of_language_models(runs: Sequence[Run]) -> bool:
     Raises:
         UserError: some are and some are not.
     """
-    kinds = {run.language_model for run in runs if run.settings is not None}
+    kinds = {run.language_model for run in runs if run.settings_by_name}
     if len(kinds) > 1:
         raise UserError("some runs are language models and some are not: report on them apart")
     return kinds == {True}
@@ -58,7 +58,7 @@ def _causal(runs: Sequence[Run]) -> bool:
 
 def _counts(corpus: Corpus) -> dict[str, str]:
     """What the preparation counted."""
-    files = [recorded(run.data_path, "counts") for run in corpus.runs if run.data_path]
+    files = [recorded(run.data_folder, "counts") for run in corpus.runs if run.data_folder]
     counts = next((read_settings(file) for file in files if file.is_file()), {})
     return {title: f"{float(counts[name]):,g}" for name, title in _COUNTS.items() if name in counts}
 
@@ -92,7 +92,7 @@ def _published(corpus: Corpus, paper: str, subset: str) -> dict | None:
 
 
 def about(corpus: Corpus, *, subset: str, paper: str, sentence: str, source: str) -> dict:
-    """What ``perplexity.md.j2`` shows of the runs on a corpus; the other arguments are for the template alone."""
+    """What ``perplexity.md.j2`` shows of the runs on a corpus; only the template uses the other arguments."""
     found = [(run, run.perplexity) for run in corpus.runs if run.perplexity]
     return {
         "title": str((corpus.data or {}).get("corpus", "Data not known")),

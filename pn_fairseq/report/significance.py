@@ -1,8 +1,9 @@
 """How certain a difference between systems is: over seeds against one control, and over test sentences.
 
-Over seeds every system is compared with the same control (LN). The seed is a block: runs of one seed share the order of
-the data and the initial weights. The model is ``value = system + seed + noise`` with independent normal noise of one
-variance for all systems (Dunnett 1955 for the comparison with a control; here with blocks and missing runs).
+Over seeds every system is compared with the same control (LN). The runs of one seed on one machine are a block: they
+share the order of the data, the initial weights and the rounding. The model is ``value = system + block + noise`` with
+independent normal noise of one variance for all systems (Dunnett 1955 for the comparison with a control; here with
+blocks, which may be incomplete). A difference is estimated within blocks only, so that machines can be pooled.
 """
 
 from __future__ import annotations
@@ -71,27 +72,27 @@ class Design:
     """The model of a family: which runs there are of the control and of the systems that are compared with it.
 
     Args:
-        runs: the system and the seed of each run.
+        runs: the system and the block of each run. Runs without a block share one block, such as the machine.
         control: the system that the others are compared with.
 
     Attributes:
         systems: the systems whose difference from the control can be estimated, in the order of ``runs``. A system
-            that shares no seed with the control, and with no system that does, is not among them.
-        blocked: whether the seed is in the model: it is where two systems share one.
+            that shares no block with the control, and with no system that does, is not among them.
+        runs: the number of runs.
         degrees: degrees of freedom of the noise's variance; 0 if nothing can be tested.
         errors: standard error of each difference, divided by the standard deviation of the noise.
     """
 
     def __init__(self, runs: Sequence[tuple[str, object]], control: str) -> None:
-        names, seeds = (list(dict.fromkeys(column)) for column in zip(*runs, strict=True))
+        names, blocks = (list(dict.fromkeys(column)) for column in zip(*runs, strict=True))
         names.remove(control)
-        self.blocked = any(len({name for name, seed in runs if seed == one}) > 1 for one in seeds)
-        columns = [[1.0] * len(runs), *([name == one for name, _ in runs] for one in names)]
-        columns += [[seed == one for _, seed in runs] for one in seeds[1:]] if self.blocked else []
+        columns = [[1.0] * len(runs), *([system == name for system, _ in runs] for name in names)]
+        columns += [[own_block == block for _, own_block in runs] for block in blocks[1:]]
         matrix = np.array(columns, dtype=float).T
         self._inverse = np.linalg.pinv(matrix)
         self._residual = np.eye(len(runs)) - matrix @ self._inverse
-        self.degrees = len(runs) - int(np.linalg.matrix_rank(matrix))
+        self.runs = len(runs)
+        self.degrees = self.runs - int(np.linalg.matrix_rank(matrix))
         contrasts = np.eye(matrix.shape[1])[1 : 1 + len(names)]
         estimable = np.isclose(contrasts @ self._inverse @ matrix, contrasts, atol=1e-8).all(axis=1)
         self.systems = [name for name, known in zip(names, estimable, strict=True) if known]
@@ -152,49 +153,50 @@ class Design:
 
 @dataclass(frozen=True)
 class Family:
-    """Systems with several seeds on one machine, compared with one control on the same machine."""
+    """Systems with several runs, compared with one control."""
 
     control: str
-    machine: str
-    seeds: int  # most seeds of a system
+    blocks: int  # most blocks of a system
     intervals: dict[str, Interval]  # simultaneous: all hold together with probability 95%
-    alone: dict[str, Interval]  # each holds with probability 95%: for a comparison that was planned before the runs
+    separate: dict[str, Interval]  # each holds with probability 95%: for a comparison that was planned before the runs
     deviation: float  # standard deviation of the noise
-    degrees: int
+    design: Design
     half_width: float  # the median of half the simultaneous intervals
     detectable: float  # the difference that is found with probability POWER
-    lower: dict[str, tuple[int, int]]  # in how many of the seeds that both have a system is below the control
+    pairs: dict[str, list[float]]  # the differences in the blocks that have both, of each system
 
 
-def _family(values: pandas.Series, control: str, machine: str) -> Family | None:
-    """``values`` by system and seed. None: nothing can be tested (no degrees of freedom, or no spread)."""
-    design = Design(list(values.index), control)
+def _family(values: pandas.Series, control: str) -> Family | None:
+    """``values`` by system and (machine, seed). None: nothing can be tested (no degrees of freedom, or no spread)."""
+    shared = values.groupby(level="block").size().gt(1).any()
+    runs = [(system, block if shared else block[0]) for system, block in values.index]
+    design = Design(runs, control)
     if not design.systems or design.degrees < 1:
         return None
     differences, deviation = design.fit(values.to_numpy(float))
     if deviation < 1e-9 * max(1.0, values.abs().max()):
         return None
-    critical, one = design.critical(), float(stats.t.isf(ERROR_RATE / 2, design.degrees))
-    intervals, alone, lower, by_seed = {}, {}, {}, values.unstack()
+    critical, quantile = design.critical(), float(stats.t.isf(ERROR_RATE / 2, design.degrees))
+    intervals, separate, pairs, by_block = {}, {}, {}, values.unstack()
     for system, difference, error in zip(design.systems, differences, design.errors * deviation, strict=True):
         center, half, ratio = float(difference), float(critical * error), float(abs(difference) / error)
         p = min(1.0, max(0.0, 1 - design.probability(ratio)))
         intervals[system] = Interval(center, center - half, center + half, p)
-        half, p = float(one * error), 2 * float(stats.t.sf(ratio, design.degrees))
-        alone[system] = Interval(center, center - half, center + half, p)
-        both = by_seed.loc[[system, control]].dropna(axis=1)
-        lower[system] = int((both.loc[system] < both.loc[control]).sum()), both.shape[1]
+        half, p = float(quantile * error), 2 * float(stats.t.sf(ratio, design.degrees))
+        separate[system] = Interval(center, center - half, center + half, p)
+        pairs[system] = list((by_block.loc[system] - by_block.loc[control]).dropna())
     return Family(
-        control, machine, int(values.groupby(level=0).size().max()), intervals, alone, float(deviation), design.degrees,
-        float(critical * np.median(design.errors) * deviation), float(design.detectable(critical) * deviation), lower,
+        control, int(values.groupby(level=0).size().max()), intervals, separate, float(deviation), design,
+        float(critical * np.median(design.errors) * deviation), float(design.detectable(critical) * deviation), pairs,
     )  # fmt: skip
 
 
 def families(frame: pandas.DataFrame, measure: str) -> tuple[list[Family], dict[str, str]]:
-    """Compare systems by one measure, each with its control on the same machine.
+    """Compare systems by one measure, each with its control.
 
-    A system is tested with two seeds or more on a machine on which its control has two or more; where there are
-    several, on the one with most of its seeds. A seed that was run several times on a machine counts once, by the mean.
+    A system and its control need two blocks or more. A run that was repeated (the same machine and seed) counts once,
+    by the mean. Where no two systems share a seed on one machine, the block is the machine, so that systems on
+    different machines are never compared.
 
     Args:
         frame: the rows of report.csv: ``system``, ``compared with``, ``seed``, ``machine``, and the measure.
@@ -202,35 +204,29 @@ def families(frame: pandas.DataFrame, measure: str) -> tuple[list[Family], dict[
     Returns:
         The families, and for each other measured system why it is not tested.
     """
-    measured = frame.dropna(subset=[measure]).assign(machine=lambda rows: rows["machine"].fillna("not recorded"))
-    values = measured.groupby(["machine", "system", "seed"], sort=False, dropna=False)[measure].mean()
-    counts = values.groupby(level=["system", "machine"], sort=False).size()
+    measured = frame.dropna(subset=[measure]).fillna({"machine": "not recorded"})
+    unknown = pandas.Series([f"run {number}" for number in range(len(measured))], index=measured.index)
+    seeds = measured["seed"].astype(object).where(measured["seed"].notna(), unknown)
+    measured = measured.assign(block=list(zip(measured["machine"], seeds, strict=True)))
+    values = measured.groupby(["system", "block"], sort=False)[measure].mean()
+    counts = values.groupby(level="system", sort=False).size()
     controls = measured.dropna(subset=["compared with"]).groupby("system", sort=False)["compared with"].first()
-    members: dict[tuple[str, str], list[str]] = {}
-    untested = {}
-    for system, control in controls.items():
-        of_control = counts[control] if control in counts else pandas.Series(dtype=int)
-        shared = counts[system][counts[system].index.isin(of_control.index)]
-        able = shared[(shared > 1) & (of_control.reindex(shared.index) > 1)]
-        if len(able):
-            members.setdefault((control, able.idxmax()), []).append(system)
-        elif of_control.empty:
-            untested[system] = f"{control} was not measured"
-        elif shared.empty:
-            untested[system] = f"{control} was trained on another machine"
-        elif (shared < 2).all():
-            elsewhere = counts[system].max() > 1
-            untested[system] = f"one seed on the machine of {control}" if elsewhere else "one seed"
-        else:
-            untested[system] = f"{control} has one seed" + (" on this machine" if of_control.max() > 1 else "")
-    found = []
-    for (control, machine), systems in members.items():
-        kept = values[machine].loc[lambda rows, names=(control, *systems): rows.index.isin(names, level=0)]
-        if family := _family(kept, control, machine):
-            found.append(family)
-        tested = family.intervals if family else ()
-        why = f"no seed in common with {control}" if family else "no spread over seeds, or too few of them"
-        untested |= {system: why for system in systems if system not in tested}
+    found, untested = [], {}
+    for control in controls.unique():
+        systems = controls.index[controls == control]
+        if control not in counts:
+            untested |= dict.fromkeys(systems, f"{control} was not measured")
+            continue
+        several = [system for system in systems if counts[system] > 1]
+        untested |= {system: "one seed" for system in systems if system not in several}
+        family = None
+        if several and counts[control] > 1:
+            family = _family(values[values.index.isin([control, *several], level="system")], control)
+        why = f"no seed on one machine in common with {control}"
+        if not family:
+            why = f"{control} has one seed" if counts[control] == 1 else "no spread over seeds, or too few runs"
+        untested |= {system: why for system in several if not family or system not in family.intervals}
+        found += [family] if family else []
     return found, untested
 
 

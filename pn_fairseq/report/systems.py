@@ -66,23 +66,23 @@ def norm_and_size(run: Run) -> tuple[str, str]:
     """
     from pn_fairseq.norms import NORMS
 
-    arch, names = str(run.setting("model._name", "architecture not known")), {one.short: n for n, one in NORMS.items()}
+    arch, names = str(run.get("model._name", "architecture not known")), {one.short: n for n, one in NORMS.items()}
     match = re.fullmatch(rf"(transformer|transformer_lm|tensorized_lm)_({'|'.join(names)})_(.+)", arch)
     if match is None and arch != "transformer_pn":
         return arch, "-"
     model, short, size = match.groups() if match else ("transformer", "pn", "base")
-    norm = str(run.setting("model.encoder_norm" if model == "transformer" else LM_NORM, names[short]))
+    norm = str(run.get("model.encoder_norm" if model == "transformer" else LM_NORM, names[short]))
     return norm_labels().get(norm, norm), size if model == "transformer" else f"{model} {size}"
 
 
 def _batch(run: Run) -> dict[str, int | None]:
     """Most tokens (or sentences) in one update, over all ranks; as pn train recorded it, else from the settings."""
-    update_freq = run.setting("optimization.update_freq", [1])
+    update_freq = run.get("optimization.update_freq", [1])
     # fairseq takes the entry of the epoch, and the last one from there on.
     times = run.world_size * (update_freq[-1] if isinstance(update_freq, list) and update_freq else 1)
     found = {}
     for name, setting in ((TOKENS, "dataset.max_tokens"), (SENTENCES, "dataset.batch_size")):
-        most = run.setting(setting)
+        most = run.get(setting)
         found[name] = most * times if isinstance(most, int) else None
     recorded = [start[TOKENS] for start in run.starts if isinstance(start.get(TOKENS), int)]
     return found | ({TOKENS: recorded[-1]} if recorded else {})
@@ -92,10 +92,10 @@ def comparable(run: Run) -> dict[str, object]:
     """The settings by which a run differs from others, with norm, size and batch under names of their own."""
     values = {
         name: value
-        for name, value in (run.settings or {}).items()
+        for name, value in run.settings_by_name.items()
         if name not in _PLACES
         and name not in ("model._name", LM_NORM if run.language_model else "model.encoder_norm")
-        and not (name in _COPIES and value == run.setting(_COPIES[name]))
+        and not (name in _COPIES and value == run.get(_COPIES[name]))
     }
     norm, size = norm_and_size(run)
     # A setting that is null and one that is not there mean the same: the default.
@@ -142,7 +142,7 @@ class Corpus:
         """The LN system to compare a system with: the one from which it differs in the fewest settings.
 
         Other LN systems are compared with the first, which has the fewest settings of its own. Language models are
-        compared with LN in the same model alone.
+        compared only with LN in the same model.
         """
         candidates = [one for one in self.ln if self._model(one) == self._model(label)]
         candidates = candidates[:1] if label in candidates else candidates
@@ -182,7 +182,7 @@ def group(runs: Sequence[Run]) -> list[Corpus]:
     """Runs by data, and within the data by system. Every run is in one system of one corpus."""
     corpora: dict[object, list[Run]] = {}
     for run in runs:
-        key = frozenset(run.data.items()) if run.data is not None else run.path
+        key = frozenset(run.data_settings.items()) if run.data_settings is not None else run.path
         corpora.setdefault(key, []).append(run)
     return [_corpus(members) for members in corpora.values()]
 
@@ -215,12 +215,12 @@ def _corpus(runs: Sequence[Run], batch_is_a_setting: bool = True) -> Corpus:
     for run in runs if batch_is_a_setting else ():
         if _reads_batches(run):
             for name in _BATCH:
-                batches.setdefault(norm_and_size(run)[0], {}).setdefault(name, set()).add(run.setting(name))
+                batches.setdefault(norm_and_size(run)[0], {}).setdefault(name, set()).add(run.get(name))
     for run in runs:
         settings = {name: value for name, value in comparable(run).items() if name != SEED and not _HOW.match(name)}
         sizes = batches.get(settings[NORM], {})
-        settings |= {name: run.setting(name) for name, found in sizes.items() if len(found) > 1}
-        if run.settings is None:  # nothing is known by which it could be put beside another
+        settings |= {name: run.get(name) for name, found in sizes.items() if len(found) > 1}
+        if not run.settings_by_name:  # it cannot be grouped with other runs
             settings = {NORM: UNKNOWN, "run": run.name}
         if settings not in systems:
             systems.append(settings)
@@ -233,7 +233,7 @@ def _corpus(runs: Sequence[Run], batch_is_a_setting: bool = True) -> Corpus:
     frame = frame.sort_values(["place", "details", "number", "seed"], kind="stable", ignore_index=True)
     labels = {number: _label(number, systems, details) for number in frame["number"].unique()}
     frame["system"] = frame["number"].map(labels)
-    return Corpus(runs[0].data, frame, {label: systems[number] for number, label in labels.items()})
+    return Corpus(runs[0].data_settings, frame, {label: systems[number] for number, label in labels.items()})
 
 
 def _details(systems: Sequence[dict[str, object]]) -> list[list[str]]:

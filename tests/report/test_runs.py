@@ -5,23 +5,23 @@ import argparse
 import pytest
 import torch
 
-from pn_fairseq.report.runs import read_run, read_runs
+from pn_fairseq.report.runs import Run, read_runs
 
 MADE = "averaged.pt is the average of 3, not of average_last=10 checkpoints"
 
 
 @pytest.mark.parametrize(
-    ("made", "wanted", "told"),
+    ("made", "wanted", "listed"),
     [("update 3", 10, True), ("update 10", 10, False), ("update 3", None, False), (None, 10, False), ("", 10, False)],
 )
-def test_an_average_of_fewer_checkpoints_than_asked_for_is_a_problem(made, wanted, told, tmp_path):
+def test_an_average_of_fewer_checkpoints_than_asked_for_is_a_problem(made, wanted, listed, tmp_path):
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "generate/test").mkdir(parents=True)
     (tmp_path / "generate/test/hyp.tok").write_text("a\n")
     (tmp_path / "config.yaml").write_text("{}" if wanted is None else f"average_last: {wanted}\n")
     if made is not None:
         (tmp_path / "checkpoints/averaged.pt.made").write_text(f"{made}\n")
-    assert (MADE in read_run(tmp_path, "test", "run").problems) == told
+    assert (MADE in Run(tmp_path, "run").problems) == listed
 
 
 def checkpoint(file, update, train, valid, **settings):
@@ -49,6 +49,6 @@ def test_a_folder_of_fairseq_train_without_a_log(tmp_path):
         (run,) = read_runs([tmp_path])
         assert run.log.train_nll == {20: 7.0, 40: 6.0} and run.log.train == {20: 8.0, 40: 7.0}
         assert run.log.valid == {20: 6.0, 40: 5.0} and run.seed == 3
-        assert run.setting("model.dropout") == 0.3 and run.setting("model._name") == "transformer_pn_tiny"
+        assert run.get("model.dropout") == 0.3 and run.get("model._name") == "transformer_pn_tiny"
         assert any("no log in JSON: settings and losses are from 3 checkpoints" in each for each in run.problems)
         assert not any("not finished" in each for each in run.problems)
