@@ -333,7 +333,7 @@ def repeated(corpus: str) -> str:
 def _first_seeds(pattern: str) -> pandas.DataFrame:
     """The runs of the verses with seed 1 whose folder and norm match; the matches are the index.
 
-    They are those of the report that has the most of them: runs of one machine.
+    They are of the report that has the most of them: runs of one machine.
     """
     best = pandas.DataFrame()
     for folder in folders("verses"):

@@ -223,5 +223,7 @@ class TensorizedLanguageModel(NormedModel, FairseqLanguageModel):
                 "perplexity is not that of a language model"
             )
         norms = cls.norm_options.from_args(args)
+        if norms.decoder_norm_placement != "pre" or norms.qk_norm:
+            raise ValueError("tensorized_lm_pn has only --post-norm, no --decoder-norm-placement and no --qk-norm")
         with initial_weights(args):
             return cls(TensorizedDecoder(args, norms, task.target_dictionary), norms)

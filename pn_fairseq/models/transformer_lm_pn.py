@@ -23,7 +23,8 @@ class LanguageModelNorms(NormOptions):
     """The norms of a model that has only a decoder: ``layer_scale_groups`` applies to all of them."""
 
     def names(self) -> dict[str, NormEntry]:
-        return {name: find_norm(name) for name in (self.decoder_norm, self.decoder_norm_last) if name is not None}
+        norms = (self.decoder_norm, self.decoder_norm_last, self.qk_norm)
+        return {name: find_norm(name) for name in norms if name is not None}
 
     def build_decoder_norm(
         self, num_features: int, heads: int, last: bool = False, folds: bool = True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
+import logging
 import os
 import re
 import shlex
@@ -31,8 +32,9 @@ from pn_fairseq.common.files import PACKAGE, atomic_write, known_configs, read_s
 from pn_fairseq.common.published import PAPER, Table
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
     from pn_fairseq.pipeline.data.preparation import Option
-    from pn_fairseq.pipeline.data.recipes import Recipe
 
 
 @dataclass(frozen=True)
@@ -184,7 +186,7 @@ def main(argv: Sequence[str]) -> int:
     return 2
 
 
-def recipe(name: str) -> Recipe:
+def recipe(name: str) -> ModuleType:
     """The recipe that prepares a corpus."""
     from pn_fairseq.pipeline.data.recipes import RECIPES
 
@@ -226,8 +228,9 @@ def reproduce(name: str, words: Sequence[str], env: Mapping[str, str] = os.envir
     """
     check = check or check_training
     prepared = name in CORPORA
+    logging.getLogger().addHandler(logging.NullHandler())  # else fairseq configures logging when it is imported
     corpus = CORPORA[name] if prepared else own_corpus(name)
-    passed_on = recipe(name).options if prepared else ()
+    passed_on = recipe(name).OPTIONS if prepared else ()
     args = _parser(name, corpus, passed_on).parse_intermixed_args(words)
     check_settings(args.settings)
     norms, config, report_name = env.get("NORMS", corpus.norms).split(), corpus.config, "report"

@@ -30,8 +30,9 @@ NOT_RUN = {
 #: Text of a command -> what replaces it, so that a training takes seconds.
 SMALL = {
     r"optimization\.max_update=\d+": "",
-    r"((?:train|reproduce)\.sh verses_\w+_en (?!--check))": r"\1optimization.max_update=6 dataset.validate_interval_updates=3 "
-    "checkpoint.save_interval_updates=3 dataset.max_tokens=400 tokens_per_update=400 lr_scheduler.warmup_updates=2 ",
+    r"((?:train|reproduce)\.sh verses_\w+_en (?!--check))": r"\1optimization.max_update=6 "
+    "dataset.validate_interval_updates=3 checkpoint.save_interval_updates=3 dataset.max_tokens=400 "
+    "tokens_per_update=400 lr_scheduler.warmup_updates=2 ",
     r"checkpoint\.save_interval_updates=(?!3 )\d+": "",
     r"(verses_lm_en --run.*)": r"\1 task.tokens_per_sample=16",
     r"dataset\.validate_interval_updates=(?!3 )\d+": "",

@@ -435,6 +435,25 @@ def test_a_signal_ends_it_with_one_line(number, during, data, tmp_path):
     assert process.returncode == 128 + number
 
 
+@pytest.mark.slow
+def test_a_disk_that_is_full_while_a_checkpoint_is_saved(data, trained, tmp_path):
+    """A file system with room for one checkpoint and a half; the second one is the copy that fairseq calls best."""
+    size = (trained / "checkpoints/checkpoint_last.pt").stat().st_size * 3 // 2
+    inside = f'mount -t tmpfs -o size={size} tmpfs "$0" && exec "$@"'
+    namespace = ("unshare", "--user", "--map-root-user", "--mount", "sh", "-c")
+    if not shutil.which("unshare") or subprocess.run([*namespace, inside, tmp_path, "true"]).returncode:
+        pytest.skip("this machine lets nobody mount a file system in a namespace")
+    words = [*namespace, inside, tmp_path, *command(data, tmp_path / "run")]
+    result = subprocess.run(words, env=environment(), capture_output=True, text=True)
+    (line,) = [line for line in result.stderr.splitlines() if not line.startswith("[train] ")]
+    assert result.returncode == 1
+    assert (
+        line.startswith(f"pn train: error: {tmp_path / 'run/checkpoints'}/checkpoint_")
+        and ".pt: the disk is full" in line
+    )
+    assert line.endswith("run the same command again to resume")
+
+
 def test_two_trainings_in_one_run_are_refused(tmp_path):
     """For as long as the training exists, and not the processes that load its data, which may outlive it a little."""
     ready, told = os.pipe()
