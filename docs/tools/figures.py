@@ -3,7 +3,7 @@
 ``python -m docs.tools.figures RUNS [key=value...]`` first trains six models in RUNS, with these settings if any are
 given, and writes the records and tables. Run again, it skips what is done and continues.
 
-The trainings are those of scripts/compare_norms.sh with seed 3, and record a probe, which changes no number.
+The trainings are seed 3 of scripts/compare_norms.sh with a probe, which changes no number.
 ``figure-N.png``, and of the norm of the third layer ``figure-4-layer-3.png``. ``records.parquet``: the recorded values
 behind Figures 2 to 4 and 7. ``medians.csv``: of every box of Figures 2 to 4, for all norms. ``gains.csv``: medians over
 the channels, of Figure 7. ``spectra.csv``: the values of Figure 6. docs.tools.results draws Figure 5.

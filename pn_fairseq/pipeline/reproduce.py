@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import itertools
 import logging
 import os
@@ -82,7 +83,7 @@ All steps from the text to a report, for a list of norms and seeds. WHAT is
   a configuration, for prepared data of your own (--data): {configs},
     or the path of a YAML file
   demo           one small training on the verses, with sample translations
-  compare_norms  all norms on the verses and Multi30k
+  compare_norms  all norms on the verses and Multi30k, and in a language model
   batch_size     Figure 5 of the PowerNorm paper: BLEU against the tokens of a mini-batch
 """
 
@@ -345,6 +346,7 @@ def check_data(name: str, corpus: Corpus, data: Path, settings: Sequence[str]) -
         )
 
 
+@functools.cache  # the seeds of a comparison have the same settings
 def _check_training(*words: str) -> None:
     """Check the settings of a training; it names the reason if they are wrong."""
     from pn_fairseq.pipeline import train

@@ -1,4 +1,4 @@
-"""``pn figures``: Figures 2 to 7 of the PowerNorm paper, from the probes, scores and checkpoints of one's own runs."""
+"""``pn figures``: Figures 2 to 7 of the PowerNorm paper, from the probes, scores and checkpoints of your runs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PAPER_MEDIANS = {
         "paper, ResNet20 on CIFAR-10": (3.5e-7, 2.4e-7, 3.7e-7, 6.0e-7, 1.0e-6),
         "paper, BN on IWSLT14": (0.0096, 0.0159, 0.0145, 0.0134, 0.0130),
     },
-    "sigma2_distance": {  # those of CIFAR-10 are exactly 0
+    "sigma2_distance": {  # CIFAR-10's are exactly 0
         "paper, BN on IWSLT14": (0.0505, 0.735, 1.023, 1.349, 1.373),
     },
     "g_mu": {
@@ -96,9 +96,9 @@ class Subject:
 
 def find_probe(run) -> Path | None:
     """The folder of ``--norm-probe`` of a run (:class:`pn_fairseq.report.runs.Run`), which may have been moved."""
-    told = run.get("model.norm_probe")
-    places = [run.path / "norm_probe", *([run.path / Path(told).name, Path(told)] if told else [])]
-    return next((place for place in places if any(place.glob("update-*.parquet"))), None)
+    setting = run.get("model.norm_probe")
+    folders = [run.path / "norm_probe", *([run.path / Path(setting).name, Path(setting)] if setting else [])]
+    return next((folder for folder in folders if any(folder.glob("update-*.parquet"))), None)
 
 
 def series_of(probe, norm: str, updates: int):
@@ -146,7 +146,7 @@ def read_subject(run, label: str, line: str, name: str | None = None) -> Subject
 
 
 def _boxes(axis, groups: Mapping[str, Sequence[np.ndarray]], ticks: Sequence, medians: Mapping[str, Sequence[float]]):
-    """A group of box plots at each tick (label -> values at each tick), and the paper's medians beside them.
+    """A group of box plots at each tick (label -> values at each tick), and the paper's medians next to them.
 
     Whiskers reach 1.5 interquartile ranges, as in the paper; points beyond are drawn.
     """
@@ -218,7 +218,7 @@ def _over_training(panels: Sequence[Sequence[str]]):
                 if len(columns) == 1 or "CIFAR" not in label  # the paper's Figure 4 has none
             }
             handles |= _boxes(axis, groups, _BINS, medians)
-            axis.set_title(", ".join(norms), fontsize=11, loc="left")
+            axis.set_title(", ".join(norms), loc="left")
             axis.set_xlabel("percent of training")
             axis.set_yscale("log")
             name = " or ".join(_AXES[column] for column in columns)
@@ -257,7 +257,7 @@ def batch_size(pyplot, subjects: Sequence[Subject]):
         axis.set_xticks(ticks, [f"{each:,}" for each in ticks])
         axis.set_xlabel("tokens per mini-batch")
         axis.set_ylabel("tokenized BLEU")
-        axis.set_title(title, fontsize=10, loc="left", parse_math=False)
+        axis.set_title(title, loc="left", parse_math=False)
         axis.grid(alpha=0.3)
     handles = {label: handle for axis in axes for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
     legend(figure, {line: handles[line] for line in lines}, columns=3 if max(map(len, lines)) < 20 else 2)
@@ -305,7 +305,7 @@ def spectra(pyplot, subjects: Sequence[Subject]):
         for index, (label, of_seeds) in enumerate(found.items()):
             for values in of_seeds:
                 handles[label] = axis.plot(values / divisor(values) / below, **style(index) | {"marker": None})[0]
-        axis.set_title(title, fontsize=11, loc="left", parse_math=False)
+        axis.set_title(title, loc="left", parse_math=False)
         axis.set_yscale("linear" if ratio else "log")
         axis.set_ylabel("ratio" if ratio else "singular value of\nthe word embeddings")
         axis.grid(alpha=0.3)
@@ -355,7 +355,7 @@ def gains(pyplot, subjects: Sequence[Subject]):
         paper = [PAPER_GAIN[n] if n < len(PAPER_GAIN) else np.nan for n in layers]
         handles |= _boxes(axis, groups, [n + 1 for n in layers], {"paper, PN-V on IWSLT14": paper})
         axis.axhline(1, linestyle="--", color="black", linewidth=1)
-        axis.set_title(place, fontsize=10, loc="left")
+        axis.set_title(place, loc="left")
         axis.set_xlabel(f"{side} layer")
         axis.set_ylabel(r"$\gamma/\psi_B$ of each channel, last recorded update")
     _legend(figure, handles)

@@ -153,12 +153,11 @@ def plot(compared: Mapping[str, Compared], order: Sequence[str], output: Path) -
             look = style(index) | {"linestyle": "none"}
             axis.errorbar(centers, places, xerr=halves, markersize=5, elinewidth=1.6, capsize=3, **look)
         title, _, unit = one.measure.title.partition(" (")
-        axis.set_title(f"{title}\n({unit}" if unit else title, fontsize=11)
-        axis.set_xlabel("← better" if one.measure.lower_is_better else "better →", fontsize=11)
-        axis.tick_params(labelsize=10)
+        axis.set_title(f"{title}\n({unit}" if unit else title)
+        axis.set_xlabel("← better" if one.measure.lower_is_better else "better →")
         axis.locator_params(axis="x", nbins=4)
         axis.grid(axis="x", alpha=0.3)
-    axes[0][0].set_yticks(range(len(systems)), systems, fontsize=11, parse_math=False)
+    axes[0][0].set_yticks(range(len(systems)), systems, parse_math=False)
     axes[0][0].set_ylim(len(systems) - 0.5, -0.5)
     try:
         with atomic_write(output) as file:

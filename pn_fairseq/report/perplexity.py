@@ -92,7 +92,7 @@ def _published(corpus: Corpus, paper: str, subset: str) -> dict | None:
 
 
 def about(corpus: Corpus, *, subset: str, paper: str, sentence: str, source: str) -> dict:
-    """What ``perplexity.md.j2`` shows of the runs on a corpus; the other arguments are for the template alone."""
+    """What ``perplexity.md.j2`` shows of the runs on a corpus; only the template uses the other arguments."""
     found = [(run, run.perplexity) for run in corpus.runs if run.perplexity]
     return {
         "title": str((corpus.data or {}).get("corpus", "Data not known")),

@@ -104,7 +104,7 @@ class Run(runs.Run):
 
     @cached_property
     def data_folder(self) -> Path | None:
-        """Where the prepared data was; where fairseq-preprocess alone made it, the folder of the binary files."""
+        """Where the prepared data was; if only fairseq-preprocess made it, the folder of the binary files."""
         try:
             return self.data or self.bin
         except UserError:
@@ -135,7 +135,7 @@ class Run(runs.Run):
         return settings
 
     def _data_of_fairseq(self) -> dict[str, str]:
-        """The languages and the folder of data that fairseq-preprocess alone made."""
+        """The languages and the folder of data that pn prepare did not make."""
         files = [re.match(r"train\.([\w-]+)-([\w-]+)\.", file.name) for file in self.bin.glob("train.*.bin")]
         source, target = next((match.groups() for match in files if match), ("", ""))
         return {

@@ -142,7 +142,7 @@ class Corpus:
         """The LN system to compare a system with: the one from which it differs in the fewest settings.
 
         Other LN systems are compared with the first, which has the fewest settings of its own. Language models are
-        compared with LN in the same model alone.
+        compared only with LN in the same model.
         """
         candidates = [one for one in self.ln if self._model(one) == self._model(label)]
         candidates = candidates[:1] if label in candidates else candidates
@@ -220,7 +220,7 @@ def _corpus(runs: Sequence[Run], batch_is_a_setting: bool = True) -> Corpus:
         settings = {name: value for name, value in comparable(run).items() if name != SEED and not _HOW.match(name)}
         sizes = batches.get(settings[NORM], {})
         settings |= {name: run.get(name) for name, found in sizes.items() if len(found) > 1}
-        if not run.settings_by_name:  # nothing is known by which it could be put beside another
+        if not run.settings_by_name:  # it cannot be grouped with other runs
             settings = {NORM: UNKNOWN, "run": run.name}
         if settings not in systems:
             systems.append(settings)
