@@ -31,7 +31,7 @@ from pn_fairseq.report import figures, intervals
 from pn_fairseq.report.command import main as pn_report
 from pn_fairseq.report.curves import headless_pyplot
 from pn_fairseq.report.intervals import Compared, count
-from pn_fairseq.report.significance import LOSS, MEASURES, SHORT_NAMES, Family, Measure
+from pn_fairseq.report.significance import LOSS, MEASURES, SHORT_NAMES, Family, Measure, blocks_needed
 
 from .generated import ROOT, block
 
@@ -53,6 +53,8 @@ RUNS = {
     SWEEP: "runs/batch_size_verses/tokens*/*_seed*",
 }
 MARGIN = MEASURES["tokenized"].margin
+#: The differences whose blocks are counted.
+DIFFERENCES = {MEASURES["tokenized"]: (0.5, 1.0), MEASURES[LOSS]: (0.02, 0.05)}
 COMMAND = "python -m docs.tools.results"
 
 NOTHING = "No run is finished."
@@ -241,6 +243,22 @@ def strength() -> str:
     return _table(rows) if rows else UNCOMPARED
 
 
+def needed() -> str:
+    """The blocks that would find a difference, by the noise that was measured."""
+    rows = []
+    for title in subjects():
+        for measure, family, _ in families(title):
+            for difference in DIFFERENCES.get(measure, ()):
+                sizes = difference / family.deviation, len(family.intervals)
+                rows.append(
+                    {"runs": title, "difference": f"{difference:g}, {measure.title}"}
+                    | {"noise": f"{family.deviation:.{measure.digits}f}"}
+                    | {"blocks, planned comparison": str(blocks_needed(*sizes, planned=True))}
+                    | {"blocks, all systems": str(blocks_needed(*sizes))}
+                )
+    return _table(rows) if rows else UNCOMPARED
+
+
 def _reach(measure, family) -> str:
     return f"{measure.title} ±{family.half_width:.{measure.digits}f}; {family.detectable:.{measure.digits}f}"
 
@@ -305,6 +323,8 @@ def table() -> str:
         if title in pictures():
             parts.append(f"![Differences from LN with simultaneous 95% intervals.]({pictures()[title].name})")
         parts.append(_table(_rows(subjects()[title], {"tokenized": "BLEU", LOSS: "validation loss"})))
+        correlation = frame["tokenized"].corr(frame[LOSS])
+        parts.append(f"Correlation of BLEU with validation loss over all runs: {_signed(correlation)}.")
         wrong = sum(map(_went_wrong, frame.itertuples()))
         parts.append(f"Runs that failed, or whose loss or gradient was not finite: {wrong} of {len(frame)}.")
         links = [
@@ -531,6 +551,7 @@ PAGES = {
         "answer": answer,
         "planned": planned_answer,
         "strength": strength,
+        "needed": needed,
         "table": table,
         "decays": decays,
         "learning rates": learning_rates,

@@ -8,6 +8,7 @@ blocks, which may be incomplete). A difference is estimated within blocks only, 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -149,6 +150,27 @@ class Design:
         while power(high) < POWER:
             high *= 2
         return error * optimize.brentq(lambda shift: power(shift) - POWER, 0, high)
+
+
+def blocks_needed(difference: float, systems: int, planned: bool = False) -> int:
+    """Blocks with every one of ``systems`` and the control that find ``difference`` with probability :data:`POWER`.
+
+    Args:
+        difference: the true difference, in standard deviations of the noise.
+        systems: the number of systems that are compared with the control.
+        planned: by the interval of a planned comparison, not by the simultaneous one.
+    """
+
+    def enough(blocks: int) -> bool:
+        design = Design([(str(system), block) for system in range(systems + 1) for block in range(blocks)], "0")
+        quantile = float(stats.t.isf(ERROR_RATE / 2, design.degrees))
+        if design.detectable(quantile) > difference:
+            return False  # a simultaneous interval is at least as wide
+        return planned or design.detectable(design.critical()) <= difference
+
+    quantiles = stats.norm.isf(ERROR_RATE / 2) + stats.norm.ppf(POWER)
+    fewest = max(2, int(2 * (quantiles / difference) ** 2))  # if the noise were known
+    return next(blocks for blocks in itertools.count(fewest) if enough(blocks))
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import pandas
 import pytest
 from scipy import stats
 
-from pn_fairseq.report.significance import ERROR_RATE, MEASURES, POWER, Design, Interval, families
+from pn_fairseq.report.significance import ERROR_RATE, MEASURES, POWER, Design, Interval, blocks_needed, families
 
 #: Dunnett 1955, section 4: blood counts of a control group and of animals under two drugs.
 BLOOD = {
@@ -165,6 +165,22 @@ def test_without_shared_seeds_machines_are_not_compared():
     elsewhere = rows({"ln": (), "bn": (30.0, 31.0, 32.0)}, own_seeds=True, machine="two")
     (family,), untested = families(pandas.concat([one, elsewhere]), "tokenized")
     assert list(family.intervals) == ["pn"] and untested == {"bn": "no seed on one machine in common with ln"}
+
+
+@pytest.mark.parametrize(
+    ("difference", "noise", "systems", "planned", "everything"),
+    [(1.0, 0.61, 14, 7, 11), (1.0, 0.54, 5, 6, 8), (0.5, 0.54, 5, 19, 27)],
+)
+def test_blocks_that_find_a_difference(difference, noise, systems, planned, everything):
+    """By simulation: the numbers have 80% power, and one block less has not."""
+    assert blocks_needed(difference / noise, systems) == everything
+    assert blocks_needed(difference / noise, systems, planned=True) == planned
+    generator = np.random.default_rng(5)
+    for blocks, enough in ((everything, True), (everything - 1, False)):
+        design = Design([(str(system), block) for system in range(systems + 1) for block in range(blocks)], "0")
+        differences, deviation = design.fit(generator.normal(size=(design.runs, 40_000), scale=noise))
+        found = np.abs(differences[0] + difference) > design.critical() * deviation * design.errors[0]
+        assert (found.mean() > POWER - 0.005) == enough
 
 
 def test_a_seed_that_is_shared_with_nobody_connects_nothing():
