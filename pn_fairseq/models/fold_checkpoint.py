@@ -54,23 +54,27 @@ class Difference:
         )
 
 
+def _folds(norm: nn.Module | None) -> bool:
+    return isinstance(norm, RunningNorm) and norm.folds
+
+
 def projections_after(model: TransformerPNModel) -> dict[str, list[str]]:
     """Name of each norm that can be folded -> names of the projections that read it."""
     after = {}
     for side in ("encoder", "decoder"):
         for number, layer in getattr(model, side).layers.named_children():
             for norm, projections in _IN_LAYER.items():
-                if isinstance(getattr(layer, norm, None), RunningNorm):
+                if _folds(getattr(layer, norm, None)):
                     prefix = f"{side}.layers.{number}"
                     after[f"{prefix}.{norm}"] = [f"{prefix}.{projection}" for projection in projections]
-    if isinstance(model.encoder.layer_norm, RunningNorm):
+    if _folds(model.encoder.layer_norm):
         after["encoder.layer_norm"] = [
             f"decoder.layers.{number}.encoder_attn.{projection}_proj"
             for number, layer in model.decoder.layers.named_children()
             if layer.encoder_attn is not None
             for projection in "kv"
         ]
-    if isinstance(model.decoder.layer_norm, RunningNorm) and model.decoder.last_norm_folds:
+    if _folds(model.decoder.layer_norm) and model.decoder.last_norm_folds:
         after["decoder.layer_norm"] = ["decoder.output_projection"]
     return after
 
@@ -149,6 +153,10 @@ def fold_checkpoint(state: dict, name: str) -> tuple[dict, list[str], Difference
     _check(settings, state, name)
     file = state["model"]
     model = model_of(settings, file, name)
+    for side in ("encoder", "decoder"):
+        if not getattr(model, side).placement.folds:
+            placement = getattr(settings, f"{side}_norm_placement")
+            raise CheckpointError(f"{name}: {side}_norm_placement={placement}: such norms cannot be folded")
     after = projections_after(model)
     norms = {key: module for key, module in model.named_modules() if isinstance(module, ChannelNorm)}
     if not after:

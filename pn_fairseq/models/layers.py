@@ -1,10 +1,15 @@
-"""Pre-norm transformer layers that take their norms from the options and hand them the padding mask."""
+"""Transformer layers that take their norms from the options and hand them the padding mask."""
+
+from functools import partial
 
 import torch
 from fairseq.distributed import fsdp_wrap
 from fairseq.modules.checkpoint_activations import checkpoint_wrapper
 from fairseq.modules.transformer_layer import TransformerDecoderLayerBase, TransformerEncoderLayerBase
 from torch import Tensor, nn
+
+from pn_fairseq.models.inner_norms import add_qk_norm, set_masks
+from pn_fairseq.models.placements import Depth, Pre, find_placement
 
 
 def wrap_layer(layer: nn.Module, cfg) -> nn.Module:
@@ -23,14 +28,24 @@ def mask_of(padding: Tensor) -> Tensor | None:
     return padding if torch.compiler.is_compiling() or torch.jit.is_tracing() or padding.any() else None
 
 
-class TransformerPNEncoderLayer(TransformerEncoderLayerBase):
-    """fairseq's pre-norm encoder layer with both norms built by ``cfg.norms``."""
+def placement_of(cfg, side: str, number: int = 1, cross_attention: bool = True) -> Pre:
+    """The placement of the norms of layer ``number`` of the "encoder" or "decoder"."""
+    depth = Depth(side, cfg.encoder.layers if cross_attention else 0, cfg.decoder.layers)
+    return find_placement(getattr(cfg.norms, f"{side}_norm_placement"))(depth, number)
 
-    def __init__(self, cfg, return_fc: bool = False):
+
+class TransformerPNEncoderLayer(TransformerEncoderLayerBase):
+    """fairseq's encoder layer with its norms built by ``cfg.norms``; ``number`` is 1 for the first layer."""
+
+    def __init__(self, cfg, return_fc: bool = False, number: int = 1):
         super().__init__(cfg, return_fc=return_fc)
-        heads = cfg.encoder.attention_heads
-        self.self_attn_layer_norm = cfg.norms.build_encoder_norm(self.embed_dim, heads)
-        self.final_layer_norm = cfg.norms.build_encoder_norm(self.embed_dim, heads)
+        build = partial(cfg.norms.build_encoder_norm, heads=cfg.encoder.attention_heads)
+        self.self_attn_layer_norm = build(self.embed_dim)
+        self.final_layer_norm = build(self.embed_dim)
+        self.placement = placement_of(cfg, "encoder", number)
+        self.placement.equip(self, partial(build, folds=False))
+        if cfg.norms.qk_norm:
+            add_qk_norm(self.self_attn, cfg.norms.build_qk_norm)
 
     def forward(self, x: Tensor, encoder_padding_mask: Tensor | None, attn_mask: Tensor | None = None):
         """``x`` (T, B, C); ``encoder_padding_mask`` (B, T) bool or None; ``attn_mask`` (T, T), nonzero = masked."""
@@ -38,36 +53,41 @@ class TransformerPNEncoderLayer(TransformerEncoderLayerBase):
             # Finite: a row whose positions are all masked would give NaN in the softmax.
             attn_mask = attn_mask.masked_fill(attn_mask.to(torch.bool), -1e8 if x.dtype == torch.float32 else -1e4)
 
-        residual = x
-        x = self.self_attn_layer_norm(x, encoder_padding_mask)
-        x, _ = self.self_attn(
-            query=x,
-            key=x,
-            value=x,
+        entry = x
+        h = self.placement.before(self, "self_attn", x, encoder_padding_mask)
+        set_masks(self.self_attn, encoder_padding_mask, encoder_padding_mask)
+        h, _ = self.self_attn(
+            query=h,
+            key=h,
+            value=h,
             key_padding_mask=encoder_padding_mask,
             need_weights=False,
             attn_mask=attn_mask,
         )
-        x = self.residual_connection(self.dropout_module(x), residual)
+        x = self.placement.after(self, "self_attn", x, self.dropout_module(h), encoder_padding_mask, entry)
 
-        residual = x
-        x = self.final_layer_norm(x, encoder_padding_mask)
-        x = self.activation_dropout_module(self.activation_fn(self.fc1(x)))
-        fc_result = self.fc2(x)
-        x = self.residual_connection(self.dropout_module(fc_result), residual)
+        h = self.placement.before(self, "final", x, encoder_padding_mask)
+        h = self.activation_dropout_module(self.activation_fn(self.fc1(h)))
+        fc_result = self.fc2(h)
+        x = self.placement.after(self, "final", x, self.dropout_module(fc_result), encoder_padding_mask, entry)
         return (x, fc_result) if self.return_fc else x
 
 
 class TransformerPNDecoderLayer(TransformerDecoderLayerBase):
-    """fairseq's pre-norm decoder layer with its norms built by ``cfg.norms``."""
+    """fairseq's decoder layer with its norms built by ``cfg.norms``; ``number`` is 1 for the first layer."""
 
-    def __init__(self, cfg, no_encoder_attn: bool = False):
+    def __init__(self, cfg, no_encoder_attn: bool = False, number: int = 1):
         super().__init__(cfg, no_encoder_attn)
-        heads = cfg.decoder.attention_heads
-        self.self_attn_layer_norm = cfg.norms.build_decoder_norm(self.embed_dim, heads)
+        build = partial(cfg.norms.build_decoder_norm, heads=cfg.decoder.attention_heads)
+        self.self_attn_layer_norm = build(self.embed_dim)
         if self.encoder_attn is not None:
-            self.encoder_attn_layer_norm = cfg.norms.build_decoder_norm(self.embed_dim, heads)
-        self.final_layer_norm = cfg.norms.build_decoder_norm(self.embed_dim, heads)
+            self.encoder_attn_layer_norm = build(self.embed_dim)
+        self.final_layer_norm = build(self.embed_dim)
+        self.placement = placement_of(cfg, "decoder", number, not no_encoder_attn)
+        self.placement.equip(self, partial(build, folds=False))
+        if cfg.norms.qk_norm:
+            for attention in filter(None, (self.self_attn, self.encoder_attn)):
+                add_qk_norm(attention, cfg.norms.build_qk_norm)
 
     def forward(
         self,
@@ -86,24 +106,25 @@ class TransformerPNDecoderLayer(TransformerDecoderLayerBase):
         """
         need_attn = need_attn or need_head_weights
 
-        residual = x
-        x = self.self_attn_layer_norm(x, self_attn_padding_mask)
-        x, attn = self.self_attn(
-            query=x,
-            key=x,
-            value=x,
+        entry = x
+        h = self.placement.before(self, "self_attn", x, self_attn_padding_mask)
+        set_masks(self.self_attn, self_attn_padding_mask, self_attn_padding_mask)
+        h, attn = self.self_attn(
+            query=h,
+            key=h,
+            value=h,
             key_padding_mask=self_attn_padding_mask,
             incremental_state=incremental_state,
             need_weights=False,
             attn_mask=self_attn_mask,
         )
-        x = self.residual_connection(self.dropout_module(x), residual)
+        x = self.placement.after(self, "self_attn", x, self.dropout_module(h), self_attn_padding_mask, entry)
 
         if self.encoder_attn is not None and encoder_out is not None:
-            residual = x
-            x = self.encoder_attn_layer_norm(x, self_attn_padding_mask)
-            x, attn = self.encoder_attn(
-                query=x,
+            h = self.placement.before(self, "encoder_attn", x, self_attn_padding_mask)
+            set_masks(self.encoder_attn, self_attn_padding_mask, encoder_padding_mask)
+            h, attn = self.encoder_attn(
+                query=h,
                 key=encoder_out,
                 value=encoder_out,
                 key_padding_mask=encoder_padding_mask,
@@ -112,10 +133,9 @@ class TransformerPNDecoderLayer(TransformerDecoderLayerBase):
                 need_weights=need_attn or (not self.training and self.need_attn),
                 need_head_weights=need_head_weights,
             )
-            x = self.residual_connection(self.dropout_module(x), residual)
+            x = self.placement.after(self, "encoder_attn", x, self.dropout_module(h), self_attn_padding_mask, entry)
 
-        residual = x
-        x = self.final_layer_norm(x, self_attn_padding_mask)
-        x = self.activation_dropout_module(self.activation_fn(self.fc1(x)))
-        x = self.residual_connection(self.dropout_module(self.fc2(x)), residual)
+        h = self.placement.before(self, "final", x, self_attn_padding_mask)
+        h = self.activation_dropout_module(self.activation_fn(self.fc1(h)))
+        x = self.placement.after(self, "final", x, self.dropout_module(self.fc2(h)), self_attn_padding_mask, entry)
         return x, attn, None

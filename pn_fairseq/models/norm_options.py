@@ -3,44 +3,27 @@
 import argparse
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 
 from fairseq.utils import safe_getattr
 from hydra.utils import to_absolute_path
 from omegaconf import OmegaConf, open_dict
 
 from pn_fairseq.common.old_settings import RENAMED
+from pn_fairseq.models.flags import checked, flag
 from pn_fairseq.models.own_options import options_of, read_options, resolve_options
+from pn_fairseq.models.placements import PLACEMENTS, find_placement
 from pn_fairseq.norms import NORMS, VARIANTS, ChannelNorm, LayerScale, RunningNorm, build_norm, load_norms
 from pn_fairseq.norms.registry import SHARED, NormEntry, find_norm
 
 SYNC = ("auto", "on", "off")
 
 
-def _checked(check, note: str = ""):
-    """A kind of flag: the text, unless ``check`` raises ValueError, whose message is shown with ``note``.
-
-    Called with the name of the value in the help; returns argparse's arguments.
-    """
-
-    def parse(text: str) -> str:
-        try:
-            check(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(f"{error}{note}") from None
-        return text
-
-    return lambda metavar: {"type": parse, "metavar": metavar}
-
-
+_AFTER_MODULE = " (--norm-module has to come before it)"
 #: Loads the files of ``--norm-module``, so that the flags after it know their norms.
-_modules = _checked(lambda text: [load_norms(path) for path in text.split(",")])
-_norm = _checked(find_norm, " (--norm-module has to come before it)")
-
-
-def _flag(help: str, argument: dict, default=None):
-    """A field with a flag of its name; ``argument`` is for argparse."""
-    return field(default=default, metadata={"help": help, **argument})
+_modules = checked(lambda text: [load_norms(path) for path in text.split(",")])
+_norm = checked(find_norm, _AFTER_MODULE)
+_placement = checked(find_placement, _AFTER_MODULE)
 
 
 @dataclass(frozen=True)
@@ -54,69 +37,78 @@ class NormOptions:
     into the settings of a checkpoint.
     """
 
-    norm_module: str | None = _flag(
+    norm_module: str | None = flag(
         "Python files that register norms of your own, for the flags of norms after it", _modules("FILE[,FILE]")
     )
-    encoder_norm: str = _flag(
+    encoder_norm: str = flag(
         "norm of every encoder layer: {norms} (default: the architecture's)", _norm("NAME"), "power"
     )
-    decoder_norm: str = _flag("norm of every decoder layer: {norms} (default: {of_decoder})", _norm("NAME"), "layer")
-    encoder_norm_last: str | None = _flag(
+    decoder_norm: str = flag("norm of every decoder layer: {norms} (default: {of_decoder})", _norm("NAME"), "layer")
+    encoder_norm_last: str | None = flag(
         "norm after the last encoder layer (default: that of --encoder-norm)", _norm("NAME")
     )
-    decoder_norm_last: str | None = _flag(
+    decoder_norm_last: str | None = flag(
         "norm after the last decoder layer (default: that of --decoder-norm)", _norm("NAME")
     )
-    norm_options: Mapping[str, object] | None = _flag(
+    encoder_norm_placement: str = flag(
+        "where norms of encoder layers stand: {placements} (default: pre; docs/placements.md)",
+        _placement("NAME"),
+        "pre",
+    )
+    decoder_norm_placement: str = flag(
+        "where the norms of decoder layers stand: {placements} (default: pre)", _placement("NAME"), "pre"
+    )
+    qk_norm: str | None = flag("norm of the queries and keys of each attention head (default: none)", _norm("NAME"))
+    norm_options: Mapping[str, object] | None = flag(
         "options of single norms, which 'pn norms NAME' lists; NAME.KEY=VALUE is for the norm NAME only, "
         "KEY=VALUE for every norm of the model that has the option",
         {"type": read_options, "metavar": "KEY=VALUE[,KEY=VALUE]"},
     )
-    norm_variant: str = _flag(
+    norm_variant: str = flag(
         "compute norms as their papers define them, or as their authors' released code does (docs/release.md lists the "
         "differences; default: paper)",
         {"choices": VARIANTS},
         VARIANTS[0],
     )
-    norm_eps: float | None = _flag("epsilon of every norm (default: 1e-5)", {"type": float, "metavar": "E"})
-    norm_alpha_fwd: float | None = _flag(
+    norm_eps: float | None = flag("epsilon of every norm (default: 1e-5)", {"type": float, "metavar": "E"})
+    norm_alpha_fwd: float | None = flag(
         "decay of the running statistics of the forward pass, such as PN's psi^2 and BN's averages for evaluation "
         "(default: the norm's own)",
         {"type": float, "metavar": "A"},
     )
-    norm_alpha_bwd: float | None = _flag(
+    norm_alpha_bwd: float | None = flag(
         "decay of running statistics of the backward pass, such as PN's correction nu (default: the norm's own)",
         {"type": float, "metavar": "A"},
     )
-    layer_scale_groups: int | None = _flag(
+    layer_scale_groups: int | None = flag(
         "groups of channels that layer-scale divides by their root mean square before {scaled}; 0: off (default: the "
         "norm's own)",
         {"type": int, "metavar": "G"},
     )
-    psi_warmup_updates: int | None = _flag(
+    psi_warmup_updates: int | None = flag(
         "updates during which PN normalizes with the batch's own psi, and UN and MABN with the statistics of the batch "
         "only; training forwards with --norm-variant release (default: the warm-up of the learning rate)",
         {"type": int, "metavar": "N"},
     )
-    norm_sync: str = _flag(
+    norm_sync: str = flag(
         "compute statistics over the tokens of all ranks (default: auto, the norm's own)", {"choices": SYNC}, SYNC[0]
     )
-    no_average_norm_stats: bool = _flag(
+    no_average_norm_stats: bool = flag(
         "do not average unsynchronised statistics over the ranks before validation and saving; each rank then "
         "validates with its own statistics, and the statistics of rank 0 are saved",
         {"action": "store_true"},
         False,
     )
-    norm_stats_interval: int = _flag(
+    norm_stats_interval: int = flag(
         "log a summary of the norms' statistics every N updates (default: 0, never)", {"type": int, "metavar": "N"}, 0
     )
-    norm_probe: str | None = _flag(
+    norm_probe: str | None = flag(
         "record the statistics of batches and of gradients of every norm in FILE, a folder of Parquet files "
         "(docs/figures.md)",
         {"metavar": "FILE"},
     )
-    norm_probe_interval: int = _flag("updates from record to record (default: 50)", {"type": int, "metavar": "N"}, 50)
-    norm_probe_layers: str | None = _flag(
+    norm_probe_interval: int = flag("updates from record to record (default: 50)", {"type": int, "metavar": "N"}, 50)
+    norm_probe_layers: str | None = flag(
         "names of the norms that --norm-probe records, or patterns such as 'encoder.layers.0.*' (default: the norms "
         "of the encoder, or all in a model without one)",
         {"metavar": "NAME[,NAME]"},
@@ -131,18 +123,19 @@ class NormOptions:
         """
         words = {
             "norms": f"{', '.join(NORMS)}; 'pn norms' describes them",
+            "placements": ", ".join(PLACEMENTS),
             "of_decoder": "layer" if encoder else "the architecture's",
             "scaled": "an encoder norm, and a decoder norm whose own default is not 0" if encoder else "each norm",
         }
-        for flag in fields(NormOptions):
-            if flag.metadata and (encoder or not flag.name.startswith("encoder")):
-                argument = dict(flag.metadata)
+        for one in fields(NormOptions):
+            if one.metadata and (encoder or not one.name.startswith("encoder")):
+                argument = dict(one.metadata)
                 text = argument.pop("help").format(**words)
-                parser.add_argument(f"--{flag.name.replace('_', '-')}", help=text, **argument)
+                parser.add_argument(f"--{one.name.replace('_', '-')}", help=text, **argument)
 
     def names(self) -> dict[str, NormEntry]:
         """The norms of the model: their names and entries in the registry."""
-        norms = (self.encoder_norm, self.encoder_norm_last, self.decoder_norm, self.decoder_norm_last)
+        norms = (self.encoder_norm, self.encoder_norm_last, self.decoder_norm, self.decoder_norm_last, self.qk_norm)
         return {name: find_norm(name) for name in norms if name is not None}
 
     @classmethod
@@ -176,6 +169,7 @@ class NormOptions:
             resolved["norm_module"] = ",".join(paths)
             for path in paths:
                 load_norms(path)
+        find_placement(options.encoder_norm_placement), find_placement(options.decoder_norm_placement)
         updates = _setting(args, "optimization", "max_update")
         resolved["norm_options"] = resolve_options(options.norm_options, old, options.names(), updates)
         with open_dict(args) if OmegaConf.is_config(args) else ExitStack():
@@ -183,21 +177,27 @@ class NormOptions:
                 setattr(args, name, value)
         return replace(options, **resolved)
 
-    def build_encoder_norm(self, num_features: int, heads: int, last: bool = False) -> ChannelNorm | LayerScale:
+    def build_encoder_norm(
+        self, num_features: int, heads: int, last: bool = False, folds: bool = True
+    ) -> ChannelNorm | LayerScale:
         """A norm of the encoder over ``num_features`` channels, next to attention with ``heads`` heads.
 
-        ``last``: it is the norm after the last layer.
+        ``last``: it is the norm after the last layer. ``folds``: it can be fused with the layers after it.
         """
         name = (self.encoder_norm_last if last else None) or self.encoder_norm
-        return self._build(name, num_features, heads, self.layer_scale_groups, last)
+        return self._build(name, num_features, heads, self.layer_scale_groups, last, folds)
 
     def build_decoder_norm(
         self, num_features: int, heads: int, last: bool = False, folds: bool = True
     ) -> ChannelNorm | LayerScale:
-        """The same for the decoder. ``folds``: it can be fused with the layers after it."""
+        """The same for the decoder."""
         name = (self.decoder_norm_last if last else None) or self.decoder_norm
         groups = self.layer_scale_groups if self._default_groups(name, heads) else 0
         return self._build(name, num_features, heads, groups, folds=folds)
+
+    def build_qk_norm(self, head_dim: int) -> ChannelNorm:
+        """A norm over the channels of one attention head, without layer-scale."""
+        return self._build(self.qk_norm, head_dim, 1, 0, folds=False)
 
     def _default_groups(self, name: str, heads: int) -> int:
         entry = find_norm(name)
@@ -219,7 +219,8 @@ class NormOptions:
         if last and hasattr(cls, "last_norm_warmup_updates"):
             options["psi_warmup_updates"] = cls.last_norm_warmup_updates
         norm = build_norm(name, num_features, variant=self.norm_variant, **options)
-        return norm.layer_scale if self.norms_folded and folds and isinstance(norm, RunningNorm) else norm
+        folded = self.norms_folded and folds and isinstance(norm, RunningNorm) and norm.folds
+        return norm.layer_scale if folded else norm
 
 
 def _learning_rate_warmup(args) -> int:

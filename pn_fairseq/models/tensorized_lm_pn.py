@@ -15,6 +15,7 @@ from fairseq.modules import AdaptiveSoftmax, FairseqDropout
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from pn_fairseq.models.init_seed import add_init_seed, initial_weights
 from pn_fairseq.models.layers import mask_of, wrap_layer
 from pn_fairseq.models.norm_options import NormOptions
 from pn_fairseq.models.normed_model import NormedModel
@@ -203,6 +204,7 @@ class TensorizedLanguageModel(NormedModel, FairseqLanguageModel):
         minimum = "smallest number of parameters of a layer that FSDP shards"
         add("--min-params-to-wrap", minimum, type=int, metavar="N")
         NormOptions.add_args(parser, encoder=False)
+        add_init_seed(parser)
 
     @classmethod
     def build_model(cls, args, task):
@@ -221,4 +223,7 @@ class TensorizedLanguageModel(NormedModel, FairseqLanguageModel):
                 "perplexity is not that of a language model"
             )
         norms = cls.norm_options.from_args(args)
-        return cls(TensorizedDecoder(args, norms, task.target_dictionary), norms)
+        if norms.decoder_norm_placement != "pre" or norms.qk_norm:
+            raise ValueError("tensorized_lm_pn has only --post-norm, no --decoder-norm-placement and no --qk-norm")
+        with initial_weights(args):
+            return cls(TensorizedDecoder(args, norms, task.target_dictionary), norms)

@@ -10,6 +10,7 @@ from fairseq.modules import AdaptiveInput
 from fairseq.utils import eval_str_list, safe_getattr
 from omegaconf import OmegaConf, open_dict
 
+from pn_fairseq.models.init_seed import add_init_seed, initial_weights
 from pn_fairseq.models.norm_options import NormOptions
 from pn_fairseq.models.normed_model import NormedModel
 from pn_fairseq.models.transformer_pn import TransformerPNConfig, TransformerPNDecoder
@@ -22,7 +23,8 @@ class LanguageModelNorms(NormOptions):
     """The norms of a model that has only a decoder: ``layer_scale_groups`` applies to all of them."""
 
     def names(self) -> dict[str, NormEntry]:
-        return {name: find_norm(name) for name in (self.decoder_norm, self.decoder_norm_last) if name is not None}
+        norms = (self.decoder_norm, self.decoder_norm_last, self.qk_norm)
+        return {name: find_norm(name) for name in norms if name is not None}
 
     def build_decoder_norm(
         self, num_features: int, heads: int, last: bool = False, folds: bool = True
@@ -89,6 +91,7 @@ class TransformerPNLanguageModel(NormedModel, TransformerLanguageModel):
     def add_args(cls, parser):
         gen_parser_from_dataclass(parser, TransformerLanguageModelConfig(), delete_default=True)
         NormOptions.add_args(parser, encoder=False)
+        add_init_seed(parser)
 
     @classmethod
     def build_model(cls, args, task):
@@ -114,7 +117,9 @@ class TransformerPNLanguageModel(NormedModel, TransformerLanguageModel):
             _check_tied(args)
         cfg = TransformerPNConfig.from_namespace(args)
         cfg.norms = cls.norm_options.from_args(args)
-        return cls(TransformerPNDecoder(cfg, task.target_dictionary, _embedding(cls, args, task), no_encoder_attn=True))
+        with initial_weights(args):
+            embedding = _embedding(cls, args, task)
+            return cls(TransformerPNDecoder(cfg, task.target_dictionary, embedding, no_encoder_attn=True))
 
 
 def _check_tied(args) -> None:

@@ -1,6 +1,7 @@
 """The model ``transformer_pn``: fairseq's pre-norm transformer with a choice of norms."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from fairseq.models import register_model
@@ -8,7 +9,14 @@ from fairseq.models.transformer import TransformerConfig, TransformerDecoderBase
 from fairseq.models.transformer.transformer_legacy import TransformerModel
 from torch import nn
 
-from pn_fairseq.models.layers import TransformerPNDecoderLayer, TransformerPNEncoderLayer, mask_of, wrap_layer
+from pn_fairseq.models.init_seed import add_init_seed, initial_weights
+from pn_fairseq.models.layers import (
+    TransformerPNDecoderLayer,
+    TransformerPNEncoderLayer,
+    mask_of,
+    placement_of,
+    wrap_layer,
+)
 from pn_fairseq.models.norm_options import NormOptions
 from pn_fairseq.models.normed_model import NormedModel
 from pn_fairseq.norms import LayerScale
@@ -45,13 +53,17 @@ class TransformerPNEncoder(TransformerEncoderBase):
 
     def __init__(self, cfg, dictionary, embed_tokens, return_fc: bool = False):
         super().__init__(cfg, dictionary, embed_tokens, return_fc=return_fc)
-        self.layer_norm = cfg.norms.build_encoder_norm(cfg.encoder.embed_dim, cfg.encoder.attention_heads, last=True)
+        self.placement = placement_of(cfg, "encoder")
+        build = partial(cfg.norms.build_encoder_norm, cfg.encoder.embed_dim, cfg.encoder.attention_heads)
+        self.layer_norm = build(last=True) if self.placement.last_norm else None
+        self.input_norm = build(folds=False) if self.placement.input_norm else None
         #: fairseq 0.8, which the release is a fork of, does not set the embeddings at padding to 0, and the release's
         #: PN counts padding in its backward statistics.
         self.keeps_padding_embeddings = cfg.norms.norm_variant == "release"
 
     def build_encoder_layer(self, cfg):
-        return wrap_layer(TransformerPNEncoderLayer(cfg, return_fc=self.return_fc), cfg)
+        self.built = getattr(self, "built", 0) + 1  # fairseq builds layer after layer
+        return wrap_layer(TransformerPNEncoderLayer(cfg, self.return_fc, self.built), cfg)
 
     def forward_scriptable(self, src_tokens, src_lengths=None, return_all_hiddens=False, token_embeddings=None):
         """Arguments and results as in fairseq's encoder; ``src_tokens`` is (B, T).
@@ -64,6 +76,9 @@ class TransformerPNEncoder(TransformerEncoderBase):
         if mask is not None and not self.keeps_padding_embeddings:
             x = x.masked_fill(mask.unsqueeze(-1), 0.0)
         x = x.transpose(0, 1)
+        if self.input_norm is not None:
+            x = self.input_norm(x, mask)
+        x = self.placement.enter(x)
 
         states, fc_results = [x] if return_all_hiddens else [], []
         for layer in self.layers:
@@ -75,7 +90,7 @@ class TransformerPNEncoder(TransformerEncoderBase):
 
         lengths = padding.logical_not().sum(dim=1, dtype=torch.int32).reshape(-1, 1).contiguous()
         return {
-            "encoder_out": [self.layer_norm(x, mask)],
+            "encoder_out": [self.placement.leave(x, self.layer_norm, mask)],
             "encoder_padding_mask": [padding],
             "encoder_embedding": [embedding],
             "encoder_states": states,
@@ -94,17 +109,21 @@ class TransformerPNDecoder(TransformerDecoderBase):
         self.last_norm_folds = (
             self.adaptive_softmax is None and self.project_out_dim is None and not self.share_input_output_embed
         )
+        self.placement = placement_of(cfg, "decoder", cross_attention=not no_encoder_attn)
+        build = partial(cfg.norms.build_decoder_norm, cfg.decoder.embed_dim, cfg.decoder.attention_heads)
+        self.input_norm = build(folds=False) if self.placement.input_norm else None
         if self.layer_norm is None and cfg.norms.decoder_norm_last:
             raise ValueError("--decoder-norm-last contradicts --no-decoder-final-norm: leave one of them out")
+        if not self.placement.last_norm:
+            self.layer_norm = None
         if self.layer_norm is not None:
-            self.layer_norm = cfg.norms.build_decoder_norm(
-                cfg.decoder.embed_dim, cfg.decoder.attention_heads, last=True, folds=self.last_norm_folds
-            )
+            self.layer_norm = build(last=True, folds=self.last_norm_folds)
             if isinstance(self.layer_norm, LayerScale):  # the shift of the folded norm needs a bias
                 self.output_projection = nn.Linear(self.output_embed_dim, len(dictionary))
 
     def build_decoder_layer(self, cfg, no_encoder_attn: bool = False):
-        return wrap_layer(TransformerPNDecoderLayer(cfg, no_encoder_attn), cfg)
+        self.built = getattr(self, "built", 0) + 1  # fairseq builds layer after layer
+        return wrap_layer(TransformerPNDecoderLayer(cfg, no_encoder_attn, self.built), cfg)
 
     def extract_features_scriptable(
         self,
@@ -146,6 +165,9 @@ class TransformerPNDecoder(TransformerDecoderBase):
         x = self.dropout_module(x).transpose(0, 1)
 
         mask = mask_of(prev_output_tokens.eq(self.padding_idx))
+        if self.input_norm is not None:
+            x = self.input_norm(x, mask)
+        x = self.placement.enter(x)
         attention, inner_states = None, [x]
         for index, layer in enumerate(self.layers):
             causal = incremental_state is None and not full_context_alignment
@@ -168,9 +190,7 @@ class TransformerPNDecoder(TransformerDecoderBase):
                 attention = attention[:alignment_heads]
             attention = attention.mean(dim=0)
 
-        if self.layer_norm is not None:
-            x = self.layer_norm(x, mask)
-        x = x.transpose(0, 1)
+        x = self.placement.leave(x, self.layer_norm, mask).transpose(0, 1)
         if self.project_out_dim is not None:
             x = self.project_out_dim(x)
         return x, {"attn": [attention], "inner_states": inner_states}
@@ -196,10 +216,12 @@ class TransformerPNModel(NormedModel, TransformerModel):
     def add_args(cls, parser):
         super().add_args(parser)
         NormOptions.add_args(parser)
+        add_init_seed(parser)
 
     @classmethod
     def build_model(cls, args, task):
-        return super().build_model(TransformerPNConfig.from_args(args), task)
+        with initial_weights(args):
+            return super().build_model(TransformerPNConfig.from_args(args), task)
 
     @classmethod
     def build_encoder(cls, args, src_dict, embed_tokens):

@@ -1,5 +1,7 @@
 """What the norms share: affine parameters, layer-scale in front, and float32 state that training steps change."""
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -137,7 +139,8 @@ class RunningNorm(ChannelNorm):
     A subclass names its state with :meth:`add_state`, says in :attr:`moment_name` (and :attr:`mean_name`) which part of
     it evaluation normalizes by, and defines :meth:`forward_pass`, :meth:`backward_pass` and, unless it keeps
     exponential averages, :meth:`update`. Masks, layer-scale, precision, ranks, activation checkpointing, gradient
-    accumulation, faults, evaluation, recalibration, averaging, saving and diagnostics are handled by this class.
+    accumulation, faults, evaluation, recalibration, averaging, saving and diagnostics are handled by this class. A norm
+    that also uses the statistics of each token defines :meth:`token_part` and :meth:`effective_affine`.
 
     **When the state changes.** A forward changes no state. A backward stores a :class:`~.tokens.Contribution`, once per
     forward. :meth:`flush` applies the steps to the state, and discards those without a real token or with a number that
@@ -163,6 +166,10 @@ class RunningNorm(ChannelNorm):
     mean_name: str | None = None
 
     mixes_tokens = "always"
+
+    #: Whether evaluation is one scale and shift per channel of the layer-scaled input, which folds into a linear map. A
+    #: class whose :meth:`token_part` adds something in evaluation sets it to False.
+    folds = True
 
     #: While set, forwards in training mode normalize with the statistics of the batch, and the running ones become the
     #: mean over the batches; see :func:`pn_fairseq.norms.recalibrating`.
@@ -219,6 +226,31 @@ class RunningNorm(ChannelNorm):
     def backward_pass(self, tokens: Tokens, step: Contribution) -> tuple[Tensor, Tensor]:
         """dx, and the gradients of weight and bias, (2, C), from :meth:`.Tokens.gradient` or ``gradient_sums``."""
         raise NotImplementedError
+
+    def effective_affine(
+        self, weight: Tensor | None, bias: Tensor | None, further: Sequence[Tensor], mean: Tensor | None, moment: Tensor
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """The factors a and b, (C,), in y = a x_hat + b; None: 1 and 0. Here: ``weight`` and ``bias``.
+
+        Evaluation, folding and recalibration use it. A norm that weights its part with batch statistics overrides it,
+        and its :meth:`forward_pass` uses it as well; its :meth:`backward_pass` gives the gradients.
+
+        Args:
+            weight, bias: of the norm, (C,), or None.
+            further: the values of :meth:`further_parameters`.
+            mean, moment: what x_hat is normalized by, (C,), in the dtype that the factors should have.
+        """
+        return weight, bias
+
+    def token_part(self, x: Tensor) -> Tensor | None:
+        """What is added to y in a norm that mixes the statistics of the batch with the statistics of each token.
+
+        None: nothing. ``x`` is the input of the norm: apply ``self.layer_scale``. The result has the shape and dtype of
+        ``x``, is a function of each token by itself, and gets its gradients from autograd. It is called in training
+        (after :meth:`forward_pass`), in evaluation, and while :attr:`recalibrating`. Where it returns a tensor in
+        evaluation, :attr:`folds` must be False.
+        """
+        return None
 
     def further_parameters(self) -> tuple[Tensor, ...]:
         """Learned besides weight and bias: ``tokens.further``. ``backward_pass`` returns their gradients last,
@@ -292,8 +324,14 @@ class RunningNorm(ChannelNorm):
             padding_mask = torch.ones(x.shape[-2::-1], dtype=torch.bool, device=x.device)
             padding_mask = padding_mask.t() if self.batch_first else padding_mask
         if self.recalibrating:
-            return self._recalibrate(x, padding_mask)
-        return Training.apply(x, self.weight, self.bias, padding_mask, self, *self.further_parameters())
+            y = self._recalibrate(x, padding_mask)
+        else:
+            y = Training.apply(x, self.weight, self.bias, padding_mask, self, *self.further_parameters())
+        return self._with_token_part(y, x)
+
+    def _with_token_part(self, y: Tensor, x: Tensor) -> Tensor:
+        part = self.token_part(x)
+        return y if part is None else y + part
 
     @torch._disable_dynamo  # torch.compiler.disable would import torch._dynamo here, which takes a second
     def _train_uncompiled(self, x: Tensor, padding_mask: Tensor | None) -> Tensor:
@@ -388,20 +426,27 @@ class RunningNorm(ChannelNorm):
         return None if self.mean_name is None else self._buffers[self.mean_name], self._buffers[self.moment_name]
 
     def evaluation_affine(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Scale and shift, (C,) of ``dtype``: in evaluation y = scale * h + shift, with h the layer-scaled x."""
-        mean, moment = self.evaluation_statistics()
-        scale = torch.rsqrt(moment.to(dtype) + self.eps)
-        shift = torch.zeros_like(scale)
-        if self.affine:
-            scale, shift = scale * self.weight.to(dtype), self.bias.to(dtype)
-        return scale, shift if mean is None else shift - mean.to(dtype) * scale
+        """Scale and shift, (C,) of ``dtype``: in evaluation y = scale * h + shift, with h the layer-scaled x.
+
+        Without :meth:`token_part`, which is None in evaluation for a norm that :attr:`folds`.
+        """
+        mean, moment = (value if value is None else value.to(dtype) for value in self.evaluation_statistics())
+        given = (value if value is None else value.to(dtype) for value in (self.weight, self.bias))
+        further = [value.to(dtype) for value in self.further_parameters()]
+        weight, bias = self.effective_affine(*given, further, mean, moment)
+        scale = torch.rsqrt(moment + self.eps)
+        scale = scale if weight is None else scale * weight
+        shift = torch.zeros_like(scale) if bias is None else bias
+        return scale, shift if mean is None else shift - mean * scale
 
     def _evaluate(self, x: Tensor) -> Tensor:
-        mean, moment = self.evaluation_statistics()
-        return self._normalize_by(x, mean, moment)
+        return self._with_token_part(self._normalize_by(x, *self.evaluation_statistics()), x)
 
     def _normalize_by(self, x: Tensor, mean: Tensor | None, moment: Tensor) -> Tensor:
-        return kernels.evaluate(x, self.weight, self.bias, mean, moment, self.layer_scale_groups, self.eps)
+        if moment.dtype != (dtype := kernels.acc_dtype(x)):
+            mean, moment = None if mean is None else mean.to(dtype), moment.to(dtype)
+        weight, bias = self.effective_affine(self.weight, self.bias, self.further_parameters(), mean, moment)
+        return kernels.evaluate(x, weight, bias, mean, moment, self.layer_scale_groups, self.eps)
 
     def _recalibrate(self, x: Tensor, padding_mask: Tensor | None) -> Tensor:
         step = Contribution()

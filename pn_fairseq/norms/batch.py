@@ -21,7 +21,8 @@ class BatchStatsNorm(RunningNorm):
 
     def forward_pass(self, tokens: Tokens, step: Contribution) -> Tensor:
         batch = self.batch_moments(tokens)
-        return tokens.normalize(batch.moment, batch.mean)
+        weight, bias = self.effective_affine(tokens.weight, tokens.bias, tokens.further, batch.mean, batch.moment)
+        return tokens.normalize(batch.moment, batch.mean, weight, bias)
 
     def backward_pass(self, tokens: Tokens, step: Contribution) -> tuple[Tensor, Tensor]:
         return self.exact_gradient(tokens, step)

@@ -52,7 +52,9 @@ def fold_norms(model: nn.Module, *args, **kwargs) -> list[tuple[str, str]]:
         raise ValueError("the norms of a model can be folded in evaluation only; call eval() first")
     names = {module: name for name, module in model.named_modules()}
     maps = [module for module in names if isinstance(module, _MAPS)]
-    norms = [module for module in names if isinstance(module, RunningNorm) and not module.layer_scale_groups]
+    norms = [
+        module for module in names if isinstance(module, RunningNorm) and module.folds and not module.layer_scale_groups
+    ]
     makers: dict[int, nn.Module] = {}
     inputs: dict[nn.Module, tuple[nn.Module | None, Tensor]] = {}
     takers: dict[int, list[nn.Module]] = {}

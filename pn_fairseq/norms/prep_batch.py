@@ -3,7 +3,6 @@
 import torch
 from torch import Tensor, nn
 
-from pn_fairseq import kernels
 from pn_fairseq.norms.batch import MaskedBatchNorm
 from pn_fairseq.norms.checks import check_whole
 from pn_fairseq.norms.layer import layer_norm
@@ -71,15 +70,15 @@ class ProgressiveBatchNorm(MaskedBatchNorm):
         # float64: 1 - lambda, which multiplies RepBN, is small at first.
         return (1.0 - self.num_batches_tracked.double() / self.fade_updates).clamp(min=0.0)
 
-    def _train(self, x: Tensor, padding_mask: Tensor | None) -> Tensor:
-        y = super()._train(x, padding_mask)  # (1 - lambda) RepBN(x)
-        share = 0.0 if self.recalibrating else self.layer_share()
+    def token_part(self, x: Tensor) -> Tensor | None:
+        """lambda LN(x) in training."""
+        share = self.layer_share() if self.training and not self.recalibrating else 0.0
         if isinstance(share, float) and share == 0.0:
-            return y
-        h = self.layer_scale(x) if self.layer_scale_groups else x
+            return None
+        h = self.layer_scale(x)
         if self.affine:
-            return y + layer_norm(h, share * self.ln_weight, share * self.ln_bias, self.eps)
-        return y + share * layer_norm(h, None, None, self.eps)
+            return layer_norm(h, share * self.ln_weight, share * self.ln_bias, self.eps)
+        return share * layer_norm(h, None, None, self.eps)
 
     def further_parameters(self) -> tuple[Tensor, ...]:
         # LN's among them: a parameter that loses its gradient after the fade would stop DistributedDataParallel.
@@ -88,35 +87,27 @@ class ProgressiveBatchNorm(MaskedBatchNorm):
     def forward_pass(self, tokens: Tokens, step: Contribution) -> Tensor:
         batch = self.batch_moments(tokens)
         step.share = 1.0 - self.layer_share()
-        weight, bias = self._affine(tokens.weight, tokens.bias, tokens.further, batch.mean, batch.moment)
+        weight, bias = self.effective_affine(tokens.weight, tokens.bias, tokens.further, batch.mean, batch.moment)
         return tokens.normalize(batch.moment, batch.mean, step.share * weight, step.share * bias)
 
     def backward_pass(self, tokens: Tokens, step: Contribution) -> tuple[Tensor, ...]:
         batch, sigma = step.batch, (step.batch.moment + self.eps).sqrt()
         gain = torch.ones_like(sigma) if tokens.weight is None else tokens.weight
-        total, _ = self._affine(tokens.weight, tokens.bias, tokens.further, batch.mean, batch.moment)
+        total, _ = self.effective_affine(tokens.weight, tokens.bias, tokens.further, batch.mean, batch.moment)
         dx, parameters = self.exact_gradient(tokens, step, step.share * gain, step.share * total)
         parameters = step.share * parameters
         if not tokens.further:
             return dx, parameters
         by_alpha = (sigma * parameters[0] + batch.mean * parameters[1]).sum()[None]
         of_layer = (torch.zeros_like(each) for each in tokens.further[1:])
-        return dx, parameters, by_alpha.to(tokens.further[0].dtype), *of_layer
+        return dx, parameters, by_alpha, *of_layer
 
-    def _affine(self, weight, bias, further, mean: Tensor, moment: Tensor) -> tuple[Tensor, Tensor]:
-        r"""Factors of :math:`\hat x` and 1 in RepBN: as x = D x_hat + mu, they are gamma + alpha D, beta + alpha mu."""
+    def effective_affine(self, weight, bias, further, mean, moment):
+        r"""Of RepBN: as x = D x_hat + mu, the factors are gamma + alpha D and beta + alpha mu."""
         alpha = further[0] if further else 1.0
         sigma = (moment + self.eps).sqrt()
-        return alpha * sigma + (1.0 if weight is None else weight), alpha * mean + (0.0 if bias is None else bias)
-
-    def _normalize_by(self, x: Tensor, mean: Tensor, moment: Tensor) -> Tensor:
-        mean, moment = (each.to(kernels.acc_dtype(x)) for each in (mean, moment))
-        weight, bias = self._affine(self.weight, self.bias, self.further_parameters(), mean, moment)
-        return kernels.evaluate(x, weight, bias, mean, moment, self.layer_scale_groups, self.eps)
-
-    def evaluation_affine(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        scale, shift = super().evaluation_affine(dtype)
-        return scale + (self.rep_alpha.to(dtype) if self.affine else 1.0), shift
+        weight, bias = (initial if value is None else value for initial, value in ((1.0, weight), (0.0, bias)))
+        return weight + alpha * sigma, bias + alpha * mean
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, fade_updates={self.fade_updates}"

@@ -215,6 +215,7 @@ class Training(torch.autograd.Function):
         dx, parameters, *gradients = norm.backward_pass(tokens, step)
         norm.contribute(step, ctx.version)
         ctx.version = None  # a second backward of a retained graph contributes nothing
+        gradients = [each.to(parameter.dtype) for each, parameter in zip(gradients, further, strict=True)]
         if weight is None:
             return dx, None, None, None, None, *gradients
         if parameters.dtype != weight.dtype:

@@ -7,6 +7,7 @@ merged by sentence number and counted; the output folder is replaced as a whole.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import math
 import os
@@ -15,15 +16,16 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pn_fairseq
 from pn_fairseq.common.command import ArgumentParser, UserError, command, deferred_signals, say, whole
-from pn_fairseq.common.files import atomic_folder, checksum, count_lines, read_settings, recorded, write_settings
+from pn_fairseq.common.files import atomic_folder, atomic_write, checksum, read_settings, recorded, write_settings
 from pn_fairseq.common.machine import own_cores
 from pn_fairseq.pipeline import RUN_HELP, add_norm_module
 
@@ -109,17 +111,12 @@ class Decoding:
             *(["--model-overrides", repr({"norm_module": args.norm_module})] if args.norm_module else []),
         ]
 
-    def __str__(self) -> str:
-        names = " + ".join(map(str, self.checkpoints))
-        precision = "fp16" if self.fp16 else "fp32"
-        return f"with {names} (beam {self.search['beam']}, length penalty {self.search['lenpen']:g}, {precision}"
-
-    def run(self, verb: str, commands: list[list[str]], folder: Path, sentences: int) -> list[Path]:
-        """Run ``python -m COMMAND`` for all commands at once, one on each GPU; returns the files with their output.
+    def run(self, verb: str, commands: list[list[str]], sentences: int, kept: Path) -> list[str]:
+        """The lines that ``python -m COMMAND`` prints, for all commands; they run at once, one on each GPU.
 
         Raises:
-            UserError: a checkpoint cannot be read; or a command failed: the others are ended, and its output is kept
-                in ``folder.err``.
+            UserError: a checkpoint cannot be read; or a command failed: the others are ended, and what it wrote to
+                stderr is in the file ``kept``.
         """
         from pn_fairseq.common.checkpoints import load_checkpoint  # needs torch
 
@@ -128,55 +125,44 @@ class Decoding:
         environment = {**os.environ, "PYTHONUTF8": "1"}
         if not self.gpus:
             environment.setdefault("OMP_NUM_THREADS", str(max(1, own_cores() // len(commands))))
-        logs = [folder / f"shard{shard}.log" for shard in range(len(commands))]
-        counts = [0] * len(commands)
+        outputs: list[list[bytes]] = [[] for _ in commands]
         processes: list[subprocess.Popen] = []
         readers: list[threading.Thread] = []
-
-        def read(shard: int) -> None:
-            # Through a pipe, so that the processes end when this one is killed.
-            with processes[shard].stdout as lines, logs[shard].open("wb") as file:
-                for line in lines:
-                    file.write(line)
-                    counts[shard] += line.startswith(b"H-")
-
-        def running() -> bool:
-            codes = [process.poll() for process in processes]
-            return None in codes and not any(codes)
-
-        try:
-            with deferred_signals():
-                for shard, arguments in enumerate(commands):
-                    if self.gpus:
-                        environment["CUDA_VISIBLE_DEVICES"] = self.gpus[shard]
-                    with logs[shard].with_suffix(".err").open("wb") as errors:
-                        pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": errors}
-                        command_line = [sys.executable, "-m", *arguments]
-                        processes.append(subprocess.Popen(command_line, env=environment, **pipes))
-                    readers.append(threading.Thread(target=read, args=(shard,), daemon=True))
-                    readers[-1].start()
-            show_progress(verb, running, lambda: f"{sum(counts)} of {sentences} hypotheses")
-            for process, log in zip(processes, logs, strict=True):
-                if process.poll():
-                    raise UserError(_reason(process.returncode, log.with_suffix(".err"), self.checkpoints))
-            for reader in readers:
-                reader.join()
-            return logs
-        finally:
-            for process in processes:
-                process.kill()
-            for process in processes:
-                process.wait()
+        with contextlib.ExitStack() as stack:
+            errors = [stack.enter_context(tempfile.TemporaryFile()) for _ in commands]
+            try:
+                with deferred_signals():
+                    for shard, command_line in enumerate(commands):
+                        if self.gpus:
+                            environment["CUDA_VISIBLE_DEVICES"] = self.gpus[shard]
+                        # A pipe, so that the processes end when this one is killed.
+                        pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": errors[shard]}
+                        process = subprocess.Popen([sys.executable, "-m", *command_line], env=environment, **pipes)
+                        processes.append(stack.enter_context(process))
+                        readers.append(threading.Thread(target=outputs[shard].extend, args=[process.stdout]))
+                        readers[-1].start()
+                show_progress(verb, processes, outputs, sentences)
+                for process, error in zip(processes, errors, strict=True):
+                    if process.poll():
+                        error.seek(0)
+                        raise UserError(_reason(process.returncode, error.read(), kept, self.checkpoints))
+            finally:
+                for process in processes:
+                    process.kill()
+                for reader in readers:
+                    reader.join()
+        return [line.decode("utf-8").removesuffix("\n") for output in outputs for line in output]
 
 
-def show_progress(verb: str, running, state) -> None:
-    """Wait while ``running()``, and show ``state()`` and the time: on a terminal every second, else at intervals."""
+def show_progress(verb: str, processes: list[subprocess.Popen], outputs: list[list[bytes]], sentences: int) -> None:
+    """Wait until all processes have ended or one has failed; on a terminal one line shows the progress."""
     terminal, started, shown = sys.stderr.isatty(), time.monotonic(), time.monotonic()
-    while running():
+    while None in (codes := [process.poll() for process in processes]) and not any(codes):
         time.sleep(0.1)
         if time.monotonic() - shown >= (1 if terminal else PROGRESS_SECONDS):
             shown = time.monotonic()
-            line = f"[{verb}] {state()}, {shown - started:.0f} s"
+            done = sum(line.startswith(b"S-") for output in outputs for line in output)
+            line = f"[{verb}] {done} of {sentences} sentences, {shown - started:.0f} s"
             print(f"\r\x1b[K{line}" if terminal else line, end="" if terminal else "\n", file=sys.stderr, flush=True)
     if terminal:
         print("\r\x1b[K", end="", file=sys.stderr, flush=True)
@@ -234,19 +220,20 @@ def main(argv: list[str] | None = None) -> int:
         raise UserError(f"refusing to overwrite '{output}', which has other files; choose another --output")
 
     sentences = indexed(index)
-    for text in texts.values():
-        if (count := count_lines(text)) != sentences:
-            raise UserError(f"{text} has {count} lines, and {index} {sentences} sentences: prepare the data again")
     # There are at least as many batches as sentences / batch size; fairseq-generate divides by zero without a batch.
     shards = min(processes(os.environ, len(decoding.gpus)), max(1, math.ceil(sentences / args.batch_size)))
-    device = "GPUs" if decoding.gpus else "CPU"
-    say("generate", f"decoding {args.subset} {decoding}, processes on the {device}: {shards})")
+    names, device = " + ".join(map(str, decoding.checkpoints)), "GPUs" if decoding.gpus else "CPU"
+    about = f"beam {decoding.search['beam']}, length penalty {decoding.search['lenpen']:g}"
+    about += f", {'fp16' if decoding.fp16 else 'fp32'}, processes on the {device}: {shards}"
+    say("generate", f"decoding {args.subset} with {names} ({about})")
     common = ["fairseq_cli.generate", str(run.bin), "--gen-subset", args.subset, *decoding.options]
     # --num-shards and --shard-id are accepted and not read: every process would decode everything.
     common += ["--nbest", str(args.nbest), "--distributed-world-size", str(shards), "--distributed-rank"]
+    kept = output.with_name(f"{output.name}.err")
     with atomic_folder(output) as partial:
-        logs = decoding.run("generate", [[*common, str(shard)] for shard in range(shards)], partial, sentences)
-        best = hypotheses(logs, sentences, args.nbest)
+        commands = [[*common, str(shard)] for shard in range(shards)]
+        log = decoding.run("generate", commands, sentences, kept)
+        best = hypotheses(log, sentences, args.nbest)
         write_lines(partial / "hyp.tok", (options[0][1] for options in best))
         if args.nbest > 1:
             lines = (f"{n}\t{score}\t{text}" for n, options in enumerate(best, 1) for score, text in options)
@@ -255,21 +242,17 @@ def main(argv: list[str] | None = None) -> int:
             if texts:
                 shutil.copyfile(texts[name], partial / name)
             else:
-                write_lines(partial / name, printed(logs, kind, sentences))
-        with (partial / "generate.log").open("wb") as log:
-            for path in logs:
-                log.write(path.read_bytes())
-                path.unlink()
-                path.with_suffix(".err").unlink()
+                write_lines(partial / name, texts_of(log, kind, sentences))
+        write_lines(partial / "generate.log", log)
         write_settings(partial / "made.txt", {**wanted, "fp16": int(decoding.fp16)})
-    output.with_name(f"{output.name}.err").unlink(missing_ok=True)
+    kept.unlink(missing_ok=True)
     say("generate", f"{output / 'hyp.tok'} has {sentences} hypotheses")
     return 0
 
 
-def _reason(code: int, errors: Path, checkpoints: Sequence[Path]) -> str:
-    """Why a process failed; its whole output is kept beside the output folder."""
-    lines = errors.read_text("utf-8", "replace").strip().splitlines()
+def _reason(code: int, errors: bytes, kept: Path, checkpoints: Sequence[Path]) -> str:
+    """Why a process failed; what it wrote to stderr is kept."""
+    lines = errors.decode("utf-8", "replace").strip().splitlines()
     if mistakes := [match[1] for line in lines if (match := re.match(r"fairseq-\w+: error: (.*)", line))]:
         return f"{' + '.join(map(str, checkpoints))}: {mistakes[-1]}"  # a line of fairseq_patches/one_line_errors.py
     exceptions = [line for line in lines if re.match(r"[\w.]+(Error|Exception)\b", line)]
@@ -278,45 +261,42 @@ def _reason(code: int, errors: Path, checkpoints: Sequence[Path]) -> str:
         reason = f"killed by {signal.Signals(-code).name}, as happens when memory runs out"
     if "out of memory" in reason:
         reason += " - smaller batches need less (--batch-size, --max-tokens)"
-    kept = errors.parent.with_suffix(".err")
-    shutil.copyfile(errors, kept)
+    kept.write_bytes(errors)
     return f"fairseq failed: {reason} (its whole output is in {kept})"
 
 
-def _printed(logs: Iterable[Path], kind: str) -> Iterator[tuple[int, list[str]]]:
-    """Sentence number and fields of the lines of one kind (S, T, H) in fairseq's output."""
-    for log in logs:
-        for line in log.read_bytes().decode("utf-8").split("\n"):
-            if line.startswith(f"{kind}-"):
-                name, *fields = line.split("\t", 2 if kind == "H" else 1)
-                yield int(name[2:]), fields
+def _printed(lines: Iterable[str], kind: str) -> dict[int, list[list[str]]]:
+    """Sentence number -> the fields of each of its lines of one kind (S, T, H) in fairseq's output."""
+    printed: dict[int, list[list[str]]] = {}
+    for line in lines:
+        if line.startswith(f"{kind}-"):
+            name, *fields = line.split("\t", 2 if kind == "H" else 1)
+            printed.setdefault(int(name[2:]), []).append(fields)
+    return printed
 
 
-def printed(logs: Iterable[Path], kind: str, sentences: int) -> list[str]:
+def texts_of(lines: Iterable[str], kind: str, sentences: int) -> list[str]:
     """The sources (S) or references (T) of all sentences, in the order of the text."""
-    texts = {sentence: fields[0] for sentence, fields in _printed(logs, kind)}
-    return [texts[sentence] for sentence in range(sentences)]
+    texts = _printed(lines, kind)
+    return [texts[sentence][0][0] for sentence in range(sentences)]
 
 
-def hypotheses(logs: Iterable[Path], sentences: int, nbest: int = 1) -> list[list[tuple[str, str]]]:
+def hypotheses(lines: Iterable[str], sentences: int, nbest: int = 1) -> list[list[list[str]]]:
     """Score and text of the best hypotheses of every sentence, in the order of the text.
 
     Raises:
         UserError: a sentence has no hypothesis, or more than ``nbest``; the message names the first one.
     """
-    options: dict[int, list[tuple[str, str]]] = {}
-    for sentence, (score, text) in _printed(logs, "H"):
-        options.setdefault(sentence, []).append((score, text))
+    options = _printed(lines, "H")
     if options.keys() != set(range(sentences)) or any(len(texts) > nbest for texts in options.values()):
         missing = next((sentence + 1 for sentence in range(sentences) if sentence not in options), None)
-        lines = sum(map(len, options.values()))
         raise UserError(
-            f"{sentences} sentences went in and {lines} hypotheses of {len(options)} sentences came out"
-            + (f"; the first sentence without one is in line {missing}" if missing else "")
+            f"{sentences} sentences went in and {sum(map(len, options.values()))} hypotheses of {len(options)} "
+            "sentences came out" + (f"; the first sentence without one is in line {missing}" if missing else "")
         )
     return [options[sentence] for sentence in range(sentences)]
 
 
 def write_lines(path: Path, lines: Iterable[str]) -> None:
-    with path.open("w", encoding="utf-8", newline="\n") as file:
-        file.writelines(f"{line}\n" for line in lines)
+    with atomic_write(path) as file:
+        file.writelines(f"{line}\n".encode() for line in lines)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import itertools
+import logging
 import os
 import re
 import shlex
@@ -31,8 +33,9 @@ from pn_fairseq.common.files import PACKAGE, atomic_write, known_configs, read_s
 from pn_fairseq.common.published import PAPER, Table
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
     from pn_fairseq.pipeline.data.preparation import Option
-    from pn_fairseq.pipeline.data.recipes import Recipe
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,7 @@ All steps from the text to a report, for a list of norms and seeds. WHAT is
   a configuration, for prepared data of your own (--data): {configs},
     or the path of a YAML file
   demo           one small training on the verses, with sample translations
-  compare_norms  all norms on the verses and Multi30k
+  compare_norms  all norms on the verses and Multi30k, and in a language model
   batch_size     Figure 5 of the PowerNorm paper: BLEU against the tokens of a mini-batch
 """
 
@@ -184,7 +187,7 @@ def main(argv: Sequence[str]) -> int:
     return 2
 
 
-def recipe(name: str) -> Recipe:
+def recipe(name: str) -> ModuleType:
     """The recipe that prepares a corpus."""
     from pn_fairseq.pipeline.data.recipes import RECIPES
 
@@ -222,8 +225,9 @@ def trainings(corpus: Corpus, norms: Sequence[str], env: Mapping[str, str]) -> d
 def reproduce(name: str, words: Sequence[str], env: Mapping[str, str] = os.environ) -> int:
     """``pn reproduce NAME`` with the arguments ``words``; returns the exit code."""
     prepared = name in CORPORA
+    logging.getLogger().addHandler(logging.NullHandler())  # else fairseq configures logging when it is imported
     corpus = CORPORA[name] if prepared else own_corpus(name)
-    passed_on = recipe(name).options if prepared else ()
+    passed_on = recipe(name).OPTIONS if prepared else ()
     args = _parser(name, corpus, passed_on).parse_intermixed_args(words)
     check_settings(args.settings)
     norms, config, report_name = env.get("NORMS", corpus.norms).split(), corpus.config, "report"
@@ -342,6 +346,7 @@ def check_data(name: str, corpus: Corpus, data: Path, settings: Sequence[str]) -
         )
 
 
+@functools.cache  # the seeds of a comparison have the same settings
 def _check_training(*words: str) -> None:
     """Check the settings of a training; it names the reason if they are wrong."""
     from pn_fairseq.pipeline import train

@@ -42,11 +42,7 @@ def main(argv: list[str] | None = None) -> int:
     from pn_fairseq.pipeline.runs import open_run
     from pn_fairseq.pipeline.scoring import detokenize
 
-    folder = args.run
-    if folder is None and args.checkpoint:  # RUN/checkpoints/averaged.pt
-        parent = args.checkpoint[0].resolve().parent
-        folder = parent.parent if (parent.parent / "config.yaml").is_file() else parent
-    run = open_run(folder, same_data=True)
+    run = open_run(args.run, same_data=True)
     if run.data is None:
         raise UserError(f"{run.bin}/../settings.txt does not exist: how its text was tokenized is not known")
     decoding = Decoding(args, run)
@@ -62,9 +58,9 @@ def main(argv: list[str] | None = None) -> int:
         write_lines(source, sentences)
         buffer = str(max(len(sentences), args.batch_size))
         command_line = ["fairseq_cli.interactive", str(run.bin), "--input", str(source), "--buffer-size", buffer]
-        commands = [[*command_line, *decoding.options]]
-        logs = decoding.run("translate", commands, Path(name), len(sentences)) if sentences else []
-        best = iter([options[0][1] for options in hypotheses(logs, len(sentences))])
+        commands, kept = [[*command_line, *decoding.options]], Path(f"{name}.err")
+        log = decoding.run("translate", commands, len(sentences), kept) if sentences else []
+    best = iter([options[0][1] for options in hypotheses(log, len(sentences))])
     tokens = [next(best) if line else "" for line in lines]
     plain = "".join(f"{line}\n" for line in detokenize(tokens, decoding.languages["target"])).encode("utf-8")
     if args.output is None:

@@ -137,6 +137,16 @@ def test_reset_gives_the_initial_state(running):
     assert_same(some_steps(norm), some_steps(new))
 
 
+def test_state_belongs_to_a_running_norm(case):
+    """The tests of state look at no other norm: one that is composed of norms would be used untested."""
+    norm = case.build()
+    with_state = [module for module in norm.modules() if any(True for _ in module.buffers(recurse=False))]
+    assert with_state == ([norm] if isinstance(norm, RunningNorm) else []), (
+        "a norm with buffers, or with parts that have some, derives from RunningNorm and has its state from add_state; "
+        "token_part adds a part with statistics of each token (docs/adding_a_norm.md)"
+    )
+
+
 def test_state_is_float32_and_a_counter(running):
     state = state_of(running.build())
     assert state.pop(COUNT).dtype == torch.int64
@@ -900,9 +910,13 @@ def test_training_mixes_tokens_as_the_norm_says(case):
 def test_evaluation_is_the_affine_map_that_folding_uses(running, groups, affine):
     norm = running.trained(groups, affine=affine).eval()
     x = to_tensor(random_batch(rng(5))[0], torch.float64)
+    part = norm.token_part(x)
+    assert (part is None) == norm.folds
     scale, shift = norm.evaluation_affine(torch.float64)
     expected = scale * norm.layer_scale(x) + shift
-    torch.testing.assert_close(norm(x), expected, rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(norm(x), expected if part is None else expected + part, rtol=1e-11, atol=1e-11)
+    if not norm.folds:
+        return
     weight, bias = torch.randn(7, CHANNELS, dtype=torch.float64), torch.randn(7, dtype=torch.float64)
     for each in (bias, None):
         folded = folded_linear(norm, weight, each)

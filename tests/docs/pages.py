@@ -14,6 +14,7 @@ TOOL = re.compile(
     r"python -m (pn_fairseq|benchmarks\.\w+))(?![\w-])(?!.*(\.\.\.|[*]))"
 )
 ASSIGNMENT = re.compile(r"[A-Z_]+=")
+USER_DIR = "python -m pn_fairseq --user-dir"
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,8 @@ def block_commands(page: Path) -> list[Command]:
     for block in blocks(page, "bash"):
         block = re.sub(r"^for .*?done\b.*?$", "", block, flags=re.M | re.S)
         rest_not_run = False
-        block = re.sub(r"^#SBATCH .*$|\$\([^)]*\)", "", block, flags=re.M)  # for sbatch; commands within a command
+        block = re.sub(r"^#SBATCH .*$", "", block, flags=re.M)
+        block = re.sub(rf"\$\((?!{USER_DIR}\))[^)]*\)", "", block)  # commands within a command
         for line in block.replace("\\\n", " ").splitlines():
             text, _, comment = f" {line}".partition(" # ")
             rest_not_run |= not text.strip() and comment.startswith("not run")

@@ -19,7 +19,7 @@ from ..scripts_helpers import ROOT, run, script
 
 CHANNELS = 12
 BLOCKS = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/adding_a_norm.md").read_text("utf-8"), re.M | re.S)
-LONGEST = {"my-unified": 80, "l1": 25}
+LONGEST = {"my-unified": 80, "my-mix": 45, "l1": 25}
 
 
 @pytest.fixture(scope="module")
@@ -155,6 +155,22 @@ def test_l1_norm_follows_its_formula(norm_modules):
     weight, bias = (parameter.detach().double().numpy() for parameter in (norm.weight, norm.bias))
     expected = weight * x / (np.abs(x).mean(-1, keepdims=True) + norm.eps) + bias
     assert_close(norm(torch.tensor(x, dtype=torch.float32)), expected, 1e-6)
+
+
+def test_the_mixed_norm_has_the_gradients_of_its_formula(norm_modules):
+    """By torch's batch_norm and rms_norm in float64, without padding."""
+    norm = randomize_affine(build_norm("my-mix", CHANNELS)).double().train()
+    x, _, dy = random_batch(rng(3), (7, CHANNELS))
+    actual = train_step(norm, x, None, dy, torch.float64)
+    leaf = torch.tensor(x, requires_grad=True)
+    batch = torch.nn.functional.batch_norm(leaf, None, None, norm.weight, norm.bias, training=True)
+    token = torch.nn.functional.rms_norm(leaf, (CHANNELS,), eps=norm.eps)
+    y = norm.batch_share * batch + norm.token_share * token
+    names, parameters = zip(*norm.named_parameters(), strict=True)
+    expected = torch.autograd.grad(y, (leaf, *parameters), torch.tensor(dy))
+    assert_close(actual["y"], y, 1e-10)
+    for name, gradient in zip(("dx", *(f"d{name}" for name in names)), expected, strict=True):
+        assert_close(actual[name], gradient, 1e-10, name)
 
 
 def train(monkeypatch, data, save_dir, updates, *flags):

@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import importlib
 import re
+import shlex
 import shutil
 import sys
 
@@ -11,8 +12,8 @@ import pytest
 
 from pn_fairseq.__main__ import call
 
-from ..scripts_helpers import cut_corpus, run
-from .pages import PAGES, ROOT, Command, block_commands
+from ..scripts_helpers import cut_corpus, run, script
+from .pages import ASSIGNMENT, PAGES, ROOT, USER_DIR, Command, block_commands
 from .test_commands import ours
 
 #: Commands that are not run here -> the reason.
@@ -29,11 +30,13 @@ NOT_RUN = {
 #: Text of a command -> what replaces it, so that a training takes seconds.
 SMALL = {
     r"optimization\.max_update=\d+": "",
-    r"(train\.sh verses_\w+_en (?!--check))": r"\1optimization.max_update=6 dataset.validate_interval_updates=3 "
-    "checkpoint.save_interval_updates=3 dataset.max_tokens=400 tokens_per_update=400 lr_scheduler.warmup_updates=2 ",
+    r"((?:train|reproduce)\.sh verses_\w+_en (?!--check))": r"\1optimization.max_update=6 "
+    "dataset.validate_interval_updates=3 checkpoint.save_interval_updates=3 dataset.max_tokens=400 "
+    "tokens_per_update=400 lr_scheduler.warmup_updates=2 ",
     r"checkpoint\.save_interval_updates=(?!3 )\d+": "",
     r"(verses_lm_en --run.*)": r"\1 task.tokens_per_sample=16",
     r"dataset\.validate_interval_updates=(?!3 )\d+": "",
+    r'SEEDS="1 2 3"': "SEEDS=1",
     r"--bpe 8000": "--bpe 300",
     r"_iwslt ": "_tiny ",
     r"--max-update 100000": "--max-epoch 2 --cpu",
@@ -42,8 +45,12 @@ SMALL = {
     r"(scripts/(generate|translate)\.sh)": r"\1 --max-len-b 10",
     r"(fairseq-generate)": r"\1 --max-len-b 10 --cpu",
 }
-#: Pages whose commands are run. (test_readme.py runs those of the README.)
-RUN = ("own_data.md", "decoding.md", "averaging.md", "language_modeling.md", "training.md", "figures.md")
+PLAIN = ROOT / "docs/plain_fairseq.md"
+#: Pages whose commands are run.
+RUN = (
+    *("README.md", "own_data.md", "compare.md", "plain_fairseq.md", "learning_rate.md", "decoding.md", "averaging.md"),
+    *("recalibration.md", "language_modeling.md", "training.md", "figures.md"),
+)
 
 
 def all_commands() -> list[Command]:
@@ -77,7 +84,7 @@ def only_parsing(monkeypatch):
 def test_every_command_is_accepted_by_its_parser(command, monkeypatch, capsys):
     """Values and positions of arguments, too, and not only the names of options."""
     tool, words = ours(command) or ("", [])
-    words = [word.replace("$(python -m pn_fairseq --user-dir)", str(ROOT / "pn_fairseq")) for word in words]
+    words = [word.replace(f"$({USER_DIR})", str(ROOT / "pn_fairseq")) for word in words]
     if tool.endswith(".sh"):
         script = (ROOT / "scripts" / tool.removeprefix("scripts/")).read_text("utf-8")
         verb = re.search(r'/pn" (.+) "\$@"$', script, re.M)
@@ -98,8 +105,7 @@ def test_every_command_is_accepted_by_its_parser(command, monkeypatch, capsys):
 
 
 def test_every_command_is_run_or_has_a_reason():
-    pages = (*RUN, "README.md", "CONTRIBUTING.md")
-    unknown = [command for command in all_commands() if command.page not in pages and not reason(command)]
+    unknown = [command for command in all_commands() if command.page not in RUN and not reason(command)]
     assert not unknown, f"add the page to RUN, or a reason to NOT_RUN: {[str(command) for command in unknown]}"
 
 
@@ -131,17 +137,28 @@ def place(data, tmp_path_factory):
         "average.sh --run runs/demo",
     ):
         execute(f"scripts/{command}", place)
-    commands = {command.words[0]: command.text for command in block_commands(ROOT / "README.md") if command.words}
+    commands = {command.words[0]: command.text for command in block_commands(PLAIN) if command.words}
     execute(commands["fairseq-train"], place)
     execute("pn average --inputs checkpoints --last 2 --output checkpoints/averaged.pt", place)
     return place
 
 
 def execute(command: str, place):
+    """Run a command of a page with small settings; without a shell, and without imports, where it needs none."""
     for text, replacement in SMALL.items():
         command = re.sub(text, replacement, command)
-    # The epochs of these trainings are longer than the trainings: what is kept are checkpoints of updates.
-    return run("bash", "-c", command, cwd=place, CUDA_VISIBLE_DEVICES="")
+    command = command.replace(f"$({USER_DIR})", str(ROOT / "pn_fairseq"))
+    if re.search(r"[|*<>$]|&&", command):
+        # The epochs of these trainings are longer than the trainings: the checkpoints of updates are kept.
+        return run("bash", "-c", command, cwd=place, CUDA_VISIBLE_DEVICES="")
+    words, variables = shlex.split(command), {"CUDA_VISIBLE_DEVICES": ""}
+    while ASSIGNMENT.match(words[0]):
+        name, _, variables[name] = words.pop(0).partition("=")
+    if words[:2] == ["python", "-m"]:
+        words[:1] = ["warm-python"]
+    if words[0].startswith("scripts/"):
+        return script(words[0].removeprefix("scripts/"), *words[1:], cwd=place, **variables)
+    return run(*words, cwd=place, **variables)
 
 
 @pytest.mark.slow

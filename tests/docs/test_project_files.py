@@ -8,7 +8,9 @@ import pytest
 import yaml
 
 import pn_fairseq
+from pn_fairseq.__main__ import VERBS
 from pn_fairseq.models.norm_options import NormOptions
+from pn_fairseq.norms import NORMS
 
 from .pages import PAGES, ROOT
 
@@ -42,8 +44,30 @@ def test_table_of_patches_lists_each_patch():
 
 
 def test_table_of_configurations_lists_each():
-    listed = re.findall(r"^\| `(\w+\.yaml)` \|", read("docs/own_data.md"), re.M)
+    listed = re.findall(r"^\| `(\w+\.yaml)` \|", read("docs/configurations.md"), re.M)
     assert sorted(listed) == sorted(path.name for path in (ROOT / "configs").glob("*.yaml"))
+
+
+def test_table_of_norms_is_the_registry():
+    rows = re.findall(r"^\| `([a-z-]+)` \| `transformer_([a-z]+)_\*` \|.*", read("docs/norms.md"), re.M)
+    assert rows == [(name, entry.short) for name, entry in NORMS.items()]
+
+
+def test_table_of_commands_lists_each_verb():
+    listed = re.findall(r"^\| `([a-z-]+)` \|", read("docs/commands.md"), re.M)
+    assert sorted(listed) == sorted(VERBS)
+
+
+def test_fork_of_fairseq_is_pinned_with_its_checksum():
+    version, checksum = re.search(
+        r"^# fairseq-fixed==(\S+) --hash=sha256:(\w+)$", read("constraints.txt"), re.M
+    ).groups()
+    assert f"\nfairseq-fixed=={version}\n" in read("constraints.txt") and len(checksum) == 64
+    assert "constraints.txt" in read("README.md")
+
+
+def test_changelog_is_short():
+    assert len(read("CHANGELOG.md").splitlines()) <= 25
 
 
 def test_every_page_is_in_the_navigation():

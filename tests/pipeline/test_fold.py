@@ -94,7 +94,7 @@ def hypotheses(model, src):
 
 
 CASES = [
-    # The suite of every norm folds it alone; here by default those that differ in kind.
+    # The suite of every norm folds only that norm; here by default those that differ in kind.
     pytest.param(norm, groups, flags, marks=() if norm in ("power", "batch", "prep-batch") else pytest.mark.slow)
     for norm in STATEFUL
     for groups, flags in [(0, {}), (1, {}), (HEADS, {}), (None, {"decoder_norm": norm, "share_all_embeddings": False})]

@@ -97,6 +97,19 @@ def test_what_a_run_holds(data, trained):
     assert any((trained / "tensorboard").rglob("events.*"))
 
 
+def test_a_seed_of_the_initial_weights(data, trained, tmp_path):
+    """The same number as common.seed is the same training; another number starts elsewhere with the same batches."""
+    final = "checkpoints/checkpoint_last.pt"
+    expected = load_checkpoint(trained / final)["model"]
+    for seed, same in ((1, True), (2, False)):
+        assert start(data, tmp_path / f"{seed}", f"model.init_seed={seed}") == 0
+        state = load_checkpoint(tmp_path / f"{seed}" / final)
+        assert state["cfg"]["model"]["init_seed"] == seed
+        assert all(torch.equal(state["model"][key], expected[key]) for key in expected) == same
+    logs = [read_log(run / "train.log") for run in (trained, tmp_path / "2")]
+    assert logs[0].starts[0].tokens == logs[1].starts[0].tokens and logs[0].train != logs[1].train
+
+
 def test_a_second_start_does_nothing(data, trained, capsys):
     before = snapshot(trained)
     for also in ((), ("common.log_interval=3",), ("optimization.max_update=10",), ("average_last=2",)):
@@ -394,6 +407,25 @@ def test_a_signal_ends_it_with_one_line(number, during, data, tmp_path):
     lines = [line for line in said.splitlines() if not line.startswith("[train] ")]
     assert lines == ["pn train: interrupted; run the same command again to resume"]
     assert process.returncode == 128 + number
+
+
+@pytest.mark.slow
+def test_a_disk_that_is_full_while_a_checkpoint_is_saved(data, trained, tmp_path):
+    """A file system with room for one checkpoint and a half; the second one is the copy that fairseq calls best."""
+    size = (trained / "checkpoints/checkpoint_last.pt").stat().st_size * 3 // 2
+    inside = f'mount -t tmpfs -o size={size} tmpfs "$0" && exec "$@"'
+    namespace = ("unshare", "--user", "--map-root-user", "--mount", "sh", "-c")
+    if not shutil.which("unshare") or subprocess.run([*namespace, inside, tmp_path, "true"]).returncode:
+        pytest.skip("this machine lets nobody mount a file system in a namespace")
+    words = [*namespace, inside, tmp_path, *command(data, tmp_path / "run")]
+    result = subprocess.run(words, env=environment(), capture_output=True, text=True)
+    (line,) = [line for line in result.stderr.splitlines() if not line.startswith("[train] ")]
+    assert result.returncode == 1
+    assert (
+        line.startswith(f"pn train: error: {tmp_path / 'run/checkpoints'}/checkpoint_")
+        and ".pt: the disk is full" in line
+    )
+    assert line.endswith("run the same command again to resume")
 
 
 def test_two_trainings_in_one_run_are_refused(tmp_path):

@@ -35,8 +35,7 @@ def test_the_test_set_becomes_what_generate_makes_of_it(untrained, data, tmp_pat
     text = (data / "raw/test.es").read_text("utf-8").splitlines()
     source, output = tmp_path / "text", tmp_path / "translation"
     source.write_text("\n".join(["", *text[:20], "", *text[20:]]), encoding="utf-8")
-    checkpoint = untrained / "checkpoints/averaged.pt"
-    assert main(["--checkpoint", str(checkpoint), "--input", str(source), "--output", str(output), *SHORT]) == 0
+    assert main(["--run", str(untrained), "--input", str(source), "--output", str(output), *SHORT]) == 0
     plain = detokenize(hypotheses, "en")
     assert output.read_text("utf-8") == "".join(f"{line}\n" for line in ["", *plain[:20], "", *plain[20:]])
 
@@ -83,5 +82,7 @@ def test_mistakes_get_one_line(untrained, tmp_path, capsys):
     )
     for arguments, needle in cases:
         assert main([str(argument) for argument in arguments]) == 2
-        said = capsys.readouterr().err
-        assert needle in said and said.count("\n") == 1 and said.startswith("pn translate: error: "), said
+        messages = capsys.readouterr().err
+        assert needle in messages and messages.count("\n") == 1 and messages.startswith("pn translate: error: "), (
+            messages
+        )

@@ -378,3 +378,13 @@ def test_conflicts_are_found_before_anything_runs(data, tmp_path, monkeypatch, o
     assert_refused(own(data, *option, **one), "pn_seed1' was started with different settings", "use another --run")
     refused = in_process("nothing", "--data", data, *option, **one)
     assert_refused(refused, "there is no", "verses_es_en")
+
+
+def test_a_conflict_is_one_line_of_a_process(tmp_path):
+    """Without what fairseq and hydra log when they are imported."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "settings.txt").write_text("source=fr\ntarget=en\n")
+    words = ("-m", "pn_fairseq", "reproduce", "verses_es_en", "--data", tmp_path, "--dry-run")
+    result = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.startswith("pn reproduce: error: ") and result.stderr.count("\n") == 1, result.stderr

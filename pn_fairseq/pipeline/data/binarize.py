@@ -43,39 +43,28 @@ def make_bin(folder: Path, workers: int, flags: Sequence[str], texts: Mapping[st
     Args:
         texts: name of an index in bin/ -> the text, in ``folder``, whose sentences it must have.
     """
-    final = folder / "bin"
+    final, process = folder / "bin", None
     if final.exists():
         return
     with atomic_folder(final) as partial:
-        _preprocess(folder, *flags, "--destdir", partial.name, "--workers", str(workers))
+        # -P: no modules of the folder. The names of files are relative, because fairseq splits them at commas.
+        words = [sys.executable, "-P", "-m", "fairseq_cli.preprocess", *flags, "--workers", str(workers)]
+        words += ["--destdir", partial.name]
+        # A session of its own, so that its worker processes are ended with it. It inherits the lock of DEST
+        # (close_fds), and the next preparation waits for one that outlived a kill -9.
+        options = {"cwd": folder, "close_fds": False, "start_new_session": True, "text": True, "errors": "replace"}
+        try:
+            with deferred_signals():
+                process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, **options)
+            messages = [line for line in process.communicate()[1].splitlines() if line.strip()] or [process.returncode]
+        except BaseException:
+            if process:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+            raise
+        if process.returncode:
+            raise UserError(f"fairseq-preprocess failed: {messages[-1]} (in {folder})")
         for name, text in texts.items():
             made, expected = sentences(partial / f"{name}.idx"), count_lines(folder / text)
             if made != expected:
                 raise UserError(f"{partial} has {made} sentences of {text}, which has {expected}: some were lost")
-
-
-def _preprocess(folder: Path, *arguments: str) -> None:
-    """Run fairseq-preprocess in a folder: it splits the names that it is given at commas, so they must be relative."""
-    # A session of its own, so that its worker processes are ended with it. It inherits the lock of DEST (close_fds),
-    # and the next preparation waits for one that outlived a kill -9. -P: modules are not looked for in the folder.
-    process = None
-    try:
-        with deferred_signals():
-            process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "fairseq_cli.preprocess", *arguments],
-                cwd=folder,
-                close_fds=False,
-                start_new_session=True,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                text=True,
-                errors="replace",
-            )
-        messages = [line for line in process.communicate()[1].splitlines() if line.strip()] or [process.returncode]
-    except BaseException:
-        if process:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        raise
-    if process.returncode:
-        raise UserError(f"fairseq-preprocess failed: {messages[-1]} (in {folder})")

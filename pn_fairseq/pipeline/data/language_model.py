@@ -13,18 +13,15 @@ from __future__ import annotations
 
 import gzip
 import re
-import shutil
-import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
 from pn_fairseq.common.command import UserError, say
-from pn_fairseq.common.files import atomic_write, checksum, count_lines, read_settings, recorded, write_settings
-from pn_fairseq.pipeline.data import archives, pairs
+from pn_fairseq.common.files import count_lines
+from pn_fairseq.pipeline.data import pairs, tokens
 from pn_fairseq.pipeline.data.binarize import SPLITS, lengths, make_bin
-from pn_fairseq.pipeline.data.parallel import Job, per_line, transform
-from pn_fairseq.pipeline.data.settings import check_same
-from pn_fairseq.pipeline.data.tokens import SACREMOSES, tokenizer
+from pn_fairseq.pipeline.data.parallel import per_line
+from pn_fairseq.pipeline.data.preparation import Preparation
 
 #: The books of the verses that are validation and test; all others are training. Neighbours in the order of the text.
 BOOKS = {
@@ -43,41 +40,22 @@ def verses(corpus: Path, folder: Path) -> list[Path]:
     """
     every: list[tuple[str, int, int, str]] = []
     for split in SPLITS:
-        with gzip.open(corpus / f"{split}.refs.gz", "rt", encoding="utf-8") as refs:
-            with gzip.open(corpus / f"{split}.en.gz", "rt", encoding="utf-8") as text:
-                for reference, verse in zip(refs, text, strict=True):
-                    book, chapter, number = re.fullmatch(r"(.+) (\d+):(\d+)\n", reference).groups()
-                    every.append((book, int(chapter), int(number), verse))
+        files = [gzip.decompress((corpus / f"{split}.{kind}.gz").read_bytes()).decode() for kind in ("refs", "en")]
+        for reference, verse in zip(*(text.removesuffix("\n").split("\n") for text in files), strict=True):
+            book, chapter, number = re.fullmatch(r"(.+) (\d+):(\d+)", reference).groups()
+            every.append((book, int(chapter), int(number), verse))
     order = {book: place for place, book in enumerate(dict.fromkeys(book for book, *_ in every))}
     every.sort(key=lambda verse: (order[verse[0]], *verse[1:3]))
-    folder.mkdir(parents=True, exist_ok=True)
+    split_of = {book: split for split, books in BOOKS.items() for book in books}
+    folder.mkdir()
     for split in SPLITS:
-        others = {book for books in BOOKS.values() for book in books}
-        books = BOOKS.get(split) or order.keys() - others
-        with atomic_write(folder / f"{split}.txt", "w") as file:
-            file.writelines(verse for book, _, _, verse in every if book in books)
+        text = "".join(f"{verse}\n" for book, *_, verse in every if split_of.get(book, "train") == split)
+        (folder / f"{split}.txt").write_text(text, encoding="utf-8", newline="\n")
     return [folder / f"{split}.txt" for split in SPLITS]
 
 
-def unzip(archive: Path, folder: Path, members: Sequence[str]) -> list[Path]:
-    """Extract these members of a zip archive, by their paths, as files of ``folder`` without their directories."""
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        with zipfile.ZipFile(archive) as file:
-            archives.refuse_missing(archive, members, file.namelist())
-            if sum(file.getinfo(member).file_size for member in members) > archives.LIMIT:
-                raise UserError(f"{archive} has more than {archives.LIMIT} bytes of text, the limit; do not use it")
-            for member in members:
-                with file.open(member) as source, atomic_write(folder / Path(member).name) as target:
-                    shutil.copyfileobj(source, target, archives.CHUNK)
-    except (zipfile.BadZipFile, *archives.DAMAGE) as error:
-        raise UserError(f"{archive} is damaged or cut off ({error}); get it again") from None
-    return [folder / Path(member).name for member in members]
-
-
 def prepare(
-    dest: Path,
-    workers: int,
+    data: Preparation,
     name: str,
     texts: Sequence[Path],
     tokenize: str = "",
@@ -85,55 +63,49 @@ def prepare(
     min_count: int = 1,
     expect: Sequence[int] = (),
 ) -> None:
-    """Make the data in ``dest`` of train, valid and test, plain or .gz. Run again, it does what is missing.
+    """Make the data of train, valid and test, plain or .gz, in the folder of ``data``, which is open.
 
     Args:
-        workers: processes.
         name: of the corpus, for reports.
         texts: the files of train, valid and test.
         tokenize: language of Moses' tokenizer; "": the text has tokens.
         min_count: words that are rarer in train become <unk>.
         expect: numbers of tokens of the published files; others are an error.
     """
-    raw = dest / "text.partial"
-    raw.mkdir(parents=True)
-    for split, path in zip(SPLITS, texts, strict=True):
-        with atomic_write(raw / f"{split}.txt", "w") as file:
-            file.writelines(f"{line.removesuffix(chr(10))}\n" for line in pairs.as_is(path))
-        if not (raw / f"{split}.txt").stat().st_size:
-            raise UserError(f"{pairs.name_of(path)} is empty")
-    settings = {
+    data.settings = {
         "task": "language_modeling",
         "corpus": name,
         "unit": "word",
         "language": tokenize,
-        "tokenizer": SACREMOSES if tokenize else "none",
-        "lower": int(lower),
-        "min_count": min_count,
+        "tokenizer": tokens.SACREMOSES if tokenize else "none",
+        "lower": str(int(lower)),
+        "min_count": str(min_count),
     }
-    sums = {f"{split}.txt": checksum(raw / f"{split}.txt") for split in SPLITS}
-    if (kept := recorded(dest, "settings")).exists():
-        check_same(dest, read_settings(kept), {**{key: str(value) for key, value in settings.items()}, **sums}, sums)
-    write_settings(kept, settings, sums)
-    shutil.rmtree(dest / "raw", ignore_errors=True)
-    raw.rename(dest / "raw")
+    (data.partial / "text").mkdir()
+    for path, output in zip(texts, data.files(), strict=True):
+        with (data.partial / "text" / output).open("w", encoding="utf-8") as file:
+            file.writelines(f"{line.removesuffix(chr(10))}\n" for line in pairs.as_is(path))
+            if not file.tell():
+                raise UserError(f"{pairs.name_of(path)} is empty")
+    data.keep_text("raw")
 
-    words = {"normalize": "0", "nonprinting": "0", "aggressive": "0", "lower": str(int(lower)), "tokenizer": SACREMOSES}
+    words = {"normalize": "0", "nonprinting": "0", "aggressive": "0", **data.settings}
     plain = per_line(lambda line: " ".join((line.lower() if lower else line).split()))
-    work = tokenizer(words, tokenize) if tokenize else plain
-    transform([Job(dest / f"raw/{s}.txt", dest / f"tok/{s}.txt", work) for s in SPLITS], workers, "tokenizing")
-    tokens = {split: _tokens(dest / f"tok/{split}.txt") for split in SPLITS}
-    if expect and list(tokens.values()) != list(expect):
-        here, published = (" / ".join(f"{count:,}" for count in counts) for counts in (tokens.values(), expect))
+    data.transform("tokenizing", "raw", "tok", lambda *_: tokens.tokenizer(words, tokenize) if tokenize else plain)
+    counts = {split: _tokens(data.dest / f"tok/{split}.txt") for split in SPLITS}
+    if expect and list(counts.values()) != list(expect):
+        here, published = (" / ".join(f"{count:,}" for count in numbers) for numbers in (counts.values(), expect))
         raise UserError(f"this is not {name}: train, valid and test have {here} tokens, and {name} has {published}")
-    flags = ["--only-source", "--thresholdsrc", str(min_count), *(f"--{s}pref=tok/{s}.txt" for s in SPLITS)]
-    make_bin(dest, workers, flags, {split: f"tok/{split}.txt" for split in SPLITS})
-    made = {split: sum(lengths(dest / f"bin/{split}.idx")) for split in SPLITS}
-    if made != tokens:
-        raise UserError(f"{dest}/bin has {made} tokens, and {dest}/tok has {tokens}: remove {dest}/bin and try again")
-    lines = {f"{split}.lines": count_lines(dest / f"tok/{split}.txt") for split in SPLITS}
-    write_settings(recorded(dest, "counts"), {**tokens, **lines, **_unknown(dest / "bin")})
-    say("prepare", f"{dest} is complete: {', '.join(f'{count:,} {split}' for split, count in tokens.items())} tokens")
+    flags = ["--only-source", "--thresholdsrc", str(min_count), *(f"--{split}pref=tok/{split}.txt" for split in SPLITS)]
+    make_bin(data.dest, data.workers, flags, {split: f"tok/{split}.txt" for split in SPLITS})
+    made = {split: sum(lengths(data.dest / f"bin/{split}.idx")) for split in SPLITS}
+    if made != counts:
+        raise UserError(
+            f"{data.dest}/bin has {made} tokens, and tok has {counts}: remove {data.dest}/bin and try again"
+        )
+    lines = {f"{split}.lines": count_lines(data.dest / f"tok/{split}.txt") for split in SPLITS}
+    data.finish({**counts, **lines, **_unknown(data.dest / "bin")})
+    say("prepare", f"{data.dest} is complete: {', '.join(f'{counts[split]:,} {split}' for split in SPLITS)} tokens")
 
 
 def _tokens(path: Path) -> int:

@@ -9,12 +9,12 @@ import re
 import shutil
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
 
 from pn_fairseq.common.command import UserError, say
-from pn_fairseq.common.files import atomic_folder, named_errors, recorded
+from pn_fairseq.common.files import recorded, write_settings
 from pn_fairseq.pipeline.data.binarize import SPLITS
 from pn_fairseq.pipeline.data.subwords import MODELS
 
@@ -29,7 +29,7 @@ Reader = Callable[[Path], Iterator[str]]
 
 
 def name_of(path: Path) -> str:
-    """How messages call a file. What is unpacked to DEST/unpacked/ARCHIVE/MEMBER is called ARCHIVE/MEMBER."""
+    """A file's name in messages. What is unpacked to .../unpacked/ARCHIVE/MEMBER is called ARCHIVE/MEMBER."""
     return str(path).rpartition("/unpacked/")[2]
 
 
@@ -44,11 +44,9 @@ def lines(path: Path) -> Iterator[str]:
     """
     packed = path.with_name(f"{path.name}.gz")
     if not path.exists() and packed.exists():
-        path, opened = packed, gzip.open(packed)
-    else:
-        opened = path.open("rb")
+        path = packed
     number = 0
-    with opened as file:
+    with gzip.open(path) if path == packed else path.open("rb") as file:
         try:
             while line := file.readline(LONGEST_LINE + 1):
                 number += 1
@@ -56,9 +54,8 @@ def lines(path: Path) -> Iterator[str]:
                     raise UserError(f"{name_of(path)}: line {number} has more than {LONGEST_LINE} bytes; is it text?")
                 yield line.decode("utf-8")
         except UnicodeDecodeError as error:
-            raise UserError(
-                f"{name_of(path)}: line {number} is not UTF-8 ({error.reason}); convert the file first"
-            ) from None
+            message = f"line {number} is not UTF-8 ({error.reason}); convert the file first"
+            raise UserError(f"{name_of(path)}: {message}") from None
         except (EOFError, gzip.BadGzipFile, zlib.error):
             raise UserError(f"{name_of(path)} is damaged or cut off; get it again") from None
 
@@ -73,10 +70,8 @@ def as_is(path: Path) -> Iterator[str]:
             say("prepare", f"note: {name_of(path)} begins with a byte order mark, which is left out")
             line = line.removeprefix(BOM)
         if "\r" in line.removesuffix("\n").removesuffix("\r"):
-            raise UserError(
-                f"{name_of(path)}: line {number} has a carriage return in the middle, which tools take for the end "
-                "of a line"
-            )
+            place = f"{name_of(path)}: line {number}"
+            raise UserError(f"{place} has a carriage return in the middle, which tools take for the end of a line")
         yield line
 
 
@@ -108,10 +103,10 @@ def segments(path: Path, blanks: str | None = None) -> Iterator[str]:
         blanks: what is removed at both ends of a sentence (None: all white space). A carriage return becomes a blank.
     """
     for number, line in enumerate(lines(path), 1):
-        found = re.findall(r'<seg id="?\d+"?\s*>(.*?)</seg>', line, re.IGNORECASE)
-        if len(found) != len(re.findall("<seg ", line, re.IGNORECASE)):
-            raise UserError(f'{name_of(path)}: line {number} is not of the form <seg id="N">...</seg>')
-        yield from (text.strip(blanks).replace("\r", " ") for text in found)
+        if "<seg" in line:
+            if not (segment := re.search(r'<seg id="\d+">(.*)</seg>', line)):
+                raise UserError(f'{name_of(path)}: line {number} is not of the form <seg id="N">...</seg>')
+            yield segment[1].strip(blanks).replace("\r", " ")
 
 
 def wmt_segments(path: Path) -> Iterator[str]:
@@ -119,42 +114,32 @@ def wmt_segments(path: Path) -> Iterator[str]:
     return segments(path, " \t\f\v\r")
 
 
-def pairs(reader: Reader, paths: Sequence[Path]) -> Iterator[tuple[str, str]]:
-    """The pairs of two files that a reader turns into as many sentences."""
-    counts = [0, 0]
-    for pair in zip_longest(*(reader(path) for path in paths)):
-        for side in (0, 1):
-            counts[side] += pair[side] is not None
-        if None not in pair:
-            yield pair
-    names = [name_of(path) for path in paths]
-    for name, count in zip(names, counts, strict=True):
-        if not count:
-            raise UserError(f"{name}: is empty, or no text that can be read here ({reader.__name__})")
-    if counts[0] != counts[1]:
-        raise UserError(
-            f"{names[0]} has {counts[0]} lines and {names[1]} {counts[1]}: they are not translations of each other"
-        )
-
-
 def take(reader: Reader, paths: Sequence[Path], outputs: Sequence[Path]) -> int:
     """Append the pairs of two published files (source, target) to two files of text, and return their number."""
-    count = one_empty = nul = 0
+    names, counts, one_empty, nul = [name_of(path) for path in paths], [0, 0], 0, 0
     for output in outputs:
         output.parent.mkdir(parents=True, exist_ok=True)
-    with named_errors(outputs[0].parent), outputs[0].open("ab") as source, outputs[1].open("ab") as target:
-        for pair in pairs(reader, paths):
-            count += 1
+    with outputs[0].open("ab") as source, outputs[1].open("ab") as target:
+        for pair in zip_longest(*map(reader, paths)):
+            counts = [count + (side is not None) for count, side in zip(counts, pair, strict=True)]
+            if None in pair:
+                continue
             one_empty += not pair[0].strip() or not pair[1].strip()
             nul += any("\0" in side for side in pair)
             for file, side in zip((source, target), pair, strict=True):
                 file.write((side if reader is as_is else f"{side.removesuffix(chr(10))}\n").encode())
-    names = f"{name_of(paths[0])} and {paths[1].name}"
+    if 0 in counts:
+        empty = names[counts.index(0)]
+        raise UserError(f"{empty}: is empty, or no text that can be read here ({reader.__name__})")
+    if counts[0] != counts[1]:
+        lengths = f"{names[0]} has {counts[0]} lines and {names[1]} {counts[1]}"
+        raise UserError(f"{lengths}: they are not translations of each other")
+    both = f"{names[0]} and {paths[1].name}"
     if one_empty:
-        say("prepare", f"note: {one_empty} of the {count} pairs of {names} have an empty side")
+        say("prepare", f"note: {one_empty} of the {counts[0]} pairs of {both} have an empty side")
     if nul:
-        say("prepare", f"note: {nul} pairs of {names} have NUL characters, which the tokenizer removes")
-    return count
+        say("prepare", f"note: {nul} pairs of {both} have NUL characters, which the tokenizer removes")
+    return counts[0]
 
 
 # --- choosing ---
@@ -181,31 +166,46 @@ def objection(source: list[str], target: list[str], least: float, most: float, r
     return None
 
 
-def _select(settings: Mapping[str, str], splits: Sequence[str], folders: Mapping[str, Path], output: Path) -> None:
-    languages = settings["source"], settings["target"]
-    least, most, ratio = (float(number) for number in (settings["clean"] or "0 inf inf").split())
-    clean_splits = settings["clean_splits"].split(",") if settings["clean"] else []
-    valid_every = int(settings["valid_every"])
-    counts, written = [], Counter()
-    with contextlib.ExitStack() as stack:
-        removed = stack.enter_context((output / "removed.tsv").open("w", encoding="utf-8"))
-        removed.write("\t".join(["split", "line", "reason", *(f"tokens {lang}" for lang in languages)]) + "\n")
+def select(dest: Path, settings: Mapping[str, str], folders: Mapping[str, Path], made: Path) -> None:
+    """Write the pairs that are kept, in their order: ``DEST/NAME`` from each folder, unless that is done.
 
-        def opened(top: Mapping[str, Path], split: str, mode: str) -> list:
-            paths = [folder / f"{split}.{lang}" for folder in top.values() for lang in languages]
+    Cleaning (the settings clean, clean_stage, clean_splits) removes pairs. With the setting ``valid_every=N`` each N-th
+    training pair that is kept becomes one of the validation set.
+
+    Args:
+        dest: also gets removed.tsv, one line for each removed pair, and counts.txt, as ``name=value``.
+        settings: of the prepared data.
+        folders: name (raw, tok, bpe) -> folder with SPLIT.LANG, line by line the same sentences; the model of the
+            subwords is copied.
+        made: a new folder, where all of it is written before it is moved to ``dest``.
+    """
+    if recorded(dest, "counts").exists():
+        return
+    languages, valid_every = (settings["source"], settings["target"]), int(settings["valid_every"])
+    least, most, ratio = (float(number) for number in (settings["clean"] or "0 inf inf").split())
+    counted = [*folders].index(settings["clean_stage"]) * 2  # the first of the two files whose tokens are counted
+    splits = SPLITS if valid_every == 0 else ("train", "test")
+    counts, written = {}, Counter()
+    for name, folder in folders.items():
+        (made / name).mkdir(parents=True)
+        for model in (folder / file for file in MODELS.values()):
+            if model.exists():
+                shutil.copy(model, made / name)
+    with contextlib.ExitStack() as stack:
+
+        def opened(top: Iterable[Path], split: str, mode: str) -> list:
+            paths = [folder / f"{split}.{lang}" for folder in top for lang in languages]
             return [stack.enter_context(path.open(mode)) for path in paths]
 
-        made = {name: output / name for name in folders}
-        for folder in made.values():
-            folder.mkdir()
-        outputs = {split: opened(made, split, "wb") for split in SPLITS}
-        counted = list(folders).index(settings["clean_stage"]) * 2 if clean_splits else 0
+        outputs = {split: opened((made / name for name in folders), split, "wb") for split in SPLITS}
+        removed = stack.enter_context((made / "removed.tsv").open("w", encoding="utf-8"))
+        removed.write("\t".join(["split", "line", "reason", *(f"tokens {lang}" for lang in languages)]) + "\n")
         for split in splits:
-            read, reasons = 0, Counter()
+            read, reasons, cleaned = 0, Counter(), settings["clean"] and split in settings["clean_splits"].split(",")
             try:
-                for lines in zip(*opened(folders, split, "rb"), strict=True):
+                for lines in zip(*opened(folders.values(), split, "rb"), strict=True):
                     read += 1
-                    if split in clean_splits:
+                    if cleaned:
                         source, target = (line.decode("utf-8").split() for line in lines[counted : counted + 2])
                         if reason := objection(source, target, least, most, ratio):
                             reasons[reason] += 1
@@ -218,42 +218,16 @@ def _select(settings: Mapping[str, str], splits: Sequence[str], folders: Mapping
                     written[goal] += 1
             except ValueError as error:
                 raise UserError(f"the files of {split} have different numbers of lines after line {read}") from error
-            counts.append(f"{split}.read={read}")
-            if split in clean_splits:
-                counts.append(f"{split}.removed={reasons.total()}")
-                counts += [f"{split}.removed.{key.replace(' ', '_')}={reasons[key]}" for key in sorted(reasons)]
-    counts += [f"{split}={written[split]}" for split in outputs]
-    for split in outputs:
+            counts[f"{split}.read"] = read
+            if cleaned:
+                counts[f"{split}.removed"] = reasons.total()
+                counts |= {f"{split}.removed.{key.replace(' ', '_')}": reasons[key] for key in sorted(reasons)}
+    counts |= {split: written[split] for split in SPLITS}
+    for split in SPLITS:
         if not written[split]:
-            raise UserError(f"no sentence pair of {split} is left ({', '.join(counts)})")
-    (output / "counts.txt").write_text("".join(f"{line}\n" for line in counts), encoding="utf-8")
-
-
-def select(dest: Path, settings: Mapping[str, str], splits: Sequence[str], folders: Mapping[str, Path]) -> None:
-    """Write the pairs that are kept, in their order: ``DEST/NAME`` from each folder, unless that is done.
-
-    Cleaning (the settings clean, clean_stage, clean_splits) removes pairs. With the setting ``valid_every=N`` each N-th
-    pair of the training text that is kept becomes one of the validation set.
-
-    Args:
-        dest: also gets removed.tsv, one line for each removed pair, and counts.txt, as ``name=value``.
-        settings: of the prepared data.
-        splits: the splits that the folders have.
-        folders: name (raw, tok, bpe) -> folder with SPLIT.LANG, line by line the same sentences; the model of the
-            subwords is copied.
-    """
-    selected = dest / "stages/selected"
-    if recorded(dest, "counts").exists():
-        return
-    if not selected.exists():
-        with atomic_folder(selected) as partial, named_errors(selected):
-            _select(settings, splits, folders, partial)
-            for name, folder in folders.items():
-                for model in (folder / file for file in MODELS.values()):
-                    if model.exists():
-                        shutil.copy(model, partial / name)
-    # The counts are moved last and say that all is there.
-    for name in (*folders, "removed.tsv", "counts", "counts.txt"):  # counts: of an older version
-        if (selected / name).exists():
-            shutil.rmtree(dest / name, ignore_errors=True)
-            os.replace(selected / name, dest / name)
+            numbers = ", ".join(f"{name}={count}" for name, count in counts.items())
+            raise UserError(f"no sentence pair of {split} is left ({numbers})")
+    write_settings(made / "counts.txt", counts)
+    for name in (*folders, "removed.tsv", "counts.txt"):  # the counts are moved last and say that all is there
+        shutil.rmtree(dest / name, ignore_errors=True)
+        os.replace(made / name, dest / name)

@@ -8,19 +8,20 @@ processes.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import multiprocessing
 import os
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, wait
+from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from pn_fairseq.common.command import UserError, deferred_signals
-from pn_fairseq.common.files import atomic_write, named_errors, scratch_folder
+from pn_fairseq.common.files import atomic_write, scratch_folder
 
 #: Bytes of text in a piece: large against the cost of handing it over (and of starting a Perl script), small against a
 #: corpus, so that no core is idle at its end.
@@ -38,20 +39,7 @@ def progress(iterable=None, **options):
     return tqdm(iterable, disable=not sys.stderr.isatty(), **options)
 
 
-def pieces(path: Path) -> list[tuple[Path, int, int]]:
-    """Cut a file at line ends: (path, begin, end) in bytes."""
-    total = path.stat().st_size
-    cuts = [0]
-    with path.open("rb") as file:
-        while cuts[-1] < total:
-            file.seek(min(cuts[-1] + PIECE, total) - 1)
-            file.readline()
-            cuts.append(file.tell())
-    return [(path, begin, end) for begin, end in zip(cuts, cuts[1:], strict=False)]
-
-
-@dataclass(frozen=True)
-class Job:
+class Job(NamedTuple):
     """A file to make: each line of ``source``, changed by ``work``."""
 
     source: Path
@@ -59,26 +47,21 @@ class Job:
     work: Work
 
 
-def _process(work: Work, piece: tuple[Path, int, int], output: Path) -> None:
-    """Write what ``work`` makes of a piece. The last line of a file gets its line feed if it has none."""
-    path, begin, end = piece
+def pieces(path: Path) -> list[tuple[int, int]]:
+    """Cut a file at line ends: (begin, end) in bytes."""
+    total = path.stat().st_size
+    cuts = [0]
     with path.open("rb") as file:
-        file.seek(begin)
-        text = file.read(end - begin)
-    text = text if text.endswith(b"\n") else text + b"\n"
-    try:
-        result = work(text)
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from None
-    before, after = text.count(b"\n"), result.count(b"\n")
-    if before != after:
-        raise UserError(f"{path}: {before} lines went into a step and {after} came out: sentences were lost")
-    with named_errors(output):
-        output.write_bytes(result)
+        while cuts[-1] < total:
+            file.seek(min(cuts[-1] + PIECE, total) - 1)
+            file.readline()
+            cuts.append(file.tell())
+    return list(zip(cuts, cuts[1:], strict=False))
 
 
-def _start_worker(tasks: Sequence[tuple]) -> None:
+def _start_worker(tasks: Sequence[tuple[Job, int, int, Path]]) -> None:
     global _tasks
+    _tasks = tasks  # a forked process has the functions, most of which cannot be pickled
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends its workers
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
@@ -87,29 +70,35 @@ def _start_worker(tasks: Sequence[tuple]) -> None:
         os._exit(1)
 
     threading.Thread(target=end_with_parent, daemon=True).start()
-    _tasks = tasks
 
 
-def _process_task(number: int) -> None:
-    _process(*_tasks[number])
+def _process(number: int) -> None:
+    """Write what a job makes of a piece to a file: a worker that is killed while it sends a large message would hang
+    the pool. The last line of a file gets its line feed if it has none."""
+    job, begin, end, result = _tasks[number]
+    with job.source.open("rb") as file:
+        file.seek(begin)
+        text = file.read(end - begin)
+    text = text if text.endswith(b"\n") else text + b"\n"
+    try:
+        changed = job.work(text)
+    except UserError as error:
+        raise UserError(f"{job.source}: {error}") from None
+    before, after = text.count(b"\n"), changed.count(b"\n")
+    if before != after:
+        raise UserError(f"{job.source}: {before} lines went into a step and {after} came out: sentences were lost")
+    result.write_bytes(changed)
 
 
-def _process_all(tasks: Sequence[tuple], workers: int) -> Iterator[None]:
-    """Call :func:`_process` for all tasks, its arguments; yields when the next one, in their order, is done."""
-    if min(workers, len(tasks)) <= 1:
-        yield from (_process(*task) for task in tasks)
-        return
-    # The results are files: a worker that is killed while it sends a large message would leave the pool waiting. The
-    # processes are forked, so that they have the functions, most of which cannot be pickled.
+@contextlib.contextmanager
+def _processed(tasks: Sequence[tuple], workers: int) -> Iterator[list[Future]]:
+    """Call :func:`_process` for all tasks; the processes end with the block."""
     fork = multiprocessing.get_context("fork")
-    pool = ProcessPoolExecutor(min(workers, len(tasks)), fork, _start_worker, (tasks,))
+    pool = ProcessPoolExecutor(max(1, min(workers, len(tasks))), fork, _start_worker, (tasks,))
     try:
         with deferred_signals():  # Python ignores what a handler raises in the middle of a fork
-            futures = [pool.submit(_process_task, number) for number in range(len(tasks))]
-        for future in futures:
-            while not wait([future], timeout=1).done:  # a signal that comes right before the wait is handled after it
-                pass
-            yield future.result()
+            futures = [pool.submit(_process, number) for number in range(len(tasks))]
+        yield futures
     except BrokenProcessPool:
         raise UserError("a worker process was ended; if memory was short, use fewer --workers") from None
     finally:
@@ -119,26 +108,25 @@ def _process_all(tasks: Sequence[tuple], workers: int) -> Iterator[None]:
             pool.shutdown(cancel_futures=True)
 
 
-def transform(jobs: Sequence[Job], workers: int, label: str) -> None:
-    """Make the output files that are missing."""
+def transform(jobs: Sequence[Job], workers: int, label: str, scratch: Path) -> None:
+    """Make the output files that are missing. ``scratch`` is a folder for the pieces that exists only meanwhile."""
     jobs = [job for job in jobs if not job.output.exists()]
-    if not jobs:
-        return
-    with scratch_folder(jobs[0].output.parent / "pieces.partial") as folder:
-        cut = [(job, pieces(job.source)) for job in jobs]
-        every = [(job.work, piece) for job, parts in cut for piece in parts]
-        tasks = [(*task, folder / str(number)) for number, task in enumerate(every)]
-        results, files = _process_all(tasks, workers), iter([file for *_, file in tasks])
-        with contextlib.closing(results), progress(total=len(tasks), desc=label, unit="piece") as bar:
-            for job, parts in cut:
-                job.output.parent.mkdir(parents=True, exist_ok=True)
-                with atomic_write(job.output) as output:
-                    for _ in parts:
-                        next(results)
-                        result = next(files)
-                        output.write(result.read_bytes())
-                        result.unlink()
-                        bar.update()
+    cut = [(job, begin, end) for job in jobs for begin, end in pieces(job.source)]
+    tasks = [(*piece, scratch / str(number)) for number, piece in enumerate(cut)]
+    with (
+        scratch_folder(scratch),
+        _processed(tasks, workers) as futures,
+        progress(total=len(tasks), desc=label, unit="piece") as bar,
+    ):
+        results = zip(tasks, futures, strict=True)
+        for job in jobs:
+            job.output.parent.mkdir(parents=True, exist_ok=True)
+            with atomic_write(job.output) as output:
+                for (*_, result), future in itertools.islice(results, len(pieces(job.source))):
+                    future.result()
+                    output.write(result.read_bytes())
+                    result.unlink()
+                    bar.update()
 
 
 def per_line(function: Callable[[str], str]) -> Work:

@@ -16,15 +16,14 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import functools
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from pn_fairseq.common.command import UserError, say
-from pn_fairseq.common.files import checksum, count_lines, read_settings, recorded, write_settings
+from pn_fairseq.common.files import checksum, count_lines, read_settings, recorded, scratch_folder, write_settings
 from pn_fairseq.pipeline.data import archives, pairs, settings, subwords, tokens
 from pn_fairseq.pipeline.data.binarize import SPLITS, make_bin
 from pn_fairseq.pipeline.data.parallel import Job, Work, per_line, transform
@@ -71,39 +70,11 @@ def need_text(folder: str, *names: str) -> Path:
     return Path(folder).absolute()
 
 
-@contextlib.contextmanager
-def opened(dest: Path) -> Iterator[None]:
-    """Make ``dest``, and keep other preparations out of it."""
-
-    def remove_partial() -> None:
-        for name in ("unpacked", "text.partial", "bin.partial"):
-            shutil.rmtree(dest / name, ignore_errors=True)
-
-    try:
-        dest.mkdir(parents=True, exist_ok=True)
-        lock = (dest / ".lock").open("a")
-    except OSError as error:
-        raise UserError(f"cannot write in the directory '{dest}' ({error.strerror}) (--dest)") from None
-    with lock:
-        # Processes inherit the lock: one that outlives a kill -9 is waited for.
-        os.set_inheritable(lock.fileno(), True)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            say("prepare", f"another process prepares {dest}; waiting for it to end")
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        remove_partial()
-        try:
-            yield
-        finally:
-            remove_partial()
-
-
 class Preparation:
-    """The steps for the folder ``dest``. Names of folders are folders in it.
+    """The steps for the folder ``dest``. Names of folders are folders in it; DEST/partial is removed at the end.
 
     Args:
-        dest: the prepared data; None: ``runs/data/NAME``, where the recipe says NAME.
+        dest: the prepared data; None: ``runs/data/NAME``, where the recipe names it.
         workers: processes.
     """
 
@@ -115,10 +86,8 @@ class Preparation:
         """Let other preparations have ``dest``."""
         self._stack.close()
 
-    def begin(self, name: str, corpus: str = "", needs: Sequence[str] = (), **values: object) -> None:
+    def begin(self, name: str, **values: object) -> None:
         """Check the settings of a translation corpus, those that differ from their defaults, and open ``dest``.
-
-        ``corpus`` is the user's folder, which ``needs`` these files; it becomes the attribute of that name.
 
         In the environment, MOSES and BPE choose the tokenizer and the kind of subwords.
         """
@@ -127,14 +96,23 @@ class Preparation:
         self.settings = settings.check({"segmentation": os.environ.get("BPE") or "subword-nmt", **values})
         if self.settings["tokenizer"] == "moses":
             tokens.checkout(self.settings)
-        if needs:
-            self.corpus = need_text(corpus, *needs)
         self.open(name)
 
     def open(self, name: str) -> None:
         """Make ``dest``, by default ``runs/data/NAME``, and keep other preparations out of it until this one ends."""
         self.dest = (self._given or Path("runs/data") / name).absolute()
-        self._stack.enter_context(opened(self.dest))
+        try:
+            self.dest.mkdir(parents=True, exist_ok=True)
+            lock = self._stack.enter_context((self.dest / ".lock").open("a"))
+        except OSError as error:
+            raise UserError(f"cannot write in the directory '{self.dest}' ({error.strerror}) (--dest)") from None
+        os.set_inheritable(lock.fileno(), True)  # a process of this one that outlives a kill -9 is waited for
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say("prepare", f"another process prepares {self.dest}; waiting for it to end")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        self.partial = self._stack.enter_context(scratch_folder(self.dest / "partial"))
 
     def files(self, of: Sequence[str] = SPLITS) -> list[str]:
         """SPLIT.LANG of these splits."""
@@ -142,69 +120,66 @@ class Preparation:
 
     # --- the published text ---
 
-    def published(self, urls: Sequence[str], folder: str | None = None) -> list[Path]:
-        """Where the files of these addresses are or will be: in the user's folder (--archive), else DEST/download."""
-        if folder and not Path(folder).is_dir():
-            raise UserError(f"there is no directory '{folder}' (--archive); its files come from {urls[0]}")
-        place = Path(folder).absolute() if folder else self.dest / "download"
-        return [place / url.rsplit("/", 1)[-1] for url in urls]
+    def published(self, known: Mapping[str, str], archive: str | None = None) -> list[Path]:
+        """The files of these addresses, downloaded to DEST/download; none if DEST/text was made of them.
 
-    def get(self, url: str, file: Path, **checksums: str) -> None:
-        """Download a file to DEST/download; in a folder of the user it must be there."""
-        if file.parent == self.dest / "download":
-            archives.fetch(url, file, **checksums)
-        elif not file.is_file():
-            raise UserError(f"there is no {file.name} in '{file.parent}' (--archive); it comes from {url}")
+        Args:
+            known: address -> the checksum that a download must have ("": not known).
+            archive: the user's folder with the files, or the file, instead (--archive).
+        """
+        place = Path(archive).absolute() if archive else self.dest / "download"
+        files = [place if archive and place.is_file() else place / url.rsplit("/", 1)[-1] for url in known]
+        self._archives, sums = files, self.dest / "text/archives"
+        if sums.is_file() and (not all(map(Path.is_file, files)) or sums.read_text("utf-8") == self._sums()):
+            return []
+        for file, url in zip(files, known, strict=True):
+            if not archive:
+                archives.fetch(url, file, known[url])
+            elif not file.is_file():
+                raise UserError(f"there is no {file.name} in '{file.parent}' (--archive); it comes from {url}")
+        return files
 
-    def made_of(self, files: Sequence[Path]) -> bool:
-        """Whether DEST/text was made of these files, or of files of which one was removed since."""
-        sums = self.dest / "text/archives"
-        return sums.is_file() and (not all(map(Path.is_file, files)) or sums.read_text("utf-8") == _sums(files))
+    def _sums(self) -> str:
+        """What sha256sum prints for the published files."""
+        return "".join(f"{checksum(file)}  {file.name}\n" for file in self._archives)
 
     def unpack(self, archive: Path, members: Sequence[str]) -> list[Path]:
-        """Extract members of an archive to DEST/unpacked/ARCHIVE."""
-        folder = self.dest / "unpacked" / archive.name
+        """Extract members of an archive to DEST/partial/unpacked/ARCHIVE."""
         try:
-            archives.unpack(archive, folder, members)
+            return archives.unpack(archive, self.partial / "unpacked" / archive.name, members)
         except archives.Damaged as error:
             if archive.parent != self.dest / "download":
                 raise UserError(f"{error}; get it again") from None
-            for path in (archive, archive.with_name(f"{archive.name}.sha256")):
-                path.unlink(missing_ok=True)
+            archive.unlink()
             raise UserError(f"{error}; it was removed, and the same command downloads it again") from None
-        return [folder / member for member in members]
 
     def take(self, reader: pairs.Reader, split: str, files: Sequence[Path], expect: int = 0, to: str = "") -> None:
         """Append the sentences of published files, in pairs of source and target, to the text of a split.
 
         Args:
             expect: the number of pairs of the published files (0: not known).
-            to: a folder within DEST/text.
+            to: a folder within the text.
         """
-        languages = self.settings["source"], self.settings["target"]
-        outputs = [self.dest / "text.partial" / to / f"{split}.{lang}" for lang in languages]
+        outputs = [self.partial / "text" / to / name for name in self.files([split])]
         both = zip(files[::2], files[1::2], strict=True)
         count = sum(pairs.take(reader, paths, outputs) for paths in both)
         if expect and count != expect:
             name = os.path.commonprefix([path.name for path in files]).rstrip(".-")
             say("prepare", f"note: {name} has {count} sentence pairs here; the published one has {expect}")
 
-    def keep_text(self, to: str, files: Sequence[Path] = ()) -> None:
-        """DEST/text.partial, if there is one, becomes the folder ``to``, made of these published files.
+    def keep_text(self, to: str) -> None:
+        """The text that was read becomes the folder ``to``, unless that exists; "text" gets its archives' checksums.
 
-        It and the settings must be those that DEST was started with.
+        It and the settings must be those that DEST was begun with.
         """
-        new, folder = self.dest / "text.partial", self.dest / to
-        settings.keep(self.dest, new if new.exists() else folder, self.settings)
-        if new.exists():
-            if files:
-                (new / "archives").write_text(_sums(files), encoding="utf-8")
-                shutil.rmtree(folder, ignore_errors=True)
-            if not folder.exists():
-                new.rename(folder)
-        self.settings = settings.read(self.dest)
+        new, folder = self.partial / "text", self.dest / to
+        self.settings = settings.keep(self.dest, new if new.exists() else folder, self.settings)
+        if not folder.exists():
+            if to == "text":
+                (new / "archives").write_text(self._sums(), encoding="utf-8")
+            new.rename(folder)
         if (self.dest / "bin").is_dir() and recorded(self.dest, "counts").is_file():
-            self._finish()
+            self.finish({})
             raise Complete
 
     def take_folder(self, folder: Path, test: str = "test", expect: Sequence[int] = ()) -> None:
@@ -216,26 +191,24 @@ class Preparation:
 
     # --- the steps after it ---
 
-    def _transform(self, label: str, source: str, to: str, work: Callable[[str], Work], splits=SPLITS) -> None:
-        """Make the files that are missing in a folder; ``work`` is called with the name of each."""
+    def transform(
+        self, label: str, source: str, to: str, work: Callable[[str, str], Work], splits: Sequence[str] = SPLITS
+    ) -> None:
+        """Make the files that are missing in a folder; ``work`` is called with the split and the language of each."""
         paths = [(self.dest / source / name, self.dest / to / name) for name in self.files(splits)]
-        todo = [(path, output) for path, output in paths if path.exists() and not output.exists()]
-        transform([Job(path, output, work(path.name)) for path, output in todo], self.workers, label)
+        jobs = [Job(path, output, work(*path.name.split("."))) for path, output in paths if path.exists()]
+        transform(jobs, self.workers, label, self.partial / "pieces")
 
     def copy(self, source: str, to: str) -> None:
         """Copy text."""
-        self._transform("copying", source, to, lambda name: bytes)
+        self.transform("copying", source, to, lambda *_: bytes)
 
     def detokenize(self, source: str, to: str) -> None:
         """Turn tokens into plain text, by the detokenizer that ``pn score`` uses for translations."""
-
-        def work(name: str) -> Work:
-            from pn_fairseq.pipeline.scoring import detokenize
-
-            return per_line(lambda line: detokenize([line], name.split(".")[1])[0])
+        from pn_fairseq.pipeline.scoring import detokenize
 
         say("prepare", "detokenizing")
-        self._transform("detokenizing", source, to, work)
+        self.transform("detokenizing", source, to, lambda _, lang: per_line(lambda line: detokenize([line], lang)[0]))
 
     def tokenize(self, source: str, to: str, splits: Sequence[str] = (), without: Sequence[str] = ()) -> None:
         """Tokenize these splits (default: all that the text has), without these settings."""
@@ -243,19 +216,17 @@ class Preparation:
         moses = self.settings["tokenizer"] == "moses"
         say("prepare", f"tokenizing {' '.join(splits)} with {os.environ['MOSES'] if moses else 'sacremoses'}")
         used, straight = {**self.settings, **dict.fromkeys(without, "0")}, self.settings["straighten"].split()
-        tokenizer = functools.cache(functools.partial(tokens.tokenizer, used))
 
-        def work(name: str) -> Work:
-            split, lang = name.split(".")
-            return tokenizer(lang, split in straight)
+        def work(split: str, lang: str) -> Work:
+            return tokens.tokenizer(used, lang, split in straight)
 
-        self._transform("tokenizing", source, to, work, splits)
+        self.transform("tokenizing", source, to, work, splits)
 
     def select(self, **folders: str) -> None:
         """Remove pairs by their length, and take the validation set from the training text: DEST/raw, tok, ..."""
         say("prepare", "selecting pairs")
         paths = {name: self.dest / folder for name, folder in folders.items()}
-        pairs.select(self.dest, self.settings, settings.splits(self.settings), paths)
+        pairs.select(self.dest, self.settings, paths, self.partial / "selected")
 
     def segment(self, source: str = "tok", to: str = "bpe") -> None:
         """Learn subwords on the tokens of both languages, and apply them."""
@@ -270,8 +241,8 @@ class Preparation:
                     if count := sum("▁".encode() in line for line in file):
                         which = f"{count} lines of {path} have U+2581 (▁)"
                         say("prepare", f"note: {which}, which sentencepiece takes for a blank")
-        segmenter = functools.cache(lambda: per_line(subwords.segmenter(kind, model)))
-        self._transform("applying BPE", source, to, lambda name: segmenter())
+        work = per_line(subwords.segmenter(kind, model))
+        self.transform("applying BPE", source, to, lambda *_: work)
 
     def binarize(self) -> None:
         """Make fairseq's binary data, bin/, from bpe/; remove what is not needed any more, and print the counts."""
@@ -282,22 +253,15 @@ class Preparation:
         names = (name.split(".") for name in self.files())
         texts = {f"{split}.{source}-{target}.{lang}": f"bpe/{split}.{lang}" for split, lang in names}
         make_bin(self.dest, self.workers, flags, texts)
-        self._finish()
+        self.finish({split: count_lines(self.dest / f"raw/{split}.{source}") for split in SPLITS})
         counts = read_settings(recorded(self.dest, "counts"))
         if (self.dest / "removed.tsv").is_file():
             removed = f"cleaning removed {counts['train.removed']} of {counts['train.read']} training pairs"
             say("prepare", f"{removed} (which and why: {self.dest}/removed.tsv)")
         say("prepare", f"{self.dest} is complete: {', '.join(f'{counts[split]} {split}' for split in SPLITS)}")
 
-    def _finish(self) -> None:
+    def finish(self, counts: Mapping[str, object]) -> None:
+        """Write the counts, unless the cleaning has, and remove what is not needed any more."""
         if not recorded(self.dest, "counts").exists():
-            lines = {split: count_lines(self.dest / f"raw/{split}.{self.settings['source']}") for split in SPLITS}
-            write_settings(recorded(self.dest, "counts"), lines)
+            write_settings(recorded(self.dest, "counts"), counts)
         shutil.rmtree(self.dest / "stages", ignore_errors=True)
-        for path in (path for folder in ("tok", "bpe") for path in (self.dest / folder).glob("*.partial")):
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-
-
-def _sums(files: Sequence[Path]) -> str:
-    """What sha256sum prints."""
-    return "".join(f"{checksum(file)}  {file.name}\n" for file in files)

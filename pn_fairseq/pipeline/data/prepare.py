@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import errno
 import os
 from pathlib import Path
 
 from pn_fairseq.common.command import ArgumentParser, UserError, command, say, whole
+from pn_fairseq.pipeline.data.archives import FULL
 from pn_fairseq.pipeline.data.preparation import Complete, Preparation
-from pn_fairseq.pipeline.data.recipes import RECIPES, Recipe
+from pn_fairseq.pipeline.data.recipes import RECIPES
 
+EPILOG = """\
+The same command resumes. Line counts are checked after every step. --dest gets
+  raw/  the text before tokenization    tok/  tokens, as they are scored
+  bpe/  subwords (of translations)      bin/  fairseq's binary data, with one dictionary
+  settings.txt, counts.txt, and with cleaning removed.tsv: which pairs were removed and why; text/ has all pairs
+"""
 MIRROR = "  DATA_MIRROR=DIR-OR-URL    a folder or URL that has the files to download\n"
 TOOLS = """\
   MOSES=DIR                 a checkout of mosesdecoder whose Perl scripts replace sacremoses
@@ -19,34 +25,29 @@ TOOLS = """\
 """
 
 
-def _add_options(parser: ArgumentParser, recipe: Recipe) -> None:
-    where = f"default runs/data/{recipe.config}" if recipe.config else "it must be given"
-    parser.add_argument(
-        "--dest", type=Path, metavar="DIR", help=f"the prepared data ({where})", required=not recipe.config
-    )
-    for option in recipe.options:
-        kind = {"metavar": option.metavar, "type": option.type, "default": option.default, "required": option.needed}
-        parser.add_argument(option.flag, help=option.help, **(kind if option.metavar else {"action": "store_true"}))
-    cores = len(os.sched_getaffinity(0))
-    parser.add_argument("--workers", type=whole, default=cores, metavar="N", help="processes (default: all cores)")
-
-
 def _parser() -> ArgumentParser:
     about = "From published text to fairseq's binary data. The same command resumes."
     parser = ArgumentParser(prog="pn prepare", description=about)
     corpora = parser.add_subparsers(dest="recipe", required=True, metavar="CORPUS", parser_class=ArgumentParser)
     for name, recipe in RECIPES.items():
-        flags = {option.flag for option in recipe.options}
+        flags = {option.flag for option in recipe.OPTIONS}
         variables = (MIRROR if "--archive" in flags else "") + (TOOLS if "--bpe" in flags else "")
         corpus = corpora.add_parser(
             name,
-            help=recipe.about.splitlines()[0],
-            description=recipe.about,
-            epilog="The same command resumes. Line counts are checked after every step."
-            + (f"\n\nIn the environment:\n{variables}" if variables else ""),
+            help=recipe.__doc__.splitlines()[0],
+            description=recipe.__doc__,
+            epilog=EPILOG + (f"\nIn the environment:\n{variables}" if variables else ""),
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        _add_options(corpus, recipe)
+        where = f"default runs/data/{recipe.CONFIG}" if recipe.CONFIG else "it must be given"
+        dest = f"the prepared data ({where})"
+        corpus.add_argument("--dest", type=Path, metavar="DIR", help=dest, required=not recipe.CONFIG)
+        for option in recipe.OPTIONS:
+            kind = {"metavar": option.metavar, "type": option.type, "default": option.default}
+            kind = {**kind, "required": option.needed} if option.metavar else {"action": "store_true"}
+            corpus.add_argument(option.flag, help=option.help, **kind)
+        cores = len(os.sched_getaffinity(0))
+        corpus.add_argument("--workers", type=whole, default=cores, metavar="N", help="processes (default: all cores)")
     return parser
 
 
@@ -54,14 +55,14 @@ def _parser() -> ArgumentParser:
 def main(argv: list[str] | None = None) -> None:
     args = _parser().parse_args(argv)
     recipe = RECIPES[args.recipe]
-    values = {option.name: getattr(args, option.name) for option in recipe.options}
+    values = {option.name: getattr(args, option.name) for option in recipe.OPTIONS}
     try:
         with contextlib.closing(Preparation(args.dest, args.workers)) as data:
             recipe.prepare(data, **values)
     except Complete:
         say("prepare", f"{data.dest} is complete")
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        if error.errno not in FULL:
             raise
         place = error.filename or args.dest or "runs/data"
         raise UserError(f"{place}: {error.strerror}; make room and run the same command again") from None

@@ -6,7 +6,6 @@ Every step reads the settings there, and a preparation with other settings or ot
 from __future__ import annotations
 
 import re
-import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from pn_fairseq.common.files import checksum, read_settings, recorded, write_set
 from pn_fairseq.pipeline.data import subwords, tokens
 from pn_fairseq.pipeline.data.binarize import SPLITS
 
-#: Name -> default. These are all settings, in the order in which they are written.
+#: Name -> default. These are all settings of a translation corpus, in the order in which they are written.
 DEFAULTS = {
     "source": "",  # language
     "target": "",  # language
@@ -61,13 +60,13 @@ def check(values: Mapping[str, object]) -> dict[str, str]:
 
 def splits(settings: Mapping[str, str]) -> tuple[str, ...]:
     """The splits that the text has; a missing validation set is taken from train."""
-    return tuple(split for split in SPLITS if split != "valid" or settings["valid_every"] == "0")
+    return tuple(split for split in SPLITS if split != "valid" or settings.get("valid_every", "0") == "0")
 
 
 def files(settings: Mapping[str, str], of: Iterable[str] = ()) -> list[str]:
-    """Names of the files of these splits (default: of the splits that the text has)."""
-    languages = settings["source"], settings["target"]
-    return [f"{split}.{lang}" for split in of or splits(settings) for lang in languages]
+    """Names of the files of these splits (default: of the splits that the text has), .txt for language models."""
+    endings = [settings["source"], settings["target"]] if "source" in settings else ["txt"]
+    return [f"{split}.{ending}" for split in of or splits(settings) for ending in endings]
 
 
 def read(dest: Path) -> dict[str, str]:
@@ -76,38 +75,26 @@ def read(dest: Path) -> dict[str, str]:
     return {name: kept.get(name, value) for name, value in UNRECORDED.items()}
 
 
-def check_same(dest: Path, old: Mapping[str, str], new: Mapping[str, str], sums: Mapping[str, str]) -> None:
-    """Refuse settings and checksums of the text (``sums``) that ``dest`` was not made with."""
-    for name in {**old, **new}:
-        if old.get(name) != new.get(name):
-            what = "other text" if name in sums else f"other settings ({name}={old.get(name)}, not {new.get(name)})"
-            where = recorded(dest, "settings")
-            raise UserError(f"{dest} was made with {what}, see {where}; remove it or name another directory")
+def keep(dest: Path, folder: Path, settings: Mapping[str, str]) -> dict[str, str]:
+    """Record the settings and the text in ``folder``, and return the settings that hold.
 
-
-def keep(dest: Path, folder: Path, settings: Mapping[str, str]) -> None:
-    """Record the settings and the text in ``folder``, or refuse them if ``dest`` was made with others.
-
-    Settings may still change until the subwords are learned: what was made with the others is then removed.
+    Raises:
+        UserError: ``dest`` was begun with other settings or other text. The subwords may change until they are learned.
     """
-    sums = {name: checksum(folder / name) for name in files(settings)}
-    new, file = {**settings, **sums}, recorded(dest, "settings")
-    if file.exists():
-        old = {**UNRECORDED, **read_settings(file)}
-        if old["tokenizer"] == tokens.SACREMOSES_OLD and new["tokenizer"] == tokens.SACREMOSES:
-            # All steps read the recorded settings: a preparation that an older version began is finished in its way.
-            new["tokenizer"] = tokens.SACREMOSES_OLD
-            say(
-                "prepare",
-                f"note: {dest} was started with an older version. Its tokenizer does not split the full stop of an "
-                "abbreviation at the end of a line; for the tokens of current Moses, prepare another directory",
-            )
-        models = [dest / stage / model for stage in ("bpe", "stages/bpe") for model in subwords.MODELS.values()]
-        if any(model.exists() for model in models):
-            return check_same(dest, old, new, sums)
-        different = {name for name in {**old, **new} if old.get(name) != new.get(name)}
-        if not different <= {"bpe", "segmentation"}:
-            for name in ("raw", "tok", "stages", "counts", "counts.txt", "removed.tsv"):
-                path = dest / name
-                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-    write_settings(file, {name: new[name] for name in DEFAULTS}, sums)
+    file, sums = recorded(dest, "settings"), {name: checksum(folder / name) for name in files(settings)}
+    old = read_settings(file) if file.exists() else {}
+    before = {**UNRECORDED, **old}
+    if old and (before["tokenizer"], settings["tokenizer"]) == (tokens.SACREMOSES_OLD, tokens.SACREMOSES):
+        settings = {**settings, "tokenizer": tokens.SACREMOSES_OLD}  # a preparation that began is finished in its way
+        say("prepare", f"note: {dest} has an older version's tokenizer; for current Moses' prepare another directory")
+    new = {**settings, **sums}
+    changed = [name for name in new if old and before.get(name) != new[name]]
+    models = [dest / stage / model for stage in ("bpe", "stages/bpe") for model in subwords.MODELS.values()]
+    may_change = () if any(map(Path.exists, models)) else ("bpe", "segmentation")
+    for name in changed:
+        if name not in may_change:
+            what = "other text" if name in sums else f"other settings ({name}={before.get(name)}, not {new[name]})"
+            raise UserError(f"{dest} was made with {what}, see {file}; remove it or name another directory")
+    if changed or not old:
+        write_settings(file, settings, sums)
+    return settings

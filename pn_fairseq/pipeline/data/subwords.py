@@ -7,6 +7,7 @@ subwords gives it back.
 
 from __future__ import annotations
 
+import contextlib
 import io
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -20,34 +21,27 @@ from pn_fairseq.pipeline.data.parallel import progress
 MODELS = {"subword-nmt": "codes", "sentencepiece": "sentencepiece.model"}
 
 
-def _lines(texts: Sequence[Path]) -> Iterator[str]:
-    for path in texts:
-        with path.open(encoding="utf-8", newline="\n") as file:
-            for line in file:
-                yield line.removesuffix("\n")
-
-
-def _learn_subword_nmt(texts: Sequence[Path], operations: int) -> bytes:
+def _learn_subword_nmt(lines: Iterator[str], operations: int) -> bytes:
     """The codes that ``subword-nmt learn-bpe`` prints."""
     from subword_nmt import learn_bpe
 
     codes = io.StringIO()
     try:
         with mock.patch.object(learn_bpe, "tqdm", progress):
-            learn_bpe.learn_bpe(_lines(texts), codes, operations)
+            learn_bpe.learn_bpe(lines, codes, operations)
     except ValueError:  # the maximum of no pairs
-        raise UserError(f"{texts[0]}: there is no word of two characters to learn BPE from") from None
+        raise UserError("the training text has no word of two characters to learn BPE from") from None
     return codes.getvalue().encode()
 
 
-def _learn_sentencepiece(texts: Sequence[Path], operations: int) -> bytes:
+def _learn_sentencepiece(lines: Iterator[str], operations: int) -> bytes:
     """A serialised model."""
     import sentencepiece
 
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=_lines(texts),  # not by name: the trainer splits names at commas
+            sentence_iterator=lines,  # not by the name of a file: the trainer splits names at commas
             model_writer=model,
             model_type="bpe",
             vocab_size=operations,
@@ -56,14 +50,12 @@ def _learn_sentencepiece(texts: Sequence[Path], operations: int) -> bytes:
             character_coverage=1.0,
             max_sentence_length=1 << 30,
             minloglevel=2,
-            # num_threads is written into the model, and stays sentencepiece's default whatever the cores.
+            # num_threads is written into the model, and stays sentencepiece's default for any number of cores.
         )
     except RuntimeError as error:
         # The message begins with a place in sentencepiece's source, in brackets.
-        said = " ".join(str(error).split()).rsplit("] ", 1)[-1]
-        raise UserError(
-            f"sentencepiece with --bpe {operations}: {said} (run it again with another --bpe; what is done is kept)"
-        ) from error
+        reason, advice = " ".join(str(error).split()).rsplit("] ", 1)[-1], "run it again with another --bpe"
+        raise UserError(f"sentencepiece with --bpe {operations}: {reason} ({advice}; what is done is kept)") from error
     return model.getvalue()
 
 
@@ -74,7 +66,10 @@ def learn(kind: str, operations: int, model: Path, texts: Sequence[Path]) -> Non
     """
     if model.exists():
         return
-    content = {"subword-nmt": _learn_subword_nmt, "sentencepiece": _learn_sentencepiece}[kind](texts, operations)
+    with contextlib.ExitStack() as stack:
+        files = [stack.enter_context(path.open(encoding="utf-8", newline="\n")) for path in texts]
+        lines = (line.removesuffix("\n") for file in files for line in file)
+        content = {"subword-nmt": _learn_subword_nmt, "sentencepiece": _learn_sentencepiece}[kind](lines, operations)
     model.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(model) as file:
         file.write(content)

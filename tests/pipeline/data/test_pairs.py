@@ -50,10 +50,10 @@ def test_what_users_do_not_see_is_said_with_counts(tmp_path, capsys):
     """A byte order mark would be a token, which no model produces."""
     sides = take(as_is, tmp_path, b"\xef\xbb\xbfein Mann\n\nx\0y\n\n", b"a man\nb\nc\n\n")
     assert sides[0][0] == "ein Mann"
-    said = capsys.readouterr().err
-    assert "text.de begins with a byte order mark, which is left out" in said
-    assert "2 of the 4 pairs of" in said and "have an empty side" in said
-    assert "1 pairs of" in said and "NUL characters, which the tokenizer removes" in said
+    notes = capsys.readouterr().err
+    assert "text.de begins with a byte order mark, which is left out" in notes
+    assert "2 of the 4 pairs of" in notes and "have an empty side" in notes
+    assert "1 pairs of" in notes and "NUL characters, which the tokenizer removes" in notes
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_messages_name_archive_and_member(tmp_path):
         (tokens, "a\u00a0b  c\u2028d\n\n".encode(), ["a b c d", ""]),
         (strip_tags, b"<url>x</url>\n<title>T &amp; U</title>\n  a\rb \n<speaker>S</speaker>\n", None),
         (segments, b'<doc>\n<seg id="1"> a\rb </seg>\n<seg id="2"></seg>\n</doc>\n', ["a b", ""]),
-        (wmt_segments, '<seg id="1">\u00a0a\r</seg><SEG id=2>b</SEG>\n'.encode(), ["\u00a0a", "b"]),
+        (wmt_segments, '<seg id="1">\u00a0a\r</seg>\n<seg id="2">b</seg>\n'.encode(), ["\u00a0a", "b"]),
     ],
 )
 def test_kinds_of_published_text(reader, text, expected, tmp_path):
@@ -125,8 +125,8 @@ def test_a_literal_mark_of_sentencepiece_is_said(tmp_path, capsys):
     data.settings = settings.check({"source": "de", "target": "en", "segmentation": "sentencepiece", "bpe": 14})
     data.segment()
     data.close()
-    said = capsys.readouterr().err
-    assert "9 lines of" in said and "tok/train.de have U+2581 (▁), which sentencepiece takes for a blank" in said
+    notes = capsys.readouterr().err
+    assert "9 lines of" in notes and "tok/train.de have U+2581 (▁), which sentencepiece takes for a blank" in notes
 
 
 def test_pairs_are_removed_by_their_subwords(tmp_path):
@@ -140,7 +140,7 @@ def test_pairs_are_removed_by_their_subwords(tmp_path):
     (tmp_path / "in/bpe/train.en").write_text("a@@ b\nx\n")
     (tmp_path / "in/bpe/codes").write_text("codes")
     chosen = settings.check({"source": "de", "target": "en", "clean": "1 9 1.5", "clean_stage": "bpe"})
-    pairs.select(tmp_path, chosen, ["train", "valid", "test"], {name: tmp_path / "in" / name for name in lines})
+    pairs.select(tmp_path, chosen, {name: tmp_path / "in" / name for name in lines}, tmp_path / "partial")
     assert (tmp_path / "raw/train.de").read_text() == "a b\n" and (tmp_path / "bpe/codes").read_text() == "codes"
     assert (tmp_path / "removed.tsv").read_text().splitlines()[1] == "train\t2\tratio\t3\t1"
     assert (tmp_path / "counts.txt").read_text().splitlines() == [
@@ -157,5 +157,5 @@ def test_files_of_different_lengths_are_not_selected(tmp_path):
     chosen = settings.check({"source": "de", "target": "en", "valid_every": 2})
     folders = {"raw": tmp_path / "text", "tok": tmp_path / "tok"}
     with pytest.raises(UserError, match="different numbers of lines after line 4"):
-        pairs.select(tmp_path, chosen, ["train", "test"], folders)
+        pairs.select(tmp_path, chosen, folders, tmp_path / "partial")
     assert not (tmp_path / "counts.txt").exists()

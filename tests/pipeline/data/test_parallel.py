@@ -37,9 +37,9 @@ def test_many_pieces_come_out_in_order(text, workers):
     out, small = text.with_name("out"), text.with_name("small")
     small.write_text("a")
     jobs = [Job(text, out, upper), Job(small, text.with_name("swapped"), bytes.swapcase), Job(text, small, upper)]
-    (text.parent / "pieces.partial").mkdir()
-    (text.parent / "pieces.partial/7").write_text("left by a process that was killed")
-    transform(jobs, workers, "")
+    (text.parent / "pieces").mkdir()
+    (text.parent / "pieces/7").write_text("left by a process that was killed")
+    transform(jobs, workers, "", text.parent / "pieces")
     assert out.read_text() == LINES.upper() + "THE LAST LINE HAS NO LINE FEED\n"
     assert small.read_text() == "a", "what is there is not made again"
     assert {path.name: path.read_text() for path in text.parent.iterdir()}.keys() == {"in", "out", "small", "swapped"}
@@ -48,8 +48,9 @@ def test_many_pieces_come_out_in_order(text, workers):
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_lost_sentence_is_noticed(text, workers):
+    job = Job(text, text.with_name("out"), lambda text: text[text.index(b"\n") + 1 :])
     with pytest.raises(UserError, match="in: .* lines went into a step and .* came out"):
-        transform([Job(text, text.with_name("out"), lambda text: text[text.index(b"\n") + 1 :])], workers, "")
+        transform([job], workers, "", text.parent / "pieces")
     assert {path.name for path in text.parent.iterdir()} == {"in"}
 
 
@@ -61,7 +62,7 @@ def test_a_worker_that_is_killed(text):
     """As for lack of memory."""
     text.write_text(LINES + "kill\n")
     with pytest.raises(UserError, match="worker process was ended.*--workers"):
-        transform([Job(text, text.with_name("out"), upper)], 3, "")
+        transform([Job(text, text.with_name("out"), upper)], 3, "", text.parent / "pieces")
     assert {path.name for path in text.parent.iterdir()} == {"in"}
 
 
@@ -72,13 +73,13 @@ from pn_fairseq.common.command import handle_signals, run
 from pn_fairseq.pipeline.data.parallel import Job, transform
 from tests.pipeline.data.test_parallel import upper
 handle_signals()
-sys.exit(run("test", lambda: transform([Job(Path("in"), Path("out"), upper)], 3, "")))
+sys.exit(run("test", lambda: transform([Job(Path("in"), Path("out"), upper)], 3, "", Path("pieces"))))
 """
 
 
 @pytest.mark.parametrize("how", ["SIGTERM", "SIGINT", "SIGKILL"])
 def test_workers_end_with_their_parent(text, how):
-    """The signal reaches the parent alone."""
+    """The signal reaches the parent only."""
     root = Path(__file__).parents[3]
     text.write_text(LINES + "sleep\n")
     process = subprocess.Popen(
@@ -97,4 +98,4 @@ def test_workers_end_with_their_parent(text, how):
     expected = {"SIGTERM": 143, "SIGINT": 130, "SIGKILL": -signal.SIGKILL}[how]
     assert process.returncode == expected and "Traceback" not in stderr, stderr
     if how != "SIGKILL":
-        assert len(stderr.splitlines()) == 1 and not list(text.parent.glob("*.partial"))
+        assert len(stderr.splitlines()) == 1 and {path.name for path in text.parent.iterdir()} == {"in", "asleep"}

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from pn_fairseq.common.command import UserError
-from pn_fairseq.pipeline.data import parallel, prepare, settings
+from pn_fairseq.pipeline.data import prepare, settings, tokens
 from pn_fairseq.pipeline.data.preparation import Preparation
 from pn_fairseq.pipeline.data.recipes import RECIPES
 
@@ -31,8 +31,8 @@ def test_every_corpus_has_its_wrapper_and_its_options_are_arguments():
         text = (ROOT / f"scripts/prepare_{name}.sh").read_text()
         assert text.endswith(f'/pn" prepare {name} "$@"\n') and len(text.splitlines()) == 3
         arguments = recipe.prepare.__code__.co_varnames[1 : recipe.prepare.__code__.co_argcount]
-        assert {option.name for option in recipe.options} == set(arguments)
-        assert not recipe.config or (ROOT / f"configs/{recipe.config}.yaml").is_file()
+        assert {option.name for option in recipe.OPTIONS} == set(arguments)
+        assert not recipe.CONFIG or (ROOT / f"configs/{recipe.CONFIG}.yaml").is_file()
 
 
 def test_text_is_copied(tmp_path):
@@ -58,7 +58,7 @@ def test_a_full_disk_is_one_line_that_names_the_file(place, corpus, monkeypatch,
     elif place == "file":
         monkeypatch.setattr("os.replace", full)
     else:
-        monkeypatch.setattr("pn_fairseq.pipeline.data.pairs.pairs", full)
+        monkeypatch.setattr("pn_fairseq.pipeline.data.pairs.lines", full)
     assert run(corpus) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("[")]
     assert line.startswith("pn prepare: error: ") and f"{corpus.parent}/data" in line and "No space left" in line
@@ -71,7 +71,7 @@ def test_a_memory_that_is_too_small_is_one_line(corpus, monkeypatch, capsys):
     def too_much(*args):
         raise MemoryError
 
-    monkeypatch.setattr(parallel, "_process", too_much)
+    monkeypatch.setattr(tokens, "per_line", lambda function: too_much)
     assert run(corpus) == 2
     assert "not enough memory; use fewer processes" in capsys.readouterr().err
     assert not list((corpus.parent / "data/tok").iterdir())

@@ -1,4 +1,4 @@
-"""scripts/prepare_iwslt14.sh on a small archive in the original layout, against a simple second reading of it."""
+"""``pn prepare iwslt14`` on a small archive in the original layout, against a simple second reading of it."""
 
 import gzip
 import io
@@ -19,6 +19,8 @@ from sacremoses import MosesTokenizer
 from sentencepiece import SentencePieceProcessor
 
 from tests.scripts_helpers import ROOT, SCRIPTS, assert_refused, environment, run, script
+
+from .test_prepare_corpora import wmt14_members, write_archives
 
 LANGUAGES = ("de", "en")
 TEST_SETS = ("TED.dev2010", "TEDX.dev2012", "TED.tst2010", "TED.tst2011", "TED.tst2012")
@@ -263,8 +265,8 @@ def assert_same_bytes(dest: Path, prepared: Path) -> None:
 
 #: A file that a preparation makes, the signal that is sent then, and whether to the script or to its process group.
 ENDED = [
-    ("unpacked", signal.SIGTERM, os.kill),
-    ("text.partial", signal.SIGKILL, os.kill),
+    ("partial/unpacked", signal.SIGTERM, os.kill),
+    ("partial/text", signal.SIGKILL, os.kill),
     ("counts.txt", signal.SIGINT, os.killpg),
     ("bin.partial", signal.SIGTERM, os.kill),
 ]
@@ -272,7 +274,7 @@ ENDED = [
 
 @pytest.mark.slow
 def test_ended_by_a_signal_it_resumes_and_ends_in_the_same_bytes(archive, prepared, tmp_path):
-    """By a signal to the process alone, or to its process group. The processes that it leaves after a kill -9 end, or
+    """By a signal to the process only, or to its process group. The processes that it leaves after a kill -9 end, or
     the next run waits for them."""
     dest = tmp_path / "data"
     for mark, number, kill in ENDED:
@@ -289,39 +291,38 @@ def test_ended_by_a_signal_it_resumes_and_ends_in_the_same_bytes(archive, prepar
             process.wait()
             process.stderr.close()
             continue
-        _, said = process.communicate(timeout=120)  # ends when the script and all its children have ended
-        lines = [line for line in said.splitlines() if not line.startswith("[")]
+        _, stderr = process.communicate(timeout=120)  # ends when the script and all its children have ended
+        lines = [line for line in stderr.splitlines() if not line.startswith("[")]
         assert (process.returncode, lines) == (
             128 + number,
             ["pn prepare: interrupted; run the same command again to resume"],
-        ), (mark, said)
-        assert not [path for path in dest.iterdir() if "partial" in path.name or path.name == "unpacked"]
-    # What a machine that lost its power may leave beside: files cut off in the middle.
-    (dest / "bpe/train.de.partial").write_bytes(b"cut off in the mid")
+        ), (mark, stderr)
+        assert not [path for path in dest.iterdir() if "partial" in path.name]
     run(*command(archive, dest))
     assert_same_bytes(dest, prepared)
 
 
-def killed(archive: Path, dest: Path, point: int) -> tuple[int, int]:
-    """Prepare, with SIGKILL to all processes at the renaming of this number: exit code, and how many were begun."""
-    count = dest.with_name("count")
-    count.unlink(missing_ok=True)
-    hook = {"PYTHONPATH": str(KILLING), "KILL_COUNT": str(count), "KILL_AT": str(point)}
-    code = subprocess.run(command(archive, dest), env=environment(**hook), start_new_session=True).returncode
-    return code, len(count.read_bytes())
-
-
 @pytest.mark.slow
-def test_killed_before_any_renaming_it_resumes_and_ends_in_the_same_bytes(archive, prepared, tmp_path):
-    """Before each file and folder that any step replaces; so between all of them, and with nothing left to do."""
-    code, points = killed(archive, tmp_path / "data", -1)
-    assert code == 0 and points >= 20
-    for point in range(1, points + 1):
-        dest = tmp_path / f"killed at {point}"
-        assert killed(archive, dest, point) == (-signal.SIGKILL, point)
-        run(*command(archive, dest))
-        assert_same_bytes(dest, prepared)
-        shutil.rmtree(dest)
+@pytest.mark.parametrize("corpus", ["iwslt14", "wmt14, cleaned by subwords"])
+def test_killed_before_every_renaming_it_ends_in_the_same_bytes(corpus, archive, tmp_path):
+    """Once before each file and folder that any step replaces; so between all of them, and with nothing left to do."""
+    words = command(archive, tmp_path / "data")
+    if corpus != "iwslt14":
+        words = [word.replace("iwslt14", "wmt14") for word in words] + ["--clean-stage", "bpe"]
+        words[words.index("--archive") + 1] = str(write_archives(tmp_path / "archives", wmt14_members()))
+    run(*words)
+    undisturbed = (tmp_path / "data").rename(tmp_path / "undisturbed")
+    names = tmp_path / "killed at"
+    hook = environment(PYTHONPATH=str(KILLING), KILLED=str(names))
+    runs = 1
+    while subprocess.run(words, env=hook, start_new_session=True).returncode == -signal.SIGKILL:
+        runs += 1
+    at = {str(Path(name).relative_to(tmp_path / "data")) for name in names.read_text().splitlines()}
+    assert runs == len(at) + 1 and len(at) >= 20
+    bpe = "bpe" if corpus == "iwslt14" else "stages/bpe"
+    made = ("settings.txt", "text", "stages/tok/train.en", "raw", "tok", "removed.tsv", "counts.txt", "bin")
+    assert {*made, f"{bpe}/codes", f"{bpe}/test.en"} <= at and any(name.startswith("partial/unpacked") for name in at)
+    assert_same_bytes(tmp_path / "data", undisturbed)
 
 
 def test_other_text_or_settings_are_refused(archive, prepared, members, tmp_path):
@@ -383,47 +384,33 @@ def test_moses_scripts_and_sentencepiece(archive, reading, tmp_path):
     assert not (tmp_path / "new/tok").exists() and not list((tmp_path / "new/stages/tok").iterdir())
 
 
-def mistakes(members: dict[str, str]) -> dict[str, tuple[dict[str, str | bytes], tuple[str, ...]]]:
-    """Name -> an archive that cannot be used, and parts of the error message."""
-    german = "de-en/train.tags.de-en.de"
+def test_an_archive_without_a_member(members, tmp_path):
     without = {name: text for name, text in members.items() if "tst2011.de-en.en" not in name}
-    shorter = {**members, german: members[german].rsplit("\n", 1)[0]}
-    latin = {**members, german: members[german].encode().replace("ó".encode(), b"\xf3", 1)}
-    return {
-        "missing member": (without, ("has no de-en/IWSLT14.TED.tst2011.de-en.en.xml; it holds de-en/README, ",)),
-        "fewer lines": (shorter, ("de-en.tgz/de-en/train.tags.de-en.de has", "lines", "translations")),
-        "not UTF-8": (latin, ("de-en.tgz/de-en/train.tags.de-en.de: line", "not UTF-8")),
-    }
-
-
-@pytest.mark.parametrize("name", ["missing member", "fewer lines", "not UTF-8"])
-def test_archives_that_cannot_be_used(name, members, tmp_path):
-    content, needles = mistakes(members)[name]
-    assert_refused(
-        prepare(tmp_path / "data", "--archive", pack(tmp_path / "de-en.tgz", content), check=False), *needles
-    )
+    result = prepare(tmp_path / "data", "--archive", pack(tmp_path / "de-en.tgz", without), check=False)
+    needle = "has no de-en/IWSLT14.TED.tst2011.de-en.en.xml; the files in it are de-en/README, "
+    assert_refused(result, needle, "de-en.tgz")
     assert {path.name for path in (tmp_path / "data").iterdir()} <= {".lock"}
 
 
-@pytest.mark.parametrize(
-    ("content", "needle"),
-    [(b"<!DOCTYPE html><p>not found", "not an archive"), (None, "damaged"), (b"", "empty")],
-    ids=["web page", "cut off", "empty"],
-)
-def test_downloads_that_are_no_archive(content, needle, archive, tmp_path):
+@pytest.mark.parametrize("content", [b"<!DOCTYPE html><p>not found", None, b""], ids=["web page", "cut off", "empty"])
+def test_downloads_that_are_no_archive(content, archive, tmp_path):
     packed = archive.read_bytes()
     (tmp_path / "mirror").mkdir()
     (tmp_path / "mirror/de-en.tgz").write_bytes(packed[: len(packed) // 2] if content is None else content)
     dest = tmp_path / "data"
-    assert_refused(prepare(dest, DATA_MIRROR=str(tmp_path / "mirror"), check=False), "de-en.tgz", needle)
+    assert_refused(prepare(dest, DATA_MIRROR=str(tmp_path / "mirror"), check=False), "de-en.tgz", "is not an archive")
     assert {path.name for path in dest.iterdir()} <= {".lock", "download"} and not any((dest / "download").iterdir())
 
 
 def test_wrong_checksum_and_wrong_settings(archive, tmp_path):
     mirror = str(archive.parent)
     assert_refused(prepare(tmp_path / "data", "--sha256", "0" * 64, DATA_MIRROR=mirror, check=False), "sha256")
-    assert_refused(prepare(tmp_path / "new", "--archive", tmp_path / "none.tgz", check=False), "none.tgz", "--archive")
-    assert_refused(prepare(tmp_path / "new", BPE="unigram", check=False), "BPE", "'unigram'")
+    flags = ("--archive", tmp_path / "none.tgz")
+    assert_refused(
+        prepare(tmp_path / "data", *flags, check=False), "none.tgz", "(--archive); it comes from https://dl."
+    )
+    assert_refused(prepare(tmp_path / "new", *flags, "--sha256", "0" * 64, check=False), "--sha256 is for a download")
+    assert {path.name for path in (tmp_path / "data").iterdir()} <= {".lock", "download"}
     assert_refused(prepare(tmp_path / "new", MOSES="/nowhere", check=False), "MOSES", "/nowhere")
     assert_refused(prepare(tmp_path / "new", "--workers", 0, check=False), "--workers")
     assert not (tmp_path / "new").exists()
@@ -431,17 +418,18 @@ def test_wrong_checksum_and_wrong_settings(archive, tmp_path):
     assert_refused(prepare(tmp_path / "file/data", "--archive", archive, check=False), "file/data", "--dest")
 
 
-@pytest.mark.parametrize("share", [0.5, 1.01], ids=["extraction", "tokenization"])
+@pytest.mark.parametrize("share", [0.1, 0.99, 1.01], ids=["download", "extraction", "tokenization"])
 def test_a_file_that_cannot_be_written_to_its_end(share, archive, members, tmp_path):
     """A limit on the size of files, which is met in the middle of one like the end of a disk."""
     limit = int(share * max(len(text.encode()) for text in members.values()))
     dest = tmp_path / "data"
     result = subprocess.run(
-        ["bash", str(SCRIPTS / "prepare_iwslt14.sh"), "--dest", str(dest), "--archive", str(archive), "--workers", "2"],
-        env=environment(),
+        ["bash", SCRIPTS / "prepare_iwslt14.sh", "--dest", dest, "--workers", "2"],
+        env=environment(DATA_MIRROR=str(archive.parent)),
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
         capture_output=True,
         text=True,
     )
     assert_refused(result, "File too large", str(dest), "make room")
-    assert not [path for path in dest.rglob("*") if "partial" in path.name or path.name == "unpacked"]
+    left = [path.name for path in dest.rglob("*") if "partial" in path.name]
+    assert left == (["de-en.tgz.partial"] if share == 0.1 else [])  # what came is kept for the next run

@@ -44,7 +44,12 @@ def test_settings_are_kept_and_read(dest):
     assert settings.read(dest) == {**settings.DEFAULTS, "source": "de", "target": "en", "bpe": "300"}
     recorded = (dest / "settings.txt").read_text().splitlines()
     assert recorded[3] == "bpe=300" and recorded[-1].endswith("  test.en")
+    recorded.remove("clean_splits=train")
+    (dest / "settings.txt").write_text("".join(f"{line}\n" for line in recorded))
     settings.keep(dest, dest / "text", check(bpe=300))
+    assert (dest / "settings.txt").read_text().splitlines() == recorded, (
+        "runs that were trained on it compare the bytes"
+    )
 
 
 def test_what_is_learned_is_not_mixed_with_other_settings_or_text(dest):
@@ -59,12 +64,12 @@ def test_what_is_learned_is_not_mixed_with_other_settings_or_text(dest):
     assert (dest / "settings.txt").read_text() == before and (dest / "tok").exists()
 
 
-def test_settings_may_change_until_the_subwords_are_learned(dest):
+def test_subwords_may_change_until_they_are_learned(dest):
     settings.keep(dest, dest / "text", check(bpe=300))
     settings.keep(dest, dest / "text", check(bpe=400, segmentation="sentencepiece"))
     assert settings.read(dest)["bpe"] == "400" and (dest / "tok").exists()
-    settings.keep(dest, dest / "text", check(bpe=400, lower=1))
-    assert settings.read(dest)["lower"] == "1" and not (dest / "tok").exists()
+    with pytest.raises(UserError, match=r"other settings \(lower=0, not 1\)"):
+        settings.keep(dest, dest / "text", check(bpe=400, lower=1))
 
 
 def test_data_of_an_older_version_is_finished_in_its_way(dest, capsys):

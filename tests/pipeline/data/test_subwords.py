@@ -15,7 +15,7 @@ def test_a_vocabulary_that_sentencepiece_cannot_make(tmp_path):
 
 def test_text_without_words(tmp_path):
     (tmp_path / "text").write_text("a b c\n")
-    with pytest.raises(UserError, match="text: there is no word of two characters"):
+    with pytest.raises(UserError, match="the training text has no word of two characters"):
         learn("subword-nmt", 10, tmp_path / "codes", [tmp_path / "text"])
 
 

@@ -42,7 +42,7 @@ def test_what_an_older_version_began_is_finished_in_its_way():
     assert tokenize("I live in the U.S.", tokenizer="sacremoses") == "I live in the U.S."
 
 
-@pytest.mark.skipif(not MULTI30K.exists(), reason="Multi30k, which may not be copied, is not beside the repository")
+@pytest.mark.skipif(not MULTI30K.exists(), reason="Multi30k, which may not be copied, is not next to the repository")
 def test_nothing_but_the_last_full_stop_differs_from_sacremoses():
     for lang, differing in (("de", 2), ("en", 0)):
         with gzip.open(MULTI30K / f"test2016.{lang}.gz", "rt", encoding="utf-8", newline="\n") as file:
@@ -77,5 +77,5 @@ def test_moses_scripts_run_in_their_order_with_their_flags(tmp_path, monkeypatch
         (tmp_path / script).write_text(f'while (<STDIN>) {{ chomp; print "$_ {name}(@ARGV)\\n"; }}')
     monkeypatch.setenv("MOSES", str(tmp_path))
     work = tokens.tokenizer(chosen, "de", True)
-    said = "x' normalize-punctuation(de) tokenizer(-q -l de -a) lowercase()\n"
-    assert work("x’\nx’\n".encode()).decode() == said * 2
+    tokenized = "x' normalize-punctuation(de) tokenizer(-q -l de -a) lowercase()\n"
+    assert work("x’\nx’\n".encode()).decode() == tokenized * 2

@@ -1,9 +1,7 @@
 """IWSLT15 English-Vietnamese, TED talks as Stanford's NMT group published them, tokenized.
 
 Training 133,317 pairs, validation tst2012 (1,553), test tst2013 (1,268). Downloads 38 MB and makes the data for
-`pn train iwslt15_en_vi`:
-  raw/   the text without tokenization          tok/   the tokens as published, case kept
-  bpe/   subwords, codes learned on both sides  bin/   fairseq's binary data, one dictionary for both languages
+`pn train iwslt15_en_vi`: DIR/tok has the tokens as published, case kept, and DIR/raw the text without tokenization.
 """
 
 import os
@@ -15,12 +13,7 @@ from pn_fairseq.pipeline.data.tokens import SACREMOSES_OLD
 
 CONFIG = "iwslt15_en_vi"
 OPTIONS = (
-    Option(
-        "--archive",
-        "DIR",
-        "the folder that has train, tst2012 and tst2013 (.en, .vi), if they are there already; else they are "
-        "downloaded to DIR/download",
-    ),
+    Option("--archive", "DIR", "the folder that has train, tst2012 and tst2013 (.en, .vi), instead of DIR/download"),
     # There is no published recipe with BPE; 10,000 is IWSLT14's number, for a corpus of the same kind and size.
     bpe(10000),
 )
@@ -40,14 +33,11 @@ def prepare(data: Preparation, archive: str | None, bpe: str) -> None:
     # 1. The published tokens, as they are (DEST/text/tokens): they were tokenized as Moses' scripts do it, with ' as
     # &apos; and so on, and published BLEU scores compare such tokens. sacreBLEU and chrF need plain text (DEST/text):
     # the nearest text is what the detokenizer of the translations makes of the reference.
-    files = data.published(URLS, archive)
-    if not data.made_of(files):
-        for url, file in zip(URLS, files, strict=True):
-            data.get(url, file)
+    if files := data.published(dict.fromkeys(URLS, ""), archive):
         for number, (split, (_, count)) in enumerate(SPLITS.items()):
             data.take(tokens, split, files[2 * number : 2 * number + 2], count, to="tokens")
-        data.detokenize("text.partial/tokens", "text.partial")
-    data.keep_text("text", files)
+        data.detokenize("partial/text/tokens", "partial/text")
+    data.keep_text("text")
     data.copy("text", "raw")
     data.copy("text/tokens", "tok")
 

@@ -19,4 +19,4 @@ TOKENS = (929589, 73760, 82430)
 def prepare(data: Preparation, corpus: str) -> None:
     folder = need_text(corpus, *FILES)
     data.open(CONFIG)
-    language_model.prepare(data.dest, data.workers, "PTB", [folder / name for name in FILES], expect=TOKENS)
+    language_model.prepare(data, "PTB", [folder / name for name in FILES], expect=TOKENS)

@@ -1,9 +1,7 @@
 """Text of your own for language modeling: three files, train.txt, valid.txt and test.txt.
 
-Takes train.txt, valid.txt and test.txt from --corpus (one sentence or paragraph a line, UTF-8, plain or .gz), and makes
-in --dest:
-  raw/  the text as it came       tok/  words with one blank between them
-  bin/  fairseq's binary data     settings.txt, counts.txt (a token is a word or the end of a line)
+Takes train.txt, valid.txt and test.txt from --corpus (one sentence or paragraph a line, UTF-8, plain or .gz). A token
+in counts.txt is a word or the end of a line.
 """
 
 from pn_fairseq.common.command import whole
@@ -14,10 +12,7 @@ CONFIG = ""
 OPTIONS = (
     CORPUS,
     Option(
-        "--tokenize",
-        "LANG",
-        "split punctuation from words as Moses does for this language (default: the text has tokens)",
-        "",
+        "--tokenize", "LANG", "split punctuation as Moses does for this language (default: the text has tokens)", ""
     ),
     Option("--lower", "", "lower-case"),
     Option("--min-count", "N", "words that are rarer in train become <unk> (default 1)", 1, type=whole),
@@ -30,4 +25,4 @@ def prepare(data: Preparation, corpus: str, tokenize: str, lower: bool, min_coun
     folder = need_text(corpus, *FILES)
     data.open(CONFIG)
     texts = [folder / name for name in FILES]
-    language_model.prepare(data.dest, data.workers, folder.name, texts, tokenize, lower, min_count)
+    language_model.prepare(data, folder.name, texts, tokenize, lower, min_count)

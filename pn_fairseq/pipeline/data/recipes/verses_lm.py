@@ -16,5 +16,5 @@ OPTIONS = ()
 def prepare(data: Preparation) -> None:
     folder = verses.corpus()
     data.open(CONFIG)
-    texts = language_model.verses(folder, data.dest / "unpacked")
-    language_model.prepare(data.dest, data.workers, "verses", texts, tokenize="en", lower=True, min_count=3)
+    texts = language_model.verses(folder, data.partial / "unpacked")
+    language_model.prepare(data, "verses", texts, tokenize="en", lower=True, min_count=3)

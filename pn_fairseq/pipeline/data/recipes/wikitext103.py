@@ -20,7 +20,5 @@ TOKENS = (103227021, 217646, 245569)
 
 def prepare(data: Preparation, archive: str | None) -> None:
     data.open(CONFIG)
-    (file,) = data.published([URL], archive)
-    data.get(URL, file, sha256=SHA256)
-    texts = language_model.unzip(file, data.dest / "unpacked", MEMBERS)
-    language_model.prepare(data.dest, data.workers, "WikiText-103", texts, expect=TOKENS)
+    (file,) = data.published({URL: SHA256}, archive)
+    language_model.prepare(data, "WikiText-103", data.unpack(file, MEMBERS), expect=TOKENS)

@@ -7,22 +7,15 @@ with a side of less than 1 or more than 250 tokens, a ratio above 1.5 or a token
 from the training text, joint BPE, one dictionary. It needs about 15 GB.
 
 Expected: about 4.6 million training pairs before cleaning (Europarl 1,920,209, Common Crawl 2,399,123, the rest News
-Commentary), 3,000 validation, 3,003 test. DIR/text has all pairs, DIR/raw those that are kept, before tokenization,
-DIR/counts.txt their numbers, and DIR/removed.tsv says which were removed and why. DIR/download may be removed at the
-end.
+Commentary), 3,000 validation, 3,003 test. DIR/download may be removed at the end.
 """
 
-from pn_fairseq.common.command import say
 from pn_fairseq.pipeline.data.pairs import without_carriage_returns, wmt_segments
 from pn_fairseq.pipeline.data.preparation import Option, Preparation, bpe
 
 CONFIG = "wmt14_en_de_big"
 OPTIONS = (
-    Option(
-        "--archive",
-        "DIR",
-        "the folder that has the archives, if they are there already; else they are downloaded to DIR/download",
-    ),
+    Option("--archive", "DIR", "the folder that has the archives, instead of DIR/download"),
     # 32,764 merges and newstest2013 are fairseq's settings for Ott et al. 2018, which the paper follows (its appendix
     # names a vocabulary of 37K, after Vaswani et al. 2017).
     bpe(32764),
@@ -41,7 +34,7 @@ NEWS = "http://data.statmt.org/wmt17/translation-task/training-parallel-nc-v12.t
 DEV = "http://data.statmt.org/wmt17/translation-task/dev.tgz"
 TEST = "http://statmt.org/wmt14/test-full.tgz"
 # As in sacrebleu, which has the same archive; no checksum is published for the others.
-MD5 = {TEST: "a8cd784e006feb32ac6f3d9ec7eb389a"}
+CHECKSUMS = {TEST: "a8cd784e006feb32ac6f3d9ec7eb389a"}
 
 #: Archive -> split, how it is read, the number of pairs (0: not published), the file of each side.
 CONTENT = {
@@ -72,14 +65,10 @@ def prepare(data: Preparation, archive: str | None, bpe: str, clean_stage: str) 
     )
 
     # 1. The published text, one sentence a line: DEST/text.
-    files = data.published([*CONTENT], archive)
-    if not data.made_of(files):
-        for url, file in zip(CONTENT, files, strict=True):
-            data.get(url, file, md5=MD5.get(url, ""))
-        say("prepare", "extracting the text")
+    if files := data.published({url: CHECKSUMS.get(url, "") for url in CONTENT}, archive):
         for (split, reader, count, members), file in zip(CONTENT.values(), files, strict=True):
             data.take(reader, split, data.unpack(file, members), count)
-    data.keep_text("text", files)
+    data.keep_text("text")
 
     # 2. Tokens. fairseq's recipe normalises nothing in the test set.
     data.tokenize("text", "stages/tok", ["train", "valid"])

@@ -1,7 +1,7 @@
-"""Imported by every Python that has this folder on its PYTHONPATH: kill its process group at one renaming of a file.
+"""Imported by every Python that has this folder on its PYTHONPATH: kill its process group before a file is renamed.
 
-A renaming is where a step replaces a file or a folder by a whole one. KILL_COUNT is a file that grows by a byte with
-each renaming of any process; at number KILL_AT, before it is done, comes SIGKILL.
+A renaming is where a step replaces a file or a folder by a whole one. KILLED is a file with the names at which that was
+done; at the first name that is not in it, which is added, comes SIGKILL.
 """
 
 import os
@@ -9,12 +9,15 @@ import signal
 import sys
 
 
-def count(event: str, arguments: tuple) -> None:
+def kill(event: str, arguments: tuple) -> None:
     if event == "os.rename":
-        with open(os.environ["KILL_COUNT"], "ab", buffering=0) as file:
-            file.write(b".")
-            if file.tell() == int(os.environ["KILL_AT"]):
+        name = f"{arguments[1]}\n"
+        with open(os.environ["KILLED"], "a+") as file:
+            file.seek(0)
+            if name not in file.readlines():
+                file.write(name)
+                file.flush()
                 os.killpg(0, signal.SIGKILL)
 
 
-sys.addaudithook(count)
+sys.addaudithook(kill)

@@ -1,0 +1,249 @@
+"""Where the norms of a layer stand: before, after or inside its sublayers, for every norm.
+
+x is the residual stream, F a sublayer (self-attention, cross-attention or feed-forward network) with its dropout, N a
+norm with the padding mask, and l = 1 ... L the number of a layer. A file of ``--norm-module`` adds a placement with
+:func:`register_placement`.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from pn_fairseq.common.command import did_you_mean
+from pn_fairseq.models.inner_norms import NormedInput
+
+#: Name of a placement -> its class.
+PLACEMENTS: dict[str, type["Pre"]] = {}
+
+
+def register_placement(name: str):
+    """Decorate a subclass of :class:`Pre` to make it the placement ``name``."""
+
+    def register(cls):
+        if name in PLACEMENTS:
+            raise ValueError(f"the placement {name!r} exists already")
+        PLACEMENTS[name] = cls
+        return cls
+
+    return register
+
+
+def find_placement(name: str) -> type["Pre"]:
+    """The class of the placement ``name``, or ValueError."""
+    if name not in PLACEMENTS:
+        raise ValueError(f"unknown placement {name!r}{did_you_mean(name, PLACEMENTS)} ({', '.join(PLACEMENTS)})")
+    return PLACEMENTS[name]
+
+
+@dataclass(frozen=True)
+class Depth:
+    """The depth of a model, on which some placements depend.
+
+    Attributes:
+        side: "encoder" or "decoder".
+        encoder: number of encoder layers; 0 in a model that has only a decoder.
+        decoder: number of decoder layers.
+    """
+
+    side: str
+    encoder: int
+    decoder: int
+
+    @property
+    def layers(self) -> int:
+        return self.encoder if self.side == "encoder" else self.decoder
+
+
+@register_placement("pre")
+class Pre:
+    """x + F(N(x)); after the last layer N(x). Wang et al. 2019, arXiv 1906.01787.
+
+    The base of every placement. It belongs to the layer with the ``number`` l; :meth:`enter` and :meth:`leave` are
+    called once for all layers of a side.
+    """
+
+    #: Whether a norm follows the embeddings.
+    input_norm = False
+    #: Whether a norm follows the last layer.
+    last_norm = True
+    #: Whether ``pn fold`` can fold the norms into the projections after them.
+    folds = True
+
+    def __init__(self, depth: Depth, number: int = 1):
+        self.depth, self.number = depth, number
+
+    def equip(self, layer: nn.Module, build) -> None:
+        """Add further norms, from ``build(channels)``, to a layer of fairseq that has its own norms, and scale its
+        initial weights."""
+
+    def enter(self, x: Tensor) -> Tensor:
+        """The stream (T, B, C or more) from the embedded input x (T, B, C)."""
+        return x
+
+    def before(self, layer: nn.Module, sublayer: str, x: Tensor, mask: Tensor | None) -> Tensor:
+        """Input of a sublayer ("self_attn", "encoder_attn" or "final", the feed-forward network) from the stream."""
+        return _norm(layer, sublayer)(x, mask)
+
+    def after(
+        self, layer: nn.Module, sublayer: str, x: Tensor, output: Tensor, mask: Tensor | None, entry: Tensor
+    ) -> Tensor:
+        """The stream after a sublayer with the output F; ``x`` is the stream before it, ``entry`` before the layer."""
+        return layer.residual_connection(output, x)
+
+    def leave(self, x: Tensor, norm: nn.Module | None, mask: Tensor | None) -> Tensor:
+        """Output of the last layer from the stream; ``norm`` stands after the last layer."""
+        return x if norm is None else norm(x, mask)
+
+
+def _norm(layer: nn.Module, sublayer: str, position: str = "") -> nn.Module:
+    return getattr(layer, f"{sublayer}{position}_layer_norm")
+
+
+@register_placement("post")
+class Post(Pre):
+    """N(x + F(x)). Vaswani et al. 2017; fairseq without ``--encoder-normalize-before``."""
+
+    last_norm = False
+    folds = False
+
+    def before(self, layer, sublayer, x, mask):
+        return x
+
+    def after(self, layer, sublayer, x, output, mask, entry):
+        return _norm(layer, sublayer)(layer.residual_connection(output, x), mask)
+
+
+def scale_initial_weights(layer: nn.Module, factor: float, cross_attention: bool) -> None:
+    """Multiply the parameters of fc1, fc2 and of v_proj and out_proj of the attentions by ``factor``."""
+    with torch.no_grad():
+        for name, parameter in layer.named_parameters():
+            if cross_attention or not name.startswith("encoder_attn"):
+                if any(part in ("fc1", "fc2", "v_proj", "out_proj") for part in name.split(".")):
+                    parameter.mul_(factor)
+
+
+@register_placement("deep")
+class Deep(Post):
+    """DeepNorm: N(αx + F(x)), with smaller initial weights. Wang et al. 2022, arXiv 2203.00555.
+
+    N encoder and M decoder layers: α = 0.81 (N⁴M)^(1/16) and weights times 1.15 (N⁴M)^(-1/16) in the encoder,
+    (3M)^(1/4) and (12M)^(-1/4) in the decoder; (2M)^(1/4) and (8M)^(-1/4) in a model that has only a decoder.
+    """
+
+    def __init__(self, depth, number=1):
+        super().__init__(depth, number)
+        if depth.side == "encoder":
+            root = (depth.encoder**4 * depth.decoder) ** (1 / 16)
+            self.alpha, self.factor = 0.81 * root, 1.15 / root
+        else:
+            alpha, factor = (3, 12) if depth.encoder else (2, 8)
+            self.alpha, self.factor = (alpha * depth.decoder) ** 0.25, (factor * depth.decoder) ** -0.25
+
+    def equip(self, layer, build):
+        scale_initial_weights(layer, self.factor, cross_attention=True)
+
+    def after(self, layer, sublayer, x, output, mask, entry):
+        return super().after(layer, sublayer, self.alpha * x, output, mask, entry)
+
+
+@register_placement("resi-dual")
+class ResiDual(Post):
+    """Two streams x and r, both the embedded input at first: r + F(x) and N(x + F(x)); after the last layer x + N(r).
+
+    Xie et al. 2023, arXiv 2304.14802. The streams are halves of the channels: (T, B, 2C).
+    """
+
+    last_norm = True
+
+    def enter(self, x):
+        return torch.cat((x, x), dim=-1)
+
+    def before(self, layer, sublayer, x, mask):
+        return x.chunk(2, dim=-1)[0]
+
+    def after(self, layer, sublayer, x, output, mask, entry):
+        x, r = x.chunk(2, dim=-1)
+        return torch.cat((super().after(layer, sublayer, x, output, mask, entry), r + output), dim=-1)
+
+    def leave(self, x, norm, mask):
+        x, r = x.chunk(2, dim=-1)
+        return x + norm(r, mask)
+
+
+@register_placement("b2t")
+class BottomToTop(Post):
+    """Post-norm, and the layer's input is also added before its last norm. Takase et al. 2023, arXiv 2206.00330."""
+
+    def after(self, layer, sublayer, x, output, mask, entry):
+        x = entry + x if sublayer == "final" else x
+        return super().after(layer, sublayer, x, output, mask, entry)
+
+
+@register_placement("sandwich")
+class Sandwich(Pre):
+    """x + N₂(F(N₁(x))); after the last layer N(x). Ding et al. 2021 (CogView), arXiv 2105.13290."""
+
+    def equip(self, layer, build):
+        for sublayer in ("self_attn", "encoder_attn", "final"):
+            if hasattr(layer, f"{sublayer}_layer_norm") and _norm(layer, sublayer) is not None:
+                layer.add_module(f"{sublayer}_output_layer_norm", build(layer.embed_dim))
+
+    def after(self, layer, sublayer, x, output, mask, entry):
+        return super().after(layer, sublayer, x, _norm(layer, sublayer, "_output")(output, mask), mask, entry)
+
+
+@register_placement("peri")
+class Peri(Sandwich):
+    """Sandwich, and a norm on the embedded input. Kim et al. 2025, arXiv 2502.02732."""
+
+    input_norm = True
+
+
+@register_placement("sub")
+class Sub(Pre):
+    """Sub-LN: pre-norm, and a second norm before out_proj of the self-attention and before fc2, with larger initial
+    weights. Wang et al. 2022, arXiv 2210.06423.
+
+    With N encoder and M decoder layers, weights times √(ln 3M · ln 2N / 3) in the encoder, √(ln 3M) in the decoder
+    without its cross-attention, √(ln 2M) in a model that has only a decoder.
+    """
+
+    def equip(self, layer, build):
+        n, m = self.depth.encoder, self.depth.decoder
+        if self.depth.side == "encoder":
+            square = math.log(3 * m) * math.log(2 * n) / 3
+        else:
+            square = math.log((3 if n else 2) * m)
+        scale_initial_weights(layer, math.sqrt(square), cross_attention=False)
+        layer.self_attn.out_proj = NormedInput(build(layer.embed_dim), layer.self_attn.out_proj)
+        layer.self_attn.skip_embed_dim_check = True  # else torch's own function reads the weight of out_proj
+        layer.fc2 = NormedInput(build(layer.fc2.in_features), layer.fc2)
+
+    def before(self, layer, sublayer, x, mask):
+        layer.self_attn.out_proj.mask = layer.fc2.mask = mask
+        return super().before(layer, sublayer, x, mask)
+
+
+@register_placement("mix")
+class Mix(Pre):
+    """``post`` in the first ⌊L / 4⌋ layers, ``pre`` in the others; after the last layer N(x). Li et al. 2024, arXiv
+    2412.13795."""
+
+    folds = False
+
+    def __init__(self, depth, number=1):
+        super().__init__(depth, number)
+        self.inner = (Post if number <= depth.layers // 4 else Pre)(depth, number)
+        self.before, self.after = self.inner.before, self.inner.after
+
+
+@register_placement("scaled")
+class Scaled(Pre):
+    """x + F(N(x) / √l); after the last layer N(x). Sun et al. 2025, arXiv 2502.05795."""
+
+    folds = False
+
+    def before(self, layer, sublayer, x, mask):
+        return super().before(layer, sublayer, x, mask) / math.sqrt(self.number)

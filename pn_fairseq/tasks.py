@@ -1,0 +1,28 @@
+"""Tasks of fairseq, registered on import."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from fairseq.tasks import register_task
+from fairseq.tasks.translation import TranslationConfig, TranslationTask
+
+
+@dataclass
+class RandomBatchesConfig(TranslationConfig):
+    """The settings of fairseq's task ``translation``."""
+
+
+@register_task("translation_random_batches", dataclass=RandomBatchesConfig)
+class TranslationRandomBatches(TranslationTask):
+    """Translation whose training batches hold random sentences.
+
+    fairseq fills a batch with sentences of similar length, so that a batch holds little padding, and its statistics
+    are those of one length. Here the sentences of a training batch are drawn at random, from ``common.seed`` and the
+    epoch. ``dataset.max_tokens`` counts padding, as in fairseq. Validation and test batches are fairseq's.
+    """
+
+    def load_dataset(self, split, epoch=1, combine=False, **kwargs):
+        super().load_dataset(split, epoch, combine, **kwargs)
+        if split == self.cfg.train_subset:
+            dataset = self.datasets[split]
+            dataset.ordered_indices = lambda: np.random.permutation(len(dataset))

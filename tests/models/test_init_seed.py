@@ -1,0 +1,43 @@
+"""--init-seed: which random numbers it decides, and which stay as they are."""
+
+import pytest
+import torch
+from fairseq.models.transformer.transformer_legacy import TransformerModel
+
+from pn_fairseq.models.transformer_pn import TransformerPNConfig, TransformerPNModel
+
+from .helpers import arch_args, build, make_task
+
+MODELS = ("transformer_pn_tiny", "transformer_lm_ln_tiny", "tensorized_lm_ln_tiny")
+
+
+def weights(arch: str, seed: int, **flags) -> tuple[dict, torch.Tensor]:
+    """The initial weights, and the random state after them."""
+    torch.manual_seed(seed)
+    return build(arch, **flags).state_dict(), torch.get_rng_state()
+
+
+def equal(one: dict, other: dict) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+
+
+@pytest.mark.parametrize("arch", MODELS)
+def test_initial_weights_follow_a_seed_of_their_own(arch):
+    plain, _ = weights(arch, 5)
+    torch.manual_seed(8)
+    state = torch.get_rng_state()
+    own, after = weights(arch, 8, init_seed=5)
+    assert equal(own, plain) and torch.equal(after, state)
+    assert not equal(weights(arch, 8, init_seed=6)[0], own)
+    assert equal(weights(arch, 9, init_seed=5)[0], own)
+
+
+def test_without_it_nothing_changes():
+    """As fairseq's own model builds it, which knows nothing of the flag."""
+    args = arch_args("transformer_pn_tiny")
+    torch.manual_seed(5)
+    original = TransformerModel.build_model.__func__
+    theirs = original(TransformerPNModel, TransformerPNConfig.from_args(args), make_task())
+    after = torch.get_rng_state()
+    ours, state = weights("transformer_pn_tiny", 5)
+    assert equal(ours, theirs.state_dict()) and torch.equal(after, state)

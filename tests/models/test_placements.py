@@ -1,0 +1,351 @@
+"""Placements of norms: against fairseq's own model, formulas written apart, and published initializations."""
+
+import copy
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from fairseq.models.transformer import TransformerModel
+
+from benchmarks.models import arch_args, make_task
+from pn_fairseq.models.fold_checkpoint import projections_after
+from pn_fairseq.models.placements import PLACEMENTS
+from pn_fairseq.norms import NORMS
+from pn_fairseq.norms.base import ChannelNorm
+
+from .helpers import build, padded_batch
+
+SMALL = {"dropout": 0.0, "encoder_layers": 4, "decoder_layers": 4}
+
+
+def placed(placement: str, norm: str = "layer", seed: int = 1, arch: str = "transformer_pn_tiny", **changes):
+    torch.manual_seed(seed)
+    both = {"encoder_norm_placement": placement, "decoder_norm_placement": placement}
+    return build(arch, encoder_norm=norm, decoder_norm=norm, **both, **{**SMALL, **changes})
+
+
+def loss_of(model, src, prev):
+    return F.cross_entropy(model(src, None, prev)[0].flatten(0, 1), prev.flatten(), ignore_index=1)
+
+
+def test_post_with_layer_norm_is_fairseqs_transformer_to_the_bit():
+    ours = placed("post", dropout=0.1)
+    torch.manual_seed(1)
+    args = arch_args("transformer_pn_tiny", **{**SMALL, "dropout": 0.1})
+    args.encoder_normalize_before = args.decoder_normalize_before = False
+    fairseqs = TransformerModel.build_model(args, make_task())
+    assert ours.state_dict().keys() == fairseqs.state_dict().keys()
+    src, prev = padded_batch()
+    results = []
+    for model in (ours, fairseqs):
+        model.train()
+        torch.manual_seed(3)
+        loss = loss_of(model, src, prev)
+        loss.backward()
+        gradients = [parameter.grad for parameter in model.parameters()]
+        model.eval()
+        results.append((loss, model(src, None, prev)[0], *gradients))
+    assert all(map(torch.equal, *results))
+
+
+# --- formulas ---
+
+
+def attention(module, query, key, causal: bool, padding):
+    """Attention on (B, T, C) in the plainest form: one head after the other."""
+    heads, results = module.num_heads, []
+    q, k, v = module.q_proj(query), module.k_proj(key), module.v_proj(key)
+    for q_h, k_h, v_h in zip(q.chunk(heads, -1), k.chunk(heads, -1), v.chunk(heads, -1), strict=True):
+        scores = q_h @ k_h.transpose(1, 2) / math.sqrt(q_h.size(-1))
+        scores = scores.masked_fill(padding[:, None, :], -math.inf)
+        if causal:
+            future = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1)
+            scores = scores.masked_fill(future, -math.inf)
+        results.append(scores.softmax(-1) @ v_h)
+    return torch.cat(results, -1)
+
+
+def layer_norm(module):
+    """(x - mean) / sqrt(var + eps) * weight + bias, with the parameters of a norm."""
+
+    def norm(x):
+        centred = x - x.mean(-1, keepdim=True)
+        return centred / (centred.square().mean(-1, keepdim=True) + module.eps).sqrt() * module.weight + module.bias
+
+    return norm
+
+
+def sublayers(layer, padding, memory, memory_padding):
+    """(norm of the sublayer, its second norm or None, F up to its last projection, the last projection), in order."""
+
+    def second(name):
+        module = getattr(layer, f"{name}_output_layer_norm", None)
+        return module and layer_norm(module)
+
+    causal = memory is not None
+
+    def last(module):  # of placement sub: a norm and the projection
+        return (lambda h: module.linear(layer_norm(module.norm)(h))) if hasattr(module, "norm") else module
+
+    own = layer.self_attn
+    yield (
+        layer_norm(layer.self_attn_layer_norm),
+        second("self_attn"),
+        lambda h: last(own.out_proj)(attention(own, h, h, causal, padding)),
+    )
+    if causal:
+        cross = layer.encoder_attn
+        yield (
+            layer_norm(layer.encoder_attn_layer_norm),
+            second("encoder_attn"),
+            lambda h: cross.out_proj(attention(cross, h, memory, False, memory_padding)),
+        )
+    yield (
+        layer_norm(layer.final_layer_norm),
+        second("final"),
+        lambda h: last(layer.fc2)(F.relu(layer.fc1(h))),
+    )
+
+
+def stack(placement, side, x, padding, memory=None, memory_padding=None):
+    """All layers of a side by the formulas of the papers, on (B, T, C)."""
+    count, r = len(side.layers), x
+    alpha = {
+        (False, "deep"): 0.81 * (count**4 * count) ** (1 / 16),
+        (True, "deep"): (3 * count) ** (1 / 4),
+    }.get((memory is not None, placement), 1.0)
+    if placement == "peri":
+        x = layer_norm(side.input_norm)(x)
+    for number, layer in enumerate(side.layers, 1):
+        entry = x
+        steps = list(sublayers(layer, padding, memory, memory_padding))
+        for step, (norm, second, sublayer) in enumerate(steps, 1):
+            if placement in ("pre", "sub") or (placement == "mix" and number > count // 4):
+                x = x + sublayer(norm(x))
+            elif placement in ("post", "mix", "deep"):
+                x = norm(alpha * x + sublayer(x))
+            elif placement in ("sandwich", "peri"):
+                x = x + second(sublayer(norm(x)))
+            elif placement == "scaled":
+                x = x + sublayer(norm(x) / math.sqrt(number))
+            elif placement == "b2t":
+                x = norm(x + sublayer(x) + (entry if step == len(steps) else 0.0))
+            elif placement == "resi-dual":
+                f = sublayer(x)
+                r, x = r + f, norm(x + f)
+    if placement == "resi-dual":
+        return x + layer_norm(side.layer_norm)(r)
+    return x if side.layer_norm is None else layer_norm(side.layer_norm)(x)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_outputs_are_those_of_the_formula(placement):
+    model = placed(placement).double().eval()
+    src, prev = padded_batch()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():  # gains and biases that matter
+            if "norm" in name:
+                parameter.add_(torch.randn_like(parameter) / 4)
+        embedded = model.encoder.forward_embedding(src)[0].masked_fill(src.eq(1)[..., None], 0)
+        memory = stack(placement, model.encoder, embedded, src.eq(1))
+        decoder = model.decoder
+        x = decoder.embed_scale * decoder.embed_tokens(prev) + decoder.embed_positions(prev)
+        x = stack(placement, decoder, x, prev.eq(1), memory, src.eq(1))
+        expected = decoder.output_projection(x)
+        got = model(src, None, prev)[0]
+    real = prev.ne(1)
+    # fairseq computes the softmax of cross-attention in float32.
+    torch.testing.assert_close(got[real], expected[real], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("placement", "encoder", "decoder"),
+    [
+        ("deep", 1.15 * (6**4 * 3) ** (-1 / 16), (12 * 3) ** -0.25),
+        ("sub", math.sqrt(math.log(9) * math.log(12) / 3), math.sqrt(math.log(9))),
+    ],
+)
+def test_initial_weights(placement, encoder, decoder):
+    """Of the weights of `pre` with the same seed, fc1, fc2, v_proj and out_proj are multiplied, and no others."""
+    depths = {"encoder_layers": 6, "decoder_layers": 3}
+    base, scaled = (dict(placed(name, **depths).named_parameters()) for name in ("pre", placement))
+    for name, weight in scaled.items():
+        plain = name.replace(".linear.", ".")
+        if plain not in base:
+            continue
+        parts = name.split(".")
+        factor = 1.0
+        if {"fc1", "fc2", "v_proj", "out_proj"} & set(parts) and not (placement == "sub" and "encoder_attn" in parts):
+            factor = encoder if parts[0] == "encoder" else decoder
+        torch.testing.assert_close(weight, base[plain] * factor, rtol=1e-6, atol=0, msg=name)
+
+
+def test_initial_weights_of_a_model_with_only_a_decoder():
+    def weights(placement):
+        torch.manual_seed(1)
+        model = build("transformer_lm_pn_tiny", decoder_norm="layer", decoder_norm_placement=placement)
+        return dict(model.named_parameters()), len(model.decoder.layers)
+
+    base, layers = weights("pre")
+    deep, sub = weights("deep")[0], weights("sub")[0]
+    name = "decoder.layers.0.fc1.weight"
+    torch.testing.assert_close(deep[name], base[name] * (8 * layers) ** -0.25, rtol=1e-6, atol=0)
+    torch.testing.assert_close(sub[name], base[name] * math.log(2 * layers) ** 0.5, rtol=1e-6, atol=0)
+
+
+# --- what holds for each placement ---
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("norm", ["power", "batch"])
+def test_padding_changes_nothing_in_training(placement, norm):
+    torch.manual_seed(1)
+    narrow = placed(placement, norm, qk_norm=norm, psi_warmup_updates=2).double()
+    wide = copy.deepcopy(narrow)
+    src, prev = padded_batch(batch=4)
+    results = []
+    for model, (s, p) in ((narrow, (src, prev)), (wide, (F.pad(src, (4, 0), value=1), F.pad(prev, (0, 3), value=1)))):
+        for update in range(3):
+            model.train()
+            model.set_num_updates(update)
+            model.zero_grad()
+            loss = loss_of(model, s, p)
+            loss.backward()
+        model.set_num_updates(3)
+        state = {name: value for name, value in model.state_dict().items() if value.is_floating_point()}
+        results.append((loss, {n: p.grad for n, p in model.named_parameters()}, state))
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_every_norm_gets_a_mask(placement, monkeypatch):
+    model = placed(placement, "power", qk_norm="power").train()
+    seen, original = {}, NORMS["power"].cls.forward
+
+    def record(self, x, padding_mask=None):
+        seen[self] = padding_mask
+        return original(self, x, padding_mask)
+
+    monkeypatch.setattr(NORMS["power"].cls, "forward", record)
+    model(*(padded_batch()[0], None, padded_batch()[1]))
+    norms = {module for module in model.modules() if isinstance(module, ChannelNorm)}
+    assert set(seen) == norms
+    assert all(mask is not None and mask.any() for mask in seen.values())
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("qk_norm", [None, "rms"])
+def test_incremental_decoding_is_full_decoding(placement, qk_norm):
+    model = placed(placement, "power", qk_norm=qk_norm).eval()
+    src, prev = padded_batch()
+    prev = prev[1:]  # without padding
+    with torch.no_grad():
+        encoder_out = model.encoder(src[1:], None)
+        full = model.decoder(prev, encoder_out)[0]
+        state = {}
+        steps = [model.decoder(prev[:, : end + 1], encoder_out, state)[0][:, -1] for end in range(prev.size(1))]
+    torch.testing.assert_close(torch.stack(steps, 1), full, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_recomputed_activations_give_the_same_training(placement):
+    plain = placed(placement, "power", qk_norm="rms", encoder_layers=2, decoder_layers=2)
+    recomputed = placed(
+        placement, "power", qk_norm="rms", encoder_layers=2, decoder_layers=2, checkpoint_activations=True
+    )
+    src, prev = padded_batch()
+    for model in (plain, recomputed):
+        model.train()
+        for update in range(2):
+            model.set_num_updates(update)
+            model.zero_grad()
+            loss_of(model, src, prev).backward()
+        model.set_num_updates(2)
+    torch.testing.assert_close(recomputed.state_dict(), plain.state_dict())
+    for one, other in zip(plain.parameters(), recomputed.parameters(), strict=True):
+        torch.testing.assert_close(other.grad, one.grad)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("changes", [{"encoder_layerdrop": 0.5, "decoder_layerdrop": 0.5}, {"quant_noise_pq": 0.1}])
+def test_other_options_of_fairseq(placement, changes):
+    model = placed(placement, "power", psi_warmup_updates=2, **changes).train()
+    src, prev = padded_batch()
+    for update in range(3):
+        model.set_num_updates(update)
+        loss = loss_of(model, src, prev)
+        loss.backward()
+    assert torch.isfinite(loss)
+
+
+# --- queries and keys ---
+
+
+def test_qk_norm_is_the_formula():
+    """Henry et al. 2020: L2-normalized queries and keys of each head, times a learned scale."""
+    model = placed("pre", qk_norm="scale").double().eval()
+    own = model.encoder.layers[0].self_attn
+    x, padding = torch.randn(5, 2, own.embed_dim, dtype=torch.double), torch.zeros(2, 5, dtype=torch.bool)
+    d = own.head_dim
+    with torch.no_grad():
+        for gain in (own.q_proj.norm, own.k_proj.norm):
+            [parameter] = gain.parameters()
+            assert parameter.item() == pytest.approx(math.sqrt(d))
+            parameter.mul_(1.3)
+        got = own(x, x, x, need_weights=False)[0].transpose(0, 1)
+        h, heads = x.transpose(0, 1), []
+        projected = (own.q_proj.linear(h), own.k_proj.linear(h), own.v_proj(h))
+        for q, k, v in zip(*(each.chunk(own.num_heads, -1) for each in projected), strict=True):
+            cosine = F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).transpose(1, 2)
+            heads.append((1.3**2 * math.sqrt(d) * cosine).softmax(-1) @ v)
+        expected = own.out_proj(torch.cat(heads, -1))
+    assert not padding.any()
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+
+
+# --- what is refused, and what comes from outside ---
+
+
+def test_an_unknown_placement_gets_advice():
+    with pytest.raises(ValueError, match=r"unknown placement 'sandwhich', did you mean 'sandwich'"):
+        placed("sandwhich")
+
+
+def test_the_tensorized_model_has_none():
+    with pytest.raises(ValueError, match="has only --post-norm"):
+        build("tensorized_lm_pn_tiny", decoder_norm_placement="peri")
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_what_folds(placement):
+    model = placed(placement, "power")
+    assert model.encoder.placement.folds == (placement in ("pre", "sandwich", "peri", "sub"))
+    if model.encoder.placement.folds:
+        assert "encoder.layers.0.final_layer_norm" in projections_after(model)
+
+
+def test_a_placement_from_outside(tmp_path):
+    file = tmp_path / "double.py"
+    file.write_text(
+        "from pn_fairseq.models.placements import Pre, register_placement\n\n\n"
+        "@register_placement('double')\n"
+        "class Double(Pre):\n"
+        "    def after(self, layer, sublayer, x, output, mask, entry):\n"
+        "        return super().after(layer, sublayer, x, 2 * output, mask, entry)\n"
+    )
+    src, prev = padded_batch()
+    try:
+        model = placed("double", norm_module=str(file)).eval()
+        with torch.no_grad():
+            got = model(src, None, prev)[0]
+            for layer in [*model.encoder.layers, *model.decoder.layers]:
+                layer.placement = PLACEMENTS["pre"](layer.placement.depth)
+                for module in (layer.self_attn.out_proj, layer.fc2, getattr(layer, "encoder_attn", None)):
+                    for linear in filter(None, [getattr(module, "out_proj", module)]):
+                        linear.weight.mul_(2), linear.bias.mul_(2)
+            expected = model(src, None, prev)[0]
+        torch.testing.assert_close(got, expected)
+    finally:
+        PLACEMENTS.pop("double", None)

@@ -1,0 +1,51 @@
+"""pn_fairseq.tasks: against fairseq's own task on the same data."""
+
+import pytest
+
+pytest.importorskip("fairseq")
+
+from fairseq import options, tasks  # noqa: E402
+from fairseq.dataclass.utils import convert_namespace_to_omegaconf  # noqa: E402
+
+import pn_fairseq.plugin  # noqa: E402, F401
+
+
+def batches(data, name: str, split: str, seed: int = 1, epoch: int = 1) -> list[dict]:
+    words = [str(data / "bin"), "--task", name, "--arch", "transformer_pn_tiny", "--optimizer", "adam"]
+    args = options.parse_args_and_arch(options.get_training_parser(), words)
+    task = tasks.setup_task(convert_namespace_to_omegaconf(args).task)
+    task.load_dataset(split)
+    # A new task for each call: fairseq keeps the iterator of a dataset.
+    iterator = task.get_batch_iterator(task.dataset(split), max_tokens=512, seed=seed, epoch=epoch)
+    return list(iterator.next_epoch_itr(shuffle=False))
+
+
+def numbers(found: list[dict]) -> list[int]:
+    return [int(number) for batch in found for number in batch["id"]]
+
+
+def padding(found: list[dict]) -> float:
+    """Share of padding in the batches' target tokens."""
+    tokens = sum(batch["target"].numel() for batch in found)
+    return 1 - sum(batch["ntokens"] for batch in found) / tokens
+
+
+def test_training_batches_hold_random_sentences(data):
+    ours, fairseqs = (batches(data, name, "train") for name in ("translation_random_batches", "translation"))
+    assert sorted(numbers(ours)) == sorted(numbers(fairseqs))  # each sentence once
+    assert padding(ours) > 2 * padding(fairseqs)
+    assert all(batch["target"].numel() <= 512 for batch in ours)
+
+
+def test_the_batches_follow_from_the_seed_and_the_epoch(data):
+    def drawn(**choice):
+        return numbers(batches(data, "translation_random_batches", "train", **choice))
+
+    assert drawn() == drawn()
+    assert drawn() != drawn(seed=3)
+    assert drawn() != drawn(epoch=3)
+
+
+def test_validation_batches_are_fairseqs(data):
+    ours, fairseqs = (batches(data, name, "valid") for name in ("translation_random_batches", "translation"))
+    assert numbers(ours) == numbers(fairseqs)
