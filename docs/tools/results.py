@@ -127,7 +127,7 @@ def reports() -> dict[str, pandas.DataFrame]:
 
 def subjects() -> dict[str, pandas.DataFrame]:
     """Title -> the runs in which norms are compared: of each corpus and each kind of language model."""
-    found = {CORPORA[name]: frame[~frame["run"].str.contains(OWN_TABLES)] for name, frame in reports().items()}
+    frames = {CORPORA[name]: frame[~frame["run"].str.contains(OWN_TABLES)] for name, frame in reports().items()}
     if folders(LM):
         frame = runs_of(LM)
         for model, title in MODELS.items():
@@ -136,8 +136,8 @@ def subjects() -> dict[str, pandas.DataFrame]:
                 of_model[column] = of_model[column].str.replace(rf"{model} \w+(, )?", "", regex=True)
                 of_model[column] = of_model[column].str.replace(r"(, )?\)$|^(.*) \($", r")", regex=True)
                 of_model[column] = of_model[column].str.replace(" ()", "")
-            found[title] = of_model
-    return found
+            frames[title] = of_model
+    return frames
 
 
 @functools.cache
@@ -185,11 +185,11 @@ def draw() -> None:
 
 def planned() -> dict[str, Counter]:
     """Corpus -> folder and norm with its settings, as in ``experiments.manifest`` -> number of seeds."""
-    found = {corpus: Counter() for corpus in CORPORA}
+    seeds = {corpus: Counter() for corpus in CORPORA}
     for part in manifest():
         if part.corpus in CORPORA:  # language_models() has the others
-            found[part.corpus].update(f"{part.folder}/{norm}" for norm in part.norms.split())
-    return found
+            seeds[part.corpus].update(f"{part.folder}/{norm}" for norm in part.norms.split())
+    return seeds
 
 
 def planned_comparisons() -> list[tuple[str, str]]:
@@ -358,21 +358,21 @@ def _first_seeds(pattern: str) -> pandas.DataFrame:
     best = pandas.DataFrame()
     for folder in folders("verses"):
         frame = read(folder)
-        found = frame["run"].str.extract(f"^{pattern}_seed1$")
-        known = found.notna().any(axis=1) & frame[["tokenized", LOSS]].notna().all(axis=1)
+        settings = frame["run"].str.extract(f"^{pattern}_seed1$")
+        known = settings.notna().any(axis=1) & frame[["tokenized", LOSS]].notna().all(axis=1)
         if known.sum() > len(best):
-            best = frame[known].set_index(pandas.MultiIndex.from_frame(found[known].fillna("")))
+            best = frame[known].set_index(pandas.MultiIndex.from_frame(settings[known].fillna("")))
     return best
 
 
 def decays() -> str:
     """PN's validation loss by its two decays."""
     number = r"([\d.]+)"
-    found = _first_seeds(rf"verses/(pn)(?:\+norm_alpha_fwd={number}\+norm_alpha_bwd={number})?")
-    if len(found) < 2:
+    runs = _first_seeds(rf"verses/(pn)(?:\+norm_alpha_fwd={number}\+norm_alpha_bwd={number})?")
+    if len(runs) < 2:
         return UNCOMPARED
-    losses = {(float(fwd or 0.9), float(bwd or 0.9)): row[LOSS] for (_, fwd, bwd), row in found.iterrows()}
-    best, grid = min(losses, key=losses.get), sorted({each for pair in losses for each in pair})
+    losses = {(float(fwd or 0.9), float(bwd or 0.9)): row[LOSS] for (_, fwd, bwd), row in runs.iterrows()}
+    best, grid = min(losses, key=losses.get), sorted({decay for pair in losses for decay in pair})
     rows = [
         {"α_fwd": f"{fwd:g}"}
         | {f"α_bwd={bwd:g}": f"{losses[fwd, bwd]:.3f}" if (fwd, bwd) in losses else "–" for bwd in grid}
@@ -396,8 +396,8 @@ def _range(values) -> str:
 
 def learning_rates() -> str:
     """LN and PN with half, the configured and twice the learning rate."""
-    found = _first_seeds(r"verses(?:_lr([\d.]+))?/(ln|pn)")
-    cells = {(float(rate or 0.005), norm): row for (rate, norm), row in found.iterrows()}
+    runs = _first_seeds(r"verses(?:_lr([\d.]+))?/(ln|pn)")
+    cells = {(float(rate or 0.005), norm): row for (rate, norm), row in runs.iterrows()}
     rates = sorted({rate for rate, _ in cells})
     if len(rates) < 2:
         return UNCOMPARED
@@ -411,7 +411,7 @@ def learning_rates() -> str:
         if ln is not None and pn is not None:
             differences.append(pn["tokenized"] - ln["tokenized"])
         rows.append(row)
-    above, below = (sum(sign * each >= MARGIN for each in differences) for sign in (1, -1))
+    above, below = (sum(sign * difference >= MARGIN for difference in differences) for sign in (1, -1))
     count = len(differences)
     return (
         f"{_table(rows)}\n\nOf {count} learning rates PN is above LN at {above} and below at {below}, each by "
@@ -422,9 +422,9 @@ def learning_rates() -> str:
 
 def open_questions() -> str:
     """What the manifest plans and no run has answered."""
-    found, lines = reports(), []
+    frames, lines = reports(), []
     for corpus, wanted in planned().items():
-        runs = sorted(set(found[corpus]["run"])) if corpus in found else []
+        runs = sorted(set(frames[corpus]["run"])) if corpus in frames else []
         seeds = Counter(re.sub(r"_seed\d+$", "", run) for run in runs)
         finished = sum(min(seeds[name], planned_seeds) for name, planned_seeds in wanted.items())
         further = f"; {count(len(runs) - finished, 'further run')}" if len(runs) > finished else ""

@@ -17,6 +17,7 @@ import pandas
 
 from pn_fairseq import __version__
 from pn_fairseq.common.command import say
+from pn_fairseq.common.files import read_settings, recorded
 from pn_fairseq.common.published import PAPER, Row, Table, recognise
 from pn_fairseq.pipeline.scoring import METRICS, p_text
 from pn_fairseq.pipeline.training_log import TrainingLog
@@ -24,12 +25,15 @@ from pn_fairseq.report import curves, intervals
 from pn_fairseq.report.figures import find_probe
 from pn_fairseq.report.intervals import Compared, count, signed
 from pn_fairseq.report.markdown import Markdown, code, missing, template
-from pn_fairseq.report.runs import Run, lines_of
+from pn_fairseq.report.runs import Run
 from pn_fairseq.report.significance import LOSS, corrected, pairs
 from pn_fairseq.report.systems import SEED, UNKNOWN, Corpus, as_text, comparable, norm_labels
 
 #: Score -> what a report calls it.
 SCORES = METRICS | {"chrf": "chrF2"}
+
+#: Counts of prepared text, and what a report calls them.
+_PAIRS = {split: f"sentence pairs, {split}" for split in ("train", "valid", "test")}
 
 #: Digits behind the point, of measures that are not shown with two.
 _DIGITS = {"bits": 3}
@@ -90,15 +94,14 @@ def rows_of(corpus: Corpus) -> Iterator[tuple[dict, Run]]:
         yield {"norm": label, "seed": seed, "run": code(run.name)}, run
 
 
-def _pairs_of(corpus: Corpus, split: str) -> int | None:
-    """Sentence pairs of a split in the prepared data; None if it is not there any more."""
-    source = (corpus.data or {}).get("source")
-    files = [run.data_folder / "bpe" / f"{split}.{source}" for run in corpus.runs if run.data_folder and source]
-    return next((amount for amount in map(lines_of, files) if amount is not None), None)
+def _counts(corpus: Corpus) -> dict[str, str]:
+    """What the preparation counted; empty if the prepared data is not there any more."""
+    files = [recorded(run.data_folder, "counts") for run in corpus.runs if run.data_folder]
+    return next((read_settings(file) for file in files if file.is_file()), {})
 
 
-def data(corpus: Corpus, counts: Mapping[str, str]) -> pandas.DataFrame:
-    """Where the data is, its settings, and ``counts``."""
+def data(corpus: Corpus, titles: Mapping[str, str]) -> pandas.DataFrame:
+    """Where the data is, its settings, and its counts (name -> title)."""
     places = list(dict.fromkeys(os.path.relpath(run.data_folder) for run in corpus.runs if run.data_folder))
     rows = {"prepared data": code(", ".join(places)) if places else missing("not recorded")}
     if corpus.data is None:
@@ -106,19 +109,16 @@ def data(corpus: Corpus, counts: Mapping[str, str]) -> pandas.DataFrame:
     for key, value in (corpus.data or {}).items():
         if key != "folder" and "." not in key:  # with a dot: a file, and its checksum
             rows[code(key)] = code(value) if value else missing("none")
-    rows |= counts
+    counts = _counts(corpus)
+    for name, title in titles.items():
+        rows[title] = f"{float(counts[name]):,.12g}" if name in counts else missing("not known")
     return pandas.DataFrame({"data": rows.keys(), "value": rows.values()})
-
-
-def _pairs(corpus: Corpus) -> dict[str, str]:
-    amounts = {f"sentence pairs, {split}": _pairs_of(corpus, split) for split in ("train", "valid", "test")}
-    return {name: missing("not known") if amount is None else f"{amount:,}" for name, amount in amounts.items()}
 
 
 def _sentences(corpus: Corpus, subset: str) -> int | None:
     """Size of the subset, by what was decoded, or else by the prepared data, if that is still there."""
     decoded = (run.decoded for run in corpus.runs if run.decoded is not None)
-    return next(decoded, None) or _pairs_of(corpus, subset)
+    return next(decoded, None) or int(_counts(corpus).get(subset, 0)) or None
 
 
 def means_of(corpus: Corpus) -> pandas.DataFrame:
@@ -367,7 +367,7 @@ def about(corpus: Corpus, *, subset: str, paper: str, resamples: int) -> dict:
 
     return {
         "title": " to ".join(names) if all(names) else f"Data not known: {runs[0].name}",
-        "data": data(corpus, _pairs(corpus)),
+        "data": data(corpus, _PAIRS),
         "results": results(corpus, SCORES, "scored", table),
         "paper": table,
         "otherwise": {label: row.missing(corpus.settings[label]) for label, row in _published(corpus, table).items()},

@@ -668,6 +668,15 @@ def test_seeds_on_one_side_and_seeds_not_known(tmp_path):
     assert [row["seeds scored"] for row in rows] == ["3 (1, 2, not known)", "3 (2, 3, not known)"]
 
 
+def test_counts_of_the_prepared_text(tmp_path):
+    run = make_run(tmp_path / "run", decoded=False)
+    (run / "data").write_text(f"{tmp_path}\n")
+    (tmp_path / "counts.txt").write_text("train=28170\ntest.read=9\n")
+    page = report(run, output=tmp_path / "out")
+    rows = {row["data"]: row["value"] for row in page.table("data", "value")}
+    assert rows["sentence pairs, train"] == "28,170" and rows["sentence pairs, test"] == "not known"
+
+
 def test_a_seed_that_was_run_twice_counts_once(tmp_path):
     runs = [make_run(tmp_path / name, "pn", seed) for name, seed in (("a", 1), ("b", 1), ("c", 2))]
     references, hypotheses = corpus_text(0.5, 5)
