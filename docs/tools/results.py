@@ -395,28 +395,34 @@ def _range(values) -> str:
 
 
 def learning_rates() -> str:
-    """LN and PN with half, the configured and twice the learning rate."""
-    runs = _first_seeds(r"verses(?:_lr([\d.]+))?/(ln|pn)")
-    cells = {(float(rate or 0.005), norm): row for (rate, norm), row in runs.iterrows()}
-    rates = sorted({rate for rate, _ in cells})
-    if len(rates) < 2:
+    """LN, PN and BN by learning rate, over the blocks in which LN was trained with every rate."""
+    frame = runs_of("verses").dropna(subset=["tokenized", LOSS])
+    names = frame["run"].str.extract(r"^verses(?:_lr(?P<rate>[\d.]+))?/(?P<norm>ln|pn|bn)_seed(?P<seed>\d+)$")
+    runs = frame[["machine", "tokenized", LOSS]].join(names).dropna(subset=["norm"]).fillna({"rate": "0.005"})
+    runs = runs.assign(rate=runs["rate"].astype(float))
+    blocks = runs[runs["norm"] == "ln"].groupby(["machine", "seed"])["rate"].agg(frozenset)
+    most = max(blocks, key=len, default=frozenset())
+    complete = blocks.index[blocks == most]
+    if len(most) < 2:
         return UNCOMPARED
-    rows, differences = [], []
-    for rate in rates:
-        ln, pn = (cells.get((rate, norm)) for norm in ("ln", "pn"))
+    runs = runs[pandas.MultiIndex.from_frame(runs[["machine", "seed"]]).isin(complete) & runs["rate"].isin(most)]
+    means = runs.groupby(["rate", "norm"])[["tokenized", LOSS]].mean()
+    rows = []
+    for rate in sorted(most):
         row = {"learning rate": f"{rate:g}"}
-        for name, one in (("LN", ln), ("PN", pn)):
-            row[f"BLEU, {name}"] = "–" if one is None else f"{one['tokenized']:.2f}"
-            row[f"validation loss, {name}"] = "–" if one is None else f"{one[LOSS]:.3f}"
-        if ln is not None and pn is not None:
-            differences.append(pn["tokenized"] - ln["tokenized"])
+        for norm in ("ln", "pn", "bn"):
+            if norm in set(runs["norm"]):
+                bleu, loss = means.loc[rate, norm] if (rate, norm) in means.index else (math.nan, math.nan)
+                row[f"BLEU, {norm.upper()}"] = "–" if math.isnan(bleu) else f"{bleu:.2f}"
+                row[f"validation loss, {norm.upper()}"] = "–" if math.isnan(loss) else f"{loss:.3f}"
         rows.append(row)
+    bleu = means["tokenized"].unstack()
+    differences = (bleu["pn"] - bleu["ln"]).dropna() if "pn" in bleu else ()
     above, below = (sum(sign * difference >= MARGIN for difference in differences) for sign in (1, -1))
-    count = len(differences)
     return (
-        f"{_table(rows)}\n\nOf {count} learning rates PN is above LN at {above} and below at {below}, each by "
-        f"{MARGIN} BLEU or more and with one seed; at {count - above - below} the difference is smaller "
-        "(inconclusive)."
+        f"{_table(rows)}\n\nMeans over {count(len(complete), 'block')}. Of {len(differences)} learning rates PN is "
+        f"above LN at {above} and below at {below}, each by {MARGIN} BLEU or more; at "
+        f"{len(differences) - above - below} the difference is smaller."
     )
 
 

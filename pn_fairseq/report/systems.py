@@ -52,7 +52,7 @@ UNKNOWN = "unknown"
 
 
 def norm_labels() -> dict[str, str]:
-    """Name of each norm -> its abbreviation, from the registry: what stands in brackets at the end of its title."""
+    """Name of each norm -> its abbreviation, from the registry: the brackets at the end of its title."""
     from pn_fairseq.norms import NORMS
 
     brackets = {name: re.search(r"\(([^()]+)\)$", entry.title) for name, entry in NORMS.items()}
@@ -79,7 +79,7 @@ def norm_and_size(run: Run) -> tuple[str, str]:
 def _batch(run: Run) -> dict[str, int | None]:
     """Most tokens (or sentences) in one update, over all ranks; as pn train recorded it, else from the settings."""
     update_freq = run.get("optimization.update_freq", [1])
-    # fairseq takes the entry of the epoch, and the last one from there on.
+    # fairseq uses the entry of the epoch; later epochs use the last entry.
     mini_batches = run.world_size * (update_freq[-1] if isinstance(update_freq, list) and update_freq else 1)
     most = {}
     for name, setting in ((TOKENS, "dataset.max_tokens"), (SENTENCES, "dataset.batch_size")):

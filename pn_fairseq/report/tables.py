@@ -397,9 +397,11 @@ def _compared(corpus: Corpus, picture: Path, planned: Sequence[tuple[str, str]])
         "picture": picture.name if intervals.plot(compared, list(corpus.settings), picture) else None,
         "machines": list(frame["machine"].unique()),
         "strengths": [
-            (one.measure.heading, one.strength(family)) for one in compared.values() for family in one.families
+            (of_measure.measure.heading, of_measure.strength(family))
+            for of_measure in compared.values()
+            for family in of_measure.families
         ],
-        "margins": [f"±{one.measure.margin:g} for {one.measure.title}" for one in compared.values()],
+        "margins": [f"±{each.measure.margin:g} for {each.measure.title}" for each in compared.values()],
         "planned": [
             (compared[column].measure.title, text)
             for system, column in planned
@@ -428,20 +430,19 @@ def build(
         page: the template. It extends ``page.md.j2``, which has what all reports show.
         about: called with each corpus and ``settings``; returns what the template shows of it.
         planned: (system, column of report.csv) of comparisons that were planned before the runs.
-        settings: shown by the template, too.
+        settings: the template also shows them.
     """
-    pictures, shown_corpora = [], []
+    curve_pictures, shown_corpora = [], []
     for corpus in corpora:
         shown, commands = about(corpus, **settings), _commands(corpus.runs)
         compared = _compared(corpus, folder / f"{prefix}intervals-{len(shown_corpora) + 1}.png", planned)
         progress("drawing learning curves")
         drawn, baselines = [], corpus.baselines()
         for labels in _together(corpus, baselines):
-            curves_so_far = sum(len(one["pictures"]) for one in shown_corpora)
-            drawn.append(f"{prefix}curves-{curves_so_far + len(drawn) + 1}.png")
+            drawn.append(f"{prefix}curves-{len(curve_pictures) + len(drawn) + 1}.png")
             logs = {label: [run.log for run in corpus.members(label) if run.log] for label in labels}
-            curves.plot(logs, folder / drawn[-1], {one: other for one, other in baselines.items() if one in labels})
-        pictures += [*drawn, *([compared["picture"]] if compared["picture"] else [])]
+            curves.plot(logs, folder / drawn[-1], {label: baselines[label] for label in labels if label in baselines})
+        curve_pictures += drawn
         shown_corpora.append(
             shown
             | {
@@ -462,14 +463,15 @@ def build(
         faulty=sum(bool(run.problems) for run in runs),
         problems=[(relative(run.path), relative(problem)) for run in runs for problem in run.problems],
         repeated=[
-            (*system_and_seed, [run.name for run in again])
+            (*system_and_seed, [run.name for run in repeated])
             for corpus in corpora
-            for system_and_seed, again in corpus.frame.groupby(["system", "seed"], sort=False)["run"]
-            if len(again) > 1
+            for system_and_seed, repeated in corpus.frame.groupby(["system", "seed"], sort=False)["run"]
+            if len(repeated) > 1
         ],
         lacking=[run.name for run in runs if not run.starts],
         probes=[(run.name, relative(str(probe))) for run in runs if (probe := find_probe(run))],
         figures=[file.name for file in sorted(folder.glob("figure-[2-7].png"))],  # of pn figures
         count=count, number=number,
     )  # fmt: skip
-    return re.sub(r"\n{3,}", "\n\n", rendered), pictures
+    interval_pictures = [shown["compared"]["picture"] for shown in shown_corpora if shown["compared"]["picture"]]
+    return re.sub(r"\n{3,}", "\n\n", rendered), curve_pictures + interval_pictures

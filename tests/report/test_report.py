@@ -462,7 +462,7 @@ DAMAGES = {
     "nan": ("complete", ["the training loss is not finite", "in 2 of 4 records, first at update 30"]),
     "never validated": ("complete", ["never validated"]),
     "no log": ("not trained", ["not trained: there is no train.log"]),
-    "empty log": ("not trained", ["not trained: train.log holds no record"]),
+    "empty log": ("not trained", ["not trained: train.log has no record"]),
     "broken line": ("complete", ["1 line of train.log cannot be read"]),
     "no checkpoint": ("trained, not decoded", ["generate/test/hyp.tok, and there is no checkpoint"]),
     "not decoded": ("trained, not decoded", ["not decoded: there is no generate/test/hyp.tok"]),
