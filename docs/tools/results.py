@@ -426,6 +426,38 @@ def learning_rates() -> str:
     )
 
 
+def noise_sources() -> str:
+    """Which of the data order and the initial weights is the noise, from runs with each pair of several of both.
+
+    The standard deviations of a two-way model with random effects, without repeated runs: of an effect it is the root
+    of (mean square − mean square of the rest) / levels of the other effect, 0 where that is negative.
+    """
+    frame = runs_of("verses")
+    names = frame["run"].str.extract(
+        r"^verses(?:_init)?/(?P<norm>ln|pn)(?:\+init_seed=(?P<init>\d+))?_seed(?P<order>\d+)$"
+    )
+    runs = frame[["machine", "tokenized", LOSS]].join(names).dropna(subset=["norm"])
+    runs["init"] = runs["init"].fillna(runs["order"])
+    rows = []
+    for (machine, norm), of_norm in runs.groupby(["machine", "norm"], sort=False):
+        for column in (LOSS, "tokenized"):
+            grid = of_norm.pivot_table(values=column, index="order", columns="init")
+            grid = grid.loc[grid.notna().sum(axis=1) > 1].dropna(axis="columns")
+            orders, inits = grid.shape
+            if min(orders, inits) < 2:
+                continue
+            effects = {"data orders": (grid.mean(axis=1), inits), "initial weights": (grid.mean(axis=0), orders)}
+            rest = grid.sub(grid.mean(axis=1), axis=0) - grid.mean(axis=0) + grid.to_numpy().mean()
+            noise = (rest.to_numpy() ** 2).sum() / ((orders - 1) * (inits - 1))
+            row = {"norm": norm.upper(), "machine": machine, "measure": MEASURES[column].title}
+            row["runs"] = f"{orders} × {inits}"
+            for effect, (means, repeats) in effects.items():
+                deviation = math.sqrt(max(0.0, means.var() - noise / repeats))
+                row[f"deviation between {effect}"] = f"{deviation:.{MEASURES[column].digits}f}"
+            rows.append(row | {"rest": f"{math.sqrt(noise):.{MEASURES[column].digits}f}"})
+    return _table(rows) if rows else UNCOMPARED
+
+
 def open_questions() -> str:
     """What the manifest plans and no run has answered."""
     frames, lines = reports(), []
@@ -565,6 +597,7 @@ PAGES = {
         "table": table,
         "decays": decays,
         "learning rates": learning_rates,
+        "noise": noise_sources,
         "open questions": open_questions,
     },
 }

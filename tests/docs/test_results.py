@@ -179,6 +179,32 @@ def test_decays_and_learning_rates(tmp_path, monkeypatch):
     assert "Means over 1 block. Of 2 learning rates PN is above LN at 1 and below at 0, each" in text
 
 
+def test_noise_of_data_orders_and_initial_weights(tmp_path, monkeypatch):
+    """Two-way analysis of variance by hand: 3 data orders and 3 initial weights; other norms and machines are apart."""
+    monkeypatch.setattr(results, "RESULTS", tmp_path)
+    grid = np.array([[3.0, 3.1, 3.3], [4.0, 4.2, 4.2], [5.1, 5.0, 5.3]])  # by data order and initial weights
+    rows = [
+        ("verses/pn_seed1", "one", 2.0, 2.0),
+        ("verses/ln_seed4", "one", 9.0, 9.0),
+        ("verses/ln_seed1", "b", 9.0, 9.0),
+    ]
+    for order, init in np.ndindex(3, 3):
+        name = f"verses/ln_seed{order + 1}" if order == init else f"verses_init/ln+init_seed={init + 1}_seed{order + 1}"
+        rows.append((name, "one", grid[order, init], grid[order, init] / 10))
+    (tmp_path / "verses").mkdir()
+    columns = ["run", "machine", "tokenized", results.LOSS]
+    frame = pandas.DataFrame(rows, columns=columns).assign(norm="LN")
+    frame.to_csv(tmp_path / "verses/report.csv", index=False)
+    rest = grid - grid.mean(axis=1, keepdims=True) - grid.mean(axis=0) + grid.mean()
+    noise = (rest**2).sum() / 4
+    orders, inits = (np.sqrt(max(0, grid.mean(axis=axis).var(ddof=1) - noise / 3)) for axis in (1, 0))
+    cells = rf"LN +\| one +\| tokenized BLEU +\| 3 × 3 +\| {orders:.2f} +\| {inits:.2f} +\| {noise**0.5:.2f}"
+    assert re.search(cells, results.noise_sources())
+    assert f"{orders / 10:.3f}" in results.noise_sources() and "PN" not in results.noise_sources()
+    frame[~frame["run"].str.contains("_init")].to_csv(tmp_path / "verses/report.csv", index=False)
+    assert results.noise_sources() == results.UNCOMPARED
+
+
 def test_perplexities_of_the_language_models(tmp_path, monkeypatch):
     monkeypatch.setattr(results, "RESULTS", tmp_path)
     assert results.language_models() == results.NOTHING

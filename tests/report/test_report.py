@@ -797,13 +797,16 @@ def test_systems_of_other_machines_are_not_compared(tmp_path):
         for n, one in enumerate(scores, 1)
     ]
     for run in runs[4:]:
-        (run / "starts.jsonl").write_text(json.dumps(START | {"gpus": [], "cpu": "Other 1"}) + "\n")
+        other = START | {"gpus": [], "cpu": "Other 1"}
+        starts = [other | {"git_commit": commit} for commit in ("1a", "1a", "2b-modified")]
+        (run / "starts.jsonl").write_text("".join(f"{json.dumps(start)}\n" for start in starts))
     page = report(*runs, output=tmp_path / "out")
     rows = {row["system"]: row["tokenized BLEU"] for row in page.table("system", "tokenized BLEU")}
     assert rows["BN"] == "not tested: no seed on one machine in common with LN" and rows["PN"].startswith("+1.10 (")
     assert page.says("The runs are of several machines (H <x> & y; Other 1)")
     of_csv = pandas.read_csv(tmp_path / "out/report.csv")
     assert list(of_csv["machine"]) == ["H <x> & y"] * 2 + ["Other 1"] * 2 + ["H <x> & y"] * 2
+    assert list(of_csv["code"].fillna("")) == ["", "", "1a and 2b-modified", "1a and 2b-modified", "", ""]
 
 
 def test_more_than_the_norm_differs(tmp_path):
