@@ -224,7 +224,7 @@ def test_perplexities_of_the_language_models(tmp_path, monkeypatch):
     header = "run,system,norm,seed,machine,compared with,updates,perplexity,bits,batch,signature,state,problems"
     (tmp_path / results.LM / "report.csv").write_text("\n".join([header, *lines]))
     text = results.language_models()
-    assert "5 of 48 planned runs are finished" in text
+    assert "5 of 81 planned runs are finished" in text
     assert re.search(r"LN +\| 2 +\| +60\.50 ± 0\.71 \| +– \|", text)
     assert re.search(r"BN +\| 1 +\| +70\.00 \| +50\.00 \|", text)
     assert "**English verses, language model, test loss (bits/token):** worse than LN: PN +0.7" in text
