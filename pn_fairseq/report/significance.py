@@ -233,7 +233,7 @@ def families(frame: pandas.DataFrame, measure: str) -> tuple[list[Family], dict[
     values = measured.groupby(["system", "block"], sort=False)[measure].mean()
     counts = values.groupby(level="system", sort=False).size()
     controls = measured.dropna(subset=["compared with"]).groupby("system", sort=False)["compared with"].first()
-    found, untested = [], {}
+    tested, untested = [], {}
     for control in controls.unique():
         systems = controls.index[controls == control]
         if control not in counts:
@@ -244,12 +244,15 @@ def families(frame: pandas.DataFrame, measure: str) -> tuple[list[Family], dict[
         family = None
         if several and counts[control] > 1:
             family = _family(values[values.index.isin([control, *several], level="system")], control)
-        why = f"no seed on one machine in common with {control}"
-        if not family:
-            why = f"{control} has one seed" if counts[control] == 1 else "no spread over seeds, or too few runs"
-        untested |= {system: why for system in several if not family or system not in family.intervals}
-        found += [family] if family else []
-    return found, untested
+        for system in several:
+            if counts[control] == 1:
+                untested[system] = f"{control} has one seed"
+            elif not family and set(values[system].index) & set(values[control].index):
+                untested[system] = "no spread over seeds, or too few runs"
+            elif not family or system not in family.intervals:
+                untested[system] = f"no seed on one machine in common with {control}"
+        tested += [family] if family else []
+    return tested, untested
 
 
 def corrected(p: float, comparisons: int) -> float:

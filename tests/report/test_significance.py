@@ -199,6 +199,8 @@ def test_what_is_not_tested_says_why():
     family, untested = families(frame, "tokenized")
     assert list(family[0].intervals) == ["pn"]
     assert untested == {"one": "one seed", "other": "no seed on one machine in common with ln"}
+    apart = pandas.concat([rows({"ln": (1.0, 1.2)}), rows({"ln": (), "pn": (2.0, 2.3)}, machine="another")])
+    assert families(apart, "tokenized") == ([], {"pn": "no seed on one machine in common with ln"})
     for count, why in ((0, "ln was not measured"), (1, "ln has one seed")):
         assert families(rows({"ln": (1.0,) * count, "pn": (2.0, 2.3)}), "tokenized") == ([], {"pn": why})
     assert families(rows({"ln": (1.0, 1.0), "pn": (2.0, 2.0)}), "tokenized") == (
