@@ -53,6 +53,8 @@ RUNS = {
     SWEEP: "runs/batch_size_verses/tokens*/*_seed*",
 }
 MARGIN = MEASURES["tokenized"].margin
+#: The planned comparisons were chosen when these seeds were known.
+KNOWN_SEEDS = 3
 #: The differences whose blocks are counted.
 DIFFERENCES = {MEASURES["tokenized"]: (0.5, 1.0), MEASURES[LOSS]: (0.02, 0.05)}
 COMMAND = "python -m docs.tools.results"
@@ -213,11 +215,13 @@ def planned_answer() -> str:
     lines = []
     for system, column in planned_comparisons():
         for kind, titles in (("translation", CORPORA.values()), ("language models", MODELS.values())):
-            parts, differences = [], []
+            parts, differences, later = [], [], []
             for of_measure, title in ((compared(title).get(column), title) for title in titles):
                 if of_measure and (text := of_measure.planned(system)):
                     parts.append(f"    - {title}: {text.partition(': ')[2]}")
-                    differences += of_measure.family_of(system).pairs[system]
+                    pairs = of_measure.family_of(system).pairs[system]
+                    differences += pairs.values()
+                    later += [difference for (_, seed), difference in pairs.items() if seed > KNOWN_SEEDS]
             if not parts:
                 continue
             measure, mean = MEASURES[column], sum(differences) / len(differences)
@@ -227,6 +231,11 @@ def planned_answer() -> str:
                 f"{p_text(stats.ttest_1samp(differences, 0).pvalue)})."
             )
             lines += parts
+            if later:
+                mean = intervals.signed(sum(later) / len(later), measure.digits)
+                lines.append(
+                    f"    - Pairs trained after the comparison was chosen: {intervals.side_of(later)}, mean {mean}"
+                )
     return "\n".join(lines) or UNCOMPARED
 
 

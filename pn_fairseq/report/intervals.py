@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,7 +28,7 @@ def count(amount: int, one: str, several: str = "") -> str:
     return f"{amount:,} {one if amount == 1 else several or one + 's'}"
 
 
-def side_of(differences: Sequence[float]) -> str:
+def side_of(differences: Collection[float]) -> str:
     """ "lower in 5 of 6": the side on which most differences are."""
     below, above = (sum(sign * difference > 0 for difference in differences) for sign in (-1, 1))
     side, amount = ("lower", below) if below >= above else ("higher", above)
@@ -62,7 +62,7 @@ class Compared:
         verdict, margin = interval.verdict(self.measure), f"±{self.measure.margin:g}"
         if verdict == "equivalent":
             return f"equivalent within {margin}"
-        small = verdict != "not resolved" and max(-interval.low, interval.high) <= self.measure.margin
+        small = max(-interval.low, interval.high) <= self.measure.margin
         return f"{verdict}, and within {margin}" if small else verdict
 
     def sentence(self, family: Family) -> str:
@@ -103,7 +103,7 @@ class Compared:
         """A comparison that was planned before the runs, without correction. None: it was not tested."""
         if (family := self.family_of(system)) is None:
             return None
-        interval, sides = family.separate[system], side_of(family.pairs[system])
+        interval, sides = family.separate[system], side_of(family.pairs[system].values())
         return f"{system} − {family.control}: {self.text(interval)}, {p_text(interval.p_value)}, {sides} blocks"
 
 

@@ -185,7 +185,7 @@ class Family:
     design: Design
     half_width: float  # the median of half the simultaneous intervals
     detectable: float  # the difference that is found with probability POWER
-    pairs: dict[str, list[float]]  # the differences in the blocks that have both, of each system
+    pairs: dict[str, dict[tuple, float]]  # of each system: (machine, seed) of the blocks that have both -> difference
 
 
 def _family(values: pandas.Series, control: str) -> Family | None:
@@ -206,7 +206,7 @@ def _family(values: pandas.Series, control: str) -> Family | None:
         intervals[system] = Interval(center, center - half, center + half, p)
         half, p = float(quantile * error), 2 * float(stats.t.sf(ratio, design.degrees))
         separate[system] = Interval(center, center - half, center + half, p)
-        pairs[system] = list((by_block.loc[system] - by_block.loc[control]).dropna())
+        pairs[system] = (by_block.loc[system] - by_block.loc[control]).dropna().to_dict()
     return Family(
         control, int(values.groupby(level=0).size().max()), intervals, separate, float(deviation), design,
         float(critical * np.median(design.errors) * deviation), float(design.detectable(critical) * deviation), pairs,

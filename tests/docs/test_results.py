@@ -88,7 +88,11 @@ def test_planned_comparisons(made, monkeypatch):
     monkeypatch.setattr(results, "planned_comparisons", lambda: [("PN", "tokenized"), ("PN", "bits")])
     text = results.planned_answer()
     assert "**PN − LN, tokenized BLEU, translation:** higher in 3 of 3 pairs" in text and "mean +4.93 (" in text
-    assert f"    - {VERSES}: +4.93 (" in text and "test loss" not in text
+    assert f"    - {VERSES}: +4.93 (" in text and "test loss" not in text and "trained after" not in text
+    monkeypatch.setattr(results, "KNOWN_SEEDS", 1)
+    assert (
+        "    - Pairs trained after the comparison was chosen: higher in 2 of 2, mean +4.90" in results.planned_answer()
+    )
     assert re.search(rf"{VERSES} +\| 1 \+ 1 +\| 3 +\| 2 ", results.strength())
 
 

@@ -7,6 +7,7 @@ import pandas
 import pytest
 from scipy import stats
 
+from pn_fairseq.report.intervals import Compared
 from pn_fairseq.report.significance import ERROR_RATE, MEASURES, POWER, Design, Interval, blocks_needed, families
 
 #: Dunnett 1955, section 4: blood counts of a control group and of animals under two drugs.
@@ -85,7 +86,7 @@ def test_one_system_with_blocks_is_the_paired_t_test():
     low, high = expected.confidence_interval(0.95)
     for found in (family.intervals["pn"], family.separate["pn"]):
         assert (found.low, found.high, found.p_value) == pytest.approx((low, high, expected.pvalue))
-    assert family.pairs["pn"] == pytest.approx([0.4, 1.0, 0.1, 0.5])
+    assert list(family.pairs["pn"].values()) == pytest.approx([0.4, 1.0, 0.1, 0.5])
 
 
 NAMES = ["ln", *(f"s{number:02}" for number in range(14))]
@@ -157,7 +158,7 @@ def test_machines_are_blocks():
     family = only(pandas.concat([seeds_1_and_2, seed_3, lonely]))
     found = family.intervals["pn"]
     assert (found.low, found.high, found.p_value) == pytest.approx((expected.low, expected.high, expected.p_value))
-    assert family.pairs["pn"] == pytest.approx([0.4, 1.0, 0.1]) and family.blocks == 4
+    assert list(family.pairs["pn"].values()) == pytest.approx([0.4, 1.0, 0.1]) and family.blocks == 4
 
 
 def test_without_shared_seeds_machines_are_not_compared():
@@ -217,4 +218,12 @@ def test_what_is_not_tested_says_why():
     ],
 )  # fmt: skip
 def test_verdicts(measure, low, high, verdict):
-    assert Interval((low + high) / 2, low, high, 0.5).verdict(MEASURES[measure]) == verdict
+    interval = Interval((low + high) / 2, low, high, 0.5)
+    assert interval.verdict(MEASURES[measure]) == verdict
+    shown = Compared(MEASURES[measure], [], {}).verdict(interval)
+    assert shown == (f"equivalent within ±{MEASURES[measure].margin:g}" if verdict == "equivalent" else verdict)
+
+
+def test_a_resolved_difference_within_the_margin():
+    assert Compared(MEASURES["bits"], [], {}).verdict(Interval(0.01, 0.005, 0.015, 0.01)) == "worse, and within ±0.02"
+    assert Compared(MEASURES["bits"], [], {}).verdict(Interval(-0.01, -0.021, -0.005, 0.01)) == "better"
