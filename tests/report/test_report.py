@@ -458,6 +458,7 @@ BROKEN = '{"loss": "1", "num_up\n'
 DAMAGES = {
     "failed": ("failed: train: boom <b>", ["failed: train: boom <b>"]),
     "unfinished": ("not finished", ["training not finished: update 20 of 40"]),
+    "cut off": ("complete", ["training cut off, but at update 40 of 40"]),
     "patience": ("complete", ["training ended at update 20 of 40: no better validation loss 5 times in a row"]),
     "nan": ("complete", ["the training loss is not finite", "in 2 of 4 records, first at update 30"]),
     "never validated": ("complete", ["never validated"]),
@@ -486,6 +487,8 @@ def damage(run: Path, what: str) -> None:
             (run / "failed").write_text("train: boom <b>\n")
         case "unfinished":
             log.write_text(train_log(5, updates=20, done=None))
+        case "cut off":
+            log.write_text(train_log(5, done=None))
         case "patience":
             text = "early stop since valid performance hasn't improved for last 5 runs\ndone training in 3.0 seconds\n"
             log.write_text(train_log(5, updates=20, done=None) + text)
