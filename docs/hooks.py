@@ -1,11 +1,15 @@
-"""What mkdocs needs beside mkdocs.yml: formulas as MathML, and the docstrings' reST as Markdown.
+"""What mkdocs needs besides mkdocs.yml: formulas as MathML, links of every page, and the docstrings' reST as Markdown.
 
-Formulas are written as on GitHub, in code blocks of the language ``math``. MathML needs no script in the browser.
+Formulas are written as on GitHub, in code blocks of the language ``math`` and inline as $`x`$. MathML needs no script
+in the browser, and stylesheets/ has a font for it. Every page links the glossary and its own source, which is copied
+into the site.
 """
 
 import html
 import logging
 import re
+import sys
+from pathlib import Path
 
 from griffe import Docstring, Extension
 from latex2mathml.converter import convert
@@ -35,6 +39,30 @@ def on_config(config):
     return config
 
 
+def on_page_markdown(text, page, config, files) -> str:
+    return re.sub(r"\$`([^`]+)`\$", r"`#!math \1`", text)
+
+
+def on_page_content(content, page, config, files) -> str:
+    source = f"{_up(page)}sources/{page.file.src_uri}.txt"
+    links = [f'<a href="{source}">Source of this page</a>']
+    if page.file.src_uri != "glossary.md":
+        links.insert(0, f'<a href="{_up(page)}glossary.html">Glossary</a>')
+    return f'{content}\n<p class="page-links">{" · ".join(links)}</p>'
+
+
+def _up(page) -> str:
+    """The way from a page to the root of the site."""
+    return "../" * page.file.src_uri.count("/")
+
+
+def on_post_page(output, page, config) -> str:
+    copy = Path(config.site_dir, "sources", f"{page.file.src_uri}.txt")
+    copy.parent.mkdir(parents=True, exist_ok=True)
+    copy.write_text(page.file.content_string, "utf-8")
+    return output
+
+
 def _block(match: re.Match) -> str:
     indent, source = match["indent"], f"{match['line']}\n{match['rest']}"
     lines = [f"{indent}{line.strip()}" for line in source.splitlines() if line.strip()]
@@ -44,7 +72,10 @@ def _block(match: re.Match) -> str:
 def _reference(match: re.Match) -> str:
     target = match["target"].lstrip("~.")
     name = target.split(".")[-1]
-    return f"[`{name}`][pn_fairseq.norms.{name}]" if name in pn_fairseq.norms.__all__ else f"`{target}`"
+    if name not in pn_fairseq.norms.__all__:
+        return f"`{target}`"
+    own = f"pn_fairseq.norms.{name}"
+    return f"[`{name}`][{f'{own}.{name}' if own in sys.modules else own}]"  # a class can have the name of its module
 
 
 def markdown(docstring: str) -> str:
@@ -81,7 +112,10 @@ class Docstrings(Extension):
     def on_package(self, *, pkg, **kwargs):
         norms = pkg["norms"]
         for name in norms.exports or ():
-            target = norms[str(name)].final_target
+            target = norms[str(name)]
+            if target.is_module:  # a class with the name of its module
+                target = target[str(name)]
+            target = target.final_target if target.is_alias else target
             if target.docstring is None and not (target.is_attribute and _comment_before(target)):
                 # A warning, which ends a strict build.
                 logging.getLogger("mkdocs.plugins.pn_fairseq").warning("pn_fairseq.norms.%s has no docstring", name)

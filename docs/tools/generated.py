@@ -42,7 +42,7 @@ def properties() -> str:
         state = [f"`{key}` {_shape(value)}" for key, value in norm.named_buffers() if key != COUNT]
         defaults = ["layer-scale per head"] if entry.layer_scale_per_head else []
         if isinstance(norm, RunningNorm):
-            defaults.append("synchronised" if entry.sync else "not synchronised")
+            defaults.append("synchronized" if entry.sync else "not synchronized")
         flags = [f"`{SHARED[option]}`" for option in _FLAGS if option in entry.options]
         own = [f"`{option}`" for option in entry.own_options]
         cells = [parameters, state, [entry.cls.mixes_tokens], defaults, flags, own]

@@ -82,7 +82,9 @@ def draw_distances() -> None:
 
 def main() -> None:
     notebook = nbformat.read(NOTEBOOK, as_version=4)
-    if "--no-run" not in sys.argv[1:]:
+    if sys.argv[1:] not in ([], ["--no-run"]):
+        sys.exit(f"usage: {COMMAND} [--no-run]")
+    if not sys.argv[1:]:
         nbformat.write(run(notebook), NOTEBOOK)
     text, pictures = page(notebook)
     PAGE.write_text(text, "utf-8")

@@ -150,7 +150,7 @@ LM_NAMES = {"ptb": "PTB", "wikitext103": "WikiText-103"}
 #: Stands beside every published perplexity.
 LM_SENTENCE = (
     "Published perplexities of the tensorized transformer (Ma et al. 2019, and PowerNorm, which takes its code as a "
-    "base) cannot be taken for those of causal language models: in the code that is public the causal mask is built "
+    "base) are not perplexities of causal language models: in the code that is public the causal mask is built "
     "and never used, so that each position sees the tokens that it predicts. Whether the PowerNorm authors' own code, "
     "which is not public, differs is not known. The models here are causal unless a row says otherwise."
 )

@@ -51,7 +51,7 @@ class NormOptions:
         "norm after the last decoder layer (default: that of --decoder-norm)", _norm("NAME")
     )
     encoder_norm_placement: str = flag(
-        "where the norms of encoder layers stand: {placements} (default: pre; docs/placements.md)",
+        "where norms of encoder layers stand: {placements} (default: pre; docs/placements.md)",
         _placement("NAME"),
         "pre",
     )

@@ -64,12 +64,9 @@ def _parser() -> ArgumentParser:
     add("--by", choices=KEPT, help=by)
     bound = "leave out checkpoints whose epoch (with --by update: update) number is above K"
     add("--upper-bound", type=int, metavar="K", help=bound)
-    keep = "keep the newest checkpoint's optimizer state (it is not averaged; by default it is dropped)"
-    add("--keep-optimizer-state", action="store_true", help=keep)
     recalibrate = "re-estimate the norms' running statistics with the averaged weights on this binarized data (default "
     recalibrate += "with --run: its training data); without this option the statistics are averaged as well"
     add("--recalibrate", nargs="?", const=True, metavar="DATA", help=recalibrate)
-    add("--no-recalibrate", dest="recalibrate", action="store_const", const=None, help="the default")
     batches = f"training batches for --recalibrate, at most (default {BATCHES})"
     add("--batches", type=whole, metavar="N", help=batches)
     add_norm_module(parser)
@@ -83,21 +80,20 @@ def num_updates(state: dict) -> int:
 
 
 @torch.no_grad()
-def average_checkpoints(paths: Sequence[str | os.PathLike], keep_optimizer_state: bool = False) -> dict:
+def average_checkpoints(paths: Sequence[str | os.PathLike]) -> dict:
     """The arithmetic mean of fairseq checkpoints, as a checkpoint that fairseq loads.
 
     Every floating-point tensor of ``state["model"]`` is summed in float64, divided by the number of checkpoints and
     cast back to its dtype. Everything else is copied from the newest checkpoint: integer and boolean buffers
     (``num_batches_tracked``), ``cfg``, ``extra_state``. The newest checkpoint is the one with the most updates. A
     checkpoint that records no updates counts as older than one that does; among equals the last in ``paths`` is the
-    newest. Except for that tie, and for float64's rounding, the order of ``paths`` has no influence. Tensors that share
-    memory in every input (tied embeddings) share memory in the result. Memory holds one checkpoint at a time and the
-    float64 sums. Prints a line for each checkpoint.
+    newest. Except for that tie, and for float64's rounding, the order of ``paths`` has no influence. The result has no
+    optimizer state, which would belong to weights that it does not contain. Tensors that share memory in the newest
+    checkpoint (tied embeddings) and have the same mean share memory in the result. Memory holds one checkpoint at a
+    time and the float64 sums. Prints a line for each checkpoint.
 
     Args:
         paths: the files, all different, at least one.
-        keep_optimizer_state: keep the newest checkpoint's ``last_optimizer_state``. It is not an average, and belongs
-            to weights that the result does not contain; by default it is dropped.
 
     Raises:
         CheckpointError: a file appears twice, cannot be loaded, differs from the first in its keys, shapes or dtypes,
@@ -113,13 +109,12 @@ def average_checkpoints(paths: Sequence[str | os.PathLike], keep_optimizer_state
 
     reference: dict[str, tuple] = {}
     sums: dict[str, torch.Tensor] = {}
-    tied: set[tuple[str, str]] = set()  # key, and the first key with the same memory, in all files
     newest: dict = {}
+    tied: dict[str, str] = {}  # key -> the first key with the same memory, in the newest checkpoint
     path_of_update: dict[int, Path] = {}
     for number, path in enumerate(paths, 1):
         state = load_checkpoint(path)
-        if not keep_optimizer_state:
-            state.pop("last_optimizer_state", None)
+        state.pop("last_optimizer_state", None)
         model, updates = state["model"], num_updates(state)
         print(f"[{number}/{len(paths)}] {path}: update {updates}, {len(model)} tensors", flush=True)
         if updates >= 0 and (other := path_of_update.setdefault(updates, path)) != path:
@@ -127,30 +122,25 @@ def average_checkpoints(paths: Sequence[str | os.PathLike], keep_optimizer_state
             say("average", f"warning: {other} and {path} are both of update {updates}; is one a copy?")
         layout = {key: (list(value.shape), value.dtype) for key, value in model.items()}
         averaged = [key for key, value in model.items() if _is_averaged(key, value)]
-        groups = set(_memory_groups({key: model[key] for key in averaged}).items())
-        if not reference:
-            reference, tied = layout, groups
-        elif layout != reference:
+        reference = reference or layout
+        if layout != reference:
             raise CheckpointError(f"{path}: does not match {paths[0]}: {_differences(layout, reference)}")
-        tied &= groups
+        if not newest or updates >= num_updates(newest):
+            newest, tied = state, _memory_groups({key: model[key] for key in averaged})
         for key in averaged:
             wide = model[key].to(torch.float64)
             if not torch.isfinite(wide).all():
                 raise CheckpointError(f"{path}: {key} holds a NaN or an infinity; leave this checkpoint out")
             # A copy: a float64 input comes through .to() unchanged, and may overlap another tensor of the file.
             sums[key] = sums[key].add_(wide) if key in sums else wide.clone(memory_format=torch.contiguous_format)
-            model[key] = None  # keeping it beside the sum would double the memory
-        if not newest or updates >= num_updates(newest):
-            newest = state
+            model[key] = None  # the sum and the tensor together would double the memory
         del state, model
 
-    first = dict(tied)
-    means: dict[str, torch.Tensor] = {}
+    means = newest["model"]
     for key in list(sums):
-        total = sums.pop(key)
-        if first.get(key, key) not in means:
-            means[key] = total.div_(len(paths)).to(reference[key][1])
-        newest["model"][key] = means[first.get(key, key)]
+        mean = sums.pop(key).div_(len(paths)).to(reference[key][1])
+        other = means[tied[key]]
+        means[key] = mean if other is None or not torch.equal(other, mean) else other
     return newest
 
 
@@ -236,7 +226,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             path for path in (recorded(data.parent, "settings"), *sorted(data.glob("dict.*"))) if path.is_file()
         )
         made_of += f" recalibrated on {checksum(about)[:16]}"
-    for option in ("upper_bound", "keep_optimizer_state", "batches", "norm_module"):
+    for option in ("upper_bound", "batches", "norm_module"):
         if value := getattr(args, option):
             made_of += f" {option}={value}"
     mark = recorded(args.output.parent, f"{args.output.name}.made")
@@ -249,7 +239,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Removed while the output changes: after an interruption it must not describe another file.
     mark.unlink(missing_ok=True)
     print(f"averaging {len(paths)} checkpoint{'s' * (len(paths) > 1)}", flush=True)
-    state = average_checkpoints(paths, args.keep_optimizer_state)
+    state = average_checkpoints(paths)
     if args.norm_module:
         from pn_fairseq.models.from_checkpoint import with_model_settings
 
@@ -260,8 +250,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.run:
         with atomic_write(args.output.with_name(f"{args.output.name}.made.txt"), "w") as file:
             file.write(f"{made_of}\n")
-    kept = "the newest one's" if "last_optimizer_state" in state else "no"
-    print(f"wrote {args.output} ({kept} optimizer state)")
+    print(f"wrote {args.output} (no optimizer state)")
     return 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import os
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pn_fairseq.common.command import ArgumentParser, UserError, say
-from pn_fairseq.pipeline.reproduce import check_settings, must, reproduce
+from pn_fairseq.pipeline.reproduce import check_settings, check_training, must, reproduce
 
 
 def _parser(name: str, text: str) -> ArgumentParser:
@@ -74,13 +75,14 @@ def demo(argv: Sequence[str]) -> int:
 # --- compare_norms ---
 
 _COMPARE_NORMS = """\
-Trains, averages, decodes and scores the norms on the verses and Multi30k, seed by seed. Three seeds: the norms of the
-PowerNorm paper's Table 4 and some more, layer-scale, the variants `release`, BN in the decoder, learning rates of LN,
-PN and BN. One seed: all other norms, PN in the decoder, the decays of PN. Then more seeds of some norms: up to eight on
-the verses, six on Multi30k. The results are in docs/results.
+Trains, averages, decodes and scores the norms on the verses and Multi30k, and evaluates language models of the English
+verses. Three seeds or more: the norms of the PowerNorm paper's Table 4 and some more, layer-scale, the variants
+`release`, BN in the decoder, learning rates of LN, PN and BN, and every norm in the language model. One seed: all other
+norms, PN in the decoder, the decays of PN. LN and PN are also trained with each pair of three data orders and three
+initial weights. The results are in docs/results.
 
-Run again, it skips what is done and continues. 138 runs of 8 minutes on 2 CPU cores. A run that fails is named in
-the report; the others are still made. One rank per visible GPU.
+Run again, it skips what is done and continues. {} runs of some minutes on 2 CPU cores. A run that fails is named in the
+report; the others are still made. One rank per visible GPU.
 """
 
 
@@ -92,6 +94,7 @@ class Part(NamedTuple):
     seed: int
     norms: str  # as in NORMS
     settings: tuple[str, ...] = ()  # of the training
+    models: str = ""  # as in MODELS; all models of the corpus if empty
 
 
 #: Comparisons with LN that were planned before the runs, as ``pn report --planned`` takes them: validation loss, and
@@ -101,6 +104,8 @@ PLANNED = ("PN:loss", "PN:bits")
 
 def manifest() -> list[Part]:
     """The parts of the comparison, in their order."""
+    from pn_fairseq.norms import NORMS
+
     # On Multi30k half the updates of the verses, 3 epochs: the configuration multi30k_de_en trains 33, too long for 18
     # runs on a CPU. The average is over updates 600 to 800.
     short = ("optimization.max_update=800", "lr_scheduler.warmup_updates=200", "tokens_per_update=2048")
@@ -124,34 +129,40 @@ def manifest() -> list[Part]:
     parts += [Part("verses", "verses", seed, "ln pn bn pnv") for seed in (4, 5, 6, 7, 8)]
     parts += [Part("verses", "verses", seed, "rms ada mabn brn") for seed in (4, 5)]
     parts += [Part("multi30k", "multi30k", seed, "ln pn bn rms", short) for seed in (4, 5, 6)]
+    # Is the noise one of the data order or of the initial weights? With the same number twice the runs are those above.
+    for seed, init_seed in itertools.permutations((1, 2, 3), 2):
+        norms = f"ln+init_seed={init_seed} pn+init_seed={init_seed}"
+        parts.append(Part("verses", "verses_init", seed, norms))
+    every = " ".join(entry.short for entry in NORMS.values())
+    parts += [Part("verses_lm", "verses_lm", seed, every, models="transformer_lm") for seed in (1, 2, 3)]
     return parts
 
 
 def compare_norms(argv: Sequence[str]) -> int:
     """``pn reproduce compare_norms``: the parts of :func:`manifest`, and a report on each folder."""
-    parser = _parser("compare_norms", _COMPARE_NORMS)
+    parser = _parser("compare_norms", _COMPARE_NORMS.format(sum(len(part.norms.split()) for part in manifest())))
     runs = "where the runs go, as DIR/CORPUS/NORM_seedN, and reports, as DIR/CORPUS/report (default runs/compare_norms)"
     parser.add_argument("--runs", type=Path, metavar="DIR", default="runs/compare_norms", help=runs)
     text = "the text of Multi30k (pn prepare multi30k --help); without it that corpus is left out"
     parser.add_argument("--multi30k", type=Path, metavar="DIR", help=text)
-    parser.add_argument("--only", choices=("verses", "multi30k"), help="one of the corpora")
+    parser.add_argument("--only", choices=("verses", "multi30k", "verses_lm"), help="one of the corpora")
     parser.add_argument("--dry-run", action="store_true", help="print the commands and do nothing")
     args = parser.parse_args(argv)
     if args.only == "multi30k" and not args.multi30k:
         raise UserError("--only multi30k needs --multi30k DIR, the folder with its text")
     if args.multi30k and not args.multi30k.is_dir():
         raise UserError(f"--multi30k {args.multi30k} is not a directory")
-    wanted = {args.only} if args.only else {"verses", "multi30k"} if args.multi30k else {"verses"}
+    wanted = {args.only} if args.only else {"verses", "verses_lm", *(["multi30k"] if args.multi30k else [])}
     parts = [part for part in manifest() if part.corpus in wanted]
-    of_corpus = {"verses": [], "multi30k": ["--corpus", str(args.multi30k)]}
-    calls = [
-        (part.corpus, args.runs / part.folder, [*of_corpus[part.corpus], *part.settings], part.norms, part.seed)
-        for part in parts
-    ]
-    failed = _reproduce_all(calls, args.dry_run)
+    failed, check = 0, functools.cache(check_training)  # all seeds of a part have the same settings
+    for part in parts:
+        corpus = ["--corpus", str(args.multi30k)] if part.corpus == "multi30k" else []
+        words = ["--runs", str(args.runs / part.folder), *(["--dry-run"] if args.dry_run else []), *corpus]
+        env = {"NORMS": part.norms, "SEEDS": str(part.seed), **({"MODELS": part.models} if part.models else {})}
+        failed |= reproduce(part.corpus, [*words, *part.settings], {**os.environ, **env}, check)
     if args.dry_run:
         return 0
-    for folder in dict.fromkeys(folder for _, folder, *_ in calls):
+    for folder in dict.fromkeys(args.runs / part.folder for part in parts):
         must(["report", *sorted(folder.glob("*_seed*")), "--output", folder / "report"])
     if failed:
         say("compare_norms", f"some runs failed; the reports in {args.runs}/*/report say which and why")
@@ -186,25 +197,12 @@ def batch_size(argv: Sequence[str]) -> int:
     check_settings(args.settings)
     runs = args.runs or Path(f"runs/batch_size_{args.corpus}")
     os.environ["NPROC"] = "1"
-    calls = []
+    failed = 0
     for tokens in (512, 1024, 2048, 4096):
-        words = [
-            *(["--data", args.data] if args.data else []),
-            f"dataset.max_tokens={tokens}",
-            "tokens_per_update=4096",
-        ]
-        calls.append((args.corpus, runs / f"tokens{tokens}", [*words, *args.settings], None, None))
-    failed = _reproduce_all(calls, args.dry_run)
+        words = ["--runs", str(runs / f"tokens{tokens}"), *(["--dry-run"] if args.dry_run else [])]
+        words += ["--data", args.data] if args.data else []
+        batch = [f"dataset.max_tokens={tokens}", "tokens_per_update=4096"]
+        failed |= reproduce(args.corpus, [*words, *batch, *args.settings])
     if not args.dry_run:
         must(["figures", *sorted(runs.glob("tokens*/*_seed*")), "--output", runs / "figures"])
-    return failed
-
-
-def _reproduce_all(calls: Sequence[tuple], dry_run: bool) -> int:
-    """Call :func:`reproduce` for corpus, folder of the runs, words, norms and seed; 1 if a run failed, as there."""
-    failed = 0
-    for corpus, folder, words, norms, seed in calls:
-        chosen = {"NORMS": norms, "SEEDS": str(seed)} if norms else {}
-        options = ["--runs", str(folder), *(["--dry-run"] if dry_run else [])]
-        failed |= reproduce(corpus, [*options, *words], {**os.environ, **chosen})
     return failed

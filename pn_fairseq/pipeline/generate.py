@@ -128,8 +128,8 @@ class Decoding:
         outputs: list[list[bytes]] = [[] for _ in commands]
         processes: list[subprocess.Popen] = []
         readers: list[threading.Thread] = []
-        with contextlib.ExitStack() as files:
-            errors = [files.enter_context(tempfile.TemporaryFile()) for _ in commands]
+        with contextlib.ExitStack() as stack:
+            errors = [stack.enter_context(tempfile.TemporaryFile()) for _ in commands]
             try:
                 with deferred_signals():
                     for shard, command_line in enumerate(commands):
@@ -138,7 +138,7 @@ class Decoding:
                         # A pipe, so that the processes end when this one is killed.
                         pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": errors[shard]}
                         process = subprocess.Popen([sys.executable, "-m", *command_line], env=environment, **pipes)
-                        processes.append(process)
+                        processes.append(stack.enter_context(process))
                         readers.append(threading.Thread(target=outputs[shard].extend, args=[process.stdout]))
                         readers[-1].start()
                 show_progress(verb, processes, outputs, sentences)
@@ -149,7 +149,6 @@ class Decoding:
             finally:
                 for process in processes:
                     process.kill()
-                    process.wait()
                 for reader in readers:
                     reader.join()
         return [line.decode("utf-8").removesuffix("\n") for output in outputs for line in output]

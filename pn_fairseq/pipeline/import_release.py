@@ -71,7 +71,7 @@ def _parser() -> ArgumentParser:
 
 def _check_finite(weights: dict[str, torch.Tensor], source: os.PathLike) -> None:
     """A tensor that is not finite is an error, but a warning in nu, which decoding does not need."""
-    # fairseq's _float_tensor is memory that was never written: it carries a type and a device alone.
+    # fairseq's _float_tensor is memory that was never written: it carries only a type and a device.
     floating = [key for key in weights if weights[key].is_floating_point() and not key.endswith("_float_tensor")]
     faulty = [key for key in floating if not weights[key].isfinite().all()]
     diverged = [key for key in faulty if key.endswith(".nu")]

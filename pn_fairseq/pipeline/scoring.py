@@ -34,13 +34,13 @@ from pn_fairseq.pipeline.runs import Run, open_run
 #: Score -> its title, in the order in which they are shown.
 METRICS = {"tokenized": "tokenized BLEU", "detokenized": "detokenized BLEU", "chrf": "chrF"}
 
-#: Default resamples and seed of the paired bootstrap, those of sacrebleu.
+#: Default resamples and seed of the paired bootstrap, as in sacrebleu.
 RESAMPLES = 1000
 SEED = 12345
 
 
 class ScoringError(UserError, ValueError):
-    """Texts or scores that cannot be used; the message is one line: what is wrong, where, what to do."""
+    """Texts or scores that cannot be used."""
 
 
 @dataclass(frozen=True)
@@ -54,13 +54,7 @@ class Score:
     score: float  # from 0 to 100
     signature: str  # how it was computed, in sacrebleu's notation
     verbose: str  # precisions (BP = ... ratio = ... hyp_len = ... ref_len = ...); empty for chrF
-
-
-@dataclass(frozen=True)
-class TokenizedScore(Score):
-    """BLEU on tokens; ``compound_split``: whether words with hyphens were split (:func:`split_compounds`)."""
-
-    compound_split: bool
+    compound_split: bool = False  # whether words with hyphens were split (split_compounds)
 
 
 @dataclass(frozen=True)
@@ -69,7 +63,7 @@ class Scores:
 
     subset: str
     sentences: int
-    tokenized: TokenizedScore
+    tokenized: Score
     detokenized: Score
     chrf: Score
     lowercase: bool  # plain text was scored without case, because the model's data is lower-cased
@@ -140,16 +134,15 @@ class _Metric:
         if metric not in METRICS:
             raise ScoringError(f"unknown metric '{metric}'; known: {', '.join(METRICS)}")
         self.tokenized, self.lowercase, self.compound_split = metric == "tokenized", lowercase, compound_split
-        if self.tokenized:
-            self.sacrebleu = BLEU(tokenize="none", smooth_method="none", force=True)
-        elif metric == "detokenized":
-            try:
-                self.sacrebleu = BLEU(lowercase=lowercase, trg_lang=target, force=True)
-            except (ImportError, RuntimeError) as error:
-                # The tokenizers of Japanese and Korean are separate packages.
-                raise ScoringError(f"sacrebleu cannot tokenize '{target}': {' '.join(str(error).split())}") from error
-        else:
-            self.sacrebleu = CHRF(lowercase=lowercase)
+        try:
+            self.sacrebleu = {
+                "tokenized": lambda: BLEU(tokenize="none", smooth_method="none", force=True),
+                "detokenized": lambda: BLEU(lowercase=lowercase, trg_lang=target, force=True),
+                "chrf": lambda: CHRF(lowercase=lowercase),
+            }[metric]()
+        except (ImportError, RuntimeError) as error:
+            # The tokenizers of Japanese and Korean are separate packages.
+            raise ScoringError(f"sacrebleu cannot tokenize '{target}': {' '.join(str(error).split())}") from error
 
     def text(self, lines: Iterable[str]) -> list[str]:
         if not self.tokenized:
@@ -186,13 +179,14 @@ def score(metric: str, hypotheses: Sequence[str], references: Sequence[str], **s
     scorer = _Metric(metric, **settings)
     _check_same_length({"hypotheses": hypotheses}, references)
     result = scorer.sacrebleu.corpus_score(scorer.text(hypotheses), [scorer.text(references)])
-    return Score(float(result.score), scorer.signature(scorer.sacrebleu.get_signature()), result._verbose)
+    signature = scorer.signature(scorer.sacrebleu.get_signature())
+    return Score(float(result.score), signature, result._verbose, scorer.compound_split)
 
 
 #: Languages in which “ and ‘ close a quotation (and „ opens it), instead of opening it.
 _LOW_OPENING_QUOTES = frozenset("bg cs da de et hr is lt mk sk sl sq sr".split())
 
-#: sacremoses joins these marks alternately to the next and to the previous word, whatever their direction. They are
+#: sacremoses joins these marks alternately to the next and to the previous word, though each has one side. They are
 #: replaced by characters that occur in no text and that sacremoses leaves unchanged.
 _ALTERNATING_QUOTES = "„“"
 _HIDDEN_QUOTES = "\ufdd0\ufdd1"
@@ -280,7 +274,7 @@ def _import_results(results: Path, run: Run, subset: str, folder: Path) -> None:
 def score_run(
     path: Path, subset: str | None = None, output: Path | None = None, compound_split: bool | None = None
 ) -> Scores:
-    """Detokenize a run's hypotheses, compute all scores, and write plain text and scores beside the hypotheses.
+    """Detokenize a run's hypotheses, compute all scores, and write plain text and scores into their folder.
 
     Args:
         path, subset, output: the options of pn score.
@@ -314,11 +308,10 @@ def score_run(
         found = score(metric, translations, plain, lowercase=lowercase, **settings)
         return replace(found, signature=found.signature + note)
 
-    tokenized = score("tokenized", translated, tokens, compound_split=compound_split)
     scores = Scores(
         subset=subset,
         sentences=len(translated),
-        tokenized=TokenizedScore(**asdict(tokenized), compound_split=compound_split),
+        tokenized=score("tokenized", translated, tokens, compound_split=compound_split),
         detokenized=of_plain_text("detokenized", target=target),
         chrf=of_plain_text("chrf"),
         lowercase=lowercase,
@@ -348,8 +341,7 @@ def read_scores(folder: str | Path) -> Scores:
         raise ScoringError(f"there is no '{path}' (pn score writes it)")
     try:
         values = json.loads("\n".join(read_lines(path)))
-        scores = {metric: Score(**values[metric]) for metric in ("detokenized", "chrf")}
-        return Scores(**values | scores | {"tokenized": TokenizedScore(**values["tokenized"])})
+        return Scores(**values | {metric: Score(**values[metric]) for metric in METRICS})
     except (KeyError, TypeError, ValueError) as error:
         raise ScoringError(f"{path} is not a file of pn score ({error}); score the run again") from error
 

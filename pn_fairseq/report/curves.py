@@ -13,18 +13,19 @@ from pn_fairseq.common.files import atomic_write
 from pn_fairseq.pipeline.training_log import TrainingLog
 
 #: Colours that the colour-blind can tell apart (Okabe and Ito 2008, without the two that vanish on white, and a grey),
-#: each with a dash and a marker, so that the lines can also be told apart in grey.
+#: each with a dash and a marker, so that the lines also differ in grey.
 COLOURS = ("#000000", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#777777")
 DASHES = ("-", (0, (5, 2)), (0, (1.2, 1.2)), (0, (6, 1.5, 1.2, 1.5)), (0, (9, 3)))
 MARKERS = ("o", "s", "^", "D", "v", "X", "P")
 
+#: In points, at a width of 6.4 inches: 6 points where a picture is printed in a column of 3.4 inches.
+TEXT_SIZE = 11.5
+
 #: Markers on a line; more would hide it.
 _MARKERS_PER_LINE = 12
 
-#: The losses of the first updates are several times those of the rest and would flatten all that is of interest.
+#: The losses of the first updates are several times the later losses and would flatten the rest of the curves.
 _SKIPPED = 0.2
-
-_NLL = "negative log-likelihood\n(bits per token)"
 
 
 def on_one_grid(curves: Sequence[Mapping[int, float]]) -> tuple[list[int], np.ndarray]:
@@ -63,12 +64,13 @@ def style(index: int) -> dict:
 
 
 def headless_pyplot():
-    """matplotlib's pyplot, which opens no window."""
+    """matplotlib's pyplot, which opens no window, with :data:`TEXT_SIZE`."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    pyplot.rcParams.update({"font.size": TEXT_SIZE, "axes.titlesize": "medium"})
     return pyplot
 
 
@@ -109,7 +111,7 @@ def _frame(axis, drawn: Sequence[Mapping[int, float]], shared: Sequence[Mapping[
         worst, last = max((loss for _, loss in cut), key=abs), max(update for update, _ in cut)
         axis.text(
             0.985, 0.95, f"not shown: up to {worst:.3g} in the first {last:,} updates",
-            transform=axis.transAxes, ha="right", va="top", fontsize=8, style="italic",
+            transform=axis.transAxes, ha="right", va="top", style="italic",
             bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1},
         )  # fmt: skip
 
@@ -127,7 +129,7 @@ def plot(
         output: the file; its suffix is the format.
         baselines: label -> the label of the system it is compared with in a panel of its own.
     """
-    from PIL import Image  # matplotlib needs it, too
+    from PIL import Image  # which matplotlib also needs
 
     pyplot = headless_pyplot()
 
@@ -136,25 +138,23 @@ def plot(
 
     train, valid, smoothed = curves("train_nll"), curves("valid"), curves("train")
     minus = {label: difference(valid[label], valid[other]) for label, other in (baselines or {}).items()}
-    panels = [("training", _NLL, train), ("validation", _NLL, valid)]
+    panels = [("training, negative log-likelihood", train), ("validation, negative log-likelihood", valid)]
     if any(minus.values()):
         others = set(baselines.values())
         name = others.pop() if len(others) == 1 else "the LN that differs least"
         minus = ({name: difference(valid[name], valid[name])} if name in valid else {}) | minus
-        panels.append(
-            (f"validation, difference from {name} (below 0 is better)", "difference\n(bits per token)", minus)
-        )
+        panels.append((f"validation, difference from {name} (below 0 is better)", minus))
     if smoothed != train:
-        panels.append(("training with label smoothing (what is minimized)", "loss\n(bits per token)", smoothed))
+        panels.append(("training with label smoothing (what is minimized)", smoothed))
 
     labels = list(systems)
     longest = max(map(len, labels), default=0)
-    columns = 4 if longest < 16 else 2 if longest < 30 else 1
-    height = 2.1 * len(panels) + 0.3 * math.ceil(len(labels) / columns) + 0.4
+    columns = 3 if longest < 14 else 2 if longest < 24 else 1
+    height = 2.2 * len(panels) + 0.3 * math.ceil(len(labels) / columns) + 0.4
     figure, axes = pyplot.subplots(len(panels), 1, figsize=(6.4, height), sharex=True, layout="constrained")
     axes[0].sharey(axes[1])
     lines = {}
-    for axis, (title, unit, drawn) in zip(axes, panels, strict=True):
+    for axis, (title, drawn) in zip(axes, panels, strict=True):
         for label, of_system in drawn.items():
             if of_system:
                 shift = labels.index(label) / len(labels) if title.startswith("training") else 0
@@ -164,8 +164,8 @@ def plot(
         own = sum(drawn.values(), [])
         shared = sum([*train.values(), *valid.values()], []) if axis in axes[:2] else own
         _frame(axis, own, shared, below=drawn is minus)
-        axis.set_title(title, fontsize=10, loc="left", parse_math=False)
-        axis.set_ylabel(unit, fontsize=9)
+        axis.set_title(title, loc="left", parse_math=False)
+        axis.set_ylabel("bits per token")
         axis.grid(alpha=0.3)
     axes[-1].set_xlabel("updates")
     axes[-1].ticklabel_format(axis="x", style="plain")

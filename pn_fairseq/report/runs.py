@@ -104,7 +104,7 @@ class Run(runs.Run):
 
     @cached_property
     def data_folder(self) -> Path | None:
-        """Where the prepared data was; where fairseq-preprocess alone made it, the folder of the binary files."""
+        """Where the prepared data was; if only fairseq-preprocess made it, the folder of the binary files."""
         try:
             return self.data or self.bin
         except UserError:
@@ -135,7 +135,7 @@ class Run(runs.Run):
         return settings
 
     def _data_of_fairseq(self) -> dict[str, str]:
-        """The languages and the folder of data that fairseq-preprocess alone made."""
+        """The languages and the folder of data that pn prepare did not make."""
         files = [re.match(r"train\.([\w-]+)-([\w-]+)\.", file.name) for file in self.bin.glob("train.*.bin")]
         source, target = next((match.groups() for match in files if match), ("", ""))
         return {
@@ -300,7 +300,7 @@ class Run(runs.Run):
     def _training_problems(self) -> list[str]:
         problems, log = [], self.log
         if not self.trained:
-            return ["not trained: train.log holds no record"]
+            return ["not trained: train.log has no record"]
         done = f"update {log.updates:,} of {self.max_update:,}" if self.max_update else f"update {log.updates:,}"
         short = self.max_update is not None and log.updates < self.max_update
         if not log.ended and not (self.from_checkpoints and not short):
@@ -332,7 +332,7 @@ class Run(runs.Run):
 
 
 def read_runs(paths: Sequence[Path], subset: str = "test") -> list[Run]:
-    """Read the folders of runs. A folder of a sweep (``-m``) stands for its jobs.
+    """Read the folders of runs. The folder of a sweep (``-m``) means all its jobs.
 
     Raises:
         UserError: a path is not a run, or is given twice.

@@ -17,6 +17,7 @@ import pandas
 
 from pn_fairseq import __version__
 from pn_fairseq.common.command import say
+from pn_fairseq.common.files import read_settings, recorded
 from pn_fairseq.common.published import PAPER, Row, Table, recognise
 from pn_fairseq.pipeline.scoring import METRICS, p_text
 from pn_fairseq.pipeline.training_log import TrainingLog
@@ -24,12 +25,15 @@ from pn_fairseq.report import curves, intervals
 from pn_fairseq.report.figures import find_probe
 from pn_fairseq.report.intervals import Compared, count, signed
 from pn_fairseq.report.markdown import Markdown, code, missing, template
-from pn_fairseq.report.runs import Run, lines_of
+from pn_fairseq.report.runs import Run
 from pn_fairseq.report.significance import LOSS, corrected, pairs
 from pn_fairseq.report.systems import SEED, UNKNOWN, Corpus, as_text, comparable, norm_labels
 
 #: Score -> what a report calls it.
 SCORES = METRICS | {"chrf": "chrF2"}
+
+#: Counts of prepared text, and what a report calls them.
+_PAIRS = {split: f"sentence pairs, {split}" for split in ("train", "valid", "test")}
 
 #: Digits behind the point, of measures that are not shown with two.
 _DIGITS = {"bits": 3}
@@ -44,14 +48,14 @@ _MAIN_SETTINGS = re.compile(
     r"|common\.(seed|fp16|bf16|amp|memory_efficient_fp16)$|generation\.(beam|lenpen)$"
 )
 
-#: Systems in one picture of learning curves, beside LN; more cannot be told apart.
+#: Systems in one picture of learning curves, without LN; more would look alike.
 _OF_A_PICTURE = 5
 
 #: What describes a start of a training and not the machine it ran on (pn train).
 _OF_A_START = ("started", "command", "world_size", "tokens_per_update", "update_freq", "max_tokens")
 
 
-def tell(text: str) -> None:
+def progress(text: str) -> None:
     """A line of progress, where stderr is a terminal."""
     if sys.stderr.isatty():
         say("pn report", text)
@@ -75,11 +79,11 @@ def relative(words: str | Path) -> str:
 
 def _plain(value: object) -> str:
     if isinstance(value, dict):
-        words = {name.replace("_", " "): one for name, one in value.items()}
-        return ", ".join(f"{name} {_plain(one)}" if one else f"no {name}" for name, one in words.items()) or "none"
+        parts = {name.replace("_", " "): part for name, part in value.items()}
+        return ", ".join(f"{name} {_plain(part)}" if part else f"no {name}" for name, part in parts.items()) or "none"
     if isinstance(value, list):  # eight times the same GPU
-        several = Counter(map(_plain, value))
-        return "; ".join(f"{times} × {one}" if times > 1 else one for one, times in several.items()) or "none"
+        counts = Counter(map(_plain, value))
+        return "; ".join(f"{times} × {text}" if times > 1 else text for text, times in counts.items()) or "none"
     return "none" if value in (None, "") else str(value)
 
 
@@ -90,15 +94,14 @@ def rows_of(corpus: Corpus) -> Iterator[tuple[dict, Run]]:
         yield {"norm": label, "seed": seed, "run": code(run.name)}, run
 
 
-def _pairs_of(corpus: Corpus, split: str) -> int | None:
-    """Sentence pairs of a split in the prepared data; None if it is not there any more."""
-    source = (corpus.data or {}).get("source")
-    files = [run.data_folder / "bpe" / f"{split}.{source}" for run in corpus.runs if run.data_folder and source]
-    return next((amount for amount in map(lines_of, files) if amount is not None), None)
+def _counts(corpus: Corpus) -> dict[str, str]:
+    """What the preparation counted; empty if the prepared data is not there any more."""
+    files = [recorded(run.data_folder, "counts") for run in corpus.runs if run.data_folder]
+    return next((read_settings(file) for file in files if file.is_file()), {})
 
 
-def data(corpus: Corpus, counts: Mapping[str, str]) -> pandas.DataFrame:
-    """Where the data is, its settings, and ``counts``."""
+def data(corpus: Corpus, titles: Mapping[str, str]) -> pandas.DataFrame:
+    """Where the data is, its settings, and its counts (name -> title)."""
     places = list(dict.fromkeys(os.path.relpath(run.data_folder) for run in corpus.runs if run.data_folder))
     rows = {"prepared data": code(", ".join(places)) if places else missing("not recorded")}
     if corpus.data is None:
@@ -106,23 +109,20 @@ def data(corpus: Corpus, counts: Mapping[str, str]) -> pandas.DataFrame:
     for key, value in (corpus.data or {}).items():
         if key != "folder" and "." not in key:  # with a dot: a file, and its checksum
             rows[code(key)] = code(value) if value else missing("none")
-    rows |= counts
+    counts = _counts(corpus)
+    for name, title in titles.items():
+        rows[title] = f"{float(counts[name]):,.12g}" if name in counts else missing("not known")
     return pandas.DataFrame({"data": rows.keys(), "value": rows.values()})
-
-
-def _pairs(corpus: Corpus) -> dict[str, str]:
-    amounts = {f"sentence pairs, {split}": _pairs_of(corpus, split) for split in ("train", "valid", "test")}
-    return {name: missing("not known") if amount is None else f"{amount:,}" for name, amount in amounts.items()}
 
 
 def _sentences(corpus: Corpus, subset: str) -> int | None:
     """Size of the subset, by what was decoded, or else by the prepared data, if that is still there."""
     decoded = (run.decoded for run in corpus.runs if run.decoded is not None)
-    return next(decoded, None) or _pairs_of(corpus, subset)
+    return next(decoded, None) or int(_counts(corpus).get(subset, 0)) or None
 
 
 def means_of(corpus: Corpus) -> pandas.DataFrame:
-    """System -> (measure, ``mean`` or ``std``) over its seeds; NaN where there are no scores, or one seed alone."""
+    """System -> (measure, ``mean`` or ``std``) over its seeds; NaN where there are no scores, or only one seed."""
     return corpus.scores().groupby(level="system", sort=False).agg(["mean", "std"]).reindex(list(corpus.settings))
 
 
@@ -139,14 +139,14 @@ def _published(corpus: Corpus, paper: Table | None) -> dict[str, Row]:
 
 def results(corpus: Corpus, measures: Mapping[str, str], verb: str, paper: Table | None = None) -> pandas.DataFrame:
     """Means and deviations of ``measures`` (name -> title) over seeds; ``verb`` says how they come about."""
-    means, rows, beside = means_of(corpus), [], _published(corpus, paper)
+    means, rows, published = means_of(corpus), [], _published(corpus, paper)
     for label in corpus.settings:
         runs = corpus.members(label)
         measured = {"not known" if run.seed is None else run.seed: None for run in runs if run.measured}
         seeds, why = len({run.seed for run in runs}), _state(runs[0])
         amount = f"{len(measured)} of {seeds}" if len(measured) < seeds else str(seeds)
-        told = f"({', '.join(map(str, measured))})" if measured else why
-        row = {"norm": label, f"seeds {verb}": Markdown(f"{amount} {told}")}
+        numbers = f"({', '.join(map(str, measured))})" if measured else why
+        row = {"norm": label, f"seeds {verb}": Markdown(f"{amount} {numbers}")}
         for measure, name in measures.items():
             mean, deviation = means.loc[label, measure]
             digits = _DIGITS.get(measure, 2)
@@ -157,30 +157,30 @@ def results(corpus: Corpus, measures: Mapping[str, str], verb: str, paper: Table
                 else dict.fromkeys((name, f"std, {name}"), why)
             )
             if measure == "tokenized" and paper:
-                published = beside[label].bleu if label in beside else None
-                row["paper"] = missing("not in the paper") if published is None else number(published, 1)
-                row["difference"] = signed(mean - published) if published and measured else missing("–")
+                bleu = published[label].bleu if label in published else None
+                row["paper"] = missing("not in the paper") if bleu is None else number(bleu, 1)
+                row["difference"] = signed(mean - bleu) if bleu and measured else missing("–")
         rows.append(row)
     return pandas.DataFrame(rows)
 
 
 def _headline(corpus: Corpus, compared: Mapping[str, Compared]) -> list[tuple[str, str]]:
-    """What was found, as (measure, sentence); first what else differs than the norm."""
-    found = [("Not only the norms differ", f"{sentence}.") for sentence in confounded(corpus)]
-    for one in compared.values():
-        for family in one.families:
-            where = f" ({family.control})" if len(one.families) > 1 else ""
-            found.append((f"{one.measure.heading}{where}", one.sentence(family)))
-    if any(one.families for one in compared.values()):
-        return found
+    """The results, as (measure, sentence); first the settings that differ and are not the norm."""
+    headline = [("Not only the norms differ", f"{sentence}.") for sentence in confounded(corpus)]
+    for of_measure in compared.values():
+        for family in of_measure.families:
+            where = f" ({family.control})" if len(of_measure.families) > 1 else ""
+            headline.append((f"{of_measure.measure.heading}{where}", of_measure.sentence(family)))
+    if any(of_measure.families for of_measure in compared.values()):
+        return headline
     means = means_of(corpus)["bits" if corpus.runs[0].language_model else "tokenized", "mean"].dropna()
     if means.empty:
-        return [*found, ("Not known", "no run was scored.")]
+        return [*headline, ("Not known", "no run was scored.")]
     if len(means) == 1:
-        return [*found, ("Nothing to compare", f"{means.index[0]} is the only system that was scored.")]
-    why = dict.fromkeys(reason for one in compared.values() for reason in one.untested.values())
+        return [*headline, ("Nothing to compare", f"{means.index[0]} is the only system that was scored.")]
+    why = dict.fromkeys(reason for of_measure in compared.values() for reason in of_measure.untested.values())
     lacking = "; ".join(why) or "no control (LN), with which the systems could be compared"
-    return [*found, ("No difference is tested over seeds", f"{lacking}.")]
+    return [*headline, ("No difference is tested over seeds", f"{lacking}.")]
 
 
 def confounded(corpus: Corpus) -> list[str]:
@@ -195,28 +195,28 @@ def confounded(corpus: Corpus) -> list[str]:
     ]
 
 
-def _over_sentences(found: list[tuple], measure: str, comparisons: int) -> str:
+def _over_sentences(compared_pairs: list[tuple], measure: str, comparisons: int) -> str:
     """The results of :func:`pairs`."""
     parts = []
-    for seed, compared in found:
+    for seed, compared in compared_pairs:
         part = f"not computed ({compared})"
         if not isinstance(compared, str):
-            other, one = compared[measure].results.values()
-            part = f"{signed(one.score - other.score)}, {p_text(corrected(one.p_value, comparisons))}"
+            baseline, system = compared[measure].results.values()
+            part = f"{signed(system.score - baseline.score)}, {p_text(corrected(system.p_value, comparisons))}"
         parts.append(f"seed {'not known' if seed is None else seed}: {part}")
     return "; ".join(parts) or missing("– (no seed in common)")
 
 
 def bootstrap(corpus: Corpus, subset: str, resamples: int) -> tuple[pandas.DataFrame, int]:
     """Every scored system against LN over test sentences, and by how many comparisons each p is corrected."""
-    known = set(corpus.scores().index.unique("system"))
-    tested = {label: other for label, other in corpus.baselines().items() if {label, other} <= known}
+    scored = set(corpus.scores().index.unique("system"))
+    tested = {label: baseline for label, baseline in corpus.baselines().items() if {label, baseline} <= scored}
     rows = []
-    for label, other in tested.items():
-        tell(f"comparing {label} with {other}")
-        found = pairs(corpus.members(label), corpus.members(other), subset, resamples)
+    for label, baseline in tested.items():
+        progress(f"comparing {label} with {baseline}")
+        compared_pairs = pairs(corpus.members(label), corpus.members(baseline), subset, resamples)
         for measure, name in SCORES.items():
-            text = _over_sentences(found, measure, len(tested))
+            text = _over_sentences(compared_pairs, measure, len(tested))
             rows.append({"norm": label, "measure": name, "difference and p, per seed": text})
     return pandas.DataFrame(rows), len(tested)
 
@@ -245,14 +245,14 @@ def _of_training(run: Run) -> dict[str, float]:
     valid = {loss: update for update, loss in log.valid.items() if math.isfinite(loss)}
     best, speed = min(valid, default=math.nan), statistics.median(log.tokens_per_second.values() or [math.nan])
     seconds, tokens = (sum(getattr(start, what) for start in log.starts) or math.nan for what in ("seconds", "tokens"))
-    # What was trained again after an interruption is in the tokens.
-    again = sum(len(start.updates) for start in log.starts) / max(1, len(log.train))
+    # `tokens` includes updates that were repeated after an interruption.
+    repeated = sum(len(start.updates) for start in log.starts) / max(1, len(log.train))
     return {
         "updates": log.updates,
         LOSS: best,
         "at update": valid.get(best, math.nan),
         "seconds": round(seconds, 1),
-        "seconds per update": round(tokens / (log.updates * again) / speed, 3) if tokens > 0 else math.nan,
+        "seconds per update": round(tokens / (log.updates * repeated) / speed, 3) if tokens > 0 else math.nan,
         "tokens/s": speed,
         "tokens": tokens,
     }
@@ -283,15 +283,15 @@ def training(corpus: Corpus) -> pandas.DataFrame:
     }
     rows = []
     for row, run in rows_of(corpus):
-        found = _of_training(run)
-        texts = {name: pattern.format_map(found) for name, pattern in patterns.items()}
-        if not math.isnan(found["seconds"]):
+        numbers = _of_training(run)
+        texts = {name: pattern.format_map(numbers) for name, pattern in patterns.items()}
+        if not math.isnan(numbers["seconds"]):
             certain = all(start.done_seconds is not None for start in run.log.starts)
-            texts["wall time"] = f"{'' if certain else 'at least '}{duration(found['seconds'])}"
+            texts["wall time"] = f"{'' if certain else 'at least '}{duration(numbers['seconds'])}"
         if run.log and run.log.parameters:
             texts["parameters"] = f"{run.log.parameters:,}"
         row["state"] = _state(run)
-        row["updates"] = f"{found['updates']:,} " + (f"of {run.max_update:,}" if run.max_update else "(no limit)")
+        row["updates"] = f"{numbers['updates']:,} " + (f"of {run.max_update:,}" if run.max_update else "(no limit)")
         for name in (LOSS, "wall time", "time per update", "tokens/s", "parameters"):
             text = texts.get(name, "nan")
             row[name] = missing("not logged") if "nan" in text else text
@@ -316,9 +316,9 @@ def _machines(runs: Sequence[Run]) -> pandas.DataFrame:
         return f"{count(len(started), 'start')}, {first if first == last else f'{first} to {last}'}"
 
     machines = starts.groupby([name for name in starts if name not in ("runs", "starts")], sort=False)
-    found = machines.agg({"runs": lambda names: ", ".join(dict.fromkeys(names)), "starts": times}).reset_index()
-    found.index = ["all starts"] if len(found) == 1 else [f"machine {place + 1}" for place in found.index]
-    return found.T.rename_axis("what").reset_index()
+    table = machines.agg({"runs": lambda names: ", ".join(dict.fromkeys(names)), "starts": times}).reset_index()
+    table.index = ["all starts"] if len(table) == 1 else [f"machine {row + 1}" for row in table.index]
+    return table.T.rename_axis("what").reset_index()
 
 
 def _settings(corpus: Corpus) -> dict | None:
@@ -332,31 +332,33 @@ def _settings(corpus: Corpus) -> dict | None:
         return None
     values = pandas.DataFrame(rows).fillna(as_text(None)).set_index("system")
     same = values.nunique() == 1
-    differ = values.loc[:, ~same].groupby(level="system", sort=False).agg(lambda found: ", ".join(dict.fromkeys(found)))
+    differ = (
+        values.loc[:, ~same].groupby(level="system", sort=False).agg(lambda column: ", ".join(dict.fromkeys(column)))
+    )
     # fairseq's ways to say "not": false, -1, no text; and 0 as a limit.
-    told = {
+    main = {
         name: value
         for name, value in values.loc[:, same].iloc[0].items()
         if _MAIN_SETTINGS.match(name) and value not in ("False", "-1", '""') and not (value == "0" and "max_" in name)
     }
     return {
         "differing": differ.T.rename(index=code).rename_axis("setting").reset_index(),
-        "common": pandas.DataFrame({"setting": map(code, told), "value": told.values()}),
-        "rest": sum(same) - len(told),
+        "common": pandas.DataFrame({"setting": map(code, main), "value": main.values()}),
+        "rest": sum(same) - len(main),
     }
 
 
 def _commands(runs: Sequence[Run]) -> dict[str, str]:
     """Name of a run -> the command that it was started with, of those that pn train noted it for."""
-    words = {run.name: run.starts[0].get("command") for run in runs if run.starts}
-    return {name: shlex.join(["pn", "train", *map(relative, found)]) for name, found in words.items() if found}
+    commands = {run.name: run.starts[0].get("command") for run in runs if run.starts}
+    return {name: shlex.join(["pn", "train", *map(relative, words)]) for name, words in commands.items() if words}
 
 
 def about(corpus: Corpus, *, subset: str, paper: str, resamples: int) -> dict:
     """What ``report.md.j2`` shows of the runs on a corpus."""
     runs, settings = corpus.runs, corpus.data or {}
     name = (recognise(settings, _sentences(corpus, subset)) or "none") if paper == "auto" else paper
-    beside = PAPER.get(name)
+    table = PAPER.get(name)
     scored = [run for run in runs if run.scores]
     signatures = {
         name: sorted({getattr(run.scores, measure).signature for run in scored}) for measure, name in SCORES.items()
@@ -365,14 +367,12 @@ def about(corpus: Corpus, *, subset: str, paper: str, resamples: int) -> dict:
 
     return {
         "title": " to ".join(names) if all(names) else f"Data not known: {runs[0].name}",
-        "data": data(corpus, _pairs(corpus)),
-        "results": results(corpus, SCORES, "scored", beside),
-        "paper": beside,
-        "otherwise": {label: row.missing(corpus.settings[label]) for label, row in _published(corpus, beside).items()},
+        "data": data(corpus, _PAIRS),
+        "results": results(corpus, SCORES, "scored", table),
+        "paper": table,
+        "otherwise": {label: row.missing(corpus.settings[label]) for label, row in _published(corpus, table).items()},
         "size": _sentences(corpus, subset),
-        "split": any(run.scores.tokenized.compound_split != beside.compound_split for run in scored)
-        if beside
-        else None,
+        "split": any(run.scores.tokenized.compound_split != table.compound_split for run in scored) if table else None,
         "signatures": signatures if scored else {},
         "decodings": sorted({run.decoding for run in runs if run.decoding}),
         "bootstrap": bootstrap(corpus, subset, resamples),
@@ -397,9 +397,11 @@ def _compared(corpus: Corpus, picture: Path, planned: Sequence[tuple[str, str]])
         "picture": picture.name if intervals.plot(compared, list(corpus.settings), picture) else None,
         "machines": list(frame["machine"].unique()),
         "strengths": [
-            (one.measure.heading, one.strength(family)) for one in compared.values() for family in one.families
+            (of_measure.measure.heading, of_measure.strength(family))
+            for of_measure in compared.values()
+            for family in of_measure.families
         ],
-        "margins": [f"±{one.measure.margin:g} for {one.measure.title}" for one in compared.values()],
+        "margins": [f"±{each.measure.margin:g} for {each.measure.title}" for each in compared.values()],
         "planned": [
             (compared[column].measure.title, text)
             for system, column in planned
@@ -428,20 +430,19 @@ def build(
         page: the template. It extends ``page.md.j2``, which has what all reports show.
         about: called with each corpus and ``settings``; returns what the template shows of it.
         planned: (system, column of report.csv) of comparisons that were planned before the runs.
-        settings: shown by the template, too.
+        settings: the template also shows them.
     """
-    pictures, shown_corpora = [], []
+    curve_pictures, shown_corpora = [], []
     for corpus in corpora:
         shown, commands = about(corpus, **settings), _commands(corpus.runs)
         compared = _compared(corpus, folder / f"{prefix}intervals-{len(shown_corpora) + 1}.png", planned)
-        tell("drawing learning curves")
+        progress("drawing learning curves")
         drawn, baselines = [], corpus.baselines()
         for labels in _together(corpus, baselines):
-            curves_so_far = sum(len(one["pictures"]) for one in shown_corpora)
-            drawn.append(f"{prefix}curves-{curves_so_far + len(drawn) + 1}.png")
+            drawn.append(f"{prefix}curves-{len(curve_pictures) + len(drawn) + 1}.png")
             logs = {label: [run.log for run in corpus.members(label) if run.log] for label in labels}
-            curves.plot(logs, folder / drawn[-1], {one: other for one, other in baselines.items() if one in labels})
-        pictures += [*drawn, *([compared["picture"]] if compared["picture"] else [])]
+            curves.plot(logs, folder / drawn[-1], {label: baselines[label] for label in labels if label in baselines})
+        curve_pictures += drawn
         shown_corpora.append(
             shown
             | {
@@ -462,14 +463,15 @@ def build(
         faulty=sum(bool(run.problems) for run in runs),
         problems=[(relative(run.path), relative(problem)) for run in runs for problem in run.problems],
         repeated=[
-            (*system_and_seed, [run.name for run in again])
+            (*system_and_seed, [run.name for run in repeated])
             for corpus in corpora
-            for system_and_seed, again in corpus.frame.groupby(["system", "seed"], sort=False)["run"]
-            if len(again) > 1
+            for system_and_seed, repeated in corpus.frame.groupby(["system", "seed"], sort=False)["run"]
+            if len(repeated) > 1
         ],
         lacking=[run.name for run in runs if not run.starts],
         probes=[(run.name, relative(str(probe))) for run in runs if (probe := find_probe(run))],
         figures=[file.name for file in sorted(folder.glob("figure-[2-7].png"))],  # of pn figures
         count=count, number=number,
     )  # fmt: skip
-    return re.sub(r"\n{3,}", "\n\n", rendered), pictures
+    interval_pictures = [shown["compared"]["picture"] for shown in shown_corpora if shown["compared"]["picture"]]
+    return re.sub(r"\n{3,}", "\n\n", rendered), curve_pictures + interval_pictures

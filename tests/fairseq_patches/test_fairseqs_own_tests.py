@@ -37,7 +37,7 @@ def outcomes(tests: Path, results: Path, load: str) -> dict[str, str]:
 def test_nothing_that_passes_without_the_plugin_fails_with_it(tmp_path, capsys):
     # A copy: in the checkout its own package would be imported instead of the installed one.
     for folder in ("tests", "examples"):
-        shutil.copytree(Path(os.environ["FAIRSEQ"]) / folder, tmp_path / folder)
+        shutil.copytree(Path(os.environ["FAIRSEQ"]) / folder, tmp_path / folder, symlinks=True)
     without = outcomes(tmp_path, tmp_path / "without.xml", "pass")
     with_plugin = outcomes(tmp_path, tmp_path / "with.xml", PLUGIN)
     with capsys.disabled():

@@ -217,7 +217,7 @@ def test_the_script_knows_how_the_average_was_made(trained, tmp_path, capsys):
         (("--recalibrate",), True),
         (("--recalibrate",), False),
         ((), True),
-        (("--no-recalibrate",), False),
+        ((), False),
     ):
         assert main([str(argument) for argument in (*flags, *options)]) == 0
         printed = capsys.readouterr()

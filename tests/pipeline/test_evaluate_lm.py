@@ -186,7 +186,7 @@ def test_fairseq_train_honours_the_flags(work, tmp_path, arch, flags):
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ["transformer_lm_pn_tiny", "tensorized_lm_bn_tiny"])
 def test_two_ranks_learn_and_record_what_one_does(work, tmp_path, arch):
-    """The statistics of a batch are those of both ranks' blocks, which one rank has in one batch."""
+    """The statistics of a batch are taken over both ranks' blocks, which one rank has in one batch."""
     settings = (f"model._name={arch}", *SMALL, "model.dropout=0", "dataset.curriculum=9", "model.norm_sync=on")
     logs, probes = [], []
     for ranks in (1, 2):
@@ -278,13 +278,6 @@ def test_a_sentence_that_is_longer_than_the_blocks_is_refused(work, tmp_path, ca
 PLAIN = Perplexity(5.0, "test", 100, "word", 50, 3, 8, 0, True)
 
 
-def wrote(folder, **changes):
-    found = replace(PLAIN, **changes)
-    (folder / "evaluate_lm").mkdir(parents=True)
-    result_file(folder, "test").write_text(json.dumps(found.__dict__))
-    return folder
-
-
 def test_perplexities_of_other_tokens_are_not_compared(tmp_path):
     for change in ({"tokens": 101}, {"unit": "subword"}, {"vocabulary": 60}, {"unknown": 1}, {"context": 4}):
         assert list(change)[0] in different(PLAIN, replace(PLAIN, **change))
@@ -292,10 +285,9 @@ def test_perplexities_of_other_tokens_are_not_compared(tmp_path):
     assert "not causal" in replace(PLAIN, causal=False).text()
     with pytest.raises(UserError, match="pn evaluate-lm writes it"):
         read_perplexity(tmp_path)
-    # An earlier version wrote the perplexity of every context into one file.
-    assert read_perplexity(wrote(tmp_path)) == PLAIN
-    with pytest.raises(UserError, match="context-window 4"):
-        read_perplexity(wrote(tmp_path / "other", context=4))
+    (tmp_path / "evaluate_lm").mkdir()
+    result_file(tmp_path, "test").write_text(json.dumps(PLAIN.__dict__))
+    assert read_perplexity(tmp_path) == PLAIN
 
 
 def test_report(work, tmp_path):

@@ -50,6 +50,9 @@ for number in reversed(range(37)):
             named = 5 if mode == "twice" and number == 6 else number
             print(f"H-{named}\\t-{which}.5\\ttranslation {number}" + "+" * which)
             print(f"D-{number}\\t-0.5\\tnone of ours")
+if mode == "linger":
+    sys.stdout.flush()
+    time.sleep(2)
 """
 
 
@@ -101,7 +104,7 @@ def call(*arguments) -> int:
 
 
 def refused(capsys, code: int, *needles: str) -> None:
-    """A user's mistake: exit code 2, and beside lines of progress one line that names what is wrong."""
+    """A user's mistake: exit code 2, and after lines of progress one line that names what is wrong."""
     lines = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("[")]
     assert code == 2 and len(lines) == 1 and lines[0].startswith("pn generate: error: "), lines
     assert all(needle in lines[0] for needle in needles), lines
@@ -113,8 +116,8 @@ def test_the_result_does_not_depend_on_the_number_of_processes(untrained, data, 
     for count, output in enumerate(outputs, start=1):
         monkeypatch.setenv("NPROC", str(count))
         assert call("--run", untrained, "--batch-size", 8, "--output", f"{output}/") == 0
-        said = capsys.readouterr().err
-        assert f"processes on the CPU: {count}" in said and f"{SENTENCES} hypotheses" in said
+        messages = capsys.readouterr().err
+        assert f"processes on the CPU: {count}" in messages and f"{SENTENCES} hypotheses" in messages
         assert {path.name for path in output.iterdir()} == {"hyp.tok", "ref.tok", "src.tok", "generate.log", "made.txt"}
         # Each process translated a part.
         *parts, rest = re.split(
@@ -125,7 +128,7 @@ def test_the_result_does_not_depend_on_the_number_of_processes(untrained, data, 
     hypotheses = [(output / "hyp.tok").read_bytes() for output in outputs]
     assert hypotheses[0] == hypotheses[1]
     assert len(set(lines(outputs[0] / "hyp.tok"))) > SENTENCES / 2, "they would be the same in any order"
-    # fairseq's numbers are those of the lines.
+    # fairseq numbers the sentences as the lines of the text.
     source = lines(data / "tok/test.es")
     found = re.findall(r"^S-(\d+)\t(.*)$", (outputs[1] / "generate.log").read_text("utf-8"), re.M)
     assert sorted(int(number) for number, _ in found) == list(range(SENTENCES))
@@ -329,8 +332,8 @@ def test_one_process_on_each_visible_gpu(chosen, devices, place, gpus, capsys):
     (place / "run/config.yaml").write_text("common: {fp16: true}\n")
     gpus(chosen)
     assert generate(place) == 0
-    said = capsys.readouterr().err
-    assert f"GPUs: {len(devices)}" in said and "fp16" in said and "beam 5, length penalty 1," in said
+    messages = capsys.readouterr().err
+    assert f"GPUs: {len(devices)}" in messages and "fp16" in messages and "beam 5, length penalty 1," in messages
     called = calls(place)
     assert [call["gpu"] for call in called] == devices
     assert all("--fp16" in call["arguments"] for call in called)
@@ -446,10 +449,12 @@ def test_a_checkpoint_that_cannot_be_read_is_refused_before_anything_starts(spoi
     assert not (place / "run/generate/test").exists() and not calls(place)
 
 
-def test_progress_is_shown_while_nothing_is_translated(place, capsys, monkeypatch):
+def test_progress_is_shown_and_counts_sentences(place, capsys, monkeypatch):
     monkeypatch.setattr("pn_fairseq.pipeline.generate.PROGRESS_SECONDS", 0)
-    assert generate(place) == 0
-    assert re.search(r"^\[generate\] \d+ of 37 sentences, \d+ s$", capsys.readouterr().err, re.M)
+    monkeypatch.setenv("MODE", "linger")
+    assert generate(place, "--nbest", 3) == 0
+    shown = re.findall(r"^\[generate\] (\d+) of 37 sentences, \d+ s$", capsys.readouterr().err, re.M)
+    assert shown[-1] == "37"
 
 
 def test_checkpoints_that_are_there_are_named(place, capsys):
@@ -533,9 +538,9 @@ def test_an_interruption_leaves_nothing_behind(number, code, place):
     with decoding(place, "sleep") as process:
         processes = [call["pid"] for call in calls(place)]
         process.send_signal(number)
-        _, said = process.communicate(timeout=120)
+        _, messages = process.communicate(timeout=120)
     assert process.returncode == code
-    assert said.splitlines()[1:] == ["pn generate: interrupted; run the same command again to resume"]
+    assert messages.splitlines()[1:] == ["pn generate: interrupted; run the same command again to resume"]
     assert not any(map(alive, processes))
     assert list((place / "run/generate").iterdir()) == []
 

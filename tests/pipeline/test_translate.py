@@ -82,5 +82,7 @@ def test_mistakes_get_one_line(untrained, tmp_path, capsys):
     )
     for arguments, needle in cases:
         assert main([str(argument) for argument in arguments]) == 2
-        said = capsys.readouterr().err
-        assert needle in said and said.count("\n") == 1 and said.startswith("pn translate: error: "), said
+        messages = capsys.readouterr().err
+        assert needle in messages and messages.count("\n") == 1 and messages.startswith("pn translate: error: "), (
+            messages
+        )

@@ -23,7 +23,7 @@ CHANNELS = 8
 
 
 def write_probe(folder, kind, running, updates=range(10, 101, 10), layers=2):
-    """Every vector of update n has the length n, of second moments 10 n; those of the second layer are 1000 times as
+    """Every vector of update n has the length n, of second moments 10 n; the second layer's are 1000 times as
     long, and its norm keeps the other statistics. Gain over psi_B is 0 to 7 times n.
     """
     others = {"psi2": "mu,sigma2,psi2", "mu,sigma2,psi2": "psi2"}
@@ -190,7 +190,7 @@ def test_gains_are_those_of_the_last_recorded_update(runs):
 
 
 def test_the_papers_gains_stand_at_their_layers(runs):
-    """Where layers 4 and 6 alone were recorded."""
+    """Where only layers 4 and 6 were recorded."""
     (subject,) = subjects_of(runs[:1])
     names = {
         f"encoder.layers.{n}.self_attn_layer_norm": f"encoder.layers.{m}.final_layer_norm" for n, m in ((0, 3), (1, 5))

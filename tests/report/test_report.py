@@ -173,7 +173,7 @@ class Page(html.parser.HTMLParser):
                 return [dict(zip(names, row, strict=True)) for row in rows]
         raise AssertionError(f"no table has {columns}")
 
-    def said(self, text: str) -> bool:
+    def says(self, text: str) -> bool:
         return text in " ".join("".join(self.text).split())
 
 
@@ -295,7 +295,7 @@ def test_page_is_whole(comparison):
     runs, output, page = comparison
     files = ["report-curves-1.png", "report-intervals-1.png", "report.csv", "report.html", "report.md"]
     assert sorted(path.name for path in output.iterdir()) == files
-    assert page.said("Nothing: every run was trained to its end, decoded and scored.")
+    assert page.says("Nothing: every run was trained to its end, decoded and scored.")
     assert "script" not in page.tags and "link" not in page.tags
     assert len(page.sources) == 2 and all(each.startswith("data:image/png;base64,") for each in page.sources)
     text = (output / "report.md").read_text("utf-8")
@@ -303,8 +303,8 @@ def test_page_is_whole(comparison):
     for table in page.tables:
         assert all(cell.strip() for row in table for cell in row)
     for signature in ("nrefs:1|tok:none", "nrefs:1|tok:13a", "nrefs:1|nc:6", "beam=5 lenpen=1.0"):
-        assert page.said(signature)
-    assert page.said("Imaginary 9000") and page.said("2 × H <x> & y")
+        assert page.says(signature)
+    assert page.says("Imaginary 9000") and page.says("2 × H <x> & y")
     assert str(runs["pn"][0]) in text
     assert "pn train verses_es_en --data '/data/not there'" in text
     assert "model._name=transformer_pnv_tiny" in text
@@ -355,7 +355,7 @@ def test_settings_that_differ(comparison, tmp_path):
     assert differing["model.dropout"][dropout] == "0.3"
     assert differing["dataset.num_workers"][plain] == "default, 3"
     assert not {"common.seed", "task.data", "common.log_file", "optimizer.lr"} & set(differing)
-    assert page.said("There is no run with LN to compare with.")
+    assert page.says("There is no run with LN to compare with.")
 
 
 def test_one_seed_has_no_deviation(tmp_path):
@@ -375,7 +375,7 @@ def test_other_data_is_compared_with_nothing(tmp_path):
     page = report(*runs, output=tmp_path / "out")
     results = [table for table in page.tables if table[0][:2] == ["norm", "seeds scored"]]
     assert [[row[0] for row in table[1:]] for table in results] == [["LN"], ["PN"]]
-    assert page.said("There is no run with LN to compare with.") and page.said("LN is the only norm here.")
+    assert page.says("There is no run with LN to compare with.") and page.says("LN is the only norm here.")
     assert (tmp_path / "out/report-curves-2.png").exists()
     # Settings that are off, and defaults, are the same as settings that are not there.
     same = DATA + "aggressive=0\nsegmentation=subword-nmt\nclean=\nclean_stage=tok\nclean_splits=train\nstraighten=\n"
@@ -403,13 +403,13 @@ def test_paper(options, data, expected, tmp_path):
     assert rows["PN"]["paper"] == str(expected[3])
     ours = float(rows["PN"]["tokenized BLEU"])
     assert float(rows["PN"]["difference"].replace("−", "-")) == pytest.approx(ours - expected[3], abs=0.006)
-    assert page.said("Not comparable with the paper: its test set has")
-    assert page.said("The paper's number for PN is of models with model.norm_variant=release.")
-    assert not page.said("The paper's number for LN")
+    assert page.says("Not comparable with the paper: its test set has")
+    assert page.says("The paper's number for PN is of models with model.norm_variant=release.")
+    assert not page.says("The paper's number for LN")
 
 
 def test_rows_of_a_table_that_share_a_norm(tmp_path):
-    """Each system stands beside the row whose settings it has."""
+    """Each system is shown with the row whose settings it has."""
     runs = []
     of_before = {"model__norm_detach": "mean"}  # a run of an earlier version
     for name, options in (("one", of_before), ("other", {"model__norm_options": {"detach": "std"}})):
@@ -421,7 +421,7 @@ def test_rows_of_a_table_that_share_a_norm(tmp_path):
     page = report(runs[0], output=tmp_path / "out", options=options)
     rows = {row["norm"]: row["paper"] for row in page.table("norm", "seeds scored")}
     assert rows == {"DetachNorm": "35.6"}
-    assert not page.said("is of models with")
+    assert not page.says("is of models with")
     unlike = make_run(tmp_path / "unlike", "dn")
     page = report(unlike, output=tmp_path / "out", options=options)
     assert page.table("norm", "seeds scored")[0]["paper"] == "not in the paper"
@@ -442,13 +442,13 @@ def test_paper_is_recognised_by_the_data(name, count, tmp_path):
     (folder / "scores.json").write_text(json.dumps(scores | {"sentences": count}))
     page = report(run, output=tmp_path / "out")
     assert page.table("norm", "paper")[0]["paper"] == str(PAPER[name].row("layer", {}).bleu)
-    assert not page.said("Not comparable")
-    assert page.said("35.4 in its text") == (name == "powernorm-1")
+    assert not page.says("Not comparable")
+    assert page.says("35.4 in its text") == (name == "powernorm-1")
     scores["tokenized"]["compound_split"] = name != "powernorm-1-wmt14"
     (folder / "scores.json").write_text(json.dumps(scores | {"sentences": count}))
     page = report(run, output=tmp_path / "out")
     without = "without" if name == "powernorm-1-wmt14" else "with"
-    assert page.said(f"Not comparable with the paper: scored {without} compound splitting")
+    assert page.says(f"Not comparable with the paper: scored {without} compound splitting")
 
 
 BROKEN = '{"loss": "1", "num_up\n'
@@ -458,11 +458,12 @@ BROKEN = '{"loss": "1", "num_up\n'
 DAMAGES = {
     "failed": ("failed: train: boom <b>", ["failed: train: boom <b>"]),
     "unfinished": ("not finished", ["training not finished: update 20 of 40"]),
+    "cut off": ("complete", ["training cut off, but at update 40 of 40"]),
     "patience": ("complete", ["training ended at update 20 of 40: no better validation loss 5 times in a row"]),
     "nan": ("complete", ["the training loss is not finite", "in 2 of 4 records, first at update 30"]),
     "never validated": ("complete", ["never validated"]),
     "no log": ("not trained", ["not trained: there is no train.log"]),
-    "empty log": ("not trained", ["not trained: train.log holds no record"]),
+    "empty log": ("not trained", ["not trained: train.log has no record"]),
     "broken line": ("complete", ["1 line of train.log cannot be read"]),
     "no checkpoint": ("trained, not decoded", ["generate/test/hyp.tok, and there is no checkpoint"]),
     "not decoded": ("trained, not decoded", ["not decoded: there is no generate/test/hyp.tok"]),
@@ -486,6 +487,8 @@ def damage(run: Path, what: str) -> None:
             (run / "failed").write_text("train: boom <b>\n")
         case "unfinished":
             log.write_text(train_log(5, updates=20, done=None))
+        case "cut off":
+            log.write_text(train_log(5, done=None))
         case "patience":
             text = "early stop since valid performance hasn't improved for last 5 runs\ndone training in 3.0 seconds\n"
             log.write_text(train_log(5, updates=20, done=None) + text)
@@ -539,11 +542,11 @@ def test_no_hole(tmp_path):
     bullets = re.findall(r"^- `(.+?)`: (.+)$", html.unescape((tmp_path / "out/report.md").read_text("utf-8")), re.M)
     for what, (state, needles) in DAMAGES.items():
         assert states[what] == state
-        said = " ".join(text for path, text in bullets if path == str(runs[what])).replace("\\", "")
+        sentences = " ".join(text for path, text in bullets if path == str(runs[what])).replace("\\", "")
         for needle in needles:
-            assert needle in said or page.said(needle), needle
-        assert bool(said) == (what != "no command")
-    assert not page.said("Nothing: every run")
+            assert needle in sentences or page.says(needle), needle
+        assert bool(sentences) == (what != "no command")
+    assert not page.says("Nothing: every run")
     for table in page.tables:
         assert all(cell.strip() for row in table for cell in row)
 
@@ -552,9 +555,9 @@ def test_a_run_that_never_began_is_named(tmp_path):
     (tmp_path / "pn_1").mkdir()
     (tmp_path / "pn_1/failed").write_text("train: no such norm\n")
     page = report(tmp_path / "pn_1", make_run(tmp_path / "ln_1", "ln"), output=tmp_path / "out")
-    assert page.said("pn_1: failed: train: no such norm") and page.said("pn_1: never began: there is neither")
-    page = report(tmp_path / "pn_1", output=tmp_path / "out")  # and alone
-    assert page.said("failed: train: no such norm")
+    assert page.says("pn_1: failed: train: no such norm") and page.says("pn_1: never began: there is neither")
+    page = report(tmp_path / "pn_1", output=tmp_path / "out")  # and without others
+    assert page.says("failed: train: no such norm")
 
 
 def test_restarts_are_added_up(tmp_path):
@@ -585,11 +588,11 @@ def test_the_baseline_is_the_ln_that_differs_least(tmp_path):
     ]
     page = report(*runs, output=tmp_path / "out")
     for dropout in (0.1, 0.3):
-        assert page.said(f"PN (dropout={dropout}) is compared with LN (dropout={dropout}).")
+        assert page.says(f"PN (dropout={dropout}) is compared with LN (dropout={dropout}).")
 
 
 def test_variants_are_named_by_what_differs_from_most_runs(tmp_path):
-    """Norms with several seeds beside norms with one, variants of a norm, and a learning rate for two norms."""
+    """Norms with several seeds and norms with one, variants of a norm, and a learning rate for two norms."""
     variants = {
         "ln_seed1": ("ln", 1, {}), "ln_seed2": ("ln", 2, {}), "bn_seed1": ("bn", 1, {}), "pn_seed1": ("pn", 1, {}),
         "pn_seed2": ("pn", 2, {}), "a/ln_seed1": ("ln", 1, {"optimization__lr": [0.01], "optimizer__lr": [0.01]}),
@@ -613,9 +616,9 @@ def test_variants_are_named_by_what_differs_from_most_runs(tmp_path):
     tests = {row["system"]: row["tokenized BLEU"] for row in page.table("system", "tokenized BLEU")}
     assert tests.keys() == against.keys()
     for label, other in against.items():
-        assert page.said(f"{label} is compared with {other}.")
+        assert page.says(f"{label} is compared with {other}.")
         assert tests[label].startswith("not tested: ") == (label != "PN")
-    assert page.said("1 system and LN, up to 2 blocks; noise") and page.said("corrected by Bonferroni for 8 systems")
+    assert page.says("1 system and LN, up to 2 blocks; noise") and page.says("corrected by Bonferroni for 8 systems")
     # LN with five others, LN and LN (lr=0.01) with the rest.
     assert sorted(path.name for path in (tmp_path / "out").glob("*.png")) == [
         "report-curves-1.png",
@@ -668,6 +671,15 @@ def test_seeds_on_one_side_and_seeds_not_known(tmp_path):
     assert [row["seeds scored"] for row in rows] == ["3 (1, 2, not known)", "3 (2, 3, not known)"]
 
 
+def test_counts_of_the_prepared_text(tmp_path):
+    run = make_run(tmp_path / "run", decoded=False)
+    (run / "data").write_text(f"{tmp_path}\n")
+    (tmp_path / "counts.txt").write_text("train=28170\ntest.read=9\n")
+    page = report(run, output=tmp_path / "out")
+    rows = {row["data"]: row["value"] for row in page.table("data", "value")}
+    assert rows["sentence pairs, train"] == "28,170" and rows["sentence pairs, test"] == "not known"
+
+
 def test_a_seed_that_was_run_twice_counts_once(tmp_path):
     runs = [make_run(tmp_path / name, "pn", seed) for name, seed in (("a", 1), ("b", 1), ("c", 2))]
     references, hypotheses = corpus_text(0.5, 5)
@@ -677,7 +689,7 @@ def test_a_seed_that_was_run_twice_counts_once(tmp_path):
     row = page.table("norm", "seeds scored")[0]
     assert row["seeds scored"] == "2 (1, 2)"
     assert row["tokenized BLEU"] == f"{((a + b) / 2 + c) / 2:.2f}"
-    assert page.said("PN, seed 1 was run more than once (a, b)")
+    assert page.says("PN, seed 1 was run more than once (a, b)")
 
 
 @pytest.mark.parametrize("name", ["a <b> & c", "pipe|and`tick`", "_x_ *y* [z](w)", "$x$ %20#?", "ünï 'quote\" \\ back"])
@@ -685,7 +697,7 @@ def test_odd_names_are_shown_as_they_are(name, tmp_path):
     runs = [make_run(tmp_path / name / f"{norm}{name}", norm, model__note=name) for norm in ("ln", "pn")]
     runs.append(make_run(tmp_path / name / f"other{name}", "pn", model__note=f"{name}2"))
     page = report(*runs, output=tmp_path / f"out {name}")
-    assert page.said(name)
+    assert page.says(name)
     assert f"pn{name}" in [row["run"] for row in page.table("norm", "seed", "run")]
     assert f"PN (note={' '.join(name.split())}2)" in [row["norm"] for row in page.table("norm", "seeds scored")]
     for table in markdown_tables((tmp_path / f"out {name}/report.md").read_text("utf-8")):
@@ -788,13 +800,16 @@ def test_systems_of_other_machines_are_not_compared(tmp_path):
         for n, one in enumerate(scores, 1)
     ]
     for run in runs[4:]:
-        (run / "starts.jsonl").write_text(json.dumps(START | {"gpus": [], "cpu": "Other 1"}) + "\n")
+        other = START | {"gpus": [], "cpu": "Other 1"}
+        starts = [other | {"git_commit": commit} for commit in ("1a", "1a", "2b-modified")]
+        (run / "starts.jsonl").write_text("".join(f"{json.dumps(start)}\n" for start in starts))
     page = report(*runs, output=tmp_path / "out")
     rows = {row["system"]: row["tokenized BLEU"] for row in page.table("system", "tokenized BLEU")}
     assert rows["BN"] == "not tested: no seed on one machine in common with LN" and rows["PN"].startswith("+1.10 (")
-    assert page.said("The runs are of several machines (H <x> & y; Other 1)")
+    assert page.says("The runs are of several machines (H <x> & y; Other 1)")
     of_csv = pandas.read_csv(tmp_path / "out/report.csv")
     assert list(of_csv["machine"]) == ["H <x> & y"] * 2 + ["Other 1"] * 2 + ["H <x> & y"] * 2
+    assert list(of_csv["code"].fillna("")) == ["", "", "1a and 2b-modified", "1a and 2b-modified", "", ""]
 
 
 def test_more_than_the_norm_differs(tmp_path):
@@ -813,8 +828,8 @@ def test_more_than_the_norm_differs(tmp_path):
 
 def test_a_bleu_below_1_is_a_problem(tmp_path):
     page = report(with_score(make_run(tmp_path / "run"), 0.03), output=tmp_path / "out")
-    assert page.said("tokenized BLEU is 0.03, below 1: the model has hardly learned")
-    assert page.said("1 of the runs was trained, decoded and scored; 1 has problems, listed below.")
+    assert page.says("tokenized BLEU is 0.03, below 1: the model has hardly learned")
+    assert page.says("1 of the runs was trained, decoded and scored; 1 has problems, listed below.")
 
 
 CONFIG = (
@@ -846,7 +861,7 @@ def test_folders_of_fairseq_train(tmp_path):
     page = report(*runs, output=tmp_path / "out")
     rows = page.table("norm", "seeds scored")
     assert [(row["norm"], row["seeds scored"]) for row in rows] == [("LN", "2 (1, 2)"), ("PN", "2 (1, 2)")]
-    assert page.said("es to en") and page.said("Nothing: every run was trained to its end")
+    assert page.says("es to en") and page.says("Nothing: every run was trained to its end")
     assert page.table("state", "updates")[0]["updates"] == "40 of 40"
     # Prepared by the scripts: comparable with runs of pn train.
     (tmp_path / "settings").write_text(DATA)

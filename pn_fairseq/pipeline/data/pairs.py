@@ -169,7 +169,7 @@ def objection(source: list[str], target: list[str], least: float, most: float, r
 def select(dest: Path, settings: Mapping[str, str], folders: Mapping[str, Path], made: Path) -> None:
     """Write the pairs that are kept, in their order: ``DEST/NAME`` from each folder, unless that is done.
 
-    Cleaning (the settings clean, clean_stage) removes training pairs. With the setting ``valid_every=N`` each N-th
+    Cleaning (the settings clean, clean_stage, clean_splits) removes pairs. With the setting ``valid_every=N`` each N-th
     training pair that is kept becomes one of the validation set.
 
     Args:
@@ -201,7 +201,7 @@ def select(dest: Path, settings: Mapping[str, str], folders: Mapping[str, Path],
         removed = stack.enter_context((made / "removed.tsv").open("w", encoding="utf-8"))
         removed.write("\t".join(["split", "line", "reason", *(f"tokens {lang}" for lang in languages)]) + "\n")
         for split in splits:
-            read, reasons, cleaned = 0, Counter(), settings["clean"] and split == "train"
+            read, reasons, cleaned = 0, Counter(), settings["clean"] and split in settings["clean_splits"].split(",")
             try:
                 for lines in zip(*opened(folders.values(), split, "rb"), strict=True):
                     read += 1

@@ -86,10 +86,8 @@ class Preparation:
         """Let other preparations have ``dest``."""
         self._stack.close()
 
-    def begin(self, name: str, corpus: str = "", needs: Sequence[str] = (), **values: object) -> None:
+    def begin(self, name: str, **values: object) -> None:
         """Check the settings of a translation corpus, those that differ from their defaults, and open ``dest``.
-
-        ``corpus`` is the user's folder, which ``needs`` these files; it becomes the attribute of that name.
 
         In the environment, MOSES and BPE choose the tokenizer and the kind of subwords.
         """
@@ -98,8 +96,6 @@ class Preparation:
         self.settings = settings.check({"segmentation": os.environ.get("BPE") or "subword-nmt", **values})
         if self.settings["tokenizer"] == "moses":
             tokens.checkout(self.settings)
-        if needs:
-            self.corpus = need_text(corpus, *needs)
         self.open(name)
 
     def open(self, name: str) -> None:
@@ -124,24 +120,28 @@ class Preparation:
 
     # --- the published text ---
 
-    def published(self, urls: Sequence[str], folder: str | None = None) -> list[Path]:
-        """Where the files of these addresses are or will be: in the user's folder (--archive), else DEST/download."""
-        if folder and not Path(folder).is_dir():
-            raise UserError(f"there is no directory '{folder}' (--archive); its files come from {urls[0]}")
-        place = Path(folder).absolute() if folder else self.dest / "download"
-        return [place / url.rsplit("/", 1)[-1] for url in urls]
+    def published(self, known: Mapping[str, str], archive: str | None = None) -> list[Path]:
+        """The files of these addresses, downloaded to DEST/download; none if DEST/text was made of them.
 
-    def get(self, url: str, file: Path, known: str = "") -> None:
-        """Download a file to DEST/download, with its checksum if that is known; in a user's folder it must be there."""
-        if file.parent == self.dest / "download":
-            archives.fetch(url, file, known)
-        elif not file.is_file():
-            raise UserError(f"there is no {file.name} in '{file.parent}' (--archive); it comes from {url}")
+        Args:
+            known: address -> the checksum that a download must have ("": not known).
+            archive: the user's folder with the files, or the file, instead (--archive).
+        """
+        place = Path(archive).absolute() if archive else self.dest / "download"
+        files = [place if archive and place.is_file() else place / url.rsplit("/", 1)[-1] for url in known]
+        self._archives, sums = files, self.dest / "text/archives"
+        if sums.is_file() and (not all(map(Path.is_file, files)) or sums.read_text("utf-8") == self._sums()):
+            return []
+        for file, url in zip(files, known, strict=True):
+            if not archive:
+                archives.fetch(url, file, known[url])
+            elif not file.is_file():
+                raise UserError(f"there is no {file.name} in '{file.parent}' (--archive); it comes from {url}")
+        return files
 
-    def made_of(self, files: Sequence[Path]) -> bool:
-        """Whether DEST/text was made of these files, or of files of which one was removed since."""
-        sums = self.dest / "text/archives"
-        return sums.is_file() and (not all(map(Path.is_file, files)) or sums.read_text("utf-8") == _sums(files))
+    def _sums(self) -> str:
+        """What sha256sum prints for the published files."""
+        return "".join(f"{checksum(file)}  {file.name}\n" for file in self._archives)
 
     def unpack(self, archive: Path, members: Sequence[str]) -> list[Path]:
         """Extract members of an archive to DEST/partial/unpacked/ARCHIVE."""
@@ -167,16 +167,16 @@ class Preparation:
             name = os.path.commonprefix([path.name for path in files]).rstrip(".-")
             say("prepare", f"note: {name} has {count} sentence pairs here; the published one has {expect}")
 
-    def keep_text(self, to: str, files: Sequence[Path] = ()) -> None:
-        """The text that was read becomes the folder ``to``, made of these published files, unless it is there.
+    def keep_text(self, to: str) -> None:
+        """The text that was read becomes the folder ``to``, unless that exists; "text" gets its archives' checksums.
 
         It and the settings must be those that DEST was begun with.
         """
         new, folder = self.partial / "text", self.dest / to
         self.settings = settings.keep(self.dest, new if new.exists() else folder, self.settings)
         if not folder.exists():
-            if files:
-                (new / "archives").write_text(_sums(files), encoding="utf-8")
+            if to == "text":
+                (new / "archives").write_text(self._sums(), encoding="utf-8")
             new.rename(folder)
         if (self.dest / "bin").is_dir() and recorded(self.dest, "counts").is_file():
             self.finish({})
@@ -265,8 +265,3 @@ class Preparation:
         if not recorded(self.dest, "counts").exists():
             write_settings(recorded(self.dest, "counts"), counts)
         shutil.rmtree(self.dest / "stages", ignore_errors=True)
-
-
-def _sums(files: Sequence[Path]) -> str:
-    """What sha256sum prints."""
-    return "".join(f"{checksum(file)}  {file.name}\n" for file in files)

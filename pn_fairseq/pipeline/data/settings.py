@@ -27,8 +27,9 @@ DEFAULTS = {
     "nonprinting": "0",  # 1: characters that are not printed become spaces
     "aggressive": "0",  # 1: hyphens within words become tokens @-@
     "compound_split": "0",  # 1: pn score splits compounds at hyphens (##AT##-##AT##)
-    "clean": "",  # "MIN MAX RATIO": remove training pairs by their length
+    "clean": "",  # "MIN MAX RATIO": remove pairs by their length
     "clean_stage": "tok",  # what is counted: tok, tokens (BPE is learned on what is kept), or bpe, subwords
+    "clean_splits": "train",  # which splits are cleaned: train, or train,valid
     "valid_every": "0",  # N: each N-th training pair that is kept is for validation; 0: the text has a validation set
 }
 #: What older versions did without recording it.
@@ -85,18 +86,15 @@ def keep(dest: Path, folder: Path, settings: Mapping[str, str]) -> dict[str, str
     before = {**UNRECORDED, **old}
     if old and (before["tokenizer"], settings["tokenizer"]) == (tokens.SACREMOSES_OLD, tokens.SACREMOSES):
         settings = {**settings, "tokenizer": tokens.SACREMOSES_OLD}  # a preparation that began is finished in its way
-        say(
-            "prepare",
-            f"note: {dest} has the tokenizer of an older version; for current Moses' prepare another directory",
-        )
+        say("prepare", f"note: {dest} has an older version's tokenizer; for current Moses' prepare another directory")
     new = {**settings, **sums}
-    learned = any(
-        (dest / stage / model).exists() for stage in ("bpe", "stages/bpe") for model in subwords.MODELS.values()
-    )
-    for name in new if old else ():
-        if before.get(name) != new[name] and (learned or name not in ("bpe", "segmentation")):
+    changed = [name for name in new if old and before.get(name) != new[name]]
+    models = [dest / stage / model for stage in ("bpe", "stages/bpe") for model in subwords.MODELS.values()]
+    may_change = () if any(map(Path.exists, models)) else ("bpe", "segmentation")
+    for name in changed:
+        if name not in may_change:
             what = "other text" if name in sums else f"other settings ({name}={before.get(name)}, not {new[name]})"
             raise UserError(f"{dest} was made with {what}, see {file}; remove it or name another directory")
-    if old != new:
+    if changed or not old:
         write_settings(file, settings, sums)
     return settings

@@ -48,13 +48,9 @@ def test_many_pieces_come_out_in_order(text, workers):
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_lost_sentence_is_noticed(text, workers):
+    job = Job(text, text.with_name("out"), lambda text: text[text.index(b"\n") + 1 :])
     with pytest.raises(UserError, match="in: .* lines went into a step and .* came out"):
-        transform(
-            [Job(text, text.with_name("out"), lambda text: text[text.index(b"\n") + 1 :])],
-            workers,
-            "",
-            text.parent / "pieces",
-        )
+        transform([job], workers, "", text.parent / "pieces")
     assert {path.name for path in text.parent.iterdir()} == {"in"}
 
 

@@ -1,4 +1,4 @@
-"""prepare_wmt14.sh, prepare_iwslt15_envi.sh and prepare_multi30k.sh on small stand-ins in the layout of the originals.
+"""``pn prepare`` of wmt14, iwslt15_envi and multi30k on small stand-ins in the layout of the originals.
 
 What comes out is compared with a second, simple reading of the same files.
 """
@@ -7,12 +7,8 @@ import gzip
 import hashlib
 import html
 import io
-import os
 import re
-import signal
-import subprocess
 import tarfile
-import time
 from pathlib import Path
 
 import pytest
@@ -21,7 +17,7 @@ from sacremoses import MosesDetokenizer, MosesPunctNormalizer, MosesTokenizer
 from subword_nmt.apply_bpe import BPE
 from subword_nmt.learn_bpe import learn_bpe
 
-from tests.scripts_helpers import ROOT, SCRIPTS, assert_refused, environment, script
+from tests.scripts_helpers import ROOT, assert_refused, script
 
 MULTI30K = ROOT.parent / "shared/data/multi30k"
 
@@ -156,27 +152,19 @@ def write_archives(folder: Path, archives: dict[str, dict[str, str | bytes]]) ->
     return folder
 
 
-def prepare_wmt14(dest: Path, archives: Path, *options, **kwargs):
+def prepare_wmt14(dest: Path, archives: Path | str, *options, **kwargs):
     return script("prepare_wmt14.sh", "--dest", dest, "--archive", archives, "--bpe", 150, *options, **kwargs)
 
 
 @pytest.fixture(scope="module")
 def wmt14(tmp_path_factory) -> Path:
-    """Prepared in two runs, of which the first is ended while it tokenizes, after something like a kill -9 before."""
+    """Prepared where something like a kill -9 has left files."""
     base = tmp_path_factory.mktemp("wmt14 of 2,014")
     archives = write_archives(base / "my archives", wmt14_members())
     dest = base / "data"
     for left in ("partial/unpacked/x.tgz/x.en", "partial/text/train.en", "stages/tok/test.en.partial"):
         (dest / left).parent.mkdir(parents=True, exist_ok=True)
         (dest / left).write_text("half a li")
-    command = ["bash", SCRIPTS / "prepare_wmt14.sh", "--dest", dest, "--archive", archives, "--bpe", "150"]
-    first = subprocess.Popen(command, env=environment(), stderr=subprocess.DEVNULL, start_new_session=True)
-    while first.poll() is None and not (dest / "text").exists():
-        time.sleep(0.01)
-    time.sleep(1)
-    os.killpg(first.pid, signal.SIGTERM)
-    assert first.wait(timeout=60) != 0
-    assert not (dest / "bin").exists()
     prepare_wmt14(dest, archives, "--workers", 2)
     assert {path.name for path in dest.iterdir()} <= {
         *(".lock", "text", "raw", "tok", "bpe", "bin", "settings.txt", "counts.txt", "removed.tsv")
@@ -269,20 +257,6 @@ def test_wmt14_again(wmt14):
     assert "is complete" in prepare_wmt14(wmt14, archives).stderr
     assert "is complete" in prepare_wmt14(wmt14, archives.parent).stderr, "without the archives"
     assert state(wmt14) == before
-    assert_refused(prepare_wmt14(wmt14, archives, "--bpe", 151, check=False), str(wmt14), "other settings")
-    assert state(wmt14) == before
-
-
-@pytest.mark.slow
-def test_wmt14_without_interruption(wmt14, tmp_path):
-    """The same bytes as the fixture's two runs made, with another number of processes and the archives in a mirror."""
-    mirror = wmt14.parent / "my archives"
-    flags = ("--dest", tmp_path / "data", "--bpe", 150, "--workers", 1)
-    result = script("prepare_wmt14.sh", *flags, DATA_MIRROR=str(mirror))
-    assert "train has" not in result.stderr and "newstest2014-deen has 5 sentence pairs here" in result.stderr
-    assert {name: content for name, (content, _) in state(tmp_path / "data").items()} == {
-        name: content for name, (content, _) in state(wmt14).items()
-    }
 
 
 @pytest.mark.slow
@@ -304,53 +278,12 @@ def test_wmt14_cleaned_by_subwords(tmp_path):
     assert_joined_and_binarized(data, "en", "de", train=len(kept), valid=32, test=5)
 
 
-@pytest.mark.parametrize(
-    ("archive", "member", "change", "needles"),
-    [
-        (
-            "training-parallel-europarl-v7.tgz",
-            "training/europarl-v7.de-en.de",
-            lambda text: text.replace("ü", "u").encode() + b"f\xfcnf\n",
-            ("europarl-v7.tgz/training/europarl-v7.de-en.de", "line 56 is not UTF-8"),
-        ),
-        (
-            "training-parallel-nc-v12.tgz",
-            "training/news-commentary-v12.de-en.en",
-            lambda text: text + "one more\n",
-            ("news-commentary-v12.de-en", "51 lines", "50"),
-        ),
-        (
-            "test-full.tgz",
-            "test-full/newstest2014-deen-src.en.sgm",
-            lambda text: text.replace("lamp-posts.</seg>", "lamp-posts."),
-            ("newstest2014-deen-src.en.sgm", "line 16"),
-        ),
-    ],
-    ids=["not UTF-8", "unequal", "broken SGML"],
-)
-def test_wmt14_archives_that_are_wrong(tmp_path, archive, member, change, needles):
-    members = wmt14_members()
-    text = members[archive].pop(member, "")
-    if change is not None:
-        members[archive][member] = change(text)
-    archives = write_archives(tmp_path / "archives", members)
-    assert_refused(prepare_wmt14(tmp_path / "data", archives, check=False), *needles)
-    assert_not_begun(tmp_path / "data")
-
-
-@pytest.mark.parametrize("case", ["cut off", "page", "not there"])
-def test_wmt14_downloads_that_are_wrong(tmp_path, case):
-    archives = write_archives(tmp_path / "archives", wmt14_members())
-    archive = archives / "training-parallel-nc-v12.tgz"
-    if case == "cut off":
-        archive.write_bytes(archive.read_bytes()[:-100])
-    elif case == "page":
-        archive.write_text("<!DOCTYPE html>\n<html><h1>Not Found</h1></html>")
-    else:
-        archive.unlink()
-    needle = {"cut off": "cut off", "page": "not an archive", "not there": "there is no"}[case]
-    assert_refused(prepare_wmt14(tmp_path / "data", archives, check=False), "training-parallel-nc-v12.tgz", needle)
-    assert_not_begun(tmp_path / "data")
+def test_wmt14_test_set_from_elsewhere_is_refused(wmt14, tmp_path):
+    """A file of the same name, in a mirror; the other archives are taken as they are."""
+    result = prepare_wmt14(tmp_path, "", DATA_MIRROR=str(wmt14.parent / "my archives"), check=False)
+    assert_refused(result, "test-full.tgz", "its md5 is", "a8cd784e006feb32ac6f3d9ec7eb389a")
+    assert_not_begun(tmp_path)
+    assert {path.name for path in (tmp_path / "download").iterdir()} == set(ARCHIVES)
 
 
 # IWSLT15 English-Vietnamese
@@ -420,8 +353,7 @@ def test_iwslt15_again_and_interrupted(iwslt15):
     result = prepare_iwslt15(iwslt15, iwslt15.parent, MOSES="/nowhere")
     assert "is complete" in result.stderr and "MOSES is not used" in result.stderr
     assert state(iwslt15) == before
-    # As if ended before the last step of the reading, and between two files of tok/.
-    (iwslt15 / "text/archives").unlink()
+    # As if ended between two files of tok/.
     (iwslt15 / "counts.txt").unlink()
     (iwslt15 / "tok/test.vi").unlink()
     prepare_iwslt15(iwslt15, iwslt15.parent / "archives", "--workers", 1)
@@ -430,23 +362,14 @@ def test_iwslt15_again_and_interrupted(iwslt15):
     assert again["tok/train.en"] == before["tok/train.en"], "what was there was not made again"
 
 
-@pytest.mark.parametrize(
-    ("name", "change", "needles"),
-    [
-        ("tst2012.vi", lambda text: text + "one more\n", ("tst2012.en has 7 lines", "8")),
-        ("tst2013.vi", lambda text: "", ("tst2013.vi", "empty")),
-    ],
-)
-def test_iwslt15_files_that_are_wrong(tmp_path, name, change, needles):
-    files = iwslt15_files()
-    files[name] = change(files[name])
-    archives = write_files(tmp_path / "archives", files)
-    assert_refused(prepare_iwslt15(tmp_path / "data", archives, check=False), *needles)
+def test_iwslt15_without_a_file(tmp_path):
+    archives = write_files(tmp_path / "archives", iwslt15_files())
+    (archives / "tst2012.vi").unlink()
+    result = prepare_iwslt15(tmp_path / "data", archives, check=False)
+    assert_refused(result, "tst2012.vi", str(archives), "nlp.stanford.edu")
     assert_not_begun(tmp_path / "data")
-    if name == "tst2012.vi":
-        (archives / name).unlink()
-        result = prepare_iwslt15(tmp_path / "data", archives, check=False)
-        assert_refused(result, name, str(archives), "nlp.stanford.edu")
+    result = prepare_iwslt15(tmp_path / "data", tmp_path / "nowhere", check=False)
+    assert_refused(result, "nowhere", "nlp.stanford.edu")
 
 
 # Multi30k
@@ -501,10 +424,6 @@ def test_multi30k_corpora_that_are_wrong(multi30k, tmp_path):
     refused("test2018.de", options=("--test", "test2018"))
     refused("--test", options=("--test", "../x"))
     refused("--test", options=("--test", ""))
-    (multi30k / "train.de.gz").write_bytes((multi30k / "train.de.gz").read_bytes()[:-9])
-    refused("train.de", "damaged or cut off")
-    (multi30k / "train.de").write_bytes(b"f\xfcnf\n")
-    refused("train.de", "line 1 is not UTF-8")
     (multi30k / "train.de").write_text("one line\n")
     refused("train.de has 1 lines", "60")
     assert_refused(script("prepare_multi30k.sh", check=False), "--corpus", "--help")

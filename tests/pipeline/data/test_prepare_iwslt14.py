@@ -1,4 +1,4 @@
-"""scripts/prepare_iwslt14.sh on a small archive in the original layout, against a simple second reading of it."""
+"""``pn prepare iwslt14`` on a small archive in the original layout, against a simple second reading of it."""
 
 import gzip
 import io
@@ -19,6 +19,8 @@ from sacremoses import MosesTokenizer
 from sentencepiece import SentencePieceProcessor
 
 from tests.scripts_helpers import ROOT, SCRIPTS, assert_refused, environment, run, script
+
+from .test_prepare_corpora import wmt14_members, write_archives
 
 LANGUAGES = ("de", "en")
 TEST_SETS = ("TED.dev2010", "TEDX.dev2012", "TED.tst2010", "TED.tst2011", "TED.tst2012")
@@ -300,19 +302,38 @@ def test_ended_by_a_signal_it_resumes_and_ends_in_the_same_bytes(archive, prepar
     assert_same_bytes(dest, prepared)
 
 
+TRANSLATION = ("settings.txt", "text", "stages/tok/train.en", "raw", "tok", "removed.tsv", "counts.txt", "bin")
+
+
 @pytest.mark.slow
-def test_killed_before_every_renaming_it_ends_in_the_same_bytes(archive, prepared, tmp_path):
+@pytest.mark.parametrize(
+    ("corpus", "least", "made"),
+    [
+        ("iwslt14", 20, (*TRANSLATION, "partial/unpacked/de-en.tgz", "bpe/codes", "bpe/test.en")),
+        ("wmt14", 20, (*TRANSLATION, "partial/unpacked/dev.tgz", "stages/bpe/codes", "stages/bpe/test.en", "bpe")),
+        ("text_lm", 7, ("settings.txt", "raw", "tok/train.txt", "tok/valid.txt", "tok/test.txt", "bin", "counts.txt")),
+    ],
+)
+def test_killed_before_every_renaming_it_ends_in_the_same_bytes(corpus, least, made, archive, tmp_path):
     """Once before each file and folder that any step replaces; so between all of them, and with nothing left to do."""
-    dest, names = tmp_path / "data", tmp_path / "killed at"
+    words = command(archive, tmp_path / "data")
+    if corpus == "wmt14":
+        words = [word.replace("iwslt14", "wmt14") for word in words] + ["--clean-stage", "bpe"]
+        words[words.index("--archive") + 1] = str(write_archives(tmp_path / "archives", wmt14_members()))
+    elif corpus == "text_lm":
+        for split in ("train", "valid", "test"):
+            (tmp_path / f"{split}.txt").write_text("The cat sat.\n" * 9)
+        words = [str(SCRIPTS / "prepare_text_lm.sh"), "--dest", words[3], "--corpus", str(tmp_path), "--tokenize", "en"]
+    run(*words)
+    undisturbed = (tmp_path / "data").rename(tmp_path / "undisturbed")
+    names = tmp_path / "killed at"
     hook = environment(PYTHONPATH=str(KILLING), KILLED=str(names))
     runs = 1
-    while subprocess.run(command(archive, dest), env=hook, start_new_session=True).returncode == -signal.SIGKILL:
+    while subprocess.run(words, env=hook, start_new_session=True).returncode == -signal.SIGKILL:
         runs += 1
-    at = [str(Path(name).relative_to(dest)) for name in names.read_text().splitlines()]
-    assert runs == len(at) + 1 and len(at) >= 20
-    made = {"settings.txt", "text", "raw", "tok", "removed.tsv", "counts.txt", "bpe/codes", "bpe/test.en", "bin"}
-    assert made <= set(at) and "partial/unpacked/de-en.tgz" in at
-    assert_same_bytes(dest, prepared)
+    at = {str(Path(name).relative_to(tmp_path / "data")) for name in names.read_text().splitlines()}
+    assert runs == len(at) + 1 and len(at) >= least and at >= set(made)
+    assert_same_bytes(tmp_path / "data", undisturbed)
 
 
 def test_other_text_or_settings_are_refused(archive, prepared, members, tmp_path):
@@ -374,28 +395,11 @@ def test_moses_scripts_and_sentencepiece(archive, reading, tmp_path):
     assert not (tmp_path / "new/tok").exists() and not list((tmp_path / "new/stages/tok").iterdir())
 
 
-def mistakes(members: dict[str, str]) -> dict[str, tuple[dict[str, str | bytes], tuple[str, ...]]]:
-    """Name -> an archive that cannot be used, and parts of the error message."""
-    german = "de-en/train.tags.de-en.de"
+def test_an_archive_without_a_member(members, tmp_path):
     without = {name: text for name, text in members.items() if "tst2011.de-en.en" not in name}
-    shorter = {**members, german: members[german].rsplit("\n", 1)[0]}
-    latin = {**members, german: members[german].encode().replace("ó".encode(), b"\xf3", 1)}
-    return {
-        "missing member": (
-            without,
-            ("has no de-en/IWSLT14.TED.tst2011.de-en.en.xml; the files in it are de-en/README, ",),
-        ),
-        "fewer lines": (shorter, ("de-en.tgz/de-en/train.tags.de-en.de has", "lines", "translations")),
-        "not UTF-8": (latin, ("de-en.tgz/de-en/train.tags.de-en.de: line", "not UTF-8")),
-    }
-
-
-@pytest.mark.parametrize("name", ["missing member", "fewer lines", "not UTF-8"])
-def test_archives_that_cannot_be_used(name, members, tmp_path):
-    content, needles = mistakes(members)[name]
-    assert_refused(
-        prepare(tmp_path / "data", "--archive", pack(tmp_path / "de-en.tgz", content), check=False), *needles
-    )
+    result = prepare(tmp_path / "data", "--archive", pack(tmp_path / "de-en.tgz", without), check=False)
+    needle = "has no de-en/IWSLT14.TED.tst2011.de-en.en.xml; the files in it are de-en/README, "
+    assert_refused(result, needle, "de-en.tgz")
     assert {path.name for path in (tmp_path / "data").iterdir()} <= {".lock"}
 
 
@@ -412,8 +416,12 @@ def test_downloads_that_are_no_archive(content, archive, tmp_path):
 def test_wrong_checksum_and_wrong_settings(archive, tmp_path):
     mirror = str(archive.parent)
     assert_refused(prepare(tmp_path / "data", "--sha256", "0" * 64, DATA_MIRROR=mirror, check=False), "sha256")
-    assert_refused(prepare(tmp_path / "new", "--archive", tmp_path / "none.tgz", check=False), "none.tgz", "--archive")
-    assert_refused(prepare(tmp_path / "new", BPE="unigram", check=False), "BPE", "'unigram'")
+    flags = ("--archive", tmp_path / "none.tgz")
+    assert_refused(
+        prepare(tmp_path / "data", *flags, check=False), "none.tgz", "(--archive); it comes from https://dl."
+    )
+    assert_refused(prepare(tmp_path / "new", *flags, "--sha256", "0" * 64, check=False), "--sha256 is for a download")
+    assert {path.name for path in (tmp_path / "data").iterdir()} <= {".lock", "download"}
     assert_refused(prepare(tmp_path / "new", MOSES="/nowhere", check=False), "MOSES", "/nowhere")
     assert_refused(prepare(tmp_path / "new", "--workers", 0, check=False), "--workers")
     assert not (tmp_path / "new").exists()

@@ -28,6 +28,12 @@ def test_values_that_cannot_be_used(name, value, needle):
     assert needle in str(error.value)
 
 
+def test_a_validation_set_that_is_taken_from_train_has_no_text():
+    assert settings.files(check()) == ["train.de", "train.en", "valid.de", "valid.en", "test.de", "test.en"]
+    assert settings.files(check(valid_every=23)) == ["train.de", "train.en", "test.de", "test.en"]
+    assert settings.files({"task": "language_modeling"}) == ["train.txt", "valid.txt", "test.txt"]
+
+
 @pytest.fixture
 def dest(tmp_path):
     text = tmp_path / "text"
@@ -44,7 +50,12 @@ def test_settings_are_kept_and_read(dest):
     assert settings.read(dest) == {**settings.DEFAULTS, "source": "de", "target": "en", "bpe": "300"}
     recorded = (dest / "settings.txt").read_text().splitlines()
     assert recorded[3] == "bpe=300" and recorded[-1].endswith("  test.en")
+    recorded.remove("clean_splits=train")
+    (dest / "settings.txt").write_text("".join(f"{line}\n" for line in recorded))
     settings.keep(dest, dest / "text", check(bpe=300))
+    assert (dest / "settings.txt").read_text().splitlines() == recorded, (
+        "runs that were trained on it compare the bytes"
+    )
 
 
 def test_what_is_learned_is_not_mixed_with_other_settings_or_text(dest):

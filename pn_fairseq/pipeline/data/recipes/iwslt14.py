@@ -10,8 +10,6 @@ Downloads IWSLT14 German-English, and makes of it the data for `pn train iwslt14
 160239 train, 7283 valid and 6750 test pairs are expected.
 """
 
-from pathlib import Path
-
 from pn_fairseq.common.command import UserError, say
 from pn_fairseq.common.files import read_settings, recorded
 from pn_fairseq.pipeline.data.pairs import segments, strip_tags
@@ -33,8 +31,6 @@ PAIRS = {"train": "160239", "valid": "7283", "test": "6750"}
 
 
 def prepare(data: Preparation, archive: str | None, sha256: str, bpe: str) -> None:
-    if archive and not Path(archive).is_file():
-        raise UserError(f"there is no archive '{archive}' (--archive)")
     if archive and sha256:
         raise UserError("--sha256 is for a download; --archive takes a file as it is")
     data.begin(
@@ -49,13 +45,11 @@ def prepare(data: Preparation, archive: str | None, sha256: str, bpe: str) -> No
     )
 
     # 1. The published text, one sentence a line: DEST/text.
-    file = Path(archive).absolute() if archive else data.published([URL])[0]
-    if not data.made_of([file]):
-        data.get(URL, file, sha256)
+    for file in data.published({URL: sha256}, archive):
         members = data.unpack(file, [*TRAIN, *TESTS])
         data.take(strip_tags, "train", members[:2])
         data.take(segments, "test", members[2:])
-    data.keep_text("text", [file])
+    data.keep_text("text")
 
     # 2. Tokens, lower-cased.
     data.tokenize("text", "stages/tok")

@@ -33,14 +33,11 @@ def prepare(data: Preparation, archive: str | None, bpe: str) -> None:
     # 1. The published tokens, as they are (DEST/text/tokens): they were tokenized as Moses' scripts do it, with ' as
     # &apos; and so on, and published BLEU scores compare such tokens. sacreBLEU and chrF need plain text (DEST/text):
     # the nearest text is what the detokenizer of the translations makes of the reference.
-    files = data.published(URLS, archive)
-    if not data.made_of(files):
-        for url, file in zip(URLS, files, strict=True):
-            data.get(url, file)
+    if files := data.published(dict.fromkeys(URLS, ""), archive):
         for number, (split, (_, count)) in enumerate(SPLITS.items()):
             data.take(tokens, split, files[2 * number : 2 * number + 2], count, to="tokens")
         data.detokenize("partial/text/tokens", "partial/text")
-    data.keep_text("text", files)
+    data.keep_text("text")
     data.copy("text", "raw")
     data.copy("text/tokens", "tok")
 

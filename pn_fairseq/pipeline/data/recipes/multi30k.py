@@ -7,7 +7,7 @@ test2017. Makes the data for `pn train multi30k_de_en`, tokenized and lower-case
 """
 
 from pn_fairseq.common.command import UserError
-from pn_fairseq.pipeline.data.preparation import CORPUS, Option, Preparation, bpe
+from pn_fairseq.pipeline.data.preparation import CORPUS, Option, Preparation, bpe, need_text
 
 CONFIG = "multi30k_de_en"
 # The scripts of the corpus' repository (multi30k/dataset) lower-case, too, and leave the number of merges to their
@@ -24,8 +24,9 @@ def prepare(data: Preparation, corpus: str, test: str, bpe: str) -> None:
         raise UserError(f"--test must be the name of a test set in {corpus}, such as test2016, not '{test}'")
     files = [f"{split}.{lang}" for split in ("train", "valid", test) for lang in ("de", "en")]
     name = CONFIG if test == "test2016" else f"{CONFIG}_{test}"
-    data.begin(name, corpus, files, source="de", target="en", lower=1, bpe=bpe)
-    data.take_folder(data.corpus, test, expect=[29000, 1014, *([1000] if test in ("test2016", "test2017") else [])])
+    folder = need_text(corpus, *files)
+    data.begin(name, source="de", target="en", lower=1, bpe=bpe)
+    data.take_folder(folder, test, expect=[29000, 1014, *([1000] if test in ("test2016", "test2017") else [])])
     data.tokenize("raw", "tok")
     data.segment()
     data.binarize()

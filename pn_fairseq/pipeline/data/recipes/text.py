@@ -4,7 +4,7 @@ Takes train, valid and test in both languages from --corpus (train.es, train.en,
 or .gz), tokenizes and, unless --keep-case is given, lower-cases it.
 """
 
-from pn_fairseq.pipeline.data.preparation import CORPUS, KEEP_CASE, Option, Preparation, bpe
+from pn_fairseq.pipeline.data.preparation import CORPUS, KEEP_CASE, Option, Preparation, bpe, need_text
 
 CONFIG = ""
 OPTIONS = (
@@ -18,8 +18,9 @@ OPTIONS = (
 
 def prepare(data: Preparation, corpus: str, source: str, target: str, bpe: str, keep_case: bool) -> None:
     names = [f"{split}.{lang}" for split in ("train", "valid", "test") for lang in (source, target)]
-    data.begin(CONFIG, corpus, names, source=source, target=target, lower=int(not keep_case), bpe=bpe)
-    data.take_folder(data.corpus)
+    folder = need_text(corpus, *names)
+    data.begin(CONFIG, source=source, target=target, lower=int(not keep_case), bpe=bpe)
+    data.take_folder(folder)
     data.tokenize("raw", "tok")
     data.segment()
     data.binarize()

@@ -20,6 +20,5 @@ TOKENS = (103227021, 217646, 245569)
 
 def prepare(data: Preparation, archive: str | None) -> None:
     data.open(CONFIG)
-    (file,) = data.published([URL], archive)
-    data.get(URL, file, SHA256)
+    (file,) = data.published({URL: SHA256}, archive)
     language_model.prepare(data, "WikiText-103", data.unpack(file, MEMBERS), expect=TOKENS)

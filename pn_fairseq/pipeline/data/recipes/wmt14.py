@@ -65,13 +65,10 @@ def prepare(data: Preparation, archive: str | None, bpe: str, clean_stage: str) 
     )
 
     # 1. The published text, one sentence a line: DEST/text.
-    files = data.published([*CONTENT], archive)
-    if not data.made_of(files):
-        for url, file in zip(CONTENT, files, strict=True):
-            data.get(url, file, CHECKSUMS.get(url, ""))
+    if files := data.published({url: CHECKSUMS.get(url, "") for url in CONTENT}, archive):
         for (split, reader, count, members), file in zip(CONTENT.values(), files, strict=True):
             data.take(reader, split, data.unpack(file, members), count)
-    data.keep_text("text", files)
+    data.keep_text("text")
 
     # 2. Tokens. fairseq's recipe normalises nothing in the test set.
     data.tokenize("text", "stages/tok", ["train", "valid"])
