@@ -58,7 +58,7 @@ def beam_search(encoder, decoder, sentence):
     for step in range(LONGEST + 1):
         tokens = np.array([prefix[-1:] for prefix in prefixes])
         logits, keys, values = decoder(tokens, *memory, keys, values)
-        total = scores[:, None] + logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+        total = scores[:, None] + torch.tensor(logits).log_softmax(-1).numpy()
         total[:, PAD] = -np.inf
         if step == 0:
             total[:, EOS] = -np.inf

@@ -269,3 +269,14 @@ def test_values_that_do_not_fit_are_refused(option):
     names = {"renorm": "batch-renorm", "lambda": "batch-reg", "window": "mabn"}
     with pytest.raises(ValueError, match=f"{option}=-1"):
         build_norm(names[option.partition("_")[0]], CHANNELS, **{option: -1})
+
+
+def test_prepbn_without_learned_parameters():
+    norm = build_norm("prep-batch", CHANNELS, fade_updates=5, affine=False).double().train()
+    norm.set_num_updates(2)
+    x = torch.randn(7, CHANNELS, dtype=torch.float64)
+    layer = torch.nn.functional.layer_norm(x, (CHANNELS,))
+    batch = torch.nn.functional.batch_norm(x, None, None, training=True) + x
+    torch.testing.assert_close(norm(x), 0.6 * layer + 0.4 * batch)
+    mean, var = norm.eval().evaluation_statistics()
+    torch.testing.assert_close(norm(x), (x - mean) / (var + norm.eps).sqrt() + x)
