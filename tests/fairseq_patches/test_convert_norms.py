@@ -63,6 +63,21 @@ def test_translation(train, tmp_path, arch, recwarn):
     assert all(each.masks for each in norm_report(model))
 
 
+@pytest.mark.parametrize("norm", ["batch", "power,psi_warmup_updates=1"])
+def test_activation_checkpointing_computes_the_same(train, norm):
+    """The gradients, which SGD with a rate of 1 adds to the weights, and the state; with dropout, also after a warm-up.
+
+    The encoder's gradients are sums over the decoder's layers, which recomputation takes in another order.
+    """
+    flags = ("transformer_iwslt_de_en", f"--convert-norms=*={norm}", "--optimizer=sgd", "--lr=1", "--restore-file=none")
+    plain, recomputed = (train(*flags, *more)["model"] for more in ((), ("--checkpoint-activations",)))
+    assert plain.keys() == recomputed.keys()
+    for name, tensor in plain.items():
+        if name.endswith("num_batches_tracked"):
+            assert tensor == recomputed[name] == 2
+        torch.testing.assert_close(recomputed[name], tensor, rtol=1e-5, atol=1e-6, msg=f"{name}: {{}}".format)
+
+
 def test_generation_rebuilds_the_norms(train, tmp_path, monkeypatch, capsys):
     train("transformer_iwslt_de_en", "--convert-norms=encoder.*=power,psi_warmup_updates=3")
     given = f"{tmp_path / 'data'} --user-dir {ROOT / 'pn_fairseq'} --path {tmp_path / 'run/checkpoint_last.pt'} --cpu"

@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from pn_fairseq.common.checkpoints import load_checkpoint
 from pn_fairseq.models.fold_checkpoint import TOLERANCE, compare, fold_weights
 from pn_fairseq.models.normed_model import FOLDED_MARK, FoldedModelError
-from pn_fairseq.norms import NORMS, LayerScale
+from pn_fairseq.norms import NORMS, LayerScale, fold_norms
 from pn_fairseq.norms.base import ChannelNorm, RunningNorm, running_norms
 from pn_fairseq.pipeline.fold import main
 
@@ -103,6 +103,19 @@ CASES += [("power", 2, {"norm_variant": "release", "decoder_norm": "batch"})]
 LAST = {"encoder_norm_last": "power", "decoder_norm_last": "batch", "share_all_embeddings": False}
 CASES += [("batch", 2, LAST)]
 CASES += [("batch", 2, {f"{side}_norm_placement": name for side in ("encoder", "decoder")}) for name in ("peri", "sub")]
+
+
+def test_a_norm_that_is_no_affine_map_in_evaluation_stays(data, tmp_path, monkeypatch):
+    """One with ``folds = False``, in the decoder of a model whose encoder folds, and by fold_norms."""
+    monkeypatch.setattr(NORMS["batch"].cls, "folds", False)
+    model, args = make("power", decoder_norm="batch", share_all_embeddings=False)
+    folded = load(fold(state_of(model, args, data), tmp_path), data)
+    assert not running_norms(folded.encoder)
+    assert len(running_norms(folded.decoder)) == len(running_norms(model.decoder)) == 3 * LAYERS + 1
+    chain = torch.nn.Sequential(NORMS["batch"].cls(4), torch.nn.Linear(4, 4)).eval()
+    assert fold_norms(chain, torch.randn(5, 4)) == []
+    monkeypatch.setattr(NORMS["batch"].cls, "folds", True)
+    assert fold_norms(chain, torch.randn(5, 4)) == [("0", "1")]
 
 
 @pytest.mark.parametrize(("norm", "groups", "flags"), CASES, ids=str)
