@@ -50,6 +50,9 @@ for number in reversed(range(37)):
             named = 5 if mode == "twice" and number == 6 else number
             print(f"H-{named}\\t-{which}.5\\ttranslation {number}" + "+" * which)
             print(f"D-{number}\\t-0.5\\tnone of ours")
+if mode == "linger":
+    sys.stdout.flush()
+    time.sleep(2)
 """
 
 
@@ -446,10 +449,12 @@ def test_a_checkpoint_that_cannot_be_read_is_refused_before_anything_starts(spoi
     assert not (place / "run/generate/test").exists() and not calls(place)
 
 
-def test_progress_is_shown_while_nothing_is_translated(place, capsys, monkeypatch):
+def test_progress_is_shown_and_counts_sentences(place, capsys, monkeypatch):
     monkeypatch.setattr("pn_fairseq.pipeline.generate.PROGRESS_SECONDS", 0)
-    assert generate(place) == 0
-    assert re.search(r"^\[generate\] \d+ of 37 sentences, \d+ s$", capsys.readouterr().err, re.M)
+    monkeypatch.setenv("MODE", "linger")
+    assert generate(place, "--nbest", 3) == 0
+    shown = re.findall(r"^\[generate\] (\d+) of 37 sentences, \d+ s$", capsys.readouterr().err, re.M)
+    assert shown[-1] == "37"
 
 
 def test_checkpoints_that_are_there_are_named(place, capsys):
