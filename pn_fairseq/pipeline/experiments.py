@@ -187,7 +187,8 @@ def batch_size(argv: Sequence[str]) -> int:
     """``pn reproduce batch_size``: the same update in mini-batches of four sizes."""
     parser = _parser("batch_size", _BATCH_SIZE)
     add, corpora = parser.add_argument, ("verses", "iwslt14", "wmt14")
-    add("settings", nargs="*", default=[], metavar="key=value", help="settings that differ from those of the corpus")
+    settings = "settings that differ from the configuration of the corpus"
+    add("settings", nargs="*", default=[], metavar="key=value", help=settings)
     add("--corpus", choices=corpora, default="verses", help="the corpus (default verses)")
     runs = "where the runs go, as DIR/tokens512/NORM_seedN, and DIR/figures (default runs/batch_size_CORPUS)"
     add("--runs", type=Path, metavar="DIR", help=runs)
