@@ -79,17 +79,18 @@ def record(runs: dict[str, Run]) -> pandas.DataFrame:
 
 
 def subjects(names: tuple[str, ...], norm: str | None) -> list[Subject]:
-    """What the files in docs/figures hold of the runs. ``norm``: that of Figures 2 to 4; None: the first."""
-    spectra, records = pandas.read_csv(FIGURES / "spectra.csv"), FIGURES / RECORDS
-    every = pandas.read_parquet(records) if records.is_file() else None
-    found = []
+    """The runs, from the files in docs/figures. ``norm``: the norm of Figures 2 to 4; None: the first."""
+    spectra, file = pandas.read_csv(FIGURES / "spectra.csv"), FIGURES / RECORDS
+    records = pandas.read_parquet(file) if file.is_file() else None
+    subjects_of_runs = []
     for name in names:
-        label, probe, series = MODELS[name][0], None, None
-        if every is not None:
-            probe = every[every["run"] == name]
-            series = series_of(probe, norm or probe["norm"].iloc[0], int(probe["updates"].iloc[0]))
-        found.append(Subject(name, label, label, probe=probe, series=series, spectrum=spectra[name].to_numpy()))
-    return found
+        subject = Subject(name, MODELS[name][0], MODELS[name][0], spectrum=spectra[name].to_numpy())
+        if records is not None:
+            subject.probe = records[records["run"] == name]
+            norm_of_run = norm or subject.probe["norm"].iloc[0]
+            subject.series = series_of(subject.probe, norm_of_run, int(subject.probe["updates"].iloc[0]))
+        subjects_of_runs.append(subject)
+    return subjects_of_runs
 
 
 def draw() -> None:
@@ -113,10 +114,10 @@ def medians(run: Run, name: str) -> list[dict]:
     for norm in read_subject(run, name, name).probe["norm"].unique():
         series = read_subject(run, name, name, norm).series
         numbers = [column for column in series if column.endswith(("_l1", "_l2")) or column.startswith("tid_")]
-        found = series.groupby("fifth")[numbers].median()
+        by_fifth = series.groupby("fifth")[numbers].median()
         for column in numbers:
-            fifths = {f"to {20 * int(fifth)}%": value for fifth, value in found[column].items()}
-            if not found[column].isna().all():
+            fifths = {f"to {20 * int(fifth)}%": value for fifth, value in by_fifth[column].items()}
+            if not by_fifth[column].isna().all():
                 rows.append({"run": name, "norm": norm, "quantity": column, **fifths})
     return rows
 
@@ -127,8 +128,8 @@ def gains(run: Run, name: str) -> list[dict]:
     last = read_subject(run, name, name).probe.dropna(subset=[column]).drop_duplicates("norm", keep="last")
     values = {norm: pandas.Series(of_norm) for norm, of_norm in zip(last["norm"], last[column], strict=True)}
     return [
-        {"run": name, "norm": norm, "median": each.median(), "share above 1": (each > 1).mean()}
-        for norm, each in values.items()
+        {"run": name, "norm": norm, "median": of_norm.median(), "share above 1": (of_norm > 1).mean()}
+        for norm, of_norm in values.items()
     ]
 
 

@@ -31,7 +31,7 @@ from pn_fairseq.report import figures, intervals
 from pn_fairseq.report.command import main as pn_report
 from pn_fairseq.report.curves import headless_pyplot
 from pn_fairseq.report.intervals import Compared, count
-from pn_fairseq.report.significance import LOSS, MEASURES, SHORT_NAMES, Family, Measure
+from pn_fairseq.report.significance import LOSS, MEASURES, SHORT_NAMES, Family, Measure, blocks_needed
 
 from .generated import ROOT, block
 
@@ -53,6 +53,10 @@ RUNS = {
     SWEEP: "runs/batch_size_verses/tokens*/*_seed*",
 }
 MARGIN = MEASURES["tokenized"].margin
+#: The planned comparisons were chosen when these seeds were known.
+KNOWN_SEEDS = 3
+#: The differences whose blocks are counted.
+DIFFERENCES = {MEASURES["tokenized"]: (0.5, 1.0), MEASURES[LOSS]: (0.02, 0.05)}
 COMMAND = "python -m docs.tools.results"
 
 NOTHING = "No run is finished."
@@ -125,7 +129,7 @@ def reports() -> dict[str, pandas.DataFrame]:
 
 def subjects() -> dict[str, pandas.DataFrame]:
     """Title -> the runs in which norms are compared: of each corpus and each kind of language model."""
-    found = {CORPORA[name]: frame[~frame["run"].str.contains(OWN_TABLES)] for name, frame in reports().items()}
+    frames = {CORPORA[name]: frame[~frame["run"].str.contains(OWN_TABLES)] for name, frame in reports().items()}
     if folders(LM):
         frame = runs_of(LM)
         for model, title in MODELS.items():
@@ -134,8 +138,8 @@ def subjects() -> dict[str, pandas.DataFrame]:
                 of_model[column] = of_model[column].str.replace(rf"{model} \w+(, )?", "", regex=True)
                 of_model[column] = of_model[column].str.replace(r"(, )?\)$|^(.*) \($", r")", regex=True)
                 of_model[column] = of_model[column].str.replace(" ()", "")
-            found[title] = of_model
-    return found
+            frames[title] = of_model
+    return frames
 
 
 @functools.cache
@@ -183,11 +187,11 @@ def draw() -> None:
 
 def planned() -> dict[str, Counter]:
     """Corpus -> folder and norm with its settings, as in ``experiments.manifest`` -> number of seeds."""
-    found = {corpus: Counter() for corpus in CORPORA}
+    seeds = {corpus: Counter() for corpus in CORPORA}
     for part in manifest():
         if part.corpus in CORPORA:  # language_models() has the others
-            found[part.corpus].update(f"{part.folder}/{norm}" for norm in part.norms.split())
-    return found
+            seeds[part.corpus].update(f"{part.folder}/{norm}" for norm in part.norms.split())
+    return seeds
 
 
 def planned_comparisons() -> list[tuple[str, str]]:
@@ -211,11 +215,13 @@ def planned_answer() -> str:
     lines = []
     for system, column in planned_comparisons():
         for kind, titles in (("translation", CORPORA.values()), ("language models", MODELS.values())):
-            parts, differences = [], []
+            parts, differences, later = [], [], []
             for of_measure, title in ((compared(title).get(column), title) for title in titles):
                 if of_measure and (text := of_measure.planned(system)):
                     parts.append(f"    - {title}: {text.partition(': ')[2]}")
-                    differences += of_measure.family_of(system).pairs[system]
+                    pairs = of_measure.family_of(system).pairs[system]
+                    differences += pairs.values()
+                    later += [difference for (_, seed), difference in pairs.items() if seed > KNOWN_SEEDS]
             if not parts:
                 continue
             measure, mean = MEASURES[column], sum(differences) / len(differences)
@@ -225,6 +231,11 @@ def planned_answer() -> str:
                 f"{p_text(stats.ttest_1samp(differences, 0).pvalue)})."
             )
             lines += parts
+            if later:
+                mean = intervals.signed(sum(later) / len(later), measure.digits)
+                lines.append(
+                    f"    - Pairs trained after the comparison was chosen: {intervals.side_of(later)}, mean {mean}"
+                )
     return "\n".join(lines) or UNCOMPARED
 
 
@@ -239,6 +250,22 @@ def strength() -> str:
                 | {"degrees of freedom": str(first.design.degrees)}
                 | {"half interval; detectable": "; ".join(_reach(measure, family) for measure, family, _ in of_title)}
             )
+    return _table(rows) if rows else UNCOMPARED
+
+
+def needed() -> str:
+    """The blocks that would find a difference, by the noise that was measured."""
+    rows = []
+    for title in subjects():
+        for measure, family, _ in families(title):
+            for difference in DIFFERENCES.get(measure, ()):
+                sizes = difference / family.deviation, len(family.intervals)
+                rows.append(
+                    {"runs": title, "difference": f"{difference:g}, {measure.title}"}
+                    | {"noise": f"{family.deviation:.{measure.digits}f}"}
+                    | {"blocks, planned comparison": str(blocks_needed(*sizes, planned=True))}
+                    | {"blocks, all systems": str(blocks_needed(*sizes))}
+                )
     return _table(rows) if rows else UNCOMPARED
 
 
@@ -306,6 +333,8 @@ def table() -> str:
         if title in pictures():
             parts.append(f"![Differences from LN with simultaneous 95% intervals.]({pictures()[title].name})")
         parts.append(_table(_rows(subjects()[title], {"tokenized": "BLEU", LOSS: "validation loss"})))
+        correlation = frame["tokenized"].corr(frame[LOSS])
+        parts.append(f"Correlation of BLEU with validation loss over all runs: {_signed(correlation)}.")
         wrong = sum(map(_went_wrong, frame.itertuples()))
         parts.append(f"Runs that failed, or whose loss or gradient was not finite: {wrong} of {len(frame)}.")
         links = [
@@ -338,21 +367,21 @@ def _first_seeds(pattern: str) -> pandas.DataFrame:
     best = pandas.DataFrame()
     for folder in folders("verses"):
         frame = read(folder)
-        found = frame["run"].str.extract(f"^{pattern}_seed1$")
-        known = found.notna().any(axis=1) & frame[["tokenized", LOSS]].notna().all(axis=1)
+        settings = frame["run"].str.extract(f"^{pattern}_seed1$")
+        known = settings.notna().any(axis=1) & frame[["tokenized", LOSS]].notna().all(axis=1)
         if known.sum() > len(best):
-            best = frame[known].set_index(pandas.MultiIndex.from_frame(found[known].fillna("")))
+            best = frame[known].set_index(pandas.MultiIndex.from_frame(settings[known].fillna("")))
     return best
 
 
 def decays() -> str:
     """PN's validation loss by its two decays."""
     number = r"([\d.]+)"
-    found = _first_seeds(rf"verses/(pn)(?:\+norm_alpha_fwd={number}\+norm_alpha_bwd={number})?")
-    if len(found) < 2:
+    runs = _first_seeds(rf"verses/(pn)(?:\+norm_alpha_fwd={number}\+norm_alpha_bwd={number})?")
+    if len(runs) < 2:
         return UNCOMPARED
-    losses = {(float(fwd or 0.9), float(bwd or 0.9)): row[LOSS] for (_, fwd, bwd), row in found.iterrows()}
-    best, grid = min(losses, key=losses.get), sorted({each for pair in losses for each in pair})
+    losses = {(float(fwd or 0.9), float(bwd or 0.9)): row[LOSS] for (_, fwd, bwd), row in runs.iterrows()}
+    best, grid = min(losses, key=losses.get), sorted({decay for pair in losses for decay in pair})
     rows = [
         {"α_fwd": f"{fwd:g}"}
         | {f"α_bwd={bwd:g}": f"{losses[fwd, bwd]:.3f}" if (fwd, bwd) in losses else "–" for bwd in grid}
@@ -375,36 +404,74 @@ def _range(values) -> str:
 
 
 def learning_rates() -> str:
-    """LN and PN with half, the configured and twice the learning rate."""
-    found = _first_seeds(r"verses(?:_lr([\d.]+))?/(ln|pn)")
-    cells = {(float(rate or 0.005), norm): row for (rate, norm), row in found.iterrows()}
-    rates = sorted({rate for rate, _ in cells})
-    if len(rates) < 2:
+    """LN, PN and BN by learning rate, over the blocks in which LN was trained with every rate."""
+    frame = runs_of("verses").dropna(subset=["tokenized", LOSS])
+    names = frame["run"].str.extract(r"^verses(?:_lr(?P<rate>[\d.]+))?/(?P<norm>ln|pn|bn)_seed(?P<seed>\d+)$")
+    runs = frame[["machine", "tokenized", LOSS]].join(names).dropna(subset=["norm"]).fillna({"rate": "0.005"})
+    runs = runs.assign(rate=runs["rate"].astype(float))
+    blocks = runs[runs["norm"] == "ln"].groupby(["machine", "seed"])["rate"].agg(frozenset)
+    most = max(blocks, key=len, default=frozenset())
+    complete = blocks.index[blocks == most]
+    if len(most) < 2:
         return UNCOMPARED
-    rows, differences = [], []
-    for rate in rates:
-        ln, pn = (cells.get((rate, norm)) for norm in ("ln", "pn"))
+    runs = runs[pandas.MultiIndex.from_frame(runs[["machine", "seed"]]).isin(complete) & runs["rate"].isin(most)]
+    means = runs.groupby(["rate", "norm"])[["tokenized", LOSS]].mean()
+    rows = []
+    for rate in sorted(most):
         row = {"learning rate": f"{rate:g}"}
-        for name, one in (("LN", ln), ("PN", pn)):
-            row[f"BLEU, {name}"] = "–" if one is None else f"{one['tokenized']:.2f}"
-            row[f"validation loss, {name}"] = "–" if one is None else f"{one[LOSS]:.3f}"
-        if ln is not None and pn is not None:
-            differences.append(pn["tokenized"] - ln["tokenized"])
+        for norm in ("ln", "pn", "bn"):
+            if norm in set(runs["norm"]):
+                bleu, loss = means.loc[rate, norm] if (rate, norm) in means.index else (math.nan, math.nan)
+                row[f"BLEU, {norm.upper()}"] = "–" if math.isnan(bleu) else f"{bleu:.2f}"
+                row[f"validation loss, {norm.upper()}"] = "–" if math.isnan(loss) else f"{loss:.3f}"
         rows.append(row)
-    above, below = (sum(sign * each >= MARGIN for each in differences) for sign in (1, -1))
-    count = len(differences)
+    bleu = means["tokenized"].unstack()
+    differences = (bleu["pn"] - bleu["ln"]).dropna() if "pn" in bleu else ()
+    above, below = (sum(sign * difference >= MARGIN for difference in differences) for sign in (1, -1))
     return (
-        f"{_table(rows)}\n\nOf {count} learning rates PN is above LN at {above} and below at {below}, each by "
-        f"{MARGIN} BLEU or more and with one seed; at {count - above - below} the difference is smaller "
-        "(inconclusive)."
+        f"{_table(rows)}\n\nMeans over {count(len(complete), 'block')}. Of {len(differences)} learning rates PN is "
+        f"above LN at {above} and below at {below}, each by {MARGIN} BLEU or more; at "
+        f"{len(differences) - above - below} the difference is smaller."
     )
+
+
+def noise_sources() -> str:
+    """Which of the data order and the initial weights is the noise, from runs with each pair of several of both.
+
+    The standard deviations of a two-way model with random effects, without repeated runs: of an effect it is the root
+    of (mean square − mean square of the rest) / levels of the other effect, 0 where that is negative.
+    """
+    frame = runs_of("verses")
+    names = frame["run"].str.extract(
+        r"^verses(?:_init)?/(?P<norm>ln|pn)(?:\+init_seed=(?P<init>\d+))?_seed(?P<order>\d+)$"
+    )
+    runs = frame[["machine", "tokenized", LOSS]].join(names).dropna(subset=["norm"])
+    runs["init"] = runs["init"].fillna(runs["order"])
+    rows = []
+    for (machine, norm), of_norm in runs.groupby(["machine", "norm"], sort=False):
+        for column in (LOSS, "tokenized"):
+            grid = of_norm.pivot_table(values=column, index="order", columns="init")
+            grid = grid.loc[grid.notna().sum(axis=1) > 1].dropna(axis="columns")
+            orders, inits = grid.shape
+            if min(orders, inits) < 2:
+                continue
+            effects = {"data orders": (grid.mean(axis=1), inits), "initial weights": (grid.mean(axis=0), orders)}
+            rest = grid.sub(grid.mean(axis=1), axis=0) - grid.mean(axis=0) + grid.to_numpy().mean()
+            noise = (rest.to_numpy() ** 2).sum() / ((orders - 1) * (inits - 1))
+            row = {"norm": norm.upper(), "machine": machine, "measure": MEASURES[column].title}
+            row["runs"] = f"{orders} × {inits}"
+            for effect, (means, repeats) in effects.items():
+                deviation = math.sqrt(max(0.0, means.var() - noise / repeats))
+                row[f"deviation between {effect}"] = f"{deviation:.{MEASURES[column].digits}f}"
+            rows.append(row | {"rest": f"{math.sqrt(noise):.{MEASURES[column].digits}f}"})
+    return _table(rows) if rows else UNCOMPARED
 
 
 def open_questions() -> str:
     """What the manifest plans and no run has answered."""
-    found, lines = reports(), []
+    frames, lines = reports(), []
     for corpus, wanted in planned().items():
-        runs = sorted(set(found[corpus]["run"])) if corpus in found else []
+        runs = sorted(set(frames[corpus]["run"])) if corpus in frames else []
         seeds = Counter(re.sub(r"_seed\d+$", "", run) for run in runs)
         finished = sum(min(seeds[name], planned_seeds) for name, planned_seeds in wanted.items())
         further = f"; {count(len(runs) - finished, 'further run')}" if len(runs) > finished else ""
@@ -535,9 +602,11 @@ PAGES = {
         "answer": answer,
         "planned": planned_answer,
         "strength": strength,
+        "needed": needed,
         "table": table,
         "decays": decays,
         "learning rates": learning_rates,
+        "noise": noise_sources,
         "open questions": open_questions,
     },
 }

@@ -23,6 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from pn_fairseq.common.checkpoints import load_checkpoint
 from pn_fairseq.common.command import UserError
+from pn_fairseq.fairseq_patches.convert_norms import parse
 from pn_fairseq.models.normed_model import FoldedModelError
 from pn_fairseq.pipeline.runs import flat
 
@@ -88,6 +89,15 @@ def check_types_of_the_model(settings: DictConfig) -> None:
             raise UserError(f"{name}={value} must be {kind}") from None
         if action.choices and converted not in action.choices and value not in action.choices:
             raise UserError(f"{name}={value} must be one of {', '.join(map(str, action.choices))}")
+    # Two settings of any model, by a patch of fairseq.
+    if not isinstance(ignores := settings.get("norm_ignore_mask", False), bool):
+        raise UserError(f"model.norm_ignore_mask={ignores} must be true or false")
+    specifications = settings.get("convert_norms") or []
+    for text in [specifications] if isinstance(specifications, str) else specifications:
+        try:
+            parse(text)
+        except ValueError as error:
+            raise UserError(f"model.convert_norms: {error}") from None
 
 
 def stand_in_dictionary(cfg: DictConfig) -> Dictionary:

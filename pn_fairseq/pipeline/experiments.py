@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import os
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pn_fairseq.common.command import ArgumentParser, UserError, say
-from pn_fairseq.pipeline.reproduce import check_settings, must, reproduce
+from pn_fairseq.pipeline.reproduce import check_settings, check_training, must, reproduce
 
 
 def _parser(name: str, text: str) -> ArgumentParser:
@@ -153,12 +154,12 @@ def compare_norms(argv: Sequence[str]) -> int:
         raise UserError(f"--multi30k {args.multi30k} is not a directory")
     wanted = {args.only} if args.only else {"verses", "verses_lm", *(["multi30k"] if args.multi30k else [])}
     parts = [part for part in manifest() if part.corpus in wanted]
-    failed = 0
+    failed, check = 0, functools.cache(check_training)  # all seeds of a part have the same settings
     for part in parts:
         corpus = ["--corpus", str(args.multi30k)] if part.corpus == "multi30k" else []
         words = ["--runs", str(args.runs / part.folder), *(["--dry-run"] if args.dry_run else []), *corpus]
         env = {"NORMS": part.norms, "SEEDS": str(part.seed), **({"MODELS": part.models} if part.models else {})}
-        failed |= reproduce(part.corpus, [*words, *part.settings], {**os.environ, **env})
+        failed |= reproduce(part.corpus, [*words, *part.settings], {**os.environ, **env}, check)
     if args.dry_run:
         return 0
     for folder in dict.fromkeys(args.runs / part.folder for part in parts):

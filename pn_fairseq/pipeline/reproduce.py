@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import itertools
 import logging
 import os
@@ -222,8 +221,12 @@ def trainings(corpus: Corpus, norms: Sequence[str], env: Mapping[str, str]) -> d
     return planned
 
 
-def reproduce(name: str, words: Sequence[str], env: Mapping[str, str] = os.environ) -> int:
-    """``pn reproduce NAME`` with the arguments ``words``; returns the exit code."""
+def reproduce(name: str, words: Sequence[str], env: Mapping[str, str] = os.environ, check=None) -> int:
+    """``pn reproduce NAME`` with the arguments ``words``; returns the exit code.
+
+    ``check``: a replacement for :func:`check_training`.
+    """
+    check = check or check_training
     prepared = name in CORPORA
     logging.getLogger().addHandler(logging.NullHandler())  # else fairseq configures logging when it is imported
     corpus = CORPORA[name] if prepared else own_corpus(name)
@@ -269,11 +272,11 @@ def reproduce(name: str, words: Sequence[str], env: Mapping[str, str] = os.envir
     for model in corpus.models:  # each norm with settings of its own, or else one norm of each model
         of_model = [(arch, *more) for arch, _, *more in planned.values() if arch.startswith(f"model._name={model}_")]
         for settings in dict.fromkeys(words for words in of_model if len(words) > 1) or of_model[:1]:
-            _check_training(config, *settings, *args.settings)
+            check(config, *settings, *args.settings)
     for steps in commands.values():  # a run that was begun, with its settings and data
         _, _, _, _, _, run, *settings = steps["train"]
         if (run / "config.yaml").is_file() and data.is_dir():
-            _check_training(config, "--data", str(data), "--run", str(run), *settings)
+            check(config, "--data", str(data), "--run", str(run), *settings)
     if args.dry_run:
         for step in (prepare, *(step for steps in commands.values() for step in steps.values()), report):
             if step:
@@ -346,8 +349,7 @@ def check_data(name: str, corpus: Corpus, data: Path, settings: Sequence[str]) -
         )
 
 
-@functools.cache  # the seeds of a comparison have the same settings
-def _check_training(*words: str) -> None:
+def check_training(*words: str) -> None:
     """Check the settings of a training; it names the reason if they are wrong."""
     from pn_fairseq.pipeline import train
 

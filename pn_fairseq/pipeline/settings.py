@@ -37,8 +37,10 @@ from omegaconf.errors import OmegaConfBaseException
 
 import pn_fairseq.plugin  # noqa: F401 (registers the architectures)
 from pn_fairseq.common.command import UserError, did_you_mean, whole_number
+from pn_fairseq.common.environment import patches_enabled
 from pn_fairseq.common.files import configs_folder, recorded
 from pn_fairseq.common.old_settings import renamed
+from pn_fairseq.fairseq_patches.convert_norms import SETTINGS
 from pn_fairseq.models.transformer_lm_pn import check_criterion
 from pn_fairseq.norms.registry import NormEntry
 from pn_fairseq.pipeline.checks import open_data, stand_in_dictionary
@@ -187,7 +189,11 @@ def _read(config: Path, overrides: Sequence[str]) -> DictConfig:
         schema = OmegaConf.structured(FairseqConfig)
         OmegaConf.set_struct(schema, False)  # for OWN
         cfg = OmegaConf.merge(schema, cfg)
+        of_patch = {key: cfg.model[key] for key in SETTINGS if key in cfg.model}
+        cfg.model = {key: value for key, value in cfg.model.items_ex(resolve=False) if key not in of_patch}
         add_defaults(cfg)
+        if of_patch:  # fairseq's dataclasses of models do not have these fields
+            cfg.model = {**OmegaConf.to_container(cfg.model), **of_patch}
         return cfg
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(_one_line(error)) from error
@@ -257,6 +263,7 @@ def _did_you_mean(name: str, cfg: DictConfig) -> str:
 
 def _known_keys(section: str, name: str | None) -> set[str] | None:
     """The keys of a section, given its ``_name``; None where nothing is known about them."""
+    always = {"_name", *(SETTINGS if section == "model" and patches_enabled() else ())}
     declared = FairseqConfig.__dataclass_fields__[section].type
     if dataclasses.is_dataclass(declared):
         return {field.name for field in dataclasses.fields(declared)}
@@ -278,12 +285,12 @@ def _known_keys(section: str, name: str | None) -> set[str] | None:
             raise UserError(f"unknown {section}: {section}._name={name}{did_you_mean(str(name), names)}")
         component, declared = names.get(name), classes.get(name)
     if declared is not None:
-        return {field.name for field in dataclasses.fields(declared)} | {"_name"}
+        return {field.name for field in dataclasses.fields(declared)} | always
     if not hasattr(component, "add_args"):
         return None
     parser = argparse.ArgumentParser(argument_default=argparse.SUPPRESS)
     component.add_args(parser)
-    return {action.dest for action in parser._actions} | {"_name"}
+    return {action.dest for action in parser._actions} | always
 
 
 def _batches(config: Path, cfg: DictConfig, names: set[str], world_size: int) -> Batches:

@@ -23,16 +23,16 @@ only its checkpoints, and what pn score --run wrote; or of a job of fairseq-hydr
 Writes into DIR and replaces the files of an earlier report:
   report.md               for GitHub, with the pictures next to it
   report.html             with --html: one file that contains the pictures, to read offline or to print
-  report.csv              scores, validation loss, machine and time of every run
+  report.csv              scores, validation loss, machine, commit of the code and time of every run
   report-intervals-N.png  differences from LN with simultaneous 95%% intervals
   report-curves-N.png     learning curves, of LN and a few other systems in each picture
 
 If pn figures wrote figures into DIR, the report shows them. It names the files of --norm-probe.
 
-Runs that differ only by their seed are averaged. Runs on different data, and systems that were trained on another
-machine than LN, are never compared. The report lists what failed or is missing in a run. The numbers of the PowerNorm
-paper's Table 1 are shown next to runs on its data, recognised by languages, case, BPE and the size of the test set;
---paper selects another table, or none. Language models have a report of their own, with perplexities.
+Runs that differ only by their seed are averaged. Systems are compared with LN within blocks, the runs of one seed on
+one machine; runs on different data are never compared. The report lists what failed or is missing in a run. The numbers
+of the PowerNorm paper's Table 1 are shown next to runs on its data, recognised by languages, case, BPE and the size of
+the test set; --paper selects another table, or none. Language models have a report of their own, with perplexities.
 """
 
 

@@ -129,7 +129,7 @@ def plot(
         output: the file; its suffix is the format.
         baselines: label -> the label of the system it is compared with in a panel of its own.
     """
-    from PIL import Image  # matplotlib needs it, too
+    from PIL import Image  # which matplotlib also needs
 
     pyplot = headless_pyplot()
 

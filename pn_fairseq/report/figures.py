@@ -13,6 +13,13 @@ import numpy as np
 
 from pn_fairseq.common.command import ArgumentParser, UserError, command, did_you_mean
 from pn_fairseq.common.files import atomic_write
+from pn_fairseq.common.published_figures import (
+    PAPER_BLEU,
+    PAPER_GAIN,
+    PAPER_MEDIANS,
+    PAPER_SPECTRA,
+    SPECTRA_INDICES,
+)
 from pn_fairseq.report.curves import COLOURS, headless_pyplot, legend, style
 
 #: Marks that tell boxes apart in grey.
@@ -22,48 +29,9 @@ _KINDS = ("png", "pdf")
 
 _BINS = (20, 40, 60, 80, 100)
 
-#: Medians of the paper's Figures 2 to 4, decoded from its vector graphics: panel -> label -> of each fifth.
-PAPER_MEDIANS = {
-    "mu_distance": {
-        "paper, ResNet20 on CIFAR-10": (3.5e-7, 2.4e-7, 3.7e-7, 6.0e-7, 1.0e-6),
-        "paper, BN on IWSLT14": (0.0096, 0.0159, 0.0145, 0.0134, 0.0130),
-    },
-    "sigma2_distance": {  # CIFAR-10's are exactly 0
-        "paper, BN on IWSLT14": (0.0505, 0.735, 1.023, 1.349, 1.373),
-    },
-    "g_mu": {
-        "paper, ResNet20 on CIFAR-10": (0.00127, 0.00118, 0.00085, 0.00056, 0.00045),
-        "paper, BN on IWSLT14": (0.0084, 0.0086, 0.0067, 0.0074, 0.0076),
-    },
-    "g_sigma2": {
-        "paper, ResNet20 on CIFAR-10": (0.0053, 0.0070, 0.0039, 0.0016, 0.0009),
-        "paper, BN on IWSLT14": (0.0142, 0.0138, 0.0086, 0.0083, 0.0082),
-    },
-    "psi2_distance": {"paper, PN-V on IWSLT14": (0.0093, 0.0343, 0.103, 0.134, 0.196)},
-    "g_psi2": {"paper, PN-V on IWSLT14": (0.00041, 0.00033, 0.00029, 0.00026, 0.00024)},
-}
-
 _PAPER_MARKS = {"paper, ResNet20 on CIFAR-10": "D", "paper, BN on IWSLT14": "*", "paper, PN-V on IWSLT14": "P"}
 
 _PAPER_STYLE = {"linestyle": ":", "color": "#555555", "markersize": 5, "markerfacecolor": "white", "linewidth": 1}
-
-#: BLEU of the paper's Figure 5 by tokens of a mini-batch.
-PAPER_BLEU = {
-    "PN": {512: 35.64, 1024: 35.65, 2048: 35.72, 4096: 35.90},
-    "LN": {512: 35.53, 1024: 35.30, 2048: 35.56, 4096: 35.50},
-    "PN-V": {512: 34.94, 1024: 34.96, 2048: 35.06, 4096: 35.48},
-    "BN": {512: 34.56, 1024: 34.71, 2048: 34.70, 4096: 34.95},
-}
-
-_INDICES = (0, 1, 2, 5, 10, 20, 50, 100, 200, 400, 600, 800, 900, 1000, 1022)
-#: Singular values of the paper's Figure 6, divided by the largest, at these indices.
-PAPER_SPECTRA = {
-    "PN": (1, 0.618, 0.549, 0.453, 0.398, 0.354, 0.309, 0.280, 0.244, 0.196, 0.162, 0.123, 0.073, 0.033, 0.016),
-    "LN": (1, 0.362, 0.297, 0.244, 0.202, 0.182, 0.159, 0.145, 0.125, 0.101, 0.084, 0.065, 0.051, 0.024, 0.009),
-}
-
-#: Medians of the paper's Figure 7, encoder layers 1 to 6.
-PAPER_GAIN = (0.121, 0.090, 0.121, 0.124, 0.148, 0.172)
 
 _AXES = {
     "mu_distance": r"$\frac{1}{d}\|\mu-\mu_B\|$",
@@ -155,7 +123,7 @@ def _boxes(axis, groups: Mapping[str, Sequence[np.ndarray]], ticks: Sequence, me
     handles = {}
     for index, (label, values) in enumerate(groups.items()):
         places = np.arange(len(values)) + (index - (slots - 1) / 2) * width
-        kept = [np.asarray(each)[np.isfinite(each)] for each in values]
+        kept = [np.asarray(of_tick)[np.isfinite(of_tick)] for of_tick in values]
         drawn = axis.boxplot(
             kept, positions=places, widths=0.85 * width, whis=1.5, patch_artist=True, manage_ticks=False,
             medianprops={"color": "black", "linewidth": 1.6},
@@ -176,13 +144,14 @@ def _boxes(axis, groups: Mapping[str, Sequence[np.ndarray]], ticks: Sequence, me
 
 def _fifths(subjects: Sequence[Subject], column: str) -> list[np.ndarray]:
     """The values of a column in each fifth of training, of all runs."""
-    series = [subject.series for subject in subjects]
-    return [np.concatenate([each.loc[each["fifth"] == fifth, column] for each in series]) for fifth in range(1, 6)]
+    runs = [subject.series for subject in subjects]
+    return [np.concatenate([series.loc[series["fifth"] == fifth, column] for series in runs]) for fifth in range(1, 6)]
 
 
 def _by_label(subjects: Sequence[Subject]) -> dict[str, list[Subject]]:
     return {
-        label: [one for one in subjects if one.label == label] for label in dict.fromkeys(s.label for s in subjects)
+        label: [subject for subject in subjects if subject.label == label]
+        for label in dict.fromkeys(subject.label for subject in subjects)
     }
 
 
@@ -236,7 +205,7 @@ def batch_size(pyplot, subjects: Sequence[Subject]):
     """Figure 5."""
     import pandas
 
-    points = [(each.line, each.tokens, each.bleu) for each in subjects]
+    points = [(subject.line, subject.tokens, subject.bleu) for subject in subjects]
     paper = [(norm, tokens, bleu) for norm, of_norm in PAPER_BLEU.items() for tokens, bleu in of_norm.items()]
     figure, axes = pyplot.subplots(2, 1, figsize=(6.4, 8), layout="constrained", sharex=True)
     sizes = sorted({tokens for _, tokens, _ in [*points, *paper]})
@@ -254,7 +223,7 @@ def batch_size(pyplot, subjects: Sequence[Subject]):
         axis.set_xscale("log", base=2)
         middle, ticks = (drawn["bleu"].max() + drawn["bleu"].min()) / 2, sorted(drawn["tokens"].unique())
         axis.set_ylim(middle - span / 2, middle + span / 2)
-        axis.set_xticks(ticks, [f"{each:,}" for each in ticks])
+        axis.set_xticks(ticks, [f"{size:,}" for size in ticks])
         axis.set_xlabel("tokens per mini-batch")
         axis.set_ylabel("tokenized BLEU")
         axis.set_title(title, loc="left", parse_math=False)
@@ -283,7 +252,7 @@ def spectrum(checkpoint: Path) -> np.ndarray:
 
 def spectra(pyplot, subjects: Sequence[Subject]):
     """Figure 6: the singular values, and the same as ratios to LN's."""
-    found = {
+    spectra_by_label = {
         label: [run.spectrum if run.spectrum is not None else spectrum(run.checkpoint) for run in runs]
         for label, runs in _by_label(subjects).items()
     }
@@ -292,17 +261,18 @@ def spectra(pyplot, subjects: Sequence[Subject]):
         "divided by the second": lambda values: values[1],
         "divided by the Frobenius norm": lambda values: np.sqrt((values**2).sum()),
     }
-    base = next((label for label in found if label == "LN" or label.startswith("LN (")), None)
+    base = next((label for label in spectra_by_label if label == "LN" or label.startswith("LN (")), None)
     panels = [(title, divisor, False) for title, divisor in divisors.items()]
-    if base is not None and len({len(values) for of_seeds in found.values() for values in of_seeds}) == 1:
+    lengths = {len(values) for of_seeds in spectra_by_label.values() for values in of_seeds}
+    if base is not None and len(lengths) == 1:
         panels.append(
             (f"divided by the Frobenius norm, ratio to {base}", divisors["divided by the Frobenius norm"], True)
         )
     figure, axes = pyplot.subplots(len(panels), 1, figsize=(6.4, 3.6 * len(panels)), layout="constrained")
     handles = {}
     for axis, (title, divisor, ratio) in zip(axes, panels, strict=True):
-        below = np.mean([values / divisor(values) for values in found[base]], axis=0) if ratio else 1
-        for index, (label, of_seeds) in enumerate(found.items()):
+        below = np.mean([values / divisor(values) for values in spectra_by_label[base]], axis=0) if ratio else 1
+        for index, (label, of_seeds) in enumerate(spectra_by_label.items()):
             for values in of_seeds:
                 handles[label] = axis.plot(values / divisor(values) / below, **style(index) | {"marker": None})[0]
         axis.set_title(title, loc="left", parse_math=False)
@@ -310,7 +280,7 @@ def spectra(pyplot, subjects: Sequence[Subject]):
         axis.set_ylabel("ratio" if ratio else "singular value of\nthe word embeddings")
         axis.grid(alpha=0.3)
     # The values of the paper's larger matrix at the same fraction of all.
-    places = np.array(_INDICES) / 1024 * max(len(each) for of_seeds in found.values() for each in of_seeds)
+    places = np.array(SPECTRA_INDICES) / 1024 * max(lengths)
     for (label, values), marker in zip(PAPER_SPECTRA.items(), "D*", strict=True):
         for axis, divisor in ((axes[0], values[0]), (axes[1], values[1])):
             drawn = axis.plot(places, np.array(values) / divisor, marker=marker, **_PAPER_STYLE)
@@ -464,6 +434,6 @@ def main(argv: Sequence[str] | None = None) -> None:
                 stale.unlink(missing_ok=True)
     except OSError as error:
         raise UserError(f"cannot write to --output {args.output}: {error.strerror or error}") from error
-    for line in [*(f"not drawn: {each}" for each in absent), *without]:
+    for line in [*(f"not drawn: {reason}" for reason in absent), *without]:
         print(f"pn figures: {line}", file=sys.stderr)
     print(*written, sep="\n")

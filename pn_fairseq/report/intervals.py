@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,7 +28,7 @@ def count(amount: int, one: str, several: str = "") -> str:
     return f"{amount:,} {one if amount == 1 else several or one + 's'}"
 
 
-def side_of(differences: Sequence[float]) -> str:
+def side_of(differences: Collection[float]) -> str:
     """ "lower in 5 of 6": the side on which most differences are."""
     below, above = (sum(sign * difference > 0 for difference in differences) for sign in (-1, 1))
     side, amount = ("lower", below) if below >= above else ("higher", above)
@@ -45,41 +45,48 @@ class Compared:
 
     @property
     def intervals(self) -> dict[str, Interval]:
-        return {system: one for family in self.families for system, one in family.intervals.items()}
+        return {system: interval for family in self.families for system, interval in family.intervals.items()}
 
     def family_of(self, system: str) -> Family | None:
         """The family in which a system is tested."""
         return next((family for family in self.families if system in family.intervals), None)
 
-    def text(self, one: Interval) -> str:
-        digits = self.measure.digits
-        return f"{signed(one.difference, digits)} ({signed(one.low, digits)} to {signed(one.high, digits)})"
+    def text(self, interval: Interval) -> str:
+        difference, low, high = (
+            signed(value, self.measure.digits) for value in (interval.difference, interval.low, interval.high)
+        )
+        return f"{difference} ({low} to {high})"
 
-    def verdict(self, one: Interval) -> str:
+    def verdict(self, interval: Interval) -> str:
         """In words, with the margin where it matters."""
-        verdict, margin = one.verdict(self.measure), f"±{self.measure.margin:g}"
+        verdict, margin = interval.verdict(self.measure), f"±{self.measure.margin:g}"
         if verdict == "equivalent":
             return f"equivalent within {margin}"
-        small = verdict != "not resolved" and max(-one.low, one.high) <= self.measure.margin
+        small = max(-interval.low, interval.high) <= self.measure.margin
         return f"{verdict}, and within {margin}" if small else verdict
 
     def sentence(self, family: Family) -> str:
-        """What the family shows: every resolved difference with its interval, and the range of the others."""
-        groups: dict[str, list[tuple[str, Interval]]] = {verdict: [] for verdict in _VERDICTS}
-        for system, one in family.intervals.items():
-            groups[one.verdict(self.measure)].append((system, one))
-        titles = dict(zip(_VERDICTS, (f"better than {family.control}", f"worse than {family.control}"), strict=False))
-        titles["equivalent"] = f"equivalent to {family.control} within ±{self.measure.margin:g}"
+        """Every resolved difference of the family with its interval, and the range of the others."""
+        systems: dict[str, list[str]] = {verdict: [] for verdict in _VERDICTS}
+        for system, interval in family.intervals.items():
+            systems[interval.verdict(self.measure)].append(system)
+        titles = {
+            "better": f"better than {family.control}",
+            "worse": f"worse than {family.control}",
+            "equivalent": f"equivalent to {family.control} within ±{self.measure.margin:g}",
+        }
+        texts = {system: f"{system} {self.text(interval)}" for system, interval in family.intervals.items()}
         parts = [
-            f"{title}: {', '.join(f'{system} {self.text(one)}' for system, one in groups[verdict])}"
+            f"{title}: {', '.join(texts[system] for system in systems[verdict])}"
             for verdict, title in titles.items()
-            if groups[verdict]
+            if systems[verdict]
         ]
-        if not groups["better"] and not groups["worse"]:
+        if not systems["better"] and not systems["worse"]:
             parts.insert(0, f"no system is shown to differ from {family.control}")
-        if open_ := sorted(groups["not resolved"], key=lambda pair: pair[1].difference):
-            ends = " to ".join(f"{system} {self.text(one)}" for system, one in dict.fromkeys((open_[0], open_[-1])))
-            parts.append(f"not resolved: {ends}" if len(open_) < 3 else f"not resolved: {len(open_)} systems, {ends}")
+        if unresolved := sorted(systems["not resolved"], key=lambda system: family.intervals[system].difference):
+            ends = " to ".join(texts[system] for system in dict.fromkeys((unresolved[0], unresolved[-1])))
+            amount = f"{len(unresolved)} systems, " if len(unresolved) > 2 else ""
+            parts.append(f"not resolved: {amount}{ends}")
         return f"{'; '.join(parts)}."
 
     def strength(self, family: Family) -> str:
@@ -96,7 +103,7 @@ class Compared:
         """A comparison that was planned before the runs, without correction. None: it was not tested."""
         if (family := self.family_of(system)) is None:
             return None
-        interval, sides = family.separate[system], side_of(family.pairs[system])
+        interval, sides = family.separate[system], side_of(family.pairs[system].values())
         return f"{system} − {family.control}: {self.text(interval)}, {p_text(interval.p_value)}, {sides} blocks"
 
 
@@ -115,14 +122,15 @@ def compare(frame: pandas.DataFrame) -> dict[str, Compared]:
 
 def table(compared: Mapping[str, Compared]) -> pandas.DataFrame:
     """A row for each system that is compared, a column for each measure."""
-    systems = dict.fromkeys(system for one in compared.values() for system in (*one.intervals, *one.untested))
+    systems = dict.fromkeys(system for each in compared.values() for system in (*each.intervals, *each.untested))
     rows = []
     for system in systems:
         row = {"system": system}
-        for one in compared.values():
-            interval = one.intervals.get(system)
-            cell = missing(f"not tested: {one.untested.get(system, 'not measured')}")
-            row[one.measure.title] = Markdown(f"{one.text(interval)} {one.verdict(interval)}") if interval else cell
+        for each in compared.values():
+            if interval := each.intervals.get(system):
+                row[each.measure.title] = Markdown(f"{each.text(interval)} {each.verdict(interval)}")
+            else:
+                row[each.measure.title] = missing(f"not tested: {each.untested.get(system, 'not measured')}")
         rows.append(row)
     return pandas.DataFrame(rows)
 
@@ -133,28 +141,26 @@ def plot(compared: Mapping[str, Compared], order: Sequence[str], output: Path) -
     Returns:
         Whether there was anything to draw.
     """
-    shown = {name: one for name, one in compared.items() if one.intervals}
-    controls = {system: f.control for one in shown.values() for f in one.families for system in f.intervals}
-    systems = sorted((name for name in order if name in controls), key=lambda name: order.index(controls[name]))
-    if not shown:
+    columns = [each for each in compared.values() if each.intervals]
+    if not columns:
         return False
+    controls = {system: family.control for each in columns for family in each.families for system in family.intervals}
+    systems = sorted((name for name in order if name in controls), key=lambda name: order.index(controls[name]))
     pyplot = headless_pyplot()
-    height = 0.3 * len(systems) + 1.5
-    figure, axes = pyplot.subplots(
-        1, len(shown), figsize=(6.4, height), sharey=True, squeeze=False, layout="constrained"
-    )
-    for axis, one in zip(axes[0], shown.values(), strict=True):
-        axis.axvspan(-one.measure.margin, one.measure.margin, color="#dddddd", linewidth=0)
+    size = (6.4, 0.3 * len(systems) + 1.5)
+    figure, axes = pyplot.subplots(1, len(columns), figsize=size, sharey=True, squeeze=False, layout="constrained")
+    for axis, each in zip(axes[0], columns, strict=True):
+        axis.axvspan(-each.measure.margin, each.measure.margin, color="#dddddd", linewidth=0)
         axis.axvline(0, color="black", linewidth=1)
-        for index, family in enumerate(one.families):
-            places = [systems.index(system) for system in family.intervals]
-            ends = [(each.difference, each.difference - each.low) for each in family.intervals.values()]
-            centers, halves = zip(*ends, strict=True)
+        for index, family in enumerate(each.families):
+            rows = [systems.index(system) for system in family.intervals]
+            centers = [interval.difference for interval in family.intervals.values()]
+            halves = [interval.difference - interval.low for interval in family.intervals.values()]
             look = style(index) | {"linestyle": "none"}
-            axis.errorbar(centers, places, xerr=halves, markersize=5, elinewidth=1.6, capsize=3, **look)
-        title, _, unit = one.measure.title.partition(" (")
+            axis.errorbar(centers, rows, xerr=halves, markersize=5, elinewidth=1.6, capsize=3, **look)
+        title, _, unit = each.measure.title.partition(" (")
         axis.set_title(f"{title}\n({unit}" if unit else title)
-        axis.set_xlabel("← better" if one.measure.lower_is_better else "better →")
+        axis.set_xlabel("← better" if each.measure.lower_is_better else "better →")
         axis.locator_params(axis="x", nbins=4)
         axis.grid(axis="x", alpha=0.3)
     axes[0][0].set_yticks(range(len(systems)), systems, parse_math=False)

@@ -45,7 +45,7 @@ def code(value: object, in_table: bool = True) -> Markdown:
     plain = str(value).replace("\n", " ")
     fence = _fence(plain, 1)
     pad = " " if plain.startswith(("`", " ")) or plain.endswith(("`", " ")) else ""
-    # GitHub takes a bar for the end of a cell in code, too, unless a backslash stands before it.
+    # In GitHub's tables a bar ends a cell, also in code, unless a backslash precedes it.
     plain = plain.replace("|", "\\|") if in_table else plain
     return Markdown(f"{fence}{pad}{plain}{pad}{fence}")
 

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import pandas
 
 from pn_fairseq.common.command import UserError
-from pn_fairseq.common.files import read_settings, recorded
 from pn_fairseq.common.published import LM_NAMES, LM_PAPER, LM_TOKENS
 from pn_fairseq.pipeline.evaluate_lm import different
 from pn_fairseq.report import tables
@@ -56,22 +55,19 @@ def _causal(runs: Sequence[Run]) -> bool:
     return all(run.perplexity.causal for run in runs if run.perplexity)
 
 
-def _counts(corpus: Corpus) -> dict[str, str]:
-    """What the preparation counted."""
-    files = [recorded(run.data_folder, "counts") for run in corpus.runs if run.data_folder]
-    counts = next((read_settings(file) for file in files if file.is_file()), {})
-    return {title: f"{float(counts[name]):,g}" for name, title in _COUNTS.items() if name in counts}
-
-
 def _of_runs(corpus: Corpus) -> pandas.DataFrame:
     rows = []
     for cells, run in tables.rows_of(corpus):
-        found = run.perplexity
         numbers = [missing("not measured")] * 4
-        if found:
-            batch = missing("–") if found.batch_nll is None else tables.number(found.batch_perplexity)
-            caution = "" if found.causal else " (not causal)"
-            numbers = [tables.number(found.perplexity) + caution, f"{found.bits:.4f}", batch, code(found.signature)]
+        if measured := run.perplexity:
+            batch = missing("–") if measured.batch_nll is None else tables.number(measured.batch_perplexity)
+            caution = "" if measured.causal else " (not causal)"
+            numbers = [
+                tables.number(measured.perplexity) + caution,
+                f"{measured.bits:.4f}",
+                batch,
+                code(measured.signature),
+            ]
         names = ("perplexity", "bits per token", "with statistics of the batch", "signature")
         rows.append(cells | dict(zip(names, numbers, strict=True)))
     return pandas.DataFrame(rows)
@@ -93,12 +89,12 @@ def _published(corpus: Corpus, paper: str, subset: str) -> dict | None:
 
 def about(corpus: Corpus, *, subset: str, paper: str, sentence: str, source: str) -> dict:
     """What ``perplexity.md.j2`` shows of the runs on a corpus; only the template uses the other arguments."""
-    found = [(run, run.perplexity) for run in corpus.runs if run.perplexity]
+    measured = [run.perplexity for run in corpus.runs if run.perplexity]
     return {
         "title": str((corpus.data or {}).get("corpus", "Data not known")),
-        "data": tables.data(corpus, _counts(corpus)),
+        "data": tables.data(corpus, _COUNTS),
         "results": _results(corpus),
-        "apart": next((why for _, each in found[1:] if (why := different(found[0][1], each))), ""),
+        "apart": next((why for other in measured[1:] if (why := different(measured[0], other))), ""),
         "unmasked": not _causal(corpus.runs),
         "published": _published(corpus, paper, subset),
         "runs": _of_runs(corpus),

@@ -300,7 +300,7 @@ class Run(runs.Run):
     def _training_problems(self) -> list[str]:
         problems, log = [], self.log
         if not self.trained:
-            return ["not trained: train.log holds no record"]
+            return ["not trained: train.log has no record"]
         done = f"update {log.updates:,} of {self.max_update:,}" if self.max_update else f"update {log.updates:,}"
         short = self.max_update is not None and log.updates < self.max_update
         if not log.ended and not (self.from_checkpoints and not short):
@@ -332,7 +332,7 @@ class Run(runs.Run):
 
 
 def read_runs(paths: Sequence[Path], subset: str = "test") -> list[Run]:
-    """Read the folders of runs. A folder of a sweep (``-m``) stands for its jobs.
+    """Read the folders of runs. The folder of a sweep (``-m``) means all its jobs.
 
     Raises:
         UserError: a path is not a run, or is given twice.

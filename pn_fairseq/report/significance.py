@@ -8,6 +8,7 @@ blocks, which may be incomplete). A difference is estimated within blocks only, 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -151,6 +152,27 @@ class Design:
         return error * optimize.brentq(lambda shift: power(shift) - POWER, 0, high)
 
 
+def blocks_needed(difference: float, systems: int, planned: bool = False) -> int:
+    """Blocks with every one of ``systems`` and the control that find ``difference`` with probability :data:`POWER`.
+
+    Args:
+        difference: the true difference, in standard deviations of the noise.
+        systems: the number of systems that are compared with the control.
+        planned: by the interval of a planned comparison, not by the simultaneous one.
+    """
+
+    def enough(blocks: int) -> bool:
+        design = Design([(str(system), block) for system in range(systems + 1) for block in range(blocks)], "0")
+        quantile = float(stats.t.isf(ERROR_RATE / 2, design.degrees))
+        if design.detectable(quantile) > difference:
+            return False  # a simultaneous interval is at least as wide
+        return planned or design.detectable(design.critical()) <= difference
+
+    quantiles = stats.norm.isf(ERROR_RATE / 2) + stats.norm.ppf(POWER)
+    fewest = max(2, int(2 * (quantiles / difference) ** 2))  # if the noise were known
+    return next(blocks for blocks in itertools.count(fewest) if enough(blocks))
+
+
 @dataclass(frozen=True)
 class Family:
     """Systems with several runs, compared with one control."""
@@ -163,7 +185,7 @@ class Family:
     design: Design
     half_width: float  # the median of half the simultaneous intervals
     detectable: float  # the difference that is found with probability POWER
-    pairs: dict[str, list[float]]  # the differences in the blocks that have both, of each system
+    pairs: dict[str, dict[tuple, float]]  # of each system: (machine, seed) of the blocks that have both -> difference
 
 
 def _family(values: pandas.Series, control: str) -> Family | None:
@@ -184,7 +206,7 @@ def _family(values: pandas.Series, control: str) -> Family | None:
         intervals[system] = Interval(center, center - half, center + half, p)
         half, p = float(quantile * error), 2 * float(stats.t.sf(ratio, design.degrees))
         separate[system] = Interval(center, center - half, center + half, p)
-        pairs[system] = list((by_block.loc[system] - by_block.loc[control]).dropna())
+        pairs[system] = (by_block.loc[system] - by_block.loc[control]).dropna().to_dict()
     return Family(
         control, int(values.groupby(level=0).size().max()), intervals, separate, float(deviation), design,
         float(critical * np.median(design.errors) * deviation), float(design.detectable(critical) * deviation), pairs,
@@ -211,7 +233,7 @@ def families(frame: pandas.DataFrame, measure: str) -> tuple[list[Family], dict[
     values = measured.groupby(["system", "block"], sort=False)[measure].mean()
     counts = values.groupby(level="system", sort=False).size()
     controls = measured.dropna(subset=["compared with"]).groupby("system", sort=False)["compared with"].first()
-    found, untested = [], {}
+    tested, untested = [], {}
     for control in controls.unique():
         systems = controls.index[controls == control]
         if control not in counts:
@@ -222,12 +244,15 @@ def families(frame: pandas.DataFrame, measure: str) -> tuple[list[Family], dict[
         family = None
         if several and counts[control] > 1:
             family = _family(values[values.index.isin([control, *several], level="system")], control)
-        why = f"no seed on one machine in common with {control}"
-        if not family:
-            why = f"{control} has one seed" if counts[control] == 1 else "no spread over seeds, or too few runs"
-        untested |= {system: why for system in several if not family or system not in family.intervals}
-        found += [family] if family else []
-    return found, untested
+        for system in several:
+            if counts[control] == 1:
+                untested[system] = f"{control} has one seed"
+            elif not family and set(values[system].index) & set(values[control].index):
+                untested[system] = "no spread over seeds, or too few runs"
+            elif not family or system not in family.intervals:
+                untested[system] = f"no seed on one machine in common with {control}"
+        tested += [family] if family else []
+    return tested, untested
 
 
 def corrected(p: float, comparisons: int) -> float:

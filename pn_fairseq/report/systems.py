@@ -52,11 +52,11 @@ UNKNOWN = "unknown"
 
 
 def norm_labels() -> dict[str, str]:
-    """Name of each norm -> its abbreviation, from the registry: what stands in brackets at the end of its title."""
+    """Name of each norm -> its abbreviation, from the registry: the brackets at the end of its title."""
     from pn_fairseq.norms import NORMS
 
-    found = {name: re.search(r"\(([^()]+)\)$", entry.title) for name, entry in NORMS.items()}
-    return {name: match[1] if match else NORMS[name].short.upper() for name, match in found.items()}
+    brackets = {name: re.search(r"\(([^()]+)\)$", entry.title) for name, entry in NORMS.items()}
+    return {name: match[1] if match else NORMS[name].short.upper() for name, match in brackets.items()}
 
 
 def norm_and_size(run: Run) -> tuple[str, str]:
@@ -66,7 +66,8 @@ def norm_and_size(run: Run) -> tuple[str, str]:
     """
     from pn_fairseq.norms import NORMS
 
-    arch, names = str(run.get("model._name", "architecture not known")), {one.short: n for n, one in NORMS.items()}
+    arch = str(run.get("model._name", "architecture not known"))
+    names = {entry.short: name for name, entry in NORMS.items()}
     match = re.fullmatch(rf"(transformer|transformer_lm|tensorized_lm)_({'|'.join(names)})_(.+)", arch)
     if match is None and arch != "transformer_pn":
         return arch, "-"
@@ -78,14 +79,14 @@ def norm_and_size(run: Run) -> tuple[str, str]:
 def _batch(run: Run) -> dict[str, int | None]:
     """Most tokens (or sentences) in one update, over all ranks; as pn train recorded it, else from the settings."""
     update_freq = run.get("optimization.update_freq", [1])
-    # fairseq takes the entry of the epoch, and the last one from there on.
-    times = run.world_size * (update_freq[-1] if isinstance(update_freq, list) and update_freq else 1)
-    found = {}
+    # fairseq uses the entry of the epoch; later epochs use the last entry.
+    mini_batches = run.world_size * (update_freq[-1] if isinstance(update_freq, list) and update_freq else 1)
+    most = {}
     for name, setting in ((TOKENS, "dataset.max_tokens"), (SENTENCES, "dataset.batch_size")):
-        most = run.get(setting)
-        found[name] = most * times if isinstance(most, int) else None
+        size = run.get(setting)
+        most[name] = size * mini_batches if isinstance(size, int) else None
     recorded = [start[TOKENS] for start in run.starts if isinstance(start.get(TOKENS), int)]
-    return found | ({TOKENS: recorded[-1]} if recorded else {})
+    return most | ({TOKENS: recorded[-1]} if recorded else {})
 
 
 def comparable(run: Run) -> dict[str, object]:
@@ -144,11 +145,11 @@ class Corpus:
         Other LN systems are compared with the first, which has the fewest settings of its own. Language models are
         compared only with LN in the same model.
         """
-        candidates = [one for one in self.ln if self._model(one) == self._model(label)]
+        candidates = [ln for ln in self.ln if self._model(ln) == self._model(label)]
         candidates = candidates[:1] if label in candidates else candidates
         if label in candidates:
             return None
-        return min(candidates, key=lambda one: len(differing([self.settings[label], self.settings[one]])), default=None)
+        return min(candidates, key=lambda ln: len(differing([self.settings[label], self.settings[ln]])), default=None)
 
     def _model(self, label: str) -> tuple:
         """What language models that are compared have in common: the model, and whether it is causal."""
@@ -174,8 +175,8 @@ class Corpus:
 
 def differing(settings: Sequence[Mapping[str, object]]) -> list[str]:
     """Names of the settings that are not the same in all."""
-    names = dict.fromkeys(name for one in settings for name in one)
-    return [name for name in names if any(one.get(name) != settings[0].get(name) for one in settings)]
+    names = dict.fromkeys(name for of_system in settings for name in of_system)
+    return [name for name in names if any(other.get(name) != settings[0].get(name) for other in settings[1:])]
 
 
 def group(runs: Sequence[Run]) -> list[Corpus]:
@@ -206,7 +207,7 @@ def _reads_batches(run: Run) -> bool:
     from pn_fairseq.norms import NORMS, RunningNorm
 
     label = norm_and_size(run)[0]
-    return any(issubclass(NORMS[name].cls, RunningNorm) for name, one in norm_labels().items() if one == label)
+    return any(issubclass(NORMS[name].cls, RunningNorm) for name, of_norm in norm_labels().items() if of_norm == label)
 
 
 def _corpus(runs: Sequence[Run], batch_is_a_setting: bool = True) -> Corpus:
@@ -219,7 +220,7 @@ def _corpus(runs: Sequence[Run], batch_is_a_setting: bool = True) -> Corpus:
     for run in runs:
         settings = {name: value for name, value in comparable(run).items() if name != SEED and not _HOW.match(name)}
         sizes = batches.get(settings[NORM], {})
-        settings |= {name: run.get(name) for name, found in sizes.items() if len(found) > 1}
+        settings |= {name: run.get(name) for name, of_norm in sizes.items() if len(of_norm) > 1}
         if not run.settings_by_name:  # it cannot be grouped with other runs
             settings = {NORM: UNKNOWN, "run": run.name}
         if settings not in systems:

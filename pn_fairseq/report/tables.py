@@ -17,6 +17,7 @@ import pandas
 
 from pn_fairseq import __version__
 from pn_fairseq.common.command import say
+from pn_fairseq.common.files import read_settings, recorded
 from pn_fairseq.common.published import PAPER, Row, Table, recognise
 from pn_fairseq.pipeline.scoring import METRICS, p_text
 from pn_fairseq.pipeline.training_log import TrainingLog
@@ -24,12 +25,15 @@ from pn_fairseq.report import curves, intervals
 from pn_fairseq.report.figures import find_probe
 from pn_fairseq.report.intervals import Compared, count, signed
 from pn_fairseq.report.markdown import Markdown, code, missing, template
-from pn_fairseq.report.runs import Run, lines_of
+from pn_fairseq.report.runs import Run
 from pn_fairseq.report.significance import LOSS, corrected, pairs
 from pn_fairseq.report.systems import SEED, UNKNOWN, Corpus, as_text, comparable, norm_labels
 
 #: Score -> what a report calls it.
 SCORES = METRICS | {"chrf": "chrF2"}
+
+#: Counts of prepared text, and what a report calls them.
+_PAIRS = {split: f"sentence pairs, {split}" for split in ("train", "valid", "test")}
 
 #: Digits behind the point, of measures that are not shown with two.
 _DIGITS = {"bits": 3}
@@ -90,15 +94,14 @@ def rows_of(corpus: Corpus) -> Iterator[tuple[dict, Run]]:
         yield {"norm": label, "seed": seed, "run": code(run.name)}, run
 
 
-def _pairs_of(corpus: Corpus, split: str) -> int | None:
-    """Sentence pairs of a split in the prepared data; None if it is not there any more."""
-    source = (corpus.data or {}).get("source")
-    files = [run.data_folder / "bpe" / f"{split}.{source}" for run in corpus.runs if run.data_folder and source]
-    return next((amount for amount in map(lines_of, files) if amount is not None), None)
+def _counts(corpus: Corpus) -> dict[str, str]:
+    """What the preparation counted; empty if the prepared data is not there any more."""
+    files = [recorded(run.data_folder, "counts") for run in corpus.runs if run.data_folder]
+    return next((read_settings(file) for file in files if file.is_file()), {})
 
 
-def data(corpus: Corpus, counts: Mapping[str, str]) -> pandas.DataFrame:
-    """Where the data is, its settings, and ``counts``."""
+def data(corpus: Corpus, titles: Mapping[str, str]) -> pandas.DataFrame:
+    """Where the data is, its settings, and its counts (name -> title)."""
     places = list(dict.fromkeys(os.path.relpath(run.data_folder) for run in corpus.runs if run.data_folder))
     rows = {"prepared data": code(", ".join(places)) if places else missing("not recorded")}
     if corpus.data is None:
@@ -106,19 +109,16 @@ def data(corpus: Corpus, counts: Mapping[str, str]) -> pandas.DataFrame:
     for key, value in (corpus.data or {}).items():
         if key != "folder" and "." not in key:  # with a dot: a file, and its checksum
             rows[code(key)] = code(value) if value else missing("none")
-    rows |= counts
+    counts = _counts(corpus)
+    for name, title in titles.items():
+        rows[title] = f"{float(counts[name]):,.12g}" if name in counts else missing("not known")
     return pandas.DataFrame({"data": rows.keys(), "value": rows.values()})
-
-
-def _pairs(corpus: Corpus) -> dict[str, str]:
-    amounts = {f"sentence pairs, {split}": _pairs_of(corpus, split) for split in ("train", "valid", "test")}
-    return {name: missing("not known") if amount is None else f"{amount:,}" for name, amount in amounts.items()}
 
 
 def _sentences(corpus: Corpus, subset: str) -> int | None:
     """Size of the subset, by what was decoded, or else by the prepared data, if that is still there."""
     decoded = (run.decoded for run in corpus.runs if run.decoded is not None)
-    return next(decoded, None) or _pairs_of(corpus, subset)
+    return next(decoded, None) or int(_counts(corpus).get(subset, 0)) or None
 
 
 def means_of(corpus: Corpus) -> pandas.DataFrame:
@@ -367,7 +367,7 @@ def about(corpus: Corpus, *, subset: str, paper: str, resamples: int) -> dict:
 
     return {
         "title": " to ".join(names) if all(names) else f"Data not known: {runs[0].name}",
-        "data": data(corpus, _pairs(corpus)),
+        "data": data(corpus, _PAIRS),
         "results": results(corpus, SCORES, "scored", table),
         "paper": table,
         "otherwise": {label: row.missing(corpus.settings[label]) for label, row in _published(corpus, table).items()},
@@ -397,9 +397,11 @@ def _compared(corpus: Corpus, picture: Path, planned: Sequence[tuple[str, str]])
         "picture": picture.name if intervals.plot(compared, list(corpus.settings), picture) else None,
         "machines": list(frame["machine"].unique()),
         "strengths": [
-            (one.measure.heading, one.strength(family)) for one in compared.values() for family in one.families
+            (of_measure.measure.heading, of_measure.strength(family))
+            for of_measure in compared.values()
+            for family in of_measure.families
         ],
-        "margins": [f"±{one.measure.margin:g} for {one.measure.title}" for one in compared.values()],
+        "margins": [f"±{each.measure.margin:g} for {each.measure.title}" for each in compared.values()],
         "planned": [
             (compared[column].measure.title, text)
             for system, column in planned
@@ -428,20 +430,19 @@ def build(
         page: the template. It extends ``page.md.j2``, which has what all reports show.
         about: called with each corpus and ``settings``; returns what the template shows of it.
         planned: (system, column of report.csv) of comparisons that were planned before the runs.
-        settings: shown by the template, too.
+        settings: the template also shows them.
     """
-    pictures, shown_corpora = [], []
+    curve_pictures, shown_corpora = [], []
     for corpus in corpora:
         shown, commands = about(corpus, **settings), _commands(corpus.runs)
         compared = _compared(corpus, folder / f"{prefix}intervals-{len(shown_corpora) + 1}.png", planned)
         progress("drawing learning curves")
         drawn, baselines = [], corpus.baselines()
         for labels in _together(corpus, baselines):
-            curves_so_far = sum(len(one["pictures"]) for one in shown_corpora)
-            drawn.append(f"{prefix}curves-{curves_so_far + len(drawn) + 1}.png")
+            drawn.append(f"{prefix}curves-{len(curve_pictures) + len(drawn) + 1}.png")
             logs = {label: [run.log for run in corpus.members(label) if run.log] for label in labels}
-            curves.plot(logs, folder / drawn[-1], {one: other for one, other in baselines.items() if one in labels})
-        pictures += [*drawn, *([compared["picture"]] if compared["picture"] else [])]
+            curves.plot(logs, folder / drawn[-1], {label: baselines[label] for label in labels if label in baselines})
+        curve_pictures += drawn
         shown_corpora.append(
             shown
             | {
@@ -462,14 +463,15 @@ def build(
         faulty=sum(bool(run.problems) for run in runs),
         problems=[(relative(run.path), relative(problem)) for run in runs for problem in run.problems],
         repeated=[
-            (*system_and_seed, [run.name for run in again])
+            (*system_and_seed, [run.name for run in repeated])
             for corpus in corpora
-            for system_and_seed, again in corpus.frame.groupby(["system", "seed"], sort=False)["run"]
-            if len(again) > 1
+            for system_and_seed, repeated in corpus.frame.groupby(["system", "seed"], sort=False)["run"]
+            if len(repeated) > 1
         ],
         lacking=[run.name for run in runs if not run.starts],
         probes=[(run.name, relative(str(probe))) for run in runs if (probe := find_probe(run))],
         figures=[file.name for file in sorted(folder.glob("figure-[2-7].png"))],  # of pn figures
         count=count, number=number,
     )  # fmt: skip
-    return re.sub(r"\n{3,}", "\n\n", rendered), pictures
+    interval_pictures = [shown["compared"]["picture"] for shown in shown_corpora if shown["compared"]["picture"]]
+    return re.sub(r"\n{3,}", "\n\n", rendered), curve_pictures + interval_pictures

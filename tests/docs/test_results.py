@@ -88,7 +88,11 @@ def test_planned_comparisons(made, monkeypatch):
     monkeypatch.setattr(results, "planned_comparisons", lambda: [("PN", "tokenized"), ("PN", "bits")])
     text = results.planned_answer()
     assert "**PN − LN, tokenized BLEU, translation:** higher in 3 of 3 pairs" in text and "mean +4.93 (" in text
-    assert f"    - {VERSES}: +4.93 (" in text and "test loss" not in text
+    assert f"    - {VERSES}: +4.93 (" in text and "test loss" not in text and "trained after" not in text
+    monkeypatch.setattr(results, "KNOWN_SEEDS", 1)
+    assert (
+        "    - Pairs trained after the comparison was chosen: higher in 2 of 2, mean +4.90" in results.planned_answer()
+    )
     assert re.search(rf"{VERSES} +\| 1 \+ 1 +\| 3 +\| 2 ", results.strength())
 
 
@@ -176,7 +180,33 @@ def test_decays_and_learning_rates(tmp_path, monkeypatch):
     assert "seeds of PN with 0.9 and 0.9 have a range of 3.900 bits on one machine" in text
     text = results.learning_rates()
     assert re.search(r"\| 0\.01 +\| +22\.00 \| +5\.500 \| +21\.90 \| +5\.600 \|", text)
-    assert "Of 2 learning rates PN is above LN at 1 and below at 0, each" in text and "at 1 the difference" in text
+    assert "Means over 1 block. Of 2 learning rates PN is above LN at 1 and below at 0, each" in text
+
+
+def test_noise_of_data_orders_and_initial_weights(tmp_path, monkeypatch):
+    """Two-way analysis of variance by hand: 3 data orders and 3 initial weights; other norms and machines are apart."""
+    monkeypatch.setattr(results, "RESULTS", tmp_path)
+    grid = np.array([[3.0, 3.1, 3.3], [4.0, 4.2, 4.2], [5.1, 5.0, 5.3]])  # by data order and initial weights
+    rows = [
+        ("verses/pn_seed1", "one", 2.0, 2.0),
+        ("verses/ln_seed4", "one", 9.0, 9.0),
+        ("verses/ln_seed1", "b", 9.0, 9.0),
+    ]
+    for order, init in np.ndindex(3, 3):
+        name = f"verses/ln_seed{order + 1}" if order == init else f"verses_init/ln+init_seed={init + 1}_seed{order + 1}"
+        rows.append((name, "one", grid[order, init], grid[order, init] / 10))
+    (tmp_path / "verses").mkdir()
+    columns = ["run", "machine", "tokenized", results.LOSS]
+    frame = pandas.DataFrame(rows, columns=columns).assign(norm="LN")
+    frame.to_csv(tmp_path / "verses/report.csv", index=False)
+    rest = grid - grid.mean(axis=1, keepdims=True) - grid.mean(axis=0) + grid.mean()
+    noise = (rest**2).sum() / 4
+    orders, inits = (np.sqrt(max(0, grid.mean(axis=axis).var(ddof=1) - noise / 3)) for axis in (1, 0))
+    cells = rf"LN +\| one +\| tokenized BLEU +\| 3 × 3 +\| {orders:.2f} +\| {inits:.2f} +\| {noise**0.5:.2f}"
+    assert re.search(cells, results.noise_sources())
+    assert f"{orders / 10:.3f}" in results.noise_sources() and "PN" not in results.noise_sources()
+    frame[~frame["run"].str.contains("_init")].to_csv(tmp_path / "verses/report.csv", index=False)
+    assert results.noise_sources() == results.UNCOMPARED
 
 
 def test_perplexities_of_the_language_models(tmp_path, monkeypatch):
@@ -198,7 +228,7 @@ def test_perplexities_of_the_language_models(tmp_path, monkeypatch):
     header = "run,system,norm,seed,machine,compared with,updates,perplexity,bits,batch,signature,state,problems"
     (tmp_path / results.LM / "report.csv").write_text("\n".join([header, *lines]))
     text = results.language_models()
-    assert "5 of 48 planned runs are finished" in text
+    assert "5 of 81 planned runs are finished" in text
     assert re.search(r"LN +\| 2 +\| +60\.50 ± 0\.71 \| +– \|", text)
     assert re.search(r"BN +\| 1 +\| +70\.00 \| +50\.00 \|", text)
     assert "**English verses, language model, test loss (bits/token):** worse than LN: PN +0.7" in text

@@ -56,6 +56,8 @@ def test_navigation():
     nav = re.search(r"^nav:\n.*?(?=^\S)", (ROOT / "mkdocs.yml").read_text("utf-8"), re.M | re.S)[0]
     parts = {key: value for part in yaml.safe_load(nav)["nav"] for key, value in part.items()}
     assert list(parts) == ["Start", "Learn", "How-to", "Reference", "Results", "Internals"]
+    reports = {f"results/{file.parent.name}/report.md" for file in (ROOT / "docs/results").glob("*/report.md")}
+    assert reports <= {page for entry in parts["Results"] for page in entry.values()}
     tasks = [page for entry in parts["How-to"] for page in entry.values()]
     text = (ROOT / "docs" / tasks.pop(0)).read_text("utf-8")
     assert [page for page in tasks if f"]({page})" not in text] == []

@@ -207,6 +207,34 @@ def test_values_are_checked_without_data(override, needles, capsys):
     assert all(needle in line for needle in needles), line
 
 
+@pytest.mark.parametrize(
+    ("given", "needle"),
+    [
+        (
+            ("model.convert_norms=['encoder.*=bach']",),
+            "model.convert_norms: unknown norm 'bach', did you mean 'batch'?",
+        ),
+        (("model.convert_norms='encoder.*'",), "'encoder.*' is not 'PATTERN=NORM[,key=value...]'"),
+        (("model.convert_norms=['encode.*=batch']",), "the pattern 'encode.*' matches no norm of the model"),
+        (("model.norm_ignore_mask=3",), "model.norm_ignore_mask=3 must be true or false"),
+        (("model.convert_norm=x",), "unknown setting 'model.convert_norm', did you mean 'model.convert_norms'?"),
+    ],
+)
+def test_norms_to_convert_are_checked(given, needle, capsys):
+    assert train.main(["verses_es_en", "--check", "model._name=transformer_iwslt_de_en", *given]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert needle in line, line
+
+
+def test_norms_of_a_language_model_of_fairseq_are_converted(capsys):
+    """Its model has a dataclass, without these settings."""
+    config = ROOT / "configs/verses_lm_en.yaml"
+    given = ("model._name=transformer_lm_gpt", "model.convert_norms='*=batch'", "model.decoder_layers=1")
+    cfg, _ = composed(*given, config=config)
+    assert cfg.model.convert_norms == "*=batch" and cfg.model.decoder_layers == 1
+    assert train.main(["verses_lm_en", "--check", *given]) == 0
+
+
 @pytest.mark.parametrize("text", ["", "model: [1", "common:\n  seed: 2\n"])
 def test_a_file_that_is_no_configuration(text, tmp_path):
     (tmp_path / "own.yaml").write_text(text)

@@ -22,6 +22,7 @@ from omegaconf import OmegaConf
 
 from pn_fairseq.common.checkpoints import load_checkpoint
 from pn_fairseq.common.command import UserError
+from pn_fairseq.norms import running_norms
 from pn_fairseq.pipeline import train
 from pn_fairseq.pipeline.train import Progress, lock
 from pn_fairseq.pipeline.training_log import read_log
@@ -108,6 +109,31 @@ def test_a_seed_of_the_initial_weights(data, trained, tmp_path):
         assert all(torch.equal(state["model"][key], expected[key]) for key in expected) == same
     logs = [read_log(run / "train.log") for run in (trained, tmp_path / "2")]
     assert logs[0].starts[0].tokens == logs[1].starts[0].tokens and logs[0].train != logs[1].train
+
+
+def test_norms_of_a_model_of_fairseq_are_converted(data, tmp_path, capsys):
+    sizes = [
+        f"model.{side}_{name}={value}"
+        for side in ("encoder", "decoder")
+        for name, value in (("embed_dim", 16), ("ffn_embed_dim", 16), ("layers", 1), ("attention_heads", 2))
+    ]
+    norms = "model.convert_norms=['encoder.*=batch,alpha_fwd=0.5']"
+    given = ("model._name=transformer_iwslt_de_en", *sizes, norms, "optimization.max_update=2")
+    assert start(data, tmp_path, *given) == 0
+    state = load_checkpoint(tmp_path / "checkpoints/checkpoint_last.pt")
+    converted = [name for name in state["model"] if name.endswith("running_var")]
+    assert [name.rpartition(".")[0] for name in converted] == [
+        "encoder.layers.0.self_attn_layer_norm",
+        "encoder.layers.0.final_layer_norm",
+    ]
+    specification = ["encoder.*=batch,alpha_fwd=0.5"]
+    assert state["cfg"]["model"]["convert_norms"] == specification
+    assert OmegaConf.load(tmp_path / "config.yaml").model.convert_norms == specification
+    (model,), _, _ = checkpoint_utils.load_model_ensemble_and_task([str(tmp_path / "checkpoints/checkpoint_last.pt")])
+    assert [norm.alpha_fwd for norm in running_norms(model)] == [0.5, 0.5]
+    capsys.readouterr()
+    other = "model.convert_norms=['encoder.*=power']"
+    assert "model.convert_norms ['encoder.*=batch" in refused(capsys, start(data, tmp_path, *given, other))
 
 
 def test_a_second_start_does_nothing(data, trained, capsys):

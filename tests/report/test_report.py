@@ -458,11 +458,12 @@ BROKEN = '{"loss": "1", "num_up\n'
 DAMAGES = {
     "failed": ("failed: train: boom <b>", ["failed: train: boom <b>"]),
     "unfinished": ("not finished", ["training not finished: update 20 of 40"]),
+    "cut off": ("complete", ["training cut off, but at update 40 of 40"]),
     "patience": ("complete", ["training ended at update 20 of 40: no better validation loss 5 times in a row"]),
     "nan": ("complete", ["the training loss is not finite", "in 2 of 4 records, first at update 30"]),
     "never validated": ("complete", ["never validated"]),
     "no log": ("not trained", ["not trained: there is no train.log"]),
-    "empty log": ("not trained", ["not trained: train.log holds no record"]),
+    "empty log": ("not trained", ["not trained: train.log has no record"]),
     "broken line": ("complete", ["1 line of train.log cannot be read"]),
     "no checkpoint": ("trained, not decoded", ["generate/test/hyp.tok, and there is no checkpoint"]),
     "not decoded": ("trained, not decoded", ["not decoded: there is no generate/test/hyp.tok"]),
@@ -486,6 +487,8 @@ def damage(run: Path, what: str) -> None:
             (run / "failed").write_text("train: boom <b>\n")
         case "unfinished":
             log.write_text(train_log(5, updates=20, done=None))
+        case "cut off":
+            log.write_text(train_log(5, done=None))
         case "patience":
             text = "early stop since valid performance hasn't improved for last 5 runs\ndone training in 3.0 seconds\n"
             log.write_text(train_log(5, updates=20, done=None) + text)
@@ -668,6 +671,15 @@ def test_seeds_on_one_side_and_seeds_not_known(tmp_path):
     assert [row["seeds scored"] for row in rows] == ["3 (1, 2, not known)", "3 (2, 3, not known)"]
 
 
+def test_counts_of_the_prepared_text(tmp_path):
+    run = make_run(tmp_path / "run", decoded=False)
+    (run / "data").write_text(f"{tmp_path}\n")
+    (tmp_path / "counts.txt").write_text("train=28170\ntest.read=9\n")
+    page = report(run, output=tmp_path / "out")
+    rows = {row["data"]: row["value"] for row in page.table("data", "value")}
+    assert rows["sentence pairs, train"] == "28,170" and rows["sentence pairs, test"] == "not known"
+
+
 def test_a_seed_that_was_run_twice_counts_once(tmp_path):
     runs = [make_run(tmp_path / name, "pn", seed) for name, seed in (("a", 1), ("b", 1), ("c", 2))]
     references, hypotheses = corpus_text(0.5, 5)
@@ -788,13 +800,16 @@ def test_systems_of_other_machines_are_not_compared(tmp_path):
         for n, one in enumerate(scores, 1)
     ]
     for run in runs[4:]:
-        (run / "starts.jsonl").write_text(json.dumps(START | {"gpus": [], "cpu": "Other 1"}) + "\n")
+        other = START | {"gpus": [], "cpu": "Other 1"}
+        starts = [other | {"git_commit": commit} for commit in ("1a", "1a", "2b-modified")]
+        (run / "starts.jsonl").write_text("".join(f"{json.dumps(start)}\n" for start in starts))
     page = report(*runs, output=tmp_path / "out")
     rows = {row["system"]: row["tokenized BLEU"] for row in page.table("system", "tokenized BLEU")}
     assert rows["BN"] == "not tested: no seed on one machine in common with LN" and rows["PN"].startswith("+1.10 (")
     assert page.says("The runs are of several machines (H <x> & y; Other 1)")
     of_csv = pandas.read_csv(tmp_path / "out/report.csv")
     assert list(of_csv["machine"]) == ["H <x> & y"] * 2 + ["Other 1"] * 2 + ["H <x> & y"] * 2
+    assert list(of_csv["code"].fillna("")) == ["", "", "1a and 2b-modified", "1a and 2b-modified", "", ""]
 
 
 def test_more_than_the_norm_differs(tmp_path):

@@ -7,7 +7,8 @@ import pandas
 import pytest
 from scipy import stats
 
-from pn_fairseq.report.significance import ERROR_RATE, MEASURES, POWER, Design, Interval, families
+from pn_fairseq.report.intervals import Compared
+from pn_fairseq.report.significance import ERROR_RATE, MEASURES, POWER, Design, Interval, blocks_needed, families
 
 #: Dunnett 1955, section 4: blood counts of a control group and of animals under two drugs.
 BLOOD = {
@@ -85,7 +86,7 @@ def test_one_system_with_blocks_is_the_paired_t_test():
     low, high = expected.confidence_interval(0.95)
     for found in (family.intervals["pn"], family.separate["pn"]):
         assert (found.low, found.high, found.p_value) == pytest.approx((low, high, expected.pvalue))
-    assert family.pairs["pn"] == pytest.approx([0.4, 1.0, 0.1, 0.5])
+    assert list(family.pairs["pn"].values()) == pytest.approx([0.4, 1.0, 0.1, 0.5])
 
 
 NAMES = ["ln", *(f"s{number:02}" for number in range(14))]
@@ -157,7 +158,7 @@ def test_machines_are_blocks():
     family = only(pandas.concat([seeds_1_and_2, seed_3, lonely]))
     found = family.intervals["pn"]
     assert (found.low, found.high, found.p_value) == pytest.approx((expected.low, expected.high, expected.p_value))
-    assert family.pairs["pn"] == pytest.approx([0.4, 1.0, 0.1]) and family.blocks == 4
+    assert list(family.pairs["pn"].values()) == pytest.approx([0.4, 1.0, 0.1]) and family.blocks == 4
 
 
 def test_without_shared_seeds_machines_are_not_compared():
@@ -165,6 +166,22 @@ def test_without_shared_seeds_machines_are_not_compared():
     elsewhere = rows({"ln": (), "bn": (30.0, 31.0, 32.0)}, own_seeds=True, machine="two")
     (family,), untested = families(pandas.concat([one, elsewhere]), "tokenized")
     assert list(family.intervals) == ["pn"] and untested == {"bn": "no seed on one machine in common with ln"}
+
+
+@pytest.mark.parametrize(
+    ("difference", "noise", "systems", "planned", "everything"),
+    [(1.0, 0.61, 14, 7, 11), (1.0, 0.54, 5, 6, 8), (0.5, 0.54, 5, 19, 27)],
+)
+def test_blocks_that_find_a_difference(difference, noise, systems, planned, everything):
+    """By simulation: the numbers have 80% power, and one block less has not."""
+    assert blocks_needed(difference / noise, systems) == everything
+    assert blocks_needed(difference / noise, systems, planned=True) == planned
+    generator = np.random.default_rng(5)
+    for blocks, enough in ((everything, True), (everything - 1, False)):
+        design = Design([(str(system), block) for system in range(systems + 1) for block in range(blocks)], "0")
+        differences, deviation = design.fit(generator.normal(size=(design.runs, 40_000), scale=noise))
+        found = np.abs(differences[0] + difference) > design.critical() * deviation * design.errors[0]
+        assert (found.mean() > POWER - 0.005) == enough
 
 
 def test_a_seed_that_is_shared_with_nobody_connects_nothing():
@@ -183,6 +200,8 @@ def test_what_is_not_tested_says_why():
     family, untested = families(frame, "tokenized")
     assert list(family[0].intervals) == ["pn"]
     assert untested == {"one": "one seed", "other": "no seed on one machine in common with ln"}
+    apart = pandas.concat([rows({"ln": (1.0, 1.2)}), rows({"ln": (), "pn": (2.0, 2.3)}, machine="another")])
+    assert families(apart, "tokenized") == ([], {"pn": "no seed on one machine in common with ln"})
     for count, why in ((0, "ln was not measured"), (1, "ln has one seed")):
         assert families(rows({"ln": (1.0,) * count, "pn": (2.0, 2.3)}), "tokenized") == ([], {"pn": why})
     assert families(rows({"ln": (1.0, 1.0), "pn": (2.0, 2.0)}), "tokenized") == (
@@ -199,4 +218,12 @@ def test_what_is_not_tested_says_why():
     ],
 )  # fmt: skip
 def test_verdicts(measure, low, high, verdict):
-    assert Interval((low + high) / 2, low, high, 0.5).verdict(MEASURES[measure]) == verdict
+    interval = Interval((low + high) / 2, low, high, 0.5)
+    assert interval.verdict(MEASURES[measure]) == verdict
+    shown = Compared(MEASURES[measure], [], {}).verdict(interval)
+    assert shown == (f"equivalent within ±{MEASURES[measure].margin:g}" if verdict == "equivalent" else verdict)
+
+
+def test_a_resolved_difference_within_the_margin():
+    assert Compared(MEASURES["bits"], [], {}).verdict(Interval(0.01, 0.005, 0.015, 0.01)) == "worse, and within ±0.02"
+    assert Compared(MEASURES["bits"], [], {}).verdict(Interval(-0.01, -0.021, -0.005, 0.01)) == "better"

@@ -1,12 +1,7 @@
 """Data of language models: three texts, one sentence or paragraph a line, as fairseq's binary data with one dictionary.
 
-A folder of it has
-  raw/  the text as it came       bin/  fairseq's binary data
-  tok/  tokens, one blank between them, as they are counted
-  settings.txt  what it was made with, name=value, then the checksums of the text
-  counts.txt    name=value: tokens and lines of each split, vocabulary, tokens that are <unk>
-
-A token is a word of tok/, or the end of a line.
+raw/ has the text as it came, tok/ tokens with one blank between them, as they are counted; a token is a word of tok/,
+or the end of a line. counts.txt has the tokens and lines of each split, the vocabulary, and the share of <unk>.
 """
 
 from __future__ import annotations

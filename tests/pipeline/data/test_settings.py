@@ -28,6 +28,12 @@ def test_values_that_cannot_be_used(name, value, needle):
     assert needle in str(error.value)
 
 
+def test_a_validation_set_that_is_taken_from_train_has_no_text():
+    assert settings.files(check()) == ["train.de", "train.en", "valid.de", "valid.en", "test.de", "test.en"]
+    assert settings.files(check(valid_every=23)) == ["train.de", "train.en", "test.de", "test.en"]
+    assert settings.files({"task": "language_modeling"}) == ["train.txt", "valid.txt", "test.txt"]
+
+
 @pytest.fixture
 def dest(tmp_path):
     text = tmp_path / "text"

@@ -1,0 +1,199 @@
+"""A trained ``transformer_pn`` as two graphs that need neither fairseq nor this package: encoder, and decoder step."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram
+
+from pn_fairseq.common.checkpoints import CheckpointError
+from pn_fairseq.models.fold_checkpoint import Difference, compare, fold_checkpoint
+from pn_fairseq.models.from_checkpoint import changed, model_of, model_settings_of
+from pn_fairseq.models.transformer_pn import TransformerPNModel
+
+#: Results of the graphs, by name; the inputs have the names of the arguments below.
+ENCODER_RESULTS = ("memory_keys", "memory_values", "padding")
+DECODER_RESULTS = ("logits", "new_keys", "new_values")
+
+
+class Positions(nn.Module):
+    """fairseq's positional embedding as a table, from which a graph for any length can read."""
+
+    def __init__(self, embedding: nn.Module, length: int):
+        super().__init__()
+        self.padding_idx = embedding.padding_idx
+        tokens = torch.full((1, length + 1), self.padding_idx + 1)
+        tokens[0, 0] = self.padding_idx
+        rows = embedding(tokens)[0].detach()
+        self.register_buffer("table", torch.cat([rows.new_zeros(self.padding_idx, rows.size(1)), rows]))
+
+    def forward(self, tokens: Tensor, incremental_state: dict | None = None) -> Tensor:
+        if incremental_state is not None:
+            return self.table.narrow(0, self.padding_idx + tokens.size(1), 1).expand(tokens.size(0), 1, -1)
+        real = tokens.ne(self.padding_idx).long()
+        return nn.functional.embedding(real.cumsum(1) * real + self.padding_idx, self.table)
+
+
+class EncoderGraph(nn.Module):
+    """The encoder, and the keys and values that the attention of each decoder layer makes of its output."""
+
+    def __init__(self, model: TransformerPNModel):
+        super().__init__()
+        self.encoder = model.encoder
+        self.attentions = nn.ModuleList(layer.encoder_attn for layer in model.decoder.layers)
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """``tokens`` (B, T) int64. Keys and values (layers, B, heads, T, C / heads); padding (B, T), True = padding."""
+        result = self.encoder.forward_scriptable(tokens)
+        memory = result["encoder_out"][0]
+
+        def heads(projected: Tensor, attention: nn.Module) -> Tensor:
+            return projected.unflatten(2, (attention.num_heads, attention.head_dim)).permute(1, 2, 0, 3)
+
+        keys, values = (
+            torch.stack([heads(getattr(each, name)(memory), each) for each in self.attentions]).contiguous()
+            for name in ("k_proj", "v_proj")
+        )
+        return keys, values, result["encoder_padding_mask"][0]
+
+
+class DecoderGraph(nn.Module):
+    """One step of the decoder."""
+
+    def __init__(self, model: TransformerPNModel):
+        super().__init__()
+        self.decoder = model.decoder
+
+    def forward(
+        self,
+        token: Tensor,
+        memory_keys: Tensor,
+        memory_values: Tensor,
+        padding: Tensor,
+        keys: Tensor,
+        values: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """``token`` (B, 1), the last one of each prefix; ``keys``, ``values`` (layers, B, heads, t, C / heads) of the t
+        tokens before it, t >= 0. Logits (B, V) of the next token; keys and values of t + 1 tokens."""
+        prefix = torch.cat([token.new_zeros(token.size(0), keys.size(3)), token], 1)  # only its length counts
+        state: dict = {}
+        for layer, memory_key, memory_value, key, value in zip(
+            self.decoder.layers, memory_keys, memory_values, keys, values, strict=True
+        ):
+            of_memory = {"prev_key": memory_key, "prev_value": memory_value, "prev_key_padding_mask": padding}
+            layer.encoder_attn._set_input_buffer(state, of_memory)
+            layer.self_attn._set_input_buffer(state, {"prev_key": key, "prev_value": value})
+        memory = memory_keys[0].permute(2, 0, 1, 3).flatten(2)  # only its shape counts
+        logits, _ = self.decoder(prefix, {"encoder_out": [memory], "encoder_padding_mask": [padding]}, state)
+        after = [layer.self_attn._get_input_buffer(state) for layer in self.decoder.layers]
+        new_keys, new_values = (torch.stack([each[name] for each in after]) for name in ("prev_key", "prev_value"))
+        return logits[:, -1], new_keys, new_values
+
+
+def exportable(state: dict, name: str) -> tuple[TransformerPNModel, TransformerPNModel, str]:
+    """The model of the checkpoint ``state``, the same with positions from a table and folded norms, a line about these.
+
+    Raises:
+        CheckpointError: it is not a checkpoint of ``transformer_pn``, or has something that the graphs have not.
+    """
+    without_checkpointing = {"checkpoint_activations": False, "offload_activations": False}
+    settings = changed(model_settings_of(state, name), **without_checkpointing)
+    model = model_of(settings, state["model"], name)
+    if not isinstance(model, TransformerPNModel):
+        raise CheckpointError(f"{name}: its model is not one of transformer_pn's, which can be exported")
+    for lacks, option in (
+        (model.decoder.adaptive_softmax is not None, "--adaptive-softmax-cutoff"),
+        (any(layer.encoder_attn is None for layer in model.decoder.layers), "--no-cross-attention"),
+    ):
+        if lacks:
+            raise CheckpointError(f"{name}: a model that was trained with {option} cannot be exported")
+    try:
+        state, outcomes, _ = fold_checkpoint(state, name)
+        settings = changed(model_settings_of(state, name), **without_checkpointing)
+        line = f"{sum('folded into' in each for each in outcomes)} of {len(outcomes)} norms folded"
+    except CheckpointError as reason:
+        line = f"no norms folded: {reason}"
+    folded = model_of(settings, state["model"], name).requires_grad_(False)
+    for side, length in zip((folded.encoder, folded.decoder), folded.max_positions(), strict=True):
+        if side.embed_positions is not None:
+            side.embed_positions = Positions(side.embed_positions, length)
+    return model, folded, line
+
+
+@torch.no_grad()
+def export_graphs(model: TransformerPNModel) -> tuple[ExportedProgram, ExportedProgram]:
+    """Encoder and decoder step of a model from :func:`exportable`, for all numbers of sentences and all lengths."""
+    encoder, decoder = EncoderGraph(model).eval(), DecoderGraph(model).eval()
+    tokens = torch.full((3, 5), 4)
+    memory = encoder(tokens)
+    layers, batch, heads, _, channels = memory[0].shape
+    past = torch.zeros(layers, batch, heads, 2, channels)
+    auto = Dim.AUTO
+    of_batch, of_state = {0: auto, 1: auto}, {1: auto, 3: auto}
+    shapes = ({0: auto}, of_state, of_state, of_batch, of_state, of_state)
+    inputs = (tokens[:, :1], *memory, past, past.clone())
+    return (
+        torch.export.export(encoder, (tokens,), dynamic_shapes=(of_batch,), strict=True),
+        torch.export.export(decoder, inputs, dynamic_shapes=shapes, strict=True),
+    )
+
+
+def save_onnx(encoder: ExportedProgram, decoder: ExportedProgram, folder: Path) -> tuple[Callable, Callable]:
+    """Write ``encoder.onnx`` and ``decoder.onnx``; both as onnxruntime computes them, functions of tensors."""
+    import onnxruntime
+
+    sessions, level = [], logging.root.manager.disable
+    logging.disable(logging.WARNING)  # onnxscript logs every operator
+    try:
+        for name, program, results in (("encoder", encoder, ENCODER_RESULTS), ("decoder", decoder, DECODER_RESULTS)):
+            file = folder / f"{name}.onnx"
+            torch.onnx.export(program, output_names=results, verbose=False).save(file)
+            sessions.append(onnxruntime.InferenceSession(file))
+    finally:
+        logging.disable(level)
+
+    def function(session) -> Callable:
+        names = [each.name for each in session.get_inputs()]
+
+        def call(*inputs: Tensor) -> list[Tensor]:
+            given = {name: value.numpy() for name, value in zip(names, inputs, strict=True)}
+            return [torch.from_numpy(value) for value in session.run(None, given)]
+
+        return call
+
+    return function(sessions[0]), function(sessions[1])
+
+
+def save_pt2(encoder: ExportedProgram, decoder: ExportedProgram, folder: Path) -> tuple[Callable, Callable]:
+    """Write ``encoder.pt2`` and ``decoder.pt2``; both as torch loads them, functions of tensors."""
+    modules = []
+    for name, program in (("encoder", encoder), ("decoder", decoder)):
+        file = folder / f"{name}.pt2"
+        torch.export.save(program, file)
+        modules.append(torch.export.load(file).module())
+    return modules[0], modules[1]
+
+
+def logits_of(encoder: Callable, decoder: Callable, src_tokens: Tensor, prev_output_tokens: Tensor) -> Tensor:
+    """Logits (B, t, V) after each token of the prefixes ``prev_output_tokens`` (B, t), step by step."""
+    memory = encoder(src_tokens)
+    layers, batch, heads, _, channels = memory[0].shape
+    keys = values = torch.zeros(layers, batch, heads, 0, channels)
+    steps = []
+    for token in prev_output_tokens.split(1, dim=1):
+        logits, keys, values = decoder(token.contiguous(), *memory, keys, values)
+        steps.append(logits)
+    return torch.stack(steps, 1)
+
+
+def compare_graphs(model: TransformerPNModel, encoder: Callable, decoder: Callable) -> Difference:
+    """How far the logits of the two graphs are from those that fairseq computes with ``model``."""
+
+    def other(src: Tensor, _, prev: Tensor) -> tuple[Tensor]:
+        return (logits_of(encoder, decoder, src, prev),)
+
+    return compare(model, other)

@@ -1,0 +1,69 @@
+"""``pn export``: encoder and decoder step of a checkpoint as ONNX or ``torch.export`` files."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from pn_fairseq.common.checkpoints import CheckpointError, load_checkpoint
+from pn_fairseq.common.command import ArgumentParser, UserError, command, without_fairseqs_log
+from pn_fairseq.pipeline import add_norm_module
+
+DESCRIPTION = (
+    "Write the encoder and one decoder step of a transformer_pn checkpoint as two files, to decode without fairseq and "
+    "without this package. Norms with running statistics are folded into the linear layers."
+)
+
+EPILOG = """\
+example:
+  %(prog)s checkpoints/averaged.pt --onnx exported
+
+docs/own_model.md describes the inputs and results of both files. The logits that the written files give on random
+sentences are compared with the checkpoint's; a difference of more than 1e-4 of the largest logit is an error. --onnx
+needs onnx, onnxscript and onnxruntime. CHECKPOINT is read without executing code from it.
+"""
+
+
+@command("pn export")
+def main(argv: Sequence[str] | None = None) -> None:
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = ArgumentParser(prog="pn export", description=DESCRIPTION, epilog=EPILOG, formatter_class=formatter)
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", type=Path, help="a checkpoint of transformer_pn")
+    parser.add_argument("--onnx", metavar="DIR", type=Path, help="write DIR/encoder.onnx and DIR/decoder.onnx")
+    parser.add_argument("--pt2", metavar="DIR", type=Path, help="write DIR/encoder.pt2 and DIR/decoder.pt2")
+    add_norm_module(parser)
+    args = parser.parse_args(argv)
+    if not (args.onnx or args.pt2):
+        raise UserError("nothing to write: give --onnx DIR, --pt2 DIR or both")
+    packages = ("onnx", "onnxscript", "onnxruntime")
+    if args.onnx and (missing := [name for name in packages if importlib.util.find_spec(name) is None]):
+        raise UserError(f"--onnx needs {' and '.join(missing)}; install with: pip install {' '.join(missing)}")
+    state = load_checkpoint(args.checkpoint)
+    for folder in filter(None, (args.onnx, args.pt2)):
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"{folder}: cannot be made ({error.strerror}); choose another folder") from error
+    with without_fairseqs_log(logging.CRITICAL):
+        # Imported here: --help and a misspelt name are answered at once.
+        from pn_fairseq.models.export import compare_graphs, export_graphs, exportable, save_onnx, save_pt2
+        from pn_fairseq.models.from_checkpoint import with_model_settings
+
+        if args.norm_module:
+            state = with_model_settings(state, norm_module=args.norm_module)
+        model, folded, line = exportable(state, str(args.checkpoint))
+        print(line)
+        graphs = export_graphs(folded)
+        for folder, save in ((args.onnx, save_onnx), (args.pt2, save_pt2)):
+            if folder is None:
+                continue
+            difference = compare_graphs(model, *save(*graphs, folder))
+            files = [folder / f"{name}.{save.__name__[5:]}" for name in ("encoder", "decoder")]
+            if not difference.accepted:
+                for file in files:
+                    file.unlink()
+                raise CheckpointError(f"{args.checkpoint}: cannot be exported in float32: {difference}")
+            print(f"{difference}\nwrote {files[0]} and {files[1]}")

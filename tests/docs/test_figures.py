@@ -1,0 +1,41 @@
+"""docs.tools.figures: what it records of runs is enough to draw the pictures again."""
+
+import numpy as np
+import pandas
+import torch
+
+from docs.tools import figures
+from pn_fairseq.report.figures import read_subject
+from pn_fairseq.report.runs import read_runs
+
+from ..report.test_figures import make_run
+
+RUNNING = {"pn": "psi2", "pnv": "psi2", "pnv_ls": "psi2"}
+
+
+def test_the_records_draw_the_pictures(tmp_path, monkeypatch):
+    monkeypatch.setattr(figures, "FIGURES", tmp_path)
+    numbers, names, _, suffix = figures.DRAWN[1]
+    drawn = [figures.DRAWN[0], (numbers, names, "encoder.layers.1.self_attn_layer_norm", suffix), figures.DRAWN[2]]
+    monkeypatch.setattr(figures, "DRAWN", drawn)
+    (tmp_path / "runs").mkdir()
+    for name in figures.MODELS:
+        folder = figures.folder_of(tmp_path / "runs", name)
+        make_run(folder, running=RUNNING.get(name, "mu,sigma2,psi2"))
+        (folder / "checkpoints").mkdir()
+        weight = torch.randn(20, 6, generator=torch.Generator().manual_seed(0))
+        torch.save({"model": {"encoder.embed_tokens.weight": weight}}, folder / "checkpoints/checkpoint_last.pt")
+    figures.write(tmp_path / "runs")
+    records = pandas.read_parquet(tmp_path / figures.RECORDS)
+    assert set(records["run"]) == set(figures.MODELS) and records["mu_distance_l2"].dtype == "float32"
+    for norm in (None, "encoder.layers.1.self_attn_layer_norm"):
+        (recorded,) = figures.subjects(("bn",), norm)
+        (run,) = read_runs([figures.folder_of(tmp_path / "runs", "bn")])
+        series = read_subject(run, "bn", "bn", norm).series
+        for column in ("mu_distance_l2", "g_sigma2_l2", "fifth", "update"):
+            np.testing.assert_allclose(recorded.series[column], series[column], rtol=1e-6)
+    figures.draw()
+    pictures = {"figure-2", "figure-3", "figure-4", "figure-4-layer-3", "figure-6", "figure-7"}
+    assert {file.stem for file in tmp_path.glob("*.png")} == pictures
+    medians = pandas.read_csv(tmp_path / "medians.csv").set_index(["run", "norm", "quantity"])
+    assert medians.loc["ln", "encoder.layers.0.self_attn_layer_norm", "mu_distance_l2"].tolist() == [15, 35, 55, 75, 95]

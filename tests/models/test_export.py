@@ -1,0 +1,136 @@
+"""pn export: two graphs of a model, without fairseq and without this package, against fairseq."""
+
+import re
+
+import numpy as np
+import pytest
+import torch
+
+from pn_fairseq.pipeline.export import main
+
+from ..pipeline.test_fold import data, hypotheses, make, state_of  # noqa: F401 (data is a fixture)
+from .helpers import VOCABULARY, build, padded_batch
+
+PAD, EOS = 1, 2
+BEAM, LONGEST = 4, 12
+
+
+def test_the_encoder_is_one_graph():
+    """The graph is for batches with padding and without, and computes what the layers compute without a mask."""
+    encoder = build("transformer_pn_tiny", encoder_layers=1, dropout=0.0).eval().encoder
+    compiled = torch.compile(encoder, backend="aot_eager", fullgraph=True)
+    src, _ = padded_batch()
+    for tokens in (src, src.masked_fill(src.eq(PAD), 7)):
+        actual, expected = compiled(tokens), encoder(tokens)
+        assert torch.equal(actual["encoder_padding_mask"][0], tokens.eq(PAD))
+        torch.testing.assert_close(actual["encoder_out"][0], expected["encoder_out"][0], rtol=1e-5, atol=1e-6)
+    torch._dynamo.reset()
+
+
+def load(folder, kind):
+    """Encoder and decoder step as functions of NumPy arrays."""
+    if kind == "onnx":
+        runtime = pytest.importorskip("onnxruntime", reason="needs the extra [export]")
+
+        def function(name):
+            session = runtime.InferenceSession(folder / f"{name}.onnx")
+            names = [each.name for each in session.get_inputs()]
+            return lambda *inputs: session.run(None, dict(zip(names, inputs, strict=True)))
+    else:
+
+        def function(name):
+            program = torch.export.load(folder / f"{name}.pt2")
+            assert not any("pn_fairseq" in str(node.target) for node in program.graph.nodes)
+            module = program.module()
+            return lambda *inputs: [
+                each.numpy() for each in module(*(torch.tensor(each).contiguous() for each in inputs))
+            ]
+
+    return function("encoder"), function("decoder")
+
+
+def beam_search(encoder, decoder, sentence):
+    """The beam of one sentence, best first, as fairseq's SequenceGenerator defines it."""
+    keys, values, padding = encoder(sentence[None])
+    memory = keys.repeat(BEAM, 1), values.repeat(BEAM, 1), padding.repeat(BEAM, 0)
+    keys = values = memory[0][:, :, :, :0]
+    prefixes, scores, finished = [[EOS]] * BEAM, np.array([0.0] + [-np.inf] * (BEAM - 1)), []
+    for step in range(LONGEST + 1):
+        tokens = np.array([prefix[-1:] for prefix in prefixes])
+        logits, keys, values = decoder(tokens, *memory, keys, values)
+        total = scores[:, None] + logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+        total[:, PAD] = -np.inf
+        if step == 0:
+            total[:, EOS] = -np.inf
+        if step == LONGEST:
+            total[:, np.arange(VOCABULARY) != EOS] = -np.inf
+        kept = []
+        for rank, place in enumerate(np.argsort(-total, axis=None, kind="stable")[: 2 * BEAM]):
+            row, token = divmod(int(place), VOCABULARY)
+            if token != EOS:
+                kept.append((row, token, total[row, token]))
+            elif rank < BEAM and len(finished) < BEAM and total[row, token] > -np.inf:
+                finished.append((total[row, token] / (step + 1), [*prefixes[row][1:], EOS]))
+        if len(finished) == BEAM or step == LONGEST:
+            break
+        rows, chosen, scores = (np.array(each) for each in zip(*kept[:BEAM], strict=True))
+        prefixes = [[*prefixes[row], int(token)] for row, token in zip(rows, chosen, strict=True)]
+        keys, values = keys[:, rows], values[:, rows]
+    return [tokens for _, tokens in sorted(finished, key=lambda each: -each[0])]
+
+
+SEPARATE = {"share_all_embeddings": False, "decoder_norm": "batch"}
+LEARNED = {"encoder_learned_pos": True, "decoder_learned_pos": True, "decoder_norm": "layer"}
+CASES = [
+    pytest.param("onnx", "power", {}, id="onnx"),
+    pytest.param("pt2", "layer", LEARNED, id="pt2-learned-positions", marks=pytest.mark.slow),
+    pytest.param(
+        "pt2", "batch", {"no_token_positional_embeddings": True}, id="pt2-no-positions", marks=pytest.mark.slow
+    ),
+    pytest.param("onnx", "prep-batch", SEPARATE, id="onnx-all-folded", marks=pytest.mark.slow),
+    pytest.param("pt2", "power", {"encoder_norm_placement": "post"}, id="pt2-post", marks=pytest.mark.slow),
+    pytest.param("pt2", "power", {"qk_norm": "rms"}, id="pt2-qk-norm", marks=pytest.mark.slow),
+    pytest.param("pt2", "dyt", {"checkpoint_activations": True}, id="pt2-checkpointing", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("kind", "norm", "flags"), CASES)
+def test_a_beam_search_over_the_graphs_gives_fairseqs_hypotheses(kind, norm, flags, data, tmp_path, capsys):  # noqa: F811
+    if kind == "onnx":
+        pytest.importorskip("onnxscript", reason="needs the extra [export]")
+    model, args = make(norm, **flags)
+    torch.save(state_of(model, args, data), tmp_path / "trained.pt")
+    assert main([str(tmp_path / "trained.pt"), f"--{kind}", str(tmp_path / "out")]) == 0
+    printed = capsys.readouterr().out
+    difference, largest = re.search(r"difference (\S+) \(largest logit (\S+),", printed).groups()
+    assert float(difference) < 1e-5 * max(1.0, float(largest))
+    assert printed.endswith(f"wrote {tmp_path}/out/encoder.{kind} and {tmp_path}/out/decoder.{kind}\n")
+    encoder, decoder = load(tmp_path / "out", kind)
+    generator = torch.Generator().manual_seed(5)
+    for number in range(50):
+        sentence = torch.randint(4, VOCABULARY, (1 + number % 11,), generator=generator)
+        expected = hypotheses(model, sentence[None])[0]
+        assert beam_search(encoder, decoder, sentence.numpy()) == expected, number
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"adaptive_softmax_cutoff": "40,60", "share_all_embeddings": False}, "--adaptive-softmax-cutoff"),
+        ({"no_cross_attention": True}, "--no-cross-attention"),
+    ],
+)
+def test_a_model_that_cannot_be_exported_is_refused_in_a_line(flags, message, data, tmp_path, capsys):  # noqa: F811
+    model, args = make("layer", **flags)
+    torch.save(state_of(model, args, data), tmp_path / "trained.pt")
+    assert main([str(tmp_path / "trained.pt"), "--pt2", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("pn export: error: ") and message in error and error.count("\n") == 1
+
+
+def test_options_that_do_not_fit_are_refused_in_a_line(tmp_path, capsys, monkeypatch):
+    for options, message in (((), "--onnx DIR, --pt2 DIR"), (("--onnx", tmp_path), "pip install onnxruntime")):
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "onnxruntime" else name)
+        assert main([str(tmp_path / "trained.pt"), *map(str, options)]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("pn export: error: ") and message in error and error.count("\n") == 1
