@@ -251,6 +251,7 @@ def test_the_shares_are_merged_in_the_order_of_the_text(place):
             "--remove-bpe": "subword_nmt",
             "--required-batch-size-multiple": "1",
             "--batch-size": "5",
+            "--max-tokens": "8000",
             "--path": str(place / "run/checkpoints/averaged.pt"),
         }
         assert expected.items() <= options_of(one).items() and "--fp16" not in one["arguments"]
@@ -261,6 +262,7 @@ def test_options_of_decoding_and_an_ensemble(place, capsys):
     torch.save({"model": {"w": torch.zeros(1)}}, place / "other.pt")
     checkpoints = (place / "run/checkpoints/averaged.pt", place / "other.pt")
     chosen = ("--checkpoint", *checkpoints, "--max-len-a", "1.5", "--max-len-b", 7, "--lenpen", 2, "--nbest", 2)
+    assert generate(place, *chosen[:-2]) == 0 and calls(place)  # only the best: not enough for two
     assert generate(place, *chosen) == 0
     expected = {
         **{"--max-len-a": "1.5", "--max-len-b": "7", "--lenpen": "2.0", "--nbest": "2", "--beam": "3"},
