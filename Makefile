@@ -28,7 +28,7 @@ test: venv ## run the tests
 test-all: venv ## run the tests and the slow ones
 	@$(PYTEST)
 
-# The norms and the models alone, in one environment for each Python: $(VENV)-3.11 and so on.
+# Only the norms and the models, in one environment for each Python: $(VENV)-3.11 and so on.
 test-pythons: ## run a short selection of the tests with each of Python 3.11, 3.12 and 3.13 that is installed
 	@for version in 3.11 3.12 3.13; do \
 	    "python$$version" --version >/dev/null 2>&1 || { echo "python$$version is not installed"; continue; }; \

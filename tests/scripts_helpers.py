@@ -82,6 +82,8 @@ def _child(words: list[str], cwd: str, env: dict[str, str], out: str, err: str) 
     sys.path[:0] = filter(None, env.get("PYTHONPATH", "").split(":"))
     logging.getLogger().handlers.clear()  # fairseq, which is imported already, configures logging
     logging.getLogger().setLevel(logging.WARNING)
+    # As in a program that was not forked. Workers of a data loader then end with it; another server would stay.
+    multiprocessing.set_start_method("fork", force=True)
     code = 1
     try:
         code = _program(words)

@@ -277,7 +277,7 @@ def test_what_every_config_reports_and_keeps(name):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_folders_of_fairseqs_own_command(name):
-    """That of a job is named after its overrides, so that the same command resumes; those of a sweep have numbers."""
+    """A job's folder has the name of its overrides, so that the same command resumes; jobs of a sweep have numbers."""
     hydra = composed(name, model={"_name": "transformer_ln_tiny"}, common={"seed": 3}).hydra
     hydra.job.override_dirname, hydra.job.num = "common.seed=3", 2  # set when a job is run
     assert hydra.run.dir == f"runs/hydra/{name}/common.seed=3"

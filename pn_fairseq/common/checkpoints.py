@@ -1,6 +1,6 @@
 """Reading and writing fairseq checkpoints without trusting them, and finding them in a ``--save-dir``.
 
-A PyTorch checkpoint is a pickle, and unpickling runs whatever the file asks for. From torch 2.6 on, ``torch.load``
+A PyTorch checkpoint is a pickle, and unpickling runs any code that the file names. From torch 2.6 on, ``torch.load``
 refuses by default everything but tensors and plain containers, and with it fairseq's own checkpoints, which hold an
 ``argparse.Namespace``. This module allows what fairseq's checkpoints hold, by name, and nothing else. It needs torch
 and NumPy, not fairseq.
@@ -59,7 +59,7 @@ def allow_fairseq_checkpoints() -> None:
     allowed = [argparse.Namespace, np.ndarray, np.dtype]
     # Loading an array also restores its dtype, whose class torch looks up.
     allowed += [type(np.dtype(name)) for name in _DTYPES]
-    # torch compares names, and NumPy 2 renamed the module: a file written beside either version is to load with both.
+    # torch compares names, and NumPy 2 renamed the module: a file written with either version is to load with both.
     for function in (multiarray._reconstruct, multiarray.scalar):
         allowed += [(function, f"{module}.multiarray.{function.__name__}") for module in ("numpy._core", "numpy.core")]
     torch.serialization.add_safe_globals(allowed)
@@ -85,7 +85,7 @@ def load_checkpoint(path: str | os.PathLike) -> dict:
     check_input_path(path)
     allow_fairseq_checkpoints()
     with readable(path), warnings.catch_warnings():
-        # Of no use beside the error that follows it.
+        # Of no use next to the error that follows it.
         warnings.filterwarnings("ignore", message="Detected pickle protocol")
         state = torch.load(os.fspath(path), map_location="cpu", weights_only=True)
     _check_state(path, state)

@@ -50,7 +50,7 @@ def open_probe(folder: Path, update: int, training: str) -> None:
     """Make the folder, or remove what was recorded after ``update``: a training that resumes there does it again.
 
     Args:
-        training: names the training; one that begins anew replaces its own file, and no other's.
+        training: names the training; one that starts again replaces only its own file.
 
     Raises:
         ValueError: ``folder`` is something else than a new file of ``--norm-probe``, or one of this training.

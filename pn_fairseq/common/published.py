@@ -20,7 +20,7 @@ class Row:
     label: str  # the model, as the table calls it
     norm: str  # a key of pn_fairseq.norms.NORMS
     bleu: float | None  # tokenized BLEU; None where the table has none
-    settings: Mapping[str, str] = field(default_factory=dict)  # of the model beside the architecture, as text
+    settings: Mapping[str, str] = field(default_factory=dict)  # of the model, in addition to the architecture, as text
 
     def missing(self, settings: Mapping[str, object]) -> list[str]:
         """Those of the row's settings, as ``model.key=value``, that a run with ``settings`` does not have."""
@@ -147,7 +147,7 @@ LM_SOURCE = (
 )
 #: What ``pn report --paper`` calls these corpora.
 LM_NAMES = {"ptb": "PTB", "wikitext103": "WikiText-103"}
-#: Stands beside every published perplexity.
+#: A note on every published perplexity.
 LM_SENTENCE = (
     "Published perplexities of the tensorized transformer (Ma et al. 2019, and PowerNorm, which takes its code as a "
     "base) are not perplexities of causal language models: in the code that is public the causal mask is built "

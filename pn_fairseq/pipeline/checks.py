@@ -1,12 +1,11 @@
 """Values of settings, prepared data and checkpoints, checked before a training begins.
 
-Types and choices are those that fairseq declares: hydra compares the dataclasses of all sections but the model, whose
-declaration is the parser of its flags. fairseq declares no ranges; :data:`RANGES` has those of what trains a model.
+fairseq declares types and choices: hydra compares the dataclasses of all sections but the model, whose declaration is
+the parser of its flags. fairseq declares no ranges; :data:`RANGES` has the ranges of the settings that train a model.
 """
 
 import argparse
 import ast
-import itertools
 import math
 import os
 import re
@@ -168,13 +167,10 @@ def check_weights(model: torch.nn.Module, file: str | os.PathLike, cfg: DictConf
     return state
 
 
-def error_chain(error: BaseException):
-    """The error and those that led to it."""
-    links = itertools.takewhile(lambda link: link is not None, itertools.islice(_links(error), 20))
-    return list(links)
-
-
-def _links(error: BaseException | None):
-    while True:
-        yield error
-        error = error and (error.__cause__ or error.__context__)
+def error_chain(error: BaseException | None) -> list[BaseException]:
+    """The error and the errors that led to it."""
+    chain = []
+    while error is not None and len(chain) < 20:
+        chain.append(error)
+        error = error.__cause__ or error.__context__
+    return chain

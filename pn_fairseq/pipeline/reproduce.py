@@ -83,6 +83,7 @@ All steps from the text to a report, for a list of norms and seeds. WHAT is
     or the path of a YAML file
   demo           one small training on the verses, with sample translations
   compare_norms  all norms on the verses and Multi30k, and in a language model
+  compare_masks  BN and PN with and without the padding mask, on the verses
   batch_size     Figure 5 of the PowerNorm paper: BLEU against the tokens of a mini-batch
 """
 
@@ -169,7 +170,7 @@ def own_corpus(config: str) -> Corpus:
 def main(argv: Sequence[str]) -> int:
     from pn_fairseq.pipeline import experiments
 
-    whole = {"demo": experiments.demo, "compare_norms": experiments.compare_norms, "batch_size": experiments.batch_size}
+    whole = {name: getattr(experiments, name) for name in ("demo", "compare_norms", "compare_masks", "batch_size")}
     if argv and argv[0] in whole:
         return whole[argv[0]](argv[1:])
     if argv and not argv[0].startswith("-"):

@@ -94,7 +94,7 @@ class Run:
 
     @cached_property
     def data(self) -> Path | None:
-        """The prepared data around ``bin``, with tok/ and settings; None where fairseq-preprocess alone made it."""
+        """The prepared data around ``bin``, with tok/ and settings; None where only fairseq-preprocess made it."""
         ours = (self.path / "data").is_file() and (self.path / "config.yaml").is_file()
         return self.bin.parent if ours or recorded(self.bin.parent, "settings").is_file() else None
 

@@ -46,7 +46,7 @@ from pn_fairseq.norms.registry import NormEntry
 from pn_fairseq.pipeline.checks import open_data, stand_in_dictionary
 from pn_fairseq.pipeline.runs import flat, load_config
 
-#: Settings of this pipeline beside fairseq's. Configs hold average_last in fairseq's free section ``scoring``.
+#: Settings of this pipeline in addition to fairseq's. Configs hold average_last in fairseq's free section ``scoring``.
 OWN = ("tokens_per_update", "average_last")
 #: These follow from the number of ranks.
 DERIVED = ("world_size", "rank", "num_procs", "init_method", "port", "no_spawn")
@@ -295,8 +295,8 @@ def _known_keys(section: str, name: str | None) -> set[str] | None:
 
 def _batches(config: Path, cfg: DictConfig, names: set[str], world_size: int) -> Batches:
     """The tokens per update are ``tokens_per_update``; without it, and where ``optimization.update_freq`` is
-    overridden, ``update_freq * max_tokens``, which states them for one rank. An override of ``dataset.max_tokens``
-    alone changes how much a rank takes at once, not the tokens per update.
+    overridden, ``update_freq * max_tokens``, which states them for one rank. Where ``dataset.max_tokens`` is overridden
+    and ``update_freq`` is not, a rank takes another number of tokens at once, and an update the same.
     """
     frequencies = list(cfg.optimization.update_freq)
     if len(set(frequencies)) != 1 or int(frequencies[0]) < 1:

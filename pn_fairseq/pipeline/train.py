@@ -57,7 +57,7 @@ def _parser() -> ArgumentParser:
     )
     parser.add_argument("--data", type=Path, metavar="DIR", help="prepared data (default runs/data/CONFIG)")
     parser.add_argument("--run", type=Path, metavar="DIR", help="checkpoints and logs (default runs/CONFIG)")
-    check = "check the settings, also against those of an existing --run, and stop; needs no data"
+    check = "check the settings, also against the settings of an existing --run, and stop; needs no data"
     parser.add_argument("--check", action="store_true", help=check)
     return parser
 
@@ -119,7 +119,7 @@ def _main(args, argv: list[str], layout: RankLayout, config: Path, data: Path, r
     overrides = [f"{key}={quoted(path)}" for key, path in where.items()] + args.settings
     cfg, batches = compose(config, overrides, layout.world_size, not layout.gpu)
     if cfg.common.wandb_project:
-        # fairseq trains without it, and says so in its log alone. A folder of runs, ./wandb, can be imported, too.
+        # fairseq trains without it, and says so only in its log. A folder of runs, ./wandb, can also be imported.
         if getattr(importlib.util.find_spec("wandb"), "origin", None) is None:
             raise UserError("common.wandb_project needs Weights & Biases, which is not installed: pip install wandb")
         os.environ.setdefault("WANDB_DIR", str(run))
@@ -158,7 +158,7 @@ def _main(args, argv: list[str], layout: RankLayout, config: Path, data: Path, r
 
 
 def quoted(text: str | Path) -> str:
-    """``text`` as one value in hydra's syntax, whatever characters a path has."""
+    """``text`` as one value in hydra's syntax, with any characters of a path."""
     escaped = str(text).replace("\\", "\\\\").replace("'", "\\'")
     return f"'{escaped}'"
 
@@ -302,7 +302,7 @@ def explained(error: Exception, cfg, run: Path) -> UserError | TrainingFailed:
 
 @contextlib.contextmanager
 def logging_to(log: Path, total: int, rank: int):
-    """Write fairseq's log, errors alone on ranks other than 0, and show the progress."""
+    """Write fairseq's log, only errors on ranks other than 0, and show the progress."""
     root = logging.getLogger()
     root.setLevel(logging.INFO)
     file = logging.FileHandler(log, encoding="utf-8", delay=True)

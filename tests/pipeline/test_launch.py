@@ -15,7 +15,7 @@ from pn_fairseq.pipeline.launch import RankLayout, find_layout
         ({"NPROC": "2"}, 8, RankLayout(True, 2)),
         ({"MASTER_ADDR": "left over", "NNODES": "1"}, 1, RankLayout(True, 1)),
         ({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "NNODES": "2"}, 2, RankLayout(True, 4, 3, 1)),
-        # A batch job or a shell on one machine of an allocation: srun alone sets SLURM_STEP_NUM_TASKS.
+        # A batch job or a shell on one machine of an allocation: only srun sets SLURM_STEP_NUM_TASKS.
         ({"SLURM_JOB_ID": "100", "SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "1"}, 8, RankLayout(True, 8)),
     ],
 )

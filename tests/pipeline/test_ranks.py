@@ -103,8 +103,8 @@ def assert_same_curves(several: Path, one: Path) -> None:
 
 def test_two_ranks_learn_what_one_does(data, tmp_path, monkeypatch, capsys):
     where = tmp_path / "run"
-    ((code, said),) = finish(start(data, where, "optimization.max_update=4", NPROC="2"))
-    assert code == 0, said
+    ((code, stderr),) = finish(start(data, where, "optimization.max_update=4", NPROC="2"))
+    assert code == 0, stderr
     train_on_one_rank(data, monkeypatch, capsys, 4, tmp_path / "one")
     assert_same_curves(where, tmp_path / "one")
     (record,) = records(where)
@@ -125,9 +125,9 @@ def test_two_ranks_stop_if_one_dies_and_one_resumes(data, tmp_path, monkeypatch,
     wait_for_a_checkpoint(where, process)
     victim = max(pid for pid in ranks_of(where) if pid != process.pid)
     os.kill(victim, signal.SIGKILL)
-    ((code, said),) = finish(process)
+    ((code, stderr),) = finish(process)
     assert code == 1 and gone(where)
-    assert re.search(r"^pn train: error: rank \d was killed by SIGKILL, and all .* to resume$", said, re.M), said
+    assert re.search(r"^pn train: error: rank \d was killed by SIGKILL, and all .* to resume$", stderr, re.M), stderr
 
     train_on_one_rank(data, monkeypatch, capsys, updates_of(where) + 2, where, tmp_path / "one")
     assert_same_curves(where, tmp_path / "one")
@@ -162,7 +162,7 @@ def test_machines_that_do_not_fit_together(data, tmp_path):
     port = free_port()
     ends = finish(*(machine(data, tmp_path / "run", rank, port, f"common.seed={rank + 1}") for rank in (0, 1)))
     assert all(code != 0 for code, _ in ends)
-    assert any("rank 1 was started with different settings" in said for _, said in ends), ends
+    assert any("rank 1 was started with different settings" in stderr for _, stderr in ends), ends
 
 
 @pytest.mark.slow
@@ -177,11 +177,11 @@ def test_a_signal_ends_all_ranks(sent, code, data, tmp_path):
     process = start(data, where, NPROC="2")
     wait_for_a_checkpoint(where, process)
     process.send_signal(sent)
-    ((ended, said),) = finish(process)
-    assert ended == code, said
+    ((ended, stderr),) = finish(process)
+    assert ended == code, stderr
     assert gone(where)
     if code > 0:
-        lines = [line for line in said.splitlines() if not line.startswith("[train] ")]
+        lines = [line for line in stderr.splitlines() if not line.startswith("[train] ")]
         assert lines == ["pn train: interrupted; run the same command again to resume"]
 
 
@@ -193,8 +193,8 @@ def test_statistics_of_one_batch_each_do_not_see_the_ranks(data, tmp_path):
     """
     few = ("model._name=transformer_pnv_tiny", "model.norm_sync=off", "optimization.max_update=6")
     for folder, ranks in (("two", "2"), ("one", "1")):
-        ((code, said),) = finish(start(data, tmp_path / folder, *few, NPROC=ranks))
-        assert code == 0, said
+        ((code, stderr),) = finish(start(data, tmp_path / folder, *few, NPROC=ranks))
+        assert code == 0, stderr
     two, one = (read_log(tmp_path / folder / "train.log").train for folder in ("two", "one"))
     assert two == pytest.approx(one, abs=0.0015)
 

@@ -1,13 +1,12 @@
-"""Reading the folder of a run: one of fairseq-train without a log, records of older versions, damaged files."""
+"""Reading the folder of a run: one of fairseq-train without a log, damaged files."""
 
 import argparse
-import json
 
 import pytest
 import torch
 
 from pn_fairseq.common.command import UserError
-from pn_fairseq.pipeline.runs import Run, open_run
+from pn_fairseq.pipeline.runs import open_run
 
 
 def test_a_run_of_fairseq_train_without_a_log(tmp_path):
@@ -22,18 +21,9 @@ def test_a_run_of_fairseq_train_without_a_log(tmp_path):
     (tmp_path / "bin").mkdir()
     run = open_run(tmp_path)
     assert not run.ours and run.checkpoints == tmp_path and run.bin == tmp_path / "bin" and run.data is None
-    assert run.log is None and run.starts == [] and run.get("common.seed") == 3
+    assert run.log is None and run.get("common.seed") == 3
     assert run.settings_by_name["model.dropout"] == 0.1 and "model.seed" not in run.settings_by_name
     assert run.get("model._name") == "transformer_pn_tiny"
-
-
-def test_records_of_an_older_version(tmp_path):
-    old = {"workers": 4, "machines": [{"workers": 2, "gpus": []}] * 2}
-    (tmp_path / "starts.jsonl").write_text(json.dumps(old) + "\n")
-    assert Run(tmp_path).starts == [{"world_size": 4, "machines": [{"ranks": 2, "gpus": []}] * 2}]
-    (tmp_path / "starts.jsonl").write_text("{cut o")
-    with pytest.raises(UserError, match="line 1 of .*starts.jsonl cannot be read"):
-        Run(tmp_path).starts  # noqa: B018
 
 
 @pytest.mark.parametrize(("text", "reason"), [("", "holds no settings"), ("a: [1", "cannot be read as settings")])

@@ -58,7 +58,7 @@ def trained(data, tmp_path_factory) -> Path:
 
 
 def refused(capsys, code: int) -> str:
-    """The one line of an error, beside lines of progress."""
+    """The one line of an error, without the lines of progress."""
     lines = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("[")]
     assert code == 2 and len(lines) == 1 and lines[0].startswith("pn train: error: "), lines
     return lines[0]
@@ -375,9 +375,9 @@ def test_a_kill_at_any_point_of_saving_changes_no_bit(point, data, trained, tmp_
             pytest.fail(f"the training ended with exit code {start(data, run)} before point {point}")
         logging.getLogger("fairseq_cli.train").handlers.clear()
     assert start(data, run) == 0
-    said = capsys.readouterr().err
+    printed = capsys.readouterr().err
     # The last copy of a save is checkpoint_last.pt.
-    assert ("resuming from" in said) is (point > 6) and (point <= 6 or f"update {(point - 1) // 6 * 4}" in said)
+    assert ("resuming from" in printed) is (point > 6) and (point <= 6 or f"update {(point - 1) // 6 * 4}" in printed)
     same_end(run, trained)
     assert {path.name for path in run.rglob("checkpoints/*")} == {
         path.name for path in trained.rglob("checkpoints/*")
@@ -400,14 +400,14 @@ def wait_for(condition, process: subprocess.Popen, seconds: float = 300) -> None
 @pytest.mark.slow
 def test_sigkill_in_the_middle_of_training_and_resuming_ends_in_the_same_bits(data, trained, tmp_path, capsys):
     run = tmp_path / "run"
-    with (tmp_path / "said").open("w") as said:
-        process = subprocess.Popen(command(data, run), env=environment(), stderr=said, start_new_session=True)
+    with (tmp_path / "stderr").open("w") as errors:
+        process = subprocess.Popen(command(data, run), env=environment(), stderr=errors, start_new_session=True)
         last = run / "checkpoints/checkpoint_last.pt"
         wait_for(last.exists, process)
         os.killpg(process.pid, signal.SIGKILL)
         assert process.wait() == -signal.SIGKILL, "it ended before it could be killed"
     # A line of progress, and nothing of what fairseq and hydra print.
-    assert all(line.startswith("[train] ") for line in (tmp_path / "said").read_text().splitlines())
+    assert all(line.startswith("[train] ") for line in (tmp_path / "stderr").read_text().splitlines())
     assert start(data, run) == 0
     assert "resuming from checkpoint_last.pt, update" in capsys.readouterr().err
     same_end(run, trained)
@@ -429,8 +429,8 @@ def test_a_signal_ends_it_with_one_line(number, during, data, tmp_path):
         maps = Path(f"/proc/{process.pid}/maps")
         wait_for(lambda: "libtorch" in maps.read_text(), process)
     process.send_signal(number)
-    _, said = process.communicate(timeout=120)
-    lines = [line for line in said.splitlines() if not line.startswith("[train] ")]
+    _, printed = process.communicate(timeout=120)
+    lines = [line for line in printed.splitlines() if not line.startswith("[train] ")]
     assert lines == ["pn train: interrupted; run the same command again to resume"]
     assert process.returncode == 128 + number
 
@@ -456,18 +456,18 @@ def test_a_disk_that_is_full_while_a_checkpoint_is_saved(data, trained, tmp_path
 
 def test_two_trainings_in_one_run_are_refused(tmp_path):
     """For as long as the training exists, and not the processes that load its data, which may outlive it a little."""
-    ready, told = os.pipe()
+    ready, written = os.pipe()
     training = os.fork()
     if not training:
         try:
             lock(tmp_path)
             loader = os.fork()
             if loader:
-                os.write(told, str(loader).encode())
+                os.write(written, str(loader).encode())
             time.sleep(60)
         finally:
             os._exit(0)
-    os.close(told)
+    os.close(written)
     loader = int(os.read(ready, 20))
     with pytest.raises(UserError, match="another process"):
         lock(tmp_path)

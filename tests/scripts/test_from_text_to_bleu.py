@@ -171,7 +171,7 @@ def test_as_many_hypotheses_as_sentences_in_the_order_of_the_text(data, decoded)
         line.split("\t", 1) for line in (decoded / "generate.log").read_text("utf-8").splitlines() if line[:2] == "S-"
     ]
     text = (decoded / "src.tok").read_text("utf-8").splitlines()
-    for number, source in sources:  # fairseq's numbers are those of the lines (rare characters come out as <unk>)
+    for number, source in sources:  # fairseq numbers the lines (rare characters come out as <unk>)
         if "<unk>" not in source:
             assert source == text[int(number[2:])]
 

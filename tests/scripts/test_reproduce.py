@@ -341,7 +341,7 @@ def test_an_interruption_ends_it_all(calls, tmp_path, number):
     assert [line.split()[0] for line in calls.read_text().splitlines()] == ["prepare", "train", "average", "generate"]
 
 
-# --- a configuration, with data of one's own ---
+# --- a configuration, with your own data ---
 
 
 def own(data, *arguments, **environ):
