@@ -1,4 +1,8 @@
-"""Numbers of the PowerNorm paper's Figures 2 to 7, decoded from their vector graphics."""
+"""Numbers of the PowerNorm paper's Figures 2 to 7, decoded from their vector graphics.
+
+The coordinates of the paths in the PDF of the ICML version were converted by the ticks of the axes. The program was not
+kept: the numbers can be compared with the printed figures only.
+"""
 
 #: Medians of the paper's Figures 2 to 4, decoded from its vector graphics: panel -> label -> of each fifth.
 PAPER_MEDIANS = {

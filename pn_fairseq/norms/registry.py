@@ -128,7 +128,7 @@ NORMS: dict[str, NormEntry] = {
         "pn",
         "power normalization with running statistics (PN)",
         layer_scale_per_head=True,
-        sync=False,  # as in the paper, Section 5
+        sync=False,  # as in the paper, appendix A.1
         variants={"release": PowerNormRelease},
     ),
     "batch-renorm": NormEntry(BatchRenorm, "brn", "batch renormalization (BRN)", parts_of_run={"renorm_updates": 0.3}),
