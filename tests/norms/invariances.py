@@ -26,7 +26,7 @@ CHANGES = {
     "weights of one channel scaled": lambda weights, data, by: (_scaled(weights, 0), data),
     "data set scaled": lambda weights, data, by: (weights, 3 * data),
     "data set shifted": lambda weights, data, by: (weights, data + by),
-    "single case scaled": lambda weights, data, by: (weights, _scaled(data, 0)),
+    "single token scaled": lambda weights, data, by: (weights, _scaled(data, 0)),
 }
 
 #: Row of the table -> name and layer-scale groups of the norm.
@@ -48,7 +48,7 @@ def _outputs(name: str, layer_scale_groups: int, weights: np.ndarray, data: np.n
 
 
 def invariances(name: str, layer_scale_groups: int = 0) -> dict[str, bool]:
-    """Column -> whether y stays the same, in training and in evaluation; of a single case, the y of this case.
+    """Column -> whether y stays the same, in training and in evaluation; of a single token, the y of this token.
 
     Raises:
         AssertionError: training and evaluation differ, or a change of y is neither rounding nor clear.
@@ -59,7 +59,7 @@ def invariances(name: str, layer_scale_groups: int = 0) -> dict[str, bool]:
     before, found = _outputs(name, layer_scale_groups, weights, data), {}
     for column, change in CHANGES.items():
         after = _outputs(name, layer_scale_groups, *change(weights, data, shift))
-        tokens = slice(0, 1) if column == "single case scaled" else slice(None)
+        tokens = slice(0, 1) if column == "single token scaled" else slice(None)
         changes = np.array([(one[tokens] - two[tokens]).abs().max() for one, two in zip(before, after, strict=True)])
         found[column] = bool((changes < 1e-5).all())
         assert found[column] or (changes > 1e-2).all(), (name, column, changes)
