@@ -37,13 +37,9 @@ def loss_of(model: torch.nn.Module, source: torch.Tensor, target: torch.Tensor) 
     return F.cross_entropy(model(source, None, prev)[0].flatten(0, 1), target.flatten(), ignore_index=PAD)
 
 
-def gradients(model: torch.nn.Module) -> dict[tuple[str, int], float]:
-    """(Side, number of the layer) -> L2 norm of the gradient of its weights."""
-    return {
-        (side, number): torch.stack([each.grad.norm() for each in layer.parameters()]).norm().item()
-        for side in ("encoder", "decoder")
-        for number, layer in enumerate(getattr(model, side).layers, 1)
-    }
+def gradients(layers: torch.nn.ModuleList) -> list[float]:
+    """L2 norm of the gradient of the weights of each layer."""
+    return [torch.stack([each.grad.norm() for each in layer.parameters()]).norm().item() for layer in layers]
 
 
 def measure(norm: str, placement: str, layers: int, updates: int) -> list[dict]:
@@ -66,10 +62,15 @@ def measure(norm: str, placement: str, layers: int, updates: int) -> list[dict]:
         loss = loss_of(model, *batch(generator))
         loss.backward()
         if update in (0, updates):
-            where = {"norm": norm, "placement": placement, "layers": layers, "update": update, "loss": loss.item()}
+            where = {"norm": norm, "placement": placement, "layers": layers, "update": update}
             rows += [
-                {**where, "side": side, "layer": layer, "gradient": f"{value:.4g}"}
-                for (side, layer), value in gradients(model).items()
+                {
+                    **where,
+                    "loss": f"{loss.item():.4f}",
+                    "side": side,
+                    "gradients": " ".join(f"{value:.4g}" for value in gradients(getattr(model, side).layers)),
+                }
+                for side in ("encoder", "decoder")
             ]
         optimizer.step()
     return rows
@@ -84,18 +85,25 @@ def draw(folder: Path) -> None:
         depths, updates = sorted(of_norm["layers"].unique()), sorted(of_norm["update"].unique())
         rows = [(side, update) for side in ("encoder", "decoder") for update in updates]
         figure, axes = plt.subplots(
-            len(rows), len(depths), figsize=(3.4 * len(depths), 2.4 * len(rows)), squeeze=False, layout="constrained"
+            len(rows),
+            len(depths),
+            figsize=(3.4 * len(depths), 2.4 * len(rows)),
+            squeeze=False,
+            sharey="row",
+            layout="constrained",
         )
         for (side, update), line in zip(rows, axes, strict=True):
             for depth, axis in zip(depths, line, strict=True):
                 panel = of_norm[
                     (of_norm["side"] == side) & (of_norm["update"] == update) & (of_norm["layers"] == depth)
                 ]
-                for index, (name, one) in enumerate(panel.groupby("placement", sort=False)):
+                for index, (name, values) in enumerate(zip(panel["placement"], panel["gradients"], strict=True)):
+                    values = [float(value) for value in values.split()]
                     style = {"color": f"C{index % 10}", "linestyle": STYLES[index // 3 % len(STYLES)]}
-                    axis.plot(one["layer"], one["gradient"], label=name, **style)
-                axis.set(yscale="log", title=f"{side}, {depth} layers, after {update} updates", xlabel="layer")
-                axis.title.set_fontsize(9)
+                    axis.plot(range(1, depth + 1), values, label=name, **style)
+                axis.set(yscale="log", xlabel="layer")
+                axis.set_title(f"{side}, {depth} layers, after {update} updates", fontsize=9)
+                axis.xaxis.get_major_locator().set_params(integer=True)
             line[0].set_ylabel("norm of the gradient")
         handles, labels = axes[0][0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=5)
@@ -121,7 +129,7 @@ def main(argv=None) -> None:
             for layers in args.layers:
                 for placement in PLACEMENTS:
                     rows += measure(norm, placement, layers, args.updates)
-                    print(f"{norm}, {placement}, {layers} layers: loss {rows[-1]['loss']:.3f}", flush=True)
+                    print(f"{norm}, {placement}, {layers} layers: loss {rows[-1]['loss']}", flush=True)
         write_csv(args.output / "gradients.csv", rows)
     draw(args.output)
 

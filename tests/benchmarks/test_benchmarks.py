@@ -7,6 +7,7 @@ import shutil
 from contextlib import contextmanager
 from functools import partial
 
+import pandas
 import pytest
 import torch
 from torch import nn
@@ -407,3 +408,24 @@ def norm_step(norm, x, mask, dy):
     x.grad = None
     norm.zero_grad()
     norm(x, mask).backward(dy)
+
+
+def test_placements(tmp_path, capsys):
+    from benchmarks import placements
+
+    placements.main(["--output", str(tmp_path), "--norms", "batch", "--layers", "2", "--updates", "2"])
+    table = pandas.read_csv(tmp_path / "gradients.csv")
+    assert set(table["placement"]) == set(placements.PLACEMENTS) and set(table["update"]) == {0, 2}
+    assert all(
+        len(text.split()) == 2 and all(float(value) > 0 for value in text.split()) for text in table["gradients"]
+    )
+    assert (tmp_path / "gradients-batch.png").stat().st_size > 10_000
+
+
+def test_gradients_of_layers_by_hand():
+    from benchmarks.placements import gradients
+
+    layers = torch.nn.ModuleList([torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)])
+    for number, layer in enumerate(layers, 1):
+        layer.weight.grad, layer.bias.grad = torch.tensor([[2.0, 4.0]]) * number, torch.tensor([4.0]) * number
+    assert gradients(layers) == [6.0, 12.0]  # (4 + 16 + 16) ** 0.5
