@@ -170,6 +170,4 @@ def test_the_commands_of_a_page_run(page, place):
         text = command.text
         if "translate.sh" in text:
             text = f'echo "Y dijo Dios: Sea la luz." | {text}'
-        if "--compare runs/my-ln" in text:
-            shutil.copytree(place / "runs/my-pn", place / "runs/my-ln", dirs_exist_ok=True)
         execute(text, place)
