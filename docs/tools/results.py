@@ -588,7 +588,7 @@ def readme() -> str:
             "one seed on one machine).",
             _table(rows),
             f"Tokenized BLEU ({signature}) and best validation loss in bits per token. In brackets a simultaneous 95% "
-            "interval of the difference from LN over all norms:",
+            "interval of the difference from LN; all intervals of a measure hold together with 95%:",
             "\n".join(sentences) or "No norm has several seeds yet.",
         ]
     )

@@ -23,13 +23,17 @@ def wrap_layer(layer: nn.Module, cfg) -> nn.Module:
 def mask_of(padding: Tensor) -> Tensor | None:
     """The padding mask (B, T), True = padding, for the layers: None if there is no padding, which is faster.
 
-    A graph that is compiled, traced or exported always takes the mask: it is also for other batches.
+    A graph that is compiled, traced or exported always takes the mask, because the same graph also serves batches with
+    padding.
     """
     return padding if torch.compiler.is_compiling() or torch.jit.is_tracing() or padding.any() else None
 
 
 def placement_of(cfg, side: str, number: int = 1, cross_attention: bool = True) -> Pre:
-    """The placement of the norms of layer ``number`` of the "encoder" or "decoder"."""
+    """The placement of the norms of layer ``number`` of the "encoder" or "decoder".
+
+    ``cross_attention=False``: the model has only a decoder.
+    """
     depth = Depth(side, cfg.encoder.layers if cross_attention else 0, cfg.decoder.layers)
     return find_placement(getattr(cfg.norms, f"{side}_norm_placement"))(depth, number)
 

@@ -38,7 +38,7 @@ class ChannelNorm(nn.Module):
     #: "always", or "at first": no longer once warm-ups and schedules are over, in channels where nothing is clipped.
     mixes_tokens = "never"
 
-    #: Options that a transformer gives this class unless they are asked for, in place of the registry entry's.
+    #: Default options in a transformer. They replace the registry entry's defaults; the user's options replace both.
     transformer_defaults: dict = {}
 
     #: Which of ``weight`` (gain, initially 1) and ``bias`` (initially 0), (C,), the norm has.
@@ -107,10 +107,11 @@ class ChannelNorm(nn.Module):
 
 
 class _State(dict):
-    """The buffers of a :class:`RunningNorm` as ``torch.nn.Module`` keeps them. Who reads one gets it up to date.
+    """The buffers of a :class:`RunningNorm` as ``torch.nn.Module`` keeps them. Reading a buffer first applies the
+    pending contributions.
 
-    So do ``norm.running_psi2``, ``model.named_buffers()`` and all that is built on them: averages of weights, loggers,
-    the broadcast of ``DistributedDataParallel``.
+    This also holds for ``norm.running_psi2``, ``model.named_buffers()`` and all that is built on them: averages of
+    weights, loggers, the broadcast of ``DistributedDataParallel``.
     """
 
     def __init__(self, norm: "RunningNorm", buffers: dict[str, Tensor]):
@@ -139,8 +140,8 @@ class RunningNorm(ChannelNorm):
     A subclass names its state with :meth:`add_state`, says in :attr:`moment_name` (and :attr:`mean_name`) which part of
     it evaluation normalizes by, and defines :meth:`forward_pass`, :meth:`backward_pass` and, unless it keeps
     exponential averages, :meth:`update`. Masks, layer-scale, precision, ranks, activation checkpointing, gradient
-    accumulation, faults, evaluation, recalibration, averaging, saving and diagnostics are handled by this class. A norm
-    that also uses the statistics of each token defines :meth:`token_part` and :meth:`effective_affine`.
+    accumulation, inf and NaN, evaluation, recalibration, averaging, saving and diagnostics are handled by this class. A
+    norm that also uses the statistics of each token defines :meth:`token_part` and :meth:`effective_affine`.
 
     **When the state changes.** A forward changes no state. A backward stores a :class:`~.tokens.Contribution`, once per
     forward. :meth:`flush` applies the steps to the state, and discards those without a real token or with a number that
@@ -198,7 +199,7 @@ class RunningNorm(ChannelNorm):
         self.sync, self.process_group = sync, process_group
         self._initial: dict[str, float] = {}
         self._pending: list[Contribution] = []
-        #: Changes when the state is replaced: steps that began before it are not taken in.
+        #: Changes when the state is replaced: contributions of forwards before the replacement are discarded.
         self.state_version = 0
         self._num_updates: int | None = None
         self._buffers = _State(self, self._buffers)
@@ -258,13 +259,13 @@ class RunningNorm(ChannelNorm):
         return ()
 
     def batch_moments(self, tokens: Tokens) -> Moments:
-        """The statistics of a batch, over all ranks, that recalibration takes the mean of; also ``step.batch``."""
+        """The statistics of a batch, over all ranks: ``step.batch``, and what recalibration averages."""
         return tokens.moments(centered=self.mean_name is not None)
 
     def update(self, step: Contribution) -> dict[str, Tensor]:
         """The state after ``step``, by buffer name; what is missing stays as it is. Written only if all is finite.
 
-        If ``num_batches_tracked`` is among them, the values are written without a check: the operator has done it.
+        If ``num_batches_tracked`` is among them, the values are written without a check: the operator has checked them.
         Here: exponential averages of :meth:`statistics_of`.
         """
         batch = self.statistics_of(step.batch)

@@ -26,13 +26,15 @@ class PowerNorm(RunningNorm):
         \nu_t &= \nu_{t-1} \max(0, 1 - (1 - \alpha_\mathrm{bwd}) \Gamma) + (1 - \alpha_\mathrm{bwd}) \Lambda, \qquad
         \Gamma = \mathrm{mean}_M(\hat x^2), \quad \Lambda = \mathrm{mean}_M(\mathrm{d}\hat x\,\hat x)
 
-    dx is not the derivative of the forward but the paper's approximation of PN-V's gradient. ``max(0, .)`` enforces the
-    paper's Assumption 10: without it nu diverges as soon as Gamma exceeds 2 / (1 - alpha_bwd). In evaluation
+    dx is not the derivative of the forward but the paper's approximation of PN-V's gradient. ``max(0, .)`` keeps the
+    factor of nu from becoming negative where the paper's Assumption 10 does not hold: without it nu diverges if Gamma
+    stays above 2 / (1 - alpha_bwd). In evaluation
     :math:`y = \gamma x / \sqrt{\psi^2 + \epsilon} + \beta`.
 
     **psi warm-up.** For the first ``psi_warmup_updates`` optimizer updates D = sqrt(psi_B^2 + eps), and psi^2 is the
-    mean of the batches since the warm-up began. :meth:`set_num_updates` sets how many updates are completed; 0 begins
-    a new warm-up. Without these calls a module counts its training steps; with a warm-up it always takes two passes.
+    mean of psi_B^2 over the batches since the warm-up began. :meth:`set_num_updates` sets how many updates are
+    completed; 0 begins a new warm-up. Without these calls a module counts its training steps, and a module with a
+    warm-up reads x twice in every step, also after the warm-up.
 
     Args:
         num_features: number of channels C.
@@ -123,7 +125,7 @@ class PowerNorm(RunningNorm):
         }
 
     def diagnostics(self) -> dict[str, Tensor]:
-        """Those of :class:`RunningNorm` and :meth:`observe`, and ``nu_rms``, the root mean square of nu."""
+        """The diagnostics of :class:`RunningNorm` and :meth:`observe`, and ``nu_rms``, the root mean square of nu."""
         found = super().diagnostics()
         return {**found, "nu_rms": self.nu.square().mean().sqrt()} if found else found
 
@@ -137,9 +139,10 @@ class PowerNorm(RunningNorm):
     "(Tensor psi2, Tensor nu, Tensor num_batches)"
 )
 def power_update(psi2, nu, num_batches, batch_psi2, used_psi2, products, count, eps, warmup, alpha_fwd, alpha_bwd):
-    """Line 4 of both passes of Algorithm 2; the state stays as it is if N = 0 or a number is not finite.
+    """The new psi^2 and nu (line 4 of both passes of Algorithm 2); the old ones if N = 0 or a number is not finite.
 
-    ``used_psi2`` is the psi^2 under D, ``products`` (2, C) the sums over M of dx_hat x_hat and dx_hat, ``count`` N.
+    ``used_psi2`` is the psi^2 in D, ``products`` (2, C) the sums over M of dx_hat x_hat and dx_hat, and ``count`` the
+    number N of real tokens.
     """
     gamma = batch_psi2 / (used_psi2.to(batch_psi2.dtype) + eps)
     lambda_ = products[0] / count.clamp(min=1.0)

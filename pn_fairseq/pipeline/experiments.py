@@ -97,8 +97,9 @@ class Part(NamedTuple):
     models: str = ""  # as in MODELS; all models of the corpus if empty
 
 
-#: Comparisons with LN that were planned before the runs, as ``pn report --planned`` takes them: validation loss, and
-#: test loss of language models. They are tested apart, without correction for the other comparisons.
+#: Comparisons with LN, as ``pn report --planned`` takes them: validation loss, and test loss of language models. They
+#: were named after seeds 1 to 3 and before the later seeds. They are tested apart, without correction for the other
+#: comparisons.
 PLANNED = ("PN:loss", "PN:bits")
 
 

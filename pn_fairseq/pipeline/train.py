@@ -30,12 +30,13 @@ settings (key=value, in hydra's syntax):
   optimization.max_update=400  tokens_per_update=65536  average_last=10  common.fp16=true
 
 One rank per visible GPU, or one on the CPU. fairseq's log is in DIR/train.log. A run that was interrupted resumes from
-its last checkpoint when the same command is given again, on any number of ranks. Limits (optimization.max_update, ...)
-and settings of decoding, saving, validation and logging may change then. A finished run is not changed: averaging and
-decoding have options of their own.
+its last checkpoint when the same command is given again, on any number of ranks. The new command may have other limits
+(optimization.max_update, ...) and other settings of decoding, saving, validation and logging. A finished run continues
+only if a limit is raised: averaging and decoding have options of their own.
 
 An update takes tokens_per_update tokens on any number of ranks: dataset.max_tokens is the most that one rank takes at
-once, and optimization.update_freq follows. If you set optimization.update_freq, give its value for one rank.
+once, and optimization.update_freq is computed from both. If you set optimization.update_freq, give its value for one
+rank.
 
 NPROC=N sets the number of ranks: at most as many as there are visible GPUs, or N on the CPU. If one rank fails all are
 stopped, and the exit code is not 0. Several machines, also under SLURM, need torchrun: docs/several_gpus.md.
@@ -119,7 +120,8 @@ def _main(args, argv: list[str], layout: RankLayout, config: Path, data: Path, r
     overrides = [f"{key}={quoted(path)}" for key, path in where.items()] + args.settings
     cfg, batches = compose(config, overrides, layout.world_size, not layout.gpu)
     if cfg.common.wandb_project:
-        # fairseq trains without it, and says so only in its log. A folder of runs, ./wandb, can also be imported.
+        # fairseq trains without it, and only its log shows that. A folder ./wandb is also found as a package, but has
+        # no origin.
         if getattr(importlib.util.find_spec("wandb"), "origin", None) is None:
             raise UserError("common.wandb_project needs Weights & Biases, which is not installed: pip install wandb")
         os.environ.setdefault("WANDB_DIR", str(run))
@@ -139,7 +141,9 @@ def _main(args, argv: list[str], layout: RankLayout, config: Path, data: Path, r
     model = check_model(cfg, data, batches)
     last = run / "checkpoints" / LAST
     if cfg.checkpoint.finetune_from_model:
-        check_weights(model, cfg.checkpoint.finetune_from_model, cfg)  # fairseq starts at random without the file
+        check_weights(
+            model, cfg.checkpoint.finetune_from_model, cfg
+        )  # without the file fairseq would silently start from random weights
     if last.exists() and (run / "config.yaml").exists():
         check_same_run(cfg, data, run)
         if is_finished(cfg, check_weights(model, last, cfg), run):
@@ -217,7 +221,7 @@ def begin(cfg, batches, layout: RankLayout, data: Path, run: Path, argv: list[st
         "tokens_per_update": batches.tokens_per_update,
         "update_freq": batches.update_freq,
         "max_tokens": batches.max_tokens,
-        # The machines are taken to be like this one.
+        # This assumes that every machine is like this one.
         "machines": [machine] * -(-batches.world_size // ranks),
         **description,
     }
@@ -244,7 +248,7 @@ def train(cfg, layout: RankLayout, data: Path, run: Path) -> None:
     settings = OmegaConf.to_yaml(cfg).encode() + recorded(data, "settings").read_bytes()
     fingerprint = hashlib.sha256(settings).hexdigest()
     cfg.common.log_file = None  # the handler below has all of fairseq's log, not only that of fairseq_cli.train
-    # fairseq reads torchrun's variables itself, but divides by the number of GPUs.
+    # fairseq reads torchrun's variables itself, but divides the local rank by the number of GPUs.
     cfg.distributed_training.distributed_rank = rank
     cfg.distributed_training.device_id = layout.local_rank % max(1, torch.cuda.device_count())
     OmegaConf.set_struct(cfg, True)
@@ -292,7 +296,7 @@ def explained(error: Exception, cfg, run: Path) -> UserError | TrainingFailed:
             f"checkpoint.keep_last_epochs), then {RESUME}"
         )
     if "out of memory" in text or isinstance(error, MemoryError):
-        advice = "lower dataset.max_tokens, with which an update keeps its number of tokens"
+        advice = "lower dataset.max_tokens; an update still has tokens_per_update tokens"
         return TrainingFailed(f"{reason}; {advice}, then {RESUME}")
     # Of another rank, machine or file system.
     if isinstance(error, OSError | torch.distributed.DistError) or re.search("onnection (closed|reset)|imed out", text):

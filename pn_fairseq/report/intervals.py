@@ -84,9 +84,10 @@ class Compared:
         if not systems["better"] and not systems["worse"]:
             parts.insert(0, f"no system is shown to differ from {family.control}")
         if unresolved := sorted(systems["not resolved"], key=lambda system: family.intervals[system].difference):
-            ends = " to ".join(texts[system] for system in dict.fromkeys((unresolved[0], unresolved[-1])))
-            amount = f"{len(unresolved)} systems, " if len(unresolved) > 2 else ""
-            parts.append(f"not resolved: {amount}{ends}")
+            ends = list(dict.fromkeys((texts[unresolved[0]], texts[unresolved[-1]])))
+            if len(unresolved) > 2:
+                ends = [f"{len(unresolved)} systems, from {ends[0]} to {ends[-1]}"]
+            parts.append(f"not resolved: {' and '.join(ends)}")
         return f"{'; '.join(parts)}."
 
     def strength(self, family: Family) -> str:
@@ -100,7 +101,7 @@ class Compared:
         )
 
     def planned(self, system: str) -> str | None:
-        """A comparison that was planned before the runs, without correction. None: it was not tested."""
+        """A comparison that was named in advance of further seeds, without correction. None: it was not tested."""
         if (family := self.family_of(system)) is None:
             return None
         interval, sides = family.separate[system], side_of(family.pairs[system].values())
