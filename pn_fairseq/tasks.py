@@ -16,8 +16,8 @@ class RandomBatchesConfig(TranslationConfig):
 class TranslationRandomBatches(TranslationTask):
     """Translation whose training batches hold random sentences.
 
-    fairseq fills a batch with sentences of similar length, so that a batch holds little padding, and its statistics
-    are those of one length. Here the sentences of a training batch are drawn at random, from ``common.seed`` and the
+    fairseq fills a batch with sentences of similar length, so that a batch holds little padding and sentences of one
+    length only. Here the sentences of a training batch are drawn at random, from ``common.seed`` and the
     epoch. ``dataset.max_tokens`` counts padding, as in fairseq. Validation and test batches are fairseq's.
     """
 

@@ -169,7 +169,8 @@ class ConvertedNorm:
         except ValueError as error:
             raise ValueError(f"{self.name}: {error}") from None
         if not again:
-            if raw.grad_fn is not None or self.training:
+            # Recalibration runs no backward.
+            if raw.grad_fn is not None or (self.training and not getattr(self, "recalibrating", False)):
                 self.memory.add(key, mask, raw.grad_fn)
         elif raw.grad_fn is not None:
             self.memory.consume(key, mask, raw.grad_fn)

@@ -1,9 +1,11 @@
 """The code of docs/hugging_face.md runs, and padding changes nothing."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from pn_fairseq.norms import norm_report
+from pn_fairseq.norms import norm_report, running_norms
 
 from ..norms.test_convert_models import hugging_face
 from .pages import ROOT, blocks
@@ -20,6 +22,14 @@ def test_code_runs(tmp_path, monkeypatch, capsys):
         names[key].eval() if key != "attention_mask" else names[key] for key in ("model", "again", "attention_mask")
     )
     assert len(norm_report(again)) == len(norm_report(model)) >= 6
+    assert names["with_mask"] < 1e-5 < 0.01 < names["without_mask"]
+    for key, tensor in model.state_dict().items():
+        torch.testing.assert_close(names["from_folder"].state_dict()[key], tensor)
+    assert all(norm.running_mean.abs().max() > 0 for norm in running_norms(names["pretrained"]))
+    names["CountUpdates"]().on_step_begin(None, SimpleNamespace(global_step=5), None, model=model)
+    assert all(norm.completed_updates() == 5 for norm in running_norms(model))
+    with pytest.raises(RuntimeError, match="running_mean"):
+        names["BertForMaskedLM"](names["config"]).load_state_dict(model.state_dict())
     outputs = [
         each(input_ids=names["tokens"].masked_fill(mask == 0, content), attention_mask=mask).logits[mask == 1]
         for each, content in ((model, 7), (again, 9))

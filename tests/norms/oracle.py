@@ -117,7 +117,7 @@ class _Oracle:
 
 
 class PowerNormOracle(_Oracle):
-    """PN: Shen et al. 2020, Algorithm 2, with the warm-up of psi and Assumption 10 enforced by max(0, .)."""
+    """PN: Shen et al. 2020, Algorithm 2, with the warm-up of psi and the guard max(0, .) for Assumption 10."""
 
     def __init__(self, channels, alpha_fwd=0.9, alpha_bwd=0.9, warmup=0, **common):
         super().__init__(channels, **common)

@@ -9,7 +9,16 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from pn_fairseq.norms import NORMS, MaskedBatchNorm, convert_norms, fold_norms, norm_report, padding, running_norms
+from pn_fairseq.norms import (
+    NORMS,
+    MaskedBatchNorm,
+    convert_norms,
+    fold_norms,
+    norm_report,
+    padding,
+    recalibrating,
+    running_norms,
+)
 from pn_fairseq.norms.convert import ConvertedNorm
 
 B, T, C = 3, 7, 12
@@ -502,6 +511,18 @@ def test_what_a_forward_without_a_graph_or_a_dropped_loss_leaves():
         y = again(x)
     with pytest.raises(RuntimeError, match="several forwards"):
         y.sum().backward()
+
+
+def test_recalibration_leaves_no_forward_that_waits_for_a_backward():
+    model = convert_norms(FeedForward(), "batch")
+    again, x = Checkpointed(model, use_reentrant=False), torch.randn(B, T, C)
+    with torch.no_grad(), recalibrating(model):
+        for _ in range(70):  # more masks than a norm remembers
+            with padding(MASK.flip(0)):
+                model(x)
+    with padding(MASK):
+        y = again(x)
+    y.sum().backward()
 
 
 @pytest.mark.parametrize("name", [name for name in NORMS])
