@@ -594,8 +594,18 @@ def readme() -> str:
     )
 
 
+def first_result() -> str:
+    """One sentence for the first screen: PN and LN on the verses, the planned comparison."""
+    if (loss := compared(title := CORPORA["verses"]).get(LOSS)) is None or (text := loss.planned("PN")) is None:
+        return NOTHING
+    return (
+        f"One result ({title}): the validation loss of PN minus that of LN, in bits per token, is "
+        f"{text.partition(': ')[2]}. In brackets is the 95% interval of this planned comparison."
+    )
+
+
 PAGES = {
-    "README.md": {"results": readme},
+    "README.md": {"first result": first_result, "results": readme},
     "docs/figures.md": {"mini-batches": mini_batches},
     "docs/language_modeling.md": {"language models": language_models},
     "docs/results/index.md": {
