@@ -3,6 +3,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from fairseq import utils
 
 from pn_fairseq.norms import NORMS
 from pn_fairseq.norms.base import ChannelNorm, running_norms
@@ -63,8 +64,10 @@ def test_every_norm_of_encoder_and_decoder_gets_its_padding_mask(name, monkeypat
 
 
 @pytest.mark.parametrize("name", list(NORMS))
-def test_more_padding_changes_nothing_in_training(name):
+def test_more_padding_changes_nothing_in_training(name, monkeypatch):
     """The loss, every gradient and every statistic are as without the extra columns."""
+    # fairseq's attention rounds its softmax to float32, and how depends on the row's length and on the processor.
+    monkeypatch.setattr(utils, "softmax", lambda x, dim, onnx_trace=False: F.softmax(x, dim))
     torch.manual_seed(1)
     narrow = build(TINY[name], decoder_norm=name, dropout=0.0, **ONE_LAYER).double()
     wide = copy.deepcopy(narrow)
