@@ -20,6 +20,7 @@ from pn_fairseq.common import probe_files
 from pn_fairseq.common.environment import SWITCH, patches_enabled
 from pn_fairseq.common.errors import one_line_errors
 from pn_fairseq.norms import NORMS, ChannelNorm, RunningNorm
+from pn_fairseq.norms.convert import ConvertedNorm
 from pn_fairseq.norms.distributed import all_reduce_sum, world_size
 
 #: Updates whose batches the probe averages for the statistics that a norm has no running ones of, and the decay.
@@ -84,7 +85,7 @@ class NormProbe:
             in a model without one.
 
     Raises:
-        ValueError: a pattern fits no norm.
+        ValueError: a pattern fits no norm, or a norm of :func:`convert_norms` is not one of images (B, C, H, W).
     """
 
     def __init__(self, model: nn.Module, folder: str, interval: int, layers: str | None = None):
@@ -102,6 +103,9 @@ class NormProbe:
             if not found:
                 raise ValueError(f"--norm-probe-layers {pattern} fits no norm; the model has {', '.join(names)}")
             self.norms |= found
+        for name, norm in self.norms.items():
+            if isinstance(norm, ConvertedNorm) and norm.layout != "BCHW":
+                raise ValueError(f"{name} was converted and finds its padding mask itself, which the probe cannot see")
         self._window: deque[list[_Forward]] = deque(maxlen=WINDOW)
         self._forwards: list[_Forward] = []
         self._handles: list = []
@@ -181,6 +185,7 @@ class NormProbe:
             return
         forward = self._forwards[-1]
         x, mask = (*args, *kwargs.values(), None)[:2]
+        x = _channels_last(norm, x)
         if forward.recorded and name not in forward.states:
             forward.states[name] = _state(norm)
         # Once per backward, however often a forward is recomputed; and the loss scale is known there.
@@ -291,7 +296,7 @@ def _at_gradient(forward: _Forward, name: str, norm: ChannelNorm, x: Tensor, mas
     sums = [wide_count[None], wide_mean * wide_count, (variance.double() + wide_mean.square()) * wide_count]
     scale = forward.scale
     if forward.recorded:
-        dy = dy.detach().to(x.dtype)
+        dy = _channels_last(norm, dy.detach().to(x.dtype))
         _, products = kernels.gradient_sums(dy, x, mask, None, mean, variance, inv_rms, groups, eps)
         dy_xhat, sum_dy = products.double() / torch.where(scale == 0, 1.0, scale)
         sums += [sum_dy, dy_xhat * (variance.double() + eps).sqrt() + wide_mean * sum_dy]
@@ -299,6 +304,11 @@ def _at_gradient(forward: _Forward, name: str, norm: ChannelNorm, x: Tensor, mas
         sums += [torch.zeros_like(wide_mean)] * 2
     flat = torch.cat(sums) * (scale != 0)
     forward.sums[name] = forward.sums[name] + flat if name in forward.sums else flat
+
+
+def _channels_last(norm: ChannelNorm, x: Tensor) -> Tensor:
+    """(N H W, C) instead of (N, C, H, W), which a norm in an image model takes after :func:`convert_norms`."""
+    return x.movedim(1, -1).flatten(0, -2) if isinstance(norm, ConvertedNorm) else x
 
 
 def _state(norm: ChannelNorm) -> dict[str, Tensor]:
@@ -331,7 +341,7 @@ def _average(sums: np.ndarray, decay: float) -> dict[str, np.ndarray]:
 
 def _kind(norm: ChannelNorm) -> str:
     classes = {cls: name for name, entry in NORMS.items() for cls in (entry.cls, *entry.variants.values())}
-    return classes.get(type(norm), type(norm).__name__)
+    return next((classes[cls] for cls in type(norm).__mro__ if cls in classes), type(norm).__name__)
 
 
 def _numpy(values: Tensor) -> np.ndarray:

@@ -10,7 +10,7 @@ from torch import nn
 
 from pn_fairseq.common.probe_files import SCHEMA, read_probe
 from pn_fairseq.models.norm_probe import NormProbe
-from pn_fairseq.norms import NORMS, build_norm
+from pn_fairseq.norms import NORMS, build_norm, convert_norms
 from pn_fairseq.testing.helpers import randomize_affine, real_tokens, rng, tensors
 from pn_fairseq.testing.ranks import run_ranks
 
@@ -53,6 +53,35 @@ def sample_of(seed, shape=(5, 3, 12)):
 
 def lengths(vector):
     return np.abs(vector).sum() / len(vector), np.sqrt((vector**2).sum()) / len(vector)
+
+
+@pytest.mark.parametrize("name", ["batch", "power", "layer"])
+def test_images_are_recorded_as_their_pixels(name, tmp_path):
+    """A norm that convert_norms puts in the place of BatchNorm2d gives the rows of the same norm on (N H W, 1, C)."""
+    images, weights = torch.randn(2, 6, 12, 3, 5)
+    samples = [
+        {"x": x.requires_grad_(), "mask": None, "weights": w, "size": 7}
+        for x, w in (
+            (images, weights),
+            (images.movedim(1, -1).reshape(-1, 1, 12), weights.movedim(1, -1).reshape(-1, 1, 12)),
+        )
+    ]
+    tables = []
+    for index, sample in enumerate(samples):
+        model = OneNorm(build_norm(name, 12) if index else nn.BatchNorm2d(12))
+        if not index:
+            convert_norms(model, name, layout="BCHW")
+            model.forward = lambda x, mask, norm=model.norm: norm(x)
+        probe = NormProbe(model, tmp_path / str(index), 1, "*")
+        update(probe, model, Criterion(), [sample], 0)
+        tables.append(read_probe(tmp_path / str(index)))
+    pd.testing.assert_frame_equal(*tables, rtol=1e-5)
+
+
+def test_a_converted_norm_whose_mask_the_probe_cannot_see_is_refused(tmp_path):
+    model = convert_norms(nn.Sequential(nn.LayerNorm(12)), "batch")
+    with pytest.raises(ValueError, match="0 was converted and finds its padding mask itself"):
+        NormProbe(model, tmp_path, 1, "*")
 
 
 @pytest.mark.parametrize("groups", [0, 4])

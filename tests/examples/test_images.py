@@ -1,0 +1,105 @@
+"""examples/images.py on images made here."""
+
+import numpy
+import pandas
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+
+from pn_fairseq.common.probe_files import read_probe
+
+from .programs import load
+
+images = load("images")
+
+
+def make(folder, shape, number):
+    rng = numpy.random.default_rng(1)
+    for part in ("train", "test"):
+        for place, name in enumerate(("dark", "light")):
+            (folder / part / name).mkdir(parents=True)
+            for index in range(number):
+                pixels = rng.integers(0, 128, shape) + 100 * place
+                Image.fromarray(pixels.astype("uint8")).save(folder / part / name / f"{index}.png")
+    return folder
+
+
+@pytest.fixture
+def cifar(tmp_path):
+    return make(tmp_path / "cifar", (32, 32, 3), 12)
+
+
+def test_resnet20_has_the_parameters_of_the_paper():
+    """0.27 million: convolutions 9 (3 16 + 6 16^2 + 16 32 + 5 32^2 + 32 64 + 5 64^2), norms 2 688, output 650."""
+    model = images.resnet20(3, 10)
+    assert sum(parameter.numel() for parameter in model.parameters()) == 269_722
+    assert sum(isinstance(module, nn.Conv2d) for module in model.modules()) + 1 == 20
+    assert model(torch.randn(2, 3, 32, 32)).shape == (2, 10)
+
+
+def test_an_augmented_image_is_a_window_of_the_padded_one():
+    pixels = torch.randn(64, 3, 8, 6)
+    torch.manual_seed(1)
+    changed = images.augment(pixels)
+    padded = nn.functional.pad(pixels, (4, 4, 4, 4))
+    places = set()
+    for image, own in zip(changed, padded, strict=True):
+        windows = {
+            (row, column, mirrored): own[:, row : row + 8, column : column + 6].flip([2] * mirrored)
+            for row in range(9)
+            for column in range(9)
+            for mirrored in (0, 1)
+        }
+        found = [place for place, window in windows.items() if torch.equal(image, window)]
+        places |= set(found)
+        assert found
+    assert len({place[0] for place in places}) > 5 and {place[2] for place in places} == {0, 1}
+
+
+def test_an_interrupted_training_continues_to_the_same_numbers(cifar, tmp_path, monkeypatch):
+    arguments = [str(cifar), "--norms", "batch", "--epochs", "3"]
+    images.main([*arguments, "--output", str(tmp_path / "whole")])
+    calls = []
+
+    def accuracy(*given):
+        calls.append(given)
+        if len(calls) == 3:  # in the second epoch, before its checkpoint
+            raise KeyboardInterrupt
+        return original(*given)
+
+    original = images.accuracy
+    monkeypatch.setattr(images, "accuracy", accuracy)
+    with pytest.raises(KeyboardInterrupt):
+        images.main([*arguments, "--output", str(tmp_path / "cut")])
+    images.main([*arguments, "--output", str(tmp_path / "cut")])
+    name = "resnet20_3epochs_batch_seed1"
+    whole, cut = (pandas.read_csv(tmp_path / part / name / "epochs.csv") for part in ("whole", "cut"))
+    assert list(whole["epoch"]) == [1, 2, 3]
+    pandas.testing.assert_frame_equal(whole.drop(columns="seconds"), cut.drop(columns="seconds"))
+    assert (tmp_path / "cut/images.png").stat().st_size > 1000
+
+
+def test_the_first_norm_is_recorded(cifar, tmp_path, monkeypatch):
+    monkeypatch.setattr(images, "INTERVAL", 2)
+    images.main([str(cifar), "--norms", "power", "--epochs", "5", "--output", str(tmp_path / "runs")])
+    records = read_probe(tmp_path / "runs/resnet20_5epochs_power_seed1/norm_probe")
+    assert list(records["update"]) == [2, 4] and set(records["norm"]) == {"1"}
+    assert set(records["tokens"]) == {24 * 32 * 32} and set(records["kind"]) == {"power"}
+
+
+def test_mnist(tmp_path, capsys):
+    folder = make(tmp_path / "mnist", (28, 28), 40)
+    images.main([str(folder), "--network", "mnist", "--norms", "ada", "--epochs", "4", "--validation", "20",
+                 "--output", str(tmp_path / "runs")])  # fmt: skip
+    table = pandas.read_csv(tmp_path / "runs/mnist_4epochs_ada_seed1/epochs.csv")
+    assert table["test accuracy"].iloc[-1] > 90  # of light and dark images
+    assert "test accuracy" in capsys.readouterr().out
+
+
+def test_data_that_is_missing_is_one_line(tmp_path, capsys):
+    with pytest.raises(SystemExit) as exit:
+        images.main([str(tmp_path)])
+    assert exit.value.code == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "train/CLASS" in error

@@ -1,0 +1,114 @@
+"""examples/sentiment.py on sentences made here."""
+
+import csv
+import random
+
+import pytest
+import torch
+
+from .programs import load
+
+sentiment = load("sentiment")
+
+
+@pytest.fixture
+def rt(tmp_path):
+    r"""RT's size, with a word that tells the sides apart, and \x85, which str.splitlines takes for a line's end."""
+    rng = random.Random(1)
+    for side, word in (("pos", "good"), ("neg", "bad")):
+        words = [[word, *rng.choices("abcdefgh\x85", k=rng.randint(1, 9))] for _ in range(5331)]
+        lines = "".join(" ".join(sentence) + "\n" for sentence in words)
+        (tmp_path / f"rt-polarity.{side}").write_text(lines, "latin-1")
+    return tmp_path
+
+
+@pytest.fixture
+def sst5(tmp_path):
+    for name, size in (("train", 40), ("dev", 10), ("test", 12)):
+        (tmp_path / f"stsa.fine.{name}").write_text("".join(f"{k % 5} word{k % 5} x y\n" for k in range(size)))
+    return tmp_path
+
+
+def test_rt_is_split_as_in_the_paper_and_no_sentence_is_lost(rt):
+    parts = sentiment.read("rt", rt)
+    assert {part: len(examples) for part, examples in parts.items()} == {
+        "training": 8608 + 1, "validation": 964, "test": 1089,
+    }  # fmt: skip
+    labels = [label for examples in parts.values() for _, label in examples]
+    assert labels.count(0) == labels.count(1) == 5331
+    assert all(("good" in words) == (label == 1) for words, label in parts["test"])
+    assert parts == sentiment.read("rt", rt)
+
+
+def test_batches_have_every_sentence_once_and_at_most_4096_tokens():
+    examples = [([str(k)] * (1 + k % 300), k) for k in range(500)]
+    vocabulary = {str(k): k + 2 for k in range(500)}
+    for shuffle in (None, random.Random(1)):
+        seen = []
+        for ids, labels in sentiment.batches(examples, vocabulary, shuffle):
+            assert ids.numel() <= 4096
+            for row, label in zip(ids, labels.tolist(), strict=True):
+                assert row[row != sentiment.PAD].tolist() == [label + 2] * (1 + label % 300)
+                seen.append(label)
+        assert sorted(seen) == list(range(500))
+
+
+@pytest.mark.parametrize("norm", ["layer", "batch", "power"])
+def test_padding_changes_no_logits(norm):
+    torch.manual_seed(1)
+    model = sentiment.Classifier(20, 2, norm).double()
+    ids = torch.randint(2, 20, (3, 7))
+    ids[1, 4:] = ids[2, 2:] = sentiment.PAD
+    wider = torch.nn.functional.pad(ids, (0, 5), value=sentiment.PAD)
+    sentiment.DROPOUT, saved = 0.0, sentiment.DROPOUT
+    for layer in model.layers:
+        layer.attention.dropout = layer.ffn[2].p = 0.0
+    try:
+        for training in (True, False):  # in training also no statistics of the batch
+            model.train(training)
+            torch.testing.assert_close(model(ids), model(wider), rtol=1e-6, atol=1e-9)
+    finally:
+        sentiment.DROPOUT = saved
+
+
+def test_trainings_are_rows_that_a_second_run_does_not_repeat(sst5, tmp_path, monkeypatch, capsys):
+    arguments = [
+        str(sst5),
+        "--task",
+        "sst5",
+        "--norms",
+        "layer",
+        "ada",
+        "--epochs",
+        "2",
+        "--output",
+        str(tmp_path / "runs"),
+    ]
+    sentiment.main([*arguments, "--seeds", "1"])
+    assert "40 training, 10 validation, 12 test" in capsys.readouterr().err
+    table = tmp_path / "runs/sentiment.csv"
+    first = list(csv.DictReader(table.open()))
+    assert [(row["task"], row["norm"], row["seed"]) for row in first] == [("sst5", "layer", "1"), ("sst5", "ada", "1")]
+    assert all(0 <= float(row["test accuracy"]) <= 100 for row in first)
+    assert (tmp_path / "runs/sentiment.png").stat().st_size > 1000
+    trained = []
+    monkeypatch.setattr(
+        sentiment, "train", lambda *given: trained.append(given[-1]) or {"best epoch": 1, "test accuracy": 50}
+    )
+    sentiment.main([*arguments, "--seeds", "1", "2"])
+    assert trained == ["sst5 layer seed 2", "sst5 ada seed 2"]
+    assert list(csv.DictReader(table.open()))[:2] == first
+
+
+def test_it_learns_a_word_that_decides(rt):
+    parts = {part: examples[:400] for part, examples in sentiment.read("rt", rt).items()}
+    result = sentiment.train(parts, 2, "power", 1, 8, "")
+    assert result["test accuracy"] > 95
+
+
+def test_data_that_is_missing_is_one_line(tmp_path, capsys):
+    with pytest.raises(SystemExit) as exit:
+        sentiment.main([str(tmp_path)])
+    assert exit.value.code == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "rt-polarity.neg" in error
