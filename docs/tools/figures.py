@@ -53,10 +53,9 @@ def folder_of(runs: Path, name: str) -> Path:
 
 def train(runs: Path, settings: Sequence[str]) -> None:
     """The trainings that are not finished yet, averaged, decoded and scored."""
-    for name, (_, norm) in MODELS.items():
-        probe = f"model.norm_probe='{folder_of(runs, name)}/norm_probe'"  # its = would be one of the setting
+    for _, norm in MODELS.values():
         command = [sys.executable, "-m", "pn_fairseq", "reproduce", "verses", "--runs", runs]
-        command += [probe, f"model.norm_probe_interval={INTERVAL}", *settings]
+        command += ["model.norm_probe='{run}/norm_probe'", f"model.norm_probe_interval={INTERVAL}", *settings]
         subprocess.run(command, env={**os.environ, "NORMS": norm, "SEEDS": str(SEED)}, check=True)
 
 

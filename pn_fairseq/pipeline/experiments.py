@@ -187,19 +187,26 @@ def _compare(name: str, parts: Sequence[Part], args: argparse.Namespace, multi30
 _COMPARE_MASKS = """\
 Does the padding mask matter? Trains BN and PN with and without the mask, and LN as the control, on the verses with
 three seeds: in fairseq's batches, which hold sentences of similar length and little padding, and in batches of random
-sentences, which hold much padding.
+sentences, which hold much padding. --norm-probe records the distance of running to batch statistics.
 
-Run again, it skips what is done and continues. {} runs of 8 minutes on 2 CPU cores. A run that fails is named in the
+Run again, it skips what is done and continues. {} runs of 10 minutes on a CPU core. A run that fails is named in the
 report; the others are still made. One rank per visible GPU.
 """
 
+#: Comparisons of the norm with the mask to the same norm without it, in each kind of batches: norm, and measure as in
+#: ``pn report --planned``. They were named before the runs.
+MASKS_PLANNED = ("BN:loss", "BN:bleu", "PN:loss", "PN:bleu")
+
 
 def masks_manifest() -> list[Part]:
-    """The parts of the comparison of masks, in their order."""
+    """The parts of the comparison of masks, in their order. A seed is whole before the next one begins."""
     systems = "ln bn pn bn+norm_ignore_mask=true pn+norm_ignore_mask=true"
     batches = {"masks_by_length": (), "masks_random": ("task._name=translation_random_batches",)}
+    probe = ("model.norm_probe='{run}/norm_probe'", "model.norm_probe_interval=50")
     return [
-        Part("verses", folder, seed, systems, settings) for seed in (1, 2, 3) for folder, settings in batches.items()
+        Part("verses", folder, seed, systems, (*settings, *probe))
+        for seed in (5, 6, 7)  # on the verses, compare_norms plans LN, BN and PN with these seeds, too
+        for folder, settings in batches.items()
     ]
 
 

@@ -133,7 +133,7 @@ def _parser(name: str, corpus: Corpus, passed_on: Sequence[Option]) -> ArgumentP
     )
     add, run_name = parser.add_argument, f"{'MODEL_' if several else ''}NORM_seedN"
     settings = f"settings of the training that differ from the configuration {corpus.config}"
-    add("settings", nargs="*", default=[], metavar="key=value", help=settings)
+    add("settings", nargs="*", default=[], metavar="key=value", help=f"{settings}; {{run}} in one is the run's folder")
     stem = Path(corpus.config).stem
     runs = f"where the runs go, as DIR/{run_name}, and the report, as DIR/report (default runs/{stem})"
     add("--runs", metavar="DIR", help=runs)
@@ -260,8 +260,8 @@ def reproduce(name: str, words: Sequence[str], env: Mapping[str, str] = os.envir
     commands: dict[str, dict[str, list]] = {}
     for run_name, settings in planned.items():
         commands[run_name] = {step: [step, "--run", runs / run_name] for step in corpus.steps}
-        train = ["train", config, "--data", data, "--run", runs / run_name, *settings, *args.settings]
-        commands[run_name]["train"] = train
+        of_run = [setting.replace("{run}", str(runs / run_name)) for setting in args.settings]
+        commands[run_name]["train"] = ["train", config, "--data", data, "--run", runs / run_name, *settings, *of_run]
     report = ["report", *(runs / run_name for run_name in commands), "--output", runs / report_name]
     if table:
         report += ["--paper", table]
