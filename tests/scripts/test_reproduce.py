@@ -144,6 +144,18 @@ def test_help_lists_the_tables_and_each_is_planned(name, unchecked):
         assert lines[-1].endswith(f"--output runs/{tables[table].config}/report-{table}{paper}")
 
 
+@pytest.mark.parametrize(
+    ("name", "table"),
+    [("iwslt14", "adanorm-4-code"), *(
+        pytest.param(name, table, marks=pytest.mark.slow)
+        for name, corpus in reproduce.CORPORA.items() for table in corpus.tables
+    )],
+)  # fmt: skip
+def test_the_settings_of_a_table_are_checked(name, table):
+    """From the command line to the configuration, the architecture and the norms."""
+    dry_run(name, *(("--corpus", "/texts") if name == "ptb" else ()), TABLE=table, SEEDS="1")
+
+
 def test_tables_have_the_norms_and_options_of_the_papers(unchecked):
     text = {"SEEDS": "1"}
     bn = trained(dry_run("wmt14", TABLE="powernorm-1-wmt14", **text))["bn+norm_variant=release+norm_sync=on_seed1"]
