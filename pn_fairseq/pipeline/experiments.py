@@ -1,4 +1,4 @@
-"""``pn reproduce demo``, ``compare_norms`` and ``batch_size``: trainings that this project has chosen."""
+"""``pn reproduce demo``, ``compare_norms``, the studies and ``batch_size``: trainings that this project has chosen."""
 
 from __future__ import annotations
 
@@ -182,38 +182,71 @@ def _compare(name: str, parts: Sequence[Part], args: argparse.Namespace, multi30
     return failed
 
 
-# --- compare_masks ---
+# --- studies: one manifest each ---
 
-_COMPARE_MASKS = """\
+
+class Study(NamedTuple):
+    """Trainings that answer one question."""
+
+    about: str
+    parts: list[Part]  # in their order: a seed is whole before the next one begins
+    planned: tuple[str, ...] = ()  # comparisons that were named before the runs, as ``pn report --planned`` takes them
+
+
+_STUDY = """
+Run again, it skips what is done and continues. {} runs of some 10 minutes on a CPU core. A run that fails is named in
+the report; the others are still made. One rank per visible GPU.
+"""
+
+#: Seeds of the studies. LN, PN and BN on the verses with these seeds are planned by compare_norms, too.
+_SEEDS = (5, 6, 7)
+
+
+def masks() -> Study:
+    """Masks: the planned comparisons are those of a norm with the mask to the same norm without it."""
+    about = """\
 Does the padding mask matter? Trains BN and PN with and without the mask, and LN as the control, on the verses with
 three seeds: in fairseq's batches, which hold sentences of similar length and little padding, and in batches of random
 sentences, which hold much padding. --norm-probe records the distance of running to batch statistics.
-
-Run again, it skips what is done and continues. {} runs of 10 minutes on a CPU core. A run that fails is named in the
-report; the others are still made. One rank per visible GPU.
 """
-
-#: Comparisons of the norm with the mask to the same norm without it, in each kind of batches: norm, and measure as in
-#: ``pn report --planned``. They were named before the runs.
-MASKS_PLANNED = ("BN:loss", "BN:bleu", "PN:loss", "PN:bleu")
-
-
-def masks_manifest() -> list[Part]:
-    """The parts of the comparison of masks, in their order. A seed is whole before the next one begins."""
     systems = "ln bn pn bn+norm_ignore_mask=true pn+norm_ignore_mask=true"
     batches = {"masks_by_length": (), "masks_random": ("task._name=translation_random_batches",)}
     probe = ("model.norm_probe='{run}/norm_probe'", "model.norm_probe_interval=50")
-    return [
+    parts = [
         Part("verses", folder, seed, systems, (*settings, *probe))
-        for seed in (5, 6, 7)  # on the verses, compare_norms plans LN, BN and PN with these seeds, too
+        for seed in _SEEDS
         for folder, settings in batches.items()
     ]
+    return Study(about, parts, ("BN:loss", "BN:bleu", "PN:loss", "PN:bleu"))
 
 
-def compare_masks(argv: Sequence[str]) -> int:
-    """``pn reproduce compare_masks``: the parts of :func:`masks_manifest`, and a report on each folder."""
-    parser = _parser("compare_masks", _COMPARE_MASKS.format(_count(masks_manifest())))
-    return _compare("compare_masks", masks_manifest(), _with_runs(parser, "compare_masks").parse_args(argv))
+def placements() -> Study:
+    """Placements, each in encoder and decoder; and models of 18 + 18 layers, which may not train at all."""
+    from pn_fairseq.models.placements import PLACEMENTS
+
+    about = """\
+Where should a norm stand? Trains every placement with LN, and some with PN in the encoder, on the verses with three
+seeds; and with one seed models with 18 + 18 layers for 300 updates.
+"""
+
+    def placed(norm: str, name: str) -> str:
+        return norm if name == "pre" else f"{norm}+encoder_norm_placement={name}+decoder_norm_placement={name}"
+
+    systems = " ".join([*(placed("ln", name) for name in PLACEMENTS),
+                        *(placed("pn", name) for name in ("post", "sandwich", "sub"))])  # fmt: skip
+    parts = [Part("verses", "placements", seed, systems) for seed in _SEEDS]
+    deep = ("model.encoder_layers=18", "model.decoder_layers=18", "optimization.max_update=300")
+    return Study(about, [*parts, Part("verses", "placements_deep", _SEEDS[0], systems, deep)])
+
+
+STUDIES = {"compare_masks": masks, "compare_placements": placements}
+
+
+def study(name: str, argv: Sequence[str]) -> int:
+    """``pn reproduce NAME``: the parts of a study, and a report on each folder."""
+    about, parts, _ = STUDIES[name]()
+    parser = _parser(name, about + _STUDY.format(_count(parts)))
+    return _compare(name, parts, _with_runs(parser, name).parse_args(argv))
 
 
 # --- batch_size ---

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import itertools
 import logging
 import os
@@ -91,6 +92,8 @@ All steps from the text to a report, for a list of norms and seeds. WHAT is
   demo           one small training on the verses, with sample translations
   compare_norms  all norms on the verses and Multi30k, and in a language model
   compare_masks  BN and PN with and without the padding mask, on the verses
+  compare_placements
+                 LN and PN before, after and inside a sublayer, on the verses
   batch_size     Figure 5 of the PowerNorm paper: BLEU against the tokens of a mini-batch
 """
 
@@ -177,7 +180,8 @@ def own_corpus(config: str) -> Corpus:
 def main(argv: Sequence[str]) -> int:
     from pn_fairseq.pipeline import experiments
 
-    whole = {name: getattr(experiments, name) for name in ("demo", "compare_norms", "compare_masks", "batch_size")}
+    whole = {name: getattr(experiments, name) for name in ("demo", "compare_norms", "batch_size")}
+    whole |= {name: functools.partial(experiments.study, name) for name in experiments.STUDIES}
     if argv and argv[0] in whole:
         return whole[argv[0]](argv[1:])
     if argv and not argv[0].startswith("-"):

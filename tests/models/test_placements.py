@@ -5,14 +5,19 @@ import math
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from fairseq.models.transformer import TransformerModel
 
 from benchmarks.models import arch_args, make_task
-from pn_fairseq.models.fold_checkpoint import projections_after
+from pn_fairseq.common.checkpoints import CheckpointError
+from pn_fairseq.common.probe_files import read_probe
+from pn_fairseq.models.fold_checkpoint import fold_checkpoint, projections_after
+from pn_fairseq.models.norm_probe import NormProbe
 from pn_fairseq.models.placements import PLACEMENTS
-from pn_fairseq.norms import NORMS
+from pn_fairseq.norms import NORMS, recalibrating, running_norms
 from pn_fairseq.norms.base import ChannelNorm
+from pn_fairseq.testing.ranks import run_ranks
 
 from .helpers import build, padded_batch
 
@@ -278,6 +283,92 @@ def test_other_options_of_fairseq(placement, changes):
         loss = loss_of(model, src, prev)
         loss.backward()
     assert torch.isfinite(loss)
+
+
+def updated(model, src, prev, updates=2):
+    """Gradients and state after two updates; the loss is a sum over tokens."""
+    for update in range(updates):
+        model.train()
+        model.set_num_updates(update)
+        model.zero_grad()
+        F.cross_entropy(
+            model(src, None, prev)[0].flatten(0, 1), prev.flatten(), ignore_index=1, reduction="sum"
+        ).backward()
+    model.set_num_updates(updates)
+    return {name: p.grad for name, p in model.named_parameters()}, model.state_dict()
+
+
+def on_ranks(rank, world):
+    """Of each placement the gradients, summed over the ranks, and the state of a rank with half the sentences."""
+    src, prev = (tokens.chunk(world)[rank] for tokens in padded_batch(batch=4))
+    results = {}
+    for placement in PLACEMENTS:
+        gradients, state = updated(placed(placement, "power", qk_norm="batch", norm_sync="on"), src, prev)
+        summed = torch.cat([gradient.flatten() for gradient in gradients.values()])
+        dist.all_reduce(summed)
+        results[placement] = summed, state
+    return results
+
+
+def test_two_ranks_are_one():
+    src, prev = padded_batch(batch=4)
+    ranks = run_ranks(on_ranks, 2)
+    for placement in PLACEMENTS:
+        gradients, state = updated(placed(placement, "power", qk_norm="batch", norm_sync="on"), src, prev)
+        expected = torch.cat([gradient.flatten() for gradient in gradients.values()]), state
+        for of_rank in ranks:
+            torch.testing.assert_close(of_rank[placement], expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_half_precision(placement):
+    """In bfloat16 the loss is that of float32 within its 8 bits, and the statistics stay in float32."""
+    src, prev = padded_batch()
+    plain = placed(placement, "power")
+    half = copy.deepcopy(plain).bfloat16()
+    losses = [loss_of(model.train(), src, prev) for model in (plain, half)]
+    losses[1].backward()
+    assert all(parameter.grad.isfinite().all() for parameter in half.parameters())
+    torch.testing.assert_close(losses[1].float(), losses[0], rtol=0.02, atol=0)
+    assert {norm.running_psi2.dtype for norm in running_norms(half)} == {torch.float32}
+
+
+class SumOverTokens(torch.nn.Module):
+    """A criterion as fairseq's."""
+
+    def forward(self, model, sample):
+        return loss_of(model, *sample), 1, {}
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_statistics_are_recorded_and_estimated_again(placement, tmp_path):
+    """The probe records each norm of the encoder, and `recalibrating` reaches every norm of the model."""
+    model, sample = placed(placement, "power", qk_norm="rms").train(), padded_batch()
+    probe, criterion = NormProbe(model, tmp_path, 1), SumOverTokens()
+    probe.begin(0, criterion, "")
+    criterion(model, sample)[0].backward()
+    probe.end(1)
+    inside = {name for name, module in model.encoder.named_modules() if isinstance(module, ChannelNorm)}
+    assert set(read_probe(tmp_path)["norm"]) == {f"encoder.{name}" for name in inside}
+    before = [norm.running_psi2.clone() for norm in running_norms(model)]
+    with torch.no_grad(), recalibrating(model):
+        model(sample[0], None, sample[1])
+    assert not any(norm.running_psi2.equal(old) for norm, old in zip(running_norms(model), before, strict=True))
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_folding_works_or_is_one_line(placement, tmp_path):
+    model = placed(placement, "batch")
+    both = {"encoder_norm_placement": placement, "decoder_norm_placement": placement}
+    settings = arch_args("transformer_pn_tiny", encoder_norm="batch", decoder_norm="batch", **SMALL, **both)
+    state = {"model": model.state_dict(), "args": settings}
+    if PLACEMENTS[placement].folds:
+        folded, lines, difference = fold_checkpoint(state, "it")
+        assert difference.accepted and any("folded" in line for line in lines)
+        assert len(folded["model"]) < len(state["model"])
+    else:
+        with pytest.raises(CheckpointError, match=f"encoder_norm_placement={placement}: such norms cannot be folded$"):
+            fold_checkpoint(state, "it")
 
 
 # --- queries and keys ---
