@@ -104,7 +104,7 @@ squash_gradient = operator(
 def by_reference() -> bool:
     """Whether the reference computes instead of the operators: in a transform of ``torch.func``, and in a graph that
     leaves this process (``torch.export``, ``torch.jit.trace``, and ONNX by either), where the operators are unknown."""
-    return torch._C._are_functorch_transforms_active() or torch.compiler.is_exporting() or torch.jit.is_tracing()
+    return torch._C._are_functorch_transforms_active() or torch.compiler.is_exporting() or torch._C._is_tracing()
 
 
 def refuse_second_derivative() -> None:
@@ -153,6 +153,8 @@ def evaluate(
     """y of :func:`.reference.normalize`, with its gradient: evaluation, and layer-scale by itself."""
     if by_reference():
         return reference.normalize(x, weight, bias, mean, moment, None, None, groups, eps, False)[0]
+    if not torch.is_grad_enabled():  # the autograd function would cost as much as the operator on a few tokens
+        return normalize(x, weight, bias, mean, moment, None, None, groups, eps, False)[0]
     return _Normalize.apply(x, weight, bias, mean, moment, groups, eps)
 
 
