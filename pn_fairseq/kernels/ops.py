@@ -104,7 +104,7 @@ squash_gradient = operator(
 def by_reference() -> bool:
     """Whether the reference computes instead of the operators: in a transform of ``torch.func``, and in a graph that
     leaves this process (``torch.export``, ``torch.jit.trace``, and ONNX by either), where the operators are unknown."""
-    return torch._C._are_functorch_transforms_active() or torch.compiler.is_exporting() or torch._C._is_tracing()
+    return torch._C._are_functorch_transforms_active() or torch.compiler.is_exporting() or torch.jit.is_tracing()
 
 
 def refuse_second_derivative() -> None:
