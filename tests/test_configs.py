@@ -20,11 +20,12 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf, open_dict
 
 import pn_fairseq.plugin  # noqa: F401 (registers the architectures)
-from pn_fairseq.common.published import PAPER
+from pn_fairseq.common.published import LM_TABLES, PAPER
 from pn_fairseq.models.transformer_lm_pn import LanguageModelNorms
 from pn_fairseq.models.transformer_pn import TransformerPNConfig
 from pn_fairseq.norms import NORMS
 from pn_fairseq.pipeline.data.recipes import RECIPES
+from pn_fairseq.pipeline.reproduce import CORPORA
 from pn_fairseq.pipeline.runs import flat
 from pn_fairseq.pipeline.settings import compose as compose_settings
 
@@ -146,6 +147,7 @@ PUBLISHED = {
             "scoring.average_last": 10,
             "generation.beam": 5,
             "model.norm_options.ada.ada_scale": 2.0,
+            "model.attention_init": "torch",
             "model.decoder_norm": "ada",
         },
     },
@@ -156,8 +158,18 @@ PUBLISHED = {
             "scoring.average_last": 10,
             "generation.beam": 5,
             "model.norm_options.ada.ada_scale": 1.0,
+            "model.attention_init": "torch",
             "model.decoder_norm": "ada",
         },
+    },
+    "wmt14_en_de_big_adanorm": {
+        **{"optimization.update_freq": [1], "optimization.lr": [0.001], "optimizer.weight_decay": 0.0},
+        **{"lr_scheduler.warmup_updates": 4000, "scoring.average_last": 10, "generation.beam": 4},
+        **{"model.norm_options.ada.ada_scale": 2.0, "model.decoder_norm": "ada", "model.attention_init": "torch"},
+    },
+    "iwslt14_de_en_paper": {
+        **{"model.dropout": 0.0, "scoring.average_last": 10, "checkpoint.patience": 5},
+        **{"optimization.max_update": 100_000, "generation.beam": 5, "generation.lenpen": 1.0},
     },
     "iwslt14_de_en_unified": {
         **{"optimization.lr": [0.0007], "lr_scheduler.warmup_updates": 6000, "optimization.max_update": 100_000},
@@ -176,10 +188,12 @@ PUBLISHED_FOR_ALL = {
     **{"checkpoint.keep_last_epochs": 10},
 }
 #: Embedding, feed-forward, heads.
-PUBLISHED_SIZES = {"wmt14_en_de_big": (1024, 4096, 16), "iwslt15_en_vi_adanorm": (512, 2048, 8)}
+PUBLISHED_SIZES = dict.fromkeys(("wmt14_en_de_big", "wmt14_en_de_big_adanorm"), (1024, 4096, 16))
+PUBLISHED_SIZES["iwslt15_en_vi_adanorm"] = (512, 2048, 8)
 
 
-#: Of run_ptb.sh and run_wt103.sh in the code of Ma et al. (2019), and of the text of PowerNorm and of Ma et al.
+#: Of run_ptb.sh and run_wt103.sh in the code of Ma et al. (2019), of run_enwik8_base.sh in the code of Transformer-XL,
+#: and of the text of PowerNorm and of Ma et al.
 PUBLISHED_LM = {
     "ptb_lm": {
         **{"optimization.max_update": 20_000, "dataset.max_tokens": 120 * 32, "task.tokens_per_sample": 32},
@@ -188,6 +202,10 @@ PUBLISHED_LM = {
     "wikitext103_lm": {
         **{"optimization.max_update": 200_000, "dataset.max_tokens": 60 * 80, "task.tokens_per_sample": 80},
         **{"criterion._name": "adaptive_loss"},
+    },
+    "enwik8_lm": {
+        **{"optimization.max_update": 400_000, "dataset.max_tokens": 22 * 512, "task.tokens_per_sample": 512},
+        **{"dataset.validate_interval_updates": 4000, "criterion._name": "cross_entropy", "model.dropout": 0.1},
     },
     "ptb_lm_paper": {"task.tokens_per_sample": 30, "criterion.label_smoothing": 0.1},
     "wikitext103_lm_paper": {"task.tokens_per_sample": 100, "criterion._name": "adaptive_loss"},
@@ -220,6 +238,10 @@ def test_published_settings_of_language_models(name):
         assert cfg.optimization.lr[0] == pytest.approx((512 * 4000) ** -0.5, rel=1e-4)
     model = cfg.model
     ARCH_CONFIG_REGISTRY[model._name](model)
+    if name == "enwik8_lm":
+        heads = model.decoder_attention_heads
+        assert (model.decoder_embed_dim, model.decoder_ffn_embed_dim, heads, model.decoder_layers) == (512, 2048, 8, 12)
+        return
     size = (model.decoder_embed_dim, model.decoder_ffn_embed_dim, model.core_rank, model.decoder_layers, model.dropout)
     assert (*size, model.adaptive_softmax_cutoff) == PUBLISHED_LM_SIZES[name]
     assert model.cores == 1 and not model.post_norm and not model.tensorized_unmasked
@@ -251,7 +273,7 @@ def test_every_number_of_a_paper_names_its_source(name):
     for before, line in zip(["", *lines], lines, strict=False):
         if re.match(r"\s*\w+: .*\d", line) and not line.strip().startswith(ours):
             source = line.partition("#")[2] + (before if before.strip().startswith("#") else "")
-            assert re.search("script|paper|authors|as IWSLT14|architecture|transformer_wmt|learning rate", source), line
+            assert re.search("script|paper|authors|as [IW]|architecture|transformer_wmt|learning rate", source), line
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -318,22 +340,27 @@ def test_the_psi_warmup_follows_the_learning_rates(name):
 
 
 ROWS = list(
-    dict.fromkeys((table.config, row.norm, *row.settings.items()) for table in PAPER.values() for row in table.rows)
+    dict.fromkeys(
+        (table.config, row.norm, *row.settings.items())
+        for table in (*PAPER.values(), *LM_TABLES.values())
+        for row in table.rows
+    )
 )
-#: One row of each configuration and one for each setting that rows change; the others take seconds.
-KINDS = {(config, *(key for key, _ in changes)): (config, norm, *changes) for config, norm, *changes in ROWS}
+#: One row of each configuration and one for each set of settings that rows change; the others take seconds.
+KINDS = [*{row[0]: row for row in ROWS}.values(), *{tuple(key for key, _ in row[2:]): row for row in ROWS}.values()]
 
 
 @pytest.mark.parametrize(
-    "row", [row if row in KINDS.values() else pytest.param(row, marks=pytest.mark.slow) for row in ROWS], ids=str
+    "row", [row if row in KINDS else pytest.param(row, marks=pytest.mark.slow) for row in ROWS], ids=str
 )
 def test_rows_of_published_tables_are_models(row):
     """With the settings that TABLE=... gives to ``pn train``."""
     config, norm, *changes = row
-    arch = f"transformer_{NORMS[norm].short}_{'wmt_en_de_big' if config.startswith('wmt') else 'iwslt'}"
+    corpus = next(corpus for corpus in CORPORA.values() if config.startswith(corpus.config))
+    arch = f"{corpus.models[0]}_{NORMS[norm].short}_{corpus.size}"
     given = ["task.data=/data", f"model._name={arch}", *(f"model.{key}={value}" for key, value in changes)]
     cfg, _ = compose_settings(ROOT / f"configs/{config}.yaml", given, 1, on_cpu=True)
     norms = model_of(cfg.model).norms
-    assert norms.encoder_norm == norm
+    assert (norms.decoder_norm if "_lm_" in arch else norms.encoder_norm) == norm
     assert {key: str(operator.attrgetter(key)(OmegaConf.create(vars(norms)))) for key, _ in changes} == dict(changes)
-    assert norms.decoder_norm == dict(changes).get("decoder_norm", "layer")
+    assert "_lm_" in arch or norms.decoder_norm == dict(changes).get("decoder_norm", "layer")

@@ -1,5 +1,6 @@
 """Transformer layers that take their norms from the options and hand them the padding mask."""
 
+import argparse
 from functools import partial
 
 import torch
@@ -38,11 +39,38 @@ def placement_of(cfg, side: str, number: int = 1, cross_attention: bool = True) 
     return find_placement(getattr(cfg.norms, f"{side}_norm_placement"))(depth, number)
 
 
+#: Values of ``--attention-init``.
+ATTENTION_INIT = ("fairseq", "torch")
+
+
+def add_attention_init(parser: argparse.ArgumentParser) -> None:
+    """Add the flag ``--attention-init``."""
+    text = "initial weights of attention: fairseq's (default), or those of torch.nn.Linear, as AdaNorm's authors advise"
+    parser.add_argument("--attention-init", choices=ATTENTION_INIT, help=text)
+
+
+def init_attention(cfg, *attentions: nn.Module | None) -> None:
+    """Give the projections to queries, keys, values and output the initial weights of ``cfg.attention_init``.
+
+    None or "fairseq": they stay as fairseq drew them, Xavier uniform and biases of torch (0 for the output). "torch":
+    those of torch.nn.Linear, "Kaiming uniform", between -1/sqrt(inputs) and 1/sqrt(inputs), also for biases.
+
+    Raises:
+        ValueError: the setting has another value.
+    """
+    if (given := cfg.attention_init) not in (None, *ATTENTION_INIT):
+        raise ValueError(f"attention_init={given!r} must be one of {', '.join(ATTENTION_INIT)}")
+    for attention in filter(None, attentions if given == "torch" else ()):
+        for linear in (attention.q_proj, attention.k_proj, attention.v_proj, attention.out_proj):
+            linear.reset_parameters()
+
+
 class TransformerPNEncoderLayer(TransformerEncoderLayerBase):
     """fairseq's encoder layer with its norms built by ``cfg.norms``; ``number`` is 1 for the first layer."""
 
     def __init__(self, cfg, return_fc: bool = False, number: int = 1):
         super().__init__(cfg, return_fc=return_fc)
+        init_attention(cfg, self.self_attn)
         build = partial(cfg.norms.build_encoder_norm, heads=cfg.encoder.attention_heads)
         self.self_attn_layer_norm = build(self.embed_dim)
         self.final_layer_norm = build(self.embed_dim)
@@ -82,6 +110,7 @@ class TransformerPNDecoderLayer(TransformerDecoderLayerBase):
 
     def __init__(self, cfg, no_encoder_attn: bool = False, number: int = 1):
         super().__init__(cfg, no_encoder_attn)
+        init_attention(cfg, self.self_attn, self.encoder_attn)
         build = partial(cfg.norms.build_decoder_norm, heads=cfg.decoder.attention_heads)
         self.self_attn_layer_norm = build(self.embed_dim)
         if self.encoder_attn is not None:

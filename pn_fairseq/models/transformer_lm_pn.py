@@ -11,6 +11,7 @@ from fairseq.utils import eval_str_list, safe_getattr
 from omegaconf import OmegaConf, open_dict
 
 from pn_fairseq.models.init_seed import add_init_seed, initial_weights
+from pn_fairseq.models.layers import add_attention_init
 from pn_fairseq.models.norm_options import NormOptions
 from pn_fairseq.models.normed_model import NormedModel
 from pn_fairseq.models.transformer_pn import TransformerPNConfig, TransformerPNDecoder
@@ -92,6 +93,7 @@ class TransformerPNLanguageModel(NormedModel, TransformerLanguageModel):
         gen_parser_from_dataclass(parser, TransformerLanguageModelConfig(), delete_default=True)
         NormOptions.add_args(parser, encoder=False)
         add_init_seed(parser)
+        add_attention_init(parser)
 
     @classmethod
     def build_model(cls, args, task):

@@ -13,6 +13,7 @@ from pn_fairseq.models.init_seed import add_init_seed, initial_weights
 from pn_fairseq.models.layers import (
     TransformerPNDecoderLayer,
     TransformerPNEncoderLayer,
+    add_attention_init,
     mask_of,
     placement_of,
     wrap_layer,
@@ -31,6 +32,7 @@ class TransformerPNConfig(TransformerConfig):
     """
 
     norms: NormOptions = NormOptions()
+    attention_init: str | None = None  # see init_attention
 
     @classmethod
     def from_args(cls, args) -> "TransformerPNConfig":
@@ -217,6 +219,7 @@ class TransformerPNModel(NormedModel, TransformerModel):
         super().add_args(parser)
         NormOptions.add_args(parser)
         add_init_seed(parser)
+        add_attention_init(parser)
 
     @classmethod
     def build_model(cls, args, task):

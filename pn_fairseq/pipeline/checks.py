@@ -74,7 +74,7 @@ def check_types_of_the_model(settings: DictConfig) -> None:
     ARCH_MODEL_REGISTRY[settings._name].add_args(parser)
     for action in parser._actions:
         value = settings.get(action.dest)
-        if value is None:
+        if value is None or OmegaConf.is_dict(value):  # a mapping is of norm options, which check_names checks
             continue
         name = f"model.{action.dest}"
         if action.nargs == 0:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,7 +30,7 @@ class Perplexity:
     nll: float  # negative log-likelihood per token, in nats
     subset: str
     tokens: int  # number of tokens in the split, ends of lines included
-    unit: str  # word or subword
+    unit: str  # word, subword or byte
     vocabulary: int  # size of fairseq's dictionary
     unknown: int  # how many of the tokens are <unk>
     block: int  # longest input of the model
@@ -68,7 +69,7 @@ class Perplexity:
         caution = "" if self.causal else ", not causal: the model sees the tokens that it predicts"
         lines = [
             f"perplexity:     {self.perplexity:.2f}{caution}",
-            f"bits per token: {self.bits:.4f}",
+            f"bits per {'byte: ' if self.unit == 'byte' else 'token:'} {self.bits:.4f}",
             f"signature:      {self.signature}",
         ]
         if self.batch_nll is not None:
@@ -158,7 +159,7 @@ def evaluate(
         nll=nll,
         subset=subset,
         tokens=tokens,
-        unit="subword" if any(word.endswith("@@") or word[0] == "▁" for word in dictionary.symbols) else "word",
+        unit=unit_of([word for word in dictionary.symbols[dictionary.nspecial :] if "madeupword" not in word]),
         vocabulary=len(dictionary),
         unknown=unknown,
         block=block,
@@ -175,6 +176,13 @@ def evaluate(
         shown = {"perplexity": result.perplexity, "bits_per_token": result.bits, "signature": result.signature}
         file.write(json.dumps({**shown, **asdict(result)}, indent=1) + "\n")
     return result
+
+
+def unit_of(words: Sequence[str]) -> str:
+    """What the words of a dictionary are: byte (two hexadecimal digits), subword or word."""
+    if words and all(re.fullmatch("[0-9a-f]{2}", word) for word in words):
+        return "byte"
+    return "subword" if any(word.endswith("@@") or word[0] == "▁" for word in words) else "word"
 
 
 def score(model, task, batches) -> tuple[float, int, int]:

@@ -30,7 +30,7 @@ from pn_fairseq.common.command import (
     whole_number,
 )
 from pn_fairseq.common.files import PACKAGE, atomic_write, known_configs, read_settings, recorded
-from pn_fairseq.common.published import PAPER, Table
+from pn_fairseq.common.published import LM_TABLES, PAPER, Rows
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -54,17 +54,21 @@ class Corpus:
         return ("train", "average", *(("generate", "score") if "transformer" in self.models else ("evaluate-lm",)))
 
     @property
-    def tables(self) -> dict[str, Table]:
+    def tables(self) -> dict[str, Rows]:
         """The published tables of the corpus."""
-        return {name: table for name, table in PAPER.items() if table.config.startswith(Path(self.config).stem)}
+        stem, every = Path(self.config).stem, {**PAPER, **LM_TABLES}
+        return {name: table for name, table in every.items() if table.config.startswith(stem)}
 
 
 _TABLE_4 = "gn bn brn mabn pnv pn"
+#: The paper has layer-scale "in each model setting"; it would not change LN and GN, and PN-V and PN have it by default.
+_SCALED = " ".join(f"{norm}+layer_scale_groups=1" for norm in ("bn", "brn", "mabn"))
 #: Corpora that a recipe prepares, by the name of the recipe.
 CORPORA = {
     "verses": Corpus("verses_es_en", "tiny", seeds="1 2"),
     "multi30k": Corpus("multi30k_de_en", "tiny"),
     "iwslt14": Corpus("iwslt14_de_en", "iwslt"),
+    "iwslt15_envi": Corpus("iwslt15_en_vi", "iwslt"),
     "wmt14": Corpus("wmt14_en_de_big", "wmt_en_de_big", seeds="1"),
     "verses_lm": Corpus(
         "verses_lm_en",
@@ -72,8 +76,11 @@ CORPORA = {
         models=("transformer_lm", "tensorized_lm"),
         norms=f"ln ln+layer_scale_groups=4 {_TABLE_4}",
     ),
-    "ptb": Corpus("ptb_lm", "ptb", seeds="1", models=("tensorized_lm",), norms=f"ln {_TABLE_4}"),
-    "wikitext103": Corpus("wikitext103_lm", "wt103", seeds="1", models=("tensorized_lm",)),
+    "ptb": Corpus("ptb_lm", "ptb", seeds="1", models=("tensorized_lm",), norms=f"ln gn {_SCALED} pnv pn"),
+    "wikitext103": Corpus(
+        "wikitext103_lm", "wt103", seeds="1", models=("tensorized_lm",), norms="ln bn+layer_scale_groups=1 pnv pn"
+    ),
+    "enwik8": Corpus("enwik8_lm", "base", seeds="1", models=("transformer_lm",), norms="none ln lns dn ada"),
 }
 
 ABOUT = """\
@@ -267,7 +274,7 @@ def reproduce(name: str, words: Sequence[str], env: Mapping[str, str] = os.envir
         of_run = [setting.replace("{run}", str(runs / run_name)) for setting in args.settings]
         commands[run_name]["train"] = ["train", config, "--data", data, "--run", runs / run_name, *settings, *of_run]
     report = ["report", *(runs / run_name for run_name in commands), "--output", runs / report_name]
-    if table:
+    if table in PAPER:  # a report of language models knows its corpus
         report += ["--paper", table]
 
     if prepared:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pn_fairseq.common.command import ArgumentParser, UserError, command, did_you_mean
 from pn_fairseq.common.files import atomic_write
-from pn_fairseq.common.published import LM_NAMES, LM_SENTENCE, LM_SOURCE, PAPER
+from pn_fairseq.common.published import LM_NAMES, LM_SENTENCE, PAPER
 
 #: Names of the files that the tool writes; it touches no others.
 _MARKDOWN, _HTML, _CSV, _PREFIX = "report.md", "report.html", "report.csv", "report-"
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         choices=("auto", *PAPER, *LM_NAMES, "none"),
         default="auto",
         help="the published table to show next to the results; for language models Table 2 (ptb) or 3 (wikitext103) of "
-        "the PowerNorm paper (default: by the data)",
+        "the PowerNorm paper, or the column Enwik8 of the AdaNorm paper (default: by the data)",
     )
     parser.add_argument(
         "--planned",
@@ -104,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         settings = {"subset": args.subset, "paper": args.paper}
         if language_models:
             kind, about = "perplexity.md.j2", perplexity.about
-            settings |= {"sentence": LM_SENTENCE, "source": LM_SOURCE}
+            settings |= {"sentence": LM_SENTENCE}
         else:
             kind, about = "report.md.j2", tables.about
             settings |= {"resamples": args.resamples or RESAMPLES}

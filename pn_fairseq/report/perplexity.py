@@ -8,14 +8,12 @@ from collections.abc import Sequence
 import pandas
 
 from pn_fairseq.common.command import UserError
-from pn_fairseq.common.published import LM_NAMES, LM_PAPER, LM_TOKENS
+from pn_fairseq.common.published import LM_NAMES, LM_OTHERS, LM_PAPER, LM_SOURCE, LM_TOKENS
 from pn_fairseq.pipeline.evaluate_lm import different
 from pn_fairseq.report import tables
 from pn_fairseq.report.markdown import Markdown, code, missing, text
 from pn_fairseq.report.runs import Run
 from pn_fairseq.report.systems import Corpus
-
-MEASURES = {"perplexity": "perplexity", "bits": "bits per token"}
 
 #: Counts of prepared data that a report shows, and what it calls them.
 _COUNTS = {split: f"tokens, {split}" for split in ("train", "valid", "test")} | {
@@ -37,8 +35,13 @@ def of_language_models(runs: Sequence[Run]) -> bool:
     return kinds == {True}
 
 
+def _unit(corpus: Corpus) -> str:
+    """What a token is called: a byte, if all are."""
+    return "byte" if {run.perplexity.unit for run in corpus.runs if run.perplexity} == {"byte"} else "token"
+
+
 def _results(corpus: Corpus) -> pandas.DataFrame:
-    table = tables.results(corpus, MEASURES, "measured")
+    table = tables.results(corpus, {"perplexity": "perplexity", "bits": f"bits per {_unit(corpus)}"}, "measured")
     batch = tables.means_of(corpus)["batch", "mean"]
     table["with statistics of the batch"] = [
         missing("no statistics") if math.isnan(value) else tables.number(value) for value in batch
@@ -68,7 +71,7 @@ def _of_runs(corpus: Corpus) -> pandas.DataFrame:
                 batch,
                 code(measured.signature),
             ]
-        names = ("perplexity", "bits per token", "with statistics of the batch", "signature")
+        names = ("perplexity", f"bits per {_unit(corpus)}", "with statistics of the batch", "signature")
         rows.append(cells | dict(zip(names, numbers, strict=True)))
     return pandas.DataFrame(rows)
 
@@ -78,16 +81,22 @@ def _published(corpus: Corpus, paper: str, subset: str) -> dict | None:
     name = (corpus.data or {}).get("corpus") if paper == "auto" else LM_NAMES.get(paper)
     if name not in LM_PAPER:
         return None
+    measure, source = LM_OTHERS.get(name, ("perplexity", LM_SOURCE))
+    digits = 1 if measure == "perplexity" else 2
     rows = [
-        {"published": model, "validation": missing("–") if valid is None else f"{valid:.1f}", "test": f"{test:.1f}"}
+        {"published": model}
+        | {"validation": missing("–") if valid is None else tables.number(valid, digits)}
+        | {"test": tables.number(test, digits)}
         for model, (valid, test) in LM_PAPER[name].items()
     ]
-    tokens, counted = LM_TOKENS[name].get(subset), {run.perplexity.tokens for run in corpus.runs if run.perplexity}
+    tokens = LM_TOKENS.get(name, {}).get(subset)
+    counted = {run.perplexity.tokens for run in corpus.runs if run.perplexity}
     others = sorted(counted - {tokens}) if tokens else []
-    return {"name": name, "table": pandas.DataFrame(rows), "tokens": tokens, "others": others}
+    about = {"name": name, "measure": measure, "source": source, "tensorized": source == LM_SOURCE}
+    return about | {"table": pandas.DataFrame(rows), "tokens": tokens, "others": others}
 
 
-def about(corpus: Corpus, *, subset: str, paper: str, sentence: str, source: str) -> dict:
+def about(corpus: Corpus, *, subset: str, paper: str, sentence: str) -> dict:
     """What ``perplexity.md.j2`` shows of the runs on a corpus; only the template uses the other arguments."""
     measured = [run.perplexity for run in corpus.runs if run.perplexity]
     return {

@@ -158,8 +158,10 @@ def results(corpus: Corpus, measures: Mapping[str, str], verb: str, paper: Table
             )
             if measure == "tokenized" and paper:
                 bleu = published[label].bleu if label in published else None
-                row["paper"] = missing("not in the paper") if bleu is None else number(bleu, 1)
-                row["difference"] = signed(mean - bleu) if bleu and measured else missing("–")
+                known = bleu is not None and not math.isnan(bleu)
+                absent = missing("not in the paper" if bleu is None else "diverges")
+                row["paper"] = number(bleu, 1) if known else absent
+                row["difference"] = signed(mean - bleu) if known and measured else missing("–")
         rows.append(row)
     return pandas.DataFrame(rows)
 

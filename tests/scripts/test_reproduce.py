@@ -14,13 +14,14 @@ from unittest import mock
 
 import pytest
 
-from pn_fairseq.common.published import PAPER
+from pn_fairseq.common.published import LM_TABLES, PAPER
 from pn_fairseq.pipeline import reproduce, train
 
 from ..scripts_helpers import ROOT, SCRIPTS, assert_refused, environment, script
 
 CORPORA = {
     "iwslt14": ("iwslt14_de_en", "iwslt"),
+    "iwslt15_envi": ("iwslt15_en_vi", "iwslt"),
     "wmt14": ("wmt14_en_de_big", "wmt_en_de_big"),
     "verses": ("verses_es_en", "tiny"),
 }
@@ -123,12 +124,54 @@ def test_a_table_with_settings_of_its_own(unchecked, tmp_path):
     }
 
 
-@pytest.mark.parametrize(("name", "corpus"), [("iwslt14", "iwslt14_de_en"), ("wmt14", "wmt14_en_de"), ("verses", None)])
-def test_help_lists_the_tables(name, corpus):
+@pytest.mark.parametrize("name", reproduce.CORPORA)
+def test_help_lists_the_tables_and_each_is_planned(name, unchecked):
+    """Its rows, with a configuration that exists; of every corpus that has prepared data."""
     text = in_process(name, "--help").stdout
     found = re.search(r"TABLE=NAME(?s:.*)NAME is one of\n +(.*)$", text, re.M)
-    known = [table for table, rows in PAPER.items() if corpus and rows.config.startswith(corpus)]
+    config, tables = reproduce.CORPORA[name].config, {**PAPER, **LM_TABLES}
+    known = [table for table, rows in tables.items() if rows.config.startswith(config)]
     assert (found[1].split() if found else []) == known
+    text = ("--corpus", "/texts") if name == "ptb" else ()
+    for table in known:
+        lines = dry_run(name, *text, TABLE=table, SEEDS="1")
+        assert lines[0].startswith(f"pn prepare {name} --dest runs/data/{config}")
+        assert (ROOT / f"configs/{tables[table].config}.yaml").is_file()
+        (planned,) = {line.split(" --run")[0] for line in lines if line.startswith("pn train")}
+        assert planned == f"pn train {tables[table].config} --data runs/data/{config}"
+        assert len(trained(lines)) == len(tables[table].rows)
+        paper = f" --paper {table}" if table in PAPER else ""
+        assert lines[-1].endswith(f"--output runs/{tables[table].config}/report-{table}{paper}")
+
+
+@pytest.mark.parametrize(
+    ("name", "table"),
+    [("iwslt14", "adanorm-4-code"), *(
+        pytest.param(name, table, marks=pytest.mark.slow)
+        for name, corpus in reproduce.CORPORA.items() for table in corpus.tables
+    )],
+)  # fmt: skip
+def test_the_settings_of_a_table_are_checked(name, table):
+    """From the command line to the configuration, the architecture and the norms."""
+    dry_run(name, *(("--corpus", "/texts") if name == "ptb" else ()), TABLE=table, SEEDS="1")
+
+
+def test_tables_have_the_norms_and_options_of_the_papers(unchecked):
+    text = {"SEEDS": "1"}
+    bn = trained(dry_run("wmt14", TABLE="powernorm-1-wmt14", **text))["bn+norm_variant=release+norm_sync=on_seed1"]
+    assert bn.endswith("model.norm_variant=release model.norm_sync=on")
+    lines = dry_run("ptb", "--corpus", "/texts", **text)
+    assert lines[1:] != dry_run("ptb", "--corpus", "/texts", TABLE="powernorm-2-ptb-paper", **text)[1:]
+    scaled = {name.split("+")[0] for name, settings in trained(lines).items() if "layer_scale_groups=1" in settings}
+    assert scaled == {"bn", "brn", "mabn"} and len(trained(lines)) == 7
+    rows = trained(dry_run("iwslt15_envi", TABLE="adanorm-4-code-iwslt15", **text))
+    last = [re.search(r"model.decoder_norm_last=(\S+)", row) for row in rows.values()]
+    assert [found and found[1] for found in last] == ["none", None, "layer-simple", "ada"]
+    assert all("transformer_ln_iwslt" in row and "model.decoder_norm=layer" in row for row in rows.values())
+    rows = trained(dry_run("enwik8", TABLE="adanorm-3-enwik8", **text))
+    assert [row.split(" common")[0] for row in rows.values()] == [
+        f"model._name=transformer_lm_{norm}_base" for norm in ("lns", "dn", "dn")
+    ]
 
 
 def test_language_models_are_trained_for_every_model_and_norm(unchecked):

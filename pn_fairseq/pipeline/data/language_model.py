@@ -1,7 +1,8 @@
 """Data of language models: three texts, one sentence or paragraph a line, as fairseq's binary data with one dictionary.
 
 raw/ has the text as it came, tok/ tokens with one blank between them, as they are counted; a token is a word of tok/,
-or the end of a line. counts.txt has the tokens and lines of each split, the vocabulary, and the share of <unk>.
+or the end of a line. With unit=byte a word is a byte, in two hexadecimal digits, and the end of a line is the byte 0A.
+counts.txt has the tokens and lines of each split, the vocabulary, and the share of <unk>.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pn_fairseq.common.files import count_lines
 from pn_fairseq.pipeline.data import pairs, tokens
 from pn_fairseq.pipeline.data.binarize import SPLITS, lengths, make_bin
 from pn_fairseq.pipeline.data.parallel import per_line
-from pn_fairseq.pipeline.data.preparation import Preparation
+from pn_fairseq.pipeline.data.preparation import Option, Preparation
 
 #: The books of the verses that are validation and test; all others are training. Neighbours in the order of the text.
 BOOKS = {
@@ -26,6 +27,11 @@ BOOKS = {
         *("Zechariah", "Malachi"),
     ),
 }
+
+
+#: What a token can be, and the option of recipes.
+UNITS = ("word", "byte")
+UNIT = Option("--unit", "UNIT", "what a token is: word (default), or byte, which takes the text as it is", "word")
 
 
 def verses(corpus: Path, folder: Path) -> list[Path]:
@@ -57,6 +63,7 @@ def prepare(
     lower: bool = False,
     min_count: int = 1,
     expect: Sequence[int] = (),
+    unit: str = "word",
 ) -> None:
     """Make the data of train, valid and test, plain or .gz, in the folder of ``data``, which is open.
 
@@ -66,11 +73,16 @@ def prepare(
         tokenize: language of Moses' tokenizer; "": the text has tokens.
         min_count: words that are rarer in train become <unk>.
         expect: numbers of tokens of the published files; others are an error.
+        unit: word or byte; with bytes the text is neither tokenized nor changed.
     """
+    if unit not in UNITS:
+        raise UserError(f"--unit must be {' or '.join(UNITS)}, not '{unit}'")
+    if unit == "byte" and (tokenize or lower or min_count > 1):
+        raise UserError("--unit byte takes the text as it is: leave out --tokenize, --lower and --min-count")
     data.settings = {
         "task": "language_modeling",
         "corpus": name,
-        "unit": "word",
+        "unit": unit,
         "language": tokenize,
         "tokenizer": tokens.SACREMOSES if tokenize else "none",
         "lower": str(int(lower)),
@@ -78,15 +90,17 @@ def prepare(
     }
     (data.partial / "text").mkdir()
     for path, output in zip(texts, data.files(), strict=True):
-        with (data.partial / "text" / output).open("w", encoding="utf-8") as file:
-            file.writelines(f"{line.removesuffix(chr(10))}\n" for line in pairs.as_is(path))
+        with (data.partial / "text" / output).open("wb") as file:
+            lines = pairs.byte_lines(path) if unit == "byte" else (line.encode() for line in pairs.as_is(path))
+            file.writelines(line.removesuffix(b"\n") + b"\n" for line in lines)
             if not file.tell():
                 raise UserError(f"{pairs.name_of(path)} is empty")
     data.keep_text("raw")
 
     words = {"normalize": "0", "nonprinting": "0", "aggressive": "0", **data.settings}
     plain = per_line(lambda line: " ".join((line.lower() if lower else line).split()))
-    data.transform("tokenizing", "raw", "tok", lambda *_: tokens.tokenizer(words, tokenize) if tokenize else plain)
+    work = _bytes if unit == "byte" else tokens.tokenizer(words, tokenize) if tokenize else plain
+    data.transform("tokenizing", "raw", "tok", lambda *_: work)
     counts = {split: _tokens(data.dest / f"tok/{split}.txt") for split in SPLITS}
     if expect and list(counts.values()) != list(expect):
         here, published = (" / ".join(f"{count:,}" for count in numbers) for numbers in (counts.values(), expect))
@@ -101,6 +115,10 @@ def prepare(
     lines = {f"{split}.lines": count_lines(data.dest / f"tok/{split}.txt") for split in SPLITS}
     data.finish({**counts, **lines, **_unknown(data.dest / "bin")})
     say("prepare", f"{data.dest} is complete: {', '.join(f'{counts[split]:,} {split}' for split in SPLITS)} tokens")
+
+
+def _bytes(text: bytes) -> bytes:
+    return b"".join(line.hex(" ").encode() + b"\n" for line in text.removesuffix(b"\n").split(b"\n"))
 
 
 def _tokens(path: Path) -> int:

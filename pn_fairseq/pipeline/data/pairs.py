@@ -36,11 +36,11 @@ def name_of(path: Path) -> str:
 # --- reading ---
 
 
-def lines(path: Path) -> Iterator[str]:
-    """The lines of a UTF-8 file, FILE or FILE.gz, with their ends; they end at line feeds only.
+def byte_lines(path: Path) -> Iterator[bytes]:
+    """The lines of a file, FILE or FILE.gz, with their ends; they end at line feeds only.
 
     Raises:
-        UserError: a line is too long or not UTF-8; FILE.gz is damaged.
+        UserError: a line is too long; FILE.gz is damaged.
     """
     packed = path.with_name(f"{path.name}.gz")
     if not path.exists() and packed.exists():
@@ -52,12 +52,23 @@ def lines(path: Path) -> Iterator[str]:
                 number += 1
                 if len(line) > LONGEST_LINE:
                     raise UserError(f"{name_of(path)}: line {number} has more than {LONGEST_LINE} bytes; is it text?")
-                yield line.decode("utf-8")
+                yield line
+        except (EOFError, gzip.BadGzipFile, zlib.error):
+            raise UserError(f"{name_of(path)} is damaged or cut off; get it again") from None
+
+
+def lines(path: Path) -> Iterator[str]:
+    """The same of a UTF-8 file.
+
+    Raises:
+        UserError: as :func:`byte_lines`; or a line is not UTF-8.
+    """
+    for number, line in enumerate(byte_lines(path), 1):
+        try:
+            yield line.decode("utf-8")
         except UnicodeDecodeError as error:
             message = f"line {number} is not UTF-8 ({error.reason}); convert the file first"
             raise UserError(f"{name_of(path)}: {message}") from None
-        except (EOFError, gzip.BadGzipFile, zlib.error):
-            raise UserError(f"{name_of(path)} is damaged or cut off; get it again") from None
 
 
 def as_is(path: Path) -> Iterator[str]:

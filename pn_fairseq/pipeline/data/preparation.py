@@ -2,7 +2,7 @@
 
 They leave in DEST
   raw/  the text before tokenization          bpe/  subwords, and codes or sentencepiece.model
-  tok/  tokenized, as it is scored            bin/  fairseq's binary data, one dictionary for both languages
+  tok/  tokenized, as it is scored            bin/  fairseq's binary data
   settings.txt  what it was made with, name=value, then the checksums of the text (settings.py)
   counts.txt    name=value: SPLIT, the pairs in it; SPLIT.read and SPLIT.removed if there was cleaning
   removed.tsv   (with cleaning) each removed pair: split, line in text/, reason, tokens of both sides
@@ -248,7 +248,8 @@ class Preparation:
         """Make fairseq's binary data, bin/, from bpe/; remove what is not needed any more, and print the counts."""
         say("prepare", "binarizing with fairseq-preprocess")
         source, target = self.settings["source"], self.settings["target"]
-        flags = ["--source-lang", source, "--target-lang", target, "--joined-dictionary"]
+        flags = ["--source-lang", source, "--target-lang", target]
+        flags += ["--joined-dictionary"] if self.settings["separate_dictionaries"] == "0" else []
         flags += [f"--{split}pref=bpe/{split}" for split in SPLITS]
         names = (name.split(".") for name in self.files())
         texts = {f"{split}.{source}-{target}.{lang}": f"bpe/{split}.{lang}" for split, lang in names}

@@ -30,6 +30,7 @@ DEFAULTS = {
     "clean": "",  # "MIN MAX RATIO": remove pairs by their length
     "clean_stage": "tok",  # what is counted: tok, tokens (BPE is learned on what is kept), or bpe, subwords
     "clean_splits": "train",  # which splits are cleaned: train, or train,valid
+    "separate_dictionaries": "0",  # 1: one for each language
     "valid_every": "0",  # N: each N-th training pair that is kept is for validation; 0: the text has a validation set
 }
 #: What older versions did without recording it.

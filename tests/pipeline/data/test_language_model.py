@@ -1,12 +1,17 @@
+import contextlib
 import gzip
 import hashlib
 import zipfile
 
 import pytest
+from numpy import memmap
 
+from pn_fairseq.common.command import UserError
 from pn_fairseq.common.files import read_settings
 from pn_fairseq.pipeline.data.binarize import lengths
 from pn_fairseq.pipeline.data.language_model import BOOKS, verses
+from pn_fairseq.pipeline.data.preparation import Preparation
+from pn_fairseq.pipeline.data.recipes import enwik8
 
 from ...scripts_helpers import ROOT, assert_refused, script
 
@@ -83,6 +88,39 @@ def test_tokenizer(tmp_path):
     script("prepare_text_lm.sh", *flags)
     assert (tmp_path / "data/tok/valid.txt").read_text() == "The bird sat\n"
     assert (tmp_path / "data/tok/train.txt").read_text().startswith("The cat sat .\n")
+
+
+def test_bytes(tmp_path, monkeypatch):
+    """Every byte and end of a line is a token, also of what is no text; enwik8 is cut by numbers of bytes."""
+    texts = {"train": bytes(range(256)) * 2, "valid": "é\n\n".encode(), "test": b"\xff\r\nab"}
+    for split, text in texts.items():
+        (tmp_path / f"{split}.txt").write_bytes(text)
+    flags = ("--corpus", tmp_path, "--dest", tmp_path / "data", "--unit", "byte", "--workers", 1)
+    assert_refused(script("prepare_text_lm.sh", *flags, "--lower", check=False), "--unit byte takes the text as it is")
+    script("prepare_text_lm.sh", *flags)
+    assert (tmp_path / "data/tok/valid.txt").read_text() == "c3 a9\n\n"
+    assert (tmp_path / "data/tok/test.txt").read_text() == "ff 0d\n61 62\n"
+    for split, text in texts.items():
+        dictionary = ["", "", "</s>", "", *map(str.split, (tmp_path / "data/bin/dict.txt").read_text().splitlines())]
+        numbers = memmap(tmp_path / f"data/bin/{split}.bin", "uint16", "r")
+        back = b"".join(b"\n" if number == 2 else bytes.fromhex(dictionary[number][0]) for number in numbers)
+        assert back == text + b"\n" * (not text.endswith(b"\n")), split
+    counts = read_settings(tmp_path / "data/counts.txt")
+    assert counts["train"] == "513" and counts["vocabulary"] == "255" and counts["test.unk_percent"] == "0.0"
+    assert read_settings(tmp_path / "data/settings.txt")["unit"] == "byte"
+    monkeypatch.setattr(enwik8, "SIZES", (300, 150, 62))
+    monkeypatch.setattr(enwik8, "SHA256", "")
+    for size, text in ((512, texts["train"]), (511, texts["train"][1:])):
+        folder = tmp_path / str(size)
+        folder.mkdir()
+        with zipfile.ZipFile(folder / "enwik8.zip", "w") as file:
+            file.writestr("enwik8", text)
+        plan = Preparation(folder / "data", workers=1)
+        with contextlib.closing(plan), pytest.raises(UserError) if size == 511 else contextlib.nullcontext() as error:
+            enwik8.prepare(plan, str(folder))
+    assert "it has 511 bytes, and enwik8 has 512" in str(error.value)
+    raw = [(tmp_path / f"512/data/raw/{split}.txt").read_bytes() for split in ("train", "valid", "test")]
+    assert b"".join(part[:-1] for part in raw) == texts["train"] and [*map(len, raw)] == [301, 151, 63]
 
 
 def test_text_that_is_not_the_published_one_is_refused(tmp_path):

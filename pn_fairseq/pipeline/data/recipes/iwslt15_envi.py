@@ -28,7 +28,7 @@ def prepare(data: Preparation, archive: str | None, bpe: str) -> None:
     if os.environ.get("MOSES"):
         say("prepare", "note: MOSES is not used, because the text comes tokenized")
     # The tokenizer is that of the published text; nothing is tokenized here.
-    data.begin(CONFIG, source="en", target="vi", tokenizer=SACREMOSES_OLD, bpe=bpe)
+    data.begin(CONFIG, source="en", target="vi", tokenizer=SACREMOSES_OLD, bpe=bpe, separate_dictionaries=1)
 
     # 1. The published tokens, as they are (DEST/text/tokens): they were tokenized as Moses' scripts do it, with ' as
     # &apos; and so on, and published BLEU scores compare such tokens. sacreBLEU and chrF need plain text (DEST/text):
@@ -41,6 +41,6 @@ def prepare(data: Preparation, archive: str | None, bpe: str) -> None:
     data.copy("text", "raw")
     data.copy("text/tokens", "tok")
 
-    # 2. Subwords and binary data: DEST/bpe, DEST/bin.
+    # 2. Subwords and binary data: DEST/bpe, DEST/bin. The AdaNorm paper has "input and output vocabularies".
     data.segment()
     data.binarize()

@@ -1,0 +1,32 @@
+"""enwik8 for language modeling of bytes: the first 100,000,000 bytes of a dump of the English Wikipedia of 2006.
+
+Downloads enwik8.zip (36 MB) and makes the data for `pn train enwik8_lm`: the first 90,000,000 bytes are for training,
+then 5,000,000 for validation and 5,000,000 for the test (Chung et al. 2017). A token is a byte; a split that is cut off
+within a line has one end of a line more. Needs about 1 GB.
+"""
+
+from pn_fairseq.common.command import UserError
+from pn_fairseq.pipeline.data import language_model
+from pn_fairseq.pipeline.data.binarize import SPLITS
+from pn_fairseq.pipeline.data.preparation import Option, Preparation
+
+CONFIG = "enwik8_lm"
+OPTIONS = (Option("--archive", "DIR", "a folder with enwik8.zip, instead of the download"),)
+
+URL = "http://mattmahoney.net/dc/enwik8.zip"
+# The checksum that dataset catalogues name.
+SHA256 = "547994d9980ebed1288380d652999f38a14fe291a6247c157c3d33d4932534bc"
+SIZES = (90_000_000, 5_000_000, 5_000_000)
+
+
+def prepare(data: Preparation, archive: str | None) -> None:
+    data.open(CONFIG)
+    (file,) = data.published({URL: SHA256}, archive)
+    (whole,) = data.unpack(file, ["enwik8"])
+    if (size := whole.stat().st_size) != sum(SIZES):
+        raise UserError(f"this is not enwik8: it has {size:,} bytes, and enwik8 has {sum(SIZES):,}")
+    texts = [whole.with_name(split) for split in SPLITS]
+    with whole.open("rb") as source:
+        for text, size in zip(texts, SIZES, strict=True):
+            text.write_bytes(source.read(size))
+    language_model.prepare(data, "enwik8", texts, unit="byte")
