@@ -388,11 +388,12 @@ def execute(step: Sequence[str | Path], messages: Path | None = None, quiet: boo
     process = reader = None
 
     def copy() -> None:
-        for block in iter(process.stderr.read1, b""):
+        for line in process.stderr:  # whole lines, since the step also writes to stdout, which may be the same file
+            line = line.removesuffix(b"\n") + b"\n"
             with contextlib.suppress(OSError):  # a full disk; the step must be able to write
-                kept.write(block)
+                kept.write(line)
             with contextlib.suppress(OSError):  # `| head`
-                sys.stderr.buffer.write(block)
+                sys.stderr.buffer.write(line)
                 sys.stderr.buffer.flush()
 
     with messages.open("wb", buffering=0) if messages else contextlib.nullcontext() as kept:
