@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import itertools
 import logging
@@ -30,6 +29,7 @@ from pn_fairseq.common.command import (
 )
 from pn_fairseq.common.files import PACKAGE, atomic_write, known_configs, read_settings, recorded
 from pn_fairseq.common.published import PAPER, Table
+from pn_fairseq.pipeline import check_settings
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -129,7 +129,6 @@ def _parser(name: str, corpus: Corpus, passed_on: Sequence[Option]) -> ArgumentP
         epilog=EPILOG.format(
             norms=corpus.norms, model=corpus.models[0], size=corpus.size, seeds=corpus.seeds, more=more
         ),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add, run_name = parser.add_argument, f"{'MODEL_' if several else ''}NORM_seedN"
     settings = f"settings of the training that differ from the configuration {corpus.config}"
@@ -143,9 +142,7 @@ def _parser(name: str, corpus: Corpus, passed_on: Sequence[Option]) -> ArgumentP
     if passed_on:
         group = parser.add_argument_group(f"passed on to pn prepare {name}")
         for option in passed_on:
-            kind = {"metavar": option.metavar, "type": option.type, "default": option.default}
-            kind = {**kind, "required": option.needed} if option.metavar else {"action": "store_true"}
-            group.add_argument(option.flag, help=option.help, **kind)
+            option.add_to(group)
     return parser
 
 
@@ -180,7 +177,6 @@ def main(argv: Sequence[str]) -> int:
         usage="pn reproduce WHAT [options] [key=value ...]",
         description=ABOUT.format(corpora=", ".join(CORPORA), configs=", ".join(known_configs())),
         epilog="pn reproduce WHAT --help has the options.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("WHAT")
     parser.parse_args(argv)
@@ -292,13 +288,6 @@ def reproduce(name: str, words: Sequence[str], env: Mapping[str, str] = os.envir
         count = f"{len(failed)} of {len(commands)} runs failed: {' '.join(failed)}"
         say(name, f"{count} (the report says why); the same command tries them again")
     return 1 if failed else 0
-
-
-def check_settings(settings: Sequence[str]) -> None:
-    """Refuse words that are no settings."""
-    for setting in settings:
-        if "=" not in setting:
-            raise UserError(f"unexpected argument '{setting}': settings are key=value (see --help)")
 
 
 def check_prepared(name: str, data: Path, values: Mapping[str, object]) -> None:
