@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import os
 import signal
@@ -12,46 +11,29 @@ from pathlib import Path
 
 from pn_fairseq.common.command import ArgumentParser, UserError, did_you_mean, handle_signals, run, say
 
-#: Verb -> module whose ``main(argv)`` it calls. Imported only when it is called: most need no torch.
+#: Verb -> module whose ``main(argv)`` it calls, imported only when it is called (most need no torch), and its line in
+#: ``pn --help``.
 VERBS = {
-    "prepare": "pn_fairseq.pipeline.data.prepare",
-    "train": "pn_fairseq.pipeline.train",
-    "average": "pn_fairseq.pipeline.average",
-    "generate": "pn_fairseq.pipeline.generate",
-    "translate": "pn_fairseq.pipeline.translate",
-    "score": "pn_fairseq.pipeline.score",
-    "evaluate-lm": "pn_fairseq.pipeline.evaluate_lm",
-    "reproduce": "pn_fairseq.pipeline.reproduce",
-    "report": "pn_fairseq.report.command",
-    "figures": "pn_fairseq.report.figures",
-    "fold": "pn_fairseq.pipeline.fold",
-    "export": "pn_fairseq.pipeline.export",
-    "import-release": "pn_fairseq.pipeline.import_release",
-    "norms": "pn_fairseq.norms.command",
-    "test-norms": "pn_fairseq.testing.command",
-    "check": "pn_fairseq.pipeline.check",
-    "info": "pn_fairseq.pipeline.info",
-}
-
-#: What ``pn --help`` says about each verb.
-ABOUT = {
-    "prepare": "text to binary data: a corpus with a recipe, or text of your own",
-    "train": "train with the settings of a configuration and yours",
-    "average": "average the last checkpoints of a run",
-    "generate": "translate a subset of the prepared data with the model of a run",
-    "translate": "translate text from a file or stdin with the model of a run",
-    "score": "BLEU and chrF of hypotheses, and whether differences are significant",
-    "evaluate-lm": "perplexity of a language model",
-    "reproduce": "all steps from text to a report, for a list of norms and seeds",
-    "report": "one page about several runs: scores, significance, learning curves, settings",
-    "figures": "the paper's figures, drawn from runs",
-    "fold": "fuse the norms of a checkpoint into linear layers",
-    "export": "encoder and decoder step of a checkpoint as ONNX or torch.export files",
-    "import-release": "convert a checkpoint of the PowerNorm authors' code",
-    "test-norms": "the shared tests, run on the norms of a file",
-    "norms": "the norms, with their options and defaults",
-    "check": "compare the kernels that this machine can run with plain PyTorch",
-    "info": "version, kernels in use, patches of fairseq, folder for --user-dir",
+    "prepare": ("pn_fairseq.pipeline.data.prepare", "text to binary data: a corpus with a recipe, or text of your own"),
+    "train": ("pn_fairseq.pipeline.train", "train with the settings of a configuration and yours"),
+    "average": ("pn_fairseq.pipeline.average", "average the last checkpoints of a run"),
+    "generate": ("pn_fairseq.pipeline.generate", "translate a subset of the prepared data with the model of a run"),
+    "translate": ("pn_fairseq.pipeline.translate", "translate text from a file or stdin with the model of a run"),
+    "score": ("pn_fairseq.pipeline.score", "BLEU and chrF of hypotheses, and whether differences are significant"),
+    "evaluate-lm": ("pn_fairseq.pipeline.evaluate_lm", "perplexity of a language model"),
+    "reproduce": ("pn_fairseq.pipeline.reproduce", "all steps from text to a report, for a list of norms and seeds"),
+    "report": (
+        "pn_fairseq.report.command",
+        "one page about runs: scores, significance, learning curves, settings",
+    ),
+    "figures": ("pn_fairseq.report.figures", "the paper's figures, drawn from runs"),
+    "fold": ("pn_fairseq.pipeline.fold", "fuse the norms of a checkpoint into linear layers"),
+    "export": ("pn_fairseq.pipeline.export", "encoder and decoder step of a checkpoint as ONNX or torch.export files"),
+    "import-release": ("pn_fairseq.pipeline.import_release", "convert a checkpoint of the PowerNorm authors' code"),
+    "norms": ("pn_fairseq.norms.command", "the norms, with their options and defaults"),
+    "test-norms": ("pn_fairseq.testing.command", "the shared tests, run on the norms of a file"),
+    "check": ("pn_fairseq.pipeline.check", "compare the kernels that this machine can run with plain PyTorch"),
+    "info": ("pn_fairseq.pipeline.info", "version, kernels in use, patches of fairseq, folder for --user-dir"),
 }
 
 #: Verbs whose speed depends on the kernels.
@@ -91,20 +73,19 @@ def call(argv: list[str]) -> int:
             raise UserError(f"unknown verb {verb!r}{did_you_mean(verb, VERBS)} (see pn --help)")
         if verb in COMPUTING and not {"-h", "--help", "--check", "--dry-run"} & {*rest}:
             warn_without_kernels()
-        return importlib.import_module(VERBS[verb]).main(rest)
+        return importlib.import_module(VERBS[verb][0]).main(rest)
 
     return run(f"pn {verb}" if verb in VERBS else "pn", body)
 
 
 def options(argv: list[str]) -> int:
     """The program without a verb."""
-    listed = "\n".join(f"  {verb:<15} {ABOUT[verb]}" for verb in ABOUT if verb in VERBS)
+    listed = "\n".join(f"  {verb:<15} {about}" for verb, (_, about) in VERBS.items())
     parser = ArgumentParser(
         prog="pn",
         usage="pn VERB [options]",
         description="Power Normalization and its relatives for fairseq, from raw text to a table of scores.",
         epilog=f"verbs, each with its own --help:\n{listed}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument(

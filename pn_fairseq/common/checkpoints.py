@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from pn_fairseq.common.command import UserError
+from pn_fairseq.common.errors import error_chain
 from pn_fairseq.common.files import atomic_write
 
 try:
@@ -219,21 +220,12 @@ def save_checkpoint(state: dict, path: str | os.PathLike) -> None:
         with atomic_write(os.path.realpath(path)) as file:
             torch.save(state, file)
     except (OSError, RuntimeError) as error:
-        cause = _cause_of(error)
+        # torch's zip writer answers an OSError or a Ctrl-C with a RuntimeError of its own.
+        cause = next((link for link in error_chain(error) if isinstance(link, (OSError, KeyboardInterrupt))), error)
         if isinstance(cause, OSError):
             reason = cause.strerror or cause
             raise CheckpointError(f"{path}: cannot be written ({reason}); an earlier file is untouched") from error
         raise cause from error
-
-
-def _cause_of(error: BaseException) -> BaseException:
-    """What stopped the writing: torch's zip writer answers an OSError or a Ctrl-C with a RuntimeError of its own."""
-    link: BaseException | None = error
-    while link is not None:
-        if isinstance(link, (OSError, KeyboardInterrupt)):
-            return link
-        link = link.__cause__ or link.__context__
-    return error
 
 
 def find_checkpoints(

@@ -27,8 +27,19 @@ class UserError(Exception):
     """A mistake of the user. The text is one line: what is wrong, where, what to do."""
 
 
+class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Fills a text of one line, and leaves the lines of a longer one."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        formatter = argparse.HelpFormatter if "\n" not in text.strip() else argparse.RawDescriptionHelpFormatter
+        return formatter._fill_text(self, text, width, indent)
+
+
 class ArgumentParser(argparse.ArgumentParser):
     """argparse's parser; its errors are a :class:`UserError` instead of the usage text."""
+
+    def __init__(self, **options):
+        super().__init__(**{"formatter_class": _HelpFormatter, **options})
 
     def parse_known_args(self, args=None, namespace=None):
         if "--version" not in self._option_string_actions:

@@ -33,6 +33,13 @@ def one_line_errors(*errors: type[Exception]) -> Iterator[None]:
         raise SystemExit(2) from error
 
 
+def error_chain(error: BaseException | None) -> Iterator[BaseException]:
+    """The error and the errors that led to it."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
 class NotFiniteError(FloatingPointError):
     """A training ended because its loss or its gradients are NaN or infinite.
 

@@ -422,7 +422,7 @@ def power_update(
     C: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """:func:`pn_fairseq.norms.power.power_update`; the shares are 1 - alpha."""
+    """The operator ``power_update`` of the norm PN; the shares are 1 - alpha."""
     ACC: tl.constexpr = batch_psi2.dtype.element_ty
     channel = tl.arange(0, BLOCK_C)
     inside = channel < C

@@ -54,6 +54,11 @@ def with_model_settings(state: dict, **values) -> dict:
     return {**state, "cfg": {**cfg, "model": changed(cfg["model"], **values)}}
 
 
+def with_norm_module(state: dict, norm_module: str | None) -> dict:
+    """The checkpoint ``state`` with another path of the files that register its norms, if one is given."""
+    return with_model_settings(state, norm_module=norm_module) if norm_module else state
+
+
 def settings_of(state: dict, name: str) -> DictConfig:
     """The settings of a checkpoint as an OmegaConf config; fairseq's own loader only takes files.
 

@@ -18,7 +18,6 @@ from pn_fairseq.norms.registry import SHARED, NormEntry, find_norm
 
 SYNC = ("auto", "on", "off")
 
-
 _AFTER_MODULE = " (--norm-module has to come before it)"
 #: Loads the files of ``--norm-module``, so that the flags after it know their norms.
 _modules = checked(lambda text: [load_norms(path) for path in text.split(",")])

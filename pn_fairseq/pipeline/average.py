@@ -48,7 +48,6 @@ def _parser() -> ArgumentParser:
         prog="pn average",
         description="Average the weights of the last checkpoints of a training.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     source = parser.add_mutually_exclusive_group(required=True)

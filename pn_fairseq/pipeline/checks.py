@@ -9,7 +9,6 @@ import ast
 import math
 import os
 import re
-import struct
 import warnings
 from pathlib import Path
 
@@ -20,10 +19,11 @@ from fairseq.data.data_utils import load_indexed_dataset
 from fairseq.models import ARCH_MODEL_REGISTRY
 from omegaconf import DictConfig, OmegaConf
 
-from pn_fairseq.common.checkpoints import load_checkpoint
+from pn_fairseq.common.checkpoints import explain_misfit, load_checkpoint
 from pn_fairseq.common.command import UserError
 from pn_fairseq.fairseq_patches.convert_norms import parse
 from pn_fairseq.models.normed_model import FoldedModelError
+from pn_fairseq.pipeline.data.binarize import MAGIC, sentences
 from pn_fairseq.pipeline.runs import flat
 
 #: Pattern of dotted names, lower bound, upper bound (excluded).
@@ -118,10 +118,9 @@ def open_data(folder: Path, name: str, dictionary: Dictionary):
     if not (index.is_file() and content.is_file()):
         raise UserError(f"{folder} has no {name}: {again}")
     with index.open("rb") as file:
-        header = file.read(26)
-    mapped = header.startswith(b"MMIDIDX\0\0")
+        mapped = file.read(len(MAGIC)) == MAGIC
     # Of each sentence its size in 4 bytes and its place in 8.
-    if mapped and (len(header) < 26 or index.stat().st_size != 26 + 12 * struct.unpack("<Q", header[18:])[0]):
+    if mapped and (index.stat().st_size < 26 or index.stat().st_size != 26 + 12 * sentences(index)):
         raise UserError(f"{index} is cut off or damaged: {again}")
     try:
         dataset = load_indexed_dataset(str(path))
@@ -150,27 +149,5 @@ def check_weights(model: torch.nn.Module, file: str | os.PathLike, cfg: DictConf
     except FoldedModelError:
         raise UserError(str(FoldedModelError(str(file)))) from None
     except Exception as error:  # also of fairseq's conversion of old weights
-        # torch names the model in the first line, and then a problem in each line.
-        problems = [line.strip().rstrip(".") for line in str(error).splitlines()]
-        problem = next(iter(problems[1:] or problems), type(error).__name__)
-        names = re.findall(r'"([^"]+)"', problem)
-        if problem.startswith(("Missing", "Unexpected")) and names:
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            problem = f"{'it has no' if problem.startswith('Missing') else 'the model has no'} {names[0]}{more}"
-        problem = problem.replace("copying a param with shape torch.Size", "its shape is ")
-        problem = problem.replace("from checkpoint, the shape in current model is torch.Size", "in the checkpoint and ")
-        problem += " in the model" * problem.startswith("size mismatch")
-        raise UserError(
-            f"{file} does not fit the model and the vocabulary of this training ({problem}); use a checkpoint of the "
-            "same architecture and data"
-        ) from error
+        raise UserError(f"{file}: {explain_misfit(error) or type(error).__name__}") from error
     return state
-
-
-def error_chain(error: BaseException | None) -> list[BaseException]:
-    """The error and the errors that led to it."""
-    chain = []
-    while error is not None and len(chain) < 20:
-        chain.append(error)
-        error = error.__cause__ or error.__context__
-    return chain

@@ -106,7 +106,7 @@ def evaluate(
     """Score all tokens of a split, in blocks as in training, with ``context`` tokens of context for each block."""
     from pn_fairseq.common.checkpoints import load_checkpoint
     from pn_fairseq.common.command import without_fairseqs_log
-    from pn_fairseq.models.from_checkpoint import with_model_settings
+    from pn_fairseq.models.from_checkpoint import with_norm_module
     from pn_fairseq.models.recalibrate_checkpoint import ModelWithData
     from pn_fairseq.norms.base import running_norms
     from pn_fairseq.pipeline.data.binarize import lengths
@@ -119,9 +119,7 @@ def evaluate(
     with contextlib.suppress(UserError):  # no result, a damaged one, or one of an earlier version
         if (before := read_perplexity(run.path, subset, context)).made == made:
             return before
-    state = load_checkpoint(checkpoint)
-    if norm_module:
-        state = with_model_settings(state, norm_module=norm_module)
+    state = with_norm_module(load_checkpoint(checkpoint), norm_module)
     with without_fairseqs_log():
         loaded = ModelWithData(state, str(checkpoint), run.bin)
     task, model = loaded.task, loaded.model

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import logging
 from collections.abc import Sequence
@@ -29,8 +28,7 @@ needs onnx, onnxscript and onnxruntime. CHECKPOINT is read without executing cod
 
 @command("pn export")
 def main(argv: Sequence[str] | None = None) -> None:
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = ArgumentParser(prog="pn export", description=DESCRIPTION, epilog=EPILOG, formatter_class=formatter)
+    parser = ArgumentParser(prog="pn export", description=DESCRIPTION, epilog=EPILOG)
     parser.add_argument("checkpoint", metavar="CHECKPOINT", type=Path, help="a checkpoint of transformer_pn")
     parser.add_argument("--onnx", metavar="DIR", type=Path, help="write DIR/encoder.onnx and DIR/decoder.onnx")
     parser.add_argument("--pt2", metavar="DIR", type=Path, help="write DIR/encoder.pt2 and DIR/decoder.pt2")
@@ -50,11 +48,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     with without_fairseqs_log(logging.CRITICAL):
         # Imported here: --help and a misspelt name are answered at once.
         from pn_fairseq.models.export import compare_graphs, export_graphs, exportable, save_onnx, save_pt2
-        from pn_fairseq.models.from_checkpoint import with_model_settings
+        from pn_fairseq.models.from_checkpoint import with_norm_module
 
-        if args.norm_module:
-            state = with_model_settings(state, norm_module=args.norm_module)
-        model, folded, line = exportable(state, str(args.checkpoint))
+        model, folded, line = exportable(with_norm_module(state, args.norm_module), str(args.checkpoint))
         print(line)
         graphs = export_graphs(folded)
         for folder, save in ((args.onnx, save_onnx), (args.pt2, save_pt2)):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,8 +31,7 @@ read without executing code from it.
 
 @command("pn fold")
 def main(argv: Sequence[str] | None = None) -> None:
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = ArgumentParser(prog="pn fold", description=DESCRIPTION, epilog=EPILOG, formatter_class=formatter)
+    parser = ArgumentParser(prog="pn fold", description=DESCRIPTION, epilog=EPILOG)
     parser.add_argument("checkpoint", metavar="CHECKPOINT", type=Path, help="a checkpoint of transformer_pn")
     parser.add_argument("output", metavar="OUTPUT", type=Path, help="the file to write; not CHECKPOINT")
     add_norm_module(parser)
@@ -43,10 +41,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     with without_fairseqs_log(logging.CRITICAL):
         # Imported here: --help and a misspelt name are answered at once.
         from pn_fairseq.models.fold_checkpoint import fold_checkpoint
-        from pn_fairseq.models.from_checkpoint import with_model_settings
+        from pn_fairseq.models.from_checkpoint import with_norm_module
 
-        if args.norm_module:
-            state = with_model_settings(state, norm_module=args.norm_module)
+        state = with_norm_module(state, args.norm_module)
         folded, outcomes, difference = fold_checkpoint(state, str(args.checkpoint))
     print(*outcomes, difference, sep="\n")
     save_checkpoint(folded, args.output)

@@ -68,7 +68,6 @@ def _parser() -> ArgumentParser:
         prog="pn generate",
         description="Translate a subset of the data that a model was trained on.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_decoding_options(parser)
     parser.add_argument("--subset", default="test", metavar="NAME", help="test (default) or valid")

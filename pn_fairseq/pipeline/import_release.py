@@ -54,8 +54,7 @@ def _alpha(text: str) -> float:
 
 
 def _parser() -> ArgumentParser:
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = ArgumentParser(prog="pn import-release", description=DESCRIPTION, epilog=EPILOG, formatter_class=formatter)
+    parser = ArgumentParser(prog="pn import-release", description=DESCRIPTION, epilog=EPILOG)
     parser.add_argument("checkpoint", metavar="CHECKPOINT", type=Path, help="the file that the release wrote")
     parser.add_argument("output", metavar="OUTPUT", type=Path, help="the file to write; not CHECKPOINT")
     for option, meaning in (("fwd", "psi^2"), ("bwd", "nu; it scales the imported nu, (1 - A) ema_gz")):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
 import itertools
@@ -31,6 +30,7 @@ from pn_fairseq.common.command import (
 )
 from pn_fairseq.common.files import PACKAGE, atomic_write, known_configs, read_settings, recorded
 from pn_fairseq.common.published import LM_TABLES, PAPER, Rows
+from pn_fairseq.pipeline import check_settings
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -141,7 +141,6 @@ def _parser(name: str, corpus: Corpus, passed_on: Sequence[Option]) -> ArgumentP
         epilog=EPILOG.format(
             norms=corpus.norms, model=corpus.models[0], size=corpus.size, seeds=corpus.seeds, more=more
         ),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add, run_name = parser.add_argument, f"{'MODEL_' if several else ''}NORM_seedN"
     settings = f"settings of the training that differ from the configuration {corpus.config}"
@@ -155,9 +154,7 @@ def _parser(name: str, corpus: Corpus, passed_on: Sequence[Option]) -> ArgumentP
     if passed_on:
         group = parser.add_argument_group(f"passed on to pn prepare {name}")
         for option in passed_on:
-            kind = {"metavar": option.metavar, "type": option.type, "default": option.default}
-            kind = {**kind, "required": option.needed} if option.metavar else {"action": "store_true"}
-            group.add_argument(option.flag, help=option.help, **kind)
+            option.add_to(group)
     return parser
 
 
@@ -193,7 +190,6 @@ def main(argv: Sequence[str]) -> int:
         usage="pn reproduce WHAT [options] [key=value ...]",
         description=ABOUT.format(corpora=", ".join(CORPORA), configs=", ".join(known_configs())),
         epilog="pn reproduce WHAT --help has the options.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("WHAT")
     parser.parse_args(argv)
@@ -307,13 +303,6 @@ def reproduce(name: str, words: Sequence[str], env: Mapping[str, str] = os.envir
     return 1 if failed else 0
 
 
-def check_settings(settings: Sequence[str]) -> None:
-    """Refuse words that are no settings."""
-    for setting in settings:
-        if "=" not in setting:
-            raise UserError(f"unexpected argument '{setting}': settings are key=value (see --help)")
-
-
 def check_prepared(name: str, data: Path, values: Mapping[str, object]) -> None:
     """Refuse data that was prepared with other settings than the recipe has with these ``values`` of its options."""
     from pn_fairseq.pipeline.data import settings, tokens
@@ -401,11 +390,12 @@ def execute(step: Sequence[str | Path], messages: Path | None = None, quiet: boo
     process = reader = None
 
     def copy() -> None:
-        for block in iter(process.stderr.read1, b""):
+        for line in process.stderr:  # whole lines, since the step also writes to stdout, which may be the same file
+            line = line.removesuffix(b"\n") + b"\n"
             with contextlib.suppress(OSError):  # a full disk; the step must be able to write
-                kept.write(block)
+                kept.write(line)
             with contextlib.suppress(OSError):  # `| head`
-                sys.stderr.buffer.write(block)
+                sys.stderr.buffer.write(line)
                 sys.stderr.buffer.flush()
 
     with messages.open("wb", buffering=0) if messages else contextlib.nullcontext() as kept:

@@ -21,8 +21,6 @@ from pn_fairseq.common.command import UserError
 from pn_fairseq.common.files import read_settings, recorded
 from pn_fairseq.pipeline.training_log import TrainingLog, read_log, without_flags_of_others
 
-#: The help of the option --run.
-RUN = "a run of pn train, fairseq-train or a job of a sweep"
 #: Any of these in a folder means that ``pn train`` wrote it; a run that failed at once has only the last.
 _FILES_OF_PN_TRAIN = ("config.yaml", "data", "data.settings", "starts.jsonl", "failed")
 

@@ -40,8 +40,7 @@ NEEDS = {
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = ArgumentParser(prog="pn score", description=DESCRIPTION, epilog=EPILOG, formatter_class=formatter)
+    parser = ArgumentParser(prog="pn score", description=DESCRIPTION, epilog=EPILOG)
     mode = parser.add_mutually_exclusive_group(required=True)
     mode.add_argument("--run", type=Path, metavar="DIR", help=RUN_HELP)
     compare = "paired bootstrap by sacrebleu: could the difference between a run and the first one, the baseline, come "

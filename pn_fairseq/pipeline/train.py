@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import errno
 import fcntl
@@ -19,9 +18,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from pn_fairseq.common.command import ArgumentParser, Interrupted, UserError, command, did_you_mean, say
-from pn_fairseq.common.errors import NotFiniteError
+from pn_fairseq.common.errors import NotFiniteError, error_chain
 from pn_fairseq.common.files import PACKAGE, atomic_write, configs_folder, known_configs, recorded
 from pn_fairseq.common.machine import own_cores
+from pn_fairseq.pipeline import check_settings
 from pn_fairseq.pipeline.launch import RESUME, RankLayout, TrainingFailed, find_layout, report_failure, torchrun
 
 EPILOG = """\
@@ -49,8 +49,7 @@ LOG_SECONDS = 30
 
 
 def _parser() -> ArgumentParser:
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = ArgumentParser(prog="pn train", epilog=EPILOG, formatter_class=formatter)
+    parser = ArgumentParser(prog="pn train", epilog=EPILOG)
     names = ", ".join(known_configs())
     parser.add_argument("config", metavar="CONFIG", help=f"a name in configs/ ({names}) or the path of a YAML file")
     parser.add_argument(
@@ -76,9 +75,7 @@ def find_config(name: str) -> Path:
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     args = _parser().parse_intermixed_args(argv)
-    for setting in args.settings:
-        if "=" not in setting and not setting.startswith("~"):
-            raise UserError(f"unexpected argument '{setting}': settings are key=value (see --help)")
+    check_settings(args.settings)
     config = find_config(args.config)
     data = (args.data or Path("runs/data") / config.stem).absolute()
     run = (args.run or Path("runs") / config.stem).absolute()
@@ -276,8 +273,6 @@ def explained(error: Exception, cfg, run: Path) -> UserError | TrainingFailed:
     """The one line for an error of the training: a mistake of the user, a fault of the machine, or a bug."""
     import torch
 
-    from pn_fairseq.pipeline.checks import error_chain
-
     metric = cfg.checkpoint.best_checkpoint_metric
     if isinstance(error, KeyError) and error.args == (metric,):
         return UserError(
@@ -288,8 +283,7 @@ def explained(error: Exception, cfg, run: Path) -> UserError | TrainingFailed:
         return TrainingFailed(str(error))
     log, text = run / "train.log", str(error).strip()
     reason = f"{type(error).__name__}: {next(iter(text.splitlines()), '')} (the traceback is in {log})"
-    chain = error_chain(error)
-    if full := [link for link in chain if getattr(link, "errno", None) in (errno.ENOSPC, errno.EDQUOT)]:
+    if full := [link for link in error_chain(error) if getattr(link, "errno", None) in (errno.ENOSPC, errno.EDQUOT)]:
         file = getattr(full[0], "filename", None) or run / "checkpoints"
         return TrainingFailed(
             f"{file}: the disk is full; free some space, or keep fewer checkpoints (checkpoint.keep_interval_updates, "

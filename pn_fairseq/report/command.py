@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -44,7 +43,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         description="Report on training runs: scores over seeds, published scores, differences from LN, learning "
         "curves, settings, versions, hardware, speed, and failures.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
     parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="where to write; created if needed")

@@ -19,7 +19,7 @@ from pn_fairseq import __version__
 from pn_fairseq.common.command import say
 from pn_fairseq.common.files import read_settings, recorded
 from pn_fairseq.common.published import PAPER, Row, Table, recognise
-from pn_fairseq.pipeline.scoring import METRICS, p_text
+from pn_fairseq.pipeline.scoring import METRICS, low_bleu, p_text
 from pn_fairseq.pipeline.training_log import TrainingLog
 from pn_fairseq.report import curves, intervals
 from pn_fairseq.report.figures import find_probe
@@ -203,8 +203,10 @@ def _over_sentences(compared_pairs: list[tuple], measure: str, comparisons: int)
     for seed, compared in compared_pairs:
         part = f"not computed ({compared})"
         if not isinstance(compared, str):
+            low = any(low_bleu(result.score) for result in compared["tokenized"].results.values())
             baseline, system = compared[measure].results.values()
-            part = f"{signed(system.score - baseline.score)}, {p_text(corrected(system.p_value, comparisons))}"
+            p = "not tested (BLEU below 1)" if low else p_text(corrected(system.p_value, comparisons))
+            part = f"{signed(system.score - baseline.score)}, {p}"
         parts.append(f"seed {'not known' if seed is None else seed}: {part}")
     return "; ".join(parts) or missing("– (no seed in common)")
 

@@ -12,6 +12,7 @@ import random
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy
@@ -28,7 +29,7 @@ from pn_fairseq.report.command import main
 from pn_fairseq.report.runs import read_runs
 from pn_fairseq.report.significance import Design
 from pn_fairseq.report.systems import names
-from pn_fairseq.report.tables import relative
+from pn_fairseq.report.tables import _over_sentences, relative
 
 SENTENCES = 60
 WORDS = [f"{a}{b}" for a in ("ba", "ki", "lo", "mu", "ne") for b in ("", "da", "fi", "gu", "ro", "te", "va")]
@@ -830,6 +831,11 @@ def test_a_bleu_below_1_is_a_problem(tmp_path):
     page = report(with_score(make_run(tmp_path / "run"), 0.03), output=tmp_path / "out")
     assert page.says("tokenized BLEU is 0.03, below 1: the model has hardly learned")
     assert page.says("1 of the runs was trained, decoded and scored; 1 has problems, listed below.")
+    of = {name: SimpleNamespace(score=score, p_value=0.01) for name, score in (("baseline", 20.0), ("system", 0.9))}
+    compared = dict.fromkeys(("tokenized", "chrf"), SimpleNamespace(results=of))
+    assert _over_sentences([(1, compared)], "chrf", 1) == "seed 1: −19.10, not tested (BLEU below 1)"
+    of["system"].score = 1.0
+    assert _over_sentences([(1, compared)], "chrf", 3) == "seed 1: −19.00, p = 0.030"
 
 
 CONFIG = (

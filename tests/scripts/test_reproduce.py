@@ -329,8 +329,8 @@ def shell(monkeypatch):
 
 
 def test_the_messages_of_a_step_are_complete(shell, tmp_path, capfdbinary):
-    """Also where they come after its end, from a process that it has started."""
-    code = reproduce.execute(["(sleep 0.5; echo failed >&2) & exit 7"], tmp_path / "messages")
+    """Also where they come after its end, from a process that it has started. They are whole lines."""
+    code = reproduce.execute(["(sleep 0.5; printf fai >&2; sleep 0.1; printf led >&2) & exit 7"], tmp_path / "messages")
     assert code == 7 and (tmp_path / "messages").read_bytes() == capfdbinary.readouterr().err == b"failed\n"
 
 
@@ -340,7 +340,7 @@ def test_what_a_step_writes_is_read_to_its_end_though_nobody_takes_it(shell, tmp
     full = io.TextIOWrapper(open("/dev/full", "wb", buffering=0))  # noqa: SIM115
     with full, contextlib.redirect_stderr(full):
         assert reproduce.execute(step, tmp_path / "messages") == 3
-        assert (tmp_path / "messages").stat().st_size == 300000
+        assert (tmp_path / "messages").stat().st_size == 300001  # and a line feed
     assert reproduce.execute(step, Path("/dev/full")) == 3
 
 

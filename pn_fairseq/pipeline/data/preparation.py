@@ -45,6 +45,11 @@ class Option:
         """The name of the argument."""
         return self.flag.removeprefix("--").replace("-", "_")
 
+    def add_to(self, parser) -> None:
+        """Add the option to a parser, or to a group of one."""
+        kind = {"metavar": self.metavar, "type": self.type, "default": self.default, "required": self.needed}
+        parser.add_argument(self.flag, help=self.help, **(kind if self.metavar else {"action": "store_true"}))
+
 
 #: Options of several recipes.
 CORPUS = Option("--corpus", "DIR", "the folder with the text", needed=True)

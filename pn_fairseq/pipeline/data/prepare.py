@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 from pathlib import Path
@@ -37,15 +36,12 @@ def _parser() -> ArgumentParser:
             help=recipe.__doc__.splitlines()[0],
             description=recipe.__doc__,
             epilog=EPILOG + (f"\nIn the environment:\n{variables}" if variables else ""),
-            formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         where = f"default runs/data/{recipe.CONFIG}" if recipe.CONFIG else "it must be given"
         dest = f"the prepared data ({where})"
         corpus.add_argument("--dest", type=Path, metavar="DIR", help=dest, required=not recipe.CONFIG)
         for option in recipe.OPTIONS:
-            kind = {"metavar": option.metavar, "type": option.type, "default": option.default}
-            kind = {**kind, "required": option.needed} if option.metavar else {"action": "store_true"}
-            corpus.add_argument(option.flag, help=option.help, **kind)
+            option.add_to(corpus)
         cores = len(os.sched_getaffinity(0))
         corpus.add_argument("--workers", type=whole, default=cores, metavar="N", help="processes (default: all cores)")
     return parser
