@@ -15,7 +15,7 @@ from pn_fairseq.common.command import UserError
 from pn_fairseq.common.probe_files import read_probe
 from pn_fairseq.common.published import LM_SENTENCE
 from pn_fairseq.pipeline import average, evaluate_lm, train
-from pn_fairseq.pipeline.evaluate_lm import Perplexity, different, read_perplexity, result_file
+from pn_fairseq.pipeline.evaluate_lm import Perplexity, different, read_perplexity, result_file, unit_of
 from pn_fairseq.pipeline.training_log import read_log
 from pn_fairseq.report import command as report
 
@@ -306,6 +306,19 @@ def test_report(work, tmp_path):
     assert page.count(LM_SENTENCE) == 2 and "core-1 + PN" in page and "47.6" in page
     tokens = read_perplexity(runs[0]).tokens
     assert f"their test set has {tokens} tokens, that of PTB 82430. The perplexities cannot be compared." in page
+
+
+def test_bytes(work, tmp_path):
+    assert unit_of(["0a", "ff"]) == "byte" and unit_of(["0a", "the"]) == "word" and unit_of(["0a", "f@@"]) == "subword"
+    shutil.copytree(work / "transformer_lm_pn_seed1", tmp_path / "run")
+    of_bytes = replace(read_perplexity(tmp_path / "run"), unit="byte")
+    assert f"bits per byte:  {of_bytes.bits:.4f}\n" in of_bytes.text() and "|unit:byte|" in of_bytes.signature
+    result_file(tmp_path / "run", "test").write_text(json.dumps(of_bytes.__dict__))
+    call(report, tmp_path / "run", "--output", tmp_path, "--paper", "enwik8")
+    page = (tmp_path / "report.md").read_text("utf-8")
+    assert "| bits per byte" in page and "bits per token |" not in page
+    assert "### What is published for enwik8 (bits per byte)" in page and page.count(LM_SENTENCE) == 1
+    assert re.search(r"\| DetachNorm +\| \*–\* +\| 1.12 \|", page) and "Transformer-XL" in page
 
 
 def test_a_model_of_fairseq_train_is_not_called_causal_without_its_mask(work, tmp_path, capsys):

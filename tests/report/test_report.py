@@ -109,7 +109,7 @@ def write_scores(folder: Path, hypotheses: list[str], references: list[str]) -> 
     (folder / "scores.json").write_text(json.dumps(scores))
 
 
-ERRORS = {"ln": 0.3, "bn": 0.4, "pnv": 0.31, "pn": 0.25, "dn": 0.3}
+ERRORS = {"ln": 0.3, "bn": 0.4, "pnv": 0.31, "pn": 0.25, "dn": 0.3, "none": 0.4}
 
 
 def make_run(
@@ -407,6 +407,11 @@ def test_paper(options, data, expected, tmp_path):
     assert page.says("Not comparable with the paper: its test set has")
     assert page.says("The paper's number for PN is of models with model.norm_variant=release.")
     assert not page.says("The paper's number for LN")
+    assert page.says("The same table has, from other papers:") and page.says("DS-Init (Zhang et al. 2019a) 34.4") == (
+        "wmt" not in options[1]
+    )
+    page = report(run, output=tmp_path / "out", options=("--paper", "adanorm-1-wmt14"))
+    assert not page.says("from other papers") and page.says("the norms inside the layers stay LN")
 
 
 def test_rows_of_a_table_that_share_a_norm(tmp_path):
@@ -423,6 +428,13 @@ def test_rows_of_a_table_that_share_a_norm(tmp_path):
     rows = {row["norm"]: row["paper"] for row in page.table("norm", "seeds scored")}
     assert rows == {"DetachNorm": "35.6"}
     assert not page.says("is of models with")
+    every = make_run(tmp_path / "every", "none", model__decoder_norm="none")
+    page = report(every, output=tmp_path / "out", options=("--paper", "adanorm-1-wmt14"))
+    assert [page.table("norm", "paper")[0][name] for name in ("paper", "difference")] == ["diverges", "–"]
+    last = {"model__encoder_norm_last": "layer-simple", "model__decoder_norm_last": "layer-simple"}
+    runs = [make_run(tmp_path / "inside", "ln", **last), make_run(tmp_path / "plain", "ln")]
+    page = report(*runs, output=tmp_path / "out", options=("--paper", "adanorm-4-code-iwslt15"))
+    assert {row["paper"] for row in page.table("norm", "paper")} == {"31.6", "31.2"}
     unlike = make_run(tmp_path / "unlike", "dn")
     page = report(unlike, output=tmp_path / "out", options=options)
     assert page.table("norm", "seeds scored")[0]["paper"] == "not in the paper"
