@@ -55,8 +55,16 @@ def assert_not_begun(folder: Path):
     assert left <= {".lock", "download"}, left
 
 
-def assert_joined_and_binarized(folder: Path, source: str, target: str, **counts: int):
-    assert (folder / f"bin/dict.{source}.txt").read_bytes() == (folder / f"bin/dict.{target}.txt").read_bytes()
+def assert_joined_and_binarized(folder: Path, source: str, target: str, joined: bool = True, **counts: int):
+    """With one dictionary for both languages, or a dictionary of the subwords of each."""
+    words = {}
+    for lang in (source, target):
+        dictionary = lines(folder / f"bin/dict.{lang}.txt")
+        words[lang] = {word.split()[0] for word in dictionary if not word.startswith("madeupword")}
+        text = {word for other in (source, target) if joined or other == lang
+                for line in lines(folder / f"bpe/train.{other}") for word in line.split()}  # fmt: skip
+        assert words[lang] == text
+    assert (words[source] == words[target]) is joined
     for split, count in counts.items():
         for lang in (source, target):
             assert len(lines(folder / f"raw/{split}.{lang}")) == count
@@ -343,7 +351,7 @@ def test_iwslt15_against_a_simple_reading(iwslt15):
             simple = [detokenize(line.split()) for line in given if not set(line) & set("“”‘’")]
             assert set(simple) <= set(lines(iwslt15 / f"raw/{split}.{lang}"))
     assert lines(iwslt15 / "raw/train.en")[:2] == ['I\'d like to "talk".', "Headlines of R & D, 5 [five]."]
-    assert_joined_and_binarized(iwslt15, "en", "vi", train=64, valid=7, test=9)
+    assert_joined_and_binarized(iwslt15, "en", "vi", joined=False, train=64, valid=7, test=9)
     assert {"source": "en", "target": "vi", "lower": "0", "bpe": "150"}.items() <= settings(iwslt15).items()
 
 
