@@ -6,7 +6,8 @@ names the runs below FOLDER. Rows of report.csv whose runs FOLDER does not have 
 accumulate in one report; report.md describes the runs of the last call. A corpus can have several reports, REPORT and
 REPORT-NAME; the page compares the runs of all within blocks (one seed on one machine). Everything between
 ``<!-- NAME: generated -->`` and ``<!-- end of NAME -->`` is computed from the reports, and the pictures of the
-intervals and of Figure 5 are drawn. tests/docs/test_results.py fails if a page differs.
+intervals, of Figure 5 and of learning curves (report-curves.csv) are drawn. tests/docs/test_results.py fails if a page
+differs.
 """
 
 import contextlib
@@ -27,7 +28,7 @@ from pn_fairseq.pipeline.experiments import PLANNED, manifest
 from pn_fairseq.pipeline.reproduce import CORPORA as CORPORA_OF_RUNS
 from pn_fairseq.pipeline.reproduce import trainings
 from pn_fairseq.pipeline.scoring import p_text
-from pn_fairseq.report import figures, intervals
+from pn_fairseq.report import curves, figures, intervals
 from pn_fairseq.report.command import main as pn_report
 from pn_fairseq.report.curves import headless_pyplot
 from pn_fairseq.report.intervals import Compared, count
@@ -170,7 +171,9 @@ def pictures() -> dict[str, Path]:
 
 
 def draw() -> None:
-    """The pictures of the intervals and of Figure 5."""
+    """The pictures of the intervals, of Figure 5, and of the learning curves whose records are here."""
+    for file in RESULTS.rglob("report-curves.csv"):
+        curves.draw(file)
     for stale in set(RESULTS.glob("intervals-*.png")) - set(pictures().values()):
         stale.unlink()
     for title, file in pictures().items():
@@ -529,7 +532,7 @@ def language_models() -> str:
         "[simultaneous 95% intervals](results/index.md#how-to-read-the-intervals):",
         "\n".join(texts) or UNCOMPARED,
         *shown,
-        f"[Report]({where}.md) with curves and times · [all numbers]({where}.csv)",
+        f"[Report]({where}.md) with times · [all numbers]({where}.csv)",
     ])  # fmt: skip
 
 

@@ -37,6 +37,15 @@ def test_family_wise_error_and_power_of_the_published_designs(title):
     assert found.mean() == pytest.approx(POWER, abs=0.01)
 
 
+def test_every_picture_has_its_records():
+    """Intervals are drawn from report.csv, and each learning curve from report-curves.csv."""
+    for picture in results.RESULTS.rglob("*/*.png"):
+        kind = picture.stem.rpartition("-")[0]
+        records = pandas.read_csv(picture.parent / ("report-curves.csv" if kind == "report-curves" else "report.csv"))
+        assert kind != "report-curves" or picture.name in set(records["picture"])
+        assert picture.name in (picture.parent / "report.md").read_text("utf-8")
+
+
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """Reports of one system with three seeds, others with one, a run that failed and one that is not finished."""
