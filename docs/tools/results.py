@@ -6,7 +6,7 @@ names the runs below FOLDER. Rows of report.csv whose runs FOLDER does not have 
 accumulate in one report; report.md describes the runs of the last call. A corpus can have several reports, REPORT and
 REPORT-NAME; the page compares the runs of all within blocks (one seed on one machine). Everything between
 ``<!-- NAME: generated -->`` and ``<!-- end of NAME -->`` is computed from the reports, and the pictures of the
-intervals, of Figure 5 and of learning curves (report-curves.csv) are drawn. tests/docs/test_results.py fails if a page
+intervals, of Figure 5 and of learning curves (report-curves.csv) are drawn. tests/docs/test_generated.py fails if a page
 differs.
 """
 
@@ -34,7 +34,7 @@ from pn_fairseq.report.curves import headless_pyplot
 from pn_fairseq.report.intervals import Compared, count
 from pn_fairseq.report.significance import LOSS, MEASURES, SHORT_NAMES, Family, Measure, blocks_needed
 
-from .generated import ROOT, block
+from .generated import ROOT, write
 
 RESULTS = ROOT / "docs/results"
 CORPORA = {"verses": "Bible verses, Spanish to English", "multi30k": "Multi30k, German to English"}
@@ -58,7 +58,6 @@ MARGIN = MEASURES["tokenized"].margin
 KNOWN_SEEDS = 3
 #: The differences whose blocks are counted.
 DIFFERENCES = {MEASURES["tokenized"]: (0.5, 1.0), MEASURES[LOSS]: (0.02, 0.05)}
-COMMAND = "python -m docs.tools.results"
 
 NOTHING = "No run is finished."
 UNCOMPARED = "No two of these runs are finished."
@@ -608,10 +607,10 @@ def first_result() -> str:
 
 
 PAGES = {
-    "README.md": {"first result": first_result, "results": readme},
-    "docs/figures.md": {"mini-batches": mini_batches},
-    "docs/language_modeling.md": {"language models": language_models},
-    "docs/results/index.md": {
+    "../README.md": {"first result": first_result, "results": readme},
+    "figures.md": {"mini-batches": mini_batches},
+    "language_modeling.md": {"language models": language_models},
+    "results/index.md": {
         "answer": answer,
         "planned": planned_answer,
         "strength": strength,
@@ -630,13 +629,7 @@ def main() -> None:
     if len(sys.argv) > 1:
         write_reports(Path(sys.argv[1]).resolve(), *sys.argv[2:])
     draw()
-    for page, parts in PAGES.items():
-        text = (ROOT / page).read_text("utf-8")
-        for name, compute in parts.items():
-            new = compute()
-            text, times = block(page, name).subn(lambda _, new=new: new, text)
-            assert times == 1, f"{page} has {times} parts {name}"
-        (ROOT / page).write_text(text, "utf-8")
+    write(PAGES)
 
 
 if __name__ == "__main__":
