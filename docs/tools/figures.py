@@ -25,7 +25,7 @@ from pn_fairseq.report.figures import FIGURES as DRAWINGS
 from pn_fairseq.report.figures import Subject, read_subject, series_of, spectrum, sum_of_loss
 from pn_fairseq.report.runs import Run, read_runs
 
-from .generated import ROOT, write as write_parts
+from .generated import ROOT, write_parts
 
 FIGURES = ROOT / "docs/figures"
 RECORDS = "records.parquet"

@@ -107,7 +107,7 @@ def block(name: str) -> re.Pattern:
     return re.compile(rf"(?<=<!-- {name}: generated -->\n\n).*?(?=\n\n<!-- end of {name} -->)", re.S)
 
 
-def write(pages: dict[str, dict[str, Callable[[], str]]]) -> None:
+def write_parts(pages: dict[str, dict[str, Callable[[], str]]]) -> None:
     """Compute the parts of pages in docs, page -> name -> what computes it, and write them between their comments."""
     for page, parts in pages.items():
         path = ROOT / "docs" / page
@@ -120,4 +120,4 @@ def write(pages: dict[str, dict[str, Callable[[], str]]]) -> None:
 
 
 if __name__ == "__main__":
-    write(TABLES)
+    write_parts(TABLES)

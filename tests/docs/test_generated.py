@@ -2,7 +2,7 @@
 
 import pytest
 
-from docs.tools import figures, generated, results
+from docs.tools import figures, generated, masks, results
 
 from .pages import ROOT
 
@@ -10,6 +10,7 @@ COMMANDS = {
     "python -m docs.tools.generated": generated.TABLES,
     "python -m docs.tools.results": results.PAGES,
     "python -m docs.tools.figures": figures.PAGES,
+    "python -m docs.tools.masks": masks.PAGES,
 }
 
 
