@@ -15,6 +15,7 @@ import functools
 import io
 import logging
 import math
+import os
 import re
 import sys
 from collections import Counter
@@ -84,8 +85,21 @@ def write_reports(folder: Path, *wanted: str) -> None:
             earlier = pandas.read_csv(table) if table.is_file() else pandas.DataFrame()
             if pn_report([*done, "--output", str(RESULTS / report)]) != 0:
                 raise SystemExit(f"no report of {report}")
+            for file in (table, table.with_name("report.md")):
+                text = without_places(file.read_text("utf-8"), done)
+                with atomic_write(file, "w") as out:
+                    out.write(text)
             with atomic_write(table, "w") as file:
                 joined(earlier, pandas.read_csv(table), report.partition("-")[0]).to_csv(file, index=False)
+
+
+def without_places(text: str, runs: list[str]) -> str:
+    """A text with ``data/NAME`` for prepared data that is not below the working directory."""
+    for place in {(Path(run) / "data").read_text("utf-8").strip() for run in runs if (Path(run) / "data").is_file()}:
+        if not Path(place).is_relative_to(Path.cwd()):
+            for name in (place, os.path.relpath(place)):
+                text = text.replace(name, f"data/{Path(place).name}")
+    return text
 
 
 def joined(earlier: pandas.DataFrame, rows: pandas.DataFrame, corpus: str) -> pandas.DataFrame:
