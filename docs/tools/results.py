@@ -45,6 +45,7 @@ MODELS = {
     "transformer_lm": "English verses, language model",
     "tensorized_lm": "English verses, tensorized language model",
 }
+PLANNED_TITLES = CORPORA | {LM: "English verses, language models"}
 #: The report of the runs with different mini-batches, and the folder of these runs; scripts/sweep_batch_size.sh.
 SWEEP = "batch_size"
 PICTURE = ROOT / "docs/figures/figure-5.png"
@@ -205,11 +206,24 @@ def draw() -> None:
 
 def planned() -> dict[str, Counter]:
     """Corpus -> folder and norm with its settings, as in ``experiments.manifest`` -> number of seeds."""
-    seeds = {corpus: Counter() for corpus in CORPORA}
+    runs = {corpus: Counter() for corpus in CORPORA}
+    of_models = {*trainings(CORPORA_OF_RUNS[LM], CORPORA_OF_RUNS[LM].norms.split(), {})}
     for part in manifest():
-        if part.corpus in CORPORA:  # language_models() has the others
-            seeds[part.corpus].update(f"{part.folder}/{norm}" for norm in part.norms.split())
-    return seeds
+        if part.corpus == LM:
+            of_models |= {f"{part.models}_{norm}_seed{part.seed}" for norm in part.norms.split()}
+        else:
+            runs[part.corpus].update(f"{part.folder}/{norm}" for norm in part.norms.split())
+    return runs | {LM: Counter(f"{LM}/{without_seed(run)}" for run in of_models)}
+
+
+def without_seed(run: str) -> str:
+    return re.sub(r"_seed\d+$", "", run)
+
+
+def finished(corpus: str) -> tuple[Counter, int]:
+    """The finished seeds of each name of :func:`planned`, and how many of the planned runs that is."""
+    seeds = Counter(map(without_seed, sorted(set(runs_of(corpus)["run"])) if folders(corpus) else ()))
+    return seeds, sum(min(seeds[name], amount) for name, amount in planned()[corpus].items())
 
 
 def planned_comparisons() -> list[tuple[str, str]]:
@@ -487,13 +501,12 @@ def noise_sources() -> str:
 
 def open_questions() -> str:
     """What the manifest plans and no run has answered."""
-    frames, lines = reports(), []
+    lines = []
     for corpus, wanted in planned().items():
-        runs = sorted(set(frames[corpus]["run"])) if corpus in frames else []
-        seeds = Counter(re.sub(r"_seed\d+$", "", run) for run in runs)
-        finished = sum(min(seeds[name], planned_seeds) for name, planned_seeds in wanted.items())
-        further = f"; {count(len(runs) - finished, 'further run')}" if len(runs) > finished else ""
-        lines.append(f"- {CORPORA[corpus]}: {finished} of {wanted.total()} planned runs are finished{further}.")
+        seeds, done = finished(corpus)
+        more = seeds.total() - done
+        further = f"; {count(more, 'further run')}" if more else ""
+        lines.append(f"- {PLANNED_TITLES[corpus]}: {done} of {wanted.total()} planned runs are finished{further}.")
         if not seeds:
             continue
         absent = [f"`{name}` ({amount})" for name, amount in sorted(wanted.items()) if not seeds[name]]
@@ -520,11 +533,6 @@ def language_models() -> str:
             "perplexity": _spread(runs["perplexity"].dropna()),
             "with statistics of the batch": _spread(runs["batch"].dropna()),
         })  # fmt: skip
-    planned_runs = {*trainings(CORPORA_OF_RUNS[LM], CORPORA_OF_RUNS[LM].norms.split(), {})}
-    for part in manifest():
-        if part.corpus == LM:
-            planned_runs |= {f"{part.models}_{norm}_seed{part.seed}" for norm in part.norms.split()}
-    finished = len(planned_runs & {str(run).rpartition("/")[2] for run in frame["run"]})
     where = f"results/{LM}/report"
     texts = [
         f"- **{title}, {measure.title}:** {sentence}"
@@ -538,7 +546,7 @@ def language_models() -> str:
     ]
     return "\n\n".join([
         f"Test perplexity of the English verses, {max(frame['updates']):,} updates, mean ± standard deviation over "
-        f"seeds; {finished} of {len(planned_runs)} planned runs are finished.",
+        f"seeds; {finished(LM)[1]} of {planned()[LM].total()} planned runs are finished.",
         to_table(rows),
         '"With statistics of the batch": the norms read the evaluated batch, as in training. If a norm reads the '
         "tokens that are predicted, this number is not a valid perplexity. The difference is the cost of the change "
