@@ -239,7 +239,27 @@ seeds; and with one seed models with 18 + 18 layers for 300 updates.
     return Study(about, [*parts, Part("verses", "placements_deep", _SEEDS[0], systems, deep)])
 
 
-STUDIES = {"compare_masks": masks, "compare_placements": placements}
+def adanorm() -> Study:
+    """The rows of AdaNorm's Tables 1 to 4, which docs/tools/results.py shows beside the paper's numbers."""
+    about = """\
+Do the derivatives of mean and variance matter more than the forward normalization, and do gain and bias overfit? Trains
+the rows of the AdaNorm paper's tables on the verses with three seeds: with the norm in every place of encoder and
+decoder, as the paper says, and after the last layers only, as in its authors' code; and LN as the control.
+"""
+    means = ("", "+norm_options.detach=mean", "+norm_options.detach=std")
+    rows = {("none", "none"): ("",), ("lns", "layer-simple"): ("",), ("dn", "detach"): means,
+            ("ada", "ada"): ("", "+norm_options.ada_scale=2.0")}  # fmt: skip
+    every = [f"{norm}+decoder_norm={name}{option}" for (norm, name), options in rows.items() for option in options]
+    last = [
+        f"ln+encoder_norm_last={name}+decoder_norm_last={name}{option}"
+        for (_, name), options in rows.items()
+        for option in options
+        if name != "detach"  # which the code does not have
+    ]
+    return Study(about, [Part("verses", "adanorm", seed, " ".join(["ln", *every, *last])) for seed in _SEEDS])
+
+
+STUDIES = {"compare_masks": masks, "compare_placements": placements, "compare_adanorm": adanorm}
 
 
 def study(name: str, argv: Sequence[str]) -> int:

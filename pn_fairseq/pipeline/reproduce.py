@@ -94,6 +94,8 @@ All steps from the text to a report, for a list of norms and seeds. WHAT is
   compare_masks  BN and PN with and without the padding mask, on the verses
   compare_placements
                  LN and PN before, after and inside a sublayer, on the verses
+  compare_adanorm
+                 the tables of the AdaNorm paper, on the verses
   batch_size     Figure 5 of the PowerNorm paper: BLEU against the tokens of a mini-batch
 """
 

@@ -1,4 +1,4 @@
-"""pn reproduce compare_masks and compare_placements: the commands that they make."""
+"""pn reproduce compare_masks, compare_placements and compare_adanorm: the commands that they make."""
 
 import re
 import shlex
@@ -24,6 +24,26 @@ def test_each_system_is_trained_in_both_kinds_of_batches(tmp_path):
         assert ("task._name=translation_random_batches" in words) == name.startswith("masks_random/")
         assert ("model.norm_ignore_mask=true" in words) == ("+norm_ignore_mask" in name)
     assert not any("norm_ignore_mask" in name for name in of_runs if "/ln" in name)
+
+
+def test_rows_of_adanorms_tables_everywhere_and_after_the_last_layers(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(experiments, "check_training", lambda *words: None)
+    experiments.study("compare_adanorm", ["--dry-run", "--runs", str(tmp_path)])
+    of_runs = trainings(capsys.readouterr().out)
+    assert len(of_runs) == (7 + 4) * 3 + 3  # and LN
+    norms = {"none": "none", "lns": "layer-simple", "dn": "detach", "ada": "ada"}
+    last = set()
+    for name, words in of_runs.items():
+        short = re.search("/([a-z]+)", name)[1]
+        settings = dict(word.split("=", 1) for word in words if word.startswith("model."))
+        assert settings.pop("model._name") == f"transformer_{short}_tiny"
+        sides = [settings.pop(f"model.{side}coder_norm_last", None) for side in ("en", "de")]
+        assert sides[0] == sides[1] and settings.pop("model.decoder_norm", None) == norms.get(short)
+        last |= {(sides[0], *settings.values())} if sides[0] else set()
+        assert not settings or [*settings] in (["model.norm_options.detach"], ["model.norm_options.ada_scale"])
+    assert last == {("none",), ("layer-simple",), ("ada",), ("ada", "2.0")}
+    seeds = {re.search(r"_seed(\d)$", name)[1] for name in of_runs}
+    assert seeds == {"5", "6", "7"} and "adanorm/ln_seed5" in of_runs
 
 
 def test_each_placement_is_trained_with_three_seeds_and_once_deep(tmp_path, monkeypatch, capsys):
