@@ -473,8 +473,8 @@ def squash_gradient(
     """dx, and each program's sums over its tokens."""
     C: tl.constexpr = GROUPS * GROUP_SIZE
     group, channel, inside = _channels(GROUPS, GROUP_SIZE, BLOCK_G, BLOCK_K)
-    scale = _vector(weight, channel, inside, 1.0, ACC)
-    steepness = tl.load(alpha).to(ACC)
+    if dx is not None:
+        scale = _vector(weight, channel, inside, 1.0, ACC) * tl.load(alpha).to(ACC)
     products, plain = tl.zeros([BLOCK_G, BLOCK_K], ACC), tl.zeros([BLOCK_G, BLOCK_K], ACC)
     stretched, shifted = tl.zeros([BLOCK_G, BLOCK_K], ACC), tl.zeros([BLOCK_G, BLOCK_K], ACC)
     for start in range(tl.program_id(0) * BLOCK_N, rows, tl.num_programs(0) * BLOCK_N):
@@ -487,15 +487,17 @@ def squash_gradient(
             products += tl.sum(dh * value, 0)
             plain += tl.sum(dh, 0)
         slope = 1.1283791670955126 * tl.exp(-argument * argument) if ERF else 1.0 - value * value
-        dh = dh * scale[None, :, :] * slope
+        dh = dh * slope
         if partials is not None:
             stretched += tl.sum(dh * h, 0)
             shifted += tl.sum(dh, 0)
         if dx is not None:
-            tl.store(dx + _offsets(row, channel, C), (dh * steepness).to(dx.dtype.element_ty), mask=exists)
+            tl.store(dx + _offsets(row, channel, C), (dh * scale[None, :, :]).to(dx.dtype.element_ty), mask=exists)
     if partials is not None:
         _write_partial(partials, 0, channel, inside, products, C)
         _write_partial(partials, 1, channel, inside, plain, C)
+        gain = _vector(weight, channel, inside, 1.0, ACC)  # only here, for its registers
+        stretched, shifted = stretched * gain, shifted * gain
         numbers = partials + tl.num_programs(0).to(tl.int64) * (2 * C) + tl.program_id(0)
         tl.store(numbers, tl.sum(tl.sum(stretched, 1), 0))
         tl.store(numbers + tl.num_programs(0), tl.sum(tl.sum(shifted, 1), 0))
