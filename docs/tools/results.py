@@ -638,7 +638,7 @@ def adanorm() -> str:
     frame["system"] = frame["run"].str.extract(r"([^/]+)_seed\d+$", expand=False).map(rows)
     frame = frame.dropna(subset=["system"])
     frame["compared with"] = frame["system"].map(lambda label: None if label == "LayerNorm" else "LayerNorm")
-    ours = dict(zip(frame["system"].unique(), _rows(frame, measures) if len(frame) else [], strict=True))
+    ours = dict(zip(frame["system"].unique(), system_rows(frame, measures) if len(frame) else [], strict=True))
     table = []
     for label in rows.values():
         row = ours.get(label, {"encoder norm": label, "blocks": "not finished"})
@@ -650,7 +650,7 @@ def adanorm() -> str:
         two = two.assign(**{"compared with": two["system"].map({label: other})})
         row = {"effect of": effect, "difference": f"{label} − {other}"}
         if len(set(two["system"])) == 2:
-            found = dict(zip(two["system"].unique(), _rows(two, measures), strict=True))[label]
+            found = dict(zip(two["system"].unique(), system_rows(two, measures), strict=True))[label]
             row |= {title: found[f"difference in {title}"] for title in measures.values()}
         one, another = _of_paper(label), _of_paper(other)
         differences = {corpus: one[corpus] - another[corpus] for corpus in one}
@@ -659,8 +659,8 @@ def adanorm() -> str:
     seeds = len(experiments.adanorm().parts)
     return "\n\n".join([
         to_table(table),
-        f"{frame['run'].nunique()} of {len(rows) * seeds} planned runs are finished. The norm is in every place of encoder "
-        'and decoder; "last only": after the last layers, and LN elsewhere. In brackets simultaneous 95% intervals of '
+        f"{frame['run'].nunique()} of {len(rows) * seeds} planned runs are finished. The norm is in every place of "
+        'encoder and decoder; "last only": after the last layers, and LN elsewhere. In brackets simultaneous 95% intervals of '
         "the difference from LayerNorm.",
         "What the paper concludes from its differences (a 95% interval for each pair of rows):",
         to_table(effects),
