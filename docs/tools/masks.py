@@ -22,7 +22,7 @@ import pandas
 
 from pn_fairseq.common.files import atomic_write
 from pn_fairseq.common.probe_files import read_probe
-from pn_fairseq.pipeline.experiments import MASKS_PLANNED, masks_manifest
+from pn_fairseq.pipeline import experiments
 from pn_fairseq.pipeline.generate import main as pn_generate
 from pn_fairseq.pipeline.runs import Run
 from pn_fairseq.pipeline.scoring import p_text
@@ -149,8 +149,8 @@ def runs_of(kind: str) -> pandas.DataFrame:
 
 
 def planned() -> list[tuple[str, str]]:
-    """Norm and column of report.csv of ``experiments.MASKS_PLANNED``."""
-    pairs = [text.split(":") for text in MASKS_PLANNED]
+    """Norm and column of report.csv of ``experiments.masks``."""
+    pairs = [text.split(":") for text in experiments.masks().planned]
     return [(norm, SHORT_NAMES[measure]) for norm, measure in pairs]
 
 
@@ -249,7 +249,7 @@ def padding_shares() -> str:
 def _by_system(frame: pandas.DataFrame, cell) -> str:
     """A table: a row for each system, a column for each kind of batches; ``cell`` makes the text of some rows."""
     rows = []
-    norms = dict.fromkeys(norm for part in masks_manifest() for norm in part.norms.split())
+    norms = dict.fromkeys(norm for part in experiments.masks().parts for norm in part.norms.split())
     for norm in norms:
         short, _, ignores = norm.partition("+")
         row = {"norm": UNMASKED.format(short.upper()) if ignores else short.upper()}
@@ -280,7 +280,7 @@ def changed_table() -> str:
 def missing() -> str:
     """What is planned and not finished."""
     lines, finished, amount = [], 0, 0
-    for part in masks_manifest():
+    for part in experiments.masks().parts:
         kind = part.folder.removeprefix("masks_")
         names = {norm: f"{norm}_seed{part.seed}" for norm in part.norms.split()}
         done = set(runs_of(kind)["run"])

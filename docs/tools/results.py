@@ -660,8 +660,8 @@ def adanorm() -> str:
     return "\n\n".join([
         to_table(table),
         f"{frame['run'].nunique()} of {len(rows) * seeds} planned runs are finished. The norm is in every place of "
-        'encoder and decoder; "last only": after the last layers, and LN elsewhere. In brackets simultaneous 95% intervals of '
-        "the difference from LayerNorm.",
+        'encoder and decoder; "last only": after the last layers, and LN elsewhere. In brackets are simultaneous 95% '
+        "intervals of the difference from LayerNorm.",
         "What the paper concludes from its differences (a 95% interval for each pair of rows):",
         to_table(effects),
     ])  # fmt: skip
