@@ -415,8 +415,8 @@ def convert_norms(
 
     Replaced are ``LayerNorm``, ``RMSNorm``, ``BatchNorm1d`` and ``SyncBatchNorm`` of torch, apex's and fairseq's
     LayerNorms, and modules of other classes (such as T5's and Llama's norms) that are found to compute LayerNorm or
-    RMSNorm with their ``weight`` of (C,): each of them is called on random tokens and compared. ``BatchNorm2d`` is replaced with
-    ``layout="BCHW"``. :func:`norm_report` lists the norms.
+    RMSNorm with their ``weight`` of (C,): each of them is called on random tokens and compared. ``BatchNorm2d``
+    is replaced with ``layout="BCHW"``. :func:`norm_report` lists the norms.
 
     Kept are the parameters (the same objects, with their names, so that an optimizer, tied weights and the checkpoint
     of the unconverted model go on), eps, dtype, device and training mode; between norms with the same running

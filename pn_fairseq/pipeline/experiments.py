@@ -15,7 +15,7 @@ from pn_fairseq.pipeline.reproduce import check_settings, check_training, must, 
 
 
 def _parser(name: str, text: str) -> ArgumentParser:
-    """A parser with ``text`` in its help: above the options what precedes the first line ``Run again``, below the rest."""
+    """A parser with ``text`` in its help: the part before the first line ``Run again`` above the options."""
     about, _, end = text.partition("\nRun again")
     formatter = argparse.RawDescriptionHelpFormatter
     return ArgumentParser(
