@@ -25,9 +25,6 @@ import pandas
 from scipy import stats
 
 from pn_fairseq.common.files import atomic_write
-from pn_fairseq.common.published import PAPER
-from pn_fairseq.norms import NORMS
-from pn_fairseq.pipeline import experiments
 from pn_fairseq.pipeline.experiments import PLANNED, manifest
 from pn_fairseq.pipeline.reproduce import CORPORA as CORPORA_OF_RUNS
 from pn_fairseq.pipeline.reproduce import trainings
@@ -52,20 +49,10 @@ PLANNED_TITLES = CORPORA | {LM: "English verses, language models"}
 #: The report of the runs with different mini-batches, and the folder of these runs; scripts/sweep_batch_size.sh.
 SWEEP = "batch_size"
 PICTURE = ROOT / "docs/figures/figure-5.png"
-#: The report of the rows of AdaNorm's tables; pn reproduce compare_adanorm makes their runs.
-ADANORM = "adanorm"
-#: What the AdaNorm paper concludes from the difference of two rows. They were named before the runs.
-EFFECTS = {
-    "normalizing forward": ("DetachNorm", "w/o Norm"),
-    "the derivatives of mean and deviation": ("LayerNorm-simple", "DetachNorm"),
-    "leaving gain and bias out": ("LayerNorm-simple", "LayerNorm"),
-    "AdaNorm's gain": ("AdaNorm, C = 1", "LayerNorm"),
-}
 #: Report -> its runs. Those with other learning rates are in folders of their own, CORPUS_lr*.
 RUNS = {
     **{corpus: f"runs/compare_norms/{corpus}*/*_seed*" for corpus in CORPORA},
     LM: f"runs/{LM}_en/*_seed*",
-    ADANORM: "runs/compare_adanorm/adanorm/*_seed*",
     SWEEP: "runs/batch_size_verses/tokens*/*_seed*",
 }
 #: Corpus -> reports of other studies with the same trainings.
@@ -607,70 +594,6 @@ def mini_batches() -> str:
     )
 
 
-def adanorm_rows() -> dict[str, str]:
-    """Runs of compare_adanorm, without their seed -> the row of the paper's tables, and where the norm stands."""
-    labels = {
-        (row.norm, row.settings.get("norm_options.detach")): row.label
-        for number in (1, 2, 3, 4)
-        for row in PAPER[f"adanorm-{number}"].rows
-    }
-    names, found = {entry.short: name for name, entry in NORMS.items()}, {}
-    for run in experiments.adanorm().parts[0].norms.split():
-        short, *settings = run.split("+")
-        given = dict(setting.split("=") for setting in settings)
-        norm, last = given.get("encoder_norm_last", names[short]), "encoder_norm_last" in given
-        scale = f", C = {float(given.get('norm_options.ada_scale', 1)):g}" if norm == "ada" else ""
-        found[run] = f"{labels[norm, given.get('norm_options.detach')]}{scale}{', last only' if last else ''}"
-    return found
-
-
-def _of_paper(label: str) -> dict[str, float]:
-    """BLEU of a row of the AdaNorm paper's tables by corpus."""
-    wanted = label.partition(",")[0]
-    every = [(table.title, row) for name, table in PAPER.items() if "adanorm" in name for row in table.rows]
-    return {title.partition(" ")[0]: row.bleu for title, row in every if row.label == wanted}
-
-
-def adanorm() -> str:
-    """The rows of AdaNorm's tables on the verses beside the paper's numbers, and the paper's conclusions."""
-    rows, measures = adanorm_rows(), {"tokenized": "BLEU", LOSS: "validation loss"}
-    frame = runs_of(ADANORM) if folders(ADANORM) else pandas.DataFrame(columns=["run"])
-    frame["system"] = frame["run"].str.extract(r"([^/]+)_seed\d+$", expand=False).map(rows)
-    frame = frame.dropna(subset=["system"])
-    frame["compared with"] = frame["system"].map(lambda label: None if label == "LayerNorm" else "LayerNorm")
-    ours = dict(zip(frame["system"].unique(), system_rows(frame, measures) if len(frame) else [], strict=True))
-    table = []
-    for label in rows.values():
-        row = ours.get(label, {"encoder norm": label, "blocks": "not finished"})
-        paper = {f"paper, {corpus}": _bleu(bleu) for corpus, bleu in _of_paper(label).items()}
-        table.append({"norm": row.pop("encoder norm"), **row, **paper})
-    effects = []
-    for effect, (label, other) in EFFECTS.items():
-        two = frame[frame["system"].isin([label, other])]
-        two = two.assign(**{"compared with": two["system"].map({label: other})})
-        row = {"effect of": effect, "difference": f"{label} − {other}"}
-        if len(set(two["system"])) == 2:
-            found = dict(zip(two["system"].unique(), system_rows(two, measures), strict=True))[label]
-            row |= {title: found[f"difference in {title}"] for title in measures.values()}
-        one, another = _of_paper(label), _of_paper(other)
-        differences = {corpus: one[corpus] - another[corpus] for corpus in one}
-        row |= {f"paper, {corpus}": _signed(difference, 1) for corpus, difference in differences.items()}
-        effects.append(row)
-    seeds = len(experiments.adanorm().parts)
-    return "\n\n".join([
-        to_table(table),
-        f"{frame['run'].nunique()} of {len(rows) * seeds} planned runs are finished. The norm is in every place of "
-        'encoder and decoder; "last only": after the last layers, and LN elsewhere. In brackets are simultaneous 95% '
-        "intervals of the difference from LayerNorm.",
-        "What the paper concludes from its differences (a 95% interval for each pair of rows):",
-        to_table(effects),
-    ])  # fmt: skip
-
-
-def _bleu(bleu: float) -> str:
-    return "diverges" if math.isnan(bleu) else f"{bleu:.1f}"
-
-
 def readme() -> str:
     """The four norms of the paper's Table 1 on the verses: scores, validation loss, intervals."""
     title = CORPORA["verses"]
@@ -711,7 +634,6 @@ def first_result() -> str:
 
 PAGES = {
     "../README.md": {"first result": first_result, "results": readme},
-    "reproducing.md": {"adanorm": adanorm},
     "figures.md": {"mini-batches": mini_batches},
     "language_modeling.md": {"language models": language_models},
     "results/index.md": {

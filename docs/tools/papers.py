@@ -1,0 +1,257 @@
+"""The papers' tables beside our results, on docs/reproducing.md and docs/language_modeling.md.
+
+``python -m docs.tools.papers [FOLDER]`` writes them. With FOLDER, in which runs were made, `pn report` first writes
+docs/results/adanorm of the finished runs of `pn reproduce compare_adanorm`, as docs.tools.results does; rows of runs
+that FOLDER does not have stay. Copy the csv files of the examples to docs/results/sentiment/sentiment.csv and
+docs/results/images/TRAINING/epochs.csv. What is missing is named.
+"""
+
+import logging
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pandas
+
+from pn_fairseq.common.published import LM_OTHERS, LM_PAPER, PAPER
+from pn_fairseq.norms import NORMS
+from pn_fairseq.pipeline import experiments
+from pn_fairseq.report.intervals import signed
+from pn_fairseq.report.significance import LOSS
+from pn_fairseq.report.systems import norm_labels
+
+from . import results
+from .generated import ROOT, block
+
+#: Column of report.csv -> title.
+MEASURES = {"tokenized": "BLEU", LOSS: "validation loss"}
+#: What the AdaNorm paper concludes from the difference of two rows. They were named before the runs.
+EFFECTS = {
+    "normalizing forward": ("DetachNorm", "w/o Norm"),
+    "the derivatives of mean and deviation": ("LayerNorm-simple", "DetachNorm"),
+    "leaving gain and bias out": ("LayerNorm-simple", "LayerNorm"),
+    "AdaNorm's gain": ("AdaNorm, C = 1", "LayerNorm"),
+}
+
+
+# The rows of AdaNorm's tables on the verses.
+
+
+def adanorm_rows() -> dict[str, str]:
+    """Runs of compare_adanorm, without their seed -> the row of the paper's tables, and where the norm stands."""
+    labels = {
+        (row.norm, row.settings.get("norm_options.detach")): row.label
+        for number in (1, 2, 3, 4)
+        for row in PAPER[f"adanorm-{number}"].rows
+    }
+    names, found = {entry.short: name for name, entry in NORMS.items()}, {}
+    for run in experiments.adanorm().parts[0].norms.split():
+        short, *settings = run.split("+")
+        given = dict(setting.split("=") for setting in settings)
+        norm, last = given.get("encoder_norm_last", names[short]), "encoder_norm_last" in given
+        scale = f", C = {float(given.get('norm_options.ada_scale', 1)):g}" if norm == "ada" else ""
+        found[run] = f"{labels[norm, given.get('norm_options.detach')]}{scale}{', last only' if last else ''}"
+    return found
+
+
+def adanorm_runs() -> pandas.DataFrame:
+    """The finished runs, with the rows' names as systems."""
+    frame = results.runs_of("adanorm") if results.folders("adanorm") else pandas.DataFrame(columns=["run"])
+    frame["system"] = frame["run"].str.extract(r"([^/]+)_seed\d+$", expand=False).map(adanorm_rows())
+    return frame.dropna(subset=["system"])
+
+
+def _of_paper(label: str) -> dict[str, float]:
+    """BLEU of a row of the AdaNorm paper's tables by corpus."""
+    wanted = label.partition(",")[0]
+    every = [(table.title, row) for name, table in PAPER.items() if "adanorm" in name for row in table.rows]
+    return {title.partition(" ")[0]: row.bleu for title, row in every if row.label == wanted}
+
+
+def _columns(of_paper: dict[str, float], text: Callable[[float], str]) -> dict[str, str]:
+    return {f"paper, {corpus}": "diverges" if math.isnan(bleu) else text(bleu) for corpus, bleu in of_paper.items()}
+
+
+def _compared(frame: pandas.DataFrame, control: str) -> dict[str, dict[str, str]]:
+    """System -> its row of means and of differences from ``control``."""
+    others = frame["system"].map(lambda label: None if label == control else control)
+    frame = frame.assign(**{"compared with": others})
+    return dict(zip(frame["system"].unique(), results.system_rows(frame, MEASURES), strict=True)) if len(frame) else {}
+
+
+def adanorm() -> str:
+    """Every row beside the paper's numbers."""
+    frame, rows, table = adanorm_runs(), adanorm_rows(), []
+    ours = _compared(frame, "LayerNorm")
+    for label in rows.values():
+        row = ours.get(label, {"encoder norm": label, "blocks": "not finished"})
+        table.append({"norm": row["encoder norm"], **row, **_columns(_of_paper(label), "{:.1f}".format)})
+    planned = len(rows) * len(experiments.adanorm().parts)
+    text = f"{frame['run'].nunique()} of {planned} planned runs are finished."
+    return f"{_table(table)}\n\n{text}"
+
+
+def effects() -> str:
+    """The differences from which the paper concludes."""
+    frame, table = adanorm_runs(), []
+    for effect, (label, other) in EFFECTS.items():
+        row = {"effect of": effect, "difference": f"{label} − {other}"}
+        found = _compared(frame[frame["system"].isin([label, other])], other).get(label, {})
+        for title in MEASURES.values():
+            row[f"here, {title}"] = found.get(f"difference in {title}", "not finished")
+        one, another = _of_paper(label), _of_paper(other)
+        table.append(row | _columns({corpus: one[corpus] - another[corpus] for corpus in one}, lambda d: signed(d, 1)))
+    return _table(table)
+
+
+def _table(rows: list[dict[str, str]]) -> str:
+    frame = pandas.DataFrame(rows).drop(columns="encoder norm", errors="ignore").fillna("–")
+    return frame.to_markdown(index=False, tablefmt="pipe", disable_numparse=True)
+
+
+# One table of all tasks.
+
+
+def _ours(report: str, column: str, systems: tuple[str, ...] = (), digits: int = 2) -> str:
+    """Means over the runs of a report, by system."""
+    if not results.folders(report):
+        return NOT_YET
+    frame = results.runs_of(report).dropna(subset=[column])
+    frame = frame[frame["system"].isin(systems)] if systems else frame
+    return _means(frame, "system", column, digits)
+
+
+def _means(frame: pandas.DataFrame, by: str, column: str, digits: int) -> str:
+    groups = frame.groupby(by, sort=False)[column]
+    return ", ".join(f"{name} {values.mean():.{digits}f} ({len(values)})" for name, values in groups) or NOT_YET
+
+
+def _sentiment(task: str) -> str:
+    """Test accuracies of examples/sentiment.py."""
+    file = results.RESULTS / "sentiment/sentiment.csv"
+    frame = pandas.read_csv(file) if file.is_file() else pandas.DataFrame(columns=["task", "norm", "test accuracy"])
+    frame = frame[frame["task"] == task]
+    return _means(frame.assign(norm=frame["norm"].map(norm_labels())), "norm", "test accuracy", 2)
+
+
+def _images(network: str) -> str:
+    """Test accuracies of examples/images.py: of the best epoch of the validation images, else of the last one."""
+    rows = []
+    for file in sorted(results.RESULTS.glob(f"images/{network}_*_seed*/epochs.csv")):
+        best = pandas.read_csv(file).nlargest(1, "validation accuracy", keep="last")
+        norm = file.parent.name.split("_")[-2]
+        rows.append({"norm": norm_labels()[norm], "accuracy": best["test accuracy"].item()})
+    return _means(pandas.DataFrame(rows, columns=["norm", "accuracy"]), "norm", "accuracy", 2)
+
+
+def _bleu(table: str) -> str:
+    """The numbers of a published table."""
+    rows = {row.label.removeprefix("Transformer "): row.bleu for row in PAPER[table].rows}
+    return ", ".join(f"{label} {'diverges' if math.isnan(bleu) else bleu}" for label, bleu in rows.items())
+
+
+def _perplexity(corpus: str) -> str:
+    own = corpus in LM_OTHERS
+    rows = {label: test for label, (_, test) in LM_PAPER[corpus].items() if own or "*" in label}
+    return ", ".join(f"{label.partition(' *')[0].removeprefix('core-1 + ')} {test}" for label, test in rows.items())
+
+
+NOT_YET = "not yet"
+_FOUR = ("LN", "BN", "PN-V", "PN")
+_RATED = "heads, learning rate, epochs and vocabulary are not in the paper"
+#: Task and measure, command, the paper's numbers, ours, what differs. Numbers of the examples' tasks: AdaNorm, Table 4.
+TASKS = (
+    ("IWSLT14 De-En, BLEU (PowerNorm, Table 4)", "TABLE=powernorm-4 pn reproduce iwslt14",
+     lambda: _bleu("powernorm-4"),
+     lambda: _ours("iwslt14", "tokenized"), "settings of the authors' scripts; `powernorm-4-paper`: of the text"),
+    ("WMT14 En-De, BLEU (PowerNorm, Table 1)", "TABLE=powernorm-1-wmt14 pn reproduce wmt14",
+     lambda: _bleu("powernorm-1-wmt14"),
+     lambda: _ours("wmt14", "tokenized"), "32,764 merges; the paper writes 37K"),
+    ("the same on the verses", "pn reproduce compare_norms",
+     lambda: "–", lambda: _ours("verses", "tokenized", _FOUR),
+     "small corpus, tiny model"),
+    ("IWSLT14 De-En, BLEU (AdaNorm, Table 4)", "TABLE=adanorm-4 pn reproduce iwslt14",
+     lambda: _bleu("adanorm-4"),
+     lambda: _ours("iwslt14_adanorm", "tokenized"),
+     "the norm is in every place; `adanorm-4-code` has it after the last layers, as the authors' code"),
+    ("IWSLT15 En-Vi, BLEU (AdaNorm, Table 4)", "TABLE=adanorm-4-iwslt15 pn reproduce iwslt15_envi",
+     lambda: _bleu("adanorm-4-iwslt15"),
+     lambda: _ours("iwslt15", "tokenized"), "the same; 10,000 joint merges, the paper's number is not known"),
+    ("WMT14 En-De, BLEU (AdaNorm, Table 4)", "TABLE=adanorm-4-wmt14 pn reproduce wmt14",
+     lambda: _bleu("adanorm-4-wmt14"),
+     lambda: _ours("wmt14_adanorm", "tokenized"), "the same; GPUs and updates are not in the paper"),
+    ("the same on the verses", "pn reproduce compare_adanorm",
+     lambda: "–",
+     lambda: "[below](#adanorms-tables-on-the-verses)", "small corpus, tiny model"),
+    ("PTB, perplexity (PowerNorm, Tables 3 and 4)", "TABLE=powernorm-4-ptb pn reproduce ptb --corpus DIR",
+     lambda: _perplexity("PTB"),
+     lambda: _ours("ptb", "perplexity"), "causal; settings of Ma et al.'s script, `-paper`: those of the text"),
+    ("WikiText-103, perplexity (PowerNorm, Table 3)", "TABLE=powernorm-2-wikitext103 pn reproduce wikitext103",
+     lambda: _perplexity("WikiText-103"), lambda: _ours("wikitext103", "perplexity"), "as PTB"),
+    ("the same on the verses", "pn reproduce verses_lm",
+     lambda: "–",
+     lambda: "[Language modeling](language_modeling.md#results)", "small corpus, tiny models"),
+    ("enwik8, bits per byte (AdaNorm, Tables 1 to 4)", "TABLE=adanorm-4-enwik8 pn reproduce enwik8",
+     lambda: _perplexity("enwik8"),
+     lambda: _ours("enwik8", "bits"), "causal Transformer without Transformer-XL's memory and relative positions"),
+    ("the same on the verses", "pn reproduce verses_lm --unit byte",
+     lambda: "–",
+     lambda: _ours("verses_lm_bytes", "bits", digits=3), "300 updates of a tiny model"),
+    ("RT, accuracy (AdaNorm)", "python examples/sentiment.py DATA --task rt",
+     lambda: "w/o Norm 76.85, LayerNorm 77.21, LayerNorm-simple 76.66, DetachNorm 76.40, AdaNorm 77.50",
+     lambda: _sentiment("rt"), _RATED),
+    ("SST5, accuracy (AdaNorm)", "python examples/sentiment.py DATA --task sst5",
+     lambda: "w/o Norm 38.55, LayerNorm 39.23, LayerNorm-simple 40.54, DetachNorm 40.04, AdaNorm 40.54",
+     lambda: _sentiment("sst5"), _RATED),
+    ("MNIST, accuracy (AdaNorm)", "python examples/images.py DATA --network mnist --norms layer ada --validation 5000",
+     lambda: "w/o Norm 99.14, LayerNorm 99.13, LayerNorm-simple 99.09, DetachNorm 99.10, AdaNorm 99.35",
+     lambda: _images("mnist"), "kernels, pooling and hidden size are not in the paper"),
+    ("CIFAR-10, accuracy (PowerNorm, Figures 2, 3)", "python examples/images.py DATA",
+     lambda: "statistics only",
+     lambda: _images("resnet20"), "20 epochs"),
+)  # fmt: skip
+
+
+def tasks() -> str:
+    """Every task of the papers: command, the paper's numbers, ours."""
+    titles = ("task", "command", "paper", "ours", "what differs")
+    rows = ((task, f"`{command}`", paper(), ours(), differs) for task, command, paper, ours, differs in TASKS)
+    text = "Ours: means over seeds, whose number is in brackets."
+    return f"{_table([dict(zip(titles, row, strict=True)) for row in rows])}\n\n{text}"
+
+
+def bytes_of_verses() -> str:
+    """The language models of bytes."""
+    if not results.folders("verses_lm_bytes"):
+        return results.NOTHING
+    frame = results.runs_of("verses_lm_bytes")
+    rows = [
+        {"model": row.system, "bits per byte": f"{row.bits:.3f}", "updates": f"{row.updates:,}"}
+        for row in frame.itertuples()
+    ]
+    where = "results/verses_lm_bytes/report"
+    return f"{_table(rows)}\n\n[Report]({where}.md) · [all numbers]({where}.csv)"
+
+
+PAGES = {
+    "reproducing.md": {"tasks": tasks, "adanorm": adanorm, "effects": effects},
+    "language_modeling.md": {"bytes": bytes_of_verses},
+}
+
+
+def main() -> None:
+    logging.disable(logging.INFO)  # of sacrebleu
+    if len(sys.argv) > 1:
+        results.write_reports(Path(sys.argv[1]).resolve(), "adanorm=runs/compare_adanorm/adanorm/*_seed*")
+    for page, parts in PAGES.items():
+        path = ROOT / "docs" / page
+        for name, compute in parts.items():
+            new = compute()
+            text, times = block(page, name).subn(lambda _, new=new: new, path.read_text("utf-8"))
+            assert times == 1, f"{page} has {times} parts {name}"
+            path.write_text(text, "utf-8")
+
+
+if __name__ == "__main__":
+    main()

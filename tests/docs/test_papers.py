@@ -1,0 +1,75 @@
+"""docs/tools/papers.py: what is finished stands beside the papers' numbers, and what is missing is named."""
+
+import re
+
+import pandas
+import pytest
+from scipy import stats
+
+from docs.tools import papers, results
+from docs.tools.generated import block
+from pn_fairseq.report.significance import LOSS
+
+from .pages import ROOT
+
+
+@pytest.mark.parametrize(("page", "name"), [(page, name) for page, parts in papers.PAGES.items() for name in parts])
+def test_part_is_up_to_date(page, name):
+    found = block(page, name).findall((ROOT / "docs" / page).read_text("utf-8"))
+    assert found == [papers.PAGES[page][name]()], f"docs/{page} differs: python -m docs.tools.papers writes it again"
+
+
+def cells(text: str, first: str) -> list[str]:
+    (line,) = (line for line in text.splitlines() if line.startswith(f"| {first} "))
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(results, "RESULTS", tmp_path)
+    return tmp_path
+
+
+def test_rows_of_adanorms_tables(folder):
+    assert papers.adanorm().endswith("0 of 36 planned runs are finished.")
+    assert "not finished" in papers.effects() and papers.bytes_of_verses() == results.NOTHING
+    bleu = {"ln": (24.0, 24.6, 24.1), "lns+decoder_norm=layer-simple": (23.1, 23.4, 23.5),
+            "dn+decoder_norm=detach": (22.0, 22.9, 22.1), "none+decoder_norm=none": (21.5,)}  # fmt: skip
+    rows = [
+        {"run": f"{name}_seed{seed}", "system": f"label of {name}", "norm": "X", "seed": seed, "machine": "M",
+         "compared with": "", "tokenized": score, LOSS: 3 + score / 100, "state": "complete", "problems": ""}
+        for name, scores in bleu.items() for seed, score in enumerate(scores, 5)
+    ]  # fmt: skip
+    (folder / "adanorm").mkdir()
+    pandas.DataFrame(rows).to_csv(folder / "adanorm/report.csv", index=False)
+    text = papers.adanorm()
+    assert text.endswith("10 of 36 planned runs are finished.")
+    assert cells(text, "LayerNorm")[:3] == ["LayerNorm", "3", "24.23 ± 0.32"]
+    assert cells(text, "w/o Norm")[-3:] == ["34.0", "28.4", "diverges"]
+    assert cells(text, "w/o Norm")[3] == "−2.50 not tested: one seed"  # from LN of the same seed
+    assert cells(text, "AdaNorm, C = 2, last only")[1] == "not finished" and len(re.findall("^[|]", text, re.M)) == 14
+    text = papers.effects()
+    test = stats.ttest_rel(bleu["lns+decoder_norm=layer-simple"], bleu["dn+decoder_norm=detach"])
+    low, high = test.confidence_interval(0.95)
+    derivatives = cells(text, "the derivatives of mean and deviation")
+    assert derivatives[2] == f"+1.00 ({low:+.2f} to {high:+.2f}) not resolved".replace("-", "−")
+    assert derivatives[-3:] == ["+1.6", "+3.9", "diverges"]
+    assert cells(text, "normalizing forward")[2] == "+0.50 not tested: w/o Norm has one seed"
+    assert cells(text, "AdaNorm's gain")[2:] == ["not finished", "not finished", "+0.1", "+0.2", "+0.2"]
+
+
+def test_results_of_the_examples(folder):
+    def task(first: str) -> str:
+        return cells(papers.tasks(), first)[3]
+
+    assert task("RT, accuracy (AdaNorm)") == task("CIFAR-10, accuracy (PowerNorm, Figures 2, 3)") == "not yet"
+    (folder / "sentiment").mkdir()
+    (folder / "sentiment/sentiment.csv").write_text("task,norm,test accuracy\nrt,layer,70\nrt,ada,75\nrt,layer,72\n")
+    assert task("RT, accuracy (AdaNorm)") == "LN 71.00 (2), AdaNorm 75.00 (1)"
+    assert task("SST5, accuracy (AdaNorm)") == "not yet"
+    for network, rows in {"resnet20": "1,0,50\n2,0,40\n", "mnist": "1,99,98\n2,98,97\n"}.items():
+        training = folder / f"images/{network}_2epochs_batch_seed1"
+        training.mkdir(parents=True)
+        (training / "epochs.csv").write_text(f"epoch,validation accuracy,test accuracy\n{rows}")
+    assert task("CIFAR-10, accuracy (PowerNorm, Figures 2, 3)") == "BN 40.00 (1)"
+    assert task("MNIST, accuracy (AdaNorm)") == "BN 98.00 (1)"
