@@ -49,6 +49,11 @@ DRAWN = [
 ]
 
 
+def read(name: str) -> pandas.DataFrame:
+    """A table in docs/figures."""
+    return pandas.read_csv(FIGURES / name)
+
+
 def folder_of(runs: Path, name: str) -> Path:
     return runs / f"{MODELS[name][1]}_seed{SEED}"
 
@@ -81,28 +86,23 @@ def record(runs: dict[str, Run]) -> pandas.DataFrame:
 
 def subjects(names: tuple[str, ...], norm: str | None) -> list[Subject]:
     """The runs, from the files in docs/figures. ``norm``: the norm of Figures 2 to 4; None: the first."""
-    spectra, file = pandas.read_csv(FIGURES / "spectra.csv"), FIGURES / RECORDS
-    records = pandas.read_parquet(file) if file.is_file() else None
+    spectra, records = read("spectra.csv"), pandas.read_parquet(FIGURES / RECORDS)
     subjects_of_runs = []
     for name in names:
         subject = Subject(name, MODELS[name][0], MODELS[name][0], spectrum=spectra[name].to_numpy())
-        if records is not None:
-            subject.probe = records[records["run"] == name]
-            norm_of_run = norm or subject.probe["norm"].iloc[0]
-            subject.series = series_of(subject.probe, norm_of_run, int(subject.probe["updates"].iloc[0]))
+        subject.probe = records[records["run"] == name]
+        norm_of_run = norm or subject.probe["norm"].iloc[0]
+        subject.series = series_of(subject.probe, norm_of_run, int(subject.probe["updates"].iloc[0]))
         subjects_of_runs.append(subject)
     return subjects_of_runs
 
 
 def draw() -> None:
-    """The pictures that the records in docs/figures are enough for."""
+    """The pictures."""
     pyplot = headless_pyplot()
     for numbers, names, norm, suffix in DRAWN:
         shown = subjects(names, norm)
         for number in numbers:
-            if number != 6 and shown[0].probe is None:
-                print(f"figure-{number}{suffix}.png is as it was: there is no {RECORDS}", file=sys.stderr)
-                continue
             figure = DRAWINGS[number].draw(pyplot, shown)
             with atomic_write(FIGURES / f"figure-{number}{suffix}.png") as out:
                 figure.savefig(out, dpi=130, format="png")
@@ -155,11 +155,6 @@ def write(folder: Path) -> None:
 PAPER_BN, PAPER_PNV = "paper, BN on IWSLT14", "paper, PN-V on IWSLT14"
 #: The norms before self-attention of the first and of the third layer.
 FIRST, THIRD = (f"encoder.layers.{layer}.self_attn_layer_norm" for layer in (0, 2))
-
-
-def read(name: str) -> pandas.DataFrame:
-    """A table in docs/figures."""
-    return pandas.read_csv(FIGURES / name)
 
 
 def course(run: str, norm: str, quantity: str) -> tuple[float, float]:

@@ -11,7 +11,6 @@ The runs of LN, BN and PN in batches by length are the trainings of compare_norm
 docs.tools.results also counts them as blocks of the verses.
 """
 
-import contextlib
 import logging
 import sys
 import tempfile
@@ -69,7 +68,7 @@ def read(name: str) -> pandas.DataFrame:
 
 
 def keep(name: str, key: dict, compute) -> None:
-    """Add the rows that ``compute()`` returns to a table, unless it has rows with this key."""
+    """Add the rows that ``compute()`` returns to a table, unless it has rows with this key, which then stay."""
     table = read(name)
     if (table[list(key)] == pandas.Series(key)).all(axis=1).any():
         return
@@ -334,10 +333,9 @@ PAGES = {
 
 
 def main() -> None:
-    if len(sys.argv) > 1:
-        with contextlib.redirect_stdout(sys.stderr):
-            add(Path(sys.argv[1]).resolve())
     logging.disable(logging.INFO)  # of sacrebleu
+    if len(sys.argv) > 1:
+        add(Path(sys.argv[1]).resolve())
     draw()
     results.draw()
     write_parts(results.PAGES | PAGES)
