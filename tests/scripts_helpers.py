@@ -2,6 +2,7 @@
 
 import gzip
 import importlib
+import io
 import logging
 import multiprocessing.forkserver
 import os
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from unittest import mock
 
@@ -50,11 +52,29 @@ def run(*command, cwd=None, check=True, **changes: str) -> subprocess.CompletedP
     return result
 
 
+def words_of(name: str) -> list[str]:
+    """The words after ``pn`` in ``scripts/NAME``; none if the script does not only call it."""
+    found = re.search(r'/pn" (.+) "\$@"$', (SCRIPTS / name).read_text("utf-8"), re.M)
+    return found[1].split() if found else []
+
+
 def script(name: str, *arguments, **options) -> subprocess.CompletedProcess:
     """Run ``scripts/NAME``; the program ``pn`` at once, where the script only calls it."""
-    verb = re.search(r'/pn" (.+) "\$@"$', (SCRIPTS / name).read_text("utf-8"), re.M)
-    command = ("pn", *verb[1].split()) if verb else ("bash", SCRIPTS / name)
-    return run(*command, *arguments, **options)
+    words = words_of(name)
+    return run(*(("pn", *words) if words else ("bash", SCRIPTS / name)), *arguments, **options)
+
+
+def in_process(*words, **changes: str) -> subprocess.CompletedProcess:
+    """``pn WORDS`` in this process, in its folder."""
+    from pn_fairseq.__main__ import call
+
+    out, err = io.StringIO(), io.TextIOWrapper(io.BytesIO(), write_through=True)
+    with mock.patch.dict(os.environ, changes), redirect_stdout(out), redirect_stderr(err):
+        try:
+            code = call(list(map(str, words)))
+        except SystemExit as end:
+            code = end.code or 0
+    return subprocess.CompletedProcess(words, code, out.getvalue(), err.buffer.getvalue().decode())
 
 
 def _forked(words: list[str], cwd: str, env: dict[str, str]) -> subprocess.CompletedProcess:
