@@ -2,7 +2,7 @@
 
 import pytest
 
-from docs.tools import figures, generated, masks, results
+from docs.tools import figures, generated, masks, papers, results
 
 from .pages import ROOT
 
@@ -11,6 +11,7 @@ COMMANDS = {
     "python -m docs.tools.results": results.PAGES,
     "python -m docs.tools.figures": figures.PAGES,
     "python -m docs.tools.masks": masks.PAGES,
+    "python -m docs.tools.papers": papers.PAGES,
 }
 
 
