@@ -615,8 +615,9 @@ def readme() -> str:
             f"{title}, test set, {max(frame['updates']):,} updates, mean ± standard deviation over blocks (a block is "
             "one seed on one machine).",
             to_table(rows),
-            f"Tokenized BLEU ({signature}) and best validation loss in bits per token. In brackets a simultaneous 95% "
-            "interval of the difference from LN; all intervals of a measure hold together with 95%:",
+            f"Tokenized BLEU ({signature}) and best validation loss in bits per token. In brackets is the interval of "
+            "the difference from LN; all intervals of a measure hold together with 95%. *Not resolved*: the interval "
+            f"contains 0, and is not within the margin of equivalence (±{MARGIN} BLEU, ±{MEASURES[LOSS].margin} bits):",
             "\n".join(sentences) or "No norm has several seeds yet.",
         ]
     )
@@ -628,7 +629,8 @@ def first_result() -> str:
         return NOTHING
     return (
         f"One result ({title}): the validation loss of PN minus that of LN, in bits per token, is "
-        f"{text.partition(': ')[2]}. In brackets is the 95% interval of this planned comparison."
+        f"{text.partition(': ')[2]}. A block is one seed on one machine. In brackets is the 95% interval of this one "
+        "comparison, which was planned."
     )
 
 
