@@ -2,15 +2,18 @@
 
 import gzip
 import importlib
+import io
 import logging
 import multiprocessing.forkserver
 import os
 import re
 import runpy
+import signal
 import subprocess
 import sys
 import tempfile
 import traceback
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from unittest import mock
 
@@ -35,8 +38,8 @@ def environment(**changes: str) -> dict[str, str]:
 def run(*command, cwd=None, check=True, **changes: str) -> subprocess.CompletedProcess:
     """Run a command to its end; with ``check`` it must succeed, and its output is shown if it does not.
 
-    ``pn``, fairseq's programs and ``warm-python`` (``-c`` or ``-m``) need no time for imports. They are not for tests
-    that send signals.
+    ``pn``, the programs of fairseq (also those that ``pn`` starts) and ``warm-python`` (``-c`` or ``-m``) need no time
+    for imports. They are not for tests that send signals.
     """
     words = [str(part) for part in command]
     if words[0] in ("pn", "warm-python") or words[0].startswith("fairseq-"):
@@ -49,11 +52,29 @@ def run(*command, cwd=None, check=True, **changes: str) -> subprocess.CompletedP
     return result
 
 
+def words_of(name: str) -> list[str]:
+    """The words after ``pn`` in ``scripts/NAME``; none if the script does not only call it."""
+    found = re.search(r'/pn" (.+) "\$@"$', (SCRIPTS / name).read_text("utf-8"), re.M)
+    return found[1].split() if found else []
+
+
 def script(name: str, *arguments, **options) -> subprocess.CompletedProcess:
     """Run ``scripts/NAME``; the program ``pn`` at once, where the script only calls it."""
-    verb = re.search(r'/pn" (.+) "\$@"$', (SCRIPTS / name).read_text("utf-8"), re.M)
-    command = ("pn", *verb[1].split()) if verb else ("bash", SCRIPTS / name)
-    return run(*command, *arguments, **options)
+    words = words_of(name)
+    return run(*(("pn", *words) if words else ("bash", SCRIPTS / name)), *arguments, **options)
+
+
+def in_process(*words, **changes: str) -> subprocess.CompletedProcess:
+    """``pn WORDS`` in this process, in its folder."""
+    from pn_fairseq.__main__ import call
+
+    out, err = io.StringIO(), io.TextIOWrapper(io.BytesIO(), write_through=True)
+    with mock.patch.dict(os.environ, changes), redirect_stdout(out), redirect_stderr(err):
+        try:
+            code = call(list(map(str, words)))
+        except SystemExit as end:
+            code = end.code or 0
+    return subprocess.CompletedProcess(words, code, out.getvalue(), err.buffer.getvalue().decode())
 
 
 def _forked(words: list[str], cwd: str, env: dict[str, str]) -> subprocess.CompletedProcess:
@@ -76,14 +97,40 @@ def _forked(words: list[str], cwd: str, env: dict[str, str]) -> subprocess.Compl
 def _child(words: list[str], cwd: str, env: dict[str, str], out: str, err: str) -> None:
     for number, file in enumerate((os.devnull, out, err)):
         os.dup2(os.open(file, os.O_RDWR | os.O_CREAT), number)
+    # As in a program that was not forked. Workers of a data loader then end with it; another server would stay.
+    multiprocessing.set_start_method("fork", force=True)
+    subprocess.Popen = _Popen
+    _run_and_exit(words, cwd, env)
+
+
+class _Popen(subprocess.Popen):
+    """Forks ``python -m fairseq_cli.PROGRAM`` from this process, which has imported it, instead of starting it."""
+
+    def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *others):
+        words = [str(word) for word in args] if isinstance(args, list) else []
+        if not any(word.startswith("fairseq_cli.") for word in words):
+            return super()._execute_child(args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *others)
+        pipes = others[3:9]  # after startupinfo, creationflags and shell: (to read, to write) of stdin, stdout, stderr
+        self.pid = os.fork()
+        if not self.pid:
+            os.setsid()
+            for number, file in enumerate((pipes[0], pipes[3], pipes[5])):
+                if file != -1:
+                    os.dup2(file, number)
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, signal.SIG_DFL)
+            _run_and_exit(["python", *words[words.index("-m") :]], str(cwd or os.getcwd()), dict(env or os.environ))
+        self._child_created = True
+        self._close_pipe_fds(*pipes)
+
+
+def _run_and_exit(words: list[str], cwd: str, env: dict[str, str]) -> None:
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)
     sys.path[:0] = filter(None, env.get("PYTHONPATH", "").split(":"))
     logging.getLogger().handlers.clear()  # fairseq, which is imported already, configures logging
     logging.getLogger().setLevel(logging.WARNING)
-    # As in a program that was not forked. Workers of a data loader then end with it; another server would stay.
-    multiprocessing.set_start_method("fork", force=True)
     code = 1
     try:
         code = _program(words)

@@ -4,6 +4,7 @@
 given, and writes the records and tables. Run again, it skips what is done and continues.
 
 The trainings are seed 3 of scripts/compare_norms.sh with a probe, which changes no number.
+Both compute the tables of docs/figures.md and the numbers of docs/why.md from the records.
 ``figure-N.png``, and of the norm of the third layer ``figure-4-layer-3.png``. ``records.parquet``: the recorded values
 behind Figures 2 to 4 and 7. ``medians.csv``: of every box of Figures 2 to 4, for all norms. ``gains.csv``: medians over
 the channels, of Figure 7. ``spectra.csv``: the values of Figure 6. docs.tools.results draws Figure 5.
@@ -18,12 +19,13 @@ from pathlib import Path
 import pandas
 
 from pn_fairseq.common.files import atomic_write
+from pn_fairseq.common.published_figures import PAPER_GAIN, PAPER_MEDIANS, PAPER_SPECTRA
 from pn_fairseq.report.curves import headless_pyplot
 from pn_fairseq.report.figures import FIGURES as DRAWINGS
-from pn_fairseq.report.figures import Subject, read_subject, series_of, spectrum
+from pn_fairseq.report.figures import Subject, read_subject, series_of, spectrum, sum_of_loss
 from pn_fairseq.report.runs import Run, read_runs
 
-from .generated import ROOT
+from .generated import ROOT, write_parts
 
 FIGURES = ROOT / "docs/figures"
 RECORDS = "records.parquet"
@@ -45,6 +47,11 @@ DRAWN = [
     ((4,), ("ln", "bn", "pnv", "bn_ls", "pnv_ls"), "encoder.layers.2.self_attn_layer_norm", "-layer-3"),
     ((6,), tuple(MODELS), None, ""),
 ]
+
+
+def read(name: str) -> pandas.DataFrame:
+    """A table in docs/figures."""
+    return pandas.read_csv(FIGURES / name)
 
 
 def folder_of(runs: Path, name: str) -> Path:
@@ -79,28 +86,23 @@ def record(runs: dict[str, Run]) -> pandas.DataFrame:
 
 def subjects(names: tuple[str, ...], norm: str | None) -> list[Subject]:
     """The runs, from the files in docs/figures. ``norm``: the norm of Figures 2 to 4; None: the first."""
-    spectra, file = pandas.read_csv(FIGURES / "spectra.csv"), FIGURES / RECORDS
-    records = pandas.read_parquet(file) if file.is_file() else None
+    spectra, records = read("spectra.csv"), pandas.read_parquet(FIGURES / RECORDS)
     subjects_of_runs = []
     for name in names:
         subject = Subject(name, MODELS[name][0], MODELS[name][0], spectrum=spectra[name].to_numpy())
-        if records is not None:
-            subject.probe = records[records["run"] == name]
-            norm_of_run = norm or subject.probe["norm"].iloc[0]
-            subject.series = series_of(subject.probe, norm_of_run, int(subject.probe["updates"].iloc[0]))
+        subject.probe = records[records["run"] == name]
+        norm_of_run = norm or subject.probe["norm"].iloc[0]
+        subject.series = series_of(subject.probe, norm_of_run, int(subject.probe["updates"].iloc[0]))
         subjects_of_runs.append(subject)
     return subjects_of_runs
 
 
 def draw() -> None:
-    """The pictures that the records in docs/figures are enough for."""
+    """The pictures."""
     pyplot = headless_pyplot()
     for numbers, names, norm, suffix in DRAWN:
         shown = subjects(names, norm)
         for number in numbers:
-            if number != 6 and shown[0].probe is None:
-                print(f"figure-{number}{suffix}.png is as it was: there is no {RECORDS}", file=sys.stderr)
-                continue
             figure = DRAWINGS[number].draw(pyplot, shown)
             with atomic_write(FIGURES / f"figure-{number}{suffix}.png") as out:
                 figure.savefig(out, dpi=130, format="png")
@@ -147,6 +149,154 @@ def write(folder: Path) -> None:
     record(runs).to_parquet(FIGURES / RECORDS, index=False, compression="zstd")
 
 
+# The tables of docs/figures.md.
+
+#: The labels of the paper's numbers.
+PAPER_BN, PAPER_PNV = "paper, BN on IWSLT14", "paper, PN-V on IWSLT14"
+#: The norms before self-attention of the first and of the third layer.
+FIRST, THIRD = (f"encoder.layers.{layer}.self_attn_layer_norm" for layer in (0, 2))
+
+
+def course(run: str, norm: str, quantity: str) -> tuple[float, float]:
+    """The medians of a quantity in the first and the last fifth of the training."""
+    table = read("medians.csv").set_index(["run", "norm", "quantity"])
+    return tuple(table.loc[(run, norm, quantity), ["to 20%", "to 100%"]])
+
+
+def arrow(values: Sequence[float], unit: float = 1) -> str:
+    """The first and the last value, in units, with two significant digits."""
+    return " → ".join(f"{value / unit:#.2g}".rstrip(".") for value in (values[0], values[-1]))
+
+
+def table(rows: Sequence[dict[str, str]]) -> str:
+    """Rows as Markdown."""
+    frame = pandas.DataFrame(rows).fillna("–")
+    return frame.to_markdown(index=False, tablefmt="pipe", disable_numparse=True)
+
+
+def quantity_of(name: str, run: str) -> str:
+    """What Figure 4 shows of a run: ``distance`` or gradient ``g``, through the variance or PN-V's mean square."""
+    statistic = "psi2" if run.startswith("pnv") else "sigma2"
+    return f"{statistic}_distance_l2" if name == "distance" else f"g_{statistic}_l2"
+
+
+def figure_2() -> str:
+    columns = {"mean, layer 1": (FIRST, "mu_distance_l2"), "variance, layer 1": (FIRST, "sigma2_distance_l2")}
+    columns |= {"variance, layer 3": (THIRD, "sigma2_distance_l2")}
+    columns |= {f"relative, layer {layer}": (norm, "tid_var") for layer, norm in ((1, FIRST), (3, THIRD))}
+    rows = [
+        {"run": label} | {title: arrow(course(run, *column)) for title, column in columns.items()}
+        for run, (label, _) in MODELS.items()
+    ]
+    paper = {"run": "the paper, BN on IWSLT14", "mean, layer 1": arrow(PAPER_MEDIANS["mu_distance"][PAPER_BN])}
+    return table([*rows, paper | {"variance, layer 1": arrow(PAPER_MEDIANS["sigma2_distance"][PAPER_BN])}])
+
+
+def of_sums() -> float:
+    """The ratio of the axes of Figure 3: the median of tokens times sample size over the runs that it shows."""
+    return sum_of_loss({"all": subjects(DRAWN[0][1], None)})
+
+
+def figure_3() -> str:
+    rows, unit, factor = [], 1e-8, of_sums()
+    for run, (label, _) in MODELS.items():
+        row = {"run": label}
+        for name, quantity in (("mean", "g_mu_l2"), ("variance", "g_sigma2_l2")):
+            values = course(run, FIRST, quantity)
+            row[f"{name}, 10⁻⁸"] = arrow(values, unit)
+            row[f"{name}, last / first"] = f"{values[1] / values[0]:.1f}"
+            row[f"{name}, as sums"] = arrow([value * factor for value in values])
+        rows.append(row)
+    paper = {"run": "the paper, BN on IWSLT14"}
+    for name, quantity in (("mean", "g_mu"), ("variance", "g_sigma2")):
+        values = PAPER_MEDIANS[quantity][PAPER_BN]
+        paper |= {f"{name}, last / first": f"{values[-1] / values[0]:.1f}", f"{name}, as sums": arrow(values)}
+    return f"{table([*rows, paper])}\n\nThe ratio of the two axes is {factor:,.0f}."
+
+
+def figure_4() -> str:
+    columns = {f"{name}, layer {layer}": (norm, what) for name, what in (("distance", "distance"), ("gradient", "g"))
+               for layer, norm in ((1, FIRST), (3, THIRD))}  # fmt: skip
+    values = {
+        run: {title: course(run, norm, quantity_of(what, run)) for title, (norm, what) in columns.items()}
+        for run in DRAWN[0][1]
+    }
+    rows = [
+        {"run": MODELS[run][0]}
+        | {title: arrow(found, 1e-8 if title.startswith("gradient") else 1) for title, found in of_run.items()}
+        for run, of_run in values.items()
+    ]
+    for title, upper, lower in (
+        ("PN-V / BN", "pnv", "bn"),
+        ("PN-V / BN, both with layer-scale", "pnv_ls", "bn_ls"),
+        ("BN / BN with layer-scale", "bn", "bn_ls"),
+        ("PN-V / PN-V with layer-scale", "pnv", "pnv_ls"),
+    ):
+        ratios = {column: [a / b for a, b in zip(values[upper][column], values[lower][column], strict=True)]
+                  for column in columns}  # fmt: skip
+        rows.append({"run": f"**{title}**"} | {column: arrow(found) for column, found in ratios.items()})
+    paper = {"run": "**the paper, PN-V / BN**"}
+    for title, upper, lower in (("distance", "psi2_distance", "sigma2_distance"), ("gradient", "g_psi2", "g_sigma2")):
+        pairs = zip(PAPER_MEDIANS[upper][PAPER_PNV], PAPER_MEDIANS[lower][PAPER_BN], strict=True)
+        paper[f"{title}, layer 1"] = arrow([a / b for a, b in pairs])
+    return table([*rows, paper])
+
+
+def figure_6() -> str:
+    spectra, rows = read("spectra.csv"), []
+    shares = spectra / (spectra**2).sum() ** 0.5
+    ratios = shares.div(shares["ln"], axis=0)
+    for run, (label, _) in MODELS.items():
+        first, *_, last = shares[run]
+        row = {"run": label, "largest / second": f"{spectra[run][0] / spectra[run][1]:.2f}"}
+        row |= {"largest / Frobenius norm": f"{first:.3f}", "smallest / Frobenius norm": f"{last:.3f}"}
+        away = (ratios[run] - 1).abs()
+        row["farthest from LN"] = "–" if run == "ln" else f"{away.max():.1%}, index {away.idxmax()}"
+        rows.append(row)
+    rows += [
+        {"run": f"the paper, {norm}", "largest / second": f"{values[0] / values[1]:.2f}"}
+        for norm, values in PAPER_SPECTRA.items()
+    ]
+    return table(rows)
+
+
+def figure_7() -> str:
+    gains_of_norms = read("gains.csv").set_index(["run", "norm"])
+    places, rows = {"self_attn_layer_norm": "self-attention", "final_layer_norm": "feed-forward"}, []
+    for run in DRAWN[0][1]:
+        row = {"run": MODELS[run][0]}
+        for place, title in places.items():
+            of_place = gains_of_norms.loc[[(run, f"encoder.layers.{layer}.{place}") for layer in range(3)]]
+            row[f"medians before {title}"] = ", ".join(f"{value:.2f}" for value in of_place["median"])
+            row[f"above 1 before {title}"] = ", ".join(f"{value:.0%}" for value in of_place["share above 1"])
+        rows.append(row)
+    paper = {"run": "the paper, PN-V (6 layers)"}
+    paper |= {"medians before self-attention": ", ".join(f"{value:.2f}" for value in PAPER_GAIN)}
+    return table([*rows, paper])
+
+
+def relative() -> str:
+    """One sentence for docs/why.md."""
+    last = {run: course(run, THIRD, "tid_var")[1] for run in ("bn", "bn_ls", "pnv", "pnv_ls")}
+    return (
+        "In the last fifth of the training the distances of this norm, relative to the standard deviation of the "
+        f"batch, are {last['bn_ls']:.3f} with and {last['bn']:.3f} without layer-scale for BN, {last['pnv_ls']:.3f} "
+        f"and {last['pnv']:.3f} for PN-V (`tid_var` in [medians.csv](figures/medians.csv))."
+    )
+
+
+PAGES = {
+    "figures.md": {
+        "figure 2": figure_2,
+        "figure 3": figure_3,
+        "figure 4": figure_4,
+        "figure 6": figure_6,
+        "figure 7": figure_7,
+    },
+    "why.md": {"relative distances": relative},
+}
+
+
 def main(arguments: Sequence[str]) -> None:
     """Train and record in the folder that ``arguments`` name, if any, and draw."""
     if arguments:
@@ -154,6 +304,7 @@ def main(arguments: Sequence[str]) -> None:
         train(Path(folder).absolute(), settings)
         write(Path(folder).absolute())
     draw()
+    write_parts(PAGES)
 
 
 if __name__ == "__main__":

@@ -101,24 +101,24 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "norms.md": {"properties": properties, "published": published, "cost": cost},
     "theory.md": {"invariances": invariances.table},
 }
-COMMAND = "python -m docs.tools.generated"
 
 
-def block(page: str, name: str) -> re.Pattern:
-    """The table ``name`` of ``page``, between its comments."""
+def block(name: str) -> re.Pattern:
+    """A computed part of a page, between its comments."""
     return re.compile(rf"(?<=<!-- {name}: generated -->\n\n).*?(?=\n\n<!-- end of {name} -->)", re.S)
 
 
-def main() -> None:
-    for page, tables in TABLES.items():
+def write_parts(pages: dict[str, dict[str, Callable[[], str]]]) -> None:
+    """Compute the parts of pages in docs, page -> name -> what computes it, and write them between their comments."""
+    for page, parts in pages.items():
         path = ROOT / "docs" / page
         text = path.read_text("utf-8")
-        for name, compute in tables.items():
+        for name, compute in parts.items():
             new = compute()
-            text, times = block(page, name).subn(lambda _, new=new: new, text)
-            assert times == 1, f"{page} has {times} tables {name}"
+            text, times = block(name).subn(lambda _, new=new: new, text)
+            assert times == 1, f"{page} has {times} parts {name}"
         path.write_text(text, "utf-8")
 
 
 if __name__ == "__main__":
-    main()
+    write_parts(TABLES)

@@ -1,11 +1,12 @@
-"""The papers' tables beside our results, on docs/reproducing.md and docs/language_modeling.md.
+"""The papers' tables beside our results: docs/reproducing.md, docs/language_modeling.md and docs/placements.md.
 
 ``python -m docs.tools.papers [FOLDER]`` writes them. With FOLDER, in which runs were made, `pn report` first writes
-docs/results/adanorm of the finished runs of `pn reproduce compare_adanorm`, as docs.tools.results does; rows of runs
-that FOLDER does not have stay. Copy the csv files of the examples to docs/results/sentiment/sentiment.csv and
-docs/results/images/TRAINING/epochs.csv. What is missing is named.
+docs/results of the finished runs of `pn reproduce compare_adanorm` and `compare_placements`, as docs.tools.results
+does; rows of runs that FOLDER does not have stay. Copy the csv files of the examples to
+docs/results/sentiment/sentiment.csv and docs/results/images/TRAINING/epochs.csv. What is missing is named.
 """
 
+import functools
 import logging
 import math
 import sys
@@ -22,10 +23,16 @@ from pn_fairseq.report.significance import LOSS
 from pn_fairseq.report.systems import norm_labels
 
 from . import results
-from .generated import ROOT, block
+from .generated import write_parts
 
 #: Column of report.csv -> title.
 MEASURES = {"tokenized": "BLEU", LOSS: "validation loss"}
+#: Report -> its runs.
+RUNS = {
+    "adanorm": "runs/compare_adanorm/adanorm/*_seed*",
+    "placements": "runs/compare_placements/placements/*_seed*",
+    "placements-deep": "runs/compare_placements/placements_deep/*_seed*",
+}
 #: What the AdaNorm paper concludes from the difference of two rows. They were named before the runs.
 EFFECTS = {
     "normalizing forward": ("DetachNorm", "w/o Norm"),
@@ -77,7 +84,7 @@ def _compared(frame: pandas.DataFrame, control: str) -> dict[str, dict[str, str]
     """System -> its row of means and of differences from ``control``."""
     others = frame["system"].map(lambda label: None if label == control else control)
     frame = frame.assign(**{"compared with": others})
-    return dict(zip(frame["system"].unique(), results._rows(frame, MEASURES), strict=True)) if len(frame) else {}
+    return dict(zip(frame["system"].unique(), results.system_rows(frame, MEASURES), strict=True)) if len(frame) else {}
 
 
 def adanorm() -> str:
@@ -108,6 +115,26 @@ def effects() -> str:
 def _table(rows: list[dict[str, str]]) -> str:
     frame = pandas.DataFrame(rows).drop(columns="encoder norm", errors="ignore").fillna("–")
     return frame.to_markdown(index=False, tablefmt="pipe", disable_numparse=True)
+
+
+# Placements.
+
+
+def placements(report: str = "placements") -> str:
+    """Means of every placement and differences from ``pre`` with LN, in the order of the plan."""
+    *parts, _ = experiments.placements().parts
+    names = {}
+    for run in parts[0].norms.split():
+        short, *settings = run.split("+")
+        where = settings[0].partition("=")[2] if settings else "pre"
+        names[run] = f"`{where}`" if short == "ln" else f"`{where}`, {short.upper()} in the encoder"
+    file = results.RESULTS / report / "report.csv"
+    frame = results.read(file.parent, "placements") if file.is_file() else pandas.DataFrame(columns=["run", *MEASURES])
+    frame["system"] = frame["run"].str.extract(r"([^/]+)_seed\d+$", expand=False).map(names)
+    frame = frame.dropna(subset=["system"])
+    ours, planned = _compared(frame, "`pre`"), len(names) * (len(parts) if report == "placements" else 1)
+    table = [{"placement": name, **ours.get(name, {"blocks": "not finished"})} for name in names.values()]
+    return f"{_table(table)}\n\n{frame['run'].nunique()} of {planned} planned runs are finished."
 
 
 # One table of all tasks.
@@ -237,20 +264,15 @@ def bytes_of_verses() -> str:
 PAGES = {
     "reproducing.md": {"tasks": tasks, "adanorm": adanorm, "effects": effects},
     "language_modeling.md": {"bytes": bytes_of_verses},
+    "placements.md": {"placements": placements, "deep": functools.partial(placements, "placements-deep")},
 }
 
 
 def main() -> None:
     logging.disable(logging.INFO)  # of sacrebleu
     if len(sys.argv) > 1:
-        results.write_reports(Path(sys.argv[1]).resolve(), "adanorm=runs/compare_adanorm/adanorm/*_seed*")
-    for page, parts in PAGES.items():
-        path = ROOT / "docs" / page
-        for name, compute in parts.items():
-            new = compute()
-            text, times = block(page, name).subn(lambda _, new=new: new, path.read_text("utf-8"))
-            assert times == 1, f"{page} has {times} parts {name}"
-            path.write_text(text, "utf-8")
+        results.write_reports(Path(sys.argv[1]).resolve(), *(f"{name}={glob}" for name, glob in RUNS.items()))
+    write_parts(PAGES)
 
 
 if __name__ == "__main__":

@@ -51,9 +51,9 @@ def samples(dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, tup
             yield "standardize", (x, None, None, spans, *divisor, 1.0, 0.0)
             stats = kernels.OPERATORS["standardize"](x, None, None, spans, *divisor, 1.0, 0.0)[1]
             for through in ((True, True), (False, True), (True, False)):
-                yield "standardize_gradient", (dy, x, None, stats, spans, 2.0, -0.2, *through, False)
-                yield "standardize_gradient", (dy, x, weight, stats, spans, 1.0, 0.0, *through, True)
-        for erf, shift in ((False, None), (True, bias[:1])):
+                yield "standardize_gradient", (dy, x, weight, stats, spans, 2.0, -0.2, *through, True)
+                yield "standardize_gradient", (dy, x, None, stats, spans, 1.0, 0.0, *through, False)
+        for erf, shift in ((True, bias[:1]), (False, None)):
             yield "squash", (x, weight, bias, nu[:1], shift, erf)
             yield "squash_gradient", (dy, x, weight, nu[:1], shift, erf)
         acc = kernels.acc_dtype(x)

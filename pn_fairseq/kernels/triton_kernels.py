@@ -1,11 +1,12 @@
 """The Triton kernels that :mod:`.triton_ops` launches. :mod:`.reference` defines what they compute.
 
-:func:`norm_forward` and :func:`norm_backward` are the passes over the tokens. Each program takes every
-``num_programs``-th tile of ``BLOCK_N`` tokens. A tile is (BLOCK_N, BLOCK_G, BLOCK_K): tokens, all groups of
-layer-scale, all channels of a group. BLOCK_G and BLOCK_K are powers of two; masks cut elements past the end. Without
-layer-scale all channels are one group. Sums over tokens stay in registers until the program ends and writes them to
+:func:`norm_forward` and :func:`norm_backward`, :func:`standardize`, :func:`squash` and their gradients are the passes
+over the tokens. Each program takes every ``num_programs``-th tile of ``BLOCK_N`` tokens. A tile is (BLOCK_N, BLOCK_G,
+BLOCK_K): tokens, all groups, all channels of a group. BLOCK_G and BLOCK_K are powers of two; masks cut elements past
+the end. Without groups all channels are one. Sums over tokens stay in registers until the program ends and writes them
+to
 
-    partials: (slots, programs, C), then the number of real tokens of each program, (programs,)
+    partials: (slots, programs, C), then (programs,) of each sum that is one number, such as that of the real tokens
 
 in the accumulation dtype. :func:`finish_moments` and :func:`finish_gradient_sums` add these up in the order of the
 programs, so that equal inputs give equal bits. :func:`running_average` and :func:`power_update` are one program each.
@@ -264,6 +265,244 @@ def norm_backward(
             _write_partial(partials, 3, channel, inside, real_plain, C)
 
 
+@triton.jit
+def _stat(stats, number: tl.constexpr, rows, row, group, GROUPS: tl.constexpr):
+    """Where one of the three statistics of each token and group of a tile lies, (BLOCK_N, BLOCK_G)."""
+    return stats + (number * rows.to(tl.int64) + row)[:, None] * GROUPS + group[None, :]
+
+
+@triton.jit(do_not_specialize=["rows", "inner"])
+def standardize(
+    x,  # (rows, C)
+    y,  # (rows, C), type of x, written
+    stats,  # (3, rows, GROUPS) ACC, written
+    weight,  # (C,) or None
+    bias,  # (C,) or None
+    rows,
+    inner,  # as in norm_forward
+    x_outer,
+    x_inner,
+    GROUPS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    ACC: tl.constexpr,
+    CENTERED: tl.constexpr,
+    SQUARE_FACTOR: tl.constexpr,
+    EPS_IN_ROOT: tl.constexpr,
+    EPS_OUTSIDE: tl.constexpr,
+    MIN_DIVISOR: tl.constexpr,
+    GAIN: tl.constexpr,
+    GAIN_SLOPE: tl.constexpr,
+):
+    """y by the statistics of each group of a token, and these."""
+    C: tl.constexpr = GROUPS * GROUP_SIZE
+    TINY: tl.constexpr = 2.2250738585072014e-308 if ACC == tl.float64 else 1.1754943508222875e-38
+    group, channel, inside = _channels(GROUPS, GROUP_SIZE, BLOCK_G, BLOCK_K)
+    scale = _vector(weight, channel, inside, 1.0, ACC)
+    shift = _vector(bias, channel, inside, 0.0, ACC)
+    for start in range(tl.program_id(0) * BLOCK_N, rows, tl.num_programs(0) * BLOCK_N):
+        row = start + tl.arange(0, BLOCK_N)
+        valid = row < rows
+        exists = valid[:, None, None] & inside[None, :, :]
+        z = tl.load(x + _places(row, channel, inner, x_outer, x_inner, C), mask=exists, other=0.0).to(ACC)
+        mean = tl.zeros([BLOCK_N, BLOCK_G], ACC)
+        if CENTERED:
+            mean = tl.sum(z, 2) / GROUP_SIZE
+            z = tl.where(inside[None, :, :], z - mean[:, :, None], 0.0)
+        second = tl.sum(z * z, 2) / GROUP_SIZE * SQUARE_FACTOR + EPS_IN_ROOT
+        root = _sqrt(tl.where(second < TINY, TINY, second))  # unlike tl.maximum, this keeps NaN
+        divisor = root + EPS_OUTSIDE
+        share = tl.where((second > TINY) & (divisor >= MIN_DIVISOR), SQUARE_FACTOR * divisor / root, 0.0)
+        inverse = 1.0 / tl.where(divisor < MIN_DIVISOR, MIN_DIVISOR, divisor)
+        group_exists = valid[:, None] & (group < GROUPS)[None, :]
+        tl.store(_stat(stats, 0, rows, row, group, GROUPS), mean, mask=group_exists)
+        tl.store(_stat(stats, 1, rows, row, group, GROUPS), inverse, mask=group_exists)
+        tl.store(_stat(stats, 2, rows, row, group, GROUPS), share, mask=group_exists)
+        z = z * inverse[:, :, None]
+        z = z * (GAIN + GAIN_SLOPE * z)
+        if weight is not None:
+            z = z * scale[None, :, :]
+        if bias is not None:
+            z = z + shift[None, :, :]
+        tl.store(y + _offsets(row, channel, C), z.to(y.dtype.element_ty), mask=exists)
+
+
+@triton.jit(do_not_specialize=["rows", "inner"])
+def standardize_gradient(
+    dy,  # (rows, C)
+    x,  # (rows, C)
+    dx,  # (rows, C), type of x, written; None: only the sums
+    weight,  # (C,) or None
+    stats,  # (3, rows, GROUPS) ACC
+    partials,  # slots 0: dy z (gain + gain_slope z), 1: dy; written. None: only dx
+    rows,
+    inner,  # as in norm_backward
+    dy_outer,
+    dy_inner,
+    x_outer,
+    x_inner,
+    GROUPS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    ACC: tl.constexpr,
+    GAIN: tl.constexpr,
+    GAIN_SLOPE: tl.constexpr,
+    THROUGH_MEAN: tl.constexpr,
+    THROUGH_DIVISOR: tl.constexpr,
+):
+    """dx through the statistics of each group of a token, and each program's sums over its tokens."""
+    C: tl.constexpr = GROUPS * GROUP_SIZE
+    group, channel, inside = _channels(GROUPS, GROUP_SIZE, BLOCK_G, BLOCK_K)
+    scale = _vector(weight, channel, inside, 1.0, ACC)
+    products, plain = tl.zeros([BLOCK_G, BLOCK_K], ACC), tl.zeros([BLOCK_G, BLOCK_K], ACC)
+    for start in range(tl.program_id(0) * BLOCK_N, rows, tl.num_programs(0) * BLOCK_N):
+        row = start + tl.arange(0, BLOCK_N)
+        valid = row < rows
+        exists = valid[:, None, None] & inside[None, :, :]
+        group_exists = valid[:, None] & (group < GROUPS)[None, :]
+        dz = tl.load(dy + _places(row, channel, inner, dy_outer, dy_inner, C), mask=exists, other=0.0).to(ACC)
+        z = tl.load(x + _places(row, channel, inner, x_outer, x_inner, C), mask=exists, other=0.0).to(ACC)
+        mean = tl.load(_stat(stats, 0, rows, row, group, GROUPS), mask=group_exists, other=0.0)
+        inverse = tl.load(_stat(stats, 1, rows, row, group, GROUPS), mask=group_exists, other=0.0)[:, :, None]
+        z = (z - mean[:, :, None]) * inverse
+        curve = GAIN + GAIN_SLOPE * z
+        if partials is not None:
+            products += tl.sum(dz * (z * curve), 0)
+            plain += tl.sum(dz, 0)
+        if dx is not None:
+            dz = dz * scale[None, :, :] * curve  # 0 beyond the channels
+            through = dz
+            if THROUGH_MEAN:
+                through = through - (tl.sum(dz, 2) / GROUP_SIZE)[:, :, None]
+            if THROUGH_DIVISOR:
+                share = tl.load(_stat(stats, 2, rows, row, group, GROUPS), mask=group_exists, other=0.0)
+                through = through - z * (share * (tl.sum(dz * z, 2) / GROUP_SIZE))[:, :, None]
+            tl.store(dx + _offsets(row, channel, C), (through * inverse).to(dx.dtype.element_ty), mask=exists)
+    if partials is not None:
+        _write_partial(partials, 0, channel, inside, products, C)
+        _write_partial(partials, 1, channel, inside, plain, C)
+
+
+@triton.jit
+def _tanh(value):
+    """tanh. Near 0, where the formula by exp cancels, it is Lambert's x / (1 + x^2 / (3 + x^2 / (5 + ...))) up to 13,
+    which is 2e-16 off there at most."""
+    size = tl.abs(value)
+    near = size < 0.5
+    square = tl.where(near, value * value, 0.0)
+    numerator = ((square + 378.0) * square + 17325.0) * square + 135135.0
+    denominator = ((28.0 * square + 3150.0) * square + 62370.0) * square + 135135.0
+    far = 1.0 - 2.0 / (tl.exp(2.0 * size) + 1.0)
+    return tl.where(near, value * (numerator / denominator), tl.where(value < 0, -far, far))
+
+
+@triton.jit
+def _squashed(h, alpha, shift, ERF: tl.constexpr):
+    """f(alpha h + shift), and the argument of f."""
+    argument = h * tl.load(alpha).to(h.dtype)
+    if shift is not None:
+        argument = argument + tl.load(shift).to(h.dtype)
+    value = tl.erf(argument) if ERF else _tanh(argument)
+    return value, argument
+
+
+@triton.jit(do_not_specialize=["rows", "inner"])
+def squash(
+    x,  # (rows, C)
+    y,  # (rows, C), type of x, written
+    weight,  # (C,) or None
+    bias,  # (C,) or None
+    alpha,  # (1,)
+    shift,  # (1,) or None
+    rows,
+    inner,  # as in norm_forward
+    x_outer,
+    x_inner,
+    GROUPS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    ACC: tl.constexpr,
+    ERF: tl.constexpr,
+):
+    """y = weight f(alpha x + shift) + bias with f = tanh, or erf."""
+    C: tl.constexpr = GROUPS * GROUP_SIZE
+    group, channel, inside = _channels(GROUPS, GROUP_SIZE, BLOCK_G, BLOCK_K)
+    scale = _vector(weight, channel, inside, 1.0, ACC)
+    offset = _vector(bias, channel, inside, 0.0, ACC)
+    for start in range(tl.program_id(0) * BLOCK_N, rows, tl.num_programs(0) * BLOCK_N):
+        row = start + tl.arange(0, BLOCK_N)
+        exists = (row < rows)[:, None, None] & inside[None, :, :]
+        h = tl.load(x + _places(row, channel, inner, x_outer, x_inner, C), mask=exists, other=0.0).to(ACC)
+        value, argument = _squashed(h, alpha, shift, ERF)
+        if weight is not None:
+            value = value * scale[None, :, :]
+        if bias is not None:
+            value = value + offset[None, :, :]
+        tl.store(y + _offsets(row, channel, C), value.to(y.dtype.element_ty), mask=exists)
+
+
+@triton.jit(do_not_specialize=["rows", "inner"])
+def squash_gradient(
+    dy,  # (rows, C)
+    x,  # (rows, C)
+    dx,  # (rows, C), type of x, written; None: only the sums
+    weight,  # (C,) or None
+    alpha,  # (1,)
+    shift,  # (1,) or None
+    partials,  # slots 0: dy f, 1: dy; numbers: weight dy f' x, and weight dy f'; written. None: only dx
+    rows,
+    inner,  # as in norm_backward
+    dy_outer,
+    dy_inner,
+    x_outer,
+    x_inner,
+    GROUPS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    ACC: tl.constexpr,
+    ERF: tl.constexpr,
+):
+    """dx, and each program's sums over its tokens."""
+    C: tl.constexpr = GROUPS * GROUP_SIZE
+    group, channel, inside = _channels(GROUPS, GROUP_SIZE, BLOCK_G, BLOCK_K)
+    if dx is not None:
+        scale = _vector(weight, channel, inside, 1.0, ACC) * tl.load(alpha).to(ACC)
+    products, plain = tl.zeros([BLOCK_G, BLOCK_K], ACC), tl.zeros([BLOCK_G, BLOCK_K], ACC)
+    stretched, shifted = tl.zeros([BLOCK_G, BLOCK_K], ACC), tl.zeros([BLOCK_G, BLOCK_K], ACC)
+    for start in range(tl.program_id(0) * BLOCK_N, rows, tl.num_programs(0) * BLOCK_N):
+        row = start + tl.arange(0, BLOCK_N)
+        exists = (row < rows)[:, None, None] & inside[None, :, :]
+        dh = tl.load(dy + _places(row, channel, inner, dy_outer, dy_inner, C), mask=exists, other=0.0).to(ACC)
+        h = tl.load(x + _places(row, channel, inner, x_outer, x_inner, C), mask=exists, other=0.0).to(ACC)
+        value, argument = _squashed(h, alpha, shift, ERF)
+        if partials is not None:
+            products += tl.sum(dh * value, 0)
+            plain += tl.sum(dh, 0)
+        slope = 1.1283791670955126 * tl.exp(-argument * argument) if ERF else 1.0 - value * value
+        dh = dh * slope
+        if partials is not None:
+            stretched += tl.sum(dh * h, 0)
+            shifted += tl.sum(dh, 0)
+        if dx is not None:
+            tl.store(dx + _offsets(row, channel, C), (dh * scale[None, :, :]).to(dx.dtype.element_ty), mask=exists)
+    if partials is not None:
+        _write_partial(partials, 0, channel, inside, products, C)
+        _write_partial(partials, 1, channel, inside, plain, C)
+        gain = _vector(weight, channel, inside, 1.0, ACC)  # only here, for its registers
+        stretched, shifted = stretched * gain, shifted * gain
+        numbers = partials + tl.num_programs(0).to(tl.int64) * (2 * C) + tl.program_id(0)
+        tl.store(numbers, tl.sum(tl.sum(stretched, 1), 0))
+        tl.store(numbers + tl.num_programs(0), tl.sum(tl.sum(shifted, 1), 0))
+
+
 # The sums that the programs of a pass have left, added up for BLOCK_C channels, BLOCK_P programs at a time.
 
 
@@ -275,6 +514,16 @@ def _total(partials, slot, channel, inside, programs, C: tl.constexpr, BLOCK_P: 
         program = start + tl.arange(0, BLOCK_P)
         places = partials + (slot * programs.to(tl.int64) + program)[:, None] * C + channel[None, :]
         total += tl.load(places, mask=(program < programs)[:, None] & inside[None, :], other=0.0)
+    return tl.sum(total, 0)
+
+
+@triton.jit
+def _total_number(numbers, programs, BLOCK_P: tl.constexpr):
+    """The sum of one number of every program."""
+    total = tl.zeros([BLOCK_P], numbers.dtype.element_ty)
+    for start in range(0, programs, BLOCK_P):
+        program = start + tl.arange(0, BLOCK_P)
+        total += tl.load(numbers + program, mask=program < programs, other=0.0)
     return tl.sum(total, 0)
 
 
@@ -295,11 +544,7 @@ def finish_moments(
     channel = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     inside = channel < C
     counts = partials + SLOTS * C * programs.to(tl.int64)
-    tokens = tl.zeros([BLOCK_P], ACC)
-    for start in range(0, programs, BLOCK_P):
-        program = start + tl.arange(0, BLOCK_P)
-        tokens += tl.load(counts + program, mask=program < programs, other=0.0)
-    number = tl.sum(tokens, 0)
+    number = _total_number(counts, programs, BLOCK_P)
     divisor = tl.maximum(number, 1.0)
     squares = _total(partials, 0, channel, inside, programs, C, BLOCK_P, BLOCK_C)
     if mean is not None:
@@ -320,11 +565,12 @@ def finish_moments(
 
 @triton.jit(do_not_specialize=["programs"])
 def finish_gradient_sums(
-    partials,  # of norm_backward
+    partials,  # of norm_backward, or of another gradient: without weight and moment
     weight,  # (C,) or None
     moment,  # (C,) or None
     parameters,  # (2, C) ACC, written: sums of dy x_hat and dy over all tokens
-    products,  # (2, C) ACC, written: sums of dx_hat x_hat and dx_hat over the real tokens
+    products,  # (2, C) ACC, written: sums of dx_hat x_hat and dx_hat over the real tokens; or None
+    scalars,  # (2,) ACC, written: sums of the numbers; or None
     programs,
     C: tl.constexpr,
     EPS: tl.constexpr,
@@ -346,7 +592,11 @@ def finish_gradient_sums(
         divisor = tl.where(slot == 0, divisor, 1.0)
         over_all, over_real = _divide(over_all, divisor), _divide(over_real, divisor)
     tl.store(parameters + slot * C + channel, over_all, mask=inside)
-    tl.store(products + slot * C + channel, over_real * _vector(weight, channel, inside, 1.0, ACC), mask=inside)
+    if products is not None:
+        tl.store(products + slot * C + channel, over_real * _vector(weight, channel, inside, 1.0, ACC), mask=inside)
+    if scalars is not None:
+        numbers = partials + (2 * C + slot) * programs.to(tl.int64)
+        tl.store(scalars + slot, _total_number(numbers, programs, BLOCK_P), mask=tl.program_id(0) == 0)
 
 
 # The state after a batch. One program sees all channels, because one number that is not finite keeps the batch out.

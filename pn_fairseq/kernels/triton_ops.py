@@ -1,8 +1,8 @@
 """The operators of :mod:`.ops` by Triton, for CUDA.
 
-Nothing here waits for the GPU or reads from it. ``normalize``, ``gradient``, ``gradient_sums`` and ``moments`` are one
-launch over the tokens and, where there are sums, a small one that finishes them; the others are one small launch. What
-does not fit into one program (more than ``MAX_CHANNELS`` channels) is computed by the reference.
+Nothing here waits for the GPU or reads from it. What reads tokens is one launch over them and, where there are sums, a
+small one that finishes them; the operators on the state are one small launch. What does not fit into one program (more
+than ``MAX_CHANNELS`` channels) is computed by the reference.
 
 The shapes of tiles and the number of programs are chosen by rule and not by trial, which would cost seconds for every
 new shape and could choose differently, and so round differently, in every run. With ``TRITON_INTERPRET=1`` in the
@@ -92,7 +92,7 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 @lru_cache
-def _tile(channels: int, groups: int, eps: float, acc: torch.dtype, elements: int) -> dict:
+def _tile(channels: int, groups: int, acc: torch.dtype, elements: int) -> dict:
     """How a tile holds the channels, how many tokens it has, and how many warps work on it."""
     groups = max(groups, 1)
     block_g, block_k = triton.next_power_of_2(groups), triton.next_power_of_2(channels // groups)
@@ -107,7 +107,6 @@ def _tile(channels: int, groups: int, eps: float, acc: torch.dtype, elements: in
         "BLOCK_G": block_g,
         "BLOCK_K": block_k,
         "ACC": tl.float64 if acc is torch.float64 else tl.float32,
-        "EPS": eps,
         "num_warps": warps,
         "num_stages": 1,
         "enable_fp_fusion": True,
@@ -124,12 +123,12 @@ class _Tokens:
         width: channels of a tile, those included that a mask leaves out.
     """
 
-    def __init__(self, x: Tensor, groups: int, eps: float, threads: int):
+    def __init__(self, x: Tensor, groups: int, threads: int):
         self.channels, self.device, self.acc = x.size(-1), x.device, acc_dtype(x)
         self.rows = x.numel() // self.channels
         if self.rows > MAX_TOKENS:
             raise _DoesNotFit
-        self.tile = _tile(self.channels, groups, eps, self.acc, ELEMENTS)
+        self.tile = _tile(self.channels, groups, self.acc, ELEMENTS)
         self.width = self.tile["BLOCK_G"] * self.tile["BLOCK_K"]
         processors = _multiprocessors(x.device)
         tiles = triton.cdiv(self.rows, self.tile["BLOCK_N"])
@@ -139,8 +138,14 @@ class _Tokens:
     def new(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self.acc, device=self.device)
 
-    def partials(self, slots: int) -> Tensor:
-        return self.new(self.programs * (slots * self.channels + 1))
+    def partials(self, slots: int, numbers: int = 1) -> Tensor:
+        return self.new(self.programs * (slots * self.channels + numbers))
+
+    def passes(self, dx: Tensor | None, partials: Tensor | None) -> list[tuple[Tensor | None, Tensor | None]]:
+        """What each pass of a gradient writes: one has no registers for both with many channels."""
+        if dx is None or partials is None or self.width <= MAX_FUSED_CHANNELS:
+            return [(dx, partials)]
+        return [(dx, None), (None, partials)]
 
     def finish(self, kernel, rows: int, *args, **constants) -> None:
         """Launch a kernel that adds up what the programs have left."""
@@ -155,20 +160,26 @@ class _Tokens:
 
     def gradient_sums(self, partials: Tensor, weight, moment, eps: float, masked: bool) -> tuple[Tensor, Tensor]:
         parameters, products = self.new(2, self.channels), self.new(2, self.channels)
-        arguments = partials, weight, moment, parameters, products
+        arguments = partials, weight, moment, parameters, products, None
         self.finish(kernels.finish_gradient_sums, 2, *arguments, EPS=eps, MASKED=masked)
         return parameters, products
+
+    def parameter_sums(self, partials: Tensor, scalars: Tensor | None = None) -> Tensor:
+        parameters = self.new(2, self.channels)
+        arguments = partials, None, None, parameters, None, scalars
+        self.finish(kernels.finish_gradient_sums, 2, *arguments, EPS=0.0, MASKED=False)
+        return parameters
 
 
 @_operator
 def normalize(x, weight, bias, mean, moment, padding, inv_rms, groups, eps, sums):
-    tokens = _Tokens(x, groups, eps, FORWARD_THREADS)
+    tokens = _Tokens(x, groups, FORWARD_THREADS)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     scales = tokens.new(*x.shape[:-1], groups) if inv_rms is None else inv_rms
     partials = tokens.partials(1) if sums else None
     kernels.norm_forward[tokens.programs,](
         x, y, scales if groups else None, weight, bias, mean, moment, padding if sums else None, partials,
-        tokens.rows, *_strides(x), GIVEN=inv_rms is not None, CENTERED=False, **tokens.tile,
+        tokens.rows, *_strides(x), GIVEN=inv_rms is not None, CENTERED=False, EPS=eps, **tokens.tile,
     )  # fmt: skip
     batch_moment = count = tokens.new(0)
     if sums:
@@ -178,12 +189,12 @@ def normalize(x, weight, bias, mean, moment, padding, inv_rms, groups, eps, sums
 
 @_operator
 def moments(x, padding, groups, eps, centered):
-    tokens = _Tokens(x, groups, eps, FORWARD_THREADS)
+    tokens = _Tokens(x, groups, FORWARD_THREADS)
     inv_rms = tokens.new(*x.shape[:-1], groups)
     partials = tokens.partials(2 if centered else 1)
     kernels.norm_forward[tokens.programs,](
         x, None, inv_rms if groups else None, None, None, None, None, padding, partials,
-        tokens.rows, *_strides(x), GIVEN=False, CENTERED=centered, **tokens.tile,
+        tokens.rows, *_strides(x), GIVEN=False, CENTERED=centered, EPS=eps, **tokens.tile,
     )  # fmt: skip
     return inv_rms, *tokens.moments(partials, centered)
 
@@ -200,18 +211,64 @@ def gradient_sums(dy, x, padding, weight, mean, moment, inv_rms, groups, eps):
 
 
 def _backward(dy, x, dx, padding, weight, mean, moment, nu, offset, inv_rms, groups, eps, sums):
-    tokens = _Tokens(x, groups, eps, BACKWARD_THREADS)
-    if sums and dx is not None and tokens.width > MAX_FUSED_CHANNELS:
-        _backward(dy, x, dx, padding, weight, mean, moment, nu, offset, inv_rms, groups, eps, False)
-        dx = None
+    tokens = _Tokens(x, groups, BACKWARD_THREADS)
     partials = tokens.partials(2 if padding is None else 4) if sums else None
-    kernels.norm_backward[tokens.programs,](
-        dy, x, dx, inv_rms if groups else None, weight, mean, moment, nu, offset, padding, partials,
-        tokens.rows, *_strides(dy, x), **tokens.tile,
-    )  # fmt: skip
+    for out, sums_out in tokens.passes(dx, partials):
+        kernels.norm_backward[tokens.programs,](
+            dy, x, out, inv_rms if groups else None, weight, mean, moment, nu, offset, padding, sums_out,
+            tokens.rows, *_strides(dy, x), EPS=eps, **tokens.tile,
+        )  # fmt: skip
     if not sums:
         return tokens.new(0), tokens.new(0)
     return tokens.gradient_sums(partials, weight, moment, eps, padding is not None)
+
+
+@_operator
+def standardize(
+    x, weight, bias, groups, centered, square_factor, eps_in_root, eps_outside, min_divisor, gain, gain_slope
+):  # fmt: skip
+    tokens = _Tokens(x, groups, FORWARD_THREADS)
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    stats = tokens.new(3, *x.shape[:-1], groups)
+    kernels.standardize[tokens.programs,](
+        x, y, stats, weight, bias, tokens.rows, *_strides(x), CENTERED=centered, SQUARE_FACTOR=square_factor,
+        EPS_IN_ROOT=eps_in_root, EPS_OUTSIDE=eps_outside, MIN_DIVISOR=min_divisor, GAIN=gain, GAIN_SLOPE=gain_slope,
+        **tokens.tile,
+    )  # fmt: skip
+    return y, stats
+
+
+@_operator
+def standardize_gradient(dy, x, weight, stats, groups, gain, gain_slope, through_mean, through_divisor, sums):
+    tokens = _Tokens(x, groups, BACKWARD_THREADS)
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    partials = tokens.partials(2) if sums else None
+    for out, sums_out in tokens.passes(dx, partials):
+        kernels.standardize_gradient[tokens.programs,](
+            dy, x, out, weight, stats, sums_out, tokens.rows, *_strides(dy, x), GAIN=gain, GAIN_SLOPE=gain_slope,
+            THROUGH_MEAN=through_mean, THROUGH_DIVISOR=through_divisor, **tokens.tile,
+        )  # fmt: skip
+    return dx, tokens.parameter_sums(partials) if sums else tokens.new(0)
+
+
+@_operator
+def squash(x, weight, bias, alpha, shift, erf):
+    tokens = _Tokens(x, 1, FORWARD_THREADS)
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    arguments = x, y, weight, bias, alpha, shift, tokens.rows, *_strides(x)
+    kernels.squash[tokens.programs,](*arguments, ERF=erf, **tokens.tile)
+    return y
+
+
+@_operator
+def squash_gradient(dy, x, weight, alpha, shift, erf):
+    tokens = _Tokens(x, 1, BACKWARD_THREADS)
+    dx, scalars = torch.empty(x.shape, dtype=x.dtype, device=x.device), tokens.new(2)
+    partials = tokens.partials(2, numbers=2)
+    for out, sums_out in tokens.passes(dx, partials):
+        arguments = dy, x, out, weight, alpha, shift, sums_out, tokens.rows, *_strides(dy, x)
+        kernels.squash_gradient[tokens.programs,](*arguments, ERF=erf, **tokens.tile)
+    return dx, tokens.parameter_sums(partials, scalars), scalars
 
 
 def _all_channels(vector: Tensor) -> dict:

@@ -17,7 +17,7 @@ COUNT = "num_batches_tracked"
 
 
 def _no_fast_path(module: nn.Module, args: tuple) -> None:
-    """A hook that does nothing: see :class:`ChannelNorm`. A function of the module: a norm can be pickled."""
+    """A hook that does nothing: see :class:`ChannelNorm`. No lambda: a norm can be pickled."""
 
 
 class ChannelNorm(nn.Module):
@@ -233,8 +233,9 @@ class RunningNorm(ChannelNorm):
     ) -> tuple[Tensor | None, Tensor | None]:
         """The factors a and b, (C,), in y = a x_hat + b; None: 1 and 0. Here: ``weight`` and ``bias``.
 
-        Evaluation, folding and recalibration use it. A norm that weights its part with batch statistics overrides it,
-        and its :meth:`forward_pass` uses it as well; its :meth:`backward_pass` gives the gradients.
+        Evaluation, folding and recalibration use it. A norm whose a and b are not ``weight`` and ``bias``, such as
+        ``prep-batch``, overrides this method and also calls it in :meth:`forward_pass`; its :meth:`backward_pass`
+        returns the gradients.
 
         Args:
             weight, bias: of the norm, (C,), or None.
@@ -265,8 +266,8 @@ class RunningNorm(ChannelNorm):
     def update(self, step: Contribution) -> dict[str, Tensor]:
         """The state after ``step``, by buffer name; what is missing stays as it is. Written only if all is finite.
 
-        If ``num_batches_tracked`` is among them, the values are written without a check: the operator has checked them.
-        Here: exponential averages of :meth:`statistics_of`.
+        If the result has ``num_batches_tracked``, it is written without a check: the kernel that computed it has
+        checked the values. Here: exponential averages of :meth:`statistics_of`.
         """
         batch = self.statistics_of(step.batch)
         mean = None if self.mean_name is None else self._buffers[self.mean_name]
@@ -354,7 +355,7 @@ class RunningNorm(ChannelNorm):
             self._pending.append(step)
 
     def flush(self) -> None:
-        """Take the steps whose backward has run into the state. It starts no all-reduce: a single rank may call it."""
+        """Apply to the state the steps whose backward has run. It starts no all-reduce: a single rank may call it."""
         if not self._pending or torch._C._current_graph_task_id() != -1:  # inside a backward pass
             return
         pending = self._pending.copy()

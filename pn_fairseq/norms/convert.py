@@ -23,7 +23,8 @@ from pn_fairseq.norms.registry import build_norm, find_norm
 #: Orders of the dimensions of activations.
 LAYOUTS = ("BTC", "TBC", "BCT", "BCHW")
 
-#: Those with the channels after the batch: their numbers of dimensions. "BC": of SyncBatchNorm.
+#: Layouts whose channels follow the batch dimension -> the numbers of dimensions that an input may have. "BC" is the
+#: layout of SyncBatchNorm.
 CHANNELS_FIRST = {"BCT": (3,), "BCHW": (4,), "BC": (3, 4)}
 
 #: Forwards under ``no_grad`` whose masks one norm keeps for a recomputation.
@@ -95,13 +96,13 @@ class _Memory:
             )
         if any(not _same(each.mask, found[0].mask) for each in found[1:]):
             raise RuntimeError(
-                f"{name}: a forward on tokens {key} runs again in a backward pass, and several forwards of this shape "
-                f"with different padding masks wait for theirs; {_PASS_IT}"
+                f"{name}: a forward on tokens {key} runs again in a backward pass, and it is not known which one: "
+                f"several forwards of this shape, with different padding masks, have had no backward yet; {_PASS_IT}"
             )
         return found[0].mask
 
     def _waiting(self, key: tuple[int, ...]) -> list[_Forward]:
-        """Forwards of this shape whose backward has not run; without one those whose graph is kept for another."""
+        """Forwards of this shape whose backward has not run; if there are none, those whose graph is kept."""
         alive = [forward for each in self.forwards if (forward := each()) is not None]
         candidates = [each for each in (*alive, *self.without_graph) if each.key == key]
         return [each for each in candidates if not each.done] or candidates
@@ -179,9 +180,9 @@ class ConvertedNorm:
     def _find_mask(self, x: Tensor, again: bool) -> PaddingMask | None:
         """The mask of the innermost scope in which something is known.
 
-        An argument that is None leaves it to a ``with padding(...)`` around it, unless a module in between has a mask.
-        In a recomputation a scope counts if it began in it: a block around the call of ``backward`` may be that of
-        another forward.
+        If the innermost mask argument is None, the mask of a ``with padding(...)`` block outside is used; if a module's
+        forward with a mask comes first, there is no mask. In a recomputation only scopes count that began in the same
+        backward pass: a block around the call of ``backward`` may belong to another forward.
         """
         task = torch._C._current_graph_task_id()
         scope, missing = current_scope(), False
@@ -414,8 +415,8 @@ def convert_norms(
 
     Replaced are ``LayerNorm``, ``RMSNorm``, ``BatchNorm1d`` and ``SyncBatchNorm`` of torch, apex's and fairseq's
     LayerNorms, and modules of other classes (such as T5's and Llama's norms) that are found to compute LayerNorm or
-    RMSNorm with their ``weight`` of (C,): one of them is called and compared. ``BatchNorm2d`` is replaced with
-    ``layout="BCHW"``. :func:`norm_report` lists the norms.
+    RMSNorm with their ``weight`` of (C,): each of them is called on random tokens and compared. ``BatchNorm2d``
+    is replaced with ``layout="BCHW"``. :func:`norm_report` lists the norms.
 
     Kept are the parameters (the same objects, with their names, so that an optimizer, tied weights and the checkpoint
     of the unconverted model go on), eps, dtype, device and training mode; between norms with the same running
@@ -433,9 +434,9 @@ def convert_norms(
             replaces ``BatchNorm2d`` as well.
         mask_from: the argument that holds the mask in the forward of the model or of modules in it. Names that are
             known: %s. For others give a dict: name -> one of %s (see :class:`padding`), or a function of the value that
-            returns the mask as bool, True = padding, None if there is none, or NotImplemented. Of several names a
-            module's forward uses the first that it has. The innermost module that has one decides, and ``with
-            padding(...)`` inside it.
+            returns the mask as bool, True = padding, None if there is none, or NotImplemented. If a
+            forward has several of the names, the first one is used. A norm takes the innermost mask around it: from the
+            argument of a module, or from a ``with padding(...)`` block.
         zero_padding: write zeros at padding after the norm, as a convolution that follows needs.
         options: for the norm, see :func:`build_norm`. Default of ``sync``: statistics over all ranks, except for
             "power", as in a transformer of this package.
@@ -450,7 +451,7 @@ convert_norms.__doc__ %= (", ".join(f"``{name}``" for name in ARGUMENT_FORMS), "
 
 
 def convert(model, norm, only, skip, layout, mask_from, zero_padding, options, none_is_no_padding=False) -> nn.Module:
-    """:func:`convert_norms`. ``none_is_no_padding``: an argument that is None says so, as in fairseq."""
+    """What :func:`convert_norms` does. ``none_is_no_padding``: a mask that is None means no padding, as in fairseq."""
     entry = find_norm(norm)
     if layout not in (None, *LAYOUTS):
         raise ValueError(f"layout={layout!r} must be one of {', '.join(LAYOUTS)}")
@@ -538,13 +539,13 @@ def _choose(names: dict[nn.Module, list[str]], only, skip, layout: str | None) -
     return chosen
 
 
-#: torch's norms that other modules stand in for, and those that normalize something else.
+#: Batch norms of torch, which are replaced; norms that always stay as they are.
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.SyncBatchNorm)
 _OTHERS = (nn.GroupNorm, nn.modules.batchnorm._NormBase, ChannelNorm)
 
 
 def _why_not(module: nn.Module, layout: str | None) -> str | None:
-    """Why the norm ``module`` cannot be replaced, "" if it can; None: it is no norm."""
+    """Why the norm ``module`` cannot be replaced; "" if it can; None: it is no norm, or of a kind that always stays."""
     if isinstance(module, _BATCH_NORMS):
         if isinstance(module, nn.BatchNorm2d) and layout != "BCHW":
             return "is for images: give layout='BCHW'"
@@ -570,7 +571,7 @@ def _eps(module: nn.Module) -> float | None:
 
 @torch.no_grad()
 def _compare(module: nn.Module) -> str:
-    """Whether ``module`` computes LayerNorm or RMSNorm of the last dimension with its weight, bias and eps."""
+    """Why ``module`` is not LayerNorm or RMSNorm of the last dimension with its weight, bias and eps; "" if it is."""
     weight, bias, eps = getattr(module, "weight", None), getattr(module, "bias", None), _eps(module) or 0.0
     if weight is not None and weight.is_meta:
         return "is on the meta device, and cannot be compared with LayerNorm or RMSNorm"

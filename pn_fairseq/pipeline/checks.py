@@ -6,6 +6,7 @@ the parser of its flags. fairseq declares no ranges; :data:`RANGES` has the rang
 
 import argparse
 import ast
+import functools
 import math
 import os
 import re
@@ -102,8 +103,13 @@ def check_types_of_the_model(settings: DictConfig) -> None:
 def stand_in_dictionary(cfg: DictConfig) -> Dictionary:
     """A vocabulary to build a model without data: larger than WikiText-103's and the adaptive softmax's cutoffs."""
     cutoffs = map(int, re.findall(r"\d+", str(cfg.model.get("adaptive_softmax_cutoff"))))
+    return _dictionary(max(300_000, *cutoffs, 0) + 1)
+
+
+@functools.cache  # a list of norms is checked with the same one
+def _dictionary(size: int) -> Dictionary:
     dictionary = Dictionary()
-    for number in range(max(300_000, *cutoffs, 0) + 1):
+    for number in range(size):
         dictionary.add_symbol(str(number))
     return dictionary
 

@@ -15,7 +15,7 @@ from pn_fairseq.pipeline.reproduce import check_settings, check_training, must, 
 
 
 def _parser(name: str, text: str) -> ArgumentParser:
-    """A parser whose help is ``text``, up to the first line that begins with ``Run again``, and what follows it."""
+    """A parser with ``text`` in its help: the part before the first line ``Run again`` above the options."""
     about, _, end = text.partition("\nRun again")
     formatter = argparse.RawDescriptionHelpFormatter
     return ArgumentParser(
@@ -98,8 +98,8 @@ class Part(NamedTuple):
 
 
 #: Comparisons with LN, as ``pn report --planned`` takes them: validation loss, and test loss of language models. They
-#: were named after seeds 1 to 3 and before the later seeds. They are tested apart, without correction for the other
-#: comparisons.
+#: were chosen when the results of seeds 1 to 3 were known, and before the later seeds ran. They are tested apart,
+#: without correction for the other comparisons.
 PLANNED = ("PN:loss", "PN:bits")
 
 
@@ -107,8 +107,8 @@ def manifest() -> list[Part]:
     """The parts of the comparison, in their order."""
     from pn_fairseq.norms import NORMS
 
-    # On Multi30k half the updates of the verses, 3 epochs: the configuration multi30k_de_en trains 33, too long for 18
-    # runs on a CPU. The average is over updates 600 to 800.
+    # Multi30k is trained for half as many updates as the verses, 3 epochs: the 33 epochs of the configuration
+    # multi30k_de_en are too long for so many runs on a CPU. The checkpoints of updates 600 to 800 are averaged.
     short = ("optimization.max_update=800", "lr_scheduler.warmup_updates=200", "tokens_per_update=2048")
     short += ("checkpoint.save_interval_updates=50",)
     parts = []
@@ -119,7 +119,7 @@ def manifest() -> list[Part]:
         if seed == 1:
             parts.append(Part("verses", "verses", 1, "none lns dn sn dyt derf rbn prepbn pn+decoder_norm=power"))
         parts.append(Part("multi30k", "multi30k", seed, "ln pn bn pnv pn+layer_scale_groups=0 rms", short))
-    # As the paper tuned them; 0.9 and 0.9 are the defaults above.
+    # The decays that the paper tried, without 0.9 and 0.9: these are the defaults, which are trained above.
     decays = [(fwd, bwd) for fwd in (0.9, 0.95, 0.99) for bwd in (0.9, 0.95, 0.99) if (fwd, bwd) != (0.9, 0.9)]
     tuned = " ".join(f"pn+norm_alpha_fwd={fwd}+norm_alpha_bwd={bwd}" for fwd, bwd in decays)
     parts.append(Part("verses", "verses", 1, tuned))
@@ -130,7 +130,8 @@ def manifest() -> list[Part]:
     parts += [Part("verses", "verses", seed, "ln pn bn pnv") for seed in (4, 5, 6, 7, 8)]
     parts += [Part("verses", "verses", seed, "rms ada mabn brn") for seed in (4, 5)]
     parts += [Part("multi30k", "multi30k", seed, "ln pn bn rms", short) for seed in (4, 5, 6)]
-    # Is the noise one of the data order or of the initial weights? With the same number twice the runs are those above.
+    # Does the noise come from the data order or from the initial weights? Runs whose seed and init_seed are equal are
+    # already among those above.
     for seed, init_seed in itertools.permutations((1, 2, 3), 2):
         norms = f"ln+init_seed={init_seed} pn+init_seed={init_seed}"
         parts.append(Part("verses", "verses_init", seed, norms))

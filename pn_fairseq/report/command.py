@@ -25,6 +25,7 @@ Writes into DIR and replaces the files of an earlier report:
   report.csv              scores, validation loss, machine, commit of the code and time of every run
   report-intervals-N.png  differences from LN with simultaneous 95%% intervals
   report-curves-N.png     learning curves, of LN and a few other systems in each picture
+  report-curves.csv       the records behind these curves
 
 If pn figures wrote figures into DIR, the report shows them. It names the files of --norm-probe.
 

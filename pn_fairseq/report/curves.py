@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
+import pandas
 
 from pn_fairseq.common.files import atomic_write
 from pn_fairseq.pipeline.training_log import TrainingLog
@@ -91,6 +92,51 @@ def _draw(axis, curves: Sequence[Mapping[int, float]], index: int, shift: float 
     every = max(1, math.ceil(len(grid) / _MARKERS_PER_LINE))
     mark = {"markersize": 4.5, "markerfacecolor": "white", "markevery": (int(shift * every), every)}
     return axis.plot(grid, values.mean(axis=0), linewidth=1.4, **mark, **style(index))[0]
+
+
+#: The losses of a :class:`TrainingLog` that are drawn.
+_LOSSES = ("train", "train_nll", "valid")
+#: Of the table of :func:`records`.
+COLUMNS = ("picture", "system", "compared with", "run", "update", *_LOSSES)
+
+
+def records(picture: str, systems: Mapping[str, Mapping[str, TrainingLog]], baselines: Mapping[str, str]) -> list[dict]:
+    """What a picture shows: a row for each run and update, with a loss that was not logged as an empty text.
+
+    Args:
+        picture: the name of its file.
+        systems: label -> name of a run -> its log.
+        baselines: label -> the label of the system it is compared with.
+    """
+    return [
+        {"picture": picture, "system": label, "compared with": baselines.get(label, ""), "run": name, "update": update}
+        | {loss: f"{getattr(log, loss).get(update, '')}" for loss in _LOSSES}
+        for label, logs in systems.items()
+        for name, log in logs.items()
+        for update in sorted({update for loss in _LOSSES for update in getattr(log, loss)})
+    ]
+
+
+def draw(file: Path) -> list[str]:
+    """Draw the pictures of a file with :func:`records` next to it, and return their names."""
+    rows = pandas.read_csv(file, dtype=str, keep_default_na=False)
+    for picture, shown in rows.groupby("picture", sort=False):
+        systems = {
+            label: [_log(of_run) for _, of_run in of_system.groupby("run", sort=False)]
+            for label, of_system in shown.groupby("system", sort=False)
+        }
+        compared = shown[shown["compared with"] != ""].drop_duplicates("system")
+        plot(systems, file.parent / picture, dict(zip(compared["system"], compared["compared with"], strict=True)))
+    return list(rows["picture"].unique())
+
+
+def _log(rows: pandas.DataFrame) -> TrainingLog:
+    """The losses of the :func:`records` of a run."""
+    logged = {loss: rows[rows[loss] != ""] for loss in _LOSSES}
+    return TrainingLog(**{
+        loss: dict(zip(of_loss["update"].astype(int), of_loss[loss].astype(float), strict=True))
+        for loss, of_loss in logged.items()
+    })  # fmt: skip
 
 
 def _finite(curves: Sequence[Mapping[int, float]]) -> list[dict[int, float]]:

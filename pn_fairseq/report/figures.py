@@ -159,7 +159,7 @@ def _legend(figure, handles: Mapping[str, object]) -> None:
     legend(figure, handles, columns=3 if max(map(len, handles)) < 25 else 1)
 
 
-def _sum_of_loss(systems: Mapping[str, Sequence[Subject]]) -> float:
+def sum_of_loss(systems: Mapping[str, Sequence[Subject]]) -> float:
     """The median of tokens times sample size of a batch: converts means of the mean loss to sums of the summed loss."""
     products = [run.series["tokens"] * run.series["sample_size"] for runs in systems.values() for run in runs]
     return float(np.median(np.concatenate(products)))
@@ -179,7 +179,7 @@ def _over_training(panels: Sequence[Sequence[str]]):
                 of_power = runs[0].series["running"].iloc[0] == "psi2"
                 groups[label] = _fifths(runs, f"{columns[-1 if of_power else 0]}_l2")
             of_loss = columns[0].startswith("g_")
-            factor = _sum_of_loss(systems) if of_loss else 1.0
+            factor = sum_of_loss(systems) if of_loss else 1.0
             medians = {
                 label: np.array(values) / factor
                 for column in columns

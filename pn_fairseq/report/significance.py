@@ -73,12 +73,12 @@ class Design:
     """The model of a family: which runs there are of the control and of the systems that are compared with it.
 
     Args:
-        runs: the system and the block of each run. Runs without a block share one block, such as the machine.
+        runs: the system and the block of each run. Where no block has two systems, give the machine as the block.
         control: the system that the others are compared with.
 
     Attributes:
         systems: the systems whose difference from the control can be estimated, in the order of ``runs``. A system
-            that shares no block with the control, and with no system that does, is not among them.
+            that no chain of shared blocks joins to the control is left out.
         runs: the number of runs.
         degrees: degrees of freedom of the noise's variance; 0 if nothing can be tested.
         errors: standard error of each difference, divided by the standard deviation of the noise.
@@ -115,7 +115,7 @@ class Design:
         return self._contrasts @ values, np.sqrt((residual**2).sum(axis=0) / self.degrees)
 
     def probability(self, bound: float) -> float:
-        """That no difference is more than ``bound`` standard errors from its true value."""
+        """The probability that no estimated difference is more than ``bound`` standard errors from its true value."""
         if len(self.systems) == 1:
             return float(1 - 2 * stats.t.sf(bound, self.degrees))
         bounds = np.full(len(self.systems), bound)
@@ -183,7 +183,7 @@ class Family:
     separate: dict[str, Interval]  # each holds with probability 95%: for a comparison that was planned before the runs
     deviation: float  # standard deviation of the noise
     design: Design
-    half_width: float  # the median of half the simultaneous intervals
+    half_width: float  # half the width of a simultaneous interval: the median over the systems
     detectable: float  # the difference that is found with probability POWER
     pairs: dict[str, dict[tuple, float]]  # of each system: (machine, seed) of the blocks that have both -> difference
 

@@ -20,6 +20,7 @@ _PLACES = {
     "common.tensorboard_logdir",
     "common.user_dir",
     "common.plasma_path",
+    "model.norm_probe",
 }
 
 #: How a run is logged and distributed. Shown where it differs, but two runs that differ by nothing else are of one
@@ -27,7 +28,7 @@ _PLACES = {
 _HOW = re.compile(
     r"distributed_training\.|bmuf\.|common\.(log_interval|log_format|cpu|no_progress_bar|all_gather_list_size)$"
     r"|dataset\.(num_workers|data_buffer_size|max_tokens|batch_size|max_tokens_valid|batch_size_valid)$|optimization\.update_freq$"
-    r"|model\.norm_(stats_interval|probe(_interval|_layers)?)$"
+    r"|model\.norm_(stats_interval|probe_(interval|layers))$"
 )
 
 #: Options of norms.

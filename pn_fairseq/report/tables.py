@@ -17,7 +17,7 @@ import pandas
 
 from pn_fairseq import __version__
 from pn_fairseq.common.command import say
-from pn_fairseq.common.files import read_settings, recorded
+from pn_fairseq.common.files import atomic_write, read_settings, recorded
 from pn_fairseq.common.published import PAPER, Row, Table, recognise
 from pn_fairseq.pipeline.scoring import METRICS, low_bleu, p_text
 from pn_fairseq.pipeline.training_log import TrainingLog
@@ -426,6 +426,8 @@ def build(
 ) -> tuple[str, list[str]]:
     """A report about runs as Markdown, and the names of its pictures, which are written into ``folder``.
 
+    The records of the learning curves are written next to them.
+
     Args:
         runs: as :func:`pn_fairseq.report.runs.read_runs` returns them.
         corpora: the runs that are known, by corpus.
@@ -436,17 +438,18 @@ def build(
         planned: (system, column of report.csv) of comparisons that were planned before the runs.
         settings: the template also shows them.
     """
-    curve_pictures, shown_corpora = [], []
+    curve_records, pictures, shown_corpora = [], 0, []
     for corpus in corpora:
         shown, commands = about(corpus, **settings), _commands(corpus.runs)
         compared = _compared(corpus, folder / f"{prefix}intervals-{len(shown_corpora) + 1}.png", planned)
-        progress("drawing learning curves")
         drawn, baselines = [], corpus.baselines()
         for labels in _together(corpus, baselines):
-            drawn.append(f"{prefix}curves-{len(curve_pictures) + len(drawn) + 1}.png")
-            logs = {label: [run.log for run in corpus.members(label) if run.log] for label in labels}
-            curves.plot(logs, folder / drawn[-1], {label: baselines[label] for label in labels if label in baselines})
-        curve_pictures += drawn
+            logs = {label: {run.name: run.log for run in corpus.members(label) if run.log} for label in labels}
+            picture = f"{prefix}curves-{pictures + 1}.png"
+            if rows := curves.records(picture, logs, baselines):
+                pictures += 1
+                curve_records += rows
+                drawn.append(picture)
         shown_corpora.append(
             shown
             | {
@@ -460,6 +463,10 @@ def build(
                 "lacking": [run.name for run in corpus.runs if run.name not in commands],
             }
         )
+    progress("drawing learning curves")
+    table = folder / f"{prefix}curves.csv"
+    with atomic_write(table, "w") as file:
+        pandas.DataFrame(curve_records, columns=curves.COLUMNS).to_csv(file, index=False)
     rendered = template(page).render(
         settings, version=__version__, runs=len(runs), corpora=shown_corpora, machines=_machines(runs),
         systems=sum(len(corpus.settings) for corpus in corpora),
@@ -478,4 +485,4 @@ def build(
         count=count, number=number,
     )  # fmt: skip
     interval_pictures = [shown["compared"]["picture"] for shown in shown_corpora if shown["compared"]["picture"]]
-    return re.sub(r"\n{3,}", "\n\n", rendered), curve_pictures + interval_pictures
+    return re.sub(r"\n{3,}", "\n\n", rendered), curves.draw(table) + interval_pictures

@@ -1,18 +1,16 @@
 """Commands in README.md, CONTRIBUTING.md and docs/ fit the commands that exist: names, options, variables, settings."""
 
-import contextlib
 import importlib
-import io
 import re
 import shlex
 from functools import cache
 
 import pytest
 
-from pn_fairseq.__main__ import VERBS, call
+from pn_fairseq.__main__ import VERBS
 from pn_fairseq.pipeline.reproduce import CORPORA
 
-from ..scripts_helpers import run
+from ..scripts_helpers import in_process, run, words_of
 from .pages import PAGES, ROOT, Command, block_commands, inline_commands, inline_options
 
 #: First words of commands that are not this project's. Their options are not checked.
@@ -49,17 +47,16 @@ def help_of(tool: str) -> str:
         path = ROOT / "scripts" / tool.removeprefix("scripts/")
         if not path.is_file():
             raise LookupError(f"there is no {tool}")
-        verb = re.search(r'/pn" (.+) "\$@"$', path.read_text("utf-8"), re.M)
-        return pn_help(verb[1]) if verb else run("bash", path, "--help").stdout
-    return pn_help(tool.removeprefix("pn").strip())
+        words = words_of(path.name)
+        return pn_help(*words) if words else run("bash", path, "--help").stdout
+    return pn_help(*tool.split()[1:])
 
 
-def pn_help(words: str) -> str:
-    with contextlib.redirect_stdout(io.StringIO()) as output, contextlib.suppress(SystemExit):
-        code = call([*words.split(), "--help"])
-        if code:
-            raise LookupError(f"there is no pn {words}")
-    return output.getvalue()
+def pn_help(*words: str) -> str:
+    result = in_process(*words, "--help")
+    if result.returncode:
+        raise LookupError(f"there is no pn {' '.join(words)}")
+    return result.stdout
 
 
 def fairseq_help(tool: str) -> str:

@@ -1,14 +1,17 @@
 """docs.tools.figures: what it records of runs is enough to draw the pictures again."""
 
+import re
+
 import numpy as np
 import pandas
 import torch
 
 from docs.tools import figures
-from pn_fairseq.report.figures import read_subject
+from pn_fairseq.report.figures import FIGURES, read_subject
 from pn_fairseq.report.runs import read_runs
 
 from ..report.test_figures import make_run
+from .pages import ROOT
 
 RUNNING = {"pn": "psi2", "pnv": "psi2", "pnv_ls": "psi2"}
 
@@ -39,3 +42,23 @@ def test_the_records_draw_the_pictures(tmp_path, monkeypatch):
     assert {file.stem for file in tmp_path.glob("*.png")} == pictures
     medians = pandas.read_csv(tmp_path / "medians.csv").set_index(["run", "norm", "quantity"])
     assert medians.loc["ln", "encoder.layers.0.self_attn_layer_norm", "mu_distance_l2"].tolist() == [15, 35, 55, 75, 95]
+
+
+def test_the_published_records_are_enough():
+    """Every picture has records of each run in each fifth of the training, and the tables are their medians."""
+    medians = figures.read("medians.csv").set_index(["run", "norm", "quantity"])
+    drawn = {f"figure-{number}{suffix}" for numbers, *_, suffix in figures.DRAWN for number in numbers}
+    assert {*re.findall(r"figures/(figure-[^)]+)\.png", (ROOT / "docs/figures.md").read_text())} == drawn | {"figure-5"}
+    assert figures.read("spectra.csv").shape == (128, len(figures.MODELS)) and (figures.read("spectra.csv") > 0).all(
+        None
+    )
+    for numbers, names, norm, _ in figures.DRAWN:
+        for subject in figures.subjects(names, norm) if 6 not in numbers else ():
+            assert all(FIGURES[number].shows(subject) for number in numbers)
+            (name,) = subject.series["norm"].unique()
+            by_fifth = subject.series.groupby("fifth").median(numeric_only=True)
+            for column in (
+                f"{kind}_l2" for kind in ("mu_distance", "sigma2_distance", "psi2_distance", "g_mu", "g_psi2")
+            ):
+                expected = medians.loc[(subject.run, name, column)].astype(float)
+                np.testing.assert_allclose(by_fifth[column], expected, rtol=1e-3)

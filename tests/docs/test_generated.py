@@ -1,13 +1,24 @@
-"""The computed tables of the documentation are what is computed now."""
+"""The computed parts of the documentation are what is computed now."""
 
 import pytest
 
-from docs.tools.generated import COMMAND, TABLES, block
+from docs.tools import figures, generated, masks, papers, results
 
 from .pages import ROOT
 
+COMMANDS = {
+    "python -m docs.tools.generated": generated.TABLES,
+    "python -m docs.tools.results": results.PAGES,
+    "python -m docs.tools.figures": figures.PAGES,
+    "python -m docs.tools.masks": masks.PAGES,
+    "python -m docs.tools.papers": papers.PAGES,
+}
 
-@pytest.mark.parametrize(("page", "name"), [(page, name) for page, tables in TABLES.items() for name in tables])
-def test_table_is_up_to_date(page, name):
-    found = block(page, name).findall((ROOT / "docs" / page).read_text("utf-8"))
-    assert found == [TABLES[page][name]()], f"docs/{page} differs: {COMMAND} writes it anew"
+
+@pytest.mark.parametrize(
+    ("command", "page", "name"),
+    [(command, page, name) for command, pages in COMMANDS.items() for page, parts in pages.items() for name in parts],
+)
+def test_part_is_up_to_date(command, page, name):
+    found = generated.block(name).findall((ROOT / "docs" / page).read_text("utf-8"))
+    assert found == [COMMANDS[command][page][name]()], f"docs/{page} differs: {command} writes it again"

@@ -7,16 +7,7 @@ import pytest
 from scipy import stats
 
 from docs.tools import papers, results
-from docs.tools.generated import block
 from pn_fairseq.report.significance import LOSS
-
-from .pages import ROOT
-
-
-@pytest.mark.parametrize(("page", "name"), [(page, name) for page, parts in papers.PAGES.items() for name in parts])
-def test_part_is_up_to_date(page, name):
-    found = block(page, name).findall((ROOT / "docs" / page).read_text("utf-8"))
-    assert found == [papers.PAGES[page][name]()], f"docs/{page} differs: python -m docs.tools.papers writes it again"
 
 
 def cells(text: str, first: str) -> list[str]:
@@ -73,3 +64,21 @@ def test_results_of_the_examples(folder):
         (training / "epochs.csv").write_text(f"epoch,validation accuracy,test accuracy\n{rows}")
     assert task("CIFAR-10, accuracy (PowerNorm, Figures 2, 3)") == "BN 40.00 (1)"
     assert task("MNIST, accuracy (AdaNorm)") == "BN 98.00 (1)"
+
+
+def test_placements_are_compared_with_pre(folder):
+    assert papers.placements().endswith("0 of 39 planned runs are finished.")
+    assert papers.placements("placements-deep").endswith("0 of 13 planned runs are finished.")
+    post = "ln+encoder_norm_placement=post+decoder_norm_placement=post"
+    rows = [
+        {"run": f"{name}_seed{seed}", "system": "label", "norm": "LN", "seed": seed, "machine": "M",
+         "compared with": "", "tokenized": score, LOSS: score / 10, "state": "complete", "problems": ""}
+        for name, scores in {"ln": (24.0, 24.6), post: (23.0, 23.4)}.items() for seed, score in enumerate(scores, 5)
+    ]  # fmt: skip
+    (folder / "placements").mkdir()
+    pandas.DataFrame(rows).to_csv(folder / "placements/report.csv", index=False)
+    text = papers.placements()
+    low, high = stats.ttest_rel((23.0, 23.4), (24.0, 24.6)).confidence_interval(0.95)
+    assert cells(text, "`post`")[3] == f"−1.10 ({low:+.2f} to {high:+.2f}) not resolved".replace("-", "−")
+    assert cells(text, "`sub`, PN in the encoder")[1] == "not finished"
+    assert text.endswith("4 of 39 planned runs are finished.")

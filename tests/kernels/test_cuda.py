@@ -1,6 +1,7 @@
 """Triton's kernels on a GPU: what only a GPU can show."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ pytest.importorskip("triton")
 
 from pn_fairseq import kernels
 from pn_fairseq.kernels import reference, triton_ops
-from pn_fairseq.norms import LayerScale, MaskedBatchNorm, PowerNorm, PowerNormV
+from pn_fairseq.norms import LayerScale, MaskedBatchNorm, PowerNorm, PowerNormV, build_norm
 
 from .triton_checks import EPS, Case, check_state, check_tokens
 
@@ -57,8 +58,21 @@ def test_state(channels):
     check_state(channels, "cuda", products=fault)
 
 
-def step(case: Case, centered: bool | None = None) -> list[torch.Tensor]:
-    """Everything that the operators of a training step give: PN's, or BN's (``centered``) or PN-V's."""
+def step_of_tokens(case: Case) -> list[torch.Tensor]:
+    """Everything that the operators of GN and Derf give."""
+    vectors, scalars = (case.weight, case.bias), (case.moment[:1], case.nu[:1], True)
+    y, stats = triton_ops.standardize(case.x, *vectors, case.groups, True, 1.0, EPS, 0.0, 0.0, 1.0, 0.0)
+    rest = case.groups, 1.0, 0.0, True, True, True
+    gradients = triton_ops.standardize_gradient(case.dy, case.x, case.weight, stats, *rest)
+    squashed = triton_ops.squash(case.x, *vectors, *scalars)
+    return [y, stats, *gradients, squashed, *triton_ops.squash_gradient(case.dy, case.x, case.weight, *scalars)]
+
+
+def step(case: Case, norm: str) -> list[torch.Tensor]:
+    """Everything that the operators of a training step give."""
+    if norm == "tokens":
+        return step_of_tokens(case)
+    centered = {"pn": None, "pn-v": False, "bn": True}[norm]
     rest = case.groups, EPS
     vectors = case.weight, case.bias
     count = torch.tensor(3, device=case.device)
@@ -80,31 +94,32 @@ def step(case: Case, centered: bool | None = None) -> list[torch.Tensor]:
     return [*forward, y, *sums, dx, *state]
 
 
-@pytest.mark.parametrize("centered", [None, False, True], ids=["pn", "pn-v", "bn"])
-def test_deterministic(centered):
+@pytest.mark.parametrize("norm", ["pn", "pn-v", "bn", "tokens"])
+def test_deterministic(norm):
     case = Case((2**15, 1024), 16, torch.bfloat16, device="cuda")
-    first = step(case, centered)
+    first = step(case, norm)
     for _ in range(50):
-        assert all(torch.equal(one, other) for one, other in zip(first, step(case, centered), strict=True))
+        assert all(torch.equal(one, other) for one, other in zip(first, step(case, norm), strict=True))
 
 
-def test_every_element_is_written():
+@pytest.mark.parametrize("norm", ["pn", "tokens"])
+def test_every_element_is_written(norm):
     """Memory that results are given is full of NaN beforehand."""
     case = Case((4087, 513), 3, device="cuda")
-    expected = step(case)
+    expected = step(case, norm)
     junk = [torch.full((size,), math.nan, device="cuda") for size in (1, 1, 600, 600, 1200, 1200, 2**18, 2**28)]
     del junk
-    assert all(torch.equal(one, other) for one, other in zip(expected, step(case), strict=True))
+    assert all(torch.equal(one, other) for one, other in zip(expected, step(case, norm), strict=True))
 
 
 def test_two_streams():
     case = Case((2**15, 512), 4, device="cuda")
-    expected = step(case)
+    expected = step(case, "pn")
     torch.cuda.synchronize()
     streams, found = [torch.cuda.Stream() for _ in range(2)], []
     for turn in range(20):
         with torch.cuda.stream(streams[turn % 2]):
-            found.append(step(case))
+            found.append(step(case, "pn"))
     torch.cuda.synchronize()
     assert all(torch.equal(one, other) for results in found for one, other in zip(expected, results, strict=True))
 
@@ -137,6 +152,10 @@ NORMS = {
     "pn-v": lambda: PowerNormV(512, layer_scale_groups=4),
     "bn": lambda: MaskedBatchNorm(512),
     "layer-scale": lambda: LayerScale(512, 4),
+    **{
+        name: partial(build_norm, name, 512, groups=4)
+        for name in ("layer-simple", "ada", "scale", "group", "dyt", "derf")
+    },
 }
 
 

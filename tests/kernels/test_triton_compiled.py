@@ -86,7 +86,7 @@ def empty(*shape, dtype=torch.float32):
 def train(
     norm: str, rows: int, channels: int, groups: int, dtype, masked: bool, parameters=torch.float32, turned=False
 ) -> None:
-    """The operators of a training step of PN after the warm-up (``pn``), of PN-V (``pn-v``) or of BN (``bn``).
+    """The operators of a training step of PN after the warm-up (``pn``), PN-V (``pn-v``), BN, GN, AdaNorm, DyT or Derf.
 
     ``parameters``: the type of weight and bias; None: there are none. ``turned``: x is (T, B, C) of (B, T, C).
     """
@@ -102,6 +102,15 @@ def train(
         _, _, products = triton_ops.gradient(*arguments)
         arguments = vector, vector, count, batch, vector, products, tokens, 1e-5, 0, 0.9, 0.9
         triton_ops.power_update(*arguments)
+    elif norm in ("gn", "ada"):
+        curve = (1.0, 0.0) if norm == "gn" else (2.0, -0.2)
+        _, stats = triton_ops.standardize(x, weight, bias, max(groups, 1), True, 1.0, 1e-5, 0.0, 0.0, *curve)
+        arguments = weight, stats, max(groups, 1), *curve, True, True, weight is not None
+        triton_ops.standardize_gradient(x, x, *arguments)
+    elif norm in ("dyt", "derf"):
+        arguments = empty(1), empty(1) if norm == "derf" else None, norm == "derf"
+        triton_ops.squash(x, weight, bias, *arguments)
+        triton_ops.squash_gradient(x, x, weight, *arguments)
     else:
         inv_rms, mean, moment, tokens = triton_ops.moments(x, padding, *rest, norm == "bn")
         running_mean, mean, offset = (vector, mean, moment) if norm == "bn" else (None, None, None)
@@ -137,21 +146,25 @@ def widest(kernel) -> dict[str, int]:
     return found
 
 
+#: What a training step launches.
+LAUNCHES = {
+    "pn": ["norm_forward", "finish_moments", "norm_backward", "finish_gradient_sums", "power_update"],
+    "gn": ["standardize", "standardize_gradient", "finish_gradient_sums"],
+    "derf": ["squash", "squash_gradient", "finish_gradient_sums"],
+}
+
+
 @pytest.mark.parametrize("turned", [False, True], ids=["contiguous", "transposed"])
 @pytest.mark.parametrize(("capability", "dtype"), [(80, torch.float16), (90, torch.bfloat16)], ids=str)
-def test_a_step_of_pn_compiles_to_wide_accesses_without_spills(capability, dtype, turned):
+@pytest.mark.parametrize("norm", LAUNCHES)
+def test_a_step_compiles_to_wide_accesses_without_spills(norm, capability, dtype, turned):
     with compiling(capability) as compiled:
-        train("pn", 4096, 512, 4, dtype, masked=True, turned=turned)
-    assert [name for name, *_ in compiled] == [
-        "norm_forward",
-        "finish_moments",
-        "norm_backward",
-        "finish_gradient_sums",
-        "power_update",
-    ]
+        train(norm, 4096, 512, 4, dtype, masked=True, turned=turned)
+    assert [name for name, *_ in compiled] == LAUNCHES[norm]
     check_resources(compiled)
-    for number in (0, 2):
-        assert widest(compiled[number][2]) == {"ld": 16, "st": 16}
+    for name, _, kernel in compiled:
+        if not name.startswith("finish") and name != "power_update":  # those read vectors
+            assert widest(kernel) == {"ld": 16, "st": 16}, name
 
 
 def pairwise(**factors) -> list[dict]:
@@ -168,10 +181,12 @@ def pairwise(**factors) -> list[dict]:
     return [dict(zip(factors, values, strict=True)) for values in chosen]
 
 
+NORMS = ("pn", "pn-v", "bn", "gn", "ada", "dyt", "derf")
+
 MATRIX = pairwise(
     shape=SHAPES,
     dtype=(torch.float32, torch.float16, torch.bfloat16, torch.float64),
-    norm=("pn", "pn-v", "bn"),
+    norm=NORMS,
     capability=(80, 90),
     masked=(True, False),
     parameters=(torch.float32, torch.bfloat16, None),
@@ -191,7 +206,7 @@ def main(capabilities: list[int]) -> None:
     print(
         "sm  dtype     rows x channels / groups  norm  kernel                grid     warps  registers  stack  shared"
     )
-    cases = product(capabilities, (torch.float32, torch.bfloat16), SHAPES, ("pn", "pn-v", "bn"))
+    cases = product(capabilities, (torch.float32, torch.bfloat16), SHAPES, NORMS)
     for capability, dtype, shape, norm in cases:
         with compiling(capability) as compiled:
             train(norm, *shape, dtype, masked=True)

@@ -68,15 +68,24 @@ def assert_close(actual: Tensor, expected: Tensor, what: str, terms: float = 0.0
     assert (error[finite] <= 0).all(), f"{what}: off by {largest(error):.2e} more than {allowed.max():.2e}"
 
 
-def check(name: str, *args, terms: float = 0.0, tolerance: float | None = None) -> tuple[Tensor, ...]:
-    """Call an operator, and compare its results and their types with the reference's."""
-    results = getattr(triton_ops, name)(*args)
+def check(
+    name: str, *args, terms: float | tuple[float, ...] = 0.0, tolerance: float | None = None
+) -> tuple[Tensor, ...]:
+    """Call an operator, and compare its results and their types with the reference's; ``terms`` of all, or of each."""
     reference = kernels.OPERATORS[name]
     wide = [arg.double() if isinstance(arg, Tensor) and arg.is_floating_point() else arg for arg in args]
-    for number, (one, other) in enumerate(zip(results, reference(*wide), strict=True)):
-        assert_close(one, other, f"{name}, result {number}", terms, tolerance)
+
+    def call(function, given) -> tuple[Tensor, ...]:
+        found = function(*given)
+        return (found,) if isinstance(found, Tensor) else found
+
+    results = call(getattr(triton_ops, name), args)
+    expected, types = call(reference, wide), call(reference, args)
+    each = terms if isinstance(terms, tuple) else (terms,) * len(results)
+    for number, (one, other, added) in enumerate(zip(results, expected, each, strict=True)):
+        assert_close(one, other, f"{name}, result {number}", added, tolerance)
         assert one.is_contiguous(), f"{name}, result {number}"
-    assert [one.dtype for one in results] == [other.dtype for other in reference(*args)], name
+    assert [one.dtype for one in results] == [other.dtype for other in types], name
     return results
 
 
@@ -97,6 +106,32 @@ def check_tokens(case: Case) -> None:
     arguments = dy, x, padding, weight, mean, moment, case.nu, case.offset, inv_rms, *rest, False  # BN
     check("gradient", *arguments, terms=steep)
     check("gradient", dy, x, None, *[None] * 5, inv_rms, *rest, False, terms=steep)  # only layer-scale
+    check_tokens_by_themselves(case)
+
+
+#: Of ``standardize``, and of its gradient: which norm, the divisor, the curve, what the gradient goes through.
+PER_TOKEN = {
+    "gn": ((True, 1.0, EPS, 0.0, 0.0), (1.0, 0.0), (True, True)),
+    "ada": ((True, 1.25, 0.0, 1e-3, 0.0), (2.0, -0.2), (False, True)),
+    "sn": ((False, 12.0, 0.0, 0.0, 6.0), (1.0, 0.0), (True, False)),  # some tokens are below the bound
+}
+
+
+def check_tokens_by_themselves(case: Case) -> None:
+    """The operators of norms without statistics of the batch, with and without what may be left out."""
+    x, dy, weight, groups = case.x, case.dy, case.weight, max(case.groups, 1)
+    total = 4 * largest(dy) * max(len(x), 1) ** 0.5
+    for name, (divisor, curve, through) in PER_TOKEN.items():
+        sums = name != "ada"
+        given = (weight, case.bias) if sums else (None, None)
+        _, stats = check("standardize", x, *given, groups, *divisor, *curve)
+        arguments = dy, x, given[0], stats, groups, *curve, *through, sums
+        check("standardize_gradient", *arguments, terms=(4 * largest(dy) * largest(stats[1]), total))
+    for erf, shift in ((True, case.nu[:1]), (False, None)):
+        scalars = case.moment[:1], shift, erf
+        check("squash", x, weight, case.bias, *scalars)
+        of_all = 4 * float((dy.double() * x.double()).norm())
+        check("squash_gradient", dy, x, weight, *scalars, terms=(0.0, total, of_all))
 
 
 def check_state(channels: int, device: str = "cpu", **changed) -> None:

@@ -7,7 +7,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import time
 import warnings
 from collections.abc import Iterator
@@ -19,7 +18,7 @@ import torch
 from pn_fairseq.pipeline.data.binarize import MAGIC
 from pn_fairseq.pipeline.generate import main
 
-from ..scripts_helpers import ROOT, SCRIPTS, cut_corpus, environment, prepare, run
+from ..scripts_helpers import ROOT, SCRIPTS, assert_refused, cut_corpus, environment, prepare, run
 
 SENTENCES = 37
 
@@ -110,13 +109,11 @@ def refused(capsys, code: int, *needles: str) -> None:
     assert all(needle in lines[0] for needle in needles), lines
 
 
-def test_the_result_does_not_depend_on_the_number_of_processes(untrained, data, tmp_path, capsys, monkeypatch):
+def test_the_result_does_not_depend_on_the_number_of_processes(untrained, data, tmp_path):
     outputs = [tmp_path / f"by {count}" for count in (1, 2)]
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     for count, output in enumerate(outputs, start=1):
-        monkeypatch.setenv("NPROC", str(count))
-        assert call("--run", untrained, "--batch-size", 8, "--output", f"{output}/") == 0
-        messages = capsys.readouterr().err
+        words = ("--run", untrained, "--batch-size", 8, "--output", f"{output}/")
+        messages = run("pn", "generate", *words, CUDA_VISIBLE_DEVICES="", NPROC=str(count)).stderr
         assert f"processes on the CPU: {count}" in messages and f"{SENTENCES} hypotheses" in messages
         assert {path.name for path in output.iterdir()} == {"hyp.tok", "ref.tok", "src.tok", "generate.log", "made.txt"}
         # Each process translated a part.
@@ -146,28 +143,25 @@ class Moved(PowerNormV):
 """
 
 
-def test_the_file_of_a_norm_that_was_moved(data, tmp_path, capsys):
+def test_the_file_of_a_norm_that_was_moved(data, tmp_path):
     """generate, average and fold name the option, and take the file where it is now; what they write names it, too."""
-    from pn_fairseq.pipeline import average, fold
-
     old, new, checkpoint = tmp_path / "old.py", tmp_path / "new.py", tmp_path / "run/checkpoints/averaged.pt"
     old.write_text(MOVED)
-    # In a process of its own: this one must not know the norm.
+    # In processes of their own: this one must not know the norm.
     flags = ("--norm-module", str(old), "--encoder-norm", "moved")
     code = f"from tests.pipeline.test_generate import *; untrained_checkpoint(Path({str(data)!r}), "
-    run(sys.executable, "-c", f"{code}Path({str(checkpoint)!r}), *{flags})", cwd=ROOT)
+    run("warm-python", "-c", f"{code}Path({str(checkpoint)!r}), *{flags})", cwd=ROOT)
     old.rename(new)
-    folder, moved = make_run(tmp_path / "run", data), ("--norm-module", str(new))
-    refused(capsys, call("--run", folder), f"norm module '{old}' is not a file", "--norm-module FILE")
-    assert fold.main([str(checkpoint), str(tmp_path / "folded.pt")]) == 2
-    assert "--norm-module FILE" in capsys.readouterr().err
-    assert call("--run", folder, *moved) == 0
-    assert fold.main([str(checkpoint), str(tmp_path / "folded.pt"), *moved]) == 0
-    for options in ((), ("--recalibrate", str(data / "bin"), "--batches", "1")):
-        output = str(tmp_path / "averaged.pt")
-        assert average.main(["--inputs", str(checkpoint), "--output", output, *moved, *options]) == 0
+    folder, moved = make_run(tmp_path / "run", data), ("--norm-module", new)
+    decode, fold = ("pn", "generate", "--run", folder), ("pn", "fold", checkpoint, tmp_path / "folded.pt")
+    assert_refused(run(*decode, check=False), f"norm module '{old}' is not a file", "--norm-module FILE")
+    assert_refused(run(*fold, check=False), "--norm-module FILE")
+    run(*decode, *moved)
+    run(*fold, *moved)
+    for options in ((), ("--recalibrate", data / "bin", "--batches", 1)):
+        run("pn", "average", "--inputs", checkpoint, "--output", tmp_path / "averaged.pt", *moved, *options)
     for name in ("folded.pt", "averaged.pt"):  # (test_fold.py compares what folded models compute)
-        assert call("--run", folder, "--checkpoint", tmp_path / name) == 0
+        run(*decode, "--checkpoint", tmp_path / name)
 
 
 @pytest.mark.slow
@@ -463,7 +457,7 @@ def test_checkpoints_that_are_there_are_named(place, capsys):
     refused(capsys, generate(place), "no checkpoint", "pn average", "has checkpoint_best.pt (--checkpoint FILE)")
 
 
-def test_weights_that_do_not_fit_are_named(untrained, data, tmp_path, capsys):
+def test_weights_that_do_not_fit_are_named(untrained, tmp_path):
     """Of another vocabulary, with another width, without a weight; and plain fairseq-generate on the same files."""
     state = torch.load(untrained / "checkpoints/averaged.pt", weights_only=False)
     model, cases = state["model"], tmp_path / "checkpoints"
@@ -478,9 +472,8 @@ def test_weights_that_do_not_fit_are_named(untrained, data, tmp_path, capsys):
     ):
         path = cases / f"{name}.pt"
         torch.save({**state, "model": weights}, path)
-        refused(
-            capsys, call("--run", untrained, "--checkpoint", path, "--output", tmp_path / name), path.name, *needles
-        )
+        words = ("--run", untrained, "--checkpoint", path, "--output", tmp_path / name)
+        assert_refused(run("pn", "generate", *words, check=False), path.name, *needles)
         assert not (tmp_path / name).exists()
 
 

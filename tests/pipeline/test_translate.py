@@ -9,7 +9,7 @@ import pytest
 from pn_fairseq.common.files import recorded
 from pn_fairseq.pipeline.translate import main
 
-from ..scripts_helpers import SCRIPTS, environment
+from ..scripts_helpers import SCRIPTS, environment, run
 from .test_generate import make_run, untrained_checkpoint
 
 pytest.importorskip("pn_fairseq.pipeline.data.tokens")
@@ -27,15 +27,14 @@ def untrained(data, tmp_path_factory):
 
 def test_the_test_set_becomes_what_generate_makes_of_it(untrained, data, tmp_path):
     """The same hypotheses, detokenized; an empty line stays empty, and as many lines come out as go in."""
-    from pn_fairseq.pipeline import generate
     from pn_fairseq.pipeline.scoring import detokenize
 
-    assert generate.main(["--run", str(untrained), *SHORT]) == 0
+    run("pn", "generate", "--run", untrained, *SHORT)
     hypotheses = (untrained / "generate/test/hyp.tok").read_text("utf-8").splitlines()
     text = (data / "raw/test.es").read_text("utf-8").splitlines()
     source, output = tmp_path / "text", tmp_path / "translation"
     source.write_text("\n".join(["", *text[:20], "", *text[20:]]), encoding="utf-8")
-    assert main(["--run", str(untrained), "--input", str(source), "--output", str(output), *SHORT]) == 0
+    run("pn", "translate", "--run", untrained, "--input", source, "--output", output, *SHORT)
     plain = detokenize(hypotheses, "en")
     assert output.read_text("utf-8") == "".join(f"{line}\n" for line in ["", *plain[:20], "", *plain[20:]])
 

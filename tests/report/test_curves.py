@@ -1,8 +1,10 @@
 """Learning curves: what is drawn and what is left out."""
 
 import numpy
+import pandas
 
 from pn_fairseq.pipeline.training_log import TrainingLog
+from pn_fairseq.report import curves
 from pn_fairseq.report.curves import difference, on_one_grid, plot, style
 
 
@@ -53,3 +55,19 @@ def test_no_two_of_a_picture_have_the_same_colour():
     """LN of two models and five systems: more are never together (``_OF_A_PICTURE``)."""
     colours = [style(number)["color"] for number in range(7)]
     assert len(set(colours)) == 7
+
+
+def test_the_records_draw_the_pictures(tmp_path, monkeypatch):
+    """What is drawn from the file is what was logged, to the bit: infinities, NaN, and updates without some loss."""
+    logs = [TrainingLog({10: 9.5, 20: 1 / 3}, {10: 9.0, 20: float("inf")}, {20: 4.0 + run, 30: 3.0}) for run in (0, 1)]
+    faulty = TrainingLog({}, {10: float("nan"), 20: 2.5}, {})
+    rows = curves.records("a.png", {"LN": {"ln 1": logs[0], "ln 2": logs[1]}, "PN, x": {"p": faulty}}, {"PN, x": "LN"})
+    rows += curves.records("b.png", {"LN": {"ln 1": logs[0]}, "not begun": {"n": TrainingLog()}}, {"not begun": "LN"})
+    pandas.DataFrame(rows, columns=curves.COLUMNS).to_csv(tmp_path / "curves.csv", index=False)
+    drawn = []
+    monkeypatch.setattr(curves, "plot", lambda *arguments: drawn.append(arguments))
+    assert curves.draw(tmp_path / "curves.csv") == ["a.png", "b.png"]
+    (first, picture, baselines), (second, _, none) = drawn
+    assert first["LN"] == logs and second == {"LN": logs[:1]} and list(first) == ["LN", "PN, x"]
+    assert str(first["PN, x"]) == f"[{faulty}]" and picture == tmp_path / "a.png"
+    assert (baselines, none) == ({"PN, x": "LN"}, {})

@@ -10,13 +10,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from unittest import mock
 
 import pytest
 
 from pn_fairseq.common.published import LM_TABLES, PAPER
 from pn_fairseq.pipeline import reproduce, train
 
+from .. import scripts_helpers
 from ..scripts_helpers import ROOT, SCRIPTS, assert_refused, environment, script
 
 CORPORA = {
@@ -41,13 +41,7 @@ def unchecked(monkeypatch):
 
 def in_process(name: str, *arguments, **environ) -> subprocess.CompletedProcess:
     """pn reproduce NAME in this process."""
-    out, err = io.StringIO(), io.TextIOWrapper(io.BytesIO(), write_through=True)
-    with mock.patch.dict(os.environ, environ), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        try:
-            code = reproduce.main([name, *map(str, arguments)])
-        except SystemExit as end:
-            code = end.code
-    return subprocess.CompletedProcess(name, code, out.getvalue(), err.buffer.getvalue().decode())
+    return scripts_helpers.in_process("reproduce", name, *arguments, **environ)
 
 
 def dry_run(name: str, *arguments, **environ) -> list[str]:
