@@ -181,7 +181,8 @@ def _bleu(table: str) -> str:
 def _perplexity(corpus: str) -> str:
     own = corpus in LM_OTHERS
     rows = {label: test for label, (_, test) in LM_PAPER[corpus].items() if own or "*" in label}
-    return ", ".join(f"{label.partition(' *')[0].removeprefix('core-1 + ')} {test}" for label, test in rows.items())
+    names = {label: label.partition(" *")[0].removeprefix("core-1 + ") for label in rows}
+    return ", ".join(f"{names[label]} {test:.{1 + own}f}" for label, test in rows.items())
 
 
 NOT_YET = "not yet"
