@@ -110,11 +110,11 @@ class Contestant:
 
 
 class Gathered(nn.Module):
-    """``BatchNorm1d`` on the real tokens; padding is copied."""
+    """``BatchNorm1d``, or another norm of rows, on the real tokens; padding is copied."""
 
-    def __init__(self, channels: int):
+    def __init__(self, channels: int, norm: Callable[[int], nn.Module] = nn.BatchNorm1d):
         super().__init__()
-        self.norm = nn.BatchNorm1d(channels)
+        self.norm = norm(channels)
 
     def forward(self, x: Tensor, padding_mask: Tensor | None) -> Tensor:
         if padding_mask is None:

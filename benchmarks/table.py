@@ -1,7 +1,7 @@
 """The rows of :mod:`benchmarks.norms` as tables, as a picture, and compared with this project's targets."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import pandas
@@ -69,7 +69,7 @@ def text(rows: list[dict]) -> str:
     )
 
 
-def _markdown(header: Sequence[str], lines: Iterable[Sequence[str]], align: str = "---:") -> str:
+def markdown_table(header: Sequence[str], lines: Iterable[Sequence[str]], align: str = "---:") -> str:
     """A table with its first column aligned left, the others as ``align``."""
     rows = [header, ["---"] + [align] * (len(header) - 1), *lines]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
@@ -83,9 +83,9 @@ def markdown(rows: list[dict]) -> str:
     found = []
     for title, column in tables.items():
         wide = shown[column].unstack("setting").reindex(names)[list(settings)].fillna("")
-        found.append(_markdown([title, *settings], wide.reset_index().values.tolist()))
+        found.append(markdown_table([title, *settings], wide.reset_index().values.tolist()))
     costs = shown.loc[settings[0], ["peak memory, ratio", "kernels", "bytes / bytes of x"]].reset_index()
-    found.append(_markdown([settings[0], *costs.columns[1:]], costs.values.tolist()))
+    found.append(markdown_table([settings[0], *costs.columns[1:]], costs.values.tolist()))
     return "\n\n".join(found)
 
 
@@ -132,6 +132,29 @@ def draw(rows: list[dict], output: Path) -> None:
         axis.set_visible(False)
     with atomic_write(output) as file:
         figure.savefig(file, dpi=130, format=output.suffix[1:])
+    pyplot.close(figure)
+
+
+def draw_points(panels: Mapping[str, Mapping[str, pandas.Series]], output: Path) -> None:
+    """Panels side by side, by their titles; in each a row for each name in the series, and a marker for each series."""
+    pyplot = headless_pyplot()
+    most = max([len(values) for found in panels.values() for values in found.values()], default=1)
+    size = (5 * len(panels), 2.5 + 0.26 * most)
+    figure, axes = pyplot.subplots(1, len(panels), figsize=size, constrained_layout=True)
+    for axis, (title, found) in zip(axes, panels.items(), strict=True):
+        names = dict.fromkeys(name for values in found.values() for name in values.index)
+        places = {name: -place for place, name in enumerate(names)}
+        for marker, (label, values) in zip("osD^v<>P", found.items(), strict=False):
+            axis.plot(values, [places[name] for name in values.index], marker, label=label, alpha=0.7)
+        axis.set_yticks(list(places.values()), list(places), fontsize=9)
+        spread = max((values.max() / max(values.min(), 1e-3) for values in found.values()), default=1)
+        axis.set(xlabel=title, xscale="log" if spread > 20 else "linear")
+        axis.axvline(1.0, color="black", linewidth=0.9, linestyle=(0, (4, 2)))
+        axis.grid(alpha=0.3)
+        if found:
+            axis.legend(fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)
+    with atomic_write(output) as file:
+        figure.savefig(file, dpi=110, format=output.suffix[1:])
     pyplot.close(figure)
 
 
@@ -190,6 +213,6 @@ def targets(rows: list[dict], device: str, implementation: str) -> str:
             measured = ", ".join(f"{shape}: {text}" for shape, text in zip(own["shape"], texts, strict=True))
             reached = (own[column] <= limit if bound == "at most" else own[column] >= limit).all()
             lines.append([title, f"{bound} {limit:g}", setting_of, measured, "yes" if reached else "no"])
-    return _markdown(
+    return markdown_table(
         [f"PN ({implementation}), forward + backward", "target", "setting", "measured", "reached"], lines, "---"
     )

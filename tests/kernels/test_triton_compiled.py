@@ -23,6 +23,8 @@ nvidia = pytest.importorskip("triton.backends.nvidia")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime import JITFunction, driver  # noqa: E402
 
+import pn_fairseq.norms  # noqa: E402, F401 (defines operators)
+from pn_fairseq import kernels  # noqa: E402
 from pn_fairseq.kernels import triton_kernels, triton_ops  # noqa: E402
 
 if triton_ops.INTERPRETED:
@@ -144,6 +146,11 @@ def widest(kernel) -> dict[str, int]:
     for kind, vector, bits in re.findall(r"\b(ld|st)\.global[.\w:]*?(?:\.v(\d))?\.b(\d+)", kernel.asm["ptx"]):
         found[kind] = max(found[kind], int(vector or 1) * int(bits) // 8)
     return found
+
+
+def test_every_operator_has_its_kernels():
+    """Without them a GPU would compute it by plain PyTorch, in silence."""
+    assert set(kernels.OPERATORS) <= set(vars(triton_ops))
 
 
 #: What a training step launches.
