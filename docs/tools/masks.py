@@ -195,7 +195,10 @@ def answer() -> str:
         else:
             text = "no seed is finished with and without the mask"
         lines.append(f"- **{where}:** {text}.")
-    total = len(lines)
+    total, decoded = len(lines), read("changed.csv")
+    if len(decoded):
+        amount = f"{decoded['changed'].sum():,} of {decoded['sentences'].sum():,} translations"
+        lines.append(f"- **Decoding:** {amount} ({len(decoded)} runs) depend on the batch that they are decoded in.")
     if not tested:
         first = f"**None of the {total} planned comparisons is tested yet: that needs two seeds or more.**"
     elif found:

@@ -73,6 +73,7 @@ def test_differences_have_the_noise_of_all_systems(place):
     assert "- **PN, random batches, tokenized BLEU:** +1.00 with seed 5: not tested" in text
     assert "**In 1 of 2 tested comparisons the interval excludes 0:** PN, batches by length, tokenized BLEU." in text
     assert "6 of the 8 planned comparisons are not tested yet." in text  # the losses have no spread over seeds
+    assert "- **Decoding:** 115 of 20,000 translations (20 runs) depend" in text  # 5 systems of 5 + 6 + 7, and of 5
     assert "20 of 30 planned runs are finished" in masks.missing()
     assert "- random batches, seed 6: `ln`, `bn`" in masks.missing() and "length" not in masks.missing()
     assert re.search(r"\| PN without the mask +\| 3 +\|", masks.table())
