@@ -323,7 +323,7 @@ class Progress(logging.Handler):
 
     def __init__(self, total: int):
         super().__init__(logging.INFO)
-        self.total, self.train, self.valid, self.shown = total, "", "", 0.0
+        self.total, self.valid, self.shown = total, "", 0.0
 
     def emit(self, record: logging.LogRecord) -> None:
         text = record.getMessage()

@@ -38,6 +38,7 @@ def test_tokens_per_update_are_kept_on_any_number_of_ranks():
                 if tokens % (ranks * cap) == 0:
                     assert batches.max_tokens == cap
     assert spread(4, 400, 4) == Batches(4, 1, 1, 4), "the least that there can be"
+    assert str(Batches(2, 3, 5, 32)) == "2 ranks x 5 tokens x update-freq 3 = 30 of 32 tokens per update"
     with pytest.raises(UserError, match="too few"):
         spread(3, 400, 4)
 

@@ -501,11 +501,13 @@ def test_progress_in_a_log_is_a_line_every_so_often(capsys, monkeypatch):
     log(handler, VALID)
     log(handler, "Loaded checkpoint /a/b/checkpoint_last.pt (epoch 3 @ 40 updates)")
     log(handler, "{'cfg': 1}")
+    log(handler, "Stopping training due to num_updates: 60 >= max_update: 60")
     handler.close()
     line = "[train] update 50 of 1600, loss 7.123, 8123 tokens/s, 12.9 minutes left"
     assert capsys.readouterr().err.splitlines() == [
         *(line, line, "[train] update 60, validation 6.541 bits per token"),
         "[train] resuming from checkpoint_last.pt, update 40",
+        "[train] Stopping training due to num_updates: 60 >= max_update: 60",
     ]
 
 

@@ -45,8 +45,7 @@ def test_a_script_calls_its_checkout_from_any_folder(tmp_path):
     other = {"CDPATH": str(tmp_path), "VENV": "/nowhere"}
     usage = run("bash", tmp_path / "link.sh", "--help", cwd=tmp_path, **other).stdout
     assert usage == script("score.sh", "--help").stdout
-    info = run(SCRIPTS / "pn", "info", cwd=tmp_path, **other).stdout
-    assert f"folder for --user-dir: {ROOT / 'pn_fairseq'}\n" in info
+    assert run(SCRIPTS / "pn", "--user-dir", cwd=tmp_path, **other).stdout == f"{ROOT / 'pn_fairseq'}\n"
 
 
 def test_every_wrapper_is_one_line():
