@@ -73,9 +73,9 @@ def loss_and_gradients(model: nn.Module, criterion, batch: dict) -> tuple[float,
     model = copy.deepcopy(model)
     torch.manual_seed(1)  # of noisy BN
     loss, tokens, _ = criterion(model, batch)
-    (loss / tokens).backward()
-    found = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
-    return float(loss.detach() / tokens), found
+    loss.backward()  # of the sum, as in training: PN's nu in the checkpoint has its scale
+    gradients = {name: p.grad / tokens for name, p in model.named_parameters() if p.grad is not None}
+    return float(loss.detach() / tokens), gradients
 
 
 def flat(tensors: dict[str, Tensor]) -> Tensor:

@@ -285,7 +285,7 @@ def missing() -> str:
     for part in experiments.masks().parts:
         kind = part.folder.removeprefix("masks_")
         names = {norm: f"{norm}_seed{part.seed}" for norm in part.norms.split()}
-        done = set(runs_of(kind)["run"])
+        done = set(runs_of(kind).dropna(subset=["tokenized"])["run"])
         finished, amount = finished + len(done & {*names.values()}), amount + len(names)
         if absent := [f"`{norm}`" for norm, name in names.items() if name not in done]:
             lines.append(f"- {KINDS[kind]}, seed {part.seed}: {', '.join(absent)}.")
