@@ -140,7 +140,7 @@ def draw(steps: pandas.DataFrame, layers: pandas.DataFrame, file: Path) -> None:
     for axis, column in zip(axes, panels, strict=False):
         axis.set(title=column, xscale="log", xlabel="relative step")
     axes[2].set(yscale="log")
-    axes[3].set(title="gradient of a layer after\nthe layers before it moved", xlabel="cosine")
+    axes[3].set(title="gradient of a layer:\nothers before it moved", xlabel="cosine")
     axes[3].invert_yaxis()
     axes[0].legend(fontsize="small")
     figure.savefig(file, dpi=130)

@@ -39,6 +39,8 @@ def help_of(tool: str) -> str:
     if tool.startswith(("python -m benchmarks.", "python -m docs.tools.")):
         module = tool.removeprefix("python -m ").replace(".", "/")
         return (ROOT / f"{module}.py").read_text("utf-8")  # names its options
+    if tool.startswith("python examples/"):
+        return (ROOT / tool.removeprefix("python ")).read_text("utf-8")
     if tool in ("fairseq-train", "fairseq-generate"):
         return fairseq_help(tool)
     if tool == "fairseq-hydra-train":
@@ -101,6 +103,8 @@ def ours(command: Command) -> tuple[str, list[str]] | None:
         return " ".join(words[:verb]), words[verb:]
     if words[:2] == ["python", "-m"]:
         return " ".join(words[:3]), words[3:]
+    if words[0] == "python" and words[1].startswith("examples/"):
+        return " ".join(words[:2]), words[2:]
     return words[0], words[1:]
 
 

@@ -43,6 +43,21 @@ def test_the_smoothness_of_a_quadratic_function_is_its_curvature():
         assert row["loss change"] == pytest.approx(((1 - rho) ** 2 - 1) * row["loss"], rel=1e-3)
 
 
+def test_the_loss_is_summed_in_the_backward_pass():
+    """As in training: PN subtracts its nu, which has the scale of the summed loss."""
+    scales = []
+
+    def hooked(model, beta):
+        loss, tokens, log = criterion(model, beta)
+        loss.register_hook(lambda gradient: scales.append(float(gradient)))
+        return loss, tokens, log
+
+    model = Quadratic()
+    _, gradients = smoothness.loss_and_gradients(model, hooked, 2.0)
+    assert scales == [1.0]
+    torch.testing.assert_close(gradients["decoder.layers.0.weight"], 2.0 * model.decoder.layers[0].weight.detach())
+
+
 def test_only_the_layers_before_move():
     """The gradient of b, beta b + kappa a, changes by kappa eta (beta a + kappa b); the others' do not."""
     model, beta, kappa = Quadratic(0.5), 2.0, 0.5
