@@ -1,6 +1,7 @@
 """examples/smoothness.py and examples/noisy_batch.py."""
 
 import copy
+import logging
 
 import pandas
 import pytest
@@ -14,6 +15,13 @@ from ..scripts_helpers import script
 from .programs import ROOT, load
 
 smoothness = load("smoothness")
+
+
+@pytest.fixture(autouse=True)
+def _logging():
+    """The program turns the log of its process off."""
+    yield
+    logging.disable(logging.NOTSET)
 
 
 class Quadratic(nn.Module):
