@@ -25,7 +25,7 @@ from pn_fairseq.report.figures import FIGURES as DRAWINGS
 from pn_fairseq.report.figures import Subject, read_subject, series_of, spectrum, sum_of_loss
 from pn_fairseq.report.runs import Run, read_runs
 
-from .generated import ROOT, write_parts
+from .generated import ROOT, table, write_parts
 
 FIGURES = ROOT / "docs/figures"
 RECORDS = "records.parquet"
@@ -144,8 +144,8 @@ def write(folder: Path) -> None:
             {name: spectrum(folder_of(folder, name) / "checkpoints/checkpoint_last.pt") for name in MODELS}
         ),
     }
-    for name, table in tables.items():
-        table.to_csv(FIGURES / name, index=False, float_format="%.4g")
+    for name, frame in tables.items():
+        frame.to_csv(FIGURES / name, index=False, float_format="%.4g")
     record(runs).to_parquet(FIGURES / RECORDS, index=False, compression="zstd")
 
 
@@ -166,12 +166,6 @@ def course(run: str, norm: str, quantity: str) -> tuple[float, float]:
 def arrow(values: Sequence[float], unit: float = 1) -> str:
     """The first and the last value, in units, with two significant digits."""
     return " → ".join(f"{value / unit:#.2g}".rstrip(".") for value in (values[0], values[-1]))
-
-
-def table(rows: Sequence[dict[str, str]]) -> str:
-    """Rows as Markdown."""
-    frame = pandas.DataFrame(rows).fillna("–")
-    return frame.to_markdown(index=False, tablefmt="pipe", disable_numparse=True)
 
 
 def quantity_of(name: str, run: str) -> str:

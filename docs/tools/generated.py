@@ -6,8 +6,10 @@ a page differs from what is computed.
 
 import csv
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+
+import pandas
 
 from pn_fairseq.common.published import PAPER
 from pn_fairseq.norms import NORMS, RunningNorm, build_norm
@@ -106,6 +108,12 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
 def block(name: str) -> re.Pattern:
     """A computed part of a page, between its comments."""
     return re.compile(rf"(?<=<!-- {name}: generated -->\n\n).*?(?=\n\n<!-- end of {name} -->)", re.S)
+
+
+def table(rows: Sequence[dict[str, str]]) -> str:
+    """Rows as Markdown; a row may lack columns."""
+    frame = pandas.DataFrame(rows).fillna("–")
+    return frame.to_markdown(index=False, tablefmt="pipe", disable_numparse=True)
 
 
 def write_parts(pages: dict[str, dict[str, Callable[[], str]]]) -> None:

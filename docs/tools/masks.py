@@ -93,13 +93,13 @@ def distances(run: Path) -> pandas.DataFrame:
 def changed(run: Path) -> list[dict[str, int]]:
     """The sentences of the test set, and those with another translation in batches of one sentence."""
     with tempfile.TemporaryDirectory() as folder:
-        output = Path(folder) / "alone"
+        output = Path(folder) / "one by one"
         if pn_generate(["--run", str(run), "--batch-size", "1", "--output", str(output)]) != 0:
             raise SystemExit(f"{run} cannot be decoded")
-        alone, together = (
+        singly, together = (
             (place / "hyp.tok").read_text("utf-8").splitlines() for place in (output, run / "generate/test")
         )
-    return [{"sentences": len(alone), "changed": sum(a != b for a, b in zip(alone, together, strict=True))}]
+    return [{"sentences": len(singly), "changed": sum(a != b for a, b in zip(singly, together, strict=True))}]
 
 
 def padding(run: Path) -> list[dict]:

@@ -23,7 +23,7 @@ from pn_fairseq.report.significance import LOSS
 from pn_fairseq.report.systems import norm_labels
 
 from . import results
-from .generated import write_parts
+from .generated import table, write_parts
 
 #: Column of report.csv -> title.
 MEASURES = {"tokenized": "BLEU", LOSS: "validation loss"}
@@ -62,10 +62,11 @@ def adanorm_rows() -> dict[str, str]:
     return found
 
 
-def adanorm_runs() -> pandas.DataFrame:
-    """The finished runs, with the rows' names as systems."""
-    frame = results.runs_of("adanorm") if results.folders("adanorm") else pandas.DataFrame(columns=["run"])
-    frame["system"] = frame["run"].str.extract(r"([^/]+)_seed\d+$", expand=False).map(adanorm_rows())
+def _runs(report: str, labels: dict[str, str]) -> pandas.DataFrame:
+    """The runs of a report, with ``labels`` (name of a run without its seed -> label) as systems."""
+    file = results.RESULTS / report / "report.csv"
+    frame = results.read(file.parent, report) if file.is_file() else pandas.DataFrame(columns=["run"])
+    frame["system"] = frame["run"].str.extract(r"([^/]+)_seed\d+$", expand=False).map(labels)
     return frame.dropna(subset=["system"])
 
 
@@ -80,41 +81,39 @@ def _columns(of_paper: dict[str, float], text: Callable[[float], str]) -> dict[s
     return {f"paper, {corpus}": "diverges" if math.isnan(bleu) else text(bleu) for corpus, bleu in of_paper.items()}
 
 
-def _compared(frame: pandas.DataFrame, control: str) -> dict[str, dict[str, str]]:
-    """System -> its row of means and of differences from ``control``."""
+def _compared(frame: pandas.DataFrame, control: str, title: str = "system") -> dict[str, dict[str, str]]:
+    """System -> its row: its name in the column ``title``, means, and differences from ``control``."""
     others = frame["system"].map(lambda label: None if label == control else control)
     frame = frame.assign(**{"compared with": others})
-    return dict(zip(frame["system"].unique(), results.system_rows(frame, MEASURES), strict=True)) if len(frame) else {}
+    rows = results.system_rows(frame, MEASURES) if len(frame) else []
+    named = ({title: row.pop("encoder norm"), **row} for row in rows)
+    return dict(zip(frame["system"].unique(), named, strict=True))
 
 
 def adanorm() -> str:
     """Every row beside the paper's numbers."""
-    frame, rows, table = adanorm_runs(), adanorm_rows(), []
-    ours = _compared(frame, "LayerNorm")
-    for label in rows.values():
-        row = ours.get(label, {"encoder norm": label, "blocks": "not finished"})
-        table.append({"norm": row["encoder norm"], **row, **_columns(_of_paper(label), "{:.1f}".format)})
-    planned = len(rows) * len(experiments.adanorm().parts)
-    text = f"{frame['run'].nunique()} of {planned} planned runs are finished."
-    return f"{_table(table)}\n\n{text}"
+    labels = adanorm_rows()
+    frame = _runs("adanorm", labels)
+    ours = _compared(frame, "LayerNorm", "norm")
+    rows = [
+        ours.get(label, {"norm": label, "blocks": "not finished"}) | _columns(_of_paper(label), "{:.1f}".format)
+        for label in labels.values()
+    ]
+    planned = len(labels) * len(experiments.adanorm().parts)
+    return f"{table(rows)}\n\n{frame['run'].nunique()} of {planned} planned runs are finished."
 
 
 def effects() -> str:
     """The differences from which the paper concludes."""
-    frame, table = adanorm_runs(), []
+    frame, rows = _runs("adanorm", adanorm_rows()), []
     for effect, (label, other) in EFFECTS.items():
         row = {"effect of": effect, "difference": f"{label} − {other}"}
         found = _compared(frame[frame["system"].isin([label, other])], other).get(label, {})
         for title in MEASURES.values():
             row[f"here, {title}"] = found.get(f"difference in {title}", "not finished")
         one, another = _of_paper(label), _of_paper(other)
-        table.append(row | _columns({corpus: one[corpus] - another[corpus] for corpus in one}, lambda d: signed(d, 1)))
-    return _table(table)
-
-
-def _table(rows: list[dict[str, str]]) -> str:
-    frame = pandas.DataFrame(rows).drop(columns="encoder norm", errors="ignore").fillna("–")
-    return frame.to_markdown(index=False, tablefmt="pipe", disable_numparse=True)
+        rows.append(row | _columns({corpus: one[corpus] - another[corpus] for corpus in one}, lambda d: signed(d, 1)))
+    return table(rows)
 
 
 # Placements.
@@ -128,13 +127,10 @@ def placements(report: str = "placements") -> str:
         short, *settings = run.split("+")
         where = settings[0].partition("=")[2] if settings else "pre"
         names[run] = f"`{where}`" if short == "ln" else f"`{where}`, {short.upper()} in the encoder"
-    file = results.RESULTS / report / "report.csv"
-    frame = results.read(file.parent, "placements") if file.is_file() else pandas.DataFrame(columns=["run", *MEASURES])
-    frame["system"] = frame["run"].str.extract(r"([^/]+)_seed\d+$", expand=False).map(names)
-    frame = frame.dropna(subset=["system"])
-    ours, planned = _compared(frame, "`pre`"), len(names) * (len(parts) if report == "placements" else 1)
-    table = [{"placement": name, **ours.get(name, {"blocks": "not finished"})} for name in names.values()]
-    return f"{_table(table)}\n\n{frame['run'].nunique()} of {planned} planned runs are finished."
+    frame, planned = _runs(report, names), len(names) * (len(parts) if report == "placements" else 1)
+    ours = _compared(frame, "`pre`", "placement")
+    rows = [ours.get(name, {"placement": name, "blocks": "not finished"}) for name in names.values()]
+    return f"{table(rows)}\n\n{frame['run'].nunique()} of {planned} planned runs are finished."
 
 
 # One table of all tasks.
@@ -246,7 +242,7 @@ def tasks() -> str:
     titles = ("task", "command", "paper", "ours", "what differs")
     rows = ((task, f"`{command}`", paper(), ours(), differs) for task, command, paper, ours, differs in TASKS)
     text = "Ours: means over seeds, whose number is in brackets."
-    return f"{_table([dict(zip(titles, row, strict=True)) for row in rows])}\n\n{text}"
+    return f"{table([dict(zip(titles, row, strict=True)) for row in rows])}\n\n{text}"
 
 
 def bytes_of_verses() -> str:
@@ -259,7 +255,7 @@ def bytes_of_verses() -> str:
         for row in frame.itertuples()
     ]
     where = "results/verses_lm_bytes/report"
-    return f"{_table(rows)}\n\n[Report]({where}.md) · [all numbers]({where}.csv)"
+    return f"{table(rows)}\n\n[Report]({where}.md) · [all numbers]({where}.csv)"
 
 
 PAGES = {

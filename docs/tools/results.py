@@ -320,8 +320,8 @@ def _signed(value: float, digits: int = 2) -> str:
 
 
 def to_table(rows: list[dict[str, str]]) -> str:
-    frame = pandas.DataFrame(rows).fillna("–")
-    numbers = ("BLEU", "perplexity", "with", "validation", "α_bwd", "paper")
+    frame = pandas.DataFrame(rows)
+    numbers = ("BLEU", "perplexity", "with", "validation", "α_bwd")
     sides = ["right" if name.startswith(numbers) else "left" for name in frame]
     return frame.to_markdown(index=False, tablefmt="pipe", disable_numparse=True, colalign=sides)
 

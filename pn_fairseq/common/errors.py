@@ -34,8 +34,10 @@ def one_line_errors(*errors: type[Exception]) -> Iterator[None]:
 
 
 def error_chain(error: BaseException | None) -> Iterator[BaseException]:
-    """The error and the errors that led to it."""
-    while error is not None:
+    """The error and the errors that led to it, at most 20: causes can form a circle."""
+    for _ in range(20):
+        if error is None:
+            return
         yield error
         error = error.__cause__ or error.__context__
 

@@ -3,8 +3,8 @@
 :func:`norm_forward` and :func:`norm_backward`, :func:`standardize`, :func:`squash` and their gradients are the passes
 over the tokens. Each program takes every ``num_programs``-th tile of ``BLOCK_N`` tokens. A tile is (BLOCK_N, BLOCK_G,
 BLOCK_K): tokens, all groups, all channels of a group. BLOCK_G and BLOCK_K are powers of two; masks cut elements past
-the end. Without groups all channels are one. Sums over tokens stay in registers until the program ends and writes them
-to
+the end. Without groups all channels are one group. Sums over tokens stay in registers until the program ends and
+writes them to
 
     partials: (slots, programs, C), then (programs,) of each sum that is one number, such as that of the real tokens
 

@@ -45,7 +45,7 @@ ATTENTION_INIT = ("fairseq", "torch")
 
 def add_attention_init(parser: argparse.ArgumentParser) -> None:
     """Add the flag ``--attention-init``."""
-    text = "initial weights of attention: fairseq's (default), or those of torch.nn.Linear, as AdaNorm's authors advise"
+    text = "initial weights of attention: fairseq's (default), or torch.nn.Linear's, as AdaNorm's authors advise"
     parser.add_argument("--attention-init", choices=ATTENTION_INIT, help=text)
 
 
@@ -53,7 +53,7 @@ def init_attention(cfg, *attentions: nn.Module | None) -> None:
     """Give the projections to queries, keys, values and output the initial weights of ``cfg.attention_init``.
 
     None or "fairseq": they stay as fairseq drew them, Xavier uniform and biases of torch (0 for the output). "torch":
-    those of torch.nn.Linear, "Kaiming uniform", between -1/sqrt(inputs) and 1/sqrt(inputs), also for biases.
+    torch.nn.Linear's, "Kaiming uniform", between -1/sqrt(inputs) and 1/sqrt(inputs), also for biases.
 
     Raises:
         ValueError: the setting has another value.

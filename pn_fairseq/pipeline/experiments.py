@@ -204,7 +204,7 @@ _SEEDS = (5, 6, 7)
 
 
 def masks() -> Study:
-    """Masks: the planned comparisons are those of a norm with the mask to the same norm without it."""
+    """Masks. Each planned comparison is of a norm with the mask and the same norm without it."""
     about = """\
 Does the padding mask matter? Trains BN and PN with and without the mask, and LN as the control, on the verses with
 three seeds: in fairseq's batches, which hold sentences of similar length and little padding, and in batches of random
@@ -241,7 +241,7 @@ seeds; and with one seed models with 18 + 18 layers for 300 updates.
 
 
 def adanorm() -> Study:
-    """The rows of AdaNorm's Tables 1 to 4, which docs/tools/results.py shows beside the paper's numbers."""
+    """The rows of AdaNorm's Tables 1 to 4; docs/tools/papers.py shows them and the paper's numbers."""
     about = """\
 Do the derivatives of mean and variance matter more than the forward normalization, and do gain and bias overfit? Trains
 the rows of the AdaNorm paper's tables on the verses with three seeds: with the norm in every place of encoder and
