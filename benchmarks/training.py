@@ -4,7 +4,8 @@ One trainer of ``fairseq-train`` for each norm (forward, loss, backward, gradien
 same random batches, all trainers in turn, so that other load on the machine affects all of them. Printed are
 medians: target tokens per second, and how many times as many as with LayerNorm in the same round; and the peak memory
 of weights, optimizer and updates. The psi warm-up is over. With several --dtype, every norm is trained in each, and all
-are compared with LayerNorm in the first one.
+are compared with LayerNorm in the first one. The model "fairseq" is fairseq's own transformer of the same size, with
+LayerNorm before each sublayer.
 """
 
 import argparse
@@ -26,13 +27,16 @@ from pn_fairseq.models.from_checkpoint import make_dictionary
 
 PRECISIONS = {"float32": (), "bfloat16": ("bf16",), "float16": ("fp16",)}
 
+#: Fairseq's own model, as a name beside those of the norms.
+FAIRSEQ = "fairseq"
+
 #: Number of different batches, which every trainer sees in turn.
 BATCHES = 4
 
 
 def make_trainer(short: str, dtype: str, args: argparse.Namespace) -> Trainer:
-    """The trainer of ``fairseq-train`` for a norm, on generated dictionaries."""
-    arch = f"transformer_{short}_{args.size}"
+    """The trainer of ``fairseq-train`` for a norm or for fairseq's own model, on generated dictionaries."""
+    arch = f"transformer_{BASE if short == FAIRSEQ else short}_{args.size}"
     with tempfile.TemporaryDirectory() as data:
         dictionary = make_dictionary(args.vocabulary)
         for side in ("src", "tgt"):
@@ -44,7 +48,10 @@ def make_trainer(short: str, dtype: str, args: argparse.Namespace) -> Trainer:
             *("--dropout", "0.3", "--psi-warmup-updates", "0", "--max-tokens", str(args.tokens)),
             *(["--cpu"] if args.device == "cpu" else []),
         ]
-        cfg = convert_namespace_to_omegaconf(options.parse_args_and_arch(options.get_training_parser(), flags))
+        settings = options.parse_args_and_arch(options.get_training_parser(), flags)
+        if short == FAIRSEQ:
+            settings.arch = "transformer"  # the sizes are those of the other models
+        cfg = convert_namespace_to_omegaconf(settings)
         # Set here, because fairseq accepts the flag --bf16 for TPUs only.
         for name in PRECISIONS[dtype]:
             cfg.common[name] = True
@@ -98,7 +105,10 @@ def memory_of(short: str, dtype: str, args: argparse.Namespace, batches: list[di
 def parse(argv) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.training", description=__doc__.split("\n")[0])
     parser.add_argument("--size", choices=list(SIZES), default="iwslt", help="size of the models (default: iwslt)")
-    parser.add_argument("--norms", nargs="+", choices=SHORT, default=DEFAULT, help=f"default: {' '.join(DEFAULT)}")
+    norms = [FAIRSEQ, *DEFAULT]
+    parser.add_argument(
+        "--norms", nargs="+", choices=[FAIRSEQ, *SHORT], default=norms, help=f"default: {' '.join(norms)}"
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--dtype", choices=list(PRECISIONS), nargs="+", default=["float32"])
     parser.add_argument("--tokens", type=int, help="tokens a batch and side (default: 4096, or 1024 on a CPU)")

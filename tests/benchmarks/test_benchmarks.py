@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import ALLOCATOR, attention, decoding, norms, probe, training
+from benchmarks import ALLOCATOR, attention, decoding, norms, probe, training, update
 from benchmarks.profiling import Counts, count, peak_memory
 from benchmarks.results import quartiles, ratios
 from benchmarks.table import TARGETS, targets
@@ -64,10 +64,10 @@ def test_decoding(tmp_path, capsys):
 
 
 def test_training(tmp_path, capsys):
-    flags = "--size tiny --rounds 2 --tokens 24 --length 6 --vocabulary 50 --threads 1 --no-memory --norms bn pn"
+    flags = "--size tiny --rounds 2 --tokens 24 --length 6 --vocabulary 50 --threads 1 --no-memory --norms fairseq pn"
     training.main([*flags.split(), "--output", str(tmp_path / "training.csv")])
     rows = read(tmp_path / "training.csv")
-    assert [row["norm"] for row in rows] == ["ln", "bn", "pn"]
+    assert [row["norm"] for row in rows] == ["ln", "fairseq", "pn"]
     printed = capsys.readouterr().out
     for row in rows:
         assert float(row["tokens_per_s"]) > 0 and row["memory_mb"] == ""
@@ -77,6 +77,30 @@ def test_training(tmp_path, capsys):
     training.main([*flags.split(), *precisions])
     rows = read(tmp_path / "precisions.csv")
     assert [(row["norm"], row["dtype"]) for row in rows] == [("ln", "float32"), ("ln bfloat16", "bfloat16")]
+
+
+def test_fairseqs_own_model_makes_the_update_of_the_layer_norm_model():
+    args = training.parse("--size tiny --tokens 24 --length 6 --vocabulary 50 --threads 1".split())
+    own, ours = (training.make_trainer(name, "float32", args) for name in ("fairseq", "ln"))
+    assert type(own.model).__name__ == "TransformerModel" != type(ours.model).__name__
+    batch = training.make_batches(args)[0]
+    for trainer in (own, ours):
+        training.update(trainer, batch)
+    assert own.model.state_dict().keys() == ours.model.state_dict().keys()
+    for name, weight in own.model.state_dict().items():
+        torch.testing.assert_close(ours.model.state_dict()[name], weight, rtol=0, atol=1e-8, msg=name)
+
+
+def test_replaced_parts_of_an_update_have_its_gradient(tmp_path, capsys):
+    flags = "--size tiny --tokens 48 --length 6 --vocabulary 50 --threads 1 --rounds 1"
+    update.main([*flags.split(), "--output", str(tmp_path / "update.csv")])
+    rows = read(tmp_path / "update.csv")
+    assert [row["update"] for row in rows] == list(update.VARIANTS)
+    differences = {row["update"]: float(row["gradient_difference"]) for row in rows}
+    assert differences.pop(update.BASE) == 0 and max(differences.values()) < 1e-5
+    # A part that computes the same bits was perhaps not replaced.
+    assert min(differences.values()) > 0, differences
+    assert "loss in fewer passes" in capsys.readouterr().out
 
 
 def test_attention(tmp_path, capsys, monkeypatch):
