@@ -616,8 +616,9 @@ def readme() -> str:
             "one seed on one machine).",
             to_table(rows),
             f"Tokenized BLEU ({signature}) and best validation loss in bits per token. In brackets is the interval of "
-            "the difference from LN; all intervals of a measure hold together with 95%. *Not resolved*: the interval "
-            f"contains 0, and is not within the margin of equivalence (±{MARGIN} BLEU, ±{MEASURES[LOSS].margin} bits):",
+            "the difference from LN. The intervals of one measure are simultaneous: with a probability of 95% all of "
+            "them contain the true differences. *Not resolved*: the interval contains 0, and is not within the margin "
+            f"of equivalence (±{MARGIN} BLEU, ±{MEASURES[LOSS].margin} bits):",
             "\n".join(sentences) or "No norm has several seeds yet.",
         ]
     )
@@ -629,8 +630,10 @@ def first_result() -> str:
         return NOTHING
     return (
         f"One result ({title}): the validation loss of PN minus that of LN, in bits per token, is "
-        f"{text.partition(': ')[2]}. A block is one seed on one machine. In brackets is the 95% interval of this one "
-        "comparison, which was planned."
+        f"{text.partition(': ')[2]}. A block is one seed on one machine. The brackets contain the 95% interval of this "
+        "comparison. It is not corrected for the other comparisons. The comparison was chosen after seeds 1 to "
+        f"{KNOWN_SEEDS} were known. The table below has the simultaneous interval of the same difference. It is wider, "
+        "so the verdict in the table can be *not resolved*."
     )
 
 

@@ -2,7 +2,8 @@
 
 :mod:`.reference` defines what each computes and serves every device; C++ and Triton implement the same schemas for CPU
 and CUDA. All are pure functions of tensors. They trust their arguments: the norms check what users give them, once.
-Tokens are read where they lie, in any layout, and results are contiguous, as the results of torch's LayerNorm.
+Tokens may have any strides, and the usual ones, such as those of a transposed batch, are read without a copy. Results
+are contiguous, as the results of torch's LayerNorm.
 
 ===================  ==============================================================================================
 ``normalize``        y from given statistics, optionally with the second moment of the batch from the same pass
@@ -13,6 +14,8 @@ Tokens are read where they lie, in any layout, and results are contiguous, as th
 ``standardize``      y by the statistics of each token; ``standardize_gradient`` is its backward
 ``squash``           y by tanh or erf, channel by channel; ``squash_gradient`` is its backward
 ===================  ==============================================================================================
+
+A norm can define further operators with :func:`operator`: :mod:`pn_fairseq.norms.power` defines ``power_update``.
 """
 
 from collections.abc import Callable
@@ -32,7 +35,7 @@ _listeners: list[Callable[[str], None]] = []
 
 
 def for_every_operator(listener: Callable[[str], None]) -> None:
-    """Call ``listener(name)`` for every operator that there is, and for those that are defined later."""
+    """Call ``listener(name)`` for every operator that is defined now or later."""
     _listeners.append(listener)
     for name in OPERATORS:
         listener(name)
@@ -52,8 +55,9 @@ def operator(schema: str) -> Callable[[Callable], Callable]:
     def define(function: Callable) -> Callable:
         _library.define(schema)
         _library.impl(name, function, "CompositeExplicitAutograd")
-        # All calls stand inside autograd functions, which define the gradients. A fallthrough skips autograd's dispatch
-        # key, whose default (warn in a backward that these operators have no gradient) costs time in every call.
+        # Every call whose result needs a gradient is inside a torch.autograd.Function, which defines the gradient. A
+        # fallthrough skips autograd's dispatch key, whose default (warn in a backward that these operators have no
+        # gradient) costs time in every call.
         _library.impl(name, torch.library.fallthrough_kernel, "Autograd")
         OPERATORS[name] = function
         for listener in _listeners:
@@ -114,7 +118,7 @@ def refuse_second_derivative() -> None:
 
 
 def _parameters(sums: Tensor, needed: tuple[bool, bool], weight: Tensor | None) -> list[Tensor | None]:
-    """The gradients of weight and bias, of those that need one."""
+    """The gradients of weight and bias; None for a parameter that needs no gradient."""
     return [sums[place].to(weight.dtype) if each else None for place, each in enumerate(needed)]
 
 
@@ -124,7 +128,7 @@ class _Normalize(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, mean, moment, groups, eps):
         y, inv_rms, _, _ = normalize(x, weight, bias, mean, moment, None, None, groups, eps, False)
-        # Running statistics may change before the backward pass, which is about these.
+        # The running statistics may change before the backward pass, which needs their values in this forward.
         mean, moment = (value if value is None else value.clone() for value in (mean, moment))
         ctx.save_for_backward(x, weight, mean, moment, inv_rms)
         ctx.groups, ctx.eps = groups, eps
@@ -159,7 +163,7 @@ def evaluate(
 
 
 class _Standardize(torch.autograd.Function):
-    """``standardize``, with the gradient that is asked for."""
+    """``standardize`` with its gradient; ``through``: whether the gradient flows through the mean and the divisor."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, groups, divisor, gains, through):

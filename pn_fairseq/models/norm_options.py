@@ -93,7 +93,7 @@ class NormOptions:
         "compute statistics over the tokens of all ranks (default: auto, the norm's own)", {"choices": SYNC}, SYNC[0]
     )
     no_average_norm_stats: bool = flag(
-        "do not average unsynchronised statistics over the ranks before validation and saving; each rank then "
+        "do not average unsynchronized statistics over the ranks before validation and saving; each rank then "
         "validates with its own statistics, and the statistics of rank 0 are saved",
         {"action": "store_true"},
         False,

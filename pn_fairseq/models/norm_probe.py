@@ -75,7 +75,7 @@ class NormProbe:
       sqrt(psi_B^2 + eps) / sqrt(psi^2 + eps).
 
     A value that does not exist is null. On several ranks the batch is that of all ranks; for a norm that is not
-    synchronised it is that of rank 0. A skipped update (an overflow) is not recorded.
+    synchronized it is that of rank 0. A skipped update (an overflow) is not recorded.
 
     Args:
         model: whose norms are recorded.

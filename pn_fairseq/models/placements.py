@@ -128,8 +128,10 @@ def scale_initial_weights(layer: nn.Module, factor: float, cross_attention: bool
 class Deep(Post):
     """DeepNorm: N(αx + F(x)), with smaller initial weights. Wang et al. 2022, arXiv 2203.00555.
 
-    N encoder and M decoder layers: α = 0.81 (N⁴M)^(1/16) and weights times 1.15 (N⁴M)^(-1/16) in the encoder,
-    (3M)^(1/4) and (12M)^(-1/4) in the decoder; (2M)^(1/4) and (8M)^(-1/4) in a model that has only a decoder.
+    With N_e encoder layers and M_d decoder layers, α is 0.81 (N_e⁴ M_d)^(1/16) in the encoder and (3 M_d)^(1/4) in the
+    decoder. The weights of fc1, fc2, v_proj and out_proj are multiplied by 1.15 (N_e⁴ M_d)^(-1/16) in the encoder and
+    by (12 M_d)^(-1/4) in the decoder. In a model that has only a decoder, α is (2 M_d)^(1/4), and the weights are
+    multiplied by (8 M_d)^(-1/4).
     """
 
     def __init__(self, depth, number=1):
@@ -150,9 +152,10 @@ class Deep(Post):
 
 @register_placement("resi-dual")
 class ResiDual(Post):
-    """Two streams x and r, both the embedded input at first: r + F(x) and N(x + F(x)); after the last layer x + N(r).
+    """Two streams x and r; both start as the embedded input. A sublayer computes x ← N(x + F(x)) and r ← r + F(x), with
+    the old x in F; after the last layer x + N(r). Xie et al. 2023, arXiv 2304.14802.
 
-    Xie et al. 2023, arXiv 2304.14802. The streams are halves of the channels: (T, B, 2C).
+    The streams are halves of the channels: (T, B, 2C).
     """
 
     last_norm = True
@@ -206,8 +209,9 @@ class Sub(Pre):
     """Sub-LN: pre-norm, and a second norm before out_proj of the self-attention and before fc2, with larger initial
     weights. Wang et al. 2022, arXiv 2210.06423.
 
-    With N encoder and M decoder layers, weights times √(ln 3M · ln 2N / 3) in the encoder, √(ln 3M) in the decoder
-    without its cross-attention, √(ln 2M) in a model that has only a decoder.
+    With N_e encoder layers and M_d decoder layers, the weights of fc1, fc2, v_proj and out_proj are multiplied by
+    √(ln(3 M_d) · ln(2 N_e) / 3) in the encoder and by √ln(3 M_d) in the decoder; in a model that has only a decoder by
+    √ln(2 M_d). The weights of the cross-attention are not multiplied.
     """
 
     def equip(self, layer, build):

@@ -26,7 +26,7 @@ class ChannelNorm(nn.Module):
     Args:
         num_features: number of channels C.
         eps: added to the second moment before the root, here and in layer-scale.
-        affine: learn the gain and bias per channel that the norm has (:attr:`learned`); what is not learned is None.
+        affine: if True, the norm has the parameters that :attr:`learned` names. The other parameters are None.
         layer_scale_groups: groups of the :class:`LayerScale` in front; 0: none.
         batch_first: activations are (B, T, C) instead of (T, B, C), as in ``torch.nn.TransformerEncoderLayer``.
 
@@ -34,8 +34,8 @@ class ChannelNorm(nn.Module):
         ValueError: an argument or an input does not fit; the message holds its value.
     """
 
-    #: Whether a token's y in training depends on other tokens of the batch, also on later ones: "never",
-    #: "always", or "at first": no longer once warm-ups and schedules are over, in channels where nothing is clipped.
+    #: Whether a token's y in training depends on other tokens of the batch, also on later tokens: "never", "always", or
+    #: "at first": until warm-ups and schedules end, and after that only in channels where a factor is clipped.
     mixes_tokens = "never"
 
     #: Default options in a transformer. They replace the registry entry's defaults; the user's options replace both.
@@ -61,8 +61,8 @@ class ChannelNorm(nn.Module):
         self.layer_scale = LayerScale(num_features, layer_scale_groups, eps, batch_first)
         if not self.is_torch_layer_norm():
             # torch.nn.TransformerEncoderLayer has a fast path in evaluation: it reads weight, bias and eps of its norms
-            # and computes LayerNorm itself. It does not where one of its modules has a hook. This one is on a module
-            # that most norms do not call, so that calls stay as fast as they are.
+            # and computes LayerNorm itself. torch does not use the fast path if a submodule has a hook. This hook is
+            # on layer_scale: most norms do not call that module, so the hook costs no time.
             self.layer_scale.register_forward_pre_hook(_no_fast_path)
         for name in ("weight", "bias"):
             learns = affine and name in self.learned
@@ -87,9 +87,10 @@ class ChannelNorm(nn.Module):
         """Normalize ``x``, (T, B, C) or (N, C), or (B, T, C) with ``batch_first``.
 
         ``padding_mask`` is (B, T), in both layouts, or (N,); bool, True = padding. Padding is normalized like other
-        tokens and enters no statistic. The result has the shape and type of ``x``, and is contiguous for all
-        strides of ``x``, as the result of ``torch.nn.LayerNorm``; the arithmetic is float32, or float64 for a float64
-        ``x``.
+        tokens and enters no statistic, except with the variant ``release`` of some norms. The result has the shape and
+        dtype of ``x`` and is contiguous for all strides of ``x``, as the result of ``torch.nn.LayerNorm``; only
+        ``none`` without layer-scale returns ``x`` itself. The arithmetic is float64 for a float64 ``x``, otherwise
+        float32.
 
         ``x`` may be a nested tensor, (B, *, C) without padding, for both values of ``batch_first``.
         """
@@ -143,13 +144,13 @@ class RunningNorm(ChannelNorm):
     accumulation, inf and NaN, evaluation, recalibration, averaging, saving and diagnostics are handled by this class. A
     norm that also uses the statistics of each token defines :meth:`token_part` and :meth:`effective_affine`.
 
-    **When the state changes.** A forward changes no state. A backward stores a :class:`~.tokens.Contribution`, once per
-    forward. :meth:`flush` applies the steps to the state, and discards those without a real token or with a number that
-    is not finite. It runs before the next training forward (not inside a backward pass, where a forward is a
-    recomputation and has to see the same state again), in :meth:`set_num_updates`, on a change between training and
-    evaluation, on saving, loading, copying and conversion, and when a buffer is read: as an attribute, or from
-    ``buffers()`` or ``named_buffers()`` of this module or of a model that holds it. A tensor that was read earlier
-    changes at the next of these occasions, and not during the backward pass itself.
+    **When the state changes.** A forward changes no state, except while :attr:`recalibrating`. A backward stores a
+    :class:`~.tokens.Contribution`, once per forward. :meth:`flush` applies the steps to the state, and discards those
+    without a real token or with a number that is not finite. It runs before the next training forward (not inside a
+    backward pass, where a forward is a recomputation and has to see the same state again), in :meth:`set_num_updates`,
+    on a change between training and evaluation, on saving, loading, copying and conversion, and when a buffer is read:
+    as an attribute, or from ``buffers()`` or ``named_buffers()`` of this module or of a model that holds it. A tensor
+    that was read earlier changes at the next of these occasions, and not during the backward pass itself.
 
     The state stays float32 through ``.half()``, ``.bfloat16()``, ``.to(dtype)`` and loading. The buffer
     ``num_batches_tracked`` (int64) counts the steps that were applied.
@@ -179,8 +180,8 @@ class RunningNorm(ChannelNorm):
     #: While set, :meth:`diagnostics` has something to report.
     collecting = False
 
-    #: While set, training enters no statistic: this rank repeats a batch because its own data has ended. A rank
-    #: of a synchronised norm contributes zeros to the all-reduce.
+    #: While True, training batches enter no statistic: this rank repeats a batch because its own data has ended. In a
+    #: synchronized norm this rank adds zeros to the all-reduce.
     ignoring = False
 
     def __init__(

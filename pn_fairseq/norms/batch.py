@@ -99,7 +99,7 @@ class MaskedBatchNormRelease(MaskedBatchNorm):
 
     so the more padding, the smaller the variance and the larger the real tokens come out. The running variance is
     :math:`\sigma_B^2 A / (A - 1)`. The gradient is the exact one of this forward. A transformer puts layer-scale with
-    one group in front, does not synchronise it and averages with ``alpha_fwd`` 0.95 by default.
+    one group in front, does not synchronize it and averages with ``alpha_fwd`` 0.95 by default.
 
     Arguments, buffers and errors: see :class:`MaskedBatchNorm`.
     """

@@ -413,33 +413,34 @@ def convert_norms(
 
         model = convert_norms(model, "batch", mask_from="attention_mask")
 
-    Replaced are ``LayerNorm``, ``RMSNorm``, ``BatchNorm1d`` and ``SyncBatchNorm`` of torch, apex's and fairseq's
-    LayerNorms, and modules of other classes (such as T5's and Llama's norms) that are found to compute LayerNorm or
-    RMSNorm with their ``weight`` of (C,): each of them is called on random tokens and compared. ``BatchNorm2d``
-    is replaced with ``layout="BCHW"``. :func:`norm_report` lists the norms.
+    The function replaces ``LayerNorm`` and ``RMSNorm`` over the last dimension, ``BatchNorm1d`` and ``SyncBatchNorm``
+    of torch, apex's and fairseq's LayerNorms, and modules of other classes (such as T5's and Llama's norms) that
+    compute LayerNorm or RMSNorm with their ``weight`` of (C,), which a call on random tokens shows.
+    With ``layout="BCHW"`` it also replaces ``BatchNorm2d``. :func:`norm_report` lists the norms.
 
-    Kept are the parameters (the same objects, with their names, so that an optimizer, tied weights and the checkpoint
-    of the unconverted model go on), eps, dtype, device and training mode; between norms with the same running
-    statistics also those and their decay. The norm gets an additional ``bias`` of zeros if it has one and the replaced
-    module has none. A checkpoint of the unconverted model leaves what it lacks as it is.
+    The new norm keeps eps, dtype, device and training mode. A weight or bias that the new norm also has stays the same
+    Parameter with the same name; another weight or bias is dropped. If both norms have the same running statistics,
+    the new norm also keeps the statistics and their decay. A norm can have additional parameters, such as a ``bias`` of
+    zeros in the place of an RMSNorm, so create the optimizer after the conversion. A checkpoint of the unconverted
+    model loads; loading does not change parameters and buffers that the checkpoint does not contain.
 
-    Padding is normalized like other tokens and enters no statistic.
+    Padding is normalized like other tokens and enters no statistic, except with ``variant="release"`` of some norms.
 
     Args:
         norm: a key of :data:`pn_fairseq.norms.NORMS`.
         only: pattern or patterns of module names, as in ``fnmatch`` ("encoder.*"); the others stay as they are.
         skip: patterns of names that stay as they are.
-        layout: "BTC" or "TBC", of the input of norms over the last dimension. By default it is read from the shape of
-            the first mask whose B is not its T. Batch norms of torch keep their own, (B, C, T) or (N, C). "BCHW"
-            replaces ``BatchNorm2d`` as well.
+        layout: "BTC" or "TBC", of the input of norms over the last dimension. By default each norm reads it from the
+            shape of its first mask; if B equals T in that mask, the forward raises ValueError. Batch norms of torch
+            keep their own layout, (B, C, T) or (N, C). "BCHW" also replaces ``BatchNorm2d``.
         mask_from: the argument that holds the mask in the forward of the model or of modules in it. Names that are
             known: %s. For others give a dict: name -> one of %s (see :class:`padding`), or a function of the value that
             returns the mask as bool, True = padding, None if there is none, or NotImplemented. If a
-            forward has several of the names, the first one is used. A norm takes the innermost mask around it: from the
-            argument of a module, or from a ``with padding(...)`` block.
+            forward has several of these arguments, the first name in ``mask_from`` is used. A norm takes the innermost
+            mask around it: from the argument of a module, or from a ``with padding(...)`` block.
         zero_padding: write zeros at padding after the norm, as a convolution that follows needs.
-        options: for the norm, see :func:`build_norm`. Default of ``sync``: statistics over all ranks, except for
-            "power", as in a transformer of this package.
+        options: for the norm, see :func:`build_norm`. A norm with running statistics has ``sync=True`` by default,
+            except "power", which has it only in the place of a ``SyncBatchNorm``.
 
     Raises:
         ValueError: a pattern, name, layout or option does not fit, or there is nothing to replace.
@@ -483,7 +484,7 @@ def convert(model, norm, only, skip, layout, mask_from, zero_padding, options, n
 
 
 def norm_report(model: nn.Module) -> list[ReplacedNorm]:
-    """The norms that :func:`convert_norms` put into ``model``: ``print(*norm_report(model), sep="\n")``."""
+    r"""The norms that :func:`convert_norms` put into ``model``: ``print(*norm_report(model), sep="\n")``."""
     return [
         ReplacedNorm(module.name, module.replaced, module.__class__.__name__, module.layout, module.masks)
         for module in model.modules()

@@ -63,7 +63,7 @@ def recalibrating(model: nn.Module) -> Iterator[list[RunningNorm]]:
 
 @torch.no_grad()
 def average_running_stats(model: nn.Module, group=None) -> bool:
-    """Replace the running statistics of every unsynchronised norm of ``model`` by their mean over the ranks.
+    """Replace the running statistics of every unsynchronized norm of ``model`` by their mean over the ranks.
 
     Variances are combined about the common mean: var = mean(var_k + mean_k^2) - mean(mean_k)^2. One all-reduce, which
     every rank has to join. Returns whether there was one: not with one rank, nor without such norms.

@@ -51,7 +51,7 @@ class NormEntry:
         title: one line for help texts and tables.
         layer_scale_per_head: True: in a transformer the default is one layer-scale group per attention head;
             otherwise none.
-        sync: True: in a transformer the default is synchronisation over the ranks.
+        sync: True: in a transformer the default is synchronization over the ranks.
         variants: variant -> the class that replaces ``cls`` in it, with the same constructor arguments.
         parts_of_run: option -> the part of ``--max-update`` that it is in a transformer unless it is given.
     """

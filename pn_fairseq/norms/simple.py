@@ -93,14 +93,14 @@ class AdaNorm(LayerNormSimple):
     r"""AdaNorm (Xu et al. 2019, Section 4): a gain that depends on the input and gets no gradient.
 
     .. math:: z = (x - \mathrm{mean}(x)) / \sqrt{\mathrm{var}(x) + \epsilon}, \qquad
-        y = C\, \mathrm{sg}(1 - k z) \odot z
+        y = a\, \mathrm{sg}(1 - k z) \odot z
 
     sg is a constant to the gradient. Mean and biased variance are taken over the channels of a token.
 
     Args:
         ada_k: k, at least 0. The paper has 1/10.
-        ada_scale: C, greater than 0. The paper has 1 for English-Vietnamese and 2 for German-English and
-            English-German.
+        ada_scale: the factor a, greater than 0, which the paper calls C. The paper has 1 for English-Vietnamese and 2
+            for German-English and English-German.
         others: see :class:`LayerNormSimple`.
     """
 

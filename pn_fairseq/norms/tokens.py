@@ -19,7 +19,7 @@ class Moments(NamedTuple):
         mean: (C,); None where the moment is about 0.
         moment: the second moment about the mean (biased), (C,).
         count: number of real tokens N, 0-d; 0 makes mean and moment 0.
-        reduced: whether they are over all ranks, if the norm is synchronised. Without synchronisation always true.
+        reduced: whether they are over all ranks, if the norm is synchronized. Without synchronization always true.
     """
 
     mean: Tensor | None
@@ -44,7 +44,7 @@ class Contribution(SimpleNamespace):
 
 
 class Tokens:
-    """The tokens of one batch: masked, layer-scaled, and summed over all ranks where the norm is synchronised.
+    """The tokens of one batch: masked, layer-scaled, and summed over all ranks where the norm is synchronized.
 
     h denotes the layer-scaled activations, D = sqrt(moment + eps), x_hat = (h - mean) / D, dx_hat = weight * dy.
     ``weight`` and ``bias`` belong to the norm unless an argument takes their place.
@@ -54,7 +54,7 @@ class Tokens:
         further: the parameters of :meth:`.RunningNorm.further_parameters`.
         num_features: number of channels C.
         step: the :class:`Contribution` that they belong to.
-        padding: the mask in the order of x, contiguous, or None; a backward is given that of its forward.
+        padding: the mask in the order of x, contiguous, or None; the backward gets the mask of its forward.
         inv_rms: factors of layer-scale, (..., G); None before a forward has computed them.
     """
 
@@ -73,7 +73,10 @@ class Tokens:
         self.further: Sequence[Tensor] = ()
 
     def with_padding(self) -> "Tokens":
-        """The same tokens as if all of them were real (none of them on a rank that repeats a batch)."""
+        """A copy without the padding mask: all tokens count as real.
+
+        On a rank that repeats a batch the mask stays; there the mask of a synchronized norm excludes every token.
+        """
         other = copy(self)
         if not self._norm.ignoring:
             other.padding = None
@@ -101,8 +104,8 @@ class Tokens:
     ) -> Tensor:
         """y = weight * x_hat + bias.
 
-        ``moments``: the same pass computes ``step.batch``, the second moment about 0 of this rank's tokens. It enters
-        the state summed over all ranks, without a rank waiting for another.
+        ``moments``: the same pass computes ``step.batch``, the second moment about 0 of this rank's tokens. The
+        backward starts the sum over all ranks, which enters the state; the forward does not wait for it.
         """
         y, inv_rms, batch_moment, count = kernels.normalize(
             self._x,
@@ -175,7 +178,11 @@ class Tokens:
 
 
 def _reduced(batch: Moments, group) -> Moments:
-    """Moments of the tokens of all ranks. Sums of squares are about each rank's own mean: about 0 they would cancel."""
+    """Moments of the tokens of all ranks.
+
+    The second moment of a rank is about the mean of that rank. With second moments about 0, the subtraction of the
+    squared mean would lose precision.
+    """
     total, count = all_reduce_sum(torch.cat([_sum(batch), batch.count[None]]), group).split((batch.moment.numel(), 1))
     tokens = count[0].clamp(min=1.0)
     if batch.mean is None:
@@ -190,9 +197,10 @@ def _sum(batch: Moments) -> Tensor:
 
 
 class Training(torch.autograd.Function):
-    """A training step of ``norm``: its ``forward_pass``, then its ``backward_pass``, which leaves ``step`` with it.
+    """A training step of ``norm``: its ``forward_pass``, then its ``backward_pass``.
 
-    Neither writes the norm's state, so a recomputed forward sees what the first one saw.
+    After the backward the norm keeps ``step`` until the next flush. Neither pass writes the norm's state, so a
+    recomputed forward sees what the first forward saw.
     """
 
     @staticmethod

@@ -1253,7 +1253,7 @@ def on_ranks(rank, world, chosen):
         norm = rank_norm(case, sync=True)
         norm.ignoring = rank == world - 1
         mine["ignoring"] = run_steps(norm, batches)[-1]["state"]
-        # Unsynchronised, and trained on one rank only.
+        # Unsynchronized, and trained on one rank only.
         norms = torch.nn.ModuleList(rank_norm(case, sync=False) for _ in range(2))
         run_steps(norms[0], batches)
         if rank == 0:
