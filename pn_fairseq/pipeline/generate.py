@@ -7,7 +7,6 @@ merged by sentence number and counted; the output folder is replaced as a whole.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import hashlib
 import math
 import os
@@ -17,26 +16,21 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
-import time
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
-import pn_fairseq
 from pn_fairseq.common.command import ArgumentParser, UserError, command, deferred_signals, say, whole
-from pn_fairseq.common.files import atomic_folder, atomic_write, checksum, read_settings, recorded, write_settings
+from pn_fairseq.common.files import PACKAGE, atomic_folder, atomic_write, checksum, read_settings, write_settings
 from pn_fairseq.common.machine import own_cores
 from pn_fairseq.pipeline import RUN_HELP, add_norm_module
 
 if TYPE_CHECKING:  # imports omegaconf, which --help does not need
     from pn_fairseq.pipeline.runs import Run
 
-PACKAGE = Path(pn_fairseq.__file__).resolve().parent
 #: Search settings that neither the command line nor the run's configuration specifies.
 SEARCH = {"beam": 5, "lenpen": 1.0, "max_len_a": 0, "max_len_b": 200}
-#: Seconds between two lines of progress; on a terminal one line is rewritten every second.
-PROGRESS_SECONDS = 30
 
 EPILOG = """\
 Decodes on all visible GPUs, one process on each (NPROC=N uses N of them; CUDA_VISIBLE_DEVICES=0,1 selects some), or
@@ -90,7 +84,7 @@ class Decoding:
         for path in (*self.checkpoints, run.bin):
             if ":" in str(path):
                 raise UserError(f"'{path}' has a colon, at which fairseq splits paths; use another path")
-        self.languages = run.settings()
+        self.data = run.settings()
         given = {name: getattr(args, name) for name in SEARCH if getattr(args, name) is not None}
         self.search = {name: given.get(name, run.get(f"generation.{name}", value)) for name, value in SEARCH.items()}
         self.search["lenpen"] = float(self.search["lenpen"])
@@ -100,9 +94,9 @@ class Decoding:
         self.fp16 = bool(self.gpus) and bool(run.get("common.fp16", False) if args.fp16 is None else args.fp16)
         self.options = [
             *("--user-dir", str(PACKAGE), "--path", ":".join(map(str, self.checkpoints))),
-            *("--source-lang", self.languages["source"], "--target-lang", self.languages["target"]),
+            *("--source-lang", self.data["source"], "--target-lang", self.data["target"]),
             *(word for name, value in self.search.items() for word in (f"--{name.replace('_', '-')}", str(value))),
-            *("--remove-bpe", self.languages.get("segmentation", "subword-nmt").replace("-", "_")),
+            *("--remove-bpe", self.data.get("segmentation", "subword-nmt").replace("-", "_")),
             *("--max-tokens", str(args.max_tokens), "--batch-size", str(args.batch_size)),
             # With its default of 8, fairseq silently drops the last batch unless it has a multiple of 8 sentences.
             *("--required-batch-size-multiple", "1", "--num-workers", "0", "--log-format", "none"),
@@ -110,72 +104,55 @@ class Decoding:
             *(["--model-overrides", repr({"norm_module": args.norm_module})] if args.norm_module else []),
         ]
 
-    def run(self, verb: str, commands: list[list[str]], sentences: int, kept: Path) -> list[str]:
+    def run(self, verb: str, commands: Sequence[list[str]], sentences: int, kept: Path) -> list[str]:
         """The lines that ``python -m COMMAND`` prints, for all commands; they run at once, one on each GPU.
 
         Raises:
-            UserError: a checkpoint cannot be read; or a command failed: the others are ended, and what it wrote to
-                stderr is in the file ``kept``.
+            UserError: a command failed: the others are ended, and what it wrote to stderr is in the file ``kept``.
         """
-        from pn_fairseq.common.checkpoints import load_checkpoint  # needs torch
+        from pn_fairseq.pipeline.data.parallel import progress
 
-        for path in self.checkpoints:
-            load_checkpoint(path)  # compares the checksums; a process of fairseq would say less about a bad file
-        environment = {**os.environ, "PYTHONUTF8": "1"}
-        if not self.gpus:
-            environment.setdefault("OMP_NUM_THREADS", str(max(1, own_cores() // len(commands))))
-        outputs: list[list[bytes]] = [[] for _ in commands]
-        processes: list[subprocess.Popen] = []
-        readers: list[threading.Thread] = []
-        with contextlib.ExitStack() as stack:
-            errors = [stack.enter_context(tempfile.TemporaryFile()) for _ in commands]
+        def finish(process: subprocess.Popen, errors: IO[bytes]) -> tuple[int, list[str], bytes]:
+            lines = []
+            with process, errors:
+                for line in process.stdout:
+                    lines.append(line.decode("utf-8").removesuffix("\n"))
+                    bar.update(line.startswith(b"S-"))
+                process.wait()
+                errors.seek(0)
+                return process.returncode, lines, errors.read()
+
+        threads = str(max(1, own_cores() // len(commands)))
+        environment = {"OMP_NUM_THREADS": threads, **os.environ, "PYTHONUTF8": "1"}
+        processes, results = [], []
+        with progress(total=sentences, desc=verb, unit="sentence") as bar, ThreadPoolExecutor(len(commands)) as pool:
             try:
                 with deferred_signals():
-                    for shard, command_line in enumerate(commands):
+                    for shard, words in enumerate(commands):
                         if self.gpus:
                             environment["CUDA_VISIBLE_DEVICES"] = self.gpus[shard]
                         # A pipe, so that the processes end when this one is killed.
-                        pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": errors[shard]}
-                        process = subprocess.Popen([sys.executable, "-m", *command_line], env=environment, **pipes)
-                        processes.append(stack.enter_context(process))
-                        readers.append(threading.Thread(target=outputs[shard].extend, args=[process.stdout]))
-                        readers[-1].start()
-                show_progress(verb, processes, outputs, sentences)
-                for process, error in zip(processes, errors, strict=True):
-                    if process.poll():
-                        error.seek(0)
-                        raise UserError(_reason(process.returncode, error.read(), kept, self.checkpoints))
+                        pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE}
+                        words, errors = [sys.executable, "-m", *words], tempfile.TemporaryFile()
+                        processes.append(subprocess.Popen(words, env=environment, stderr=errors, **pipes))
+                        results.append(pool.submit(finish, processes[-1], errors))
+                for result in as_completed(results):
+                    code, _, errors = result.result()
+                    if code:
+                        raise UserError(_reason(code, errors, kept, self.checkpoints))
             finally:
                 for process in processes:
                     process.kill()
-                for reader in readers:
-                    reader.join()
-        return [line.decode("utf-8").removesuffix("\n") for output in outputs for line in output]
-
-
-def show_progress(verb: str, processes: list[subprocess.Popen], outputs: list[list[bytes]], sentences: int) -> None:
-    """Wait until all processes have ended or one has failed; on a terminal one line shows the progress."""
-    terminal, started, shown = sys.stderr.isatty(), time.monotonic(), time.monotonic()
-    while None in (codes := [process.poll() for process in processes]) and not any(codes):
-        time.sleep(0.1)
-        if time.monotonic() - shown >= (1 if terminal else PROGRESS_SECONDS):
-            shown = time.monotonic()
-            done = sum(line.startswith(b"S-") for output in outputs for line in output)
-            line = f"[{verb}] {done} of {sentences} sentences, {shown - started:.0f} s"
-            print(f"\r\x1b[K{line}" if terminal else line, end="" if terminal else "\n", file=sys.stderr, flush=True)
-    if terminal:
-        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+        return [line for result in results for line in result.result()[1]]
 
 
 def visible_gpus() -> list[str]:
     """The names of the GPUs, as in CUDA_VISIBLE_DEVICES."""
-    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if chosen in ("", "-1"):
-        return []
     import torch
 
     count = torch.cuda.device_count()
-    return chosen.split(",")[:count] if chosen else [str(gpu) for gpu in range(count)]
+    names = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
+    return names.split(",")[:count]
 
 
 def sha256(*paths: Path) -> str:
@@ -195,22 +172,22 @@ def main(argv: list[str] | None = None) -> int:
     decoding = Decoding(args, run)
     if args.nbest > decoding.search["beam"]:
         raise UserError(f"--nbest {args.nbest} is larger than the beam of {decoding.search['beam']}")
-    languages = {"src.tok": decoding.languages["source"], "ref.tok": decoding.languages["target"]}
-    texts = {name: run.data / f"tok/{args.subset}.{lang}" for name, lang in languages.items()} if run.data else {}
+    files = {"src.tok": "source", "ref.tok": "target"}
+    texts = {name: run.data / f"tok/{args.subset}.{decoding.data[side]}" for name, side in files.items() if run.data}
     bins = sorted(path for pattern in (f"{args.subset}.*", "dict.*") for path in run.bin.glob(pattern))
     index = next((path for path in bins if path.suffix == ".idx"), None)
     if "/" in args.subset or index is None or not all(path.is_file() for path in texts.values()):
         raise UserError(f"'{run.data or run.bin}' has no subset '{args.subset}'")
     wanted = {
         "checkpoint": sha256(*decoding.checkpoints),
-        "data": sha256(*([recorded(run.data, "settings")] if run.data else []), *bins, *texts.values()),
+        "data": sha256(*([run.data / "settings.txt"] if run.data else []), *bins, *texts.values()),
         "subset": args.subset,
         **{name: str(value) for name, value in decoding.search.items()},
         **({"nbest": str(args.nbest)} if args.nbest > 1 else {}),
         **({"fp16": str(int(args.fp16))} if args.fp16 is not None else {}),
     }
     output = (args.output or args.run / "generate" / args.subset).resolve()
-    mark = recorded(output, "made")
+    mark = output / "made.txt"
     made = read_settings(mark) if mark.is_file() else {}
     if (output / "hyp.tok").is_file() and wanted.items() <= made.items():
         say("generate", f"{output / 'hyp.tok'} is there already")
@@ -253,7 +230,11 @@ def _reason(code: int, errors: bytes, kept: Path, checkpoints: Sequence[Path]) -
     """Why a process failed; what it wrote to stderr is kept."""
     lines = errors.decode("utf-8", "replace").strip().splitlines()
     if mistakes := [match[1] for line in lines if (match := re.match(r"fairseq-\w+: error: (.*)", line))]:
-        return f"{' + '.join(map(str, checkpoints))}: {mistakes[-1]}"  # a line of fairseq_patches/one_line_errors.py
+        # A line of fairseq_patches: it names a file that cannot be read, and not the one that does not fit its model.
+        names = (
+            "" if any(str(path) in mistakes[-1] for path in checkpoints) else f"{' + '.join(map(str, checkpoints))}: "
+        )
+        return names + mistakes[-1]
     exceptions = [line for line in lines if re.match(r"[\w.]+(Error|Exception)\b", line)]
     reason = (exceptions or lines or ["it printed no reason"])[-1]
     if code < 0:

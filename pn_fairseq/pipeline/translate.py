@@ -62,7 +62,7 @@ def main(argv: list[str] | None = None) -> int:
         log = decoding.run("translate", commands, len(sentences), kept) if sentences else []
     best = iter([options[0][1] for options in hypotheses(log, len(sentences))])
     tokens = [next(best) if line else "" for line in lines]
-    plain = "".join(f"{line}\n" for line in detokenize(tokens, decoding.languages["target"])).encode("utf-8")
+    plain = "".join(f"{line}\n" for line in detokenize(tokens, decoding.data["target"])).encode("utf-8")
     if args.output is None:
         sys.stdout.buffer.write(plain)
     else:
