@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,9 +19,7 @@ from pn_fairseq.common.checkpoints import (
 from pn_fairseq.common.command import ArgumentParser, UserError, command, say, whole, without_fairseqs_log
 from pn_fairseq.common.files import atomic_write
 from pn_fairseq.pipeline import RUN_HELP, add_norm_module
-
-if TYPE_CHECKING:  # imports omegaconf, which --help does not need
-    from pn_fairseq.pipeline.runs import Run
+from pn_fairseq.pipeline.runs import Run, open_run
 
 EPILOG = """\
 examples:
@@ -193,16 +190,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.recalibrate is True:
             raise UserError("--recalibrate needs DATA, the folder of the binarized data, unless --run names a run")
     else:
-        from pn_fairseq.pipeline.runs import open_run
-
         run = open_run(args.run)
         output = args.output or run.checkpoints / "averaged.pt"
     data = run.bin if args.recalibrate is True else args.recalibrate and Path(args.recalibrate)
     if data and not any(data.glob("dict.*")):
         raise UserError(f"--recalibrate {data}: is not a folder of binarized data (fairseq-preprocess makes one)")
     paths, made_of = _select(args, run)
-    for option, value in (("recalibrated on", data), ("batches", args.batches), ("norm_module", args.norm_module)):
-        made_of += f" {option}={value}" if value else ""
+    options = {"recalibrate": data, "batches": args.batches, "norm_module": args.norm_module}
+    made_of += "".join(f" {name}={value}" for name, value in options.items() if value)
     mark = output.with_name(f"{output.name}.made.txt")
     if run and output.is_file() and mark.is_file() and mark.read_text("utf-8").strip() == made_of:
         sources = [*paths, *(data.iterdir() if data else ())]

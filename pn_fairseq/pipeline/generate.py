@@ -19,15 +19,16 @@ import tempfile
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO
 
 from pn_fairseq.common.command import ArgumentParser, UserError, command, deferred_signals, say, whole
 from pn_fairseq.common.files import PACKAGE, atomic_folder, atomic_write, checksum, read_settings, write_settings
 from pn_fairseq.common.machine import own_cores
 from pn_fairseq.pipeline import RUN_HELP, add_norm_module
-
-if TYPE_CHECKING:  # imports omegaconf, which --help does not need
-    from pn_fairseq.pipeline.runs import Run
+from pn_fairseq.pipeline.data.binarize import sentences as sentences_in
+from pn_fairseq.pipeline.data.parallel import progress
+from pn_fairseq.pipeline.launch import processes
+from pn_fairseq.pipeline.runs import Run, open_run
 
 #: Search settings that neither the command line nor the run's configuration specifies.
 SEARCH = {"beam": 5, "lenpen": 1.0, "max_len_a": 0, "max_len_b": 200}
@@ -110,7 +111,6 @@ class Decoding:
         Raises:
             UserError: a command failed: the others are ended, and what it wrote to stderr is in the file ``kept``.
         """
-        from pn_fairseq.pipeline.data.parallel import progress
 
         def finish(process: subprocess.Popen, errors: IO[bytes]) -> tuple[int, list[str], bytes]:
             lines = []
@@ -124,7 +124,7 @@ class Decoding:
 
         threads = str(max(1, own_cores() // len(commands)))
         environment = {"OMP_NUM_THREADS": threads, **os.environ, "PYTHONUTF8": "1"}
-        processes, results = [], []
+        started, results = [], []
         with progress(total=sentences, desc=verb, unit="sentence") as bar, ThreadPoolExecutor(len(commands)) as pool:
             try:
                 with deferred_signals():
@@ -134,14 +134,14 @@ class Decoding:
                         # A pipe, so that the processes end when this one is killed.
                         pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE}
                         words, errors = [sys.executable, "-m", *words], tempfile.TemporaryFile()
-                        processes.append(subprocess.Popen(words, env=environment, stderr=errors, **pipes))
-                        results.append(pool.submit(finish, processes[-1], errors))
+                        started.append(subprocess.Popen(words, env=environment, stderr=errors, **pipes))
+                        results.append(pool.submit(finish, started[-1], errors))
                 for result in as_completed(results):
                     code, _, errors = result.result()
                     if code:
                         raise UserError(_reason(code, errors, kept, self.checkpoints))
             finally:
-                for process in processes:
+                for process in started:
                     process.kill()
         return [line for result in results for line in result.result()[1]]
 
@@ -163,11 +163,6 @@ def sha256(*paths: Path) -> str:
 @command("pn generate")
 def main(argv: list[str] | None = None) -> int:
     args = _parser().parse_args(argv)
-
-    from pn_fairseq.pipeline.data.binarize import sentences as indexed
-    from pn_fairseq.pipeline.launch import processes
-    from pn_fairseq.pipeline.runs import open_run
-
     run = open_run(args.run, same_data=True)
     decoding = Decoding(args, run)
     if args.nbest > decoding.search["beam"]:
@@ -187,15 +182,14 @@ def main(argv: list[str] | None = None) -> int:
         **({"fp16": str(int(args.fp16))} if args.fp16 is not None else {}),
     }
     output = (args.output or args.run / "generate" / args.subset).resolve()
-    mark = output / "made.txt"
-    made = read_settings(mark) if mark.is_file() else {}
+    made = read_settings(output / "made.txt") if (output / "made.txt").is_file() else {}
     if (output / "hyp.tok").is_file() and wanted.items() <= made.items():
         say("generate", f"{output / 'hyp.tok'} is there already")
         return 0
     if output.exists() and not made and (not output.is_dir() or any(output.iterdir())):
         raise UserError(f"refusing to overwrite '{output}', which has other files; choose another --output")
 
-    sentences = indexed(index)
+    sentences = sentences_in(index)
     # There are at least as many batches as sentences / batch size; fairseq-generate divides by zero without a batch.
     shards = min(processes(os.environ, len(decoding.gpus)), max(1, math.ceil(sentences / args.batch_size)))
     names, device = " + ".join(map(str, decoding.checkpoints)), "GPUs" if decoding.gpus else "CPU"
@@ -230,11 +224,8 @@ def _reason(code: int, errors: bytes, kept: Path, checkpoints: Sequence[Path]) -
     """Why a process failed; what it wrote to stderr is kept."""
     lines = errors.decode("utf-8", "replace").strip().splitlines()
     if mistakes := [match[1] for line in lines if (match := re.match(r"fairseq-\w+: error: (.*)", line))]:
-        # A line of fairseq_patches: it names a file that cannot be read, and not the one that does not fit its model.
-        names = (
-            "" if any(str(path) in mistakes[-1] for path in checkpoints) else f"{' + '.join(map(str, checkpoints))}: "
-        )
-        return names + mistakes[-1]
+        names = f"{' + '.join(map(str, checkpoints))}: "
+        return names + mistakes[-1].removeprefix(names)  # a line of fairseq_patches, which may name the file already
     exceptions = [line for line in lines if re.match(r"[\w.]+(Error|Exception)\b", line)]
     reason = (exceptions or lines or ["it printed no reason"])[-1]
     if code < 0:

@@ -86,23 +86,19 @@ class Comparison:
     results: dict[str, Result]
 
 
-def score_lines(scores: Mapping[str, Score]) -> str:
+def score_lines(scores: Mapping[str, Score]) -> list[str]:
     """A line for each metric: title, signature, score, parts."""
     lines = []
     for metric, found in scores.items():
         name = "chrF2" if metric == "chrf" else "BLEU"
         lines.append(f"{METRICS[metric] + ':':17} {name}|{found.signature} = {found.score:.2f} {found.verbose}")
-    return "".join(f"{line.rstrip()}\n" for line in lines)
+    return [line.rstrip() for line in lines]
 
 
 def low_bleu(bleu: float) -> str | None:
     """A warning if BLEU is so low that it says little about a model."""
-    if bleu >= 1:
-        return None
-    return (
-        f"BLEU is {bleu:.2f}, below 1: the model has hardly learned to translate, or hypotheses and references do not "
-        "belong together"
-    )
+    reason = "the model has hardly learned to translate, or hypotheses and references do not belong together"
+    return f"BLEU is {bleu:.2f}, below 1: {reason}" if bleu < 1 else None
 
 
 def p_text(p: float) -> str:
@@ -126,7 +122,7 @@ class TokenizedBLEU(BLEU):
     As Perl reads without ``-C``, only ASCII spaces separate tokens, and only A to Z are lower-cased.
     """
 
-    def __init__(self, lowercase: bool = False, compound_split: bool = False):
+    def __init__(self, lowercase: bool, compound_split: bool):
         super().__init__(tokenize="none", smooth_method="none", force=True)
         self.ascii_lowercase, self.compound_split = lowercase, compound_split
 
@@ -145,8 +141,10 @@ class TokenizedBLEU(BLEU):
         return signature
 
 
-def make_metrics(lowercase: bool, target: str, compound_split: bool = False) -> dict[str, Metric]:
-    """All :data:`METRICS`; tokens are in the case of their data.
+def make_metrics(
+    lowercase: bool, target: str, compound_split: bool = False, lowercase_tokens: bool = False
+) -> dict[str, Metric]:
+    """All :data:`METRICS`.
 
     ``tokenized`` is BLEU (Papineni et al. 2002) of tokens: ``BP * exp(mean of log p_n, n = 1..4)`` without smoothing; 0
     if no n-gram of some order matches. ``detokenized`` is sacreBLEU (Post 2018) of plain text. ``chrf`` is chrF2
@@ -156,6 +154,7 @@ def make_metrics(lowercase: bool, target: str, compound_split: bool = False) -> 
         lowercase: ignore the case of plain text.
         target: the language, which chooses sacrebleu's tokenizer (13a for most).
         compound_split: :func:`split_compounds` of tokens.
+        lowercase_tokens: ignore the case of tokens, A to Z only.
 
     Raises:
         ScoringError: sacrebleu lacks the language's tokenizer.
@@ -165,7 +164,7 @@ def make_metrics(lowercase: bool, target: str, compound_split: bool = False) -> 
     except (ImportError, RuntimeError) as error:
         # The tokenizers of Japanese and Korean are separate packages.
         raise ScoringError(f"sacrebleu cannot tokenize '{target}': {' '.join(str(error).split())}") from error
-    tokenized = TokenizedBLEU(compound_split=compound_split)
+    tokenized = TokenizedBLEU(lowercase_tokens, compound_split)
     return {"tokenized": tokenized, "detokenized": detokenized, "chrf": CHRF(lowercase=lowercase)}
 
 
@@ -212,12 +211,12 @@ def detokenize(lines: Iterable[str], language: str) -> list[str]:
     return [plain(line) for line in lines]
 
 
-def read_lines(path: str | Path) -> list[str]:
-    """The lines of a UTF-8 file, cut at line feeds only; the last line may lack one."""
+def read_lines(path: Path | None) -> list[str]:
+    """The lines of UTF-8 text, by default of standard input, cut at line feeds only; the last line may lack one."""
     try:
-        text = Path(path).read_bytes().decode("utf-8")
+        text = (path.read_bytes() if path else sys.stdin.buffer.read()).decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ScoringError(f"{path} is not UTF-8 (byte {error.start})") from error
+        raise ScoringError(f"{path or 'standard input'} is not UTF-8 (byte {error.start})") from error
     return text.removesuffix("\n").split("\n") if text else []
 
 
@@ -303,7 +302,7 @@ def score_run(
     scores = Scores(subset=subset, sentences=len(translated), **found, lowercase=lowercase, target=target)
     write_lines(folder / "ref.txt", plain)
     write_lines(folder / "hyp.txt", translations)
-    write_lines(folder / "scores.txt", score_lines(found).splitlines())
+    write_lines(folder / "scores.txt", score_lines(found))
     # Written last: if this file exists, the others exist as well.
     write_lines(folder / "scores.json", [json.dumps(asdict(scores), indent=2)])
     return scores
@@ -317,9 +316,9 @@ def is_scored(run: Path, subset: str) -> bool:
     return scores.is_file() and max(times, default=0) <= scores.stat().st_mtime_ns
 
 
-def read_scores(folder: str | Path) -> Scores:
+def read_scores(folder: Path) -> Scores:
     """The scores that :func:`score_run` wrote into ``folder``."""
-    path = Path(folder) / "scores.json"
+    path = folder / "scores.json"
     if not path.is_file():
         raise ScoringError(f"there is no '{path}' (pn score writes it)")
     try:
@@ -422,12 +421,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     split = 'in tokenized BLEU, split words with hyphens ("rich ##AT##-##AT## text"), as papers on WMT14 do (default: '
     split += "as the run's data was prepared)"
     add("--compound-split", action=argparse.BooleanOptionalAction, help=split)
-    add(
-        "--resamples",
-        type=whole,
-        metavar="N",
-        help=f"with --compare: resampled sets of sentences (default {RESAMPLES})",
-    )
+    add("--resamples", type=whole, metavar="N", help=f"with --compare: resampled texts (default {RESAMPLES})")
     add("--tokenized", action="store_true", default=None, help="the files hold tokens (default: plain text)")
     add("--lowercase", action="store_true", default=None, help="with --hyp: ignore case")
     add("--target", metavar="LANG", help="with --hyp: the language, which chooses sacrebleu's tokenizer (default: 13a)")
@@ -495,11 +489,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         scores = {metric: getattr(scored, metric) for metric in METRICS}
     else:
         texts, lowercase = (read_lines(args.hyp), read_lines(args.ref)), bool(args.lowercase)
-        metrics = make_metrics(lowercase, args.target or "")
-        del metrics["tokenized"]
-        if args.tokenized:
-            metrics = {"tokenized": TokenizedBLEU(lowercase, bool(args.compound_split))}
-        scores = {name: score(metric, *texts) for name, metric in metrics.items()}
-    print(score_lines(scores), end="")
+        metrics = make_metrics(lowercase, args.target or "", bool(args.compound_split), lowercase)
+        names = ["tokenized"] if args.tokenized else ["detokenized", "chrf"]
+        scores = {name: score(metrics[name], *texts) for name in names}
+    print(*score_lines(scores), sep="\n")
     if warning := low_bleu(next(iter(scores.values())).score):
         print(f"pn score: warning: {warning}", file=sys.stderr)

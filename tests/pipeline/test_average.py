@@ -1,7 +1,6 @@
 """pn average: the numbers, what is kept and refused, the selection of checkpoints, and that a run is averaged once."""
 
 import argparse
-import copy
 import os
 from collections import OrderedDict
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from pn_fairseq.common.checkpoints import CheckpointError, allow_fairseq_checkpoints, load_checkpoint
+from pn_fairseq.common.checkpoints import CheckpointError, load_checkpoint
 from pn_fairseq.pipeline import average as tool
 from pn_fairseq.pipeline.average import average_checkpoints, main
 
@@ -244,9 +243,7 @@ def test_selection_from_a_directory(tmp_path, capsys):
     assert [line.split(":")[0] for line in out.splitlines()[1:4]] == [
         f"[{n}/3] {path}" for n, path in enumerate(paths[8:], start=1)
     ]
-    assert f"{paths[8]}: update 900, 1 tensors" in out
-    assert str(output) in out.splitlines()[-1]
-    assert average("--last", 1)[0] == 11.0
+    assert f"{paths[8]}: update 900, 1 tensors" in out and str(output) in out.splitlines()[-1]
     assert average("--by", "update", "--last", 2)[0] == 600.0
 
 
@@ -339,72 +336,6 @@ def test_one_checkpoint_in_memory_at_a_time(tmp_path, monkeypatch):
     monkeypatch.setattr(tool, "load_checkpoint", counting_load)
     assert tool.average_checkpoints(paths)["model"]["w"].item() == 2.5
     assert len(alive) == 4
-
-
-@pytest.fixture(scope="module")
-def fairseq_run(tmp_path_factory):
-    """Two checkpoints written by fairseq's own trainer, and the two models' state dicts as they were in memory."""
-    pytest.importorskip("fairseq")
-    from fairseq import options, tasks
-    from fairseq.data import Dictionary
-    from fairseq.dataclass.utils import convert_namespace_to_omegaconf
-    from fairseq.trainer import Trainer
-
-    directory = tmp_path_factory.mktemp("fairseq")
-    words = Dictionary()
-    for word in "a b c d e".split():
-        words.add_symbol(word)
-    for language in ("de", "en"):
-        words.save(str(directory / f"dict.{language}.txt"))
-    sizes = [f"--{side}-{what}-dim=8" for side in ("encoder", "decoder") for what in ("embed", "ffn-embed")]
-    layers = [f"--{side}-{what}=1" for side in ("encoder", "decoder") for what in ("layers", "attention-heads")]
-    parser = options.get_training_parser()
-    arguments = [str(directory), "--source-lang=de", "--target-lang=en", "--arch=transformer_iwslt_de_en", "--cpu"]
-    arguments += [*sizes, *layers, "--share-all-embeddings", "--optimizer=adam", "--max-tokens=100"]
-    cfg = convert_namespace_to_omegaconf(options.parse_args_and_arch(parser, arguments))
-    task = tasks.setup_task(cfg.task)
-    model = task.build_model(cfg.model)
-    trainer = Trainer(cfg, task, model, task.build_criterion(cfg.criterion))
-    trainer.consolidate_optimizer()  # fairseq calls it before each saving
-
-    states = []
-    for epoch in (1, 2):
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(torch.randn_like(parameter))
-        trainer.set_num_updates(100 * epoch)
-        states.append(copy.deepcopy(model.state_dict()))
-        iterator = {"version": 2, "epoch": epoch + 1, "iterations_in_epoch": 0, "shuffle": True}
-        # --eval-bleu makes this a NumPy number.
-        extra_state = {"train_iterator": iterator, "val_loss": np.float64(4.5)}
-        trainer.save_checkpoint(str(directory / f"checkpoint{epoch}.pt"), extra_state)
-    return directory, states
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning")  # fairseq calls what hydra has deprecated
-def test_fairseq_loads_the_average(fairseq_run, tmp_path, capsys):
-    from fairseq import checkpoint_utils
-
-    directory, states = fairseq_run
-    output = tmp_path / "average.pt"
-    code, out, err = run_main(capsys, "--inputs", directory, "--last", 2, "--output", output)
-    assert (code, err) == (0, "")
-    assert "checkpoint1.pt: update 100" in out
-
-    allow_fairseq_checkpoints()
-    (model,), cfg, _ = checkpoint_utils.load_model_ensemble_and_task([str(output)])
-    assert cfg.model._name == "transformer_iwslt_de_en"
-    loaded = model.state_dict()
-    assert list(loaded) == list(states[0])
-    for key, value in loaded.items():
-        expected = np.mean([state[key].double().numpy() for state in states], axis=0)
-        np.testing.assert_allclose(value.numpy(), expected, rtol=1e-6, err_msg=key)
-    assert model.encoder.embed_tokens.weight is model.decoder.embed_tokens.weight
-    # The file itself holds the shared embedding once, as the inputs do.
-    stored = load_checkpoint(output)["model"]
-    shared = [value for key, value in stored.items() if "embed_tokens" in key or "output_projection" in key]
-    assert len(shared) == 3
-    assert len({value.untyped_storage().data_ptr() for value in shared}) == 1
 
 
 KEEPS = {"keep_last_epochs": 10, "keep_interval_updates": -1}
