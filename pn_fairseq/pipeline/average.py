@@ -1,7 +1,5 @@
 """``pn average``: the mean of several checkpoints of one training, as one checkpoint."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
@@ -121,7 +119,9 @@ def average_checkpoints(paths: Sequence[Path]) -> dict:
         averaged = [key for key in model if model[key].is_floating_point() and not key.endswith("_float_tensor")]
         reference = reference or layout
         if layout != reference:
-            raise CheckpointError(f"{path}: does not match {paths[0]}: {_differences(layout, reference)}")
+            key = next(key for key in {**reference, **layout} if layout.get(key) != reference.get(key))
+            own, first = (" ".join(map(str, tensors.get(key, ["absent"]))) for tensors in (layout, reference))
+            raise CheckpointError(f"{path}: does not match {paths[0]}: {key} is {own}, not {first}")
         if not newest or updates >= num_updates(newest):
             newest, tied = state, _memory_groups({key: model[key] for key in averaged})
         for key in averaged:
@@ -146,15 +146,6 @@ def _memory_groups(model: dict[str, torch.Tensor]) -> dict[str, str]:
     first: dict[tuple, str] = {}
     views = {key: (value.data_ptr(), value.shape, value.stride(), value.dtype) for key, value in model.items()}
     return {key: first.setdefault(view, key) for key, view in views.items()}
-
-
-def _differences(layout: dict[str, tuple], reference: dict[str, tuple]) -> str:
-    """The number of tensors that differ, and the difference of the first one."""
-    keys = [key for key in {**reference, **layout} if layout.get(key) != reference.get(key)]
-    own, first = (
-        "{} {}".format(*tensors[keys[0]]) if keys[0] in tensors else "absent" for tensors in (layout, reference)
-    )
-    return f"tensors that differ: {len(keys)} ({keys[0]} is {own}, not {first})"
 
 
 def _select(args: argparse.Namespace, run: Run | None) -> tuple[list[Path], str]:

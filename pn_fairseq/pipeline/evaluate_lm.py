@@ -1,7 +1,5 @@
 """``pn evaluate-lm``: the perplexity of a language model's run."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math
@@ -164,7 +162,7 @@ def unit_of(words: Sequence[str]) -> str:
     return "subword" if any(word.endswith("@@") or word[0] == "▁" for word in words) else "word"
 
 
-def score(loaded: ModelWithData, subset: str, context: int, max_tokens: int) -> tuple[float, int, int]:
+def score(loaded: "ModelWithData", subset: str, context: int, max_tokens: int) -> tuple[float, int, int]:
     """Negative log-likelihood per token in nats, number of tokens, and number of <unk> tokens."""
     import torch
     from torch.nn.functional import cross_entropy

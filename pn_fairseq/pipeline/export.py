@@ -1,7 +1,5 @@
 """``pn export``: encoder and decoder step of a checkpoint as ONNX or ``torch.export`` files."""
 
-from __future__ import annotations
-
 import importlib.util
 import logging
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ Each of N processes decodes every N-th batch of the same batches, so the result 
 merged by sentence number and counted; the output folder is replaced as a whole.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import math
@@ -77,7 +75,7 @@ class Decoding:
     """The model and the decoding settings, as command-line options of fairseq.
 
     Raises:
-        UserError: a checkpoint is missing or damaged, or an option does not fit.
+        UserError: a checkpoint is missing, or an option does not fit.
     """
 
     def __init__(self, args: argparse.Namespace, run: Run):

@@ -1,7 +1,5 @@
 """``pn import-release``: a checkpoint of the code released with the PowerNorm paper, as one that this plugin loads."""
 
-from __future__ import annotations
-
 import logging
 import sys
 from collections.abc import Sequence

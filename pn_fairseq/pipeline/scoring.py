@@ -10,8 +10,6 @@ The folder of one decoding (``RUN/generate/SUBSET``) holds, line for line:
     the results of :func:`score_run`, for programs and for people.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

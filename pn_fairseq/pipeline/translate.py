@@ -1,7 +1,5 @@
 """``pn translate``: plain text in, plain text out, tokenized and segmented as the data of a run."""
 
-from __future__ import annotations
-
 import sys
 import tempfile
 from pathlib import Path
@@ -10,15 +8,6 @@ from pn_fairseq.common.command import ArgumentParser, UserError, command
 from pn_fairseq.pipeline.generate import Decoding, add_decoding_options, hypotheses, write_lines
 from pn_fairseq.pipeline.runs import Run, open_run
 from pn_fairseq.pipeline.scoring import detokenize, read_lines
-
-
-def _parser() -> ArgumentParser:
-    about = "Translate UTF-8 text, one sentence a line. The output has as many lines; an empty line stays empty."
-    parser = ArgumentParser(prog="pn translate", description=about)
-    add_decoding_options(parser)
-    parser.add_argument("--input", type=Path, metavar="FILE", help="text to translate (default: standard input)")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="default: standard output")
-    return parser
 
 
 def to_subwords(run: Run, lines: list[str]) -> list[str]:
@@ -34,7 +23,12 @@ def to_subwords(run: Run, lines: list[str]) -> list[str]:
 
 @command("pn translate")
 def main(argv: list[str] | None = None) -> int:
-    args = _parser().parse_args(argv)
+    about = "Translate UTF-8 text, one sentence a line. The output has as many lines; an empty line stays empty."
+    parser = ArgumentParser(prog="pn translate", description=about)
+    add_decoding_options(parser)
+    parser.add_argument("--input", type=Path, metavar="FILE", help="text to translate (default: standard input)")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="default: standard output")
+    args = parser.parse_args(argv)
     run = open_run(args.run, same_data=True)
     if run.data is None:
         raise UserError(f"{run.bin}/../settings.txt does not exist: how its text was tokenized is not known")

@@ -204,15 +204,11 @@ BASE = {"a": torch.ones(2, 3), "b": torch.ones(4), "c": torch.ones(1), "n": torc
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda model: model.pop("b"), ["tensors that differ: 1 (b is absent, not [4] torch.float32)"]),
-        (
-            lambda model: model.update({f"x{i}": torch.ones(1) for i in range(9)}),
-            ["tensors that differ: 9 (x0 is [1] torch.float32, not absent)"],
-        ),
+        (lambda model: model.pop("b"), ["b is absent, not [4] torch.float32"]),
+        (lambda model: model.update(x=torch.ones(1)), ["x is [1] torch.float32, not absent"]),
         (lambda model: model.update(a=torch.ones(3, 2)), ["a is [3, 2] torch.float32, not [2, 3] torch.float32"]),
         (lambda model: model.update(c=torch.ones(1).half()), ["c is [1] torch.float16, not [1] torch.float32"]),
         (lambda model: model.update(n=torch.tensor(1.0)), ["n is [] torch.float32, not [] torch.int64"]),
-        (lambda model: (model.pop("a"), model.update(z=torch.ones(1))), ["differ: 2", "a is absent"]),
     ],
 )
 def test_checkpoints_that_do_not_match(tmp_path, capsys, change, words):
