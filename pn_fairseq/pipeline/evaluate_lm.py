@@ -7,7 +7,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pn_fairseq import __version__
 from pn_fairseq.common.command import ArgumentParser, UserError, command, without_fairseqs_log
@@ -15,9 +14,6 @@ from pn_fairseq.common.files import atomic_write, checksum
 from pn_fairseq.pipeline import RUN_HELP, add_norm_module
 from pn_fairseq.pipeline.data.binarize import lengths
 from pn_fairseq.pipeline.runs import Run, open_run
-
-if TYPE_CHECKING:  # imports fairseq, which --help does not need
-    from pn_fairseq.models.recalibrate_checkpoint import ModelWithData
 
 #: The fields that two perplexities must share to be comparable.
 SAME = ("tokens", "unit", "vocabulary", "unknown", "subset", "context", "blocks")
@@ -162,8 +158,11 @@ def unit_of(words: Sequence[str]) -> str:
     return "subword" if any(word.endswith("@@") or word[0] == "▁" for word in words) else "word"
 
 
-def score(loaded: "ModelWithData", subset: str, context: int, max_tokens: int) -> tuple[float, int, int]:
-    """Negative log-likelihood per token in nats, number of tokens, and number of <unk> tokens."""
+def score(loaded, subset: str, context: int, max_tokens: int) -> tuple[float, int, int]:
+    """Negative log-likelihood per token in nats, number of tokens, and number of <unk> tokens.
+
+    ``loaded`` is a :class:`~pn_fairseq.models.recalibrate_checkpoint.ModelWithData`.
+    """
     import torch
     from torch.nn.functional import cross_entropy
 
