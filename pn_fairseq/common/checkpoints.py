@@ -228,9 +228,7 @@ def save_checkpoint(state: dict, path: str | os.PathLike) -> None:
         raise cause from error
 
 
-def find_checkpoints(
-    directory: str | os.PathLike, by: str = "epoch", last: int | None = None, upper_bound: int | None = None
-) -> list[Path]:
+def find_checkpoints(directory: str | os.PathLike, by: str = "epoch", last: int | None = None) -> list[Path]:
     """The checkpoints that ``fairseq-train`` left in ``directory``, newest first.
 
     Args:
@@ -238,7 +236,6 @@ def find_checkpoints(
         by: ``"epoch"`` for ``checkpoint{epoch}.pt``, ``"update"`` for ``checkpoint_{epoch}_{update}.pt``. The numbers
             are compared as numbers: ``checkpoint10.pt`` is newer than ``checkpoint9.pt``.
         last: how many to return at most, at least 1; all of them if None.
-        upper_bound: leave out those with a larger epoch (or update) number.
 
     Raises:
         CheckpointError: the directory cannot be read.
@@ -249,13 +246,12 @@ def find_checkpoints(
         raise CheckpointError(f"{directory}: cannot list the checkpoints ({error.strerror})") from error
     found = []
     for match in filter(None, map(_NAME_PATTERNS[by].fullmatch, names)):
-        if upper_bound is None or int(match["number"]) <= upper_bound:
-            found.append((int(match["number"]), int(match.groupdict().get("epoch", 0)), match[0]))
+        found.append((int(match["number"]), int(match.groupdict().get("epoch", 0)), match[0]))
     return [Path(directory) / name for _, _, name in sorted(found, reverse=True)[:last]]
 
 
 def checkpoints_to_average(
-    directory: str | os.PathLike, last: int, kinds: Sequence[str] = ("epoch", "update"), upper_bound: int | None = None
+    directory: str | os.PathLike, last: int, kinds: Sequence[str] = ("epoch", "update")
 ) -> tuple[list[Path], str, str]:
     """The ``last`` newest checkpoints of a training, or all checkpoints if there are fewer.
 
@@ -264,7 +260,6 @@ def checkpoints_to_average(
         last: the number of checkpoints, at least 1.
         kinds: ``by`` of :func:`find_checkpoints`; the first kind with a checkpoint is used. If there are several kinds
             and no checkpoint of any of them, ``checkpoint_last.pt`` is used.
-        upper_bound: as for :func:`find_checkpoints`.
 
     Returns:
         The files, oldest first; their kind, or ``"last"``; and a note if they are not ``last`` checkpoints of the first
@@ -273,9 +268,9 @@ def checkpoints_to_average(
     Raises:
         CheckpointError: there is no such checkpoint; the message lists the checkpoints that exist.
     """
-    wanted = f"{last} {kinds[0]} checkpoints" + ("" if upper_bound is None else f" up to {kinds[0]} {upper_bound}")
+    wanted = f"{last} {kinds[0]} checkpoints"
     for kind in kinds:
-        if paths := find_checkpoints(directory, kind, last, upper_bound)[::-1]:
+        if paths := find_checkpoints(directory, kind, last)[::-1]:
             present = f"{len(paths)} {kind} checkpoint{'s' * (len(paths) > 1)}"
             complete = kind == kinds[0] and len(paths) == last
             note = "" if complete else f"{directory} has {present} instead of {wanted}: averaging {present}"

@@ -110,7 +110,7 @@ class ModelWithData:
         """The loss over the validation data, in evaluation mode and without label smoothing."""
         total, tokens, sentences = 0.0, 0, 0
         batches = self.batches(VALID, train=False)
-        for sample in self._moved(batches, len(batches), "validating"):
+        for sample in self.on_device(batches, len(batches), "validating"):
             output = self.model(**sample["net_input"])
             target = self.model.get_targets(sample, output)
             log_probs = self.model.get_normalized_probs(output, log_probs=True).float()
@@ -132,7 +132,7 @@ class ModelWithData:
         if not number:
             raise CheckpointError(f"{self.data}: the subset '{subset}' is empty")
         with recalibrating(self.model):
-            for sample in self._moved(islice(batches, number), number, "recalibrating"):
+            for sample in self.on_device(islice(batches, number), number, "recalibrating"):
                 self.model(**sample["net_input"])
         return number
 
@@ -144,7 +144,8 @@ class ModelWithData:
                     key = f"{prefix}.{name}"
                     weights[key] = buffer.to("cpu", weights[key].dtype, copy=True)
 
-    def _moved(self, samples: Iterable[dict], total: int, what: str) -> Iterator[dict]:
+    def on_device(self, samples: Iterable[dict], total: int, what: str) -> Iterator[dict]:
+        """The batches on the model's device, with a progress bar that says ``what`` is done."""
         # disable=None: no bar unless it goes to a terminal.
         for sample in tqdm(samples, desc=what, total=total, unit="batch", leave=False, disable=None):
             yield utils.move_to_cuda(sample) if self.device.type == "cuda" else sample

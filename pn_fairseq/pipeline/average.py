@@ -1,9 +1,6 @@
 """``pn average``: the mean of several checkpoints of one training, as one checkpoint."""
 
-from __future__ import annotations
-
 import argparse
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,8 +15,9 @@ from pn_fairseq.common.checkpoints import (
     save_checkpoint,
 )
 from pn_fairseq.common.command import ArgumentParser, UserError, command, say, whole, without_fairseqs_log
-from pn_fairseq.common.files import atomic_write, checksum, recorded
+from pn_fairseq.common.files import atomic_write
 from pn_fairseq.pipeline import RUN_HELP, add_norm_module
+from pn_fairseq.pipeline.runs import Run, open_run
 
 EPILOG = """\
 examples:
@@ -61,8 +59,6 @@ def _parser() -> ArgumentParser:
     by = "use checkpoint{epoch}.pt (epoch) or checkpoint_{epoch}_{update}.pt (update). Default: the kind that the run "
     by += "keeps; in a folder epochs, else updates; if there is neither kind, only checkpoint_last.pt"
     add("--by", choices=KEPT, help=by)
-    bound = "leave out checkpoints whose epoch (with --by update: update) number is above K"
-    add("--upper-bound", type=int, metavar="K", help=bound)
     recalibrate = "re-estimate the norms' running statistics with the averaged weights on this binarized data (default "
     recalibrate += "with --run: its training data); without this option the statistics are averaged as well"
     add("--recalibrate", nargs="?", const=True, metavar="DATA", help=recalibrate)
@@ -79,7 +75,7 @@ def num_updates(state: dict) -> int:
 
 
 @torch.no_grad()
-def average_checkpoints(paths: Sequence[str | os.PathLike]) -> dict:
+def average_checkpoints(paths: Sequence[Path]) -> dict:
     """The arithmetic mean of fairseq checkpoints, as a checkpoint that fairseq loads.
 
     Every floating-point tensor of ``state["model"]`` is summed in float64, divided by the number of checkpoints and
@@ -98,9 +94,8 @@ def average_checkpoints(paths: Sequence[str | os.PathLike]) -> dict:
         CheckpointError: a file appears twice, cannot be loaded, differs from the first in its keys, shapes or dtypes,
             or contains a NaN or an infinity.
     """
-    paths = [Path(path) for path in paths]
     # All paths are checked before the first file is read: a misspelt name must not show up after minutes of work.
-    seen: dict[tuple[int, int], Path] = {}
+    seen: dict[tuple, Path] = {}
     for path in paths:
         info = check_input_path(path)
         if (other := seen.setdefault((info.st_dev, info.st_ino), path)) is not path:
@@ -120,10 +115,13 @@ def average_checkpoints(paths: Sequence[str | os.PathLike]) -> dict:
             # fairseq copies: checkpoint_best.pt and checkpoint_last.pt repeat an epoch's checkpoint.
             say("average", f"warning: {other} and {path} are both of update {updates}; is one a copy?")
         layout = {key: (list(value.shape), value.dtype) for key, value in model.items()}
-        averaged = [key for key, value in model.items() if _is_averaged(key, value)]
+        # fairseq's _float_tensor is memory that was never written: any bits, NaN too.
+        averaged = [key for key in model if model[key].is_floating_point() and not key.endswith("_float_tensor")]
         reference = reference or layout
         if layout != reference:
-            raise CheckpointError(f"{path}: does not match {paths[0]}: {_differences(layout, reference)}")
+            key = next(key for key in {**reference, **layout} if layout.get(key) != reference.get(key))
+            own, first = (" ".join(map(str, tensors.get(key, ["absent"]))) for tensors in (layout, reference))
+            raise CheckpointError(f"{path}: does not match {paths[0]}: {key} is {own}, not {first}")
         if not newest or updates >= num_updates(newest):
             newest, tied = state, _memory_groups({key: model[key] for key in averaged})
         for key in averaged:
@@ -143,56 +141,29 @@ def average_checkpoints(paths: Sequence[str | os.PathLike]) -> dict:
     return newest
 
 
-def _is_averaged(key: str, value: torch.Tensor) -> bool:
-    # fairseq's _float_tensor buffers are uninitialised memory (only their dtype and device matter): any bits, NaN too.
-    return value.is_floating_point() and key.rpartition(".")[2] != "_float_tensor"
-
-
 def _memory_groups(model: dict[str, torch.Tensor]) -> dict[str, str]:
     """Map each key to the first key whose tensor is the same view of the same memory."""
-    first_at: dict[tuple, str] = {}
-
-    def place(value: torch.Tensor) -> tuple:
-        start = value.untyped_storage().data_ptr(), value.storage_offset()
-        return *start, tuple(value.shape), value.stride(), value.dtype
-
-    return {key: first_at.setdefault(place(value), key) for key, value in model.items()}
+    first: dict[tuple, str] = {}
+    views = {key: (value.data_ptr(), value.shape, value.stride(), value.dtype) for key, value in model.items()}
+    return {key: first.setdefault(view, key) for key, view in views.items()}
 
 
-def _differences(layout: dict[str, tuple], reference: dict[str, tuple]) -> str:
-    """The number of tensors that differ, and the difference of the first one."""
-    keys = [key for key in {**reference, **layout} if layout.get(key) != reference.get(key)]
-    own, first = (
-        "{} {}".format(*tensors[keys[0]]) if keys[0] in tensors else "absent" for tensors in (layout, reference)
-    )
-    return f"tensors that differ: {len(keys)} ({keys[0]} is {own}, not {first})"
-
-
-def _select(args: argparse.Namespace, config: dict[str, int]) -> tuple[list[Path], str]:
-    """The files to average, oldest first, and how they were chosen.
-
-    ``config``: the settings of a run, empty without one: ``last`` and how many checkpoints of each kind it keeps.
-    """
-    folder, last = args.inputs[0], args.last
-    if len(args.inputs) > 1 or not folder.is_dir():
-        for option in ("last", "by", "upper_bound"):
+def _select(args: argparse.Namespace, run: Run | None) -> tuple[list[Path], str]:
+    """The files to average, oldest first, and how they were chosen."""
+    folder = run.checkpoints if run else args.inputs[0]
+    if not run and (len(args.inputs) > 1 or not folder.is_dir()):
+        for option in ("last", "by"):
             if getattr(args, option) is not None:
-                if not folder.exists():
-                    raise UserError(f"there is no folder '{folder}' (--inputs)")
-                raise UserError(f"--{option.replace('_', '-')} selects from a folder, but --inputs names files")
+                raise UserError(f"--{option} selects from a folder, but --inputs names files ('{folder}' is no folder)")
         return args.inputs, "files"
-    usual = "update" if config.get("update", -1) > 0 else "epoch"
-    if last is None:
-        if args.run is None:
-            raise UserError(f"{folder} is a folder: choose with --last N how many of its checkpoints to average")
-        last = config.get(args.by or usual, -1)
-        if last < 1:
-            raise UserError(f"'{args.run}' keeps all checkpoints: choose with --last how many to average")
-        last = config.get("last") or last
+    kept = {kind: run.get(setting, -1) if run else -1 for kind, setting in KEPT.items()}
+    usual = "update" if kept["update"] > 0 else "epoch"
+    configured = run and (run.get("average_last") or run.get("scoring.average_last"))
+    last = args.last or configured or kept[args.by or usual]
+    if last < 1:
+        raise UserError(f"'{folder}' is a folder of checkpoints: choose with --last N how many to average")
     kinds = (args.by,) if args.by else (usual, *(KEPT.keys() - {usual}))
-    if args.upper_bound is not None:
-        kinds = kinds[:1]
-    paths, kind, note = checkpoints_to_average(folder, last, kinds, args.upper_bound)
+    paths, kind, note = checkpoints_to_average(folder, last, kinds)
     if note:
         say("average", note)
     return paths, f"{kind} {len(paths)}"
@@ -203,38 +174,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     if args.recalibrate is None and args.batches is not None:
         raise UserError("--batches goes with --recalibrate")
-    data, config = None if args.recalibrate in (None, True) else Path(args.recalibrate), {}
     if args.run is None:
-        if args.output is None:
+        run, output = None, args.output
+        if output is None:
             raise UserError("--inputs needs --output FILE")
         if args.recalibrate is True:
             raise UserError("--recalibrate needs DATA, the folder of the binarized data, unless --run names a run")
     else:
-        from pn_fairseq.pipeline.runs import open_run
-
         run = open_run(args.run)
-        args.inputs, args.output = [run.checkpoints], args.output or run.checkpoints / "averaged.pt"
-        config = {kind: run.get(setting, -1) for kind, setting in KEPT.items()}
-        config["last"] = run.get("average_last") or run.get("scoring.average_last") or 0
-        data = run.bin if args.recalibrate is True else data
-    paths, made_of = _select(args, config)
-    if data is not None:
-        if not any(data.glob("dict.*")):
-            raise UserError(f"--recalibrate {data}: is not a folder of binarized data (fairseq-preprocess makes one)")
-        about = next(
-            path for path in (recorded(data.parent, "settings"), *sorted(data.glob("dict.*"))) if path.is_file()
-        )
-        made_of += f" recalibrated on {checksum(about)[:16]}"
-    for option in ("upper_bound", "batches", "norm_module"):
-        if value := getattr(args, option):
-            made_of += f" {option}={value}"
-    mark = recorded(args.output.parent, f"{args.output.name}.made")
-    if args.run and args.output.is_file() and mark.is_file() and mark.read_text("utf-8").strip() == made_of:
-        newest = max(path.stat().st_mtime_ns for path in args.inputs[0].glob("checkpoint*.pt"))
-        if newest <= args.output.stat().st_mtime_ns:
-            say("average", f"{args.output} is there already")
+        output = args.output or run.checkpoints / "averaged.pt"
+    data = run.bin if args.recalibrate is True else args.recalibrate and Path(args.recalibrate)
+    if data and not any(data.glob("dict.*")):
+        raise UserError(f"--recalibrate {data}: is not a folder of binarized data (fairseq-preprocess makes one)")
+    paths, made_of = _select(args, run)
+    options = {"recalibrate": data, "batches": args.batches, "norm_module": args.norm_module}
+    made_of += "".join(f" {name}={value}" for name, value in options.items() if value)
+    mark = output.with_name(f"{output.name}.made.txt")
+    if run and output.is_file() and mark.is_file() and mark.read_text("utf-8").strip() == made_of:
+        sources = [*paths, *(data.iterdir() if data else ())]
+        if max(path.stat().st_mtime_ns for path in sources) <= output.stat().st_mtime_ns:
+            say("average", f"{output} is there already")
             return 0
-    check_output_path(args.output, paths)
+    check_output_path(output, paths)
     # Removed while the output changes: after an interruption it must not describe another file.
     mark.unlink(missing_ok=True)
     print(f"averaging {len(paths)} checkpoint{'s' * (len(paths) > 1)}", flush=True)
@@ -243,13 +204,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         from pn_fairseq.models.from_checkpoint import with_model_settings
 
         state = with_model_settings(state, norm_module=args.norm_module)
-    if data is not None:
-        _recalibrate(state, args.output, data, args.batches or BATCHES)
-    save_checkpoint(state, args.output)
-    if args.run:
-        with atomic_write(args.output.with_name(f"{args.output.name}.made.txt"), "w") as file:
+    if data:
+        _recalibrate(state, output, data, args.batches or BATCHES)
+    save_checkpoint(state, output)
+    if run:
+        with atomic_write(mark, "w") as file:
             file.write(f"{made_of}\n")
-    print(f"wrote {args.output} (no optimizer state)")
+    print(f"wrote {output} (no optimizer state)")
     return 0
 
 

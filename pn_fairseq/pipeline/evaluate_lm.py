@@ -1,23 +1,19 @@
 """``pn evaluate-lm``: the perplexity of a language model's run."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pn_fairseq import __version__
-from pn_fairseq.common.command import ArgumentParser, UserError, command
+from pn_fairseq.common.command import ArgumentParser, UserError, command, without_fairseqs_log
 from pn_fairseq.common.files import atomic_write, checksum
 from pn_fairseq.pipeline import RUN_HELP, add_norm_module
-
-if TYPE_CHECKING:  # imports omegaconf, which --help does not need
-    from pn_fairseq.pipeline.runs import Run
+from pn_fairseq.pipeline.data.binarize import lengths
+from pn_fairseq.pipeline.runs import Run, open_run
 
 #: The fields that two perplexities must share to be comparable.
 SAME = ("tokens", "unit", "vocabulary", "unknown", "subset", "context", "blocks")
@@ -56,25 +52,22 @@ class Perplexity:
 
     @property
     def signature(self) -> str:
-        parts = {
-            **{"tokens": self.tokens, "unit": self.unit, "vocabulary": self.vocabulary, "unk": self.unknown},
-            **{"block": self.block, "context": self.context, "stride": self.block - self.context},
-            **({} if self.blocks == "none" else {"blocks": self.blocks}),
-            **{"causal": "yes" if self.causal else "NO", "version": __version__},
-        }
-        return "|".join(["ppl", *(f"{name}:{value}" for name, value in parts.items())])
+        blocks = "" if self.blocks == "none" else f"|blocks:{self.blocks}"
+        return (
+            f"ppl|tokens:{self.tokens}|unit:{self.unit}|vocabulary:{self.vocabulary}|unk:{self.unknown}"
+            f"|block:{self.block}|context:{self.context}|stride:{self.block - self.context}{blocks}"
+            f"|causal:{'yes' if self.causal else 'NO'}|version:{__version__}"
+        )
 
     def text(self) -> str:
         """The printed lines."""
         caution = "" if self.causal else ", not causal: the model sees the tokens that it predicts"
-        lines = [
-            f"perplexity:     {self.perplexity:.2f}{caution}",
-            f"bits per {'byte: ' if self.unit == 'byte' else 'token:'} {self.bits:.4f}",
-            f"signature:      {self.signature}",
-        ]
-        if self.batch_nll is not None:
-            lines.insert(2, f"with statistics of the batch, as in training: perplexity {self.batch_perplexity:.2f}")
-        return "\n".join(lines) + "\n"
+        batch = f"with statistics of the batch, as in training: perplexity {self.batch_perplexity:.2f}\n"
+        return (
+            f"perplexity:     {self.perplexity:.2f}{caution}\n"
+            f"bits per {'byte: ' if self.unit == 'byte' else 'token:'} {self.bits:.4f}\n"
+            f"{'' if self.batch_nll is None else batch}signature:      {self.signature}\n"
+        )
 
 
 def result_file(run: Path, subset: str, context: int = 0) -> Path:
@@ -105,11 +98,9 @@ def evaluate(
 ) -> Perplexity:
     """Score all tokens of a split, in blocks as in training, with ``context`` tokens of context for each block."""
     from pn_fairseq.common.checkpoints import load_checkpoint
-    from pn_fairseq.common.command import without_fairseqs_log
     from pn_fairseq.models.from_checkpoint import with_norm_module
     from pn_fairseq.models.recalibrate_checkpoint import ModelWithData
     from pn_fairseq.norms.base import running_norms
-    from pn_fairseq.pipeline.data.binarize import lengths
 
     index = run.bin / f"{subset}.idx"
     if not index.is_file():
@@ -122,37 +113,23 @@ def evaluate(
     state = with_norm_module(load_checkpoint(checkpoint), norm_module)
     with without_fairseqs_log():
         loaded = ModelWithData(state, str(checkpoint), run.bin)
-    task, model = loaded.task, loaded.model
     block, blocks = loaded.cfg.task.tokens_per_sample, loaded.cfg.task.sample_break_mode or "none"
     if not 0 <= context < block:
         raise UserError(f"--context-window {context} must be at least 0 and less than the blocks of {block} tokens")
     if context and blocks != "none":
         raise UserError(f"--context-window is for blocks of one length; this run has task.sample_break_mode={blocks}")
-    task.args.tokens_per_sample = block - context
-
-    def batches() -> Iterator[dict]:
-        try:
-            return task.eval_lm_dataloader(
-                task.dataset(subset),
-                max_tokens=max(run.get("dataset.max_tokens", 0), block) or 2048,
-                max_positions=model.max_positions(),
-                num_workers=0,
-                context_window=context,
-            )
-        except ValueError as error:  # blocks that are too long: fairseq_patches/eval_lm_blocks.py
-            raise UserError(f"{subset}: {error}") from error
-
-    norms, batch_nll = running_norms(model), None
+    loaded.task.args.tokens_per_sample = block - context
+    max_tokens, norms, batch_nll = max(run.get("dataset.max_tokens", 0), block), running_norms(loaded.model), None
     with without_fairseqs_log():
-        task.load_dataset(subset)
-        nll, tokens, unknown = score(model, task, batches())
+        loaded.task.load_dataset(subset)
+        nll, tokens, unknown = score(loaded, subset, context, max_tokens)
         for norm in norms:
             norm.train()
         if norms:
-            batch_nll = score(model, task, batches())[0]
+            batch_nll, _, _ = score(loaded, subset, context, max_tokens)
     if tokens != sum(lengths(index)):
         raise UserError(f"{tokens} of the {sum(lengths(index))} tokens of {subset} were scored")
-    dictionary = task.target_dictionary
+    dictionary = loaded.task.target_dictionary
     result = Perplexity(
         nll=nll,
         subset=subset,
@@ -162,14 +139,12 @@ def evaluate(
         unknown=unknown,
         block=block,
         context=context,
-        causal=all(getattr(module, "masked", True) for module in model.modules()),  # of tensorized attention
+        causal=all(getattr(module, "masked", True) for module in loaded.model.modules()),  # of tensorized attention
         batch_nll=batch_nll,
         made=made,
         blocks=blocks,
     )
     output.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_write(output.with_suffix(".txt"), "w") as file:
-        file.write(result.text())
     with atomic_write(output, "w") as file:
         shown = {"perplexity": result.perplexity, "bits_per_token": result.bits, "signature": result.signature}
         file.write(json.dumps({**shown, **asdict(result)}, indent=1) + "\n")
@@ -183,32 +158,37 @@ def unit_of(words: Sequence[str]) -> str:
     return "subword" if any(word.endswith("@@") or word[0] == "▁" for word in words) else "word"
 
 
-def score(model, task, batches) -> tuple[float, int, int]:
-    """Negative log-likelihood per token in nats, number of tokens, and number of <unk> tokens."""
+def score(loaded, subset: str, context: int, max_tokens: int) -> tuple[float, int, int]:
+    """Negative log-likelihood per token in nats, number of tokens, and number of <unk> tokens.
+
+    ``loaded`` is a :class:`~pn_fairseq.models.recalibrate_checkpoint.ModelWithData`.
+    """
     import torch
-    from fairseq.utils import move_to_cuda
     from torch.nn.functional import cross_entropy
 
-    from pn_fairseq.pipeline.data.parallel import progress
-
-    pad, unk = task.target_dictionary.pad(), task.target_dictionary.unk()
+    task, model, dictionary = loaded.task, loaded.model, loaded.task.target_dictionary
+    try:
+        batches = task.eval_lm_dataloader(
+            task.dataset(subset),
+            max_tokens=max_tokens,
+            max_positions=model.max_positions(),
+            num_workers=0,
+            context_window=context,
+        )
+    except ValueError as error:  # blocks that are too long: fairseq_patches/eval_lm_blocks.py
+        raise UserError(f"{subset}: {error}") from error
+    adaptive = getattr(model.decoder, "adaptive_softmax", None)
     total, tokens, unknown = 0.0, 0, 0
     with torch.no_grad():
-        for sample in progress(batches, unit="batch"):
-            if next(model.parameters()).is_cuda:
-                sample = move_to_cuda(sample)
-            target = sample["target"].flatten()
-            output = model(**sample["net_input"])[0].float()
-            adaptive = getattr(model.decoder, "adaptive_softmax", None)
-            if adaptive is None:
-                loss = cross_entropy(output.flatten(0, 1), target, ignore_index=pad, reduction="sum")
-            else:
-                head, *tails = zip(*adaptive(output, sample["target"].contiguous()), strict=True)
-                loss = cross_entropy(*head, ignore_index=pad, reduction="sum")
-                loss = loss + sum(cross_entropy(*tail, reduction="sum") for tail in tails if tail[0] is not None)
+        for sample in loaded.on_device(batches, len(batches), "scoring"):
+            output, target = model(**sample["net_input"])[0].float(), sample["target"]
+            # fairseq's AdaptiveLoss leaves the word out that has the number of the padding in its cluster.
+            (scores, words), *tails = zip(*adaptive(output, target), strict=True) if adaptive else [(output, target)]
+            loss = cross_entropy(scores.flatten(0, -2), words.flatten(), ignore_index=dictionary.pad(), reduction="sum")
+            loss = loss + sum(cross_entropy(*tail, reduction="sum") for tail in tails if tail[0] is not None)
             total += loss.double().item()
-            tokens += int(target.ne(pad).sum())
-            unknown += int(target.eq(unk).sum())
+            tokens += int(target.ne(dictionary.pad()).sum())
+            unknown += int(target.eq(dictionary.unk()).sum())
     return total / max(tokens, 1), tokens, unknown
 
 
@@ -219,8 +199,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         description="Print a language model's perplexity over all tokens of a split, with a signature that says what "
         "was counted. For a model with running statistics, also print the perplexity with the statistics of the "
         "batch, as in training, to show the difference from evaluation.",
-        epilog="Writes DIR/evaluate_lm/SUBSET.json and .txt (with context: SUBSET-contextN.json and .txt), and does "
-        "nothing if they are of the same checkpoint and data. pn report compares runs by SUBSET.json.",
+        epilog="Writes DIR/evaluate_lm/SUBSET.json (with context: SUBSET-contextN.json), and does nothing if it is "
+        "of the same checkpoint and data. pn report compares runs by SUBSET.json.",
     )
     add = parser.add_argument
     add("--run", type=Path, metavar="DIR", help=RUN_HELP)
@@ -231,9 +211,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--context-window", type=int, default=0, metavar="N", help=context)
     add_norm_module(parser)
     args = parser.parse_args(argv)
-
-    from pn_fairseq.pipeline.runs import open_run
-
     run = open_run(args.run, same_data=True)
     if run.get("task._name") != "language_modeling":
         raise UserError(f"'{args.run}' is not the run of a language model (task {run.get('task._name')})")

@@ -1,7 +1,5 @@
 """``pn export``: encoder and decoder step of a checkpoint as ONNX or ``torch.export`` files."""
 
-from __future__ import annotations
-
 import importlib.util
 import logging
 from collections.abc import Sequence
@@ -34,17 +32,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--pt2", metavar="DIR", type=Path, help="write DIR/encoder.pt2 and DIR/decoder.pt2")
     add_norm_module(parser)
     args = parser.parse_args(argv)
-    if not (args.onnx or args.pt2):
+    folders = {kind: getattr(args, kind) for kind in ("onnx", "pt2") if getattr(args, kind)}
+    if not folders:
         raise UserError("nothing to write: give --onnx DIR, --pt2 DIR or both")
     packages = ("onnx", "onnxscript", "onnxruntime")
-    if args.onnx and (missing := [name for name in packages if importlib.util.find_spec(name) is None]):
+    if "onnx" in folders and (missing := [name for name in packages if importlib.util.find_spec(name) is None]):
         raise UserError(f"--onnx needs {' and '.join(missing)}; install with: pip install {' '.join(missing)}")
     state = load_checkpoint(args.checkpoint)
-    for folder in filter(None, (args.onnx, args.pt2)):
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"{folder}: cannot be made ({error.strerror}); choose another folder") from error
+    for folder in folders.values():
+        folder.mkdir(parents=True, exist_ok=True)
     with without_fairseqs_log(logging.CRITICAL):
         # Imported here: --help and a misspelt name are answered at once.
         from pn_fairseq.models.export import compare_graphs, export_graphs, exportable, save_onnx, save_pt2
@@ -53,11 +49,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         model, folded, line = exportable(with_norm_module(state, args.norm_module), str(args.checkpoint))
         print(line)
         graphs = export_graphs(folded)
-        for folder, save in ((args.onnx, save_onnx), (args.pt2, save_pt2)):
-            if folder is None:
-                continue
+        for kind, folder in folders.items():
+            save = {"onnx": save_onnx, "pt2": save_pt2}[kind]
             difference = compare_graphs(model, *save(*graphs, folder))
-            files = [folder / f"{name}.{save.__name__[5:]}" for name in ("encoder", "decoder")]
+            files = [folder / f"{name}.{kind}" for name in ("encoder", "decoder")]
             if not difference.accepted:
                 for file in files:
                     file.unlink()

@@ -1,7 +1,5 @@
 """``pn fold``: a checkpoint whose norms are fused into the projections that follow them, for decoding."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from pathlib import Path

@@ -4,10 +4,7 @@ Each of N processes decodes every N-th batch of the same batches, so the result 
 merged by sentence number and counted; the output folder is replaced as a whole.
 """
 
-from __future__ import annotations
-
 import argparse
-import contextlib
 import hashlib
 import math
 import os
@@ -17,26 +14,22 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
-import time
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO
 
-import pn_fairseq
 from pn_fairseq.common.command import ArgumentParser, UserError, command, deferred_signals, say, whole
-from pn_fairseq.common.files import atomic_folder, atomic_write, checksum, read_settings, recorded, write_settings
+from pn_fairseq.common.files import PACKAGE, atomic_folder, atomic_write, checksum, read_settings, write_settings
 from pn_fairseq.common.machine import own_cores
 from pn_fairseq.pipeline import RUN_HELP, add_norm_module
+from pn_fairseq.pipeline.data.binarize import sentences as sentences_in
+from pn_fairseq.pipeline.data.parallel import progress
+from pn_fairseq.pipeline.launch import processes
+from pn_fairseq.pipeline.runs import Run, open_run
 
-if TYPE_CHECKING:  # imports omegaconf, which --help does not need
-    from pn_fairseq.pipeline.runs import Run
-
-PACKAGE = Path(pn_fairseq.__file__).resolve().parent
 #: Search settings that neither the command line nor the run's configuration specifies.
 SEARCH = {"beam": 5, "lenpen": 1.0, "max_len_a": 0, "max_len_b": 200}
-#: Seconds between two lines of progress; on a terminal one line is rewritten every second.
-PROGRESS_SECONDS = 30
 
 EPILOG = """\
 Decodes on all visible GPUs, one process on each (NPROC=N uses N of them; CUDA_VISIBLE_DEVICES=0,1 selects some), or
@@ -82,7 +75,7 @@ class Decoding:
     """The model and the decoding settings, as command-line options of fairseq.
 
     Raises:
-        UserError: a checkpoint is missing or damaged, or an option does not fit.
+        UserError: a checkpoint is missing, or an option does not fit.
     """
 
     def __init__(self, args: argparse.Namespace, run: Run):
@@ -90,7 +83,7 @@ class Decoding:
         for path in (*self.checkpoints, run.bin):
             if ":" in str(path):
                 raise UserError(f"'{path}' has a colon, at which fairseq splits paths; use another path")
-        self.languages = run.settings()
+        self.data = run.settings()
         given = {name: getattr(args, name) for name in SEARCH if getattr(args, name) is not None}
         self.search = {name: given.get(name, run.get(f"generation.{name}", value)) for name, value in SEARCH.items()}
         self.search["lenpen"] = float(self.search["lenpen"])
@@ -100,9 +93,9 @@ class Decoding:
         self.fp16 = bool(self.gpus) and bool(run.get("common.fp16", False) if args.fp16 is None else args.fp16)
         self.options = [
             *("--user-dir", str(PACKAGE), "--path", ":".join(map(str, self.checkpoints))),
-            *("--source-lang", self.languages["source"], "--target-lang", self.languages["target"]),
+            *("--source-lang", self.data["source"], "--target-lang", self.data["target"]),
             *(word for name, value in self.search.items() for word in (f"--{name.replace('_', '-')}", str(value))),
-            *("--remove-bpe", self.languages.get("segmentation", "subword-nmt").replace("-", "_")),
+            *("--remove-bpe", self.data.get("segmentation", "subword-nmt").replace("-", "_")),
             *("--max-tokens", str(args.max_tokens), "--batch-size", str(args.batch_size)),
             # With its default of 8, fairseq silently drops the last batch unless it has a multiple of 8 sentences.
             *("--required-batch-size-multiple", "1", "--num-workers", "0", "--log-format", "none"),
@@ -110,72 +103,54 @@ class Decoding:
             *(["--model-overrides", repr({"norm_module": args.norm_module})] if args.norm_module else []),
         ]
 
-    def run(self, verb: str, commands: list[list[str]], sentences: int, kept: Path) -> list[str]:
+    def run(self, verb: str, commands: Sequence[list[str]], sentences: int, kept: Path) -> list[str]:
         """The lines that ``python -m COMMAND`` prints, for all commands; they run at once, one on each GPU.
 
         Raises:
-            UserError: a checkpoint cannot be read; or a command failed: the others are ended, and what it wrote to
-                stderr is in the file ``kept``.
+            UserError: a command failed: the others are ended, and what it wrote to stderr is in the file ``kept``.
         """
-        from pn_fairseq.common.checkpoints import load_checkpoint  # needs torch
 
-        for path in self.checkpoints:
-            load_checkpoint(path)  # compares the checksums; a process of fairseq would say less about a bad file
-        environment = {**os.environ, "PYTHONUTF8": "1"}
-        if not self.gpus:
-            environment.setdefault("OMP_NUM_THREADS", str(max(1, own_cores() // len(commands))))
-        outputs: list[list[bytes]] = [[] for _ in commands]
-        processes: list[subprocess.Popen] = []
-        readers: list[threading.Thread] = []
-        with contextlib.ExitStack() as stack:
-            errors = [stack.enter_context(tempfile.TemporaryFile()) for _ in commands]
+        def finish(process: subprocess.Popen, errors: IO[bytes]) -> tuple[int, list[str], bytes]:
+            lines = []
+            with process, errors:
+                for line in process.stdout:
+                    lines.append(line.decode("utf-8").removesuffix("\n"))
+                    bar.update(line.startswith(b"S-"))
+                process.wait()
+                errors.seek(0)
+                return process.returncode, lines, errors.read()
+
+        threads = str(max(1, own_cores() // len(commands)))
+        environment = {"OMP_NUM_THREADS": threads, **os.environ, "PYTHONUTF8": "1"}
+        started, results = [], []
+        with progress(total=sentences, desc=verb, unit="sentence") as bar, ThreadPoolExecutor(len(commands)) as pool:
             try:
                 with deferred_signals():
-                    for shard, command_line in enumerate(commands):
+                    for shard, words in enumerate(commands):
                         if self.gpus:
                             environment["CUDA_VISIBLE_DEVICES"] = self.gpus[shard]
                         # A pipe, so that the processes end when this one is killed.
-                        pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": errors[shard]}
-                        process = subprocess.Popen([sys.executable, "-m", *command_line], env=environment, **pipes)
-                        processes.append(stack.enter_context(process))
-                        readers.append(threading.Thread(target=outputs[shard].extend, args=[process.stdout]))
-                        readers[-1].start()
-                show_progress(verb, processes, outputs, sentences)
-                for process, error in zip(processes, errors, strict=True):
-                    if process.poll():
-                        error.seek(0)
-                        raise UserError(_reason(process.returncode, error.read(), kept, self.checkpoints))
+                        pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE}
+                        words, errors = [sys.executable, "-m", *words], tempfile.TemporaryFile()
+                        started.append(subprocess.Popen(words, env=environment, stderr=errors, **pipes))
+                        results.append(pool.submit(finish, started[-1], errors))
+                for result in as_completed(results):
+                    code, _, errors = result.result()
+                    if code:
+                        raise UserError(_reason(code, errors, kept, self.checkpoints))
             finally:
-                for process in processes:
+                for process in started:
                     process.kill()
-                for reader in readers:
-                    reader.join()
-        return [line.decode("utf-8").removesuffix("\n") for output in outputs for line in output]
-
-
-def show_progress(verb: str, processes: list[subprocess.Popen], outputs: list[list[bytes]], sentences: int) -> None:
-    """Wait until all processes have ended or one has failed; on a terminal one line shows the progress."""
-    terminal, started, shown = sys.stderr.isatty(), time.monotonic(), time.monotonic()
-    while None in (codes := [process.poll() for process in processes]) and not any(codes):
-        time.sleep(0.1)
-        if time.monotonic() - shown >= (1 if terminal else PROGRESS_SECONDS):
-            shown = time.monotonic()
-            done = sum(line.startswith(b"S-") for output in outputs for line in output)
-            line = f"[{verb}] {done} of {sentences} sentences, {shown - started:.0f} s"
-            print(f"\r\x1b[K{line}" if terminal else line, end="" if terminal else "\n", file=sys.stderr, flush=True)
-    if terminal:
-        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+        return [line for result in results for line in result.result()[1]]
 
 
 def visible_gpus() -> list[str]:
     """The names of the GPUs, as in CUDA_VISIBLE_DEVICES."""
-    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if chosen in ("", "-1"):
-        return []
     import torch
 
     count = torch.cuda.device_count()
-    return chosen.split(",")[:count] if chosen else [str(gpu) for gpu in range(count)]
+    names = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
+    return names.split(",")[:count]
 
 
 def sha256(*paths: Path) -> str:
@@ -186,39 +161,33 @@ def sha256(*paths: Path) -> str:
 @command("pn generate")
 def main(argv: list[str] | None = None) -> int:
     args = _parser().parse_args(argv)
-
-    from pn_fairseq.pipeline.data.binarize import sentences as indexed
-    from pn_fairseq.pipeline.launch import processes
-    from pn_fairseq.pipeline.runs import open_run
-
     run = open_run(args.run, same_data=True)
     decoding = Decoding(args, run)
     if args.nbest > decoding.search["beam"]:
         raise UserError(f"--nbest {args.nbest} is larger than the beam of {decoding.search['beam']}")
-    languages = {"src.tok": decoding.languages["source"], "ref.tok": decoding.languages["target"]}
-    texts = {name: run.data / f"tok/{args.subset}.{lang}" for name, lang in languages.items()} if run.data else {}
+    files = {"src.tok": "source", "ref.tok": "target"}
+    texts = {name: run.data / f"tok/{args.subset}.{decoding.data[side]}" for name, side in files.items() if run.data}
     bins = sorted(path for pattern in (f"{args.subset}.*", "dict.*") for path in run.bin.glob(pattern))
     index = next((path for path in bins if path.suffix == ".idx"), None)
     if "/" in args.subset or index is None or not all(path.is_file() for path in texts.values()):
         raise UserError(f"'{run.data or run.bin}' has no subset '{args.subset}'")
     wanted = {
         "checkpoint": sha256(*decoding.checkpoints),
-        "data": sha256(*([recorded(run.data, "settings")] if run.data else []), *bins, *texts.values()),
+        "data": sha256(*([run.data / "settings.txt"] if run.data else []), *bins, *texts.values()),
         "subset": args.subset,
         **{name: str(value) for name, value in decoding.search.items()},
         **({"nbest": str(args.nbest)} if args.nbest > 1 else {}),
         **({"fp16": str(int(args.fp16))} if args.fp16 is not None else {}),
     }
     output = (args.output or args.run / "generate" / args.subset).resolve()
-    mark = recorded(output, "made")
-    made = read_settings(mark) if mark.is_file() else {}
+    made = read_settings(output / "made.txt") if (output / "made.txt").is_file() else {}
     if (output / "hyp.tok").is_file() and wanted.items() <= made.items():
         say("generate", f"{output / 'hyp.tok'} is there already")
         return 0
     if output.exists() and not made and (not output.is_dir() or any(output.iterdir())):
         raise UserError(f"refusing to overwrite '{output}', which has other files; choose another --output")
 
-    sentences = indexed(index)
+    sentences = sentences_in(index)
     # There are at least as many batches as sentences / batch size; fairseq-generate divides by zero without a batch.
     shards = min(processes(os.environ, len(decoding.gpus)), max(1, math.ceil(sentences / args.batch_size)))
     names, device = " + ".join(map(str, decoding.checkpoints)), "GPUs" if decoding.gpus else "CPU"
@@ -253,7 +222,8 @@ def _reason(code: int, errors: bytes, kept: Path, checkpoints: Sequence[Path]) -
     """Why a process failed; what it wrote to stderr is kept."""
     lines = errors.decode("utf-8", "replace").strip().splitlines()
     if mistakes := [match[1] for line in lines if (match := re.match(r"fairseq-\w+: error: (.*)", line))]:
-        return f"{' + '.join(map(str, checkpoints))}: {mistakes[-1]}"  # a line of fairseq_patches/one_line_errors.py
+        names = f"{' + '.join(map(str, checkpoints))}: "
+        return names + mistakes[-1].removeprefix(names)  # a line of fairseq_patches, which may name the file already
     exceptions = [line for line in lines if re.match(r"[\w.]+(Error|Exception)\b", line)]
     reason = (exceptions or lines or ["it printed no reason"])[-1]
     if code < 0:

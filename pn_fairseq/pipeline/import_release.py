@@ -1,10 +1,6 @@
 """``pn import-release``: a checkpoint of the code released with the PowerNorm paper, as one that this plugin loads."""
 
-from __future__ import annotations
-
-import argparse
 import logging
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,56 +32,34 @@ class _Meter:
     """Stands for the meters of fairseq 0.8 in its checkpoints: their numbers are read, and nothing else."""
 
 
-def load_release(path: str | os.PathLike) -> dict:
+def load_release(path: Path) -> dict:
     """Read a checkpoint that fairseq 0.8 wrote, as :func:`pn_fairseq.common.checkpoints.load_checkpoint` does."""
     meters = [(_Meter, f"fairseq.meters.{name}") for name in ("AverageMeter", "StopwatchMeter", "TimeMeter")]
     with torch.serialization.safe_globals(meters):
         return load_checkpoint(path)
 
 
-def _alpha(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number strictly between 0 and 1")
-    return value
-
-
-def _parser() -> ArgumentParser:
-    parser = ArgumentParser(prog="pn import-release", description=DESCRIPTION, epilog=EPILOG)
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", type=Path, help="the file that the release wrote")
-    parser.add_argument("output", metavar="OUTPUT", type=Path, help="the file to write; not CHECKPOINT")
-    for option, meaning in (("fwd", "psi^2"), ("bwd", "nu; it scales the imported nu, (1 - A) ema_gz")):
-        parser.add_argument(
-            f"--alpha-{option}",
-            type=_alpha,
-            default=0.9,
-            metavar="A",
-            help=f"decay that the model was trained with for {meaning} (default 0.9); decoding does not depend on it",
-        )
-    return parser
-
-
-def _check_finite(weights: dict[str, torch.Tensor], source: os.PathLike) -> None:
+def _check_finite(weights: dict[str, torch.Tensor], source: Path) -> None:
     """A tensor that is not finite is an error, but a warning in nu, which decoding does not need."""
-    # fairseq's _float_tensor is memory that was never written: it carries only a type and a device.
-    floating = [key for key in weights if weights[key].is_floating_point() and not key.endswith("_float_tensor")]
-    faulty = [key for key in floating if not weights[key].isfinite().all()]
-    diverged = [key for key in faulty if key.endswith(".nu")]
-    if others := [key for key in faulty if key not in diverged]:
+    faulty = [key for key, value in weights.items() if not value.isfinite().all()]
+    if others := [key for key in faulty if not key.endswith(".nu")]:
         raise UserError(
             f"{source}: {len(others)} of its tensors are not finite ({others[0]}, ...); use another checkpoint"
         )
-    if diverged:
-        text = f"nu of {len(diverged)} norms is not finite ({diverged[0]}, ...): use it for decoding only"
+    if faulty:
+        text = f"nu of {len(faulty)} norms is not finite ({faulty[0]}, ...): use it for decoding only"
         print(f"pn import-release: warning: {text}", file=sys.stderr)
 
 
 @command("pn import-release")
 def main(argv: Sequence[str] | None = None) -> None:
-    args = _parser().parse_args(argv)
+    parser = ArgumentParser(prog="pn import-release", description=DESCRIPTION, epilog=EPILOG)
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", type=Path, help="the file that the release wrote")
+    parser.add_argument("output", metavar="OUTPUT", type=Path, help="the file to write; not CHECKPOINT")
+    for option, statistic in (("fwd", "psi^2"), ("bwd", "nu; it scales the imported nu, (1 - A) ema_gz")):
+        meaning = f"decay of {statistic} in the training (default 0.9); decoding does not depend on it"
+        parser.add_argument(f"--alpha-{option}", type=float, default=0.9, metavar="A", help=meaning)
+    args = parser.parse_args(argv)
     check_output_path(args.output, [args.checkpoint])
     state = load_release(args.checkpoint)
     with without_fairseqs_log(logging.CRITICAL):

@@ -1,4 +1,4 @@
-"""Scores of translations: BLEU on tokens and on plain text, chrF, and the significance of a difference.
+"""``pn score``: BLEU on tokens and on plain text, chrF, and the significance of differences.
 
 The folder of one decoding (``RUN/generate/SUBSET``) holds, line for line:
 
@@ -10,23 +10,23 @@ The folder of one decoding (``RUN/generate/SUBSET``) holds, line for line:
     the results of :func:`score_run`, for programs and for people.
 """
 
-from __future__ import annotations
-
+import argparse
 import json
-import os
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from unittest import mock
 
 import sacremoses
 from sacrebleu.metrics import BLEU, CHRF
+from sacrebleu.metrics.base import Metric, Signature
 from sacrebleu.significance import PairedTest, Result
+from tabulate import tabulate
 
-from pn_fairseq.common.command import UserError
-from pn_fairseq.common.files import read_settings, recorded, write_settings
+from pn_fairseq.common.command import ArgumentParser, UserError, command, whole
+from pn_fairseq.common.files import read_settings, short_names, write_settings
+from pn_fairseq.pipeline import RUN_HELP
 from pn_fairseq.pipeline.data.binarize import sentences as indexed
 from pn_fairseq.pipeline.generate import hypotheses, texts_of, write_lines
 from pn_fairseq.pipeline.runs import Run, open_run
@@ -34,12 +34,13 @@ from pn_fairseq.pipeline.runs import Run, open_run
 #: Score -> its title, in the order in which they are shown.
 METRICS = {"tokenized": "tokenized BLEU", "detokenized": "detokenized BLEU", "chrf": "chrF"}
 
-#: Default resamples and seed of the paired bootstrap, as in sacrebleu.
+#: Default number of resamples of the paired bootstrap, as in sacrebleu.
 RESAMPLES = 1000
-SEED = 12345
+#: A difference counts as significant below this p-value.
+LEVEL = 0.05
 
 
-class ScoringError(UserError, ValueError):
+class ScoringError(UserError):
     """Texts or scores that cannot be used."""
 
 
@@ -80,41 +81,27 @@ class Comparison:
     """
 
     signature: str
-    resamples: int
-    seed: int
     results: dict[str, Result]
 
 
-def score_lines(scores: Mapping[str, Score]) -> str:
+def score_lines(scores: Mapping[str, Score]) -> list[str]:
     """A line for each metric: title, signature, score, parts."""
     lines = []
     for metric, found in scores.items():
         name = "chrF2" if metric == "chrf" else "BLEU"
         lines.append(f"{METRICS[metric] + ':':17} {name}|{found.signature} = {found.score:.2f} {found.verbose}")
-    return "".join(f"{line.rstrip()}\n" for line in lines)
+    return [line.rstrip() for line in lines]
 
 
 def low_bleu(bleu: float) -> str | None:
     """A warning if BLEU is so low that it says little about a model."""
-    if bleu >= 1:
-        return None
-    return (
-        f"BLEU is {bleu:.2f}, below 1: the model has hardly learned to translate, or hypotheses and references do not "
-        "belong together"
-    )
+    reason = "the model has hardly learned to translate, or hypotheses and references do not belong together"
+    return f"BLEU is {bleu:.2f}, below 1: {reason}" if bleu < 1 else None
 
 
 def p_text(p: float) -> str:
     """A p-value as it is printed everywhere."""
     return "p < 0.001" if p < 0.001 else f"p = {p:.3f}"
-
-
-#: Spaces for str.split() that are no spaces for Perl's split -> private characters that stand for them.
-_NO_SPACES_IN_PERL = {
-    code: chr(0xF0000 + code)
-    for code in range(sys.maxunicode + 1)
-    if chr(code).isspace() and chr(code) not in " \t\n\r\v\f"
-}
 
 
 def split_compounds(line: str) -> str:
@@ -127,69 +114,76 @@ def split_compounds(line: str) -> str:
     return re.sub(rb"(\S)-(\S)", rb"\1 ##AT##-##AT## \2", line.encode()).decode()
 
 
-class _Metric:
-    """One of :data:`METRICS`: sacrebleu's object, the text in the form that it expects, and their common signature."""
+class TokenizedBLEU(BLEU):
+    """BLEU of tokens as Moses' ``multi-bleu.perl`` computes it, and its ``-lc`` for ``lowercase``.
 
-    def __init__(self, metric: str, lowercase: bool = False, compound_split: bool = False, target: str = ""):
-        if metric not in METRICS:
-            raise ScoringError(f"unknown metric '{metric}'; known: {', '.join(METRICS)}")
-        self.tokenized, self.lowercase, self.compound_split = metric == "tokenized", lowercase, compound_split
-        try:
-            self.sacrebleu = {
-                "tokenized": lambda: BLEU(tokenize="none", smooth_method="none", force=True),
-                "detokenized": lambda: BLEU(lowercase=lowercase, trg_lang=target, force=True),
-                "chrf": lambda: CHRF(lowercase=lowercase),
-            }[metric]()
-        except (ImportError, RuntimeError) as error:
-            # The tokenizers of Japanese and Korean are separate packages.
-            raise ScoringError(f"sacrebleu cannot tokenize '{target}': {' '.join(str(error).split())}") from error
+    As Perl reads without ``-C``, only ASCII spaces separate tokens, and only A to Z are lower-cased.
+    """
 
-    def text(self, lines: Iterable[str]) -> list[str]:
-        if not self.tokenized:
-            return list(lines)
-        # str.split has to cut where Perl cuts bytes, at ASCII spaces only, and to lower-case A to Z only.
-        lines = (split_compounds(line) if self.compound_split else line for line in lines)
-        lines = (line.encode().lower().decode() if self.lowercase else line for line in lines)
-        return [line.translate(_NO_SPACES_IN_PERL) for line in lines]
+    def __init__(self, lowercase: bool, compound_split: bool):
+        super().__init__(tokenize="none", smooth_method="none", force=True)
+        self.ascii_lowercase, self.compound_split = lowercase, compound_split
 
-    def signature(self, sacrebleu_signature) -> str:
-        if self.tokenized and self.lowercase:
-            sacrebleu_signature.update("case", "lc[ascii]")
-        if self.tokenized and self.compound_split:
-            sacrebleu_signature.update("compounds", "split")
-        return str(sacrebleu_signature)
+    def _preprocess_segment(self, sent: str) -> str:
+        text = (split_compounds(sent) if self.compound_split else sent).encode()
+        tokens = (text.lower() if self.ascii_lowercase else text).split()
+        # sacrebleu splits at all spaces of Unicode. BLEU depends only on which tokens are equal.
+        return " ".join(token.hex() for token in tokens)
+
+    def get_signature(self) -> Signature:
+        signature = super().get_signature()
+        if self.ascii_lowercase:
+            signature.update("case", "lc[ascii]")
+        if self.compound_split:
+            signature.update("compounds", "split")
+        return signature
 
 
-def score(metric: str, hypotheses: Sequence[str], references: Sequence[str], **settings) -> Score:
-    """Score a text.
+def make_metrics(
+    lowercase: bool, target: str, compound_split: bool = False, lowercase_tokens: bool = False
+) -> dict[str, Metric]:
+    """All :data:`METRICS`.
+
+    ``tokenized`` is BLEU (Papineni et al. 2002) of tokens: ``BP * exp(mean of log p_n, n = 1..4)`` without smoothing; 0
+    if no n-gram of some order matches. ``detokenized`` is sacreBLEU (Post 2018) of plain text. ``chrf`` is chrF2
+    (Popović 2015) of plain text: F-score of character n-grams up to 6, in which recall counts twice.
 
     Args:
-        metric: ``tokenized``, BLEU (Papineni et al. 2002) of tokens: ``BP * exp(mean of log p_n, n = 1..4)`` without
-            smoothing; 0 if no n-gram of some order matches. Equal to Moses' ``multi-bleu.perl`` (with ``lowercase``,
-            ``multi-bleu.perl -lc``, which lower-cases A to Z only) for texts whose last line ends in a newline: tokens
-            are separated by ASCII spaces. Or ``detokenized``, sacreBLEU (Post 2018) of plain text. Or ``chrf``,
-            chrF2 (Popović 2015) of plain text: F-score of character n-grams up to 6, in which recall counts twice.
-        hypotheses, references: a line for each sentence.
-        settings: ``lowercase``: ignore case. ``compound_split``: :func:`split_compounds` of both (``tokenized`` only).
-            ``target``: the language, which chooses sacrebleu's tokenizer (``detokenized`` only; 13a for most).
+        lowercase: ignore the case of plain text.
+        target: the language, which chooses sacrebleu's tokenizer (13a for most).
+        compound_split: :func:`split_compounds` of tokens.
+        lowercase_tokens: ignore the case of tokens, A to Z only.
 
     Raises:
-        ScoringError: the texts have different numbers of lines, or none; or sacrebleu lacks the language's tokenizer.
+        ScoringError: sacrebleu lacks the language's tokenizer.
     """
-    scorer = _Metric(metric, **settings)
+    try:
+        detokenized = BLEU(lowercase=lowercase, trg_lang=target, force=True)
+    except (ImportError, RuntimeError) as error:
+        # The tokenizers of Japanese and Korean are separate packages.
+        raise ScoringError(f"sacrebleu cannot tokenize '{target}': {' '.join(str(error).split())}") from error
+    tokenized = TokenizedBLEU(lowercase_tokens, compound_split)
+    return {"tokenized": tokenized, "detokenized": detokenized, "chrf": CHRF(lowercase=lowercase)}
+
+
+def score(metric: Metric, hypotheses: Sequence[str], references: Sequence[str]) -> Score:
+    """Score a text; hypotheses and references are a line for each sentence.
+
+    Raises:
+        ScoringError: the texts have different numbers of lines, or none.
+    """
     _check_same_length({"hypotheses": hypotheses}, references)
-    result = scorer.sacrebleu.corpus_score(scorer.text(hypotheses), [scorer.text(references)])
-    signature = scorer.signature(scorer.sacrebleu.get_signature())
-    return Score(float(result.score), signature, result._verbose, scorer.compound_split)
+    result = metric.corpus_score(hypotheses, [references])
+    compound_split = getattr(metric, "compound_split", False)
+    return Score(float(result.score), str(metric.get_signature()), result._verbose, compound_split)
 
 
 #: Languages in which “ and ‘ close a quotation (and „ opens it), instead of opening it.
 _LOW_OPENING_QUOTES = frozenset("bg cs da de et hr is lt mk sk sl sq sr".split())
 
-#: sacremoses joins these marks alternately to the next and to the previous word, though each has one side. They are
+#: sacremoses joins „ and “ alternately to the next and to the previous word, though each has one side. They are
 #: replaced by characters that occur in no text and that sacremoses leaves unchanged.
-_ALTERNATING_QUOTES = "„“"
-_HIDDEN_QUOTES = "\ufdd0\ufdd1"
+_HIDE, _SHOW = str.maketrans("„“", "\ufdd0\ufdd1"), str.maketrans("\ufdd0\ufdd1", "„“")
 
 #: The name of :func:`detokenize` in signatures.
 DETOKENIZER = f"sacremoses-{sacremoses.__version__}+quotes"
@@ -204,29 +198,23 @@ def detokenize(lines: Iterable[str], language: str) -> list[str]:
     against the raw text with the rules, and 95.0 without.
     """
     detokenizer = sacremoses.MosesDetokenizer(lang=language)
-    hide = str.maketrans(_ALTERNATING_QUOTES, _HIDDEN_QUOTES)
-    show = str.maketrans(_HIDDEN_QUOTES, _ALTERNATING_QUOTES)
     opening, closing = ("„‚", "“”‘") if language in _LOW_OPENING_QUOTES else ("“‘", "”’")
-    rules = (
-        (re.compile(r" ’ (s|t|d|m|re|ve|ll)\b"), r"’\1"),
-        (re.compile(f"([{opening}]) "), r"\1"),
-        (re.compile(f" ([{closing}])"), r"\1"),
-    )
-    result = []
-    for line in lines:
-        text = detokenizer.detokenize(line.translate(hide).split()).translate(show)
-        for pattern, replacement in rules:
-            text = pattern.sub(replacement, text)
-        result.append(text)
-    return result
+
+    def plain(line: str) -> str:
+        text = detokenizer.detokenize(line.translate(_HIDE).split()).translate(_SHOW)
+        text = re.sub(r" ’ (s|t|d|m|re|ve|ll)\b", r"’\1", text)
+        text = re.sub(f"([{opening}]) ", r"\1", text)
+        return re.sub(f" ([{closing}])", r"\1", text)
+
+    return [plain(line) for line in lines]
 
 
-def read_lines(path: str | Path) -> list[str]:
-    """The lines of a UTF-8 file, cut at line feeds only; the last line may lack one."""
+def read_lines(path: Path | None) -> list[str]:
+    """The lines of UTF-8 text, by default of standard input, cut at line feeds only; the last line may lack one."""
     try:
-        text = Path(path).read_bytes().decode("utf-8")
+        text = (path.read_bytes() if path else sys.stdin.buffer.read()).decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ScoringError(f"{path} is not UTF-8 (byte {error.start})") from error
+        raise ScoringError(f"{path or 'standard input'} is not UTF-8 (byte {error.start})") from error
     return text.removesuffix("\n").split("\n") if text else []
 
 
@@ -285,7 +273,7 @@ def score_run(
     """
     run, subset = open_run(path, same_data=True), subset or "test"
     folder = output or path / "generate" / subset
-    decoded, mark = folder / "hyp.tok", recorded(folder, "made")
+    decoded, mark = folder / "hyp.tok", folder / "made.txt"
     imported = mark.is_file() and "results" in read_settings(mark)
     if (results := results_of_fairseq(path, subset)) and (imported or not decoded.is_file()):
         _import_results(results, run, subset, folder)
@@ -301,26 +289,18 @@ def score_run(
     raw = run.data / "raw" / f"{subset}.{target}" if run.data else None
     plain = read_lines(raw) if raw else detokenize(tokens, target)
     _check_same_length({str(decoded): translated}, plain, str(raw))
-    translations = detokenize(translated, target)
-    note = f"|detok:{DETOKENIZER}{'' if raw else '|ref:detok'}"
-
-    def of_plain_text(metric: str, **settings) -> Score:
-        found = score(metric, translations, plain, lowercase=lowercase, **settings)
-        return replace(found, signature=found.signature + note)
-
-    scores = Scores(
-        subset=subset,
-        sentences=len(translated),
-        tokenized=score("tokenized", translated, tokens, compound_split=compound_split),
-        detokenized=of_plain_text("detokenized", target=target),
-        chrf=of_plain_text("chrf"),
-        lowercase=lowercase,
-        target=target,
-    )
+    translations, note = detokenize(translated, target), f"|detok:{DETOKENIZER}{'' if raw else '|ref:detok'}"
+    found = {}
+    for name, metric in make_metrics(lowercase, target, compound_split).items():
+        if name == "tokenized":
+            found[name] = score(metric, translated, tokens)
+        else:
+            found[name] = score(metric, translations, plain)
+            found[name] = replace(found[name], signature=found[name].signature + note)
+    scores = Scores(subset=subset, sentences=len(translated), **found, lowercase=lowercase, target=target)
     write_lines(folder / "ref.txt", plain)
     write_lines(folder / "hyp.txt", translations)
-    lines = score_lines({metric: getattr(scores, metric) for metric in METRICS})
-    write_lines(folder / "scores.txt", lines.splitlines())
+    write_lines(folder / "scores.txt", score_lines(found))
     # Written last: if this file exists, the others exist as well.
     write_lines(folder / "scores.json", [json.dumps(asdict(scores), indent=2)])
     return scores
@@ -334,9 +314,9 @@ def is_scored(run: Path, subset: str) -> bool:
     return scores.is_file() and max(times, default=0) <= scores.stat().st_mtime_ns
 
 
-def read_scores(folder: str | Path) -> Scores:
+def read_scores(folder: Path) -> Scores:
     """The scores that :func:`score_run` wrote into ``folder``."""
-    path = Path(folder) / "scores.json"
+    path = folder / "scores.json"
     if not path.is_file():
         raise ScoringError(f"there is no '{path}' (pn score writes it)")
     try:
@@ -347,13 +327,7 @@ def read_scores(folder: str | Path) -> Scores:
 
 
 def paired_bootstrap(
-    systems: Mapping[str, Sequence[str]],
-    reference: Sequence[str],
-    *,
-    metric: str = "detokenized",
-    resamples: int = RESAMPLES,
-    seed: int = SEED,
-    **settings,
+    systems: Mapping[str, Sequence[str]], reference: Sequence[str], metric: Metric, resamples: int = RESAMPLES
 ) -> Comparison:
     """Test whether each system differs from the first, the baseline, by more than the choice of test sentences.
 
@@ -362,37 +336,31 @@ def paired_bootstrap(
     the whole text, and ``d_b`` on the b-th set, ``p = (1 + #{b: |d_b| - mean(|d_b|) > |d|}) / (1 + resamples)``. If
     ``d`` is large compared with the spread of ``d_b``, this is the area under one tail: a two-sided p would be twice as
     large. If ``d`` is 0, p is about 0.42, and not 1. The test does not cover the variation over training seeds. It
-    needs about 80 bytes of memory for each sentence and resample.
+    needs about 80 bytes of memory for each sentence and resample. The seed is sacrebleu's, 12345 or SACREBLEU_SEED.
 
     Args:
         systems: name -> hypotheses; the baseline first.
-        reference, metric, settings: as for :func:`score`.
+        reference: a line for each sentence.
+        metric: one of :func:`make_metrics`.
         resamples: number of resampled sets.
-        seed: seed of the resampling, at least 1 (0 means no seed to sacrebleu).
     """
     _check_same_length(systems, reference)
-    scorer = _Metric(metric, **settings)
-    named = [(name, scorer.text(lines)) for name, lines in systems.items()]
-    # sacrebleu takes the seed of its tests from the environment.
-    with mock.patch.dict(os.environ, SACREBLEU_SEED=str(seed)):
-        test = PairedTest(named, {metric: scorer.sacrebleu}, [scorer.text(reference)], "bs", n_samples=resamples)
-        signatures, table = test()
+    signatures, table = PairedTest(list(systems.items()), {"": metric}, [reference], "bs", n_samples=resamples)()
     ((key, signature),) = signatures.items()
     results = table[key]
     for result in results[1:]:
         # If no resample makes a difference, sacrebleu's formula gives its smallest p.
         if (result.score, result.mean, result.ci) == (results[0].score, results[0].mean, results[0].ci):
             result.p_value = 1.0
-    return Comparison(scorer.signature(signature), resamples, seed, dict(zip(systems, results, strict=True)))
+    return Comparison(str(signature), dict(zip(systems, results, strict=True)))
 
 
-def compare_folders(folders: Mapping[str, str | Path], **bootstrap) -> dict[str, Comparison]:
+def compare_folders(folders: Mapping[str, Path], resamples: int = RESAMPLES) -> dict[str, Comparison]:
     """:func:`paired_bootstrap` for decodings that :func:`score_run` has scored, by all :data:`METRICS`.
 
     ``folders`` maps the name of a system to its folder, the baseline first. All systems must have translated the same
     text and be scored in the same way.
     """
-    folders = {name: Path(folder) for name, folder in folders.items()}
     scores = {name: read_scores(folder) for name, folder in folders.items()}
     first, expected = next(iter(scores.items()))
     for name, mine in scores.items():
@@ -404,18 +372,124 @@ def compare_folders(folders: Mapping[str, str | Path], **bootstrap) -> dict[str,
         for metric in METRICS:
             if (usual := getattr(expected, metric).signature) != (other := getattr(mine, metric).signature):
                 raise ScoringError(f"{first} and {name} were scored in different ways: {usual} and {other}")
-    settings = {
-        "tokenized": {"compound_split": expected.tokenized.compound_split},
-        "detokenized": {"lowercase": expected.lowercase, "target": expected.target},
-        "chrf": {"lowercase": expected.lowercase},
-    }
     comparisons = {}
-    for metric, of_metric in settings.items():
-        kind = "tok" if metric == "tokenized" else "txt"
-        systems = {name: read_lines(folder / f"hyp.{kind}") for name, folder in folders.items()}
-        reference = read_lines(folders[first] / f"ref.{kind}")
-        comparison = paired_bootstrap(systems, reference, metric=metric, **bootstrap, **of_metric)
+    for name, metric in make_metrics(expected.lowercase, expected.target, expected.tokenized.compound_split).items():
+        kind = "tok" if name == "tokenized" else "txt"
+        systems = {system: read_lines(folder / f"hyp.{kind}") for system, folder in folders.items()}
+        comparison = paired_bootstrap(systems, read_lines(folders[first] / f"ref.{kind}"), metric, resamples)
         # The detokenizer is named as in the scores.
-        note = "".join(re.findall(r"\|(?:detok|ref):[^|]*", getattr(expected, metric).signature))
-        comparisons[metric] = replace(comparison, signature=comparison.signature + note)
+        note = re.search(r"(\|detok:.*)?$", getattr(expected, name).signature)[0]
+        comparisons[name] = replace(comparison, signature=comparison.signature + note)
     return comparisons
+
+
+DESCRIPTION = """\
+BLEU and chrF of the hypotheses of a run or of a text file, and the significance of differences between runs.
+
+For a run, it prints these scores and writes them to scores.txt and scores.json:
+  tokenized BLEU    on the tokens as prepared: the value of multi-bleu and fairseq-generate, and of the paper
+  detokenized BLEU  sacreBLEU on plain text, with its signature; case is ignored if the data was lower-cased
+  chrF              on plain text, the F-score of character n-grams
+"""
+
+EPILOG = """\
+Without hypotheses of pn generate, --run scores generate-SUBSET.txt, which fairseq-generate --results-path DIR wrote.
+The paired bootstrap of text files: sacrebleu REF -i BASELINE FILE --paired-bs
+"""
+
+#: Option -> the options of which it needs one.
+NEEDS = {
+    **{"subset": ("run", "compare"), "output": ("run",), "compound_split": ("run", "tokenized")},
+    **{"resamples": ("compare",), "ref": ("hyp",), "tokenized": ("hyp",), "lowercase": ("hyp",), "target": ("hyp",)},
+}
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = ArgumentParser(prog="pn score", description=DESCRIPTION, epilog=EPILOG)
+    mode = parser.add_mutually_exclusive_group(required=True)
+    mode.add_argument("--run", type=Path, metavar="DIR", help=RUN_HELP)
+    compare = "paired bootstrap by sacrebleu: could the difference between a run and the first one, the baseline, come "
+    compare += "from the choice of test sentences? Runs that are not scored yet are scored first"
+    mode.add_argument("--compare", type=Path, nargs="+", metavar="DIR", help=compare)
+    mode.add_argument("--hyp", type=Path, metavar="FILE", help="hypotheses, a line for each sentence")
+    add = parser.add_argument
+    add("--ref", type=Path, metavar="FILE", help="with --hyp: references, a line for each sentence")
+    add("--subset", metavar="NAME", help="of the runs: test (default) or valid")
+    add("--output", type=Path, metavar="DIR", help="the --output of pn generate (default: RUN/generate/SUBSET)")
+    split = 'in tokenized BLEU, split words with hyphens ("rich ##AT##-##AT## text"), as papers on WMT14 do (default: '
+    split += "as the run's data was prepared)"
+    add("--compound-split", action=argparse.BooleanOptionalAction, help=split)
+    add("--resamples", type=whole, metavar="N", help=f"with --compare: resampled texts (default {RESAMPLES})")
+    add("--tokenized", action="store_true", default=None, help="the files hold tokens (default: plain text)")
+    add("--lowercase", action="store_true", default=None, help="with --hyp: ignore case")
+    add("--target", metavar="LANG", help="with --hyp: the language, which chooses sacrebleu's tokenizer (default: 13a)")
+    args = parser.parse_args(argv)
+    for option, modes in NEEDS.items():
+        if getattr(args, option) is not None and all(getattr(args, name) is None for name in modes):
+            raise UserError(f"--{option.replace('_', '-')} needs --{' or --'.join(modes)} (see --help)")
+    if args.hyp and args.ref is None:
+        raise UserError("--hyp needs --ref (see --help)")
+    return args
+
+
+def show(comparisons: Mapping[str, Comparison], text: str) -> str:
+    """The comparisons as a table."""
+    bleu = comparisons["tokenized"].results
+    baseline, rows, untested = next(iter(bleu)), [], []
+    for name in bleu:
+        # Where nothing was learned, a significant difference would be one between two kinds of noise.
+        low = low_bleu(min(bleu[name].score, bleu[baseline].score))
+        row = [f"{name} (baseline)" if name == baseline else name]
+        for comparison in comparisons.values():
+            result = comparison.results[name]
+            row.append(f"{result.score:.2f} ({result.mean:.2f} ± {result.ci:.2f})")
+            if name != baseline and not low:
+                row[-1] += f" {p_text(result.p_value)}{' *' * (result.p_value < LEVEL)}"
+        rows.append(row)
+        untested += [f"{name} is not tested: {low}"] if name != baseline and low else []
+    return "\n".join([
+        f"paired bootstrap: {text}",
+        "score (mean of the resamples ± 95% confidence interval), p of no difference from the baseline",
+        "",
+        tabulate(rows, headers=["", *(METRICS[metric] for metric in comparisons)], tablefmt="plain"),
+        "",
+        *untested,
+        f"* is significant (p < {LEVEL}). Without *, a difference is inconclusive: it may be chance.",
+        "This tests variation over test sentences, not over training seeds; for the latter, train several seeds.",
+        "The p-value is one-sided (sacrebleu's); a two-sided p-value would be about twice as large.",
+        "",
+        *(f"{METRICS[metric]}: {comparison.signature}" for metric, comparison in comparisons.items()),
+    ])  # fmt: skip
+
+
+def compare_runs(runs: Sequence[Path], subset: str, resamples: int) -> str:
+    """The comparison of runs, which are scored first if they are not."""
+    if len(runs) < 2:
+        raise UserError("--compare needs two runs or more, the baseline first (see --help)")
+    if len({run.resolve() for run in runs}) != len(runs):
+        raise UserError("a run is named twice")
+    for run in runs:
+        if not is_scored(run, subset):  # a scored run needs its data no more
+            score_run(run, subset)
+    folders = {name: run / "generate" / subset for name, run in zip(short_names(runs), runs, strict=True)}
+    sentences = read_scores(runs[0] / "generate" / subset).sentences
+    return show(compare_folders(folders, resamples), f"{subset}, {sentences} sentences")
+
+
+@command("pn score")
+def main(argv: Sequence[str] | None = None) -> None:
+    args = _parse(argv)
+    if args.compare:
+        print(compare_runs(args.compare, args.subset or "test", args.resamples or RESAMPLES))
+        return
+    if args.run:
+        scored = score_run(args.run, args.subset, args.output, args.compound_split)
+        scores = {metric: getattr(scored, metric) for metric in METRICS}
+    else:
+        texts, lowercase = (read_lines(args.hyp), read_lines(args.ref)), bool(args.lowercase)
+        metrics = make_metrics(lowercase, args.target or "", bool(args.compound_split), lowercase)
+        names = ["tokenized"] if args.tokenized else ["detokenized", "chrf"]
+        scores = {name: score(metrics[name], *texts) for name in names}
+    print(*score_lines(scores), sep="\n")
+    if warning := low_bleu(next(iter(scores.values())).score):
+        print(f"pn score: warning: {warning}", file=sys.stderr)

@@ -23,12 +23,8 @@ from ..scripts_helpers import ROOT, run, script
 
 WORDS = "the king sent a servant to the house of david and he said to him go up".split()
 SMALL = (
-    *(
-        "model.decoder_embed_dim=16",
-        "model.decoder_ffn_embed_dim=24",
-        "model.decoder_layers=2",
-        "common.log_interval=1",
-    ),
+    *("model.decoder_embed_dim=16", "model.decoder_ffn_embed_dim=24", "model.decoder_layers=2"),
+    "common.log_interval=1",
     *("task.tokens_per_sample=8", "dataset.max_tokens=64", "dataset.validate_interval_updates=4"),
     *("checkpoint.save_interval_updates=2", "optimization.max_update=6", "common.cpu=true"),
 )
@@ -156,15 +152,8 @@ INPUT = "--adaptive-input --adaptive-input-cutoff 8,12 --tie-adaptive-weights --
 )
 def test_fairseq_train_honours_the_flags(work, tmp_path, arch, flags):
     run(
-        *(
-            "fairseq-train",
-            work / "data/bin",
-            "--user-dir",
-            ROOT / "pn_fairseq",
-            "--task",
-            "language_modeling",
-            "--cpu",
-        ),
+        *("fairseq-train", work / "data/bin", "--user-dir", ROOT / "pn_fairseq", "--cpu"),
+        *("--task", "language_modeling"),
         *("--arch", arch, "--decoder-embed-dim", 16, "--decoder-ffn-embed-dim", 24, "--decoder-layers", 2),
         *("--tokens-per-sample", 8, "--max-tokens", 64, "--max-update", 2, "--optimizer", "adam", "--lr", 0.001),
         *("--decoder-norm", "layer", "--save-dir", tmp_path, "--no-epoch-checkpoints", *flags.split()),
@@ -191,13 +180,9 @@ def test_two_ranks_learn_and_record_what_one_does(work, tmp_path, arch):
     logs, probes = [], []
     for ranks in (1, 2):
         flags = ("--data", work / "data", "--run", tmp_path / f"{ranks}", *settings)
-        batches = (
-            "tokens_per_update=64",
-            f"dataset.max_tokens={64 // ranks}",
-            f"model.norm_probe={tmp_path}/probe{ranks}",
-            "model.norm_probe_interval=1",
-        )
-        script("train.sh", "verses_lm_en", *flags, *batches, NPROC=f"{ranks}", CUDA_VISIBLE_DEVICES="")
+        batches = ("tokens_per_update=64", f"dataset.max_tokens={64 // ranks}")
+        probe = (f"model.norm_probe={tmp_path}/probe{ranks}", "model.norm_probe_interval=1")
+        script("train.sh", "verses_lm_en", *flags, *batches, *probe, NPROC=f"{ranks}", CUDA_VISIBLE_DEVICES="")
         logs.append(read_log(tmp_path / f"{ranks}/train.log"))
         probes.append(read_probe(tmp_path / f"probe{ranks}"))
     one, two = logs

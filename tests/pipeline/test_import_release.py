@@ -384,7 +384,7 @@ def test_files_that_cannot_be_read_or_written(model, tmp_path, capsys):
     assert source.read_bytes() == whole
     assert_refused(capsys, [tmp_path / "none.pt", tmp_path / "out.pt"], "no such file")
     assert_refused(capsys, [source, tmp_path / "none/out.pt"], "cannot be written")
-    assert_refused(capsys, [source, tmp_path / "out.pt", "--alpha-bwd", "1"], "--alpha-bwd", "between 0 and 1")
+    assert_refused(capsys, [source, tmp_path / "out.pt", "--alpha-bwd", "1"], "alpha_bwd=1.0", "between 0 and 1")
     source.write_bytes(whole[: len(whole) // 2])
     assert_refused(capsys, [source, tmp_path / "out.pt"], "damaged")
     source.write_bytes(whole[:5000] + b"\xff" * 50 + whole[5050:])

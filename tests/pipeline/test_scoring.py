@@ -18,22 +18,30 @@ import pytest
 import sacremoses
 
 from pn_fairseq.common.command import UserError
+from pn_fairseq.pipeline import scoring
 from pn_fairseq.pipeline.data.binarize import MAGIC
-from pn_fairseq.pipeline.score import main
 from pn_fairseq.pipeline.scoring import (
     DETOKENIZER,
     METRICS,
     ScoringError,
     compare_folders,
     detokenize,
+    main,
     paired_bootstrap,
     read_scores,
-    score,
     score_run,
     split_compounds,
 )
 
 from ..scripts_helpers import ROOT, run
+
+
+def metric_of(name: str, lowercase: bool = False, compound_split: bool = False, target: str = ""):
+    return scoring.make_metrics(lowercase, target, compound_split, lowercase)[name]
+
+
+def score(name: str, hypotheses: list[str], references: list[str], **settings) -> scoring.Score:
+    return scoring.score(metric_of(name, **settings), hypotheses, references)
 
 
 @cache
@@ -410,7 +418,7 @@ def test_paired_bootstrap_is_sacrebleus(tmp_path):
     rows = [re.findall(r"\d+\.\d+", line) for line in table.partition(r"\midrule")[2].splitlines()[1:4]]
     assert [len(row) for row in rows] == [6, 8, 8]
     for place, metric in enumerate(("detokenized", "chrf")):
-        found = paired_bootstrap({"a": baseline, **systems}, reference(), metric=metric, resamples=300)
+        found = paired_bootstrap({"a": baseline, **systems}, reference(), metric_of(metric), 300)
         assert found.signature in table and "bs:300|seed:12345" in found.signature
         for result, row in zip(found.results.values(), rows, strict=True):
             half = len(row) // 2
@@ -421,12 +429,13 @@ def test_paired_bootstrap_is_sacrebleus(tmp_path):
     assert found.results["b"].p_value > 0.05 > found.results["c"].p_value
 
 
-def test_paired_bootstrap_of_tokens_against_resampled_texts():
+def test_paired_bootstrap_of_tokens_against_resampled_texts(monkeypatch):
     """From the texts themselves: draw sentences, score them, compare (Koehn 2004)."""
     count, resamples, seed = 40, 50, 7
+    monkeypatch.setenv("SACREBLEU_SEED", str(seed))
     references = reference()[:count]
     texts = {"a": noisy(references, 16), "b": noisy(references, 17, swap=0.15)}
-    found = paired_bootstrap(texts, references, metric="tokenized", resamples=resamples, seed=seed)
+    found = paired_bootstrap(texts, references, metric_of("tokenized"), resamples)
     draws = numpy.random.default_rng(seed).choice(count, size=(resamples, count), replace=True)
     scores = {
         name: numpy.array([second_bleu([lines[i] for i in draw], [references[i] for i in draw]) for draw in draws])
@@ -441,34 +450,18 @@ def test_paired_bootstrap_of_tokens_against_resampled_texts():
     assert 0 < result.p_value < 1
 
 
-def test_the_same_translations_do_not_differ(monkeypatch):
+def test_the_same_translations_do_not_differ():
     """sacrebleu's formula gives its smallest p here."""
-    monkeypatch.setenv("SACREBLEU_SEED", "99")
     lines = noisy(reference(), 18)
+    systems = {"a": lines, "other": noisy(reference(), 19), "same": lines}
     for metric in METRICS:
-        found = paired_bootstrap(
-            {"a": lines, "other": noisy(reference(), 19), "same": lines},
-            reference(),
-            metric=metric,
-            resamples=20,
-            seed=3,
-        )
+        found = paired_bootstrap(systems, reference(), metric_of(metric), 20)
         assert found.results["same"].p_value == 1 and found.results["other"].p_value < 1
-        assert "seed:3" in found.signature
-    assert os.environ["SACREBLEU_SEED"] == "99"
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"metric": "ter"}, "'ter'.*tokenized, detokenized, chrf"),
-        ({"systems": {"a": ["x", "y"], "b": ["x"]}}, "b: 1 lines, but the reference has 2"),
-    ],
-)
-def test_bootstrap_with_unfit_arguments_is_refused(changes, message):
-    arguments = {"systems": {"a": ["x", "y"], "b": ["x", "z"]}, "reference": ["x", "y"], **changes}
-    with pytest.raises(ScoringError, match=message):
-        paired_bootstrap(**arguments)
+def test_systems_of_another_length_are_refused():
+    with pytest.raises(ScoringError, match="b: 1 lines, but the reference has 2"):
+        paired_bootstrap({"a": ["x", "y"], "b": ["x"]}, ["x", "y"], metric_of("chrf"))
 
 
 @pytest.fixture
@@ -509,18 +502,15 @@ def test_folders_with_different_text_or_settings_are_not_compared(two_runs, tmp_
 def test_a_comparison_in_words(two_runs, capsys):
     good, bad = two_runs
     runs = [str(folder.parents[1]) for folder in two_runs]
-    assert main(["--compare", *runs, "--resamples", "100", "--seed", "5"]) == 0
+    assert main(["--compare", *runs, "--resamples", "100"]) == 0
     text = capsys.readouterr().out
-    assert "100 resamples, seed 5" in text and "60 sentences" in text
+    assert "|bs:100|seed:12345|" in text and "test, 60 sentences" in text
     scores = read_scores(good), read_scores(bad)
     header, first, second = (line.split("  ") for line in text.split("\n\n")[1].splitlines())
     assert [cell.strip() for cell in header if cell.strip()] == ["tokenized BLEU", "detokenized BLEU", "chrF"]
     assert first[0] == "good (baseline)" and second[0] == "bad"
     assert f"{scores[0].chrf.score:.2f} (" in " ".join(first) and f"{scores[1].chrf.score:.2f} (" in " ".join(second)
-    difference = scores[0].tokenized.score - scores[1].tokenized.score
-    assert re.search(
-        rf"^bad: tokenized BLEU is {difference:.2f} lower than good's: significant \(p = 0.010\)$", text, re.M
-    )
+    assert " ".join(second).count(") p = 0.010 *") == 3 and "p = " not in "".join(first)
     assert "not over training seeds" in text
 
     assert main(["--compare", *runs, f"{runs[1]}/"]) == 2
@@ -558,14 +548,14 @@ def test_a_bleu_below_1_warns(tmp_path, capsys):
     good = make_run(tmp_path / "good", 1)
     assert main(["--compare", str(good), str(run_dir), "--resamples", "20"]) == 0
     printed = capsys.readouterr().out
-    assert "run and good: not tested. BLEU is 0.00" in printed
-    assert "significant" not in printed and "p =" not in printed and " *\n" not in printed
+    assert "run is not tested: BLEU is 0.00" in printed
+    assert "p =" not in printed and " *\n" not in printed
 
 
 def test_equal_scores_are_called_the_same(tmp_path, capsys):
     runs = [str(make_run(tmp_path / name, 1)) for name in ("a", "b")]
     assert main(["--compare", *runs, "--resamples", "20"]) == 0
-    assert re.search(r"^b: chrF is the same as a's \(p = 1\.000\)$", capsys.readouterr().out, re.M)
+    assert len(re.findall(r"\) p = 1\.000( |$)", capsys.readouterr().out, re.M)) == len(METRICS)
 
 
 @pytest.mark.parametrize(
@@ -577,8 +567,7 @@ def test_equal_scores_are_called_the_same(tmp_path, capsys):
         (("--hyp", "one", "--ref", "two", "--subset", "valid"), ("--subset needs --run or --compare",)),
         (("--compare", "one", "two", "--output", "x"), ("--output needs --run",)),
         (("--hyp", "one", "--ref", "two", "--compound-split"), ("--compound-split needs --run or --tokenized",)),
-        (("--compare", "one", "two", "--seed", "x"), ("--seed", "'x'")),
-        (("--compare", "one", "two", "--seed", "0"), ("--seed", "at least 1")),
+        (("--compare", "one", "two", "--resamples", "0"), ("--resamples", "at least 1")),
         (("--compare", "one", "two"), ("'one'", "not a training run")),
         (("--run", "one", "--resamples", "10"), ("--resamples", "--compare")),
         (("--run", "one", "--lowercase"), ("--lowercase needs --hyp",)),
@@ -667,12 +656,10 @@ def test_results_of_fairseq_generate_are_scored(tmp_path, capsys):
     assert score_run(run_dir).tokenized.score == pytest.approx(100)
 
 
-def test_help_needs_only_torch():
-    """The pipeline's other packages are needed when a command runs, not for its --help."""
+def test_help_needs_no_fairseq():
+    """The packages that take seconds to import are needed when a command runs, not for its --help."""
     verbs = ["score", "generate", "translate", "average", "evaluate-lm", "fold", "import-release"]
-    others = (
-        "fairseq fairseq_cli omegaconf sacrebleu sacremoses sentencepiece subword_nmt pandas tabulate hydra".split()
-    )
+    others = "fairseq fairseq_cli sentencepiece subword_nmt pandas hydra".split()
     code = f"""
 import sys
 sys.modules.update(dict.fromkeys({others}))
