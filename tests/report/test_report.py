@@ -24,19 +24,19 @@ from scipy import stats
 
 from pn_fairseq import norms
 from pn_fairseq.common.published import PAPER
-from pn_fairseq.report import markdown
+from pn_fairseq.report import markdown, tables
 from pn_fairseq.report.command import main
 from pn_fairseq.report.runs import read_runs
 from pn_fairseq.report.significance import Design
 from pn_fairseq.report.systems import names
-from pn_fairseq.report.tables import _over_sentences, relative
+from pn_fairseq.report.tables import relative
 
 SENTENCES = 60
 WORDS = [f"{a}{b}" for a in ("ba", "ki", "lo", "mu", "ne") for b in ("", "da", "fi", "gu", "ro", "te", "va")]
 DATA = "source=es\ntarget=en\nlower=1\nbpe=4000\n" + "".join(f"{n:064x}  train.{n}\n" for n in (1, 2))
 START = {
     "started": "2026-01-02T03:04:05+00:00",
-    "workers": 1,
+    "world_size": 1,
     "tokens_per_update": 2048,
     "update_freq": 1,
     "max_tokens": 2048,
@@ -179,7 +179,7 @@ class Page(html.parser.HTMLParser):
 
 
 def report(*runs: Path, output: Path, options=("--resamples", "10"), draw: bool = False) -> Page:
-    def no_plot(systems, file, baselines):
+    def no_plot(rows, file):
         file.write_bytes(b"PNG")
 
     with contextlib.nullcontext() if draw else mock.patch("pn_fairseq.report.curves.plot", no_plot):
@@ -379,12 +379,6 @@ def test_other_data_is_compared_with_nothing(tmp_path):
     assert [[row[0] for row in table[1:]] for table in results] == [["LN"], ["PN"]]
     assert page.says("There is no run with LN to compare with.") and page.says("LN is the only norm here.")
     assert (tmp_path / "out/report-curves-2.png").exists()
-    # Settings that are off, and defaults, are the same as settings that are not there.
-    same = DATA + "aggressive=0\nsegmentation=subword-nmt\nclean=\nclean_stage=tok\nclean_splits=train\nstraighten=\n"
-    (tmp_path / "pn/data.settings").write_text(same)
-    page = report(*runs, output=tmp_path / "out")
-    assert [row["norm"] for row in page.table("norm", "seeds scored")] == ["LN", "PN"]
-    assert not (tmp_path / "out/report-curves-2.png").exists()
 
 
 @pytest.mark.parametrize(
@@ -418,8 +412,8 @@ def test_paper(options, data, expected, tmp_path):
 def test_rows_of_a_table_that_share_a_norm(tmp_path):
     """Each system is shown with the row whose settings it has."""
     runs = []
-    of_before = {"model__norm_detach": "mean"}  # a run of an earlier version
-    for name, options in (("one", of_before), ("other", {"model__norm_options": {"detach": "std"}})):
+    for name, detach in (("one", "mean"), ("other", "std")):
+        options = {"model__norm_options": {"detach": detach}}
         runs.append(make_run(tmp_path / name, "dn", model__decoder_norm="detach", **options))
     options = ("--paper", "adanorm-3")
     page = report(*runs, output=tmp_path / "out", options=options)
@@ -481,16 +475,13 @@ DAMAGES = {
     "broken line": ("complete", ["1 line of train.log cannot be read"]),
     "no checkpoint": ("trained, not decoded", ["generate/test/hyp.tok, and there is no checkpoint"]),
     "not decoded": ("trained, not decoded", ["not decoded: there is no generate/test/hyp.tok"]),
-    "not scored": ("decoded, not scored", ["not scored: there is no scores.json"]),
+    "not scored": ("decoded, not scored", ["not scored: there is no '", "scores.json' (pn score writes it)"]),
     "bad scores": ("decoded, not scored", ["not scored: ", "scores.json is not a file of pn score"]),
-    "no number": ("decoded, not scored", ["not scored: a score in scores.json is not a number"]),
-    "lost sentences": ("decoded, not scored", [f"is about {SENTENCES} sentences, but 3 were decoded"]),
     "old scores": ("decoded, not scored", ["not scored: scores.json is older than hyp.tok"]),
     "no starts": ("complete", ["there is no starts.jsonl", "Not recorded"]),
     "bad start": ("complete", ["line 2 of starts.jsonl cannot be read"]),
-    "no data.settings": ("complete", ["there is no data.settings", "Data not known"]),
+    "no data.settings": ("complete", ["data.settings does not exist", "Data not known"]),
     "bad config": ("complete", ["config.yaml cannot be read"]),
-    "no command": ("complete", [", no command."]),
 }  # fmt: skip
 
 
@@ -525,12 +516,6 @@ def damage(run: Path, what: str) -> None:
             (result / "scores.json").unlink()
         case "bad scores":
             (result / "scores.json").write_text("{}")
-        case "no number":
-            text = re.sub(r'"score": [0-9.]+', '"score": NaN', (result / "scores.json").read_text(), count=1)
-            (result / "scores.json").write_text(text)
-        case "lost sentences":
-            (result / "hyp.tok").write_text("a\nb\nc\n")
-            (result / "ref.tok").write_text("a\nb\nc\n")
         case "old scores":
             os.utime(result / "scores.json", (1, 1))
         case "no starts":
@@ -542,8 +527,6 @@ def damage(run: Path, what: str) -> None:
             (run / "data.settings").unlink()
         case "bad config":
             (run / "config.yaml").write_text("a: [")
-        case "no command":
-            (run / "starts.jsonl").write_text(json.dumps(START) + "\n")
 
 
 def test_no_hole(tmp_path):
@@ -559,7 +542,7 @@ def test_no_hole(tmp_path):
         sentences = " ".join(text for path, text in bullets if path == str(runs[what])).replace("\\", "")
         for needle in needles:
             assert needle in sentences or page.says(needle), needle
-        assert bool(sentences) == (what != "no command")
+        assert sentences
     assert not page.says("Nothing: every run")
     for table in page.tables:
         assert all(cell.strip() for row in table for cell in row)
@@ -645,7 +628,7 @@ def test_a_batch_is_the_same_on_any_number_of_ranks(tmp_path):
     for name, workers, update_freq in (("a", 1, 2), ("b", 2, 1)):
         # The task language_modeling has a copy of the seed.
         run = make_run(tmp_path / name, seed=workers, optimization__update_freq=[update_freq], task__seed=workers)
-        (run / "starts.jsonl").write_text(json.dumps(START | {"workers": workers, "tokens_per_update": 4096}) + "\n")
+        (run / "starts.jsonl").write_text(json.dumps(START | {"world_size": workers, "tokens_per_update": 4096}) + "\n")
     page = report(tmp_path / "a", tmp_path / "b", output=tmp_path / "out")
     assert [row["seeds scored"] for row in page.table("norm", "seeds scored")] == ["2 (1, 2)"]
     # Without a record it follows from the settings and the log: 2048 tokens x 2 x 1 rank in one, x 1 in the other.
@@ -740,17 +723,18 @@ def test_paths_are_shown_from_the_working_directory(tmp_path, monkeypatch):
 def test_machines(comparison, tmp_path):
     _, _, page = comparison
     rows = {row["what"]: row["all starts"] for row in page.table("what", "all starts")}
-    assert rows["torch"] == "2.13.0" and rows["starts"] == "12 starts, 2026-01-02T03:04:05+00:00"
+    assert rows["torch"] == "2.13.0" and rows["starts"] == "12"
     runs = [make_run(tmp_path / "a"), make_run(tmp_path / "b", seed=2)]
     with (runs[1] / "starts.jsonl").open("a") as file:
         file.write(json.dumps(START | {"torch": "2.14.0", "started": "2026-01-03T00:00:00+00:00"}) + "\n")
     with (runs[0] / "starts.jsonl").open("a") as file:
-        file.write(json.dumps(START | {"machines": [{"workers": 1, "gpus": []}] * 2, "torch": ""}) + "\n")
+        file.write(json.dumps(START | {"machines": [{"ranks": 1, "gpus": []}] * 2, "torch": ""}) + "\n")
     page = report(*runs, output=tmp_path / "out")
-    assert page.table("what", "machine 2")[-3]["machine 2"] == "2 × ranks 1, no gpus"
+    assert page.table("what", "machine 2")[-5]["machine 2"] == "2 × ranks 1, no gpus"
     rows = {row["what"]: row for row in page.table("what", "machine 1", "machine 3")}
     assert rows["torch"]["machine 3"] == "2.14.0" and rows["runs"]["machine 1"] == "a, b"
-    assert rows["runs"]["machine 3"] == "b" and rows["torch"]["machine 2"] == "none"
+    assert rows["runs"]["machine 3"] == "b" and rows["last start"]["machine 3"] == "2026-01-03T00:00:00+00:00"
+    assert rows["torch"]["machine 2"] == "none"
 
 
 def headline(*runs: Path, output: Path, options=()) -> str:
@@ -840,15 +824,17 @@ def test_more_than_the_norm_differs(tmp_path):
     assert "PN (6 settings differ) differs from LN in x0, x1, x2, x3, x4, x5." in sentence
 
 
-def test_a_bleu_below_1_is_a_problem(tmp_path):
+def test_a_bleu_below_1_is_a_problem(tmp_path, monkeypatch):
     page = report(with_score(make_run(tmp_path / "run"), 0.03), output=tmp_path / "out")
     assert page.says("tokenized BLEU is 0.03, below 1: the model has hardly learned")
     assert page.says("1 of the runs was trained, decoded and scored; 1 has problems, listed below.")
     of = {name: SimpleNamespace(score=score, p_value=0.01) for name, score in (("baseline", 20.0), ("system", 0.9))}
     compared = dict.fromkeys(("tokenized", "chrf"), SimpleNamespace(results=of))
-    assert _over_sentences([(1, compared)], "chrf", 1) == "seed 1: −19.10, not tested (BLEU below 1)"
+    monkeypatch.setattr(tables, "compare_folders", lambda folders, resamples: compared)
+    (run,) = read_runs([tmp_path / "run"])
+    assert tables._of_a_seed(run, run, 1, 1)["chrf"] == "−19.10, not tested (BLEU below 1)"
     of["system"].score = 1.0
-    assert _over_sentences([(1, compared)], "chrf", 3) == "seed 1: −19.00, p = 0.030"
+    assert tables._of_a_seed(run, run, 1, 3)["chrf"] == "−19.00, p = 0.030"
 
 
 CONFIG = (
@@ -943,7 +929,6 @@ def test_only_its_own_files_are_written(tmp_path):
         (["--output", "out"], ["RUN"]),
         (["RUN", "--output", "out", "--paper", "wmt99"], ["--paper", "wmt99"]),
         (["RUN", "--output", "out", "--resamples", "0"], ["--resamples"]),
-        (["RUN", "--output", "out", "--subset", "../x"], ["--subset"]),
         (["RUN", "--output", "out", "--planned", "PN"], ["--planned 'PN'", "MEASURE is bleu"]),
         (["RUN", "--output", "out", "--planned", "PNV:loss"], ["--planned PNV: there is no such system"]),
     ],
