@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pn_fairseq.common.command import ArgumentParser, UserError, command, did_you_mean, whole
 from pn_fairseq.common.files import atomic_write
-from pn_fairseq.common.published import LM_NAMES, LM_SENTENCE, PAPER
+from pn_fairseq.common.published import LM_NAMES, PAPER
 
 _EPILOG = """\
 example:
@@ -88,7 +88,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     systems = {label for corpus in corpora for label in corpus.settings}
     if absent := [system for system, _ in planned if system not in systems]:
         raise UserError(f"--planned {absent[0]}: there is no such system{did_you_mean(absent[0], systems)}")
-    language_models = perplexity.of_language_models(runs)
+    kinds = {run.language_model for run in runs if run.settings_by_name}
+    if len(kinds) > 1:
+        raise UserError("some runs are language models and some are not: report on them apart")
+    language_models = kinds == {True}
     if args.paper in LM_NAMES and not language_models:
         raise UserError(f"--paper {args.paper} is of language models, and the runs are not")
 
@@ -97,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         about = functools.partial(perplexity.about, subset=args.subset, paper=args.paper)
     else:
         about = functools.partial(tables.about, paper=args.paper, resamples=resamples)
-    shown = {"language_models": language_models, "sentence": LM_SENTENCE, "subset": args.subset, "resamples": resamples}
+    shown = {"language_models": language_models, "subset": args.subset, "resamples": resamples}
     try:
         args.output.mkdir(parents=True, exist_ok=True)
         page, pictures = tables.build(runs, corpora, args.output, about, planned, **shown)

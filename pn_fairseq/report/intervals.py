@@ -150,15 +150,15 @@ def panels(measures: Sequence[Measure], names: Sequence[str], height: float, bet
     return figure, axes[0]
 
 
-def plot(compared: Mapping[str, Compared], order: Sequence[str], output: Path) -> bool:
+def plot(compared: Mapping[str, Compared], order: Sequence[str], output: Path) -> str | None:
     """Draw points and simultaneous intervals, one column for each measure, into ``output`` (.png).
 
     Returns:
-        Whether there was anything to draw.
+        The picture's name; None if there was nothing to draw.
     """
     columns = [each for each in compared.values() if each.intervals]
     if not columns:
-        return False
+        return None
     controls = {system: family.control for each in columns for family in each.families for system in family.intervals}
     systems = sorted((name for name in order if name in controls), key=lambda name: order.index(controls[name]))
     figure, axes = panels([each.measure for each in columns], systems, 0.3 * len(systems) + 1.5)
@@ -170,4 +170,4 @@ def plot(compared: Mapping[str, Compared], order: Sequence[str], output: Path) -
             look = style(index) | {"linestyle": "none"}
             axis.errorbar(centers, rows, xerr=halves, markersize=5, elinewidth=1.6, capsize=3, **look)
     save(figure, output)
-    return True
+    return output.name

@@ -86,7 +86,7 @@ def template(name: str) -> jinja2.Template:
         keep_trailing_newline=True,
         finalize=text,
     )
-    environment.filters |= {"code": lambda value: code(value, in_table=False), "missing": missing}
+    environment.filters["code"] = lambda value: code(value, in_table=False)
     environment.globals |= {"table": table, "block": block}
     return environment.get_template(name)
 

@@ -2,28 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pandas
 
-from pn_fairseq.common.command import UserError
-from pn_fairseq.common.published import LM_NAMES, LM_OTHERS, LM_PAPER, LM_SOURCE, LM_TOKENS
+from pn_fairseq.common.published import LM_NAMES, LM_OTHERS, LM_PAPER, LM_SENTENCE, LM_SOURCE, LM_TOKENS
 from pn_fairseq.report.markdown import missing
-from pn_fairseq.report.runs import Run
 from pn_fairseq.report.systems import Corpus
 from pn_fairseq.report.tables import number, results
-
-
-def of_language_models(runs: Sequence[Run]) -> bool:
-    """Whether the runs are language models.
-
-    Raises:
-        UserError: some are and some are not.
-    """
-    kinds = {run.language_model for run in runs if run.settings_by_name}
-    if len(kinds) > 1:
-        raise UserError("some runs are language models and some are not: report on them apart")
-    return kinds == {True}
 
 
 def _published(corpus: Corpus, paper: str, subset: str) -> dict | None:
@@ -42,7 +26,7 @@ def _published(corpus: Corpus, paper: str, subset: str) -> dict | None:
     tokens = LM_TOKENS.get(name, {}).get(subset)
     counted = {run.perplexity.tokens for run in corpus.runs if run.perplexity}
     others = sorted(counted - {tokens}) if tokens else []
-    about = {"name": name, "measure": measure, "source": source, "tensorized": source == LM_SOURCE}
+    about = {"name": name, "measure": measure, "source": source, "note": LM_SENTENCE if source == LM_SOURCE else None}
     return about | {"table": pandas.DataFrame(rows), "tokens": tokens, "others": others}
 
 

@@ -70,9 +70,6 @@ class Run(runs.Run):
         except UserError as error:
             self.problems.append(f"no log, and a checkpoint cannot be read: {error}")
             return None
-        except OSError as error:
-            self.problems.append(f"{error.filename or 'the log'} cannot be read: {error.strerror}")
-            return None
         if log is None:
             self.problems.append("not trained: there is no train.log")
         elif log.unreadable:
@@ -216,7 +213,8 @@ class Run(runs.Run):
             return None
         if self.decoded is None:
             file = self.result.relative_to(self.path) / "hyp.tok"
-            self.problems.append(f"not decoded: there is no {file}{self._lacking}")
+            lacking = "" if any(self.checkpoints.glob("*.pt")) else ", and there is no checkpoint"
+            self.problems.append(f"not decoded: there is no {file}{lacking}")
             return None
         averaged = (_text(recorded(self.checkpoints, "averaged.pt.made")) or "").split()
         wanted = self.get("average_last")
@@ -234,13 +232,6 @@ class Run(runs.Run):
         if warning := low_bleu(scores.tokenized.score):
             self.problems.append(f"tokenized {warning}")
         return scores
-
-    @property
-    def _lacking(self) -> str:
-        """What else decoding needs."""
-        if not any(self.checkpoints.glob("*.pt")):
-            return ", and there is no checkpoint"
-        return ", and not averaged" if self.ours and not (self.checkpoints / "averaged.pt").is_file() else ""
 
     @cached_property
     def perplexity(self) -> Perplexity | None:

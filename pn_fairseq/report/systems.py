@@ -50,8 +50,6 @@ TOKENS, SENTENCES = "tokens_per_update", "sentences per update"
 SEED = "common.seed"
 #: A label names at most so many settings; the table of the settings that differ has them all.
 _MOST_DETAILS = 4
-#: The norm of a run without settings.
-UNKNOWN = "unknown"
 
 
 def norm_labels() -> dict[str, str]:
@@ -119,11 +117,6 @@ class Corpus:
     def runs(self) -> list[Run]:
         return list(self.frame["run"])
 
-    @property
-    def ln(self) -> list[str]:
-        """The systems with layer normalization."""
-        return [label for label in self.settings if self.norm(label) == norm_labels().get("layer")]
-
     def members(self, label: str) -> list[Run]:
         """The runs of a system."""
         return list(self.frame.loc[self.frame["system"] == label, "run"])
@@ -144,9 +137,9 @@ class Corpus:
         Other LN systems are compared with the first, which has the fewest settings of its own. Language models are
         compared only with LN in the same model.
         """
-        found = {}
+        found, controls = {}, [label for label in self.settings if self.norm(label) == norm_labels().get("layer")]
         for label, settings in self.settings.items():
-            candidates = [ln for ln in self.ln if self._model(ln) == self._model(label)]
+            candidates = [ln for ln in controls if self._model(ln) == self._model(label)]
             if label in candidates:
                 candidates = [ln for ln in candidates[:1] if ln != label]
             if candidates:
@@ -178,10 +171,11 @@ def differing(settings: Sequence[Mapping[str, object]]) -> list[str]:
 
 
 def group(runs: Sequence[Run]) -> list[Corpus]:
-    """Runs by data, and within the data by system. Every run is in one system of one corpus."""
+    """Runs by data, and within the data by system. A run whose data or settings are not known is alone."""
     corpora: dict[object, list[Run]] = {}
     for run in runs:
-        key = frozenset(run.data_settings.items()) if run.data_settings is not None else run.path
+        known = run.data_settings is not None and run.settings_by_name
+        key = frozenset(run.data_settings.items()) if known else run.path
         corpora.setdefault(key, []).append(run)
     return [_corpus(members) for members in corpora.values()]
 
@@ -210,8 +204,6 @@ def _corpus(runs: Sequence[Run], batch_is_a_setting: bool = True) -> Corpus:
         settings = {name: value for name, value in comparable(run).items() if name != SEED and not _HOW.match(name)}
         if batch_is_a_setting:
             settings |= {name: run.get(name) for name in _BATCH if several[settings[NORM], name] > 1}
-        if not run.settings_by_name:  # it cannot be grouped with other runs
-            settings = {NORM: UNKNOWN, "run": run.name}
         if settings not in systems:
             systems.append(settings)
         place = order.index(settings[NORM]) if settings[NORM] in order else len(order)
@@ -251,8 +243,6 @@ def _details(systems: Sequence[dict[str, object]]) -> list[list[str]]:
 def _label(number: int, systems: Sequence[dict[str, object]], details: Sequence[list[str]]) -> str:
     """The norm and the details; if they are many, the place among the systems of the norm, or their number."""
     norm, labels = str(systems[number][NORM]), details[number]
-    if norm == UNKNOWN:
-        return f"{UNKNOWN} ({systems[number]['run']})"
     if len(labels) > _MOST_DETAILS:
         of_norm = [index for index, other in enumerate(systems) if other[NORM] == norm]
         several = len(of_norm) > 1

@@ -26,8 +26,8 @@ from pn_fairseq.report.figures import find_probe
 from pn_fairseq.report.intervals import Compared, count, signed
 from pn_fairseq.report.markdown import Markdown, code, missing, template
 from pn_fairseq.report.runs import Run
-from pn_fairseq.report.significance import LOSS
-from pn_fairseq.report.systems import SEED, UNKNOWN, Corpus, as_text, comparable, norm_labels
+from pn_fairseq.report.significance import LOSS, MEASURES
+from pn_fairseq.report.systems import SEED, Corpus, as_text, comparable, norm_labels
 
 #: Score -> what a report calls it.
 SCORES = METRICS | {"chrf": "chrF2"}
@@ -42,9 +42,6 @@ _COUNTS_OF_TOKENS = {split: f"tokens, {split}" for split in ("train", "valid", "
     "train.unk_percent": "% <unk>, train",
     "test.unk_percent": "% <unk>, test",
 }
-
-#: Digits behind the point, of measures that are not shown with two.
-_DIGITS = {"bits": 3}
 
 #: The settings that one asks for first; all others are in config.yaml.
 _MAIN_SETTINGS = re.compile(
@@ -91,12 +88,6 @@ def _plain(value: object) -> str:
     return "none" if value in (None, "") else str(value)
 
 
-def _counts(corpus: Corpus) -> dict[str, str]:
-    """What the preparation counted; empty if the prepared data is not there any more."""
-    files = [recorded(run.data_folder, "counts") for run in corpus.runs if run.data_folder]
-    return next((read_settings(file) for file in files if file.is_file()), {})
-
-
 def _data(corpus: Corpus) -> pandas.DataFrame:
     """Where the data is, its settings that are not off, and its counts."""
     places = list(dict.fromkeys(os.path.relpath(run.data_folder) for run in corpus.runs if run.data_folder))
@@ -109,7 +100,8 @@ def _data(corpus: Corpus) -> pandas.DataFrame:
         off = not value or value == "0" and key not in ("lower", "bpe")
         if not off and key not in hidden and "." not in key:  # with a dot: a file, and its checksum
             rows[code(key)] = code(value)
-    counts = _counts(corpus)
+    files = [recorded(run.data_folder, "counts") for run in corpus.runs if run.data_folder]
+    counts = next((read_settings(file) for file in files if file.is_file()), {})  # empty if the data is gone
     titles = _COUNTS_OF_TOKENS if corpus.runs[0].language_model else _COUNTS_OF_PAIRS
     for name, title in titles.items():
         rows[title] = f"{float(counts[name]):,.12g}" if name in counts else missing("not known")
@@ -140,7 +132,7 @@ def results(corpus: Corpus, measures: Mapping[str, str], verb: str, paper: Table
         row = {"norm": label, f"seeds {verb}": Markdown(f"{amount} {numbers}")}
         for measure, name in measures.items():
             mean, deviation = means.loc[label, measure]
-            digits = _DIGITS.get(measure, 2)
+            digits = MEASURES[measure].digits if measure in MEASURES else 2
             absent = why if not measured else missing("no statistics") if math.isnan(mean) else None
             spread = missing("– (one seed)") if math.isnan(deviation) else number(deviation, digits)
             row |= {name: absent or number(mean, digits), f"std, {name}": absent or spread}
@@ -156,7 +148,14 @@ def results(corpus: Corpus, measures: Mapping[str, str], verb: str, paper: Table
 
 def _headline(corpus: Corpus, compared: Mapping[str, Compared]) -> list[tuple[str, str]]:
     """The results, as (measure, sentence); first the settings that differ and are not the norm."""
-    headline = [("Not only the norms differ", f"{sentence}.") for sentence in confounded(corpus)]
+    headline, systems = [], {}
+    for label, other in corpus.baselines.items():
+        if names := corpus.beside_the_norm(label, other):
+            systems.setdefault((other, *names), []).append(label)
+    for (other, *names), labels in systems.items():
+        verb = "differs" if len(labels) == 1 else "differ"
+        sentence = f"{', '.join(labels)} {verb} from {other} in {', '.join(names)}."
+        headline.append(("Not only the norms differ", sentence))
     for of_measure in compared.values():
         for family in of_measure.families:
             where = f" ({family.control})" if len(of_measure.families) > 1 else ""
@@ -171,18 +170,6 @@ def _headline(corpus: Corpus, compared: Mapping[str, Compared]) -> list[tuple[st
     why = dict.fromkeys(reason for of_measure in compared.values() for reason in of_measure.untested.values())
     lacking = "; ".join(why) or "no control (LN), with which the systems could be compared"
     return [*headline, ("No difference is tested over seeds", f"{lacking}.")]
-
-
-def confounded(corpus: Corpus) -> list[str]:
-    """Of each system that differs from its baseline in more than the norm: in which settings."""
-    systems: dict[tuple, list[str]] = {}
-    for label, other in corpus.baselines.items():
-        if names := corpus.beside_the_norm(label, other):
-            systems.setdefault((other, *names), []).append(label)
-    return [
-        f"{', '.join(labels)} {'differs' if len(labels) == 1 else 'differ'} from {other} in {', '.join(names)}"
-        for (other, *names), labels in systems.items()
-    ]
 
 
 def _of_a_seed(run: Run, other: Run, resamples: int, comparisons: int) -> dict[str, str]:
@@ -313,15 +300,12 @@ def _machines(runs: Sequence[Run]) -> pandas.DataFrame:
     return table.T.rename_axis("what").reset_index()
 
 
-def _settings(corpus: Corpus) -> dict | None:
-    """Tables of what differs between the systems (``differing``) and what does not (``common``); None if unknown."""
+def _settings(corpus: Corpus) -> dict:
+    """Tables of what differs between the systems (``differing``) and what does not (``common``)."""
     rows = [
         {"system": label} | {name: as_text(value) for name, value in comparable(run).items() if name != SEED}
         for label, run in zip(corpus.frame["system"], corpus.runs, strict=True)
-        if corpus.norm(label) != UNKNOWN
     ]
-    if not rows:
-        return None
     values = pandas.DataFrame(rows).fillna(as_text(None)).set_index("system")
     same = values.nunique() == 1
     differ = (
@@ -384,24 +368,6 @@ def _together(corpus: Corpus) -> list[list[str]]:
     return [[label for label in corpus.settings if label in part] for part in shown]
 
 
-def _compared(corpus: Corpus, picture: Path, planned: Sequence[tuple[str, str]]) -> dict:
-    """The comparisons over seeds: what the page shows of them; the picture is written if there are any."""
-    frame = raw_scores([corpus])
-    compared = intervals.compare(frame)
-    return {
-        "headline": _headline(corpus, compared),
-        "measures": compared.values(),
-        "table": intervals.table(compared),
-        "picture": picture.name if intervals.plot(compared, list(corpus.settings), picture) else None,
-        "machines": list(frame["machine"].unique()),
-        "planned": [
-            (compared[column].measure.title, text)
-            for system, column in planned
-            if column in compared and (text := compared[column].planned(system))
-        ],
-    }
-
-
 def build(
     runs: Sequence[Run],
     corpora: Sequence[Corpus],
@@ -424,8 +390,8 @@ def build(
     """
     curve_records, pictures, shown_corpora = [], [], []
     for corpus in corpora:
-        compared = _compared(corpus, folder / INTERVALS.format(len(shown_corpora) + 1), planned)
-        drawn = []
+        frame, intervals_picture = raw_scores([corpus]), folder / INTERVALS.format(len(shown_corpora) + 1)
+        compared, drawn = intervals.compare(frame), []
         for labels in _together(corpus):
             logs = {label: {run.name: run.log for run in corpus.members(label) if run.log} for label in labels}
             picture = CURVES.format(len(pictures) + 1)
@@ -443,8 +409,16 @@ def build(
                 "signatures": _signatures(corpus),
                 "pictures": drawn,
                 "baselines": corpus.baselines,
-                "has_ln": bool(corpus.ln),
-                "compared": compared,
+                "headline": _headline(corpus, compared),
+                "measures": compared.values(),
+                "differences": intervals.table(compared),
+                "intervals": intervals.plot(compared, list(corpus.settings), intervals_picture),
+                "machines": list(frame["machine"].unique()),
+                "planned": [
+                    (compared[column].measure.title, text)
+                    for system, column in planned
+                    if column in compared and (text := compared[column].planned(system))
+                ],
                 "training": training(corpus),
                 "settings": _settings(corpus),
                 "commands": _commands(corpus),
@@ -468,7 +442,7 @@ def build(
         ],
         probes=[(run.name, relative(str(probe))) for run in runs if (probe := find_probe(run))],
         figures=[file.name for file in sorted(folder.glob("figure-[2-7].png"))],  # of pn figures
-        count=count, number=number,
+        count=count,
     )  # fmt: skip
-    pictures += [shown["compared"]["picture"] for shown in shown_corpora if shown["compared"]["picture"]]
+    pictures += [shown["intervals"] for shown in shown_corpora if shown["intervals"]]
     return re.sub(r"\n{3,}", "\n\n", rendered), pictures

@@ -33,18 +33,9 @@ def write_probe(folder, kind, running, updates=range(10, 101, 10), layers=2):
         rows = []
         for layer in range(layers):
             row = {name: float(update) * 1000**layer * (10 if "psi2" in name else 1) for name in columns}
-            row |= {
-                "update": update,
-                "forward": 0,
-                "norm": f"encoder.layers.{layer}.self_attn_layer_norm",
-                "kind": kind,
-            }
-            row |= {
-                "running": others[running] if layer else running,
-                "channels": CHANNELS,
-                "tokens": 100.0,
-                "sample_size": 50.0,
-            }
+            row |= {"update": update, "forward": 0, "norm": f"encoder.layers.{layer}.self_attn_layer_norm"}
+            row |= {"kind": kind, "running": others[running] if layer else running, "channels": CHANNELS}
+            row |= {"tokens": 100.0, "sample_size": 50.0}
             row |= {"gamma_over_psi_batch": [float(update * n) for n in range(CHANNELS)]}
             rows.append(row)
         rows.append(rows[0] | {"forward": None, "mu_distance_l2": 1e9})  # all tokens of the update: not in the boxes
@@ -54,12 +45,9 @@ def write_probe(folder, kind, running, updates=range(10, 101, 10), layers=2):
 def make_run(where, norm="batch", running="mu,sigma2,psi2", max_tokens=512, max_update=100):
     """A training of 100 updates."""
     where.mkdir()
+    probe = f"/elsewhere/{where.name}/series"
     settings = {
-        "model": {
-            "_name": "transformer_bn_tiny",
-            "encoder_norm": norm,
-            "norm_probe": f"/elsewhere/{where.name}/series",
-        },
+        "model": {"_name": "transformer_bn_tiny", "encoder_norm": norm, "norm_probe": probe},
         "optimization": {"max_update": max_update},
         "dataset": {"max_tokens": max_tokens},
     }
