@@ -87,18 +87,12 @@ def _batch(run: Run) -> dict[str, int]:
 
 def comparable(run: Run) -> dict[str, object]:
     """The settings by which a run differs from others, with norm, size and batch under names of their own."""
-    values = {
-        name: value
-        for name, value in run.settings_by_name.items()
-        if name not in _PLACES
-        and name not in ("model._name", LM_NORM if run.language_model else "model.encoder_norm")
-        and not (name in _COPIES and value == run.get(_COPIES[name]))
-    }
+    left_out = _PLACES | {"model._name", LM_NORM if run.language_model else "model.encoder_norm"}
+    left_out |= {copy for copy, name in _COPIES.items() if run.get(copy) == run.get(name)}
     norm, size = norm_and_size(run)
+    settings = {NORM: norm, SIZE: size, **_batch(run), **run.settings_by_name}
     # A setting that is null and one that is not there mean the same: the default.
-    return {
-        name: value for name, value in {NORM: norm, SIZE: size, **_batch(run), **values}.items() if value is not None
-    }
+    return {name: value for name, value in settings.items() if value is not None and name not in left_out}
 
 
 @dataclass

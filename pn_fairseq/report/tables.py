@@ -368,6 +368,24 @@ def _together(corpus: Corpus) -> list[list[str]]:
     return [[label for label in corpus.settings if label in part] for part in shown]
 
 
+def _learning_curves(corpora: Sequence[Corpus], table: Path) -> list[list[str]]:
+    """Write the records of the learning curves into ``table``, draw them, and name the pictures of each corpus."""
+    records, pictures = [], []
+    for corpus in corpora:
+        pictures.append([])
+        for labels in _together(corpus):
+            logs = {label: {run.name: run.log for run in corpus.members(label) if run.log} for label in labels}
+            picture = CURVES.format(sum(map(len, pictures)) + 1)
+            if rows := curves.records(picture, logs, corpus.baselines):
+                records += rows
+                pictures[-1].append(picture)
+    progress("drawing learning curves")
+    with atomic_write(table, "w") as file:
+        pandas.DataFrame(records, columns=curves.COLUMNS).to_csv(file, index=False)
+    curves.draw(table)
+    return pictures
+
+
 def build(
     runs: Sequence[Run],
     corpora: Sequence[Corpus],
@@ -376,29 +394,21 @@ def build(
     planned: Sequence[tuple[str, str]] = (),
     **settings,
 ) -> tuple[str, list[str]]:
-    """A report about runs as Markdown, and the names of its pictures, which are written into ``folder``.
-
-    The records of the learning curves are written next to them.
+    """A report about runs as Markdown, and the names of its pictures.
 
     Args:
         runs: as :func:`pn_fairseq.report.runs.read_runs` returns them.
         corpora: the runs that are known, by corpus.
-        folder: where the pictures go.
+        folder: where the pictures and the records of the learning curves go.
         about: returns what the template shows of the results on a corpus.
         planned: (system, column of report.csv) of comparisons that were planned before the runs.
         settings: the template also shows them.
     """
-    curve_records, pictures, shown_corpora = [], [], []
-    for corpus in corpora:
-        frame, intervals_picture = raw_scores([corpus]), folder / INTERVALS.format(len(shown_corpora) + 1)
-        compared, drawn = intervals.compare(frame), []
-        for labels in _together(corpus):
-            logs = {label: {run.name: run.log for run in corpus.members(label) if run.log} for label in labels}
-            picture = CURVES.format(len(pictures) + 1)
-            if rows := curves.records(picture, logs, corpus.baselines):
-                curve_records += rows
-                drawn.append(picture)
-                pictures.append(picture)
+    pictures, shown_corpora = _learning_curves(corpora, folder / "report-curves.csv"), []
+    for place, (corpus, drawn) in enumerate(zip(corpora, pictures, strict=True), 1):
+        frame = raw_scores([corpus])
+        compared = intervals.compare(frame)
+        picture = intervals.plot(compared, list(corpus.settings), folder / INTERVALS.format(place))
         data = corpus.data or {}
         languages = [data.get("source"), data.get("target")]
         title = " to ".join(languages) if all(languages) else f"Data not known: {corpus.runs[0].name}"
@@ -412,7 +422,7 @@ def build(
                 "headline": _headline(corpus, compared),
                 "measures": compared.values(),
                 "differences": intervals.table(compared),
-                "intervals": intervals.plot(compared, list(corpus.settings), intervals_picture),
+                "intervals": picture,
                 "machines": list(frame["machine"].unique()),
                 "planned": [
                     (compared[column].measure.title, text)
@@ -425,11 +435,6 @@ def build(
                 **about(corpus),
             }
         )
-    progress("drawing learning curves")
-    table = folder / "report-curves.csv"
-    with atomic_write(table, "w") as file:
-        pandas.DataFrame(curve_records, columns=curves.COLUMNS).to_csv(file, index=False)
-    curves.draw(table)
     rendered = template("report.md.j2").render(
         settings, version=__version__, runs=runs, corpora=shown_corpora, machines=_machines(runs),
         systems=sum(len(corpus.settings) for corpus in corpora),
@@ -444,5 +449,5 @@ def build(
         figures=[file.name for file in sorted(folder.glob("figure-[2-7].png"))],  # of pn figures
         count=count,
     )  # fmt: skip
-    pictures += [shown["intervals"] for shown in shown_corpora if shown["intervals"]]
-    return re.sub(r"\n{3,}", "\n\n", rendered), pictures
+    intervals_drawn = [shown["intervals"] for shown in shown_corpora if shown["intervals"]]
+    return re.sub(r"\n{3,}", "\n\n", rendered), sum(pictures, intervals_drawn)
