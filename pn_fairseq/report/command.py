@@ -30,7 +30,7 @@ If pn figures wrote figures into DIR, the report shows them. It names the files 
 Runs that differ only by their seed are averaged. Systems are compared with LN within blocks, the runs of one seed on
 one machine; runs on different data are never compared. The report lists what failed or is missing in a run. The numbers
 of the PowerNorm paper's Table 1 are shown next to runs on its data, recognised by languages, case, BPE and the size of
-the test set; --paper selects another table, or none. Of language models it shows perplexities.
+the test set; --paper selects another table, or none. The report on language models shows perplexities.
 """
 
 
