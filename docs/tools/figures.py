@@ -18,9 +18,8 @@ from pathlib import Path
 
 import pandas
 
-from pn_fairseq.common.files import atomic_write
 from pn_fairseq.common.published_figures import PAPER_GAIN, PAPER_MEDIANS, PAPER_SPECTRA
-from pn_fairseq.report.curves import headless_pyplot
+from pn_fairseq.report.curves import save
 from pn_fairseq.report.figures import FIGURES as DRAWINGS
 from pn_fairseq.report.figures import Subject, read_subject, series_of, spectrum, sum_of_loss
 from pn_fairseq.report.runs import Run, read_runs
@@ -99,14 +98,10 @@ def subjects(names: tuple[str, ...], norm: str | None) -> list[Subject]:
 
 def draw() -> None:
     """The pictures."""
-    pyplot = headless_pyplot()
     for numbers, names, norm, suffix in DRAWN:
         shown = subjects(names, norm)
         for number in numbers:
-            figure = DRAWINGS[number].draw(pyplot, shown)
-            with atomic_write(FIGURES / f"figure-{number}{suffix}.png") as out:
-                figure.savefig(out, dpi=130, format="png")
-            pyplot.close(figure)
+            save(DRAWINGS[number].draw(shown), FIGURES / f"figure-{number}{suffix}.png")
 
 
 def medians(run: Run, name: str) -> list[dict]:

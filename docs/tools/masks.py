@@ -26,7 +26,7 @@ from pn_fairseq.pipeline.generate import main as pn_generate
 from pn_fairseq.pipeline.runs import Run
 from pn_fairseq.pipeline.scoring import p_text
 from pn_fairseq.report import intervals
-from pn_fairseq.report.curves import headless_pyplot, style
+from pn_fairseq.report.curves import save, style
 from pn_fairseq.report.significance import LOSS, MEASURES, SHORT_NAMES, Interval
 
 from . import results
@@ -295,14 +295,11 @@ def missing() -> str:
 
 def draw() -> None:
     """Differences of each seed and their intervals, a column for each measure."""
-    pyplot = headless_pyplot()
     columns = list(dict.fromkeys(column for _, column in planned()))
     labels = [(kind, norm) for kind in KINDS for norm in dict.fromkeys(norm for norm, _ in planned())]
-    figure, axes = pyplot.subplots(1, len(columns), figsize=(6.4, 3), sharey=True, layout="constrained")
+    names = [f"{norm}, {KINDS[kind]}" for kind, norm in labels]
+    figure, axes = intervals.panels([MEASURES[column] for column in columns], names, 3, "mask better")
     for axis, column in zip(axes, columns, strict=True):
-        measure = MEASURES[column]
-        axis.axvspan(-measure.margin, measure.margin, color="#dddddd", linewidth=0)
-        axis.axvline(0, color="black", linewidth=1)
         for row, (kind, norm) in enumerate(labels):
             differences, interval = compare(kind, norm, column)
             look = style(1 + list(KINDS).index(kind))
@@ -311,16 +308,7 @@ def draw() -> None:
                 half = interval.high - interval.difference
                 look |= {"linestyle": "none", "markersize": 6, "capsize": 3}
                 axis.errorbar([interval.difference], [row], xerr=[half], **look)
-        title, _, unit = measure.title.partition(" (")
-        axis.set_title(f"{title}\n({unit}" if unit else title)
-        axis.set_xlabel("← mask better" if measure.lower_is_better else "mask better →")
-        axis.locator_params(axis="x", nbins=4)
-        axis.grid(axis="x", alpha=0.3)
-    axes[0].set_yticks(range(len(labels)), [f"{norm}, {KINDS[kind]}" for kind, norm in labels])
-    axes[0].set_ylim(len(labels) - 0.5, -0.5)
-    with atomic_write(FOLDER.with_suffix(".png")) as file:
-        figure.savefig(file, format="png", dpi=130)
-    pyplot.close(figure)
+    save(figure, FOLDER.with_suffix(".png"))
 
 
 PAGES = {

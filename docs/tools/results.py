@@ -31,7 +31,7 @@ from pn_fairseq.pipeline.reproduce import trainings
 from pn_fairseq.pipeline.scoring import p_text
 from pn_fairseq.report import curves, figures, intervals
 from pn_fairseq.report.command import main as pn_report
-from pn_fairseq.report.curves import headless_pyplot
+from pn_fairseq.report.curves import save
 from pn_fairseq.report.intervals import Compared, count
 from pn_fairseq.report.significance import LOSS, MEASURES, SHORT_NAMES, Family, Measure, blocks_needed
 
@@ -197,11 +197,7 @@ def draw() -> None:
     if folders(SWEEP):
         runs = pandas.read_csv(RESULTS / SWEEP / "report.csv").dropna(subset=["tokenized"])
         lines = [figures.Subject(row["run"], "", *_line(row), bleu=row["tokenized"]) for _, row in runs.iterrows()]
-        pyplot = headless_pyplot()
-        figure = figures.batch_size(pyplot, lines)
-        with atomic_write(PICTURE) as out:
-            figure.savefig(out, dpi=130, format="png")
-        pyplot.close(figure)
+        save(figures.batch_size(lines), PICTURE)
 
 
 def planned() -> dict[str, Counter]:

@@ -11,8 +11,7 @@ import sys
 import nbformat
 import pandas
 
-from pn_fairseq.common.files import atomic_write
-from pn_fairseq.report.curves import headless_pyplot
+from pn_fairseq.report.curves import headless_pyplot, save
 
 from .generated import ROOT
 
@@ -75,9 +74,7 @@ def draw_distances() -> None:
     axes.set(xlabel="part of the training", ylabel="distance of batch\nand running statistics", ylim=(0, None))
     axes.legend(fontsize="small")
     figure.tight_layout()
-    with atomic_write(PICTURES / "distances.png") as out:
-        figure.savefig(out, dpi=100, format="png")
-    pyplot.close(figure)
+    save(figure, PICTURES / "distances.png", dpi=100)
 
 
 def main() -> None:

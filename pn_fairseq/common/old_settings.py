@@ -1,4 +1,4 @@
-"""Names that earlier versions gave to settings of models and to records of runs: old checkpoints and runs have them."""
+"""Names that earlier versions gave to settings of models: old checkpoints and runs have them."""
 
 from collections.abc import Mapping
 
@@ -25,15 +25,3 @@ def renamed(settings: Mapping[str, object]) -> dict[str, object]:
     """A run's settings by dotted name, such as ``model.norm_window``, under today's names."""
     names = {f"model.{old}": f"model.{new}" for old, new in RENAMED.items()}
     return {names.get(key, key): value for key, value in settings.items()}
-
-
-def renamed_record(record: Mapping[str, object]) -> dict[str, object]:
-    """A record of starts.jsonl under today's names: ``workers`` are ``world_size``, and ``ranks`` of a machine."""
-    names = {"workers": "world_size"}
-    record = {names.get(key, key): value for key, value in record.items()}
-    if "machines" in record:
-        names = {"workers": "ranks"}
-        record["machines"] = [
-            {names.get(key, key): value for key, value in machine.items()} for machine in record["machines"]
-        ]
-    return record

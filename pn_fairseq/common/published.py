@@ -222,7 +222,7 @@ LM_SENTENCE = (
     "Published perplexities of the tensorized transformer (Ma et al. 2019, and PowerNorm, which takes its code as a "
     "base) are not perplexities of causal language models: in the code that is public the causal mask is built "
     "and never used, so that each position sees the tokens that it predicts. Whether the PowerNorm authors' own code, "
-    "which is not public, differs is not known. The models here are causal unless a row says otherwise."
+    "which is not public, differs is not known. The models here are causal unless this page says otherwise."
 )
 #: Corpus -> tokens of validation and test, ends of lines included.
 LM_TOKENS = {"PTB": {"valid": 73760, "test": 82430}, "WikiText-103": {"valid": 217646, "test": 245569}}

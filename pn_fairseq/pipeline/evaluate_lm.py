@@ -15,9 +15,6 @@ from pn_fairseq.pipeline import RUN_HELP, add_norm_module
 from pn_fairseq.pipeline.data.binarize import lengths
 from pn_fairseq.pipeline.runs import Run, open_run
 
-#: The fields that two perplexities must share to be comparable.
-SAME = ("tokens", "unit", "vocabulary", "unknown", "subset", "context", "blocks")
-
 
 @dataclass(frozen=True)
 class Perplexity:
@@ -85,12 +82,6 @@ def read_perplexity(run: Path, subset: str = "test", context: int = 0) -> Perple
         raise UserError(f"there is no {file} (pn evaluate-lm writes it)") from None
     except (ValueError, TypeError, KeyError) as error:
         raise UserError(f"{file} cannot be read ({error}); pn evaluate-lm writes it again") from None
-
-
-def different(one: Perplexity, other: Perplexity) -> str:
-    """The reason why two perplexities cannot be compared; an empty text if they can."""
-    names = [name for name in SAME if getattr(one, name) != getattr(other, name)]
-    return ", ".join(f"{name} {getattr(one, name)} and {getattr(other, name)}" for name in names)
 
 
 def evaluate(

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 
-from pn_fairseq.common.command import ArgumentParser, UserError, command, did_you_mean
+from pn_fairseq.common.command import ArgumentParser, UserError, command, did_you_mean, whole
 from pn_fairseq.common.files import atomic_write
-from pn_fairseq.common.published import LM_NAMES, LM_SENTENCE, PAPER
-
-#: Names of the files that the tool writes; it touches no others.
-_MARKDOWN, _HTML, _CSV, _PREFIX = "report.md", "report.html", "report.csv", "report-"
+from pn_fairseq.common.published import LM_NAMES, PAPER
 
 _EPILOG = """\
 example:
@@ -32,7 +30,7 @@ If pn figures wrote figures into DIR, the report shows them. It names the files 
 Runs that differ only by their seed are averaged. Systems are compared with LN within blocks, the runs of one seed on
 one machine; runs on different data are never compared. The report lists what failed or is missing in a run. The numbers
 of the PowerNorm paper's Table 1 are shown next to runs on its data, recognised by languages, case, BPE and the size of
-the test set; --paper selects another table, or none. Language models have a report of their own, with perplexities.
+the test set; --paper selects another table, or none. The report on language models shows perplexities.
 """
 
 
@@ -65,14 +63,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         "be repeated",
     )
     parser.add_argument(
-        "--resamples", type=int, metavar="N", help="resamples of the paired bootstrap (default: sacrebleu's, 1000)"
+        "--resamples", type=whole, metavar="N", help="resamples of the paired bootstrap (default: sacrebleu's, 1000)"
     )
     parser.add_argument("--html", action="store_true", help="also write report.html")
     args = parser.parse_args(argv)
-    if args.resamples is not None and args.resamples < 1:
-        raise UserError(f"--resamples must be at least 1, not {args.resamples}")
-    if "/" in args.subset or args.subset in ("", ".", ".."):
-        raise UserError(f"--subset {args.subset!r}: the name of a decoded subset, such as test or valid")
 
     # Imported here, so that --help is fast.
     from pn_fairseq.pipeline.scoring import RESAMPLES
@@ -94,32 +88,34 @@ def main(argv: Sequence[str] | None = None) -> None:
     systems = {label for corpus in corpora for label in corpus.settings}
     if absent := [system for system, _ in planned if system not in systems]:
         raise UserError(f"--planned {absent[0]}: there is no such system{did_you_mean(absent[0], systems)}")
-    language_models = perplexity.of_language_models(runs)
+    kinds = {run.language_model for run in runs if run.settings_by_name}
+    if len(kinds) > 1:
+        raise UserError("some runs are language models and some are not: report on them apart")
+    language_models = kinds == {True}
     if args.paper in LM_NAMES and not language_models:
         raise UserError(f"--paper {args.paper} is of language models, and the runs are not")
 
+    resamples = args.resamples or RESAMPLES
+    if language_models:
+        about = functools.partial(perplexity.about, subset=args.subset, paper=args.paper)
+    else:
+        about = functools.partial(tables.about, paper=args.paper, resamples=resamples)
+    shown = {"language_models": language_models, "subset": args.subset, "resamples": resamples}
     try:
         args.output.mkdir(parents=True, exist_ok=True)
-        settings = {"subset": args.subset, "paper": args.paper}
-        if language_models:
-            kind, about = "perplexity.md.j2", perplexity.about
-            settings |= {"sentence": LM_SENTENCE}
-        else:
-            kind, about = "report.md.j2", tables.about
-            settings |= {"resamples": args.resamples or RESAMPLES}
-        page, pictures = tables.build(runs, corpora, args.output, _PREFIX, kind, about, planned, **settings)
-        texts = {_MARKDOWN: page, _CSV: tables.raw_scores(corpora).to_csv(index=False)}
+        page, pictures = tables.build(runs, corpora, args.output, about, planned, **shown)
+        texts = {"report.md": page, "report.csv": tables.raw_scores(corpora).to_csv(index=False)}
         if args.html:
-            texts[_HTML] = html(page, args.output)
+            texts["report.html"] = html(page, args.output)
         for name, text in texts.items():
             with atomic_write(args.output / name) as file:
                 # A file name may hold bytes that are not UTF-8.
                 file.write(text.encode("utf-8", errors="backslashreplace"))
-        stale = {*args.output.glob(f"{_PREFIX}curves-[0-9]*.png"), *args.output.glob(f"{_PREFIX}intervals-[0-9]*.png")}
-        for file in stale - {args.output / name for name in pictures}:
-            file.unlink()
-        if not args.html:
-            (args.output / _HTML).unlink(missing_ok=True)
+        # Files of an earlier report; the tool touches no others.
+        for name in ("report.html", tables.CURVES.format("[0-9]*"), tables.INTERVALS.format("[0-9]*")):
+            for file in args.output.glob(name):
+                if file.name not in (*texts, *pictures):
+                    file.unlink()
     except OSError as error:
         place = error.filename2 or error.filename or args.output
         raise UserError(f"cannot write to --output {args.output}: {error.strerror} ({place})") from error

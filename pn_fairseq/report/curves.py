@@ -82,6 +82,25 @@ def legend(figure, lines: Mapping[str, object], columns: int, **options) -> None
         text.set_parse_math(False)
 
 
+def save(figure, file: Path, dpi: int = 130, colours: int | None = None) -> None:
+    """Write a figure in the format that the suffix names, whole or not at all, and close it.
+
+    ``colours``: size of the palette of a PNG; with 128 colours the file has a third of the size.
+    """
+    from matplotlib import pyplot
+    from PIL import Image  # which matplotlib also needs
+
+    try:
+        with atomic_write(file) as out:
+            if colours:
+                figure.savefig(picture := io.BytesIO(), dpi=dpi)
+                Image.open(picture).convert("RGB").quantize(colours).save(out, "PNG", optimize=True)
+            else:
+                figure.savefig(out, dpi=dpi, format=file.suffix[1:])
+    finally:
+        pyplot.close(figure)
+
+
 def _draw(axis, curves: Sequence[Mapping[int, float]], index: int, shift: float = 0):
     """The mean of curves as a line with markers, and the band from the smallest to the largest."""
     grid, values = on_one_grid(curves)
@@ -117,26 +136,11 @@ def records(picture: str, systems: Mapping[str, Mapping[str, TrainingLog]], base
     ]
 
 
-def draw(file: Path) -> list[str]:
-    """Draw the pictures of a file with :func:`records` next to it, and return their names."""
+def draw(file: Path) -> None:
+    """Draw the pictures of a file with :func:`records` next to it."""
     rows = pandas.read_csv(file, dtype=str, keep_default_na=False)
     for picture, shown in rows.groupby("picture", sort=False):
-        systems = {
-            label: [_log(of_run) for _, of_run in of_system.groupby("run", sort=False)]
-            for label, of_system in shown.groupby("system", sort=False)
-        }
-        compared = shown[shown["compared with"] != ""].drop_duplicates("system")
-        plot(systems, file.parent / picture, dict(zip(compared["system"], compared["compared with"], strict=True)))
-    return list(rows["picture"].unique())
-
-
-def _log(rows: pandas.DataFrame) -> TrainingLog:
-    """The losses of the :func:`records` of a run."""
-    logged = {loss: rows[rows[loss] != ""] for loss in _LOSSES}
-    return TrainingLog(**{
-        loss: dict(zip(of_loss["update"].astype(int), of_loss[loss].astype(float), strict=True))
-        for loss, of_loss in logged.items()
-    })  # fmt: skip
+        plot(shown, file.parent / picture)
 
 
 def _finite(curves: Sequence[Mapping[int, float]]) -> list[dict[int, float]]:
@@ -162,28 +166,27 @@ def _frame(axis, drawn: Sequence[Mapping[int, float]], shared: Sequence[Mapping[
         )  # fmt: skip
 
 
-def plot(
-    systems: Mapping[str, Sequence[TrainingLog]], output: Path, baselines: Mapping[str, str] | None = None
-) -> None:
-    """Draw the learning curves of systems into ``output`` (.png, .pdf or .svg; whole or not at all).
+def plot(rows: pandas.DataFrame, output: Path) -> None:
+    """Draw the learning curves in the :func:`records` of a picture, as text, into ``output``.
 
     Training and validation loss have the same axes. Each system is a line; of several runs it is their mean over the
-    updates that all have reached, in a band from the lowest to the highest run.
-
-    Args:
-        systems: label -> the logs of its runs.
-        output: the file; its suffix is the format.
-        baselines: label -> the label of the system it is compared with in a panel of its own.
+    updates that all have reached, in a band from the lowest to the highest run. A panel shows the differences from the
+    systems that others are compared with.
     """
-    from PIL import Image  # which matplotlib also needs
+    compared = rows[rows["compared with"] != ""].drop_duplicates("system")
+    baselines = dict(zip(compared["system"], compared["compared with"], strict=True))
+    labels = list(rows["system"].unique())
 
-    pyplot = headless_pyplot()
-
-    def curves(what: str) -> dict[str, list[dict[int, float]]]:
-        return {label: [curve for log in logs if (curve := getattr(log, what))] for label, logs in systems.items()}
+    def curves(loss: str) -> dict[str, list[dict[int, float]]]:
+        """System -> the curves of its runs, update -> loss."""
+        logged = rows[rows[loss] != ""].astype({"update": int, loss: float})
+        found = {label: [] for label in labels}
+        for (label, _), of_run in logged.groupby(["system", "run"], sort=False):
+            found[label].append(dict(zip(of_run["update"], of_run[loss], strict=True)))
+        return found
 
     train, valid, smoothed = curves("train_nll"), curves("valid"), curves("train")
-    minus = {label: difference(valid[label], valid[other]) for label, other in (baselines or {}).items()}
+    minus = {label: difference(valid[label], valid[other]) for label, other in baselines.items()}
     panels = [("training, negative log-likelihood", train), ("validation, negative log-likelihood", valid)]
     if any(minus.values()):
         others = set(baselines.values())
@@ -193,11 +196,11 @@ def plot(
     if smoothed != train:
         panels.append(("training with label smoothing (what is minimized)", smoothed))
 
-    labels = list(systems)
     longest = max(map(len, labels), default=0)
     columns = 3 if longest < 14 else 2 if longest < 24 else 1
     height = 2.2 * len(panels) + 0.3 * math.ceil(len(labels) / columns) + 0.4
-    figure, axes = pyplot.subplots(len(panels), 1, figsize=(6.4, height), sharex=True, layout="constrained")
+    size = (6.4, height)
+    figure, axes = headless_pyplot().subplots(len(panels), 1, figsize=size, sharex=True, layout="constrained")
     axes[0].sharey(axes[1])
     lines = {}
     for axis, (title, drawn) in zip(axes, panels, strict=True):
@@ -218,12 +221,4 @@ def plot(
     axes[-1].xaxis.get_major_locator().set_params(integer=True, nbins=7)
     if lines:
         legend(figure, {label: lines[label] for label in labels if label in lines}, columns, handlelength=4)
-    try:
-        with atomic_write(output) as file:
-            if output.suffix == ".png":  # with a palette it has a third of the size
-                figure.savefig(drawn := io.BytesIO(), dpi=110)
-                Image.open(drawn).convert("RGB").quantize(128).save(file, "PNG", optimize=True)
-            else:
-                figure.savefig(file, format=output.suffix[1:])
-    finally:
-        pyplot.close(figure)
+    save(figure, output, dpi=110, colours=128)

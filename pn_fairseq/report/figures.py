@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
+import itertools
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import pandas
 
 from pn_fairseq.common.command import ArgumentParser, UserError, command, did_you_mean
-from pn_fairseq.common.files import atomic_write
 from pn_fairseq.common.published_figures import (
     PAPER_BLEU,
     PAPER_GAIN,
@@ -20,14 +20,12 @@ from pn_fairseq.common.published_figures import (
     PAPER_SPECTRA,
     SPECTRA_INDICES,
 )
-from pn_fairseq.report.curves import COLOURS, headless_pyplot, legend, style
+from pn_fairseq.report.curves import COLOURS, headless_pyplot, legend, save, style
 
 #: Marks that tell boxes apart in grey.
 _HATCHES = ("", "////", "....", "xxxx", "\\\\\\\\", "oo")
 
 _KINDS = ("png", "pdf")
-
-_BINS = (20, 40, 60, 80, 100)
 
 _PAPER_MARKS = {"paper, ResNet20 on CIFAR-10": "D", "paper, BN on IWSLT14": "*", "paper, PN-V on IWSLT14": "P"}
 
@@ -54,11 +52,11 @@ class Subject:
     run: str  # its name
     label: str  # its name in the legends
     line: str  # its name in Figure 5, the same with all sizes of mini-batches
-    probe: object = None  # the rows of its --norm-probe file
+    probe: pandas.DataFrame | None = None  # the rows of its --norm-probe file
     tokens: int | None = None  # of a mini-batch
     bleu: float | None = None  # tokenized
     checkpoint: Path | None = None  # its last one
-    series: object = None  # rows of the norm of Figures 2 to 4, one for each forward, with the `fifth` of training
+    series: pandas.DataFrame | None = None  # of series_of, of the norm of Figures 2 to 4
     spectrum: np.ndarray | None = None  # of the word embeddings, if it is known without the checkpoint
 
 
@@ -69,7 +67,7 @@ def find_probe(run) -> Path | None:
     return next((folder for folder in folders if any(folder.glob("update-*.parquet"))), None)
 
 
-def series_of(probe, norm: str, updates: int):
+def series_of(probe: pandas.DataFrame, norm: str, updates: int) -> pandas.DataFrame:
     """The rows of a norm, one for each forward, with the ``fifth`` of the ``updates`` of the training."""
     series = probe[(probe["norm"] == norm) & probe["forward"].notna()]
     return series.assign(fifth=np.ceil(5 * series["update"] / updates).clip(1, 5))
@@ -83,10 +81,13 @@ def read_subject(run, label: str, line: str, name: str | None = None) -> Subject
     """
     from pn_fairseq.common.probe_files import read_probe
 
-    probe, series, folder = None, None, find_probe(run)
-    if folder is not None:
+    tokens, last = run.get("dataset.max_tokens"), run.checkpoints / "checkpoint_last.pt"
+    subject = Subject(run.name, label, line, tokens=tokens * run.world_size if tokens else None)
+    subject.bleu = run.scores.tokenized.score if run.scores else None
+    subject.checkpoint = last if last.is_file() else None
+    if folder := find_probe(run):
         try:
-            probe = read_probe(folder)
+            subject.probe = probe = read_probe(folder)
         except ValueError as error:
             raise UserError(str(error)) from error
         known = list(probe["norm"].unique())
@@ -94,23 +95,20 @@ def read_subject(run, label: str, line: str, name: str | None = None) -> Subject
             raise UserError(f"{folder} has no norm {name!r}{did_you_mean(name, known)}; it has {', '.join(known)}")
         logged = run.log.updates if run.log else 0
         planned = logged if run.log and run.log.ended else run.max_update or logged
-        updates = max(planned, int(probe["update"].max()))
-        series = series_of(probe, name or known[0], updates)
-    checkpoints = [run.path / place / "checkpoint_last.pt" for place in ("checkpoints", ".")]
-    tokens = run.get("dataset.max_tokens")
-    return Subject(
-        run.name,
-        label,
-        line,
-        probe,
-        tokens * run.world_size if tokens else None,
-        run.scores.tokenized.score if run.scores else None,
-        next((file for file in checkpoints if file.is_file()), None),
-        series,
-    )
+        subject.series = series_of(probe, name or known[0], max(planned, int(probe["update"].max())))
+    return subject
 
 
 # Panels.
+
+
+def _stacked(titles: Sequence[str], height: float, **options):
+    """A figure with a panel for each title, one below the other, and the panels."""
+    size, count = (6.4, height * len(titles)), len(titles)
+    figure, axes = headless_pyplot().subplots(count, 1, figsize=size, layout="constrained", squeeze=False, **options)
+    for axis, title in zip(axes[:, 0], titles, strict=True):
+        axis.set_title(title, loc="left", parse_math=False)
+    return figure, axes[:, 0]
 
 
 def _boxes(axis, groups: Mapping[str, Sequence[np.ndarray]], ticks: Sequence, medians: Mapping[str, Sequence[float]]):
@@ -149,10 +147,10 @@ def _fifths(subjects: Sequence[Subject], column: str) -> list[np.ndarray]:
 
 
 def _by_label(subjects: Sequence[Subject]) -> dict[str, list[Subject]]:
-    return {
-        label: [subject for subject in subjects if subject.label == label]
-        for label in dict.fromkeys(subject.label for subject in subjects)
-    }
+    groups: dict[str, list[Subject]] = {}
+    for subject in subjects:
+        groups.setdefault(subject.label, []).append(subject)
+    return groups
 
 
 def _legend(figure, handles: Mapping[str, object]) -> None:
@@ -168,11 +166,10 @@ def sum_of_loss(systems: Mapping[str, Sequence[Subject]]) -> float:
 def _over_training(panels: Sequence[Sequence[str]]):
     """A figure of box plots over fifths of training; of two columns, norms with running psi^2 show the last."""
 
-    def draw(pyplot, subjects: Sequence[Subject]):
-        systems = _by_label(subjects)
-        figure, axes = pyplot.subplots(len(panels), 1, figsize=(6.4, 4.2 * len(panels)), layout="constrained")
+    def draw(subjects: Sequence[Subject]):
+        systems, handles = _by_label(subjects), {}
         norms = dict.fromkeys(norm for subject in subjects for norm in subject.series["norm"].unique())
-        handles = {}
+        figure, axes = _stacked([", ".join(norms)] * len(panels), 4.2)
         for axis, columns in zip(axes, panels, strict=True):
             groups = {}
             for label, runs in systems.items():
@@ -186,12 +183,10 @@ def _over_training(panels: Sequence[Sequence[str]]):
                 for label, values in PAPER_MEDIANS[column].items()
                 if len(columns) == 1 or "CIFAR" not in label  # the paper's Figure 4 has none
             }
-            handles |= _boxes(axis, groups, _BINS, medians)
-            axis.set_title(", ".join(norms), loc="left")
-            axis.set_xlabel("percent of training")
-            axis.set_yscale("log")
+            handles |= _boxes(axis, groups, (20, 40, 60, 80, 100), medians)
             name = " or ".join(_AXES[column] for column in columns)
-            axis.set_ylabel(f"{name}\nof the mean loss per token (nats)" if of_loss else name)
+            name = f"{name}\nof the mean loss per token (nats)" if of_loss else name
+            axis.set(xlabel="percent of training", yscale="log", ylabel=name)
             if of_loss:
                 right = axis.secondary_yaxis("right", functions=(lambda y, f=factor: y * f, lambda y, f=factor: y / f))
                 right.set_ylabel("summed over tokens, of the summed loss\n(the paper's marks)")
@@ -201,19 +196,17 @@ def _over_training(panels: Sequence[Sequence[str]]):
     return draw
 
 
-def batch_size(pyplot, subjects: Sequence[Subject]):
+def batch_size(subjects: Sequence[Subject]):
     """Figure 5."""
-    import pandas
-
     points = [(subject.line, subject.tokens, subject.bleu) for subject in subjects]
     paper = [(norm, tokens, bleu) for norm, of_norm in PAPER_BLEU.items() for tokens, bleu in of_norm.items()]
-    figure, axes = pyplot.subplots(2, 1, figsize=(6.4, 8), layout="constrained", sharex=True)
-    sizes = sorted({tokens for _, tokens, _ in [*points, *paper]})
     titles = {"these runs": points, "the paper, IWSLT14 German-English": paper}
-    lines = list(dict.fromkeys([*PAPER_BLEU, *(line for line, _, _ in points)]))  # the same style on both sides
     frames = {title: pandas.DataFrame(rows, columns=["line", "tokens", "bleu"]) for title, rows in titles.items()}
+    figure, axes = _stacked(list(titles), 4, sharex=True)
+    sizes = sorted({tokens for _, tokens, _ in [*points, *paper]})
+    lines = list(dict.fromkeys([*PAPER_BLEU, *(line for line, _, _ in points)]))  # the same style on both sides
     span = 1.1 * max(frame["bleu"].max() - frame["bleu"].min() for frame in frames.values()) or 1
-    for axis, (title, drawn) in zip(axes, frames.items(), strict=True):
+    for axis, drawn in zip(axes, frames.values(), strict=True):
         for line, of_line in drawn.groupby("line", sort=False):
             means, look = of_line.groupby("tokens")["bleu"].mean(), style(lines.index(line))
             # No line across a size that was not trained, and the same number of BLEU per inch in both panels.
@@ -222,11 +215,8 @@ def batch_size(pyplot, subjects: Sequence[Subject]):
             axis.plot(of_line["tokens"], of_line["bleu"], ".", color=look["color"], alpha=0.5)  # every seed
         axis.set_xscale("log", base=2)
         middle, ticks = (drawn["bleu"].max() + drawn["bleu"].min()) / 2, sorted(drawn["tokens"].unique())
-        axis.set_ylim(middle - span / 2, middle + span / 2)
+        axis.set(ylim=(middle - span / 2, middle + span / 2), xlabel="tokens per mini-batch", ylabel="tokenized BLEU")
         axis.set_xticks(ticks, [f"{size:,}" for size in ticks])
-        axis.set_xlabel("tokens per mini-batch")
-        axis.set_ylabel("tokenized BLEU")
-        axis.set_title(title, loc="left", parse_math=False)
         axis.grid(alpha=0.3)
     handles = {label: handle for axis in axes for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
     legend(figure, {line: handles[line] for line in lines}, columns=3 if max(map(len, lines)) < 20 else 2)
@@ -250,7 +240,7 @@ def spectrum(checkpoint: Path) -> np.ndarray:
     raise Absent(f"{checkpoint} has no word embeddings, encoder. or decoder.embed_tokens.weight")
 
 
-def spectra(pyplot, subjects: Sequence[Subject]):
+def spectra(subjects: Sequence[Subject]):
     """Figure 6: the singular values, and the same as ratios to LN's."""
     spectra_by_label = {
         label: [run.spectrum if run.spectrum is not None else spectrum(run.checkpoint) for run in runs]
@@ -259,26 +249,23 @@ def spectra(pyplot, subjects: Sequence[Subject]):
     divisors = {
         "divided by the largest, as in the paper": lambda values: values[0],
         "divided by the second": lambda values: values[1],
-        "divided by the Frobenius norm": lambda values: np.sqrt((values**2).sum()),
+        "divided by the Frobenius norm": np.linalg.norm,
     }
     base = next((label for label in spectra_by_label if label == "LN" or label.startswith("LN (")), None)
-    panels = [(title, divisor, False) for title, divisor in divisors.items()]
     lengths = {len(values) for of_seeds in spectra_by_label.values() for values in of_seeds}
     if base is not None and len(lengths) == 1:
-        panels.append(
-            (f"divided by the Frobenius norm, ratio to {base}", divisors["divided by the Frobenius norm"], True)
-        )
-    figure, axes = pyplot.subplots(len(panels), 1, figsize=(6.4, 3.6 * len(panels)), layout="constrained")
+        mean = np.mean([values / np.linalg.norm(values) for values in spectra_by_label[base]], axis=0)
+        divisors[f"divided by the Frobenius norm, ratio to {base}"] = lambda values: np.linalg.norm(values) * mean
+    figure, axes = _stacked(list(divisors), 3.6)
     handles = {}
-    for axis, (title, divisor, ratio) in zip(axes, panels, strict=True):
-        below = np.mean([values / divisor(values) for values in spectra_by_label[base]], axis=0) if ratio else 1
+    for axis, divisor in zip(axes, divisors.values(), strict=True):
         for index, (label, of_seeds) in enumerate(spectra_by_label.items()):
             for values in of_seeds:
-                handles[label] = axis.plot(values / divisor(values) / below, **style(index) | {"marker": None})[0]
-        axis.set_title(title, loc="left", parse_math=False)
-        axis.set_yscale("linear" if ratio else "log")
-        axis.set_ylabel("ratio" if ratio else "singular value of\nthe word embeddings")
+                handles[label] = axis.plot(values / divisor(values), **style(index) | {"marker": None})[0]
+        axis.set(yscale="log", ylabel="singular value of\nthe word embeddings")
         axis.grid(alpha=0.3)
+    for axis in axes[3:]:
+        axis.set(yscale="linear", ylabel="ratio")
     # The values of the paper's larger matrix at the same fraction of all.
     places = np.array(SPECTRA_INDICES) / 1024 * max(lengths)
     for (label, values), marker in zip(PAPER_SPECTRA.items(), "D*", strict=True):
@@ -294,7 +281,7 @@ def spectra(pyplot, subjects: Sequence[Subject]):
 _OF_LAYER = {"self_attn_layer_norm": "before self-attention", "final_layer_norm": "before the feed-forward network"}
 
 
-def _last_gains(subject: Subject):
+def _last_gains(subject: Subject) -> pandas.DataFrame:
     """The last row of each norm of a layer that has a gain per channel, with its ``side``, ``layer`` and ``place``."""
     last = subject.probe.dropna(subset=["gamma_over_psi_batch"]).drop_duplicates("norm", keep="last")
     names = last["norm"].str.extract(r"^(?P<side>encoder|decoder)\.layers\.(?P<layer>\d+)\.(?P<place>.+)$")
@@ -302,19 +289,15 @@ def _last_gains(subject: Subject):
     return last.join(names).dropna(subset=["place"]).assign(label=subject.label)
 
 
-def gains(pyplot, subjects: Sequence[Subject]):
+def gains(subjects: Sequence[Subject]):
     """Figure 7."""
-    import pandas
-
     last = pandas.concat(map(_last_gains, subjects))
     side = "encoder" if (last["side"] == "encoder").any() else "decoder"  # of language models
     last = last[last["side"] == side]
     places = [place for place in _OF_LAYER.values() if (last["place"] == place).any()]
-    figure, axes = pyplot.subplots(
-        len(places), 1, figsize=(6.4, 4.2 * len(places)), layout="constrained", squeeze=False
-    )
+    figure, axes = _stacked(places, 4.2)
     handles = {}
-    for axis, place in zip(axes[:, 0], places, strict=True):
+    for axis, place in zip(axes, places, strict=True):
         of_place = last[last["place"] == place]
         layers = sorted(map(int, of_place["layer"].unique()))
         groups = {}
@@ -325,9 +308,7 @@ def gains(pyplot, subjects: Sequence[Subject]):
         paper = [PAPER_GAIN[n] if n < len(PAPER_GAIN) else np.nan for n in layers]
         handles |= _boxes(axis, groups, [n + 1 for n in layers], {"paper, PN-V on IWSLT14": paper})
         axis.axhline(1, linestyle="--", color="black", linewidth=1)
-        axis.set_title(place, loc="left")
-        axis.set_xlabel(f"{side} layer")
-        axis.set_ylabel(r"$\gamma/\psi_B$ of each channel, last recorded update")
+        axis.set(xlabel=f"{side} layer", ylabel=r"$\gamma/\psi_B$ of each channel, last recorded update")
     _legend(figure, handles)
     return figure
 
@@ -335,7 +316,7 @@ def gains(pyplot, subjects: Sequence[Subject]):
 class Figure(NamedTuple):
     """How a figure is drawn."""
 
-    draw: Callable  # draw(pyplot, subjects) -> figure
+    draw: Callable  # draw(subjects) -> figure
     shows: Callable[[Subject], bool]  # whether a run has what the figure needs
     needs: str  # the name of that
 
@@ -376,7 +357,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         prog="pn figures",
         description="Draw Figures 2 to 7 of the PowerNorm paper from training runs.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
     parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="where to write; created if needed")
@@ -403,7 +383,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     labels = [(label, label) for label in args.labels] if args.labels else names(runs)
     subjects = [read_subject(run, *of_run, args.norm) for run, of_run in zip(runs, labels, strict=True)]
 
-    pyplot = headless_pyplot()
     drawn, absent, without = {}, [], []
     for number, (draw, shows, needs) in FIGURES.items():
         shown = [subject for subject in subjects if shows(subject)]
@@ -411,7 +390,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         try:
             if not shown:
                 raise Absent(f"no run has {needs}")
-            drawn[number] = draw(pyplot, shown)
+            drawn[number] = draw(shown)
         except Absent as error:
             absent.append(f"Figure {number}: {error}")
             continue
@@ -422,16 +401,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     written = []
     try:
         args.output.mkdir(parents=True, exist_ok=True)
-        for number, figure in drawn.items():
-            for kind in _KINDS:
-                file = args.output / f"figure-{number}.{kind}"
-                with atomic_write(file) as out:
-                    figure.savefig(out, dpi=130, format=kind)
+        for number, kind in itertools.product(FIGURES, _KINDS):
+            file = args.output / f"figure-{number}.{kind}"
+            if number in drawn:
+                save(drawn[number], file)
                 written.append(file)
-            pyplot.close(figure)
-        for number in FIGURES:
-            for stale in {args.output / f"figure-{number}.{kind}" for kind in _KINDS} - set(written):
-                stale.unlink(missing_ok=True)
+            else:  # of an earlier call
+                file.unlink(missing_ok=True)
     except OSError as error:
         raise UserError(f"cannot write to --output {args.output}: {error.strerror or error}") from error
     for line in [*(f"not drawn: {reason}" for reason in absent), *without]:

@@ -8,13 +8,10 @@ from pathlib import Path
 
 import pandas
 
-from pn_fairseq.common.files import atomic_write
 from pn_fairseq.pipeline.scoring import p_text
-from pn_fairseq.report.curves import headless_pyplot, style
+from pn_fairseq.report.curves import headless_pyplot, save, style
 from pn_fairseq.report.markdown import Markdown, missing
 from pn_fairseq.report.significance import MEASURES, POWER, Family, Interval, Measure, families
-
-_VERDICTS = ("better", "worse", "equivalent", "not resolved")
 
 
 def signed(value: float, digits: int = 2) -> str:
@@ -67,24 +64,22 @@ class Compared:
 
     def sentence(self, family: Family) -> str:
         """Every resolved difference of the family with its interval, and the range of the others."""
-        systems: dict[str, list[str]] = {verdict: [] for verdict in _VERDICTS}
-        for system, interval in family.intervals.items():
-            systems[interval.verdict(self.measure)].append(system)
+        verdicts = {system: interval.verdict(self.measure) for system, interval in family.intervals.items()}
+        texts = {system: f"{system} {self.text(interval)}" for system, interval in family.intervals.items()}
         titles = {
             "better": f"better than {family.control}",
             "worse": f"worse than {family.control}",
             "equivalent": f"equivalent to {family.control} within ±{self.measure.margin:g}",
         }
-        texts = {system: f"{system} {self.text(interval)}" for system, interval in family.intervals.items()}
-        parts = [
-            f"{title}: {', '.join(texts[system] for system in systems[verdict])}"
-            for verdict, title in titles.items()
-            if systems[verdict]
-        ]
-        if not systems["better"] and not systems["worse"]:
-            parts.insert(0, f"no system is shown to differ from {family.control}")
-        if unresolved := sorted(systems["not resolved"], key=lambda system: family.intervals[system].difference):
-            ends = list(dict.fromkeys((texts[unresolved[0]], texts[unresolved[-1]])))
+        parts = []
+        if not {"better", "worse"} & {*verdicts.values()}:
+            parts.append(f"no system is shown to differ from {family.control}")
+        for verdict, title in titles.items():
+            if systems := [texts[system] for system, own in verdicts.items() if own == verdict]:
+                parts.append(f"{title}: {', '.join(systems)}")
+        by_difference = sorted(verdicts, key=lambda system: family.intervals[system].difference)
+        if unresolved := [texts[system] for system in by_difference if verdicts[system] == "not resolved"]:
+            ends = list(dict.fromkeys((unresolved[0], unresolved[-1])))
             if len(unresolved) > 2:
                 ends = [f"{len(unresolved)} systems, from {ends[0]} to {ends[-1]}"]
             parts.append(f"not resolved: {' and '.join(ends)}")
@@ -136,39 +131,43 @@ def table(compared: Mapping[str, Compared]) -> pandas.DataFrame:
     return pandas.DataFrame(rows)
 
 
-def plot(compared: Mapping[str, Compared], order: Sequence[str], output: Path) -> bool:
+def panels(measures: Sequence[Measure], names: Sequence[str], height: float, better: str = "better"):
+    """A figure and its axes: a column for each measure with its margin of equivalence, and a row for each name."""
+    size = (6.4, height)
+    figure, axes = headless_pyplot().subplots(
+        1, len(measures), figsize=size, sharey=True, squeeze=False, layout="constrained"
+    )
+    for axis, measure in zip(axes[0], measures, strict=True):
+        axis.axvspan(-measure.margin, measure.margin, color="#dddddd", linewidth=0)
+        axis.axvline(0, color="black", linewidth=1)
+        title, _, unit = measure.title.partition(" (")
+        axis.set_title(f"{title}\n({unit}" if unit else title)
+        axis.set_xlabel(f"← {better}" if measure.lower_is_better else f"{better} →")
+        axis.locator_params(axis="x", nbins=4)
+        axis.grid(axis="x", alpha=0.3)
+    axes[0][0].set_yticks(range(len(names)), names, parse_math=False)
+    axes[0][0].set_ylim(len(names) - 0.5, -0.5)
+    return figure, axes[0]
+
+
+def plot(compared: Mapping[str, Compared], order: Sequence[str], output: Path) -> str | None:
     """Draw points and simultaneous intervals, one column for each measure, into ``output`` (.png).
 
     Returns:
-        Whether there was anything to draw.
+        The picture's name; None if there was nothing to draw.
     """
     columns = [each for each in compared.values() if each.intervals]
     if not columns:
-        return False
+        return None
     controls = {system: family.control for each in columns for family in each.families for system in family.intervals}
     systems = sorted((name for name in order if name in controls), key=lambda name: order.index(controls[name]))
-    pyplot = headless_pyplot()
-    size = (6.4, 0.3 * len(systems) + 1.5)
-    figure, axes = pyplot.subplots(1, len(columns), figsize=size, sharey=True, squeeze=False, layout="constrained")
-    for axis, each in zip(axes[0], columns, strict=True):
-        axis.axvspan(-each.measure.margin, each.measure.margin, color="#dddddd", linewidth=0)
-        axis.axvline(0, color="black", linewidth=1)
+    figure, axes = panels([each.measure for each in columns], systems, 0.3 * len(systems) + 1.5)
+    for axis, each in zip(axes, columns, strict=True):
         for index, family in enumerate(each.families):
             rows = [systems.index(system) for system in family.intervals]
             centers = [interval.difference for interval in family.intervals.values()]
             halves = [interval.difference - interval.low for interval in family.intervals.values()]
             look = style(index) | {"linestyle": "none"}
             axis.errorbar(centers, rows, xerr=halves, markersize=5, elinewidth=1.6, capsize=3, **look)
-        title, _, unit = each.measure.title.partition(" (")
-        axis.set_title(f"{title}\n({unit}" if unit else title)
-        axis.set_xlabel("← better" if each.measure.lower_is_better else "better →")
-        axis.locator_params(axis="x", nbins=4)
-        axis.grid(axis="x", alpha=0.3)
-    axes[0][0].set_yticks(range(len(systems)), systems, parse_math=False)
-    axes[0][0].set_ylim(len(systems) - 0.5, -0.5)
-    try:
-        with atomic_write(output) as file:
-            figure.savefig(file, format="png", dpi=130)
-    finally:
-        pyplot.close(figure)
-    return True
+    save(figure, output)
+    return output.name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import re
+from html import escape
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -26,8 +27,8 @@ def text(value: object) -> Markdown:
     """A value such that it is shown as it is, on one line."""
     if isinstance(value, Markdown):
         return value
-    plain = " ".join(str(value).split()).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-    return Markdown(_SPECIAL.sub(lambda match: f"\\{match[0]}", plain))
+    plain = escape(" ".join(str(value).split()), quote=False)
+    return Markdown(_SPECIAL.sub(r"\\\g<0>", plain))
 
 
 def missing(value: str) -> Markdown:
@@ -83,9 +84,9 @@ def template(name: str) -> jinja2.Template:
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
-        finalize=text if name.endswith(".md.j2") else None,
+        finalize=text,
     )
-    environment.filters |= {"code": lambda value: code(value, in_table=False), "missing": missing}
+    environment.filters["code"] = lambda value: code(value, in_table=False)
     environment.globals |= {"table": table, "block": block}
     return environment.get_template(name)
 
@@ -100,6 +101,5 @@ def html(markdown: str, folder: Path) -> str:
                 data = (folder / unquote(child.attrs["src"])).read_bytes()
                 child.attrs["src"] = f"data:image/png;base64,{base64.b64encode(data).decode('ascii')}"
     body = renderer.renderer.render(tokens, renderer.options, {})
-    body = body.replace("<table>", '<div class="table"><table>').replace("</table>", "</table></div>")
     title = re.search(r"<h1>(.*?)</h1>", body)[1]
-    return template("report.html.j2").render(title=re.sub("<[^>]+>", "", title), body=body)
+    return template("report.html.j2").render(title=Markdown(title), body=Markdown(body))

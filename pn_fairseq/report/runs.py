@@ -12,22 +12,13 @@ from pathlib import Path
 
 from pn_fairseq.common.command import UserError
 from pn_fairseq.common.files import count_lines, read_settings, recorded, short_names
-from pn_fairseq.common.old_settings import renamed, renamed_record
 from pn_fairseq.pipeline import runs
 from pn_fairseq.pipeline.evaluate_lm import Perplexity, read_perplexity
 from pn_fairseq.pipeline.scoring import METRICS, Scores, ScoringError, is_scored, low_bleu, read_scores
 from pn_fairseq.pipeline.training_log import Start, TrainingLog, read_log
 
-#: What an absent key in the settings of a translation's data means (pn prepare).
-_DATA_DEFAULTS = {
-    "segmentation": "subword-nmt",
-    "tokenizer": "sacremoses",
-    "clean_stage": "tok",
-    "clean_splits": "train",
-}
-
-#: Perplexity, its logarithm per token, and the perplexity with the statistics of the batch (NaN without statistics).
-LM_MEASURES = ("perplexity", "bits", "batch")
+#: What language models are compared by -> the attribute of :class:`Perplexity`.
+LM_MEASURES = {"perplexity": "perplexity", "bits": "bits", "batch": "batch_perplexity"}
 
 
 @dataclass(frozen=True)
@@ -79,9 +70,6 @@ class Run(runs.Run):
         except UserError as error:
             self.problems.append(f"no log, and a checkpoint cannot be read: {error}")
             return None
-        except OSError as error:
-            self.problems.append(f"{error.filename or 'the log'} cannot be read: {error.strerror}")
-            return None
         if log is None:
             self.problems.append("not trained: there is no train.log")
         elif log.unreadable:
@@ -91,9 +79,9 @@ class Run(runs.Run):
 
     @cached_property
     def settings_by_name(self) -> dict[str, object]:
-        """All settings by dotted name, with today's names of the model's options; empty if they are not known."""
+        """All settings by dotted name; empty if they are not known."""
         try:
-            return renamed(super().settings_by_name)
+            return super().settings_by_name
         except UserError as error:
             self.problems.append(f"no settings: {error}")
             return {}
@@ -112,27 +100,14 @@ class Run(runs.Run):
 
     @cached_property
     def data_settings(self) -> dict[str, str] | None:
-        """The settings of the prepared data that are not off, and the checksums of its files."""
+        """The settings of the prepared data and the checksums of its files, as they were when the run was trained."""
         try:
             if not self.ours and self.data is None:
                 return self._data_of_fairseq()
-            noted = self.path / "data.settings" if self.ours else recorded(self.data, "settings")
-            if not noted.is_file():
-                raise UserError("there is no data.settings")
-            noted_settings = read_settings(noted)
+            return read_settings(self.path / "data.settings" if self.ours else recorded(self.data, "settings"))
         except (UserError, OSError, ValueError) as error:
             self.problems.append(f"the data is not known, so the run is compared with no other: {error}")
             return None
-        # An absent key means that a step was off; `lower` and `bpe` are 0 then.
-        defaults = {} if noted_settings.get("task") == "language_modeling" else _DATA_DEFAULTS
-        settings = {
-            key: value
-            for key, value in (defaults | noted_settings).items()
-            if key and value and (value != "0" or key in ("lower", "bpe"))
-        }
-        if "clean" not in settings:  # then how and where it was cleaned means nothing
-            settings = {key: value for key, value in settings.items() if key not in ("clean_stage", "clean_splits")}
-        return settings
 
     def _data_of_fairseq(self) -> dict[str, str]:
         """The languages and the folder of data that pn prepare did not make."""
@@ -159,7 +134,7 @@ class Run(runs.Run):
         records = []
         for number, line in enumerate(lines, 1):
             try:
-                records += [renamed_record(dict(json.loads(line)))] if line.strip() else []
+                records += [dict(json.loads(line))] if line.strip() else []
             except (ValueError, TypeError):
                 self.problems.append(f"line {number} of starts.jsonl cannot be read")
         return records
@@ -219,14 +194,17 @@ class Run(runs.Run):
     @cached_property
     def decoded(self) -> int | None:
         """The number of hypotheses."""
-        return lines_of(self.result / "hyp.tok")
+        file = self.result / "hyp.tok"
+        return count_lines(file) if file.is_file() else None
 
     @cached_property
     def decoding(self) -> str | None:
         """The decoding settings, as pn generate recorded them."""
-        made = _text(recorded(self.result, "made")) or ""
+        made = recorded(self.result, "made")
+        settings = read_settings(made) if made.is_file() else {}
         # How it was decoded, without what was decoded.
-        return " ".join(re.findall(r"\b((?!checkpoint=|data=|subset=)[a-z_0-9]+=\S+)", made)) or None
+        how = [f"{name}={value}" for name, value in settings.items() if name not in ("checkpoint", "data", "subset")]
+        return " ".join(how) or None
 
     @cached_property
     def scores(self) -> Scores | None:
@@ -235,7 +213,8 @@ class Run(runs.Run):
             return None
         if self.decoded is None:
             file = self.result.relative_to(self.path) / "hyp.tok"
-            self.problems.append(f"not decoded: there is no {file}{self._lacking}")
+            lacking = "" if any(self.checkpoints.glob("*.pt")) else ", and there is no checkpoint"
+            self.problems.append(f"not decoded: there is no {file}{lacking}")
             return None
         averaged = (_text(recorded(self.checkpoints, "averaged.pt.made")) or "").split()
         wanted = self.get("average_last")
@@ -243,36 +222,15 @@ class Run(runs.Run):
             self.problems.append(
                 f"averaged.pt is the average of {averaged[1]}, not of average_last={wanted} checkpoints"
             )
-        references = lines_of(self.result / "ref.tok")
-        if references is not None and references != self.decoded:
-            self.problems.append(f"{self.decoded} hypotheses but {references} references of {self.subset}")
         try:
-            scores = self._usable_scores()
+            scores = read_scores(self.result)
+            if not is_scored(self.path, self.subset):
+                raise ScoringError("scores.json is older than hyp.tok (pn score writes it again)")
         except ScoringError as error:
             self.problems.append(f"not scored: {error}")
             return None
         if warning := low_bleu(scores.tokenized.score):
             self.problems.append(f"tokenized {warning}")
-        return scores
-
-    @property
-    def _lacking(self) -> str:
-        """What else decoding needs."""
-        if not any(self.checkpoints.glob("*.pt")):
-            return ", and there is no checkpoint"
-        return ", and not averaged" if self.ours and not (self.checkpoints / "averaged.pt").is_file() else ""
-
-    def _usable_scores(self) -> Scores:
-        if not (self.result / "scores.json").exists():
-            raise ScoringError("there is no scores.json (pn score writes it)")
-        scores = read_scores(self.result)
-        numbers = [getattr(scores, measure).score for measure in METRICS]
-        if not all(isinstance(number, int | float) and math.isfinite(number) for number in numbers):
-            raise ScoringError("a score in scores.json is not a number (pn score writes it again)")
-        if scores.sentences != self.decoded:
-            raise ScoringError(f"scores.json is about {scores.sentences} sentences, but {self.decoded} were decoded")
-        if not is_scored(self.path, self.subset):
-            raise ScoringError("scores.json is older than hyp.tok (pn score writes it again)")
         return scores
 
     @cached_property
@@ -287,30 +245,30 @@ class Run(runs.Run):
     @property
     def measures(self) -> dict[str, float]:
         """What systems are compared by, by name; NaN where it was not measured."""
-        if not self.language_model:
-            return {name: getattr(self.scores, name).score if self.scores else math.nan for name in METRICS}
-        if (measured := self.perplexity) is None:
-            return dict.fromkeys(LM_MEASURES, math.nan)
-        return dict(zip(LM_MEASURES, (measured.perplexity, measured.bits, measured.batch_perplexity), strict=True))
+        if self.language_model:
+            return {name: getattr(self.perplexity, field, math.nan) for name, field in LM_MEASURES.items()}
+        return {name: getattr(self.scores, name).score if self.scores else math.nan for name in METRICS}
 
     @property
     def measured(self) -> bool:
         return bool(self.scores or self.perplexity)
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether a training began, did not end, and has not reached its last update."""
+        reached = self.log.updates >= self.max_update if self.max_update else self.from_checkpoints
+        return self.trained and not self.log.ended and not reached
 
     def _training_problems(self) -> list[str]:
         problems, log = [], self.log
         if not self.trained:
             return ["not trained: train.log has no record"]
         done = f"update {log.updates:,} of {self.max_update:,}" if self.max_update else f"update {log.updates:,}"
-        short = self.max_update is not None and log.updates < self.max_update
-        if not log.ended and not (self.from_checkpoints and not short):
-            unfinished = short or self.max_update is None
-            problems.append(
-                f"training not finished: {done} (interrupted, failed or still running)"
-                if unfinished
-                else f"training cut off, but at {done}"
-            )
-        elif short:
+        if self.unfinished:
+            problems.append(f"training not finished: {done} (interrupted, failed or still running)")
+        elif not log.ended and not self.from_checkpoints:
+            problems.append(f"training cut off, but at {done}")
+        elif log.ended and self.max_update and log.updates < self.max_update:
             reasons = {
                 "patience": f"no better validation loss {self.get('checkpoint.patience')} times in a row",
                 "stop_time_hours": "the time limit",
@@ -346,17 +304,14 @@ def read_runs(paths: Sequence[Path], subset: str = "test") -> list[Run]:
     # All before the first is read: a misspelt name is to show at once.
     seen: dict[Path, Path] = {}
     for path in jobs:
-        try:
-            if not path.is_dir():
-                raise UserError(f"there is no directory '{path}'")
-            folder = runs.Run(path)
-            if not folder.ours and not folder.log_file and not any(folder.checkpoints.glob("checkpoint*.pt")):
-                raise UserError(
-                    f"'{path}' is not a run: it has no config.yaml of pn train, no log of fairseq-train (its "
-                    "--log-file or saved output, as *.log, *.out or *.txt) and no checkpoint"
-                )
-        except OSError as error:
-            raise UserError(f"cannot read '{path}': {error.strerror}") from error
+        if not path.is_dir():
+            raise UserError(f"there is no directory '{path}'")
+        folder = runs.Run(path)
+        if not folder.ours and not folder.log_file and not any(folder.checkpoints.glob("checkpoint*.pt")):
+            raise UserError(
+                f"'{path}' is not a run: it has no config.yaml of pn train, no log of fairseq-train (its "
+                "--log-file or saved output, as *.log, *.out or *.txt) and no checkpoint"
+            )
         if (other := seen.setdefault(path.resolve(), path)) is not path:
             raise UserError(f"'{path}' is given twice (also as '{other}')")
     return [Run(path, name, subset) for path, name in zip(jobs, short_names(jobs), strict=True)]
@@ -372,21 +327,19 @@ def log_of_checkpoints(files: Sequence[Path]) -> TrainingLog:
     """
     from pn_fairseq.common.checkpoints import load_checkpoint  # needs torch
 
-    losses = {"train": {}, "train_nll": {}, "valid": {}}
+    meters = {"train": ("train", "loss"), "train_nll": ("train", "nll_loss"), "valid": ("valid", "nll_loss")}
+    losses = {kind: {} for kind in meters}
     for file in files:
         state = load_checkpoint(file)
         update = state["optimizer_history"][-1]["num_updates"] if state.get("optimizer_history") else 0
         means = {
             (group, name): round(float(meter["sum"]) / float(meter["count"]), 3)
-            for group, meters in state.get("extra_state", {}).get("metrics", {}).items()
-            for _, name, _, meter in meters
+            for group, of_group in state.get("extra_state", {}).get("metrics", {}).items()
+            for _, name, _, meter in of_group
             if meter.get("count")
         }
-        for kind, loss in (
-            ("train", means.get(("train", "loss"))),
-            ("train_nll", means.get(("train", "nll_loss"), means.get(("train", "loss")))),
-            ("valid", means.get(("valid", "nll_loss"), means.get(("valid", "loss")))),
-        ):
+        for kind, (group, name) in meters.items():
+            loss = means.get((group, name), means.get((group, "loss")))
             if loss is not None:
                 losses[kind][update] = loss
     log = TrainingLog(**{kind: dict(sorted(of_kind.items())) for kind, of_kind in losses.items()})
@@ -395,16 +348,5 @@ def log_of_checkpoints(files: Sequence[Path]) -> TrainingLog:
 
 
 def _text(file: Path) -> str | None:
-    """The text of a small file, on one line; None if it cannot be read."""
-    try:
-        return " ".join(file.read_text("utf-8", errors="replace").split())
-    except OSError:
-        return None
-
-
-def lines_of(file: Path) -> int | None:
-    """Number of lines; None if the file cannot be read."""
-    try:
-        return count_lines(file)
-    except OSError:
-        return None
+    """The text of a small file, on one line; None if there is no such file."""
+    return " ".join(file.read_text("utf-8", errors="replace").split()) if file.is_file() else None

@@ -1,6 +1,6 @@
-"""How certain a difference between systems is: over seeds against one control, and over test sentences.
+"""How certain the differences between systems are over seeds.
 
-Over seeds every system is compared with the same control (LN). The runs of one seed on one machine are a block: they
+Every system is compared with the same control (LN). The runs of one seed on one machine are a block: they
 share the order of the data, the initial weights and the rounding. The model is ``value = system + block + noise`` with
 independent normal noise of one variance for all systems (Dunnett 1955 for the comparison with a control; here with
 blocks, which may be incomplete). A difference is estimated within blocks only, so that machines can be pooled.
@@ -16,9 +16,6 @@ from typing import NamedTuple
 import numpy as np
 import pandas
 from scipy import optimize, stats
-
-from pn_fairseq.pipeline.scoring import Comparison, ScoringError, compare_folders
-from pn_fairseq.report.runs import Run
 
 #: Error rate of a whole family of comparisons, and the power for which the detectable difference is given.
 ERROR_RATE, POWER = 0.05, 0.8
@@ -253,29 +250,3 @@ def families(frame: pandas.DataFrame, measure: str) -> tuple[list[Family], dict[
                 untested[system] = f"no seed on one machine in common with {control}"
         tested += [family] if family else []
     return tested, untested
-
-
-def corrected(p: float, comparisons: int) -> float:
-    """p, corrected by Bonferroni for the number of comparisons that could have come out small."""
-    return min(1.0, p * comparisons)
-
-
-def pairs(
-    system: Sequence[Run], baseline: Sequence[Run], subset: str, resamples: int
-) -> list[tuple[object, dict[str, Comparison] | str]]:
-    """Paired bootstrap of every scored run of a system against the baseline's run of the same seed.
-
-    Returns:
-        seed, and metric -> comparison of ``system`` with ``baseline``, or why it could not be computed.
-    """
-    found = []
-    for run in system:
-        partner = next((other for other in baseline if other.scores and other.seed == run.seed), None)
-        if run.scores is None or partner is None:
-            continue
-        folders = {name: one.path / "generate" / subset for name, one in (("baseline", partner), ("system", run))}
-        try:
-            found.append((run.seed, compare_folders(folders, resamples=resamples)))
-        except (ScoringError, OSError) as error:
-            found.append((run.seed, " ".join(str(error).split())))
-    return found

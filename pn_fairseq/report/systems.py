@@ -6,9 +6,11 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import pandas
 
+from pn_fairseq import norms
 from pn_fairseq.pipeline.scoring import METRICS
 from pn_fairseq.report.runs import LM_MEASURES, Run
 
@@ -48,16 +50,12 @@ TOKENS, SENTENCES = "tokens_per_update", "sentences per update"
 SEED = "common.seed"
 #: A label names at most so many settings; the table of the settings that differ has them all.
 _MOST_DETAILS = 4
-#: The norm of a run without settings.
-UNKNOWN = "unknown"
 
 
 def norm_labels() -> dict[str, str]:
     """Name of each norm -> its abbreviation, from the registry: the brackets at the end of its title."""
-    from pn_fairseq.norms import NORMS
-
-    brackets = {name: re.search(r"\(([^()]+)\)$", entry.title) for name, entry in NORMS.items()}
-    return {name: match[1] if match else NORMS[name].short.upper() for name, match in brackets.items()}
+    brackets = {name: re.search(r"\(([^()]+)\)$", entry.title) for name, entry in norms.NORMS.items()}
+    return {name: match[1] if match else norms.NORMS[name].short.upper() for name, match in brackets.items()}
 
 
 def norm_and_size(run: Run) -> tuple[str, str]:
@@ -65,10 +63,8 @@ def norm_and_size(run: Run) -> tuple[str, str]:
 
     An architecture that is not this plugin's has itself as its norm, and no size.
     """
-    from pn_fairseq.norms import NORMS
-
     arch = str(run.get("model._name", "architecture not known"))
-    names = {entry.short: name for name, entry in NORMS.items()}
+    names = {entry.short: name for name, entry in norms.NORMS.items()}
     match = re.fullmatch(rf"(transformer|transformer_lm|tensorized_lm)_({'|'.join(names)})_(.+)", arch)
     if match is None and arch != "transformer_pn":
         return arch, "-"
@@ -77,33 +73,26 @@ def norm_and_size(run: Run) -> tuple[str, str]:
     return norm_labels().get(norm, norm), size if model == "transformer" else f"{model} {size}"
 
 
-def _batch(run: Run) -> dict[str, int | None]:
+def _batch(run: Run) -> dict[str, int]:
     """Most tokens (or sentences) in one update, over all ranks; as pn train recorded it, else from the settings."""
     update_freq = run.get("optimization.update_freq", [1])
     # fairseq uses the entry of the epoch; later epochs use the last entry.
     mini_batches = run.world_size * (update_freq[-1] if isinstance(update_freq, list) and update_freq else 1)
-    most = {}
-    for name, setting in ((TOKENS, "dataset.max_tokens"), (SENTENCES, "dataset.batch_size")):
-        size = run.get(setting)
-        most[name] = size * mini_batches if isinstance(size, int) else None
+    settings = {TOKENS: "dataset.max_tokens", SENTENCES: "dataset.batch_size"}
+    sizes = {name: run.get(setting) for name, setting in settings.items()}
+    most = {name: size * mini_batches for name, size in sizes.items() if isinstance(size, int)}
     recorded = [start[TOKENS] for start in run.starts if isinstance(start.get(TOKENS), int)]
     return most | ({TOKENS: recorded[-1]} if recorded else {})
 
 
 def comparable(run: Run) -> dict[str, object]:
     """The settings by which a run differs from others, with norm, size and batch under names of their own."""
-    values = {
-        name: value
-        for name, value in run.settings_by_name.items()
-        if name not in _PLACES
-        and name not in ("model._name", LM_NORM if run.language_model else "model.encoder_norm")
-        and not (name in _COPIES and value == run.get(_COPIES[name]))
-    }
+    left_out = _PLACES | {"model._name", LM_NORM if run.language_model else "model.encoder_norm"}
+    left_out |= {copy for copy, name in _COPIES.items() if run.get(copy) == run.get(name)}
     norm, size = norm_and_size(run)
+    settings = {NORM: norm, SIZE: size, **_batch(run), **run.settings_by_name}
     # A setting that is null and one that is not there mean the same: the default.
-    return {
-        name: value for name, value in {NORM: norm, SIZE: size, **_batch(run), **values}.items() if value is not None
-    }
+    return {name: value for name, value in settings.items() if value is not None and name not in left_out}
 
 
 @dataclass
@@ -122,11 +111,6 @@ class Corpus:
     def runs(self) -> list[Run]:
         return list(self.frame["run"])
 
-    @property
-    def ln(self) -> list[str]:
-        """The systems with layer normalization."""
-        return [label for label in self.settings if self.norm(label) == norm_labels().get("layer")]
-
     def members(self, label: str) -> list[Run]:
         """The runs of a system."""
         return list(self.frame.loc[self.frame["system"] == label, "run"])
@@ -140,17 +124,21 @@ class Corpus:
         measured = self.frame.reindex(columns=["system", "seed", *measures]).dropna(subset=measures, how="all")
         return measured.groupby(["system", "seed"], sort=False, dropna=False)[measures].mean()
 
-    def baseline(self, label: str) -> str | None:
-        """The LN system to compare a system with: the one from which it differs in the fewest settings.
+    @cached_property
+    def baselines(self) -> dict[str, str]:
+        """System -> the LN system to compare it with: the one from which it differs in the fewest settings.
 
         Other LN systems are compared with the first, which has the fewest settings of its own. Language models are
         compared only with LN in the same model.
         """
-        candidates = [ln for ln in self.ln if self._model(ln) == self._model(label)]
-        candidates = candidates[:1] if label in candidates else candidates
-        if label in candidates:
-            return None
-        return min(candidates, key=lambda ln: len(differing([self.settings[label], self.settings[ln]])), default=None)
+        found, controls = {}, [label for label in self.settings if self.norm(label) == norm_labels().get("layer")]
+        for label, settings in self.settings.items():
+            candidates = [ln for ln in controls if self._model(ln) == self._model(label)]
+            if label in candidates:
+                candidates = [ln for ln in candidates[:1] if ln != label]
+            if candidates:
+                found[label] = min(candidates, key=lambda ln: len(differing([settings, self.settings[ln]])))
+        return found
 
     def _model(self, label: str) -> tuple:
         """What language models that are compared have in common: the model, and whether it is causal."""
@@ -169,10 +157,6 @@ class Corpus:
             if name != NORM and not _OF_A_NORM.match(name) and not (name in _BATCH and name not in both)
         ]
 
-    def baselines(self) -> dict[str, str]:
-        """System -> the LN system that it is compared with, of those that have one."""
-        return {label: other for label in self.settings if (other := self.baseline(label))}
-
 
 def differing(settings: Sequence[Mapping[str, object]]) -> list[str]:
     """Names of the settings that are not the same in all."""
@@ -181,10 +165,11 @@ def differing(settings: Sequence[Mapping[str, object]]) -> list[str]:
 
 
 def group(runs: Sequence[Run]) -> list[Corpus]:
-    """Runs by data, and within the data by system. Every run is in one system of one corpus."""
+    """Runs by data, and within the data by system. A run whose data or settings are not known is alone."""
     corpora: dict[object, list[Run]] = {}
     for run in runs:
-        key = frozenset(run.data_settings.items()) if run.data_settings is not None else run.path
+        known = run.data_settings is not None and run.settings_by_name
+        key = frozenset(run.data_settings.items()) if known else run.path
         corpora.setdefault(key, []).append(run)
     return [_corpus(members) for members in corpora.values()]
 
@@ -203,27 +188,16 @@ def names(runs: Sequence[Run]) -> list[tuple[str, str]]:
     return [tuple(of_runs[run.path] for of_runs in labels) for run in runs]
 
 
-def _reads_batches(run: Run) -> bool:
-    """Whether the norm has statistics of the batch."""
-    from pn_fairseq.norms import NORMS, RunningNorm
-
-    label = norm_and_size(run)[0]
-    return any(issubclass(NORMS[name].cls, RunningNorm) for name, of_norm in norm_labels().items() if of_norm == label)
-
-
 def _corpus(runs: Sequence[Run], batch_is_a_setting: bool = True) -> Corpus:
     systems, rows, order = [], [], list(norm_labels().values())
-    batches: dict[str, dict[str, set]] = {}  # norm -> the sizes of mini-batches of its runs
-    for run in runs if batch_is_a_setting else ():
-        if _reads_batches(run):
-            for name in _BATCH:
-                batches.setdefault(norm_and_size(run)[0], {}).setdefault(name, set()).add(run.get(name))
+    # With statistics of the batch.
+    reading = {label for name, label in norm_labels().items() if issubclass(norms.NORMS[name].cls, norms.RunningNorm)}
+    sizes = {(norm_and_size(run)[0], name, run.get(name)) for run in runs for name in _BATCH}
+    several = Counter((norm, name) for norm, name, _ in sizes if norm in reading)
     for run in runs:
         settings = {name: value for name, value in comparable(run).items() if name != SEED and not _HOW.match(name)}
-        sizes = batches.get(settings[NORM], {})
-        settings |= {name: run.get(name) for name, of_norm in sizes.items() if len(of_norm) > 1}
-        if not run.settings_by_name:  # it cannot be grouped with other runs
-            settings = {NORM: UNKNOWN, "run": run.name}
+        if batch_is_a_setting:
+            settings |= {name: run.get(name) for name in _BATCH if several[settings[NORM], name] > 1}
         if settings not in systems:
             systems.append(settings)
         place = order.index(settings[NORM]) if settings[NORM] in order else len(order)
@@ -256,15 +230,13 @@ def _details(systems: Sequence[dict[str, object]]) -> list[list[str]]:
             else:
                 differs = value != most_common if decided else system.get(name) is not None
             if differs:
-                labels.append(value if name == SIZE else f"{name.rpartition('.')[2]}={_bare(system.get(name))}")
+                labels.append(value if name == SIZE else f"{name.rpartition('.')[2]}={value}")
     return details
 
 
 def _label(number: int, systems: Sequence[dict[str, object]], details: Sequence[list[str]]) -> str:
     """The norm and the details; if they are many, the place among the systems of the norm, or their number."""
     norm, labels = str(systems[number][NORM]), details[number]
-    if norm == UNKNOWN:
-        return f"{UNKNOWN} ({systems[number]['run']})"
     if len(labels) > _MOST_DETAILS:
         of_norm = [index for index, other in enumerate(systems) if other[NORM] == norm]
         several = len(of_norm) > 1
@@ -272,13 +244,8 @@ def _label(number: int, systems: Sequence[dict[str, object]], details: Sequence[
     return f"{norm} ({', '.join(labels)})" if labels else norm
 
 
-def _bare(value: object) -> str:
-    """A list of one, such as a learning rate, without brackets."""
-    return as_text(value[0] if isinstance(value, list) and len(value) == 1 else value)
-
-
 def as_text(value: object) -> str:
     """A setting's value as text; one that is not set is the default of fairseq or of the architecture."""
-    if isinstance(value, list):
-        return "[" + ", ".join(str(item) for item in value) + "]"
+    if isinstance(value, list) and len(value) == 1:  # such as a learning rate
+        return as_text(value[0])
     return "default" if value is None else '""' if value == "" else str(value)

@@ -9,7 +9,7 @@ import shlex
 import statistics
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -19,24 +19,29 @@ from pn_fairseq import __version__
 from pn_fairseq.common.command import say
 from pn_fairseq.common.files import atomic_write, read_settings, recorded
 from pn_fairseq.common.published import PAPER, Row, Table, recognise
-from pn_fairseq.pipeline.scoring import METRICS, low_bleu, p_text
+from pn_fairseq.pipeline.scoring import METRICS, ScoringError, compare_folders, low_bleu, p_text
 from pn_fairseq.pipeline.training_log import TrainingLog
 from pn_fairseq.report import curves, intervals
 from pn_fairseq.report.figures import find_probe
 from pn_fairseq.report.intervals import Compared, count, signed
 from pn_fairseq.report.markdown import Markdown, code, missing, template
 from pn_fairseq.report.runs import Run
-from pn_fairseq.report.significance import LOSS, corrected, pairs
-from pn_fairseq.report.systems import SEED, UNKNOWN, Corpus, as_text, comparable, norm_labels
+from pn_fairseq.report.significance import LOSS, MEASURES
+from pn_fairseq.report.systems import SEED, Corpus, as_text, comparable, norm_labels
 
 #: Score -> what a report calls it.
 SCORES = METRICS | {"chrf": "chrF2"}
 
-#: Counts of prepared text, and what a report calls them.
-_PAIRS = {split: f"sentence pairs, {split}" for split in ("train", "valid", "test")}
+#: Pictures in the folder of the report.
+CURVES, INTERVALS = "report-curves-{}.png", "report-intervals-{}.png"
 
-#: Digits behind the point, of measures that are not shown with two.
-_DIGITS = {"bits": 3}
+#: Counts of prepared text, and what a report calls them.
+_COUNTS_OF_PAIRS = {split: f"sentence pairs, {split}" for split in ("train", "valid", "test")}
+_COUNTS_OF_TOKENS = {split: f"tokens, {split}" for split in ("train", "valid", "test")} | {
+    "vocabulary": "vocabulary",
+    "train.unk_percent": "% <unk>, train",
+    "test.unk_percent": "% <unk>, test",
+}
 
 #: The settings that one asks for first; all others are in config.yaml.
 _MAIN_SETTINGS = re.compile(
@@ -66,10 +71,6 @@ def number(value: float, digits: int = 2) -> str:
     return f"{value:,.{digits}f}" if math.isfinite(value) else "not finite"
 
 
-def duration(seconds: float) -> str:
-    return str(timedelta(seconds=round(seconds)))
-
-
 def relative(words: str | Path) -> str:
     """A path, or a text with paths in it, relative to the working directory where they are below it."""
     folder = os.getcwd().rstrip("/")
@@ -87,43 +88,24 @@ def _plain(value: object) -> str:
     return "none" if value in (None, "") else str(value)
 
 
-def rows_of(corpus: Corpus) -> Iterator[tuple[dict, Run]]:
-    """For each run the cells that name it, and the run."""
-    for label, run in zip(corpus.frame["system"], corpus.runs, strict=True):
-        seed = missing("not known") if run.seed is None else str(run.seed)
-        yield {"norm": label, "seed": seed, "run": code(run.name)}, run
-
-
-def _counts(corpus: Corpus) -> dict[str, str]:
-    """What the preparation counted; empty if the prepared data is not there any more."""
-    files = [recorded(run.data_folder, "counts") for run in corpus.runs if run.data_folder]
-    return next((read_settings(file) for file in files if file.is_file()), {})
-
-
-def data(corpus: Corpus, titles: Mapping[str, str]) -> pandas.DataFrame:
-    """Where the data is, its settings, and its counts (name -> title)."""
+def _data(corpus: Corpus) -> pandas.DataFrame:
+    """Where the data is, its settings that are not off, and its counts."""
     places = list(dict.fromkeys(os.path.relpath(run.data_folder) for run in corpus.runs if run.data_folder))
     rows = {"prepared data": code(", ".join(places)) if places else missing("not recorded")}
     if corpus.data is None:
         rows["settings"] = missing("not recorded")
-    for key, value in (corpus.data or {}).items():
-        if key != "folder" and "." not in key:  # with a dot: a file, and its checksum
-            rows[code(key)] = code(value) if value else missing("none")
-    counts = _counts(corpus)
+    settings = corpus.data or {}
+    hidden = ("folder",) if settings.get("clean") else ("folder", "clean_stage", "clean_splits")
+    for key, value in settings.items():
+        off = not value or value == "0" and key not in ("lower", "bpe")
+        if not off and key not in hidden and "." not in key:  # with a dot: a file, and its checksum
+            rows[code(key)] = code(value)
+    files = [recorded(run.data_folder, "counts") for run in corpus.runs if run.data_folder]
+    counts = next((read_settings(file) for file in files if file.is_file()), {})  # empty if the data is gone
+    titles = _COUNTS_OF_TOKENS if corpus.runs[0].language_model else _COUNTS_OF_PAIRS
     for name, title in titles.items():
         rows[title] = f"{float(counts[name]):,.12g}" if name in counts else missing("not known")
     return pandas.DataFrame({"data": rows.keys(), "value": rows.values()})
-
-
-def _sentences(corpus: Corpus, subset: str) -> int | None:
-    """Size of the subset, by what was decoded, or else by the prepared data, if that is still there."""
-    decoded = (run.decoded for run in corpus.runs if run.decoded is not None)
-    return next(decoded, None) or int(_counts(corpus).get(subset, 0)) or None
-
-
-def means_of(corpus: Corpus) -> pandas.DataFrame:
-    """System -> (measure, ``mean`` or ``std``) over its seeds; NaN where there are no scores, or only one seed."""
-    return corpus.scores().groupby(level="system", sort=False).agg(["mean", "std"]).reindex(list(corpus.settings))
 
 
 def _published(corpus: Corpus, paper: Table | None) -> dict[str, Row]:
@@ -139,7 +121,8 @@ def _published(corpus: Corpus, paper: Table | None) -> dict[str, Row]:
 
 def results(corpus: Corpus, measures: Mapping[str, str], verb: str, paper: Table | None = None) -> pandas.DataFrame:
     """Means and deviations of ``measures`` (name -> title) over seeds; ``verb`` says how they come about."""
-    means, rows, published = means_of(corpus), [], _published(corpus, paper)
+    scores, rows, published = corpus.scores(), [], _published(corpus, paper)
+    means = scores.groupby(level="system", sort=False).agg(["mean", "std"]).reindex(list(corpus.settings))
     for label in corpus.settings:
         runs = corpus.members(label)
         measured = {"not known" if run.seed is None else run.seed: None for run in runs if run.measured}
@@ -149,13 +132,10 @@ def results(corpus: Corpus, measures: Mapping[str, str], verb: str, paper: Table
         row = {"norm": label, f"seeds {verb}": Markdown(f"{amount} {numbers}")}
         for measure, name in measures.items():
             mean, deviation = means.loc[label, measure]
-            digits = _DIGITS.get(measure, 2)
+            digits = MEASURES[measure].digits if measure in MEASURES else 2
+            absent = why if not measured else missing("no statistics") if math.isnan(mean) else None
             spread = missing("– (one seed)") if math.isnan(deviation) else number(deviation, digits)
-            row |= (
-                {name: number(mean, digits), f"std, {name}": spread}
-                if measured
-                else dict.fromkeys((name, f"std, {name}"), why)
-            )
+            row |= {name: absent or number(mean, digits), f"std, {name}": absent or spread}
             if measure == "tokenized" and paper:
                 bleu = published[label].bleu if label in published else None
                 known = bleu is not None and not math.isnan(bleu)
@@ -168,60 +148,61 @@ def results(corpus: Corpus, measures: Mapping[str, str], verb: str, paper: Table
 
 def _headline(corpus: Corpus, compared: Mapping[str, Compared]) -> list[tuple[str, str]]:
     """The results, as (measure, sentence); first the settings that differ and are not the norm."""
-    headline = [("Not only the norms differ", f"{sentence}.") for sentence in confounded(corpus)]
+    headline, systems = [], {}
+    for label, other in corpus.baselines.items():
+        if names := corpus.beside_the_norm(label, other):
+            systems.setdefault((other, *names), []).append(label)
+    for (other, *names), labels in systems.items():
+        verb = "differs" if len(labels) == 1 else "differ"
+        sentence = f"{', '.join(labels)} {verb} from {other} in {', '.join(names)}."
+        headline.append(("Not only the norms differ", sentence))
     for of_measure in compared.values():
         for family in of_measure.families:
             where = f" ({family.control})" if len(of_measure.families) > 1 else ""
             headline.append((f"{of_measure.measure.heading}{where}", of_measure.sentence(family)))
     if any(of_measure.families for of_measure in compared.values()):
         return headline
-    means = means_of(corpus)["bits" if corpus.runs[0].language_model else "tokenized", "mean"].dropna()
-    if means.empty:
+    scored = corpus.scores().index.unique("system")
+    if not len(scored):
         return [*headline, ("Not known", "no run was scored.")]
-    if len(means) == 1:
-        return [*headline, ("Nothing to compare", f"{means.index[0]} is the only system that was scored.")]
+    if len(scored) == 1:
+        return [*headline, ("Nothing to compare", f"{scored[0]} is the only system that was scored.")]
     why = dict.fromkeys(reason for of_measure in compared.values() for reason in of_measure.untested.values())
     lacking = "; ".join(why) or "no control (LN), with which the systems could be compared"
     return [*headline, ("No difference is tested over seeds", f"{lacking}.")]
 
 
-def confounded(corpus: Corpus) -> list[str]:
-    """Of each system that differs from its baseline in more than the norm: in which settings."""
-    systems: dict[tuple, list[str]] = {}
-    for label, other in corpus.baselines().items():
-        if names := corpus.beside_the_norm(label, other):
-            systems.setdefault((other, *names), []).append(label)
-    return [
-        f"{', '.join(labels)} {'differs' if len(labels) == 1 else 'differ'} from {other} in {', '.join(names)}"
-        for (other, *names), labels in systems.items()
-    ]
+def _of_a_seed(run: Run, other: Run, resamples: int, comparisons: int) -> dict[str, str]:
+    """Score -> the difference of a run from another one, and p, corrected by Bonferroni for the ``comparisons``."""
+    try:
+        compared = compare_folders({"baseline": other.result, "system": run.result}, resamples=resamples)
+    except (ScoringError, OSError) as error:
+        return dict.fromkeys(SCORES, f"not computed ({' '.join(str(error).split())})")
+    low = any(low_bleu(result.score) for result in compared["tokenized"].results.values())
+    texts = {}
+    for measure, comparison in compared.items():
+        baseline, system = comparison.results.values()
+        p = "not tested (BLEU below 1)" if low else p_text(min(1.0, system.p_value * comparisons))
+        texts[measure] = f"{signed(system.score - baseline.score)}, {p}"
+    return texts
 
 
-def _over_sentences(compared_pairs: list[tuple], measure: str, comparisons: int) -> str:
-    """The results of :func:`pairs`."""
-    parts = []
-    for seed, compared in compared_pairs:
-        part = f"not computed ({compared})"
-        if not isinstance(compared, str):
-            low = any(low_bleu(result.score) for result in compared["tokenized"].results.values())
-            baseline, system = compared[measure].results.values()
-            p = "not tested (BLEU below 1)" if low else p_text(corrected(system.p_value, comparisons))
-            part = f"{signed(system.score - baseline.score)}, {p}"
-        parts.append(f"seed {'not known' if seed is None else seed}: {part}")
-    return "; ".join(parts) or missing("– (no seed in common)")
-
-
-def bootstrap(corpus: Corpus, subset: str, resamples: int) -> tuple[pandas.DataFrame, int]:
+def bootstrap(corpus: Corpus, resamples: int) -> tuple[pandas.DataFrame, int]:
     """Every scored system against LN over test sentences, and by how many comparisons each p is corrected."""
     scored = set(corpus.scores().index.unique("system"))
-    tested = {label: baseline for label, baseline in corpus.baselines().items() if {label, baseline} <= scored}
+    tested = {label: baseline for label, baseline in corpus.baselines.items() if {label, baseline} <= scored}
     rows = []
     for label, baseline in tested.items():
         progress(f"comparing {label} with {baseline}")
-        compared_pairs = pairs(corpus.members(label), corpus.members(baseline), subset, resamples)
-        for measure, name in SCORES.items():
-            text = _over_sentences(compared_pairs, measure, len(tested))
-            rows.append({"norm": label, "measure": name, "difference and p, per seed": text})
+        parts = {measure: [] for measure in SCORES}
+        for run in corpus.members(label):
+            partner = next((one for one in corpus.members(baseline) if one.scores and one.seed == run.seed), None)
+            if run.scores and partner:
+                for measure, text in _of_a_seed(run, partner, resamples, len(tested)).items():
+                    parts[measure].append(f"seed {'not known' if run.seed is None else run.seed}: {text}")
+        for measure, title in SCORES.items():
+            text = "; ".join(parts[measure]) or missing("– (no seed in common)")
+            rows.append({"norm": label, "measure": title, "difference and p, per seed": text})
     return pandas.DataFrame(rows), len(tested)
 
 
@@ -236,7 +217,7 @@ def raw_scores(corpora: Sequence[Corpus]) -> pandas.DataFrame:
             rows.append(
                 {"run": run.name, "data": os.path.relpath(run.data_folder) if run.data_folder else "", "system": label}
                 | {"norm": corpus.norm(label), "seed": seed, "machine": run.machine, "code": run.code}
-                | {"compared with": corpus.baseline(label), **run.measures, **parts}
+                | {"compared with": corpus.baselines.get(label), **run.measures, **parts}
                 | _of_training(run)
                 | {"state": _state(run).strip("*"), "problems": "; ".join(map(relative, run.problems))}
             )
@@ -268,8 +249,7 @@ def _state(run: Run) -> str:
         return missing(f"failed: {relative(run.failed) or 'no reason given'}")
     if not run.trained:
         return missing("not trained")
-    reached = run.log.updates >= run.max_update if run.max_update else run.from_checkpoints
-    if not run.log.ended and not reached:
+    if run.unfinished:
         return missing("not finished")
     if run.measured:
         return "complete"
@@ -280,26 +260,24 @@ def _state(run: Run) -> str:
 
 def training(corpus: Corpus) -> pandas.DataFrame:
     """How each run went."""
-    patterns = {
-        LOSS: f"{{{LOSS}:.3f}} at {{at update:,.0f}}",
-        "time per update": "{seconds per update:.2f} s",
-        "tokens/s": "{tokens/s:,.0f}",
-    }
     rows = []
-    for row, run in rows_of(corpus):
-        numbers = _of_training(run)
-        texts = {name: pattern.format_map(numbers) for name, pattern in patterns.items()}
-        if not math.isnan(numbers["seconds"]):
-            certain = all(start.done_seconds is not None for start in run.log.starts)
-            texts["wall time"] = f"{'' if certain else 'at least '}{duration(numbers['seconds'])}"
-        if run.log and run.log.parameters:
-            texts["parameters"] = f"{run.log.parameters:,}"
-        row["state"] = _state(run)
-        row["updates"] = f"{numbers['updates']:,} " + (f"of {run.max_update:,}" if run.max_update else "(no limit)")
-        for name in (LOSS, "wall time", "time per update", "tokens/s", "parameters"):
-            text = texts.get(name, "nan")
-            row[name] = missing("not logged") if "nan" in text else text
-        rows.append(row)
+    for label, run in zip(corpus.frame["system"], corpus.runs, strict=True):
+        numbers, log = _of_training(run), run.log or TrainingLog()
+        whole = all(start.done_seconds is not None for start in log.starts)
+        wall_time = "" if math.isnan(numbers["seconds"]) else str(timedelta(seconds=round(numbers["seconds"])))
+        texts = {
+            LOSS: f"{numbers[LOSS]:.3f} at {numbers['at update']:,.0f}",
+            "wall time": f"{'' if whole else 'at least '}{wall_time or math.nan}",
+            "time per update": f"{numbers['seconds per update']:.2f} s",
+            "tokens/s": f"{numbers['tokens/s']:,.0f}",
+            "parameters": f"{log.parameters or math.nan:,}",
+        }
+        rows.append(
+            {"norm": label, "seed": missing("not known") if run.seed is None else str(run.seed)}
+            | {"run": code(run.name), "state": _state(run)}
+            | {"updates": f"{log.updates:,} " + (f"of {run.max_update:,}" if run.max_update else "(no limit)")}
+            | {name: missing("not logged") if "nan" in text else text for name, text in texts.items()}
+        )
     return pandas.DataFrame(rows)
 
 
@@ -308,32 +286,26 @@ def _machines(runs: Sequence[Run]) -> pandas.DataFrame:
     starts = pandas.DataFrame(
         {"torch": "none"}
         | {name.replace("_", " "): _plain(value) for name, value in start.items() if name not in _OF_A_START}
-        | {"runs": run.name, "starts": str(start.get("started", "not recorded"))}
+        | {"runs": run.name}
+        | dict.fromkeys(("starts", "first start", "last start"), str(start.get("started", "not recorded")))
         for run in runs
         for start in run.starts
     ).fillna("none")
     if starts.empty:
         return starts
-
-    def times(started: pandas.Series) -> str:
-        first, last = started.min(), started.max()
-        return f"{count(len(started), 'start')}, {first if first == last else f'{first} to {last}'}"
-
-    machines = starts.groupby([name for name in starts if name not in ("runs", "starts")], sort=False)
-    table = machines.agg({"runs": lambda names: ", ".join(dict.fromkeys(names)), "starts": times}).reset_index()
+    names = {"runs": lambda runs: ", ".join(dict.fromkeys(runs)), "starts": "count"}
+    names |= {"first start": "min", "last start": "max"}
+    table = starts.groupby([name for name in starts if name not in names], sort=False).agg(names).reset_index()
     table.index = ["all starts"] if len(table) == 1 else [f"machine {row + 1}" for row in table.index]
     return table.T.rename_axis("what").reset_index()
 
 
-def _settings(corpus: Corpus) -> dict | None:
-    """Tables of what differs between the systems (``differing``) and what does not (``common``); None if unknown."""
+def _settings(corpus: Corpus) -> dict:
+    """Tables of what differs between the systems (``differing``) and what does not (``common``)."""
     rows = [
         {"system": label} | {name: as_text(value) for name, value in comparable(run).items() if name != SEED}
         for label, run in zip(corpus.frame["system"], corpus.runs, strict=True)
-        if corpus.norm(label) != UNKNOWN
     ]
-    if not rows:
-        return None
     values = pandas.DataFrame(rows).fillna(as_text(None)).set_index("system")
     same = values.nunique() == 1
     differ = (
@@ -352,126 +324,120 @@ def _settings(corpus: Corpus) -> dict | None:
     }
 
 
-def _commands(runs: Sequence[Run]) -> dict[str, str]:
-    """Name of a run -> the command that it was started with, of those that pn train noted it for."""
-    commands = {run.name: run.starts[0].get("command") for run in runs if run.starts}
-    return {name: shlex.join(["pn", "train", *map(relative, words)]) for name, words in commands.items() if words}
+def _commands(corpus: Corpus) -> list[str]:
+    """The commands of pn train."""
+    starts = [run.starts[0] for run in corpus.runs if run.starts]
+    return [shlex.join(["pn", "train", *map(relative, start["command"])]) for start in starts if "command" in start]
 
 
-def about(corpus: Corpus, *, subset: str, paper: str, resamples: int) -> dict:
-    """What ``report.md.j2`` shows of the runs on a corpus."""
-    runs, settings = corpus.runs, corpus.data or {}
-    name = (recognise(settings, _sentences(corpus, subset)) or "none") if paper == "auto" else paper
+def _signatures(corpus: Corpus) -> dict[str, list[str]]:
+    """Title of a score -> the ways in which the runs were scored."""
+    signatures: dict[str, set[str]] = {}
+    for run in corpus.runs:
+        scores = {title: getattr(run.scores, name, None) for name, title in SCORES.items()}
+        for title, score in (scores | {"perplexity": run.perplexity}).items():
+            if score:
+                signatures.setdefault(title, set()).add(score.signature)
+    return {title: sorted(of_score) for title, of_score in signatures.items()}
+
+
+def about(corpus: Corpus, paper: str, resamples: int) -> dict:
+    """What ``translation.md.j2`` shows of the runs on a corpus."""
+    runs = corpus.runs
+    size = next((run.decoded for run in runs if run.decoded), None)
+    name = (recognise(corpus.data or {}, size) or "none") if paper == "auto" else paper
     table = PAPER.get(name)
-    scored = [run for run in runs if run.scores]
-    signatures = {
-        name: sorted({getattr(run.scores, measure).signature for run in scored}) for measure, name in SCORES.items()
-    }
-    names = [settings.get("source"), settings.get("target")]
-
     return {
-        "title": " to ".join(names) if all(names) else f"Data not known: {runs[0].name}",
-        "data": data(corpus, _PAIRS),
         "results": results(corpus, SCORES, "scored", table),
         "paper": table,
         "otherwise": {label: row.missing(corpus.settings[label]) for label, row in _published(corpus, table).items()},
-        "size": _sentences(corpus, subset),
-        "split": any(run.scores.tokenized.compound_split != table.compound_split for run in scored) if table else None,
-        "signatures": signatures if scored else {},
+        "size": size,
+        "split": bool(table)
+        and any(run.scores.tokenized.compound_split != table.compound_split for run in runs if run.scores),
         "decodings": sorted({run.decoding for run in runs if run.decoding}),
-        "bootstrap": bootstrap(corpus, subset, resamples),
+        "bootstrap": bootstrap(corpus, resamples),
     }
 
 
-def _together(corpus: Corpus, baselines: Mapping[str, str]) -> list[list[str]]:
+def _together(corpus: Corpus) -> list[list[str]]:
     """The systems in the order of the tables, a few for each picture, each with the LN that it is compared with."""
+    baselines = corpus.baselines
     others = [label for label in corpus.settings if label not in baselines.values()]
     parts = [others[start : start + _OF_A_PICTURE] for start in range(0, len(others), _OF_A_PICTURE)]
     shown = [{*part, *(baselines[label] for label in part if label in baselines)} for part in parts]
     return [[label for label in corpus.settings if label in part] for part in shown]
 
 
-def _compared(corpus: Corpus, picture: Path, planned: Sequence[tuple[str, str]]) -> dict:
-    """The comparisons over seeds: what the page shows of them; the picture is written if there are any."""
-    frame = raw_scores([corpus])
-    compared = intervals.compare(frame)
-    return {
-        "headline": _headline(corpus, compared),
-        "table": intervals.table(compared),
-        "picture": picture.name if intervals.plot(compared, list(corpus.settings), picture) else None,
-        "machines": list(frame["machine"].unique()),
-        "strengths": [
-            (of_measure.measure.heading, of_measure.strength(family))
-            for of_measure in compared.values()
-            for family in of_measure.families
-        ],
-        "margins": [f"±{each.measure.margin:g} for {each.measure.title}" for each in compared.values()],
-        "planned": [
-            (compared[column].measure.title, text)
-            for system, column in planned
-            if column in compared and (text := compared[column].planned(system))
-        ],
-    }
+def _learning_curves(corpora: Sequence[Corpus], table: Path) -> list[list[str]]:
+    """Write the records of the learning curves into ``table``, draw them, and name the pictures of each corpus."""
+    records, pictures = [], []
+    for corpus in corpora:
+        pictures.append([])
+        for labels in _together(corpus):
+            logs = {label: {run.name: run.log for run in corpus.members(label) if run.log} for label in labels}
+            picture = CURVES.format(sum(map(len, pictures)) + 1)
+            if rows := curves.records(picture, logs, corpus.baselines):
+                records += rows
+                pictures[-1].append(picture)
+    progress("drawing learning curves")
+    with atomic_write(table, "w") as file:
+        pandas.DataFrame(records, columns=curves.COLUMNS).to_csv(file, index=False)
+    curves.draw(table)
+    return pictures
 
 
 def build(
     runs: Sequence[Run],
     corpora: Sequence[Corpus],
     folder: Path,
-    prefix: str,
-    page: str,
-    about: Callable[..., dict],
+    about: Callable[[Corpus], dict],
     planned: Sequence[tuple[str, str]] = (),
     **settings,
 ) -> tuple[str, list[str]]:
-    """A report about runs as Markdown, and the names of its pictures, which are written into ``folder``.
-
-    The records of the learning curves are written next to them.
+    """A report about runs as Markdown, and the names of its pictures.
 
     Args:
         runs: as :func:`pn_fairseq.report.runs.read_runs` returns them.
         corpora: the runs that are known, by corpus.
-        folder: where the pictures go.
-        prefix: what their names begin with.
-        page: the template. It extends ``page.md.j2``, which has what all reports show.
-        about: called with each corpus and ``settings``; returns what the template shows of it.
+        folder: where the pictures and the records of the learning curves go.
+        about: returns what the template shows of the results on a corpus.
         planned: (system, column of report.csv) of comparisons that were planned before the runs.
         settings: the template also shows them.
     """
-    curve_records, pictures, shown_corpora = [], 0, []
-    for corpus in corpora:
-        shown, commands = about(corpus, **settings), _commands(corpus.runs)
-        compared = _compared(corpus, folder / f"{prefix}intervals-{len(shown_corpora) + 1}.png", planned)
-        drawn, baselines = [], corpus.baselines()
-        for labels in _together(corpus, baselines):
-            logs = {label: {run.name: run.log for run in corpus.members(label) if run.log} for label in labels}
-            picture = f"{prefix}curves-{pictures + 1}.png"
-            if rows := curves.records(picture, logs, baselines):
-                pictures += 1
-                curve_records += rows
-                drawn.append(picture)
+    pictures, shown_corpora = _learning_curves(corpora, folder / "report-curves.csv"), []
+    for place, (corpus, drawn) in enumerate(zip(corpora, pictures, strict=True), 1):
+        frame = raw_scores([corpus])
+        compared = intervals.compare(frame)
+        picture = intervals.plot(compared, list(corpus.settings), folder / INTERVALS.format(place))
+        data = corpus.data or {}
+        languages = [data.get("source"), data.get("target")]
+        title = " to ".join(languages) if all(languages) else f"Data not known: {corpus.runs[0].name}"
         shown_corpora.append(
-            shown
-            | {
+            {
+                "title": data.get("corpus") or title,
+                "data": _data(corpus),
+                "signatures": _signatures(corpus),
                 "pictures": drawn,
-                "baselines": baselines,
-                "has_ln": bool(corpus.ln),
-                "compared": compared,
+                "baselines": corpus.baselines,
+                "headline": _headline(corpus, compared),
+                "measures": compared.values(),
+                "differences": intervals.table(compared),
+                "intervals": picture,
+                "machines": list(frame["machine"].unique()),
+                "planned": [
+                    (compared[column].measure.title, text)
+                    for system, column in planned
+                    if column in compared and (text := compared[column].planned(system))
+                ],
                 "training": training(corpus),
                 "settings": _settings(corpus),
-                "commands": list(commands.values()),
-                "lacking": [run.name for run in corpus.runs if run.name not in commands],
+                "commands": _commands(corpus),
+                **about(corpus),
             }
         )
-    progress("drawing learning curves")
-    table = folder / f"{prefix}curves.csv"
-    with atomic_write(table, "w") as file:
-        pandas.DataFrame(curve_records, columns=curves.COLUMNS).to_csv(file, index=False)
-    rendered = template(page).render(
-        settings, version=__version__, runs=len(runs), corpora=shown_corpora, machines=_machines(runs),
+    rendered = template("report.md.j2").render(
+        settings, version=__version__, runs=runs, corpora=shown_corpora, machines=_machines(runs),
         systems=sum(len(corpus.settings) for corpus in corpora),
-        measured=sum(run.measured for run in runs),
-        faulty=sum(bool(run.problems) for run in runs),
         problems=[(relative(run.path), relative(problem)) for run in runs for problem in run.problems],
         repeated=[
             (*system_and_seed, [run.name for run in repeated])
@@ -479,10 +445,9 @@ def build(
             for system_and_seed, repeated in corpus.frame.groupby(["system", "seed"], sort=False)["run"]
             if len(repeated) > 1
         ],
-        lacking=[run.name for run in runs if not run.starts],
         probes=[(run.name, relative(str(probe))) for run in runs if (probe := find_probe(run))],
         figures=[file.name for file in sorted(folder.glob("figure-[2-7].png"))],  # of pn figures
-        count=count, number=number,
+        count=count,
     )  # fmt: skip
-    interval_pictures = [shown["compared"]["picture"] for shown in shown_corpora if shown["compared"]["picture"]]
-    return re.sub(r"\n{3,}", "\n\n", rendered), curves.draw(table) + interval_pictures
+    intervals_drawn = [shown["intervals"] for shown in shown_corpora if shown["intervals"]]
+    return re.sub(r"\n{3,}", "\n\n", rendered), sum(pictures, intervals_drawn)

@@ -12,7 +12,7 @@ from scipy import stats
 from docs.tools import results
 from pn_fairseq.report.significance import POWER
 
-from ..report.test_report import make_run, with_score
+from ..report.test_report import make_run, with_score, with_scores
 
 
 @pytest.mark.parametrize("title", list(results.subjects()))
@@ -44,9 +44,7 @@ def made(tmp_path_factory):
     checkout = tmp_path_factory.mktemp("checkout")
     runs = checkout / "runs/compare_norms"
     scores = {"ln": (20.0, 20.4, 20.2), "pn": (25.0, 25.1, 25.3), "bn": (20.1,), "dn": (17.0,)}
-    for norm, bleu in scores.items():
-        for seed, score in enumerate(bleu, 1):
-            with_score(make_run(runs / f"verses/{norm}_seed{seed}", norm, seed), score)
+    with_scores(runs / "verses", scores)
     rate = {"optimization__lr": [0.01], "optimizer__lr": [0.01]}
     with_score(make_run(runs / "verses_lr0.01/ln_seed1", "ln", **rate), 19.0)
     failed = make_run(runs / "verses/pn+norm_variant=release_seed1", "pn", decoded=False, model__norm_variant="release")

@@ -33,18 +33,9 @@ def write_probe(folder, kind, running, updates=range(10, 101, 10), layers=2):
         rows = []
         for layer in range(layers):
             row = {name: float(update) * 1000**layer * (10 if "psi2" in name else 1) for name in columns}
-            row |= {
-                "update": update,
-                "forward": 0,
-                "norm": f"encoder.layers.{layer}.self_attn_layer_norm",
-                "kind": kind,
-            }
-            row |= {
-                "running": others[running] if layer else running,
-                "channels": CHANNELS,
-                "tokens": 100.0,
-                "sample_size": 50.0,
-            }
+            row |= {"update": update, "forward": 0, "norm": f"encoder.layers.{layer}.self_attn_layer_norm"}
+            row |= {"kind": kind, "running": others[running] if layer else running, "channels": CHANNELS}
+            row |= {"tokens": 100.0, "sample_size": 50.0}
             row |= {"gamma_over_psi_batch": [float(update * n) for n in range(CHANNELS)]}
             rows.append(row)
         rows.append(rows[0] | {"forward": None, "mu_distance_l2": 1e9})  # all tokens of the update: not in the boxes
@@ -54,12 +45,9 @@ def write_probe(folder, kind, running, updates=range(10, 101, 10), layers=2):
 def make_run(where, norm="batch", running="mu,sigma2,psi2", max_tokens=512, max_update=100):
     """A training of 100 updates."""
     where.mkdir()
+    probe = f"/elsewhere/{where.name}/series"
     settings = {
-        "model": {
-            "_name": "transformer_bn_tiny",
-            "encoder_norm": norm,
-            "norm_probe": f"/elsewhere/{where.name}/series",
-        },
+        "model": {"_name": "transformer_bn_tiny", "encoder_norm": norm, "norm_probe": probe},
         "optimization": {"max_update": max_update},
         "dataset": {"max_tokens": max_tokens},
     }
@@ -86,7 +74,7 @@ def boxes(axis):
 
 
 def test_boxes_are_fifths_of_training_of_the_first_norm(runs):
-    figure = FIGURES[2].draw(pyplot, subjects_of(runs))
+    figure = FIGURES[2].draw(subjects_of(runs))
     fifths = [np.median([20 * n + 10, 20 * n + 20]) for n in range(5)]
     for axis in figure.axes:
         assert boxes(axis) == [median for median in fifths for _ in runs]
@@ -99,7 +87,7 @@ def test_boxes_are_fifths_of_training_of_the_first_norm(runs):
 def test_another_norm(runs):
     (run,) = read_runs(runs[:1])
     subject = read_subject(run, "bn", "bn", "encoder.layers.1.self_attn_layer_norm")
-    figure = FIGURES[3].draw(pyplot, [subject])
+    figure = FIGURES[3].draw([subject])
     assert boxes(figure.axes[0])[0] == 15 * 1000
     pyplot.close(figure)
 
@@ -108,7 +96,7 @@ def test_another_norm(runs):
 def test_the_fourth_figure_takes_the_statistic_that_a_norm_normalizes_by(layer, factors, runs):
     """Variances of BN and second moments of PN-V; in the second layer the other way round."""
     name = f"encoder.layers.{layer}.self_attn_layer_norm"
-    figure = FIGURES[4].draw(pyplot, [read_subject(run, run.name, run.name, name) for run in read_runs(runs)])
+    figure = FIGURES[4].draw([read_subject(run, run.name, run.name, name) for run in read_runs(runs)])
     for axis in figure.axes:
         assert boxes(axis)[:2] == [15 * factor for factor in factors]
     pyplot.close(figure)
@@ -124,14 +112,14 @@ def test_a_training_that_ended_early_fills_its_fifths(tmp_path):
 
 def test_many_runs_can_be_told_apart(tmp_path):
     runs = [make_run(tmp_path / str(number)) for number in range(12)]
-    figure = FIGURES[2].draw(pyplot, subjects_of(runs))
+    figure = FIGURES[2].draw(subjects_of(runs))
     looks = {(box.get_edgecolor(), box.get_hatch()) for box in figure.axes[0].patches}
     assert len(looks) == 12
     pyplot.close(figure)
 
 
 def test_gradients_have_a_second_axis_in_the_papers_unit(runs):
-    figure = FIGURES[3].draw(pyplot, subjects_of(runs))
+    figure = FIGURES[3].draw(subjects_of(runs))
     marks = [line for line in figure.axes[0].lines if line.get_linestyle() == ":"]
     paper = [0.0084, 0.0086, 0.0067, 0.0074, 0.0076]
     np.testing.assert_allclose(marks[1].get_ydata() * 100 * 50, paper)  # tokens times sample size
@@ -141,7 +129,7 @@ def test_gradients_have_a_second_axis_in_the_papers_unit(runs):
 def test_batch_size(tmp_path):
     points = [("ln", 512, 20.0), ("ln", 512, 22.0), ("ln", 4096, 23.0), ("pn", 512, 24.0)]
     subjects = [Subject("x", "y", line, tokens=tokens, bleu=bleu) for line, tokens, bleu in points]
-    figure = FIGURES[5].draw(pyplot, subjects)
+    figure = FIGURES[5].draw(subjects)
     ours, paper = figure.axes
     lines = {
         line.get_label(): line.get_xydata().tolist() for line in ours.lines if not line.get_label().startswith("_")
@@ -166,21 +154,21 @@ def test_spectra(tmp_path):
     files = ("checkpoint_last.pt", "language_model.pt", "without.pt")
     *seeds, without = (Subject(file, "ln", "ln", checkpoint=tmp_path / file) for file in files)
     ln = Subject("x", "LN", "LN", spectrum=np.array([4.0, 4.0, 2.0, 2.0]))
-    ratio = FIGURES[6].draw(pyplot, [*seeds, ln]).axes[3]
+    ratio = FIGURES[6].draw([*seeds, ln]).axes[3]
     expected = np.array([8, 4, 2, 1]) / 85**0.5 / (np.array([4, 4, 2, 2]) / 40**0.5)
     np.testing.assert_allclose(ratio.lines[0].get_ydata(), expected)
     np.testing.assert_allclose(ratio.lines[2].get_ydata(), np.ones(4))
-    figure = FIGURES[6].draw(pyplot, seeds)
+    figure = FIGURES[6].draw(seeds)
     for axis, divisor in zip(figure.axes, (8.0, 4.0, np.sqrt(85.0)), strict=True):
         ours = [line.get_ydata() for line in axis.lines if line.get_marker() == "None"]
         np.testing.assert_allclose(ours, [np.array([8, 4, 2, 1]) / divisor] * 2)
     pyplot.close(figure)
     with pytest.raises(Absent, match="without.pt has no word embeddings"):
-        FIGURES[6].draw(pyplot, [without])
+        FIGURES[6].draw([without])
 
 
 def test_gains_are_those_of_the_last_recorded_update(runs):
-    figure = FIGURES[7].draw(pyplot, subjects_of(runs))
+    figure = FIGURES[7].draw(subjects_of(runs))
     (axis,) = figure.axes  # no final_layer_norm was recorded
     assert boxes(axis) == [350.0] * 4  # 100 times the median of 0 to 7; two layers of two runs
     assert axis.get_title(loc="left") == "before self-attention"
@@ -196,7 +184,7 @@ def test_the_papers_gains_stand_at_their_layers(runs):
         f"encoder.layers.{n}.self_attn_layer_norm": f"encoder.layers.{m}.final_layer_norm" for n, m in ((0, 3), (1, 5))
     }
     subject.probe["norm"] = subject.probe["norm"].map(names)
-    figure = FIGURES[7].draw(pyplot, [subject])
+    figure = FIGURES[7].draw([subject])
     (paper,) = (line for line in figure.axes[0].lines if line.get_linestyle() == ":")
     assert list(paper.get_ydata()) == [0.124, 0.172]
     pyplot.close(figure)
@@ -234,7 +222,7 @@ def test_what_a_run_lacks_is_said_and_old_figures_are_removed(runs, tmp_path, ca
 def test_runs_that_differ_by_their_seed_or_mini_batch_are_a_line(tmp_path, monkeypatch):
     drawn = []
     monkeypatch.setitem(
-        FIGURES, 5, FIGURES[5]._replace(draw=lambda _, subjects: drawn.extend(subjects) or pyplot.figure())
+        FIGURES, 5, FIGURES[5]._replace(draw=lambda subjects: drawn.extend(subjects) or pyplot.figure())
     )
     changes = [{}, {"dataset__max_tokens": 512}, {"model__layer_scale_groups": 0}]
     runs = [with_score(make_scored(tmp_path / str(n), "pn", n, **one), 20) for n, one in enumerate(changes, 1)]

@@ -116,21 +116,6 @@ def test_missing_runs_by_simulation():
     assert share == pytest.approx(ERROR_RATE, abs=0.004)
 
 
-def test_family_wise_error_and_power_of_this_projects_design():
-    """14 systems and LN, 3 seeds as blocks: no true difference is called one in at most 5.5% of the experiments, and
-    the difference that is called detectable is found in 80%."""
-    design, generator = Design(BALANCED, "ln"), np.random.default_rng(2)
-    values = generator.normal(size=(len(BALANCED), 40_000)) + np.repeat([[[3.0], [0.0], [-1.0]]], 15, 0).reshape(-1, 1)
-    critical = design.critical()
-    differences, deviation = design.fit(values)
-    bounds = critical * deviation * design.errors[:, None]
-    assert 0.045 < (np.abs(differences) > bounds).any(axis=0).mean() <= 0.055
-    shift = design.detectable(critical)
-    assert shift == pytest.approx(3.18, abs=0.02)  # standard deviations of the noise: on the verses 2.0 BLEU
-    found = (np.abs(differences[0] + shift) > bounds[0]).mean()
-    assert found == pytest.approx(POWER, abs=0.01)
-
-
 def test_blocks_of_several_machines_by_simulation():
     """Machines that change all values, blocks that lack systems, a system that shares no block with the control: the
     differences have no bias, and no true difference is called one in 5% of the experiments."""
@@ -212,18 +197,13 @@ def test_what_is_not_tested_says_why():
 @pytest.mark.parametrize(
     ("measure", "low", "high", "verdict"),
     [
-        ("tokenized", 0.1, 0.5, "better"), ("tokenized", -0.5, -0.1, "worse"), ("tokenized", -0.3, 0.3, "equivalent"),
-        ("tokenized", -0.2, 0.31, "not resolved"), ("bits", 0.01, 0.03, "worse"), ("bits", -0.03, -0.01, "better"),
-        ("bits", -0.02, 0.01, "equivalent"), ("bits", -0.021, 0.01, "not resolved"),
+        ("tokenized", 0.1, 0.5, "better"), ("tokenized", -0.5, -0.1, "worse"),
+        ("tokenized", -0.3, 0.3, "equivalent within ±0.3"), ("tokenized", -0.2, 0.31, "not resolved"),
+        ("bits", 0.01, 0.03, "worse"), ("bits", -0.03, -0.01, "better"), ("bits", -0.021, 0.01, "not resolved"),
+        ("bits", -0.02, 0.01, "equivalent within ±0.02"), ("bits", 0.005, 0.015, "worse, and within ±0.02"),
     ],
 )  # fmt: skip
 def test_verdicts(measure, low, high, verdict):
     interval = Interval((low + high) / 2, low, high, 0.5)
-    assert interval.verdict(MEASURES[measure]) == verdict
-    shown = Compared(MEASURES[measure], [], {}).verdict(interval)
-    assert shown == (f"equivalent within ±{MEASURES[measure].margin:g}" if verdict == "equivalent" else verdict)
-
-
-def test_a_resolved_difference_within_the_margin():
-    assert Compared(MEASURES["bits"], [], {}).verdict(Interval(0.01, 0.005, 0.015, 0.01)) == "worse, and within ±0.02"
-    assert Compared(MEASURES["bits"], [], {}).verdict(Interval(-0.01, -0.021, -0.005, 0.01)) == "better"
+    assert verdict.startswith(interval.verdict(MEASURES[measure]))
+    assert Compared(MEASURES[measure], [], {}).verdict(interval) == verdict
