@@ -9,9 +9,9 @@ from numpy import memmap
 from pn_fairseq.common.command import UserError
 from pn_fairseq.common.files import read_settings
 from pn_fairseq.pipeline.data.binarize import lengths
-from pn_fairseq.pipeline.data.language_model import BOOKS, verses
 from pn_fairseq.pipeline.data.preparation import Preparation
 from pn_fairseq.pipeline.data.recipes import enwik8
+from pn_fairseq.pipeline.data.recipes.verses_lm import BOOKS, split_by_book
 
 from ...scripts_helpers import ROOT, assert_refused, script
 
@@ -31,7 +31,7 @@ def write(folder, texts=TEXTS, pattern="{}.txt"):
 
 def test_verses_are_split_by_book_in_the_order_of_the_text(tmp_path):
     corpus = ROOT / "data/verses.es-en"
-    verses(corpus, tmp_path / "texts")
+    split_by_book(corpus, tmp_path / "texts")
     found = {
         split: (tmp_path / f"texts/{split}.txt").read_text("utf-8").split("\n")[:-1] for split in ("train", *BOOKS)
     }

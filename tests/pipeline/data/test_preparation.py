@@ -31,19 +31,22 @@ def test_every_corpus_has_its_wrapper_and_its_options_are_arguments():
         text = (ROOT / f"scripts/prepare_{name}.sh").read_text()
         assert text.endswith(f'/pn" prepare {name} "$@"\n') and len(text.splitlines()) == 3
         arguments = recipe.prepare.__code__.co_varnames[1 : recipe.prepare.__code__.co_argcount]
-        assert {option.name for option in recipe.OPTIONS} == set(arguments)
+        assert {flag[2:].replace("-", "_") for flag in recipe.OPTIONS} == set(arguments)
         assert not recipe.CONFIG or (ROOT / f"configs/{recipe.CONFIG}.yaml").is_file()
 
 
-def test_text_is_copied(tmp_path):
-    data = Preparation(tmp_path, workers=1)
-    data.open("")
-    data.settings = settings.check({"source": "de", "target": "en"})
-    (tmp_path / "text").mkdir()
-    for name in data.files(["train", "test"]):
-        (tmp_path / "text" / name).write_text("a\n")
-    data.copy("text", "raw")
-    assert {path.name for path in (tmp_path / "raw").iterdir()} == set(data.files(["train", "test"]))
+@pytest.mark.parametrize(
+    ("options", "kind", "needle"),
+    [
+        (("--bpe", "many"), "", "--bpe: must be a whole number of at least 1, not 'many'"),
+        (("--target", "es"), "", "--source and --target are both 'es'"),
+        ((), "unigram", "BPE must be subword-nmt or sentencepiece, not 'unigram'"),
+    ],
+)
+def test_values_that_cannot_be_used(options, kind, needle, corpus, monkeypatch, capsys):
+    monkeypatch.setenv("BPE", kind)
+    assert run(corpus, *options) == 2
+    assert needle in capsys.readouterr().err and not (corpus.parent / "data").exists()
 
 
 @pytest.mark.parametrize("place", ["folder", "piece", "file", "text"])
