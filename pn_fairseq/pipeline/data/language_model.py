@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from pn_fairseq.common.command import UserError, say
+from pn_fairseq.common.command import UserError
 from pn_fairseq.common.files import count_lines
 from pn_fairseq.pipeline.data import pairs, tokens
 from pn_fairseq.pipeline.data.binarize import SPLITS, make_bin
@@ -66,7 +66,7 @@ def prepare(
 
     data.transform("tokenizing", "raw", "tok", lambda *_: _tokenizer(data.settings))
     tok = {split: data.dest / f"tok/{split}.txt" for split in SPLITS}
-    counts = {split: _tokens(path) for split, path in tok.items()}
+    counts = {split: sum(len(line.split()) + 1 for line in pairs.lines(path)) for split, path in tok.items()}
     if expect and list(counts.values()) != list(expect):
         here, published = (" / ".join(f"{count:,}" for count in numbers) for numbers in (counts.values(), expect))
         raise UserError(f"this is not {name}: train, valid and test have {here} tokens, and {name} has {published}")
@@ -74,7 +74,6 @@ def prepare(
     make_bin(data.dest, data.workers, flags, {split: f"tok/{split}.txt" for split in SPLITS})
     lines = {f"{split}.lines": count_lines(path) for split, path in tok.items()}
     data.finish({**counts, **lines, **_unknown(data.dest / "bin")})
-    say("prepare", f"{data.dest} is complete: {', '.join(f'{counts[split]:,} {split}' for split in SPLITS)} tokens")
 
 
 def _tokenizer(settings: Mapping[str, str]) -> Work:
@@ -88,11 +87,6 @@ def _tokenizer(settings: Mapping[str, str]) -> Work:
 
 def _bytes(text: bytes) -> bytes:
     return b"".join(line.hex(" ").encode() + b"\n" for line in text.removesuffix(b"\n").split(b"\n"))
-
-
-def _tokens(path: Path) -> int:
-    with path.open(encoding="utf-8", newline="\n") as file:
-        return sum(len(line.split()) + 1 for line in file)
 
 
 def _unknown(folder: Path) -> dict[str, object]:

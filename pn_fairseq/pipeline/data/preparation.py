@@ -49,7 +49,7 @@ class Complete(Exception):
     """All steps are done."""
 
 
-class Preparation:
+class Preparation(contextlib.ExitStack):
     """The steps for the folder ``dest``. Names of folders are folders in it; DEST/partial is removed at the end.
 
     Args:
@@ -58,12 +58,9 @@ class Preparation:
     """
 
     def __init__(self, dest: Path | None, workers: int):
-        self._given, self.workers, self._stack = dest, workers, contextlib.ExitStack()
+        super().__init__()
+        self._given, self.workers = dest, workers
         self.settings: dict[str, str] = {}
-
-    def close(self) -> None:
-        """Let other preparations have ``dest``."""
-        self._stack.close()
 
     def begin(self, name: str, **values: object) -> None:
         """Take the settings of a translation corpus that differ from their defaults, and open ``dest``.
@@ -84,14 +81,14 @@ class Preparation:
         """Make ``dest``, by default ``runs/data/NAME``, and keep other preparations out of it until this one ends."""
         self.dest = (self._given or Path("runs/data") / name).absolute()
         self.dest.mkdir(parents=True, exist_ok=True)
-        lock = self._stack.enter_context((self.dest / ".lock").open("a"))
+        lock = self.enter_context((self.dest / ".lock").open("a"))
         os.set_inheritable(lock.fileno(), True)  # a process of this one that outlives a kill -9 is waited for
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             say("prepare", f"another process prepares {self.dest}; waiting for it to end")
             fcntl.flock(lock, fcntl.LOCK_EX)
-        self.partial = self._stack.enter_context(scratch_folder(self.dest / "partial"))
+        self.partial = self.enter_context(scratch_folder(self.dest / "partial"))
 
     def files(self, of: Sequence[str] = SPLITS) -> list[str]:
         """The names of the files of these splits: SPLIT.LANG, or SPLIT.txt for language models."""
@@ -277,27 +274,23 @@ class Preparation:
         self.transform("applying BPE", source, to, lambda *_: work)
 
     def binarize(self, expected: str = "") -> None:
-        """Make fairseq's binary data, bin/, from bpe/; remove what is not needed any more, and print the counts.
-
-        Args:
-            expected: the counts that the original text gives, printed next to the counts.
-        """
+        """Make fairseq's binary data, bin/, from bpe/. ``expected``: the counts that the original text gives."""
         source, target = self.settings["source"], self.settings["target"]
         flags = ["--source-lang", source, "--target-lang", target, *(f"--{split}pref=bpe/{split}" for split in SPLITS)]
         flags += ["--joined-dictionary"] if self.settings["separate_dictionaries"] == "0" else []
         names = (name.split(".") for name in self.files())
         texts = {f"{split}.{source}-{target}.{lang}": f"bpe/{split}.{lang}" for split, lang in names}
         make_bin(self.dest, self.workers, flags, texts)
-        self.finish({split: count_lines(self.dest / f"raw/{split}.{source}") for split in SPLITS})
-        counts = read_settings(self.dest / "counts.txt")
-        if (self.dest / "removed.tsv").is_file():
-            removed = f"cleaning removed {counts['train.removed']} of {counts['train.read']} training pairs"
-            say("prepare", f"{removed} (which and why: {self.dest}/removed.tsv)")
-        made = ", ".join(f"{counts[split]} {split}" for split in SPLITS)
-        say("prepare", f"{self.dest} is complete: {made}{expected and f' (expected: {expected})'}")
+        self.finish({split: count_lines(self.dest / f"raw/{split}.{source}") for split in SPLITS}, expected)
 
-    def finish(self, counts: Mapping[str, object]) -> None:
-        """Write the counts, unless the cleaning has, and remove what is not needed any more."""
+    def finish(self, counts: Mapping[str, object], expected: str = "") -> None:
+        """Write the counts, unless the cleaning has, remove what is not needed any more, and print the counts."""
         if not (self.dest / "counts.txt").exists():
             write_settings(self.dest / "counts.txt", counts)
         shutil.rmtree(self.dest / "stages", ignore_errors=True)
+        kept = read_settings(self.dest / "counts.txt")
+        if "train.removed" in kept:
+            removed = f"cleaning removed {kept['train.removed']} of {kept['train.read']} training pairs"
+            say("prepare", f"{removed} (which and why: {self.dest}/removed.tsv)")
+        made = ", ".join(f"{int(kept[split]):,} {split}" for split in SPLITS)
+        say("prepare", f"{self.dest} is complete: {made}{expected and f' (expected: {expected})'}")

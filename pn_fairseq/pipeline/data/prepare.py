@@ -7,7 +7,7 @@ import errno
 import os
 from pathlib import Path
 
-from pn_fairseq.common.command import ArgumentParser, UserError, command, say, whole
+from pn_fairseq.common.command import ArgumentParser, UserError, command, whole
 from pn_fairseq.pipeline.data.preparation import Complete, Preparation
 from pn_fairseq.pipeline.data.recipes import RECIPES
 
@@ -52,11 +52,11 @@ def _parser() -> ArgumentParser:
 def main(argv: list[str] | None = None) -> None:
     values = vars(_parser().parse_args(argv))
     recipe, dest = RECIPES[values.pop("recipe")], values.pop("dest")
+    if "corpus" in values and not Path(values["corpus"]).is_dir():
+        raise UserError(f"there is no directory '{values['corpus']}' (--corpus)")
     try:
-        with contextlib.closing(Preparation(dest, values.pop("workers"))) as data:
+        with contextlib.suppress(Complete), Preparation(dest, values.pop("workers")) as data:
             recipe.prepare(data, **values)
-    except Complete:
-        say("prepare", f"{data.dest} is complete")
     except OSError as error:
         if error.errno not in FULL:
             raise

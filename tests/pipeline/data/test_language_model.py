@@ -116,7 +116,7 @@ def test_bytes(tmp_path, monkeypatch):
         with zipfile.ZipFile(folder / "enwik8.zip", "w") as file:
             file.writestr("enwik8", text)
         plan = Preparation(folder / "data", workers=1)
-        with contextlib.closing(plan), pytest.raises(UserError) if size == 511 else contextlib.nullcontext() as error:
+        with plan, pytest.raises(UserError) if size == 511 else contextlib.nullcontext() as error:
             enwik8.prepare(plan, str(folder))
     assert "it has 511 bytes, and enwik8 has 512" in str(error.value)
     raw = [(tmp_path / f"512/data/raw/{split}.txt").read_bytes() for split in ("train", "valid", "test")]

@@ -1,6 +1,5 @@
 """Reading published text in pairs, and choosing among the pairs."""
 
-import contextlib
 import gzip
 from pathlib import Path
 
@@ -26,7 +25,7 @@ def write(folder: Path, **contents: bytes) -> tuple[Path, Path]:
 
 
 def take(reader: pairs.Reader, tmp_path: Path, de: bytes, en: bytes) -> tuple[list[str], list[str]]:
-    with contextlib.closing(Preparation(tmp_path / "data", workers=1)) as data:
+    with Preparation(tmp_path / "data", workers=1) as data:
         data.open("")
         data.settings = settings.complete({"source": "de", "target": "en"})
         data.take(reader, "train", write(tmp_path, de=de, en=en))
@@ -112,7 +111,7 @@ def test_the_rule_of_cleaning(source, target, reason):
 @pytest.fixture
 def data(tmp_path):
     """A function that gives the preparation in a folder, with these settings."""
-    with contextlib.closing(Preparation(tmp_path, workers=1)) as data:
+    with Preparation(tmp_path, workers=1) as data:
         data.open("")
 
         def with_settings(**values: object) -> Preparation:

@@ -50,4 +50,4 @@ def prepare(data: Preparation, archive: str | None, bpe: int) -> None:
 
     # 4. Joint BPE, learned on what is kept: DEST/bpe. Binary data: DEST/bin.
     data.segment()
-    data.binarize("160239 train, 7283 valid, 6750 test, from the original archive with Moses' tokenizer")
+    data.binarize("160,239 train, 7,283 valid, 6,750 test, from the original archive with Moses' tokenizer")
