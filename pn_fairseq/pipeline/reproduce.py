@@ -35,8 +35,6 @@ from pn_fairseq.pipeline import check_settings
 if TYPE_CHECKING:
     from types import ModuleType
 
-    from pn_fairseq.pipeline.data.preparation import Option
-
 
 @dataclass(frozen=True)
 class Corpus:
@@ -128,7 +126,7 @@ TABLES = """\
 # --- the command line ---
 
 
-def _parser(name: str, corpus: Corpus, passed_on: Sequence[Option]) -> ArgumentParser:
+def _parser(name: str, corpus: Corpus, passed_on: Mapping[str, dict]) -> ArgumentParser:
     several, prepared = len(corpus.models) > 1, name in CORPORA
     more = MODELS.format(" ".join(corpus.models)) if several else ""
     more += TABLES.format(" ".join(corpus.tables)) if corpus.tables else ""
@@ -153,8 +151,8 @@ def _parser(name: str, corpus: Corpus, passed_on: Sequence[Option]) -> ArgumentP
     add("--dry-run", action="store_true", help="check everything, print the commands and do nothing")
     if passed_on:
         group = parser.add_argument_group(f"passed on to pn prepare {name}")
-        for option in passed_on:
-            option.add_to(group)
+        for flag, kind in passed_on.items():
+            group.add_argument(flag, **kind)
     return parser
 
 
@@ -240,7 +238,7 @@ def reproduce(name: str, words: Sequence[str], env: Mapping[str, str] = os.envir
     prepared = name in CORPORA
     logging.getLogger().addHandler(logging.NullHandler())  # else fairseq configures logging when it is imported
     corpus = CORPORA[name] if prepared else own_corpus(name)
-    passed_on = recipe(name).OPTIONS if prepared else ()
+    passed_on = recipe(name).OPTIONS if prepared else {}
     args = _parser(name, corpus, passed_on).parse_intermixed_args(words)
     check_settings(args.settings)
     norms, config, report_name = env.get("NORMS", corpus.norms).split(), corpus.config, "report"
@@ -262,10 +260,11 @@ def reproduce(name: str, words: Sequence[str], env: Mapping[str, str] = os.envir
     runs = Path(args.runs or Path("runs") / Path(config).stem).absolute()
     data = Path(args.data or Path("runs/data") / Path(corpus.config).stem).absolute()
     prepare = ["prepare", name, "--dest", data] if prepared else []
-    values = {option.name: getattr(args, option.name) for option in passed_on}
-    for option in passed_on:
-        if values[option.name] not in (option.default, False):
-            prepare += [option.flag, values[option.name]] if option.metavar else [option.flag]
+    values = {name: value for name, value in vars(args).items() if name not in ("settings", "runs", "data", "dry_run")}
+    for flag, kind in passed_on.items():
+        value = values[flag.removeprefix("--").replace("-", "_")]
+        if value not in (kind.get("default"), False):
+            prepare += [flag] if value is True else [flag, value]
     commands: dict[str, dict[str, list]] = {}
     for run_name, settings in planned.items():
         commands[run_name] = {step: [step, "--run", runs / run_name] for step in corpus.steps}
@@ -305,7 +304,7 @@ def reproduce(name: str, words: Sequence[str], env: Mapping[str, str] = os.envir
 
 def check_prepared(name: str, data: Path, values: Mapping[str, object]) -> None:
     """Refuse data that was prepared with other settings than the recipe has with these ``values`` of its options."""
-    from pn_fairseq.pipeline.data import settings, tokens
+    from pn_fairseq.pipeline.data import settings
     from pn_fairseq.pipeline.data.preparation import Preparation
 
     class SettingsKnown(Exception):
@@ -325,7 +324,7 @@ def check_prepared(name: str, data: Path, values: Mapping[str, object]) -> None:
     if not plan.settings:  # a language model
         return
     for key, value in settings.read(data).items():
-        if value not in (plan.settings[key], tokens.SACREMOSES_OLD):
+        if value != plan.settings[key]:
             raise UserError(
                 f"'{data}' was prepared with {key}={value}, and pn prepare {name} has {key}={plan.settings[key]}: "
                 f"name another --data; for data of your own: pn reproduce {CORPORA[name].config} --data DIR"

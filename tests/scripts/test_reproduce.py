@@ -402,7 +402,7 @@ def test_conflicts_are_found_before_anything_runs(data, tmp_path, monkeypatch, o
     monkeypatch.setattr(reproduce, "program", lambda step: ["false"])
     french = tmp_path / "french"
     (french / "bin").mkdir(parents=True)
-    (french / "settings").write_text("source=fr\ntarget=en\n")
+    (french / "settings.txt").write_text("source=fr\ntarget=en\n")
     one = {"NORMS": "pn", "SEEDS": "1"}
     assert_refused(own(french, *option, **one), "fr-en", "es-en", "add task.source_lang=fr task.target_lang=en")
     refused = in_process("verses", "--data", french, "task.source_lang=fr", *option, **one)

@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from pn_fairseq.common.command import UserError, deferred_signals
+from pn_fairseq.common.command import UserError, deferred_signals, say
 from pn_fairseq.common.files import atomic_folder, count_lines
 
 SPLITS = ("train", "valid", "test")
@@ -46,6 +46,7 @@ def make_bin(folder: Path, workers: int, flags: Sequence[str], texts: Mapping[st
     final, process = folder / "bin", None
     if final.exists():
         return
+    say("prepare", "binarizing with fairseq-preprocess")
     with atomic_folder(final) as partial:
         # -P: no modules of the folder. The names of files are relative, because fairseq splits them at commas.
         words = [sys.executable, "-P", "-m", "fairseq_cli.preprocess", *flags, "--workers", str(workers)]

@@ -1,25 +1,15 @@
-"""Pairs of sentences: reading them from published files, and choosing among them."""
+"""Sentences: reading them from published files, and the rule that removes pairs of them."""
 
 from __future__ import annotations
 
-import contextlib
 import gzip
-import os
 import re
-import shutil
-import zlib
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import zip_longest
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from pn_fairseq.common.command import UserError, say
-from pn_fairseq.common.files import recorded, write_settings
-from pn_fairseq.pipeline.data.binarize import SPLITS
-from pn_fairseq.pipeline.data.subwords import MODELS
+from pn_fairseq.pipeline.data.archives import DAMAGE
 
-#: Bytes of a line. A longer one is not a sentence, and a file without line feeds could fill the memory.
-LONGEST_LINE = 1 << 20
 #: Characters of a token, as in Moses' clean-corpus-n.perl.
 LONGEST_TOKEN = 1000
 BOM = "\ufeff"
@@ -28,47 +18,25 @@ BOM = "\ufeff"
 Reader = Callable[[Path], Iterator[str]]
 
 
-def name_of(path: Path) -> str:
-    """A file's name in messages. What is unpacked to .../unpacked/ARCHIVE/MEMBER is called ARCHIVE/MEMBER."""
-    return str(path).rpartition("/unpacked/")[2]
-
-
-# --- reading ---
-
-
-def byte_lines(path: Path) -> Iterator[bytes]:
-    """The lines of a file, FILE or FILE.gz, with their ends; they end at line feeds only.
-
-    Raises:
-        UserError: a line is too long; FILE.gz is damaged.
-    """
-    packed = path.with_name(f"{path.name}.gz")
-    if not path.exists() and packed.exists():
-        path = packed
-    number = 0
-    with gzip.open(path) if path == packed else path.open("rb") as file:
-        try:
-            while line := file.readline(LONGEST_LINE + 1):
+def lines(path: Path, errors: str = "strict") -> Iterator[str]:
+    """The lines of a UTF-8 file, FILE or FILE.gz, with their ends; they end at line feeds only."""
+    packed, number = path.with_name(f"{path.name}.gz"), 0
+    if not path.exists() and not packed.exists():
+        raise UserError(f"there is neither {path} nor {packed.name}")
+    try:
+        with path.open("rb") if path.exists() else gzip.open(packed) as file:
+            for line in file:
                 number += 1
-                if len(line) > LONGEST_LINE:
-                    raise UserError(f"{name_of(path)}: line {number} has more than {LONGEST_LINE} bytes; is it text?")
-                yield line
-        except (EOFError, gzip.BadGzipFile, zlib.error):
-            raise UserError(f"{name_of(path)} is damaged or cut off; get it again") from None
+                yield line.decode("utf-8", errors)
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: line {number} is not UTF-8 ({error.reason}); convert the file first") from None
+    except DAMAGE:
+        raise UserError(f"{packed} is damaged or cut off; get it again") from None
 
 
-def lines(path: Path) -> Iterator[str]:
-    """The same of a UTF-8 file.
-
-    Raises:
-        UserError: as :func:`byte_lines`; or a line is not UTF-8.
-    """
-    for number, line in enumerate(byte_lines(path), 1):
-        try:
-            yield line.decode("utf-8")
-        except UnicodeDecodeError as error:
-            message = f"line {number} is not UTF-8 ({error.reason}); convert the file first"
-            raise UserError(f"{name_of(path)}: {message}") from None
+def as_bytes(path: Path) -> Iterator[str]:
+    """Lines of any bytes: those that are not UTF-8 are surrogates, which :func:`append` writes as the same bytes."""
+    return lines(path, "surrogateescape")
 
 
 def as_is(path: Path) -> Iterator[str]:
@@ -78,11 +46,11 @@ def as_is(path: Path) -> Iterator[str]:
     """
     for number, line in enumerate(lines(path), 1):
         if number == 1 and line.startswith(BOM):
-            say("prepare", f"note: {name_of(path)} begins with a byte order mark, which is left out")
+            say("prepare", f"note: {path} begins with a byte order mark, which is left out")
             line = line.removeprefix(BOM)
         if "\r" in line.removesuffix("\n").removesuffix("\r"):
-            place = f"{name_of(path)}: line {number}"
-            raise UserError(f"{place} has a carriage return in the middle, which tools take for the end of a line")
+            what = "has a carriage return in the middle, which tools take for the end of a line"
+            raise UserError(f"{path}: line {number} {what}")
         yield line
 
 
@@ -116,7 +84,7 @@ def segments(path: Path, blanks: str | None = None) -> Iterator[str]:
     for number, line in enumerate(lines(path), 1):
         if "<seg" in line:
             if not (segment := re.search(r'<seg id="\d+">(.*)</seg>', line)):
-                raise UserError(f'{name_of(path)}: line {number} is not of the form <seg id="N">...</seg>')
+                raise UserError(f'{path}: line {number} is not of the form <seg id="N">...</seg>')
             yield segment[1].strip(blanks).replace("\r", " ")
 
 
@@ -125,35 +93,20 @@ def wmt_segments(path: Path) -> Iterator[str]:
     return segments(path, " \t\f\v\r")
 
 
-def take(reader: Reader, paths: Sequence[Path], outputs: Sequence[Path]) -> int:
-    """Append the pairs of two published files (source, target) to two files of text, and return their number."""
-    names, counts, one_empty, nul = [name_of(path) for path in paths], [0, 0], 0, 0
-    for output in outputs:
-        output.parent.mkdir(parents=True, exist_ok=True)
-    with outputs[0].open("ab") as source, outputs[1].open("ab") as target:
-        for pair in zip_longest(*map(reader, paths)):
-            counts = [count + (side is not None) for count, side in zip(counts, pair, strict=True)]
-            if None in pair:
-                continue
-            one_empty += not pair[0].strip() or not pair[1].strip()
-            nul += any("\0" in side for side in pair)
-            for file, side in zip((source, target), pair, strict=True):
-                file.write((side if reader is as_is else f"{side.removesuffix(chr(10))}\n").encode())
-    if 0 in counts:
-        empty = names[counts.index(0)]
-        raise UserError(f"{empty}: is empty, or no text that can be read here ({reader.__name__})")
-    if counts[0] != counts[1]:
-        lengths = f"{names[0]} has {counts[0]} lines and {names[1]} {counts[1]}"
-        raise UserError(f"{lengths}: they are not translations of each other")
-    both = f"{names[0]} and {paths[1].name}"
-    if one_empty:
-        say("prepare", f"note: {one_empty} of the {counts[0]} pairs of {both} have an empty side")
-    if nul:
-        say("prepare", f"note: {nul} pairs of {both} have NUL characters, which the tokenizer removes")
-    return counts[0]
-
-
-# --- choosing ---
+def append(reader: Reader, path: Path, output: Path) -> int:
+    """Append the sentences of a published file to a file of text, one a line, and return their number."""
+    count = empty = 0
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with output.open("ab") as file:
+        for line in reader(path):
+            sentence = line.removesuffix("\n")
+            count, empty = count + 1, empty + (not sentence.strip())
+            file.write(f"{sentence}\n".encode(errors="surrogateescape"))
+    if not count:
+        raise UserError(f"{path} is empty, or no text that can be read here ({reader.__name__})")
+    if empty:
+        say("prepare", f"note: {empty} of the {count} lines of {path} are empty")
+    return count
 
 
 def objection(source: list[str], target: list[str], least: float, most: float, ratio: float) -> str | None:
@@ -175,70 +128,3 @@ def objection(source: list[str], target: list[str], least: float, most: float, r
     if any(len(token) > LONGEST_TOKEN for side in (source, target) for token in side):
         return "long token"
     return None
-
-
-def select(dest: Path, settings: Mapping[str, str], folders: Mapping[str, Path], made: Path) -> None:
-    """Write the pairs that are kept, in their order: ``DEST/NAME`` from each folder, unless that is done.
-
-    Cleaning (the settings clean, clean_stage, clean_splits) removes pairs. With the setting ``valid_every=N`` each N-th
-    training pair that is kept becomes one of the validation set.
-
-    Args:
-        dest: also gets removed.tsv, one line for each removed pair, and counts.txt, as ``name=value``.
-        settings: of the prepared data.
-        folders: name (raw, tok, bpe) -> folder with SPLIT.LANG, line by line the same sentences; the model of the
-            subwords is copied.
-        made: a new folder, where all of it is written before it is moved to ``dest``.
-    """
-    if recorded(dest, "counts").exists():
-        return
-    languages, valid_every = (settings["source"], settings["target"]), int(settings["valid_every"])
-    least, most, ratio = (float(number) for number in (settings["clean"] or "0 inf inf").split())
-    counted = [*folders].index(settings["clean_stage"]) * 2  # the first of the two files whose tokens are counted
-    splits = SPLITS if valid_every == 0 else ("train", "test")
-    counts, written = {}, Counter()
-    for name, folder in folders.items():
-        (made / name).mkdir(parents=True)
-        for model in (folder / file for file in MODELS.values()):
-            if model.exists():
-                shutil.copy(model, made / name)
-    with contextlib.ExitStack() as stack:
-
-        def opened(top: Iterable[Path], split: str, mode: str) -> list:
-            paths = [folder / f"{split}.{lang}" for folder in top for lang in languages]
-            return [stack.enter_context(path.open(mode)) for path in paths]
-
-        outputs = {split: opened((made / name for name in folders), split, "wb") for split in SPLITS}
-        removed = stack.enter_context((made / "removed.tsv").open("w", encoding="utf-8"))
-        removed.write("\t".join(["split", "line", "reason", *(f"tokens {lang}" for lang in languages)]) + "\n")
-        for split in splits:
-            read, reasons, cleaned = 0, Counter(), settings["clean"] and split in settings["clean_splits"].split(",")
-            try:
-                for lines in zip(*opened(folders.values(), split, "rb"), strict=True):
-                    read += 1
-                    if cleaned:
-                        source, target = (line.decode("utf-8").split() for line in lines[counted : counted + 2])
-                        if reason := objection(source, target, least, most, ratio):
-                            reasons[reason] += 1
-                            removed.write(f"{split}\t{read}\t{reason}\t{len(source)}\t{len(target)}\n")
-                            continue
-                    kept = read - reasons.total()
-                    goal = "valid" if split == "train" and valid_every and kept % valid_every == 0 else split
-                    for file, line in zip(outputs[goal], lines, strict=True):
-                        file.write(line if line.endswith(b"\n") else line + b"\n")
-                    written[goal] += 1
-            except ValueError as error:
-                raise UserError(f"the files of {split} have different numbers of lines after line {read}") from error
-            counts[f"{split}.read"] = read
-            if cleaned:
-                counts[f"{split}.removed"] = reasons.total()
-                counts |= {f"{split}.removed.{key.replace(' ', '_')}": reasons[key] for key in sorted(reasons)}
-    counts |= {split: written[split] for split in SPLITS}
-    for split in SPLITS:
-        if not written[split]:
-            numbers = ", ".join(f"{name}={count}" for name, count in counts.items())
-            raise UserError(f"no sentence pair of {split} is left ({numbers})")
-    write_settings(made / "counts.txt", counts)
-    for name in (*folders, "removed.tsv", "counts.txt"):  # the counts are moved last and say that all is there
-        shutil.rmtree(dest / name, ignore_errors=True)
-        os.replace(made / name, dest / name)

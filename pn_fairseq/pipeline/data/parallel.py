@@ -1,4 +1,4 @@
-"""Text by all cores: files are cut at line ends, processes work on the pieces, the results are joined in order.
+"""Text by all cores: a file is cut at line ends, processes change the pieces, and the results are joined in order.
 
 A line ends at a line feed and nowhere else; carriage returns and Unicode's other line ends are white space, as they are
 for Moses' scripts. Every function turns a line into exactly one line, so the result does not depend on the number of
@@ -7,18 +7,15 @@ processes.
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import multiprocessing
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from typing import NamedTuple
 
 from pn_fairseq.common.command import UserError, deferred_signals
 from pn_fairseq.common.files import atomic_write, scratch_folder
@@ -39,14 +36,6 @@ def progress(iterable=None, **options):
     return tqdm(iterable, disable=not sys.stderr.isatty(), **options)
 
 
-class Job(NamedTuple):
-    """A file to make: each line of ``source``, changed by ``work``."""
-
-    source: Path
-    output: Path
-    work: Work
-
-
 def pieces(path: Path) -> list[tuple[int, int]]:
     """Cut a file at line ends: (begin, end) in bytes."""
     total = path.stat().st_size
@@ -59,9 +48,9 @@ def pieces(path: Path) -> list[tuple[int, int]]:
     return list(zip(cuts, cuts[1:], strict=False))
 
 
-def _start_worker(tasks: Sequence[tuple[Job, int, int, Path]]) -> None:
-    global _tasks
-    _tasks = tasks  # a forked process has the functions, most of which cannot be pickled
+def _start_worker(work: Work) -> None:
+    global _work
+    _work = work  # a forked process has the function, which in most cases cannot be pickled
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends its workers
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
@@ -72,61 +61,43 @@ def _start_worker(tasks: Sequence[tuple[Job, int, int, Path]]) -> None:
     threading.Thread(target=end_with_parent, daemon=True).start()
 
 
-def _process(number: int) -> None:
-    """Write what a job makes of a piece to a file: a worker that is killed while it sends a large message would hang
-    the pool. The last line of a file gets its line feed if it has none."""
-    job, begin, end, result = _tasks[number]
-    with job.source.open("rb") as file:
+def _change(source: Path, begin: int, end: int, result: Path) -> Path:
+    """Write what the function makes of a piece to a file: a worker that is killed while it sends a large message would
+    hang the pool. The last line of a file gets its line feed if it has none."""
+    with source.open("rb") as file:
         file.seek(begin)
         text = file.read(end - begin)
     text = text if text.endswith(b"\n") else text + b"\n"
     try:
-        changed = job.work(text)
+        changed = _work(text)
     except UserError as error:
-        raise UserError(f"{job.source}: {error}") from None
+        raise UserError(f"{source}: {error}") from None
     before, after = text.count(b"\n"), changed.count(b"\n")
     if before != after:
-        raise UserError(f"{job.source}: {before} lines went into a step and {after} came out: sentences were lost")
+        raise UserError(f"{source}: {before} lines went into a step and {after} came out: sentences were lost")
     result.write_bytes(changed)
+    return result
 
 
-@contextlib.contextmanager
-def _processed(tasks: Sequence[tuple], workers: int) -> Iterator[list[Future]]:
-    """Call :func:`_process` for all tasks; the processes end with the block."""
-    fork = multiprocessing.get_context("fork")
-    pool = ProcessPoolExecutor(max(1, min(workers, len(tasks))), fork, _start_worker, (tasks,))
-    try:
-        with deferred_signals():  # Python ignores what a handler raises in the middle of a fork
-            futures = [pool.submit(_process, number) for number in range(len(tasks))]
-        yield futures
-    except BrokenProcessPool:
-        raise UserError("a worker process was ended; if memory was short, use fewer --workers") from None
-    finally:
-        with deferred_signals():
-            for process in multiprocessing.active_children():
-                process.kill()
-            pool.shutdown(cancel_futures=True)
-
-
-def transform(jobs: Sequence[Job], workers: int, label: str, scratch: Path) -> None:
-    """Make the output files that are missing. ``scratch`` is a folder for the pieces that exists only meanwhile."""
-    jobs = [job for job in jobs if not job.output.exists()]
-    cut = [(job, begin, end) for job in jobs for begin, end in pieces(job.source)]
-    tasks = [(*piece, scratch / str(number)) for number, piece in enumerate(cut)]
-    with (
-        scratch_folder(scratch),
-        _processed(tasks, workers) as futures,
-        progress(total=len(tasks), desc=label, unit="piece") as bar,
-    ):
-        results = zip(tasks, futures, strict=True)
-        for job in jobs:
-            job.output.parent.mkdir(parents=True, exist_ok=True)
-            with atomic_write(job.output) as output:
-                for (*_, result), future in itertools.islice(results, len(pieces(job.source))):
-                    future.result()
-                    output.write(result.read_bytes())
-                    result.unlink()
-                    bar.update()
+def transform(source: Path, output: Path, work: Work, workers: int, label: str = "") -> None:
+    """Write each line of ``source``, changed by ``work``, to ``output``."""
+    cuts, fork = pieces(source), multiprocessing.get_context("fork")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_write(output) as file, scratch_folder(output.with_name(f"{output.name}.pieces")) as folder:
+        pool = ProcessPoolExecutor(max(1, min(workers, len(cuts))), fork, _start_worker, (work,))
+        try:
+            with deferred_signals():  # Python ignores what a handler raises in the middle of a fork
+                results = [pool.submit(_change, source, *cut, folder / str(cut[0])) for cut in cuts]
+            for result in progress(results, desc=label, unit="piece"):
+                file.write(result.result().read_bytes())
+                result.result().unlink()
+        except BrokenProcessPool:
+            raise UserError("a worker process was ended; if memory was short, use fewer --workers") from None
+        finally:
+            with deferred_signals():
+                for process in multiprocessing.active_children():
+                    process.kill()
+                pool.shutdown(cancel_futures=True)
 
 
 def per_line(function: Callable[[str], str]) -> Work:

@@ -18,64 +18,38 @@ import contextlib
 import fcntl
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from pn_fairseq.common.command import UserError, say
-from pn_fairseq.common.files import checksum, count_lines, read_settings, recorded, scratch_folder, write_settings
+from pn_fairseq.common.command import UserError, say, whole
+from pn_fairseq.common.files import checksum, count_lines, read_settings, scratch_folder, write_settings
 from pn_fairseq.pipeline.data import archives, pairs, settings, subwords, tokens
 from pn_fairseq.pipeline.data.binarize import SPLITS, make_bin
-from pn_fairseq.pipeline.data.parallel import Job, Work, per_line, transform
+from pn_fairseq.pipeline.data.parallel import Work, per_line, transform
+
+#: Options of several recipes: flag -> arguments of argparse's ``add_argument``.
+CORPUS = {"--corpus": {"metavar": "DIR", "required": True, "help": "the folder with the text"}}
+KEEP_CASE = {"--keep-case": {"action": "store_true", "help": "do not lower-case"}}
+ARCHIVE = {
+    "--archive": {
+        "metavar": "PATH",
+        "help": "the folder that has the published files, or the only file, instead of the download to DIR/download",
+    }
+}
 
 
-@dataclass(frozen=True)
-class Option:
-    """An option of a recipe; its value is an argument of the recipe's ``prepare``."""
-
-    flag: str  # --some-name
-    metavar: str  # "": a flag without a value
-    help: str
-    default: object = None
-    needed: bool = False
-    type: Callable = str
-
-    @property
-    def name(self) -> str:
-        """The name of the argument."""
-        return self.flag.removeprefix("--").replace("-", "_")
-
-    def add_to(self, parser) -> None:
-        """Add the option to a parser, or to a group of one."""
-        kind = {"metavar": self.metavar, "type": self.type, "default": self.default, "required": self.needed}
-        parser.add_argument(self.flag, help=self.help, **(kind if self.metavar else {"action": "store_true"}))
-
-
-#: Options of several recipes.
-CORPUS = Option("--corpus", "DIR", "the folder with the text", needed=True)
-KEEP_CASE = Option("--keep-case", "", "do not lower-case")
-
-
-def bpe(default: int) -> Option:
-    """The size of the subwords."""
-    return Option("--bpe", "N", f"merge operations of the joint BPE (default {default})", default)
+def bpe(default: int) -> dict[str, dict]:
+    """The option for the size of the subwords."""
+    text = f"merge operations of the joint BPE (default {default})"
+    return {"--bpe": {"metavar": "N", "type": whole, "default": default, "help": text}}
 
 
 class Complete(Exception):
     """All steps are done."""
 
 
-def need_text(folder: str, *names: str) -> Path:
-    """The absolute path of a folder that must have these files, plain or .gz."""
-    if not Path(folder).is_dir():
-        raise UserError(f"there is no directory '{folder}' (--corpus)")
-    for name in names:
-        if not (Path(folder, name).is_file() or Path(folder, f"{name}.gz").is_file()):
-            raise UserError(f"{folder} has neither {name} nor {name}.gz")
-    return Path(folder).absolute()
-
-
-class Preparation:
+class Preparation(contextlib.ExitStack):
     """The steps for the folder ``dest``. Names of folders are folders in it; DEST/partial is removed at the end.
 
     Args:
@@ -84,21 +58,21 @@ class Preparation:
     """
 
     def __init__(self, dest: Path | None, workers: int):
-        self._given, self.workers, self._stack = dest, workers, contextlib.ExitStack()
+        super().__init__()
+        self._given, self.workers = dest, workers
         self.settings: dict[str, str] = {}
 
-    def close(self) -> None:
-        """Let other preparations have ``dest``."""
-        self._stack.close()
-
     def begin(self, name: str, **values: object) -> None:
-        """Check the settings of a translation corpus, those that differ from their defaults, and open ``dest``.
+        """Take the settings of a translation corpus that differ from their defaults, and open ``dest``.
 
         In the environment, MOSES and BPE choose the tokenizer and the kind of subwords.
         """
+        kind = os.environ.get("BPE") or "subword-nmt"
+        if kind not in subwords.MODELS:
+            raise UserError(f"BPE must be {' or '.join(subwords.MODELS)}, not '{kind}'")
         if os.environ.get("MOSES"):
             values = {"tokenizer": "moses", **values}
-        self.settings = settings.check({"segmentation": os.environ.get("BPE") or "subword-nmt", **values})
+        self.settings = settings.complete({"segmentation": kind, **values})
         if self.settings["tokenizer"] == "moses":
             tokens.checkout(self.settings)
         self.open(name)
@@ -106,22 +80,20 @@ class Preparation:
     def open(self, name: str) -> None:
         """Make ``dest``, by default ``runs/data/NAME``, and keep other preparations out of it until this one ends."""
         self.dest = (self._given or Path("runs/data") / name).absolute()
-        try:
-            self.dest.mkdir(parents=True, exist_ok=True)
-            lock = self._stack.enter_context((self.dest / ".lock").open("a"))
-        except OSError as error:
-            raise UserError(f"cannot write in the directory '{self.dest}' ({error.strerror}) (--dest)") from None
+        self.dest.mkdir(parents=True, exist_ok=True)
+        lock = self.enter_context((self.dest / ".lock").open("a"))
         os.set_inheritable(lock.fileno(), True)  # a process of this one that outlives a kill -9 is waited for
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             say("prepare", f"another process prepares {self.dest}; waiting for it to end")
             fcntl.flock(lock, fcntl.LOCK_EX)
-        self.partial = self._stack.enter_context(scratch_folder(self.dest / "partial"))
+        self.partial = self.enter_context(scratch_folder(self.dest / "partial"))
 
     def files(self, of: Sequence[str] = SPLITS) -> list[str]:
-        """SPLIT.LANG of these splits."""
-        return settings.files(self.settings, of)
+        """The names of the files of these splits: SPLIT.LANG, or SPLIT.txt for language models."""
+        endings = [self.settings["source"], self.settings["target"]] if "source" in self.settings else ["txt"]
+        return [f"{split}.{ending}" for split in of for ending in endings]
 
     # --- the published text ---
 
@@ -133,7 +105,7 @@ class Preparation:
             archive: the user's folder with the files, or the file, instead (--archive).
         """
         place = Path(archive).absolute() if archive else self.dest / "download"
-        files = [place if archive and place.is_file() else place / url.rsplit("/", 1)[-1] for url in known]
+        files = [place if place.is_file() else place / url.rsplit("/", 1)[-1] for url in known]
         self._archives, sums = files, self.dest / "text/archives"
         if sums.is_file() and (not all(map(Path.is_file, files)) or sums.read_text("utf-8") == self._sums()):
             return []
@@ -150,27 +122,27 @@ class Preparation:
 
     def unpack(self, archive: Path, members: Sequence[str]) -> list[Path]:
         """Extract members of an archive to DEST/partial/unpacked/ARCHIVE."""
-        try:
-            return archives.unpack(archive, self.partial / "unpacked" / archive.name, members)
-        except archives.Damaged as error:
-            if archive.parent != self.dest / "download":
-                raise UserError(f"{error}; get it again") from None
-            archive.unlink()
-            raise UserError(f"{error}; it was removed, and the same command downloads it again") from None
+        return archives.unpack(archive, self.partial / "unpacked" / archive.name, members)
 
     def take(self, reader: pairs.Reader, split: str, files: Sequence[Path], expect: int = 0, to: str = "") -> None:
-        """Append the sentences of published files, in pairs of source and target, to the text of a split.
+        """Append the sentences of published files to the text of a split.
 
         Args:
+            files: source and target in turn; each pair of files must have as many sentences.
             expect: the number of pairs of the published files (0: not known).
             to: a folder within the text.
         """
         outputs = [self.partial / "text" / to / name for name in self.files([split])]
-        both = zip(files[::2], files[1::2], strict=True)
-        count = sum(pairs.take(reader, paths, outputs) for paths in both)
-        if expect and count != expect:
+        total = 0
+        for paths in zip(files[::2], files[1::2], strict=True):
+            counts = [pairs.append(reader, path, output) for path, output in zip(paths, outputs, strict=True)]
+            if counts[0] != counts[1]:
+                has = f"{paths[0]} has {counts[0]} lines and {paths[1]} {counts[1]}"
+                raise UserError(f"{has}: they are not translations of each other")
+            total += counts[0]
+        if expect and total != expect:
             name = os.path.commonprefix([path.name for path in files]).rstrip(".-")
-            say("prepare", f"note: {name} has {count} sentence pairs here; the published one has {expect}")
+            say("prepare", f"note: {name} has {total} sentence pairs here; the published one has {expect}")
 
     def keep_text(self, to: str) -> None:
         """The text that was read becomes the folder ``to``, unless that exists; "text" gets its archives' checksums.
@@ -178,21 +150,29 @@ class Preparation:
         It and the settings must be those that DEST was begun with.
         """
         new, folder = self.partial / "text", self.dest / to
-        self.settings = settings.keep(self.dest, new if new.exists() else folder, self.settings)
+        texts = [(new if new.exists() else folder) / name for name in self.files()]
+        settings.keep(self.dest, self.settings, {path.name: checksum(path) for path in texts if path.exists()})
         if not folder.exists():
             if to == "text":
                 (new / "archives").write_text(self._sums(), encoding="utf-8")
             new.rename(folder)
-        if (self.dest / "bin").is_dir() and recorded(self.dest, "counts").is_file():
+        if (self.dest / "bin").is_dir() and (self.dest / "counts.txt").is_file():
             self.finish({})
             raise Complete
 
-    def take_folder(self, folder: Path, test: str = "test", expect: Sequence[int] = ()) -> None:
-        """The text of train, valid and ``test`` in a folder, as it came: DEST/raw."""
-        for split, name, count in zip(SPLITS, ("train", "valid", test), [*expect, 0, 0, 0], strict=False):
-            languages = self.settings["source"], self.settings["target"]
-            self.take(pairs.as_is, split, [folder / f"{name}.{lang}" for lang in languages], count)
+    def prepare_folder(self, folder: Path, test: str = "test", expect: Sequence[int] = (0, 0, 0)) -> None:
+        """All steps for the text of train, valid and ``test`` in a folder.
+
+        Args:
+            expect: the numbers of pairs of the published text (0: not known).
+        """
+        for split, name, count in zip(SPLITS, ("train", "valid", test), expect, strict=True):
+            paths = [folder / f"{name}.{self.settings[side]}" for side in ("source", "target")]
+            self.take(pairs.as_is, split, paths, count)
         self.keep_text("raw")
+        self.tokenize("raw", "tok")
+        self.segment()
+        self.binarize()
 
     # --- the steps after it ---
 
@@ -200,74 +180,117 @@ class Preparation:
         self, label: str, source: str, to: str, work: Callable[[str, str], Work], splits: Sequence[str] = SPLITS
     ) -> None:
         """Make the files that are missing in a folder; ``work`` is called with the split and the language of each."""
-        paths = [(self.dest / source / name, self.dest / to / name) for name in self.files(splits)]
-        jobs = [Job(path, output, work(*path.name.split("."))) for path, output in paths if path.exists()]
-        transform(jobs, self.workers, label, self.partial / "pieces")
-
-    def copy(self, source: str, to: str) -> None:
-        """Copy text."""
-        self.transform("copying", source, to, lambda *_: bytes)
+        say("prepare", label)
+        for name in self.files(splits):
+            path, output = self.dest / source / name, self.dest / to / name
+            if path.exists() and not output.exists():
+                transform(path, output, work(*name.split(".")), self.workers, f"{label}: {name}")
 
     def detokenize(self, source: str, to: str) -> None:
         """Turn tokens into plain text, by the detokenizer that ``pn score`` uses for translations."""
         from pn_fairseq.pipeline.scoring import detokenize
 
-        say("prepare", "detokenizing")
-        self.transform("detokenizing", source, to, lambda _, lang: per_line(lambda line: detokenize([line], lang)[0]))
+        def work(_, lang: str) -> Work:
+            return per_line(lambda line: detokenize([line], lang)[0])
 
-    def tokenize(self, source: str, to: str, splits: Sequence[str] = (), without: Sequence[str] = ()) -> None:
-        """Tokenize these splits (default: all that the text has), without these settings."""
-        splits = splits or settings.splits(self.settings)
-        moses = self.settings["tokenizer"] == "moses"
-        say("prepare", f"tokenizing {' '.join(splits)} with {os.environ['MOSES'] if moses else 'sacremoses'}")
+        self.transform("detokenizing", source, to, work)
+
+    def tokenize(self, source: str, to: str, splits: Sequence[str] = SPLITS, without: Sequence[str] = ()) -> None:
+        """Tokenize these splits, without these settings."""
         used, straight = {**self.settings, **dict.fromkeys(without, "0")}, self.settings["straighten"].split()
 
         def work(split: str, lang: str) -> Work:
             return tokens.tokenizer(used, lang, split in straight)
 
-        self.transform("tokenizing", source, to, work, splits)
+        tool = os.environ["MOSES"] if used["tokenizer"] == "moses" else "sacremoses"
+        self.transform(f"tokenizing with {tool}", source, to, work, splits)
 
     def select(self, **folders: str) -> None:
-        """Remove pairs by their length, and take the validation set from the training text: DEST/raw, tok, ..."""
+        """Write the pairs that are kept, in their order, and removed.tsv and counts.txt, unless that is done.
+
+        Cleaning (the settings clean and clean_stage) removes training pairs. With the setting ``valid_every=N`` each
+        N-th training pair that is kept becomes one of the validation set.
+
+        Args:
+            folders: raw, tok, bpe -> folder with the same sentences, line by line; the model of bpe is copied.
+        """
+        if (self.dest / "counts.txt").exists():
+            return
         say("prepare", "selecting pairs")
-        paths = {name: self.dest / folder for name, folder in folders.items()}
-        pairs.select(self.dest, self.settings, paths, self.partial / "selected")
+        made, sources = self.partial / "selected", [self.dest / folder for folder in folders.values()]
+        least, most, ratio = (float(number) for number in self.settings["clean"].split())
+        valid_every = int(self.settings["valid_every"])
+        counted = [*folders].index(self.settings["clean_stage"]) * 2  # the first of the two files that are counted
+        counts, written = {}, Counter()
+        for name in folders:
+            (made / name).mkdir(parents=True)
+        if "bpe" in folders:
+            shutil.copy(self.dest / folders["bpe"] / subwords.MODELS[self.settings["segmentation"]], made / "bpe")
+        with contextlib.ExitStack() as stack:
+
+            def opened(split: str, mode: str, folders: Iterable[Path]) -> list:
+                paths = [folder / name for folder in folders for name in self.files([split])]
+                return [stack.enter_context(path.open(mode)) for path in paths]
+
+            outputs = {split: opened(split, "wb", [made / name for name in folders]) for split in SPLITS}
+            removed = stack.enter_context((made / "removed.tsv").open("w", encoding="utf-8"))
+            sides = [f"tokens {self.settings[side]}" for side in ("source", "target")]
+            removed.write("\t".join(["split", "line", "reason", *sides]) + "\n")
+            for split in ("train", "test") if valid_every else SPLITS:
+                number, reasons = 0, Counter()
+                for number, lines in enumerate(zip(*opened(split, "rb", sources), strict=True), 1):
+                    goal = split
+                    if split == "train":
+                        source, target = (line.decode("utf-8").split() for line in lines[counted : counted + 2])
+                        if reason := pairs.objection(source, target, least, most, ratio):
+                            reasons[reason] += 1
+                            removed.write(f"train\t{number}\t{reason}\t{len(source)}\t{len(target)}\n")
+                            continue
+                        if valid_every and (number - reasons.total()) % valid_every == 0:
+                            goal = "valid"
+                    for file, line in zip(outputs[goal], lines, strict=True):
+                        file.write(line)
+                    written[goal] += 1
+                counts[f"{split}.read"] = number
+                if split == "train":
+                    counts["train.removed"] = reasons.total()
+                    counts |= {f"train.removed.{name.replace(' ', '_')}": reasons[name] for name in sorted(reasons)}
+        counts |= {split: written[split] for split in SPLITS}
+        if empty := [split for split in SPLITS if not written[split]]:
+            numbers = ", ".join(f"{name}={count}" for name, count in counts.items())
+            raise UserError(f"no sentence pair of {empty[0]} is left ({numbers})")
+        write_settings(made / "counts.txt", counts)
+        for name in (*folders, "removed.tsv", "counts.txt"):  # the counts are moved last and say that all is there
+            shutil.rmtree(self.dest / name, ignore_errors=True)
+            os.replace(made / name, self.dest / name)
 
     def segment(self, source: str = "tok", to: str = "bpe") -> None:
         """Learn subwords on the tokens of both languages, and apply them."""
-        kind, folder = self.settings["segmentation"], self.dest / source
+        kind, size = self.settings["segmentation"], int(self.settings["bpe"])
         model = self.dest / to / subwords.MODELS[kind]
-        say("prepare", f"learning {self.settings['bpe']} BPE operations on both languages with {kind}")
-        subwords.learn(kind, int(self.settings["bpe"]), model, [folder / name for name in self.files(["train"])])
-        say("prepare", "applying BPE")
-        if kind == "sentencepiece":
-            for path in (folder / name for name in self.files() if (folder / name).exists()):
-                with path.open("rb") as file:
-                    if count := sum("▁".encode() in line for line in file):
-                        which = f"{count} lines of {path} have U+2581 (▁)"
-                        say("prepare", f"note: {which}, which sentencepiece takes for a blank")
+        say("prepare", f"learning {size} BPE operations on both languages with {kind}")
+        subwords.learn(kind, size, model, [self.dest / source / name for name in self.files(["train"])])
         work = per_line(subwords.segmenter(kind, model))
         self.transform("applying BPE", source, to, lambda *_: work)
 
-    def binarize(self) -> None:
-        """Make fairseq's binary data, bin/, from bpe/; remove what is not needed any more, and print the counts."""
-        say("prepare", "binarizing with fairseq-preprocess")
+    def binarize(self, expected: str = "") -> None:
+        """Make fairseq's binary data, bin/, from bpe/. ``expected``: the counts that the original text gives."""
         source, target = self.settings["source"], self.settings["target"]
-        flags = ["--source-lang", source, "--target-lang", target]
+        flags = ["--source-lang", source, "--target-lang", target, *(f"--{split}pref=bpe/{split}" for split in SPLITS)]
         flags += ["--joined-dictionary"] if self.settings["separate_dictionaries"] == "0" else []
-        flags += [f"--{split}pref=bpe/{split}" for split in SPLITS]
         names = (name.split(".") for name in self.files())
         texts = {f"{split}.{source}-{target}.{lang}": f"bpe/{split}.{lang}" for split, lang in names}
         make_bin(self.dest, self.workers, flags, texts)
-        self.finish({split: count_lines(self.dest / f"raw/{split}.{source}") for split in SPLITS})
-        counts = read_settings(recorded(self.dest, "counts"))
-        if (self.dest / "removed.tsv").is_file():
-            removed = f"cleaning removed {counts['train.removed']} of {counts['train.read']} training pairs"
-            say("prepare", f"{removed} (which and why: {self.dest}/removed.tsv)")
-        say("prepare", f"{self.dest} is complete: {', '.join(f'{counts[split]} {split}' for split in SPLITS)}")
+        self.finish({split: count_lines(self.dest / f"raw/{split}.{source}") for split in SPLITS}, expected)
 
-    def finish(self, counts: Mapping[str, object]) -> None:
-        """Write the counts, unless the cleaning has, and remove what is not needed any more."""
-        if not recorded(self.dest, "counts").exists():
-            write_settings(recorded(self.dest, "counts"), counts)
+    def finish(self, counts: Mapping[str, object], expected: str = "") -> None:
+        """Write the counts, unless the cleaning has, remove what is not needed any more, and print the counts."""
+        if not (self.dest / "counts.txt").exists():
+            write_settings(self.dest / "counts.txt", counts)
         shutil.rmtree(self.dest / "stages", ignore_errors=True)
+        kept = read_settings(self.dest / "counts.txt")
+        if "train.removed" in kept:
+            removed = f"cleaning removed {kept['train.removed']} of {kept['train.read']} training pairs"
+            say("prepare", f"{removed} (which and why: {self.dest}/removed.tsv)")
+        made = ", ".join(f"{int(kept[split]):,} {split}" for split in SPLITS)
+        say("prepare", f"{self.dest} is complete: {made}{expected and f' (expected: {expected})'}")

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from pathlib import Path
 
-from pn_fairseq.common.command import ArgumentParser, UserError, command, say, whole
-from pn_fairseq.pipeline.data.archives import FULL
+from pn_fairseq.common.command import ArgumentParser, UserError, command, whole
 from pn_fairseq.pipeline.data.preparation import Complete, Preparation
 from pn_fairseq.pipeline.data.recipes import RECIPES
 
+#: What the system reports where no more can be written.
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 EPILOG = """\
 The same command resumes. Line counts are checked after every step. --dest gets
   raw/  the text before tokenization    tok/  tokens, as they are scored
@@ -29,8 +31,7 @@ def _parser() -> ArgumentParser:
     parser = ArgumentParser(prog="pn prepare", description=about)
     corpora = parser.add_subparsers(dest="recipe", required=True, metavar="CORPUS", parser_class=ArgumentParser)
     for name, recipe in RECIPES.items():
-        flags = {option.flag for option in recipe.OPTIONS}
-        variables = (MIRROR if "--archive" in flags else "") + (TOOLS if "--bpe" in flags else "")
+        variables = (MIRROR if "--archive" in recipe.OPTIONS else "") + (TOOLS if "--bpe" in recipe.OPTIONS else "")
         corpus = corpora.add_parser(
             name,
             help=recipe.__doc__.splitlines()[0],
@@ -40,8 +41,8 @@ def _parser() -> ArgumentParser:
         where = f"default runs/data/{recipe.CONFIG}" if recipe.CONFIG else "it must be given"
         dest = f"the prepared data ({where})"
         corpus.add_argument("--dest", type=Path, metavar="DIR", help=dest, required=not recipe.CONFIG)
-        for option in recipe.OPTIONS:
-            option.add_to(corpus)
+        for flag, kind in recipe.OPTIONS.items():
+            corpus.add_argument(flag, **kind)
         cores = len(os.sched_getaffinity(0))
         corpus.add_argument("--workers", type=whole, default=cores, metavar="N", help="processes (default: all cores)")
     return parser
@@ -49,16 +50,15 @@ def _parser() -> ArgumentParser:
 
 @command("pn prepare")
 def main(argv: list[str] | None = None) -> None:
-    args = _parser().parse_args(argv)
-    recipe = RECIPES[args.recipe]
-    values = {option.name: getattr(args, option.name) for option in recipe.OPTIONS}
+    values = vars(_parser().parse_args(argv))
+    recipe, dest = RECIPES[values.pop("recipe")], values.pop("dest")
+    if "corpus" in values and not Path(values["corpus"]).is_dir():
+        raise UserError(f"there is no directory '{values['corpus']}' (--corpus)")
     try:
-        with contextlib.closing(Preparation(args.dest, args.workers)) as data:
+        with contextlib.suppress(Complete), Preparation(dest, values.pop("workers")) as data:
             recipe.prepare(data, **values)
-    except Complete:
-        say("prepare", f"{data.dest} is complete")
     except OSError as error:
         if error.errno not in FULL:
             raise
-        place = error.filename or args.dest or "runs/data"
+        place = error.filename or dest or "runs/data"
         raise UserError(f"{place}: {error.strerror}; make room and run the same command again") from None

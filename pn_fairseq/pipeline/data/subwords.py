@@ -7,7 +7,6 @@ subwords gives it back.
 
 from __future__ import annotations
 
-import contextlib
 import io
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from unittest import mock
 
 from pn_fairseq.common.command import UserError
 from pn_fairseq.common.files import atomic_write
+from pn_fairseq.pipeline.data import pairs
 from pn_fairseq.pipeline.data.parallel import progress
 
 #: Kind -> name of the file with the model.
@@ -66,10 +66,8 @@ def learn(kind: str, operations: int, model: Path, texts: Sequence[Path]) -> Non
     """
     if model.exists():
         return
-    with contextlib.ExitStack() as stack:
-        files = [stack.enter_context(path.open(encoding="utf-8", newline="\n")) for path in texts]
-        lines = (line.removesuffix("\n") for file in files for line in file)
-        content = {"subword-nmt": _learn_subword_nmt, "sentencepiece": _learn_sentencepiece}[kind](lines, operations)
+    lines = (line.removesuffix("\n") for path in texts for line in pairs.lines(path))
+    content = {"subword-nmt": _learn_subword_nmt, "sentencepiece": _learn_sentencepiece}[kind](lines, operations)
     model.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(model) as file:
         file.write(content)

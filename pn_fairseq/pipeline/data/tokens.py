@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -20,9 +19,10 @@ SCRIPTS = {
     "lower": "scripts/tokenizer/lowercase.perl",
 }
 
-#: The value of the setting ``tokenizer`` for sacremoses with the rule for the last full stop, and without it, as in
-#: data that an older version has prepared.
-SACREMOSES, SACREMOSES_OLD = "sacremoses+final-stop", "sacremoses"
+#: Values of the setting ``tokenizer``: sacremoses with the rule for the last full stop (the full stop at the end of a
+#: line is a token, also after an abbreviation), which Moses has since November 2018 (commit 9fc964da7); and without it,
+#: for text that was published tokenized before. sacremoses is a port of Moses before that commit.
+SACREMOSES, WITHOUT_FINAL_STOP = "sacremoses+final-stop", "sacremoses"
 
 FINAL_STOP = re.compile(r"(?<=[^\s.])\.\Z")
 
@@ -42,8 +42,6 @@ def checkout(settings: Mapping[str, str]) -> Path:
     for script in scripts(settings).values():
         if not (moses / script).is_file():
             raise UserError(f"MOSES={moses} is not a checkout of mosesdecoder: {script} is missing")
-    if not shutil.which("perl"):
-        raise UserError("'perl' is not installed or not on the PATH; Moses' scripts need it")
     return moses
 
 
@@ -62,8 +60,8 @@ def sacremoses(settings: Mapping[str, str], lang: str, straighten: bool = False)
     if straighten:
         steps.append(lambda line: line.replace("’", "'"))
     if settings["normalize"] == "1":
-        # perl_parity: what normalize-punctuation.perl does, of which the default differs in three rules. It sees the
-        # line feed, too, which ends the rule for a full stop before a last quotation mark.
+        # perl_parity: what normalize-punctuation.perl does, of which the default differs in three rules. It also sees
+        # the line feed, which ends the rule for a full stop before a last quotation mark.
         normalize = MosesPunctNormalizer(lang, perl_parity=True).normalize
         steps.append(lambda line: normalize(f"{line}\n"))
     if settings["nonprinting"] == "1":
@@ -73,8 +71,6 @@ def sacremoses(settings: Mapping[str, str], lang: str, straighten: bool = False)
     aggressive = settings["aggressive"] == "1"  # hyphens within words become tokens @-@
     steps.append(lambda line: tokenize(line, aggressive_dash_splits=aggressive, return_str=True))
     if settings["tokenizer"] == SACREMOSES:
-        # Moses since November 2018 (commit 9fc964da7); sacremoses is a port of before. The full stop at the end of a
-        # line is a token, also after an abbreviation.
         steps.append(lambda line: FINAL_STOP.sub(" .", line))
     if settings["lower"] == "1":
         steps.append(str.lower)

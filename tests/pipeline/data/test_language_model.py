@@ -9,9 +9,9 @@ from numpy import memmap
 from pn_fairseq.common.command import UserError
 from pn_fairseq.common.files import read_settings
 from pn_fairseq.pipeline.data.binarize import lengths
-from pn_fairseq.pipeline.data.language_model import BOOKS, verses
 from pn_fairseq.pipeline.data.preparation import Preparation
 from pn_fairseq.pipeline.data.recipes import enwik8
+from pn_fairseq.pipeline.data.recipes.verses_lm import BOOKS, split_by_book
 
 from ...scripts_helpers import ROOT, assert_refused, script
 
@@ -31,7 +31,7 @@ def write(folder, texts=TEXTS, pattern="{}.txt"):
 
 def test_verses_are_split_by_book_in_the_order_of_the_text(tmp_path):
     corpus = ROOT / "data/verses.es-en"
-    verses(corpus, tmp_path / "texts")
+    split_by_book(corpus, tmp_path / "texts")
     found = {
         split: (tmp_path / f"texts/{split}.txt").read_text("utf-8").split("\n")[:-1] for split in ("train", *BOOKS)
     }
@@ -116,7 +116,7 @@ def test_bytes(tmp_path, monkeypatch):
         with zipfile.ZipFile(folder / "enwik8.zip", "w") as file:
             file.writestr("enwik8", text)
         plan = Preparation(folder / "data", workers=1)
-        with contextlib.closing(plan), pytest.raises(UserError) if size == 511 else contextlib.nullcontext() as error:
+        with plan, pytest.raises(UserError) if size == 511 else contextlib.nullcontext() as error:
             enwik8.prepare(plan, str(folder))
     assert "it has 511 bytes, and enwik8 has 512" in str(error.value)
     raw = [(tmp_path / f"512/data/raw/{split}.txt").read_bytes() for split in ("train", "valid", "test")]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pn_fairseq.common.command import UserError
-from pn_fairseq.pipeline.data.parallel import PIECE, Job, per_line, transform
+from pn_fairseq.pipeline.data.parallel import PIECE, per_line, transform
 from tests.scripts_helpers import environment
 
 LINES = "".join(f"line {number} of a text that is not short at all\n" for number in range(60_000))
@@ -34,23 +34,18 @@ def text(tmp_path) -> Path:
 
 @pytest.mark.parametrize("workers", [1, 3])
 def test_many_pieces_come_out_in_order(text, workers):
-    out, small = text.with_name("out"), text.with_name("small")
-    small.write_text("a")
-    jobs = [Job(text, out, upper), Job(small, text.with_name("swapped"), bytes.swapcase), Job(text, small, upper)]
-    (text.parent / "pieces").mkdir()
-    (text.parent / "pieces/7").write_text("left by a process that was killed")
-    transform(jobs, workers, "", text.parent / "pieces")
+    out = text.with_name("out")
+    (text.parent / "out.pieces").mkdir()
+    (text.parent / "out.pieces/7").write_text("left by a process that was killed")
+    transform(text, out, upper, workers)
     assert out.read_text() == LINES.upper() + "THE LAST LINE HAS NO LINE FEED\n"
-    assert small.read_text() == "a", "what is there is not made again"
-    assert {path.name: path.read_text() for path in text.parent.iterdir()}.keys() == {"in", "out", "small", "swapped"}
-    assert (text.parent / "swapped").read_text() == "A\n"
+    assert {path.name for path in text.parent.iterdir()} == {"in", "out"}
 
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_lost_sentence_is_noticed(text, workers):
-    job = Job(text, text.with_name("out"), lambda text: text[text.index(b"\n") + 1 :])
     with pytest.raises(UserError, match="in: .* lines went into a step and .* came out"):
-        transform([job], workers, "", text.parent / "pieces")
+        transform(text, text.with_name("out"), lambda text: text[text.index(b"\n") + 1 :], workers)
     assert {path.name for path in text.parent.iterdir()} == {"in"}
 
 
@@ -62,7 +57,7 @@ def test_a_worker_that_is_killed(text):
     """As for lack of memory."""
     text.write_text(LINES + "kill\n")
     with pytest.raises(UserError, match="worker process was ended.*--workers"):
-        transform([Job(text, text.with_name("out"), upper)], 3, "", text.parent / "pieces")
+        transform(text, text.with_name("out"), upper, 3)
     assert {path.name for path in text.parent.iterdir()} == {"in"}
 
 
@@ -70,10 +65,10 @@ CODE = """
 import os, sys
 from pathlib import Path
 from pn_fairseq.common.command import handle_signals, run
-from pn_fairseq.pipeline.data.parallel import Job, transform
+from pn_fairseq.pipeline.data.parallel import transform
 from tests.pipeline.data.test_parallel import upper
 handle_signals()
-sys.exit(run("test", lambda: transform([Job(Path("in"), Path("out"), upper)], 3, "", Path("pieces"))))
+sys.exit(run("test", lambda: transform(Path("in"), Path("out"), upper, 3)))
 """
 
 

@@ -291,7 +291,7 @@ def test_wmt14_test_set_from_elsewhere_is_refused(wmt14, tmp_path):
     result = prepare_wmt14(tmp_path, "", DATA_MIRROR=str(wmt14.parent / "my archives"), check=False)
     assert_refused(result, "test-full.tgz", "its md5 is", "a8cd784e006feb32ac6f3d9ec7eb389a")
     assert_not_begun(tmp_path)
-    assert {path.name for path in (tmp_path / "download").iterdir()} == set(ARCHIVES)
+    assert {path.name for path in (tmp_path / "download").iterdir()} == set(ARCHIVES)  # what is wrong is removed
 
 
 # IWSLT15 English-Vietnamese
@@ -430,8 +430,6 @@ def test_multi30k_corpora_that_are_wrong(multi30k, tmp_path):
         assert_not_begun(dest)
 
     refused("test2018.de", options=("--test", "test2018"))
-    refused("--test", options=("--test", "../x"))
-    refused("--test", options=("--test", ""))
     (multi30k / "train.de").write_text("one line\n")
     refused("train.de has 1 lines", "60")
     assert_refused(script("prepare_multi30k.sh", check=False), "--corpus", "--help")

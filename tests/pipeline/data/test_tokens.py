@@ -38,7 +38,7 @@ def test_the_last_full_stop_is_a_token(lang, line, expected):
     assert tokenize(line, lang) == (expected if expected is not None else f"{line[:-1]} .")
 
 
-def test_what_an_older_version_began_is_finished_in_its_way():
+def test_without_the_rule_for_the_last_full_stop():
     assert tokenize("I live in the U.S.", tokenizer="sacremoses") == "I live in the U.S."
 
 

@@ -4,7 +4,7 @@ A recipe is a module with
   a docstring            what --help prints; its first line is in the list of the corpora
   CONFIG                 the configuration that trains on it, which is also the name of its folder in runs/data;
                          "": --dest must be given
-  OPTIONS                its options, in addition to --dest and --workers
+  OPTIONS                its options, in addition to --dest and --workers: flag -> arguments of add_argument
   prepare(data, ...)     the steps in their order: methods of Preparation. The values of the options are its arguments
 """
 

@@ -8,10 +8,10 @@ within a line has one end of a line more. Needs about 1 GB.
 from pn_fairseq.common.command import UserError
 from pn_fairseq.pipeline.data import language_model
 from pn_fairseq.pipeline.data.binarize import SPLITS
-from pn_fairseq.pipeline.data.preparation import Option, Preparation
+from pn_fairseq.pipeline.data.preparation import ARCHIVE, Preparation
 
 CONFIG = "enwik8_lm"
-OPTIONS = (Option("--archive", "DIR", "a folder with enwik8.zip, instead of the download"),)
+OPTIONS = ARCHIVE
 
 URL = "http://mattmahoney.net/dc/enwik8.zip"
 # The checksum that dataset catalogues name.

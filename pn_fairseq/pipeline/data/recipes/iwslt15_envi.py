@@ -8,15 +8,12 @@ import os
 
 from pn_fairseq.common.command import say
 from pn_fairseq.pipeline.data.pairs import tokens
-from pn_fairseq.pipeline.data.preparation import Option, Preparation, bpe
-from pn_fairseq.pipeline.data.tokens import SACREMOSES_OLD
+from pn_fairseq.pipeline.data.preparation import ARCHIVE, Preparation, bpe
+from pn_fairseq.pipeline.data.tokens import WITHOUT_FINAL_STOP
 
 CONFIG = "iwslt15_en_vi"
-OPTIONS = (
-    Option("--archive", "DIR", "the folder that has train, tst2012 and tst2013 (.en, .vi), instead of DIR/download"),
-    # There is no published recipe with BPE; 10,000 is IWSLT14's number, for a corpus of the same kind and size.
-    bpe(10000),
-)
+# There is no published recipe with BPE; 10,000 is IWSLT14's number, for a corpus of the same kind and size.
+OPTIONS = ARCHIVE | bpe(10000)
 
 URL = "https://nlp.stanford.edu/projects/nmt/data/iwslt15.en-vi"
 #: Split -> the published file, and its number of pairs.
@@ -24,11 +21,11 @@ SPLITS = {"train": ("train", 133317), "valid": ("tst2012", 1553), "test": ("tst2
 URLS = [f"{URL}/{name}.{lang}" for name, _ in SPLITS.values() for lang in ("en", "vi")]
 
 
-def prepare(data: Preparation, archive: str | None, bpe: str) -> None:
+def prepare(data: Preparation, archive: str | None, bpe: int) -> None:
     if os.environ.get("MOSES"):
         say("prepare", "note: MOSES is not used, because the text comes tokenized")
     # The tokenizer is that of the published text; nothing is tokenized here.
-    data.begin(CONFIG, source="en", target="vi", tokenizer=SACREMOSES_OLD, bpe=bpe, separate_dictionaries=1)
+    data.begin(CONFIG, source="en", target="vi", tokenizer=WITHOUT_FINAL_STOP, bpe=bpe, separate_dictionaries=1)
 
     # 1. The published tokens, as they are (DEST/text/tokens): they were tokenized as Moses' scripts do it, with ' as
     # &apos; and so on, and published BLEU scores compare such tokens. sacreBLEU and chrF need plain text (DEST/text):
@@ -38,8 +35,8 @@ def prepare(data: Preparation, archive: str | None, bpe: str) -> None:
             data.take(tokens, split, files[2 * number : 2 * number + 2], count, to="tokens")
         data.detokenize("partial/text/tokens", "partial/text")
     data.keep_text("text")
-    data.copy("text", "raw")
-    data.copy("text/tokens", "tok")
+    data.transform("copying", "text", "raw", lambda *_: bytes)
+    data.transform("copying", "text/tokens", "tok", lambda *_: bytes)
 
     # 2. Subwords and binary data: DEST/bpe, DEST/bin. The AdaNorm paper has "input and output vocabularies".
     data.segment()

@@ -6,17 +6,18 @@ distribution: it is neither in this repository nor downloaded. Refuses text that
 tokens, ends of lines included.
 """
 
+from pathlib import Path
+
 from pn_fairseq.pipeline.data import language_model
-from pn_fairseq.pipeline.data.preparation import CORPUS, Preparation, need_text
+from pn_fairseq.pipeline.data.preparation import CORPUS, Preparation
 
 CONFIG = "ptb_lm"
-OPTIONS = (CORPUS,)
+OPTIONS = CORPUS
 
 FILES = [f"ptb.{split}.txt" for split in ("train", "valid", "test")]
 TOKENS = (929589, 73760, 82430)
 
 
 def prepare(data: Preparation, corpus: str) -> None:
-    folder = need_text(corpus, *FILES)
     data.open(CONFIG)
-    language_model.prepare(data, "PTB", [folder / name for name in FILES], expect=TOKENS)
+    language_model.prepare(data, "PTB", [Path(corpus) / name for name in FILES], expect=TOKENS)

@@ -4,26 +4,27 @@ Takes train.txt, valid.txt and test.txt from --corpus (one sentence or paragraph
 in counts.txt is a word, or with --unit byte a byte, or the end of a line.
 """
 
+from pathlib import Path
+
 from pn_fairseq.common.command import whole
 from pn_fairseq.pipeline.data import language_model
-from pn_fairseq.pipeline.data.preparation import CORPUS, Option, Preparation, need_text
+from pn_fairseq.pipeline.data.binarize import SPLITS
+from pn_fairseq.pipeline.data.preparation import CORPUS, Preparation
 
 CONFIG = ""
-OPTIONS = (
-    CORPUS,
-    Option(
-        "--tokenize", "LANG", "split punctuation as Moses does for this language (default: the text has tokens)", ""
-    ),
-    Option("--lower", "", "lower-case"),
-    language_model.UNIT,
-    Option("--min-count", "N", "words that are rarer in train become <unk> (default 1)", 1, type=whole),
-)
-
-FILES = [f"{split}.txt" for split in ("train", "valid", "test")]
+SPLIT = "split punctuation as Moses does for this language (default: the text has tokens)"
+RARE = "words that are rarer in train become <unk> (default 1)"
+OPTIONS = {
+    **CORPUS,
+    "--tokenize": {"metavar": "LANG", "default": "", "help": SPLIT},
+    "--lower": {"action": "store_true", "help": "lower-case"},
+    **language_model.UNIT,
+    "--min-count": {"metavar": "N", "type": whole, "default": 1, "help": RARE},
+}
 
 
 def prepare(data: Preparation, corpus: str, tokenize: str, lower: bool, unit: str, min_count: int) -> None:
-    folder = need_text(corpus, *FILES)
     data.open(CONFIG)
-    texts = [folder / name for name in FILES]
+    folder = Path(corpus).absolute()
+    texts = [folder / f"{split}.txt" for split in SPLITS]
     language_model.prepare(data, folder.name, texts, tokenize, lower, min_count, unit=unit)

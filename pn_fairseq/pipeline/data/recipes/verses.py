@@ -11,7 +11,7 @@ from pn_fairseq.common.files import checksum, read_settings, shipped
 from pn_fairseq.pipeline.data.preparation import KEEP_CASE, Preparation, bpe
 
 CONFIG = "verses_es_en"
-OPTIONS = (bpe(4000), KEEP_CASE)
+OPTIONS = bpe(4000) | KEEP_CASE
 
 
 def corpus() -> Path:
@@ -23,10 +23,7 @@ def corpus() -> Path:
     return folder
 
 
-def prepare(data: Preparation, bpe: str, keep_case: bool) -> None:
+def prepare(data: Preparation, bpe: int, keep_case: bool) -> None:
     folder = corpus()
     data.begin(CONFIG, source="es", target="en", lower=int(not keep_case), bpe=bpe)
-    data.take_folder(folder)
-    data.tokenize("raw", "tok")
-    data.segment()
-    data.binarize()
+    data.prepare_folder(folder)

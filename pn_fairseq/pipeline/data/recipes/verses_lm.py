@@ -6,17 +6,52 @@ lower-cases; words that occur once or twice in train become <unk>. With --unit b
 verses_lm_en_bytes. The data is for `pn train verses_lm_en`.
 """
 
+import re
+from pathlib import Path
+
 from pn_fairseq.pipeline.data import language_model
+from pn_fairseq.pipeline.data.binarize import SPLITS
+from pn_fairseq.pipeline.data.pairs import as_is
 from pn_fairseq.pipeline.data.preparation import Preparation
 from pn_fairseq.pipeline.data.recipes import verses
 
 CONFIG = "verses_lm_en"
-OPTIONS = (language_model.UNIT,)
+OPTIONS = language_model.UNIT
+
+#: The books of the verses that are validation and test; all others are training. Neighbours in the order of the text.
+BOOKS = {
+    "valid": ("Ezekiel",),
+    "test": (
+        *("Daniel", "Hosea", "Joel", "Amos", "Obadiah", "Jonah", "Micah", "Nahum", "Habakkuk", "Zephaniah", "Haggai"),
+        *("Zechariah", "Malachi"),
+    ),
+}
+
+
+def split_by_book(corpus: Path, folder: Path) -> list[Path]:
+    """Write the English verses to files in ``folder``, in the order of the text, split by :data:`BOOKS`.
+
+    The splits of ``corpus``, data/verses.es-en, interleave verses: neighbours of its test verses are in its train.
+    """
+    found: dict[str, list[tuple[int, int, str]]] = {}  # of each book: chapter, number, verse
+    for split in SPLITS:
+        references, verses = (as_is(corpus / f"{split}.{kind}") for kind in ("refs", "en"))
+        for reference, verse in zip(references, verses, strict=True):
+            book, chapter, number = re.fullmatch(r"(.+) (\d+):(\d+)\n", reference).groups()
+            found.setdefault(book, []).append((int(chapter), int(number), verse))
+    split_of = {book: split for split, books in BOOKS.items() for book in books}
+    folder.mkdir()
+    texts = {split: (folder / f"{split}.txt").open("w", encoding="utf-8", newline="\n") for split in SPLITS}
+    for book, verses in found.items():
+        texts[split_of.get(book, "train")].writelines(verse for *_, verse in sorted(verses))
+    for text in texts.values():
+        text.close()
+    return [folder / f"{split}.txt" for split in SPLITS]
 
 
 def prepare(data: Preparation, unit: str) -> None:
     folder = verses.corpus()
     words = {"tokenize": "en", "lower": True, "min_count": 3} if unit == "word" else {}
     data.open(CONFIG if unit == "word" else f"{CONFIG}_{unit}s")
-    texts = language_model.verses(folder, data.partial / "unpacked")
+    texts = split_by_book(folder, data.partial / "unpacked")
     language_model.prepare(data, "verses", texts, unit=unit, **words)

@@ -5,10 +5,10 @@ text that does not have 103,227,021 / 217,646 / 245,569 tokens, ends of lines in
 """
 
 from pn_fairseq.pipeline.data import language_model
-from pn_fairseq.pipeline.data.preparation import Option, Preparation
+from pn_fairseq.pipeline.data.preparation import ARCHIVE, Preparation
 
 CONFIG = "wikitext103_lm"
-OPTIONS = (Option("--archive", "DIR", "a folder with wikitext-103-v1.zip, instead of the download"),)
+OPTIONS = ARCHIVE
 
 # The address in the paper (s3.amazonaws.com/research.metamind.io) is dead since February 2024.
 URL = "https://wikitext.smerity.com/wikitext-103-v1.zip"

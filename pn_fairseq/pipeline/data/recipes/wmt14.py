@@ -11,22 +11,14 @@ Commentary), 3,000 validation, 3,003 test. DIR/download may be removed at the en
 """
 
 from pn_fairseq.pipeline.data.pairs import without_carriage_returns, wmt_segments
-from pn_fairseq.pipeline.data.preparation import Option, Preparation, bpe
+from pn_fairseq.pipeline.data.preparation import ARCHIVE, Preparation, bpe
 
 CONFIG = "wmt14_en_de_big"
-OPTIONS = (
-    Option("--archive", "DIR", "the folder that has the archives, instead of DIR/download"),
-    # 32,764 merges and newstest2013 are fairseq's settings for Ott et al. 2018, which the paper follows (its appendix
-    # names a vocabulary of 37K, after Vaswani et al. 2017).
-    bpe(32764),
-    Option(
-        "--clean-stage",
-        "STAGE",
-        "tok (default): clean by numbers of tokens, then learn BPE on the pairs that are kept; "
-        "bpe: learn BPE on all pairs, then clean by numbers of subwords",
-        "tok",
-    ),
-)
+STAGE = """tok (default): clean by numbers of tokens, then learn BPE on the pairs that are kept;
+bpe: learn BPE on all pairs, then clean by numbers of subwords"""
+# 32,764 merges and newstest2013 are fairseq's settings for Ott et al. 2018, which the paper follows (its appendix names
+# a vocabulary of 37K, after Vaswani et al. 2017).
+OPTIONS = ARCHIVE | bpe(32764) | {"--clean-stage": {"choices": ("tok", "bpe"), "default": "tok", "help": STAGE}}
 
 EUROPARL = "http://statmt.org/wmt13/training-parallel-europarl-v7.tgz"
 CRAWL = "http://statmt.org/wmt13/training-parallel-commoncrawl.tgz"
@@ -42,12 +34,12 @@ CONTENT = {
     CRAWL: ("train", without_carriage_returns, 2399123, [f"commoncrawl.de-en.{s}" for s in ("en", "de")]),
     NEWS: ("train", without_carriage_returns, 0, [f"training/news-commentary-v12.de-en.{s}" for s in ("en", "de")]),
     DEV: ("valid", without_carriage_returns, 3000, [f"dev/newstest2013.{s}" for s in ("en", "de")]),
-    # -src.en and -ref.de are the direction from English; the archive has the other one, too, of the same sentences.
+    # -src.en and -ref.de are the direction from English; the archive also has the other one, of the same sentences.
     TEST: ("test", wmt_segments, 3003, [f"test-full/newstest2014-deen-{s}.sgm" for s in ("src.en", "ref.de")]),
 }
 
 
-def prepare(data: Preparation, archive: str | None, bpe: str, clean_stage: str) -> None:
+def prepare(data: Preparation, archive: str | None, bpe: int, clean_stage: str) -> None:
     data.begin(
         CONFIG,
         source="en",
