@@ -22,33 +22,15 @@ class RankLayout:
 
 
 def find_layout(env: Mapping[str, str], gpus: int) -> RankLayout:
-    """Read torchrun's environment variables, or ``NPROC``, with ``gpus`` visible GPUs.
-
-    Raises:
-        UserError: a variable is wrong, or asks for several machines without torchrun.
-    """
+    """Read torchrun's environment variables, or ``NPROC``, with ``gpus`` visible GPUs."""
     if "RANK" in env and "WORLD_SIZE" in env:
-        rank, world_size = variable(env, "RANK"), variable(env, "WORLD_SIZE", least=1)
-        return RankLayout(gpus > 0, world_size, rank, variable(env, "LOCAL_RANK", 0))
-    # Each machine or task would train for itself, in the same folder.
-    for name in ("NNODES", "SLURM_STEP_NUM_TASKS"):
-        if variable(env, name, 1) > 1:
-            raise UserError(f"{name}={env[name]}: several machines or tasks need torchrun (docs/several_gpus.md)")
+        return RankLayout(gpus > 0, int(env["WORLD_SIZE"]), int(env["RANK"]), int(env.get("LOCAL_RANK", 0)))
     return RankLayout(gpus > 0, processes(env, gpus))
-
-
-def variable(env: Mapping[str, str], name: str, default: int | None = None, least: int = 0) -> int:
-    """A whole number among environment variables."""
-    if text := env.get(name):
-        return whole_number(name, text, least)
-    if default is None:
-        raise UserError(f"{name} is not set")
-    return default
 
 
 def processes(env: Mapping[str, str], gpus: int) -> int:
     """How many processes: one per GPU, one where there is none, or NPROC."""
-    count = variable(env, "NPROC", max(1, gpus), least=1)
+    count = whole_number("NPROC", env.get("NPROC") or max(1, gpus))
     if gpus and count > gpus:
         raise UserError(
             f"NPROC={count}, but {gpus} GPU{'s are' if gpus > 1 else ' is'} visible, and a GPU takes one process "

@@ -107,7 +107,7 @@ def test_two_ranks_learn_what_one_does(data, tmp_path, monkeypatch, capsys):
     train_on_one_rank(data, monkeypatch, capsys, 4, tmp_path / "one")
     assert_same_curves(where, tmp_path / "one")
     (record,) = records(where)
-    assert (record["world_size"], record["update_freq"], record["machines"]) == (2, 2, [{"ranks": 2, "gpus": []}])
+    assert (record["world_size"], record["update_freq"], record["ranks_of_this_machine"]) == (2, 2, 2)
     assert (record["max_tokens"], record["tokens_per_update"]) == (400, 1600)
 
 
@@ -153,7 +153,7 @@ def test_two_machines_of_two_ranks(data, tmp_path):
     run("bash", SCRIPTS / "train.sh", *few, CUDA_VISIBLE_DEVICES="")
     assert_same_curves(where, tmp_path / "one")
     (record,) = records(where)
-    assert record["world_size"] == 4 and record["machines"] == [{"ranks": 2, "gpus": []}] * 2
+    assert record["world_size"] == 4 and record["ranks_of_this_machine"] == 2
 
 
 @pytest.mark.slow

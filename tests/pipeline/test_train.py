@@ -1,6 +1,5 @@
 """pn train: one rank, in this process; from outside where a process is killed or gets a signal."""
 
-import importlib.util
 import json
 import logging
 import os
@@ -11,7 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import fairseq.file_io
 import pytest
@@ -39,7 +38,7 @@ SHORT = (
 
 @pytest.fixture(autouse=True)
 def one_rank_on_the_cpu(monkeypatch):
-    for name in ("NPROC", "NNODES", "RANK", "WORLD_SIZE", "SLURM_STEP_NUM_TASKS"):
+    for name in ("NPROC", "RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
@@ -93,7 +92,7 @@ def test_what_a_run_holds(data, trained):
     assert (trained / "data.settings").read_bytes() == (data / "settings.txt").read_bytes()
     (record,) = map(json.loads, (trained / "starts.jsonl").read_text().splitlines())
     assert (record["world_size"], record["tokens_per_update"], record["max_tokens"]) == (1, 400, 400)
-    assert record["machines"] == [{"ranks": 1, "gpus": []}] and record["torch"]
+    assert record["ranks_of_this_machine"] == 1 and record["gpus"] == [] and record["torch"]
     assert record["command"] == ["verses_es_en", "--data", str(data), "--run", str(trained), *SHORT]
     assert any((trained / "tensorboard").rglob("events.*"))
 
@@ -200,12 +199,10 @@ def test_weights_and_biases_writes_into_the_run_and_has_to_be_installed(monkeypa
     command = ["verses_es_en", "--check", "--run", str(tmp_path), "common.wandb_project=verses"]
     monkeypatch.setenv("WANDB_DIR", "")
     monkeypatch.delenv("WANDB_DIR")
-    find_spec, wandb = importlib.util.find_spec, []
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: wandb[-1] if name == "wandb" else find_spec(name))
-    for missing in (None, SimpleNamespace(origin=None)):  # the latter is a folder of runs, ./wandb
-        wandb.append(missing)
+    for missing in (None, ModuleType("wandb")):  # the latter is a folder of runs, ./wandb
+        monkeypatch.setitem(sys.modules, "wandb", missing)
         assert "pip install wandb" in refused(capsys, train.main(command))
-    wandb.append(SimpleNamespace(origin="wandb/__init__.py"))
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=None))
     assert train.main(command) == 0 and os.environ["WANDB_DIR"] == str(tmp_path)
 
 
