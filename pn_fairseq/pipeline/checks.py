@@ -86,7 +86,10 @@ def build(cfg: DictConfig, with_data: bool = True) -> tuple:
         if with_data:
             task = tasks.setup_task(cfg.task)
         else:
-            dictionary = stand_in_dictionary(cfg)
+            # Larger than the vocabulary of WikiText-103 and the cutoffs of an adaptive softmax.
+            cutoffs = re.findall(r"\d+", str(cfg.model.get("adaptive_softmax_cutoff")))
+            dictionary = Dictionary()
+            dictionary.symbols += ["word"] * max(300_000, *map(int, cutoffs), 0)
             task = TASK_REGISTRY[cfg.task._name](cfg.task, dictionary, dictionary)
         with torch.device("meta"), open_dict(cfg):
             model = task.build_model(cfg.model)
@@ -104,14 +107,6 @@ def build(cfg: DictConfig, with_data: bool = True) -> tuple:
         raise UserError(reason if known else f"the settings fit no model: {reason}") from error
 
 
-def stand_in_dictionary(cfg: DictConfig) -> Dictionary:
-    """A vocabulary to build a model without data: larger than WikiText-103's and the adaptive softmax's cutoffs."""
-    cutoffs = map(int, re.findall(r"\d+", str(cfg.model.get("adaptive_softmax_cutoff"))))
-    dictionary = Dictionary()
-    dictionary.symbols += ["word"] * max(300_000, *cutoffs, 0)
-    return dictionary
-
-
 def check_model(cfg: DictConfig, data: Path, batches: Batches) -> torch.nn.Module:
     """Build all parts of the training, without memory for the weights, and look at the lengths of all sentences.
 
@@ -127,14 +122,12 @@ def check_model(cfg: DictConfig, data: Path, batches: Batches) -> torch.nn.Modul
         _check_blocks(cfg, data, task, model)
         return model
     source, target = cfg.task.source_lang, cfg.task.target_lang
-    limits = zip(("source", "target"), task.max_positions(), model.max_positions(), strict=True)
-    dictionaries = (task.source_dictionary, task.target_dictionary)
-    for (side, of_task, of_model), lang, dictionary in zip(limits, (source, target), dictionaries, strict=True):
+    sides = (("source", source, task.source_dictionary), ("target", target, task.target_dictionary))
+    limits = map(min, task.max_positions(), model.max_positions())
+    for (side, lang, dictionary), most in zip(sides, limits, strict=True):
         for split in ("train", "valid", "test"):
-            limit = min(of_task, of_model)
             dataset = open_data(data / "bin", f"{split}.{source}-{target}.{lang}", dictionary)
-            if split == "train" and cfg.dataset.max_tokens:
-                limit = min(limit, cfg.dataset.max_tokens)
+            limit = min(most, cfg.dataset.max_tokens or most) if split == "train" else most
             too_long = dataset.sizes > limit
             if count := int(too_long.sum()):
                 advice = f"raise dataset.max_tokens or task.max_{side}_positions and model.max_{side}_positions"

@@ -10,6 +10,9 @@ from dataclasses import dataclass
 
 from pn_fairseq.common.command import UserError, whole_number
 
+#: What helps after a failure of the machine.
+RESUME = "run the same command again to resume"
+
 
 @dataclass(frozen=True)
 class RankLayout:
@@ -49,9 +52,8 @@ def torchrun(world_size: int, arguments: list[str]) -> int:
     torchrun stops all ranks when one of them fails or when it gets a signal.
 
     Raises:
-        TrainingFailed: a rank failed; the text is that of its own :class:`TrainingFailed` (see :func:`report_failure`).
+        TrainingFailed: a rank failed; the text is that of its own :class:`TrainingFailed`.
     """
-    import signal
     from unittest import mock
 
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -75,22 +77,9 @@ def torchrun(world_size: int, arguments: list[str]) -> int:
         if failure.exitcode == 2:
             return 2  # a mistake of the user, which the rank has already named
         if failure.exitcode < 0:
-            how = f"was killed by {signal.Signals(-failure.exitcode).name}"
-            raise TrainingFailed(f"rank {rank} {how}, and all ranks were stopped; {RESUME}") from error
+            how = f"was killed by {failure.signal_name()}, and all ranks were stopped"
+            raise TrainingFailed(f"rank {rank} {how}; {RESUME}") from error
         raise TrainingFailed(f"rank {rank}: {failure.message}") from error
     except SignalException as error:
         raise Interrupted(int(error.sigval)) from error
     return 0
-
-
-#: What helps after a failure of the machine.
-RESUME = "run the same command again to resume"
-
-
-def report_failure(error: TrainingFailed) -> bool:
-    """Pass the failure of a rank on to :func:`torchrun`; False if it did not start this process."""
-    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
-    if "TORCHELASTIC_ERROR_FILE" in os.environ:
-        get_error_handler().record_exception(error)
-    return "PN_FAIRSEQ_RANK" in os.environ

@@ -56,14 +56,14 @@ class Run:
         return OmegaConf.create(self._settings_of_a_checkpoint(), flags={"allow_objects": True})
 
     def _settings_of_a_checkpoint(self) -> dict:
-        files = [*self.checkpoints.glob("checkpoint_last.pt"), *sorted(self.checkpoints.glob("checkpoint*.pt"))]
+        files = sorted(self.checkpoints.glob("checkpoint*.pt"))  # checkpoint_last.pt comes last
         if not files:
             raise UserError(f"'{self.path}' is not a training run: it has no config.yaml and no checkpoint (pn train)")
         from pn_fairseq.common.checkpoints import load_checkpoint  # needs torch
 
-        cfg = load_checkpoint(files[0]).get("cfg")
+        cfg = load_checkpoint(files[-1]).get("cfg")
         if not cfg:
-            raise UserError(f"{files[0]} has no settings: an older fairseq wrote it")
+            raise UserError(f"{files[-1]} has no settings: an older fairseq wrote it")
         settings = {name: getattr(section, "__dict__", section) for name, section in cfg.items()}
         # The model of fairseq-train has every flag: the flags of other sections are left out.
         others = [section for name, section in settings.items() if name != "model" and isinstance(section, dict)]

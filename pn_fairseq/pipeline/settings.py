@@ -95,6 +95,7 @@ def compose(config: Path, overrides: Sequence[str], world_size: int, on_cpu: boo
             cfg.optimization.update_freq = [batches.update_freq]
         distributed = cfg.distributed_training
         distributed.distributed_world_size = world_size
+        distributed.device_id = 0  # fairseq takes LOCAL_RANK, and the settings of all ranks must be the same
         if world_size > 1:
             distributed.distributed_no_spawn, distributed.distributed_init_method = True, "env://"
             if on_cpu and "distributed_training.distributed_backend" not in given:
@@ -163,8 +164,9 @@ def check_keys(cfg: DictConfig) -> None:
     for section, node in cfg.items():
         if section not in SECTIONS and section not in OWN:
             raise UserError(f"unknown setting '{section}'{_advice(section, cfg)}")
-        for key in sorted(node.keys() - known_keys(section, cfg)) if OmegaConf.is_dict(node) else ():
-            raise UserError(f"unknown setting '{section}.{key}'{_advice(f'{section}.{key}', cfg)}")
+        if OmegaConf.is_dict(node) and (unknown := sorted(node.keys() - known_keys(section, cfg))):
+            name = f"{section}.{unknown[0]}"
+            raise UserError(f"unknown setting '{name}'{_advice(name, cfg)}")
 
 
 def _advice(name: str, cfg: DictConfig) -> str:
@@ -181,7 +183,7 @@ def known_keys(section: str, cfg: DictConfig) -> set[str]:
     """The keys of a section, which depend on the component that its ``_name`` chooses."""
     if dataclasses.is_dataclass(SECTIONS[section]):
         return {field.name for field in dataclasses.fields(SECTIONS[section])}
-    name = (cfg.get(section) or {}).get("_name")
+    name = node.get("_name") if OmegaConf.is_dict(node := cfg.get(section)) else node
     if name is None:
         return {"_name", "average_last"} if section == "scoring" else {"_name"}
     registries = {"model": ARCH_MODEL_REGISTRY, "task": TASK_REGISTRY}

@@ -19,9 +19,9 @@ from pathlib import Path
 from pn_fairseq.common.command import ArgumentParser, UserError, command, did_you_mean, say
 from pn_fairseq.common.errors import NotFiniteError, error_chain
 from pn_fairseq.common.files import PACKAGE, atomic_write, configs_folder, known_configs
-from pn_fairseq.common.machine import own_cores
+from pn_fairseq.common.machine import describe, own_cores
 from pn_fairseq.pipeline import check_settings
-from pn_fairseq.pipeline.launch import RESUME, RankLayout, TrainingFailed, find_layout, report_failure, torchrun
+from pn_fairseq.pipeline.launch import RESUME, RankLayout, TrainingFailed, find_layout, torchrun
 
 EPILOG = """\
 settings (key=value, in hydra's syntax):
@@ -49,20 +49,6 @@ LIMITS = ("optimization.max_update", "optimization.max_epoch", "optimization.sto
 LOG_SECONDS = 30
 
 
-def _parser() -> ArgumentParser:
-    parser = ArgumentParser(prog="pn train", epilog=EPILOG)
-    names = ", ".join(known_configs())
-    parser.add_argument("config", metavar="CONFIG", help=f"a name in configs/ ({names}) or the path of a YAML file")
-    parser.add_argument(
-        "settings", nargs="*", default=[], metavar="key=value", help="settings that differ from the file's"
-    )
-    parser.add_argument("--data", type=Path, metavar="DIR", help="prepared data (default runs/data/CONFIG)")
-    parser.add_argument("--run", type=Path, metavar="DIR", help="checkpoints and logs (default runs/CONFIG)")
-    check = "check the settings, also against the settings of an existing --run, and stop; needs no data"
-    parser.add_argument("--check", action="store_true", help=check)
-    return parser
-
-
 def find_config(name: str) -> Path:
     """The file of a CONFIG argument."""
     path = Path(name) if name.endswith((".yaml", ".yml")) else configs_folder() / f"{name}.yaml"
@@ -73,9 +59,16 @@ def find_config(name: str) -> Path:
 
 
 @command("pn train")
-def main(argv: list[str] | None = None) -> int:
-    argv = sys.argv[1:] if argv is None else argv
-    args = _parser().parse_intermixed_args(argv)
+def main(argv: list[str]) -> int:
+    parser = ArgumentParser(prog="pn train", epilog=EPILOG)
+    names = ", ".join(known_configs())
+    parser.add_argument("config", metavar="CONFIG", help=f"a name in configs/ ({names}) or the path of a YAML file")
+    parser.add_argument("settings", nargs="*", default=[], metavar="key=value", help="what differs from the file")
+    parser.add_argument("--data", type=Path, metavar="DIR", help="prepared data (default runs/data/CONFIG)")
+    parser.add_argument("--run", type=Path, metavar="DIR", help="checkpoints and logs (default runs/CONFIG)")
+    check = "check the settings, also against the settings of an existing --run, and stop; needs no data"
+    parser.add_argument("--check", action="store_true", help=check)
+    args = parser.parse_intermixed_args(argv)
     check_settings(args.settings)
     config = find_config(args.config)
     data = (args.data or Path("runs/data") / config.stem).absolute()
@@ -99,7 +92,11 @@ def main(argv: list[str] | None = None) -> int:
             return 2  # every rank finds the same error; local rank 0 prints it
         raise
     except TrainingFailed as error:
-        if not report_failure(error):
+        if "PN_FAIRSEQ_RANK" in os.environ:  # the process that launched the ranks prints the first failure
+            from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+            get_error_handler().record_exception(error)
+        else:
             print(f"pn train: error: {error}", file=sys.stderr)
         return 1
 
@@ -112,7 +109,6 @@ def _main(args, argv: list[str], layout: RankLayout, config: Path, data: Path, r
         "common.user_dir": PACKAGE,
         "task.data": data / "bin",
         "checkpoint.save_dir": run / "checkpoints",
-        "common.log_file": run / "train.log",
         "common.tensorboard_logdir": run / "tensorboard",
     }
     # A string of JSON is also one of hydra.
@@ -187,14 +183,13 @@ def begin(cfg, batches, layout: RankLayout, data: Path, run: Path, argv: list[st
     """What the first rank does before it trains: lock the run, and write down what is trained, and how."""
     from omegaconf import OmegaConf
 
-    from pn_fairseq.common.machine import describe
-
     run.mkdir(parents=True, exist_ok=True)
     lock(run)
-    settings = (data / "settings.txt").read_text("utf-8")
-    for name, text in (("config.yaml", OmegaConf.to_yaml(cfg)), ("data", f"{data}\n"), ("data.settings", settings)):
-        with atomic_write(run / name, "w") as file:
-            file.write(text)
+    files = {"config.yaml": OmegaConf.to_yaml(cfg).encode(), "data": f"{data}\n".encode()}
+    files["data.settings"] = (data / "settings.txt").read_bytes()
+    for name, content in files.items():
+        with atomic_write(run / name) as file:
+            file.write(content)
     record = {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": argv,
@@ -225,7 +220,7 @@ def train(cfg, layout: RankLayout, data: Path, run: Path) -> None:
         # A rank in a collective call waits for the others for ever: it must not outlive torchrun, however that ends.
         torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGKILL)
     settings = OmegaConf.to_yaml(cfg), (data / "settings.txt").read_bytes()
-    cfg.common.log_file = None  # the handler below has all of fairseq's log, not only that of fairseq_cli.train
+    cfg.common.log_file = None  # the handler below has all of fairseq's log, not only the log of fairseq_cli.train
     # fairseq reads torchrun's variables itself, but divides the local rank by the number of GPUs.
     cfg.distributed_training.distributed_rank = rank
     cfg.distributed_training.device_id = layout.local_rank % max(1, torch.cuda.device_count())
@@ -256,10 +251,8 @@ def explained(error: Exception, cfg, run: Path) -> UserError | TrainingFailed:
 
     metric = cfg.checkpoint.best_checkpoint_metric
     if isinstance(error, KeyError) and error.args == (metric,):
-        return UserError(
-            f"checkpoint.best_checkpoint_metric={metric} is not a metric of validation, such as loss; bleu needs "
-            "task.eval_bleu=true"
-        )
+        known = "a metric of validation, such as loss; bleu needs task.eval_bleu=true"
+        return UserError(f"checkpoint.best_checkpoint_metric={metric} is not {known}")
     if isinstance(error, NotFiniteError):
         return TrainingFailed(str(error))
     text = str(error).strip()

@@ -136,18 +136,13 @@ def test_batches_that_are_refused(overrides, ranks, needle):
         ("model._name=transformer_pn_tinyy", ("transformer_pn_tinyy", "did you mean 'transformer_pn_tiny'")),
         ("model._name=quite_another", ("quite_another", "transformer_ln_tiny", "transformer_pn_iwslt")),
         ("task._name=translatoin", ("task._name=translatoin", "did you mean 'translation'")),
-        ("optimizer._name=adamm", ("optimizer._name=adamm", "did you mean 'adam'")),
         ("criterion._name=label_smoothed", ("criterion._name=label_smoothed", "'label_smoothed_cross_entropy'")),
-        ("lr_scheduler._name=cosin", ("lr_scheduler._name=cosin", "did you mean 'cosine'")),
         ("task.sourse_lang=es", ("task.sourse_lang", "'task.source_lang'")),
-        ("+task.sourse_lang=es", ("task.sourse_lang", "'task.source_lang'")),
         ("+criterion.label_smoth=1", ("criterion.label_smoth", "'criterion.label_smoothing'")),
         ("optimizer.lrate=1", ("optimizer.lrate",)),
-        ("+lr_scheduler.warmup_update=1", ("lr_scheduler.warmup_update", "'lr_scheduler.warmup_updates'")),
         ("optimization.max_updates=1", ("optimization.max_updates", "'optimization.max_update'")),
         ("+common.sed=1", ("common.sed", "'common.seed'")),
         ("comon.seed=1", ("'comon'", "'common'")),
-        ("optimisation.max_update=4", ("'optimisation'", "'optimization'")),
         ("optimization.lr=abc", ("optimization.lr[0]: Value 'abc'", "Float")),
         ("optimization.max_update=1e3", ("optimization.max_update", "Integer")),
         ("optimizer.adam_betas=(0.9,0.98)", ("adam_betas", "extraneous input '('")),
@@ -170,12 +165,9 @@ def test_settings_of_the_model_work_with_and_without_plus(plus):
     assert (cfg.model.encoder_norm, cfg.generation.max_len_b, cfg.model.dropout) == ("batch", 20, 0.3)
 
 
-@pytest.mark.parametrize(
-    ("override", "value"),
-    [("optimization.lr=0.001", [0.001]), ("+optimization.lr=1e-3", [0.001]), ("optimization.lr=[0.1]", [0.1])],
-)
-def test_a_number_is_a_list_of_one(override, value):
-    assert composed(override)[0].optimization.lr == value
+@pytest.mark.parametrize("value", ["0.001", "1e-3", "[0.001]"])
+def test_a_number_is_a_list_of_one(value):
+    assert composed(f"optimization.lr={value}")[0].optimization.lr == [0.001]
 
 
 @pytest.mark.parametrize(
@@ -190,6 +182,7 @@ def test_a_number_is_a_list_of_one(override, value):
         ("model.encoder_attention_heads=3", ("divisible",)),
         ("model.encoder_normalize_before=false", ("normalize",)),
         ("model.layer_scale_groups=3", ("groups=3",)),
+        ("+model.norm_alpha_fwd=2", ("alpha_fwd=2",)),
         ("optimization.lr=-0.1", ("optimization.lr", "at least 0")),
         ("optimization.clip_norm=-1", ("optimization.clip_norm", "at least 0")),
         ("dataset.max_tokens=-5", ("dataset.max_tokens", "at least 1")),
@@ -280,13 +273,8 @@ def test_limits_decoding_saving_validation_and_ranks_may_change(begun):
 def test_other_differences_are_refused_those_of_the_model_first(begun):
     with pytest.raises(UserError) as caught:
         begun(
-            *(
-                "dataset.required_batch_size_multiple=2",
-                "common.seed=2",
-                "common.fp16=true",
-                "optimizer.weight_decay=0.1",
-            ),
-            *("model._name=transformer_bn_tiny", "model.dropout=0.2", "optimization.clip_norm=1"),
+            *("dataset.required_batch_size_multiple=2", "common.seed=2", "common.fp16=true", "model.dropout=0.2"),
+            *("optimizer.weight_decay=0.1", "model._name=transformer_bn_tiny", "optimization.clip_norm=1"),
         )
     text = str(caught.value)
     order = ("model._name transformer_pn_tiny -> transformer_bn_tiny", "model.dropout 0.1 -> 0.2", "common.fp16")
