@@ -60,7 +60,7 @@ def check_values(cfg: DictConfig) -> None:
         name, value = f"model.{action.dest}", cfg.model.get(action.dest)
         if value is not None and action.nargs == 0 and not isinstance(value, bool):
             raise UserError(f"{name}={value} must be true or false")
-        if value is not None and action.type in (int, float, None):  # build checks names of norms and their options
+        if value is not None and action.type in (int, float, str, None):  # build checks norms and their options
             try:
                 parser._check_value(action, parser._get_value(action, str(value)))
             except argparse.ArgumentError as error:

@@ -177,6 +177,8 @@ def test_a_number_is_a_list_of_one(value):
         ("model.attention_dropout=-0.1", ("model.attention_dropout", "at least 0")),
         ("model.dropout=abc", ("model.dropout=abc", "float")),
         ("model.encoder_layers=2.5", ("model.encoder_layers=2.5", "int")),
+        ("model.activation_fn=rel", ("model.activation_fn=rel", "relu", "gelu")),
+        ("model.norm_variant=papers", ("model.norm_variant=papers", "'paper', 'release'")),
         ("model.encoder_layers=0", ("model.encoder_layers=0", "at least 1")),
         ("model.share_all_embeddings=3", ("model.share_all_embeddings=3", "true or false")),
         ("model.encoder_attention_heads=3", ("divisible",)),
