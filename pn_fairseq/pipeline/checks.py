@@ -1,12 +1,10 @@
-"""Values of settings, prepared data and checkpoints, checked before a training begins.
+"""Settings, prepared data and checkpoints, checked before a training begins.
 
-fairseq declares types and choices: hydra compares the dataclasses of all sections but the model, whose declaration is
-the parser of its flags. fairseq declares no ranges; :data:`RANGES` has the ranges of the settings that train a model.
+hydra compares the settings of all sections but the model with the types that fairseq declares. fairseq declares a model
+by the flags of its parser, and declares no ranges: :data:`RANGES` has them.
 """
 
 import argparse
-import ast
-import functools
 import math
 import os
 import re
@@ -15,135 +13,193 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from fairseq import tasks
 from fairseq.data import Dictionary
-from fairseq.data.data_utils import load_indexed_dataset
-from fairseq.models import ARCH_MODEL_REGISTRY
-from omegaconf import DictConfig, OmegaConf
+from fairseq.data.indexed_dataset import MMapIndexedDataset
+from fairseq.models import ARCH_MODEL_REGISTRY, FairseqLanguageModel
+from fairseq.optim import build_optimizer
+from fairseq.optim.lr_scheduler import build_lr_scheduler
+from fairseq.tasks import TASK_REGISTRY
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from pn_fairseq.common.checkpoints import explain_misfit, load_checkpoint
-from pn_fairseq.common.command import UserError
-from pn_fairseq.fairseq_patches.convert_norms import parse
-from pn_fairseq.models.normed_model import FoldedModelError
-from pn_fairseq.pipeline.data.binarize import MAGIC, sentences
-from pn_fairseq.pipeline.runs import flat
+from pn_fairseq.common.command import UserError, whole_number
+from pn_fairseq.models.transformer_lm_pn import check_criterion
+from pn_fairseq.pipeline.data.binarize import sentences
+from pn_fairseq.pipeline.runs import flat, load_config
+from pn_fairseq.pipeline.settings import Batches, flags
 
 #: Pattern of dotted names, lower bound, upper bound (excluded).
-RANGES = [
-    (re.compile(pattern), low, high)
-    for pattern, low, high in (
-        (r"model\.(\w+_)?(dropout|layerdrop)|criterion\.label_smoothing", 0, 1),
-        (r"model\.(encoder|decoder)_(layers|attention_heads|\w*_dim)|model\.(core_rank|cores)", 1, math.inf),
-        (r"(model|task)\.max_(source|target)_positions|task\.tokens_per_sample|generation\.beam", 1, math.inf),
-        (r"dataset\.(max_tokens|batch_size)(_valid)?|dataset\.required_batch_size_multiple", 1, math.inf),
-        (r"dataset\.(validate_interval|num_workers\w*)|checkpoint\.save_interval_updates", 0, math.inf),
-        (r"optimization\.(lr|clip_norm|max_update|max_epoch|stop_time_hours)|optimizer\.weight_decay", 0, math.inf),
-        (r"optimizer\.adam_eps|lr_scheduler\.(warmup_updates|min_lr)", 0, math.inf),
-        (r"optimizer\.adam_betas", 0, 1),
-        (r"optimization\.stop_min_lr|lr_scheduler\.warmup_init_lr|checkpoint\.(patience|keep_\w+s)", -1, math.inf),
-    )
-]
+RANGES = (
+    (r"model\.(\w+_)?(dropout|layerdrop)|criterion\.label_smoothing", 0, 1),
+    (r"model\.(encoder|decoder)_(layers|attention_heads|\w*_dim)|model\.(core_rank|cores)", 1, math.inf),
+    (r"(model|task)\.max_(source|target)_positions|task\.tokens_per_sample|generation\.beam", 1, math.inf),
+    (r"dataset\.(max_tokens|batch_size)(_valid)?|dataset\.required_batch_size_multiple", 1, math.inf),
+    (r"dataset\.(validate_interval|num_workers\w*)|checkpoint\.save_interval_updates", 0, math.inf),
+    (r"optimization\.(lr|clip_norm|max_update|max_epoch|stop_time_hours)|optimizer\.weight_decay", 0, math.inf),
+    (r"optimizer\.adam_eps|lr_scheduler\.(warmup_updates|min_lr)", 0, math.inf),
+    (r"optimization\.stop_min_lr|lr_scheduler\.warmup_init_lr|checkpoint\.(patience|keep_\w+s)", -1, math.inf),
+)
+#: Settings that may change when a run is resumed, as patterns of dotted names: when to stop, what to report, save and
+#: validate, how to decode, where things are, on how many ranks. All others decide the weights.
+MAY_CHANGE = re.compile(
+    r"(generation|common_eval|eval_lm|interactive|distributed_training|bmuf|scoring)(\..*)?|average_last"
+    r"|optimization\.(max_update|max_epoch|stop_time_hours|update_freq)"
+    r"|checkpoint\.(patience|save_.*|keep_.*|no_(epoch|last|save).*|write_checkpoints_asynchronously|maximize_.*|best_.*)"
+    r"|common\.(log_.*|tensorboard_logdir|wandb_.*|azureml_logging|aim_.*|user_dir|cpu|fp16_no_flatten_grads)"
+    r"|dataset\.(num_workers.*|data_buffer_size|max_tokens|max_tokens_valid|batch_size_valid|max_valid_steps"
+    r"|(validate|fixed_validation|disable_validation).*)"
+    r"|task\.data|model\.norm_(stats_interval|probe.*)"
+)
 
 
 def check_values(cfg: DictConfig) -> None:
-    """Refuse a value of the wrong type or outside of its range."""
-    check_types_of_the_model(cfg.model)
+    """Refuse a value of a wrong type, one that is none of a flag's choices, and one outside of its range."""
+    parser = argparse.ArgumentParser()
+    for action in flags("model", ARCH_MODEL_REGISTRY[cfg.model._name]):
+        name, value = f"model.{action.dest}", cfg.model.get(action.dest)
+        if value is not None and action.nargs == 0 and not isinstance(value, bool):
+            raise UserError(f"{name}={value} must be true or false")
+        if value is not None and action.type in (int, float, str, None):  # build checks norms and their options
+            try:
+                parser._check_value(action, parser._get_value(action, str(value)))
+            except argparse.ArgumentError as error:
+                raise UserError(f"{name}={value}: {error.message}") from None
     for name, value in flat(OmegaConf.to_container(cfg)).items():
-        _, low, high = next((row for row in RANGES if row[0].fullmatch(name)), (None, None, None))
-        if low is None:
-            continue
-        for number in _numbers(name, value):
-            if not low <= number < high:
-                bounds = f"at least {low}" if high == math.inf else f"at least {low} and below {high}"
-                raise UserError(f"{name}={value} is outside of its range: it must be {bounds}")
+        bounds = next(((low, high) for pattern, low, high in RANGES if re.fullmatch(pattern, name)), None)
+        for number in value if isinstance(value, list) else [value]:
+            if bounds and isinstance(number, int | float) and not bounds[0] <= number < bounds[1]:
+                end = "" if bounds[1] == math.inf else f" and below {bounds[1]}"
+                raise UserError(f"{name}={value} is outside of its range: it must be at least {bounds[0]}{end}")
 
 
-def _numbers(name: str, value) -> list[float]:
-    if name == "optimizer.adam_betas":
-        try:
-            value = ast.literal_eval(value) if isinstance(value, str) else value
-            first, second = map(float, value)
-        except (ValueError, SyntaxError, TypeError):
-            raise UserError(f"{name}={value} must be two numbers, as in \"'(0.9, 0.98)'\"") from None
-        return [first, second]
-    values = value if isinstance(value, list | tuple) else [value]
-    return [number for number in values if isinstance(number, int | float) and not isinstance(number, bool)]
+def build(cfg: DictConfig, with_data: bool = True) -> tuple:
+    """The task and the model, on the meta device, after criterion, optimizer and schedule; ``cfg`` stays as it is.
+
+    Without the data a vocabulary stands in for its own.
+    """
+    cfg = OmegaConf.create(OmegaConf.to_container(cfg))
+    is_lm = issubclass(ARCH_MODEL_REGISTRY[cfg.model._name], FairseqLanguageModel)
+    if is_lm != {"language_modeling": True, "translation": False}.get(cfg.task._name, is_lm):
+        raise UserError(f"model._name={cfg.model._name} is not a model for task._name={cfg.task._name}")
+    try:
+        if with_data:
+            task = tasks.setup_task(cfg.task)
+        else:
+            # Larger than the vocabulary of WikiText-103 and the cutoffs of an adaptive softmax.
+            cutoffs = re.findall(r"\d+", str(cfg.model.get("adaptive_softmax_cutoff")))
+            dictionary = Dictionary()
+            dictionary.symbols += ["word"] * max(300_000, *map(int, cutoffs), 0)
+            task = TASK_REGISTRY[cfg.task._name](cfg.task, dictionary, dictionary)
+        with torch.device("meta"), open_dict(cfg):
+            model = task.build_model(cfg.model)
+        task.build_criterion(cfg.criterion)
+        if is_lm:
+            check_criterion(model, cfg.criterion._name == "adaptive_loss")
+        optimizer = build_optimizer(cfg.optimizer, [weight for weight in model.parameters() if weight.requires_grad])
+        build_lr_scheduler(cfg.lr_scheduler, optimizer)
+        return task, model
+    except (UserError, OSError):
+        raise
+    except Exception as error:  # fairseq asserts, or raises plain ones
+        reason = " ".join(str(error).split()) or type(error).__name__
+        known = isinstance(error, ValueError) or type(error) is Exception
+        raise UserError(reason if known else f"the settings fit no model: {reason}") from error
 
 
-def check_types_of_the_model(settings: DictConfig) -> None:
-    """Compare each setting with the type and the choices of its flag."""
-    parser = argparse.ArgumentParser(argument_default=argparse.SUPPRESS)
-    ARCH_MODEL_REGISTRY[settings._name].add_args(parser)
-    for action in parser._actions:
-        value = settings.get(action.dest)
-        if value is None or OmegaConf.is_dict(value):  # a mapping is of norm options, which check_names checks
-            continue
-        name = f"model.{action.dest}"
-        if action.nargs == 0:
-            if not isinstance(value, bool):
-                raise UserError(f"{name}={value} must be true or false")
-            continue
-        try:
-            converted = action.type(str(value)) if action.type else value
-        except (ValueError, TypeError, SyntaxError, NameError, argparse.ArgumentTypeError):
-            kind = {int: "a whole number", float: "a number"}.get(action.type, "a value that fairseq accepts")
-            raise UserError(f"{name}={value} must be {kind}") from None
-        if action.choices and converted not in action.choices and value not in action.choices:
-            raise UserError(f"{name}={value} must be one of {', '.join(map(str, action.choices))}")
-    # Two settings of any model, by a patch of fairseq.
-    if not isinstance(ignores := settings.get("norm_ignore_mask", False), bool):
-        raise UserError(f"model.norm_ignore_mask={ignores} must be true or false")
-    specifications = settings.get("convert_norms") or []
-    for text in [specifications] if isinstance(specifications, str) else specifications:
-        try:
-            parse(text)
-        except ValueError as error:
-            raise UserError(f"model.convert_norms: {error}") from None
+def check_model(cfg: DictConfig, data: Path, batches: Batches) -> torch.nn.Module:
+    """Build all parts of the training, without memory for the weights, and look at the lengths of all sentences.
+
+    Returns:
+        The model, on the meta device.
+
+    Raises:
+        UserError: a part cannot be built, the data is damaged or does not fit the model, or a sentence is too long:
+            fairseq would silently skip it.
+    """
+    task, model = build(cfg)
+    if cfg.task._name == "language_modeling":
+        _check_blocks(cfg, data, task, model)
+        return model
+    source, target = cfg.task.source_lang, cfg.task.target_lang
+    sides = (("source", source, task.source_dictionary), ("target", target, task.target_dictionary))
+    limits = map(min, task.max_positions(), model.max_positions())
+    for (side, lang, dictionary), most in zip(sides, limits, strict=True):
+        for split in ("train", "valid", "test"):
+            dataset = open_data(data / "bin", f"{split}.{source}-{target}.{lang}", dictionary)
+            limit = min(most, cfg.dataset.max_tokens or most) if split == "train" else most
+            too_long = dataset.sizes > limit
+            if count := int(too_long.sum()):
+                advice = f"raise dataset.max_tokens or task.max_{side}_positions and model.max_{side}_positions"
+                if split == "train" and limit == batches.max_tokens and batches.world_size * batches.update_freq > 1:
+                    advice = f"use fewer ranks or a larger tokens_per_update ({batches}), or {advice}"
+                raise UserError(
+                    f"{data}/bpe/{split}.{lang} has {count} sentences of more than {limit - 1} subwords, the first in "
+                    f"line {int(too_long.argmax()) + 1}: fairseq would silently skip them; shorten them, or {advice}"
+                )
+    return model
 
 
-def stand_in_dictionary(cfg: DictConfig) -> Dictionary:
-    """A vocabulary to build a model without data: larger than WikiText-103's and the adaptive softmax's cutoffs."""
-    cutoffs = map(int, re.findall(r"\d+", str(cfg.model.get("adaptive_softmax_cutoff"))))
-    return _dictionary(max(300_000, *cutoffs, 0) + 1)
+def _check_blocks(cfg: DictConfig, data: Path, task, model) -> None:
+    """Every block of text has to fit model and batches."""
+    block = whole_number("task.tokens_per_sample", cfg.task.tokens_per_sample)
+    mode = cfg.task.sample_break_mode or "none"
+    for split in ("train", "valid", "test"):
+        text = open_data(data / "bin", split, task.dictionary)
+        line = int(text.sizes.max())
+        longest = {"none": block, "eos": line}.get(mode, max(block, line))
+        if longest > model.max_positions():
+            raise UserError(
+                f"{split} has blocks of {longest} tokens, the model takes {model.max_positions()}: raise "
+                "task.max_target_positions"
+            )
+        if split == "train" and cfg.dataset.max_tokens and longest > cfg.dataset.max_tokens:
+            raise UserError(
+                f"{split} has blocks of {longest} tokens, and a rank takes {cfg.dataset.max_tokens} at once: lower "
+                "task.tokens_per_sample or raise dataset.max_tokens"
+            )
 
 
-@functools.cache  # a list of norms is checked with the same one
-def _dictionary(size: int) -> Dictionary:
-    dictionary = Dictionary()
-    for number in range(size):
-        dictionary.add_symbol(str(number))
-    return dictionary
-
-
-def open_data(folder: Path, name: str, dictionary: Dictionary):
+def open_data(folder: Path, name: str, dictionary: Dictionary) -> MMapIndexedDataset:
     """fairseq's data set ``name`` in the folder bin/, whose files are whole and fit the dictionary.
 
     Its ``sizes`` are a view of a file that is open for as long as it exists.
     """
-    path, again = folder / name, "prepare the data again (pn prepare)"
-    index, content = Path(f"{path}.idx"), Path(f"{path}.bin")
+    index, content, again = folder / f"{name}.idx", folder / f"{name}.bin", "prepare the data again (pn prepare)"
     if not (index.is_file() and content.is_file()):
         raise UserError(f"{folder} has no {name}: {again}")
-    with index.open("rb") as file:
-        mapped = file.read(len(MAGIC)) == MAGIC
     # Of each sentence its size in 4 bytes and its place in 8.
-    if mapped and (index.stat().st_size < 26 or index.stat().st_size != 26 + 12 * sentences(index)):
+    if index.stat().st_size < 26 or index.stat().st_size != 26 + 12 * sentences(index):
         raise UserError(f"{index} is cut off or damaged: {again}")
-    try:
-        dataset = load_indexed_dataset(str(path))
-    except Exception as error:  # a damaged index can raise anything
-        raise UserError(f"{index} is damaged ({type(error).__name__}: {error}): {again}") from error
-    if mapped:
-        dtype = np.dtype(dataset._index.dtype)
-        expected = int(np.sum(dataset.sizes, dtype=np.int64)) * dtype.itemsize
-        if content.stat().st_size != expected:
-            raise UserError(f"{content} has {content.stat().st_size} bytes instead of {expected}: {again}")
-        largest = int(np.memmap(content, dtype, "r").max()) if expected else 0
-        if largest >= len(dictionary):
-            raise UserError(
-                f"{content} has the subword number {largest}, but its dictionary in {folder} only {len(dictionary)} "
-                f"subwords: {again}"
-            )
+    dataset = MMapIndexedDataset(str(folder / name))
+    dtype = np.dtype(dataset._index.dtype)
+    expected = int(np.sum(dataset.sizes, dtype=np.int64)) * dtype.itemsize
+    if content.stat().st_size != expected:
+        raise UserError(f"{content} has {content.stat().st_size} bytes instead of {expected}: {again}")
+    largest = int(np.memmap(content, dtype, "r").max()) if expected else 0
+    if largest >= len(dictionary):
+        raise UserError(
+            f"{content} has the subword number {largest}, but its dictionary in {folder} only {len(dictionary)} "
+            f"subwords: {again}"
+        )
     return dataset
+
+
+def check_same_run(cfg: DictConfig, data: Path, run: Path) -> None:
+    """Refuse to resume a run that was started with different settings or different data."""
+    kept = run / "data.settings"
+    if kept.is_file() and kept.read_bytes() != (data / "settings.txt").read_bytes():
+        raise UserError(f"'{run}' was started with different data than '{data}' (compare {kept}); use another --run")
+    before, now = (flat(OmegaConf.to_container(one)) for one in (load_config(run / "config.yaml"), cfg))
+    keys = sorted({*before, *now}, key=lambda key: (not key.startswith("model."), key))
+    changed = [key for key in keys if before.get(key) != now.get(key) and not MAY_CHANGE.fullmatch(key)]
+    shown = [f"{key} {before.get(key)} -> {now.get(key)}" for key in changed]
+    if shown:
+        more = f", and {len(shown) - 3} more" if len(shown) > 3 else ""
+        raise UserError(
+            f"'{run}' was started with different settings: {', '.join(shown[:3])}{more}; use another --run or remove "
+            "it (only limits, decoding, saving, validation and logging may change when a run is resumed)"
+        )
 
 
 def check_weights(model: torch.nn.Module, file: str | os.PathLike, cfg: DictConfig) -> dict:
@@ -152,8 +208,6 @@ def check_weights(model: torch.nn.Module, file: str | os.PathLike, cfg: DictConf
     try:
         with warnings.catch_warnings(action="ignore"):  # nothing is copied to the meta device
             model.load_state_dict(dict(state["model"]), strict=True, model_cfg=cfg.model)
-    except FoldedModelError:
-        raise UserError(str(FoldedModelError(str(file)))) from None
     except Exception as error:  # also of fairseq's conversion of old weights
         raise UserError(f"{file}: {explain_misfit(error) or type(error).__name__}") from error
     return state

@@ -10,6 +10,9 @@ from dataclasses import dataclass
 
 from pn_fairseq.common.command import UserError, whole_number
 
+#: What helps after a failure of the machine.
+RESUME = "run the same command again to resume"
+
 
 @dataclass(frozen=True)
 class RankLayout:
@@ -22,33 +25,15 @@ class RankLayout:
 
 
 def find_layout(env: Mapping[str, str], gpus: int) -> RankLayout:
-    """Read torchrun's environment variables, or ``NPROC``, with ``gpus`` visible GPUs.
-
-    Raises:
-        UserError: a variable is wrong, or asks for several machines without torchrun.
-    """
+    """Read torchrun's environment variables, or ``NPROC``, with ``gpus`` visible GPUs."""
     if "RANK" in env and "WORLD_SIZE" in env:
-        rank, world_size = variable(env, "RANK"), variable(env, "WORLD_SIZE", least=1)
-        return RankLayout(gpus > 0, world_size, rank, variable(env, "LOCAL_RANK", 0))
-    # Each machine or task would train for itself, in the same folder.
-    for name in ("NNODES", "SLURM_STEP_NUM_TASKS"):
-        if variable(env, name, 1) > 1:
-            raise UserError(f"{name}={env[name]}: several machines or tasks need torchrun (docs/several_gpus.md)")
+        return RankLayout(gpus > 0, int(env["WORLD_SIZE"]), int(env["RANK"]), int(env.get("LOCAL_RANK", 0)))
     return RankLayout(gpus > 0, processes(env, gpus))
-
-
-def variable(env: Mapping[str, str], name: str, default: int | None = None, least: int = 0) -> int:
-    """A whole number among environment variables."""
-    if text := env.get(name):
-        return whole_number(name, text, least)
-    if default is None:
-        raise UserError(f"{name} is not set")
-    return default
 
 
 def processes(env: Mapping[str, str], gpus: int) -> int:
     """How many processes: one per GPU, one where there is none, or NPROC."""
-    count = variable(env, "NPROC", max(1, gpus), least=1)
+    count = whole_number("NPROC", env.get("NPROC") or max(1, gpus))
     if gpus and count > gpus:
         raise UserError(
             f"NPROC={count}, but {gpus} GPU{'s are' if gpus > 1 else ' is'} visible, and a GPU takes one process "
@@ -67,9 +52,8 @@ def torchrun(world_size: int, arguments: list[str]) -> int:
     torchrun stops all ranks when one of them fails or when it gets a signal.
 
     Raises:
-        TrainingFailed: a rank failed; the text is that of its own :class:`TrainingFailed` (see :func:`report_failure`).
+        TrainingFailed: a rank failed; the text is that of its own :class:`TrainingFailed`.
     """
-    import signal
     from unittest import mock
 
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -93,22 +77,9 @@ def torchrun(world_size: int, arguments: list[str]) -> int:
         if failure.exitcode == 2:
             return 2  # a mistake of the user, which the rank has already named
         if failure.exitcode < 0:
-            how = f"was killed by {signal.Signals(-failure.exitcode).name}"
-            raise TrainingFailed(f"rank {rank} {how}, and all ranks were stopped; {RESUME}") from error
+            how = f"was killed by {failure.signal_name()}, and all ranks were stopped"
+            raise TrainingFailed(f"rank {rank} {how}; {RESUME}") from error
         raise TrainingFailed(f"rank {rank}: {failure.message}") from error
     except SignalException as error:
         raise Interrupted(int(error.sigval)) from error
     return 0
-
-
-#: What helps after a failure of the machine.
-RESUME = "run the same command again to resume"
-
-
-def report_failure(error: TrainingFailed) -> bool:
-    """Pass the failure of a rank on to :func:`torchrun`; False if it did not start this process."""
-    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
-    if "TORCHELASTIC_ERROR_FILE" in os.environ:
-        get_error_handler().record_exception(error)
-    return "PN_FAIRSEQ_RANK" in os.environ

@@ -9,7 +9,6 @@ A run of ``pn train`` is a directory:
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,11 +17,8 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from pn_fairseq.common.command import UserError
-from pn_fairseq.common.files import read_settings, recorded
-from pn_fairseq.pipeline.training_log import TrainingLog, read_log, without_flags_of_others
-
-#: Any of these in a folder means that ``pn train`` wrote it; a run that failed at once has only the last.
-_FILES_OF_PN_TRAIN = ("config.yaml", "data", "data.settings", "starts.jsonl", "failed")
+from pn_fairseq.common.files import read_settings
+from pn_fairseq.pipeline.training_log import TrainingLog, read_log
 
 
 @dataclass(frozen=True)
@@ -36,8 +32,9 @@ class Run:
 
     @cached_property
     def ours(self) -> bool:
-        """Whether ``pn train`` wrote the folder."""
-        return any((self.path / name).is_file() for name in _FILES_OF_PN_TRAIN)
+        """Whether ``pn train`` wrote the folder; a run that failed at once has only the last of these files."""
+        names = ("config.yaml", "data", "data.settings", "starts.jsonl", "failed")
+        return any((self.path / name).is_file() for name in names)
 
     @property
     def checkpoints(self) -> Path:
@@ -47,7 +44,7 @@ class Run:
 
     @cached_property
     def config(self) -> DictConfig:
-        """All settings, from config.yaml, hydra's file, the log, or a checkpoint.
+        """All settings, from config.yaml, hydra's file, or a checkpoint.
 
         Raises:
             UserError: none of these is there, or it is damaged.
@@ -55,20 +52,24 @@ class Run:
         for name in ("config.yaml", ".hydra/config.yaml"):
             if (self.path / name).is_file():
                 return load_config(self.path / name)
-        logged = self.log.settings if self.log and self.log.updates else None
         # The values of fairseq-train's Namespace can have any type.
-        return OmegaConf.create(logged or self._settings_of_a_checkpoint(), flags={"allow_objects": True})
+        return OmegaConf.create(self._settings_of_a_checkpoint(), flags={"allow_objects": True})
 
     def _settings_of_a_checkpoint(self) -> dict:
-        files = [*self.checkpoints.glob("checkpoint_last.pt"), *sorted(self.checkpoints.glob("checkpoint*.pt"))]
+        files = sorted(self.checkpoints.glob("checkpoint*.pt"))  # checkpoint_last.pt comes last
         if not files:
             raise UserError(f"'{self.path}' is not a training run: it has no config.yaml and no checkpoint (pn train)")
         from pn_fairseq.common.checkpoints import load_checkpoint  # needs torch
 
-        cfg = load_checkpoint(files[0]).get("cfg")
+        cfg = load_checkpoint(files[-1]).get("cfg")
         if not cfg:
-            raise UserError(f"{files[0]} has no settings: an older fairseq wrote it")
-        return without_flags_of_others({key: getattr(value, "__dict__", value) for key, value in cfg.items()})
+            raise UserError(f"{files[-1]} has no settings: an older fairseq wrote it")
+        settings = {name: getattr(section, "__dict__", section) for name, section in cfg.items()}
+        # The model of fairseq-train has every flag: the flags of other sections are left out.
+        others = [section for name, section in settings.items() if name != "model" and isinstance(section, dict)]
+        left_out = {"arch", *settings}.union(*others) - {"_name"}
+        model = settings.get("model") or {}
+        return settings | {"model": {key: value for key, value in model.items() if key not in left_out}}
 
     @cached_property
     def settings_by_name(self) -> dict[str, object]:
@@ -94,17 +95,18 @@ class Run:
     def data(self) -> Path | None:
         """The prepared data around ``bin``, with tok/ and settings; None where only fairseq-preprocess made it."""
         ours = (self.path / "data").is_file() and (self.path / "config.yaml").is_file()
-        return self.bin.parent if ours or recorded(self.bin.parent, "settings").is_file() else None
+        return self.bin.parent if ours or (self.bin.parent / "settings.txt").is_file() else None
 
     def settings(self) -> dict[str, str]:
         """The settings of the prepared data as it is now; only the languages where fairseq-preprocess made it."""
         if self.data is None:
+            where = f"the settings of '{self.path}'"
             settings = {"source": self.get("task.source_lang"), "target": self.get("task.target_lang")}
         else:
-            settings = read_settings(recorded(self.data, "settings"))
+            where = self.data / "settings.txt"
+            settings = read_settings(where)
         for key in ("source", "target"):
             if not settings.get(key):
-                where = "its settings" if self.data is None else recorded(self.data, "settings")
                 raise UserError(f"{where} do not name the {key} language (pn prepare writes it)")
         return settings
 
@@ -118,9 +120,8 @@ class Run:
         if (self.path / "train.log").is_file():
             return self.path / "train.log"
         texts = sorted(file for ending in ("log", "out", "txt") for file in self.path.glob(f"*.{ending}"))
-        mark = re.compile(r"num\. .*model params|num_updates")
-        logs = [file for file in texts if file.is_file() and mark.search(file.read_text("utf-8", errors="replace"))]
-        return max(logs, key=lambda file: read_log(file).updates, default=None)
+        updates = {file: read_log(file).updates for file in texts if file.is_file()}
+        return max(filter(updates.get, updates), key=updates.get, default=None)
 
     @cached_property
     def log(self) -> TrainingLog | None:
@@ -136,8 +137,7 @@ class Run:
         paths = given or [self.checkpoints / "averaged.pt"]
         for path in paths:
             if not path.is_file():
-                others = sorted(self.checkpoints.glob("checkpoint_*.pt"), key=lambda other: len(other.name))
-                others = [other.name for other in others or sorted(self.checkpoints.glob("*.pt"))][:3]
+                others = sorted((file.name for file in self.checkpoints.glob("*.pt")), reverse=True)[:3]
                 advice = f"; {self.checkpoints} has {', '.join(others)} (--checkpoint FILE)" if others else ""
                 raise UserError(f"there is no checkpoint '{path}' (pn average makes averaged.pt){advice}")
         return paths
@@ -154,7 +154,7 @@ def open_run(path: Path | None, same_data: bool = False) -> Run:
     run.config  # noqa: B018 (a folder that is not a run is named before its data)
     if not run.bin.is_dir():
         raise UserError(f"the data of '{path}' is gone: {run.bin}")
-    kept, present = path / "data.settings", recorded(run.bin.parent, "settings")
+    kept, present = path / "data.settings", run.bin.parent / "settings.txt"
     if same_data and kept.is_file() and present.is_file() and kept.read_bytes() != present.read_bytes():
         raise UserError(
             f"'{run.data}' was prepared again, with other settings or other text, after '{path}' was trained "

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import fcntl
-import hashlib
-import importlib.util
 import json
 import logging
 import os
@@ -17,12 +16,12 @@ import time
 from datetime import UTC, datetime
 from pathlib import Path
 
-from pn_fairseq.common.command import ArgumentParser, Interrupted, UserError, command, did_you_mean, say
+from pn_fairseq.common.command import ArgumentParser, UserError, command, did_you_mean, say
 from pn_fairseq.common.errors import NotFiniteError, error_chain
-from pn_fairseq.common.files import PACKAGE, atomic_write, configs_folder, known_configs, recorded
-from pn_fairseq.common.machine import own_cores
+from pn_fairseq.common.files import PACKAGE, atomic_write, configs_folder, known_configs
+from pn_fairseq.common.machine import describe, own_cores
 from pn_fairseq.pipeline import check_settings
-from pn_fairseq.pipeline.launch import RESUME, RankLayout, TrainingFailed, find_layout, report_failure, torchrun
+from pn_fairseq.pipeline.launch import RESUME, RankLayout, TrainingFailed, find_layout, torchrun
 
 EPILOG = """\
 settings (key=value, in hydra's syntax):
@@ -44,22 +43,10 @@ stopped, and the exit code is not 0. Several machines, also under SLURM, need to
 
 #: The checkpoint that a training resumes from.
 LAST = "checkpoint_last.pt"
+#: Limits that decide whether a run is finished.
+LIMITS = ("optimization.max_update", "optimization.max_epoch", "optimization.stop_time_hours", "checkpoint.patience")
 #: Seconds between two lines of progress where the output is not a terminal.
 LOG_SECONDS = 30
-
-
-def _parser() -> ArgumentParser:
-    parser = ArgumentParser(prog="pn train", epilog=EPILOG)
-    names = ", ".join(known_configs())
-    parser.add_argument("config", metavar="CONFIG", help=f"a name in configs/ ({names}) or the path of a YAML file")
-    parser.add_argument(
-        "settings", nargs="*", default=[], metavar="key=value", help="settings that differ from the file's"
-    )
-    parser.add_argument("--data", type=Path, metavar="DIR", help="prepared data (default runs/data/CONFIG)")
-    parser.add_argument("--run", type=Path, metavar="DIR", help="checkpoints and logs (default runs/CONFIG)")
-    check = "check the settings, also against the settings of an existing --run, and stop; needs no data"
-    parser.add_argument("--check", action="store_true", help=check)
-    return parser
 
 
 def find_config(name: str) -> Path:
@@ -72,14 +59,21 @@ def find_config(name: str) -> Path:
 
 
 @command("pn train")
-def main(argv: list[str] | None = None) -> int:
-    argv = sys.argv[1:] if argv is None else argv
-    args = _parser().parse_intermixed_args(argv)
+def main(argv: list[str]) -> int:
+    parser = ArgumentParser(prog="pn train", epilog=EPILOG)
+    names = ", ".join(known_configs())
+    parser.add_argument("config", metavar="CONFIG", help=f"a name in configs/ ({names}) or the path of a YAML file")
+    parser.add_argument("settings", nargs="*", default=[], metavar="key=value", help="what differs from the file")
+    parser.add_argument("--data", type=Path, metavar="DIR", help="prepared data (default runs/data/CONFIG)")
+    parser.add_argument("--run", type=Path, metavar="DIR", help="checkpoints and logs (default runs/CONFIG)")
+    check = "check the settings, also against the settings of an existing --run, and stop; needs no data"
+    parser.add_argument("--check", action="store_true", help=check)
+    args = parser.parse_intermixed_args(argv)
     check_settings(args.settings)
     config = find_config(args.config)
     data = (args.data or Path("runs/data") / config.stem).absolute()
     run = (args.run or Path("runs") / config.stem).absolute()
-    if not args.check and not ((data / "bin").is_dir() and recorded(data, "settings").is_file()):
+    if not args.check and not ((data / "bin").is_dir() and (data / "settings.txt").is_file()):
         raise UserError(f"'{data}' is not prepared data: it has no bin/ or no settings.txt (pn prepare makes them)")
     if ":" in str(data):
         raise UserError(f"'{data}' has a colon, at which fairseq splits paths; use another path (--data)")
@@ -98,31 +92,34 @@ def main(argv: list[str] | None = None) -> int:
             return 2  # every rank finds the same error; local rank 0 prints it
         raise
     except TrainingFailed as error:
-        if not report_failure(error):
+        if "PN_FAIRSEQ_RANK" in os.environ:  # the process that launched the ranks prints the first failure
+            from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+            get_error_handler().record_exception(error)
+        else:
             print(f"pn train: error: {error}", file=sys.stderr)
         return 1
 
 
 def _main(args, argv: list[str], layout: RankLayout, config: Path, data: Path, run: Path) -> int:
-    from pn_fairseq.pipeline.checks import check_values, check_weights
-    from pn_fairseq.pipeline.settings import build, check_model, check_names, check_same_run, compose
+    from pn_fairseq.pipeline.checks import build, check_model, check_same_run, check_values, check_weights
+    from pn_fairseq.pipeline.settings import compose
 
     where = {
         "common.user_dir": PACKAGE,
         "task.data": data / "bin",
         "checkpoint.save_dir": run / "checkpoints",
-        "common.log_file": run / "train.log",
         "common.tensorboard_logdir": run / "tensorboard",
     }
-    overrides = [f"{key}={quoted(path)}" for key, path in where.items()] + args.settings
+    # A string of JSON is also one of hydra.
+    overrides = [f"{key}={json.dumps(str(path), ensure_ascii=False)}" for key, path in where.items()] + args.settings
     cfg, batches = compose(config, overrides, layout.world_size, not layout.gpu)
     if cfg.common.wandb_project:
-        # fairseq trains without it, and only its log shows that. A folder ./wandb is also found as a package, but has
-        # no origin.
-        if getattr(importlib.util.find_spec("wandb"), "origin", None) is None:
-            raise UserError("common.wandb_project needs Weights & Biases, which is not installed: pip install wandb")
+        try:
+            from wandb import init  # noqa: F401 (fairseq trains without it, and only its log shows that)
+        except ImportError as error:
+            raise UserError(f"common.wandb_project needs Weights & Biases: pip install wandb ({error})") from error
         os.environ.setdefault("WANDB_DIR", str(run))
-    check_names(cfg)
     check_values(cfg)
     if cfg.checkpoint.restore_file != LAST:
         raise UserError(
@@ -137,10 +134,8 @@ def _main(args, argv: list[str], layout: RankLayout, config: Path, data: Path, r
         return 0
     model = check_model(cfg, data, batches)
     last = run / "checkpoints" / LAST
-    if cfg.checkpoint.finetune_from_model:
-        check_weights(
-            model, cfg.checkpoint.finetune_from_model, cfg
-        )  # without the file fairseq would silently start from random weights
+    if weights := cfg.checkpoint.finetune_from_model:  # without the file fairseq silently starts from random weights
+        check_weights(model, weights, cfg)
     if last.exists() and (run / "config.yaml").exists():
         check_same_run(cfg, data, run)
         if is_finished(cfg, check_weights(model, last, cfg), run):
@@ -158,17 +153,9 @@ def _main(args, argv: list[str], layout: RankLayout, config: Path, data: Path, r
     return 0
 
 
-def quoted(text: str | Path) -> str:
-    """``text`` as one value in hydra's syntax, with any characters of a path."""
-    escaped = str(text).replace("\\", "\\\\").replace("'", "\\'")
-    return f"'{escaped}'"
-
-
 def is_finished(cfg, state: dict, run: Path) -> bool:
     """Whether the run has reached its last update, or an end that fairseq announced for the same limits."""
     from omegaconf import OmegaConf
-
-    from pn_fairseq.pipeline.settings import LIMITS
 
     updates = state["optimizer_history"][-1]["num_updates"]
     if cfg.optimization.max_update and updates >= cfg.optimization.max_update:
@@ -182,46 +169,36 @@ def is_finished(cfg, state: dict, run: Path) -> bool:
 
 def lock(run: Path) -> None:
     """Keep other processes from training in ``run`` for as long as this process exists."""
-    with contextlib.suppress(PermissionError):  # a run of another user: it cannot be trained here
-        descriptor = os.open(run / ".lock", os.O_RDWR | os.O_CREAT)
-        try:
-            # Not flock, which a process that loads data would hold for some seconds after the training was killed.
-            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"'{run}' is being trained by another process: wait for it, or use another --run") from None
-        except OSError:
-            return  # a file system without locks
+    descriptor = os.open(run / ".lock", os.O_RDWR | os.O_CREAT)
+    try:
+        # Not flock, which a process that loads data would hold for some seconds after the training was killed.
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError(f"'{run}' is being trained by another process: wait for it, or use another --run") from None
+    except OSError:
+        return  # a file system without locks
 
 
 def begin(cfg, batches, layout: RankLayout, data: Path, run: Path, argv: list[str]) -> None:
     """What the first rank does before it trains: lock the run, and write down what is trained, and how."""
-    import torch
     from omegaconf import OmegaConf
-
-    from pn_fairseq.common.machine import describe
 
     run.mkdir(parents=True, exist_ok=True)
     lock(run)
-    with atomic_write(run / "config.yaml", "w") as file:
-        file.write(OmegaConf.to_yaml(cfg))
-    with atomic_write(run / "data", "w") as file:
-        file.write(f"{data}\n")
-    with atomic_write(run / "data.settings") as file:
-        file.write(recorded(data, "settings").read_bytes())
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", torch.cuda.device_count() if layout.gpu else 1))
-    ranks, description = min(ranks, batches.world_size), describe()
-    machine = {"ranks": ranks, "gpus": description["gpus"] if layout.gpu else []}
+    files = {"config.yaml": OmegaConf.to_yaml(cfg).encode(), "data": f"{data}\n".encode()}
+    files["data.settings"] = (data / "settings.txt").read_bytes()
+    for name, content in files.items():
+        with atomic_write(run / name) as file:
+            file.write(content)
     record = {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": argv,
-        "world_size": batches.world_size,
-        "tokens_per_update": batches.tokens_per_update,
-        "update_freq": batches.update_freq,
-        "max_tokens": batches.max_tokens,
-        # This assumes that every machine is like this one.
-        "machines": [machine] * -(-batches.world_size // ranks),
-        **description,
+        **dataclasses.asdict(batches),
+        "ranks_of_this_machine": int(os.environ.get("LOCAL_WORLD_SIZE", 1)),  # torchrun sets it
+        **describe(),
     }
+    if not layout.gpu:
+        record["gpus"] = []
     with (run / "starts.jsonl").open("a", encoding="utf-8") as file:
         file.write(json.dumps(record) + "\n")
     say("train", f"{batches}{'' if layout.gpu else ', on the CPU'}; fairseq's log is {run / 'train.log'}")
@@ -242,9 +219,8 @@ def train(cfg, layout: RankLayout, data: Path, run: Path) -> None:
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
         # A rank in a collective call waits for the others for ever: it must not outlive torchrun, however that ends.
         torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGKILL)
-    settings = OmegaConf.to_yaml(cfg).encode() + recorded(data, "settings").read_bytes()
-    fingerprint = hashlib.sha256(settings).hexdigest()
-    cfg.common.log_file = None  # the handler below has all of fairseq's log, not only that of fairseq_cli.train
+    settings = OmegaConf.to_yaml(cfg), (data / "settings.txt").read_bytes()
+    cfg.common.log_file = None  # the handler below has all of fairseq's log, not only the log of fairseq_cli.train
     # fairseq reads torchrun's variables itself, but divides the local rank by the number of GPUs.
     cfg.distributed_training.distributed_rank = rank
     cfg.distributed_training.device_id = layout.local_rank % max(1, torch.cuda.device_count())
@@ -252,17 +228,17 @@ def train(cfg, layout: RankLayout, data: Path, run: Path) -> None:
 
     def checked_main(cfg) -> None:
         if layout.world_size > 1:
-            fingerprints: list = [None] * layout.world_size
-            torch.distributed.all_gather_object(fingerprints, fingerprint)
-            for other_rank, other in enumerate(fingerprints):
-                if other != fingerprints[0]:
+            of_ranks: list = [None] * layout.world_size
+            torch.distributed.all_gather_object(of_ranks, settings)
+            for other_rank, other in enumerate(of_ranks):
+                if other != of_ranks[0]:
                     raise UserError(f"rank {other_rank} was started with different settings or data than rank 0")
         fairseq_main(cfg)
 
     with logging_to(run / "train.log", cfg.optimization.max_update, rank) as logger:
         try:
             call_main(cfg, checked_main)
-        except (UserError, Interrupted, KeyboardInterrupt):
+        except UserError:
             raise
         except Exception as error:
             logger.exception("the training failed")
@@ -275,14 +251,13 @@ def explained(error: Exception, cfg, run: Path) -> UserError | TrainingFailed:
 
     metric = cfg.checkpoint.best_checkpoint_metric
     if isinstance(error, KeyError) and error.args == (metric,):
-        return UserError(
-            f"checkpoint.best_checkpoint_metric={metric} is not a metric of validation, such as loss; bleu needs "
-            "task.eval_bleu=true"
-        )
+        known = "a metric of validation, such as loss; bleu needs task.eval_bleu=true"
+        return UserError(f"checkpoint.best_checkpoint_metric={metric} is not {known}")
     if isinstance(error, NotFiniteError):
         return TrainingFailed(str(error))
-    log, text = run / "train.log", str(error).strip()
-    reason = f"{type(error).__name__}: {next(iter(text.splitlines()), '')} (the traceback is in {log})"
+    text = str(error).strip()
+    first_line = text.partition("\n")[0]
+    reason = f"{type(error).__name__}: {first_line} (the traceback is in {run / 'train.log'})"
     if full := [link for link in error_chain(error) if getattr(link, "errno", None) in (errno.ENOSPC, errno.EDQUOT)]:
         file = getattr(full[0], "filename", None) or run / "checkpoints"
         return TrainingFailed(
@@ -290,12 +265,12 @@ def explained(error: Exception, cfg, run: Path) -> UserError | TrainingFailed:
             f"checkpoint.keep_last_epochs), then {RESUME}"
         )
     if "out of memory" in text or isinstance(error, MemoryError):
-        advice = "lower dataset.max_tokens; an update still has tokens_per_update tokens"
-        return TrainingFailed(f"{reason}; {advice}, then {RESUME}")
-    # Of another rank, machine or file system.
-    if isinstance(error, OSError | torch.distributed.DistError) or re.search("onnection (closed|reset)|imed out", text):
-        return TrainingFailed(f"{reason}; {RESUME}")
-    return TrainingFailed(f"{reason}; this is a bug of pn_fairseq or fairseq: please report it")
+        advice = f"lower dataset.max_tokens; an update still has tokens_per_update tokens, then {RESUME}"
+    elif isinstance(error, OSError | torch.distributed.DistError) or re.search("onnection (clos|res)|imed out", text):
+        advice = RESUME  # a fault of another rank, machine or file system
+    else:
+        advice = "this is a bug of pn_fairseq or fairseq: please report it"
+    return TrainingFailed(f"{reason}; {advice}")
 
 
 @contextlib.contextmanager
@@ -330,34 +305,29 @@ class Progress(logging.Handler):
         if resumed := re.match(r"Loaded checkpoint .*/(.*) \(epoch \d+ @ (\d+) updates\)", text):
             say("train", f"resuming from {resumed[1]}, update {resumed[2]}")
         elif re.match("Stopping training due to|early stop since", text):
-            self.show(f"[train] {text.split(', minimum')[0]}", keep=True)
-        if not text.startswith("{"):
-            return
-        with contextlib.suppress(ValueError, KeyError):
-            values = json.loads(text)
-            if "valid_num_updates" in values:
-                self.valid = (
-                    f", validation {float(values.get('valid_nll_loss', values['valid_loss'])):.3f} bits per token"
-                )
-                self.show(f"[train] update {values['valid_num_updates']}{self.valid}", keep=True)
-            elif "ups" in values:
-                self.show(self.line(int(values["num_updates"]), values))
+            self.show(text.split(", minimum")[0], keep=True)
+        elif text.startswith("{"):
+            with contextlib.suppress(ValueError, KeyError):
+                self.show_record(json.loads(text))
 
-    def line(self, updates: int, values: dict) -> str:
-        speed = float(values["ups"])
-        left = f", {max(self.total - updates, 0) / speed / 60:.1f} minutes left" if speed and self.total else ""
-        of = f" of {self.total}" if self.total else ""
-        return (
-            f"[train] update {updates}{of}, loss {float(values['loss']):.3f}{self.valid}, "
-            f"{float(values['wps']):.0f} tokens/s{left}"
-        )
+    def show_record(self, values: dict) -> None:
+        if "valid_num_updates" in values:
+            loss = float(values.get("valid_nll_loss", values["valid_loss"]))
+            self.valid = f", validation {loss:.3f} bits per token"
+            self.show(f"update {values['valid_num_updates']}{self.valid}", keep=True)
+        elif "ups" in values:
+            updates, speed = int(values["num_updates"]), float(values["ups"])
+            of = f" of {self.total}" if self.total else ""
+            left = f", {max(self.total - updates, 0) / speed / 60:.1f} minutes left" if speed and self.total else ""
+            line = f"update {updates}{of}, loss {float(values['loss']):.3f}{self.valid}"
+            self.show(f"{line}, {float(values['wps']):.0f} tokens/s{left}")
 
-    def show(self, line: str, keep: bool = False) -> None:
+    def show(self, text: str, keep: bool = False) -> None:
         if sys.stderr.isatty():
-            print(f"\r\x1b[K{line}", end="\n" if keep else "", file=sys.stderr, flush=True)
+            print(f"\r\x1b[K[train] {text}", end="\n" if keep else "", file=sys.stderr, flush=True)
         elif keep or time.monotonic() - self.shown >= LOG_SECONDS:
             self.shown = self.shown if keep else time.monotonic()
-            print(line, file=sys.stderr, flush=True)
+            say("train", text)
 
     def close(self) -> None:
         if sys.stderr.isatty():

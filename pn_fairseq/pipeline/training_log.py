@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import math
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-#: A JSON record, at the start of a line or after what a logger writes there. A setting may hold JSON, too.
+#: A JSON record, at the start of a line or after what a logger writes there. A setting can also hold JSON.
 _JSON = re.compile(r'(?:^|[|-] )(?=\{")')
-_SETTINGS = re.compile(r"(?:^|[|-] )(?=\{(?:'.*)?'common': \{)")
 _DEVICES = re.compile(r"training on (\d+) devices")
 _PARAMETERS = re.compile(r"num\. (?:shared )?model params: ([\d,]+)")
 _DONE = re.compile(r"done training in ([\d.]+) seconds")
@@ -52,7 +50,6 @@ class TrainingLog:
     starts: list[Start] = field(default_factory=list)  # in order
     tokens_per_second: dict[int, float] = field(default_factory=dict)  # update -> fairseq's wps
     diagnostics: dict[str, dict[int, float]] = field(default_factory=dict)  # name (norm_...) -> update -> value
-    settings: dict | None = None  # all, nested, as fairseq logged them; None if the log does not hold them
     parameters: int | None = None  # of the model; None if the log does not say
     unreadable: int = 0  # lines that look like a record but are cut off or hold no numbers
     faults: int = 0  # lines in which fairseq reports a NaN or an infinity
@@ -79,16 +76,13 @@ class TrainingLog:
             self.parameters = int(match[1].replace(",", ""))
         elif match := _DONE.search(line):
             self._current().done_seconds = float(match[1])
-        elif match := _SETTINGS.search(line):
-            self.settings = _settings(line[match.end() :])
         elif reason := next((reason for words, reason in _REASONS.items() if words in line), None):
             self._current().reason = reason
         elif _FAULT.search(line):
             self.faults += 1
 
     def _read_record(self, record: dict) -> None:
-        if "valid_num_updates" in record and {"valid_nll_loss", "valid_loss"} & record.keys():
-            self._current()
+        if "valid_num_updates" in record:
             loss = record.get("valid_nll_loss", record.get("valid_loss"))
             self.valid[int(record["valid_num_updates"])] = float(loss)
         elif "loss" in record and "num_updates" in record:
@@ -136,35 +130,6 @@ def read_log(path: str | Path) -> TrainingLog:
             except (ValueError, TypeError, KeyError):
                 log.unreadable += 1
     return log
-
-
-def _settings(text: str) -> dict | None:
-    """Python's notation of nested settings, in which fairseq-train's model is a ``Namespace(...)``."""
-
-    def value(node: ast.expr):
-        match node:
-            case ast.Dict():
-                return {value(key): value(item) for key, item in zip(node.keys, node.values, strict=True)}
-            case ast.Call():
-                return {keyword.arg: value(keyword.value) for keyword in node.keywords}
-        return ast.literal_eval(node)
-
-    try:
-        return without_flags_of_others(value(ast.parse(text.strip(), mode="eval").body))
-    except (SyntaxError, ValueError):
-        return None
-
-
-def without_flags_of_others(settings: dict) -> dict:
-    """``settings``, whose section ``model`` is every flag of fairseq-train, without the flags of other sections."""
-    if isinstance(model := settings.get("model"), dict):
-        others = {"arch", *settings}
-        for name, section in settings.items():
-            if name != "model" and isinstance(section, dict):
-                others |= section.keys()
-        others.discard("_name")
-        settings["model"] = {name: value for name, value in model.items() if name not in others}
-    return settings
 
 
 def _number(record: dict, name: str) -> float:

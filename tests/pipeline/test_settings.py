@@ -7,7 +7,8 @@ from omegaconf import OmegaConf
 
 from pn_fairseq.common.command import UserError
 from pn_fairseq.pipeline import train
-from pn_fairseq.pipeline.settings import Batches, check_same_run, compose, spread
+from pn_fairseq.pipeline.checks import check_same_run
+from pn_fairseq.pipeline.settings import Batches, compose, spread
 
 from ..scripts_helpers import ROOT
 
@@ -135,19 +136,14 @@ def test_batches_that_are_refused(overrides, ranks, needle):
         ("model._name=transformer_pn_tinyy", ("transformer_pn_tinyy", "did you mean 'transformer_pn_tiny'")),
         ("model._name=quite_another", ("quite_another", "transformer_ln_tiny", "transformer_pn_iwslt")),
         ("task._name=translatoin", ("task._name=translatoin", "did you mean 'translation'")),
-        ("optimizer._name=adamm", ("optimizer._name=adamm", "did you mean 'adam'")),
         ("criterion._name=label_smoothed", ("criterion._name=label_smoothed", "'label_smoothed_cross_entropy'")),
-        ("lr_scheduler._name=cosin", ("lr_scheduler._name=cosin", "did you mean 'cosine'")),
         ("task.sourse_lang=es", ("task.sourse_lang", "'task.source_lang'")),
-        ("+task.sourse_lang=es", ("task.sourse_lang", "'task.source_lang'")),
         ("+criterion.label_smoth=1", ("criterion.label_smoth", "'criterion.label_smoothing'")),
         ("optimizer.lrate=1", ("optimizer.lrate",)),
-        ("+lr_scheduler.warmup_update=1", ("lr_scheduler.warmup_update", "'lr_scheduler.warmup_updates'")),
         ("optimization.max_updates=1", ("optimization.max_updates", "'optimization.max_update'")),
         ("+common.sed=1", ("common.sed", "'common.seed'")),
         ("comon.seed=1", ("'comon'", "'common'")),
-        ("optimisation.max_update=4", ("'optimisation'", "'optimization'")),
-        ("optimization.lr=abc", ("optimization.lr: it must be a list",)),
+        ("optimization.lr=abc", ("optimization.lr[0]: Value 'abc'", "Float")),
         ("optimization.max_update=1e3", ("optimization.max_update", "Integer")),
         ("optimizer.adam_betas=(0.9,0.98)", ("adam_betas", "extraneous input '('")),
         ("optimizer=adam", ("did you mean 'optimizer._name=adam'",)),
@@ -169,12 +165,9 @@ def test_settings_of_the_model_work_with_and_without_plus(plus):
     assert (cfg.model.encoder_norm, cfg.generation.max_len_b, cfg.model.dropout) == ("batch", 20, 0.3)
 
 
-@pytest.mark.parametrize(
-    ("override", "value"),
-    [("optimization.lr=0.001", [0.001]), ("+optimization.lr=1e-3", [0.001]), ("optimization.lr=[0.1]", [0.1])],
-)
-def test_a_number_is_a_list_of_one(override, value):
-    assert composed(override)[0].optimization.lr == value
+@pytest.mark.parametrize("value", ["0.001", "1e-3", "[0.001]"])
+def test_a_number_is_a_list_of_one(value):
+    assert composed(f"optimization.lr={value}")[0].optimization.lr == [0.001]
 
 
 @pytest.mark.parametrize(
@@ -182,19 +175,20 @@ def test_a_number_is_a_list_of_one(override, value):
     [
         ("model.dropout=1.5", ("model.dropout=1.5", "below 1")),
         ("model.attention_dropout=-0.1", ("model.attention_dropout", "at least 0")),
-        ("model.dropout=abc", ("model.dropout=abc", "a number")),
-        ("model.encoder_layers=2.5", ("model.encoder_layers=2.5", "a whole number")),
+        ("model.dropout=abc", ("model.dropout=abc", "float")),
+        ("model.encoder_layers=2.5", ("model.encoder_layers=2.5", "int")),
+        ("model.activation_fn=rel", ("model.activation_fn=rel", "relu", "gelu")),
+        ("model.norm_variant=papers", ("model.norm_variant=papers", "'paper', 'release'")),
         ("model.encoder_layers=0", ("model.encoder_layers=0", "at least 1")),
         ("model.share_all_embeddings=3", ("model.share_all_embeddings=3", "true or false")),
         ("model.encoder_attention_heads=3", ("divisible",)),
         ("model.encoder_normalize_before=false", ("normalize",)),
         ("model.layer_scale_groups=3", ("groups=3",)),
+        ("+model.norm_alpha_fwd=2", ("alpha_fwd=2",)),
         ("optimization.lr=-0.1", ("optimization.lr", "at least 0")),
         ("optimization.clip_norm=-1", ("optimization.clip_norm", "at least 0")),
         ("dataset.max_tokens=-5", ("dataset.max_tokens", "at least 1")),
         ("dataset.batch_size=0", ("dataset.batch_size", "at least 1")),
-        ("optimizer.adam_betas='(0.9, 1.5)'", ("optimizer.adam_betas", "below 1")),
-        ("optimizer.adam_betas='0.9'", ("optimizer.adam_betas", "two numbers")),
         ("optimizer.weight_decay=abc", ("weight_decay",)),
         ("optimizer.weight_decay=-1", ("optimizer.weight_decay", "at least 0")),
         ("lr_scheduler.warmup_updates=-5", ("warmup_updates", "at least 0")),
@@ -211,10 +205,7 @@ def test_values_are_checked_without_data(override, needles, capsys):
 @pytest.mark.parametrize(
     ("given", "needle"),
     [
-        (
-            ("model.convert_norms=['encoder.*=bach']",),
-            "model.convert_norms: unknown norm 'bach', did you mean 'batch'?",
-        ),
+        (("model.convert_norms=['encoder.*=bach']",), "unknown norm 'bach', did you mean 'batch'?"),
         (("model.convert_norms='encoder.*'",), "'encoder.*' is not 'PATTERN=NORM[,key=value...]'"),
         (("model.convert_norms=['encode.*=batch']",), "the pattern 'encode.*' matches no norm of the model"),
         (("model.norm_ignore_mask=3",), "model.norm_ignore_mask=3 must be true or false"),
@@ -260,7 +251,7 @@ def begun(tmp_path):
     """A run and its data, begun with the settings of the verses."""
     for folder in ("data", "run"):
         (tmp_path / folder).mkdir()
-    (tmp_path / "data/settings").write_text("source=es\n")
+    (tmp_path / "data/settings.txt").write_text("source=es\n")
     (tmp_path / "run/data.settings").write_text("source=es\n")
     OmegaConf.save(composed()[0], tmp_path / "run/config.yaml")
 
@@ -284,42 +275,13 @@ def test_limits_decoding_saving_validation_and_ranks_may_change(begun):
 def test_other_differences_are_refused_those_of_the_model_first(begun):
     with pytest.raises(UserError) as caught:
         begun(
-            *(
-                "dataset.required_batch_size_multiple=2",
-                "common.seed=2",
-                "common.fp16=true",
-                "optimizer.weight_decay=0.1",
-            ),
-            *("model._name=transformer_bn_tiny", "model.dropout=0.2", "optimization.clip_norm=1"),
+            *("dataset.required_batch_size_multiple=2", "common.seed=2", "common.fp16=true", "model.dropout=0.2"),
+            *("optimizer.weight_decay=0.1", "model._name=transformer_bn_tiny", "optimization.clip_norm=1"),
         )
     text = str(caught.value)
     order = ("model._name transformer_pn_tiny -> transformer_bn_tiny", "model.dropout 0.1 -> 0.2", "common.fp16")
     places = [text.index(part) for part in order]
     assert places == sorted(places) and re.search(r"and \d more", text) and "decoding" in text and "\n" not in text
-    (begun.data / "settings").write_text("source=de\n")
+    (begun.data / "settings.txt").write_text("source=de\n")
     with pytest.raises(UserError, match="different data"):
         begun()
-
-
-#: Settings of models as config.yaml had them before norms brought their own options (commit aaf4b80), and one of today.
-OLD = {
-    "unified": ({"norm_window": 4, "outlier_filtration": False}, "model.norm_options.unified.window=8"),
-    "adanorm": ({"ada_scale": 2.0, "ada_k": 0.1}, "model.norm_options.ada.ada_scale=1.0"),
-    "regularized_bn": ({"reg_lambda_mean": 0.1, "reg_lambda_var": 0.01}, "model.norm_options.batch-reg.lambda_var=0.1"),
-}
-
-
-@pytest.mark.parametrize("name", OLD)
-def test_a_run_whose_settings_an_older_version_wrote(name, tmp_path):
-    config = ROOT / f"configs/iwslt14_de_en_{name}.yaml"
-    old, change = OLD[name]
-    settings = composed(config=config)[0]
-    (tmp_path / "settings.txt").touch()
-    del settings.model.norm_options
-    settings.model.update(old)
-    OmegaConf.save(settings, tmp_path / "config.yaml")
-    check_same_run(composed(config=config)[0], tmp_path, tmp_path)
-    key, _, value = change.partition("=")
-    with pytest.raises(UserError) as caught:
-        check_same_run(composed(change, config=config)[0], tmp_path, tmp_path)
-    assert re.search(rf"different settings: {re.escape(key)} \S+ -> {value}; use another --run", str(caught.value))

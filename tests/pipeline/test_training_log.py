@@ -21,20 +21,6 @@ def test_records_are_read_with_any_prefix(tmp_path):
     assert read_log(tmp_path / "train.log").unreadable == 0, "a setting is no record"
 
 
-OF_FAIRSEQ_TRAIN = """\
-[2026-01-01][INFO] - {'common': {'seed': 3}, 'model': Namespace(seed=3, x=(1, None), arch='a', _name='a')}
-2026-01-01 00:00:00 | INFO | train_inner | {"loss": "10.264", "num_updates": "10", "norm_nu_rms": null}
-"""
-
-
-def test_settings_of_fairseq_train(tmp_path):
-    (tmp_path / "out.txt").write_text(OF_FAIRSEQ_TRAIN)
-    log = read_log(tmp_path / "out.txt")
-    assert log.train == {10: 10.264} and log.unreadable == 0
-    expected = {"common": {"seed": 3}, "model": {"x": (1, None), "_name": "a"}}
-    assert log.settings == expected, "flags of other sections are left out"
-
-
 def test_a_criterion_without_label_smoothing_logs_one_loss(tmp_path):
     text = '{"loss": "9", "num_updates": "10"}\n{"valid_loss": "8", "valid_num_updates": "10"}\n'
     (tmp_path / "train.log").write_text(text)

@@ -1,5 +1,6 @@
 """pn report on run directories that are written here, file by file; what it says is checked against other sources."""
 
+import argparse
 import contextlib
 import csv
 import dataclasses
@@ -18,6 +19,7 @@ import numpy
 import pandas
 import pytest
 import sacrebleu
+import torch
 import yaml
 from scipy import stats
 
@@ -744,24 +746,26 @@ def test_a_bleu_below_1_is_a_problem(tmp_path, monkeypatch):
     assert tables._of_a_seed(run, run, 1, 3)["chrf"] == "−19.00, p = 0.030"
 
 
-CONFIG = (
-    "{'_name': None, 'common': {'seed': %d, 'log_format': 'json'}, 'dataset': {'max_tokens': 2048}, "
-    "'optimization': {'max_update': 40, 'update_freq': [1]}, 'checkpoint': {'save_dir': '%s'}, 'model': %s, "
-    "'task': {'_name': 'translation', 'data': '%s', 'source_lang': None, 'target_lang': None}}\n"
-)
-#: As fairseq-train logs a model: with all flags, of other sections, too.
-NAMESPACE = (
-    "Namespace(seed=%d, save_dir='%s', arch='transformer_%s_tiny', _name='transformer_%s_tiny', betas=(0.9, 0.98))"
-)
+def settings_of_fairseq(seed: int, norm: str, data: Path) -> dict:
+    """What fairseq keeps in a checkpoint and in hydra's file, in part."""
+    return {
+        "common": {"seed": seed, "log_format": "json"},
+        "dataset": {"max_tokens": 2048},
+        "optimization": {"max_update": 40, "update_freq": [1]},
+        "model": {"_name": f"transformer_{norm}_tiny"},
+        "task": {"_name": "translation", "data": str(data), "source_lang": None, "target_lang": None},
+    }
 
 
 def plain_run(folder: Path, norm: str, seed: int, data: Path) -> Path:
     """A folder of fairseq-train: saved output and checkpoints; decoded and scored."""
     folder.mkdir()
-    config = CONFIG % (seed, folder, NAMESPACE % (seed, folder, norm, norm), data)
-    prefix = "2026-01-01 00:00:00 | INFO | fairseq_cli.train | "
-    (folder / "output.txt").write_text(f"{prefix}{config}{train_log(5)}")
-    (folder / "checkpoint_last.pt").touch()
+    (folder / "output.txt").write_text(train_log(5))
+    settings = settings_of_fairseq(seed, norm, data)
+    # The model of fairseq-train has the flags of all sections, also those that differ between the runs.
+    settings["model"] = argparse.Namespace(seed=seed, save_dir=str(folder), betas=(0.9, 0.98), **settings["model"])
+    settings["checkpoint"] = {"save_dir": str(folder)}
+    torch.save({"cfg": settings, "model": {"w": torch.zeros(1)}}, folder / "checkpoint_last.pt")
     write_scores(folder / "generate/test", *reversed(corpus_text(ERRORS[norm], seed)))
     return folder
 
@@ -776,7 +780,7 @@ def test_folders_of_fairseq_train(tmp_path):
     assert page.says("es to en") and page.says("Nothing: every run was trained to its end")
     assert page.table("state", "updates")[0]["updates"] == "40 of 40"
     # Prepared by the scripts: comparable with runs of pn train.
-    (tmp_path / "settings").write_text(DATA)
+    (tmp_path / "settings.txt").write_text(DATA)
     page = report(*runs, make_run(tmp_path / "other", "bn"), output=tmp_path / "out")
     assert [row["norm"].split()[0] for row in page.table("norm", "seeds scored")] == ["LN", "BN", "PN"]
 
@@ -786,8 +790,8 @@ def test_jobs_of_a_sweep(tmp_path):
     for norm in ("ln", "pn"):
         job = sweep / f"model._name=transformer_{norm}_tiny"
         (job / ".hydra").mkdir(parents=True)
-        config = CONFIG % (1, "checkpoints", f"{{'_name': 'transformer_{norm}_tiny'}}", tmp_path)
-        (job / "train.log").write_text(config + train_log(5))
+        (job / ".hydra/config.yaml").write_text(json.dumps(settings_of_fairseq(1, norm, tmp_path)))
+        (job / "train.log").write_text(train_log(5))
     (sweep / "multirun.yaml").touch()
     (sweep / ".hydra").mkdir()
     for given in ([sweep], [path for path in sweep.iterdir() if path.name != ".hydra"]):
