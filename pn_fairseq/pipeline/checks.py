@@ -5,6 +5,7 @@ by the flags of its parser, and declares no ranges: :data:`RANGES` has them.
 """
 
 import argparse
+import ast
 import math
 import os
 import re
@@ -65,6 +66,14 @@ def check_values(cfg: DictConfig) -> None:
                 parser._check_value(action, parser._get_value(action, str(value)))
             except argparse.ArgumentError as error:
                 raise UserError(f"{name}={value}: {error.message}") from None
+    if betas := cfg.optimizer.get("adam_betas"):  # fairseq evaluates the text
+        try:
+            first, second = ast.literal_eval(str(betas))
+            within = 0 <= first < 1 and 0 <= second < 1
+        except (SyntaxError, TypeError, ValueError):
+            within = False
+        if not within:
+            raise UserError(f"optimizer.adam_betas={betas} must be two numbers from 0 to below 1: '(0.9, 0.98)'")
     for name, value in flat(OmegaConf.to_container(cfg)).items():
         bounds = next(((low, high) for pattern, low, high in RANGES if re.fullmatch(pattern, name)), None)
         for number in value if isinstance(value, list) else [value]:

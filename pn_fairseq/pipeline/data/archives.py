@@ -29,7 +29,7 @@ TRANSIENT = {408, 425, 429, 500, 502, 503, 504}
 #: Bytes that an archive may unpack, in all. The largest text used here, WMT14's Common Crawl, has about 700 MB.
 LIMIT = 4 << 30
 #: What is raised for a damaged archive.
-DAMAGE = (tarfile.TarError, zipfile.BadZipFile, gzip.BadGzipFile, zlib.error, EOFError)
+DAMAGE = (tarfile.TarError, zipfile.BadZipFile, gzip.BadGzipFile, zlib.error, EOFError, OverflowError)
 
 
 def _address(url: str) -> str:

@@ -14,17 +14,18 @@ from pn_fairseq.common.command import UserError, deferred_signals, say
 from pn_fairseq.common.files import atomic_folder, count_lines
 
 SPLITS = ("train", "valid", "test")
-#: A fairseq index file (.idx) of the memory-mapped format begins with this, a version of 8 bytes, a type of one byte
-#: and the number of sentences in 8 bytes. Importing fairseq to ask the same would take seconds.
-MAGIC = b"MMIDIDX\x00\x00"
+#: A fairseq index file (.idx) of the memory-mapped format begins with this (the last 8 bytes are the version), a type of one
+#: byte and the number of sentences in 8 bytes. Importing fairseq to ask the same would take seconds.
+MAGIC = b"MMIDIDX\x00\x00" + (1).to_bytes(8, "little")
+TYPES = range(1, 11)
 
 
 def sentences(index: Path) -> int:
     """Number of sentences in a fairseq index file."""
     with index.open("rb") as file:
         head = file.read(26)
-    if len(head) < 26 or not head.startswith(MAGIC):
-        raise UserError(f"{index} is not an index of fairseq's memory-mapped format")
+    if len(head) < 26 or not head.startswith(MAGIC) or head[17] not in TYPES:
+        raise UserError(f"{index} is damaged, or no index of fairseq's memory-mapped format")
     return int.from_bytes(head[18:], "little")
 
 
