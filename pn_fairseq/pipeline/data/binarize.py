@@ -14,8 +14,8 @@ from pn_fairseq.common.command import UserError, deferred_signals, say
 from pn_fairseq.common.files import atomic_folder, count_lines
 
 SPLITS = ("train", "valid", "test")
-#: A fairseq index file (.idx) of the memory-mapped format begins with this (the last 8 bytes are the version), a type of one
-#: byte and the number of sentences in 8 bytes. Importing fairseq to ask the same would take seconds.
+#: A fairseq index file (.idx) of the memory-mapped format begins with this (the last 8 bytes are the version). A type
+#: of one byte and the number of sentences in 8 bytes follow. Importing fairseq to ask the same would take seconds.
 MAGIC = b"MMIDIDX\x00\x00" + (1).to_bytes(8, "little")
 TYPES = range(1, 11)
 
