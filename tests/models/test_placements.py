@@ -277,11 +277,15 @@ def updated(model, src, prev, updates=2):
     return {name: p.grad for name, p in model.named_parameters()}, model.state_dict()
 
 
+#: Placements with norms in different places.
+ON_RANKS = ("mix", "sub", "peri", "resi-dual")
+
+
 def on_ranks(rank, world):
-    """Of each placement the gradients, summed over the ranks, and the state of a rank with half the sentences."""
+    """Of a placement the gradients, summed over the ranks, and the state of a rank with half the sentences."""
     src, prev = (tokens.chunk(world)[rank] for tokens in padded_batch(batch=4))
     results = {}
-    for placement in PLACEMENTS:
+    for placement in ON_RANKS:
         gradients, state = updated(placed(placement, "power", qk_norm="batch", norm_sync="on"), src, prev)
         summed = torch.cat([gradient.flatten() for gradient in gradients.values()])
         dist.all_reduce(summed)
@@ -292,7 +296,7 @@ def on_ranks(rank, world):
 def test_two_ranks_are_one():
     src, prev = padded_batch(batch=4)
     ranks = run_ranks(on_ranks, 2)
-    for placement in PLACEMENTS:
+    for placement in ON_RANKS:
         gradients, state = updated(placed(placement, "power", qk_norm="batch", norm_sync="on"), src, prev)
         expected = torch.cat([gradient.flatten() for gradient in gradients.values()]), state
         for of_rank in ranks:
