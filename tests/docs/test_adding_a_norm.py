@@ -13,11 +13,21 @@ from pn_fairseq.common.checkpoints import load_checkpoint
 from pn_fairseq.norms import NORMS, build_norm, load_norms
 from pn_fairseq.pipeline.average import main as average
 from pn_fairseq.testing.command import main as run_suite
-from pn_fairseq.testing.helpers import assert_close, random_batch, randomize_affine, rng, state_of, train_step
 
+from ..norms.helpers import (
+    CHANNELS,
+    affine_of,
+    assert_close,
+    assert_training_follows,
+    batches,
+    random_batch,
+    randomize_affine,
+    rng,
+    train_step,
+)
+from ..norms.oracle import UnifiedOracle
 from ..scripts_helpers import ROOT, run, script
 
-CHANNELS = 12
 BLOCKS = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/adding_a_norm.md").read_text("utf-8"), re.M | re.S)
 LONGEST = {"my-unified": 80, "my-mix": 45, "l1": 25}
 
@@ -78,48 +88,12 @@ def test_mistakes_get_one_line(arguments, needles, tmp_path, monkeypatch, capsys
     assert line.startswith("python -m pn_fairseq test-norms: error: ") and all(needle in line for needle in needles)
 
 
-class UnifiedOracle:
-    """Yang et al. 2022 in float64 NumPy, in loops over tokens and steps; ``count`` steps have been before."""
+class MyUnifiedOracle(UnifiedOracle):
+    """Of the norm on the page, which also has r in the gradient of the weight."""
 
-    def __init__(self, weight, bias, momentum_forward, momentum_backward, warmup, window=4, eps=1e-5):
-        self.weight, self.bias, self.eps = weight, bias, eps
-        self.momentum_forward, self.momentum_backward, self.warmup = momentum_forward, momentum_backward, warmup
-        self.size = window
-        self.count = 0
-        self.psi2s, self.lambdas = {}, {}
-        self.running, self.nu = np.ones(CHANNELS), np.zeros(CHANNELS)
-
-    def last(self, values):
-        return [values[number] for number in range(self.count - self.size + 1, self.count + 1)]
-
-    def step(self, x, mask, dy):
-        self.count += 1
-        rows, gradients, real = x.reshape(-1, CHANNELS), dy.reshape(-1, CHANNELS), ~mask.T.reshape(-1)
-        own = np.mean([row**2 for row, keep in zip(rows, real, strict=True) if keep], axis=0)
-        self.psi2s[self.count] = own
-        early = self.count <= self.size or self.count < self.warmup
-        psi2 = own if early else np.prod(self.last(self.psi2s), axis=0) ** (1 / self.size)
-        root = np.sqrt(psi2 + self.eps)
-        ratio = np.ones(CHANNELS)
-        if self.count > max(1000, self.warmup):
-            ratio = np.clip(root / np.sqrt(self.running + self.eps), 1 / 5, 5)
-        z = rows / root
-        g = self.weight * ratio * gradients
-        own_lambda = np.mean([a * b for a, b, keep in zip(g, z, real, strict=True) if keep], axis=0)
-        self.lambdas[self.count] = own_lambda
-        average = own_lambda if early else np.mean(self.last(self.lambdas), axis=0)
-        self.nu = self.momentum_backward * self.nu + (1 - self.momentum_backward) * average
-        dx = np.array([a - self.nu * b if keep else a for a, b, keep in zip(g, z, real, strict=True)]) / root
-        self.running = self.momentum_forward * self.running + (1 - self.momentum_forward) * psi2
-        return {
-            "y": (self.weight * z + self.bias).reshape(x.shape),
-            "dx": dx.reshape(x.shape),
-            "dweight": (ratio * gradients * z).sum(0),
-            "dbias": gradients.sum(0),
-        }
-
-    def evaluate(self, x):
-        return self.weight * x / np.sqrt(self.running + self.eps) + self.bias
+    def backward(self, dy, ctx):
+        dx, dweight, dbias = super().backward(dy, ctx)
+        return dx, dweight * ctx.saved.r, dbias
 
 
 @pytest.mark.parametrize("warmup", [0, 8])
@@ -127,26 +101,16 @@ class UnifiedOracle:
 def test_unified_normalization_follows_the_formulas(warmup, before, norm_modules):
     options = {"alpha_fwd": 0.8, "alpha_bwd": 0.7, "psi_warmup_updates": warmup}
     norm = randomize_affine(build_norm("my-unified", CHANNELS, **options)).double().train()
-    weight, bias = (parameter.detach().numpy() for parameter in (norm.weight, norm.bias))
-    oracle = UnifiedOracle(weight, bias, 0.8, 0.7, warmup)
-    generator = rng(1)
+    oracle = MyUnifiedOracle(CHANNELS, 0.8, 0.7, warmup, **affine_of(norm))
     if before:  # the first steps of a training that had taken so many
         norm.num_batches_tracked.fill_(before)
+        norm.psi2_window.fill_(1.0)
+        norm.lambda_window.fill_(1.0)
         oracle.count = before
         for number in range(before - 3, before + 1):
             oracle.psi2s[number] = oracle.lambdas[number] = np.ones(CHANNELS)
-        norm.psi2_window.fill_(1.0)
-        norm.lambda_window.fill_(1.0)
-    for step in range(16):
-        x, mask, dy = random_batch(generator, (2 + step % 4, 3, CHANNELS), scale=generator.uniform(0.1, 9))
-        actual, expected = train_step(norm, x, mask, dy, torch.float64), oracle.step(x, mask, dy)
-        for key, value in expected.items():
-            assert_close(actual[key], value, 5e-6, f"step {step}: {key}")
-        state = state_of(norm)
-        assert_close(state["running_psi2"], oracle.running, 2e-6)
-        assert_close(state["nu"], oracle.nu, 5e-6)
-        assert int(state["num_batches_tracked"]) == oracle.count
-    assert_close(norm.eval()(torch.tensor(x)), oracle.evaluate(x), 2e-6)
+    steps = batches(16, seed=1, low=0.1, high=9, sentences=3)
+    assert_training_follows(norm, oracle, steps, rtol=5e-6, dtype=torch.float64)
 
 
 def test_l1_norm_follows_its_formula(norm_modules):

@@ -3,23 +3,14 @@
 import sys
 
 import fairseq_cli.generate
-import fairseq_cli.train
 import pytest
 import torch
 from fairseq import checkpoint_utils
 
-from pn_fairseq.common.checkpoints import load_checkpoint
 from pn_fairseq.fairseq_patches.convert_norms import parse
 from pn_fairseq.norms import norm_report, running_norms
 
-from ..models.helpers import write_data
 from ..scripts_helpers import ROOT
-
-SIZES = [
-    f"--{side}-{name}={value}"
-    for side in ("encoder", "decoder")
-    for name, value in (("embed-dim", 16), ("ffn-embed-dim", 16), ("layers", 2), ("attention-heads", 2))
-]
 
 ARCHITECTURES = {
     "transformer_iwslt_de_en": [],  # post-norm
@@ -33,21 +24,6 @@ ARCHITECTURES = {
         *("--task=multilingual_translation", "--lang-pairs=de-en", "--share-encoders"),
     ],
 }
-
-
-@pytest.fixture
-def train(tmp_path, monkeypatch):
-    """Run fairseq-train with the given flags; returns the checkpoint that it leaves."""
-    data = write_data(tmp_path / "data")
-
-    def run(arch: str, *flags: str, program=fairseq_cli.train) -> dict:
-        given = f"{data} --user-dir {ROOT / 'pn_fairseq'} --save-dir {tmp_path / 'run'} --cpu"
-        given += f" --optimizer adam --lr 0.01 --max-update 2 --max-tokens 30 --no-epoch-checkpoints --arch {arch}"
-        monkeypatch.setattr(sys, "argv", ["fairseq-train", *given.split(), *SIZES, *flags])
-        program.cli_main()
-        return load_checkpoint(tmp_path / "run/checkpoint_last.pt")
-
-    return run
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

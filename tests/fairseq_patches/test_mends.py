@@ -18,11 +18,11 @@ from fairseq.trainer import Trainer
 from pn_fairseq.common.environment import SWITCH
 from pn_fairseq.fairseq_patches import bf16_flag, one_line_errors, patch, patches
 from pn_fairseq.models.normed_model import FoldedModelError
-from pn_fairseq.norms import NORMS, running_norms
+from pn_fairseq.norms import running_norms
 from pn_fairseq.pipeline.info import info
 
 from ..common.test_errors import call_in
-from ..models.helpers import build, padded_batch
+from ..models.helpers import KINDS, build, padded_batch
 from ..scripts_helpers import ROOT, run
 
 EMA_SETTINGS = SimpleNamespace(
@@ -37,7 +37,7 @@ SMALL = {
 
 @pytest.mark.parametrize(
     ("name", "variant", "half"),
-    [*((name, "paper", False) for name in NORMS), ("power", "release", False), ("power", "paper", True)],
+    [*((name, "paper", False) for name in KINDS), ("power", "release", False), ("power", "paper", True)],
 )
 def test_moving_average_of_the_weights_is_the_one_computed_by_hand(name, variant, half):
     model = build("transformer_pn_tiny", encoder_norm=name, norm_variant=variant, **SMALL)

@@ -1,5 +1,7 @@
 """The operators against formulas in float64, on shapes that are odd on purpose, with every implementation there is."""
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -7,6 +9,8 @@ from pn_fairseq import kernels
 from pn_fairseq.kernels import reference
 from pn_fairseq.norms import MaskedBatchNorm
 from pn_fairseq.norms.power import power_update
+
+from ..pairwise import in_pairs, pairwise
 
 EPS, ALPHA = 1e-5, 0.9
 OPS = torch.ops.pn_fairseq
@@ -27,7 +31,11 @@ SHAPES = [
     ((0, 3, 8), 2),
     ((4, 0, 8), 0),
 ]
-MASKS = ["none", "some", "all"]
+#: Every shape in every type with padding; without padding, and with nothing else, in one of two types.
+PASSES = list(product(SHAPES, ["some"], TOLERANCE)) + [
+    tuple(row.values())
+    for row in pairwise(shape_and_groups=SHAPES, mask=["none", "all"], dtype=[torch.float32, torch.bfloat16])
+]
 
 
 @pytest.fixture(params=kernels.available(), autouse=True)
@@ -109,10 +117,9 @@ def formulas(x, dy, padding, weight, bias, mean, moment, nu, offset, groups):
     }
 
 
-@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=lambda dtype: str(dtype)[6:])
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize(("shape", "groups"), SHAPES)
-def test_passes_over_the_tokens(shape, groups, mask, dtype):
+@pytest.mark.parametrize(("shape_and_groups", "mask", "dtype"), PASSES, ids=str)
+def test_passes_over_the_tokens(shape_and_groups, mask, dtype):
+    shape, groups = shape_and_groups
     x, dy, padding, (weight, bias, moment, nu) = make(shape, mask, dtype)
     acc = torch.float64 if dtype == torch.float64 else torch.float32
     mean, offset = nu - 1, bias - 1
@@ -162,11 +169,11 @@ PER_TOKEN = [
 ]
 
 
-@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=lambda dtype: str(dtype)[6:])
-@pytest.mark.parametrize(("divisor", "curve", "through", "affine"), PER_TOKEN)
-@pytest.mark.parametrize(("shape", "groups"), [(shape, max(groups, 1)) for shape, groups in SHAPES])
-def test_statistics_of_a_token(shape, groups, divisor, curve, through, affine, dtype):
+@in_pairs(shape_and_groups=SHAPES, settings=PER_TOKEN, dtype=list(TOLERANCE))
+def test_statistics_of_a_token(shape_and_groups, settings, dtype):
     """By torch's differentiation in float64."""
+    (shape, groups), (divisor, curve, through, affine) = shape_and_groups, settings
+    groups = max(groups, 1)
     x, dy, _, (weight, bias, *_) = make(shape, "none", dtype)
     wide, gain, shift = (value.double().requires_grad_() for value in (x, weight, bias))
     centered, factor, inside, outside, least = divisor
@@ -198,10 +205,12 @@ def test_statistics_of_a_token(shape, groups, divisor, curve, through, affine, d
         assert sums.numel() == 0
 
 
-@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=lambda dtype: str(dtype)[6:])
-@pytest.mark.parametrize("affine", [True, False])
-@pytest.mark.parametrize("erf", [True, False])
-@pytest.mark.parametrize("shape", [(5, 3, 64), (3, 7, 67), (1, 1), (700, 33), (4, 0, 8)])
+@in_pairs(
+    shape=[(5, 3, 64), (3, 7, 67), (1, 1), (700, 33), (4, 0, 8)],
+    dtype=list(TOLERANCE),
+    affine=[True, False],
+    erf=[True, False],
+)
 def test_squashing(shape, erf, affine, dtype):
     """By torch's differentiation in float64."""
     x, dy, _, (weight, bias, alpha, shift) = make(shape, "none", dtype)

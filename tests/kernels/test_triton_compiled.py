@@ -9,7 +9,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import combinations, product
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -26,6 +26,8 @@ from triton.runtime import JITFunction, driver  # noqa: E402
 import pn_fairseq.norms  # noqa: E402, F401 (defines operators)
 from pn_fairseq import kernels  # noqa: E402
 from pn_fairseq.kernels import triton_kernels, triton_ops  # noqa: E402
+
+from ..pairwise import pairwise  # noqa: E402
 
 if triton_ops.INTERPRETED:
     pytest.skip("the interpreter is on, which compiles nothing", allow_module_level=True)
@@ -172,20 +174,6 @@ def test_a_step_compiles_to_wide_accesses_without_spills(norm, capability, dtype
     for name, _, kernel in compiled:
         if not name.startswith("finish") and name != "power_update":  # those read vectors
             assert widest(kernel) == {"ld": 16, "st": 16}, name
-
-
-def pairwise(**factors) -> list[dict]:
-    """Combinations in which every pair of values of two factors is found, chosen greedily."""
-
-    def pairs(values):
-        return set(combinations(enumerate(values), 2))
-
-    possible = list(product(*factors.values()))
-    missing, chosen = set().union(*map(pairs, possible)), []
-    while missing:
-        chosen.append(max(possible, key=lambda values: len(pairs(values) & missing)))
-        missing -= pairs(chosen[-1])
-    return [dict(zip(factors, values, strict=True)) for values in chosen]
 
 
 NORMS = ("pn", "pn-v", "bn", "gn", "ada", "dyt", "derf")

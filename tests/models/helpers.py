@@ -8,7 +8,10 @@ from fairseq.data.indexed_dataset import make_builder
 from benchmarks.models import BLOCK, VOCABULARY, arch_args, build, make_task
 from pn_fairseq.models.from_checkpoint import make_dictionary
 
-__all__ = ["BLOCK", "VOCABULARY", "arch_args", "build", "make_dictionary", "make_task", "padded_batch", "write_data"]
+#: A norm of each kind: of each token, with statistics of the batch, of the past, and with parameters of its own.
+KINDS = ("layer", "batch", "power", "prep-batch")
+
+__all__ = ["BLOCK", "VOCABULARY", "arch_args", "build", "make_dictionary", "make_task"]
 
 
 def padded_batch(seed: int = 0, batch: int = 3, source: int = 7, target: int = 5):
@@ -35,3 +38,11 @@ def write_data(folder: Path, sentences: int = 11, splits=("train", "valid", "tes
                 builder.add_item(torch.tensor([*tokens, dictionary.eos()]))
             builder.finalize(f"{prefix}.idx")
     return folder
+
+
+def assert_same_training(model, other, state=(0, 0), **tolerance):
+    """Both have the same gradients, and the same statistics within the tolerance ``state``, relative and absolute."""
+    for (key, one), two in zip(model.named_parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, two.grad, **tolerance, msg=key)
+    for (key, one), two in zip(model.named_buffers(), other.buffers(), strict=True):
+        torch.testing.assert_close(one, two, rtol=state[0], atol=state[1], msg=key)

@@ -12,10 +12,10 @@ from fairseq.models.transformer_lm import TransformerLanguageModel, base_lm_arch
 from pn_fairseq.norms import NORMS
 from pn_fairseq.norms.base import ChannelNorm
 
-from .helpers import BLOCK, VOCABULARY, arch_args, build, make_task
+from .helpers import BLOCK, KINDS, VOCABULARY, arch_args, assert_same_training, build, make_task
 
 MODELS = ("transformer_lm", "tensorized_lm")
-EVERY = pytest.mark.parametrize("name", list(NORMS))
+EVERY_KIND = pytest.mark.parametrize("name", KINDS)
 BOTH = pytest.mark.parametrize("stem", MODELS)
 
 
@@ -43,25 +43,32 @@ def trained(model, updates=2):
     return model.eval()
 
 
-def test_every_norm_has_every_size():
-    registered = {arch for arch, model in ARCH_MODEL_NAME_REGISTRY.items() if model == "transformer_lm_pn"}
-    sizes = {f"transformer_lm_{entry.short}_{size}" for entry in NORMS.values() for size in ("tiny", "base", "wiki103")}
-    assert registered == {"transformer_lm_pn", *sizes}
+@pytest.mark.parametrize(
+    ("stem", "sizes"), zip(MODELS, (("tiny", "base", "wiki103"), ("tiny", "ptb", "wt103")), strict=True)
+)
+def test_every_norm_has_every_size(stem, sizes):
+    registered = {arch for arch, model in ARCH_MODEL_NAME_REGISTRY.items() if model == f"{stem}_pn"}
+    expected = {f"{stem}_{entry.short}_{size}" for entry in NORMS.values() for size in sizes}
+    assert registered == {f"{stem}_pn", *expected}
 
 
-@EVERY
-def test_norms_are_in_every_place(name):
-    model = tiny("transformer_lm", name, layer_scale_groups=2)
-    norms = [module for module in model.modules() if isinstance(module, ChannelNorm)]
+def norms_of(model):
+    return [module for module in model.modules() if isinstance(module, ChannelNorm)]
+
+
+@pytest.mark.parametrize("name", NORMS)
+@BOTH
+def test_norms_are_in_every_place(stem, name):
+    norms = norms_of(tiny(stem, name, layer_scale_groups=2))
     assert len(norms) == 2 * 3 + 1
     assert all(type(norm) is NORMS[name].cls and norm.layer_scale.groups == 2 for norm in norms)
+
+
+@EVERY_KIND
+def test_layer_scale_has_a_group_for_each_head(name):
     with torch.device("meta"):
-        groups = {
-            module.layer_scale.groups
-            for module in build(f"transformer_lm_{NORMS[name].short}_base").modules()
-            if isinstance(module, ChannelNorm)
-        }
-    assert groups == {8 if NORMS[name].layer_scale_per_head else 0}
+        norms = norms_of(build(f"transformer_lm_{NORMS[name].short}_base"))
+    assert {norm.layer_scale.groups for norm in norms} == {8 if NORMS[name].layer_scale_per_head else 0}
 
 
 ADAPTIVE = dict(
@@ -91,25 +98,10 @@ def test_layer_norm_model_is_fairseqs_own(flags):
             torch.testing.assert_close(*probabilities)
 
 
-@EVERY
-@BOTH
-def test_outputs_do_not_depend_on_what_comes_after_in_evaluation(stem, name):
-    """To the bit."""
-    model = trained(tiny(stem, name, decoder_layers=1))
-    tokens = blocks(5, padded=False)
-    with torch.no_grad():
-        before = model(tokens)[0]
-        for seen in range(1, BLOCK):
-            changed = tokens.clone()
-            changed[:, seen:] = blocks(100 + seen, padded=False)[:, seen:]
-            after = model(changed)[0]
-            assert torch.equal(after[:, :seen], before[:, :seen])
-            assert not torch.equal(after[:, seen:], before[:, seen:])
-
-
-@EVERY
+@EVERY_KIND
 @BOTH
 def test_prefix_has_the_outputs_that_it_has_in_the_whole_block(stem, name):
+    """In evaluation nothing depends on what comes after."""
     model = trained(tiny(stem, name, decoder_layers=1).double())  # fairseq's softmax and positions stay float32
     tokens = blocks(5, padded=False)
     with torch.no_grad():
@@ -123,7 +115,7 @@ def test_prefix_has_the_outputs_that_it_has_in_the_whole_block(stem, name):
             torch.testing.assert_close(torch.cat(steps, dim=1), whole, **close)
 
 
-@EVERY
+@EVERY_KIND
 @BOTH
 def test_more_padding_changes_nothing_in_training(stem, name):
     narrow = tiny(stem, name, decoder_layers=1, dropout=0.0, max_target_positions=BLOCK + 3).double()
@@ -135,10 +127,7 @@ def test_more_padding_changes_nothing_in_training(stem, name):
         loss.backward()
         losses.append(loss)
     torch.testing.assert_close(losses[0], losses[1], rtol=1e-9, atol=0)
-    for (key, one), other in zip(narrow.named_parameters(), wide.parameters(), strict=True):
-        torch.testing.assert_close(one.grad, other.grad, rtol=1e-6, atol=1e-9, msg=key)
-    for (key, one), other in zip(narrow.named_buffers(), wide.buffers(), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7, msg=key)
+    assert_same_training(narrow, wide, state=(1e-6, 1e-7), rtol=1e-6, atol=1e-9)
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,9 @@ import torch.nn.functional as F
 from fairseq import utils
 
 from pn_fairseq.norms import NORMS
-from pn_fairseq.norms.base import ChannelNorm, running_norms
+from pn_fairseq.norms.base import running_norms
 
-from .helpers import VOCABULARY, build, padded_batch
+from .helpers import KINDS, assert_same_training, build, padded_batch
 
 TINY = {name: f"transformer_{entry.short}_tiny" for name, entry in NORMS.items()}
 #: For what one layer shows as well as three.
@@ -41,31 +41,9 @@ def test_loss_falls_within_20_updates(encoder_norm, decoder_norm):
     assert sum(losses[-4:]) < 0.7 * sum(losses[:4]), losses
 
 
-@pytest.mark.parametrize("name", list(NORMS))
-def test_every_norm_of_encoder_and_decoder_gets_its_padding_mask(name, monkeypatch):
-    model = build(TINY[name], decoder_norm=name)
-    seen = []
-    original = NORMS[name].cls.forward
-
-    def record(self, x, padding_mask=None):
-        seen.append((self, padding_mask))
-        return original(self, x, padding_mask)
-
-    monkeypatch.setattr(NORMS[name].cls, "forward", record)
-    src, prev = padded_batch()
-    model(src, None, prev)
-    norms = {
-        **{module: src.eq(1) for module in model.encoder.modules() if isinstance(module, ChannelNorm)},
-        **{module: prev.eq(1) for module in model.decoder.modules() if isinstance(module, ChannelNorm)},
-    }
-    assert {module for module, _ in seen} == set(norms)
-    assert len(seen) == len(norms) == 3 * 2 + 1 + 3 * 3 + 1
-    assert all(torch.equal(mask, norms[module]) for module, mask in seen)
-
-
-@pytest.mark.parametrize("name", list(NORMS))
+@pytest.mark.parametrize("name", KINDS)
 def test_more_padding_changes_nothing_in_training(name, monkeypatch):
-    """The loss, every gradient and every statistic are as without the extra columns."""
+    """The loss, every gradient and every statistic are as without the extra columns: each norm has its padding mask."""
     # fairseq's attention rounds its softmax to float32, and how depends on the row's length and on the processor.
     monkeypatch.setattr(utils, "softmax", lambda x, dim, onnx_trace=False: F.softmax(x, dim))
     torch.manual_seed(1)
@@ -81,14 +59,12 @@ def test_more_padding_changes_nothing_in_training(name, monkeypatch):
         loss.backward()
         losses.append(loss)
     torch.testing.assert_close(losses[0], losses[1], rtol=1e-9, atol=0)
-    for (key, one), other in zip(narrow.named_parameters(), wide.parameters(), strict=True):
-        torch.testing.assert_close(one.grad, other.grad, rtol=1e-6, atol=1e-9, msg=key)
-    for (key, one), other in zip(narrow.named_buffers(), wide.buffers(), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7, msg=key)
+    assert_same_training(narrow, wide, state=(1e-6, 1e-7), rtol=1e-6, atol=1e-9)
 
 
-@pytest.mark.parametrize("name", list(NORMS))
+@pytest.mark.parametrize("name", KINDS)
 def test_incremental_decoding_gives_what_the_whole_prefix_gives(name):
+    """So nothing at a position depends on later ones."""
     torch.manual_seed(1)
     model = build(TINY[name], decoder_norm=name).double()
     src, prev = padded_batch()
@@ -107,7 +83,7 @@ def test_incremental_decoding_gives_what_the_whole_prefix_gives(name):
     torch.testing.assert_close(torch.cat(steps, dim=1), whole, rtol=1e-5, atol=1e-5 * largest)
 
 
-@pytest.mark.parametrize("name", list(NORMS))
+@pytest.mark.parametrize("name", KINDS)
 def test_activation_checkpointing_gives_the_same_training(name):
     torch.manual_seed(1)
     flags = dict(decoder_norm=name, dropout=0.1, psi_warmup_updates=2, **ONE_LAYER)
@@ -122,11 +98,8 @@ def test_activation_checkpointing_gives_the_same_training(name):
             model.zero_grad()
             model.set_num_updates(update)
             loss_of(model, src, prev, prev).backward()
-        for (key, one), other in zip(plain.named_parameters(), checkpointed.parameters(), strict=True):
-            # Not to the bit: the gradients of the shared embedding are added in another order.
-            torch.testing.assert_close(one.grad, other.grad, rtol=1e-9, atol=1e-12, msg=key)
-        for (key, one), other in zip(plain.named_buffers(), checkpointed.buffers(), strict=True):
-            assert torch.equal(one, other), key
+        # Not to the bit: the gradients of the shared embedding are added in another order.
+        assert_same_training(plain, checkpointed, rtol=1e-9, atol=1e-12)
     checkpointed.state_dict()  # takes the last step into the state
     counts = [norm.num_batches_tracked for norm in running_norms(checkpointed)]
     assert all(int(count) == 4 for count in counts)
@@ -164,11 +137,6 @@ def test_embeddings_at_padding_are_zeroed_but_not_in_the_release(variant):
     assert (expected[1, 0] != 0).all() == (variant == "release"), "source 1 begins with padding"
 
 
-def test_vocabulary_is_what_the_output_is_over():
-    model = build(TINY["power"])
-    assert model(*(lambda batch: (batch[0], None, batch[1]))(padded_batch()))[0].shape == (3, 5, VOCABULARY)
-
-
 @pytest.mark.parametrize("name", ["power", pytest.param("batch", marks=pytest.mark.slow)])
 def test_compiled_model_trains_and_evaluates_like_the_plain_one(name):
     torch.manual_seed(1)
@@ -181,10 +149,7 @@ def test_compiled_model_trains_and_evaluates_like_the_plain_one(name):
             model.zero_grad()
             model.set_num_updates(update)
             loss_of(call, src, prev, prev).backward()
-        for (key, one), two in zip(plain.named_parameters(), other.parameters(), strict=True):
-            torch.testing.assert_close(one.grad, two.grad, rtol=1e-9, atol=1e-12, msg=key)
-        for (key, one), two in zip(plain.named_buffers(), other.named_buffers(), strict=True):
-            assert torch.equal(one, two[1]), key
+        assert_same_training(plain, other, rtol=1e-9, atol=1e-12)
     plain.eval()
     compiled.eval()
     with torch.no_grad():

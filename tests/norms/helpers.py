@@ -1,11 +1,22 @@
 """The helpers of the shared suite, and what compares a norm with its oracle."""
 
 import numpy as np
+import torch
 
 from pn_fairseq.norms import NORMS, RunningNorm
 from pn_fairseq.testing.helpers import *  # noqa: F403
+from pn_fairseq.testing.helpers import (
+    CHANNELS,
+    assert_close,
+    assert_state_close,
+    assert_steps_close,
+    random_batch,
+    rng,
+    train_step,
+)
 
-ALL_NORMS = tuple(NORMS)
+from .oracle import oracle_state
+
 STATEFUL = tuple(name for name, entry in NORMS.items() if issubclass(entry.cls, RunningNorm))
 
 
@@ -19,3 +30,24 @@ def oracle_step(oracle, x, mask=None, dy=None):
     dx, dweight, dbias = oracle.backward(dy, ctx)
     others = {f"d{name}": np.atleast_1d(value) for name, value in getattr(oracle, "gradients", {}).items()}
     return {"y": y, "dx": dx, "dweight": dweight, "dbias": dbias, **others}
+
+
+def batches(steps, masked=True, seed=0, low=0.2, high=3.0, sentences=1):
+    """Batches whose shape, level and spread change at every step, as in training on text; from one token on, or from
+    one in each of ``sentences``."""
+    generator = rng(seed)
+    for step in range(steps):
+        shape = (1 + step % 5, sentences + step % 2, CHANNELS)
+        yield random_batch(generator, shape, masked, generator.uniform(low, high))
+
+
+def assert_training_follows(norm, oracle, steps, rtol=2e-5, dtype=torch.float32, update_freq=None):
+    """Train on ``steps``. After each everything is compared, at the end evaluation; ``update_freq`` steps an update."""
+    for step, (x, mask, dy) in enumerate(steps):
+        if update_freq is not None:
+            norm.set_num_updates(step // update_freq)
+            oracle.set_num_updates(step // update_freq)
+        actual = train_step(norm, x, mask, dy, dtype)
+        assert_steps_close(actual, oracle_step(oracle, x, mask, dy), rtol, f"step {step}:")
+        assert_state_close(norm, oracle_state(oracle), rtol, f"step {step}:")
+    assert_close(norm.eval()(torch.tensor(x, dtype=dtype)), oracle.evaluate(x), rtol, "eval")

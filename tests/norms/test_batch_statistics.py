@@ -1,10 +1,12 @@
-"""The norms with batch statistics besides BN and PN-V: over 16 steps against their formulas, and what they equal."""
+"""The norms with batch statistics besides PN: over 16 steps against their formulas, and what they equal."""
+
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
-from pn_fairseq.norms import build_norm
+from pn_fairseq.norms import MaskedBatchNorm, build_norm
 
 from . import oracle as oracles
 from .helpers import (
@@ -12,9 +14,9 @@ from .helpers import (
     affine_of,
     assert_close,
     assert_same,
-    assert_state_close,
     assert_steps_close,
-    oracle_step,
+    assert_training_follows,
+    batches,
     random_batch,
     randomize_affine,
     real_tokens,
@@ -24,79 +26,62 @@ from .helpers import (
     to_tensor,
     train_step,
 )
-from .oracle import oracle_state
 
-#: Name -> norm, variant, its options, oracle and its options.
+WINDOW = {"window": 3, "psi_warmup_updates": 9, "alpha_fwd": 0.8}
+PENALTY = {"lambda_mean": 3.0, "lambda_var": 2.0}
+TIGHT = {"renorm_updates": 8, "renorm_r_max": 1.2, "renorm_d_max": 0.3, "alpha_fwd": 0.7}
+RELEASE = {"variant": "release"}
+
+#: Name -> norm, its options, and its oracle.
 CASES = {
-    "brn": ("batch-renorm", "paper", {"renorm_updates": 12}, oracles.BatchRenormOracle, {"updates": 12}),
-    "brn, tight": (
-        "batch-renorm",
-        "paper",
-        {"renorm_updates": 8, "renorm_r_max": 1.2, "renorm_d_max": 0.3, "alpha_fwd": 0.7},
-        oracles.BatchRenormOracle,
-        {"updates": 8, "r_max": 1.2, "d_max": 0.3, "alpha": 0.7},
-    ),
-    "mabn": ("mabn", "paper", {"window": 4}, oracles.MovingAverageOracle, {"window": 4}),
-    "mabn, warm-up": (
-        "mabn",
-        "paper",
-        {"window": 3, "psi_warmup_updates": 9, "alpha_fwd": 0.8},
-        oracles.MovingAverageOracle,
-        {"window": 3, "warmup": 9, "alpha": 0.8},
-    ),
-    "un": (
-        "unified",
-        "paper",
-        {"alpha_fwd": 0.8, "alpha_bwd": 0.7},
-        oracles.UnifiedOracle,
-        {"alpha": 0.8, "alpha_bwd": 0.7},
-    ),
-    "un, warm-up": ("unified", "paper", {"psi_warmup_updates": 9}, oracles.UnifiedOracle, {"warmup": 9}),
-    "un, filtration": ("unified", "paper", {"outlier_filtration": True}, oracles.UnifiedOracle, {"filtration": True}),
-    "un, window of 1": ("unified", "paper", {"window": 1}, oracles.UnifiedOracle, {"window": 1}),
-    "un, release": ("unified", "release", {}, oracles.UnifiedOracle, {"release": True}),
-    "rbn": (
-        "batch-reg",
-        "paper",
-        {"lambda_mean": 3.0, "lambda_var": 2.0},
-        oracles.RegularizedOracle,
-        {"lambda_mean": 3.0, "lambda_var": 2.0},
-    ),
-    "rbn, release": (
-        "batch-reg",
-        "release",
-        {"lambda_mean": 3.0, "lambda_var": 2.0},
-        oracles.RegularizedOracle,
-        {"lambda_mean": 3.0, "lambda_var": 2.0, "release": True},
-    ),
-    "prepbn": ("prep-batch", "paper", {"fade_updates": 10}, oracles.ProgressiveOracle, {"fade": 10}),
-    "bn, release": ("batch", "release", {}, oracles.BatchNormReleaseOracle, {}),
+    "bn": ("batch", {"alpha_fwd": 0.5, "eps": 0.1}, oracles.BatchNormOracle),
+    "bn, release": ("batch", RELEASE, oracles.BatchNormReleaseOracle),
+    "pn-v": ("power-v", {"alpha_fwd": 0.5, "eps": 0.1}, oracles.PowerNormVOracle),
+    "pn-v, not affine": ("power-v", {"affine": False}, oracles.PowerNormVOracle),
+    "brn": ("batch-renorm", {"renorm_updates": 12}, oracles.BatchRenormOracle),
+    "brn, tight": ("batch-renorm", {**TIGHT, "eps": 0.1}, oracles.BatchRenormOracle),
+    "mabn": ("mabn", {"window": 4, "eps": 0.1}, oracles.MovingAverageOracle),
+    "mabn, warm-up": ("mabn", WINDOW, oracles.MovingAverageOracle),
+    "un": ("unified", {"alpha_fwd": 0.8, "alpha_bwd": 0.7, "eps": 0.1}, oracles.UnifiedOracle),
+    "un, warm-up": ("unified", {"psi_warmup_updates": 9}, oracles.UnifiedOracle),
+    "un, filtration": ("unified", {"outlier_filtration": True}, oracles.UnifiedOracle),
+    "un, window of 1": ("unified", {"window": 1}, oracles.UnifiedOracle),
+    "un, release": ("unified", RELEASE, partial(oracles.UnifiedOracle, release=True)),
+    "rbn": ("batch-reg", {**PENALTY, "eps": 0.1}, oracles.RegularizedOracle),
+    "rbn, release": ("batch-reg", {**PENALTY, **RELEASE}, partial(oracles.RegularizedOracle, release=True)),
+    "prepbn": ("prep-batch", {"fade_updates": 10, "eps": 0.1}, oracles.ProgressiveOracle),
+}
+#: Options of the norms -> their names in the oracles; those that are missing have the same name, or none.
+OF_ORACLES = {
+    "alpha_fwd": "alpha",
+    "psi_warmup_updates": "warmup",
+    "fade_updates": "fade",
+    "renorm_updates": "updates",
+    "renorm_r_max": "r_max",
+    "renorm_d_max": "d_max",
+    "outlier_filtration": "filtration",
 }
 
 
 def make_pair(name, groups=0):
-    norm_name, variant, options, oracle, oracle_options = CASES[name]
-    norm = build_norm(norm_name, CHANNELS, variant, layer_scale_groups=groups, **options)
-    norm = randomize_affine(norm).double().train()
-    return norm, oracle(CHANNELS, groups=groups, **oracle_options, **affine_of(norm))
+    norm_name, options, oracle = CASES[name]
+    norm = randomize_affine(build_norm(norm_name, CHANNELS, layer_scale_groups=groups, **options)).double().train()
+    given = {OF_ORACLES.get(key, key): value for key, value in options.items() if key not in ("variant", "affine")}
+    return norm, oracle(CHANNELS, groups=groups, **given, **affine_of(norm))
 
 
-def assert_training_follows(norm, oracle, steps=16):
-    generator = rng(1)
-    for step in range(steps):
-        scale = 30 if step == 12 else generator.uniform(0.3, 4)
-        x, mask, dy = random_batch(generator, (2 + step % 4, 3, CHANNELS), scale=scale)
-        actual, expected = train_step(norm, x, mask, dy, torch.float64), oracle_step(oracle, x, mask, dy)
-        assert_steps_close(actual, expected, rtol=2e-5, what=f"step {step}:")
-        assert_state_close(norm, oracle_state(oracle), rtol=1e-5, what=f"step {step}:")
-    assert_close(norm.eval()(to_tensor(x, torch.float64)), oracle.evaluate(x), 1e-5)
+def some_batches():
+    """The 13th has values far from the others."""
+    for step, (x, mask, dy) in enumerate(batches(16, seed=1, low=0.3, high=4, sentences=3)):
+        yield x * (10 if step == 12 else 1), mask, dy
 
 
+@pytest.mark.every_implementation
 @pytest.mark.parametrize("groups", [0, 4])
 @pytest.mark.parametrize("name", CASES)
 def test_training_follows_the_formulas(name, groups):
-    norm, oracle = make_pair(name, groups)
-    assert_training_follows(norm, oracle)
+    """With gradient arriving at padding positions."""
+    assert_training_follows(*make_pair(name, groups), some_batches(), dtype=torch.float64)
 
 
 @pytest.mark.parametrize("name", ["mabn", "un", "un, filtration", "un, release"])
@@ -109,8 +94,36 @@ def test_training_follows_the_formulas_where_r_is_not_1(name):
     oracle.count = 997
     oracle.psi2s = {number: np.ones(CHANNELS) for number in range(990, 998)}
     oracle.lambdas = {number: np.full(CHANNELS, 0.5) for number in range(990, 998)}
-    assert_training_follows(norm, oracle)
+    assert_training_follows(norm, oracle, some_batches(), dtype=torch.float64)
     assert not getattr(oracle, "filtration", False) or 0 < sum(oracle.skipped) < 16
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["no-mask", "mask"])
+@pytest.mark.parametrize("affine", [True, False], ids=["affine", "plain"])
+def test_bn_equals_torch_on_the_gathered_tokens(masked, affine):
+    norm = randomize_affine(MaskedBatchNorm(CHANNELS, eps=1e-3, alpha_fwd=0.6, affine=affine)).train()
+    reference = torch.nn.BatchNorm1d(CHANNELS, eps=1e-3, momentum=0.4, affine=affine)
+    reference.load_state_dict(dict(norm.named_parameters()), strict=False)
+    for step, (x, mask, dy) in enumerate(batches(20, masked, sentences=3)):
+        real = real_tokens(x.shape, mask)
+        dy[~real] = 0
+        actual, expected = train_step(norm, x, mask, dy), train_step(reference, x[real], None, dy[real])
+        actual |= {key: actual[key][real] for key in ("y", "dx")}
+        assert_steps_close(actual, expected, rtol=5e-5, what=f"step {step}:")
+        for name, value in state_of(norm).items():
+            assert_close(value, reference.get_buffer(name), what=f"step {step}: {name}")
+
+
+def test_single_real_token_leaves_finite_results():
+    """The unbiased variance of one token does not exist."""
+    norm = randomize_affine(MaskedBatchNorm(CHANNELS)).train()
+    x, mask, dy = random_batch(rng(6))
+    mask[:] = True
+    mask[0, 0] = False
+    actual = train_step(norm, x, mask, dy)
+    assert all(torch.tensor(value).isfinite().all() for value in actual.values())
+    assert all(buffer.isfinite().all() for buffer in state_of(norm).values())
+    assert_close(actual["y"][0, 0], norm.bias.detach())
 
 
 @pytest.mark.parametrize("name", ["mabn", "un"])

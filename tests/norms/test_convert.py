@@ -21,6 +21,8 @@ from pn_fairseq.norms import (
 )
 from pn_fairseq.norms.convert import ConvertedNorm
 
+from ..pairwise import in_pairs
+
 B, T, C = 3, 7, 12
 LENGTHS = torch.tensor([7, 4, 2])
 MASK = torch.arange(T) >= LENGTHS[:, None]
@@ -118,9 +120,7 @@ def test_sync_batch_norm_is_replaced_by_a_synchronised_norm():
     assert convert_norms(FeedForward(), "batch").norm.sync
 
 
-@pytest.mark.parametrize("norm", ["batch", "power", "rms"])
-@pytest.mark.parametrize("replaced", [nn.LayerNorm, nn.RMSNorm, nn.BatchNorm1d])
-@pytest.mark.parametrize("assign", [False, True])
+@in_pairs(replaced=[nn.LayerNorm, nn.RMSNorm, nn.BatchNorm1d], norm=["batch", "power", "rms"], assign=[False, True])
 def test_checkpoint_of_the_unconverted_model_loads(replaced, norm, assign):
     state = randomized(FeedForward(replaced)).state_dict()
     model = convert_norms(FeedForward(replaced), norm)
@@ -214,9 +214,7 @@ def test_wrong_arguments(arguments, message):
 # Masks.
 
 
-@pytest.mark.parametrize("norm", SOME)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("layout", ["BTC", "TBC"])
+@in_pairs(norm=SOME, dtype=DTYPES, layout=["BTC", "TBC"])
 def test_padded_equals_the_concatenation_of_the_sequences(norm, dtype, layout):
     model = convert_norms(randomized(FeedForward()), norm).to(dtype)
     x = torch.randn(B, T, C, dtype=dtype)
@@ -242,9 +240,7 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("norm", SOME)
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@in_pairs(norm=SOME, form=list(FORMS), dtype=DTYPES)
 def test_content_of_padding_changes_nothing(norm, form, dtype):
     mask = {"additive" if form == "4-d" else form: FORMS[form]}
     x = torch.randn(B, T, C, dtype=dtype)

@@ -1,29 +1,32 @@
 """The norms of single tokens: formulas in float64, identities between them, released variants, options."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
 
-from pn_fairseq.norms import NORMS, AdaNorm, DetachNorm, GroupNorm, ScaleNorm, build_norm
+from pn_fairseq.norms import NORMS, AdaNorm, DetachNorm, GroupNorm, LayerNorm, ScaleNorm, build_norm
 
 from .helpers import (
     CHANNELS,
+    STATEFUL,
     affine_of,
     assert_close,
     assert_steps_close,
-    oracle_step,
+    assert_training_follows,
     random_batch,
     randomize_affine,
     rng,
-    state_of,
     to_tensor,
     train_step,
 )
-from .oracle import PER_TOKEN, PerTokenOracle
+from .oracle import make_oracle
 
 #: Options of build_norm, and the same for the oracle.
 SETTINGS = {
     "none": [({}, {})],
+    "layer": [({}, {})],
     "layer-simple": [({}, {})],
     "detach": [({"detach": ",".join(parts)}, {"detach": parts}) for parts in (("mean",), ("std",), ("mean", "std"))],
     "ada": [({}, {}), ({"ada_k": 0.3, "ada_scale": 2.0}, {"k": 0.3, "scale": 2.0})],
@@ -37,24 +40,21 @@ CASES = [(name, *settings) for name, several in SETTINGS.items() for settings in
 
 
 def test_every_norm_without_state_is_tested_here():
-    assert set(PER_TOKEN) == set(SETTINGS)
+    assert set(NORMS) - set(STATEFUL) == set(SETTINGS)
 
 
 @pytest.mark.every_implementation
-@pytest.mark.parametrize("eps", [1e-5, 0.3])
-@pytest.mark.parametrize("layer_scale", [0, 4])
+@pytest.mark.parametrize(("layer_scale", "eps"), [(0, 0.3), (4, 1e-5)])
 @pytest.mark.parametrize(("name", "options", "for_oracle"), CASES, ids=str)
 def test_follows_the_formulas(name, options, for_oracle, layer_scale, eps):
+    """In training and in evaluation."""
     norm = randomize_affine(build_norm(name, CHANNELS, eps=eps, layer_scale_groups=layer_scale, **options))
-    oracle = PerTokenOracle(CHANNELS, name, eps=eps, groups=layer_scale, **affine_of(norm), **for_oracle)
-    assert not state_of(norm)
+    oracle = make_oracle(name, CHANNELS, eps=eps, layer_scale_groups=layer_scale, **affine_of(norm), **for_oracle)
     for dtype, rtol in ((torch.float32, 1e-5), (torch.float64, 1e-9)):
-        norm.to(dtype)
-        x, mask, dy = random_batch(rng(1), scale=1.5)
-        assert_steps_close(train_step(norm, x, mask, dy, dtype), oracle_step(oracle, x, mask, dy), rtol, str(dtype))
+        assert_training_follows(norm.to(dtype).train(), oracle, [random_batch(rng(1), scale=1.5)], rtol, dtype)
 
 
-@pytest.mark.parametrize("name", [name for name in PER_TOKEN if name not in ("detach", "ada")])
+@pytest.mark.parametrize("name", [name for name in SETTINGS if name not in ("detach", "ada")])
 def test_gradient_is_the_derivative(name):
     """By finite differences; of detach and ada it is not."""
     norm = randomize_affine(build_norm(name, 6, groups=2)).double()
@@ -65,7 +65,7 @@ def test_gradient_is_the_derivative(name):
 
     x = torch.tensor(random_batch(rng(2), (3, 6), masked=False)[0], requires_grad=True)
     assert torch.autograd.gradcheck(run, (x, *norm.parameters()))
-    if name != "none":
+    if name not in ("none", "layer"):
         with pytest.raises(RuntimeError, match="no second derivative"):
             torch.autograd.grad(norm(x).square().sum(), x, create_graph=True)
 
@@ -79,9 +79,10 @@ def equal_steps(one, other, rtol=1e-5):
     return actual, expected
 
 
-def test_one_group_is_layer_norm():
-    norm = randomize_affine(GroupNorm(CHANNELS, groups=1))
-    layer = torch.nn.LayerNorm(CHANNELS, eps=norm.eps)
+@pytest.mark.parametrize("cls", [LayerNorm, partial(GroupNorm, groups=1)])
+def test_layer_norm_is_that_of_torch(cls):
+    norm = randomize_affine(cls(CHANNELS, eps=1e-3))
+    layer = torch.nn.LayerNorm(CHANNELS, eps=1e-3)
     layer.load_state_dict(norm.state_dict())
     actual, expected = equal_steps(norm, layer)
     assert_steps_close(actual, expected, 1e-5)
@@ -99,10 +100,9 @@ def test_groups_are_those_of_torch_on_tokens(groups):
     assert_close(norm(to_tensor(x)), expected, 1e-5)
 
 
-@pytest.mark.parametrize("eps", [1e-5, 0.1])
-def test_rms_norm_is_that_of_torch(eps):
-    norm = randomize_affine(build_norm("rms", CHANNELS, eps=eps))
-    reference = torch.nn.RMSNorm(CHANNELS, eps=eps)
+def test_rms_norm_is_that_of_torch():
+    norm = randomize_affine(build_norm("rms", CHANNELS, eps=0.1))
+    reference = torch.nn.RMSNorm(CHANNELS, eps=0.1)
     reference.load_state_dict(norm.state_dict())
     x, _, dy = random_batch(rng(5), masked=False)
     assert_steps_close(train_step(norm, x, None, dy), train_step(reference, x, None, dy), 1e-5)
@@ -185,7 +185,7 @@ def test_released_variants_of_one_channel(name):
     assert all(abs(value).max() < float("inf") for value in actual.values())
 
 
-@pytest.mark.parametrize("name", PER_TOKEN)
+@pytest.mark.parametrize("name", SETTINGS)
 def test_an_infinity_stays_in_its_token(name):
     norm = build_norm(name, CHANNELS)
     x, _, dy = random_batch(rng(10), masked=False)

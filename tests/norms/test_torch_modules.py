@@ -8,27 +8,27 @@ import pytest
 import torch
 from torch import nn
 
-from pn_fairseq.norms import NORMS, VARIANTS, build_norm, running_norms
+from pn_fairseq.norms import build_norm, running_norms
+from pn_fairseq.testing.test_norms import Case, cases
 
+from ..pairwise import in_pairs
 from .helpers import randomize_affine
 
 DIM, HEADS = 8, 2
-CASES = [(name, variant) for name in NORMS for variant in (VARIANTS[0], *NORMS[name].variants)]
-
-every_norm = pytest.mark.parametrize(("name", "variant"), CASES, ids=["-".join(case) for case in CASES])
+LAYER, POWER = Case("layer", "paper"), Case("power", "paper")
 
 
-def new_norm(name="power", variant=VARIANTS[0], **options):
+def new_norm(case=POWER, **options):
     """With random weights and statistics."""
-    norm = randomize_affine(build_norm(name, DIM, variant, batch_first=True, **options))
+    norm = randomize_affine(build_norm(case.name, DIM, case.variant, batch_first=True, **options))
     for number in range(3 * len(running_norms(norm))):
         norm(torch.randn(3, 5, DIM, requires_grad=True) * (number + 1)).sum().backward()
     return norm
 
 
-def encoder_layer(norm_first, name="power", variant=VARIANTS[0], **options):
+def encoder_layer(norm_first, case=POWER, **options):
     layer = nn.TransformerEncoderLayer(DIM, HEADS, 16, batch_first=True, norm_first=norm_first)
-    layer.norm1, layer.norm2 = (new_norm(name, variant, **options) for _ in range(2))
+    layer.norm1, layer.norm2 = (new_norm(case, **options) for _ in range(2))
     return layer.eval()
 
 
@@ -48,13 +48,9 @@ def by_formula(layer, x, padding):
     return layer.norm2(x + feed_forward(x))
 
 
-@pytest.fixture(params=["none", "last", "first"])
-def padding(request):
-    """(3, 5), at the end of the sentences or at their beginning; torch makes nested tensors of the former."""
-    if request.param == "none":
-        return None
-    mask = torch.arange(5) >= torch.tensor([[5], [3], [1]])
-    return mask if request.param == "last" else mask.flip(1)
+#: (3, 5), at the end of the sentences or at their beginning; torch makes nested tensors of the former.
+LAST = torch.arange(5) >= torch.tensor([[5], [3], [1]])
+PADDINGS = {"none": None, "last": LAST, "first": LAST.flip(1)}
 
 
 def assert_equal_at_tokens(found, expected, padding):
@@ -62,37 +58,39 @@ def assert_equal_at_tokens(found, expected, padding):
     torch.testing.assert_close(found[real], expected[real], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("options", [{}, {"affine": False}, {"layer_scale_groups": 2}], ids=str)
-@pytest.mark.parametrize("norm_first", [False, True])
-@every_norm
-def test_encoder_layer(name, variant, norm_first, options, padding):
+@in_pairs(
+    case=cases(),
+    padded=list(PADDINGS),
+    options=[{}, {"affine": False}, {"layer_scale_groups": 2}],
+    norm_first=[False, True],
+)
+def test_encoder_layer(case, padded, options, norm_first):
     torch.manual_seed(0)
-    layer, x = encoder_layer(norm_first, name, variant, **options), torch.randn(3, 5, DIM)
+    layer, x, padding = encoder_layer(norm_first, case, **options), torch.randn(3, 5, DIM), PADDINGS[padded]
     with torch.no_grad():
         assert_equal_at_tokens(layer(x, src_key_padding_mask=padding), by_formula(layer, x, padding), padding)
 
 
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor", "ignore:The PyTorch API of nested tensors")
-@pytest.mark.parametrize("nested", [False, True])
-@pytest.mark.parametrize("norm_first", [False, True])
-@every_norm
-def test_encoder(name, variant, norm_first, nested, padding):
+@in_pairs(case=cases(), padded=list(PADDINGS), norm_first=[False, True], nested=[False, True])
+def test_encoder(case, padded, norm_first, nested):
     """A stack, and a norm after it."""
     torch.manual_seed(1)
-    layer, last, x = encoder_layer(norm_first, name, variant), new_norm(name, variant), torch.randn(3, 5, DIM)
+    layer, last, x = encoder_layer(norm_first, case), new_norm(case), torch.randn(3, 5, DIM)
     encoder = nn.TransformerEncoder(layer, 2, norm=last, enable_nested_tensor=nested).eval()
+    padding = PADDINGS[padded]
     with torch.no_grad():
         expected = last(by_formula(encoder.layers[1], by_formula(encoder.layers[0], x, padding), padding))
         assert_equal_at_tokens(encoder(x, src_key_padding_mask=padding), expected, padding)
 
 
 @pytest.mark.parametrize("norm_first", [False, True])
-@every_norm
-def test_decoder_layer_and_attention(name, variant, norm_first):
+@pytest.mark.parametrize("case", [LAYER, POWER], ids=str)
+def test_decoder_layer_and_attention(case, norm_first):
     """They have no fast path that looks at norms; this notices when they get one."""
     torch.manual_seed(2)
     layer = nn.TransformerDecoderLayer(DIM, HEADS, 16, batch_first=True, norm_first=norm_first).eval()
-    layer.norm1, layer.norm2, layer.norm3 = (new_norm(name, variant).eval() for _ in range(3))
+    layer.norm1, layer.norm2, layer.norm3 = (new_norm(case).eval() for _ in range(3))
     x, memory = torch.randn(2, 3, 5, DIM)
     with torch.no_grad():
         found = layer(x, memory)
@@ -121,8 +119,7 @@ def test_layer_norm_stays_on_the_fast_path(monkeypatch):
     """There torch computes the same, and faster; a class that is derived from it may compute something else."""
     called = []
     monkeypatch.setattr(torch, "_transformer_encoder_layer_fwd", lambda *args: called.append(args))
-    layers = [encoder_layer(False, name, **options) for name, options in (("layer", {}), ("power", {}))]
-    layers.append(encoder_layer(False, "layer", layer_scale_groups=2))
+    layers = [encoder_layer(False, LAYER), encoder_layer(False), encoder_layer(False, LAYER, layer_scale_groups=2)]
     with torch.no_grad():
         for layer in layers:
             layer(torch.randn(3, 5, DIM))
@@ -130,13 +127,11 @@ def test_layer_norm_stays_on_the_fast_path(monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
-@every_norm
-def test_nested_tensors(name, variant, layout, training):
+@in_pairs(case=cases(), layout=[torch.strided, torch.jagged], training=[True, False])
+def test_nested_tensors(case, layout, training):
     """The tokens of all sequences form one batch: y, gradients and state."""
     torch.manual_seed(3)
-    norm = new_norm(name, variant).train(training)
+    norm = new_norm(case).train(training)
     other = copy.deepcopy(norm)
     sequences = [torch.randn(length, DIM, requires_grad=True) for length in (4, 1, 2)]
     tokens = torch.cat(sequences).detach().requires_grad_()
@@ -155,6 +150,6 @@ def test_nested_tensors(name, variant, layout, training):
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_a_mask_beside_a_nested_tensor_is_refused():
     x = torch.nested.as_nested_tensor([torch.randn(4, DIM), torch.randn(1, DIM)])
-    for name in ("layer", "power"):
+    for case in (LAYER, POWER):
         with pytest.raises(ValueError, match="no padding_mask"):
-            new_norm(name)(x, torch.zeros(2, 4, dtype=torch.bool))
+            new_norm(case)(x, torch.zeros(2, 4, dtype=torch.bool))

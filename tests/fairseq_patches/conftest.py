@@ -1,0 +1,32 @@
+"""fairseq-train in this process, for two updates of a tiny model."""
+
+import sys
+
+import fairseq_cli.train
+import pytest
+
+from pn_fairseq.common.checkpoints import load_checkpoint
+
+from ..models.helpers import write_data
+from ..scripts_helpers import ROOT
+
+SIZES = [
+    f"--{side}-{name}={value}"
+    for side in ("encoder", "decoder")
+    for name, value in (("embed-dim", 16), ("ffn-embed-dim", 16), ("layers", 2), ("attention-heads", 2))
+]
+
+
+@pytest.fixture
+def train(tmp_path, monkeypatch):
+    """Run fairseq-train with the given flags; returns the checkpoint that it leaves."""
+    data = write_data(tmp_path / "data")
+
+    def run(arch: str, *flags: str) -> dict:
+        given = f"{data} --user-dir {ROOT / 'pn_fairseq'} --save-dir {tmp_path / 'run'} --cpu"
+        given += f" --optimizer adam --lr 0.01 --max-update 2 --max-tokens 30 --no-epoch-checkpoints --arch {arch}"
+        monkeypatch.setattr(sys, "argv", ["fairseq-train", *given.split(), *SIZES, *flags])
+        fairseq_cli.train.cli_main()
+        return load_checkpoint(tmp_path / "run/checkpoint_last.pt")
+
+    return run
