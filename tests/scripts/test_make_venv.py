@@ -68,9 +68,9 @@ def test_changed_sources_are_compiled_again(made):
     with next((made.checkout / "pn_fairseq/kernels/cpp").iterdir()).open("a") as file:
         file.write("// changed\n")
     done = made.make()
-    assert (done.returncode, done.stderr) == (0, "[make_venv] compiling the C++ kernels\n")
+    assert done.returncode == 0 and "compiling its C++ kernels" in done.stderr
     (call,) = made.calls()
-    assert call.startswith("-m pip ") and call.endswith("--verbose --no-build-isolation --no-deps -e .")
+    assert call.startswith("-m pip ") and call.endswith("--no-build-isolation -e .[fairseq,test]")
     assert made.make().stderr == "" and made.calls() == []
 
 
