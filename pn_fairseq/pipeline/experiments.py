@@ -22,8 +22,7 @@ where it was interrupted.
 """
     parser = ArgumentParser(prog="pn reproduce demo", description=about)
     parser.add_argument("settings", nargs="*", metavar="key=value", help="settings of the training")
-    where = "where everything goes (default runs/demo)"
-    parser.add_argument("--run", type=Path, metavar="DIR", default="runs/demo", help=where)
+    parser.add_argument("--run", type=Path, metavar="DIR", default="runs/demo", help="the results (default runs/demo)")
     names = "transformer_pn_tiny (default), transformer_ln_tiny, transformer_bn_tiny, transformer_pnv_tiny"
     parser.add_argument("--arch", metavar="NAME", default="transformer_pn_tiny", help=names)
     args = parser.parse_intermixed_args(argv)

@@ -26,7 +26,7 @@ from pn_fairseq.common.command import (
     say,
     whole_number,
 )
-from pn_fairseq.common.files import PACKAGE, atomic_write, known_configs, read_settings, recorded
+from pn_fairseq.common.files import PACKAGE, atomic_write, known_configs, read_settings
 from pn_fairseq.common.published import LM_TABLES, PAPER, Rows
 from pn_fairseq.pipeline import check_settings
 from pn_fairseq.pipeline.data.preparation import Option
@@ -77,8 +77,7 @@ ABOUT = """\
 All steps from the text to a report, for a list of norms and seeds. WHAT is
 
   a corpus, which is prepared first: {corpora}
-  a configuration, for prepared data of your own (--data): {configs},
-    or the path of a YAML file
+  a configuration or the path of a YAML file, for prepared data of your own (--data): {configs}
   demo                one small training on the verses, with sample translations
   compare_norms       all norms on the verses and Multi30k, and in a language model
   compare_masks       BN and PN with and without the padding mask, on the verses
@@ -114,9 +113,8 @@ def _parser(name: str, corpus: Corpus, passed_on: Sequence[Option]) -> ArgumentP
 instead of NORMS: the rows of a published table, with its config (the runs go to runs/CONFIG). The
       report, DIR/report-NAME, has the published numbers. NAME is one of
       {" ".join(corpus.tables)}"""
-    environment = "".join(f"  {variable}\n      {meaning}\n" for variable, meaning in variables.items())
-    epilog = f"environment:\n{environment}{AGAIN}"
-    parser = ArgumentParser(prog=f"pn reproduce {name}", description=about, epilog=epilog)
+    listed = "".join(f"  {variable}\n      {meaning}\n" for variable, meaning in variables.items())
+    parser = ArgumentParser(prog=f"pn reproduce {name}", description=about, epilog=f"environment:\n{listed}{AGAIN}")
     settings = f"settings that differ from the configuration {corpus.config}; {{run}} in one is the folder of the run"
     parser.add_argument("settings", nargs="*", metavar="key=value", help=settings)
     stem, run_name = Path(corpus.config).stem, f"{'MODEL_' if several else ''}NORM_seedN"
@@ -252,7 +250,6 @@ def reproduce(name: str, words: Sequence[str], env: Mapping[str, str] = os.envir
     if prepare:
         must(prepare)
     failed = [run.name for run, steps in commands.items() if not _make(name, run, steps)]
-    say(name, "report")
     must(report)
     if failed:
         count = f"{len(failed)} of {len(commands)} runs failed: {' '.join(failed)}"
@@ -262,7 +259,7 @@ def reproduce(name: str, words: Sequence[str], env: Mapping[str, str] = os.envir
 
 def check_data(corpus: Corpus, data: Path, settings: Sequence[str]) -> None:
     """Refuse what is not prepared data, and data of other languages than the configuration has."""
-    file = recorded(data, "settings")
+    file = data / "settings.txt"
     if not (file.is_file() and (data / "bin").is_dir()):
         raise UserError(f"'{data}' is not prepared data (--data): pn prepare makes it from your text")
     if "evaluate-lm" in corpus.steps:
