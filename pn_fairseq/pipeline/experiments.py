@@ -17,7 +17,7 @@ def demo(argv: Sequence[str]) -> int:
     """``pn reproduce demo``: every step for one model on the verses."""
     about = """\
 Trains a small pre-norm transformer with PN in the encoder on Spanish-English verses, with the settings of the
-configuration verses_es_en, and prints sample translations, BLEU and where the learning curve is. Run again, it resumes
+configuration verses_es_en, and prints BLEU, sample translations and where the learning curve is. Run again, it resumes
 where it was interrupted.
 """
     parser = ArgumentParser(prog="pn reproduce demo", description=about)
@@ -28,8 +28,8 @@ where it was interrupted.
     args = parser.parse_intermixed_args(argv)
     run, data = args.run.absolute(), Path("runs/data/verses_es_en").absolute()
     train = ["train", "verses_es_en", "--data", data, "--run", run, f"model._name={args.arch}", *args.settings]
-    prepare, of_run = ["prepare", "verses", "--dest", data], ["--run", run]
-    for step in ([*train, "--check"], prepare, train, ["average", *of_run], ["generate", *of_run]):
+    after_training = [[verb, "--run", run] for verb in ("average", "generate", "score")]
+    for step in ([*train, "--check"], ["prepare", "verses", "--dest", data], train, *after_training):
         say("demo", shown(step))
         must(step)
     files = {"source": data / "raw/test.es", "reference": data / "raw/test.en"}
@@ -40,7 +40,6 @@ where it was interrupted.
         for name, of_file in lines.items():
             print(f"  {name:<11} {of_file[number * len(of_file) // 6 - 1]}")
         print(flush=True)
-    must(["score", *of_run])
     must(["report", run, "--output", run / "report"])
     return 0
 
