@@ -41,6 +41,7 @@ where it was interrupted.
             print(f"  {name:<11} {of_file[number * len(of_file) // 6 - 1]}")
         print(flush=True)
     must(["report", run, "--output", run / "report"])
+    print(f"learning curve: {run / 'report/report-curves-1.png'}")
     return 0
 
 
