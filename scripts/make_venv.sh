@@ -14,14 +14,8 @@ venv=${VENV:-.venv}
 mark=$venv/.pn_fairseq # in every environment made here: its variables, and what it was made from
 saved() { sed -n "s/^$1=//p" "$mark" 2>/dev/null || true; }
 say() { echo "[make_venv] $*" >&2; }
-die() {
-    echo "make_venv.sh: error: $*" >&2
-    exit 2
-}
-if [[ ${1-} == --help ]]; then
-    sed -n '2,/^set/s/^# \?//p' "$0"
-    exit 0
-fi
+die() { echo "make_venv.sh: error: $*" >&2 && exit 2; }
+[[ ${1-} != --help ]] || { sed -n '2,/^set/s/^# \?//p' "$0" && exit; }
 [[ $# -eq 0 ]] || die "unexpected argument '$1' (see --help)"
 
 python=${PYTHON:-$(saved python)} torch=${TORCH:-$(saved torch)}
@@ -32,56 +26,44 @@ made_from=$(cat constraints.txt setup.py <(echo "$PWD $python $torch") | sha256s
 kernels=$(cat pn_fairseq/kernels/cpp/* | sha256sum | cut -d' ' -f1)
 leave_mark() { printf '%s\n' "python=$python" "torch=$torch" "made_from=$1" "kernels=$kernels" >"$mark"; }
 pip_install() {
-    "$venv/bin/python" -m pip --disable-pip-version-check install -c "$venv/constraints.txt" "$@" >"$venv/pip.log" 2>&1 || {
-        tail -n 15 "$venv/pip.log" >&2
-        die "pip could not install '$*' (its last lines are above, all in $venv/pip.log). Compiling needs a C++ compiler and Python's headers (Debian, Ubuntu: apt-get install g++ python3-dev). Run the same command again to retry"
-    }
+    "$venv/bin/python" -m pip --disable-pip-version-check install --quiet -c "$venv/constraints.txt" "$@" >&2 ||
+        die "pip could not install '$*' (the reason is above). Compiling needs a C++ compiler and Python's headers (Debian, Ubuntu: apt-get install g++ python3-dev). Run the same command again to retry"
 }
-install_this() {
-    pip_install --verbose --no-build-isolation "$@"
-    sed -n 's/^ *pn_fairseq: \(.* without .*\)/[make_venv] \1/p' "$venv/pip.log" | sort -u >&2
-    leave_mark "$made_from"
+create() {
+    "$python" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null ||
+        die "no Python 3.11 to 3.13 with venv found ('$python' does not run, is too old or has no venv). Debian, Ubuntu: apt-get install python3-venv python3-dev g++; or name another one: make venv PYTHON=/path/to/python"
+    [[ ! -e $venv || -f $mark ]] || rmdir "$venv" 2>/dev/null ||
+        die "refusing to overwrite VENV='$venv', which this script did not create; choose another VENV"
+    say "creating $venv ($(command -v "$python"), $("$python" --version)); this takes a few minutes"
+    { mkdir -p "$venv" && leave_mark "" && "$python" -m venv --clear "$venv" && leave_mark ""; } || die "cannot make VENV='$venv' (the reason is above)"
+    cp constraints.txt "$venv/constraints.txt"
+    pip_install pip
+    # torch first: what needs torch then finds it and does not bring another build. Its dependencies come from the usual
+    # index, since torch's own index need not have the versions of constraints.txt.
+    requirement=${torch:-torch}
+    if [[ $torch == cpu ]]; then
+        requirement="torch==$(sed -n 's/^torch==//p' constraints.txt)+cpu --extra-index-url ${TORCH_INDEX:-https://download.pytorch.org/whl/cpu}"
+    elif [[ -n $torch ]]; then # instead of the pins of torch and of what belongs to it
+        sed -i -E '/^(torch|torchaudio|triton)==/d' "$venv/constraints.txt"
+    elif ! command -v nvidia-smi >/dev/null; then
+        say "no GPU found (no nvidia-smi): torch brings gigabytes of CUDA libraries; to avoid them, stop and run: make venv TORCH=cpu"
+    fi
+    say "installing $requirement"
+    # shellcheck disable=SC2086 # a requirement and options of pip
+    pip_install $requirement
+    "$venv/bin/python" -m pip freeze | grep '^torch==' >>"$venv/constraints.txt" || true
+    say "building fairseq (a minute or two)"
+    pip_install numpy cython setuptools wheel
+    sed -n 's/^# \(fairseq-fixed==.* --hash=.*\)/\1/p' constraints.txt >"$venv/fairseq.txt"
+    pip_install --no-build-isolation --no-deps -r "$venv/fairseq.txt" # its dependencies come with this project
 }
 
-if [[ $(saved made_from) == "$made_from" && -x $venv/bin/python ]]; then
-    [[ $(saved kernels) == "$kernels" ]] || {
-        say "compiling the C++ kernels"
-        install_this --no-deps -e .
-    }
+if [[ $(saved made_from) != "$made_from" || ! -x $venv/bin/python ]]; then
+    create
+elif [[ $(saved kernels) == "$kernels" ]]; then
     exit 0
 fi
-
-"$python" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null ||
-    die "no Python 3.11 to 3.13 with venv found ('$python' does not run, is too old or has no venv). Debian, Ubuntu: apt-get install python3-venv python3-dev g++; or name another one: make venv PYTHON=/path/to/python"
-if [[ -e $venv && ! -f $mark ]] && [[ ! -d $venv || -n $(ls -A "$venv") ]]; then
-    die "refusing to overwrite VENV='$venv', which this script did not create; choose another VENV"
-fi
-say "creating $venv ($(command -v "$python"), $("$python" --version)); this takes a few minutes"
-{ mkdir -p "$venv" && leave_mark "" && "$python" -m venv --clear "$venv" && leave_mark ""; } || die "cannot make VENV='$venv' (the reason is above)"
-cp constraints.txt "$venv/constraints.txt"
-pip_install pip
-# torch first: what needs torch then finds it and does not bring another build. Its dependencies come from the usual
-# index, since torch's own index need not have the versions of constraints.txt.
-case $torch in
-cpu) requirement="torch==$(sed -n 's/^torch==//p' constraints.txt)+cpu --extra-index-url ${TORCH_INDEX:-https://download.pytorch.org/whl/cpu}" ;;
-"")
-    requirement=torch
-    command -v nvidia-smi >/dev/null ||
-        say "no GPU found (no nvidia-smi): torch brings gigabytes of CUDA libraries; to avoid them, stop and run: make venv TORCH=cpu"
-    ;;
-*)
-    requirement=$torch # instead of the pins of torch and of what belongs to it
-    sed -i -E '/^(torch|torchaudio|triton)==/d' "$venv/constraints.txt"
-    ;;
-esac
-say "installing $requirement"
-# shellcheck disable=SC2086 # a requirement and options of pip
-pip_install $requirement
-"$venv/bin/python" -m pip freeze | grep '^torch==' >>"$venv/constraints.txt" || true
-say "building fairseq (a minute or two)"
-pip_install numpy cython setuptools wheel
-sed -n 's/^# \(fairseq-fixed==.* --hash=.*\)/\1/p' constraints.txt >"$venv/fairseq.txt"
-pip_install --no-build-isolation --no-deps -r "$venv/fairseq.txt" # its dependencies come with this project
-say "installing pn_fairseq and its tools"
-install_this -e '.[fairseq,test]'
+say "installing pn_fairseq and its tools, compiling its C++ kernels"
+pip_install --no-build-isolation -e '.[fairseq,test]'
+leave_mark "$made_from"
 say "done; activate it with: . $venv/bin/activate"

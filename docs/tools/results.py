@@ -25,7 +25,7 @@ import pandas
 from scipy import stats
 
 from pn_fairseq.common.files import atomic_write
-from pn_fairseq.pipeline.experiments import PLANNED, manifest
+from pn_fairseq.pipeline import experiments
 from pn_fairseq.pipeline.reproduce import CORPORA as CORPORA_OF_RUNS
 from pn_fairseq.pipeline.reproduce import trainings
 from pn_fairseq.pipeline.scoring import p_text
@@ -201,10 +201,10 @@ def draw() -> None:
 
 
 def planned() -> dict[str, Counter]:
-    """Corpus -> folder and norm with its settings, as in ``experiments.manifest`` -> number of seeds."""
+    """Corpus -> folder and norm with its settings, as in ``experiments.norms`` -> number of seeds."""
     runs = {corpus: Counter() for corpus in CORPORA}
     of_models = {*trainings(CORPORA_OF_RUNS[LM], CORPORA_OF_RUNS[LM].norms.split(), {})}
-    for part in manifest():
+    for part in experiments.norms().parts:
         if part.corpus == LM:
             of_models |= {f"{part.models}_{norm}_seed{part.seed}" for norm in part.norms.split()}
         else:
@@ -223,8 +223,8 @@ def finished(corpus: str) -> tuple[Counter, int]:
 
 
 def planned_comparisons() -> list[tuple[str, str]]:
-    """System and column of report.csv of ``experiments.PLANNED``."""
-    pairs = [text.split(":") for text in PLANNED]
+    """System and column of report.csv of ``experiments.norms``."""
+    pairs = [text.split(":") for text in experiments.norms().planned]
     return [(system, SHORT_NAMES[measure]) for system, measure in pairs]
 
 
@@ -496,7 +496,7 @@ def noise_sources() -> str:
 
 
 def open_questions() -> str:
-    """What the manifest plans and no run has answered."""
+    """What the study plans and no run has answered."""
     lines = []
     for corpus, wanted in planned().items():
         seeds, done = finished(corpus)

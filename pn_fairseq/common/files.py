@@ -33,26 +33,19 @@ def known_configs() -> list[str]:
 
 
 @contextlib.contextmanager
-def named_errors(path: Path | str) -> Iterator[None]:
-    """Errors of writing name no file themselves; in this block they name ``path``."""
-    try:
-        yield
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, error.filename or str(path)) from error
-
-
-@contextlib.contextmanager
 def atomic_write(path: Path | str, mode: str = "wb") -> Iterator[IO]:
     """Open a file for writing that replaces ``path`` when the block ends; after an error ``path`` is unchanged."""
     path = Path(path)
     partial = path.with_name(f"{path.name}.partial")
     try:
         # Closing is part of writing: a full disk may show there first.
-        with named_errors(path), partial.open(mode, encoding=None if "b" in mode else "utf-8") as file:
+        with partial.open(mode, encoding=None if "b" in mode else "utf-8") as file:
             yield file
         os.replace(partial, path)
-    except BaseException:
+    except BaseException as error:
         partial.unlink(missing_ok=True)
+        if isinstance(error, OSError) and not error.filename:  # errors of writing name no file themselves
+            raise OSError(error.errno, error.strerror, str(path)) from error
         raise
 
 

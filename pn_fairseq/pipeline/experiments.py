@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import functools
 import itertools
 import os
@@ -11,79 +10,39 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pn_fairseq.common.command import ArgumentParser, UserError, say
-from pn_fairseq.pipeline.reproduce import check_settings, check_training, must, reproduce
-
-
-def _parser(name: str, text: str) -> ArgumentParser:
-    """A parser with ``text`` in its help: the part before the first line ``Run again`` above the options."""
-    about, _, end = text.partition("\nRun again")
-    formatter = argparse.RawDescriptionHelpFormatter
-    return ArgumentParser(
-        prog=f"pn reproduce {name}", description=about, epilog=f"Run again{end}", formatter_class=formatter
-    )
-
-
-# --- demo ---
-
-_DEMO = """\
-Trains a small pre-norm transformer with PN in the encoder on Spanish-English verses, with the settings of the
-configuration verses_es_en, and prints BLEU, sample translations and where the learning curve is.
-
-Run again, it resumes where it was interrupted.
-"""
+from pn_fairseq.pipeline.reproduce import AGAIN, must, reproduce, shown
 
 
 def demo(argv: Sequence[str]) -> int:
     """``pn reproduce demo``: every step for one model on the verses."""
-    parser = _parser("demo", _DEMO)
-    parser.add_argument("settings", nargs="*", default=[], metavar="key=value", help="settings of the training")
-    parser.add_argument(
-        "--run", type=Path, metavar="DIR", default="runs/demo", help="where everything goes (default runs/demo)"
-    )
+    about = """\
+Trains a small pre-norm transformer with PN in the encoder on Spanish-English verses, with the settings of the
+configuration verses_es_en, and prints BLEU, sample translations and where the learning curve is. Run again, it resumes
+where it was interrupted.
+"""
+    parser = ArgumentParser(prog="pn reproduce demo", description=about)
+    parser.add_argument("settings", nargs="*", metavar="key=value", help="settings of the training")
+    parser.add_argument("--run", type=Path, metavar="DIR", default="runs/demo", help="the results (default runs/demo)")
     names = "transformer_pn_tiny (default), transformer_ln_tiny, transformer_bn_tiny, transformer_pnv_tiny"
     parser.add_argument("--arch", metavar="NAME", default="transformer_pn_tiny", help=names)
     args = parser.parse_intermixed_args(argv)
-    check_settings(args.settings)
     run, data = args.run.absolute(), Path("runs/data/verses_es_en").absolute()
     train = ["train", "verses_es_en", "--data", data, "--run", run, f"model._name={args.arch}", *args.settings]
-    must([*train, "--check"])
-    say("demo", "1/5 preparing the corpus")
-    must(["prepare", "verses", "--dest", data])
-    say("demo", f"2/5 training {args.arch}")
-    must(train)
-    say("demo", "3/5 averaging checkpoints")
-    must(["average", "--run", run])
-    say("demo", "4/5 decoding the test set")
-    must(["generate", "--run", run])
-    say("demo", "5/5 scoring")
-    must(["score", "--run", run], quiet=True)
-    must(["report", run, "--output", run / "report"], quiet=True)
-    texts = {"source": data / "raw/test.es", "reference": data / "raw/test.en"}
-    texts["translation"] = run / "generate/test/hyp.txt"
-    lines = {name: path.read_text("utf-8").splitlines() for name, path in texts.items()}
-    count = len(lines["translation"])
+    after_training = [[verb, "--run", run] for verb in ("average", "generate", "score")]
+    for step in ([*train, "--check"], ["prepare", "verses", "--dest", data], train, *after_training):
+        say("demo", shown(step))
+        must(step)
+    files = {"source": data / "raw/test.es", "reference": data / "raw/test.en"}
+    files["translation"] = run / "generate/test/hyp.txt"
+    lines = {name: file.read_text("utf-8").splitlines() for name, file in files.items()}
     print("\nSample translations")
     for number in range(1, 6):
-        for name in texts:
-            print(f"  {name:<11} {lines[name][number * count // 6 - 1]}")
-        print()
-    print((run / "generate/test/scores.txt").read_text("utf-8"), end="")
-    print(f"learning curve:   {run / 'report/report-curves-1.png'}")
+        for name, of_file in lines.items():
+            print(f"  {name:<11} {of_file[number * len(of_file) // 6 - 1]}")
+        print(flush=True)
+    must(["report", run, "--output", run / "report"])
+    print(f"learning curve: {run / 'report/report-curves-1.png'}")
     return 0
-
-
-# --- compare_norms ---
-
-_COMPARE_NORMS = """\
-Trains, averages, decodes and scores the norms on the verses and Multi30k, and evaluates language models of the English
-verses. Three seeds or more: the norms of the PowerNorm paper's Table 4 and some more, layer-scale, the variants
-`release`, BN in the decoder, learning rates of LN, PN and BN, and every norm in the language model. One seed: all other
-norms, PN in the decoder, the decays of PN. LN and PN are also trained with each pair of three data orders and three
-initial weights. The results are in docs/results.
-
-Run again, it skips what is done and continues. {} runs of some minutes on 2 CPU cores. A run that fails is named in the
-report; the others are still made. One rank per visible GPU.
-"""
 
 
 class Part(NamedTuple):
@@ -97,16 +56,30 @@ class Part(NamedTuple):
     models: str = ""  # as in MODELS; all models of the corpus if empty
 
 
-#: Comparisons with LN, as ``pn report --planned`` takes them: validation loss, and test loss of language models. They
-#: were chosen when the results of seeds 1 to 3 were known, and before the later seeds ran. They are tested apart,
-#: without correction for the other comparisons.
-PLANNED = ("PN:loss", "PN:bits")
+class Study(NamedTuple):
+    """Trainings that answer one question."""
+
+    about: str
+    parts: list[Part]  # in their order: a seed is whole before the next one begins
+    planned: tuple[str, ...] = ()  # comparisons that were named before the runs, as ``pn report --planned`` takes them
 
 
-def manifest() -> list[Part]:
-    """The parts of the comparison, in their order."""
+def norms() -> Study:
+    """The norms.
+
+    The planned comparisons are with LN: validation loss, and test loss of language models. They were chosen when the
+    results of seeds 1 to 3 were known, and before the later seeds ran. They are tested apart, without correction for
+    the other comparisons.
+    """
     from pn_fairseq.norms import NORMS
 
+    about = """\
+Trains, averages, decodes and scores the norms on the verses and Multi30k, and evaluates language models of the English
+verses. Three seeds or more: the norms of the PowerNorm paper's Table 4 and some more, layer-scale, the variants
+`release`, BN in the decoder, learning rates of LN, PN and BN, and every norm in the language model. One seed: all other
+norms, PN in the decoder, the decays of PN. LN and PN are also trained with each pair of three data orders and three
+initial weights. The results are in docs/results.
+"""
     # Multi30k is trained for half as many updates as the verses, 3 epochs: the 33 epochs of the configuration
     # multi30k_de_en are too long for so many runs on a CPU. The checkpoints of updates 600 to 800 are averaged.
     short = ("optimization.max_update=800", "lr_scheduler.warmup_updates=200", "tokens_per_update=2048")
@@ -133,73 +106,14 @@ def manifest() -> list[Part]:
     # Does the noise come from the data order or from the initial weights? Runs whose seed and init_seed are equal are
     # already among those above.
     for seed, init_seed in itertools.permutations((1, 2, 3), 2):
-        norms = f"ln+init_seed={init_seed} pn+init_seed={init_seed}"
-        parts.append(Part("verses", "verses_init", seed, norms))
+        crossed = f"ln+init_seed={init_seed} pn+init_seed={init_seed}"
+        parts.append(Part("verses", "verses_init", seed, crossed))
     every = " ".join(entry.short for entry in NORMS.values())
     parts += [Part("verses_lm", "verses_lm", seed, every, models="transformer_lm") for seed in (1, 2, 3)]
-    return parts
+    return Study(about, parts, ("PN:loss", "PN:bits"))
 
 
-def compare_norms(argv: Sequence[str]) -> int:
-    """``pn reproduce compare_norms``: the parts of :func:`manifest`, and a report on each folder."""
-    parser = _parser("compare_norms", _COMPARE_NORMS.format(_count(manifest())))
-    text = "the text of Multi30k (pn prepare multi30k --help); without it that corpus is left out"
-    parser.add_argument("--multi30k", type=Path, metavar="DIR", help=text)
-    parser.add_argument("--only", choices=("verses", "multi30k", "verses_lm"), help="one of the corpora")
-    args = _with_runs(parser, "compare_norms").parse_args(argv)
-    if args.only == "multi30k" and not args.multi30k:
-        raise UserError("--only multi30k needs --multi30k DIR, the folder with its text")
-    if args.multi30k and not args.multi30k.is_dir():
-        raise UserError(f"--multi30k {args.multi30k} is not a directory")
-    wanted = {args.only} if args.only else {"verses", "verses_lm", *(["multi30k"] if args.multi30k else [])}
-    return _compare("compare_norms", [part for part in manifest() if part.corpus in wanted], args, args.multi30k)
-
-
-def _count(parts: Sequence[Part]) -> int:
-    return sum(len(part.norms.split()) for part in parts)
-
-
-def _with_runs(parser: ArgumentParser, name: str) -> ArgumentParser:
-    runs = f"where the runs go, as DIR/CORPUS/NORM_seedN, and reports, as DIR/CORPUS/report (default runs/{name})"
-    parser.add_argument("--runs", type=Path, metavar="DIR", default=f"runs/{name}", help=runs)
-    parser.add_argument("--dry-run", action="store_true", help="print the commands and do nothing")
-    return parser
-
-
-def _compare(name: str, parts: Sequence[Part], args: argparse.Namespace, multi30k: Path | None = None) -> int:
-    """Train the parts, and report on each folder; 1 if a run failed."""
-    failed, check = 0, functools.cache(check_training)  # all seeds of a part have the same settings
-    for part in parts:
-        corpus = ["--corpus", str(multi30k)] if part.corpus == "multi30k" else []
-        words = ["--runs", str(args.runs / part.folder), *(["--dry-run"] if args.dry_run else []), *corpus]
-        env = {"NORMS": part.norms, "SEEDS": str(part.seed), **({"MODELS": part.models} if part.models else {})}
-        failed |= reproduce(part.corpus, [*words, *part.settings], {**os.environ, **env}, check)
-    if args.dry_run:
-        return 0
-    for folder in dict.fromkeys(args.runs / part.folder for part in parts):
-        must(["report", *sorted(folder.glob("*_seed*")), "--output", folder / "report"])
-    if failed:
-        say(name, f"some runs failed; the reports in {args.runs}/*/report say which and why")
-    return failed
-
-
-# --- studies: one manifest each ---
-
-
-class Study(NamedTuple):
-    """Trainings that answer one question."""
-
-    about: str
-    parts: list[Part]  # in their order: a seed is whole before the next one begins
-    planned: tuple[str, ...] = ()  # comparisons that were named before the runs, as ``pn report --planned`` takes them
-
-
-_STUDY = """
-Run again, it skips what is done and continues. {} runs of some 10 minutes on a CPU core. A run that fails is named in
-the report; the others are still made. One rank per visible GPU.
-"""
-
-#: Seeds of the studies. LN, PN and BN on the verses with these seeds are planned by compare_norms, too.
+#: Seeds of the other studies. LN, PN and BN on the verses with these seeds are planned by compare_norms, too.
 _SEEDS = (5, 6, 7)
 
 
@@ -260,51 +174,72 @@ decoder, as the paper says, and after the last layers only, as in its authors' c
     return Study(about, [Part("verses", "adanorm", seed, " ".join(["ln", *every, *last])) for seed in _SEEDS])
 
 
-STUDIES = {"compare_masks": masks, "compare_placements": placements, "compare_adanorm": adanorm}
+STUDIES = {f"compare_{function.__name__}": function for function in (norms, masks, placements, adanorm)}
 
 
 def study(name: str, argv: Sequence[str]) -> int:
-    """``pn reproduce NAME``: the parts of a study, and a report on each folder."""
+    """``pn reproduce NAME``: the parts of a study, and a report on each folder; 1 if a run failed."""
     about, parts, _ = STUDIES[name]()
-    parser = _parser(name, about + _STUDY.format(_count(parts)))
-    return _compare(name, parts, _with_runs(parser, name).parse_args(argv))
+    count = sum(len(part.norms.split()) for part in parts)
+    about += f"\n{count} runs of some minutes on 2 CPU cores. One rank per visible GPU."
+    corpora = list(dict.fromkeys(part.corpus for part in parts))
+    parser = ArgumentParser(prog=f"pn reproduce {name}", description=about, epilog=AGAIN)
+    runs = f"where the runs go, as DIR/CORPUS/NORM_seedN, and reports, as DIR/CORPUS/report (default runs/{name})"
+    parser.add_argument("--runs", type=Path, metavar="DIR", default=f"runs/{name}", help=runs)
+    parser.add_argument("--dry-run", action="store_true", help="print the commands and do nothing")
+    if "multi30k" in corpora:
+        text = "the text of Multi30k (pn prepare multi30k --help); without it that corpus is left out"
+        parser.add_argument("--multi30k", type=Path, metavar="DIR", help=text)
+        parser.add_argument("--only", choices=corpora, help="one of the corpora")
+    args = parser.parse_args(argv)
+    if "multi30k" in corpora:
+        if args.only == "multi30k" and not args.multi30k:
+            raise UserError("--only multi30k needs --multi30k DIR, the folder with its text")
+        if args.multi30k and not args.multi30k.is_dir():
+            raise UserError(f"--multi30k {args.multi30k} is not a directory")
+        wanted = [args.only] if args.only else [corpus for corpus in corpora if corpus != "multi30k" or args.multi30k]
+        parts = [part for part in parts if part.corpus in wanted]
+    failed = 0
+    for part in parts:
+        words = ["--runs", str(args.runs / part.folder), *(["--dry-run"] if args.dry_run else [])]
+        words += ["--corpus", str(args.multi30k)] if part.corpus == "multi30k" else []
+        env = {"NORMS": part.norms, "SEEDS": str(part.seed), **({"MODELS": part.models} if part.models else {})}
+        failed |= reproduce(part.corpus, [*words, *part.settings], {**os.environ, **env})
+    if args.dry_run:
+        return 0
+    for folder in dict.fromkeys(args.runs / part.folder for part in parts):
+        must(["report", *sorted(folder.glob("*_seed*")), "--output", folder / "report"])
+    return failed
 
 
-# --- batch_size ---
-
-_BATCH_SIZE = """\
+def batch_size(argv: Sequence[str]) -> int:
+    """``pn reproduce batch_size``: the same update in mini-batches of four sizes."""
+    about = """\
 BLEU against the tokens of a mini-batch, at 4,096 tokens an update by accumulation: Figure 5 of the PowerNorm paper.
 For each of 512, 1,024, 2,048 and 4,096 tokens it calls pn reproduce CORPUS; then pn figures draws all runs.
 
 In the environment: NORMS and SEEDS, as of pn reproduce CORPUS --help. A mini-batch is what all ranks take at once;
 every training has one rank (NPROC=1).
-
-Run again, it skips what is done and continues with the rest. A run that fails is named in the report of its size; the
-others are still made.
 """
-
-
-def batch_size(argv: Sequence[str]) -> int:
-    """``pn reproduce batch_size``: the same update in mini-batches of four sizes."""
-    parser = _parser("batch_size", _BATCH_SIZE)
+    parser = ArgumentParser(prog="pn reproduce batch_size", description=about, epilog=AGAIN)
     add, corpora = parser.add_argument, ("verses", "iwslt14", "wmt14")
-    settings = "settings that differ from the configuration of the corpus"
-    add("settings", nargs="*", default=[], metavar="key=value", help=settings)
+    add("settings", nargs="*", metavar="key=value", help="settings that differ from the configuration of the corpus")
     add("--corpus", choices=corpora, default="verses", help="the corpus (default verses)")
     runs = "where the runs go, as DIR/tokens512/NORM_seedN, and DIR/figures (default runs/batch_size_CORPUS)"
     add("--runs", type=Path, metavar="DIR", help=runs)
     add("--data", metavar="DIR", help="the prepared data, made if it is not there (default as of pn reproduce CORPUS)")
     add("--dry-run", action="store_true", help="print the commands and do nothing")
     args = parser.parse_intermixed_args(argv)
-    check_settings(args.settings)
     runs = args.runs or Path(f"runs/batch_size_{args.corpus}")
     os.environ["NPROC"] = "1"
+    options = [*(["--data", args.data] if args.data else []), *(["--dry-run"] if args.dry_run else [])]
     failed = 0
     for tokens in (512, 1024, 2048, 4096):
-        words = ["--runs", str(runs / f"tokens{tokens}"), *(["--dry-run"] if args.dry_run else [])]
-        words += ["--data", args.data] if args.data else []
         batch = [f"dataset.max_tokens={tokens}", "tokens_per_update=4096"]
-        failed |= reproduce(args.corpus, [*words, *batch, *args.settings])
+        failed |= reproduce(args.corpus, ["--runs", str(runs / f"tokens{tokens}"), *options, *batch, *args.settings])
     if not args.dry_run:
         must(["figures", *sorted(runs.glob("tokens*/*_seed*")), "--output", runs / "figures"])
     return failed
+
+
+EXPERIMENTS = {"demo": demo, "batch_size": batch_size, **{name: functools.partial(study, name) for name in STUDIES}}

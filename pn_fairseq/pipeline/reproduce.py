@@ -12,11 +12,9 @@ import shlex
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pn_fairseq.common.command import (
     ArgumentParser,
@@ -28,12 +26,11 @@ from pn_fairseq.common.command import (
     say,
     whole_number,
 )
-from pn_fairseq.common.files import PACKAGE, atomic_write, known_configs, read_settings, recorded
+from pn_fairseq.common.files import PACKAGE, atomic_write, known_configs, read_settings
 from pn_fairseq.common.published import LM_TABLES, PAPER, Rows
 from pn_fairseq.pipeline import check_settings
-
-if TYPE_CHECKING:
-    from types import ModuleType
+from pn_fairseq.pipeline.data.prepare import main as prepare_data
+from pn_fairseq.pipeline.data.recipes import RECIPES
 
 
 @dataclass(frozen=True)
@@ -58,7 +55,7 @@ class Corpus:
         return {name: table for name, table in every.items() if table.config.startswith(stem)}
 
 
-_TABLE_4 = "gn bn brn mabn pnv pn"
+_BOTH = ("transformer_lm", "tensorized_lm")
 #: The paper has layer-scale "in each model setting"; it would not change LN and GN, and PN-V and PN have it by default.
 _SCALED = " ".join(f"{norm}+layer_scale_groups=1" for norm in ("bn", "brn", "mabn"))
 #: Corpora that a recipe prepares, by the name of the recipe.
@@ -68,12 +65,7 @@ CORPORA = {
     "iwslt14": Corpus("iwslt14_de_en", "iwslt"),
     "iwslt15_envi": Corpus("iwslt15_en_vi", "iwslt"),
     "wmt14": Corpus("wmt14_en_de_big", "wmt_en_de_big", seeds="1"),
-    "verses_lm": Corpus(
-        "verses_lm_en",
-        "tiny",
-        models=("transformer_lm", "tensorized_lm"),
-        norms=f"ln ln+layer_scale_groups=4 {_TABLE_4}",
-    ),
+    "verses_lm": Corpus("verses_lm_en", "tiny", models=_BOTH, norms="ln ln+layer_scale_groups=4 gn bn brn mabn pnv pn"),
     "ptb": Corpus("ptb_lm", "ptb", seeds="1", models=("tensorized_lm",), norms=f"ln gn {_SCALED} pnv pn"),
     "wikitext103": Corpus(
         "wikitext103_lm", "wt103", seeds="1", models=("tensorized_lm",), norms="ln bn+layer_scale_groups=1 pnv pn"
@@ -85,104 +77,85 @@ ABOUT = """\
 All steps from the text to a report, for a list of norms and seeds. WHAT is
 
   a corpus, which is prepared first: {corpora}
-  a configuration, for prepared data of your own (--data): {configs},
-    or the path of a YAML file
-  demo           one small training on the verses, with sample translations
-  compare_norms  all norms on the verses and Multi30k, and in a language model
-  compare_masks  BN and PN with and without the padding mask, on the verses
-  compare_placements
-                 LN and PN before, after and inside a sublayer, on the verses
-  compare_adanorm
-                 the tables of the AdaNorm paper, on the verses
-  batch_size     Figure 5 of the PowerNorm paper: BLEU against the tokens of a mini-batch
+  a configuration or the path of a YAML file, for prepared data of your own (--data): {configs}
+  demo                one small training on the verses, with sample translations
+  compare_norms       all norms on the verses and Multi30k, and in a language model
+  compare_masks       BN and PN with and without the padding mask, on the verses
+  compare_placements  LN and PN before, after and inside a sublayer, on the verses
+  compare_adanorm     the tables of the AdaNorm paper, on the verses
+  batch_size          Figure 5 of the PowerNorm paper: BLEU against the tokens of a mini-batch
 """
 
-EPILOG = """\
-environment:
-  NORMS="{norms}"
-                 the norms, as in {model}_NORM_{size}; NORM+key=value adds a setting of the model
-  SEEDS="{seeds}"
-                 one run is made for each norm and seed
-  SIZE={size}
-                 the size of the models; it needs a --runs of its own, since the names of runs do not have it
-{more}
-Run again, it skips what is done and continues with the rest. A run that fails is named at the end and in the report;
-the others are still made. One rank per visible GPU (pn train --help). To train on several machines, start the training
-commands of --dry-run there by torchrun (docs/several_gpus.md); this command then does the other steps.
+#: The end of every help text.
+AGAIN = """
+Run again, it skips what is done and continues with the rest. A run that fails is named in the report; the others are
+still made. To train on several machines, start the training commands of --dry-run there by torchrun
+(docs/several_gpus.md); this command then does the other steps.
 """
-
-MODELS = """\
-  MODELS="{}"
-                 and for each of these models
-"""
-
-TABLES = """\
-  TABLE=NAME     instead of NORMS: the rows of a published table, with its config (the runs go to runs/CONFIG). The
-                 report, DIR/report-NAME, has the published numbers. NAME is one of
-                 {}
-"""
-
-
-# --- the command line ---
 
 
 def _parser(name: str, corpus: Corpus, passed_on: Mapping[str, dict]) -> ArgumentParser:
-    several, prepared = len(corpus.models) > 1, name in CORPORA
-    more = MODELS.format(" ".join(corpus.models)) if several else ""
-    more += TABLES.format(" ".join(corpus.tables)) if corpus.tables else ""
-    about = f"From raw text to a table. For every norm and seed: {', '.join(corpus.steps)}; then one report over all."
+    several = len(corpus.models) > 1
+    about = f"From raw text to a table. For every norm and seed: {', '.join(corpus.steps)}; then one report over all.\n"
+    about += "One rank per visible GPU (pn train --help)."
     if "evaluate-lm" in corpus.steps:
         about += "\nThe language models are causal, unlike the code that the paper names (docs/language_modeling.md)."
-    parser = ArgumentParser(
-        prog=f"pn reproduce {name}",
-        description=about,
-        epilog=EPILOG.format(
-            norms=corpus.norms, model=corpus.models[0], size=corpus.size, seeds=corpus.seeds, more=more
-        ),
-    )
-    add, run_name = parser.add_argument, f"{'MODEL_' if several else ''}NORM_seedN"
-    settings = f"settings of the training that differ from the configuration {corpus.config}"
-    add("settings", nargs="*", default=[], metavar="key=value", help=f"{settings}; {{run}} in one is the run's folder")
-    stem = Path(corpus.config).stem
+    names = f"as in {corpus.models[0]}_NORM_{corpus.size}; NORM+key=value adds a setting of the model"
+    variables = {
+        f'NORMS="{corpus.norms}"': f"the norms, {names}",
+        f'SEEDS="{corpus.seeds}"': "one run is made for each norm and seed",
+        f"SIZE={corpus.size}": "the size of the models; it needs a --runs of its own, since the names of runs lack it",
+    }
+    if several:
+        variables[f'MODELS="{" ".join(corpus.models)}"'] = "and for each of these models"
+    if corpus.tables:
+        variables["TABLE=NAME"] = f"""\
+instead of NORMS: the rows of a published table, with its config (the runs go to runs/CONFIG). The
+      report, DIR/report-NAME, has the published numbers. NAME is one of
+      {" ".join(corpus.tables)}"""
+    listed = "".join(f"  {variable}\n      {meaning}\n" for variable, meaning in variables.items())
+    parser = ArgumentParser(prog=f"pn reproduce {name}", description=about, epilog=f"environment:\n{listed}{AGAIN}")
+    settings = f"settings that differ from the configuration {corpus.config}; {{run}} in one is the folder of the run"
+    parser.add_argument("settings", nargs="*", metavar="key=value", help=settings)
+    stem, run_name = Path(corpus.config).stem, f"{'MODEL_' if several else ''}NORM_seedN"
     runs = f"where the runs go, as DIR/{run_name}, and the report, as DIR/report (default runs/{stem})"
-    add("--runs", metavar="DIR", help=runs)
-    made = "made if it is not there" if prepared else "which pn prepare has made"
-    add("--data", metavar="DIR", help=f"the prepared data, {made} (default runs/data/{stem})")
-    add("--dry-run", action="store_true", help="check everything, print the commands and do nothing")
-    if passed_on:
-        group = parser.add_argument_group(f"passed on to pn prepare {name}")
-        for flag, kind in passed_on.items():
-            group.add_argument(flag, **kind)
+    parser.add_argument("--runs", metavar="DIR", help=runs)
+    made = "which pn prepare has made"
+    if name in CORPORA:
+        made = f"made if it is not there; for data of your own: pn reproduce {corpus.config}"
+    parser.add_argument("--data", metavar="DIR", help=f"the prepared data, {made} (default runs/data/{stem})")
+    parser.add_argument("--dry-run", action="store_true", help="check the settings, print the commands and do nothing")
+    group = parser.add_argument_group(f"passed on to pn prepare {name}")
+    for flag, kind in passed_on.items():
+        group.add_argument(flag, **kind)
     return parser
+
+
+def composed(config: str, settings: Sequence[str] = ()):
+    """The settings of a training, as fairseq takes them."""
+    from pn_fairseq.pipeline.settings import compose
+    from pn_fairseq.pipeline.train import find_config
+
+    return compose(find_config(config), settings, world_size=1, on_cpu=True)[0]
 
 
 def own_corpus(config: str) -> Corpus:
     """What a configuration says about the models to train."""
     from pn_fairseq.norms import NORMS
-    from pn_fairseq.pipeline.settings import compose
-    from pn_fairseq.pipeline.train import find_config
 
-    path = find_config(config)
-    name = compose(path, [], world_size=1, on_cpu=True)[0].model._name
-    known = "|".join(entry.short for entry in NORMS.values())
-    found = re.fullmatch(rf"(transformer|transformer_lm|tensorized_lm)_({known})_(\w+)", name)
-    if not found:
-        raise UserError(
-            f"{path}: model._name={name} is not MODEL_NORM_SIZE, as transformer_pn_tiny, so that no norm fits"
-        )
-    return Corpus(config, found[3], models=(found[1],))
+    known, name = "|".join(entry.short for entry in NORMS.values()), composed(config).model._name
+    if found := re.fullmatch(rf"(transformer|transformer_lm|tensorized_lm)_({known})_(\w+)", name):
+        return Corpus(config, found[3], models=(found[1],))
+    raise UserError(f"{config}: model._name={name} is not MODEL_NORM_SIZE, as transformer_pn_tiny: no norm fits it")
 
 
 @command("pn reproduce")
 def main(argv: Sequence[str]) -> int:
-    from pn_fairseq.pipeline import experiments
+    from pn_fairseq.pipeline.experiments import EXPERIMENTS
 
-    whole = {name: getattr(experiments, name) for name in ("demo", "compare_norms", "batch_size")}
-    whole |= {name: functools.partial(experiments.study, name) for name in experiments.STUDIES}
-    if argv and argv[0] in whole:
-        return whole[argv[0]](argv[1:])
     if argv and not argv[0].startswith("-"):
-        return reproduce(argv[0], argv[1:])
+        what, *words = argv
+        return EXPERIMENTS[what](words) if what in EXPERIMENTS else reproduce(what, words)
     parser = ArgumentParser(
         prog="pn reproduce",
         usage="pn reproduce WHAT [options] [key=value ...]",
@@ -192,16 +165,6 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("WHAT")
     parser.parse_args(argv)
     return 2
-
-
-def recipe(name: str) -> ModuleType:
-    """The recipe that prepares a corpus."""
-    from pn_fairseq.pipeline.data.recipes import RECIPES
-
-    return RECIPES[name]
-
-
-# --- what is done ---
 
 
 def trainings(corpus: Corpus, norms: Sequence[str], env: Mapping[str, str]) -> dict[str, list[str]]:
@@ -229,72 +192,66 @@ def trainings(corpus: Corpus, norms: Sequence[str], env: Mapping[str, str]) -> d
     return planned
 
 
-def reproduce(name: str, words: Sequence[str], env: Mapping[str, str] = os.environ, check=None) -> int:
-    """``pn reproduce NAME`` with the arguments ``words``; returns the exit code.
+def of_table(corpus: Corpus, table: str, env: Mapping[str, str]) -> tuple[str, list[str]]:
+    """The configuration of a published table, and its rows as NORMS has them."""
+    from pn_fairseq.norms import NORMS
 
-    ``check``: a replacement for :func:`check_training`.
-    """
-    check = check or check_training
-    prepared = name in CORPORA
+    for other, what in {"NORMS": "which norms", "SIZE": "the size of the models"}.items():
+        if other in env:
+            raise UserError(f"TABLE and {other} both say {what}: give one of them")
+    if table not in corpus.tables:
+        known = " ".join(corpus.tables) or "none of this corpus"
+        raise UserError(f"TABLE: unknown table '{table}'{did_you_mean(table, corpus.tables)}; there are {known}")
+    config, rows = corpus.tables[table].config, corpus.tables[table].rows
+    return config, ["+".join([NORMS[row.norm].short, *map("=".join, row.settings.items())]) for row in rows]
+
+
+def reproduce(name: str, words: Sequence[str], env: Mapping[str, str] = os.environ) -> int:
+    """``pn reproduce NAME`` with the arguments ``words``; returns the exit code."""
     logging.getLogger().addHandler(logging.NullHandler())  # else fairseq configures logging when it is imported
-    corpus = CORPORA[name] if prepared else own_corpus(name)
-    passed_on = recipe(name).OPTIONS if prepared else {}
+    corpus, passed_on = (CORPORA[name], RECIPES[name].OPTIONS) if name in CORPORA else (own_corpus(name), {})
     args = _parser(name, corpus, passed_on).parse_intermixed_args(words)
     check_settings(args.settings)
-    norms, config, report_name = env.get("NORMS", corpus.norms).split(), corpus.config, "report"
+    config, norms = corpus.config, env.get("NORMS", corpus.norms).split()
     if table := env.get("TABLE"):
-        for other, what in {"NORMS": "which norms", "SIZE": "the size of the models"}.items():
-            if other in env:
-                raise UserError(f"TABLE and {other} both say {what}: give one of them")
-        if table not in corpus.tables:
-            known = " ".join(corpus.tables) or "none of this corpus"
-            raise UserError(f"TABLE: unknown table '{table}'{did_you_mean(table, corpus.tables)}; there are {known}")
-        from pn_fairseq.norms import NORMS
-
-        config, rows = corpus.tables[table].config, corpus.tables[table].rows
-        norms = ["+".join([NORMS[row.norm].short, *map("=".join, row.settings.items())]) for row in rows]
-        report_name = f"report-{table}"
+        config, norms = of_table(corpus, table, env)
     planned = trainings(corpus, norms, env)
-
-    # Every command, in order.
     runs = Path(args.runs or Path("runs") / Path(config).stem).absolute()
     data = Path(args.data or Path("runs/data") / Path(corpus.config).stem).absolute()
-    prepare = ["prepare", name, "--dest", data] if prepared else []
-    values = {name: value for name, value in vars(args).items() if name not in ("settings", "runs", "data", "dry_run")}
-    for flag, kind in passed_on.items():
-        value = values[flag.removeprefix("--").replace("-", "_")]
-        if value not in (kind.get("default"), False):
-            prepare += [flag] if value is True else [flag, value]
-    commands: dict[str, dict[str, list]] = {}
-    for run_name, settings in planned.items():
-        commands[run_name] = {step: [step, "--run", runs / run_name] for step in corpus.steps}
-        of_run = [setting.replace("{run}", str(runs / run_name)) for setting in args.settings]
-        commands[run_name]["train"] = ["train", config, "--data", data, "--run", runs / run_name, *settings, *of_run]
-    report = ["report", *(runs / run_name for run_name in commands), "--output", runs / report_name]
-    if table in PAPER:  # a report of language models knows its corpus
-        report += ["--paper", table]
-
-    if prepared:
-        check_prepared(name, data, values)
-    else:
-        check_data(name, corpus, data, args.settings)
+    if name not in CORPORA:
+        check_data(corpus, data, args.settings)
     for model in corpus.models:  # each norm with settings of its own, or else one norm of each model
         of_model = [(arch, *more) for arch, _, *more in planned.values() if arch.startswith(f"model._name={model}_")]
         for settings in dict.fromkeys(words for words in of_model if len(words) > 1) or of_model[:1]:
-            check(config, *settings, *args.settings)
-    for steps in commands.values():  # a run that was begun, with its settings and data
-        _, _, _, _, _, run, *settings = steps["train"]
-        if (run / "config.yaml").is_file() and data.is_dir():
-            check(config, "--data", str(data), "--run", str(run), *settings)
+            check_training(config, *settings, *args.settings)
+
+    # Every command, in order.
+    prepare = ["prepare", name, "--dest", data] if name in CORPORA else []
+    for flag, kind in passed_on.items():
+        value = getattr(args, flag.removeprefix("--").replace("-", "_"))
+        if value not in (kind.get("default"), False):
+            prepare += [flag] if value is True else [flag, value]
+    if prepare and (code := prepare_data([*map(str, prepare[1:]), "--check"])):
+        return code
+    commands: dict[Path, list[list]] = {}
+    for run_name, settings in planned.items():
+        run = runs / run_name
+        train = ["--data", data, "--run", run, *settings]
+        train += [setting.replace("{run}", str(run)) for setting in args.settings]
+        commands[run] = [["train", config, *train], *([verb, "--run", run] for verb in corpus.steps[1:])]
+        if (run / "config.yaml").is_file() and data.is_dir():  # it was begun, with its settings and data
+            check_training(config, *map(str, train))
+    report = ["report", *commands, "--output", runs / (f"report-{table}" if table else "report")]
+    if table in PAPER:  # a report of language models knows its corpus
+        report += ["--paper", table]
+
     if args.dry_run:
-        for step in (prepare, *(step for steps in commands.values() for step in steps.values()), report):
-            if step:
-                print(shown(step))
+        for step in filter(None, [prepare, *itertools.chain(*commands.values()), report]):
+            print(shown(step))
         return 0
     if prepare:
         must(prepare)
-    failed = [run_name for run_name, steps in commands.items() if not _make(name, runs / run_name, steps)]
-    say(name, "report")
+    failed = [run.name for run, steps in commands.items() if not _make(name, run, steps)]
     must(report)
     if failed:
         count = f"{len(failed)} of {len(commands)} runs failed: {' '.join(failed)}"
@@ -302,47 +259,14 @@ def reproduce(name: str, words: Sequence[str], env: Mapping[str, str] = os.envir
     return 1 if failed else 0
 
 
-def check_prepared(name: str, data: Path, values: Mapping[str, object]) -> None:
-    """Refuse data that was prepared with other settings than the recipe has with these ``values`` of its options."""
-    from pn_fairseq.pipeline.data import settings
-    from pn_fairseq.pipeline.data.preparation import Preparation
-
-    class SettingsKnown(Exception):
-        pass
-
-    class Plan(Preparation):
-        """A preparation that ends where its settings are known."""
-
-        def open(self, name: str) -> None:
-            raise SettingsKnown
-
-    if not (data / "bin").is_dir():
-        return  # preparing it is the first step
-    plan = Plan(data, workers=1)
-    with contextlib.suppress(SettingsKnown):
-        recipe(name).prepare(plan, **values)
-    if not plan.settings:  # a language model
-        return
-    for key, value in settings.read(data).items():
-        if value != plan.settings[key]:
-            raise UserError(
-                f"'{data}' was prepared with {key}={value}, and pn prepare {name} has {key}={plan.settings[key]}: "
-                f"name another --data; for data of your own: pn reproduce {CORPORA[name].config} --data DIR"
-            )
-
-
-def check_data(name: str, corpus: Corpus, data: Path, settings: Sequence[str]) -> None:
+def check_data(corpus: Corpus, data: Path, settings: Sequence[str]) -> None:
     """Refuse what is not prepared data, and data of other languages than the configuration has."""
-    from pn_fairseq.pipeline.settings import compose
-    from pn_fairseq.pipeline.train import find_config
-
-    file = recorded(data, "settings")
+    file = data / "settings.txt"
     if not (file.is_file() and (data / "bin").is_dir()):
         raise UserError(f"'{data}' is not prepared data (--data): pn prepare makes it from your text")
     if "evaluate-lm" in corpus.steps:
         return
-    of_data = read_settings(file)
-    task = compose(find_config(corpus.config), settings, world_size=1, on_cpu=True)[0].task
+    of_data, task = read_settings(file), composed(corpus.config, settings).task
     languages, wanted = (of_data.get("source"), of_data.get("target")), (task.source_lang, task.target_lang)
     if languages != wanted:
         raise UserError(
@@ -351,6 +275,7 @@ def check_data(name: str, corpus: Corpus, data: Path, settings: Sequence[str]) -
         )
 
 
+@functools.cache  # the runs of several seeds have the same settings
 def check_training(*words: str) -> None:
     """Check the settings of a training; it names the reason if they are wrong."""
     from pn_fairseq.pipeline import train
@@ -359,17 +284,14 @@ def check_training(*words: str) -> None:
         sys.exit(code)
 
 
-# --- running the steps ---
-
-
 def shown(step: Sequence[str | Path]) -> str:
     """A step as one may type it, with paths relative to the current folder."""
     return shlex.join(["pn", *(str(word).removeprefix(f"{Path.cwd()}/") for word in step)])
 
 
-def must(step: Sequence[str | Path], **options) -> None:
+def must(step: Sequence[str | Path]) -> None:
     """Run a step without which nothing else can be done; it has named the reason if it fails."""
-    if code := execute(step, **options):
+    if code := execute(step):
         sys.exit(code)
 
 
@@ -378,18 +300,12 @@ def program(step: Sequence[str | Path]) -> list[str | Path]:
     return [sys.executable, *(["-P"] if PACKAGE.parent != Path.cwd() else []), "-m", "pn_fairseq", *step]
 
 
-def execute(step: Sequence[str | Path], messages: Path | None = None, quiet: bool = False) -> int:
-    """Run a step to its end and return its exit code.
+def execute(step: Sequence[str | Path], messages: Path | None = None) -> int:
+    """Run a step to its end and return its exit code; the file ``messages`` also gets what it writes to stderr."""
+    process = None
 
-    Args:
-        step: the words of a verb.
-        messages: a file that gets what the step writes to stderr, too.
-        quiet: hide what the step writes to stdout.
-    """
-    process = reader = None
-
-    def copy() -> None:
-        for line in process.stderr:  # whole lines, since the step also writes to stdout, which may be the same file
+    def copy_messages() -> None:
+        for line in process.stderr or ():  # whole lines: the step also writes to stdout, which may be the same file
             line = line.removesuffix(b"\n") + b"\n"
             with contextlib.suppress(OSError):  # a full disk; the step must be able to write
                 kept.write(line)
@@ -403,36 +319,31 @@ def execute(step: Sequence[str | Path], messages: Path | None = None, quiet: boo
                 process = subprocess.Popen(
                     program(step),
                     stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL if quiet else None,
                     stderr=subprocess.PIPE if messages else None,
                     env={**os.environ, "PN_FAIRSEQ_STEP": "1"},  # the line about an interruption comes from here
                 )
-                if messages:
-                    reader = threading.Thread(target=copy)
-                    reader.start()
+            copy_messages()
             code = process.wait()
         except (Interrupted, KeyboardInterrupt):
             if process:
                 with deferred_signals():
                     process.terminate()
+                    copy_messages()
                     process.wait()
             raise
-        finally:
-            if reader:
-                reader.join()
     code = code if code >= 0 else 128 - code
     if code in (130, 143):
         raise Interrupted(code - 128)
     return code
 
 
-def _make(name: str, run: Path, steps: Mapping[str, Sequence]) -> bool:
+def _make(name: str, run: Path, steps: Sequence[Sequence[str | Path]]) -> bool:
     """One run through its steps; False after a failure, which is noted in its folder and ends this run only."""
     work = run.parent / "logs" / run.name  # not in the folder of the run: `pn report DIR/*_seed*` finds runs only
     work.mkdir(parents=True, exist_ok=True)
-    for verb, step in steps.items():
+    for step in steps:
+        verb, messages = step[0], work / f"{step[0]}.err"
         say(name, f"{run.name}: {verb}")
-        messages = work / f"{verb}.err"
         if not (code := execute(step, messages)):
             continue
         say(name, f"{run.name} failed in {verb} (its messages are in {work})")

@@ -20,7 +20,7 @@ from .test_commands import ours
 NOT_RUN = {
     r"make .*|\. .*|export .*|pn (info|check)": "the environment: other tests",
     r"scripts/demo\.sh .*|scripts/score\.sh --compare runs/demo-ln .*": "tests/scripts/test_demo.py",
-    r".*scripts/sweep_batch_size\.sh.*": "tests/scripts/test_sweep_batch_size.py",
+    r".*scripts/sweep_batch_size\.sh.*": "tests/scripts/test_experiments.py",
     r"NPROC=2 .*|fairseq-hydra-train .*": "several ranks and sweeps: tests/pipeline/test_ranks.py",
     r"pn import-release .*|fairseq-generate .* --path imported\.pt .*": "tests/pipeline/test_import_release.py",
     r"scripts/prepare_verses_lm\.sh": "tests/pipeline/data/test_prepare_corpora.py; its data is cut here",

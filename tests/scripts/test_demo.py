@@ -20,7 +20,7 @@ def test_demo(tmp_path, monkeypatch):
     shown = "Sample translations"
     assert again.stdout.partition(shown)[2] == result.stdout.partition(shown)[2]
     refused = script("demo.sh", "--run", tmp_path / "other", "common.sed=1", check=False)
-    assert_refused(refused, "common.sed", "did you mean 'seed'")
+    assert_refused(refused, "common.sed", "did you mean 'common.seed'")
     assert "preparing" not in refused.stderr and not (tmp_path / "other").exists()
     refused = script("demo.sh", "--run", tmp_path / "other", "--arch", "transformer_pm_tiny", check=False)
     assert_refused(refused, "did you mean 'transformer_pn_tiny'")

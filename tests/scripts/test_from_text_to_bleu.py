@@ -2,15 +2,12 @@
 
 import os
 import re
-import shutil
 from pathlib import Path
 
 import pytest
 import sacrebleu
-import torch
 
 from pn_fairseq.common.checkpoints import load_checkpoint
-from pn_fairseq.pipeline import generate
 
 from ..scripts_helpers import ROOT, assert_refused, cut_corpus, prepare, run, script
 
@@ -67,25 +64,6 @@ def test_second_preparation_does_nothing(data):
     assert snapshot(data) == before
 
 
-@pytest.mark.slow
-def test_an_interrupted_preparation_resumes_and_gives_the_same_bytes(data, tmp_path):
-    again = tmp_path / "data"
-    prepare(data.parent / "corpus", again)
-    for part in ("tok/valid.en", "bpe/codes", "bpe/test.es"):
-        (again / part).unlink()
-    (again / "bpe/test.es.partial").write_text("cut off in the mid")
-    for path in (again / "bin").iterdir():
-        path.unlink()
-    (again / "bin").rmdir()
-    prepare(data.parent / "corpus", again)
-    for folder in ("raw", "tok", "bpe"):
-        for path in (data / folder).iterdir():
-            if path.suffix != ".log":
-                assert (again / folder / path.name).read_bytes() == path.read_bytes(), path
-    for path in (data / "bin").glob("*.bin"):
-        assert (again / "bin" / path.name).read_bytes() == path.read_bytes(), path
-
-
 def test_preparation_with_other_settings_or_text_is_refused(data, tmp_path):
     before = snapshot(data / "bin")
     assert_refused(prepare(data.parent / "corpus", data, "--keep-case", check=False), "other settings", str(data))
@@ -93,20 +71,6 @@ def test_preparation_with_other_settings_or_text_is_refused(data, tmp_path):
     (changed / "train.en").write_text((changed / "train.en").read_text("utf-8").replace("God", "Dog"), encoding="utf-8")
     assert_refused(prepare(changed, data, check=False), "other text", str(data))
     assert snapshot(data / "bin") == before
-
-
-def test_data_of_an_older_version_is_taken(data, tmp_path):
-    """Its settings lack what could not be set then."""
-    older = tmp_path / "data"
-    shutil.copytree(data, older)
-    lines = (older / "settings.txt").read_text().splitlines(keepends=True)
-    (older / "settings.txt").unlink()
-    (older / "settings").write_text("".join(lines[:4] + lines[-6:]))
-    (older / "counts.txt").rename(older / "counts")
-    before = snapshot(older / "bin", older / "bpe")
-    prepare(data.parent / "corpus", older)
-    assert snapshot(older / "bin", older / "bpe") == before and not list(older.glob("*.txt"))
-    assert_refused(prepare(data.parent / "corpus", older, BPE="sentencepiece", check=False), "other settings")
 
 
 def test_text_that_was_corrected_is_taken(tmp_path):
@@ -132,12 +96,10 @@ def test_case_is_kept_when_asked_for_and_a_folder_may_have_any_name(tmp_path):
     ("file", "content", "needle"),
     [
         ("train.en", None, "train.en"),
-        ("valid.es", b"", "valid.es"),
         ("test.en", b"one line\n", "test.en 1"),
         ("train.es", b"fine\na\xff\xfe\n" * 300, "line 2 is not UTF-8"),
-        ("train.es", b"fine\none\rtwo\n" * 300, "line 2 has a carriage return"),
     ],
-    ids=["missing", "empty", "fewer lines", "not UTF-8", "lone carriage return"],
+    ids=["missing", "fewer lines", "not UTF-8"],
 )
 def test_text_that_cannot_be_used_is_refused(file, content, needle, tmp_path):
     corpus = cut_corpus(tmp_path / "corpus")
@@ -146,22 +108,6 @@ def test_text_that_cannot_be_used_is_refused(file, content, needle, tmp_path):
         (corpus / file).write_bytes(content)
     assert_refused(prepare(corpus, tmp_path / "data", check=False), needle)
     assert not (tmp_path / "data/bin").exists()
-
-
-def test_cut_off_gzip_is_refused(tmp_path):
-    corpus = cut_corpus(tmp_path / "corpus")
-    (corpus / "train.es").unlink()
-    (corpus / "train.es.gz").write_bytes((ROOT / "data/verses.es-en/train.es.gz").read_bytes()[:5000])
-    assert_refused(prepare(corpus, tmp_path / "data", check=False), "train.es", "cut off")
-    assert not (tmp_path / "data/raw").exists()
-
-
-@pytest.mark.slow
-def test_the_average_is_that_of_the_last_checkpoints(trained, decoded):
-    newest = [load_checkpoint(trained / f"checkpoints/checkpoint_1_{update}.pt")["model"] for update in (8, 12)]
-    averaged = load_checkpoint(trained / "checkpoints/averaged.pt")["model"]
-    for key in ("encoder.layer_norm.running_psi2", "decoder.layers.0.fc1.weight"):
-        torch.testing.assert_close(averaged[key].double(), (newest[0][key].double() + newest[1][key].double()) / 2)
 
 
 def test_as_many_hypotheses_as_sentences_in_the_order_of_the_text(data, decoded):
@@ -177,19 +123,10 @@ def test_as_many_hypotheses_as_sentences_in_the_order_of_the_text(data, decoded)
 
 
 @pytest.mark.slow
-def test_decoding_of_the_validation_set_elsewhere(trained, tmp_path, capsys):
+def test_decoding_of_the_validation_set_elsewhere(trained, tmp_path):
     where = tmp_path / "somewhere else"
-    options = ["--run", str(trained), "--subset", "valid", "--output", str(where)]
-    assert (
-        generate.main([*options, "--beam", "1", "--checkpoint", str(trained / "checkpoints/checkpoint_best.pt")]) == 0
-    )
+    script("generate.sh", "--run", trained, "--subset", "valid", "--output", where, "--beam", 1)
     assert line_count(where / "hyp.tok") == 40
-    before = snapshot(where)
-    broken = tmp_path / "broken.pt"
-    broken.write_bytes(b"PK")
-    assert generate.main([*options, "--checkpoint", str(broken)]) == 2
-    assert f"{broken}: is cut off or damaged" in capsys.readouterr().err
-    assert snapshot(where) == before, "what was there is whole"
 
 
 def test_both_bleu_flavours(data, trained, decoded):

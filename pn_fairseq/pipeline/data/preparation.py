@@ -55,11 +55,12 @@ class Preparation(contextlib.ExitStack):
     Args:
         dest: the prepared data; None: ``runs/data/NAME``, where the recipe names it.
         workers: processes.
+        check: only refuse a ``dest`` that was made with other settings.
     """
 
-    def __init__(self, dest: Path | None, workers: int):
+    def __init__(self, dest: Path | None, workers: int, check: bool = False):
         super().__init__()
-        self._given, self.workers = dest, workers
+        self._given, self.workers, self._check = dest, workers, check
         self.settings: dict[str, str] = {}
 
     def begin(self, name: str, **values: object) -> None:
@@ -80,6 +81,9 @@ class Preparation(contextlib.ExitStack):
     def open(self, name: str) -> None:
         """Make ``dest``, by default ``runs/data/NAME``, and keep other preparations out of it until this one ends."""
         self.dest = (self._given or Path("runs/data") / name).absolute()
+        settings.changed(self.dest, self.settings)  # before anything is downloaded
+        if self._check:
+            raise Complete
         self.dest.mkdir(parents=True, exist_ok=True)
         lock = self.enter_context((self.dest / ".lock").open("a"))
         os.set_inheritable(lock.fileno(), True)  # a process of this one that outlives a kill -9 is waited for

@@ -43,6 +43,8 @@ def _parser() -> ArgumentParser:
         corpus.add_argument("--dest", type=Path, metavar="DIR", help=dest, required=not recipe.CONFIG)
         for flag, kind in recipe.OPTIONS.items():
             corpus.add_argument(flag, **kind)
+        check = "only refuse a DIR that was made with other settings"
+        corpus.add_argument("--check", action="store_true", help=check)
         cores = len(os.sched_getaffinity(0))
         corpus.add_argument("--workers", type=whole, default=cores, metavar="N", help="processes (default: all cores)")
     return parser
@@ -55,7 +57,7 @@ def main(argv: list[str] | None = None) -> None:
     if "corpus" in values and not Path(values["corpus"]).is_dir():
         raise UserError(f"there is no directory '{values['corpus']}' (--corpus)")
     try:
-        with contextlib.suppress(Complete), Preparation(dest, values.pop("workers")) as data:
+        with contextlib.suppress(Complete), Preparation(dest, values.pop("workers"), values.pop("check")) as data:
             recipe.prepare(data, **values)
     except OSError as error:
         if error.errno not in FULL:

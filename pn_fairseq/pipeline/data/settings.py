@@ -46,20 +46,25 @@ def read(dest: Path) -> dict[str, str]:
     return {name: kept.get(name, default) for name, default in DEFAULTS.items()}
 
 
-def keep(dest: Path, settings: Mapping[str, str], sums: Mapping[str, str]) -> None:
-    """Record the settings, and the checksums of the text by the names of its files.
+def changed(dest: Path, new: Mapping[str, str]) -> list[str]:
+    """The names of the settings and files of text in ``new`` that are recorded otherwise in ``dest``, or not at all.
 
     Raises:
         UserError: ``dest`` was begun with other settings or other text. The subwords may change until they are learned.
     """
-    file, new = dest / "settings.txt", {**settings, **sums}
+    file = dest / "settings.txt"
     old = read_settings(file) if file.exists() else {}
-    changed = [name for name, value in new.items() if old.get(name) != value]
+    names = [name for name, value in new.items() if old.get(name) != value]
     models = [dest / stage / model for stage in ("bpe", "stages/bpe") for model in subwords.MODELS.values()]
     may_change = () if any(map(Path.exists, models)) else ("bpe", "segmentation")
-    for name in changed if old else ():
+    for name in names if old else ():
         if name not in may_change:
-            what = "other text" if name in sums else f"other settings ({name}={old.get(name)}, not {new[name]})"
-            raise UserError(f"{dest} was made with {what}, see {file}; remove it or name another directory")
-    if changed:
-        write_settings(file, settings, sums)
+            what = f"other settings ({name}={old.get(name)}, not {new[name]})" if name in DEFAULTS else "other text"
+            raise UserError(f"{dest} was made with {what}, see {file}; name another directory")
+    return names
+
+
+def keep(dest: Path, settings: Mapping[str, str], sums: Mapping[str, str]) -> None:
+    """Record the settings, and the checksums of the text by the names of its files; refuse others (:func:`changed`)."""
+    if changed(dest, {**settings, **sums}):
+        write_settings(dest / "settings.txt", settings, sums)

@@ -31,7 +31,7 @@ def test_what_is_learned_is_not_mixed_with_other_settings_or_text(tmp_path):
     (tmp_path / "bpe").mkdir()
     (tmp_path / "bpe/codes").touch()
     before = (tmp_path / "settings.txt").read_text()
-    with pytest.raises(UserError, match=r"other settings \(bpe=300, not 400\).*remove it"):
+    with pytest.raises(UserError, match=r"other settings \(bpe=300, not 400\).*name another directory"):
         keep(tmp_path, bpe=400)
     with pytest.raises(UserError, match="other text"):
         keep(tmp_path, "2", bpe=300)

@@ -1,0 +1,133 @@
+"""pn reproduce compare_norms, the other studies and batch_size: what they plan, and the commands that they make."""
+
+import re
+import shlex
+
+import pytest
+
+from pn_fairseq.norms import NORMS
+from pn_fairseq.pipeline import experiments, reproduce
+
+from ..scripts_helpers import assert_refused, in_process
+
+#: Corpus, folder, seed and norm of every run of compare_norms.
+PLANNED = [(part.corpus, part.folder, part.seed, norm)
+           for part in experiments.norms().parts for norm in part.norms.split()]  # fmt: skip
+
+
+@pytest.fixture
+def unchecked(monkeypatch):
+    """The settings of the trainings are not checked, which takes a second for each system."""
+    monkeypatch.setattr(reproduce, "check_training", lambda *words: None)
+
+
+def trainings(*arguments, **environ) -> dict[str, list[str]]:
+    """The words of each training of a dry run, by the name of its run."""
+    done = in_process("reproduce", *arguments, "--dry-run", **environ)
+    assert done.returncode == 0, done.stderr
+    commands = [shlex.split(line) for line in done.stdout.splitlines() if line.startswith("pn train")]
+    by_run = {"/".join(words[words.index("--run") + 1].split("/")[-2:]): words for words in commands}
+    assert len(by_run) == len(commands)
+    return by_run
+
+
+def test_every_norm_is_compared_and_no_run_is_made_twice():
+    assert len(set(PLANNED)) == len(PLANNED)
+    every = {entry.short for entry in NORMS.values()}
+    assert {norm.partition("+")[0] for corpus, _, _, norm in PLANNED if corpus == "verses"} == every
+    for norm in every:
+        assert [seed for corpus, _, seed, name in PLANNED if (corpus, name) == ("verses_lm", norm)] == [1, 2, 3]
+
+
+def test_the_norms_of_the_papers_table_have_three_seeds_or_more():
+    for norm, most in {"ln": 8, "bn": 8, "brn": 5, "mabn": 5, "gn": 3, "pnv": 8, "pn": 8}.items():
+        seeds = [seed for _, folder, seed, name in PLANNED if (folder, name) == ("verses", norm)]
+        assert seeds == list(range(1, most + 1)), norm
+
+
+def test_data_orders_and_initial_weights_are_crossed():
+    """With the runs of seeds 1 to 3, which have the same number for both."""
+    for norm in ("ln", "pn"):
+        crossed = {(seed, name) for _, folder, seed, name in PLANNED if folder == "verses_init" and name[:2] == norm}
+        pairs = {(order, f"{norm}+init_seed={weights}") for order in (1, 2, 3) for weights in (1, 2, 3)}
+        assert crossed == pairs - {(seed, f"{norm}+init_seed={seed}") for seed in (1, 2, 3)}
+
+
+def test_commands_of_one_corpus(unchecked, tmp_path):
+    of_runs = trainings("compare_norms", "--only", "verses_lm", "--runs", tmp_path)
+    assert len(of_runs) == 54 and all(name.startswith("verses_lm/transformer_lm_") for name in of_runs)
+    of_runs = trainings("compare_norms", "--only", "multi30k", "--multi30k", tmp_path, "--runs", tmp_path)
+    short = "optimization.max_update=800 lr_scheduler.warmup_updates=200 tokens_per_update=2048"
+    settings = "model._name=transformer_pn_tiny common.seed=3 model.layer_scale_groups=0"
+    words = of_runs["multi30k/pn+layer_scale_groups=0_seed3"]
+    assert len(of_runs) == 30 and " ".join(words).endswith(f"{settings} {short} checkpoint.save_interval_updates=50")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--only", "iwslt14"], "'verses', 'multi30k', 'verses_lm'"),
+        (["--only", "multi30k"], "needs --multi30k DIR"),
+        (["--multi30k", "/nowhere"], "/nowhere is not a directory"),
+    ],
+)
+def test_mistakes_get_one_line(options, message):
+    assert_refused(in_process("reproduce", "compare_norms", *options), message)
+
+
+def test_each_system_is_trained_in_both_kinds_of_batches(tmp_path):
+    """The settings are checked here."""
+    of_runs = trainings("compare_masks", "--runs", tmp_path)
+    assert len(of_runs) == 5 * 2 * 3
+    for name, words in of_runs.items():
+        assert f"model.norm_probe='{tmp_path}/{name}/norm_probe'" in words
+        assert ("task._name=translation_random_batches" in words) == name.startswith("masks_random/")
+        assert ("model.norm_ignore_mask=true" in words) == ("+norm_ignore_mask" in name)
+    assert not any("norm_ignore_mask" in name for name in of_runs if "/ln" in name)
+
+
+def test_rows_of_adanorms_tables_everywhere_and_after_the_last_layers(unchecked):
+    of_runs = trainings("compare_adanorm")
+    assert len(of_runs) == (7 + 4) * 3 + 3  # and LN
+    norms = {"none": "none", "lns": "layer-simple", "dn": "detach", "ada": "ada"}
+    last = set()
+    for name, words in of_runs.items():
+        short = re.search("/([a-z]+)", name)[1]
+        settings = dict(word.split("=", 1) for word in words if word.startswith("model."))
+        assert settings.pop("model._name") == f"transformer_{short}_tiny"
+        sides = [settings.pop(f"model.{side}coder_norm_last", None) for side in ("en", "de")]
+        assert sides[0] == sides[1] and settings.pop("model.decoder_norm", None) == norms.get(short)
+        last |= {(sides[0], *settings.values())} if sides[0] else set()
+        assert not settings or [*settings] in (["model.norm_options.detach"], ["model.norm_options.ada_scale"])
+    assert last == {("none",), ("layer-simple",), ("ada",), ("ada", "2.0")}
+    seeds = {re.search(r"_seed(\d)$", name)[1] for name in of_runs}
+    assert seeds == {"5", "6", "7"} and "adanorm/ln_seed5" in of_runs
+
+
+def test_each_placement_is_trained_with_three_seeds_and_once_deep(unchecked):
+    of_runs = trainings("compare_placements")
+    assert len(of_runs) == 13 * 3 + 13
+    for name, words in of_runs.items():
+        sides = [word.partition("=")[2] for word in words if re.match(r"model\.(en|de)coder_norm_placement=", word)]
+        assert len(sides) in (0, 2) and len(set(sides)) < 2 and (sides or "/ln_seed" in name)
+        assert ("model.encoder_layers=18" in words) == name.startswith("placements_deep/")
+
+
+def test_the_same_update_in_mini_batches_of_four_sizes(unchecked, tmp_path):
+    of_runs = trainings("batch_size", "--runs", tmp_path, "optimization.max_update=7", NORMS="pn", SEEDS="1")
+    assert {name: words[words.index("common.seed=1") + 1 :] for name, words in of_runs.items()} == {
+        f"tokens{size}/pn_seed1": [f"dataset.max_tokens={size}", "tokens_per_update=4096", "optimization.max_update=7"]
+        for size in (512, 1024, 2048, 4096)
+    }
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("fails", "count"), [("train", 4), ("prepare", 1)])
+def test_a_run_that_fails_stops_no_other(fails, count, unchecked, tmp_path, monkeypatch):
+    """Without data nothing can be made."""
+    line = f'echo "$NPROC $*" >>"{tmp_path}/calls"; [ "$1" != {fails} ]'
+    monkeypatch.setattr(reproduce, "program", lambda step: ["bash", "-c", line, "pn", *step])
+    done = in_process("reproduce", "batch_size", "--runs", tmp_path / "runs", NPROC="")
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert done.returncode == 1 and sum(line.startswith("1 prepare") for line in calls) == count
+    assert calls[-1].startswith("1 figures ") == (fails == "train")
