@@ -81,7 +81,7 @@ class Preparation(contextlib.ExitStack):
     def open(self, name: str) -> None:
         """Make ``dest``, by default ``runs/data/NAME``, and keep other preparations out of it until this one ends."""
         self.dest = (self._given or Path("runs/data") / name).absolute()
-        settings.changed(self.dest, self.settings)  # before anything is downloaded
+        settings.changed(self.dest, self.settings, {})  # before anything is downloaded
         if self._check:
             raise Complete
         self.dest.mkdir(parents=True, exist_ok=True)

@@ -54,7 +54,7 @@ def _parser() -> ArgumentParser:
 def main(argv: list[str] | None = None) -> None:
     values = vars(_parser().parse_args(argv))
     recipe, dest = RECIPES[values.pop("recipe")], values.pop("dest")
-    if "corpus" in values and not Path(values["corpus"]).is_dir():
+    if not values["check"] and "corpus" in values and not Path(values["corpus"]).is_dir():
         raise UserError(f"there is no directory '{values['corpus']}' (--corpus)")
     try:
         with contextlib.suppress(Complete), Preparation(dest, values.pop("workers"), values.pop("check")) as data:

@@ -46,25 +46,25 @@ def read(dest: Path) -> dict[str, str]:
     return {name: kept.get(name, default) for name, default in DEFAULTS.items()}
 
 
-def changed(dest: Path, new: Mapping[str, str]) -> list[str]:
-    """The names of the settings and files of text in ``new`` that are recorded otherwise in ``dest``, or not at all.
+def changed(dest: Path, settings: Mapping[str, str], sums: Mapping[str, str]) -> list[str]:
+    """The names of settings and files of text that are recorded otherwise in ``dest``, or not at all.
 
     Raises:
         UserError: ``dest`` was begun with other settings or other text. The subwords may change until they are learned.
     """
-    file = dest / "settings.txt"
+    file, new = dest / "settings.txt", {**settings, **sums}
     old = read_settings(file) if file.exists() else {}
     names = [name for name, value in new.items() if old.get(name) != value]
     models = [dest / stage / model for stage in ("bpe", "stages/bpe") for model in subwords.MODELS.values()]
     may_change = () if any(map(Path.exists, models)) else ("bpe", "segmentation")
     for name in names if old else ():
         if name not in may_change:
-            what = f"other settings ({name}={old.get(name)}, not {new[name]})" if name in DEFAULTS else "other text"
+            what = "other text" if name in sums else f"other settings ({name}={old.get(name)}, not {new[name]})"
             raise UserError(f"{dest} was made with {what}, see {file}; name another directory")
     return names
 
 
 def keep(dest: Path, settings: Mapping[str, str], sums: Mapping[str, str]) -> None:
     """Record the settings, and the checksums of the text by the names of its files; refuse others (:func:`changed`)."""
-    if changed(dest, {**settings, **sums}):
+    if changed(dest, settings, sums):
         write_settings(dest / "settings.txt", settings, sums)
