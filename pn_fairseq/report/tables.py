@@ -95,7 +95,7 @@ def _data(corpus: Corpus) -> pandas.DataFrame:
     if corpus.data is None:
         rows["settings"] = missing("not recorded")
     settings = corpus.data or {}
-    hidden = ("folder",) if settings.get("clean") else ("folder", "clean_stage", "clean_splits")
+    hidden = ("folder",) if settings.get("clean") else ("folder", "clean_stage")
     for key, value in settings.items():
         off = not value or value == "0" and key not in ("lower", "bpe")
         if not off and key not in hidden and "." not in key:  # with a dot: a file, and its checksum

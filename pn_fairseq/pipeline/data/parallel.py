@@ -29,11 +29,12 @@ Work = Callable[[bytes], bytes]
 
 
 def progress(iterable=None, **options):
-    """tqdm's progress bar, on a terminal only."""
+    """tqdm's progress bar; where stderr is no terminal, a line every 30 seconds."""
     from tqdm import tqdm  # takes longer to import than most steps
 
     tqdm.monitor_interval = 0  # no thread of its own: the processes of the pool are forked
-    return tqdm(iterable, disable=not sys.stderr.isatty(), **options)
+    interval = {} if sys.stderr.isatty() else {"delay": 30, "mininterval": 30, "maxinterval": 30}
+    return tqdm(iterable, **interval, **options)
 
 
 def pieces(path: Path) -> list[tuple[int, int]]:
