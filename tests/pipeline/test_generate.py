@@ -189,7 +189,7 @@ def place(tmp_path, monkeypatch) -> Path:
     for language in ("es", "en"):
         (data / f"tok/test.{language}").write_text("".join(f"{language} {i}\n" for i in range(SENTENCES)))
         (data / f"bin/test.es-en.{language}.bin").write_text(language)
-        (data / f"bin/test.es-en.{language}.idx").write_bytes(MAGIC + bytes(9) + SENTENCES.to_bytes(8, "little"))
+        (data / f"bin/test.es-en.{language}.idx").write_bytes(MAGIC + b"\x04" + SENTENCES.to_bytes(8, "little"))
     (data / "settings.txt").write_text(f"source=es\ntarget=en\nlower=1\n{'0' * 64}  test.en\n")
     torch.save({"model": {"w": torch.ones(1)}}, make_run(tmp_path / "run", data) / "checkpoints/averaged.pt")
     package = tmp_path / "stand-in/fairseq_cli"

@@ -622,7 +622,7 @@ def test_results_of_fairseq_generate_are_scored(tmp_path, capsys):
     decoded, results = run_dir / "generate/test", run_dir / "generate-test.txt"
     expected = score_run(run_dir)
     index = tmp_path / "data/bin/test.es-en.es.idx"
-    index.write_bytes(MAGIC + bytes(9) + (60).to_bytes(8, "little"))
+    index.write_bytes(MAGIC + b"\x04" + (60).to_bytes(8, "little"))
     (tmp_path / "data/tok").mkdir(exist_ok=True)
     shutil.copy(decoded / "ref.tok", tmp_path / "data/tok/test.en")
     order = sorted(range(60), key=lambda n: (n % 7, n))
