@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from benchmarks import keep_memory
 from benchmarks.profiling import Counts, count, peak_memory
 from benchmarks.results import output_file, positive, quartiles, ratios, write_csv
-from benchmarks.table import draw, markdown, targets, text
+from benchmarks.table import draw, draw_sizes, markdown, targets, text
 from pn_fairseq import kernels
 from pn_fairseq.kernels.selection import IMPLEMENTATIONS
 from pn_fairseq.norms import NORMS, RunningNorm, build_norm
@@ -54,6 +54,9 @@ STEPS = 32
 
 #: Forward reads x and writes y, backward reads x and dy and writes dx; these are multiples of the bytes of x.
 PHASES = {"forward": 2, "backward": 3, "both": 5}
+
+#: With --sizes a batch of fewer rows than this has as many times more rounds: each of them is short.
+FULL_SIZE = 4096
 
 #: Layer-scale groups of what has +LS, and groups of GN.
 GROUPS = 4
@@ -402,8 +405,9 @@ def measure(args: argparse.Namespace, threads: int, shape: tuple[int, int], dtyp
             contestant.module.to(device, DTYPES[dtype]).train()
     batch = make_batch((*time_and_batch(rows), channels), padding, DTYPES[dtype], device)
     found = [contestant for contestant in found if _able(contestant, batch)]
-    take_turns(found, batch, args.rounds, device)
-    alternate(found, batch, args.rounds, device)
+    rounds = args.rounds * max(1, FULL_SIZE // rows) if args.sizes else args.rounds
+    take_turns(found, batch, rounds, device)
+    alternate(found, batch, rounds, device)
     profile_all(found, batch, device)
     common = {
         "device": args.device,
@@ -411,7 +415,7 @@ def measure(args: argparse.Namespace, threads: int, shape: tuple[int, int], dtyp
         "shape": f"{rows}x{channels}",
         "dtype": dtype,
         "padding": padding,
-        "rounds": args.rounds,
+        "rounds": rounds,
     }
     return rows_of(found, common)
 
@@ -466,11 +470,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--markdown", action="store_true", help="print tables in Markdown at the end")
     parser.add_argument("--csv", type=output_file, metavar="FILE", help="write all figures to a CSV file")
     parser.add_argument("--picture", type=_picture, metavar="FILE", help="draw the ratios (.png, .pdf or .svg)")
+    parser.add_argument("--sizes", type=_picture, metavar="FILE", help="draw the ratios in turns of one step against the "
+                        f"number of rows; --rounds is for {FULL_SIZE} rows and more, fewer rows have more rounds")  # fmt: skip
     args = parser.parse_args(argv)
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch sees no GPU")
-    if args.picture and importlib.util.find_spec("matplotlib") is None:
-        parser.error("--picture: matplotlib is not installed")
+    if (args.picture or args.sizes) and importlib.util.find_spec("matplotlib") is None:
+        parser.error("a picture needs matplotlib, which is not installed")
     if args.shapes is None:
         args.shapes = [_shape(shape) for shape in (SHAPES if args.device == "cpu" else SHAPES + LARGE)]
     if args.targets:
@@ -496,6 +502,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         write_csv(args.csv, rows)
     if args.picture:
         draw(rows, args.picture)
+    if args.sizes:
+        draw_sizes(rows, args.sizes)
     if args.markdown:
         print(markdown(rows))
     if args.targets:

@@ -135,6 +135,38 @@ def draw(rows: list[dict], output: Path) -> None:
     pyplot.close(figure)
 
 
+def draw_sizes(rows: list[dict], output: Path) -> None:
+    """Draw ratios in turns of one step against the number of tokens, with quartiles: a panel for each type and number of
+    threads, a line for each contestant except LayerNorm (.png, .pdf or .svg)."""
+    pyplot = headless_pyplot()
+    frame = pandas.DataFrame([row for row in rows if row["phase"] == "both" and row["contestant"] != "LayerNorm"])
+    frame = frame.assign(tokens=frame["shape"].str.split("x").str[0].astype(int)).sort_values("tokens")
+    dtypes, threads = frame["dtype"].unique(), sorted(frame["threads"].unique())
+    figure, axes = pyplot.subplots(
+        len(dtypes), len(threads), figsize=(3.4 * len(threads) + 1.8, 3.0 * len(dtypes)), squeeze=False, sharex=True,
+        sharey=True, constrained_layout=True,
+    )  # fmt: skip
+    for (dtype, number), panel in frame.groupby(["dtype", "threads"]):
+        axis = axes[list(dtypes).index(dtype)][threads.index(number)]
+        for marker, (name, own) in zip("osD^v<>PX", panel.groupby("contestant", sort=False), strict=False):
+            (line,) = axis.plot(own["tokens"], own["ratio_single"], marker=marker, markersize=4, label=name)
+            bounds = own["ratio_single_low"], own["ratio_single_high"]
+            axis.fill_between(own["tokens"], *bounds, color=line.get_color(), alpha=0.2, linewidth=0)
+        axis.axhline(1.0, color="black", linewidth=0.9, linestyle=(0, (4, 2)))
+        axis.set_xscale("log", base=2)
+        tokens = sorted(frame["tokens"].unique())
+        axis.set_xticks(tokens, [f"{each:,}" for each in tokens], fontsize=8, rotation=45)
+        axis.set_title(f"{dtype}, {number} thread{'s' if number > 1 else ''}", fontsize=10)
+        axis.grid(alpha=0.3)
+    axes[0][0].set_ylim(bottom=0)
+    figure.supxlabel("tokens", fontsize=10)
+    figure.supylabel("time of forward and backward, ratio to torch.nn.LayerNorm", fontsize=10)
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside right", fontsize=9)
+    with atomic_write(output) as file:
+        figure.savefig(file, dpi=130, format=output.suffix[1:])
+    pyplot.close(figure)
+
+
 def draw_points(panels: Mapping[str, Mapping[str, pandas.Series]], output: Path) -> None:
     """Panels side by side, by their titles; in each a row for each name in the series, and a marker for each series."""
     pyplot = headless_pyplot()
