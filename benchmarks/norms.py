@@ -470,8 +470,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--markdown", action="store_true", help="print tables in Markdown at the end")
     parser.add_argument("--csv", type=output_file, metavar="FILE", help="write all figures to a CSV file")
     parser.add_argument("--picture", type=_picture, metavar="FILE", help="draw the ratios (.png, .pdf or .svg)")
-    parser.add_argument("--sizes", type=_picture, metavar="FILE", help="draw the ratios in turns of one step against the "
-                        f"number of rows; --rounds is for {FULL_SIZE} rows and more, fewer rows have more rounds")  # fmt: skip
+    parser.add_argument("--sizes", type=_picture, metavar="FILE",
+                        help="draw the ratios in turns of one step against the number of rows; with fewer rows than "
+                        f"{FULL_SIZE} there are more rounds than --rounds")  # fmt: skip
     args = parser.parse_args(argv)
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch sees no GPU")

@@ -136,8 +136,11 @@ def draw(rows: list[dict], output: Path) -> None:
 
 
 def draw_sizes(rows: list[dict], output: Path) -> None:
-    """Draw ratios in turns of one step against the number of tokens, with quartiles: a panel for each type and number of
-    threads, a line for each contestant except LayerNorm (.png, .pdf or .svg)."""
+    """Draw ratios in turns of one step against the number of tokens (.png, .pdf or .svg).
+
+    Quartiles are shaded. There is a panel for each type and number of threads, and a line for each contestant but the
+    first LayerNorm.
+    """
     pyplot = headless_pyplot()
     frame = pandas.DataFrame([row for row in rows if row["phase"] == "both" and row["contestant"] != "LayerNorm"])
     frame = frame.assign(tokens=frame["shape"].str.split("x").str[0].astype(int)).sort_values("tokens")

@@ -22,6 +22,8 @@ from pn_fairseq.kernels.ops import (
     refuse_second_derivative,
     running_average,
     squashed,
+    standardize,
+    standardize_gradient,
     standardized,
 )
 from pn_fairseq.kernels.reference import acc_dtype
@@ -44,6 +46,8 @@ __all__ = [
     "refuse_second_derivative",
     "running_average",
     "squashed",
+    "standardize",
+    "standardize_gradient",
     "standardized",
     "using",
 ]

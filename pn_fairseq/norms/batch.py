@@ -27,18 +27,13 @@ class BatchStatsNorm(RunningNorm):
     def backward_pass(self, tokens: Tokens, step: Contribution) -> tuple[Tensor, Tensor]:
         return self.exact_gradient(tokens, step)
 
-    def exact_gradient(
-        self, tokens: Tokens, step: Contribution, weight: Tensor | None = None, direct: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """dx and the sums over tokens of dy x_hat and of dy, (2, C), for y = weight x_hat + bias.
-
-        ``direct`` takes the place of ``weight`` where the statistics of the batch count as constants.
-        """
+    def exact_gradient(self, tokens: Tokens, step: Contribution, weight: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """dx and the sums over tokens of dy x_hat and of dy, (2, C), for y = weight x_hat + bias."""
         batch = step.batch
         parameters, products = tokens.gradient_sums(batch.moment, batch.mean, weight)
         nu, offset = self.corrections(step, products)
         offset = None if batch.mean is None else offset
-        dx, _ = tokens.gradient(batch.moment, batch.mean, nu, offset, weight if direct is None else direct)
+        dx, _ = tokens.gradient(batch.moment, batch.mean, nu, offset, weight)
         return dx, parameters
 
     def corrections(self, step: Contribution, products: Tensor) -> tuple[Tensor, Tensor]:

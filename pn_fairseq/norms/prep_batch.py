@@ -5,7 +5,6 @@ from torch import Tensor, nn
 
 from pn_fairseq.norms.batch import MaskedBatchNorm
 from pn_fairseq.norms.checks import check_whole
-from pn_fairseq.norms.layer import layer_norm
 from pn_fairseq.norms.tokens import Contribution, Tokens
 
 
@@ -70,36 +69,36 @@ class ProgressiveBatchNorm(MaskedBatchNorm):
         # float64: 1 - lambda, which multiplies RepBN, is small at first.
         return (1.0 - self.num_batches_tracked.double() / self.fade_updates).clamp(min=0.0)
 
-    def token_part(self, x: Tensor) -> Tensor | None:
-        """lambda LN(x) in training."""
-        share = self.layer_share() if self.training and not self.recalibrating else 0.0
-        if isinstance(share, float) and share == 0.0:
-            return None
-        h = self.layer_scale(x)
-        if self.affine:
-            return layer_norm(h, share * self.ln_weight, share * self.ln_bias, self.eps)
-        return share * layer_norm(h, None, None, self.eps)
-
     def further_parameters(self) -> tuple[Tensor, ...]:
         # LN's among them: a parameter that loses its gradient after the fade would stop DistributedDataParallel.
         return (self.rep_alpha, self.ln_weight, self.ln_bias) if self.affine else ()
 
     def forward_pass(self, tokens: Tokens, step: Contribution) -> Tensor:
-        batch = self.batch_moments(tokens)
-        step.share = 1.0 - self.layer_share()
+        batch, share = self.batch_moments(tokens), self.layer_share()
         weight, bias = self.effective_affine(tokens.weight, tokens.bias, tokens.further, batch.mean, batch.moment)
-        return tokens.normalize(batch.moment, batch.mean, step.share * weight, step.share * bias)
+        weight, bias = (1.0 - share) * weight, (1.0 - share) * bias
+        step.share, step.ln_weight = share, None
+        if isinstance(share, float) and share == 0.0:  # the fade has ended
+            return tokens.normalize(batch.moment, batch.mean, weight, bias)
+        step.ln_weight = share * (tokens.further[1] if self.affine else torch.ones_like(weight))
+        bias = bias + share * tokens.further[2] if self.affine else bias
+        y, step.ln_stats = tokens.normalize_with_layer_norm(batch.moment, batch.mean, weight, bias, step.ln_weight)
+        return y
 
     def backward_pass(self, tokens: Tokens, step: Contribution) -> tuple[Tensor, ...]:
-        batch, sigma = step.batch, (step.batch.moment + self.eps).sqrt()
-        gain = torch.ones_like(sigma) if tokens.weight is None else tokens.weight
+        batch, rest, sigma = step.batch, 1.0 - step.share, (step.batch.moment + self.eps).sqrt()
+        gain = rest * (tokens.weight if self.affine else torch.ones_like(sigma))
         total, _ = self.effective_affine(tokens.weight, tokens.bias, tokens.further, batch.mean, batch.moment)
-        dx, parameters = self.exact_gradient(tokens, step, step.share * gain, step.share * total)
-        parameters = step.share * parameters
-        if not tokens.further:
+        parameters, products = tokens.gradient_sums(batch.moment, batch.mean, gain)
+        vectors = (batch.moment, batch.mean, *self.corrections(step, products), rest * total)
+        if step.ln_weight is None:
+            dx, of_layer = tokens.gradient(*vectors)[0], torch.zeros_like(parameters)
+        else:
+            dx, of_layer = tokens.gradient_with_layer_norm(*vectors, step.ln_weight, step.ln_stats)
+        parameters, of_layer = rest * parameters, step.share * of_layer
+        if not self.affine:
             return dx, parameters
         by_alpha = (sigma * parameters[0] + batch.mean * parameters[1]).sum()[None]
-        of_layer = (torch.zeros_like(each) for each in tokens.further[1:])
         return dx, parameters, by_alpha, *of_layer
 
     def effective_affine(self, weight, bias, further, mean, moment):

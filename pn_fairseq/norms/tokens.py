@@ -176,6 +176,40 @@ class Tokens:
             self.step.products, self.step.products_reduced = products, not self._norm.synchronises()
         return dx, parameters
 
+    def normalize_with_layer_norm(
+        self, moment: Tensor, mean: Tensor, weight: Tensor, bias: Tensor, ln_weight: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """y = weight * x_hat + bias + ln_weight * LN(h), LN without gain and bias, in one pass after :meth:`moments`.
+
+        Returns:
+            y, and the statistics of LN for :meth:`gradient_with_layer_norm`.
+        """
+        h, direct = self._x, weight * torch.rsqrt(moment + self._eps)
+        if self._groups:
+            h = kernels.normalize(h, *[None] * 5, self.inv_rms, self._groups, self._eps, False)[0]
+        divisor, curve = (True, 1.0, self._eps, 0.0, 0.0), (1.0, 0.0)
+        return kernels.standardize(h, ln_weight, bias, 1, *divisor, *curve, direct, mean)
+
+    def gradient_with_layer_norm(
+        self, moment: Tensor, mean: Tensor, nu: Tensor, offset: Tensor, weight: Tensor, ln_weight: Tensor, stats: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """dx of :meth:`normalize_with_layer_norm`, which adds LN's gradient to that of :meth:`gradient`.
+
+        Returns:
+            dx, and the sums of dy * LN(h) and of dy over all tokens of this rank, (2, C).
+        """
+        h, root = self._x, torch.rsqrt(moment + self._eps)
+        if self._groups:
+            h = kernels.normalize(h, *[None] * 5, self.inv_rms, self._groups, self._eps, False)[0]
+        vectors = weight * root, mean, nu * root * root, offset * root
+        curve, through = (1.0, 0.0), (True, True)
+        dx, sums = kernels.standardize_gradient(
+            self._dy, h, ln_weight, stats, 1, *curve, *through, True, *vectors, self.padding
+        )
+        if self._groups:
+            dx = kernels.gradient(dx, self._x, *[None] * 6, self.inv_rms, self._groups, self._eps, False)[0]
+        return dx, sums
+
 
 def _reduced(batch: Moments, group) -> Moments:
     """Moments of the tokens of all ranks.

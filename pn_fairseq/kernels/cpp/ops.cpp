@@ -104,6 +104,14 @@ void check_sizes(
   TORCH_CHECK_VALUE(fits, "arguments of an operator of pn_fairseq do not fit x of shape ", x.sizes());
 }
 
+void check_together(std::initializer_list<const Optional*> vectors) {
+  for (const Optional* vector : vectors) {
+    TORCH_CHECK_VALUE(
+        vector->has_value() == (*vectors.begin())->has_value(),
+        "direct, center, slope and offset of an operator of pn_fairseq are given together or not at all");
+  }
+}
+
 const bool* data_of(const Optional& padding) { return padding ? padding->const_data_ptr<bool>() : nullptr; }
 
 // A vector over channels in the accumulation dtype; null where it is not given.
@@ -387,9 +395,11 @@ std::vector<A> filled(const Optional& vector, const Tensor& x, A otherwise) {
 
 std::tuple<Tensor, Tensor> standardize(
     const Tensor& x, const Optional& weight, const Optional& bias, int64_t groups, bool centered, double square_factor,
-    double eps_in_root, double eps_outside, double min_divisor, double gain, double gain_slope) {
+    double eps_in_root, double eps_outside, double min_divisor, double gain, double gain_slope, const Optional& direct,
+    const Optional& center) {
   TORCH_CHECK_VALUE(groups > 0, "groups=", groups, " has to be greater than 0");
-  check_sizes(x, groups, std::nullopt, std::nullopt, std::nullopt, {&weight, &bias});
+  check_sizes(x, groups, std::nullopt, std::nullopt, std::nullopt, {&weight, &bias, &direct, &center});
+  check_together({&direct, &center});
   std::vector<int64_t> sizes = x.sizes().vec();
   sizes.back() = groups;
   sizes.insert(sizes.begin(), 3);
@@ -398,9 +408,12 @@ std::tuple<Tensor, Tensor> standardize(
     using S = std::remove_pointer_t<decltype(storage)>;
     using A = decltype(accumulator);
     const std::vector<A> scale = filled<A>(weight, x, A(1)), offset = filled<A>(bias, x, A(0));
+    const Vector<A> factor(direct, x), middle(center, x);
     Tensor held;
     PerToken<S, A> p = per_token<S, A>(x, held, y, stats, groups, gain, gain_slope);
-    if (weight || bias) p.scale = scale.data(), p.bias = offset.data();
+    if (weight || bias || direct) p.scale = scale.data(), p.bias = offset.data();
+    p.direct = factor.data;
+    p.center = middle.data;
     p.centered = centered;
     p.square_factor = static_cast<A>(square_factor);
     p.eps_in_root = static_cast<A>(eps_in_root);
@@ -414,9 +427,11 @@ std::tuple<Tensor, Tensor> standardize(
 
 std::tuple<Tensor, Tensor> standardize_gradient(
     const Tensor& dy, const Tensor& x, const Optional& weight, const Tensor& stats, int64_t groups, double gain,
-    double gain_slope, bool through_mean, bool through_divisor, bool sums) {
+    double gain_slope, bool through_mean, bool through_divisor, bool sums, const Optional& direct, const Optional& center,
+    const Optional& slope, const Optional& offset, const Optional& padding) {
   TORCH_CHECK_VALUE(groups > 0, "groups=", groups, " has to be greater than 0");
-  check_sizes(x, groups, dy, std::nullopt, std::nullopt, {&weight});
+  check_sizes(x, groups, dy, padding, std::nullopt, {&weight, &direct, &center, &slope, &offset});
+  check_together({&direct, &center, &slope, &offset});
   TORCH_CHECK_VALUE(
       stats.numel() == 3 * rows_of(x) * groups && stats.is_contiguous() && stats.scalar_type() == acc_dtype(x),
       "arguments of an operator of pn_fairseq do not fit x of shape ", x.sizes());
@@ -424,9 +439,14 @@ std::tuple<Tensor, Tensor> standardize_gradient(
   for_type_of(x, [&](auto* storage, auto accumulator, const auto& passes) {
     using S = std::remove_pointer_t<decltype(storage)>;
     using A = decltype(accumulator);
-    const Vector<A> scale(weight, x);
+    const Vector<A> scale(weight, x), factor(direct, x), middle(center, x), steep(slope, x), constant(offset, x);
     Tensor held_x, held_dy;
     PerToken<S, A> p = per_token<S, A>(x, held_x, dx, stats, groups, gain, gain_slope);
+    p.direct = factor.data;
+    p.center = middle.data;
+    p.slope = steep.data;
+    p.offset = constant.data;
+    p.padding = data_of(padding);
     p.dy = rows_in<S>(dy, held_dy);
     p.scale = scale.data;
     p.through_mean = through_mean;
