@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import ALLOCATOR, attention, decoding, norms, probe, training, update
+from benchmarks import ALLOCATOR, attention, calls, decoding, norms, probe, training, update
 from benchmarks.profiling import Counts, count, peak_memory
 from benchmarks.results import quartiles, ratios
 from benchmarks.table import TARGETS, targets
@@ -137,9 +137,11 @@ def test_memory_of_training_is_that_of_the_model_at_least():
     )
 
 
-def test_norms(tmp_path, capsys):
-    files = ["--csv", str(tmp_path / "norms.csv"), "--picture", str(tmp_path / "norms.png"), "--markdown"]
-    flags = "--shapes 70x10 --rounds 2 --padding 0.2 0 --dtypes bfloat16 --only".split()
+def test_norms(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(norms, "FULL_SIZE", 140)
+    pictures = ["--picture", str(tmp_path / "norms.png"), "--sizes", str(tmp_path / "sizes.png")]
+    files = ["--csv", str(tmp_path / "norms.csv"), *pictures, "--markdown"]
+    flags = "--shapes 70x10 --rounds 1 --padding 0.2 0 --dtypes bfloat16 --only".split()
     norms.main([*flags, r"^(bn|pn|none)( .LS)? (reference|cpp)$|again|Batch|^RMSNorm$|copy", *files])
     rows = read(tmp_path / "norms.csv")
     # 10 channels have no 4 groups, but 2.
@@ -149,7 +151,8 @@ def test_norms(tmp_path, capsys):
     ours = [name for name in kernels.available() if name != "triton"]
     assert len(names) == 5 + (2 * 2 + 1) * len(ours)  # layer-scale or not, but for a norm of each token
     assert len(rows) == len(names) * 3 * 2
-    assert (tmp_path / "norms.png").read_bytes().startswith(b"\x89PNG")
+    assert {row["rounds"] for row in rows} == {"2"}  # half as many rows, twice as many rounds
+    assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in ("norms.png", "sizes.png"))
     assert not list(tmp_path.glob("*.partial"))
     for row in rows:
         assert float(row["milliseconds"]) > 0 and float(row["ratio_low"]) <= float(row["ratio_high"])
@@ -189,6 +192,16 @@ def test_targets_of_a_gpu_by_hand():
     assert len(lines) == len(TARGETS["cuda"])
     assert "32768x1024: 0.951 (0.90, 1.10) | no |" in lines[1] and "4096" not in lines[2]
     assert targets(rows[2:], "cuda", "triton").count("not measured") == len(TARGETS["cuda"])
+
+
+def test_calls(tmp_path, monkeypatch):
+    monkeypatch.setattr(calls, "CALLS", 1)
+    calls.main(["--rounds", "1", "--only", "^(layer|power)$", "--output", str(tmp_path / "calls.csv")])
+    rows = read(tmp_path / "calls.csv")
+    assert [(row["norm"], row["mode"]) for row in rows] == [
+        (norm, mode) for mode in ("training", "evaluation") for norm in (calls.BASE, "layer", "power")
+    ]
+    assert all(float(row["least_microseconds"]) > 0 for row in rows)
 
 
 @pytest.mark.parametrize(
