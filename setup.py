@@ -115,9 +115,11 @@ def kernels() -> dict:
     if CppExtension is None:
         say("installed without C++ kernels: this build has no torch (pip: --no-build-isolation)")
         return {}
+    selection = Path(ROOT, "pn_fairseq/kernels/selection.py").read_text("utf-8")
+    schemas = re.search(r"^SCHEMAS = (\d+)$", selection, re.M)[1]
     extension = CppExtension(
-        # Compiled kernels fit one version of torch only; pn_fairseq/kernels/selection.py looks for this name.
-        "pn_fairseq.kernels._cpp_" + re.sub(r"\W", "_", torch.__version__),
+        # Compiled kernels fit one version of torch and of the schemas; selection.py looks for this name.
+        "pn_fairseq.kernels._cpp_" + re.sub(r"\W", "_", f"{torch.__version__}_{schemas}"),
         [f"{SOURCES}/{name}" for name in ("ops.cpp", *CPU_FLAGS)],
         depends=[f"{SOURCES}/{name}" for name in ("rows.h", "rows_impl.h")],
         define_macros=[("PN_X86", None)] if X86 else [],

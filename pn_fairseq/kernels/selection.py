@@ -20,8 +20,11 @@ VARIABLE = "PN_FAIRSEQ_KERNELS"
 #: Implementation -> dispatch key of the device that it is for; None: any.
 IMPLEMENTATIONS = {"reference": None, "triton": "CUDA", "cpp": "CPU"}
 
-#: The compiled kernels, which fit one version of torch only; setup.py gives them the same name.
-EXTENSION = "pn_fairseq.kernels._cpp_" + re.sub(r"\W", "_", torch.__version__)
+#: One more whenever the schema of an operator changes. torch would end the process that loads kernels of other schemas.
+SCHEMAS = 2
+
+#: The compiled kernels, which fit one version of torch and these schemas; setup.py gives them the same name.
+EXTENSION = "pn_fairseq.kernels._cpp_" + re.sub(r"\W", "_", f"{torch.__version__}_{SCHEMAS}")
 
 #: Lowest compute capability on which the Triton kernels are used. They have been compiled for 7.0, 7.5, 8.0 and 9.0.
 LOWEST_CAPABILITY = (7, 0)
@@ -32,8 +35,8 @@ def _load_cpp() -> str | None:
     spec = importlib.util.find_spec(EXTENSION)
     if spec is None:
         missing = (
-            f"they are not compiled for torch {torch.__version__}; install pn_fairseq again "
-            "(pip: --no-build-isolation) where there is a C++ compiler"
+            f"they are not compiled for torch {torch.__version__} and this version of pn_fairseq; install it again "
+            "(make venv, or pip with --no-build-isolation) where there is a C++ compiler"
         )
         if not os.environ.get(VARIABLE):
             warnings.warn(f"pn_fairseq computes without its C++ kernels: {missing}", stacklevel=2)
