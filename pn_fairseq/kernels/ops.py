@@ -203,6 +203,8 @@ def standardized(
     gains, through = (gain, gain_slope), (through_mean, through_divisor)
     if by_reference():
         return reference.standardize(x, weight, bias, groups, *divisor, *gains, None, None, *through)[0]
+    if not torch.is_grad_enabled():
+        return standardize(x, weight, bias, groups, *divisor, *gains)[0]
     return _Standardize.apply(x, weight, bias, groups, divisor, gains, (centered and through_mean, through_divisor))
 
 
@@ -231,4 +233,6 @@ def squashed(
     """y of :func:`.reference.squash`, with its gradient."""
     if by_reference():
         return reference.squash(x, weight, bias, alpha, shift, erf)
+    if not torch.is_grad_enabled():
+        return squash(x, weight, bias, alpha, shift, erf)
     return _Squash.apply(x, weight, bias, alpha, shift, erf)

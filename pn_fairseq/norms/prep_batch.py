@@ -103,10 +103,10 @@ class ProgressiveBatchNorm(MaskedBatchNorm):
 
     def effective_affine(self, weight, bias, further, mean, moment):
         r"""Of RepBN: as x = D x_hat + mu, the factors are gamma + alpha D and beta + alpha mu."""
-        alpha = further[0] if further else 1.0
         sigma = (moment + self.eps).sqrt()
-        weight, bias = (initial if value is None else value for initial, value in ((1.0, weight), (0.0, bias)))
-        return weight + alpha * sigma, bias + alpha * mean
+        if not further:
+            return 1.0 + sigma, mean
+        return torch.addcmul(weight, further[0], sigma), torch.addcmul(bias, further[0], mean)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, fade_updates={self.fade_updates}"
