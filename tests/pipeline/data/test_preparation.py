@@ -27,7 +27,7 @@ def test_every_corpus_has_its_wrapper_and_its_options_are_arguments():
     assert wrappers == RECIPES.keys()
     for name, recipe in RECIPES.items():
         text = (ROOT / f"scripts/prepare_{name}.sh").read_text()
-        assert text.endswith(f'/pn" prepare {name} "$@"\n') and len(text.splitlines()) == 3
+        assert text.endswith(f'/pn" prepare {name} "$@"\n') and len(text.splitlines()) == 2
         arguments = recipe.prepare.__code__.co_varnames[1 : recipe.prepare.__code__.co_argcount]
         assert {flag[2:].replace("-", "_") for flag in recipe.OPTIONS} == set(arguments)
         assert not recipe.CONFIG or (ROOT / f"configs/{recipe.CONFIG}.yaml").is_file()
