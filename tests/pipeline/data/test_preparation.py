@@ -47,6 +47,12 @@ def test_values_that_cannot_be_used(options, kind, needle, corpus, monkeypatch, 
     assert needle in capsys.readouterr().err and not (corpus.parent / "data").exists()
 
 
+def test_a_recipe_with_an_unknown_setting(tmp_path):
+    with pytest.raises(TypeError, match="there is no setting lowwer"):
+        Preparation(tmp_path / "data", workers=1).begin("", source="de", target="en", lowwer=1)
+    assert not (tmp_path / "data").exists()
+
+
 def test_a_memory_that_is_too_small_is_one_line(corpus, monkeypatch, capsys):
     def too_much(*args):
         raise MemoryError
