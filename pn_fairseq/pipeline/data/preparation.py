@@ -57,7 +57,6 @@ class Preparation(contextlib.ExitStack):
     def __init__(self, dest: Path | None, workers: int, check: bool = False):
         super().__init__()
         self._given, self.workers, self._check = dest, workers, check
-        self.settings: dict[str, str] = {}
 
     def begin(self, name: str, **values: object) -> None:
         """Take the settings of a translation corpus that differ from their defaults, and open ``dest``.
@@ -72,14 +71,14 @@ class Preparation(contextlib.ExitStack):
         values = {"segmentation": kind, **values}
         if unknown := values.keys() - settings.DEFAULTS.keys():
             raise TypeError(f"there is no setting {', '.join(unknown)}")
-        self.settings = {**settings.DEFAULTS, **{name: str(value) for name, value in values.items()}}
-        if self.settings["tokenizer"] == "moses":
-            tokens.checkout(self.settings)
-        self.open(name)
+        complete = {**settings.DEFAULTS, **{name: str(value) for name, value in values.items()}}
+        if complete["tokenizer"] == "moses":
+            tokens.checkout(complete)
+        self.open(name, complete)
 
-    def open(self, name: str) -> None:
+    def open(self, name: str, made_with: dict[str, str]) -> None:
         """Make ``dest``, by default ``runs/data/NAME``, and keep other preparations out of it until this one ends."""
-        self.dest = (self._given or Path("runs/data") / name).absolute()
+        self.dest, self.settings = (self._given or Path("runs/data") / name).absolute(), made_with
         settings.check(self.dest, self.settings, {})  # before anything is downloaded
         if self._check:
             raise Complete

@@ -27,8 +27,7 @@ def write(folder: Path, **contents: bytes) -> tuple[Path, Path]:
 
 def take(reader: pairs.Reader, tmp_path: Path, de: bytes, en: bytes) -> tuple[list[str], list[str]]:
     with Preparation(tmp_path / "data", workers=1) as data:
-        data.open("")
-        data.settings = {**DEFAULTS, "source": "de", "target": "en"}
+        data.open("", {**DEFAULTS, "source": "de", "target": "en"})
         data.take(reader, "train", write(tmp_path, de=de, en=en))
         texts = [(data.partial / f"text/train.{lang}").read_bytes().decode() for lang in ("de", "en")]
     assert all(text.endswith("\n") for text in texts)
@@ -113,7 +112,7 @@ def test_the_rule_of_cleaning(source, target, reason):
 def data(tmp_path):
     """A function that gives the preparation in a folder, with these settings."""
     with Preparation(tmp_path, workers=1) as data:
-        data.open("")
+        data.open("", {})
 
         def with_settings(**values: object) -> Preparation:
             data.settings = {**DEFAULTS, "source": "de", "target": "en", **values}

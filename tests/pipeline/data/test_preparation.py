@@ -65,8 +65,8 @@ def test_a_memory_that_is_too_small_is_one_line(corpus, monkeypatch, capsys):
 
 def test_a_second_preparation_waits(tmp_path, capsys):
     first, second = (Preparation(tmp_path, workers=1) for _ in range(2))
-    first.open("")
-    thread = threading.Thread(target=second.open, args=("",))
+    first.open("", {})
+    thread = threading.Thread(target=second.open, args=("", {}))
     thread.start()
     thread.join(0.3)
     assert thread.is_alive()
