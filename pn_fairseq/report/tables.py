@@ -95,10 +95,9 @@ def _data(corpus: Corpus) -> pandas.DataFrame:
     if corpus.data is None:
         rows["settings"] = missing("not recorded")
     settings = corpus.data or {}
-    hidden = ("folder",) if settings.get("clean") else ("folder", "clean_stage")
     for key, value in settings.items():
         off = not value or value == "0" and key not in ("lower", "bpe")
-        if not off and key not in hidden and "." not in key:  # with a dot: a file, and its checksum
+        if not off and key not in ("folder", "clean_stage") and "." not in key:  # with a dot: a file, and its checksum
             rows[code(key)] = code(value)
     files = [recorded(run.data_folder, "counts") for run in corpus.runs if run.data_folder]
     counts = next((read_settings(file) for file in files if file.is_file()), {})  # empty if the data is gone

@@ -7,7 +7,6 @@ import http.client
 import os
 import ssl
 import tarfile
-import time
 import urllib.error
 import urllib.request
 import zipfile
@@ -24,8 +23,6 @@ CHUNK = 1 << 20
 AGENT = "Mozilla/5.0"
 #: What a server and the way to it may raise, also in the middle of a file.
 NETWORK = (urllib.error.URLError, http.client.HTTPException, ConnectionError, TimeoutError, ssl.SSLError)
-#: HTTP's codes for failures that may have passed a moment later.
-TRANSIENT = {408, 425, 429, 500, 502, 503, 504}
 #: Bytes that an archive may unpack, in all. The largest text used here, WMT14's Common Crawl, has about 700 MB.
 LIMIT = 4 << 30
 #: What is raised for a damaged archive.
@@ -59,17 +56,15 @@ def _transfer(address: str, partial: Path) -> None:
             raise http.client.IncompleteRead(b"", missing)
 
 
-def fetch(url: str, file: Path, known: str = "", retries: int = 4, pause: float = 1) -> None:
-    """Download a file, unless it is there. What an earlier attempt left of it is resumed.
+def fetch(url: str, file: Path, known: str = "") -> None:
+    """Download a file, unless it is there. Where a connection broke, it is resumed as long as something comes.
 
     Args:
         url: address; DATA_MIRROR may replace all but the name of the file.
         file: where to put it.
         known: the checksum that it must have, sha256 or (32 digits) md5; "": any.
-        retries: attempts in a row that may fail without a byte.
-        pause: seconds before the second attempt, doubled each time.
     """
-    address, partial, failures = _address(url), file.with_name(f"{file.name}.partial"), 0
+    address, partial = _address(url), file.with_name(f"{file.name}.partial")
     file.parent.mkdir(parents=True, exist_ok=True)
     while not file.exists():
         before = _size(partial)
@@ -78,17 +73,13 @@ def fetch(url: str, file: Path, known: str = "", retries: int = 4, pause: float 
             _transfer(address, partial)
             partial.rename(file)
         except NETWORK as error:
-            status, size = getattr(error, "code", None), _size(partial)
-            failures = 1 if size > before else failures + 1
-            if status == 416 and size:  # the server has no more than is here: it may be the end of another version
-                partial.unlink()
-            elif failures > retries or address.startswith("file:") or (status and status not in TRANSIENT):
+            size = _size(partial)
+            if getattr(error, "code", None) == 416 and size:
+                partial.unlink()  # the server has no more than is here: it may be the end of another version
+            elif size <= before:
                 kept = f"; {size} bytes are kept for the next run" if size else ""
-                advice = "check the network, or get the file elsewhere and name its folder in DATA_MIRROR"
+                advice = "check the network and retry, or get the file elsewhere and name its folder in DATA_MIRROR"
                 raise UserError(f"{address}: {error}{kept}; {advice}") from None
-            else:
-                say("prepare", f"{file.name}: {error}; trying again")
-                time.sleep(min(pause * 2 ** (failures - 1), 60))
     algorithm = "md5" if len(known) == 32 else "sha256"
     if known and (digest := checksum(file, algorithm)) != known.lower():
         file.unlink()

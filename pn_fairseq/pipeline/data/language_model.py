@@ -29,29 +29,20 @@ UNIT = {
 }
 
 
-def prepare(
-    data: Preparation,
-    name: str,
-    texts: Sequence[Path],
-    tokenize: str = "",
-    lower: bool = False,
-    min_count: int = 1,
-    expect: Sequence[int] = (),
-    unit: str = "word",
-) -> None:
-    """Make the data of train, valid and test, plain or .gz, in the folder of ``data``, which is open.
+def settings(
+    name: str, unit: str = "word", tokenize: str = "", lower: bool = False, min_count: int = 1
+) -> dict[str, str]:
+    """The settings of a language model's data, for :meth:`Preparation.open`.
 
     Args:
         name: of the corpus, for reports.
-        texts: the files of train, valid and test.
+        unit: word or byte; with bytes the text is neither tokenized nor changed.
         tokenize: language of Moses' tokenizer; "": the text has tokens.
         min_count: words that are rarer in train become <unk>.
-        expect: numbers of tokens of the published files; others are an error.
-        unit: word or byte; with bytes the text is neither tokenized nor changed.
     """
     if unit == "byte" and (tokenize or lower or min_count > 1):
         raise UserError("--unit byte takes the text as it is: leave out --tokenize, --lower and --min-count")
-    data.settings = {
+    return {
         "task": "language_modeling",
         "corpus": name,
         "unit": unit,
@@ -60,8 +51,17 @@ def prepare(
         "lower": str(int(lower)),
         "min_count": str(min_count),
     }
+
+
+def prepare(data: Preparation, texts: Sequence[Path], expect: Sequence[int] = ()) -> None:
+    """Make the data of the files of train, valid and test, plain or .gz, in the folder of ``data``, which is open.
+
+    Args:
+        expect: numbers of tokens of the published files; others are an error.
+    """
+    reader = pairs.as_bytes if data.settings["unit"] == "byte" else pairs.as_is
     for path, output in zip(texts, data.files(), strict=True):
-        pairs.append(pairs.as_bytes if unit == "byte" else pairs.as_is, path, data.partial / "text" / output)
+        pairs.append(reader, path, data.partial / "text" / output)
     data.keep_text("raw")
 
     data.transform("tokenizing", "raw", "tok", lambda *_: _tokenizer(data.settings))
@@ -69,8 +69,10 @@ def prepare(
     counts = {split: sum(len(line.split()) + 1 for line in pairs.lines(path)) for split, path in tok.items()}
     if expect and list(counts.values()) != list(expect):
         here, published = (" / ".join(f"{count:,}" for count in numbers) for numbers in (counts.values(), expect))
+        name = data.settings["corpus"]
         raise UserError(f"this is not {name}: train, valid and test have {here} tokens, and {name} has {published}")
-    flags = ["--only-source", "--thresholdsrc", str(min_count), *(f"--{split}pref=tok/{split}.txt" for split in SPLITS)]
+    flags = ["--only-source", "--thresholdsrc", data.settings["min_count"]]
+    flags += [f"--{split}pref=tok/{split}.txt" for split in SPLITS]
     make_bin(data.dest, data.workers, flags, {split: f"tok/{split}.txt" for split in SPLITS})
     lines = {f"{split}.lines": count_lines(path) for split, path in tok.items()}
     data.finish({**counts, **lines, **_unknown(data.dest / "bin")})

@@ -88,11 +88,6 @@ def segments(path: Path, blanks: str | None = None) -> Iterator[str]:
             yield segment[1].strip(blanks).replace("\r", " ")
 
 
-def wmt_segments(path: Path) -> Iterator[str]:
-    """The same for WMT, with the white space that sacrebleu removes."""
-    return segments(path, " \t\f\v\r")
-
-
 def append(reader: Reader, path: Path, output: Path) -> int:
     """Append the sentences of a published file to a file of text, one a line, and return their number."""
     count = empty = 0
@@ -103,7 +98,7 @@ def append(reader: Reader, path: Path, output: Path) -> int:
             count, empty = count + 1, empty + (not sentence.strip())
             file.write(f"{sentence}\n".encode(errors="surrogateescape"))
     if not count:
-        raise UserError(f"{path} is empty, or no text that can be read here ({reader.__name__})")
+        raise UserError(f"{path} is empty, or no text that can be read here")
     if empty:
         say("prepare", f"note: {empty} of the {count} lines of {path} are empty")
     return count

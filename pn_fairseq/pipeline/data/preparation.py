@@ -1,15 +1,10 @@
 """The steps of a preparation, which the recipes call in their order.
 
-They leave in DEST
-  raw/  the text before tokenization          bpe/  subwords, and codes or sentencepiece.model
-  tok/  tokenized, as it is scored            bin/  fairseq's binary data
+They fill the folders raw, tok, bpe and bin, which ``pn prepare CORPUS --help`` describes, with the same sentences, line
+by line, and write
   settings.txt  what it was made with, name=value, then the checksums of the text (settings.py)
-  counts.txt    name=value: SPLIT, the pairs in it; SPLIT.read and SPLIT.removed if there was cleaning
+  counts.txt    name=value: SPLIT, the pairs in it; train.read and train.removed if there was cleaning
   removed.tsv   (with cleaning) each removed pair: split, line in text/, reason, tokens of both sides
-raw, tok, bpe and bin have the same sentences, line by line. Cleaning removes pairs, and nothing else does.
-
-Each step leaves whole files or none and is skipped where its files are there: a preparation that was interrupted is
-started again and ends in the same bytes.
 """
 
 from __future__ import annotations
@@ -21,6 +16,7 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 from pn_fairseq.common.command import UserError, say, whole
 from pn_fairseq.common.files import checksum, count_lines, read_settings, scratch_folder, write_settings
@@ -61,7 +57,6 @@ class Preparation(contextlib.ExitStack):
     def __init__(self, dest: Path | None, workers: int, check: bool = False):
         super().__init__()
         self._given, self.workers, self._check = dest, workers, check
-        self.settings: dict[str, str] = {}
 
     def begin(self, name: str, **values: object) -> None:
         """Take the settings of a translation corpus that differ from their defaults, and open ``dest``.
@@ -73,15 +68,18 @@ class Preparation(contextlib.ExitStack):
             raise UserError(f"BPE must be {' or '.join(subwords.MODELS)}, not '{kind}'")
         if os.environ.get("MOSES"):
             values = {"tokenizer": "moses", **values}
-        self.settings = settings.complete({"segmentation": kind, **values})
-        if self.settings["tokenizer"] == "moses":
-            tokens.checkout(self.settings)
-        self.open(name)
+        values = {"segmentation": kind, **values}
+        if unknown := values.keys() - settings.DEFAULTS.keys():
+            raise TypeError(f"there is no setting {', '.join(unknown)}")
+        complete = {**settings.DEFAULTS, **{name: str(value) for name, value in values.items()}}
+        if complete["tokenizer"] == "moses":
+            tokens.checkout(complete)
+        self.open(name, complete)
 
-    def open(self, name: str) -> None:
+    def open(self, name: str, made_with: dict[str, str]) -> None:
         """Make ``dest``, by default ``runs/data/NAME``, and keep other preparations out of it until this one ends."""
-        self.dest = (self._given or Path("runs/data") / name).absolute()
-        settings.changed(self.dest, self.settings, {})  # before anything is downloaded
+        self.dest, self.settings = (self._given or Path("runs/data") / name).absolute(), made_with
+        settings.check(self.dest, self.settings, {})  # before anything is downloaded
         if self._check:
             raise Complete
         self.dest.mkdir(parents=True, exist_ok=True)
@@ -155,14 +153,16 @@ class Preparation(contextlib.ExitStack):
         """
         new, folder = self.partial / "text", self.dest / to
         texts = [(new if new.exists() else folder) / name for name in self.files()]
-        settings.keep(self.dest, self.settings, {path.name: checksum(path) for path in texts if path.exists()})
+        sums = {path.name: checksum(path) for path in texts if path.exists()}
+        settings.check(self.dest, self.settings, sums)
+        if (self.dest / "bin").is_dir() and (self.dest / "counts.txt").is_file():
+            self.finish({})
+            raise Complete
+        write_settings(self.dest / "settings.txt", self.settings, sums)
         if not folder.exists():
             if to == "text":
                 (new / "archives").write_text(self._sums(), encoding="utf-8")
             new.rename(folder)
-        if (self.dest / "bin").is_dir() and (self.dest / "counts.txt").is_file():
-            self.finish({})
-            raise Complete
 
     def prepare_folder(self, folder: Path, test: str = "test", expect: Sequence[int] = (0, 0, 0)) -> None:
         """All steps for the text of train, valid and ``test`` in a folder.
@@ -194,88 +194,72 @@ class Preparation(contextlib.ExitStack):
         """Turn tokens into plain text, by the detokenizer that ``pn score`` uses for translations."""
         from pn_fairseq.pipeline.scoring import detokenize
 
-        def work(_, lang: str) -> Work:
-            return per_line(lambda line: detokenize([line], lang)[0])
-
-        self.transform("detokenizing", source, to, work)
+        self.transform("detokenizing", source, to, lambda _, lang: per_line(lambda line: detokenize([line], lang)[0]))
 
     def tokenize(self, source: str, to: str, splits: Sequence[str] = SPLITS, without: Sequence[str] = ()) -> None:
         """Tokenize these splits, without these settings."""
         used, straight = {**self.settings, **dict.fromkeys(without, "0")}, self.settings["straighten"].split()
+        tool = os.environ["MOSES"] if used["tokenizer"] == "moses" else "sacremoses"
 
         def work(split: str, lang: str) -> Work:
             return tokens.tokenizer(used, lang, split in straight)
 
-        tool = os.environ["MOSES"] if used["tokenizer"] == "moses" else "sacremoses"
         self.transform(f"tokenizing with {tool}", source, to, work, splits)
 
-    def select(self, **folders: str) -> None:
-        """Write the pairs that are kept, in their order, and removed.tsv and counts.txt, unless that is done.
+    def select(self) -> None:
+        """Write raw/ and tok/, the pairs of text/ and stages/tok/ that are kept, removed.tsv and counts.txt.
 
-        Cleaning (the settings clean and clean_stage) removes training pairs. With the setting ``valid_every=N`` each
-        N-th training pair that is kept becomes one of the validation set.
-
-        Args:
-            folders: raw, tok, bpe -> folder with the same sentences, line by line; the model of bpe is copied.
+        The setting ``clean`` says which training pairs are removed. With ``valid_every=N`` each N-th training pair that
+        is kept becomes one of the validation set.
         """
         if (self.dest / "counts.txt").exists():
             return
         say("prepare", "selecting pairs")
-        made, sources = self.partial / "selected", [self.dest / folder for folder in folders.values()]
+        made, sources = self.partial / "selected", {"raw": self.dest / "text", "tok": self.dest / "stages/tok"}
+        for stage, folder in sources.items():
+            (made / stage).mkdir(parents=True)
+            for name in self.files(["valid", "test"]):
+                if (folder / name).exists():
+                    shutil.copy(folder / name, made / stage)
         least, most, ratio = (float(number) for number in self.settings["clean"].split())
-        valid_every = int(self.settings["valid_every"])
-        counted = [*folders].index(self.settings["clean_stage"]) * 2  # the first of the two files that are counted
-        counts, written = {}, Counter()
-        for name in folders:
-            (made / name).mkdir(parents=True)
-        if "bpe" in folders:
-            shutil.copy(self.dest / folders["bpe"] / subwords.MODELS[self.settings["segmentation"]], made / "bpe")
+        valid_every, number, reasons = int(self.settings["valid_every"]), 0, Counter()
         with contextlib.ExitStack() as stack:
 
-            def opened(split: str, mode: str, folders: Iterable[Path]) -> list:
+            def opened(split: str, mode: str, folders: Iterable[Path]) -> list[BinaryIO]:
                 paths = [folder / name for folder in folders for name in self.files([split])]
                 return [stack.enter_context(path.open(mode)) for path in paths]
 
-            outputs = {split: opened(split, "wb", [made / name for name in folders]) for split in SPLITS}
+            train, valid = (opened(split, "ab", [made / stage for stage in sources]) for split in ("train", "valid"))
             removed = stack.enter_context((made / "removed.tsv").open("w", encoding="utf-8"))
-            sides = [f"tokens {self.settings[side]}" for side in ("source", "target")]
-            removed.write("\t".join(["split", "line", "reason", *sides]) + "\n")
-            for split in ("train", "test") if valid_every else SPLITS:
-                number, reasons = 0, Counter()
-                for number, lines in enumerate(zip(*opened(split, "rb", sources), strict=True), 1):
-                    goal = split
-                    if split == "train":
-                        source, target = (line.decode("utf-8").split() for line in lines[counted : counted + 2])
-                        if reason := pairs.objection(source, target, least, most, ratio):
-                            reasons[reason] += 1
-                            removed.write(f"train\t{number}\t{reason}\t{len(source)}\t{len(target)}\n")
-                            continue
-                        if valid_every and (number - reasons.total()) % valid_every == 0:
-                            goal = "valid"
-                    for file, line in zip(outputs[goal], lines, strict=True):
-                        file.write(line)
-                    written[goal] += 1
-                counts[f"{split}.read"] = number
-                if split == "train":
-                    counts["train.removed"] = reasons.total()
-                    counts |= {f"train.removed.{name.replace(' ', '_')}": reasons[name] for name in sorted(reasons)}
-        counts |= {split: written[split] for split in SPLITS}
-        if empty := [split for split in SPLITS if not written[split]]:
+            removed.write("split\tline\treason\ttokens {source}\ttokens {target}\n".format_map(self.settings))
+            for number, lines in enumerate(zip(*opened("train", "rb", sources.values()), strict=True), 1):
+                source, target = (line.decode("utf-8").split() for line in lines[2:])  # the tokens
+                if reason := pairs.objection(source, target, least, most, ratio):
+                    reasons[reason] += 1
+                    removed.write(f"train\t{number}\t{reason}\t{len(source)}\t{len(target)}\n")
+                    continue
+                for_valid = valid_every and (number - reasons.total()) % valid_every == 0
+                for file, line in zip(valid if for_valid else train, lines, strict=True):
+                    file.write(line)
+        counts = {"train.read": number, "train.removed": reasons.total()}
+        counts |= {f"train.removed.{reason.replace(' ', '_')}": reasons[reason] for reason in sorted(reasons)}
+        counts |= {split: count_lines(made / "raw" / self.files([split])[0]) for split in SPLITS}
+        if empty := [split for split in SPLITS if not counts[split]]:
             numbers = ", ".join(f"{name}={count}" for name, count in counts.items())
             raise UserError(f"no sentence pair of {empty[0]} is left ({numbers})")
         write_settings(made / "counts.txt", counts)
-        for name in (*folders, "removed.tsv", "counts.txt"):  # the counts are moved last and say that all is there
+        for name in (*sources, "removed.tsv", "counts.txt"):  # the counts are moved last and say that all is there
             shutil.rmtree(self.dest / name, ignore_errors=True)
             os.replace(made / name, self.dest / name)
 
-    def segment(self, source: str = "tok", to: str = "bpe") -> None:
+    def segment(self) -> None:
         """Learn subwords on the tokens of both languages, and apply them."""
         kind, size = self.settings["segmentation"], int(self.settings["bpe"])
-        model = self.dest / to / subwords.MODELS[kind]
+        model = self.dest / "bpe" / subwords.MODELS[kind]
         say("prepare", f"learning {size} BPE operations on both languages with {kind}")
-        subwords.learn(kind, size, model, [self.dest / source / name for name in self.files(["train"])])
+        subwords.learn(kind, size, model, [self.dest / "tok" / name for name in self.files(["train"])])
         work = per_line(subwords.segmenter(kind, model))
-        self.transform("applying BPE", source, to, lambda *_: work)
+        self.transform("applying BPE", "tok", "bpe", lambda *_: work)
 
     def binarize(self, expected: str = "") -> None:
         """Make fairseq's binary data, bin/, from bpe/. ``expected``: the counts that the original text gives."""

@@ -37,8 +37,6 @@ def checkout(settings: Mapping[str, str]) -> Path:
     if not os.environ.get("MOSES"):
         raise UserError("the text was tokenized by Moses' own scripts: set MOSES to a checkout of mosesdecoder")
     moses = Path(os.environ["MOSES"]).absolute()
-    if not moses.is_dir():
-        raise UserError(f"MOSES must be a checkout of mosesdecoder, and '{moses}' is not a folder")
     for script in scripts(settings).values():
         if not (moses / script).is_file():
             raise UserError(f"MOSES={moses} is not a checkout of mosesdecoder: {script} is missing")

@@ -77,6 +77,8 @@ def test_a_second_preparation_is_the_same_or_refused(prepared, tmp_path):
     script("prepare_text_lm.sh", *flags, "--lower", "--min-count", 2)
     assert (prepared / "data/bin/train.bin").stat().st_mtime_ns == before
     assert_refused(script("prepare_text_lm.sh", *flags, "--lower", check=False), "min_count=2, not 1")
+    assert_refused(script("prepare_text_lm.sh", *flags, "--check", check=False), "lower=1, not 0")
+    assert script("prepare_text_lm.sh", *flags, "--lower", "--min-count", 2, "--check").stderr == ""
     for text, needle in (("b\n", "other text"), ("", "test.txt is empty")):
         other = write(tmp_path / "texts", {**TEXTS, "test": text})
         again = ("--corpus", other, *flags[2:], "--lower", "--min-count", 2)

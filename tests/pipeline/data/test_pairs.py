@@ -6,16 +6,17 @@ from pathlib import Path
 import pytest
 
 from pn_fairseq.common.command import UserError
-from pn_fairseq.pipeline.data import pairs, settings
+from pn_fairseq.pipeline.data import pairs
 from pn_fairseq.pipeline.data.pairs import (
     as_is,
     segments,
     strip_tags,
     tokens,
     without_carriage_returns,
-    wmt_segments,
 )
 from pn_fairseq.pipeline.data.preparation import Preparation
+from pn_fairseq.pipeline.data.recipes.wmt14 import sacrebleus_segments
+from pn_fairseq.pipeline.data.settings import DEFAULTS
 
 
 def write(folder: Path, **contents: bytes) -> tuple[Path, Path]:
@@ -26,8 +27,7 @@ def write(folder: Path, **contents: bytes) -> tuple[Path, Path]:
 
 def take(reader: pairs.Reader, tmp_path: Path, de: bytes, en: bytes) -> tuple[list[str], list[str]]:
     with Preparation(tmp_path / "data", workers=1) as data:
-        data.open("")
-        data.settings = settings.complete({"source": "de", "target": "en"})
+        data.open("", {**DEFAULTS, "source": "de", "target": "en"})
         data.take(reader, "train", write(tmp_path, de=de, en=en))
         texts = [(data.partial / f"text/train.{lang}").read_bytes().decode() for lang in ("de", "en")]
     assert all(text.endswith("\n") for text in texts)
@@ -66,7 +66,7 @@ def test_what_users_do_not_see_is_said_with_counts(tmp_path, capsys):
         (as_is, b"a\n", b"", "text.en is empty"),
         (as_is, b"a\n\xff\n", b"c\nd\n", "text.de: line 2 is not UTF-8"),
         (as_is, b"a\nb\rc\n", b"c\nd\n", "text.de: line 2 has a carriage return in the middle"),
-        (segments, b"a\n", b"b\n", "text.de is empty, or no text that can be read here .segments"),
+        (segments, b"a\n", b"b\n", "text.de is empty, or no text that can be read here"),
         (segments, b'<seg id="1">a</seg>\n<seg id="2">b\n', b"c\nd\n", "text.de: line 2 is not of the form <seg"),
     ],
 )
@@ -82,7 +82,7 @@ def test_text_that_cannot_be_used(reader, de, en, needle, tmp_path):
         (tokens, "a\u00a0b  c\u2028d\n\n".encode(), ["a b c d", ""]),
         (strip_tags, b"<url>x</url>\n<title>T &amp; U</title>\n  a\rb \n<speaker>S</speaker>\n", None),
         (segments, b'<doc>\n<seg id="1"> a\rb </seg>\n<seg id="2"></seg>\n</doc>\n', ["a b", ""]),
-        (wmt_segments, '<seg id="1">\u00a0a\r</seg>\n<seg id="2">b</seg>\n'.encode(), ["\u00a0a", "b"]),
+        (sacrebleus_segments, '<seg id="1">\u00a0a\r</seg>\n<seg id="2">b</seg>\n'.encode(), ["\u00a0a", "b"]),
     ],
 )
 def test_kinds_of_published_text(reader, text, expected, tmp_path):
@@ -112,38 +112,39 @@ def test_the_rule_of_cleaning(source, target, reason):
 def data(tmp_path):
     """A function that gives the preparation in a folder, with these settings."""
     with Preparation(tmp_path, workers=1) as data:
-        data.open("")
+        data.open("", {})
 
         def with_settings(**values: object) -> Preparation:
-            data.settings = settings.complete({"source": "de", "target": "en", **values})
+            data.settings = {**DEFAULTS, "source": "de", "target": "en", **values}
             return data
 
         yield with_settings
 
 
-def test_pairs_are_removed_by_their_subwords(data, tmp_path):
-    """And DEST/bpe also gets the codes."""
-    lines = {"text": ("a b", "ab"), "stages/tok": ("a b", "ab"), "stages/bpe": ("a b", "a@@ b")}
-    for folder, pair in lines.items():
+def test_removed_pairs_and_counts(data, tmp_path):
+    """Lengths are numbers of tokens. Only training pairs are removed."""
+    for folder in ("text", "stages/tok"):
         (tmp_path / folder).mkdir(parents=True)
         for split in ("train", "valid", "test"):
-            for lang, line in zip(("de", "en"), pair, strict=True):
-                (tmp_path / f"{folder}/{split}.{lang}").write_text(f"{line}\nx y z\n")
-    (tmp_path / "stages/bpe/train.en").write_text("a@@ b\nx\n")
-    (tmp_path / "stages/bpe/codes").write_text("codes")
-    data(clean="1 9 1.5", clean_stage="bpe").select(raw="text", tok="stages/tok", bpe="stages/bpe")
-    assert (tmp_path / "raw/train.de").read_text() == "a b\n" and (tmp_path / "bpe/codes").read_text() == "codes"
-    assert (tmp_path / "removed.tsv").read_text().splitlines()[1] == "train\t2\tratio\t3\t1"
-    assert (tmp_path / "counts.txt").read_text().splitlines() == [
-        *("train.read=2", "train.removed=1", "train.removed.ratio=1", "valid.read=2", "test.read=2"),
-        *("train=1", "valid=2", "test=2"),
+            for lang, lines in (("de", "a b\nx y z\n"), ("en", "c d\nx\n")):
+                text = lines if folder == "stages/tok" else lines.replace(" ", "")
+                (tmp_path / f"{folder}/{split}.{lang}").write_text(text)
+    data(clean="1 9 1.5", valid_every="0").select()
+    assert (tmp_path / "raw/train.de").read_text() == "ab\n" and (tmp_path / "tok/train.en").read_text() == "c d\n"
+    assert (tmp_path / "raw/test.de").read_text() == "ab\nxyz\n"
+    assert (tmp_path / "removed.tsv").read_text().splitlines() == [
+        "split\tline\treason\ttokens de\ttokens en",
+        "train\t2\tratio\t3\t1",
     ]
+    counts = ["train.read=2", "train.removed=1", "train.removed.ratio=1", "train=1", "valid=2", "test=2"]
+    assert (tmp_path / "counts.txt").read_text().splitlines() == counts
 
 
 def test_a_split_without_a_pair(data, tmp_path):
-    (tmp_path / "text").mkdir()
-    for name in ("train.de", "train.en", "test.de", "test.en"):
-        (tmp_path / "text" / name).write_text("a\n" * 5)
+    for folder in ("text", "stages/tok"):
+        (tmp_path / folder).mkdir(parents=True)
+        for name in ("train.de", "train.en", "test.de", "test.en"):
+            (tmp_path / folder / name).write_text("a\n" * 5)
     with pytest.raises(UserError, match="no sentence pair of valid is left .*train.read=5.*train=5, valid=0, test=5"):
-        data(clean="1 9 1.5", valid_every=6).select(raw="text", tok="text")
+        data(clean="1 9 1.5", valid_every="6").select()
     assert not (tmp_path / "counts.txt").exists()

@@ -27,7 +27,7 @@ def test_every_corpus_has_its_wrapper_and_its_options_are_arguments():
     assert wrappers == RECIPES.keys()
     for name, recipe in RECIPES.items():
         text = (ROOT / f"scripts/prepare_{name}.sh").read_text()
-        assert text.endswith(f'/pn" prepare {name} "$@"\n') and len(text.splitlines()) == 3
+        assert text.endswith(f'/pn" prepare {name} "$@"\n') and len(text.splitlines()) == 2
         arguments = recipe.prepare.__code__.co_varnames[1 : recipe.prepare.__code__.co_argcount]
         assert {flag[2:].replace("-", "_") for flag in recipe.OPTIONS} == set(arguments)
         assert not recipe.CONFIG or (ROOT / f"configs/{recipe.CONFIG}.yaml").is_file()
@@ -47,6 +47,12 @@ def test_values_that_cannot_be_used(options, kind, needle, corpus, monkeypatch, 
     assert needle in capsys.readouterr().err and not (corpus.parent / "data").exists()
 
 
+def test_a_recipe_with_an_unknown_setting(tmp_path):
+    with pytest.raises(TypeError, match="there is no setting lowwer"):
+        Preparation(tmp_path / "data", workers=1).begin("", source="de", target="en", lowwer=1)
+    assert not (tmp_path / "data").exists()
+
+
 def test_a_memory_that_is_too_small_is_one_line(corpus, monkeypatch, capsys):
     def too_much(*args):
         raise MemoryError
@@ -59,8 +65,8 @@ def test_a_memory_that_is_too_small_is_one_line(corpus, monkeypatch, capsys):
 
 def test_a_second_preparation_waits(tmp_path, capsys):
     first, second = (Preparation(tmp_path, workers=1) for _ in range(2))
-    first.open("")
-    thread = threading.Thread(target=second.open, args=("",))
+    first.open("", {})
+    thread = threading.Thread(target=second.open, args=("", {}))
     thread.start()
     thread.join(0.3)
     assert thread.is_alive()

@@ -20,7 +20,7 @@ SIZES = (90_000_000, 5_000_000, 5_000_000)
 
 
 def prepare(data: Preparation, archive: str | None) -> None:
-    data.open(CONFIG)
+    data.open(CONFIG, language_model.settings("enwik8", unit="byte"))
     (file,) = data.published({URL: SHA256}, archive)
     (whole,) = data.unpack(file, ["enwik8"])
     if (size := whole.stat().st_size) != sum(SIZES):
@@ -29,4 +29,4 @@ def prepare(data: Preparation, archive: str | None) -> None:
     with whole.open("rb") as source:
         for text, size in zip(texts, SIZES, strict=True):
             text.write_bytes(source.read(size))
-    language_model.prepare(data, "enwik8", texts, unit="byte")
+    language_model.prepare(data, texts)

@@ -46,7 +46,7 @@ def prepare(data: Preparation, archive: str | None, bpe: int) -> None:
     data.tokenize("text", "stages/tok")
 
     # 3. The pairs that are kept, and the validation set: DEST/raw, DEST/tok.
-    data.select(raw="text", tok="stages/tok")
+    data.select()
 
     # 4. Joint BPE, learned on what is kept: DEST/bpe. Binary data: DEST/bin.
     data.segment()

@@ -4,9 +4,6 @@ Training 133,317 pairs, validation tst2012 (1,553), test tst2013 (1,268). Downlo
 `pn train iwslt15_en_vi`: DIR/tok has the tokens as published, case kept, and DIR/raw the text without tokenization.
 """
 
-import os
-
-from pn_fairseq.common.command import say
 from pn_fairseq.pipeline.data.pairs import tokens
 from pn_fairseq.pipeline.data.preparation import ARCHIVE, Preparation, bpe
 from pn_fairseq.pipeline.data.tokens import WITHOUT_FINAL_STOP
@@ -22,9 +19,7 @@ URLS = [f"{URL}/{name}.{lang}" for name, _ in SPLITS.values() for lang in ("en",
 
 
 def prepare(data: Preparation, archive: str | None, bpe: int) -> None:
-    if os.environ.get("MOSES"):
-        say("prepare", "note: MOSES is not used, because the text comes tokenized")
-    # The tokenizer is that of the published text; nothing is tokenized here.
+    # The tokenizer of the published text. Nothing is tokenized here, also not by MOSES.
     data.begin(CONFIG, source="en", target="vi", tokenizer=WITHOUT_FINAL_STOP, bpe=bpe, separate_dictionaries=1)
 
     # 1. The published tokens, as they are (DEST/text/tokens): they were tokenized as Moses' scripts do it, with ' as

@@ -19,5 +19,5 @@ TOKENS = (929589, 73760, 82430)
 
 
 def prepare(data: Preparation, corpus: str) -> None:
-    data.open(CONFIG)
-    language_model.prepare(data, "PTB", [Path(corpus) / name for name in FILES], expect=TOKENS)
+    data.open(CONFIG, language_model.settings("PTB"))
+    language_model.prepare(data, [Path(corpus) / name for name in FILES], TOKENS)

@@ -24,7 +24,6 @@ OPTIONS = {
 
 
 def prepare(data: Preparation, corpus: str, tokenize: str, lower: bool, unit: str, min_count: int) -> None:
-    data.open(CONFIG)
     folder = Path(corpus).absolute()
-    texts = [folder / f"{split}.txt" for split in SPLITS]
-    language_model.prepare(data, folder.name, texts, tokenize, lower, min_count, unit=unit)
+    data.open(CONFIG, language_model.settings(folder.name, unit, tokenize, lower, min_count))
+    language_model.prepare(data, [folder / f"{split}.txt" for split in SPLITS])

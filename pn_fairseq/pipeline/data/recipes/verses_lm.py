@@ -52,6 +52,6 @@ def split_by_book(corpus: Path, folder: Path) -> list[Path]:
 def prepare(data: Preparation, unit: str) -> None:
     folder = verses.corpus()
     words = {"tokenize": "en", "lower": True, "min_count": 3} if unit == "word" else {}
-    data.open(CONFIG if unit == "word" else f"{CONFIG}_{unit}s")
-    texts = split_by_book(folder, data.partial / "unpacked")
-    language_model.prepare(data, "verses", texts, unit=unit, **words)
+    name = CONFIG if unit == "word" else f"{CONFIG}_bytes"
+    data.open(name, language_model.settings("verses", unit, **words))
+    language_model.prepare(data, split_by_book(folder, data.partial / "unpacked"))

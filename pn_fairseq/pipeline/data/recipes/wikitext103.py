@@ -19,6 +19,6 @@ TOKENS = (103227021, 217646, 245569)
 
 
 def prepare(data: Preparation, archive: str | None) -> None:
-    data.open(CONFIG)
+    data.open(CONFIG, language_model.settings("WikiText-103"))
     (file,) = data.published({URL: SHA256}, archive)
-    language_model.prepare(data, "WikiText-103", data.unpack(file, MEMBERS), expect=TOKENS)
+    language_model.prepare(data, data.unpack(file, MEMBERS), TOKENS)

@@ -10,24 +10,24 @@ Expected: about 4.6 million training pairs before cleaning (Europarl 1,920,209, 
 Commentary), 3,000 validation, 3,003 test. DIR/download may be removed at the end.
 """
 
-from pn_fairseq.pipeline.data.pairs import without_carriage_returns, wmt_segments
+from functools import partial
+
+from pn_fairseq.pipeline.data.pairs import segments, without_carriage_returns
 from pn_fairseq.pipeline.data.preparation import ARCHIVE, Preparation, bpe
 
 CONFIG = "wmt14_en_de_big"
-STAGE = """tok (default): clean by numbers of tokens, then learn BPE on the pairs that are kept;
-bpe: learn BPE on all pairs, then clean by numbers of subwords"""
 # 32,764 merges and newstest2013 are fairseq's settings for Ott et al. 2018, which the paper follows (its appendix names
 # a vocabulary of 37K, after Vaswani et al. 2017).
-OPTIONS = ARCHIVE | bpe(32764) | {"--clean-stage": {"choices": ("tok", "bpe"), "default": "tok", "help": STAGE}}
+OPTIONS = ARCHIVE | bpe(32764)
 
 EUROPARL = "http://statmt.org/wmt13/training-parallel-europarl-v7.tgz"
 CRAWL = "http://statmt.org/wmt13/training-parallel-commoncrawl.tgz"
 NEWS = "http://data.statmt.org/wmt17/translation-task/training-parallel-nc-v12.tgz"
 DEV = "http://data.statmt.org/wmt17/translation-task/dev.tgz"
 TEST = "http://statmt.org/wmt14/test-full.tgz"
-# As in sacrebleu, which has the same archive; no checksum is published for the others.
-CHECKSUMS = {TEST: "a8cd784e006feb32ac6f3d9ec7eb389a"}
+TEST_MD5 = "a8cd784e006feb32ac6f3d9ec7eb389a"  # sacrebleu's; no checksum is published for the other archives
 
+sacrebleus_segments = partial(segments, blanks=" \t\f\v\r")  # without the white space that sacrebleu removes
 #: Archive -> split, how it is read, the number of pairs (0: not published), the file of each side.
 CONTENT = {
     EUROPARL: ("train", without_carriage_returns, 1920209, [f"training/europarl-v7.de-en.{s}" for s in ("en", "de")]),
@@ -35,11 +35,11 @@ CONTENT = {
     NEWS: ("train", without_carriage_returns, 0, [f"training/news-commentary-v12.de-en.{s}" for s in ("en", "de")]),
     DEV: ("valid", without_carriage_returns, 3000, [f"dev/newstest2013.{s}" for s in ("en", "de")]),
     # -src.en and -ref.de are the direction from English; the archive also has the other one, of the same sentences.
-    TEST: ("test", wmt_segments, 3003, [f"test-full/newstest2014-deen-{s}.sgm" for s in ("src.en", "ref.de")]),
+    TEST: ("test", sacrebleus_segments, 3003, [f"test-full/newstest2014-deen-{s}.sgm" for s in ("src.en", "ref.de")]),
 }
 
 
-def prepare(data: Preparation, archive: str | None, bpe: int, clean_stage: str) -> None:
+def prepare(data: Preparation, archive: str | None, bpe: int) -> None:
     data.begin(
         CONFIG,
         source="en",
@@ -49,15 +49,14 @@ def prepare(data: Preparation, archive: str | None, bpe: int, clean_stage: str) 
         nonprinting=1,  # unprintable characters made blanks, but not in the test set
         aggressive=1,  # hyphens within words become tokens @-@
         compound_split=1,
-        # fairseq's recipe has these numbers, and counts subwords; its variant for Ott et al. 2018 counts tokens (1 to
-        # 80, any ratio).
+        # fairseq's recipe has these numbers, but counts subwords, of BPE that is learned on all pairs. Tokens are
+        # counted in its variant for Ott et al. 2018 (1 to 80, any ratio).
         clean="1 250 1.5",
-        clean_stage=clean_stage,
         bpe=bpe,
     )
 
     # 1. The published text, one sentence a line: DEST/text.
-    if files := data.published({url: CHECKSUMS.get(url, "") for url in CONTENT}, archive):
+    if files := data.published(dict.fromkeys(CONTENT, "") | {TEST: TEST_MD5}, archive):
         for (split, reader, count, members), file in zip(CONTENT.values(), files, strict=True):
             data.take(reader, split, data.unpack(file, members), count)
     data.keep_text("text")
@@ -67,12 +66,8 @@ def prepare(data: Preparation, archive: str | None, bpe: int, clean_stage: str) 
     data.tokenize("text", "stages/tok", ["test"], without=["normalize", "nonprinting"])
 
     # 3. The pairs that are kept, and subwords: DEST/raw, DEST/tok, DEST/bpe.
-    if clean_stage == "tok":
-        data.select(raw="text", tok="stages/tok")
-        data.segment()
-    else:
-        data.segment("stages/tok", "stages/bpe")
-        data.select(raw="text", tok="stages/tok", bpe="stages/bpe")
+    data.select()
+    data.segment()
 
     # 4. Binary data: DEST/bin.
     data.binarize()
