@@ -72,18 +72,8 @@ def test_padding_changes_no_logits(norm):
 
 
 def test_trainings_are_rows_that_a_second_run_does_not_repeat(sst5, tmp_path, monkeypatch, capsys):
-    arguments = [
-        str(sst5),
-        "--task",
-        "sst5",
-        "--norms",
-        "layer",
-        "ada",
-        "--epochs",
-        "2",
-        "--output",
-        str(tmp_path / "runs"),
-    ]
+    options = ("--task", "sst5", "--norms", "layer", "ada", "--epochs", "2")
+    arguments = [str(sst5), *options, "--output", str(tmp_path / "runs")]
     sentiment.main([*arguments, "--seeds", "1"])
     assert "40 training, 10 validation, 12 test" in capsys.readouterr().err
     table = tmp_path / "runs/sentiment.csv"

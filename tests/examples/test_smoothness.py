@@ -80,7 +80,7 @@ def test_only_the_layers_before_move():
 
 
 def test_on_a_run_with_noisy_batch_normalization(data, tmp_path, capsys):
-    updates = ("optimization.max_update=2", "checkpoint.save_interval_updates=1", "dataset.num_workers=0")
+    updates = ("optimization.max_update=2", "checkpoint.save_interval_updates=1", "dataset.max_tokens=400")
     norm = (f"+model.norm_module={ROOT}/examples/noisy_batch.py", "model.encoder_norm=noisy-batch")
     run = tmp_path / "run"
     script("train.sh", "verses_es_en", "--data", data, "--run", run, "model._name=transformer_bn_tiny", *norm, *updates)

@@ -48,8 +48,8 @@ def train(data, where, *flags, arch="transformer_pn_tiny", updates=6):
 
 def train_on_two_ranks(data, where, *flags, arch="transformer_pn_tiny"):
     where.mkdir(exist_ok=True)
-    words = ("fairseq-train", data / "bin", *BASE, "--arch", arch, "--max-update", 6, *flags)
-    run(*RANKS, "bash", "-c", f"exec {' '.join(map(str, words))} {OF_A_RANK}", cwd=where)
+    words = (data / "bin", *BASE, "--arch", arch, "--max-update", 6, *flags, *RANKS.split())
+    run("warm-python", "-c", TWO_RANKS, *words, cwd=where)
 
 
 def model_of(where):
@@ -76,7 +76,7 @@ def plain(data, tmp_path_factory):
 )
 def test_an_overflow_in_half_precision_leaves_the_statistics_alone(flags, data, tmp_path):
     """A loss scale at which every gradient overflows: fairseq skips those steps, and so do the statistics."""
-    log = train(data, tmp_path, *flags, "--fp16-init-scale", 2**34, "--disable-validation")
+    log = train(data, tmp_path, *flags, "--fp16-init-scale", 2**34, "--disable-validation", "--batch-size", 1)
     overflows = len(re.findall("gradient overflow detected", log))
     assert overflows >= 3
     model = model_of(tmp_path)
@@ -145,11 +145,16 @@ def read(where):
     return "\n".join(line for line in log.splitlines() if '"num_updates"' in line)
 
 
-RANKS = ("torchrun", "--standalone", "--nproc_per_node", "2", "--no-python")
-OF_A_RANK = (
-    "--distributed-world-size $WORLD_SIZE --distributed-rank $RANK --distributed-init-method env:// "
-    "--distributed-no-spawn --distributed-backend gloo"
-)
+RANKS = "--distributed-world-size 2 --distributed-no-spawn --distributed-backend gloo"
+#: fairseq-train in this process and in one that is forked from it.
+TWO_RANKS = """
+import os, sys, fairseq_cli.train
+other = os.fork()
+place = f"file://{os.getcwd()}/ranks"
+sys.argv += ["--distributed-rank", "0" if other else "1", "--distributed-init-method", place]
+fairseq_cli.train.cli_main()
+sys.exit(other and os.waitstatus_to_exitcode(os.waitpid(other, 0)[1]))
+"""
 
 
 @pytest.mark.slow  # by default the shared suite, fairseq_patches/test_ranks.py and test_norm_penalty.py look at that

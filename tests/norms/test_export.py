@@ -1,7 +1,5 @@
 """Graphs of norms in evaluation that leave this process: a ``.pt2`` and TorchScript without this package, and ONNX."""
 
-import subprocess
-import sys
 import warnings
 
 import pytest
@@ -10,6 +8,7 @@ from torch.export import Dim
 
 from pn_fairseq.testing.test_norms import cases
 
+from ..scripts_helpers import run
 from .helpers import CHANNELS, rng, tensors
 
 #: Runs where pn_fairseq cannot be imported: file of the graph, of its inputs, and of the outputs to write.
@@ -70,8 +69,7 @@ def test_a_saved_graph_needs_no_pn_fairseq(norms, tmp_path, kind):
             torch.jit.trace(norms, (tensors(rng(2))[0],)).save(tmp_path / "graph.torchscript")
     x = other_shape()
     torch.save(x, tmp_path / "x.pt")
-    files = [str(tmp_path / name) for name in (f"graph.{kind}", "x.pt", "y.pt")]
-    subprocess.run([sys.executable, "-W", "ignore", "-c", LOAD_AND_RUN, *files], check=True, cwd=tmp_path)
+    run("warm-python", "-c", LOAD_AND_RUN, f"graph.{kind}", "x.pt", "y.pt", cwd=tmp_path)
     norms.compare(torch.load(tmp_path / "y.pt"), x)
 
 
