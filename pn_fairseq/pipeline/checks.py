@@ -26,7 +26,6 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from pn_fairseq.common.checkpoints import explain_misfit, load_checkpoint
 from pn_fairseq.common.command import UserError, whole_number
 from pn_fairseq.models.transformer_lm_pn import check_criterion
-from pn_fairseq.pipeline.data.binarize import sentences
 from pn_fairseq.pipeline.runs import flat, load_config
 from pn_fairseq.pipeline.settings import Batches, flags
 
@@ -177,10 +176,10 @@ def open_data(folder: Path, name: str, dictionary: Dictionary) -> MMapIndexedDat
     index, content, again = folder / f"{name}.idx", folder / f"{name}.bin", "prepare the data again (pn prepare)"
     if not (index.is_file() and content.is_file()):
         raise UserError(f"{folder} has no {name}: {again}")
-    # Of each sentence its size in 4 bytes and its place in 8.
-    if index.stat().st_size < 26 or index.stat().st_size != 26 + 12 * sentences(index):
-        raise UserError(f"{index} is cut off or damaged: {again}")
-    dataset = MMapIndexedDataset(str(folder / name))
+    try:
+        dataset = MMapIndexedDataset(str(folder / name))
+    except Exception as error:  # of struct, numpy or an assert, by what is wrong
+        raise UserError(f"{index} is cut off or damaged: {again}") from error
     dtype = np.dtype(dataset._index.dtype)
     expected = int(np.sum(dataset.sizes, dtype=np.int64)) * dtype.itemsize
     if content.stat().st_size != expected:

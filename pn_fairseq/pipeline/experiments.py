@@ -1,11 +1,15 @@
-"""``pn reproduce demo``, ``compare_norms``, the studies and ``batch_size``: trainings that this project has chosen."""
+"""``pn reproduce demo``, the studies and ``batch_size``: trainings that this project has chosen.
+
+The docstring of each is its help, and its first line is in the help of ``pn reproduce``.
+"""
 
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,13 +18,13 @@ from pn_fairseq.pipeline.reproduce import AGAIN, must, reproduce, shown
 
 
 def demo(argv: Sequence[str]) -> int:
-    """``pn reproduce demo``: every step for one model on the verses."""
-    about = """\
-Trains a small pre-norm transformer with PN in the encoder on Spanish-English verses, with the settings of the
-configuration verses_es_en, and prints BLEU, sample translations and where the learning curve is. Run again, it resumes
-where it was interrupted.
-"""
-    parser = ArgumentParser(prog="pn reproduce demo", description=about)
+    """One small training on the verses, with sample translations.
+
+    Trains a small pre-norm transformer with PN in the encoder on Spanish-English verses, with the settings of the
+    configuration verses_es_en, and prints BLEU, sample translations and where the learning curve is. Run again, it
+    resumes where it was interrupted.
+    """
+    parser = ArgumentParser(prog="pn reproduce demo", description=inspect.getdoc(demo))
     parser.add_argument("settings", nargs="*", metavar="key=value", help="settings of the training")
     parser.add_argument("--run", type=Path, metavar="DIR", default="runs/demo", help="the results (default runs/demo)")
     names = "transformer_pn_tiny (default), transformer_ln_tiny, transformer_bn_tiny, transformer_pnv_tiny"
@@ -59,27 +63,21 @@ class Part(NamedTuple):
 class Study(NamedTuple):
     """Trainings that answer one question."""
 
-    about: str
     parts: list[Part]  # in their order: a seed is whole before the next one begins
     planned: tuple[str, ...] = ()  # comparisons that were named before the runs, as ``pn report --planned`` takes them
 
 
 def norms() -> Study:
-    """The norms.
+    """All norms on the verses and Multi30k, and in a language model.
 
-    The planned comparisons are with LN: validation loss, and test loss of language models. They were chosen when the
-    results of seeds 1 to 3 were known, and before the later seeds ran. They are tested apart, without correction for
-    the other comparisons.
+    Trains, averages, decodes and scores the norms on the verses and Multi30k, and evaluates language models of the
+    English verses. Three seeds or more: the norms of the PowerNorm paper's Table 4 and some more, layer-scale, the
+    variants `release`, BN in the decoder, learning rates of LN, PN and BN, and every norm in the language model. One
+    seed: all other norms, PN in the decoder, the decays of PN. LN and PN are also trained with each pair of three data
+    orders and three initial weights. The results are in docs/results.
     """
     from pn_fairseq.norms import NORMS
 
-    about = """\
-Trains, averages, decodes and scores the norms on the verses and Multi30k, and evaluates language models of the English
-verses. Three seeds or more: the norms of the PowerNorm paper's Table 4 and some more, layer-scale, the variants
-`release`, BN in the decoder, learning rates of LN, PN and BN, and every norm in the language model. One seed: all other
-norms, PN in the decoder, the decays of PN. LN and PN are also trained with each pair of three data orders and three
-initial weights. The results are in docs/results.
-"""
     # Multi30k is trained for half as many updates as the verses, 3 epochs: the 33 epochs of the configuration
     # multi30k_de_en are too long for so many runs on a CPU. The checkpoints of updates 600 to 800 are averaged.
     short = ("optimization.max_update=800", "lr_scheduler.warmup_updates=200", "tokens_per_update=2048")
@@ -110,7 +108,9 @@ initial weights. The results are in docs/results.
         parts.append(Part("verses", "verses_init", seed, crossed))
     every = " ".join(entry.short for entry in NORMS.values())
     parts += [Part("verses_lm", "verses_lm", seed, every, models="transformer_lm") for seed in (1, 2, 3)]
-    return Study(about, parts, ("PN:loss", "PN:bits"))
+    # Comparisons with LN: validation loss, and test loss of language models. They were chosen when the results of seeds
+    # 1 to 3 were known, and before the later seeds ran. They are tested apart, without correction for the others.
+    return Study(parts, ("PN:loss", "PN:bits"))
 
 
 #: Seeds of the other studies. LN, PN and BN on the verses with these seeds are planned by compare_norms, too.
@@ -118,12 +118,12 @@ _SEEDS = (5, 6, 7)
 
 
 def masks() -> Study:
-    """Masks. Each planned comparison is of a norm with the mask and the same norm without it."""
-    about = """\
-Does the padding mask matter? Trains BN and PN with and without the mask, and LN as the control, on the verses with
-three seeds: in fairseq's batches, which hold sentences of similar length and little padding, and in batches of random
-sentences, which hold much padding. --norm-probe records the distance of running to batch statistics.
-"""
+    """BN and PN with and without the padding mask, on the verses.
+
+    Does the padding mask matter? Trains BN and PN with and without the mask, and LN as the control, on the verses with
+    three seeds: in fairseq's batches, which hold sentences of similar length and little padding, and in batches of
+    random sentences, which hold much padding. --norm-probe records the distance of running to batch statistics.
+    """
     systems = "ln bn pn bn+norm_ignore_mask=true pn+norm_ignore_mask=true"
     batches = {"masks_by_length": (), "masks_random": ("task._name=translation_random_batches",)}
     probe = ("model.norm_probe='{run}/norm_probe'", "model.norm_probe_interval=50")
@@ -132,17 +132,17 @@ sentences, which hold much padding. --norm-probe records the distance of running
         for seed in _SEEDS
         for folder, settings in batches.items()
     ]
-    return Study(about, parts, ("BN:loss", "BN:bleu", "PN:loss", "PN:bleu"))
+    return Study(parts, ("BN:loss", "BN:bleu", "PN:loss", "PN:bleu"))  # with the mask, and the same norm without it
 
 
 def placements() -> Study:
-    """Placements, each in encoder and decoder; and models of 18 + 18 layers, which may not train at all."""
-    from pn_fairseq.models.placements import PLACEMENTS
+    """LN and PN before, after and inside a sublayer, on the verses.
 
-    about = """\
-Where should a norm stand? Trains every placement with LN, and some with PN in the encoder, on the verses with three
-seeds; and with one seed models with 18 + 18 layers for 300 updates.
-"""
+    Where should a norm stand? Trains every placement, in encoder and decoder, with LN, and some with PN in the encoder,
+    on the verses with three seeds; and with one seed models with 18 + 18 layers, which may not train at all, for 300
+    updates.
+    """
+    from pn_fairseq.models.placements import PLACEMENTS
 
     def placed(norm: str, name: str) -> str:
         return norm if name == "pre" else f"{norm}+encoder_norm_placement={name}+decoder_norm_placement={name}"
@@ -151,16 +151,17 @@ seeds; and with one seed models with 18 + 18 layers for 300 updates.
                         *(placed("pn", name) for name in ("post", "sandwich", "sub"))])  # fmt: skip
     parts = [Part("verses", "placements", seed, systems) for seed in _SEEDS]
     deep = ("model.encoder_layers=18", "model.decoder_layers=18", "optimization.max_update=300")
-    return Study(about, [*parts, Part("verses", "placements_deep", _SEEDS[0], systems, deep)])
+    return Study([*parts, Part("verses", "placements_deep", _SEEDS[0], systems, deep)])
 
 
 def adanorm() -> Study:
-    """The rows of AdaNorm's Tables 1 to 4; docs/tools/papers.py shows them and the paper's numbers."""
-    about = """\
-Do the derivatives of mean and variance matter more than the forward normalization, and do gain and bias overfit? Trains
-the rows of the AdaNorm paper's tables on the verses with three seeds: with the norm in every place of encoder and
-decoder, as the paper says, and after the last layers only, as in its authors' code; and LN as the control.
-"""
+    """The tables of the AdaNorm paper, on the verses.
+
+    Do the derivatives of mean and variance matter more than the forward normalization, and do gain and bias overfit?
+    Trains the rows of Tables 1 to 4 of the AdaNorm paper on the verses with three seeds: with the norm in every place
+    of encoder and decoder, as the paper says, and after the last layers only, as in its authors' code; and LN as the
+    control. docs/tools/papers.py shows them and the paper's numbers.
+    """
     means = ("", "+norm_options.detach=mean", "+norm_options.detach=std")
     rows = {("none", "none"): ("",), ("lns", "layer-simple"): ("",), ("dn", "detach"): means,
             ("ada", "ada"): ("", "+norm_options.ada_scale=2.0")}  # fmt: skip
@@ -171,34 +172,26 @@ decoder, as the paper says, and after the last layers only, as in its authors' c
         for option in options
         if name != "detach"  # which the code does not have
     ]
-    return Study(about, [Part("verses", "adanorm", seed, " ".join(["ln", *every, *last])) for seed in _SEEDS])
+    return Study([Part("verses", "adanorm", seed, " ".join(["ln", *every, *last])) for seed in _SEEDS])
 
 
-STUDIES = {f"compare_{function.__name__}": function for function in (norms, masks, placements, adanorm)}
-
-
-def study(name: str, argv: Sequence[str]) -> int:
-    """``pn reproduce NAME``: the parts of a study, and a report on each folder; 1 if a run failed."""
-    about, parts, _ = STUDIES[name]()
+def study(planned: Callable[[], Study], argv: Sequence[str]) -> int:
+    """``pn reproduce compare_...``: the parts of a study, and a report on each folder; 1 if a run failed."""
+    name, parts = f"compare_{planned.__name__}", planned().parts
     count = sum(len(part.norms.split()) for part in parts)
-    about += f"\n{count} runs of some minutes on 2 CPU cores. One rank per visible GPU."
-    corpora = list(dict.fromkeys(part.corpus for part in parts))
+    about = f"{inspect.getdoc(planned)}\n\n{count} runs of some minutes on 2 CPU cores. One rank per visible GPU."
     parser = ArgumentParser(prog=f"pn reproduce {name}", description=about, epilog=AGAIN)
     runs = f"where the runs go, as DIR/CORPUS/NORM_seedN, and reports, as DIR/CORPUS/report (default runs/{name})"
     parser.add_argument("--runs", type=Path, metavar="DIR", default=f"runs/{name}", help=runs)
     parser.add_argument("--dry-run", action="store_true", help="print the commands and do nothing")
-    if "multi30k" in corpora:
+    parser.set_defaults(multi30k=None)
+    if any(part.corpus == "multi30k" for part in parts):
         text = "the text of Multi30k (pn prepare multi30k --help); without it that corpus is left out"
         parser.add_argument("--multi30k", type=Path, metavar="DIR", help=text)
-        parser.add_argument("--only", choices=corpora, help="one of the corpora")
     args = parser.parse_args(argv)
-    if "multi30k" in corpora:
-        if args.only == "multi30k" and not args.multi30k:
-            raise UserError("--only multi30k needs --multi30k DIR, the folder with its text")
-        if args.multi30k and not args.multi30k.is_dir():
-            raise UserError(f"--multi30k {args.multi30k} is not a directory")
-        wanted = [args.only] if args.only else [corpus for corpus in corpora if corpus != "multi30k" or args.multi30k]
-        parts = [part for part in parts if part.corpus in wanted]
+    if args.multi30k and not args.multi30k.is_dir():
+        raise UserError(f"--multi30k {args.multi30k} is not a directory")
+    parts = [part for part in parts if part.corpus != "multi30k" or args.multi30k]
     failed = 0
     for part in parts:
         words = ["--runs", str(args.runs / part.folder), *(["--dry-run"] if args.dry_run else [])]
@@ -213,15 +206,15 @@ def study(name: str, argv: Sequence[str]) -> int:
 
 
 def batch_size(argv: Sequence[str]) -> int:
-    """``pn reproduce batch_size``: the same update in mini-batches of four sizes."""
-    about = """\
-BLEU against the tokens of a mini-batch, at 4,096 tokens an update by accumulation: Figure 5 of the PowerNorm paper.
-For each of 512, 1,024, 2,048 and 4,096 tokens it calls pn reproduce CORPUS; then pn figures draws all runs.
+    """Figure 5 of the PowerNorm paper: BLEU against the tokens of a mini-batch.
 
-In the environment: NORMS and SEEDS, as of pn reproduce CORPUS --help. A mini-batch is what all ranks take at once;
-every training has one rank (NPROC=1).
-"""
-    parser = ArgumentParser(prog="pn reproduce batch_size", description=about, epilog=AGAIN)
+    An update has 4,096 tokens, by accumulation. For each of 512, 1,024, 2,048 and 4,096 tokens it calls pn reproduce
+    CORPUS; then pn figures draws all runs.
+
+    In the environment: NORMS and SEEDS, as of pn reproduce CORPUS --help. A mini-batch is what all ranks take at once;
+    every training has one rank (NPROC=1).
+    """
+    parser = ArgumentParser(prog="pn reproduce batch_size", description=inspect.getdoc(batch_size), epilog=AGAIN)
     add, corpora = parser.add_argument, ("verses", "iwslt14", "wmt14")
     add("settings", nargs="*", metavar="key=value", help="settings that differ from the configuration of the corpus")
     add("--corpus", choices=corpora, default="verses", help="the corpus (default verses)")
@@ -242,4 +235,6 @@ every training has one rank (NPROC=1).
     return failed
 
 
-EXPERIMENTS = {"demo": demo, "batch_size": batch_size, **{name: functools.partial(study, name) for name in STUDIES}}
+EXPERIMENTS = {"demo": demo, "batch_size": batch_size}
+for _planned in (norms, masks, placements, adanorm):
+    EXPERIMENTS[f"compare_{_planned.__name__}"] = functools.wraps(_planned)(functools.partial(study, _planned))

@@ -78,14 +78,7 @@ All steps from the text to a report, for a list of norms and seeds. WHAT is
 
   a corpus, which is prepared first: {corpora}
   a configuration or the path of a YAML file, for prepared data of your own (--data): {configs}
-  demo                one small training on the verses, with sample translations
-  compare_norms       all norms on the verses and Multi30k, and in a language model
-  compare_masks       BN and PN with and without the padding mask, on the verses
-  compare_placements  LN and PN before, after and inside a sublayer, on the verses
-  compare_adanorm     the tables of the AdaNorm paper, on the verses
-  batch_size          Figure 5 of the PowerNorm paper: BLEU against the tokens of a mini-batch
 """
-
 #: The end of every help text.
 AGAIN = """
 Run again, it skips what is done and continues with the rest. A run that fails is named in the report; the others are
@@ -156,10 +149,11 @@ def main(argv: Sequence[str]) -> int:
     if argv and not argv[0].startswith("-"):
         what, *words = argv
         return EXPERIMENTS[what](words) if what in EXPERIMENTS else reproduce(what, words)
+    listed = "".join(f"  {what:<18}  {made.__doc__.splitlines()[0]}\n" for what, made in EXPERIMENTS.items())
     parser = ArgumentParser(
         prog="pn reproduce",
         usage="pn reproduce WHAT [options] [key=value ...]",
-        description=ABOUT.format(corpora=", ".join(CORPORA), configs=", ".join(known_configs())),
+        description=ABOUT.format(corpora=", ".join(CORPORA), configs=", ".join(known_configs())) + listed,
         epilog="pn reproduce WHAT --help has the options.",
     )
     parser.add_argument("WHAT")

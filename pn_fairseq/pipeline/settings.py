@@ -29,7 +29,7 @@ import pn_fairseq.plugin  # noqa: F401 (registers the architectures)
 from pn_fairseq.common.command import UserError, did_you_mean, whole_number
 from pn_fairseq.common.files import configs_folder
 from pn_fairseq.fairseq_patches.convert_norms import SETTINGS
-from pn_fairseq.pipeline.runs import flat, load_config
+from pn_fairseq.pipeline.runs import load_config
 
 #: Settings of this pipeline in addition to fairseq's. Configs hold average_last in fairseq's free section ``scoring``.
 OWN = ("tokens_per_update", "average_last")
@@ -118,19 +118,11 @@ def _read(config: Path, overrides: Sequence[str]) -> DictConfig:
     """
     # With ++, hydra sets a key whether or not the file has it.
     forced = [override if override.startswith("~") else f"++{override.lstrip('+')}" for override in overrides]
-    own = flat(OmegaConf.to_container(load_config(config)))  # hydra's message about a broken file has many lines
+    load_config(config)  # hydra's message about a broken file has many lines
     with warnings.catch_warnings(action="ignore"), initialize_config_dir(str(config.parent), version_base="1.1"):
         cfg = hydra_compose(config.stem, [*forced, f"hydra.searchpath=['file://{configs_folder()}']"])
     if "_name" not in (cfg.get("model") or {}) or "_name" not in (cfg.get("task") or {}):
         raise UserError(f"{config} has no model._name or no task._name: it is not a configuration of a training")
-    overridden = tuple(f"{override.partition('=')[0].lstrip('+~')}." for override in overrides)
-    composed = flat(OmegaConf.to_container(cfg))
-    for key, value in own.items():
-        if composed.get(key, value) != value and not f"{key}.".startswith(overridden):
-            raise UserError(
-                f"{config} has {key}={value}, and a file among its defaults has {key}={composed[key]}, which counts "
-                "because it comes later: leave one of them out, or put _self_ after that file"
-            )
     check_keys(cfg)
     for key in ("optimization.lr", "optimization.update_freq"):  # fairseq declares lists; a number is a list of one
         if not OmegaConf.is_list(value := OmegaConf.select(cfg, key)) and value is not None:

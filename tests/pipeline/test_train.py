@@ -280,8 +280,8 @@ def test_checkpoints_that_cannot_be_resumed_or_started_from(data, trained, tmp_p
         ("train.es-en.es.bin", lambda old: old[:-2], "bytes instead of"),
         ("train.es-en.es.idx", lambda old: old[:30], "cut off or damaged"),
         ("valid.es-en.en.idx", lambda old: old[:10], "cut off or damaged"),
-        ("valid.es-en.en.idx", lambda old: old[:9] + b"\xff" + old[10:], "is damaged"),  # of another version
-        ("valid.es-en.en.idx", lambda old: old[:17] + b"\xff" + old[18:], "is damaged"),  # of no type
+        ("valid.es-en.en.idx", lambda old: old[:9] + b"\xff" + old[10:], "cut off or damaged"),  # of another version
+        ("valid.es-en.en.idx", lambda old: old[:17] + b"\xff" + old[18:], "cut off or damaged"),  # of no type
         ("dict.es.txt", lambda old: b"\n".join(old.splitlines()[:50]), "subword number"),
     ],
 )
