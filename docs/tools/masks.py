@@ -29,7 +29,7 @@ from pn_fairseq.report import intervals
 from pn_fairseq.report.curves import save, style
 from pn_fairseq.report.significance import LOSS, MEASURES, SHORT_NAMES, Interval
 
-from . import results
+from . import papers, results
 from .generated import ROOT, write_parts
 
 FOLDER = ROOT / "docs/results/masks"
@@ -329,7 +329,7 @@ def main() -> None:
         add(Path(sys.argv[1]).resolve())
     draw()
     results.draw()
-    write_parts(results.PAGES | PAGES)
+    write_parts(results.PAGES | PAGES | papers.PAGES)
 
 
 if __name__ == "__main__":

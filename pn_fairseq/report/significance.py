@@ -8,7 +8,7 @@ blocks, which may be incomplete). A difference is estimated within blocks only, 
 
 from __future__ import annotations
 
-import itertools
+import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -166,8 +166,10 @@ def blocks_needed(difference: float, systems: int, planned: bool = False) -> int
         return planned or design.detectable(design.critical()) <= difference
 
     quantiles = stats.norm.isf(ERROR_RATE / 2) + stats.norm.ppf(POWER)
-    fewest = max(2, int(2 * (quantiles / difference) ** 2))  # if the noise were known
-    return next(blocks for blocks in itertools.count(fewest) if enough(blocks))
+    fewest = most = max(2, int(2 * (quantiles / difference) ** 2))  # if the noise were known
+    while not enough(most):
+        most *= 2
+    return fewest + bisect.bisect_left(range(fewest, most), True, key=enough)
 
 
 @dataclass(frozen=True)
