@@ -251,35 +251,32 @@ def find_checkpoints(directory: str | os.PathLike, by: str = "epoch", last: int 
 
 
 def checkpoints_to_average(
-    directory: str | os.PathLike, last: int, kinds: Sequence[str] = ("epoch", "update")
+    directory: str | os.PathLike, last: int, usual: str = "epoch"
 ) -> tuple[list[Path], str, str]:
     """The ``last`` newest checkpoints of a training, or all checkpoints if there are fewer.
 
     Args:
         directory: fairseq's ``--save-dir``.
         last: the number of checkpoints, at least 1.
-        kinds: ``by`` of :func:`find_checkpoints`; the first kind with a checkpoint is used. If there are several kinds
-            and no checkpoint of any of them, ``checkpoint_last.pt`` is used.
+        usual: ``by`` of :func:`find_checkpoints`. If there is no checkpoint of this kind, the other kind is used; if
+            there is neither, ``checkpoint_last.pt``.
 
     Returns:
-        The files, oldest first; their kind, or ``"last"``; and a note if they are not ``last`` checkpoints of the first
+        The files, oldest first; their kind, or ``"last"``; and a note if they are not ``last`` checkpoints of the usual
         kind, else an empty text.
 
     Raises:
-        CheckpointError: there is no such checkpoint; the message lists the checkpoints that exist.
+        CheckpointError: there is no such checkpoint.
     """
-    wanted = f"{last} {kinds[0]} checkpoints"
-    for kind in kinds:
+    wanted = f"{last} {usual} checkpoints"
+    for kind in (usual, *(_NAME_PATTERNS.keys() - {usual})):
         if paths := find_checkpoints(directory, kind, last)[::-1]:
             present = f"{len(paths)} {kind} checkpoint{'s' * (len(paths) > 1)}"
-            complete = kind == kinds[0] and len(paths) == last
+            complete = kind == usual and len(paths) == last
             note = "" if complete else f"{directory} has {present} instead of {wanted}: averaging {present}"
             return paths, kind, note
-    others = [path for name in ("last", "best") if (path := Path(directory, f"checkpoint_{name}.pt")).is_file()]
-    if len(kinds) > 1 and others and others[0].name == "checkpoint_last.pt":
-        return others[:1], "last", f"{directory} has none of the {wanted}: using only checkpoint_last.pt"
-    counts = {kind: len(find_checkpoints(directory, kind)) for kind in _NAME_PATTERNS}
-    present = [f"{count} {kind} checkpoints (--by {kind})" for kind, count in counts.items() if count]
-    present += [f"{path.name} (--inputs {path})" for path in others]
-    advice = f"; it has {', '.join(present)}" if present else ""
+    newest, best = (Path(directory, f"checkpoint_{name}.pt") for name in ("last", "best"))
+    if newest.is_file():
+        return [newest], "last", f"{directory} has none of the {wanted}: using only {newest.name}"
+    advice = f"; it has {best.name} (--inputs {best})" if best.is_file() else ""
     raise CheckpointError(f"{directory} has none of the {wanted}{advice}")

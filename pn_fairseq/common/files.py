@@ -7,7 +7,7 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -47,6 +47,12 @@ def atomic_write(path: Path | str, mode: str = "wb") -> Iterator[IO]:
         if isinstance(error, OSError) and not error.filename:  # errors of writing name no file themselves
             raise OSError(error.errno, error.strerror, str(path)) from error
         raise
+
+
+def write_lines(path: Path, lines: Iterable[str]) -> None:
+    """Write UTF-8 text atomically, each line with a line feed."""
+    with atomic_write(path) as file:
+        file.writelines(f"{line}\n".encode() for line in lines)
 
 
 @contextlib.contextmanager

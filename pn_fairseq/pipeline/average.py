@@ -15,7 +15,7 @@ from pn_fairseq.common.checkpoints import (
     save_checkpoint,
 )
 from pn_fairseq.common.command import ArgumentParser, UserError, command, say, whole, without_fairseqs_log
-from pn_fairseq.common.files import atomic_write
+from pn_fairseq.common.files import write_lines
 from pn_fairseq.pipeline import RUN_HELP, add_norm_module
 from pn_fairseq.pipeline.runs import Run, open_run
 
@@ -34,9 +34,6 @@ from the newest checkpoint, the one with the most updates. Inputs are read witho
 validation loss before and after, and uses a GPU if there is one (docs/averaging.md).
 """
 
-#: --by -> the setting with the number of checkpoints that fairseq keeps.
-KEPT = {"epoch": "checkpoint.keep_last_epochs", "update": "checkpoint.keep_interval_updates"}
-
 #: Default number of training batches for --recalibrate.
 BATCHES = 100
 
@@ -50,15 +47,13 @@ def _parser() -> ArgumentParser:
     add = parser.add_argument
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--run", type=Path, metavar="DIR", help=RUN_HELP)
-    inputs = "checkpoint files; or one folder (fairseq's --save-dir), together with --last"
+    inputs = "checkpoint files; or one folder (fairseq's --save-dir), together with --last: its checkpoints of epochs, "
+    inputs += "else of updates, else only checkpoint_last.pt"
     source.add_argument("--inputs", nargs="+", metavar="PATH", type=Path, help=inputs)
     output = "the file to write, none of the inputs (default with --run: DIR/checkpoints/averaged.pt)"
     add("--output", metavar="FILE", type=Path, help=output)
     last = "average the N newest checkpoints of the run or folder, or all if there are fewer (default with --run: "
     add("--last", type=whole, metavar="N", help=f"{last}average_last of its configuration, else as many as it keeps)")
-    by = "use checkpoint{epoch}.pt (epoch) or checkpoint_{epoch}_{update}.pt (update). Default: the kind that the run "
-    by += "keeps; in a folder epochs, else updates; if there is neither kind, only checkpoint_last.pt"
-    add("--by", choices=KEPT, help=by)
     recalibrate = "re-estimate the norms' running statistics with the averaged weights on this binarized data (default "
     recalibrate += "with --run: its training data); without this option the statistics are averaged as well"
     add("--recalibrate", nargs="?", const=True, metavar="DATA", help=recalibrate)
@@ -152,18 +147,17 @@ def _select(args: argparse.Namespace, run: Run | None) -> tuple[list[Path], str]
     """The files to average, oldest first, and how they were chosen."""
     folder = run.checkpoints if run else args.inputs[0]
     if not run and (len(args.inputs) > 1 or not folder.is_dir()):
-        for option in ("last", "by"):
-            if getattr(args, option) is not None:
-                raise UserError(f"--{option} selects from a folder, but --inputs names files ('{folder}' is no folder)")
+        if args.last:
+            raise UserError(f"--last selects from a folder, but --inputs names files ('{folder}' is no folder)")
         return args.inputs, "files"
-    kept = {kind: run.get(setting, -1) if run else -1 for kind, setting in KEPT.items()}
-    usual = "update" if kept["update"] > 0 else "epoch"
-    configured = run and (run.get("average_last") or run.get("scoring.average_last"))
-    last = args.last or configured or kept[args.by or usual]
-    if last < 1:
+    usual, last = "epoch", args.last
+    if run:
+        epochs, updates = (run.get(f"checkpoint.keep_{what}", -1) for what in ("last_epochs", "interval_updates"))
+        usual, kept = ("update", updates) if updates > 0 else ("epoch", epochs)
+        last = last or run.get("average_last") or run.get("scoring.average_last") or kept
+    if not last or last < 1:
         raise UserError(f"'{folder}' is a folder of checkpoints: choose with --last N how many to average")
-    kinds = (args.by,) if args.by else (usual, *(KEPT.keys() - {usual}))
-    paths, kind, note = checkpoints_to_average(folder, last, kinds)
+    paths, kind, note = checkpoints_to_average(folder, last, usual)
     if note:
         say("average", note)
     return paths, f"{kind} {len(paths)}"
@@ -174,15 +168,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     if args.recalibrate is None and args.batches is not None:
         raise UserError("--batches goes with --recalibrate")
-    if args.run is None:
-        run, output = None, args.output
-        if output is None:
-            raise UserError("--inputs needs --output FILE")
-        if args.recalibrate is True:
-            raise UserError("--recalibrate needs DATA, the folder of the binarized data, unless --run names a run")
-    else:
-        run = open_run(args.run)
-        output = args.output or run.checkpoints / "averaged.pt"
+    if args.inputs and not args.output:
+        raise UserError("--inputs needs --output FILE")
+    if args.inputs and args.recalibrate is True:
+        raise UserError("--recalibrate needs DATA, the folder of the binarized data, unless --run names a run")
+    run = open_run(args.run) if args.run else None
+    output = args.output or run.checkpoints / "averaged.pt"
     data = run.bin if args.recalibrate is True else args.recalibrate and Path(args.recalibrate)
     if data and not any(data.glob("dict.*")):
         raise UserError(f"--recalibrate {data}: is not a folder of binarized data (fairseq-preprocess makes one)")
@@ -198,7 +189,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     check_output_path(output, paths)
     # Removed while the output changes: after an interruption it must not describe another file.
     mark.unlink(missing_ok=True)
-    print(f"averaging {len(paths)} checkpoint{'s' * (len(paths) > 1)}", flush=True)
     state = average_checkpoints(paths)
     if args.norm_module:
         from pn_fairseq.models.from_checkpoint import with_model_settings
@@ -208,8 +198,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _recalibrate(state, output, data, args.batches or BATCHES)
     save_checkpoint(state, output)
     if run:
-        with atomic_write(mark, "w") as file:
-            file.write(f"{made_of}\n")
+        write_lines(mark, [made_of])
     print(f"wrote {output} (no optimizer state)")
     return 0
 

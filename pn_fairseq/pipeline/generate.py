@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO
 
 from pn_fairseq.common.command import ArgumentParser, UserError, command, deferred_signals, say, whole
-from pn_fairseq.common.files import PACKAGE, atomic_folder, atomic_write, checksum, read_settings, write_settings
+from pn_fairseq.common.files import PACKAGE, atomic_folder, checksum, read_settings, write_lines, write_settings
 from pn_fairseq.common.machine import own_cores
 from pn_fairseq.pipeline import RUN_HELP, add_norm_module
 from pn_fairseq.pipeline.data.binarize import sentences as sentences_in
@@ -264,8 +264,3 @@ def hypotheses(lines: Iterable[str], sentences: int, nbest: int = 1) -> list[lis
             "sentences came out" + (f"; the first sentence without one is in line {missing}" if missing else "")
         )
     return [options[sentence] for sentence in range(sentences)]
-
-
-def write_lines(path: Path, lines: Iterable[str]) -> None:
-    with atomic_write(path) as file:
-        file.writelines(f"{line}\n".encode() for line in lines)

@@ -25,10 +25,10 @@ from sacrebleu.significance import PairedTest, Result
 from tabulate import tabulate
 
 from pn_fairseq.common.command import ArgumentParser, UserError, command, whole
-from pn_fairseq.common.files import read_settings, short_names, write_settings
+from pn_fairseq.common.files import read_settings, short_names, write_lines, write_settings
 from pn_fairseq.pipeline import RUN_HELP
 from pn_fairseq.pipeline.data.binarize import sentences as indexed
-from pn_fairseq.pipeline.generate import hypotheses, texts_of, write_lines
+from pn_fairseq.pipeline.generate import hypotheses, texts_of
 from pn_fairseq.pipeline.runs import Run, open_run
 
 #: Score -> its title, in the order in which they are shown.

@@ -5,7 +5,8 @@ import tempfile
 from pathlib import Path
 
 from pn_fairseq.common.command import ArgumentParser, UserError, command
-from pn_fairseq.pipeline.generate import Decoding, add_decoding_options, hypotheses, write_lines
+from pn_fairseq.common.files import write_lines
+from pn_fairseq.pipeline.generate import Decoding, add_decoding_options, hypotheses
 from pn_fairseq.pipeline.runs import Run, open_run
 from pn_fairseq.pipeline.scoring import detokenize, read_lines
 

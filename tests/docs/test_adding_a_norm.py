@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import pn_fairseq.plugin  # noqa: F401 (registers them for --arch, also where a test has imported the package before)
-from pn_fairseq.common.checkpoints import load_checkpoint
+from pn_fairseq.common.checkpoints import find_checkpoints, load_checkpoint
 from pn_fairseq.norms import NORMS, build_norm, load_norms
 from pn_fairseq.pipeline.average import main as average
 from pn_fairseq.testing.command import main as run_suite
@@ -170,7 +170,8 @@ def test_training_with_fairseq(norm_modules, data, tmp_path, monkeypatch, capfd,
         assert torch.equal(resumed[key], value), key
 
     monkeypatch.chdir(tmp_path)
-    inputs = ("--inputs", tmp_path / "straight", "--by", "update", "--last", 2, "--output", tmp_path / "averaged.pt")
+    newest = find_checkpoints(tmp_path / "straight", "update", last=2)
+    inputs = ("--inputs", *newest, "--output", tmp_path / "averaged.pt")
     code = average([str(each) for each in (*inputs, "--recalibrate", data / "bin", "--batches", 2)])
     assert code == 0, capfd.readouterr().err
     averaged = load_checkpoint(tmp_path / "averaged.pt")

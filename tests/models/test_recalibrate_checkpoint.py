@@ -9,7 +9,7 @@ import torch
 from fairseq import checkpoint_utils
 from torch.nn import functional as F
 
-from pn_fairseq.common.checkpoints import load_checkpoint, save_checkpoint
+from pn_fairseq.common.checkpoints import find_checkpoints, load_checkpoint, save_checkpoint
 from pn_fairseq.models.recalibrate_checkpoint import ModelWithData
 from pn_fairseq.pipeline import train
 from pn_fairseq.pipeline.average import main
@@ -31,7 +31,7 @@ def trained(data, tmp_path_factory):
 
 def average(trained, output, capsys, *options):
     """Exit code, standard output and standard error of averaging the run's last 2 checkpoints."""
-    inputs = ("--inputs", trained / "checkpoints", "--by", "update", "--last", 2)
+    inputs = ("--inputs", *find_checkpoints(trained / "checkpoints", "update", last=2)[::-1])
     code = main([str(argument) for argument in (*inputs, "--output", output, *options)])
     captured = capsys.readouterr()
     return code, captured.out, captured.err

@@ -236,11 +236,15 @@ def test_selection_from_a_directory(tmp_path, capsys):
     value, out = average("--last", 3)
     assert value == 10.0
     # Numbers, not strings: 9 comes before 10.
-    assert [line.split(":")[0] for line in out.splitlines()[1:4]] == [
+    assert [line.split(":")[0] for line in out.splitlines()[:3]] == [
         f"[{n}/3] {path}" for n, path in enumerate(paths[8:], start=1)
     ]
     assert f"{paths[8]}: update 900, 1 tensors" in out and str(output) in out.splitlines()[-1]
-    assert average("--by", "update", "--last", 2)[0] == 600.0
+    for path in paths:
+        path.unlink()
+    code, _, err = run_main(capsys, "--inputs", tmp_path, "--output", output, "--last", 2)
+    assert code == 0 and "2 update checkpoints instead of 2 epoch checkpoints" in err
+    assert load_checkpoint(output)["model"]["w"].item() == 600.0
 
 
 def test_a_copy_among_the_inputs_gives_a_warning(tmp_path, capsys):
@@ -257,11 +261,8 @@ def test_a_copy_among_the_inputs_gives_a_warning(tmp_path, capsys):
     ("inputs", "options", "words"),
     [
         ("dir", ["--last", "0"], ["--last", "'0'"]),
-        ("dir", ["--last", "1", "--by", "update"], ["none of the 1 update", "3 epoch checkpoints (--by epoch)"]),
-        ("dir", ["--last", "1", "--by", "step"], ["--by", "invalid choice"]),
         ("dir", [], ["is a folder", "--last"]),
         ("files", ["--last", "2"], ["--last", "files"]),
-        ("files", ["--by", "update"], ["--by", "files"]),
         ("missing", [], ["no such file"]),
         ("twice", [], ["given twice"]),
         ("link", [], ["given twice"]),
@@ -374,7 +375,6 @@ def test_as_many_as_the_configuration_averages_or_the_run_keeps(run):
     run.configure(average_last=2)
     assert run()[1] == 11.5
     assert run("--last", 3)[1] == 11
-    assert run("--by", "update", "--last", 1)[1] == 100
     run.configure(keep_interval_updates=4, average_last=1)
     assert run()[1] == 100
     run.configure(keep_interval_updates=1)
@@ -398,7 +398,6 @@ def test_a_short_run(run):
         messages, value = run(*options)
         assert f"has 2 epoch checkpoints instead of {3 if options else 10}" in messages and value == 1.5
     assert (run.checkpoints / "averaged.pt.made.txt").read_text() == "epoch 2\n"
-    assert "--by epoch" in run("--by", "update", "--last", 1, code=2)[0]
 
 
 def test_it_is_done_once_until_something_changes(run):
@@ -447,7 +446,7 @@ def test_mistakes_with_runs(run, tmp_path, capsys):
     for options, needle in (
         ((), "one of the arguments --run --inputs is required"),
         (("--run", "/nowhere"), "is not a training run"),
-        (("--by", "week"), "week"),
+        (("--run", "x", "--lst", "2"), "did you mean '--last'"),
     ):
         assert main(list(options)) == 2
         messages = capsys.readouterr().err

@@ -164,8 +164,7 @@ def test_plain_fairseq_commands_from_another_folder(data, tmp_path):
         cwd=tmp_path,
     )
     run(
-        *("pn", "average", "--inputs", "checkpoints", "--last", "2", "--by", "update"),
-        *("--output", "averaged.pt"),
+        *("pn", "average", "--inputs", "checkpoints", "--last", "2", "--output", "averaged.pt"),
         cwd=tmp_path,
     )
     args = load_checkpoint(tmp_path / "averaged.pt")["cfg"]["model"]
