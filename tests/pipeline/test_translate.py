@@ -67,7 +67,7 @@ def test_data_that_moses_tokenized_needs_moses(checkout, data, untrained, tmp_pa
     (tmp_path / "text").write_text("Dios\n")
     assert main(["--run", str(run), "--input", str(tmp_path / "text")]) == 2
     error = capsys.readouterr().err
-    needle = f"MOSES must be a checkout of mosesdecoder, and '{checkout}'" if checkout else "set MOSES to a checkout"
+    needle = f"MOSES={checkout} is not a checkout of mosesdecoder" if checkout else "set MOSES to a checkout"
     assert needle in error and error.count("\n") == 1
 
 
