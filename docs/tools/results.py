@@ -64,7 +64,7 @@ KNOWN_SEEDS = 3
 DIFFERENCES = {MEASURES["tokenized"]: (0.5, 1.0), MEASURES[LOSS]: (0.02, 0.05)}
 
 NOTHING = "No run is finished."
-UNCOMPARED = "No two of these runs are finished."
+UNCOMPARED = "There is no result yet: fewer than two of these runs are finished."
 #: Runs that are not in the table of norms: they have tables of their own.
 OWN_TABLES = r"_lr[\d.]+/|_init/|norm_alpha_|norm_ignore_mask"
 #: A run that has one of these is finished or has failed.
@@ -457,9 +457,9 @@ def learning_rates() -> str:
     differences = (bleu["pn"] - bleu["ln"]).dropna() if "pn" in bleu else ()
     above, below = (sum(sign * difference >= MARGIN for difference in differences) for sign in (1, -1))
     return (
-        f"{to_table(rows)}\n\nMeans over {count(len(complete), 'block')}. Of {len(differences)} learning rates PN is "
-        f"above LN at {above} and below at {below}, each by {MARGIN} BLEU or more; at "
-        f"{len(differences) - above - below} the difference is smaller."
+        f"{to_table(rows)}\n\nMeans over {count(len(complete), 'block')}. The BLEU of PN is at least {MARGIN} above "
+        f"that of LN with {above} of the {len(differences)} learning rates, and at least {MARGIN} below it with {below}; "
+        f"with the remaining {len(differences) - above - below} the difference is smaller."
     )
 
 
@@ -501,7 +501,7 @@ def open_questions() -> str:
     for corpus, wanted in planned().items():
         seeds, done = finished(corpus)
         more = seeds.total() - done
-        further = f"; {count(more, 'further run')}" if more else ""
+        further = f", and {count(more, 'run')} that this study does not plan" if more else ""
         lines.append(f"- {PLANNED_TITLES[corpus]}: {done} of {wanted.total()} planned runs are finished{further}.")
         if not seeds:
             continue
@@ -510,7 +510,10 @@ def open_questions() -> str:
                  if 0 < seeds[name] < amount]  # fmt: skip
         lines += [
             f"    - {words}: {', '.join(names)}."
-            for words, names in (("No run of the planned seeds", absent), ("Fewer seeds than planned", fewer))
+            for words, names in (
+                ("No run is finished (in brackets: the number of planned seeds)", absent),
+                ("Fewer seeds than planned", fewer),
+            )
             if names
         ]
     return "\n".join(lines)
@@ -614,7 +617,8 @@ def readme() -> str:
             f"Tokenized BLEU ({signature}) and best validation loss in bits per token. In brackets is the interval of "
             "the difference from LN. The intervals of one measure are simultaneous: with a probability of 95% all of "
             "them contain the true differences. *Not resolved*: the interval contains 0, and is not within the margin "
-            f"of equivalence (±{MARGIN} BLEU, ±{MEASURES[LOSS].margin} bits):",
+            f"of equivalence (±{MARGIN} BLEU, ±{MEASURES[LOSS].margin} bits).",
+            "All norms on this corpus, also those that are not in the table:",
             "\n".join(sentences) or "No norm has several seeds yet.",
         ]
     )

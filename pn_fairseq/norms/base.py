@@ -131,7 +131,7 @@ class _State(dict):
         self._norm.flush()
         return super().values()
 
-    def __reduce__(self):  # a copy belongs to another norm, which makes its own
+    def __reduce__(self):  # a plain dict: the norm that is a copy makes its own _State
         return dict, (dict(self),)
 
 
@@ -206,7 +206,7 @@ class RunningNorm(ChannelNorm):
         self._buffers = _State(self, self._buffers)
         self._collected: dict[str, Tensor] = {}
         self.register_buffer(COUNT, torch.zeros((), dtype=torch.int64))
-        self.register_state_dict_pre_hook(_before_saving)  # functions of the module: a norm can be pickled
+        self.register_state_dict_pre_hook(_before_saving)  # functions of this file: a norm can be pickled
         self.register_load_state_dict_pre_hook(_before_loading)
 
     # What a norm defines.
@@ -256,8 +256,8 @@ class RunningNorm(ChannelNorm):
         return None
 
     def further_parameters(self) -> tuple[Tensor, ...]:
-        """Learned besides weight and bias: ``tokens.further``. ``backward_pass`` returns their gradients last,
-        after dx and the gradients of weight and bias."""
+        """The learned parameters besides weight and bias; the passes get them as ``tokens.further``. ``backward_pass``
+        returns their gradients last, after dx and the gradients of weight and bias."""
         return ()
 
     def batch_moments(self, tokens: Tokens) -> Moments:

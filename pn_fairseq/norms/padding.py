@@ -1,4 +1,4 @@
-"""Which tokens are padding: masks in the forms that models have, and how one reaches norms whose callers pass none.
+"""Which tokens are padding: the forms of masks, and how a mask reaches norms that are called without one.
 
 A norm of a converted model (:func:`pn_fairseq.norms.convert_norms`) is called as ``norm(x)``. Its mask comes from the
 innermost *scope*: a ``with padding(...)`` block, or the running forward of a module that has the mask among its
@@ -36,7 +36,7 @@ _ADDITIVE_PADDING = -1e4
 
 
 class PaddingMask:
-    """A mask in one of :data:`FORMS`; :meth:`of` is what it says about (B, T) tokens, computed once.
+    """A mask in one of :data:`FORMS`. :meth:`of` converts it to bool, True = padding, once.
 
     Raises:
         ValueError: the tensor cannot be such a mask.
@@ -51,11 +51,11 @@ class PaddingMask:
             form = "additive"
         if form == "mask" and value.dtype != torch.bool:
             raise ValueError(
-                f"{source}: a mask of {value.dtype} may mean either; give bool with True = padding, or valid= if other "
-                "than 0 means a token, as in a tokenizer's attention_mask"
+                f"{source}: a mask of {value.dtype} does not say whether 1 is padding or a token; give bool with "
+                "True = padding, or valid= if other than 0 means a token, as in a tokenizer's attention_mask"
             )
         if form == "valid" and floating:
-            raise ValueError(f"{source}: a mask of {value.dtype} may mean either; give bool or int, or additive=")
+            raise ValueError(f"{source}: a mask of {value.dtype} may be additive; give bool or int, or additive=")
         if form == "additive" and not floating:
             raise ValueError(f"{source}: an additive mask (0 for tokens, -inf for padding) is not {value.dtype}")
         if form == "lengths":
@@ -77,9 +77,9 @@ class PaddingMask:
         return self.value.size(0)
 
     def time(self, tokens: int) -> int:
-        """Number of tokens T of a sequence that it is for, where sequences of ``tokens`` are given to a norm.
+        """The number of positions T that this mask fits; ``tokens`` is T of the activations that a norm has got.
 
-        Lengths are for the T of their first use, which is at least the greatest of them.
+        Lengths fit the T of their first use. Before it, T is ``tokens`` or the greatest length, whichever is more.
         """
         if self._form != "lengths":
             return self.value.size(-1)
@@ -100,7 +100,9 @@ class PaddingMask:
             elif self._form == "additive":
                 self._padding = self.value <= _ADDITIVE_PADDING
                 fits = (self._padding | (self.value == 0)).all()
-                torch._assert_async(fits, f"{self.source}: an additive mask holds 0 and -inf only")
+                torch._assert_async(
+                    fits, f"{self.source}: an additive mask holds 0 at tokens and at most -10000 at padding"
+                )
             else:
                 self._padding = torch.arange(tokens, device=self.value.device) >= self.value[:, None]
         return self._padding
@@ -136,7 +138,7 @@ class Scope:
         self.graph_task = torch._C._current_graph_task_id()
 
     def mask(self):
-        """The mask, None or NotImplemented. Where nothing is known here, what the part that ran last was given."""
+        """The mask, None or NotImplemented. A scope that knows nothing answers as the inner scope that ended last."""
         if self._find is not None:
             self._mask, self._find = self._find(), None
         if self._mask is NotImplemented and self.last is not None:
@@ -166,18 +168,18 @@ class padding(AbstractContextManager):
         with padding(mask):
             loss = model(x).sum()
 
-    The backward pass may run after the block. Exactly one argument:
+    The backward pass may run after the block. At most one argument; none, or None, says that there is no padding:
 
     Args:
         mask: bool, True = padding, (B, T), or (N,) for tokens (N, C), or (B, H, W) for images; a floating-point
-            mask is additive. None: there is no padding, and a norm with batch statistics does not warn of it.
+            mask is additive. With None a norm with batch statistics does not warn of a missing mask.
         valid: bool or whole numbers, other than 0 = token, as a tokenizer's ``attention_mask``.
         lengths: (B,) whole numbers, the tokens of each sequence; what follows them is padding. The greatest is read
             from the device once.
         additive: 0 at tokens and -inf (or at most -10000) at padding.
 
     Raises:
-        ValueError: an argument is not such a mask, or there is not exactly one.
+        ValueError: an argument is not such a mask, or more than one is given.
     """
 
     def __init__(self, mask: Tensor | None = None, *, valid=None, lengths=None, additive=None):

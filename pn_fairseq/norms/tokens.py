@@ -44,7 +44,7 @@ class Contribution(SimpleNamespace):
 
 
 class Tokens:
-    """The tokens of one batch: masked, layer-scaled, and summed over all ranks where the norm is synchronized.
+    """The tokens of one batch with their mask and layer-scale; statistics are over all ranks in a synchronized norm.
 
     h denotes the layer-scaled activations, D = sqrt(moment + eps), x_hat = (h - mean) / D, dx_hat = weight * dy.
     ``weight`` and ``bias`` belong to the norm unless an argument takes their place.
@@ -73,7 +73,7 @@ class Tokens:
         self.further: Sequence[Tensor] = ()
 
     def with_padding(self) -> "Tokens":
-        """A copy without the padding mask: all tokens count as real.
+        """A copy whose statistics include padding: it has no mask, so all tokens count as real.
 
         On a rank that repeats a batch the mask stays; there the mask of a synchronized norm excludes every token.
         """
@@ -128,7 +128,7 @@ class Tokens:
     def gradient_sums(
         self, moment: Tensor, mean: Tensor | None = None, weight: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Sums over tokens before dx: ``parameters`` and ``products``, each (2, C).
+        """The sums over tokens that are needed before dx: ``parameters`` and ``products``, each (2, C).
 
         ``parameters``: the sums of dy * x_hat and of dy over all tokens of this rank, the gradients of weight and bias.
         ``products``: the sums of dx_hat * x_hat and of dx_hat over the real tokens of all ranks; also
@@ -214,7 +214,7 @@ class Tokens:
 def _reduced(batch: Moments, group) -> Moments:
     """Moments of the tokens of all ranks.
 
-    The second moment of a rank is about the mean of that rank. With second moments about 0, the subtraction of the
+    A second moment about the mean of a rank is moved to the mean of all ranks. The second moment about 0 minus the
     squared mean would lose precision.
     """
     total, count = all_reduce_sum(torch.cat([_sum(batch), batch.count[None]]), group).split((batch.moment.numel(), 1))

@@ -52,7 +52,8 @@ def torchrun(world_size: int, arguments: list[str]) -> int:
     torchrun stops all ranks when one of them fails or when it gets a signal.
 
     Raises:
-        TrainingFailed: a rank failed; the text is that of its own :class:`TrainingFailed`.
+        TrainingFailed: a rank failed. The text names the rank, and its error or the signal that killed it.
+        Interrupted: a signal ended the training.
     """
     from unittest import mock
 

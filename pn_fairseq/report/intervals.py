@@ -55,12 +55,12 @@ class Compared:
         return f"{difference} ({low} to {high})"
 
     def verdict(self, interval: Interval) -> str:
-        """In words, with the margin where it matters."""
+        """The verdict in words. It names the margin of equivalence if the whole interval is within it."""
         verdict, margin = interval.verdict(self.measure), f"±{self.measure.margin:g}"
         if verdict == "equivalent":
             return f"equivalent within {margin}"
         small = max(-interval.low, interval.high) <= self.measure.margin
-        return f"{verdict}, and within {margin}" if small else verdict
+        return f"{verdict}, but within {margin}" if small else verdict
 
     def sentence(self, family: Family) -> str:
         """Every resolved difference of the family with its interval, and the range of the others."""
@@ -96,7 +96,7 @@ class Compared:
         )
 
     def planned(self, system: str) -> str | None:
-        """A comparison that was named in advance of further seeds, without correction. None: it was not tested."""
+        """The difference of a planned comparison with its uncorrected interval and p-value. None: it was not tested."""
         if (family := self.family_of(system)) is None:
             return None
         interval, sides = family.separate[system], side_of(family.pairs[system].values())
@@ -104,7 +104,7 @@ class Compared:
 
 
 def compare(frame: pandas.DataFrame) -> dict[str, Compared]:
-    """Column of report.csv -> the comparisons by this measure, of the measures that any run has.
+    """Column of report.csv -> the comparisons by this measure, for all measures that at least one run has.
 
     Args:
         frame: rows of report.csv, as in :func:`pn_fairseq.report.significance.families`.

@@ -329,8 +329,8 @@ def test_a_mask_of_another_length_names_the_module():
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ({"mask": (~MASK).long()}, "a mask of torch.int64 may mean either; give bool"),
-        ({"valid": MASK.float()}, "may mean either; give bool or int"),
+        ({"mask": (~MASK).long()}, "a mask of torch.int64 does not say whether 1 is padding"),
+        ({"valid": MASK.float()}, "may be additive; give bool or int"),
         ({"additive": MASK}, "additive mask .* is not torch.bool"),
         ({"lengths": LENGTHS.float()}, "lengths are \\(B,\\) whole numbers"),
         ({"mask": MASK, "lengths": LENGTHS}, "padding\\(mask=, lengths=\\): give one of them"),
@@ -343,7 +343,10 @@ def test_wrong_masks(arguments, message):
 
 
 def test_wrong_additive_mask():
-    with padding(additive=torch.ones(B, T)), pytest.raises(RuntimeError, match="holds 0 and -inf only"):
+    with (
+        padding(additive=torch.ones(B, T)),
+        pytest.raises(RuntimeError, match="holds 0 at tokens and at most -10000 at padding"),
+    ):
         convert_norms(nn.LayerNorm(C), "batch")(torch.randn(B, T, C))
 
 

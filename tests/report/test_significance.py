@@ -200,7 +200,7 @@ def test_what_is_not_tested_says_why():
         ("tokenized", 0.1, 0.5, "better"), ("tokenized", -0.5, -0.1, "worse"),
         ("tokenized", -0.3, 0.3, "equivalent within ±0.3"), ("tokenized", -0.2, 0.31, "not resolved"),
         ("bits", 0.01, 0.03, "worse"), ("bits", -0.03, -0.01, "better"), ("bits", -0.021, 0.01, "not resolved"),
-        ("bits", -0.02, 0.01, "equivalent within ±0.02"), ("bits", 0.005, 0.015, "worse, and within ±0.02"),
+        ("bits", -0.02, 0.01, "equivalent within ±0.02"), ("bits", 0.005, 0.015, "worse, but within ±0.02"),
     ],
 )  # fmt: skip
 def test_verdicts(measure, low, high, verdict):
