@@ -457,9 +457,9 @@ def learning_rates() -> str:
     differences = (bleu["pn"] - bleu["ln"]).dropna() if "pn" in bleu else ()
     above, below = (sum(sign * difference >= MARGIN for difference in differences) for sign in (1, -1))
     return (
-        f"{to_table(rows)}\n\nMeans over {count(len(complete), 'block')}. The BLEU of PN is at least {MARGIN} above "
-        f"that of LN with {above} of the {len(differences)} learning rates, and at least {MARGIN} below it with {below}; "
-        f"with the remaining {len(differences) - above - below} the difference is smaller."
+        f"{to_table(rows)}\n\nMeans over {count(len(complete), 'block')}. PN's BLEU is at least {MARGIN} above LN's "
+        f"with {above} of the {len(differences)} learning rates, and at least {MARGIN} below it with {below}. "
+        f"With the other {len(differences) - above - below} the difference is smaller."
     )
 
 

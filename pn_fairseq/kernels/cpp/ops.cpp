@@ -10,6 +10,7 @@
 #include <cstdlib>
 #include <initializer_list>
 #include <limits>
+#include <new>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -43,6 +44,23 @@ const Implementation& implementation() {
 }
 
 std::string cpu_capability() { return implementation().name; }
+
+// Memory from a multiple of 64 bytes on: a vector of AVX-512 that lies in two lines of the cache takes twice as long.
+template <class T>
+struct Aligned {
+  using value_type = T;
+  static constexpr std::align_val_t kBytes{64};
+  Aligned() = default;
+  template <class U>
+  Aligned(const Aligned<U>&) {}
+  T* allocate(size_t count) { return static_cast<T*>(::operator new(count * sizeof(T), kBytes)); }
+  void deallocate(T* values, size_t) { ::operator delete(values, kBytes); }
+  bool operator==(const Aligned&) const { return true; }
+  bool operator!=(const Aligned&) const { return false; }
+};
+
+template <class A>
+using Values = std::vector<A, Aligned<A>>;
 
 // Calls `compute(storage, accumulator, passes)` with the types that belong to `x`; `storage` is a null pointer.
 template <class F>
@@ -129,8 +147,8 @@ struct Vector {
 
 // 1 / sqrt(moment + eps), or 1 without a moment.
 template <class A>
-std::vector<A> inverse_root(const Vector<A>& moment, double eps, int64_t channels) {
-  std::vector<A> result(channels, A(1));
+Values<A> inverse_root(const Vector<A>& moment, double eps, int64_t channels) {
+  Values<A> result(channels, A(1));
   if (moment.data) {
     for (int64_t c = 0; c < channels; ++c) result[c] = A(1) / std::sqrt(moment.data[c] + static_cast<A>(eps));
   }
@@ -159,7 +177,7 @@ Total over_tokens(const Tensor& x, int64_t vectors, F&& pass) {
   const int64_t rows = rows_of(x), size = vectors * x.size(-1);
   const int64_t worth_it = std::max<int64_t>(1, x.numel() / kWorthAThread);
   const int64_t threads = at::in_parallel_region() ? 1 : std::min<int64_t>(at::get_num_threads(), worth_it);
-  std::vector<A> narrow(threads * size);
+  Values<A> narrow(threads * size);
   std::vector<double> wide(threads * size);
   std::vector<int64_t> real(threads);
   auto share = [&](int64_t thread) {
@@ -243,7 +261,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> normalize(
     using S = std::remove_pointer_t<decltype(storage)>;
     using A = decltype(accumulator);
     const Vector<A> gain(weight, x), shift(bias, x), center(mean, x), second(moment, x);
-    std::vector<A> scale = inverse_root(second, eps, channels), offset(channels);
+    Values<A> scale = inverse_root(second, eps, channels), offset(channels);
     if (gain.data) multiply(scale.data(), gain.data, channels);
     if (shift.data) std::copy(shift.data, shift.data + channels, offset.begin());
     Tensor held;
@@ -295,8 +313,8 @@ void backward(
     using A = decltype(accumulator);
     const Vector<A> gain(weight, x), center(mean, x), second(moment, x), along(nu, x), across(offset, x);
     // dh = scale * dy - 1_real * (slope * (h - center) + shift), and x_hat = (h - center) * factor.
-    const std::vector<A> factor = inverse_root(second, eps, channels);
-    std::vector<A> scale(factor), slope(channels), shift(channels), zeros;
+    const Values<A> factor = inverse_root(second, eps, channels);
+    Values<A> scale(factor), slope(channels), shift(channels), zeros;
     if (gain.data) multiply(scale.data(), gain.data, channels);
     if (along.data) {
       for (int64_t c = 0; c < channels; ++c) slope[c] = along.data[c] * factor[c] * factor[c];
@@ -386,8 +404,8 @@ void write_sums(A* to, const Total& total, int64_t size) {
 
 // A vector over channels, or `otherwise` in every channel.
 template <class A>
-std::vector<A> filled(const Optional& vector, const Tensor& x, A otherwise) {
-  std::vector<A> result(x.size(-1), otherwise);
+Values<A> filled(const Optional& vector, const Tensor& x, A otherwise) {
+  Values<A> result(x.size(-1), otherwise);
   const Vector<A> given(vector, x);
   if (given.data) std::copy(given.data, given.data + x.size(-1), result.begin());
   return result;
@@ -407,7 +425,7 @@ std::tuple<Tensor, Tensor> standardize(
   for_type_of(x, [&](auto* storage, auto accumulator, const auto& passes) {
     using S = std::remove_pointer_t<decltype(storage)>;
     using A = decltype(accumulator);
-    const std::vector<A> scale = filled<A>(weight, x, A(1)), offset = filled<A>(bias, x, A(0));
+    const Values<A> scale = filled<A>(weight, x, A(1)), offset = filled<A>(bias, x, A(0));
     const Vector<A> factor(direct, x), middle(center, x);
     Tensor held;
     PerToken<S, A> p = per_token<S, A>(x, held, y, stats, groups, gain, gain_slope);
@@ -480,7 +498,7 @@ Tensor squash(
   for_type_of(x, [&](auto* storage, auto accumulator, const auto& passes) {
     using S = std::remove_pointer_t<decltype(storage)>;
     using A = decltype(accumulator);
-    const std::vector<A> scale = filled<A>(weight, x, A(1)), offset = filled<A>(bias, x, A(0));
+    const Values<A> scale = filled<A>(weight, x, A(1)), offset = filled<A>(bias, x, A(0));
     Tensor held;
     Squash<S, A> s = squash_of<S, A>(x, held, y, alpha, shift, erf);
     s.scale = scale.data();
@@ -499,7 +517,7 @@ std::tuple<Tensor, Tensor, Tensor> squash_gradient(
   for_type_of(x, [&](auto* storage, auto accumulator, const auto& passes) {
     using S = std::remove_pointer_t<decltype(storage)>;
     using A = decltype(accumulator);
-    const std::vector<A> scale = filled<A>(weight, x, A(1));
+    const Values<A> scale = filled<A>(weight, x, A(1));
     Tensor held_x, held_dy;
     Squash<S, A> s = squash_of<S, A>(x, held_x, dx, alpha, shift, erf);
     s.dy = rows_in<S>(dy, held_dy);
@@ -578,7 +596,7 @@ std::tuple<Tensor, Tensor, Tensor> power_update(
     const Vector<A> used(used_psi2, batch);
     const A tokens = *count.const_data_ptr<A>(), rate = static_cast<A>(1.0 - alpha_bwd);
     const A *squares = batch.const_data_ptr<A>(), *lambda = sums.const_data_ptr<A>();
-    std::vector<A> gamma(channels);
+    Values<A> gamma(channels);
     for (int64_t c = 0; c < channels; ++c) gamma[c] = squares[c] / (used.data[c] + static_cast<A>(eps));
     const bool counted =
         tokens > A(0) && all_finite<A>(batch) && all_finite<A>(sums) && all_finite(gamma.data(), channels);
