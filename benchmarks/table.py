@@ -143,15 +143,16 @@ def draw_sizes(rows: list[dict], output: Path) -> None:
     """
     pyplot = headless_pyplot()
     frame = pandas.DataFrame([row for row in rows if row["phase"] == "both" and row["contestant"] != "LayerNorm"])
-    frame = frame.assign(tokens=frame["shape"].str.split("x").str[0].astype(int)).sort_values("tokens")
-    dtypes, threads = frame["dtype"].unique(), sorted(frame["threads"].unique())
+    frame = frame.assign(tokens=frame["shape"].str.split("x").str[0].astype(int))
+    names, dtypes, threads = frame["contestant"].unique(), frame["dtype"].unique(), sorted(frame["threads"].unique())
     figure, axes = pyplot.subplots(
         len(dtypes), len(threads), figsize=(3.4 * len(threads) + 1.8, 3.0 * len(dtypes)), squeeze=False, sharex=True,
         sharey=True, constrained_layout=True,
     )  # fmt: skip
     for (dtype, number), panel in frame.groupby(["dtype", "threads"]):
         axis = axes[list(dtypes).index(dtype)][threads.index(number)]
-        for marker, (name, own) in zip("osD^v<>PX", panel.groupby("contestant", sort=False), strict=False):
+        for marker, name in zip("osD^v<>PX", names, strict=False):
+            own = panel[panel["contestant"] == name].sort_values("tokens")
             (line,) = axis.plot(own["tokens"], own["ratio_single"], marker=marker, markersize=4, label=name)
             bounds = own["ratio_single_low"], own["ratio_single_high"]
             axis.fill_between(own["tokens"], *bounds, color=line.get_color(), alpha=0.2, linewidth=0)
