@@ -112,10 +112,12 @@ def gradient_of(trainer: Trainer, batch: dict) -> Tensor:
 
 
 def main(argv=None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.update", description=__doc__.split("\n")[0])
+    others = "The other options, such as --dtype and --threads, are those of python -m benchmarks.training."
+    about = __doc__.split("\n")[0]
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.update", description=about, epilog=others)
     parser.add_argument("--rounds", type=positive, default=10, metavar="N", help="updates of each (default: 10)")
     parser.add_argument("--output", type=output_file, metavar="FILE", help="also write a CSV file")
-    own, words = parser.parse_known_args(argv)  # the other options are those of benchmarks.training
+    own, words = parser.parse_known_args(argv)
     keep_memory()
     hide_messages()
     args = parse_training([*words, "--rounds", str(own.rounds)])
