@@ -74,8 +74,8 @@ def test_differences_have_the_noise_of_all_systems(place):
     assert "**In 1 of 2 tested comparisons the interval excludes 0:** PN, batches by length, tokenized BLEU." in text
     assert "6 of the 8 planned comparisons are not tested yet." in text  # the losses have no spread over seeds
     assert "- **Decoding:** 115 of 20,000 translations (20 runs) depend" in text  # 5 systems of 5 + 6 + 7, and of 5
-    assert "20 of 30 planned runs are finished" in masks.missing()
-    assert "- random batches, seed 6: `ln`, `bn`" in masks.missing() and "length" not in masks.missing()
+    assert "20 of 40 planned runs are finished" in masks.missing()
+    assert "- random batches, seed 6: `ln`, `bn`" in masks.missing() and "length, seed 7" not in masks.missing()
     assert re.search(r"\| PN without the mask +\| 3 +\|", masks.table())
     masks.draw()
     assert (place / "results/masks.png").read_bytes().startswith(b"\x89PNG")

@@ -70,7 +70,7 @@ def test_a_folder_that_is_not_there_is_named():
 def test_each_system_is_trained_in_both_kinds_of_batches(tmp_path):
     """The settings are checked here."""
     of_runs = trainings("compare_masks", "--runs", tmp_path)
-    assert len(of_runs) == 5 * 2 * 3
+    assert len(of_runs) == 5 * 2 * 3 + 5 * 2  # three seeds, and two more in batches by length
     for name, words in of_runs.items():
         assert f"model.norm_probe='{tmp_path}/{name}/norm_probe'" in words
         assert ("task._name=translation_random_batches" in words) == name.startswith("masks_random/")
