@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import pn_fairseq.norms  # noqa: F401 (defines operators)
 from pn_fairseq import kernels
 from pn_fairseq.kernels import check, reference, selection
 
