@@ -1,8 +1,8 @@
 """What a single call of a norm costs on a few tokens, where only the overhead counts: ``python -m benchmarks.calls``.
 
-x is (2, 2, 512) with a mask of one padding position. torch.nn.LayerNorm and this project's norms take turns of some
-hundred calls: a training step (forward and backward), and a forward in evaluation without gradients. Printed are the
-medians over the rounds in microseconds, and the ratios to torch.nn.LayerNorm in the same round.
+x is (2, 2, 512) with a mask of one padding position. torch.nn.LayerNorm and this project's norms take turns of 200
+calls: a training step (forward and backward), and a forward in evaluation without gradients. Printed are the medians
+over the rounds in microseconds, and the ratios to torch.nn.LayerNorm in the same round.
 """
 
 import argparse
@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from benchmarks import keep_memory
-from benchmarks.norms import Contestant, Unmasked, step
+from benchmarks.norms import Contestant, Unmasked, pattern, step
 from benchmarks.results import in_turns, output_file, positive, quartiles, ratios, write_csv
 from pn_fairseq.norms import NORMS, build_norm
 
@@ -25,13 +25,14 @@ BASE = "torch.nn.LayerNorm"
 
 
 def work(mode: str, module: nn.Module) -> Callable[[int], None]:
-    """One turn."""
+    """A function that takes one turn of ``module``, as :func:`.in_turns` calls it."""
     x, dy = torch.randn(SHAPE, requires_grad=mode == "training"), torch.randn(SHAPE)
     mask = torch.tensor([[False, False], [False, True]])
     module.train(mode == "training")
 
+    contestant = Contestant("", module, "")
+
     def turn(number: int) -> None:
-        contestant = Contestant("", module, "")
         for _ in range(CALLS):
             if mode == "training":
                 step(contestant, (x, dy, mask), lambda: None)
@@ -44,7 +45,7 @@ def work(mode: str, module: nn.Module) -> Callable[[int], None]:
 
 def main(argv=None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.calls", description=__doc__.split("\n")[0])
-    parser.add_argument("--only", type=re.compile, default=re.compile(""), metavar="PATTERN",
+    parser.add_argument("--only", type=pattern, default=re.compile(""), metavar="PATTERN",
                         help="the norms in whose registered names this regular expression is found")  # fmt: skip
     parser.add_argument("--rounds", type=positive, default=30, help=f"turns of {CALLS} calls (default: 30)")
     parser.add_argument("--output", type=output_file, metavar="FILE", help="also write a CSV file")

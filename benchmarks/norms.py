@@ -437,7 +437,7 @@ def _padding(value: str) -> float:
     return share
 
 
-def _pattern(value: str) -> re.Pattern:
+def pattern(value: str) -> re.Pattern:
     try:
         return re.compile(value)
     except re.error as error:
@@ -462,7 +462,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--padding", nargs="+", type=_padding, default=[0.1], metavar="SHARE",
                         help="shares of padding; 0 is no mask at all (default: 0.1)")  # fmt: skip
     parser.add_argument("--rounds", type=positive, default=40, metavar="N", help="turns of each (default: 40)")
-    parser.add_argument("--only", type=_pattern, metavar="PATTERN", help="LayerNorm, and of the others those in whose "
+    parser.add_argument("--only", type=pattern, metavar="PATTERN", help="LayerNorm, and of the others those in whose "
                         "names this regular expression is found")  # fmt: skip
     parser.add_argument("--targets", action="store_true",
                         help="measure what this project's targets are about, with 1 and 2 threads, and say which are "

@@ -79,6 +79,7 @@ All steps from the text to a report, for a list of norms and seeds. WHAT is
   a corpus, which is prepared first: {corpora}
   a configuration or the path of a YAML file, for prepared data of your own (--data): {configs}
 """
+
 #: The end of every help text.
 AGAIN = """
 Run again, it skips what is done and continues with the rest. A run that fails is named in the report; the others are

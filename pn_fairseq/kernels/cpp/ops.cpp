@@ -45,7 +45,8 @@ const Implementation& implementation() {
 
 std::string cpu_capability() { return implementation().name; }
 
-// Memory from a multiple of 64 bytes on: a vector of AVX-512 that lies in two lines of the cache takes twice as long.
+// Memory that begins at a multiple of 64 bytes: reading a vector of AVX-512 that lies in two lines of the cache takes twice
+// as long.
 template <class T>
 struct Aligned {
   using value_type = T;
