@@ -11,8 +11,8 @@ from pathlib import Path
 
 from pn_fairseq.common.command import ArgumentParser, UserError, did_you_mean, handle_signals, run, say
 
-#: Verb -> module whose ``main(argv)`` it calls, imported only when it is called (most need no torch), and its line in
-#: ``pn --help``.
+#: Verb -> module whose ``main(argv)`` it calls (or MODULE:FUNCTION), imported only when it is called (most need no
+#: torch), and its line in ``pn --help``.
 VERBS = {
     "prepare": ("pn_fairseq.pipeline.data.prepare", "text to binary data: a corpus with a recipe, or text of your own"),
     "train": ("pn_fairseq.pipeline.train", "train with the settings of a configuration and yours"),
@@ -32,7 +32,7 @@ VERBS = {
     "import-release": ("pn_fairseq.pipeline.import_release", "convert a checkpoint of the PowerNorm authors' code"),
     "norms": ("pn_fairseq.norms.command", "the norms, with their options and defaults"),
     "test-norms": ("pn_fairseq.testing.command", "the shared tests, run on the norms of a file"),
-    "check": ("pn_fairseq.pipeline.check", "compare the kernels that this machine can run with plain PyTorch"),
+    "check": ("pn_fairseq.pipeline.info:check", "compare the kernels that this machine can run with plain PyTorch"),
     "info": ("pn_fairseq.pipeline.info", "version, kernels in use, patches of fairseq, folder for --user-dir"),
 }
 
@@ -73,7 +73,8 @@ def call(argv: list[str]) -> int:
             raise UserError(f"unknown verb {verb!r}{did_you_mean(verb, VERBS)} (see pn --help)")
         if verb in COMPUTING and not {"-h", "--help", "--check", "--dry-run"} & {*rest}:
             warn_without_kernels()
-        return importlib.import_module(VERBS[verb][0]).main(rest)
+        module, _, function = VERBS[verb][0].partition(":")
+        return getattr(importlib.import_module(module), function or "main")(rest)
 
     return run(f"pn {verb}" if verb in VERBS else "pn", body)
 

@@ -144,6 +144,13 @@ def _run_and_exit(words: list[str], cwd: str, env: dict[str, str]) -> None:
     os._exit((code or 0) & 255)
 
 
+def verb(name: str):
+    """``pn NAME`` in this process: a function from its arguments to its exit code."""
+    from pn_fairseq.__main__ import call
+
+    return lambda arguments: call([name, *map(str, arguments)])
+
+
 def _program(words: list[str]) -> int | None:
     """As the interpreter runs a console script, ``-c CODE`` or ``-m MODULE``."""
     if words[0] == "pn":
@@ -151,20 +158,20 @@ def _program(words: list[str]) -> int | None:
 
         sys.argv = words
         return main()
-    if words[1] == "-c":
+    if words[0].startswith("fairseq-"):
+        sys.argv = words
+        importlib.import_module(f"fairseq_cli.{words[0].removeprefix('fairseq-').replace('-', '_')}").cli_main()
+    elif words[1] == "-c":
         sys.argv = words[1:2] + words[3:]
         sys.path.insert(0, "")
         exec(words[2], {"__name__": "__main__"})
-    elif words[1] == "-m":
+    else:
         from pn_fairseq.__main__ import ENVIRONMENT
 
         os.environ.update({**ENVIRONMENT, **os.environ})  # with these it does not start itself again
         sys.argv = words[2:]
         sys.path.insert(0, os.getcwd())
         runpy.run_module(words[2], run_name="__main__", alter_sys=True)
-    else:
-        sys.argv = words
-        importlib.import_module(f"fairseq_cli.{words[0].removeprefix('fairseq-').replace('-', '_')}").cli_main()
     return 0
 
 

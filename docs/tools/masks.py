@@ -19,10 +19,10 @@ from pathlib import Path
 import numpy as np
 import pandas
 
+from pn_fairseq.__main__ import call
 from pn_fairseq.common.files import atomic_write
 from pn_fairseq.common.probe_files import read_probe
 from pn_fairseq.pipeline import experiments
-from pn_fairseq.pipeline.generate import main as pn_generate
 from pn_fairseq.pipeline.runs import Run
 from pn_fairseq.pipeline.scoring import p_text
 from pn_fairseq.report import intervals
@@ -94,7 +94,7 @@ def changed(run: Path) -> list[dict[str, int]]:
     """The sentences of the test set, and those with another translation in batches of one sentence."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "one by one"
-        if pn_generate(["--run", str(run), "--batch-size", "1", "--output", str(output)]) != 0:
+        if call(["generate", "--run", str(run), "--batch-size", "1", "--output", str(output)]) != 0:
             raise SystemExit(f"{run} cannot be decoded")
         singly, together = (
             (place / "hyp.tok").read_text("utf-8").splitlines() for place in (output, run / "generate/test")

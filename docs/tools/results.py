@@ -24,13 +24,13 @@ from pathlib import Path
 import pandas
 from scipy import stats
 
+from pn_fairseq.__main__ import call
 from pn_fairseq.common.files import atomic_write
 from pn_fairseq.pipeline import experiments
 from pn_fairseq.pipeline.reproduce import CORPORA as CORPORA_OF_RUNS
 from pn_fairseq.pipeline.reproduce import trainings
 from pn_fairseq.pipeline.scoring import p_text
 from pn_fairseq.report import curves, figures, intervals
-from pn_fairseq.report.command import main as pn_report
 from pn_fairseq.report.curves import save
 from pn_fairseq.report.intervals import Compared, count
 from pn_fairseq.report.significance import LOSS, MEASURES, SHORT_NAMES, Family, Measure, blocks_needed
@@ -84,7 +84,7 @@ def write_reports(folder: Path, *wanted: str) -> None:
                 continue
             table = RESULTS / report / "report.csv"
             earlier = pandas.read_csv(table) if table.is_file() else pandas.DataFrame()
-            if pn_report([*done, "--output", str(RESULTS / report)]) != 0:
+            if call(["report", *done, "--output", str(RESULTS / report)]) != 0:
                 raise SystemExit(f"no report of {report}")
             for file in (table, table.with_name("report.md")):
                 text = without_places(file.read_text("utf-8"), done)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import functools
 import logging
 import os
 import re
@@ -161,19 +160,6 @@ def run(tool: str, body: Callable[[], int | None], *user_errors: type[Exception]
     except MemoryError:
         print(f"{tool}: error: there is not enough memory; use fewer processes or a larger machine", file=sys.stderr)
         return 2
-
-
-def command(tool: str) -> Callable[[Callable], Callable[..., int]]:
-    """Decorate a tool's ``main(argv)`` with :func:`run`."""
-
-    def decorate(body: Callable) -> Callable[..., int]:
-        @functools.wraps(body)
-        def main(argv: list[str] | None = None) -> int:
-            return run(tool, lambda: body(argv))
-
-        return main
-
-    return decorate
 
 
 @contextmanager

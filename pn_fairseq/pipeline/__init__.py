@@ -2,9 +2,6 @@
 
 import argparse
 import os
-from collections.abc import Sequence
-
-from pn_fairseq.common.command import UserError
 
 #: The help of the option --run.
 RUN_HELP = "a training run: a folder of pn train, the --save-dir of fairseq-train, or a job of fairseq-hydra-train"
@@ -21,10 +18,3 @@ def add_norm_module(parser: argparse.ArgumentParser) -> None:
 
     meaning = "the Python files that register the model's own norms, if the files were moved after the training"
     parser.add_argument("--norm-module", type=existing, metavar="FILE[,FILE]", help=meaning)
-
-
-def check_settings(settings: Sequence[str]) -> None:
-    """Refuse words of a command line that are no settings in hydra's syntax."""
-    for setting in settings:
-        if "=" not in setting and not setting.startswith("~"):
-            raise UserError(f"unexpected argument '{setting}': settings are key=value (see --help)")

@@ -14,7 +14,7 @@ from pn_fairseq.common.checkpoints import (
     load_checkpoint,
     save_checkpoint,
 )
-from pn_fairseq.common.command import ArgumentParser, UserError, command, say, whole, without_fairseqs_log
+from pn_fairseq.common.command import ArgumentParser, UserError, say, whole, without_fairseqs_log
 from pn_fairseq.common.files import write_lines
 from pn_fairseq.pipeline import RUN_HELP, add_norm_module
 from pn_fairseq.pipeline.runs import Run, open_run
@@ -39,11 +39,8 @@ BATCHES = 100
 
 
 def _parser() -> ArgumentParser:
-    parser = ArgumentParser(
-        prog="pn average",
-        description="Average the weights of the last checkpoints of a training.",
-        epilog=EPILOG,
-    )
+    about = "Average the weights of the last checkpoints of a training."
+    parser = ArgumentParser(prog="pn average", description=about, epilog=EPILOG)
     add = parser.add_argument
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--run", type=Path, metavar="DIR", help=RUN_HELP)
@@ -118,7 +115,9 @@ def average_checkpoints(paths: Sequence[Path]) -> dict:
             own, first = (" ".join(map(str, tensors.get(key, ["absent"]))) for tensors in (layout, reference))
             raise CheckpointError(f"{path}: does not match {paths[0]}: {key} is {own}, not {first}")
         if not newest or updates >= num_updates(newest):
-            newest, tied = state, _memory_groups({key: model[key] for key in averaged})
+            newest, first = state, {}  # the first key of each view of memory
+            views = {key: (model[key].data_ptr(), model[key].shape, model[key].stride()) for key in averaged}
+            tied = {key: first.setdefault(view, key) for key, view in views.items()}
         for key in averaged:
             wide = model[key].to(torch.float64)
             if not torch.isfinite(wide).all():
@@ -134,13 +133,6 @@ def average_checkpoints(paths: Sequence[Path]) -> dict:
         other = means[tied[key]]
         means[key] = mean if other is None or not torch.equal(other, mean) else other
     return newest
-
-
-def _memory_groups(model: dict[str, torch.Tensor]) -> dict[str, str]:
-    """Map each key to the first key whose tensor is the same view of the same memory."""
-    first: dict[tuple, str] = {}
-    views = {key: (value.data_ptr(), value.shape, value.stride(), value.dtype) for key, value in model.items()}
-    return {key: first.setdefault(view, key) for key, view in views.items()}
 
 
 def _select(args: argparse.Namespace, run: Run | None) -> tuple[list[Path], str]:
@@ -163,7 +155,6 @@ def _select(args: argparse.Namespace, run: Run | None) -> tuple[list[Path], str]
     return paths, f"{kind} {len(paths)}"
 
 
-@command("pn average")
 def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     if args.recalibrate is None and args.batches is not None:

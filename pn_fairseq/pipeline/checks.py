@@ -25,6 +25,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from pn_fairseq.common.checkpoints import explain_misfit, load_checkpoint
 from pn_fairseq.common.command import UserError, whole_number
+from pn_fairseq.common.files import read_settings
 from pn_fairseq.models.transformer_lm_pn import check_criterion
 from pn_fairseq.pipeline.runs import flat, load_config
 from pn_fairseq.pipeline.settings import Batches, flags
@@ -193,6 +194,17 @@ def open_data(folder: Path, name: str, dictionary: Dictionary) -> MMapIndexedDat
     return dataset
 
 
+def check_languages(cfg: DictConfig, data: Path) -> None:
+    """Refuse prepared data of other languages than the settings name."""
+    file, wanted = data / "settings.txt", [cfg.task.get("source_lang"), cfg.task.get("target_lang")]
+    languages = [*map(read_settings(file).get, ("source", "target"))] if file.is_file() else wanted
+    if None not in wanted and languages != wanted:
+        raise UserError(
+            f"'{data}' was prepared from {'-'.join(map(str, languages))}, and the settings say {'-'.join(wanted)}: "
+            f"add task.source_lang={languages[0]} task.target_lang={languages[1]}"
+        )
+
+
 def check_same_run(cfg: DictConfig, data: Path, run: Path) -> None:
     """Refuse to resume a run that was started with different settings or different data."""
     kept = run / "data.settings"
@@ -201,11 +213,11 @@ def check_same_run(cfg: DictConfig, data: Path, run: Path) -> None:
     before, now = (flat(OmegaConf.to_container(one)) for one in (load_config(run / "config.yaml"), cfg))
     keys = sorted({*before, *now}, key=lambda key: (not key.startswith("model."), key))
     changed = [key for key in keys if before.get(key) != now.get(key) and not MAY_CHANGE.fullmatch(key)]
-    shown = [f"{key} {before.get(key)} -> {now.get(key)}" for key in changed]
-    if shown:
-        more = f", and {len(shown) - 3} more" if len(shown) > 3 else ""
+    if changed:
+        shown = ", ".join(f"{key} {before.get(key)} -> {now.get(key)}" for key in changed[:3])
+        shown += f", and {len(changed) - 3} more" if len(changed) > 3 else ""
         raise UserError(
-            f"'{run}' was started with different settings: {', '.join(shown[:3])}{more}; use another --run or remove "
+            f"'{run}' was started with different settings: {shown}; use another --run or remove "
             "it (only limits, decoding, saving, validation and logging may change when a run is resumed)"
         )
 

@@ -9,10 +9,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from pn_fairseq import __version__
-from pn_fairseq.common.command import ArgumentParser, UserError, command, without_fairseqs_log
-from pn_fairseq.common.files import atomic_write, checksum
+from pn_fairseq.common.command import ArgumentParser, UserError, without_fairseqs_log
+from pn_fairseq.common.files import checksum, write_lines
 from pn_fairseq.pipeline import RUN_HELP, add_norm_module
-from pn_fairseq.pipeline.data.binarize import lengths
 from pn_fairseq.pipeline.runs import Run, open_run
 
 
@@ -92,6 +91,7 @@ def evaluate(
     from pn_fairseq.models.from_checkpoint import with_norm_module
     from pn_fairseq.models.recalibrate_checkpoint import ModelWithData
     from pn_fairseq.norms.base import running_norms
+    from pn_fairseq.pipeline.checks import open_data
 
     index = run.bin / f"{subset}.idx"
     if not index.is_file():
@@ -118,9 +118,9 @@ def evaluate(
             norm.train()
         if norms:
             batch_nll, _, _ = score(loaded, subset, context, max_tokens)
-    if tokens != sum(lengths(index)):
-        raise UserError(f"{tokens} of the {sum(lengths(index))} tokens of {subset} were scored")
-    dictionary = loaded.task.target_dictionary
+    data = open_data(run.bin, subset, dictionary := loaded.task.target_dictionary)
+    if tokens != data.sizes.sum():
+        raise UserError(f"{tokens} of the {data.sizes.sum()} tokens of {subset} were scored")
     result = Perplexity(
         nll=nll,
         subset=subset,
@@ -136,9 +136,8 @@ def evaluate(
         blocks=blocks,
     )
     output.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_write(output, "w") as file:
-        shown = {"perplexity": result.perplexity, "bits_per_token": result.bits, "signature": result.signature}
-        file.write(json.dumps({**shown, **asdict(result)}, indent=1) + "\n")
+    shown = {"perplexity": result.perplexity, "bits_per_token": result.bits, "signature": result.signature}
+    write_lines(output, [json.dumps({**shown, **asdict(result)}, indent=1)])
     return result
 
 
@@ -158,14 +157,9 @@ def score(loaded, subset: str, context: int, max_tokens: int) -> tuple[float, in
     from torch.nn.functional import cross_entropy
 
     task, model, dictionary = loaded.task, loaded.model, loaded.task.target_dictionary
+    limits = {"max_tokens": max_tokens, "max_positions": model.max_positions(), "context_window": context}
     try:
-        batches = task.eval_lm_dataloader(
-            task.dataset(subset),
-            max_tokens=max_tokens,
-            max_positions=model.max_positions(),
-            num_workers=0,
-            context_window=context,
-        )
+        batches = task.eval_lm_dataloader(task.dataset(subset), num_workers=0, **limits)
     except ValueError as error:  # blocks that are too long: fairseq_patches/eval_lm_blocks.py
         raise UserError(f"{subset}: {error}") from error
     adaptive = getattr(model.decoder, "adaptive_softmax", None)
@@ -183,7 +177,6 @@ def score(loaded, subset: str, context: int, max_tokens: int) -> tuple[float, in
     return total / max(tokens, 1), tokens, unknown
 
 
-@command("pn evaluate-lm")
 def main(argv: Sequence[str] | None = None) -> None:
     parser = ArgumentParser(
         prog="pn evaluate-lm",
@@ -194,7 +187,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "of the same checkpoint and data. pn report compares runs by SUBSET.json.",
     )
     add = parser.add_argument
-    add("--run", type=Path, metavar="DIR", help=RUN_HELP)
+    add("--run", type=Path, required=True, metavar="DIR", help=RUN_HELP)
     averaged = "default DIR/checkpoints/averaged.pt (pn average makes it)"
     add("--checkpoint", type=Path, metavar="FILE", help=averaged)
     add("--subset", default="test", metavar="NAME", help="test (default) or valid")

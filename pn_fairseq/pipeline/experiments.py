@@ -27,8 +27,8 @@ def demo(argv: Sequence[str]) -> int:
     parser = ArgumentParser(prog="pn reproduce demo", description=inspect.getdoc(demo))
     parser.add_argument("settings", nargs="*", metavar="key=value", help="settings of the training")
     parser.add_argument("--run", type=Path, metavar="DIR", default="runs/demo", help="the results (default runs/demo)")
-    names = "transformer_pn_tiny (default), transformer_ln_tiny, transformer_bn_tiny, transformer_pnv_tiny"
-    parser.add_argument("--arch", metavar="NAME", default="transformer_pn_tiny", help=names)
+    architecture = "transformer_NORM_tiny, as transformer_ln_tiny (default transformer_pn_tiny)"
+    parser.add_argument("--arch", metavar="NAME", default="transformer_pn_tiny", help=architecture)
     args = parser.parse_intermixed_args(argv)
     run, data = args.run.absolute(), Path("runs/data/verses_es_en").absolute()
     train = ["train", "verses_es_en", "--data", data, "--run", run, f"model._name={args.arch}", *args.settings]
@@ -213,26 +213,21 @@ def batch_size(argv: Sequence[str]) -> int:
     An update has 4,096 tokens, by accumulation. For each of 512, 1,024, 2,048 and 4,096 tokens it calls pn reproduce
     CORPUS; then pn figures draws all runs.
 
-    In the environment: NORMS and SEEDS, as of pn reproduce CORPUS --help. A mini-batch is what all ranks take at once;
-    every training has one rank (NPROC=1).
+    Settings, other options (--data, --dry-run) and the environment (NORMS, SEEDS) are of pn reproduce CORPUS --help. A
+    mini-batch is what all ranks take at once; every training has one rank (NPROC=1).
     """
     parser = ArgumentParser(prog="pn reproduce batch_size", description=inspect.getdoc(batch_size), epilog=AGAIN)
-    add, corpora = parser.add_argument, ("verses", "iwslt14", "wmt14")
-    add("settings", nargs="*", metavar="key=value", help="settings that differ from the configuration of the corpus")
-    add("--corpus", choices=corpora, default="verses", help="the corpus (default verses)")
-    runs = "where the runs go, as DIR/tokens512/NORM_seedN, and DIR/figures (default runs/batch_size_CORPUS)"
-    add("--runs", type=Path, metavar="DIR", help=runs)
-    add("--data", metavar="DIR", help="the prepared data, made if it is not there (default as of pn reproduce CORPUS)")
-    add("--dry-run", action="store_true", help="print the commands and do nothing")
-    args = parser.parse_intermixed_args(argv)
+    corpora, runs = ("verses", "iwslt14", "wmt14"), "where the runs go, as DIR/tokens512/NORM_seedN, and DIR/figures"
+    parser.add_argument("--corpus", choices=corpora, default="verses", help="the corpus (default verses)")
+    parser.add_argument("--runs", type=Path, metavar="DIR", help=f"{runs} (default runs/batch_size_CORPUS)")
+    args, words = parser.parse_known_args(argv)
     runs = args.runs or Path(f"runs/batch_size_{args.corpus}")
     os.environ["NPROC"] = "1"
-    options = [*(["--data", args.data] if args.data else []), *(["--dry-run"] if args.dry_run else [])]
     failed = 0
     for tokens in (512, 1024, 2048, 4096):
         batch = [f"dataset.max_tokens={tokens}", "tokens_per_update=4096"]
-        failed |= reproduce(args.corpus, ["--runs", str(runs / f"tokens{tokens}"), *options, *batch, *args.settings])
-    if not args.dry_run:
+        failed |= reproduce(args.corpus, ["--runs", str(runs / f"tokens{tokens}"), *batch, *words])
+    if "--dry-run" not in words:
         must(["figures", *sorted(runs.glob("tokens*/*_seed*")), "--output", runs / "figures"])
     return failed
 

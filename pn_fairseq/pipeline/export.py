@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pn_fairseq.common.checkpoints import CheckpointError, load_checkpoint
-from pn_fairseq.common.command import ArgumentParser, UserError, command, without_fairseqs_log
+from pn_fairseq.common.command import ArgumentParser, UserError, without_fairseqs_log
 from pn_fairseq.pipeline import add_norm_module
 
 DESCRIPTION = (
@@ -24,7 +24,6 @@ needs onnx, onnxscript and onnxruntime. CHECKPOINT is read without executing cod
 """
 
 
-@command("pn export")
 def main(argv: Sequence[str] | None = None) -> None:
     parser = ArgumentParser(prog="pn export", description=DESCRIPTION, epilog=EPILOG)
     parser.add_argument("checkpoint", metavar="CHECKPOINT", type=Path, help="a checkpoint of transformer_pn")

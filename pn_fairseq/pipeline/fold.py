@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pn_fairseq.common.checkpoints import check_output_path, load_checkpoint, save_checkpoint
-from pn_fairseq.common.command import ArgumentParser, command, without_fairseqs_log
+from pn_fairseq.common.command import ArgumentParser, without_fairseqs_log
 from pn_fairseq.pipeline import add_norm_module
 
 DESCRIPTION = (
@@ -27,7 +27,6 @@ read without executing code from it.
 """
 
 
-@command("pn fold")
 def main(argv: Sequence[str] | None = None) -> None:
     parser = ArgumentParser(prog="pn fold", description=DESCRIPTION, epilog=EPILOG)
     parser.add_argument("checkpoint", metavar="CHECKPOINT", type=Path, help="a checkpoint of transformer_pn")

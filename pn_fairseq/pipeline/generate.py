@@ -17,9 +17,8 @@ import tempfile
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
-from typing import IO
 
-from pn_fairseq.common.command import ArgumentParser, UserError, command, deferred_signals, say, whole
+from pn_fairseq.common.command import ArgumentParser, UserError, deferred_signals, say, whole
 from pn_fairseq.common.files import PACKAGE, atomic_folder, checksum, read_settings, write_lines, write_settings
 from pn_fairseq.common.machine import own_cores
 from pn_fairseq.pipeline import RUN_HELP, add_norm_module
@@ -42,7 +41,7 @@ def add_decoding_options(parser: ArgumentParser) -> None:
     """The options that pn generate and pn translate share."""
     add = parser.add_argument
     averaged = "default DIR/checkpoints/averaged.pt (pn average makes it); several decode as an ensemble"
-    add("--run", type=Path, metavar="DIR", help=RUN_HELP)
+    add("--run", type=Path, required=True, metavar="DIR", help=RUN_HELP)
     add("--checkpoint", type=Path, nargs="+", metavar="FILE", help=averaged)
     add("--beam", type=whole, metavar="N", help="beam size (this and the next three default to the run's settings)")
     add("--lenpen", type=float, metavar="X", help="length penalty")
@@ -57,11 +56,8 @@ def add_decoding_options(parser: ArgumentParser) -> None:
 
 
 def _parser() -> ArgumentParser:
-    parser = ArgumentParser(
-        prog="pn generate",
-        description="Translate a subset of the data that a model was trained on.",
-        epilog=EPILOG,
-    )
+    about = "Translate a subset of the data that a model was trained on."
+    parser = ArgumentParser(prog="pn generate", description=about, epilog=EPILOG)
     add_decoding_options(parser)
     parser.add_argument("--subset", default="test", metavar="NAME", help="test (default) or valid")
     parser.add_argument("--nbest", type=whole, default=1, metavar="N", help="also write the N best to nbest.tok")
@@ -110,34 +106,31 @@ class Decoding:
             UserError: a command failed: the others are ended, and what it wrote to stderr is in the file ``kept``.
         """
 
-        def finish(process: subprocess.Popen, errors: IO[bytes]) -> tuple[int, list[str], bytes]:
+        def finish(process: subprocess.Popen) -> tuple[int, list[str]]:
             lines = []
-            with process, errors:
+            with process:
                 for line in process.stdout:
                     lines.append(line.decode("utf-8").removesuffix("\n"))
                     bar.update(line.startswith(b"S-"))
-                process.wait()
-                errors.seek(0)
-                return process.returncode, lines, errors.read()
+            return process.returncode, lines
 
         threads = str(max(1, own_cores() // len(commands)))
         environment = {"OMP_NUM_THREADS": threads, **os.environ, "PYTHONUTF8": "1"}
         started, results = [], []
-        with progress(total=sentences, desc=verb, unit="sentence") as bar, ThreadPoolExecutor(len(commands)) as pool:
+        bar = progress(total=sentences, desc=verb, unit="sentence")
+        with bar, ThreadPoolExecutor(len(commands)) as pool, tempfile.NamedTemporaryFile() as errors:
             try:
                 with deferred_signals():
                     for shard, words in enumerate(commands):
                         if self.gpus:
                             environment["CUDA_VISIBLE_DEVICES"] = self.gpus[shard]
                         # A pipe, so that the processes end when this one is killed.
-                        pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE}
-                        words, errors = [sys.executable, "-m", *words], tempfile.TemporaryFile()
-                        started.append(subprocess.Popen(words, env=environment, stderr=errors, **pipes))
-                        results.append(pool.submit(finish, started[-1], errors))
+                        pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": errors}
+                        started.append(subprocess.Popen([sys.executable, "-m", *words], env=environment, **pipes))
+                        results.append(pool.submit(finish, started[-1]))
                 for result in as_completed(results):
-                    code, _, errors = result.result()
-                    if code:
-                        raise UserError(_reason(code, errors, kept, self.checkpoints))
+                    if code := result.result()[0]:
+                        raise UserError(_reason(code, Path(errors.name).read_bytes(), kept, self.checkpoints))
             finally:
                 for process in started:
                     process.kill()
@@ -158,7 +151,6 @@ def sha256(*paths: Path) -> str:
     return hashlib.sha256(b"".join(bytes.fromhex(checksum(path)) for path in paths)).hexdigest()
 
 
-@command("pn generate")
 def main(argv: list[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     run = open_run(args.run, same_data=True)

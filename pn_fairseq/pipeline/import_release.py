@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from pn_fairseq.common.checkpoints import check_output_path, load_checkpoint, save_checkpoint
-from pn_fairseq.common.command import ArgumentParser, UserError, command, without_fairseqs_log
+from pn_fairseq.common.command import ArgumentParser, UserError, without_fairseqs_log
 
 DESCRIPTION = (
     "Turn a checkpoint of the code released with the PowerNorm paper (a fork of fairseq 0.8) into one of the model "
@@ -39,19 +39,6 @@ def load_release(path: Path) -> dict:
         return load_checkpoint(path)
 
 
-def _check_finite(weights: dict[str, torch.Tensor], source: Path) -> None:
-    """A tensor that is not finite is an error, but a warning in nu, which decoding does not need."""
-    faulty = [key for key, value in weights.items() if not value.isfinite().all()]
-    if others := [key for key in faulty if not key.endswith(".nu")]:
-        raise UserError(
-            f"{source}: {len(others)} of its tensors are not finite ({others[0]}, ...); use another checkpoint"
-        )
-    if faulty:
-        text = f"nu of {len(faulty)} norms is not finite ({faulty[0]}, ...): use it for decoding only"
-        print(f"pn import-release: warning: {text}", file=sys.stderr)
-
-
-@command("pn import-release")
 def main(argv: Sequence[str] | None = None) -> None:
     parser = ArgumentParser(prog="pn import-release", description=DESCRIPTION, epilog=EPILOG)
     parser.add_argument("checkpoint", metavar="CHECKPOINT", type=Path, help="the file that the release wrote")
@@ -67,7 +54,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         from pn_fairseq.models.import_release import import_release
 
         imported = import_release(state, str(args.checkpoint), args.alpha_fwd, args.alpha_bwd)
-    _check_finite(imported["model"], args.checkpoint)
+    faulty = [key for key, value in imported["model"].items() if not value.isfinite().all()]
+    if others := [key for key in faulty if not key.endswith(".nu")]:
+        what = f"{len(others)} of its tensors are not finite ({others[0]}, ...)"
+        raise UserError(f"{args.checkpoint}: {what}; use another checkpoint")
+    if faulty:  # nu, which decoding does not need
+        text = f"nu of {len(faulty)} norms is not finite ({faulty[0]}, ...): use it for decoding only"
+        print(f"pn import-release: warning: {text}", file=sys.stderr)
     save_checkpoint(imported, args.output)
     settings = imported["args"]
     norms = f"encoder norm {settings.encoder_norm}, decoder norm {settings.decoder_norm}"

@@ -1,4 +1,4 @@
-"""``pn info``: the version, which kernels compute on which device and why, and the patches of fairseq."""
+"""``pn info``: the version, which kernels compute on which device, and the patches of fairseq. ``pn check``."""
 
 from __future__ import annotations
 
@@ -10,26 +10,31 @@ from pn_fairseq.common.environment import SWITCH, patches_enabled
 from pn_fairseq.common.files import PACKAGE, configs_folder
 
 
-def info() -> str:
-    """What someone needs to know about this installation."""
+def main(argv: list[str]) -> None:
+    description = "Print the version, the kernels in use on each device, and the patches of fairseq."
+    ArgumentParser(prog="pn info", description=description).parse_args(argv)
+
     import torch
 
     from pn_fairseq import fairseq_patches, kernels
 
     fairseq = "" if importlib.util.find_spec("fairseq") else " (fairseq is not installed; the norms do without)"
-    lines = [
-        f"pn_fairseq {__version__}, torch {torch.__version__}{fairseq}",
-        f"folder for --user-dir: {PACKAGE}",
-        f"configurations: {configs_folder()}",
-    ]
-    lines += [f"kernels on {device}: {name} ({why})" for device, (name, why) in kernels.describe().items()]
-    state = "on" if patches_enabled() else "off"
-    lines.append(f"patches of fairseq: {state} ({SWITCH}=1 turns them off)")
-    lines += [f"  {name}: {mends}" for name, mends in fairseq_patches.patches().items()]
-    return "\n".join(lines)
+    print(f"pn_fairseq {__version__}, torch {torch.__version__}{fairseq}")
+    print(f"folder for --user-dir: {PACKAGE}\nconfigurations: {configs_folder()}")
+    for device, (name, why) in kernels.describe().items():
+        print(f"kernels on {device}: {name} ({why})")
+    print(f"patches of fairseq: {'on' if patches_enabled() else 'off'} ({SWITCH}=1 turns them off)")
+    for name, mends in fairseq_patches.patches().items():
+        print(f"  {name}: {mends}")
 
 
-def main(argv: list[str]) -> None:
-    description = "Print the version, the kernels in use on each device, and the patches of fairseq."
-    ArgumentParser(prog="pn info", description=description).parse_args(argv)
-    print(info())
+def check(argv: list[str]) -> int:
+    description = "Compare the kernels that this machine can run with plain PyTorch; exit code 1 if one is wrong."
+    ArgumentParser(prog="pn check", description=description).parse_args(argv)
+
+    import pn_fairseq.norms  # noqa: F401 (defines operators)
+    from pn_fairseq.kernels.check import check
+
+    table, fine = check()
+    print(table)
+    return 0 if fine else 1

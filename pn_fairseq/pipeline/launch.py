@@ -7,8 +7,9 @@ train`` as each rank (docs/several_gpus.md).
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from unittest import mock
 
-from pn_fairseq.common.command import UserError, whole_number
+from pn_fairseq.common.command import Interrupted, UserError, whole_number
 
 #: What helps after a failure of the machine.
 RESUME = "run the same command again to resume"
@@ -55,17 +56,12 @@ def torchrun(world_size: int, arguments: list[str]) -> int:
         TrainingFailed: a rank failed. The text names the rank, and its error or the signal that killed it.
         Interrupted: a signal ended the training.
     """
-    from unittest import mock
-
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import get_args_parser, run
 
-    from pn_fairseq.common.command import Interrupted
-
-    options = get_args_parser().parse_args(
-        ["--standalone", "--nproc-per-node", str(world_size), "--module", "pn_fairseq"]
-    )
+    launch = ["--standalone", "--nproc-per-node", str(world_size), "--module", "pn_fairseq"]
+    options = get_args_parser().parse_args(launch)
     options.training_script_args = ["train", *arguments]  # torchrun's parser would take --run for one of its own
     try:
         # This process writes the line about an interruption or a failure, and its ranks do not.

@@ -20,15 +20,13 @@ from pn_fairseq.common.command import (
     ArgumentParser,
     Interrupted,
     UserError,
-    command,
     deferred_signals,
     did_you_mean,
     say,
     whole_number,
 )
-from pn_fairseq.common.files import PACKAGE, atomic_write, known_configs, read_settings
+from pn_fairseq.common.files import PACKAGE, atomic_write, known_configs
 from pn_fairseq.common.published import LM_TABLES, PAPER, Rows
-from pn_fairseq.pipeline import check_settings
 from pn_fairseq.pipeline.data.prepare import main as prepare_data
 from pn_fairseq.pipeline.data.recipes import RECIPES
 
@@ -125,25 +123,19 @@ instead of NORMS: the rows of a published table, with its config (the runs go to
     return parser
 
 
-def composed(config: str, settings: Sequence[str] = ()):
-    """The settings of a training, as fairseq takes them."""
-    from pn_fairseq.pipeline.settings import compose
-    from pn_fairseq.pipeline.train import find_config
-
-    return compose(find_config(config), settings, world_size=1, on_cpu=True)[0]
-
-
 def own_corpus(config: str) -> Corpus:
     """What a configuration says about the models to train."""
     from pn_fairseq.norms import NORMS
+    from pn_fairseq.pipeline.settings import compose
+    from pn_fairseq.pipeline.train import find_config
 
-    known, name = "|".join(entry.short for entry in NORMS.values()), composed(config).model._name
+    name = compose(find_config(config), [], world_size=1, on_cpu=True)[0].model._name
+    known = "|".join(entry.short for entry in NORMS.values())
     if found := re.fullmatch(rf"(transformer|transformer_lm|tensorized_lm)_({known})_(\w+)", name):
         return Corpus(config, found[3], models=(found[1],))
     raise UserError(f"{config}: model._name={name} is not MODEL_NORM_SIZE, as transformer_pn_tiny: no norm fits it")
 
 
-@command("pn reproduce")
 def main(argv: Sequence[str]) -> int:
     from pn_fairseq.pipeline.experiments import EXPERIMENTS
 
@@ -166,7 +158,7 @@ def trainings(corpus: Corpus, norms: Sequence[str], env: Mapping[str, str]) -> d
     """The runs: their names and settings of the model and the seed."""
     from pn_fairseq.norms import NORMS
 
-    models = env["MODELS"].split() if "MODELS" in env and len(corpus.models) > 1 else corpus.models
+    models = env.get("MODELS", " ".join(corpus.models)).split()
     seeds = [whole_number("SEEDS", seed) for seed in env.get("SEEDS", corpus.seeds).split()]
     if not (norms and seeds and models):
         raise UserError("NORMS, SEEDS and MODELS must each name at least one")
@@ -206,19 +198,19 @@ def reproduce(name: str, words: Sequence[str], env: Mapping[str, str] = os.envir
     logging.getLogger().addHandler(logging.NullHandler())  # else fairseq configures logging when it is imported
     corpus, passed_on = (CORPORA[name], RECIPES[name].OPTIONS) if name in CORPORA else (own_corpus(name), {})
     args = _parser(name, corpus, passed_on).parse_intermixed_args(words)
-    check_settings(args.settings)
     config, norms = corpus.config, env.get("NORMS", corpus.norms).split()
     if table := env.get("TABLE"):
         config, norms = of_table(corpus, table, env)
     planned = trainings(corpus, norms, env)
     runs = Path(args.runs or Path("runs") / Path(config).stem).absolute()
     data = Path(args.data or Path("runs/data") / Path(corpus.config).stem).absolute()
-    if name not in CORPORA:
-        check_data(corpus, data, args.settings)
+    where = [] if name in CORPORA else ["--data", str(data)]
+    if where and not ((data / "settings.txt").is_file() and (data / "bin").is_dir()):
+        raise UserError(f"'{data}' is not prepared data (--data): pn prepare makes it from your text")
     for model in corpus.models:  # each norm with settings of its own, or else one norm of each model
         of_model = [(arch, *more) for arch, _, *more in planned.values() if arch.startswith(f"model._name={model}_")]
         for settings in dict.fromkeys(words for words in of_model if len(words) > 1) or of_model[:1]:
-            check_training(config, *settings, *args.settings)
+            check_training(config, *where, *settings, *args.settings)
 
     # Every command, in order.
     prepare = ["prepare", name, "--dest", data] if name in CORPORA else []
@@ -226,8 +218,8 @@ def reproduce(name: str, words: Sequence[str], env: Mapping[str, str] = os.envir
         value = getattr(args, flag.removeprefix("--").replace("-", "_"))
         if value not in (kind.get("default"), False):
             prepare += [flag] if value is True else [flag, value]
-    if prepare and (code := prepare_data([*map(str, prepare[1:]), "--check"])):
-        return code
+    if prepare:
+        prepare_data([*map(str, prepare[1:]), "--check"])
     commands: dict[Path, list[list]] = {}
     for run_name, settings in planned.items():
         run = runs / run_name
@@ -254,29 +246,12 @@ def reproduce(name: str, words: Sequence[str], env: Mapping[str, str] = os.envir
     return 1 if failed else 0
 
 
-def check_data(corpus: Corpus, data: Path, settings: Sequence[str]) -> None:
-    """Refuse what is not prepared data, and data of other languages than the configuration has."""
-    file = data / "settings.txt"
-    if not (file.is_file() and (data / "bin").is_dir()):
-        raise UserError(f"'{data}' is not prepared data (--data): pn prepare makes it from your text")
-    if "evaluate-lm" in corpus.steps:
-        return
-    of_data, task = read_settings(file), composed(corpus.config, settings).task
-    languages, wanted = (of_data.get("source"), of_data.get("target")), (task.source_lang, task.target_lang)
-    if languages != wanted:
-        raise UserError(
-            f"'{data}' was prepared from {'-'.join(map(str, languages))}, and the settings say {'-'.join(wanted)}: "
-            f"add task.source_lang={languages[0]} task.target_lang={languages[1]}"
-        )
-
-
 @functools.cache  # the runs of several seeds have the same settings
 def check_training(*words: str) -> None:
-    """Check the settings of a training; it names the reason if they are wrong."""
+    """Check the settings of a training."""
     from pn_fairseq.pipeline import train
 
-    if code := train.main([words[0], "--check", *words[1:]]):
-        sys.exit(code)
+    train.main([words[0], "--check", *words[1:]])
 
 
 def shown(step: Sequence[str | Path]) -> str:

@@ -143,13 +143,11 @@ class Run:
         return paths
 
 
-def open_run(path: Path | None, same_data: bool = False) -> Run:
+def open_run(path: Path, same_data: bool = False) -> Run:
     """Read the run in ``path``, which has settings and data.
 
     ``same_data``: refuse it if the prepared data is not what it was trained on.
     """
-    if path is None:
-        raise UserError("--run is needed (see --help)")
     run = Run(path)
     run.config  # noqa: B018 (a folder that is not a run is named before its data)
     if not run.bin.is_dir():

@@ -17,6 +17,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import sacremoses
 from sacrebleu.metrics import BLEU, CHRF
@@ -24,7 +25,7 @@ from sacrebleu.metrics.base import Metric, Signature
 from sacrebleu.significance import PairedTest, Result
 from tabulate import tabulate
 
-from pn_fairseq.common.command import ArgumentParser, UserError, command, whole
+from pn_fairseq.common.command import ArgumentParser, UserError, whole
 from pn_fairseq.common.files import read_settings, short_names, write_lines, write_settings
 from pn_fairseq.pipeline import RUN_HELP
 from pn_fairseq.pipeline.data.binarize import sentences as indexed
@@ -38,10 +39,6 @@ METRICS = {"tokenized": "tokenized BLEU", "detokenized": "detokenized BLEU", "ch
 RESAMPLES = 1000
 #: A difference counts as significant below this p-value.
 LEVEL = 0.05
-
-
-class ScoringError(UserError):
-    """Texts or scores that cannot be used."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +68,7 @@ class Scores:
     target: str  # language
 
 
-@dataclass(frozen=True)
-class Comparison:
+class Comparison(NamedTuple):
     """The result of :func:`paired_bootstrap`: a metric's signature, and one result for the name of each system.
 
     A result has the ``score`` on the whole text, the ``mean`` of the scores over the resamples, half the width ``ci``
@@ -155,13 +151,13 @@ def make_metrics(
         lowercase_tokens: ignore the case of tokens, A to Z only.
 
     Raises:
-        ScoringError: sacrebleu lacks the language's tokenizer.
+        UserError: sacrebleu lacks the language's tokenizer.
     """
     try:
         detokenized = BLEU(lowercase=lowercase, trg_lang=target, force=True)
     except (ImportError, RuntimeError) as error:
         # The tokenizers of Japanese and Korean are separate packages.
-        raise ScoringError(f"sacrebleu cannot tokenize '{target}': {' '.join(str(error).split())}") from error
+        raise UserError(f"sacrebleu cannot tokenize '{target}': {' '.join(str(error).split())}") from error
     tokenized = TokenizedBLEU(lowercase_tokens, compound_split)
     return {"tokenized": tokenized, "detokenized": detokenized, "chrf": CHRF(lowercase=lowercase)}
 
@@ -170,7 +166,7 @@ def score(metric: Metric, hypotheses: Sequence[str], references: Sequence[str]) 
     """Score a text; hypotheses and references are a line for each sentence.
 
     Raises:
-        ScoringError: the texts have different numbers of lines, or none.
+        UserError: the texts have different numbers of lines, or none.
     """
     _check_same_length({"hypotheses": hypotheses}, references)
     result = metric.corpus_score(hypotheses, [references])
@@ -214,21 +210,23 @@ def read_lines(path: Path | None) -> list[str]:
     try:
         text = (path.read_bytes() if path else sys.stdin.buffer.read()).decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ScoringError(f"{path or 'standard input'} is not UTF-8 (byte {error.start})") from error
+        raise UserError(f"{path or 'standard input'} is not UTF-8 (byte {error.start})") from error
     return text.removesuffix("\n").split("\n") if text else []
 
 
 def _check_same_length(texts: Mapping[str, Sequence[str]], reference: Sequence[str], name: str = "the reference"):
     for text, lines in texts.items():
         if len(lines) != len(reference):
-            raise ScoringError(f"{text}: {len(lines)} lines, but {name} has {len(reference)}: sentences were lost")
+            raise UserError(f"{text}: {len(lines)} lines, but {name} has {len(reference)}: sentences were lost")
     if not reference:
-        raise ScoringError("there is no sentence to score")
+        raise UserError("there is no sentence to score")
 
 
-def results_of_fairseq(run: Path, subset: str) -> Path | None:
-    """The file that ``fairseq-generate --results-path RUN`` (or ``RUN/checkpoints``) wrote, if there is one."""
-    paths = (folder / f"generate-{subset}.txt" for folder in (run, run / "checkpoints"))
+def results_of_fairseq(run: Path, subset: str, folder: Path) -> Path | None:
+    """What ``fairseq-generate --results-path RUN`` (or ``RUN/checkpoints``) wrote, unless ``pn generate`` decoded."""
+    mark, paths = folder / "made.txt", (run / f"{place}generate-{subset}.txt" for place in ("", "checkpoints/"))
+    if (folder / "hyp.tok").is_file() and not (mark.is_file() and "results" in read_settings(mark)):
+        return None
     return next((path for path in paths if path.is_file()), None)
 
 
@@ -236,21 +234,21 @@ def _import_results(results: Path, run: Run, subset: str, folder: Path) -> None:
     """Write ``hyp.tok`` and ``ref.tok`` from the output of fairseq-generate.
 
     Raises:
-        ScoringError: a sentence of the subset has no hypothesis or no reference, or the hypotheses are subwords.
+        UserError: a sentence of the subset has no hypothesis or no reference, or the hypotheses are subwords.
     """
     index = next(run.bin.glob(f"{subset}.*.idx"), None)
     if index is None:
-        raise ScoringError(f"'{run.bin}' has no subset '{subset}'")
+        raise UserError(f"'{run.bin}' has no subset '{subset}'")
     try:
         lines = read_lines(results)
         best = [options[0][1] for options in hypotheses(lines, indexed(index), nbest=sys.maxsize)]
         references = texts_of(lines, "T", len(best))
     except UserError as error:
-        raise ScoringError(f"{results}: {error}; decode with --required-batch-size-multiple 1") from error
+        raise UserError(f"{results}: {error}; decode with --required-batch-size-multiple 1") from error
     except KeyError as error:
-        raise ScoringError(f"{results} has no reference (T-) of sentence {error}") from error
+        raise UserError(f"{results} has no reference (T-) of sentence {error}") from error
     if any("@@ " in line or "\u2581" in line for line in best):
-        raise ScoringError(f"{results} has subwords: run fairseq-generate with --remove-bpe")
+        raise UserError(f"{results} has subwords: run fairseq-generate with --remove-bpe")
     if run.data:  # fairseq prints <<unk>> for words of the reference that are not in its dictionary
         references = read_lines(run.data / "tok" / f"{subset}.{run.settings()['target']}")
     folder.mkdir(parents=True, exist_ok=True)
@@ -273,12 +271,10 @@ def score_run(
     """
     run, subset = open_run(path, same_data=True), subset or "test"
     folder = output or path / "generate" / subset
-    decoded, mark = folder / "hyp.tok", folder / "made.txt"
-    imported = mark.is_file() and "results" in read_settings(mark)
-    if (results := results_of_fairseq(path, subset)) and (imported or not decoded.is_file()):
+    if results := results_of_fairseq(path, subset, folder):
         _import_results(results, run, subset, folder)
-    if not decoded.is_file():
-        raise ScoringError(f"there is no '{decoded}' (pn generate writes it)")
+    if not (decoded := folder / "hyp.tok").is_file():
+        raise UserError(f"there is no '{decoded}' (pn generate writes it)")
     settings = run.settings()
     target, lowercase = settings["target"], settings.get("lower") == "1"
     if compound_split is None:
@@ -309,7 +305,7 @@ def score_run(
 def is_scored(run: Path, subset: str) -> bool:
     """Whether ``scores.json`` is there, and newer than the hypotheses."""
     folder = run / "generate" / subset
-    scores, decoded = folder / "scores.json", (folder / "hyp.tok", results_of_fairseq(run, subset))
+    scores, decoded = folder / "scores.json", (folder / "hyp.tok", results_of_fairseq(run, subset, folder))
     times = [path.stat().st_mtime_ns for path in decoded if path and path.is_file()]
     return scores.is_file() and max(times, default=0) <= scores.stat().st_mtime_ns
 
@@ -317,13 +313,13 @@ def is_scored(run: Path, subset: str) -> bool:
 def read_scores(folder: Path) -> Scores:
     """The scores that :func:`score_run` wrote into ``folder``."""
     path = folder / "scores.json"
-    if not path.is_file():
-        raise ScoringError(f"there is no '{path}' (pn score writes it)")
     try:
-        values = json.loads("\n".join(read_lines(path)))
+        values = json.loads(path.read_bytes())
         return Scores(**values | {metric: Score(**values[metric]) for metric in METRICS})
+    except FileNotFoundError:
+        raise UserError(f"there is no '{path}' (pn score writes it)") from None
     except (KeyError, TypeError, ValueError) as error:
-        raise ScoringError(f"{path} is not a file of pn score ({error}); score the run again") from error
+        raise UserError(f"{path} is not a file of pn score ({error}); score the run again") from error
 
 
 def paired_bootstrap(
@@ -366,12 +362,12 @@ def compare_folders(folders: Mapping[str, Path], resamples: int = RESAMPLES) -> 
     for name, mine in scores.items():
         for kind in ("ref.tok", "ref.txt"):
             if (folders[name] / kind).read_bytes() != (folders[first] / kind).read_bytes():
-                raise ScoringError(
+                raise UserError(
                     f"{first} and {name} translate different text ({kind} in {folders[first]} and {folders[name]})"
                 )
         for metric in METRICS:
             if (usual := getattr(expected, metric).signature) != (other := getattr(mine, metric).signature):
-                raise ScoringError(f"{first} and {name} were scored in different ways: {usual} and {other}")
+                raise UserError(f"{first} and {name} were scored in different ways: {usual} and {other}")
     comparisons = {}
     for name, metric in make_metrics(expected.lowercase, expected.target, expected.tokenized.compound_split).items():
         kind = "tok" if name == "tokenized" else "txt"
@@ -379,7 +375,7 @@ def compare_folders(folders: Mapping[str, Path], resamples: int = RESAMPLES) -> 
         comparison = paired_bootstrap(systems, read_lines(folders[first] / f"ref.{kind}"), metric, resamples)
         # The detokenizer is named as in the scores.
         note = re.search(r"(\|detok:.*)?$", getattr(expected, name).signature)[0]
-        comparisons[name] = replace(comparison, signature=comparison.signature + note)
+        comparisons[name] = comparison._replace(signature=comparison.signature + note)
     return comparisons
 
 
@@ -406,13 +402,12 @@ NEEDS = {
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = ArgumentParser(prog="pn score", description=DESCRIPTION, epilog=EPILOG)
-    mode = parser.add_mutually_exclusive_group(required=True)
+    add, mode = parser.add_argument, parser.add_mutually_exclusive_group(required=True)
     mode.add_argument("--run", type=Path, metavar="DIR", help=RUN_HELP)
     compare = "paired bootstrap by sacrebleu: could the difference between a run and the first one, the baseline, come "
     compare += "from the choice of test sentences? Runs that are not scored yet are scored first"
     mode.add_argument("--compare", type=Path, nargs="+", metavar="DIR", help=compare)
     mode.add_argument("--hyp", type=Path, metavar="FILE", help="hypotheses, a line for each sentence")
-    add = parser.add_argument
     add("--ref", type=Path, metavar="FILE", help="with --hyp: references, a line for each sentence")
     add("--subset", metavar="NAME", help="of the runs: test (default) or valid")
     add("--output", type=Path, metavar="DIR", help="the --output of pn generate (default: RUN/generate/SUBSET)")
@@ -476,7 +471,6 @@ def compare_runs(runs: Sequence[Path], subset: str, resamples: int) -> str:
     return show(compare_folders(folders, resamples), f"{subset}, {sentences} sentences")
 
 
-@command("pn score")
 def main(argv: Sequence[str] | None = None) -> None:
     args = _parse(argv)
     if args.compare:

@@ -16,12 +16,12 @@ import time
 from datetime import UTC, datetime
 from pathlib import Path
 
-from pn_fairseq.common.command import ArgumentParser, UserError, command, did_you_mean, say
+from pn_fairseq.common.command import ArgumentParser, UserError, did_you_mean, say
 from pn_fairseq.common.errors import NotFiniteError, error_chain
 from pn_fairseq.common.files import PACKAGE, atomic_write, configs_folder, known_configs
 from pn_fairseq.common.machine import describe, own_cores
-from pn_fairseq.pipeline import check_settings
 from pn_fairseq.pipeline.launch import RESUME, RankLayout, TrainingFailed, find_layout, torchrun
+from pn_fairseq.pipeline.runs import Run
 
 EPILOG = """\
 settings (key=value, in hydra's syntax):
@@ -58,7 +58,6 @@ def find_config(name: str) -> Path:
     return path.resolve()
 
 
-@command("pn train")
 def main(argv: list[str]) -> int:
     parser = ArgumentParser(prog="pn train", epilog=EPILOG)
     names = ", ".join(known_configs())
@@ -69,7 +68,9 @@ def main(argv: list[str]) -> int:
     check = "check the settings, also against the settings of an existing --run, and stop; needs no data"
     parser.add_argument("--check", action="store_true", help=check)
     args = parser.parse_intermixed_args(argv)
-    check_settings(args.settings)
+    for setting in args.settings:
+        if "=" not in setting and not setting.startswith("~"):  # in hydra's syntax
+            raise UserError(f"unexpected argument '{setting}': settings are key=value (see --help)")
     config = find_config(args.config)
     data = (args.data or Path("runs/data") / config.stem).absolute()
     run = (args.run or Path("runs") / config.stem).absolute()
@@ -102,7 +103,7 @@ def main(argv: list[str]) -> int:
 
 
 def _main(args, argv: list[str], layout: RankLayout, config: Path, data: Path, run: Path) -> int:
-    from pn_fairseq.pipeline.checks import build, check_model, check_same_run, check_values, check_weights
+    from pn_fairseq.pipeline import checks
     from pn_fairseq.pipeline.settings import compose
 
     where = {
@@ -120,25 +121,26 @@ def _main(args, argv: list[str], layout: RankLayout, config: Path, data: Path, r
         except ImportError as error:
             raise UserError(f"common.wandb_project needs Weights & Biases: pip install wandb ({error})") from error
         os.environ.setdefault("WANDB_DIR", str(run))
-    check_values(cfg)
+    checks.check_values(cfg)
+    checks.check_languages(cfg, data)
     if cfg.checkpoint.restore_file != LAST:
         raise UserError(
             f"checkpoint.restore_file={cfg.checkpoint.restore_file} would start again from there whenever the run is "
             "resumed; start from the weights of another training with checkpoint.finetune_from_model=FILE"
         )
     if args.check:
-        build(cfg, with_data=False)
+        checks.build(cfg, with_data=False)
         if args.run and (run / "config.yaml").exists():
-            check_same_run(cfg, data, run)
+            checks.check_same_run(cfg, data, run)
         say("train", "the settings are valid")
         return 0
-    model = check_model(cfg, data, batches)
+    model = checks.check_model(cfg, data, batches)
     last = run / "checkpoints" / LAST
     if weights := cfg.checkpoint.finetune_from_model:  # without the file fairseq silently starts from random weights
-        check_weights(model, weights, cfg)
+        checks.check_weights(model, weights, cfg)
     if last.exists() and (run / "config.yaml").exists():
-        check_same_run(cfg, data, run)
-        if is_finished(cfg, check_weights(model, last, cfg), run):
+        checks.check_same_run(cfg, data, run)
+        if is_finished(cfg, checks.check_weights(model, last, cfg), run):
             if not layout.rank:
                 say("train", f"{run} is already trained; nothing to do")
             return 0
@@ -160,11 +162,9 @@ def is_finished(cfg, state: dict, run: Path) -> bool:
     updates = state["optimizer_history"][-1]["num_updates"]
     if cfg.optimization.max_update and updates >= cfg.optimization.max_update:
         return True
-    log = run / "train.log"
-    lines = log.read_text("utf-8", errors="replace").splitlines() if log.is_file() else []
-    before = OmegaConf.load(run / "config.yaml")
-    same = all(OmegaConf.select(before, key) == OmegaConf.select(cfg, key) for key in LIMITS)
-    return bool(lines) and "done training" in lines[-1] and same
+    before = Run(run)
+    same = all(before.get(key) == OmegaConf.select(cfg, key) for key in LIMITS)
+    return same and before.log is not None and before.log.ended
 
 
 def lock(run: Path) -> None:

@@ -4,7 +4,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from pn_fairseq.common.command import ArgumentParser, UserError, command
+from pn_fairseq.common.command import ArgumentParser, UserError
 from pn_fairseq.common.files import write_lines
 from pn_fairseq.pipeline.generate import Decoding, add_decoding_options, hypotheses
 from pn_fairseq.pipeline.runs import Run, open_run
@@ -15,14 +15,13 @@ def to_subwords(run: Run, lines: list[str]) -> list[str]:
     """``lines`` in the form of the model's training data."""
     from pn_fairseq.pipeline.data import settings, subwords, tokens
 
-    how = settings.read(run.data)
+    how = settings.DEFAULTS | run.settings()
     tokenize = tokens.tokenizer(how, how["source"], "test" in how["straighten"].split())
     segment = subwords.segmenter(how["segmentation"], run.data / "bpe" / subwords.MODELS[how["segmentation"]])
     tokenized = tokenize("".join(f"{line}\n" for line in lines).encode("utf-8")).decode("utf-8")
     return [segment(line).strip() for line in tokenized.split("\n")[:-1]]
 
 
-@command("pn translate")
 def main(argv: list[str] | None = None) -> int:
     about = "Translate UTF-8 text, one sentence a line. The output has as many lines; an empty line stays empty."
     parser = ArgumentParser(prog="pn translate", description=about)

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Sequence
 from pathlib import Path
 
-from pn_fairseq.common.command import ArgumentParser, UserError, command, did_you_mean, whole
+from pn_fairseq.common.command import ArgumentParser, UserError, did_you_mean, whole
 from pn_fairseq.common.files import atomic_write
 from pn_fairseq.common.published import LM_NAMES, PAPER
 
@@ -34,7 +34,6 @@ the test set; --paper selects another table, or none. The report on language mod
 """
 
 
-@command("pn report")
 def main(argv: Sequence[str] | None = None) -> None:
     """Run ``pn report`` on ``argv`` (by default the process's arguments)."""
     parser = ArgumentParser(

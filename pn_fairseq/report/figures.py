@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import pandas
 
-from pn_fairseq.common.command import ArgumentParser, UserError, command, did_you_mean
+from pn_fairseq.common.command import ArgumentParser, UserError, did_you_mean
 from pn_fairseq.common.published_figures import (
     PAPER_BLEU,
     PAPER_GAIN,
@@ -350,7 +350,6 @@ Writes DIR/figure-N.png and DIR/figure-N.pdf, in place of the figures that it wr
 """
 
 
-@command("pn figures")
 def main(argv: Sequence[str] | None = None) -> None:
     """Run ``pn figures`` on ``argv`` (by default the process's arguments)."""
     parser = ArgumentParser(

@@ -14,7 +14,7 @@ from pn_fairseq.common.command import UserError
 from pn_fairseq.common.files import count_lines, read_settings, recorded, short_names
 from pn_fairseq.pipeline import runs
 from pn_fairseq.pipeline.evaluate_lm import Perplexity, read_perplexity
-from pn_fairseq.pipeline.scoring import METRICS, Scores, ScoringError, is_scored, low_bleu, read_scores
+from pn_fairseq.pipeline.scoring import METRICS, Scores, is_scored, low_bleu, read_scores
 from pn_fairseq.pipeline.training_log import Start, TrainingLog, read_log
 
 #: What language models are compared by -> the attribute of :class:`Perplexity`.
@@ -225,8 +225,8 @@ class Run(runs.Run):
         try:
             scores = read_scores(self.result)
             if not is_scored(self.path, self.subset):
-                raise ScoringError("scores.json is older than hyp.tok (pn score writes it again)")
-        except ScoringError as error:
+                raise UserError("scores.json is older than hyp.tok (pn score writes it again)")
+        except UserError as error:
             self.problems.append(f"not scored: {error}")
             return None
         if warning := low_bleu(scores.tokenized.score):

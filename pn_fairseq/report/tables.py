@@ -16,10 +16,10 @@ from pathlib import Path
 import pandas
 
 from pn_fairseq import __version__
-from pn_fairseq.common.command import say
+from pn_fairseq.common.command import UserError, say
 from pn_fairseq.common.files import atomic_write, read_settings, recorded
 from pn_fairseq.common.published import PAPER, Row, Table, recognise
-from pn_fairseq.pipeline.scoring import METRICS, ScoringError, compare_folders, low_bleu, p_text
+from pn_fairseq.pipeline.scoring import METRICS, compare_folders, low_bleu, p_text
 from pn_fairseq.pipeline.training_log import TrainingLog
 from pn_fairseq.report import curves, intervals
 from pn_fairseq.report.figures import find_probe
@@ -175,7 +175,7 @@ def _of_a_seed(run: Run, other: Run, resamples: int, comparisons: int) -> dict[s
     """Score -> the difference of a run from another one, and p, corrected by Bonferroni for the ``comparisons``."""
     try:
         compared = compare_folders({"baseline": other.result, "system": run.result}, resamples=resamples)
-    except (ScoringError, OSError) as error:
+    except (UserError, OSError) as error:
         return dict.fromkeys(SCORES, f"not computed ({' '.join(str(error).split())})")
     low = any(low_bleu(result.score) for result in compared["tokenized"].results.values())
     texts = {}

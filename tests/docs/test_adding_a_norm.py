@@ -11,7 +11,6 @@ import torch
 import pn_fairseq.plugin  # noqa: F401 (registers them for --arch, also where a test has imported the package before)
 from pn_fairseq.common.checkpoints import find_checkpoints, load_checkpoint
 from pn_fairseq.norms import NORMS, build_norm, load_norms
-from pn_fairseq.pipeline.average import main as average
 from pn_fairseq.testing.command import main as run_suite
 
 from ..norms.helpers import (
@@ -26,7 +25,7 @@ from ..norms.helpers import (
     train_step,
 )
 from ..norms.oracle import UnifiedOracle
-from ..scripts_helpers import ROOT, run, script
+from ..scripts_helpers import ROOT, run, script, verb
 
 BLOCKS = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/adding_a_norm.md").read_text("utf-8"), re.M | re.S)
 LONGEST = {"my-unified": 80, "my-mix": 45, "l1": 25}
@@ -172,7 +171,7 @@ def test_training_with_fairseq(norm_modules, data, tmp_path, monkeypatch, capfd,
     monkeypatch.chdir(tmp_path)
     newest = find_checkpoints(tmp_path / "straight", "update", last=2)
     inputs = ("--inputs", *newest, "--output", tmp_path / "averaged.pt")
-    code = average([str(each) for each in (*inputs, "--recalibrate", data / "bin", "--batches", 2)])
+    code = verb("average")([*inputs, "--recalibrate", data / "bin", "--batches", 2])
     assert code == 0, capfd.readouterr().err
     averaged = load_checkpoint(tmp_path / "averaged.pt")
     assert not torch.equal(averaged["model"]["encoder.layer_norm.running_psi2"], straight["encoder.layer_norm.nu"])

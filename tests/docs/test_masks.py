@@ -101,12 +101,12 @@ def test_changed_sentences(tmp_path, monkeypatch):
     (tmp_path / "run/generate/test/hyp.tok").write_text("a b\nc\nd\n")
 
     def generate(words):
-        assert words[:4] == ["--run", str(tmp_path / "run"), "--batch-size", "1"]
+        assert words[:5] == ["generate", "--run", str(tmp_path / "run"), "--batch-size", "1"]
         (output := masks.Path(words[-1])).mkdir()
         (output / "hyp.tok").write_text("a b\nd\nd\n")
         return 0
 
-    monkeypatch.setattr(masks, "pn_generate", generate)
+    monkeypatch.setattr(masks, "call", generate)
     assert masks.changed(tmp_path / "run") == [{"sentences": 3, "changed": 1}]
 
 

@@ -19,11 +19,10 @@ from pn_fairseq.common.environment import SWITCH
 from pn_fairseq.fairseq_patches import bf16_flag, one_line_errors, patch, patches
 from pn_fairseq.models.normed_model import FoldedModelError
 from pn_fairseq.norms import running_norms
-from pn_fairseq.pipeline.info import info
 
 from ..common.test_errors import call_in
 from ..models.helpers import KINDS, build, padded_batch
-from ..scripts_helpers import ROOT, run
+from ..scripts_helpers import ROOT, run, verb
 
 EMA_SETTINGS = SimpleNamespace(
     ema_decay=0.75, ema_start_update=0, ema_update_freq=1, ema_seed_model=None, ema_fp32=False
@@ -193,14 +192,16 @@ print(changed, len(torch.serialization.get_safe_globals()) - safe)
 """
 
 
-def test_one_switch_turns_all_patches_off(monkeypatch):
+def test_one_switch_turns_all_patches_off(monkeypatch, capsys):
     assert hasattr(Trainer.save_checkpoint, "__wrapped__")
     assert run("warm-python", "-c", CHANGED, cwd=ROOT, **{SWITCH: "1"}).stdout == "set() 0\n"
     monkeypatch.setenv(SWITCH, "1")
-    assert "patches of fairseq: off" in info()
+    assert verb("info")([]) == 0 and "patches of fairseq: off" in capsys.readouterr().out
 
 
-def test_the_list_of_patches_says_what_each_mends():
+def test_the_list_of_patches_says_what_each_mends(capsys):
     listed = patches()
-    assert len(listed) == 22 and all(name in info() for name in listed)
+    assert verb("info")([]) == 0
+    printed = capsys.readouterr().out
+    assert len(listed) == 22 and all(name in printed for name in listed)
     assert all(sentence.endswith(".") and len(sentence) < 120 for sentence in listed.values())

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from pn_fairseq.pipeline.export import main
-
 from ..pipeline.test_fold import data, hypotheses, make, state_of  # noqa: F401 (data is a fixture)
+from ..scripts_helpers import verb
 from .helpers import VOCABULARY, build, padded_batch
+
+main = verb("export")
 
 PAD, EOS = 1, 2
 BEAM, LONGEST = 4, 12

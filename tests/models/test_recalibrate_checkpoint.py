@@ -11,8 +11,10 @@ from torch.nn import functional as F
 
 from pn_fairseq.common.checkpoints import find_checkpoints, load_checkpoint, save_checkpoint
 from pn_fairseq.models.recalibrate_checkpoint import ModelWithData
-from pn_fairseq.pipeline import train
-from pn_fairseq.pipeline.average import main
+
+from ..scripts_helpers import verb
+
+main = verb("average")
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +27,7 @@ def trained(data, tmp_path_factory):
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CUDA_VISIBLE_DEVICES", "")
-        assert train.main(["verses_es_en", "--data", str(data), "--run", str(run_dir), *settings]) == 0
+        assert verb("train")(["verses_es_en", "--data", str(data), "--run", str(run_dir), *settings]) == 0
     return run_dir
 
 

@@ -11,7 +11,11 @@ from omegaconf import OmegaConf
 
 from pn_fairseq.common.checkpoints import CheckpointError, load_checkpoint
 from pn_fairseq.pipeline import average as tool
-from pn_fairseq.pipeline.average import average_checkpoints, main
+from pn_fairseq.pipeline.average import average_checkpoints
+
+from ..scripts_helpers import verb
+
+main = verb("average")
 
 
 def write(path, model, num_updates=None, epoch=1, cfg=None):

@@ -14,12 +14,10 @@ from pn_fairseq.common.checkpoints import load_checkpoint
 from pn_fairseq.common.command import UserError
 from pn_fairseq.common.probe_files import read_probe
 from pn_fairseq.common.published import LM_SENTENCE
-from pn_fairseq.pipeline import average, evaluate_lm, train
 from pn_fairseq.pipeline.evaluate_lm import Perplexity, read_perplexity, result_file, unit_of
 from pn_fairseq.pipeline.training_log import read_log
-from pn_fairseq.report import command as report
 
-from ..scripts_helpers import ROOT, run, script
+from ..scripts_helpers import ROOT, run, script, verb
 
 WORDS = "the king sent a servant to the house of david and he said to him go up".split()
 SMALL = (
@@ -57,23 +55,23 @@ def work(tmp_path_factory):
     script("prepare_text_lm.sh", "--corpus", folder / "text", "--dest", folder / "data", "--workers", 1)
     for name, (arch, *settings) in MODELS.items():
         flags = ("--data", folder / "data", "--run", folder / name, f"model._name={arch}", *SMALL, *settings)
-        call(train, "verses_lm_en", *flags)
-        call(average, "--run", folder / name)
-        call(evaluate_lm, "--run", folder / name)
+        call("train", "verses_lm_en", *flags)
+        call("average", "--run", folder / name)
+        call("evaluate-lm", "--run", folder / name)
     return folder
 
 
-def call(module, *arguments, code=0):
+def call(name, *arguments, code=0):
     """A command of the pipeline, in this process."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CUDA_VISIBLE_DEVICES", "")
-        assert module.main([str(argument) for argument in arguments]) == code
+        assert verb(name)(arguments) == code
 
 
-def refused(capsys, module, *arguments) -> str:
+def refused(capsys, name, *arguments) -> str:
     """The one line of an error."""
     capsys.readouterr()
-    call(module, *arguments, code=2)
+    call(name, *arguments, code=2)
     (line,) = capsys.readouterr().err.splitlines()
     return line
 
@@ -95,7 +93,7 @@ def test_all_tokens_are_counted(work, name):
 )
 def test_perplexity_is_that_of_fairseq_eval_lm(work, name, context, capsys):
     checkpoint = work / name / "checkpoints/averaged.pt"
-    call(evaluate_lm, "--run", work / name, "--context-window", context)
+    call("evaluate-lm", "--run", work / name, "--context-window", context)
     printed, mine = capsys.readouterr().out, read_perplexity(work / name, context=context)
     assert f"perplexity:     {mine.perplexity:.2f}" in printed and f"context:{context}|stride:{8 - context}" in printed
     mode = "eos" if name == "adaptive" else "none"
@@ -209,11 +207,11 @@ def test_language_models_generate_by_fairseq_interactive(work, tmp_path):
 def test_what_is_done_is_skipped_and_other_weights_are_evaluated_anew(work):
     name = work / "transformer_lm_pn_seed1"
     before = result_file(name, "test").stat().st_mtime_ns
-    call(evaluate_lm, "--run", name)
+    call("evaluate-lm", "--run", name)
     assert result_file(name, "test").stat().st_mtime_ns == before
-    call(evaluate_lm, "--run", name, "--checkpoint", name / "checkpoints/checkpoint_best.pt")
+    call("evaluate-lm", "--run", name, "--checkpoint", name / "checkpoints/checkpoint_best.pt")
     assert result_file(name, "test").stat().st_mtime_ns != before
-    call(evaluate_lm, "--run", name)
+    call("evaluate-lm", "--run", name)
 
 
 def test_statistics_of_the_batch_are_those_of_training(work):
@@ -224,14 +222,14 @@ def test_statistics_of_the_batch_are_those_of_training(work):
 
 def test_mistakes_get_one_line(work, tmp_path, capsys):
     name = work / "transformer_lm_pn_seed1"
-    assert "--run is needed" in refused(capsys, evaluate_lm)
-    assert "sample_break_mode=eos" in refused(capsys, evaluate_lm, "--run", work / "adaptive", "--context-window", 4)
+    assert "are required: --run" in refused(capsys, "evaluate-lm")
+    assert "sample_break_mode=eos" in refused(capsys, "evaluate-lm", "--run", work / "adaptive", "--context-window", 4)
     for flags, needle in (
         (("--subset", "dev"), "no 'dev'"),
         (("--context-window", 8), "--context-window 8"),
         (("--checkpoint", tmp_path / "x.pt"), "no checkpoint"),
     ):
-        assert needle in refused(capsys, evaluate_lm, "--run", name, *flags)
+        assert needle in refused(capsys, "evaluate-lm", "--run", name, *flags)
     settings = ("--data", work / "data", "--run", tmp_path / "run", *SMALL)
     for setting, needle in (
         ("dataset.max_tokens=4", "blocks of 8 tokens, and a rank takes 4 at once"),
@@ -245,7 +243,7 @@ def test_mistakes_get_one_line(work, tmp_path, capsys):
         ("model._name=tensorized_lm_pn_tny", "did you mean 'tensorized_lm_pn_tiny'"),
     ):
         arch = () if "_name" in setting else ("model._name=tensorized_lm_pn_tiny",)
-        assert needle in refused(capsys, train, "verses_lm_en", *settings, *arch, setting)
+        assert needle in refused(capsys, "train", "verses_lm_en", *settings, *arch, setting)
     assert not (tmp_path / "run").exists()
 
 
@@ -256,7 +254,7 @@ def test_a_sentence_that_is_longer_than_the_blocks_is_refused(work, tmp_path, ca
     shutil.copytree(work / "adaptive", tmp_path / "run")
     (tmp_path / "run/data").write_text(f"{tmp_path / 'data'}\n")
     (tmp_path / "run/data.settings").unlink()
-    line = refused(capsys, evaluate_lm, "--run", tmp_path / "run")
+    line = refused(capsys, "evaluate-lm", "--run", tmp_path / "run")
     assert "test: there are blocks of 11 tokens, and the model takes 8" in line
 
 
@@ -274,14 +272,14 @@ def test_results_that_are_read(tmp_path):
 
 def test_report(work, tmp_path):
     runs = [work / name for name in MODELS if name != "adaptive"]
-    call(report, *runs, "--output", tmp_path)
+    call("report", *runs, "--output", tmp_path)
     page = (tmp_path / "report.md").read_text("utf-8")
     assert "**Not causal: LN (" in page and f"{read_perplexity(runs[2]).perplexity:.2f}" in page
     for name in runs:
         assert f"{read_perplexity(name).bits:.3f}" in page and read_perplexity(name).signature in page
     assert "Nothing: every run was trained to its end" in page
     assert "have no causal mask" in page and (tmp_path / "report-curves-1.png").stat().st_size > 10_000
-    call(report, *runs, "--output", tmp_path, "--paper", "ptb")
+    call("report", *runs, "--output", tmp_path, "--paper", "ptb")
     page = (tmp_path / "report.md").read_text("utf-8")
     assert page.count(LM_SENTENCE) == 1 and "core-1 + PN" in page and "47.6" in page
     tokens = read_perplexity(runs[0]).tokens
@@ -294,7 +292,7 @@ def test_bytes(work, tmp_path):
     of_bytes = replace(read_perplexity(tmp_path / "run"), unit="byte")
     assert f"bits per byte:  {of_bytes.bits:.4f}\n" in of_bytes.text() and "|unit:byte|" in of_bytes.signature
     result_file(tmp_path / "run", "test").write_text(json.dumps(of_bytes.__dict__))
-    call(report, tmp_path / "run", "--output", tmp_path, "--paper", "enwik8")
+    call("report", tmp_path / "run", "--output", tmp_path, "--paper", "enwik8")
     page = (tmp_path / "report.md").read_text("utf-8")
     assert "bits per byte |" in page and "bits per token |" not in page
     assert "### What is published for enwik8 (bits per byte)" in page
@@ -305,5 +303,5 @@ def test_a_model_of_fairseq_train_is_not_called_causal_without_its_mask(work, tm
     """Its folder has no settings; the model says it."""
     made = work / "tensorized_lm_ln_seed1/checkpoints/averaged.pt"
     shutil.copyfile(made, tmp_path / "checkpoint_last.pt")
-    call(evaluate_lm, "--run", tmp_path, "--checkpoint", tmp_path / "checkpoint_last.pt")
+    call("evaluate-lm", "--run", tmp_path, "--checkpoint", tmp_path / "checkpoint_last.pt")
     assert "not causal" in capsys.readouterr().out and not read_perplexity(tmp_path).causal

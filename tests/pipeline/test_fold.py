@@ -17,10 +17,12 @@ from pn_fairseq.models.fold_checkpoint import TOLERANCE, compare, fold_weights
 from pn_fairseq.models.normed_model import FOLDED_MARK, FoldedModelError
 from pn_fairseq.norms import NORMS, LayerScale, fold_norms
 from pn_fairseq.norms.base import ChannelNorm, RunningNorm, running_norms
-from pn_fairseq.pipeline.fold import main
 
 from ..common.test_errors import call_in
 from ..models.helpers import VOCABULARY, arch_args, make_dictionary, make_task, padded_batch
+from ..scripts_helpers import verb
+
+main = verb("fold")
 
 LAYERS = 2
 HEADS = 4

@@ -16,9 +16,10 @@ import pytest
 import torch
 
 from pn_fairseq.pipeline.data.binarize import MAGIC
-from pn_fairseq.pipeline.generate import main
 
-from ..scripts_helpers import ROOT, SCRIPTS, assert_refused, cut_corpus, environment, prepare, run
+from ..scripts_helpers import ROOT, SCRIPTS, assert_refused, cut_corpus, environment, prepare, run, verb
+
+main = verb("generate")
 
 SENTENCES = 37
 

@@ -15,10 +15,11 @@ from fairseq.data import Dictionary
 from pn_fairseq.common.checkpoints import CheckpointError, load_checkpoint
 from pn_fairseq.norms import PowerNormRelease
 from pn_fairseq.norms.base import running_norms
-from pn_fairseq.pipeline.import_release import main
 
 from ..models.helpers import arch_args, padded_batch, write_data
-from ..scripts_helpers import ROOT
+from ..scripts_helpers import ROOT, verb
+
+main = verb("import-release")
 
 LAYERS = 2
 WARMUP = 40

@@ -12,10 +12,9 @@ from pathlib import Path
 import pytest
 
 from pn_fairseq.common.checkpoints import load_checkpoint
-from pn_fairseq.pipeline import train
 from pn_fairseq.pipeline.training_log import read_log
 
-from ..scripts_helpers import ROOT, SCRIPTS, environment, run
+from ..scripts_helpers import ROOT, SCRIPTS, environment, run, verb
 from .test_train import wait_for
 
 #: Without dropout, whose masks depend on the shape of the batches, an update is the same sum on any number of ranks.
@@ -106,7 +105,9 @@ def test_two_ranks_learn_what_one_does(data, tmp_path, monkeypatch, capsys):
 def train_on_one_rank(data, monkeypatch, capsys, updates: int, *folders: Path) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     for folder in folders:
-        assert train.main(arguments(data, folder, f"optimization.max_update={updates}")) == 0, capsys.readouterr().err
+        assert verb("train")(arguments(data, folder, f"optimization.max_update={updates}")) == 0, (
+            capsys.readouterr().err
+        )
 
 
 @pytest.mark.slow

@@ -23,17 +23,17 @@ from pn_fairseq.pipeline.data.binarize import MAGIC
 from pn_fairseq.pipeline.scoring import (
     DETOKENIZER,
     METRICS,
-    ScoringError,
     compare_folders,
     detokenize,
-    main,
     paired_bootstrap,
     read_scores,
     score_run,
     split_compounds,
 )
 
-from ..scripts_helpers import ROOT, run
+from ..scripts_helpers import ROOT, run, verb
+
+main = verb("score")
 
 
 def metric_of(name: str, lowercase: bool = False, compound_split: bool = False, target: str = ""):
@@ -229,9 +229,9 @@ def test_nothing_translated_is_no_score_and_no_error():
 
 @pytest.mark.parametrize("metric", METRICS)
 def test_texts_that_do_not_belong_together_are_refused(metric):
-    with pytest.raises(ScoringError, match="3 lines, but the reference has 2"):
+    with pytest.raises(UserError, match="3 lines, but the reference has 2"):
         score(metric, ["a"] * 3, ["a"] * 2)
-    with pytest.raises(ScoringError, match="no sentence"):
+    with pytest.raises(UserError, match="no sentence"):
         score(metric, [], [])
 
 
@@ -253,7 +253,7 @@ def test_scores_of_plain_text_are_those_of_sacrebleus_command(tmp_path):
 def test_the_tokenizer_is_that_of_the_language():
     lines = ["这是一个测试。", "你好，世界！"]
     assert "tok:zh" in score("detokenized", lines, lines, target="zh").signature
-    with pytest.raises(ScoringError, match="'ja'"):
+    with pytest.raises(UserError, match="'ja'"):
         score("detokenized", lines, lines, target="ja")
 
 
@@ -399,11 +399,11 @@ def test_a_folder_that_cannot_be_scored_stays_as_it_was(spoil, message, tmp_path
 
 
 def test_scores_that_are_none_of_ours_are_refused(tmp_path):
-    with pytest.raises(ScoringError, match="pn score writes it"):
+    with pytest.raises(UserError, match="pn score writes it"):
         read_scores(tmp_path)
     for text in ("{", "[]", '{"subset": "test"}', '{"subset": "test", "sentences": 1, "tokenized": {"score": 1}}'):
         (tmp_path / "scores.json").write_text(text)
-        with pytest.raises(ScoringError, match="score the run again"):
+        with pytest.raises(UserError, match="score the run again"):
             read_scores(tmp_path)
 
 
@@ -460,7 +460,7 @@ def test_the_same_translations_do_not_differ():
 
 
 def test_systems_of_another_length_are_refused():
-    with pytest.raises(ScoringError, match="b: 1 lines, but the reference has 2"):
+    with pytest.raises(UserError, match="b: 1 lines, but the reference has 2"):
         paired_bootstrap({"a": ["x", "y"], "b": ["x"]}, ["x", "y"], metric_of("chrf"))
 
 
@@ -491,11 +491,11 @@ def test_folders_are_compared(two_runs):
 def test_folders_with_different_text_or_settings_are_not_compared(two_runs, tmp_path):
     good, bad = two_runs
     score_run(tmp_path / "bad", compound_split=True)
-    with pytest.raises(ScoringError, match="scored in different ways: .* and .*compounds:split"):
+    with pytest.raises(UserError, match="scored in different ways: .* and .*compounds:split"):
         compare_folders({"good": good, "bad": bad})
     score_run(tmp_path / "bad")
     (bad / "ref.tok").write_text((bad / "ref.tok").read_text("utf-8").replace("the", "an"), "utf-8")
-    with pytest.raises(ScoringError, match="different text .ref.tok"):
+    with pytest.raises(UserError, match="different text .ref.tok"):
         compare_folders({"good": good, "bad": bad})
 
 

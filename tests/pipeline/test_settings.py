@@ -6,11 +6,10 @@ import pytest
 from omegaconf import OmegaConf
 
 from pn_fairseq.common.command import UserError
-from pn_fairseq.pipeline import train
 from pn_fairseq.pipeline.checks import check_same_run
 from pn_fairseq.pipeline.settings import Batches, compose, spread
 
-from ..scripts_helpers import ROOT
+from ..scripts_helpers import ROOT, verb
 
 VERSES = ROOT / "configs/verses_es_en.yaml"
 
@@ -194,7 +193,7 @@ def test_a_number_is_a_list_of_one(value):
     ],
 )
 def test_values_are_checked_without_data(override, needles, capsys):
-    assert train.main(["verses_es_en", "--check", override]) == 2
+    assert verb("train")(["verses_es_en", "--check", override]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert all(needle in line for needle in needles), line
 
@@ -210,7 +209,7 @@ def test_values_are_checked_without_data(override, needles, capsys):
     ],
 )
 def test_norms_to_convert_are_checked(given, needle, capsys):
-    assert train.main(["verses_es_en", "--check", "model._name=transformer_iwslt_de_en", *given]) == 2
+    assert verb("train")(["verses_es_en", "--check", "model._name=transformer_iwslt_de_en", *given]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert needle in line, line
 
@@ -221,7 +220,7 @@ def test_norms_of_a_language_model_of_fairseq_are_converted(capsys):
     given = ("model._name=transformer_lm_gpt", "model.convert_norms='*=batch'", "model.decoder_layers=1")
     cfg, _ = composed(*given, config=config)
     assert cfg.model.convert_norms == "*=batch" and cfg.model.decoder_layers == 1
-    assert train.main(["verses_lm_en", "--check", *given]) == 0
+    assert verb("train")(["verses_lm_en", "--check", *given]) == 0
 
 
 @pytest.mark.parametrize("text", ["", "model: [1", "common:\n  seed: 2\n"])

@@ -26,7 +26,7 @@ from pn_fairseq.pipeline import train
 from pn_fairseq.pipeline.train import Progress, lock
 from pn_fairseq.pipeline.training_log import read_log
 
-from ..scripts_helpers import SCRIPTS, environment
+from ..scripts_helpers import SCRIPTS, environment, verb
 
 #: A training of seconds. The psi warm-up ends at update 6, in the middle. Each of its three checkpoints is the best so
 #: far.
@@ -44,7 +44,7 @@ def one_rank_on_the_cpu(monkeypatch):
 
 
 def start(data: Path, run: Path, *overrides: str) -> int:
-    return train.main(["verses_es_en", "--data", str(data), "--run", str(run), *SHORT, *overrides])
+    return verb("train")(["verses_es_en", "--data", str(data), "--run", str(run), *SHORT, *overrides])
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +148,7 @@ def test_a_second_start_does_nothing(data, trained, capsys):
     ("overrides", "needles"),
     [
         (("model.encoder_norm=powr",), ("'powr'",)),
-        (("task.source_lang=fr",), ("dict.fr.txt: No such file",)),
+        (("task.source_lang=fr",), ("prepared from es-en", "the settings say fr-en: add task.source_lang=es")),
         (("dataset.max_tokens=30",), ("train.es", "silently skip")),
         (("task.max_target_positions=20",), ("task.max_target_positions",)),
         (("checkpoint.restore_file=other.pt",), ("other.pt", "checkpoint.finetune_from_model")),
@@ -182,12 +182,12 @@ def test_a_batch_that_is_too_small_for_a_sentence_says_what_to_do(data, tmp_path
     ],
 )
 def test_mistakes_get_one_line(arguments, needles, capsys):
-    line = refused(capsys, train.main(list(arguments)))
+    line = refused(capsys, verb("train")(list(arguments)))
     assert all(needle in line for needle in needles), line
 
 
 def test_settings_can_be_checked_without_data(capsys):
-    assert train.main(["verses_es_en", "--check", "model.encoder_norm=batch", "--data", "/nowhere"]) == 0
+    assert verb("train")(["verses_es_en", "--check", "model.encoder_norm=batch", "--data", "/nowhere"]) == 0
     assert capsys.readouterr().err == "[train] the settings are valid\n"
 
 
@@ -197,9 +197,9 @@ def test_weights_and_biases_writes_into_the_run_and_has_to_be_installed(monkeypa
     monkeypatch.delenv("WANDB_DIR")
     for missing in (None, ModuleType("wandb")):  # the latter is a folder of runs, ./wandb
         monkeypatch.setitem(sys.modules, "wandb", missing)
-        assert "pip install wandb" in refused(capsys, train.main(command))
+        assert "pip install wandb" in refused(capsys, verb("train")(command))
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=None))
-    assert train.main(command) == 0 and os.environ["WANDB_DIR"] == str(tmp_path)
+    assert verb("train")(command) == 0 and os.environ["WANDB_DIR"] == str(tmp_path)
 
 
 def test_an_error_in_the_training_is_one_line_with_the_traceback_in_the_log(data, tmp_path, capsys, monkeypatch):
@@ -240,7 +240,7 @@ def test_a_run_is_finished_where_its_log_ends_with_the_same_limits(tmp_path):
     more = OmegaConf.merge(cfg, {"checkpoint": {"patience": 3}})
     assert not train.is_finished(more, state, tmp_path)
     assert train.is_finished(more, {"optimizer_history": [{"num_updates": 10}]}, tmp_path)
-    (tmp_path / "train.log").write_text("done training in 3 seconds\n{}\n")
+    (tmp_path / "train.log").write_text("done training in 3 seconds\ntraining on 1 devices (GPUs/TPUs)\n")
     assert not train.is_finished(cfg, state, tmp_path)
 
 

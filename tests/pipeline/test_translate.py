@@ -7,10 +7,11 @@ import subprocess
 import pytest
 
 from pn_fairseq.common.files import recorded
-from pn_fairseq.pipeline.translate import main
 
-from ..scripts_helpers import SCRIPTS, environment, run
+from ..scripts_helpers import SCRIPTS, environment, run, verb
 from .test_generate import make_run, untrained_checkpoint
+
+main = verb("translate")
 
 pytest.importorskip("pn_fairseq.pipeline.data.tokens")
 

@@ -9,8 +9,7 @@ import torch
 import yaml
 
 from pn_fairseq.common.probe_files import SCHEMA, write_update
-from pn_fairseq.report.command import main as report
-from pn_fairseq.report.figures import FIGURES, Absent, Subject, main, read_subject
+from pn_fairseq.report.figures import FIGURES, Absent, Subject, read_subject
 from pn_fairseq.report.runs import read_runs
 
 from .test_report import make_run as make_scored
@@ -18,6 +17,10 @@ from .test_report import with_score
 
 matplotlib.use("Agg")
 from matplotlib import pyplot  # noqa: E402
+
+from ..scripts_helpers import verb
+
+main, report = verb("figures"), verb("report")
 
 CHANNELS = 8
 

@@ -26,11 +26,14 @@ from scipy import stats
 from pn_fairseq import norms
 from pn_fairseq.common.published import PAPER
 from pn_fairseq.report import markdown, tables
-from pn_fairseq.report.command import main
 from pn_fairseq.report.runs import read_runs
 from pn_fairseq.report.significance import Design
 from pn_fairseq.report.systems import names
 from pn_fairseq.report.tables import relative
+
+from ..scripts_helpers import verb
+
+main = verb("report")
 
 SENTENCES = 60
 WORDS = [f"{a}{b}" for a in ("ba", "ki", "lo", "mu", "ne") for b in ("", "da", "fi", "gu", "ro", "te", "va")]

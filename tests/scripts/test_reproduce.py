@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from pn_fairseq.common.command import UserError
 from pn_fairseq.common.published import LM_TABLES, PAPER
 from pn_fairseq.pipeline import reproduce, train
 
@@ -212,7 +213,8 @@ def calls(tmp_path, monkeypatch):
     def check(argv):
         with file.open("a") as lines:
             lines.write(f"train {' '.join(argv)}\n")
-        return 2 if os.environ.get("FAIL") == "--check" else 0
+        if os.environ.get("FAIL") == "--check":
+            raise UserError("unknown setting")
 
     monkeypatch.setattr(train, "main", check)
     monkeypatch.setattr(reproduce, "program", lambda step: [stub, *step])

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-from array import array
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -27,15 +26,6 @@ def sentences(index: Path) -> int:
     if len(head) < 26 or not head.startswith(MAGIC) or head[17] not in TYPES:
         raise UserError(f"{index} is damaged, or no index of fairseq's memory-mapped format")
     return int.from_bytes(head[18:], "little")
-
-
-def lengths(index: Path) -> array:
-    """Numbers of tokens of the sentences in a fairseq index file."""
-    sizes = array("i")
-    with index.open("rb") as file:
-        file.seek(26)
-        sizes.fromfile(file, sentences(index))
-    return sizes
 
 
 def make_bin(folder: Path, workers: int, flags: Sequence[str], texts: Mapping[str, str]) -> None:

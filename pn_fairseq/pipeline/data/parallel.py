@@ -39,8 +39,7 @@ def progress(iterable=None, **options):
 
 def pieces(path: Path) -> list[tuple[int, int]]:
     """Cut a file at line ends: (begin, end) in bytes."""
-    total = path.stat().st_size
-    cuts = [0]
+    total, cuts = path.stat().st_size, [0]
     with path.open("rb") as file:
         while cuts[-1] < total:
             file.seek(min(cuts[-1] + PIECE, total) - 1)

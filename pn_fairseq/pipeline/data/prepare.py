@@ -7,7 +7,7 @@ import errno
 import os
 from pathlib import Path
 
-from pn_fairseq.common.command import ArgumentParser, UserError, command, whole
+from pn_fairseq.common.command import ArgumentParser, UserError, whole
 from pn_fairseq.pipeline.data.preparation import Complete, Preparation
 from pn_fairseq.pipeline.data.recipes import RECIPES
 
@@ -50,7 +50,6 @@ def _parser() -> ArgumentParser:
     return parser
 
 
-@command("pn prepare")
 def main(argv: list[str] | None = None) -> None:
     values = vars(_parser().parse_args(argv))
     recipe, dest = RECIPES[values.pop("recipe")], values.pop("dest")

@@ -31,12 +31,6 @@ DEFAULTS = {
 }
 
 
-def read(dest: Path) -> dict[str, str]:
-    """The settings of prepared data, without the checksums."""
-    kept = read_settings(dest / "settings.txt")
-    return {name: kept.get(name, default) for name, default in DEFAULTS.items()}
-
-
 def check(dest: Path, settings: Mapping[str, str], sums: Mapping[str, str]) -> None:
     """Refuse a folder that was begun with other settings or other text. Subwords may change until they are learned.
 

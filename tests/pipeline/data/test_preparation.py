@@ -5,11 +5,11 @@ import threading
 
 import pytest
 
-from pn_fairseq.pipeline.data import prepare, tokens
+from pn_fairseq.pipeline.data import tokens
 from pn_fairseq.pipeline.data.preparation import Preparation
 from pn_fairseq.pipeline.data.recipes import RECIPES
 
-from ...scripts_helpers import ROOT, cut_corpus
+from ...scripts_helpers import ROOT, cut_corpus, verb
 
 
 @pytest.fixture
@@ -19,7 +19,7 @@ def corpus(tmp_path):
 
 def run(corpus, *options: str) -> int:
     flags = ("--corpus", corpus, "--source", "es", "--target", "en", "--dest", corpus.parent / "data", *options)
-    return prepare.main(["text", *map(str, flags), "--workers", "1"])
+    return verb("prepare")(["text", *map(str, flags), "--workers", "1"])
 
 
 def test_every_corpus_has_its_wrapper_and_its_options_are_arguments():

@@ -3,7 +3,7 @@
 import pytest
 
 from pn_fairseq.common.command import UserError
-from pn_fairseq.common.files import write_settings
+from pn_fairseq.common.files import read_settings, write_settings
 from pn_fairseq.pipeline.data import settings
 
 
@@ -17,7 +17,8 @@ def keep(dest, text: str = "", **values: str) -> None:
 
 def test_settings_are_kept_and_read(tmp_path):
     keep(tmp_path, bpe="300")
-    assert settings.read(tmp_path) == {**settings.DEFAULTS, "source": "de", "target": "en", "bpe": "300"}
+    made_with = {**settings.DEFAULTS, "source": "de", "target": "en", "bpe": "300"}
+    assert read_settings(tmp_path / "settings.txt") == {**made_with, "train.de": 64 * "0", "train.en": 64 * "1"}
     recorded = (tmp_path / "settings.txt").read_text().splitlines()
     assert recorded[3] == "bpe=300" and recorded[-1] == 64 * "1" + "  train.en"
 
@@ -38,6 +39,6 @@ def test_what_is_learned_is_not_mixed_with_other_settings_or_text(tmp_path):
 def test_subwords_may_change_until_they_are_learned(tmp_path):
     keep(tmp_path, bpe="300")
     keep(tmp_path, bpe="400", segmentation="sentencepiece")
-    assert settings.read(tmp_path)["bpe"] == "400"
+    assert read_settings(tmp_path / "settings.txt")["bpe"] == "400"
     with pytest.raises(UserError, match=r"other settings \(lower=0, not 1\)"):
         keep(tmp_path, bpe="400", lower="1")

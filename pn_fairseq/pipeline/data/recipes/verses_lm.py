@@ -41,12 +41,11 @@ def split_by_book(corpus: Path, folder: Path) -> list[Path]:
             found.setdefault(book, []).append((int(chapter), int(number), verse))
     split_of = {book: split for split, books in BOOKS.items() for book in books}
     folder.mkdir()
-    texts = {split: (folder / f"{split}.txt").open("w", encoding="utf-8", newline="\n") for split in SPLITS}
+    texts = {split: folder / f"{split}.txt" for split in SPLITS}
     for book, verses in found.items():
-        texts[split_of.get(book, "train")].writelines(verse for *_, verse in sorted(verses))
-    for text in texts.values():
-        text.close()
-    return [folder / f"{split}.txt" for split in SPLITS]
+        with texts[split_of.get(book, "train")].open("ab") as text:
+            text.writelines(verse.encode() for *_, verse in sorted(verses))
+    return [*texts.values()]
 
 
 def prepare(data: Preparation, unit: str) -> None:
