@@ -32,7 +32,7 @@ from pn_fairseq.pipeline.reproduce import trainings
 from pn_fairseq.pipeline.scoring import p_text
 from pn_fairseq.report import curves, figures, intervals
 from pn_fairseq.report.curves import save
-from pn_fairseq.report.intervals import Compared, count
+from pn_fairseq.report.intervals import Compared, count, signed
 from pn_fairseq.report.significance import LOSS, MEASURES, SHORT_NAMES, Family, Measure, blocks_needed
 
 from .generated import ROOT, write_parts
@@ -60,6 +60,8 @@ SHARED = {"verses": ["masks/by_length"]}
 MARGIN = MEASURES["tokenized"].margin
 #: The planned comparisons were chosen when these seeds were known.
 KNOWN_SEEDS = 3
+#: What pairs of PN and LN are grouped by, and the initial weights that were crossed with data orders.
+NAMES, INITS = {"rate": "learning rate", "order": "data order"}, ("1", "2", "3")
 #: The differences whose blocks are counted.
 DIFFERENCES = {MEASURES["tokenized"]: (0.5, 1.0), MEASURES[LOSS]: (0.02, 0.05)}
 
@@ -459,8 +461,21 @@ def learning_rates() -> str:
     return (
         f"{to_table(rows)}\n\nMeans over {count(len(complete), 'block')}. PN's BLEU is at least {MARGIN} above LN's "
         f"with {above} of the {len(differences)} learning rates, and at least {MARGIN} below it with {below}. "
-        f"With the other {len(differences) - above - below} the difference is smaller."
+        f"With the other {len(differences) - above - below} the difference is smaller.{_pn_minus_ln(runs, 'rate')}"
     )
+
+
+def _pn_minus_ln(runs: pandas.DataFrame, by: str) -> str:
+    """PN's validation loss minus LN's in pairs with the same machine, seed and rate, or data order and weights."""
+    pairs = runs.pivot_table(values=LOSS, index=[by, "machine", *({"seed", "order", "init"} & {*runs} - {by})],
+                             columns="norm")  # fmt: skip
+    if not {"pn", "ln"} <= {*pairs}:
+        return ""
+    texts = []
+    for value, difference in (pairs["pn"] - pairs["ln"]).dropna().groupby(by):
+        lower = f"lower in {(difference < 0).sum()} of {count(len(difference), 'pair')}"
+        texts.append(f"{value:g}: {signed(difference.mean(), 3)} ({lower})")
+    return f" PN's validation loss minus LN's, in bits per token, by {NAMES[by]}: {'; '.join(texts)}."
 
 
 def noise_sources() -> str:
@@ -492,7 +507,13 @@ def noise_sources() -> str:
                 deviation = math.sqrt(max(0.0, means.var() - noise / repeats))
                 row[f"deviation between {effect}"] = f"{deviation:.{MEASURES[column].digits}f}"
             rows.append(row | {"rest": f"{math.sqrt(noise):.{MEASURES[column].digits}f}"})
-    return to_table(rows) if rows else UNCOMPARED
+    if not rows:
+        return UNCOMPARED
+    orders, inits = ([float(row[f"deviation between {effect}"]) for row in rows] for effect in effects)
+    larger = sum(order > init for order, init in zip(orders, inits, strict=True))
+    of_grids = runs[runs["machine"].isin({row["machine"] for row in rows})].astype({"order": int})
+    largest = f"The deviation between data orders is the larger one in {larger} of the {len(rows)} rows."
+    return f"{to_table(rows)}\n\n{largest}{_pn_minus_ln(of_grids[of_grids['init'].isin(INITS)], 'order')}"
 
 
 def open_questions() -> str:

@@ -186,7 +186,8 @@ def plot(rows: pandas.DataFrame, output: Path) -> None:
         return found
 
     train, valid, smoothed = curves("train_nll"), curves("valid"), curves("train")
-    minus = {label: difference(valid[label], valid[other]) for label, other in baselines.items()}
+    # A baseline may have one of its own, in another picture: LN with other initial weights, and LN.
+    minus = {label: difference(valid[label], valid[other]) for label, other in baselines.items() if other in valid}
     panels = [("training, negative log-likelihood", train), ("validation, negative log-likelihood", valid)]
     if any(minus.values()):
         others = set(baselines.values())

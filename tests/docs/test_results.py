@@ -183,6 +183,7 @@ def test_decays_and_learning_rates(tmp_path, monkeypatch):
     assert (
         "PN's BLEU is at least 0.3 above LN's with 1 of the 2 learning rates, and at least 0.3 below it with 0." in text
     )
+    assert "by learning rate: 0.005: −0.100 (lower in 1 of 1 pair); 0.01: +0.100 (lower in 0 of 1 pair)." in text
 
 
 def test_noise_of_data_orders_and_initial_weights(tmp_path, monkeypatch):
@@ -206,7 +207,10 @@ def test_noise_of_data_orders_and_initial_weights(tmp_path, monkeypatch):
     orders, inits = (np.sqrt(max(0, grid.mean(axis=axis).var(ddof=1) - noise / 3)) for axis in (1, 0))
     cells = rf"LN +\| one +\| tokenized BLEU +\| 3 × 3 +\| {orders:.2f} +\| {inits:.2f} +\| {noise**0.5:.2f}"
     assert re.search(cells, results.noise_sources())
-    assert f"{orders / 10:.3f}" in results.noise_sources() and "PN" not in results.noise_sources()
+    assert f"{orders / 10:.3f}" in results.noise_sources() and "PN |" not in results.noise_sources()
+    assert "between data orders is the larger one in 2 of the 2 rows." in results.noise_sources()
+    # PN's only run has 2.0, LN's 0.3 with the same data order and initial weights.
+    assert "by data order: 1: +1.700 (lower in 0 of 1 pair)." in results.noise_sources()
     frame[~frame["run"].str.contains("_init")].to_csv(tmp_path / "verses/report.csv", index=False)
     assert results.noise_sources() == results.UNCOMPARED
 

@@ -63,3 +63,11 @@ def test_no_two_of_a_picture_have_the_same_colour():
     """LN of two models and five systems: more are never together (``_OF_A_PICTURE``)."""
     colours = [style(number)["color"] for number in range(7)]
     assert len(set(colours)) == 7
+
+
+def test_a_baseline_may_have_a_baseline_in_another_picture(tmp_path):
+    """LN with other initial weights is compared with LN, and PN with these weights with that LN."""
+    log = TrainingLog({}, {10: 9.0, 100: 5.0}, {10: 4.0, 100: 3.0})
+    systems = {"LN (init_seed=1)": [log], "PN (init_seed=1)": [log]}
+    baselines = {"LN (init_seed=1)": "LN", "PN (init_seed=1)": "LN (init_seed=1)"}
+    assert draw(tmp_path, systems, baselines).startswith(b"\x89PNG")
