@@ -181,7 +181,6 @@ def check_machine(out: Path, machine: dict) -> None:
         json.dump(machine, opened)
 
 
-@command.command("benchmarks.gpu")
 def main(argv: list[str] | None = None) -> int:
     parser = command.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__.split("\n")[0])
     parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="where the results go")
@@ -218,4 +217,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command.run("benchmarks.gpu", main))

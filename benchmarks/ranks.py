@@ -70,7 +70,6 @@ def parse(argv) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-@command.command("benchmarks.ranks")
 def main(argv=None) -> None:
     args = parse(argv)
     if missing := {"RANK", "WORLD_SIZE", "LOCAL_RANK"} - set(os.environ):
@@ -115,4 +114,4 @@ def measure(args: argparse.Namespace, device: torch.device, rank: int, world: in
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command.run("benchmarks.ranks", main))

@@ -81,7 +81,7 @@ def test_mistakes(flags, message, tmp_path, monkeypatch, capsys):
     (tmp_path / "file").touch()
     (tmp_path / "other").mkdir()
     (tmp_path / "other/machine.json").write_text(json.dumps({**gpu.describe(), "torch": "1.0"}))
-    assert gpu.main(flags.split()) == 2
+    assert gpu.command.run("benchmarks.gpu", lambda: gpu.main(flags.split())) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("benchmarks.gpu: error: ") and message in line
 
