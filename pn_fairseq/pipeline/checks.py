@@ -157,16 +157,12 @@ def _check_blocks(cfg: DictConfig, data: Path, task, model) -> None:
         text = open_data(data / "bin", split, task.dictionary)
         line = int(text.sizes.max())
         longest = {"none": block, "eos": line}.get(mode, max(block, line))
+        blocks = f"{split} has blocks of {longest} tokens"
         if longest > model.max_positions():
-            raise UserError(
-                f"{split} has blocks of {longest} tokens, the model takes {model.max_positions()}: raise "
-                "task.max_target_positions"
-            )
+            raise UserError(f"{blocks}, the model takes {model.max_positions()}: raise task.max_target_positions")
         if split == "train" and cfg.dataset.max_tokens and longest > cfg.dataset.max_tokens:
-            raise UserError(
-                f"{split} has blocks of {longest} tokens, and a rank takes {cfg.dataset.max_tokens} at once: lower "
-                "task.tokens_per_sample or raise dataset.max_tokens"
-            )
+            advice = "lower task.tokens_per_sample or raise dataset.max_tokens"
+            raise UserError(f"{blocks}, and a rank takes {cfg.dataset.max_tokens} at once: {advice}")
 
 
 def open_data(folder: Path, name: str, dictionary: Dictionary) -> MMapIndexedDataset:

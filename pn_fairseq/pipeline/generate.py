@@ -251,8 +251,7 @@ def hypotheses(lines: Iterable[str], sentences: int, nbest: int = 1) -> list[lis
     options = _printed(lines, "H")
     if options.keys() != set(range(sentences)) or any(len(texts) > nbest for texts in options.values()):
         missing = next((sentence + 1 for sentence in range(sentences) if sentence not in options), None)
-        raise UserError(
-            f"{sentences} sentences went in and {sum(map(len, options.values()))} hypotheses of {len(options)} "
-            "sentences came out" + (f"; the first sentence without one is in line {missing}" if missing else "")
-        )
+        first = f"; the first sentence without one is in line {missing}" if missing else ""
+        came_out = f"{sum(map(len, options.values()))} hypotheses of {len(options)} sentences came out{first}"
+        raise UserError(f"{sentences} sentences went in and {came_out}")
     return [options[sentence] for sentence in range(sentences)]

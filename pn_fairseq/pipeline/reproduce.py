@@ -217,7 +217,7 @@ def reproduce(name: str, words: Sequence[str], env: Mapping[str, str] = os.envir
     for flag, kind in passed_on.items():
         value = getattr(args, flag.removeprefix("--").replace("-", "_"))
         if value not in (kind.get("default"), False):
-            prepare += [flag] if value is True else [flag, value]
+            prepare += [flag] if value is True else [flag, str(value)]
     if prepare:
         prepare_data([*map(str, prepare[1:]), "--check"])
     commands: dict[Path, list[list]] = {}

@@ -362,9 +362,8 @@ def compare_folders(folders: Mapping[str, Path], resamples: int = RESAMPLES) -> 
     for name, mine in scores.items():
         for kind in ("ref.tok", "ref.txt"):
             if (folders[name] / kind).read_bytes() != (folders[first] / kind).read_bytes():
-                raise UserError(
-                    f"{first} and {name} translate different text ({kind} in {folders[first]} and {folders[name]})"
-                )
+                where = f"{kind} in {folders[first]} and {folders[name]}"
+                raise UserError(f"{first} and {name} translate different text ({where})")
         for metric in METRICS:
             if (usual := getattr(expected, metric).signature) != (other := getattr(mine, metric).signature):
                 raise UserError(f"{first} and {name} were scored in different ways: {usual} and {other}")

@@ -326,6 +326,12 @@ def test_without_data_or_report_it_is_an_error(calls, fails, count):
     assert result.returncode == 2 and len(made_of) == count
 
 
+def test_options_of_the_preparation_reach_it(calls):
+    assert in_process("iwslt14", "--bpe", "150").returncode == 0
+    (prepare,) = [line for line in calls.read_text().splitlines() if line.startswith("prepare")]
+    assert prepare.endswith("--bpe 150")
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interruption_ends_it_all(calls, tmp_path, number):
     driver = "from pn_fairseq import __main__; from pn_fairseq.pipeline import reproduce, train; "

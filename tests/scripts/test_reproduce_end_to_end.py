@@ -44,7 +44,7 @@ def test_verses_lm(tmp_path):
         f"{m}_lm_{n}_seed1" for m in ("transformer", "tensorized") for n in ("ln", "ln+layer_scale_groups=4", "bn")
     ]
     for name in names:
-        assert all(f"{name}: {step}" in done.stderr for step in ("train", "average", "evaluate_lm"))
+        assert all(f"{name}: {step}" in done.stderr for step in ("train", "average", "evaluate-lm"))
         found = json.loads((tmp_path / f"runs/{name}/evaluate_lm/test.json").read_text())
         assert found["tokens"] == 47_381 and found["unit"] == "word" and found["causal"]
     report = (tmp_path / "runs/report/report.md").read_text("utf-8")
