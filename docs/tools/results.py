@@ -446,21 +446,25 @@ def learning_rates() -> str:
         return UNCOMPARED
     runs = runs[pandas.MultiIndex.from_frame(runs[["machine", "seed"]]).isin(complete) & runs["rate"].isin(most)]
     means = runs.groupby(["rate", "norm"])[["tokenized", LOSS]].mean()
+    sizes = runs.groupby(["rate", "norm"]).size()
     rows = []
     for rate in sorted(most):
         row = {"learning rate": f"{rate:g}"}
         for norm in ("ln", "pn", "bn"):
             if norm in set(runs["norm"]):
                 bleu, loss = means.loc[rate, norm] if (rate, norm) in means.index else (math.nan, math.nan)
-                row[f"BLEU, {norm.upper()}"] = "–" if math.isnan(bleu) else f"{bleu:.2f}"
-                row[f"validation loss, {norm.upper()}"] = "–" if math.isnan(loss) else f"{loss:.3f}"
+                size = sizes.get((rate, norm), 0)
+                fewer = f" ({size})" if size < len(complete) else ""
+                row[f"BLEU, {norm.upper()}"] = "–" if math.isnan(bleu) else f"{bleu:.2f}{fewer}"
+                row[f"validation loss, {norm.upper()}"] = "–" if math.isnan(loss) else f"{loss:.3f}{fewer}"
         rows.append(row)
     bleu = means["tokenized"].unstack()
     differences = (bleu["pn"] - bleu["ln"]).dropna() if "pn" in bleu else ()
     above, below = (sum(sign * difference >= MARGIN for difference in differences) for sign in (1, -1))
     return (
-        f"{to_table(rows)}\n\nMeans over {count(len(complete), 'block')}. PN's BLEU is at least {MARGIN} above LN's "
-        f"with {above} of the {len(differences)} learning rates, and at least {MARGIN} below it with {below}. "
+        f"{to_table(rows)}\n\nMeans over {count(len(complete), 'block')}; in brackets: over fewer. PN's BLEU is at "
+        f"least {MARGIN} above LN's with {above} of the {len(differences)} learning rates, and at least {MARGIN} below "
+        f"it with {below}. "
         f"With the other {len(differences) - above - below} the difference is smaller.{_pn_minus_ln(runs, 'rate')}"
     )
 
