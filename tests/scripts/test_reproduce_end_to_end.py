@@ -4,8 +4,6 @@ import json
 
 import pytest
 
-from pn_fairseq.common.published import LM_SENTENCE
-
 from ..pipeline.data.test_prepare_iwslt14 import archive, members  # noqa: F401 (fixtures)
 from ..scripts_helpers import script
 
@@ -48,4 +46,4 @@ def test_verses_lm(tmp_path):
         found = json.loads((tmp_path / f"runs/{name}/evaluate_lm/test.json").read_text())
         assert found["tokens"] == 47_381 and found["unit"] == "word" and found["causal"]
     report = (tmp_path / "runs/report/report.md").read_text("utf-8")
-    assert LM_SENTENCE in report and "BN (tensorized_lm tiny)" in report and "LN (layer_scale_groups=4, tr" in report
+    assert "BN (tensorized_lm tiny)" in report and "LN (layer_scale_groups=4, tr" in report
