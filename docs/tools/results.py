@@ -60,8 +60,8 @@ SHARED = {"verses": ["masks/by_length"]}
 MARGIN = MEASURES["tokenized"].margin
 #: The planned comparisons were chosen when these seeds were known.
 KNOWN_SEEDS = 3
-#: What pairs of PN and LN are grouped by, and the initial weights that were crossed with data orders.
-NAMES, INITS = {"rate": "learning rate", "order": "data order"}, ("1", "2", "3")
+#: What pairs of PN and LN are grouped by.
+NAMES = {"rate": "learning rate", "order": "data order"}
 #: The differences whose blocks are counted.
 DIFFERENCES = {MEASURES["tokenized"]: (0.5, 1.0), MEASURES[LOSS]: (0.02, 0.05)}
 
@@ -461,25 +461,24 @@ def learning_rates() -> str:
     bleu = means["tokenized"].unstack()
     differences = (bleu["pn"] - bleu["ln"]).dropna() if "pn" in bleu else ()
     above, below = (sum(sign * difference >= MARGIN for difference in differences) for sign in (1, -1))
+    pairs = _pn_minus_ln(runs, ["rate", "machine", "seed"])
     return (
         f"{to_table(rows)}\n\nMeans over {count(len(complete), 'block')}; in brackets: over fewer. PN's BLEU is at "
         f"least {MARGIN} above LN's with {above} of the {len(differences)} learning rates, and at least {MARGIN} below "
-        f"it with {below}. "
-        f"With the other {len(differences) - above - below} the difference is smaller.{_pn_minus_ln(runs, 'rate')}"
+        f"it with {below}. With the other {len(differences) - above - below} the difference is smaller.{pairs}"
     )
 
 
-def _pn_minus_ln(runs: pandas.DataFrame, by: str) -> str:
-    """PN's validation loss minus LN's in pairs with the same machine, seed and rate, or data order and weights."""
-    pairs = runs.pivot_table(values=LOSS, index=[by, "machine", *({"seed", "order", "init"} & {*runs} - {by})],
-                             columns="norm")  # fmt: skip
+def _pn_minus_ln(runs: pandas.DataFrame, by: list[str]) -> str:
+    """PN's validation loss minus LN's in the pairs of runs that are equal in ``by``, grouped by its first column."""
+    pairs = runs.pivot_table(values=LOSS, index=by, columns="norm")
     if not {"pn", "ln"} <= {*pairs}:
         return ""
     texts = []
-    for value, difference in (pairs["pn"] - pairs["ln"]).dropna().groupby(by):
+    for value, difference in (pairs["pn"] - pairs["ln"]).dropna().groupby(by[0]):
         lower = f"lower in {(difference < 0).sum()} of {count(len(difference), 'pair')}"
         texts.append(f"{value:g}: {signed(difference.mean(), 3)} ({lower})")
-    return f" PN's validation loss minus LN's, in bits per token, by {NAMES[by]}: {'; '.join(texts)}."
+    return f" PN's validation loss minus LN's, in bits per token, by {NAMES[by[0]]}: {'; '.join(texts)}."
 
 
 def noise_sources() -> str:
@@ -513,11 +512,14 @@ def noise_sources() -> str:
             rows.append(row | {"rest": f"{math.sqrt(noise):.{MEASURES[column].digits}f}"})
     if not rows:
         return UNCOMPARED
-    orders, inits = ([float(row[f"deviation between {effect}"]) for row in rows] for effect in effects)
-    larger = sum(order > init for order, init in zip(orders, inits, strict=True))
-    of_grids = runs[runs["machine"].isin({row["machine"] for row in rows})].astype({"order": int})
-    largest = f"The deviation between data orders is the larger one in {larger} of the {len(rows)} rows."
-    return f"{to_table(rows)}\n\n{largest}{_pn_minus_ln(of_grids[of_grids['init'].isin(INITS)], 'order')}"
+    orders, inits = (f"deviation between {effect}" for effect in ("data orders", "initial weights"))
+    larger = sum(float(row[orders]) > float(row[inits]) for row in rows)
+    crossed = runs["init"].isin(runs.loc[runs["init"] != runs["order"], "init"])
+    of_grids = runs[crossed & runs["machine"].isin({row["machine"] for row in rows})].astype({"order": int})
+    return (
+        f"{to_table(rows)}\n\nThe deviation between data orders is the larger one in {larger} of the {len(rows)} rows."
+        f"{_pn_minus_ln(of_grids, ['order', 'machine', 'init'])}"
+    )
 
 
 def open_questions() -> str:

@@ -213,21 +213,23 @@ def batch_size(argv: Sequence[str]) -> int:
     An update has 4,096 tokens, by accumulation. For each of 512, 1,024, 2,048 and 4,096 tokens it calls pn reproduce
     CORPUS; then pn figures draws all runs.
 
-    Settings, other options (--data, --dry-run) and the environment (NORMS, SEEDS) are of pn reproduce CORPUS --help. A
-    mini-batch is what all ranks take at once; every training has one rank (NPROC=1).
+    It also takes the settings, --data DIR, NORMS and SEEDS of pn reproduce CORPUS --help. A mini-batch is what all
+    ranks take at once; every training has one rank (NPROC=1).
     """
     parser = ArgumentParser(prog="pn reproduce batch_size", description=inspect.getdoc(batch_size), epilog=AGAIN)
     corpora, runs = ("verses", "iwslt14", "wmt14"), "where the runs go, as DIR/tokens512/NORM_seedN, and DIR/figures"
     parser.add_argument("--corpus", choices=corpora, default="verses", help="the corpus (default verses)")
     parser.add_argument("--runs", type=Path, metavar="DIR", help=f"{runs} (default runs/batch_size_CORPUS)")
+    parser.add_argument("--dry-run", action="store_true", help="print the commands and do nothing")
     args, words = parser.parse_known_args(argv)
+    words += ["--dry-run"] if args.dry_run else []
     runs = args.runs or Path(f"runs/batch_size_{args.corpus}")
     os.environ["NPROC"] = "1"
     failed = 0
     for tokens in (512, 1024, 2048, 4096):
         batch = [f"dataset.max_tokens={tokens}", "tokens_per_update=4096"]
         failed |= reproduce(args.corpus, ["--runs", str(runs / f"tokens{tokens}"), *batch, *words])
-    if "--dry-run" not in words:
+    if not args.dry_run:
         must(["figures", *sorted(runs.glob("tokens*/*_seed*")), "--output", runs / "figures"])
     return failed
 
