@@ -1,4 +1,4 @@
-"""``pn info``: the version, which kernels compute on which device, and the patches of fairseq. ``pn check``."""
+"""``pn info``: version, kernels and patches of this installation. ``pn check``: are its kernels right?"""
 
 from __future__ import annotations
 
