@@ -121,13 +121,13 @@ def effects() -> str:
 
 def placements(report: str = "placements") -> str:
     """Means of every placement and differences from ``pre`` with LN, in the order of the plan."""
-    *parts, _ = experiments.placements().parts
+    parts = [part for part in experiments.placements().parts if part.folder.replace("_", "-") == report]
     names = {}
     for run in parts[0].norms.split():
         short, *settings = run.split("+")
         where = settings[0].partition("=")[2] if settings else "pre"
         names[run] = f"`{where}`" if short == "ln" else f"`{where}`, {short.upper()} in the encoder"
-    frame, planned = _runs(report, names), len(names) * (len(parts) if report == "placements" else 1)
+    frame, planned = _runs(report, names), len(names) * len(parts)
     ours = _compared(frame, "`pre`", "placement")
     rows = [ours.get(name, {"placement": name, "blocks": "not finished"}) for name in names.values()]
     return f"{table(rows)}\n\n{frame['run'].nunique()} of {planned} planned runs are finished."

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 
 class NormedInput(nn.Module):
-    """``linear`` after ``norm``; ``mask`` (B, T) is set before a training forward, which gets x (T, B, C) only."""
+    """``linear`` after ``norm``; ``mask`` (B, T) is set before a forward in training, which gets x (T, B, C) only."""
 
     mask: Tensor | None = None
 
@@ -16,13 +16,13 @@ class NormedInput(nn.Module):
         self.norm, self.linear = norm, linear
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.linear(self.norm(x, self.mask if self.training else None))
+        return self.linear(self.norm(x, self.mask if self.norm.training else None))
 
 
 class HeadNorm(nn.Module):
     """A projection to queries or keys, and N over the channels of each head of its output, times ``scaling``.
 
-    ``mask`` (B, T) is set before a training forward, which gets x (T, B, C) only.
+    ``mask`` (B, T) is set before a forward in training, which gets x (T, B, C) only.
     """
 
     mask: Tensor | None = None
@@ -35,7 +35,7 @@ class HeadNorm(nn.Module):
         projected = self.linear(x)
         length, batch, channels = projected.shape
         heads = projected.view(length, batch * self.heads, channels // self.heads)
-        mask = self.mask.repeat_interleave(self.heads, dim=0) if self.training and self.mask is not None else None
+        mask = self.mask.repeat_interleave(self.heads, dim=0) if self.norm.training and self.mask is not None else None
         return (self.norm(heads, mask) * self.scaling).view(length, batch, channels)
 
 

@@ -168,7 +168,13 @@ class NormOptions:
             resolved["norm_module"] = ",".join(paths)
             for path in paths:
                 load_norms(path)
-        find_placement(options.encoder_norm_placement), find_placement(options.decoder_norm_placement)
+        for side in ("encoder", "decoder"):
+            name = getattr(options, f"{side}_norm_placement")
+            placement = find_placement(name)
+            if getattr(options, f"{side}_norm_last") and not placement.last_norm:
+                raise ValueError(f"--{side}-norm-last: {name} has no norm after the last layer; leave the flag out")
+            if getattr(args, f"{side}_layers_to_keep", None) and not placement.prunes:
+                raise ValueError(f"--{side}-layers-to-keep: layers of {name} compute something else in a smaller model")
         updates = _setting(args, "optimization", "max_update")
         resolved["norm_options"] = resolve_options(options.norm_options, old, options.names(), updates)
         with open_dict(args) if OmegaConf.is_config(args) else ExitStack():

@@ -6,6 +6,7 @@ norm with the padding mask, and l = 1 ... L the number of a layer. A file of ``-
 """
 
 import math
+import re
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +25,8 @@ def register_placement(name: str):
     def register(cls):
         if name in PLACEMENTS:
             raise ValueError(f"the placement {name!r} exists already")
+        if PLACEMENTS and not issubclass(cls, Pre):
+            raise ValueError(f"the placement {name!r} is not a subclass of {__name__}.Pre")
         PLACEMENTS[name] = cls
         return cls
 
@@ -39,13 +42,7 @@ def find_placement(name: str) -> type["Pre"]:
 
 @dataclass(frozen=True)
 class Depth:
-    """The depth of a model, on which some placements depend.
-
-    Attributes:
-        side: "encoder" or "decoder".
-        encoder: number of encoder layers; 0 in a model that has only a decoder.
-        decoder: number of decoder layers.
-    """
+    """The side of a placement, "encoder" or "decoder", and the layers of both (no encoder: 0)."""
 
     side: str
     encoder: int
@@ -64,12 +61,10 @@ class Pre:
     called once for all layers of a side.
     """
 
-    #: Whether a norm follows the embeddings.
-    input_norm = False
-    #: Whether a norm follows the last layer.
-    last_norm = True
-    #: Whether ``pn fold`` can fold the norms into the projections after them.
-    folds = True
+    input_norm = False  #: whether a norm follows the embeddings
+    last_norm = True  #: whether a norm follows the last layer
+    folds = True  #: whether ``pn fold`` can fold the norms into the projections after them
+    prunes = True  #: whether a layer computes the same in a model of another depth (``--encoder-layers-to-keep``)
 
     def __init__(self, depth: Depth, number: int = 1):
         self.depth, self.number = depth, number
@@ -86,9 +81,7 @@ class Pre:
         """Input of a sublayer ("self_attn", "encoder_attn" or "final", the feed-forward network) from the stream."""
         return _norm(layer, sublayer)(x, mask)
 
-    def after(
-        self, layer: nn.Module, sublayer: str, x: Tensor, output: Tensor, mask: Tensor | None, entry: Tensor
-    ) -> Tensor:
+    def after(self, layer: nn.Module, sublayer: str, x: Tensor, output: Tensor, mask: Tensor | None, entry: Tensor):
         """The stream after a sublayer with the output F; ``x`` is the stream before it, ``entry`` before the layer."""
         return layer.residual_connection(output, x)
 
@@ -115,13 +108,12 @@ class Post(Pre):
         return _norm(layer, sublayer)(layer.residual_connection(output, x), mask)
 
 
-def scale_initial_weights(layer: nn.Module, factor: float, cross_attention: bool) -> None:
-    """Multiply the parameters of fc1, fc2 and of v_proj and out_proj of the attentions by ``factor``."""
+def scale_initial_weights(layer: nn.Module, factor: float, names: str = r"\b(fc1|fc2|v_proj|out_proj)\.") -> None:
+    """Multiply the parameters whose names match the regular expression by ``factor``."""
     with torch.no_grad():
         for name, parameter in layer.named_parameters():
-            if cross_attention or not name.startswith("encoder_attn"):
-                if any(part in ("fc1", "fc2", "v_proj", "out_proj") for part in name.split(".")):
-                    parameter.mul_(factor)
+            if re.search(names, name):
+                parameter.mul_(factor)
 
 
 @register_placement("deep")
@@ -134,6 +126,8 @@ class Deep(Post):
     multiplied by (8 M_d)^(-1/4).
     """
 
+    prunes = False
+
     def __init__(self, depth, number=1):
         super().__init__(depth, number)
         if depth.side == "encoder":
@@ -144,7 +138,7 @@ class Deep(Post):
             self.alpha, self.factor = (alpha * depth.decoder) ** 0.25, (factor * depth.decoder) ** -0.25
 
     def equip(self, layer, build):
-        scale_initial_weights(layer, self.factor, cross_attention=True)
+        scale_initial_weights(layer, self.factor)
 
     def after(self, layer, sublayer, x, output, mask, entry):
         return super().after(layer, sublayer, self.alpha * x, output, mask, entry)
@@ -172,12 +166,16 @@ class ResiDual(Post):
 
     def leave(self, x, norm, mask):
         x, r = x.chunk(2, dim=-1)
-        return x + norm(r, mask)
+        return x + super().leave(r, norm, mask)
 
 
 @register_placement("b2t")
 class BottomToTop(Post):
-    """Post-norm, and the layer's input is also added before its last norm. Takase et al. 2023, arXiv 2206.00330."""
+    """Post-norm, and the layer's input is also added before its last norm; with L layers in a side, its weight matrices
+    are multiplied by 1 / √L, as in the authors' code. Takase et al. 2023, arXiv 2206.00330."""
+
+    def equip(self, layer, build):
+        scale_initial_weights(layer, self.depth.layers**-0.5, r"^(?!.*layer_norm).*weight$")
 
     def after(self, layer, sublayer, x, output, mask, entry):
         x = entry + x if sublayer == "final" else x
@@ -216,11 +214,9 @@ class Sub(Pre):
 
     def equip(self, layer, build):
         n, m = self.depth.encoder, self.depth.decoder
-        if self.depth.side == "encoder":
-            square = math.log(3 * m) * math.log(2 * n) / 3
-        else:
-            square = math.log((3 if n else 2) * m)
-        scale_initial_weights(layer, math.sqrt(square), cross_attention=False)
+        of_encoder = self.depth.side == "encoder"
+        square = math.log(3 * m) * math.log(2 * n) / 3 if of_encoder else math.log((3 if n else 2) * m)
+        scale_initial_weights(layer, math.sqrt(square), r"^(?!encoder_attn).*\b(fc1|fc2|v_proj|out_proj)\.")
         layer.self_attn.out_proj = NormedInput(build(layer.embed_dim), layer.self_attn.out_proj)
         layer.self_attn.skip_embed_dim_check = True  # else torch's own function reads the weight of out_proj
         layer.fc2 = NormedInput(build(layer.fc2.in_features), layer.fc2)
@@ -235,7 +231,7 @@ class Mix(Pre):
     """``post`` in the first ⌊L / 4⌋ layers, ``pre`` in the others; after the last layer N(x). Li et al. 2024, arXiv
     2412.13795."""
 
-    folds = False
+    folds = prunes = False
 
     def __init__(self, depth, number=1):
         super().__init__(depth, number)
@@ -247,7 +243,7 @@ class Mix(Pre):
 class Scaled(Pre):
     """x + F(N(x) / √l); after the last layer N(x). Sun et al. 2025, arXiv 2502.05795."""
 
-    folds = False
+    folds = prunes = False
 
     def before(self, layer, sublayer, x, mask):
         return super().before(layer, sublayer, x, mask) / math.sqrt(self.number)

@@ -142,18 +142,21 @@ def placements() -> Study:
 
     Where should a norm stand? Trains every placement, in encoder and decoder, with LN, and some with PN in the encoder,
     on the verses with three seeds; and with one seed models with 18 + 18 layers, which may not train at all, for 300
-    updates.
+    updates, 200 of them warm-up. "mix" is "pre" in models with less than 4 layers a side, so only the deep models have
+    it.
     """
     from pn_fairseq.models.placements import PLACEMENTS
 
     def placed(norm: str, name: str) -> str:
         return norm if name == "pre" else f"{norm}+encoder_norm_placement={name}+decoder_norm_placement={name}"
 
-    systems = " ".join([*(placed("ln", name) for name in PLACEMENTS),
-                        *(placed("pn", name) for name in ("post", "sandwich", "sub"))])  # fmt: skip
-    parts = [Part("verses", "placements", seed, systems) for seed in _SEEDS]
-    deep = ("model.encoder_layers=18", "model.decoder_layers=18", "optimization.max_update=300")
-    return Study([*parts, Part("verses", "placements_deep", _SEEDS[0], systems, deep)])
+    systems = [placed("ln", name) for name in PLACEMENTS]
+    systems += [placed("pn", name) for name in ("post", "sandwich", "sub")]
+    shallow = " ".join(system for system in systems if "=mix" not in system)
+    parts = [Part("verses", "placements", seed, shallow) for seed in _SEEDS]
+    depth = ("model.encoder_layers=18", "model.decoder_layers=18")
+    updates = ("optimization.max_update=300", "lr_scheduler.warmup_updates=200")
+    return Study([*parts, Part("verses", "placements_deep", _SEEDS[0], " ".join(systems), depth + updates)])
 
 
 def adanorm() -> Study:

@@ -12,6 +12,7 @@ import torch
 from fairseq.logging import progress_bar
 
 from pn_fairseq.common.checkpoints import load_checkpoint
+from pn_fairseq.models.placements import PLACEMENTS
 from pn_fairseq.pipeline.training_log import read_log
 
 from ..scripts_helpers import ROOT, run
@@ -129,6 +130,22 @@ def test_stopping_at_any_update_and_resuming_changes_no_bit(stop, data, tmp_path
     resumed, straight = model_of(tmp_path), model_of(plain)
     for key, value in straight.items():
         assert torch.equal(resumed[key], value), key
+
+
+@pytest.mark.parametrize(
+    "placement",
+    ["resi-dual", *(pytest.param(name, marks=pytest.mark.slow) for name in PLACEMENTS if name != "resi-dual")],
+)
+def test_a_placement_trains_resumes_to_the_bit_and_decodes(placement, data, tmp_path):
+    flags = ("--encoder-norm-placement", "sub", "--decoder-norm-placement", placement, "--qk-norm", "batch")
+    train(data, tmp_path / "straight", *flags)
+    for updates in (3, 6):
+        train(data, tmp_path / "resumed", *flags, updates=updates)
+    resumed, straight = model_of(tmp_path / "resumed"), model_of(tmp_path / "straight")
+    assert resumed.keys() == straight.keys()
+    assert all(torch.equal(resumed[key], value) for key, value in straight.items())
+    folder = tmp_path / "straight/checkpoints"
+    run("pn", "generate", "--run", folder, "--checkpoint", folder / "checkpoint_last.pt", "--beam", 2)
 
 
 def test_summary_of_the_norms_in_log_and_tensorboard(data, tmp_path, plain):
