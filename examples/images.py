@@ -1,22 +1,21 @@
 """Image classification with any norm, in plain PyTorch: ResNet20 on CIFAR-10, and the AdaNorm paper's network on MNIST.
 
     python examples/images.py DATA --norms batch power --epochs 20 --output runs/images
-    python examples/images.py DATA --network mnist --norms layer ada --validation 5000
+    python examples/images.py DATA --network mnist --norms layer ada detach-mean --validation 5000
 
 DATA has a folder of images (PNG, JPEG) for each class: ``train/CLASS/*`` and ``test/CLASS/*``; with ``--download``
-torchvision fills it. Writes OUTPUT/images.png, and for each training a folder with epochs.csv, the checkpoint and
-norm_probe: the statistics of the first norm, as in Figures 2 and 3 of the PowerNorm paper. A training that was
-interrupted continues after its last whole epoch.
+torchvision (pip install '.[examples]') fills it. Writes OUTPUT/images.png, and for each training a folder with
+epochs.csv, the checkpoint and norm_probe: the statistics of the first norm of ResNet20, recorded every 20 updates; give
+the folder to ``pn figures``. A training that was interrupted continues after its last whole epoch.
 
-ResNet20 is that of He et al. 2016 (arXiv 1512.03385, section 4.2): batches of 128, SGD with momentum 0.9, weight decay
-0.0001, learning rate 0.1, divided by 10 after half and three quarters of the epochs; crops of images padded by 4
-pixels, flips; shortcuts without parameters. The MNIST network is that of arXiv 1911.07013 (appendix): convolutions from
-1 to 20 and from 20 to 50 channels, batches of 32, Adam with learning rate 0.001, the norm before the activation of the
-linear layer. We chose 5 x 5 kernels, pooling by 2 and 500 hidden channels, which the paper does not give.
+ResNet20 (He et al. 2016, arXiv 1512.03385, section 4.2): batches of 128, SGD with momentum 0.9, weight decay 0.0001,
+learning rate 0.1, divided by 10 after half and three quarters of the epochs; crops of images padded by 4 pixels, flips;
+shortcuts without parameters. MNIST (arXiv 1911.07013, appendix): convolutions from 1 to 20 and to 50 channels, batches
+of 32, Adam with learning rate 0.001, a norm in the linear layer. Our choice: 5 x 5 kernels, pooling by 2, 500 channels.
 """
 
 import argparse
-import time
+import logging
 from pathlib import Path
 
 import numpy
@@ -26,6 +25,7 @@ import torch.nn.functional as F
 from matplotlib.figure import Figure
 from PIL import Image
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import MultiStepLR
 from tqdm import tqdm
 
 from pn_fairseq.models.norm_probe import NormProbe
@@ -33,9 +33,8 @@ from pn_fairseq.norms import NORMS, ChannelNorm, convert_norms
 
 #: What a norm gets besides its defaults: AdaNorm's C on MNIST; for PN a warm-up of psi of two epochs of CIFAR-10.
 OPTIONS = {"ada": {"ada_scale": 2.0}, "power": {"psi_warmup_updates": 800}}
-
-#: Updates from one record of the probe to the next.
-INTERVAL = 20
+OPTIONS |= {f"detach-{part}": {"norm": "detach", "detach": part} for part in ("mean", "std")}
+INTERVAL = 20  # updates from one record of the probe to the next
 
 
 class Block(nn.Module):
@@ -50,8 +49,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x)))))
-        shortcut = x[:, :, :: self.stride, :: self.stride]
-        return F.relu(h + F.pad(shortcut, (0, 0, 0, 0, self.added, self.added)))
+        return F.relu(h + F.pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, self.added, self.added)))
 
 
 def resnet20(colours: int, classes: int) -> nn.Module:
@@ -63,16 +61,13 @@ def resnet20(colours: int, classes: int) -> nn.Module:
 
 def mnist(colours: int, classes: int) -> nn.Module:
     stem = [nn.Conv2d(colours, 20, 5), nn.MaxPool2d(2), nn.ReLU(), nn.Conv2d(20, 50, 5), nn.MaxPool2d(2), nn.ReLU()]
-    hidden = [nn.Flatten(), nn.LazyLinear(500), nn.LayerNorm(500), nn.ReLU()]
-    return nn.Sequential(*stem, *hidden, nn.Linear(500, classes))
+    return nn.Sequential(*stem, nn.Flatten(), nn.LazyLinear(500), nn.LayerNorm(500), nn.ReLU(), nn.Linear(500, classes))
 
 
 NETWORKS = {"resnet20": resnet20, "mnist": mnist}
 
 
-class CrossEntropy(nn.Module):
-    """As NormProbe wants a criterion: the loss, and the sample size by which it must still be divided."""
-
+class CrossEntropy(nn.Module):  # for NormProbe: the loss, and the sample size by which it must still be divided
     def forward(self, model: nn.Module, images: Tensor, labels: Tensor) -> tuple[Tensor, int]:
         return F.cross_entropy(model(images), labels), 1
 
@@ -88,7 +83,9 @@ def read(folder: Path, part: str, dataset: str | None) -> tuple[list[str], Tenso
         files = [file for file in sorted(folder.glob(f"{part}/*/*")) if file.suffix in (".png", ".jpg", ".jpeg")]
         if not files:
             raise FileNotFoundError(f"{folder} has no {part}/CLASS/*.png or *.jpg")
-        classes = sorted({file.parent.name for file in files})
+        classes = sorted({file.parent.name for file in folder.glob("train/*/*")})
+        if unknown := {file.parent.name for file in files}.difference(classes):
+            raise ValueError(f"{folder}/{part} has classes that train has not: {', '.join(sorted(unknown))}")
         images = numpy.stack([numpy.asarray(Image.open(file)) for file in tqdm(files, part)])
         labels = [classes.index(file.parent.name) for file in files]
     images = torch.as_tensor(images) / 127.5 - 1
@@ -116,14 +113,13 @@ def train(network: str, norm: str, seed: int, epochs: int, data: dict, classes: 
     images, labels = data["train"]
     model = NETWORKS[network](images.size(1), classes).eval()
     model(images[:2])  # sets the sizes that it reads from its input
-    convert_norms(model, norm, layout="BCHW", **OPTIONS.get(norm, {}))
+    convert_norms(model, layout="BCHW", **{"norm": norm} | OPTIONS.get(norm, {}))
     model.to(memory_format=torch.channels_last)  # 1.3 times as fast on a CPU
     size, optimizer, milestones = 32, torch.optim.Adam(model.parameters(), lr=0.001), []
     if network == "resnet20":
         size, milestones = 128, [epochs // 2, epochs * 3 // 4]
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
-    schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones)
-    parts = {"model": model, "optimizer": optimizer, "schedule": schedule}
+    parts = {"model": model, "optimizer": optimizer, "schedule": MultiStepLR(optimizer, milestones)}
     criterion, updates, rows, checkpoint = CrossEntropy(), 0, [], folder / "checkpoint.pt"
     first = next(name for name, module in model.named_modules() if isinstance(module, ChannelNorm))
     probe = NormProbe(model, str(folder / "norm_probe"), INTERVAL, first) if network == "resnet20" else None
@@ -134,7 +130,7 @@ def train(network: str, norm: str, seed: int, epochs: int, data: dict, classes: 
         updates, rows = state["updates"], state["rows"]
         torch.set_rng_state(state["random"])
     for epoch in range(len(rows) + 1, epochs + 1):
-        start, total = time.perf_counter(), 0.0
+        total = 0.0
         model.train()
         order = torch.randperm(len(labels)).split(size)
         for batch in tqdm(order, desc=f"{network} {norm} seed {seed}, epoch {epoch} of {epochs}", disable=None):
@@ -148,9 +144,9 @@ def train(network: str, norm: str, seed: int, epochs: int, data: dict, classes: 
             if probe:
                 probe.end(updates)
             total += loss.item()
-        schedule.step()
+        parts["schedule"].step()
         scores = {f"{part} accuracy": accuracy(model, *data[part]) for part in ("validation", "test")}
-        rows.append({"epoch": epoch, "loss": total / len(order), **scores, "seconds": time.perf_counter() - start})
+        rows.append({"epoch": epoch, "loss": total / len(order), **scores})
         state = {"updates": updates, "rows": rows, "random": torch.get_rng_state()}
         torch.save(state | {name: part.state_dict() for name, part in parts.items()}, folder / "partial.pt")
         (folder / "partial.pt").replace(checkpoint)
@@ -174,24 +170,28 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("data", type=Path, metavar="DATA")
     parser.add_argument("--download", choices=["CIFAR10", "MNIST"])
     parser.add_argument("--network", choices=list(NETWORKS), default="resnet20")
-    parser.add_argument("--norms", nargs="+", choices=list(NORMS), default=["batch", "power"], metavar="NORM")
+    parser.add_argument("--norms", nargs="+", choices=NORMS | OPTIONS, default=["batch", "power"], metavar="NORM")
     parser.add_argument("--seeds", nargs="+", type=int, default=[1], metavar="SEED")
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--validation", type=int, default=0, metavar="N", help="training images that are held out")
     parser.add_argument("--output", type=Path, default=Path("runs/images"), metavar="DIR")
     options = parser.parse_args(arguments)
+    logging.getLogger("matplotlib").setLevel(logging.WARNING)
     try:
         data = {part: read(options.data, part, options.download) for part in ("train", "test")}
+        (classes, images, labels), (_, test_images, test_labels) = data.values()
+        if options.epochs < 1 or not 0 <= options.validation < len(labels):
+            raise ValueError(f"--epochs must be at least 1, and --validation from 0 to {len(labels) - 1}")
+        options.output.mkdir(parents=True, exist_ok=True)
     except (ImportError, OSError, ValueError) as error:
-        parser.exit(2, f"images: error: {error}; see --help for DATA\n")
-    (classes, images, labels), (_, test_images, test_labels) = data.values()
+        parser.exit(2, f"images: error: {error}; see --help\n")
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(1)).tensor_split([options.validation])
     parts = {name: (images[part], labels[part]) for name, part in zip(("validation", "train"), order, strict=True)}
     parts["test"] = test_images, test_labels
-    name = f"{options.network}_{options.epochs}epochs"
+    name = f"{options.network}_{options.epochs}epochs" + f"_{options.validation}held" * bool(options.validation)
     runs = {options.output / f"{name}_{norm}_seed{k}": (norm, k) for k in options.seeds for norm in options.norms}
     for folder, (norm, seed) in runs.items():
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(exist_ok=True)
         train(options.network, norm, seed, options.epochs, parts, len(classes), folder)
     draw(list(runs), options.output / "images.png")
 

@@ -16,6 +16,7 @@ theta and at theta' alike; PN's running statistics are those of the checkpoint. 
 
 OUTPUT/layers.csv: for each layer the change of its gradient G if only the layers before it move by the middle step,
 |G' - G|, divided by |G|, and the cosine of G and G': internal covariate shift as that paper measures it (section 2.2).
+The embeddings are before all layers; where the output projection shares their weights, it moves also.
 And OUTPUT/smoothness.png: medians and quartiles over checkpoints and batches.
 """
 
@@ -154,13 +155,17 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=float, nargs="+", default=STEPS, metavar="RHO", help=f"default {STEPS}")
     parser.add_argument("--output", type=Path, default=Path("runs/smoothness"), metavar="DIR")
     options = parser.parse_args(arguments)
+    if min(options.last, options.batches, *options.steps) <= 0:
+        parser.error("--last, --batches and --steps must be positive")
     logging.disable(logging.WARNING)  # of fairseq
     warnings.simplefilter("ignore")  # of torch's data loader and attention
     try:
         checkpoints = {run: find_checkpoints(run / "checkpoints", "update", options.last)[::-1] for run in options.runs}
         if none := [str(run) for run, found in checkpoints.items() if not found]:
             raise UserError(f"no checkpoint_EPOCH_UPDATE.pt in {', '.join(none)}")
-    except UserError as error:
+        load(next(iter(checkpoints.values()))[0], 1)  # so that data that was moved is said before anything is computed
+        options.output.mkdir(parents=True, exist_ok=True)
+    except (UserError, OSError) as error:
         parser.exit(2, f"smoothness: error: {error}\n")
     middle, steps, layers = sorted(options.steps)[len(options.steps) // 2], [], []
     work = [(run, checkpoint) for run, found in checkpoints.items() for checkpoint in found]
@@ -170,7 +175,6 @@ def main(arguments: list[str] | None = None) -> None:
             place = {"run": run.name, "update": int(checkpoint.stem.rpartition("_")[2]), "batch": number}
             steps += [place | row for row in along_the_gradient(model, criterion, batch, sorted(options.steps))]
             layers += [place | row for row in after_the_layers_before(model, criterion, batch, middle)]
-    options.output.mkdir(parents=True, exist_ok=True)
     tables = {"steps": pandas.DataFrame(steps), "layers": pandas.DataFrame(layers)}
     for name, table in tables.items():
         table.to_csv(options.output / f"{name}.csv", index=False, float_format="%.6g")

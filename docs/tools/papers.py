@@ -25,6 +25,7 @@ from pn_fairseq.report.systems import norm_labels
 from . import results
 from .generated import table, write_parts
 
+_SCALE = "norm_options.ada.ada_scale"
 #: Column of report.csv -> title.
 MEASURES = {"tokenized": "BLEU", LOSS: "validation loss"}
 #: Report -> its runs.
@@ -38,7 +39,8 @@ EFFECTS = {
     "normalizing forward": ("DetachNorm", "w/o Norm"),
     "the derivatives of mean and deviation": ("LayerNorm-simple", "DetachNorm"),
     "leaving gain and bias out": ("LayerNorm-simple", "LayerNorm"),
-    "AdaNorm's gain": ("AdaNorm, C = 1", "LayerNorm"),
+    "AdaNorm's gain, C = 1": ("AdaNorm, C = 1", "LayerNorm"),
+    "AdaNorm's gain, C = 2": ("AdaNorm, C = 2", "LayerNorm"),
 }
 
 
@@ -71,10 +73,14 @@ def _runs(report: str, labels: dict[str, str]) -> pandas.DataFrame:
 
 
 def _of_paper(label: str) -> dict[str, float]:
-    """BLEU of a row of the AdaNorm paper's tables by corpus."""
-    wanted = label.partition(",")[0]
+    """BLEU of a row of the AdaNorm paper's tables by corpus; of AdaNorm only with the C that it has there."""
+    wanted, scale, *_ = [*label.split(", "), ""]
     every = [(table.title, row) for name, table in PAPER.items() if "adanorm" in name for row in table.rows]
-    return {title.partition(" ")[0]: row.bleu for title, row in every if row.label == wanted}
+    return {
+        title.partition(" ")[0]: row.bleu
+        for title, row in every
+        if row.label == wanted and scale in ("last only", "", f"C = {float(row.settings.get(_SCALE, 0)):g}")
+    }
 
 
 def _columns(of_paper: dict[str, float], text: Callable[[float], str]) -> dict[str, str]:
@@ -155,7 +161,7 @@ def _sentiment(task: str) -> str:
     file = results.RESULTS / "sentiment/sentiment.csv"
     frame = pandas.read_csv(file) if file.is_file() else pandas.DataFrame(columns=["task", "norm", "test accuracy"])
     frame = frame[frame["task"] == task]
-    return _means(frame.assign(norm=frame["norm"].map(norm_labels())), "norm", "test accuracy", 2)
+    return _means(frame.assign(norm=frame["norm"].map(NAMES)), "norm", "test accuracy", 2)
 
 
 def _images(network: str) -> str:
@@ -164,7 +170,7 @@ def _images(network: str) -> str:
     for file in sorted(results.RESULTS.glob(f"images/{network}_*_seed*/epochs.csv")):
         best = pandas.read_csv(file).nlargest(1, "validation accuracy", keep="last")
         norm = file.parent.name.split("_")[-2]
-        rows.append({"norm": norm_labels()[norm], "accuracy": best["test accuracy"].item()})
+        rows.append({"norm": NAMES[norm], "accuracy": best["test accuracy"].item()})
     return _means(pandas.DataFrame(rows, columns=["norm", "accuracy"]), "norm", "accuracy", 2)
 
 
@@ -182,9 +188,12 @@ def _perplexity(corpus: str) -> str:
 
 
 NOT_YET = "not yet"
+#: Name of a norm in the examples -> its label.
+NAMES = {**norm_labels(), "detach-mean": "Detach Mean", "detach-std": "Detach Variance"}
 _FOUR = ("LN", "BN", "PN-V", "PN")
 _RATED = "heads, learning rate, epochs and vocabulary are not in the paper"
-#: Task and measure, command, the paper's numbers, ours, what differs. Numbers of the examples' tasks: AdaNorm, Table 4.
+#: Task and measure, command, the paper's numbers, ours, what differs. Numbers of the examples' tasks are
+#: of AdaNorm's Tables 1 to 4.
 TASKS = (
     ("IWSLT14 De-En, BLEU (PowerNorm, Table 4)", "TABLE=powernorm-4 pn reproduce iwslt14",
      lambda: _bleu("powernorm-4"),
@@ -221,19 +230,23 @@ TASKS = (
      lambda: _ours("enwik8", "bits"), "causal Transformer without Transformer-XL's memory and relative positions"),
     ("the same on the verses", "pn reproduce verses_lm --unit byte",
      lambda: "–",
-     lambda: _ours("verses_lm_bytes", "bits", digits=3), "300 updates of a tiny model"),
+     lambda: _ours("verses_lm_bytes", "bits", digits=3),
+     "300 updates of a tiny model ([command](language_modeling.md#bytes))"),
     ("RT, accuracy (AdaNorm)", "python examples/sentiment.py DATA --task rt",
-     lambda: "w/o Norm 76.85, LayerNorm 77.21, LayerNorm-simple 76.66, DetachNorm 76.40, AdaNorm 77.50",
+     lambda: "w/o Norm 76.85, LayerNorm 77.21, LayerNorm-simple 76.66, DetachNorm 76.40, "
+     "Detach Mean 75.02, Detach Variance 77.04, AdaNorm 77.50",
      lambda: _sentiment("rt"), _RATED),
     ("SST5, accuracy (AdaNorm)", "python examples/sentiment.py DATA --task sst5",
-     lambda: "w/o Norm 38.55, LayerNorm 39.23, LayerNorm-simple 40.54, DetachNorm 40.04, AdaNorm 40.54",
+     lambda: "w/o Norm 38.55, LayerNorm 39.23, LayerNorm-simple 40.54, DetachNorm 40.04, "
+     "Detach Mean 40.99, Detach Variance 41.74, AdaNorm 40.54",
      lambda: _sentiment("sst5"), _RATED),
     ("MNIST, accuracy (AdaNorm)", "python examples/images.py DATA --network mnist --norms layer ada --validation 5000",
-     lambda: "w/o Norm 99.14, LayerNorm 99.13, LayerNorm-simple 99.09, DetachNorm 99.10, AdaNorm 99.35",
+     lambda: "w/o Norm 99.14, LayerNorm 99.13, LayerNorm-simple 99.09, DetachNorm 99.10, "
+     "Detach Mean 99.25, Detach Variance 99.10, AdaNorm 99.35",
      lambda: _images("mnist"), "kernels, pooling and hidden size are not in the paper"),
     ("CIFAR-10, accuracy (PowerNorm, Figures 2, 3)", "python examples/images.py DATA",
      lambda: "statistics only",
-     lambda: _images("resnet20"), "20 epochs"),
+     lambda: _images("resnet20"), "20 epochs; of JPEG copies of the images, so no accuracy on CIFAR-10 itself"),
 )  # fmt: skip
 
 

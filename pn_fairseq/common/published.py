@@ -198,7 +198,8 @@ PAPER: dict[str, Table] = {
                 ("-wmt14", "wmt14_en_de_big_adanorm", "2.0", _WMT14),
             )
         )
-        for number, last in (*((number, False) for number in _ADA_TABLES), (4, True))
+        for number in _ADA_TABLES
+        for last in (False, True)
     },
 }
 

@@ -175,7 +175,7 @@ def adanorm() -> Study:
         f"ln+encoder_norm_last={name}+decoder_norm_last={name}{option}"
         for (_, name), options in rows.items()
         for option in options
-        if name != "detach"  # which the code does not have
+        if name != "detach"  # the authors' code has it also; its effect is measured in every place
     ]
     return Study([Part("verses", "adanorm", seed, " ".join(["ln", *every, *last])) for seed in _SEEDS])
 

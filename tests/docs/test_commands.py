@@ -18,7 +18,8 @@ OTHERS = {"pip", "sacrebleu", "export", "echo", "srun", "sbatch", "torchrun", "s
 #: Options of such commands that pages mention.
 OTHER_OPTIONS = {"--extra-index-url", "--index-url", "--no-build-isolation", "--sample-break-mode"}
 OTHER_OPTIONS |= {"--nnodes", "--node-rank", "--nproc-per-node", "--requeue"}  # of torchrun and sbatch
-OTHER_OPTIONS |= {"--lnv", "--no-isolation"}  # of the AdaNorm authors' code, and of build
+OTHER_OPTIONS |= {"--lnv", "--mean_detach", "--std_detach"}  # of the AdaNorm authors' code
+OTHER_OPTIONS |= {"--no-isolation"}  # of build
 #: Variables that programs read and no help text names.
 VARIABLES = {"CUDA_VISIBLE_DEVICES", "WANDB_MODE"}
 #: pn reproduce trains with these configurations.

@@ -1,5 +1,9 @@
 """examples/images.py on images made here."""
 
+import shutil
+import sys
+import types
+
 import numpy
 import pandas
 import pytest
@@ -8,6 +12,7 @@ from PIL import Image
 from torch import nn
 
 from pn_fairseq.common.probe_files import read_probe
+from pn_fairseq.report import figures
 
 from .programs import load
 
@@ -76,7 +81,7 @@ def test_an_interrupted_training_continues_to_the_same_numbers(cifar, tmp_path, 
     name = "resnet20_3epochs_batch_seed1"
     whole, cut = (pandas.read_csv(tmp_path / part / name / "epochs.csv") for part in ("whole", "cut"))
     assert list(whole["epoch"]) == [1, 2, 3]
-    pandas.testing.assert_frame_equal(whole.drop(columns="seconds"), cut.drop(columns="seconds"))
+    pandas.testing.assert_frame_equal(whole, cut)
     assert (tmp_path / "cut/images.png").stat().st_size > 1000
 
 
@@ -92,14 +97,73 @@ def test_mnist(tmp_path, capsys):
     folder = make(tmp_path / "mnist", (28, 28), 40)
     images.main([str(folder), "--network", "mnist", "--norms", "ada", "--epochs", "4", "--validation", "20",
                  "--output", str(tmp_path / "runs")])  # fmt: skip
-    table = pandas.read_csv(tmp_path / "runs/mnist_4epochs_ada_seed1/epochs.csv")
+    table = pandas.read_csv(tmp_path / "runs/mnist_4epochs_20held_ada_seed1/epochs.csv")
     assert table["test accuracy"].iloc[-1] > 90  # of light and dark images
     assert "test accuracy" in capsys.readouterr().out
 
 
-def test_data_that_is_missing_is_one_line(tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["{}"], "train/CLASS"),
+        (["{}/cifar", "--epochs", "0"], "--epochs must be at least 1, and --validation from 0 to 23"),
+        (["{}/cifar", "--validation", "24"], "--validation from 0 to 23"),
+        (["{}/cifar", "--output", "{}/file"], "File exists"),
+        (["{}/other"], "other/test has classes that train has not: light"),
+        (["{}/new", "--download", "MNIST"], "torchvision"),
+    ],
+)
+def test_mistakes_are_one_line(arguments, message, cifar, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "torchvision", None)
+    (tmp_path / "file").touch()
+    shutil.copytree(cifar, tmp_path / "other")
+    shutil.rmtree(tmp_path / "other/train/light")
+    given = [argument.format(tmp_path) for argument in arguments]
     with pytest.raises(SystemExit) as exit:
-        images.main([str(tmp_path)])
+        images.main(given)
     assert exit.value.code == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1 and "train/CLASS" in error
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("images: error: ") and message in error
+    assert not (tmp_path / "runs").exists() and (tmp_path / "file").stat().st_size == 0
+
+
+def test_a_class_that_has_no_test_images_keeps_its_number(cifar):
+    shutil.rmtree(cifar / "test/dark")
+    assert images.read(cifar, "test", None)[0] == ["dark", "light"]
+    assert set(images.read(cifar, "test", None)[2].tolist()) == {1}
+
+
+def test_the_statistics_are_figures_of_a_run(cifar, tmp_path, monkeypatch):
+    """`pn figures` draws Figures 2 and 3 of a training on images."""
+    monkeypatch.setattr(images, "INTERVAL", 2)
+    images.main([str(cifar), "--norms", "batch", "--epochs", "5", "--output", str(tmp_path / "runs")])
+    figures.main([str(tmp_path / "runs/resnet20_5epochs_batch_seed1"), "--output", str(tmp_path / "figures")])
+    assert {file.name for file in (tmp_path / "figures").glob("*.png")} == {
+        "figure-2.png",
+        "figure-3.png",
+        "figure-4.png",
+    }
+
+
+def test_torchvision_downloads(tmp_path, monkeypatch):
+    """A stand-in for it: what it must be asked for, and what becomes of its arrays."""
+    asked = []
+
+    def dataset(folder, train, download):
+        asked.append((folder, train, download))
+        pixels = torch.full((4, 28, 28), 255, dtype=torch.uint8)
+        return types.SimpleNamespace(classes=["0", "1"], data=pixels, targets=torch.tensor([0, 1, 1, 0]))
+
+    fake = types.SimpleNamespace(datasets=types.SimpleNamespace(MNIST=dataset))
+    monkeypatch.setitem(sys.modules, "torchvision", fake)
+    classes, pixels, labels = images.read(tmp_path, "train", "MNIST")
+    assert asked == [(tmp_path, True, True)] and classes == ["0", "1"] and labels.tolist() == [0, 1, 1, 0]
+    assert pixels.shape == (4, 1, 28, 28) and (pixels == 1).all()
+
+
+def test_options_of_norms():
+    """AdaNorm's Table 3: DetachNorm of the mean or of the deviation only."""
+    assert images.OPTIONS["detach-mean"] == {"norm": "detach", "detach": "mean"}
+    model = nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6))
+    images.convert_norms(model, layout="BCHW", **images.OPTIONS["detach-std"])
+    assert model[1].detach == ("std",)

@@ -96,9 +96,26 @@ def test_it_learns_a_word_that_decides(rt):
     assert result["test accuracy"] > 95
 
 
-def test_data_that_is_missing_is_one_line(tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["{}/new"], "rt-polarity.neg"),
+        (["{}", "--task", "sst5", "--epochs", "0"], "--epochs must be at least 1"),
+        (["{}", "--task", "sst5", "--output", "{}/stsa.fine.dev"], "File exists"),
+    ],
+)
+def test_mistakes_are_one_line(arguments, message, sst5, capsys):
+    before = set(sst5.iterdir())
     with pytest.raises(SystemExit) as exit:
-        sentiment.main([str(tmp_path)])
-    assert exit.value.code == 2
+        sentiment.main([argument.format(sst5) for argument in arguments])
+    assert exit.value.code == 2 and set(sst5.iterdir()) == before
     error = capsys.readouterr().err
-    assert error.count("\n") == 1 and "rt-polarity.neg" in error
+    assert error.count("\n") == 1 and error.startswith("sentiment: error: ") and message in error
+
+
+def test_the_parts_of_detachnorm():
+    """AdaNorm's Table 3."""
+    model = sentiment.Classifier(9, 2, "detach-mean")
+    assert {
+        module.detach for module in model.modules() if hasattr(module, "detach") and type(module.detach) is tuple
+    } == {("mean",)}

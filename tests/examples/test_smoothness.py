@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import shutil
 
 import pandas
 import pytest
@@ -83,6 +84,7 @@ def test_on_a_run_with_noisy_batch_normalization(data, tmp_path, capsys):
     updates = ("optimization.max_update=2", "checkpoint.save_interval_updates=1", "dataset.max_tokens=400")
     norm = (f"+model.norm_module={ROOT}/examples/noisy_batch.py", "model.encoder_norm=noisy-batch")
     run = tmp_path / "run"
+    data = shutil.copytree(data, tmp_path / "data")
     script("train.sh", "verses_es_en", "--data", data, "--run", run, "model._name=transformer_bn_tiny", *norm, *updates)
     smoothness.main([str(run), "--last", "1", "--batches", "2", "--steps", "1e-4", "1e-3", "--output", str(tmp_path)])
     steps, layers = (pandas.read_csv(tmp_path / f"{name}.csv") for name in ("steps", "layers"))
@@ -90,6 +92,19 @@ def test_on_a_run_with_noisy_batch_normalization(data, tmp_path, capsys):
     assert set(layers["layer"]) >= {"encoder.layers.0", "decoder.layers.0"}
     assert (tmp_path / "smoothness.png").stat().st_size > 1000
     assert "0.0010" in capsys.readouterr().out
+    data.rename(tmp_path / "elsewhere")
+    with pytest.raises(SystemExit) as exit:
+        smoothness.main([str(run), "--output", str(tmp_path / "new")])
+    error = capsys.readouterr().err
+    assert exit.value.code == 2 and error.count("\n") == 1 and "dict.es.txt" in error
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("option", ["--batches", "--last", "--steps"])
+def test_no_batches_checkpoints_or_steps(option, capsys):
+    with pytest.raises(SystemExit) as exit:
+        smoothness.main(["run", option, "0"])
+    assert exit.value.code == 2 and "must be positive" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_a_folder_without_checkpoints_is_one_line(tmp_path, capsys):
