@@ -142,7 +142,7 @@ def placements() -> Study:
 
     Where should a norm stand? Trains every placement, in encoder and decoder, with LN, and some with PN in the encoder,
     on the verses with three seeds; and with one seed models with 18 + 18 layers, which may not train at all, for 300
-    updates, 200 of them warm-up. "mix" is "pre" in models with less than 4 layers a side, so only the deep models have
+    updates, 200 of them warm-up, whose translations are greedy and short. "mix" is "pre" in models with less than 4 layers a side, so only the deep models have
     it.
     """
     from pn_fairseq.models.placements import PLACEMENTS
@@ -156,7 +156,8 @@ def placements() -> Study:
     parts = [Part("verses", "placements", seed, shallow) for seed in _SEEDS]
     depth = ("model.encoder_layers=18", "model.decoder_layers=18")
     updates = ("optimization.max_update=300", "lr_scheduler.warmup_updates=200")
-    return Study([*parts, Part("verses", "placements_deep", _SEEDS[0], " ".join(systems), depth + updates)])
+    search = ("generation.beam=1", "generation.max_len_b=60")
+    return Study([*parts, Part("verses", "placements_deep", _SEEDS[0], " ".join(systems), depth + updates + search)])
 
 
 def adanorm() -> Study:
