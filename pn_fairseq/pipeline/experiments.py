@@ -142,8 +142,8 @@ def placements() -> Study:
 
     Where should a norm stand? Trains every placement, in encoder and decoder, with LN, and some with PN in the encoder,
     on the verses with three seeds; and with one seed models with 18 + 18 layers, which may not train at all, for 300
-    updates, 200 of them warm-up, whose translations are greedy and short. "mix" is "pre" in models with less than 4 layers a side, so only the deep models have
-    it.
+    updates, 200 of them warm-up, whose translations are greedy and short. "mix" is "pre" in models with less than 4
+    layers a side, so only the deep models have it.
     """
     from pn_fairseq.models.placements import PLACEMENTS
 
