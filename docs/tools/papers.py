@@ -281,7 +281,10 @@ PAGES = {
 def main() -> None:
     logging.disable(logging.INFO)  # of sacrebleu
     if len(sys.argv) > 1:
-        results.write_reports(Path(sys.argv[1]).resolve(), *(f"{name}={glob}" for name, glob in RUNS.items()))
+        folder = Path(sys.argv[1]).resolve()
+        if not (done := [f"{name}={glob}" for name, glob in RUNS.items() if results.with_results(folder, glob)]):
+            raise SystemExit(f"{folder} has no finished runs: {', '.join(RUNS.values())}")
+        results.write_reports(folder, *done)
     write_parts(PAGES)
 
 

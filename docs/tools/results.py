@@ -78,8 +78,7 @@ def write_reports(folder: Path, *wanted: str) -> None:
     with contextlib.chdir(folder):  # so that the reports name paths below it
         for name in wanted or RUNS:
             report, _, pattern = name.partition("=")
-            runs = sorted(Path(".").glob(pattern or RUNS[report.partition("-")[0]]))
-            done = [str(run) for run in runs if any((run / result).exists() for result in RESULT_FILES)]
+            done = [str(run) for run in with_results(Path("."), pattern or RUNS[report.partition("-")[0]])]
             if not done and wanted:
                 raise SystemExit(f"{report}: no run is finished")
             if not done:
@@ -94,6 +93,11 @@ def write_reports(folder: Path, *wanted: str) -> None:
                     out.write(text)
             with atomic_write(table, "w") as file:
                 joined(earlier, pandas.read_csv(table), report.partition("-")[0]).to_csv(file, index=False)
+
+
+def with_results(folder: Path, pattern: str) -> list[Path]:
+    """The runs in a folder that have results or have failed."""
+    return sorted(run for run in folder.glob(pattern) if any((run / result).exists() for result in RESULT_FILES))
 
 
 def without_places(text: str, runs: list[str]) -> str:
