@@ -145,7 +145,8 @@ def test_a_placement_trains_resumes_to_the_bit_and_decodes(placement, data, tmp_
     assert resumed.keys() == straight.keys()
     assert all(torch.equal(resumed[key], value) for key, value in straight.items())
     folder = tmp_path / "straight/checkpoints"
-    run("pn", "generate", "--run", folder, "--checkpoint", folder / "checkpoint_last.pt", "--beam", 2)
+    search = ("--beam", 2, "--max-len-b", 8)
+    run("pn", "generate", "--run", folder, "--checkpoint", folder / "checkpoint_last.pt", *search)
 
 
 def test_summary_of_the_norms_in_log_and_tensorboard(data, tmp_path, plain):
