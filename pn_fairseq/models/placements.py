@@ -17,6 +17,7 @@ from pn_fairseq.models.inner_norms import NormedInput
 
 #: Name of a placement -> its class.
 PLACEMENTS: dict[str, type["Pre"]] = {}
+_SCALED = r"\b(fc1|fc2|v_proj|out_proj)\."  # parameters that ``deep`` and ``sub`` scale
 
 
 def register_placement(name: str):
@@ -108,7 +109,7 @@ class Post(Pre):
         return _norm(layer, sublayer)(layer.residual_connection(output, x), mask)
 
 
-def scale_initial_weights(layer: nn.Module, factor: float, names: str = r"\b(fc1|fc2|v_proj|out_proj)\.") -> None:
+def scale_initial_weights(layer: nn.Module, factor: float, names: str) -> None:
     """Multiply the parameters whose names match the regular expression by ``factor``."""
     with torch.no_grad():
         for name, parameter in layer.named_parameters():
@@ -138,7 +139,7 @@ class Deep(Post):
             self.alpha, self.factor = (alpha * depth.decoder) ** 0.25, (factor * depth.decoder) ** -0.25
 
     def equip(self, layer, build):
-        scale_initial_weights(layer, self.factor)
+        scale_initial_weights(layer, self.factor, _SCALED)
 
     def after(self, layer, sublayer, x, output, mask, entry):
         return super().after(layer, sublayer, self.alpha * x, output, mask, entry)
@@ -216,7 +217,7 @@ class Sub(Pre):
         n, m = self.depth.encoder, self.depth.decoder
         of_encoder = self.depth.side == "encoder"
         square = math.log(3 * m) * math.log(2 * n) / 3 if of_encoder else math.log((3 if n else 2) * m)
-        scale_initial_weights(layer, math.sqrt(square), r"^(?!encoder_attn).*\b(fc1|fc2|v_proj|out_proj)\.")
+        scale_initial_weights(layer, math.sqrt(square), r"^(?!encoder_attn).*" + _SCALED)
         layer.self_attn.out_proj = NormedInput(build(layer.embed_dim), layer.self_attn.out_proj)
         layer.self_attn.skip_embed_dim_check = True  # else torch's own function reads the weight of out_proj
         layer.fc2 = NormedInput(build(layer.fc2.in_features), layer.fc2)
