@@ -13,6 +13,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -105,6 +106,17 @@ def handle_signals() -> None:
         signal.signal(number, signal.SIG_IGN)  # a second signal must not interrupt the clean-up
         raise Interrupted(number)
 
+    def send_again(ignored) -> None:
+        """Python ignores what is raised in a finalizer, and every import runs one: without this the signal is lost."""
+        if not isinstance(ignored.exc_value, Interrupted):
+            return sys.__unraisablehook__(ignored)
+        number = ignored.exc_value.exit_code - 128
+        signal.signal(number, interrupt)
+        timer = threading.Timer(0.1, os.kill, (owner, number))  # when the finalizer has ended
+        timer.daemon = True
+        timer.start()
+
+    sys.unraisablehook = send_again
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, interrupt)
 
