@@ -124,19 +124,40 @@ def effects() -> str:
 
 # Placements.
 
+#: End of the name of a system with PN in the encoder.
+_PN = ", PN in the encoder"
 
-def placements(report: str = "placements") -> str:
-    """Means of every placement and differences from ``pre`` with LN, in the order of the plan."""
+
+def _placements(report: str) -> tuple[list[str], pandas.DataFrame, int]:
+    """The systems in the order of the plan, their finished runs, and the number of planned runs."""
     parts = [part for part in experiments.placements().parts if part.folder.replace("_", "-") == report]
     names = {}
     for run in parts[0].norms.split():
         short, *settings = run.split("+")
         where = settings[0].partition("=")[2] if settings else "pre"
-        names[run] = f"`{where}`" if short == "ln" else f"`{where}`, {short.upper()} in the encoder"
-    frame, planned = _runs(report, names), len(names) * len(parts)
+        names[run] = f"`{where}`" if short == "ln" else f"`{where}`{_PN}"
+    return [*names.values()], _runs(report, names), len(names) * len(parts)
+
+
+def placements(report: str = "placements") -> str:
+    """Means of every placement and differences from ``pre`` with LN."""
+    names, frame, planned = _placements(report)
     ours = _compared(frame, "`pre`", "placement")
-    rows = [ours.get(name, {"placement": name, "blocks": "not finished"}) for name in names.values()]
+    rows = [ours.get(name, {"placement": name, "blocks": "not finished"}) for name in names]
     return f"{table(rows)}\n\n{frame['run'].nunique()} of {planned} planned runs are finished."
+
+
+def norms_of_placements() -> str:
+    """PN in the encoder minus LN, in the same placement."""
+    names, frame, _ = _placements("placements")
+    rows = []
+    for name in (name for name in names if name.endswith(_PN)):
+        where = name.removesuffix(_PN)
+        found = _compared(frame[frame["system"].isin([name, where])], where).get(name, {})
+        titles = [f"difference in {title}" for title in MEASURES.values()]
+        differences = {title: found.get(title, "not finished") for title in titles}
+        rows.append({"placement": where} | differences)
+    return table(rows)
 
 
 # One table of all tasks.
@@ -274,7 +295,11 @@ def bytes_of_verses() -> str:
 PAGES = {
     "reproducing.md": {"tasks": tasks, "adanorm": adanorm, "effects": effects},
     "language_modeling.md": {"bytes": bytes_of_verses},
-    "placements.md": {"placements": placements, "deep": functools.partial(placements, "placements-deep")},
+    "placements.md": {
+        "placements": placements,
+        "norms": norms_of_placements,
+        "deep": functools.partial(placements, "placements-deep"),
+    },
 }
 
 

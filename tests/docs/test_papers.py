@@ -71,16 +71,28 @@ def test_results_of_the_examples(folder):
 def test_placements_are_compared_with_pre(folder):
     assert papers.placements().endswith("0 of 36 planned runs are finished.")
     assert papers.placements("placements-deep").endswith("0 of 13 planned runs are finished.")
-    post = "ln+encoder_norm_placement=post+decoder_norm_placement=post"
-    rows = [
-        {"run": f"{name}_seed{seed}", "system": "label", "norm": "LN", "seed": seed, "machine": "M",
-         "compared with": "", "tokenized": score, LOSS: score / 10, "state": "complete", "problems": ""}
-        for name, scores in {"ln": (24.0, 24.6), post: (23.0, 23.4)}.items() for seed, score in enumerate(scores, 5)
-    ]  # fmt: skip
+
+    def report(**runs: tuple[float, float]) -> None:
+        rows = [
+            {"run": f"{name}_seed{seed}", "system": "label", "norm": "LN", "seed": seed, "machine": "M",
+             "compared with": "", "tokenized": score, LOSS: score / 10, "state": "complete", "problems": ""}
+            for name, scores in runs.items() for seed, score in enumerate(scores, 5)
+        ]  # fmt: skip
+        pandas.DataFrame(rows).to_csv(folder / "placements/report.csv", index=False)
+
+    def interval(one, other) -> str:
+        low, high = stats.ttest_rel(one, other).confidence_interval(0.95)
+        return f"({low:+.2f} to {high:+.2f}) not resolved".replace("-", "−")
+
     (folder / "placements").mkdir()
-    pandas.DataFrame(rows).to_csv(folder / "placements/report.csv", index=False)
+    of_post = "+encoder_norm_placement=post+decoder_norm_placement=post"
+    pre, post, power = (24, 24.6), (23, 23.4), (23.5, 24.5)
+    report(**{"ln": pre, f"ln{of_post}": post})
     text = papers.placements()
-    low, high = stats.ttest_rel((23.0, 23.4), (24.0, 24.6)).confidence_interval(0.95)
-    assert cells(text, "`post`")[3] == f"−1.10 ({low:+.2f} to {high:+.2f}) not resolved".replace("-", "−")
+    assert cells(text, "`post`")[3] == f"−1.10 {interval(post, pre)}"
     assert cells(text, "`sub`, PN in the encoder")[1] == "not finished"
     assert text.endswith("4 of 36 planned runs are finished.")
+    report(**{f"ln{of_post}": post, f"pn{of_post}": power})
+    text = papers.norms_of_placements()
+    assert cells(text, "`post`")[1] == f"+0.80 {interval(power, post)}"
+    assert cells(text, "`sub`")[1] == "not finished"
