@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from ..pipeline.data.test_prepare_corpora import wmt14_members, write_archives
 from ..pipeline.data.test_prepare_iwslt14 import archive, members  # noqa: F401 (fixtures)
 from ..scripts_helpers import script
 
@@ -47,3 +48,15 @@ def test_verses_lm(tmp_path):
         assert found["tokens"] == 47_381 and found["unit"] == "word" and found["causal"]
     report = (tmp_path / "runs/report/report.md").read_text("utf-8")
     assert "BN (tensorized_lm tiny)" in report and "LN (layer_scale_groups=4, tr" in report
+
+
+@pytest.mark.slow
+def test_wmt14(tmp_path):
+    archives = write_archives(tmp_path / "archives", wmt14_members())
+    options = ("--archive", archives, "--bpe", 150, "--data", tmp_path / "data", "--runs", tmp_path / "runs")
+    narrow = ("+model.encoder_embed_dim=64", "+model.decoder_embed_dim=64", "+model.encoder_ffn_embed_dim=64")
+    script("reproduce_wmt14.sh", *options, *SMALL, *narrow, "tokens_per_update=4096", NORMS="bn pnv", SEEDS="1")
+    text = wmt14_members()["test-full.tgz"]["test-full/newstest2014-deen-src.en.sgm"]
+    check(tmp_path / "runs", ("bn_seed1", "pnv_seed1"), sum(line.startswith("<seg") for line in text.splitlines()))
+    scores = json.loads((tmp_path / "runs/pnv_seed1/generate/test/scores.json").read_text())
+    assert scores["tokenized"]["compound_split"] is True
