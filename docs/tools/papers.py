@@ -96,6 +96,12 @@ def _compared(frame: pandas.DataFrame, control: str, title: str = "system") -> d
     return dict(zip(frame["system"].unique(), named, strict=True))
 
 
+def _difference(frame: pandas.DataFrame, label: str, other: str) -> dict[str, str]:
+    """Title of a measure -> the difference of two systems, compared without the other systems."""
+    found = _compared(frame[frame["system"].isin([label, other])], other).get(label, {})
+    return {title: found.get(f"difference in {title}", "not finished") for title in MEASURES.values()}
+
+
 def adanorm() -> str:
     """Every row beside the paper's numbers."""
     labels = adanorm_rows()
@@ -114,9 +120,7 @@ def effects() -> str:
     frame, rows = _runs("adanorm", adanorm_rows()), []
     for effect, (label, other) in EFFECTS.items():
         row = {"effect of": effect, "difference": f"{label} − {other}"}
-        found = _compared(frame[frame["system"].isin([label, other])], other).get(label, {})
-        for title in MEASURES.values():
-            row[f"here, {title}"] = found.get(f"difference in {title}", "not finished")
+        row |= {f"here, {title}": text for title, text in _difference(frame, label, other).items()}
         one, another = _of_paper(label), _of_paper(other)
         rows.append(row | _columns({corpus: one[corpus] - another[corpus] for corpus in one}, lambda d: signed(d, 1)))
     return table(rows)
@@ -153,10 +157,8 @@ def norms_of_placements() -> str:
     rows = []
     for name in (name for name in names if name.endswith(_PN)):
         where = name.removesuffix(_PN)
-        found = _compared(frame[frame["system"].isin([name, where])], where).get(name, {})
-        titles = [f"difference in {title}" for title in MEASURES.values()]
-        differences = {title: found.get(title, "not finished") for title in titles}
-        rows.append({"placement": where} | differences)
+        differences = _difference(frame, name, where).items()
+        rows.append({"placement": where} | {f"difference in {title}": text for title, text in differences})
     return table(rows)
 
 

@@ -110,7 +110,7 @@ def handle_signals() -> None:
         """Python ignores what is raised in a finalizer, and every import runs one: without this the signal is lost."""
         if not isinstance(ignored.exc_value, Interrupted):
             return sys.__unraisablehook__(ignored)
-        number = ignored.exc_value.exit_code - 128
+        (number,) = ignored.exc_value.args
         signal.signal(number, interrupt)
         timer = threading.Timer(0.1, os.kill, (owner, number))  # when the finalizer has ended
         timer.daemon = True
