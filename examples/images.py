@@ -67,9 +67,9 @@ def mnist(colours: int, classes: int) -> nn.Module:
 NETWORKS = {"resnet20": resnet20, "mnist": mnist}
 
 
-class CrossEntropy(nn.Module):  # for NormProbe: the loss, and the sample size by which it must still be divided
+class CrossEntropy(nn.Module):  # for NormProbe: the summed loss, and the sample size by which it must still be divided
     def forward(self, model: nn.Module, images: Tensor, labels: Tensor) -> tuple[Tensor, int]:
-        return F.cross_entropy(model(images), labels), 1
+        return F.cross_entropy(model(images), labels, reduction="sum"), len(labels)
 
 
 def read(folder: Path, part: str, dataset: str | None) -> tuple[list[str], Tensor, Tensor]:
@@ -136,14 +136,14 @@ def train(network: str, norm: str, seed: int, epochs: int, data: dict, classes: 
         for batch in tqdm(order, desc=f"{network} {norm} seed {seed}, epoch {epoch} of {epochs}", disable=None):
             if probe:
                 probe.begin(updates, criterion, str(folder))
-            loss, _ = criterion(model, augment(images[batch]) if milestones else images[batch], labels[batch])
+            loss, number = criterion(model, augment(images[batch]) if milestones else images[batch], labels[batch])
             optimizer.zero_grad()
-            loss.backward()
+            (loss / number).backward()
             optimizer.step()
             updates += 1
             if probe:
                 probe.end(updates)
-            total += loss.item()
+            total += loss.item() / number
         parts["schedule"].step()
         scores = {f"{part} accuracy": accuracy(model, *data[part]) for part in ("validation", "test")}
         rows.append({"epoch": epoch, "loss": total / len(order), **scores})
