@@ -17,7 +17,8 @@ theta and at theta' alike; PN's running statistics are those of the checkpoint. 
 OUTPUT/layers.csv: for each layer the change of its gradient G if only the layers before it move by the middle step,
 |G' - G|, divided by |G|, and the cosine of G and G': internal covariate shift as that paper measures it (section 2.2).
 The embeddings are before all layers; where the output projection shares their weights, it moves also.
-And OUTPUT/smoothness.png: medians and quartiles over checkpoints and batches.
+And OUTPUT/smoothness.png: medians and quartiles over checkpoints and batches. Prints the range of the loss and the
+effective beta-smoothness of each run: median, least and greatest over checkpoints and batches.
 """
 
 import argparse
@@ -123,6 +124,13 @@ def after_the_layers_before(model: nn.Module, criterion, batch: dict, step: floa
     return rows
 
 
+def over_the_steps(steps: pandas.DataFrame) -> pandas.DataFrame:
+    """The range of the loss and the effective beta-smoothness, a row for each run, checkpoint and batch."""
+    groups = steps.groupby(["run", "update", "batch"], sort=False)
+    ranges = groups["loss change"].max() - groups["loss change"].min()
+    return pandas.DataFrame({"range of the loss": ranges, "effective smoothness": groups["smoothness"].max()})
+
+
 def draw(steps: pandas.DataFrame, layers: pandas.DataFrame, file: Path) -> None:
     """Medians and quartiles of each run; curves over the steps, points for the layers."""
     from matplotlib.figure import Figure  # after main() has silenced its messages
@@ -179,7 +187,8 @@ def main(arguments: list[str] | None = None) -> None:
     for name, table in tables.items():
         table.to_csv(options.output / f"{name}.csv", index=False, float_format="%.6g")
     draw(*tables.values(), options.output / "smoothness.png")
-    print(tables["steps"].groupby(["run", "relative step"], sort=False)["smoothness"].median().unstack().to_string())
+    by_run = over_the_steps(tables["steps"]).groupby("run", sort=False)
+    print(by_run.agg(["median", "min", "max"]).to_string(float_format="%.3g"))
 
 
 if __name__ == "__main__":

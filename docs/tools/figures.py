@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pandas
 
+from examples.smoothness import over_the_steps
 from pn_fairseq.common.published_figures import PAPER_GAIN, PAPER_MEDIANS, PAPER_SPECTRA
 from pn_fairseq.report.curves import save
 from pn_fairseq.report.figures import FIGURES as DRAWINGS
@@ -264,6 +265,17 @@ def figure_7() -> str:
     return table([*rows, paper])
 
 
+def smoothness() -> str:
+    measured = over_the_steps(read("smoothness-steps.csv")).groupby("run", sort=False)
+    quantiles = {run: of_run.quantile([0.5, 0, 1]) for run, of_run in measured}
+    return table(
+        [
+            {"run": run} | {name: "{:.2f} ({:.2f} to {:.2f})".format(*of_run[name]) for name in of_run}
+            for run, of_run in quantiles.items()
+        ]
+    )
+
+
 def relative() -> str:
     """One sentence for docs/why.md."""
     last = {run: course(run, THIRD, "tid_var")[1] for run in ("bn", "bn_ls", "pnv", "pnv_ls")}
@@ -281,6 +293,7 @@ PAGES = {
         "figure 4": figure_4,
         "figure 6": figure_6,
         "figure 7": figure_7,
+        "smoothness": smoothness,
     },
     "why.md": {"relative distances": relative},
 }

@@ -91,7 +91,11 @@ def test_on_a_run_with_noisy_batch_normalization(data, tmp_path, capsys):
     assert len(steps) == 2 * 2 and (steps["gradient"] > 0).all() and (steps["loss change"] < 0).all()
     assert set(layers["layer"]) >= {"encoder.layers.0", "decoder.layers.0"}
     assert (tmp_path / "smoothness.png").stat().st_size > 1000
-    assert "0.0010" in capsys.readouterr().out
+    measured = smoothness.over_the_steps(steps)
+    one = steps[steps["batch"] == 1]
+    assert len(measured) == 2 and measured["effective smoothness"].iloc[1] == one["smoothness"].max()
+    assert measured["range of the loss"].iloc[1] == pytest.approx(abs(one["loss change"].diff().iloc[1]))
+    assert f"{measured['range of the loss'].max():.3g}" in capsys.readouterr().out
     data.rename(tmp_path / "elsewhere")
     with pytest.raises(SystemExit) as exit:
         smoothness.main([str(run), "--output", str(tmp_path / "new")])
