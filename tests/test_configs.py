@@ -206,6 +206,7 @@ PUBLISHED_LM = {
     "enwik8_lm": {
         **{"optimization.max_update": 400_000, "dataset.max_tokens": 22 * 512, "task.tokens_per_sample": 512},
         **{"dataset.validate_interval_updates": 4000, "criterion._name": "cross_entropy", "model.dropout": 0.1},
+        "model.norm_options.ada": {"ada_scale": 1.0, "ada_k": 0.1},
     },
     "ptb_lm_paper": {"task.tokens_per_sample": 30, "criterion.label_smoothing": 0.1},
     "wikitext103_lm_paper": {"task.tokens_per_sample": 100, "criterion._name": "adaptive_loss"},
