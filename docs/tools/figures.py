@@ -2,15 +2,19 @@
 
 ``python -m docs.tools.figures RUNS [key=value...]`` first trains six models in RUNS, with these settings if any are
 given, and writes the records and tables. Run again, it skips what is done and continues.
+``python -m docs.tools.figures --images OUTPUT`` writes those of the trainings of examples/images.py in OUTPUT.
 
 The trainings are seed 3 of scripts/compare_norms.sh with a probe, which changes no number.
 Both compute the tables of docs/figures.md and the numbers of docs/why.md from the records.
 ``figure-N.png``, and of the norm of the third layer ``figure-4-layer-3.png``. ``records.parquet``: the recorded values
 behind Figures 2 to 4 and 7. ``medians.csv``: of every box of Figures 2 to 4, for all norms. ``gains.csv``: medians over
-the channels, of Figure 7. ``spectra.csv``: the values of Figure 6. docs.tools.results draws Figure 5.
+the channels, of Figure 7. ``spectra.csv``: the values of Figure 6. ``images-records.parquet`` and
+``images-medians.csv`` are of images. docs.tools.results draws Figure 5.
 """
 
+import logging
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -22,10 +26,11 @@ from examples.smoothness import over_the_steps
 from pn_fairseq.common.published_figures import PAPER_GAIN, PAPER_MEDIANS, PAPER_SPECTRA
 from pn_fairseq.report.curves import save
 from pn_fairseq.report.figures import FIGURES as DRAWINGS
-from pn_fairseq.report.figures import Subject, read_subject, series_of, spectrum, sum_of_loss
+from pn_fairseq.report.figures import Subject, read_subject, series_of, spectrum, values_of
 from pn_fairseq.report.runs import Run, read_runs
 
 from .generated import ROOT, table, write_parts
+from .results import RESULTS
 
 FIGURES = ROOT / "docs/figures"
 RECORDS = "records.parquet"
@@ -40,18 +45,25 @@ MODELS = {
     "bn_ls": ("BN, layer-scale", "bn+layer_scale_groups=4"),
     "pnv_ls": ("PN-V, layer-scale", "pnv"),
 }
+#: The same of the trainings on images, with their folders.
+IMAGES = {
+    f"resnet20_{name}": (f"{label}, ResNet20 on CIFAR-10", f"resnet20_20epochs_{norm}_seed1")
+    for name, label, norm in (("bn", "BN", "batch"), ("pn", "PN", "power"))
+}
+LABELS = {name: label for name, (label, _) in (MODELS | IMAGES).items()}
 SEED, INTERVAL = 3, 20
 #: Figures, the runs in them, the norm, and what is added to the names of the files.
 DRAWN = [
     ((2, 3, 4, 7), ("ln", "bn", "pnv", "bn_ls", "pnv_ls"), None, ""),
     ((4,), ("ln", "bn", "pnv", "bn_ls", "pnv_ls"), "encoder.layers.2.self_attn_layer_norm", "-layer-3"),
     ((6,), tuple(MODELS), None, ""),
+    ((2, 3), ("bn", *IMAGES), None, "-images"),
 ]
 
 
 def read(name: str) -> pandas.DataFrame:
     """A table in docs/figures."""
-    return pandas.read_csv(FIGURES / name)
+    return pandas.read_csv(FIGURES / name, dtype={"norm": str})
 
 
 def folder_of(runs: Path, name: str) -> Path:
@@ -74,10 +86,8 @@ def record(runs: dict[str, Run]) -> pandas.DataFrame:
     frames = []
     for name, run in runs.items():
         probe = read_subject(run, name, name).probe
-        last = probe["update"] == probe["update"].max()
-        probe = probe[probe["forward"].notna() | last].assign(
-            run=name, updates=max(run.log.updates, probe["update"].max())
-        )
+        last, trained = probe["update"] == probe["update"].max(), run.log.updates if run.log else 0
+        probe = probe[probe["forward"].notna() | last].assign(run=name, updates=max(trained, probe["update"].max()))
         probe["gamma_over_psi_batch"] = probe["gamma_over_psi_batch"].where(last)
         distances = [column for column in probe if column.endswith("_l2")]
         frames.append(probe[["run", *COLUMNS, *distances]].astype(dict.fromkeys(distances, "float32")))
@@ -86,10 +96,13 @@ def record(runs: dict[str, Run]) -> pandas.DataFrame:
 
 def subjects(names: tuple[str, ...], norm: str | None) -> list[Subject]:
     """The runs, from the files in docs/figures. ``norm``: the norm of Figures 2 to 4; None: the first."""
-    spectra, records = read("spectra.csv"), pandas.read_parquet(FIGURES / RECORDS)
+    spectra = read("spectra.csv")
+    records = pandas.concat([pandas.read_parquet(FIGURES / file) for file in (RECORDS, f"images-{RECORDS}")])
     subjects_of_runs = []
     for name in names:
-        subject = Subject(name, MODELS[name][0], MODELS[name][0], spectrum=spectra[name].to_numpy())
+        spectrum = spectra[name].to_numpy() if name in spectra else None
+        label = LABELS[name] + " on the verses" * (name in MODELS and not IMAGES.keys().isdisjoint(names))
+        subject = Subject(name, label, label, spectrum=spectrum)
         subject.probe = records[records["run"] == name]
         norm_of_run = norm or subject.probe["norm"].iloc[0]
         subject.series = series_of(subject.probe, norm_of_run, int(subject.probe["updates"].iloc[0]))
@@ -145,6 +158,17 @@ def write(folder: Path) -> None:
     record(runs).to_parquet(FIGURES / RECORDS, index=False, compression="zstd")
 
 
+def write_images(folder: Path) -> None:
+    """The same of the trainings on images, and their accuracies."""
+    runs = dict(zip(IMAGES, read_runs([folder / name for _, name in IMAGES.values()]), strict=True))
+    table = pandas.DataFrame([row for name, run in runs.items() for row in medians(run, name)])
+    table.to_csv(FIGURES / "images-medians.csv", index=False, float_format="%.4g")
+    record(runs).to_parquet(FIGURES / f"images-{RECORDS}", index=False, compression="zstd")
+    for _, name in IMAGES.values():
+        (RESULTS / "images" / name).mkdir(parents=True, exist_ok=True)
+        shutil.copy(folder / name / "epochs.csv", RESULTS / "images" / name)
+
+
 # The tables of docs/figures.md.
 
 #: The labels of the paper's numbers.
@@ -155,8 +179,13 @@ FIRST, THIRD = (f"encoder.layers.{layer}.self_attn_layer_norm" for layer in (0, 
 
 def course(run: str, norm: str, quantity: str) -> tuple[float, float]:
     """The medians of a quantity in the first and the last fifth of the training."""
-    table = read("medians.csv").set_index(["run", "norm", "quantity"])
+    table = read("images-medians.csv" if run in IMAGES else "medians.csv").set_index(["run", "norm", "quantity"])
     return tuple(table.loc[(run, norm, quantity), ["to 20%", "to 100%"]])
+
+
+def sums(subject: Subject, quantity: str) -> list[float]:
+    """The medians that Figure 3 shows of a gradient."""
+    return values_of(subject.series, quantity).groupby(subject.series["fifth"]).median().tolist()
 
 
 def arrow(values: Sequence[float], unit: float = 1) -> str:
@@ -182,26 +211,21 @@ def figure_2() -> str:
     return table([*rows, paper | {"variance, layer 1": arrow(PAPER_MEDIANS["sigma2_distance"][PAPER_BN])}])
 
 
-def of_sums() -> float:
-    """The ratio of the axes of Figure 3: the median of tokens times sample size over the runs that it shows."""
-    return sum_of_loss({"all": subjects(DRAWN[0][1], None)})
-
-
 def figure_3() -> str:
-    rows, unit, factor = [], 1e-8, of_sums()
-    for run, (label, _) in MODELS.items():
+    rows, unit = [], 1e-8
+    for subject, (label, _) in zip(subjects(tuple(MODELS), FIRST), MODELS.values(), strict=True):
         row = {"run": label}
         for name, quantity in (("mean", "g_mu_l2"), ("variance", "g_sigma2_l2")):
-            values = course(run, FIRST, quantity)
+            values = course(subject.run, FIRST, quantity)
             row[f"{name}, 10⁻⁸"] = arrow(values, unit)
             row[f"{name}, last / first"] = f"{values[1] / values[0]:.1f}"
-            row[f"{name}, as sums"] = arrow([value * factor for value in values])
+            row[f"{name}, as sums"] = arrow(sums(subject, quantity))
         rows.append(row)
     paper = {"run": "the paper, BN on IWSLT14"}
     for name, quantity in (("mean", "g_mu"), ("variance", "g_sigma2")):
         values = PAPER_MEDIANS[quantity][PAPER_BN]
         paper |= {f"{name}, last / first": f"{values[-1] / values[0]:.1f}", f"{name}, as sums": arrow(values)}
-    return f"{table([*rows, paper])}\n\nThe ratio of the two axes is {factor:,.0f}."
+    return table([*rows, paper])
 
 
 def figure_4() -> str:
@@ -265,6 +289,25 @@ def figure_7() -> str:
     return table([*rows, paper])
 
 
+def images() -> str:
+    columns = {"mean": "mu_distance_l2", "variance": "sigma2_distance_l2", "variance, relative": "tid_var"}
+    gradients = {"gradient, mean": "g_mu_l2", "gradient, variance": "g_sigma2_l2"}
+    rows = []
+    for subject in subjects(("bn", *IMAGES), None):
+        (norm,) = subject.series["norm"].unique()
+        row = {"run": subject.label} | {
+            title: arrow(course(subject.run, norm, column)) for title, column in columns.items()
+        }
+        rows.append(row | {title: arrow(sums(subject, column)) for title, column in gradients.items()})
+    for label in (PAPER_BN, "paper, ResNet20 on CIFAR-10"):
+        row = {"run": f"the {label}"}
+        for title, column in (columns | gradients).items():
+            if values := PAPER_MEDIANS.get(column.removesuffix("_l2"), {}).get(label):
+                row[title] = arrow(values)
+        rows.append(row)
+    return table(rows)
+
+
 def smoothness() -> str:
     measured = over_the_steps(read("smoothness-steps.csv")).groupby("run", sort=False)
     quantiles = {run: of_run.quantile([0.5, 0, 1]) for run, of_run in measured}
@@ -293,6 +336,7 @@ PAGES = {
         "figure 4": figure_4,
         "figure 6": figure_6,
         "figure 7": figure_7,
+        "images": images,
         "smoothness": smoothness,
     },
     "why.md": {"relative distances": relative},
@@ -301,7 +345,10 @@ PAGES = {
 
 def main(arguments: Sequence[str]) -> None:
     """Train and record in the folder that ``arguments`` name, if any, and draw."""
-    if arguments:
+    logging.disable(logging.INFO)  # fairseq's import lets matplotlib's messages through
+    if "--images" in arguments:
+        write_images(Path(arguments[1]))
+    elif arguments:
         folder, *settings = arguments
         train(Path(folder).absolute(), settings)
         write(Path(folder).absolute())

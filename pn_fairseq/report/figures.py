@@ -140,10 +140,15 @@ def _boxes(axis, groups: Mapping[str, Sequence[np.ndarray]], ticks: Sequence, me
     return handles
 
 
+def values_of(series: pandas.DataFrame, column: str) -> pandas.Series:
+    """What Figures 2 to 4 show of a column; a gradient is of the summed loss, and summed over the tokens."""
+    return series[column] * (series["tokens"] * series["sample_size"] if column.startswith("g_") else 1)
+
+
 def _fifths(subjects: Sequence[Subject], column: str) -> list[np.ndarray]:
     """The values of a column in each fifth of training, of all runs."""
-    runs = [subject.series for subject in subjects]
-    return [np.concatenate([series.loc[series["fifth"] == fifth, column] for series in runs]) for fifth in range(1, 6)]
+    runs = [(values_of(subject.series, column), subject.series["fifth"]) for subject in subjects]
+    return [np.concatenate([values[fifths == fifth] for values, fifths in runs]) for fifth in range(1, 6)]
 
 
 def _by_label(subjects: Sequence[Subject]) -> dict[str, list[Subject]]:
@@ -155,12 +160,6 @@ def _by_label(subjects: Sequence[Subject]) -> dict[str, list[Subject]]:
 
 def _legend(figure, handles: Mapping[str, object]) -> None:
     legend(figure, handles, columns=3 if max(map(len, handles)) < 25 else 1)
-
-
-def sum_of_loss(systems: Mapping[str, Sequence[Subject]]) -> float:
-    """The median of tokens times sample size of a batch: converts means of the mean loss to sums of the summed loss."""
-    products = [run.series["tokens"] * run.series["sample_size"] for runs in systems.values() for run in runs]
-    return float(np.median(np.concatenate(products)))
 
 
 def _over_training(panels: Sequence[Sequence[str]]):
@@ -175,21 +174,16 @@ def _over_training(panels: Sequence[Sequence[str]]):
             for label, runs in systems.items():
                 of_power = runs[0].series["running"].iloc[0] == "psi2"
                 groups[label] = _fifths(runs, f"{columns[-1 if of_power else 0]}_l2")
-            of_loss = columns[0].startswith("g_")
-            factor = sum_of_loss(systems) if of_loss else 1.0
             medians = {
-                label: np.array(values) / factor
+                label: values
                 for column in columns
                 for label, values in PAPER_MEDIANS[column].items()
                 if len(columns) == 1 or "CIFAR" not in label  # the paper's Figure 4 has none
             }
             handles |= _boxes(axis, groups, (20, 40, 60, 80, 100), medians)
             name = " or ".join(_AXES[column] for column in columns)
-            name = f"{name}\nof the mean loss per token (nats)" if of_loss else name
+            name += "\nof the summed loss (nats),\nsummed over tokens" * columns[0].startswith("g_")
             axis.set(xlabel="percent of training", yscale="log", ylabel=name)
-            if of_loss:
-                right = axis.secondary_yaxis("right", functions=(lambda y, f=factor: y * f, lambda y, f=factor: y / f))
-                right.set_ylabel("summed over tokens, of the summed loss\n(the paper's marks)")
         _legend(figure, handles)
         return figure
 

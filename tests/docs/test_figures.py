@@ -19,7 +19,8 @@ RUNNING = {"pn": "psi2", "pnv": "psi2", "pnv_ls": "psi2"}
 def test_the_records_draw_the_pictures(tmp_path, monkeypatch):
     monkeypatch.setattr(figures, "FIGURES", tmp_path)
     numbers, names, _, suffix = figures.DRAWN[1]
-    drawn = [figures.DRAWN[0], (numbers, names, "encoder.layers.1.self_attn_layer_norm", suffix), figures.DRAWN[2]]
+    third = (numbers, names, "encoder.layers.1.self_attn_layer_norm", suffix)
+    drawn = [figures.DRAWN[0], third, *figures.DRAWN[2:]]
     monkeypatch.setattr(figures, "DRAWN", drawn)
     (tmp_path / "runs").mkdir()
     for name in figures.MODELS:
@@ -29,6 +30,11 @@ def test_the_records_draw_the_pictures(tmp_path, monkeypatch):
         weight = torch.randn(20, 6, generator=torch.Generator().manual_seed(0))
         torch.save({"model": {"encoder.embed_tokens.weight": weight}}, folder / "checkpoints/checkpoint_last.pt")
     figures.write(tmp_path / "runs")
+    monkeypatch.setattr(figures, "RESULTS", tmp_path / "results")
+    for _, name in figures.IMAGES.values():
+        make_run(tmp_path / "runs" / name)
+        (tmp_path / "runs" / name / "epochs.csv").write_text("epoch\n1\n")
+    figures.write_images(tmp_path / "runs")
     records = pandas.read_parquet(tmp_path / figures.RECORDS)
     assert set(records["run"]) == set(figures.MODELS) and records["mu_distance_l2"].dtype == "float32"
     for norm in (None, "encoder.layers.1.self_attn_layer_norm"):
@@ -39,14 +45,18 @@ def test_the_records_draw_the_pictures(tmp_path, monkeypatch):
             np.testing.assert_allclose(recorded.series[column], series[column], rtol=1e-6)
     figures.draw()
     pictures = {"figure-2", "figure-3", "figure-4", "figure-4-layer-3", "figure-6", "figure-7"}
+    pictures |= {"figure-2-images", "figure-3-images"}
     assert {file.stem for file in tmp_path.glob("*.png")} == pictures
     medians = pandas.read_csv(tmp_path / "medians.csv").set_index(["run", "norm", "quantity"])
+    (image,) = figures.subjects(("resnet20_bn",), None)
+    assert image.series["fifth"].nunique() == 5 and (tmp_path / "results/images" / name / "epochs.csv").is_file()
     assert medians.loc["ln", "encoder.layers.0.self_attn_layer_norm", "mu_distance_l2"].tolist() == [15, 35, 55, 75, 95]
 
 
 def test_the_published_records_are_enough():
     """Every picture has records of each run in each fifth of the training, and the tables are their medians."""
-    medians = figures.read("medians.csv").set_index(["run", "norm", "quantity"])
+    medians = pandas.concat([figures.read("medians.csv"), figures.read("images-medians.csv")])
+    medians = medians.set_index(["run", "norm", "quantity"])
     drawn = {f"figure-{number}{suffix}" for numbers, *_, suffix in figures.DRAWN for number in numbers}
     assert {*re.findall(r"figures/(figure-[^)]+)\.png", (ROOT / "docs/figures.md").read_text())} == drawn | {"figure-5"}
     assert figures.read("spectra.csv").shape == (128, len(figures.MODELS)) and (figures.read("spectra.csv") > 0).all(

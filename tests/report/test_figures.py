@@ -91,7 +91,7 @@ def test_another_norm(runs):
     (run,) = read_runs(runs[:1])
     subject = read_subject(run, "bn", "bn", "encoder.layers.1.self_attn_layer_norm")
     figure = FIGURES[3].draw([subject])
-    assert boxes(figure.axes[0])[0] == 15 * 1000
+    assert boxes(figure.axes[0])[0] == 15 * 1000 * 100 * 50
     pyplot.close(figure)
 
 
@@ -100,8 +100,8 @@ def test_the_fourth_figure_takes_the_statistic_that_a_norm_normalizes_by(layer, 
     """Variances of BN and second moments of PN-V; in the second layer the other way round."""
     name = f"encoder.layers.{layer}.self_attn_layer_norm"
     figure = FIGURES[4].draw([read_subject(run, run.name, run.name, name) for run in read_runs(runs)])
-    for axis in figure.axes:
-        assert boxes(axis)[:2] == [15 * factor for factor in factors]
+    for axis, unit in zip(figure.axes, (1, 100 * 50), strict=True):
+        assert boxes(axis)[:2] == [15 * factor * unit for factor in factors]
     pyplot.close(figure)
 
 
@@ -121,11 +121,20 @@ def test_many_runs_can_be_told_apart(tmp_path):
     pyplot.close(figure)
 
 
-def test_gradients_have_a_second_axis_in_the_papers_unit(runs):
+def test_gradients_are_of_the_summed_loss_and_summed_over_tokens(runs):
+    """As the paper's marks; the probe has gradients of the mean loss, averaged over 100 tokens of 50 samples."""
     figure = FIGURES[3].draw(subjects_of(runs))
     marks = [line for line in figure.axes[0].lines if line.get_linestyle() == ":"]
-    paper = [0.0084, 0.0086, 0.0067, 0.0074, 0.0076]
-    np.testing.assert_allclose(marks[1].get_ydata() * 100 * 50, paper)  # tokens times sample size
+    np.testing.assert_allclose(marks[1].get_ydata(), [0.0084, 0.0086, 0.0067, 0.0074, 0.0076])
+    assert boxes(figure.axes[0])[:2] == [15 * 100 * 50] * 2
+    pyplot.close(figure)
+
+
+def test_a_translation_model_and_images_have_their_own_sums(runs):
+    subjects = subjects_of(runs)
+    subjects[1].series = subjects[1].series.assign(tokens=4.0, sample_size=2.0)
+    figure = FIGURES[3].draw(subjects)
+    assert boxes(figure.axes[0])[:2] == [15 * 100 * 50, 15 * 4 * 2]
     pyplot.close(figure)
 
 
