@@ -19,7 +19,7 @@ from pn_fairseq.common.published import LM_OTHERS, LM_PAPER, PAPER
 from pn_fairseq.norms import NORMS
 from pn_fairseq.pipeline import experiments
 from pn_fairseq.report.intervals import signed
-from pn_fairseq.report.significance import LOSS
+from pn_fairseq.report.significance import LOSS, families
 from pn_fairseq.report.systems import norm_labels
 
 from . import results
@@ -126,6 +126,47 @@ def effects() -> str:
     return table(rows)
 
 
+# AdaNorm's tasks of examples/.
+
+#: Test accuracies of the AdaNorm paper, Tables 1 to 4: task -> label of a row -> percent.
+ACCURACIES = {
+    "RT": {"w/o Norm": 76.85, "LayerNorm": 77.21, "LayerNorm-simple": 76.66, "DetachNorm": 76.40,
+           "Detach Mean": 75.02, "Detach Variance": 77.04, "AdaNorm": 77.50},
+    "SST5": {"w/o Norm": 38.55, "LayerNorm": 39.23, "LayerNorm-simple": 40.54, "DetachNorm": 40.04,
+             "Detach Mean": 40.99, "Detach Variance": 41.74, "AdaNorm": 40.54},
+    "MNIST": {"w/o Norm": 99.14, "LayerNorm": 99.13, "LayerNorm-simple": 99.09, "DetachNorm": 99.10,
+              "Detach Mean": 99.25, "Detach Variance": 99.10, "AdaNorm": 99.35},
+}  # fmt: skip
+
+
+def _accuracies_of_sentences() -> pandas.DataFrame:
+    """What examples/sentiment.py wrote, with the labels of norms as systems."""
+    file = results.RESULTS / "sentiment/sentiment.csv"
+    columns = ["task", "norm", "seed", "test accuracy"]
+    frame = pandas.read_csv(file) if file.is_file() else pandas.DataFrame(columns=columns)
+    return frame.assign(system=frame["norm"].map(NAMES), machine="one")
+
+
+def sentiment() -> str:
+    """Means of each norm, and differences from LN of the same seed with simultaneous intervals."""
+    frame, rows = _accuracies_of_sentences(), {}
+    if frame.empty:
+        return results.NOTHING
+    frame["compared with"] = frame["system"].map(lambda system: None if system == "LN" else "LN")
+    for task in ("RT", "SST5"):
+        of_task = frame[frame["task"] == task.lower()]
+        intervals = {system: found for family in families(of_task, "test accuracy")[0]
+                     for system, found in family.intervals.items()}  # fmt: skip
+        for system, runs in of_task.groupby("system", sort=False):
+            row = rows.setdefault(system, {"norm": system})
+            row[task] = f"{runs['test accuracy'].mean():.2f} ± {runs['test accuracy'].std():.2f} ({len(runs)})"
+            found = intervals.get(system)
+            ends = [signed(value) for value in (found.difference, found.low, found.high)] if found else []
+            row[f"{task}, difference"] = "{} ({} to {})".format(*ends) if found else "–"
+            row[f"{task}, paper"] = str(ACCURACIES[task].get(system.replace("LN", "LayerNorm"), "–"))
+    return table([*rows.values()])
+
+
 # Placements.
 
 #: End of the name of a system with PN in the encoder.
@@ -181,10 +222,8 @@ def _means(frame: pandas.DataFrame, by: str, column: str, digits: int) -> str:
 
 def _sentiment(task: str) -> str:
     """Test accuracies of examples/sentiment.py."""
-    file = results.RESULTS / "sentiment/sentiment.csv"
-    frame = pandas.read_csv(file) if file.is_file() else pandas.DataFrame(columns=["task", "norm", "test accuracy"])
-    frame = frame[frame["task"] == task]
-    return _means(frame.assign(norm=frame["norm"].map(NAMES)), "norm", "test accuracy", 2)
+    frame = _accuracies_of_sentences()
+    return _means(frame[frame["task"] == task], "system", "test accuracy", 2)
 
 
 def _images(network: str) -> str:
@@ -195,6 +234,10 @@ def _images(network: str) -> str:
         norm = file.parent.name.split("_")[-2]
         rows.append({"norm": NAMES[norm], "accuracy": best["test accuracy"].item()})
     return _means(pandas.DataFrame(rows, columns=["norm", "accuracy"]), "norm", "accuracy", 2)
+
+
+def _listed(task: str) -> str:
+    return ", ".join(f"{label} {value:.2f}" for label, value in ACCURACIES[task].items())
 
 
 def _bleu(table: str) -> str:
@@ -216,8 +259,7 @@ NAMES = {**norm_labels(), "detach-mean": "Detach Mean", "detach-std": "Detach Va
 _FOUR = ("LN", "BN", "PN-V", "PN")
 _RATED = "heads, learning rate, epochs and vocabulary are not in the paper"
 _SENTIMENT = "python examples/sentiment.py DATA --norms layer ada layer-simple batch power rms"
-#: Task and measure, command, the paper's numbers, ours, what differs. Numbers of the examples' tasks are
-#: of AdaNorm's Tables 1 to 4.
+#: Task and measure, command, the paper's numbers, ours, what differs.
 TASKS = (
     ("IWSLT14 De-En, BLEU (PowerNorm, Table 4)", "TABLE=powernorm-4 pn reproduce iwslt14",
      lambda: _bleu("powernorm-4"),
@@ -258,16 +300,13 @@ TASKS = (
      lambda: _ours("verses_lm_bytes", "bits", digits=3),
      "300 updates of a tiny model ([command](language_modeling.md#bytes))"),
     ("RT, accuracy (AdaNorm)", f"{_SENTIMENT} --task rt",
-     lambda: "w/o Norm 76.85, LayerNorm 77.21, LayerNorm-simple 76.66, DetachNorm 76.40, "
-     "Detach Mean 75.02, Detach Variance 77.04, AdaNorm 77.50",
+     lambda: _listed("RT"),
      lambda: _sentiment("rt"), _RATED),
     ("SST5, accuracy (AdaNorm)", f"{_SENTIMENT} --task sst5",
-     lambda: "w/o Norm 38.55, LayerNorm 39.23, LayerNorm-simple 40.54, DetachNorm 40.04, "
-     "Detach Mean 40.99, Detach Variance 41.74, AdaNorm 40.54",
+     lambda: _listed("SST5"),
      lambda: _sentiment("sst5"), _RATED),
     ("MNIST, accuracy (AdaNorm)", "python examples/images.py DATA --network mnist --norms layer ada --validation 5000",
-     lambda: "w/o Norm 99.14, LayerNorm 99.13, LayerNorm-simple 99.09, DetachNorm 99.10, "
-     "Detach Mean 99.25, Detach Variance 99.10, AdaNorm 99.35",
+     lambda: _listed("MNIST"),
      lambda: _images("mnist"), "kernels, pooling and hidden size are not in the paper"),
     ("CIFAR-10, accuracy (PowerNorm, Figures 2, 3)", "python examples/images.py DATA",
      lambda: "statistics only",
@@ -297,7 +336,7 @@ def bytes_of_verses() -> str:
 
 
 PAGES = {
-    "reproducing.md": {"tasks": tasks, "adanorm": adanorm, "effects": effects},
+    "reproducing.md": {"tasks": tasks, "adanorm": adanorm, "effects": effects, "sentiment": sentiment},
     "language_modeling.md": {"bytes": bytes_of_verses},
     "placements.md": {
         "placements": placements,

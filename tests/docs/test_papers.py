@@ -57,7 +57,9 @@ def test_results_of_the_examples(folder):
 
     assert task("RT, accuracy (AdaNorm)") == task("CIFAR-10, accuracy (PowerNorm, Figures 2, 3)") == "not yet"
     (folder / "sentiment").mkdir()
-    (folder / "sentiment/sentiment.csv").write_text("task,norm,test accuracy\nrt,layer,70\nrt,ada,75\nrt,layer,72\n")
+    (folder / "sentiment/sentiment.csv").write_text(
+        "task,norm,seed,test accuracy\nrt,layer,1,70\nrt,ada,1,75\nrt,layer,2,72\n"
+    )
     assert task("RT, accuracy (AdaNorm)") == "LN 71.00 (2), AdaNorm 75.00 (1)"
     assert task("SST5, accuracy (AdaNorm)") == "not yet"
     for network, rows in {"resnet20": "1,0,50\n2,0,40\n", "mnist": "1,99,98\n2,98,97\n"}.items():
@@ -66,6 +68,18 @@ def test_results_of_the_examples(folder):
         (training / "epochs.csv").write_text(f"epoch,validation accuracy,test accuracy\n{rows}")
     assert task("CIFAR-10, accuracy (PowerNorm, Figures 2, 3)") == "BN 40.00 (1)"
     assert task("MNIST, accuracy (AdaNorm)") == "BN 98.00 (1)"
+
+
+def test_sentences_are_compared_with_layer_norm(folder):
+    assert papers.sentiment() == results.NOTHING
+    scores = {"layer": (70.0, 72.0, 71.0), "ada": (71.0, 72.5, 72.5)}
+    rows = [f"rt,{norm},{seed},{score}" for norm, values in scores.items() for seed, score in enumerate(values, 1)]
+    (folder / "sentiment").mkdir()
+    (folder / "sentiment/sentiment.csv").write_text("\n".join(["task,norm,seed,test accuracy", *rows]))
+    low, high = stats.ttest_rel(scores["ada"], scores["layer"]).confidence_interval(0.95)
+    row = cells(papers.sentiment(), "AdaNorm")
+    assert row == ["AdaNorm", "72.00 ± 0.87 (3)", f"+1.00 ({low:+.2f} to {high:+.2f})".replace("-", "−"), "77.5"]
+    assert cells(papers.sentiment(), "LN")[2:] == ["–", "77.21"]
 
 
 def test_placements_are_compared_with_pre(folder):
