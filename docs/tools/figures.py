@@ -346,12 +346,16 @@ PAGES = {
 def main(arguments: Sequence[str]) -> None:
     """Train and record in the folder that ``arguments`` name, if any, and draw."""
     logging.disable(logging.INFO)  # fairseq's import lets matplotlib's messages through
-    if "--images" in arguments:
-        write_images(Path(arguments[1]))
-    elif arguments:
-        folder, *settings = arguments
-        train(Path(folder).absolute(), settings)
-        write(Path(folder).absolute())
+    match arguments:
+        case []:
+            pass
+        case ["--images", folder]:
+            write_images(Path(folder))
+        case [folder, *settings] if not folder.startswith("-"):
+            train(Path(folder).absolute(), settings)
+            write(Path(folder).absolute())
+        case _:
+            raise SystemExit("python -m docs.tools.figures [RUNS [key=value...] | --images OUTPUT]")
     draw()
     write_parts(PAGES)
 
