@@ -31,7 +31,7 @@ def test_family_wise_error_and_power_of_the_published_designs(title):
 
 def test_every_picture_has_its_records():
     """Intervals are drawn from report.csv, and each learning curve from report-curves.csv."""
-    for picture in results.RESULTS.rglob("*/*.png"):
+    for picture in results.RESULTS.rglob("*/report-*.png"):
         kind = picture.stem.rpartition("-")[0]
         records = pandas.read_csv(picture.parent / ("report-curves.csv" if kind == "report-curves" else "report.csv"))
         assert kind != "report-curves" or picture.name in set(records["picture"])
