@@ -290,7 +290,8 @@ def figure_7() -> str:
 
 
 def images() -> str:
-    columns = {"mean": "mu_distance_l2", "variance": "sigma2_distance_l2", "variance, relative": "tid_var"}
+    columns = {"mean": "mu_distance_l2", "variance": "sigma2_distance_l2"}
+    columns |= {"mean, relative": "tid_mean", "deviation, relative": "tid_var"}
     gradients = {"gradient, mean": "g_mu_l2", "gradient, variance": "g_sigma2_l2"}
     rows = []
     for subject in subjects(("bn", *IMAGES), None):
