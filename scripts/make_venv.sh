@@ -11,6 +11,7 @@
 set -euo pipefail
 cd "$(dirname "$(readlink -f "$0")")/.."
 venv=${VENV:-.venv}
+while [[ $venv == ?*/ ]]; do venv=${venv%/}; done # "link/" is what the link points to
 mark=$venv/.pn_fairseq # in every environment made here: its variables, and what it was made from
 saved() { sed -n "s/^$1=//p" "$mark" 2>/dev/null || true; }
 say() { echo "[make_venv] $*" >&2; }
@@ -24,12 +25,17 @@ if [[ -z $python ]]; then
 fi
 made_from=$(cat constraints.txt setup.py <(echo "$PWD $python $torch") | sha256sum | cut -d' ' -f1)
 kernels=$(cat pn_fairseq/kernels/cpp/* | sha256sum | cut -d' ' -f1)
-leave_mark() { printf '%s\n' "python=$python" "torch=$torch" "made_from=$1" "kernels=$kernels" >"$mark"; }
+leave_mark() { printf '%s\n' "checkout=$PWD" "python=$python" "torch=$torch" "made_from=$1" "kernels=$kernels" >"$mark"; }
 pip_install() {
     "$venv/bin/python" -m pip --disable-pip-version-check install --quiet -c "$venv/constraints.txt" "$@" >&2 ||
         die "pip could not install '$*' (the reason is above). Compiling needs a C++ compiler and Python's headers (Debian, Ubuntu: apt-get install g++ python3-dev). Run the same command again to retry"
 }
 create() {
+    [[ ! -L $venv ]] ||
+        die "VENV='$venv' is a link to '$(readlink "$venv")', whose contents would be removed; remove the link, or choose another VENV"
+    folder=$(dirname "$(readlink -m "$venv")") owner=$(saved checkout)
+    [[ ! -f ${owner:=$folder}/scripts/make_venv.sh || $PWD == "$folder" || $PWD == "$owner" ]] ||
+        die "VENV='$venv' is the environment of the checkout '$owner'; choose another VENV"
     "$python" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null ||
         die "no Python 3.11 to 3.13 with venv found ('$python' does not run, is too old or has no venv). Debian, Ubuntu: apt-get install python3-venv python3-dev g++; or name another one: make venv PYTHON=/path/to/python"
     [[ ! -e $venv || -f $mark ]] || rmdir "$venv" 2>/dev/null ||

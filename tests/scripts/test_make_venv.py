@@ -90,6 +90,24 @@ def test_another_directory_is_not_overwritten(tmp_path):
     assert (tmp_path / "thesis.tex").read_text() == "years of work"
 
 
+def test_a_link_and_the_environment_of_another_checkout_stay_as_they_are(made, tmp_path):
+    """The second checkout's script is this one's; a mark without ``checkout=`` is that of an earlier version."""
+    venv, checkout, mark = tmp_path / "venv", made.checkout, (tmp_path / "venv/.pn_fairseq").read_text()
+    (tmp_path / "link").symlink_to("venv")
+    (tmp_path / "dangling").symlink_to("nowhere")
+    cases = [(name, "", f"/{name.rstrip('/')}' is a link to '") for name in ("link", "link/", "dangling")]
+    cases += [("venv", f"checkout={checkout}\n", f"of the checkout '{checkout}'")]
+    shutil.copytree(venv, checkout / ".venv")
+    cases += [("checkout/.venv", "", f"of the checkout '{checkout}'")]
+    for name, line, message in cases:
+        (venv / ".pn_fairseq").write_text(line + mark)
+        refused = run("bash", SCRIPTS / "make_venv.sh", VENV=f"{tmp_path}/{name}", check=False)
+        assert_refused(refused, message, "choose another VENV")
+        assert (venv / ".pn_fairseq").read_text() == line + mark and (checkout / ".venv/bin/python").exists()
+    refused = made.make(TORCH="torch==2.12.0")  # its own: refused for want of an interpreter only
+    assert_refused(refused, "no-such-python")
+
+
 #: What torch 2.13.0+cpu needs.
 NEEDED = ("filelock", "typing-extensions>=4.10.0", "setuptools>=77.0.3", "sympy>=1.13.3", "networkx>=2.5.1", "jinja2")
 NEEDED += ("fsspec>=0.8.5",)
