@@ -150,7 +150,7 @@ FAIRSEQ = [
 EXPORT = ["onnx>=1.18", "onnxruntime>=1.21", "onnxscript>=0.5"]
 TEST = [
     *EXPORT,
-    "import-linter>=2.5",
+    "import-linter>=2.16",
     "nbformat>=5.10",
     "pytest>=8",
     "pytest-xdist>=3.6",

@@ -20,7 +20,7 @@ from benchmarks import hide_messages
 from benchmarks.norms import BASE, DTYPES, Contestant, Gathered, Unmasked, make_batch, take_turns, time_and_batch
 from benchmarks.results import output_file, positive, quartiles, ratios, write_csv
 from pn_fairseq.common import command
-from pn_fairseq.kernels.check import difference
+from pn_fairseq.kernels.first_use import difference
 from pn_fairseq.norms import build_norm
 
 #: Norms with and without synchronized statistics.

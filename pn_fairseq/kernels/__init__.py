@@ -8,7 +8,7 @@
 
 The fastest that the machine can run is used. ``PN_FAIRSEQ_KERNELS`` forces one. It is an error if that one cannot run,
 without a fallback. The first use of a GPU compares its results with the reference
-(:func:`pn_fairseq.kernels.check.first_use`). ``python -m pn_fairseq --info`` prints what is in use, and why.
+(:mod:`pn_fairseq.kernels.first_use`). ``python -m pn_fairseq --info`` prints what is in use, and why.
 """
 
 from pn_fairseq.kernels.ops import (
@@ -18,7 +18,7 @@ from pn_fairseq.kernels.ops import (
     gradient_sums,
     moments,
     normalize,
-    operator,
+    power_update,
     refuse_second_derivative,
     running_average,
     squashed,
@@ -42,7 +42,7 @@ __all__ = [
     "gradient_sums",
     "moments",
     "normalize",
-    "operator",
+    "power_update",
     "refuse_second_derivative",
     "running_average",
     "squashed",

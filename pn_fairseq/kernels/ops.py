@@ -1,4 +1,4 @@
-"""The operators ``torch.ops.pn_fairseq.*``: schemas, ``normalize`` with a gradient, and how a norm adds one of its own.
+"""The operators ``torch.ops.pn_fairseq.*``: their schemas, and functions with a gradient made of them.
 
 :mod:`.reference` defines what each computes and serves every device; C++ and Triton implement the same schemas for CPU
 and CUDA. All are pure functions of tensors. They trust their arguments: the norms check what users give them, once.
@@ -11,11 +11,10 @@ are contiguous, as the results of torch's LayerNorm.
 ``gradient``         dx from given vectors, optionally with the sums over tokens from the same pass
 ``gradient_sums``    sums over tokens of a backward pass
 ``running_average``  the running statistics of a norm that keeps averages
+``power_update``     the state of PN after a batch
 ``standardize``      y by the statistics of each token; ``standardize_gradient`` is its backward
 ``squash``           y by tanh or erf, channel by channel; ``squash_gradient`` is its backward
 ===================  ==============================================================================================
-
-A norm can define further operators with :func:`operator`: :mod:`pn_fairseq.norms.power` defines ``power_update``.
 """
 
 from collections.abc import Callable
@@ -31,80 +30,79 @@ NAMESPACE = "pn_fairseq"
 OPERATORS: dict[str, Callable] = {}
 
 _library = torch.library.Library(NAMESPACE, "DEF")
-_listeners: list[Callable[[str], None]] = []
 
 
-def for_every_operator(listener: Callable[[str], None]) -> None:
-    """Call ``listener(name)`` for every operator that is defined now or later."""
-    _listeners.append(listener)
-    for name in OPERATORS:
-        listener(name)
-
-
-def operator(schema: str) -> Callable[[Callable], Callable]:
-    """Decorate a pure function on tensors: it becomes ``torch.ops.pn_fairseq.NAME`` and its reference implementation.
-
-    Small arithmetic on vectors costs more in calls (and on CUDA in launches) than in work. A norm can make it one
-    operator, which C++ and Triton may also implement.
+def _operator(schema: str, function: Callable) -> Callable:
+    """Define ``torch.ops.pn_fairseq.NAME`` with ``function`` as its reference implementation.
 
     Args:
         schema: ``"name(Tensor a, float b) -> Tensor"``.
+        function: a pure function of these arguments.
     """
     name = schema.partition("(")[0]
-
-    def define(function: Callable) -> Callable:
-        _library.define(schema)
-        _library.impl(name, function, "CompositeExplicitAutograd")
-        # Every call whose result needs a gradient is inside a torch.autograd.Function, which defines the gradient. A
-        # fallthrough skips autograd's dispatch key, whose default (warn in a backward that these operators have no
-        # gradient) costs time in every call.
-        _library.impl(name, torch.library.fallthrough_kernel, "Autograd")
-        OPERATORS[name] = function
-        for listener in _listeners:
-            listener(name)
-        return getattr(torch.ops.pn_fairseq, name).default
-
-    return define
+    _library.define(schema)
+    _library.impl(name, function, "CompositeExplicitAutograd")
+    # Every call whose result needs a gradient is inside a torch.autograd.Function, which defines the gradient. A
+    # fallthrough skips autograd's dispatch key, whose default (warn in a backward that these operators have no
+    # gradient) costs time in every call.
+    _library.impl(name, torch.library.fallthrough_kernel, "Autograd")
+    OPERATORS[name] = function
+    return getattr(torch.ops.pn_fairseq, name).default
 
 
-normalize = operator(
+normalize = _operator(
     "normalize(Tensor x, Tensor? weight, Tensor? bias, Tensor? mean, Tensor? moment, Tensor? padding, "
-    "Tensor? inv_rms, int groups, float eps, bool sums) -> (Tensor y, Tensor inv_rms, Tensor moment, Tensor count)"
-)(reference.normalize)
-moments = operator(
+    "Tensor? inv_rms, int groups, float eps, bool sums) -> (Tensor y, Tensor inv_rms, Tensor moment, Tensor count)",
+    reference.normalize,
+)
+moments = _operator(
     "moments(Tensor x, Tensor? padding, int groups, float eps, bool centered) -> "
-    "(Tensor inv_rms, Tensor mean, Tensor moment, Tensor count)"
-)(reference.moments)
-gradient_sums = operator(
+    "(Tensor inv_rms, Tensor mean, Tensor moment, Tensor count)",
+    reference.moments,
+)
+gradient_sums = _operator(
     "gradient_sums(Tensor dy, Tensor x, Tensor? padding, Tensor? weight, Tensor? mean, Tensor? moment, "
-    "Tensor inv_rms, int groups, float eps) -> (Tensor parameters, Tensor products)"
-)(reference.gradient_sums)
-gradient = operator(
+    "Tensor inv_rms, int groups, float eps) -> (Tensor parameters, Tensor products)",
+    reference.gradient_sums,
+)
+gradient = _operator(
     "gradient(Tensor dy, Tensor x, Tensor? padding, Tensor? weight, Tensor? mean, Tensor? moment, Tensor? nu, "
     "Tensor? offset, Tensor inv_rms, int groups, float eps, bool sums) -> "
-    "(Tensor dx, Tensor parameters, Tensor products)"
-)(reference.gradient)
-running_average = operator(
+    "(Tensor dx, Tensor parameters, Tensor products)",
+    reference.gradient,
+)
+running_average = _operator(
     "running_average(Tensor moment, Tensor? mean, Tensor num_batches, Tensor batch_moment, Tensor? batch_mean, "
-    "Tensor products, Tensor count, int warmup, float alpha) -> (Tensor moment, Tensor mean, Tensor num_batches)"
-)(reference.running_average)
-standardize = operator(
+    "Tensor products, Tensor count, int warmup, float alpha) -> (Tensor moment, Tensor mean, Tensor num_batches)",
+    reference.running_average,
+)
+power_update = _operator(
+    "power_update(Tensor psi2, Tensor nu, Tensor num_batches, Tensor batch_psi2, Tensor used_psi2, Tensor products, "
+    "Tensor count, float eps, int warmup, float alpha_fwd, float alpha_bwd) -> "
+    "(Tensor psi2, Tensor nu, Tensor num_batches)",
+    reference.power_update,
+)
+standardize = _operator(
     "standardize(Tensor x, Tensor? weight, Tensor? bias, int groups, bool centered, float square_factor, "
     "float eps_in_root, float eps_outside, float min_divisor, float gain, float gain_slope, Tensor? direct=None, "
-    "Tensor? center=None) -> (Tensor y, Tensor stats)"
-)(reference.standardize)
-standardize_gradient = operator(
+    "Tensor? center=None) -> (Tensor y, Tensor stats)",
+    reference.standardize,
+)
+standardize_gradient = _operator(
     "standardize_gradient(Tensor dy, Tensor x, Tensor? weight, Tensor stats, int groups, float gain, float gain_slope, "
     "bool through_mean, bool through_divisor, bool sums, Tensor? direct=None, Tensor? center=None, "
-    "Tensor? slope=None, Tensor? offset=None, Tensor? padding=None) -> (Tensor dx, Tensor parameters)"
-)(reference.standardize_gradient)
-squash = operator("squash(Tensor x, Tensor? weight, Tensor? bias, Tensor alpha, Tensor? shift, bool erf) -> Tensor")(
-    reference.squash
+    "Tensor? slope=None, Tensor? offset=None, Tensor? padding=None) -> (Tensor dx, Tensor parameters)",
+    reference.standardize_gradient,
 )
-squash_gradient = operator(
+squash = _operator(
+    "squash(Tensor x, Tensor? weight, Tensor? bias, Tensor alpha, Tensor? shift, bool erf) -> Tensor",
+    reference.squash,
+)
+squash_gradient = _operator(
     "squash_gradient(Tensor dy, Tensor x, Tensor? weight, Tensor alpha, Tensor? shift, bool erf) -> "
-    "(Tensor dx, Tensor parameters, Tensor scalars)"
-)(reference.squash_gradient)
+    "(Tensor dx, Tensor parameters, Tensor scalars)",
+    reference.squash_gradient,
+)
 
 
 def by_reference() -> bool:

@@ -226,6 +226,34 @@ def running_average(
     return after[0], moment.new_empty(0) if mean is None else after[1], num_batches + counted
 
 
+def power_update(
+    psi2: Tensor,
+    nu: Tensor,
+    num_batches: Tensor,
+    batch_psi2: Tensor,
+    used_psi2: Tensor,
+    products: Tensor,
+    count: Tensor,
+    eps: float,
+    warmup: int,
+    alpha_fwd: float,
+    alpha_bwd: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The new psi^2, nu and num_batches of PN (Shen et al. 2020, line 4 of both passes of Algorithm 2).
+
+    The state stays as it is if N = ``count`` is 0 or a number of the batch is not finite. ``used_psi2`` is the psi^2 in
+    D, and ``products`` (2, C) are the sums over M of dx_hat * x_hat and of dx_hat.
+    """
+    gamma = batch_psi2 / (used_psi2.to(batch_psi2.dtype) + eps)
+    lambda_ = products[0] / count.clamp(min=1.0)
+    finite = batch_psi2.float().isfinite().all() & gamma.isfinite().all() & products.isfinite().all()
+    counted = (count > 0) & finite
+    new_psi2 = psi2 + share_of_batch(num_batches, warmup, alpha_fwd) * (batch_psi2 - psi2)
+    new_nu = nu * (1.0 - (1.0 - alpha_bwd) * gamma).clamp(min=0.0) + (1.0 - alpha_bwd) * lambda_
+    psi2, nu = torch.where(counted, new_psi2.float(), psi2), torch.where(counted, new_nu.float(), nu)
+    return psi2, nu, num_batches + counted
+
+
 def standardize(
     x: Tensor,
     weight: Tensor | None,

@@ -4,7 +4,7 @@ import importlib.util
 import os
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from types import ModuleType
@@ -12,7 +12,8 @@ from types import ModuleType
 import torch
 
 from pn_fairseq.common.errors import Unavailable
-from pn_fairseq.kernels.ops import NAMESPACE, OPERATORS, for_every_operator
+from pn_fairseq.kernels.first_use import first_use
+from pn_fairseq.kernels.ops import NAMESPACE, OPERATORS
 
 #: Environment variable that forces an implementation.
 VARIABLE = "PN_FAIRSEQ_KERNELS"
@@ -31,7 +32,7 @@ LOWEST_CAPABILITY = (7, 0)
 
 
 def _load_cpp() -> str | None:
-    """Load the C++ kernels; why they cannot be loaded, or None."""
+    """Load the C++ kernels. Returns None, or the reason why they cannot be loaded."""
     spec = importlib.util.find_spec(EXTENSION)
     if spec is None:
         missing = (
@@ -51,29 +52,30 @@ def _load_cpp() -> str | None:
     return None
 
 
+def _triton_operators() -> ModuleType:
+    """The operators by Triton. Importing triton is slow: this is called only where it is needed."""
+    from pn_fairseq.kernels import triton_ops
+
+    return triton_ops
+
+
 @cache
-def _load_triton() -> tuple[ModuleType | None, str]:
-    """The operators by Triton, or None and the reason. Importing triton is slow: call this only when it is needed."""
-    if importlib.util.find_spec("triton") is None:
-        return None, "triton is not installed"
+def _no_triton_on(device: torch.device) -> str:
+    """Why Triton cannot compute on ``device``; empty if it can. Launches a small kernel: not before a GPU is used."""
+    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET", "0") in ("", "0"):
+        return "triton computes on CUDA, and on the CPU only with TRITON_INTERPRET=1"
     try:
-        from pn_fairseq.kernels import triton_ops
+        module = _triton_operators()
     except Exception as error:  # an installation that does not fit this torch or this machine raises any error
-        return None, f"the installed triton cannot be used ({_first_line(error)})"
-    return triton_ops, ""
-
-
-@cache
-def _why_no_triton_on(device: torch.device) -> str:
-    """Why Triton cannot compute on this GPU; empty if it can. Launches a small kernel: not before the GPU is used."""
-    module, missing = _load_triton()
-    if module is None or module.INTERPRETED:
-        return missing
+        return f"triton cannot be used ({_first_line(error)})"
+    if module.INTERPRETED:
+        return ""
     try:
         capability = torch.cuda.get_device_capability(device)
         if torch.version.cuda and capability < LOWEST_CAPABILITY:
-            needed, found = (".".join(map(str, each)) for each in (LOWEST_CAPABILITY, capability))
-            return f"the kernels need compute capability {needed}, and {torch.cuda.get_device_name(device)} has {found}"
+            needed, offered = (".".join(map(str, version)) for version in (LOWEST_CAPABILITY, capability))
+            name = torch.cuda.get_device_name(device)
+            return f"the kernels need compute capability {needed}, and {name} has {offered}"
         # Some versions of triton cannot compile bfloat16 for older GPUs.
         x = torch.ones((1, 1), dtype=torch.bfloat16, device=device)
         module.normalize(x, *[None] * 6, 0, 1e-5, False)
@@ -82,24 +84,22 @@ def _why_no_triton_on(device: torch.device) -> str:
     return ""
 
 
-#: GPU -> why its results are not used; empty if they are.
+#: GPU -> in what the results of Triton on it are wrong; empty if they are right.
 _compared: dict[torch.device, str] = {}
 
 
-def _why_triton_is_off(x: torch.Tensor) -> str:
-    """Why the results of Triton on the GPU of ``x`` are not used; empty if they are. Compares them at the first use."""
-    module, missing = _load_triton()
-    if module is None or module.INTERPRETED or x.device in _compared:
-        return _compared.get(x.device, missing)
+def _wrong_on(x: torch.Tensor) -> str:
+    """In what the results of Triton are wrong on the GPU of ``x``; empty if they are right. Compares them once."""
+    module = _triton_operators()
+    if module.INTERPRETED or x.device in _compared:
+        return _compared.get(x.device, "")
     if torch.cuda.is_current_stream_capturing():  # nothing can be compared in a CUDA graph
         return ""
-    from pn_fairseq.kernels.check import first_use  # imports this module
-
     try:
-        off = first_use(module, x.dtype, x.device)
+        wrong = first_use(module, x.dtype, x.device)
     except Exception as error:  # what triton raises for a kernel that does not compile
-        off = f"cannot launch a kernel ({_first_line(error)})"
-    _compared[x.device] = f"the installed triton {off}" if off else ""
+        wrong = f"cannot launch a kernel ({_first_line(error)})"
+    _compared[x.device] = f"the installed triton {wrong}" if wrong else ""
     return _compared[x.device]
 
 
@@ -108,59 +108,47 @@ def _first_line(error: Exception) -> str:
 
 
 @cache
-def _warn_without_triton(missing: str) -> None:
-    warnings.warn(f"pn_fairseq computes by plain PyTorch on CUDA, which is slow: {missing}", stacklevel=4)
+def _warn_without_triton(reason: str) -> None:
+    warnings.warn(f"pn_fairseq computes by plain PyTorch on CUDA, which is slow: {reason}", stacklevel=4)
 
 
-def _by_triton(name: str):
+def _by_triton(name: str) -> Callable:
     def implementation(*args):
-        missing = _why_no_triton_on(args[0].device) or _why_triton_is_off(args[0])
-        if not missing:
-            return getattr(_load_triton()[0], name, OPERATORS[name])(*args)
+        reason = _no_triton_on(args[0].device) or _wrong_on(args[0])
+        if not reason:
+            return getattr(_triton_operators(), name)(*args)
         if FORCED == "triton":
-            raise Unavailable(f"{VARIABLE}=triton: {missing}")
-        _warn_without_triton(missing)
+            raise Unavailable(f"{VARIABLE}=triton: {reason}")
+        _warn_without_triton(reason)
         return OPERATORS[name](*args)
 
     return implementation
 
 
-def _refuse(name: str, device: str):
-    def implementation(*args):
-        hint = ", unless TRITON_INTERPRET=1 is set" if name == "triton" else ""
-        raise Unavailable(
-            f"{VARIABLE}={name} computes on {IMPLEMENTATIONS[name]} only{hint}, and this input is on {device}"
-        )
-
-    return implementation
+def _refuse_cuda(*_) -> None:
+    raise Unavailable(f"{VARIABLE}=cpp computes on the CPU only, and this input is on CUDA")
 
 
 def _select() -> tuple[str | None, str | None]:
-    """Load what the environment variable allows: the name that it forces, and why there are no C++ kernels."""
+    """Register what the environment variable allows: the name that it forces, and why there are no C++ kernels.
+
+    torch has to know the operators before the first call, so this runs on import. Triton is imported at the first call.
+    """
     forced = os.environ.get(VARIABLE) or None
     if forced not in (None, *IMPLEMENTATIONS):
         raise Unavailable(f"{VARIABLE}={forced} is not one of {', '.join(IMPLEMENTATIONS)}")
-    if forced == "reference":
-        return forced, f"{VARIABLE}=reference"
-    if forced == "triton":
-        module, missing = _load_triton()
-        if missing:
-            raise Unavailable(f"{VARIABLE}=triton: {missing}")
-
-        def attach(name):
+    if forced == "triton" and importlib.util.find_spec("triton") is None:
+        raise Unavailable(f"{VARIABLE}=triton: triton is not installed")
+    missing = _load_cpp() if forced in (None, "cpp") else f"{VARIABLE}={forced}"
+    if forced == "cpp" and missing:
+        raise Unavailable(f"{VARIABLE}=cpp, but there are no C++ kernels: {missing}")
+    for name in OPERATORS:
+        if forced in (None, "triton"):
             _others.impl(name, _by_triton(name), "CUDA")
-            interpreted = getattr(module, name, OPERATORS[name])
-            _others.impl(name, interpreted if module.INTERPRETED else _refuse("triton", "the CPU"), "CPU")
-
-        for_every_operator(attach)
-        return forced, f"{VARIABLE}=triton"
-    missing = _load_cpp()
-    if forced is None:
-        for_every_operator(lambda name: _others.impl(name, _by_triton(name), "CUDA"))
-    if forced == "cpp":
-        if missing:
-            raise Unavailable(f"{VARIABLE}=cpp, but there are no C++ kernels: {missing}")
-        for_every_operator(lambda name: _others.impl(name, _refuse("cpp", "CUDA"), "CUDA"))
+        if forced == "triton":
+            _others.impl(name, _by_triton(name), "CPU")
+        if forced == "cpp":
+            _others.impl(name, _refuse_cuda, "CUDA")
     return forced, missing
 
 
@@ -173,44 +161,42 @@ def forced() -> str | None:
     return FORCED
 
 
+def missing(name: str) -> str:
+    """Why the implementation ``name`` can compute nothing here; empty if it can."""
+    if name == "cpp":
+        return CPP_MISSING or ""
+    if name != "triton":
+        return "" if name == "reference" else f"not one of {', '.join(IMPLEMENTATIONS)}"
+    if FORCED not in (None, "triton"):
+        return f"{VARIABLE}={FORCED}"
+    gpu = torch.cuda.is_available()
+    return _no_triton_on(torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu"))
+
+
 def available() -> list[str]:
     """The implementations that can run here."""
-    return ["reference"] + ([] if CPP_MISSING else ["cpp"]) + ([] if _why_no_triton() else ["triton"])
+    return [name for name in ("reference", "cpp", "triton") if not missing(name)]
 
 
 def describe() -> dict[str, tuple[str, str]]:
     """Device -> the implementation in use there, and why."""
-    if FORCED == "reference":
-        return dict.fromkeys(("CPU", "CUDA"), ("reference", f"{VARIABLE}=reference"))
     why = f"{VARIABLE}={FORCED}" if FORCED else "automatically"
+    if FORCED == "reference":
+        return dict.fromkeys(("CPU", "CUDA"), ("reference", why))
     if FORCED == "triton":
-        interpreted = _load_triton()[0].INTERPRETED
-        missing = torch.cuda.is_available() and _why_no_triton()
-        return {
-            "CPU": ("triton", f"{why}, interpreted") if interpreted else ("none", why),
-            "CUDA": ("none", f"{why}, but {missing}") if missing else ("triton", why),
-        }
-    if CPP_MISSING:
+        cpu = ("none", why) if _no_triton_on(torch.device("cpu")) else ("triton", f"{why}, interpreted")
+    elif CPP_MISSING:
         cpu = ("reference", f"no C++ kernels: {CPP_MISSING}")
     else:
         cpu = ("cpp", f"{why}; compiled for {torch.ops.pn_fairseq.cpu_capability()}")
     if FORCED == "cpp":
-        return {"CPU": cpu, "CUDA": ("none", f"{VARIABLE}=cpp")}
+        return {"CPU": cpu, "CUDA": ("none", why)}
     if not torch.cuda.is_available():
         return {"CPU": cpu, "CUDA": ("none", "no CUDA device")}
-    missing = _why_no_triton() or _why_triton_is_off(torch.empty(0, device="cuda"))
-    return {"CPU": cpu, "CUDA": ("reference", missing) if missing else ("triton", why)}
-
-
-def _why_no_triton() -> str:
-    """Why Triton can compute nothing here; empty if it can."""
-    if FORCED not in (None, "triton"):
-        return f"{VARIABLE}={FORCED}"
-    if torch.cuda.is_available():
-        return _why_no_triton_on(torch.device("cuda", torch.cuda.current_device()))
-    if os.environ.get("TRITON_INTERPRET", "0") in ("", "0"):
-        return "no CUDA device, and TRITON_INTERPRET=1 is not set"
-    return _load_triton()[1]
+    reason = missing("triton") or _wrong_on(torch.empty(0, device="cuda"))
+    if not reason:
+        return {"CPU": cpu, "CUDA": ("triton", why)}
+    return {"CPU": cpu, "CUDA": ("none", f"{why}, but {reason}") if FORCED else ("reference", reason)}
 
 
 @contextmanager
@@ -220,27 +206,25 @@ def using(name: str) -> Iterator[None]:
     Raises:
         Unavailable: it cannot run here.
     """
-    if name not in available():
-        raise Unavailable(f"kernels {name!r} cannot run here: {_why_not(name)}")
+    if reason := missing(name):
+        raise Unavailable(f"kernels {name!r} cannot run here: {reason}")
     if name == "cpp" or available() == ["reference"]:
         yield
         return
-    triton = _load_triton()[0] if name == "triton" else None
+    functions = OPERATORS
     devices = ["CUDA"] if torch.cuda.is_available() else []
-    if triton is None or triton.INTERPRETED:
+    if name == "triton":
+        module = _triton_operators()
+        functions = {operator: getattr(module, operator) for operator in OPERATORS}
+    if name == "reference" or module.INTERPRETED:
         devices.append("CPU")
     library = torch.library.Library(NAMESPACE, "IMPL")
     with warnings.catch_warnings():  # of replacing, which is what is wanted here
         warnings.filterwarnings("ignore", "(?s).*([Oo]verrid|only once for all operators)")
-        for operator, function in OPERATORS.items():
+        for operator, function in functions.items():
             for device in devices:
-                library.impl(operator, getattr(triton, operator, function), device, allow_override=True)
+                library.impl(operator, function, device, allow_override=True)
     try:
         yield
     finally:
         library._destroy()
-
-
-def _why_not(name: str) -> str | None:
-    reasons = {"triton": _why_no_triton(), "cpp": CPP_MISSING}
-    return reasons.get(name, f"not one of {', '.join(IMPLEMENTATIONS)}")

@@ -4,7 +4,6 @@ import torch
 from torch import Tensor
 
 from pn_fairseq import kernels
-from pn_fairseq.kernels.reference import share_of_batch
 from pn_fairseq.norms.base import COUNT, RunningNorm
 from pn_fairseq.norms.checks import check_alpha, check_whole
 from pn_fairseq.norms.tokens import Contribution, Tokens
@@ -96,7 +95,7 @@ class PowerNorm(RunningNorm):
         return tokens.gradient(step.psi2, nu=step.nu, sums=True)
 
     def update(self, step: Contribution) -> dict[str, Tensor]:
-        psi2, nu, count = power_update(
+        psi2, nu, count = kernels.power_update(
             self.running_psi2,
             self.nu,
             self.num_batches_tracked,
@@ -131,24 +130,3 @@ class PowerNorm(RunningNorm):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, alpha_bwd={self.alpha_bwd}, psi_warmup_updates={self.psi_warmup_updates}"
-
-
-@kernels.operator(
-    "power_update(Tensor psi2, Tensor nu, Tensor num_batches, Tensor batch_psi2, Tensor used_psi2, Tensor products, "
-    "Tensor count, float eps, int warmup, float alpha_fwd, float alpha_bwd) -> "
-    "(Tensor psi2, Tensor nu, Tensor num_batches)"
-)
-def power_update(psi2, nu, num_batches, batch_psi2, used_psi2, products, count, eps, warmup, alpha_fwd, alpha_bwd):
-    """The new psi^2 and nu (line 4 of both passes of Algorithm 2); the old ones if N = 0 or a number is not finite.
-
-    ``used_psi2`` is the psi^2 in D, ``products`` (2, C) the sums over M of dx_hat x_hat and dx_hat, and ``count`` the
-    number N of real tokens.
-    """
-    gamma = batch_psi2 / (used_psi2.to(batch_psi2.dtype) + eps)
-    lambda_ = products[0] / count.clamp(min=1.0)
-    finite = batch_psi2.float().isfinite().all() & gamma.isfinite().all() & products.isfinite().all()
-    counted = (count > 0) & finite
-    new_psi2 = psi2 + share_of_batch(num_batches, warmup, alpha_fwd) * (batch_psi2 - psi2)
-    new_nu = nu * (1.0 - (1.0 - alpha_bwd) * gamma).clamp(min=0.0) + (1.0 - alpha_bwd) * lambda_
-    psi2, nu = torch.where(counted, new_psi2.float(), psi2), torch.where(counted, new_nu.float(), nu)
-    return psi2, nu, num_batches + counted

@@ -32,7 +32,6 @@ def check(argv: list[str]) -> int:
     description = "Compare the kernels that this machine can run with plain PyTorch; exit code 1 if one is wrong."
     ArgumentParser(prog="pn check", description=description).parse_args(argv)
 
-    import pn_fairseq.norms  # noqa: F401 (defines operators)
     from pn_fairseq.kernels.check import check
 
     table, fine = check()

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-import pn_fairseq.norms  # noqa: F401 (defines operators)
 from pn_fairseq import kernels
-from pn_fairseq.kernels.check import TOLERANCE, check, samples
+from pn_fairseq.kernels.check import check
+from pn_fairseq.kernels.first_use import TOLERANCE, samples
 
 
 def test_every_operator_has_samples():

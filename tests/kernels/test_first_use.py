@@ -7,9 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import pn_fairseq.norms  # noqa: F401 (defines operators)
 from pn_fairseq import kernels
-from pn_fairseq.kernels import check, reference, selection
+from pn_fairseq.kernels import first_use, reference, selection
 
 
 class Gpu:
@@ -32,9 +31,10 @@ class Gpu:
 
         module = SimpleNamespace(INTERPRETED=False, triton=SimpleNamespace(__version__=version))
         vars(module).update({operator: implementation(operator) for operator in kernels.OPERATORS})
-        monkeypatch.setattr(selection, "_load_triton", lambda: (module, ""))
+        monkeypatch.setattr(selection, "_triton_operators", lambda: module)
+        monkeypatch.setenv("TRITON_INTERPRET", "1")  # the tensors are on the CPU
         monkeypatch.setattr(selection, "_compared", {})
-        for function in (selection._why_no_triton_on, selection._warn_without_triton):
+        for function in (selection._no_triton_on, selection._warn_without_triton):
             monkeypatch.setattr(selection, function.__name__, cache(function.__wrapped__))
         monkeypatch.setattr(selection, "FORCED", forced)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
@@ -54,7 +54,7 @@ class Gpu:
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(check, "driver", lambda: "550.1")
+    monkeypatch.setattr(first_use, "driver", lambda: "550.1")
     return tmp_path / "pn_fairseq"
 
 
@@ -67,7 +67,7 @@ def gpu(monkeypatch):
 FIRST = len(kernels.OPERATORS) + 2
 
 
-@pytest.mark.parametrize("dtype", check.TOLERANCE, ids=str)
+@pytest.mark.parametrize("dtype", first_use.TOLERANCE, ids=str)
 def test_the_first_use_compares_every_operator_once(gpu, dtype):
     healthy = gpu()
     with warnings.catch_warnings():
@@ -82,7 +82,7 @@ def test_the_next_process_compares_again_only_where_something_has_changed(gpu, m
     assert len(gpu().normalize()) == 2
     assert len(gpu(name="another GPU").normalize()) == FIRST
     assert len(gpu(version="3.8").normalize()) == FIRST
-    for owner, name, value in ((check, "driver", lambda: "551.0"), (torch, "__version__", "2.99.0")):
+    for owner, name, value in ((first_use, "driver", lambda: "551.0"), (torch, "__version__", "2.99.0")):
         with monkeypatch.context() as changed:
             changed.setattr(owner, name, value)
             assert len(Gpu(changed).normalize()) == FIRST
@@ -118,7 +118,7 @@ def test_a_kernel_that_does_not_compile_is_not_used(gpu, monkeypatch):
     def out_of_resources(*arguments):
         raise RuntimeError("out of resource: shared memory\nhint")
 
-    monkeypatch.setattr(selection._load_triton()[0], "gradient", out_of_resources)
+    monkeypatch.setattr(selection._triton_operators(), "gradient", out_of_resources)
     with pytest.warns(UserWarning, match=r"cannot launch a kernel \(out of resource: shared memory\)$"):
         broken.normalize()
 
@@ -145,7 +145,7 @@ def test_defaults_of_the_caller_do_not_matter(gpu):
     torch.set_default_dtype(torch.float64)
     try:
         with torch.device("meta"):
-            assert selection._why_triton_is_off(x) == ""
+            assert selection._wrong_on(x) == ""
     finally:
         torch.set_default_dtype(torch.float32)
     assert torch.equal(state, torch.get_rng_state()) and len(healthy.calls) == FIRST - 2

@@ -8,7 +8,6 @@ import torch
 from pn_fairseq import kernels
 from pn_fairseq.kernels import reference
 from pn_fairseq.norms import MaskedBatchNorm
-from pn_fairseq.norms.power import power_update
 
 from ..pairwise import in_pairs, pairwise
 
@@ -294,7 +293,7 @@ def test_operators_on_the_state(warmup, fault, dtype):
         psi2.float(), None, tracked, given[0], None, given[2], given[3], warmup, ALPHA
     )[1].numel() == 0  # fmt: skip
 
-    new_psi2, new_nu, after = power_update(
+    new_psi2, new_nu, after = kernels.power_update(
         psi2.float(), nu.float(), tracked, given[0], used.to(dtype), given[2], given[3], EPS, warmup, ALPHA, 0.7
     )
     gamma, lambda_ = batch[0] / (used + EPS), products[0] / count

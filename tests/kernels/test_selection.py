@@ -44,8 +44,7 @@ def test_triton_forced_without_a_gpu():
     done = run("warm-python", "-c", command, cwd=ROOT, check=False, **variables)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].endswith(
-        "Unavailable: PN_FAIRSEQ_KERNELS=triton computes on CUDA only, unless TRITON_INTERPRET=1 is set, "
-        "and this input is on the CPU"
+        "Unavailable: PN_FAIRSEQ_KERNELS=triton: triton computes on CUDA, and on the CPU only with TRITON_INTERPRET=1"
     )
 
 
@@ -82,7 +81,8 @@ class Gpu:
             return reference.normalize(*args)
 
         module = SimpleNamespace(INTERPRETED=False, normalize=normalize)
-        monkeypatch.setattr(selection, "_load_triton", lambda: (module, ""))
+        monkeypatch.setattr(selection, "_triton_operators", lambda: module)
+        monkeypatch.setenv("TRITON_INTERPRET", "1")  # the tensors are on the CPU
         monkeypatch.setattr(selection, "FORCED", forced)
         monkeypatch.setattr(torch.version, "cuda", "12.8")
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
@@ -97,7 +97,7 @@ class Gpu:
 
 @pytest.fixture
 def gpu(monkeypatch):
-    for function in (selection._why_no_triton_on, selection._warn_without_triton):
+    for function in (selection._no_triton_on, selection._warn_without_triton):
         monkeypatch.setattr(selection, function.__name__, cache(function.__wrapped__))
     return lambda **options: Gpu(monkeypatch, **options)
 
@@ -140,7 +140,6 @@ def test_where_triton_cannot_launch_it_cannot_be_forced(gpu, options, reason):
 def test_triton_that_is_not_installed_cannot_be_forced(monkeypatch):
     monkeypatch.setenv(kernels.VARIABLE, "triton")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(selection, "_load_triton", selection._load_triton.__wrapped__)
     with pytest.raises(kernels.Unavailable, match="^PN_FAIRSEQ_KERNELS=triton: triton is not installed$"):
         selection._select()
 
@@ -150,7 +149,7 @@ def test_info_says_why_triton_does_not_launch(gpu, forced, monkeypatch):
     gpu(forced=forced)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(selection, "_why_no_triton_on", lambda device: f"no compiler for {device}")
+    monkeypatch.setattr(selection, "_no_triton_on", lambda device: f"no compiler for {device}")
     name, why = kernels.describe()["CUDA"]
     assert name == ("none" if forced else "reference") and why.endswith("no compiler for cuda:0")
     assert "triton" not in kernels.available()

@@ -1,0 +1,122 @@
+"""The first use of a GPU: each operator is compared with the reference once, before its results are used."""
+
+import hashlib
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from pn_fairseq.kernels.ops import OPERATORS
+from pn_fairseq.kernels.reference import acc_dtype
+
+#: Largest difference that is allowed, relative to the largest value of a result: sums in another order, one rounding.
+TOLERANCE = {torch.float64: 1e-11, torch.float32: 2e-5, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
+
+#: Tokens, channels and layer-scale groups: a translation model's, and numbers that no vector width divides.
+SHAPES = ((96, 512, 8), (37, 67, 0))
+
+
+def samples(dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, tuple]]:
+    """Arguments of every operator, with and without what may be left out."""
+    # Whatever defaults the caller has set.
+    like = {"generator": torch.Generator().manual_seed(0), "device": "cpu", "dtype": torch.float32}
+    for tokens, channels, groups in SHAPES:
+        x, dy = torch.randn((2, tokens, channels), **like).to(device, dtype)
+        padding = (torch.rand(tokens, **like) < 0.2).to(device)
+        weight, bias, mean, moment, nu, offset = (torch.rand((6, channels), **like) + 0.5).to(device)
+        inv_rms = OPERATORS["moments"](x, None, groups, 1e-5, False)[0]
+        for mask in (padding, None):
+            yield "normalize", (x, weight, bias, None, moment, mask, None, groups, 1e-5, True)
+            for centered in (False, True):
+                yield "moments", (x, mask, groups, 1e-5, centered)
+            vectors = (weight, mean, moment)
+            yield "gradient", (dy, x, mask, weight, None, moment, nu, None, inv_rms, groups, 1e-5, True)
+            yield "gradient", (dy, x, mask, *vectors, nu, offset, inv_rms, groups, 1e-5, False)
+            yield "gradient_sums", (dy, x, mask, *vectors, inv_rms, groups, 1e-5)
+        yield "normalize", (x, None, None, mean, moment, None, inv_rms, groups, 1e-5, False)
+        spans = max(groups, 1)
+        for divisor in (
+            (True, 1.0, 1e-5, 0.0, 0.0),
+            (True, 1.1, 0.0, 1e-5, 0.0),
+            (False, float(channels), 0.0, 0.0, 0.3),
+        ):
+            stats = OPERATORS["standardize"](x, None, None, spans, *divisor, 1.0, 0.0)[1]
+            # First the samples with all arguments: the first use of a GPU compares only them.
+            vectors = (moment, mean, nu, offset)
+            yield "standardize", (x, weight, bias, spans, *divisor, 2.0, -0.2, *vectors[:2])
+            yield "standardize_gradient", (dy, x, weight, stats, spans, 2.0, -0.2, True, True, True, *vectors, padding)
+            yield "standardize", (x, weight, bias, spans, *divisor, 2.0, -0.2)
+            yield "standardize", (x, None, None, spans, *divisor, 1.0, 0.0)
+            for through in ((True, True), (False, True), (True, False)):
+                yield "standardize_gradient", (dy, x, weight, stats, spans, 2.0, -0.2, *through, True)
+                yield "standardize_gradient", (dy, x, None, stats, spans, 1.0, 0.0, *through, False)
+        for erf, shift in ((True, bias[:1]), (False, None)):
+            yield "squash", (x, weight, bias, nu[:1], shift, erf)
+            yield "squash_gradient", (dy, x, weight, nu[:1], shift, erf)
+        acc = acc_dtype(x)
+        count, number = torch.tensor(7.0, dtype=acc, device=device), torch.tensor(3, device=device)
+        products = torch.randn((2, channels), **like).to(device, acc)
+        batch = (moment.to(acc), mean.to(acc), products, count)
+        for warmup in (0, 9):
+            yield "running_average", (moment, mean, number, *batch, warmup, 0.9)
+            state = (moment, nu, number, batch[0], moment, products, count)
+            yield "power_update", (*state, 1e-5, warmup, 0.9, 0.9)
+
+
+def difference(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> float:
+    """The largest difference of two results, relative to the largest value; infinite if shape or type differ."""
+    worst = 0.0
+    for one, other in zip(found, expected, strict=True):
+        if one.shape != other.shape or one.dtype != other.dtype:
+            return float("inf")
+        if other.numel():
+            error = (one.double() - other.double()).abs().max() / other.double().abs().max().clamp(min=1e-30)
+            worst = max(worst, float(error.nan_to_num(float("inf"))))
+    return worst
+
+
+def first_use(module: ModuleType, dtype: torch.dtype, device: torch.device) -> str:
+    """Which operators of ``module`` give wrong results on ``device``, in one line; empty if none does.
+
+    Each operator is compared once, in one type: most of the time is spent on compiling them. A correct result is
+    noted in a file, and not compared again until the GPU, its driver, torch, Triton or the kernels change.
+    """
+    passed = cache_file(module, dtype, device)
+    if passed.exists():
+        return ""
+    each: dict[str, tuple] = {}
+    for name, arguments in samples(dtype, device):
+        each.setdefault(name, arguments)
+    off = []
+    for name, arguments in each.items():
+        compute: Callable = getattr(module, name, OPERATORS[name])
+        error = difference(compute(*arguments), OPERATORS[name](*arguments))
+        if error > TOLERANCE[dtype]:
+            off.append(f"{name} by {error:.0e}")
+    if off:
+        return f"differs from it in {str(dtype)[6:]}: {', '.join(off)} (python -m pn_fairseq --check shows more)"
+    try:
+        passed.parent.mkdir(parents=True, exist_ok=True)
+        passed.touch()
+    except OSError:  # the next process compares again
+        pass
+    return ""
+
+
+def cache_file(module: ModuleType, dtype: torch.dtype, device: torch.device) -> Path:
+    """The file that says that nothing is off."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "pn_fairseq")
+    sources = [path.read_bytes() for path in sorted(Path(__file__).parent.glob("triton_*.py"))]
+    about = [torch.__version__, module.triton.__version__, dtype, torch.cuda.get_device_name(device), driver()]
+    return folder / hashlib.sha256(b"\n".join([*sources, *(str(one).encode() for one in about)])).hexdigest()[:16]
+
+
+def driver() -> str:
+    """The version of the GPU's driver; of the CUDA that it supports where the system does not tell."""
+    try:
+        return Path("/proc/driver/nvidia/version").read_text("utf-8")
+    except OSError:
+        return str(torch._C._cuda_getDriverVersion()) if hasattr(torch._C, "_cuda_getDriverVersion") else ""
