@@ -67,6 +67,7 @@ class ChannelNorm(nn.Module):
         for name in ("weight", "bias"):
             learns = affine and name in self.learned
             self.register_parameter(name, nn.Parameter(torch.empty(num_features)) if learns else None)
+        self._built_on_meta = torch.get_default_device().type == "meta"
         ChannelNorm.reset_parameters(self)
 
     def reset_parameters(self) -> None:
@@ -75,6 +76,19 @@ class ChannelNorm(nn.Module):
             nn.init.ones_(self.weight)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
+
+    @property
+    def _is_hf_initialized(self) -> bool:
+        return self.__dict__.get("_is_hf_initialized", False)
+
+    @_is_hf_initialized.setter
+    def _is_hf_initialized(self, value: bool) -> None:
+        """``from_pretrained`` of transformers sets this of every module, after it has given uninitialized memory to the
+        tensors that are not in the checkpoint. In the meantime torch.nn.init leaves the other ones as they are."""
+        self.__dict__["_is_hf_initialized"] = value
+        if self._built_on_meta:
+            self._built_on_meta = False
+            self.reset_parameters()
 
     def set_num_updates(self, num_updates: int) -> None:
         """Tell the norm how many optimizer updates are completed."""
@@ -411,12 +425,16 @@ class RunningNorm(ChannelNorm):
         for buffer in self._buffers.values():  # new memory, which the caller may write to; frozen views keep the old
             buffer.set_(buffer.clone())
 
+    def reset_parameters(self) -> None:
+        """Give the parameters and the state their initial values, as ``reset_parameters`` of torch's BatchNorm does."""
+        super().reset_parameters()
+        self.reset_running_stats()
+
     def reset_running_stats(self) -> None:
         """Give the state its initial values."""
         self.discard_pending()
-        for name, value in self._initial.items():
-            self._buffers[name].fill_(value)
-        self.num_batches_tracked.zero_()
+        for name, buffer in self._buffers.items():
+            nn.init.constant_(buffer, self._initial.get(name, 0))
 
     def train(self, mode: bool = True):
         self.flush()
@@ -487,13 +505,18 @@ class RunningNorm(ChannelNorm):
     # Conversion and copies.
 
     def _apply(self, fn, recurse=True):
+        """Buffers take device and memory of ``fn``, and neither its dtype nor its values: ``to_empty`` has none."""
         self.flush()
-        kept = dict(self._buffers)
+        before = dict(self._buffers)
         super()._apply(fn, recurse)
-        for name, old in kept.items():
+        for name, old in before.items():
             new = self._buffers[name]
             if new.dtype != old.dtype:
-                self._buffers[name] = old.to(new.device) if old.device.type != "meta" else new.to(old.dtype)
+                new = self._buffers[name] = torch.empty_like(old, device=new.device)
+            if old.is_meta:
+                new.fill_(self._initial.get(name, 0))
+            elif new is not old and not new.is_meta:
+                new.copy_(old)
         return self
 
     def __getstate__(self):

@@ -124,10 +124,58 @@ def test_parameters_and_initial_state(case):
     norm.set_num_updates(3)
 
 
-def test_reset_parameters_gives_the_initial_ones(case):
-    norm, new = case.build(), build_norm(case.name, CHANNELS, case.variant)
+def test_reset_parameters_gives_the_initial_values(case):
+    norm, new = case.trained(), build_norm(case.name, CHANNELS, case.variant)
     norm.reset_parameters()
-    assert_same(norm.parameters(), new.parameters())
+    assert_same(norm.state_dict().values(), new.state_dict().values())
+
+
+def on_meta(norm):
+    """``norm`` with other values than its initial ones, which are then lost."""
+    return torch.nn.Sequential(norm).to("meta")
+
+
+def without_some(state):
+    return {key: value for key, value in state.items() if not key.endswith(("weight", "running_psi2", "running_var"))}
+
+
+#: How a module without values gets values -> the function that gives it, of the module and a state dict to load.
+MATERIALIZATIONS = {
+    "to_empty": lambda model, state: model.to_empty(device="cpu"),
+    "to_empty of each module": lambda model, state: model.apply(lambda m: m.to_empty(device="cpu", recurse=False)),
+    "to_empty, then a part": lambda model, state: model.to_empty(device="cpu").load_state_dict(
+        without_some(state), strict=False
+    ),
+    "a copy": lambda model, state: copy.deepcopy(model).to_empty(device="cpu")[0],
+    "assign": lambda model, state: model.load_state_dict(state, assign=True),
+    "assign a part, then to_empty": lambda model, state: (
+        model.load_state_dict(without_some(state), strict=False, assign=True),
+        model.to_empty(device="cpu"),
+    ),
+}
+
+
+@pytest.mark.parametrize("how", MATERIALIZATIONS)
+def test_state_is_initial_or_loaded_however_memory_is_given(running, how):
+    model, loaded, new = on_meta(running.trained()), running.trained(), running.build()
+    found = MATERIALIZATIONS[how](model, {f"0.{key}": value for key, value in loaded.state_dict().items()})
+    norm = found if isinstance(found, RunningNorm) else model[0]
+    for key, value in state_of(norm).items():
+        part = how == "assign" or ("part" in how and without_some({key: value}))
+        assert torch.equal(value, state_of(loaded if part else new)[key]), key
+
+
+def test_memory_that_is_given_to_a_module_with_values_keeps_the_state(running):
+    norm = running.trained()
+    before = state_of(norm)
+    torch.nn.Sequential(norm).to_empty(device="cpu")
+    assert_state_unchanged(norm, before)
+
+
+def test_a_module_on_meta_is_refused(running):
+    for training in (True, False):
+        with pytest.raises(RuntimeError, match="meta"):
+            on_meta(running.build())[0].train(training)(torch.ones(2, CHANNELS))
 
 
 def test_reset_gives_the_initial_state(running):

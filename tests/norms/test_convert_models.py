@@ -56,6 +56,36 @@ def marian():
     )
 
 
+@pytest.mark.parametrize("norm", ["batch", "prep-batch", "mabn"])
+def test_from_pretrained_gives_initial_or_loaded_values(norm, tmp_path):
+    """transformers builds on the meta device and gives uninitialized memory to what the checkpoint lacks."""
+    plain = bert()
+
+    class Converted(type(plain)):
+        def __init__(self, config):
+            super().__init__(config)
+            convert_norms(self, norm, mask_from="attention_mask", layout="BTC")
+
+    plain.save_pretrained(tmp_path / "plain")
+    memory = [torch.full((C,), 7e9) for _ in range(1000)]
+    del memory
+    for dtype in (torch.float32, torch.bfloat16):
+        model = Converted.from_pretrained(tmp_path / "plain", dtype=dtype)
+        expected = Converted(plain.config)
+        for one, other in zip(running_norms(model), running_norms(expected), strict=True):
+            assert one.weight.dtype == dtype
+            for (name, value), initial in zip(one.state_dict().items(), other.state_dict().values(), strict=True):
+                assert torch.equal(value.float(), initial.float()), name
+    model = Converted.from_pretrained(tmp_path / "plain").train()
+    tokens = torch.randint(4, VOCABULARY, (B, T))
+    model(input_ids=tokens, attention_mask=(~MASK).long()).logits.sum().backward()
+    model.save_pretrained(tmp_path / "converted")
+    again = Converted.from_pretrained(tmp_path / "converted")
+    assert int(again.bert.embeddings.LayerNorm.num_batches_tracked) == 1
+    for (name, value), expected in zip(again.state_dict().items(), model.state_dict().values(), strict=True):
+        assert torch.equal(value, expected), name
+
+
 def t5():
     hf = hugging_face()
     sizes = {"d_model": C, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2, "dropout_rate": 0.0}
