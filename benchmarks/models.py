@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_REGISTRY
 
-import pn_fairseq.plugin  # noqa: F401 (registers the architectures)
+import pn_fairseq.models  # noqa: F401 (registers the architectures)
 from pn_fairseq.models.from_checkpoint import make_dictionary
 from pn_fairseq.norms import NORMS
 

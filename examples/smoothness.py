@@ -33,7 +33,7 @@ from fairseq import checkpoint_utils, utils
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from pn_fairseq import plugin  # noqa: F401  registers the models
+import pn_fairseq.models  # noqa: F401  registers the models
 from pn_fairseq.common.checkpoints import find_checkpoints
 from pn_fairseq.common.command import UserError
 

@@ -2,7 +2,7 @@
 
 The directory of this package is what ``fairseq-train --user-dir`` takes; ``python -m pn_fairseq --user-dir`` prints it.
 Importing it loads neither torch nor fairseq and changes nothing. Where fairseq is already in use, it loads
-:mod:`pn_fairseq.plugin` there.
+:mod:`pn_fairseq.models` there.
 """
 
 import sys
@@ -15,4 +15,4 @@ if "fairseq.models" in sys.modules:
     with one_line_errors(Unavailable):
         if __name__ != "pn_fairseq":  # its modules import each other by this name
             raise Unavailable(f"--user-dir {__path__[0]}: the folder must be called pn_fairseq; rename it")
-        from pn_fairseq import plugin  # noqa: F401 (registers the models, applies the patches)
+        from pn_fairseq import models  # noqa: F401 (registers the models, applies the patches)

@@ -19,7 +19,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf, open_dict
 
-import pn_fairseq.plugin  # noqa: F401 (registers the architectures)
+import pn_fairseq.models  # noqa: F401 (registers the architectures)
 from pn_fairseq.common.published import LM_TABLES, PAPER
 from pn_fairseq.models.transformer_lm_pn import LanguageModelNorms
 from pn_fairseq.models.transformer_pn import TransformerPNConfig

@@ -118,13 +118,25 @@ def test_user_dir_under_another_name_is_refused(monkeypatch):
         spec.loader.exec_module(sys.modules["renamed"])
 
 
-def test_importing_the_package_after_fairseq_registers_the_model(tmp_path):
-    code = """
+@pytest.mark.parametrize(
+    "imports",
+    [
+        "import fairseq.models, pn_fairseq",
+        "import pn_fairseq.models, fairseq",
+        "import pn_fairseq.norms, pn_fairseq.models",
+    ],
+)
+def test_the_models_and_the_patches_in_any_order_of_imports(imports, tmp_path):
+    code = f"""
+{imports}
+from fairseq import checkpoint_utils
 from fairseq.models import ARCH_MODEL_REGISTRY
-import pn_fairseq
-print("transformer_pn_iwslt" in ARCH_MODEL_REGISTRY)
+from fairseq.tasks import TASK_REGISTRY
+print("transformer_pn_iwslt" in ARCH_MODEL_REGISTRY, "translation_random_batches" in TASK_REGISTRY)
+print(checkpoint_utils.load_checkpoint_to_cpu.patched_by)
 """
-    assert run("warm-python", "-c", code, cwd=tmp_path).stdout == "True\n"
+    words = run(sys.executable, "-c", code, cwd=tmp_path, PYTHONPATH=str(ROOT)).stdout.split()
+    assert words == ["True", "True", "pn_fairseq.fairseq_patches.safe_loading"]
 
 
 def test_version_and_missing_verb(tmp_path):

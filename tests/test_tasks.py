@@ -7,7 +7,7 @@ pytest.importorskip("fairseq")
 from fairseq import options, tasks  # noqa: E402
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf  # noqa: E402
 
-import pn_fairseq.plugin  # noqa: E402, F401
+import pn_fairseq.models  # noqa: E402, F401
 
 
 def batches(data, name: str, split: str, seed: int = 1, epoch: int = 1) -> list[dict]:

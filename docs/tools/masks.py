@@ -107,7 +107,7 @@ def padding(run: Path) -> list[dict]:
     from fairseq import options, tasks
     from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 
-    import pn_fairseq.plugin  # noqa: F401
+    import pn_fairseq.models  # noqa: F401
 
     trained = Run(run)
     words = [str(trained.bin), "--task", trained.get("task._name"), "--arch", "transformer_pn_tiny"]

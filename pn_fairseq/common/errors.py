@@ -10,6 +10,20 @@ class Unavailable(RuntimeError):
     """An implementation of the kernels was asked for that cannot run here; the message says why and what to do."""
 
 
+class FoldedModelError(RuntimeError):
+    """Raised on training a folded model, and on loading its weights into a model that is not folded.
+
+    Args:
+        file: the checkpoint that it comes from, for the message.
+    """
+
+    def __init__(self, file: str | None = None):
+        super().__init__(
+            f"{file or 'the model'} was folded by pn fold, for decoding only; to train, use the checkpoint that it was "
+            "folded from"
+        )
+
+
 def fairseq_program() -> str | None:
     """The program of fairseq that is on the call stack, such as ``fairseq-train``; None in any other program."""
     frame, program = sys._getframe(), None

@@ -1,8 +1,9 @@
-"""Patches of fairseq, one file each: what fairseq gets wrong, and what it does not tell the norms.
+"""Patches of fairseq: what fairseq gets wrong, and what it does not tell the norms.
 
-:func:`apply` runs when fairseq loads this plugin's models (``--user-dir``) and changes functions of fairseq for the
-rest of the process. ``PN_FAIRSEQ_NO_PATCHES=1`` turns all patches off. A patch whose function takes other arguments
-than in the fairseq that it was written for is left out with a warning. ``python -m pn_fairseq --info`` lists them.
+:func:`apply` runs when ``pn_fairseq.models`` is imported, as ``--user-dir`` does, and changes functions of fairseq for
+the rest of the process. Each function of fairseq is replaced in one place, which lists what happens in which order.
+``PN_FAIRSEQ_NO_PATCHES=1`` turns all patches off. A patch whose function takes other arguments than in the fairseq that
+it was written for is left out with a warning. ``pn info`` lists them.
 """
 
 import ast
@@ -15,18 +16,43 @@ from pathlib import Path
 
 from pn_fairseq.common.environment import patches_enabled
 
+#: The files of the patches, in the order in which they are applied.
+ORDER = (
+    # What today's NumPy and torch need.
+    "numpy_2",
+    "safe_loading",
+    # From the command line to the model.
+    "command_line",
+    "jobs",
+    "ranks",
+    "convert_norms",
+    "one_line_errors",
+    # Training.
+    "not_finite",
+    "updates",
+    "layer_drop",
+    "moving_average",
+    "average_running_stats",
+    "resuming",
+    "atomic_copy",
+    # Evaluation.
+    "eval_lm_blocks",
+)
+
 
 def patches() -> dict[str, str]:
     """Name of each patch -> the first sentence of its docstring. Imports neither torch nor fairseq."""
-    files = sorted(Path(__file__).parent.glob("[a-z]*.py"))
-    docstrings = {file.stem: ast.get_docstring(ast.parse(file.read_text("utf-8"))) for file in files}
-    return {name: docstring.partition("\n\n")[0].replace("\n", " ") for name, docstring in docstrings.items()}
+    sentences = {}
+    for name in ORDER:
+        source = Path(__file__).with_name(f"{name}.py").read_text("utf-8")
+        sentences[name] = ast.get_docstring(ast.parse(source)).partition("\n\n")[0].replace("\n", " ")
+    return sentences
 
 
 def apply() -> None:
     """Apply all patches, unless they are turned off."""
     if patches_enabled():
-        for name in patches():
+        for name in ORDER:
             importlib.import_module(f"{__name__}.{name}")
 
 
@@ -37,15 +63,21 @@ def patch(owner, name: str, parameters: str) -> Callable[[Callable], Callable]:
         owner: a module or class of fairseq.
         name: of a function in it.
         parameters: the names of the function's parameters, separated by spaces. If they differ, nothing is replaced.
+
+    Raises:
+        RuntimeError: another patch has replaced the function.
     """
 
     def replace(wrapper: Callable) -> Callable:
         original = getattr(owner, name)
-        found = " ".join(inspect.signature(original).parameters)
-        if found != parameters:
+        earlier = getattr(original, "patched_by", None)
+        if earlier is not None and name in vars(owner):
+            raise RuntimeError(f"{owner.__name__}.{name} is patched by {earlier}, and again by {wrapper.__module__}")
+        actual = " ".join(inspect.signature(original).parameters)
+        if actual != parameters:
             warnings.warn(
-                f"{wrapper.__module__} is not applied: {owner.__name__}.{name} of this fairseq takes ({found}) instead "
-                f"of ({parameters})",
+                f"{wrapper.__module__} is not applied: {owner.__name__}.{name} of this fairseq takes ({actual}) "
+                f"instead of ({parameters})",
                 stacklevel=2,
             )
         elif patches_enabled():
@@ -54,6 +86,7 @@ def patch(owner, name: str, parameters: str) -> Callable[[Callable], Callable]:
             def function(*args, **kwargs):
                 return wrapper(original, *args, **kwargs)
 
+            function.patched_by = wrapper.__module__
             setattr(owner, name, function)
         return wrapper
 

@@ -8,15 +8,15 @@ import ast
 import json
 from argparse import ArgumentTypeError
 
-from fairseq import models, options
+from fairseq import models
 from fairseq.dataclass import utils
 from fairseq.models import ARCH_MODEL_REGISTRY
 from fairseq.utils import safe_getattr
 from omegaconf import OmegaConf, open_dict
 from torch import Tensor, nn
 
+from pn_fairseq.common.run_settings import learning_rate_warmup
 from pn_fairseq.fairseq_patches import patch
-from pn_fairseq.models.norm_options import _learning_rate_warmup
 from pn_fairseq.norms import RunningNorm
 from pn_fairseq.norms.convert import convert
 from pn_fairseq.norms.registry import find_norm
@@ -71,9 +71,8 @@ def specification(text: str) -> str:
     return text
 
 
-@patch(options, "add_model_args", "parser")
-def add_model_args(original, parser):
-    group = original(parser)
+def add_flags(group) -> None:
+    """Add the flags of this patch to a group of arguments."""
     group.add_argument(
         "--convert-norms",
         action="append",
@@ -87,7 +86,6 @@ def add_model_args(original, parser):
         action="store_true",
         help="the norms of pn_fairseq see no padding mask and count padding, to compare with",
     )
-    return group
 
 
 @patch(utils, "override_module_args", "args")
@@ -125,7 +123,7 @@ def build_model(original, cfg, task, from_checkpoint=False):
         pattern, norm, chosen = parse(text)
         own = {key: chosen.pop(key) for key in OWN_KEYS if key in chosen}
         if "psi_warmup_updates" in find_norm(norm).options:
-            chosen.setdefault("psi_warmup_updates", _learning_rate_warmup(cfg))
+            chosen.setdefault("psi_warmup_updates", learning_rate_warmup(cfg))
         try:
             convert(
                 model,

@@ -6,6 +6,8 @@ several ranks it reports "gradients are inconsistent between workers" instead.
 """
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from fairseq.nan_detector import NanDetector
@@ -16,8 +18,8 @@ from pn_fairseq.fairseq_patches import patch
 
 #: What fairseq says when a number is not finite. With several ranks it lists the norms of their gradients.
 _MESSAGES = re.compile(r"gradients are (Nan/Inf|inconsistent.*\b(nan|inf)\b)|Minimum loss scale reached", re.S)
-#: What the detectors found in this update.
-_found: list[str] = []
+#: What the detectors found in this update, in words.
+_first_modules: list[str] = []
 
 
 def _tensors(output):
@@ -46,15 +48,16 @@ def add_hooks(_, detector, module):
 def detect(original, detector, tensor, name, backward):
     if message := original(detector, tensor, name, backward):
         gradient = "the gradient of " if backward else ""
-        _found.append(f"{message.split()[0]} first in {gradient}the output of {name or 'the model'}")
+        _first_modules.append(f"{message.split()[0]} first in {gradient}the output of {name or 'the model'}")
     return message
 
 
-@patch(Trainer, "train_step", "self samples raise_oom")
-def train_step(original, trainer, *args, **kwargs):
-    _found.clear()
+@contextmanager
+def explained(trainer: Trainer) -> Iterator[None]:
+    """An update in which a number that is not finite ends in a :class:`NotFiniteError`."""
+    _first_modules.clear()
     try:
-        return original(trainer, *args, **kwargs)
+        yield
     except NotFiniteError:  # of the same update, which fairseq repeats under --amp
         raise
     except Exception as error:
@@ -62,5 +65,5 @@ def train_step(original, trainer, *args, **kwargs):
         fault = error if isinstance(error, FloatingPointError) else error.__context__
         if not isinstance(fault, FloatingPointError) or not _MESSAGES.search(str(fault)):
             raise
-        scaler = getattr(trainer.optimizer, "scaler", None)
-        raise NotFiniteError(trainer.get_num_updates() + 1, getattr(scaler, "loss_scale", None), *_found[:1]) from error
+        loss_scale = getattr(getattr(trainer.optimizer, "scaler", None), "loss_scale", None)
+        raise NotFiniteError(trainer.get_num_updates() + 1, loss_scale, *_first_modules[:1]) from error

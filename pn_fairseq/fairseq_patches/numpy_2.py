@@ -1,24 +1,32 @@
-"""``--sample-break-mode eos``, language models' generation and ``--num-batch-buckets`` work with NumPy 2.
+"""``--num-batch-buckets``, ``--sample-break-mode eos`` and language models' generation work with NumPy 2.
 
-It has no ``np.compat.long``.
+fairseq uses names that NumPy has removed: ``compat.long``, ``int``, ``float`` and ``interpolation`` of ``percentile``.
 """
 
+import builtins
 from types import ModuleType, SimpleNamespace
 
 import numpy
-from fairseq.data import language_pair_dataset, token_block_dataset
+from fairseq.data import data_utils, language_pair_dataset, token_block_dataset
+from fairseq.modules import dynamic_crf_layer
 
 from pn_fairseq.common.environment import patches_enabled
 
 
 class Numpy1(ModuleType):
-    """NumPy with ``compat.long``, for the two modules of fairseq that ask for it."""
+    """NumPy with the removed names, for the modules of fairseq that ask for them."""
 
-    compat = SimpleNamespace(long=int)
+    compat = SimpleNamespace(long=builtins.int)
+    int, float = builtins.int, builtins.float
+
+    @staticmethod
+    def percentile(values, percentages, interpolation="linear"):
+        return numpy.percentile(values, percentages, method=interpolation)
 
     def __getattr__(self, name):
         return getattr(numpy, name)
 
 
-if patches_enabled() and not hasattr(getattr(numpy, "compat", None), "long"):
-    language_pair_dataset.np = token_block_dataset.np = Numpy1("numpy")
+if patches_enabled():
+    for module in (data_utils, dynamic_crf_layer, language_pair_dataset, token_block_dataset):
+        module.np = Numpy1("numpy")

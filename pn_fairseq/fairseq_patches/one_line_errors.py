@@ -9,10 +9,8 @@ from fairseq.criterions.adaptive_loss import AdaptiveLoss
 from fairseq.tasks.fairseq_task import FairseqTask, LegacyFairseqTask
 from fairseq.trainer import Trainer
 
-from pn_fairseq.common.errors import Unavailable, one_line_errors
+from pn_fairseq.common.errors import FoldedModelError, Unavailable, one_line_errors
 from pn_fairseq.fairseq_patches import patch
-from pn_fairseq.models.normed_model import FoldedModelError, NormedModel
-from pn_fairseq.models.transformer_lm_pn import check_criterion
 
 
 def build_model(original, *args, **kwargs):
@@ -29,20 +27,21 @@ def new_trainer(original, trainer, cfg, task, model, criterion, *args, **kwargs)
     with one_line_errors(FoldedModelError, ValueError):
         if getattr(model, "folded", False):
             raise FoldedModelError()
-        if isinstance(model, NormedModel):
-            check_criterion(model, isinstance(criterion, AdaptiveLoss))
+        check_criterion(model, isinstance(criterion, AdaptiveLoss))
     return original(trainer, cfg, task, model, criterion, *args, **kwargs)
 
 
-@patch(Trainer, "load_checkpoint", "self filename reset_optimizer reset_lr_scheduler optimizer_overrides reset_meters")
-def load_checkpoint(original, trainer, filename, *args, **kwargs):
-    with one_line_errors(FoldedModelError):
-        try:
-            return original(trainer, filename, *args, **kwargs)
-        except Exception as error:
-            if isinstance(error.__context__, FoldedModelError):
-                raise FoldedModelError(filename) from error
-            raise
+def check_criterion(model, adaptive_loss: bool) -> None:
+    """Refuse an adaptive softmax without ``--criterion adaptive_loss``, and the reverse.
+
+    Raises:
+        ValueError: they do not fit.
+    """
+    decoder = getattr(model, "decoder", None)
+    if decoder is not None and (getattr(decoder, "adaptive_softmax", None) is not None) != adaptive_loss:
+        one, other = ("model", "criterion") if adaptive_loss else ("criterion", "model")
+        names = {"model": "adaptive_softmax_cutoff of the model", "criterion": "criterion adaptive_loss"}
+        raise ValueError(f"{names[other]} needs {names[one]}")
 
 
 def compute(original, *args, **kwargs):
@@ -51,6 +50,5 @@ def compute(original, *args, **kwargs):
         return original(*args, **kwargs)
 
 
-patch(FairseqTask, "train_step", "self sample model criterion optimizer update_num ignore_grad")(compute)
 patch(FairseqTask, "valid_step", "self sample model criterion")(compute)
 patch(FairseqTask, "inference_step", "self generator models sample prefix_tokens constraints")(compute)

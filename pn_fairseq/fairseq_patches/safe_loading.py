@@ -1,14 +1,17 @@
 """fairseq reads its checkpoints with torch 2.6 and later, compares their checksums, and names what does not fit.
 
 From torch 2.6 on, ``torch.load`` refuses everything except tensors and plain containers, and with that the settings in
-a checkpoint; its message advises to execute what the file holds. ``torch.load`` compares no checksums: fairseq decodes
-with a weight that has a flipped bit. About weights that do not fit a model fairseq says that architectures differ.
+a checkpoint, also in the copies that rank 0 sends to the other ranks; its message advises to execute what the file
+holds. ``torch.load`` compares no checksums: fairseq decodes with a weight that has a flipped bit. About weights that do
+not fit a model fairseq says that architectures differ.
 """
 
 import os
 import pickle
 
+import torch
 from fairseq import checkpoint_utils
+from fairseq.distributed import utils as distributed_utils
 from fairseq.models import BaseFairseqModel
 
 from pn_fairseq.common.checkpoints import CheckpointError, allow_fairseq_checkpoints, explain_misfit, readable
@@ -39,3 +42,11 @@ def load_state_dict(original, model, *args, **kwargs):
             return original(model, *args, **kwargs)
         except RuntimeError as error:
             raise MisfitError(explain_misfit(error)) from error
+
+
+@patch(distributed_utils, "_broadcast_object_slow", "obj src_rank group dist_device")
+def broadcast_object(_, obj, src_rank, group, dist_device):
+    """The sender of a checkpoint is the same program, so what it sends needs no safe loader."""
+    holder = [obj]
+    torch.distributed.broadcast_object_list(holder, src=src_rank, group=group, device=dist_device)
+    return holder[0]

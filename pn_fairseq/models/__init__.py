@@ -1,5 +1,12 @@
-"""The fairseq models with these norms and their architectures, registered on import."""
+"""What ``--user-dir`` loads: the models with these norms, their architectures and tasks, and the patches of fairseq.
 
-from pn_fairseq.models import architectures, tensorized_lm_pn, transformer_lm_pn, transformer_pn
+Importing it registers all of them, whether fairseq was imported before or not.
+"""
 
-__all__ = ["architectures", "tensorized_lm_pn", "transformer_lm_pn", "transformer_pn"]
+from pn_fairseq import fairseq_patches, tasks
+
+fairseq_patches.apply()
+
+from pn_fairseq.models import architectures, tensorized_lm_pn, transformer_lm_pn, transformer_pn  # noqa: E402
+
+__all__ = ["architectures", "tasks", "tensorized_lm_pn", "transformer_lm_pn", "transformer_pn"]

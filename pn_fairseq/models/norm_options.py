@@ -10,6 +10,7 @@ from hydra.utils import to_absolute_path
 from omegaconf import OmegaConf, open_dict
 
 from pn_fairseq.common.old_settings import RENAMED
+from pn_fairseq.common.run_settings import learning_rate_warmup, run_setting
 from pn_fairseq.models.flags import checked, flag
 from pn_fairseq.models.own_options import options_of, read_options, resolve_options
 from pn_fairseq.models.placements import PLACEMENTS, find_placement
@@ -155,7 +156,7 @@ class NormOptions:
         if options.norm_sync not in SYNC:
             raise ValueError(f"norm_sync={options.norm_sync!r} must be one of {', '.join(SYNC)}")
         if options.psi_warmup_updates is None:
-            resolved["psi_warmup_updates"] = _learning_rate_warmup(args)
+            resolved["psi_warmup_updates"] = learning_rate_warmup(args)
         if int(options.norm_probe_interval) < 1:
             raise ValueError(f"--norm-probe-interval {options.norm_probe_interval} must be at least 1")
         if options.norm_probe_layers and not options.norm_probe:
@@ -175,7 +176,7 @@ class NormOptions:
                 raise ValueError(f"--{side}-norm-last: {name} has no norm after the last layer; leave the flag out")
             if getattr(args, f"{side}_layers_to_keep", None) and not placement.prunes:
                 raise ValueError(f"--{side}-layers-to-keep: layers of {name} compute something else in a smaller model")
-        updates = _setting(args, "optimization", "max_update")
+        updates = run_setting(args, "optimization", "max_update")
         resolved["norm_options"] = resolve_options(options.norm_options, old, options.names(), updates)
         with open_dict(args) if OmegaConf.is_config(args) else ExitStack():
             for name, value in resolved.items():
@@ -226,21 +227,3 @@ class NormOptions:
         norm = build_norm(name, num_features, variant=self.norm_variant, **options)
         folded = self.norms_folded and folds and isinstance(norm, RunningNorm) and norm.folds
         return norm.layer_scale if folded else norm
-
-
-def _learning_rate_warmup(args) -> int:
-    """The learning-rate warm-up in updates, under either name of fairseq's schedules; 0 where there is none."""
-    return next(
-        (value for key in ("warmup_updates", "warmup_steps") if (value := _setting(args, "lr_scheduler", key))), 0
-    )
-
-
-def _setting(args, node: str, key: str) -> int:
-    """A setting outside the model's settings; 0 where it is missing.
-
-    The command line gives one flat Namespace. Under hydra the setting is in a ``node`` next to the model's.
-    """
-    if OmegaConf.is_config(args):
-        parent = args._get_parent()
-        args = parent.get(node) if parent is not None else None
-    return int(safe_getattr(args, key, None) or 0)

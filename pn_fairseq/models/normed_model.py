@@ -2,25 +2,12 @@
 
 import torch
 
+from pn_fairseq.common.errors import FoldedModelError
 from pn_fairseq.models.norm_options import NormOptions
 from pn_fairseq.models.norm_report import NormReport
 
 #: Name of a buffer that marks the weights of a folded model.
 FOLDED_MARK = "norms_folded"
-
-
-class FoldedModelError(RuntimeError):
-    """Raised on training a folded model, and on loading its weights into a model that is not folded.
-
-    Args:
-        file: the checkpoint that it comes from, for the message.
-    """
-
-    def __init__(self, file: str | None = None):
-        super().__init__(
-            f"{file or 'the model'} was folded by pn fold, for decoding only; to train, use the checkpoint that it was "
-            "folded from"
-        )
 
 
 class NormedModel:

@@ -59,18 +59,6 @@ def bands(name: str, cutoff: str, largest: int) -> list[int]:
     return ends
 
 
-def check_criterion(model, adaptive_loss: bool) -> None:
-    """Refuse an adaptive softmax without ``--criterion adaptive_loss``, and the reverse.
-
-    Raises:
-        ValueError: they do not fit.
-    """
-    if (getattr(model.decoder, "adaptive_softmax", None) is not None) != adaptive_loss:
-        one, other = ("model", "criterion") if adaptive_loss else ("criterion", "model")
-        names = {"model": "adaptive_softmax_cutoff of the model", "criterion": "criterion adaptive_loss"}
-        raise ValueError(f"{names[other]} needs {names[one]}")
-
-
 @register_model("transformer_lm_pn")
 class TransformerPNLanguageModel(NormedModel, TransformerLanguageModel):
     """fairseq's decoder-only transformer, pre-norm, with the norms of ``--decoder-norm`` in every place.

@@ -70,6 +70,9 @@ class ChannelNorm(nn.Module):
         self._built_on_meta = torch.get_default_device().type == "meta"
         ChannelNorm.reset_parameters(self)
 
+    #: TorchScript would compile the hook of this module in a model that exports methods, as fairseq's models do.
+    __jit_ignored_attributes__ = ("layer_scale",)
+
     def reset_parameters(self) -> None:
         """Set ``weight`` to 1 and ``bias`` to 0."""
         if self.weight is not None:

@@ -44,5 +44,9 @@ class LayerScale(nn.Module):
             return x
         return kernels.evaluate(x, None, None, None, None, self.groups, self.eps)
 
+    def __prepare_scriptable__(self):
+        """Called by ``torch.jit.script`` for every module of a model; every norm of this package holds this one."""
+        raise RuntimeError("torch.jit.script cannot compile norms of pn_fairseq; use torch.jit.trace or torch.export")
+
     def extra_repr(self) -> str:
         return f"{self.num_features}, groups={self.groups}, eps={self.eps}"

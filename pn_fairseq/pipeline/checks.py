@@ -26,7 +26,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from pn_fairseq.common.checkpoints import explain_misfit, load_checkpoint
 from pn_fairseq.common.command import UserError, whole_number
 from pn_fairseq.common.files import read_settings
-from pn_fairseq.models.transformer_lm_pn import check_criterion
+from pn_fairseq.fairseq_patches.one_line_errors import check_criterion
 from pn_fairseq.pipeline.runs import flat, load_config
 from pn_fairseq.pipeline.settings import Batches, flags
 

@@ -25,7 +25,7 @@ from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-import pn_fairseq.plugin  # noqa: F401 (registers the architectures)
+import pn_fairseq.models  # noqa: F401 (registers the architectures)
 from pn_fairseq.common.command import UserError, did_you_mean, whole_number
 from pn_fairseq.common.files import configs_folder
 from pn_fairseq.fairseq_patches.convert_norms import SETTINGS

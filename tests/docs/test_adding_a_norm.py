@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-import pn_fairseq.plugin  # noqa: F401 (registers them for --arch, also where a test has imported the package before)
+import pn_fairseq.models  # noqa: F401 (registers them for --arch, also where a test has imported the package before)
 from pn_fairseq.common.checkpoints import find_checkpoints, load_checkpoint
 from pn_fairseq.norms import NORMS, build_norm, load_norms
 from pn_fairseq.testing.command import main as run_suite

@@ -66,7 +66,7 @@ def fairseq_help(tool: str) -> str:
     """All option strings of fairseq's command for this project's models and the criterion, ... of the README."""
     from fairseq import models, options, registry, tasks
 
-    importlib.import_module("pn_fairseq.plugin")
+    importlib.import_module("pn_fairseq.models")
     parser = options.get_training_parser() if tool == "fairseq-train" else options.get_generation_parser()
     models_here = ("transformer_pn_iwslt", "transformer_lm_pn_tiny", "tensorized_lm_pn_tiny")
     classes = [models.ARCH_MODEL_REGISTRY[name] for name in models_here]

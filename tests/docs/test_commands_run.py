@@ -98,7 +98,7 @@ def test_every_command_is_accepted_by_its_parser(command, monkeypatch, capsys):
     elif tool in ("fairseq-train", "fairseq-generate"):
         from fairseq import options
 
-        importlib.import_module("pn_fairseq.plugin")
+        importlib.import_module("pn_fairseq.models")
         parser = options.get_training_parser() if tool == "fairseq-train" else options.get_generation_parser()
         monkeypatch.setattr(sys, "argv", [tool, *words])
         options.parse_args_and_arch(parser, words)

@@ -11,7 +11,7 @@ from fairseq.data import Dictionary
 from fairseq.models.wav2vec.wav2vec2 import Wav2Vec2Config
 from omegaconf import OmegaConf
 
-import pn_fairseq.plugin  # noqa: F401
+import pn_fairseq.models  # noqa: F401
 from pn_fairseq.norms import norm_report, running_norms
 
 LENGTHS = torch.tensor([48, 24, 12])

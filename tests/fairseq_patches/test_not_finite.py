@@ -7,7 +7,7 @@ import torch
 from fairseq.nan_detector import NanDetector
 from torch import nn
 
-import pn_fairseq.plugin  # noqa: F401 (applies the patches)
+import pn_fairseq.models  # noqa: F401 (applies the patches)
 from pn_fairseq.common.errors import NotFiniteError
 from pn_fairseq.fairseq_patches import not_finite
 
@@ -31,21 +31,21 @@ class Encoder(nn.Module):
     ],
 )
 def test_first_module_forward(x, times, found):
-    not_finite._found.clear()
+    not_finite._first_modules.clear()
     model = nn.ModuleDict({"encoder": Encoder()})
     nn.init.ones_(model.encoder.second.weight), nn.init.ones_(model.encoder.first.weight)
     with NanDetector(model):
         model.encoder(torch.full((1, 2), x), times)["states"][0].sum().backward()
-    assert not_finite._found[0] == found
+    assert not_finite._first_modules[0] == found
 
 
 def test_first_module_backward():
-    not_finite._found.clear()
+    not_finite._first_modules.clear()
     model = nn.ModuleDict({"encoder": Encoder()})
     with NanDetector(model):
         (model.encoder(torch.ones(1, 2))["states"][0] * 0).sqrt().sum().backward()
-    assert not_finite._found[0].endswith("first in the gradient of the output of encoder") or (
-        not_finite._found[0].endswith("first in the gradient of the output of encoder.second")
+    assert not_finite._first_modules[0].endswith("first in the gradient of the output of encoder") or (
+        not_finite._first_modules[0].endswith("first in the gradient of the output of encoder.second")
     )
 
 
@@ -60,13 +60,11 @@ def test_first_module_backward():
     ],
 )
 def test_which_errors_are_meant(error, mended):
-    def step(trainer):
-        raise error
-
     scaler = SimpleNamespace(loss_scale=0.5)
     trainer = SimpleNamespace(optimizer=SimpleNamespace(scaler=scaler), get_num_updates=lambda: 7)
     with pytest.raises(NotFiniteError if mended else type(error)) as caught:
-        not_finite.train_step(step, trainer)
+        with not_finite.explained(trainer):
+            raise error
     assert (caught.value is not error) is mended
     if mended:
         assert "in update 8 with the loss scale 0.5" in str(caught.value)

@@ -1,7 +1,6 @@
 """What a training remembers over an interruption, and what one training leaves to the next in the same process."""
 
 import logging
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,13 +8,12 @@ import fairseq.file_io
 import fairseq_cli.train
 import pytest
 from fairseq import checkpoint_utils
-from fairseq.distributed import utils as distributed_utils
 from fairseq.file_io import PathManager
 from fairseq.logging import progress_bar
 from omegaconf import OmegaConf
 
-import pn_fairseq.plugin  # noqa: F401 (applies the patches)
-from pn_fairseq.fairseq_patches import early_stopping, place_in_epoch
+import pn_fairseq.models  # noqa: F401 (applies the patches)
+from pn_fairseq.fairseq_patches import jobs, resuming
 
 PATIENCE = OmegaConf.create({"checkpoint": {"patience": 3, "maximize_best_checkpoint_metric": False}})
 
@@ -33,27 +31,13 @@ def saved(who, position, epoch=1):
     """The ``extra_state`` of a checkpoint of ``who``, by fairseq's own Trainer.save_checkpoint."""
     written = []
     place = {"version": 2, "epoch": epoch, "iterations_in_epoch": position, "shuffle": True}
-    save = partial(place_in_epoch.save, lambda trainer, name, state: written.append(state))
-    early_stopping.save(save, who, "x.pt", {"train_iterator": place})
+    resuming.save(lambda trainer, name, state: written.append(state), who, "x.pt", {"train_iterator": place})
     return written[0]
 
 
 def loaded(who, state, *reset, **also):
     """What fairseq gets back when it loads a checkpoint, called as its checkpoint_utils does."""
-    load = partial(place_in_epoch.load, lambda *args, **kwargs: state)
-    return early_stopping.load(load, who, "x.pt", *reset, **also)
-
-
-#: What ``call_main`` looks at, for a training on one rank.
-ALONE = OmegaConf.create(
-    {
-        "distributed_training": {
-            **{"distributed_init_method": None, "distributed_world_size": 1},
-            **{"tpu": False, "pipeline_model_parallel": False},
-        },
-        "common": {"tpu": False},
-    }
-)
+    return resuming.load(lambda *args, **kwargs: state, who, "x.pt", *reset, **also)
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +45,7 @@ def _fresh():
     """Take nothing over in fairseq's memory from trainings of other tests, and leave them nothing."""
     new_process()
     yield
-    distributed_utils.call_main(ALONE, lambda cfg: None)
+    jobs.forget_earlier_job()
 
 
 def new_process():
@@ -141,15 +125,11 @@ def test_the_next_training_in_a_process_begins_with_nothing(tmp_path):
     fairseq_cli.train.should_stop_early(PATIENCE, 1.0)
     handler = logging.FileHandler(tmp_path / "first.log")
     fairseq_cli.train.logger.addHandler(handler)
-    seen = []
-
-    def main(cfg):
-        seen.append(hasattr(checkpoint_utils.save_checkpoint, "best"))
-        seen.append(hasattr(fairseq_cli.train.should_stop_early, "best"))
-        seen.append(handler in fairseq_cli.train.logger.handlers)
-
-    distributed_utils.call_main(ALONE, main)
-    assert seen == [False, False, False]
+    fairseq_cli.train.add_defaults(OmegaConf.create({"common": {"log_file": str(tmp_path / "new/second.log")}}))
+    assert not hasattr(checkpoint_utils.save_checkpoint, "best")
+    assert not hasattr(fairseq_cli.train.should_stop_early, "best")
+    assert handler not in fairseq_cli.train.logger.handlers
+    assert (tmp_path / "new").is_dir()
 
 
 def test_every_record_is_written_once_however_many_epochs(tmp_path):

@@ -21,6 +21,10 @@ def test_bf16(train):
     assert state["model"]["encoder.layer_norm.num_batches_tracked"] == 2
 
 
+def test_num_batch_buckets(train):
+    assert train(*PN, "--num-batch-buckets", "3")["model"]["encoder.layer_norm.num_batches_tracked"] == 2
+
+
 def test_layer_scale_groups_that_do_not_fit(train, capsys):
     with pytest.raises(SystemExit) as stop:
         train(*PN, "--layer-scale-groups", "3")

@@ -5,10 +5,11 @@ import re
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from ..pipeline.test_fold import data, hypotheses, make, state_of  # noqa: F401 (data is a fixture)
 from ..scripts_helpers import verb
-from .helpers import VOCABULARY, build, padded_batch
+from .helpers import KINDS, VOCABULARY, build, padded_batch
 
 main = verb("export")
 
@@ -26,6 +27,21 @@ def test_the_encoder_is_one_graph():
         assert torch.equal(actual["encoder_padding_mask"][0], tokens.eq(PAD))
         torch.testing.assert_close(actual["encoder_out"][0], expected["encoder_out"][0], rtol=1e-5, atol=1e-6)
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("norm", KINDS)
+def test_torchscript_traces_a_model_and_refuses_to_compile_it(norm):
+    """The model exports methods, so torch compiles what it finds in its modules. The graph is for other lengths."""
+    model = build("transformer_pn_tiny", encoder_norm=norm, encoder_layers=1, decoder_layers=1).eval()
+    wrapped = nn.Module()
+    wrapped.model = model
+    wrapped.forward = lambda source, target: model(source, None, target)[0]
+    with torch.no_grad():
+        traced = torch.jit.trace(wrapped, padded_batch(), check_trace=False)
+        for batch in (padded_batch(1), padded_batch(2, batch=2, source=9, target=4)):
+            torch.testing.assert_close(traced(*batch), wrapped(*batch), rtol=1e-4, atol=1e-4)
+    with pytest.raises(RuntimeError, match=r"^torch.jit.script cannot compile norms of pn_fairseq; use [^\n]*$"):
+        torch.jit.script(model)
 
 
 def load(folder, kind):

@@ -59,7 +59,7 @@ def untrained_checkpoint(data: Path, path: Path, *more: str) -> None:
     from fairseq.dataclass.utils import convert_namespace_to_omegaconf
     from omegaconf import OmegaConf
 
-    import pn_fairseq.plugin  # noqa: F401
+    import pn_fairseq.models  # noqa: F401
 
     parser = options.get_training_parser()
     flags = ("--source-lang", "es", "--target-lang", "en", "--arch", "transformer_pn_tiny", "--share-all-embeddings")

@@ -1,9 +1,10 @@
-"""``fairseq-train --help`` lists the architectures, and with ``--arch`` the model's flags; a typo gets advice.
+"""``--help`` lists the architectures and, with ``--arch``, the model's flags; ``--bf16`` works without a TPU.
 
-fairseq's help lists no architecture. It prints the help before it adds the flags of the model that ``--arch`` names. To
-a typo it answers with all architectures.
+fairseq's help lists no architecture, and is printed before the flags of the model that ``--arch`` names are added. To
+a typo in ``--arch`` fairseq answers with all architectures. It takes ``--bf16`` for TPUs only (fairseq issue 4696).
 """
 
+import importlib.util
 import sys
 from argparse import ArgumentParser, ArgumentTypeError
 
@@ -12,6 +13,7 @@ from fairseq.models import ARCH_MODEL_REGISTRY
 
 from pn_fairseq.common.command import did_you_mean
 from pn_fairseq.fairseq_patches import patch
+from pn_fairseq.fairseq_patches.convert_norms import add_flags
 from pn_fairseq.norms import NORMS
 
 
@@ -29,6 +31,7 @@ def add_model_args(original, parser):
     arch.type = architecture
     arch.help += f"; of pn_fairseq, by norm: {norms}; * is tiny, iwslt or wmt_en_de_big; "
     arch.help += "with '--arch ARCH --help' the help ends with the flags of the model"
+    add_flags(group)
     return group
 
 
@@ -41,4 +44,8 @@ def parse_args_and_arch(original, parser, input_args=None, *args, **kwargs):
         model = ARCH_MODEL_REGISTRY.get(finder.parse_known_args(words)[0].arch)
         if model is not None:
             model.add_args(parser.add_argument_group("Model-specific configuration"))
-    return original(parser, input_args, *args, **kwargs)
+    parsed = original(parser, input_args, *args, **kwargs)
+    settings = parsed[0] if isinstance(parsed, tuple) else parsed
+    if getattr(settings, "bf16", False) and importlib.util.find_spec("torch_xla") is None:
+        settings.tpu = False
+    return parsed

@@ -1,0 +1,19 @@
+"""Settings of a training run that a model needs and that fairseq keeps outside the settings of the model."""
+
+
+def run_setting(args, node: str, key: str) -> int:
+    """A whole number among the settings of a run; 0 where it is missing.
+
+    Args:
+        args: the settings of a model as fairseq passes them. From the command line they are one flat Namespace with all
+            settings. Under hydra the setting is in a ``node`` beside the model's.
+    """
+    if hasattr(args, "_get_parent"):
+        parent = args._get_parent()
+        args = parent.get(node) if parent is not None else None
+    return int(getattr(args, key, None) or 0)
+
+
+def learning_rate_warmup(args) -> int:
+    """The warm-up of the learning rate in updates, under either name of fairseq's schedules; 0 where there is none."""
+    return run_setting(args, "lr_scheduler", "warmup_updates") or run_setting(args, "lr_scheduler", "warmup_steps")

@@ -1,0 +1,83 @@
+"""A resumed training continues at the same place of the epoch, and its count of ``--patience`` survives.
+
+fairseq saves the place in an epoch as a number of batches of one rank. With another number of ranks, another
+``update_freq`` or another ``max_tokens`` that number is another place: sentences would be skipped or repeated. fairseq
+counts the validations without improvement in attributes of a function, which no checkpoint holds (fairseq issue 3531):
+a training that is interrupted more often than the patience allows never stops early. And about a training that
+continues from the weights of a folded model it says that architectures differ.
+"""
+
+import sys
+
+from fairseq.trainer import Trainer
+
+from pn_fairseq.common.errors import FoldedModelError, one_line_errors
+from pn_fairseq.fairseq_patches import patch
+
+#: Key in a checkpoint's ``extra_state`` of what this patch adds.
+KEY = "pn_fairseq"
+
+
+@patch(Trainer, "save_checkpoint", "self filename extra_state")
+def save(original, trainer, filename, extra_state):
+    ours = dict(extra_state.get(KEY, {}))
+    count = counter()
+    if hasattr(count, "best"):
+        ours["early_stopping"] = {"best": count.best, "num_runs": getattr(count, "num_runs", 0)}
+    if (iterator := extra_state.get("train_iterator")) is not None:
+        ours["batches"] = batches(trainer.cfg, iterator["epoch"])
+    return original(trainer, filename, {**extra_state, KEY: ours} if ours else extra_state)
+
+
+@patch(Trainer, "load_checkpoint", "self filename reset_optimizer reset_lr_scheduler optimizer_overrides reset_meters")
+def load(original, trainer, filename, reset_optimizer=False, *args, reset_meters=False, **kwargs):
+    with one_line_errors(FoldedModelError):
+        try:
+            extra_state = original(trainer, filename, reset_optimizer, *args, reset_meters=reset_meters, **kwargs)
+        except Exception as error:
+            if isinstance(error.__context__, FoldedModelError):
+                raise FoldedModelError(filename) from error
+            raise
+    saved = (extra_state or {}).get(KEY, {})
+    count = counter()
+    # A new training from these weights has another best loss. fairseq resets its own best loss by the same rule.
+    if "early_stopping" in saved and count and not reset_optimizer and not reset_meters:
+        count.best, count.num_runs = saved["early_stopping"]["best"], saved["early_stopping"]["num_runs"]
+    return in_other_batches(extra_state, saved["batches"], trainer.cfg) if "batches" in saved else extra_state
+
+
+def counter():
+    """fairseq's function whose attributes ``best`` and ``num_runs`` are the count; None outside of a training."""
+    return getattr(sys.modules.get("fairseq_cli.train"), "should_stop_early", None)
+
+
+def batches(cfg, epoch: int) -> dict:
+    """The unit of the place in an epoch: ``workers`` ranks take ``max_tokens`` tokens each, ``update_freq`` times."""
+    frequencies = cfg.optimization.update_freq
+    return {
+        "workers": cfg.distributed_training.distributed_world_size,
+        "max_tokens": cfg.dataset.max_tokens,
+        "update_freq": frequencies[min(epoch, len(frequencies)) - 1],
+    }
+
+
+def convert(place: int, before: dict, now: dict) -> int:
+    """The place in units of ``now`` after the same number of tokens, workers * max_tokens * place; whole updates.
+
+    Batches that are counted in sentences are taken to hold as much as before.
+    """
+    share = before["workers"] / now["workers"]
+    if before["max_tokens"] and now["max_tokens"]:
+        share *= before["max_tokens"] / now["max_tokens"]
+    return round(place * share / now["update_freq"]) * now["update_freq"]
+
+
+def in_other_batches(extra_state: dict, before: dict, cfg) -> dict:
+    """``extra_state`` with the place in the epoch in units of the batches of ``cfg``."""
+    iterator = extra_state["train_iterator"]
+    now = batches(cfg, iterator["epoch"])
+    if not iterator["iterations_in_epoch"] or before == now:
+        return extra_state
+    place = convert(iterator["iterations_in_epoch"], before, now)
+    # Rounding can give a place behind the end. fairseq takes that for the end of the epoch in version 1 only.
+    return {**extra_state, "train_iterator": {**iterator, "version": 1, "iterations_in_epoch": place}}
