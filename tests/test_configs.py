@@ -136,6 +136,14 @@ PUBLISHED = {
         **{"checkpoint.patience": 5, "scoring.average_last": 5, "generation.beam": 5, "generation.lenpen": 1.0},
         **{"optimization.max_update": 100_000, "task.source_lang": "de", "task.target_lang": "en"},
     },
+    "multi30k_en_de_tiny": {
+        **{"optimization.update_freq": [2], "dataset.max_tokens": 4096, "optimization.lr": [0.005]},
+        **{"optimizer.weight_decay": 0.0, "optimizer.adam_eps": 1e-8, "optimization.clip_norm": 25.0},
+        **{"optimization.max_update": 8000, "lr_scheduler.warmup_updates": 2000, "lr_scheduler.warmup_init_lr": 1e-7},
+        **{"checkpoint.patience": 10, "scoring.average_last": 10, "generation.beam": 5, "generation.lenpen": 1.0},
+        **{"model.encoder_layers": 4, "model.decoder_layers": 4, "task.source_lang": "en", "task.target_lang": "de"},
+        **{"model.attention_dropout": 0.0, "model.activation_dropout": 0.0, "optimization.stop_min_lr": -1.0},
+    },
     "wmt14_en_de_big": {
         **{"optimization.update_freq": [128], "optimization.lr": [0.003], "optimizer.weight_decay": 0.0},
         **{"checkpoint.patience": 10, "scoring.average_last": 10, "generation.beam": 4, "generation.lenpen": 0.6},
@@ -187,9 +195,9 @@ PUBLISHED_FOR_ALL = {
     **{"model.activation_dropout": 0.1, "model.share_all_embeddings": True, "criterion.label_smoothing": 0.1},
     **{"checkpoint.keep_last_epochs": 10},
 }
-#: Embedding, feed-forward, heads.
-PUBLISHED_SIZES = dict.fromkeys(("wmt14_en_de_big", "wmt14_en_de_big_adanorm"), (1024, 4096, 16))
-PUBLISHED_SIZES["iwslt15_en_vi_adanorm"] = (512, 2048, 8)
+#: Embedding, feed-forward, heads, layers.
+PUBLISHED_SIZES = dict.fromkeys(("wmt14_en_de_big", "wmt14_en_de_big_adanorm"), (1024, 4096, 16, 6))
+PUBLISHED_SIZES |= {"iwslt15_en_vi_adanorm": (512, 2048, 8, 6), "multi30k_en_de_tiny": (128, 256, 4, 4)}
 
 
 #: Of run_ptb.sh and run_wt103.sh in the code of Ma et al. (2019), of run_enwik8_base.sh in the code of Transformer-XL,
@@ -254,9 +262,9 @@ def test_published_settings(name):
     for key, value in {**PUBLISHED_FOR_ALL, **PUBLISHED[name]}.items():
         assert OmegaConf.select(cfg, key) == value, key
     model = model_of(cfg.model)
-    size = PUBLISHED_SIZES.get(name, (512, 1024, 4))
+    size = PUBLISHED_SIZES.get(name, (512, 1024, 4, 6))
     for part in (model.encoder, model.decoder):
-        assert (part.embed_dim, part.ffn_embed_dim, part.attention_heads, part.layers) == (*size, 6)
+        assert (part.embed_dim, part.ffn_embed_dim, part.attention_heads, part.layers) == size
         assert part.normalize_before
 
 

@@ -40,11 +40,15 @@ class Corpus:
     seeds: str = "1 2 3"
     models: tuple[str, ...] = ("transformer",)
     norms: str = "ln bn pnv pn"
+    subsets: tuple[str, ...] = ("test",)  # which are decoded; the report is about the first
 
     @property
-    def steps(self) -> tuple[str, ...]:
-        """The verbs, one after the other for each run."""
-        return ("train", "average", *(("generate", "score") if "transformer" in self.models else ("evaluate-lm",)))
+    def steps(self) -> list[list[str]]:
+        """The commands, one after the other for each run: verb and options."""
+        if "transformer" not in self.models:
+            return [["train"], ["average"], ["evaluate-lm"]]
+        options = [[] if subset == "test" else ["--subset", subset] for subset in self.subsets]
+        return [["train"], ["average"], *([verb, *words] for words in options for verb in ("generate", "score"))]
 
     @property
     def tables(self) -> dict[str, Rows]:
@@ -56,10 +60,15 @@ class Corpus:
 _BOTH = ("transformer_lm", "tensorized_lm")
 #: The paper has layer-scale "in each model setting"; it would not change LN and GN, and PN-V and PN have it by default.
 _SCALED = " ".join(f"{norm}+layer_scale_groups=1" for norm in ("bn", "brn", "mabn"))
+#: fairseq's own model, post-norm.
+_POST_NORM = "ln+encoder_norm_placement=post+decoder_norm_placement=post"
 #: Corpora that a recipe prepares, by the name of the recipe.
 CORPORA = {
     "verses": Corpus("verses_es_en", "tiny", seeds="1 2"),
     "multi30k": Corpus("multi30k_de_en", "tiny"),
+    "multi30k_published": Corpus(
+        "multi30k_en_de_tiny", "tiny", norms=f"{_POST_NORM} ln pn bn", subsets=("test", "test1")
+    ),
     "iwslt14": Corpus("iwslt14_de_en", "iwslt"),
     "iwslt15_envi": Corpus("iwslt15_en_vi", "iwslt"),
     "wmt14": Corpus("wmt14_en_de_big", "wmt_en_de_big", seeds="1"),
@@ -87,10 +96,10 @@ still made. To train on several machines, start the training commands of --dry-r
 
 
 def _parser(name: str, corpus: Corpus, passed_on: Mapping[str, dict]) -> ArgumentParser:
-    several = len(corpus.models) > 1
-    about = f"From raw text to a table. For every norm and seed: {', '.join(corpus.steps)}; then one report over all.\n"
+    several, verbs = len(corpus.models) > 1, dict.fromkeys(verb for verb, *_ in corpus.steps)
+    about = f"From raw text to a table. For every norm and seed: {', '.join(verbs)}; then one report over all.\n"
     about += "One rank per visible GPU (pn train --help)."
-    if "evaluate-lm" in corpus.steps:
+    if "evaluate-lm" in verbs:
         about += "\nThe language models are causal, unlike the code that the paper names (docs/language_modeling.md)."
     names = f"as in {corpus.models[0]}_NORM_{corpus.size}; NORM+key=value adds a setting of the model"
     variables = {
@@ -225,7 +234,10 @@ def reproduce(name: str, words: Sequence[str], env: Mapping[str, str] = os.envir
         run = runs / run_name
         train = ["--data", data, "--run", run, *settings]
         train += [setting.replace("{run}", str(run)) for setting in args.settings]
-        commands[run] = [["train", config, *train], *([verb, "--run", run] for verb in corpus.steps[1:])]
+        commands[run] = [
+            ["train", config, *train],
+            *([verb, "--run", run, *words] for verb, *words in corpus.steps[1:]),
+        ]
         if (run / "config.yaml").is_file() and data.is_dir():  # it was begun, with its settings and data
             check_training(config, *map(str, train))
     report = ["report", *commands, "--output", runs / (f"report-{table}" if table else "report")]

@@ -16,6 +16,7 @@ import pytest
 from pn_fairseq.common.command import UserError
 from pn_fairseq.common.published import LM_TABLES, PAPER
 from pn_fairseq.pipeline import reproduce, train
+from pn_fairseq.pipeline.data.recipes import RECIPES
 
 from .. import scripts_helpers
 from ..scripts_helpers import ROOT, SCRIPTS, assert_refused, environment
@@ -100,7 +101,7 @@ def test_help_lists_the_tables_and_each_is_planned(name, unchecked):
     config, tables = reproduce.CORPORA[name].config, {**PAPER, **LM_TABLES}
     known = [table for table, rows in tables.items() if rows.config.startswith(config)]
     assert (found[1].split() if found else []) == known
-    text = ("--corpus", "/texts") if name == "ptb" else ()
+    text = ("--corpus", "/texts") if "--corpus" in RECIPES[name].OPTIONS else ()
     for table in known:
         lines = dry_run(name, *text, TABLE=table, SEEDS="1")
         assert lines[0].startswith(f"pn prepare {name} --dest runs/data/{config}")

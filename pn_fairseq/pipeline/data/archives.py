@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import http.client
+import lzma
 import os
 import ssl
 import tarfile
@@ -26,7 +27,10 @@ NETWORK = (urllib.error.URLError, http.client.HTTPException, ConnectionError, Ti
 #: Bytes that an archive may unpack, in all. The largest text used here, WMT14's Common Crawl, has about 700 MB.
 LIMIT = 4 << 30
 #: What is raised for a damaged archive.
-DAMAGE = (tarfile.TarError, zipfile.BadZipFile, gzip.BadGzipFile, zlib.error, EOFError, OverflowError)
+DAMAGE = (
+    *(tarfile.TarError, zipfile.BadZipFile, gzip.BadGzipFile, zlib.error, lzma.LZMAError),
+    *(EOFError, OverflowError),
+)
 
 
 def _address(url: str) -> str:

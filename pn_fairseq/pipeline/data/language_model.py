@@ -15,7 +15,7 @@ from pn_fairseq.common.command import UserError
 from pn_fairseq.common.files import count_lines
 from pn_fairseq.pipeline.data import pairs, tokens
 from pn_fairseq.pipeline.data.binarize import SPLITS, make_bin
-from pn_fairseq.pipeline.data.parallel import Work, per_line
+from pn_fairseq.pipeline.data.parallel import Work
 from pn_fairseq.pipeline.data.preparation import Preparation
 from pn_fairseq.pipeline.data.settings import DEFAULTS
 
@@ -47,7 +47,7 @@ def settings(
         "corpus": name,
         "unit": unit,
         "language": tokenize,
-        "tokenizer": tokens.SACREMOSES if tokenize else "none",
+        "tokenizer": tokens.SACREMOSES if tokenize else tokens.NONE,
         "lower": str(int(lower)),
         "min_count": str(min_count),
     }
@@ -81,10 +81,7 @@ def prepare(data: Preparation, texts: Sequence[Path], expect: Sequence[int] = ()
 def _tokenizer(settings: Mapping[str, str]) -> Work:
     if settings["unit"] == "byte":
         return _bytes
-    if settings["language"]:
-        return tokens.tokenizer({**DEFAULTS, **settings}, settings["language"])
-    case = str.lower if settings["lower"] == "1" else str
-    return per_line(lambda line: " ".join(case(line).split()))
+    return tokens.tokenizer({**DEFAULTS, **settings}, settings["language"])
 
 
 def _bytes(text: bytes) -> bytes:

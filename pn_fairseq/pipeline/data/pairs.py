@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import lzma
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,20 +19,34 @@ BOM = "\ufeff"
 Reader = Callable[[Path], Iterator[str]]
 
 
+#: Ending of a compressed file -> its first bytes, and the function that opens it.
+COMPRESSED = {".gz": (b"\x1f\x8b", gzip.open), ".xz": (b"\xfd7zXZ", lzma.open)}
+
+
+def existing(path: Path) -> Path:
+    """FILE, FILE.gz or FILE.xz, the first that exists."""
+    names = [path, *(path.with_name(path.name + ending) for ending in COMPRESSED)]
+    files = [name for name in names if name.exists()]
+    if not files:
+        raise UserError(f"there is no {path}, plain or compressed ({', '.join(COMPRESSED)})")
+    return files[0]
+
+
 def lines(path: Path, errors: str = "strict") -> Iterator[str]:
-    """The lines of a UTF-8 file, FILE or FILE.gz, with their ends; they end at line feeds only."""
-    packed, number = path.with_name(f"{path.name}.gz"), 0
-    if not path.exists() and not packed.exists():
-        raise UserError(f"there is neither {path} nor {packed.name}")
+    """The lines of a UTF-8 file, plain or compressed, with their ends; they end at line feeds only."""
+    path, number = existing(path), 0
+    with path.open("rb") as file:
+        head = file.read(8)
+    unpack = next((unpack for magic, unpack in COMPRESSED.values() if head.startswith(magic)), open)
     try:
-        with path.open("rb") if path.exists() else gzip.open(packed) as file:
+        with unpack(path, "rb") as file:
             for line in file:
                 number += 1
                 yield line.decode("utf-8", errors)
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: line {number} is not UTF-8 ({error.reason}); convert the file first") from None
     except DAMAGE:
-        raise UserError(f"{packed} is damaged or cut off; get it again") from None
+        raise UserError(f"{path} is damaged or cut off; get it again") from None
 
 
 def as_bytes(path: Path) -> Iterator[str]:
@@ -62,6 +77,19 @@ def without_carriage_returns(path: Path) -> Iterator[str]:
 def tokens(path: Path) -> Iterator[str]:
     """Text that comes tokenized, with one blank between the tokens."""
     return (" ".join(line.split()) for line in lines(path))  # at all white space of Unicode, where fairseq cuts, too
+
+
+def own_tokens(path: Path) -> Iterator[str]:
+    """The same of a user's text, as :func:`as_is` reads it."""
+    return (" ".join(line.split()) for line in as_is(path))
+
+
+def lower_cased_tokens(path: Path) -> Iterator[str]:
+    """The same; upper case is refused."""
+    for number, line in enumerate(own_tokens(path), 1):
+        if line != line.lower():
+            raise UserError(f"{path}: line {number} has upper case: lower-case the text, or keep it (--keep-case)")
+        yield line
 
 
 def strip_tags(path: Path) -> Iterator[str]:

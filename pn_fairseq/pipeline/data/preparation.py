@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from pn_fairseq.common.command import UserError, say, whole
-from pn_fairseq.common.files import checksum, count_lines, read_settings, scratch_folder, write_settings
+from pn_fairseq.common.files import checksum, count_lines, read_settings, scratch_folder, write_lines, write_settings
 from pn_fairseq.pipeline.data import archives, pairs, settings, subwords, tokens
 from pn_fairseq.pipeline.data.binarize import SPLITS, make_bin
 from pn_fairseq.pipeline.data.parallel import Work, per_line, transform
@@ -57,6 +57,8 @@ class Preparation(contextlib.ExitStack):
     def __init__(self, dest: Path | None, workers: int, check: bool = False):
         super().__init__()
         self._given, self.workers, self._check = dest, workers, check
+        self.splits: Sequence[str] = SPLITS  # further test sets are test1, test2, ..., as fairseq calls them
+        self._archives: Sequence[Path] = ()
 
     def begin(self, name: str, **values: object) -> None:
         """Take the settings of a translation corpus that differ from their defaults, and open ``dest``.
@@ -92,10 +94,10 @@ class Preparation(contextlib.ExitStack):
             fcntl.flock(lock, fcntl.LOCK_EX)
         self.partial = self.enter_context(scratch_folder(self.dest / "partial"))
 
-    def files(self, of: Sequence[str] = SPLITS) -> list[str]:
-        """The names of the files of these splits: SPLIT.LANG, or SPLIT.txt for language models."""
+    def files(self, of: Sequence[str] = ()) -> list[str]:
+        """The names of the files of these splits, by default all: SPLIT.LANG, or SPLIT.txt for language models."""
         endings = [self.settings["source"], self.settings["target"]] if "source" in self.settings else ["txt"]
-        return [f"{split}.{ending}" for split in of for ending in endings]
+        return [f"{split}.{ending}" for split in of or self.splits for ending in endings]
 
     # --- the published text ---
 
@@ -146,42 +148,78 @@ class Preparation(contextlib.ExitStack):
             name = os.path.commonprefix([path.name for path in files]).rstrip(".-")
             say("prepare", f"note: {name} has {total} sentence pairs here; the published one has {expect}")
 
-    def keep_text(self, to: str) -> None:
+    def keep_text(self, to: str, codes: Path | None = None) -> None:
         """The text that was read becomes the folder ``to``, unless that exists; "text" gets its archives' checksums.
 
-        It and the settings must be those that DEST was begun with.
+        It, the settings and the subwords' codes that the user gave must be those that DEST was begun with.
         """
+        if codes and self.settings["segmentation"] != "subword-nmt":
+            raise UserError("codes are those of subword-nmt: leave BPE unset in the environment")
         new, folder = self.partial / "text", self.dest / to
         texts = [(new if new.exists() else folder) / name for name in self.files()]
         sums = {path.name: checksum(path) for path in texts if path.exists()}
+        if codes:
+            write_lines(given := self.partial / "codes", subwords.merges(codes))
+            sums["codes"] = checksum(given)
         settings.check(self.dest, self.settings, sums)
         if (self.dest / "bin").is_dir() and (self.dest / "counts.txt").is_file():
             self.finish({})
             raise Complete
         write_settings(self.dest / "settings.txt", self.settings, sums)
         if not folder.exists():
-            if to == "text":
+            if self._archives:
                 (new / "archives").write_text(self._sums(), encoding="utf-8")
             new.rename(folder)
 
-    def prepare_folder(self, folder: Path, test: str = "test", expect: Sequence[int] = (0, 0, 0)) -> None:
+    def prepare_folder(
+        self, folder: Path, test: str = "test", expect: Sequence[int] = (0, 0, 0), codes: Path | None = None
+    ) -> None:
         """All steps for the text of train, valid and ``test`` in a folder.
 
         Args:
+            codes: the merges of the subwords, which are learned otherwise.
             expect: the numbers of pairs of the published text (0: not known).
         """
         for split, name, count in zip(SPLITS, ("train", "valid", test), expect, strict=True):
             paths = [folder / f"{name}.{self.settings[side]}" for side in ("source", "target")]
             self.take(pairs.as_is, split, paths, count)
-        self.keep_text("raw")
+        self.keep_text("raw", codes)
         self.tokenize("raw", "tok")
         self.segment()
+        self.binarize()
+
+    def prepare_tokens(
+        self, texts: Mapping[str, Sequence[Path]], codes: Path | None, expect: Sequence[int] = ()
+    ) -> None:
+        """All steps for text that comes in tokens, or in subwords (``@@``) of them, which are taken as they are.
+
+        DEST/text has it as it came, and DEST/raw is the plain text that the detokenizer makes of it.
+
+        Args:
+            texts: split -> the files of source and target.
+            codes: the merges of the subwords, which are learned otherwise.
+            expect: the numbers of pairs of the published text.
+        """
+        reader = pairs.lower_cased_tokens if self.settings["lower"] == "1" else pairs.own_tokens
+        for (split, files), count in zip(texts.items(), expect or [0] * len(texts), strict=True):
+            self.take(reader, split, files, count)
+        self.keep_text("text", codes)
+        in_subwords = subwords.are_in(self.dest / "text" / name for name in self.files(["train"]))
+        say("prepare", f"the text comes in {'subwords' if in_subwords else 'tokens'}, which are taken as they are")
+        join = per_line(subwords.join) if in_subwords else bytes
+        self.transform("copying tokens", "text", "tok", lambda *_: join)
+        self.detokenize("tok", "raw")
+        if in_subwords:
+            self.take_codes()
+            self.transform("copying subwords", "text", "bpe", lambda *_: bytes)
+        else:
+            self.segment()
         self.binarize()
 
     # --- the steps after it ---
 
     def transform(
-        self, label: str, source: str, to: str, work: Callable[[str, str], Work], splits: Sequence[str] = SPLITS
+        self, label: str, source: str, to: str, work: Callable[[str, str], Work], splits: Sequence[str] = ()
     ) -> None:
         """Make the files that are missing in a folder; ``work`` is called with the split and the language of each."""
         say("prepare", label)
@@ -196,7 +234,7 @@ class Preparation(contextlib.ExitStack):
 
         self.transform("detokenizing", source, to, lambda _, lang: per_line(lambda line: detokenize([line], lang)[0]))
 
-    def tokenize(self, source: str, to: str, splits: Sequence[str] = SPLITS, without: Sequence[str] = ()) -> None:
+    def tokenize(self, source: str, to: str, splits: Sequence[str] = (), without: Sequence[str] = ()) -> None:
         """Tokenize these splits, without these settings."""
         used, straight = {**self.settings, **dict.fromkeys(without, "0")}, self.settings["straighten"].split()
         tool = os.environ["MOSES"] if used["tokenizer"] == "moses" else "sacremoses"
@@ -253,23 +291,33 @@ class Preparation(contextlib.ExitStack):
             os.replace(made / name, self.dest / name)
 
     def segment(self) -> None:
-        """Learn subwords on the tokens of both languages, and apply them."""
+        """Learn subwords on the tokens of both languages, unless they were given, and apply them."""
         kind, size = self.settings["segmentation"], int(self.settings["bpe"])
         model = self.dest / "bpe" / subwords.MODELS[kind]
-        say("prepare", f"learning {size} BPE operations on both languages with {kind}")
-        subwords.learn(kind, size, model, [self.dest / "tok" / name for name in self.files(["train"])])
+        self.take_codes()
+        if not model.exists():
+            say("prepare", f"learning {size} BPE operations on both languages with {kind}")
+            subwords.learn(kind, size, model, [self.dest / "tok" / name for name in self.files(["train"])])
         work = per_line(subwords.segmenter(kind, model))
         self.transform("applying BPE", "tok", "bpe", lambda *_: work)
+
+    def take_codes(self) -> None:
+        """Move the codes that :meth:`keep_text` was given, if any, to bpe/."""
+        given, codes = self.partial / "codes", self.dest / "bpe" / subwords.MODELS["subword-nmt"]
+        if given.exists():
+            codes.parent.mkdir(parents=True, exist_ok=True)
+            given.replace(codes)
 
     def binarize(self, expected: str = "") -> None:
         """Make fairseq's binary data, bin/, from bpe/. ``expected``: the counts that the original text gives."""
         source, target = self.settings["source"], self.settings["target"]
-        flags = ["--source-lang", source, "--target-lang", target, *(f"--{split}pref=bpe/{split}" for split in SPLITS)]
+        flags = ["--source-lang", source, "--target-lang", target, "--trainpref=bpe/train", "--validpref=bpe/valid"]
+        flags += ["--testpref=" + ",".join(f"bpe/{split}" for split in self.splits[2:])]
         flags += ["--joined-dictionary"] if self.settings["separate_dictionaries"] == "0" else []
         names = (name.split(".") for name in self.files())
         texts = {f"{split}.{source}-{target}.{lang}": f"bpe/{split}.{lang}" for split, lang in names}
         make_bin(self.dest, self.workers, flags, texts)
-        self.finish({split: count_lines(self.dest / f"raw/{split}.{source}") for split in SPLITS}, expected)
+        self.finish({split: count_lines(self.dest / f"raw/{split}.{source}") for split in self.splits}, expected)
 
     def finish(self, counts: Mapping[str, object], expected: str = "") -> None:
         """Write the counts, unless the cleaning has, remove what is not needed any more, and print the counts."""
@@ -280,5 +328,5 @@ class Preparation(contextlib.ExitStack):
         if "train.removed" in kept:
             removed = f"cleaning removed {kept['train.removed']} of {kept['train.read']} training pairs"
             say("prepare", f"{removed} (which and why: {self.dest}/removed.tsv)")
-        made = ", ".join(f"{int(kept[split]):,} {split}" for split in SPLITS)
+        made = ", ".join(f"{int(kept[split]):,} {split}" for split in self.splits)
         say("prepare", f"{self.dest} is complete: {made}{expected and f' (expected: {expected})'}")

@@ -19,7 +19,7 @@ DEFAULTS = {
     "lower": "0",  # 1: lower-case
     "bpe": "10000",  # merges; with segmentation=sentencepiece the size of the vocabulary
     "segmentation": "subword-nmt",  # or sentencepiece
-    "tokenizer": tokens.SACREMOSES,  # or moses, its own Perl scripts
+    "tokenizer": tokens.SACREMOSES,  # or moses, its own Perl scripts, or none: the text came in tokens
     "straighten": "",  # splits whose typographic apostrophes become plain ones: "test", "valid test"
     "normalize": "0",  # 1: normalize punctuation
     "nonprinting": "0",  # 1: characters that are not printed become spaces

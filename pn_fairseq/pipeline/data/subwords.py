@@ -8,7 +8,7 @@ subwords gives it back.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from unittest import mock
 
@@ -60,17 +60,51 @@ def _learn_sentencepiece(lines: Iterator[str], operations: int) -> bytes:
 
 
 def learn(kind: str, operations: int, model: Path, texts: Sequence[Path]) -> None:
-    """Write the model, learned from tokenized text of both languages, unless it is there.
+    """Write the model, learned from tokenized text of both languages.
 
     ``operations`` is the number of merges, or the size of sentencepiece's vocabulary.
     """
-    if model.exists():
-        return
     lines = (line.removesuffix("\n") for path in texts for line in pairs.lines(path))
     content = {"subword-nmt": _learn_subword_nmt, "sentencepiece": _learn_sentencepiece}[kind](lines, operations)
     model.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(model) as file:
         file.write(content)
+
+
+def merges(codes: Path) -> list[str]:
+    """The lines of subword-nmt's codes, FILE or packed, without their ends.
+
+    Raises:
+        UserError: the file is something else.
+    """
+    content = [line.strip("\r\n") for line in pairs.lines(codes)]
+    for number, line in enumerate(content, 1):
+        if len(line.split(" ")) != 2:  # the first line, "#version: 0.2", has two words as well
+            raise UserError(f"{codes}: line {number} is not a merge of subword-nmt, such as 'e n</w>'")
+    if not content:
+        raise UserError(f"{codes} is empty: it is to have the merges of subword-nmt")
+    return content
+
+
+def count_merges(codes: Path) -> int:
+    """Their number."""
+    return sum(not line.startswith("#version") for line in merges(codes))
+
+
+def are_in(texts: Iterable[Path]) -> bool:
+    """Whether text in tokens is in subwords of subword-nmt: 1 of 1,000 tokens, or more, is continued by ``@@``."""
+    total = continued = 0
+    for path in texts:
+        for line in pairs.lines(path):
+            tokens = line.split()
+            total += len(tokens)
+            continued += sum(token.endswith("@@") and token != "@@" for token in tokens)
+    return continued * 1000 >= max(total, 1)
+
+
+def join(line: str) -> str:
+    """Tokens of subwords."""
+    return f"{line} ".replace("@@ ", "").removesuffix(" ")
 
 
 def segmenter(kind: str, model: Path) -> Callable[[str], str]:

@@ -23,6 +23,8 @@ SCRIPTS = {
 #: line is a token, also after an abbreviation), which Moses has since November 2018 (commit 9fc964da7); and without it,
 #: for text that was published tokenized before. sacremoses is a port of Moses before that commit.
 SACREMOSES, WITHOUT_FINAL_STOP = "sacremoses+final-stop", "sacremoses"
+#: Its value for text that comes in tokens.
+NONE = "none"
 
 FINAL_STOP = re.compile(r"(?<=[^\s.])\.\Z")
 
@@ -105,6 +107,9 @@ def moses(checkout: Path, settings: Mapping[str, str], lang: str, straighten: bo
 
 def tokenizer(settings: Mapping[str, str], lang: str, straighten: bool = False) -> Work:
     """The tokenizer that the settings name, for :func:`pn_fairseq.pipeline.data.parallel.transform`."""
+    if settings["tokenizer"] == NONE:
+        case = str.lower if settings["lower"] == "1" else str
+        return per_line(lambda line: " ".join(case(line).split()))
     if settings["tokenizer"] == "moses":
         return moses(checkout(settings), settings, lang, straighten)
     return per_line(sacremoses(settings, lang, straighten))

@@ -7,6 +7,7 @@ import gzip
 import hashlib
 import html
 import io
+import lzma
 import re
 import tarfile
 from pathlib import Path
@@ -14,6 +15,8 @@ from pathlib import Path
 import pytest
 from sacrebleu.dataset.fake_sgml import FakeSGMLDataset
 from sacremoses import MosesDetokenizer, MosesPunctNormalizer, MosesTokenizer
+from subword_nmt.apply_bpe import BPE
+from subword_nmt.learn_bpe import learn_bpe
 
 from tests.scripts_helpers import ROOT, assert_refused, script
 
@@ -356,6 +359,82 @@ def test_iwslt15_without_a_file(tmp_path):
     assert_not_begun(tmp_path / "data")
     result = prepare_iwslt15(tmp_path / "data", tmp_path / "nowhere", check=False)
     assert_refused(result, "nowhere", "nlp.stanford.edu")
+
+
+# Text that others have prepared
+
+
+def given_text(folder: Path, marked: bool, counts=(("train", 200), ("valid", 5), ("test", 7))) -> Path:
+    """Verses in Moses' tokens, lower-cased, or in subwords of 60 merges; the codes of these; one file compressed."""
+    tokenized = {}
+    for lang in ("en", "es"):
+        tokenize = MosesTokenizer(lang).tokenize
+        tokenized[lang] = [tokenize(line, return_str=True).lower() for line in verses(lang, 212)]
+    merges = io.StringIO()
+    learn_bpe([line for side in tokenized.values() for line in side[:200]], merges, 60)
+    segment = BPE(io.StringIO(merges.getvalue())).process_line if marked else str
+    files, first = {"bpe-codes": merges.getvalue()}, 0
+    for name, count in counts:
+        for lang, text in tokenized.items():
+            files[f"{name}.{lang}"] = "".join(f"{segment(line)}\n" for line in text[first : first + count])
+        first += count
+    write_files(folder, files)
+    (folder / "train.es").write_bytes(lzma.compress((folder / "train.es").read_bytes()))  # found by its content
+    (folder / "bpe-codes.gz").write_bytes(gzip.compress((folder / "bpe-codes").read_bytes()))
+    return folder
+
+
+def prepare_given(dest: Path, corpus: Path, *options, **kwargs):
+    languages = ("--source", "en", "--target", "es")
+    return script("prepare_text.sh", "--dest", dest, "--corpus", corpus, *languages, "--tokenized", *options, **kwargs)
+
+
+@pytest.mark.parametrize("marked", [True, False], ids=["subwords", "tokens"])
+def test_text_that_others_prepared_is_taken_as_it_is(marked, tmp_path):
+    corpus, dest = given_text(tmp_path / "given", marked), tmp_path / "data"
+    result = prepare_given(dest, corpus, "--codes", corpus / "bpe-codes.gz")
+    assert (
+        f"the text comes in {'subwords' if marked else 'tokens'}" in result.stderr and "learning" not in result.stderr
+    )
+    assert_joined_and_binarized(dest, "en", "es", train=200, valid=5, test=7)
+    for lang in ("en", "es"):
+        given = lines(corpus / f"valid.{lang}")
+        assert lines(dest / f"{'bpe' if marked else 'tok'}/valid.{lang}") == given
+        plain = [line.replace(" ", "") for line in lines(dest / f"raw/valid.{lang}")]
+        assert plain == [html.unescape(line).replace(" ", "") for line in lines(dest / f"tok/valid.{lang}")]
+    assert (dest / "bpe/codes").read_bytes() == (corpus / "bpe-codes").read_bytes()
+    assert {"tokenizer": "none", "lower": "1", "bpe": "60"}.items() <= settings(dest).items()
+    before = state(dest)
+    assert "is complete" in prepare_given(dest, corpus, "--codes", corpus / "bpe-codes").stderr
+    (corpus / "bpe-codes").write_text("#version: 0.2\n" + "e n\n" * 60)
+    result = prepare_given(dest, corpus, "--codes", corpus / "bpe-codes", check=False)
+    assert_refused(result, str(dest), "other text")
+    assert state(dest) == before
+
+
+def test_given_text_that_does_not_fit(tmp_path):
+    corpus, dest = given_text(tmp_path / "given", False), tmp_path / "data"
+    result = prepare_given(dest, corpus, "--codes", corpus / "valid.en", check=False)
+    assert_refused(result, "valid.en: line 1 is not a merge of subword-nmt")
+    result = prepare_given(dest, corpus, "--codes", corpus / "bpe-codes", check=False, BPE="sentencepiece")
+    assert_refused(result, "codes are those of subword-nmt")
+    (corpus / "valid.es").write_text("Dios\n" * 5)
+    assert_refused(prepare_given(dest, corpus, check=False), "valid.es: line 1 has upper case", "--keep-case")
+    assert_not_begun(dest)
+
+
+def test_multi30k_as_published(tmp_path):
+    """Two test sets; the counts, subwords and tokens of the published files are compared in docs/results."""
+    counts = (("train", 190), ("valid", 5), ("test.2016", 7), ("test.2017", 10))
+    corpus = given_text(tmp_path / "given", True, counts)
+    for file in corpus.glob("*.es"):
+        file.rename(file.with_suffix(".de"))
+    result = script("prepare_multi30k_published.sh", "--dest", tmp_path / "data", "--corpus", corpus)
+    assert "test.2017 has" not in result.stderr and "test has 7 sentence pairs here" not in result.stderr
+    assert_joined_and_binarized(tmp_path / "data", "en", "de", train=190, valid=5, test=7, test1=17)
+    assert "190 train, 5 valid, 7 test, 17 test1" in result.stderr
+    both = lines(corpus / "test.2016.de") + lines(corpus / "test.2017.de")
+    assert lines(tmp_path / "data/bpe/test1.de") == both
 
 
 # Multi30k
