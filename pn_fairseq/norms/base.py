@@ -162,7 +162,10 @@ class RunningNorm(ChannelNorm):
     norm that also uses the statistics of each token defines :meth:`token_part` and :meth:`effective_affine`.
 
     **When the state changes.** A forward changes no state, except while :attr:`recalibrating`. A backward stores a
-    :class:`~.tokens.Contribution`, once per forward. :meth:`flush` applies the steps to the state, and discards those
+    :class:`~.tokens.Contribution`, once per forward. A forward that no backward can reach, because neither the input
+    nor a parameter of the norm requires a gradient, stores it itself, unless gradients are disabled
+    (``torch.no_grad()``); a checkpointed forward counts once. Such a step changes all state but
+    :attr:`gradient_state`. :meth:`flush` applies the steps to the state, and discards those
     without a real token or with a number that is not finite. It runs before the next training forward (not inside a
     backward pass, where a forward is a recomputation and has to see the same state again), in :meth:`set_num_updates`,
     on a change between training and evaluation, on saving, loading, copying and conversion, and when a buffer is read:
@@ -185,6 +188,9 @@ class RunningNorm(ChannelNorm):
     mean_name: str | None = None
 
     mixes_tokens = "always"
+
+    #: Buffers made of gradients. A step without a backward leaves them as they are.
+    gradient_state: tuple[str, ...] = ()
 
     #: Whether evaluation is one scale and shift per channel of the layer-scaled input, which folds into a linear map. A
     #: class whose :meth:`token_part` adds something in evaluation sets it to False.
@@ -346,7 +352,10 @@ class RunningNorm(ChannelNorm):
         if self.recalibrating:
             y = self._recalibrate(x, padding_mask)
         else:
-            y = Training.apply(x, self.weight, self.bias, padding_mask, self, *self.further_parameters())
+            step = Contribution()
+            y = Training.apply(x, self.weight, self.bias, padding_mask, self, step, *self.further_parameters())
+            if not y.requires_grad and torch.is_grad_enabled() and not _was_counted():
+                self._contribute_without_backward(step)
         return self._with_token_part(y, x)
 
     def _with_token_part(self, y: Tensor, x: Tensor) -> Tensor:
@@ -372,6 +381,11 @@ class RunningNorm(ChannelNorm):
         if version == self.state_version and (not self.ignoring or self.synchronises()):
             self._pending.append(step)
 
+    def _contribute_without_backward(self, step: Contribution) -> None:
+        step.has_gradient, step.products_reduced = False, True
+        step.products = step.batch.moment.new_zeros(2, self.num_features)
+        self.contribute(step, self.state_version)
+
     def flush(self) -> None:
         """Apply to the state the steps whose backward has run. It starts no all-reduce: a single rank may call it."""
         if not self._pending or torch._C._current_graph_task_id() != -1:  # inside a backward pass
@@ -385,6 +399,8 @@ class RunningNorm(ChannelNorm):
         if step.work is not None:
             self._wait(step)
         new = self.update(step)
+        if not step.has_gradient:
+            new = {name: value for name, value in new.items() if name not in self.gradient_state}
         if COUNT not in new:
             values = torch.cat([value.flatten() for value in (*new.values(), step.products)])
             counted = values.isfinite().all() & (step.batch.count > 0)
@@ -538,6 +554,13 @@ class RunningNorm(ChannelNorm):
 def running_norms(model: nn.Module) -> list[RunningNorm]:
     """The norms of ``model`` (itself included) that have running statistics."""
     return [module for module in model.modules() if isinstance(module, RunningNorm)]
+
+
+def _was_counted() -> bool:
+    """Whether this forward is a recomputation by checkpointing without reentry, whose first computation had gradients
+    enabled. With reentry the first computation has them disabled."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and hooks[0].__qualname__.startswith("_recomputation_hook.")
 
 
 def _before_saving(module: RunningNorm, *_) -> None:

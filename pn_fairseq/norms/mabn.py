@@ -80,5 +80,5 @@ class MovingAverageBatchNorm(WindowNorm):
         return {
             "running_psi2": self.running_psi2 + (1 - self.alpha_fwd) * (step.psi2 - self.running_psi2),
             "psi2_window": with_row(self.psi2_window, step.own_psi2, number),
-            "lambda_window": with_row(self.lambda_window, step.own_lambda, number),
+            "lambda_window": with_row(self.lambda_window, self.own_lambda(step), number),
         }

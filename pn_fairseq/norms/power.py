@@ -48,6 +48,7 @@ class PowerNorm(RunningNorm):
     """
 
     moment_name = "running_psi2"
+    gradient_state = ("nu",)
     mixes_tokens = "at first"
 
     def __init__(

@@ -36,11 +36,13 @@ class Contribution(SimpleNamespace):
         products: (2, C), sums over the real tokens of dx_hat * x_hat and of dx_hat, where dx_hat = weight * dy; in
             ``update`` over all ranks. Divide them by ``batch.count`` for means.
         products_reduced: whether the products have been summed over the ranks.
+        has_gradient: whether a backward has run. Otherwise the products are 0.
     """
 
     batch: Moments
     products: Tensor
     products_reduced: bool = False
+    has_gradient: bool = True
 
 
 class Tokens:
@@ -240,8 +242,8 @@ class Training(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, padding_mask, norm, *further):
-        ctx.step = step = Contribution()
+    def forward(ctx, x, weight, bias, padding_mask, norm, step, *further):
+        ctx.step = step
         tokens = Tokens(norm, step, x, padding_mask, weight, bias)
         tokens.further = further
         y = norm.forward_pass(tokens, step)
@@ -261,8 +263,8 @@ class Training(torch.autograd.Function):
         ctx.version = None  # a second backward of a retained graph contributes nothing
         gradients = [each.to(parameter.dtype) for each, parameter in zip(gradients, further, strict=True)]
         if weight is None:
-            return dx, None, None, None, None, *gradients
+            return dx, None, None, None, None, None, *gradients
         if parameters.dtype != weight.dtype:
             parameters = parameters.to(weight.dtype)
         dweight, dbias = parameters.unbind()
-        return dx, dweight, dbias, None, None, *gradients
+        return dx, dweight, dbias, None, None, None, *gradients

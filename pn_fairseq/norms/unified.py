@@ -94,18 +94,20 @@ class UnifiedNorm(WindowNorm):
         gain = step.ratio if tokens.weight is None else step.ratio * tokens.weight
         parameters, _ = tokens.gradient_sums(step.psi2, weight=gain)
         average = self.average_lambda(step)
-        step.average = torch.where(step.skip, step.own_lambda, average)
-        nu = self.alpha_bwd * step.nu.to(step.average.dtype) + (1 - self.alpha_bwd) * step.average
-        dx, _ = tokens.gradient(step.psi2, nu=torch.where(step.skip, step.own_lambda, nu), weight=gain)
+        nu = self.alpha_bwd * step.nu.to(average.dtype) + (1 - self.alpha_bwd) * average
+        dx, _ = tokens.gradient(step.psi2, nu=torch.where(step.skip, self.own_lambda(step), nu), weight=gain)
         return dx, parameters
+
+    def average_lambda(self, step: Contribution) -> Tensor:
+        return torch.where(step.skip, self.own_lambda(step), super().average_lambda(step))
 
     def update(self, step: Contribution) -> dict[str, Tensor]:
         number = self.num_batches_tracked + 1
         psi2 = torch.where(step.skip, self.running_psi2, step.own_psi2)
-        lambda_ = torch.where(step.skip, self.nu, step.own_lambda)
+        lambda_ = torch.where(step.skip, self.nu, self.own_lambda(step))
         return {
             "running_psi2": self.alpha_fwd * self.running_psi2 + (1 - self.alpha_fwd) * step.psi2,
-            "nu": self.alpha_bwd * self.nu + (1 - self.alpha_bwd) * step.average,
+            "nu": self.alpha_bwd * self.nu + (1 - self.alpha_bwd) * self.average_lambda(step),
             "psi2_window": with_row(self.psi2_window, psi2, number),
             "lambda_window": with_row(self.lambda_window, lambda_, number),
         }

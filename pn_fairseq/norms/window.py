@@ -28,6 +28,7 @@ class WindowNorm(RunningNorm):
     """
 
     moment_name = "running_psi2"
+    gradient_state = ("nu", "lambda_window")
 
     #: The ratio r is 1 for at least so many updates.
     ratio_warmup = 1000
@@ -68,9 +69,12 @@ class WindowNorm(RunningNorm):
 
     def average_lambda(self, step: Contribution) -> Tensor:
         """The mean of lambda over the last steps; early: that of this step."""
-        step.own_lambda = step.products[0] / step.counted
-        average = with_row(step.lambda_window, step.own_lambda, step.number).mean(0)
-        return torch.where(step.early, step.own_lambda, average)
+        own = self.own_lambda(step)
+        return torch.where(step.early, own, with_row(step.lambda_window, own, step.number).mean(0))
+
+    def own_lambda(self, step: Contribution) -> Tensor:
+        """lambda_B of this step."""
+        return step.products[0] / step.counted
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, window={self.window}, psi_warmup_updates={self.psi_warmup_updates}"

@@ -287,6 +287,17 @@ def test_no_value_is_read_in_a_training_step(case, masked, counted):
     assert reads.found == []
 
 
+CHECKPOINTING = ("reentrant", "non-reentrant", "fairseq")
+
+
+def checkpointed(block, how):
+    """``block`` as a function that recomputes its forward in the backward pass."""
+    if how == "fairseq":
+        module = pytest.importorskip("fairseq.modules.checkpoint_activations")
+        return module.checkpoint_wrapper(block)
+    return functools.partial(checkpoint, block, use_reentrant=how == "reentrant")
+
+
 # When the state changes.
 
 
@@ -472,6 +483,44 @@ def test_frozen_inputs_and_parameters_change_nothing_else(running, frozen):
         if tensor.grad is not None:
             assert_close(tensor.grad, expected[name], 1e-6, name)
     assert_states_equal(norm, other)
+
+
+@pytest.mark.parametrize("how", [None, *CHECKPOINTING])
+def test_a_step_that_no_gradient_reaches_counts_once(running, how):
+    """It changes what a backward would have changed, but the state that is made of gradients."""
+    norm, other = running.trained(psi_warmup_updates=2), running.trained(psi_warmup_updates=2)
+    before = state_of(norm)
+
+    class Scaled(torch.nn.Module):
+        """The factor gets a gradient, the norm none."""
+
+        def forward(self, factor, x, mask):
+            return factor * other.requires_grad_(False)(x, mask)
+
+    use = Scaled() if how is None else checkpointed(Scaled(), how)
+    for number in range(3):
+        x, mask, dy = tensors(rng(number))
+        norm(x.clone().requires_grad_(), mask).backward(dy)
+        with torch.no_grad():
+            other(x, mask)
+        factor = torch.ones((), requires_grad=True)
+        use(factor, x, mask).backward(dy)
+        for key, value in state_of(norm).items():
+            of_gradients = key in norm.gradient_state
+            assert torch.equal(state_of(other)[key], before[key] if of_gradients else value), (number, key)
+    assert int(other.num_batches_tracked) == int(before[COUNT]) + 3
+
+
+def test_state_made_of_gradients_is_named(running):
+    """Twice the gradient doubles it, from an initial value of 0, and changes no other state."""
+    norm, other = running.build(), running.build()
+    for number in range(3):
+        x, mask, dy = tensors(rng(number))
+        norm(x.clone().requires_grad_(), mask).backward(dy)
+        other(x.clone().requires_grad_(), mask).backward(2 * dy)
+    for key, value in state_of(norm).items():
+        assert torch.equal(state_of(other)[key], 2 * value if key in norm.gradient_state else value), key
+    assert not {key for key, value in norm.named_buffers() if key in norm.gradient_state and not value.any()}
 
 
 # Padding and layouts.
@@ -806,16 +855,6 @@ def test_works_under_autocast(case):
 
 
 # Activation checkpointing.
-
-CHECKPOINTING = ("reentrant", "non-reentrant", "fairseq")
-
-
-def checkpointed(block, how):
-    """``block`` as a function of (x, mask) that recomputes its forward in the backward pass."""
-    if how == "fairseq":
-        module = pytest.importorskip("fairseq.modules.checkpoint_activations")
-        return module.checkpoint_wrapper(block)
-    return functools.partial(checkpoint, block, use_reentrant=how == "reentrant")
 
 
 class Block(torch.nn.Module):
