@@ -7,10 +7,12 @@ also holds for the norms of this package's own models. Both are settings of the 
 import ast
 import json
 from argparse import ArgumentTypeError
+from contextlib import nullcontext
 
 from fairseq import models
 from fairseq.dataclass import utils
 from fairseq.models import ARCH_MODEL_REGISTRY
+from fairseq.modules import checkpoint_activations
 from fairseq.utils import safe_getattr
 from omegaconf import OmegaConf, open_dict
 from torch import Tensor, nn
@@ -19,6 +21,7 @@ from pn_fairseq.common.run_settings import learning_rate_warmup
 from pn_fairseq.fairseq_patches import patch
 from pn_fairseq.norms import RunningNorm
 from pn_fairseq.norms.convert import convert
+from pn_fairseq.norms.padding import current_backward, padding
 from pn_fairseq.norms.registry import find_norm
 
 #: Settings of a model that are this patch's.
@@ -144,6 +147,18 @@ def build_model(original, cfg, task, from_checkpoint=False):
             if isinstance(module, RunningNorm):
                 module.register_forward_pre_hook(without_mask, with_kwargs=True)
     return model
+
+
+@patch(checkpoint_activations, "_checkpointed_forward", "original_forward offload_to_cpu args kwargs")
+def checkpointed_forward(original, original_forward, offload_to_cpu, *args, **kwargs):
+    """The recomputation of a layer gets the masks that its hooks, which run outside of it, got from its arguments."""
+    _, recomputation = padding.context_fn()
+
+    def forward(*args, **kwargs):
+        with nullcontext() if current_backward() == -1 else recomputation:
+            return original_forward(*args, **kwargs)
+
+    return original(forward, offload_to_cpu, *args, **kwargs)
 
 
 def masks(task) -> dict:

@@ -1,42 +1,57 @@
-"""Norms inside attention and feed-forward networks. Their modules get x only; the padding mask is set before."""
+"""Norms inside attention and feed-forward networks, whose modules get x only: the padding mask is in the scope."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
 
 from fairseq.modules import MultiheadAttention
 from torch import Tensor, nn
 
+from pn_fairseq.norms.padding import Scope, current_scope
+
+
+class _Masks(NamedTuple):
+    """The padding (B, T) of the input of a module, and of the keys of an attention."""
+
+    queries: Tensor | None
+    keys: Tensor | None
+
 
 class NormedInput(nn.Module):
-    """``linear`` after ``norm``; ``mask`` (B, T) is set before a forward in training, which gets x (T, B, C) only."""
-
-    mask: Tensor | None = None
+    """``linear`` after ``norm`` of x (T, B, C), in a module around which :func:`inner_masks` holds."""
 
     def __init__(self, norm: nn.Module, linear: nn.Module):
         super().__init__()
         self.norm, self.linear = norm, linear
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.linear(self.norm(x, self.mask if self.norm.training else None))
+        return self.linear(self.norm(x, current_scope().mask().queries if self.norm.training else None))
 
 
 class HeadNorm(nn.Module):
-    """A projection to queries or keys, and N over the channels of each head of its output, times ``scaling``.
+    """A projection to ``side``, "queries" or "keys", and N over the channels of each head of its output, times
+    ``scaling``; in an attention around which :func:`inner_masks` holds. x is (T, B, C)."""
 
-    ``mask`` (B, T) is set before a forward in training, which gets x (T, B, C) only.
-    """
-
-    mask: Tensor | None = None
-
-    def __init__(self, linear: nn.Module, norm: nn.Module, heads: int, scaling: float):
+    def __init__(self, linear: nn.Module, norm: nn.Module, heads: int, scaling: float, side: str):
         super().__init__()
-        self.linear, self.norm, self.heads, self.scaling = linear, norm, heads, scaling
+        self.linear, self.norm, self.heads, self.scaling, self.side = linear, norm, heads, scaling, side
 
     def forward(self, x: Tensor) -> Tensor:
         projected = self.linear(x)
         length, batch, channels = projected.shape
         heads = projected.view(length, batch * self.heads, channels // self.heads)
-        mask = self.mask.repeat_interleave(self.heads, dim=0) if self.norm.training and self.mask is not None else None
+        mask = getattr(current_scope().mask(), self.side) if self.norm.training else None
+        mask = None if mask is None else mask.repeat_interleave(self.heads, dim=0)
         return (self.norm(heads, mask) * self.scaling).view(length, batch, channels)
+
+
+def inner_masks(module: nn.Module, mask: Tensor | None, keys: Tensor | None = None) -> AbstractContextManager:
+    """Holds while ``module``, an attention or a projection, runs on tokens with the padding ``mask`` (B, T); ``keys``
+    is the padding of an attention's keys."""
+    for candidate in (module, *(getattr(module, name, None) for name in ("q_proj", "k_proj", "out_proj"))):
+        if isinstance(candidate, (NormedInput, HeadNorm)) and candidate.norm.training:
+            return Scope(lambda: _Masks(mask, keys))
+    return nullcontext()
 
 
 def add_qk_norm(attention: MultiheadAttention, build: Callable[[int], nn.Module]) -> None:
@@ -46,14 +61,8 @@ def add_qk_norm(attention: MultiheadAttention, build: Callable[[int], nn.Module]
     L2 norm and learn the scale: ``scale``, whose gain g, sqrt(d) at first, stands in N_q and in N_k. (They have one
     gain, with another initial value.) Today's language models use ``rms``.
     """
-    for name, scaling in (("q_proj", attention.scaling), ("k_proj", 1.0)):
+    for name, side, scaling in (("q_proj", "queries", attention.scaling), ("k_proj", "keys", 1.0)):
         norm = build(attention.head_dim)
-        setattr(attention, name, HeadNorm(getattr(attention, name), norm, attention.num_heads, scaling))
+        setattr(attention, name, HeadNorm(getattr(attention, name), norm, attention.num_heads, scaling, side))
     attention.scaling = 1.0
     attention.skip_embed_dim_check = True  # else torch's own function reads the weights of q_proj and k_proj
-
-
-def set_masks(attention: MultiheadAttention, queries: Tensor | None, keys: Tensor | None) -> None:
-    """Say which queries and keys (B, T) of the next forward are padding."""
-    if isinstance(attention.q_proj, HeadNorm):
-        attention.q_proj.mask, attention.k_proj.mask = queries, keys

@@ -9,7 +9,7 @@ from fairseq.modules.checkpoint_activations import checkpoint_wrapper
 from fairseq.modules.transformer_layer import TransformerDecoderLayerBase, TransformerEncoderLayerBase
 from torch import Tensor, nn
 
-from pn_fairseq.models.inner_norms import add_qk_norm, set_masks
+from pn_fairseq.models.inner_norms import add_qk_norm, inner_masks
 from pn_fairseq.models.placements import Depth, Pre, find_placement
 
 
@@ -87,20 +87,21 @@ class TransformerPNEncoderLayer(TransformerEncoderLayerBase):
 
         entry = x
         h = self.placement.before(self, "self_attn", x, encoder_padding_mask)
-        set_masks(self.self_attn, encoder_padding_mask, encoder_padding_mask)
-        h, _ = self.self_attn(
-            query=h,
-            key=h,
-            value=h,
-            key_padding_mask=encoder_padding_mask,
-            need_weights=False,
-            attn_mask=attn_mask,
-        )
+        with inner_masks(self.self_attn, encoder_padding_mask, encoder_padding_mask):
+            h, _ = self.self_attn(
+                query=h,
+                key=h,
+                value=h,
+                key_padding_mask=encoder_padding_mask,
+                need_weights=False,
+                attn_mask=attn_mask,
+            )
         x = self.placement.after(self, "self_attn", x, self.dropout_module(h), encoder_padding_mask, entry)
 
         h = self.placement.before(self, "final", x, encoder_padding_mask)
         h = self.activation_dropout_module(self.activation_fn(self.fc1(h)))
-        fc_result = self.fc2(h)
+        with inner_masks(self.fc2, encoder_padding_mask):
+            fc_result = self.fc2(h)
         x = self.placement.after(self, "final", x, self.dropout_module(fc_result), encoder_padding_mask, entry)
         return (x, fc_result) if self.return_fc else x
 
@@ -141,34 +142,36 @@ class TransformerPNDecoderLayer(TransformerDecoderLayerBase):
 
         entry = x
         h = self.placement.before(self, "self_attn", x, self_attn_padding_mask)
-        set_masks(self.self_attn, self_attn_padding_mask, self_attn_padding_mask)
-        h, attn = self.self_attn(
-            query=h,
-            key=h,
-            value=h,
-            key_padding_mask=self_attn_padding_mask,
-            incremental_state=incremental_state,
-            need_weights=False,
-            attn_mask=self_attn_mask,
-        )
+        with inner_masks(self.self_attn, self_attn_padding_mask, self_attn_padding_mask):
+            h, attn = self.self_attn(
+                query=h,
+                key=h,
+                value=h,
+                key_padding_mask=self_attn_padding_mask,
+                incremental_state=incremental_state,
+                need_weights=False,
+                attn_mask=self_attn_mask,
+            )
         x = self.placement.after(self, "self_attn", x, self.dropout_module(h), self_attn_padding_mask, entry)
 
         if self.encoder_attn is not None and encoder_out is not None:
             h = self.placement.before(self, "encoder_attn", x, self_attn_padding_mask)
-            set_masks(self.encoder_attn, self_attn_padding_mask, encoder_padding_mask)
-            h, attn = self.encoder_attn(
-                query=h,
-                key=encoder_out,
-                value=encoder_out,
-                key_padding_mask=encoder_padding_mask,
-                incremental_state=incremental_state,
-                static_kv=True,
-                need_weights=need_attn or (not self.training and self.need_attn),
-                need_head_weights=need_head_weights,
-            )
+            with inner_masks(self.encoder_attn, self_attn_padding_mask, encoder_padding_mask):
+                h, attn = self.encoder_attn(
+                    query=h,
+                    key=encoder_out,
+                    value=encoder_out,
+                    key_padding_mask=encoder_padding_mask,
+                    incremental_state=incremental_state,
+                    static_kv=True,
+                    need_weights=need_attn or (not self.training and self.need_attn),
+                    need_head_weights=need_head_weights,
+                )
             x = self.placement.after(self, "encoder_attn", x, self.dropout_module(h), self_attn_padding_mask, entry)
 
         h = self.placement.before(self, "final", x, self_attn_padding_mask)
         h = self.activation_dropout_module(self.activation_fn(self.fc1(h)))
-        x = self.placement.after(self, "final", x, self.dropout_module(self.fc2(h)), self_attn_padding_mask, entry)
+        with inner_masks(self.fc2, self_attn_padding_mask):
+            h = self.fc2(h)
+        x = self.placement.after(self, "final", x, self.dropout_module(h), self_attn_padding_mask, entry)
         return x, attn, None

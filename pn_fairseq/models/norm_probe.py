@@ -20,7 +20,7 @@ from pn_fairseq.common import probe_files
 from pn_fairseq.common.environment import SWITCH, patches_enabled
 from pn_fairseq.common.errors import one_line_errors
 from pn_fairseq.norms import NORMS, ChannelNorm, RunningNorm
-from pn_fairseq.norms.convert import ConvertedNorm
+from pn_fairseq.norms.converted import ConvertedNorm
 from pn_fairseq.norms.distributed import all_reduce_sum, world_size
 
 #: Updates whose batches the probe averages for the statistics that a norm has no running ones of, and the decay.
@@ -104,7 +104,7 @@ class NormProbe:
                 raise ValueError(f"--norm-probe-layers {pattern} fits no norm; the model has {', '.join(names)}")
             self.norms |= found
         for name, norm in self.norms.items():
-            if isinstance(norm, ConvertedNorm) and norm.layout != "BCHW":
+            if isinstance(norm, ConvertedNorm) and norm.layout.name != "BCHW":
                 raise ValueError(f"{name} was converted and finds its padding mask itself, which the probe cannot see")
         self._window: deque[list[_Forward]] = deque(maxlen=WINDOW)
         self._forwards: list[_Forward] = []

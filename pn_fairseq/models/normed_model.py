@@ -11,7 +11,7 @@ FOLDED_MARK = "norms_folded"
 
 
 class NormedModel:
-    """Comes before fairseq's class among the bases of a model, whose ``__init__`` ends with :meth:`use_norms`."""
+    """Mixin; must precede fairseq's class in the bases of a model, whose ``__init__`` ends with :meth:`use_norms`."""
 
     #: What reads the norms from the settings of the model.
     norm_options = NormOptions

@@ -222,10 +222,6 @@ class Sub(Pre):
         layer.self_attn.skip_embed_dim_check = True  # else torch's own function reads the weight of out_proj
         layer.fc2 = NormedInput(build(layer.fc2.in_features), layer.fc2)
 
-    def before(self, layer, sublayer, x, mask):
-        layer.self_attn.out_proj.mask = layer.fc2.mask = mask
-        return super().before(layer, sublayer, x, mask)
-
 
 @register_placement("mix")
 class Mix(Pre):

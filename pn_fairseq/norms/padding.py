@@ -1,13 +1,14 @@
 """Which tokens are padding: the forms of masks, and how a mask reaches norms that are called without one.
 
-A norm of a converted model (:func:`pn_fairseq.norms.convert_norms`) is called as ``norm(x)``. Its mask comes from the
-innermost *scope*: a ``with padding(...)`` block, or the running forward of a module that has the mask among its
-arguments. Scopes live in a ``ContextVar``, so threads do not see each other's.
+A norm gets its mask as an argument or, where it is called as ``norm(x)``, from the innermost *scope*: a
+``with padding(...)`` block, or the running forward of a module that has the mask among its arguments. Scopes live in a
+``ContextVar``, so threads do not see each other's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 
@@ -70,6 +71,7 @@ class PaddingMask:
         self._padding: Tensor | None = None
         self._time: int | None = None
         self._longest: int | None = None
+        self._real_tokens: int | None = None
 
     @property
     def batch(self) -> int:
@@ -107,35 +109,44 @@ class PaddingMask:
                 self._padding = torch.arange(tokens, device=self.value.device) >= self.value[:, None]
         return self._padding
 
-    def same_as(self, other: PaddingMask | None) -> bool:
-        """Whether ``other`` says the same. It may wait for the device."""
-        if self is other:
-            return True
-        if other is None or self._form != other._form or self.value.shape != other.value.shape:
-            return False
-        return self.value.data_ptr() == other.value.data_ptr() or torch.equal(self.value, other.value)
+    @property
+    def real_tokens(self) -> int:
+        """The number of tokens that are not padding. It waits for the device."""
+        if self._real_tokens is None:
+            real = self.value.sum() if self._form == "lengths" else (~self.of(self.value.size(-1))).sum()
+            self._real_tokens = int(real)
+        return self._real_tokens
+
+    @property
+    def has_padding(self) -> bool:
+        positions = self.batch * self.time(0) if self._form == "lengths" else self.value.numel()
+        return self.real_tokens < positions
+
+    def __str__(self) -> str:
+        return f"{self.source} is {tuple(self.value.shape)}"
 
 
-class Scope:
+class Scope(AbstractContextManager):
     """What is known about padding while a ``with`` block or the forward of a module runs.
 
     Args:
-        find: gives the mask, None where there is none, or NotImplemented where nothing is known. It is called when a
+        find: returns the mask, None where there is none, or NotImplemented where nothing is known. It is called when a
             norm asks, once.
         declared: None means that there is no padding, rather than that nobody gave a mask.
         owner: the hook of the module whose forward it is; None: a ``with`` block.
-        conversion: the call of ``convert_norms`` whose norms it is for; None: all.
     """
 
-    def __init__(self, find: Callable, declared: bool = False, owner=None, conversion=None):
+    def __init__(self, find: Callable, declared: bool = False, owner=None):
         self._find: Callable | None = find
         self._mask = None
-        self.declared, self.owner, self.conversion = declared, owner, conversion
-        self.outer = _current.get()
+        self.declared, self.owner = declared, owner
+        self.outer: Scope | None = None
+        #: Whether its module attends to the source of an encoder-decoder model.
+        self.attends = False
         #: The scope inside this one that ended last.
         self.last: Scope | None = None
         #: The backward pass that it began in; -1: none.
-        self.graph_task = torch._C._current_graph_task_id()
+        self.graph_task = -1
 
     def mask(self):
         """The mask, None or NotImplemented. A scope that knows nothing answers as the inner scope that ended last."""
@@ -145,10 +156,12 @@ class Scope:
             return self.last.mask()
         return self._mask
 
-    def enter(self) -> None:
+    def __enter__(self) -> Scope:
+        self.outer, self.graph_task = _current.get(), current_backward()
         _current.set(self)
+        return self
 
-    def exit(self) -> None:
+    def __exit__(self, *error) -> None:
         if self.outer is not None and self.outer.owner is not None:
             self.outer.last = self
         _current.set(self.outer)
@@ -160,6 +173,20 @@ _current: ContextVar[Scope | None] = ContextVar("pn_fairseq_padding", default=No
 def current_scope() -> Scope | None:
     """The innermost scope."""
     return _current.get()
+
+
+def current_backward() -> int:
+    """The backward pass that calls this function, for example to recompute a forward; -1: none."""
+    return torch._C._current_graph_task_id()
+
+
+def current_scopes() -> Iterator[Scope]:
+    """The scopes, the innermost first. In a recomputation only those that began in the same backward pass: a block
+    around the call of ``backward`` may belong to another forward."""
+    scope, backward = _current.get(), current_backward()
+    while scope is not None and scope.graph_task == backward:
+        yield scope
+        scope = scope.outer
 
 
 class padding(AbstractContextManager):
@@ -191,32 +218,34 @@ class padding(AbstractContextManager):
         self._scopes: list[Scope] = []
 
     def __enter__(self) -> padding:
-        scope = Scope(lambda: self._mask, declared=True)
-        scope.enter()
-        self._scopes.append(scope)
+        self._scopes.append(Scope(lambda: self._mask, declared=True).__enter__())
         return self
 
     def __exit__(self, *error) -> None:
-        self._scopes.pop().exit()
+        self._scopes.pop().__exit__(*error)
 
     @staticmethod
     def context_fn() -> tuple[AbstractContextManager, AbstractContextManager]:
         """For ``torch.utils.checkpoint.checkpoint(..., use_reentrant=False, context_fn=padding.context_fn)``: the
-        recomputation runs with the padding of the first forward. It is needed only where two forwards with different
-        masks run before a backward."""
-        scope = current_scope()
-        return nullcontext(), nullcontext() if scope is None else _Again(scope)
+        recomputation runs with the padding of the first computation.
+
+        It is needed where that padding is not an argument of the checkpointed function, but comes from a
+        ``with padding(...)`` block or from an argument of a module around it.
+        """
+        return nullcontext(), _Again()
 
 
 class _Again(AbstractContextManager):
-    """The scope ``then`` once more, in a recomputation."""
+    """The scopes that exist when this object is made, once more, in a recomputation."""
 
-    def __init__(self, then: Scope):
-        self._then = then
+    def __init__(self):
+        self._scopes = [copy.copy(scope) for scope in current_scopes()]
 
     def __enter__(self) -> None:
-        self._scope = Scope(self._then.mask, self._then.declared, conversion=self._then.conversion)
-        self._scope.enter()
+        self._before = _current.get()
+        Scope(lambda: None, declared=True).__enter__()  # what these scopes do not know, nobody knew
+        for scope in reversed(self._scopes):
+            copy.copy(scope).__enter__()
 
     def __exit__(self, *error) -> None:
-        self._scope.exit()
+        _current.set(self._before)

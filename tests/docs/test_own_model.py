@@ -1,5 +1,7 @@
 """The code of docs/own_model.md runs, and its norms see the padding mask."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -60,6 +62,20 @@ def test_without_a_mask_padding_changes_real_tokens(page):
     encoder = page["Encoder"](2, C, HEADS, 32, psi_warmup_updates=2)
     norm = encoder.layers[0].attention_norm
     assert (norm(x) - norm(changed))[~mask.T].abs().max() > 0.1
+
+
+def test_checkpointed_layers_have_the_mask_of_the_block(page):
+    layer = nn.Sequential(nn.Linear(C, C), nn.LayerNorm(C), nn.Linear(C, C))
+    page["with_masked_batch_norm"](layer)
+    x, mask = batch()
+    gradients = []
+    for forward in (layer, partial(page["checkpointed"], layer)):
+        layer.zero_grad()
+        with page["padding"](mask):
+            y = forward(x)[~mask.T]
+        y.square().sum().backward()
+        gradients.append([parameter.grad for parameter in layer.parameters()])
+    torch.testing.assert_close(*gradients, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("name", ["own layers", "nn.TransformerEncoder"])

@@ -16,10 +16,9 @@ from pn_fairseq.norms import (
     fold_norms,
     norm_report,
     padding,
-    recalibrating,
     running_norms,
 )
-from pn_fairseq.norms.convert import ConvertedNorm
+from pn_fairseq.norms.converted import ConvertedNorm
 
 from ..pairwise import in_pairs
 
@@ -203,7 +202,7 @@ def test_patterns_choose():
         ({"layout": "CBT"}, "layout='CBT' must be one of BTC"),
         ({"mask_from": "mask"}, "mask_from='mask': what its values mean is not known"),
         ({"mask_from": {"lengths": "length"}}, "'length' must be a function or one of mask, valid"),
-        ({"mask_from": "attention_mask"}, "the forward of no module around the replaced norms has such an argument"),
+        ({"mask_from": "attention_mask"}, "no module that contains a replaced norm has a forward argument of this name"),
     ],
 )
 def test_wrong_arguments(arguments, message):
@@ -436,92 +435,62 @@ def test_copies_and_pickles():
 
 
 class Checkpointed(nn.Module):
-    def __init__(self, inner, **options):
+    def __init__(self, inner, hands_on=True, **options):
         super().__init__()
-        self.inner, self.options = inner, options
+        self.inner, self.hands_on, self.options = inner, hands_on, options
 
     def forward(self, x, lengths=None):
-        given = () if lengths is None else (lengths,)
-        return checkpoint(self.inner, x, *given, **self.options)
+        given = (lengths,) if self.hands_on and lengths is not None else ()
+        return checkpoint(self.inner if self.hands_on else self.inner.forward, x, *given, **self.options)
 
 
-@pytest.mark.parametrize("norm", SOME)
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_recomputation_has_the_mask_of_its_forward(norm, reentrant):
-    plain = convert_norms(randomized(FeedForward()), norm)
-    again = Checkpointed(copy.deepcopy(plain), use_reentrant=reentrant)
+#: Way of a mask to a recomputation -> the options of ``checkpoint``.
+MASK_GIVEN_BY = {
+    "argument, reentrant": {"use_reentrant": True},
+    "argument": {"use_reentrant": False},
+    "block": {"use_reentrant": False, "context_fn": padding.context_fn},
+    "argument of a module around": {"use_reentrant": False, "context_fn": padding.context_fn},
+}
+
+
+@in_pairs(norm=SOME, way=list(MASK_GIVEN_BY), together=[True, False])
+def test_recomputation_has_the_mask_of_its_forward(norm, way, together):
+    """Also where several forwards run before one backward, and one of them had no padding."""
+    plain = convert_norms(randomized(FeedForward()), norm, mask_from="lengths")
+    around = way == "argument of a module around"
+    again = Checkpointed(randomized(FeedForward()), hands_on=not around, **MASK_GIVEN_BY[way])
+    again = convert_norms(again, norm, mask_from="lengths")
+    again.inner.load_state_dict(plain.state_dict())
     x = torch.randn(B, T, C)
-    for mask in (MASK, MASK.flip(0), None):
-        for model in (plain, again):
-            model.zero_grad()
-        expected = results(plain, x, ~MASK, mask=mask)
-        found = results(again, x, ~MASK, mask=mask)
-        assert_close({name.removeprefix("inner."): value for name, value in found.items()}, expected, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("way", ["nothing", "argument", "context_fn"])
-def test_two_forwards_before_a_backward(reentrant, way):
-    """The mask of a forward that runs again is its own, or there is an error: never that of the other forward."""
-    if way == "context_fn" and reentrant:
-        pytest.skip("reentrant checkpointing has no context_fn")
-    plain = convert_norms(randomized(FeedForward()), "power-v", mask_from="lengths")
-    options = {"context_fn": padding.context_fn} if way == "context_fn" else {}
-    again = Checkpointed(copy.deepcopy(plain), use_reentrant=reentrant, **options)
-    x = torch.randn(B, T, C)
-    batches = [LENGTHS, LENGTHS.flip(0)]
     gradients = {}
     for model in (plain, again):
-        inputs = [x.clone().requires_grad_() for _ in batches]
-        losses = []
-        for each, lengths in zip(inputs, batches, strict=True):
-            given = (lengths,) if way == "argument" else ()
-            with padding(None) if given else padding(lengths=lengths):
-                losses.append(model(each, *given).square().sum())
-        if model is again and way == "nothing":
-            with pytest.raises(RuntimeError, match="norm: a forward on tokens .* several forwards"):
-                sum(losses).backward()
-            return
-        sum(losses).backward()
-        gradients[model] = [each.grad for each in inputs] + [each.grad for each in model.parameters()]
+        inputs, losses = [], []
+        for lengths in (LENGTHS, LENGTHS.flip(0), torch.full_like(LENGTHS, T)):
+            inputs.append(x.clone().requires_grad_())
+            given, block = ((), lengths) if way == "block" else ((lengths,), None)
+            with padding(lengths=block):
+                losses.append(model(inputs[-1], *given)[0].square().sum())
+            if not together:
+                losses.pop().backward()
+        if together:
+            sum(losses).backward()
+        gradients[model] = [each.grad for each in (*inputs, *model.parameters())]
     for found, expected in zip(gradients[again], gradients[plain], strict=True):
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
-def test_what_a_forward_without_a_graph_or_a_dropped_loss_leaves():
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_recomputation_without_its_mask_is_an_error(reentrant):
+    """Also if the block lasts until the backward, since another forward may have run in another block."""
     model = convert_norms(FeedForward(), "batch")
-    again = Checkpointed(model, use_reentrant=False)
-    x = torch.randn(B, T, C, requires_grad=True)
-    with padding(MASK.flip(0)):
-        again(x)  # its graph is gone
-        kept = again(x)
-    kept.sum().backward()  # its backward has run
-    x.grad = None
-    del kept  # its graph could run backward again
+    again, x = Checkpointed(model, use_reentrant=reentrant), torch.randn(B, T, C, requires_grad=True)
+    with padding(None):
+        again(x).sum().backward()
+    model(x.flatten(0, 1)).sum().backward()
     with padding(MASK):
         y = again(x)
-    y.square().sum().backward(retain_graph=True)
-    first, x.grad = x.grad, None
-    y.square().sum().backward()
-    torch.testing.assert_close(x.grad, first)
-    with padding(MASK), torch.no_grad():
-        model(x)
-    with padding(MASK.flip(0)):
-        y = again(x)
-    with pytest.raises(RuntimeError, match="several forwards"):
-        y.sum().backward()
-
-
-def test_recalibration_leaves_no_forward_that_waits_for_a_backward():
-    model = convert_norms(FeedForward(), "batch")
-    again, x = Checkpointed(model, use_reentrant=False), torch.randn(B, T, C)
-    with torch.no_grad(), recalibrating(model):
-        for _ in range(70):  # more masks than a norm remembers
-            with padding(MASK.flip(0)):
-                model(x)
-    with padding(MASK):
-        y = again(x)
-    y.sum().backward()
+        with pytest.raises(RuntimeError, match="norm: this forward is being recomputed .* give checkpoint context_fn="):
+            y.sum().backward()
 
 
 @pytest.mark.parametrize("name", [name for name in NORMS])

@@ -1,0 +1,216 @@
+"""The norms of a converted model: how each takes the place of another norm, and how its padding mask reaches it."""
+
+import warnings
+from dataclasses import dataclass, field
+from functools import cache
+from uuid import uuid4
+
+import torch
+from torch import Tensor, nn
+
+from pn_fairseq.norms.base import COUNT, ChannelNorm, RunningNorm
+from pn_fairseq.norms.layouts import Layout
+from pn_fairseq.norms.padding import PaddingMask, Scope, current_backward, current_scopes
+from pn_fairseq.norms.registry import build_norm, find_norm
+
+#: Batch norms of torch that can be replaced.
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.SyncBatchNorm)
+
+
+@dataclass
+class Conversion:
+    """One call of :func:`convert_norms`, which a norm and the hooks that serve it have in common.
+
+    Copies keep the ``id``, so the hooks of a model also serve a copy of one of its norms.
+    """
+
+    warned: bool = False
+    id: str = field(default_factory=lambda: uuid4().hex)
+
+
+class ConvertedNorm:
+    """Mixin; must precede the norm class in the bases. The norm of a converted model.
+
+    ``norm(x)`` has the layout of the replaced module, and finds its mask (:mod:`pn_fairseq.norms.padding`).
+    """
+
+    #: Set by :func:`replacement`.
+    name: str
+    replaced: str
+    replaced_keys: frozenset[str]
+    shares_statistics: bool
+    layout: Layout
+    zero_padding: bool
+    conversion: Conversion
+    #: Where masks of this norm have come from: "block" and "argument".
+    mask_sources: set[str]
+
+    def __reduce__(self):
+        return _rebuild, (type(self).__mro__[type(self).__mro__.index(ConvertedNorm) + 1],), self.__getstate__()
+
+    def _get_name(self) -> str:
+        return f"{super()._get_name()} for {self.replaced}"
+
+    def forward(self, x: Tensor, padding_mask: Tensor | None = None) -> Tensor:
+        if x.is_nested:  # has no padding
+            return super().forward(x)
+        if not self.uses_mask():
+            return self._arranged(x, None)
+        if torch.compiler.is_compiling():
+            return self._masked_uncompiled(x, padding_mask)
+        return self._masked(x, padding_mask)
+
+    def uses_mask(self) -> bool:
+        return self.zero_padding or (self.training and isinstance(self, RunningNorm))
+
+    @torch._disable_dynamo
+    def _masked_uncompiled(self, x: Tensor, padding_mask: Tensor | None) -> Tensor:
+        return self._masked(x, padding_mask)
+
+    def _masked(self, x: Tensor, padding_mask: Tensor | None) -> Tensor:
+        try:
+            mask = self._find_mask(x) if padding_mask is None else PaddingMask("mask", padding_mask, "the mask")
+            return self._arranged(x, mask)
+        except ValueError as error:
+            raise ValueError(f"{self.name}: {error}") from None
+
+    def _find_mask(self, x: Tensor) -> PaddingMask | None:
+        """The mask of the innermost scope in which one is known.
+
+        Where the argument of a module is None, the masks of modules around it may be for other sequences (a decoder
+        inside an encoder-decoder): only a ``with padding(...)`` block counts then. Likewise a mask of the source is
+        none for the tokens of a module that attends to the source.
+        """
+        empty: Scope | None = None  # the argument is None
+        hidden: PaddingMask | None = None  # by it
+        attending = False
+        for scope in current_scopes():
+            hook = scope.owner
+            if hook is not None and (hook.conversion != self.conversion.id or (attending and hook.of_source)):
+                continue
+            mask = scope.mask()
+            if mask is None:
+                if scope.declared:
+                    return None
+                empty = empty or scope
+            elif mask is not NotImplemented:
+                if hook is None or empty is None:
+                    self.mask_sources.add("block" if hook is None else "argument")
+                    return mask
+                hidden = hidden or mask
+            attending = attending or scope.attends
+        if current_backward() != -1:
+            if "block" in self.mask_sources or (empty is None and "argument" in self.mask_sources):
+                raise RuntimeError(
+                    f"{self.name}: this forward is being recomputed (activation checkpointing), but its padding mask "
+                    "is gone; pass the mask as an argument of the checkpointed module (convert_norms(mask_from=...)), "
+                    "or give checkpoint context_fn=padding.context_fn"
+                )
+        else:
+            self._warn(x, empty, hidden)
+        return None
+
+    def _warn(self, x: Tensor, empty: Scope | None, hidden: PaddingMask | None) -> None:
+        if self.conversion.warned or x.dim() != 3 or not (self.training and isinstance(self, RunningNorm)):
+            return
+        if hidden is not None and not hidden.has_padding:  # for such a batch Hugging Face's models hand None on
+            return
+        self.conversion.warned = True
+        reason = "" if empty is None else f" ({empty.owner.source} is None)"
+        warnings.warn(
+            f"{self.name} takes statistics over the tokens of a batch, and no padding mask has reached it{reason}: "
+            "padding, if there is any, is counted. Run the model in `with padding(...)`, or convert it with "
+            "mask_from=...; `with padding(None)` says that there is no padding. (This warning appears once for a "
+            "model.)",
+            stacklevel=2,
+        )
+
+    def _arranged(self, x: Tensor, mask: PaddingMask | None) -> Tensor:
+        """The norm over the tokens of ``x``, in the layout of x."""
+        tokens = self.layout.channels_last(x)
+        padding = None if mask is None else self.layout.padding(tokens, mask)
+        if tokens.dim() in (2, 3):
+            y = super().forward(tokens, padding)
+        else:
+            rows = None if padding is None else padding.reshape(-1)
+            y = super().forward(tokens.reshape(-1, tokens.size(-1)), rows).view(tokens.shape)
+        if self.zero_padding and padding is not None:
+            y = y.masked_fill(padding.unsqueeze(-1), 0.0)
+        if tokens is not x:
+            y = y.movedim(-1, 1)
+            if x.is_contiguous():
+                y = y.contiguous()  # as torch's norms, whose callers may call view
+        return y
+
+
+@cache
+def _converted_class(cls: type[ChannelNorm]) -> type[ChannelNorm]:
+    return type(cls.__name__, (ConvertedNorm, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
+
+
+def _rebuild(cls: type[ChannelNorm]) -> ChannelNorm:
+    converted = _converted_class(cls)
+    return converted.__new__(converted)
+
+
+def replacement(module: nn.Module, name: str, norm: str, layout, zero_padding, conversion, options) -> ChannelNorm:
+    """The norm that takes the place of ``module``; see :func:`convert_norms`."""
+    entry = find_norm(norm)
+    is_batch_norm = isinstance(module, BATCH_NORMS)
+    weight = getattr(module, "weight", None)
+    like = next((tensor for tensor in (weight, *module.buffers()) if tensor is not None), torch.zeros(()))
+    if is_batch_norm:
+        channels = module.num_features
+    else:
+        channels = module.normalized_shape[0] if weight is None else weight.numel()
+    eps = eps_of(module)
+    defaults = {"eps": torch.finfo(like.dtype).eps if eps is None else eps, "affine": weight is not None}
+    if "sync" in entry.options:
+        defaults["sync"] = entry.sync or isinstance(module, nn.SyncBatchNorm)
+        if isinstance(module, nn.SyncBatchNorm):
+            defaults["process_group"] = module.process_group
+    made = build_norm(norm, channels, batch_first=True, **{**defaults, **options})
+    buffers = {key: buffer for key, buffer in module.named_buffers(recurse=False) if is_batch_norm}
+    made.shares_statistics = {*made._buffers} <= {*buffers} and bool(made._buffers)
+    if made.shares_statistics and "alpha_fwd" not in options and module.momentum and module.momentum < 1:
+        made.alpha_fwd = 1.0 - module.momentum
+    made.to(device=like.device, dtype=like.dtype if like.is_floating_point() else None)
+    for key, parameter in module.named_parameters(recurse=False):
+        if made._parameters.get(key) is not None:
+            made._parameters[key] = parameter
+    if made.shares_statistics:
+        for key, buffer in buffers.items():
+            made._buffers[key].copy_(buffer)
+    made.__class__ = _converted_class(type(made))
+    made.name, made.replaced = name or type(module).__name__, type(module).__name__
+    made.replaced_keys = frozenset(module.state_dict())
+    made.layout = Layout(_own_layout(module), layout if layout in ("BTC", "TBC") else None)
+    made.zero_padding, made.conversion, made.mask_sources = zero_padding, conversion, set()
+    for hooks in ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks"):
+        for kind in ("", "_with_kwargs", "_always_called"):
+            getattr(made, f"_{hooks}{kind}", {}).update(getattr(module, f"_{hooks}{kind}", {}))
+    made.register_load_state_dict_pre_hook(_before_loading)
+    return made.train(module.training)
+
+
+def eps_of(module: nn.Module) -> float | None:
+    return getattr(module, "eps", getattr(module, "variance_epsilon", None))
+
+
+def _own_layout(module: nn.Module) -> str | None:
+    """The layout of the input of ``module``; None: it only says that the channels come last."""
+    own = {nn.BatchNorm1d: "BCT", nn.BatchNorm2d: "BCHW", nn.SyncBatchNorm: "BC"}
+    return next((layout for cls, layout in own.items() if isinstance(module, cls)), None)
+
+
+def _before_loading(module: ConvertedNorm, state_dict: dict, prefix: str, *_) -> None:
+    """Make the state of the module that was replaced one of ``module``; what it lacks stays as it is."""
+    given = {key.removeprefix(prefix) for key in state_dict if key.startswith(prefix)}
+    own = {**dict(module.named_parameters(recurse=False)), **module._buffers}
+    if not given or not given <= module.replaced_keys or given == {*own}:
+        return
+    for key in given - {*own}:
+        del state_dict[prefix + key]
+    for key, tensor in own.items():
+        if key not in given or (key == COUNT and not module.shares_statistics):
+            state_dict[prefix + key] = tensor.detach().clone()

@@ -1,0 +1,178 @@
+"""Masks that are arguments of the modules around the norms of a converted model."""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pn_fairseq.norms.base import RunningNorm
+from pn_fairseq.norms.converted import Conversion, ConvertedNorm
+from pn_fairseq.norms.padding import ARGUMENT_FORMS, FORMS, PaddingMask, Scope, current_scope
+
+#: Arguments that hold what a module, such as a layer of a decoder, attends to.
+_ATTENDED = ("memory", "context", "encoder_out", "encoder_output", "encoder_hidden_states")
+
+#: How the names of arguments begin that say something of the source of an encoder-decoder model.
+_OF_SOURCE = ("src", "source", "encoder", "enc_", "memory", "context")
+
+
+def mask_forms(mask_from: str | Sequence[str] | Mapping[str, str | Callable] | None) -> dict[str, str | Callable]:
+    """Name of an argument -> its form, one of :data:`FORMS` or a function.
+
+    Raises:
+        ValueError: the form of an argument is not known.
+    """
+    if mask_from is None:
+        return {}
+    if isinstance(mask_from, Mapping):
+        if wrong := [form for form in mask_from.values() if not (callable(form) or form in FORMS)]:
+            raise ValueError(f"mask_from: {wrong[0]!r} must be a function or one of {', '.join(FORMS)}")
+        return dict(mask_from)
+    names = [mask_from] if isinstance(mask_from, str) else list(mask_from)
+    if unknown := [name for name in names if name not in ARGUMENT_FORMS]:
+        raise ValueError(
+            f"mask_from={unknown[0]!r}: what its values mean is not known; give a dict such as "
+            f"{{{unknown[0]!r}: 'mask'}} (True = padding), 'valid' (other than 0 = token), 'lengths' or 'additive'; "
+            f"known names: {', '.join(ARGUMENT_FORMS)}"
+        )
+    return {name: ARGUMENT_FORMS[name] for name in names}
+
+
+class ArgumentHook:
+    """Makes a scope of every forward of one module, with the mask that is among its arguments.
+
+    Args:
+        module: name of the module in the model.
+        parameters: of its forward, without ``self``.
+        argument: the parameter that has the mask; None: the forward has no mask of its own tokens.
+        form: of the mask, see :func:`mask_forms`.
+        conversion: ``Conversion.id`` of the norms that it serves.
+        declared: None means that there is no padding.
+    """
+
+    def __init__(self, module: str, parameters: list, argument: str | None, form, conversion: str, declared: bool):
+        self.argument, self.form, self.conversion, self.declared = argument, form, conversion, declared
+        self.source = f"argument {argument} of {module or 'the model'}"
+        self.of_source = argument is not None and argument.startswith(_OF_SOURCE)
+        #: Argument -> its position; None: it is passed by name only.
+        self._positions = {
+            parameter.name: None if parameter.kind == parameter.KEYWORD_ONLY else index
+            for index, parameter in enumerate(parameters)
+            if parameter.name in (argument, *_ATTENDED)
+        }
+        self._attended = [name for name in _ATTENDED if name in self._positions]
+        #: Whether every call attends to something.
+        self.always_attends = any(p.name in _ATTENDED and p.default is p.empty for p in parameters)
+
+    def before(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        if torch.compiler.is_compiling():
+            if not module.training:  # in evaluation only zero_padding uses a mask
+                return
+            _begin_uncompiled(self, args, kwargs)
+        else:
+            self.begin(args, kwargs)
+
+    def begin(self, args: tuple, kwargs: dict) -> None:
+        value = NotImplemented if self.argument is None else self._value(self.argument, args, kwargs)
+        scope = Scope(lambda: self._mask(value), self.declared, self)
+        attended = [self._value(name, args, kwargs) for name in self._attended]
+        # A vector for each sequence, such as a speaker's, is no sequence.
+        scope.attends = any(not (x is None or isinstance(x, Tensor) and x.dim() < 3) for x in attended)
+        scope.__enter__()
+
+    def _value(self, argument: str, args: tuple, kwargs: dict):
+        position = self._positions[argument]
+        value = kwargs.get(argument)
+        return args[position] if value is None and position is not None and position < len(args) else value
+
+    def after(self, module: nn.Module, args: tuple, output) -> None:
+        if torch.compiler.is_compiling():
+            if module.training:
+                _end_uncompiled(self)
+        else:
+            self.end()
+
+    def end(self) -> None:
+        scope = current_scope()
+        if scope is not None and scope.owner is self:
+            scope.__exit__()
+
+    def _mask(self, value: Any):
+        """PaddingMask, None or NotImplemented from the value of the argument."""
+        form = self.form
+        if callable(form) and value is not NotImplemented:
+            value = form(value)
+            form = "mask"
+        if value is None or value is NotImplemented:
+            return value
+        if not isinstance(value, Tensor):
+            return NotImplemented
+        inner = value
+        while inner.dim() > 2 and inner.size(1) == 1:
+            inner = inner.squeeze(1)
+        if form != "lengths" and inner.dim() != 2:
+            return NotImplemented  # which query sees which key, (B, H, Q, K)
+        if form == "valid" and value.dim() > 2 and value.is_floating_point():
+            form = "additive"  # what attention_mask has become inside Hugging Face's models
+        return PaddingMask(form, value, self.source)
+
+
+@torch._disable_dynamo
+def _begin_uncompiled(hook: ArgumentHook, args: tuple, kwargs: dict) -> None:
+    hook.begin(args, kwargs)
+
+
+@torch._disable_dynamo
+def _end_uncompiled(hook: ArgumentHook) -> None:
+    hook.end()
+
+
+def add_argument_hooks(model: nn.Module, norms: list, forms: dict, conversion: Conversion, declared: bool) -> None:
+    """Give every module around ``norms`` whose forward has an argument of ``forms`` a hook.
+
+    Raises:
+        ValueError: there is no such module.
+    """
+    served = {norm for norm in norms if norm.zero_padding or isinstance(norm, RunningNorm)}
+    names_source = any(argument.startswith(_OF_SOURCE) for argument in forms)
+    hooked = 0
+    for name, module in model.named_modules():
+        if isinstance(module, ConvertedNorm) or served.isdisjoint(module.modules()):
+            continue
+        try:
+            parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
+        except (TypeError, ValueError):
+            continue
+        accepted = {parameter.name for parameter in parameters}
+        attends = not accepted.isdisjoint(_ATTENDED)
+        own = [name for name in forms if name in accepted and not (attends and name.startswith(_OF_SOURCE))]
+        if not own and not (attends and names_source):
+            continue
+        argument = own[0] if own else None
+        hook = ArgumentHook(name, parameters, argument, forms.get(argument), conversion.id, declared)
+        module.register_forward_pre_hook(hook.before, with_kwargs=True)
+        module.register_forward_hook(hook.after, always_call=True)
+        hooked += bool(own)
+    if served and not hooked:
+        raise ValueError(
+            f"mask_from={', '.join(forms)}: no module that contains a replaced norm has a forward argument of this name"
+        )
+
+
+def mask_sources(model: nn.Module, name: str, conversion: Conversion) -> list[str]:
+    """The arguments that may hold the mask of the norm ``name`` of ``model``, the innermost first."""
+    modules = [("", model)]
+    for key in name.split(".")[:-1]:
+        path, module = modules[-1]
+        modules.append((f"{path}.{key}".lstrip("."), getattr(module, key)))
+    sources, attending = [], False
+    for path, module in reversed(modules):
+        hooks = [getattr(method, "__self__", None) for method in module._forward_pre_hooks.values()]
+        for hook in hooks:
+            if isinstance(hook, ArgumentHook) and hook.conversion == conversion.id:
+                if hook.argument is not None and not (attending and hook.of_source):
+                    sources.append(f"argument {hook.argument} of {path or 'the model'}")
+                attending = attending or hook.always_attends
+    return sources
