@@ -132,6 +132,7 @@ def kernels() -> dict:
 FAIRSEQ = [
     "fairseq-fixed>=0.12.3.1",
     "numpy",
+    "langcodes>=3.4",
     "omegaconf>=2.1",
     "PyYAML>=6",
     "scipy>=1.10",

@@ -19,7 +19,7 @@ VERBS = {
     "average": ("pn_fairseq.pipeline.average", "average the last checkpoints of a run"),
     "generate": ("pn_fairseq.pipeline.generate", "translate a subset of the prepared data with the model of a run"),
     "translate": ("pn_fairseq.pipeline.translate", "translate text from a file or stdin with the model of a run"),
-    "score": ("pn_fairseq.pipeline.scoring", "BLEU and chrF of hypotheses, and whether differences are significant"),
+    "score": ("pn_fairseq.pipeline.score", "BLEU, chrF and TER of hypotheses, and whether differences are significant"),
     "evaluate-lm": ("pn_fairseq.pipeline.evaluate_lm", "perplexity of a language model"),
     "reproduce": ("pn_fairseq.pipeline.reproduce", "all steps from text to a report, for a list of norms and seeds"),
     "report": (

@@ -23,8 +23,8 @@ from pn_fairseq.__main__ import call
 from pn_fairseq.common.files import atomic_write
 from pn_fairseq.common.probe_files import read_probe
 from pn_fairseq.pipeline import experiments
+from pn_fairseq.pipeline.bootstrap import p_text
 from pn_fairseq.pipeline.runs import Run
-from pn_fairseq.pipeline.scoring import p_text
 from pn_fairseq.report import intervals
 from pn_fairseq.report.curves import save, style
 from pn_fairseq.report.significance import LOSS, MEASURES, SHORT_NAMES, Interval
@@ -190,7 +190,7 @@ def answer() -> str:
             tested += 1
             found += [where] if interval.low > 0 or interval.high < 0 else []
         elif len(differences):
-            mean = intervals.signed(differences.mean(), measure.digits)
+            mean = intervals.signed(differences.mean(), measure.decimals)
             text = f"{mean} with seed {seeds}: not tested, because one seed is no sample of seeds"
         else:
             text = "no seed is finished with and without the mask"

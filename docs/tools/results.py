@@ -27,13 +27,14 @@ from scipy import stats
 from pn_fairseq.__main__ import call
 from pn_fairseq.common.files import atomic_write
 from pn_fairseq.pipeline import experiments
+from pn_fairseq.pipeline.bootstrap import p_text
+from pn_fairseq.pipeline.metrics import Measure
 from pn_fairseq.pipeline.reproduce import CORPORA as CORPORA_OF_RUNS
 from pn_fairseq.pipeline.reproduce import trainings
-from pn_fairseq.pipeline.scoring import p_text
 from pn_fairseq.report import curves, figures, intervals
 from pn_fairseq.report.curves import save
 from pn_fairseq.report.intervals import Compared, count, signed
-from pn_fairseq.report.significance import LOSS, MEASURES, SHORT_NAMES, Family, Measure, blocks_needed
+from pn_fairseq.report.significance import LOSS, MEASURES, SHORT_NAMES, Family, blocks_needed
 
 from .generated import ROOT, write_parts
 
@@ -261,12 +262,12 @@ def planned_answer() -> str:
             measure, mean = MEASURES[column], sum(differences) / len(differences)
             lines.append(
                 f"- **{system} − LN, {measure.title}, {kind}:** {intervals.side_of(differences)} pairs of runs with "
-                f"the same seed and machine, mean {intervals.signed(mean, measure.digits)} (one-sample t-test, "
+                f"the same seed and machine, mean {intervals.signed(mean, measure.decimals)} (one-sample t-test, "
                 f"{p_text(stats.ttest_1samp(differences, 0).pvalue)})."
             )
             lines += parts
             if later:
-                mean = intervals.signed(sum(later) / len(later), measure.digits)
+                mean = intervals.signed(sum(later) / len(later), measure.decimals)
                 lines.append(
                     f"    - Pairs trained after the comparison was chosen: {intervals.side_of(later)}, mean {mean}"
                 )
@@ -296,7 +297,7 @@ def needed() -> str:
                 sizes = difference / family.deviation, len(family.intervals)
                 rows.append(
                     {"runs": title, "difference": f"{difference:g}, {measure.title}"}
-                    | {"noise": f"{family.deviation:.{measure.digits}f}"}
+                    | {"noise": f"{family.deviation:.{measure.decimals}f}"}
                     | {"blocks, planned comparison": str(blocks_needed(*sizes, planned=True))}
                     | {"blocks, all systems": str(blocks_needed(*sizes))}
                 )
@@ -304,7 +305,7 @@ def needed() -> str:
 
 
 def _reach(measure, family) -> str:
-    return f"{measure.title} ±{family.half_width:.{measure.digits}f}; {family.detectable:.{measure.digits}f}"
+    return f"{measure.title} ±{family.half_width:.{measure.decimals}f}; {family.detectable:.{measure.decimals}f}"
 
 
 def _went_wrong(row) -> bool:
@@ -334,7 +335,7 @@ def system_rows(frame: pandas.DataFrame, measures: dict[str, str]) -> list[dict[
     for label, runs in frame.groupby("system", sort=False):
         row = {"encoder norm": label, "blocks": str(len(_by_block(runs.dropna(subset=list(measures)), LOSS)))}
         for column, title in measures.items():
-            digits, of_measure = MEASURES[column].digits, by_measure.get(column)
+            digits, of_measure = MEASURES[column].decimals, by_measure.get(column)
             row[title] = _spread(_by_block(runs, column), digits)
             difference = "–"
             if of_measure and label in of_measure.intervals:
@@ -512,8 +513,8 @@ def noise_sources() -> str:
             row["runs"] = f"{orders} × {inits}"
             for effect, (means, repeats) in effects.items():
                 deviation = math.sqrt(max(0.0, means.var() - noise / repeats))
-                row[f"deviation between {effect}"] = f"{deviation:.{MEASURES[column].digits}f}"
-            rows.append(row | {"rest": f"{math.sqrt(noise):.{MEASURES[column].digits}f}"})
+                row[f"deviation between {effect}"] = f"{deviation:.{MEASURES[column].decimals}f}"
+            rows.append(row | {"rest": f"{math.sqrt(noise):.{MEASURES[column].decimals}f}"})
     if not rows:
         return UNCOMPARED
     orders, inits = (f"deviation between {effect}" for effect in ("data orders", "initial weights"))

@@ -58,8 +58,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         default=[],
         metavar="SYSTEM:MEASURE",
         help="a comparison with LN that was planned before the runs, such as PN:loss; tested without correction for "
-        "the other comparisons. MEASURE is bleu, chrf, loss (validation) or bits (test loss of a language model). May "
-        "be repeated",
+        "the other comparisons. MEASURE is bleu, chrf, ter, loss (validation) or bits (test loss of a language model). "
+        "May be repeated",
     )
     parser.add_argument(
         "--resamples", type=whole, metavar="N", help="resamples of the paired bootstrap (default: sacrebleu's, 1000)"
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
 
     # Imported here, so that --help is fast.
-    from pn_fairseq.pipeline.scoring import RESAMPLES
+    from pn_fairseq.pipeline.bootstrap import RESAMPLES
     from pn_fairseq.report import perplexity, tables
     from pn_fairseq.report.markdown import html
     from pn_fairseq.report.runs import read_runs

@@ -83,7 +83,7 @@ def read_subject(run, label: str, line: str, name: str | None = None) -> Subject
 
     tokens, last = run.get("dataset.max_tokens"), run.checkpoints / "checkpoint_last.pt"
     subject = Subject(run.name, label, line, tokens=tokens * run.world_size if tokens else None)
-    subject.bleu = run.scores.tokenized.score if run.scores else None
+    subject.bleu = run.score("tokenized").score if run.scores else None
     subject.checkpoint = last if last.is_file() else None
     if folder := find_probe(run):
         try:

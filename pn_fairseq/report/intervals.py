@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pandas
 
-from pn_fairseq.pipeline.scoring import p_text
+from pn_fairseq.pipeline.bootstrap import p_text
+from pn_fairseq.pipeline.metrics import Measure
 from pn_fairseq.report.curves import headless_pyplot, save, style
 from pn_fairseq.report.markdown import Markdown, missing
-from pn_fairseq.report.significance import MEASURES, POWER, Family, Interval, Measure, families
+from pn_fairseq.report.significance import MEASURES, POWER, Family, Interval, families
 
 
 def signed(value: float, digits: int = 2) -> str:
@@ -50,7 +51,7 @@ class Compared:
 
     def text(self, interval: Interval) -> str:
         difference, low, high = (
-            signed(value, self.measure.digits) for value in (interval.difference, interval.low, interval.high)
+            signed(value, self.measure.decimals) for value in (interval.difference, interval.low, interval.high)
         )
         return f"{difference} ({low} to {high})"
 
@@ -87,7 +88,7 @@ class Compared:
 
     def strength(self, family: Family) -> str:
         """What the design of a family can detect."""
-        digits, systems = self.measure.digits, count(len(family.intervals), "system")
+        digits, systems = self.measure.decimals, count(len(family.intervals), "system")
         return (
             f"{systems} and {family.control}, up to {count(family.blocks, 'block')}; noise "
             f"{family.deviation:.{digits}f} with {family.design.degrees} degrees of freedom; simultaneous intervals of "
@@ -133,7 +134,7 @@ def table(compared: Mapping[str, Compared]) -> pandas.DataFrame:
 
 def panels(measures: Sequence[Measure], names: Sequence[str], height: float, better: str = "better"):
     """A figure and its axes: a column for each measure with its margin of equivalence, and a row for each name."""
-    size = (6.4, height)
+    size = (max(6.4, 1.8 * len(measures)), height)
     figure, axes = headless_pyplot().subplots(
         1, len(measures), figsize=size, sharey=True, squeeze=False, layout="constrained"
     )
@@ -142,7 +143,7 @@ def panels(measures: Sequence[Measure], names: Sequence[str], height: float, bet
         axis.axvline(0, color="black", linewidth=1)
         title, _, unit = measure.title.partition(" (")
         axis.set_title(f"{title}\n({unit}" if unit else title)
-        axis.set_xlabel(f"← {better}" if measure.lower_is_better else f"{better} →")
+        axis.set_xlabel(f"← {better}" if measure.better == "lower" else f"{better} →")
         axis.locator_params(axis="x", nbins=4)
         axis.grid(axis="x", alpha=0.3)
     axes[0][0].set_yticks(range(len(names)), names, parse_math=False)

@@ -14,7 +14,8 @@ from pn_fairseq.common.command import UserError
 from pn_fairseq.common.files import count_lines, read_settings, recorded, short_names
 from pn_fairseq.pipeline import runs
 from pn_fairseq.pipeline.evaluate_lm import Perplexity, read_perplexity
-from pn_fairseq.pipeline.scoring import METRICS, Scores, is_scored, low_bleu, read_scores
+from pn_fairseq.pipeline.metrics import METRICS
+from pn_fairseq.pipeline.scoring import Score, Scores, is_scored, low_bleu, read_scores
 from pn_fairseq.pipeline.training_log import Start, TrainingLog, read_log
 
 #: What language models are compared by -> the attribute of :class:`Perplexity`.
@@ -229,7 +230,8 @@ class Run(runs.Run):
         except UserError as error:
             self.problems.append(f"not scored: {error}")
             return None
-        if warning := low_bleu(scores.tokenized.score):
+        self.problems.extend(scores.warnings)
+        if warning := low_bleu(scores.by_metric["tokenized"].score):
             self.problems.append(f"tokenized {warning}")
         return scores
 
@@ -247,7 +249,11 @@ class Run(runs.Run):
         """What systems are compared by, by name; NaN where it was not measured."""
         if self.language_model:
             return {name: getattr(self.perplexity, field, math.nan) for name, field in LM_MEASURES.items()}
-        return {name: getattr(self.scores, name).score if self.scores else math.nan for name in METRICS}
+        return {name: self.score(name).score if self.score(name) else math.nan for name in METRICS}
+
+    def score(self, metric: str) -> Score | None:
+        """The score by one of :data:`METRICS`; None if the run was not scored by it."""
+        return self.scores.by_metric.get(metric) if self.scores else None
 
     @property
     def measured(self) -> bool:

@@ -11,39 +11,30 @@ from __future__ import annotations
 import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import pandas
 from scipy import optimize, stats
 
+from pn_fairseq.pipeline.metrics import METRICS, Measure
+
 #: Error rate of a whole family of comparisons, and the power for which the detectable difference is given.
 ERROR_RATE, POWER = 0.05, 0.8
 
 
-class Measure(NamedTuple):
-    """What systems are compared by."""
-
-    title: str
-    margin: float  # systems whose whole interval is within this distance of the control are equivalent
-    lower_is_better: bool = False
-    digits: int = 2
-
-    @property
-    def heading(self) -> str:
-        return self.title if self.title == "chrF2" else self.title[0].upper() + self.title[1:]
-
-
 LOSS = "best validation loss (bits/token)"
-#: Column of report.csv -> the measure. The margins are a choice of this project.
+#: The measures that are tested over seeds, by column of report.csv.
 MEASURES = {
-    "tokenized": Measure("tokenized BLEU", 0.3),
-    "chrf": Measure("chrF2", 0.3),
-    LOSS: Measure("validation loss (bits/token)", 0.02, True, 3),
-    "bits": Measure("test loss (bits/token)", 0.02, True, 3),
+    measure.name: measure
+    for measure in (
+        *METRICS.values(),
+        Measure(LOSS, "validation loss (bits/token)", "loss", "lower", decimals=3, margin=0.02),
+        Measure("bits", "test loss (bits/token)", "bits", "lower", decimals=3, margin=0.02),
+    )
+    if measure.margin is not None
 }
 #: What ``pn report --planned`` calls the measures.
-SHORT_NAMES = {"bleu": "tokenized", "chrf": "chrf", "loss": LOSS, "bits": "bits"}
+SHORT_NAMES = {measure.short: name for name, measure in MEASURES.items()}
 
 
 @dataclass(frozen=True)
@@ -62,7 +53,7 @@ class Interval:
         1987; with the 95% interval in place of 90% the error rate is at most 2.5%).
         """
         if self.low > 0 or self.high < 0:
-            return "better" if (self.difference < 0) == measure.lower_is_better else "worse"
+            return "better" if (self.difference < 0) == (measure.better == "lower") else "worse"
         return "equivalent" if max(-self.low, self.high) <= measure.margin else "not resolved"
 
 

@@ -11,7 +11,7 @@ from functools import cached_property
 import pandas
 
 from pn_fairseq import norms
-from pn_fairseq.pipeline.scoring import METRICS
+from pn_fairseq.pipeline.metrics import METRICS
 from pn_fairseq.report.runs import LM_MEASURES, Run
 
 #: Where things are. Not compared, and named in no table.

@@ -19,7 +19,9 @@ from pn_fairseq import __version__
 from pn_fairseq.common.command import UserError, say
 from pn_fairseq.common.files import atomic_write, read_settings, recorded
 from pn_fairseq.common.published import PAPER, Row, Table, recognise
-from pn_fairseq.pipeline.scoring import METRICS, compare_folders, low_bleu, p_text
+from pn_fairseq.pipeline.bootstrap import compare_folders, p_text
+from pn_fairseq.pipeline.metrics import METRICS
+from pn_fairseq.pipeline.scoring import low_bleu
 from pn_fairseq.pipeline.training_log import TrainingLog
 from pn_fairseq.report import curves, intervals
 from pn_fairseq.report.figures import find_probe
@@ -28,9 +30,6 @@ from pn_fairseq.report.markdown import Markdown, code, missing, template
 from pn_fairseq.report.runs import Run
 from pn_fairseq.report.significance import LOSS, MEASURES
 from pn_fairseq.report.systems import SEED, Corpus, as_text, comparable, norm_labels
-
-#: Score -> what a report calls it.
-SCORES = METRICS | {"chrf": "chrF2"}
 
 #: Pictures in the folder of the report.
 CURVES, INTERVALS = "report-curves-{}.png", "report-intervals-{}.png"
@@ -131,8 +130,9 @@ def results(corpus: Corpus, measures: Mapping[str, str], verb: str, paper: Table
         row = {"norm": label, f"seeds {verb}": Markdown(f"{amount} {numbers}")}
         for measure, name in measures.items():
             mean, deviation = means.loc[label, measure]
-            digits = MEASURES[measure].digits if measure in MEASURES else 2
-            absent = why if not measured else missing("no statistics") if math.isnan(mean) else None
+            digits = MEASURES[measure].decimals if measure in MEASURES else 2
+            lacking = missing("not scored by it" if measure in METRICS else "no statistics")
+            absent = why if not measured else lacking if math.isnan(mean) else None
             spread = missing("– (one seed)") if math.isnan(deviation) else number(deviation, digits)
             row |= {name: absent or number(mean, digits), f"std, {name}": absent or spread}
             if measure == "tokenized" and paper:
@@ -176,7 +176,7 @@ def _of_a_seed(run: Run, other: Run, resamples: int, comparisons: int) -> dict[s
     try:
         compared = compare_folders({"baseline": other.result, "system": run.result}, resamples=resamples)
     except (UserError, OSError) as error:
-        return dict.fromkeys(SCORES, f"not computed ({' '.join(str(error).split())})")
+        return dict.fromkeys(METRICS, f"not computed ({' '.join(str(error).split())})")
     low = any(low_bleu(result.score) for result in compared["tokenized"].results.values())
     texts = {}
     for measure, comparison in compared.items():
@@ -193,15 +193,15 @@ def bootstrap(corpus: Corpus, resamples: int) -> tuple[pandas.DataFrame, int]:
     rows = []
     for label, baseline in tested.items():
         progress(f"comparing {label} with {baseline}")
-        parts = {measure: [] for measure in SCORES}
+        parts = {measure: [] for measure in METRICS}
         for run in corpus.members(label):
             partner = next((one for one in corpus.members(baseline) if one.scores and one.seed == run.seed), None)
             if run.scores and partner:
                 for measure, text in _of_a_seed(run, partner, resamples, len(tested)).items():
                     parts[measure].append(f"seed {'not known' if run.seed is None else run.seed}: {text}")
-        for measure, title in SCORES.items():
+        for measure, metric in METRICS.items():
             text = "; ".join(parts[measure]) or missing("– (no seed in common)")
-            rows.append({"norm": label, "measure": title, "difference and p, per seed": text})
+            rows.append({"norm": label, "measure": metric.title, "difference and p, per seed": text})
     return pandas.DataFrame(rows), len(tested)
 
 
@@ -210,7 +210,7 @@ def raw_scores(corpora: Sequence[Corpus]) -> pandas.DataFrame:
     rows = []
     for corpus in corpora:
         for label, seed, run in corpus.frame[["system", "seed", "run"]].itertuples(index=False):
-            parts = {"parts of tokenized BLEU": run.scores.tokenized.verbose if run.scores else ""}
+            parts = {"parts of tokenized BLEU": run.score("tokenized").verbose if run.scores else ""}
             if run.language_model:
                 parts = {"signature": run.perplexity.signature if run.perplexity else ""}
             rows.append(
@@ -333,7 +333,7 @@ def _signatures(corpus: Corpus) -> dict[str, list[str]]:
     """Title of a score -> the ways in which the runs were scored."""
     signatures: dict[str, set[str]] = {}
     for run in corpus.runs:
-        scores = {title: getattr(run.scores, name, None) for name, title in SCORES.items()}
+        scores = {metric.title: run.score(name) for name, metric in METRICS.items()}
         for title, score in (scores | {"perplexity": run.perplexity}).items():
             if score:
                 signatures.setdefault(title, set()).add(score.signature)
@@ -344,15 +344,18 @@ def about(corpus: Corpus, paper: str, resamples: int) -> dict:
     """What ``translation.md.j2`` shows of the runs on a corpus."""
     runs = corpus.runs
     size = next((run.decoded for run in runs if run.decoded), None)
+    # Runs that were scored before a metric existed are shown without it.
+    metrics = {name: metric.title for name, metric in METRICS.items() if any(run.score(name) for run in runs)}
+    titles = metrics or {name: metric.title for name, metric in METRICS.items()}
     name = (recognise(corpus.data or {}, size) or "none") if paper == "auto" else paper
     table = PAPER.get(name)
     return {
-        "results": results(corpus, SCORES, "scored", table),
+        "results": results(corpus, titles, "scored", table),
         "paper": table,
         "otherwise": {label: row.missing(corpus.settings[label]) for label, row in _published(corpus, table).items()},
         "size": size,
         "split": bool(table)
-        and any(run.scores.tokenized.compound_split != table.compound_split for run in runs if run.scores),
+        and any(run.score("tokenized").compound_split != table.compound_split for run in runs if run.scores),
         "decodings": sorted({run.decoding for run in runs if run.decoding}),
         "bootstrap": bootstrap(corpus, resamples),
     }

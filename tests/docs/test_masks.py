@@ -41,7 +41,7 @@ def make(folder, kind: str, seeds) -> None:
 def place(tmp_path, monkeypatch):
     monkeypatch.setattr(results, "RESULTS", tmp_path / "results")
     monkeypatch.setattr(masks, "FOLDER", tmp_path / "results/masks")
-    monkeypatch.setattr("pn_fairseq.pipeline.scoring.RESAMPLES", 10)
+    monkeypatch.setattr("pn_fairseq.pipeline.bootstrap.RESAMPLES", 10)
     for module in ("curves", "intervals"):  # which tests/report draws
         monkeypatch.setattr(f"pn_fairseq.report.{module}.plot", lambda *_: False)
     (tmp_path / "results").mkdir()

@@ -52,7 +52,7 @@ def made(tmp_path_factory):
     make_run(runs / "verses/pnv_seed1", "pnv", decoded=False)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(results, "RESULTS", checkout / "results")
-        patch.setattr("pn_fairseq.pipeline.scoring.RESAMPLES", 10)
+        patch.setattr("pn_fairseq.pipeline.bootstrap.RESAMPLES", 10)
         results.write_reports(checkout)
         yield scores
 
@@ -99,7 +99,7 @@ def test_planned_comparisons(made, monkeypatch):
 def test_reports_of_a_corpus_are_joined(tmp_path, monkeypatch):
     """Adding a folder is enough: what a machine does to all systems cancels, and the blocks of all count together."""
     monkeypatch.setattr(results, "RESULTS", tmp_path)
-    monkeypatch.setattr("pn_fairseq.pipeline.scoring.RESAMPLES", 10)
+    monkeypatch.setattr("pn_fairseq.pipeline.bootstrap.RESAMPLES", 10)
     scores = {"ln": (20.1, 20.3, 20.2), "pn": (22.0, 22.5, 22.2)}
     for report, seeds, shift in (("verses", (1, 2), 0.0), ("verses-second", (1, 3), 10.0)):
         for norm, seed in ((norm, seed) for norm in scores for seed in seeds):
@@ -124,7 +124,7 @@ def test_reports_of_a_corpus_are_joined(tmp_path, monkeypatch):
 def test_runs_of_several_sessions_accumulate(tmp_path, monkeypatch):
     """Rows of earlier runs stay, also when their folders are gone; a run that was made again replaces its row."""
     monkeypatch.setattr(results, "RESULTS", tmp_path / "results")
-    monkeypatch.setattr("pn_fairseq.pipeline.scoring.RESAMPLES", 10)
+    monkeypatch.setattr("pn_fairseq.pipeline.bootstrap.RESAMPLES", 10)
     for session, runs in (("one", {"ln": 20.0, "pn": 21.0}), ("two", {"ln": 20.5, "bn": 22.0})):
         for norm, score in runs.items():
             seed = 4 if norm == "ln" else 5
@@ -245,7 +245,7 @@ def test_perplexities_of_the_language_models(tmp_path, monkeypatch):
 def test_scores_by_mini_batch(tmp_path, monkeypatch):
     monkeypatch.setattr(results, "RESULTS", tmp_path / "results")
     monkeypatch.setattr(results, "PICTURE", tmp_path / "picture.png")
-    monkeypatch.setattr("pn_fairseq.pipeline.scoring.RESAMPLES", 10)
+    monkeypatch.setattr("pn_fairseq.pipeline.bootstrap.RESAMPLES", 10)
     assert results.mini_batches() == results.NOTHING
     runs = tmp_path / "runs/batch_size_verses"
     scores = {"ln": (20.0, 20.5, 20.25, 19.9), "bn": (18.0, 18.5, 18.75, 19.5), "bn+layer_scale_groups=4": (19.0,)}

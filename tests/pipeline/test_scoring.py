@@ -19,17 +19,11 @@ import sacremoses
 
 from pn_fairseq.common.command import UserError
 from pn_fairseq.pipeline import scoring
+from pn_fairseq.pipeline.bootstrap import compare_folders, paired_bootstrap
 from pn_fairseq.pipeline.data.binarize import MAGIC
-from pn_fairseq.pipeline.scoring import (
-    DETOKENIZER,
-    METRICS,
-    compare_folders,
-    detokenize,
-    paired_bootstrap,
-    read_scores,
-    score_run,
-    split_compounds,
-)
+from pn_fairseq.pipeline.data.languages import language_of
+from pn_fairseq.pipeline.metrics import METRICS, Scoring, split_compounds
+from pn_fairseq.pipeline.scoring import DETOKENIZER, detokenize, read_scores, score_run
 
 from ..scripts_helpers import ROOT, run, verb
 
@@ -37,7 +31,7 @@ main = verb("score")
 
 
 def metric_of(name: str, lowercase: bool = False, compound_split: bool = False, target: str = ""):
-    return scoring.make_metrics(lowercase, target, compound_split, lowercase)[name]
+    return METRICS[name].compute(Scoring(lowercase, target, compound_split, lowercase))
 
 
 def score(name: str, hypotheses: list[str], references: list[str], **settings) -> scoring.Score:
@@ -222,9 +216,10 @@ def test_tokenized_bleu_follows_the_formula(name):
 
 def test_nothing_translated_is_no_score_and_no_error():
     nothing = [""] * len(reference())
-    for metric in METRICS:
-        assert score(metric, nothing, reference()).score == 0
-        assert score(metric, reference(), nothing).score == 0
+    for name, metric in METRICS.items():
+        worst = 0 if metric.better == "higher" else 100
+        assert score(name, nothing, reference()).score == worst
+        assert score(name, reference(), nothing).score == worst
 
 
 @pytest.mark.parametrize("metric", METRICS)
@@ -242,8 +237,8 @@ def sacrebleu_says(*arguments) -> list[dict]:
 def test_scores_of_plain_text_are_those_of_sacrebleus_command(tmp_path):
     hypotheses = [line.upper() for line in noisy(reference(), 12)]
     files = text_file(tmp_path / "ref", reference()), "-i", text_file(tmp_path / "hyp", hypotheses)
-    expected = sacrebleu_says(*files, "-m", "bleu", "chrf", "-lc", "--chrf-lowercase")
-    found = [score(metric, hypotheses, reference(), lowercase=True) for metric in ("detokenized", "chrf")]
+    expected = sacrebleu_says(*files, "-m", "bleu", "chrf", "ter", "-lc", "--chrf-lowercase")
+    found = [score(metric, hypotheses, reference(), lowercase=True) for metric in ("detokenized", "chrf", "ter")]
     assert [one.score for one in found] == [pytest.approx(one["score"], abs=1e-7) for one in expected]
     assert [one.signature for one in found] == [one["signature"] for one in expected]
     assert found[0].verbose == expected[0]["verbose_score"]
@@ -255,6 +250,26 @@ def test_the_tokenizer_is_that_of_the_language():
     assert "tok:zh" in score("detokenized", lines, lines, target="zh").signature
     with pytest.raises(UserError, match="'ja'"):
         score("detokenized", lines, lines, target="ja")
+
+
+def test_tags_of_languages():
+    """FLORES, BCP 47, mBART and glibc's tags; what is no tag stays."""
+    for language, tags in {
+        "zh": "zh zho_Hans zh_CN zh-TW cmn_Hant", "ja": "ja jpn_Jpan ja_XX", "ko": "ko kor_Hang",
+        "pt": "pt-BR por_Latn", "de": "de deu_Latn de_DE", "ar": "arb_Arab", "source": "source", "": "",
+    }.items():  # fmt: skip
+        assert {language_of(tag) for tag in tags.split(" ")} == {language}
+    lines = ["这是一个测试。", "你好，世界！"]
+    assert "tok:zh" in score("detokenized", lines, lines, target="zho_Hans").signature
+
+
+def test_scores_that_need_no_tokenizer_are_given(tmp_path, capsys):
+    run_dir = make_run(tmp_path / "run", 1, target="ja")
+    (tmp_path / "data/raw/test.en").rename(tmp_path / "data/raw/test.ja")
+    assert main(["--run", str(run_dir)]) == 0
+    printed = capsys.readouterr()
+    assert [line.split(":")[0] for line in printed.out.splitlines()] == ["tokenized BLEU", "chrF2", "TER"]
+    assert "warning: no detokenized BLEU: sacrebleu cannot tokenize 'ja'" in printed.err
 
 
 @pytest.mark.parametrize(
@@ -321,21 +336,25 @@ def test_a_folder_is_scored(tmp_path):
     assert plain["ref"] == (tmp_path / "data/raw/test.en").read_text("utf-8").splitlines()
     assert plain["hyp"] == detokenize(tokens["hyp"], "en")
     assert (scores.subset, scores.sentences, scores.lowercase, scores.target) == ("test", 60, True, "en")
-    assert scores.tokenized.score == score("tokenized", tokens["hyp"], tokens["ref"]).score
-    for metric in ("detokenized", "chrf"):
-        expected = score(metric, plain["hyp"], plain["ref"], lowercase=True)
-        assert getattr(scores, metric).score == expected.score
-        assert getattr(scores, metric).signature == f"{expected.signature}|detok:{DETOKENIZER}"
-    assert 10 < scores.tokenized.score < 90 and "case:lc" in scores.chrf.signature
+    assert list(scores.by_metric) == list(METRICS) and not scores.warnings
+    for name, own in scores.by_metric.items():
+        texts, note = (tokens, "") if METRICS[name].on_tokens else (plain, f"|detok:{DETOKENIZER}")
+        expected = score(name, texts["hyp"], texts["ref"], lowercase=not METRICS[name].on_tokens)
+        assert (own.score, own.signature) == (expected.score, f"{expected.signature}{note}")
+    assert 10 < scores.by_metric["tokenized"].score < 90 and "case:lc" in scores.by_metric["chrf"].signature
 
     assert read_scores(decoded) == scores
     written = json.loads((decoded / "scores.json").read_text())
-    assert {"subset", "sentences", "tokenized", "detokenized", "chrf"} <= written.keys()
+    assert {"subset", "sentences", *METRICS} <= written.keys()
     assert written["tokenized"].keys() == {"score", "signature", "verbose", "compound_split"}
     lines = (decoded / "scores.txt").read_text().splitlines()
-    assert [line.split(":")[0] for line in lines] == ["tokenized BLEU", "detokenized BLEU", "chrF"]
-    for line, one in zip(lines, (scores.tokenized, scores.detokenized, scores.chrf), strict=True):
+    assert [line.split(":")[0] for line in lines] == ["tokenized BLEU", "detokenized BLEU", "chrF2", "TER"]
+    for line, one in zip(lines, scores.by_metric.values(), strict=True):
         assert f"|{one.signature} = {one.score:.2f}" in line
+    # A run that was scored before a metric existed is still scored.
+    written.pop("ter")
+    (decoded / "scores.json").write_text(json.dumps(written))
+    assert list(read_scores(decoded).by_metric) == [name for name in METRICS if name != "ter"]
     assert sorted(path.suffix for path in decoded.iterdir()) == [".json", ".tok", ".tok", ".txt", ".txt", ".txt"]
 
 
@@ -345,12 +364,14 @@ def test_the_datas_settings_say_how_it_is_scored(tmp_path):
     for kind in ("hyp", "ref"):
         text_file(decoded / f"{kind}.tok", [f"{'ir' * (kind == 'ref')}rich-text {line}" for line in reference()[:60]])
     split = score_run(run_dir)
-    assert split.tokenized.compound_split and "compounds:split" in split.tokenized.signature
-    assert "case:mixed" in split.detokenized.signature and "case:mixed" in split.chrf.signature
+    assert split.by_metric["tokenized"].compound_split and "compounds:split" in split.by_metric["tokenized"].signature
+    assert (
+        "case:mixed" in split.by_metric["detokenized"].signature and "case:mixed" in split.by_metric["chrf"].signature
+    )
     whole = score_run(run_dir, compound_split=False)
     assert whole == read_scores(decoded)
-    assert not whole.tokenized.compound_split and "compounds" not in whole.tokenized.signature
-    assert whole.tokenized.score < split.tokenized.score
+    assert not whole.by_metric["tokenized"].compound_split and "compounds" not in whole.by_metric["tokenized"].signature
+    assert whole.by_metric["tokenized"].score < split.by_metric["tokenized"].score
 
 
 def test_a_line_ends_at_a_line_feed_and_nowhere_else(tmp_path):
@@ -483,9 +504,9 @@ def test_folders_are_compared(two_runs):
     assert list(found) == list(METRICS)
     for metric in METRICS:
         for result, folder in zip(found[metric].results.values(), (good, bad), strict=True):
-            assert result.score == pytest.approx(getattr(read_scores(folder), metric).score, abs=1e-9)
+            assert result.score == pytest.approx(read_scores(folder).by_metric[metric].score, abs=1e-9)
         assert found[metric].results["bad"].p_value < 0.05
-        assert getattr(read_scores(good), metric).signature.split("|case")[1] in found[metric].signature
+        assert read_scores(good).by_metric[metric].signature.split("|case")[1] in found[metric].signature
 
 
 def test_folders_with_different_text_or_settings_are_not_compared(two_runs, tmp_path):
@@ -507,10 +528,12 @@ def test_a_comparison_in_words(two_runs, capsys):
     assert "|bs:100|seed:12345|" in text and "test, 60 sentences" in text
     scores = read_scores(good), read_scores(bad)
     header, first, second = (line.split("  ") for line in text.split("\n\n")[1].splitlines())
-    assert [cell.strip() for cell in header if cell.strip()] == ["tokenized BLEU", "detokenized BLEU", "chrF"]
+    assert [cell.strip() for cell in header if cell.strip()] == [metric.title for metric in METRICS.values()]
     assert first[0] == "good (baseline)" and second[0] == "bad"
-    assert f"{scores[0].chrf.score:.2f} (" in " ".join(first) and f"{scores[1].chrf.score:.2f} (" in " ".join(second)
-    assert " ".join(second).count(") p = 0.010 *") == 3 and "p = " not in "".join(first)
+    assert f"{scores[0].by_metric['chrf'].score:.2f} (" in " ".join(
+        first
+    ) and f"{scores[1].by_metric['chrf'].score:.2f} (" in " ".join(second)
+    assert " ".join(second).count(") p = 0.010 *") == len(METRICS) and "p = " not in "".join(first)
     assert "not over training seeds" in text
 
     assert main(["--compare", *runs, f"{runs[1]}/"]) == 2
@@ -530,9 +553,9 @@ def test_any_text_is_scored(tmp_path, capsys):
     texts = {"ref": reference()[:30], "a": reference()[:30], "b": noisy(reference()[:30], 1)}
     files = {name: str(text_file(tmp_path / name, lines)) for name, lines in texts.items()}
     assert main(["--hyp", files["b"], "--ref", files["ref"]]) == 0
-    for metric, line in zip(("detokenized", "chrf"), capsys.readouterr().out.splitlines(), strict=True):
+    for metric, line in zip(("detokenized", "chrf", "ter"), capsys.readouterr().out.splitlines(), strict=True):
         one = score(metric, texts["b"], texts["ref"])
-        assert line.startswith(METRICS[metric]) and f"|{one.signature} = {one.score:.2f}" in line
+        assert line.startswith(METRICS[metric].title) and f"|{one.signature} = {one.score:.2f}" in line
         assert "detok:" not in line, "nothing was detokenized"
     assert main(["--hyp", files["b"], "--ref", files["ref"], "--tokenized"]) == 0
     assert f"= {score('tokenized', texts['b'], texts['ref']).score:.2f} " in capsys.readouterr().out
@@ -550,6 +573,43 @@ def test_a_bleu_below_1_warns(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "run is not tested: BLEU is 0.00" in printed
     assert "p =" not in printed and " *\n" not in printed
+
+
+@pytest.mark.parametrize(
+    ("hypothesis", "options", "warning"),
+    [
+        ("a man , who sees &apos; it .", (), "the hypotheses look tokenized"),
+        ("ein Mann , der sieht .", (), "the hypotheses look tokenized"),
+        ("a m@@ an sees it.", (), "the hypotheses hold subwords"),
+        ("a m@@ an sees it .", ("--tokenized",), "the hypotheses hold subwords"),
+        ("\u2581a \u2581man", (), "the hypotheses hold subwords"),
+        ("A man sees it.", (), "the hypotheses are the references"),
+        ("A man, who sees it, comes at 5 p.m.", (), ""),
+        ("Vois-tu ? Oui !", (), ""),
+        ("a man sees it .", ("--tokenized",), ""),
+    ],
+)
+def test_text_that_is_not_what_is_scored_warns(hypothesis, options, warning, tmp_path, capsys):
+    hypotheses, references = (
+        text_file(tmp_path / "hyp", [hypothesis] * 9),
+        text_file(tmp_path / "ref", ["A man sees it."] * 9),
+    )
+    assert main(["--hyp", str(hypotheses), "--ref", str(references), *options]) == 0
+    warnings = [line for line in capsys.readouterr().err.splitlines() if "below 1" not in line]
+    assert len(warnings) == bool(warning) and all(warning in line for line in warnings)
+
+
+def test_several_references_are_those_of_sacrebleu(tmp_path, capsys):
+    texts = {"hyp": noisy(reference(), 1), "one": noisy(reference(), 2), "two": noisy(reference(), 3)}
+    files = {name: text_file(tmp_path / name, lines) for name, lines in texts.items()}
+    assert main(["--hyp", str(files["hyp"]), "--ref", str(files["one"]), str(files["two"])]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    expected = sacrebleu_says(files["one"], files["two"], "-i", files["hyp"], "-m", "bleu", "chrf", "ter")
+    for line, of_sacrebleu in zip(lines, expected, strict=True):
+        assert f"|{of_sacrebleu['signature']} = {of_sacrebleu['score']:.2f}" in line and "nrefs:2" in line
+    (tmp_path / "two").write_text("a\n")
+    assert main(["--hyp", str(files["hyp"]), "--ref", str(files["one"]), str(files["two"])]) == 2
+    assert "200 lines, but the reference has 1" in capsys.readouterr().err
 
 
 def test_equal_scores_are_called_the_same(tmp_path, capsys):
@@ -597,9 +657,9 @@ def test_a_run_on_data_of_others_is_scored_with_detokenized_references(tmp_path)
     scores = score_run(job)
     tokens = (job / "generate/test/ref.tok").read_text("utf-8").splitlines()
     assert (job / "generate/test/ref.txt").read_text("utf-8").splitlines() == detokenize(tokens, "en")
-    assert scores.chrf.signature.endswith(f"|detok:{DETOKENIZER}|ref:detok") and not scores.lowercase
-    assert known.lowercase and "ref:" not in known.chrf.signature
-    assert scores.tokenized == known.tokenized
+    assert scores.by_metric["chrf"].signature.endswith(f"|detok:{DETOKENIZER}|ref:detok") and not scores.lowercase
+    assert known.lowercase and "ref:" not in known.by_metric["chrf"].signature
+    assert scores.by_metric["tokenized"] == known.by_metric["tokenized"]
 
 
 def write_results(path: Path, run_dir: Path, order: list[int], lose: str = "", subwords: bool = False) -> list[str]:
@@ -651,9 +711,9 @@ def test_results_of_fairseq_generate_are_scored(tmp_path, capsys):
     (run_dir / ".hydra/config.yaml").write_text(task)
     shutil.copy(decoded / "ref.tok", decoded / "hyp.tok")
     write_results(results, run_dir, order)
-    assert score_run(run_dir).tokenized.score == pytest.approx(100)
+    assert score_run(run_dir).by_metric["tokenized"].score == pytest.approx(100)
     shutil.move(results, run_dir / "checkpoints-test.txt")
-    assert score_run(run_dir).tokenized.score == pytest.approx(100)
+    assert score_run(run_dir).by_metric["tokenized"].score == pytest.approx(100)
 
 
 def test_help_needs_no_fairseq():
