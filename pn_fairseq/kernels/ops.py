@@ -84,14 +84,13 @@ power_update = _operator(
 )
 standardize = _operator(
     "standardize(Tensor x, Tensor? weight, Tensor? bias, int groups, bool centered, float square_factor, "
-    "float eps_in_root, float eps_outside, float min_divisor, float gain, float gain_slope, Tensor? direct=None, "
-    "Tensor? center=None) -> (Tensor y, Tensor stats)",
+    "float eps_in_root, float eps_outside, float min_divisor, float gain, float gain_slope) -> "
+    "(Tensor y, Tensor stats)",
     reference.standardize,
 )
 standardize_gradient = _operator(
     "standardize_gradient(Tensor dy, Tensor x, Tensor? weight, Tensor stats, int groups, float gain, float gain_slope, "
-    "bool through_mean, bool through_divisor, bool sums, Tensor? direct=None, Tensor? center=None, "
-    "Tensor? slope=None, Tensor? offset=None, Tensor? padding=None) -> (Tensor dx, Tensor parameters)",
+    "bool through_mean, bool through_divisor, bool sums) -> (Tensor dx, Tensor parameters)",
     reference.standardize_gradient,
 )
 squash = _operator(
@@ -200,7 +199,7 @@ def standardized(
     divisor = centered, square_factor, eps_in_root, eps_outside, min_divisor
     gains, through = (gain, gain_slope), (through_mean, through_divisor)
     if by_reference():
-        return reference.standardize(x, weight, bias, groups, *divisor, *gains, None, None, *through)[0]
+        return reference.standardize(x, weight, bias, groups, *divisor, *gains, *through)[0]
     if not torch.is_grad_enabled():
         return standardize(x, weight, bias, groups, *divisor, *gains)[0]
     return _Standardize.apply(x, weight, bias, groups, divisor, gains, (centered and through_mean, through_divisor))

@@ -266,8 +266,6 @@ def standardize(
     min_divisor: float,
     gain: float,
     gain_slope: float,
-    direct: Tensor | None = None,
-    center: Tensor | None = None,
     through_mean: bool = True,
     through_divisor: bool = True,
 ) -> tuple[Tensor, Tensor]:
@@ -275,9 +273,8 @@ def standardize(
 
     y = weight * z (gain + gain_slope z) + bias, z = (x - mean) / divisor, divisor = max(sqrt(square_factor * m +
     eps_in_root) + eps_outside, min_divisor), where m is the mean square of x - mean over the group's channels, and mean
-    is 0 unless ``centered``. With ``direct`` and ``center``, both (C,), y is increased by direct * (x - center): a norm
-    by given statistics, in the same pass. For torch's own differentiation, gain + gain_slope z is a constant, and so is
-    what no gradient goes ``through``.
+    is 0 unless ``centered``. For torch's own differentiation, gain + gain_slope z is a constant, and so is what no
+    gradient goes ``through``.
 
     Returns:
         y, and ``stats`` (3, ..., G): mean, 1 / divisor, and the share c of :func:`standardize_gradient`.
@@ -296,8 +293,6 @@ def standardize(
         y = y * weight.to(y.dtype)
     if bias is not None:
         y = y + bias.to(y.dtype)
-    if direct is not None:
-        y = y + direct.to(y.dtype) * (h.flatten(-2) - center.to(y.dtype))
     return _result(y, x), torch.stack([mean, 1 / divisor, share]).squeeze(-1)
 
 
@@ -312,18 +307,11 @@ def standardize_gradient(
     through_mean: bool,
     through_divisor: bool,
     sums: bool,
-    direct: Tensor | None = None,
-    center: Tensor | None = None,
-    slope: Tensor | None = None,
-    offset: Tensor | None = None,
-    padding: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Gradient of :func:`standardize`, where gain + gain_slope z, and what no gradient goes ``through``, are constants.
 
     With dz = weight * dy * (gain + gain_slope z) and means over the channels of a group,
-    dx = (dz - [through_mean] mean(dz) - [through_divisor] c z mean(dz z)) / divisor. With ``direct``, ``center``,
-    ``slope`` and ``offset``, all four (C,), dx is increased by direct * dy - 1_M (slope * (x - center) + offset), where
-    1_M is 1 on real tokens and 0 on padding.
+    dx = (dz - [through_mean] mean(dz) - [through_divisor] c z mean(dz z)) / divisor.
 
     Returns:
         dx; and the gradients of weight and bias (2, C), over all tokens, if ``sums``, else an empty tensor.
@@ -338,11 +326,7 @@ def standardize_gradient(
         dx = dx - dz.mean(-1, keepdim=True)
     if through_divisor:
         dx = dx - share * z * (dz * z).mean(-1, keepdim=True)
-    dx = (dx * inverse).flatten(-2)
-    if direct is not None:
-        direct, center, slope, offset = (vector.to(dx.dtype) for vector in (direct, center, slope, offset))
-        dx = dx + direct * wide - _real(slope * (x.to(dx.dtype) - center) + offset, padding)
-    dx = _result(dx, x)
+    dx = _result((dx * inverse).flatten(-2), x)
     if not sums:
         return dx, stats.new_empty(0)
     return dx, torch.stack([_sum_over_tokens(wide * (z * curved).flatten(-2)), _sum_over_tokens(wide)])

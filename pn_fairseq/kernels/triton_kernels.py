@@ -278,8 +278,6 @@ def standardize(
     stats,  # (3, rows, GROUPS) ACC, written
     weight,  # (C,) or None
     bias,  # (C,) or None
-    direct,  # (C,) or None: y is increased by direct * (x - center)
-    center,  # (C,) or None
     rows,
     inner,  # as in norm_forward
     x_outer,
@@ -304,14 +302,11 @@ def standardize(
     group, channel, inside = _channels(GROUPS, GROUP_SIZE, BLOCK_G, BLOCK_K)
     scale = _vector(weight, channel, inside, 1.0, ACC)
     shift = _vector(bias, channel, inside, 0.0, ACC)
-    factor = _vector(direct, channel, inside, 0.0, ACC)
-    middle = _vector(center, channel, inside, 0.0, ACC)
     for start in range(tl.program_id(0) * BLOCK_N, rows, tl.num_programs(0) * BLOCK_N):
         row = start + tl.arange(0, BLOCK_N)
         valid = row < rows
         exists = valid[:, None, None] & inside[None, :, :]
-        h = tl.load(x + _places(row, channel, inner, x_outer, x_inner, C), mask=exists, other=0.0).to(ACC)
-        z = h
+        z = tl.load(x + _places(row, channel, inner, x_outer, x_inner, C), mask=exists, other=0.0).to(ACC)
         mean = tl.zeros([BLOCK_N, BLOCK_G], ACC)
         if CENTERED:
             mean = tl.sum(z, 2) / GROUP_SIZE
@@ -331,8 +326,6 @@ def standardize(
             z = z * scale[None, :, :]
         if bias is not None:
             z = z + shift[None, :, :]
-        if direct is not None:
-            z = z + factor[None, :, :] * (h - middle[None, :, :])
         tl.store(y + _offsets(row, channel, C), z.to(y.dtype.element_ty), mask=exists)
 
 
@@ -343,11 +336,6 @@ def standardize_gradient(
     dx,  # (rows, C), type of x, written; None: only the sums
     weight,  # (C,) or None
     stats,  # (3, rows, GROUPS) ACC
-    direct,  # (C,), or None, and then also the next three: dx is increased by
-    center,  # direct * dy - 1_M (slope * (x - center) + offset)
-    slope,
-    offset,
-    padding,  # (rows,) bool; None: no padding
     partials,  # slots 0: dy z (gain + gain_slope z), 1: dy; written. None: only dx
     rows,
     inner,  # as in norm_backward
@@ -394,14 +382,6 @@ def standardize_gradient(
                 share = tl.load(_stat(stats, 2, rows, row, group, GROUPS), mask=group_exists, other=0.0)
                 through = through - z * (share * (tl.sum(dz * z, 2) / GROUP_SIZE))[:, :, None]
             through = through * inverse
-            if direct is not None:
-                # These vectors are read for each tile: the registers have no room for them with many channels.
-                correction = _vector(slope, channel, inside, 0.0, ACC)[None, :, :] * (
-                    h - _vector(center, channel, inside, 0.0, ACC)[None, :, :]
-                )
-                correction += _vector(offset, channel, inside, 0.0, ACC)[None, :, :]
-                through += _vector(direct, channel, inside, 0.0, ACC)[None, :, :] * grad
-                through -= tl.where(_real(padding, row, valid)[:, None, None], correction, 0.0)
             tl.store(dx + _offsets(row, channel, C), through.to(dx.dtype.element_ty), mask=exists)
     if partials is not None:
         _write_partial(partials, 0, channel, inside, products, C)

@@ -225,14 +225,13 @@ def _backward(dy, x, dx, padding, weight, mean, moment, nu, offset, inv_rms, gro
 
 @_operator
 def standardize(
-    x, weight, bias, groups, centered, square_factor, eps_in_root, eps_outside, min_divisor, gain, gain_slope,
-    direct=None, center=None,
+    x, weight, bias, groups, centered, square_factor, eps_in_root, eps_outside, min_divisor, gain, gain_slope
 ):  # fmt: skip
     tokens = _Tokens(x, groups, FORWARD_THREADS)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     stats = tokens.new(3, *x.shape[:-1], groups)
     kernels.standardize[tokens.programs,](
-        x, y, stats, weight, bias, direct, center, tokens.rows, *_strides(x), CENTERED=centered,
+        x, y, stats, weight, bias, tokens.rows, *_strides(x), CENTERED=centered,
         SQUARE_FACTOR=square_factor, EPS_IN_ROOT=eps_in_root, EPS_OUTSIDE=eps_outside, MIN_DIVISOR=min_divisor,
         GAIN=gain, GAIN_SLOPE=gain_slope, **tokens.tile,
     )  # fmt: skip
@@ -240,16 +239,13 @@ def standardize(
 
 
 @_operator
-def standardize_gradient(
-    dy, x, weight, stats, groups, gain, gain_slope, through_mean, through_divisor, sums,
-    direct=None, center=None, slope=None, offset=None, padding=None,
-):  # fmt: skip
+def standardize_gradient(dy, x, weight, stats, groups, gain, gain_slope, through_mean, through_divisor, sums):
     tokens = _Tokens(x, groups, BACKWARD_THREADS)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     partials = tokens.partials(2) if sums else None
     for out, sums_out in tokens.passes(dx, partials):
         kernels.standardize_gradient[tokens.programs,](
-            dy, x, out, weight, stats, direct, center, slope, offset, padding, sums_out, tokens.rows, *_strides(dy, x),
+            dy, x, out, weight, stats, sums_out, tokens.rows, *_strides(dy, x),
             GAIN=gain, GAIN_SLOPE=gain_slope, THROUGH_MEAN=through_mean, THROUGH_DIVISOR=through_divisor, **tokens.tile,
         )  # fmt: skip
     return dx, tokens.parameter_sums(partials) if sums else tokens.new(0)

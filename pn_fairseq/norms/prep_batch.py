@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from pn_fairseq import kernels
 from pn_fairseq.norms.batch import MaskedBatchNorm
 from pn_fairseq.norms.checks import check_whole
 from pn_fairseq.norms.tokens import Contribution, Tokens
@@ -70,36 +71,35 @@ class ProgressiveBatchNorm(MaskedBatchNorm):
         return (1.0 - self.num_batches_tracked.double() / self.fade_updates).clamp(min=0.0)
 
     def further_parameters(self) -> tuple[Tensor, ...]:
-        # LN's among them: a parameter that loses its gradient after the fade would stop DistributedDataParallel.
+        # LN's gain and bias get their gradients in token_part, and zeros from backward_pass: without any gradient after
+        # the fade they would stop DistributedDataParallel.
         return (self.rep_alpha, self.ln_weight, self.ln_bias) if self.affine else ()
 
+    def token_part(self, x: Tensor) -> Tensor | None:
+        share = self.layer_share()
+        if not self.training or self.recalibrating or (isinstance(share, float) and share == 0.0):
+            return None
+        weight = share * (self.ln_weight if self.affine else torch.ones_like(self.running_mean))
+        bias = share * self.ln_bias if self.affine else None
+        return kernels.standardized(self.layer_scale(x), weight, bias, eps_in_root=self.eps)
+
     def forward_pass(self, tokens: Tokens, step: Contribution) -> Tensor:
-        batch, share = self.batch_moments(tokens), self.layer_share()
+        step.rest = 1.0 - self.layer_share()
+        batch = self.batch_moments(tokens)
         weight, bias = self.effective_affine(tokens.weight, tokens.bias, tokens.further, batch.mean, batch.moment)
-        weight, bias = (1.0 - share) * weight, (1.0 - share) * bias
-        step.share, step.ln_weight = share, None
-        if isinstance(share, float) and share == 0.0:  # the fade has ended
-            return tokens.normalize(batch.moment, batch.mean, weight, bias)
-        step.ln_weight = share * (tokens.further[1] if self.affine else torch.ones_like(weight))
-        bias = bias + share * tokens.further[2] if self.affine else bias
-        y, step.ln_stats = tokens.normalize_with_layer_norm(batch.moment, batch.mean, weight, bias, step.ln_weight)
-        return y
+        return tokens.normalize(batch.moment, batch.mean, step.rest * weight, step.rest * bias)
 
     def backward_pass(self, tokens: Tokens, step: Contribution) -> tuple[Tensor, ...]:
-        batch, rest, sigma = step.batch, 1.0 - step.share, (step.batch.moment + self.eps).sqrt()
-        gain = rest * (tokens.weight if self.affine else torch.ones_like(sigma))
+        batch, sigma = step.batch, (step.batch.moment + self.eps).sqrt()
+        gain = step.rest * (tokens.weight if self.affine else torch.ones_like(sigma))
         total, _ = self.effective_affine(tokens.weight, tokens.bias, tokens.further, batch.mean, batch.moment)
         parameters, products = tokens.gradient_sums(batch.moment, batch.mean, gain)
-        vectors = (batch.moment, batch.mean, *self.corrections(step, products), rest * total)
-        if step.ln_weight is None:
-            dx, of_layer = tokens.gradient(*vectors)[0], torch.zeros_like(parameters)
-        else:
-            dx, of_layer = tokens.gradient_with_layer_norm(*vectors, step.ln_weight, step.ln_stats)
-        parameters, of_layer = rest * parameters, step.share * of_layer
+        dx, _ = tokens.gradient(batch.moment, batch.mean, *self.corrections(step, products), step.rest * total)
+        parameters = step.rest * parameters
         if not self.affine:
             return dx, parameters
         by_alpha = (sigma * parameters[0] + batch.mean * parameters[1]).sum()[None]
-        return dx, parameters, by_alpha, *of_layer
+        return dx, parameters, by_alpha, *torch.zeros_like(parameters)
 
     def effective_affine(self, weight, bias, further, mean, moment):
         r"""Of RepBN: as x = D x_hat + mu, the factors are gamma + alpha D and beta + alpha mu."""

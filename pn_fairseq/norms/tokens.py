@@ -178,42 +178,6 @@ class Tokens:
             self.step.products, self.step.products_reduced = products, not self._norm.synchronises()
         return dx, parameters
 
-    def _scaled(self) -> Tensor:
-        """h, where it is needed in memory: after :meth:`moments`."""
-        if not self._groups:
-            return self._x
-        return kernels.normalize(self._x, *[None] * 5, self.inv_rms, self._groups, self._eps, False)[0]
-
-    def normalize_with_layer_norm(
-        self, moment: Tensor, mean: Tensor, weight: Tensor, bias: Tensor, ln_weight: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """y = weight * x_hat + bias + ln_weight * LN(h), LN without gain and bias, in one pass after :meth:`moments`.
-
-        Returns:
-            y, and the statistics of LN for :meth:`gradient_with_layer_norm`.
-        """
-        direct = weight * torch.rsqrt(moment + self._eps)
-        divisor, curve = (True, 1.0, self._eps, 0.0, 0.0), (1.0, 0.0)
-        return kernels.standardize(self._scaled(), ln_weight, bias, 1, *divisor, *curve, direct, mean)
-
-    def gradient_with_layer_norm(
-        self, moment: Tensor, mean: Tensor, nu: Tensor, offset: Tensor, weight: Tensor, ln_weight: Tensor, stats: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """dx of :meth:`normalize_with_layer_norm`, which adds LN's gradient to that of :meth:`gradient`.
-
-        Returns:
-            dx, and the sums of dy * LN(h) and of dy over all tokens of this rank, (2, C).
-        """
-        inverse = torch.rsqrt(moment + self._eps)
-        vectors = weight * inverse, mean, nu * inverse.square(), offset * inverse
-        curve, through = (1.0, 0.0), (True, True)
-        dx, sums = kernels.standardize_gradient(
-            self._dy, self._scaled(), ln_weight, stats, 1, *curve, *through, True, *vectors, self.padding
-        )
-        if self._groups:
-            dx = kernels.gradient(dx, self._x, *[None] * 6, self.inv_rms, self._groups, self._eps, False)[0]
-        return dx, sums
-
 
 def _reduced(batch: Moments, group) -> Moments:
     """Moments of the tokens of all ranks.

@@ -204,33 +204,6 @@ def test_statistics_of_a_token(shape_and_groups, settings, dtype):
         assert sums.numel() == 0
 
 
-@in_pairs(shape_and_groups=SHAPES, centered=[True, False], mask=["some", "none"], dtype=list(TOLERANCE))
-def test_statistics_of_a_token_and_given_statistics(shape_and_groups, centered, mask, dtype):
-    """direct (x - center) is added to y, and direct dy - 1_M (slope (x - center) + offset) to dx, in one pass."""
-    shape, groups = shape_and_groups[0], max(shape_and_groups[1], 1)
-    x, dy, padding, (weight, bias, direct, center) = make(shape, mask, dtype)
-    slope, offset = weight.flip(0), bias.flip(0)
-    divisor, curve, through = (centered, 1.0, EPS, 0.0, 0.0), (1.0, 0.0), (centered, True)
-    wide = x.double(), dy.double()
-    y, stats = OPS.standardize(x, weight, None, groups, *divisor, *curve, direct, center)
-    expected, _ = reference.standardize(wide[0], weight, None, groups, *divisor, *curve)
-    assert_close(y, expected + direct.double() * (wide[0] - center.double()), dtype, "y", 4.0)
-    vectors = direct, center, slope, offset
-    dx, sums = OPS.standardize_gradient(dy, x, weight, stats, groups, *curve, *through, True, *vectors, padding)
-    plain = reference.standardize_gradient(wide[1], wide[0], weight, stats.double(), groups, *curve, *through, True)
-    real = torch.ones(shape[:-1], dtype=torch.bool) if padding is None else ~padding
-    correction = (slope.double() * (wide[0] - center.double()) + offset.double()) * real[..., None]
-    assert_close(
-        dx,
-        plain[0] + direct.double() * wide[1] - correction,
-        dtype,
-        "dx",
-        8.0,
-        plain[0].abs().max() if x.numel() else 0,
-    )
-    assert_close(sums, plain[1], dtype, "sums", 8.0, wide[1].abs().sum() / shape[-1])
-
-
 @in_pairs(
     shape=[(5, 3, 64), (3, 7, 67), (1, 1), (700, 33), (4, 0, 8)],
     dtype=list(TOLERANCE),
@@ -428,9 +401,6 @@ def samples():
         for gain in (weight, None):
             yield "standardize", (x, gain, gain, 3, *divisor, 1.0, -0.1)
             yield "standardize_gradient", (dy, x, gain, stats, 3, 1.0, -0.1, True, True, gain is not None)
-            yield "standardize", (x, gain, gain, 3, *divisor, 1.0, 0.0, moment, nu)
-            vectors = moment, nu, weight, bias, padding
-            yield "standardize_gradient", (dy, x, gain, stats, 3, 1.0, 0.0, True, True, gain is not None, *vectors)
             yield "squash", (x, gain, gain, bias[:1], nu[:1] if groups else None, groups == 0)
             yield "squash_gradient", (dy, x, gain, bias[:1], nu[:1] if groups else None, groups == 0)
     products, tracked = torch.randn(2, 12), torch.tensor(1)

@@ -90,8 +90,7 @@ def empty(*shape, dtype=torch.float32):
 def train(
     norm: str, rows: int, channels: int, groups: int, dtype, masked: bool, parameters=torch.float32, turned=False
 ) -> None:
-    """The operators of a training step of PN after the warm-up (``pn``), PN-V (``pn-v``), BN, GN, AdaNorm, DyT or Derf,
-    and the passes of PRepBN that only PRepBN has.
+    """The operators of a training step of PN after the warm-up (``pn``), PN-V (``pn-v``), BN, GN, AdaNorm, DyT or Derf.
 
     ``parameters``: the type of weight and bias; None: there are none. ``turned``: x is (T, B, C) of (B, T, C).
     """
@@ -107,12 +106,11 @@ def train(
         _, _, products = triton_ops.gradient(*arguments)
         arguments = vector, vector, count, batch, vector, products, tokens, 1e-5, 0, 0.9, 0.9
         triton_ops.power_update(*arguments)
-    elif norm in ("gn", "ada", "prepbn"):
+    elif norm in ("gn", "ada"):
         curve = (2.0, -0.2) if norm == "ada" else (1.0, 0.0)
-        given = (vector, vector) if norm == "prepbn" else (None, None)
-        _, stats = triton_ops.standardize(x, weight, bias, max(groups, 1), True, 1.0, 1e-5, 0.0, 0.0, *curve, *given)
+        _, stats = triton_ops.standardize(x, weight, bias, max(groups, 1), True, 1.0, 1e-5, 0.0, 0.0, *curve)
         arguments = weight, stats, max(groups, 1), *curve, True, True, weight is not None
-        triton_ops.standardize_gradient(x, x, *arguments, *given, *given, padding if norm == "prepbn" else None)
+        triton_ops.standardize_gradient(x, x, *arguments)
     elif norm in ("dyt", "derf"):
         arguments = empty(1), empty(1) if norm == "derf" else None, norm == "derf"
         triton_ops.squash(x, weight, bias, *arguments)
@@ -161,7 +159,6 @@ def test_every_operator_has_its_kernels():
 LAUNCHES = {
     "pn": ["norm_forward", "finish_moments", "norm_backward", "finish_gradient_sums", "power_update"],
     "gn": ["standardize", "standardize_gradient", "finish_gradient_sums"],
-    "prepbn": ["standardize", "standardize_gradient", "finish_gradient_sums"],
     "derf": ["squash", "squash_gradient", "finish_gradient_sums"],
 }
 
@@ -179,7 +176,7 @@ def test_a_step_compiles_to_wide_accesses_without_spills(norm, capability, dtype
             assert widest(kernel) == {"ld": 16, "st": 16}, name
 
 
-NORMS = ("pn", "pn-v", "bn", "gn", "ada", "prepbn", "dyt", "derf")
+NORMS = ("pn", "pn-v", "bn", "gn", "ada", "dyt", "derf")
 
 MATRIX = pairwise(
     shape=SHAPES,

@@ -127,11 +127,6 @@ def check_tokens_by_themselves(case: Case) -> None:
         _, stats = check("standardize", x, *given, groups, *divisor, *curve)
         arguments = dy, x, given[0], stats, groups, *curve, *through, sums
         check("standardize_gradient", *arguments, terms=(4 * largest(dy) * largest(stats[1]), total))
-        vectors = case.moment, case.mean  # PRepBN: also a norm by given statistics
-        check("standardize", x, *given, groups, *divisor, *curve, *vectors)
-        arguments = *arguments, *vectors, case.nu, case.offset, case.padding
-        steep = 4 * (largest(dy) * max(largest(stats[1]), largest(case.moment)) + largest(case.nu) * largest(x))
-        check("standardize_gradient", *arguments, terms=(steep, total))
     for erf, shift in ((True, case.nu[:1]), (False, None)):
         scalars = case.moment[:1], shift, erf
         check("squash", x, weight, case.bias, *scalars)

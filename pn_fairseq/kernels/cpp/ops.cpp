@@ -123,14 +123,6 @@ void check_sizes(
   TORCH_CHECK_VALUE(fits, "arguments of an operator of pn_fairseq do not fit x of shape ", x.sizes());
 }
 
-void check_together(std::initializer_list<const Optional*> vectors) {
-  for (const Optional* vector : vectors) {
-    TORCH_CHECK_VALUE(
-        vector->has_value() == (*vectors.begin())->has_value(),
-        "direct, center, slope and offset of an operator of pn_fairseq are given together or not at all");
-  }
-}
-
 const bool* data_of(const Optional& padding) { return padding ? padding->const_data_ptr<bool>() : nullptr; }
 
 // A vector over channels in the accumulation dtype; null where it is not given.
@@ -414,11 +406,9 @@ Values<A> filled(const Optional& vector, const Tensor& x, A otherwise) {
 
 std::tuple<Tensor, Tensor> standardize(
     const Tensor& x, const Optional& weight, const Optional& bias, int64_t groups, bool centered, double square_factor,
-    double eps_in_root, double eps_outside, double min_divisor, double gain, double gain_slope, const Optional& direct,
-    const Optional& center) {
+    double eps_in_root, double eps_outside, double min_divisor, double gain, double gain_slope) {
   TORCH_CHECK_VALUE(groups > 0, "groups=", groups, " has to be greater than 0");
-  check_sizes(x, groups, std::nullopt, std::nullopt, std::nullopt, {&weight, &bias, &direct, &center});
-  check_together({&direct, &center});
+  check_sizes(x, groups, std::nullopt, std::nullopt, std::nullopt, {&weight, &bias});
   std::vector<int64_t> sizes = x.sizes().vec();
   sizes.back() = groups;
   sizes.insert(sizes.begin(), 3);
@@ -427,12 +417,9 @@ std::tuple<Tensor, Tensor> standardize(
     using S = std::remove_pointer_t<decltype(storage)>;
     using A = decltype(accumulator);
     const Values<A> scale = filled<A>(weight, x, A(1)), offset = filled<A>(bias, x, A(0));
-    const Vector<A> factor(direct, x), middle(center, x);
     Tensor held;
     PerToken<S, A> p = per_token<S, A>(x, held, y, stats, groups, gain, gain_slope);
-    if (weight || bias || direct) p.scale = scale.data(), p.bias = offset.data();
-    p.direct = factor.data;
-    p.center = middle.data;
+    if (weight || bias) p.scale = scale.data(), p.bias = offset.data();
     p.centered = centered;
     p.square_factor = static_cast<A>(square_factor);
     p.eps_in_root = static_cast<A>(eps_in_root);
@@ -446,11 +433,9 @@ std::tuple<Tensor, Tensor> standardize(
 
 std::tuple<Tensor, Tensor> standardize_gradient(
     const Tensor& dy, const Tensor& x, const Optional& weight, const Tensor& stats, int64_t groups, double gain,
-    double gain_slope, bool through_mean, bool through_divisor, bool sums, const Optional& direct, const Optional& center,
-    const Optional& slope, const Optional& offset, const Optional& padding) {
+    double gain_slope, bool through_mean, bool through_divisor, bool sums) {
   TORCH_CHECK_VALUE(groups > 0, "groups=", groups, " has to be greater than 0");
-  check_sizes(x, groups, dy, padding, std::nullopt, {&weight, &direct, &center, &slope, &offset});
-  check_together({&direct, &center, &slope, &offset});
+  check_sizes(x, groups, dy, std::nullopt, std::nullopt, {&weight});
   TORCH_CHECK_VALUE(
       stats.numel() == 3 * rows_of(x) * groups && stats.is_contiguous() && stats.scalar_type() == acc_dtype(x),
       "arguments of an operator of pn_fairseq do not fit x of shape ", x.sizes());
@@ -458,14 +443,9 @@ std::tuple<Tensor, Tensor> standardize_gradient(
   for_type_of(x, [&](auto* storage, auto accumulator, const auto& passes) {
     using S = std::remove_pointer_t<decltype(storage)>;
     using A = decltype(accumulator);
-    const Vector<A> scale(weight, x), factor(direct, x), middle(center, x), steep(slope, x), constant(offset, x);
+    const Vector<A> scale(weight, x);
     Tensor held_x, held_dy;
     PerToken<S, A> p = per_token<S, A>(x, held_x, dx, stats, groups, gain, gain_slope);
-    p.direct = factor.data;
-    p.center = middle.data;
-    p.slope = steep.data;
-    p.offset = constant.data;
-    p.padding = data_of(padding);
     p.dy = rows_in<S>(dy, held_dy);
     p.scale = scale.data;
     p.through_mean = through_mean;

@@ -72,10 +72,6 @@ struct PerToken {
   S* out;
   A* stats;              // (3, rows, groups): mean, 1 / divisor, share; written forward
   const A *scale, *bias;  // (channels); null forward without both, and scale null backward without a gain
-  // (channels), or null: y is increased by direct * (x - center), and dx by direct * dy - 1_real * (slope * (x - center) +
-  // offset). Forward they go with scale and bias.
-  const A *direct, *center, *slope, *offset;
-  const bool* padding;  // (rows), or null
   bool centered;          // divisor = max(sqrt(square_factor * mean square + eps_in_root) + eps_outside, min_divisor)
   A square_factor, eps_in_root, eps_outside, min_divisor;
   A gain, gain_slope;  // y = scale * z * (gain + gain_slope * z) + bias

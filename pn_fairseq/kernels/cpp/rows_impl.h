@@ -484,12 +484,12 @@ PN_INLINE void fetch(const S* x, const S* dy, const S* out, int64_t at, bool str
   if (!streams) __builtin_prefetch(out + at, 1);
 }
 
-template <class S, class A, bool centered, bool affine, bool mixed>
+template <class S, class A, bool centered, bool affine>
 PN_INLINE void standardize_row(const PerToken<S, A>& p, int64_t row, int64_t next, bool streams) {
   const int64_t size = p.channels / p.groups, all = p.rows * p.groups;
   const S *x = p.x[row], *next_x = p.x[next];
   S *y = p.out + row * p.channels, *next_y = p.out + next * p.channels;
-  const A *scale = p.scale, *bias = p.bias, *direct = p.direct, *center = p.center;
+  const A *scale = p.scale, *bias = p.bias;
   const A gain = p.gain, gain_slope = p.gain_slope;
   for (int64_t g = 0; g < p.groups; ++g) {
     const int64_t begin = g * size, end = begin + size;
@@ -521,46 +521,38 @@ PN_INLINE void standardize_row(const PerToken<S, A>& p, int64_t row, int64_t nex
     stats[2 * all] = moves ? p.square_factor * divisor / root : A(0);
     for_span<A>(begin, end, [&](int64_t c, auto part) {
       fetch<S>(next_x, nullptr, next_y, c, streams);
-      const Vector<A> h = load(x + c, part);
-      Vector<A> z = centered ? h - mean : h;
+      Vector<A> z = load(x + c, part);
+      if (centered) z = z - mean;
       z = z * inverse;
       z = z * (gain + gain_slope * z);
       if (affine) z = z * load(scale + c, part) + load(bias + c, part);
-      if (mixed) z = z + load(direct + c, part) * (h - load(center + c, part));
       write(y + c, z, part, streams);
     });
   }
 }
 
-template <class S, class A, bool centered, bool affine, bool mixed>
+template <class S, class A, bool centered, bool affine>
 void standardize_rows(const PerToken<S, A>& p, int64_t begin, int64_t end) {
   const int64_t ahead = rows_ahead<S>(p.channels);
   const bool streams = p.stream && are_aligned<A>(p.out, p.channels / p.groups);
   for (int64_t row = begin; row < end; ++row) {
-    standardize_row<S, A, centered, affine, mixed>(p, row, std::min(row + ahead, end - 1), streams);
+    standardize_row<S, A, centered, affine>(p, row, std::min(row + ahead, end - 1), streams);
   }
   if (streams) end_of_stream();
 }
 
 template <class S, class A>
 void standardize(const PerToken<S, A>& p, int64_t begin, int64_t end) {
-  if (p.centered) {
-    if (p.direct) return standardize_rows<S, A, true, true, true>(p, begin, end);
-    return (p.scale ? standardize_rows<S, A, true, true, false> : standardize_rows<S, A, true, false, false>)(p, begin, end);
-  }
-  if (p.direct) return standardize_rows<S, A, false, true, true>(p, begin, end);
-  (p.scale ? standardize_rows<S, A, false, true, false> : standardize_rows<S, A, false, false, false>)(p, begin, end);
+  if (p.centered) return (p.scale ? standardize_rows<S, A, true, true> : standardize_rows<S, A, true, false>)(p, begin, end);
+  (p.scale ? standardize_rows<S, A, false, true> : standardize_rows<S, A, false, false>)(p, begin, end);
 }
 
-// What the direct part adds to dx of a row: nothing, its gradient, or on padding direct * dy.
-enum class Direct { none, all, only_dy };
-
-template <class S, class A, bool weighted, bool sums_up, Direct part_of_dx>
+template <class S, class A, bool weighted, bool sums_up>
 PN_INLINE void standardize_gradient_row(const PerToken<S, A>& p, int64_t row, int64_t next, A* sum, bool streams) {
   const int64_t size = p.channels / p.groups, all = p.rows * p.groups;
   const S *dy = p.dy[row], *x = p.x[row], *next_dy = p.dy[next], *next_x = p.x[next];
   S *dx = p.out + row * p.channels, *next_dx = p.out + next * p.channels;
-  const A *scale = p.scale, *direct = p.direct, *center = p.center, *direct_slope = p.slope, *direct_offset = p.offset;
+  const A* scale = p.scale;
   A* sum_dy = sum + p.channels;
   const A gain = p.gain, gain_slope = p.gain_slope;
   for (int64_t g = 0; g < p.groups; ++g) {
@@ -583,15 +575,10 @@ PN_INLINE void standardize_gradient_row(const PerToken<S, A>& p, int64_t row, in
     const A slope = p.through_divisor ? share * (total(along) / static_cast<A>(size)) : A(0);
     for_span<A>(begin, end, [&](int64_t c, auto part) {
       fetch<S>(next_x, next_dy, next_dx, c, streams);
-      const Vector<A> h = load(x + c, part), grad = load(dy + c, part), z = (h - mean) * inverse;
-      Vector<A> dz = grad * (gain + gain_slope * z);
+      const Vector<A> z = (load(x + c, part) - mean) * inverse;
+      Vector<A> dz = load(dy + c, part) * (gain + gain_slope * z);
       if (weighted) dz = dz * load(scale + c, part);
-      Vector<A> dh = (dz - offset - slope * z) * inverse;
-      if (part_of_dx != Direct::none) dh += grad * load(direct + c, part);
-      if (part_of_dx == Direct::all) {
-        dh -= load(direct_slope + c, part) * (h - load(center + c, part)) + load(direct_offset + c, part);
-      }
-      write(dx + c, dh, part, streams);
+      write(dx + c, (dz - offset - slope * z) * inverse, part, streams);
     });
   }
 }
@@ -606,36 +593,24 @@ PN_INLINE void rows_with_sums(int64_t begin, int64_t end, int64_t size, Sums<A>&
   if (size) add_up(sums, size);
 }
 
-template <class S, class A, bool weighted, bool sums_up, bool mixed>
+template <class S, class A, bool weighted, bool sums_up>
 void standardize_gradient_rows(const PerToken<S, A>& p, int64_t begin, int64_t end, Sums<A>& sums) {
   const int64_t ahead = rows_ahead<S>(p.channels);
   const bool streams = p.stream && are_aligned<A>(p.out, p.channels / p.groups);
   rows_with_sums(begin, end, sums_up ? 2 * p.channels : 0, sums, [&](int64_t row) {
-    const int64_t next = std::min(row + ahead, end - 1);
-    if (!mixed) {
-      standardize_gradient_row<S, A, weighted, sums_up, Direct::none>(p, row, next, sums.narrow, streams);
-    } else if (p.padding && p.padding[row]) {
-      standardize_gradient_row<S, A, weighted, sums_up, Direct::only_dy>(p, row, next, sums.narrow, streams);
-    } else {
-      standardize_gradient_row<S, A, weighted, sums_up, Direct::all>(p, row, next, sums.narrow, streams);
-    }
+    standardize_gradient_row<S, A, weighted, sums_up>(p, row, std::min(row + ahead, end - 1), sums.narrow, streams);
   });
   if (streams) end_of_stream();
 }
 
-template <class S, class A, bool mixed>
-void standardize_gradient_mixed(const PerToken<S, A>& p, int64_t begin, int64_t end, Sums<A>& sums) {
-  if (sums.narrow) {
-    if (p.scale) return standardize_gradient_rows<S, A, true, true, mixed>(p, begin, end, sums);
-    return standardize_gradient_rows<S, A, false, true, mixed>(p, begin, end, sums);
-  }
-  if (p.scale) return standardize_gradient_rows<S, A, true, false, mixed>(p, begin, end, sums);
-  standardize_gradient_rows<S, A, false, false, mixed>(p, begin, end, sums);
-}
-
 template <class S, class A>
 void standardize_gradient(const PerToken<S, A>& p, int64_t begin, int64_t end, Sums<A>& sums) {
-  (p.direct ? standardize_gradient_mixed<S, A, true> : standardize_gradient_mixed<S, A, false>)(p, begin, end, sums);
+  if (sums.narrow) {
+    if (p.scale) return standardize_gradient_rows<S, A, true, true>(p, begin, end, sums);
+    return standardize_gradient_rows<S, A, false, true>(p, begin, end, sums);
+  }
+  if (p.scale) return standardize_gradient_rows<S, A, true, false>(p, begin, end, sums);
+  standardize_gradient_rows<S, A, false, false>(p, begin, end, sums);
 }
 
 // Functions of the elements of a vector.
