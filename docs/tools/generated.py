@@ -14,7 +14,7 @@ import pandas
 from pn_fairseq.common.published import PAPER
 from pn_fairseq.norms import NORMS, RunningNorm, build_norm
 from pn_fairseq.norms.base import COUNT
-from pn_fairseq.norms.registry import SHARED
+from pn_fairseq.norms.registry import HEADS, SHARED
 from tests.norms import invariances
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,9 +42,9 @@ def properties() -> str:
         norm = build_norm(name, CHANNELS)
         parameters = [f"`{key}` {_shape(value)}" for key, value in norm.named_parameters()]
         state = [f"`{key}` {_shape(value)}" for key, value in norm.named_buffers() if key != COUNT]
-        defaults = ["layer-scale per head"] if entry.layer_scale_per_head else []
+        defaults = ["layer-scale per head"] if entry.default("layer_scale_groups") is HEADS else []
         if isinstance(norm, RunningNorm):
-            defaults.append("synchronized" if entry.sync else "not synchronized")
+            defaults.append("synchronized" if entry.default("sync") else "not synchronized")
         flags = [f"`{SHARED[option]}`" for option in _FLAGS if option in entry.options]
         own = [f"`{option}`" for option in entry.own_options]
         cells = [parameters, state, [entry.cls.mixes_tokens], defaults, flags, own]

@@ -7,7 +7,6 @@ ends it with exit code 130, SIGTERM with 143, each with one line. A traceback me
 from __future__ import annotations
 
 import argparse
-import difflib
 import logging
 import os
 import re
@@ -15,12 +14,12 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
 from pn_fairseq import __version__
-from pn_fairseq.common.errors import Unavailable
+from pn_fairseq.common.errors import Unavailable, did_you_mean
 
 
 class UserError(Exception):
@@ -74,12 +73,6 @@ def whole_number(name: str, value: object, least: int = 1, most: int | None = No
         limits = f"from {least} to {most}" if most else f"of at least {least}"
         raise UserError(f"{name} must be a whole number {limits}, not '{text}'")
     return int(text)
-
-
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """``", did you mean 'X'?"`` for the most similar of the ``known`` names, or an empty string if none is similar."""
-    similar = difflib.get_close_matches(name, list(known), n=1)
-    return f", did you mean {similar[0]!r}?" if similar else ""
 
 
 def say(step: str, text: str) -> None:

@@ -1,7 +1,8 @@
 """A user's mistakes that show wherever norms are used, and how fairseq's own programs end on them. Without torch."""
 
+import difflib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -45,6 +46,12 @@ def one_line_errors(*errors: type[Exception]) -> Iterator[None]:
             raise
         print(f"{program}: error: {' '.join(str(error).split())}", file=sys.stderr)
         raise SystemExit(2) from error
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """``", did you mean 'X'?"`` for the most similar of the ``known`` names, or an empty string if none is similar."""
+    similar = difflib.get_close_matches(name, list(known), n=1)
+    return f", did you mean {similar[0]!r}?" if similar else ""
 
 
 def error_chain(error: BaseException | None) -> Iterator[BaseException]:

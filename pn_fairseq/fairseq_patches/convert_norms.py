@@ -4,7 +4,7 @@ They get the padding mask from the arguments that fairseq's modules have, unless
 also holds for the norms of this package's own models. Both are settings of the model, and kept in its checkpoints.
 """
 
-import ast
+import inspect
 import json
 from argparse import ArgumentTypeError
 from contextlib import nullcontext
@@ -19,8 +19,9 @@ from torch import Tensor, nn
 
 from pn_fairseq.common.run_settings import learning_rate_warmup
 from pn_fairseq.fairseq_patches import patch
-from pn_fairseq.norms import RunningNorm
+from pn_fairseq.norms import RunningNorm, build_norm, convert_norms
 from pn_fairseq.norms.convert import convert
+from pn_fairseq.norms.options import read_pairs, typed, unknown_option
 from pn_fairseq.norms.padding import current_backward, padding
 from pn_fairseq.norms.registry import find_norm
 
@@ -47,23 +48,26 @@ def parse(text: str) -> tuple[str, str, dict]:
     """Pattern, norm and options of 'PATTERN=NORM[,key=value...]'.
 
     Raises:
-        ValueError: it is something else, or the norm does not exist.
+        ValueError: it is something else, the norm or an option does not exist, or a value has another type.
     """
-    pattern, equals, rest = str(text).partition("=")
-    norm, *pairs = rest.split(",")
-    if not (pattern and equals and norm):
+    first, _, pairs = str(text).partition(",")
+    pattern, _, norm = first.partition("=")
+    if not (pattern and norm):
         raise ValueError(f"{text!r} is not 'PATTERN=NORM[,key=value...]', such as 'encoder.*=batch,alpha_fwd=0.95'")
-    find_norm(norm)
-    given = {}
-    for pair in pairs:
-        key, equals, value = pair.partition("=")
-        if not (key and equals and value):
-            raise ValueError(f"{text!r}: {pair!r} is not key=value")
-        try:
-            given[key] = ast.literal_eval({"true": "True", "false": "False"}.get(value.lower(), value))
-        except (ValueError, SyntaxError):
-            given[key] = value
-    return pattern, norm, given
+    of_function = {**inspect.signature(convert_norms).parameters, **inspect.signature(build_norm).parameters}
+    known = {name: of_function[name] for name in (*OWN_KEYS, "variant")}
+    known |= {
+        name: one for name, one in find_norm(norm).options.items() if name not in ("batch_first", "process_group")
+    }
+    options = {}
+    try:
+        for key, value in (read_pairs(pairs) if pairs else {}).items():
+            if key not in known:
+                raise unknown_option(key, known, f"{norm} has")
+            options[key] = typed(key, value, known[key])
+    except ValueError as error:
+        raise ValueError(f"{text!r}: {error}") from None
+    return pattern, norm, options
 
 
 def specification(text: str) -> str:

@@ -1,6 +1,7 @@
 """Which norms a transformer has: the command-line flags, their defaults, and the construction of each norm."""
 
 import argparse
+import inspect
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
@@ -12,10 +13,10 @@ from omegaconf import OmegaConf, open_dict
 from pn_fairseq.common.old_settings import RENAMED
 from pn_fairseq.common.run_settings import learning_rate_warmup, run_setting
 from pn_fairseq.models.flags import checked, flag
-from pn_fairseq.models.own_options import options_of, read_options, resolve_options
 from pn_fairseq.models.placements import PLACEMENTS, find_placement
 from pn_fairseq.norms import NORMS, VARIANTS, ChannelNorm, LayerScale, RunningNorm, build_norm, load_norms
-from pn_fairseq.norms.registry import SHARED, NormEntry, find_norm
+from pn_fairseq.norms.options import options_of, parse_options, read_pairs
+from pn_fairseq.norms.registry import FIXED, SHARED, FromRun, NormEntry, find_norm
 
 SYNC = ("auto", "on", "off")
 
@@ -62,7 +63,7 @@ class NormOptions:
     norm_options: Mapping[str, object] | None = flag(
         "options of single norms, which 'pn norms NAME' lists; NAME.KEY=VALUE is for the norm NAME only, "
         "KEY=VALUE for every norm of the model that has the option",
-        {"type": read_options, "metavar": "KEY=VALUE[,KEY=VALUE]"},
+        checked(read_pairs)("KEY=VALUE[,KEY=VALUE]"),
     )
     norm_variant: str = flag(
         "compute norms as their papers define them, or as their authors' released code does (docs/release.md lists the "
@@ -176,12 +177,41 @@ class NormOptions:
                 raise ValueError(f"--{side}-norm-last: {name} has no norm after the last layer; leave the flag out")
             if getattr(args, f"{side}_layers_to_keep", None) and not placement.prunes:
                 raise ValueError(f"--{side}-layers-to-keep: layers of {name} compute something else in a smaller model")
-        updates = run_setting(args, "optimization", "max_update")
-        resolved["norm_options"] = resolve_options(options.norm_options, old, options.names(), updates)
+        resolved["norm_options"] = options.resolved_options(args, old)
         with open_dict(args) if OmegaConf.is_config(args) else ExitStack():
             for name, value in resolved.items():
                 setattr(args, name, value)
         return replace(options, **resolved)
+
+    def resolved_options(self, args, old: Mapping[str, object]) -> dict[str, object]:
+        """The options of the norms, with the schedules that depend on the run unless they are given.
+
+        Args:
+            args: the settings of the model.
+            old: ``norm_options.KEY`` -> value, from settings of an earlier version. It had a flag for each option,
+                which norms without the option ignored.
+
+        Raises:
+            ValueError: no norm of the model has an option, a value has another type, or an option is needed.
+        """
+        given, norms = self.norm_options or {}, self.names()
+        options = parse_options(
+            OmegaConf.to_container(given, resolve=True) if OmegaConf.is_config(given) else given, norms
+        )
+        for key, value in old.items():
+            option = key.removeprefix("norm_options.")
+            if any(option in entry.own_options for entry in norms.values()):
+                options.setdefault(option, value)
+        warmup, updates = learning_rate_warmup(args), run_setting(args, "optimization", "max_update")
+        for name, entry in norms.items():
+            for option in entry.own_options.keys() - options_of(name, options).keys():
+                default = entry.default(option, self.norm_variant)
+                if default is inspect.Parameter.empty:
+                    raise ValueError(f"the norm {name} needs the norm option {option}")
+                value = default.value(None, warmup, updates) if isinstance(default, FromRun) else None
+                if value is not None:
+                    options[option] = value
+        return options
 
     def build_encoder_norm(
         self, num_features: int, heads: int, last: bool = False, folds: bool = True
@@ -206,24 +236,27 @@ class NormOptions:
         return self._build(self.qk_norm, head_dim, 1, 0, folds=False)
 
     def _default_groups(self, name: str, heads: int) -> int:
-        entry = find_norm(name)
-        defaults = entry.variant(self.norm_variant).transformer_defaults
-        return defaults.get("layer_scale_groups", heads if entry.layer_scale_per_head else 0)
+        default = find_norm(name).default("layer_scale_groups", self.norm_variant)
+        return default.value(heads, 0, 0) if isinstance(default, FromRun) else default
 
     def _build(
         self, name: str, num_features: int, heads: int, groups: int | None, last: bool = False, folds: bool = True
     ) -> ChannelNorm | LayerScale:
         entry = find_norm(name)
-        cls = entry.variant(self.norm_variant)
-        shared = {key: getattr(self, flag[2:].replace("-", "_")) for key, flag in SHARED.items()}
-        options = {key: value for key, value in shared.items() if value is not None and key in entry.options}
-        own = {"groups": heads, **options_of(name, self.norm_options or {})}
-        options |= {key: value for key, value in own.items() if key in entry.own_options}
-        options["layer_scale_groups"] = self._default_groups(name, heads) if groups is None else groups
-        by_default = cls.transformer_defaults.get("sync", entry.sync)
-        options["sync"] = by_default if self.norm_sync == "auto" else self.norm_sync == "on"
-        if last and hasattr(cls, "last_norm_warmup_updates"):
-            options["psi_warmup_updates"] = cls.last_norm_warmup_updates
+        given = {key: getattr(self, flag[2:].replace("-", "_")) for key, flag in SHARED.items()}
+        given["layer_scale_groups"] = groups
+        given["sync"] = None if self.norm_sync == "auto" else self.norm_sync == "on"
+        given |= options_of(name, self.norm_options or {})
+        options = {}
+        for option in entry.options:
+            value = given.get(option)
+            if value is None and option not in FIXED:
+                default = entry.default(option, self.norm_variant)
+                value = default.value(heads, 0, 0) if isinstance(default, FromRun) else default
+            if last:
+                value = entry.defaults.get(f"{self.norm_variant}.last.{option}", value)
+            if value is not None:
+                options[option] = value
         norm = build_norm(name, num_features, variant=self.norm_variant, **options)
         folded = self.norms_folded and folds and isinstance(norm, RunningNorm) and norm.folds
         return norm.layer_scale if folded else norm

@@ -38,9 +38,6 @@ class ChannelNorm(nn.Module):
     #: "at first": until warm-ups and schedules end, and after that only in channels where a factor is clipped.
     mixes_tokens = "never"
 
-    #: Default options in a transformer. They replace the registry entry's defaults; the user's options replace both.
-    transformer_defaults: dict = {}
-
     #: Which of ``weight`` (gain, initially 1) and ``bias`` (initially 0), (C,), the norm has.
     learned: tuple[str, ...] = ("weight", "bias")
 

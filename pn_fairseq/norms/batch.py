@@ -99,8 +99,6 @@ class MaskedBatchNormRelease(MaskedBatchNorm):
     Arguments, buffers and errors: see :class:`MaskedBatchNorm`.
     """
 
-    transformer_defaults = {"layer_scale_groups": 1, "sync": False}
-
     def __init__(
         self,
         num_features: int,

@@ -5,8 +5,7 @@ from __future__ import annotations
 import inspect
 
 from pn_fairseq.common.command import ArgumentParser, UserError
-from pn_fairseq.norms.base import RunningNorm
-from pn_fairseq.norms.registry import NORMS, SHARED, default_of, description_of, find_norm, load_norms
+from pn_fairseq.norms.registry import NORMS, SHARED, FromRun, default_of, description_of, find_norm, load_norms
 
 EPILOG = """The options of a norm are set by --norm-options KEY=VALUE[,KEY=VALUE] of fairseq-train, and by
 model.norm_options.KEY=VALUE of pn train and fairseq-hydra-train. --encoder-norm-placement and --decoder-norm-placement
@@ -22,9 +21,7 @@ def describe(name: str) -> str:
     entry = find_norm(name)
     rows = {}
     for option in entry.own_options:
-        part = entry.parts_of_run.get(option)
-        default = f"{part} of --max-update, else {default_of(entry.cls, option)}" if part else _default(entry, option)
-        rows[f"{option}={default}"] = description_of(entry.cls, option)
+        rows[f"{option}={_default(entry, option)}"] = description_of(entry.cls, option)
     flags = [option for option in SHARED if option in entry.options]
     shared = {f"{SHARED[option]} {_default(entry, option)}": description_of(entry.cls, option) for option in flags}
     width = max(map(len, [*rows, *shared]))
@@ -32,23 +29,21 @@ def describe(name: str) -> str:
     lines += [f"  {row:{width}}  {text}".rstrip() for row, text in rows.items()]
     lines += ["", "flags:"] + [f"  {row:{width}}  {text}".rstrip() for row, text in shared.items()]
     for variant, cls in entry.variants.items():
-        changed = {option: default_of(cls, option) for option in [*entry.own_options, *flags]}
-        changed = {option: new for option, new in changed.items() if new != default_of(entry.cls, option)}
-        changed |= cls.transformer_defaults
-        differs = ", ".join(f"{option}={value}" for option, value in changed.items())
+        defaults = {option: entry.default(option, variant) for option in [*entry.own_options, *flags]}
+        changed = [f"{option}={new}" for option, new in defaults.items() if new != entry.default(option)]
+        differs = ", ".join(changed)
         lines += ["", f"--norm-variant {variant}: {cls.__name__}{differs and f', defaults {differs}'}"]
     return "\n".join(lines)
 
 
 def _default(entry, option: str) -> object:
     """The default of an option or a flag in a transformer, for the table."""
-    if option == "groups" or (option == "layer_scale_groups" and entry.layer_scale_per_head):
-        return "attention heads"
-    if option == "psi_warmup_updates":
-        return "learning-rate warm-up"
-    if option == "sync" and issubclass(entry.cls, RunningNorm):
-        return "on" if entry.sync else "off"
-    default = default_of(entry.cls, option)
+    default = entry.default(option)
+    if isinstance(default, FromRun):
+        depends_on_run = default.value(1, 0, 0) is None
+        return f"{default.words}, else {default_of(entry.cls, option)}" if depends_on_run else default.words
+    if option == "sync":
+        return "on" if default else "off"
     return "VALUE (needed)" if default is inspect.Parameter.empty else default
 
 

@@ -73,7 +73,7 @@ def convert(model, norm, only, skip, layout, mask_from, zero_padding, options, n
     entry = find_norm(norm)
     if layout not in (None, *LAYOUTS):
         raise ValueError(f"layout={layout!r} must be one of {', '.join(LAYOUTS)}")
-    known = (entry.options | {"variant"}) - {"batch_first"}
+    known = {*entry.options, "variant"} - {"batch_first"}
     if unknown := sorted(set(options) - known):
         raise ValueError(
             f"norm {norm!r} has no option {', '.join(map(repr, unknown))}; known: {', '.join(sorted(known))}"

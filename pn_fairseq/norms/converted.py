@@ -166,7 +166,7 @@ def replacement(module: nn.Module, name: str, norm: str, layout, zero_padding, c
     eps = eps_of(module)
     defaults = {"eps": torch.finfo(like.dtype).eps if eps is None else eps, "affine": weight is not None}
     if "sync" in entry.options:
-        defaults["sync"] = entry.sync or isinstance(module, nn.SyncBatchNorm)
+        defaults["sync"] = entry.default("sync") or isinstance(module, nn.SyncBatchNorm)
         if isinstance(module, nn.SyncBatchNorm):
             defaults["process_group"] = module.process_group
     made = build_norm(norm, channels, batch_first=True, **{**defaults, **options})

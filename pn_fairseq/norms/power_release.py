@@ -37,8 +37,8 @@ class PowerNormRelease(PowerNorm):
         :math:`2 / (1 - \alpha_\mathrm{bwd})`. The released code stores ``ema_gz`` =
         :math:`\nu / (1 - \alpha_\mathrm{bwd})`; the buffer here is :math:`\nu`, for the same recursion.
     (e) The warm-up counts training forwards, not optimizer updates: gradient accumulation shortens it.
-    (f) In a transformer, the norm after the last encoder layer has a warm-up of its own,
-        :attr:`last_norm_warmup_updates`, which the model passes as ``psi_warmup_updates``.
+    (f) In a transformer, the norm after the last encoder layer has a warm-up of its own, 1,000, which the model passes
+        as ``psi_warmup_updates``.
 
     Evaluation is the paper's, :math:`y = \gamma x / \sqrt{\psi^2 + \epsilon} + \beta`.
 
@@ -60,8 +60,6 @@ class PowerNormRelease(PowerNorm):
     Buffers: ``running_psi2`` (:math:`\psi^2`, initially 1) and ``nu`` (initially 0), (C,) float32, and
     ``num_batches_tracked``, int64.
     """
-
-    last_norm_warmup_updates = 1000
 
     def set_num_updates(self, num_updates: int) -> None:
         RunningNorm.set_num_updates(self, num_updates)  # (e)

@@ -7,11 +7,11 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from zlib import crc32
 
+from pn_fairseq.common.errors import did_you_mean
 from pn_fairseq.norms.base import ChannelNorm
 from pn_fairseq.norms.batch import MaskedBatchNorm, MaskedBatchNormRelease
 from pn_fairseq.norms.batch_reg import RegularizedBatchNorm, RegularizedBatchNormRelease
@@ -38,7 +38,36 @@ SHARED = {
     "sync": "--norm-sync",
 }
 #: Constructor arguments that a transformer leaves at their defaults.
-_FIXED = ("affine", "batch_first", "process_group")
+FIXED = ("affine", "batch_first", "process_group")
+
+
+@dataclass(frozen=True)
+class FromRun:
+    """A default that depends on the transformer or on its training run.
+
+    Attributes:
+        words: its name in ``pn norms``.
+        value: a function of the number of attention heads, of the updates in which the learning rate warms up, and of
+            the updates of the run (0: not known). None: the constructor's default.
+    """
+
+    words: str
+    value: Callable[[int | None, int, int], int | None]
+
+
+#: The number of attention heads.
+HEADS = FromRun("attention heads", lambda heads, warmup, updates: heads)
+#: The warm-up of the learning rate.
+WARMUP = FromRun("learning-rate warm-up", lambda heads, warmup, updates: warmup)
+
+
+def part_of_run(part: float) -> FromRun:
+    """A part of ``--max-update``."""
+    return FromRun(f"{part} of --max-update", lambda heads, warmup, updates: round(part * updates) or None)
+
+
+#: Argument -> its default in a transformer, unless the entry of a norm has another one.
+TRANSFORMER_DEFAULTS = {"groups": HEADS, "psi_warmup_updates": WARMUP, "sync": True}
 
 
 @dataclass(frozen=True)
@@ -49,34 +78,37 @@ class NormEntry:
         cls: the module class.
         short: the abbreviation in architecture names, as in ``transformer_pn_iwslt``.
         title: one line for help texts and tables.
-        layer_scale_per_head: True: in a transformer the default is one layer-scale group per attention head;
-            otherwise none.
-        sync: True: in a transformer the default is synchronization over the ranks.
         variants: variant -> the class that replaces ``cls`` in it, with the same constructor arguments.
-        parts_of_run: option -> the part of ``--max-update`` that it is in a transformer unless it is given.
+        defaults: argument -> its default in a transformer, where that is neither the one of
+            :data:`TRANSFORMER_DEFAULTS` nor the constructor's. ``VARIANT.ARGUMENT`` is the default in this variant, and
+            ``VARIANT.last.ARGUMENT`` the value in the norm after the last encoder layer. A value can be a
+            :class:`FromRun`.
     """
 
     cls: type[ChannelNorm]
     short: str
     title: str
-    layer_scale_per_head: bool = False
-    sync: bool = True
     variants: dict[str, type[ChannelNorm]] = field(default_factory=dict)
-    parts_of_run: dict[str, float] = field(default_factory=dict)
+    defaults: dict[str, object] = field(default_factory=dict)
 
     def variant(self, name: str) -> type[ChannelNorm]:
         """The class of this norm in one of :func:`variants`: ``cls`` unless it has another one there."""
         return self.variants.get(name, self.cls)
 
     @property
-    def options(self) -> set[str]:
+    def options(self) -> dict[str, inspect.Parameter]:
         """Options of :func:`build_norm` that this norm uses: the arguments of its constructor and those it inherits."""
-        return set(_arguments(self.cls))
+        return _arguments(self.cls)
 
     @property
     def own_options(self) -> dict[str, inspect.Parameter]:
         """The arguments that ``--norm-options`` sets: those that do not belong to all norms."""
-        return {name: argument for name, argument in _arguments(self.cls).items() if name not in (*SHARED, *_FIXED)}
+        return {name: argument for name, argument in self.options.items() if name not in (*SHARED, *FIXED)}
+
+    def default(self, option: str, variant: str = "paper") -> object:
+        """The default of an argument in a transformer: a value, a :class:`FromRun`, or ``inspect.Parameter.empty``."""
+        defaults = {option: default_of(self.variant(variant), option), **TRANSFORMER_DEFAULTS, **self.defaults}
+        return defaults.get(f"{variant}.{option}", defaults[option])
 
 
 @cache  # a model asks some 900 times
@@ -119,19 +151,28 @@ NORMS: dict[str, NormEntry] = {
         "bn",
         "batch normalization over real tokens (BN)",
         variants={"release": MaskedBatchNormRelease},
+        defaults={"release.layer_scale_groups": 1, "release.sync": False},
     ),
     "power-v": NormEntry(
-        PowerNormV, "pnv", "power normalization with batch statistics (PN-V)", layer_scale_per_head=True
+        PowerNormV,
+        "pnv",
+        "power normalization with batch statistics (PN-V)",
+        defaults={"layer_scale_groups": HEADS},
     ),
     "power": NormEntry(
         PowerNorm,
         "pn",
         "power normalization with running statistics (PN)",
-        layer_scale_per_head=True,
-        sync=False,  # as in the paper, appendix A.1
         variants={"release": PowerNormRelease},
+        defaults={
+            "layer_scale_groups": HEADS,
+            "sync": False,  # as in the paper, appendix A.1
+            "release.last.psi_warmup_updates": 1000,
+        },
     ),
-    "batch-renorm": NormEntry(BatchRenorm, "brn", "batch renormalization (BRN)", parts_of_run={"renorm_updates": 0.3}),
+    "batch-renorm": NormEntry(
+        BatchRenorm, "brn", "batch renormalization (BRN)", defaults={"renorm_updates": part_of_run(0.3)}
+    ),
     "mabn": NormEntry(MovingAverageBatchNorm, "mabn", "moving average batch normalization (MABN)"),
     "unified": NormEntry(UnifiedNorm, "un", "unified normalization (UN)", variants={"release": UnifiedNormRelease}),
     "batch-reg": NormEntry(
@@ -144,7 +185,7 @@ NORMS: dict[str, NormEntry] = {
         ProgressiveBatchNorm,
         "prepbn",
         "layer normalization that fades into re-parameterized BN (PRepBN)",
-        parts_of_run={"fade_updates": 0.8},
+        defaults={"fade_updates": part_of_run(0.8)},
     ),
     "none": NormEntry(NoNorm, "none", "no normalization (none)"),
     "layer-simple": NormEntry(LayerNormSimple, "lns", "layer normalization without gain and bias (LN-simple)"),
@@ -210,9 +251,8 @@ def find_norm(name: str) -> NormEntry:
     """
     if name not in NORMS:
         plain = re.sub("[-_]?norm$", "", str(name).lower())  # LayerNorm, batch_norm
-        similar = [plain] if plain in NORMS else get_close_matches(str(name), NORMS, n=1)
-        hint = f", did you mean {similar[0]!r}?" if similar else ";"
-        raise ValueError(f"unknown norm {name!r}{hint} known: {', '.join(NORMS)}")
+        hint = f", did you mean {plain!r}?" if plain in NORMS else did_you_mean(str(name), NORMS)
+        raise ValueError(f"unknown norm {name!r}{hint or ';'} known: {', '.join(NORMS)}")
     return NORMS[name]
 
 

@@ -77,9 +77,11 @@ def test_ignoring_the_mask(train, arch):
     [
         ("encoder.*", "'encoder.*' is not 'PATTERN=NORM[,key=value...]'"),
         ("*=bach", "unknown norm 'bach', did you mean 'batch'?"),
-        ("*=batch,eps", "'*=batch,eps': 'eps' is not key=value"),
+        ("*=batch,eps", "'*=batch,eps': 'eps' is not KEY=VALUE"),
         ("encode.*=batch", "--convert-norms 'encode.*=batch': the pattern 'encode.*' matches no norm"),
-        ("*=batch,alpha=1", "norm 'batch' has no option 'alpha'"),
+        ("*=batch,alpha=1", "'*=batch,alpha=1': unknown norm option 'alpha', did you mean 'alpha_fwd'?"),
+        ("*=batch,sync=maybe", "norm option sync='maybe' is not true or false"),
+        ("*=mabn,mabn.window=3", "unknown norm option 'mabn'"),
     ],
 )
 def test_wrong_specifications(train, capsys, given, message):

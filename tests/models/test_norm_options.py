@@ -7,10 +7,10 @@ from omegaconf import OmegaConf
 
 from pn_fairseq.models.from_checkpoint import model_of, model_settings_of
 from pn_fairseq.models.norm_options import NormOptions
-from pn_fairseq.models.own_options import check_options, read_options
 from pn_fairseq.models.transformer_pn import TransformerPNModel
 from pn_fairseq.norms import NORMS, running_norms
 from pn_fairseq.norms.base import ChannelNorm
+from pn_fairseq.norms.options import parse_options, read_pairs
 
 from .helpers import arch_args, build, make_task
 
@@ -129,7 +129,7 @@ def test_shared_flags_reach_the_norms():
     ],
 )  # fmt: skip
 def test_options_as_text(text, expected):
-    assert read_options(text) == expected
+    assert read_pairs(text) == expected
 
 
 #: Norm -> options as text, and the attributes that they set.
@@ -152,15 +152,15 @@ OWN = {
 
 def test_every_own_option_is_tested():
     for name, entry in NORMS.items():
-        assert set(entry.own_options) == set(read_options(OWN[name][0]) if name in OWN else ()), name
+        assert set(entry.own_options) == set(read_pairs(OWN[name][0]) if name in OWN else ()), name
 
 
 @pytest.mark.parametrize("name", OWN)
 def test_options_of_one_norm_reach_it(name):
     text, attributes = OWN[name]
     norms = {"encoder_norm": name, "decoder_norm": name}
-    in_hydra = OmegaConf.create({"options": check_options(text, {name: NORMS[name]})}).options
-    for given in (parse("--norm-options", text).norm_options, in_hydra, {name: read_options(text)}):
+    in_hydra = OmegaConf.create({"options": parse_options(text, {name: NORMS[name]})}).options
+    for given in (parse("--norm-options", text).norm_options, in_hydra, {name: read_pairs(text)}):
         model = build("transformer_pn_tiny", **norms, norm_options=given)
         for norm in (model.encoder.layer_norm, model.decoder.layers[0].encoder_attn_layer_norm):
             assert {key: getattr(norm, key) for key in attributes} == attributes
@@ -191,7 +191,7 @@ def test_a_norm_of_its_own_after_the_last_layer(arch):
 
 def test_a_norm_in_a_file_has_options_of_its_own_and_a_checkpoint_rebuilds_it(my_norm, tmp_path):
     args = arch_args("transformer_pn_tiny", norm_module=str(my_norm), encoder_norm="my-scaled")
-    args.norm_options = read_options("beta=0.3,label=7")
+    args.norm_options = read_pairs("beta=0.3,label=7")
     model = TransformerPNModel.build_model(args, make_task())
     assert (model.encoder.layer_norm.beta, model.encoder.layer_norm.label) == (0.3, "7")
     state = {"args": args, "model": model.state_dict()}

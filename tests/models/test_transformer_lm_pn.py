@@ -11,6 +11,7 @@ from fairseq.models.transformer_lm import TransformerLanguageModel, base_lm_arch
 
 from pn_fairseq.norms import NORMS
 from pn_fairseq.norms.base import ChannelNorm
+from pn_fairseq.norms.registry import HEADS
 
 from .helpers import BLOCK, KINDS, VOCABULARY, arch_args, assert_same_training, build, make_task
 
@@ -68,7 +69,9 @@ def test_norms_are_in_every_place(stem, name):
 def test_layer_scale_has_a_group_for_each_head(name):
     with torch.device("meta"):
         norms = norms_of(build(f"transformer_lm_{NORMS[name].short}_base"))
-    assert {norm.layer_scale.groups for norm in norms} == {8 if NORMS[name].layer_scale_per_head else 0}
+    assert {norm.layer_scale.groups for norm in norms} == {
+        8 if NORMS[name].default("layer_scale_groups") is HEADS else 0
+    }
 
 
 ADAPTIVE = dict(

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from pn_fairseq.norms import NORMS, RunningNorm, build_norm
+from pn_fairseq.norms.registry import HEADS
 
 CHANNELS, INPUTS, TOKENS = 12, 7, 40
 GROUPS = 4
@@ -31,7 +32,9 @@ CHANGES = {
 
 #: Row of the table -> name and layer-scale groups of the norm.
 ROWS = {f"`{name}`": (name, 0) for name in NORMS} | {
-    f"`{name}` after layer-scale": (name, GROUPS) for name, entry in NORMS.items() if entry.layer_scale_per_head
+    f"`{name}` after layer-scale": (name, GROUPS)
+    for name, entry in NORMS.items()
+    if entry.default("layer_scale_groups") is HEADS
 }
 
 

@@ -63,7 +63,7 @@ def test_constructors_name_all_their_arguments(name):
     entry = NORMS[name]
     for cls in {entry.cls, *entry.variants.values()}:
         signature = inspect.signature(cls)
-        assert set(signature.parameters) == entry.options | {"num_features"}
+        assert set(signature.parameters) == {*entry.options, "num_features"}
         for option, parameter in signature.parameters.items():
             assert parameter.kind == parameter.POSITIONAL_OR_KEYWORD
             assert option in ("num_features", "process_group") or parameter.annotation is not parameter.empty

@@ -1,0 +1,123 @@
+"""Options of norms as text, read once, in the types of the constructors' arguments."""
+
+import inspect
+import re
+from collections.abc import Iterable, Mapping
+from typing import get_args
+
+from pn_fairseq.common.errors import did_you_mean
+from pn_fairseq.norms.registry import SHARED, NormEntry, find_norm
+
+_TRUTH = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+
+
+def _whole(value: object) -> int:
+    if type(value) not in (int, str):
+        raise ValueError
+    return int(value)
+
+
+def _number(value: object) -> float:
+    if type(value) not in (int, float, str):
+        raise ValueError
+    return float(value)
+
+
+#: Type of a constructor's argument -> what converts a value to it, and its name in messages.
+_TYPES = {
+    str: (str, "a text"),
+    bool: (lambda value: _TRUTH[str(value).lower()], "true or false"),
+    int: (_whole, "a whole number"),
+    float: (_number, "a number"),
+}
+
+
+def read_pairs(text: str) -> dict[str, object]:
+    """``KEY=VALUE[,KEY=VALUE]`` as a dict of texts; ``NORM.KEY=VALUE`` is an entry of a dict ``NORM`` in it.
+
+    A value can contain commas, as in ``detach=mean,std``.
+
+    Raises:
+        ValueError: the text does not have that form.
+    """
+    options: dict[str, object] = {}
+    for part in re.split(r",(?=[\w.-]+=)", text):
+        key, _, value = part.partition("=")
+        norm, dot, option = key.rpartition(".")
+        of_norm = options.setdefault(norm, {}) if dot else options
+        if not (option and value and (norm or not dot) and isinstance(of_norm, dict)):
+            raise ValueError(f"{part!r} is not KEY=VALUE")
+        of_norm[option] = value
+    return options
+
+
+def typed(option: str, value: object, argument: inspect.Parameter) -> object:
+    """A value in the type of the constructor's argument: that of its annotation, else that of its default.
+
+    Raises:
+        ValueError: it is none. The constructors check ranges.
+    """
+    kinds = [type(argument.default)] if argument.annotation is argument.empty else _kinds(argument.annotation)
+    kind = next((kind for kind in kinds if kind in _TYPES), None)
+    if kind is None or isinstance(value, (list, tuple)):
+        return value
+    convert, wanted = _TYPES[kind]
+    try:
+        return convert(value)
+    except (KeyError, ValueError):
+        raise ValueError(f"norm option {option}={value!r} is not {wanted}") from None
+
+
+def _kinds(annotation: object) -> tuple:
+    """The types in an annotation, such as ``int | None``; a text where the module postpones annotations."""
+    if isinstance(annotation, str):
+        return tuple(kind for kind in _TYPES if re.search(rf"\b{kind.__name__}\b", annotation))
+    return get_args(annotation) or (annotation,)
+
+
+def parse_options(given: object, norms: Mapping[str, NormEntry]) -> dict[str, object]:
+    """The options of the norms of a model, in the types of the constructors' arguments.
+
+    Args:
+        given: text as for :func:`read_pairs`, or option -> value, and name of a norm -> options of this norm only.
+            A value None is left out.
+        norms: the norms of the model.
+
+    Raises:
+        ValueError: no norm of the model has an option, or a value has another type.
+    """
+    try:
+        given = read_pairs(given) if isinstance(given, str) else dict(given)
+    except (TypeError, ValueError):
+        raise ValueError(f"norm_options={given!r} is not KEY=VALUE[,KEY=VALUE]") from None
+    options: dict[str, object] = {}
+    for key, value in given.items():
+        if isinstance(value, Mapping):
+            options[key] = parse_options(value, {key: find_norm(key)})
+        elif value is not None:
+            options[key] = typed(key, value, _argument(str(key), norms))
+    return options
+
+
+def _argument(option: str, norms: Mapping[str, NormEntry]) -> inspect.Parameter:
+    if option in SHARED:
+        raise ValueError(f"norm option {option!r} belongs to all norms: it has the flag {SHARED[option]}")
+    known = {name: argument for entry in norms.values() for name, argument in entry.own_options.items()}
+    if option not in known:
+        raise unknown_option(option, known, f"the options of {', '.join(norms)} are")
+    return known[option]
+
+
+def unknown_option(option: str, known: Iterable[str], introduction: str) -> ValueError:
+    """The error about an option that does not exist; ``introduction`` comes before the names that are known."""
+    names = ", ".join(sorted(known)) or "none"
+    return ValueError(
+        f"unknown norm option {option!r}{did_you_mean(option, known)} ({introduction} {names}; see pn norms NAME)"
+    )
+
+
+def options_of(norm: str, options: Mapping[str, object]) -> dict[str, object]:
+    """The options for one norm: those for every norm, and those for this norm only."""
+    only = options.get(norm)
+    common = {key: value for key, value in options.items() if not isinstance(value, Mapping)}
+    return {**common, **(only if isinstance(only, Mapping) else {})}
