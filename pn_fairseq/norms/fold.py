@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from pn_fairseq.norms.base import RunningNorm
+from pn_fairseq.norms.base import RunningNorm, _no_fast_path
 
 
 @torch.no_grad()
@@ -39,8 +39,9 @@ def fold_norms(model: nn.Module, *args, **kwargs) -> list[tuple[str, str]]:
     As ``torch.nn.utils.fusion``, but it finds the maps itself: ``model(*args, **kwargs)`` runs once to see which linear
     maps and convolutions produce the input of a norm or take its output, and after each fold to compare. A fold is kept
     if the output stays the same (to 1e-4 of its greatest value; use an input with padding if the model has it, and
-    float32 or wider). A norm whose output is also used otherwise, as in a post-norm transformer, is left as it is.
-    ``nn.Identity`` takes the place of a folded norm, so a checkpoint of the model no longer fits.
+    float32 or wider). A norm is left as it is if its output is also used otherwise, as in a post-norm transformer, or
+    if the weight of the map is computed (weight norm, pruning). An ``nn.Identity`` takes the place of a folded norm, so
+    a checkpoint of the model no longer fits.
 
     Returns:
         The names of the folded norms, each with the names of the maps that it is a part of now.
@@ -76,9 +77,9 @@ def fold_norms(model: nn.Module, *args, **kwargs) -> list[tuple[str, str]]:
             hook.remove()
     folded = []
     for norm, (maker, output) in inputs.items():
-        for others, after in (([maker] if maker is not None else [], False), (takers.get(id(output), []), True)):
-            if others and _try(model, norm, others, after, expected, args, kwargs):
-                folded.append((names[norm], ", ".join(names[other] for other in others)))
+        for neighbours, after in (([maker] if maker is not None else [], False), (takers.get(id(output), []), True)):
+            if neighbours and _try(model, norm, neighbours, after, expected, args, kwargs):
+                folded.append((names[norm], ", ".join(names[neighbour] for neighbour in neighbours)))
                 break
     return folded
 
@@ -87,40 +88,59 @@ def fold_norms(model: nn.Module, *args, **kwargs) -> list[tuple[str, str]]:
 _MAPS = (nn.Linear, nn.Conv1d, nn.Conv2d)
 
 
+class FoldedNorm(nn.Identity):
+    """In the place of a folded norm. ``nn.TransformerEncoderLayer`` reads eps, and computes LayerNorm without calling
+    its norms unless one of them has a hook."""
+
+    def __init__(self, eps: float):
+        super().__init__()
+        self.eps = eps
+        self.register_forward_pre_hook(_no_fast_path)
+        self.eval()
+
+
 def _try(model: nn.Module, norm: RunningNorm, maps: list[nn.Module], after: bool, expected, args, kwargs) -> bool:
-    """Fold ``norm`` into each of ``maps``, which come after it or before it; undo it where the output changes."""
-    if getattr(norm, "zero_padding", False) or any(
-        getattr(module, "groups", 1) > 1 and after or module.weight.size(int(after)) != norm.num_features
-        for module in maps
-    ):
+    """Fold ``norm`` into each of ``maps``, which come after it or before it; undo it where the output changes, or where
+    the model uses ``norm`` otherwise than by calling it."""
+    if getattr(norm, "zero_padding", False):
         return False
+    for module in maps:
+        weight = module._parameters.get("weight")  # None: it is computed
+        grouped = after and getattr(module, "groups", 1) > 1
+        if weight is None or grouped or weight.size(int(after)) != norm.num_features:
+            return False
     norm.flush()
     scale, shift = norm.evaluation_affine(torch.float64)
-    before = {module: (module.weight, module.bias) for module in maps}
-    for module, (weight, bias) in before.items():
-        others = [1] * weight.dim()
-        others[int(after)] = -1  # weights are (K, C, ...)
-        wide, constant = weight.double(), 0.0 if bias is None else bias.double()
-        if after:
-            moved = wide.sum(dim=tuple(range(2, weight.dim()))) if weight.dim() > 2 else wide
-            constant = constant + moved @ shift
-        else:
-            constant = constant * scale + shift
-        module.weight = nn.Parameter((wide * scale.view(others)).to(weight.dtype), weight.requires_grad)
-        module.bias = nn.Parameter(constant.to(weight.dtype), weight.requires_grad)
-    places = [(parent, key) for parent in model.modules() for key, child in parent._modules.items() if child is norm]
-    for parent, key in places:
-        parent._modules[key] = nn.Identity().eval()
-    found = _tensors(model(*args, **kwargs))
-    same = len(found) == len(expected) and all(
-        one.shape == other.shape and (one - other).abs().max() <= 1e-4 * other.abs().max()
-        for one, other in zip(found, expected, strict=True)
-    )
-    if not same:
-        for module, (weight, bias) in before.items():
-            module.weight, module.bias = weight, bias
-        for parent, key in places:
-            parent._modules[key] = norm
+    unfolded = {module: (module.weight, module.bias) for module in maps}
+    parents = [(parent, key) for parent in model.modules() for key, child in parent._modules.items() if child is norm]
+    same = False
+    try:
+        for module, (weight, bias) in unfolded.items():
+            along_channels = [1] * weight.dim()
+            along_channels[int(after)] = -1  # weights are (K, C, ...)
+            wide, constant = weight.double(), 0.0 if bias is None else bias.double()
+            if after:
+                summed = wide.sum(dim=tuple(range(2, weight.dim()))) if weight.dim() > 2 else wide
+                constant = constant + summed @ shift
+            else:
+                constant = constant * scale + shift
+            module.weight = nn.Parameter((wide * scale.view(along_channels)).to(weight.dtype), weight.requires_grad)
+            module.bias = nn.Parameter(constant.to(weight.dtype), weight.requires_grad)
+        for parent, key in parents:
+            parent._modules[key] = FoldedNorm(norm.eps)
+        outputs = _tensors(model(*args, **kwargs))
+        same = len(outputs) == len(expected) and all(
+            output.shape == original.shape and (output - original).abs().max() <= 1e-4 * original.abs().max()
+            for output, original in zip(outputs, expected, strict=True)
+        )
+    except Exception:  # for example, the model reads the norm's weight
+        pass
+    finally:
+        if not same:
+            for module, (weight, bias) in unfolded.items():
+                module.weight, module.bias = weight, bias
+            for parent, key in parents:
+                parent._modules[key] = norm
     return same
 
 

@@ -12,19 +12,19 @@ from pn_fairseq.norms.converted import BATCH_NORMS, eps_of
 
 
 def norms_to_replace(names: dict[nn.Module, list[str]], only, skip, layout: str | None) -> list[nn.Module]:
-    """The modules to replace.
+    """The modules to replace, of those with ``names``; for the other arguments see :func:`convert_norms`.
 
     Raises:
-        ValueError: there is none, or a pattern matches none.
+        ValueError: there is none, a pattern matches none, or the weight of a norm would be lost.
     """
     only, skip = (
         [patterns] if isinstance(patterns, str) else None if patterns is None else list(patterns)
         for patterns in (only, skip)
     )
-    norms = {module: why for module in names if (why := _why_not(module, layout)) is not None}
+    reasons = {module: reason for module in names if (reason := _why_not(module, layout)) is not None}
     for pattern in [*(only or ()), *(skip or ())]:
-        if not any(fnmatchcase(name, pattern) for module in norms for name in names[module]):
-            known = ", ".join(names[module][0] or "the model" for module in norms) or "none"
+        if not any(fnmatchcase(name, pattern) for module in reasons for name in names[module]):
+            known = ", ".join(names[module][0] or "the model" for module in reasons) or "none"
             raise ValueError(f"the pattern {pattern!r} matches no norm of the model; norms: {known}")
 
     def matches(module: nn.Module, patterns: list[str]) -> bool:
@@ -32,12 +32,28 @@ def norms_to_replace(names: dict[nn.Module, list[str]], only, skip, layout: str 
 
     wanted = [
         module
-        for module in norms
+        for module in reasons
         if (only is None or matches(module, only)) and not (skip is not None and matches(module, skip))
     ]
-    if not (chosen := [module for module in wanted if not norms[module]]):
-        reasons = "; ".join(f"{names[module][0] or type(module).__name__} {norms[module]}" for module in wanted)
-        raise ValueError(f"the model has no norm to replace{': ' if reasons else ''}{reasons}")
+    labels = {module: names[module][0] or type(module).__name__ for module in wanted}
+    for module in wanted:
+        for key in ("weight", "bias"):
+            if key not in module._parameters and isinstance(getattr(module, key, None), Tensor):
+                raise ValueError(
+                    f"the {key} of {labels[module]} is not a parameter of its own and would be lost (does a "
+                    "parametrization or pruning compute it?); convert the model first, or leave this norm as it is "
+                    "(skip=...)"
+                )
+    chosen = [module for module in wanted if not reasons[module]]
+    if not chosen:
+        listed = "; ".join(f"{labels[module]} {reasons[module]}" for module in wanted)
+        raise ValueError(f"the model has no norm to replace{': ' if listed else ''}{listed}")
+    for module in chosen:
+        if layout == "BCT" and not isinstance(module, BATCH_NORMS):
+            raise ValueError(
+                f"layout='BCT' is for batch norms; {labels[module]} is a {type(module).__name__} over the last "
+                "dimension: give 'BTC' or 'TBC'"
+            )
     return chosen
 
 
@@ -59,33 +75,41 @@ def _why_not(module: nn.Module, layout: str | None) -> str | None:
         if len(module.normalized_shape) != 1:
             return f"normalizes {len(module.normalized_shape)} dimensions"
         return "" if type(module) in (nn.LayerNorm, nn.RMSNorm) else _compare(module)
-    parameters = dict(module.named_parameters())
-    weight = parameters.get("weight")
-    if weight is None or weight.dim() != 1 or not set(parameters) <= {"weight", "bias"} or eps_of(module) is None:
+    weight = getattr(module, "weight", None)
+    if not isinstance(weight, Tensor) or weight.dim() != 1 or "weight" in module._buffers or eps_of(module) is None:
         return None
-    return _compare(module)
+    others = [name for name, _ in module.named_parameters() if "weight" not in name and "bias" not in name]
+    return None if others else _compare(module)
 
 
 @torch.no_grad()
 def _compare(module: nn.Module) -> str:
-    """Why ``module`` is not LayerNorm or RMSNorm of the last dimension with its weight, bias and eps; "" if it is."""
-    weight, bias, eps = getattr(module, "weight", None), getattr(module, "bias", None), eps_of(module) or 0.0
-    if weight is not None and weight.is_meta:
-        return "is on the meta device, and cannot be compared with LayerNorm or RMSNorm"
+    """Why ``module`` is not LayerNorm or RMSNorm of the last dimension with its weight, bias and eps; "" if it is.
+
+    Its own weight may be zeros, uninitialized or on the meta device: random tokens get a random one.
+    """
+    generator = torch.Generator().manual_seed(0)
+    weight, bias, eps = getattr(module, "weight", None), getattr(module, "bias", None), eps_of(module)
     channels = weight.numel() if weight is not None else module.normalized_shape[0]
     # Short tokens show where eps is added.
-    x = torch.randn(3, 4, channels, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(3, 4, channels, generator=generator)
     x = x * torch.tensor([1.0, 1e-3, 10.0])[:, None, None] + torch.linspace(-1, 1, 4)[None, :, None] * 1e-3
-    x = x if weight is None else x.to(weight)
+    if weight is not None:
+        x = x.to("cpu" if weight.is_meta else weight.device, weight.dtype)
+    eps = torch.finfo(x.dtype).eps if eps is None else eps  # as nn.RMSNorm
+    affine = {
+        name: (torch.rand(channels, generator=generator) + 0.5).to(x)
+        for name, value in (("weight", weight), ("bias", bias))
+        if value is not None
+    }
     try:
-        y = module(x)
+        y = torch.func.functional_call(module, affine, x)
         y = y.double() if isinstance(y, Tensor) and y.shape == x.shape else None
     except Exception:
         y = None
     if y is None:
-        return "does not take tokens (..., C)"
-    gain = 1.0 if weight is None else weight.double()
-    shift = 0.0 if bias is None else bias.double()
+        return "does not accept inputs of shape (..., C)"
+    gain, shift = affine.get("weight", torch.ones(())).double(), affine.get("bias", torch.zeros(())).double()
     wide = x.double()
     for centered in (wide - wide.mean(-1, keepdim=True), wide):
         expected = gain * centered * torch.rsqrt(centered.square().mean(-1, keepdim=True) + eps) + shift

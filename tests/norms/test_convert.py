@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 from pn_fairseq.norms import (
@@ -181,6 +182,35 @@ def test_other_classes_are_replaced_if_they_compute_the_same():
         convert_norms(model, "rms")
 
 
+def test_a_weight_that_would_be_lost_is_refused():
+    for compute in (
+        lambda norm: nn.utils.parametrizations.weight_norm(norm, dim=None),
+        lambda norm: prune.l1_unstructured(norm, "weight", amount=1),
+        lambda norm: (
+            prune.l1_unstructured(norm, "bias", amount=1) if hasattr(norm, "bias") else prune.identity(norm, "weight")
+        ),
+    ):
+        for norm in (nn.LayerNorm(C), nn.BatchNorm1d(C), ByVariance()):
+            model = nn.ModuleDict({"plain": nn.LayerNorm(C), "computed": compute(norm)})
+            with pytest.raises(ValueError, match="the (weight|bias) of computed is not a parameter of its own"):
+                convert_norms(model, "batch")
+            assert len(norm_report(convert_norms(model, "batch", skip="computed"))) == 1
+
+
+class Variant(nn.RMSNorm):
+    """As eole's; eps is torch's default."""
+
+
+@pytest.mark.parametrize("fill", [0.0, 1.0, torch.nan])
+def test_what_a_class_computes_does_not_depend_on_its_weight(fill):
+    """It may be uninitialized, or on the meta device; zeros hide what it computes."""
+    model = nn.ModuleDict({"t5": ByVariance(), "gemma": ByVariance(1.0), "wide": Wide(C), "variant": Variant(C)})
+    for module in model.values():
+        nn.init.constant_(module.weight, fill)
+    for each in (copy.deepcopy(model).to("meta"), model):
+        assert [norm.name for norm in norm_report(convert_norms(each, "rms"))] == ["t5", "wide", "variant"]
+
+
 def test_patterns_choose():
     make = lambda: nn.ModuleDict({"a": FeedForward(), "b": FeedForward()})  # noqa: E731
     names = lambda model: [each.name for each in norm_report(model)]  # noqa: E731
@@ -200,6 +230,7 @@ def test_patterns_choose():
         ({"psi_warmup_updates": 1}, "norm 'batch' has no option 'psi_warmup_updates'"),
         ({"batch_first": True}, "no option 'batch_first'"),
         ({"layout": "CBT"}, "layout='CBT' must be one of BTC"),
+        ({"layout": "BCT"}, "layout='BCT' is for batch norms; norm is a LayerNorm over the last dimension"),
         ({"mask_from": "mask"}, "mask_from='mask': what its values mean is not known"),
         ({"mask_from": {"lengths": "length"}}, "'length' must be a function or one of mask, valid"),
         ({"mask_from": "attention_mask"}, "no module that contains a replaced norm has a forward argument"),
@@ -281,18 +312,83 @@ class Outer(nn.Module):
 def test_the_innermost_module_with_the_argument_decides():
     model = convert_norms(Outer(), "batch", mask_from=["padding_mask", "attention_mask"], skip="*pool")
     assert norm_report(model)[1].masks == ("argument padding_mask of inner", "argument attention_mask of the model")
+    assert "argument padding_mask of inner (no mask if None), else argument attention_mask" in str(
+        norm_report(model)[1]
+    )
     x = torch.randn(B, T, C)
     filled = x.masked_fill(MASK[..., None], 1e4)
     valid = (~MASK).int()
     for given in ((valid, MASK), (valid, torch.zeros(B, T).masked_fill(MASK, -torch.inf))):
         y, expected = (copy.deepcopy(model)(each, *given) for each in (filled, x))
         assert y[~MASK[:, ::2]].equal(expected[~MASK[:, ::2]])
-    y, expected = (copy.deepcopy(model)(each, valid) for each in (filled, x))  # the inner module was given no mask
-    assert not y[~MASK[:, ::2]].equal(expected[~MASK[:, ::2]])
     with pytest.raises(KeyError):
         model(x, valid, fail=True)  # leaves no scope behind
-    with pytest.warns(UserWarning, match="first takes statistics .* no padding mask has reached it"):
-        model.first(x)
+    with pytest.warns(UserWarning, match="first takes statistics .* no padding mask has reached it: padding"):
+        copy.deepcopy(model).first(x)
+
+
+def test_an_argument_that_is_none_hides_the_masks_of_modules_around():
+    """With the warning, as the inner module may have other tokens; a block holds there."""
+    model = convert_norms(Outer(), "batch", mask_from=["padding_mask", "attention_mask"], skip="*pool")
+    x, valid = torch.randn(B, T, C), (~MASK).int()
+    filled, real = x.masked_fill(MASK[..., None], 1e4), ~MASK[:, ::2]
+    with pytest.warns(UserWarning, match=r"inner.norm takes .* reached it \(argument padding_mask of inner is None\)"):
+        hidden = copy.deepcopy(model)(filled, valid)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(x, torch.ones_like(valid))  # Hugging Face's models hand None on if there is no padding
+        with padding(MASK):
+            y, expected = (copy.deepcopy(model)(each, valid) for each in (filled, x))
+    assert y[real].equal(expected[real]) and not y[real].equal(hidden[real])
+
+
+class Attending(nn.Module):
+    """A layer of a decoder without a mask of its own tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(C)
+
+    def forward(self, x, encoder_out=None, src_lengths=None):
+        return self.norm(x)
+
+
+class EncoderDecoder(nn.Module):
+    def __init__(self, attends):
+        super().__init__()
+        self.encoder, self.decoder, self.attends = nn.LayerNorm(C), Attending(), attends
+
+    def forward(self, x, y, src_lengths):
+        memory = self.encoder(x)
+        return self.decoder(y, memory if self.attends else None, src_lengths)
+
+
+@pytest.mark.parametrize("attends", [True, False])
+def test_a_mask_of_the_source_is_none_for_what_attends_to_it(attends):
+    """Source and target have equal lengths, so that no shape tells their masks apart."""
+    model = convert_norms(EncoderDecoder(attends), "batch", mask_from="src_lengths", layout="BTC")
+    source, target = torch.randn(2, B, T, C)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model(source, target, LENGTHS).sum().backward()
+    assert ["no padding mask has reached it: " in str(each.message) for each in caught] == [True] * attends
+    model.eval()
+    tokens = target.flatten(0, 1) if attends else target[~MASK]
+    torch.testing.assert_close(model.decoder.norm.running_mean, 0.1 * tokens.mean(0))
+
+
+def test_the_decoder_of_torchs_transformer_does_not_take_the_mask_of_the_source():
+    make = lambda: nn.Transformer(C, 2, 1, 1, 8, 0.0, batch_first=True)  # noqa: E731
+    source, target = torch.randn(2, B, T, C)
+    masks = {"src_key_padding_mask": MASK, "tgt_key_padding_mask": MASK.flip(0)}
+    model = convert_norms(make(), "batch", mask_from="src_key_padding_mask", layout="BTC")
+    assert [bool(each.masks) for each in norm_report(model)] == [each.name[:2] == "en" for each in norm_report(model)]
+    with pytest.warns(UserWarning, match="decoder.layers.0.norm1 .* no padding mask has reached it: "):
+        model(source, target, src_key_padding_mask=MASK)
+    model, real = convert_norms(make(), "batch", mask_from=list(masks), layout="BTC"), ~MASK.flip(0)
+    filled = target.masked_fill(~real[..., None], 1e4)
+    y, expected = (copy.deepcopy(model)(source, each, **masks)[real] for each in (filled, target))
+    assert y.equal(expected)
 
 
 def test_functions_of_an_argument():
@@ -377,8 +473,18 @@ def test_other_shapes():
         assert model(torch.randn(B, C)).shape == (B, C)  # a vector for each sequence
         with pytest.raises(ValueError, match="order of its 21 rows"):
             model(rows.flatten(0, 1))
-        with pytest.raises(ValueError, match="it has 5 rows"):
+        with pytest.raises(ValueError, match="it has 5 rows, neither .* 3 sequences nor their 13 real tokens"):
             model(torch.randn(5, C))
+    # Sequences without their padding, as of a PackedSequence or x[mask], have none.
+    packed, expected = rows.transpose(0, 1)[~MASK], copy.deepcopy(flat)
+    with padding(None):
+        expected = expected(packed)
+    for form, mask in FORMS.items():
+        with padding(**{"additive" if form == "4-d" else form: mask}):
+            for shape in ((13, C), (1, 13, C), (13, 1, C)):
+                assert copy.deepcopy(flat)(packed.view(shape)).view(13, C).equal(expected)
+    with padding(torch.zeros(T, B, dtype=torch.bool)):
+        assert model(rows.flatten(0, 1)).shape == (B * T, C)  # the order is not known, but no row is padding
     image = torch.randn(2, C, 5, 4)
     mask = torch.zeros(2, 5, 4, dtype=torch.bool)
     mask[1, 3:] = True
@@ -429,6 +535,36 @@ def test_copies_and_pickles():
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert other(x, LENGTHS).equal(model(x, LENGTHS))
         assert all(isinstance(norm, ConvertedNorm) for norm in running_norms(other))
+
+
+class Stack(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(FeedForward() for _ in range(2))
+
+    def forward(self, x, attention_mask):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
+def test_hooks_of_a_model_serve_copies_of_its_norms_and_no_other_model(copied):
+    """As in depth up-scaling, and in PEFT's modules_to_save."""
+    model = convert_norms(Stack(), "batch", mask_from="attention_mask")
+    model.layers.append(copied(model.layers[1]))
+    model.layers[0].norm = nn.Sequential(copied(model.layers[0].norm))
+    model = copied(model)
+    assert [each.name for each in norm_report(model)][::5] == ["layers.0.norm.0", "layers.2.last"]
+    assert all(each.masks == ("argument attention_mask of the model",) for each in norm_report(model))
+    x, valid = torch.randn(B, T, C), (~MASK).long()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        y, expected = (copied(model)(each, valid)[~MASK] for each in (x, x.masked_fill(MASK[..., None], 1e4)))
+    assert y.equal(expected)
+    model.layers[0] = convert_norms(FeedForward(), "batch")
+    with pytest.warns(UserWarning, match="norm takes statistics"):
+        model(x, valid)
 
 
 # Recomputation.
@@ -532,3 +668,38 @@ def test_folding(norm):
     assert fold_norms(model, x) == [("first", "q, k"), ("middle", "convolution")]
     torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-5)
     assert [each.name for each in norm_report(model)] == ["edge", "post"]
+
+
+@pytest.mark.parametrize("norm_first", [True, False])
+@pytest.mark.parametrize("only", ["*", "*.norm2"])
+def test_folding_torchs_encoder(norm_first, only):
+    """Its layers read eps of their norms, and have a fast path that computes LayerNorm."""
+    layer = nn.TransformerEncoderLayer(C, 2, 32, batch_first=True, norm_first=norm_first)
+    model = convert_norms(nn.TransformerEncoder(layer, 1, enable_nested_tensor=False), "batch", only=only)
+    model, x = randomized(model).eval(), torch.randn(B, T, C)
+    expected = model(x)
+    assert fold_norms(model, x) == ([("layers.0.norm2", "layers.0.linear1")] if norm_first else [])
+    torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-5)
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-5)
+
+
+class ReadsItsNorm(nn.Sequential):
+    def forward(self, x):
+        return super().forward(x) * self[1].weight.mean()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.Sequential(nn.ReLU(), nn.LayerNorm(C), nn.utils.parametrizations.weight_norm(nn.Linear(C, C))),
+        lambda: nn.Sequential(nn.ReLU(), nn.LayerNorm(C), prune.identity(nn.Linear(C, C), "weight")),
+        lambda: ReadsItsNorm(nn.ReLU(), nn.LayerNorm(C), nn.Linear(C, C)),
+    ],
+    ids=["weight norm", "pruned", "read"],
+)
+def test_what_cannot_be_folded_is_left_as_it_is(make):
+    model, x = randomized(convert_norms(make(), "batch")).eval(), torch.randn(B, C)
+    expected, modules = model(x), dict(model.named_modules())
+    assert fold_norms(model, x) == []
+    assert dict(model.named_modules()) == modules and model(x).equal(expected)
