@@ -120,8 +120,9 @@ class ReplacedNorm:
     masks: tuple[str, ...]
 
     def __str__(self) -> str:
-        hiding = [f"{argument} (no mask if None)" for argument in self.masks[:-1]]
-        masks = ", else ".join((*hiding, *self.masks[-1:], "padding(...)"))
+        masks = ", else ".join((*self.masks, "padding(...)"))
+        if len(self.masks) > 1:
+            masks = masks.replace(",", " (no mask if None),", 1)
         return f"{self.name}: {self.norm} for {self.replaced}, layout {self.layout or 'of the mask'}, mask from {masks}"
 
 

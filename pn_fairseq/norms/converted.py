@@ -113,8 +113,8 @@ class ConvertedNorm:
     def _warn(self, x: Tensor, empty: Scope | None, hidden: PaddingMask | None) -> None:
         if self.conversion.warned or x.dim() != 3 or not (self.training and isinstance(self, RunningNorm)):
             return
-        if hidden is not None and not hidden.has_padding:  # for such a batch Hugging Face's models hand None on
-            return
+        if hidden is not None and hidden.time(x.size(1)) in x.shape and not hidden.has_padding:
+            return  # Hugging Face's models hand None on in such a batch
         self.conversion.warned = True
         reason = "" if empty is None else f" ({empty.owner.source} is None)"
         warnings.warn(
