@@ -13,20 +13,18 @@ from fairseq.trainer import Trainer
 
 from pn_fairseq.common.errors import FoldedModelError, one_line_errors
 from pn_fairseq.fairseq_patches import patch
-
-#: Key in a checkpoint's ``extra_state`` of what this patch adds.
-KEY = "pn_fairseq"
+from pn_fairseq.fairseq_patches.safe_loading import KEY, UNSCALED
 
 
 @patch(Trainer, "save_checkpoint", "self filename extra_state")
 def save(original, trainer, filename, extra_state):
-    ours = dict(extra_state.get(KEY, {}))
+    ours = {**extra_state.get(KEY, {}), UNSCALED: True}
     count = counter()
     if hasattr(count, "best"):
         ours["early_stopping"] = {"best": count.best, "num_runs": getattr(count, "num_runs", 0)}
     if (iterator := extra_state.get("train_iterator")) is not None:
         ours["batches"] = batches(trainer.cfg, iterator["epoch"])
-    return original(trainer, filename, {**extra_state, KEY: ours} if ours else extra_state)
+    return original(trainer, filename, {**extra_state, KEY: ours})
 
 
 @patch(Trainer, "load_checkpoint", "self filename reset_optimizer reset_lr_scheduler optimizer_overrides reset_meters")

@@ -19,7 +19,7 @@ from torch import nn
 from pn_fairseq.common.errors import Unavailable, one_line_errors
 from pn_fairseq.fairseq_patches import patch
 from pn_fairseq.fairseq_patches.not_finite import explained
-from pn_fairseq.norms.base import running_norms
+from pn_fairseq.norms import running_norms, set_loss_scale
 
 
 @patch(Trainer, "train_step", "self samples raise_oom")
@@ -33,8 +33,9 @@ def update(original, trainer, *args, **kwargs):
 @patch(FairseqTask, "train_step", "self sample model criterion optimizer update_num ignore_grad")
 def batch(original, task, sample, model, criterion, optimizer, update_num, ignore_grad=False, **kwargs):
     """The forward and backward pass of one batch of an update."""
+    set_loss_scale(model, getattr(optimizer, "scaler", None))
     # The first use of the kernels on a device can show that they cannot run there.
-    with one_line_errors(Unavailable), penalized(model, criterion), ignoring_batches(model, ignore_grad):
+    with one_line_errors(Unavailable), ignoring_batches(model, ignore_grad):
         return original(task, sample, model, criterion, optimizer, update_num, ignore_grad, **kwargs)
 
 
@@ -50,33 +51,6 @@ def probed(trainer: Trainer) -> Iterator[None]:
     yield
     with one_line_errors(OSError):
         probe.end(trainer.get_num_updates())
-
-
-@contextmanager
-def penalized(model: nn.Module, criterion: nn.Module) -> Iterator[None]:
-    """Give the penalty of regularized batch normalization the scale of the loss.
-
-    The norms add its gradient in their backward pass, where they cannot see what the loss was multiplied by: the loss
-    scale of fp16, or 0 for a rank that has run out of data. fairseq has a place for auxiliary losses only in the
-    criteria of wav2vec and HuBERT. So the norms get the gradient that reaches the loss of any criterion.
-    """
-    norms = [norm for norm in running_norms(model) if hasattr(norm, "penalty_scale")]
-    if not norms:
-        yield
-        return
-
-    def tell(gradient):
-        for norm in norms:
-            norm.penalty_scale = gradient
-
-    def watch(module, inputs, output):
-        output[0].register_hook(tell)
-
-    handle = criterion.register_forward_hook(watch)
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 @contextmanager

@@ -67,8 +67,7 @@ class NormProbe:
       dL/dy * h / sqrt(psi_B^2 + eps): d-vectors, means over the real tokens of the batch (dy is before the gain).
       Each of these six vectors v has columns ``v_l1`` = sum(abs(v)) / d and ``v_l2`` = sqrt(sum(v^2)) / d.
     - ``nu_xhat_l2`` = sqrt(sum_c nu_c^2 psi_B,c^2 / (psi_c^2 + eps)) / d: PN's correction per token, root mean square
-      over tokens. nu includes the gain. It is an average over updates and is divided by the loss scale and sample size
-      of this one: for some 40 updates after a change of the loss scale it is too large or too small.
+      over tokens. nu includes the gain. It is an average over updates and is divided by the sample size of this one.
     - ``tid_mean`` = mean_c abs(mu - mu_B) / sigma_B and ``tid_var`` = mean_c abs(sigma / sigma_B - 1): the
       discrepancy of training and inference of RBN's paper, sigma being sqrt(sigma^2 + eps).
     - ``gamma_over_psi_batch`` and ``psi_batch_over_psi``: per channel gain / sqrt(psi_B^2 + eps), and
@@ -241,14 +240,14 @@ class NormProbe:
             if index is None and window:  # also each update before, as one batch
                 before = np.add.reduceat(before, np.cumsum([0, *window[:-1]]))
             average = _average(before, decay)
-            row = quantities(batch, state, average, norm.eps, sample_size, scale / counts)
+            row = quantities(batch, state, average, norm.eps, sample_size)
             row |= {"forward": index, "norm": name, "kind": _kind(norm), "channels": norm.num_features}
             row |= {"sample_size": sample_size, "loss": loss / sample_size, "loss_scale": scale / counts}
             rows.append(row)
         return rows
 
 
-def quantities(batch, state: dict, average: dict, eps: float, sample_size: float, loss_scale: float) -> dict:
+def quantities(batch, state: dict, average: dict, eps: float, sample_size: float) -> dict:
     """The columns of one batch, see :class:`NormProbe`.
 
     Args:
@@ -257,7 +256,6 @@ def quantities(batch, state: dict, average: dict, eps: float, sample_size: float
             lack some of them.
         average: statistics in the place of statistics that the norm does not keep.
         sample_size: what the criterion's loss is divided by.
-        loss_scale: nu is divided by it.
     """
     count = batch[0]
     mean_h, psi2, mean_dy, mean_dyh = batch[1:].reshape(_SUMS, -1) / count
@@ -280,7 +278,7 @@ def quantities(batch, state: dict, average: dict, eps: float, sample_size: float
         ratio = psi / np.sqrt(running["psi2"] + eps)
         row["psi_batch_over_psi"] = ratio
         if "nu" in state:
-            per_token = state["nu"] / (loss_scale * sample_size)
+            per_token = state["nu"] / sample_size
             gamma = psi2 / (running["psi2"] + eps)
             row["nu_xhat_l2"] = np.sqrt((per_token**2 * gamma).sum()) / len(gamma)
     return row

@@ -4,7 +4,7 @@ To add a norm, subclass :class:`ChannelNorm` (no state) or :class:`RunningNorm` 
 with :func:`register_norm`; see docs/adding_a_norm.md.
 """
 
-from pn_fairseq.norms.base import ChannelNorm, RunningNorm, running_norms
+from pn_fairseq.norms.base import ChannelNorm, RunningNorm, running_norms, set_loss_scale
 from pn_fairseq.norms.batch import MaskedBatchNorm, MaskedBatchNormRelease
 from pn_fairseq.norms.batch_reg import RegularizedBatchNorm, RegularizedBatchNormRelease
 from pn_fairseq.norms.batch_renorm import BatchRenorm
@@ -70,4 +70,5 @@ __all__ = [
     "recalibrating",
     "register_norm",
     "running_norms",
+    "set_loss_scale",
 ]

@@ -176,7 +176,7 @@ class RunningNorm(ChannelNorm):
         alpha_fwd: decay of the exponential averages, in (0, 1).
         sync: take all statistics over the real tokens of all ranks, weighted by their number; every rank has to run the
             same forwards and backwards. Without ``torch.distributed``, or with one rank, it changes nothing.
-        process_group: the ranks; None: all. A copy of the module has None.
+        process_group: the ranks; None: all. A copy of the module has None, and no loss scale.
         others: see :class:`ChannelNorm`.
     """
 
@@ -199,6 +199,9 @@ class RunningNorm(ChannelNorm):
 
     #: While set, :meth:`diagnostics` has something to report.
     collecting = False
+
+    #: What the loss is multiplied by before the backward pass; see :func:`pn_fairseq.norms.set_loss_scale`.
+    loss_scale = None
 
     #: While True, training batches enter no statistic: this rank repeats a batch because its own data has ended. In a
     #: synchronized norm this rank adds zeros to the all-reduce.
@@ -431,6 +434,12 @@ class RunningNorm(ChannelNorm):
             return self.num_batches_tracked
         return torch.full_like(self.num_batches_tracked, self._num_updates)
 
+    def current_loss_scale(self) -> float | Tensor | None:
+        """A number or 0-d tensor; None: 1."""
+        if hasattr(self.loss_scale, "scale"):
+            return self.loss_scale.scale(torch.ones((), device=self._buffers[COUNT].device))
+        return self.loss_scale
+
     def discard_pending(self) -> None:
         """Discard the steps that :meth:`flush` has not applied, and those whose backward has not run yet.
 
@@ -537,8 +546,9 @@ class RunningNorm(ChannelNorm):
 
     def __getstate__(self):
         self.flush()
-        # Steps belong to the graphs of this module, not to the graphs of a copy; a process group cannot be copied.
-        return {**self.__dict__, "_pending": [], "process_group": None}
+        # Steps belong to the graphs of this module, not to the graphs of a copy. A process group cannot be copied, and
+        # a copy of a scaler would not follow the scaler.
+        return {**self.__dict__, "_pending": [], "process_group": None, "loss_scale": None}
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
@@ -551,6 +561,25 @@ class RunningNorm(ChannelNorm):
 def running_norms(model: nn.Module) -> list[RunningNorm]:
     """The norms of ``model`` (itself included) that have running statistics."""
     return [module for module in model.modules() if isinstance(module, RunningNorm)]
+
+
+def set_loss_scale(model: nn.Module, scale) -> None:
+    """Tell the norms of ``model`` what the loss is multiplied by before the backward pass, as under a ``GradScaler``.
+
+    What they keep of gradients (:attr:`RunningNorm.gradient_state`), and the penalty of ``batch-reg``, are then those
+    of the loss itself. Without it they are in units of the scale, and wrong for some steps after each of its changes.
+
+    Args:
+        scale: a number, a 0-d tensor, or an object whose method ``scale(tensor)`` multiplies by the scale, such as
+            ``torch.amp.GradScaler``: one call suffices, its scale is used as it is in each backward pass. None: 1.
+
+    Raises:
+        ValueError: a number that is not greater than 0.
+    """
+    if isinstance(scale, int | float):
+        scale = None if check_positive("scale", scale) == 1.0 else scale
+    for norm in running_norms(model):
+        norm.loss_scale = scale
 
 
 def _was_counted() -> bool:

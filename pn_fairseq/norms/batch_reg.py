@@ -42,9 +42,6 @@ class RegularizedBatchNorm(MaskedBatchNorm):
     Buffers: see :class:`~pn_fairseq.norms.MaskedBatchNorm`.
     """
 
-    #: The gradient of what is minimized with respect to P, a float or 0-d.
-    penalty_scale: float | Tensor = 1.0
-
     def __init__(
         self,
         num_features: int,
@@ -68,9 +65,11 @@ class RegularizedBatchNorm(MaskedBatchNorm):
 
     def corrections(self, step: Contribution, products: Tensor) -> tuple[Tensor, Tensor]:
         # dP/dx = (by_mean + by_sigma x_hat) / N on the N real tokens; dx = (... - nu x_hat - offset) / D.
+        if self.ignoring:
+            return super().corrections(step, products)
         by_mean, by_sigma = self.penalty_gradient(step)
-        scale = self.penalty_scale * (step.batch.moment + self.eps).sqrt()
-        by_statistics = torch.stack([scale * by_sigma, scale * by_mean])
+        sigma = (step.batch.moment + self.eps).sqrt()
+        by_statistics = torch.stack([sigma * by_sigma, sigma * by_mean])
         nu, offset = ((products - by_statistics) / step.batch.count.clamp(min=1.0)).unbind()
         return nu, offset
 

@@ -33,8 +33,8 @@ class Contribution(SimpleNamespace):
 
     Attributes:
         batch: :class:`Moments` of the batch. In ``update`` they are over all ranks.
-        products: (2, C), sums over the real tokens of dx_hat * x_hat and of dx_hat, where dx_hat = weight * dy; in
-            ``update`` over all ranks. Divide them by ``batch.count`` for means.
+        products: (2, C), sums over the real tokens of dx_hat * x_hat and of dx_hat, where dx_hat = weight * dy / s with
+            the loss scale s; in ``update`` over all ranks. Divide them by ``batch.count`` for means.
         products_reduced: whether the products have been summed over the ranks.
         has_gradient: whether a backward has run. Otherwise the products are 0.
     """
@@ -48,7 +48,8 @@ class Contribution(SimpleNamespace):
 class Tokens:
     """The tokens of one batch with their mask and layer-scale; statistics are over all ranks in a synchronized norm.
 
-    h denotes the layer-scaled activations, D = sqrt(moment + eps), x_hat = (h - mean) / D, dx_hat = weight * dy.
+    h denotes the layer-scaled activations, D = sqrt(moment + eps), x_hat = (h - mean) / D, dx_hat = weight * dy / s
+    with the loss scale s (:func:`.set_loss_scale`; 1 without): what the state keeps of gradients does not depend on s.
     ``weight`` and ``bias`` belong to the norm unless an argument takes their place.
 
     Attributes:
@@ -61,12 +62,21 @@ class Tokens:
     """
 
     def __init__(
-        self, norm, step: Contribution, x: Tensor, padding_mask: Tensor | None, weight, bias, inv_rms=None, dy=None
+        self,
+        norm,
+        step: Contribution,
+        x: Tensor,
+        padding_mask: Tensor | None,
+        weight,
+        bias,
+        inv_rms=None,
+        dy=None,
+        loss_scale: float | Tensor | None = None,
     ):
         self._norm, self.step = norm, step
         self.weight, self.bias, self.num_features = weight, bias, norm.num_features
         self._groups, self._eps = norm.layer_scale_groups, norm.eps
-        self._x, self._dy = x, dy
+        self._x, self._dy, self._loss_scale = x, dy, loss_scale
         self.padding = padding_mask
         if inv_rms is None and padding_mask is not None:  # a forward: from the order of the mask to that of x
             turned = padding_mask.dim() == 2 and not norm.batch_first
@@ -140,6 +150,7 @@ class Tokens:
         parameters, products = kernels.gradient_sums(
             self._dy, self._x, self.padding, weight, mean, moment, self.inv_rms, self._groups, self._eps
         )
+        products = self._over_loss_scale(products)
         if self._norm.synchronises():
             products = all_reduce_sum(products, self._norm.process_group)
         self.step.products, self.step.products_reduced = products, True
@@ -154,7 +165,7 @@ class Tokens:
         weight: Tensor | None = None,
         sums: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """dx, where dh = (dx_hat - 1_M (nu * x_hat + offset)) / D and 1_M is 1 on real tokens and 0 on padding.
+        """dx, where dh = s (dx_hat - 1_M (nu * x_hat + offset)) / D and 1_M is 1 on real tokens and 0 on padding.
 
         ``sums``: the same pass also gives ``parameters`` as in :meth:`gradient_sums`, and as ``step.products`` the sums
         over this rank's tokens, which enter the state summed over all ranks. Otherwise the second result is empty.
@@ -167,16 +178,23 @@ class Tokens:
             weight,
             mean,
             moment,
-            nu,
-            offset,
+            self._times_loss_scale(nu),
+            self._times_loss_scale(offset),
             self.inv_rms,
             self._groups,
             self._eps,
             sums,
         )
         if sums:
-            self.step.products, self.step.products_reduced = products, not self._norm.synchronises()
+            self.step.products = self._over_loss_scale(products)
+            self.step.products_reduced = not self._norm.synchronises()
         return dx, parameters
+
+    def _times_loss_scale(self, vector: Tensor | None) -> Tensor | None:
+        return vector if vector is None or self._loss_scale is None else vector * self._loss_scale
+
+    def _over_loss_scale(self, products: Tensor) -> Tensor:
+        return products if self._loss_scale is None else products / self._loss_scale
 
 
 def _reduced(batch: Moments, group) -> Moments:
@@ -220,7 +238,7 @@ class Training(torch.autograd.Function):
         kernels.refuse_second_derivative()
         x, weight, bias, padding, inv_rms, *further = ctx.saved_tensors
         step, norm = ctx.step, ctx.norm
-        tokens = Tokens(norm, step, x, padding, weight, bias, inv_rms, dy)
+        tokens = Tokens(norm, step, x, padding, weight, bias, inv_rms, dy, norm.current_loss_scale())
         tokens.further = further
         dx, parameters, *gradients = norm.backward_pass(tokens, step)
         norm.contribute(step, ctx.version)

@@ -28,6 +28,7 @@ from pn_fairseq.norms import (
     build_norm,
     recalibrating,
     running_norms,
+    set_loss_scale,
 )
 from pn_fairseq.norms.fold import folded_linear
 from pn_fairseq.testing.helpers import (
@@ -519,8 +520,51 @@ def test_state_made_of_gradients_is_named(running):
         norm(x.clone().requires_grad_(), mask).backward(dy)
         other(x.clone().requires_grad_(), mask).backward(2 * dy)
     for key, value in state_of(norm).items():
-        assert torch.equal(state_of(other)[key], 2 * value if key in norm.gradient_state else value), key
-    assert not {key for key, value in norm.named_buffers() if key in norm.gradient_state and not value.any()}
+        of_gradients = key in norm.gradient_state
+        assert torch.equal(state_of(other)[key], 2 * value if of_gradients else value), key
+        assert not of_gradients or value.any()
+
+
+class Scaler:
+    """A loss scale that follows a list."""
+
+    def __init__(self, scales):
+        self.scales = list(scales)
+
+    def scale(self, tensor):
+        return tensor * self.scales[0]
+
+
+@pytest.mark.parametrize("how", ["numbers", "tensors", "a scaler"])
+def test_a_loss_scale_changes_no_state(running, how):
+    """It halves after an overflow, and grows; a resumed training has another one, or none."""
+    plain, scaled = running.build(4, psi_warmup_updates=2), running.build(4, psi_warmup_updates=2)
+    scales = [1024.0, 1024.0, 512.0, 512.0, 2.0**20, 1.0, 3.0]
+    scaler = Scaler(scales)
+    if how == "a scaler":
+        set_loss_scale(torch.nn.Sequential(scaled), scaler)
+    generator = rng(1)
+    for number, scale in enumerate(scales):
+        if how != "a scaler":
+            set_loss_scale(torch.nn.Sequential(scaled), scale if how == "numbers" else torch.tensor(scale))
+        exact = scale != 3.0
+        x, mask, dy = tensors(generator)
+        if number == 1:  # overflows
+            scaled(x.clone().requires_grad_(), mask).backward(torch.full_like(dy, torch.inf))
+        found = []
+        for norm, factor in ((plain, 1.0), (scaled, scale)):
+            norm.zero_grad()
+            leaf = x.clone().requires_grad_()
+            norm(leaf, mask).backward(dy * factor)
+            gradients = [leaf.grad, *(p.grad for p in norm.parameters())]
+            found.append([gradient / factor for gradient in gradients] + list(state_of(norm).values()))
+        for one, other in zip(*found, strict=True):
+            torch.testing.assert_close(
+                one, other, rtol=0 if exact else 1e-5, atol=0 if exact else 1e-5, msg=f"{number}"
+            )
+        scaler.scales.pop(0)
+    with pytest.raises(ValueError, match="scale=0"):
+        set_loss_scale(scaled, 0)
 
 
 # Padding and layouts.

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from fairseq.optim.dynamic_loss_scaler import DynamicLossScaler
 from fairseq.tasks.fairseq_task import FairseqTask
 from torch.utils.checkpoint import checkpoint
 
@@ -40,10 +41,10 @@ class Optimizer:
     """What fairseq's fp16 optimizer does with a loss."""
 
     def __init__(self, scale):
-        self.scale = scale
+        self.scaler = DynamicLossScaler(init_scale=scale)
 
     def backward(self, loss):
-        (loss * self.scale).backward()
+        self.scaler.scale(loss).backward()
 
 
 def step(model, sample, scale=1.0, ignore_grad=False):

@@ -1,7 +1,10 @@
 """fairseq-train itself, with flags that work because of the patches. In this process, for two updates."""
 
+import shutil
+
 import pytest
 import torch
+from fairseq import checkpoint_utils
 
 PN = ("transformer_pn_tiny", "--share-all-embeddings")
 
@@ -13,6 +16,28 @@ def test_store_ema(train):
     assert average["encoder.layer_norm.num_batches_tracked"] == weights["encoder.layer_norm.num_batches_tracked"] == 2
     name = "encoder.layer_norm.running_psi2"
     assert not torch.equal(average[name], weights[name]) and average[name].isfinite().all()
+
+
+@pytest.mark.parametrize("flags", ["--memory-efficient-fp16", "--fp16 --fp16-no-flatten-grads"])
+def test_loss_scale(train, flags, tmp_path, caplog):
+    """It is not in nu, nor in that of checkpoints from before the norms were told the scale."""
+    expected = train(*PN, *flags.split(), "--fp16-init-scale", "1")["model"]
+    shutil.rmtree(tmp_path / "run")
+    state = train(*PN, *flags.split(), "--fp16-init-scale", "1024", "--no-save-optimizer-state")
+    nu = {key: value for key, value in expected.items() if key.endswith(".nu")}
+    for key, value in nu.items():
+        torch.testing.assert_close(state["model"][key], value, rtol=0.02, atol=0.02 * float(value.abs().max()))
+
+    def loaded(scale=None, amp=False, **added):
+        file, cfg = str(tmp_path / "old.pt"), state["cfg"] | {"common": state["cfg"]["common"] | {"amp": amp}}
+        torch.save(state | {"cfg": cfg, "last_optimizer_state": {"loss_scale": scale} if scale else {}} | added, file)
+        model = checkpoint_utils.load_checkpoint_to_cpu(file)["model"]
+        return {float(model[key].norm() / state["model"][key].norm()) for key in nu}
+
+    assert loaded(4.0) == {1.0}
+    assert loaded(4.0, extra_state={}) == {0.25}
+    assert loaded(amp=True) == loaded(extra_state={}) == {1.0} and "--amp" not in caplog.text
+    assert loaded(amp=True, extra_state={}) == {1.0} and "loss scale of --amp" in caplog.text
 
 
 def test_bf16(train):

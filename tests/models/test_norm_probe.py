@@ -10,7 +10,7 @@ from torch import nn
 
 from pn_fairseq.common.probe_files import SCHEMA, read_probe
 from pn_fairseq.models.norm_probe import NormProbe
-from pn_fairseq.norms import NORMS, build_norm, convert_norms
+from pn_fairseq.norms import NORMS, build_norm, convert_norms, set_loss_scale
 from pn_fairseq.testing.helpers import randomize_affine, real_tokens, rng, tensors
 from pn_fairseq.testing.ranks import run_ranks
 
@@ -39,6 +39,7 @@ class OneNorm(nn.Module):
 
 def update(probe, model, criterion, samples, completed, loss_scale=1.0):
     """What fairseq's trainer does between begin and end of an update."""
+    set_loss_scale(model, loss_scale)
     probe.begin(completed, criterion, "")
     for sample in samples:
         loss, _, _ = criterion(model, sample)
@@ -129,7 +130,7 @@ def test_every_column_against_numpy(name, groups, tmp_path):
     else:
         assert row["gamma_over_psi_batch"] is None
     if "nu" in before:
-        nu_xhat = before["nu"] / (8.0 * size) * h / np.sqrt(running["psi2"] + EPS)
+        nu_xhat = before["nu"] / size * h / np.sqrt(running["psi2"] + EPS)
         expected = np.sqrt((nu_xhat**2).sum(1).mean()) / 12
         np.testing.assert_allclose(row["nu_xhat_l2"], expected, rtol=1e-4)
     else:

@@ -235,7 +235,7 @@ def test_gradient_of_the_penalty_is_that_of_autograd(variant, scale):
     norm = randomize_affine(build_norm("batch-reg", CHANNELS, variant, lambda_mean=3.0, lambda_var=2.0)).double()
     steps_of(norm)
     norm.flush()
-    norm.penalty_scale = torch.tensor(scale)
+    norm.loss_scale, norm.ignoring = torch.tensor(scale) if scale else None, not scale
     mean, var = norm.running_mean.double(), norm.running_var.double()
 
     def formula(x):
