@@ -9,7 +9,7 @@ Both compute the tables of docs/figures.md and the numbers of docs/why.md from t
 ``figure-N.png``, and of the norm of the third layer ``figure-4-layer-3.png``. ``records.parquet``: the recorded values
 behind Figures 2 to 4 and 7. ``medians.csv``: of every box of Figures 2 to 4, for all norms. ``gains.csv``: medians over
 the channels, of Figure 7. ``spectra.csv``: the values of Figure 6. ``images-records.parquet`` and
-``images-medians.csv`` are of images. docs.tools.results draws Figure 5.
+``images-medians.csv`` are of images.
 """
 
 import logging
@@ -30,8 +30,8 @@ from pn_fairseq.report.figures import Subject, read_subject, series_of, spectrum
 from pn_fairseq.report.runs import Run, read_runs
 
 from .generated import ROOT, table, write_parts
-from .results import RESULTS
 
+RESULTS = ROOT / "docs/results"
 FIGURES = ROOT / "docs/figures"
 RECORDS = "records.parquet"
 #: Columns of the probe that Figures 2 to 4 and 7 show, and the length of the training.

@@ -166,7 +166,7 @@ def adanorm() -> Study:
     Do the derivatives of mean and variance matter more than the forward normalization, and do gain and bias overfit?
     Trains the rows of Tables 1 to 4 of the AdaNorm paper on the verses with three seeds: with the norm in every place
     of encoder and decoder, as the paper says, and after the last layers only, as in its authors' code; and LN as the
-    control. docs/tools/papers.py shows them and the paper's numbers.
+    control. docs/results/adanorm.md shows what it gave.
     """
     means = ("", "+norm_options.detach=mean", "+norm_options.detach=std")
     rows = {("none", "none"): ("",), ("lns", "layer-simple"): ("",), ("dn", "detach"): means,

@@ -9,6 +9,7 @@ blocks, which may be incomplete). A difference is estimated within blocks only, 
 from __future__ import annotations
 
 import bisect
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,6 +21,10 @@ from pn_fairseq.pipeline.metrics import METRICS, Measure
 
 #: Error rate of a whole family of comparisons, and the power for which the detectable difference is given.
 ERROR_RATE, POWER = 0.05, 0.8
+
+#: A system whose mean best validation loss is this much above its control's (bits per token) did not train with its
+#: settings. It is not tested, and its spread over seeds does not enter the noise that the other systems are tested by.
+NOT_TRAINED = 0.75
 
 
 LOSS = "best validation loss (bits/token)"
@@ -208,7 +213,7 @@ def families(frame: pandas.DataFrame, measure: str) -> tuple[list[Family], dict[
 
     A system and its control need two blocks or more. A run that was repeated (the same machine and seed) counts once,
     by the mean. Where no two systems share a seed on one machine, the block is the machine, so that systems on
-    different machines are never compared.
+    different machines are never compared. A system that did not train (:data:`NOT_TRAINED`) is left out.
 
     Args:
         frame: the rows of report.csv: ``system``, ``compared with``, ``seed``, ``machine``, and the measure.
@@ -222,6 +227,7 @@ def families(frame: pandas.DataFrame, measure: str) -> tuple[list[Family], dict[
     measured = measured.assign(block=list(zip(measured["machine"], seeds, strict=True)))
     values = measured.groupby(["system", "block"], sort=False)[measure].mean()
     counts = values.groupby(level="system", sort=False).size()
+    losses = measured.groupby("system")[LOSS].mean() if LOSS in measured else dict.fromkeys(counts.index, math.nan)
     controls = measured.dropna(subset=["compared with"]).groupby("system", sort=False)["compared with"].first()
     tested, untested = [], {}
     for control in controls.unique():
@@ -231,6 +237,9 @@ def families(frame: pandas.DataFrame, measure: str) -> tuple[list[Family], dict[
             continue
         several = [system for system in systems if counts[system] > 1]
         untested |= {system: "one seed" for system in systems if system not in several}
+        not_trained = [system for system in several if losses[system] - losses[control] > NOT_TRAINED]
+        untested |= dict.fromkeys(not_trained, "did not train with these settings")
+        several = [system for system in several if system not in not_trained]
         family = None
         if several and counts[control] > 1:
             family = _family(values[values.index.isin([control, *several], level="system")], control)

@@ -206,10 +206,12 @@ def bootstrap(corpus: Corpus, resamples: int) -> tuple[pandas.DataFrame, int]:
 
 
 def raw_scores(corpora: Sequence[Corpus]) -> pandas.DataFrame:
-    """A row for each run: raw numbers for spreadsheets or further statistics."""
+    """A row for each run, with a column for each setting that differs between the systems of its corpus."""
     rows = []
     for corpus in corpora:
-        for label, seed, run in corpus.frame[["system", "seed", "run"]].itertuples(index=False):
+        settings = _setting_values(corpus)
+        differing = settings.loc[:, settings.nunique() > 1].reset_index(drop=True)
+        for number, (label, seed, run) in enumerate(corpus.frame[["system", "seed", "run"]].itertuples(index=False)):
             parts = {"parts of tokenized BLEU": run.score("tokenized").verbose if run.scores else ""}
             if run.language_model:
                 parts = {"signature": run.perplexity.signature if run.perplexity else ""}
@@ -218,6 +220,7 @@ def raw_scores(corpora: Sequence[Corpus]) -> pandas.DataFrame:
                 | {"norm": corpus.norm(label), "seed": seed, "machine": run.machine, "code": run.code}
                 | {"compared with": corpus.baselines.get(label), **run.measures, **parts}
                 | _of_training(run)
+                | differing.loc[number].to_dict()
                 | {"state": _state(run).strip("*"), "problems": "; ".join(map(relative, run.problems))}
             )
     return pandas.DataFrame(rows)
@@ -299,13 +302,18 @@ def _machines(runs: Sequence[Run]) -> pandas.DataFrame:
     return table.T.rename_axis("what").reset_index()
 
 
-def _settings(corpus: Corpus) -> dict:
-    """Tables of what differs between the systems (``differing``) and what does not (``common``)."""
+def _setting_values(corpus: Corpus) -> pandas.DataFrame:
+    """The settings of each run in the order of ``corpus.runs``, a column for each, by system; without the seed."""
     rows = [
         {"system": label} | {name: as_text(value) for name, value in comparable(run).items() if name != SEED}
         for label, run in zip(corpus.frame["system"], corpus.runs, strict=True)
     ]
-    values = pandas.DataFrame(rows).fillna(as_text(None)).set_index("system")
+    return pandas.DataFrame(rows).fillna(as_text(None)).set_index("system")
+
+
+def _settings(corpus: Corpus) -> dict:
+    """Tables of what differs between the systems (``differing``) and what does not (``common``)."""
+    values = _setting_values(corpus)
     same = values.nunique() == 1
     differ = (
         values.loc[:, ~same].groupby(level="system", sort=False).agg(lambda column: ", ".join(dict.fromkeys(column)))

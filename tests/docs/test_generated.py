@@ -2,16 +2,13 @@
 
 import pytest
 
-from docs.tools import figures, generated, masks, papers, results
+from docs.tools import figures, generated
 
 from .pages import ROOT
 
 COMMANDS = {
     "python -m docs.tools.generated": generated.TABLES,
-    "python -m docs.tools.results": results.PAGES,
     "python -m docs.tools.figures": figures.PAGES,
-    "python -m docs.tools.masks": masks.PAGES,
-    "python -m docs.tools.papers": papers.PAGES,
 }
 
 
