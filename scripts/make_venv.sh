@@ -26,10 +26,13 @@ fi
 made_from=$(cat constraints.txt setup.py <(echo "$PWD $python $torch") | sha256sum | cut -d' ' -f1)
 kernels=$(cat pn_fairseq/kernels/cpp/* | sha256sum | cut -d' ' -f1)
 leave_mark() { printf '%s\n' "checkout=$PWD" "python=$python" "torch=$torch" "made_from=$1" "kernels=$kernels" >"$mark"; }
-pip_install() {
-    "$venv/bin/python" -m pip --disable-pip-version-check install --quiet -c "$venv/constraints.txt" "$@" >&2 ||
-        die "pip could not install '$*' (the reason is above). Compiling needs a C++ compiler and Python's headers (Debian, Ubuntu: apt-get install g++ python3-dev). Run the same command again to retry"
+export CFLAGS="${CFLAGS-} -g0" # Python's own flags ask for debug information, which is 40% of the time to compile fairseq
+pip() { "$venv/bin/python" -m pip --disable-pip-version-check "$@"; }
+options=(--quiet --no-compile -c "$venv/constraints.txt") # Python compiles a module when it is first imported
+failed() {
+    die "pip could not install '$*' (the reason is above). Compiling needs a C++ compiler and Python's headers (Debian, Ubuntu: apt-get install g++ python3-dev). Run the same command again to retry"
 }
+pip_install() { pip install "${options[@]}" "$@" >&2 || failed "$@"; }
 create() {
     [[ ! -L $venv ]] ||
         die "VENV='$venv' is a link to '$(readlink "$venv")', whose contents would be removed; remove the link, or choose another VENV"
@@ -40,28 +43,29 @@ create() {
         die "no Python 3.11 to 3.13 with venv found ('$python' does not run, is too old or has no venv). Debian, Ubuntu: apt-get install python3-venv python3-dev g++; or name another one: make venv PYTHON=/path/to/python"
     [[ ! -e $venv || -f $mark ]] || rmdir "$venv" 2>/dev/null ||
         die "refusing to overwrite VENV='$venv', which this script did not create; choose another VENV"
-    say "creating $venv ($(command -v "$python"), $("$python" --version)); this takes a few minutes"
+    say "1/4 creating $venv ($(command -v "$python"), $("$python" --version))"
     { mkdir -p "$venv" && leave_mark "" && "$python" -m venv --clear "$venv" && leave_mark ""; } || die "cannot make VENV='$venv' (the reason is above)"
     cp constraints.txt "$venv/constraints.txt"
+    sed -n 's/^# \(fairseq-fixed==.* --hash=.*\)/\1/p' constraints.txt >"$venv/fairseq.txt"
     pip_install pip
-    # torch first: what needs torch then finds it and does not bring another build. Its dependencies come from the usual
-    # index, since torch's own index need not have the versions of constraints.txt.
-    requirement=${torch:-torch}
+    # torch first: what needs torch then finds it and does not bring another build. Its own index is asked for nothing
+    # else: it need not have the versions of constraints.txt, and pip tries one that it cannot reach for each package.
+    wanted=${torch:-torch}
+    [[ $torch != cpu ]] ||
+        wanted="torch==$(sed -n 's/^torch==//p' constraints.txt)+cpu --no-deps --retries 1 --timeout 15 --index-url ${TORCH_INDEX:-https://download.pytorch.org/whl/cpu}"
+    say "2/4 installing $wanted"
+    # shellcheck disable=SC2086 # a requirement and options of pip
     if [[ $torch == cpu ]]; then
-        requirement="torch==$(sed -n 's/^torch==//p' constraints.txt)+cpu --extra-index-url ${TORCH_INDEX:-https://download.pytorch.org/whl/cpu}"
+        answer=$(pip install "${options[@]}" $wanted 2>&1) ||
+            say "not from there (${answer##*$'\n'}): trying the usual index, whose torch may bring gigabytes of CUDA libraries"
     elif [[ -n $torch ]]; then # instead of the pins of torch and of what belongs to it
         sed -i -E '/^(torch|torchaudio|triton)==/d' "$venv/constraints.txt"
+        pip_install $torch
     elif ! command -v nvidia-smi >/dev/null; then
         say "no GPU found (no nvidia-smi): torch brings gigabytes of CUDA libraries; to avoid them, stop and run: make venv TORCH=cpu"
     fi
-    say "installing $requirement"
-    # shellcheck disable=SC2086 # a requirement and options of pip
-    pip_install $requirement
-    "$venv/bin/python" -m pip freeze | grep '^torch==' >>"$venv/constraints.txt" || true
-    say "building fairseq (a minute or two)"
-    pip_install numpy cython setuptools wheel
-    sed -n 's/^# \(fairseq-fixed==.* --hash=.*\)/\1/p' constraints.txt >"$venv/fairseq.txt"
-    pip_install --no-build-isolation --no-deps -r "$venv/fairseq.txt" # its dependencies come with this project
+    pip_install torch numpy cython setuptools wheel
+    pip freeze | grep '^torch==' >>"$venv/constraints.txt" || true
 }
 
 if [[ $(saved made_from) != "$made_from" || ! -x $venv/bin/python ]]; then
@@ -69,7 +73,12 @@ if [[ $(saved made_from) != "$made_from" || ! -x $venv/bin/python ]]; then
 elif [[ $(saved kernels) == "$kernels" ]]; then
     exit 0
 fi
-say "installing pn_fairseq and its tools, compiling its C++ kernels"
-pip_install --no-build-isolation -e '.[fairseq,test]'
+say "3/4 compiling fairseq and the C++ kernels (2 minutes on 2 idle cores; what is compiled already is kept)"
+# Both at once, without their dependencies, which come then. In the foreground, so that Ctrl-C reaches them.
+printf '%s\n' "--requirement=$venv/fairseq.txt" --editable=. |
+    xargs -d '\n' -n 1 -P 2 "$venv/bin/python" -m pip --disable-pip-version-check install "${options[@]}" --no-deps --no-build-isolation >&2 ||
+    failed "fairseq and pn_fairseq"
+say "4/4 installing the other packages"
+pip_install 'pn-fairseq[fairseq,test]'
 leave_mark "$made_from"
 say "done; activate it with: . $venv/bin/activate"

@@ -64,9 +64,11 @@ def test_changed_sources_are_compiled_again(made):
     with next((made.checkout / "pn_fairseq/kernels/cpp").iterdir()).open("a") as file:
         file.write("// changed\n")
     done = made.make()
-    assert done.returncode == 0 and "compiling its C++ kernels" in done.stderr
-    (call,) = made.calls()
-    assert call.startswith("-m pip ") and call.endswith("--no-build-isolation -e .[fairseq,test]")
+    assert done.returncode == 0 and "compiling fairseq and the C++ kernels" in done.stderr
+    *compiled, packages = made.calls()
+    assert {call.split()[-1].partition("=")[0] for call in compiled} == {"--requirement", "--editable"}
+    assert all("--no-deps --no-build-isolation" in call for call in compiled)
+    assert packages.startswith("-m pip ") and packages.endswith(" pn-fairseq[fairseq,test]")
     assert made.make().stderr == "" and made.calls() == []
 
 
@@ -108,6 +110,43 @@ def test_a_link_and_the_environment_of_another_checkout_stay_as_they_are(made, t
     assert_refused(refused, "no-such-python")
 
 
+@pytest.mark.parametrize("reachable", [True, False])
+def test_only_torch_is_asked_of_its_own_index(tmp_path, reachable):
+    """With an interpreter that writes down its arguments, and a pip that reaches that index or does not."""
+    fake, log, checkout = tmp_path / "python", tmp_path / "log", make_checkout(tmp_path / "checkout")
+    fake.write_text(
+        f"""#!/bin/sh
+        echo "$*" >>'{log}'
+        case "$*" in
+            *"-m venv"*) mkdir -p "$4/bin" && cp "$0" "$4/bin/python" ;;
+            *--index-url*) echo 'ERROR: No matching distribution' && exit {int(not reachable)} ;;
+        esac
+        """.replace("\n        ", "\n")
+    )
+    fake.chmod(0o755)
+    variables = {
+        "PYTHON": str(fake),
+        "TORCH": "cpu",
+        "TORCH_INDEX": "https://torch.org",
+        "VENV": str(tmp_path / "venv"),
+    }
+    done = run("bash", checkout / "scripts/make_venv.sh", **variables)
+    steps = [line.partition(" ")[2] for line in done.stderr.splitlines()]
+    wanted = "torch==2.13.0+cpu --no-deps --retries 1 --timeout 15 --index-url https://torch.org"
+    assert steps[1] == f"2/4 installing {wanted}"
+    assert [step[:3] for step in steps if step[1:2] == "/"] == ["1/4", "2/4", "3/4", "4/4"]
+    assert ("not from there (ERROR: No matching distribution)" in done.stderr) is not reachable
+    assert len(steps) == 5 + (not reachable)
+    pip = [
+        line.split("constraints.txt ")[1]
+        for line in log.read_text().splitlines()
+        if "-m pip" in line and " -c " in line
+    ]
+    assert pip[:3] == ["pip", wanted, "torch numpy cython setuptools wheel"]
+    assert len(pip) == 6 and pip[-1] == "pn-fairseq[fairseq,test]"
+    assert run("bash", checkout / "scripts/make_venv.sh", **variables).stderr == ""
+
+
 #: What torch 2.13.0+cpu needs.
 NEEDED = ("filelock", "typing-extensions>=4.10.0", "setuptools>=77.0.3", "sympy>=1.13.3", "networkx>=2.5.1", "jinja2")
 NEEDED += ("fsspec>=0.8.5",)
@@ -115,13 +154,13 @@ NEEDED += ("fsspec>=0.8.5",)
 
 @pytest.mark.slow
 def test_torch_for_cpus_from_an_index_that_has_nothing_else(tmp_path):
-    """A fresh environment, the pinned pip, a small stand-in for torch. A requirement that does not exist ends it then.
+    """A fresh environment, the pinned pip, a small stand-in for torch. A fairseq that does not exist ends it then.
 
     The stand-in has a version that the usual index does not have.
     """
     checkout, venv = make_checkout(tmp_path / "checkout"), tmp_path / "venv"
     pins = (checkout / "constraints.txt").read_text()
-    pins = pins.replace("\ntorch==2.13.0\n", "\ntorch==2.13.99\n").replace("\nnumpy==", "\nnumpy==0.0.")
+    pins = pins.replace("\ntorch==2.13.0\n", "\ntorch==2.13.99\n").replace("fairseq-fixed==", "fairseq-fixed==99.")
     (checkout / "constraints.txt").write_text(pins)
     (tmp_path / "index/torch").mkdir(parents=True)
     metadata = "Metadata-Version: 2.1\nName: torch\nVersion: 2.13.99+cpu\n"
@@ -134,8 +173,8 @@ def test_torch_for_cpus_from_an_index_that_has_nothing_else(tmp_path):
     variables = {"VENV": str(venv), "TORCH": "cpu", "TORCH_INDEX": f"file://{tmp_path}/index"}
     done = run("bash", checkout / "scripts/make_venv.sh", check=False, **variables)
     last = done.stderr.splitlines()[-1]
-    assert done.returncode == 2 and "pip could not install 'numpy cython setuptools wheel'" in last
-    assert "[make_venv] installing torch==2.13.99+cpu" in done.stderr and "CUDA" not in done.stderr
+    assert done.returncode == 2 and "pip could not install 'fairseq and pn_fairseq'" in last
+    assert "[make_venv] 2/4 installing torch==2.13.99+cpu" in done.stderr and "CUDA" not in done.stderr
     listed = subprocess.check_output([venv / "bin/python", "-m", "pip", "list", "--format=freeze"], text=True).split()
     pinned = [line for line in pins.splitlines() if line.startswith(("pip==", "setuptools==", "jinja2=="))]
     assert {"torch==2.13.99+cpu", *pinned} <= {line.replace("Jinja2", "jinja2") for line in listed}
