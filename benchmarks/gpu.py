@@ -65,8 +65,7 @@ class Part:
         """The exit code; None if it was cut off after ``seconds``."""
         with (out / f"{self.name}.txt").open("wb") as text, (out / f"{self.name}.log").open("wb") as log:
             options = {"stdout": text, "stderr": log, "cwd": ROOT, "start_new_session": True}
-            with command.deferred_signals():
-                process = subprocess.Popen([sys.executable, *self.command(out)], **options)
+            process = subprocess.Popen([sys.executable, *self.command(out)], **options)
             try:
                 return process.wait(seconds)
             except subprocess.TimeoutExpired:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import signal
 import sys
 import warnings
 from pathlib import Path
@@ -21,7 +20,7 @@ VERBS = {
     "translate": ("pn_fairseq.pipeline.translate", "translate text from a file or stdin with the model of a run"),
     "score": ("pn_fairseq.pipeline.score", "BLEU, chrF and TER of hypotheses, and whether differences are significant"),
     "evaluate-lm": ("pn_fairseq.pipeline.evaluate_lm", "perplexity of a language model"),
-    "reproduce": ("pn_fairseq.pipeline.reproduce", "all steps from text to a report, for a list of norms and seeds"),
+    "reproduce": ("pn_fairseq.pipeline.experiments", "all steps from text to a report, for a list of norms and seeds"),
     "report": (
         "pn_fairseq.report.command",
         "one page about runs: scores, significance, learning curves, settings",
@@ -54,12 +53,7 @@ def main() -> int:
         os.environ.update({**ENVIRONMENT, **os.environ})
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
     handle_signals()
-    try:
-        return call(sys.argv[1:])
-    finally:
-        # What a handler raises while Python shuts down is printed and ignored: from here a signal ends the process.
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_DFL)
+    return call(sys.argv[1:])
 
 
 def call(argv: list[str]) -> int:

@@ -200,4 +200,4 @@ def cut_corpus(dest: Path, train: int = 600, valid: int = 40, test: int = 37) ->
 
 def prepare(corpus: Path, dest: Path, *options, **kwargs):
     flags = ("--corpus", corpus, "--source", "es", "--target", "en", "--dest", dest, "--bpe", 300)
-    return script("prepare_text.sh", *flags, *options, **kwargs)
+    return run("pn", "prepare", "text", *flags, *options, **kwargs)

@@ -4,7 +4,7 @@
 given, and writes the records and tables. Run again, it skips what is done and continues.
 ``python -m docs.tools.figures --images OUTPUT`` writes those of the trainings of examples/images.py in OUTPUT.
 
-The trainings are seed 3 of scripts/compare_norms.sh with a probe, which changes no number.
+The trainings are seed 3 of pn reproduce --study compare_norms with a probe, which changes no number.
 Both compute the tables of docs/figures.md and the numbers of docs/why.md from the records.
 ``figure-N.png``, and of the norm of the third layer ``figure-4-layer-3.png``. ``records.parquet``: the recorded values
 behind Figures 2 to 4 and 7. ``medians.csv``: of every box of Figures 2 to 4, for all norms. ``gains.csv``: medians over
@@ -13,7 +13,6 @@ the channels, of Figure 7. ``spectra.csv``: the values of Figure 6. ``images-rec
 """
 
 import logging
-import os
 import shutil
 import subprocess
 import sys
@@ -36,7 +35,7 @@ FIGURES = ROOT / "docs/figures"
 RECORDS = "records.parquet"
 #: Columns of the probe that Figures 2 to 4 and 7 show, and the length of the training.
 COLUMNS = ["update", "updates", "norm", "forward", "running", "tokens", "sample_size", "gamma_over_psi_batch"]
-#: Name of a run in the tables -> its label, and its norm with settings, as in NORMS of scripts/reproduce_verses.sh.
+#: Name of a run in the tables -> its label, and its norm with settings, as in --norms of pn reproduce verses.
 MODELS = {
     "ln": ("LN", "ln"),
     "bn": ("BN", "bn"),
@@ -75,7 +74,7 @@ def train(runs: Path, settings: Sequence[str]) -> None:
     for _, norm in MODELS.values():
         command = [sys.executable, "-m", "pn_fairseq", "reproduce", "verses", "--runs", runs]
         command += ["model.norm_probe='{run}/norm_probe'", f"model.norm_probe_interval={INTERVAL}", *settings]
-        subprocess.run(command, env={**os.environ, "NORMS": norm, "SEEDS": str(SEED)}, check=True)
+        subprocess.run([*command, "--norms", norm, "--seeds", str(SEED)], check=True)
 
 
 def record(runs: dict[str, Run]) -> pandas.DataFrame:

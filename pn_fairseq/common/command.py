@@ -12,9 +12,8 @@ import os
 import re
 import signal
 import sys
-import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import NoReturn
 
@@ -35,16 +34,25 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """argparse's parser; its errors are a :class:`UserError` instead of the usage text."""
+    """argparse's parser; its errors are a :class:`UserError` instead of the usage text.
 
-    def __init__(self, **options):
+    ``replaced``: environment variables of earlier versions, and the options that replace them. It is an error that one
+    of them is set: without it the command would do something else than it says.
+    """
+
+    def __init__(self, *, replaced: Mapping[str, str] | None = None, **options):
         super().__init__(**{"formatter_class": _HelpFormatter, **options})
+        self._replaced = replaced or {}
 
     def parse_known_args(self, args=None, namespace=None):
         if "--version" not in self._option_string_actions:
             self.add_argument("--version", action="version", version=f"pn_fairseq {__version__}")
         self._words = list(sys.argv[1:] if args is None else args)
-        return super().parse_known_args(args, namespace)
+        parsed = super().parse_known_args(args, namespace)
+        for variable, option in self._replaced.items():
+            if value := os.environ.get(variable):
+                self.error(f"{variable}={value!r} in the environment has no effect: unset it, and use {option}")
+        return parsed
 
     def error(self, message: str) -> NoReturn:
         if (
@@ -52,7 +60,7 @@ class ArgumentParser(argparse.ArgumentParser):
         ):  # argparse looks for missing arguments before unknown options
             options = [word.partition("=")[0] for word in self._words if word.startswith("--")]
             known = list(self._option_string_actions)
-            unknown = [each for each in options if not any(option.startswith(each) for option in known)]
+            unknown = [option for option in options if not any(name.startswith(option) for name in known)]
             message = f"unrecognized arguments: {unknown[0]}" if unknown else message
         if unknown := re.match("unrecognized arguments: (--[^ =]+)", message):
             message += did_you_mean(unknown[1], self._option_string_actions)
@@ -80,55 +88,15 @@ def say(step: str, text: str) -> None:
     print(f"[{step}] {text}", file=sys.stderr, flush=True)
 
 
-class Interrupted(BaseException):
-    """SIGINT or SIGTERM arrived. Raised from the signal handler, so ``finally`` blocks run."""
-
-    def __init__(self, number: int):
-        super().__init__(number)
-        self.exit_code = 128 + number
-
-
 def handle_signals() -> None:
-    """Turn SIGINT and SIGTERM into :class:`Interrupted`, also where the parent ignored SIGINT (a background job)."""
-
-    owner = os.getpid()
+    """Let SIGTERM raise a KeyboardInterrupt, with its number; and SIGINT, which a shell ignores in a background job."""
 
     def interrupt(number, _):
-        if os.getpid() != owner:
-            os._exit(128 + number)  # a forked process, such as one that loads data
-        signal.signal(number, signal.SIG_IGN)  # a second signal must not interrupt the clean-up
-        raise Interrupted(number)
+        signal.signal(number, signal.SIG_IGN)  # a second one must not interrupt the clean-up
+        raise KeyboardInterrupt(number)
 
-    def send_again(ignored) -> None:
-        """Python ignores what is raised in a finalizer, and every import runs one: without this the signal is lost."""
-        if not isinstance(ignored.exc_value, Interrupted):
-            return sys.__unraisablehook__(ignored)
-        (number,) = ignored.exc_value.args
-        signal.signal(number, interrupt)
-        timer = threading.Timer(0.1, os.kill, (owner, number))  # when the finalizer has ended
-        timer.daemon = True
-        timer.start()
-
-    sys.unraisablehook = send_again
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, interrupt)
-
-
-@contextmanager
-def deferred_signals() -> Iterator[None]:
-    """Signals that arrive in the block act at its end: a process that is being started must not be left behind."""
-    arrived: list[int] = []
-    before = {
-        number: signal.signal(number, lambda number, _: arrived.append(number))
-        for number in (signal.SIGINT, signal.SIGTERM)
-    }
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        for number in arrived[:1]:
-            signal.raise_signal(number)
+    signal.signal(signal.SIGTERM, interrupt)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def run(tool: str, body: Callable[[], int | None], *user_errors: type[Exception]) -> int:
@@ -152,10 +120,10 @@ def run(tool: str, body: Callable[[], int | None], *user_errors: type[Exception]
         # A file name may hold a line break; the promise is one line.
         print(f"{tool}: error: {' '.join(text.splitlines())}", file=sys.stderr)
         return 2
-    except (KeyboardInterrupt, Interrupted) as error:
-        if "PN_FAIRSEQ_STEP" not in os.environ:  # else the script that runs this as one of its steps says so
+    except KeyboardInterrupt as error:
+        if "PN_FAIRSEQ_STEP" not in os.environ:  # else the command that runs this as one of its steps says so
             print(f"{tool}: interrupted; run the same command again to resume", file=sys.stderr)
-        return getattr(error, "exit_code", 130)
+        return 128 + next((number for number in error.args if isinstance(number, int)), signal.SIGINT)
     except ModuleNotFoundError as error:
         if str(error.name).startswith("pn_fairseq"):
             raise

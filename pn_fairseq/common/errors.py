@@ -50,7 +50,8 @@ def one_line_errors(*errors: type[Exception]) -> Iterator[None]:
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """``", did you mean 'X'?"`` for the most similar of the ``known`` names, or an empty string if none is similar."""
-    similar = difflib.get_close_matches(name, list(known), n=1)
+    cutoff = 0.5 if len(name) < 4 else 0.6  # one letter of two may be wrong
+    similar = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
     return f", did you mean {similar[0]!r}?" if similar else ""
 
 

@@ -7,6 +7,7 @@ import hashlib
 import os
 import re
 import shutil
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO
@@ -47,6 +48,15 @@ def atomic_write(path: Path | str, mode: str = "wb") -> Iterator[IO]:
         if isinstance(error, OSError) and not error.filename:  # errors of writing name no file themselves
             raise OSError(error.errno, error.strerror, str(path)) from error
         raise
+
+
+def read_lines(path: Path | None) -> list[str]:
+    """The lines of UTF-8 text, by default of standard input, cut at line feeds only; the last line may lack one."""
+    try:
+        text = (path.read_bytes() if path else sys.stdin.buffer.read()).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path or 'standard input'} is not UTF-8 (byte {error.start})") from error
+    return text.removesuffix("\n").split("\n") if text else []
 
 
 def write_lines(path: Path, lines: Iterable[str]) -> None:

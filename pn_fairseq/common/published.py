@@ -1,4 +1,4 @@
-"""The published numbers that ``TABLE=`` and ``pn report`` take, by table: the one place for them."""
+"""The published numbers that ``pn reproduce --table`` and ``pn report`` take, by table: the one place for them."""
 
 from __future__ import annotations
 

@@ -15,8 +15,8 @@ from pn_fairseq.common.checkpoints import (
     save_checkpoint,
 )
 from pn_fairseq.common.command import ArgumentParser, UserError, say, whole, without_fairseqs_log
-from pn_fairseq.common.files import write_lines
-from pn_fairseq.pipeline import RUN_HELP, add_norm_module
+from pn_fairseq.common.files import write_settings
+from pn_fairseq.pipeline import RUN_HELP, add_norm_module, stamp
 from pn_fairseq.pipeline.runs import Run, open_run
 
 EPILOG = """\
@@ -168,28 +168,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     data = run.bin if args.recalibrate is True else args.recalibrate and Path(args.recalibrate)
     if data and not any(data.glob("dict.*")):
         raise UserError(f"--recalibrate {data}: is not a folder of binarized data (fairseq-preprocess makes one)")
-    paths, made_of = _select(args, run)
-    options = {"recalibrate": data, "batches": args.batches, "norm_module": args.norm_module}
-    made_of += "".join(f" {name}={value}" for name, value in options.items() if value)
-    mark = output.with_name(f"{output.name}.made.txt")
-    if run and output.is_file() and mark.is_file() and mark.read_text("utf-8").strip() == made_of:
-        sources = [*paths, *(data.iterdir() if data else ())]
-        if max(path.stat().st_mtime_ns for path in sources) <= output.stat().st_mtime_ns:
-            say("average", f"{output} is there already")
+    paths, averaged = _select(args, run)
+    batches, data_files = (args.batches or BATCHES, sorted(data.glob("[!.]*"))) if data else (0, [])
+    made, wanted = stamp.stamp_of(output), {}
+    if run:
+        settings = {"averaged": averaged, "recalibrated_on": batches, "norm_module": args.norm_module or ""}
+        wanted = stamp.made_from(settings, {"checkpoints": paths, "data": data_files})
+        if stamp.done("average", made, wanted, output):
             return 0
     check_output_path(output, paths)
     # Removed while the output changes: after an interruption it must not describe another file.
-    mark.unlink(missing_ok=True)
+    made.unlink(missing_ok=True)
     state = average_checkpoints(paths)
     if args.norm_module:
         from pn_fairseq.models.from_checkpoint import with_model_settings
 
         state = with_model_settings(state, norm_module=args.norm_module)
     if data:
-        _recalibrate(state, output, data, args.batches or BATCHES)
+        _recalibrate(state, output, data, batches)
     save_checkpoint(state, output)
     if run:
-        write_lines(mark, [made_of])
+        write_settings(made, wanted)
     print(f"wrote {output} (no optimizer state)")
     return 0
 

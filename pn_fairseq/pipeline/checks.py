@@ -210,7 +210,8 @@ def check_same_run(cfg: DictConfig, data: Path, run: Path) -> None:
     keys = sorted({*before, *now}, key=lambda key: (not key.startswith("model."), key))
     changed = [key for key in keys if before.get(key) != now.get(key) and not MAY_CHANGE.fullmatch(key)]
     if changed:
-        shown = ", ".join(f"{key} {before.get(key)} -> {now.get(key)}" for key in changed[:3])
+        values = ((key, *("unset" if one.get(key) is None else one[key] for one in (before, now))) for key in changed)
+        shown = ", ".join(f"{key} {old} -> {new}" for key, old, new in [*values][:3])
         shown += f", and {len(changed) - 3} more" if len(changed) > 3 else ""
         raise UserError(
             f"'{run}' was started with different settings: {shown}; use another --run or remove "

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from pn_fairseq import __version__
 from pn_fairseq.common.command import ArgumentParser, UserError, without_fairseqs_log
-from pn_fairseq.common.files import checksum, write_lines
-from pn_fairseq.pipeline import RUN_HELP, add_norm_module
+from pn_fairseq.common.files import write_lines, write_settings
+from pn_fairseq.pipeline import RUN_HELP, add_norm_module, stamp
 from pn_fairseq.pipeline.runs import Run, open_run
 
 
@@ -29,7 +29,6 @@ class Perplexity:
     context: int  # tokens of a block that are only context; with 0 the first token of a block has no context
     causal: bool  # False if the model sees the tokens that it predicts
     batch_nll: float | None = None  # nll with batch statistics, without dropout; None without norms that have them
-    made: str = ""  # checksums of the checkpoint and of the data, and the options
     blocks: str = "none"  # fairseq's sample_break_mode: none for blocks of one length, eos for sentences
 
     @property
@@ -96,11 +95,13 @@ def evaluate(
     index = run.bin / f"{subset}.idx"
     if not index.is_file():
         raise UserError(f"the data has no '{subset}': there is no {index}")
-    made = f"{checksum(checkpoint)} {checksum(index.with_suffix('.bin'))} {subset} {context}"
     output = result_file(run.path, subset, context)
-    with contextlib.suppress(UserError):  # no result, a damaged one, or one of an earlier version
-        if (before := read_perplexity(run.path, subset, context)).made == made:
-            return before
+    inputs = {"checkpoint": [checkpoint], "data": [index, index.with_suffix(".bin"), *sorted(run.bin.glob("dict.*"))]}
+    wanted = stamp.made_from({"subset": subset, "context": context}, inputs)
+    made = stamp.stamp_of(output)
+    if stamp.done("evaluate-lm", made, wanted, output):
+        with contextlib.suppress(UserError):  # a damaged file
+            return read_perplexity(run.path, subset, context)
     state = with_norm_module(load_checkpoint(checkpoint), norm_module)
     with without_fairseqs_log():
         loaded = ModelWithData(state, str(checkpoint), run.bin)
@@ -132,12 +133,13 @@ def evaluate(
         context=context,
         causal=all(getattr(module, "masked", True) for module in loaded.model.modules()),  # of tensorized attention
         batch_nll=batch_nll,
-        made=made,
         blocks=blocks,
     )
     output.parent.mkdir(parents=True, exist_ok=True)
+    made.unlink(missing_ok=True)
     shown = {"perplexity": result.perplexity, "bits_per_token": result.bits, "signature": result.signature}
     write_lines(output, [json.dumps({**shown, **asdict(result)}, indent=1)])
+    write_settings(made, wanted)
     return result
 
 

@@ -1,20 +1,240 @@
-"""``pn reproduce demo``, the studies and ``batch_size``: trainings that this project has chosen.
+"""``pn reproduce``: a corpus, a configuration, a study, or one of the experiments of this file.
 
-The docstring of each is its help, and its first line is in the help of ``pn reproduce``.
+A study is a YAML file: ``about`` is its text, ``planned`` the comparisons that were named before its runs (``pn report
+--planned``), and ``parts`` has what :func:`~pn_fairseq.pipeline.reproduce.reproduce` is called with. Its lists are
+written out, so that a new norm or placement changes no study.
 """
 
 from __future__ import annotations
 
-import functools
+import argparse
 import inspect
-import itertools
-import os
-from collections.abc import Callable, Sequence
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
-from pn_fairseq.common.command import ArgumentParser, UserError, say
-from pn_fairseq.pipeline.reproduce import AGAIN, must, reproduce, shown
+from omegaconf import MISSING, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from pn_fairseq.common.command import ArgumentParser, UserError, did_you_mean, say, whole
+from pn_fairseq.common.files import configs_folder, known_configs
+from pn_fairseq.pipeline.data.prepare import options_of, replaced_by
+from pn_fairseq.pipeline.data.recipes import RECIPES
+from pn_fairseq.pipeline.reproduce import CORPORA, Corpus, find_corpus, must, reproduce, shown
+from pn_fairseq.pipeline.runs import load_config
+
+ABOUT = """\
+All steps from the text to a report, for a list of norms and seeds. WHAT is
+
+  a corpus, which is prepared first: {corpora}
+  a configuration or the path of a YAML file, for prepared data of your own (--data): {configs}
+  demo        {demo}
+  batch_size  {batch_size}
+  --study NAME-OR-FILE
+              a list of runs that answer one question: {studies}; or such a file of your own
+"""
+
+#: The end of every help text.
+AGAIN = """
+Run again, it skips what is done and continues with the rest. A run that fails is named in the report; the others are
+still made. To train on several machines, start the training commands of --dry-run there by torchrun
+(docs/several_gpus.md); this command then does the other steps.
+"""
+
+#: Variables of earlier versions -> the options.
+REPLACED = {
+    **{"NORMS": "--norms ln,pn", "SEEDS": "--seeds 1,2", "SIZE": "--size SIZE", "MODELS": "--models MODEL"},
+    **{"TABLE": "--table NAME", "NPROC": "--ranks N"},
+}
+
+
+def names(text: str) -> list[str]:
+    """The type of an option that is a list, with commas or blanks between its parts."""
+    if parts := re.findall(r"[^\s,]+", text):
+        return parts
+    raise argparse.ArgumentTypeError("must name at least one")
+
+
+def seeds(text: str) -> list[int]:
+    """The type of a list of seeds."""
+    return [whole(seed) for seed in names(text)]
+
+
+def add_ranks(parser: ArgumentParser) -> None:
+    parser.add_argument("--ranks", type=whole, metavar="N", help="of each training and decoding (pn train --help)")
+
+
+def _parser(name: str, corpus: Corpus, preparation: Mapping[str, dict]) -> ArgumentParser:
+    several, verbs = len(corpus.models) > 1, dict.fromkeys(verb for verb, *_ in corpus.steps)
+    about = f"From raw text to a table. For every norm and seed: {', '.join(verbs)}; then one report over all.\n"
+    if "evaluate-lm" in verbs:
+        about += "The language models are causal, unlike the code that the paper names (docs/language_modeling.md).\n"
+    replaced = REPLACED | replaced_by(preparation)
+    parser = ArgumentParser(prog=f"pn reproduce {name}", description=about, epilog=AGAIN, replaced=replaced)
+    settings = f"settings that differ from the configuration {corpus.config}; {{run}} in one is the folder of the run"
+    parser.add_argument("settings", nargs="*", metavar="key=value", help=settings)
+    add = parser.add_argument
+    meaning = f"NORM as in {corpus.models[0]}_NORM_{corpus.size}; NORM+key=value adds a setting of the model"
+    add("--norms", type=names, metavar="LIST", help=f"{meaning} (default {','.join(corpus.norms)})")
+    default = ",".join(map(str, corpus.seeds))
+    add("--seeds", type=seeds, metavar="LIST", help=f"one run is made for each norm and seed (default {default})")
+    if several:
+        add("--models", type=names, metavar="LIST", help=f"and for each model (default {','.join(corpus.models)})")
+    size = f"of the models (default {corpus.size}); it needs a --runs of its own, since the names of runs lack it"
+    add("--size", metavar="SIZE", help=size)
+    if corpus.tables:
+        table = "instead of --norms: the rows of a published table, with its configuration (the runs go to runs/CONFIG)"
+        table += f"; the report, DIR/report-NAME, has the published numbers. NAME: {', '.join(corpus.tables)}"
+        add("--table", metavar="NAME", help=table)
+    stem, run_name = Path(corpus.config).stem, f"{'MODEL_' if several else ''}NORM_seedN"
+    runs = f"where the runs go, as DIR/{run_name}, and the report, as DIR/report (default runs/{stem})"
+    add("--runs", type=Path, metavar="DIR", help=runs)
+    made = "which pn prepare has made"
+    if name in CORPORA:
+        made = f"made if it does not exist; for data of your own: pn reproduce {corpus.config}"
+    add("--data", type=Path, metavar="DIR", help=f"the prepared data, {made} (default runs/data/{stem})")
+    add_ranks(parser)
+    add("--dry-run", action="store_true", help="check the settings, print the commands and do nothing")
+    group = parser.add_argument_group(f"passed on to pn prepare {name}")
+    for flag, kind in preparation.items():
+        group.add_argument(flag, **kind)
+    return parser
+
+
+def of_corpus(name: str, argv: Sequence[str], **fixed) -> int:
+    """``pn reproduce NAME`` with the arguments ``argv``; ``fixed`` are arguments of :func:`reproduce`."""
+    options = options_of(RECIPES[name]) if name in CORPORA else {}
+    args = vars(_parser(name, find_corpus(name), options).parse_intermixed_args(argv))
+    if args.get("table") and (both := [option for option in ("norms", "size") if args[option]]):
+        raise UserError(f"--table and --{both[0]} both say what is trained: give one of them")
+    preparation = []
+    for flag, kind in options.items():
+        value = args.pop(flag.removeprefix("--").replace("-", "_"))
+        if value not in (kind.get("default"), False):
+            preparation += [flag] if value is True else [flag, str(value)]
+    settings = [*fixed.pop("settings", ()), *args.pop("settings")]
+    return reproduce(name, preparation=preparation, settings=settings, **{**args, **fixed})
+
+
+def main(argv: Sequence[str]) -> int:
+    logging.getLogger().addHandler(logging.NullHandler())  # else fairseq configures logging when it is imported
+    if argv and not argv[0].startswith("-"):
+        what, *words = argv
+        if what in studies():
+            raise UserError(f"{what} is a study: pn reproduce --study {what}")
+        return EXPERIMENTS[what](words) if what in EXPERIMENTS else of_corpus(what, words)
+    if any(word.partition("=")[0] == "--study" for word in argv):
+        return study_command(argv)
+    titles = {what: experiment.__doc__.splitlines()[0] for what, experiment in EXPERIMENTS.items()}
+    parser = ArgumentParser(
+        prog="pn reproduce",
+        usage="pn reproduce WHAT [options] [key=value ...]",
+        description=ABOUT.format(
+            corpora=", ".join(CORPORA), configs=", ".join(known_configs()), studies=", ".join(studies()), **titles
+        ),
+        epilog="pn reproduce WHAT --help has the options.",
+    )
+    parser.add_argument("WHAT")
+    parser.parse_args(argv)
+    return 2
+
+
+# --- studies ---
+
+
+@dataclass
+class Part:
+    """Runs of one corpus within a study, in the words of its file."""
+
+    corpus: str = MISSING  # with a recipe, or a configuration
+    seeds: list[int] = MISSING
+    norms: list[str] = MISSING
+    folder: str = "${.corpus}"  # of its runs, within the study's
+    models: list[str] = field(default_factory=list)
+    settings: list[str] = field(default_factory=list)
+    data: str | None = None  # prepared data, for a configuration
+
+
+@dataclass
+class Study:
+    """Training runs that answer one question."""
+
+    about: str = MISSING
+    parts: list[Part] = MISSING
+    planned: list[str] = field(default_factory=list)
+
+
+def studies() -> list[str]:
+    """The names of the studies that come with this project."""
+    return sorted(path.stem for path in (configs_folder() / "studies").glob("*.yaml"))
+
+
+def read_study(name: str) -> Study:
+    """The study in configs/studies of this name, or in a file."""
+    file = Path(name) if name.endswith((".yaml", ".yml")) else configs_folder() / f"studies/{name}.yaml"
+    if not file.is_file():
+        raise UserError(f"there is no '{file}'{did_you_mean(name, studies())}; there are {', '.join(studies())}")
+    try:
+        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Study), load_config(file)))
+    except (OmegaConfBaseException, ValueError) as error:
+        reason = f"{getattr(error, 'full_key', '')} {str(error).splitlines()[0]}".strip()
+        raise UserError(f"{file} is not a study, as configs/studies/*.yaml are: {reason}") from None
+
+
+def study_command(argv: Sequence[str]) -> int:
+    """``pn reproduce --study NAME``: the parts of a study, and a report on each folder; 1 if a run failed."""
+    chosen = ArgumentParser(prog="pn reproduce", add_help=False)
+    chosen.add_argument("--study", metavar="NAME-OR-FILE", required=True)
+    chosen, words = chosen.parse_known_args(argv)
+    study, name = read_study(chosen.study), Path(chosen.study).stem
+    count = sum(len(part.norms) * len(part.seeds) for part in study.parts)
+    parser = ArgumentParser(
+        prog=f"pn reproduce --study {chosen.study}",
+        description=f"{study.about}\n{count} runs. One rank per visible GPU, or one on the CPU.",
+        epilog=AGAIN,
+        replaced=REPLACED,
+    )
+    add = parser.add_argument
+    runs = f"where the runs go, as DIR/FOLDER/NORM_seedN, and reports, as DIR/FOLDER/report (default runs/{name})"
+    add("--runs", type=Path, metavar="DIR", default=f"runs/{name}", help=runs)
+    add_ranks(parser)
+    add("--dry-run", action="store_true", help="print the commands and do nothing")
+    texts = [corpus for corpus in dict.fromkeys(part.corpus for part in study.parts)
+             if corpus in RECIPES and RECIPES[corpus].OPTIONS.get("--corpus", {}).get("required")]  # fmt: skip
+    for corpus in texts:
+        text = f"the text of {corpus} (pn prepare {corpus} --help); without it that corpus is left out"
+        add(f"--{corpus}", dest=f"text of {corpus}", type=Path, metavar="DIR", help=text)
+    args = vars(parser.parse_args(words))
+    given = {corpus: args[f"text of {corpus}"] for corpus in texts}
+    for corpus, folder in given.items():
+        if folder and not folder.is_dir():
+            raise UserError(f"--{corpus} {folder} is not a directory")
+    parts = [part for part in study.parts if given.get(part.corpus, part.corpus)]
+    failed = 0
+    for seed in sorted({seed for part in parts for seed in part.seeds}):  # a seed is whole before the next one begins
+        for part in parts:
+            if seed in part.seeds:
+                failed |= reproduce(
+                    part.corpus,
+                    norms=part.norms,
+                    seeds=[seed],
+                    models=part.models,
+                    settings=part.settings,
+                    runs=args["runs"] / part.folder,
+                    data=part.data and Path(part.data),
+                    ranks=args["ranks"],
+                    preparation=["--corpus", str(given[part.corpus])] if part.corpus in given else [],
+                    dry_run=args["dry_run"],
+                )
+    if not args["dry_run"]:
+        for folder in dict.fromkeys(args["runs"] / part.folder for part in parts):
+            must(["report", *sorted(folder.glob("*_seed*")), "--output", folder / "report"])
+    return failed
+
+
+# --- experiments; the docstring of each is its help ---
 
 
 def demo(argv: Sequence[str]) -> int:
@@ -49,176 +269,12 @@ def demo(argv: Sequence[str]) -> int:
     return 0
 
 
-class Part(NamedTuple):
-    """One call of :func:`reproduce` within a comparison."""
-
-    corpus: str
-    folder: str  # of its runs
-    seed: int
-    norms: str  # as in NORMS
-    settings: tuple[str, ...] = ()  # of the training
-    models: str = ""  # as in MODELS; all models of the corpus if empty
-
-
-class Study(NamedTuple):
-    """Trainings that answer one question."""
-
-    parts: list[Part]  # in their order: a seed is whole before the next one begins
-    planned: tuple[str, ...] = ()  # comparisons that were named before the runs, as ``pn report --planned`` takes them
-
-
-def norms() -> Study:
-    """All norms on the verses and Multi30k, and in a language model.
-
-    Trains, averages, decodes and scores the norms on the verses and Multi30k, and evaluates language models of the
-    English verses. Three seeds or more: the norms of the PowerNorm paper's Table 4 and some more, layer-scale, the
-    variants `release`, BN in the decoder, learning rates of LN, PN and BN, and every norm in the language model. One
-    seed: all other norms, PN in the decoder, the decays of PN. LN and PN are also trained with each pair of three data
-    orders and three initial weights. The results are in docs/results.
-    """
-    from pn_fairseq.norms import NORMS
-
-    # Multi30k is trained for half as many updates as the verses, 3 epochs: the 33 epochs of the configuration
-    # multi30k_de_en are too long for so many runs on a CPU. The checkpoints of updates 600 to 800 are averaged.
-    short = ("optimization.max_update=800", "lr_scheduler.warmup_updates=200", "tokens_per_update=2048")
-    short += ("checkpoint.save_interval_updates=50",)
-    parts = []
-    for seed in (1, 2, 3):
-        parts.append(Part("verses", "verses", seed, "ln pn bn pnv rms gn brn mabn ada un"))
-        variants = "pn+layer_scale_groups=0 ln+layer_scale_groups=4 pn+norm_variant=release bn+norm_variant=release"
-        parts.append(Part("verses", "verses", seed, f"{variants} bn+decoder_norm=batch"))
-        if seed == 1:
-            parts.append(Part("verses", "verses", 1, "none lns dn sn dyt derf rbn prepbn pn+decoder_norm=power"))
-        parts.append(Part("multi30k", "multi30k", seed, "ln pn bn pnv pn+layer_scale_groups=0 rms", short))
-    # The decays that the paper tried, without 0.9 and 0.9: these are the defaults, which are trained above.
-    decays = [(fwd, bwd) for fwd in (0.9, 0.95, 0.99) for bwd in (0.9, 0.95, 0.99) if (fwd, bwd) != (0.9, 0.9)]
-    tuned = " ".join(f"pn+norm_alpha_fwd={fwd}+norm_alpha_bwd={bwd}" for fwd, bwd in decays)
-    parts.append(Part("verses", "verses", 1, tuned))
-    # Half and twice the learning rate of the configuration verses_es_en: does the ranking depend on it?
-    for seed, rate in itertools.product((1, 2, 3), (0.0025, 0.01)):
-        parts.append(Part("verses", f"verses_lr{rate}", seed, "ln pn bn", (f"optimization.lr=[{rate}]",)))
-    # More blocks for the comparisons that three seeds do not resolve.
-    parts += [Part("verses", "verses", seed, "ln pn bn pnv") for seed in (4, 5, 6, 7, 8)]
-    parts += [Part("verses", "verses", seed, "rms ada mabn brn") for seed in (4, 5)]
-    parts += [Part("multi30k", "multi30k", seed, "ln pn bn rms", short) for seed in (4, 5, 6)]
-    # Does the noise come from the data order or from the initial weights? Runs whose seed and init_seed are equal are
-    # already among those above.
-    for seed, init_seed in itertools.permutations((1, 2, 3), 2):
-        crossed = f"ln+init_seed={init_seed} pn+init_seed={init_seed}"
-        parts.append(Part("verses", "verses_init", seed, crossed))
-    every = " ".join(entry.short for entry in NORMS.values())
-    parts += [Part("verses_lm", "verses_lm", seed, every, models="transformer_lm") for seed in (1, 2, 3)]
-    # Comparisons with LN: validation loss, and test loss of language models. They were chosen when the results of seeds
-    # 1 to 3 were known, and before the later seeds ran. They are tested apart, without correction for the others.
-    return Study(parts, ("PN:loss", "PN:bits"))
-
-
-#: Seeds of the other studies. LN, PN and BN on the verses with these seeds are planned by compare_norms, too.
-_SEEDS = (5, 6, 7)
-
-
-def masks() -> Study:
-    """BN and PN with and without the padding mask, on the verses.
-
-    Does the padding mask matter? Trains BN and PN with and without the mask, and LN as the control, on the verses: with
-    five seeds in fairseq's batches, which hold sentences of similar length and little padding, and with three seeds in
-    batches of random sentences, which hold much padding. --norm-probe records the distance of running to batch
-    statistics.
-    """
-    systems = "ln bn pn bn+norm_ignore_mask=true pn+norm_ignore_mask=true"
-    probe = ("model.norm_probe='{run}/norm_probe'", "model.norm_probe_interval=50")
-    at_random = ("task._name=translation_random_batches", *probe)
-    parts = []
-    for seed in _SEEDS:
-        parts.append(Part("verses", "masks_by_length", seed, systems, probe))
-        parts.append(Part("verses", "masks_random", seed, systems, at_random))
-    # The rule before the runs: two more seeds where the first three settle nothing, which is so in batches by length.
-    parts += [Part("verses", "masks_by_length", seed, systems, probe) for seed in (8, 9)]
-    return Study(parts, ("BN:loss", "BN:bleu", "PN:loss", "PN:bleu"))  # with the mask, and the same norm without it
-
-
-def placements() -> Study:
-    """LN and PN before, after and inside a sublayer, on the verses.
-
-    Where should a norm stand? Trains every placement, in encoder and decoder, with LN, and some with PN in the encoder,
-    on the verses with three seeds; and with one seed models with 18 + 18 layers, which may not train at all, for 300
-    updates, 200 of them warm-up, whose translations are greedy and short. "mix" is "pre" in models with less than 4
-    layers a side, so only the deep models have it.
-    """
-    from pn_fairseq.models.placements import PLACEMENTS
-
-    def placed(norm: str, name: str) -> str:
-        return norm if name == "pre" else f"{norm}+encoder_norm_placement={name}+decoder_norm_placement={name}"
-
-    systems = [placed("ln", name) for name in PLACEMENTS]
-    systems += [placed("pn", name) for name in ("post", "sandwich", "sub")]
-    shallow = " ".join(system for system in systems if "=mix" not in system)
-    parts = [Part("verses", "placements", seed, shallow) for seed in _SEEDS]
-    depth = ("model.encoder_layers=18", "model.decoder_layers=18")
-    updates = ("optimization.max_update=300", "lr_scheduler.warmup_updates=200")
-    search = ("generation.beam=1", "generation.max_len_b=60")
-    return Study([*parts, Part("verses", "placements_deep", _SEEDS[0], " ".join(systems), depth + updates + search)])
-
-
-def adanorm() -> Study:
-    """The tables of the AdaNorm paper, on the verses.
-
-    Do the derivatives of mean and variance matter more than the forward normalization, and do gain and bias overfit?
-    Trains the rows of Tables 1 to 4 of the AdaNorm paper on the verses with three seeds: with the norm in every place
-    of encoder and decoder, as the paper says, and after the last layers only, as in its authors' code; and LN as the
-    control. docs/results/adanorm.md shows what it gave.
-    """
-    means = ("", "+norm_options.detach=mean", "+norm_options.detach=std")
-    rows = {("none", "none"): ("",), ("lns", "layer-simple"): ("",), ("dn", "detach"): means,
-            ("ada", "ada"): ("", "+norm_options.ada_scale=2.0")}  # fmt: skip
-    every = [f"{norm}+decoder_norm={name}{option}" for (norm, name), options in rows.items() for option in options]
-    last = [
-        f"ln+encoder_norm_last={name}+decoder_norm_last={name}{option}"
-        for (_, name), options in rows.items()
-        for option in options
-        if name != "detach"  # the authors' code has it also; its effect is measured in every place
-    ]
-    return Study([Part("verses", "adanorm", seed, " ".join(["ln", *every, *last])) for seed in _SEEDS])
-
-
-def study(planned: Callable[[], Study], argv: Sequence[str]) -> int:
-    """``pn reproduce compare_...``: the parts of a study, and a report on each folder; 1 if a run failed."""
-    name, parts = f"compare_{planned.__name__}", planned().parts
-    count = sum(len(part.norms.split()) for part in parts)
-    about = f"{inspect.getdoc(planned)}\n\n{count} runs of some minutes on 2 CPU cores. One rank per visible GPU."
-    parser = ArgumentParser(prog=f"pn reproduce {name}", description=about, epilog=AGAIN)
-    runs = f"where the runs go, as DIR/CORPUS/NORM_seedN, and reports, as DIR/CORPUS/report (default runs/{name})"
-    parser.add_argument("--runs", type=Path, metavar="DIR", default=f"runs/{name}", help=runs)
-    parser.add_argument("--dry-run", action="store_true", help="print the commands and do nothing")
-    parser.set_defaults(multi30k=None)
-    if any(part.corpus == "multi30k" for part in parts):
-        text = "the text of Multi30k (pn prepare multi30k --help); without it that corpus is left out"
-        parser.add_argument("--multi30k", type=Path, metavar="DIR", help=text)
-    args = parser.parse_args(argv)
-    if args.multi30k and not args.multi30k.is_dir():
-        raise UserError(f"--multi30k {args.multi30k} is not a directory")
-    parts = [part for part in parts if part.corpus != "multi30k" or args.multi30k]
-    failed = 0
-    for part in parts:
-        words = ["--runs", str(args.runs / part.folder), *(["--dry-run"] if args.dry_run else [])]
-        words += ["--corpus", str(args.multi30k)] if part.corpus == "multi30k" else []
-        env = {"NORMS": part.norms, "SEEDS": str(part.seed), **({"MODELS": part.models} if part.models else {})}
-        failed |= reproduce(part.corpus, [*words, *part.settings], {**os.environ, **env})
-    if args.dry_run:
-        return 0
-    for folder in dict.fromkeys(args.runs / part.folder for part in parts):
-        must(["report", *sorted(folder.glob("*_seed*")), "--output", folder / "report"])
-    return failed
-
-
 def batch_size(argv: Sequence[str]) -> int:
     """Figure 5 of the PowerNorm paper: BLEU against the tokens of a mini-batch.
 
     An update has 4,096 tokens, by accumulation. For each of 512, 1,024, 2,048 and 4,096 tokens it calls pn reproduce
-    CORPUS; then pn figures draws all runs.
-
-    It also takes the settings, --data DIR, NORMS and SEEDS of pn reproduce CORPUS --help. A mini-batch is what all
-    ranks take at once; every training has one rank (NPROC=1).
+    CORPUS, with its other options (--norms, --seeds, --data, ...) and settings; then pn figures draws all runs. A
+    mini-batch is what all ranks take at once; every training has one rank.
     """
     parser = ArgumentParser(prog="pn reproduce batch_size", description=inspect.getdoc(batch_size), epilog=AGAIN)
     corpora, runs = ("verses", "iwslt14", "wmt14"), "where the runs go, as DIR/tokens512/NORM_seedN, and DIR/figures"
@@ -226,18 +282,15 @@ def batch_size(argv: Sequence[str]) -> int:
     parser.add_argument("--runs", type=Path, metavar="DIR", help=f"{runs} (default runs/batch_size_CORPUS)")
     parser.add_argument("--dry-run", action="store_true", help="print the commands and do nothing")
     args, words = parser.parse_known_args(argv)
-    words += ["--dry-run"] if args.dry_run else []
     runs = args.runs or Path(f"runs/batch_size_{args.corpus}")
-    os.environ["NPROC"] = "1"
     failed = 0
     for tokens in (512, 1024, 2048, 4096):
+        fixed = {"runs": runs / f"tokens{tokens}", "ranks": 1, "dry_run": args.dry_run}
         batch = [f"dataset.max_tokens={tokens}", "tokens_per_update=4096"]
-        failed |= reproduce(args.corpus, ["--runs", str(runs / f"tokens{tokens}"), *batch, *words])
+        failed |= of_corpus(args.corpus, words, settings=batch, **fixed)
     if not args.dry_run:
         must(["figures", *sorted(runs.glob("tokens*/*_seed*")), "--output", runs / "figures"])
     return failed
 
 
 EXPERIMENTS = {"demo": demo, "batch_size": batch_size}
-for _planned in (norms, masks, placements, adanorm):
-    EXPERIMENTS[f"compare_{_planned.__name__}"] = functools.wraps(_planned)(functools.partial(study, _planned))

@@ -5,7 +5,6 @@ merged by sentence number and counted; the output folder is replaced as a whole.
 """
 
 import argparse
-import hashlib
 import math
 import os
 import re
@@ -14,14 +13,17 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
 
-from pn_fairseq.common.command import ArgumentParser, UserError, deferred_signals, say, whole
-from pn_fairseq.common.files import PACKAGE, atomic_folder, checksum, read_settings, write_lines, write_settings
+import numpy as np
+
+from pn_fairseq.common.command import ArgumentParser, UserError, say, whole
+from pn_fairseq.common.files import PACKAGE, atomic_folder, write_lines, write_settings
 from pn_fairseq.common.machine import own_cores
-from pn_fairseq.pipeline import RUN_HELP, add_norm_module
+from pn_fairseq.pipeline import RUN_HELP, add_norm_module, stamp
+from pn_fairseq.pipeline.data.binarize import HEADER
 from pn_fairseq.pipeline.data.binarize import sentences as sentences_in
 from pn_fairseq.pipeline.data.parallel import progress
 from pn_fairseq.pipeline.launch import processes
@@ -31,9 +33,9 @@ from pn_fairseq.pipeline.runs import Run, open_run
 SEARCH = {"beam": 5, "lenpen": 1.0, "max_len_a": 0, "max_len_b": 200}
 
 EPILOG = """\
-Decodes on all visible GPUs, one process on each (NPROC=N uses N of them; CUDA_VISIBLE_DEVICES=0,1 selects some), or
-else with NPROC=N processes on the CPU (default 1). Fails unless every sentence has a hypothesis. Does nothing if the
-output was made from these checkpoints and this data with these settings.
+Decodes on all visible GPUs (CUDA_VISIBLE_DEVICES=0,1 selects some), one process on each, or else on the CPU. Fails
+unless every sentence has a hypothesis. Does nothing if the output was made from these checkpoints and this data with
+these settings.
 """
 
 
@@ -57,8 +59,9 @@ def add_decoding_options(parser: ArgumentParser) -> None:
 
 def _parser() -> ArgumentParser:
     about = "Translate a subset of the data that a model was trained on."
-    parser = ArgumentParser(prog="pn generate", description=about, epilog=EPILOG)
+    parser = ArgumentParser(prog="pn generate", description=about, epilog=EPILOG, replaced={"NPROC": "--ranks N"})
     add_decoding_options(parser)
+    parser.add_argument("--ranks", type=whole, metavar="N", help="processes (default: one per visible GPU, or one)")
     parser.add_argument("--subset", default="test", metavar="NAME", help="test (default) or valid")
     parser.add_argument("--nbest", type=whole, default=1, metavar="N", help="also write the N best to nbest.tok")
     output = "default DIR/generate/SUBSET; the folder for hyp.tok (one hypothesis a line, in the order of the text), "
@@ -83,6 +86,8 @@ class Decoding:
         given = {name: getattr(args, name) for name in SEARCH if getattr(args, name) is not None}
         self.search = {name: given.get(name, run.get(f"generation.{name}", value)) for name, value in SEARCH.items()}
         self.search["lenpen"] = float(self.search["lenpen"])
+        self.max_tokens = args.max_tokens
+        self.max_positions = {side: positions(run, side) for side in ("source", "target")}
         self.gpus = visible_gpus()
         if args.fp16 and not self.gpus:
             raise UserError("--fp16 needs a GPU")
@@ -99,42 +104,70 @@ class Decoding:
             *(["--model-overrides", repr({"norm_module": args.norm_module})] if args.norm_module else []),
         ]
 
+    def too_long(self, lines: Sequence[str]) -> dict[int, str]:
+        """Number of each line of subwords that the model cannot take -> why; fairseq would translate nothing."""
+        limits = self.max_positions["source"], self.max_tokens
+        most = min(limits) - 1  # the end of the sentence is a subword
+        reason = "the model takes" if limits[0] <= limits[1] else "--max-tokens allows"
+        counts = {number: len(line.split()) for number, line in enumerate(lines, 1)}
+        return {n: f"{count:,} subwords, and {reason} {most:,}" for n, count in counts.items() if count > most}
+
+    def at_limit(self, log: Iterable[str], lengths: Mapping[int, int]) -> list[int]:
+        """The numbers of the sentences, from 0, whose best hypothesis has as many subwords as it may have.
+
+        Args:
+            log: of fairseq, whose lines P- have a score for each subword and for the end of the sentence.
+            lengths: of the sources, with their ends.
+        """
+        a, b, most = self.search["max_len_a"], self.search["max_len_b"], self.max_positions["target"] - 1
+        scores = {sentence: len(fields[0][0].split()) for sentence, fields in _printed(log, "P").items()}
+        return [n for n, count in sorted(scores.items()) if count - 1 >= min(int(a * lengths.get(n, 0) + b), most)]
+
     def run(self, verb: str, commands: Sequence[list[str]], sentences: int, kept: Path) -> list[str]:
         """The lines that ``python -m COMMAND`` prints, for all commands; they run at once, one on each GPU.
 
         Raises:
             UserError: a command failed: the others are ended, and what it wrote to stderr is in the file ``kept``.
         """
+        printed, translated = [[] for _ in commands], [0] * len(commands)
 
-        def finish(process: subprocess.Popen) -> tuple[int, list[str]]:
-            lines = []
+        def read(shard: int, process: subprocess.Popen) -> int:
             with process:
                 for line in process.stdout:
-                    lines.append(line.decode("utf-8").removesuffix("\n"))
-                    bar.update(line.startswith(b"S-"))
-            return process.returncode, lines
+                    printed[shard].append(line.decode("utf-8").removesuffix("\n"))
+                    translated[shard] += line.startswith(b"S-")
+            return process.returncode
 
         threads = str(max(1, own_cores() // len(commands)))
         environment = {"OMP_NUM_THREADS": threads, **os.environ, "PYTHONUTF8": "1"}
-        started, results = [], []
+        started, running = [], set()
         bar = progress(total=sentences, desc=verb, unit="sentence")
         with bar, ThreadPoolExecutor(len(commands)) as pool, tempfile.NamedTemporaryFile() as errors:
             try:
-                with deferred_signals():
-                    for shard, words in enumerate(commands):
-                        if self.gpus:
-                            environment["CUDA_VISIBLE_DEVICES"] = self.gpus[shard]
-                        # A pipe, so that the processes end when this one is killed.
-                        pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": errors}
-                        started.append(subprocess.Popen([sys.executable, "-m", *words], env=environment, **pipes))
-                        results.append(pool.submit(finish, started[-1]))
-                for result in as_completed(results):
-                    if code := result.result()[0]:
-                        raise UserError(_reason(code, Path(errors.name).read_bytes(), kept, self.checkpoints))
+                for shard, words in enumerate(commands):
+                    if self.gpus:
+                        environment["CUDA_VISIBLE_DEVICES"] = self.gpus[shard]
+                    # A pipe, so that the processes end when this one is killed.
+                    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": errors}
+                    started.append(subprocess.Popen([sys.executable, "-m", *words], env=environment, **pipes))
+                    running.add(pool.submit(read, shard, started[-1]))
+                while running:
+                    # A batch is printed at once: counted line by line, its first sentence would take all its time.
+                    ended, running = wait(running, timeout=1, return_when=FIRST_COMPLETED)
+                    bar.update(sum(translated) - bar.n)
+                    for result in ended:
+                        if code := result.result():
+                            raise UserError(_reason(code, Path(errors.name).read_bytes(), kept, self.checkpoints))
             finally:
                 for process in started:
                     process.kill()
-        return [line for result in results for line in result.result()[1]]
+        return [line for lines in printed for line in lines]
+
+
+def positions(run: Run, side: str) -> int:
+    """The most subwords that a model takes on a side, the end of the sentence included."""
+    given = [run.get(f"{section}.max_{side}_positions") for section in ("model", "task")]
+    return min((int(limit) for limit in given if limit), default=1024)  # fairseq's default
 
 
 def visible_gpus() -> list[str]:
@@ -146,11 +179,6 @@ def visible_gpus() -> list[str]:
     return names.split(",")[:count]
 
 
-def sha256(*paths: Path) -> str:
-    """The checksum of the contents of all files together."""
-    return hashlib.sha256(b"".join(bytes.fromhex(checksum(path)) for path in paths)).hexdigest()
-
-
 def main(argv: list[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     run = open_run(args.run, same_data=True)
@@ -160,28 +188,25 @@ def main(argv: list[str] | None = None) -> int:
     files = {"src.tok": "source", "ref.tok": "target"}
     texts = {name: run.data / f"tok/{args.subset}.{decoding.data[side]}" for name, side in files.items() if run.data}
     bins = sorted(path for pattern in (f"{args.subset}.*", "dict.*") for path in run.bin.glob(pattern))
-    index = next((path for path in bins if path.suffix == ".idx"), None)
+    indices = (path for path in bins if path.name.endswith(f".{decoding.data['source']}.idx"))
+    index = next(indices, None)
     if "/" in args.subset or index is None or not all(path.is_file() for path in texts.values()):
         raise UserError(f"'{run.data or run.bin}' has no subset '{args.subset}'")
-    wanted = {
-        "checkpoint": sha256(*decoding.checkpoints),
-        "data": sha256(*([run.data / "settings.txt"] if run.data else []), *bins, *texts.values()),
-        "subset": args.subset,
-        **{name: str(value) for name, value in decoding.search.items()},
-        **({"nbest": str(args.nbest)} if args.nbest > 1 else {}),
-        **({"fp16": str(int(args.fp16))} if args.fp16 is not None else {}),
-    }
+    settings = {"subset": args.subset, **decoding.search}
+    settings |= {"nbest": args.nbest} if args.nbest > 1 else {}
+    settings |= {"fp16": int(args.fp16)} if args.fp16 is not None else {}
+    data = [*([run.data / "settings.txt"] if run.data else []), *bins, *texts.values()]
+    wanted = stamp.made_from(settings, {"checkpoint": decoding.checkpoints, "data": data})
     output = (args.output or args.run / "generate" / args.subset).resolve()
-    made = read_settings(output / "made.txt") if (output / "made.txt").is_file() else {}
-    if (output / "hyp.tok").is_file() and wanted.items() <= made.items():
-        say("generate", f"{output / 'hyp.tok'} is there already")
+    made = output / "made.txt"
+    if stamp.done("generate", made, wanted, output / "hyp.tok"):
         return 0
-    if output.exists() and not made and (not output.is_dir() or any(output.iterdir())):
+    if output.exists() and not made.is_file() and (not output.is_dir() or any(output.iterdir())):
         raise UserError(f"refusing to overwrite '{output}', which has other files; choose another --output")
 
     sentences = sentences_in(index)
     # There are at least as many batches as sentences / batch size; fairseq-generate divides by zero without a batch.
-    shards = min(processes(os.environ, len(decoding.gpus)), max(1, math.ceil(sentences / args.batch_size)))
+    shards = min(processes(args.ranks, len(decoding.gpus)), max(1, math.ceil(sentences / args.batch_size)))
     names, device = " + ".join(map(str, decoding.checkpoints)), "GPUs" if decoding.gpus else "CPU"
     about = f"beam {decoding.search['beam']}, length penalty {decoding.search['lenpen']:g}"
     about += f", {'fp16' if decoding.fp16 else 'fp32'}, processes on the {device}: {shards}"
@@ -206,6 +231,11 @@ def main(argv: list[str] | None = None) -> int:
         write_lines(partial / "generate.log", log)
         write_settings(partial / "made.txt", {**wanted, "fp16": int(decoding.fp16)})
     kept.unlink(missing_ok=True)
+    lengths = dict(enumerate(np.fromfile(index, np.int32, sentences, offset=HEADER).tolist()))
+    if cut := decoding.at_limit(log, lengths):
+        options = f"--max-len-b {decoding.search['max_len_b']}, --max-len-a {decoding.search['max_len_a']}"
+        first = f"the first in line {cut[0] + 1}"
+        say("generate", f"note: {len(cut)} of {sentences} hypotheses are as long as they may be ({options}), {first}")
     say("generate", f"{output / 'hyp.tok'} has {sentences} hypotheses")
     return 0
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from unittest import mock
 
-from pn_fairseq.common.command import Interrupted, UserError, whole_number
+from pn_fairseq.common.command import UserError
 
 #: What helps after a failure of the machine.
 RESUME = "run the same command again to resume"
@@ -25,19 +25,19 @@ class RankLayout:
     local_rank: int = 0  # its number on its machine, and the number of its GPU
 
 
-def find_layout(env: Mapping[str, str], gpus: int) -> RankLayout:
-    """Read torchrun's environment variables, or ``NPROC``, with ``gpus`` visible GPUs."""
+def find_layout(env: Mapping[str, str], gpus: int, ranks: int | None = None) -> RankLayout:
+    """Read torchrun's environment variables, or else ``--ranks``, with ``gpus`` visible GPUs."""
     if "RANK" in env and "WORLD_SIZE" in env:
         return RankLayout(gpus > 0, int(env["WORLD_SIZE"]), int(env["RANK"]), int(env.get("LOCAL_RANK", 0)))
-    return RankLayout(gpus > 0, processes(env, gpus))
+    return RankLayout(gpus > 0, processes(ranks, gpus))
 
 
-def processes(env: Mapping[str, str], gpus: int) -> int:
-    """How many processes: one per GPU, one where there is none, or NPROC."""
-    count = whole_number("NPROC", env.get("NPROC") or max(1, gpus))
+def processes(ranks: int | None, gpus: int) -> int:
+    """How many processes: one per GPU, one where there is none, or ``--ranks``."""
+    count = ranks or max(1, gpus)
     if gpus and count > gpus:
         raise UserError(
-            f"NPROC={count}, but {gpus} GPU{'s are' if gpus > 1 else ' is'} visible, and a GPU takes one process "
+            f"--ranks {count}, but {gpus} GPU{'s are' if gpus > 1 else ' is'} visible, and a GPU takes one process "
             "(CUDA_VISIBLE_DEVICES= uses the CPU)"
         )
     return count
@@ -54,7 +54,7 @@ def torchrun(world_size: int, arguments: list[str]) -> int:
 
     Raises:
         TrainingFailed: a rank failed. The text names the rank, and its error or the signal that killed it.
-        Interrupted: a signal ended the training.
+        KeyboardInterrupt: a signal ended the training.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -70,7 +70,7 @@ def torchrun(world_size: int, arguments: list[str]) -> int:
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if failure.exitcode in (130, 143):
-            raise Interrupted(failure.exitcode - 128) from error
+            raise KeyboardInterrupt(failure.exitcode - 128) from error
         if failure.exitcode == 2:
             return 2  # a mistake of the user, which the rank has already named
         if failure.exitcode < 0:
@@ -78,5 +78,5 @@ def torchrun(world_size: int, arguments: list[str]) -> int:
             raise TrainingFailed(f"rank {rank} {how}; {RESUME}") from error
         raise TrainingFailed(f"rank {rank}: {failure.message}") from error
     except SignalException as error:
-        raise Interrupted(int(error.sigval)) from error
+        raise KeyboardInterrupt(int(error.sigval)) from error
     return 0

@@ -1,34 +1,27 @@
-"""``pn reproduce``: every step from the text to a report, for a list of norms and seeds."""
+"""Every step from the text to a report, for a list of norms and seeds, as ``pn reproduce`` calls it."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import itertools
-import logging
 import os
 import re
 import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pn_fairseq.common.command import (
-    ArgumentParser,
-    Interrupted,
-    UserError,
-    deferred_signals,
-    did_you_mean,
-    say,
-    whole_number,
-)
-from pn_fairseq.common.files import PACKAGE, atomic_write, known_configs
+from pn_fairseq.common.command import UserError, did_you_mean, say
+from pn_fairseq.common.files import PACKAGE, atomic_write
 from pn_fairseq.common.published import LM_TABLES, PAPER, Rows
 from pn_fairseq.pipeline.data.prepare import main as prepare_data
-from pn_fairseq.pipeline.data.recipes import RECIPES
+
+#: How long a step may take to end after Ctrl-C, which reaches it as well, before it gets SIGTERM.
+GRACE_SECONDS = 10
 
 
 @dataclass(frozen=True)
@@ -37,9 +30,9 @@ class Corpus:
 
     config: str  # the name of a configuration, or the path of one
     size: str  # the architectures are MODEL_NORM_SIZE
-    seeds: str = "1 2 3"
+    seeds: tuple[int, ...] = (1, 2, 3)
     models: tuple[str, ...] = ("transformer",)
-    norms: str = "ln bn pnv pn"
+    norms: tuple[str, ...] = ("ln", "bn", "pnv", "pn")
     subsets: tuple[str, ...] = ("test",)  # which are decoded; the report is about the first
 
     @property
@@ -59,192 +52,146 @@ class Corpus:
 
 _BOTH = ("transformer_lm", "tensorized_lm")
 #: The paper has layer-scale "in each model setting"; it would not change LN and GN, and PN-V and PN have it by default.
-_SCALED = " ".join(f"{norm}+layer_scale_groups=1" for norm in ("bn", "brn", "mabn"))
+_SCALED = tuple(f"{norm}+layer_scale_groups=1" for norm in ("bn", "brn", "mabn"))
 #: fairseq's own model, post-norm.
 _POST_NORM = "ln+encoder_norm_placement=post+decoder_norm_placement=post"
+_VERSES_LM = ("ln", "ln+layer_scale_groups=4", "gn", "bn", "brn", "mabn", "pnv", "pn")
 #: Corpora that a recipe prepares, by the name of the recipe.
 CORPORA = {
-    "verses": Corpus("verses_es_en", "tiny", seeds="1 2"),
+    "verses": Corpus("verses_es_en", "tiny", (1, 2)),
     "multi30k": Corpus("multi30k_de_en", "tiny"),
     "multi30k_published": Corpus(
-        "multi30k_en_de_tiny", "tiny", norms=f"{_POST_NORM} ln pn bn", subsets=("test", "test1")
+        "multi30k_en_de_tiny", "tiny", norms=(_POST_NORM, "ln", "pn", "bn"), subsets=("test", "test1")
     ),
     "iwslt14": Corpus("iwslt14_de_en", "iwslt"),
     "iwslt15_envi": Corpus("iwslt15_en_vi", "iwslt"),
-    "wmt14": Corpus("wmt14_en_de_big", "wmt_en_de_big", seeds="1"),
-    "verses_lm": Corpus("verses_lm_en", "tiny", models=_BOTH, norms="ln ln+layer_scale_groups=4 gn bn brn mabn pnv pn"),
-    "ptb": Corpus("ptb_lm", "ptb", seeds="1", models=("tensorized_lm",), norms=f"ln gn {_SCALED} pnv pn"),
+    "wmt14": Corpus("wmt14_en_de_big", "wmt_en_de_big", (1,)),
+    "verses_lm": Corpus("verses_lm_en", "tiny", models=_BOTH, norms=_VERSES_LM),
+    "ptb": Corpus("ptb_lm", "ptb", (1,), ("tensorized_lm",), ("ln", "gn", *_SCALED, "pnv", "pn")),
     "wikitext103": Corpus(
-        "wikitext103_lm", "wt103", seeds="1", models=("tensorized_lm",), norms="ln bn+layer_scale_groups=1 pnv pn"
+        "wikitext103_lm", "wt103", (1,), ("tensorized_lm",), ("ln", "bn+layer_scale_groups=1", "pnv", "pn")
     ),
-    "enwik8": Corpus("enwik8_lm", "base", seeds="1", models=("transformer_lm",), norms="none ln lns dn ada"),
+    "enwik8": Corpus("enwik8_lm", "base", (1,), ("transformer_lm",), ("none", "ln", "lns", "dn", "ada")),
 }
 
-ABOUT = """\
-All steps from the text to a report, for a list of norms and seeds. WHAT is
 
-  a corpus, which is prepared first: {corpora}
-  a configuration or the path of a YAML file, for prepared data of your own (--data): {configs}
-"""
-
-#: The end of every help text.
-AGAIN = """
-Run again, it skips what is done and continues with the rest. A run that fails is named in the report; the others are
-still made. To train on several machines, start the training commands of --dry-run there by torchrun
-(docs/several_gpus.md); this command then does the other steps.
-"""
-
-
-def _parser(name: str, corpus: Corpus, passed_on: Mapping[str, dict]) -> ArgumentParser:
-    several, verbs = len(corpus.models) > 1, dict.fromkeys(verb for verb, *_ in corpus.steps)
-    about = f"From raw text to a table. For every norm and seed: {', '.join(verbs)}; then one report over all.\n"
-    about += "One rank per visible GPU (pn train --help)."
-    if "evaluate-lm" in verbs:
-        about += "\nThe language models are causal, unlike the code that the paper names (docs/language_modeling.md)."
-    names = f"as in {corpus.models[0]}_NORM_{corpus.size}; NORM+key=value adds a setting of the model"
-    variables = {
-        f'NORMS="{corpus.norms}"': f"the norms, {names}",
-        f'SEEDS="{corpus.seeds}"': "one run is made for each norm and seed",
-        f"SIZE={corpus.size}": "the size of the models; it needs a --runs of its own, since the names of runs lack it",
-    }
-    if several:
-        variables[f'MODELS="{" ".join(corpus.models)}"'] = "and for each of these models"
-    if corpus.tables:
-        variables["TABLE=NAME"] = f"""\
-instead of NORMS: the rows of a published table, with its config (the runs go to runs/CONFIG). The
-      report, DIR/report-NAME, has the published numbers. NAME is one of
-      {" ".join(corpus.tables)}"""
-    listed = "".join(f"  {variable}\n      {meaning}\n" for variable, meaning in variables.items())
-    parser = ArgumentParser(prog=f"pn reproduce {name}", description=about, epilog=f"environment:\n{listed}{AGAIN}")
-    settings = f"settings that differ from the configuration {corpus.config}; {{run}} in one is the folder of the run"
-    parser.add_argument("settings", nargs="*", metavar="key=value", help=settings)
-    stem, run_name = Path(corpus.config).stem, f"{'MODEL_' if several else ''}NORM_seedN"
-    runs = f"where the runs go, as DIR/{run_name}, and the report, as DIR/report (default runs/{stem})"
-    parser.add_argument("--runs", metavar="DIR", help=runs)
-    made = "which pn prepare has made"
+@functools.cache
+def find_corpus(name: str) -> Corpus:
+    """A corpus with a recipe, or a configuration for prepared data, of whose models only the norms are to differ."""
     if name in CORPORA:
-        made = f"made if it is not there; for data of your own: pn reproduce {corpus.config}"
-    parser.add_argument("--data", metavar="DIR", help=f"the prepared data, {made} (default runs/data/{stem})")
-    parser.add_argument("--dry-run", action="store_true", help="check the settings, print the commands and do nothing")
-    group = parser.add_argument_group(f"passed on to pn prepare {name}")
-    for flag, kind in passed_on.items():
-        group.add_argument(flag, **kind)
-    return parser
-
-
-def own_corpus(config: str) -> Corpus:
-    """What a configuration says about the models to train."""
+        return CORPORA[name]
     from pn_fairseq.norms import NORMS
     from pn_fairseq.pipeline.settings import compose
     from pn_fairseq.pipeline.train import find_config
 
-    name = compose(find_config(config), [], world_size=1, on_cpu=True)[0].model._name
+    architecture = compose(find_config(name), [], world_size=1, on_cpu=True)[0].model._name
     known = "|".join(entry.short for entry in NORMS.values())
-    if found := re.fullmatch(rf"(transformer|transformer_lm|tensorized_lm)_({known})_(\w+)", name):
-        return Corpus(config, found[3], models=(found[1],))
-    raise UserError(f"{config}: model._name={name} is not MODEL_NORM_SIZE, as transformer_pn_tiny: no norm fits it")
-
-
-def main(argv: Sequence[str]) -> int:
-    from pn_fairseq.pipeline.experiments import EXPERIMENTS
-
-    if argv and not argv[0].startswith("-"):
-        what, *words = argv
-        return EXPERIMENTS[what](words) if what in EXPERIMENTS else reproduce(what, words)
-    listed = "".join(f"  {what:<18}  {made.__doc__.splitlines()[0]}\n" for what, made in EXPERIMENTS.items())
-    parser = ArgumentParser(
-        prog="pn reproduce",
-        usage="pn reproduce WHAT [options] [key=value ...]",
-        description=ABOUT.format(corpora=", ".join(CORPORA), configs=", ".join(known_configs())) + listed,
-        epilog="pn reproduce WHAT --help has the options.",
+    if parts := re.fullmatch(rf"(transformer|transformer_lm|tensorized_lm)_({known})_(\w+)", architecture):
+        return Corpus(name, parts[3], models=(parts[1],))
+    raise UserError(
+        f"{name}: model._name={architecture} is not MODEL_NORM_SIZE, as transformer_pn_tiny: no norm fits it"
     )
-    parser.add_argument("WHAT")
-    parser.parse_args(argv)
-    return 2
 
 
-def trainings(corpus: Corpus, norms: Sequence[str], env: Mapping[str, str]) -> dict[str, list[str]]:
-    """The runs: their names and settings of the model and the seed."""
+def planned_runs(
+    corpus: Corpus, norms: Sequence[str], seeds: Sequence[int], models: Sequence[str], size: str
+) -> dict[str, list[str]]:
+    """The runs: their names, and the settings of the model and the seed."""
     from pn_fairseq.norms import NORMS
 
-    models = env.get("MODELS", " ".join(corpus.models)).split()
-    seeds = [whole_number("SEEDS", seed) for seed in env.get("SEEDS", corpus.seeds).split()]
-    if not (norms and seeds and models):
-        raise UserError("NORMS, SEEDS and MODELS must each name at least one")
     for model in models:
         if model not in corpus.models:
-            raise UserError(f"MODELS: unknown model '{model}'; there are {' '.join(corpus.models)}")
+            advice = f"{did_you_mean(model, corpus.models)}; there are {', '.join(corpus.models)}"
+            raise UserError(f"unknown model '{model}'{advice}")
     known = [entry.short for entry in NORMS.values()]
     planned: dict[str, list[str]] = {}
     for model, norm, seed in itertools.product(models, norms, seeds):
         short, *settings = norm.split("+")
         if short not in known:
-            raise UserError(f"NORMS: unknown norm '{short}'{did_you_mean(short, known)}; there are {' '.join(known)}")
+            raise UserError(f"unknown norm '{short}'{did_you_mean(short, known)}; there are {', '.join(known)}")
         name = f"{f'{model}_' if len(corpus.models) > 1 else ''}{norm}_seed{seed}"
         if name in planned:
-            raise UserError(f"NORMS and SEEDS name {name} twice")
-        planned[name] = [f"model._name={model}_{short}_{env.get('SIZE') or corpus.size}", f"common.seed={seed}"]
+            raise UserError(f"{name} is planned twice: name each norm and seed once")
+        planned[name] = [f"model._name={model}_{short}_{size}", f"common.seed={seed}"]
         planned[name] += [f"model.{setting}" for setting in settings]
     return planned
 
 
-def of_table(corpus: Corpus, table: str, env: Mapping[str, str]) -> tuple[str, list[str]]:
-    """The configuration of a published table, and its rows as NORMS has them."""
+def of_table(corpus: Corpus, table: str) -> tuple[str, list[str]]:
+    """The configuration of a published table, and its rows as norms."""
     from pn_fairseq.norms import NORMS
 
-    for other, what in {"NORMS": "which norms", "SIZE": "the size of the models"}.items():
-        if other in env:
-            raise UserError(f"TABLE and {other} both say {what}: give one of them")
     if table not in corpus.tables:
-        known = " ".join(corpus.tables) or "none of this corpus"
-        raise UserError(f"TABLE: unknown table '{table}'{did_you_mean(table, corpus.tables)}; there are {known}")
+        known = ", ".join(corpus.tables) or "none of this corpus"
+        raise UserError(f"unknown table '{table}'{did_you_mean(table, corpus.tables)}; there are {known}")
     config, rows = corpus.tables[table].config, corpus.tables[table].rows
     return config, ["+".join([NORMS[row.norm].short, *map("=".join, row.settings.items())]) for row in rows]
 
 
-def reproduce(name: str, words: Sequence[str], env: Mapping[str, str] = os.environ) -> int:
-    """``pn reproduce NAME`` with the arguments ``words``; returns the exit code."""
-    logging.getLogger().addHandler(logging.NullHandler())  # else fairseq configures logging when it is imported
-    corpus, passed_on = (CORPORA[name], RECIPES[name].OPTIONS) if name in CORPORA else (own_corpus(name), {})
-    args = _parser(name, corpus, passed_on).parse_intermixed_args(words)
-    config, norms = corpus.config, env.get("NORMS", corpus.norms).split()
-    if table := env.get("TABLE"):
-        config, norms = of_table(corpus, table, env)
-    planned = trainings(corpus, norms, env)
-    runs = Path(args.runs or Path("runs") / Path(config).stem).absolute()
-    data = Path(args.data or Path("runs/data") / Path(corpus.config).stem).absolute()
+def reproduce(
+    name: str,
+    *,
+    norms: Sequence[str] = (),
+    seeds: Sequence[int] = (),
+    models: Sequence[str] = (),
+    size: str | None = None,
+    table: str | None = None,
+    settings: Sequence[str] = (),
+    runs: Path | None = None,
+    data: Path | None = None,
+    ranks: int | None = None,
+    preparation: Sequence[str] = (),
+    dry_run: bool = False,
+) -> int:
+    """Prepare the data, make every run and a report on them; what is done is skipped.
+
+    Args:
+        name: of a corpus in :data:`CORPORA`, or of a configuration, whose ``data`` is prepared.
+        norms, seeds, models, size: one run is made for each norm, seed and model; the default is the corpus's. A norm
+            is ``NORM[+key=value...]`` with settings of the model.
+        table: a published table, whose rows and configuration replace ``norms``.
+        settings: what differs from the configuration, as ``key=value``; ``{run}`` in one is the folder of the run.
+        runs: the folder for the runs and the report (default ``runs/CONFIG``).
+        data: the prepared data (default ``runs/data/CONFIG``).
+        ranks: of each training and decoding.
+        preparation: more options of ``pn prepare``.
+        dry_run: check the settings and print the commands.
+
+    Returns:
+        The exit code: 1 if a run failed.
+    """
+    corpus = find_corpus(name)
+    config, norms = of_table(corpus, table) if table else (corpus.config, norms or corpus.norms)
+    planned = planned_runs(corpus, norms, seeds or corpus.seeds, models or corpus.models, size or corpus.size)
+    runs = (runs or Path("runs") / Path(config).stem).absolute()
+    data = (data or Path("runs/data") / Path(corpus.config).stem).absolute()
     where = [] if name in CORPORA else ["--data", str(data)]
     if where and not ((data / "settings.txt").is_file() and (data / "bin").is_dir()):
         raise UserError(f"'{data}' is not prepared data (--data): pn prepare makes it from your text")
     for model in corpus.models:  # each norm with settings of its own, or else one norm of each model
         of_model = [(arch, *more) for arch, _, *more in planned.values() if arch.startswith(f"model._name={model}_")]
-        for settings in dict.fromkeys(words for words in of_model if len(words) > 1) or of_model[:1]:
-            check_training(config, *where, *settings, *args.settings)
+        for own in dict.fromkeys(words for words in of_model if len(words) > 1) or of_model[:1]:
+            check_training(config, *where, *own, *settings)
 
     # Every command, in order.
-    prepare = ["prepare", name, "--dest", data] if name in CORPORA else []
-    for flag, kind in passed_on.items():
-        value = getattr(args, flag.removeprefix("--").replace("-", "_"))
-        if value not in (kind.get("default"), False):
-            prepare += [flag] if value is True else [flag, str(value)]
+    prepare = ["prepare", name, "--dest", data, *preparation] if name in CORPORA else []
     if prepare:
         prepare_data([*map(str, prepare[1:]), "--check"])
+    on_ranks = ["--ranks", str(ranks)] if ranks else []
     commands: dict[Path, list[list]] = {}
-    for run_name, settings in planned.items():
+    for run_name, own in planned.items():
         run = runs / run_name
-        train = ["--data", data, "--run", run, *settings]
-        train += [setting.replace("{run}", str(run)) for setting in args.settings]
-        commands[run] = [
-            ["train", config, *train],
-            *([verb, "--run", run, *words] for verb, *words in corpus.steps[1:]),
-        ]
+        train = ["--data", data, "--run", run, *own, *(setting.replace("{run}", str(run)) for setting in settings)]
+        commands[run] = [["train", config, *train, *on_ranks]]
+        for verb, *words in corpus.steps[1:]:
+            commands[run].append([verb, "--run", run, *words, *(on_ranks if verb == "generate" else [])])
         if (run / "config.yaml").is_file() and data.is_dir():  # it was begun, with its settings and data
             check_training(config, *map(str, train))
     report = ["report", *commands, "--output", runs / (f"report-{table}" if table else "report")]
     if table in PAPER:  # a report of language models knows its corpus
         report += ["--paper", table]
 
-    if args.dry_run:
+    if dry_run:
         for step in filter(None, [prepare, *itertools.chain(*commands.values()), report]):
             print(shown(step))
         return 0
@@ -254,7 +201,7 @@ def reproduce(name: str, words: Sequence[str], env: Mapping[str, str] = os.envir
     must(report)
     if failed:
         count = f"{len(failed)} of {len(commands)} runs failed: {' '.join(failed)}"
-        say(name, f"{count} (the report says why); the same command tries them again")
+        say(name, f"{count} (the report says why); rerun the command to retry them")
     return 1 if failed else 0
 
 
@@ -284,7 +231,6 @@ def program(step: Sequence[str | Path]) -> list[str | Path]:
 
 def execute(step: Sequence[str | Path], messages: Path | None = None) -> int:
     """Run a step to its end and return its exit code; the file ``messages`` also gets what it writes to stderr."""
-    process = None
 
     def copy_messages() -> None:
         for line in process.stderr or ():  # whole lines: the step also writes to stdout, which may be the same file
@@ -296,26 +242,26 @@ def execute(step: Sequence[str | Path], messages: Path | None = None) -> int:
                 sys.stderr.buffer.flush()
 
     with messages.open("wb", buffering=0) if messages else contextlib.nullcontext() as kept:
+        process = subprocess.Popen(
+            program(step),
+            stdin=subprocess.DEVNULL,
+            stderr=subprocess.PIPE if messages else None,
+            env={**os.environ, "PN_FAIRSEQ_STEP": "1"},  # the line about an interruption comes from here
+        )
         try:
-            with deferred_signals():
-                process = subprocess.Popen(
-                    program(step),
-                    stdin=subprocess.DEVNULL,
-                    stderr=subprocess.PIPE if messages else None,
-                    env={**os.environ, "PN_FAIRSEQ_STEP": "1"},  # the line about an interruption comes from here
-                )
             copy_messages()
             code = process.wait()
-        except (Interrupted, KeyboardInterrupt):
-            if process:
-                with deferred_signals():
-                    process.terminate()
-                    copy_messages()
-                    process.wait()
+        except KeyboardInterrupt as interruption:
+            if not interruption.args:  # Ctrl-C: a second signal would interrupt the step's clean-up
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(GRACE_SECONDS)
+            process.terminate()
+            copy_messages()
+            process.wait()
             raise
     code = code if code >= 0 else 128 - code
     if code in (130, 143):
-        raise Interrupted(code - 128)
+        raise KeyboardInterrupt(code - 128)
     return code
 
 

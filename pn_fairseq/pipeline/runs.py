@@ -3,6 +3,7 @@
 A run of ``pn train`` is a directory:
   config.yaml   every setting                            data           the prepared data, by absolute path
   train.log     fairseq's log                            data.settings  the data's settings when it was trained
+  made.txt      the stamp of a finished training (pipeline/stamp.py)
   tensorboard/  the same for TensorBoard                 starts.jsonl   when, where and with what it was started
   checkpoints/  fairseq's checkpoints, and averaged.pt   generate/      hypotheses and scores
 """

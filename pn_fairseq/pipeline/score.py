@@ -8,7 +8,7 @@ from pathlib import Path
 from tabulate import tabulate
 
 from pn_fairseq.common.command import ArgumentParser, UserError, whole
-from pn_fairseq.common.files import short_names
+from pn_fairseq.common.files import read_lines, short_names
 from pn_fairseq.pipeline import RUN_HELP
 from pn_fairseq.pipeline.bootstrap import RESAMPLES, Comparison, compare_folders, p_text
 from pn_fairseq.pipeline.metrics import METRICS, Scoring
@@ -16,7 +16,6 @@ from pn_fairseq.pipeline.scoring import (
     Text,
     is_scored,
     low_bleu,
-    read_lines,
     read_scores,
     score_lines,
     score_run,

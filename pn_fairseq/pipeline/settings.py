@@ -8,6 +8,7 @@ written. Every rank composes them for itself.
 import argparse
 import dataclasses
 import difflib
+import os
 import re
 import warnings
 from collections.abc import Mapping, Sequence
@@ -26,7 +27,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 import pn_fairseq.models  # noqa: F401 (registers the architectures)
-from pn_fairseq.common.command import UserError, did_you_mean, whole_number
+from pn_fairseq.common.command import UserError, did_you_mean, say, whole_number
 from pn_fairseq.common.files import configs_folder
 from pn_fairseq.fairseq_patches.convert_norms import SETTINGS
 from pn_fairseq.pipeline.runs import load_config
@@ -35,6 +36,8 @@ from pn_fairseq.pipeline.runs import load_config
 OWN = ("tokens_per_update", "average_last")
 #: The sections of fairseq's settings.
 SECTIONS = {name: field.type for name, field in FairseqConfig.__dataclass_fields__.items() if name != "_name"}
+#: Sections whose component is often exchanged for another with other settings.
+EXCHANGED = ("criterion", "lr_scheduler", "optimizer")
 #: These follow from the number of ranks.
 DERIVED = ("world_size", "rank", "num_procs", "init_method", "port", "no_spawn")
 
@@ -82,7 +85,7 @@ def compose(config: Path, overrides: Sequence[str], world_size: int, on_cpu: boo
     given = dict(override.lstrip("+").partition("=")[::2] for override in overrides)
     for name, value in given.items():
         if name.removeprefix("distributed_training.distributed_") in DERIVED:
-            raise UserError(f"{name} cannot be set here; it follows from NPROC or torchrun (see --help)")
+            raise UserError(f"{name} cannot be set here; it follows from --ranks or torchrun (see --help)")
         if name in SECTIONS:
             raise UserError(f"'{name}' is a section of the settings, did you mean '{name}._name={value}'?")
     try:
@@ -123,6 +126,7 @@ def _read(config: Path, overrides: Sequence[str]) -> DictConfig:
         cfg = hydra_compose(config.stem, [*forced, f"hydra.searchpath=['file://{configs_folder()}']"])
     if "_name" not in (cfg.get("model") or {}) or "_name" not in (cfg.get("task") or {}):
         raise UserError(f"{config} has no model._name or no task._name: it is not a configuration of a training")
+    _drop(cfg, overrides)
     check_keys(cfg)
     for key in ("optimization.lr", "optimization.update_freq"):  # fairseq declares lists; a number is a list of one
         if not OmegaConf.is_list(value := OmegaConf.select(cfg, key)) and value is not None:
@@ -136,6 +140,20 @@ def _read(config: Path, overrides: Sequence[str]) -> DictConfig:
     with open_dict(cfg.model):
         cfg.model.update(of_patch)
     return cfg
+
+
+def _drop(cfg: DictConfig, overrides: Sequence[str]) -> None:
+    """Remove from a section whose ``_name`` is overridden the file's settings that its new component does not have."""
+    given = {override.lstrip("+~").partition("=")[0] for override in overrides}
+    for section in EXCHANGED:
+        if f"{section}._name" not in given:
+            continue
+        old = {key for key in cfg[section] if f"{section}.{key}" not in given} - known_keys(section, cfg)
+        with open_dict(cfg):
+            for key in old:
+                del cfg[section][key]
+        if old and "PN_FAIRSEQ_RANK" not in os.environ and os.environ.get("RANK", "0") == "0":
+            say("train", f"note: {section}._name={cfg[section]._name} has no {', '.join(sorted(old))}; dropped")
 
 
 def _one_line(error: Exception) -> str:
@@ -162,12 +180,18 @@ def check_keys(cfg: DictConfig) -> None:
 
 
 def _advice(name: str, cfg: DictConfig) -> str:
-    """Advice on an unknown setting or section: the most similar one, in its own section if that has it."""
+    """Advice on an unknown setting or section: the most similar one of its section, or a very similar one of another;
+    or which component has it, as another learning-rate schedule."""
     own_section, _, key = name.rpartition(".")
+    if own_section in EXCHANGED:
+        components = components_of(own_section)
+        if owners := [owner for owner in components if key in keys_of(own_section, components[owner])]:
+            return f": {own_section}._name={cfg[own_section]._name} has no such setting, {owners[0]} has one"
     names = {own: own for own in (*OWN, *SECTIONS)}
     for section in sorted(SECTIONS, key=lambda section: section != own_section):
         names = {known: f"{section}.{known}" for known in known_keys(section, cfg) - {"_name"}} | names
-    similar = difflib.get_close_matches(key, names, n=1)
+    of_section = known_keys(own_section, cfg) - {"_name"} if own_section else names
+    similar = difflib.get_close_matches(key, of_section, n=1) or difflib.get_close_matches(key, names, n=1, cutoff=0.9)
     return f", did you mean '{names[similar[0]]}'?" if similar else ""
 
 
@@ -178,14 +202,26 @@ def known_keys(section: str, cfg: DictConfig) -> set[str]:
     name = node.get("_name") if OmegaConf.is_dict(node := cfg.get(section)) else node
     if name is None:
         return {"_name", "average_last"} if section == "scoring" else {"_name"}
-    registries = {"model": ARCH_MODEL_REGISTRY, "task": TASK_REGISTRY}
-    components = registries[section] if section in registries else REGISTRIES[section]["registry"]
+    components = components_of(section)
     if name not in components:
         ours = [known for known, component in components.items() if component.__module__.startswith("pn_fairseq.")]
         similar = did_you_mean(str(name), components) or f"; there are {', '.join(sorted(ours or components))}"
         raise UserError(f"unknown {section}._name={name}{similar}")
-    declared = getattr(components[name], "__dataclass", None)
-    keys = {"_name", *(action.dest for action in flags(section, components[name]))}
+    return keys_of(section, components[name])
+
+
+def components_of(section: str) -> Mapping[str, type]:
+    """The components that a section can choose, by name; none if it has settings of its own."""
+    if dataclasses.is_dataclass(SECTIONS[section]):
+        return {}
+    registries = {"model": ARCH_MODEL_REGISTRY, "task": TASK_REGISTRY}
+    return registries[section] if section in registries else REGISTRIES[section]["registry"]
+
+
+def keys_of(section: str, component: type) -> set[str]:
+    """The settings of a component."""
+    declared = getattr(component, "__dataclass", None)
+    keys = {"_name", *(action.dest for action in flags(section, component))}
     return keys | ({field.name for field in dataclasses.fields(declared)} if declared else set())
 
 

@@ -16,12 +16,13 @@ import time
 from datetime import UTC, datetime
 from pathlib import Path
 
-from pn_fairseq.common.command import ArgumentParser, UserError, did_you_mean, say
+from pn_fairseq.common.command import ArgumentParser, UserError, did_you_mean, say, whole
 from pn_fairseq.common.errors import NotFiniteError, error_chain
-from pn_fairseq.common.files import PACKAGE, atomic_write, configs_folder, known_configs
+from pn_fairseq.common.files import PACKAGE, atomic_write, configs_folder, known_configs, write_settings
 from pn_fairseq.common.machine import describe, own_cores
+from pn_fairseq.pipeline import stamp
 from pn_fairseq.pipeline.launch import RESUME, RankLayout, TrainingFailed, find_layout, torchrun
-from pn_fairseq.pipeline.runs import Run
+from pn_fairseq.pipeline.runs import Run, flat, load_config
 
 EPILOG = """\
 settings (key=value, in hydra's syntax):
@@ -31,14 +32,14 @@ settings (key=value, in hydra's syntax):
 One rank per visible GPU, or one on the CPU. fairseq's log is in DIR/train.log. A run that was interrupted resumes from
 its last checkpoint when the same command is given again, on any number of ranks. The new command may have other limits
 (optimization.max_update, ...) and other settings of decoding, saving, validation and logging. A finished run continues
-only if a limit is raised: averaging and decoding have options of their own.
+only if a limit is raised; pn average and pn generate then use the new settings of decoding.
 
 An update takes tokens_per_update tokens on any number of ranks: dataset.max_tokens is the most that one rank takes at
 once, and optimization.update_freq is computed from both. If you set optimization.update_freq, give its value for one
 rank.
 
-NPROC=N sets the number of ranks: at most as many as there are visible GPUs, or N on the CPU. If one rank fails all are
-stopped, and the exit code is not 0. Several machines, also under SLURM, need torchrun: docs/several_gpus.md.
+If one rank fails all are stopped, and the exit code is not 0. Several machines, also under SLURM, need torchrun:
+docs/several_gpus.md.
 """
 
 #: The checkpoint that a training resumes from.
@@ -59,12 +60,14 @@ def find_config(name: str) -> Path:
 
 
 def main(argv: list[str]) -> int:
-    parser = ArgumentParser(prog="pn train", epilog=EPILOG)
+    parser = ArgumentParser(prog="pn train", epilog=EPILOG, replaced={"NPROC": "--ranks N"})
     names = ", ".join(known_configs())
     parser.add_argument("config", metavar="CONFIG", help=f"a name in configs/ ({names}) or the path of a YAML file")
     parser.add_argument("settings", nargs="*", default=[], metavar="key=value", help="what differs from the file")
     parser.add_argument("--data", type=Path, metavar="DIR", help="prepared data (default runs/data/CONFIG)")
     parser.add_argument("--run", type=Path, metavar="DIR", help="checkpoints and logs (default runs/CONFIG)")
+    ranks = "how many ranks: at most as many as there are visible GPUs, or N on the CPU (default: one per GPU, or one)"
+    parser.add_argument("--ranks", type=whole, metavar="N", help=ranks)
     check = "check the settings, also against the settings of an existing --run, and stop; needs no data"
     parser.add_argument("--check", action="store_true", help=check)
     args = parser.parse_intermixed_args(argv)
@@ -85,7 +88,7 @@ def main(argv: list[str]) -> int:
     import torch
 
     on_cpu = any(re.fullmatch(r"\+*common\.cpu=true", setting, re.I) for setting in args.settings)
-    layout = find_layout(os.environ, 0 if on_cpu else torch.cuda.device_count())
+    layout = find_layout(os.environ, 0 if on_cpu else torch.cuda.device_count(), args.ranks)
     try:
         return _main(args, argv, layout, config, data, run)
     except UserError:
@@ -140,9 +143,10 @@ def _main(args, argv: list[str], layout: RankLayout, config: Path, data: Path, r
         checks.check_weights(model, weights, cfg)
     if last.exists() and (run / "config.yaml").exists():
         checks.check_same_run(cfg, data, run)
-        if is_finished(cfg, checks.check_weights(model, last, cfg), run):
+        updates = checks.check_weights(model, last, cfg)["optimizer_history"][-1]["num_updates"]
+        if is_finished(cfg, updates, run, data):
             if not layout.rank:
-                say("train", f"{run} is already trained; nothing to do")
+                say("train", f"{run} is already trained; {take_settings_of_decoding(cfg, run)}")
             return 0
     if layout.rank is None and layout.world_size > 1:
         if not layout.gpu:
@@ -155,16 +159,39 @@ def _main(args, argv: list[str], layout: RankLayout, config: Path, data: Path, r
     return 0
 
 
-def is_finished(cfg, state: dict, run: Path) -> bool:
-    """Whether the run has reached its last update, or an end that fairseq announced for the same limits."""
+def goal(cfg, data: Path) -> dict[str, str]:
+    """The stamp of a finished run: its limits and its data. config.yaml has the settings that may not change."""
     from omegaconf import OmegaConf
 
-    updates = state["optimizer_history"][-1]["num_updates"]
+    limits = {key: OmegaConf.select(cfg, key) for key in LIMITS}
+    return stamp.made_from(limits, {"data": [data / "settings.txt"]})
+
+
+def is_finished(cfg, updates: int, run: Path, data: Path) -> bool:
+    """Whether the run has reached its last update, or has ended with the same limits."""
     if cfg.optimization.max_update and updates >= cfg.optimization.max_update:
         return True
-    before = Run(run)
-    same = all(before.get(key) == OmegaConf.select(cfg, key) for key in LIMITS)
-    return same and before.log is not None and before.log.ended
+    if (run / "made.txt").is_file():
+        return not stamp.differences(run / "made.txt", goal(cfg, data))
+    before = Run(run)  # which an earlier version may have trained
+    return before.log is not None and before.log.ended and goal(before.config, data) == goal(cfg, data)
+
+
+def take_settings_of_decoding(cfg, run: Path) -> str:
+    """Write the settings that ``pn average`` and ``pn generate`` read into a finished run's config.yaml; say which."""
+    from omegaconf import OmegaConf
+
+    config = load_config(run / "config.yaml")
+    before, now = (flat(OmegaConf.to_container(settings)) for settings in (config, cfg))
+    keys = [key for key in now if key.startswith("generation.") or key == "average_last"]
+    changed = {key: now[key] for key in keys if before.get(key) != now[key]}
+    if not changed:
+        return "nothing to do"
+    for key, value in changed.items():
+        OmegaConf.update(config, key, value, force_add=True)
+    with atomic_write(run / "config.yaml", "w") as file:
+        file.write(OmegaConf.to_yaml(config))
+    return f"now with {', '.join(f'{key}={value}' for key, value in changed.items())}"
 
 
 def lock(run: Path) -> None:
@@ -185,6 +212,7 @@ def begin(cfg, batches, layout: RankLayout, data: Path, run: Path, argv: list[st
 
     run.mkdir(parents=True, exist_ok=True)
     lock(run)
+    (run / "made.txt").unlink(missing_ok=True)
     files = {"config.yaml": OmegaConf.to_yaml(cfg).encode(), "data": f"{data}\n".encode()}
     files["data.settings"] = (data / "settings.txt").read_bytes()
     for name, content in files.items():
@@ -219,7 +247,7 @@ def train(cfg, layout: RankLayout, data: Path, run: Path) -> None:
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
         # A rank in a collective call waits for the others for ever: it must not outlive torchrun, however that ends.
         torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGKILL)
-    settings = OmegaConf.to_yaml(cfg), (data / "settings.txt").read_bytes()
+    settings, wanted = (OmegaConf.to_yaml(cfg), (data / "settings.txt").read_bytes()), goal(cfg, data)
     cfg.common.log_file = None  # the handler below has all of fairseq's log, not only the log of fairseq_cli.train
     # fairseq reads torchrun's variables itself, but divides the local rank by the number of GPUs.
     cfg.distributed_training.distributed_rank = rank
@@ -238,6 +266,8 @@ def train(cfg, layout: RankLayout, data: Path, run: Path) -> None:
     with logging_to(run / "train.log", cfg.optimization.max_update, rank) as logger:
         try:
             call_main(cfg, checked_main)
+            if not rank:
+                write_settings(run / "made.txt", wanted)
         except UserError:
             raise
         except Exception as error:

@@ -49,7 +49,6 @@ class TrainingLog:
     valid: dict[int, float] = field(default_factory=dict)  # update -> validation loss without label smoothing
     starts: list[Start] = field(default_factory=list)  # in order
     tokens_per_second: dict[int, float] = field(default_factory=dict)  # update -> fairseq's wps
-    diagnostics: dict[str, dict[int, float]] = field(default_factory=dict)  # name (norm_...) -> update -> value
     parameters: int | None = None  # of the model; None if the log does not say
     unreadable: int = 0  # lines that look like a record but are cut off or hold no numbers
     faults: int = 0  # lines in which fairseq reports a NaN or an infinity
@@ -104,10 +103,6 @@ class TrainingLog:
         if speed > 0:
             self.tokens_per_second[update] = speed
             start.interval_seconds += tokens / speed
-        for name, value in record.items():
-            # Between two reports of the norms fairseq repeats their names without a value.
-            if name.startswith("norm_") and value not in (None, "None"):
-                self.diagnostics.setdefault(name, {})[update] = float(value)
 
 
 def read_log(path: str | Path) -> TrainingLog:

@@ -4,19 +4,19 @@ import sys
 import tempfile
 from pathlib import Path
 
-from pn_fairseq.common.command import ArgumentParser, UserError
-from pn_fairseq.common.files import write_lines
+from pn_fairseq.common.command import ArgumentParser, UserError, say
+from pn_fairseq.common.files import read_lines, write_lines
+from pn_fairseq.pipeline.data.tokens import detokenize
 from pn_fairseq.pipeline.generate import Decoding, add_decoding_options, hypotheses
 from pn_fairseq.pipeline.runs import Run, open_run
-from pn_fairseq.pipeline.scoring import detokenize, read_lines
 
 
-def to_subwords(run: Run, lines: list[str]) -> list[str]:
-    """``lines`` in the form of the model's training data."""
+def to_subwords(run: Run, lines: list[str], moses: Path | None) -> list[str]:
+    """``lines`` in the form of the model's training data; ``moses``: a checkout of mosesdecoder, if that was used."""
     from pn_fairseq.pipeline.data import settings, subwords, tokens
 
     how = settings.DEFAULTS | run.settings()
-    tokenize = tokens.tokenizer(how, how["source"], "test" in how["straighten"].split())
+    tokenize = tokens.tokenizer(how, how["source"], "test" in how["straighten"].split(), moses)
     segment = subwords.segmenter(how["segmentation"], run.data / "bpe" / subwords.MODELS[how["segmentation"]])
     tokenized = tokenize("".join(f"{line}\n" for line in lines).encode("utf-8")).decode("utf-8")
     return [segment(line).strip() for line in tokenized.split("\n")[:-1]]
@@ -24,8 +24,10 @@ def to_subwords(run: Run, lines: list[str]) -> list[str]:
 
 def main(argv: list[str] | None = None) -> int:
     about = "Translate UTF-8 text, one sentence a line. The output has as many lines; an empty line stays empty."
-    parser = ArgumentParser(prog="pn translate", description=about)
+    parser = ArgumentParser(prog="pn translate", description=about, replaced={"MOSES": "--moses DIR"})
     add_decoding_options(parser)
+    moses = "a checkout of mosesdecoder, if the data was prepared with pn prepare --moses"
+    parser.add_argument("--moses", type=Path, metavar="DIR", help=moses)
     parser.add_argument("--input", type=Path, metavar="FILE", help="text to translate (default: standard input)")
     parser.add_argument("--output", type=Path, metavar="FILE", help="default: standard output")
     args = parser.parse_args(argv)
@@ -34,16 +36,25 @@ def main(argv: list[str] | None = None) -> int:
         raise UserError(f"{run.bin}/../settings.txt does not exist: how its text was tokenized is not known")
     decoding = Decoding(args, run)
     text = [line.removeprefix("\ufeff").removesuffix("\r") for line in read_lines(args.input)]
-    lines = to_subwords(run, text) if text else []
-    sentences = [line for line in lines if line]
+    lines = to_subwords(run, text, args.moses) if text else []
+    for number, reason in (too_long := decoding.too_long(lines)).items():
+        say("translate", f"warning: line {number} is not translated: it has {reason}")
+        lines[number - 1] = ""
+    sentences = {number: line for number, line in enumerate(lines, 1) if line}
+    if too_long and not sentences:
+        raise UserError("no line of the input can be translated: all are too long")
     with tempfile.TemporaryDirectory() as name:
         source = Path(name) / "source"
-        write_lines(source, sentences)
+        write_lines(source, sentences.values())
         words = ["fairseq_cli.interactive", str(run.bin), "--input", str(source), *decoding.options]
         words += ["--buffer-size", str(max(len(sentences), args.batch_size))]
         log = decoding.run("translate", [words], len(sentences), Path(f"{name}.err")) if sentences else []
     best = iter(hypotheses(log, len(sentences)))
     tokens = [next(best)[0][1] if line else "" for line in lines]
+    lengths = {number: len(line.split()) + 1 for number, line in enumerate(sentences.values())}
+    for number in decoding.at_limit(log, lengths):
+        long = f"as long as --max-len-b {decoding.search['max_len_b']} allows"
+        say("translate", f"warning: the translation of line {[*sentences][number]} is {long}: it may be cut off")
     plain = detokenize(tokens, decoding.data["target"])
     if args.output:
         write_lines(args.output, plain)

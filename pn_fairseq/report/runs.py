@@ -217,6 +217,7 @@ class Run(runs.Run):
             lacking = "" if any(self.checkpoints.glob("*.pt")) else ", and there is no checkpoint"
             self.problems.append(f"not decoded: there is no {file}{lacking}")
             return None
+        # "averaged=epoch 3 ...", and in earlier versions "epoch 3 ..."
         averaged = (_text(recorded(self.checkpoints, "averaged.pt.made")) or "").split()
         wanted = self.get("average_last")
         if len(averaged) > 1 and wanted and averaged[1].isdecimal() and int(averaged[1]) < wanted:
@@ -226,7 +227,7 @@ class Run(runs.Run):
         try:
             scores = read_scores(self.result)
             if not is_scored(self.path, self.subset):
-                raise UserError("scores.json is older than hyp.tok (pn score writes it again)")
+                raise UserError("scores.json belongs to other hypotheses (pn score writes it again)")
         except UserError as error:
             self.problems.append(f"not scored: {error}")
             return None

@@ -2,10 +2,9 @@
 
 import importlib.util
 import os
-import signal
 from pathlib import Path
 
-from pn_fairseq.common.command import ArgumentParser, Interrupted, UserError, run
+from pn_fairseq.common.command import ArgumentParser, UserError, run
 
 
 class _Chosen:
@@ -61,20 +60,13 @@ def _main(argv: list[str] | None) -> int:
     for name in names:
         find_norm(name)
 
-    signals = []
-
-    def interrupt(number, _):
-        signals.append(number)
-        raise KeyboardInterrupt  # the exception that pytest stops at
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, interrupt)
     folder = Path(__file__).parent
     # No configuration of the folder that this is called in: the suite is the same everywhere.
     options = ["-q", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", folder, *for_pytest]
-    code = pytest.main([str(each) for each in (*options, folder / "test_norms.py")], plugins=[_Chosen(names, modules)])
-    if signals:
-        raise Interrupted(signals[0])
+    words = [str(option) for option in (*options, folder / "test_norms.py")]
+    code = pytest.main(words, plugins=[_Chosen(names, modules)])
+    if code == pytest.ExitCode.INTERRUPTED:
+        raise KeyboardInterrupt
     return int(code)
 
 

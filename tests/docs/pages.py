@@ -10,7 +10,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 
 #: A word that begins a command of this project or of fairseq in inline code.
 TOOL = re.compile(
-    r"((scripts/)?[a-z0-9_]+\.sh|pn-[\w-]+|fairseq-(train|generate|hydra-train)|make|"
+    r"((scripts/)?[a-z0-9_]+\.sh|pn(?= [a-z])|fairseq-(train|generate|hydra-train)|make|"
     r"python -m (pn_fairseq|benchmarks\.\w+))(?![\w-])(?!.*(\.\.\.|[*]))"
 )
 ASSIGNMENT = re.compile(r"[A-Z_]+=")

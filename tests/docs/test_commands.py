@@ -8,6 +8,7 @@ from functools import cache
 import pytest
 
 from pn_fairseq.__main__ import VERBS
+from pn_fairseq.pipeline.data.recipes import RECIPES
 from pn_fairseq.pipeline.reproduce import CORPORA
 
 from ..scripts_helpers import in_process, run, words_of
@@ -23,7 +24,7 @@ OTHER_OPTIONS |= {"--no-isolation"}  # of build
 #: Variables that programs read and no help text names.
 VARIABLES = {"CUDA_VISIBLE_DEVICES", "WANDB_MODE"}
 #: pn reproduce trains with these configurations.
-CONFIGS = {"demo": "verses_es_en"} | {f"reproduce_{name}": corpus.config for name, corpus in CORPORA.items()}
+CONFIGS = {"demo": "verses_es_en"} | {name: corpus.config for name, corpus in CORPORA.items()}
 
 by_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
@@ -96,11 +97,10 @@ def ours(command: Command) -> tuple[str, list[str]] | None:
         return None
     if words[:3] == ["python", "-m", "pn_fairseq"]:
         words = ["pn", *words[3:]]
-    if words[0] == "scripts/reproduce.sh":
-        words = ["pn", "reproduce", *words[1:]]
     if words[0] == "pn":
         verb = 1 + (len(words) > 1 and not words[1].startswith("-"))
-        verb += words[1:2] == ["reproduce"] and len(words) > 2
+        verb += words[1:2] in (["prepare"], ["reproduce"]) and len(words) > 2 and words[2] != "NAME"
+        verb += words[1:3] == ["reproduce", "--study"]
         return " ".join(words[:verb]), words[verb:]
     if words[:2] == ["python", "-m"]:
         return " ".join(words[:3]), words[3:]
@@ -137,6 +137,8 @@ def test_commands_exist_and_have_these_options(page):
 def test_options_in_sentences_exist():
     """`--keep-case` in a sentence is an option of some command."""
     tools = [f"pn {verb}" for verb in VERBS] + [f"scripts/{path.name}" for path in (ROOT / "scripts").glob("*.sh")]
+    tools += [f"pn prepare {name}" for name in RECIPES] + [f"pn reproduce {name}" for name in CORPORA]
+    tools += ["pn reproduce --study compare_norms"]
     tools += [f"python -m benchmarks.{name}" for name in ("norms", "training", "decoding")]
     text = " ".join(map(help_of, [*tools, "fairseq-train", "fairseq-generate", "pn"]))
     pages = {option: page.name for page in PAGES for option in inline_options(page)}
@@ -148,11 +150,11 @@ def trainings() -> dict[str, dict[str, set[str]]]:
     found: dict[str, dict[str, set[str]]] = {}
     for command in [command for page in PAGES for command in block_commands(page)]:
         tool, words = ours(command) or ("", [])
-        name = re.fullmatch(r"scripts/(train|demo|reproduce_\w+)\.sh", tool)
+        name = re.fullmatch(r"pn (?:train|reproduce (?!batch_size)(\w+))", tool)
         if name and "$" not in command.text:
-            settings = found.setdefault(CONFIGS.get(name[1]) or words[0], {})
+            settings = found.setdefault(CONFIGS.get(name[1], name[1]) if name[1] else words[0], {})
             for key, equals, value in [word.partition("=") for word in words]:
-                if equals and not key.startswith("-"):
+                if equals and re.fullmatch(r"\+*\w+(\.\w+)+", key):
                     settings.setdefault(key, set()).add(value)
     return found
 

@@ -12,37 +12,37 @@ import pytest
 
 from pn_fairseq.__main__ import call
 
-from ..scripts_helpers import cut_corpus, run, script
+from ..scripts_helpers import cut_corpus, run
 from .pages import ASSIGNMENT, PAGES, ROOT, USER_DIR, Command, block_commands
 from .test_commands import ours
 
 #: Commands that are not run here -> the reason.
 NOT_RUN = {
     r"make .*|\. .*|export .*|pn (info|check)": "the environment: other tests",
-    r"scripts/demo\.sh .*|scripts/score\.sh --compare runs/demo-ln .*": "tests/scripts/test_demo.py",
-    r".*scripts/sweep_batch_size\.sh.*": "tests/scripts/test_experiments.py",
-    r"NPROC=2 .*|fairseq-hydra-train .*": "several ranks and sweeps: tests/pipeline/test_ranks.py",
+    r"pn reproduce demo .*|pn score --compare runs/demo-ln .*": "tests/scripts/test_demo.py",
+    r"pn reproduce batch_size.*": "tests/scripts/test_experiments.py",
+    r"pn train .* --ranks 2|fairseq-hydra-train .*": "several ranks and sweeps: tests/pipeline/test_ranks.py",
     r"pn import-release .*|fairseq-generate .* --path imported\.pt .*": "tests/pipeline/test_import_release.py",
-    r"scripts/prepare_verses_lm\.sh": "tests/pipeline/data/test_prepare_corpora.py; its data is cut here",
+    r"pn prepare verses_lm": "tests/pipeline/data/test_prepare_corpora.py; its data is cut here",
     r"pn (report|figures) .*": "the tests of the report",
     r"echo .*": "the input of the command after it",
 }
 #: Text of a command -> what replaces it, so that a training takes seconds.
 SMALL = {
     r"optimization\.max_update=\d+": "",
-    r"((?:train|reproduce)\.sh verses_\w+_en (?!--check))": r"\1optimization.max_update=6 "
+    r"(pn (?:train|reproduce) verses_\w+_en (?!--check))": r"\1optimization.max_update=6 "
     "dataset.validate_interval_updates=3 checkpoint.save_interval_updates=3 dataset.max_tokens=400 "
     "tokens_per_update=400 lr_scheduler.warmup_updates=2 ",
     r"checkpoint\.save_interval_updates=(?!3 )\d+": "",
     r"(verses_lm_en --run.*)": r"\1 task.tokens_per_sample=16",
     r"dataset\.validate_interval_updates=(?!3 )\d+": "",
-    r'SEEDS="1 2 3"': "SEEDS=1",
+    r"--seeds 1,2,3": "--seeds 1",
     r"--bpe 8000": "--bpe 300",
     r"_iwslt ": "_tiny ",
     r"--max-update 100000": "--max-epoch 2 --cpu",
     r"(pn average --inputs checkpoints --last) 5": r"\1 2",
     r"--batches 100": "--batches 2",
-    r"(scripts/(generate|translate)\.sh)": r"\1 --max-len-b 10",
+    r"(pn (generate|translate)\b)": r"\1 --max-len-b 10",
     r"(fairseq-generate)": r"\1 --max-len-b 10 --cpu",
 }
 PLAIN = ROOT / "docs/plain_fairseq.md"
@@ -85,13 +85,7 @@ def test_every_command_is_accepted_by_its_parser(command, monkeypatch, capsys):
     """Values and positions of arguments, too, and not only the names of options."""
     tool, words = ours(command) or ("", [])
     words = [word.replace(f"$({USER_DIR})", str(ROOT / "pn_fairseq")) for word in words]
-    if tool.endswith(".sh"):
-        script = (ROOT / "scripts" / tool.removeprefix("scripts/")).read_text("utf-8")
-        verb = re.search(r'/pn" (.+) "\$@"$', script, re.M)
-        if not verb or "$SETTINGS" in words:
-            return  # a script of bash: test_commands.py
-        tool = f"pn {verb[1]}"
-    if tool.startswith("pn "):
+    if tool.startswith("pn ") and "$SETTINGS" not in words:
         with only_parsing(monkeypatch), pytest.raises(Parsed):
             code = call([*tool.split()[1:], *words])
             pytest.fail(f"exit code {code}: {capsys.readouterr().err}")
@@ -121,7 +115,7 @@ def place(data, tmp_path_factory):
         shutil.copy(path, place / "my-text" / path.name.replace(".es", ".fr"))
         path.rename(path.with_name(path.name.replace(".es", ".de")))
     flags = ("--source", "de", "--target", "en", "--dest", place / "de-en", "--bpe", "300")
-    run("bash", ROOT / "scripts/prepare_text.sh", "--corpus", cut, *flags)
+    run("pn", "prepare", "text", "--corpus", cut, *flags)
     for folder in ("data-bin", "runs/data", "text"):
         (place / folder).mkdir(parents=True)
     (place / "data-bin/iwslt14.de-en").symlink_to(place / "de-en/bin")
@@ -129,14 +123,14 @@ def place(data, tmp_path_factory):
     for split in ("train", "valid", "test"):
         shutil.copy(cut / f"{split}.en", place / f"text/{split}.txt")
     flags = ("--dest", place / "runs/data/verses_lm_en", "--workers", 1)
-    run("bash", ROOT / "scripts/prepare_text_lm.sh", "--corpus", place / "text", *flags)
+    run("pn", "prepare", "text_lm", "--corpus", place / "text", *flags)
     for name in ("a.txt", "b.txt", "ref.txt", "hyp.txt"):
         shutil.copy(cut / "test.en", place / name)
     for command in (
-        "train.sh verses_es_en --run runs/demo model._name=transformer_pn_tiny",
-        "average.sh --run runs/demo",
+        "pn train verses_es_en --run runs/demo model._name=transformer_pn_tiny",
+        "pn average --run runs/demo",
     ):
-        execute(f"scripts/{command}", place)
+        execute(command, place)
     commands = {command.words[0]: command.text for command in block_commands(PLAIN) if command.words}
     execute(commands["fairseq-train"], place)
     execute("pn average --inputs checkpoints --last 2 --output checkpoints/averaged.pt", place)
@@ -156,8 +150,6 @@ def execute(command: str, place):
         name, _, variables[name] = words.pop(0).partition("=")
     if words[:2] == ["python", "-m"]:
         words[:1] = ["warm-python"]
-    if words[0].startswith("scripts/"):
-        return script(words[0].removeprefix("scripts/"), *words[1:], cwd=place, **variables)
     return run(*words, cwd=place, **variables)
 
 
@@ -168,6 +160,6 @@ def test_the_commands_of_a_page_run(page, place):
     commands = [command for command in all_commands() if command.page == page and not reason(command)]
     for command in commands:
         text = command.text
-        if "translate.sh" in text:
+        if "pn translate" in text:
             text = f'echo "Y dijo Dios: Sea la luz." | {text}'
         execute(text, place)

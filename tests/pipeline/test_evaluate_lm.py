@@ -52,7 +52,7 @@ def work(tmp_path_factory):
     (folder / "text").mkdir()
     for seed, (split, lines) in enumerate({"train": 80, "valid": 9, "test": 21}.items()):
         (folder / f"text/{split}.txt").write_text(text(lines, seed))
-    script("prepare_text_lm.sh", "--corpus", folder / "text", "--dest", folder / "data", "--workers", 1)
+    run("pn", "prepare", "text_lm", "--corpus", folder / "text", "--dest", folder / "data", "--workers", 1)
     for name, (arch, *settings) in MODELS.items():
         flags = ("--data", folder / "data", "--run", folder / name, f"model._name={arch}", *SMALL, *settings)
         call("train", "verses_lm_en", *flags)
@@ -69,10 +69,10 @@ def call(name, *arguments, code=0):
 
 
 def refused(capsys, name, *arguments) -> str:
-    """The one line of an error."""
+    """The one line of an error, after lines of progress."""
     capsys.readouterr()
     call(name, *arguments, code=2)
-    (line,) = capsys.readouterr().err.splitlines()
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("[")]
     return line
 
 
@@ -180,7 +180,7 @@ def test_two_ranks_learn_and_record_what_one_does(work, tmp_path, arch):
         flags = ("--data", work / "data", "--run", tmp_path / f"{ranks}", *settings)
         batches = ("tokens_per_update=64", f"dataset.max_tokens={64 // ranks}")
         probe = (f"model.norm_probe={tmp_path}/probe{ranks}", "model.norm_probe_interval=1")
-        script("train.sh", "verses_lm_en", *flags, *batches, *probe, NPROC=f"{ranks}", CUDA_VISIBLE_DEVICES="")
+        script("train.sh", "verses_lm_en", *flags, *batches, *probe, "--ranks", ranks, CUDA_VISIBLE_DEVICES="")
         logs.append(read_log(tmp_path / f"{ranks}/train.log"))
         probes.append(read_probe(tmp_path / f"probe{ranks}"))
     one, two = logs
@@ -250,7 +250,7 @@ def test_mistakes_get_one_line(work, tmp_path, capsys):
 def test_a_sentence_that_is_longer_than_the_blocks_is_refused(work, tmp_path, capsys):
     shutil.copytree(work / "text", tmp_path / "text")
     (tmp_path / "text/test.txt").write_text("the king\n" + "go up " * 5 + "\n")
-    script("prepare_text_lm.sh", "--corpus", tmp_path / "text", "--dest", tmp_path / "data", "--workers", 1)
+    run("pn", "prepare", "text_lm", "--corpus", tmp_path / "text", "--dest", tmp_path / "data", "--workers", 1)
     shutil.copytree(work / "adaptive", tmp_path / "run")
     (tmp_path / "run/data").write_text(f"{tmp_path / 'data'}\n")
     (tmp_path / "run/data.settings").unlink()

@@ -50,6 +50,7 @@ for number in reversed(range(37)):
             named = 5 if mode == "twice" and number == 6 else number
             print(f"H-{named}\\t-{which}.5\\ttranslation {number}" + "+" * which)
             print(f"D-{number}\\t-0.5\\tnone of ours")
+            print(f"P-{number}\\t" + " ".join(["-0.1"] * (21 if number in (3, 30) else 20)))
 """
 
 
@@ -110,8 +111,8 @@ def refused(capsys, code: int, *needles: str) -> None:
 def test_the_result_does_not_depend_on_the_number_of_processes(untrained, data, tmp_path):
     outputs = [tmp_path / f"by {count}" for count in (1, 2)]
     for count, output in enumerate(outputs, start=1):
-        words = ("--run", untrained, "--batch-size", 8, "--output", f"{output}/")
-        messages = run("pn", "generate", *words, CUDA_VISIBLE_DEVICES="", NPROC=str(count)).stderr
+        words = ("--run", untrained, "--batch-size", 8, "--output", f"{output}/", "--ranks", count)
+        messages = run("pn", "generate", *words, CUDA_VISIBLE_DEVICES="").stderr
         assert f"processes on the CPU: {count}" in messages and f"{SENTENCES} hypotheses" in messages
         assert {path.name for path in output.iterdir()} == {"hyp.tok", "ref.tok", "src.tok", "generate.log", "made.txt"}
         # Each process translated a part.
@@ -166,7 +167,7 @@ def test_the_file_of_a_norm_that_was_moved(data, tmp_path):
 def test_sentencepiece_is_taken_apart_and_glued(tmp_path):
     """The sources and references that fairseq prints are the tokens again."""
     data = tmp_path / "data"
-    prepare(cut_corpus(tmp_path / "corpus"), data, BPE="sentencepiece")
+    prepare(cut_corpus(tmp_path / "corpus"), data, "--segmentation", "sentencepiece")
     assert "segmentation=sentencepiece" in (data / "settings.txt").read_text()
     run_dir = tmp_path / "run"
     untrained_checkpoint(data, run_dir / "checkpoints/averaged.pt")
@@ -187,10 +188,12 @@ def place(tmp_path, monkeypatch) -> Path:
     data = tmp_path / "data"
     for part in ("bin", "tok"):
         (data / part).mkdir(parents=True)
+    lengths = b"".join(length.to_bytes(4, "little") for length in range(2, SENTENCES + 2))
+    index = MAGIC + b"\x04" + SENTENCES.to_bytes(8, "little") + lengths
     for language in ("es", "en"):
         (data / f"tok/test.{language}").write_text("".join(f"{language} {i}\n" for i in range(SENTENCES)))
         (data / f"bin/test.es-en.{language}.bin").write_text(language)
-        (data / f"bin/test.es-en.{language}.idx").write_bytes(MAGIC + b"\x04" + SENTENCES.to_bytes(8, "little"))
+        (data / f"bin/test.es-en.{language}.idx").write_bytes(index)
     (data / "settings.txt").write_text(f"source=es\ntarget=en\nlower=1\n{'0' * 64}  test.en\n")
     torch.save({"model": {"w": torch.ones(1)}}, make_run(tmp_path / "run", data) / "checkpoints/averaged.pt")
     package = tmp_path / "stand-in/fairseq_cli"
@@ -198,7 +201,7 @@ def place(tmp_path, monkeypatch) -> Path:
     (package / "__init__.py").touch()
     (package / "generate.py").write_text(STAND_IN)
     (tmp_path / "calls").mkdir()
-    changes = {"PYTHONPATH": package.parent, "CALLS": tmp_path / "calls", "NPROC": "3", "CUDA_VISIBLE_DEVICES": ""}
+    changes = {"PYTHONPATH": package.parent, "CALLS": tmp_path / "calls", "CUDA_VISIBLE_DEVICES": ""}
     for name, value in changes.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.delenv("MODE", raising=False)
@@ -206,7 +209,7 @@ def place(tmp_path, monkeypatch) -> Path:
 
 
 def generate(place: Path, *options) -> int:
-    return call("--run", place / "run", "--batch-size", 5, *options)
+    return call("--run", place / "run", "--batch-size", 5, "--ranks", 3, *options)
 
 
 def calls(place: Path) -> list[dict]:
@@ -286,10 +289,19 @@ def test_a_folder_of_fairseq_train(place, tmp_path, capsys):
     refused(capsys, call("--run", folder, "--subset", "valid"), "data/bin' has no subset 'valid'")
 
 
-def test_no_process_is_left_without_a_batch(place, monkeypatch):
+def test_hypotheses_that_are_as_long_as_they_may_be_are_counted(place, capsys):
+    """20 subwords and the end of the sentence; with --max-len-a the limit depends on the source."""
+    of_source = ("--max-len-a", 1, "--max-len-b", 10)
+    for options, count, first in (((), 2, 4), (("--max-len-b", 19), 37, 1), (of_source, 8, 1)):
+        assert generate(place, *options) == 0
+        assert f"note: {count} of 37 hypotheses are as long as they may be" in (messages := capsys.readouterr().err)
+        assert f"the first in line {first}\n" in messages
+    assert generate(place, "--max-len-b", 21) == 0 and "note" not in capsys.readouterr().err
+
+
+def test_no_process_is_left_without_a_batch(place):
     """fairseq-generate divides by zero then."""
-    monkeypatch.setenv("NPROC", "8")
-    assert generate(place, "--batch-size", 20) == 0
+    assert generate(place, "--batch-size", 20, "--ranks", 8) == 0
     assert len(calls(place)) == 2
 
 
@@ -310,28 +322,22 @@ def gpus(place, monkeypatch):
     def count() -> int:
         return len(os.environ["CUDA_VISIBLE_DEVICES"].split(",")) if os.environ["CUDA_VISIBLE_DEVICES"] else 0
 
-    def choose(devices: str, nproc: str = "") -> None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", devices)
-        monkeypatch.setenv("NPROC", nproc)
-
     monkeypatch.setattr(torch.cuda, "device_count", count)
-    return choose
+    return lambda devices: monkeypatch.setenv("CUDA_VISIBLE_DEVICES", devices)
 
 
 @pytest.mark.parametrize(("chosen", "devices"), [("0,1,2", ["0", "1", "2"]), ("GPU-af,7", ["GPU-af", "7"])])
 def test_one_process_on_each_visible_gpu(chosen, devices, place, gpus, capsys):
     (place / "run/config.yaml").write_text("common: {fp16: true}\n")
     gpus(chosen)
-    assert generate(place) == 0
+    assert call("--run", place / "run", "--batch-size", 5) == 0
     messages = capsys.readouterr().err
     assert f"GPUs: {len(devices)}" in messages and "fp16" in messages and "beam 5, length penalty 1," in messages
     called = calls(place)
     assert [call["gpu"] for call in called] == devices
     assert all("--fp16" in call["arguments"] for call in called)
-    gpus(chosen, "4")
-    refused(capsys, generate(place, "--beam", 2), "NPROC=4")
-    gpus(chosen, "1")
-    assert generate(place, "--beam", 2) == 0
+    refused(capsys, generate(place, "--beam", 2, "--ranks", 4), "--ranks 4")
+    assert generate(place, "--beam", 2, "--ranks", 1) == 0
     assert [call["gpu"] for call in calls(place)] == devices[:1]
 
 
@@ -343,8 +349,8 @@ def test_half_precision_is_for_gpus_and_as_the_run_was_trained(place, gpus, caps
     # What is there was decoded in single precision: it will do, unless the other is asked for.
     gpus("0")
     for options in ((), ("--no-fp16",)):
-        assert generate(place, *options) == 0 and "already" in capsys.readouterr().err
-    assert generate(place, "--fp16") == 0
+        assert generate(place, "--ranks", 1, *options) == 0 and "already" in capsys.readouterr().err
+    assert generate(place, "--fp16", "--ranks", 1) == 0
     assert "--fp16" in calls(place)[0]["arguments"]
 
 
@@ -358,6 +364,9 @@ def test_a_decoding_is_done_as_long_as_nothing_that_matters_changed(place, capsy
     shutil.copy(checkpoint, place / "copy.pt")
     for options in ((), ("--checkpoint", place / "copy.pt"), ("--beam", 3, "--lenpen", "0.60"), ("--max-tokens", 500)):
         assert generate(place, *options) == 0 and "already" in capsys.readouterr().err
+    # A copy of the run is as good: contents are compared, not times and places.
+    shutil.copytree(place / "run", place / "moved", copy_function=shutil.copyfile)
+    assert call("--run", place / "moved", "--batch-size", 5) == 0 and "already" in capsys.readouterr().err
     assert calls(place) == [] and (output / "scores.json").exists()
 
     torch.save({"model": {"w": torch.zeros(1)}}, checkpoint)
@@ -493,7 +502,7 @@ def test_fairseqs_own_commands_refuse_bad_checkpoints(untrained, data, tmp_path)
 def decoding(place: Path, mode: str) -> Iterator[subprocess.Popen]:
     """pn generate, when its three processes run."""
     process = subprocess.Popen(
-        ["bash", SCRIPTS / "generate.sh", "--run", place / "run", "--batch-size", "5"],
+        ["bash", SCRIPTS / "generate.sh", "--run", place / "run", "--batch-size", "5", "--ranks", "3"],
         **{"env": environment(MODE=mode), "stderr": subprocess.PIPE, "text": True},
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),  # as in the background of a shell
     )
@@ -567,8 +576,10 @@ def test_mistakes_get_one_line(options, needles, place, capsys, monkeypatch):
 
 
 def test_mistakes_in_the_environment_and_the_data_get_one_line(place, capsys, monkeypatch):
-    monkeypatch.setenv("NPROC", "two")
-    refused(capsys, generate(place), "NPROC", "'two'")
+    monkeypatch.setenv("NPROC", "2")
+    refused(capsys, generate(place), "NPROC='2' in the environment has no effect", "--ranks N")
+    monkeypatch.delenv("NPROC")
+    refused(capsys, generate(place, "--ranks", "two"), "--ranks", "'two'")
     refused(capsys, call(), "--run", "--help")
     refused(capsys, call("--run", place / "data"), "is not a training run")
     settings = place / "data/settings.txt"

@@ -94,7 +94,7 @@ def assert_same_curves(several: Path, one: Path) -> None:
 
 def test_two_ranks_learn_what_one_does(data, tmp_path, monkeypatch, capsys):
     where = tmp_path / "run"
-    run("pn", "train", *arguments(data, where, "optimization.max_update=4"), NPROC="2", CUDA_VISIBLE_DEVICES="")
+    run("pn", "train", *arguments(data, where, "optimization.max_update=4"), "--ranks", 2, CUDA_VISIBLE_DEVICES="")
     train_on_one_rank(data, monkeypatch, capsys, 4, tmp_path / "one")
     assert_same_curves(where, tmp_path / "one")
     (record,) = records(where)
@@ -113,7 +113,7 @@ def train_on_one_rank(data, monkeypatch, capsys, updates: int, *folders: Path) -
 @pytest.mark.slow
 def test_two_ranks_stop_if_one_dies_and_one_resumes(data, tmp_path, monkeypatch, capsys):
     where = tmp_path / "run"
-    process = start(data, where, "optimization.max_update=400", NPROC="2")
+    process = start(data, where, "optimization.max_update=400", "--ranks", "2")
     wait_for((where / "checkpoints/checkpoint_last.pt").exists, process)
     victim = max(pid for pid in ranks_of(where) if pid != process.pid)
     os.kill(victim, signal.SIGKILL)
@@ -166,7 +166,7 @@ def test_machines_that_do_not_fit_together(data, tmp_path):
 def test_a_signal_ends_all_ranks(sent, code, data, tmp_path):
     """SLURM pre-empts with SIGTERM. SIGKILL leaves no message, and no process either."""
     where = tmp_path / "run"
-    process = start(data, where, NPROC="2")
+    process = start(data, where, "--ranks", "2")
     wait_for((where / "checkpoints/checkpoint_last.pt").exists, process)
     process.send_signal(sent)
     ((ended, stderr),) = finish(process)
@@ -185,7 +185,7 @@ def test_statistics_of_one_batch_each_do_not_see_the_ranks(data, tmp_path):
     """
     few = ("model._name=transformer_pnv_tiny", "model.norm_sync=off", "optimization.max_update=6")
     for folder, ranks in (("two", "2"), ("one", "1")):
-        ((code, stderr),) = finish(start(data, tmp_path / folder, *few, NPROC=ranks))
+        ((code, stderr),) = finish(start(data, tmp_path / folder, *few, "--ranks", ranks))
         assert code == 0, stderr
     two, one = (read_log(tmp_path / folder / "train.log").train for folder in ("two", "one"))
     assert two == pytest.approx(one, abs=0.0015)

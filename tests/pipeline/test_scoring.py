@@ -22,8 +22,9 @@ from pn_fairseq.pipeline import scoring
 from pn_fairseq.pipeline.bootstrap import compare_folders, paired_bootstrap
 from pn_fairseq.pipeline.data.binarize import MAGIC
 from pn_fairseq.pipeline.data.languages import language_of
+from pn_fairseq.pipeline.data.tokens import DETOKENIZER, detokenize
 from pn_fairseq.pipeline.metrics import METRICS, Scoring, split_compounds
-from pn_fairseq.pipeline.scoring import DETOKENIZER, detokenize, read_scores, score_run
+from pn_fairseq.pipeline.scoring import is_scored, read_scores, score_run
 
 from ..scripts_helpers import ROOT, run, verb
 
@@ -110,7 +111,7 @@ CASES = {
 
 #: What multi-bleu.perl prints for them (moses-smt/mosesdecoder, scripts/generic/multi-bleu.perl as of commit 31473d88,
 #: perl 5.36; "lower case" with -lc; "compounds" after `perl -ple 's{(\S)-(\S)}{$1 ##AT##-##AT## $2}g'` of both texts).
-#: MOSES=/path/to/mosesdecoder pytest tests/test_scoring.py runs it again.
+#: MOSESDECODER=/path/to/mosesdecoder pytest tests/test_scoring.py runs it again.
 GOLDEN = {
     "shorter": "BLEU = 41.94, 100.0/62.9/44.6/32.5 (BP=0.764, ratio=0.788, hyp_len=3962, ref_len=5030)",
     "longer": "BLEU = 42.57, 76.4/57.0/34.9/21.6 (BP=1.000, ratio=1.309, hyp_len=6585, ref_len=5030)",
@@ -145,7 +146,7 @@ def test_tokenized_bleu_is_what_multi_bleu_printed(name):
     assert ours(*texts(), **settings) == GOLDEN[name]
 
 
-@pytest.mark.skipif("MOSES" not in os.environ, reason="MOSES=/path/to/mosesdecoder is not set")
+@pytest.mark.skipif("MOSESDECODER" not in os.environ, reason="MOSESDECODER=/path/to/mosesdecoder is not set")
 @pytest.mark.parametrize("name", CASES)
 def test_tokenized_bleu_is_what_multi_bleu_prints(name, tmp_path):
     texts, settings = CASES[name]
@@ -156,7 +157,7 @@ def test_tokenized_bleu_is_what_multi_bleu_prints(name, tmp_path):
     with files[0].open("rb") as hypotheses:
         printed = subprocess.run(
             [
-                *("perl", Path(os.environ["MOSES"]) / "scripts/generic/multi-bleu.perl"),
+                *("perl", Path(os.environ["MOSESDECODER"]) / "scripts/generic/multi-bleu.perl"),
                 *(["-lc"] if "lowercase" in settings else []),
                 files[1],
             ],
@@ -355,7 +356,25 @@ def test_a_folder_is_scored(tmp_path):
     written.pop("ter")
     (decoded / "scores.json").write_text(json.dumps(written))
     assert list(read_scores(decoded).by_metric) == [name for name in METRICS if name != "ter"]
-    assert sorted(path.suffix for path in decoded.iterdir()) == [".json", ".tok", ".tok", ".txt", ".txt", ".txt"]
+    assert sorted(path.suffix for path in decoded.iterdir()) == [".json", *[".tok"] * 2, *[".txt"] * 4]
+
+
+def test_it_is_scored_once_until_something_changes(tmp_path, capsys):
+    """Contents are compared, not times; earlier versions wrote no stamp."""
+    run_dir = make_run(tmp_path / "run", 1)
+    decoded = run_dir / "generate/test"
+    scores = score_run(run_dir)
+    assert not is_scored(run_dir, "valid") and "already" not in capsys.readouterr().err
+    shutil.copytree(run_dir, tmp_path / "copy", copy_function=shutil.copyfile)
+    os.utime(decoded / "hyp.tok")
+    for folder in (run_dir, tmp_path / "copy"):
+        assert is_scored(folder, "test") and score_run(folder) == scores
+        assert "scores.json already exists" in capsys.readouterr().err
+    text_file(decoded / "hyp.tok", ["a"] * 60)
+    assert not is_scored(run_dir, "test") and score_run(run_dir) != scores
+    assert "was made with other values of hypotheses; making it again" in capsys.readouterr().err
+    (decoded / "scores.json.made.txt").unlink()
+    assert is_scored(run_dir, "test")
 
 
 def test_the_datas_settings_say_how_it_is_scored(tmp_path):

@@ -113,7 +113,7 @@ def test_a_config_that_builds_on_another(tmp_path):
         (("tokens_per_update=400", "optimization.update_freq=[2]"), 1, "the same thing"),
         (("optimization.update_freq=[1,2]",), 1, "update_freq"),
         (("dataset.batch_size=8",), 2, "dataset.batch_size"),
-        (("distributed_training.distributed_world_size=2",), 1, "NPROC"),
+        (("distributed_training.distributed_world_size=2",), 1, "--ranks"),
     ],
 )
 def test_batches_that_are_refused(overrides, ranks, needle):
@@ -145,6 +145,10 @@ def test_batches_that_are_refused(overrides, ranks, needle):
         ("dropoutt=0.1", ("did you mean 'model.dropout'",)),
         ("model.label_smoothing=0.1", ("did you mean 'criterion.label_smoothing'",)),
         ("scoring.average_first=3", ("scoring.average_first", "'average_last'")),
+        # The same names in another section only if they are nearly the same; else who has such a setting.
+        ("model.max_updates=3", ("did you mean 'optimization.max_update'",)),
+        ("lr_scheduler.end_learning_rate=0", ("inverse_sqrt has no such setting, polynomial_decay has one",)),
+        ("optimizer.momentum=0.9", ("optimizer._name=adam has no such setting, nag has one",)),
     ],
 )
 def test_an_unknown_setting_or_value_is_one_line_with_advice(override, needles):
@@ -196,6 +200,28 @@ def test_values_are_checked_without_data(override, needles, capsys):
     assert verb("train")(["verses_es_en", "--check", override]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert all(needle in line for needle in needles), line
+
+
+@pytest.mark.parametrize(
+    ("chosen", "dropped"),
+    [
+        ("lr_scheduler._name=cosine", ""),
+        ("lr_scheduler._name=polynomial_decay", "warmup_init_lr"),
+        ("lr_scheduler._name=tri_stage", "warmup_init_lr, warmup_updates"),
+        ("optimizer._name=sgd", "adam_betas"),
+        ("criterion._name=cross_entropy", "label_smoothing"),
+    ],
+)
+def test_a_component_that_is_exchanged_has_its_own_settings(chosen, dropped, capsys):
+    section = chosen.partition("._name")[0]
+    cfg = composed(chosen)[0]
+    assert not {*dropped.split(", ")} & cfg[section].keys()
+    line = f"[train] note: {chosen} has no {dropped}; dropped\n"
+    assert capsys.readouterr().err == (line if dropped else "")
+    if dropped:  # a setting that was given is not dropped
+        assert f"unknown setting '{section}.{dropped.split(', ')[0]}'" in refused(
+            chosen, f"{section}.{dropped.split(', ')[0]}=1"
+        )
 
 
 @pytest.mark.parametrize(

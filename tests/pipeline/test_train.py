@@ -21,6 +21,7 @@ from omegaconf import OmegaConf
 
 from pn_fairseq.common.checkpoints import load_checkpoint
 from pn_fairseq.common.command import UserError
+from pn_fairseq.common.files import write_settings
 from pn_fairseq.norms import running_norms
 from pn_fairseq.pipeline import train
 from pn_fairseq.pipeline.train import Progress, lock
@@ -137,11 +138,27 @@ def test_norms_of_a_model_of_fairseq_are_converted(data, tmp_path, capsys):
 
 def test_a_second_start_does_nothing(data, trained, capsys):
     before = snapshot(trained)
-    for also in ((), ("common.log_interval=3",), ("optimization.max_update=10",), ("average_last=2",)):
+    for also in ((), ("common.log_interval=3",), ("optimization.max_update=10",)):
         assert start(data, trained, *also) == 0
         assert "already trained; nothing to do" in capsys.readouterr().err
     assert "common.seed 1 -> 2" in refused(capsys, start(data, trained, "common.seed=2"))
+    assert "model.decoder_layerdrop unset -> 0.5" in refused(
+        capsys, start(data, trained, "model.decoder_layerdrop=0.5")
+    )
     assert snapshot(trained) == before
+
+
+def test_a_finished_run_takes_other_settings_of_decoding(data, trained, tmp_path, capsys):
+    """pn average and pn generate read them in its config.yaml."""
+    run = shutil.copytree(trained, tmp_path / "run")
+    assert start(data, run, "generation.beam=1", "average_last=2") == 0
+    assert "is already trained; now with generation.beam=1, average_last=2" in capsys.readouterr().err
+    before, after = (OmegaConf.load(folder / "config.yaml") for folder in (trained, run))
+    assert (after.generation.beam, after.average_last) == (1, 2)
+    after.generation.beam, after.average_last = before.generation.beam, before.average_last
+    assert after == before
+    assert start(data, run, "generation.beam=1", "average_last=2") == 0
+    assert "nothing to do" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -162,9 +179,8 @@ def test_a_setting_that_does_not_fit_is_refused_before_anything_is_made(override
     assert not (tmp_path / "run").exists()
 
 
-def test_a_batch_that_is_too_small_for_a_sentence_says_what_to_do(data, tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("NPROC", "4")
-    line = refused(capsys, start(data, tmp_path / "run", "tokens_per_update=60"))
+def test_a_batch_that_is_too_small_for_a_sentence_says_what_to_do(data, tmp_path, capsys):
+    line = refused(capsys, start(data, tmp_path / "run", "tokens_per_update=60", "--ranks", "4"))
     assert all(needle in line for needle in ("train.es", "4 ranks x 15 tokens", "fewer ranks")), line
     assert not (tmp_path / "run").exists()
 
@@ -232,16 +248,23 @@ def test_only_a_fault_of_the_machine_says_that_the_same_command_helps(error, nee
 
 def test_a_run_is_finished_where_its_log_ends_with_the_same_limits(tmp_path):
     limits = {"optimization": {"max_update": 10, "max_epoch": 0}, "checkpoint": {"patience": 2}}
-    cfg, state = OmegaConf.create(limits), {"optimizer_history": [{"num_updates": 5}]}
+    cfg, data = OmegaConf.create(limits), tmp_path / "data"
+    data.mkdir()
+    (data / "settings.txt").write_text("source=es\n")
     OmegaConf.save(cfg, tmp_path / "config.yaml")
-    assert not train.is_finished(cfg, state, tmp_path), "without a log"
+    assert not train.is_finished(cfg, 5, tmp_path, data), "without a log"
     (tmp_path / "train.log").write_text("done training in 3 seconds\n")
-    assert train.is_finished(cfg, state, tmp_path)
     more = OmegaConf.merge(cfg, {"checkpoint": {"patience": 3}})
-    assert not train.is_finished(more, state, tmp_path)
-    assert train.is_finished(more, {"optimizer_history": [{"num_updates": 10}]}, tmp_path)
+    for stamped in (False, True):  # earlier versions wrote no stamp
+        assert train.is_finished(cfg, 5, tmp_path, data)
+        assert not train.is_finished(more, 5, tmp_path, data)
+        assert train.is_finished(more, 10, tmp_path, data)
+        if not stamped:
+            write_settings(tmp_path / "made.txt", train.goal(cfg, data))
+            (tmp_path / "train.log").unlink()
+    (tmp_path / "made.txt").unlink()
     (tmp_path / "train.log").write_text("done training in 3 seconds\ntraining on 1 devices (GPUs/TPUs)\n")
-    assert not train.is_finished(cfg, state, tmp_path)
+    assert not train.is_finished(cfg, 5, tmp_path, data)
 
 
 class Hostile:

@@ -28,7 +28,7 @@ def untrained(data, tmp_path_factory):
 
 def test_the_test_set_becomes_what_generate_makes_of_it(untrained, data, tmp_path):
     """The same hypotheses, detokenized; an empty line stays empty, and as many lines come out as go in."""
-    from pn_fairseq.pipeline.scoring import detokenize
+    from pn_fairseq.pipeline.data.tokens import detokenize
 
     run("pn", "generate", "--run", untrained, *SHORT)
     hypotheses = (untrained / "generate/test/hyp.tok").read_text("utf-8").splitlines()
@@ -38,6 +38,23 @@ def test_the_test_set_becomes_what_generate_makes_of_it(untrained, data, tmp_pat
     run("pn", "translate", "--run", untrained, "--input", source, "--output", output, *SHORT)
     plain = detokenize(hypotheses, "en")
     assert output.read_text("utf-8") == "".join(f"{line}\n" for line in ["", *plain[:20], "", *plain[20:]])
+
+
+def test_lines_that_are_too_long_are_named_and_the_others_translated(untrained, tmp_path):
+    """Of the model, of --max-tokens; and translations that are as long as they may be."""
+    long = "la " * 1100
+    (tmp_path / "text").write_text(f"Dios\n{long}\nY dijo\n")
+    (tmp_path / "long").write_text(f"{long}\n")
+    words = ("pn", "translate", "--run", untrained, "--beam", 1, "--max-len-b", 2, "--input")
+    done = run(*words, tmp_path / "text")
+    assert [bool(line) for line in done.stdout.split("\n")] == [True, False, True, False]
+    first, *cut = done.stderr.splitlines()
+    assert re.fullmatch(r".* line 2 is not translated: it has 1,1\d\d subwords, and the model takes 1,023", first)
+    assert [re.search(r"line (\d) is as long as --max-len-b 2 allows", text)[1] for text in cut] == ["1", "3"]
+    refused = run(*words, tmp_path / "text", "--max-tokens", 30, check=False)
+    assert "and --max-tokens allows 29" in refused.stderr and not refused.returncode
+    refused = run(*words, tmp_path / "long", check=False)
+    assert refused.returncode == 2 and "no line of the input can be translated" in refused.stderr
 
 
 @pytest.mark.slow
@@ -54,11 +71,14 @@ def test_input_without_a_word(text, untrained, tmp_path, capsys):
     assert capsys.readouterr().out == text
 
 
-@pytest.mark.parametrize("checkout", [None, "", "/nowhere"])
-def test_data_that_moses_tokenized_needs_moses(checkout, data, untrained, tmp_path, capsys, monkeypatch):
-    monkeypatch.delenv("MOSES", raising=False)
-    if checkout is not None:
-        monkeypatch.setenv("MOSES", checkout)
+@pytest.mark.parametrize(
+    ("option", "needle"),
+    [
+        ((), "name a checkout of mosesdecoder (--moses DIR)"),
+        (("--moses", "/nowhere"), "--moses /nowhere is not a checkout of mosesdecoder"),
+    ],
+)
+def test_data_that_moses_tokenized_needs_moses(option, needle, data, untrained, tmp_path, capsys):
     shutil.copytree(data, tmp_path / "data", ignore=shutil.ignore_patterns("raw", "tok"))
     settings = recorded(tmp_path / "data", "settings")
     settings.write_text(re.sub("(?m)^tokenizer=.*", "tokenizer=moses", settings.read_text()))
@@ -66,9 +86,8 @@ def test_data_that_moses_tokenized_needs_moses(checkout, data, untrained, tmp_pa
     shutil.copy(settings, run / "data.settings")
     shutil.copy(untrained / "checkpoints/averaged.pt", run / "checkpoints")
     (tmp_path / "text").write_text("Dios\n")
-    assert main(["--run", str(run), "--input", str(tmp_path / "text")]) == 2
+    assert main(["--run", str(run), "--input", str(tmp_path / "text"), *option]) == 2
     error = capsys.readouterr().err
-    needle = f"MOSES={checkout} is not a checkout of mosesdecoder" if checkout else "set MOSES to a checkout"
     assert needle in error and error.count("\n") == 1
 
 

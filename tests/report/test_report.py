@@ -7,7 +7,6 @@ import dataclasses
 import html
 import itertools
 import json
-import os
 import random
 import re
 from pathlib import Path
@@ -474,7 +473,8 @@ DAMAGES = {
     "not decoded": ("generate/test/hyp.tok", None, "trained, not decoded", ["there is no generate/test/hyp.tok"]),
     "not scored": ("generate/test/scores.json", None, "decoded, not scored", ["scores.json' (pn score writes it)"]),
     "bad scores": ("generate/test/scores.json", "{}", "decoded, not scored", ["is not a file of pn score"]),
-    "old scores": ("generate/test/hyp.tok", "a\n", "decoded, not scored", ["scores.json is older than hyp.tok"]),
+    "old scores": ("generate/test/scores.json.made.txt", "hypotheses=0\n", "decoded, not scored",
+                   ["scores.json belongs to other hypotheses"]),
     "no starts": ("starts.jsonl", None, "complete", ["there is no starts.jsonl", "Not recorded"]),
     "bad start": ("starts.jsonl", json.dumps(START) + "\n{\n", "complete", ["line 2 of starts.jsonl cannot be read"]),
     "no data.settings": ("data.settings", None, "complete", ["data.settings does not exist", "Data not known"]),
@@ -489,8 +489,6 @@ def test_no_hole(tmp_path):
         (run / name).unlink() if text is None else (run / name).write_text(text)
         if what == "no checkpoint":
             (run / "generate/test/hyp.tok").unlink()
-        elif what == "old scores":
-            os.utime(run / "generate/test/scores.json", (1, 1))
         elif what == "patience":
             (run / "config.yaml").write_text(yaml.safe_dump(settings() | {"checkpoint": {"patience": 5}}))
     page = report(*runs.values(), output=tmp_path / "out")

@@ -16,7 +16,7 @@ def test_demo(tmp_path, monkeypatch):
         assert part in result.stdout
     assert (tmp_path / "run/report/report-curves-1.png").stat().st_size > 10_000
     again = script("demo.sh", "--run", tmp_path / "run", *few)
-    assert "already trained" in again.stderr and "there already" in again.stderr
+    assert "already trained" in again.stderr and "already exists" in again.stderr
     shown = "Sample translations"
     assert again.stdout.partition(shown)[2] == result.stdout.partition(shown)[2]
     refused = script("demo.sh", "--run", tmp_path / "other", "common.sed=1", check=False)

@@ -1,18 +1,18 @@
-"""pn reproduce compare_norms, the other studies and batch_size: what they plan, and the commands that they make."""
+"""pn reproduce --study, and batch_size: what they plan, and the commands that they make."""
 
 import re
 import shlex
 
 import pytest
 
-from pn_fairseq.norms import NORMS
 from pn_fairseq.pipeline import experiments, reproduce
 
 from ..scripts_helpers import assert_refused, in_process
 
 #: Corpus, folder, seed and norm of every run of compare_norms.
-PLANNED = [(part.corpus, part.folder, part.seed, norm)
-           for part in experiments.norms().parts for norm in part.norms.split()]  # fmt: skip
+PLANNED = [(part.corpus, part.folder, seed, norm)
+           for part in experiments.read_study("compare_norms").parts
+           for seed in part.seeds for norm in part.norms]  # fmt: skip
 
 
 @pytest.fixture
@@ -33,8 +33,8 @@ def trainings(*arguments, **environ) -> dict[str, list[str]]:
 
 def test_every_norm_is_compared_and_no_run_is_made_twice():
     assert len(set(PLANNED)) == len(PLANNED)
-    every = {entry.short for entry in NORMS.values()}
-    assert {norm.partition("+")[0] for corpus, _, _, norm in PLANNED if corpus == "verses"} == every
+    every = "ln bn pnv pn brn mabn un rbn prepbn none lns dn ada rms sn gn dyt derf".split()
+    assert {norm.partition("+")[0] for corpus, _, _, norm in PLANNED if corpus == "verses"} == {*every}
     for norm in every:
         assert [seed for corpus, _, seed, name in PLANNED if (corpus, name) == ("verses_lm", norm)] == [1, 2, 3]
 
@@ -54,7 +54,7 @@ def test_data_orders_and_initial_weights_are_crossed():
 
 
 def test_commands_of_each_corpus(unchecked, tmp_path):
-    of_runs = trainings("compare_norms", "--multi30k", tmp_path, "--runs", tmp_path)
+    of_runs = trainings("--study", "compare_norms", "--multi30k", tmp_path, "--runs", tmp_path)
     assert sum(name.startswith("verses_lm/transformer_lm_") for name in of_runs) == 54
     short = "optimization.max_update=800 lr_scheduler.warmup_updates=200 tokens_per_update=2048"
     settings = "model._name=transformer_pn_tiny common.seed=3 model.layer_scale_groups=0"
@@ -64,12 +64,14 @@ def test_commands_of_each_corpus(unchecked, tmp_path):
 
 
 def test_a_folder_that_is_not_there_is_named():
-    assert_refused(in_process("reproduce", "compare_norms", "--multi30k", "/nowhere"), "/nowhere is not a directory")
+    assert_refused(
+        in_process("reproduce", "--study=compare_norms", "--multi30k", "/nowhere"), "/nowhere is not a directory"
+    )
 
 
 def test_each_system_is_trained_in_both_kinds_of_batches(tmp_path):
     """The settings are checked here."""
-    of_runs = trainings("compare_masks", "--runs", tmp_path)
+    of_runs = trainings("--study", "compare_masks", "--runs", tmp_path)
     assert len(of_runs) == 5 * 2 * 3 + 5 * 2  # three seeds, and two more in batches by length
     for name, words in of_runs.items():
         assert f"model.norm_probe='{tmp_path}/{name}/norm_probe'" in words
@@ -79,7 +81,7 @@ def test_each_system_is_trained_in_both_kinds_of_batches(tmp_path):
 
 
 def test_rows_of_adanorms_tables_everywhere_and_after_the_last_layers(unchecked):
-    of_runs = trainings("compare_adanorm")
+    of_runs = trainings("--study", "compare_adanorm")
     assert len(of_runs) == (7 + 4) * 3 + 3  # and LN
     norms = {"none": "none", "lns": "layer-simple", "dn": "detach", "ada": "ada"}
     last = set()
@@ -97,7 +99,7 @@ def test_rows_of_adanorms_tables_everywhere_and_after_the_last_layers(unchecked)
 
 
 def test_each_placement_is_trained_with_three_seeds_and_once_deep(unchecked):
-    of_runs = trainings("compare_placements")
+    of_runs = trainings("--study", "compare_placements")
     assert len(of_runs) == 12 * 3 + 13
     for name, words in of_runs.items():
         sides = [word.partition("=")[2] for word in words if re.match(r"model\.(en|de)coder_norm_placement=", word)]
@@ -107,10 +109,10 @@ def test_each_placement_is_trained_with_three_seeds_and_once_deep(unchecked):
 
 
 def test_the_same_update_in_mini_batches_of_four_sizes(unchecked, tmp_path):
-    of_runs = trainings("batch_size", "--runs", tmp_path, "optimization.max_update=7", NORMS="pn", SEEDS="1")
+    of_runs = trainings("batch_size", "--runs", tmp_path, "optimization.max_update=7", "--norms", "pn", "--seeds", 1)
+    same = ["tokens_per_update=4096", "optimization.max_update=7", "--ranks", "1"]
     assert {name: words[words.index("common.seed=1") + 1 :] for name, words in of_runs.items()} == {
-        f"tokens{size}/pn_seed1": [f"dataset.max_tokens={size}", "tokens_per_update=4096", "optimization.max_update=7"]
-        for size in (512, 1024, 2048, 4096)
+        f"tokens{size}/pn_seed1": [f"dataset.max_tokens={size}", *same] for size in (512, 1024, 2048, 4096)
     }
     assert not list(tmp_path.iterdir())
 
@@ -118,9 +120,49 @@ def test_the_same_update_in_mini_batches_of_four_sizes(unchecked, tmp_path):
 @pytest.mark.parametrize(("fails", "count"), [("train", 4), ("prepare", 1)])
 def test_a_run_that_fails_stops_no_other(fails, count, unchecked, tmp_path, monkeypatch):
     """Without data nothing can be made."""
-    line = f'echo "$NPROC $*" >>"{tmp_path}/calls"; [ "$1" != {fails} ]'
+    line = f'echo "$*" >>"{tmp_path}/calls"; [ "$1" != {fails} ]'
     monkeypatch.setattr(reproduce, "program", lambda step: ["bash", "-c", line, "pn", *step])
-    done = in_process("reproduce", "batch_size", "--runs", tmp_path / "runs", NPROC="")
+    done = in_process("reproduce", "batch_size", "--runs", tmp_path / "runs")
     calls = (tmp_path / "calls").read_text().splitlines()
-    assert done.returncode == 1 and sum(line.startswith("1 prepare") for line in calls) == count
-    assert calls[-1].startswith("1 figures ") == (fails == "train")
+    assert done.returncode == 1 and sum(line.startswith("prepare") for line in calls) == count
+    assert calls[-1].startswith("figures ") == (fails == "train")
+
+
+STUDY = """
+about: mine
+parts:
+- {corpus: verses, folder: a, seeds: [2, 1], norms: [pn], settings: [optimization.max_update=3]}
+- {corpus: verses, seeds: [1], norms: [ln, pn+dropout=0.2]}
+"""
+
+
+def test_a_study_of_your_own(unchecked, tmp_path):
+    """A seed is whole before the next one begins."""
+    (tmp_path / "mine.yaml").write_text(STUDY)
+    of_runs = trainings("--study", tmp_path / "mine.yaml", "--runs", tmp_path, "--ranks", 2)
+    assert [*of_runs] == ["a/pn_seed1", "verses/ln_seed1", "verses/pn+dropout=0.2_seed1", "a/pn_seed2"]
+    assert of_runs["a/pn_seed2"][-3:] == ["optimization.max_update=3", "--ranks", "2"]
+
+
+@pytest.mark.parametrize(
+    ("study", "needles"),
+    [
+        ("none.yaml", ("there is no", "none.yaml", "compare_masks")),
+        ("compare_mask", ("did you mean 'compare_masks'?",)),
+        ("about: a", ("is not a study", "parts")),
+        ("about: a\nparts: [{corpus: verses, seeds: [1]}]", ("is not a study", "norms")),
+        ("about: a\nparts: [{corpus: verses, seeds: [1], norms: [pn], seed: 1}]", ("is not a study", "'seed'")),
+        ("about: a\nparts: [{corpus: verses, seeds: 1, norms: [pn]}]", ("is not a study", "seeds")),
+        ("about: a\nparts: [{corpus: verses, seeds: [1], norms: [pm]}]", ("unknown norm 'pm', did you mean 'pn'?",)),
+        ("about: [", ("cannot be read as settings",)),
+    ],
+)
+def test_mistakes_in_studies(study, needles, tmp_path, unchecked):
+    if ":" in study:
+        (tmp_path / "mine.yaml").write_text(study)
+        study = tmp_path / "mine.yaml"
+    assert_refused(in_process("reproduce", "--study", study, "--dry-run"), *needles)
+
+
+def test_the_former_name_of_a_study_is_answered():
+    assert_refused(in_process("reproduce", "compare_norms"), "pn reproduce --study compare_norms")

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import itertools
 import os
 import re
 import shlex
@@ -15,11 +16,11 @@ import pytest
 
 from pn_fairseq.common.command import UserError
 from pn_fairseq.common.published import LM_TABLES, PAPER
-from pn_fairseq.pipeline import reproduce, train
+from pn_fairseq.pipeline import experiments, reproduce, train
 from pn_fairseq.pipeline.data.recipes import RECIPES
 
 from .. import scripts_helpers
-from ..scripts_helpers import ROOT, SCRIPTS, assert_refused, environment
+from ..scripts_helpers import ROOT, assert_refused, environment
 
 
 @pytest.fixture(autouse=True)
@@ -46,14 +47,6 @@ def dry_run(name: str, *arguments, **environ) -> list[str]:
     return result.stdout.splitlines()
 
 
-def test_every_corpus_has_its_script():
-    scripts = {path.stem.removeprefix("reproduce_"): path.read_text("utf-8") for path in SCRIPTS.glob("reproduce_*")}
-    assert scripts.keys() == reproduce.CORPORA.keys()
-    for name, text in scripts.items():
-        assert text.endswith(f'/pn" reproduce {name} "$@"\n')
-        assert (SCRIPTS / f"prepare_{name}.sh").is_file()
-
-
 @pytest.mark.parametrize("name", ["verses", "iwslt14", "iwslt15_envi", "wmt14"])
 def test_dry_run_prints_every_command(name, unchecked):
     config, size = reproduce.CORPORA[name].config, reproduce.CORPORA[name].size
@@ -67,7 +60,7 @@ def test_dry_run_prints_every_command(name, unchecked):
             expected += [f"pn {step} --run {run}" for step in ("average", "generate", "score")]
     folders = " ".join(f"{runs}/{norm}_seed{seed}" for norm in ("bn", "pn") for seed in (1, 7))
     expected.append(f"pn report {folders} --output {runs}/report")
-    assert dry_run(name, "optimization.max_update=9", NORMS=" bn  pn", SEEDS="1 7") == expected
+    assert dry_run(name, "optimization.max_update=9", "--norms", " bn  pn", "--seeds", "1 7") == expected
     assert (ROOT / f"configs/{config}.yaml").is_file()
 
 
@@ -79,7 +72,7 @@ def trained(lines: list[str]) -> dict[str, str]:
 
 
 def test_rows_of_a_table(unchecked):
-    lines = dry_run("iwslt14", "common.fp16=true", TABLE="powernorm-4", SEEDS="1")
+    lines = dry_run("iwslt14", "common.fp16=true", "--table", "powernorm-4", "--seeds", "1")
     release, one_group = "norm_variant=release", "layer_scale_groups=1"
     rows = {"bn": release, "brn": one_group, "mabn": one_group, "ln": "", "gn": "", "pnv": "", "pn": release}
     assert trained(lines) == {
@@ -97,13 +90,13 @@ def test_rows_of_a_table(unchecked):
 def test_help_lists_the_tables_and_each_is_planned(name, unchecked):
     """Its rows, with a configuration that exists; of every corpus that has prepared data."""
     text = in_process(name, "--help").stdout
-    found = re.search(r"TABLE=NAME(?s:.*)NAME is one of\n +(.*)$", text, re.M)
+    listed = re.search(r"--table NAME(?s:.*?)NAME:(?s:(.*?))\n  --", text)
     config, tables = reproduce.CORPORA[name].config, {**PAPER, **LM_TABLES}
     known = [table for table, rows in tables.items() if rows.config.startswith(config)]
-    assert (found[1].split() if found else []) == known
+    assert (re.findall(r"[^\s,]+", listed[1]) if listed else []) == known
     text = ("--corpus", "/texts") if "--corpus" in RECIPES[name].OPTIONS else ()
     for table in known:
-        lines = dry_run(name, *text, TABLE=table, SEEDS="1")
+        lines = dry_run(name, *text, "--table", table, "--seeds", "1")
         assert lines[0].startswith(f"pn prepare {name} --dest runs/data/{config}")
         assert (ROOT / f"configs/{tables[table].config}.yaml").is_file()
         (planned,) = {line.split(" --run")[0] for line in lines if line.startswith("pn train")}
@@ -122,32 +115,32 @@ def test_help_lists_the_tables_and_each_is_planned(name, unchecked):
 )  # fmt: skip
 def test_the_settings_of_a_table_are_checked(name, table):
     """From the command line to the configuration, the architecture and the norms."""
-    dry_run(name, *(("--corpus", "/texts") if name == "ptb" else ()), TABLE=table, SEEDS="1")
+    dry_run(name, *(("--corpus", "/texts") if name == "ptb" else ()), "--table", table, "--seeds", "1")
 
 
 def test_tables_have_the_norms_and_options_of_the_papers(unchecked):
-    text = {"SEEDS": "1"}
-    bn = trained(dry_run("wmt14", TABLE="powernorm-1-wmt14", **text))["bn+norm_variant=release+norm_sync=on_seed1"]
+    text = ("--seeds", "1")
+    bn = trained(dry_run("wmt14", "--table", "powernorm-1-wmt14", *text))["bn+norm_variant=release+norm_sync=on_seed1"]
     assert bn.endswith("model.norm_variant=release model.norm_sync=on")
-    lines = dry_run("ptb", "--corpus", "/texts", **text)
+    lines = dry_run("ptb", "--corpus", "/texts", *text)
     scaled = {name.split("+")[0] for name, settings in trained(lines).items() if "layer_scale_groups=1" in settings}
     assert scaled == {"bn", "brn", "mabn"} and len(trained(lines)) == 7
-    rows = trained(dry_run("iwslt14", TABLE="adanorm-3", **text))
+    rows = trained(dry_run("iwslt14", "--table", "adanorm-3", *text))
     assert rows["dn+decoder_norm=detach+norm_options.detach=std_seed1"] == (
         "model._name=transformer_dn_iwslt common.seed=1 model.decoder_norm=detach model.norm_options.detach=std"
     )
-    rows = trained(dry_run("iwslt15_envi", TABLE="adanorm-4-code-iwslt15", **text))
+    rows = trained(dry_run("iwslt15_envi", "--table", "adanorm-4-code-iwslt15", *text))
     last = [re.search(r"model.decoder_norm_last=(\S+)", row) for row in rows.values()]
     assert [found and found[1] for found in last] == ["none", None, "layer-simple", "ada"]
     assert all("transformer_ln_iwslt" in row and "model.decoder_norm=layer" in row for row in rows.values())
-    rows = trained(dry_run("enwik8", TABLE="adanorm-3-enwik8", **text))
+    rows = trained(dry_run("enwik8", "--table", "adanorm-3-enwik8", *text))
     assert [row.split(" common")[0] for row in rows.values()] == [
         f"model._name=transformer_lm_{norm}_base" for norm in ("lns", "dn", "dn")
     ]
 
 
 def test_language_models_are_trained_for_every_model_and_norm(unchecked):
-    lines = dry_run("verses_lm", "optimization.max_update=9", NORMS="pn ln+layer_scale_groups=1", SEEDS="3")
+    lines = dry_run("verses_lm", "optimization.max_update=9", "--norms", "pn ln+layer_scale_groups=1", "--seeds", "3")
     expected, folders = ["pn prepare verses_lm --dest runs/data/verses_lm_en"], []
     for model in ("transformer_lm", "tensorized_lm"):
         for norm, arch in (("pn", "pn_tiny"), ("ln+layer_scale_groups=1", "ln_tiny")):
@@ -157,36 +150,43 @@ def test_language_models_are_trained_for_every_model_and_norm(unchecked):
             expected.append(f"pn train verses_lm_en --data runs/data/verses_lm_en --run {folders[-1]} {settings}")
             expected += [f"pn {step} --run {folders[-1]}" for step in ("average", "evaluate-lm")]
     assert lines == [*expected, f"pn report {' '.join(folders)} --output runs/verses_lm_en/report"]
-    one = {"NORMS": "pn", "SEEDS": "1"}
-    lines = dry_run("ptb", "--corpus", "/texts", SIZE="wt103", **one)
+    one = ("--norms", "pn", "--seeds", "1")
+    lines = dry_run("ptb", "--corpus", "/texts", "--size", "wt103", *one)
     assert lines[0] == "pn prepare ptb --dest runs/data/ptb_lm --corpus /texts"
     assert "--run runs/ptb_lm/pn_seed1 model._name=tensorized_lm_pn_wt103" in lines[1]
-    assert len(dry_run("verses_lm", MODELS="tensorized_lm", **one)) == 5
-    refused = in_process("verses_lm", "--dry-run", MODELS="lstm")
-    assert_refused(refused, "MODELS", "'lstm'", "transformer_lm tensorized_lm")
+    assert len(dry_run("verses_lm", "--models", "tensorized_lm", *one)) == 5
+    refused = in_process("verses_lm", "--dry-run", "--models", "lstm")
+    assert_refused(refused, "unknown model 'lstm'", "transformer_lm, tensorized_lm")
 
 
 def test_dry_run_can_be_pasted_into_a_shell(unchecked, tmp_path):
-    lines = dry_run("iwslt14", "--archive", "my talks.tgz", "--runs", tmp_path / "a b", NORMS="pn", SEEDS="1")
+    lines = dry_run("iwslt14", "--archive", "my talks.tgz", "--runs", tmp_path / "a b", "--norms", "pn", "--seeds", "1")
     assert shlex.split(lines[0])[-2:] == ["--archive", "my talks.tgz"]
     assert "a b/pn_seed1" in shlex.split(lines[1])
     assert not (tmp_path / "a b").exists()
 
 
 @pytest.mark.parametrize(
-    ("environ", "needles"),
+    ("options", "needles"),
     [
-        ({"NORMS": "ln pnw"}, ("NORMS", "'pnw'", "did you mean", "ln bn pnv pn")),
-        ({"NORMS": ""}, ("NORMS", "at least one")),
-        ({"TABLE": "powernorm-5"}, ("TABLE", "'powernorm-5'", "did you mean 'powernorm-4'", "adanorm-1")),
-        ({"TABLE": "powernorm-1", "NORMS": "pn"}, ("TABLE and NORMS", "one of them")),
-        ({"TABLE": "powernorm-1", "SIZE": "tiny"}, ("TABLE and SIZE", "one of them")),
-        ({"SEEDS": "1 x"}, ("SEEDS", "'x'")),
-        ({"SEEDS": "2 1 2", "NORMS": "pn"}, ("pn_seed2", "twice")),
+        ({"--norms": "ln pnw"}, ("unknown norm 'pnw'", "did you mean 'pn'?", "ln, bn, pnv, pn")),
+        ({"--norms": "ln,pnw"}, ("unknown norm 'pnw'", "did you mean 'pn'?")),
+        ({"--norms": ","}, ("--norms", "at least one")),
+        ({"--table": "powernorm-5"}, ("table 'powernorm-5'", "did you mean 'powernorm-4'", "adanorm-1")),
+        ({"--table": "powernorm-1", "--norms": "pn"}, ("--table and --norms", "one of them")),
+        ({"--table": "powernorm-1", "--size": "tiny"}, ("--table and --size", "one of them")),
+        ({"--seeds": "1 x"}, ("--seeds", "'x'")),
+        ({"--seeds": "2,1,2", "--norms": "pn"}, ("pn_seed2", "twice")),
     ],
 )
-def test_mistakes_in_the_lists(environ, needles):
-    assert_refused(in_process("iwslt14", "--dry-run", **environ), *needles)
+def test_mistakes_in_the_lists(options, needles):
+    assert_refused(in_process("iwslt14", "--dry-run", *itertools.chain(*options.items())), *needles)
+
+
+def test_variables_of_earlier_versions_are_named_with_their_options():
+    for variable, option in experiments.REPLACED.items():
+        refused = in_process("iwslt14", "--dry-run", **{variable: "1"})
+        assert_refused(refused, f"{variable}='1' in the environment has no effect", option)
 
 
 STUB = """#!/usr/bin/env bash
@@ -208,8 +208,7 @@ def calls(tmp_path, monkeypatch):
     stub, file = tmp_path / "stub", tmp_path / "calls"
     stub.write_text(STUB)
     stub.chmod(0o755)
-    for name, value in {"CALLS": str(file), "SEEDS": "1", "NORMS": "ln pn"}.items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("CALLS", str(file))
 
     def check(argv):
         with file.open("a") as lines:
@@ -224,7 +223,7 @@ def calls(tmp_path, monkeypatch):
 
 def made(calls, *arguments, **environ) -> tuple[subprocess.CompletedProcess, list[str]]:
     calls.unlink(missing_ok=True)
-    result = in_process("iwslt14", *arguments, **environ)
+    result = in_process("iwslt14", *TWO, *arguments, **environ)
     first, *lines = calls.read_text().splitlines()
     # The settings are checked before the data is prepared.
     assert first == " ".join(["train iwslt14_de_en --check model._name=transformer_ln_iwslt", *arguments])
@@ -233,6 +232,7 @@ def made(calls, *arguments, **environ) -> tuple[subprocess.CompletedProcess, lis
     return result, [f"{line.split()[0]} {line.split('--run ')[-1].split()[0].split('/')[-1]}" for line in lines]
 
 
+TWO = ("--norms", "ln,pn", "--seeds", "1")
 ALL = [f"{step} {run}" for run in ("ln_seed1", "pn_seed1") for step in ("train", "average", "generate", "score")]
 
 
@@ -266,19 +266,19 @@ def test_a_mistake_in_the_settings_ends_it_before_the_preparation(calls):
 
 
 def test_each_norm_with_settings_is_checked_before_the_preparation(calls):
-    norms = {"NORMS": "ln ln+encoder_layers=2 pn+dropout=0.1", "SEEDS": "1 2"}
+    norms = ("--norms", "ln,ln+encoder_layers=2,pn+dropout=0.1", "--seeds", "1,2")
     checks = [f"train iwslt14_de_en --check model._name=transformer_{words}" for words in
               ("ln_iwslt model.encoder_layers=2", "pn_iwslt model.dropout=0.1")]  # fmt: skip
-    assert in_process("iwslt14", **norms).returncode == 0
+    assert in_process("iwslt14", *norms).returncode == 0
     assert calls.read_text().splitlines()[:2] == checks
     calls.unlink()
-    assert in_process("iwslt14", **norms, FAIL="--check").returncode == 2
+    assert in_process("iwslt14", *norms, FAIL="--check").returncode == 2
     assert calls.read_text().splitlines() == checks[:1]
 
 
 def test_only_options_of_the_preparation_are_offered(unchecked):
     for name, option, offered in (("verses", "--archive", False), ("iwslt14", "--archive", True)):
-        result = in_process(name, "--dry-run", option, "/x", NORMS="pn", SEEDS="1")
+        result = in_process(name, "--dry-run", option, "/x", "--norms", "pn", "--seeds", "1")
         assert (result.returncode == 0) is offered
         assert (option in in_process(name, "--help").stdout) is offered
         if offered:
@@ -313,7 +313,7 @@ def test_what_a_step_writes_is_read_to_its_end_though_nobody_takes_it(shell, tmp
 def test_a_step_that_a_signal_ends(calls, monkeypatch, number, code):
     kill = ["bash", "-c", f"kill -{number} $$"]
     monkeypatch.setattr(reproduce, "program", lambda step: kill if step[0] == "average" else ["true"])
-    result = in_process("iwslt14")
+    result = in_process("iwslt14", *TWO)
     assert result.returncode == (1 if number == "KILL" else code)
     assert (RUNS / "ln_seed1/failed").exists() is (number == "KILL")
     if number == "KILL":
@@ -342,13 +342,12 @@ def test_an_interruption_ends_it_all(calls, tmp_path, number):
         [sys.executable, "-c", driver, "reproduce", "iwslt14"],
         env=environment(HANG="generate"),
         **{"start_new_session": True, "stderr": subprocess.PIPE, "text": True},
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),  # as in the background of a shell
     )
     deadline = time.time() + 60
     while "generate" not in (calls.read_text() if calls.exists() else ""):
         assert time.time() < deadline
         time.sleep(0.1)
-    process.send_signal(number)
+    os.killpg(process.pid, number) if number == signal.SIGINT else process.send_signal(number)
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == 128 + number
     assert stderr.splitlines()[-1] == "pn reproduce: interrupted; run the same command again to resume"
@@ -363,11 +362,11 @@ def own(data, *arguments, **environ):
 
 
 def test_a_configuration_with_own_data(data, calls):
-    planned = own(data, "--dry-run", SEEDS="5")
+    planned = own(data, "--dry-run", "--seeds", "5")
     assert planned.returncode == 0 and "pn prepare" not in planned.stdout
     settings = "model._name=transformer_pn_tiny common.seed=5"
     assert f"pn train verses_es_en --data {data} --run sweep/pn_seed5 {settings}" in planned.stdout.splitlines()
-    assert own(data, "optimization.max_update=3").returncode == 0
+    assert own(data, *TWO, "optimization.max_update=3").returncode == 0
     lines = [line for line in calls.read_text().splitlines() if "--check" not in line]
     assert [line.split()[0] for line in lines] == ["train", "average", "generate", "score"] * 2 + ["report"]
     assert lines[0].endswith("model._name=transformer_ln_tiny common.seed=1 optimization.max_update=3")
@@ -380,17 +379,17 @@ def test_conflicts_are_found_before_anything_runs(data, tmp_path, monkeypatch, o
     french = tmp_path / "french"
     (french / "bin").mkdir(parents=True)
     (french / "settings.txt").write_text("source=fr\ntarget=en\n")
-    one = {"NORMS": "pn", "SEEDS": "1"}
-    assert_refused(own(french, *option, **one), "fr-en", "es-en", "add task.source_lang=fr task.target_lang=en")
-    refused = in_process("verses", "--data", french, "task.source_lang=fr", *option, **one)
+    one = ("--norms", "pn", "--seeds", "1")
+    assert_refused(own(french, *option, *one), "fr-en", "es-en", "add task.source_lang=fr task.target_lang=en")
+    refused = in_process("verses", "--data", french, "task.source_lang=fr", *option, *one)
     assert refused.returncode == 2 and "(source=fr, not es)" in refused.stderr and "another" in refused.stderr
-    refused = in_process("verses", "--data", data, *option, **one)
+    refused = in_process("verses", "--data", data, *option, *one)
     assert refused.returncode == 2 and "(bpe=300, not 4000)" in refused.stderr
-    assert_refused(own(tmp_path, *option, **one), "is not prepared data (--data)")
+    assert_refused(own(tmp_path, *option, *one), "is not prepared data (--data)")
     (tmp_path / "sweep/pn_seed1").mkdir(parents=True)
     (tmp_path / "sweep/pn_seed1/config.yaml").write_text("model: {_name: transformer_pn_tiny, dropout: 0.5}\n")
-    assert_refused(own(data, *option, **one), "pn_seed1' was started with different settings", "use another --run")
-    refused = in_process("nothing", "--data", data, *option, **one)
+    assert_refused(own(data, *option, *one), "pn_seed1' was started with different settings", "use another --run")
+    refused = in_process("nothing", "--data", data, *option, *one)
     assert_refused(refused, "there is no", "verses_es_en")
 
 

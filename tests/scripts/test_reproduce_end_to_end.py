@@ -6,7 +6,7 @@ import pytest
 
 from ..pipeline.data.test_prepare_corpora import wmt14_members, write_archives
 from ..pipeline.data.test_prepare_iwslt14 import archive, members  # noqa: F401 (fixtures)
-from ..scripts_helpers import script
+from ..scripts_helpers import run, script
 
 SMALL = ("+model.encoder_layers=1", "+model.decoder_layers=1", "optimization.max_update=2", "checkpoint.patience=-1")
 STEPS = ("train", "average", "generate", "score")
@@ -24,13 +24,13 @@ def check(runs, names, subset_size):
 @pytest.mark.slow
 def test_iwslt14(archive, tmp_path):  # noqa: F811
     options = ("--archive", archive, "--bpe", 150, "--data", tmp_path / "data", "--runs", tmp_path / "runs")
-    done = script("reproduce_iwslt14.sh", *options, *SMALL, NORMS="ln pn", SEEDS="1")
+    done = script("reproduce_iwslt14.sh", *options, *SMALL, "--norms", "ln,pn", "--seeds", 1)
     for name in ("ln_seed1", "pn_seed1"):
         assert all(f"{name}: {step}" in done.stderr for step in STEPS)
     report = check(tmp_path / "runs", ("ln_seed1", "pn_seed1"), 30)
     assert "LN" in report and "PN" in report
-    again = script("reproduce_iwslt14.sh", *options, *SMALL, NORMS="ln pn", SEEDS="1")
-    assert again.stderr.count("already trained") == 2 and again.stderr.count("there already") >= 4
+    again = script("reproduce_iwslt14.sh", *options, *SMALL, "--norms", "ln,pn", "--seeds", 1)
+    assert again.stderr.count("already trained") == 2 and again.stderr.count("already exists") >= 4
 
 
 @pytest.mark.slow
@@ -38,7 +38,7 @@ def test_verses_lm(tmp_path):
     narrow = ("model.decoder_embed_dim=16", "model.decoder_ffn_embed_dim=16", "model.decoder_layers=1")
     fast = ("optimization.max_update=2", "checkpoint.save_interval_updates=2", "checkpoint.patience=-1")
     options = ("--data", tmp_path / "data", "--runs", tmp_path / "runs", *narrow, *fast)
-    done = script("reproduce_verses_lm.sh", *options, NORMS="ln ln+layer_scale_groups=4 bn", SEEDS="1")
+    done = run("pn", "reproduce", "verses_lm", *options, "--norms", "ln,ln+layer_scale_groups=4,bn", "--seeds", 1)
     names = [
         f"{m}_lm_{n}_seed1" for m in ("transformer", "tensorized") for n in ("ln", "ln+layer_scale_groups=4", "bn")
     ]
@@ -55,7 +55,8 @@ def test_wmt14(tmp_path):
     archives = write_archives(tmp_path / "archives", wmt14_members())
     options = ("--archive", archives, "--bpe", 150, "--data", tmp_path / "data", "--runs", tmp_path / "runs")
     narrow = ("+model.encoder_embed_dim=64", "+model.decoder_embed_dim=64", "+model.encoder_ffn_embed_dim=64")
-    script("reproduce_wmt14.sh", *options, *SMALL, *narrow, "tokens_per_update=4096", NORMS="bn pnv", SEEDS="1")
+    chosen = ("tokens_per_update=4096", "--norms", "bn,pnv", "--seeds", 1)
+    script("reproduce_wmt14.sh", *options, *SMALL, *narrow, *chosen)
     text = wmt14_members()["test-full.tgz"]["test-full/newstest2014-deen-src.en.sgm"]
     check(tmp_path / "runs", ("bn_seed1", "pnv_seed1"), sum(line.startswith("<seg") for line in text.splitlines()))
     scores = json.loads((tmp_path / "runs/pnv_seed1/generate/test/scores.json").read_text())

@@ -13,6 +13,7 @@ from pn_fairseq.pipeline.data.recipes import verses
 from ..scripts_helpers import ROOT, SCRIPTS, assert_refused, in_process, run, script, words_of
 
 VERSES = str(ROOT / "data/verses.es-en")
+LANGUAGES = ("--source", "es", "--target", "en", "--dest", "x")
 USER_SCRIPTS = sorted(path.name for path in SCRIPTS.glob("*.sh"))
 
 
@@ -51,7 +52,7 @@ def test_every_wrapper_is_one_line():
             assert len(lines) == 1 and lines[0].startswith('exec bash "$(dirname "$(readlink -f "$0")")/pn" '), path
 
 
-@pytest.mark.parametrize("name", ["prepare_text.sh", "train.sh", "average.sh", "generate.sh", "score.sh"])
+@pytest.mark.parametrize("name", ["prepare.sh", "train.sh", "average.sh", "generate.sh", "score.sh"])
 def test_needed_arguments(name):
     assert_refused(quick(name), "--help")
 
@@ -59,17 +60,25 @@ def test_needed_arguments(name):
 @pytest.mark.parametrize(
     ("arguments", "needles"),
     [
-        (("prepare_text.sh", "--corpus"), ("--corpus", "expected one argument")),
+        (("prepare.sh", "text", "--corpus"), ("--corpus", "expected one argument")),
         (
-            ("prepare_text.sh", "--corpus", "/nowhere", "--source", "es", "--target", "en", "--dest", "x"),
+            ("prepare.sh", "text", "--corpus", "/nowhere", *LANGUAGES),
             ("/nowhere",),
         ),
         (
-            ("prepare_text.sh", "--corpus", VERSES, "--source", "es", "--target", "es", "--dest", "x"),
+            ("prepare.sh", "text", "--corpus", VERSES, "--source", "es", "--target", "es", "--dest", "x"),
             ("--source and --target",),
         ),
         (
-            ("prepare_text.sh", "--corpus", VERSES, "--source", "es", "--target", "en", "--dest", "x", "--bpe", "many"),
+            (
+                "prepare.sh",
+                "text",
+                "--corpus",
+                VERSES,
+                *LANGUAGES,
+                "--bpe",
+                "many",
+            ),
             ("--bpe", "many"),
         ),
     ],

@@ -33,9 +33,9 @@ DAMAGE = (
 )
 
 
-def _address(url: str) -> str:
-    """The URL, or that of the file of the same name in DATA_MIRROR, a folder or the URL of one."""
-    mirror, name = os.environ.get("DATA_MIRROR"), url.rsplit("/", 1)[-1]
+def _address(url: str, mirror: str | None) -> str:
+    """The URL, or that of the file of the same name in ``mirror``, a folder or the URL of one."""
+    name = url.rsplit("/", 1)[-1]
     if not mirror:
         return url
     return f"{mirror.rstrip('/')}/{name}" if "://" in mirror else (Path(mirror).absolute() / name).as_uri()
@@ -60,15 +60,16 @@ def _transfer(address: str, partial: Path) -> None:
             raise http.client.IncompleteRead(b"", missing)
 
 
-def fetch(url: str, file: Path, known: str = "") -> None:
+def fetch(url: str, file: Path, known: str = "", mirror: str | None = None) -> None:
     """Download a file, unless it is there. Where a connection broke, it is resumed as long as something comes.
 
     Args:
-        url: address; DATA_MIRROR may replace all but the name of the file.
+        url: address.
         file: where to put it.
         known: the checksum that it must have, sha256 or (32 digits) md5; "": any.
+        mirror: a folder, or the URL of one, in place of all but the name of the file.
     """
-    address, partial = _address(url), file.with_name(f"{file.name}.partial")
+    address, partial = _address(url, mirror), file.with_name(f"{file.name}.partial")
     file.parent.mkdir(parents=True, exist_ok=True)
     while not file.exists():
         before = _size(partial)
@@ -82,7 +83,7 @@ def fetch(url: str, file: Path, known: str = "") -> None:
                 partial.unlink()  # the server has no more than is here: it may be the end of another version
             elif size <= before:
                 kept = f"; {size} bytes are kept for the next run" if size else ""
-                advice = "check the network and retry, or get the file elsewhere and name its folder in DATA_MIRROR"
+                advice = "check the network and retry, or get the file elsewhere and name its folder (--mirror)"
                 raise UserError(f"{address}: {error}{kept}; {advice}") from None
     algorithm = "md5" if len(known) == 32 else "sha256"
     if known and (digest := checksum(file, algorithm)) != known.lower():

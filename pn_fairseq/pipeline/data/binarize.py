@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from pn_fairseq.common.command import UserError, deferred_signals, say
+from pn_fairseq.common.command import UserError, say
 from pn_fairseq.common.files import atomic_folder, count_lines
 
 SPLITS = ("train", "valid", "test")
@@ -17,13 +17,15 @@ SPLITS = ("train", "valid", "test")
 #: of one byte and the number of sentences in 8 bytes follow. Importing fairseq to ask the same would take seconds.
 MAGIC = b"MMIDIDX\x00\x00" + (1).to_bytes(8, "little")
 TYPES = range(1, 11)
+#: Bytes before the lengths of the sentences, of 4 bytes each.
+HEADER = 26
 
 
 def sentences(index: Path) -> int:
     """Number of sentences in a fairseq index file."""
     with index.open("rb") as file:
-        head = file.read(26)
-    if len(head) < 26 or not head.startswith(MAGIC) or head[17] not in TYPES:
+        head = file.read(HEADER)
+    if len(head) < HEADER or not head.startswith(MAGIC) or head[17] not in TYPES:
         raise UserError(f"{index} is damaged, or no index of fairseq's memory-mapped format")
     return int.from_bytes(head[18:], "little")
 
@@ -46,8 +48,7 @@ def make_bin(folder: Path, workers: int, flags: Sequence[str], texts: Mapping[st
         # (close_fds), and the next preparation waits for one that outlived a kill -9.
         options = {"cwd": folder, "close_fds": False, "start_new_session": True, "text": True, "errors": "replace"}
         try:
-            with deferred_signals():
-                process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, **options)
+            process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, **options)
             messages = [line for line in process.communicate()[1].splitlines() if line.strip()] or [process.returncode]
         except BaseException:
             if process:

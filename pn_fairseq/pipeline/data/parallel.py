@@ -17,7 +17,7 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
-from pn_fairseq.common.command import UserError, deferred_signals
+from pn_fairseq.common.command import UserError
 from pn_fairseq.common.files import atomic_write, scratch_folder
 
 #: Bytes of text in a piece: large against the cost of handing it over (and of starting a Perl script), small against a
@@ -86,18 +86,16 @@ def transform(source: Path, output: Path, work: Work, workers: int, label: str =
     with atomic_write(output) as file, scratch_folder(output.with_name(f"{output.name}.pieces")) as folder:
         pool = ProcessPoolExecutor(max(1, min(workers, len(cuts))), fork, _start_worker, (work,))
         try:
-            with deferred_signals():  # Python ignores what a handler raises in the middle of a fork
-                results = [pool.submit(_change, source, *cut, folder / str(cut[0])) for cut in cuts]
+            results = [pool.submit(_change, source, *cut, folder / str(cut[0])) for cut in cuts]
             for result in progress(results, desc=label, unit="piece"):
                 file.write(result.result().read_bytes())
                 result.result().unlink()
         except BrokenProcessPool:
             raise UserError("a worker process was ended; if memory was short, use fewer --workers") from None
         finally:
-            with deferred_signals():
-                for process in multiprocessing.active_children():
-                    process.kill()
-                pool.shutdown(cancel_futures=True)
+            for process in multiprocessing.active_children():
+                process.kill()
+            pool.shutdown(cancel_futures=True)
 
 
 def per_line(function: Callable[[str], str]) -> Work:

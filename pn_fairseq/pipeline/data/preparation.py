@@ -20,6 +20,7 @@ from typing import BinaryIO
 
 from pn_fairseq.common.command import UserError, say, whole
 from pn_fairseq.common.files import checksum, count_lines, read_settings, scratch_folder, write_lines, write_settings
+from pn_fairseq.pipeline import stamp
 from pn_fairseq.pipeline.data import archives, pairs, settings, subwords, tokens
 from pn_fairseq.pipeline.data.binarize import SPLITS, make_bin
 from pn_fairseq.pipeline.data.parallel import Work, per_line, transform
@@ -52,30 +53,37 @@ class Preparation(contextlib.ExitStack):
         dest: the prepared data; None: ``runs/data/NAME``, where the recipe names it.
         workers: processes.
         check: only refuse a ``dest`` that was made with other settings.
+        moses: a checkout of mosesdecoder, whose scripts replace sacremoses.
+        segmentation: the kind of subwords, a key of :data:`subwords.MODELS`.
+        mirror: a folder, or the URL of one, that has the files to download.
     """
 
-    def __init__(self, dest: Path | None, workers: int, check: bool = False):
+    def __init__(
+        self,
+        dest: Path | None,
+        workers: int,
+        check: bool = False,
+        moses: Path | None = None,
+        segmentation: str = "subword-nmt",
+        mirror: str | None = None,
+    ):
         super().__init__()
         self._given, self.workers, self._check = dest, workers, check
+        self._moses, self._segmentation, self._mirror = moses, segmentation, mirror
         self.splits: Sequence[str] = SPLITS  # further test sets are test1, test2, ..., as fairseq calls them
         self._archives: Sequence[Path] = ()
 
     def begin(self, name: str, **values: object) -> None:
-        """Take the settings of a translation corpus that differ from their defaults, and open ``dest``.
-
-        In the environment, MOSES and BPE choose the tokenizer and the kind of subwords.
-        """
-        kind = os.environ.get("BPE") or "subword-nmt"
-        if kind not in subwords.MODELS:
-            raise UserError(f"BPE must be {' or '.join(subwords.MODELS)}, not '{kind}'")
-        if os.environ.get("MOSES"):
-            values = {"tokenizer": "moses", **values}
-        values = {"segmentation": kind, **values}
+        """Take the settings of a translation corpus that differ from their defaults, and open ``dest``."""
+        if self._moses and "tokenizer" in values:
+            raise UserError("--moses: this text comes in tokens; leave the option out")
+        values |= {"tokenizer": "moses"} if self._moses else {}
+        values = {"segmentation": self._segmentation, **values}
         if unknown := values.keys() - settings.DEFAULTS.keys():
             raise TypeError(f"there is no setting {', '.join(unknown)}")
         complete = {**settings.DEFAULTS, **{name: str(value) for name, value in values.items()}}
         if complete["tokenizer"] == "moses":
-            tokens.checkout(complete)
+            tokens.checkout(complete, self._moses)
         self.open(name, complete)
 
     def open(self, name: str, made_with: dict[str, str]) -> None:
@@ -115,7 +123,7 @@ class Preparation(contextlib.ExitStack):
             return []
         for file, url in zip(files, known, strict=True):
             if not archive:
-                archives.fetch(url, file, known[url])
+                archives.fetch(url, file, known[url], self._mirror)
             elif not file.is_file():
                 raise UserError(f"there is no {file.name} in '{file.parent}' (--archive); it comes from {url}")
         return files
@@ -154,7 +162,7 @@ class Preparation(contextlib.ExitStack):
         It, the settings and the subwords' codes that the user gave must be those that DEST was begun with.
         """
         if codes and self.settings["segmentation"] != "subword-nmt":
-            raise UserError("codes are those of subword-nmt: leave BPE unset in the environment")
+            raise UserError("--codes has merges of subword-nmt: leave out --segmentation")
         new, folder = self.partial / "text", self.dest / to
         texts = [(new if new.exists() else folder) / name for name in self.files()]
         sums = {path.name: checksum(path) for path in texts if path.exists()}
@@ -162,7 +170,8 @@ class Preparation(contextlib.ExitStack):
             write_lines(given := self.partial / "codes", subwords.merges(codes))
             sums["codes"] = checksum(given)
         settings.check(self.dest, self.settings, sums)
-        if (self.dest / "bin").is_dir() and (self.dest / "counts.txt").is_file():
+        wanted, outputs = {**self.settings, **sums}, (self.dest / "bin", self.dest / "counts.txt")
+        if stamp.done("prepare", self.dest / "settings.txt", wanted, *outputs):
             self.finish({})
             raise Complete
         write_settings(self.dest / "settings.txt", self.settings, sums)
@@ -230,17 +239,19 @@ class Preparation(contextlib.ExitStack):
 
     def detokenize(self, source: str, to: str) -> None:
         """Turn tokens into plain text, by the detokenizer that ``pn score`` uses for translations."""
-        from pn_fairseq.pipeline.scoring import detokenize
 
-        self.transform("detokenizing", source, to, lambda _, lang: per_line(lambda line: detokenize([line], lang)[0]))
+        def work(_: str, lang: str) -> Work:
+            return per_line(lambda line: tokens.detokenize([line], lang)[0])
+
+        self.transform("detokenizing", source, to, work)
 
     def tokenize(self, source: str, to: str, splits: Sequence[str] = (), without: Sequence[str] = ()) -> None:
         """Tokenize these splits, without these settings."""
         used, straight = {**self.settings, **dict.fromkeys(without, "0")}, self.settings["straighten"].split()
-        tool = os.environ["MOSES"] if used["tokenizer"] == "moses" else "sacremoses"
+        tool = self._moses if used["tokenizer"] == "moses" else "sacremoses"
 
         def work(split: str, lang: str) -> Work:
-            return tokens.tokenizer(used, lang, split in straight)
+            return tokens.tokenizer(used, lang, split in straight, self._moses)
 
         self.transform(f"tokenizing with {tool}", source, to, work, splits)
 

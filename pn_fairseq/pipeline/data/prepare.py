@@ -5,25 +5,46 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from types import ModuleType
 
 from pn_fairseq.common.command import ArgumentParser, UserError, whole
+from pn_fairseq.pipeline.data import subwords
 from pn_fairseq.pipeline.data.preparation import Complete, Preparation
 from pn_fairseq.pipeline.data.recipes import RECIPES
 
 #: What the system reports where no more can be written.
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+#: The options of every recipe, or of several, that are not arguments of its ``prepare``.
+OWN = ("workers", "check", "mirror", "segmentation", "moses")
 EPILOG = """\
 The same command resumes. Line counts are checked after every step. --dest gets
   raw/  the text before tokenization    tok/  tokens, as they are scored
   bpe/  subwords (of translations)      bin/  fairseq's binary data, with one dictionary
   settings.txt, counts.txt, and with cleaning removed.tsv: which pairs were removed and why; text/ has all pairs
 """
-MIRROR = "  DATA_MIRROR=DIR-OR-URL    a folder or URL that has the files to download\n"
-TOOLS = """\
-  MOSES=DIR                 a checkout of mosesdecoder whose Perl scripts replace sacremoses
-  BPE=subword-nmt           (default) or sentencepiece, for which --bpe is the size of the vocabulary
-"""
+#: Options of the recipes that download files, and of those that learn subwords.
+MIRROR = {"--mirror": {"metavar": "DIR-OR-URL", "help": "a folder, or the URL of one, that has the files to download"}}
+SEGMENTATION = "the kind of subwords (default subword-nmt); with sentencepiece, --bpe is the size of the vocabulary"
+MOSES = "a checkout of mosesdecoder whose Perl scripts replace sacremoses"
+TOOLS = {
+    "--segmentation": {"choices": [*subwords.MODELS], "default": "subword-nmt", "help": SEGMENTATION},
+    "--moses": {"metavar": "DIR", "type": Path, "help": MOSES},
+}
+#: Variables of earlier versions -> the options.
+REPLACED = {"MOSES": "--moses DIR", "BPE": "--segmentation sentencepiece", "DATA_MIRROR": "--mirror DIR-OR-URL"}
+
+
+def options_of(recipe: ModuleType) -> dict[str, dict]:
+    """The options of a recipe: flag -> arguments of add_argument."""
+    options = recipe.OPTIONS
+    return options | (MIRROR if "--archive" in options else {}) | (TOOLS if "--bpe" in options else {})
+
+
+def replaced_by(options: Mapping[str, dict]) -> dict[str, str]:
+    """The variables of earlier versions that some of these options replace."""
+    return {variable: option for variable, option in REPLACED.items() if option.split()[0] in options}
 
 
 def _parser() -> ArgumentParser:
@@ -31,17 +52,18 @@ def _parser() -> ArgumentParser:
     parser = ArgumentParser(prog="pn prepare", description=about)
     corpora = parser.add_subparsers(dest="recipe", required=True, metavar="CORPUS", parser_class=ArgumentParser)
     for name, recipe in RECIPES.items():
-        variables = (MIRROR if "--archive" in recipe.OPTIONS else "") + (TOOLS if "--bpe" in recipe.OPTIONS else "")
+        options = options_of(recipe)
         corpus = corpora.add_parser(
             name,
             help=recipe.__doc__.splitlines()[0],
             description=recipe.__doc__,
-            epilog=EPILOG + (f"\nIn the environment:\n{variables}" if variables else ""),
+            epilog=EPILOG,
+            replaced=replaced_by(options),
         )
         where = f"default runs/data/{recipe.CONFIG}" if recipe.CONFIG else "it must be given"
         dest = f"the prepared data ({where})"
         corpus.add_argument("--dest", type=Path, metavar="DIR", help=dest, required=not recipe.CONFIG)
-        for flag, kind in recipe.OPTIONS.items():
+        for flag, kind in options.items():
             corpus.add_argument(flag, **kind)
         check = "only refuse a DIR that was made with other settings"
         corpus.add_argument("--check", action="store_true", help=check)
@@ -56,7 +78,8 @@ def main(argv: list[str] | None = None) -> None:
     if not values["check"] and "corpus" in values and not Path(values["corpus"]).is_dir():
         raise UserError(f"there is no directory '{values['corpus']}' (--corpus)")
     try:
-        with contextlib.suppress(Complete), Preparation(dest, values.pop("workers"), values.pop("check")) as data:
+        own = {name: values.pop(name) for name in OWN if name in values}
+        with contextlib.suppress(Complete), Preparation(dest, **own) as data:
             recipe.prepare(data, **values)
     except OSError as error:
         if error.errno not in FULL:

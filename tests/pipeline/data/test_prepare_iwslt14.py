@@ -98,7 +98,7 @@ def prepare(dest: Path, *options, **kwargs) -> subprocess.CompletedProcess:
 def prepared(archive, tmp_path_factory) -> Path:
     """By three processes, from a mirror."""
     dest = tmp_path_factory.mktemp("prepared") / "my, data"
-    done = prepare(dest, "--workers", 3, DATA_MIRROR=str(archive.parent))
+    done = prepare(dest, "--workers", 3, "--mirror", archive.parent)
     assert "160,239" in done.stderr.splitlines()[-1]  # a note says that the original has other counts
     return dest
 
@@ -303,7 +303,7 @@ def test_other_text_or_settings_are_refused(archive, prepared, members, tmp_path
     other = write_archives(tmp_path, {"other.tgz": changed}) / "other.tgz"
     assert_refused(prepare(prepared, "--archive", other, check=False), "other text", str(prepared))
     assert_refused(prepare(prepared, "--archive", archive, "--bpe", 500, check=False), "other settings")
-    assert_refused(prepare(prepared, BPE="sentencepiece", check=False), "other settings")
+    assert_refused(prepare(prepared, "--segmentation", "sentencepiece", check=False), "other settings")
     assert files_of(prepared) == before
 
 
@@ -324,14 +324,13 @@ def test_moses_scripts_and_sentencepiece(archive, reading, tmp_path):
     tokenizer = moses / "scripts/tokenizer/tokenizer.perl"
     tokenizer.parent.mkdir(parents=True)
     dest = tmp_path / "data"
-    environment = {"MOSES": str(moses), "BPE": "sentencepiece"}
-    options = ("--archive", archive, "--workers", 2)
-    assert_refused(prepare(dest, *options, **environment, check=False), "tokenizer/tokenizer.perl", str(moses))
+    options = ("--archive", archive, "--workers", 2, "--moses", moses, "--segmentation", "sentencepiece")
+    assert_refused(prepare(dest, *options, check=False), "tokenizer/tokenizer.perl", str(moses))
     tokenizer.write_text(TOKENIZER)
-    assert_refused(prepare(dest, *options, **environment, check=False), "tokenizer/lowercase.perl", str(moses))
+    assert_refused(prepare(dest, *options, check=False), "tokenizer/lowercase.perl", str(moses))
     assert not dest.exists()
     tokenizer.with_name("lowercase.perl").write_text(LOWERCASE)
-    prepare(dest, *options, **environment)
+    prepare(dest, *options)
 
     settings = lines(dest / "settings.txt")
     assert "tokenizer=moses" in settings and "segmentation=sentencepiece" in settings and "lower=1" in settings
@@ -349,7 +348,7 @@ def test_moses_scripts_and_sentencepiece(archive, reading, tmp_path):
             assert glued == [line.split() for line in tok]
     assert [pair[0][0] for pair in reading.test] == lines(dest / "raw/test.de")
     assert (dest / "bin/dict.de.txt").is_file()
-    assert_refused(prepare(dest, *options, BPE="sentencepiece", check=False), "other settings")
+    assert_refused(prepare(dest, *options, "--segmentation", "sentencepiece", check=False), "other settings")
     tokenizer.write_text('die "the tokenizer is out of order\\n";')
     assert_refused(prepare(tmp_path / "new", *options, **environment, check=False), "out of order", str(tokenizer))
     assert not (tmp_path / "new/tok").exists() and not list((tmp_path / "new/stages/tok").iterdir())
@@ -370,7 +369,7 @@ def test_downloads_that_are_no_archive(content, archive, tmp_path):
     (tmp_path / "mirror").mkdir()
     (tmp_path / "mirror/de-en.tgz").write_bytes(packed[: len(packed) // 2] if content is None else content)
     dest = tmp_path / "data"
-    assert_refused(prepare(dest, DATA_MIRROR=str(tmp_path / "mirror"), check=False), "de-en.tgz", "is not an archive")
+    assert_refused(prepare(dest, "--mirror", tmp_path / "mirror", check=False), "de-en.tgz", "is not an archive")
     assert {path.name for path in dest.iterdir()} <= {".lock", "download"}
 
 
@@ -380,7 +379,7 @@ def test_wrong_settings(archive, tmp_path):
         prepare(tmp_path / "data", *flags, check=False), "none.tgz", "(--archive); it comes from https://dl."
     )
     assert {path.name for path in (tmp_path / "data").iterdir()} <= {".lock", "download"}
-    assert_refused(prepare(tmp_path / "new", MOSES="/nowhere", check=False), "MOSES", "/nowhere")
+    assert_refused(prepare(tmp_path / "new", "--moses", "/nowhere", check=False), "--moses /nowhere")
     assert_refused(prepare(tmp_path / "new", "--workers", 0, check=False), "--workers")
     assert not (tmp_path / "new").exists()
     (tmp_path / "file").write_text("")
@@ -393,8 +392,8 @@ def test_a_file_that_cannot_be_written_to_its_end(share, archive, members, tmp_p
     limit = int(share * max(len(text.encode()) for text in members.values()))
     dest = tmp_path / "data"
     result = subprocess.run(
-        ["bash", SCRIPTS / "prepare_iwslt14.sh", "--dest", dest, "--workers", "2"],
-        env=environment(DATA_MIRROR=str(archive.parent)),
+        ["bash", SCRIPTS / "prepare_iwslt14.sh", "--dest", dest, "--workers", "2", "--mirror", archive.parent],
+        env=environment(),
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
         capture_output=True,
         text=True,

@@ -75,7 +75,6 @@ def test_moses_scripts_run_in_their_order_with_their_flags(tmp_path, monkeypatch
         (tmp_path / script).parent.mkdir(parents=True, exist_ok=True)
         name = script.split("/")[-1].split(".")[0]
         (tmp_path / script).write_text(f'while (<STDIN>) {{ chomp; print "$_ {name}(@ARGV)\\n"; }}')
-    monkeypatch.setenv("MOSES", str(tmp_path))
-    work = tokens.tokenizer(chosen, "de", True)
+    work = tokens.tokenizer(chosen, "de", True, tmp_path)
     tokenized = "x' normalize-punctuation(de) tokenizer(-q -l de -a) lowercase()\n"
     assert work("x’\nx’\n".encode()).decode() == tokenized * 2

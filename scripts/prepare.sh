@@ -1,0 +1,2 @@
+#!/usr/bin/env bash
+exec bash "$(dirname "$(readlink -f "$0")")/pn" prepare "$@"

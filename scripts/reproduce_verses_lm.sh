@@ -1,2 +1,0 @@
-#!/usr/bin/env bash
-exec bash "$(dirname "$(readlink -f "$0")")/pn" reproduce verses_lm "$@"
