@@ -146,7 +146,7 @@ def test_batches_that_are_refused(overrides, ranks, needle):
         ("model.label_smoothing=0.1", ("did you mean 'criterion.label_smoothing'",)),
         ("scoring.average_first=3", ("scoring.average_first", "'average_last'")),
         # The same names in another section only if they are nearly the same; else who has such a setting.
-        ("model.max_updates=3", ("did you mean 'optimization.max_update'",)),
+        ("model.max_update=3", ("did you mean 'optimization.max_update'",)),
         ("lr_scheduler.end_learning_rate=0", ("inverse_sqrt has no such setting, polynomial_decay has one",)),
         ("optimizer.momentum=0.9", ("optimizer._name=adam has no such setting, nag has one",)),
     ],
