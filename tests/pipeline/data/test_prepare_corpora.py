@@ -418,10 +418,8 @@ def test_given_text_that_does_not_fit(tmp_path):
     corpus, dest = given_text(tmp_path / "given", False), tmp_path / "data"
     result = prepare_given(dest, corpus, "--codes", corpus / "valid.en", check=False)
     assert_refused(result, "valid.en: line 1 is not a merge of subword-nmt")
-    result = prepare_given(
-        dest, corpus, "--codes", corpus / "bpe-codes", "--segmentation", "sentencepiece", check=False
-    )
-    assert_refused(result, "codes are those of subword-nmt")
+    codes = ("--codes", corpus / "bpe-codes", "--segmentation", "sentencepiece")
+    assert_refused(prepare_given(dest, corpus, *codes, check=False), "--codes has merges of subword-nmt")
     (corpus / "valid.es").write_text("Dios\n" * 5)
     assert_refused(prepare_given(dest, corpus, check=False), "valid.es: line 1 has upper case", "--keep-case")
     assert_not_begun(dest)
