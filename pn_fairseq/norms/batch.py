@@ -1,5 +1,7 @@
 """BN: batch normalization over the real tokens of a padded batch."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -19,26 +21,28 @@ class BatchStatsNorm(RunningNorm):
     and padding dx_hat / D: it is divided by the statistics and takes no part in their gradient.
     """
 
-    def forward_pass(self, tokens: Tokens, step: Contribution) -> Tensor:
+    def forward_pass(self, tokens: Tokens, contribution: Contribution) -> Tensor:
         batch = self.batch_moments(tokens)
         weight, bias = self.effective_affine(tokens.weight, tokens.bias, tokens.further, batch.mean, batch.moment)
         return tokens.normalize(batch.moment, batch.mean, weight, bias)
 
-    def backward_pass(self, tokens: Tokens, step: Contribution) -> tuple[Tensor, Tensor]:
-        return self.exact_gradient(tokens, step)
+    def backward_pass(self, tokens: Tokens, contribution: Contribution) -> tuple[Tensor, Tensor]:
+        return self.exact_gradient(tokens, contribution)
 
-    def exact_gradient(self, tokens: Tokens, step: Contribution, weight: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def exact_gradient(
+        self, tokens: Tokens, contribution: Contribution, weight: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """dx and the sums over tokens of dy x_hat and of dy, (2, C), for y = weight x_hat + bias."""
-        batch = step.batch
+        batch = contribution.batch
         parameters, products = tokens.gradient_sums(batch.moment, batch.mean, weight)
-        nu, offset = self.corrections(step, products)
+        nu, offset = self.corrections(contribution, products)
         offset = None if batch.mean is None else offset
         dx, _ = tokens.gradient(batch.moment, batch.mean, nu, offset, weight)
         return dx, parameters
 
-    def corrections(self, step: Contribution, products: Tensor) -> tuple[Tensor, Tensor]:
+    def corrections(self, contribution: Contribution, products: Tensor) -> tuple[Tensor, Tensor]:
         """What multiplies x_hat and 1 in the gradient through the statistics: the means of ``products`` over M."""
-        nu, offset = (products / step.batch.count.clamp(min=1.0)).unbind()
+        nu, offset = (products / contribution.batch.count.clamp(min=1.0)).unbind()
         return nu, offset
 
 
@@ -65,24 +69,21 @@ class MaskedBatchNorm(BatchStatsNorm):
     moment_name = "running_var"
     mean_name = "running_mean"
 
-    def __init__(
-        self,
-        num_features: int,
-        alpha_fwd: float = 0.9,
-        sync: bool = False,
-        process_group=None,
-        eps: float = 1e-5,
-        affine: bool = True,
-        layer_scale_groups: int = 0,
-        batch_first: bool = False,
-    ):
-        super().__init__(num_features, alpha_fwd, sync, process_group, eps, affine, layer_scale_groups, batch_first)
+    def __init__(self, num_features: int, **common):
+        super().__init__(num_features, **common)
         self.add_state("running_mean", 0.0)
         self.add_state("running_var", 1.0)
 
     def statistics_of(self, batch: Moments) -> dict[str, Tensor]:
         unbiased = batch.moment * (batch.count / (batch.count - 1.0))  # infinite for one token: it does not count
         return {"running_mean": batch.mean, "running_var": unbiased}
+
+
+@dataclass(slots=True)
+class ReleaseContribution(Contribution):
+    """``real``: number of real tokens; that in ``batch`` is of all positions."""
+
+    real: Tensor | None = None
 
 
 class MaskedBatchNormRelease(MaskedBatchNorm):
@@ -99,27 +100,24 @@ class MaskedBatchNormRelease(MaskedBatchNorm):
     Arguments, buffers and errors: see :class:`MaskedBatchNorm`.
     """
 
+    contribution_type = ReleaseContribution
+
     def __init__(
         self,
         num_features: int,
         alpha_fwd: float = 0.95,
-        sync: bool = False,
-        process_group=None,
-        eps: float = 1e-5,
-        affine: bool = True,
-        layer_scale_groups: int = 0,
-        batch_first: bool = False,
+        **common,
     ):
-        super().__init__(num_features, alpha_fwd, sync, process_group, eps, affine, layer_scale_groups, batch_first)
+        super().__init__(num_features, alpha_fwd=alpha_fwd, **common)
 
     def batch_moments(self, tokens: Tokens) -> Moments:
         positions = tokens.with_padding().moments().count
         real = tokens.moments(centered=True)
         counted = torch.where(real.count > 0, positions, real.count)
         batch = Moments(real.mean, real.moment * real.count / counted.clamp(min=1.0), counted, reduced=True)
-        tokens.step.batch, tokens.step.real = batch, real.count
+        tokens.contribution.batch, tokens.contribution.real = batch, real.count
         return batch
 
-    def corrections(self, step: Contribution, products: Tensor) -> tuple[Tensor, Tensor]:
+    def corrections(self, contribution: Contribution, products: Tensor) -> tuple[Tensor, Tensor]:
         nu, offset = products.unbind()
-        return nu / step.batch.count.clamp(min=1.0), offset / step.real.clamp(min=1.0)
+        return nu / contribution.batch.count.clamp(min=1.0), offset / contribution.real.clamp(min=1.0)

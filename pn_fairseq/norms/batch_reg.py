@@ -1,11 +1,22 @@
 """RBN: batch normalization with a penalty on the distance of the batch's statistics from the running ones."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from pn_fairseq.norms.batch import MaskedBatchNorm
 from pn_fairseq.norms.checks import check_real
 from pn_fairseq.norms.tokens import Contribution, Moments, Tokens
+
+
+@dataclass(slots=True)
+class PenaltyContribution(Contribution):
+    """``mean``, ``var``: the running statistics before the step. ``variance``: of the batch, before a clamp."""
+
+    mean: Tensor | None = None
+    var: Tensor | None = None
+    variance: Tensor | None = None
 
 
 class RegularizedBatchNorm(MaskedBatchNorm):
@@ -42,55 +53,52 @@ class RegularizedBatchNorm(MaskedBatchNorm):
     Buffers: see :class:`~pn_fairseq.norms.MaskedBatchNorm`.
     """
 
+    contribution_type = PenaltyContribution
+
     def __init__(
         self,
         num_features: int,
         alpha_fwd: float = 0.95,
         lambda_mean: float = 0.1,
         lambda_var: float = 0.01,
-        sync: bool = False,
-        process_group=None,
-        eps: float = 1e-5,
-        affine: bool = True,
-        layer_scale_groups: int = 0,
-        batch_first: bool = False,
+        **common,
     ):
-        super().__init__(num_features, alpha_fwd, sync, process_group, eps, affine, layer_scale_groups, batch_first)
+        super().__init__(num_features, alpha_fwd=alpha_fwd, **common)
         self.lambda_mean = check_real("lambda_mean", lambda_mean, minimum=0)
         self.lambda_var = check_real("lambda_var", lambda_var, minimum=0)
 
-    def forward_pass(self, tokens: Tokens, step: Contribution) -> Tensor:
-        step.mean, step.var = self.frozen_view(self.running_mean), self.frozen_view(self.running_var)
-        return super().forward_pass(tokens, step)
+    def forward_pass(self, tokens: Tokens, contribution: Contribution) -> Tensor:
+        contribution.mean, contribution.var = self.frozen_view(self.running_mean), self.frozen_view(self.running_var)
+        return super().forward_pass(tokens, contribution)
 
-    def corrections(self, step: Contribution, products: Tensor) -> tuple[Tensor, Tensor]:
+    def corrections(self, contribution: Contribution, products: Tensor) -> tuple[Tensor, Tensor]:
         # dP/dx = (by_mean + by_sigma x_hat) / N on the N real tokens; dx = (... - nu x_hat - offset) / D.
         if self.ignoring:
-            return super().corrections(step, products)
-        by_mean, by_sigma = self.penalty_gradient(step)
-        sigma = (step.batch.moment + self.eps).sqrt()
+            return super().corrections(contribution, products)
+        by_mean, by_sigma = self.penalty_gradient(contribution)
+        sigma = (contribution.batch.moment + self.eps).sqrt()
         by_statistics = torch.stack([sigma * by_sigma, sigma * by_mean])
-        nu, offset = ((products - by_statistics) / step.batch.count.clamp(min=1.0)).unbind()
+        nu, offset = ((products - by_statistics) / contribution.batch.count.clamp(min=1.0)).unbind()
         return nu, offset
 
-    def penalty_gradient(self, step: Contribution) -> tuple[Tensor, Tensor]:
+    def penalty_gradient(self, contribution: Contribution) -> tuple[Tensor, Tensor]:
         r"""The derivatives of P by :math:`\mu_B` and :math:`\sigma_B`, (C,)."""
-        gap_mean, gap_sigma = self._gaps(step)
+        gap_mean, gap_sigma = self._gaps(contribution)
         return 2 * self.lambda_mean * gap_mean, 2 * self.lambda_var * gap_sigma
 
-    def _gaps(self, step: Contribution) -> tuple[Tensor, Tensor]:
-        batch = step.batch
-        sigma = (step.var.to(batch.moment.dtype) + self.eps).sqrt()
-        return batch.mean - step.mean, (batch.moment + self.eps).sqrt() - sigma
+    def _gaps(self, contribution: Contribution) -> tuple[Tensor, Tensor]:
+        batch = contribution.batch
+        sigma = (contribution.var.to(batch.moment.dtype) + self.eps).sqrt()
+        return batch.mean - contribution.mean, (batch.moment + self.eps).sqrt() - sigma
 
-    def penalty(self, step: Contribution) -> Tensor:
+    def penalty(self, contribution: Contribution) -> Tensor:
         """P, 0-d."""
-        gap_mean, gap_sigma = self._gaps(step)
+        gap_mean, gap_sigma = self._gaps(contribution)
         return self.lambda_mean * gap_mean.square().sum() + self.lambda_var * gap_sigma.square().sum()
 
-    def observe(self, step: Contribution) -> dict[str, Tensor]:
-        """``penalty``: P of the last step."""
-        return {"penalty": self.penalty(step)}
+    def observe(self, contribution: Contribution) -> dict[str, Tensor]:
+        """``penalty``: P of the last contribution."""
+        return {"penalty": self.penalty(contribution)}
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, lambda_mean={self.lambda_mean}, lambda_var={self.lambda_var}"
@@ -113,9 +121,9 @@ class RegularizedBatchNormRelease(RegularizedBatchNorm):
 
     def batch_moments(self, tokens: Tokens) -> Moments:
         batch = super().batch_moments(tokens)
-        tokens.step.variance = batch.moment
+        tokens.contribution.variance = batch.moment
         batch = batch._replace(moment=self._clamped(batch.moment))
-        tokens.step.batch = batch
+        tokens.contribution.batch = batch
         return batch
 
     def _clamped(self, variance: Tensor) -> Tensor:
@@ -125,21 +133,21 @@ class RegularizedBatchNormRelease(RegularizedBatchNorm):
     def evaluation_statistics(self) -> tuple[Tensor, Tensor]:
         return self.running_mean, self._clamped(self.running_var)
 
-    def corrections(self, step: Contribution, products: Tensor) -> tuple[Tensor, Tensor]:
-        nu, offset = super().corrections(step, products)
-        return torch.where(step.variance > self.eps, nu, 0.0), offset  # below, D is a constant
+    def corrections(self, contribution: Contribution, products: Tensor) -> tuple[Tensor, Tensor]:
+        nu, offset = super().corrections(contribution, products)
+        return torch.where(contribution.variance > self.eps, nu, 0.0), offset  # below, D is a constant
 
-    def _gaps(self, step: Contribution) -> tuple[Tensor, Tensor]:
-        gaps = step.batch.mean - step.mean, step.batch.moment + self.eps - step.var
+    def _gaps(self, contribution: Contribution) -> tuple[Tensor, Tensor]:
+        gaps = contribution.batch.mean - contribution.mean, contribution.batch.moment + self.eps - contribution.var
         return self.alpha_fwd * gaps[0], self.alpha_fwd * gaps[1]  # (b)
 
-    def penalty_gradient(self, step: Contribution) -> tuple[Tensor, Tensor]:
-        gap_mean, gap_var = self._gaps(step)
-        sigma = (step.batch.moment + self.eps).sqrt()
+    def penalty_gradient(self, contribution: Contribution) -> tuple[Tensor, Tensor]:
+        gap_mean, gap_var = self._gaps(contribution)
+        sigma = (contribution.batch.moment + self.eps).sqrt()
         return 2 * self.lambda_mean * gap_mean, 2 * self.lambda_var * gap_var.sign() * sigma  # (a)
 
-    def penalty(self, step: Contribution) -> Tensor:
-        gap_mean, gap_var = self._gaps(step)
+    def penalty(self, contribution: Contribution) -> Tensor:
+        gap_mean, gap_var = self._gaps(contribution)
         return self.lambda_mean * gap_mean.square().sum() + self.lambda_var * gap_var.abs().sum()
 
     def statistics_of(self, batch: Moments) -> dict[str, Tensor]:

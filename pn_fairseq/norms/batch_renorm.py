@@ -1,11 +1,22 @@
 """Batch renormalization: batch statistics, corrected towards the running ones."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from pn_fairseq.norms.batch import BatchStatsNorm
 from pn_fairseq.norms.checks import check_real, check_whole
 from pn_fairseq.norms.tokens import Contribution, Moments, Tokens
+
+
+@dataclass(slots=True)
+class RenormContribution(Contribution):
+    """sigma_B, r and d of the batch."""
+
+    sigma: Tensor | None = None
+    r: Tensor | None = None
+    d: Tensor | None = None
 
 
 class BatchRenorm(BatchStatsNorm):
@@ -43,6 +54,7 @@ class BatchRenorm(BatchStatsNorm):
 
     moment_name = "running_var"
     mean_name = "running_mean"
+    contribution_type = RenormContribution
     mixes_tokens = "at first"
 
     def __init__(
@@ -52,14 +64,9 @@ class BatchRenorm(BatchStatsNorm):
         renorm_updates: int = 40_000,
         renorm_r_max: float = 3.0,
         renorm_d_max: float = 5.0,
-        sync: bool = False,
-        process_group=None,
-        eps: float = 1e-5,
-        affine: bool = True,
-        layer_scale_groups: int = 0,
-        batch_first: bool = False,
+        **common,
     ):
-        super().__init__(num_features, alpha_fwd, sync, process_group, eps, affine, layer_scale_groups, batch_first)
+        super().__init__(num_features, alpha_fwd=alpha_fwd, **common)
         self.renorm_updates = check_whole("renorm_updates", renorm_updates, minimum=0)
         self.renorm_r_max = check_real("renorm_r_max", renorm_r_max, minimum=1)
         self.renorm_d_max = check_real("renorm_d_max", renorm_d_max, minimum=0)
@@ -72,29 +79,30 @@ class BatchRenorm(BatchStatsNorm):
         r_max, d_max = self.renorm_r_max, self.renorm_d_max
         return (since * ((r_max - 1) / (7 / 8)) + 1).clamp(1, r_max), (since * (d_max / (4 / 8))).clamp(0, d_max)
 
-    def forward_pass(self, tokens: Tokens, step: Contribution) -> Tensor:
+    def forward_pass(self, tokens: Tokens, contribution: Contribution) -> Tensor:
         batch = tokens.moments(centered=True)
         r_max, d_max = self.limits()
         sigma = (self.running_var.to(batch.moment.dtype) + self.eps).sqrt()
-        step.sigma = (batch.moment + self.eps).sqrt()
-        step.r = (step.sigma / sigma).clamp(1 / r_max, r_max)
-        step.d = ((batch.mean - self.running_mean) / sigma).clamp(-d_max, d_max)
+        contribution.sigma = (batch.moment + self.eps).sqrt()
+        contribution.r = (contribution.sigma / sigma).clamp(1 / r_max, r_max)
+        contribution.d = ((batch.mean - self.running_mean) / sigma).clamp(-d_max, d_max)
         if tokens.weight is None:
-            return tokens.normalize(batch.moment, batch.mean, step.r, step.d)
-        weight, bias = step.r * tokens.weight, torch.addcmul(tokens.bias, step.d, tokens.weight)
+            return tokens.normalize(batch.moment, batch.mean, contribution.r, contribution.d)
+        weight, bias = contribution.r * tokens.weight, torch.addcmul(tokens.bias, contribution.d, tokens.weight)
         return tokens.normalize(batch.moment, batch.mean, weight, bias)
 
-    def backward_pass(self, tokens: Tokens, step: Contribution) -> tuple[Tensor, Tensor]:
-        weight = step.r if tokens.weight is None else step.r * tokens.weight
-        dx, (products, sums) = self.exact_gradient(tokens, step, weight)
-        return dx, torch.stack([step.r * products + step.d * sums, sums])
+    def backward_pass(self, tokens: Tokens, contribution: Contribution) -> tuple[Tensor, Tensor]:
+        weight = contribution.r if tokens.weight is None else contribution.r * tokens.weight
+        dx, (products, sums) = self.exact_gradient(tokens, contribution, weight)
+        return dx, torch.stack([contribution.r * products + contribution.d * sums, sums])
 
-    def update(self, step: Contribution) -> dict[str, Tensor]:
+    def update(self, contribution: Contribution) -> dict[str, Tensor]:
         share, sigma = 1 - self.alpha_fwd, (self.running_var + self.eps).sqrt()
-        return {
-            "running_mean": self.running_mean + share * (step.batch.mean - self.running_mean),
-            "running_var": (sigma + share * (step.sigma - sigma)).square() - self.eps,
+        new = {
+            "running_mean": self.running_mean + share * (contribution.batch.mean - self.running_mean),
+            "running_var": (sigma + share * (contribution.sigma - sigma)).square() - self.eps,
         }
+        return self.if_counted(contribution, new)
 
     def statistics_of(self, batch: Moments) -> dict[str, Tensor]:
         return {"running_mean": batch.mean, "running_var": batch.moment}

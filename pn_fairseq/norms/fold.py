@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor, nn
 
-from pn_fairseq.norms.base import RunningNorm, _no_fast_path
+from pn_fairseq.norms.base import RunningNorm
+from pn_fairseq.norms.channel import no_fast_path
 
 
 @torch.no_grad()
@@ -95,7 +96,7 @@ class FoldedNorm(nn.Identity):
     def __init__(self, eps: float):
         super().__init__()
         self.eps = eps
-        self.register_forward_pre_hook(_no_fast_path)
+        self.register_forward_pre_hook(no_fast_path)
         self.eval()
 
 

@@ -25,12 +25,9 @@ class GroupNorm(ChannelNorm):
         self,
         num_features: int,
         groups: int = 1,
-        eps: float = 1e-5,
-        affine: bool = True,
-        layer_scale_groups: int = 0,
-        batch_first: bool = False,
+        **common,
     ):
-        super().__init__(num_features, eps, affine, layer_scale_groups, batch_first)
+        super().__init__(num_features, **common)
         self.groups = check_whole("groups", groups, minimum=1)
         if self.num_features % self.groups:
             raise ValueError(f"num_features={num_features} is not divisible by groups={groups}")

@@ -47,38 +47,31 @@ class MovingAverageBatchNorm(WindowNorm):
         self,
         num_features: int,
         alpha_fwd: float = 0.98,
-        window: int = 16,
-        psi_warmup_updates: int = 0,
-        sync: bool = False,
-        process_group=None,
-        eps: float = 1e-5,
-        affine: bool = True,
-        layer_scale_groups: int = 0,
-        batch_first: bool = False,
+        **common,
     ):
-        common = sync, process_group, eps, affine, layer_scale_groups, batch_first
-        super().__init__(num_features, alpha_fwd, window, psi_warmup_updates, *common)
+        super().__init__(num_features, alpha_fwd=alpha_fwd, **common)
 
-    def forward_pass(self, tokens: Tokens, step: Contribution) -> Tensor:
-        self.begin(step, tokens.moments())
-        average = with_row(self.psi2_window, step.own_psi2, step.number).mean(0)
-        step.psi2 = torch.where(step.early, step.own_psi2, average)
-        step.ratio = self.ratio(step)
-        return tokens.normalize(step.psi2, weight=self._gain(tokens, step))
+    def forward_pass(self, tokens: Tokens, contribution: Contribution) -> Tensor:
+        self.begin(contribution, tokens.moments())
+        average = with_row(self.psi2_window, contribution.own_psi2, contribution.number).mean(0)
+        contribution.psi2 = torch.where(contribution.early, contribution.own_psi2, average)
+        contribution.ratio = self.ratio(contribution)
+        return tokens.normalize(contribution.psi2, weight=self._gain(tokens, contribution))
 
-    def backward_pass(self, tokens: Tokens, step: Contribution) -> tuple[Tensor, Tensor]:
-        gain = self._gain(tokens, step)
-        (products, sums), _ = tokens.gradient_sums(step.psi2, weight=gain)
-        dx, _ = tokens.gradient(step.psi2, nu=self.average_lambda(step), weight=gain)
-        return dx, torch.stack([step.ratio * products, sums])
+    def backward_pass(self, tokens: Tokens, contribution: Contribution) -> tuple[Tensor, Tensor]:
+        gain = self._gain(tokens, contribution)
+        (products, sums), _ = tokens.gradient_sums(contribution.psi2, weight=gain)
+        dx, _ = tokens.gradient(contribution.psi2, nu=self.average_lambda(contribution), weight=gain)
+        return dx, torch.stack([contribution.ratio * products, sums])
 
-    def _gain(self, tokens: Tokens, step: Contribution) -> Tensor:
-        return step.ratio if tokens.weight is None else step.ratio * tokens.weight
+    def _gain(self, tokens: Tokens, contribution: Contribution) -> Tensor:
+        return contribution.ratio if tokens.weight is None else contribution.ratio * tokens.weight
 
-    def update(self, step: Contribution) -> dict[str, Tensor]:
+    def update(self, contribution: Contribution) -> dict[str, Tensor]:
         number = self.num_batches_tracked + 1
-        return {
-            "running_psi2": self.running_psi2 + (1 - self.alpha_fwd) * (step.psi2 - self.running_psi2),
-            "psi2_window": with_row(self.psi2_window, step.own_psi2, number),
-            "lambda_window": with_row(self.lambda_window, self.own_lambda(step), number),
+        new = {
+            "running_psi2": self.running_psi2 + (1 - self.alpha_fwd) * (contribution.psi2 - self.running_psi2),
+            "psi2_window": with_row(self.psi2_window, contribution.own_psi2, number),
+            "lambda_window": with_row(self.lambda_window, self.own_lambda(contribution), number),
         }
+        return self.if_counted(contribution, new)

@@ -1,5 +1,7 @@
 """PN: power normalization with a running statistic forward and a running correction backward."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -10,6 +12,15 @@ from pn_fairseq.norms.tokens import Contribution, Tokens
 
 #: More batches than any training has: the warm-up is on at every value of the counter.
 ALWAYS = 2**62
+
+
+@dataclass(slots=True)
+class PowerContribution(Contribution):
+    """``psi2``: psi^2 in D. ``nu``: nu before the step. ``warmup``: :meth:`PowerNorm.warmup_batches`."""
+
+    psi2: Tensor | None = None
+    nu: Tensor | None = None
+    warmup: int = 0
 
 
 class PowerNorm(RunningNorm):
@@ -49,6 +60,7 @@ class PowerNorm(RunningNorm):
 
     moment_name = "running_psi2"
     gradient_state = ("nu",)
+    contribution_type = PowerContribution
     mixes_tokens = "at first"
 
     def __init__(
@@ -56,15 +68,9 @@ class PowerNorm(RunningNorm):
         num_features: int,
         alpha_bwd: float = 0.9,
         psi_warmup_updates: int = 0,
-        alpha_fwd: float = 0.9,
-        sync: bool = False,
-        process_group=None,
-        eps: float = 1e-5,
-        affine: bool = True,
-        layer_scale_groups: int = 0,
-        batch_first: bool = False,
+        **common,
     ):
-        super().__init__(num_features, alpha_fwd, sync, process_group, eps, affine, layer_scale_groups, batch_first)
+        super().__init__(num_features, **common)
         self.alpha_bwd = check_alpha("alpha_bwd", alpha_bwd)
         self.psi_warmup_updates = check_whole("psi_warmup_updates", psi_warmup_updates, minimum=0)
         self.add_state("running_psi2", 1.0)
@@ -82,47 +88,44 @@ class PowerNorm(RunningNorm):
             return self.psi_warmup_updates
         return ALWAYS if self._num_updates < self.psi_warmup_updates else 0
 
-    def forward_pass(self, tokens: Tokens, step: Contribution) -> Tensor:
-        step.warmup = self.warmup_batches()
-        step.psi2, step.nu = self.frozen_view(self.running_psi2), self.frozen_view(self.nu)
-        if step.warmup == 0:
-            return tokens.normalize(step.psi2, moments=True)
+    def forward_pass(self, tokens: Tokens, contribution: Contribution) -> Tensor:
+        contribution.warmup = self.warmup_batches()
+        contribution.psi2, contribution.nu = self.frozen_view(self.running_psi2), self.frozen_view(self.nu)
+        if contribution.warmup == 0:
+            return tokens.normalize(contribution.psi2, moments=True)
         batch = tokens.moments()  # psi_B is needed before the first token is normalized: two passes
-        warming_up = (self.num_batches_tracked < step.warmup) & (batch.count > 0)
-        step.psi2 = torch.where(warming_up, batch.moment, step.psi2.to(batch.moment.dtype))
-        return tokens.normalize(step.psi2)
+        warming_up = (self.num_batches_tracked < contribution.warmup) & (batch.count > 0)
+        contribution.psi2 = torch.where(warming_up, batch.moment, contribution.psi2.to(batch.moment.dtype))
+        return tokens.normalize(contribution.psi2)
 
-    def backward_pass(self, tokens: Tokens, step: Contribution) -> tuple[Tensor, Tensor]:
-        return tokens.gradient(step.psi2, nu=step.nu, sums=True)
+    def backward_pass(self, tokens: Tokens, contribution: Contribution) -> tuple[Tensor, Tensor]:
+        return tokens.gradient(contribution.psi2, nu=contribution.nu, sums=True)
 
-    def update(self, step: Contribution) -> dict[str, Tensor]:
+    def update(self, contribution: Contribution) -> dict[str, Tensor]:
         psi2, nu, count = kernels.power_update(
             self.running_psi2,
             self.nu,
             self.num_batches_tracked,
-            step.batch.moment,
-            step.psi2,
-            step.products,
-            step.batch.count,
+            contribution.batch.moment,
+            contribution.psi2,
+            contribution.products,
+            contribution.batch.count,
             self.eps,
-            step.warmup,
+            contribution.warmup,
             self.alpha_fwd,
             self.alpha_bwd,
         )
         return {"running_psi2": psi2, "nu": nu, COUNT: count}
 
-    def gamma(self, step: Contribution) -> Tensor:
+    def gamma(self, contribution: Contribution) -> Tensor:
         """Gamma, (C,)."""
-        return step.batch.moment / (step.psi2.to(step.batch.moment.dtype) + self.eps)
+        return contribution.batch.moment / (contribution.psi2.to(contribution.batch.moment.dtype) + self.eps)
 
-    def observe(self, step: Contribution) -> dict[str, Tensor]:
+    def observe(self, contribution: Contribution) -> dict[str, Tensor]:
         """``gamma_max``: largest Gamma of a channel. ``guarded_steps``: how often ``max(0, .)`` acted."""
-        gamma = self.gamma(step)
-        guarded = ((1.0 - self.alpha_bwd) * gamma > 1.0).any() & gamma.isfinite().all() & step.products.isfinite().all()
-        return {
-            "gamma_max": gamma.max(),
-            "guarded_steps": self._collected.get("guarded_steps", 0) + guarded.to(torch.int64),
-        }
+        gamma = self.gamma(contribution)
+        finite = gamma.isfinite().all() & contribution.products.isfinite().all()
+        return {"gamma_max": gamma.max(), "guarded_steps": ((1.0 - self.alpha_bwd) * gamma > 1.0).any() & finite}
 
     def diagnostics(self) -> dict[str, Tensor]:
         """The diagnostics of :class:`RunningNorm` and :meth:`observe`, and ``nu_rms``, the root mean square of nu."""

@@ -1,11 +1,22 @@
 """PN as the code released with the paper computes it."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from pn_fairseq.norms.base import RunningNorm
-from pn_fairseq.norms.power import PowerNorm
+from pn_fairseq.norms.power import PowerContribution, PowerNorm
 from pn_fairseq.norms.tokens import Contribution, Tokens
+
+
+@dataclass(slots=True)
+class ReleaseContribution(PowerContribution):
+    """``moment``, ``positions``: mean of h^2 over all positions, and their number. ``divisor2``: psi^2 in dx."""
+
+    moment: Tensor | None = None
+    positions: Tensor | None = None
+    divisor2: Tensor | None = None
 
 
 class PowerNormRelease(PowerNorm):
@@ -61,48 +72,52 @@ class PowerNormRelease(PowerNorm):
     ``num_batches_tracked``, int64.
     """
 
+    contribution_type = ReleaseContribution
+
     def set_num_updates(self, num_updates: int) -> None:
         RunningNorm.set_num_updates(self, num_updates)  # (e)
 
     def warmup_batches(self) -> int:
         return self.psi_warmup_updates  # (e)
 
-    def forward_pass(self, tokens: Tokens, step: Contribution) -> Tensor:
+    def forward_pass(self, tokens: Tokens, contribution: Contribution) -> Tensor:
         everywhere = tokens.with_padding()
         over_all = everywhere.moments()
-        step.moment, step.positions = over_all.moment, over_all.count.clamp(min=1.0)
+        contribution.moment, contribution.positions = over_all.moment, over_all.count.clamp(min=1.0)
         batch = tokens.moments()
-        step.nu, psi2 = self.frozen_view(self.nu), self.running_psi2.to(batch.moment.dtype)
+        contribution.nu, psi2 = self.frozen_view(self.nu), self.running_psi2.to(batch.moment.dtype)
         some = batch.count > 0  # without a real token there is no psi_B
-        step.psi2 = torch.where(some & (self.num_batches_tracked < self.warmup_batches()), batch.moment, psi2)
-        step.divisor2 = torch.where(some, batch.moment, psi2)
-        return tokens.normalize(step.psi2)
+        contribution.psi2 = torch.where(some & (self.num_batches_tracked < self.warmup_batches()), batch.moment, psi2)
+        contribution.divisor2 = torch.where(some, batch.moment, psi2)
+        return tokens.normalize(contribution.psi2)
 
-    def backward_pass(self, tokens: Tokens, step: Contribution) -> tuple[Tensor, Tensor]:
-        ratio = torch.sqrt((step.psi2 + self.eps) / (step.divisor2 + self.eps))  # (a)
+    def backward_pass(self, tokens: Tokens, contribution: Contribution) -> tuple[Tensor, Tensor]:
+        ratio = torch.sqrt((contribution.psi2 + self.eps) / (contribution.divisor2 + self.eps))  # (a)
         weight = ratio if tokens.weight is None else ratio * tokens.weight
         everywhere = tokens.with_padding()  # (c)
-        dx, parameters = everywhere.gradient(step.psi2, nu=ratio * step.nu, weight=weight, sums=True)
-        step.products = step.products / ratio
+        dx, parameters = everywhere.gradient(contribution.psi2, nu=ratio * contribution.nu, weight=weight, sums=True)
+        contribution.products = contribution.products / ratio
         return dx, parameters
 
-    def gamma(self, step: Contribution) -> Tensor:
-        return step.moment / (step.psi2 + self.eps)
+    def gamma(self, contribution: Contribution) -> Tensor:
+        return contribution.moment / (contribution.psi2 + self.eps)
 
-    def update(self, step: Contribution) -> dict[str, Tensor]:
+    def update(self, contribution: Contribution) -> dict[str, Tensor]:
         number = (self.num_batches_tracked + 1).double()
         # (b): both steps of a batch in one.
         share = torch.where(
             number < self.warmup_batches(), 1.0 - self.alpha_fwd * (1.0 - 1.0 / number), 1.0 - self.alpha_fwd
         )
         rate = 1.0 - self.alpha_bwd
-        return {
-            "running_psi2": self.running_psi2 + share * (step.batch.moment - self.running_psi2),
+        new = {
+            "running_psi2": self.running_psi2 + share * (contribution.batch.moment - self.running_psi2),
             # (d)
-            "nu": self.nu * (1.0 - rate * self.gamma(step)) + rate * step.products[0] / step.positions,
+            "nu": self.nu * (1.0 - rate * self.gamma(contribution))
+            + rate * contribution.products[0] / contribution.positions,
         }
+        return self.if_counted(contribution, new)
 
-    def observe(self, step: Contribution) -> dict[str, Tensor]:
-        observed = super().observe(step)
+    def observe(self, contribution: Contribution) -> dict[str, Tensor]:
+        observed = super().observe(contribution)
         del observed["guarded_steps"]  # (d)
         return observed

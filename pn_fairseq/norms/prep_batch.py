@@ -1,5 +1,7 @@
 """PRepBN: layer normalization that fades into a batch normalization which folds into the next linear map."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 
@@ -7,6 +9,13 @@ from pn_fairseq import kernels
 from pn_fairseq.norms.batch import MaskedBatchNorm
 from pn_fairseq.norms.checks import check_whole
 from pn_fairseq.norms.tokens import Contribution, Tokens
+
+
+@dataclass(slots=True)
+class FadeContribution(Contribution):
+    """``rest``: 1 - lambda, the share of RepBN."""
+
+    rest: float | Tensor = 0.0
 
 
 class ProgressiveBatchNorm(MaskedBatchNorm):
@@ -36,19 +45,15 @@ class ProgressiveBatchNorm(MaskedBatchNorm):
     see :class:`~pn_fairseq.norms.MaskedBatchNorm`.
     """
 
+    contribution_type = FadeContribution
+
     def __init__(
         self,
         num_features: int,
         fade_updates: int = 60_000,
-        alpha_fwd: float = 0.9,
-        sync: bool = False,
-        process_group=None,
-        eps: float = 1e-5,
-        affine: bool = True,
-        layer_scale_groups: int = 0,
-        batch_first: bool = False,
+        **common,
     ):
-        super().__init__(num_features, alpha_fwd, sync, process_group, eps, affine, layer_scale_groups, batch_first)
+        super().__init__(num_features, **common)
         self.fade_updates = check_whole("fade_updates", fade_updates, minimum=0)
         self.ln_weight = nn.Parameter(torch.ones(num_features)) if self.affine else None
         self.ln_bias = nn.Parameter(torch.zeros(num_features)) if self.affine else None
@@ -83,19 +88,21 @@ class ProgressiveBatchNorm(MaskedBatchNorm):
         bias = share * self.ln_bias if self.affine else None
         return kernels.standardized(self.layer_scale(x), weight, bias, eps_in_root=self.eps)
 
-    def forward_pass(self, tokens: Tokens, step: Contribution) -> Tensor:
-        step.rest = 1.0 - self.layer_share()
+    def forward_pass(self, tokens: Tokens, contribution: Contribution) -> Tensor:
+        contribution.rest = 1.0 - self.layer_share()
         batch = self.batch_moments(tokens)
         weight, bias = self.effective_affine(tokens.weight, tokens.bias, tokens.further, batch.mean, batch.moment)
-        return tokens.normalize(batch.moment, batch.mean, step.rest * weight, step.rest * bias)
+        return tokens.normalize(batch.moment, batch.mean, contribution.rest * weight, contribution.rest * bias)
 
-    def backward_pass(self, tokens: Tokens, step: Contribution) -> tuple[Tensor, ...]:
-        batch, sigma = step.batch, (step.batch.moment + self.eps).sqrt()
-        gain = step.rest * (tokens.weight if self.affine else torch.ones_like(sigma))
+    def backward_pass(self, tokens: Tokens, contribution: Contribution) -> tuple[Tensor, ...]:
+        batch, sigma = contribution.batch, (contribution.batch.moment + self.eps).sqrt()
+        gain = contribution.rest * (tokens.weight if self.affine else torch.ones_like(sigma))
         total, _ = self.effective_affine(tokens.weight, tokens.bias, tokens.further, batch.mean, batch.moment)
         parameters, products = tokens.gradient_sums(batch.moment, batch.mean, gain)
-        dx, _ = tokens.gradient(batch.moment, batch.mean, *self.corrections(step, products), step.rest * total)
-        parameters = step.rest * parameters
+        dx, _ = tokens.gradient(
+            batch.moment, batch.mean, *self.corrections(contribution, products), contribution.rest * total
+        )
+        parameters = contribution.rest * parameters
         if not self.affine:
             return dx, parameters
         by_alpha = (sigma * parameters[0] + batch.mean * parameters[1]).sum()[None]

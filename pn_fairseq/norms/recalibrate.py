@@ -2,12 +2,14 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from pn_fairseq.norms.base import RunningNorm, running_norms
+from pn_fairseq.norms.base import COUNT, RunningNorm, running_norms
 from pn_fairseq.norms.distributed import all_reduce_sum, world_size
+from pn_fairseq.norms.tokens import Tokens
 
 
 @contextmanager
@@ -44,7 +46,7 @@ def recalibrating(model: nn.Module) -> Iterator[list[RunningNorm]]:
     try:
         for norm in norms:
             norm.reset_running_stats()
-            norm.recalibrating = True
+            norm.recalibrating = partial(_average_in, norm)
             norm.train()
         yield norms
         for norm, state in zip(norms, before, strict=True):
@@ -59,6 +61,20 @@ def recalibrating(model: nn.Module) -> Iterator[list[RunningNorm]]:
                 norm.get_buffer(name).copy_(value)
         for module, training in modes:
             module.training = training
+
+
+def _average_in(norm: RunningNorm, x: Tensor, padding_mask: Tensor | None) -> Tensor:
+    """y by the statistics of the batch, which enter the mean over the batches."""
+    batch = norm.batch_moments(Tokens(norm, norm.contribution_type(), x.detach(), padding_mask, None, None))
+    with torch.no_grad():
+        new = {name: value.to(torch.float32) for name, value in norm.statistics_of(batch).items()}
+        finite = torch.stack([value.isfinite().all() for value in new.values()]).all()
+        counted = (batch.count > 0) & finite & (not norm.ignoring or norm.synchronises())
+        count = norm.get_buffer(COUNT).add_(counted).clamp(min=1)
+        for name, value in new.items():
+            running = norm.get_buffer(name)
+            running.copy_(torch.where(counted, running + (value - running) / count, running))
+    return norm.normalize_by(x, batch.mean, batch.moment)
 
 
 @torch.no_grad()

@@ -73,12 +73,9 @@ class DetachNorm(LayerNormSimple):
         self,
         num_features: int,
         detach: str | Sequence[str] = "mean,std",
-        eps: float = 1e-5,
-        affine: bool = True,
-        layer_scale_groups: int = 0,
-        batch_first: bool = False,
+        **common,
     ):
-        super().__init__(num_features, eps, affine, layer_scale_groups, batch_first)
+        super().__init__(num_features, **common)
         self.detach = check_parts(detach)
 
     def normalize(self, h: Tensor) -> Tensor:
@@ -109,12 +106,9 @@ class AdaNorm(LayerNormSimple):
         num_features: int,
         ada_k: float = 0.1,
         ada_scale: float = 1.0,
-        eps: float = 1e-5,
-        affine: bool = True,
-        layer_scale_groups: int = 0,
-        batch_first: bool = False,
+        **common,
     ):
-        super().__init__(num_features, eps, affine, layer_scale_groups, batch_first)
+        super().__init__(num_features, **common)
         self.ada_k = check_real("ada_k", ada_k, minimum=0)
         self.ada_scale = check_positive("ada_scale", ada_scale)
 

@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 from copy import copy
-from types import SimpleNamespace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from pn_fairseq import kernels
@@ -28,21 +29,52 @@ class Moments(NamedTuple):
     reduced: bool
 
 
-class Contribution(SimpleNamespace):
-    """What one training step contributes to the state: results of its forward and backward. A norm may add attributes.
+@dataclass(slots=True)
+class Contribution:
+    """What one training step contributes to the state: results of its forward and backward.
+
+    A norm that keeps more between its passes declares it in a subclass, :attr:`.RunningNorm.contribution_type`, with
+    default values.
 
     Attributes:
+        version, counter: the version of the state and the buffer ``num_batches_tracked`` in the forward.
         batch: :class:`Moments` of the batch. In ``update`` they are over all ranks.
         products: (2, C), sums over the real tokens of dx_hat * x_hat and of dx_hat, where dx_hat = weight * dy / s with
             the loss scale s; in ``update`` over all ranks. Divide them by ``batch.count`` for means.
         products_reduced: whether the products have been summed over the ranks.
         has_gradient: whether a backward has run. Otherwise the products are 0.
+        sums, work: the sums of :meth:`start_sum` and its asynchronous all-reduce.
     """
 
-    batch: Moments
-    products: Tensor
+    version: int | None = None
+    counter: Tensor | None = None
+    batch: Moments | None = None
+    products: Tensor | None = None
     products_reduced: bool = False
     has_gradient: bool = True
+    sums: Tensor | None = None
+    work: object = None
+
+    def start_sum(self, group) -> None:
+        """Start the sum over the ranks of ``group`` of what is not yet over all ranks."""
+        if self.batch.reduced and self.products_reduced:
+            return
+        local = [] if self.batch.reduced else [self.batch.moment * self.batch.count]
+        local += [] if self.products_reduced else [*self.products]
+        self.sums = torch.cat([*local, self.batch.count[None]])
+        self.work = dist.all_reduce(self.sums, group=group, async_op=True)
+
+    def finish_sum(self) -> None:
+        """Wait for :meth:`start_sum`."""
+        if self.work is None:
+            return
+        self.work.wait()
+        channels = self.batch.moment.numel()
+        *parts, count = self.sums.split([channels] * (self.sums.numel() // channels) + [1])
+        if not self.batch.reduced:
+            self.batch = Moments(None, parts.pop(0) / count.clamp(min=1.0), count[0], reduced=True)
+        if not self.products_reduced:
+            self.products = torch.stack(parts)
 
 
 class Tokens:
@@ -56,7 +88,7 @@ class Tokens:
         weight, bias: (C,) parameters of the norm, or None.
         further: the parameters of :meth:`.RunningNorm.further_parameters`.
         num_features: number of channels C.
-        step: the :class:`Contribution` that they belong to.
+        contribution: the :class:`Contribution` that they belong to.
         padding: the mask in the order of x, contiguous, or None; the backward gets the mask of its forward.
         inv_rms: factors of layer-scale, (..., G); None before a forward has computed them.
     """
@@ -64,7 +96,7 @@ class Tokens:
     def __init__(
         self,
         norm,
-        step: Contribution,
+        contribution: Contribution,
         x: Tensor,
         padding_mask: Tensor | None,
         weight,
@@ -73,7 +105,7 @@ class Tokens:
         dy=None,
         loss_scale: float | Tensor | None = None,
     ):
-        self._norm, self.step = norm, step
+        self._norm, self.contribution = norm, contribution
         self.weight, self.bias, self.num_features = weight, bias, norm.num_features
         self._groups, self._eps = norm.layer_scale_groups, norm.eps
         self._x, self._dy, self._loss_scale = x, dy, loss_scale
@@ -95,7 +127,7 @@ class Tokens:
         return other
 
     def moments(self, centered: bool = False) -> Moments:
-        """Statistics of the batch before anything is normalized, over all ranks; also ``step.batch``.
+        """Statistics of the batch before anything is normalized, over all ranks; also ``contribution.batch``.
 
         ``centered``: the mean, and the second moment about it; otherwise the second moment about 0.
         """
@@ -103,7 +135,7 @@ class Tokens:
         batch = Moments(mean if centered else None, moment, count, reduced=True)
         if self._norm.synchronises():
             batch = _reduced(batch, self._norm.process_group)
-        self.step.batch = batch
+        self.contribution.batch = batch
         return batch
 
     def normalize(
@@ -116,7 +148,7 @@ class Tokens:
     ) -> Tensor:
         """y = weight * x_hat + bias.
 
-        ``moments``: the same pass computes ``step.batch``, the second moment about 0 of this rank's tokens. The
+        ``moments``: the same pass computes ``contribution.batch``, the second moment about 0 of this rank's tokens. The
         backward starts the sum over all ranks, which enters the state; the forward does not wait for it.
         """
         y, inv_rms, batch_moment, count = kernels.normalize(
@@ -134,7 +166,7 @@ class Tokens:
         if self.inv_rms is None:
             self.inv_rms = inv_rms
         if moments:
-            self.step.batch = Moments(None, batch_moment, count, reduced=not self._norm.synchronises())
+            self.contribution.batch = Moments(None, batch_moment, count, reduced=not self._norm.synchronises())
         return y
 
     def gradient_sums(
@@ -144,7 +176,7 @@ class Tokens:
 
         ``parameters``: the sums of dy * x_hat and of dy over all tokens of this rank, the gradients of weight and bias.
         ``products``: the sums of dx_hat * x_hat and of dx_hat over the real tokens of all ranks; also
-        ``step.products``.
+        ``contribution.products``.
         """
         weight = self.weight if weight is None else weight
         parameters, products = kernels.gradient_sums(
@@ -153,7 +185,7 @@ class Tokens:
         products = self._over_loss_scale(products)
         if self._norm.synchronises():
             products = all_reduce_sum(products, self._norm.process_group)
-        self.step.products, self.step.products_reduced = products, True
+        self.contribution.products, self.contribution.products_reduced = products, True
         return parameters, products
 
     def gradient(
@@ -167,8 +199,9 @@ class Tokens:
     ) -> tuple[Tensor, Tensor]:
         """dx, where dh = s (dx_hat - 1_M (nu * x_hat + offset)) / D and 1_M is 1 on real tokens and 0 on padding.
 
-        ``sums``: the same pass also gives ``parameters`` as in :meth:`gradient_sums`, and as ``step.products`` the sums
-        over this rank's tokens, which enter the state summed over all ranks. Otherwise the second result is empty.
+        ``sums``: the same pass also gives ``parameters`` as in :meth:`gradient_sums`, and as ``contribution.products``
+        the sums over this rank's tokens, which enter the state summed over all ranks. Otherwise the second result is
+        empty.
         """
         weight = self.weight if weight is None else weight
         dx, parameters, products = kernels.gradient(
@@ -186,8 +219,8 @@ class Tokens:
             sums,
         )
         if sums:
-            self.step.products = self._over_loss_scale(products)
-            self.step.products_reduced = not self._norm.synchronises()
+            self.contribution.products = self._over_loss_scale(products)
+            self.contribution.products_reduced = not self._norm.synchronises()
         return dx, parameters
 
     def _times_loss_scale(self, vector: Tensor | None) -> Tensor | None:
@@ -219,17 +252,17 @@ def _sum(batch: Moments) -> Tensor:
 class Training(torch.autograd.Function):
     """A training step of ``norm``: its ``forward_pass``, then its ``backward_pass``.
 
-    After the backward the norm keeps ``step`` until the next flush. Neither pass writes the norm's state, so a
+    After the backward the norm keeps the contribution until the next flush. Neither pass writes the norm's state, so a
     recomputed forward sees what the first forward saw.
     """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, padding_mask, norm, step, *further):
-        ctx.step = step
-        tokens = Tokens(norm, step, x, padding_mask, weight, bias)
+    def forward(ctx, x, weight, bias, padding_mask, norm, contribution, *further):
+        ctx.contribution = contribution
+        tokens = Tokens(norm, contribution, x, padding_mask, weight, bias)
         tokens.further = further
-        y = norm.forward_pass(tokens, step)
-        ctx.norm, ctx.version = norm, norm.state_version
+        y = norm.forward_pass(tokens, contribution)
+        ctx.norm = norm
         ctx.save_for_backward(x, weight, bias, tokens.padding, tokens.inv_rms, *further)
         return y
 
@@ -237,12 +270,12 @@ class Training(torch.autograd.Function):
     def backward(ctx, dy):
         kernels.refuse_second_derivative()
         x, weight, bias, padding, inv_rms, *further = ctx.saved_tensors
-        step, norm = ctx.step, ctx.norm
-        tokens = Tokens(norm, step, x, padding, weight, bias, inv_rms, dy, norm.current_loss_scale())
+        contribution, norm = ctx.contribution, ctx.norm
+        tokens = Tokens(norm, contribution, x, padding, weight, bias, inv_rms, dy, norm.current_loss_scale())
         tokens.further = further
-        dx, parameters, *gradients = norm.backward_pass(tokens, step)
-        norm.contribute(step, ctx.version)
-        ctx.version = None  # a second backward of a retained graph contributes nothing
+        dx, parameters, *gradients = norm.backward_pass(tokens, contribution)
+        norm.contribute(contribution)
+        contribution.version = None  # a second backward of a retained graph contributes nothing
         gradients = [each.to(parameter.dtype) for each, parameter in zip(gradients, further, strict=True)]
         if weight is None:
             return dx, None, None, None, None, None, *gradients

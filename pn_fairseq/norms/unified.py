@@ -1,11 +1,21 @@
 """UN: unified normalization, by moving averages of the statistics of both passes."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from pn_fairseq.norms.checks import check_alpha
 from pn_fairseq.norms.tokens import Contribution, Tokens
-from pn_fairseq.norms.window import WindowNorm, with_row
+from pn_fairseq.norms.window import WindowContribution, WindowNorm, with_row
+
+
+@dataclass(slots=True)
+class UnifiedContribution(WindowContribution):
+    """``skip``: whether the step is skipped, 0-d. ``nu``: nu before the step."""
+
+    skip: Tensor | None = None
+    nu: Tensor | None = None
 
 
 class UnifiedNorm(WindowNorm):
@@ -47,70 +57,67 @@ class UnifiedNorm(WindowNorm):
     ``lambda_window`` (window, C), initially 0; ``num_batches_tracked``, int64.
     """
 
+    contribution_type = UnifiedContribution
+
     def __init__(
         self,
         num_features: int,
         alpha_bwd: float = 0.9,
         window: int = 4,
         outlier_filtration: bool = False,
-        alpha_fwd: float = 0.9,
-        psi_warmup_updates: int = 0,
-        sync: bool = False,
-        process_group=None,
-        eps: float = 1e-5,
-        affine: bool = True,
-        layer_scale_groups: int = 0,
-        batch_first: bool = False,
+        **common,
     ):
-        common = sync, process_group, eps, affine, layer_scale_groups, batch_first
-        super().__init__(num_features, alpha_fwd, window, psi_warmup_updates, *common)
+        super().__init__(num_features, window=window, **common)
         self.alpha_bwd = check_alpha("alpha_bwd", alpha_bwd)
         self.outlier_filtration = outlier_filtration
         self.add_state("nu", 0.0)
 
-    def forward_pass(self, tokens: Tokens, step: Contribution) -> Tensor:
-        self.begin(step, tokens.moments())
-        return self._normalize(tokens, step)
+    def forward_pass(self, tokens: Tokens, contribution: Contribution) -> Tensor:
+        self.begin(contribution, tokens.moments())
+        return self._normalize(tokens, contribution)
 
-    def _normalize(self, tokens: Tokens, step: Contribution) -> Tensor:
-        window = with_row(self.psi2_window, step.own_psi2, step.number)
+    def _normalize(self, tokens: Tokens, contribution: Contribution) -> Tensor:
+        window = with_row(self.psi2_window, contribution.own_psi2, contribution.number)
         geometric = window.log().mean(0).exp()
-        step.skip = self._skip(step, window, geometric)
-        step.psi2 = torch.where(step.early | step.skip, step.own_psi2, geometric)
-        step.ratio = torch.where(step.skip, 1.0, self.ratio(step))
-        step.nu = self.frozen_view(self.nu)
-        return tokens.normalize(step.psi2)
+        contribution.skip = self._skip(contribution, window, geometric)
+        contribution.psi2 = torch.where(contribution.early | contribution.skip, contribution.own_psi2, geometric)
+        contribution.ratio = torch.where(contribution.skip, 1.0, self.ratio(contribution))
+        contribution.nu = self.frozen_view(self.nu)
+        return tokens.normalize(contribution.psi2)
 
-    def _skip(self, step: Contribution, window: Tensor, geometric: Tensor) -> Tensor:
+    def _skip(self, contribution: Contribution, window: Tensor, geometric: Tensor) -> Tensor:
         """Whether the step is skipped, 0-d."""
         if self.window == 1:
-            return torch.ones_like(step.early)
+            return torch.ones_like(contribution.early)
         if not self.outlier_filtration:
-            return torch.zeros_like(step.early)
+            return torch.zeros_like(contribution.early)
         bound = self.psi2_window.sqrt().var() * self.window
-        return (window.mean(0) - geometric > bound).any() & ~step.early
+        return (window.mean(0) - geometric > bound).any() & ~contribution.early
 
-    def backward_pass(self, tokens: Tokens, step: Contribution) -> tuple[Tensor, Tensor]:
-        gain = step.ratio if tokens.weight is None else step.ratio * tokens.weight
-        parameters, _ = tokens.gradient_sums(step.psi2, weight=gain)
-        average = self.average_lambda(step)
-        nu = self.alpha_bwd * step.nu.to(average.dtype) + (1 - self.alpha_bwd) * average
-        dx, _ = tokens.gradient(step.psi2, nu=torch.where(step.skip, self.own_lambda(step), nu), weight=gain)
+    def backward_pass(self, tokens: Tokens, contribution: Contribution) -> tuple[Tensor, Tensor]:
+        gain = contribution.ratio if tokens.weight is None else contribution.ratio * tokens.weight
+        parameters, _ = tokens.gradient_sums(contribution.psi2, weight=gain)
+        average = self.average_lambda(contribution)
+        nu = self.alpha_bwd * contribution.nu.to(average.dtype) + (1 - self.alpha_bwd) * average
+        dx, _ = tokens.gradient(
+            contribution.psi2, nu=torch.where(contribution.skip, self.own_lambda(contribution), nu), weight=gain
+        )
         return dx, parameters
 
-    def average_lambda(self, step: Contribution) -> Tensor:
-        return torch.where(step.skip, self.own_lambda(step), super().average_lambda(step))
+    def average_lambda(self, contribution: Contribution) -> Tensor:
+        return torch.where(contribution.skip, self.own_lambda(contribution), super().average_lambda(contribution))
 
-    def update(self, step: Contribution) -> dict[str, Tensor]:
+    def update(self, contribution: Contribution) -> dict[str, Tensor]:
         number = self.num_batches_tracked + 1
-        psi2 = torch.where(step.skip, self.running_psi2, step.own_psi2)
-        lambda_ = torch.where(step.skip, self.nu, self.own_lambda(step))
-        return {
-            "running_psi2": self.alpha_fwd * self.running_psi2 + (1 - self.alpha_fwd) * step.psi2,
-            "nu": self.alpha_bwd * self.nu + (1 - self.alpha_bwd) * self.average_lambda(step),
+        psi2 = torch.where(contribution.skip, self.running_psi2, contribution.own_psi2)
+        lambda_ = torch.where(contribution.skip, self.nu, self.own_lambda(contribution))
+        new = {
+            "running_psi2": self.alpha_fwd * self.running_psi2 + (1 - self.alpha_fwd) * contribution.psi2,
+            "nu": self.alpha_bwd * self.nu + (1 - self.alpha_bwd) * self.average_lambda(contribution),
             "psi2_window": with_row(self.psi2_window, psi2, number),
             "lambda_window": with_row(self.lambda_window, lambda_, number),
         }
+        return self.if_counted(contribution, new)
 
     def extra_repr(self) -> str:
         filtration = f"outlier_filtration={self.outlier_filtration}"
@@ -131,12 +138,12 @@ class UnifiedNormRelease(UnifiedNorm):
     def completed_updates(self) -> Tensor:
         return self.num_batches_tracked  # (c)
 
-    def forward_pass(self, tokens: Tokens, step: Contribution) -> Tensor:
+    def forward_pass(self, tokens: Tokens, contribution: Contribution) -> Tensor:
         everywhere = tokens.with_padding().moments()
         tokens.moments()  # the number of real tokens decides whether the step is taken in
-        self.begin(step, everywhere)  # (a)
-        return self._normalize(tokens, step)
+        self.begin(contribution, everywhere)  # (a)
+        return self._normalize(tokens, contribution)
 
-    def backward_pass(self, tokens: Tokens, step: Contribution) -> tuple[Tensor, Tensor]:
-        dx, (products, sums) = super().backward_pass(tokens.with_padding(), step)
-        return dx, torch.stack([step.ratio * products, sums])  # (b)
+    def backward_pass(self, tokens: Tokens, contribution: Contribution) -> tuple[Tensor, Tensor]:
+        dx, (products, sums) = super().backward_pass(tokens.with_padding(), contribution)
+        return dx, torch.stack([contribution.ratio * products, sums])  # (b)

@@ -1,11 +1,34 @@
 """What MABN and UN share: statistics over the last batches, which they keep in ring buffers."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from pn_fairseq.norms.base import RunningNorm
 from pn_fairseq.norms.checks import check_whole
 from pn_fairseq.norms.tokens import Contribution, Moments
+
+
+@dataclass(slots=True)
+class WindowContribution(Contribution):
+    """What the passes of a step keep.
+
+    Attributes:
+        number, updates: of this step and of its optimizer update, from 1; ``early``: whether it is early.
+        own_psi2, counted: psi_B^2, and the number of tokens that it is over.
+        psi2, ratio: psi^2 in D, and r.
+        lambda_window: the window before the step.
+    """
+
+    number: Tensor | None = None
+    updates: Tensor | None = None
+    early: Tensor | None = None
+    own_psi2: Tensor | None = None
+    counted: Tensor | None = None
+    psi2: Tensor | None = None
+    ratio: Tensor | None = None
+    lambda_window: Tensor | None = None
 
 
 class WindowNorm(RunningNorm):
@@ -29,6 +52,7 @@ class WindowNorm(RunningNorm):
 
     moment_name = "running_psi2"
     gradient_state = ("nu", "lambda_window")
+    contribution_type = WindowContribution
 
     #: The ratio r is 1 for at least so many updates.
     ratio_warmup = 1000
@@ -36,45 +60,41 @@ class WindowNorm(RunningNorm):
     def __init__(
         self,
         num_features: int,
-        alpha_fwd: float = 0.9,
         window: int = 16,
         psi_warmup_updates: int = 0,
-        sync: bool = False,
-        process_group=None,
-        eps: float = 1e-5,
-        affine: bool = True,
-        layer_scale_groups: int = 0,
-        batch_first: bool = False,
+        **common,
     ):
-        super().__init__(num_features, alpha_fwd, sync, process_group, eps, affine, layer_scale_groups, batch_first)
+        super().__init__(num_features, **common)
         self.window = check_whole("window", window, minimum=1)
         self.psi_warmup_updates = check_whole("psi_warmup_updates", psi_warmup_updates, minimum=0)
         self.add_state("running_psi2", 1.0)
         self.add_state("psi2_window", 0.0, self.window)
         self.add_state("lambda_window", 0.0, self.window)
 
-    def begin(self, step: Contribution, batch: Moments) -> None:
+    def begin(self, contribution: Contribution, batch: Moments) -> None:
         """Note the statistics ``batch``, the number of the step, whether it is early, and what its backward needs."""
-        step.number = self.num_batches_tracked + 1
-        step.updates = self.completed_updates() + 1
-        step.early = (step.number <= self.window) | (step.updates < self.psi_warmup_updates)
-        step.own_psi2, step.counted = batch.moment, batch.count.clamp(min=1.0)
-        step.lambda_window = self.frozen_view(self.lambda_window)
+        contribution.number = self.num_batches_tracked + 1
+        contribution.updates = self.completed_updates() + 1
+        contribution.early = (contribution.number <= self.window) | (contribution.updates < self.psi_warmup_updates)
+        contribution.own_psi2, contribution.counted = batch.moment, batch.count.clamp(min=1.0)
+        contribution.lambda_window = self.frozen_view(self.lambda_window)
 
-    def ratio(self, step: Contribution) -> Tensor:
+    def ratio(self, contribution: Contribution) -> Tensor:
         r"""r = sqrt(psi^2 + eps) / sqrt(running psi^2 + eps) in [1/5, 5]; 1 at first."""
-        running = self.running_psi2.to(step.psi2.dtype)
-        ratio = ((step.psi2 + self.eps) / (running + self.eps)).sqrt().clamp(1 / 5, 5)
-        return torch.where(step.updates <= max(self.ratio_warmup, self.psi_warmup_updates), 1.0, ratio)
+        running = self.running_psi2.to(contribution.psi2.dtype)
+        ratio = ((contribution.psi2 + self.eps) / (running + self.eps)).sqrt().clamp(1 / 5, 5)
+        return torch.where(contribution.updates <= max(self.ratio_warmup, self.psi_warmup_updates), 1.0, ratio)
 
-    def average_lambda(self, step: Contribution) -> Tensor:
+    def average_lambda(self, contribution: Contribution) -> Tensor:
         """The mean of lambda over the last steps; early: that of this step."""
-        own = self.own_lambda(step)
-        return torch.where(step.early, own, with_row(step.lambda_window, own, step.number).mean(0))
+        own = self.own_lambda(contribution)
+        return torch.where(
+            contribution.early, own, with_row(contribution.lambda_window, own, contribution.number).mean(0)
+        )
 
-    def own_lambda(self, step: Contribution) -> Tensor:
-        """lambda_B of this step."""
-        return step.products[0] / step.counted
+    def own_lambda(self, contribution: Contribution) -> Tensor:
+        """lambda_B of this contribution."""
+        return contribution.products[0] / contribution.counted
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, window={self.window}, psi_warmup_updates={self.psi_warmup_updates}"

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from pn_fairseq.norms import (
     NORMS,
@@ -1017,6 +1017,27 @@ def test_recomputation_of_a_retained_graph_gives_the_same_again(running, how):
     assert state_of(other)["norm." + COUNT] == 2 + (how != "non-reentrant")
 
 
+def test_selective_checkpointing_that_saves_all_operators_changes_no_bit(running):
+    plain, other = twins(running, psi_warmup_updates=2)
+    save = functools.partial(create_selective_checkpoint_contexts, lambda *_, **__: CheckpointPolicy.MUST_SAVE)
+    use = functools.partial(checkpoint, other, use_reentrant=False, context_fn=save)
+    generator = rng(1)
+    for _ in range(4):
+        x, mask, dy = tensors(generator)
+        assert_same(run_step(other, [use], x, mask, dy), run_step(plain, [plain], x, mask, dy))
+
+
+def test_shared_memory_stays_shared(running):
+    norm, other = running.trained(), running.trained()
+    torch.nn.Sequential(norm).share_memory()
+    pointers = [buffer.data_ptr() for buffer in norm.buffers()]
+    assert_same(some_steps(norm), some_steps(other))
+    norm.load_state_dict(other.state_dict())
+    norm.reset_running_stats()
+    assert [buffer.data_ptr() for buffer in norm.buffers()] == pointers
+    assert all(buffer.is_shared() for buffer in norm.buffers())
+
+
 # Evaluation.
 
 
@@ -1166,6 +1187,16 @@ def test_transforms_of_torch_func_and_second_derivatives_in_training_are_refused
         torch.func.grad(loss)({key: value.detach() for key, value in norm.named_parameters()})
     with pytest.raises(RuntimeError, match="no second derivative"):
         torch.autograd.grad(norm(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"torch.export .* call eval\(\) first"):
+        torch.export.export(norm, (x,), strict=False)
+    before = state_of(norm)
+    given = {name: value.clone() for name, value in norm.named_buffers()}
+    y = torch.func.functional_call(norm, given, (x,))
+    with pytest.raises(RuntimeError, match="functional_call"):
+        y.sum().backward()
+    assert_state_unchanged(norm, before)
+    torch.func.functional_call(norm, dict(norm.named_parameters()), (x,)).sum().backward()
+    assert state_of(norm)[COUNT] == before[COUNT] + 1
 
 
 # Diagnostics.

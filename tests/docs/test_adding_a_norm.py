@@ -50,7 +50,7 @@ def test_the_examples_are_short_and_use_public_names_alone(norm_modules):
         assert len([line for line in code.splitlines() if line.strip()]) <= LONGEST[name]
         assert NORMS[name].cls.__module__.startswith("pn_fairseq_norm_module_my_")
         imports = re.findall(r"^(?:from|import) (\S+)", code, re.M)
-        assert set(imports) <= {"torch", "pn_fairseq.norms"}
+        assert set(imports) <= {"dataclasses", "torch", "pn_fairseq.norms"}
         assert not re.search(r"(?<!\w)_[a-z]", code), "a private name"
 
 

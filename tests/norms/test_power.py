@@ -24,7 +24,9 @@ from .oracle import PowerNormOracle
 
 
 def make_pair(alpha_fwd=0.9, alpha_bwd=0.9, affine=True, groups=0, warmup=0, eps=1e-5):
-    norm = PowerNorm(CHANNELS, alpha_bwd, warmup, alpha_fwd, eps=eps, affine=affine, layer_scale_groups=groups)
+    norm = PowerNorm(
+        CHANNELS, alpha_bwd, warmup, alpha_fwd=alpha_fwd, eps=eps, affine=affine, layer_scale_groups=groups
+    )
     randomize_affine(norm)
     oracle = PowerNormOracle(CHANNELS, alpha_fwd, alpha_bwd, warmup, groups=groups, eps=eps, **affine_of(norm))
     return norm.train(), oracle

@@ -106,7 +106,8 @@ class ReleaseOracle(_Oracle):
 
 
 def make_pair(alpha_fwd=0.9, alpha_bwd=0.9, affine=True, groups=0, warmup=0, eps=1e-5, without=()):
-    norm = PowerNormRelease(CHANNELS, alpha_bwd, warmup, alpha_fwd, eps=eps, affine=affine, layer_scale_groups=groups)
+    options = {"alpha_fwd": alpha_fwd, "eps": eps, "affine": affine, "layer_scale_groups": groups}
+    norm = PowerNormRelease(CHANNELS, alpha_bwd, warmup, **options)
     randomize_affine(norm)
     oracle = ReleaseOracle(CHANNELS, alpha_fwd, alpha_bwd, warmup, without, groups=groups, eps=eps, **affine_of(norm))
     return norm.train(), oracle

@@ -1,0 +1,113 @@
+"""What all norms share: affine parameters, layer-scale in front, and the layouts of activations and masks."""
+
+import torch
+from torch import Tensor, nn
+
+from pn_fairseq.norms.checks import check_input, check_positive, check_whole
+from pn_fairseq.norms.layer_scale import LayerScale
+from pn_fairseq.norms.nested import over_tokens
+
+
+def no_fast_path(module: nn.Module, args: tuple) -> None:
+    """A hook that does nothing: see :class:`ChannelNorm`. No lambda: a norm can be pickled."""
+
+
+class ChannelNorm(nn.Module):
+    """A norm over activations. One without state defines :meth:`normalize`.
+
+    Args:
+        num_features: number of channels C.
+        eps: added to the second moment before the root, here and in layer-scale.
+        affine: if True, the norm has the parameters that :attr:`learned` names. The other parameters are None.
+        layer_scale_groups: groups of the :class:`LayerScale` in front; 0: none.
+        batch_first: activations are (B, T, C) instead of (T, B, C), as in ``torch.nn.TransformerEncoderLayer``.
+
+    Raises:
+        ValueError: an argument or an input does not fit; the message holds its value.
+    """
+
+    #: Whether a token's y in training depends on other tokens of the batch, also on later tokens: "never", "always", or
+    #: "at first": until warm-ups and schedules end, and after that only in channels where a factor is clipped.
+    mixes_tokens = "never"
+
+    #: Which of ``weight`` (gain, initially 1) and ``bias`` (initially 0), (C,), the norm has.
+    learned: tuple[str, ...] = ("weight", "bias")
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        affine: bool = True,
+        layer_scale_groups: int = 0,
+        batch_first: bool = False,
+    ):
+        super().__init__()
+        self.num_features = check_whole("num_features", num_features, minimum=1)
+        self.eps = check_positive("eps", eps)
+        self.affine = affine
+        self.layer_scale_groups = layer_scale_groups
+        self.batch_first = batch_first
+        self.layer_scale = LayerScale(num_features, layer_scale_groups, eps, batch_first)
+        if not self.is_torch_layer_norm():
+            # torch.nn.TransformerEncoderLayer has a fast path in evaluation: it reads weight, bias and eps of its norms
+            # and computes LayerNorm itself. torch does not use the fast path if a submodule has a hook. This hook is
+            # on layer_scale: most norms do not call that module, so the hook costs no time.
+            self.layer_scale.register_forward_pre_hook(no_fast_path)
+        for name in ("weight", "bias"):
+            learns = affine and name in self.learned
+            self.register_parameter(name, nn.Parameter(torch.empty(num_features)) if learns else None)
+        self._built_on_meta = torch.get_default_device().type == "meta"
+        ChannelNorm.reset_parameters(self)
+
+    #: TorchScript would compile the hook of this module in a model that exports methods, as fairseq's models do.
+    __jit_ignored_attributes__ = ("layer_scale",)
+
+    def reset_parameters(self) -> None:
+        """Set ``weight`` to 1 and ``bias`` to 0."""
+        if self.weight is not None:
+            nn.init.ones_(self.weight)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    @property
+    def _is_hf_initialized(self) -> bool:
+        return self.__dict__.get("_is_hf_initialized", False)
+
+    @_is_hf_initialized.setter
+    def _is_hf_initialized(self, value: bool) -> None:
+        """``from_pretrained`` of transformers sets this of every module, after it has given uninitialized memory to the
+        tensors that are not in the checkpoint. In the meantime torch.nn.init leaves the other ones as they are."""
+        self.__dict__["_is_hf_initialized"] = value
+        if self._built_on_meta:
+            self._built_on_meta = False
+            self.reset_parameters()
+
+    def set_num_updates(self, num_updates: int) -> None:
+        """Tell the norm how many optimizer updates are completed."""
+
+    def is_torch_layer_norm(self) -> bool:
+        """Whether y is LayerNorm with ``weight``, ``bias`` and ``eps``, so that torch may compute it in our place."""
+        return False
+
+    def forward(self, x: Tensor, padding_mask: Tensor | None = None) -> Tensor:
+        """Normalize ``x``, (T, B, C) or (N, C), or (B, T, C) with ``batch_first``.
+
+        ``padding_mask`` is (B, T), in both layouts, or (N,); bool, True = padding. Padding is normalized like other
+        tokens and enters no statistic, except with the variant ``release`` of some norms. The result has the shape and
+        dtype of ``x`` and is contiguous for all strides of ``x``, as the result of ``torch.nn.LayerNorm``; only
+        ``none`` without layer-scale returns ``x`` itself. The arithmetic is float64 for a float64 ``x``, otherwise
+        float32.
+
+        ``x`` may be a nested tensor, (B, *, C) without padding, for both values of ``batch_first``.
+        """
+        if x.is_nested:
+            return over_tokens(self.forward, x, padding_mask)
+        check_input(x, padding_mask, self.num_features, self.batch_first)
+        return self.normalize(self.layer_scale(x) if self.layer_scale_groups else x)
+
+    def normalize(self, h: Tensor) -> Tensor:
+        """y for the layer-scaled activations h, (..., C), in their shape and type; each token by itself."""
+        raise NotImplementedError
+
+    def extra_repr(self) -> str:
+        return f"{self.num_features}, eps={self.eps}, affine={self.affine}"
