@@ -1,4 +1,4 @@
-"""``pn reproduce``: a corpus, a configuration, a study, or one of the experiments of this file.
+"""``pn reproduce``: a corpus, a configuration, a study, or the demo.
 
 A study is a YAML file: ``about`` is its text, ``planned`` the comparisons that were named before its runs (``pn report
 --planned``), and ``parts`` has what :func:`~pn_fairseq.pipeline.reproduce.reproduce` is called with. Its lists are
@@ -30,8 +30,7 @@ All steps from the text to a report, for a list of norms and seeds. WHAT is
 
   a corpus, which is prepared first: {corpora}
   a configuration or the path of a YAML file, for prepared data of your own (--data): {configs}
-  demo        {demo}
-  batch_size  {batch_size}
+  demo        one small training on the verses, with sample translations
   --study NAME-OR-FILE
               a list of runs that answer one question: {studies}; or such a file of your own
 """
@@ -103,8 +102,8 @@ def _parser(name: str, corpus: Corpus, preparation: Mapping[str, dict]) -> Argum
     return parser
 
 
-def of_corpus(name: str, argv: Sequence[str], **fixed) -> int:
-    """``pn reproduce NAME`` with the arguments ``argv``; ``fixed`` are arguments of :func:`reproduce`."""
+def of_corpus(name: str, argv: Sequence[str]) -> int:
+    """``pn reproduce NAME`` with the arguments ``argv``."""
     options = options_of(RECIPES[name]) if name in CORPORA else {}
     args = vars(_parser(name, find_corpus(name), options).parse_intermixed_args(argv))
     if args.get("table") and (both := [option for option in ("norms", "size") if args[option]]):
@@ -114,8 +113,7 @@ def of_corpus(name: str, argv: Sequence[str], **fixed) -> int:
         value = args.pop(flag.removeprefix("--").replace("-", "_"))
         if value not in (kind.get("default"), False):
             preparation += [flag] if value is True else [flag, str(value)]
-    settings = [*fixed.pop("settings", ()), *args.pop("settings")]
-    return reproduce(name, preparation=preparation, settings=settings, **{**args, **fixed})
+    return reproduce(name, preparation=preparation, **args)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -124,15 +122,14 @@ def main(argv: Sequence[str]) -> int:
         what, *words = argv
         if what in studies():
             raise UserError(f"{what} is a study: pn reproduce --study {what}")
-        return EXPERIMENTS[what](words) if what in EXPERIMENTS else of_corpus(what, words)
+        return demo(words) if what == "demo" else of_corpus(what, words)
     if any(word.partition("=")[0] == "--study" for word in argv):
         return study_command(argv)
-    titles = {what: experiment.__doc__.splitlines()[0] for what, experiment in EXPERIMENTS.items()}
     parser = ArgumentParser(
         prog="pn reproduce",
         usage="pn reproduce WHAT [options] [key=value ...]",
         description=ABOUT.format(
-            corpora=", ".join(CORPORA), configs=", ".join(known_configs()), studies=", ".join(studies()), **titles
+            corpora=", ".join(CORPORA), configs=", ".join(known_configs()), studies=", ".join(studies())
         ),
         epilog="pn reproduce WHAT --help has the options.",
     )
@@ -155,6 +152,7 @@ class Part:
     models: list[str] = field(default_factory=list)
     settings: list[str] = field(default_factory=list)
     data: str | None = None  # prepared data, for a configuration
+    ranks: int | None = None  # unless --ranks is given
 
 
 @dataclass
@@ -197,6 +195,7 @@ def study_command(argv: Sequence[str]) -> int:
         replaced=REPLACED,
     )
     add = parser.add_argument
+    add("settings", nargs="*", metavar="key=value", help="settings of every run, in addition to those of the study")
     runs = f"where the runs go, as DIR/FOLDER/NORM_seedN, and reports, as DIR/FOLDER/report (default runs/{name})"
     add("--runs", type=Path, metavar="DIR", default=f"runs/{name}", help=runs)
     add_ranks(parser)
@@ -206,11 +205,13 @@ def study_command(argv: Sequence[str]) -> int:
     for corpus in texts:
         text = f"the text of {corpus} (pn prepare {corpus} --help); without it that corpus is left out"
         add(f"--{corpus}", dest=f"text of {corpus}", type=Path, metavar="DIR", help=text)
-    args = vars(parser.parse_args(words))
+    args = vars(parser.parse_intermixed_args(words))
     given = {corpus: args[f"text of {corpus}"] for corpus in texts}
     for corpus, folder in given.items():
         if folder and not folder.is_dir():
             raise UserError(f"--{corpus} {folder} is not a directory")
+        if not folder:
+            say("reproduce", f"note: {corpus} is left out without its text (--{corpus} DIR)")
     parts = [part for part in study.parts if given.get(part.corpus, part.corpus)]
     failed = 0
     for seed in sorted({seed for part in parts for seed in part.seeds}):  # a seed is whole before the next one begins
@@ -221,10 +222,10 @@ def study_command(argv: Sequence[str]) -> int:
                     norms=part.norms,
                     seeds=[seed],
                     models=part.models,
-                    settings=part.settings,
+                    settings=[*part.settings, *args["settings"]],
                     runs=args["runs"] / part.folder,
                     data=part.data and Path(part.data),
-                    ranks=args["ranks"],
+                    ranks=args["ranks"] or part.ranks,
                     preparation=["--corpus", str(given[part.corpus])] if part.corpus in given else [],
                     dry_run=args["dry_run"],
                 )
@@ -232,9 +233,6 @@ def study_command(argv: Sequence[str]) -> int:
         for folder in dict.fromkeys(args["runs"] / part.folder for part in parts):
             must(["report", *sorted(folder.glob("*_seed*")), "--output", folder / "report"])
     return failed
-
-
-# --- experiments; the docstring of each is its help ---
 
 
 def demo(argv: Sequence[str]) -> int:
@@ -267,30 +265,3 @@ def demo(argv: Sequence[str]) -> int:
     must(["report", run, "--output", run / "report"])
     print(f"learning curve: {run / 'report/report-curves-1.png'}")
     return 0
-
-
-def batch_size(argv: Sequence[str]) -> int:
-    """Figure 5 of the PowerNorm paper: BLEU against the tokens of a mini-batch.
-
-    An update has 4,096 tokens, by accumulation. For each of 512, 1,024, 2,048 and 4,096 tokens it calls pn reproduce
-    CORPUS, with its other options (--norms, --seeds, --data, ...) and settings; then pn figures draws all runs. A
-    mini-batch is what all ranks take at once; every training has one rank.
-    """
-    parser = ArgumentParser(prog="pn reproduce batch_size", description=inspect.getdoc(batch_size), epilog=AGAIN)
-    corpora, runs = ("verses", "iwslt14", "wmt14"), "where the runs go, as DIR/tokens512/NORM_seedN, and DIR/figures"
-    parser.add_argument("--corpus", choices=corpora, default="verses", help="the corpus (default verses)")
-    parser.add_argument("--runs", type=Path, metavar="DIR", help=f"{runs} (default runs/batch_size_CORPUS)")
-    parser.add_argument("--dry-run", action="store_true", help="print the commands and do nothing")
-    args, words = parser.parse_known_args(argv)
-    runs = args.runs or Path(f"runs/batch_size_{args.corpus}")
-    failed = 0
-    for tokens in (512, 1024, 2048, 4096):
-        fixed = {"runs": runs / f"tokens{tokens}", "ranks": 1, "dry_run": args.dry_run}
-        batch = [f"dataset.max_tokens={tokens}", "tokens_per_update=4096"]
-        failed |= of_corpus(args.corpus, words, settings=batch, **fixed)
-    if not args.dry_run:
-        must(["figures", *sorted(runs.glob("tokens*/*_seed*")), "--output", runs / "figures"])
-    return failed
-
-
-EXPERIMENTS = {"demo": demo, "batch_size": batch_size}

@@ -150,7 +150,7 @@ def trainings() -> dict[str, dict[str, set[str]]]:
     found: dict[str, dict[str, set[str]]] = {}
     for command in [command for page in PAGES for command in block_commands(page)]:
         tool, words = ours(command) or ("", [])
-        name = re.fullmatch(r"pn (?:train|reproduce (?!batch_size)(\w+))", tool)
+        name = re.fullmatch(r"pn (?:train|reproduce (\w+))", tool)
         if name and "$" not in command.text:
             settings = found.setdefault(CONFIGS.get(name[1], name[1]) if name[1] else words[0], {})
             for key, equals, value in [word.partition("=") for word in words]:

@@ -20,7 +20,7 @@ from .test_commands import ours
 NOT_RUN = {
     r"make .*|\. .*|export .*|pn (info|check)": "the environment: other tests",
     r"pn reproduce demo .*|pn score --compare runs/demo-ln .*": "tests/scripts/test_demo.py",
-    r"pn reproduce batch_size.*": "tests/scripts/test_experiments.py",
+    r"pn reproduce --study batch_size.*": "tests/scripts/test_experiments.py",
     r"pn train .* --ranks 2|fairseq-hydra-train .*": "several ranks and sweeps: tests/pipeline/test_ranks.py",
     r"pn import-release .*|fairseq-generate .* --path imported\.pt .*": "tests/pipeline/test_import_release.py",
     r"pn prepare verses_lm": "tests/pipeline/data/test_prepare_corpora.py; its data is cut here",
