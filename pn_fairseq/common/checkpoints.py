@@ -131,12 +131,12 @@ _MISFITS = (
 def explain_misfit(error: Exception) -> str:
     """torch's RuntimeError about weights that do not fit a model, as one line: which weight, its shapes, advice."""
     text = str(error)
-    found = [(match, meaning) for pattern, meaning in _MISFITS for match in pattern.finditer(text)]
-    if not found:
+    misfits = [(match, meaning) for pattern, meaning in _MISFITS for match in pattern.finditer(text)]
+    if not misfits:
         return " ".join(text.split())
     # The size of an embedding is the size of the vocabulary: that says more than what else differs.
-    vocabulary = [pair for pair in found if re.search("size mismatch.*(embed_tokens|output_projection)", pair[0][0])]
-    match, meaning = (vocabulary or found)[0]
+    vocabulary = [pair for pair in misfits if re.search("size mismatch.*(embed_tokens|output_projection)", pair[0][0])]
+    match, meaning = (vocabulary or misfits)[0]
     advice = "use the settings of the model that the checkpoint was trained with, or another checkpoint"
     if vocabulary:
         advice = "the checkpoint was trained with another vocabulary; use the data that it was trained on"
@@ -244,10 +244,10 @@ def find_checkpoints(directory: str | os.PathLike, by: str = "epoch", last: int 
         names = [entry.name for entry in os.scandir(directory) if not entry.is_dir()]
     except OSError as error:
         raise CheckpointError(f"{directory}: cannot list the checkpoints ({error.strerror})") from error
-    found = []
+    numbered = []
     for match in filter(None, map(_NAME_PATTERNS[by].fullmatch, names)):
-        found.append((int(match["number"]), int(match.groupdict().get("epoch", 0)), match[0]))
-    return [Path(directory) / name for _, _, name in sorted(found, reverse=True)[:last]]
+        numbered.append((int(match["number"]), int(match.groupdict().get("epoch", 0)), match[0]))
+    return [Path(directory) / name for _, _, name in sorted(numbered, reverse=True)[:last]]
 
 
 def checkpoints_to_average(

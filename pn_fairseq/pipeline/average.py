@@ -39,8 +39,8 @@ BATCHES = 100
 
 
 def _parser() -> ArgumentParser:
-    about = "Average the weights of the last checkpoints of a training."
-    parser = ArgumentParser(prog="pn average", description=about, epilog=EPILOG)
+    description = "Average the weights of the last checkpoints of a training."
+    parser = ArgumentParser(prog="pn average", description=description, epilog=EPILOG)
     add = parser.add_argument
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--run", type=Path, metavar="DIR", help=RUN_HELP)
@@ -90,8 +90,8 @@ def average_checkpoints(paths: Sequence[Path]) -> dict:
     seen: dict[tuple, Path] = {}
     for path in paths:
         info = check_input_path(path)
-        if (other := seen.setdefault((info.st_dev, info.st_ino), path)) is not path:
-            raise CheckpointError(f"{path}: is given twice (also as {other}); name each checkpoint once")
+        if (first := seen.setdefault((info.st_dev, info.st_ino), path)) is not path:
+            raise CheckpointError(f"{path}: is given twice (also as {first}); name each checkpoint once")
 
     reference: dict[str, tuple] = {}
     sums: dict[str, torch.Tensor] = {}
@@ -103,9 +103,9 @@ def average_checkpoints(paths: Sequence[Path]) -> dict:
         state.pop("last_optimizer_state", None)
         model, updates = state["model"], num_updates(state)
         print(f"[{number}/{len(paths)}] {path}: update {updates}, {len(model)} tensors", flush=True)
-        if updates >= 0 and (other := path_of_update.setdefault(updates, path)) != path:
+        if updates >= 0 and (same := path_of_update.setdefault(updates, path)) != path:
             # fairseq copies: checkpoint_best.pt and checkpoint_last.pt repeat an epoch's checkpoint.
-            say("average", f"warning: {other} and {path} are both of update {updates}; is one a copy?")
+            say("average", f"warning: {same} and {path} are both of update {updates}; is one a copy?")
         layout = {key: (list(value.shape), value.dtype) for key, value in model.items()}
         # fairseq's _float_tensor is memory that was never written: any bits, NaN too.
         averaged = [key for key in model if model[key].is_floating_point() and not key.endswith("_float_tensor")]
@@ -130,8 +130,8 @@ def average_checkpoints(paths: Sequence[Path]) -> dict:
     means = newest["model"]
     for key in list(sums):
         mean = sums.pop(key).div_(len(paths)).to(reference[key][1])
-        other = means[tied[key]]
-        means[key] = mean if other is None or not torch.equal(other, mean) else other
+        shared = means[tied[key]]
+        means[key] = mean if shared is None or not torch.equal(shared, mean) else shared
     return newest
 
 

@@ -67,11 +67,14 @@ def add_ranks(parser: ArgumentParser) -> None:
 
 def _parser(name: str, corpus: Corpus, preparation: Mapping[str, dict]) -> ArgumentParser:
     several, verbs = len(corpus.models) > 1, dict.fromkeys(verb for verb, *_ in corpus.steps)
-    about = f"From raw text to a table. For every norm and seed: {', '.join(verbs)}; then one report over all.\n"
+    steps = ", ".join(verbs)
+    description = f"From raw text to a table. For every norm and seed: {steps}; then one report over all.\n"
     if "evaluate-lm" in verbs:
-        about += "The language models are causal, unlike the code that the paper names (docs/language_modeling.md).\n"
+        description += (
+            "The language models are causal, unlike the code that the paper names (docs/language_modeling.md).\n"
+        )
     replaced = REPLACED | replaced_by(preparation)
-    parser = ArgumentParser(prog=f"pn reproduce {name}", description=about, epilog=AGAIN, replaced=replaced)
+    parser = ArgumentParser(prog=f"pn reproduce {name}", description=description, epilog=AGAIN, replaced=replaced)
     settings = f"settings that differ from the configuration {corpus.config}; {{run}} in one is the folder of the run"
     parser.add_argument("settings", nargs="*", metavar="key=value", help=settings)
     add = parser.add_argument
@@ -119,10 +122,10 @@ def of_corpus(name: str, argv: Sequence[str]) -> int:
 def main(argv: Sequence[str]) -> int:
     logging.getLogger().addHandler(logging.NullHandler())  # else fairseq configures logging when it is imported
     if argv and not argv[0].startswith("-"):
-        what, *words = argv
+        what, *options = argv
         if what in studies():
             raise UserError(f"{what} is a study: pn reproduce --study {what}")
-        return demo(words) if what == "demo" else of_corpus(what, words)
+        return demo(options) if what == "demo" else of_corpus(what, options)
     if any(word.partition("=")[0] == "--study" for word in argv):
         return study_command(argv)
     parser = ArgumentParser(
@@ -185,7 +188,7 @@ def study_command(argv: Sequence[str]) -> int:
     """``pn reproduce --study NAME``: the parts of a study, and a report on each folder; 1 if a run failed."""
     chosen = ArgumentParser(prog="pn reproduce", add_help=False)
     chosen.add_argument("--study", metavar="NAME-OR-FILE", required=True)
-    chosen, words = chosen.parse_known_args(argv)
+    chosen, options = chosen.parse_known_args(argv)
     study, name = read_study(chosen.study), Path(chosen.study).stem
     count = sum(len(part.norms) * len(part.seeds) for part in study.parts)
     parser = ArgumentParser(
@@ -205,7 +208,7 @@ def study_command(argv: Sequence[str]) -> int:
     for corpus in texts:
         text = f"the text of {corpus} (pn prepare {corpus} --help); without it that corpus is left out"
         add(f"--{corpus}", dest=f"text of {corpus}", type=Path, metavar="DIR", help=text)
-    args = vars(parser.parse_intermixed_args(words))
+    args = vars(parser.parse_intermixed_args(options))
     given = {corpus: args[f"text of {corpus}"] for corpus in texts}
     for corpus, folder in given.items():
         if folder and not folder.is_dir():

@@ -58,8 +58,8 @@ def add_decoding_options(parser: ArgumentParser) -> None:
 
 
 def _parser() -> ArgumentParser:
-    about = "Translate a subset of the data that a model was trained on."
-    parser = ArgumentParser(prog="pn generate", description=about, epilog=EPILOG, replaced={"NPROC": "--ranks N"})
+    description = "Translate a subset of the data that a model was trained on."
+    parser = ArgumentParser(prog="pn generate", description=description, epilog=EPILOG, replaced={"NPROC": "--ranks N"})
     add_decoding_options(parser)
     parser.add_argument("--ranks", type=whole, metavar="N", help="processes (default: one per visible GPU, or one)")
     parser.add_argument("--subset", default="test", metavar="NAME", help="test (default) or valid")
@@ -95,7 +95,7 @@ class Decoding:
         self.options = [
             *("--user-dir", str(PACKAGE), "--path", ":".join(map(str, self.checkpoints))),
             *("--source-lang", self.data["source"], "--target-lang", self.data["target"]),
-            *(word for name, value in self.search.items() for word in (f"--{name.replace('_', '-')}", str(value))),
+            *(text for name, value in self.search.items() for text in (f"--{name.replace('_', '-')}", str(value))),
             *("--remove-bpe", self.data.get("segmentation", "subword-nmt").replace("-", "_")),
             *("--max-tokens", str(args.max_tokens), "--batch-size", str(args.batch_size)),
             # With its default of 8, fairseq silently drops the last batch unless it has a multiple of 8 sentences.
@@ -144,12 +144,12 @@ class Decoding:
         bar = progress(total=sentences, desc=verb, unit="sentence")
         with bar, ThreadPoolExecutor(len(commands)) as pool, tempfile.NamedTemporaryFile() as errors:
             try:
-                for shard, words in enumerate(commands):
+                for shard, command in enumerate(commands):
                     if self.gpus:
                         environment["CUDA_VISIBLE_DEVICES"] = self.gpus[shard]
                     # A pipe, so that the processes end when this one is killed.
                     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": errors}
-                    started.append(subprocess.Popen([sys.executable, "-m", *words], env=environment, **pipes))
+                    started.append(subprocess.Popen([sys.executable, "-m", *command], env=environment, **pipes))
                     running.add(pool.submit(read, shard, started[-1]))
                 while running:
                     # A batch is printed at once: counted line by line, its first sentence would take all its time.
@@ -208,9 +208,9 @@ def main(argv: list[str] | None = None) -> int:
     # There are at least as many batches as sentences / batch size; fairseq-generate divides by zero without a batch.
     shards = min(processes(args.ranks, len(decoding.gpus)), max(1, math.ceil(sentences / args.batch_size)))
     names, device = " + ".join(map(str, decoding.checkpoints)), "GPUs" if decoding.gpus else "CPU"
-    about = f"beam {decoding.search['beam']}, length penalty {decoding.search['lenpen']:g}"
-    about += f", {'fp16' if decoding.fp16 else 'fp32'}, processes on the {device}: {shards}"
-    say("generate", f"decoding {args.subset} with {names} ({about})")
+    how = f"beam {decoding.search['beam']}, length penalty {decoding.search['lenpen']:g}"
+    how += f", {'fp16' if decoding.fp16 else 'fp32'}, processes on the {device}: {shards}"
+    say("generate", f"decoding {args.subset} with {names} ({how})")
     common = ["fairseq_cli.generate", str(run.bin), "--gen-subset", args.subset, *decoding.options]
     # --num-shards and --shard-id are accepted and not read: every process would decode everything.
     common += ["--nbest", str(args.nbest), "--distributed-world-size", str(shards), "--distributed-rank"]

@@ -41,7 +41,7 @@ class Corpus:
         if "transformer" not in self.models:
             return [["train"], ["average"], ["evaluate-lm"]]
         options = [[] if subset == "test" else ["--subset", subset] for subset in self.subsets]
-        return [["train"], ["average"], *([verb, *words] for words in options for verb in ("generate", "score"))]
+        return [["train"], ["average"], *([verb, *subset] for subset in options for verb in ("generate", "score"))]
 
     @property
     def tables(self) -> dict[str, Rows]:
@@ -170,7 +170,7 @@ def reproduce(
         raise UserError(f"'{data}' is not prepared data (--data): pn prepare makes it from your text")
     for model in corpus.models:  # each norm with settings of its own, or else one norm of each model
         of_model = [(arch, *more) for arch, _, *more in planned.values() if arch.startswith(f"model._name={model}_")]
-        for own in dict.fromkeys(words for words in of_model if len(words) > 1) or of_model[:1]:
+        for own in dict.fromkeys(given for given in of_model if len(given) > 1) or of_model[:1]:
             check_training(config, *where, *own, *settings)
 
     # Every command, in order.
@@ -183,8 +183,8 @@ def reproduce(
         run = runs / run_name
         train = ["--data", data, "--run", run, *own, *(setting.replace("{run}", str(run)) for setting in settings)]
         commands[run] = [["train", config, *train, *on_ranks]]
-        for verb, *words in corpus.steps[1:]:
-            commands[run].append([verb, "--run", run, *words, *(on_ranks if verb == "generate" else [])])
+        for verb, *options in corpus.steps[1:]:
+            commands[run].append([verb, "--run", run, *options, *(on_ranks if verb == "generate" else [])])
         if (run / "config.yaml").is_file() and data.is_dir():  # it was begun, with its settings and data
             check_training(config, *map(str, train))
     report = ["report", *commands, "--output", runs / (f"report-{table}" if table else "report")]
@@ -206,16 +206,16 @@ def reproduce(
 
 
 @functools.cache  # the runs of several seeds have the same settings
-def check_training(*words: str) -> None:
+def check_training(config: str, *arguments: str) -> None:
     """Check the settings of a training."""
     from pn_fairseq.pipeline import train
 
-    train.main([words[0], "--check", *words[1:]])
+    train.main([config, "--check", *arguments])
 
 
 def shown(step: Sequence[str | Path]) -> str:
     """A step as one may type it, with paths relative to the current folder."""
-    return shlex.join(["pn", *(str(word).removeprefix(f"{Path.cwd()}/") for word in step)])
+    return shlex.join(["pn", *(str(argument).removeprefix(f"{Path.cwd()}/") for argument in step)])
 
 
 def must(step: Sequence[str | Path]) -> None:

@@ -258,9 +258,9 @@ def train(cfg, layout: RankLayout, data: Path, run: Path) -> None:
         if layout.world_size > 1:
             of_ranks: list = [None] * layout.world_size
             torch.distributed.all_gather_object(of_ranks, settings)
-            for other_rank, other in enumerate(of_ranks):
-                if other != of_ranks[0]:
-                    raise UserError(f"rank {other_rank} was started with different settings or data than rank 0")
+            for number, settings_of_rank in enumerate(of_ranks):
+                if settings_of_rank != of_ranks[0]:
+                    raise UserError(f"rank {number} was started with different settings or data than rank 0")
         fairseq_main(cfg)
 
     with logging_to(run / "train.log", cfg.optimization.max_update, rank) as logger:

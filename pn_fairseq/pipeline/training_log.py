@@ -75,7 +75,7 @@ class TrainingLog:
             self.parameters = int(match[1].replace(",", ""))
         elif match := _DONE.search(line):
             self._current().done_seconds = float(match[1])
-        elif reason := next((reason for words, reason in _REASONS.items() if words in line), None):
+        elif reason := next((reason for text, reason in _REASONS.items() if text in line), None):
             self._current().reason = reason
         elif _FAULT.search(line):
             self.faults += 1

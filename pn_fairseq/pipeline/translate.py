@@ -23,8 +23,8 @@ def to_subwords(run: Run, lines: list[str], moses: Path | None) -> list[str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    about = "Translate UTF-8 text, one sentence a line. The output has as many lines; an empty line stays empty."
-    parser = ArgumentParser(prog="pn translate", description=about, replaced={"MOSES": "--moses DIR"})
+    description = "Translate UTF-8 text, one sentence a line. The output has as many lines; an empty line stays empty."
+    parser = ArgumentParser(prog="pn translate", description=description, replaced={"MOSES": "--moses DIR"})
     add_decoding_options(parser)
     moses = "a checkout of mosesdecoder, if the data was prepared with pn prepare --moses"
     parser.add_argument("--moses", type=Path, metavar="DIR", help=moses)
@@ -46,9 +46,9 @@ def main(argv: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as name:
         source = Path(name) / "source"
         write_lines(source, sentences.values())
-        words = ["fairseq_cli.interactive", str(run.bin), "--input", str(source), *decoding.options]
-        words += ["--buffer-size", str(max(len(sentences), args.batch_size))]
-        log = decoding.run("translate", [words], len(sentences), Path(f"{name}.err")) if sentences else []
+        command = ["fairseq_cli.interactive", str(run.bin), "--input", str(source), *decoding.options]
+        command += ["--buffer-size", str(max(len(sentences), args.batch_size))]
+        log = decoding.run("translate", [command], len(sentences), Path(f"{name}.err")) if sentences else []
     best = iter(hypotheses(log, len(sentences)))
     tokens = [next(best)[0][1] if line else "" for line in lines]
     lengths = {number: len(line.split()) + 1 for number, line in enumerate(sentences.values())}
