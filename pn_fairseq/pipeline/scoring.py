@@ -142,7 +142,7 @@ def check_same_length(texts: Mapping[str, Sequence[str]], reference: Sequence[st
 
 def results_of_fairseq(run: Path, subset: str, folder: Path) -> Path | None:
     """What ``fairseq-generate --results-path RUN`` (or ``RUN/checkpoints``) wrote, unless ``pn generate`` decoded."""
-    made, paths = folder / "made.txt", [folder / f"generate-{subset}.txt" for folder in (run, run / "checkpoints")]
+    made, paths = folder / "made.txt", [parent / f"generate-{subset}.txt" for parent in (run, run / "checkpoints")]
     if (folder / "hyp.tok").is_file() and not (made.is_file() and "results" in read_settings(made)):
         return None
     return next((path for path in paths if path.is_file()), None)
