@@ -99,8 +99,8 @@ def ours(command: Command) -> tuple[str, list[str]] | None:
         words = ["pn", *words[3:]]
     if words[0] == "pn":
         verb = 1 + (len(words) > 1 and not words[1].startswith("-"))
-        verb += words[1:2] in (["prepare"], ["reproduce"]) and len(words) > 2 and words[2] != "NAME"
-        verb += words[1:3] == ["reproduce", "--study"]
+        verb += words[1:2] in (["prepare"], ["reproduce"]) and len(words) > 2 and words[2] not in ("NAME", "--study")
+        verb += 2 * (words[1:3] == ["reproduce", "--study"] and words[3] != "FILE")
         return " ".join(words[:verb]), words[verb:]
     if words[:2] == ["python", "-m"]:
         return " ".join(words[:3]), words[3:]

@@ -216,7 +216,8 @@ def calls(place: Path) -> list[dict]:
     """How the stand-in was called since the last time, by rank."""
     found = []
     for path in (place / "calls").iterdir():
-        found.append(json.loads(path.read_text()))
+        if text := path.read_text():  # else it was killed while it wrote
+            found.append(json.loads(text))
         path.unlink()
     return sorted(found, key=lambda call: call["rank"])
 
