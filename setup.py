@@ -143,7 +143,6 @@ FAIRSEQ = [
     "matplotlib>=3.8",
     "tensorboardX>=2.6",
     "jinja2>=3.1",
-    "markdown-it-py>=3.0",
     "pandas>=2.1",
     "pyarrow>=15",
     "tabulate>=0.9",

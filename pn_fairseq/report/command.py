@@ -19,7 +19,6 @@ only its checkpoints, and what pn score --run wrote; or of a job of fairseq-hydr
 
 Writes into DIR and replaces the files of an earlier report:
   report.md               for GitHub, with the pictures next to it
-  report.html             with --html: one file that contains the pictures, to read offline or to print
   report.csv              scores, validation loss, machine, commit of the code and time of every run
   report-intervals-N.png  differences from LN with simultaneous 95%% intervals
   report-curves-N.png     learning curves, of LN and a few other systems in each picture
@@ -64,13 +63,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--resamples", type=whole, metavar="N", help="resamples of the paired bootstrap (default: sacrebleu's, 1000)"
     )
-    parser.add_argument("--html", action="store_true", help="also write report.html")
     args = parser.parse_args(argv)
 
     # Imported here, so that --help is fast.
     from pn_fairseq.pipeline.bootstrap import RESAMPLES
     from pn_fairseq.report import perplexity, tables
-    from pn_fairseq.report.markdown import html
     from pn_fairseq.report.runs import read_runs
     from pn_fairseq.report.significance import SHORT_NAMES
     from pn_fairseq.report.systems import group
@@ -104,14 +101,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         args.output.mkdir(parents=True, exist_ok=True)
         page, pictures = tables.build(runs, corpora, args.output, about, planned, **shown)
         texts = {"report.md": page, "report.csv": tables.raw_scores(corpora).to_csv(index=False)}
-        if args.html:
-            texts["report.html"] = html(page, args.output)
         for name, text in texts.items():
             with atomic_write(args.output / name) as file:
                 # A file name may hold bytes that are not UTF-8.
                 file.write(text.encode("utf-8", errors="backslashreplace"))
         # Files of an earlier report; the tool touches no others.
-        for name in ("report.html", tables.CURVES.format("[0-9]*"), tables.INTERVALS.format("[0-9]*")):
+        for name in (tables.CURVES.format("[0-9]*"), tables.INTERVALS.format("[0-9]*")):
             for file in args.output.glob(name):
                 if file.name not in (*texts, *pictures):
                     file.unlink()

@@ -1,16 +1,13 @@
-"""Text as GitHub's Markdown, and Markdown as one HTML file that needs nothing else."""
+"""Text as GitHub's Markdown."""
 
 from __future__ import annotations
 
-import base64
 import re
 from html import escape
 from pathlib import Path
-from urllib.parse import unquote
 
 import jinja2
 import pandas
-from markdown_it import MarkdownIt
 
 # Tables hold Markdown objects. With pyarrow installed pandas would keep strings in its format, which has no classes.
 pandas.set_option("mode.string_storage", "python")
@@ -89,17 +86,3 @@ def template(name: str) -> jinja2.Template:
     environment.filters["code"] = lambda value: code(value, in_table=False)
     environment.globals |= {"table": table, "block": block}
     return environment.get_template(name)
-
-
-def html(markdown: str, folder: Path) -> str:
-    """A page whose pictures, files of ``folder``, are in it: nothing is fetched, no script is run."""
-    renderer = MarkdownIt("commonmark", {"html": False}).enable("table")
-    tokens = renderer.parse(markdown)
-    for token in tokens:
-        for child in token.children or []:
-            if child.type == "image":
-                data = (folder / unquote(child.attrs["src"])).read_bytes()
-                child.attrs["src"] = f"data:image/png;base64,{base64.b64encode(data).decode('ascii')}"
-    body = renderer.renderer.render(tokens, renderer.options, {})
-    title = re.search(r"<h1>(.*?)</h1>", body)[1]
-    return template("report.html.j2").render(title=Markdown(title), body=Markdown(body))
