@@ -29,7 +29,7 @@ VERBS = {
     "fold": ("pn_fairseq.pipeline.fold", "fuse the norms of a checkpoint into linear layers"),
     "export": ("pn_fairseq.pipeline.export", "encoder and decoder step of a checkpoint as ONNX or torch.export files"),
     "import-release": ("pn_fairseq.pipeline.import_release", "convert a checkpoint of the PowerNorm authors' code"),
-    "norms": ("pn_fairseq.norms.command", "the norms, with their options and defaults"),
+    "norms": ("pn_fairseq.pipeline.norms", "the norms, with their options and defaults"),
     "test-norms": ("pn_fairseq.testing.command", "the shared tests, run on the norms of a file"),
     "check": ("pn_fairseq.pipeline.info:check", "compare the kernels that this machine can run with plain PyTorch"),
     "info": ("pn_fairseq.pipeline.info", "version, kernels in use, patches of fairseq, folder for --user-dir"),

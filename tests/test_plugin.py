@@ -54,6 +54,7 @@ import torch
 safe = torch.serialization.get_safe_globals()
 from pn_fairseq.norms import NORMS, build_norm
 assert torch.serialization.get_safe_globals() == safe
+assert [name for name in sys.modules if name.startswith("pn_fairseq.common.")] == ["pn_fairseq.common.errors"]
 x = torch.randn(5, 3, 8, requires_grad=True)
 for name in NORMS:
     norm = build_norm(name, 8, layer_scale_groups=2)

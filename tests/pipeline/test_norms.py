@@ -4,7 +4,7 @@ import pytest
 
 from pn_fairseq.common.command import UserError
 from pn_fairseq.norms import NORMS
-from pn_fairseq.norms.command import main
+from pn_fairseq.pipeline.norms import main
 
 
 def test_every_norm_has_a_line_and_every_own_option_a_default_and_a_description(capsys):
