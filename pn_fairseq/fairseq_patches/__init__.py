@@ -28,6 +28,7 @@ ORDER = (
     "convert_norms",
     "one_line_errors",
     # Training.
+    "adaptive_loss",
     "not_finite",
     "updates",
     "layer_drop",
@@ -35,7 +36,9 @@ ORDER = (
     "average_running_stats",
     "resuming",
     "atomic_copy",
-    # Evaluation.
+    # Data, decoding and evaluation.
+    "several_files",
+    "decoding",
     "eval_lm_blocks",
 )
 

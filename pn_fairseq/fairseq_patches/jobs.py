@@ -5,16 +5,20 @@ the TensorBoard writers of one job for the next. It opens the log file again in 
 handlers: in epoch 10 each record is written 10 times.
 """
 
+import importlib.util
 import logging
 import os
 import sys
+from argparse import ArgumentTypeError
 
 from fairseq import checkpoint_utils
 from fairseq.dataclass import initialize
 from fairseq.logging import progress_bar
 
-from pn_fairseq.common.errors import one_line_errors
+from pn_fairseq.common.errors import fairseq_program, one_line_errors
 from pn_fairseq.fairseq_patches import patch
+from pn_fairseq.fairseq_patches.command_line import architecture
+from pn_fairseq.fairseq_patches.ranks import launched_ranks
 from pn_fairseq.fairseq_patches.resuming import counter
 
 
@@ -23,13 +27,32 @@ def begin(original, cfg):
     """A training calls this before everything else that needs settings, also in each job of a sweep."""
     original(cfg)
     forget_earlier_job()
-    with one_line_errors(OSError):
+    with one_line_errors(OSError, ValueError, ArgumentTypeError):
+        check(cfg)
         if cfg.common.log_file is not None:
             os.makedirs(os.path.dirname(os.path.abspath(cfg.common.log_file)), exist_ok=True)
 
 
 if "fairseq_cli.train" in sys.modules:
     sys.modules["fairseq_cli.train"].add_defaults = initialize.add_defaults
+
+
+def check(cfg) -> None:
+    """Refuse what would end in a traceback, or in nothing trained.
+
+    Raises:
+        ArgumentTypeError: the architecture is unknown.
+        ValueError: torchrun's ranks would train alone, or a package is missing.
+    """
+    if (name := getattr(cfg.get("model"), "_name", None)) is not None:
+        architecture(name)
+    if (ranks := launched_ranks()) > cfg.distributed_training.distributed_world_size == 1:
+        raise ValueError(
+            f"torchrun has started {ranks} ranks, each of which would train alone: use pn train or fairseq-train, or "
+            f"give distributed_training.distributed_world_size={ranks}"
+        )
+    if cfg.checkpoint.write_checkpoints_asynchronously and importlib.util.find_spec("iopath") is None:
+        raise ValueError("--write-checkpoints-asynchronously needs the package iopath: pip install iopath")
 
 
 def forget_earlier_job() -> None:
@@ -56,6 +79,12 @@ def file_handlers(logger: logging.Logger) -> list[logging.FileHandler]:
     "tensorboard_logdir default_log_format wandb_project wandb_run_name azureml_logging",
 )
 def new_progress_bar(original, *args, log_file=None, **kwargs):
+    if fairseq_program() == "fairseq-generate" and not len(args[0]):
+        with one_line_errors(ValueError):
+            raise ValueError(
+                "there is no sentence to decode: the subset is empty, all of its sentences were skipped because of "
+                "their lengths, --required-batch-size-multiple is larger, or there are more ranks than batches"
+            )
     opened = [handler.baseFilename for handler in file_handlers(progress_bar.logger)]
     if log_file is not None and os.path.abspath(log_file) in opened:
         log_file = None

@@ -3,10 +3,15 @@
 fairseq draws the layers from the generator of the CPU. On CPUs dropout draws from the same generator, and how much it
 draws depends on the size of the batch: ranks drop different layers, and their collective calls inside layers (such as
 the calls of synchronized norms) no longer belong together. Here several ranks draw the layers from a generator of their
-own, which starts again with each seed. fairseq gives all ranks the same seed before each update.
+own, which starts again with each seed. fairseq gives all ranks the same seed before each update. When fairseq loads
+a model of fewer layers from a trained one, ``--encoder-layers-to-keep`` alone drops all layers of the decoder, and the
+reverse.
 """
 
+import copy
+
 import torch
+from fairseq import checkpoint_utils
 from fairseq.modules.layer_drop import LayerDropModuleList
 from torch import distributed
 
@@ -23,3 +28,16 @@ def layers(original, modules):
         _generator.manual_seed(torch.initial_seed())
     kept = torch.empty(len(modules)).uniform_(generator=_generator) > modules.p
     return iter([modules[index] for index in range(len(modules)) if kept[index]])
+
+
+@patch(checkpoint_utils, "prune_state_dict", "state_dict model_cfg")
+def prune_state_dict(original, state_dict, model_cfg):
+    kept = {side: getattr(model_cfg, f"{side}_layers_to_keep", None) for side in ("encoder", "decoder")}
+    if not any(kept.values()) or all(kept.values()):
+        return original(state_dict, model_cfg)
+    model_cfg = copy.deepcopy(model_cfg)
+    for side in kept:
+        if not kept[side]:
+            numbers = {key.split(".")[2] for key in state_dict if key.startswith(f"{side}.layers.")}
+            setattr(model_cfg, f"{side}_layers_to_keep", ",".join(sorted(numbers, key=int)))
+    return original(state_dict, model_cfg)

@@ -2,20 +2,32 @@
 
 fairseq shows a traceback, or hides the reason behind "Cannot load model parameters from checkpoint". The mistakes:
 settings that a model refuses, a model folded by pn fold in a training, kernels that cannot run on the device, an
-adaptive softmax without its criterion.
+adaptive softmax without its criterion, a choice of checkpoints by a BLEU that is not computed. A setting with which
+nothing is trained is another: fairseq ends with exit code 0.
 """
 
+from contextlib import nullcontext
+
 from fairseq.criterions.adaptive_loss import AdaptiveLoss
+from fairseq.data.iterators import GroupedIterator
 from fairseq.tasks.fairseq_task import FairseqTask, LegacyFairseqTask
 from fairseq.trainer import Trainer
+from fairseq.utils import safe_getattr
+from omegaconf import OmegaConf, open_dict
 
 from pn_fairseq.common.errors import FoldedModelError, Unavailable, one_line_errors
 from pn_fairseq.fairseq_patches import patch
 
 
-def build_model(original, *args, **kwargs):
+def build_model(original, task, cfg, *args, **kwargs):
+    # The command line reads lists of layers, and fairseq's models take them for text.
+    for name in ("encoder_layers_to_keep", "decoder_layers_to_keep"):
+        layers = safe_getattr(cfg, name)
+        if layers and not isinstance(layers, str):
+            with open_dict(cfg) if OmegaConf.is_config(cfg) else nullcontext():
+                setattr(cfg, name, ",".join(map(str, layers)))
     with one_line_errors(ValueError):
-        return original(*args, **kwargs)
+        return original(task, cfg, *args, **kwargs)
 
 
 patch(FairseqTask, "build_model", "self cfg from_checkpoint")(build_model)
@@ -28,6 +40,9 @@ def new_trainer(original, trainer, cfg, task, model, criterion, *args, **kwargs)
         if getattr(model, "folded", False):
             raise FoldedModelError()
         check_criterion(model, isinstance(criterion, AdaptiveLoss))
+        by_bleu = cfg.checkpoint.best_checkpoint_metric == "bleu" and not cfg.dataset.disable_validation
+        if by_bleu and getattr(cfg.task, "eval_bleu", None) is False:
+            raise ValueError("--best-checkpoint-metric bleu needs --eval-bleu")
     return original(trainer, cfg, task, model, criterion, *args, **kwargs)
 
 
@@ -42,6 +57,17 @@ def check_criterion(model, adaptive_loss: bool) -> None:
         one, other = ("model", "criterion") if adaptive_loss else ("criterion", "model")
         names = {"model": "adaptive_softmax_cutoff of the model", "criterion": "criterion adaptive_loss"}
         raise ValueError(f"{names[other]} needs {names[one]}")
+
+
+@patch(GroupedIterator, "__init__", "self iterable chunk_size skip_remainder_batch")
+def grouped(original, iterator, iterable, chunk_size, skip_remainder_batch=False):
+    with one_line_errors(ValueError):
+        if skip_remainder_batch and len(iterable) < chunk_size:
+            raise ValueError(
+                f"--skip-remainder-batch leaves nothing to train: an epoch has {len(iterable)} batches, and an update "
+                f"--update-freq {chunk_size}"
+            )
+    return original(iterator, iterable, chunk_size, skip_remainder_batch)
 
 
 def compute(original, *args, **kwargs):

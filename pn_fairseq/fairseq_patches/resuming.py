@@ -7,8 +7,10 @@ a training that is interrupted more often than the patience allows never stops e
 continues from the weights of a folded model it says that architectures differ.
 """
 
+import os
 import sys
 
+from fairseq import checkpoint_utils
 from fairseq.trainer import Trainer
 
 from pn_fairseq.common.errors import FoldedModelError, one_line_errors
@@ -42,6 +44,26 @@ def load(original, trainer, filename, reset_optimizer=False, *args, reset_meters
     if "early_stopping" in saved and count and not reset_optimizer and not reset_meters:
         count.best, count.num_runs = saved["early_stopping"]["best"], saved["early_stopping"]["num_runs"]
     return in_other_batches(extra_state, saved["batches"], trainer.cfg) if "batches" in saved else extra_state
+
+
+@patch(checkpoint_utils, "load_checkpoint", "cfg trainer passthrough_args")
+def begin(original, cfg, trainer, **kwargs):
+    """Load a checkpoint, if there is one, and the training data; refuse a training that would end at once."""
+    extra_state, epoch_itr = original(cfg, trainer, **kwargs)
+    optimization, lr, epoch = trainer.cfg.optimization, trainer.get_lr(), epoch_itr.next_epoch_idx
+    elsewhere = os.path.dirname(os.path.abspath(cfg.restore_file)) != os.path.abspath(cfg.save_dir)
+    with one_line_errors(ValueError):
+        if trainer.get_num_updates() == 0 and lr <= optimization.stop_min_lr:
+            raise ValueError(
+                f"the learning rate begins at {lr:g}, where --stop-min-lr {optimization.stop_min_lr:g} ends the "
+                "training: give a larger --warmup-init-lr or --lr"
+            )
+        if os.path.dirname(cfg.restore_file) and elsewhere and 0 < optimization.max_epoch < epoch:
+            raise ValueError(
+                f"{cfg.restore_file} continues in epoch {epoch}, after --max-epoch {optimization.max_epoch}: "
+                "give --reset-dataloader, or --finetune-from-model in place of --restore-file"
+            )
+    return extra_state, epoch_itr
 
 
 def counter():

@@ -1,0 +1,41 @@
+"""``--replace-unk``, ``--diverse-beam-groups`` and ``--print-step`` work.
+
+fairseq takes ``--replace-unk`` without a file for the file "@@ ". Diverse beam search keeps its penalties by the place
+of a sentence in the batch, and looks them up by the number of the sentence in the test set: it fails in the second
+batch, and where the numbers of a batch are smaller than its size, penalties come from other sentences. Only models that
+decode all words at once count their steps.
+"""
+
+import torch
+from fairseq import utils
+from fairseq.search import DiverseBeamSearch
+from fairseq.sequence_generator import SequenceGenerator, SequenceGeneratorWithAlignment
+from fairseq.sequence_scorer import SequenceScorer
+
+from pn_fairseq.fairseq_patches import patch
+
+
+@patch(utils, "load_align_dict", "replace_unk")
+def load_align_dict(original, replace_unk):
+    """ "@@ " is the value of the flag without a file. An empty name means to copy the source word."""
+    return original("" if replace_unk == "@@ " else replace_unk)
+
+
+@patch(DiverseBeamSearch, "step", "self step lprobs scores prev_output_tokens original_batch_idxs")
+def step(original, search, step, lprobs, scores, prev_output_tokens=None, original_batch_idxs=None):
+    if step == 0:
+        search.sentences = original_batch_idxs
+    places = torch.eq(original_batch_idxs[:, None], search.sentences).int().argmax(dim=1)
+    return original(search, step, lprobs, scores, prev_output_tokens, places)
+
+
+def generate(original, *args, **kwargs):
+    """A search from left to right takes a step for each token."""
+    hypotheses = original(*args, **kwargs)
+    for hypothesis in (hypothesis for beam in hypotheses for hypothesis in beam):
+        hypothesis.setdefault("steps", len(hypothesis["tokens"]))
+    return hypotheses
+
+
+for generator in (SequenceGenerator, SequenceGeneratorWithAlignment, SequenceScorer):
+    patch(generator, "generate", "self models sample kwargs")(generate)
