@@ -10,9 +10,11 @@ import ast
 import functools
 import importlib
 import inspect
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 from pn_fairseq.common.environment import patches_enabled
 
@@ -57,6 +59,12 @@ def apply() -> None:
     if patches_enabled():
         for name in ORDER:
             importlib.import_module(f"{__name__}.{name}")
+
+
+def running_program(name: str) -> ModuleType | None:
+    """The module of fairseq's program ``name``, also where Python runs it by ``-m``; None if it is not imported."""
+    main = sys.modules["__main__"]
+    return main if getattr(main.__spec__, "name", None) == name else sys.modules.get(name)
 
 
 def patch(owner, name: str, parameters: str) -> Callable[[Callable], Callable]:

@@ -4,6 +4,8 @@ fairseq ignores the padding's number, 1, also among the words of a tail band, wh
 second word of each band adds nothing to the loss but the choice of its band.
 """
 
+from itertools import pairwise
+
 import torch
 from fairseq.criterions.adaptive_loss import AdaptiveLoss
 from torch.nn.functional import cross_entropy
@@ -20,7 +22,7 @@ def forward(_, criterion, model, sample, reduce=True):
     softmax = model.decoder.adaptive_softmax
     (head, *tails), (of_head, *of_tails) = softmax(output[0], target)
     loss = cross_entropy(head, of_head, ignore_index=criterion.padding_idx, reduction="none")
-    for logits, words, first, end in zip(tails, of_tails, softmax.cutoff, softmax.cutoff[1:], strict=True):
+    for logits, words, (first, end) in zip(tails, of_tails, pairwise(softmax.cutoff), strict=True):
         if words is not None:
             inside = target.ge(first) & target.lt(end)
             loss = loss.masked_scatter(inside, loss[inside] + cross_entropy(logits, words, reduction="none"))

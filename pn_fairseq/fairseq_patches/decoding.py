@@ -3,7 +3,7 @@
 fairseq takes ``--replace-unk`` without a file for the file "@@ ". Diverse beam search keeps its penalties by the place
 of a sentence in the batch, and looks them up by the number of the sentence in the test set: it fails in the second
 batch, and where the numbers of a batch are smaller than its size, penalties come from other sentences. Only models that
-decode all words at once count their steps.
+decode all words at once count their steps. Where no sentence is decoded, fairseq divides by 0.
 """
 
 import torch
@@ -12,7 +12,8 @@ from fairseq.search import DiverseBeamSearch
 from fairseq.sequence_generator import SequenceGenerator, SequenceGeneratorWithAlignment
 from fairseq.sequence_scorer import SequenceScorer
 
-from pn_fairseq.fairseq_patches import patch
+from pn_fairseq.common.errors import one_line_errors
+from pn_fairseq.fairseq_patches import patch, running_program
 
 
 @patch(utils, "load_align_dict", "replace_unk")
@@ -39,3 +40,18 @@ def generate(original, *args, **kwargs):
 
 for generator in (SequenceGenerator, SequenceGeneratorWithAlignment, SequenceScorer):
     patch(generator, "generate", "self models sample kwargs")(generate)
+
+
+def main(original, cfg, output_file):
+    try:
+        return original(cfg, output_file)
+    except ZeroDivisionError as error:  # in the line about the speed
+        with one_line_errors(ValueError):
+            raise ValueError(
+                "no sentence was decoded: the subset is empty, its sentences were skipped because of their lengths, "
+                "--required-batch-size-multiple is larger, or there are more ranks than batches"
+            ) from error
+
+
+if (program := running_program("fairseq_cli.generate")) is not None:
+    patch(program, "_main", "cfg output_file")(main)

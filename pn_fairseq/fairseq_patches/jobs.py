@@ -8,15 +8,14 @@ handlers: in epoch 10 each record is written 10 times.
 import importlib.util
 import logging
 import os
-import sys
 from argparse import ArgumentTypeError
 
 from fairseq import checkpoint_utils
 from fairseq.dataclass import initialize
 from fairseq.logging import progress_bar
 
-from pn_fairseq.common.errors import fairseq_program, one_line_errors
-from pn_fairseq.fairseq_patches import patch
+from pn_fairseq.common.errors import one_line_errors
+from pn_fairseq.fairseq_patches import patch, running_program
 from pn_fairseq.fairseq_patches.command_line import architecture
 from pn_fairseq.fairseq_patches.ranks import launched_ranks
 from pn_fairseq.fairseq_patches.resuming import counter
@@ -33,8 +32,8 @@ def begin(original, cfg):
             os.makedirs(os.path.dirname(os.path.abspath(cfg.common.log_file)), exist_ok=True)
 
 
-if "fairseq_cli.train" in sys.modules:
-    sys.modules["fairseq_cli.train"].add_defaults = initialize.add_defaults
+if (train := running_program("fairseq_cli.train")) is not None:
+    train.add_defaults = initialize.add_defaults
 
 
 def check(cfg) -> None:
@@ -79,12 +78,6 @@ def file_handlers(logger: logging.Logger) -> list[logging.FileHandler]:
     "tensorboard_logdir default_log_format wandb_project wandb_run_name azureml_logging",
 )
 def new_progress_bar(original, *args, log_file=None, **kwargs):
-    if fairseq_program() == "fairseq-generate" and not len(args[0]):
-        with one_line_errors(ValueError):
-            raise ValueError(
-                "there is no sentence to decode: the subset is empty, all of its sentences were skipped because of "
-                "their lengths, --required-batch-size-multiple is larger, or there are more ranks than batches"
-            )
     opened = [handler.baseFilename for handler in file_handlers(progress_bar.logger)]
     if log_file is not None and os.path.abspath(log_file) in opened:
         log_file = None

@@ -8,6 +8,7 @@ nothing is trained is another: fairseq ends with exit code 0.
 
 from contextlib import nullcontext
 
+import torch
 from fairseq.criterions.adaptive_loss import AdaptiveLoss
 from fairseq.data.iterators import GroupedIterator
 from fairseq.tasks.fairseq_task import FairseqTask, LegacyFairseqTask
@@ -27,7 +28,14 @@ def build_model(original, task, cfg, *args, **kwargs):
             with open_dict(cfg) if OmegaConf.is_config(cfg) else nullcontext():
                 setattr(cfg, name, ",".join(map(str, layers)))
     with one_line_errors(ValueError):
-        return original(task, cfg, *args, **kwargs)
+        if safe_getattr(cfg, "base_layers", 0) and not torch.distributed.is_initialized():
+            raise ValueError("--base-layers needs a training on several ranks")
+        try:
+            return original(task, cfg, *args, **kwargs)
+        except AssertionError as error:
+            if str(error):  # such as a number of attention heads that does not divide the channels
+                raise ValueError(str(error)) from error
+            raise
 
 
 patch(FairseqTask, "build_model", "self cfg from_checkpoint")(build_model)

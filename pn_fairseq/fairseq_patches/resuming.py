@@ -8,13 +8,12 @@ continues from the weights of a folded model it says that architectures differ.
 """
 
 import os
-import sys
 
 from fairseq import checkpoint_utils
 from fairseq.trainer import Trainer
 
 from pn_fairseq.common.errors import FoldedModelError, one_line_errors
-from pn_fairseq.fairseq_patches import patch
+from pn_fairseq.fairseq_patches import patch, running_program
 from pn_fairseq.fairseq_patches.safe_loading import KEY, UNSCALED
 
 
@@ -68,7 +67,7 @@ def begin(original, cfg, trainer, **kwargs):
 
 def counter():
     """fairseq's function whose attributes ``best`` and ``num_runs`` are the count; None outside of a training."""
-    return getattr(sys.modules.get("fairseq_cli.train"), "should_stop_early", None)
+    return getattr(running_program("fairseq_cli.train"), "should_stop_early", None)
 
 
 def batches(cfg, epoch: int) -> dict:

@@ -46,6 +46,8 @@ class TransformerPNConfig(TransformerConfig):
             raise ValueError("transformer_pn is a pre-norm model: encoder and decoder need normalize_before=True")
         if cfg.cross_self_attention:
             raise ValueError("transformer_pn has no --cross-self-attention; leave the flag out")
+        if cfg.tie_adaptive_weights:
+            raise ValueError("transformer_pn has no --tie-adaptive-weights, which ties weights of an adaptive input")
         cfg.norms = NormOptions.from_args(args)
         return cfg
 

@@ -1,6 +1,7 @@
 """Each patch against the behaviour of fairseq that it mends, and the switch that turns all of them off."""
 
 import argparse
+import sys
 import warnings
 from argparse import Namespace
 from types import SimpleNamespace
@@ -9,19 +10,23 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from fairseq import options
-from fairseq.data import ListDataset, TokenBlockDataset
+from fairseq import checkpoint_utils, options, utils
+from fairseq.criterions.adaptive_loss import AdaptiveLoss
+from fairseq.data import ConcatDataset, ListDataset, TokenBlockDataset
 from fairseq.models.ema import EMA
 from fairseq.modules.layer_drop import LayerDropModuleList
+from fairseq.search import DiverseBeamSearch
+from fairseq.sequence_generator import SequenceGenerator
 from fairseq.trainer import Trainer
 
+from pn_fairseq.common.checkpoints import load_checkpoint
 from pn_fairseq.common.environment import SWITCH
 from pn_fairseq.common.errors import FoldedModelError
 from pn_fairseq.fairseq_patches import ORDER, command_line, one_line_errors, patch, patches
 from pn_fairseq.norms import running_norms
 
 from ..common.test_errors import call_in
-from ..models.helpers import KINDS, build, padded_batch
+from ..models.helpers import KINDS, build, make_dictionary, make_task, padded_batch, write_data
 from ..scripts_helpers import ROOT, run, verb
 
 EMA_SETTINGS = SimpleNamespace(
@@ -69,6 +74,90 @@ def test_blocks_that_end_with_a_sentence_under_numpy_2():
     sizes = np.array([3, 1, 2])
     blocks = TokenBlockDataset(ListDataset(sentences, sizes), sizes, None, pad=1, eos=2, break_mode="eos")
     assert [block.tolist() for block in blocks] == [sentence.tolist() for sentence in sentences]
+
+
+def test_the_adaptive_loss_is_the_one_of_the_words_probabilities():
+    model = build("transformer_pn_tiny", **SMALL, adaptive_softmax_cutoff="6,9,44", dropout=0.0)
+    task = make_task()
+    source, target = padded_batch()
+    target = torch.where(target.ne(1), torch.arange(4, 4 + target.numel()).view_as(target), target)  # every band
+    sample = {"net_input": {"src_tokens": source, "src_lengths": None, "prev_output_tokens": target}, "target": target}
+    criterion = AdaptiveLoss(task, sentence_avg=False)
+    loss, size, _ = criterion(model.eval(), sample)
+    words = model.get_normalized_probs(model(**sample["net_input"]), log_probs=True, sample=sample)
+    words = words.gather(-1, target.unsqueeze(-1)).squeeze(-1).masked_fill(target.eq(1), 0.0)
+    assert size == target.ne(1).sum()
+    torch.testing.assert_close(loss, -words.sum()[None], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(criterion(model, sample, reduce=False)[0], -words.flatten(), rtol=1e-4, atol=1e-5)
+
+
+def test_diverse_beam_search_of_any_sentences_is_that_of_the_first_ones():
+    generator = torch.Generator().manual_seed(0)
+    steps = [torch.randn(3, 4, 12, generator=generator).log_softmax(-1) for _ in range(3)]
+
+    def chosen(numbers):
+        search = DiverseBeamSearch(make_dictionary(12), num_groups=2, diversity_strength=0.5)
+        scores = torch.zeros(3, 4, 3)
+        found = []
+        for step, probabilities in enumerate(steps):
+            kept = slice(1 if step == 2 else 0, None)  # the first sentence is finished
+            arguments = (probabilities[kept], scores[kept, :, :step], None, torch.tensor(numbers)[kept])
+            found += search.step(step, *arguments)
+        return found
+
+    for one, other in zip(chosen([0, 1, 2]), chosen([38, 2, 7]), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_decoding_options():
+    assert utils.load_align_dict("@@ ") == {} and utils.load_align_dict(None) is None
+    model, task = build("transformer_pn_tiny", **SMALL).eval(), make_task()
+    source, _ = padded_batch()
+    sample = {"net_input": {"src_tokens": source, "src_lengths": source.ne(1).sum(1)}}
+    for beam in SequenceGenerator([model], task.target_dictionary, beam_size=2, max_len_b=4).generate([model], sample):
+        assert [hypothesis["steps"] for hypothesis in beam] == [len(hypothesis["tokens"]) for hypothesis in beam]
+
+
+def test_several_sets_in_one_folder():
+    assert len(ConcatDataset([range(3), range(4)], [-1, 1])) == 7
+    assert len(ConcatDataset([range(3), range(4)], [2, 1])) == 10
+
+
+@pytest.mark.parametrize(("side", "other"), [("encoder", "decoder"), ("decoder", "encoder")])
+def test_a_model_that_keeps_layers_of_one_side(side, other):
+    large = build("transformer_pn_tiny", **{**SMALL, "encoder_layers": 2, "decoder_layers": 2})
+    settings = Namespace(arch="transformer_pn_tiny", **{f"{side}_layers_to_keep": "1"})
+    pruned = checkpoint_utils.prune_state_dict(large.state_dict(), settings)
+    small = build("transformer_pn_tiny", **{**SMALL, f"{side}_layers": 1, f"{other}_layers": 2})
+    assert pruned.keys() == small.state_dict().keys()
+    assert torch.equal(pruned[f"{side}.layers.0.fc1.weight"], getattr(large, side).layers[1].fc1.weight)
+
+
+TWO_RANKS = {
+    "spawned": ("fairseq-train", ["--distributed-world-size=2"]),
+    "torchrun": ("torchrun", []),
+}
+
+
+@pytest.mark.parametrize("start", [pytest.param(name, marks=pytest.mark.slow) for name in TWO_RANKS])
+def test_two_ranks_on_a_cpu(start, tmp_path):
+    program, flags = TWO_RANKS[start]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=29871", "-m"]
+    command = [*launch, "fairseq_cli.train"] if program == "torchrun" else [program]
+    flags += ["--user-dir", ROOT / "pn_fairseq", "--arch=transformer_pn_tiny", "--cpu", "--optimizer=adam", "--lr=0.01"]
+    flags += [
+        "--max-update=2",
+        "--max-tokens=30",
+        "--no-epoch-checkpoints",
+        "--save-dir",
+        tmp_path / "run",
+        "--num-workers=0",
+    ]
+    result = run(*command, write_data(tmp_path / "data"), *flags, cwd=tmp_path, PYTHONPATH=str(ROOT))
+    assert "training on 2 devices" in result.stdout + result.stderr
+    state = load_checkpoint(tmp_path / "run/checkpoint_last.pt")
+    assert state["cfg"]["distributed_training"]["distributed_world_size"] == 2
+    assert state["model"]["encoder.layer_norm.num_batches_tracked"] == 2
 
 
 def dropped_layers(rank: int) -> list[list[int]]:
@@ -135,7 +224,8 @@ def test_bf16_flag_does_not_ask_for_a_tpu(bf16, tpu):
 )
 def test_settings_that_a_model_refuses_end_fairseq_with_one_line(flags, words, capsys):
     def build_model():
-        return one_line_errors.build_model(lambda: build("transformer_pn_tiny", **SMALL, **flags))
+        original = lambda *_: build("transformer_pn_tiny", **SMALL, **flags)  # noqa: E731
+        return one_line_errors.build_model(original, None, Namespace())
 
     with pytest.raises(ValueError):
         build_model()

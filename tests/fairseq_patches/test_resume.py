@@ -8,6 +8,7 @@ import fairseq.file_io
 import fairseq_cli.train
 import pytest
 from fairseq import checkpoint_utils
+from fairseq.dataclass.configs import FairseqConfig
 from fairseq.file_io import PathManager
 from fairseq.logging import progress_bar
 from omegaconf import OmegaConf
@@ -125,7 +126,8 @@ def test_the_next_training_in_a_process_begins_with_nothing(tmp_path):
     fairseq_cli.train.should_stop_early(PATIENCE, 1.0)
     handler = logging.FileHandler(tmp_path / "first.log")
     fairseq_cli.train.logger.addHandler(handler)
-    fairseq_cli.train.add_defaults(OmegaConf.create({"common": {"log_file": str(tmp_path / "new/second.log")}}))
+    cfg = {"common": {"log_file": str(tmp_path / "new/second.log")}}
+    fairseq_cli.train.add_defaults(OmegaConf.merge(OmegaConf.structured(FairseqConfig), cfg))
     assert not hasattr(checkpoint_utils.save_checkpoint, "best")
     assert not hasattr(fairseq_cli.train.should_stop_early, "best")
     assert handler not in fairseq_cli.train.logger.handlers

@@ -46,14 +46,39 @@ def test_bf16(train):
     assert state["model"]["encoder.layer_norm.num_batches_tracked"] == 2
 
 
-def test_num_batch_buckets(train):
-    assert train(*PN, "--num-batch-buckets", "3")["model"]["encoder.layer_norm.num_batches_tracked"] == 2
+@pytest.mark.parametrize("flags", ["--num-batch-buckets=3", "--encoder-layers-to-keep=0"])
+def test_flags_that_fail_in_fairseq_itself(train, flags):
+    weights = train(*PN, flags)["model"]
+    assert weights["encoder.layer_norm.num_batches_tracked"] == 2
+    assert ("encoder.layers.1.fc1.weight" in weights) is ("keep" not in flags)
 
 
-def test_layer_scale_groups_that_do_not_fit(train, capsys):
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--layer-scale-groups=3"], "num_features=16 is not divisible by groups=3"),
+        (["--best-checkpoint-metric=bleu"], "--best-checkpoint-metric bleu needs --eval-bleu"),
+        (["--stop-min-lr=0.1"], "the learning rate begins at 0.01, where --stop-min-lr 0.1 ends the training"),
+        (["--skip-remainder-batch", "--update-freq=50"], "--skip-remainder-batch leaves nothing to train"),
+        (["--write-checkpoints-asynchronously"], "needs the package iopath"),
+        (["--encoder-attention-heads=5"], "embed_dim must be divisible by num_heads"),
+        (["--base-layers=1"], "--base-layers needs a training on several ranks"),
+        (["--adaptive-softmax-cutoff=5,9"], "adaptive_softmax_cutoff of the model needs criterion adaptive_loss"),
+    ],
+    ids=str,
+)
+def test_a_training_that_is_refused_before_it_begins(train, flags, message, capsys):
     with pytest.raises(SystemExit) as stop:
-        train(*PN, "--layer-scale-groups", "3")
+        train(*PN, *flags)
     assert stop.value.code == 2
-    assert (
-        capsys.readouterr().err.splitlines()[-1] == "fairseq-train: error: num_features=16 is not divisible by groups=3"
-    )
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith("fairseq-train: error: ") and message in line
+
+
+def test_a_checkpoint_after_the_last_epoch_is_refused(train, tmp_path, capsys):
+    train(*PN)
+    (tmp_path / "run").rename(tmp_path / "earlier")
+    flags = (f"--restore-file={tmp_path}/earlier/checkpoint_last.pt", "--max-epoch=1", "--max-update=0")
+    with pytest.raises(SystemExit):
+        train(*PN, *flags)
+    assert "continues in epoch 2, after --max-epoch 1: give --reset-dataloader" in capsys.readouterr().err
