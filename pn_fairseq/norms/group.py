@@ -25,9 +25,14 @@ class GroupNorm(ChannelNorm):
         self,
         num_features: int,
         groups: int = 1,
-        **common,
+        eps: float = 1e-5,
+        affine: bool = True,
+        layer_scale_groups: int = 0,
+        batch_first: bool = False,
     ):
-        super().__init__(num_features, **common)
+        super().__init__(
+            num_features, eps=eps, affine=affine, layer_scale_groups=layer_scale_groups, batch_first=batch_first
+        )
         self.groups = check_whole("groups", groups, minimum=1)
         if self.num_features % self.groups:
             raise ValueError(f"num_features={num_features} is not divisible by groups={groups}")

@@ -68,9 +68,24 @@ class PowerNorm(RunningNorm):
         num_features: int,
         alpha_bwd: float = 0.9,
         psi_warmup_updates: int = 0,
-        **common,
+        alpha_fwd: float = 0.9,
+        sync: bool = False,
+        process_group=None,
+        eps: float = 1e-5,
+        affine: bool = True,
+        layer_scale_groups: int = 0,
+        batch_first: bool = False,
     ):
-        super().__init__(num_features, **common)
+        super().__init__(
+            num_features,
+            alpha_fwd=alpha_fwd,
+            sync=sync,
+            process_group=process_group,
+            eps=eps,
+            affine=affine,
+            layer_scale_groups=layer_scale_groups,
+            batch_first=batch_first,
+        )
         self.alpha_bwd = check_alpha("alpha_bwd", alpha_bwd)
         self.psi_warmup_updates = check_whole("psi_warmup_updates", psi_warmup_updates, minimum=0)
         self.add_state("running_psi2", 1.0)

@@ -73,9 +73,14 @@ class DetachNorm(LayerNormSimple):
         self,
         num_features: int,
         detach: str | Sequence[str] = "mean,std",
-        **common,
+        eps: float = 1e-5,
+        affine: bool = True,
+        layer_scale_groups: int = 0,
+        batch_first: bool = False,
     ):
-        super().__init__(num_features, **common)
+        super().__init__(
+            num_features, eps=eps, affine=affine, layer_scale_groups=layer_scale_groups, batch_first=batch_first
+        )
         self.detach = check_parts(detach)
 
     def normalize(self, h: Tensor) -> Tensor:
@@ -106,9 +111,14 @@ class AdaNorm(LayerNormSimple):
         num_features: int,
         ada_k: float = 0.1,
         ada_scale: float = 1.0,
-        **common,
+        eps: float = 1e-5,
+        affine: bool = True,
+        layer_scale_groups: int = 0,
+        batch_first: bool = False,
     ):
-        super().__init__(num_features, **common)
+        super().__init__(
+            num_features, eps=eps, affine=affine, layer_scale_groups=layer_scale_groups, batch_first=batch_first
+        )
         self.ada_k = check_real("ada_k", ada_k, minimum=0)
         self.ada_scale = check_positive("ada_scale", ada_scale)
 
