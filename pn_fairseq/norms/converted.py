@@ -78,15 +78,15 @@ class ConvertedNorm:
         """The mask of the innermost scope in which one is known.
 
         Where the argument of a module is None, the masks of modules around it may be for other sequences (a decoder
-        inside an encoder-decoder): only a ``with padding(...)`` block counts then. Likewise a mask of the source is
-        none for the tokens of a module that attends to the source.
+        inside an encoder-decoder): only a ``with padding(...)`` block counts then. Likewise a mask that may be for the
+        source is none for the tokens of a module that attends to the source.
         """
         empty: Scope | None = None  # the argument is None
         hidden: PaddingMask | None = None  # by it
-        attending = False
+        attended = None
         for scope in current_scopes():
             hook = scope.owner
-            if hook is not None and (hook.conversion != self.conversion.id or (attending and hook.of_source)):
+            if hook is not None and hook.conversion != self.conversion.id:
                 continue
             mask = scope.mask()
             if mask is None:
@@ -94,11 +94,11 @@ class ConvertedNorm:
                     return None
                 empty = empty or scope
             elif mask is not NotImplemented:
-                if hook is None or empty is None:
+                if hook is None or (empty is None and not _is_for_attended(mask, scope, attended)):
                     self.mask_sources.add("block" if hook is None else "argument")
                     return mask
-                hidden = hidden or mask
-            attending = attending or scope.attends
+                hidden = hidden if empty is None else mask
+            attended = scope.attended if attended is None else attended
         if current_backward() != -1:
             if "block" in self.mask_sources or (empty is None and "argument" in self.mask_sources):
                 raise RuntimeError(
@@ -141,6 +141,13 @@ class ConvertedNorm:
             if x.is_contiguous():
                 y = y.contiguous()  # as torch's norms, whose callers may call view
         return y
+
+
+def _is_for_attended(mask: PaddingMask, scope: Scope, attended: tuple[int, ...] | None) -> bool:
+    """Whether ``mask``, from an argument of a module around one that attends to ``attended``, may be for that."""
+    if attended is None or scope.attended is not None or scope.owner.of_target:
+        return False
+    return scope.owner.of_source or not attended or (mask.batch, mask.time(0)) in (attended, attended[::-1])
 
 
 @cache

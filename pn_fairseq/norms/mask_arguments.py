@@ -14,8 +14,9 @@ from pn_fairseq.norms.padding import ARGUMENT_FORMS, FORMS, PaddingMask, Scope, 
 #: Arguments that hold what a module, such as a layer of a decoder, attends to.
 _ATTENDED = ("memory", "context", "encoder_out", "encoder_output", "encoder_hidden_states")
 
-#: How the names of arguments begin that say something of the source of an encoder-decoder model.
+#: How the names of arguments begin that say something of the source or the target of an encoder-decoder model.
 _OF_SOURCE = ("src", "source", "encoder", "enc_", "memory", "context")
+_OF_TARGET = ("tgt", "trg", "target", "decoder", "dec_", "prev_output")
 
 
 def mask_forms(mask_from: str | Sequence[str] | Mapping[str, str | Callable] | None) -> dict[str, str | Callable]:
@@ -55,7 +56,7 @@ class ArgumentHook:
     def __init__(self, module: str, parameters: list, argument: str | None, form, conversion: str, declared: bool):
         self.argument, self.form, self.conversion, self.declared = argument, form, conversion, declared
         self.source = f"argument {argument} of {module or 'the model'}"
-        self.of_source = argument is not None and argument.startswith(_OF_SOURCE)
+        self.of_source, self.of_target = (str(argument).startswith(names) for names in (_OF_SOURCE, _OF_TARGET))
         #: Argument -> its position; None: it is passed by name only.
         self._positions = {
             parameter.name: None if parameter.kind == parameter.KEYWORD_ONLY else index
@@ -77,9 +78,12 @@ class ArgumentHook:
     def begin(self, args: tuple, kwargs: dict) -> None:
         value = NotImplemented if self.argument is None else self._value(self.argument, args, kwargs)
         scope = Scope(lambda: self._mask(value), self.declared, self)
-        attended = [self._value(name, args, kwargs) for name in self._attended]
-        # A vector for each sequence, such as a speaker's, is no sequence.
-        scope.attends = any(not (x is None or isinstance(x, Tensor) and x.dim() < 3) for x in attended)
+        for name in self._attended:
+            attended = self._value(name, args, kwargs)
+            if isinstance(attended, Tensor) and attended.dim() > 2:  # not a vector, such as a speaker's
+                scope.attended = tuple(attended.shape[:2])
+            elif not isinstance(attended, Tensor) and attended is not None:
+                scope.attended = ()
         scope.__enter__()
 
     def _value(self, argument: str, args: tuple, kwargs: dict):
@@ -136,7 +140,6 @@ def add_argument_hooks(model: nn.Module, norms: list, forms: dict, conversion: C
         ValueError: there is no such module.
     """
     served = {norm for norm in norms if norm.zero_padding or isinstance(norm, RunningNorm)}
-    names_source = any(argument.startswith(_OF_SOURCE) for argument in forms)
     hooked = 0
     for name, module in model.named_modules():
         if isinstance(module, ConvertedNorm) or served.isdisjoint(module.modules()):
@@ -148,7 +151,7 @@ def add_argument_hooks(model: nn.Module, norms: list, forms: dict, conversion: C
         accepted = {parameter.name for parameter in parameters}
         attends = not accepted.isdisjoint(_ATTENDED)
         own = [name for name in forms if name in accepted and not (attends and name.startswith(_OF_SOURCE))]
-        if not own and not (attends and names_source):
+        if not own and not attends:
             continue
         argument = own[0] if own else None
         hook = ArgumentHook(name, parameters, argument, forms.get(argument), conversion.id, declared)

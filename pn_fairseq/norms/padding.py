@@ -141,8 +141,9 @@ class Scope(AbstractContextManager):
         self._mask = None
         self.declared, self.owner = declared, owner
         self.outer: Scope | None = None
-        #: Whether its module attends to the source of an encoder-decoder model.
-        self.attends = False
+        #: Lengths of the two dimensions before the channels of what its module attends to, such as the output of an
+        #: encoder; (): not known; None: it attends to nothing.
+        self.attended: tuple[int, ...] | None = None
         #: The scope inside this one that ended last.
         self.last: Scope | None = None
         #: The backward pass that it began in; -1: none.

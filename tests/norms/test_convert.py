@@ -354,26 +354,36 @@ class Attending(nn.Module):
 
 
 class EncoderDecoder(nn.Module):
-    def __init__(self, attends):
+    def __init__(self):
         super().__init__()
-        self.encoder, self.decoder, self.attends = nn.LayerNorm(C), Attending(), attends
+        self.encoder, self.decoder = nn.LayerNorm(C), Attending()
 
-    def forward(self, x, y, src_lengths):
+    def forward(self, x, y, src_lengths=None, lengths=None, target_lengths=None, attends=True):
         memory = self.encoder(x)
-        return self.decoder(y, memory if self.attends else None, src_lengths)
+        return self.decoder(y, {"memory": memory} if attends == "dict" else memory if attends else None, src_lengths)
 
 
-@pytest.mark.parametrize("attends", [True, False])
-def test_a_mask_of_the_source_is_none_for_what_attends_to_it(attends):
-    """Source and target have equal lengths, so that no shape tells their masks apart."""
-    model = convert_norms(EncoderDecoder(attends), "batch", mask_from="src_lengths", layout="BTC")
-    source, target = torch.randn(2, B, T, C)
+@pytest.mark.parametrize(
+    ("argument", "source_length", "attends", "used"),
+    [
+        ("src_lengths", T, True, False),
+        ("src_lengths", T, False, True),
+        ("lengths", T, True, False),
+        ("lengths", T, "dict", False),
+        ("lengths", T + 1, True, True),
+        ("target_lengths", T, True, True),
+    ],
+)
+def test_a_mask_of_the_source_is_none_for_what_attends_to_it(argument, source_length, attends, used):
+    """Where source and target have equal lengths, no shape tells their masks apart."""
+    model = convert_norms(EncoderDecoder(), "batch", mask_from={argument: "lengths"}, layout="BTC", only="decoder*")
+    source, target = torch.randn(B, source_length, C), torch.randn(B, T, C)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        model(source, target, LENGTHS).sum().backward()
-    assert ["no padding mask has reached it: " in str(each.message) for each in caught] == [True] * attends
+        model(source, target, attends=attends, **{argument: LENGTHS}).sum().backward()
+    assert ["no padding mask has reached it: " in str(each.message) for each in caught] == [True] * (not used)
     model.eval()
-    tokens = target.flatten(0, 1) if attends else target[~MASK]
+    tokens = target[~MASK] if used else target.flatten(0, 1)
     torch.testing.assert_close(model.decoder.norm.running_mean, 0.1 * tokens.mean(0))
 
 
