@@ -11,10 +11,11 @@ from pn_fairseq.norms.padding import Scope, current_scope
 
 
 class _Masks(NamedTuple):
-    """The padding (B, T) of the input of a module, and of the keys of an attention."""
+    """The padding (B, T) of the input of a module, and of the keys of an attention; the owner of their scope."""
 
     queries: Tensor | None
     keys: Tensor | None
+    conversion: None = None  # norms of convert_norms do not read it
 
 
 class NormedInput(nn.Module):
@@ -25,7 +26,7 @@ class NormedInput(nn.Module):
         self.norm, self.linear = norm, linear
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.linear(self.norm(x, current_scope().mask().queries if self.norm.training else None))
+        return self.linear(self.norm(x, current_scope().owner.queries if self.norm.training else None))
 
 
 class HeadNorm(nn.Module):
@@ -40,7 +41,7 @@ class HeadNorm(nn.Module):
         projected = self.linear(x)
         length, batch, channels = projected.shape
         heads = projected.view(length, batch * self.heads, channels // self.heads)
-        mask = getattr(current_scope().mask(), self.side) if self.norm.training else None
+        mask = getattr(current_scope().owner, self.side) if self.norm.training else None
         mask = None if mask is None else mask.repeat_interleave(self.heads, dim=0)
         return (self.norm(heads, mask) * self.scaling).view(length, batch, channels)
 
@@ -50,7 +51,7 @@ def inner_masks(module: nn.Module, mask: Tensor | None, keys: Tensor | None = No
     is the padding of an attention's keys."""
     for candidate in (module, *(getattr(module, name, None) for name in ("q_proj", "k_proj", "out_proj"))):
         if isinstance(candidate, (NormedInput, HeadNorm)) and candidate.norm.training:
-            return Scope(lambda: _Masks(mask, keys))
+            return Scope(lambda: NotImplemented, owner=_Masks(mask, keys))
     return nullcontext()
 
 

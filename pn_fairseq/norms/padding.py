@@ -133,7 +133,7 @@ class Scope(AbstractContextManager):
         find: returns the mask, None where there is none, or NotImplemented where nothing is known. It is called when a
             norm asks, once.
         declared: None means that there is no padding, rather than that nobody gave a mask.
-        owner: the hook of the module whose forward it is; None: a ``with`` block.
+        owner: whose it is, the hook of a module for its forward; None: a ``with padding(...)`` block.
     """
 
     def __init__(self, find: Callable, declared: bool = False, owner=None):

@@ -81,7 +81,7 @@ def test_images_are_recorded_as_their_pixels(name, tmp_path):
 
 def test_a_converted_norm_whose_mask_the_probe_cannot_see_is_refused(tmp_path):
     model = convert_norms(nn.Sequential(nn.LayerNorm(12)), "batch")
-    with pytest.raises(ValueError, match="0 was converted and finds its padding mask itself"):
+    with pytest.raises(ValueError, match="0 was converted and takes its mask from the context"):
         NormProbe(model, tmp_path, 1, "*")
 
 
