@@ -104,7 +104,9 @@ class NormProbe:
             self.norms |= found
         for name, norm in self.norms.items():
             if isinstance(norm, ConvertedNorm) and norm.layout.name != "BCHW":
-                raise ValueError(f"{name} was converted and takes its mask from the context, which the probe cannot read")
+                raise ValueError(
+                    f"{name} was converted and takes its mask from the context, which the probe cannot read"
+                )
         self._window: deque[list[_Forward]] = deque(maxlen=WINDOW)
         self._forwards: list[_Forward] = []
         self._handles: list = []
