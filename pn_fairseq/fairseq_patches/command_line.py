@@ -37,11 +37,11 @@ def add_model_args(original, parser):
 
 @patch(options, "parse_args_and_arch", "parser input_args parse_known suppress_defaults modify_parser")
 def parse_args_and_arch(original, parser, input_args=None, *args, **kwargs):
-    words = sys.argv[1:] if input_args is None else input_args
-    if not {"-h", "--help"}.isdisjoint(words):
+    arguments = sys.argv[1:] if input_args is None else input_args
+    if not {"-h", "--help"}.isdisjoint(arguments):
         finder = ArgumentParser(add_help=False, allow_abbrev=False)
         finder.add_argument("--arch", "-a")
-        model = ARCH_MODEL_REGISTRY.get(finder.parse_known_args(words)[0].arch)
+        model = ARCH_MODEL_REGISTRY.get(finder.parse_known_args(arguments)[0].arch)
         if model is not None:
             model.add_args(parser.add_argument_group("Model-specific configuration"))
     parsed = original(parser, input_args, *args, **kwargs)

@@ -174,8 +174,8 @@ def masks(task) -> dict:
         except (AttributeError, NotImplementedError, KeyError):
             continue
         if hasattr(dictionary, "pad"):
-            found = PaddingOf(dictionary.pad())
-            return {**arguments, "prev_output_tokens": found, "src_tokens": found}
+            padding_of = PaddingOf(dictionary.pad())
+            return {**arguments, "prev_output_tokens": padding_of, "src_tokens": padding_of}
     # Speech without a dictionary: what the layers were given counts for the norm after the last one.
     return {**arguments, "src_tokens": PaddingOf(1)}
 

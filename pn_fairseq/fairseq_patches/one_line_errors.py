@@ -62,9 +62,9 @@ def check_criterion(model, adaptive_loss: bool) -> None:
     """
     decoder = getattr(model, "decoder", None)
     if decoder is not None and (getattr(decoder, "adaptive_softmax", None) is not None) != adaptive_loss:
-        one, other = ("model", "criterion") if adaptive_loss else ("criterion", "model")
-        names = {"model": "adaptive_softmax_cutoff of the model", "criterion": "criterion adaptive_loss"}
-        raise ValueError(f"{names[other]} needs {names[one]}")
+        settings = ["adaptive_softmax_cutoff of the model", "criterion adaptive_loss"]
+        given, needed = reversed(settings) if adaptive_loss else settings
+        raise ValueError(f"{given} needs {needed}")
 
 
 @patch(GroupedIterator, "__init__", "self iterable chunk_size skip_remainder_batch")

@@ -3,7 +3,7 @@
 fairseq saves the place in an epoch as a number of batches of one rank. With another number of ranks, another
 ``update_freq`` or another ``max_tokens`` that number is another place: sentences would be skipped or repeated. fairseq
 counts the validations without improvement in attributes of a function, which no checkpoint holds (fairseq issue 3531):
-a training that is interrupted more often than the patience allows never stops early. And about a training that
+a training run that is interrupted more often than the patience allows never stops early. About a run that
 continues from the weights of a folded model it says that architectures differ.
 """
 
@@ -97,6 +97,6 @@ def in_other_batches(extra_state: dict, before: dict, cfg) -> dict:
     now = batches(cfg, iterator["epoch"])
     if not iterator["iterations_in_epoch"] or before == now:
         return extra_state
-    place = convert(iterator["iterations_in_epoch"], before, now)
+    batches_done = convert(iterator["iterations_in_epoch"], before, now)
     # Rounding can give a place behind the end. fairseq takes that for the end of the epoch in version 1 only.
-    return {**extra_state, "train_iterator": {**iterator, "version": 1, "iterations_in_epoch": place}}
+    return {**extra_state, "train_iterator": {**iterator, "version": 1, "iterations_in_epoch": batches_done}}

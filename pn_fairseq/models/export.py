@@ -55,7 +55,7 @@ class EncoderGraph(nn.Module):
             return projected.unflatten(2, (attention.num_heads, attention.head_dim)).permute(1, 2, 0, 3)
 
         keys, values = (
-            torch.stack([heads(getattr(each, name)(memory), each) for each in self.attentions]).contiguous()
+            torch.stack([heads(getattr(layer, name)(memory), layer) for layer in self.attentions]).contiguous()
             for name in ("k_proj", "v_proj")
         )
         return keys, values, result["encoder_padding_mask"][0]
@@ -89,8 +89,8 @@ class DecoderGraph(nn.Module):
             layer.self_attn._set_input_buffer(state, {"prev_key": key, "prev_value": value})
         memory = memory_keys[0].permute(2, 0, 1, 3).flatten(2)  # only its shape counts
         logits, _ = self.decoder(prefix, {"encoder_out": [memory], "encoder_padding_mask": [padding]}, state)
-        after = [layer.self_attn._get_input_buffer(state) for layer in self.decoder.layers]
-        new_keys, new_values = (torch.stack([each[name] for each in after]) for name in ("prev_key", "prev_value"))
+        cached = [layer.self_attn._get_input_buffer(state) for layer in self.decoder.layers]
+        new_keys, new_values = (torch.stack([layer[name] for layer in cached]) for name in ("prev_key", "prev_value"))
         return logits[:, -1], new_keys, new_values
 
 
@@ -114,7 +114,7 @@ def exportable(state: dict, name: str) -> tuple[TransformerPNModel, TransformerP
     try:
         state, outcomes, _ = fold_checkpoint(state, name)
         settings = changed(model_settings_of(state, name), **without_checkpointing)
-        line = f"{sum('folded into' in each for each in outcomes)} of {len(outcomes)} norms folded"
+        line = f"{sum('folded into' in outcome for outcome in outcomes)} of {len(outcomes)} norms folded"
     except CheckpointError as reason:
         line = f"no norms folded: {reason}"
     folded = model_of(settings, state["model"], name).requires_grad_(False)
@@ -157,7 +157,7 @@ def save_onnx(encoder: ExportedProgram, decoder: ExportedProgram, folder: Path) 
         logging.disable(level)
 
     def function(session) -> Callable:
-        names = [each.name for each in session.get_inputs()]
+        names = [tensor.name for tensor in session.get_inputs()]
 
         def call(*inputs: Tensor) -> list[Tensor]:
             given = {name: value.numpy() for name, value in zip(names, inputs, strict=True)}

@@ -122,7 +122,7 @@ def compare(model: nn.Module, other: nn.Module, sentences: int = 16, length: int
     prev, prev_lengths = draw(model.decoder.dictionary)
     real = position < prev_lengths
     prev = prev.masked_fill(~real, model.decoder.padding_idx)
-    first, second = (each(src, src_lengths.flatten(), prev)[0][real].double() for each in (model, other))
+    first, second = (decode(src, src_lengths.flatten(), prev)[0][real].double() for decode in (model, other))
     return Difference(
         logits=(first - second).abs().max().item(),
         largest=first.abs().max().item(),

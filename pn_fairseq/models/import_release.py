@@ -181,12 +181,12 @@ def _check_ties(model: nn.Module, weights: dict[str, Tensor], theirs: dict[str, 
     """What the model shares has to be the same in the file."""
     first: dict[int, str] = {}
     for key, parameter in model.named_parameters(remove_duplicate=False):
-        other = first.setdefault(id(parameter), key)
-        if key != other and not torch.equal(weights[key], weights[other]):
+        shared = first.setdefault(id(parameter), key)
+        if key != shared and not torch.equal(weights[key], weights[shared]):
             raise CheckpointError(
-                f"{name}: {theirs[key]} and {theirs[other]} differ, though its args say that they are shared"
+                f"{name}: {theirs[key]} and {theirs[shared]} differ, though its args say that they are shared"
             )
-        weights[key] = weights[other]
+        weights[key] = weights[shared]
 
 
 def _counted(items: list[str], limit: int = 5) -> str:

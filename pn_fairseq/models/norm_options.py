@@ -122,17 +122,17 @@ class NormOptions:
 
         ``encoder=False``: the flags of a model that has only a decoder.
         """
-        words = {
+        names = {
             "norms": f"{', '.join(NORMS)}; 'pn norms' describes them",
             "placements": ", ".join(PLACEMENTS),
             "of_decoder": "layer" if encoder else "the architecture's",
             "scaled": "an encoder norm, and a decoder norm whose own default is not 0" if encoder else "each norm",
         }
-        for one in fields(NormOptions):
-            if one.metadata and (encoder or not one.name.startswith("encoder")):
-                argument = dict(one.metadata)
-                text = argument.pop("help").format(**words)
-                parser.add_argument(f"--{one.name.replace('_', '-')}", help=text, **argument)
+        for option in fields(NormOptions):
+            if option.metadata and (encoder or not option.name.startswith("encoder")):
+                argument = dict(option.metadata)
+                text = argument.pop("help").format(**names)
+                parser.add_argument(f"--{option.name.replace('_', '-')}", help=text, **argument)
 
     def names(self) -> dict[str, NormEntry]:
         """The norms of the model: their names and entries in the registry."""
@@ -152,7 +152,7 @@ class NormOptions:
         settings, resolved = args if OmegaConf.is_config(args) else vars(args), {}
         with open_dict(args) if OmegaConf.is_config(args) else ExitStack():
             old = {new: settings.pop(key) for key, new in RENAMED.items() if settings.get(key) is not None}
-        given = {one.name: safe_getattr(args, one.name, old.get(one.name)) for one in fields(cls)}
+        given = {key.name: safe_getattr(args, key.name, old.get(key.name)) for key in fields(cls)}
         options = cls(**{name: value for name, value in given.items() if value is not None})
         if options.norm_sync not in SYNC:
             raise ValueError(f"norm_sync={options.norm_sync!r} must be one of {', '.join(SYNC)}")

@@ -98,10 +98,10 @@ class NormProbe:
             layers = "encoder.*" if any(name.startswith("encoder.") for name in names) else "*"
         self.norms: dict[str, ChannelNorm] = {}
         for pattern in map(str.strip, layers.split(",")):
-            found = {name: norm for name, norm in names.items() if fnmatch(name, pattern)}
-            if not found:
+            matching = {name: norm for name, norm in names.items() if fnmatch(name, pattern)}
+            if not matching:
                 raise ValueError(f"--norm-probe-layers {pattern} fits no norm; the model has {', '.join(names)}")
-            self.norms |= found
+            self.norms |= matching
         for name, norm in self.norms.items():
             if isinstance(norm, ConvertedNorm) and norm.layout.name != "BCHW":
                 raise ValueError(
@@ -136,9 +136,9 @@ class NormProbe:
         if self._last is None and _first_rank():
             probe_files.open_probe(self.folder, completed, training)
         self._last, self._training = completed, training
-        place = (completed + 1) % self.interval
-        recorded = place == 0
-        if not recorded and self.interval - place > WINDOW:
+        since_record = (completed + 1) % self.interval
+        recorded = since_record == 0
+        if not recorded and self.interval - since_record > WINDOW:
             self._window.clear()
             return
 
@@ -234,7 +234,7 @@ class NormProbe:
             batches.append((None, sums[past:].sum(0), scalars[past:].sum(0)))
         rows = []
         for index, batch, (counts, sample_size, loss, scale) in batches:
-            state = own[index] if index is not None else next((each for each in own if each is not None), None)
+            state = own[index] if index is not None else next((kept for kept in own if kept is not None), None)
             if state is None or not batch[0] or not sample_size:
                 continue  # layer-drop, or no real token
             state = {key: _numpy(value) for key, value in state.items()}

@@ -53,18 +53,18 @@ class TensorizedAttention(nn.Module):
         time, batch, dim = x.shape
         g = (self.core.softmax(dim=-1) if self.softmax else self.core).mean(dim=0)
         query, key, value = self.in_proj(x).transpose(0, 1).chunk(3, dim=-1)  # (B, T, R)
-        place = self.position_proj(positions)
+        position_key = self.position_proj(positions)
         content, position = g * (query + content_bias), g * (query + position_bias)
         if mask is not None:
-            key, value = (each.masked_fill(mask.unsqueeze(-1), 0) for each in (key, value))
-            place = place * (~mask).unsqueeze(-1)
+            key, value = key.masked_fill(mask.unsqueeze(-1), 0), value.masked_fill(mask.unsqueeze(-1), 0)
+            position_key = position_key * (~mask).unsqueeze(-1)
         outputs = []
         for start in range(0, time, ROWS if self.masked else time):
             stop = min(start + ROWS, time) if self.masked else time
             end = stop  # of the keys and values that these rows see
             rows = (
                 content[:, start:stop, None] * key[:, None, :end]
-                + position[:, start:stop, None] * place[..., None, :end, :]
+                + position[:, start:stop, None] * position_key[..., None, :end, :]
             )
             tensor = rows.flatten(1, 2) @ value[:, :end].transpose(1, 2)  # (B, rows * end, end)
             tensor = tensor.view(batch, stop - start, end, end)

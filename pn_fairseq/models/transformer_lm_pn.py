@@ -116,14 +116,15 @@ def _check_tied(args) -> None:
     """What fairseq asserts: the adaptive softmax can share its weights only with an adaptive input of its shape."""
     if not args.adaptive_input:
         raise ValueError("--tie-adaptive-weights needs --adaptive-input")
-    for one, other in (
+    for of_input, of_output in (
         ("adaptive_input_factor", "adaptive_softmax_factor"),
         ("adaptive_input_cutoff", "adaptive_softmax_cutoff"),
         ("decoder_input_dim", "decoder_output_dim"),
     ):
-        if getattr(args, one) != getattr(args, other):
+        if getattr(args, of_input) != getattr(args, of_output):
             raise ValueError(
-                f"--tie-adaptive-weights needs the same {one}={getattr(args, one)} and {other}={getattr(args, other)}"
+                f"--tie-adaptive-weights needs the same {of_input}={getattr(args, of_input)} and "
+                f"{of_output}={getattr(args, of_output)}"
             )
 
 

@@ -59,8 +59,10 @@ class ChannelNorm(nn.Module):
         self._built_on_meta = torch.get_default_device().type == "meta"
         ChannelNorm.reset_parameters(self)
 
-    #: TorchScript would compile the hook of this module in a model that exports methods, as fairseq's models do.
+    # In a model that exports methods, as fairseq's models do, TorchScript would compile the hook of ``layer_scale`` and
+    # the property.
     __jit_ignored_attributes__ = ("layer_scale",)
+    __jit_unused_properties__ = ("_is_hf_initialized",)
 
     def reset_parameters(self) -> None:
         """Set ``weight`` to 1 and ``bias`` to 0."""

@@ -111,19 +111,21 @@ class NormEntry:
         return defaults.get(f"{variant}.{option}", defaults[option])
 
 
+_REST = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
 @cache  # a model asks some 900 times
 def _arguments(cls: type[ChannelNorm]) -> dict[str, inspect.Parameter]:
     """Arguments of the constructor of ``cls``, and those that it hands on to the classes above it."""
-    found: dict[str, inspect.Parameter] = {}
-    for each in inspect.getmro(cls):
-        if "__init__" in vars(each):
-            parameters = inspect.signature(each.__init__).parameters.values()
-            found = {
-                one.name: one for one in parameters if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)
-            } | found
-            if all(one.kind != one.VAR_KEYWORD for one in parameters):
+    arguments: dict[str, inspect.Parameter] = {}
+    for base in inspect.getmro(cls):
+        if "__init__" in vars(base):
+            parameters = inspect.signature(base.__init__).parameters.values()
+            own = [parameter for parameter in parameters if parameter.kind not in _REST]
+            arguments = {parameter.name: parameter for parameter in own} | arguments
+            if all(parameter.kind != parameter.VAR_KEYWORD for parameter in parameters):
                 break
-    return {name: found[name] for name in found if name not in ("self", "num_features")}
+    return {name: arguments[name] for name in arguments if name not in ("self", "num_features")}
 
 
 def default_of(cls: type[ChannelNorm], option: str):
@@ -133,8 +135,8 @@ def default_of(cls: type[ChannelNorm], option: str):
 
 def description_of(cls: type[ChannelNorm], option: str) -> str:
     """What an option of ``cls`` means: the first sentence about it under ``Args:`` in the docstrings of its classes."""
-    for each in inspect.getmro(cls):
-        section = re.search(r"^Args:\n((?: .*\n|\n)*)", f"{inspect.cleandoc(vars(each).get('__doc__') or '')}\n", re.M)
+    for base in inspect.getmro(cls):
+        section = re.search(r"^Args:\n((?: .*\n|\n)*)", f"{inspect.cleandoc(vars(base).get('__doc__') or '')}\n", re.M)
         for names, text in re.findall(r"^ {4}(\w[^:\n]*): (.*(?:\n {8}.*)*)", section[1] if section else "", re.M):
             if option in names.split(", ") and not text.startswith("see "):
                 sentence = re.split(r"\.(?=\s|$)", " ".join(text.split()))[0]
@@ -273,7 +275,7 @@ def build_norm(name: str, num_features: int, variant: str = VARIANTS[0], **optio
     entry = find_norm(name)
     if variant not in VARIANTS:
         raise ValueError(f"unknown norm variant {variant!r}; known: {', '.join(VARIANTS)}")
-    known = {option for each in NORMS.values() for option in each.options}
+    known = {option for known_entry in NORMS.values() for option in known_entry.options}
     if unknown := sorted(set(options) - known):
         raise ValueError(f"unknown norm option {', '.join(map(repr, unknown))}; known: {', '.join(sorted(known))}")
     accepted = {key: value for key, value in options.items() if key in entry.options}
