@@ -1,4 +1,4 @@
-"""``pn VERB ...``, the one program of this project; ``python -m pn_fairseq VERB ...`` is the same."""
+"""``pn COMMAND ...``, the one program of this project; ``python -m pn_fairseq COMMAND ...`` is the same."""
 
 from __future__ import annotations
 
@@ -10,41 +10,70 @@ from pathlib import Path
 
 from pn_fairseq.common.command import ArgumentParser, UserError, did_you_mean, handle_signals, run, say
 
-#: Verb -> module whose ``main(argv)`` it calls (or MODULE:FUNCTION), imported only when it is called (most need no
-#: torch), and its line in ``pn --help``.
-VERBS = {
-    "prepare": ("pn_fairseq.pipeline.data.prepare", "text to binary data: a corpus with a recipe, or text of your own"),
-    "train": ("pn_fairseq.pipeline.train", "train with the settings of a configuration and yours"),
-    "average": ("pn_fairseq.pipeline.average", "average the last checkpoints of a run"),
-    "generate": ("pn_fairseq.pipeline.generate", "translate a subset of the prepared data with the model of a run"),
-    "translate": ("pn_fairseq.pipeline.translate", "translate text from a file or stdin with the model of a run"),
-    "score": ("pn_fairseq.pipeline.score", "BLEU, chrF and TER of hypotheses, and whether differences are significant"),
-    "evaluate-lm": ("pn_fairseq.pipeline.evaluate_lm", "perplexity of a language model"),
-    "reproduce": ("pn_fairseq.pipeline.experiments", "all steps from text to a report, for a list of norms and seeds"),
-    "report": (
-        "pn_fairseq.report.command",
-        "one page about runs: scores, significance, learning curves, settings",
-    ),
-    "figures": ("pn_fairseq.report.figures", "the paper's figures, drawn from runs"),
-    "fold": ("pn_fairseq.pipeline.fold", "fuse the norms of a checkpoint into linear layers"),
-    "export": ("pn_fairseq.pipeline.export", "encoder and decoder step of a checkpoint as ONNX or torch.export files"),
-    "import-release": ("pn_fairseq.pipeline.import_release", "convert a checkpoint of the PowerNorm authors' code"),
-    "norms": ("pn_fairseq.pipeline.norms", "the norms, with their options and defaults"),
-    "test-norms": ("pn_fairseq.testing.command", "the shared tests, run on the norms of a file"),
-    "check": ("pn_fairseq.pipeline.info:check", "compare the kernels that this machine can run with plain PyTorch"),
-    "info": ("pn_fairseq.pipeline.info", "version, kernels in use, patches of fairseq, folder for --user-dir"),
+#: Heading in ``pn --help`` -> its commands: module whose ``main(argv)`` a command calls (or MODULE:FUNCTION), imported
+#: only when it is called (most need no torch), and its line.
+COMMANDS = {
+    "data and training": {
+        "prepare": (
+            "pn_fairseq.pipeline.data.prepare",
+            "text to binary data: a corpus with a recipe, or text of your own",
+        ),
+        "train": ("pn_fairseq.pipeline.train", "train with the settings of a configuration and yours"),
+        "average": ("pn_fairseq.pipeline.average", "average the last checkpoints of a run"),
+        "reproduce": (
+            "pn_fairseq.pipeline.experiments",
+            "all steps from text to a report, for a list of norms and seeds",
+        ),
+    },
+    "translations and scores": {
+        "generate": ("pn_fairseq.pipeline.generate", "translate a subset of the prepared data with the model of a run"),
+        "translate": ("pn_fairseq.pipeline.translate", "translate text from a file or stdin with the model of a run"),
+        "score": (
+            "pn_fairseq.pipeline.score",
+            "BLEU, chrF and TER of hypotheses, and whether differences are significant",
+        ),
+        "evaluate-lm": ("pn_fairseq.pipeline.evaluate_lm", "perplexity of a language model"),
+        "report": (
+            "pn_fairseq.report.command",
+            "one page about runs: scores, significance, learning curves, settings",
+        ),
+        "figures": ("pn_fairseq.report.figures", "the paper's figures, drawn from runs"),
+    },
+    "checkpoints": {
+        "fold": ("pn_fairseq.pipeline.fold", "fuse the norms of a checkpoint into linear layers"),
+        "export": (
+            "pn_fairseq.pipeline.export",
+            "encoder and decoder step of a checkpoint as ONNX or torch.export files",
+        ),
+        "import-release": ("pn_fairseq.pipeline.import_release", "convert a checkpoint of the PowerNorm authors' code"),
+    },
+    "norms": {
+        "norms": ("pn_fairseq.pipeline.norms", "the norms, with their options and defaults"),
+        "test-norms": ("pn_fairseq.testing.command", "the shared tests, run on the norms of a file"),
+    },
+    "this installation": {
+        "check": ("pn_fairseq.pipeline.info:check", "compare the kernels that this machine can run with plain PyTorch"),
+        "info": ("pn_fairseq.pipeline.info", "version, kernels in use, patches of fairseq, folder for --user-dir"),
+    },
 }
+VERBS = {verb: line for group in COMMANDS.values() for verb, line in group.items()}
 
 #: Verbs whose speed depends on the kernels.
 COMPUTING = ("evaluate-lm", "generate", "reproduce", "train", "translate")
+#: Verbs that continue where they were interrupted.
+RESUMING = ("evaluate-lm", "generate", "prepare", "reproduce", "train")
+#: Options with which a verb only says something.
+TALKING = {"-h", "--help", "--check", "--dry-run"}
 
 #: Variables that a process has to be started with. Python takes text as UTF-8 in every locale. glibc gives large blocks
 #: back to the system at once, and the page faults then take longer than the arithmetic: an update of a small model took
-#: 0.63 instead of 0.26 seconds on 2 cores.
+#: 0.63 instead of 0.26 seconds on 2 cores. A thread of OpenMP that waits for the others would spin, and beside another
+#: busy process training took twice as long (docs/speed.md).
 ENVIRONMENT = {
     "PYTHONUTF8": "1",
     "MALLOC_MMAP_THRESHOLD_": "1000000000",
     "MALLOC_TRIM_THRESHOLD_": "8000000000",
+    "OMP_WAIT_POLICY": "passive",
 }
 
 
@@ -61,26 +90,34 @@ def call(argv: list[str]) -> int:
     if not argv or argv[0].startswith("-"):
         return run("pn", lambda: options(argv))
     verb, *rest = argv
+    works = not TALKING & {*rest}
 
     def body() -> int | None:
         if verb not in VERBS:
-            raise UserError(f"unknown verb {verb!r}{did_you_mean(verb, VERBS)} (see pn --help)")
-        if verb in COMPUTING and not {"-h", "--help", "--check", "--dry-run"} & {*rest}:
+            raise UserError(f"unknown command {verb!r}{did_you_mean(verb, VERBS)} (see pn --help)")
+        if verb in COMPUTING and works:
             warn_without_kernels()
         module, _, function = VERBS[verb][0].partition(":")
         return getattr(importlib.import_module(module), function or "main")(rest)
 
-    return run(f"pn {verb}" if verb in VERBS else "pn", body)
+    return run(f"pn {verb}" if verb in VERBS else "pn", body, resumes=verb in RESUMING and works)
 
 
 def options(argv: list[str]) -> int:
     """The program without a verb."""
-    listed = "\n".join(f"  {verb:<15} {about}" for verb, (_, about) in VERBS.items())
+    listed = ""
+    for heading, group in COMMANDS.items():
+        listed += f"{heading}:\n" + "".join(f"  {verb:<15} {line}\n" for verb, (_, line) in group.items()) + "\n"
     parser = ArgumentParser(
         prog="pn",
-        usage="pn VERB [options]",
-        description="Power Normalization and its relatives for fairseq, from raw text to a table of scores.",
-        epilog=f"verbs, each with its own --help:\n{listed}",
+        usage="pn COMMAND [options]",
+        description="Norms for padded batches (Power Normalization and its relatives) in PyTorch and fairseq, and all\n"
+        "steps of an experiment from raw text to a table of scores.",
+        epilog=f"""{listed}examples:
+  pn reproduce demo                    a small translation model, from text to BLEU
+  pn train verses_es_en model._name=transformer_bn_tiny
+  pn COMMAND --help                    what a command does, its options, examples
+""",
     )
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument(
@@ -96,7 +133,7 @@ def options(argv: list[str]) -> int:
         return 0
     if args.info or args.check:
         return call(["info" if args.info else "check"])
-    raise UserError("give a verb (see pn --help)")
+    raise UserError("a command is missing (see pn --help)")
 
 
 def warn_without_kernels() -> None:

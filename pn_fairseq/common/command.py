@@ -10,6 +10,7 @@ import argparse
 import logging
 import os
 import re
+import shlex
 import signal
 import sys
 import warnings
@@ -64,6 +65,11 @@ class ArgumentParser(argparse.ArgumentParser):
             message = f"unrecognized arguments: {unknown[0]}" if unknown else message
         if unknown := re.match("unrecognized arguments: (--[^ =]+)", message):
             message += did_you_mean(unknown[1], self._option_string_actions)
+        elif choice := re.fullmatch(r"argument (.+): invalid choice: '(.*?)' \(choose from (.*)\)", message):
+            argument, chosen, known = choice[1], choice[2], choice[3].replace("'", "").split(", ")
+            message = (
+                f"argument {argument}: unknown '{chosen}' (choose from {', '.join(known)}){did_you_mean(chosen, known)}"
+            )
         raise UserError(f"{message} (see {self.prog} --help)")
 
 
@@ -88,6 +94,12 @@ def say(step: str, text: str) -> None:
     print(f"[{step}] {text}", file=sys.stderr, flush=True)
 
 
+def say_next(step: str, *words: object) -> None:
+    """The words of the ``pn`` command that usually follows, unless a longer command runs this step."""
+    if "PN_FAIRSEQ_STEP" not in os.environ:
+        say(step, f"next: pn {shlex.join(map(str, words))}")
+
+
 def handle_signals() -> None:
     """Let SIGTERM raise a KeyboardInterrupt, with its number; and SIGINT, which a shell ignores in a background job."""
 
@@ -99,12 +111,13 @@ def handle_signals() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def run(tool: str, body: Callable[[], int | None], *user_errors: type[Exception]) -> int:
+def run(tool: str, body: Callable[[], int | None], *user_errors: type[Exception], resumes: bool = False) -> int:
     """Run ``body`` and return the exit code of the conventions above.
 
     Args:
         tool: name of the tool in its error lines.
         body: returns an exit code; None means 0.
+        resumes: whether the same command, run again, continues where it was interrupted.
         user_errors: exceptions that mean a user error, besides :class:`UserError`, ``Unavailable`` and OSError.
     """
     try:
@@ -122,7 +135,7 @@ def run(tool: str, body: Callable[[], int | None], *user_errors: type[Exception]
         return 2
     except KeyboardInterrupt as error:
         if "PN_FAIRSEQ_STEP" not in os.environ:  # else the command that runs this as one of its steps says so
-            print(f"{tool}: interrupted; run the same command again to resume", file=sys.stderr)
+            print(f"{tool}: interrupted{'; run the same command again to resume' * resumes}", file=sys.stderr)
         return 128 + next((number for number in error.args if isinstance(number, int)), signal.SIGINT)
     except ModuleNotFoundError as error:
         if str(error.name).startswith("pn_fairseq"):

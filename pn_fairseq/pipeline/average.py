@@ -14,7 +14,7 @@ from pn_fairseq.common.checkpoints import (
     load_checkpoint,
     save_checkpoint,
 )
-from pn_fairseq.common.command import ArgumentParser, UserError, say, whole, without_fairseqs_log
+from pn_fairseq.common.command import ArgumentParser, UserError, say, say_next, whole, without_fairseqs_log
 from pn_fairseq.common.files import write_settings
 from pn_fairseq.pipeline import RUN_HELP, add_norm_module, stamp
 from pn_fairseq.pipeline.runs import Run, open_run
@@ -190,6 +190,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if run:
         write_settings(made, wanted)
     print(f"wrote {output} (no optimizer state)")
+    if run and not args.output:
+        verb = "generate" if run.get("task.target_lang") else "evaluate-lm"
+        say_next("average", verb, "--run", args.run)
     return 0
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pn_fairseq.common.command import ArgumentParser, UserError, say, whole
+from pn_fairseq.common.command import ArgumentParser, UserError, say, say_next, whole
 from pn_fairseq.common.files import PACKAGE, atomic_folder, write_lines, write_settings
 from pn_fairseq.common.machine import own_cores
 from pn_fairseq.pipeline import RUN_HELP, add_norm_module, stamp
@@ -237,6 +237,8 @@ def main(argv: list[str] | None = None) -> int:
         first = f"the first in line {cut[0] + 1}"
         say("generate", f"note: {len(cut)} of {sentences} hypotheses are as long as they may be ({options}), {first}")
     say("generate", f"{output / 'hyp.tok'} has {sentences} hypotheses")
+    usual = args.subset == "test" and not args.output
+    say_next("generate", "score", "--run", args.run, *([] if usual else ["--output", output]))
     return 0
 
 

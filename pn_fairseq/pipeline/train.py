@@ -16,7 +16,7 @@ import time
 from datetime import UTC, datetime
 from pathlib import Path
 
-from pn_fairseq.common.command import ArgumentParser, UserError, did_you_mean, say, whole
+from pn_fairseq.common.command import ArgumentParser, UserError, did_you_mean, say, say_next, whole
 from pn_fairseq.common.errors import NotFiniteError, error_chain
 from pn_fairseq.common.files import PACKAGE, atomic_write, configs_folder, known_configs, write_settings
 from pn_fairseq.common.machine import describe, own_cores
@@ -55,7 +55,7 @@ def find_config(name: str) -> Path:
     path = Path(name) if name.endswith((".yaml", ".yml")) else configs_folder() / f"{name}.yaml"
     if not path.is_file():
         known = known_configs()
-        raise UserError(f"there is no '{path}'{did_you_mean(name, known)}; configs/ has: {', '.join(known)}")
+        raise UserError(f"there is no '{path}' (configs/ has {', '.join(known)}){did_you_mean(name, known)}")
     return path.resolve()
 
 
@@ -90,7 +90,10 @@ def main(argv: list[str]) -> int:
     on_cpu = any(re.fullmatch(r"\+*common\.cpu=true", setting, re.I) for setting in args.settings)
     layout = find_layout(os.environ, 0 if on_cpu else torch.cuda.device_count(), args.ranks)
     try:
-        return _main(args, argv, layout, config, data, run)
+        code = _main(args, argv, layout, config, data, run)
+        if code == 0 and layout.rank is None and not args.check:
+            say_next("train", "average", "--run", args.run or f"runs/{config.stem}")
+        return code
     except UserError:
         if layout.local_rank:
             return 2  # every rank finds the same error; local rank 0 prints it

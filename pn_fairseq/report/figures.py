@@ -92,7 +92,7 @@ def read_subject(run, label: str, line: str, name: str | None = None) -> Subject
             raise UserError(str(error)) from error
         known = list(probe["norm"].unique())
         if name is not None and name not in known:
-            raise UserError(f"{folder} has no norm {name!r}{did_you_mean(name, known)}; it has {', '.join(known)}")
+            raise UserError(f"{folder} has no norm {name!r} (it has {', '.join(known)}){did_you_mean(name, known)}")
         logged = run.log.updates if run.log else 0
         planned = logged if run.log and run.log.ended else run.max_update or logged
         subject.series = series_of(probe, name or known[0], max(planned, int(probe["update"].max())))

@@ -1,10 +1,10 @@
-"""``python -m pn_fairseq test-norms``: the shared test suite on registered norms, also on norms of your own files."""
+"""``pn test-norms``: the shared test suite on registered norms, also on norms of your own files."""
 
 import importlib.util
 import os
 from pathlib import Path
 
-from pn_fairseq.common.command import ArgumentParser, UserError, run
+from pn_fairseq.common.command import ArgumentParser, UserError
 
 
 class _Chosen:
@@ -18,12 +18,8 @@ class _Chosen:
 
 
 def main(argv: list[str] | None = None) -> int:
-    return run("python -m pn_fairseq test-norms", lambda: _main(argv), ValueError)
-
-
-def _main(argv: list[str] | None) -> int:
     parser = ArgumentParser(
-        prog="python -m pn_fairseq test-norms",
+        prog="pn test-norms",
         description="Check the rules that every norm has to keep: padding, ranks, activation checkpointing, gradient "
         "accumulation, faults, precision, saving, recalibration, averaging, folding, diagnostics, compilation.",
         epilog="What follows -- goes to pytest, such as: -- -x -k padding",
@@ -52,13 +48,16 @@ def _main(argv: list[str] | None) -> int:
 
     known = set(NORMS)
     modules = [os.path.abspath(path) for path in args.norm_module.split(",") if path]
-    for path in modules:
-        load_norms(path)
-    names = args.names or [name for name in NORMS if name not in known] or list(NORMS)
+    try:
+        for path in modules:
+            load_norms(path)
+        names = args.names or [name for name in NORMS if name not in known] or list(NORMS)
+        for name in names:
+            find_norm(name)
+    except ValueError as error:
+        raise UserError(str(error)) from error
     if modules and not args.names and known == set(NORMS):
         raise UserError(f"{args.norm_module} registers no norm; decorate its class with pn_fairseq.norms.register_norm")
-    for name in names:
-        find_norm(name)
 
     folder = Path(__file__).parent
     # No configuration of the folder that this is called in: the suite is the same everywhere.

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pn_fairseq.common.command import UserError, run
+from pn_fairseq.common.command import ArgumentParser, UserError, run, say_next
 from pn_fairseq.common.errors import Unavailable
 
 
@@ -32,8 +32,29 @@ def raising(error: BaseException):
 )
 def test_an_end_is_one_line_and_an_exit_code(error, code, line, capsys, monkeypatch):
     monkeypatch.delenv("PN_FAIRSEQ_STEP", raising=False)
-    assert run("tool", raising(error)) == code
+    assert run("tool", raising(error), resumes=True) == code
     assert capsys.readouterr().err == line
+    run("tool", raising(error))
+    assert capsys.readouterr().err == line.replace("; run the same command again to resume", "")
+
+
+def test_a_wrong_choice_names_the_nearest_and_all(capsys):
+    parser = ArgumentParser(prog="pn prepare")
+    parser.add_subparsers(metavar="CORPUS", parser_class=ArgumentParser).choices.update(text=None, verses=None)
+    assert run("tool", lambda: parser.parse_args(["verse"])) == 2
+    line = (
+        "argument CORPUS: unknown 'verse' (choose from text, verses), did you mean 'verses'? (see pn prepare --help)\n"
+    )
+    assert capsys.readouterr().err == f"tool: error: {line}"
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_the_next_command_is_named_unless_a_longer_one_runs_the_step(inside, capsys, monkeypatch):
+    monkeypatch.delenv("PN_FAIRSEQ_STEP", raising=False)
+    if inside:
+        monkeypatch.setenv("PN_FAIRSEQ_STEP", "1")
+    say_next("train", "average", "--run", "my run")
+    assert capsys.readouterr().err == ("" if inside else "[train] next: pn average --run 'my run'\n")
 
 
 def test_a_mistake_of_the_tool_is_a_traceback():

@@ -84,7 +84,7 @@ def test_mistakes_get_one_line(arguments, needles, tmp_path, monkeypatch, capsys
     (tmp_path / "empty.py").write_text("")
     assert run_suite(list(arguments)) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
-    assert line.startswith("python -m pn_fairseq test-norms: error: ") and all(needle in line for needle in needles)
+    assert line.startswith("pn test-norms: error: ") and all(needle in line for needle in needles)
 
 
 class MyUnifiedOracle(UnifiedOracle):

@@ -92,15 +92,24 @@ class Preparation(contextlib.ExitStack):
         settings.check(self.dest, self.settings, {})  # before anything is downloaded
         if self._check:
             raise Complete
-        self.dest.mkdir(parents=True, exist_ok=True)
-        lock = self.enter_context((self.dest / ".lock").open("a"))
-        os.set_inheritable(lock.fileno(), True)  # a process of this one that outlives a kill -9 is waited for
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            say("prepare", f"another process prepares {self.dest}; waiting for it to end")
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        while True:
+            self.dest.mkdir(parents=True, exist_ok=True)
+            lock = self.enter_context((self.dest / ".lock").open("a"))
+            os.set_inheritable(lock.fileno(), True)  # a process of this one that outlives a kill -9 is waited for
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                say("prepare", f"another process prepares {self.dest}; waiting for it to end")
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            if os.fstat(lock.fileno()).st_nlink:  # else the other process has removed it
+                break
+        self.callback(self._unlock)
         self.partial = self.enter_context(scratch_folder(self.dest / "partial"))
+
+    def _unlock(self) -> None:
+        (self.dest / ".lock").unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # it holds something
+            self.dest.rmdir()
 
     def files(self, of: Sequence[str] = ()) -> list[str]:
         """The names of the files of these splits, by default all: SPLIT.LANG, or SPLIT.txt for language models."""

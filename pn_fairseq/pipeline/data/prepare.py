@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 
-from pn_fairseq.common.command import ArgumentParser, UserError, whole
+from pn_fairseq.common.command import ArgumentParser, UserError, say_next, whole
 from pn_fairseq.pipeline.data import subwords
 from pn_fairseq.pipeline.data.preparation import Complete, Preparation
 from pn_fairseq.pipeline.data.recipes import RECIPES
@@ -81,6 +81,9 @@ def main(argv: list[str] | None = None) -> None:
         own = {name: values.pop(name) for name in OWN if name in values}
         with contextlib.suppress(Complete), Preparation(dest, **own) as data:
             recipe.prepare(data, **values)
+        if not own["check"]:
+            where = ["--data", dest] if dest else []
+            say_next("prepare", "train", recipe.CONFIG or "CONFIG", *where)
     except OSError as error:
         if error.errno not in FULL:
             raise
