@@ -174,7 +174,7 @@ from pathlib import Path
 from pn_fairseq.common.command import handle_signals, run
 from pn_fairseq.pipeline.data.archives import fetch
 handle_signals()
-sys.exit(run("fetch", lambda: fetch(sys.argv[1], Path(sys.argv[2]))))
+sys.exit(run("fetch", lambda: fetch(sys.argv[1], Path(sys.argv[2])), resumes=True))
 """
 
 
