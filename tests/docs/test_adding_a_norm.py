@@ -11,7 +11,6 @@ import torch
 import pn_fairseq.models  # noqa: F401 (registers them for --arch, also where a test has imported the package before)
 from pn_fairseq.common.checkpoints import find_checkpoints, load_checkpoint
 from pn_fairseq.norms import NORMS, build_norm, load_norms
-from pn_fairseq.testing.command import main as run_suite
 
 from ..norms.helpers import (
     CHANNELS,
@@ -82,7 +81,7 @@ def test_mistakes_get_one_line(arguments, needles, tmp_path, monkeypatch, capsys
     monkeypatch.chdir(tmp_path)
     (tmp_path / "broken.py").write_text("1 / 0\n")
     (tmp_path / "empty.py").write_text("")
-    assert run_suite(list(arguments)) == 2
+    assert verb("test-norms")(list(arguments)) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert line.startswith("pn test-norms: error: ") and all(needle in line for needle in needles)
 
