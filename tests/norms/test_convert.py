@@ -20,6 +20,7 @@ from pn_fairseq.norms import (
     running_norms,
 )
 from pn_fairseq.norms.converted import ConvertedNorm
+from pn_fairseq.norms.padding import current_scope
 
 from ..pairwise import in_pairs
 
@@ -117,6 +118,7 @@ def test_sync_batch_norm_is_replaced_by_a_synchronised_norm():
     model = convert_norms(nn.Sequential(nn.SyncBatchNorm(C, momentum=0.3, process_group=group)), "batch")
     assert model[0].sync and model[0].process_group is group and model[0].alpha_fwd == pytest.approx(0.7)
     assert not convert_norms(FeedForward(), "power").norm.sync  # as in the paper
+    assert convert_norms(nn.Sequential(nn.SyncBatchNorm(C, affine=False)), "power")[0].sync
     assert convert_norms(FeedForward(), "batch").norm.sync
 
 
@@ -207,6 +209,7 @@ def test_what_a_class_computes_does_not_depend_on_its_weight(fill):
     model = nn.ModuleDict({"t5": ByVariance(), "gemma": ByVariance(1.0), "wide": Wide(C), "variant": Variant(C)})
     for module in model.values():
         nn.init.constant_(module.weight, fill)
+    assert len(norm_report(convert_norms(Wide(C, elementwise_affine=False), "layer"))) == 1
     for each in (copy.deepcopy(model).to("meta"), model):
         assert [norm.name for norm in norm_report(convert_norms(each, "rms"))] == ["t5", "wide", "variant"]
 
@@ -217,7 +220,10 @@ def test_patterns_choose():
     assert names(convert_norms(make(), "batch", only="a.*")) == ["a.norm", "a.last"]
     assert names(convert_norms(make(), "batch", only=["a.*", "b.last"], skip="*.norm")) == ["a.last", "b.last"]
     report = str(norm_report(convert_norms(make(), "batch", mask_from="lengths", skip="b.*"))[0])
-    assert report.startswith("a.norm: MaskedBatchNorm for LayerNorm") and "argument lengths of a" in report
+    assert report.startswith(
+        "a.norm: MaskedBatchNorm for LayerNorm, layout of the mask, mask from argument lengths of a,"
+    )
+    assert "layout TBC, mask from padding(...)" in str(norm_report(convert_norms(make(), "batch", layout="TBC"))[0])
 
 
 @pytest.mark.parametrize(
@@ -360,7 +366,8 @@ class EncoderDecoder(nn.Module):
 
     def forward(self, x, y, src_lengths=None, lengths=None, target_lengths=None, attends=True):
         memory = self.encoder(x)
-        return self.decoder(y, {"memory": memory} if attends == "dict" else memory if attends else None, src_lengths)
+        attended = {"dict": {"memory": memory}, "speaker": memory[:, 0], True: memory, False: None}[attends]
+        return self.decoder(y, attended, src_lengths)
 
 
 @pytest.mark.parametrize(
@@ -368,6 +375,7 @@ class EncoderDecoder(nn.Module):
     [
         ("src_lengths", T, True, False),
         ("src_lengths", T, False, True),
+        ("src_lengths", T, "speaker", True),
         ("lengths", T, True, False),
         ("lengths", T, "dict", False),
         ("lengths", T + 1, True, True),
@@ -504,6 +512,10 @@ def test_other_shapes():
         assert y.movedim(1, -1)[~mask].equal(same.movedim(1, -1)[~mask]) and y.is_contiguous()
         with pytest.raises(ValueError, match="expected an input of layout BCHW"):
             model(torch.randn(2, C, 5))
+        with pytest.raises(
+            ValueError, match=r"images \(2, 6, 4\) = \(B, H, W\) need a mask of this shape; .* \(2, 5, 4\)"
+        ):
+            model(torch.randn(2, C, 6, 4))
     with padding(None):
         reference = nn.BatchNorm2d(C)
         torch.testing.assert_close(copy.deepcopy(model)(image), reference(image))
@@ -621,6 +633,7 @@ def test_recomputation_has_the_mask_of_its_forward(norm, way, together):
         if together:
             sum(losses).backward()
         gradients[model] = [each.grad for each in (*inputs, *model.parameters())]
+    assert current_scope() is None
     for found, expected in zip(gradients[again], gradients[plain], strict=True):
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
