@@ -20,10 +20,10 @@ from unittest import mock
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ROOT / "scripts"
 
-#: Forks a process for each program from one that has imported what takes seconds. It has not imported this project.
-#: The server of ``multiprocessing`` itself may have: pn_fairseq.testing.ranks preloads the tests that it runs.
+#: Forks a process for each program and each rank from one that has imported what takes seconds, and not this project.
 _server = multiprocessing.forkserver.ForkServer()
 _server.set_forkserver_preload(["fairseq_cli.generate", "fairseq_cli.preprocess", "fairseq_cli.train", "torch._dynamo"])
+multiprocessing.forkserver.connect_to_new_process = _server.connect_to_new_process
 
 
 def environment(**changes: str) -> dict[str, str]:
@@ -84,8 +84,7 @@ def _forked(words: list[str], cwd: str, env: dict[str, str]) -> subprocess.Compl
     with tempfile.TemporaryDirectory() as folder:
         files = [f"{folder}/out", f"{folder}/err"]
         process = multiprocessing.get_context("forkserver").Process(target=_child, args=(words, cwd, env, *files))
-        with mock.patch("multiprocessing.forkserver.connect_to_new_process", _server.connect_to_new_process):
-            process.start()
+        process.start()
         process.join(600)
         if process.is_alive():
             process.kill()
