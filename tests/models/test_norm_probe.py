@@ -355,6 +355,7 @@ def test_patches_that_are_turned_off_are_one_line(data, tmp_path, capsys, monkey
     assert end.value.code == 2 and "--norm-probe needs the patches of fairseq" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_training_on_two_ranks_that_accumulates_and_recomputes_has_the_curves_of_the_plain_one(data, tmp_path):
     """With LN: what a norm computes does not depend on how the tokens are distributed."""
     flags = ("--norm-probe", "probe", "--norm-probe-interval", 1, "--dropout", 0)

@@ -28,7 +28,7 @@ def trained(data, tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def decoded(trained) -> Path:
     script("average.sh", "--run", trained, "--last", 2)
-    script("generate.sh", "--run", trained, cwd="/")
+    script("generate.sh", "--run", trained, "--max-len-b", 20, cwd="/")
     return trained / "generate/test"
 
 
