@@ -7,13 +7,16 @@ import torch
 
 from .scripts_helpers import cut_corpus, prepare
 
+pytest_plugins = ["tests.margins"]
+
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread():
     """The tensors are tiny: threads would cost more than they give, and change the order of sums. Processes that tests
     start are told by the variable."""
-    torch.set_num_threads(1)
-    os.environ["OMP_NUM_THREADS"] = "1"
+    threads = os.environ.get("TEST_THREADS", "1")
+    torch.set_num_threads(int(threads))
+    os.environ["OMP_NUM_THREADS"] = threads
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -115,6 +115,13 @@ def assert_close(actual, expected, rtol=2e-5, what="", terms=0.0):
     np.testing.assert_allclose(actual, expected, rtol=rtol, atol=rtol * scale, err_msg=what)
 
 
+def unrounded(rounded, exact, dtype):
+    """Of the values that round to ``rounded`` in ``dtype`` the one nearest to ``exact``; float64, NumPy."""
+    info = torch.finfo(dtype)
+    half_unit = info.eps / 2 * np.maximum(np.abs(rounded), info.tiny)
+    return np.clip(exact, rounded - half_unit, rounded + half_unit)
+
+
 def assert_steps_close(actual, expected, rtol=2e-5, what=""):
     """Compare what ``actual`` has: an oracle gives parameter gradients even where the norm has no parameters."""
     largest = max(float(abs(value).max()) if len(value) else 0.0 for value in expected.values())

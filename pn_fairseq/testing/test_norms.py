@@ -47,6 +47,7 @@ from pn_fairseq.testing.helpers import (
     to_mask,
     to_tensor,
     train_step,
+    unrounded,
 )
 from pn_fairseq.testing.ranks import run_ranks
 
@@ -686,13 +687,13 @@ def test_batch_first_equals_the_transposed_call(case, shape, layout, masked):
         batch_first.zero_grad()
         y = batch_first(leaf, to_mask(mask))
         y.backward(to_tensor(dy).transpose(0, 1))
-        assert_close(y.transpose(0, 1), expected["y"], 1e-6, "y")
+        assert_close(y.transpose(0, 1), expected["y"], 5e-6, "y")
         assert_close(leaf.grad.transpose(0, 1), expected["dx"], 1e-5, "dx")
         for name, parameter in batch_first.named_parameters():
             assert_close(parameter.grad, expected[f"d{name}"], 1e-5, name, terms=1.0)
         for key, value in state_of(time_first).items():
-            assert_close(state_of(batch_first)[key], value, 1e-6, key)
-    assert_close(batch_first.eval()(leaf).transpose(0, 1), time_first.eval()(leaf.transpose(0, 1)), 1e-6)
+            assert_close(state_of(batch_first)[key], value, 5e-6, key)
+    assert_close(batch_first.eval()(leaf).transpose(0, 1), time_first.eval()(leaf.transpose(0, 1)), 5e-6)
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -874,6 +875,10 @@ def test_results_have_the_types_of_what_they_belong_to(case, dtype, training):
 def test_half_precision_is_one_rounding_away_from_float32(case, dtype):
     """Statistics and state are computed from the rounded input in float32; squares of 300 overflow float16."""
     narrow, wide = case.build(4, psi_warmup_updates=2).to(dtype), case.build(4, psi_warmup_updates=2)
+    # One pass over the tokens rounds once. Other norms are several operators, each of which rounds: three times at
+    # most, with a margin of five.
+    one_pass = isinstance(narrow, RunningNorm) and not narrow.further_parameters()
+    rtol = 1e-4 if one_pass else 5 * 3 * torch.finfo(dtype).eps / 2
     wide.load_state_dict({key: value.float() for key, value in narrow.state_dict().items()})
     generator = rng(4)
     for step in range(4):
@@ -882,7 +887,7 @@ def test_half_precision_is_one_rounding_away_from_float32(case, dtype):
         actual, expected = train_step(narrow, x, mask, dy, dtype), train_step(wide, x, mask, dy)
         for key, value in expected.items():
             terms = 0.0 if key in ("y", "dx") else 1.0
-            assert_close(actual[key], value, torch.finfo(dtype).eps, f"step {step}: {key}", terms)
+            assert_close(unrounded(actual[key], value, dtype), value, rtol, f"step {step}: {key}", terms)
         for key, value in state_of(wide).items():
             assert_close(state_of(narrow)[key], value, 1e-5, f"step {step}: {key}")
 
@@ -1169,11 +1174,11 @@ def test_evaluation_under_transforms_of_torch_func(case):
     for parameter in norm.parameters():
         parameter.grad = torch.zeros_like(parameter)  # it stays where only training uses the parameter
     norm(x.requires_grad_()).square().sum().backward()
-    torch.testing.assert_close(dx, x.grad)
+    assert_close(dx, x.grad, terms=1.0)  # zero but for rounding where a norm is all that the loss sees
     per_token = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(parameters, x[:, None])
     for key, parameter in norm.named_parameters():
-        torch.testing.assert_close(gradient[key], parameter.grad)
-        torch.testing.assert_close(per_token[key].sum(0), parameter.grad)
+        assert_close(gradient[key], parameter.grad, terms=1.0)
+        assert_close(per_token[key].sum(0), parameter.grad, terms=1.0)
 
 
 def test_transforms_of_torch_func_and_second_derivatives_in_training_are_refused(running):

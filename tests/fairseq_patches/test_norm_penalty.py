@@ -8,6 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pn_fairseq import fairseq_patches
 from pn_fairseq.norms import build_norm
+from pn_fairseq.testing.helpers import assert_close
 from pn_fairseq.testing.ranks import run_ranks
 
 CHANNELS = 6
@@ -82,7 +83,7 @@ def test_gradient_is_that_of_loss_and_penalty_times_the_loss_scale(batch, scale,
     x, sample = batch
     model = Model(x, recomputed)
     step(model, sample, scale)
-    torch.testing.assert_close(model.x.grad, scale * expected_gradient(x, sample))
+    assert_close(model.x.grad, scale * expected_gradient(x, sample))
 
 
 def test_a_batch_that_is_ignored_has_no_penalty(batch):
@@ -91,7 +92,7 @@ def test_a_batch_that_is_ignored_has_no_penalty(batch):
     step(model, sample, ignore_grad=True)
     assert not model.x.grad.any()
     step(model, sample)
-    torch.testing.assert_close(model.x.grad, expected_gradient(x, sample))
+    assert_close(model.x.grad, expected_gradient(x, sample))
 
 
 def test_every_batch_of_an_update_has_its_penalty(batch):
@@ -102,7 +103,7 @@ def test_every_batch_of_an_update_has_its_penalty(batch):
         step(model, sample)
     statistics = {"mean": 0.05 * x.mean(0), "var": 0.95 + 0.05 * x.var(0)}
     expected = expected_gradient(x, sample) + expected_gradient(x, sample, **statistics)
-    torch.testing.assert_close(model.x.grad, expected)
+    assert_close(model.x.grad, expected)
 
 
 def on_rank(rank, world, x, sample):
@@ -124,4 +125,4 @@ def test_two_ranks(batch):
         actual = torch.cat([rank[sync] for rank in ranks])
         parts = [expected_gradient(x[part], sample[part]) for part in (slice(0, 6), slice(6, None))]
         expected = expected_gradient(x, sample) if sync else torch.cat(parts)
-        torch.testing.assert_close(actual, 2 * expected)
+        assert_close(actual, 2 * expected)

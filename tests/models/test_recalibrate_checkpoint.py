@@ -111,7 +111,7 @@ def test_only_the_running_statistics_change_and_they_fit_the_averaged_weights(tr
             model.model(**sample["net_input"])
     expected = torch.stack(psi2).mean(0)
     found = after["encoder.layers.0.self_attn_layer_norm.running_psi2"]
-    torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=0)  # it is float32
+    torch.testing.assert_close(found.double(), expected, rtol=5e-6, atol=0)  # it is float32
 
 
 def test_half_precision_weights_stay_so_and_arithmetic_is_float32(plain, data):

@@ -103,7 +103,7 @@ def test_without_padding_is_what_was_replaced(replaced, norm, dtype):
         for each in (reference.norm, reference.last):
             each.float()
     convert_norms(model, norm)
-    tolerance = {"rtol": 1e-4, "atol": 1e-5} if dtype is torch.float32 else {"rtol": 0.05, "atol": 0.1}
+    tolerance = {"rtol": 1e-4, "atol": 1e-5} if dtype is torch.float32 else {"rtol": 0.05, "atol": 0.2}
     x = torch.randn(B * T, C, dtype=dtype)
     for _ in range(3):
         for each in (model, reference):
@@ -259,7 +259,7 @@ def test_padded_equals_the_concatenation_of_the_sequences(norm, dtype, layout):
     order = turn(torch.arange(B * T).view(B, T))[turn(~MASK)]
     real = torch.ones(len(order), dtype=torch.bool)
     expected = results(model, x.reshape(-1, C)[order], real, mask=None)
-    tolerance = {"rtol": 1e-4, "atol": 1e-5} if dtype is torch.float32 else {"rtol": 0.05, "atol": 0.1}
+    tolerance = {"rtol": 1e-4, "atol": 1e-5} if dtype is torch.float32 else {"rtol": 0.05, "atol": 0.2}
     assert_close(found, expected, **tolerance)
     model.eval()
     together = model(x)

@@ -66,7 +66,7 @@ def test_layouts(name, layout, groups, batch_first, randn):
             dy = torch.ones(()).expand(x.shape)
         found = steps(norms[0], x, dy, mask)
         for one, expected in zip(found, steps(norms[1], x.contiguous(), dy.contiguous(), mask), strict=True):
-            assert_close(one, expected, 1e-6, terms=1.0)
+            assert_close(one, expected, 5e-6, terms=1.0)
         if name == "none" and groups == 0:
             continue  # it gives back its argument
         leaf = x.detach().requires_grad_()
@@ -75,4 +75,4 @@ def test_layouts(name, layout, groups, batch_first, randn):
         assert [strides(one) for one in found if one.shape == x.shape] == 2 * expected
     for one, other in zip(*map(running_norms, norms), strict=True):
         for key, value in state_of(other).items():
-            assert_close(state_of(one)[key], value, 1e-6, key)
+            assert_close(state_of(one)[key], value, 5e-6, key)
