@@ -17,7 +17,9 @@ def to_subwords(run: Run, lines: list[str], moses: Path | None) -> list[str]:
 
     how = settings.DEFAULTS | run.settings()
     tokenize = tokens.tokenizer(how, how["source"], "test" in how["straighten"].split(), moses)
-    segment = subwords.segmenter(how["segmentation"], run.data / "bpe" / subwords.MODELS[how["segmentation"]])
+    segment = subwords.segmenter(
+        how["segmentation"], run.data / "bpe" / subwords.MODELS[how["segmentation"]], tokens.protected(how)
+    )
     tokenized = tokenize("".join(f"{line}\n" for line in lines).encode("utf-8")).decode("utf-8")
     return [segment(line).strip() for line in tokenized.split("\n")[:-1]]
 

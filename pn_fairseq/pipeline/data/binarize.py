@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -61,3 +62,9 @@ def make_bin(folder: Path, workers: int, flags: Sequence[str], texts: Mapping[st
             made, expected = sentences(partial / f"{name}.idx"), count_lines(folder / text)
             if made != expected:
                 raise UserError(f"{partial} has {made} sentences of {text}, which has {expected}: some were lost")
+
+
+def unknown_shares(folder: Path) -> dict[str, str]:
+    """Text, as ``train.en`` -> the percentage of its subwords that fairseq-preprocess replaced by <unk>."""
+    log = (folder / "preprocess.log").read_text("utf-8")
+    return dict(re.findall(r"(?:bpe|tok)/(\S+): \d+ sents, \d+ tokens, ([\d.]+)% replaced", log))

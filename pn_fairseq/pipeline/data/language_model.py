@@ -7,14 +7,13 @@ counts.txt has the tokens and lines of each split, the vocabulary, and the share
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from pn_fairseq.common.command import UserError
 from pn_fairseq.common.files import count_lines
 from pn_fairseq.pipeline.data import pairs, tokens
-from pn_fairseq.pipeline.data.binarize import SPLITS, make_bin
+from pn_fairseq.pipeline.data.binarize import SPLITS, make_bin, unknown_shares
 from pn_fairseq.pipeline.data.parallel import Work
 from pn_fairseq.pipeline.data.preparation import Preparation
 from pn_fairseq.pipeline.data.settings import DEFAULTS
@@ -92,6 +91,5 @@ def _unknown(folder: Path) -> dict[str, object]:
     """Size of fairseq's dictionary without its own symbols, and the share of each split that is <unk>."""
     types = [line.split() for line in (folder / "dict.txt").read_text("utf-8").splitlines()]
     words = [word for word, _ in types if not word.startswith("madeupword")]
-    log = (folder / "preprocess.log").read_text("utf-8")
-    shares = re.findall(r"tok/(\w+)\.txt: \d+ sents, \d+ tokens, ([\d.]+)% replaced", log)
-    return {"vocabulary": len(words), **{f"{split}.unk_percent": share for split, share in shares}}
+    shares = {text.removesuffix(".txt"): share for text, share in unknown_shares(folder).items()}
+    return {"vocabulary": len(words), **{f"{split}.unk_percent": share for split, share in shares.items()}}

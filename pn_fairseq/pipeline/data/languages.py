@@ -1,5 +1,7 @@
 """Tags of languages, such as ``de``, ``pt-BR`` and ``zho_Hans``."""
 
+import importlib.util
+
 from langcodes import Language, standardize_tag
 from langcodes.tag_parser import LanguageTagError
 
@@ -13,3 +15,13 @@ def language_of(tag: str) -> str:
         return Language.get(standardize_tag(tag, macro=True)).language or tag
     except LanguageTagError:
         return tag
+
+
+#: Language -> the package that sacrebleu needs to tokenize it, and the module that shows whether it is installed.
+_PACKAGES = {"ja": ("sacrebleu[ja]", "MeCab"), "ko": ("sacrebleu[ko]", "mecab_ko")}
+
+
+def missing_package(tag: str) -> str | None:
+    """What ``pip`` has to install before sacrebleu can tokenize the language; None if nothing."""
+    package, module = _PACKAGES.get(language_of(tag), (None, "sys"))
+    return None if importlib.util.find_spec(module) else package

@@ -118,15 +118,19 @@ def segments(path: Path, blanks: str | None = None) -> Iterator[str]:
 
 def append(reader: Reader, path: Path, output: Path) -> int:
     """Append the sentences of a published file to a file of text, one a line, and return their number."""
-    count = empty = 0
+    count = empty = escaped = 0
     output.parent.mkdir(parents=True, exist_ok=True)
     with output.open("ab") as file:
         for line in reader(path):
             sentence = line.removesuffix("\n")
             count, empty = count + 1, empty + (not sentence.strip())
+            escaped += reader is as_is and ("&apos;" in sentence or "&quot;" in sentence)
             file.write(f"{sentence}\n".encode(errors="surrogateescape"))
     if not count:
         raise UserError(f"{path} is empty, or no text that can be read here")
+    if escaped:
+        what = "Moses' entities, such as &apos;: text that is tokenized already is taken as it is by --tokenized"
+        say("prepare", f"note: {escaped} of the {count} lines of {path} have {what}")
     if empty:
         say("prepare", f"note: {empty} of the {count} lines of {path} are empty")
     return count

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import os
+import re
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,9 +23,13 @@ from typing import BinaryIO
 from pn_fairseq.common.command import UserError, say, whole
 from pn_fairseq.common.files import checksum, count_lines, read_settings, scratch_folder, write_lines, write_settings
 from pn_fairseq.pipeline import stamp
-from pn_fairseq.pipeline.data import archives, pairs, settings, subwords, tokens
-from pn_fairseq.pipeline.data.binarize import SPLITS, make_bin
+from pn_fairseq.pipeline.data import archives, languages, pairs, settings, subwords, tokens
+from pn_fairseq.pipeline.data.binarize import SPLITS, make_bin, unknown_shares
 from pn_fairseq.pipeline.data.parallel import Work, per_line, transform
+from pn_fairseq.pipeline.data.restored import compare
+
+#: Lines of validation and test of which it is seen whether detokenization gives a text back.
+COMPARED = 2000
 
 #: Options of several recipes: flag -> arguments of argparse's ``add_argument``.
 CORPUS = {"--corpus": {"metavar": "DIR", "required": True, "help": "the folder with the text"}}
@@ -72,6 +78,7 @@ class Preparation(contextlib.ExitStack):
         self._moses, self._segmentation, self._mirror = moses, segmentation, mirror
         self.splits: Sequence[str] = SPLITS  # further test sets are test1, test2, ..., as fairseq calls them
         self._archives: Sequence[Path] = ()
+        self._like: Path | None = None  # the prepared data whose subwords and dictionaries are used
 
     def begin(self, name: str, **values: object) -> None:
         """Take the settings of a translation corpus that differ from their defaults, and open ``dest``."""
@@ -79,12 +86,33 @@ class Preparation(contextlib.ExitStack):
             raise UserError("--moses: this text comes in tokens; leave the option out")
         values |= {"tokenizer": "moses"} if self._moses else {}
         values = {"segmentation": self._segmentation, **values}
-        if unknown := values.keys() - settings.DEFAULTS.keys():
+        if unknown := values.keys() - {*settings.DEFAULTS, *settings.OPTIONAL}:
             raise TypeError(f"there is no setting {', '.join(unknown)}")
         complete = {**settings.DEFAULTS, **{name: str(value) for name, value in values.items()}}
         if complete["tokenizer"] == "moses":
             tokens.checkout(complete, self._moses)
+        if package := languages.missing_package(complete["target"]):
+            say("prepare", f"note: detokenized BLEU of {complete['target']} needs: pip install '{package}'")
         self.open(name, complete)
+
+    def begin_like(self, other: Path, **given: str | None) -> None:
+        """Take the settings, subwords and dictionaries of other prepared data, and open ``dest``.
+
+        Args:
+            given: settings that the user named and the other data must have.
+        """
+        self._like, old = other.absolute(), read_settings(other / "settings.txt")
+        if not old.get("source") or not (other / "bin").is_dir():
+            raise UserError(f"'{other}' is no prepared data of a translation corpus (--like)")
+        for name, value in given.items():
+            if value not in (None, old[name]):
+                raise UserError(f"'{other}' has {name}={old[name]}, not {value} (--like)")
+        # Cleaning and a part for validation are not settings of the model.
+        kept = [name for name in (*settings.DEFAULTS, *settings.OPTIONAL) if name not in ("clean", "valid_every")]
+        values = {name: old[name] for name in kept if name in old}
+        if self._moses and values["tokenizer"] == "moses":
+            del values["tokenizer"]
+        self.begin("", **values)
 
     def open(self, name: str, made_with: dict[str, str]) -> None:
         """Make ``dest``, by default ``runs/data/NAME``, and keep other preparations out of it until this one ends."""
@@ -175,9 +203,13 @@ class Preparation(contextlib.ExitStack):
         new, folder = self.partial / "text", self.dest / to
         texts = [(new if new.exists() else folder) / name for name in self.files()]
         sums = {path.name: checksum(path) for path in texts if path.exists()}
+        given = self.partial / "codes"
         if codes:
-            write_lines(given := self.partial / "codes", subwords.merges(codes))
-            sums["codes"] = checksum(given)
+            write_lines(given, subwords.merges(codes))
+        elif self._like and (model := self._like / "bpe" / subwords.MODELS[self.settings["segmentation"]]).is_file():
+            shutil.copyfile(model, given)
+        sums |= {"codes": checksum(given)} if given.exists() else {}
+        sums |= {path.name: checksum(path) for path in self._dictionaries()}
         settings.check(self.dest, self.settings, sums)
         wanted, outputs = {**self.settings, **sums}, (self.dest / "bin", self.dest / "counts.txt")
         if stamp.done("prepare", self.dest / "settings.txt", wanted, *outputs):
@@ -263,6 +295,19 @@ class Preparation(contextlib.ExitStack):
             return tokens.tokenizer(used, lang, split in straight, self._moses)
 
         self.transform(f"tokenizing with {tool}", source, to, work, splits)
+        for lang in (self.settings["source"], self.settings["target"]):
+            names = [f"{split}.{lang}" for split in splits or self.splits if split != "train"]
+            notes = (self._unrestored(self.dest / source / name, self.dest / to / name) for name in names)
+            if note := next(filter(None, notes), None):
+                say("prepare", note)
+
+    def _unrestored(self, raw: Path, tok: Path) -> str | None:
+        """A note if detokenization does not give a text back, judged by its first :data:`COMPARED` lines."""
+        before, tokenized = ([*itertools.islice(pairs.lines(path), COMPARED)] for path in (raw, tok))
+        after = tokens.detokenize([line.removesuffix("\n") for line in tokenized], raw.suffix[1:])
+        for pattern in tokens.protected(self.settings):
+            before, after = ([re.sub(pattern, " ", line) for line in lines] for lines in (before, after))
+        return compare(before, after, self.settings["lower"] == "1").note(raw.name)
 
     def select(self) -> None:
         """Write raw/ and tok/, the pairs of text/ and stages/tok/ that are kept, removed.tsv and counts.txt.
@@ -317,16 +362,23 @@ class Preparation(contextlib.ExitStack):
         self.take_codes()
         if not model.exists():
             say("prepare", f"learning {size} BPE operations on both languages with {kind}")
-            subwords.learn(kind, size, model, [self.dest / "tok" / name for name in self.files(["train"])])
-        work = per_line(subwords.segmenter(kind, model))
+            train = [self.dest / "tok" / name for name in self.files(["train"])]
+            subwords.learn(kind, size, model, train, tokens.protected(self.settings))
+        work = per_line(subwords.segmenter(kind, model, tokens.protected(self.settings)))
         self.transform("applying BPE", "tok", "bpe", lambda *_: work)
 
     def take_codes(self) -> None:
         """Move the codes that :meth:`keep_text` was given, if any, to bpe/."""
-        given, codes = self.partial / "codes", self.dest / "bpe" / subwords.MODELS["subword-nmt"]
+        given, model = self.partial / "codes", self.dest / "bpe" / subwords.MODELS[self.settings["segmentation"]]
         if given.exists():
-            codes.parent.mkdir(parents=True, exist_ok=True)
-            given.replace(codes)
+            model.parent.mkdir(parents=True, exist_ok=True)
+            given.replace(model)
+
+    def _dictionaries(self) -> list[Path]:
+        """The dictionaries of the other data that this is prepared like: one, or one for each language."""
+        sides = [self.settings["source"], self.settings["target"]] if self._like else []
+        joined = self.settings.get("separate_dictionaries") == "0"
+        return [self._like / f"bin/dict.{lang}.txt" for lang in sides[: 1 if joined else 2]]
 
     def binarize(self, expected: str = "") -> None:
         """Make fairseq's binary data, bin/, from bpe/. ``expected``: the counts that the original text gives."""
@@ -334,9 +386,18 @@ class Preparation(contextlib.ExitStack):
         flags = ["--source-lang", source, "--target-lang", target, "--trainpref=bpe/train", "--validpref=bpe/valid"]
         flags += ["--testpref=" + ",".join(f"bpe/{split}" for split in self.splits[2:])]
         flags += ["--joined-dictionary"] if self.settings["separate_dictionaries"] == "0" else []
+        flags += [
+            f"{flag}={path}" for flag, path in zip(("--srcdict", "--tgtdict"), self._dictionaries(), strict=False)
+        ]
         names = (name.split(".") for name in self.files())
         texts = {f"{split}.{source}-{target}.{lang}": f"bpe/{split}.{lang}" for split, lang in names}
         make_bin(self.dest, self.workers, flags, texts)
+        if self._like:
+            for text, share in unknown_shares(self.dest / "bin").items():
+                if share != "0.0":
+                    say(
+                        "prepare", f"note: {share}% of the subwords of {text} are not in the dictionary of {self._like}"
+                    )
         self.finish({split: count_lines(self.dest / f"raw/{split}.{source}") for split in self.splits}, expected)
 
     def finish(self, counts: Mapping[str, object], expected: str = "") -> None:

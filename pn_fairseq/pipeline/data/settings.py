@@ -31,6 +31,11 @@ DEFAULTS = {
     "valid_every": "0",  # N: each N-th training pair that is kept is for validation; 0: the text has a validation set
 }
 
+#: Settings that are written only where they are set.
+OPTIONAL = (
+    "protect",  # a JSON list of regular expressions: text that no step changes
+)
+
 
 def check(dest: Path, settings: Mapping[str, str], sums: Mapping[str, str]) -> None:
     """Refuse a folder that was begun with other settings or other text. Subwords may change until they are learned.

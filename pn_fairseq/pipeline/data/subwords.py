@@ -8,11 +8,13 @@ subwords gives it back.
 from __future__ import annotations
 
 import io
+import itertools
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from unittest import mock
 
-from pn_fairseq.common.command import UserError
+from pn_fairseq.common.command import UserError, say
 from pn_fairseq.common.files import atomic_write
 from pn_fairseq.pipeline.data import pairs
 from pn_fairseq.pipeline.data.parallel import progress
@@ -31,6 +33,8 @@ def _learn_subword_nmt(lines: Iterator[str], operations: int) -> bytes:
             learn_bpe.learn_bpe(lines, codes, operations)
     except ValueError:  # the maximum of no pairs
         raise UserError("the training text has no word of two characters to learn BPE from") from None
+    if (learned := codes.getvalue().count("\n") - 1) < operations:  # without the line of the version
+        say("prepare", f"note: the text has {learned:,} merges, fewer than --bpe {operations:,}; all of them are used")
     return codes.getvalue().encode()
 
 
@@ -59,13 +63,28 @@ def _learn_sentencepiece(lines: Iterator[str], operations: int) -> bytes:
     return model.getvalue()
 
 
-def learn(kind: str, operations: int, model: Path, texts: Sequence[Path]) -> None:
+def matcher(protected: Sequence[str]) -> Callable[[str], bool]:
+    """The function that says whether one of these regular expressions matches a whole token."""
+    patterns = [re.compile(pattern) for pattern in protected]
+    return lambda token: any(pattern.fullmatch(token) for pattern in patterns)
+
+
+def learn(kind: str, operations: int, model: Path, texts: Sequence[Path], protected: Sequence[str] = ()) -> None:
     """Write the model, learned from tokenized text of both languages.
 
-    ``operations`` is the number of merges, or the size of sentencepiece's vocabulary.
+    Args:
+        operations: the number of merges, or the size of sentencepiece's vocabulary.
+        protected: regular expressions of tokens that are left out.
     """
-    lines = (line.removesuffix("\n") for path in texts for line in pairs.lines(path))
-    content = {"subword-nmt": _learn_subword_nmt, "sentencepiece": _learn_sentencepiece}[kind](lines, operations)
+    whole = matcher(protected)
+
+    def lines() -> Iterator[str]:
+        for path in texts:
+            for line in pairs.lines(path):
+                tokens = line.removesuffix("\n")
+                yield " ".join(token for token in tokens.split(" ") if not whole(token)) if protected else tokens
+
+    content = {"subword-nmt": _learn_subword_nmt, "sentencepiece": _learn_sentencepiece}[kind](lines(), operations)
     model.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(model) as file:
         file.write(content)
@@ -107,14 +126,31 @@ def join(line: str) -> str:
     return f"{line} ".replace("@@ ", "").removesuffix(" ")
 
 
-def segmenter(kind: str, model: Path) -> Callable[[str], str]:
-    """The function that turns a line of tokens into a line of subwords."""
+def segmenter(kind: str, model: Path, protected: Sequence[str] = ()) -> Callable[[str], str]:
+    """The function that turns a line of tokens into a line of subwords.
+
+    ``protected``: regular expressions of tokens that stay whole.
+    """
+    if not model.is_file():
+        raise UserError(
+            f"{model} does not exist: the text came in subwords, without the codes (--codes) for other text"
+        )
     if kind == "sentencepiece":
         from sentencepiece import SentencePieceProcessor
 
-        encode = SentencePieceProcessor(model_file=str(model)).encode
-        return lambda line: " ".join(encode(line, out_type=str))
+        processor, whole = SentencePieceProcessor(model_file=str(model)), matcher(protected)
+
+        def segment(line: str) -> str:
+            pieces: list[str] = []
+            for is_whole, tokens in itertools.groupby(line.split(" "), whole):
+                if is_whole:
+                    pieces += (f"\u2581{token}" for token in tokens)
+                else:
+                    pieces += processor.encode(" ".join(tokens), out_type=str)
+            return " ".join(pieces)
+
+        return segment
     from subword_nmt.apply_bpe import BPE
 
     with model.open(encoding="utf-8") as file:
-        return BPE(file).process_line
+        return BPE(file, glossaries=[f"(?:{pattern})" for pattern in protected]).process_line

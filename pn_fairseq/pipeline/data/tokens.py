@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import re
 import subprocess
 from collections.abc import Callable, Iterable, Mapping
@@ -45,6 +47,10 @@ def checkout(settings: Mapping[str, str], moses: Path | None) -> Path:
     return moses.absolute()
 
 
+#: Control characters that Moses deletes and Python takes for white space.
+_DELETED = dict.fromkeys(range(0x1C, 0x20))
+
+
 def sacremoses(settings: Mapping[str, str], lang: str, straighten: bool = False) -> Callable[[str], str]:
     """The function that turns a sentence into tokens with one blank between them.
 
@@ -56,6 +62,7 @@ def sacremoses(settings: Mapping[str, str], lang: str, straighten: bool = False)
     import regex
     from sacremoses import MosesPunctNormalizer, MosesTokenizer
 
+    lang = language_of(lang)
     steps: list[Callable[[str], str]] = []
     if straighten:
         steps.append(lambda line: line.replace("’", "'"))
@@ -69,6 +76,7 @@ def sacremoses(settings: Mapping[str, str], lang: str, straighten: bool = False)
         steps.append(lambda line: other.sub(" ", line))
     tokenize = MosesTokenizer(lang).tokenize
     aggressive = settings["aggressive"] == "1"  # hyphens within words become tokens @-@
+    steps.append(lambda line: line.translate(_DELETED))
     steps.append(lambda line: tokenize(line, aggressive_dash_splits=aggressive, return_str=True))
     if settings["tokenizer"] == SACREMOSES:
         steps.append(lambda line: FINAL_STOP.sub(" .", line))
@@ -86,8 +94,8 @@ def sacremoses(settings: Mapping[str, str], lang: str, straighten: bool = False)
 def moses(checkout: Path, settings: Mapping[str, str], lang: str, straighten: bool = False) -> Work:
     """The same by Moses' own Perl scripts in a checkout of mosesdecoder, for many lines at a time."""
     flags = {
-        "normalize": [lang],  # by position: older versions of the script know no -l
-        "tokenizer": ["-q", "-l", lang, *(["-a"] if settings["aggressive"] == "1" else [])],
+        "normalize": [language_of(lang)],  # by position: older versions of the script know no -l
+        "tokenizer": ["-q", "-l", language_of(lang), *(["-a"] if settings["aggressive"] == "1" else [])],
     }
     commands = [["perl", str(checkout / path), *flags.get(name, [])] for name, path in scripts(settings).items()]
 
@@ -105,10 +113,43 @@ def moses(checkout: Path, settings: Mapping[str, str], lang: str, straighten: bo
     return work
 
 
+#: Stands for a protected text while the others are tokenized: a letter of Linear A, which no rule changes.
+_MARK = "\U00010640"
+
+
+def protected(settings: Mapping[str, str]) -> list[str]:
+    """The regular expressions of the text that must survive (the setting ``protect``)."""
+    return json.loads(settings.get("protect", "[]"))
+
+
 def tokenizer(
     settings: Mapping[str, str], lang: str, straighten: bool = False, checkout_of_moses: Path | None = None
 ) -> Work:
     """The tokenizer that the settings name, for :func:`pn_fairseq.pipeline.data.parallel.transform`."""
+    work = _unprotected(settings, lang, straighten, checkout_of_moses)
+    if not (patterns := protected(settings)):
+        return work
+    pattern = re.compile("|".join(f"(?:{pattern})" for pattern in patterns), re.MULTILINE)
+
+    def with_marks(text: bytes) -> bytes:
+        kept: list[str] = []
+
+        def keep(match: re.Match) -> str:
+            if match[0].split() != [match[0]]:
+                raise UserError(f"{match[0]!r} is to be protected, but is empty or has white space (--protect)")
+            kept.append(match[0])
+            return f" {_MARK} "
+
+        marked = pattern.sub(keep, text.decode("utf-8"))
+        parts = work(marked.encode()).decode("utf-8").split(_MARK)
+        if len(parts) != len(kept) + 1:
+            raise UserError(f"the text has {_MARK!r}, which --protect needs for itself")
+        return "".join(itertools.chain(*zip(parts, [*kept, ""], strict=True))).encode()
+
+    return with_marks
+
+
+def _unprotected(settings: Mapping[str, str], lang: str, straighten: bool, checkout_of_moses: Path | None) -> Work:
     if settings["tokenizer"] == NONE:
         case = str.lower if settings["lower"] == "1" else str
         return per_line(lambda line: " ".join(case(line).split()))

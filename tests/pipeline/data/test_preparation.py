@@ -1,13 +1,18 @@
 """Recipes and their options, and what a preparation says where another one works in the same folder."""
 
 import fcntl
+import inspect
+import re
 import threading
+from pathlib import Path
 
 import pytest
 
-from pn_fairseq.pipeline.data import tokens
+from pn_fairseq.pipeline.data import languages, pairs, subwords, tokens
 from pn_fairseq.pipeline.data.preparation import Preparation
 from pn_fairseq.pipeline.data.recipes import RECIPES
+from pn_fairseq.pipeline.runs import Run
+from pn_fairseq.pipeline.translate import to_subwords
 
 from ...scripts_helpers import ROOT, cut_corpus, verb
 
@@ -28,8 +33,7 @@ def test_every_corpus_has_its_wrapper_and_its_options_are_arguments():
     for name, recipe in RECIPES.items():
         text = (ROOT / f"scripts/prepare_{name}.sh").read_text()
         assert text.endswith(f'/pn" prepare {name} "$@"\n') and len(text.splitlines()) == 2
-        arguments = recipe.prepare.__code__.co_varnames[1 : recipe.prepare.__code__.co_argcount]
-        assert {flag[2:].replace("-", "_") for flag in recipe.OPTIONS} == set(arguments)
+        inspect.signature(recipe.prepare).bind(None, **{flag[2:].replace("-", "_"): None for flag in recipe.OPTIONS})
         assert not recipe.CONFIG or (ROOT / f"configs/{recipe.CONFIG}.yaml").is_file()
 
 
@@ -38,6 +42,8 @@ def test_every_corpus_has_its_wrapper_and_its_options_are_arguments():
     [
         (("--bpe", "many"), "", "--bpe: must be a whole number of at least 1, not 'many'"),
         (("--target", "es"), "", "--source and --target are both 'es'"),
+        (("--like", ROOT, "--keep-case"), "", "leave out --keep-case"),
+        (("--protect", ROOT / "LICENSE"), "", "LICENSE: line 3 has a group: write (?:...) for (...)"),
         ((), "unigram", "BPE must be subword-nmt or sentencepiece, not 'unigram'"),
     ],
 )
@@ -45,6 +51,104 @@ def test_values_that_cannot_be_used(options, kind, needle, corpus, monkeypatch, 
     monkeypatch.setenv("BPE", kind)
     assert run(corpus, *options) == 2
     assert needle in capsys.readouterr().err and not (corpus.parent / "data").exists()
+
+
+def prepare(corpus: Path, dest: Path, *options) -> int:
+    return verb("prepare")(["text", "--corpus", str(corpus), "--dest", str(dest), "--workers", "1", *map(str, options)])
+
+
+@pytest.mark.parametrize("kind", subwords.MODELS)
+def test_tags_that_survive(kind, corpus, monkeypatch, tmp_path):
+    """In front of a word, inside a line and alone, through tokens, subwords, and the text to translate."""
+    monkeypatch.setenv("BPE", kind)
+    for file in corpus.glob("*.e?"):
+        text = file.read_text("utf-8").splitlines()
+        file.write_text("".join(f"<2en>{line} [BT] <b>\n" for line in text), "utf-8")
+    (tmp_path / "tags").write_text("<2\\w\\w>\n\n\\[BT\\]\n")
+    languages = ("--source", "es", "--target", "en", "--bpe", 150)
+    assert prepare(corpus, tmp_path / "data", *languages, "--protect", tmp_path / "tags") == 0
+    for folder, mark in (("tok", ""), ("bpe", "\u2581" if kind == "sentencepiece" else "")):
+        for line in (tmp_path / f"data/{folder}/test.es").read_text("utf-8").splitlines():
+            words = line.split(" ")
+            assert words[0] == f"{mark}<2en>" and f"{mark}[BT]" in words and not any("<b" in word for word in words)
+    segment = subwords.segmenter(kind, tmp_path / "data/bpe" / subwords.MODELS[kind])
+    assert segment("<2en>") not in ("<2en>", "\u2581<2en>"), "it is no subword by itself"
+    (run := tmp_path / "run").mkdir()
+    (run / "data").write_text(f"{tmp_path / 'data'}\n")
+    (run / "config.yaml").write_text("task: {}\n")
+    (source,) = to_subwords(Run(run), ["<2en>Hola [BT]"])
+    assert source.split()[0].endswith("<2en>") and source.split()[-1].endswith("[BT]")
+
+
+def test_text_for_a_model_of_other_data(corpus, tmp_path, capsys):
+    """Its codes, dictionary and settings; characters that it lacks are counted."""
+    old, new = corpus.parent / "data", tmp_path / "new"
+    assert run(corpus, "--bpe", "150", "--keep-case") == 0
+    for name in ("train", "valid", "test"):
+        (corpus / f"{name}.es").write_text("Hola Ω, mundo\n" * 3)
+        (corpus / f"{name}.en").write_text("Hello\n" * 3)
+    assert prepare(corpus, new, "--like", old) == 0
+    said = capsys.readouterr().err.partition("complete")[2]
+    assert re.search(r"note: \d[\d.]+% of the subwords of train.es are not in the dictionary", said)
+    assert "learning" not in said
+    assert (new / "bin/dict.es.txt").read_bytes() == (old / "bin/dict.es.txt").read_bytes()
+    assert (new / "bpe/codes").read_bytes() == (old / "bpe/codes").read_bytes()
+    assert (new / "tok/test.es").read_text("utf-8").startswith("Hola Ω , mundo\n")
+    assert prepare(corpus, new, "--like", old) == 0 and "is complete" in capsys.readouterr().err
+    for options, needle in (
+        (("--like", old, "--target", "de"), "has target=en, not de"),
+        (("--like", old / "bin"), "settings.txt does not exist"),
+        ((), "--source and --target are required"),
+    ):
+        assert prepare(corpus, tmp_path / "third", *options) == 2
+        assert needle in capsys.readouterr().err and not (tmp_path / "third").exists()
+
+
+def test_languages_whose_scores_need_a_package(corpus, capsys, monkeypatch):
+    monkeypatch.setattr(languages.importlib.util, "find_spec", lambda name: None if "MeCab" in name else name)
+    for file in corpus.glob("*.en"):
+        file.rename(file.with_suffix(".jpn_Jpan"))
+    run(corpus, "--target", "jpn_Jpan")
+    assert "detokenized BLEU of jpn_Jpan needs: pip install 'sacrebleu[ja]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "needle"),
+    [
+        ("El Mu\u0308ller dijo .\n", "note: detokenization does not join words of 3 of 3 lines of valid.es again"),
+        ("El Mu\u0308ller dijo .\n", "normalize it to NFC first"),
+        ("\u0e07\u0e48\u0e32\u0e22\n", "give it in tokens of another tokenizer (--tokenized)"),
+        ("\u0645\u0627\u061f\n", "does not join the punctuation of 3 of 3 lines of valid.es"),
+        ('(uno), "dos"; tres!\n', ""),
+    ],
+)
+def test_what_detokenization_does_not_restore_is_said(text, needle, tmp_path, capsys):
+    with Preparation(tmp_path, workers=1) as data:
+        data.begin("", source="es", target="en")
+        data.splits = ["valid"]
+        (tmp_path / "raw").mkdir()
+        for lang, content in (("es", text * 3), ("en", "It\u2019s mine.\n")):
+            (tmp_path / f"raw/valid.{lang}").write_text(content, "utf-8")
+        data.tokenize("raw", "tok")
+    said = capsys.readouterr().err
+    assert needle in said and ("note:" in said) is bool(needle)
+
+
+def test_text_that_is_tokenized_already_is_said(tmp_path, capsys):
+    (tmp_path / "in").write_text("it &apos;s mine .\nand\n")
+    pairs.append(pairs.as_is, tmp_path / "in", tmp_path / "out")
+    assert "note: 1 of the 2 lines of" in (said := capsys.readouterr().err) and "--tokenized" in said
+    pairs.append(pairs.own_tokens, tmp_path / "in", tmp_path / "out")
+    assert not capsys.readouterr().err
+
+
+def test_an_error_leaves_nothing(corpus, capsys):
+    """Nor does it take anything away."""
+    (corpus / "test.es").write_text("")
+    assert run(corpus) == 2 and not (corpus.parent / "data").exists()
+    (corpus.parent / "data").mkdir()
+    (corpus.parent / "data/mine").touch()
+    assert run(corpus) == 2 and [path.name for path in (corpus.parent / "data").iterdir()] == ["mine"]
 
 
 def test_a_recipe_with_an_unknown_setting(tmp_path):
