@@ -139,7 +139,8 @@ def explain_misfit(error: Exception) -> str:
     match, meaning = (vocabulary or misfits)[0]
     advice = "use the settings of the model that the checkpoint was trained with, or another checkpoint"
     if vocabulary:
-        advice = "the checkpoint was trained with another vocabulary; use the data that it was trained on"
+        advice = "the checkpoint was trained with another vocabulary; use the data that it was trained on, or prepare "
+        advice += "other text with that data's vocabulary (pn prepare text --like DATA)"
     return f"the weights do not fit the model: {meaning.format(*match.groups())}; {advice}"
 
 

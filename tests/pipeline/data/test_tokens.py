@@ -31,6 +31,11 @@ def tokenize(line: str, lang: str = "en", straighten: bool = False, **changes: s
         ("de", "der Spieler im schwarzen Trikot mit der Nummer 10.", None),
         ("de", "Das war am 3. Mai.", "Das war am 3. Mai ."),
         ("de", "", ""),
+        # Moses deletes control characters that Python takes for white space, and a tab is a blank.
+        ("en", "one\x1ctwo \x1d three\tfour\x0bfive", "onetwo three four five"),
+        # The rules of a tag's language.
+        ("fra_Latn", "L'homme .", "L&apos; homme ."),
+        ("en-GB", "the man's", "the man &apos;s"),
     ],
 )
 def test_the_last_full_stop_is_a_token(lang, line, expected):
