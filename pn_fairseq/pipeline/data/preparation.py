@@ -297,7 +297,8 @@ class Preparation(contextlib.ExitStack):
         self.transform(f"tokenizing with {tool}", source, to, work, splits)
         for lang in (self.settings["source"], self.settings["target"]):
             names = [f"{split}.{lang}" for split in splits or self.splits if split != "train"]
-            notes = (self._unrestored(self.dest / source / name, self.dest / to / name) for name in names)
+            texts = [(self.dest / source / name, self.dest / to / name) for name in names]
+            notes = (self._unrestored(raw, tok) for raw, tok in texts if raw.exists())
             if note := next(filter(None, notes), None):
                 say("prepare", note)
 

@@ -1,6 +1,7 @@
 """Reading published text in pairs, and choosing among the pairs."""
 
 import gzip
+import lzma
 from pathlib import Path
 
 import pytest
@@ -45,7 +46,9 @@ def test_packed_text(tmp_path):
     (tmp_path / "x.de.gz").write_bytes(gzip.compress(b"eins\n" * 999)[:-9])
     with pytest.raises(UserError, match="x.de.gz is damaged or cut off"):
         list(pairs.as_is(tmp_path / "x.de"))
-    with pytest.raises(UserError, match="there is neither .*/y.de nor y.de.gz"):
+    (tmp_path / "z.de").write_bytes(lzma.compress(b"zwei\n"))
+    assert list(pairs.as_is(tmp_path / "z.de")) == ["zwei\n"]
+    with pytest.raises(UserError, match=r"there is no .*/y.de, plain or compressed \(.gz, .xz\)"):
         list(pairs.as_is(tmp_path / "y.de"))
 
 
