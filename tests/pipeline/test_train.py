@@ -284,8 +284,8 @@ def test_checkpoints_that_cannot_be_resumed_or_started_from(data, trained, tmp_p
         (
             {**state, "model": {**state["model"], key: state["model"][key][:-3]}},
             f"{key} is [373, 128] in the checkpoint and [376, 128] in the model; the checkpoint was trained with "
-            "another vocabulary; use the data that it was trained on, or prepare other text with that data's vocabulary "
-            "(pn prepare text --like DATA)",
+            "another vocabulary; use the data that it was trained on, or prepare other text with that data's "
+            "vocabulary (pn prepare text --like DATA)",
         ),
         ({**state, "model": missing}, "the checkpoint has no decoder.layers.1."),
         ({**state, "extra": Hostile()}, "system"),
