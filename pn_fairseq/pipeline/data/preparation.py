@@ -104,6 +104,8 @@ class Preparation(contextlib.ExitStack):
         self._like, old = other.absolute(), read_settings(other / "settings.txt")
         if not old.get("source") or not (other / "bin").is_dir():
             raise UserError(f"'{other}' is no prepared data of a translation corpus (--like)")
+        given |= {"tokenizer": "moses"} if self._moses else {}
+        given |= {"segmentation": self._segmentation} if self._segmentation != "subword-nmt" else {}
         for name, value in given.items():
             if value not in (None, old[name]):
                 raise UserError(f"'{other}' has {name}={old[name]}, not {value} (--like)")

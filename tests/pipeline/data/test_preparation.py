@@ -27,28 +27,23 @@ def run(corpus, *options: str) -> int:
     return verb("prepare")(["text", *map(str, flags), "--workers", "1"])
 
 
-def test_every_corpus_has_its_wrapper_and_its_options_are_arguments():
-    wrappers = {path.stem.removeprefix("prepare_") for path in (ROOT / "scripts").glob("prepare_*.sh")}
-    assert wrappers == RECIPES.keys()
-    for name, recipe in RECIPES.items():
-        text = (ROOT / f"scripts/prepare_{name}.sh").read_text()
-        assert text.endswith(f'/pn" prepare {name} "$@"\n') and len(text.splitlines()) == 2
+def test_the_options_of_every_corpus_are_its_arguments():
+    for recipe in RECIPES.values():
         inspect.signature(recipe.prepare).bind(None, **{flag[2:].replace("-", "_"): None for flag in recipe.OPTIONS})
         assert not recipe.CONFIG or (ROOT / f"configs/{recipe.CONFIG}.yaml").is_file()
 
 
 @pytest.mark.parametrize(
-    ("options", "kind", "needle"),
+    ("options", "needle"),
     [
-        (("--bpe", "many"), "", "--bpe: must be a whole number of at least 1, not 'many'"),
-        (("--target", "es"), "", "--source and --target are both 'es'"),
-        (("--like", ROOT, "--keep-case"), "", "leave out --keep-case"),
-        (("--protect", ROOT / "LICENSE"), "", "LICENSE: line 3 has a group: write (?:...) for (...)"),
-        ((), "unigram", "BPE must be subword-nmt or sentencepiece, not 'unigram'"),
+        (("--bpe", "many"), "--bpe: must be a whole number of at least 1, not 'many'"),
+        (("--target", "es"), "--source and --target are both 'es'"),
+        (("--like", ROOT, "--keep-case"), "leave out --keep-case"),
+        (("--protect", ROOT / "LICENSE"), "LICENSE: line 3 has a group: write (?:...) for (...)"),
+        (("--segmentation", "unigram"), "--segmentation: invalid choice: 'unigram'"),
     ],
 )
-def test_values_that_cannot_be_used(options, kind, needle, corpus, monkeypatch, capsys):
-    monkeypatch.setenv("BPE", kind)
+def test_values_that_cannot_be_used(options, needle, corpus, capsys):
     assert run(corpus, *options) == 2
     assert needle in capsys.readouterr().err and not (corpus.parent / "data").exists()
 
@@ -58,14 +53,13 @@ def prepare(corpus: Path, dest: Path, *options) -> int:
 
 
 @pytest.mark.parametrize("kind", subwords.MODELS)
-def test_tags_that_survive(kind, corpus, monkeypatch, tmp_path):
+def test_tags_that_survive(kind, corpus, tmp_path):
     """In front of a word, inside a line and alone, through tokens, subwords, and the text to translate."""
-    monkeypatch.setenv("BPE", kind)
     for file in corpus.glob("*.e?"):
         text = file.read_text("utf-8").splitlines()
         file.write_text("".join(f"<2en>{line} [BT] <b>\n" for line in text), "utf-8")
     (tmp_path / "tags").write_text("<2\\w\\w>\n\n\\[BT\\]\n")
-    languages = ("--source", "es", "--target", "en", "--bpe", 150)
+    languages = ("--source", "es", "--target", "en", "--bpe", 150, "--segmentation", kind)
     assert prepare(corpus, tmp_path / "data", *languages, "--protect", tmp_path / "tags") == 0
     for folder, mark in (("tok", ""), ("bpe", "\u2581" if kind == "sentencepiece" else "")):
         for line in (tmp_path / f"data/{folder}/test.es").read_text("utf-8").splitlines():
@@ -76,7 +70,7 @@ def test_tags_that_survive(kind, corpus, monkeypatch, tmp_path):
     (run := tmp_path / "run").mkdir()
     (run / "data").write_text(f"{tmp_path / 'data'}\n")
     (run / "config.yaml").write_text("task: {}\n")
-    (source,) = to_subwords(Run(run), ["<2en>Hola [BT]"])
+    (source,) = to_subwords(Run(run), ["<2en>Hola [BT]"], None)
     assert source.split()[0].endswith("<2en>") and source.split()[-1].endswith("[BT]")
 
 
@@ -98,6 +92,8 @@ def test_text_for_a_model_of_other_data(corpus, tmp_path, capsys):
     for options, needle in (
         (("--like", old, "--target", "de"), "has target=en, not de"),
         (("--like", old / "bin"), "settings.txt does not exist"),
+        (("--like", old, "--segmentation", "sentencepiece"), "has segmentation=subword-nmt, not sentencepiece"),
+        (("--like", old, "--moses", old), "has tokenizer=sacremoses+final-stop, not moses"),
         ((), "--source and --target are required"),
     ):
         assert prepare(corpus, tmp_path / "third", *options) == 2

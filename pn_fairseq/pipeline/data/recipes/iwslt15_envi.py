@@ -19,7 +19,7 @@ URLS = [f"{URL}/{name}.{lang}" for name, _ in SPLITS.values() for lang in ("en",
 
 
 def prepare(data: Preparation, archive: str | None, bpe: int) -> None:
-    # The tokenizer of the published text. Nothing is tokenized here, also not by MOSES.
+    # The tokenizer of the published text. Nothing is tokenized here.
     data.begin(CONFIG, source="en", target="vi", tokenizer=WITHOUT_FINAL_STOP, bpe=bpe, separate_dictionaries=1)
 
     # 1. The published tokens, as they are (DEST/text/tokens): they were tokenized as Moses' scripts do it, with ' as
