@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pn_fairseq.common.command import ArgumentParser, UserError, did_you_mean, whole
 from pn_fairseq.common.files import atomic_write
-from pn_fairseq.common.published import LM_NAMES, PAPER
+from pn_fairseq.common.published import LM_PAPER, PAPER, read_table
 
 _EPILOG = """\
 example:
@@ -46,10 +46,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--subset", default="test", help="decoded subset to report on (default: test)")
     parser.add_argument(
         "--paper",
-        choices=("auto", *PAPER, *LM_NAMES, "none"),
+        metavar="TABLE",
         default="auto",
-        help="the published table to show next to the results; for language models Table 2 (ptb) or 3 (wikitext103) of "
-        "the PowerNorm paper, or the column Enwik8 of the AdaNorm paper (default: by the data)",
+        help="the published table to show next to the results: a YAML file of yours (docs/compare.md), none, or one of "
+        f"{', '.join(PAPER)}; for language models Table 2 (ptb) or 3 (wikitext103) of the PowerNorm paper, or the "
+        "column Enwik8 of the AdaNorm paper (enwik8); default: by the data",
     )
     parser.add_argument(
         "--planned",
@@ -72,6 +73,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     from pn_fairseq.report.significance import SHORT_NAMES
     from pn_fairseq.report.systems import group
 
+    paper = args.paper
+    if paper.endswith((".yaml", ".yml")):
+        paper = read_table(Path(paper))
+    elif paper not in (known := ("auto", *PAPER, *LM_PAPER, "none")):
+        raise UserError(
+            f"--paper {paper}: there is no such table{did_you_mean(paper, known)}; there are {', '.join(known)}"
+        )
     planned = []
     for text in args.planned:
         system, _, measure = text.rpartition(":")
@@ -88,14 +96,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     if len(kinds) > 1:
         raise UserError("some runs are language models and some are not: report on them apart")
     language_models = kinds == {True}
-    if args.paper in LM_NAMES and not language_models:
-        raise UserError(f"--paper {args.paper} is of language models, and the runs are not")
+    if args.paper not in ("auto", "none") and language_models is not (args.paper in LM_PAPER):
+        raise UserError(
+            f"--paper {args.paper} is {'not ' if language_models else ''}of language models, unlike the runs"
+        )
 
     resamples = args.resamples or RESAMPLES
     if language_models:
-        about = functools.partial(perplexity.about, subset=args.subset, paper=args.paper)
+        about = functools.partial(perplexity.about, subset=args.subset, paper=paper)
     else:
-        about = functools.partial(tables.about, paper=args.paper, resamples=resamples)
+        about = functools.partial(tables.about, paper=paper, resamples=resamples)
     shown = {"language_models": language_models, "subset": args.subset, "resamples": resamples}
     try:
         args.output.mkdir(parents=True, exist_ok=True)

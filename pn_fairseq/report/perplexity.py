@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pandas
 
-from pn_fairseq.common.published import LM_NAMES, LM_OTHERS, LM_PAPER, LM_SENTENCE, LM_SOURCE, LM_TOKENS
+from pn_fairseq.common.published import LM_PAPER
 from pn_fairseq.report.markdown import missing
 from pn_fairseq.report.systems import Corpus
 from pn_fairseq.report.tables import number, results
@@ -12,22 +12,22 @@ from pn_fairseq.report.tables import number, results
 
 def _published(corpus: Corpus, paper: str, subset: str) -> dict | None:
     """The paper's table of the corpus, and the numbers of tokens of runs on ``others`` than its text."""
-    name = (corpus.data or {}).get("corpus") if paper == "auto" else LM_NAMES.get(paper)
+    names = {known["name"]: key for key, known in LM_PAPER.items()}
+    name = names.get((corpus.data or {}).get("corpus")) if paper == "auto" else paper
     if name not in LM_PAPER:
         return None
-    measure, source = LM_OTHERS.get(name, ("perplexity", LM_SOURCE))
-    digits = 1 if measure == "perplexity" else 2
+    known = LM_PAPER[name]
+    digits = 1 if known["measure"] == "perplexity" else 2
     rows = [
         {"published": model}
         | {"validation": missing("–") if valid is None else number(valid, digits)}
         | {"test": number(test, digits)}
-        for model, (valid, test) in LM_PAPER[name].items()
+        for model, (valid, test) in known["rows"].items()
     ]
-    tokens = LM_TOKENS.get(name, {}).get(subset)
+    tokens = known.get("tokens", {}).get(subset)
     counted = {run.perplexity.tokens for run in corpus.runs if run.perplexity}
     others = sorted(counted - {tokens}) if tokens else []
-    about = {"name": name, "measure": measure, "source": source, "note": LM_SENTENCE if source == LM_SOURCE else None}
-    return about | {"table": pandas.DataFrame(rows), "tokens": tokens, "others": others}
+    return {**known, "table": pandas.DataFrame(rows), "tokens": tokens, "others": others}
 
 
 def about(corpus: Corpus, subset: str, paper: str) -> dict:

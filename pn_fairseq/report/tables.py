@@ -139,7 +139,7 @@ def results(corpus: Corpus, measures: Mapping[str, str], verb: str, paper: Table
                 bleu = published[label].bleu if label in published else None
                 known = bleu is not None and not math.isnan(bleu)
                 absent = missing("not in the paper" if bleu is None else "diverges")
-                row["paper"] = number(bleu, 1) if known else absent
+                row["paper"] = str(bleu) if known else absent
                 row["difference"] = signed(mean - bleu) if known and measured else missing("–")
         rows.append(row)
     return pandas.DataFrame(rows)
@@ -348,19 +348,30 @@ def _signatures(corpus: Corpus) -> dict[str, list[str]]:
     return {title: sorted(of_score) for title, of_score in signatures.items()}
 
 
-def about(corpus: Corpus, paper: str, resamples: int) -> dict:
-    """What ``translation.md.j2`` shows of the runs on a corpus."""
+def about(corpus: Corpus, paper: str | Table, resamples: int) -> dict:
+    """What ``translation.md.j2`` shows of the runs on a corpus.
+
+    ``paper``: a table, the name of one, auto or none.
+    """
     runs = corpus.runs
     size = next((run.decoded for run in runs if run.decoded), None)
     # Runs that were scored before a metric existed are shown without it.
     metrics = {name: metric.title for name, metric in METRICS.items() if any(run.score(name) for run in runs)}
     titles = metrics or {name: metric.title for name, metric in METRICS.items()}
     name = (recognise(corpus.data or {}, size) or "none") if paper == "auto" else paper
-    table = PAPER.get(name)
+    table = name if isinstance(name, Table) else PAPER.get(name)
+    rows = _published(corpus, table)
     return {
         "results": results(corpus, titles, "scored", table),
         "paper": table,
-        "otherwise": {label: row.missing(corpus.settings[label]) for label, row in _published(corpus, table).items()},
+        "otherwise": {label: row.missing(corpus.settings[label]) for label, row in rows.items()},
+        "score_lines": [
+            (label, row, run.seed, run.score("tokenized"))
+            for label, row in rows.items()
+            if row.signature
+            for run in corpus.members(label)
+            if run.scores
+        ],
         "size": size,
         "split": bool(table)
         and any(run.score("tokenized").compound_split != table.compound_split for run in runs if run.scores),

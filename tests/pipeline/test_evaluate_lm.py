@@ -13,7 +13,7 @@ import torch
 from pn_fairseq.common.checkpoints import load_checkpoint
 from pn_fairseq.common.command import UserError
 from pn_fairseq.common.probe_files import read_probe
-from pn_fairseq.common.published import LM_SENTENCE
+from pn_fairseq.common.published import LM_PAPER
 from pn_fairseq.pipeline.evaluate_lm import Perplexity, read_perplexity, result_file, unit_of
 from pn_fairseq.pipeline.training_log import read_log
 
@@ -281,7 +281,7 @@ def test_report(work, tmp_path):
     assert "have no causal mask" in page and (tmp_path / "report-curves-1.png").stat().st_size > 10_000
     call("report", *runs, "--output", tmp_path, "--paper", "ptb")
     page = (tmp_path / "report.md").read_text("utf-8")
-    assert page.count(LM_SENTENCE) == 1 and "core-1 + PN" in page and "47.6" in page
+    assert page.count(LM_PAPER["ptb"]["note"]) == 1 and "core-1 + PN" in page and "47.6" in page
     tokens = read_perplexity(runs[0]).tokens
     assert f"their test set has {tokens} tokens, that of PTB 82430. The perplexities cannot be compared." in page
 

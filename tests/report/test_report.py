@@ -402,6 +402,22 @@ def test_paper(options, data, expected, tmp_path):
     assert not page.says("from other papers") and page.says("the norms inside the layers stay LN")
 
 
+def test_a_published_table_of_ones_own(tmp_path):
+    """Beside the systems with its settings, with the published score line and the line of every run."""
+    table = tmp_path / "published.yaml"
+    table.write_text(
+        "source: A. Author 2026\nexact: true\nrows:\n"
+        "- {label: Their LN, norm: layer, bleu: 41.02, signature: '71.0/47.5 (BP = 0.999)', settings: {dropout: 0.3}}\n"
+    )
+    runs = [make_run(tmp_path / name, "ln", model__dropout=dropout) for name, dropout in (("ln", 0.3), ("other", 0.1))]
+    page = report(*runs, output=tmp_path / "out", options=("--paper", table))
+    papers = [row["paper"] for row in page.table("norm", "seeds scored")]
+    assert sorted(papers) == ["41.02", "not in the paper"]
+    assert page.says("Paper: tokenized BLEU. A. Author 2026.")
+    assert page.says("Their LN, as published: 71.0/47.5 (BP = 0.999).") and page.says("seed 1: 3")
+    assert not page.says("Not comparable")
+
+
 def test_rows_of_a_table_that_share_a_norm(tmp_path):
     """Each system is shown with the row whose settings it has."""
     runs = []
@@ -869,7 +885,11 @@ def test_only_its_own_files_are_written(tmp_path):
         (["RUN", "--output", "file/out"], ["cannot write to --output file/out"]),
         (["RUN"], ["--output"]),
         (["--output", "out"], ["RUN"]),
-        (["RUN", "--output", "out", "--paper", "wmt99"], ["--paper", "wmt99"]),
+        (["RUN", "--output", "out", "--paper", "wmt99"], ["--paper wmt99: there is no such table", "powernorm-1"]),
+        (["RUN", "--output", "out", "--paper", "ptb"], ["--paper ptb is of language models, unlike the runs"]),
+        (["RUN", "--output", "out", "--paper", "no.yaml"], ["no.yaml: No such file"]),
+        (["RUN", "--output", "out", "--paper", "run/config.yaml"], ["config.yaml has no list of rows"]),
+        (["RUN", "--output", "out", "--paper", "key.yaml"], ["row 1: unknown key 'blue', did you mean 'bleu'?"]),
         (["RUN", "--output", "out", "--resamples", "0"], ["--resamples"]),
         (["RUN", "--output", "out", "--planned", "PN"], ["--planned 'PN'", "MEASURE is bleu"]),
         (["RUN", "--output", "out", "--planned", "PNV:loss"], ["--planned PNV: there is no such system"]),
@@ -878,13 +898,14 @@ def test_only_its_own_files_are_written(tmp_path):
 def test_mistakes_get_one_line(arguments, needles, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     make_run(tmp_path / "run")
+    (tmp_path / "key.yaml").write_text("rows: [{label: LN, norm: layer, blue: 3}]")
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("")
     assert main([argument.replace("RUN", "run") for argument in arguments]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and error.startswith("pn report: error: ")
     assert all(needle in error for needle in needles), error
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "file", "run"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "file", "key.yaml", "run"]
 
 
 def test_a_table_with_a_hole_is_refused():
