@@ -100,7 +100,8 @@ def read_table(file: Path) -> Table:
         raise UserError(f"{file} cannot be read as a published table ({' '.join(str(error).split())})") from error
 
 
-_CONTENT = yaml.safe_load(shipped("data/published.yaml").read_text("utf-8"))
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_CONTENT = yaml.load(shipped("data/published.yaml").read_text("utf-8"), _LOADER)
 
 
 def _tables(section: str) -> dict[str, Table]:

@@ -12,67 +12,21 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from pn_fairseq.common.command import UserError, did_you_mean, say
 from pn_fairseq.common.files import PACKAGE, atomic_write
-from pn_fairseq.common.published import LM_TABLES, PAPER, Rows
+from pn_fairseq.common.published import PAPER
+from pn_fairseq.pipeline.data.corpus import Corpus
 from pn_fairseq.pipeline.data.prepare import main as prepare_data
+from pn_fairseq.pipeline.data.recipes import RECIPES
 
 #: How long a step may take to end after Ctrl-C, which reaches it as well, before it gets SIGTERM.
 GRACE_SECONDS = 10
 
 
-@dataclass(frozen=True)
-class Corpus:
-    """What differs between corpora."""
-
-    config: str  # the name of a configuration, or the path of one
-    size: str  # the architectures are MODEL_NORM_SIZE
-    seeds: tuple[int, ...] = (1, 2, 3)
-    models: tuple[str, ...] = ("transformer",)
-    norms: tuple[str, ...] = ("ln", "bn", "pnv", "pn")
-    subsets: tuple[str, ...] = ("test",)  # which are decoded; the report is about the first
-
-    @property
-    def steps(self) -> list[list[str]]:
-        """The commands, one after the other for each run: verb and options."""
-        if "transformer" not in self.models:
-            return [["train"], ["average"], ["evaluate-lm"]]
-        options = [[] if subset == "test" else ["--subset", subset] for subset in self.subsets]
-        return [["train"], ["average"], *([verb, *subset] for subset in options for verb in ("generate", "score"))]
-
-    @property
-    def tables(self) -> dict[str, Rows]:
-        """The published tables of the corpus."""
-        stem, every = Path(self.config).stem, {**PAPER, **LM_TABLES}
-        return {name: table for name, table in every.items() if table.config.startswith(stem)}
-
-
-_BOTH = ("transformer_lm", "tensorized_lm")
-#: The paper has layer-scale "in each model setting"; it would not change LN and GN, and PN-V and PN have it by default.
-_SCALED = tuple(f"{norm}+layer_scale_groups=1" for norm in ("bn", "brn", "mabn"))
-#: fairseq's own model, post-norm.
-_POST_NORM = "ln+encoder_norm_placement=post+decoder_norm_placement=post"
-_VERSES_LM = ("ln", "ln+layer_scale_groups=4", "gn", "bn", "brn", "mabn", "pnv", "pn")
 #: Corpora that a recipe prepares, by the name of the recipe.
-CORPORA = {
-    "verses": Corpus("verses_es_en", "tiny", (1, 2)),
-    "multi30k": Corpus("multi30k_de_en", "tiny"),
-    "multi30k_published": Corpus(
-        "multi30k_en_de_tiny", "tiny", norms=(_POST_NORM, "ln", "pn", "bn"), subsets=("test", "test1")
-    ),
-    "iwslt14": Corpus("iwslt14_de_en", "iwslt"),
-    "iwslt15_envi": Corpus("iwslt15_en_vi", "iwslt"),
-    "wmt14": Corpus("wmt14_en_de_big", "wmt_en_de_big", (1,)),
-    "verses_lm": Corpus("verses_lm_en", "tiny", models=_BOTH, norms=_VERSES_LM),
-    "ptb": Corpus("ptb_lm", "ptb", (1,), ("tensorized_lm",), ("ln", "gn", *_SCALED, "pnv", "pn")),
-    "wikitext103": Corpus(
-        "wikitext103_lm", "wt103", (1,), ("tensorized_lm",), ("ln", "bn+layer_scale_groups=1", "pnv", "pn")
-    ),
-    "enwik8": Corpus("enwik8_lm", "base", (1,), ("transformer_lm",), ("none", "ln", "lns", "dn", "ada")),
-}
+CORPORA = {name: recipe.REPRODUCE for name, recipe in RECIPES.items() if recipe.CONFIG}
 
 
 @functools.cache

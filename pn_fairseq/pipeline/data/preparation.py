@@ -192,7 +192,8 @@ class Preparation(contextlib.ExitStack):
                 raise UserError(f"{has}: they are not translations of each other")
             total += counts[0]
         if expect and total != expect:
-            name = os.path.commonprefix([path.name for path in files]).rstrip(".-")
+            common = os.path.commonprefix([path.name for path in files])
+            name = re.sub("[.-][^.-]*$", "", common)  # train.es and train.en begin with train.e
             say("prepare", f"note: {name} has {total} sentence pairs here; the published one has {expect}")
 
     def keep_text(self, to: str, codes: Path | None = None) -> None:

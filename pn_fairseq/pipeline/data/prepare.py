@@ -12,7 +12,7 @@ from types import ModuleType
 from pn_fairseq.common.command import ArgumentParser, UserError, say_next, whole
 from pn_fairseq.pipeline.data import subwords
 from pn_fairseq.pipeline.data.preparation import Complete, Preparation
-from pn_fairseq.pipeline.data.recipes import RECIPES
+from pn_fairseq.pipeline.data.recipes import RECIPES, load
 
 #: What the system reports where no more can be written.
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -48,7 +48,7 @@ def replaced_by(options: Mapping[str, dict]) -> dict[str, str]:
 
 
 def _parser() -> ArgumentParser:
-    about = "From published text to fairseq's binary data. The same command resumes."
+    about = "From published text to fairseq's binary data. CORPUS may be a recipe of yours: FILE.py."
     parser = ArgumentParser(prog="pn prepare", description=about)
     corpora = parser.add_subparsers(dest="recipe", required=True, metavar="CORPUS", parser_class=ArgumentParser)
     for name, recipe in RECIPES.items():
@@ -72,7 +72,9 @@ def _parser() -> ArgumentParser:
     return parser
 
 
-def main(argv: list[str] | None = None) -> None:
+def main(argv: list[str]) -> None:
+    if argv and argv[0].endswith(".py"):
+        argv = [load(argv[0]), *argv[1:]]
     values = vars(_parser().parse_args(argv))
     recipe, dest = RECIPES[values.pop("recipe")], values.pop("dest")
     if not values["check"] and "corpus" in values and not Path(values["corpus"]).is_dir():

@@ -3,6 +3,7 @@
 import fcntl
 import inspect
 import re
+import textwrap
 import threading
 from pathlib import Path
 
@@ -145,6 +146,21 @@ def test_an_error_leaves_nothing(corpus, capsys):
     (corpus.parent / "data").mkdir()
     (corpus.parent / "data/mine").touch()
     assert run(corpus) == 2 and [path.name for path in (corpus.parent / "data").iterdir()] == ["mine"]
+
+
+def test_the_recipe_of_the_page_in_a_file_of_ones_own(tmp_path, monkeypatch, capsys):
+    """With its data in runs/data, as those of the package."""
+    monkeypatch.chdir(tmp_path)
+    page = (ROOT / "docs/adding_a_corpus.md").read_text("utf-8")
+    code = re.search(r"```python\n(.*?)```", page, re.S)[1]
+    (tmp_path / "my_corpus.py").write_text(textwrap.dedent(code).replace('source="fr"', 'source="es"'))
+    words = ["--corpus", str(cut_corpus(tmp_path / "text", 9, 3, 3)), "--bpe", "150"]
+    assert verb("prepare")(["my_corpus.py", *words]) == 0
+    assert "train has 9 sentence pairs here; the published one has 12000" in capsys.readouterr().err
+    assert (tmp_path / "runs/data/my_corpus/bin/dict.en.txt").is_file() and RECIPES.pop("my_corpus").REPRODUCE
+    (tmp_path / "other.py").write_text('"""No recipe."""\n')
+    for name, needle in (("none.py", "there is no recipe 'none.py'"), ("other.py", "is no recipe: it has no CONFIG")):
+        assert verb("prepare")([name, *words]) == 2 and needle in capsys.readouterr().err
 
 
 def test_a_recipe_with_an_unknown_setting(tmp_path):

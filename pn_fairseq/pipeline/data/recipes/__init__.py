@@ -1,17 +1,36 @@
 """The corpora that ``pn prepare`` knows: one module for each, to be read from top to bottom.
 
-A recipe is a module with
+A recipe is a module, here or in a file of a user (`pn prepare FILE.py`), with
   a docstring            what --help prints; its first line is in the list of the corpora
   CONFIG                 the configuration that trains on it, which is also the name of its folder in runs/data;
                          "": --dest must be given
   OPTIONS                its options, in addition to --dest and --workers: flag -> arguments of add_argument
+  REPRODUCE              with a CONFIG: the models that `pn reproduce` trains on it, a Corpus
   prepare(data, ...)     the steps in their order: methods of Preparation. The values of the options are its arguments
 """
 
 import importlib
+import importlib.util
 import pkgutil
+from pathlib import Path
+
+from pn_fairseq.common.command import UserError
 
 #: Name of the corpus -> its recipe.
 RECIPES = {
     module.name: importlib.import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__)
 }
+
+
+def load(file: str) -> str:
+    """Add the recipe in a user's file to :data:`RECIPES`, and return its name, that of the file."""
+    path = Path(file)
+    if not path.is_file():
+        raise UserError(f"there is no recipe '{path}'")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    recipe = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(recipe)
+    if absent := [name for name in ("__doc__", "CONFIG", "OPTIONS", "prepare") if getattr(recipe, name, None) is None]:
+        raise UserError(f"{path} is no recipe: it has no {absent[0]} (docs/adding_a_corpus.md)")
+    RECIPES[path.stem] = recipe
+    return path.stem

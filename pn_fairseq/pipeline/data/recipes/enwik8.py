@@ -8,9 +8,11 @@ within a line has one end of a line more. Needs about 1 GB.
 from pn_fairseq.common.command import UserError
 from pn_fairseq.pipeline.data import language_model
 from pn_fairseq.pipeline.data.binarize import SPLITS
+from pn_fairseq.pipeline.data.corpus import Corpus
 from pn_fairseq.pipeline.data.preparation import ARCHIVE, Preparation
 
 CONFIG = "enwik8_lm"
+REPRODUCE = Corpus(CONFIG, "base", (1,), ("transformer_lm",), ("none", "ln", "lns", "dn", "ada"))
 OPTIONS = ARCHIVE
 
 URL = "http://mattmahoney.net/dc/enwik8.zip"

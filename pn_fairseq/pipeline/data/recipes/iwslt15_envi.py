@@ -4,11 +4,13 @@ Training 133,317 pairs, validation tst2012 (1,553), test tst2013 (1,268). Downlo
 `pn train iwslt15_en_vi`: DIR/tok has the tokens as published, case kept, and DIR/raw the text without tokenization.
 """
 
+from pn_fairseq.pipeline.data.corpus import Corpus
 from pn_fairseq.pipeline.data.pairs import tokens
 from pn_fairseq.pipeline.data.preparation import ARCHIVE, Preparation, bpe
 from pn_fairseq.pipeline.data.tokens import WITHOUT_FINAL_STOP
 
 CONFIG = "iwslt15_en_vi"
+REPRODUCE = Corpus(CONFIG, "iwslt")
 # There is no published recipe with BPE; 10,000 is IWSLT14's number, for a corpus of the same kind and size.
 OPTIONS = ARCHIVE | bpe(10000)
 

@@ -8,9 +8,11 @@ test2017. Makes the data for `pn train multi30k_de_en`, tokenized and lower-case
 
 from pathlib import Path
 
+from pn_fairseq.pipeline.data.corpus import Corpus
 from pn_fairseq.pipeline.data.preparation import CORPUS, Preparation, bpe
 
 CONFIG = "multi30k_de_en"
+REPRODUCE = Corpus(CONFIG, "tiny")
 # The scripts of the corpus' repository (multi30k/dataset) also lower-case, and leave the number of merges to their
 # user; this is IWSLT14's.
 TEST = "the test set: test2016 (default), test2017, ...; DIR is multi30k_de_en_NAME"

@@ -9,11 +9,15 @@ test.2017 together. Expected: 29,000 training and 1,014 validation pairs, 1,000 
 
 from pathlib import Path
 
+from pn_fairseq.pipeline.data.corpus import Corpus
 from pn_fairseq.pipeline.data.preparation import CORPUS, Preparation
 from pn_fairseq.pipeline.data.subwords import count_merges
 from pn_fairseq.pipeline.data.tokens import NONE
 
 CONFIG = "multi30k_en_de_tiny"
+# fairseq's own model, post-norm, is the published one.
+_POST_NORM = "ln+encoder_norm_placement=post+decoder_norm_placement=post"
+REPRODUCE = Corpus(CONFIG, "tiny", norms=(_POST_NORM, "ln", "pn", "bn"), subsets=("test", "test1"))
 OPTIONS = CORPUS
 
 #: Subset -> the files of it, and the number of their pairs.

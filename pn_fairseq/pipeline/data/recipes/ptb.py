@@ -9,9 +9,13 @@ tokens, ends of lines included.
 from pathlib import Path
 
 from pn_fairseq.pipeline.data import language_model
+from pn_fairseq.pipeline.data.corpus import Corpus
 from pn_fairseq.pipeline.data.preparation import CORPUS, Preparation
 
 CONFIG = "ptb_lm"
+# The paper has layer-scale "in each model setting"; it would not change LN and GN, and PN-V and PN have it by default.
+_SCALED = tuple(f"{norm}+layer_scale_groups=1" for norm in ("bn", "brn", "mabn"))
+REPRODUCE = Corpus(CONFIG, "ptb", (1,), ("tensorized_lm",), ("ln", "gn", *_SCALED, "pnv", "pn"))
 OPTIONS = CORPUS
 
 FILES = [f"ptb.{split}.txt" for split in ("train", "valid", "test")]

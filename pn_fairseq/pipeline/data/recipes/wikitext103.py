@@ -5,9 +5,12 @@ text that does not have 103,227,021 / 217,646 / 245,569 tokens, ends of lines in
 """
 
 from pn_fairseq.pipeline.data import language_model
+from pn_fairseq.pipeline.data.corpus import Corpus
 from pn_fairseq.pipeline.data.preparation import ARCHIVE, Preparation
 
 CONFIG = "wikitext103_lm"
+# Layer-scale as in ptb.py.
+REPRODUCE = Corpus(CONFIG, "wt103", (1,), ("tensorized_lm",), ("ln", "bn+layer_scale_groups=1", "pnv", "pn"))
 OPTIONS = ARCHIVE
 
 # The address in the paper (s3.amazonaws.com/research.metamind.io) is dead since February 2024.

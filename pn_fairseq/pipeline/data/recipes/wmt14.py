@@ -12,10 +12,12 @@ Commentary), 3,000 validation, 3,003 test. DIR/download may be removed at the en
 
 from functools import partial
 
+from pn_fairseq.pipeline.data.corpus import Corpus
 from pn_fairseq.pipeline.data.pairs import segments, without_carriage_returns
 from pn_fairseq.pipeline.data.preparation import ARCHIVE, Preparation, bpe
 
 CONFIG = "wmt14_en_de_big"
+REPRODUCE = Corpus(CONFIG, "wmt_en_de_big", (1,))
 # 32,764 merges and newstest2013 are fairseq's settings for Ott et al. 2018, which the paper follows (its appendix names
 # a vocabulary of 37K, after Vaswani et al. 2017).
 OPTIONS = ARCHIVE | bpe(32764)

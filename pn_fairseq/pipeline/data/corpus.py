@@ -1,0 +1,38 @@
+"""What ``pn reproduce`` trains on a corpus; a recipe says it as REPRODUCE."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pn_fairseq.common.published import Table
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """The models of a corpus, and the steps for each."""
+
+    config: str  # the name of a configuration, or the path of one
+    size: str  # the architectures are MODEL_NORM_SIZE
+    seeds: tuple[int, ...] = (1, 2, 3)
+    models: tuple[str, ...] = ("transformer",)
+    norms: tuple[str, ...] = ("ln", "bn", "pnv", "pn")
+    subsets: tuple[str, ...] = ("test",)  # which are decoded; the report is about the first
+
+    @property
+    def steps(self) -> list[list[str]]:
+        """The commands, one after the other for each run: verb and options."""
+        if "transformer" not in self.models:
+            return [["train"], ["average"], ["evaluate-lm"]]
+        options = [[] if subset == "test" else ["--subset", subset] for subset in self.subsets]
+        return [["train"], ["average"], *([verb, *subset] for subset in options for verb in ("generate", "score"))]
+
+    @property
+    def tables(self) -> dict[str, Table]:
+        """The published tables of the corpus."""
+        from pn_fairseq.common.published import LM_TABLES, PAPER  # which takes longer than the help texts may
+
+        stem, every = Path(self.config).stem, {**PAPER, **LM_TABLES}
+        return {name: table for name, table in every.items() if table.config.startswith(stem)}
