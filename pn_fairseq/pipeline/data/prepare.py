@@ -14,8 +14,12 @@ from pn_fairseq.pipeline.data import subwords
 from pn_fairseq.pipeline.data.preparation import Complete, Preparation
 from pn_fairseq.pipeline.data.recipes import RECIPES, load
 
-#: What the system reports where no more can be written.
-FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+#: What the system reports where no more can be written, and where nothing can -> what helps.
+_FULL, _ELSEWHERE = "make room and run the same command again", "name another directory (--dest)"
+ADVICE = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), _FULL),
+    **dict.fromkeys((errno.EROFS, errno.ENOTDIR, errno.EEXIST), _ELSEWHERE),
+}
 #: The options of every recipe, or of several, that are not arguments of its ``prepare``.
 OWN = ("workers", "check", "mirror", "segmentation", "moses")
 EPILOG = """\
@@ -87,7 +91,7 @@ def main(argv: list[str]) -> None:
             where = ["--data", dest] if dest else []
             say_next("prepare", "train", recipe.CONFIG or "CONFIG", *where)
     except OSError as error:
-        if error.errno not in FULL:
+        if error.errno not in ADVICE:
             raise
         place = error.filename or dest or "runs/data"
-        raise UserError(f"{place}: {error.strerror}; make room and run the same command again") from None
+        raise UserError(f"{place}: {error.strerror}; {ADVICE[error.errno]}") from None

@@ -383,7 +383,11 @@ def test_wrong_settings(archive, tmp_path):
     assert_refused(prepare(tmp_path / "new", "--workers", 0, check=False), "--workers")
     assert not (tmp_path / "new").exists()
     (tmp_path / "file").write_text("")
-    assert_refused(prepare(tmp_path / "file/data", "--archive", archive, check=False), "file/data", "Not a directory")
+    assert_refused(
+        prepare(tmp_path / "file/data", "--archive", archive, check=False),
+        "file/data",
+        "Not a directory; name another directory (--dest)",
+    )
 
 
 @pytest.mark.parametrize("share", [0.1, 0.99, 1.01], ids=["download", "extraction", "tokenization"])
