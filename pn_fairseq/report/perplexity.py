@@ -27,7 +27,7 @@ def _published(corpus: Corpus, paper: str, subset: str) -> dict | None:
     tokens = known.get("tokens", {}).get(subset)
     counted = {run.perplexity.tokens for run in corpus.runs if run.perplexity}
     others = sorted(counted - {tokens}) if tokens else []
-    return {**known, "table": pandas.DataFrame(rows), "tokens": tokens, "others": others}
+    return {"note": None, **known, "table": pandas.DataFrame(rows), "tokens": tokens, "others": others}
 
 
 def about(corpus: Corpus, subset: str, paper: str) -> dict:

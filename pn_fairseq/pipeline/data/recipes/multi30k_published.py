@@ -11,7 +11,6 @@ from pathlib import Path
 
 from pn_fairseq.pipeline.data.corpus import Corpus
 from pn_fairseq.pipeline.data.preparation import CORPUS, Preparation
-from pn_fairseq.pipeline.data.subwords import count_merges
 from pn_fairseq.pipeline.data.tokens import NONE
 
 CONFIG = "multi30k_en_de_tiny"
@@ -31,11 +30,10 @@ CONTENT = {
 
 def prepare(data: Preparation, corpus: str) -> None:
     folder, languages = Path(corpus).absolute(), ("en", "de")
-    codes = folder / "bpe-codes"
-    data.begin(CONFIG, source="en", target="de", lower=1, tokenizer=NONE, bpe=count_merges(codes))
+    data.begin(CONFIG, source="en", target="de", lower=1, tokenizer=NONE, bpe=10000)
     data.splits = [*CONTENT]
     texts = {
         subset: [folder / f"{name}.{lang}" for name in names for lang in languages]
         for subset, (names, _) in CONTENT.items()
     }
-    data.prepare_tokens(texts, codes, [count for _, count in CONTENT.values()])
+    data.prepare_tokens(texts, folder / "bpe-codes", [count for _, count in CONTENT.values()])
