@@ -363,7 +363,7 @@ KINDS = [*{row[0]: row for row in ROWS}.values(), *{tuple(key for key, _ in row[
     "row", [row if row in KINDS else pytest.param(row, marks=pytest.mark.slow) for row in ROWS], ids=str
 )
 def test_rows_of_published_tables_are_models(row):
-    """With the settings that TABLE=... gives to ``pn train``."""
+    """With the settings that --table gives to ``pn train``."""
     config, norm, *changes = row
     corpus = next(corpus for corpus in CORPORA.values() if config.startswith(corpus.config))
     arch = f"{corpus.models[0]}_{NORMS[norm].short}_{corpus.size}"

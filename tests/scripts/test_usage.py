@@ -61,6 +61,7 @@ def test_needed_arguments(name):
     ("arguments", "needles"),
     [
         (("prepare.sh", "text", "--corpus"), ("--corpus", "expected one argument")),
+        (("prepare.sh", "verse"), ("unknown 'verse'", "did you mean 'verses'?")),
         (
             ("prepare.sh", "text", "--corpus", "/nowhere", *LANGUAGES),
             ("/nowhere",),
