@@ -41,7 +41,7 @@ def test_the_options_of_every_corpus_are_its_arguments():
         (("--target", "es"), "--source and --target are both 'es'"),
         (("--like", ROOT, "--keep-case"), "leave out --keep-case"),
         (("--protect", ROOT / "LICENSE"), "LICENSE: line 3 has a group: write (?:...) for (...)"),
-        (("--segmentation", "unigram"), "--segmentation: invalid choice: 'unigram'"),
+        (("--segmentation", "unigram"), "--segmentation: unknown 'unigram'"),
     ],
 )
 def test_values_that_cannot_be_used(options, needle, corpus, capsys):

@@ -283,7 +283,8 @@ def test_killed_before_every_renaming_it_ends_in_the_same_bytes(corpus, least, m
     elif corpus == "text_lm":
         for split in ("train", "valid", "test"):
             (tmp_path / f"{split}.txt").write_text("The cat sat.\n" * 9)
-        words = [str(SCRIPTS / "prepare_text_lm.sh"), "--dest", words[3], "--corpus", str(tmp_path), "--tokenize", "en"]
+        flags = ["--dest", words[3], "--corpus", str(tmp_path), "--tokenize", "en"]
+        words = ["bash", str(SCRIPTS / "prepare.sh"), "text_lm", *flags]
     run(*words)
     undisturbed = (tmp_path / "data").rename(tmp_path / "undisturbed")
     names = tmp_path / "killed at"
