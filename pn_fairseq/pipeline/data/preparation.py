@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import itertools
 import os
 import re
 import shutil
@@ -26,20 +25,13 @@ from pn_fairseq.pipeline import stamp
 from pn_fairseq.pipeline.data import archives, languages, pairs, settings, subwords, tokens
 from pn_fairseq.pipeline.data.binarize import SPLITS, make_bin, unknown_shares
 from pn_fairseq.pipeline.data.parallel import Work, per_line, transform
-from pn_fairseq.pipeline.data.restored import compare
-
-#: Lines of validation and test of which it is seen whether detokenization gives a text back.
-COMPARED = 2000
+from pn_fairseq.pipeline.data.restored import note_on
 
 #: Options of several recipes: flag -> arguments of argparse's ``add_argument``.
 CORPUS = {"--corpus": {"metavar": "DIR", "required": True, "help": "the folder with the text"}}
 KEEP_CASE = {"--keep-case": {"action": "store_true", "help": "do not lower-case"}}
-ARCHIVE = {
-    "--archive": {
-        "metavar": "PATH",
-        "help": "the folder that has the published files, or the only file, instead of the download to DIR/download",
-    }
-}
+ARCHIVED = "the folder that has the published files, or the only file, instead of the download to DIR/download"
+ARCHIVE = {"--archive": {"metavar": "PATH", "help": ARCHIVED}}
 
 
 def bpe(default: int) -> dict[str, dict]:
@@ -109,12 +101,10 @@ class Preparation(contextlib.ExitStack):
         for name, value in given.items():
             if value not in (None, old[name]):
                 raise UserError(f"'{other}' has {name}={old[name]}, not {value} (--like)")
-        # Cleaning and a part for validation are not settings of the model.
-        kept = [name for name in (*settings.DEFAULTS, *settings.OPTIONAL) if name not in ("clean", "valid_every")]
-        values = {name: old[name] for name in kept if name in old}
-        if self._moses and values["tokenizer"] == "moses":
-            del values["tokenizer"]
-        self.begin("", **values)
+        # Cleaning and a part for validation are not settings of the model; --moses sets the tokenizer.
+        others = {"clean", "valid_every", *(["tokenizer"] if self._moses else [])}
+        kept = [name for name in (*settings.DEFAULTS, *settings.OPTIONAL) if name in old and name not in others]
+        self.begin("", **{name: old[name] for name in kept})
 
     def open(self, name: str, made_with: dict[str, str]) -> None:
         """Make ``dest``, by default ``runs/data/NAME``, and keep other preparations out of it until this one ends."""
@@ -301,17 +291,9 @@ class Preparation(contextlib.ExitStack):
         for lang in (self.settings["source"], self.settings["target"]):
             names = [f"{split}.{lang}" for split in splits or self.splits if split != "train"]
             texts = [(self.dest / source / name, self.dest / to / name) for name in names]
-            notes = (self._unrestored(raw, tok) for raw, tok in texts if raw.exists())
+            notes = (note_on(raw, tok, self.settings) for raw, tok in texts if raw.exists())
             if note := next(filter(None, notes), None):
                 say("prepare", note)
-
-    def _unrestored(self, raw: Path, tok: Path) -> str | None:
-        """A note if detokenization does not give a text back, judged by its first :data:`COMPARED` lines."""
-        before, tokenized = ([*itertools.islice(pairs.lines(path), COMPARED)] for path in (raw, tok))
-        after = tokens.detokenize([line.removesuffix("\n") for line in tokenized], raw.suffix[1:])
-        for pattern in tokens.protected(self.settings):
-            before, after = ([re.sub(pattern, " ", line) for line in lines] for lines in (before, after))
-        return compare(before, after, self.settings["lower"] == "1").note(raw.name)
 
     def select(self) -> None:
         """Write raw/ and tok/, the pairs of text/ and stages/tok/ that are kept, removed.tsv and counts.txt.

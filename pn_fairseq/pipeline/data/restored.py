@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import NamedTuple
 
+from pn_fairseq.pipeline.data import pairs, tokens
+
+#: Lines by which a text is judged.
+COMPARED = 2000
 #: A note is worth its line above this share of lines whose punctuation is not joined again. English verses have 0.8%.
 SHARE = 0.05
 
@@ -58,3 +65,12 @@ def compare(raw: Iterable[str], restored: Iterable[str], lower: bool) -> Unresto
         torn, apart = torn + inside, apart + (not inside)
         first.setdefault(inside, (total, " ".join(after.split())))
     return Unrestored(total, torn, apart, *first.get(True, first.get(False, (0, ""))), composed)
+
+
+def note_on(raw: Path, tok: Path, settings: Mapping[str, str]) -> str | None:
+    """A note if detokenization does not give ``raw`` back from its tokens, judged by :data:`COMPARED` lines."""
+    before, tokenized = ([*itertools.islice(pairs.lines(path), COMPARED)] for path in (raw, tok))
+    after = tokens.detokenize([line.removesuffix("\n") for line in tokenized], raw.suffix[1:])
+    for pattern in tokens.protected(settings):
+        before, after = ([re.sub(pattern, " ", line) for line in lines] for lines in (before, after))
+    return compare(before, after, settings["lower"] == "1").note(raw.name)
