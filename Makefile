@@ -16,7 +16,7 @@ help: ## list the targets
 venv: ## create the environment $(VENV) from constraints.txt (instant if it is there)
 	@bash scripts/make_venv.sh
 
-demo: venv ## train a small PN transformer on the verses, decode, print BLEU (about 10 minutes on 2 cores)
+demo: venv ## train a small PN transformer on the verses, decode, print BLEU (about 7 minutes on 2 cores)
 	@bash pn reproduce demo --run "$(RUN)"
 
 # A worker for each core, each taking whole files, so that what the tests of a file share is made once.

@@ -242,7 +242,7 @@ def demo(argv: Sequence[str]) -> int:
     """One small training on the verses, with sample translations.
 
     Trains a small pre-norm transformer with PN in the encoder on Spanish-English verses, with the settings of the
-    configuration verses_es_en, and prints BLEU, sample translations and where the learning curve is. Run again, it
+    configuration demo, and prints BLEU, sample translations and where the learning curve is. Run again, it
     resumes where it was interrupted.
     """
     parser = ArgumentParser(prog="pn reproduce demo", description=inspect.getdoc(demo))
@@ -252,7 +252,7 @@ def demo(argv: Sequence[str]) -> int:
     parser.add_argument("--arch", metavar="NAME", default="transformer_pn_tiny", help=architecture)
     args = parser.parse_intermixed_args(argv)
     run, data = args.run.absolute(), Path("runs/data/verses_es_en").absolute()
-    train = ["train", "verses_es_en", "--data", data, "--run", run, f"model._name={args.arch}", *args.settings]
+    train = ["train", "demo", "--data", data, "--run", run, f"model._name={args.arch}", *args.settings]
     after_training = [[verb, "--run", run] for verb in ("average", "generate", "score")]
     for step in ([*train, "--check"], ["prepare", "verses", "--dest", data], train, *after_training):
         say("demo", shown(step))
