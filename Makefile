@@ -17,7 +17,7 @@ venv: ## create the environment $(VENV) from constraints.txt (instant if it is t
 	@bash scripts/make_venv.sh
 
 demo: venv ## train a small PN transformer on the verses, decode, print BLEU (about 7 minutes on 2 cores)
-	@bash pn reproduce demo --run "$(RUN)"
+	@bash scripts/pn reproduce demo --run "$(RUN)"
 
 # A worker for each core, each taking whole files, so that what the tests of a file share is made once.
 PYTEST = "$(VENV)/bin/python" -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile

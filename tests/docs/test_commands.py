@@ -21,10 +21,11 @@ OTHER_OPTIONS = {"--extra-index-url", "--index-url", "--no-build-isolation", "--
 OTHER_OPTIONS |= {"--nnodes", "--node-rank", "--nproc-per-node", "--requeue"}  # of torchrun and sbatch
 OTHER_OPTIONS |= {"--lnv", "--mean_detach", "--std_detach"}  # of the AdaNorm authors' code
 OTHER_OPTIONS |= {"--no-isolation"}  # of build
+OTHER_OPTIONS |= {"--update2lr", "--sentence-bleu"}  # of fairseq: a scheduler's, and fairseq-score's
 #: Variables that programs read and no help text names.
 VARIABLES = {"CUDA_VISIBLE_DEVICES", "WANDB_MODE"}
 #: pn reproduce trains with these configurations.
-CONFIGS = {"demo": "verses_es_en"} | {name: corpus.config for name, corpus in CORPORA.items()}
+CONFIGS = {"demo": "demo"} | {name: corpus.config for name, corpus in CORPORA.items()}
 
 by_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 

@@ -80,3 +80,8 @@ def test_every_flag_of_the_norms_is_documented():
     NormOptions.add_args(parser)
     flags = {flag for action in parser._actions for flag in action.option_strings} - {"-h", "--help"}
     assert {flag for flag in flags if f"`{flag}" not in read("docs/norms.md")} == set()
+
+
+def test_the_makefile_runs_files_that_exist():
+    programs = re.findall(r"\bbash (\S+)", read("Makefile"))
+    assert programs and all((ROOT / program).is_file() for program in programs), programs
