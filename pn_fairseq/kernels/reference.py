@@ -15,6 +15,10 @@ vectors           (C,), any floating-point type: ``weight``, ``bias``, ``mean``,
 
 With D = sqrt(moment + eps), x_hat = (h - mean) / D and dx_hat = weight * dy; what is None is left out.
 
+A token whose dy is 0 in all channels, and that gets no correction by the statistics of the batch, is *unused*: the loss
+does not depend on it. Its dx is 0 and it is left out of all sums over tokens, also where its x is not finite. So NaN
+and infinity at padding do not reach the gradients of parameters as 0 * NaN.
+
 Arithmetic, sums and vectors that are returned have the *accumulation dtype*: float64 for float64, else float32. Results
 in the type of x are rounded once, and contiguous for all strides of x, as the results of torch's LayerNorm.
 """
@@ -63,6 +67,11 @@ def _result(values: Tensor, like: Tensor) -> Tensor:
 def _real(values: Tensor, padding: Tensor | None) -> Tensor:
     """``values`` (..., C) with zeros at padding: a product with 0 would keep NaN and infinity."""
     return values if padding is None else values.masked_fill(padding.unsqueeze(-1), 0.0)
+
+
+def _unused(dy: Tensor) -> Tensor:
+    """Which tokens the loss does not depend on, (..., 1)."""
+    return (dy == 0).all(-1, keepdim=True)
 
 
 def _sum_over_tokens(values: Tensor) -> Tensor:
@@ -146,8 +155,11 @@ def gradient_sums(
         ``products`` (2, C): the sums of dx_hat * x_hat and of dx_hat over the *real* tokens.
     """
     xhat = _standardized(_layer_scaled(x, inv_rms, groups), mean, moment, eps)
-    dy = dy.to(xhat.dtype)
-    parts = (dy * xhat, dy)
+    return _gradient_sums(dy.to(xhat.dtype), xhat, _unused(dy), padding, weight)
+
+
+def _gradient_sums(dy, xhat, unused, padding, weight) -> tuple[Tensor, Tensor]:
+    parts = ((dy * xhat).masked_fill(unused, 0.0), dy)
     parameters = torch.stack([_sum_over_tokens(part) for part in parts])
     products = torch.stack([_sum_over_tokens(_real(part, padding)) for part in parts])
     return parameters, products if weight is None else products * weight.to(xhat.dtype)
@@ -173,11 +185,13 @@ def gradient(
     ``nu``. Through layer-scale, per token and group, dx = (dh - h mean_k(dh_k h_k)) * inv_rms.
     """
     h = _layer_scaled(x, inv_rms, groups)
+    xhat, unused = _standardized(h, mean, moment, eps), _unused(dy)
     dh = dy.to(h.dtype)
     if weight is not None:
         dh = dh * weight.to(h.dtype)
     if nu is not None:
-        correction = nu.to(h.dtype) * _standardized(h, mean, moment, eps)
+        unused = unused & padding.unsqueeze(-1) if padding is not None else torch.zeros_like(unused)
+        correction = nu.to(h.dtype) * xhat
         if offset is not None:
             correction = correction + offset.to(h.dtype)
         dh = dh - _real(correction, padding)
@@ -186,10 +200,10 @@ def gradient(
     if groups:
         projection = _grouped(dh * h, groups).mean(-1, keepdim=True)
         dh = ((_grouped(dh, groups) - _grouped(h, groups) * projection) * inv_rms.unsqueeze(-1)).flatten(-2)
-    dx = _result(dh, dy)
+    dx = _result(dh.masked_fill(unused, 0.0), dy)
     if not sums:
         return dx, h.new_empty(0), h.new_empty(0)
-    return dx, *gradient_sums(dy, x, padding, weight, mean, moment, inv_rms, groups, eps)
+    return dx, *_gradient_sums(dy.to(h.dtype), xhat, unused, padding, weight)
 
 
 def share_of_batch(num_batches: Tensor, warmup: int, alpha: float) -> Tensor:
@@ -326,10 +340,12 @@ def standardize_gradient(
         dx = dx - dz.mean(-1, keepdim=True)
     if through_divisor:
         dx = dx - share * z * (dz * z).mean(-1, keepdim=True)
-    dx = _result((dx * inverse).flatten(-2), x)
+    unused = _unused(dy)
+    dx = _result((dx * inverse).flatten(-2).masked_fill(unused, 0.0), x)
     if not sums:
         return dx, stats.new_empty(0)
-    return dx, torch.stack([_sum_over_tokens(wide * (z * curved).flatten(-2)), _sum_over_tokens(wide)])
+    products = (wide * (z * curved).flatten(-2)).masked_fill(unused, 0.0)
+    return dx, torch.stack([_sum_over_tokens(products), _sum_over_tokens(wide)])
 
 
 def squash(
@@ -354,6 +370,7 @@ def squash_gradient(
     dy: Tensor, x: Tensor, weight: Tensor | None, alpha: Tensor, shift: Tensor | None, erf: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of :func:`squash`: dx (..., C); of weight and bias (2, C); of alpha and shift (2,)."""
+    x = x.masked_fill(_unused(dy), 0.0)
     _, value, argument = _squashed(x, alpha, shift, erf, None, None)
     wide = dy.to(value.dtype)
     slope = 2 / math.sqrt(math.pi) * torch.exp(-argument.square()) if erf else 1 - value.square()

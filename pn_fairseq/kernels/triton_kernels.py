@@ -84,6 +84,12 @@ def _real(padding, row, valid):
 
 
 @triton.jit
+def _unused(dy):
+    """Which tokens of a tile the loss does not depend on, (BLOCK_N, 1, 1)."""
+    return (tl.sum(tl.sum((dy != 0).to(tl.int32), 2), 1) == 0)[:, None, None]
+
+
+@triton.jit
 def _inv_rms(h, inv_rms, row, valid, group, GROUPS: tl.constexpr, K: tl.constexpr, EPS: tl.constexpr, GIVEN):
     """1 / rms of each token and group of a tile, (BLOCK_N, BLOCK_G, 1): read if GIVEN, else computed and written."""
     places = inv_rms + row.to(tl.int64)[:, None] * GROUPS + group[None, :]
@@ -241,8 +247,11 @@ def norm_backward(
         if inv_rms is not None:
             scales = _inv_rms(h, inv_rms, row, valid, group, GROUPS, GROUP_SIZE, EPS, True)
             h = h * scales
+        unused = _unused(dh)
+        if nu is not None:
+            unused = unused & (real == 0)
         if partials is not None:
-            product = dh * (h - center[None, :, :])
+            product = tl.where(unused, 0.0, dh * (h - center[None, :, :]))
             products += tl.sum(product, 0)
             plain += tl.sum(dh, 0)
             if padding is not None:
@@ -256,6 +265,7 @@ def norm_backward(
             if inv_rms is not None:
                 projection = tl.sum(dh * h, 2) / GROUP_SIZE
                 dh = (dh - h * projection[:, :, None]) * scales
+            dh = tl.where(unused, 0.0, dh)
             tl.store(dx + _offsets(row, channel, C), dh.to(dx.dtype.element_ty), mask=exists)
     if partials is not None:
         _write_partial(partials, 0, channel, inside, products, C)
@@ -368,7 +378,7 @@ def standardize_gradient(
         h = tl.load(x + _places(row, channel, inner, x_outer, x_inner, C), mask=exists, other=0.0).to(ACC)
         mean = tl.load(_stat(stats, 0, rows, row, group, GROUPS), mask=group_exists, other=0.0)
         inverse = tl.load(_stat(stats, 1, rows, row, group, GROUPS), mask=group_exists, other=0.0)[:, :, None]
-        z = (h - mean[:, :, None]) * inverse
+        z = tl.where(_unused(grad), 0.0, (h - mean[:, :, None]) * inverse)
         curve = GAIN + GAIN_SLOPE * z
         if partials is not None:
             products += tl.sum(grad * (z * curve), 0)
@@ -381,7 +391,7 @@ def standardize_gradient(
             if THROUGH_DIVISOR:
                 share = tl.load(_stat(stats, 2, rows, row, group, GROUPS), mask=group_exists, other=0.0)
                 through = through - z * (share * (tl.sum(dz * z, 2) / GROUP_SIZE))[:, :, None]
-            through = through * inverse
+            through = tl.where(_unused(grad), 0.0, through * inverse)
             tl.store(dx + _offsets(row, channel, C), through.to(dx.dtype.element_ty), mask=exists)
     if partials is not None:
         _write_partial(partials, 0, channel, inside, products, C)
@@ -483,6 +493,7 @@ def squash_gradient(
         exists = (row < rows)[:, None, None] & inside[None, :, :]
         dh = tl.load(dy + _places(row, channel, inner, dy_outer, dy_inner, C), mask=exists, other=0.0).to(ACC)
         h = tl.load(x + _places(row, channel, inner, x_outer, x_inner, C), mask=exists, other=0.0).to(ACC)
+        h = tl.where(_unused(dh), 0.0, h)
         value, argument = _squashed(h, alpha, shift, ERF)
         if partials is not None:
             products += tl.sum(dh * value, 0)

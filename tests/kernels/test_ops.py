@@ -340,6 +340,32 @@ def test_what_is_not_finite_at_padding_enters_no_statistic():
     torch.testing.assert_close(found, products)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("groups", [0, 3])
+def test_what_is_not_finite_in_a_token_that_the_loss_does_not_depend_on_reaches_no_gradient(groups, dtype):
+    x, dy, padding, (weight, bias, moment, nu) = make((5, 4, 33), "some", dtype)
+    dy[padding] = 0.0
+    dy[0, 0, :20] = 0.0  # a token with some zeros counts
+    faulty = x.clone()
+    faulty[padding] = torch.tensor([float("nan"), float("inf"), -0.0]).to(dtype).repeat(11)
+    zeros = torch.zeros_like(dy).masked_fill(padding.unsqueeze(-1), -0.0)
+    found = []
+    for tokens, grad in ((x, dy), (faulty, dy + zeros)):
+        inv_rms = OPS.moments(tokens, padding, groups, EPS, False)[0]
+        stats = OPS.standardize(tokens, weight, bias, 3, True, 1.0, EPS, 0.0, 0.0, 1.0, 0.0)[1]
+        vectors = weight, None, moment
+        found += [
+            *OPS.gradient(grad, tokens, padding, *vectors, nu, None, inv_rms, groups, EPS, True),
+            *OPS.gradient(grad, tokens, padding, weight, bias, moment, nu, bias, inv_rms, groups, EPS, False),
+            *OPS.gradient(grad, tokens, None, *vectors, None, None, inv_rms, groups, EPS, True),
+            *OPS.gradient_sums(grad, tokens, padding, *vectors, inv_rms, groups, EPS),
+            *OPS.standardize_gradient(grad, tokens, weight, stats, 3, 1.0, 0.0, True, True, True),
+            *OPS.squash_gradient(grad, tokens, weight, bias[:1], nu[:1], groups == 0),
+        ]
+    clean, with_faults = found[: len(found) // 2], found[len(found) // 2 :]
+    assert all(torch.equal(one, other) for one, other in zip(clean, with_faults, strict=True))
+
+
 def test_sums_of_many_rows_keep_their_precision():
     """All equal and positive, where a float32 running sum loses a bit with every doubling."""
     x = torch.full((300_000, 3), 1.1)

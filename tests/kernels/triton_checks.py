@@ -106,7 +106,28 @@ def check_tokens(case: Case) -> None:
     arguments = dy, x, padding, weight, mean, moment, case.nu, case.offset, inv_rms, *rest, False  # BN
     check("gradient", *arguments, terms=steep)
     check("gradient", dy, x, None, *[None] * 5, inv_rms, *rest, False, terms=steep)  # only layer-scale
+    if padding is not None:
+        check_unused_tokens(case, steep, sums)
     check_tokens_by_themselves(case)
+
+
+def check_unused_tokens(case: Case, steep: float, sums: float) -> None:
+    """NaN in padding, whose dy is 0."""
+    unused = case.padding.unsqueeze(-1)
+    x, dy = case.x.masked_fill(unused, float("nan")), case.dy.masked_fill(unused, 0.0)
+    weight, groups = case.weight, case.groups
+    inv_rms = triton_ops.moments(x, case.padding, groups, EPS, False)[0]
+    vectors = weight, None, case.moment
+    for arguments in ((case.padding, *vectors, case.nu), (None, *vectors, None)):
+        found = check("gradient", dy, x, *arguments, None, inv_rms, groups, EPS, True, terms=max(steep, sums))
+        assert all(values.isfinite().all() for values in found)
+    divisor, curve, through = PER_TOKEN["gn"]
+    _, stats = triton_ops.standardize(x, weight, None, max(groups, 1), *divisor, *curve)
+    arguments = dy, x, weight, stats, max(groups, 1), *curve, *through, True
+    assert all(values.isfinite().all() for values in triton_ops.standardize_gradient(*arguments))
+    assert all(
+        values.isfinite().all() for values in triton_ops.squash_gradient(dy, x, weight, case.moment[:1], None, False)
+    )
 
 
 #: Of ``standardize``, and of its gradient: which norm, the divisor, the curve, what the gradient goes through.

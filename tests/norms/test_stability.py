@@ -3,11 +3,14 @@
 import itertools
 import math
 
+import numpy as np
 import pytest
 import torch
 
 from benchmarks.stability import ALPHA, CHANNELS, SPIKE, Stress, gradient_spikes, growing, one_large
-from pn_fairseq.norms import PowerNorm, PowerNormV
+from pn_fairseq.norms import NORMS, PowerNorm, PowerNormV, build_norm
+
+from .helpers import random_batch, randomize_affine, rng, train_step
 
 
 def test_growing_activations_stay_finite_where_the_unguarded_recursion_diverges():
@@ -70,3 +73,23 @@ def test_psi_distance_of_pn_v():
     norm.collecting = True
     norm(0.5 * torch.ones(4, CHANNELS, requires_grad=True)).sum().backward()  # below the running psi, which is 1
     assert float(norm.diagnostics()["psi_distance"]) == pytest.approx(math.log(2), rel=1e-6)
+
+
+@pytest.mark.parametrize("groups", [0, 4])
+@pytest.mark.parametrize("name", NORMS)
+def test_what_is_not_finite_at_padding_reaches_no_gradient(name, groups):
+    """dy is 0 there. LN is torch's function, and 0 * NaN is NaN in it."""
+    clean, faulty = (randomize_affine(build_norm(name, 12, layer_scale_groups=groups)).train() for _ in range(2))
+    generator = rng(4)
+    for step, bad in enumerate((math.nan, math.inf, -math.inf)):
+        x, mask, dy = random_batch(generator)
+        dy[mask.T] = 0
+        expected = train_step(clean, x, mask, dy)
+        x[mask.T] = np.where(generator.random(12) < 0.5, bad, 1.0)
+        found = train_step(faulty, x, mask, dy)
+        if name == "layer":
+            assert np.isnan(found["dweight"]).any()
+            continue
+        for key in found.keys() - {"y"}:
+            np.testing.assert_array_equal(found[key], expected[key], f"step {step}: {key}")
+        assert name == "none" or not found["dx"][mask.T].any()

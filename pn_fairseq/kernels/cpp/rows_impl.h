@@ -367,6 +367,25 @@ void forward(const Forward<S, A>& f, int64_t begin, int64_t end, Kind kind, Sums
   forward_scaled<S, A, false>(f, begin, end, kind, sums);
 }
 
+PN_INLINE bool is_zero(float value) { return value == 0.0f; }
+PN_INLINE bool is_zero(double value) { return value == 0.0; }
+PN_INLINE bool is_zero(BFloat16 value) { return !(value.bits & 0x7fffu); }
+PN_INLINE bool is_zero(Half value) { return !(value.bits & 0x7fffu); }
+
+// Whether the loss does not depend on the token with this row of dy. Almost always the first few elements tell.
+template <class S>
+bool is_unused(const S* dy, int64_t channels) {
+  constexpr int64_t block = 16;
+  int64_t c = 0;
+  for (; c + block <= channels; c += block) {
+    int zeros = 0;
+    for (int64_t k = 0; k < block; ++k) zeros += is_zero(dy[c + k]);
+    if (zeros < block) return false;
+  }
+  while (c < channels && is_zero(dy[c])) ++c;
+  return c == channels;
+}
+
 // How much of a row is gone through a second time at once: more groups overlap better, and more bytes are cold again.
 constexpr int64_t kHotBytes = 1024;
 
@@ -442,7 +461,9 @@ void backward_rows(const Backward<S, A>& b, int64_t begin, int64_t end, Sums<A>&
     const int64_t next = std::min(row + ahead, end - 1);
     const bool padding = b.padding && b.padding[row];
     A* sum = sums.narrow + (padding ? 2 * b.channels : 0);
-    if (sloped && padding) {
+    if ((padding || !sloped) && is_unused(b.dy[row], b.channels)) {
+      if (writes) std::fill_n(b.dx + row * b.channels, b.channels, S{});
+    } else if (sloped && padding) {
       backward_row<S, A, scaled, writes, sums_up, false, centered>(b, row, next, sum, projections.data(), streams);
     } else {
       backward_row<S, A, scaled, writes, sums_up, sloped, centered>(b, row, next, sum, projections.data(), streams);
@@ -598,6 +619,10 @@ void standardize_gradient_rows(const PerToken<S, A>& p, int64_t begin, int64_t e
   const int64_t ahead = rows_ahead<S>(p.channels);
   const bool streams = p.stream && are_aligned<A>(p.out, p.channels / p.groups);
   rows_with_sums(begin, end, sums_up ? 2 * p.channels : 0, sums, [&](int64_t row) {
+    if (is_unused(p.dy[row], p.channels)) {
+      std::fill_n(p.out + row * p.channels, p.channels, S{});
+      return;
+    }
     standardize_gradient_row<S, A, weighted, sums_up>(p, row, std::min(row + ahead, end - 1), sums.narrow, streams);
   });
   if (streams) end_of_stream();
@@ -718,6 +743,10 @@ void squash_gradient_rows(const Squash<S, A>& s, int64_t begin, int64_t end, Sum
     const int64_t next = std::min(row + ahead, end - 1);
     const S *dy = s.dy[row], *x = s.x[row], *next_dy = s.dy[next], *next_x = s.x[next];
     S *dx = s.out + row * channels, *next_dx = s.out + next * channels;
+    if (is_unused(dy, channels)) {
+      std::fill_n(dx, channels, S{});
+      return;
+    }
     Vector<A> steep{}, plain{};
     for_span<A>(0, channels, [&](int64_t c, auto part) {
       fetch<S>(next_x, next_dy, next_dx, c, streams);
