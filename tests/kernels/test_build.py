@@ -44,7 +44,8 @@ def build(tmp_path):
         variables = {"CC": str(compiler), "CXX": str(compiler), "TORCH_DONT_CHECK_COMPILER_ABI": "1"}
         done = start("warm-python", "-m", "setup", "-q", "build_ext", *arguments, cwd=checkout, **variables)
         assert "Traceback" not in done.stderr, done.stderr
-        messages = [line for line in done.stderr.splitlines() if line.startswith("pn_fairseq:")]
+        announced, *messages = [line for line in done.stderr.splitlines() if line.startswith("pn_fairseq:")]
+        assert "compiling the C++ kernels" in announced
         return messages, log.read_text().splitlines()
 
     run.checkout = checkout

