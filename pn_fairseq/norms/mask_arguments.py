@@ -12,7 +12,10 @@ from pn_fairseq.norms.converted import Conversion, ConvertedNorm
 from pn_fairseq.norms.padding import ARGUMENT_FORMS, FORMS, PaddingMask, Scope, current_scope
 
 #: Arguments that hold what a module, such as a layer of a decoder, attends to.
-_ATTENDED = ("memory", "context", "encoder_out", "encoder_output", "encoder_hidden_states")
+_ATTENDED = (
+    *("memory", "context", "encoder_hidden_states"),
+    *("encoder_out", "encoder_output", "encoder_outputs", "enc_out", "enc_output", "enc_outputs"),
+)
 
 #: How the names of arguments begin that say something of the source or the target of an encoder-decoder model.
 _OF_SOURCE = ("src", "source", "encoder", "enc_", "memory", "context")

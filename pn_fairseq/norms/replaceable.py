@@ -21,7 +21,8 @@ def norms_to_replace(names: dict[nn.Module, list[str]], only, skip, layout: str 
         [patterns] if isinstance(patterns, str) else None if patterns is None else list(patterns)
         for patterns in (only, skip)
     )
-    reasons = {module: reason for module in names if (reason := _why_not(module, layout)) is not None}
+    with torch.device("cpu"):  # the model may be in the making in `with torch.device("meta")`, as in transformers
+        reasons = {module: reason for module in names if (reason := _why_not(module, layout)) is not None}
     for pattern in [*(only or ()), *(skip or ())]:
         if not any(fnmatchcase(name, pattern) for module in reasons for name in names[module]):
             known = ", ".join(names[module][0] or "the model" for module in reasons) or "none"

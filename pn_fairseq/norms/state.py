@@ -122,8 +122,13 @@ def _saves_operators() -> bool:
 def is_recomputation() -> bool:
     """Whether this forward is a recomputation by checkpointing without reentry, whose first computation had gradients
     enabled. With reentry the first computation has them disabled."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return hooks is not None and hooks[0].__qualname__.startswith("_recomputation_hook.")
+    autograd, hooks = torch._C._autograd, []
+    while (top := autograd._top_saved_tensors_default_hooks(True)) is not None:
+        hooks.append(top)
+        autograd._pop_saved_tensors_default_hooks()
+    for pair in reversed(hooks):
+        autograd._push_saved_tensors_default_hooks(*pair)
+    return any(getattr(pack, "__qualname__", "").startswith("_recomputation_hook.") for pack, _ in hooks)
 
 
 class StatefulNorm(ChannelNorm):

@@ -292,11 +292,24 @@ def test_no_value_is_read_in_a_training_step(case, masked, counted):
 CHECKPOINTING = ("reentrant", "non-reentrant", "fairseq")
 
 
+def hooked(block):
+    """``block`` with hooks of its own for saved tensors, one of which has no name."""
+
+    def call(*args):
+        with torch.autograd.graph.saved_tensors_hooks(functools.partial(torch.clone), lambda tensor: tensor):
+            return block(*args)
+
+    return call
+
+
 def checkpointed(block, how):
     """``block`` as a function that recomputes its forward in the backward pass."""
     if how == "fairseq":
         module = pytest.importorskip("fairseq.modules.checkpoint_activations")
         return module.checkpoint_wrapper(block)
+    if how in ("nested", "with hooks"):  # the exponential of what is inside makes the outer recomputation go beyond it
+        inner = checkpointed(block, "non-reentrant") if how == "nested" else hooked(block)
+        return checkpointed(lambda *args: inner(*args).exp().log(), "non-reentrant")
     return functools.partial(checkpoint, block, use_reentrant=how == "reentrant")
 
 
@@ -487,7 +500,7 @@ def test_frozen_inputs_and_parameters_change_nothing_else(running, frozen):
     assert_states_equal(norm, other)
 
 
-@pytest.mark.parametrize("how", [None, *CHECKPOINTING])
+@pytest.mark.parametrize("how", [None, *CHECKPOINTING, "nested", "with hooks"])
 def test_a_step_that_no_gradient_reaches_counts_once(running, how):
     """It changes what a backward would have changed, but the state that is made of gradients."""
     norm, other = running.trained(psi_warmup_updates=2), running.trained(psi_warmup_updates=2)

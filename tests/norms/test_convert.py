@@ -395,6 +395,30 @@ def test_a_mask_of_the_source_is_none_for_what_attends_to_it(argument, source_le
     torch.testing.assert_close(model.decoder.norm.running_mean, 0.1 * tokens.mean(0))
 
 
+@pytest.mark.parametrize("name", ["memory", "encoder_outputs", "enc_output"])
+def test_names_of_what_a_module_attends_to(name):
+    class Decoder(Attending):
+        forward = {
+            "memory": lambda self, x, memory: self.norm(x),
+            "encoder_outputs": lambda self, x, encoder_outputs: self.norm(x),
+            "enc_output": lambda self, x, enc_output: self.norm(x),
+        }[name]
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.decoder = Decoder()
+
+        def forward(self, x, src_lengths):
+            return self.decoder(x, x)
+
+    model = convert_norms(Model(), "batch", mask_from="src_lengths", layout="BTC")
+    x = torch.randn(B, T, C)
+    with pytest.warns(UserWarning, match="no padding mask has reached it"):
+        model(x, LENGTHS).sum().backward()
+    torch.testing.assert_close(model.decoder.norm.running_mean, 0.1 * x.mean((0, 1)))
+
+
 def test_the_decoder_of_torchs_transformer_does_not_take_the_mask_of_the_source():
     make = lambda: nn.Transformer(C, 2, 1, 1, 8, 0.0, batch_first=True)  # noqa: E731
     source, target = torch.randn(2, B, T, C)
