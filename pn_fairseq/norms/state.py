@@ -20,9 +20,6 @@ class Buffers(dict):
     def __init__(self, queue: "StateQueue", buffers: dict[str, Tensor]):
         super().__init__(buffers)
         self._queue = queue
-        #: The counter that was replaced last, and one that had been put in the place of another for a while.
-        self._replaced: Tensor | None = None
-        self.lent: Tensor | None = None
 
     def __getitem__(self, name: str) -> Tensor:
         self._queue.flush()
@@ -35,12 +32,6 @@ class Buffers(dict):
     def values(self):
         self._queue.flush()
         return super().values()
-
-    def __setitem__(self, name: str, buffer: Tensor) -> None:
-        if name == COUNT and buffer is not (old := self.get(COUNT)):
-            self.lent = old if buffer is self._replaced else None
-            self._replaced = old
-        super().__setitem__(name, buffer)
 
     def __reduce__(self):  # a plain dict: the norm that is a copy makes its own
         return dict, (dict(self),)
@@ -68,7 +59,10 @@ class StateQueue:
 
     def new_contribution(self) -> Contribution:
         """For a forward that begins now."""
-        return self._norm.contribution_type(self.version, self.buffers.get(COUNT))
+        return self._norm.contribution_type(self.version, self._objects())
+
+    def _objects(self) -> list[int]:
+        return [id(buffer) for buffer in dict.values(self.buffers)]
 
     def put(self, contribution: Contribution) -> None:
         """Keep a contribution.
@@ -76,13 +70,14 @@ class StateQueue:
         Raises:
             RuntimeError: in its forward the module had other buffers, which are gone.
         """
-        if contribution.counter is self.buffers.lent:
+        if contribution.version != self.version:
+            return
+        if contribution.buffers != self._objects():
             raise RuntimeError(
                 "torch.func.functional_call cannot train a norm of pn_fairseq with buffers that it is given: give it "
                 "the parameters alone, or call eval() first"
             )
-        if contribution.version == self.version:
-            self.pending.append(contribution)
+        self.pending.append(contribution)
 
     def flush(self) -> None:
         """Apply the contributions. It starts no all-reduce: a single rank may call it."""
@@ -195,7 +190,8 @@ class StatefulNorm(ChannelNorm):
         for name, old in before.items():
             new = self._buffers[name]
             if new.dtype != old.dtype:
-                new = self._buffers[name] = torch.empty_like(old, device=new.device)
+                new = old if new.device == old.device else torch.empty_like(old, device=new.device)
+                self._buffers[name] = new
             if old.is_meta:
                 new.fill_(self._initial.get(name, 0))
             elif new is not old and not new.is_meta:

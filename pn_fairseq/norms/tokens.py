@@ -37,7 +37,7 @@ class Contribution:
     default values.
 
     Attributes:
-        version, counter: the version of the state and the buffer ``num_batches_tracked`` in the forward.
+        version, buffers: the version of the state in the forward, and the identities of the buffers.
         batch: :class:`Moments` of the batch. In ``update`` they are over all ranks.
         products: (2, C), sums over the real tokens of dx_hat * x_hat and of dx_hat, where dx_hat = weight * dy / s with
             the loss scale s; in ``update`` over all ranks. Divide them by ``batch.count`` for means.
@@ -47,7 +47,7 @@ class Contribution:
     """
 
     version: int | None = None
-    counter: Tensor | None = None
+    buffers: list[int] | None = None
     batch: Moments | None = None
     products: Tensor | None = None
     products_reduced: bool = False
