@@ -1,7 +1,9 @@
 """What setup.py leaves of a build, with compilers that take no time: they write what they were asked for."""
 
 import os
+import platform
 import re
+import shutil
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from pn_fairseq.kernels.selection import EXTENSION
 from ..scripts_helpers import ROOT
 from ..scripts_helpers import run as start
 
+ARM = "aarch64-linux-gnu-g++"
 LIBRARY = EXTENSION.rpartition(".")[2] + ".so"
 
 #: Writes down its arguments, one call a line, and makes the file that follows -o.
@@ -36,13 +39,14 @@ def build(tmp_path):
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.write_bytes((ROOT / file).read_bytes())
 
-    def run(*arguments: str, condition: str = ""):
+    def run(*arguments: str, condition: str = "", machine: str = platform.machine()):
         compiler = tmp_path / "c++"
         compiler.write_text(COMPILER.format(log=log, condition=condition))
         compiler.chmod(0o755)
         log.unlink(missing_ok=True)
         variables = {"CC": str(compiler), "CXX": str(compiler), "TORCH_DONT_CHECK_COMPILER_ABI": "1"}
-        done = start("warm-python", "-m", "setup", "-q", "build_ext", *arguments, cwd=checkout, **variables)
+        code = f"import platform, runpy; platform.machine = lambda: {machine!r}; runpy.run_path('setup.py')"
+        done = start("warm-python", "-c", code, "-q", "build_ext", *arguments, cwd=checkout, **variables)
         assert "Traceback" not in done.stderr, done.stderr
         announced, *messages = [line for line in done.stderr.splitlines() if line.startswith("pn_fairseq:")]
         assert "compiling the C++ kernels" in announced
@@ -90,6 +94,19 @@ def test_a_compiler_without_openmp(build):
     sources = {path.name for path in (ROOT / "pn_fairseq/kernels/cpp").glob("*.cpp")}
     plain = [call for call in calls if "-fopenmp" not in call]
     assert all(any(source in call for call in plain) for source in sources)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which(ARM) is None, reason=f"there is no {ARM} (Debian: g++-aarch64-linux-gnu)")
+def test_the_sources_compile_for_64_bit_arm(build):
+    """They are not linked: there is no torch for it here."""
+    messages, _ = build(
+        "--build-temp", "temp", condition=f'case " $* " in *" -c "*) exec {ARM} "$@" ;; esac', machine="aarch64"
+    )
+    assert messages == []
+    objects = {path.stem: path.read_bytes() for path in (build.checkout / "temp").rglob("*.o")}
+    assert set(objects) == {"ops", "rows_baseline"}
+    assert all(content[18:20] == b"\xb7\x00" for content in objects.values()), "ELF's number of aarch64"
 
 
 @pytest.mark.skipif("cpp" not in kernels.available(), reason="there are no C++ kernels here")
