@@ -7,7 +7,7 @@ RUN ?= runs/demo
 
 export VENV PYTHON TORCH
 
-.PHONY: help venv demo test test-all test-pythons docs lint format
+.PHONY: help venv demo test test-all test-machines test-pythons docs lint format
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' Makefile
@@ -20,13 +20,17 @@ demo: venv ## train a small PN transformer on the verses, decode, print BLEU (ab
 	@bash scripts/pn reproduce demo --run "$(RUN)"
 
 # A worker for each core, each taking whole files, so that what the tests of a file share is made once.
-PYTEST = "$(VENV)/bin/python" -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile
+IN_PARALLEL = --numprocesses auto --maxprocesses 8 --dist loadfile
+PYTEST = "$(VENV)/bin/python" -m pytest $(IN_PARALLEL)
 
 test: venv ## run the tests
 	@$(PYTEST) -m "not slow"
 
 test-all: venv ## run the tests and the slow ones
 	@$(PYTEST)
+
+test-machines: venv ## run the numeric tests as every kind of processor does (more than half an hour)
+	@"$(VENV)/bin/python" -m tests.machines $(IN_PARALLEL)
 
 # Only the norms and the models, in one environment for each Python: $(VENV)-3.11 and so on.
 test-pythons: ## run a short selection of the tests with each of Python 3.11, 3.12 and 3.13 that is installed
