@@ -132,10 +132,10 @@ def test_decoding_of_the_validation_set_elsewhere(trained, tmp_path):
 def test_both_bleu_flavours(data, trained, decoded):
     """Tokenized BLEU is what fairseq-generate prints; both are what sacrebleu's library computes."""
     output = script("score.sh", "--run", trained).stdout
-    tokenized, detokenized, chrf = output.splitlines()
+    tokenized, detokenized, chrf, ter = output.splitlines()
     assert tokenized.startswith("tokenized BLEU:") and detokenized.startswith("detokenized BLEU:")
     assert "tok:none" in tokenized and "version:" in detokenized and "case:lc" in detokenized
-    assert chrf.startswith("chrF:") and "case:lc" in chrf
+    assert chrf.startswith("chrF2:") and "case:lc" in chrf and ter.startswith("TER:")
 
     fairseq = float(re.search(r"BLEU4 = ([\d.]+),", (decoded / "generate.log").read_text("utf-8"))[1])
     hypotheses = (decoded / "hyp.tok").read_text("utf-8").splitlines()
