@@ -20,8 +20,8 @@ def check() -> tuple[str, bool]:
                 for name, arguments in samples(dtype, torch.device(device)):
                     expected = OPERATORS[name](*arguments)
                     with using(implementation):
-                        found = getattr(torch.ops.pn_fairseq, name)(*arguments)
-                    worst[name, dtype] = max(worst.get((name, dtype), 0.0), difference(found, expected))
+                        result = getattr(torch.ops.pn_fairseq, name)(*arguments)
+                    worst[name, dtype] = max(worst.get((name, dtype), 0.0), difference(result, expected))
             for name in OPERATORS:
                 errors = {dtype: worst[name, dtype] for dtype in TOLERANCE if (name, dtype) in worst}
                 off = [str(dtype)[6:] for dtype, error in errors.items() if error > TOLERANCE[dtype]]

@@ -62,14 +62,14 @@ def samples(dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, tup
             yield "power_update", (*state, 1e-5, warmup, 0.9, 0.9)
 
 
-def difference(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> float:
+def difference(result: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> float:
     """The largest difference of two results, relative to the largest value; infinite if shape or type differ."""
     worst = 0.0
-    for one, other in zip(found, expected, strict=True):
-        if one.shape != other.shape or one.dtype != other.dtype:
+    for ours, wanted in zip(result, expected, strict=True):
+        if ours.shape != wanted.shape or ours.dtype != wanted.dtype:
             return float("inf")
-        if other.numel():
-            error = (one.double() - other.double()).abs().max() / other.double().abs().max().clamp(min=1e-30)
+        if wanted.numel():
+            error = (ours.double() - wanted.double()).abs().max() / wanted.double().abs().max().clamp(min=1e-30)
             worst = max(worst, float(error.nan_to_num(float("inf"))))
     return worst
 
@@ -83,11 +83,11 @@ def first_use(module: ModuleType, dtype: torch.dtype, device: torch.device) -> s
     passed = cache_file(module, dtype, device)
     if passed.exists():
         return ""
-    each: dict[str, tuple] = {}
+    first_arguments: dict[str, tuple] = {}
     for name, arguments in samples(dtype, device):
-        each.setdefault(name, arguments)
+        first_arguments.setdefault(name, arguments)
     off = []
-    for name, arguments in each.items():
+    for name, arguments in first_arguments.items():
         compute: Callable = getattr(module, name, OPERATORS[name])
         error = difference(compute(*arguments), OPERATORS[name](*arguments))
         if error > TOLERANCE[dtype]:
@@ -106,8 +106,11 @@ def cache_file(module: ModuleType, dtype: torch.dtype, device: torch.device) -> 
     """The file that says that nothing is off."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "pn_fairseq")
     sources = [path.read_bytes() for path in sorted(Path(__file__).parent.glob("triton_*.py"))]
-    about = [torch.__version__, module.triton.__version__, dtype, torch.cuda.get_device_name(device), driver()]
-    return folder / hashlib.sha256(b"\n".join([*sources, *(str(one).encode() for one in about)])).hexdigest()[:16]
+    versions = [torch.__version__, module.triton.__version__, dtype, torch.cuda.get_device_name(device), driver()]
+    return (
+        folder
+        / hashlib.sha256(b"\n".join([*sources, *(str(version).encode() for version in versions)])).hexdigest()[:16]
+    )
 
 
 def driver() -> str:

@@ -118,7 +118,7 @@ def refuse_second_derivative() -> None:
 
 def _parameters(sums: Tensor, needed: tuple[bool, bool], weight: Tensor | None) -> list[Tensor | None]:
     """The gradients of weight and bias; None for a parameter that needs no gradient."""
-    return [sums[place].to(weight.dtype) if each else None for place, each in enumerate(needed)]
+    return [sums[i].to(weight.dtype) if needed[i] else None for i in range(2)]
 
 
 class _Normalize(torch.autograd.Function):
@@ -220,7 +220,7 @@ class _Squash(torch.autograd.Function):
         x, weight, alpha, shift = ctx.saved_tensors
         dx, sums, scalars = squash_gradient(dy, x, weight, alpha, shift, ctx.erf)
         needed = ctx.needs_input_grad
-        rest = [scalars[place : place + 1].to(alpha.dtype) if needed[3 + place] else None for place in range(2)]
+        rest = [scalars[i : i + 1].to(alpha.dtype) if needed[3 + i] else None for i in range(2)]
         return dx, *_parameters(sums, needed[1:3], weight), *rest, None
 
 

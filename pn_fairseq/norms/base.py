@@ -77,20 +77,8 @@ class RunningNorm(StatefulNorm):
     #: synchronized norm this rank adds zeros to the all-reduce.
     ignoring = False
 
-    def __init__(
-        self,
-        num_features: int,
-        alpha_fwd: float = 0.9,
-        sync: bool = False,
-        process_group=None,
-        eps: float = 1e-5,
-        affine: bool = True,
-        layer_scale_groups: int = 0,
-        batch_first: bool = False,
-    ):
-        super().__init__(
-            num_features, eps=eps, affine=affine, layer_scale_groups=layer_scale_groups, batch_first=batch_first
-        )
+    def __init__(self, num_features: int, alpha_fwd: float = 0.9, sync: bool = False, process_group=None, **common):
+        super().__init__(num_features, **common)
         self.alpha_fwd = check_alpha("alpha_fwd", alpha_fwd)
         self.sync, self.process_group = sync, process_group
         self._collected: dict[str, Tensor] = {}

@@ -69,27 +69,8 @@ class MaskedBatchNorm(BatchStatsNorm):
     moment_name = "running_var"
     mean_name = "running_mean"
 
-    def __init__(
-        self,
-        num_features: int,
-        alpha_fwd: float = 0.9,
-        sync: bool = False,
-        process_group=None,
-        eps: float = 1e-5,
-        affine: bool = True,
-        layer_scale_groups: int = 0,
-        batch_first: bool = False,
-    ):
-        super().__init__(
-            num_features,
-            alpha_fwd=alpha_fwd,
-            sync=sync,
-            process_group=process_group,
-            eps=eps,
-            affine=affine,
-            layer_scale_groups=layer_scale_groups,
-            batch_first=batch_first,
-        )
+    def __init__(self, num_features: int, **common):
+        super().__init__(num_features, **common)
         self.add_state("running_mean", 0.0)
         self.add_state("running_var", 1.0)
 
@@ -121,27 +102,8 @@ class MaskedBatchNormRelease(MaskedBatchNorm):
 
     contribution_type = ReleaseContribution
 
-    def __init__(
-        self,
-        num_features: int,
-        alpha_fwd: float = 0.95,
-        sync: bool = False,
-        process_group=None,
-        eps: float = 1e-5,
-        affine: bool = True,
-        layer_scale_groups: int = 0,
-        batch_first: bool = False,
-    ):
-        super().__init__(
-            num_features,
-            alpha_fwd=alpha_fwd,
-            sync=sync,
-            process_group=process_group,
-            eps=eps,
-            affine=affine,
-            layer_scale_groups=layer_scale_groups,
-            batch_first=batch_first,
-        )
+    def __init__(self, num_features: int, alpha_fwd: float = 0.95, **common):
+        super().__init__(num_features, alpha_fwd=alpha_fwd, **common)
 
     def batch_moments(self, tokens: Tokens) -> Moments:
         positions = tokens.with_padding().moments().count

@@ -56,28 +56,9 @@ class RegularizedBatchNorm(MaskedBatchNorm):
     contribution_type = PenaltyContribution
 
     def __init__(
-        self,
-        num_features: int,
-        alpha_fwd: float = 0.95,
-        lambda_mean: float = 0.1,
-        lambda_var: float = 0.01,
-        sync: bool = False,
-        process_group=None,
-        eps: float = 1e-5,
-        affine: bool = True,
-        layer_scale_groups: int = 0,
-        batch_first: bool = False,
+        self, num_features: int, alpha_fwd: float = 0.95, lambda_mean: float = 0.1, lambda_var: float = 0.01, **common
     ):
-        super().__init__(
-            num_features,
-            alpha_fwd=alpha_fwd,
-            sync=sync,
-            process_group=process_group,
-            eps=eps,
-            affine=affine,
-            layer_scale_groups=layer_scale_groups,
-            batch_first=batch_first,
-        )
+        super().__init__(num_features, alpha_fwd=alpha_fwd, **common)
         self.lambda_mean = check_real("lambda_mean", lambda_mean, minimum=0)
         self.lambda_var = check_real("lambda_var", lambda_var, minimum=0)
 

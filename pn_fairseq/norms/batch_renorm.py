@@ -64,23 +64,9 @@ class BatchRenorm(BatchStatsNorm):
         renorm_updates: int = 40_000,
         renorm_r_max: float = 3.0,
         renorm_d_max: float = 5.0,
-        sync: bool = False,
-        process_group=None,
-        eps: float = 1e-5,
-        affine: bool = True,
-        layer_scale_groups: int = 0,
-        batch_first: bool = False,
+        **common,
     ):
-        super().__init__(
-            num_features,
-            alpha_fwd=alpha_fwd,
-            sync=sync,
-            process_group=process_group,
-            eps=eps,
-            affine=affine,
-            layer_scale_groups=layer_scale_groups,
-            batch_first=batch_first,
-        )
+        super().__init__(num_features, alpha_fwd=alpha_fwd, **common)
         self.renorm_updates = check_whole("renorm_updates", renorm_updates, minimum=0)
         self.renorm_r_max = check_real("renorm_r_max", renorm_r_max, minimum=1)
         self.renorm_d_max = check_real("renorm_d_max", renorm_d_max, minimum=0)

@@ -1,11 +1,15 @@
 """What all norms share: affine parameters, layer-scale in front, and the layouts of activations and masks."""
 
+import inspect
+
 import torch
 from torch import Tensor, nn
 
 from pn_fairseq.norms.checks import check_input, check_positive, check_whole
 from pn_fairseq.norms.layer_scale import LayerScale
 from pn_fairseq.norms.nested import over_tokens
+
+_REST = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def no_fast_path(module: nn.Module, args: tuple) -> None:
@@ -40,7 +44,10 @@ class ChannelNorm(nn.Module):
         affine: bool = True,
         layer_scale_groups: int = 0,
         batch_first: bool = False,
+        **unknown,
     ):
+        if unknown:
+            raise TypeError(f"{type(self).__name__} has no argument {', '.join(map(repr, unknown))}")
         super().__init__()
         self.num_features = check_whole("num_features", num_features, minimum=1)
         self.eps = check_positive("eps", eps)
@@ -58,6 +65,19 @@ class ChannelNorm(nn.Module):
             self.register_parameter(name, nn.Parameter(torch.empty(num_features)) if learns else None)
         self._built_on_meta = torch.get_default_device().type == "meta"
         ChannelNorm.reset_parameters(self)
+
+    def __init_subclass__(cls, **keywords):
+        """Put the arguments that a constructor passes on as ``**common`` into its signature, for ``help`` and
+        :mod:`.registry`."""
+        super().__init_subclass__(**keywords)
+        own = list(inspect.signature(cls.__init__).parameters.values())[1:]
+        named = {parameter.name: parameter for parameter in own if parameter.kind not in _REST}
+        if any(parameter.kind == parameter.VAR_KEYWORD for parameter in own):
+            base = next(base for base in cls.__mro__[1:] if "__init__" in vars(base))
+            for name, parameter in inspect.signature(base).parameters.items():
+                if name not in named and parameter.kind not in _REST:
+                    named[name] = parameter.replace(kind=parameter.KEYWORD_ONLY)
+        cls.__signature__ = inspect.Signature(list(named.values()))
 
     # In a model that exports methods, as fairseq's models do, TorchScript would compile the hook of ``layer_scale`` and
     # the property.

@@ -20,18 +20,8 @@ class DynamicTanh(ChannelNorm):
         affine, layer_scale_groups, batch_first: see :class:`~pn_fairseq.norms.base.ChannelNorm`.
     """
 
-    def __init__(
-        self,
-        num_features: int,
-        alpha_init: float = 0.5,
-        eps: float = 1e-5,
-        affine: bool = True,
-        layer_scale_groups: int = 0,
-        batch_first: bool = False,
-    ):
-        super().__init__(
-            num_features, eps=eps, affine=affine, layer_scale_groups=layer_scale_groups, batch_first=batch_first
-        )
+    def __init__(self, num_features: int, alpha_init: float = 0.5, **common):
+        super().__init__(num_features, **common)
         self.alpha_init = check_positive("alpha_init", alpha_init)
         self.alpha = nn.Parameter(torch.full((1,), self.alpha_init))
 
@@ -53,23 +43,8 @@ class DynamicErf(DynamicTanh):
     ``shift`` is s, (1,), learned, initially 0. All else is as in :class:`DynamicTanh`.
     """
 
-    def __init__(
-        self,
-        num_features: int,
-        alpha_init: float = 0.5,
-        eps: float = 1e-5,
-        affine: bool = True,
-        layer_scale_groups: int = 0,
-        batch_first: bool = False,
-    ):
-        super().__init__(
-            num_features,
-            alpha_init=alpha_init,
-            eps=eps,
-            affine=affine,
-            layer_scale_groups=layer_scale_groups,
-            batch_first=batch_first,
-        )
+    def __init__(self, num_features: int, **common):
+        super().__init__(num_features, **common)
         self.shift = nn.Parameter(torch.zeros(1))
 
     def reset_parameters(self) -> None:

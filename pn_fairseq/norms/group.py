@@ -21,18 +21,8 @@ class GroupNorm(ChannelNorm):
         eps, affine, layer_scale_groups, batch_first: see :class:`~pn_fairseq.norms.base.ChannelNorm`.
     """
 
-    def __init__(
-        self,
-        num_features: int,
-        groups: int = 1,
-        eps: float = 1e-5,
-        affine: bool = True,
-        layer_scale_groups: int = 0,
-        batch_first: bool = False,
-    ):
-        super().__init__(
-            num_features, eps=eps, affine=affine, layer_scale_groups=layer_scale_groups, batch_first=batch_first
-        )
+    def __init__(self, num_features: int, groups: int = 1, **common):
+        super().__init__(num_features, **common)
         self.groups = check_whole("groups", groups, minimum=1)
         if self.num_features % self.groups:
             raise ValueError(f"num_features={num_features} is not divisible by groups={groups}")

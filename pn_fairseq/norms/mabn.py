@@ -43,31 +43,8 @@ class MovingAverageBatchNorm(WindowNorm):
 
     mixes_tokens = "at first"
 
-    def __init__(
-        self,
-        num_features: int,
-        alpha_fwd: float = 0.98,
-        window: int = 16,
-        psi_warmup_updates: int = 0,
-        sync: bool = False,
-        process_group=None,
-        eps: float = 1e-5,
-        affine: bool = True,
-        layer_scale_groups: int = 0,
-        batch_first: bool = False,
-    ):
-        super().__init__(
-            num_features,
-            alpha_fwd=alpha_fwd,
-            window=window,
-            psi_warmup_updates=psi_warmup_updates,
-            sync=sync,
-            process_group=process_group,
-            eps=eps,
-            affine=affine,
-            layer_scale_groups=layer_scale_groups,
-            batch_first=batch_first,
-        )
+    def __init__(self, num_features: int, alpha_fwd: float = 0.98, **common):
+        super().__init__(num_features, alpha_fwd=alpha_fwd, **common)
 
     def forward_pass(self, tokens: Tokens, contribution: Contribution) -> Tensor:
         self.begin(contribution, tokens.moments())

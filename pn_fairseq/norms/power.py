@@ -63,29 +63,8 @@ class PowerNorm(RunningNorm):
     contribution_type = PowerContribution
     mixes_tokens = "at first"
 
-    def __init__(
-        self,
-        num_features: int,
-        alpha_bwd: float = 0.9,
-        psi_warmup_updates: int = 0,
-        alpha_fwd: float = 0.9,
-        sync: bool = False,
-        process_group=None,
-        eps: float = 1e-5,
-        affine: bool = True,
-        layer_scale_groups: int = 0,
-        batch_first: bool = False,
-    ):
-        super().__init__(
-            num_features,
-            alpha_fwd=alpha_fwd,
-            sync=sync,
-            process_group=process_group,
-            eps=eps,
-            affine=affine,
-            layer_scale_groups=layer_scale_groups,
-            batch_first=batch_first,
-        )
+    def __init__(self, num_features: int, alpha_bwd: float = 0.9, psi_warmup_updates: int = 0, **common):
+        super().__init__(num_features, **common)
         self.alpha_bwd = check_alpha("alpha_bwd", alpha_bwd)
         self.psi_warmup_updates = check_whole("psi_warmup_updates", psi_warmup_updates, minimum=0)
         self.add_state("running_psi2", 1.0)
@@ -144,8 +123,8 @@ class PowerNorm(RunningNorm):
 
     def diagnostics(self) -> dict[str, Tensor]:
         """The diagnostics of :class:`RunningNorm` and :meth:`observe`, and ``nu_rms``, the root mean square of nu."""
-        found = super().diagnostics()
-        return {**found, "nu_rms": self.nu.square().mean().sqrt()} if found else found
+        collected = super().diagnostics()
+        return {**collected, "nu_rms": self.nu.square().mean().sqrt()} if collected else collected
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, alpha_bwd={self.alpha_bwd}, psi_warmup_updates={self.psi_warmup_updates}"

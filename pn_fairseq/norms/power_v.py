@@ -25,25 +25,6 @@ class PowerNormV(BatchStatsNorm):
 
     moment_name = "running_psi2"
 
-    def __init__(
-        self,
-        num_features: int,
-        alpha_fwd: float = 0.9,
-        sync: bool = False,
-        process_group=None,
-        eps: float = 1e-5,
-        affine: bool = True,
-        layer_scale_groups: int = 0,
-        batch_first: bool = False,
-    ):
-        super().__init__(
-            num_features,
-            alpha_fwd=alpha_fwd,
-            sync=sync,
-            process_group=process_group,
-            eps=eps,
-            affine=affine,
-            layer_scale_groups=layer_scale_groups,
-            batch_first=batch_first,
-        )
+    def __init__(self, num_features: int, **common):
+        super().__init__(num_features, **common)
         self.add_state("running_psi2", 1.0)

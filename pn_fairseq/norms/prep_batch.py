@@ -47,28 +47,8 @@ class ProgressiveBatchNorm(MaskedBatchNorm):
 
     contribution_type = FadeContribution
 
-    def __init__(
-        self,
-        num_features: int,
-        fade_updates: int = 60_000,
-        alpha_fwd: float = 0.9,
-        sync: bool = False,
-        process_group=None,
-        eps: float = 1e-5,
-        affine: bool = True,
-        layer_scale_groups: int = 0,
-        batch_first: bool = False,
-    ):
-        super().__init__(
-            num_features,
-            alpha_fwd=alpha_fwd,
-            sync=sync,
-            process_group=process_group,
-            eps=eps,
-            affine=affine,
-            layer_scale_groups=layer_scale_groups,
-            batch_first=batch_first,
-        )
+    def __init__(self, num_features: int, fade_updates: int = 60_000, **common):
+        super().__init__(num_features, **common)
         self.fade_updates = check_whole("fade_updates", fade_updates, minimum=0)
         self.ln_weight = nn.Parameter(torch.ones(num_features)) if self.affine else None
         self.ln_bias = nn.Parameter(torch.zeros(num_features)) if self.affine else None

@@ -111,21 +111,12 @@ class NormEntry:
         return defaults.get(f"{variant}.{option}", defaults[option])
 
 
-_REST = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-
-
 @cache  # a model asks some 900 times
 def _arguments(cls: type[ChannelNorm]) -> dict[str, inspect.Parameter]:
-    """Arguments of the constructor of ``cls``, and those that it hands on to the classes above it."""
-    arguments: dict[str, inspect.Parameter] = {}
-    for base in inspect.getmro(cls):
-        if "__init__" in vars(base):
-            parameters = inspect.signature(base.__init__).parameters.values()
-            own = [parameter for parameter in parameters if parameter.kind not in _REST]
-            arguments = {parameter.name: parameter for parameter in own} | arguments
-            if all(parameter.kind != parameter.VAR_KEYWORD for parameter in parameters):
-                break
-    return {name: arguments[name] for name in arguments if name not in ("self", "num_features")}
+    """The arguments of the constructor of ``cls`` and of the constructors above it."""
+    arguments = dict(inspect.signature(cls).parameters)
+    del arguments["num_features"]
+    return arguments
 
 
 def default_of(cls: type[ChannelNorm], option: str):

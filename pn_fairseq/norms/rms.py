@@ -54,17 +54,8 @@ class ScaleNorm(ChannelNorm):
 
     learned = ()
 
-    def __init__(
-        self,
-        num_features: int,
-        eps: float = 1e-5,
-        affine: bool = True,
-        layer_scale_groups: int = 0,
-        batch_first: bool = False,
-    ):
-        super().__init__(
-            num_features, eps=eps, affine=affine, layer_scale_groups=layer_scale_groups, batch_first=batch_first
-        )
+    def __init__(self, num_features: int, **common):
+        super().__init__(num_features, **common)
         self.g = nn.Parameter(torch.full((1,), math.sqrt(num_features)))
 
     def reset_parameters(self) -> None:

@@ -69,18 +69,8 @@ class DetachNorm(LayerNormSimple):
         others: see :class:`LayerNormSimple`.
     """
 
-    def __init__(
-        self,
-        num_features: int,
-        detach: str | Sequence[str] = "mean,std",
-        eps: float = 1e-5,
-        affine: bool = True,
-        layer_scale_groups: int = 0,
-        batch_first: bool = False,
-    ):
-        super().__init__(
-            num_features, eps=eps, affine=affine, layer_scale_groups=layer_scale_groups, batch_first=batch_first
-        )
+    def __init__(self, num_features: int, detach: str | Sequence[str] = "mean,std", **common):
+        super().__init__(num_features, **common)
         self.detach = check_parts(detach)
 
     def normalize(self, h: Tensor) -> Tensor:
@@ -106,19 +96,8 @@ class AdaNorm(LayerNormSimple):
         others: see :class:`LayerNormSimple`.
     """
 
-    def __init__(
-        self,
-        num_features: int,
-        ada_k: float = 0.1,
-        ada_scale: float = 1.0,
-        eps: float = 1e-5,
-        affine: bool = True,
-        layer_scale_groups: int = 0,
-        batch_first: bool = False,
-    ):
-        super().__init__(
-            num_features, eps=eps, affine=affine, layer_scale_groups=layer_scale_groups, batch_first=batch_first
-        )
+    def __init__(self, num_features: int, ada_k: float = 0.1, ada_scale: float = 1.0, **common):
+        super().__init__(num_features, **common)
         self.ada_k = check_real("ada_k", ada_k, minimum=0)
         self.ada_scale = check_positive("ada_scale", ada_scale)
 

@@ -121,10 +121,10 @@ class Tokens:
 
         On a rank that repeats a batch the mask stays; there the mask of a synchronized norm excludes every token.
         """
-        other = copy(self)
+        unmasked = copy(self)
         if not self._norm.ignoring:
-            other.padding = None
-        return other
+            unmasked.padding = None
+        return unmasked
 
     def moments(self, centered: bool = False) -> Moments:
         """Statistics of the batch before anything is normalized, over all ranks; also ``contribution.batch``.
@@ -276,7 +276,7 @@ class Training(torch.autograd.Function):
         dx, parameters, *gradients = norm.backward_pass(tokens, contribution)
         norm.contribute(contribution)
         contribution.version = None  # a second backward of a retained graph contributes nothing
-        gradients = [each.to(parameter.dtype) for each, parameter in zip(gradients, further, strict=True)]
+        gradients = [value.to(parameter.dtype) for value, parameter in zip(gradients, further, strict=True)]
         if weight is None:
             return dx, None, None, None, None, None, *gradients
         if parameters.dtype != weight.dtype:

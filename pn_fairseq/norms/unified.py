@@ -60,32 +60,9 @@ class UnifiedNorm(WindowNorm):
     contribution_type = UnifiedContribution
 
     def __init__(
-        self,
-        num_features: int,
-        alpha_bwd: float = 0.9,
-        window: int = 4,
-        outlier_filtration: bool = False,
-        alpha_fwd: float = 0.9,
-        psi_warmup_updates: int = 0,
-        sync: bool = False,
-        process_group=None,
-        eps: float = 1e-5,
-        affine: bool = True,
-        layer_scale_groups: int = 0,
-        batch_first: bool = False,
+        self, num_features: int, alpha_bwd: float = 0.9, window: int = 4, outlier_filtration: bool = False, **common
     ):
-        super().__init__(
-            num_features,
-            window=window,
-            alpha_fwd=alpha_fwd,
-            psi_warmup_updates=psi_warmup_updates,
-            sync=sync,
-            process_group=process_group,
-            eps=eps,
-            affine=affine,
-            layer_scale_groups=layer_scale_groups,
-            batch_first=batch_first,
-        )
+        super().__init__(num_features, window=window, **common)
         self.alpha_bwd = check_alpha("alpha_bwd", alpha_bwd)
         self.outlier_filtration = outlier_filtration
         self.add_state("nu", 0.0)

@@ -57,29 +57,8 @@ class WindowNorm(RunningNorm):
     #: The ratio r is 1 for at least so many updates.
     ratio_warmup = 1000
 
-    def __init__(
-        self,
-        num_features: int,
-        alpha_fwd: float = 0.9,
-        window: int = 16,
-        psi_warmup_updates: int = 0,
-        sync: bool = False,
-        process_group=None,
-        eps: float = 1e-5,
-        affine: bool = True,
-        layer_scale_groups: int = 0,
-        batch_first: bool = False,
-    ):
-        super().__init__(
-            num_features,
-            alpha_fwd=alpha_fwd,
-            sync=sync,
-            process_group=process_group,
-            eps=eps,
-            affine=affine,
-            layer_scale_groups=layer_scale_groups,
-            batch_first=batch_first,
-        )
+    def __init__(self, num_features: int, window: int = 16, psi_warmup_updates: int = 0, **common):
+        super().__init__(num_features, **common)
         self.window = check_whole("window", window, minimum=1)
         self.psi_warmup_updates = check_whole("psi_warmup_updates", psi_warmup_updates, minimum=0)
         self.add_state("running_psi2", 1.0)
