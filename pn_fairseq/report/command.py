@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pn_fairseq.common.command import ArgumentParser, UserError, did_you_mean, whole
-from pn_fairseq.common.files import atomic_write
 from pn_fairseq.common.published import LM_PAPER, PAPER, read_table
 
 _EPILOG = """\
@@ -68,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     # Imported here, so that --help is fast.
     from pn_fairseq.pipeline.bootstrap import RESAMPLES
-    from pn_fairseq.report import perplexity, tables
+    from pn_fairseq.report import page, perplexity, translation
     from pn_fairseq.report.runs import read_runs
     from pn_fairseq.report.significance import SHORT_NAMES
     from pn_fairseq.report.systems import group
@@ -103,24 +102,13 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     resamples = args.resamples or RESAMPLES
     if language_models:
-        about = functools.partial(perplexity.about, subset=args.subset, paper=paper)
+        content = functools.partial(perplexity.content, paper=paper, subset=args.subset)
     else:
-        about = functools.partial(tables.about, paper=paper, resamples=resamples)
+        content = functools.partial(translation.content, paper=paper, resamples=resamples)
     shown = {"language_models": language_models, "subset": args.subset, "resamples": resamples}
     try:
-        args.output.mkdir(parents=True, exist_ok=True)
-        page, pictures = tables.build(runs, corpora, args.output, about, planned, **shown)
-        texts = {"report.md": page, "report.csv": tables.raw_scores(corpora).to_csv(index=False)}
-        for name, text in texts.items():
-            with atomic_write(args.output / name) as file:
-                # A file name may hold bytes that are not UTF-8.
-                file.write(text.encode("utf-8", errors="backslashreplace"))
-        # Files of an earlier report; the tool touches no others.
-        for name in (tables.CURVES.format("[0-9]*"), tables.INTERVALS.format("[0-9]*")):
-            for file in args.output.glob(name):
-                if file.name not in (*texts, *pictures):
-                    file.unlink()
+        files = page.write(args.output, runs, corpora, content, planned, **shown)
     except OSError as error:
-        place = error.filename2 or error.filename or args.output
-        raise UserError(f"cannot write to --output {args.output}: {error.strerror} ({place})") from error
-    print(*(args.output / name for name in texts), sep="\n")
+        name = error.filename2 or error.filename or args.output
+        raise UserError(f"cannot write to --output {args.output}: {error.strerror} ({name})") from error
+    print(*files, sep="\n")

@@ -50,12 +50,13 @@ def difference(
     grid, values = on_one_grid(baseline)
     if not grid:
         return []
-    found = [
-        {update: loss - np.interp(update, grid, values.mean(axis=0)) for update, loss in curve.items()
-         if grid[0] <= update <= grid[-1]}
-        for curve in curves
-    ]  # fmt: skip
-    return [curve for curve in found if curve]
+    differences = []
+    for curve in curves:
+        within = {update: loss for update, loss in curve.items() if grid[0] <= update <= grid[-1]}
+        if within:
+            means = np.interp(list(within), grid, values.mean(axis=0))
+            differences.append(dict(zip(within, np.array(list(within.values())) - means, strict=True)))
+    return differences
 
 
 def style(index: int) -> dict:
@@ -136,13 +137,6 @@ def records(picture: str, systems: Mapping[str, Mapping[str, TrainingLog]], base
     ]
 
 
-def draw(file: Path) -> None:
-    """Draw the pictures of a file with :func:`records` next to it."""
-    rows = pandas.read_csv(file, dtype=str, keep_default_na=False)
-    for picture, shown in rows.groupby("picture", sort=False):
-        plot(shown, file.parent / picture)
-
-
 def _finite(curves: Sequence[Mapping[int, float]]) -> list[dict[int, float]]:
     return [{update: loss for update, loss in curve.items() if math.isfinite(loss)} for curve in curves]
 
@@ -180,18 +174,18 @@ def plot(rows: pandas.DataFrame, output: Path) -> None:
     def curves(loss: str) -> dict[str, list[dict[int, float]]]:
         """System -> the curves of its runs, update -> loss."""
         logged = rows[rows[loss] != ""].astype({"update": int, loss: float})
-        found = {label: [] for label in labels}
+        by_system = {label: [] for label in labels}
         for (label, _), of_run in logged.groupby(["system", "run"], sort=False):
-            found[label].append(dict(zip(of_run["update"], of_run[loss], strict=True)))
-        return found
+            by_system[label].append(dict(zip(of_run["update"], of_run[loss], strict=True)))
+        return by_system
 
     train, valid, smoothed = curves("train_nll"), curves("valid"), curves("train")
     # A baseline may have one of its own, in another picture: LN with other initial weights, and LN.
-    minus = {label: difference(valid[label], valid[other]) for label, other in baselines.items() if other in valid}
+    minus = {label: difference(valid[label], valid[ln]) for label, ln in baselines.items() if ln in valid}
     panels = [("training, negative log-likelihood", train), ("validation, negative log-likelihood", valid)]
     if any(minus.values()):
-        others = set(baselines.values())
-        name = others.pop() if len(others) == 1 else "the LN that differs least"
+        controls = set(baselines.values())
+        name = controls.pop() if len(controls) == 1 else "the LN that differs least"
         minus = ({name: difference(valid[name], valid[name])} if name in valid else {}) | minus
         panels.append((f"validation, difference from {name} (below 0 is better)", minus))
     if smoothed != train:

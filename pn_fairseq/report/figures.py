@@ -60,13 +60,6 @@ class Subject:
     spectrum: np.ndarray | None = None  # of the word embeddings, if it is known without the checkpoint
 
 
-def find_probe(run) -> Path | None:
-    """The folder of ``--norm-probe`` of a run (:class:`pn_fairseq.report.runs.Run`), which may have been moved."""
-    setting = run.get("model.norm_probe")
-    folders = [run.path / "norm_probe", *([run.path / Path(setting).name, Path(setting)] if setting else [])]
-    return next((folder for folder in folders if any(folder.glob("update-*.parquet"))), None)
-
-
 def series_of(probe: pandas.DataFrame, norm: str, updates: int) -> pandas.DataFrame:
     """The rows of a norm, one for each forward, with the ``fifth`` of the ``updates`` of the training."""
     series = probe[(probe["norm"] == norm) & probe["forward"].notna()]
@@ -85,7 +78,7 @@ def read_subject(run, label: str, line: str, name: str | None = None) -> Subject
     subject = Subject(run.name, label, line, tokens=tokens * run.world_size if tokens else None)
     subject.bleu = run.score("tokenized").score if run.scores else None
     subject.checkpoint = last if last.is_file() else None
-    if folder := find_probe(run):
+    if folder := run.probe:
         try:
             subject.probe = probe = read_probe(folder)
         except ValueError as error:
@@ -120,10 +113,10 @@ def _boxes(axis, groups: Mapping[str, Sequence[np.ndarray]], ticks: Sequence, me
     width = 0.8 / max(slots, 1)
     handles = {}
     for index, (label, values) in enumerate(groups.items()):
-        places = np.arange(len(values)) + (index - (slots - 1) / 2) * width
-        kept = [np.asarray(of_tick)[np.isfinite(of_tick)] for of_tick in values]
+        positions = np.arange(len(values)) + (index - (slots - 1) / 2) * width
+        finite = [np.asarray(of_tick)[np.isfinite(of_tick)] for of_tick in values]
         drawn = axis.boxplot(
-            kept, positions=places, widths=0.85 * width, whis=1.5, patch_artist=True, manage_ticks=False,
+            finite, positions=positions, widths=0.85 * width, whis=1.5, patch_artist=True, manage_ticks=False,
             medianprops={"color": "black", "linewidth": 1.6},
             flierprops={"marker": style(index)["marker"], "markersize": 2.5, "alpha": 0.5},
         )  # fmt: skip
@@ -133,8 +126,8 @@ def _boxes(axis, groups: Mapping[str, Sequence[np.ndarray]], ticks: Sequence, me
             box.set(edgecolor=colour, facecolor=f"{colour}55", hatch=_HATCHES[(index + index // len(COLOURS)) % 6])
         handles[label] = drawn["boxes"][0]
     for index, (label, values) in enumerate(medians.items(), len(groups)):
-        places = np.arange(len(values)) + (index - (slots - 1) / 2) * width
-        handles[label] = axis.plot(places, values, marker=_PAPER_MARKS[label], **_PAPER_STYLE)[0]
+        positions = np.arange(len(values)) + (index - (slots - 1) / 2) * width
+        handles[label] = axis.plot(positions, values, marker=_PAPER_MARKS[label], **_PAPER_STYLE)[0]
     axis.set_xticks(range(len(ticks)), ticks)
     axis.grid(axis="y", alpha=0.3)
     return handles
@@ -152,10 +145,8 @@ def _fifths(subjects: Sequence[Subject], column: str) -> list[np.ndarray]:
 
 
 def _by_label(subjects: Sequence[Subject]) -> dict[str, list[Subject]]:
-    groups: dict[str, list[Subject]] = {}
-    for subject in subjects:
-        groups.setdefault(subject.label, []).append(subject)
-    return groups
+    labels = dict.fromkeys(subject.label for subject in subjects)
+    return {label: [subject for subject in subjects if subject.label == label] for label in labels}
 
 
 def _legend(figure, handles: Mapping[str, object]) -> None:
@@ -261,10 +252,10 @@ def spectra(subjects: Sequence[Subject]):
     for axis in axes[3:]:
         axis.set(yscale="linear", ylabel="ratio")
     # The values of the paper's larger matrix at the same fraction of all.
-    places = np.array(SPECTRA_INDICES) / 1024 * max(lengths)
+    indices = np.array(SPECTRA_INDICES) / 1024 * max(lengths)
     for (label, values), marker in zip(PAPER_SPECTRA.items(), "D*", strict=True):
         for axis, divisor in ((axes[0], values[0]), (axes[1], values[1])):
-            drawn = axis.plot(places, np.array(values) / divisor, marker=marker, **_PAPER_STYLE)
+            drawn = axis.plot(indices, np.array(values) / divisor, marker=marker, **_PAPER_STYLE)
             handles[f"paper, {label}, WMT14 big (1,024 values, index to scale)"] = drawn[0]
     axes[-1].set_xlabel("index of the singular value")
     _legend(figure, handles)
@@ -276,11 +267,11 @@ _OF_LAYER = {"self_attn_layer_norm": "before self-attention", "final_layer_norm"
 
 
 def _last_gains(subject: Subject) -> pandas.DataFrame:
-    """The last row of each norm of a layer that has a gain per channel, with its ``side``, ``layer`` and ``place``."""
+    """The last row of each norm of a layer with a gain per channel, and its ``side``, ``layer`` and ``position``."""
     last = subject.probe.dropna(subset=["gamma_over_psi_batch"]).drop_duplicates("norm", keep="last")
-    names = last["norm"].str.extract(r"^(?P<side>encoder|decoder)\.layers\.(?P<layer>\d+)\.(?P<place>.+)$")
-    names["place"] = names["place"].map(_OF_LAYER)
-    return last.join(names).dropna(subset=["place"]).assign(label=subject.label)
+    names = last["norm"].str.extract(r"^(?P<side>encoder|decoder)\.layers\.(?P<layer>\d+)\.(?P<position>.+)$")
+    names["position"] = names["position"].map(_OF_LAYER)
+    return last.join(names).dropna(subset=["position"]).assign(label=subject.label)
 
 
 def gains(subjects: Sequence[Subject]):
@@ -288,15 +279,15 @@ def gains(subjects: Sequence[Subject]):
     last = pandas.concat(map(_last_gains, subjects))
     side = "encoder" if (last["side"] == "encoder").any() else "decoder"  # of language models
     last = last[last["side"] == side]
-    places = [place for place in _OF_LAYER.values() if (last["place"] == place).any()]
-    figure, axes = _stacked(places, 4.2)
+    positions = [position for position in _OF_LAYER.values() if (last["position"] == position).any()]
+    figure, axes = _stacked(positions, 4.2)
     handles = {}
-    for axis, place in zip(axes, places, strict=True):
-        of_place = last[last["place"] == place]
-        layers = sorted(map(int, of_place["layer"].unique()))
+    for axis, position in zip(axes, positions, strict=True):
+        of_position = last[last["position"] == position]
+        layers = sorted(map(int, of_position["layer"].unique()))
         groups = {}
         for label in last["label"].unique():  # also one that has none here, so that the others keep their colours
-            own = of_place[of_place["label"] == label]
+            own = of_position[of_position["label"] == label]
             of_layers = (own.loc[own["layer"] == str(n), "gamma_over_psi_batch"] for n in layers)
             groups[label] = [np.concatenate([[], *of_layer]) for of_layer in of_layers]
         paper = [PAPER_GAIN[n] if n < len(PAPER_GAIN) else np.nan for n in layers]

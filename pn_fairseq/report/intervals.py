@@ -119,17 +119,17 @@ def compare(frame: pandas.DataFrame) -> dict[str, Compared]:
 
 def table(compared: Mapping[str, Compared]) -> pandas.DataFrame:
     """A row for each system that is compared, a column for each measure."""
-    systems = dict.fromkeys(system for each in compared.values() for system in (*each.intervals, *each.untested))
-    rows = []
-    for system in systems:
-        row = {"system": system}
-        for each in compared.values():
-            if interval := each.intervals.get(system):
-                row[each.measure.title] = Markdown(f"{each.text(interval)} {each.verdict(interval)}")
+    rows: dict[str, dict[str, str]] = {}
+    for of_measure in compared.values():
+        rows |= {system: {"system": system} for system in (*of_measure.intervals, *of_measure.untested)}
+    for system, row in rows.items():
+        for of_measure in compared.values():
+            if interval := of_measure.intervals.get(system):
+                text = Markdown(f"{of_measure.text(interval)} {of_measure.verdict(interval)}")
             else:
-                row[each.measure.title] = missing(f"not tested: {each.untested.get(system, 'not measured')}")
-        rows.append(row)
-    return pandas.DataFrame(rows)
+                text = missing(f"not tested: {of_measure.untested.get(system, 'not measured')}")
+            row[of_measure.measure.title] = text
+    return pandas.DataFrame(rows.values())
 
 
 def panels(measures: Sequence[Measure], names: Sequence[str], height: float, better: str = "better"):
@@ -157,14 +157,17 @@ def plot(compared: Mapping[str, Compared], order: Sequence[str], output: Path) -
     Returns:
         The picture's name; None if there was nothing to draw.
     """
-    columns = [each for each in compared.values() if each.intervals]
+    columns = [of_measure for of_measure in compared.values() if of_measure.intervals]
     if not columns:
         return None
-    controls = {system: family.control for each in columns for family in each.families for system in family.intervals}
+    controls = {}
+    for of_measure in columns:
+        for family in of_measure.families:
+            controls |= dict.fromkeys(family.intervals, family.control)
     systems = sorted((name for name in order if name in controls), key=lambda name: order.index(controls[name]))
-    figure, axes = panels([each.measure for each in columns], systems, 0.3 * len(systems) + 1.5)
-    for axis, each in zip(axes, columns, strict=True):
-        for index, family in enumerate(each.families):
+    figure, axes = panels([of_measure.measure for of_measure in columns], systems, 0.3 * len(systems) + 1.5)
+    for axis, of_measure in zip(axes, columns, strict=True):
+        for index, family in enumerate(of_measure.families):
             rows = [systems.index(system) for system in family.intervals]
             centers = [interval.difference for interval in family.intervals.values()]
             halves = [interval.difference - interval.low for interval in family.intervals.values()]

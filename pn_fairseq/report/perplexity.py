@@ -30,8 +30,8 @@ def _published(corpus: Corpus, paper: str, subset: str) -> dict | None:
     return {"note": None, **known, "table": pandas.DataFrame(rows), "tokens": tokens, "others": others}
 
 
-def about(corpus: Corpus, subset: str, paper: str) -> dict:
-    """What ``perplexity.md.j2`` shows of the runs on a corpus."""
+def content(corpus: Corpus, paper: str, subset: str) -> dict:
+    """What the template shows of the runs on a corpus."""
     measured = {label: [run.perplexity for run in corpus.members(label) if run.perplexity] for label in corpus.settings}
     units = {one.unit for of_system in measured.values() for one in of_system}
     titles = {"perplexity": "perplexity", "bits": f"bits per {'byte' if units == {'byte'} else 'token'}"}

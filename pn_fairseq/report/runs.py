@@ -187,6 +187,13 @@ class Run(runs.Run):
         """The line in ``failed``."""
         return _text(self.path / "failed")
 
+    @cached_property
+    def probe(self) -> Path | None:
+        """The folder of ``--norm-probe``, which may have been moved."""
+        setting = self.get("model.norm_probe")
+        folders = [self.path / "norm_probe", *([self.path / Path(setting).name, Path(setting)] if setting else [])]
+        return next((folder for folder in folders if any(folder.glob("update-*.parquet"))), None)
+
     @property
     def result(self) -> Path:
         """The folder of the hypotheses and scores."""
@@ -319,8 +326,8 @@ def read_runs(paths: Sequence[Path], subset: str = "test") -> list[Run]:
                 f"'{path}' is not a run: it has no config.yaml of pn train, no log of fairseq-train (its "
                 "--log-file or saved output, as *.log, *.out or *.txt) and no checkpoint"
             )
-        if (other := seen.setdefault(path.resolve(), path)) is not path:
-            raise UserError(f"'{path}' is given twice (also as '{other}')")
+        if (first := seen.setdefault(path.resolve(), path)) is not path:
+            raise UserError(f"'{path}' is given twice (also as '{first}')")
     return [Run(path, name, subset) for path, name in zip(jobs, short_names(jobs), strict=True)]
 
 

@@ -8,7 +8,6 @@ blocks, which may be incomplete). A difference is estimated within blocks only, 
 
 from __future__ import annotations
 
-import bisect
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -136,36 +135,13 @@ class Design:
         error = float(np.median(self.errors))
 
         def power(shift: float) -> float:
-            found = stats.nct.sf([critical, -critical], self.degrees, shift)
-            return float(found[0] + 1 - found[1])
+            above, above_lower = stats.nct.sf([critical, -critical], self.degrees, shift)
+            return float(above + 1 - above_lower)
 
         high = critical
         while power(high) < POWER:
             high *= 2
         return error * optimize.brentq(lambda shift: power(shift) - POWER, 0, high)
-
-
-def blocks_needed(difference: float, systems: int, planned: bool = False) -> int:
-    """Blocks with every one of ``systems`` and the control that find ``difference`` with probability :data:`POWER`.
-
-    Args:
-        difference: the true difference, in standard deviations of the noise.
-        systems: the number of systems that are compared with the control.
-        planned: by the interval of a planned comparison, not by the simultaneous one.
-    """
-
-    def enough(blocks: int) -> bool:
-        design = Design([(str(system), block) for system in range(systems + 1) for block in range(blocks)], "0")
-        quantile = float(stats.t.isf(ERROR_RATE / 2, design.degrees))
-        if design.detectable(quantile) > difference:
-            return False  # a simultaneous interval is at least as wide
-        return planned or design.detectable(design.critical()) <= difference
-
-    quantiles = stats.norm.isf(ERROR_RATE / 2) + stats.norm.ppf(POWER)
-    fewest = most = max(2, int(2 * (quantiles / difference) ** 2))  # if the noise were known
-    while not enough(most):
-        most *= 2
-    return fewest + bisect.bisect_left(range(fewest, most), True, key=enough)
 
 
 @dataclass(frozen=True)

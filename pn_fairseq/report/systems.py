@@ -125,20 +125,26 @@ class Corpus:
         return measured.groupby(["system", "seed"], sort=False, dropna=False)[measures].mean()
 
     @cached_property
+    def setting_values(self) -> pandas.DataFrame:
+        """The settings of each run as text, in the order of :attr:`runs`, a column for each; without the seed."""
+        rows = [{name: as_text(value) for name, value in comparable(run).items() if name != SEED} for run in self.runs]
+        return pandas.DataFrame(rows).fillna(as_text(None))
+
+    @cached_property
     def baselines(self) -> dict[str, str]:
         """System -> the LN system to compare it with: the one from which it differs in the fewest settings.
 
         Other LN systems are compared with the first, which has the fewest settings of its own. Language models are
         compared only with LN in the same model.
         """
-        found, controls = {}, [label for label in self.settings if self.norm(label) == norm_labels().get("layer")]
+        baselines, controls = {}, [label for label in self.settings if self.norm(label) == norm_labels().get("layer")]
         for label, settings in self.settings.items():
             candidates = [ln for ln in controls if self._model(ln) == self._model(label)]
             if label in candidates:
                 candidates = [ln for ln in candidates[:1] if ln != label]
             if candidates:
-                found[label] = min(candidates, key=lambda ln: len(differing([settings, self.settings[ln]])))
-        return found
+                baselines[label] = min(candidates, key=lambda ln: len(differing([settings, self.settings[ln]])))
+        return baselines
 
     def _model(self, label: str) -> tuple:
         """What language models that are compared have in common: the model, and whether it is causal."""
@@ -146,11 +152,11 @@ class Corpus:
         language_model = self.members(label)[0].language_model
         return (settings[SIZE], bool(settings.get("model.tensorized_unmasked"))) if language_model else ()
 
-    def beside_the_norm(self, label: str, other: str) -> list[str]:
+    def beside_the_norm(self, label: str, baseline: str) -> list[str]:
         """The settings in which two systems differ, without the norms and their options."""
-        names = differing([self.settings[label], self.settings[other]])
+        names = differing([self.settings[label], self.settings[baseline]])
         # The size of a mini-batch is a setting of systems with batch statistics only.
-        both = self.settings[label].keys() & self.settings[other].keys()
+        both = self.settings[label].keys() & self.settings[baseline].keys()
         return [
             name.rpartition(".")[2]
             for name in names
@@ -161,7 +167,7 @@ class Corpus:
 def differing(settings: Sequence[Mapping[str, object]]) -> list[str]:
     """Names of the settings that are not the same in all."""
     names = dict.fromkeys(name for of_system in settings for name in of_system)
-    return [name for name in names if any(other.get(name) != settings[0].get(name) for other in settings[1:])]
+    return [name for name in names if any(of_system.get(name) != settings[0].get(name) for of_system in settings[1:])]
 
 
 def group(runs: Sequence[Run]) -> list[Corpus]:
@@ -200,13 +206,13 @@ def _corpus(runs: Sequence[Run], batch_is_a_setting: bool = True) -> Corpus:
             settings |= {name: run.get(name) for name in _BATCH if several[settings[NORM], name] > 1}
         if settings not in systems:
             systems.append(settings)
-        place = order.index(settings[NORM]) if settings[NORM] in order else len(order)
+        rank = order.index(settings[NORM]) if settings[NORM] in order else len(order)
         seed = run.seed if isinstance(run.seed, int) else None
-        rows.append({"run": run, "place": place, "number": systems.index(settings), "seed": seed, **run.measures})
+        rows.append({"run": run, "rank": rank, "number": systems.index(settings), "seed": seed, **run.measures})
     details = _details(systems)
     frame = pandas.DataFrame(rows).astype({"seed": "Int64"})
     frame["details"] = [len(details[number]) for number in frame["number"]]
-    frame = frame.sort_values(["place", "details", "number", "seed"], kind="stable", ignore_index=True)
+    frame = frame.sort_values(["rank", "details", "number", "seed"], kind="stable", ignore_index=True)
     labels = {number: _label(number, systems, details) for number in frame["number"].unique()}
     frame["system"] = frame["number"].map(labels)
     return Corpus(runs[0].data_settings, frame, {label: systems[number] for number, label in labels.items()})
@@ -225,7 +231,7 @@ def _details(systems: Sequence[dict[str, object]]) -> list[list[str]]:
         decided = not others or count > others[0][1]
         for labels, system, value in zip(details, systems, values, strict=True):
             if name == SIZE:
-                sizes = {as_text(other.get(SIZE)) for other in systems if other[NORM] == system[NORM]}
+                sizes = {as_text(like.get(SIZE)) for like in systems if like[NORM] == system[NORM]}
                 differs = len(sizes) > 1
             else:
                 differs = value != most_common if decided else system.get(name) is not None
@@ -238,7 +244,7 @@ def _label(number: int, systems: Sequence[dict[str, object]], details: Sequence[
     """The norm and the details; if they are many, the place among the systems of the norm, or their number."""
     norm, labels = str(systems[number][NORM]), details[number]
     if len(labels) > _MOST_DETAILS:
-        of_norm = [index for index, other in enumerate(systems) if other[NORM] == norm]
+        of_norm = [index for index, system in enumerate(systems) if system[NORM] == norm]
         several = len(of_norm) > 1
         labels = [f"settings {of_norm.index(number) + 1}" if several else f"{len(labels)} settings differ"]
     return f"{norm} ({', '.join(labels)})" if labels else norm

@@ -24,11 +24,9 @@ def test_difference_from_the_mean_of_the_baseline():
 
 
 def draw(folder, systems, baselines):
-    """The picture of ``systems`` (label -> logs), drawn from a file with its records."""
+    """The picture of ``systems`` (label -> logs), drawn from its records."""
     runs = {label: {str(number): log for number, log in enumerate(logs)} for label, logs in systems.items()}
-    rows = curves.records("x.png", runs, baselines)
-    pandas.DataFrame(rows, columns=curves.COLUMNS).to_csv(folder / "curves.csv", index=False)
-    curves.draw(folder / "curves.csv")
+    curves.plot(pandas.DataFrame(curves.records("x.png", runs, baselines)), folder / "x.png")
     return (folder / "x.png").read_bytes()
 
 

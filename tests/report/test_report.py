@@ -27,7 +27,7 @@ from pn_fairseq import norms
 from pn_fairseq.common.published import PAPER
 from pn_fairseq.pipeline.metrics import METRICS, Metric, Scoring, TokenizedBLEU
 from pn_fairseq.pipeline.scoring import Text, score_lines, score_texts
-from pn_fairseq.report import markdown, tables
+from pn_fairseq.report import markdown, translation
 from pn_fairseq.report.runs import read_runs
 from pn_fairseq.report.significance import Design
 from pn_fairseq.report.systems import names
@@ -786,11 +786,11 @@ def test_a_bleu_below_1_is_a_problem(tmp_path, monkeypatch):
     assert page.says("1 of the runs was trained, decoded and scored; 1 has problems, listed below.")
     of = {name: SimpleNamespace(score=score, p_value=0.01) for name, score in (("baseline", 20.0), ("system", 0.9))}
     compared = dict.fromkeys(("tokenized", "chrf"), SimpleNamespace(results=of))
-    monkeypatch.setattr(tables, "compare_folders", lambda folders, resamples: compared)
+    monkeypatch.setattr(translation, "compare_folders", lambda folders, resamples: compared)
     (run,) = read_runs([tmp_path / "run"])
-    assert tables._of_a_seed(run, run, 1, 1)["chrf"] == "−19.10, not tested (BLEU below 1)"
+    assert translation._differences(run, run, 1, 1)["chrf"] == "−19.10, not tested (BLEU below 1)"
     of["system"].score = 1.0
-    assert tables._of_a_seed(run, run, 1, 3)["chrf"] == "−19.00, p = 0.030"
+    assert translation._differences(run, run, 1, 3)["chrf"] == "−19.00, p = 0.030"
 
 
 def settings_of_fairseq(seed: int, norm: str, data: Path) -> dict:

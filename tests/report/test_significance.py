@@ -8,7 +8,7 @@ import pytest
 from scipy import stats
 
 from pn_fairseq.report.intervals import Compared
-from pn_fairseq.report.significance import ERROR_RATE, MEASURES, POWER, Design, Interval, blocks_needed, families
+from pn_fairseq.report.significance import ERROR_RATE, MEASURES, POWER, Design, Interval, families
 
 #: Dunnett 1955, section 4: blood counts of a control group and of animals under two drugs.
 BLOOD = {
@@ -159,11 +159,16 @@ def test_without_shared_seeds_machines_are_not_compared():
 )
 def test_blocks_that_find_a_difference(difference, noise, systems, planned, everything):
     """By simulation: the numbers have 80% power, and one block less has not."""
-    assert blocks_needed(difference / noise, systems) == everything
-    assert blocks_needed(difference / noise, systems, planned=True) == planned
+
+    def design_of(blocks):
+        return Design([(str(system), block) for system in range(systems + 1) for block in range(blocks)], "0")
+
     generator = np.random.default_rng(5)
-    for blocks, enough in ((everything, True), (everything - 1, False)):
-        design = Design([(str(system), block) for system in range(systems + 1) for block in range(blocks)], "0")
+    for less, enough in ((0, True), (1, False)):
+        design = design_of(planned - less)
+        assert (design.detectable(stats.t.isf(ERROR_RATE / 2, design.degrees)) <= difference / noise) == enough
+        design = design_of(everything - less)
+        assert (design.detectable(design.critical()) <= difference / noise) == enough
         differences, deviation = design.fit(generator.normal(size=(design.runs, 40_000), scale=noise))
         found = np.abs(differences[0] + difference) > design.critical() * deviation * design.errors[0]
         assert (found.mean() > POWER - 0.005) == enough
