@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import ALLOCATOR, attention, calls, decoding, norms, probe, training, update
+from benchmarks import ALLOCATOR, calls, decoding, norms, probe, training
 from benchmarks.profiling import Counts, count, peak_memory
 from benchmarks.results import quartiles, ratios
 from benchmarks.table import TARGETS, targets
@@ -89,33 +89,6 @@ def test_fairseqs_own_model_makes_the_update_of_the_layer_norm_model():
     assert own.model.state_dict().keys() == ours.model.state_dict().keys()
     for name, weight in own.model.state_dict().items():
         torch.testing.assert_close(ours.model.state_dict()[name], weight, rtol=0, atol=1e-8, msg=name)
-
-
-def test_replaced_parts_of_an_update_have_its_gradient(tmp_path, capsys):
-    flags = "--size tiny --tokens 48 --length 6 --vocabulary 50 --threads 1 --rounds 1"
-    update.main([*flags.split(), "--output", str(tmp_path / "update.csv")])
-    rows = read(tmp_path / "update.csv")
-    assert [row["update"] for row in rows] == list(update.VARIANTS)
-    differences = {row["update"]: float(row["gradient_difference"]) for row in rows}
-    assert differences.pop(update.BASE) == 0 and max(differences.values()) == pytest.approx(0, abs=1e-5)
-    # A part that computes the same bits was perhaps not replaced.
-    assert min(differences.values()) > 0, differences
-    assert "loss in fewer passes" in capsys.readouterr().out
-
-
-def test_attention(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(attention, "SIZES", {"small": (5, 2, 3)})
-    monkeypatch.setattr(attention.tensorized_attention, "ROWS", 8)  # main changes it
-    output = tmp_path / "attention.csv"
-    monkeypatch.setattr("sys.argv", ["attention", "--rounds", "1", "--size", "small", "--output", str(output)])
-    attention.main()
-    names = ["ordinary", "ordinary again", "tensorized", "tensorized, all rows at once", "tensorized, unmasked"]
-    lines = capsys.readouterr().out.splitlines()[2:7]
-    assert [re.split("  +", line)[0] for line in lines] == names
-    assert re.split("  +", lines[0])[2] == "1.00 (1.00 to 1.00)"
-    rows = read(output)
-    assert [row["layer"] for row in rows] == names and rows[0]["times_ordinary"] == "1"
-    assert all(float(row["megabytes_kept"]) > 0 for row in rows)
 
 
 def test_probe(tmp_path, capsys, monkeypatch):
