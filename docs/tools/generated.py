@@ -4,6 +4,7 @@ A table stands between ``<!-- NAME: generated -->`` and ``<!-- end of NAME -->``
 a page differs from what is computed.
 """
 
+import argparse
 import csv
 import re
 from collections.abc import Callable, Sequence
@@ -12,6 +13,7 @@ from pathlib import Path
 import pandas
 
 from pn_fairseq.common.published import PAPER
+from pn_fairseq.models.norm_options import NormOptions
 from pn_fairseq.norms import NORMS, RunningNorm, build_norm
 from pn_fairseq.norms.base import COUNT
 from pn_fairseq.norms.registry import HEADS, SHARED
@@ -98,9 +100,21 @@ def _ratio(row: dict | None) -> str:
     return f"{float(row['ratio']):.2f}" if row else "not measured"
 
 
+def flags() -> str:
+    """The flags of the norms, as ``--help`` of an architecture describes them."""
+    parser = argparse.ArgumentParser(add_help=False)
+    NormOptions.add_args(parser)
+    lines = ["| flag | meaning |", "|---|---|"]
+    for action in parser._actions:
+        name = f"{action.option_strings[0]} {action.metavar or ' or '.join(action.choices or ())}".strip()
+        meaning = re.sub(r"docs/(\w+)\.md", r"[docs/\1.md](\1.md)", action.help)
+        lines.append(f"| `{name}` | {meaning} |")
+    return "\n".join(lines)
+
+
 #: Page in docs/ -> name of a table -> what computes it.
 TABLES: dict[str, dict[str, Callable[[], str]]] = {
-    "norms.md": {"properties": properties, "published": published, "cost": cost},
+    "norms.md": {"properties": properties, "published": published, "cost": cost, "flags": flags},
     "theory.md": {"invariances": invariances.table},
 }
 
