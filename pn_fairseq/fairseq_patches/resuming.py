@@ -12,9 +12,9 @@ import os
 from fairseq import checkpoint_utils
 from fairseq.trainer import Trainer
 
+from pn_fairseq.common.checkpoints import KEY, UNSCALED
 from pn_fairseq.common.errors import FoldedModelError, one_line_errors
 from pn_fairseq.fairseq_patches import patch, running_program
-from pn_fairseq.fairseq_patches.safe_loading import KEY, UNSCALED
 
 
 @patch(Trainer, "save_checkpoint", "self filename extra_state")
@@ -56,6 +56,11 @@ def begin(original, cfg, trainer, **kwargs):
             raise ValueError(
                 f"the learning rate begins at {lr:g}, where --stop-min-lr {optimization.stop_min_lr:g} ends the "
                 "training: give a larger --warmup-init-lr or --lr"
+            )
+        if getattr(trainer.lr_scheduler, "period", 1) == 0:  # of cosine, whose end divides by it
+            raise ValueError(
+                "--lr-scheduler cosine: --max-update leaves no update after --warmup-updates; give a larger "
+                "--max-update, fewer --warmup-updates or --lr-period-updates"
             )
         if os.path.dirname(cfg.restore_file) and elsewhere and 0 < optimization.max_epoch < epoch:
             raise ValueError(

@@ -6,7 +6,6 @@ holds. ``torch.load`` compares no checksums: fairseq decodes with a weight that 
 not fit a model fairseq says that architectures differ.
 """
 
-import logging
 import os
 import pickle
 
@@ -14,23 +13,20 @@ import torch
 from fairseq import checkpoint_utils
 from fairseq.distributed import utils as distributed_utils
 from fairseq.models import BaseFairseqModel
-from fairseq.utils import safe_getattr
 
-from pn_fairseq.common.checkpoints import CheckpointError, allow_fairseq_checkpoints, explain_misfit, readable
+from pn_fairseq.common.checkpoints import (
+    CheckpointError,
+    allow_fairseq_checkpoints,
+    explain_misfit,
+    readable,
+    without_loss_scale,
+)
 from pn_fairseq.common.environment import patches_enabled
 from pn_fairseq.common.errors import one_line_errors
 from pn_fairseq.fairseq_patches import patch
-from pn_fairseq.norms import NORMS
 
 if patches_enabled():
     allow_fairseq_checkpoints()
-
-
-logger = logging.getLogger(__name__)
-
-#: Key in a checkpoint's ``extra_state`` of what the patches add, among it that state of norms has no loss scale in it.
-KEY = "pn_fairseq"
-UNSCALED = "unscaled"
 
 
 class MisfitError(RuntimeError):
@@ -43,20 +39,7 @@ def load_checkpoint_to_cpu(original, path, *args, **kwargs):
         return original(path, *args, **kwargs)
     with one_line_errors(CheckpointError), readable(path, pickle.UnpicklingError, RuntimeError, EOFError):
         state = original(path, *args, **kwargs)
-    if UNSCALED not in (state.get("extra_state") or {}).get(KEY, {}):
-        without_loss_scale(state, path)
-    return state
-
-
-def without_loss_scale(state: dict, path: str) -> None:
-    """Divide what norms kept of gradients by the loss scale, in a checkpoint from before they were told the scale."""
-    names = {f".{name}" for entry in NORMS.values() for name in getattr(entry.cls, "gradient_state", ())}
-    kept = {name: value for name, value in state["model"].items() if name.endswith(tuple(names)) and value.any()}
-    scale = (state.get("last_optimizer_state") or {}).get("loss_scale")
-    if kept and scale is None and safe_getattr(safe_getattr(state.get("cfg"), "common"), "amp"):
-        logger.warning(f"{path}: nu of its norms may hold a loss scale of --amp, which an older version left there")
-    for value in kept.values() if scale else ():
-        value.div_(scale)
+    return without_loss_scale(state, path)
 
 
 @patch(BaseFairseqModel, "load_state_dict", "self state_dict strict model_cfg args")

@@ -10,7 +10,7 @@ from fairseq import checkpoint_utils
 from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_REGISTRY
 from torch import Tensor, nn
 
-from pn_fairseq.common.checkpoints import CheckpointError
+from pn_fairseq.common.checkpoints import KEY, CheckpointError
 from pn_fairseq.models import architectures  # noqa: F401 (registers what is looked up below)
 from pn_fairseq.models.from_checkpoint import one_line, task_of
 from pn_fairseq.norms import NORMS, PowerNormRelease
@@ -38,8 +38,8 @@ def import_release(state: dict, name: str, alpha_fwd: float = 0.9, alpha_bwd: fl
         alpha_fwd, alpha_bwd: decays of the statistics in its training. nu is (1 - alpha_bwd) ema_gz.
 
     Returns:
-        ``args``, ``model``, ``optimizer_history`` (the last entry) and ``extra_state`` (epoch and validation loss). The
-        optimizer's own state is left out: it belongs to parameters in the order of another model.
+        ``args``, ``model``, ``optimizer_history`` (the last entry) and ``extra_state`` (epoch, validation loss, our
+        mark). The optimizer's own state is left out: it belongs to parameters in the order of another model.
 
     Raises:
         CheckpointError: it is not a checkpoint of the release, has norms that one model here cannot have, or its
@@ -56,7 +56,7 @@ def import_release(state: dict, name: str, alpha_fwd: float = 0.9, alpha_bwd: fl
     imported = {
         "args": args,
         "optimizer_history": history[-1:],
-        "extra_state": {key: extra[key] for key in ("train_iterator", "val_loss") if key in extra},
+        "extra_state": {key: extra[key] for key in ("train_iterator", "val_loss", KEY) if key in extra},
     }
     try:
         checkpoint_utils._upgrade_state_dict(copy.deepcopy(imported))  # what fairseq does to the file that it loads

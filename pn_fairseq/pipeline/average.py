@@ -13,6 +13,7 @@ from pn_fairseq.common.checkpoints import (
     checkpoints_to_average,
     load_checkpoint,
     save_checkpoint,
+    without_loss_scale,
 )
 from pn_fairseq.common.command import ArgumentParser, UserError, say, say_next, whole, without_fairseqs_log
 from pn_fairseq.common.files import write_settings
@@ -99,13 +100,10 @@ def average_checkpoints(paths: Sequence[Path]) -> dict:
     tied: dict[str, str] = {}  # key -> the first key with the same memory, in the newest checkpoint
     path_of_update: dict[int, Path] = {}
     for number, path in enumerate(paths, 1):
-        state = load_checkpoint(path)
+        state = without_loss_scale(load_checkpoint(path), path)
         state.pop("last_optimizer_state", None)
         model, updates = state["model"], num_updates(state)
         print(f"[{number}/{len(paths)}] {path}: update {updates}, {len(model)} tensors", flush=True)
-        if updates >= 0 and (same := path_of_update.setdefault(updates, path)) != path:
-            # fairseq copies: checkpoint_best.pt and checkpoint_last.pt repeat an epoch's checkpoint.
-            say("average", f"warning: {same} and {path} are both of update {updates}; is one a copy?")
         layout = {key: (list(value.shape), value.dtype) for key, value in model.items()}
         # fairseq's _float_tensor is memory that was never written: any bits, NaN too.
         averaged = [key for key in model if model[key].is_floating_point() and not key.endswith("_float_tensor")]
@@ -114,6 +112,9 @@ def average_checkpoints(paths: Sequence[Path]) -> dict:
             key = next(key for key in {**reference, **layout} if layout.get(key) != reference.get(key))
             own, first = (" ".join(map(str, tensors.get(key, ["absent"]))) for tensors in (layout, reference))
             raise CheckpointError(f"{path}: does not match {paths[0]}: {key} is {own}, not {first}")
+        if updates >= 0 and (same := path_of_update.setdefault(updates, path)) != path:
+            # fairseq copies: checkpoint_best.pt and checkpoint_last.pt repeat an epoch's checkpoint.
+            say("average", f"warning: {same} and {path} are both of update {updates}; is one a copy?")
         if not newest or updates >= num_updates(newest):
             newest, first = state, {}  # the first key of each view of memory
             views = {key: (model[key].data_ptr(), model[key].shape, model[key].stride()) for key in averaged}

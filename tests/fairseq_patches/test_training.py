@@ -36,8 +36,8 @@ def test_loss_scale(train, flags, tmp_path, caplog):
 
     assert loaded(4.0) == {1.0}
     assert loaded(4.0, extra_state={}) == {0.25}
-    assert loaded(amp=True) == loaded(extra_state={}) == {1.0} and "--amp" not in caplog.text
-    assert loaded(amp=True, extra_state={}) == {1.0} and "loss scale of --amp" in caplog.text
+    assert loaded(amp=True) == {1.0} and "loss scale of the training" not in caplog.text
+    assert loaded(extra_state={}) == {1.0} and "old.pt: nu of its norms may hold the loss scale" in caplog.text
 
 
 def test_bf16(train):
@@ -59,6 +59,10 @@ def test_flags_that_fail_in_fairseq_itself(train, flags):
         (["--layer-scale-groups=3"], "num_features=16 is not divisible by groups=3"),
         (["--best-checkpoint-metric=bleu"], "--best-checkpoint-metric bleu needs --eval-bleu"),
         (["--stop-min-lr=0.1"], "the learning rate begins at 0.01, where --stop-min-lr 0.1 ends the training"),
+        (
+            ["--lr-scheduler=cosine", "--warmup-updates=2", "--max-update=2"],
+            "--max-update leaves no update after --warmup-updates",
+        ),
         (["--skip-remainder-batch", "--update-freq=50"], "--skip-remainder-batch leaves nothing to train"),
         (["--write-checkpoints-asynchronously"], "needs the package iopath"),
         (["--encoder-attention-heads=5"], "embed_dim must be divisible by num_heads"),

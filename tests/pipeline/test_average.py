@@ -111,6 +111,26 @@ def test_statistics_of_the_norms_are_averaged_and_counters_are_not(tmp_path):
     assert model["norm.warm"].tolist() == [True]
 
 
+@pytest.mark.parametrize("settings", [{"amp": True}, {"fp16": True}, {"fp16": False}])
+def test_nu_of_older_checkpoints_is_divided_by_their_loss_scales(tmp_path, caplog, settings):
+    for number, (scale, mark) in enumerate([(4.0, {}), (8.0, {}), (None, {}), (2.0, {"unscaled": True})]):
+        nu = {f"norm.{name}": torch.full((2,), 8.0) for name in ("nu", "lambda_window", "running_psi2")}
+        path = write(tmp_path / f"{number}.pt", nu, number, cfg={"common": settings})
+        state = torch.load(path, weights_only=False)
+        state["extra_state"] |= {"pn_fairseq": mark}
+        state["last_optimizer_state"] = {"loss_scale": scale} if scale else None
+        torch.save(state, path)
+    files = [tmp_path / f"{number}.pt" for number in range(4)]
+    state = average_checkpoints(files[:2])
+    assert [value.tolist() for value in state["model"].values()] == [[1.5, 1.5], [1.5, 1.5], [8.0, 8.0]]
+    assert state["extra_state"]["pn_fairseq"] == {"unscaled": True} and not caplog.text
+    assert average_checkpoints(files[3:])["model"]["norm.nu"].tolist() == [8.0, 8.0]
+    unknown = average_checkpoints(files[2:3])
+    assert unknown["model"]["norm.nu"].tolist() == [8.0, 8.0]
+    assert caplog.text.count("2.pt: nu of its norms may hold the loss scale") == any(settings.values())
+    assert ("unscaled" not in unknown["extra_state"]["pn_fairseq"]) == any(settings.values())
+
+
 def test_order_of_inputs_does_not_matter(tmp_path):
     paths = [
         write(tmp_path / f"{n}.pt", {"w": torch.randn(50), "steps": torch.tensor(n)}, num_updates=n)

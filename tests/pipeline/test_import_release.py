@@ -208,7 +208,8 @@ def test_what_the_imported_file_holds(model, tmp_path):
     assert source.read_bytes() == before
     state = load_checkpoint(tmp_path / "imported.pt")
     assert state["optimizer_history"][0]["num_updates"] == 1234
-    assert state["extra_state"] == {"train_iterator": {"epoch": 8, "iterations_in_epoch": 0}, "val_loss": 3.9}
+    kept = {"train_iterator": {"epoch": 8, "iterations_in_epoch": 0}, "val_loss": 3.9}
+    assert state["extra_state"] == kept | {"pn_fairseq": {"unscaled": True}}
     assert "last_optimizer_state" not in state
     assert state["args"].norm_variant == "release" and not hasattr(state["args"], "encoder_norm_self")
     weights = state["model"]
@@ -288,11 +289,20 @@ def test_decoding_and_fine_tuning_with_fairseqs_commands(model, dictionary, data
     assert int(weights["encoder.layer_norm.num_batches_tracked"]) == 1235
 
 
-def test_file_without_its_training_state(model, data, tmp_path):
-    """As people share them."""
-    torch.save({"args": Namespace(**SETTINGS), "model": as_release(model)}, tmp_path / "release.pt")
-    assert main([str(tmp_path / "release.pt"), str(tmp_path / "imported.pt")]) == 0
-    assert_same(load(tmp_path / "imported.pt", data), model)
+def test_file_without_its_training_state(model, data, tmp_path, caplog):
+    """As people share them. With fp16, ``ema_gz`` holds a loss scale that is not known then."""
+    release, imported = str(tmp_path / "release.pt"), str(tmp_path / "imported.pt")
+    for fp16, optimizer in ((False, None), (True, None), (True, {"loss_scale": 64.0})):
+        weights = as_release(model)
+        for key in weights:
+            weights[key] = weights[key] * 64 if optimizer and key.endswith(".ema_gz") else weights[key]
+        args = Namespace(**{**SETTINGS, "fp16": fp16})
+        torch.save({"args": args, "model": weights, "last_optimizer_state": optimizer}, release)
+        caplog.clear()
+        assert main([release, imported]) == 0
+        assert_same(load(imported, data), model)
+        warned = [record.message.split(": nu of")[0] for record in caplog.records if ": nu of" in record.message]
+        assert warned == ([release, imported] if fp16 and not optimizer else [])
 
 
 def test_nu_that_has_diverged_is_told(model, tmp_path, capsys):
