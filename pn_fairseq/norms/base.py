@@ -178,6 +178,8 @@ class RunningNorm(StatefulNorm):
         if x.is_nested:
             return over_tokens(self.forward, x, padding_mask)
         check_input(x, padding_mask, self.num_features, self.batch_first)
+        if not (x.is_meta or torch.compiler.is_compiling()):
+            self.check_memory()
         if not self.training:
             return self._evaluate(x)
         if torch.compiler.is_exporting() or torch._C._are_functorch_transforms_active():
@@ -317,9 +319,10 @@ def set_loss_scale(model: nn.Module, scale) -> None:
             ``torch.amp.GradScaler``: one call suffices, its scale is used as it is in each backward pass. None: 1.
 
     Raises:
-        ValueError: a number that is not greater than 0.
+        ValueError: anything else, a number that is not finite and greater than 0 among it.
     """
-    if isinstance(scale, int | float):
-        scale = None if check_positive("scale", scale) == 1.0 else scale
+    if not (scale is None or callable(getattr(scale, "scale", None))):
+        number = scale.item() if isinstance(scale, Tensor) and scale.dim() == 0 else scale
+        scale = None if check_positive("scale", number) == 1.0 else scale
     for norm in running_norms(model):
         norm.loss_scale = scale

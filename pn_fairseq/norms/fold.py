@@ -41,8 +41,8 @@ def fold_norms(model: nn.Module, *args, **kwargs) -> list[tuple[str, str]]:
     maps and convolutions produce the input of a norm or take its output, and after each fold to compare. A fold is kept
     if the output stays the same (to 1e-4 of its greatest value; use an input with padding if the model has it, and
     float32 or wider). A norm is left as it is if its output is also used otherwise, as in a post-norm transformer, or
-    if the weight of the map is computed (weight norm, pruning). An ``nn.Identity`` takes the place of a folded norm, so
-    a checkpoint of the model no longer fits.
+    if the weight of the map is computed (weight norm, pruning) or belongs to other modules as well (tied embeddings).
+    An ``nn.Identity`` takes the place of a folded norm, so a checkpoint of the model no longer fits.
 
     Returns:
         The names of the folded norms, each with the names of the maps that it is a part of now.
@@ -109,6 +109,9 @@ def _try(model: nn.Module, norm: RunningNorm, maps: list[nn.Module], after: bool
         weight = module._parameters.get("weight")  # None: it is computed
         grouped = after and getattr(module, "groups", 1) > 1
         if weight is None or grouped or weight.size(int(after)) != norm.num_features:
+            return False
+        own = {id(parameter) for parameter in module.parameters(recurse=False)}
+        if any(own & {*map(id, other.parameters(recurse=False))} for other in model.modules() if other is not module):
             return False
     norm.flush()
     scale, shift = norm.evaluation_affine(torch.float64)

@@ -12,7 +12,7 @@ from pathlib import Path
 from zlib import crc32
 
 from pn_fairseq.common.errors import did_you_mean
-from pn_fairseq.norms.base import ChannelNorm
+from pn_fairseq.norms.base import COUNT, ChannelNorm, RunningNorm
 from pn_fairseq.norms.batch import MaskedBatchNorm, MaskedBatchNormRelease
 from pn_fairseq.norms.batch_reg import RegularizedBatchNorm, RegularizedBatchNormRelease
 from pn_fairseq.norms.batch_renorm import BatchRenorm
@@ -261,7 +261,8 @@ def build_norm(name: str, num_features: int, variant: str = VARIANTS[0], **optio
             passed to every norm.
 
     Raises:
-        ValueError: no norm has that name, variant or option, or an option's value does not fit.
+        ValueError: no norm has that name, variant or option, an option's value does not fit, or the class names state
+            that it does not have.
     """
     entry = find_norm(name)
     if variant not in VARIANTS:
@@ -270,4 +271,13 @@ def build_norm(name: str, num_features: int, variant: str = VARIANTS[0], **optio
     if unknown := sorted(set(options) - known):
         raise ValueError(f"unknown norm option {', '.join(map(repr, unknown))}; known: {', '.join(sorted(known))}")
     accepted = {key: value for key, value in options.items() if key in entry.options}
-    return entry.variant(variant)(num_features, **accepted)
+    norm = entry.variant(variant)(num_features, **accepted)
+    if isinstance(norm, RunningNorm):
+        for attribute in ("moment_name", "mean_name"):
+            state = getattr(norm, attribute, None)
+            if state is not None and state not in norm._buffers:
+                made = ", ".join(norm._buffers.keys() - {COUNT})
+                raise ValueError(
+                    f"norm {name!r}: {attribute} names {state!r}, which add_state does not make (it makes {made})"
+                )
+    return norm

@@ -37,7 +37,11 @@ def norms_to_replace(names: dict[nn.Module, list[str]], only, skip, layout: str 
         if (only is None or matches(module, only)) and not (skip is not None and matches(module, skip))
     ]
     labels = {module: names[module][0] or type(module).__name__ for module in wanted}
-    for module in wanted:
+    chosen = [module for module in wanted if not reasons[module]]
+    if not chosen:
+        listed = "; ".join(f"{labels[module]} {reasons[module]}" for module in wanted)
+        raise ValueError(f"the model has no norm to replace{': ' if listed else ''}{listed}")
+    for module in chosen:
         for key in ("weight", "bias"):
             if key not in module._parameters and isinstance(getattr(module, key, None), Tensor):
                 raise ValueError(
@@ -45,11 +49,6 @@ def norms_to_replace(names: dict[nn.Module, list[str]], only, skip, layout: str 
                     "parametrization or pruning compute it?); convert the model first, or leave this norm as it is "
                     "(skip=...)"
                 )
-    chosen = [module for module in wanted if not reasons[module]]
-    if not chosen:
-        listed = "; ".join(f"{labels[module]} {reasons[module]}" for module in wanted)
-        raise ValueError(f"the model has no norm to replace{': ' if listed else ''}{listed}")
-    for module in chosen:
         if layout == "BCT" and not isinstance(module, BATCH_NORMS):
             raise ValueError(
                 f"layout='BCT' is for batch norms; {labels[module]} is a {type(module).__name__} over the last "
@@ -87,7 +86,8 @@ def _why_not(module: nn.Module, layout: str | None) -> str | None:
 def _compare(module: nn.Module) -> str:
     """Why ``module`` is not LayerNorm or RMSNorm of the last dimension with its weight, bias and eps; "" if it is.
 
-    Its own weight may be zeros, uninitialized or on the meta device: random tokens get a random one.
+    Its own weight may be zeros, uninitialized or on the meta device: random tokens get a random one. A weight that is
+    computed, as by a parametrization, stays as it is.
     """
     generator = torch.Generator().manual_seed(0)
     weight, bias, eps = getattr(module, "weight", None), getattr(module, "bias", None), eps_of(module)
@@ -98,13 +98,11 @@ def _compare(module: nn.Module) -> str:
     if weight is not None:
         x = x.to("cpu" if weight.is_meta else weight.device, weight.dtype)
     eps = torch.finfo(x.dtype).eps if eps is None else eps  # as nn.RMSNorm
-    affine = {
-        name: (torch.rand(channels, generator=generator) + 0.5).to(x)
-        for name, value in (("weight", weight), ("bias", bias))
-        if value is not None
-    }
+    affine = {name: value for name, value in (("weight", weight), ("bias", bias)) if value is not None}
+    random = {name: (torch.rand(channels, generator=generator) + 0.5).to(x) for name in affine}
+    affine |= {name: value for name, value in random.items() if name in module._parameters}
     try:
-        y = torch.func.functional_call(module, affine, x)
+        y = torch.func.functional_call(module, {name: affine[name] for name in affine.keys() & module._parameters}, x)
         y = y.double() if isinstance(y, Tensor) and y.shape == x.shape else None
     except Exception:
         y = None

@@ -156,6 +156,15 @@ class StatefulNorm(ChannelNorm):
         """``state`` with the values that it has now, for a backward that runs later."""
         return self._queue.view(state)
 
+    def check_memory(self) -> None:
+        """Raise RuntimeError where a part of the state is still on the meta device and has no values."""
+        if missing := [name for name, buffer in dict.items(self._buffers) if buffer.is_meta]:
+            raise RuntimeError(
+                f"{', '.join(missing)} of {getattr(self, 'name', type(self).__name__)} never got values: the module "
+                "is on the meta device, or was when load_state_dict(assign=True) loaded a checkpoint without them: "
+                'model.to_empty(device="cpu") before load_state_dict gives them their initial values'
+            )
+
     def flush(self) -> None:
         """Apply the contributions to the state. It starts no all-reduce: a single rank may call it."""
         self._queue.flush()

@@ -135,7 +135,8 @@ def doubts(text: Text, tokenized: bool) -> list[str]:
 def check_same_length(texts: Mapping[str, Sequence[str]], reference: Sequence[str], name: str = "the reference"):
     for text, lines in texts.items():
         if len(lines) != len(reference):
-            raise UserError(f"{text}: {len(lines)} lines, but {name} has {len(reference)}: sentences were lost")
+            count = f"{len(lines)} line{'s' * (len(lines) != 1)}"
+            raise UserError(f"{text}: {count}, but {name} has {len(reference)}: sentences were lost")
     if not reference:
         raise UserError("there is no sentence to score")
 

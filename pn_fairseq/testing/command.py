@@ -16,6 +16,19 @@ class _Chosen:
     def pytest_configure(self, config) -> None:
         config.option.norm_names, config.option.norm_modules = self.names, self.modules
 
+    def pytest_collection_modifyitems(self, config, items) -> None:
+        """Leave out the tests for norms with state where no norm has any."""
+        items[:] = [item for item in items if not any("empty param" in str(m) for m in item.iter_markers("skip"))]
+
+    def pytest_collection_finish(self, session) -> None:
+        print(f"{len(session.items)} tests of {', '.join(self.names)}", flush=True)
+
+    def pytest_terminal_summary(self, terminalreporter) -> None:
+        """A line for each failure; pytest's own would leave out what does not fit into the width of the terminal."""
+        for report in (*terminalreporter.stats.get("failed", ()), *terminalreporter.stats.get("error", ())):
+            message = report.longrepr.reprcrash.message.splitlines()[0]
+            terminalreporter.write_line(f"FAILED {report.nodeid.rpartition('::')[2]}: {message}")
+
 
 def main(argv: list[str] | None = None) -> int:
     parser = ArgumentParser(
@@ -44,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
 
     pytest.register_assert_rewrite("pn_fairseq.testing.helpers")
     from pn_fairseq.norms import NORMS, load_norms
-    from pn_fairseq.norms.registry import find_norm
+    from pn_fairseq.norms.registry import build_norm
 
     known = set(NORMS)
     modules = [os.path.abspath(path) for path in args.norm_module.split(",") if path]
@@ -53,7 +66,7 @@ def main(argv: list[str] | None = None) -> int:
             load_norms(path)
         names = args.names or [name for name in NORMS if name not in known] or list(NORMS)
         for name in names:
-            find_norm(name)
+            build_norm(name, 8)
     except ValueError as error:
         raise UserError(str(error)) from error
     if modules and not args.names and known == set(NORMS):
@@ -61,7 +74,7 @@ def main(argv: list[str] | None = None) -> int:
 
     folder = Path(__file__).parent
     # No configuration of the folder that this is called in: the suite is the same everywhere.
-    options = ["-q", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", folder, *for_pytest]
+    options = ["-q", "-r", "N", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", folder, *for_pytest]
     words = [str(option) for option in (*options, folder / "test_norms.py")]
     code = pytest.main(words, plugins=[_Chosen(names, modules)])
     if code == pytest.ExitCode.INTERRUPTED:

@@ -176,8 +176,13 @@ def test_memory_that_is_given_to_a_module_with_values_keeps_the_state(running):
 
 def test_a_module_on_meta_is_refused(running):
     for training in (True, False):
-        with pytest.raises(RuntimeError, match="meta"):
-            on_meta(running.build())[0].train(training)(torch.ones(2, CHANNELS))
+        norm = on_meta(running.build())[0].train(training)
+        with pytest.raises(RuntimeError, match=f"{COUNT} of .* never got values: .*to_empty"):
+            norm(torch.ones(2, CHANNELS))
+        assert norm(torch.ones(2, CHANNELS, device="meta")).is_meta
+        norm.load_state_dict(without_some(running.trained().state_dict()), strict=False, assign=True)
+        with pytest.raises(RuntimeError, match="running_.* never got values"):
+            norm(torch.ones(2, CHANNELS))
 
 
 def test_reset_gives_the_initial_state(running):
@@ -286,7 +291,7 @@ def test_no_value_is_read_in_a_training_step(case, masked, counted):
             # Also a fault: what to do with it is decided where the numbers are.
             inputs = (x * float("inf") if step == 3 else x).detach().requires_grad_()
             norm(inputs, mask if masked else None).backward(dy)
-    assert reads.found == []
+    assert not reads.found, f"a training step reads values, for which a GPU waits (use torch.where): {reads.found}"
 
 
 CHECKPOINTING = ("reentrant", "non-reentrant", "fairseq")
@@ -577,8 +582,9 @@ def test_a_loss_scale_changes_no_state(running, how):
                 one, other, rtol=0 if exact else 1e-5, atol=0 if exact else 1e-5, msg=f"{number}"
             )
         scaler.scales.pop(0)
-    with pytest.raises(ValueError, match="scale=0"):
-        set_loss_scale(scaled, 0)
+    for wrong in (0, torch.tensor(0.0), -1.0, torch.inf, torch.nan, torch.ones(2), "x", torch.nn.Linear(1, 1)):
+        with pytest.raises(ValueError, match="scale=.* must be a number greater than 0"):
+            set_loss_scale(scaled, wrong)
 
 
 # Padding and layouts.
@@ -1085,9 +1091,58 @@ def test_training_mixes_tokens_as_the_norm_says(case):
     if isinstance(late, RunningNorm):
         flushed(late).num_batches_tracked.fill_(10**6)
     late.set_num_updates(10**6)
-    for norm, mixes in ((early, case.cls.mixes_tokens != "never"), (late, case.cls.mixes_tokens == "always")):
-        difference = (norm(x) - norm(other))[:-1].abs().max()
-        assert difference > 1e-3 if mixes else difference < 1e-5
+    says = case.cls.mixes_tokens
+    for when, norm, mixes in (("update 1", early, says != "never"), ("the long run", late, says == "always")):
+        difference = float((norm(x) - norm(other))[:-1].abs().max().detach())
+        assert difference > 1e-3 if mixes else difference < 1e-5, (
+            f"mixes_tokens is {says!r}, but in {when} another token changes y by {difference:.2g}"
+        )
+
+
+def test_statistics_are_means_over_tokens(running):
+    """A batch that holds all its tokens twice changes nothing but the gradients of weights, up to N / (N - 1)."""
+    once, twice = (running.build(4, psi_warmup_updates=2).double() for _ in range(2))
+    generator = rng(4)
+    for step in range(5):
+        x, mask, dy = (value if value.dtype == torch.bool else value.double() for value in tensors(generator))
+        one, two = x.clone().requires_grad_(), torch.cat([x, x], 1).requires_grad_()
+        y_one, y_two = once(one, mask), twice(two, torch.cat([mask, mask]))
+        y_one.backward(dy)
+        y_two.backward(torch.cat([dy, dy], 1))
+        expected = {"y": y_one, "dx": one.grad, **state_of(once)}
+        actual = {"y": y_two[:, : x.size(1)], "dx": two.grad[:, : x.size(1)], **state_of(twice)}
+        for key, value in expected.items():
+            difference = (actual[key] - value).abs().max() / value.abs().max().clamp(min=1e-6)
+            assert difference < 0.1, (
+                f"step {step}: {key} depends on how many tokens a batch has: divide sums by contribution.batch.count"
+            )
+
+
+def test_the_gradient_is_a_derivative_in_the_long_run(running):
+    """On one batch, again and again, statistics settle. dx is then the derivative of what a norm that has settled on x
+    makes of x; or, where a norm takes statistics for constants, of its affine map."""
+    x, _, dy = (value if value is None else value.double() for value in tensors(rng(3)))
+
+    def settled(x):
+        norm = running.build(alpha_fwd=0.5, alpha_bwd=0.5, psi_warmup_updates=2).double()
+        for _ in range(25):
+            leaf = x.clone().requires_grad_()
+            y = norm(leaf)
+            y.backward(dy)
+        return norm.eval(), y.detach(), leaf.grad
+
+    norm, _, dx = settled(x)
+    generator, step = torch.Generator().manual_seed(1), 1e-3
+    for _ in range(2):
+        direction = torch.randn(x.shape, generator=generator, dtype=torch.float64)
+        there, back = x + step * direction, x - step * direction
+        exact = float(((settled(there)[1] - settled(back)[1]) * dy).sum()) / (2 * step)
+        constant = float(((norm(there) - norm(back)).detach() * dy).sum()) / (2 * step)
+        actual = float((dx * direction).sum())
+        assert min(abs(actual - exact), abs(actual - constant)) < 0.01 * float(dx.norm()), (
+            f"dx is wrong: along a direction the derivative is {exact:.4g} ({constant:.4g} with constant statistics), "
+            f"and dx gives {actual:.4g}"
+        )
 
 
 @pytest.mark.parametrize(("groups", "affine"), [(0, True), (1, False), (4, True)])
@@ -1384,17 +1439,25 @@ def rank_norm(case, sync):
     return case.build(4, psi_warmup_updates=RANK_WARMUP, alpha_fwd=0.8, alpha_bwd=0.7, sync=sync).double()
 
 
-def run_steps(norm, batches, with_updates=True, recomputed=False):
-    """Forward and backward over ``batches``; what each step gave."""
+def run_steps(norm, batches, with_updates=True, recomputed=False, scaled=False):
+    """Forward and backward over ``batches``; what each step gave.
+
+    ``scaled``: the loss has another scale in each step, and no gradient reaches every third step.
+    """
     record = []
     for step, (x, dy, mask) in enumerate(batches):
         if with_updates:
             norm.set_num_updates(step)
-        x = x.clone().requires_grad_()
-        norm.zero_grad()
+        frozen, scale = scaled and step % 3 == 2, 4.0**step if scaled else 1.0
+        set_loss_scale(norm, scale)
+        x = x.clone().requires_grad_(not frozen)
+        norm.requires_grad_(not frozen).zero_grad()
         y = checkpoint(norm, x, mask, use_reentrant=True) if recomputed else norm(x, mask)
-        y.backward(dy)
-        record.append({"y": y.detach(), "dx": x.grad, "dw": norm.weight.grad, "db": norm.bias.grad})
+        if not frozen:
+            y.backward(dy * scale)
+        gradients = {"dx": x, "dw": norm.weight, "db": norm.bias}
+        record.append({key: torch.zeros_like(t) if frozen else t.grad / scale for key, t in gradients.items()})
+        record[-1]["y"] = y.detach()
         record[-1]["state"] = state_of(norm)
     return record
 
@@ -1420,6 +1483,7 @@ RANK_RUNS = {
     "with updates": ({"with_updates": True}, True),
     "without updates": ({"with_updates": False}, False),
     "recomputed": ({"with_updates": True, "recomputed": True}, True),
+    "scaled, frozen in some steps": ({"scaled": True}, True),
 }
 
 

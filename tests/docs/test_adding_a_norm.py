@@ -73,17 +73,50 @@ def test_the_shared_suite_from_outside(options, least, norm_modules, tmp_path):
         (("--norm-module", "none.py"), ("none.py", "not a file")),
         (("--norm-module", "broken.py"), ("broken.py", "ZeroDivisionError")),
         (("--norm-module", "empty.py"), ("empty.py", "register_norm")),
+        (("--norm-module", "typo.py"), ("'typo': moment_name names 'running_psi'", "makes", "running_psi2")),
         (("pwoer",), ("'pwoer'", "did you mean 'power'")),
         (("--norms", "x"), ("--norms",)),
     ],
 )
-def test_mistakes_get_one_line(arguments, needles, tmp_path, monkeypatch, capsys):
+def test_mistakes_get_one_line(arguments, needles, tmp_path, norm_modules, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "typo.py").write_text(planted("typo", 'name = "running_psi2"', 'name = "running_psi"'), "utf-8")
     (tmp_path / "broken.py").write_text("1 / 0\n")
     (tmp_path / "empty.py").write_text("")
     assert verb("test-norms")(list(arguments)) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert line.startswith("pn test-norms: error: ") and all(needle in line for needle in needles)
+
+
+def planted(name, right, wrong):
+    """The first norm of the page, registered as ``name``, with a bug."""
+    assert right in BLOCKS[0]
+    return BLOCKS[0].replace('"myun"', '"my-unified"').replace("my-unified", name).replace(right, wrong)
+
+
+#: Name -> what is planted, and how the suite says it.
+BUGS = {
+    "sum": (" / contribution.batch.count.clamp(min=1)", "", "depends on how many tokens a batch has"),
+    "factor": ("psi2, nu=nu", "psi2, nu=1.5 * nu", "dx is wrong: along a direction the derivative is"),
+    "mixes": ("    moment_name", '    mixes_tokens = "never"\n    moment_name', "mixes_tokens is 'never', but in"),
+    "read": (
+        "        parameters, _",
+        "        dy = float(contribution.nu[0])\n        parameters, _",
+        "a training step reads values",
+    ),
+}
+
+
+def test_planted_bugs_are_named(tmp_path):
+    code = "\n".join(planted(name, right, wrong) for name, (right, wrong, _) in BUGS.items())
+    (tmp_path / "bugs.py").write_text(code, "utf-8")
+    tests = "means_over or is_a_derivative or tokens_as_the or no_value_is"
+    command = ("warm-python", "-m", "pn_fairseq", "test-norms", "--norm-module", "bugs.py", "--", "-k", tests)
+    result = run(*command, cwd=tmp_path, check=False)
+    assert result.returncode == 1 and result.stdout.startswith(f"{5 * len(BUGS)} tests of {', '.join(BUGS)}\n")
+    failures = re.findall(r"^FAILED \w+\[(\w+).*?\]: AssertionError: (.*)", result.stdout, re.M)
+    for name, (_, _, message) in BUGS.items():
+        assert any(name == failed and message in text for failed, text in failures), (name, failures)
 
 
 class MyUnifiedOracle(UnifiedOracle):

@@ -197,6 +197,10 @@ def test_a_weight_that_would_be_lost_is_refused():
             with pytest.raises(ValueError, match="the (weight|bias) of computed is not a parameter of its own"):
                 convert_norms(model, "batch")
             assert len(norm_report(convert_norms(model, "batch", skip="computed"))) == 1
+        for norm in (nn.LayerNorm((2, C)), ByVariance(1.0), nn.BatchNorm1d(C, track_running_stats=False)):
+            nn.init.uniform_(norm.weight)
+            model = nn.ModuleDict({"plain": nn.LayerNorm(C), "stays": compute(norm)})
+            assert len(norm_report(convert_norms(model, "batch"))) == 1
 
 
 class Variant(nn.RMSNorm):
@@ -736,17 +740,27 @@ class ReadsItsNorm(nn.Sequential):
         return super().forward(x) * self[1].weight.mean()
 
 
+class Tied(nn.Sequential):
+    """As an output projection that is tied to the embeddings."""
+
+    def __init__(self):
+        super().__init__(nn.Linear(C, C), nn.ReLU(), nn.LayerNorm(C), nn.Linear(C, C))
+        self[3].weight = self[0].weight
+
+
 @pytest.mark.parametrize(
     "make",
     [
+        Tied,
         lambda: nn.Sequential(nn.ReLU(), nn.LayerNorm(C), nn.utils.parametrizations.weight_norm(nn.Linear(C, C))),
         lambda: nn.Sequential(nn.ReLU(), nn.LayerNorm(C), prune.identity(nn.Linear(C, C), "weight")),
         lambda: ReadsItsNorm(nn.ReLU(), nn.LayerNorm(C), nn.Linear(C, C)),
     ],
-    ids=["weight norm", "pruned", "read"],
+    ids=["tied", "weight norm", "pruned", "read"],
 )
 def test_what_cannot_be_folded_is_left_as_it_is(make):
     model, x = randomized(convert_norms(make(), "batch")).eval(), torch.randn(B, C)
-    expected, modules = model(x), dict(model.named_modules())
+    expected, modules, parameters = model(x), dict(model.named_modules()), [*map(id, model.parameters())]
     assert fold_norms(model, x) == []
     assert dict(model.named_modules()) == modules and model(x).equal(expected)
+    assert [*map(id, model.parameters())] == parameters

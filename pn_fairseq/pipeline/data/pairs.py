@@ -29,6 +29,8 @@ def existing(path: Path) -> Path:
     files = [name for name in names if name.exists()]
     if not files:
         raise UserError(f"there is no {path}, plain or compressed ({', '.join(COMPRESSED)})")
+    if len(files) > 1:
+        say("prepare", f"note: {files[0]} is used, and not {', '.join(file.name for file in files[1:])} beside it")
     return files[0]
 
 
