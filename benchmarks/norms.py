@@ -7,7 +7,7 @@ the quartiles:
 - *turns of several steps*, in a random order that changes in each round; a turn begins with untimed steps. The caches
   hold what the contestant needs. "Of least" is the ratio of the shortest times, the steadier measure under other load.
 - *turns of one step*: LayerNorm, the contestant, LayerNorm, ..., nothing warmed up in between. The caches are cold and
-  Python's overhead counts, as in a training, where other layers compute between two norms.
+  Python's overhead counts, as in training, where other layers compute between two norms.
 
 A second LayerNorm shows the noise. Beside this project's norms, by implementation of their kernels, are
 torch's own norms, batch normalization on gathered tokens, PN's reference under ``torch.compile``, Liger-Kernel's norms

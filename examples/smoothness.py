@@ -16,7 +16,7 @@ theta and at theta' alike; PN's running statistics are those of the checkpoint. 
 
 OUTPUT/layers.csv: for each layer the change of its gradient G if only the layers before it move by the middle step,
 |G' - G|, divided by |G|, and the cosine of G and G': internal covariate shift as that paper measures it (section 2.2).
-The embeddings are before all layers; where the output projection shares their weights, it moves also.
+The embeddings are before all layers; where the output projection shares their weights, it moves as well.
 And OUTPUT/smoothness.png: medians and quartiles over checkpoints and batches. Prints the range of the loss and the
 effective beta-smoothness of each run: median, least and greatest over checkpoints and batches.
 """

@@ -118,7 +118,7 @@ def draw() -> None:
 
 
 def medians(run: Run, name: str) -> list[dict]:
-    """The median of every quantity in each fifth of the training, for each norm."""
+    """The median of every quantity in each fifth of the training run, for each norm."""
     rows = []
     for norm in read_subject(run, name, name).probe["norm"].unique():
         series = read_subject(run, name, name, norm).series
@@ -177,7 +177,7 @@ FIRST, THIRD = (f"encoder.layers.{layer}.self_attn_layer_norm" for layer in (0, 
 
 
 def course(run: str, norm: str, quantity: str) -> tuple[float, float]:
-    """The medians of a quantity in the first and the last fifth of the training."""
+    """The medians of a quantity in the first and the last fifth of the training run."""
     table = read("images-medians.csv" if run in IMAGES else "medians.csv").set_index(["run", "norm", "quantity"])
     return tuple(table.loc[(run, norm, quantity), ["to 20%", "to 100%"]])
 
@@ -323,7 +323,7 @@ def relative() -> str:
     """One sentence for docs/why.md."""
     last = {run: course(run, THIRD, "tid_var")[1] for run in ("bn", "bn_ls", "pnv", "pnv_ls")}
     return (
-        "In the last fifth of the training the distances of this norm, relative to the standard deviation of the "
+        "In the last fifth of the run the distances of this norm, relative to the standard deviation of the "
         f"batch, are {last['bn_ls']:.3f} with and {last['bn']:.3f} without layer-scale for BN, {last['pnv_ls']:.3f} "
         f"and {last['pnv']:.3f} for PN-V (`tid_var` in [medians.csv](figures/medians.csv))."
     )

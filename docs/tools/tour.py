@@ -56,7 +56,7 @@ def page(notebook) -> tuple[str, dict[str, bytes]]:
 
 
 def draw_distances() -> None:
-    """Distances of batch and running statistics over a training, with and without layer-scale."""
+    """Distances of batch and running statistics over a training run, with and without layer-scale."""
     table = pandas.read_csv(PICTURES / "medians.csv")
     table = table[table["norm"] == "encoder.layers.2.self_attn_layer_norm"]
     shown = {

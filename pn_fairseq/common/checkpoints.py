@@ -286,7 +286,7 @@ def find_checkpoints(directory: str | os.PathLike, by: str = "epoch", last: int 
 def checkpoints_to_average(
     directory: str | os.PathLike, last: int, usual: str = "epoch"
 ) -> tuple[list[Path], str, str]:
-    """The ``last`` newest checkpoints of a training, or all checkpoints if there are fewer.
+    """The ``last`` newest checkpoints of a training run, or all checkpoints if there are fewer.
 
     Args:
         directory: fairseq's ``--save-dir``.

@@ -1,7 +1,7 @@
 """The file of ``--norm-probe``: a folder of Parquet files, one for every recorded update. Without torch.
 
 ``pandas.read_parquet(FILE)`` and every other reader of Parquet takes the folder as one table. A file is written as a
-whole and named after its update, so that a training that is killed and resumed has every update once.
+whole and named after its update, so that a run that is killed and resumed has every update once.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ SCHEMA = pa.schema(
 
 _NAME = "update-{:09d}.parquet"
 _PATTERN = re.compile(r"update-(\d{9})\.parquet")
-#: The metadata of a file that names the training which wrote it.
+#: The metadata of a file that names the run that wrote it.
 _TRAINING = b"training"
 
 
 def open_probe(folder: Path, update: int, training: str) -> None:
-    """Make the folder, or remove what was recorded after ``update``: a training that resumes there does it again.
+    """Make the folder, or remove what was recorded after ``update``: a run that resumes there does it again.
 
     Args:
-        training: names the training; one that starts again replaces only its own file.
+        training: names the run; one that starts again replaces only its own file.
 
     Raises:
-        ValueError: ``folder`` is something else than a new file of ``--norm-probe``, or one of this training.
+        ValueError: ``folder`` is something else than a new file of ``--norm-probe``, or one of this run.
         OSError: it cannot be made.
     """
     advice = "give a new folder, or that of the same training"
@@ -66,7 +66,7 @@ def open_probe(folder: Path, update: int, training: str) -> None:
         raise ValueError(f"--norm-probe {folder} holds {files[updates.index(None)].name}: {advice}")
     whole = [path for path in files if path.suffix == ".parquet"]
     if update == 0 and whole and (owner := _training(whole[0])) != training:
-        raise ValueError(f"--norm-probe {folder} holds {len(whole)} updates of the training in {owner}: {advice}")
+        raise ValueError(f"--norm-probe {folder} holds {len(whole)} updates of the run in {owner}: {advice}")
     for path, number in zip(files, updates, strict=True):
         if int(number[1]) > update:
             path.unlink()

@@ -1,4 +1,4 @@
-"""A loss or gradient that is not finite ends the training with a message that says where it arose and what to try.
+"""A loss or gradient that is not finite ends the run with a message that says where it arose and what to try.
 
 fairseq repeats the update with hooks that log the first module whose output is NaN or infinite. Its hooks on the
 backward pass end in ``StopIteration`` on a module that returns a dict without tensors, as its own encoders do. With

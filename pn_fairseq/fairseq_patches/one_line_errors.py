@@ -1,7 +1,7 @@
 """A user's mistake ends fairseq's programs with one line and exit code 2.
 
 fairseq shows a traceback, or hides the reason behind "Cannot load model parameters from checkpoint". The mistakes:
-settings that a model refuses, a model folded by pn fold in a training, kernels that cannot run on the device, an
+settings that a model refuses, a model folded by pn fold in training, kernels that cannot run on the device, an
 adaptive softmax without its criterion, a choice of checkpoints by a BLEU that is not computed. A setting with which
 nothing is trained is another: fairseq ends with exit code 0.
 """
@@ -29,7 +29,7 @@ def build_model(original, task, cfg, *args, **kwargs):
                 setattr(cfg, name, ",".join(map(str, layers)))
     with one_line_errors(ValueError):
         if safe_getattr(cfg, "base_layers", 0) and not torch.distributed.is_initialized():
-            raise ValueError("--base-layers needs a training on several ranks")
+            raise ValueError("--base-layers needs several ranks")
         try:
             return original(task, cfg, *args, **kwargs)
         except AssertionError as error:

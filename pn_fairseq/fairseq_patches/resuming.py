@@ -47,7 +47,7 @@ def load(original, trainer, filename, reset_optimizer=False, *args, reset_meters
 
 @patch(checkpoint_utils, "load_checkpoint", "cfg trainer passthrough_args")
 def begin(original, cfg, trainer, **kwargs):
-    """Load a checkpoint, if there is one, and the training data; refuse a training that would end at once."""
+    """Load a checkpoint, if there is one, and the training data; refuse a run that would end at once."""
     extra_state, epoch_itr = original(cfg, trainer, **kwargs)
     optimization, lr, epoch = trainer.cfg.optimization, trainer.get_lr(), epoch_itr.next_epoch_idx
     elsewhere = os.path.dirname(os.path.abspath(cfg.restore_file)) != os.path.abspath(cfg.save_dir)

@@ -47,7 +47,7 @@ class _Forward:
 
 
 class NormProbe:
-    r"""Records every ``interval``-th update of a training under fairseq's trainer (``--norm-probe``).
+    r"""Records every ``interval``-th update of a training run under fairseq's trainer (``--norm-probe``).
 
     h is the input of a norm behind its layer-scale, (tokens, C), over real tokens; y its output; d = C.
     :math:`\mu_B, \sigma_B^2, \psi_B^2` are mean, biased variance and second moment of the batch,
@@ -127,7 +127,7 @@ class NormProbe:
         """Before an update, ``completed`` of which are done; ``criterion`` computes its losses.
 
         Args:
-            training: names the training, by the folder of its checkpoints.
+            training: names the run, by the folder of its checkpoints.
 
         Raises:
             ValueError, OSError: see :func:`pn_fairseq.common.probe_files.open_probe`.

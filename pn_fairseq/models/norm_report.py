@@ -17,7 +17,7 @@ class NormReport:
     """Logs the diagnostics of all norms of ``model`` every ``interval`` updates.
 
     ``norm_psi_distance`` and ``norm_nu_rms`` are means over the norms, ``norm_gamma_max`` the largest,
-    ``norm_guarded_steps`` and ``norm_nonfinite_steps`` sums since the training was started. Diagnostics of a norm of
+    ``norm_guarded_steps`` and ``norm_nonfinite_steps`` sums since the run was started. Diagnostics of a norm of
     one's own are summarized by the same endings. The values are read, which waits for a GPU, only when they are logged.
     """
 

@@ -59,7 +59,7 @@ class PowerNormRelease(PowerNorm):
     ``eps``, 1e-5, they are equal.
 
     The released code has no rules about faults. This module keeps the rules of
-    :class:`~pn_fairseq.norms.base.RunningNorm`, which change no result of a training without faults. Since padding
+    :class:`~pn_fairseq.norms.base.RunningNorm`, which change no result of a training run without faults. Since padding
     enters the means of (c), a number at padding that is not finite also counts as a fault.
 
     Args:

@@ -16,5 +16,5 @@ def add_norm_module(parser: argparse.ArgumentParser) -> None:
             raise argparse.ArgumentTypeError(f"there is no file {missing[0]}")
         return ",".join(paths)
 
-    meaning = "the Python files that register the model's own norms, if the files were moved after the training"
+    meaning = "the Python files that register the model's own norms, if the files moved after the training run"
     parser.add_argument("--norm-module", type=existing, metavar="FILE[,FILE]", help=meaning)

@@ -1,4 +1,4 @@
-"""``pn average``: the mean of several checkpoints of one training, as one checkpoint."""
+"""``pn average``: the mean of several checkpoints of one training run, as one checkpoint."""
 
 import argparse
 from collections.abc import Sequence
@@ -40,7 +40,7 @@ BATCHES = 100
 
 
 def _parser() -> ArgumentParser:
-    description = "Average the weights of the last checkpoints of a training."
+    description = "Average the weights of the last checkpoints of a training run."
     parser = ArgumentParser(prog="pn average", description=description, epilog=EPILOG)
     add = parser.add_argument
     source = parser.add_mutually_exclusive_group(required=True)

@@ -1,4 +1,4 @@
-"""Settings, prepared data and checkpoints, checked before a training begins.
+"""Settings, prepared data and checkpoints, checked before a training run begins.
 
 hydra compares the settings of all sections but the model with the types that fairseq declares. fairseq declares a model
 by the flags of its parser, and declares no ranges: :data:`RANGES` has them.

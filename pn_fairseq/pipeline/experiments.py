@@ -62,7 +62,7 @@ def seeds(text: str) -> list[int]:
 
 
 def add_ranks(parser: ArgumentParser) -> None:
-    parser.add_argument("--ranks", type=whole, metavar="N", help="of each training and decoding (pn train --help)")
+    parser.add_argument("--ranks", type=whole, metavar="N", help="of each run and decoding (pn train --help)")
 
 
 def _parser(name: str, corpus: Corpus, preparation: Mapping[str, dict]) -> ArgumentParser:
@@ -246,7 +246,7 @@ def demo(argv: Sequence[str]) -> int:
     resumes where it was interrupted.
     """
     parser = ArgumentParser(prog="pn reproduce demo", description=inspect.getdoc(demo))
-    parser.add_argument("settings", nargs="*", metavar="key=value", help="settings of the training")
+    parser.add_argument("settings", nargs="*", metavar="key=value", help="settings of the run")
     parser.add_argument("--run", type=Path, metavar="DIR", default="runs/demo", help="the results (default runs/demo)")
     architecture = "transformer_NORM_tiny, as transformer_ln_tiny (default transformer_pn_tiny)"
     parser.add_argument("--arch", metavar="NAME", default="transformer_pn_tiny", help=architecture)

@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("checkpoint", metavar="CHECKPOINT", type=Path, help="the file that the release wrote")
     parser.add_argument("output", metavar="OUTPUT", type=Path, help="the file to write; not CHECKPOINT")
     for option, statistic in (("fwd", "psi^2"), ("bwd", "nu; it scales the imported nu, (1 - A) ema_gz")):
-        meaning = f"decay of {statistic} in the training (default 0.9); decoding does not depend on it"
+        meaning = f"decay of {statistic} in training (default 0.9); decoding does not depend on it"
         parser.add_argument(f"--alpha-{option}", type=float, default=0.9, metavar="A", help=meaning)
     args = parser.parse_args(argv)
     check_output_path(args.output, [args.checkpoint])

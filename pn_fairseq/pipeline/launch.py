@@ -1,4 +1,4 @@
-"""The ranks of a training: how many there are, which one this process is, and torchrun, which starts them.
+"""The ranks of a training run: their number, which one this process is, and torchrun, which starts them.
 
 ``pn train`` starts torchrun itself on one machine. On several machines the user starts torchrun, which starts ``pn
 train`` as each rank (docs/several_gpus.md).

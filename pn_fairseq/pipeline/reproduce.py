@@ -107,7 +107,7 @@ def reproduce(
         settings: what differs from the configuration, as ``key=value``; ``{run}`` in one is the folder of the run.
         runs: the folder for the runs and the report (default ``runs/CONFIG``).
         data: the prepared data (default ``runs/data/CONFIG``).
-        ranks: of each training and decoding.
+        ranks: of each run and decoding.
         preparation: more options of ``pn prepare``.
         dry_run: check the settings and print the commands.
 
@@ -161,7 +161,7 @@ def reproduce(
 
 @functools.cache  # the runs of several seeds have the same settings
 def check_training(config: str, *arguments: str) -> None:
-    """Check the settings of a training."""
+    """Check the settings of a run."""
     from pn_fairseq.pipeline import train
 
     train.main([config, "--check", *arguments])

@@ -78,7 +78,7 @@ def spread(tokens_per_update: int, cap: int, world_size: int) -> Batches:
 
 
 def compose(config: Path, overrides: Sequence[str], world_size: int, on_cpu: bool) -> tuple[DictConfig, Batches]:
-    """The settings of a training, as fairseq takes them, and its batches.
+    """The settings of a training run, as fairseq expects them, and its batches.
 
     ``overrides`` are ``key=value`` in hydra's syntax, with or without ``+``; ``on_cpu``: the ranks compute on CPUs.
     """
@@ -125,7 +125,7 @@ def _read(config: Path, overrides: Sequence[str]) -> DictConfig:
     with warnings.catch_warnings(action="ignore"), initialize_config_dir(str(config.parent), version_base="1.1"):
         cfg = hydra_compose(config.stem, [*forced, f"hydra.searchpath=['file://{configs_folder()}']"])
     if "_name" not in (cfg.get("model") or {}) or "_name" not in (cfg.get("task") or {}):
-        raise UserError(f"{config} has no model._name or no task._name: it is not a configuration of a training")
+        raise UserError(f"{config} has no model._name or no task._name: it is not a configuration of a training run")
     _drop(cfg, overrides)
     check_keys(cfg)
     for key in ("optimization.lr", "optimization.update_freq"):  # fairseq declares lists; a number is a list of one

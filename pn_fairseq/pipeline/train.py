@@ -1,4 +1,4 @@
-"""``pn train``: check the settings of a training, launch its ranks, run fairseq's training in each."""
+"""``pn train``: check the settings of a training run, launch its ranks, run fairseq's training in each."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ If one rank fails all are stopped, and the exit code is not 0. Several machines,
 docs/several_gpus.md.
 """
 
-#: The checkpoint that a training resumes from.
+#: The checkpoint that a run resumes from.
 LAST = "checkpoint_last.pt"
 #: Limits that decide whether a run is finished.
 LIMITS = ("optimization.max_update", "optimization.max_epoch", "optimization.stop_time_hours", "checkpoint.patience")
@@ -132,7 +132,7 @@ def _main(args, argv: list[str], layout: RankLayout, config: Path, data: Path, r
     if cfg.checkpoint.restore_file != LAST:
         raise UserError(
             f"checkpoint.restore_file={cfg.checkpoint.restore_file} would start again from there whenever the run is "
-            "resumed; start from the weights of another training with checkpoint.finetune_from_model=FILE"
+            "resumed; start from the weights of another run with checkpoint.finetune_from_model=FILE"
         )
     if args.check:
         checks.build(cfg, with_data=False)

@@ -24,7 +24,7 @@ _FAULT = re.compile(r"\b(?:NaN|Inf) detected in output of|Detected nan/inf grad 
 
 @dataclass
 class Start:
-    """One start of a training; a resumed run has several."""
+    """One start of a training run; a resumed run has several."""
 
     world_size: int | None = None  # None if the log does not say
     updates: list[int] = field(default_factory=list)  # of its training records, in order

@@ -61,7 +61,7 @@ class Subject:
 
 
 def series_of(probe: pandas.DataFrame, norm: str, updates: int) -> pandas.DataFrame:
-    """The rows of a norm, one for each forward, with the ``fifth`` of the ``updates`` of the training."""
+    """The rows of a norm, one for each forward, with the ``fifth`` of the ``updates`` of the run."""
     series = probe[(probe["norm"] == norm) & probe["forward"].notna()]
     return series.assign(fifth=np.ceil(5 * series["update"] / updates).clip(1, 5))
 
@@ -327,7 +327,7 @@ FIGURES: dict[int, Figure] = {
 }
 
 _EPILOG = """\
-RUN is a folder as for pn report, of a training with --norm-probe (Figures 2, 3, 4 and 7), with scores (5), with
+RUN is a folder as for pn report, of a run with --norm-probe (Figures 2, 3, 4 and 7), with scores (5), with
 checkpoints (6). A figure that lacks its data is left out, and a run that lacks them is left out of a figure, with a
 line that says so. The paper's medians are drawn next to the runs. docs/figures.md describes each figure.
 

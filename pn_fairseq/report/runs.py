@@ -269,7 +269,7 @@ class Run(runs.Run):
 
     @property
     def unfinished(self) -> bool:
-        """Whether a training began, did not end, and has not reached its last update."""
+        """Whether a training run began, did not end, and has not reached its last update."""
         reached = self.log.updates >= self.max_update if self.max_update else self.from_checkpoints
         return self.trained and not self.log.ended and not reached
 
@@ -332,7 +332,7 @@ def read_runs(paths: Sequence[Path], subset: str = "test") -> list[Run]:
 
 
 def log_of_checkpoints(files: Sequence[Path]) -> TrainingLog:
-    """The losses that the checkpoints of a training hold, at the updates that were saved.
+    """The losses that the checkpoints of a training run hold, at the updates that were saved.
 
     fairseq keeps the sums of its meters in a checkpoint. The training loss is the mean since the epoch began.
 

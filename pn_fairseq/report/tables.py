@@ -44,7 +44,7 @@ _MAIN_SETTINGS = re.compile(
     r"|common\.(seed|fp16|bf16|amp|memory_efficient_fp16)$|generation\.(beam|lenpen)$"
 )
 
-#: What describes a start of a training and not the machine it ran on (pn train).
+#: What describes a start of a training run and not the machine it ran on (pn train).
 _OF_A_START = ("started", "command", "world_size", "tokens_per_update", "update_freq", "max_tokens")
 
 
@@ -153,7 +153,7 @@ def rows(corpus: Corpus) -> list[dict[str, object]]:
 
 
 def _of_training(run: Run) -> dict[str, float]:
-    """Numbers of a training: NaN where the log does not have them."""
+    """Numbers of a training run: NaN where the log does not have them."""
     log = run.log or TrainingLog()
     valid = {loss: update for update, loss in log.valid.items() if math.isfinite(loss)}
     best, speed = min(valid, default=math.nan), statistics.median(log.tokens_per_second.values() or [math.nan])
@@ -210,7 +210,7 @@ def training(corpus: Corpus) -> pandas.DataFrame:
 
 
 def machines(runs: Sequence[Run]) -> pandas.DataFrame:
-    """Versions and hardware, as each start of a training recorded them; the same ones once."""
+    """Versions and hardware, as each start of a training run recorded them; the same ones once."""
     starts = pandas.DataFrame(
         {"torch": "none"}
         | {name.replace("_", " "): _plain(value) for name, value in start.items() if name not in _OF_A_START}

@@ -66,7 +66,7 @@ def test_flags_that_fail_in_fairseq_itself(train, flags):
         (["--skip-remainder-batch", "--update-freq=50"], "--skip-remainder-batch leaves nothing to train"),
         (["--write-checkpoints-asynchronously"], "needs the package iopath"),
         (["--encoder-attention-heads=5"], "embed_dim must be divisible by num_heads"),
-        (["--base-layers=1"], "--base-layers needs a training on several ranks"),
+        (["--base-layers=1"], "--base-layers needs several ranks"),
         (["--adaptive-softmax-cutoff=5,9"], "adaptive_softmax_cutoff of the model needs criterion adaptive_loss"),
     ],
     ids=str,

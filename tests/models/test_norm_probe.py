@@ -342,7 +342,7 @@ def test_a_training_does_not_replace_the_file_of_another(data, tmp_path, capsys)
         train(data, tmp_path / "two", *flags, updates=1)
     assert end.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()[-1:]
-    assert f"probe holds 2 updates of the training in {tmp_path}/one/checkpoints: give a new folder" in line
+    assert f"probe holds 2 updates of the run in {tmp_path}/one/checkpoints: give a new folder" in line
     shutil.rmtree(tmp_path / "one/checkpoints")  # killed before its first checkpoint
     train(data, tmp_path / "one", *flags, updates=1)
     assert list(read_probe(tmp_path / "probe")["update"].unique()) == [1]
