@@ -21,7 +21,7 @@ from omegaconf import OmegaConf, open_dict
 
 import pn_fairseq.models  # noqa: F401 (registers the architectures)
 from pn_fairseq.common.published import LM_TABLES, PAPER
-from pn_fairseq.models.transformer_lm_pn import LanguageModelNorms
+from pn_fairseq.models.norm_options import NormOptions
 from pn_fairseq.models.transformer_pn import TransformerPNConfig
 from pn_fairseq.norms import NORMS
 from pn_fairseq.pipeline.data.recipes import RECIPES
@@ -81,7 +81,7 @@ def model_of(args) -> TransformerPNConfig:
     with open_dict(args) if OmegaConf.is_config(args) else nullcontext():
         ARCH_CONFIG_REGISTRY[getattr(args, "_name", None) or args.arch](args)
     if is_language_model(args):
-        return SimpleNamespace(norms=LanguageModelNorms.from_args(args))
+        return SimpleNamespace(norms=NormOptions.from_args(args, encoder=False))
     return TransformerPNConfig.from_args(args)
 
 

@@ -31,7 +31,8 @@ _placement = checked(find_placement, _AFTER_MODULE)
 class NormOptions:
     """The norms of one transformer: the values of the flags of these names, and ``norms_folded``.
 
-    None: the norm's own default, or the default in the help of the flag.
+    None: the norm's own default, or the default in the help of the flag. ``encoder_norm`` is None in a model that has
+    only a decoder: there ``layer_scale_groups`` applies to all norms.
 
     ``norms_folded``: the norms with running statistics are part of the projections that follow them, and only their
     layer-scale is left (see :mod:`pn_fairseq.models.fold_checkpoint`). There is no flag for it: ``pn fold`` writes it
@@ -41,7 +42,7 @@ class NormOptions:
     norm_module: str | None = flag(
         "Python files that register norms of your own, for the flags of norms after it", _modules("FILE[,FILE]")
     )
-    encoder_norm: str = flag(
+    encoder_norm: str | None = flag(
         "norm of every encoder layer: {norms} (default: the architecture's)", _norm("NAME"), "power"
     )
     decoder_norm: str = flag("norm of every decoder layer: {norms} (default: {of_decoder})", _norm("NAME"), "layer")
@@ -140,8 +141,10 @@ class NormOptions:
         return {name: find_norm(name) for name in norms if name is not None}
 
     @classmethod
-    def from_args(cls, args) -> "NormOptions":
+    def from_args(cls, args, encoder: bool = True) -> "NormOptions":
         """Read the options from fairseq's model settings: a flat Namespace, or hydra's ``model`` node.
+
+        ``encoder=False``: those of a model that has only a decoder.
 
         Warm-ups, schedules, options and the paths of norm modules are resolved here and written back, so that a
         checkpoint contains what was used. Keys of earlier versions are replaced by today's.
@@ -154,6 +157,8 @@ class NormOptions:
             old = {new: settings.pop(key) for key, new in RENAMED.items() if settings.get(key) is not None}
         given = {key.name: safe_getattr(args, key.name, old.get(key.name)) for key in fields(cls)}
         options = cls(**{name: value for name, value in given.items() if value is not None})
+        if not encoder:
+            options = replace(options, encoder_norm=None, encoder_norm_last=None)
         if options.norm_sync not in SYNC:
             raise ValueError(f"norm_sync={options.norm_sync!r} must be one of {', '.join(SYNC)}")
         if options.psi_warmup_updates is None:
@@ -213,23 +218,17 @@ class NormOptions:
                     options[option] = value
         return options
 
-    def build_encoder_norm(
-        self, num_features: int, heads: int, last: bool = False, folds: bool = True
+    def build(
+        self, side: str, num_features: int, heads: int, last: bool = False, folds: bool = True
     ) -> ChannelNorm | LayerScale:
-        """A norm of the encoder over ``num_features`` channels, next to attention with ``heads`` heads.
+        """A norm of the "encoder" or "decoder" over ``num_features`` channels, next to attention with ``heads`` heads.
 
         ``last``: it is the norm after the last layer. ``folds``: it can be fused with the layers after it.
         """
-        name = (self.encoder_norm_last if last else None) or self.encoder_norm
-        return self._build(name, num_features, heads, self.layer_scale_groups, last, folds)
-
-    def build_decoder_norm(
-        self, num_features: int, heads: int, last: bool = False, folds: bool = True
-    ) -> ChannelNorm | LayerScale:
-        """The same for the decoder."""
-        name = (self.decoder_norm_last if last else None) or self.decoder_norm
-        groups = self.layer_scale_groups if self._default_groups(name, heads) else 0
-        return self._build(name, num_features, heads, groups, folds=folds)
+        name = (getattr(self, f"{side}_norm_last") if last else None) or getattr(self, f"{side}_norm")
+        beside_encoder = side == "decoder" and self.encoder_norm is not None
+        groups = 0 if beside_encoder and not self._default_groups(name, heads) else self.layer_scale_groups
+        return self._build(name, num_features, heads, groups, last and side == "encoder", folds)
 
     def build_qk_norm(self, head_dim: int) -> ChannelNorm:
         """A norm over the channels of one attention head, without layer-scale."""

@@ -15,12 +15,12 @@ from fairseq.modules import AdaptiveSoftmax, FairseqDropout
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pn_fairseq.models.init_seed import add_init_seed, initial_weights
+from pn_fairseq.models.initial_weights import add_flags, initial_weights
 from pn_fairseq.models.layers import mask_of, wrap_layer
 from pn_fairseq.models.norm_options import NormOptions
 from pn_fairseq.models.normed_model import NormedModel
 from pn_fairseq.models.tensorized_attention import TensorizedAttention
-from pn_fairseq.models.transformer_lm_pn import LanguageModelNorms, bands, keep_block_length
+from pn_fairseq.models.transformer_lm_pn import bands, keep_block_length
 
 logger = logging.getLogger(__name__)
 
@@ -51,8 +51,8 @@ class TensorizedLayer(nn.Module):
         for linear in (self.fc1, self.fc2):
             nn.init.normal_(linear.weight, std=STD)
             nn.init.zeros_(linear.bias)
-        self.attention_norm = norms.build_decoder_norm(dim, heads=1)
-        self.final_layer_norm = norms.build_decoder_norm(dim, heads=1)
+        self.attention_norm = norms.build("decoder", dim, heads=1)
+        self.final_layer_norm = norms.build("decoder", dim, heads=1)
         self.dropout = FairseqDropout(args.dropout, module_name=type(self).__name__)
         self.activation_dropout = FairseqDropout(args.activation_dropout, module_name=type(self).__name__)
 
@@ -123,7 +123,7 @@ class TensorizedDecoder(FairseqDecoder):
         self.layers = nn.ModuleList(wrap_layer(TensorizedLayer(args, norms), args) for _ in range(args.decoder_layers))
         if norms.decoder_norm_last and not args.decoder_final_norm:
             raise ValueError("--decoder-norm-last needs --decoder-final-norm")
-        self.layer_norm = norms.build_decoder_norm(dim, heads=1, last=True) if args.decoder_final_norm else None
+        self.layer_norm = norms.build("decoder", dim, heads=1, last=True) if args.decoder_final_norm else None
         cutoff = args.adaptive_softmax_cutoff
         self.adaptive_softmax = TiedAdaptiveSoftmax(self.embed_tokens, cutoff) if cutoff else None
         self.output_bias = None if cutoff else nn.Parameter(torch.zeros(len(dictionary)))
@@ -170,8 +170,6 @@ def sinusoids(length: int, dim: int) -> Tensor:
 class TensorizedLanguageModel(NormedModel, FairseqLanguageModel):
     """The tensorized transformer with the norms of ``--decoder-norm``; a legacy model, as ``transformer_pn``."""
 
-    norm_options = LanguageModelNorms
-
     def __init__(self, decoder: TensorizedDecoder, norms: NormOptions):
         super().__init__(decoder)
         self.use_norms(norms)
@@ -204,7 +202,7 @@ class TensorizedLanguageModel(NormedModel, FairseqLanguageModel):
         minimum = "smallest number of parameters of a layer that FSDP shards"
         add("--min-params-to-wrap", minimum, type=int, metavar="N")
         NormOptions.add_args(parser, encoder=False)
-        add_init_seed(parser)
+        add_flags(parser, attention=False)
 
     @classmethod
     def build_model(cls, args, task):
@@ -222,7 +220,7 @@ class TensorizedLanguageModel(NormedModel, FairseqLanguageModel):
                 "--tensorized-unmasked: this model is not causal, it sees the tokens that it predicts, and its "
                 "perplexity is not that of a language model"
             )
-        norms = cls.norm_options.from_args(args)
+        norms = NormOptions.from_args(args, encoder=False)
         if norms.decoder_norm_placement != "pre" or norms.qk_norm:
             raise ValueError("tensorized_lm_pn has only --post-norm, no --decoder-norm-placement and no --qk-norm")
         with initial_weights(args):

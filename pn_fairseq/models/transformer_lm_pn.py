@@ -1,7 +1,6 @@
 """The model ``transformer_lm_pn``: fairseq's pre-norm decoder as a language model, with a choice of norms."""
 
 from contextlib import ExitStack
-from dataclasses import dataclass
 
 from fairseq.dataclass.utils import gen_parser_from_dataclass
 from fairseq.models import register_model
@@ -10,28 +9,10 @@ from fairseq.modules import AdaptiveInput
 from fairseq.utils import eval_str_list, safe_getattr
 from omegaconf import OmegaConf, open_dict
 
-from pn_fairseq.models.init_seed import add_init_seed, initial_weights
-from pn_fairseq.models.layers import add_attention_init
+from pn_fairseq.models.initial_weights import add_flags, initial_weights
 from pn_fairseq.models.norm_options import NormOptions
 from pn_fairseq.models.normed_model import NormedModel
 from pn_fairseq.models.transformer_pn import TransformerPNConfig, TransformerPNDecoder
-from pn_fairseq.norms import ChannelNorm, LayerScale
-from pn_fairseq.norms.registry import NormEntry, find_norm
-
-
-@dataclass(frozen=True)
-class LanguageModelNorms(NormOptions):
-    """The norms of a model that has only a decoder: ``layer_scale_groups`` applies to all of them."""
-
-    def names(self) -> dict[str, NormEntry]:
-        norms = (self.decoder_norm, self.decoder_norm_last, self.qk_norm)
-        return {name: find_norm(name) for name in norms if name is not None}
-
-    def build_decoder_norm(
-        self, num_features: int, heads: int, last: bool = False, folds: bool = True
-    ) -> ChannelNorm | LayerScale:
-        name = (self.decoder_norm_last if last else None) or self.decoder_norm
-        return self._build(name, num_features, heads, self.layer_scale_groups, folds=folds)
 
 
 def keep_block_length(args, task) -> None:
@@ -66,8 +47,6 @@ class TransformerPNLanguageModel(NormedModel, TransformerLanguageModel):
     A legacy model in fairseq's terms, without a registered dataclass, as ``transformer_pn``.
     """
 
-    norm_options = LanguageModelNorms
-
     def __init__(self, decoder):
         super().__init__(decoder)
         self.use_norms(decoder.cfg.norms)
@@ -80,8 +59,7 @@ class TransformerPNLanguageModel(NormedModel, TransformerLanguageModel):
     def add_args(cls, parser):
         gen_parser_from_dataclass(parser, TransformerLanguageModelConfig(), delete_default=True)
         NormOptions.add_args(parser, encoder=False)
-        add_init_seed(parser)
-        add_attention_init(parser)
+        add_flags(parser)
 
     @classmethod
     def build_model(cls, args, task):
@@ -106,7 +84,7 @@ class TransformerPNLanguageModel(NormedModel, TransformerLanguageModel):
         if args.tie_adaptive_weights:
             _check_tied(args)
         cfg = TransformerPNConfig.from_namespace(args)
-        cfg.norms = cls.norm_options.from_args(args)
+        cfg.norms = NormOptions.from_args(args, encoder=False)
         with initial_weights(args):
             embedding = _embedding(cls, args, task)
             return cls(TransformerPNDecoder(cfg, task.target_dictionary, embedding, no_encoder_attn=True))

@@ -9,11 +9,10 @@ from fairseq.models.transformer import TransformerConfig, TransformerDecoderBase
 from fairseq.models.transformer.transformer_legacy import TransformerModel
 from torch import nn
 
-from pn_fairseq.models.init_seed import add_init_seed, initial_weights
+from pn_fairseq.models.initial_weights import add_flags, initial_weights
 from pn_fairseq.models.layers import (
     TransformerPNDecoderLayer,
     TransformerPNEncoderLayer,
-    add_attention_init,
     mask_of,
     placement_of,
     wrap_layer,
@@ -58,7 +57,7 @@ class TransformerPNEncoder(TransformerEncoderBase):
     def __init__(self, cfg, dictionary, embed_tokens, return_fc: bool = False):
         super().__init__(cfg, dictionary, embed_tokens, return_fc=return_fc)
         self.placement = placement_of(cfg, "encoder")
-        build = partial(cfg.norms.build_encoder_norm, cfg.encoder.embed_dim, cfg.encoder.attention_heads)
+        build = partial(cfg.norms.build, "encoder", cfg.encoder.embed_dim, cfg.encoder.attention_heads)
         self.layer_norm = build(last=True) if self.placement.last_norm else None
         self.input_norm = build(folds=False) if self.placement.input_norm else None
         #: fairseq 0.8, which the release is a fork of, does not set the embeddings at padding to 0, and the release's
@@ -114,7 +113,7 @@ class TransformerPNDecoder(TransformerDecoderBase):
             self.adaptive_softmax is None and self.project_out_dim is None and not self.share_input_output_embed
         )
         self.placement = placement_of(cfg, "decoder", cross_attention=not no_encoder_attn)
-        build = partial(cfg.norms.build_decoder_norm, cfg.decoder.embed_dim, cfg.decoder.attention_heads)
+        build = partial(cfg.norms.build, "decoder", cfg.decoder.embed_dim, cfg.decoder.attention_heads)
         self.input_norm = build(folds=False) if self.placement.input_norm else None
         if self.layer_norm is None and cfg.norms.decoder_norm_last:
             raise ValueError("--decoder-norm-last contradicts --no-decoder-final-norm: leave one of them out")
@@ -220,8 +219,7 @@ class TransformerPNModel(NormedModel, TransformerModel):
     def add_args(cls, parser):
         super().add_args(parser)
         NormOptions.add_args(parser)
-        add_init_seed(parser)
-        add_attention_init(parser)
+        add_flags(parser)
 
     @classmethod
     def build_model(cls, args, task):
