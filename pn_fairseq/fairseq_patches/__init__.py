@@ -25,17 +25,14 @@ ORDER = (
     "safe_loading",
     # From the command line to the model.
     "command_line",
-    "jobs",
-    "ranks",
+    "starting",
     "convert_norms",
     "one_line_errors",
     # Training.
+    "training",
     "adaptive_loss",
-    "not_finite",
-    "updates",
     "layer_drop",
     "moving_average",
-    "average_running_stats",
     "resuming",
     "atomic_copy",
     # Data, decoding and evaluation.

@@ -121,7 +121,7 @@ class NormProbe:
             if not patches_enabled():
                 raise ValueError(f"--norm-probe needs the patches of fairseq, which {SWITCH} turns off")
 
-    # What the trainer calls (pn_fairseq.fairseq_patches.updates).
+    # What the trainer calls (pn_fairseq.fairseq_patches.training).
 
     def begin(self, completed: int, criterion: nn.Module, training: str) -> None:
         """Before an update, ``completed`` of which are done; ``criterion`` computes its losses.

@@ -51,7 +51,7 @@ class NormedModel:
     """Mixin; must precede fairseq's class in the bases of a model, whose ``__init__`` ends with :meth:`use_norms`."""
 
     def use_norms(self, norms: NormOptions) -> None:
-        #: Whether :mod:`pn_fairseq.fairseq_patches.average_running_stats` has an effect.
+        #: Whether :mod:`pn_fairseq.fairseq_patches.training` averages its statistics over the ranks.
         self.averages_norm_stats = not norms.no_average_norm_stats
         self.norm_report = NormReport(self, norms.norm_stats_interval) if norms.norm_stats_interval else None
         self.norm_probe = None

@@ -32,7 +32,7 @@ class RegularizedBatchNorm(MaskedBatchNorm):
 
     **What the penalty is added to.** The backward pass adds the gradient of P to that of the activations, once for each
     forward of each norm, with the factor :attr:`penalty_scale`. Under fairseq that factor is the gradient that reaches
-    the criterion's loss (:mod:`pn_fairseq.fairseq_patches.updates`): the loss is L + P, as with an auxiliary loss
+    the criterion's loss (:mod:`pn_fairseq.fairseq_patches.training`): the loss is L + P, as with an auxiliary loss
     of a criterion, for every criterion, under a loss scale, and with recomputed activations. The loss that is logged is
     L; ``--norm-stats-interval`` logs the mean of P over the norms as ``norm_penalty``.
 

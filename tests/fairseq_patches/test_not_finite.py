@@ -9,7 +9,7 @@ from torch import nn
 
 import pn_fairseq.models  # noqa: F401 (applies the patches)
 from pn_fairseq.common.errors import NotFiniteError
-from pn_fairseq.fairseq_patches import not_finite
+from pn_fairseq.fairseq_patches import training
 
 
 class Encoder(nn.Module):
@@ -31,21 +31,21 @@ class Encoder(nn.Module):
     ],
 )
 def test_first_module_forward(x, times, found):
-    not_finite._first_modules.clear()
+    training._first_modules.clear()
     model = nn.ModuleDict({"encoder": Encoder()})
     nn.init.ones_(model.encoder.second.weight), nn.init.ones_(model.encoder.first.weight)
     with NanDetector(model):
         model.encoder(torch.full((1, 2), x), times)["states"][0].sum().backward()
-    assert not_finite._first_modules[0] == found
+    assert training._first_modules[0] == found
 
 
 def test_first_module_backward():
-    not_finite._first_modules.clear()
+    training._first_modules.clear()
     model = nn.ModuleDict({"encoder": Encoder()})
     with NanDetector(model):
         (model.encoder(torch.ones(1, 2))["states"][0] * 0).sqrt().sum().backward()
-    assert not_finite._first_modules[0].endswith("first in the gradient of the output of encoder") or (
-        not_finite._first_modules[0].endswith("first in the gradient of the output of encoder.second")
+    assert training._first_modules[0].endswith("first in the gradient of the output of encoder") or (
+        training._first_modules[0].endswith("first in the gradient of the output of encoder.second")
     )
 
 
@@ -63,7 +63,7 @@ def test_which_errors_are_meant(error, mended):
     scaler = SimpleNamespace(loss_scale=0.5)
     trainer = SimpleNamespace(optimizer=SimpleNamespace(scaler=scaler), get_num_updates=lambda: 7)
     with pytest.raises(NotFiniteError if mended else type(error)) as caught:
-        with not_finite.explained(trainer):
+        with training.explained(trainer):
             raise error
     assert (caught.value is not error) is mended
     if mended:

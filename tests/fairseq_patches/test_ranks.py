@@ -4,7 +4,7 @@ import pytest
 import torch
 from fairseq.tasks.fairseq_task import FairseqTask
 
-from pn_fairseq.fairseq_patches.updates import ignoring_batches
+from pn_fairseq.fairseq_patches.training import ignoring_batches
 from pn_fairseq.testing.ranks import run_ranks
 
 from ..models.helpers import build, padded_batch

@@ -14,7 +14,7 @@ from fairseq.logging import progress_bar
 from omegaconf import OmegaConf
 
 import pn_fairseq.models  # noqa: F401 (applies the patches)
-from pn_fairseq.fairseq_patches import jobs, resuming
+from pn_fairseq.fairseq_patches import resuming, starting
 
 PATIENCE = OmegaConf.create({"checkpoint": {"patience": 3, "maximize_best_checkpoint_metric": False}})
 
@@ -46,7 +46,7 @@ def _fresh():
     """Take nothing over in fairseq's memory from trainings of other tests, and leave them nothing."""
     new_process()
     yield
-    jobs.forget_earlier_job()
+    starting.forget_earlier_job()
 
 
 def new_process():

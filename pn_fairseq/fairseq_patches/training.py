@@ -1,0 +1,148 @@
+"""Training tells the norms what they need, ``--norm-probe`` records, and a number that is not finite is explained.
+
+fairseq tells the task, and not the model, that a rank has run out of data: the rank repeats an old batch and multiplies
+its loss by 0, so that it takes part in the collective calls. fairseq tells the model the number of the update before
+each of its batches, but not which batch is the last one, nor whether the update was skipped. And on a CPU it creates
+the gradient norm of a step that it skips, because fp16 overflowed, on a GPU.
+
+Norms that are not synchronized have other statistics on each rank. fairseq validates each rank's share of the data with
+that rank's own buffers, and saves the buffers of rank 0; here running statistics are averaged over the ranks before.
+``--no-average-norm-stats`` turns the averaging off for a model.
+
+After a number that is not finite, fairseq repeats the update with hooks that log the first module whose output is NaN
+or infinite. Its hooks on the backward pass end in ``StopIteration`` on a module that returns a dict without tensors, as
+its own encoders do. With several ranks it reports "gradients are inconsistent between workers" instead.
+"""
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from unittest import mock
+
+import torch
+from fairseq import checkpoint_utils
+from fairseq.nan_detector import NanDetector
+from fairseq.tasks.fairseq_task import FairseqTask
+from fairseq.trainer import Trainer
+from torch import nn
+
+from pn_fairseq.common.errors import NotFiniteError, Unavailable, one_line_errors
+from pn_fairseq.fairseq_patches import patch
+from pn_fairseq.norms import average_running_stats, running_norms, set_loss_scale
+
+
+@patch(Trainer, "train_step", "self samples raise_oom")
+def update(original, trainer, *args, **kwargs):
+    """An update of the weights, with all of its batches."""
+    stay = mock.patch.object(torch.Tensor, "cuda", lambda tensor, *_, **__: tensor)
+    with nullcontext() if trainer.cuda else stay, explained(trainer), probed(trainer):
+        return original(trainer, *args, **kwargs)
+
+
+@patch(FairseqTask, "train_step", "self sample model criterion optimizer update_num ignore_grad")
+def batch(original, task, sample, model, criterion, optimizer, update_num, ignore_grad=False, **kwargs):
+    """The forward and backward pass of one batch of an update."""
+    set_loss_scale(model, getattr(optimizer, "scaler", None))
+    # The first use of the kernels on a device can show that they cannot run there.
+    with one_line_errors(Unavailable), ignoring_batches(model, ignore_grad):
+        return original(task, sample, model, criterion, optimizer, update_num, ignore_grad, **kwargs)
+
+
+@patch(FairseqTask, "begin_valid_epoch", "self epoch model")
+def begin_valid_epoch(original, task, epoch, model):
+    """All ranks call this."""
+    average(model)
+    return original(task, epoch, model)
+
+
+@patch(checkpoint_utils, "save_checkpoint", "cfg trainer epoch_itr val_loss")
+def save_checkpoint(original, cfg, trainer, epoch_itr, val_loss):
+    """All ranks call this; rank 0 saves."""
+    average(trainer.get_model())
+    return original(cfg, trainer, epoch_itr, val_loss)
+
+
+def average(model: nn.Module) -> None:
+    if getattr(model, "averages_norm_stats", False):
+        average_running_stats(model)
+
+
+@contextmanager
+def probed(trainer: Trainer) -> Iterator[None]:
+    """Tell ``--norm-probe`` where the update begins and ends."""
+    probe = getattr(trainer.get_model(), "norm_probe", None)
+    if probe is None:
+        yield
+        return
+    with one_line_errors(ValueError, OSError):
+        probe.begin(trainer.get_num_updates(), trainer.criterion, os.path.abspath(trainer.cfg.checkpoint.save_dir))
+    yield
+    with one_line_errors(OSError):
+        probe.end(trainer.get_num_updates())
+
+
+@contextmanager
+def ignoring_batches(model: nn.Module, ignore: bool = True) -> Iterator[None]:
+    """Keep what ``model`` sees out of the statistics of its norms."""
+    norms = running_norms(model) if ignore else []
+    for norm in norms:
+        norm.ignoring = True
+    try:
+        yield
+    finally:
+        for norm in norms:
+            norm.ignoring = False
+
+
+#: What fairseq says when a number is not finite. With several ranks it lists the norms of their gradients.
+_MESSAGES = re.compile(r"gradients are (Nan/Inf|inconsistent.*\b(nan|inf)\b)|Minimum loss scale reached", re.S)
+#: What the detectors found in this update, in words.
+_first_modules: list[str] = []
+
+
+def _tensors(output):
+    if torch.is_tensor(output):
+        yield output
+    elif isinstance(output, dict | list | tuple):
+        for part in output.values() if isinstance(output, dict) else output:
+            yield from _tensors(part)
+
+
+@patch(NanDetector, "add_hooks", "self module")
+def add_hooks(_, detector, module):
+    """The hooks on the backward pass are on the tensors of the output."""
+
+    def watch(module, inputs, output):
+        if detector.forward:
+            detector.fhook_fn(module, inputs, output)
+        for tensor in _tensors(output) if detector.backward else ():
+            if tensor.requires_grad:
+                tensor.register_hook(lambda gradient: detector.bhook_fn(module, (), gradient))
+
+    detector.fhooks.append(module.register_forward_hook(watch))
+
+
+@patch(NanDetector, "_detect", "self tensor name backward")
+def detect(original, detector, tensor, name, backward):
+    if message := original(detector, tensor, name, backward):
+        gradient = "the gradient of " if backward else ""
+        _first_modules.append(f"{message.split()[0]} first in {gradient}the output of {name or 'the model'}")
+    return message
+
+
+@contextmanager
+def explained(trainer: Trainer) -> Iterator[None]:
+    """An update in which a number that is not finite ends in a :class:`NotFiniteError`."""
+    _first_modules.clear()
+    try:
+        yield
+    except NotFiniteError:  # of the same update, which fairseq repeats under --amp
+        raise
+    except Exception as error:
+        # The repeated update may end in another error.
+        fault = error if isinstance(error, FloatingPointError) else error.__context__
+        if not isinstance(fault, FloatingPointError) or not _MESSAGES.search(str(fault)):
+            raise
+        loss_scale = getattr(getattr(trainer.optimizer, "scaler", None), "loss_scale", None)
+        raise NotFiniteError(trainer.get_num_updates() + 1, loss_scale, *_first_modules[:1]) from error
