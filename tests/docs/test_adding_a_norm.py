@@ -1,6 +1,7 @@
 """The norms that docs/adding_a_norm.md prints: the shared suite, an oracle, and a training with fairseq."""
 
 import re
+import shutil
 import sys
 
 import fairseq_cli.train
@@ -142,6 +143,42 @@ def test_unified_normalization_follows_the_formulas(warmup, before, norm_modules
             oracle.psi2s[number] = oracle.lambdas[number] = np.ones(CHANNELS)
     steps = batches(16, seed=1, low=0.1, high=9, sentences=3)
     assert_training_follows(norm, oracle, steps, rtol=5e-6, dtype=torch.float64)
+
+
+IN_THE_PACKAGE = """
+from pathlib import Path
+
+import pn_fairseq.models
+from docs.tools.generated import properties
+from fairseq.models import ARCH_MODEL_REGISTRY
+from pn_fairseq.__main__ import call
+from pn_fairseq.report.systems import norm_labels
+from pn_fairseq.testing.command import main
+
+assert Path(pn_fairseq.models.__file__).is_relative_to(Path.cwd())
+assert call(["norms"]) == call(["norms", "l1"]) == 0
+stems = ("transformer", "transformer_lm", "tensorized_lm")
+assert all(f"{stem}_l1_tiny" in ARCH_MODEL_REGISTRY for stem in stems)
+assert norm_labels()["l1"] == "L1" and "| `l1` | `weight` (C,), `bias` (C,) |" in properties()
+assert main(["l1", "--", "-k", "state or batch_first"]) == 0
+"""
+
+
+def test_a_norm_of_the_package_stands_in_three_places(tmp_path):
+    """Its file, its entry in the registry and its row on the page; all that lists norms follows."""
+    package = tmp_path / "pn_fairseq"
+    shutil.copytree(ROOT / "pn_fairseq", package, ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "data").symlink_to(ROOT / "data")
+    code = re.sub(r"^@register_norm.*\n", "", BLOCKS[-1], flags=re.M).replace(", register_norm", "")
+    (package / "norms/l1.py").write_text(code.replace("pn_fairseq.norms import", "pn_fairseq.norms.base import"))
+    registry = (package / "norms/registry.py").read_text("utf-8")
+    registry = registry.replace("\n\n#: Constructor", "\nfrom pn_fairseq.norms.l1 import L1Norm\n\n#: Constructor", 1)
+    before, after = registry.rsplit("\n}", 1)  # the end of NORMS
+    entry = '\n    "l1": NormEntry(L1Norm, "l1", "L1 normalization (L1)"),\n}'
+    (package / "norms/registry.py").write_text(before + entry + after, "utf-8")
+    result = run("warm-python", "-c", IN_THE_PACKAGE, cwd=tmp_path, PYTHONPATH=f"{tmp_path}:{ROOT}")
+    assert "L1 normalization (L1)" in result.stdout and "failed" not in result.stdout
+    # test_table_of_norms_is_the_registry asks for the row.
 
 
 def test_l1_norm_follows_its_formula(norm_modules):
