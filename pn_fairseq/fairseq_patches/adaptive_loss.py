@@ -22,10 +22,10 @@ def forward(_, criterion, model, sample, reduce=True):
     softmax = model.decoder.adaptive_softmax
     (head, *tails), (of_head, *of_tails) = softmax(output[0], target)
     loss = cross_entropy(head, of_head, ignore_index=criterion.padding_idx, reduction="none")
-    for logits, words, (first, end) in zip(tails, of_tails, pairwise(softmax.cutoff), strict=True):
-        if words is not None:
+    for logits, of_tail, (first, end) in zip(tails, of_tails, pairwise(softmax.cutoff), strict=True):
+        if of_tail is not None:
             inside = target.ge(first) & target.lt(end)
-            loss = loss.masked_scatter(inside, loss[inside] + cross_entropy(logits, words, reduction="none"))
+            loss = loss.masked_scatter(inside, loss[inside] + cross_entropy(logits, of_tail, reduction="none"))
     loss = loss.sum(dim=0, keepdim=True) if reduce else loss
     tokens = torch.count_nonzero(target.ne(criterion.padding_idx)).item()
     sample_size = sample["target"].size(0) if criterion.sentence_avg else tokens

@@ -95,21 +95,26 @@ def add_flags(group) -> None:
     )
 
 
+def given_settings(settings) -> dict[str, object]:
+    """The settings of this patch that are given, from a Namespace or a node of hydra's."""
+    values = {name: safe_getattr(settings, name) for name in SETTINGS}
+    return {name: value for name, value in values.items() if value}
+
+
 @patch(utils, "override_module_args", "args")
 def override_module_args(original, args):
     """The settings of a model with a dataclass, which has no fields for them."""
     overrides, deletes = original(args)
     cls = ARCH_MODEL_REGISTRY.get(getattr(args, "arch", None))
     if getattr(cls, "__dataclass", None) is not None:
-        given = {name: value for name in SETTINGS if (value := getattr(args, name, None))}
         # JSON is a subset of hydra's syntax of values, but for what a quoted string must escape: nothing here.
-        overrides += [f"+model.{name}={json.dumps(value)}" for name, value in given.items()]
+        overrides += [f"+model.{name}={json.dumps(value)}" for name, value in given_settings(args).items()]
     return overrides, deletes
 
 
 @patch(models, "build_model", "cfg task from_checkpoint")
 def build_model(original, cfg, task, from_checkpoint=False):
-    given = {name: value for name in SETTINGS if (value := safe_getattr(cfg, name, None))}
+    given = given_settings(cfg)
     if not given:
         return original(cfg, task, from_checkpoint)
     if not OmegaConf.is_config(cfg):

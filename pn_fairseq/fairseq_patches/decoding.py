@@ -26,8 +26,8 @@ def load_align_dict(original, replace_unk):
 def step(original, search, step, lprobs, scores, prev_output_tokens=None, original_batch_idxs=None):
     if step == 0:
         search.sentences = original_batch_idxs
-    places = torch.eq(original_batch_idxs[:, None], search.sentences).int().argmax(dim=1)
-    return original(search, step, lprobs, scores, prev_output_tokens, places)
+    rows = torch.eq(original_batch_idxs[:, None], search.sentences).int().argmax(dim=1)
+    return original(search, step, lprobs, scores, prev_output_tokens, rows)
 
 
 def generate(original, *args, **kwargs):

@@ -193,7 +193,7 @@ def logits_of(encoder: Callable, decoder: Callable, src_tokens: Tensor, prev_out
 def compare_graphs(model: TransformerPNModel, encoder: Callable, decoder: Callable) -> Difference:
     """How far the logits of the two graphs are from those that fairseq computes with ``model``."""
 
-    def other(src: Tensor, _, prev: Tensor) -> tuple[Tensor]:
+    def graphs(src: Tensor, _, prev: Tensor) -> tuple[Tensor]:
         return (logits_of(encoder, decoder, src, prev),)
 
-    return compare(model, other)
+    return compare(model, graphs)

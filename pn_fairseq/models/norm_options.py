@@ -4,7 +4,7 @@ import argparse
 import inspect
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 
 from fairseq.utils import safe_getattr
 from hydra.utils import to_absolute_path
@@ -12,13 +12,34 @@ from omegaconf import OmegaConf, open_dict
 
 from pn_fairseq.common.old_settings import RENAMED
 from pn_fairseq.common.run_settings import learning_rate_warmup, run_setting
-from pn_fairseq.models.flags import checked, flag
 from pn_fairseq.models.placements import PLACEMENTS, find_placement
 from pn_fairseq.norms import NORMS, VARIANTS, ChannelNorm, LayerScale, RunningNorm, build_norm, load_norms
 from pn_fairseq.norms.options import options_of, parse_options, read_pairs
 from pn_fairseq.norms.registry import FIXED, SHARED, FromRun, NormEntry, find_norm
 
 SYNC = ("auto", "on", "off")
+
+
+def checked(check, note: str = ""):
+    """A kind of flag: the text, unless ``check`` raises ValueError, whose message is shown with ``note``.
+
+    Called with the name of the value in the help; returns argparse's arguments.
+    """
+
+    def parse(text: str) -> str:
+        try:
+            check(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f"{error}{note}") from None
+        return text
+
+    return lambda metavar: {"type": parse, "metavar": metavar}
+
+
+def flag(help: str, argument: dict, default=None):
+    """A field with a flag of its name; ``argument`` is for argparse."""
+    return field(default=default, metadata={"help": help, **argument})
+
 
 _AFTER_MODULE = " (--norm-module has to come before it)"
 #: Loads the files of ``--norm-module``, so that the flags after it know their norms.

@@ -75,8 +75,8 @@ def main(argv: list[str] | None = None) -> int:
     folder = Path(__file__).parent
     # No configuration of the folder that this is called in: the suite is the same everywhere.
     options = ["-q", "-r", "N", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", folder, *for_pytest]
-    words = [str(option) for option in (*options, folder / "test_norms.py")]
-    code = pytest.main(words, plugins=[_Chosen(names, modules)])
+    arguments = [str(option) for option in (*options, folder / "test_norms.py")]
+    code = pytest.main(arguments, plugins=[_Chosen(names, modules)])
     if code == pytest.ExitCode.INTERRUPTED:
         raise KeyboardInterrupt
     return int(code)
@@ -86,5 +86,5 @@ def _split(argv: list[str]) -> tuple[list[str], list[str]]:
     """Arguments before and after ``--``."""
     if "--" not in argv:
         return argv, []
-    place = argv.index("--")
-    return argv[:place], argv[place + 1 :]
+    index = argv.index("--")
+    return argv[:index], argv[index + 1 :]
