@@ -1,4 +1,13 @@
-"""Settings of a training run that a model needs and that fairseq keeps outside the settings of the model."""
+"""The settings of a model as fairseq passes them, flat or in a node of hydra's, and those of the run beside them."""
+
+from contextlib import AbstractContextManager, nullcontext
+
+from omegaconf import OmegaConf, open_dict
+
+
+def writable(settings) -> AbstractContextManager:
+    """In this block the settings of a model accept keys that they do not have, also a node of hydra's."""
+    return open_dict(settings) if OmegaConf.is_config(settings) else nullcontext()
 
 
 def run_setting(args, node: str, key: str) -> int:

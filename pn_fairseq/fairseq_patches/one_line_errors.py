@@ -6,17 +6,15 @@ adaptive softmax without its criterion, a choice of checkpoints by a BLEU that i
 nothing is trained is another: fairseq ends with exit code 0.
 """
 
-from contextlib import nullcontext
-
 import torch
 from fairseq.criterions.adaptive_loss import AdaptiveLoss
 from fairseq.data.iterators import GroupedIterator
 from fairseq.tasks.fairseq_task import FairseqTask, LegacyFairseqTask
 from fairseq.trainer import Trainer
 from fairseq.utils import safe_getattr
-from omegaconf import OmegaConf, open_dict
 
 from pn_fairseq.common.errors import FoldedModelError, Unavailable, one_line_errors
+from pn_fairseq.common.run_settings import writable
 from pn_fairseq.fairseq_patches import patch
 
 
@@ -25,7 +23,7 @@ def build_model(original, task, cfg, *args, **kwargs):
     for name in ("encoder_layers_to_keep", "decoder_layers_to_keep"):
         layers = safe_getattr(cfg, name)
         if layers and not isinstance(layers, str):
-            with open_dict(cfg) if OmegaConf.is_config(cfg) else nullcontext():
+            with writable(cfg):
                 setattr(cfg, name, ",".join(map(str, layers)))
     with one_line_errors(ValueError):
         if safe_getattr(cfg, "base_layers", 0) and not torch.distributed.is_initialized():

@@ -2,15 +2,15 @@
 
 import copy
 from argparse import Namespace
-from contextlib import nullcontext
 
 from fairseq.data import Dictionary
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.models import build_model
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 
 from pn_fairseq.common.checkpoints import CheckpointError, explain_misfit
+from pn_fairseq.common.run_settings import writable
 
 
 def make_dictionary(size: int) -> Dictionary:
@@ -38,7 +38,7 @@ def changed(settings, **values):
     settings = copy.deepcopy(settings)
     if isinstance(settings, dict):
         return {**settings, **values}
-    with open_dict(settings) if OmegaConf.is_config(settings) else nullcontext():
+    with writable(settings):
         for key, value in values.items():
             setattr(settings, key, value)
     return settings

@@ -3,15 +3,14 @@
 import argparse
 import inspect
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, field, fields, replace
 
 from fairseq.utils import safe_getattr
 from hydra.utils import to_absolute_path
-from omegaconf import OmegaConf, open_dict
+from omegaconf import OmegaConf
 
 from pn_fairseq.common.old_settings import RENAMED
-from pn_fairseq.common.run_settings import learning_rate_warmup, run_setting
+from pn_fairseq.common.run_settings import learning_rate_warmup, run_setting, writable
 from pn_fairseq.models.placements import PLACEMENTS, find_placement
 from pn_fairseq.norms import NORMS, VARIANTS, ChannelNorm, LayerScale, RunningNorm, build_norm, load_norms
 from pn_fairseq.norms.options import options_of, parse_options, read_pairs
@@ -174,7 +173,7 @@ class NormOptions:
             ValueError: a norm or an option of norms is unknown, or a value does not fit.
         """
         settings, resolved = args if OmegaConf.is_config(args) else vars(args), {}
-        with open_dict(args) if OmegaConf.is_config(args) else ExitStack():
+        with writable(args):
             old = {new: settings.pop(key) for key, new in RENAMED.items() if settings.get(key) is not None}
         given = {key.name: safe_getattr(args, key.name, old.get(key.name)) for key in fields(cls)}
         options = cls(**{name: value for name, value in given.items() if value is not None})
@@ -204,7 +203,7 @@ class NormOptions:
             if getattr(args, f"{side}_layers_to_keep", None) and not placement.prunes:
                 raise ValueError(f"--{side}-layers-to-keep: layers of {name} compute something else in a smaller model")
         resolved["norm_options"] = options.resolved_options(args, old)
-        with open_dict(args) if OmegaConf.is_config(args) else ExitStack():
+        with writable(args):
             for name, value in resolved.items():
                 setattr(args, name, value)
         return replace(options, **resolved)

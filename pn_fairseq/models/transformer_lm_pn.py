@@ -1,14 +1,12 @@
 """The model ``transformer_lm_pn``: fairseq's pre-norm decoder as a language model, with a choice of norms."""
 
-from contextlib import ExitStack
-
 from fairseq.dataclass.utils import gen_parser_from_dataclass
 from fairseq.models import register_model
 from fairseq.models.transformer_lm import TransformerLanguageModel, TransformerLanguageModelConfig
 from fairseq.modules import AdaptiveInput
 from fairseq.utils import eval_str_list, safe_getattr
-from omegaconf import OmegaConf, open_dict
 
+from pn_fairseq.common.run_settings import writable
 from pn_fairseq.models.initial_weights import add_flags, initial_weights
 from pn_fairseq.models.norm_options import NormOptions
 from pn_fairseq.models.normed_model import NormedModel
@@ -21,7 +19,7 @@ def keep_block_length(args, task) -> None:
     It is the longest block that the model takes: ``--max-target-positions``, else ``--tokens-per-sample``.
     """
     if safe_getattr(args, "max_target_positions", None) is None:
-        with open_dict(args) if OmegaConf.is_config(args) else ExitStack():
+        with writable(args):
             args.max_target_positions = safe_getattr(task.args, "max_target_positions") or task.args.tokens_per_sample
 
 

@@ -120,22 +120,3 @@ def unrounded(rounded, exact, dtype):
     info = torch.finfo(dtype)
     half_unit = info.eps / 2 * np.maximum(np.abs(rounded), info.tiny)
     return np.clip(exact, rounded - half_unit, rounded + half_unit)
-
-
-def assert_steps_close(actual, expected, rtol=2e-5, what=""):
-    """Compare what ``actual`` has: an oracle gives parameter gradients even where the norm has no parameters."""
-    largest = max(float(abs(value).max()) if len(value) else 0.0 for value in expected.values())
-    for key, value in actual.items():
-        # A parameter of one element is a sum over everything.
-        assert_close(value, expected[key], rtol, f"{what} {key}", largest if value.size == 1 else 0.0)
-
-
-def assert_state_close(norm, expected, rtol=2e-5, what=""):
-    """The module's buffers against a mapping of the same names."""
-    actual = state_of(norm)
-    assert actual.keys() == expected.keys()
-    for name, value in expected.items():
-        if name == "num_batches_tracked":
-            assert int(actual[name]) == int(value), f"{what} {name}"
-        else:
-            assert_close(actual[name], value, rtol, f"{what} {name}")
