@@ -338,21 +338,8 @@ def test_a_forward_changes_nothing(running):
         assert_state_unchanged(norm.eval(), before)
 
 
-def test_a_backward_is_taken_in_by_the_next_flush(running):
-    norm = running.trained()
-    before, buffers = state_of(norm), dict(norm.named_buffers())
-    x, mask, dy = tensors(rng(2))
-    norm(x.requires_grad_(), mask).backward(dy)
-    for name, value in buffers.items():
-        assert torch.equal(value, before[name]), "a backward pass writes no buffer"
-    norm.flush()
-    assert int(norm.num_batches_tracked) == int(before[COUNT]) + 1
-    once = state_of(norm)
-    norm.flush()
-    assert_state_unchanged(norm, once)
-
-
 FLUSHES = {
+    "flush": lambda norm: norm.flush(),
     "next forward": lambda norm: norm(torch.ones(2, 2, CHANNELS)),
     "set_num_updates": lambda norm: norm.set_num_updates(7),
     "eval": lambda norm: norm.eval(),
@@ -369,15 +356,18 @@ FLUSHES = {
 
 
 @pytest.mark.parametrize("when", FLUSHES)
-def test_flush_runs_before_the_state_is_used(running, when):
+def test_a_backward_is_taken_in_before_the_state_is_used(running, when):
+    """Once, and not by the backward itself."""
     norm = running.trained()
-    count = norm.num_batches_tracked
-    before = int(count)
+    before, buffers = state_of(norm), dict(norm.named_buffers())
     x, mask, dy = tensors(rng(2))
     norm(x.requires_grad_(), mask).backward(dy)
-    assert int(count) == before
+    assert_same(buffers.values(), before.values(), "a backward pass writes no buffer")
     FLUSHES[when](norm)
-    assert int(count) == before + 1
+    assert int(buffers[COUNT]) == int(before[COUNT]) + 1
+    once = state_of(norm)
+    norm.flush()
+    assert_state_unchanged(norm, once)
 
 
 def test_an_average_of_models_reads_the_state_after_the_last_backward(running):
@@ -466,26 +456,21 @@ def test_a_second_backward_of_a_retained_graph_gives_the_same_and_counts_nothing
     assert_state_unchanged(norm, after)
 
 
-def test_state_loaded_between_forward_and_backward_stays(running):
-    """The gradient is that of the forward that was run; the step belongs to the state that was replaced."""
-    norm, other = running.trained(), running.trained(steps=5)
+@pytest.mark.parametrize("loaded_first", [True, False], ids=["before the backward", "after it"])
+def test_a_step_belongs_to_the_state_that_a_load_replaces(running, loaded_first):
+    """The gradient is that of the forward that was run."""
+    norm, plain, saved = running.trained(), running.trained(), running.trained(steps=5)
     x, mask, dy = tensors(rng(3))
-    expected = copy.deepcopy(norm)
-    one, two = x.clone().requires_grad_(), x.clone().requires_grad_()
-    expected(one, mask).backward(dy)
-    y = norm(two, mask)
-    norm.load_state_dict(state_of(other), strict=False)
-    y.backward(dy)
-    assert torch.equal(one.grad, two.grad)
-    assert_states_equal(norm, other)
-
-
-def test_a_load_drops_a_step_that_was_not_taken_in(running):
-    norm, other = running.trained(), running.trained(steps=5)
-    x, mask, dy = tensors(rng(3))
-    norm(x.requires_grad_(), mask).backward(dy)
-    norm.load_state_dict(other.state_dict())
-    assert_states_equal(norm, other)
+    leaf, leaf_of_plain = x.clone().requires_grad_(), x.clone().requires_grad_()
+    plain(leaf_of_plain, mask).backward(dy)
+    y = norm(leaf, mask)
+    if not loaded_first:
+        y.backward(dy)
+    norm.load_state_dict(state_of(saved), strict=False)
+    if loaded_first:
+        y.backward(dy)
+    assert torch.equal(leaf.grad, leaf_of_plain.grad)
+    assert_states_equal(norm, saved)
 
 
 @pytest.mark.parametrize("frozen", ["x", "parameters", "weight", "bias"])
