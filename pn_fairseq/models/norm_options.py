@@ -19,11 +19,8 @@ from pn_fairseq.norms.registry import FIXED, SHARED, FromRun, NormEntry, find_no
 SYNC = ("auto", "on", "off")
 
 
-def checked(check, note: str = ""):
-    """A kind of flag: the text, unless ``check`` raises ValueError, whose message is shown with ``note``.
-
-    Called with the name of the value in the help; returns argparse's arguments.
-    """
+def checked(check, metavar: str, note: str = "") -> dict:
+    """argparse's arguments of a flag that keeps its text, unless ``check`` raises ValueError, shown with ``note``."""
 
     def parse(text: str) -> str:
         try:
@@ -32,7 +29,7 @@ def checked(check, note: str = ""):
             raise argparse.ArgumentTypeError(f"{error}{note}") from None
         return text
 
-    return lambda metavar: {"type": parse, "metavar": metavar}
+    return {"type": parse, "metavar": metavar}
 
 
 def flag(help: str, argument: dict, default=None):
@@ -42,9 +39,9 @@ def flag(help: str, argument: dict, default=None):
 
 _AFTER_MODULE = " (--norm-module has to come before it)"
 #: Loads the files of ``--norm-module``, so that the flags after it know their norms.
-_modules = checked(lambda text: [load_norms(path) for path in text.split(",")])
-_norm = checked(find_norm, _AFTER_MODULE)
-_placement = checked(find_placement, _AFTER_MODULE)
+_modules = checked(lambda text: [load_norms(path) for path in text.split(",")], "FILE[,FILE]")
+_norm = checked(find_norm, "NAME", _AFTER_MODULE)
+_placement = checked(find_placement, "NAME", _AFTER_MODULE)
 
 
 @dataclass(frozen=True)
@@ -60,31 +57,27 @@ class NormOptions:
     """
 
     norm_module: str | None = flag(
-        "Python files that register norms of your own, for the flags of norms after it", _modules("FILE[,FILE]")
+        "Python files that register norms of your own, for the flags of norms after it", _modules
     )
     encoder_norm: str | None = flag(
-        "norm of every encoder layer: {norms} (default: the architecture's)", _norm("NAME"), "power"
+        "norm of every encoder layer: {norms} (default: the architecture's)", _norm, "power"
     )
-    decoder_norm: str = flag("norm of every decoder layer: {norms} (default: {of_decoder})", _norm("NAME"), "layer")
-    encoder_norm_last: str | None = flag(
-        "norm after the last encoder layer (default: that of --encoder-norm)", _norm("NAME")
-    )
-    decoder_norm_last: str | None = flag(
-        "norm after the last decoder layer (default: that of --decoder-norm)", _norm("NAME")
-    )
+    decoder_norm: str = flag("norm of every decoder layer: {norms} (default: {of_decoder})", _norm, "layer")
+    encoder_norm_last: str | None = flag("norm after the last encoder layer (default: that of --encoder-norm)", _norm)
+    decoder_norm_last: str | None = flag("norm after the last decoder layer (default: that of --decoder-norm)", _norm)
     encoder_norm_placement: str = flag(
         "where norms of encoder layers stand: {placements} (default: pre; docs/placements.md)",
-        _placement("NAME"),
+        _placement,
         "pre",
     )
     decoder_norm_placement: str = flag(
-        "where the norms of decoder layers stand: {placements} (default: pre)", _placement("NAME"), "pre"
+        "where the norms of decoder layers stand: {placements} (default: pre)", _placement, "pre"
     )
-    qk_norm: str | None = flag("norm of the queries and keys of each attention head (default: none)", _norm("NAME"))
+    qk_norm: str | None = flag("norm of the queries and keys of each attention head (default: none)", _norm)
     norm_options: Mapping[str, object] | None = flag(
         "options of single norms, which 'pn norms NAME' lists; NAME.KEY=VALUE is for the norm NAME only, "
         "KEY=VALUE for every norm of the model that has the option",
-        checked(read_pairs)("KEY=VALUE[,KEY=VALUE]"),
+        checked(read_pairs, "KEY=VALUE[,KEY=VALUE]"),
     )
     norm_variant: str = flag(
         "compute norms as their papers define them, or as their authors' released code does (docs/release.md lists the "

@@ -77,7 +77,7 @@ def _learning_curves(corpora: Sequence[Corpus], folder: Path) -> list[list[str]]
 
 
 def _section(corpus: Corpus, frame: pandas.DataFrame, picture: Path, planned: Sequence[tuple[str, str]]) -> dict:
-    """What the template shows of the runs on a corpus, whatever they are scored by; draws ``picture``."""
+    """What the template shows of the runs on a corpus besides their scores; draws ``picture``."""
     compared = intervals.compare(frame)
     data = corpus.data or {}
     languages = [data.get("source"), data.get("target")]

@@ -196,10 +196,11 @@ def names(runs: Sequence[Run]) -> list[tuple[str, str]]:
 
 def _corpus(runs: Sequence[Run], batch_is_a_setting: bool = True) -> Corpus:
     systems, rows, order = [], [], list(norm_labels().values())
-    # With statistics of the batch.
-    reading = {label for name, label in norm_labels().items() if issubclass(norms.NORMS[name].cls, norms.RunningNorm)}
+    with_statistics = {
+        label for name, label in norm_labels().items() if issubclass(norms.NORMS[name].cls, norms.RunningNorm)
+    }
     sizes = {(norm_and_size(run)[0], name, run.get(name)) for run in runs for name in _BATCH}
-    several = Counter((norm, name) for norm, name, _ in sizes if norm in reading)
+    several = Counter((norm, name) for norm, name, _ in sizes if norm in with_statistics)
     for run in runs:
         settings = {name: value for name, value in comparable(run).items() if name != SEED and not _HOW.match(name)}
         if batch_is_a_setting:

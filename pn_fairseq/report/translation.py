@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pandas
 
 from pn_fairseq.common.command import UserError
@@ -58,7 +56,7 @@ def content(corpus: Corpus, paper: str | Table, resamples: int) -> dict:
 
     ``paper``: a table, the name of one, auto or none.
     """
-    scored: Sequence[Run] = [run for run in corpus.runs if run.scores]
+    scored = [run for run in corpus.runs if run.scores]
     size = next((run.decoded for run in corpus.runs if run.decoded), None)
     # Runs that were scored before a metric existed are shown without it.
     metrics = [name for name in METRICS if any(run.score(name) for run in scored)] or METRICS
