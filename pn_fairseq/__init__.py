@@ -1,6 +1,6 @@
 """Power Normalization and its relatives for fairseq's transformers.
 
-The directory of this package is what ``fairseq-train --user-dir`` takes; ``python -m pn_fairseq --user-dir`` prints it.
+The directory of this package is what ``fairseq-train --user-dir`` takes; ``pn --user-dir`` prints it.
 Importing it loads neither torch nor fairseq and changes nothing. Where fairseq is already in use, it loads
 :mod:`pn_fairseq.models` there.
 """

@@ -59,7 +59,7 @@ def composed(name: str, **changes):
 
 def command_line(line: str):
     """The configuration that fairseq-train makes of a command line."""
-    line = line.replace("$(python -m pn_fairseq --user-dir)", str(ROOT / "pn_fairseq"))
+    line = line.replace("$(pn --user-dir)", str(ROOT / "pn_fairseq"))
     parser = options.get_training_parser()
     args = options.parse_args_and_arch(parser, input_args=shlex.split(line)[1:])
     return convert_namespace_to_omegaconf(args)

@@ -8,7 +8,7 @@
 
 The fastest that the machine can run is used. ``PN_FAIRSEQ_KERNELS`` forces one. It is an error if that one cannot run,
 without a fallback. The first use of a GPU compares its results with the reference
-(:mod:`pn_fairseq.kernels.first_use`). ``python -m pn_fairseq --info`` prints what is in use, and why.
+(:mod:`pn_fairseq.kernels.first_use`). ``pn info`` prints what is in use, and why.
 """
 
 from pn_fairseq.kernels.ops import (

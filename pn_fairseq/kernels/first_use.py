@@ -93,7 +93,7 @@ def first_use(module: ModuleType, dtype: torch.dtype, device: torch.device) -> s
         if error > TOLERANCE[dtype]:
             off.append(f"{name} by {error:.0e}")
     if off:
-        return f"differs from it in {str(dtype)[6:]}: {', '.join(off)} (python -m pn_fairseq --check shows more)"
+        return f"differs from it in {str(dtype)[6:]}: {', '.join(off)} (pn check shows more)"
     try:
         passed.parent.mkdir(parents=True, exist_ok=True)
         passed.touch()

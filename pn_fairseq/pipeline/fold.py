@@ -16,7 +16,7 @@ DESCRIPTION = (
 EPILOG = """\
 example:
   %(prog)s checkpoints/averaged.pt checkpoints/folded.pt
-  fairseq-generate DATA --user-dir "$(python -m pn_fairseq --user-dir)" --path checkpoints/folded.pt \\
+  fairseq-generate DATA --user-dir "$(pn --user-dir)" --path checkpoints/folded.pt \\
       --beam 5 --remove-bpe --required-batch-size-multiple 1
 
 Norms with running statistics, such as PN, PN-V and BN, are folded. Other norms stay, and so does the last norm of a

@@ -18,7 +18,7 @@ DESCRIPTION = (
 EPILOG = """\
 example:
   %(prog)s release/checkpoint_best.pt imported.pt
-  fairseq-generate DATA --user-dir "$(python -m pn_fairseq --user-dir)" --path imported.pt \\
+  fairseq-generate DATA --user-dir "$(pn --user-dir)" --path imported.pt \\
       --beam 5 --remove-bpe --required-batch-size-multiple 1
 
 DATA has to be binarized with the dictionaries that the model was trained with. Norms "layer" and "power" can be

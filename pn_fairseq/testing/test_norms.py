@@ -1,6 +1,6 @@
 """The rules that a norm gets from its base class, checked for every norm that is registered.
 
-They run for your own norms by ``python -m pn_fairseq test-norms --norm-module FILE``. What a norm computes is its
+They run for your own norms by ``pn test-norms --norm-module FILE``. What a norm computes is its
 own: compare that with a plain implementation of its formulas, as tests/norms does.
 """
 

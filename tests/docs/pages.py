@@ -14,7 +14,7 @@ TOOL = re.compile(
     r"python -m (pn_fairseq|benchmarks\.\w+))(?![\w-])(?!.*(\.\.\.|[*]))"
 )
 ASSIGNMENT = re.compile(r"[A-Z_]+=")
-USER_DIR = "python -m pn_fairseq --user-dir"
+USER_DIR = "pn --user-dir"
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""``python -m pn_fairseq --check``."""
+"""``pn check``."""
 
 import pytest
 import torch
