@@ -14,7 +14,7 @@ import shlex
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
@@ -34,24 +34,31 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
         return formatter._fill_text(self, text, width, indent)
 
 
+#: Environment variables of earlier versions -> the options that replace them.
+REPLACED = {
+    **{"NORMS": "--norms ln,pn", "SEEDS": "--seeds 1,2", "SIZE": "--size SIZE", "MODELS": "--models MODEL"},
+    **{"TABLE": "--table NAME", "NPROC": "--ranks N"},
+    **{"MOSES": "--moses DIR", "BPE": "--segmentation sentencepiece", "DATA_MIRROR": "--mirror DIR-OR-URL"},
+}
+
+
 class ArgumentParser(argparse.ArgumentParser):
     """argparse's parser; its errors are a :class:`UserError` instead of the usage text.
 
-    ``replaced``: environment variables of earlier versions, and the options that replace them. It is an error that one
-    of them is set: without it the command would do something else than it says.
+    It is an error that a variable is set which one of its options has replaced: the command would do something else
+    than it says.
     """
 
-    def __init__(self, *, replaced: Mapping[str, str] | None = None, **options):
+    def __init__(self, **options):
         super().__init__(**{"formatter_class": _HelpFormatter, **options})
-        self._replaced = replaced or {}
 
     def parse_known_args(self, args=None, namespace=None):
         if "--version" not in self._option_string_actions:
             self.add_argument("--version", action="version", version=f"pn_fairseq {__version__}")
         self._words = list(sys.argv[1:] if args is None else args)
         parsed = super().parse_known_args(args, namespace)
-        for variable, option in self._replaced.items():
-            if value := os.environ.get(variable):
+        for variable, option in REPLACED.items():
+            if option.split()[0] in self._option_string_actions and (value := os.environ.get(variable)):
                 self.error(f"{variable}={value!r} in the environment has no effect: unset it, and use {option}")
         return parsed
 
@@ -80,12 +87,11 @@ def whole(text: str) -> int:
     return int(text)
 
 
-def whole_number(name: str, value: object, least: int = 1, most: int | None = None) -> int:
-    """A setting or an environment variable that counts something."""
+def whole_number(name: str, value: object, least: int = 1) -> int:
+    """A setting that counts something."""
     text = str(value)
-    if not re.fullmatch(r"\d{1,12}", text) or int(text) < least or (most and int(text) > most):
-        limits = f"from {least} to {most}" if most else f"of at least {least}"
-        raise UserError(f"{name} must be a whole number {limits}, not '{text}'")
+    if not re.fullmatch(r"\d{1,12}", text) or int(text) < least:
+        raise UserError(f"{name} must be a whole number of at least {least}, not '{text}'")
     return int(text)
 
 
@@ -94,10 +100,10 @@ def say(step: str, text: str) -> None:
     print(f"[{step}] {text}", file=sys.stderr, flush=True)
 
 
-def say_next(step: str, *words: object) -> None:
-    """The words of the ``pn`` command that usually follows, unless a longer command runs this step."""
+def say_next(step: str, *command: object) -> None:
+    """The ``pn`` command that usually follows, unless a longer command runs this step."""
     if "PN_FAIRSEQ_STEP" not in os.environ:
-        say(step, f"next: pn {shlex.join(map(str, words))}")
+        say(step, f"next: pn {shlex.join(map(str, command))}")
 
 
 def handle_signals() -> None:
@@ -111,14 +117,13 @@ def handle_signals() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def run(tool: str, body: Callable[[], int | None], *user_errors: type[Exception], resumes: bool = False) -> int:
+def run(tool: str, body: Callable[[], int | None], resumes: bool = False) -> int:
     """Run ``body`` and return the exit code of the conventions above.
 
     Args:
         tool: name of the tool in its error lines.
         body: returns an exit code; None means 0.
         resumes: whether the same command, run again, continues where it was interrupted.
-        user_errors: exceptions that mean a user error, besides :class:`UserError`, ``Unavailable`` and OSError.
     """
     try:
         code = body() or 0
@@ -128,7 +133,7 @@ def run(tool: str, body: Callable[[], int | None], *user_errors: type[Exception]
         # The reader of the output (`| head`) has closed it. Python would complain again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-    except (UserError, Unavailable, OSError, *user_errors) as error:
+    except (UserError, Unavailable, OSError) as error:
         text = f"{error.filename}: {error.strerror}" if getattr(error, "filename", None) else str(error)
         # A file name may hold a line break; the promise is one line.
         print(f"{tool}: error: {' '.join(text.splitlines())}", file=sys.stderr)
@@ -146,6 +151,13 @@ def run(tool: str, body: Callable[[], int | None], *user_errors: type[Exception]
     except MemoryError:
         print(f"{tool}: error: there is not enough memory; use fewer processes or a larger machine", file=sys.stderr)
         return 2
+
+
+def why_it_failed(code: int, lines: Iterable[str]) -> str:
+    """Why a process failed: the signal that killed it, or else the last of the lines that it wrote."""
+    if code < 0:
+        return f"killed by {signal.Signals(-code).name}, as happens when memory runs out"
+    return ([line for line in lines if line.strip()] or ["it printed no reason"])[-1]
 
 
 @contextmanager

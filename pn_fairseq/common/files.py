@@ -12,25 +12,33 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-from pn_fairseq.common.command import UserError
+from pn_fairseq.common.command import UserError, did_you_mean
 
 PACKAGE = Path(__file__).resolve().parent.parent
 
 
-def shipped(folder: str) -> Path:
-    """``folder`` of the checkout, which a wheel has inside the package: ``configs`` or ``data/...``."""
-    installed = PACKAGE / folder
-    return installed if installed.is_dir() else PACKAGE.parent / folder
+def shipped(path: str) -> Path:
+    """``path`` in the checkout, which a wheel has inside the package: ``configs`` or ``data/...``."""
+    installed = PACKAGE / path
+    return installed if installed.exists() else PACKAGE.parent / path
 
 
-def configs_folder() -> Path:
-    """The folder of the configurations that come with this project."""
-    return shipped("configs")
+#: The configurations that come with this project, and in studies/ its studies.
+CONFIGS = shipped("configs")
 
 
-def known_configs() -> list[str]:
-    """The names of the configurations that come with this project."""
-    return sorted(path.stem for path in configs_folder().glob("*.yaml"))
+def names_in(folder: Path) -> list[str]:
+    """The names of the YAML files in a folder."""
+    return sorted(path.stem for path in folder.glob("*.yaml"))
+
+
+def find_yaml(name: str, folder: Path) -> Path:
+    """The file of a name in ``folder``, or of a path."""
+    path = Path(name) if name.endswith((".yaml", ".yml")) else folder / f"{name}.yaml"
+    if not path.is_file():
+        known = names_in(folder)
+        raise UserError(f"there is no '{path}'{did_you_mean(name, known)}; {folder.name}/ has {', '.join(known)}")
+    return path.resolve()
 
 
 @contextlib.contextmanager
@@ -109,12 +117,6 @@ def short_names(paths: Sequence[Path]) -> list[str]:
         if len(set(names)) == len(names):
             return names
     return [str(path) for path in paths]
-
-
-def recorded(folder: Path, name: str) -> Path:
-    """``folder/NAME.txt``, or ``folder/NAME`` if an older version has written it without an ending."""
-    old, new = folder / name, folder / f"{name}.txt"
-    return old if old.is_file() and not new.is_file() else new
 
 
 def read_settings(path: Path | str) -> dict[str, str]:

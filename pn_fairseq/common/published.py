@@ -119,6 +119,10 @@ LM_TABLES = _tables("language_model_tables")
 #: What ``pn report --paper`` calls a corpus -> what is published for language models: name, measure, source, note,
 #: tokens of each split, and rows (model -> validation, test).
 LM_PAPER: dict[str, dict] = _CONTENT["language_models"]
+#: Numbers of the PowerNorm paper's Figures 2 to 7.
+_FIGURES = _CONTENT["figures"]
+PAPER_MEDIANS, PAPER_BLEU, PAPER_GAIN = _FIGURES["medians"], _FIGURES["bleu"], _FIGURES["gain"]
+PAPER_SPECTRA, SPECTRA_INDICES = _FIGURES["spectra"], _FIGURES["spectra_indices"]
 
 
 def recognise(data: Mapping[str, str], sentences: int | None) -> str | None:

@@ -18,12 +18,15 @@ from pathlib import Path
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from pn_fairseq.common.command import ArgumentParser, UserError, did_you_mean, say, whole
-from pn_fairseq.common.files import configs_folder, known_configs
-from pn_fairseq.pipeline.data.prepare import options_of, replaced_by
+from pn_fairseq.common.command import ArgumentParser, UserError, say, whole
+from pn_fairseq.common.files import CONFIGS, find_yaml, names_in
+from pn_fairseq.pipeline.data.prepare import options_of
 from pn_fairseq.pipeline.data.recipes import RECIPES
 from pn_fairseq.pipeline.reproduce import CORPORA, Corpus, find_corpus, must, reproduce, shown
 from pn_fairseq.pipeline.runs import load_config
+
+#: The studies that come with this project.
+STUDIES = CONFIGS / "studies"
 
 ABOUT = """\
 All steps from the text to a report, for a list of norms and seeds. WHAT is
@@ -41,12 +44,6 @@ Run again, it skips what is done and continues with the rest. A run that fails i
 still made. To train on several machines, start the training commands of --dry-run there by torchrun
 (docs/several_gpus.md); this command then does the other steps.
 """
-
-#: Variables of earlier versions -> the options.
-REPLACED = {
-    **{"NORMS": "--norms ln,pn", "SEEDS": "--seeds 1,2", "SIZE": "--size SIZE", "MODELS": "--models MODEL"},
-    **{"TABLE": "--table NAME", "NPROC": "--ranks N"},
-}
 
 
 def names(text: str) -> list[str]:
@@ -66,15 +63,13 @@ def add_ranks(parser: ArgumentParser) -> None:
 
 
 def _parser(name: str, corpus: Corpus, preparation: Mapping[str, dict]) -> ArgumentParser:
-    several, verbs = len(corpus.models) > 1, dict.fromkeys(verb for verb, *_ in corpus.steps)
-    steps = ", ".join(verbs)
+    steps = ", ".join(dict.fromkeys(verb for verb, *_ in corpus.steps))
     description = f"From raw text to a table. For every norm and seed: {steps}; then one report over all.\n"
-    if "evaluate-lm" in verbs:
+    if "evaluate-lm" in steps:
         description += (
             "The language models are causal, unlike the code that the paper names (docs/language_modeling.md).\n"
         )
-    replaced = REPLACED | replaced_by(preparation)
-    parser = ArgumentParser(prog=f"pn reproduce {name}", description=description, epilog=AGAIN, replaced=replaced)
+    parser = ArgumentParser(prog=f"pn reproduce {name}", description=description, epilog=AGAIN)
     settings = f"settings that differ from the configuration {corpus.config}; {{run}} in one is the folder of the run"
     parser.add_argument("settings", nargs="*", metavar="key=value", help=settings)
     add = parser.add_argument
@@ -82,15 +77,14 @@ def _parser(name: str, corpus: Corpus, preparation: Mapping[str, dict]) -> Argum
     add("--norms", type=names, metavar="LIST", help=f"{meaning} (default {','.join(corpus.norms)})")
     default = ",".join(map(str, corpus.seeds))
     add("--seeds", type=seeds, metavar="LIST", help=f"one run is made for each norm and seed (default {default})")
-    if several:
-        add("--models", type=names, metavar="LIST", help=f"and for each model (default {','.join(corpus.models)})")
+    add("--models", type=names, metavar="LIST", help=f"and for each model (default {','.join(corpus.models)})")
     size = f"of the models (default {corpus.size}); it needs a --runs of its own, since the names of runs lack it"
     add("--size", metavar="SIZE", help=size)
     if corpus.tables:
         table = "instead of --norms: the rows of a published table, with its configuration (the runs go to runs/CONFIG)"
         table += f"; the report, DIR/report-NAME, has the published numbers. NAME: {', '.join(corpus.tables)}"
         add("--table", metavar="NAME", help=table)
-    stem, run_name = Path(corpus.config).stem, f"{'MODEL_' if several else ''}NORM_seedN"
+    stem, run_name = Path(corpus.config).stem, f"{'MODEL_' if len(corpus.models) > 1 else ''}NORM_seedN"
     runs = f"where the runs go, as DIR/{run_name}, and the report, as DIR/report (default runs/{stem})"
     add("--runs", type=Path, metavar="DIR", help=runs)
     made = "which pn prepare has made"
@@ -123,7 +117,7 @@ def main(argv: Sequence[str]) -> int:
     logging.getLogger().addHandler(logging.NullHandler())  # else fairseq configures logging when it is imported
     if argv and not argv[0].startswith("-"):
         what, *options = argv
-        if what in studies():
+        if what in names_in(STUDIES):
             raise UserError(f"{what} is a study: pn reproduce --study {what}")
         return demo(options) if what == "demo" else of_corpus(what, options)
     if any(word.partition("=")[0] == "--study" for word in argv):
@@ -132,7 +126,7 @@ def main(argv: Sequence[str]) -> int:
         prog="pn reproduce",
         usage="pn reproduce WHAT [options] [key=value ...]",
         description=ABOUT.format(
-            corpora=", ".join(CORPORA), configs=", ".join(known_configs()), studies=", ".join(studies())
+            corpora=", ".join(CORPORA), configs=", ".join(names_in(CONFIGS)), studies=", ".join(names_in(STUDIES))
         ),
         epilog="pn reproduce WHAT --help has the options.",
     )
@@ -167,16 +161,9 @@ class Study:
     planned: list[str] = field(default_factory=list)
 
 
-def studies() -> list[str]:
-    """The names of the studies that come with this project."""
-    return sorted(path.stem for path in (configs_folder() / "studies").glob("*.yaml"))
-
-
 def read_study(name: str) -> Study:
     """The study in configs/studies of this name, or in a file."""
-    file = Path(name) if name.endswith((".yaml", ".yml")) else configs_folder() / f"studies/{name}.yaml"
-    if not file.is_file():
-        raise UserError(f"there is no '{file}'{did_you_mean(name, studies())}; there are {', '.join(studies())}")
+    file = find_yaml(name, STUDIES)
     try:
         return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Study), load_config(file)))
     except (OmegaConfBaseException, ValueError) as error:
@@ -195,7 +182,6 @@ def study_command(argv: Sequence[str]) -> int:
         prog=f"pn reproduce --study {chosen.study}",
         description=f"{study.about}\n{count} runs. One rank per visible GPU, or one on the CPU.",
         epilog=AGAIN,
-        replaced=REPLACED,
     )
     add = parser.add_argument
     add("settings", nargs="*", metavar="key=value", help="settings of every run, in addition to those of the study")

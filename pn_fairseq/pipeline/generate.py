@@ -9,7 +9,6 @@ import math
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -19,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pn_fairseq.common.command import ArgumentParser, UserError, say, say_next, whole
+from pn_fairseq.common.command import ArgumentParser, UserError, say, say_next, whole, why_it_failed
 from pn_fairseq.common.files import PACKAGE, atomic_folder, write_lines, write_settings
 from pn_fairseq.common.machine import own_cores
 from pn_fairseq.pipeline import RUN_HELP, add_norm_module, stamp
@@ -59,7 +58,7 @@ def add_decoding_options(parser: ArgumentParser) -> None:
 
 def _parser() -> ArgumentParser:
     description = "Translate a subset of the data that a model was trained on."
-    parser = ArgumentParser(prog="pn generate", description=description, epilog=EPILOG, replaced={"NPROC": "--ranks N"})
+    parser = ArgumentParser(prog="pn generate", description=description, epilog=EPILOG)
     add_decoding_options(parser)
     parser.add_argument("--ranks", type=whole, metavar="N", help="processes (default: one per visible GPU, or one)")
     parser.add_argument("--subset", default="test", metavar="NAME", help="test (default) or valid")
@@ -82,7 +81,7 @@ class Decoding:
         for path in (*self.checkpoints, run.bin):
             if ":" in str(path):
                 raise UserError(f"'{path}' has a colon, at which fairseq splits paths; use another path")
-        self.data = run.settings()
+        self.text = run.settings_of_data()
         given = {name: getattr(args, name) for name in SEARCH if getattr(args, name) is not None}
         self.search = {name: given.get(name, run.get(f"generation.{name}", value)) for name, value in SEARCH.items()}
         self.search["lenpen"] = float(self.search["lenpen"])
@@ -94,9 +93,9 @@ class Decoding:
         self.fp16 = bool(self.gpus) and bool(run.get("common.fp16", False) if args.fp16 is None else args.fp16)
         self.options = [
             *("--user-dir", str(PACKAGE), "--path", ":".join(map(str, self.checkpoints))),
-            *("--source-lang", self.data["source"], "--target-lang", self.data["target"]),
+            *("--source-lang", self.text.source, "--target-lang", self.text.target),
             *(text for name, value in self.search.items() for text in (f"--{name.replace('_', '-')}", str(value))),
-            *("--remove-bpe", self.data.get("segmentation", "subword-nmt").replace("-", "_")),
+            *("--remove-bpe", self.text.segmentation.replace("-", "_")),
             *("--max-tokens", str(args.max_tokens), "--batch-size", str(args.batch_size)),
             # With its default of 8, fairseq silently drops the last batch unless it has a multiple of 8 sentences.
             *("--required-batch-size-multiple", "1", "--num-workers", "0", "--log-format", "none"),
@@ -185,10 +184,10 @@ def main(argv: list[str] | None = None) -> int:
     decoding = Decoding(args, run)
     if args.nbest > decoding.search["beam"]:
         raise UserError(f"--nbest {args.nbest} is larger than the beam of {decoding.search['beam']}")
-    files = {"src.tok": "source", "ref.tok": "target"}
-    texts = {name: run.data / f"tok/{args.subset}.{decoding.data[side]}" for name, side in files.items() if run.data}
+    files = {"src.tok": decoding.text.source, "ref.tok": decoding.text.target}
+    texts = {name: run.data / f"tok/{args.subset}.{lang}" for name, lang in files.items() if run.data}
     bins = sorted(path for pattern in (f"{args.subset}.*", "dict.*") for path in run.bin.glob(pattern))
-    indices = (path for path in bins if path.name.endswith(f".{decoding.data['source']}.idx"))
+    indices = (path for path in bins if path.name.endswith(f".{decoding.text.source}.idx"))
     index = next(indices, None)
     if "/" in args.subset or index is None or not all(path.is_file() for path in texts.values()):
         raise UserError(f"'{run.data or run.bin}' has no subset '{args.subset}'")
@@ -245,13 +244,12 @@ def main(argv: list[str] | None = None) -> int:
 def _reason(code: int, errors: bytes, kept: Path, checkpoints: Sequence[Path]) -> str:
     """Why a process failed; what it wrote to stderr is kept."""
     lines = errors.decode("utf-8", "replace").strip().splitlines()
-    if mistakes := [match[1] for line in lines if (match := re.match(r"fairseq-\w+: error: (.*)", line))]:
-        names = f"{' + '.join(map(str, checkpoints))}: "
-        return names + mistakes[-1].removeprefix(names)  # a line of fairseq_patches, which may name the file already
+    for line in reversed(lines):
+        if mistake := re.match(r"fairseq-\w+: error: (.*)", line):
+            names = f"{' + '.join(map(str, checkpoints))}: "
+            return names + mistake[1].removeprefix(names)  # a line of fairseq_patches may name the file already
     exceptions = [line for line in lines if re.match(r"[\w.]+(Error|Exception)\b", line)]
-    reason = (exceptions or lines or ["it printed no reason"])[-1]
-    if code < 0:
-        reason = f"killed by {signal.Signals(-code).name}, as happens when memory runs out"
+    reason = why_it_failed(code, exceptions or lines)
     if "out of memory" in reason:
         reason += " - smaller batches need less (--batch-size, --max-tokens)"
     kept.write_bytes(errors)

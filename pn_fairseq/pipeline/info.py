@@ -7,7 +7,7 @@ import importlib.util
 from pn_fairseq import __version__
 from pn_fairseq.common.command import ArgumentParser
 from pn_fairseq.common.environment import SWITCH, patches_enabled
-from pn_fairseq.common.files import PACKAGE, configs_folder
+from pn_fairseq.common.files import CONFIGS, PACKAGE
 
 
 def main(argv: list[str]) -> None:
@@ -20,7 +20,7 @@ def main(argv: list[str]) -> None:
 
     fairseq = "" if importlib.util.find_spec("fairseq") else " (fairseq is not installed; the norms do without)"
     print(f"pn_fairseq {__version__}, torch {torch.__version__}{fairseq}")
-    print(f"folder for --user-dir: {PACKAGE}\nconfigurations: {configs_folder()}")
+    print(f"folder for --user-dir: {PACKAGE}\nconfigurations: {CONFIGS}")
     for device, (name, why) in kernels.describe().items():
         print(f"kernels on {device}: {name} ({why})")
     print(f"patches of fairseq: {'on' if patches_enabled() else 'off'} ({SWITCH}=1 turns them off)")

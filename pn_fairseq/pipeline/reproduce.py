@@ -8,14 +8,13 @@ import itertools
 import os
 import re
 import shlex
-import signal
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from pn_fairseq.common.command import UserError, did_you_mean, say
-from pn_fairseq.common.files import PACKAGE, atomic_write
+from pn_fairseq.common.command import UserError, did_you_mean, say, why_it_failed
+from pn_fairseq.common.files import CONFIGS, PACKAGE, atomic_write, find_yaml
 from pn_fairseq.common.published import PAPER
 from pn_fairseq.pipeline.data.corpus import Corpus
 from pn_fairseq.pipeline.data.prepare import main as prepare_data
@@ -36,9 +35,8 @@ def find_corpus(name: str) -> Corpus:
         return CORPORA[name]
     from pn_fairseq.norms import NORMS
     from pn_fairseq.pipeline.settings import compose
-    from pn_fairseq.pipeline.train import find_config
 
-    architecture = compose(find_config(name), [], world_size=1, on_cpu=True)[0].model._name
+    architecture = compose(find_yaml(name, CONFIGS), [], world_size=1, on_cpu=True)[0].model._name
     known = "|".join(entry.short for entry in NORMS.values())
     if parts := re.fullmatch(rf"(transformer|transformer_lm|tensorized_lm)_({known})_(\w+)", architecture):
         return Corpus(name, parts[3], models=(parts[1],))
@@ -230,10 +228,8 @@ def _make(name: str, run: Path, steps: Sequence[Sequence[str | Path]]) -> bool:
             continue
         say(name, f"{run.name} failed in {verb} (its messages are in {work})")
         run.mkdir(parents=True, exist_ok=True)
-        lines = [line for line in messages.read_text("utf-8", "replace").splitlines() if line.strip()]
-        reason = lines[-1] if lines else "it printed no reason"
-        if code > 128:
-            reason = f"killed by {signal.Signals(code - 128).name}, as happens when memory runs out"
+        lines = messages.read_text("utf-8", "replace").splitlines()
+        reason = why_it_failed(128 - code if code > 128 else code, lines)
         with atomic_write(run / "failed", "w") as file:
             file.write(f"{verb}: {reason}\n")
         return False

@@ -18,7 +18,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from pn_fairseq.common.command import UserError
-from pn_fairseq.common.files import read_settings
+from pn_fairseq.pipeline.data.settings import Settings, read
 from pn_fairseq.pipeline.training_log import TrainingLog, read_log
 
 
@@ -98,18 +98,14 @@ class Run:
         ours = (self.path / "data").is_file() and (self.path / "config.yaml").is_file()
         return self.bin.parent if ours or (self.bin.parent / "settings.txt").is_file() else None
 
-    def settings(self) -> dict[str, str]:
-        """The settings of the prepared data as it is now; only the languages where fairseq-preprocess made it."""
-        if self.data is None:
-            where = f"the settings of '{self.path}'"
-            settings = {"source": self.get("task.source_lang"), "target": self.get("task.target_lang")}
-        else:
-            where = self.data / "settings.txt"
-            settings = read_settings(where)
-        for key in ("source", "target"):
-            if not settings.get(key):
-                raise UserError(f"{where} do not name the {key} language (pn prepare writes it)")
-        return settings
+    def settings_of_data(self) -> Settings:
+        """How the text was prepared, as its folder says now; only the languages where fairseq-preprocess made it."""
+        if self.data:
+            return read(self.data / "settings.txt")
+        source, target = self.get("task.source_lang"), self.get("task.target_lang")
+        if not (source and target):
+            raise UserError(f"the settings of '{self.path}' do not name its languages")
+        return Settings(source=source, target=target)
 
     @cached_property
     def log_file(self) -> Path | None:

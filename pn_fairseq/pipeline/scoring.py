@@ -169,7 +169,7 @@ def _import_results(results: Path, run: Run, subset: str, folder: Path) -> None:
     if any("@@ " in line or "\u2581" in line for line in best):
         raise UserError(f"{results} has subwords: run fairseq-generate with --remove-bpe")
     if run.data:  # fairseq prints <<unk>> for words of the reference that are not in its dictionary
-        references = read_lines(run.data / "tok" / f"{subset}.{run.settings()['target']}")
+        references = read_lines(run.data / "tok" / f"{subset}.{run.settings_of_data().target}")
     folder.mkdir(parents=True, exist_ok=True)
     write_lines(folder / "ref.tok", references)
     write_settings(folder / "made.txt", {"results": results.name})
@@ -194,10 +194,10 @@ def score_run(
         _import_results(results, run, subset, folder)
     if not (decoded := folder / "hyp.tok").is_file():
         raise UserError(f"there is no '{decoded}' (pn generate writes it)")
-    settings = run.settings()
-    target, lowercase = settings["target"], settings.get("lower") == "1"
+    how = run.settings_of_data()
+    target, lowercase = how.target, how.lower
     if compound_split is None:
-        compound_split = settings.get("compound_split") == "1"
+        compound_split = how.compound_split
     translated, tokens = (read_lines(folder / f"{kind}.tok") for kind in ("hyp", "ref"))
     check_same_length({str(decoded): translated}, tokens, str(folder / "ref.tok"))
     # If the text before any preparation is not known, detokenized references replace it.

@@ -28,7 +28,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 import pn_fairseq.models  # noqa: F401 (registers the architectures)
 from pn_fairseq.common.command import UserError, did_you_mean, say, whole_number
-from pn_fairseq.common.files import configs_folder
+from pn_fairseq.common.files import CONFIGS
 from pn_fairseq.fairseq_patches.convert_norms import SETTINGS
 from pn_fairseq.pipeline.runs import load_config
 
@@ -123,7 +123,7 @@ def _read(config: Path, overrides: Sequence[str]) -> DictConfig:
     forced = [override if override.startswith("~") else f"++{override.lstrip('+')}" for override in overrides]
     load_config(config)  # hydra's message about a broken file has many lines
     with warnings.catch_warnings(action="ignore"), initialize_config_dir(str(config.parent), version_base="1.1"):
-        cfg = hydra_compose(config.stem, [*forced, f"hydra.searchpath=['file://{configs_folder()}']"])
+        cfg = hydra_compose(config.stem, [*forced, f"hydra.searchpath=['file://{CONFIGS}']"])
     if "_name" not in (cfg.get("model") or {}) or "_name" not in (cfg.get("task") or {}):
         raise UserError(f"{config} has no model._name or no task._name: it is not a configuration of a training run")
     _drop(cfg, overrides)

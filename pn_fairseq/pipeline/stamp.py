@@ -31,12 +31,17 @@ def made_from(settings: Mapping[str, object], inputs: Mapping[str, Iterable[Path
     return texts | {name: sha256(paths) for name, paths in inputs.items()}
 
 
+def read(stamp: Path) -> dict[str, str]:
+    """What a stamp says; nothing where there is none, or one in the format of an earlier version."""
+    try:
+        return read_settings(stamp) if stamp.is_file() else {}
+    except UserError:
+        return {}
+
+
 def differences(stamp: Path, wanted: Mapping[str, str]) -> list[str]:
     """The names of what is wanted and not in the stamp. A stamp may say more."""
-    try:
-        made = read_settings(stamp) if stamp.is_file() else {}
-    except UserError:  # the format of an earlier version
-        made = {}
+    made = read(stamp)
     return [name for name, value in wanted.items() if made.get(name) != value]
 
 

@@ -16,9 +16,9 @@ import time
 from datetime import UTC, datetime
 from pathlib import Path
 
-from pn_fairseq.common.command import ArgumentParser, UserError, did_you_mean, say, say_next, whole
+from pn_fairseq.common.command import ArgumentParser, UserError, say, say_next, whole
 from pn_fairseq.common.errors import NotFiniteError, error_chain
-from pn_fairseq.common.files import PACKAGE, atomic_write, configs_folder, known_configs, write_settings
+from pn_fairseq.common.files import CONFIGS, PACKAGE, atomic_write, find_yaml, names_in, write_settings
 from pn_fairseq.common.machine import describe, own_cores
 from pn_fairseq.pipeline import stamp
 from pn_fairseq.pipeline.launch import RESUME, RankLayout, TrainingFailed, find_layout, torchrun
@@ -50,18 +50,9 @@ LIMITS = ("optimization.max_update", "optimization.max_epoch", "optimization.sto
 LOG_SECONDS = 30
 
 
-def find_config(name: str) -> Path:
-    """The file of a CONFIG argument."""
-    path = Path(name) if name.endswith((".yaml", ".yml")) else configs_folder() / f"{name}.yaml"
-    if not path.is_file():
-        known = known_configs()
-        raise UserError(f"there is no '{path}' (configs/ has {', '.join(known)}){did_you_mean(name, known)}")
-    return path.resolve()
-
-
 def main(argv: list[str]) -> int:
-    parser = ArgumentParser(prog="pn train", epilog=EPILOG, replaced={"NPROC": "--ranks N"})
-    names = ", ".join(known_configs())
+    parser = ArgumentParser(prog="pn train", epilog=EPILOG)
+    names = ", ".join(names_in(CONFIGS))
     parser.add_argument("config", metavar="CONFIG", help=f"a name in configs/ ({names}) or the path of a YAML file")
     parser.add_argument("settings", nargs="*", default=[], metavar="key=value", help="what differs from the file")
     parser.add_argument("--data", type=Path, metavar="DIR", help="prepared data (default runs/data/CONFIG)")
@@ -74,7 +65,7 @@ def main(argv: list[str]) -> int:
     for setting in args.settings:
         if "=" not in setting and not setting.startswith("~"):  # in hydra's syntax
             raise UserError(f"unexpected argument '{setting}': settings are key=value (see --help)")
-    config = find_config(args.config)
+    config = find_yaml(args.config, CONFIGS)
     data = (args.data or Path("runs/data") / config.stem).absolute()
     run = (args.run or Path("runs") / config.stem).absolute()
     if not args.check and not ((data / "bin").is_dir() and (data / "settings.txt").is_file()):

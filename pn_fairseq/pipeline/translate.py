@@ -6,27 +6,25 @@ from pathlib import Path
 
 from pn_fairseq.common.command import ArgumentParser, UserError, say
 from pn_fairseq.common.files import read_lines, write_lines
-from pn_fairseq.pipeline.data.tokens import detokenize
+from pn_fairseq.pipeline.data import subwords
+from pn_fairseq.pipeline.data.tokens import detokenize, tokenizer
 from pn_fairseq.pipeline.generate import Decoding, add_decoding_options, hypotheses
 from pn_fairseq.pipeline.runs import Run, open_run
 
 
 def to_subwords(run: Run, lines: list[str], moses: Path | None) -> list[str]:
     """``lines`` in the form of the model's training data; ``moses``: a checkout of mosesdecoder, if that was used."""
-    from pn_fairseq.pipeline.data import settings, subwords, tokens
-
-    how = settings.DEFAULTS | run.settings()
-    tokenize = tokens.tokenizer(how, how["source"], "test" in how["straighten"].split(), moses)
-    segment = subwords.segmenter(
-        how["segmentation"], run.data / "bpe" / subwords.MODELS[how["segmentation"]], tokens.protected(how)
-    )
+    how = run.settings_of_data()
+    tokenize = tokenizer(how, how.source, "test" in how.straighten, moses)
+    model = run.data / "bpe" / subwords.MODELS[how.segmentation]
+    segment = subwords.segmenter(how.segmentation, model, how.protect)
     tokenized = tokenize("".join(f"{line}\n" for line in lines).encode("utf-8")).decode("utf-8")
     return [segment(line).strip() for line in tokenized.split("\n")[:-1]]
 
 
 def main(argv: list[str] | None = None) -> int:
     description = "Translate UTF-8 text, one sentence a line. The output has as many lines; an empty line stays empty."
-    parser = ArgumentParser(prog="pn translate", description=description, replaced={"MOSES": "--moses DIR"})
+    parser = ArgumentParser(prog="pn translate", description=description)
     add_decoding_options(parser)
     moses = "a checkout of mosesdecoder, if the data was prepared with pn prepare --moses"
     parser.add_argument("--moses", type=Path, metavar="DIR", help=moses)
@@ -57,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
     for number in decoding.at_limit(log, lengths):
         long = f"as long as --max-len-b {decoding.search['max_len_b']} allows"
         say("translate", f"warning: the translation of line {[*sentences][number]} is {long}: it may be cut off")
-    plain = detokenize(tokens, decoding.data["target"])
+    plain = detokenize(tokens, decoding.text.target)
     if args.output:
         write_lines(args.output, plain)
     else:

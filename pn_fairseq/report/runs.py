@@ -11,8 +11,8 @@ from functools import cached_property
 from pathlib import Path
 
 from pn_fairseq.common.command import UserError
-from pn_fairseq.common.files import count_lines, read_settings, recorded, short_names
-from pn_fairseq.pipeline import runs
+from pn_fairseq.common.files import count_lines, read_settings, short_names
+from pn_fairseq.pipeline import runs, stamp
 from pn_fairseq.pipeline.evaluate_lm import Perplexity, read_perplexity
 from pn_fairseq.pipeline.metrics import METRICS
 from pn_fairseq.pipeline.scoring import Score, Scores, is_scored, low_bleu, read_scores
@@ -105,7 +105,7 @@ class Run(runs.Run):
         try:
             if not self.ours and self.data is None:
                 return self._data_of_fairseq()
-            return read_settings(self.path / "data.settings" if self.ours else recorded(self.data, "settings"))
+            return read_settings(self.path / "data.settings" if self.ours else self.data / "settings.txt")
         except (UserError, OSError, ValueError) as error:
             self.problems.append(f"the data is not known, so the run is compared with no other: {error}")
             return None
@@ -208,8 +208,7 @@ class Run(runs.Run):
     @cached_property
     def decoding(self) -> str | None:
         """The decoding settings, as pn generate recorded them."""
-        made = recorded(self.result, "made")
-        settings = read_settings(made) if made.is_file() else {}
+        settings = stamp.read(self.result / "made.txt")
         # How it was decoded, without what was decoded.
         how = [f"{name}={value}" for name, value in settings.items() if name not in ("checkpoint", "data", "subset")]
         return " ".join(how) or None
@@ -224,13 +223,11 @@ class Run(runs.Run):
             lacking = "" if any(self.checkpoints.glob("*.pt")) else ", and there is no checkpoint"
             self.problems.append(f"not decoded: there is no {file}{lacking}")
             return None
-        # "averaged=epoch 3 ...", and in earlier versions "epoch 3 ..."
-        averaged = (_text(recorded(self.checkpoints, "averaged.pt.made")) or "").split()
+        made = stamp.read(stamp.stamp_of(self.checkpoints / "averaged.pt"))
+        _, _, averaged = made.get("averaged", "").partition(" ")  # "epoch 3", or "files"
         wanted = self.get("average_last")
-        if len(averaged) > 1 and wanted and averaged[1].isdecimal() and int(averaged[1]) < wanted:
-            self.problems.append(
-                f"averaged.pt is the average of {averaged[1]}, not of average_last={wanted} checkpoints"
-            )
+        if wanted and averaged and int(averaged) < wanted:
+            self.problems.append(f"averaged.pt is the average of {averaged}, not of average_last={wanted} checkpoints")
         try:
             scores = read_scores(self.result)
             if not is_scored(self.path, self.subset):

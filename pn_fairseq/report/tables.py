@@ -16,7 +16,7 @@ from pathlib import Path
 import pandas
 
 from pn_fairseq.common.command import say
-from pn_fairseq.common.files import read_settings, recorded
+from pn_fairseq.common.files import read_settings
 from pn_fairseq.common.published import Row
 from pn_fairseq.pipeline.metrics import METRICS
 from pn_fairseq.pipeline.training_log import TrainingLog
@@ -86,7 +86,7 @@ def data(corpus: Corpus) -> pandas.DataFrame:
         off = not value or value == "0" and key not in ("lower", "bpe")
         if not off and key not in ("folder", "clean_stage") and "." not in key:  # with a dot: a file, and its checksum
             rows[code(key)] = code(value)
-    files = [recorded(folder, "counts") for folder in folders]
+    files = [folder / "counts.txt" for folder in folders]
     counts = next((read_settings(file) for file in files if file.is_file()), {})  # empty if the data is gone
     titles = _COUNTS_OF_TOKENS if corpus.runs[0].language_model else _COUNTS_OF_PAIRS
     for name, title in titles.items():

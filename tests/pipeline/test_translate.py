@@ -6,8 +6,6 @@ import subprocess
 
 import pytest
 
-from pn_fairseq.common.files import recorded
-
 from ..scripts_helpers import SCRIPTS, environment, run, verb
 from .test_generate import make_run, untrained_checkpoint
 
@@ -80,7 +78,7 @@ def test_input_without_a_word(text, untrained, tmp_path, capsys):
 )
 def test_data_that_moses_tokenized_needs_moses(option, needle, data, untrained, tmp_path, capsys):
     shutil.copytree(data, tmp_path / "data", ignore=shutil.ignore_patterns("raw", "tok"))
-    settings = recorded(tmp_path / "data", "settings")
+    settings = tmp_path / "data/settings.txt"
     settings.write_text(re.sub("(?m)^tokenizer=.*", "tokenizer=moses", settings.read_text()))
     run = make_run(tmp_path / "run", tmp_path / "data")
     shutil.copy(settings, run / "data.settings")

@@ -94,7 +94,7 @@ def write_scores(folder: Path, hypotheses: list[str], references: list[str]) -> 
     for name, lines in (("hyp", hypotheses), ("ref", references)):
         for kind in ("tok", "txt"):
             (folder / f"{name}.{kind}").write_text("".join(f"{line}\n" for line in lines))
-    (folder / "made").write_text("checkpoint=abc\ndata=def\nbeam=5\nlenpen=1.0\n")
+    (folder / "made.txt").write_text("checkpoint=abc\ndata=def\nbeam=5\nlenpen=1.0\n")
     tokenized = sacrebleu.corpus_bleu(hypotheses, [references], tokenize="none", smooth_method="none", force=True)
     detokenized = sacrebleu.corpus_bleu(hypotheses, [references], lowercase=True)
     chrf = sacrebleu.corpus_chrf(hypotheses, [references])

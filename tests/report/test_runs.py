@@ -20,7 +20,7 @@ def test_an_average_of_fewer_checkpoints_than_asked_for_is_a_problem(made, wante
     (tmp_path / "generate/test/hyp.tok").write_text("a\n")
     (tmp_path / "config.yaml").write_text("{}" if wanted is None else f"average_last: {wanted}\n")
     if made is not None:
-        (tmp_path / "checkpoints/averaged.pt.made").write_text(f"{made}\n")
+        (tmp_path / "checkpoints/averaged.pt.made.txt").write_text(f"averaged={made}\n")
     assert (MADE in Run(tmp_path, "run").problems) == listed
 
 

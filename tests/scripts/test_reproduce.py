@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from pn_fairseq.common.command import UserError
+from pn_fairseq.common.command import REPLACED, UserError
 from pn_fairseq.common.published import LM_TABLES, PAPER
-from pn_fairseq.pipeline import experiments, reproduce, train
+from pn_fairseq.pipeline import reproduce, train
 from pn_fairseq.pipeline.data.recipes import RECIPES
 
 from .. import scripts_helpers
@@ -184,7 +184,7 @@ def test_mistakes_in_the_lists(options, needles):
 
 
 def test_variables_of_earlier_versions_are_named_with_their_options():
-    for variable, option in experiments.REPLACED.items():
+    for variable, option in REPLACED.items():
         refused = in_process("iwslt14", "--dry-run", **{variable: "1"})
         assert_refused(refused, f"{variable}='1' in the environment has no effect", option)
 

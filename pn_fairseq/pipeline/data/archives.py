@@ -117,7 +117,7 @@ def unpack(archive: Path, folder: Path, members: Sequence[str]) -> list[Path]:
                 content = {os.path.normpath(member.name): member for member in file}
                 while file.fileobj.read(CHUNK):
                     pass
-                _check(archive, members, {name: each.size for name, each in content.items() if each.isreg()})
+                _check(archive, members, {name: member.size for name, member in content.items() if member.isreg()})
                 file.extractall(folder, [content[name] for name in content if name in members], filter="data")
     except DAMAGE as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from pn_fairseq.common.command import UserError, say
+from pn_fairseq.common.command import UserError, say, why_it_failed
 from pn_fairseq.common.files import atomic_folder, count_lines
 
 SPLITS = ("train", "valid", "test")
@@ -43,21 +43,21 @@ def make_bin(folder: Path, workers: int, flags: Sequence[str], texts: Mapping[st
     say("prepare", "binarizing with fairseq-preprocess")
     with atomic_folder(final) as partial:
         # -P: no modules of the folder. The names of files are relative, because fairseq splits them at commas.
-        words = [sys.executable, "-P", "-m", "fairseq_cli.preprocess", *flags, "--workers", str(workers)]
-        words += ["--destdir", partial.name]
+        command = [sys.executable, "-P", "-m", "fairseq_cli.preprocess", *flags, "--workers", str(workers)]
+        command += ["--destdir", partial.name]
         # A session of its own, so that its worker processes are ended with it. It inherits the lock of DEST
         # (close_fds), and the next preparation waits for one that outlived a kill -9.
         options = {"cwd": folder, "close_fds": False, "start_new_session": True, "text": True, "errors": "replace"}
         try:
-            process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, **options)
-            messages = [line for line in process.communicate()[1].splitlines() if line.strip()] or [process.returncode]
+            process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, **options)
+            messages = process.communicate()[1].splitlines()
         except BaseException:
             if process:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
             raise
         if process.returncode:
-            raise UserError(f"fairseq-preprocess failed: {messages[-1]} (in {folder})")
+            raise UserError(f"fairseq-preprocess failed: {why_it_failed(process.returncode, messages)} (in {folder})")
         for name, text in texts.items():
             made, expected = sentences(partial / f"{name}.idx"), count_lines(folder / text)
             if made != expected:

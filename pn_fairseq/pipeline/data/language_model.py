@@ -7,7 +7,7 @@ counts.txt has the tokens and lines of each split, the vocabulary, and the share
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from pn_fairseq.common.command import UserError
@@ -16,7 +16,7 @@ from pn_fairseq.pipeline.data import pairs, tokens
 from pn_fairseq.pipeline.data.binarize import SPLITS, make_bin, unknown_shares
 from pn_fairseq.pipeline.data.parallel import Work
 from pn_fairseq.pipeline.data.preparation import Preparation
-from pn_fairseq.pipeline.data.settings import DEFAULTS
+from pn_fairseq.pipeline.data.settings import LanguageModelSettings, Settings
 
 #: What a token can be, an option of recipes.
 UNIT = {
@@ -28,59 +28,38 @@ UNIT = {
 }
 
 
-def settings(
-    name: str, unit: str = "word", tokenize: str = "", lower: bool = False, min_count: int = 1
-) -> dict[str, str]:
-    """The settings of a language model's data, for :meth:`Preparation.open`.
-
-    Args:
-        name: of the corpus, for reports.
-        unit: word or byte; with bytes the text is neither tokenized nor changed.
-        tokenize: language of Moses' tokenizer; "": the text has tokens.
-        min_count: words that are rarer in train become <unk>.
-    """
-    if unit == "byte" and (tokenize or lower or min_count > 1):
-        raise UserError("--unit byte takes the text as it is: leave out --tokenize, --lower and --min-count")
-    return {
-        "task": "language_modeling",
-        "corpus": name,
-        "unit": unit,
-        "language": tokenize,
-        "tokenizer": tokens.SACREMOSES if tokenize else tokens.NONE,
-        "lower": str(int(lower)),
-        "min_count": str(min_count),
-    }
-
-
 def prepare(data: Preparation, texts: Sequence[Path], expect: Sequence[int] = ()) -> None:
-    """Make the data of the files of train, valid and test, plain or .gz, in the folder of ``data``, which is open.
+    """Make the data of the files of train, valid and test, plain or .gz, in the folder of ``data``.
 
     Args:
         expect: numbers of tokens of the published files; others are an error.
     """
-    reader = pairs.as_bytes if data.settings["unit"] == "byte" else pairs.as_is
+    reader = pairs.as_bytes if data.settings.unit == "byte" else pairs.as_is
     for path, output in zip(texts, data.files(), strict=True):
         pairs.append(reader, path, data.partial / "text" / output)
-    data.keep_text("raw")
-
+    if not data.keep_text("raw"):
+        return
     data.transform("tokenizing", "raw", "tok", lambda *_: _tokenizer(data.settings))
     tok = {split: data.dest / f"tok/{split}.txt" for split in SPLITS}
     counts = {split: sum(len(line.split()) + 1 for line in pairs.lines(path)) for split, path in tok.items()}
     if expect and list(counts.values()) != list(expect):
         here, published = (" / ".join(f"{count:,}" for count in numbers) for numbers in (counts.values(), expect))
-        name = data.settings["corpus"]
+        name = data.settings.corpus
         raise UserError(f"this is not {name}: train, valid and test have {here} tokens, and {name} has {published}")
-    flags = ["--only-source", "--thresholdsrc", data.settings["min_count"]]
+    flags = ["--only-source", "--thresholdsrc", str(data.settings.min_count)]
     flags += [f"--{split}pref=tok/{split}.txt" for split in SPLITS]
     make_bin(data.dest, data.workers, flags, {split: f"tok/{split}.txt" for split in SPLITS})
     lines = {f"{split}.lines": count_lines(path) for split, path in tok.items()}
     data.finish({**counts, **lines, **_unknown(data.dest / "bin")})
 
 
-def _tokenizer(settings: Mapping[str, str]) -> Work:
-    if settings["unit"] == "byte":
+def _tokenizer(settings: LanguageModelSettings) -> Work:
+    if settings.unit == "byte":
         return _bytes
-    return tokens.tokenizer({**DEFAULTS, **settings}, settings["language"])
+    lang = settings.language
+    return tokens.tokenizer(
+        Settings(source=lang, target=lang, lower=settings.lower, tokenizer=settings.tokenizer), lang
+    )
 
 
 def _bytes(text: bytes) -> bytes:
@@ -90,6 +69,6 @@ def _bytes(text: bytes) -> bytes:
 def _unknown(folder: Path) -> dict[str, object]:
     """Size of fairseq's dictionary without its own symbols, and the share of each split that is <unk>."""
     types = [line.split() for line in (folder / "dict.txt").read_text("utf-8").splitlines()]
-    words = [word for word, _ in types if not word.startswith("madeupword")]
+    vocabulary = [word for word, _ in types if not word.startswith("madeupword")]
     shares = {text.removesuffix(".txt"): share for text, share in unknown_shares(folder).items()}
-    return {"vocabulary": len(words), **{f"{split}.unk_percent": share for split, share in shares.items()}}
+    return {"vocabulary": len(vocabulary), **{f"{split}.unk_percent": share for split, share in shares.items()}}

@@ -15,20 +15,22 @@ import os
 import re
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
 from pn_fairseq.common.command import UserError, say, whole
-from pn_fairseq.common.files import checksum, count_lines, read_settings, scratch_folder, write_lines, write_settings
+from pn_fairseq.common.files import checksum, count_lines, read_settings, write_lines, write_settings
 from pn_fairseq.pipeline import stamp
-from pn_fairseq.pipeline.data import archives, languages, pairs, settings, subwords, tokens
+from pn_fairseq.pipeline.data import archives, pairs, subwords, tokens
 from pn_fairseq.pipeline.data.binarize import SPLITS, make_bin, unknown_shares
 from pn_fairseq.pipeline.data.parallel import Work, per_line, transform
 from pn_fairseq.pipeline.data.restored import note_on
+from pn_fairseq.pipeline.data.settings import MOSES, LanguageModelSettings, Settings, check
 
 #: Options of several recipes: flag -> arguments of argparse's ``add_argument``.
-CORPUS = {"--corpus": {"metavar": "DIR", "required": True, "help": "the folder with the text"}}
+CORPUS = {"--corpus": {"metavar": "DIR", "type": Path, "required": True, "help": "the folder with the text"}}
 KEEP_CASE = {"--keep-case": {"action": "store_true", "help": "do not lower-case"}}
 ARCHIVED = "the folder that has the published files, or the only file, instead of the download to DIR/download"
 ARCHIVE = {"--archive": {"metavar": "PATH", "help": ARCHIVED}}
@@ -40,101 +42,49 @@ def bpe(default: int) -> dict[str, dict]:
     return {"--bpe": {"metavar": "N", "type": whole, "default": default, "help": text}}
 
 
-class Complete(Exception):
-    """All steps are done."""
-
-
-class Preparation(contextlib.ExitStack):
-    """The steps for the folder ``dest``. Names of folders are folders in it; DEST/partial is removed at the end.
-
-    Args:
-        dest: the prepared data; None: ``runs/data/NAME``, where the recipe names it.
-        workers: processes.
-        check: only refuse a ``dest`` that was made with other settings.
-        moses: a checkout of mosesdecoder, whose scripts replace sacremoses.
-        segmentation: the kind of subwords, a key of :data:`subwords.MODELS`.
-        mirror: a folder, or the URL of one, that has the files to download.
-    """
-
-    def __init__(
-        self,
-        dest: Path | None,
-        workers: int,
-        check: bool = False,
-        moses: Path | None = None,
-        segmentation: str = "subword-nmt",
-        mirror: str | None = None,
-    ):
-        super().__init__()
-        self._given, self.workers, self._check = dest, workers, check
-        self._moses, self._segmentation, self._mirror = moses, segmentation, mirror
-        self.splits: Sequence[str] = SPLITS  # further test sets are test1, test2, ..., as fairseq calls them
-        self._archives: Sequence[Path] = ()
-        self._like: Path | None = None  # the prepared data whose subwords and dictionaries are used
-
-    def begin(self, name: str, **values: object) -> None:
-        """Take the settings of a translation corpus that differ from their defaults, and open ``dest``."""
-        if self._moses and "tokenizer" in values:
-            raise UserError("--moses: this text comes in tokens; leave the option out")
-        values |= {"tokenizer": "moses"} if self._moses else {}
-        values = {"segmentation": self._segmentation, **values}
-        if unknown := values.keys() - {*settings.DEFAULTS, *settings.OPTIONAL}:
-            raise TypeError(f"there is no setting {', '.join(unknown)}")
-        complete = {**settings.DEFAULTS, **{name: str(value) for name, value in values.items()}}
-        if complete["tokenizer"] == "moses":
-            tokens.checkout(complete, self._moses)
-        if package := languages.missing_package(complete["target"]):
-            say("prepare", f"note: detokenized BLEU of {complete['target']} needs: pip install '{package}'")
-        self.open(name, complete)
-
-    def begin_like(self, other: Path, **given: str | None) -> None:
-        """Take the settings, subwords and dictionaries of other prepared data, and open ``dest``.
-
-        Args:
-            given: settings that the user named and the other data must have.
-        """
-        self._like, old = other.absolute(), read_settings(other / "settings.txt")
-        if not old.get("source") or not (other / "bin").is_dir():
-            raise UserError(f"'{other}' is no prepared data of a translation corpus (--like)")
-        given |= {"tokenizer": "moses"} if self._moses else {}
-        given |= {"segmentation": self._segmentation} if self._segmentation != "subword-nmt" else {}
-        for name, value in given.items():
-            if value not in (None, old[name]):
-                raise UserError(f"'{other}' has {name}={old[name]}, not {value} (--like)")
-        # Cleaning and a part for validation are not settings of the model; --moses sets the tokenizer.
-        others = {"clean", "valid_every", *(["tokenizer"] if self._moses else [])}
-        kept = [name for name in (*settings.DEFAULTS, *settings.OPTIONAL) if name in old and name not in others]
-        self.begin("", **{name: old[name] for name in kept})
-
-    def open(self, name: str, made_with: dict[str, str]) -> None:
-        """Make ``dest``, by default ``runs/data/NAME``, and keep other preparations out of it until this one ends."""
-        self.dest, self.settings = (self._given or Path("runs/data") / name).absolute(), made_with
-        settings.check(self.dest, self.settings, {})  # before anything is downloaded
-        if self._check:
-            raise Complete
-        while True:
-            self.dest.mkdir(parents=True, exist_ok=True)
-            lock = self.enter_context((self.dest / ".lock").open("a"))
+@contextlib.contextmanager
+def locked(dest: Path) -> Iterator[None]:
+    """Make the folder ``dest``, and keep other preparations out of it until the block ends."""
+    while True:
+        dest.mkdir(parents=True, exist_ok=True)
+        with (dest / ".lock").open("a") as lock:
             os.set_inheritable(lock.fileno(), True)  # a process of this one that outlives a kill -9 is waited for
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                say("prepare", f"another process prepares {self.dest}; waiting for it to end")
+                say("prepare", f"another process prepares {dest}; waiting for it to end")
                 fcntl.flock(lock, fcntl.LOCK_EX)
-            if os.fstat(lock.fileno()).st_nlink:  # else the other process has removed it
-                break
-        self.callback(self._unlock)
-        self.partial = self.enter_context(scratch_folder(self.dest / "partial"))
+            if not os.fstat(lock.fileno()).st_nlink:  # the other process has removed it
+                continue
+            try:
+                yield
+                return
+            finally:
+                (dest / ".lock").unlink(missing_ok=True)
+                with contextlib.suppress(OSError):  # it holds something
+                    dest.rmdir()
 
-    def _unlock(self) -> None:
-        (self.dest / ".lock").unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # it holds something
-            self.dest.rmdir()
+
+@dataclass
+class Preparation:
+    """The steps for the folder ``dest``. Names of folders are folders in it; DEST/partial is removed at the end."""
+
+    dest: Path  # the prepared data; an absolute path
+    settings: Settings | LanguageModelSettings
+    workers: int = 1  # processes
+    moses: Path | None = None  # a checkout of mosesdecoder, whose scripts replace sacremoses
+    mirror: str | None = None  # a folder, or the URL of one, that has the files to download
+    like: Path | None = None  # prepared data whose subwords and dictionaries are used
+    splits: Sequence[str] = SPLITS  # further test sets are test1, test2, ..., as fairseq calls them
+    archives: Sequence[Path] = ()  # the published files
+
+    @property
+    def partial(self) -> Path:
+        return self.dest / "partial"
 
     def files(self, of: Sequence[str] = ()) -> list[str]:
         """The names of the files of these splits, by default all: SPLIT.LANG, or SPLIT.txt for language models."""
-        endings = [self.settings["source"], self.settings["target"]] if "source" in self.settings else ["txt"]
-        return [f"{split}.{ending}" for split in of or self.splits for ending in endings]
+        return [f"{split}.{ending}" for split in of or self.splits for ending in self.settings.endings]
 
     # --- the published text ---
 
@@ -145,21 +95,21 @@ class Preparation(contextlib.ExitStack):
             known: address -> the checksum that a download must have ("": not known).
             archive: the user's folder with the files, or the file, instead (--archive).
         """
-        place = Path(archive).absolute() if archive else self.dest / "download"
-        files = [place if place.is_file() else place / url.rsplit("/", 1)[-1] for url in known]
-        self._archives, sums = files, self.dest / "text/archives"
+        folder = Path(archive).absolute() if archive else self.dest / "download"
+        files = [folder if folder.is_file() else folder / url.rsplit("/", 1)[-1] for url in known]
+        self.archives, sums = files, self.dest / "text/archives"
         if sums.is_file() and (not all(map(Path.is_file, files)) or sums.read_text("utf-8") == self._sums()):
             return []
         for file, url in zip(files, known, strict=True):
             if not archive:
-                archives.fetch(url, file, known[url], self._mirror)
+                archives.fetch(url, file, known[url], self.mirror)
             elif not file.is_file():
                 raise UserError(f"there is no {file.name} in '{file.parent}' (--archive); it comes from {url}")
         return files
 
     def _sums(self) -> str:
         """What sha256sum prints for the published files."""
-        return "".join(f"{checksum(file)}  {file.name}\n" for file in self._archives)
+        return "".join(f"{checksum(file)}  {file.name}\n" for file in self.archives)
 
     def unpack(self, archive: Path, members: Sequence[str]) -> list[Path]:
         """Extract members of an archive to DEST/partial/unpacked/ARCHIVE."""
@@ -186,12 +136,16 @@ class Preparation(contextlib.ExitStack):
             name = re.sub("[.-][^.-]*$", "", common)  # train.es and train.en begin with train.e
             say("prepare", f"note: {name} has {total} sentence pairs here; the published one has {expect}")
 
-    def keep_text(self, to: str, codes: Path | None = None) -> None:
+    def keep_text(self, to: str, codes: Path | None = None) -> bool:
         """The text that was read becomes the folder ``to``, unless that exists; "text" gets its archives' checksums.
 
-        It, the settings and the subwords' codes that the user gave must be those that DEST was begun with.
+        It, the settings and the subwords' codes that the user gave, which go to bpe/, must be those that DEST was begun
+        with.
+
+        Returns:
+            Whether a step is left to do.
         """
-        if codes and self.settings["segmentation"] != "subword-nmt":
+        if codes and self.settings.segmentation != "subword-nmt":
             raise UserError("--codes has merges of subword-nmt: leave out --segmentation")
         new, folder = self.partial / "text", self.dest / to
         texts = [(new if new.exists() else folder) / name for name in self.files()]
@@ -199,20 +153,25 @@ class Preparation(contextlib.ExitStack):
         given = self.partial / "codes"
         if codes:
             write_lines(given, subwords.merges(codes))
-        elif self._like and (model := self._like / "bpe" / subwords.MODELS[self.settings["segmentation"]]).is_file():
+        elif self.like and (model := self.like / "bpe" / subwords.MODELS[self.settings.segmentation]).is_file():
             shutil.copyfile(model, given)
         sums |= {"codes": checksum(given)} if given.exists() else {}
         sums |= {path.name: checksum(path) for path in self._dictionaries()}
-        settings.check(self.dest, self.settings, sums)
-        wanted, outputs = {**self.settings, **sums}, (self.dest / "bin", self.dest / "counts.txt")
-        if stamp.done("prepare", self.dest / "settings.txt", wanted, *outputs):
+        settings = self.settings.as_text()
+        check(self.dest, settings, sums)
+        outputs = self.dest / "bin", self.dest / "counts.txt"
+        if stamp.done("prepare", self.dest / "settings.txt", settings | sums, *outputs):
             self.finish({})
-            raise Complete
-        write_settings(self.dest / "settings.txt", self.settings, sums)
+            return False
+        write_settings(self.dest / "settings.txt", settings, sums)
+        if given.exists():
+            (self.dest / "bpe").mkdir(exist_ok=True)
+            given.replace(self.dest / "bpe" / subwords.MODELS[self.settings.segmentation])
         if not folder.exists():
-            if self._archives:
+            if self.archives:
                 (new / "archives").write_text(self._sums(), encoding="utf-8")
             new.rename(folder)
+        return True
 
     def prepare_folder(
         self, folder: Path, test: str = "test", expect: Sequence[int] = (0, 0, 0), codes: Path | None = None
@@ -224,12 +183,12 @@ class Preparation(contextlib.ExitStack):
             expect: the numbers of pairs of the published text (0: not known).
         """
         for split, name, count in zip(SPLITS, ("train", "valid", test), expect, strict=True):
-            paths = [folder / f"{name}.{self.settings[side]}" for side in ("source", "target")]
+            paths = [folder / f"{name}.{lang}" for lang in self.settings.endings]
             self.take(pairs.as_is, split, paths, count)
-        self.keep_text("raw", codes)
-        self.tokenize("raw", "tok")
-        self.segment()
-        self.binarize()
+        if self.keep_text("raw", codes):
+            self.tokenize("raw", "tok")
+            self.segment()
+            self.binarize()
 
     def prepare_tokens(
         self, texts: Mapping[str, Sequence[Path]], codes: Path | None, expect: Sequence[int] = ()
@@ -243,17 +202,17 @@ class Preparation(contextlib.ExitStack):
             codes: the merges of the subwords, which are learned otherwise.
             expect: the numbers of pairs of the published text.
         """
-        reader = pairs.lower_cased_tokens if self.settings["lower"] == "1" else pairs.own_tokens
+        reader = pairs.lower_cased_tokens if self.settings.lower else pairs.own_tokens
         for (split, files), count in zip(texts.items(), expect or [0] * len(texts), strict=True):
             self.take(reader, split, files, count)
-        self.keep_text("text", codes)
+        if not self.keep_text("text", codes):
+            return
         in_subwords = subwords.are_in(self.dest / "text" / name for name in self.files(["train"]))
         say("prepare", f"the text comes in {'subwords' if in_subwords else 'tokens'}, which are taken as they are")
         join = per_line(subwords.join) if in_subwords else bytes
         self.transform("copying tokens", "text", "tok", lambda *_: join)
         self.detokenize("tok", "raw")
         if in_subwords:
-            self.take_codes()
             self.transform("copying subwords", "text", "bpe", lambda *_: bytes)
         else:
             self.segment()
@@ -281,14 +240,14 @@ class Preparation(contextlib.ExitStack):
 
     def tokenize(self, source: str, to: str, splits: Sequence[str] = (), without: Sequence[str] = ()) -> None:
         """Tokenize these splits, without these settings."""
-        used, straight = {**self.settings, **dict.fromkeys(without, "0")}, self.settings["straighten"].split()
-        tool = self._moses if used["tokenizer"] == "moses" else "sacremoses"
+        used = replace(self.settings, **dict.fromkeys(without, False))
 
         def work(split: str, lang: str) -> Work:
-            return tokens.tokenizer(used, lang, split in straight, self._moses)
+            return tokens.tokenizer(used, lang, split in used.straighten, self.moses)
 
+        tool = self.moses if used.tokenizer == MOSES else "sacremoses"
         self.transform(f"tokenizing with {tool}", source, to, work, splits)
-        for lang in (self.settings["source"], self.settings["target"]):
+        for lang in self.settings.endings:
             names = [f"{split}.{lang}" for split in splits or self.splits if split != "train"]
             texts = [(self.dest / source / name, self.dest / to / name) for name in names]
             notes = (note_on(raw, tok, self.settings) for raw, tok in texts if raw.exists())
@@ -310,8 +269,7 @@ class Preparation(contextlib.ExitStack):
             for name in self.files(["valid", "test"]):
                 if (folder / name).exists():
                     shutil.copy(folder / name, made / stage)
-        least, most, ratio = (float(number) for number in self.settings["clean"].split())
-        valid_every, number, reasons = int(self.settings["valid_every"]), 0, Counter()
+        valid_every, number, reasons = self.settings.valid_every, 0, Counter()
         with contextlib.ExitStack() as stack:
 
             def opened(split: str, mode: str, folders: Iterable[Path]) -> list[BinaryIO]:
@@ -320,10 +278,10 @@ class Preparation(contextlib.ExitStack):
 
             train, valid = (opened(split, "ab", [made / stage for stage in sources]) for split in ("train", "valid"))
             removed = stack.enter_context((made / "removed.tsv").open("w", encoding="utf-8"))
-            removed.write("split\tline\treason\ttokens {source}\ttokens {target}\n".format_map(self.settings))
+            removed.write(f"split\tline\treason\ttokens {self.settings.source}\ttokens {self.settings.target}\n")
             for number, lines in enumerate(zip(*opened("train", "rb", sources.values()), strict=True), 1):
                 source, target = (line.decode("utf-8").split() for line in lines[2:])  # the tokens
-                if reason := pairs.objection(source, target, least, most, ratio):
+                if reason := pairs.objection(source, target, *self.settings.clean):
                     reasons[reason] += 1
                     removed.write(f"train\t{number}\t{reason}\t{len(source)}\t{len(target)}\n")
                     continue
@@ -343,47 +301,38 @@ class Preparation(contextlib.ExitStack):
 
     def segment(self) -> None:
         """Learn subwords on the tokens of both languages, unless they were given, and apply them."""
-        kind, size = self.settings["segmentation"], int(self.settings["bpe"])
+        kind, size, protect = self.settings.segmentation, self.settings.bpe, self.settings.protect
         model = self.dest / "bpe" / subwords.MODELS[kind]
-        self.take_codes()
         if not model.exists():
             say("prepare", f"learning {size} BPE operations on both languages with {kind}")
             train = [self.dest / "tok" / name for name in self.files(["train"])]
-            subwords.learn(kind, size, model, train, tokens.protected(self.settings))
-        work = per_line(subwords.segmenter(kind, model, tokens.protected(self.settings)))
+            subwords.learn(kind, size, model, train, protect)
+        work = per_line(subwords.segmenter(kind, model, protect))
         self.transform("applying BPE", "tok", "bpe", lambda *_: work)
-
-    def take_codes(self) -> None:
-        """Move the codes that :meth:`keep_text` was given, if any, to bpe/."""
-        given, model = self.partial / "codes", self.dest / "bpe" / subwords.MODELS[self.settings["segmentation"]]
-        if given.exists():
-            model.parent.mkdir(parents=True, exist_ok=True)
-            given.replace(model)
 
     def _dictionaries(self) -> list[Path]:
         """The dictionaries of the other data that this is prepared like: one, or one for each language."""
-        sides = [self.settings["source"], self.settings["target"]] if self._like else []
-        joined = self.settings.get("separate_dictionaries") == "0"
-        return [self._like / f"bin/dict.{lang}.txt" for lang in sides[: 1 if joined else 2]]
+        if not self.like:
+            return []
+        languages = self.settings.endings[: 2 if self.settings.separate_dictionaries else 1]
+        return [self.like / f"bin/dict.{lang}.txt" for lang in languages]
 
     def binarize(self, expected: str = "") -> None:
         """Make fairseq's binary data, bin/, from bpe/. ``expected``: the counts that the original text gives."""
-        source, target = self.settings["source"], self.settings["target"]
+        source, target = self.settings.endings
         flags = ["--source-lang", source, "--target-lang", target, "--trainpref=bpe/train", "--validpref=bpe/valid"]
         flags += ["--testpref=" + ",".join(f"bpe/{split}" for split in self.splits[2:])]
-        flags += ["--joined-dictionary"] if self.settings["separate_dictionaries"] == "0" else []
+        flags += ["--joined-dictionary"] if not self.settings.separate_dictionaries else []
         flags += [
             f"{flag}={path}" for flag, path in zip(("--srcdict", "--tgtdict"), self._dictionaries(), strict=False)
         ]
         names = (name.split(".") for name in self.files())
         texts = {f"{split}.{source}-{target}.{lang}": f"bpe/{split}.{lang}" for split, lang in names}
         make_bin(self.dest, self.workers, flags, texts)
-        if self._like:
+        if self.like:
             for text, share in unknown_shares(self.dest / "bin").items():
                 if share != "0.0":
-                    say(
-                        "prepare", f"note: {share}% of the subwords of {text} are not in the dictionary of {self._like}"
-                    )
+                    say("prepare", f"note: {share}% of the subwords of {text} are not in the dictionary of {self.like}")
         self.finish({split: count_lines(self.dest / f"raw/{split}.{source}") for split in self.splits}, expected)
 
     def finish(self, counts: Mapping[str, object], expected: str = "") -> None:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
-from collections.abc import Mapping
+from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
-from pn_fairseq.common.command import ArgumentParser, UserError, say_next, whole
-from pn_fairseq.pipeline.data import subwords
-from pn_fairseq.pipeline.data.preparation import Complete, Preparation
+from pn_fairseq.common.command import ArgumentParser, UserError, say, say_next, whole
+from pn_fairseq.common.files import scratch_folder
+from pn_fairseq.pipeline.data import languages, settings, subwords, tokens
+from pn_fairseq.pipeline.data.preparation import Preparation, locked
 from pn_fairseq.pipeline.data.recipes import RECIPES, load
+from pn_fairseq.pipeline.data.settings import LanguageModelSettings, Settings
 
 #: What the system reports where no more can be written, and where nothing can -> what helps.
 _FULL, _ELSEWHERE = "make room and run the same command again", "name another directory (--dest)"
@@ -20,8 +22,6 @@ ADVICE = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), _FULL),
     **dict.fromkeys((errno.EROFS, errno.ENOTDIR, errno.EEXIST), _ELSEWHERE),
 }
-#: The options of every recipe, or of several, that are not arguments of its ``prepare``.
-OWN = ("workers", "check", "mirror", "segmentation", "moses")
 EPILOG = """\
 The same command resumes. Line counts are checked after every step. --dest gets
   raw/  the text before tokenization    tok/  tokens, as they are scored
@@ -33,11 +33,9 @@ MIRROR = {"--mirror": {"metavar": "DIR-OR-URL", "help": "a folder, or the URL of
 SEGMENTATION = "the kind of subwords (default subword-nmt); with sentencepiece, --bpe is the size of the vocabulary"
 MOSES = "a checkout of mosesdecoder whose Perl scripts replace sacremoses"
 TOOLS = {
-    "--segmentation": {"choices": [*subwords.MODELS], "default": "subword-nmt", "help": SEGMENTATION},
+    "--segmentation": {"choices": [*subwords.MODELS], "help": SEGMENTATION},
     "--moses": {"metavar": "DIR", "type": Path, "help": MOSES},
 }
-#: Variables of earlier versions -> the options.
-REPLACED = {"MOSES": "--moses DIR", "BPE": "--segmentation sentencepiece", "DATA_MIRROR": "--mirror DIR-OR-URL"}
 
 
 def options_of(recipe: ModuleType) -> dict[str, dict]:
@@ -46,28 +44,17 @@ def options_of(recipe: ModuleType) -> dict[str, dict]:
     return options | (MIRROR if "--archive" in options else {}) | (TOOLS if "--bpe" in options else {})
 
 
-def replaced_by(options: Mapping[str, dict]) -> dict[str, str]:
-    """The variables of earlier versions that some of these options replace."""
-    return {variable: option for variable, option in REPLACED.items() if option.split()[0] in options}
-
-
 def _parser() -> ArgumentParser:
-    about = "From published text to fairseq's binary data. CORPUS may be a recipe of yours: FILE.py."
-    parser = ArgumentParser(prog="pn prepare", description=about)
+    description = "From published text to fairseq's binary data. CORPUS may be a recipe of yours: FILE.py."
+    parser = ArgumentParser(prog="pn prepare", description=description)
     corpora = parser.add_subparsers(dest="recipe", required=True, metavar="CORPUS", parser_class=ArgumentParser)
     for name, recipe in RECIPES.items():
-        options = options_of(recipe)
-        corpus = corpora.add_parser(
-            name,
-            help=recipe.__doc__.splitlines()[0],
-            description=recipe.__doc__,
-            epilog=EPILOG,
-            replaced=replaced_by(options),
-        )
+        title = recipe.__doc__.splitlines()[0]
+        corpus = corpora.add_parser(name, help=title, description=recipe.__doc__, epilog=EPILOG)
         where = f"default runs/data/{recipe.CONFIG}" if recipe.CONFIG else "it must be given"
         dest = f"the prepared data ({where})"
         corpus.add_argument("--dest", type=Path, metavar="DIR", help=dest, required=not recipe.CONFIG)
-        for flag, kind in options.items():
+        for flag, kind in options_of(recipe).items():
             corpus.add_argument(flag, **kind)
         check = "only refuse a DIR that was made with other settings"
         corpus.add_argument("--check", action="store_true", help=check)
@@ -79,19 +66,41 @@ def _parser() -> ArgumentParser:
 def main(argv: list[str]) -> None:
     if argv and argv[0].endswith(".py"):
         argv = [load(argv[0]), *argv[1:]]
-    values = vars(_parser().parse_args(argv))
-    recipe, dest = RECIPES[values.pop("recipe")], values.pop("dest")
-    if not values["check"] and "corpus" in values and not Path(values["corpus"]).is_dir():
-        raise UserError(f"there is no directory '{values['corpus']}' (--corpus)")
+    options = _parser().parse_args(argv)
+    recipe = RECIPES[options.recipe]
+    if "corpus" in options:
+        if not options.check and not options.corpus.is_dir():
+            raise UserError(f"there is no directory '{options.corpus}' (--corpus)")
+        options.corpus = options.corpus.absolute()
+    made_with = with_tools(recipe.settings(options), options)
+    name = recipe.folder(options) if hasattr(recipe, "folder") else recipe.CONFIG
+    dest = (options.dest or Path("runs/data") / name).absolute()
     try:
-        own = {name: values.pop(name) for name in OWN if name in values}
-        with contextlib.suppress(Complete), Preparation(dest, **own) as data:
-            recipe.prepare(data, **values)
-        if not own["check"]:
-            where = ["--data", dest] if dest else []
-            say_next("prepare", "train", recipe.CONFIG or "CONFIG", *where)
+        settings.check(dest, made_with.as_text(), {})  # before anything is downloaded
+        if options.check:
+            return
+        if package := languages.missing_package(getattr(made_with, "target", "")):
+            say("prepare", f"note: detokenized BLEU of {made_with.target} needs: pip install '{package}'")
+        tools = {name: getattr(options, name, None) for name in ("moses", "mirror", "like")}
+        data = Preparation(dest, made_with, options.workers, **tools)
+        with locked(dest), scratch_folder(data.partial):
+            recipe.prepare(data, options)
+        say_next("prepare", "train", recipe.CONFIG or "CONFIG", *(["--data", options.dest] if options.dest else []))
     except OSError as error:
         if error.errno not in ADVICE:
             raise
-        place = error.filename or dest or "runs/data"
-        raise UserError(f"{place}: {error.strerror}; {ADVICE[error.errno]}") from None
+        raise UserError(f"{error.filename or dest}: {error.strerror}; {ADVICE[error.errno]}") from None
+
+
+def with_tools(made_with: Settings | LanguageModelSettings, options: Namespace) -> Settings | LanguageModelSettings:
+    """The settings of a recipe with the tools that the user chose."""
+    moses, segmentation = (getattr(options, name, None) for name in ("moses", "segmentation"))
+    if segmentation:
+        made_with = replace(made_with, segmentation=segmentation)
+    if moses and made_with.tokenizer not in (settings.SACREMOSES, settings.MOSES):
+        raise UserError("--moses: this text comes in tokens; leave the option out")
+    if moses:
+        made_with = replace(made_with, tokenizer=settings.MOSES)
+    if made_with.tokenizer == settings.MOSES:
+        tokens.checkout(made_with, moses)
+    return made_with

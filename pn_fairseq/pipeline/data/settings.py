@@ -1,40 +1,110 @@
-"""``DEST/settings.txt``: what prepared data was made with, one ``name=value`` a line, then the checksums of its text.
+"""How text is prepared, which a recipe says, and ``DEST/settings.txt``, which keeps that for every later step.
 
-Every step reads the settings there, and a preparation with other settings or other text is refused.
+settings.txt has one ``name=value`` a line, then the checksums of the text. A preparation with other settings or other
+text is refused.
 """
 
-from __future__ import annotations
-
+import json
 from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from pn_fairseq.common.command import UserError
 from pn_fairseq.common.files import read_settings
 from pn_fairseq.pipeline import stamp
-from pn_fairseq.pipeline.data import subwords, tokens
+from pn_fairseq.pipeline.data import subwords
 
-#: Name -> default. These are all settings of a translation corpus, in the order in which they are written.
-DEFAULTS = {
-    "source": "",  # language
-    "target": "",  # language
-    "lower": "0",  # 1: lower-case
-    "bpe": "10000",  # merges; with segmentation=sentencepiece the size of the vocabulary
-    "segmentation": "subword-nmt",  # or sentencepiece
-    "tokenizer": tokens.SACREMOSES,  # or moses, its own Perl scripts, or none: the text came in tokens
-    "straighten": "",  # splits whose typographic apostrophes become plain ones: "test", "valid test"
-    "normalize": "0",  # 1: normalize punctuation
-    "nonprinting": "0",  # 1: characters that are not printed become spaces
-    "aggressive": "0",  # 1: hyphens within words become tokens @-@
-    "compound_split": "0",  # 1: pn score splits compounds at hyphens (##AT##-##AT##)
-    "clean": "",  # "MIN MAX RATIO": remove training pairs by their numbers of tokens
-    "separate_dictionaries": "0",  # 1: one for each language
-    "valid_every": "0",  # N: each N-th training pair that is kept is for validation; 0: the text has a validation set
+#: Values of the setting ``tokenizer``: sacremoses with the rule for the last full stop (the full stop at the end of a
+#: line is a token, also after an abbreviation), which Moses has since November 2018 (commit 9fc964da7); and without it,
+#: for text that was published tokenized before. sacremoses is a port of Moses before that commit.
+SACREMOSES, WITHOUT_FINAL_STOP = "sacremoses+final-stop", "sacremoses"
+#: Moses' own Perl scripts; and text that comes in tokens.
+MOSES, NONE = "moses", "none"
+
+
+class _Recorded:
+    def as_text(self) -> dict[str, str]:
+        """As settings.txt has them, in the order of the fields; an empty list is left out."""
+        texts = {}
+        for name, value in vars(self).items():
+            if isinstance(value, tuple):
+                texts[name] = " ".join(part if isinstance(part, str) else f"{part:g}" for part in value)
+            elif isinstance(value, list):
+                texts |= {name: json.dumps(value)} if value else {}
+            else:
+                texts[name] = str(int(value) if isinstance(value, bool) else value)
+        return texts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(_Recorded):
+    """All settings of a translation corpus."""
+
+    source: str  # language
+    target: str  # language
+    lower: bool = False  # lower-case
+    bpe: int = 10000  # merges; with segmentation=sentencepiece the size of the vocabulary
+    segmentation: str = "subword-nmt"  # or sentencepiece
+    tokenizer: str = SACREMOSES
+    straighten: tuple[str, ...] = ()  # splits whose typographic apostrophes become plain ones
+    normalize: bool = False  # normalize punctuation
+    nonprinting: bool = False  # characters that are not printed become spaces
+    aggressive: bool = False  # hyphens within words become tokens @-@
+    compound_split: bool = False  # pn score splits compounds at hyphens (##AT##-##AT##)
+    clean: tuple[float, ...] = ()  # MIN, MAX, RATIO: remove training pairs by their numbers of tokens
+    separate_dictionaries: bool = False  # one for each language
+    valid_every: int = 0  # N: each N-th training pair that is kept is for validation; 0: the text has a validation set
+    protect: list[str] = field(default_factory=list)  # regular expressions of text that no step changes
+
+    @property
+    def endings(self) -> tuple[str, ...]:
+        """The endings of the files of a split."""
+        return self.source, self.target
+
+
+@dataclass(frozen=True, kw_only=True)
+class LanguageModelSettings(_Recorded):
+    """All settings of a language model's text."""
+
+    task: str = "language_modeling"
+    corpus: str  # its name, for reports
+    unit: str = "word"  # what a token is: word, or byte, which takes the text as it is
+    language: str = ""  # of Moses' tokenizer; "": the text has tokens
+    tokenizer: str = NONE
+    lower: bool = False  # lower-case
+    min_count: int = 1  # words that are rarer in train become <unk>
+
+    endings = ("txt",)
+
+
+#: How the text of a setting is read, by its name or by the type of its default.
+_READ = {
+    "straighten": lambda text: tuple(text.split()),
+    "clean": lambda text: tuple(map(float, text.split())),
+    "protect": json.loads,
+    bool: lambda text: text == "1",
+    int: int,
 }
 
-#: Settings that are written only where they are set.
-OPTIONAL = (
-    "protect",  # a JSON list of regular expressions: text that no step changes
-)
+
+def read(file: Path) -> Settings:
+    """The settings in a settings.txt; a setting that an earlier version did not know has its default.
+
+    Raises:
+        UserError: the file is missing or damaged, or names no languages.
+    """
+    texts, values = read_settings(file), {}
+    try:
+        for setting in fields(Settings):
+            if setting.name in texts:
+                parse = _READ.get(setting.name) or _READ.get(type(setting.default), str)
+                values[setting.name] = parse(texts[setting.name])
+    except ValueError as error:
+        raise UserError(f"{file} is damaged ({error}); prepare the data again (pn prepare)") from error
+    for name in ("source", "target"):
+        if not values.get(name):
+            raise UserError(f"{file} does not name the {name} language: it is not of a translation corpus")
+    return Settings(**values)
 
 
 def check(dest: Path, settings: Mapping[str, str], sums: Mapping[str, str]) -> None:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import itertools
-import json
 import re
 import subprocess
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from importlib import metadata
 from pathlib import Path
 
-from pn_fairseq.common.command import UserError
+from pn_fairseq.common.command import UserError, why_it_failed
 from pn_fairseq.pipeline.data.languages import language_of
 from pn_fairseq.pipeline.data.parallel import Work, per_line
+from pn_fairseq.pipeline.data.settings import MOSES, NONE, SACREMOSES, Settings
 
 #: Setting that is on -> Moses' script, in the order in which they run. The tokenizer is always on.
 SCRIPTS = {
@@ -22,22 +22,15 @@ SCRIPTS = {
     "lower": "scripts/tokenizer/lowercase.perl",
 }
 
-#: Values of the setting ``tokenizer``: sacremoses with the rule for the last full stop (the full stop at the end of a
-#: line is a token, also after an abbreviation), which Moses has since November 2018 (commit 9fc964da7); and without it,
-#: for text that was published tokenized before. sacremoses is a port of Moses before that commit.
-SACREMOSES, WITHOUT_FINAL_STOP = "sacremoses+final-stop", "sacremoses"
-#: Its value for text that comes in tokens.
-NONE = "none"
-
 FINAL_STOP = re.compile(r"(?<=[^\s.])\.\Z")
 
 
-def scripts(settings: Mapping[str, str]) -> dict[str, str]:
+def scripts(settings: Settings) -> dict[str, str]:
     """Moses' scripts that these settings need, in their order."""
-    return {name: script for name, script in SCRIPTS.items() if name == "tokenizer" or settings[name] == "1"}
+    return {name: script for name, script in SCRIPTS.items() if name == "tokenizer" or getattr(settings, name)}
 
 
-def checkout(settings: Mapping[str, str], moses: Path | None) -> Path:
+def checkout(settings: Settings, moses: Path | None) -> Path:
     """The checkout of mosesdecoder (--moses); it must have Moses' scripts that these settings need."""
     if moses is None:
         raise UserError("the text was tokenized by Moses' own scripts: name a checkout of mosesdecoder (--moses DIR)")
@@ -51,11 +44,11 @@ def checkout(settings: Mapping[str, str], moses: Path | None) -> Path:
 _DELETED = dict.fromkeys(range(0x1C, 0x20))
 
 
-def sacremoses(settings: Mapping[str, str], lang: str, straighten: bool = False) -> Callable[[str], str]:
+def sacremoses(settings: Settings, lang: str, straighten: bool = False) -> Callable[[str], str]:
     """The function that turns a sentence into tokens with one blank between them.
 
     Args:
-        settings: of the prepared data, ``DEST/settings.txt``: normalize, nonprinting, aggressive, lower, tokenizer.
+        settings: of the prepared data: normalize, nonprinting, aggressive, lower, tokenizer.
         lang: language of the sentence.
         straighten: make typographic apostrophes plain first.
     """
@@ -66,21 +59,20 @@ def sacremoses(settings: Mapping[str, str], lang: str, straighten: bool = False)
     steps: list[Callable[[str], str]] = []
     if straighten:
         steps.append(lambda line: line.replace("’", "'"))
-    if settings["normalize"] == "1":
+    if settings.normalize:
         # perl_parity: what normalize-punctuation.perl does, of which the default differs in three rules. It also sees
         # the line feed, which ends the rule for a full stop before a last quotation mark.
         normalize = MosesPunctNormalizer(lang, perl_parity=True).normalize
         steps.append(lambda line: normalize(f"{line}\n"))
-    if settings["nonprinting"] == "1":
-        other = regex.compile(r"\p{C}")  # control, format, private and unassigned characters
-        steps.append(lambda line: other.sub(" ", line))
+    if settings.nonprinting:
+        unprintable = regex.compile(r"\p{C}")  # control, format, private and unassigned characters
+        steps.append(lambda line: unprintable.sub(" ", line))
     tokenize = MosesTokenizer(lang).tokenize
-    aggressive = settings["aggressive"] == "1"  # hyphens within words become tokens @-@
     steps.append(lambda line: line.translate(_DELETED))
-    steps.append(lambda line: tokenize(line, aggressive_dash_splits=aggressive, return_str=True))
-    if settings["tokenizer"] == SACREMOSES:
+    steps.append(lambda line: tokenize(line, aggressive_dash_splits=settings.aggressive, return_str=True))
+    if settings.tokenizer == SACREMOSES:
         steps.append(lambda line: FINAL_STOP.sub(" .", line))
-    if settings["lower"] == "1":
+    if settings.lower:
         steps.append(str.lower)
 
     def function(line: str) -> str:
@@ -91,11 +83,11 @@ def sacremoses(settings: Mapping[str, str], lang: str, straighten: bool = False)
     return function
 
 
-def moses(checkout: Path, settings: Mapping[str, str], lang: str, straighten: bool = False) -> Work:
+def moses(checkout: Path, settings: Settings, lang: str, straighten: bool = False) -> Work:
     """The same by Moses' own Perl scripts in a checkout of mosesdecoder, for many lines at a time."""
     flags = {
         "normalize": [language_of(lang)],  # by position: older versions of the script know no -l
-        "tokenizer": ["-q", "-l", language_of(lang), *(["-a"] if settings["aggressive"] == "1" else [])],
+        "tokenizer": ["-q", "-l", language_of(lang), *(["-a"] if settings.aggressive else [])],
     }
     commands = [["perl", str(checkout / path), *flags.get(name, [])] for name, path in scripts(settings).items()]
 
@@ -105,8 +97,8 @@ def moses(checkout: Path, settings: Mapping[str, str], lang: str, straighten: bo
         for command in commands:
             result = subprocess.run(command, input=text, capture_output=True)
             if result.returncode:
-                messages = result.stderr.decode("utf-8", "replace").strip().splitlines() or [result.returncode]
-                raise UserError(f"{command[1]} failed: {messages[-1]}")
+                messages = result.stderr.decode("utf-8", "replace").splitlines()
+                raise UserError(f"{command[1]} failed: {why_it_failed(result.returncode, messages)}")
             text = result.stdout
         return text
 
@@ -117,19 +109,12 @@ def moses(checkout: Path, settings: Mapping[str, str], lang: str, straighten: bo
 _MARK = "\U00010640"
 
 
-def protected(settings: Mapping[str, str]) -> list[str]:
-    """The regular expressions of the text that must survive (the setting ``protect``)."""
-    return json.loads(settings.get("protect", "[]"))
-
-
-def tokenizer(
-    settings: Mapping[str, str], lang: str, straighten: bool = False, checkout_of_moses: Path | None = None
-) -> Work:
+def tokenizer(settings: Settings, lang: str, straighten: bool = False, checkout_of_moses: Path | None = None) -> Work:
     """The tokenizer that the settings name, for :func:`pn_fairseq.pipeline.data.parallel.transform`."""
     work = _unprotected(settings, lang, straighten, checkout_of_moses)
-    if not (patterns := protected(settings)):
+    if not settings.protect:
         return work
-    pattern = re.compile("|".join(f"(?:{pattern})" for pattern in patterns), re.MULTILINE)
+    pattern = re.compile("|".join(f"(?:{pattern})" for pattern in settings.protect), re.MULTILINE)
 
     def with_marks(text: bytes) -> bytes:
         kept: list[str] = []
@@ -149,11 +134,11 @@ def tokenizer(
     return with_marks
 
 
-def _unprotected(settings: Mapping[str, str], lang: str, straighten: bool, checkout_of_moses: Path | None) -> Work:
-    if settings["tokenizer"] == NONE:
-        case = str.lower if settings["lower"] == "1" else str
+def _unprotected(settings: Settings, lang: str, straighten: bool, checkout_of_moses: Path | None) -> Work:
+    if settings.tokenizer == NONE:
+        case = str.lower if settings.lower else str
         return per_line(lambda line: " ".join(case(line).split()))
-    if settings["tokenizer"] == "moses":
+    if settings.tokenizer == MOSES:
         return moses(checkout(settings, checkout_of_moses), settings, lang, straighten)
     return per_line(sacremoses(settings, lang, straighten))
 

@@ -2,6 +2,7 @@ import contextlib
 import gzip
 import hashlib
 import zipfile
+from argparse import Namespace
 
 import pytest
 from fairseq.data.indexed_dataset import MMapIndexedDataset
@@ -118,9 +119,10 @@ def test_bytes(tmp_path, monkeypatch):
         folder.mkdir()
         with zipfile.ZipFile(folder / "enwik8.zip", "w") as file:
             file.writestr("enwik8", text)
-        plan = Preparation(folder / "data", workers=1)
-        with plan, pytest.raises(UserError) if size == 511 else contextlib.nullcontext() as error:
-            enwik8.prepare(plan, str(folder))
+        options = Namespace(archive=str(folder))
+        plan = Preparation(folder / "data", enwik8.settings(options))
+        with pytest.raises(UserError) if size == 511 else contextlib.nullcontext() as error:
+            enwik8.prepare(plan, options)
     assert "it has 511 bytes, and enwik8 has 512" in str(error.value)
     raw = [(tmp_path / f"512/data/raw/{split}.txt").read_bytes() for split in ("train", "valid", "test")]
     assert b"".join(part[:-1] for part in raw) == texts["train"] and [*map(len, raw)] == [301, 151, 63]

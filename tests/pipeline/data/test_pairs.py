@@ -2,6 +2,7 @@
 
 import gzip
 import lzma
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from pn_fairseq.pipeline.data.pairs import (
 )
 from pn_fairseq.pipeline.data.preparation import Preparation
 from pn_fairseq.pipeline.data.recipes.wmt14 import sacrebleus_segments
-from pn_fairseq.pipeline.data.settings import DEFAULTS
+from pn_fairseq.pipeline.data.settings import Settings
 
 
 def write(folder: Path, **contents: bytes) -> tuple[Path, Path]:
@@ -27,8 +28,8 @@ def write(folder: Path, **contents: bytes) -> tuple[Path, Path]:
 
 
 def take(reader: pairs.Reader, tmp_path: Path, de: bytes, en: bytes) -> tuple[list[str], list[str]]:
-    with Preparation(tmp_path / "data", workers=1) as data:
-        data.open("", {**DEFAULTS, "source": "de", "target": "en"})
+    with tempfile.TemporaryDirectory() as folder:
+        data = Preparation(Path(folder), Settings(source="de", target="en"))
         data.take(reader, "train", write(tmp_path, de=de, en=en))
         texts = [(data.partial / f"text/train.{lang}").read_bytes().decode() for lang in ("de", "en")]
     assert all(text.endswith("\n") for text in texts)
@@ -111,20 +112,7 @@ def test_the_rule_of_cleaning(source, target, reason):
     assert pairs.objection(["a"], ["a"], 2, 175, 1.5) == "too short"
 
 
-@pytest.fixture
-def data(tmp_path):
-    """A function that gives the preparation in a folder, with these settings."""
-    with Preparation(tmp_path, workers=1) as data:
-        data.open("", {})
-
-        def with_settings(**values: object) -> Preparation:
-            data.settings = {**DEFAULTS, "source": "de", "target": "en", **values}
-            return data
-
-        yield with_settings
-
-
-def test_removed_pairs_and_counts(data, tmp_path):
+def test_removed_pairs_and_counts(tmp_path):
     """Lengths are numbers of tokens. Only training pairs are removed."""
     for folder in ("text", "stages/tok"):
         (tmp_path / folder).mkdir(parents=True)
@@ -132,7 +120,7 @@ def test_removed_pairs_and_counts(data, tmp_path):
             for lang, lines in (("de", "a b\nx y z\n"), ("en", "c d\nx\n")):
                 text = lines if folder == "stages/tok" else lines.replace(" ", "")
                 (tmp_path / f"{folder}/{split}.{lang}").write_text(text)
-    data(clean="1 9 1.5", valid_every="0").select()
+    Preparation(tmp_path, Settings(source="de", target="en", clean=(1, 9, 1.5))).select()
     assert (tmp_path / "raw/train.de").read_text() == "ab\n" and (tmp_path / "tok/train.en").read_text() == "c d\n"
     assert (tmp_path / "raw/test.de").read_text() == "ab\nxyz\n"
     assert (tmp_path / "removed.tsv").read_text().splitlines() == [
@@ -143,11 +131,11 @@ def test_removed_pairs_and_counts(data, tmp_path):
     assert (tmp_path / "counts.txt").read_text().splitlines() == counts
 
 
-def test_a_split_without_a_pair(data, tmp_path):
+def test_a_split_without_a_pair(tmp_path):
     for folder in ("text", "stages/tok"):
         (tmp_path / folder).mkdir(parents=True)
         for name in ("train.de", "train.en", "test.de", "test.en"):
             (tmp_path / folder / name).write_text("a\n" * 5)
     with pytest.raises(UserError, match="no sentence pair of valid is left .*train.read=5.*train=5, valid=0, test=5"):
-        data(clean="1 9 1.5", valid_every="6").select()
+        Preparation(tmp_path, Settings(source="de", target="en", clean=(1, 9, 1.5), valid_every=6)).select()
     assert not (tmp_path / "counts.txt").exists()

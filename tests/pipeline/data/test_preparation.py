@@ -1,8 +1,8 @@
 """Recipes and their options, and what a preparation says where another one works in the same folder."""
 
 import fcntl
-import inspect
 import re
+import shutil
 import textwrap
 import threading
 from pathlib import Path
@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from pn_fairseq.pipeline.data import languages, pairs, subwords, tokens
-from pn_fairseq.pipeline.data.preparation import Preparation
+from pn_fairseq.pipeline.data.preparation import Preparation, locked
 from pn_fairseq.pipeline.data.recipes import RECIPES
+from pn_fairseq.pipeline.data.settings import Settings
 from pn_fairseq.pipeline.runs import Run
 from pn_fairseq.pipeline.translate import to_subwords
 
@@ -28,10 +29,8 @@ def run(corpus, *options: str) -> int:
     return verb("prepare")(["text", *map(str, flags), "--workers", "1"])
 
 
-def test_the_options_of_every_corpus_are_its_arguments():
-    for recipe in RECIPES.values():
-        inspect.signature(recipe.prepare).bind(None, **{flag[2:].replace("-", "_"): None for flag in recipe.OPTIONS})
-        assert not recipe.CONFIG or (ROOT / f"configs/{recipe.CONFIG}.yaml").is_file()
+def test_every_corpus_has_its_configuration():
+    assert all((ROOT / f"configs/{recipe.CONFIG}.yaml").is_file() for recipe in RECIPES.values() if recipe.CONFIG)
 
 
 @pytest.mark.parametrize(
@@ -120,13 +119,10 @@ def test_languages_whose_scores_need_a_package(corpus, capsys, monkeypatch):
     ],
 )
 def test_what_detokenization_does_not_restore_is_said(text, needle, tmp_path, capsys):
-    with Preparation(tmp_path, workers=1) as data:
-        data.begin("", source="es", target="en")
-        data.splits = ["valid"]
-        (tmp_path / "raw").mkdir()
-        for lang, content in (("es", text * 3), ("en", "It\u2019s mine.\n")):
-            (tmp_path / f"raw/valid.{lang}").write_text(content, "utf-8")
-        data.tokenize("raw", "tok")
+    (tmp_path / "raw").mkdir()
+    for lang, content in (("es", text * 3), ("en", "It\u2019s mine.\n")):
+        (tmp_path / f"raw/valid.{lang}").write_text(content, "utf-8")
+    Preparation(tmp_path, Settings(source="es", target="en"), splits=["valid"]).tokenize("raw", "tok")
     said = capsys.readouterr().err
     assert needle in said and ("note:" in said) is bool(needle)
 
@@ -157,16 +153,13 @@ def test_the_recipe_of_the_page_in_a_file_of_ones_own(tmp_path, monkeypatch, cap
     words = ["--corpus", str(cut_corpus(tmp_path / "text", 9, 3, 3)), "--bpe", "150"]
     assert verb("prepare")(["my_corpus.py", *words]) == 0
     assert "train has 9 sentence pairs here; the published one has 12000" in capsys.readouterr().err
-    assert (tmp_path / "runs/data/my_corpus/bin/dict.en.txt").is_file() and RECIPES.pop("my_corpus").REPRODUCE
+    assert (tmp_path / "runs/data/my_corpus/bin/dict.en.txt").is_file()
+    assert RECIPES.pop("my_corpus").REPRODUCE.steps[0] == ["train"]
+    shutil.copy(ROOT / "configs/verses_es_en.yaml", "my_corpus.yaml")  # the second place: its configuration
+    assert verb("train")(["my_corpus.yaml", "--check"]) == 0
     (tmp_path / "other.py").write_text('"""No recipe."""\n')
     for name, needle in (("none.py", "there is no recipe 'none.py'"), ("other.py", "is no recipe: it has no CONFIG")):
         assert verb("prepare")([name, *words]) == 2 and needle in capsys.readouterr().err
-
-
-def test_a_recipe_with_an_unknown_setting(tmp_path):
-    with pytest.raises(TypeError, match="there is no setting lowwer"):
-        Preparation(tmp_path / "data", workers=1).begin("", source="de", target="en", lowwer=1)
-    assert not (tmp_path / "data").exists()
 
 
 def test_a_memory_that_is_too_small_is_one_line(corpus, monkeypatch, capsys):
@@ -180,15 +173,15 @@ def test_a_memory_that_is_too_small_is_one_line(corpus, monkeypatch, capsys):
 
 
 def test_a_second_preparation_waits(tmp_path, capsys):
-    first, second = (Preparation(tmp_path, workers=1) for _ in range(2))
-    first.open("", {})
-    thread = threading.Thread(target=second.open, args=("", {}))
+    first, second = locked(tmp_path), locked(tmp_path)
+    first.__enter__()
+    thread = threading.Thread(target=second.__enter__)
     thread.start()
     thread.join(0.3)
     assert thread.is_alive()
-    first.close()
+    first.__exit__(None, None, None)
     thread.join()
     assert f"another process prepares {tmp_path}; waiting for it to end" in capsys.readouterr().err
     with (tmp_path / ".lock").open() as lock, pytest.raises(BlockingIOError):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    second.close()
+    second.__exit__(None, None, None)

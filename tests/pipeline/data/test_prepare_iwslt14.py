@@ -257,7 +257,7 @@ def test_ended_by_a_signal_it_resumes_and_ends_in_the_same_bytes(archive, prepar
             128 + number,
             ["pn prepare: interrupted; run the same command again to resume"],
         ), (mark, stderr)
-        assert not [path for path in dest.iterdir() if "partial" in path.name]
+        assert not [*dest.glob("*partial*")]
     run(*command(archive, dest))
     assert_same_bytes(dest, prepared)
 

@@ -4,41 +4,54 @@ import pytest
 
 from pn_fairseq.common.command import UserError
 from pn_fairseq.common.files import read_settings, write_settings
-from pn_fairseq.pipeline.data import settings
+from pn_fairseq.pipeline.data.settings import Settings, check, read
 
 
-def keep(dest, text: str = "", **values: str) -> None:
+def keep(dest, text: str = "", **values: object) -> None:
     """What a preparation does with its settings."""
-    made_with = {**settings.DEFAULTS, "source": "de", "target": "en", **values}
+    made_with = Settings(source="de", target="en", **values).as_text()
     sums = {"train.de": f"{text:0>64}", "train.en": 64 * "1"}
-    settings.check(dest, made_with, sums)
+    check(dest, made_with, sums)
+    dest.mkdir(exist_ok=True)
     write_settings(dest / "settings.txt", made_with, sums)
 
 
 def test_settings_are_kept_and_read(tmp_path):
-    keep(tmp_path, bpe="300")
-    made_with = {**settings.DEFAULTS, "source": "de", "target": "en", "bpe": "300"}
-    assert read_settings(tmp_path / "settings.txt") == {**made_with, "train.de": 64 * "0", "train.en": 64 * "1"}
-    recorded = (tmp_path / "settings.txt").read_text().splitlines()
-    assert recorded[3] == "bpe=300" and recorded[-1] == 64 * "1" + "  train.en"
+    keep(tmp_path, bpe=300, lower=True, straighten=("valid", "test"), clean=(1, 175, 1.5))
+    assert (tmp_path / "settings.txt").read_text().splitlines() == [
+        "source=de", "target=en", "lower=1", "bpe=300", "segmentation=subword-nmt", "tokenizer=sacremoses+final-stop",
+        "straighten=valid test", "normalize=0", "nonprinting=0", "aggressive=0", "compound_split=0", "clean=1 175 1.5",
+        "separate_dictionaries=0", "valid_every=0", f"{64 * '0'}  train.de", f"{64 * '1'}  train.en",
+    ]  # fmt: skip
+    kept = Settings(source="de", target="en", bpe=300, lower=True, straighten=("valid", "test"), clean=(1, 175, 1.5))
+    assert read(tmp_path / "settings.txt") == kept
+    keep(tmp_path / "tags", protect=[r"<2\w\w>", "a b"])
+    assert 'protect=["<2\\\\w\\\\w>", "a b"]' in (tmp_path / "tags/settings.txt").read_text().splitlines()
+    assert read(tmp_path / "tags/settings.txt").protect == [r"<2\w\w>", "a b"]
+    (tmp_path / "old").write_text("source=de\ntarget=en\n")  # an earlier version wrote no more
+    assert read(tmp_path / "old") == Settings(source="de", target="en")
+    for text, needle in (("source=de\n", "does not name the target"), ("bpe=many\n", "is damaged")):
+        (tmp_path / "old").write_text(text)
+        with pytest.raises(UserError, match=needle):
+            read(tmp_path / "old")
 
 
 def test_what_is_learned_is_not_mixed_with_other_settings_or_text(tmp_path):
-    keep(tmp_path, bpe="300")
+    keep(tmp_path, bpe=300)
     (tmp_path / "bpe").mkdir()
     (tmp_path / "bpe/codes").touch()
     before = (tmp_path / "settings.txt").read_text()
     with pytest.raises(UserError, match=r"other settings \(bpe=300, not 400\).*name another directory"):
-        keep(tmp_path, bpe="400")
+        keep(tmp_path, bpe=400)
     with pytest.raises(UserError, match="other text"):
-        keep(tmp_path, "2", bpe="300")
-    keep(tmp_path, bpe="300")
+        keep(tmp_path, "2", bpe=300)
+    keep(tmp_path, bpe=300)
     assert (tmp_path / "settings.txt").read_text() == before
 
 
 def test_subwords_may_change_until_they_are_learned(tmp_path):
-    keep(tmp_path, bpe="300")
-    keep(tmp_path, bpe="400", segmentation="sentencepiece")
+    keep(tmp_path, bpe=300)
+    keep(tmp_path, bpe=400, segmentation="sentencepiece")
     assert read_settings(tmp_path / "settings.txt")["bpe"] == "400"
     with pytest.raises(UserError, match=r"other settings \(lower=0, not 1\)"):
-        keep(tmp_path, bpe="400", lower="1")
+        keep(tmp_path, bpe=400, lower=True)

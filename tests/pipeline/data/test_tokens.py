@@ -6,14 +6,15 @@ import shutil
 import pytest
 from sacremoses import MosesTokenizer
 
-from pn_fairseq.pipeline.data import settings, tokens
+from pn_fairseq.pipeline.data import tokens
+from pn_fairseq.pipeline.data.settings import Settings
 from tests.scripts_helpers import ROOT
 
 MULTI30K = ROOT.parent / "shared/data/multi30k"
 
 
-def tokenize(line: str, lang: str = "en", straighten: bool = False, **changes: str) -> str:
-    return tokens.sacremoses({**settings.DEFAULTS, **changes}, lang, straighten)(line)
+def tokenize(line: str, lang: str = "en", straighten: bool = False, **changes: object) -> str:
+    return tokens.sacremoses(Settings(source="de", target="en", **changes), lang, straighten)(line)
 
 
 @pytest.mark.parametrize(
@@ -61,12 +62,12 @@ def test_nothing_but_the_last_full_stop_differs_from_sacremoses():
 @pytest.mark.parametrize(
     ("changes", "line", "expected"),
     [
-        ({"lower": "1"}, "ÄÖÜ Straße", "äöü straße"),
+        ({"lower": True}, "ÄÖÜ Straße", "äöü straße"),
         ({"straighten": True}, "They’re “it’s”", "They &apos;re “ it &apos;s ”"),
-        ({"aggressive": "1"}, "well-known", "well @-@ known"),
-        ({"normalize": "1"}, "“Quotes” – and more…", "&quot; Quotes &quot; - and more ..."),
-        ({"normalize": "1"}, "a\rb", "ab"),
-        ({"nonprinting": "1"}, "a\u200bb\x07c", "a b c"),
+        ({"aggressive": True}, "well-known", "well @-@ known"),
+        ({"normalize": True}, "“Quotes” – and more…", "&quot; Quotes &quot; - and more ..."),
+        ({"normalize": True}, "a\rb", "ab"),
+        ({"nonprinting": True}, "a\u200bb\x07c", "a b c"),
     ],
 )
 def test_settings(changes, line, expected):
@@ -75,7 +76,7 @@ def test_settings(changes, line, expected):
 
 @pytest.mark.skipif(not shutil.which("perl"), reason="Moses' scripts need perl")
 def test_moses_scripts_run_in_their_order_with_their_flags(tmp_path, monkeypatch):
-    chosen = {**settings.DEFAULTS, "tokenizer": "moses", "normalize": "1", "lower": "1", "aggressive": "1"}
+    chosen = Settings(source="de", target="en", tokenizer="moses", normalize=True, lower=True, aggressive=True)
     for script in tokens.scripts(chosen).values():
         (tmp_path / script).parent.mkdir(parents=True, exist_ok=True)
         name = script.split("/")[-1].split(".")[0]

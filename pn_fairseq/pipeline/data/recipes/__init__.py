@@ -6,7 +6,9 @@ A recipe is a module, here or in a file of a user (`pn prepare FILE.py`), with
                          "": --dest must be given
   OPTIONS                its options, in addition to --dest and --workers: flag -> arguments of add_argument
   REPRODUCE              with a CONFIG: the models that `pn reproduce` trains on it, a Corpus
-  prepare(data, ...)     the steps in their order: methods of Preparation. The values of the options are its arguments
+  settings(options)      what the data is made with, a Settings; ``options`` has the values of all options
+  prepare(data, options) the steps in their order: methods of Preparation
+  folder(options)        if it depends on the options: the name of the data's folder in runs/data, instead of CONFIG
 """
 
 import importlib
@@ -30,7 +32,9 @@ def load(file: str) -> str:
     spec = importlib.util.spec_from_file_location(path.stem, path)
     recipe = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(recipe)
-    if absent := [name for name in ("__doc__", "CONFIG", "OPTIONS", "prepare") if getattr(recipe, name, None) is None]:
+    if absent := [
+        name for name in ("__doc__", "CONFIG", "OPTIONS", "settings", "prepare") if getattr(recipe, name, None) is None
+    ]:
         raise UserError(f"{path} is no recipe: it has no {absent[0]} (docs/adding_a_corpus.md)")
     RECIPES[path.stem] = recipe
     return path.stem

@@ -9,7 +9,7 @@ from pn_fairseq.common.command import UserError
 from pn_fairseq.pipeline.data import language_model
 from pn_fairseq.pipeline.data.binarize import SPLITS
 from pn_fairseq.pipeline.data.corpus import Corpus
-from pn_fairseq.pipeline.data.preparation import ARCHIVE, Preparation
+from pn_fairseq.pipeline.data.preparation import ARCHIVE, LanguageModelSettings, Preparation
 
 CONFIG = "enwik8_lm"
 REPRODUCE = Corpus(CONFIG, "base", (1,), ("transformer_lm",), ("none", "ln", "lns", "dn", "ada"))
@@ -21,9 +21,12 @@ SHA256 = "547994d9980ebed1288380d652999f38a14fe291a6247c157c3d33d4932534bc"
 SIZES = (90_000_000, 5_000_000, 5_000_000)
 
 
-def prepare(data: Preparation, archive: str | None) -> None:
-    data.open(CONFIG, language_model.settings("enwik8", unit="byte"))
-    (file,) = data.published({URL: SHA256}, archive)
+def settings(options) -> LanguageModelSettings:
+    return LanguageModelSettings(corpus="enwik8", unit="byte")
+
+
+def prepare(data: Preparation, options) -> None:
+    (file,) = data.published({URL: SHA256}, options.archive)
     (whole,) = data.unpack(file, ["enwik8"])
     if (size := whole.stat().st_size) != sum(SIZES):
         raise UserError(f"this is not enwik8: it has {size:,} bytes, and enwik8 has {sum(SIZES):,}")

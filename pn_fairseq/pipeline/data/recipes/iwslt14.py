@@ -12,7 +12,7 @@ Downloads IWSLT14 German-English, and makes of it the data for `pn train iwslt14
 
 from pn_fairseq.pipeline.data.corpus import Corpus
 from pn_fairseq.pipeline.data.pairs import segments, strip_tags
-from pn_fairseq.pipeline.data.preparation import ARCHIVE, Preparation, bpe
+from pn_fairseq.pipeline.data.preparation import ARCHIVE, Preparation, Settings, bpe
 
 CONFIG = "iwslt14_de_en"
 REPRODUCE = Corpus(CONFIG, "iwslt")
@@ -25,24 +25,26 @@ SETS = ("TED.dev2010", "TEDX.dev2012", "TED.tst2010", "TED.tst2011", "TED.tst201
 TESTS = [f"de-en/IWSLT14.{name}.de-en.{lang}.xml" for name in SETS for lang in ("de", "en")]
 
 
-def prepare(data: Preparation, archive: str | None, bpe: int) -> None:
-    data.begin(
-        CONFIG,
+def settings(options) -> Settings:
+    return Settings(
         source="de",
         target="en",
-        straighten="test",  # in the test set ’ becomes ' before tokenization
-        lower=1,  # lower-cased after tokenization
-        clean="1 175 1.5",  # training pairs with a side of less than 1 or more than 175 tokens, or a ratio above 1.5
+        straighten=("test",),  # in the test set ’ becomes ' before tokenization
+        lower=True,  # lower-cased after tokenization
+        clean=(1, 175, 1.5),  # training pairs with a side of less than 1 or more than 175 tokens, or a ratio above 1.5
         valid_every=23,  # every 23rd training pair that is kept is for validation
-        bpe=bpe,
+        bpe=options.bpe,
     )
 
+
+def prepare(data: Preparation, options) -> None:
     # 1. The published text, one sentence a line: DEST/text.
-    for file in data.published({URL: ""}, archive):
-        members = data.unpack(file, [*TRAIN, *TESTS])
+    if files := data.published({URL: ""}, options.archive):
+        members = data.unpack(*files, [*TRAIN, *TESTS])
         data.take(strip_tags, "train", members[:2])
         data.take(segments, "test", members[2:])
-    data.keep_text("text")
+    if not data.keep_text("text"):
+        return
 
     # 2. Tokens, lower-cased.
     data.tokenize("text", "stages/tok")

@@ -6,8 +6,8 @@ Training 133,317 pairs, validation tst2012 (1,553), test tst2013 (1,268). Downlo
 
 from pn_fairseq.pipeline.data.corpus import Corpus
 from pn_fairseq.pipeline.data.pairs import tokens
-from pn_fairseq.pipeline.data.preparation import ARCHIVE, Preparation, bpe
-from pn_fairseq.pipeline.data.tokens import WITHOUT_FINAL_STOP
+from pn_fairseq.pipeline.data.preparation import ARCHIVE, Preparation, Settings, bpe
+from pn_fairseq.pipeline.data.settings import WITHOUT_FINAL_STOP
 
 CONFIG = "iwslt15_en_vi"
 REPRODUCE = Corpus(CONFIG, "iwslt")
@@ -20,18 +20,21 @@ SPLITS = {"train": ("train", 133317), "valid": ("tst2012", 1553), "test": ("tst2
 URLS = [f"{URL}/{name}.{lang}" for name, _ in SPLITS.values() for lang in ("en", "vi")]
 
 
-def prepare(data: Preparation, archive: str | None, bpe: int) -> None:
+def settings(options) -> Settings:
     # The tokenizer of the published text. Nothing is tokenized here.
-    data.begin(CONFIG, source="en", target="vi", tokenizer=WITHOUT_FINAL_STOP, bpe=bpe, separate_dictionaries=1)
+    return Settings(source="en", target="vi", tokenizer=WITHOUT_FINAL_STOP, bpe=options.bpe, separate_dictionaries=True)
 
+
+def prepare(data: Preparation, options) -> None:
     # 1. The published tokens, as they are (DEST/text/tokens): they were tokenized as Moses' scripts do it, with ' as
     # &apos; and so on, and published BLEU scores compare such tokens. sacreBLEU and chrF need plain text (DEST/text):
     # the nearest text is what the detokenizer of the translations makes of the reference.
-    if files := data.published(dict.fromkeys(URLS, ""), archive):
+    if files := data.published(dict.fromkeys(URLS, ""), options.archive):
         for number, (split, (_, count)) in enumerate(SPLITS.items()):
             data.take(tokens, split, files[2 * number : 2 * number + 2], count, to="tokens")
         data.detokenize("partial/text/tokens", "partial/text")
-    data.keep_text("text")
+    if not data.keep_text("text"):
+        return
     data.transform("copying", "text", "raw", lambda *_: bytes)
     data.transform("copying", "text/tokens", "tok", lambda *_: bytes)
 

@@ -6,10 +6,8 @@ education only, and it is not downloaded. Expected: 29,000 training and 1,014 va
 test2017. Makes the data for `pn train multi30k_de_en`, tokenized and lower-cased.
 """
 
-from pathlib import Path
-
 from pn_fairseq.pipeline.data.corpus import Corpus
-from pn_fairseq.pipeline.data.preparation import CORPUS, Preparation, bpe
+from pn_fairseq.pipeline.data.preparation import CORPUS, Preparation, Settings, bpe
 
 CONFIG = "multi30k_de_en"
 REPRODUCE = Corpus(CONFIG, "tiny")
@@ -19,8 +17,14 @@ TEST = "the test set: test2016 (default), test2017, ...; DIR is multi30k_de_en_N
 OPTIONS = CORPUS | {"--test": {"metavar": "NAME", "default": "test2016", "help": TEST}} | bpe(10000)
 
 
-def prepare(data: Preparation, corpus: str, test: str, bpe: int) -> None:
-    name = CONFIG if test == "test2016" else f"{CONFIG}_{test}"
-    data.begin(name, source="de", target="en", lower=1, bpe=bpe)
-    expect = (29000, 1014, 1000 if test in ("test2016", "test2017") else 0)
-    data.prepare_folder(Path(corpus).absolute(), test, expect)
+def folder(options) -> str:
+    return CONFIG if options.test == "test2016" else f"{CONFIG}_{options.test}"
+
+
+def settings(options) -> Settings:
+    return Settings(source="de", target="en", lower=True, bpe=options.bpe)
+
+
+def prepare(data: Preparation, options) -> None:
+    expect = (29000, 1014, 1000 if options.test in ("test2016", "test2017") else 0)
+    data.prepare_folder(options.corpus, options.test, expect)

@@ -7,11 +7,9 @@ ask that it be used for research and education only, and it is not downloaded. T
 test.2017 together. Expected: 29,000 training and 1,014 validation pairs, 1,000 in each test set.
 """
 
-from pathlib import Path
-
 from pn_fairseq.pipeline.data.corpus import Corpus
-from pn_fairseq.pipeline.data.preparation import CORPUS, Preparation
-from pn_fairseq.pipeline.data.tokens import NONE
+from pn_fairseq.pipeline.data.preparation import CORPUS, Preparation, Settings
+from pn_fairseq.pipeline.data.settings import NONE
 
 CONFIG = "multi30k_en_de_tiny"
 # fairseq's own model, post-norm, is the published one.
@@ -28,12 +26,14 @@ CONTENT = {
 }
 
 
-def prepare(data: Preparation, corpus: str) -> None:
-    folder, languages = Path(corpus).absolute(), ("en", "de")
-    data.begin(CONFIG, source="en", target="de", lower=1, tokenizer=NONE, bpe=10000)
+def settings(options) -> Settings:
+    return Settings(source="en", target="de", lower=True, tokenizer=NONE, bpe=10000)
+
+
+def prepare(data: Preparation, options) -> None:
     data.splits = [*CONTENT]
     texts = {
-        subset: [folder / f"{name}.{lang}" for name in names for lang in languages]
+        subset: [options.corpus / f"{name}.{lang}" for name in names for lang in ("en", "de")]
         for subset, (names, _) in CONTENT.items()
     }
-    data.prepare_tokens(texts, folder / "bpe-codes", [count for _, count in CONTENT.values()])
+    data.prepare_tokens(texts, options.corpus / "bpe-codes", [count for _, count in CONTENT.values()])

@@ -6,11 +6,9 @@ distribution: it is neither in this repository nor downloaded. Refuses text that
 tokens, ends of lines included.
 """
 
-from pathlib import Path
-
 from pn_fairseq.pipeline.data import language_model
 from pn_fairseq.pipeline.data.corpus import Corpus
-from pn_fairseq.pipeline.data.preparation import CORPUS, Preparation
+from pn_fairseq.pipeline.data.preparation import CORPUS, LanguageModelSettings, Preparation
 
 CONFIG = "ptb_lm"
 # The paper has layer-scale "in each model setting"; it would not change LN and GN, and PN-V and PN have it by default.
@@ -22,6 +20,9 @@ FILES = [f"ptb.{split}.txt" for split in ("train", "valid", "test")]
 TOKENS = (929589, 73760, 82430)
 
 
-def prepare(data: Preparation, corpus: str) -> None:
-    data.open(CONFIG, language_model.settings("PTB"))
-    language_model.prepare(data, [Path(corpus) / name for name in FILES], TOKENS)
+def settings(options) -> LanguageModelSettings:
+    return LanguageModelSettings(corpus="PTB")
+
+
+def prepare(data: Preparation, options) -> None:
+    language_model.prepare(data, [options.corpus / name for name in FILES], TOKENS)

@@ -6,15 +6,15 @@ prepared, in tokens or in subwords of them, as it is. With --like it prepares te
 data, to continue its training (checkpoint.finetune_from_model).
 """
 
-import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 from pn_fairseq.common.command import UserError
 from pn_fairseq.pipeline.data import pairs, subwords
 from pn_fairseq.pipeline.data.binarize import SPLITS
-from pn_fairseq.pipeline.data.preparation import CORPUS, KEEP_CASE, Preparation, bpe
-from pn_fairseq.pipeline.data.tokens import NONE
+from pn_fairseq.pipeline.data.preparation import CORPUS, KEEP_CASE, Preparation, Settings, bpe
+from pn_fairseq.pipeline.data.settings import MOSES, NONE, SACREMOSES, read
 
 CONFIG = ""
 SOURCE = "the language to translate from, as in the names of the files (with --like: that of DATA)"
@@ -36,7 +36,7 @@ OPTIONS = {
 }
 
 
-def patterns(file: Path) -> str:
+def patterns(file: Path) -> list[str]:
     """The setting ``protect`` of a file with regular expressions."""
     lines = [line.strip() for line in pairs.lines(file)]
     for number, line in enumerate(lines, 1):
@@ -48,30 +48,46 @@ def patterns(file: Path) -> str:
             raise UserError(f"{file}: line {number} has a group: write (?:...) for (...), and \\( for a bracket")
     if not any(lines):
         raise UserError(f"{file} has no regular expression (--protect)")
-    return json.dumps([line for line in lines if line])
+    return [line for line in lines if line]
 
 
-def prepare(
-    data: Preparation, corpus: str, source: str | None, target: str | None, like: Path | None, **options
-) -> None:
-    codes = options["codes"]
-    if like:
-        if given := [f"--{name.replace('_', '-')}" for name, value in options.items() if value]:
-            raise UserError(f"--like takes the settings of '{like}': leave out {' and '.join(given)}")
-        data.begin_like(like, source=source, target=target)
+def settings_like(options) -> Settings:
+    """The settings of other prepared data. How it was cleaned and what it is validated on are not the model's."""
+    data, own = options.like, ("bpe", "codes", "tokenized", "protect", "keep_case")
+    if given := [f"--{name.replace('_', '-')}" for name in own if getattr(options, name)]:
+        raise UserError(f"--like takes the settings of '{data}': leave out {' and '.join(given)}")
+    made_with = read(data / "settings.txt")
+    if not (data / "bin").is_dir():
+        raise UserError(f"'{data}' is no prepared data of a translation corpus (--like)")
+    chosen = {name: getattr(options, name) for name in ("source", "target", "segmentation")}
+    chosen["tokenizer"] = MOSES if options.moses else None
+    for name, value in chosen.items():
+        if value not in (None, old := getattr(made_with, name)):
+            raise UserError(f"'{data}' has {name}={old}, not {value} (--like)")
+    return replace(made_with, clean=(), valid_every=0)
+
+
+def settings(options) -> Settings:
+    if options.like:
+        return settings_like(options)
+    if not (options.source and options.target):
+        raise UserError("--source and --target are required (without --like)")
+    if options.source == options.target:
+        raise UserError(f"--source and --target are both '{options.source}'")
+    return Settings(
+        source=options.source,
+        target=options.target,
+        lower=not options.keep_case,
+        bpe=subwords.count_merges(options.codes) if options.codes else options.bpe or MERGES,
+        tokenizer=NONE if options.tokenized else SACREMOSES,
+        protect=patterns(options.protect) if options.protect else [],
+    )
+
+
+def prepare(data: Preparation, options) -> None:
+    if data.settings.tokenizer == NONE:
+        sides = data.settings.endings
+        texts = {split: [options.corpus / f"{split}.{lang}" for lang in sides] for split in SPLITS}
+        data.prepare_tokens(texts, options.codes)
     else:
-        if not (source and target):
-            raise UserError("--source and --target are required (without --like)")
-        if source == target:
-            raise UserError(f"--source and --target are both '{source}'")
-        settings = {"tokenizer": NONE} if options["tokenized"] else {}
-        settings |= {"protect": patterns(options["protect"])} if options["protect"] else {}
-        size = subwords.count_merges(codes) if codes else options["bpe"] or MERGES
-        lower = int(not options["keep_case"])
-        data.begin(CONFIG, source=source, target=target, lower=lower, bpe=size, **settings)
-    folder = Path(corpus).absolute()
-    if data.settings["tokenizer"] == NONE:
-        sides = data.settings["source"], data.settings["target"]
-        data.prepare_tokens({split: [folder / f"{split}.{lang}" for lang in sides] for split in SPLITS}, codes)
-    else:
-        data.prepare_folder(folder, codes=codes)
+        data.prepare_folder(options.corpus, codes=options.codes)

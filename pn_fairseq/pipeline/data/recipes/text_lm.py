@@ -4,12 +4,11 @@ Takes train.txt, valid.txt and test.txt from --corpus (one sentence or paragraph
 in counts.txt is a word, or with --unit byte a byte, or the end of a line.
 """
 
-from pathlib import Path
-
-from pn_fairseq.common.command import whole
+from pn_fairseq.common.command import UserError, whole
 from pn_fairseq.pipeline.data import language_model
 from pn_fairseq.pipeline.data.binarize import SPLITS
-from pn_fairseq.pipeline.data.preparation import CORPUS, Preparation
+from pn_fairseq.pipeline.data.preparation import CORPUS, LanguageModelSettings, Preparation
+from pn_fairseq.pipeline.data.settings import NONE, SACREMOSES
 
 CONFIG = ""
 SPLIT = "split punctuation as Moses does for this language (default: the text has tokens)"
@@ -23,7 +22,18 @@ OPTIONS = {
 }
 
 
-def prepare(data: Preparation, corpus: str, tokenize: str, lower: bool, unit: str, min_count: int) -> None:
-    folder = Path(corpus).absolute()
-    data.open(CONFIG, language_model.settings(folder.name, unit, tokenize, lower, min_count))
-    language_model.prepare(data, [folder / f"{split}.txt" for split in SPLITS])
+def settings(options) -> LanguageModelSettings:
+    if options.unit == "byte" and (options.tokenize or options.lower or options.min_count > 1):
+        raise UserError("--unit byte takes the text as it is: leave out --tokenize, --lower and --min-count")
+    return LanguageModelSettings(
+        corpus=options.corpus.name,
+        unit=options.unit,
+        language=options.tokenize,
+        tokenizer=SACREMOSES if options.tokenize else NONE,
+        lower=options.lower,
+        min_count=options.min_count,
+    )
+
+
+def prepare(data: Preparation, options) -> None:
+    language_model.prepare(data, [options.corpus / f"{split}.txt" for split in SPLITS])

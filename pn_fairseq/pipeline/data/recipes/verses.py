@@ -9,7 +9,7 @@ from pathlib import Path
 from pn_fairseq.common.command import UserError
 from pn_fairseq.common.files import checksum, read_settings, shipped
 from pn_fairseq.pipeline.data.corpus import Corpus
-from pn_fairseq.pipeline.data.preparation import KEEP_CASE, Preparation, bpe
+from pn_fairseq.pipeline.data.preparation import KEEP_CASE, Preparation, Settings, bpe
 
 CONFIG = "verses_es_en"
 REPRODUCE = Corpus(CONFIG, "tiny", (1, 2))
@@ -25,7 +25,9 @@ def corpus() -> Path:
     return folder
 
 
-def prepare(data: Preparation, bpe: int, keep_case: bool) -> None:
-    folder = corpus()
-    data.begin(CONFIG, source="es", target="en", lower=int(not keep_case), bpe=bpe)
-    data.prepare_folder(folder)
+def settings(options) -> Settings:
+    return Settings(source="es", target="en", lower=not options.keep_case, bpe=options.bpe)
+
+
+def prepare(data: Preparation, options) -> None:
+    data.prepare_folder(corpus())

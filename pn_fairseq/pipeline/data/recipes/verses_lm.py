@@ -13,8 +13,9 @@ from pn_fairseq.pipeline.data import language_model
 from pn_fairseq.pipeline.data.binarize import SPLITS
 from pn_fairseq.pipeline.data.corpus import Corpus
 from pn_fairseq.pipeline.data.pairs import as_is
-from pn_fairseq.pipeline.data.preparation import Preparation
+from pn_fairseq.pipeline.data.preparation import LanguageModelSettings, Preparation
 from pn_fairseq.pipeline.data.recipes import verses
+from pn_fairseq.pipeline.data.settings import SACREMOSES
 
 CONFIG = "verses_lm_en"
 _NORMS = ("ln", "ln+layer_scale_groups=4", "gn", "bn", "brn", "mabn", "pnv", "pn")
@@ -36,24 +37,30 @@ def split_by_book(corpus: Path, folder: Path) -> list[Path]:
 
     The splits of ``corpus``, data/verses.es-en, interleave verses: neighbours of its test verses are in its train.
     """
-    found: dict[str, list[tuple[int, int, str]]] = {}  # of each book: chapter, number, verse
+    verses_of: dict[str, list[tuple[int, int, str]]] = {}  # book -> chapter, number, verse
     for split in SPLITS:
         references, verses = (as_is(corpus / f"{split}.{kind}") for kind in ("refs", "en"))
         for reference, verse in zip(references, verses, strict=True):
             book, chapter, number = re.fullmatch(r"(.+) (\d+):(\d+)\n", reference).groups()
-            found.setdefault(book, []).append((int(chapter), int(number), verse))
+            verses_of.setdefault(book, []).append((int(chapter), int(number), verse))
     split_of = {book: split for split, books in BOOKS.items() for book in books}
     folder.mkdir()
     texts = {split: folder / f"{split}.txt" for split in SPLITS}
-    for book, verses in found.items():
+    for book, verses in verses_of.items():
         with texts[split_of.get(book, "train")].open("ab") as text:
             text.writelines(verse.encode() for *_, verse in sorted(verses))
     return [*texts.values()]
 
 
-def prepare(data: Preparation, unit: str) -> None:
-    folder = verses.corpus()
-    words = {"tokenize": "en", "lower": True, "min_count": 3} if unit == "word" else {}
-    name = CONFIG if unit == "word" else f"{CONFIG}_bytes"
-    data.open(name, language_model.settings("verses", unit, **words))
-    language_model.prepare(data, split_by_book(folder, data.partial / "unpacked"))
+def folder(options) -> str:
+    return CONFIG if options.unit == "word" else f"{CONFIG}_bytes"
+
+
+def settings(options) -> LanguageModelSettings:
+    if options.unit == "byte":
+        return LanguageModelSettings(corpus="verses", unit="byte")
+    return LanguageModelSettings(corpus="verses", language="en", tokenizer=SACREMOSES, lower=True, min_count=3)
+
+
+def prepare(data: Preparation, options) -> None:
+    language_model.prepare(data, split_by_book(verses.corpus(), data.partial / "unpacked"))

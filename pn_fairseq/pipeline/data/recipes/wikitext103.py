@@ -6,7 +6,7 @@ text that does not have 103,227,021 / 217,646 / 245,569 tokens, ends of lines in
 
 from pn_fairseq.pipeline.data import language_model
 from pn_fairseq.pipeline.data.corpus import Corpus
-from pn_fairseq.pipeline.data.preparation import ARCHIVE, Preparation
+from pn_fairseq.pipeline.data.preparation import ARCHIVE, LanguageModelSettings, Preparation
 
 CONFIG = "wikitext103_lm"
 # Layer-scale as in ptb.py.
@@ -21,7 +21,10 @@ MEMBERS = [f"wikitext-103/wiki.{split}.tokens" for split in ("train", "valid", "
 TOKENS = (103227021, 217646, 245569)
 
 
-def prepare(data: Preparation, archive: str | None) -> None:
-    data.open(CONFIG, language_model.settings("WikiText-103"))
-    (file,) = data.published({URL: SHA256}, archive)
+def settings(options) -> LanguageModelSettings:
+    return LanguageModelSettings(corpus="WikiText-103")
+
+
+def prepare(data: Preparation, options) -> None:
+    (file,) = data.published({URL: SHA256}, options.archive)
     language_model.prepare(data, data.unpack(file, MEMBERS), TOKENS)

@@ -14,7 +14,7 @@ from functools import partial
 
 from pn_fairseq.pipeline.data.corpus import Corpus
 from pn_fairseq.pipeline.data.pairs import segments, without_carriage_returns
-from pn_fairseq.pipeline.data.preparation import ARCHIVE, Preparation, bpe
+from pn_fairseq.pipeline.data.preparation import ARCHIVE, Preparation, Settings, bpe
 
 CONFIG = "wmt14_en_de_big"
 REPRODUCE = Corpus(CONFIG, "wmt_en_de_big", (1,))
@@ -41,27 +41,29 @@ CONTENT = {
 }
 
 
-def prepare(data: Preparation, archive: str | None, bpe: int) -> None:
-    data.begin(
-        CONFIG,
+def settings(options) -> Settings:
+    return Settings(
         source="en",
         target="de",
-        straighten="test",  # in the test set ’ becomes ' before tokenization
-        normalize=1,  # punctuation normalised, but not in the test set
-        nonprinting=1,  # unprintable characters made blanks, but not in the test set
-        aggressive=1,  # hyphens within words become tokens @-@
-        compound_split=1,
+        straighten=("test",),  # in the test set ’ becomes ' before tokenization
+        normalize=True,  # punctuation normalised, but not in the test set
+        nonprinting=True,  # unprintable characters made blanks, but not in the test set
+        aggressive=True,  # hyphens within words become tokens @-@
+        compound_split=True,
         # fairseq's recipe has these numbers, but counts subwords, of BPE that is learned on all pairs. Tokens are
         # counted in its variant for Ott et al. 2018 (1 to 80, any ratio).
-        clean="1 250 1.5",
-        bpe=bpe,
+        clean=(1, 250, 1.5),
+        bpe=options.bpe,
     )
 
+
+def prepare(data: Preparation, options) -> None:
     # 1. The published text, one sentence a line: DEST/text.
-    if files := data.published(dict.fromkeys(CONTENT, "") | {TEST: TEST_MD5}, archive):
+    if files := data.published(dict.fromkeys(CONTENT, "") | {TEST: TEST_MD5}, options.archive):
         for (split, reader, count, members), file in zip(CONTENT.values(), files, strict=True):
             data.take(reader, split, data.unpack(file, members), count)
-    data.keep_text("text")
+    if not data.keep_text("text"):
+        return
 
     # 2. Tokens. fairseq's recipe normalises nothing in the test set.
     data.tokenize("text", "stages/tok", ["train", "valid"])
