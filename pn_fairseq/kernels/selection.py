@@ -27,7 +27,7 @@ SCHEMAS = 3
 #: The compiled kernels, which fit one version of torch and these schemas; setup.py gives them the same name.
 EXTENSION = "pn_fairseq.kernels._cpp_" + re.sub(r"\W", "_", f"{torch.__version__}_{SCHEMAS}")
 
-#: Lowest compute capability on which the Triton kernels are used. They have been compiled for 7.0, 7.5, 8.0 and 9.0.
+#: Lowest compute capability on which the Triton kernels are used. The tests compile them for 8.0 and 9.0.
 LOWEST_CAPABILITY = (7, 0)
 
 
