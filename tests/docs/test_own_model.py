@@ -26,17 +26,20 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class TorchEncoder(nn.TransformerEncoder):
-    """torch's stack of the page's layer, called as the page's own encoder is."""
+    """torch's encoder, called as the page's own encoder is."""
 
     def forward(self, x, padding_mask):
         return super().forward(x, src_key_padding_mask=padding_mask)
 
 
 def encoders(page) -> dict[str, nn.Module]:
-    layer = page["PNTransformerEncoderLayer"](C, HEADS, 32, psi_warmup_updates=2)
+    layer = nn.TransformerEncoderLayer(C, HEADS, 32, norm_first=True)
+    torch_encoder = TorchEncoder(layer, 2, enable_nested_tensor=False)
     return {
         "own layers": page["Encoder"](2, C, HEADS, 32, psi_warmup_updates=2),
-        "nn.TransformerEncoder": TorchEncoder(layer, 2, enable_nested_tensor=False),
+        "nn.TransformerEncoder": page["convert_norms"](
+            torch_encoder, "power", mask_from="src_key_padding_mask", psi_warmup_updates=2
+        ),
     }
 
 
