@@ -105,7 +105,8 @@ def differences_of(text: str, runs: pandas.DataFrame) -> list[str]:
                     if (expected := selection.cell(name, title)) != cell:
                         wrong.append(f"{name}, {title}: {cell}, and the runs have {expected}")
         known = selection.intervals()
-        for found in INTERVAL.finditer(re.sub(r"(?m)^\|.*\|$", "", part)):
+        sentences = re.sub(r"(?m)^\|.*\|$", "", part)
+        for found in INTERVAL.finditer(" ".join(sentences.split())):  # a line may end within an interval
             if found[0] not in known:
                 wrong.append(f"{found[0]} is no difference of {mark['query']}")
     return wrong
