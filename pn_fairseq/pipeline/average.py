@@ -48,7 +48,7 @@ def _parser() -> ArgumentParser:
     inputs = "checkpoint files; or one folder (fairseq's --save-dir), together with --last: its checkpoints of epochs, "
     inputs += "else of updates, else only checkpoint_last.pt"
     source.add_argument("--inputs", nargs="+", metavar="PATH", type=Path, help=inputs)
-    output = "the file to write, none of the inputs (default with --run: DIR/checkpoints/averaged.pt)"
+    output = "the file to write, which must not be an input (default with --run: DIR/checkpoints/averaged.pt)"
     add("--output", metavar="FILE", type=Path, help=output)
     last = "average the N newest checkpoints of the run or folder, or all if there are fewer (default with --run: "
     add("--last", type=whole, metavar="N", help=f"{last}average_last of its configuration, else as many as it keeps)")

@@ -33,7 +33,7 @@ All steps from the text to a report, for a list of norms and seeds. WHAT is
 
   a corpus, which is prepared first: {corpora}
   a configuration or the path of a YAML file, for prepared data of your own (--data): {configs}
-  demo        one small training on the verses, with sample translations
+  demo        one small run on the verses, with sample translations
   --study NAME-OR-FILE
               a list of runs that answer one question: {studies}; or such a file of your own
 """
@@ -128,7 +128,7 @@ def main(argv: Sequence[str]) -> int:
         description=ABOUT.format(
             corpora=", ".join(CORPORA), configs=", ".join(names_in(CONFIGS)), studies=", ".join(names_in(STUDIES))
         ),
-        epilog="pn reproduce WHAT --help has the options.",
+        epilog="pn reproduce WHAT --help lists the options.",
     )
     parser.add_argument("WHAT")
     parser.parse_args(argv)

@@ -22,7 +22,7 @@ example:
 Norms with running statistics, such as PN, PN-V and BN, are folded. Other norms stay, and so does the last norm of a
 decoder whose output projection is shared with its embeddings. Before OUTPUT is written, both models run on random
 sentences, and the largest difference of their logits is printed; more than 1e-4 of the largest logit is an error.
-OUTPUT cannot be trained, and has no optimizer state. To average checkpoints, average before folding. CHECKPOINT is
+OUTPUT cannot be trained, and holds no optimizer state. To average checkpoints, average before folding. CHECKPOINT is
 read without executing code from it.
 """
 

@@ -33,7 +33,7 @@ SEARCH = {"beam": 5, "lenpen": 1.0, "max_len_a": 0, "max_len_b": 200}
 
 EPILOG = """\
 Decodes on all visible GPUs (CUDA_VISIBLE_DEVICES=0,1 selects some), one process on each, or else on the CPU. Fails
-unless every sentence has a hypothesis. Does nothing if the output was made from these checkpoints and this data with
+unless every sentence gets a hypothesis. Does nothing if the output was made from these checkpoints and this data with
 these settings.
 """
 
@@ -63,7 +63,7 @@ def _parser() -> ArgumentParser:
     parser.add_argument("--ranks", type=whole, metavar="N", help="processes (default: one per visible GPU, or one)")
     parser.add_argument("--subset", default="test", metavar="NAME", help="test (default) or valid")
     parser.add_argument("--nbest", type=whole, default=1, metavar="N", help="also write the N best to nbest.tok")
-    output = "default DIR/generate/SUBSET; the folder for hyp.tok (one hypothesis a line, in the order of the text), "
+    output = "default DIR/generate/SUBSET; the folder for hyp.tok (one hypothesis per line, in the order of the text), "
     output += "ref.tok, src.tok and generate.log, the output of fairseq"
     parser.add_argument("--output", type=Path, metavar="DIR", help=output)
     return parser

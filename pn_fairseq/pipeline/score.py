@@ -54,13 +54,13 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     compare = "paired bootstrap by sacrebleu: could the difference between a run and the first one, the baseline, come "
     compare += "from the choice of test sentences? Runs that are not scored yet are scored first"
     mode.add_argument("--compare", type=Path, nargs="+", metavar="DIR", help=compare)
-    mode.add_argument("--hyp", type=Path, metavar="FILE", help="hypotheses, a line for each sentence")
+    mode.add_argument("--hyp", type=Path, metavar="FILE", help="hypotheses, one sentence per line")
     add(
         "--ref",
         type=Path,
         nargs="+",
         metavar="FILE",
-        help="with --hyp: references, a line for each sentence; several files are several references of each sentence",
+        help="with --hyp: references, one sentence per line; several files are several references of each sentence",
     )
     add("--subset", metavar="NAME", help="of the runs: test (default) or valid")
     add("--output", type=Path, metavar="DIR", help="the --output of pn generate (default: RUN/generate/SUBSET)")

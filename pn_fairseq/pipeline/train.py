@@ -38,7 +38,7 @@ An update takes tokens_per_update tokens on any number of ranks: dataset.max_tok
 once, and optimization.update_freq is computed from both. If you set optimization.update_freq, give its value for one
 rank.
 
-If one rank fails all are stopped, and the exit code is not 0. Several machines, also under SLURM, need torchrun:
+If one rank fails all are stopped, and the exit code is not 0. Several machines, and SLURM, need torchrun:
 docs/several_gpus.md.
 """
 
@@ -54,12 +54,12 @@ def main(argv: list[str]) -> int:
     parser = ArgumentParser(prog="pn train", epilog=EPILOG)
     names = ", ".join(names_in(CONFIGS))
     parser.add_argument("config", metavar="CONFIG", help=f"a name in configs/ ({names}) or the path of a YAML file")
-    parser.add_argument("settings", nargs="*", default=[], metavar="key=value", help="what differs from the file")
+    parser.add_argument("settings", nargs="*", default=[], metavar="key=value", help="replaces a setting of the file")
     parser.add_argument("--data", type=Path, metavar="DIR", help="prepared data (default runs/data/CONFIG)")
     parser.add_argument("--run", type=Path, metavar="DIR", help="checkpoints and logs (default runs/CONFIG)")
     ranks = "how many ranks: at most as many as there are visible GPUs, or N on the CPU (default: one per GPU, or one)"
     parser.add_argument("--ranks", type=whole, metavar="N", help=ranks)
-    check = "check the settings, also against the settings of an existing --run, and stop; needs no data"
+    check = "check the settings, and those of an existing --run, and stop; needs no data"
     parser.add_argument("--check", action="store_true", help=check)
     args = parser.parse_intermixed_args(argv)
     for setting in args.settings:

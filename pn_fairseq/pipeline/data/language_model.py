@@ -1,4 +1,4 @@
-"""Data of language models: three texts, one sentence or paragraph a line, as fairseq's binary data with one dictionary.
+"""Data of language models: three texts, a sentence or paragraph per line, as fairseq's binary data with one dictionary.
 
 raw/ has the text as it came, tok/ tokens with one blank between them, as they are counted; a token is a word of tok/,
 or the end of a line. With unit=byte a word is a byte, in two hexadecimal digits, and the end of a line is the byte 0A.

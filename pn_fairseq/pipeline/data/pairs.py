@@ -57,7 +57,7 @@ def as_bytes(path: Path) -> Iterator[str]:
 
 
 def as_is(path: Path) -> Iterator[str]:
-    """Text with one sentence a line, unchanged, without a byte order mark.
+    """Text with one sentence per line, unchanged, without a byte order mark.
 
     A carriage return in the middle of a line is refused: some tools take it for the end of the line.
     """

@@ -38,7 +38,7 @@ def settings(options) -> Settings:
 
 
 def prepare(data: Preparation, options) -> None:
-    # 1. The published text, one sentence a line: DEST/text.
+    # 1. The published text, one sentence per line: DEST/text.
     if files := data.published({URL: ""}, options.archive):
         members = data.unpack(*files, [*TRAIN, *TESTS])
         data.take(strip_tags, "train", members[:2])

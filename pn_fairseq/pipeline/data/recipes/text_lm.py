@@ -1,6 +1,6 @@
 """Text of your own for language modeling: three files, train.txt, valid.txt and test.txt.
 
-Takes train.txt, valid.txt and test.txt from --corpus (one sentence or paragraph a line, UTF-8, plain or .gz). A token
+Takes train.txt, valid.txt and test.txt from --corpus (one sentence or paragraph per line, UTF-8, plain or .gz). A token
 in counts.txt is a word, or with --unit byte a byte, or the end of a line.
 """
 

@@ -1,4 +1,4 @@
-"""Bible verses, Spanish to English: the corpus that is in the repository.
+"""Bible verses, Spanish to English: the corpus in the repository.
 
 Checks data/verses.es-en against its checksums and prepares it (lower-cased, joint BPE 4,000) for
 `pn train verses_es_en`.

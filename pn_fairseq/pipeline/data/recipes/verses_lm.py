@@ -1,4 +1,4 @@
-"""The English verses for language modeling: the corpus that is in the repository, split by book.
+"""The English verses for language modeling: the corpus in the repository, split by book.
 
 Checks data/verses.es-en against its checksums, puts its English verses in the order of the text and splits them by
 book: validation is Ezekiel, test is Daniel to Malachi, train is the other 52 books. Tokenizes as Moses does and
