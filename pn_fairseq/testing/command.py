@@ -26,8 +26,9 @@ class _Chosen:
     def pytest_terminal_summary(self, terminalreporter) -> None:
         """A line for each failure; pytest's own would leave out what does not fit into the width of the terminal."""
         for report in (*terminalreporter.stats.get("failed", ()), *terminalreporter.stats.get("error", ())):
-            message = report.longrepr.reprcrash.message.splitlines()[0]
-            terminalreporter.write_line(f"FAILED {report.nodeid.rpartition('::')[2]}: {message}")
+            if (crash := getattr(report.longrepr, "reprcrash", None)) is not None:
+                name = report.nodeid.rpartition("::")[2]
+                terminalreporter.write_line(f"FAILED {name}: {crash.message.splitlines()[0]}")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -500,7 +500,7 @@ def test_the_same_translations_do_not_differ():
 
 
 def test_systems_of_another_length_are_refused():
-    with pytest.raises(UserError, match="b: 1 lines, but the reference has 2"):
+    with pytest.raises(UserError, match="b: 1 line, but the reference has 2"):
         paired_bootstrap({"a": ["x", "y"], "b": ["x"]}, ["x", "y"], metric_of("chrf"))
 
 

@@ -128,7 +128,7 @@ class Preparation:
         for paths in zip(files[::2], files[1::2], strict=True):
             counts = [pairs.append(reader, path, output) for path, output in zip(paths, outputs, strict=True)]
             if counts[0] != counts[1]:
-                has = f"{paths[0]} has {counts[0]} lines and {paths[1]} {counts[1]}"
+                has = f"{paths[0]} has {counts[0]} line{'s' * (counts[0] != 1)} and {paths[1]} {counts[1]}"
                 raise UserError(f"{has}: they are not translations of each other")
             total += counts[0]
         if expect and total != expect:

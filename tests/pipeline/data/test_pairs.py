@@ -41,14 +41,16 @@ def test_text_as_it_is(tmp_path, capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_packed_text(tmp_path):
+def test_packed_text(tmp_path, capsys):
     (tmp_path / "x.de.gz").write_bytes(gzip.compress(b"eins\n"))
     assert list(pairs.as_is(tmp_path / "x.de")) == ["eins\n"]
     (tmp_path / "x.de.gz").write_bytes(gzip.compress(b"eins\n" * 999)[:-9])
     with pytest.raises(UserError, match="x.de.gz is damaged or cut off"):
         list(pairs.as_is(tmp_path / "x.de"))
     (tmp_path / "z.de").write_bytes(lzma.compress(b"zwei\n"))
+    (tmp_path / "z.de.xz").write_bytes(b"")
     assert list(pairs.as_is(tmp_path / "z.de")) == ["zwei\n"]
+    assert capsys.readouterr().err == f"[prepare] note: {tmp_path / 'z.de'} is used, and not z.de.xz beside it\n"
     with pytest.raises(UserError, match=r"there is no .*/y.de, plain or compressed \(.gz, .xz\)"):
         list(pairs.as_is(tmp_path / "y.de"))
 
@@ -66,7 +68,7 @@ def test_what_users_do_not_see_is_said_with_counts(tmp_path, capsys):
     ("reader", "de", "en", "needle"),
     [
         (as_is, b"a\nb\n", b"c\n", "text.de has 2 lines and .*text.en 1: they are not translations of each other"),
-        (as_is, b"a\n", b"c\nd\n", "text.de has 1 lines and .*text.en 2"),
+        (as_is, b"a\n", b"c\nd\n", "text.de has 1 line and .*text.en 2"),
         (as_is, b"a\n", b"", "text.en is empty"),
         (as_is, b"a\n\xff\n", b"c\nd\n", "text.de: line 2 is not UTF-8"),
         (as_is, b"a\nb\rc\n", b"c\nd\n", "text.de: line 2 has a carriage return in the middle"),
