@@ -2,7 +2,7 @@
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -19,11 +19,13 @@ TOLERANCE = {torch.float64: 1e-11, torch.float32: 2e-5, torch.bfloat16: 2.0**-7,
 SHAPES = ((96, 512, 8), (37, 67, 0))
 
 
-def samples(dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, tuple]]:
+def samples(
+    dtype: torch.dtype, device: torch.device, shapes: Iterable[tuple[int, int, int]] = SHAPES
+) -> Iterator[tuple[str, tuple]]:
     """Arguments of every operator, with and without what may be left out."""
     # Whatever defaults the caller has set.
     like = {"generator": torch.Generator().manual_seed(0), "device": "cpu", "dtype": torch.float32}
-    for tokens, channels, groups in SHAPES:
+    for tokens, channels, groups in shapes:
         x, dy = torch.randn((2, tokens, channels), **like).to(device, dtype)
         padding = (torch.rand(tokens, **like) < 0.2).to(device)
         weight, bias, mean, moment, nu, offset = (torch.rand((6, channels), **like) + 0.5).to(device)
@@ -37,11 +39,13 @@ def samples(dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, tup
             yield "gradient", (dy, x, mask, *vectors, nu, offset, inv_rms, groups, 1e-5, False)
             yield "gradient_sums", (dy, x, mask, *vectors, inv_rms, groups, 1e-5)
         yield "normalize", (x, None, None, mean, moment, None, inv_rms, groups, 1e-5, False)
+        yield "normalize", (x, *[None] * 6, groups, 1e-5, False)  # layer-scale by itself
+        yield "gradient", (dy, x, *[None] * 6, inv_rms, groups, 1e-5, False)
         spans = max(groups, 1)
         for divisor in (
             (True, 1.0, 1e-5, 0.0, 0.0),
             (True, 1.1, 0.0, 1e-5, 0.0),
-            (False, float(channels), 0.0, 0.0, 0.3),
+            (False, float(channels), 0.0, 0.0, channels**0.5),  # of which half the tokens are below the bound
         ):
             stats = OPERATORS["standardize"](x, None, None, spans, *divisor, 1.0, 0.0)[1]
             yield "standardize", (x, weight, bias, spans, *divisor, 2.0, -0.2)
@@ -58,6 +62,7 @@ def samples(dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, tup
         batch = (moment.to(acc), mean.to(acc), products, count)
         for warmup in (0, 9):
             yield "running_average", (moment, mean, number, *batch, warmup, 0.9)
+            yield "running_average", (moment, None, number, batch[0], None, *batch[2:], warmup, 0.9)
             state = (moment, nu, number, batch[0], moment, products, count)
             yield "power_update", (*state, 1e-5, warmup, 0.9, 0.9)
 

@@ -68,25 +68,12 @@ def test_the_shared_suite_from_outside(options, least, norm_modules, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("arguments", "needles"),
-    [
-        (("--norm-module", "none.py"), ("none.py", "not a file")),
-        (("--norm-module", "broken.py"), ("broken.py", "ZeroDivisionError")),
-        (("--norm-module", "empty.py"), ("empty.py", "register_norm")),
-        (("--norm-module", "typo.py"), ("'typo': moment_name names 'running_psi'", "makes", "running_psi2")),
-        (("pwoer",), ("'pwoer'", "did you mean 'power'")),
-        (("--norms", "x"), ("--norms",)),
-    ],
-)
-def test_mistakes_get_one_line(arguments, needles, tmp_path, norm_modules, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_a_name_that_a_norm_misspells_is_one_line(tmp_path, norm_modules, capsys):
     (tmp_path / "typo.py").write_text(planted("typo", 'name = "running_psi2"', 'name = "running_psi"'), "utf-8")
-    (tmp_path / "broken.py").write_text("1 / 0\n")
-    (tmp_path / "empty.py").write_text("")
-    assert verb("test-norms")(list(arguments)) == 2
+    assert verb("test-norms")(["--norm-module", tmp_path / "typo.py"]) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
-    assert line.startswith("pn test-norms: error: ") and all(needle in line for needle in needles)
+    assert line.startswith("pn test-norms: error: ") and "'typo': moment_name names 'running_psi'" in line
+    assert "makes" in line and "running_psi2" in line
 
 
 def planted(name, right, wrong):

@@ -1,6 +1,7 @@
 """Triton's kernels on a GPU: what only a GPU can show."""
 
 import math
+from dataclasses import dataclass
 from functools import partial
 
 import pytest
@@ -15,7 +16,8 @@ from pn_fairseq import kernels
 from pn_fairseq.kernels import reference, triton_ops
 from pn_fairseq.norms import LayerScale, MaskedBatchNorm, PowerNorm, PowerNormV, build_norm
 
-from .triton_checks import EPS, Case, check_state, check_tokens
+from ..pairwise import in_pairs
+from .checks import CHANGES, EPS, check, check_samples
 
 #: (tokens, C), and groups of layer-scale. The last two do not fit into one program: the reference computes.
 SHAPES = [
@@ -42,20 +44,37 @@ def _by_triton():
         yield
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("shape", "groups"), SHAPES)
-def test_operators(shape, groups, dtype):
-    check_tokens(Case(shape, groups, dtype, device="cuda"))
-    check_tokens(Case(shape, groups, dtype, masked=False, parameters=dtype, device="cuda"))
+@in_pairs(shape_and_groups=SHAPES, dtype=DTYPES, change=list(CHANGES))
+def test_operators(shape_and_groups, dtype, change):
+    (tokens, channels), groups = shape_and_groups
+    check_samples(tokens, channels, groups, dtype, "cuda", change)
 
 
 @pytest.mark.parametrize("channels", [1, 5, 512, 1024, 8192, 10007])
-def test_state(channels):
-    check_state(channels, "cuda")
-    check_state(channels, "cuda", warmup=2**62)
-    fault = torch.ones(2, channels, device="cuda")
-    fault[1, -1] = math.nan
-    check_state(channels, "cuda", products=fault)
+def test_a_fault_leaves_the_state(channels):
+    moment, products = torch.ones(channels, device="cuda"), torch.ones(2, channels, device="cuda")
+    number, products[1, -1] = torch.tensor(3, device="cuda"), math.nan
+    batch = moment * 2, moment * 3, products, torch.tensor(7.0, device="cuda")
+    for after in (
+        check("running_average", moment, moment, number, *batch, 2**62, 0.9),
+        check("power_update", moment, moment, number, batch[0], moment, *batch[2:], EPS, 0, 0.9, 0.95),
+    ):
+        assert torch.equal(after[0], moment) and torch.equal(after[1], moment) and after[2] == 3
+
+
+@dataclass
+class Case:
+    """Activations (tokens, C) and vectors (C,) for a training step."""
+
+    shape: tuple[int, int]
+    groups: int
+    dtype: torch.dtype = torch.float32
+
+    def __post_init__(self):
+        tokens, channels = self.shape
+        self.x, self.dy = torch.randn(2, tokens, channels, device="cuda").to(self.dtype)
+        self.padding = torch.rand(tokens, device="cuda") < 0.3
+        self.weight, self.bias, self.mean, self.moment, self.nu = torch.rand(5, channels, device="cuda") + 0.5
 
 
 def step_of_tokens(case: Case) -> list[torch.Tensor]:
@@ -75,7 +94,7 @@ def step(case: Case, norm: str) -> list[torch.Tensor]:
     centered = {"pn": None, "pn-v": False, "bn": True}[norm]
     rest = case.groups, EPS
     vectors = case.weight, case.bias
-    count = torch.tensor(3, device=case.device)
+    count = torch.tensor(3, device="cuda")
     if centered is None:
         forward = triton_ops.normalize(case.x, *vectors, None, case.moment, case.padding, None, *rest, True)
         _, inv_rms, batch, tokens = forward
@@ -96,7 +115,7 @@ def step(case: Case, norm: str) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("norm", ["pn", "pn-v", "bn", "tokens"])
 def test_deterministic(norm):
-    case = Case((2**15, 1024), 16, torch.bfloat16, device="cuda")
+    case = Case((2**15, 1024), 16, torch.bfloat16)
     first = step(case, norm)
     for _ in range(50):
         assert all(torch.equal(one, other) for one, other in zip(first, step(case, norm), strict=True))
@@ -105,7 +124,7 @@ def test_deterministic(norm):
 @pytest.mark.parametrize("norm", ["pn", "tokens"])
 def test_every_element_is_written(norm):
     """Memory that results are given is full of NaN beforehand."""
-    case = Case((4087, 513), 3, device="cuda")
+    case = Case((4087, 513), 3)
     expected = step(case, norm)
     junk = [torch.full((size,), math.nan, device="cuda") for size in (1, 1, 600, 600, 1200, 1200, 2**18, 2**28)]
     del junk
@@ -113,7 +132,7 @@ def test_every_element_is_written(norm):
 
 
 def test_two_streams():
-    case = Case((2**15, 512), 4, device="cuda")
+    case = Case((2**15, 512), 4)
     expected = step(case, "pn")
     torch.cuda.synchronize()
     streams, found = [torch.cuda.Stream() for _ in range(2)], []
@@ -240,4 +259,4 @@ def test_evaluation_under_torch_compile():
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU")
 def test_another_device_than_the_current_one():
     assert torch.cuda.current_device() == 0
-    check_tokens(Case((35, 24), 4, device="cuda:1"))
+    check_samples(35, 24, 4, torch.float32, "cuda:1")

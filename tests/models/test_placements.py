@@ -23,13 +23,16 @@ from pn_fairseq.testing.ranks import run_ranks
 
 from .helpers import assert_same_training, build, padded_batch
 
-SMALL = {"dropout": 0.0, "encoder_layers": 4, "decoder_layers": 4}
+
+def small(placement: str) -> dict:
+    layers = 4 if placement == "mix" else 2  # of fewer layers mix is pre
+    return {"dropout": 0.0, "encoder_layers": layers, "decoder_layers": layers}
 
 
 def placed(placement: str, norm: str = "layer", seed: int = 1, arch: str = "transformer_pn_tiny", **changes):
     torch.manual_seed(seed)
     both = {"encoder_norm_placement": placement, "decoder_norm_placement": placement}
-    return build(arch, encoder_norm=norm, decoder_norm=norm, **both, **{**SMALL, **changes})
+    return build(arch, encoder_norm=norm, decoder_norm=norm, **both, **{**small(placement), **changes})
 
 
 def loss_of(model, src, prev):
@@ -39,7 +42,7 @@ def loss_of(model, src, prev):
 def test_post_with_layer_norm_is_fairseqs_transformer_to_the_bit():
     ours = placed("post", dropout=0.1)
     torch.manual_seed(1)
-    args = arch_args("transformer_pn_tiny", **{**SMALL, "dropout": 0.1})
+    args = arch_args("transformer_pn_tiny", **{**small("post"), "dropout": 0.1})
     args.encoder_normalize_before = args.decoder_normalize_before = False
     fairseqs = TransformerModel.build_model(args, make_task())
     assert ours.state_dict().keys() == fairseqs.state_dict().keys()
@@ -277,9 +280,9 @@ def test_incremental_decoding_is_full_decoding(placement):
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_recomputed_activations_give_the_same_training(placement):
-    flags = {"qk_norm": "rms", "encoder_layers": 2, "decoder_layers": 2}
-    plain = placed(placement, "power", **flags)
-    recomputed = placed(placement, "power", **flags, checkpoint_activations=True)
+    plain, recomputed = (
+        placed(placement, "power", qk_norm="rms", checkpoint_activations=each) for each in (False, True)
+    )
     src, prev = padded_batch()
     for model in (plain, recomputed):
         model.train()
@@ -396,7 +399,7 @@ def test_padding_changes_no_statistics_that_are_estimated_again(placement):
 def test_folding_works_or_is_one_line(placement, tmp_path):
     model = placed(placement, "batch")
     both = {"encoder_norm_placement": placement, "decoder_norm_placement": placement}
-    settings = arch_args("transformer_pn_tiny", encoder_norm="batch", decoder_norm="batch", **SMALL, **both)
+    settings = arch_args("transformer_pn_tiny", encoder_norm="batch", decoder_norm="batch", **small(placement), **both)
     state = {"model": model.state_dict(), "args": settings}
     assert PLACEMENTS[placement].folds == (placement in ("pre", "sandwich", "peri", "sub"))
     if PLACEMENTS[placement].folds:
@@ -458,9 +461,10 @@ def test_what_a_placement_does_not_have(placement, changes, message):
 @pytest.mark.parametrize("placement", [name for name, cls in PLACEMENTS.items() if cls.prunes])
 def test_pruned_layers_compute_what_they_did(placement):
     """fairseq's pruning, which LayerDrop prepares, against the same layers of the whole model."""
-    whole, (src, prev) = placed(placement, qk_norm="rms").eval(), padded_batch()
+    four = {"qk_norm": "rms", "encoder_layers": 4, "decoder_layers": 4}
+    whole, (src, prev) = placed(placement, **four).eval(), padded_batch()
     keep = {"encoder_layers_to_keep": "1,3", "decoder_layers_to_keep": "0,3"}
-    pruned = placed(placement, qk_norm="rms", **keep).eval()
+    pruned = placed(placement, **four, **keep).eval()
     pruned.load_state_dict(whole.state_dict(), model_cfg=Namespace(arch="transformer_pn_tiny", **keep))
     for side, kept in ((whole.encoder, (1, 3)), (whole.decoder, (0, 3))):
         side.layers = torch.nn.ModuleList(side.layers[index] for index in kept)

@@ -186,25 +186,6 @@ def test_data_that_does_not_fit(change, needles, trained, data, tmp_path, capsys
     assert [path.name for path in tmp_path.iterdir()] == ["bin"], "something was written"
 
 
-@pytest.mark.parametrize(
-    ("options", "needles"),
-    [
-        (("--recalibrate", "DATA", "--batches", 0), ("--batches", "'0'")),
-        (("--recalibrate", "DATA", "--batches", -3), ("--batches",)),
-        (("--recalibrate", "DATA", "--batches", "some"), ("--batches", "some")),
-        (("--recalibrate", "/nowhere"), ("/nowhere", "fairseq-preprocess")),
-        (("--recalibrate",), ("--recalibrate needs DATA",)),
-    ],
-    ids=lambda value: " ".join(map(str, value)),
-)
-def test_options_that_do_not_fit(options, needles, trained, data, tmp_path, capsys):
-    options = [data / "bin" if option == "DATA" else option for option in options]
-    code, out, err = average(trained, tmp_path / "out.pt", capsys, *options)
-    assert code == 2 and err.count("\n") == 1 and out == ""
-    assert all(needle in err for needle in needles), err
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_missing_folder_is_noticed_before_the_checkpoints_are_read(trained, tmp_path, capsys):
     code, out, err = average(trained, tmp_path / "out.pt", capsys, "--recalibrate", tmp_path / "none")
     assert code == 2 and out == "" and "none" in err

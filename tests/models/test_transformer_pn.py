@@ -21,7 +21,11 @@ def loss_of(model, src, prev, target):
 
 
 @pytest.mark.parametrize(
-    ("encoder_norm", "decoder_norm"), [*((name, "layer") for name in NORMS), ("layer", "power"), ("power", "power")]
+    ("encoder_norm", "decoder_norm"),
+    [
+        *(pytest.param(name, "layer", marks=() if name in KINDS else pytest.mark.slow) for name in NORMS),
+        *(("layer", "power"), ("power", "power")),
+    ],
 )
 def test_loss_falls_within_20_updates(encoder_norm, decoder_norm):
     torch.manual_seed(1)

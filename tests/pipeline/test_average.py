@@ -282,58 +282,6 @@ def test_a_copy_among_the_inputs_gives_a_warning(tmp_path, capsys):
     assert f"{paths[0]} and {best} are both of update 100" in err
 
 
-@pytest.mark.parametrize(
-    ("inputs", "options", "words"),
-    [
-        ("dir", ["--last", "0"], ["--last", "'0'"]),
-        ("dir", [], ["is a folder", "--last"]),
-        ("files", ["--last", "2"], ["--last", "files"]),
-        ("missing", [], ["no such file"]),
-        ("twice", [], ["given twice"]),
-        ("link", [], ["given twice"]),
-        ("files", ["--recalibrate"], ["--recalibrate needs DATA"]),
-        ("files", ["--batches", "3"], ["--batches goes with --recalibrate"]),
-        ("files", ["--run", "x"], ["not allowed with argument"]),
-        ("files", ["--norm-module", "none.py"], ["--norm-module", "there is no file", "none.py"]),
-        ("files", ["--unknown"], ["unrecognized arguments: --unknown", "--help"]),
-    ],
-)
-def test_mistakes(tmp_path, capsys, inputs, options, words):
-    paths = write_values(tmp_path, [[1.0], [2.0], [3.0]])
-    link = tmp_path / "link.pt"
-    link.symlink_to(paths[0])
-    write(tmp_path / "checkpoint_last.pt", {"w": torch.ones(1)}, 300)  # never taken in place of a bound
-    chosen = {
-        "dir": [tmp_path],
-        "files": paths,
-        "missing": [paths[0], tmp_path / "none.pt"],
-        "twice": [paths[0], paths[1], tmp_path / "." / ".." / tmp_path.name / paths[0].name],
-        "link": [paths[0], link],
-    }[inputs]
-    result = run_main(capsys, "--inputs", *chosen, "--output", tmp_path / "out.pt", *options)
-    assert_one_line_error(result, *words)
-    assert not (tmp_path / "out.pt").exists()
-
-
-def test_wrong_outputs(tmp_path, capsys):
-    paths = write_values(tmp_path, [[1.0], [2.0]])
-    link = tmp_path / "link.pt"
-    link.symlink_to(paths[1])
-    before = paths[1].read_bytes()
-    for output, word in [
-        (paths[1], "is one of the inputs"),
-        (link, "is one of the inputs"),
-        (tmp_path, "not a regular file"),
-        (tmp_path / "none" / "out.pt", "no directory"),
-    ]:
-        assert_one_line_error(run_main(capsys, "--inputs", *paths, "--output", output), word)
-    assert_one_line_error(
-        run_main(capsys, "--inputs", tmp_path, "--last", 2, "--output", paths[0]), "one of the inputs"
-    )
-    assert_one_line_error(run_main(capsys, "--inputs", *paths), "--output")
-    assert paths[1].read_bytes() == before
-
-
 def test_wrong_output_is_found_before_anything_is_read(tmp_path, capsys, monkeypatch):
     paths = write_values(tmp_path, [[1.0], [2.0]])
     monkeypatch.setattr(tool, "load_checkpoint", lambda path: pytest.fail("read too early"))
@@ -471,15 +419,7 @@ def test_folders_of_fairseqs_own_commands(run, tmp_path, capsys):
     assert load_checkpoint(job / "checkpoints/averaged.pt")["model"]["w"].item() == 3
 
 
-def test_mistakes_with_runs(run, tmp_path, capsys):
-    for options, needle in (
-        ((), "one of the arguments --run --inputs is required"),
-        (("--run", "/nowhere"), "is not a training run"),
-        (("--run", "x", "--lst", "2"), "did you mean '--last'"),
-    ):
-        assert main(list(options)) == 2
-        messages = capsys.readouterr().err
-        assert needle in messages and messages.count("\n") == 1
+def test_data_that_is_gone(run, tmp_path):
     (tmp_path / "data/bin").rmdir()
     messages, _ = run(code=2)
     assert "is gone" in messages and "data/bin" in messages

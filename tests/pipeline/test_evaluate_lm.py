@@ -222,7 +222,6 @@ def test_statistics_of_the_batch_are_those_of_training(work):
 
 def test_mistakes_get_one_line(work, tmp_path, capsys):
     name = work / "transformer_lm_pn_seed1"
-    assert "are required: --run" in refused(capsys, "evaluate-lm")
     assert "sample_break_mode=eos" in refused(capsys, "evaluate-lm", "--run", work / "adaptive", "--context-window", 4)
     for flags, needle in (
         (("--subset", "dev"), "no 'dev'"),

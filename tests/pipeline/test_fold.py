@@ -95,9 +95,10 @@ def hypotheses(model, src):
     return [[hypothesis["tokens"].tolist() for hypothesis in beam] for beam in generator.generate([model], sample)]
 
 
+#: Norms that differ in kind, and their groups of layer-scale, that are folded by default.
+SOME = [("power", 0), ("power", 1), ("power", HEADS), ("power", None), ("batch", None), ("prep-batch", HEADS)]
 CASES = [
-    # The suite of every norm folds only that norm; here by default those that differ in kind.
-    pytest.param(norm, groups, flags, marks=() if norm in ("power", "batch", "prep-batch") else pytest.mark.slow)
+    pytest.param(norm, groups, flags, marks=() if (norm, groups) in SOME else pytest.mark.slow)
     for norm in STATEFUL
     for groups, flags in [(0, {}), (1, {}), (HEADS, {}), (None, {"decoder_norm": norm, "share_all_embeddings": False})]
 ]
@@ -329,9 +330,7 @@ def test_files_that_cannot_be_read_or_written(data, tmp_path, capsys):
     whole = source.read_bytes()
     assert_refused(capsys, [source, source], "is one of the inputs")
     assert source.read_bytes() == whole
-    assert_refused(capsys, [tmp_path / "none.pt", tmp_path / "again.pt"], "no such file")
     assert_refused(capsys, [source, tmp_path / "none/again.pt"], "cannot be written")
-    assert_refused(capsys, [source], "OUTPUT")
     source.write_bytes(whole[: len(whole) // 2])
     assert_refused(capsys, [source, tmp_path / "again.pt"], "damaged")
     assert {path.name for path in tmp_path.iterdir()} == {"trained.pt", "folded.pt"}

@@ -8,15 +8,13 @@ import shutil
 import signal
 import subprocess
 import time
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from pn_fairseq.pipeline.data.binarize import MAGIC
-
+from ..fixtures.runs import make_run, small_run, untrained_checkpoint
 from ..scripts_helpers import ROOT, SCRIPTS, assert_refused, cut_corpus, environment, prepare, run, verb
 
 main = verb("generate")
@@ -52,38 +50,6 @@ for number in reversed(range(37)):
             print(f"D-{number}\\t-0.5\\tnone of ours")
             print(f"P-{number}\\t" + " ".join(["-0.1"] * (21 if number in (3, 30) else 20)))
 """
-
-
-def untrained_checkpoint(data: Path, path: Path, *more: str) -> None:
-    """Of a model with larger weights than usual, so that the hypotheses differ between sentences."""
-    from fairseq import options, tasks
-    from fairseq.dataclass.utils import convert_namespace_to_omegaconf
-    from omegaconf import OmegaConf
-
-    import pn_fairseq.models  # noqa: F401
-
-    parser = options.get_training_parser()
-    flags = ("--source-lang", "es", "--target-lang", "en", "--arch", "transformer_pn_tiny", "--share-all-embeddings")
-    with warnings.catch_warnings(action="ignore"):  # fairseq uses hydra's old names
-        args = options.parse_args_and_arch(parser, [str(data / "bin"), *flags, *more])
-        cfg = convert_namespace_to_omegaconf(args)
-    torch.manual_seed(1)
-    model = tasks.setup_task(cfg.task).build_model(cfg.model)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(3)
-    history = [{"optimizer_name": "FairseqAdam", "lr_scheduler_state": {}, "num_updates": 1}]
-    state = {"cfg": OmegaConf.to_container(cfg), "args": None, "model": model.state_dict(), "task_state": {}}
-    path.parent.mkdir(parents=True)
-    torch.save({**state, "extra_state": {"train_iterator": {"epoch": 1}}, "optimizer_history": history}, path)
-
-
-def make_run(folder: Path, data: Path, config: str = "generation: {beam: 3, lenpen: 0.6, max_len_b: 20}\n") -> Path:
-    (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
-    (folder / "data").write_text(f"{data}\n")
-    shutil.copy(data / "settings.txt", folder / "data.settings")
-    (folder / "config.yaml").write_text(config)
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +114,7 @@ def test_the_file_of_a_norm_that_was_moved(data, tmp_path):
     old.write_text(MOVED)
     # In processes of their own: this one must not know the norm.
     flags = ("--norm-module", str(old), "--encoder-norm", "moved")
-    code = f"from tests.pipeline.test_generate import *; untrained_checkpoint(Path({str(data)!r}), "
+    code = f"from tests.fixtures.runs import *; untrained_checkpoint(Path({str(data)!r}), "
     run("warm-python", "-c", f"{code}Path({str(checkpoint)!r}), *{flags})", cwd=ROOT)
     old.rename(new)
     folder, moved = make_run(tmp_path / "run", data), ("--norm-module", new)
@@ -186,17 +152,7 @@ def test_sentencepiece_is_taken_apart_and_glued(tmp_path):
 @pytest.fixture
 def place(tmp_path, monkeypatch) -> Path:
     """A run with small data, a checkpoint of one number, and the stand-in."""
-    data = tmp_path / "data"
-    for part in ("bin", "tok"):
-        (data / part).mkdir(parents=True)
-    lengths = b"".join(length.to_bytes(4, "little") for length in range(2, SENTENCES + 2))
-    index = MAGIC + b"\x04" + SENTENCES.to_bytes(8, "little") + lengths
-    for language in ("es", "en"):
-        (data / f"tok/test.{language}").write_text("".join(f"{language} {i}\n" for i in range(SENTENCES)))
-        (data / f"bin/test.es-en.{language}.bin").write_text(language)
-        (data / f"bin/test.es-en.{language}.idx").write_bytes(index)
-    (data / "settings.txt").write_text(f"source=es\ntarget=en\nlower=1\n{'0' * 64}  test.en\n")
-    torch.save({"model": {"w": torch.ones(1)}}, make_run(tmp_path / "run", data) / "checkpoints/averaged.pt")
+    small_run(tmp_path, SENTENCES)
     package = tmp_path / "stand-in/fairseq_cli"
     package.mkdir(parents=True)
     (package / "__init__.py").touch()
@@ -552,38 +508,10 @@ def test_a_directory_with_other_files_is_not_overwritten(place, capsys):
     refused(capsys, generate(place, "--output", home / "thesis.tex/below"), "thesis.tex")
 
 
-@pytest.mark.parametrize(
-    ("options", "needles"),
-    [
-        (("--subset", "train2"), ("no subset 'train2'",)),
-        (("--subset", "../test"), ("no subset '../test'",)),
-        (("--beam", "0"), ("--beam", "'0'")),
-        (("--beam", ""), ("--beam", "''")),
-        (("--lenpen", "x"), ("--lenpen", "'x'")),
-        (("--max-len-a", "x"), ("--max-len-a", "'x'")),
-        (("--batch-size", "many"), ("--batch-size", "'many'")),
-        (("--max-tokens", "-1"), ("--max-tokens", "'-1'")),
-        (("--checkpoint", "none.pt"), ("'none.pt'", "pn average", "checkpoints has averaged.pt")),
-        (("--norm-module", "none.py"), ("--norm-module", "there is no file", "none.py")),
-        (("--checkpoint", "a:b.pt"), ("colon",)),
-        (("--bean", "3"), ("--bean", "did you mean '--beam'", "--help")),
-    ],
-    ids=lambda value: " ".join(value),
-)
-def test_mistakes_get_one_line(options, needles, place, capsys, monkeypatch):
-    monkeypatch.chdir(place)
-    (place / "a:b.pt").write_text("abc")
-    refused(capsys, call("--run", place / "run", *options), *needles)
-    assert calls(place) == [] and not (place / "run/generate").exists()
-
-
 def test_mistakes_in_the_environment_and_the_data_get_one_line(place, capsys, monkeypatch):
     monkeypatch.setenv("NPROC", "2")
     refused(capsys, generate(place), "NPROC='2' in the environment has no effect", "--ranks N")
     monkeypatch.delenv("NPROC")
-    refused(capsys, generate(place, "--ranks", "two"), "--ranks", "'two'")
-    refused(capsys, call(), "--run", "--help")
-    refused(capsys, call("--run", place / "data"), "is not a training run")
     settings = place / "data/settings.txt"
     settings.write_text(settings.read_text().replace("lower=1", "lower=0"))
     refused(capsys, generate(place), "prepared again", "data.settings")

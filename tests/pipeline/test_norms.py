@@ -2,7 +2,6 @@
 
 import pytest
 
-from pn_fairseq.common.command import UserError
 from pn_fairseq.norms import NORMS
 from pn_fairseq.pipeline.norms import main
 
@@ -32,12 +31,3 @@ def test_defaults_are_those_of_a_transformer(name, rows, capsys):
     main([name])
     printed = capsys.readouterr().out
     assert all(row in printed for row in rows), printed
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [(["unifid"], "did you mean 'unified'"), (["--norm-module", "none.py"], "none.py.*is not a file")],
-)
-def test_mistakes(arguments, message):
-    with pytest.raises(UserError, match=message):
-        main(arguments)

@@ -637,34 +637,6 @@ def test_equal_scores_are_called_the_same(tmp_path, capsys):
     assert len(re.findall(r"\) p = 1\.000( |$)", capsys.readouterr().out, re.M)) == len(METRICS)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "needles"),
-    [
-        (("--compare", "one"), ("two runs or more",)),
-        (("--compare", "one", "two", "--run", "three"), ("--compare", "--run", "not allowed")),
-        (("--hyp", "one", "--ref", "two", "--compare", "three"), ("--compare", "--hyp", "not allowed")),
-        (("--hyp", "one", "--ref", "two", "--subset", "valid"), ("--subset needs --run or --compare",)),
-        (("--compare", "one", "two", "--output", "x"), ("--output needs --run",)),
-        (("--hyp", "one", "--ref", "two", "--compound-split"), ("--compound-split needs --run or --tokenized",)),
-        (("--compare", "one", "two", "--resamples", "0"), ("--resamples", "at least 1")),
-        (("--compare", "one", "two"), ("'one'", "not a training run")),
-        (("--run", "one", "--resamples", "10"), ("--resamples", "--compare")),
-        (("--run", "one", "--lowercase"), ("--lowercase needs --hyp",)),
-        (("--hyp", "one"), ("--hyp", "--ref")),
-        (("--hyp", "one", "--ref", "two"), ("one: No such file",)),
-        ((), ("--run", "--compare", "--hyp")),
-        (("--run", "one", "--subsets", "x"), ("--subsets",)),
-    ],
-    ids=lambda value: " ".join(value),
-)
-def test_mistakes_get_one_line(arguments, needles, tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert main(list(arguments)) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("pn score: error: ") and error.count("\n") == 1
-    assert all(needle in error for needle in needles), error
-
-
 def test_a_run_on_data_of_others_is_scored_with_detokenized_references(tmp_path):
     job = make_run(tmp_path / "run", 1)
     (job / "config.yaml").unlink()

@@ -168,41 +168,6 @@ def test_a_number_is_a_list_of_one(value):
 
 
 @pytest.mark.parametrize(
-    ("override", "needles"),
-    [
-        ("model.dropout=1.5", ("model.dropout=1.5", "below 1")),
-        ("model.attention_dropout=-0.1", ("model.attention_dropout", "at least 0")),
-        ("model.dropout=abc", ("model.dropout=abc", "float")),
-        ("model.encoder_layers=2.5", ("model.encoder_layers=2.5", "int")),
-        ("model.activation_fn=rel", ("model.activation_fn=rel", "relu", "gelu")),
-        ("model.norm_variant=papers", ("model.norm_variant=papers", "'paper', 'release'")),
-        ("model.encoder_layers=0", ("model.encoder_layers=0", "at least 1")),
-        ("model.share_all_embeddings=3", ("model.share_all_embeddings=3", "true or false")),
-        ("model.encoder_attention_heads=3", ("divisible",)),
-        ("model.encoder_normalize_before=false", ("normalize",)),
-        ("model.layer_scale_groups=3", ("groups=3",)),
-        ("+model.norm_alpha_fwd=2", ("alpha_fwd=2",)),
-        ("optimization.lr=-0.1", ("optimization.lr", "at least 0")),
-        ("optimization.clip_norm=-1", ("optimization.clip_norm", "at least 0")),
-        ("dataset.max_tokens=-5", ("dataset.max_tokens", "at least 1")),
-        ("dataset.batch_size=0", ("dataset.batch_size", "at least 1")),
-        ("optimizer.weight_decay=abc", ("weight_decay",)),
-        ("optimizer.adam_betas=0.9", ("optimizer.adam_betas=0.9", "two numbers")),
-        ("optimizer.adam_betas=abc", ("optimizer.adam_betas=abc", "two numbers")),
-        ("optimizer.adam_betas='(0.9,2)'", ("optimizer.adam_betas=(0.9,2)", "below 1")),
-        ("optimizer.weight_decay=-1", ("optimizer.weight_decay", "at least 0")),
-        ("lr_scheduler.warmup_updates=-5", ("warmup_updates", "at least 0")),
-        ("criterion.label_smoothing=1", ("criterion.label_smoothing", "below 1")),
-        ("optimization.lr=[0.1,0.2]", ("learning rate",)),
-    ],
-)
-def test_values_are_checked_without_data(override, needles, capsys):
-    assert verb("train")(["verses_es_en", "--check", override]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert all(needle in line for needle in needles), line
-
-
-@pytest.mark.parametrize(
     ("chosen", "dropped"),
     [
         ("lr_scheduler._name=cosine", ""),
@@ -222,22 +187,6 @@ def test_a_component_that_is_exchanged_has_its_own_settings(chosen, dropped, cap
         assert f"unknown setting '{section}.{dropped.split(', ')[0]}'" in refused(
             chosen, f"{section}.{dropped.split(', ')[0]}=1"
         )
-
-
-@pytest.mark.parametrize(
-    ("given", "needle"),
-    [
-        (("model.convert_norms=['encoder.*=bach']",), "unknown norm 'bach', did you mean 'batch'?"),
-        (("model.convert_norms='encoder.*'",), "'encoder.*' is not 'PATTERN=NORM[,key=value...]'"),
-        (("model.convert_norms=['encode.*=batch']",), "the pattern 'encode.*' matches no norm of the model"),
-        (("model.norm_ignore_mask=3",), "model.norm_ignore_mask=3 must be true or false"),
-        (("model.convert_norm=x",), "unknown setting 'model.convert_norm', did you mean 'model.convert_norms'?"),
-    ],
-)
-def test_norms_to_convert_are_checked(given, needle, capsys):
-    assert verb("train")(["verses_es_en", "--check", "model._name=transformer_iwslt_de_en", *given]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert needle in line, line
 
 
 def test_norms_of_a_language_model_of_fairseq_are_converted(capsys):

@@ -185,23 +185,6 @@ def test_a_batch_that_is_too_small_for_a_sentence_says_what_to_do(data, tmp_path
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "needles"),
-    [
-        ((), ("CONFIG",)),
-        (("verses_en_es",), ("did you mean 'verses_es_en'", "iwslt14_de_en")),
-        (("verses_es_en", "seed"), ("'seed'", "key=value")),
-        (("verses_es_en", "--data", "/nowhere"), ("/nowhere", "prepare")),
-        (("verses_es_en", "--dat"), ("--dat",)),
-        (("verses_es_en", "--check", "model.encoder_norm=batchnorm"), ("did you mean 'batch'",)),
-        (("verses_es_en", "--check", "model.norm_module=/nowhere/my.py"), ("/nowhere/my.py",)),
-    ],
-)
-def test_mistakes_get_one_line(arguments, needles, capsys):
-    line = refused(capsys, verb("train")(list(arguments)))
-    assert all(needle in line for needle in needles), line
-
-
 def test_settings_can_be_checked_without_data(capsys):
     assert verb("train")(["verses_es_en", "--check", "model.encoder_norm=batch", "--data", "/nowhere"]) == 0
     assert capsys.readouterr().err == "[train] the settings are valid\n"

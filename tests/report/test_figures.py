@@ -251,7 +251,6 @@ def test_runs_that_differ_by_their_seed_or_mini_batch_are_a_line(tmp_path, monke
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("nothing",), "there is no directory 'nothing'"),
         (("bn", "pnv", "--labels", "one"), "2 runs but 1 --labels"),
         (("bn",), "series cannot be read"),
         (("pnv", "--norm", "encoder.layers.1.self_attn_norm"), "did you mean 'encoder.layers.1.self_attn_layer_norm'"),

@@ -63,12 +63,6 @@ def test_commands_of_each_corpus(unchecked, tmp_path):
     assert " ".join(words).endswith(f"{settings} {short} checkpoint.save_interval_updates=50")
 
 
-def test_a_folder_that_is_not_there_is_named():
-    assert_refused(
-        in_process("reproduce", "--study=compare_norms", "--multi30k", "/nowhere"), "/nowhere is not a directory"
-    )
-
-
 def test_each_system_is_trained_in_both_kinds_of_batches(tmp_path):
     """The settings are checked here."""
     of_runs = trainings("--study", "compare_masks", "--runs", tmp_path)
@@ -148,8 +142,6 @@ def test_a_study_of_your_own(unchecked, tmp_path):
 @pytest.mark.parametrize(
     ("study", "needles"),
     [
-        ("none.yaml", ("there is no", "none.yaml", "compare_masks")),
-        ("compare_mask", ("did you mean 'compare_masks'?",)),
         ("about: a", ("is not a study", "parts")),
         ("about: a\nparts: [{corpus: verses, seeds: [1]}]", ("is not a study", "norms")),
         ("about: a\nparts: [{corpus: verses, seeds: [1], norms: [pn], seed: 1}]", ("is not a study", "'seed'")),
@@ -159,11 +151,5 @@ def test_a_study_of_your_own(unchecked, tmp_path):
     ],
 )
 def test_mistakes_in_studies(study, needles, tmp_path, unchecked):
-    if ":" in study:
-        (tmp_path / "mine.yaml").write_text(study)
-        study = tmp_path / "mine.yaml"
-    assert_refused(in_process("reproduce", "--study", study, "--dry-run"), *needles)
-
-
-def test_the_former_name_of_a_study_is_answered():
-    assert_refused(in_process("reproduce", "compare_norms"), "pn reproduce --study compare_norms")
+    (tmp_path / "mine.yaml").write_text(study)
+    assert_refused(in_process("reproduce", "--study", tmp_path / "mine.yaml", "--dry-run"), *needles)

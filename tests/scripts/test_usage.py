@@ -12,8 +12,6 @@ from pn_fairseq.pipeline.data.recipes import verses
 
 from ..scripts_helpers import ROOT, SCRIPTS, assert_refused, in_process, run, script, words_of
 
-VERSES = str(ROOT / "data/verses.es-en")
-LANGUAGES = ("--source", "es", "--target", "en", "--dest", "x")
 USER_SCRIPTS = sorted(path.name for path in SCRIPTS.glob("*.sh"))
 
 
@@ -50,45 +48,6 @@ def test_every_wrapper_is_one_line():
         lines = [line for line in path.read_text("utf-8").splitlines() if not line.startswith("#")]
         if path.name != "make_venv.sh":
             assert len(lines) == 1 and lines[0].startswith('exec bash "$(dirname "$(readlink -f "$0")")/pn" '), path
-
-
-@pytest.mark.parametrize("name", ["prepare.sh", "train.sh", "average.sh", "generate.sh", "score.sh"])
-def test_needed_arguments(name):
-    assert_refused(quick(name), "--help")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "needles"),
-    [
-        (("prepare.sh", "text", "--corpus"), ("--corpus", "expected one argument")),
-        (("prepare.sh", "verse"), ("unknown 'verse'", "did you mean 'verses'?")),
-        (
-            ("prepare.sh", "text", "--corpus", "/nowhere", *LANGUAGES),
-            ("/nowhere",),
-        ),
-        (
-            ("prepare.sh", "text", "--corpus", VERSES, "--source", "es", "--target", "es", "--dest", "x"),
-            ("--source and --target",),
-        ),
-        (
-            (
-                "prepare.sh",
-                "text",
-                "--corpus",
-                VERSES,
-                *LANGUAGES,
-                "--bpe",
-                "many",
-            ),
-            ("--bpe", "many"),
-        ),
-    ],
-    ids=lambda value: " ".join(value[:3]) if isinstance(value, tuple) else None,
-)
-def test_mistakes_get_one_line(arguments, needles, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert_refused(quick(*arguments), *needles)
-    assert list(tmp_path.iterdir()) == [], "something was left behind"
 
 
 def test_missing_tools_are_named(tmp_path):

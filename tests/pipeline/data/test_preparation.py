@@ -33,21 +33,6 @@ def test_every_corpus_has_its_configuration():
     assert all((ROOT / f"configs/{recipe.CONFIG}.yaml").is_file() for recipe in RECIPES.values() if recipe.CONFIG)
 
 
-@pytest.mark.parametrize(
-    ("options", "needle"),
-    [
-        (("--bpe", "many"), "--bpe: must be a whole number of at least 1, not 'many'"),
-        (("--target", "es"), "--source and --target are both 'es'"),
-        (("--like", ROOT, "--keep-case"), "leave out --keep-case"),
-        (("--protect", ROOT / "LICENSE"), "LICENSE: line 3 has a group: write (?:...) for (...)"),
-        (("--segmentation", "unigram"), "--segmentation: unknown 'unigram'"),
-    ],
-)
-def test_values_that_cannot_be_used(options, needle, corpus, capsys):
-    assert run(corpus, *options) == 2
-    assert needle in capsys.readouterr().err and not (corpus.parent / "data").exists()
-
-
 def prepare(corpus: Path, dest: Path, *options) -> int:
     return verb("prepare")(["text", "--corpus", str(corpus), "--dest", str(dest), "--workers", "1", *map(str, options)])
 
@@ -94,7 +79,6 @@ def test_text_for_a_model_of_other_data(corpus, tmp_path, capsys):
         (("--like", old / "bin"), "settings.txt does not exist"),
         (("--like", old, "--segmentation", "sentencepiece"), "has segmentation=subword-nmt, not sentencepiece"),
         (("--like", old, "--moses", old), "has tokenizer=sacremoses+final-stop, not moses"),
-        ((), "--source and --target are required"),
     ):
         assert prepare(corpus, tmp_path / "third", *options) == 2
         assert needle in capsys.readouterr().err and not (tmp_path / "third").exists()
@@ -157,9 +141,6 @@ def test_the_recipe_of_the_page_in_a_file_of_ones_own(tmp_path, monkeypatch, cap
     assert RECIPES.pop("my_corpus").REPRODUCE.steps[0] == ["train"]
     shutil.copy(ROOT / "configs/verses_es_en.yaml", "my_corpus.yaml")  # the second place: its configuration
     assert verb("train")(["my_corpus.yaml", "--check"]) == 0
-    (tmp_path / "other.py").write_text('"""No recipe."""\n')
-    for name, needle in (("none.py", "there is no recipe 'none.py'"), ("other.py", "is no recipe: it has no CONFIG")):
-        assert verb("prepare")([name, *words]) == 2 and needle in capsys.readouterr().err
 
 
 def test_a_memory_that_is_too_small_is_one_line(corpus, monkeypatch, capsys):

@@ -491,8 +491,6 @@ def test_multi30k_corpora_that_are_wrong(multi30k, tmp_path):
     refused("test2018.de", options=("--test", "test2018"))
     (multi30k / "train.de").write_text("one line\n")
     refused("train.de has 1 lines", "60")
-    assert_refused(run("pn", "prepare", "multi30k", check=False), "--corpus", "--help")
-    assert_refused(prepare_multi30k(dest, tmp_path / "nowhere", check=False), "nowhere", "--corpus")
 
 
 @pytest.mark.slow

@@ -374,21 +374,10 @@ def test_downloads_that_are_no_archive(content, archive, tmp_path):
     assert {path.name for path in dest.iterdir()} <= {"download"}
 
 
-def test_wrong_settings(archive, tmp_path):
-    flags = ("--archive", tmp_path / "none.tgz")
-    assert_refused(
-        prepare(tmp_path / "data", *flags, check=False), "none.tgz", "(--archive); it comes from https://dl."
-    )
-    assert not (tmp_path / "data").exists()
-    assert_refused(prepare(tmp_path / "new", "--moses", "/nowhere", check=False), "--moses /nowhere")
-    assert_refused(prepare(tmp_path / "new", "--workers", 0, check=False), "--workers")
-    assert not (tmp_path / "new").exists()
+def test_a_folder_that_cannot_be_made(archive, tmp_path):
     (tmp_path / "file").write_text("")
-    assert_refused(
-        prepare(tmp_path / "file/data", "--archive", archive, check=False),
-        "file/data",
-        "Not a directory; name another directory (--dest)",
-    )
+    refused = prepare(tmp_path / "file/data", "--archive", archive, check=False)
+    assert_refused(refused, "file/data", "Not a directory; name another directory (--dest)")
 
 
 @pytest.mark.parametrize("share", [0.1, 0.99, 1.01], ids=["download", "extraction", "tokenization"])

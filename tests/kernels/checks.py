@@ -1,0 +1,125 @@
+"""An implementation of the operators against the reference in float64, over the samples of ``pn check``."""
+
+import torch
+from torch import Tensor
+
+from pn_fairseq import kernels
+from pn_fairseq.kernels.first_use import samples
+
+EPS = 1e-5
+
+#: Largest relative error: of sums and vectors in float32, and one unit in the last place of each type.
+CLOSE = 2e-6
+ULP = {torch.float64: 1e-13, torch.float32: CLOSE, torch.float16: 2**-10, torch.bfloat16: 2**-7}
+
+
+def largest(values: Tensor) -> float:
+    values = values.detach()[values.isfinite()].abs().double()
+    return values.max().item() if len(values) else 0.0
+
+
+def terms_of(name: str, arguments: tuple) -> tuple[float, ...]:
+    """Of each result the size of the terms that may cancel in it; 0: of the results that have none."""
+    x = arguments[0]  # or dy
+    total, size = 4 * largest(x) * max(x.shape[:-1].numel(), 1) ** 0.5, 4 * largest(x)
+    if name == "moments":
+        *_, groups, _, centered = arguments
+        return (0.0 if not centered else 1.0 if groups else largest(x),) * 4
+    if name == "gradient_sums":
+        return total, total
+    if name == "gradient":
+        *_, inv_rms, _, _, sums = arguments
+        steep = size * max(largest(inv_rms), 1.0)
+        return (max(steep, total) if sums else steep,) * 3
+    if name == "standardize_gradient":
+        return size * largest(arguments[3][1]), total
+    if name == "squash_gradient":
+        return 0.0, total, 4 * float((x.double() * arguments[1].double()).norm())
+    return (0.0,) * 4
+
+
+def assert_close(actual: Tensor, expected: Tensor, what: str, terms: float = 0.0, ulp: float | None = None):
+    """Half types element by element, others relative to the largest value; ``terms``: what was added up to it."""
+    assert actual.shape == expected.shape, f"{what}: {tuple(actual.shape)} in place of {tuple(expected.shape)}"
+    if not actual.is_floating_point():
+        assert torch.equal(actual, expected), what
+        return
+    wide, expected, finite = actual.double(), expected.double(), expected.to(actual.dtype).isfinite()
+    assert torch.equal(finite, wide.isfinite()), f"{what}: not finite in other places"
+    ulp, size = ulp or ULP[actual.dtype], max(largest(expected), terms, 1e-30)
+    half = actual.dtype in (torch.float16, torch.bfloat16)
+    allowed = ulp * expected.abs() + CLOSE * size if half else torch.full_like(expected, ulp * size)
+    error = (wide - expected).abs() - allowed
+    assert (error[finite] <= 0).all(), f"{what}: off by {largest(error):.2e} more than {allowed.max():.2e}"
+
+
+def check(name: str, *arguments) -> tuple[Tensor, ...]:
+    """Call an operator, and compare its results and their types with the reference's."""
+
+    def call(function, given) -> tuple[Tensor, ...]:
+        results = function(*given)
+        return (results,) if isinstance(results, Tensor) else results
+
+    wide = [value.double() if isinstance(value, Tensor) and value.is_floating_point() else value for value in arguments]
+    results, reference = call(getattr(torch.ops.pn_fairseq, name), arguments), kernels.OPERATORS[name]
+    expected, types = call(reference, wide), call(reference, arguments)
+    assert [one.dtype for one in results] == [other.dtype for other in types], name
+    of_state = CLOSE if name in ("running_average", "power_update") else None  # float32, also of a float64 batch
+    for number, (one, other, terms) in enumerate(zip(results, expected, terms_of(name, arguments), strict=False)):
+        assert_close(one, other, f"{name}, result {number}", terms, of_state)
+        assert one.is_contiguous(), f"{name}, result {number}"
+    return results
+
+
+def apart(values: Tensor) -> Tensor:
+    """The same tokens (A, B, C), in memory apart from each other and in the order (B, A, C)."""
+    wide = values.new_full((values.size(1), values.size(0), values.size(2) + 3), torch.nan).transpose(0, 1)
+    wide[..., 1:-2] = values
+    return wide[..., 1:-2]
+
+
+def moved(*places: int):
+    """The tokens (N, C) become (A, B, C), and those at ``places`` of the arguments lie apart."""
+
+    def change(arguments: list, count: int, channels: int) -> list:
+        axes = (count // 2, 2) if count % 2 == 0 else (count, 1)
+        for place, value in enumerate(arguments):
+            if isinstance(value, Tensor) and (value.dtype == torch.bool or value.shape[-2:-1] == (count,)):
+                value = value.unflatten(0 if value.dim() < 3 else 1, axes)
+                arguments[place] = apart(value) if place in places and value.shape == (*axes, channels) else value
+        return arguments
+
+    return change
+
+
+def dy_of_a_sum(arguments: list, count: int, channels: int) -> list:
+    if getattr(arguments[1], "shape", ()) == (count, channels):  # behind dy comes x
+        arguments[0] = torch.ones((), dtype=arguments[0].dtype, device=arguments[0].device).expand(count, channels)
+    return arguments
+
+
+def to_bfloat16(arguments: list, count: int, channels: int) -> list:
+    return [value.bfloat16() if getattr(value, "shape", ()) == (channels,) else value for value in arguments]
+
+
+def all_padding(arguments: list, count: int, channels: int) -> list:
+    return [torch.ones_like(value) if getattr(value, "dtype", 0) == torch.bool else value for value in arguments]
+
+
+#: What differs from the samples.
+CHANGES = {
+    "nothing": lambda arguments, count, channels: arguments,
+    "vectors in bfloat16": to_bfloat16,
+    "nothing but padding": all_padding,
+    "x or dy apart": moved(0),
+    "x apart and not dy": moved(1),
+    "x and dy apart": moved(0, 1),
+    "dy of a sum": dy_of_a_sum,
+}
+
+
+def check_samples(tokens: int, channels: int, groups: int, dtype, device="cpu", change="nothing") -> None:
+    for name, arguments in samples(dtype, torch.device(device), [(tokens, channels, groups)]):
+        if arguments[0].dim() > 1:
+            arguments = CHANGES[change](list(arguments), tokens, channels)
+        check(name, *arguments)

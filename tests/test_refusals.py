@@ -1,0 +1,197 @@
+"""What a user types wrong: exit code 2, one line that says what is wrong, and nothing is written."""
+
+import shlex
+
+import pytest
+import torch
+
+from .fixtures.runs import small_run
+from .scripts_helpers import ROOT, assert_refused, cut_corpus, in_process
+
+#: A row is the words after ``pn``, in the folder of ``place``, and what the line says; ``;`` stands between several.
+TABLE = """
+average                                               | one of the arguments --run --inputs is required
+average --run /nowhere                                | is not a training run
+average --run x --lst 2                               | did you mean '--last'
+average --inputs files --output out.pt --last 0       | --last; '0'
+average --inputs files --output out.pt                | is a folder; --last
+average --inputs files                                | --output
+average --inputs w1.pt w2.pt --output out.pt --last 2 | --last; files
+average --inputs w1.pt none.pt --output out.pt        | no such file
+average --inputs w1.pt w2.pt ./../place/w1.pt --output out.pt | given twice
+average --inputs w2.pt link.pt --output out.pt        | given twice
+average --inputs w1.pt w2.pt --output w2.pt           | is one of the inputs
+average --inputs w1.pt w2.pt --output link.pt         | is one of the inputs
+average --inputs w1.pt w2.pt --output files           | not a regular file
+average --inputs w1.pt w2.pt --output none/out.pt     | no directory
+average --inputs files --last 2 --output files/checkpoint2.pt | is one of the inputs
+average --inputs w1.pt --output out.pt --recalibrate  | --recalibrate needs DATA
+average --inputs w1.pt --output out.pt --recalibrate /nowhere | /nowhere; fairseq-preprocess
+average --inputs w1.pt --output out.pt --recalibrate data --batches 0 | --batches; '0'
+average --inputs w1.pt --output out.pt --recalibrate data --batches -3 | --batches
+average --inputs w1.pt --output out.pt --recalibrate data --batches some | --batches; some
+average --inputs w1.pt --output out.pt --batches 3    | --batches goes with --recalibrate
+average --inputs w1.pt --output out.pt --run x        | not allowed with argument
+average --inputs w1.pt --output out.pt --norm-module none.py | --norm-module; there is no file; none.py
+average --inputs w1.pt --output out.pt --unknown      | unrecognized arguments: --unknown; --help
+evaluate-lm                                           | are required: --run
+export w1.pt                                          | --onnx DIR, --pt2 DIR
+figures nothing --output out                          | there is no directory 'nothing'
+fold w1.pt                                            | OUTPUT
+fold none.pt out.pt                                   | none.pt: no such file
+generate                                              | --run; --help
+generate --run data                                   | is not a training run
+generate --run run --ranks two                        | --ranks; 'two'
+generate --run run --subset train2                    | no subset 'train2'
+generate --run run --subset ../test                   | no subset '../test'
+generate --run run --beam 0                           | --beam; '0'
+generate --run run --beam ''                          | --beam; ''
+generate --run run --lenpen x                         | --lenpen; 'x'
+generate --run run --max-len-a x                      | --max-len-a; 'x'
+generate --run run --batch-size many                  | --batch-size; 'many'
+generate --run run --max-tokens -1                    | --max-tokens; '-1'
+generate --run run --checkpoint none.pt               | 'none.pt'; pn average; checkpoints has averaged.pt
+generate --run run --checkpoint a:b.pt                | colon
+generate --run run --norm-module none.py              | --norm-module; there is no file; none.py
+generate --run run --bean 3                           | --bean; did you mean '--beam'; --help
+import-release none.pt out.pt                         | none.pt: no such file
+norms unifid                                          | did you mean 'unified'
+norms --norm-module none.py                           | none.py; is not a file
+prepare                                               | --help
+prepare verse                                         | unknown 'verse'; did you mean 'verses'?
+prepare none.py                                       | there is no recipe 'none.py'
+prepare empty.py                                      | is no recipe: it has no CONFIG
+prepare text --corpus                                 | --corpus; expected one argument
+prepare text --corpus text --dest out                 | --source and --target are required
+prepare text --corpus /nowhere --source es --target en --dest out | /nowhere
+prepare text --corpus text --source es --target es --dest out | --source and --target are both 'es'
+prepare text --corpus text --source es --target en --dest out --bpe many | --bpe: must be a whole number of at least 1
+prepare text --corpus text --source es --target en --dest out --like data --keep-case | leave out --keep-case
+prepare text --corpus text --source es --target en --dest out --protect group | group: line 3 has a group: write (?:...)
+prepare text --corpus text --source es --target en --dest out --segmentation unigram | --segmentation: unknown 'unigram'
+prepare iwslt14 --dest out --archive none.tgz         | none.tgz; (--archive); it comes from https://dl.
+prepare iwslt14 --dest out --moses /nowhere           | --moses /nowhere
+prepare iwslt14 --dest out --workers 0                | --workers
+prepare multi30k                                      | --corpus; --help
+prepare multi30k --corpus nowhere --dest out          | nowhere; --corpus
+prepare ptb                                           | --corpus; --help
+prepare ptb --corpus text --dest out                  | ptb.train.txt
+reproduce compare_norms                               | pn reproduce --study compare_norms
+reproduce --study none.yaml --dry-run                 | there is no; none.yaml; compare_masks
+reproduce --study compare_mask --dry-run              | did you mean 'compare_masks'?
+reproduce --study=compare_norms --multi30k /nowhere   | /nowhere is not a directory
+reproduce nothing --data data --dry-run               | there is no; verses_es_en
+reproduce iwslt14 --dry-run --norms 'ln pnw'          | unknown norm 'pnw'; did you mean 'pn'?; ln, bn, pnv, pn
+reproduce iwslt14 --dry-run --norms ln,pnw            | unknown norm 'pnw'; did you mean 'pn'?
+reproduce iwslt14 --dry-run --norms ,                 | --norms; at least one
+reproduce iwslt14 --dry-run --table powernorm-5       | table 'powernorm-5'; did you mean 'powernorm-4'; adanorm-1
+reproduce iwslt14 --dry-run --table powernorm-1 --norms pn  | --table and --norms; one of them
+reproduce iwslt14 --dry-run --table powernorm-1 --size tiny | --table and --size; one of them
+reproduce iwslt14 --dry-run --seeds '1 x'             | --seeds; 'x'
+reproduce iwslt14 --dry-run --seeds 2,1,2 --norms pn  | pn_seed2; twice
+reproduce verses_lm --dry-run --models lstm           | unknown model 'lstm'; transformer_lm, tensorized_lm
+score                                                 | --run; --compare; --hyp
+score --compare one                                   | two runs or more
+score --compare one two --run three                   | --compare; --run; not allowed
+score --hyp one --ref two --compare three             | --compare; --hyp; not allowed
+score --hyp one --ref two --subset valid              | --subset needs --run or --compare
+score --compare one two --output x                    | --output needs --run
+score --hyp one --ref two --compound-split            | --compound-split needs --run or --tokenized
+score --compare one two --resamples 0                 | --resamples; at least 1
+score --compare one two                               | 'one'; not a training run
+score --run one --resamples 10                        | --resamples; --compare
+score --run one --lowercase                           | --lowercase needs --hyp
+score --hyp one                                       | --hyp; --ref
+score --hyp one --ref two                             | one: No such file
+score --run one --subsets x                           | --subsets
+test-norms --norm-module none.py                      | none.py; not a file
+test-norms --norm-module broken.py                    | broken.py; ZeroDivisionError
+test-norms --norm-module empty.py                     | empty.py; register_norm
+test-norms pwoer                                      | 'pwoer'; did you mean 'power'
+test-norms --norms x                                  | --norms
+train                                                 | CONFIG
+train verses_en_es                                    | did you mean 'verses_es_en'; iwslt14_de_en
+train verses_es_en seed                               | 'seed'; key=value
+train verses_es_en --data /nowhere                    | /nowhere; prepare
+train verses_es_en --dat                              | --dat
+translate                                             | --run
+translate --run data                                  | is not a training run
+translate --run run --input none                      | none
+"""
+
+#: Settings for ``pn train verses_es_en --check``, which needs no data.
+SETTINGS = """
+model.encoder_norm=batchnorm            | did you mean 'batch'
+model.norm_module=/nowhere/my.py        | /nowhere/my.py
+model.dropout=1.5                       | model.dropout=1.5; below 1
+model.attention_dropout=-0.1            | model.attention_dropout; at least 0
+model.dropout=abc                       | model.dropout=abc; float
+model.encoder_layers=2.5                | model.encoder_layers=2.5; int
+model.activation_fn=rel                 | model.activation_fn=rel; relu; gelu
+model.norm_variant=papers               | model.norm_variant=papers; 'paper', 'release'
+model.encoder_layers=0                  | model.encoder_layers=0; at least 1
+model.share_all_embeddings=3            | model.share_all_embeddings=3; true or false
+model.encoder_attention_heads=3         | divisible
+model.encoder_normalize_before=false    | normalize
+model.layer_scale_groups=3              | groups=3
++model.norm_alpha_fwd=2                 | alpha_fwd=2
+optimization.lr=-0.1                    | optimization.lr; at least 0
+optimization.clip_norm=-1               | optimization.clip_norm; at least 0
+dataset.max_tokens=-5                   | dataset.max_tokens; at least 1
+dataset.batch_size=0                    | dataset.batch_size; at least 1
+optimizer.weight_decay=abc              | weight_decay
+optimizer.adam_betas=0.9                | optimizer.adam_betas=0.9; two numbers
+optimizer.adam_betas=abc                | optimizer.adam_betas=abc; two numbers
+"optimizer.adam_betas='(0.9,2)'"        | optimizer.adam_betas=(0.9,2); below 1
+optimizer.weight_decay=-1               | optimizer.weight_decay; at least 0
+lr_scheduler.warmup_updates=-5          | warmup_updates; at least 0
+criterion.label_smoothing=1             | criterion.label_smoothing; below 1
+optimization.lr=[0.1,0.2]               | learning rate
+"""
+
+#: The same for a model of fairseq whose norms are converted.
+CONVERSIONS = """
+"model.convert_norms=['encoder.*=bach']"   | unknown norm 'bach', did you mean 'batch'?
+"model.convert_norms='encoder.*'"          | 'encoder.*' is not 'PATTERN=NORM[,key=value...]'
+"model.convert_norms=['encode.*=batch']"   | the pattern 'encode.*' matches no norm of the model
+model.norm_ignore_mask=3                   | model.norm_ignore_mask=3 must be true or false
+model.convert_norm=x                       | unknown setting 'model.convert_norm', did you mean 'model.convert_norms'?
+"""
+
+
+def rows(table: str, before: str = "") -> list[tuple[str, str]]:
+    cells = [line.split(" | ") for line in table.strip().splitlines()]
+    return [(f"{before}{words.strip()}", line.strip()) for words, line in cells]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    place = tmp_path_factory.mktemp("refusals") / "place"
+    small_run(place, 37)
+    cut_corpus(place / "text", 9, 3, 3)
+    (place / "files").mkdir()
+    for number, path in enumerate(("w1.pt", "w2.pt", "a:b.pt", *(f"files/checkpoint{n}.pt" for n in (1, 2)))):
+        history = [{"num_updates": number, "lr_scheduler_state": {}}]
+        torch.save({"model": {"w": torch.ones(1)}, "optimizer_history": history}, place / path)
+    (place / "link.pt").symlink_to("w2.pt")
+    (place / "group").write_text((ROOT / "LICENSE").read_text())
+    (place / "broken.py").write_text("1 / 0\n")
+    (place / "empty.py").write_text('"""Nothing."""\n')
+    return place
+
+
+CHECK = "train verses_es_en --check "
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    rows(TABLE) + rows(SETTINGS, CHECK) + rows(CONVERSIONS, f"{CHECK}model._name=transformer_iwslt_de_en "),
+)
+def test_a_mistake_is_one_line(words, line, place, monkeypatch):
+    monkeypatch.chdir(place)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    before = {path: path.stat().st_mtime_ns for path in place.rglob("*")}
+    result = in_process(*shlex.split(words))
+    assert_refused(result, *line.split("; "))
+    assert result.stderr.splitlines()[-1].startswith(f"pn {words.split()[0]}: error: ") and not result.stdout
+    assert {path: path.stat().st_mtime_ns for path in place.rglob("*")} == before
