@@ -49,3 +49,14 @@ def data(tmp_path_factory) -> Path:
         if not (base / "data").exists():
             prepare(cut_corpus(base / "corpus"), base / "data")
     return base / "data"
+
+
+@pytest.fixture(scope="session")
+def dictionaries(tmp_path_factory) -> Path:
+    """A folder with the dictionaries that a translation task looks for, of the models in tests/fixtures."""
+    from .models.helpers import VOCABULARY, make_dictionary
+
+    base = tmp_path_factory.mktemp("dictionaries")
+    for lang in ("de", "en"):
+        make_dictionary(VOCABULARY).save(str(base / f"dict.{lang}.txt"))
+    return base

@@ -15,11 +15,12 @@ import torch
 TESTS = Path(__file__).parent
 ROOMS = ("norms", "models", "kernels", "fairseq_patches", "examples", "benchmarks", "pipeline/test_fold.py")
 LARGEST = 0.2
+CAPABILITY = torch.backends.cpu.get_cpu_capability()
 
 #: Environment variables. torch's kernels and the C++ kernels here obey the same one in what vectors they use.
 SETTINGS = {
-    torch.backends.cpu.get_cpu_capability(): {},
-    "AVX2": {"ATEN_CPU_CAPABILITY": "avx2"},  # once, where the processor has no wider vectors
+    CAPABILITY: {},
+    **({"AVX2": {"ATEN_CPU_CAPABILITY": "avx2"}} if "AVX" in CAPABILITY else {}),  # torch does not ask the processor
     "no vectors": {"ATEN_CPU_CAPABILITY": "default"},
     "no C++ kernels": {"PN_FAIRSEQ_KERNELS": "reference"},
     "no C++ kernels, no vectors": {"PN_FAIRSEQ_KERNELS": "reference", "ATEN_CPU_CAPABILITY": "default"},

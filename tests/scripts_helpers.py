@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -200,3 +201,18 @@ def cut_corpus(dest: Path, train: int = 600, valid: int = 40, test: int = 37) ->
 def prepare(corpus: Path, dest: Path, *options, **kwargs):
     flags = ("--corpus", corpus, "--source", "es", "--target", "en", "--dest", dest, "--bpe", 300)
     return run("pn", "prepare", "text", *flags, *options, **kwargs)
+
+
+def wait_for(condition, process: subprocess.Popen, seconds: float = 300) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it took too long"
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.005)
+
+
+def call_in(package: str, file: str, function):
+    """Call ``function`` from a function of a module that looks like one of fairseq's programs, or like another."""
+    namespace = {"__package__": package, "function": function}
+    exec(compile("def main():\n    return function()", file, "exec"), namespace)
+    return namespace["main"]()

@@ -91,9 +91,20 @@ def cases(names=None) -> list[Case]:
     return [Case(name, variant) for name in names for variant in (VARIANTS[0], *NORMS[name].variants)]
 
 
+#: Norms that differ in kind from each other, as case names.
+KINDS = {"layer", "dyt", "batch", "power", "power-release", "power-v", "unified"}
+
+
+def long(test):
+    """Mark a test that takes long: with other norms than KINDS it is slow."""
+    test.long = True
+    return test
+
+
 def pytest_generate_tests(metafunc):
     """``case``: every norm. ``running``: those with running statistics. ``masking``: those that ignore padding, which
     the variants that reproduce released code need not do."""
+    slow = pytest.mark.slow if getattr(metafunc.function, "long", False) else ()
     chosen = cases(metafunc.config.getoption("norm_names", None))
     fixtures = {
         "case": chosen,
@@ -102,7 +113,8 @@ def pytest_generate_tests(metafunc):
     }
     for fixture, values in fixtures.items():
         if fixture in metafunc.fixturenames:
-            metafunc.parametrize(fixture, values, ids=str)
+            cases_of = [pytest.param(case, marks=() if str(case) in KINDS else slow) for case in values]
+            metafunc.parametrize(fixture, cases_of, ids=str)
 
 
 def some_steps(norm, number=3, seed=8, **options):
@@ -229,6 +241,7 @@ def test_state_dict_round_trip(case, steps):
         ("torch.save", "after a backward"),
     ],
 )
+@long
 def test_copies_continue_alike_and_apart(case, how, when):
     norm = case.trained(4, 1, psi_warmup_updates=2)
     if when == "with updates":
@@ -596,6 +609,7 @@ def in_order(values, shape, mask):
 
 
 @pytest.mark.parametrize(("groups", "fill"), [(0, None), (4, None), (4, np.inf), (0, np.nan), (4, 1e30)])
+@long
 def test_values_and_amount_of_padding_change_nothing_for_real_tokens(masking, groups, fill):
     """1e30 is a float32, its square is not. From the second of 4 steps on a warm-up is over."""
     plain, padded = (masking.build(groups, psi_warmup_updates=2) for _ in range(2))
@@ -677,6 +691,7 @@ def test_two_dimensional_input_equals_one_sentence(case):
         ((4, 4, CHANNELS), "transposed", False),
     ],
 )
+@long
 def test_batch_first_equals_the_transposed_call(case, shape, layout, masked):
     """``transposed``: the memory of the input of the batch-first norm is in the order (T, B, C)."""
     time_first, batch_first = case.build(4), case.build(4, batch_first=True)
@@ -862,6 +877,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("training", [True, False])
+@long
 def test_results_have_the_types_of_what_they_belong_to(case, dtype, training):
     """Parameters of another type than the input are what mixed precision looks like."""
     for parameters in DTYPES:
@@ -951,6 +967,7 @@ def run_step(block, uses, x, mask, dy):
 
 @pytest.mark.parametrize("how", CHECKPOINTING)
 @pytest.mark.parametrize("updates", [None, 2], ids=["without updates", "with updates"])
+@long
 def test_recomputation_changes_no_bit(case, how, updates):
     """Over the end of a warm-up of 2, in the types of mixed precision, with uses in turn and dropped forwards."""
     plain, other = twins(case, psi_warmup_updates=2)
@@ -981,6 +998,7 @@ def test_recomputation_changes_no_bit(case, how, updates):
     + [("bfloat16", (0, 1))],
     ids=str,
 )
+@long
 def test_recomputation_of_two_graphs_changes_no_bit(running, how, what, order):
     plain, other = twins(running, psi_warmup_updates=2)
     dtype = torch.bfloat16 if what == "bfloat16" else torch.float32
@@ -1007,6 +1025,7 @@ def test_recomputation_of_two_graphs_changes_no_bit(running, how, what, order):
 
 
 @pytest.mark.parametrize("how", CHECKPOINTING)
+@long
 def test_recomputation_of_a_retained_graph_gives_the_same_again(running, how):
     """A reentrant recomputation is a forward like any other: there every backward counts, elsewhere only the first."""
     plain, other = twins(running)
@@ -1182,6 +1201,7 @@ def compiler():
     torch._dynamo.reset()
 
 
+@long
 def test_evaluation_compiles_without_a_graph_break(case, compiler):
     norm = case.trained(4).eval()
     x, mask, _ = tensors(rng(2))
@@ -1190,6 +1210,7 @@ def test_evaluation_compiles_without_a_graph_break(case, compiler):
     torch.testing.assert_close(compiled(x), norm(x))
 
 
+@long
 def test_training_under_compile_is_training(case, compiler):
     plain, other = case.build(4, psi_warmup_updates=2), case.build(4, psi_warmup_updates=2)
     compiled = compiler(torch.nn.Sequential(other))
@@ -1206,6 +1227,7 @@ def test_training_under_compile_is_training(case, compiler):
         torch.testing.assert_close(*found)
 
 
+@long
 def test_evaluation_can_be_exported(case):
     norm = case.trained(4).eval()
     x, mask, _ = tensors(rng(2))

@@ -12,7 +12,7 @@ from pn_fairseq.fairseq_patches.one_line_errors import compute
 from pn_fairseq.kernels import VARIABLE
 
 from ..models.helpers import write_data
-from ..scripts_helpers import ROOT, run
+from ..scripts_helpers import ROOT, call_in, run
 
 
 def assert_one_line(result: subprocess.CompletedProcess, tool: str, *needles: str) -> None:
@@ -55,13 +55,6 @@ def test_a_library_raises():
     assert result.stderr.splitlines()[-1].startswith(
         "pn_fairseq.common.errors.Unavailable: PN_FAIRSEQ_KERNELS=fast is not"
     )
-
-
-def call_in(package: str, file: str, function):
-    """Call ``function`` from a function of a module that looks like one of fairseq's programs, or like another."""
-    namespace = {"__package__": package, "function": function}
-    exec(compile("def main():\n    return function()", file, "exec"), namespace)
-    return namespace["main"]()
 
 
 def test_programs_of_fairseq_are_known_by_the_call_stack(capsys):

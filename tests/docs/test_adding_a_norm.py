@@ -2,9 +2,7 @@
 
 import re
 import shutil
-import sys
 
-import fairseq_cli.train
 import numpy as np
 import pytest
 import torch
@@ -13,6 +11,7 @@ import pn_fairseq.models  # noqa: F401 (registers them for --arch, also where a 
 from pn_fairseq.common.checkpoints import find_checkpoints, load_checkpoint
 from pn_fairseq.norms import NORMS, build_norm, load_norms
 
+from ..fixtures.training import model_of, train
 from ..norms.helpers import (
     CHANNELS,
     affine_of,
@@ -192,40 +191,29 @@ def test_the_mixed_norm_has_the_gradients_of_its_formula(norm_modules):
         assert_close(actual[name], gradient, 1e-10, name)
 
 
-def train(monkeypatch, data, save_dir, updates, *flags):
-    arguments = (
-        *("fairseq-train", data / "bin", "--user-dir", ROOT / "pn_fairseq", "--arch", "transformer_pn_tiny"),
-        *("--source-lang", "es", "--target-lang", "en", "--share-all-embeddings", "--cpu", "--seed", "1"),
-        *("--optimizer", "adam", "--lr", "0.001", "--lr-scheduler", "inverse_sqrt", "--warmup-updates", "2"),
-        *("--max-tokens", "300", "--num-workers", "0", "--disable-validation", "--no-epoch-checkpoints"),
-        *("--log-format", "json", "--log-interval", "1", "--norm-stats-interval", "1", *flags),
-        *("--save-interval-updates", "1", "--max-update", updates, "--save-dir", save_dir),
-    )
-    monkeypatch.setattr(sys, "argv", [str(argument) for argument in arguments])
-    fairseq_cli.train.cli_main()
-    return load_checkpoint(save_dir / "checkpoint_last.pt")["model"]
-
-
-def test_training_with_fairseq(norm_modules, data, tmp_path, monkeypatch, capfd, caplog):
+def test_training_with_fairseq(norm_modules, data, tmp_path, monkeypatch, capfd):
     """Trained, resumed, reported, averaged, recalibrated and decoded, from other folders than that of the file."""
-    caplog.set_level("INFO")
-    monkeypatch.chdir(norm_modules["my-unified"].parent)
+    for file in norm_modules.values():
+        for folder in ("straight", "stopped"):
+            (tmp_path / folder).mkdir(exist_ok=True)
+            shutil.copy(file, tmp_path / folder)
     flags = ("--norm-module", "my_unified.py,my_l1.py", "--encoder-norm", "my-unified", "--decoder-norm", "l1")
-    flags += ("--norm-options", "window=3")
-    straight = train(monkeypatch, data, tmp_path / "straight", 3, *flags)
+    flags += ("--norm-options", "window=3", "--norm-stats-interval", 1, "--save-interval-updates", 1)
+    log = train(data, tmp_path / "straight", *flags, updates=3)
+    straight = model_of(tmp_path / "straight")
     assert {int(value) for key, value in straight.items() if key.endswith("num_batches_tracked")} == {3}
     assert straight["encoder.layer_norm.lambda_window"].shape == (3, 128)
     assert "decoder.layer_norm.weight" in straight and "decoder.layer_norm.nu" not in straight
-    log = caplog.text + "".join(capfd.readouterr())
     assert all(f'"norm_{name}"' in log for name in ("psi_distance", "nonfinite_steps"))
 
-    train(monkeypatch, data, tmp_path / "stopped", 1, *flags)
-    resumed = train(monkeypatch, data, tmp_path / "stopped", 3, *flags)
+    for updates in (1, 3):
+        train(data, tmp_path / "stopped", *flags, updates=updates)
+    resumed = model_of(tmp_path / "stopped")
     for key, value in straight.items():
         assert torch.equal(resumed[key], value), key
 
     monkeypatch.chdir(tmp_path)
-    newest = find_checkpoints(tmp_path / "straight", "update", last=2)
+    newest = find_checkpoints(tmp_path / "straight/checkpoints", "update", last=2)
     inputs = ("--inputs", *newest, "--output", tmp_path / "averaged.pt")
     code = verb("average")([*inputs, "--recalibrate", data / "bin", "--batches", 2])
     assert code == 0, capfd.readouterr().err

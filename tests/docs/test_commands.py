@@ -12,10 +12,8 @@ from pn_fairseq.pipeline.data.recipes import RECIPES
 from pn_fairseq.pipeline.reproduce import CORPORA
 
 from ..scripts_helpers import in_process, run, words_of
-from .pages import PAGES, ROOT, Command, block_commands, inline_commands, inline_options
+from .pages import PAGES, ROOT, Command, block_commands, inline_commands, inline_options, ours
 
-#: First words of commands that are not this project's. Their options are not checked.
-OTHERS = {"pip", "sacrebleu", "export", "echo", "srun", "sbatch", "torchrun", "sed", "tensorboard", ".", "pre-commit"}
 #: Options of such commands that pages mention.
 OTHER_OPTIONS = {"--extra-index-url", "--index-url", "--no-build-isolation", "--sample-break-mode"}
 OTHER_OPTIONS |= {"--nnodes", "--node-rank", "--nproc-per-node", "--requeue"}  # of torchrun and sbatch
@@ -85,29 +83,6 @@ def fairseq_help(tool: str) -> str:
 
 def has(text: str, option: str) -> bool:
     return re.search(rf"(?<![\w-]){re.escape(option)}(?![\w-])", text) is not None
-
-
-def ours(command: Command) -> tuple[str, list[str]] | None:
-    """The tool of this project or of fairseq that a command calls, and its other words; None for other commands."""
-    words = command.words
-    if words and words[0] in OTHERS:  # srun ... torchrun ... -m pn_fairseq train ...
-        words = ["python", "-m", *words[words.index("pn_fairseq") :]] if "pn_fairseq" in words else []
-    if not words:
-        return None
-    if words[:2] == ["python", "-m"] and words[2] == "pytest":
-        return None
-    if words[:3] == ["python", "-m", "pn_fairseq"]:
-        words = ["pn", *words[3:]]
-    if words[0] == "pn":
-        verb = 1 + (len(words) > 1 and not words[1].startswith("-"))
-        verb += words[1:2] in (["prepare"], ["reproduce"]) and len(words) > 2 and words[2] not in ("NAME", "--study")
-        verb += 2 * (words[1:3] == ["reproduce", "--study"] and words[3] != "FILE")
-        return " ".join(words[:verb]), words[verb:]
-    if words[:2] == ["python", "-m"]:
-        return " ".join(words[:3]), words[3:]
-    if words[0] == "python" and words[1].startswith("examples/"):
-        return " ".join(words[:2]), words[2:]
-    return words[0], words[1:]
 
 
 def faults(command: Command) -> list[str]:

@@ -13,8 +13,7 @@ import pytest
 from pn_fairseq.__main__ import call
 
 from ..scripts_helpers import cut_corpus, run
-from .pages import ASSIGNMENT, PAGES, ROOT, USER_DIR, Command, block_commands
-from .test_commands import ours
+from .pages import ASSIGNMENT, PAGES, ROOT, USER_DIR, Command, block_commands, ours
 
 #: Commands that are not run here -> the reason.
 NOT_RUN = {
@@ -45,6 +44,8 @@ SMALL = {
     r"(pn (generate|translate)\b)": r"\1 --max-len-b 10",
     r"(fairseq-generate)": r"\1 --max-len-b 10 --cpu",
 }
+#: Commands of the README that others run: a pattern, and the file of tests, or of continuous integration.
+RUN_ELSEWHERE = {r"make venv.*|\. \.venv/bin/activate": ".ci/run", r"make demo": "test_demo.py"}
 PLAIN = ROOT / "docs/plain_fairseq.md"
 #: Pages whose commands are run.
 RUN = (
@@ -101,6 +102,14 @@ def test_every_command_is_accepted_by_its_parser(command, monkeypatch, capsys):
 def test_every_command_is_run_or_has_a_reason():
     unknown = [command for command in all_commands() if command.page not in RUN and not reason(command)]
     assert not unknown, f"add the page to RUN, or a reason to NOT_RUN: {[str(command) for command in unknown]}"
+
+
+def test_each_command_of_the_readme_is_run_by_a_test_or_marked():
+    assert "README.md" in RUN
+    for command in block_commands(ROOT / "README.md"):
+        places = [place for pattern, place in RUN_ELSEWHERE.items() if re.fullmatch(pattern, command.text)]
+        assert command.not_run or places or not reason(command), command
+        assert all((ROOT / place).exists() or list((ROOT / "tests").rglob(place)) for place in places), places
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from docs.tools import figures
 from pn_fairseq.report.figures import FIGURES, read_subject
 from pn_fairseq.report.runs import read_runs
 
-from ..report.test_figures import make_run
+from ..fixtures.reports import make_probed
 from .pages import ROOT
 
 RUNNING = {"pn": "psi2", "pnv": "psi2", "pnv_ls": "psi2"}
@@ -25,14 +25,14 @@ def test_the_records_draw_the_pictures(tmp_path, monkeypatch):
     (tmp_path / "runs").mkdir()
     for name in figures.MODELS:
         folder = figures.folder_of(tmp_path / "runs", name)
-        make_run(folder, running=RUNNING.get(name, "mu,sigma2,psi2"))
+        make_probed(folder, running=RUNNING.get(name, "mu,sigma2,psi2"))
         (folder / "checkpoints").mkdir()
         weight = torch.randn(20, 6, generator=torch.Generator().manual_seed(0))
         torch.save({"model": {"encoder.embed_tokens.weight": weight}}, folder / "checkpoints/checkpoint_last.pt")
     figures.write(tmp_path / "runs")
     monkeypatch.setattr(figures, "RESULTS", tmp_path / "results")
     for _, name in figures.IMAGES.values():
-        make_run(tmp_path / "runs" / name)
+        make_probed(tmp_path / "runs" / name)
         (tmp_path / "runs" / name / "epochs.csv").write_text("epoch\n1\n")
     figures.write_images(tmp_path / "runs")
     records = pandas.read_parquet(tmp_path / figures.RECORDS)

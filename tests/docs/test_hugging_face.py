@@ -7,7 +7,7 @@ import torch
 
 from pn_fairseq.norms import norm_report, running_norms
 
-from ..norms.test_convert_models import hugging_face
+from ..fixtures.hugging_face import hugging_face
 from .pages import ROOT, blocks
 
 

@@ -7,14 +7,10 @@ from torch import nn
 
 from pn_fairseq.norms import norm_report
 
-from .pages import ROOT, block_commands, blocks
-from .test_commands_run import RUN, reason
+from .pages import ROOT, blocks
 
 PATH = ROOT / "README.md"
 README = PATH.read_text("utf-8")
-
-#: Commands that others run: a pattern, and the file of tests, or of continuous integration.
-RUN_ELSEWHERE = {r"make venv.*|\. \.venv/bin/activate": ".ci/run", r"make demo": "test_demo.py"}
 
 
 def test_fits_on_a_few_screens():
@@ -58,11 +54,3 @@ def test_python_runs():
     torch.testing.assert_close(*found)
     one, other = (Transposed(8)(torch.where(mask[..., None], content, x))[~mask] for content in (0.0, 100.0))
     assert (one - other).abs().max() > 0.1
-
-
-def test_each_command_is_run_by_a_test_or_marked():
-    assert "README.md" in RUN
-    for command in block_commands(PATH):
-        places = [place for pattern, place in RUN_ELSEWHERE.items() if re.fullmatch(pattern, command.text)]
-        assert command.not_run or places or not reason(command), command
-        assert all((ROOT / place).exists() or list((ROOT / "tests").rglob(place)) for place in places), places

@@ -25,9 +25,8 @@ from pn_fairseq.common.errors import FoldedModelError
 from pn_fairseq.fairseq_patches import ORDER, command_line, one_line_errors, patch, patches
 from pn_fairseq.norms import running_norms
 
-from ..common.test_errors import call_in
 from ..models.helpers import KINDS, build, make_dictionary, make_task, padded_batch, write_data
-from ..scripts_helpers import ROOT, run, verb
+from ..scripts_helpers import ROOT, call_in, run, verb
 
 EMA_SETTINGS = SimpleNamespace(
     ema_decay=0.75, ema_start_update=0, ema_update_freq=1, ema_seed_model=None, ema_fp32=False

@@ -30,6 +30,8 @@ sys.exit(pytest.main(sys.argv[1:]))
     [("avx2", SOME), *(pytest.param(allowed, ALL, marks=pytest.mark.slow) for allowed in CAPABILITIES)],
 )
 def test_operators(allowed, selection):
+    if allowed == "avx2" and "AVX" not in torch.backends.cpu.get_cpu_capability():
+        pytest.skip("this processor has no AVX2, and torch would compute with it all the same")
     tests = Path(__file__).with_name("test_ops.py")
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, "-q", "-p", "no:cacheprovider", "-k", selection, str(tests)],
@@ -37,6 +39,4 @@ def test_operators(allowed, selection):
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-4000:]
-    has_avx = "AVX" in torch.backends.cpu.get_cpu_capability()
-    expected = CAPABILITIES[allowed if has_avx else "default"]
-    assert f"compiled for {expected}" in done.stdout
+    assert f"compiled for {CAPABILITIES[allowed]}" in done.stdout

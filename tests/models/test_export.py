@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from ..pipeline.test_fold import data, hypotheses, make, state_of  # noqa: F401 (data is a fixture)
+from ..fixtures.checkpoints import hypotheses, make, state_of
 from ..scripts_helpers import verb
 from .helpers import KINDS, VOCABULARY, build, padded_batch
 
@@ -114,11 +114,11 @@ CASES = [
 
 
 @pytest.mark.parametrize(("kind", "norm", "flags"), CASES)
-def test_a_beam_search_over_the_graphs_gives_fairseqs_hypotheses(kind, norm, flags, data, tmp_path, capsys):  # noqa: F811
+def test_a_beam_search_over_the_graphs_gives_fairseqs_hypotheses(kind, norm, flags, dictionaries, tmp_path, capsys):
     if kind == "onnx":
         pytest.importorskip("onnxscript", reason="needs the extra [export]")
     model, args = make(norm, **flags)
-    torch.save(state_of(model, args, data), tmp_path / "trained.pt")
+    torch.save(state_of(model, args, dictionaries), tmp_path / "trained.pt")
     assert main([str(tmp_path / "trained.pt"), f"--{kind}", str(tmp_path / "out")]) == 0
     printed = capsys.readouterr().out
     difference, largest = re.search(r"difference (\S+) \(largest logit (\S+),", printed).groups()
@@ -139,9 +139,9 @@ def test_a_beam_search_over_the_graphs_gives_fairseqs_hypotheses(kind, norm, fla
         ({"no_cross_attention": True}, "--no-cross-attention"),
     ],
 )
-def test_a_model_that_cannot_be_exported_is_refused_in_a_line(flags, message, data, tmp_path, capsys):  # noqa: F811
+def test_a_model_that_cannot_be_exported_is_refused_in_a_line(flags, message, dictionaries, tmp_path, capsys):
     model, args = make("layer", **flags)
-    torch.save(state_of(model, args, data), tmp_path / "trained.pt")
+    torch.save(state_of(model, args, dictionaries), tmp_path / "trained.pt")
     assert main([str(tmp_path / "trained.pt"), "--pt2", str(tmp_path / "out")]) == 2
     error = capsys.readouterr().err
     assert error.startswith("pn export: error: ") and message in error and error.count("\n") == 1

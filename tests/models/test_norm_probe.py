@@ -14,8 +14,8 @@ from pn_fairseq.norms import NORMS, build_norm, convert_norms, set_loss_scale
 from pn_fairseq.testing.helpers import randomize_affine, real_tokens, rng, tensors
 from pn_fairseq.testing.ranks import run_ranks
 
+from ..fixtures.training import model_of, train, train_on_two_ranks
 from .helpers import build
-from .test_training import model_of, train, train_on_two_ranks
 
 EPS = 1e-5
 

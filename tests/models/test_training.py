@@ -1,60 +1,16 @@
 """fairseq's ways of training, with the plugin: half precision, accumulation, recomputation, ranks, reports."""
 
 import json
-import logging
-import os
 import re
-import sys
 
-import fairseq_cli.train
 import pytest
 import torch
-from fairseq.logging import progress_bar
 
-from pn_fairseq.common.checkpoints import load_checkpoint
 from pn_fairseq.models.placements import PLACEMENTS
 from pn_fairseq.pipeline.training_log import read_log
 
-from ..scripts_helpers import ROOT, run
-
-BASE = (
-    *("--user-dir", ROOT / "pn_fairseq", "--source-lang", "es", "--target-lang", "en", "--share-all-embeddings"),
-    *("--optimizer", "adam", "--lr", "0.001", "--lr-scheduler", "inverse_sqrt", "--warmup-updates", "3"),
-    *("--required-batch-size-multiple", "1", "--max-tokens", "300", "--no-epoch-checkpoints", "--num-workers", "0"),
-    *("--log-format", "json", "--log-interval", "1", "--seed", "1", "--save-dir", "checkpoints", "--cpu"),
-)
-
-
-def train(data, where, *flags, arch="transformer_pn_tiny", updates=6):
-    """fairseq-train in this process, in the folder ``where``; its log is in train.log there."""
-    where.mkdir(exist_ok=True)
-    words = ["fairseq-train", data / "bin", *BASE, "--arch", arch, "--max-update", updates, *flags]
-    root, log, here = logging.getLogger(), logging.FileHandler(where / "train.log", mode="w"), os.getcwd()
-    log.setFormatter(logging.Formatter("| %(name)s | %(message)s"))
-    root.addHandler(log)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", [str(word) for word in words])
-        patch.setattr(root, "level", logging.INFO)
-        os.chdir(where)
-        try:
-            fairseq_cli.train.cli_main()
-        finally:
-            os.chdir(here)
-            root.removeHandler(log)
-            log.close()
-            for writer in progress_bar._tensorboard_writers.values():
-                writer.flush()
-    return (where / "train.log").read_text("utf-8")
-
-
-def train_on_two_ranks(data, where, *flags, arch="transformer_pn_tiny"):
-    where.mkdir(exist_ok=True)
-    words = (data / "bin", *BASE, "--arch", arch, "--max-update", 6, *flags, *RANKS.split())
-    run("warm-python", "-c", TWO_RANKS, *words, cwd=where)
-
-
-def model_of(where):
-    return load_checkpoint(where / "checkpoints/checkpoint_last.pt")["model"]
+from ..fixtures.training import model_of, train, train_on_two_ranks
+from ..scripts_helpers import run
 
 
 def counters(model):
@@ -161,18 +117,6 @@ def test_summary_of_the_norms_in_log_and_tensorboard(data, tmp_path, plain):
 def read(where):
     log = (where / "train.log").read_text("utf-8")
     return "\n".join(line for line in log.splitlines() if '"num_updates"' in line)
-
-
-RANKS = "--distributed-world-size 2 --distributed-no-spawn --distributed-backend gloo"
-#: fairseq-train in this process and in one that is forked from it.
-TWO_RANKS = """
-import os, sys, fairseq_cli.train
-other = os.fork()
-place = f"file://{os.getcwd()}/ranks"
-sys.argv += ["--distributed-rank", "0" if other else "1", "--distributed-init-method", place]
-fairseq_cli.train.cli_main()
-sys.exit(other and os.waitstatus_to_exitcode(os.waitpid(other, 0)[1]))
-"""
 
 
 @pytest.mark.slow  # by default the shared suite, fairseq_patches/test_ranks.py and test_norm_penalty.py look at that

@@ -6,7 +6,7 @@ forward changes no state; its backward does. Loops over tokens and channels are 
 with the code under test.
 
 Sources: Shen et al. 2020, "PowerNorm: Rethinking Batch Normalization in Transformers" (PN: Definition 3, Algorithm 2;
-PN-V: Definition 1 and Eq. 6), Ioffe & Szegedy 2015 (BN), Ba et al. 2016 (LN), Zhang & Sennrich 2019 (LayerScale with
+PN-V: Definition 1 and Eq. 6), Ioffe & Szegedy 2015 (BN), Zhang & Sennrich 2019 (LayerScale with
 one group is RMSNorm without a gain), Ioffe 2017 (BRN), Yan et al. 2020 (MABN), Yang et al. 2022 (UN), Wang et al. 2022
 (RBN), Guo et al. 2024 (PRepBN).
 """
@@ -212,10 +212,13 @@ class BatchNormOracle(_Oracle):
         return (x - mean) / denominator, SimpleNamespace(denominator=denominator, mean=mean, var=var)
 
     def _update(self, dxhat, ctx):
-        n = ctx.real.sum()
+        n = self._counted(ctx)
         self.mean = self.alpha * self.mean + (1 - self.alpha) * ctx.saved.mean
         self.var = self.alpha * self.var + (1 - self.alpha) * ctx.saved.var * n / (n - 1)
         self.count += 1
+
+    def _counted(self, ctx):
+        return ctx.real.sum()
 
     def _input_gradient(self, dxhat, ctx):
         through_mean = mean_over(dxhat, ctx.real)
@@ -240,11 +243,8 @@ class BatchNormReleaseOracle(BatchNormOracle):
         denominator = np.sqrt(var + self.eps)
         return (x - mean) / denominator, SimpleNamespace(denominator=denominator, mean=mean, var=var)
 
-    def _update(self, dxhat, ctx):
-        n = len(ctx.real)
-        self.mean = self.alpha * self.mean + (1 - self.alpha) * ctx.saved.mean
-        self.var = self.alpha * self.var + (1 - self.alpha) * ctx.saved.var * n / (n - 1)
-        self.count += 1
+    def _counted(self, ctx):
+        return len(ctx.real)
 
     def _input_gradient(self, dxhat, ctx):
         slope = (ctx.real[:, None] * dxhat * ctx.xhat).mean(0)  # over all positions
@@ -432,8 +432,6 @@ class RegularizedOracle(BatchNormOracle):
 
     def _input_gradient(self, dxhat, ctx):
         saved, old, n = ctx.saved, ctx.saved.old, ctx.real.sum()
-        through_mean = mean_over(dxhat, ctx.real)
-        through_var = ctx.xhat * mean_over(dxhat * ctx.xhat, ctx.real)
         centred = ctx.xhat * saved.denominator
         if self.release:
             assert (saved.var > self.eps).all()
@@ -446,8 +444,7 @@ class RegularizedOracle(BatchNormOracle):
             gap = saved.denominator - np.sqrt(old.var + self.eps)
             by_var = 2 * self.lambda_var * gap / (2 * saved.denominator)
         penalty = (by_mean + by_var * 2 * centred) / n
-        plain = (dxhat - ctx.real[:, None] * (through_mean + through_var)) / saved.denominator
-        return plain + ctx.real[:, None] * penalty
+        return super()._input_gradient(dxhat, ctx) + ctx.real[:, None] * penalty
 
     def _update(self, dxhat, ctx):
         super()._update(dxhat, ctx)
@@ -459,65 +456,11 @@ class RegularizedOracle(BatchNormOracle):
         return (x - self.mean) / np.sqrt(np.maximum(self.var, self.eps) if self.release else self.var + self.eps)
 
 
-class LayerNormOracle(_Oracle):
-    """LN: every token over its own mean and biased variance; no state, and padding makes no difference."""
-
-    def _normalize(self, x, real):
-        xhat = np.empty_like(x)
-        denominator = np.empty(len(x))
-        for i in range(len(x)):
-            centred = x[i] - x[i].mean()
-            denominator[i] = np.sqrt(np.mean(centred**2) + self.eps)
-            xhat[i] = centred / denominator[i]
-        return xhat, SimpleNamespace(denominator=denominator)
-
-    def _input_gradient(self, dxhat, ctx):
-        dx = np.empty_like(dxhat)
-        for i in range(len(dxhat)):
-            centred = dxhat[i] - dxhat[i].mean() - ctx.xhat[i] * np.mean(dxhat[i] * ctx.xhat[i])
-            dx[i] = centred / ctx.saved.denominator[i]
-        return dx
-
-    def _normalize_eval(self, x):
-        return self._normalize(x, None)[0]
-
-
-class ProgressiveOracle(BatchNormOracle):
-    """PRepBN: Guo et al. 2024; gain and bias of its LN, and its alpha."""
-
-    def __init__(self, channels, alpha=0.9, fade=60_000, ln_weight=None, ln_bias=None, rep_alpha=1.0, **common):
-        super().__init__(channels, alpha, **common)
-        self.layer = LayerNormOracle(channels, eps=self.eps, groups=self.groups, weight=ln_weight, bias=ln_bias)
-        self.fade, self.rep_alpha = fade, rep_alpha
-
-    def forward(self, x, padding_mask=None):
-        share = max(0.0, 1 - self.count / self.fade)
-        layer, layer_ctx = self.layer.forward(x, padding_mask)
-        batch, ctx = super().forward(x, padding_mask)
-        ctx.share, ctx.layer = share, layer_ctx
-        rep = batch + (self.rep_alpha * ctx.scaled).reshape(np.shape(x))
-        return share * layer + (1 - share) * rep, ctx
-
-    def backward(self, dy, ctx):
-        share, dy = ctx.share, np.asarray(dy, dtype=np.float64)
-        through_layer, by_weight, by_bias = self.layer.backward(share * dy, ctx.layer)
-        through_batch, dweight, dbias = super().backward((1 - share) * dy, ctx)
-        rows = (1 - share) * dy.reshape(ctx.scaled.shape)
-        direct = layer_scale_backward(self.rep_alpha * rows, ctx.scaled, ctx.rms, self.groups).reshape(ctx.shape)
-        self.gradients = {"ln_weight": by_weight, "ln_bias": by_bias, "rep_alpha": (rows * ctx.scaled).sum()}
-        return through_layer + through_batch + direct, dweight, dbias
-
-    def evaluate(self, x):
-        rows, _ = flatten_tokens(x)
-        scaled, _ = layer_scale_forward(rows, self.groups, self.eps)
-        return super().evaluate(x) + (self.rep_alpha * scaled).reshape(np.shape(x))
-
-
 class PerTokenOracle(_Oracle):
     """One of the norms of a single token, by its name; parameters besides gain and bias are keyword arguments.
 
-    Sources: Xu et al. 2019 (layer-simple, detach, ada), Zhang & Sennrich 2019 (rms), Nguyen & Salazar 2019 (scale),
-    Wu & He 2018 (group), Zhu et al. 2025 (dyt), Chen et al. 2025 (derf); none is the identity.
+    Sources: Ba et al. 2016 (layer), Xu et al. 2019 (layer-simple, detach, ada), Zhang & Sennrich 2019 (rms), Nguyen &
+    Salazar 2019 (scale), Wu & He 2018 (group), Zhu et al. 2025 (dyt), Chen et al. 2025 (derf); none is the identity.
     """
 
     def __init__(self, channels, name, spans=1, detach=("mean", "std"), k=0.1, scale=1.0, **common):
@@ -582,14 +525,44 @@ class PerTokenOracle(_Oracle):
         return (g - mean - along) / divisor
 
 
-PER_TOKEN = ("none", "layer-simple", "detach", "ada", "rms", "scale", "group", "dyt", "derf")
+class ProgressiveOracle(BatchNormOracle):
+    """PRepBN: Guo et al. 2024; gain and bias of its LN, and its alpha."""
+
+    def __init__(self, channels, alpha=0.9, fade=60_000, ln_weight=None, ln_bias=None, rep_alpha=1.0, **common):
+        super().__init__(channels, alpha, **common)
+        self.layer = PerTokenOracle(channels, "layer", eps=self.eps, groups=self.groups, weight=ln_weight, bias=ln_bias)
+        self.fade, self.rep_alpha = fade, rep_alpha
+
+    def forward(self, x, padding_mask=None):
+        share = max(0.0, 1 - self.count / self.fade)
+        layer, layer_ctx = self.layer.forward(x, padding_mask)
+        batch, ctx = super().forward(x, padding_mask)
+        ctx.share, ctx.layer = share, layer_ctx
+        rep = batch + (self.rep_alpha * ctx.scaled).reshape(np.shape(x))
+        return share * layer + (1 - share) * rep, ctx
+
+    def backward(self, dy, ctx):
+        share, dy = ctx.share, np.asarray(dy, dtype=np.float64)
+        through_layer, by_weight, by_bias = self.layer.backward(share * dy, ctx.layer)
+        through_batch, dweight, dbias = super().backward((1 - share) * dy, ctx)
+        rows = (1 - share) * dy.reshape(ctx.scaled.shape)
+        direct = layer_scale_backward(self.rep_alpha * rows, ctx.scaled, ctx.rms, self.groups).reshape(ctx.shape)
+        self.gradients = {"ln_weight": by_weight, "ln_bias": by_bias, "rep_alpha": (rows * ctx.scaled).sum()}
+        return through_layer + through_batch + direct, dweight, dbias
+
+    def evaluate(self, x):
+        rows, _ = flatten_tokens(x)
+        scaled, _ = layer_scale_forward(rows, self.groups, self.eps)
+        return super().evaluate(x) + (self.rep_alpha * scaled).reshape(np.shape(x))
+
+
+PER_TOKEN = ("none", "layer", "layer-simple", "detach", "ada", "rms", "scale", "group", "dyt", "derf")
 
 #: Name of a norm -> its oracle, and which of alpha_fwd, alpha_bwd, psi_warmup_updates the norm has, by the names here.
 ORACLES = {
     "power": (PowerNormOracle, ("alpha_fwd", "alpha_bwd", "warmup")),
     "power-v": (PowerNormVOracle, ("alpha",)),
     "batch": (BatchNormOracle, ("alpha",)),
-    "layer": (LayerNormOracle, ()),
     "batch-renorm": (BatchRenormOracle, ("alpha",)),
     "mabn": (MovingAverageOracle, ("alpha", "warmup")),
     "unified": (UnifiedOracle, ("alpha", "alpha_bwd", "warmup")),

@@ -2,7 +2,6 @@
 
 import copy
 import importlib.util
-import sys
 
 import pytest
 import torch
@@ -13,29 +12,12 @@ from torch.nn.parallel import DistributedDataParallel
 from pn_fairseq.norms import convert_norms, norm_report, padding, running_norms
 from pn_fairseq.testing.ranks import run_ranks
 
+from ..fixtures.hugging_face import hugging_face
+
 B, T, C = 3, 7, 16
 LENGTHS = torch.tensor([7, 4, 2])
 MASK = torch.arange(T) >= LENGTHS[:, None]
 VOCABULARY, PAD = 40, 3
-
-
-def hugging_face():
-    if importlib.util.find_spec("transformers") is None:
-        pytest.skip("transformers is not installed (pip install transformers)")
-    try:
-        import torchaudio  # noqa: F401
-    except (ImportError, OSError):  # a build for another torch, which transformers would import
-        sys.modules["torchaudio"] = None
-    try:
-        import transformers.models.bert.modeling_bert
-        import transformers.models.marian.modeling_marian
-        import transformers.models.t5.modeling_t5  # noqa: F401
-    finally:
-        if sys.modules.get("torchaudio", True) is None:
-            del sys.modules["torchaudio"]
-    import transformers
-
-    return transformers
 
 
 def bert():

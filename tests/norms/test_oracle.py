@@ -1,11 +1,11 @@
-"""The reference itself, against torch's autograd and torch's own norms."""
+"""The reference itself, against torch's autograd and by hand. Tests of BN, LN, GN and RMSNorm compare with torch's."""
 
 import numpy as np
 import pytest
 import torch
 
 from .helpers import CHANNELS, random_batch, real_tokens, rng
-from .oracle import BatchNormOracle, LayerNormOracle, PowerNormOracle, PowerNormVOracle
+from .oracle import PowerNormOracle, PowerNormVOracle
 
 
 def autograd(formula, x, dy):
@@ -36,40 +36,6 @@ def test_power_v_oracle_agrees_with_autograd(groups, masked):
     oracle = PowerNormVOracle(CHANNELS, groups=groups)
     y, ctx = oracle.forward(x, mask)
     expected_y, expected_dx = autograd(formula, x, dy)
-    np.testing.assert_allclose(y, expected_y, rtol=1e-10)
-    np.testing.assert_allclose(oracle.backward(dy, ctx)[0], expected_dx, rtol=1e-8, atol=1e-10)
-
-
-def test_batch_oracle_agrees_with_torch_on_the_real_tokens():
-    reference = torch.nn.BatchNorm1d(CHANNELS, momentum=0.1).double()
-    oracle = BatchNormOracle(CHANNELS)
-    generator = rng(4)
-    for _ in range(3):
-        x, mask, dy = random_batch(generator)
-        real = real_tokens(x.shape, mask)
-        dy[~real] = 0
-        y, ctx = oracle.forward(x, mask)
-        expected_y, expected_dx = autograd(reference, x[real], dy[real])
-        np.testing.assert_allclose(y[real], expected_y, rtol=1e-10)
-        np.testing.assert_allclose(oracle.backward(dy, ctx)[0][real], expected_dx, rtol=1e-8, atol=1e-10)
-    np.testing.assert_allclose(oracle.mean, reference.running_mean, rtol=1e-10)
-    np.testing.assert_allclose(oracle.var, reference.running_var, rtol=1e-10)
-
-
-def test_layer_oracle_agrees_with_torch():
-    x, _, dy = random_batch(rng(5))
-    oracle = LayerNormOracle(CHANNELS)
-    y, ctx = oracle.forward(x)
-    expected_y, expected_dx = autograd(torch.nn.LayerNorm(CHANNELS).double(), x, dy)
-    np.testing.assert_allclose(y, expected_y, rtol=1e-10)
-    np.testing.assert_allclose(oracle.backward(dy, ctx)[0], expected_dx, rtol=1e-8, atol=1e-10)
-
-
-def test_power_oracle_sends_the_plain_gradient_while_nu_is_zero():
-    x, mask, dy = random_batch(rng(6))
-    oracle = PowerNormOracle(CHANNELS, groups=4)
-    y, ctx = oracle.forward(x, mask)
-    expected_y, expected_dx = autograd(lambda x: layer_scale(x, 4) / (1 + 1e-5) ** 0.5, x, dy)
     np.testing.assert_allclose(y, expected_y, rtol=1e-10)
     np.testing.assert_allclose(oracle.backward(dy, ctx)[0], expected_dx, rtol=1e-8, atol=1e-10)
 

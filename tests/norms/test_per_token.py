@@ -1,7 +1,5 @@
 """The norms of single tokens: formulas in float64, identities between them, released variants, options."""
 
-from functools import partial
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -79,33 +77,23 @@ def equal_steps(one, other, rtol=1e-5):
     return actual, expected
 
 
-@pytest.mark.parametrize("cls", [LayerNorm, partial(GroupNorm, groups=1)])
-def test_layer_norm_is_that_of_torch(cls):
-    norm = randomize_affine(cls(CHANNELS, eps=1e-3))
-    layer = torch.nn.LayerNorm(CHANNELS, eps=1e-3)
-    layer.load_state_dict(norm.state_dict())
-    actual, expected = equal_steps(norm, layer)
-    assert_steps_close(actual, expected, 1e-5)
-
-
-@pytest.mark.parametrize("groups", [2, 4])
-def test_groups_are_those_of_torch_on_tokens(groups):
-    norm = randomize_affine(GroupNorm(CHANNELS, groups=groups))
-    reference = torch.nn.GroupNorm(groups, CHANNELS, eps=norm.eps)
-    reference.load_state_dict(norm.state_dict())
+@pytest.mark.parametrize(
+    ("norm", "layer"),
+    [
+        (LayerNorm(CHANNELS, eps=1e-3), torch.nn.LayerNorm(CHANNELS, eps=1e-3)),
+        (GroupNorm(CHANNELS, groups=1, eps=1e-3), torch.nn.LayerNorm(CHANNELS, eps=1e-3)),
+        (build_norm("rms", CHANNELS, eps=0.1), torch.nn.RMSNorm(CHANNELS, eps=0.1)),
+        (GroupNorm(CHANNELS, groups=2), torch.nn.GroupNorm(2, CHANNELS)),
+        (GroupNorm(CHANNELS, groups=4), torch.nn.GroupNorm(4, CHANNELS)),
+    ],
+)
+def test_norms_are_those_of_torch(norm, layer):
+    """Tokens are what torch's GroupNorm takes for samples, so it is given each sentence by itself."""
+    layer.load_state_dict(randomize_affine(norm).state_dict())
     x, _, dy = random_batch(rng(4), (7, CHANNELS), masked=False)
-    assert_steps_close(train_step(norm, x, None, dy), train_step(reference, x, None, dy), 1e-5)
-    x, dy = x[:6].reshape(2, 3, CHANNELS), dy[:6].reshape(2, 3, CHANNELS)
-    expected = reference(to_tensor(x).flatten(0, 1)).view(2, 3, CHANNELS)
-    assert_close(norm(to_tensor(x)), expected, 1e-5)
-
-
-def test_rms_norm_is_that_of_torch():
-    norm = randomize_affine(build_norm("rms", CHANNELS, eps=0.1))
-    reference = torch.nn.RMSNorm(CHANNELS, eps=0.1)
-    reference.load_state_dict(norm.state_dict())
-    x, _, dy = random_batch(rng(5), masked=False)
-    assert_steps_close(train_step(norm, x, None, dy), train_step(reference, x, None, dy), 1e-5)
+    assert_steps_close(train_step(norm, x, None, dy), train_step(layer, x, None, dy), 1e-5)
+    x = to_tensor(x[:6].reshape(2, 3, CHANNELS))
+    assert_close(norm(x, torch.tensor([[False] * 2] * 3)), layer(x.flatten(0, 1)).view(2, 3, CHANNELS), 1e-5)
 
 
 def test_scale_norm_is_rms_norm_with_one_gain():
@@ -211,26 +199,6 @@ def test_squashing_is_as_precise_as_that_of_torch(name, function):
     exact.sum().backward()
     torch.testing.assert_close(y.flatten().double(), exact, rtol=50 * 2**-24, atol=0)
     torch.testing.assert_close(leaf.grad.flatten().double(), wide.grad, rtol=100 * 2**-24, atol=100 * 2**-24)
-
-
-MISTAKES = [
-    ("detach", {"detach": "men"}, "detach='men' must be mean, std or mean,std"),
-    ("detach", {"detach": ""}, "detach='' must be"),
-    ("detach", {"detach": "mean,mean"}, "detach='mean,mean' must be"),
-    ("ada", {"ada_k": -0.1}, "ada_k=-0.1 must be a number of at least 0"),
-    ("ada", {"ada_scale": 0.0}, "ada_scale=0.0 must be a number greater than 0"),
-    ("group", {"groups": 5}, "num_features=12 is not divisible by groups=5"),
-    ("group", {"groups": 0}, "groups=0 must be a whole number of at least 1"),
-    ("dyt", {"alpha_init": -1}, "alpha_init=-1 must be a number greater than 0"),
-    ("derf", {"alpha_init": float("nan")}, "alpha_init=nan must be a number greater than 0"),
-]
-
-
-@pytest.mark.parametrize(("name", "options", "message"), MISTAKES)
-def test_options_are_checked(name, options, message):
-    with pytest.raises(ValueError) as error:
-        build_norm(name, CHANNELS, **options)
-    assert message in str(error.value) and "\n" not in str(error.value)
 
 
 def test_options_show():

@@ -1,16 +1,12 @@
 """pn fold on checkpoints of small models with random weights and statistics."""
 
 import copy
-from argparse import Namespace
 
 import pytest
 import torch
 from fairseq import checkpoint_utils, tasks
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
-from fairseq.models import ARCH_MODEL_REGISTRY
-from fairseq.sequence_generator import SequenceGenerator
 from fairseq.trainer import Trainer
-from omegaconf import OmegaConf
 
 from pn_fairseq.common.checkpoints import load_checkpoint
 from pn_fairseq.models.fold_checkpoint import TOLERANCE, compare, fold_weights
@@ -18,64 +14,13 @@ from pn_fairseq.models.normed_model import FOLDED_MARK, FoldedModelError
 from pn_fairseq.norms import NORMS, LayerScale, fold_norms
 from pn_fairseq.norms.base import ChannelNorm, RunningNorm, running_norms
 
-from ..common.test_errors import call_in
-from ..models.helpers import VOCABULARY, arch_args, make_dictionary, make_task, padded_batch
-from ..scripts_helpers import verb
+from ..fixtures.checkpoints import HEADS, LAYERS, hypotheses, make, state_of, with_task
+from ..models.helpers import padded_batch
+from ..scripts_helpers import call_in, verb
 
 main = verb("fold")
 
-LAYERS = 2
-HEADS = 4
-SMALL = {
-    **{
-        f"{side}_{name}": value
-        for side in ("encoder", "decoder")
-        for name, value in (("embed_dim", 16), ("layers", LAYERS))
-    },
-    **{"encoder_ffn_embed_dim": 24, "decoder_ffn_embed_dim": 24},
-}
 STATEFUL = [name for name, entry in NORMS.items() if issubclass(entry.cls, RunningNorm)]
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    """A folder with the dictionaries that a translation task looks for."""
-    base = tmp_path_factory.mktemp("data")
-    for lang in ("de", "en"):
-        make_dictionary(VOCABULARY).save(str(base / f"dict.{lang}.txt"))
-    return base
-
-
-def make(norm="power", **flags):
-    """A model with random weights and statistics, and its settings."""
-    args = arch_args(f"transformer_{NORMS[norm].short}_tiny", **{**SMALL, **flags})
-    model = ARCH_MODEL_REGISTRY[args.arch].build_model(copy.deepcopy(args), make_task()).eval()
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(0.4 * torch.randn(parameter.shape, generator=generator))
-        for norm in running_norms(model):
-            for name, buffer in norm.named_buffers():
-                if name in ("running_psi2", "running_var"):
-                    buffer.copy_(0.2 + 2 * torch.rand(buffer.shape, generator=generator))
-                elif name == "running_mean":
-                    buffer.copy_(torch.randn(buffer.shape, generator=generator))
-    return model, args
-
-
-def state_of(model, args, data, **changes):
-    """A checkpoint as ``fairseq-train`` writes it."""
-    args = Namespace(**vars(args), task="translation", source_lang="de", target_lang="en", data=str(data))
-    cfg = OmegaConf.to_container(convert_namespace_to_omegaconf(args), resolve=True, enum_to_str=True)
-    return {
-        "args": None,
-        "cfg": cfg,
-        "model": model.state_dict(),
-        "optimizer_history": [{"lr_scheduler_state": {}, "num_updates": 70, "optimizer_name": "FairseqAdam"}],
-        "extra_state": {"train_iterator": {"epoch": 2, "iterations_in_epoch": 0}, "ema": dict(model.state_dict())},
-        "last_optimizer_state": {"state": {0: {"exp_avg": torch.zeros(3)}}},
-        **changes,
-    }
 
 
 def fold(state, tmp_path, code=0):
@@ -84,15 +29,9 @@ def fold(state, tmp_path, code=0):
     return tmp_path / "folded.pt"
 
 
-def load(path, data):
-    (model,), _, _ = checkpoint_utils.load_model_ensemble_and_task([str(path)], {"data": str(data)})
+def load(path, dictionaries):
+    (model,), _, _ = checkpoint_utils.load_model_ensemble_and_task([str(path)], {"data": str(dictionaries)})
     return model
-
-
-def hypotheses(model, src):
-    generator = SequenceGenerator([model], make_dictionary(VOCABULARY), beam_size=4, max_len_b=12)
-    sample = {"net_input": {"src_tokens": src, "src_lengths": src.ne(1).sum(1)}}
-    return [[hypothesis["tokens"].tolist() for hypothesis in beam] for beam in generator.generate([model], sample)]
 
 
 #: Norms that differ in kind, and their groups of layer-scale, that are folded by default.
@@ -108,11 +47,11 @@ CASES += [("batch", 2, LAST)]
 CASES += [("batch", 2, {f"{side}_norm_placement": name for side in ("encoder", "decoder")}) for name in ("peri", "sub")]
 
 
-def test_a_norm_that_is_no_affine_map_in_evaluation_stays(data, tmp_path, monkeypatch):
+def test_a_norm_that_is_no_affine_map_in_evaluation_stays(dictionaries, tmp_path, monkeypatch):
     """One with ``folds = False``, in the decoder of a model whose encoder folds, and by fold_norms."""
     monkeypatch.setattr(NORMS["batch"].cls, "folds", False)
     model, args = make("power", decoder_norm="batch", share_all_embeddings=False)
-    folded = load(fold(state_of(model, args, data), tmp_path), data)
+    folded = load(fold(state_of(model, args, dictionaries), tmp_path), dictionaries)
     assert not running_norms(folded.encoder)
     assert len(running_norms(folded.decoder)) == len(running_norms(model.decoder)) == 3 * LAYERS + 1
     chain = torch.nn.Sequential(NORMS["batch"].cls(4), torch.nn.Linear(4, 4)).eval()
@@ -122,10 +61,10 @@ def test_a_norm_that_is_no_affine_map_in_evaluation_stays(data, tmp_path, monkey
 
 
 @pytest.mark.parametrize(("norm", "groups", "flags"), CASES, ids=str)
-def test_folded_model_is_the_same_function(norm, groups, flags, data, tmp_path):
+def test_folded_model_is_the_same_function(norm, groups, flags, dictionaries, tmp_path):
     model, args = make(norm, layer_scale_groups=groups, **flags)
-    path = fold(state_of(model, args, data), tmp_path)
-    folded = load(path, data)
+    path = fold(state_of(model, args, dictionaries), tmp_path)
+    folded = load(path, dictionaries)
     assert folded.folded and not folded.training
 
     # Exactly: both models and the folding in float64.
@@ -138,10 +77,10 @@ def test_folded_model_is_the_same_function(norm, groups, flags, data, tmp_path):
         expected = wide(src, None, prev)[0]
         torch.testing.assert_close(wide_folded(src, None, prev)[0], expected, rtol=1e-10, atol=1e-10)
         # What was written is float32.
-        scale = expected.abs().max()
-        error = (folded(src, None, prev)[0] - expected).abs().max() / scale
-        assert error < 1e-5
-        assert (model(src, None, prev)[0] - folded(src, None, prev)[0]).abs().max() < TOLERANCE * scale
+        scale = float(expected.abs().max())
+        found = folded(src, None, prev)[0]
+        torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-5 * scale)
+        torch.testing.assert_close(found, model(src, None, prev)[0], rtol=0, atol=TOLERANCE * scale)
     assert hypotheses(folded, src) == hypotheses(model, src)
 
     # What is left.
@@ -164,23 +103,22 @@ def test_folded_model_is_the_same_function(norm, groups, flags, data, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["args", "hydra", "half", "quant-noise"])
-def test_other_checkpoints(kind, data, tmp_path):
+def test_other_checkpoints(kind, dictionaries, tmp_path):
     """Settings in other forms, weights in half precision, hooks on the projections."""
     flags = {"quant_noise_pq": 0.1, "quant_noise_pq_block_size": 4} if kind == "quant-noise" else {}
     model, args = make(checkpoint_activations=True, **flags)
     if kind == "half":
         model.half()
-    state = state_of(model, args, data)
+    state = state_of(model, args, dictionaries)
     if kind == "args":
-        full = Namespace(**vars(args), task="translation", source_lang="de", target_lang="en", data=str(data))
-        state |= {"args": full, "cfg": None}
+        state |= {"args": with_task(args, dictionaries), "cfg": None}
     if kind == "hydra":
         state["cfg"]["model"] = {"_name": args.arch, **vars(args)}
     before = copy.deepcopy(state)
     path = fold(state, tmp_path)
-    folded = load(path, data)
+    folded = load(path, dictionaries)
     src, prev = padded_batch()
-    model = load(tmp_path / "trained.pt", data).eval()
+    model = load(tmp_path / "trained.pt", dictionaries).eval()
     with torch.no_grad():
         exact = model(src, None, prev)[0]
         torch.testing.assert_close(folded(src, None, prev)[0], exact, rtol=1e-5, atol=2e-5)
@@ -204,8 +142,8 @@ def test_other_checkpoints(kind, data, tmp_path):
             assert value.dtype == (torch.float32 if changed else before["model"][key].dtype), key
 
 
-def test_what_is_printed(data, tmp_path, capsys):
-    fold(state_of(*make(), data), tmp_path)
+def test_what_is_printed(dictionaries, tmp_path, capsys):
+    fold(state_of(*make(), dictionaries), tmp_path)
     captured = capsys.readouterr()
     lines = captured.out.splitlines()
     assert captured.err == ""
@@ -234,15 +172,17 @@ def test_difference_is_what_it_says():
     assert not compare(model, other).accepted
 
 
-def test_training_a_folded_model_is_refused(data, tmp_path, capsys):
-    path = fold(state_of(*make(), data), tmp_path)
-    folded = load(path, data)
+def test_training_a_folded_model_is_refused(dictionaries, tmp_path, capsys):
+    path = fold(state_of(*make(), dictionaries), tmp_path)
+    folded = load(path, dictionaries)
     with pytest.raises(FoldedModelError, match="pn fold"):
         folded.train()
     assert not any(module.training for module in folded.modules())
 
     model, args = make()
-    full = Namespace(**vars(args), task="translation", source_lang="de", target_lang="en", data=str(data), cpu=True)
+    full = Namespace(
+        **vars(args), task="translation", source_lang="de", target_lang="en", data=str(dictionaries), cpu=True
+    )
     cfg = convert_namespace_to_omegaconf(full)
     task = tasks.setup_task(cfg.task)
     criterion = torch.nn.Module()
@@ -306,8 +246,8 @@ def setting(**values):
         ({}, lambda state: state["model"].pop("encoder.layer_norm.nu"), ["do not fit", "encoder.layer_norm.nu"]),
     ],
 )
-def test_what_cannot_be_folded_is_told_in_one_line(flags, change, words, data, tmp_path, capsys):
-    state = state_of(*make(**flags), data)
+def test_what_cannot_be_folded_is_told_in_one_line(flags, change, words, dictionaries, tmp_path, capsys):
+    state = state_of(*make(**flags), dictionaries)
     if change is not None:
         change(state)
     torch.save(state, tmp_path / "trained.pt")
@@ -315,17 +255,17 @@ def test_what_cannot_be_folded_is_told_in_one_line(flags, change, words, data, t
     assert {path.name for path in tmp_path.iterdir()} == {"trained.pt"}
 
 
-def test_a_difference_beyond_the_tolerance_is_refused(data, tmp_path, capsys, monkeypatch):
+def test_a_difference_beyond_the_tolerance_is_refused(dictionaries, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("pn_fairseq.models.fold_checkpoint.TOLERANCE", 1e-12)
-    torch.save(state_of(*make(), data), tmp_path / "trained.pt")
+    torch.save(state_of(*make(), dictionaries), tmp_path / "trained.pt")
     words = ("cannot be folded in float32", "maximum logit difference", "at most 1e-12")
     assert_refused(capsys, [tmp_path / "trained.pt", tmp_path / "folded.pt"], *words)
     assert {path.name for path in tmp_path.iterdir()} == {"trained.pt"}
 
 
-def test_files_that_cannot_be_read_or_written(data, tmp_path, capsys):
+def test_files_that_cannot_be_read_or_written(dictionaries, tmp_path, capsys):
     source, output = tmp_path / "trained.pt", tmp_path / "folded.pt"
-    fold(state_of(*make(), data), tmp_path)
+    fold(state_of(*make(), dictionaries), tmp_path)
     assert_refused(capsys, [output, tmp_path / "again.pt"], "folded already")
     whole = source.read_bytes()
     assert_refused(capsys, [source, source], "is one of the inputs")

@@ -14,8 +14,7 @@ import pytest
 from pn_fairseq.common.checkpoints import load_checkpoint
 from pn_fairseq.pipeline.training_log import read_log
 
-from ..scripts_helpers import ROOT, SCRIPTS, environment, run, verb
-from .test_train import wait_for
+from ..scripts_helpers import ROOT, SCRIPTS, environment, run, verb, wait_for
 
 #: Without dropout, whose masks depend on the shape of the batches, an update is the same sum on any number of ranks.
 SETTINGS = (

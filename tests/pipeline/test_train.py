@@ -27,7 +27,7 @@ from pn_fairseq.pipeline import train
 from pn_fairseq.pipeline.train import Progress, lock
 from pn_fairseq.pipeline.training_log import read_log
 
-from ..scripts_helpers import SCRIPTS, environment, verb
+from ..scripts_helpers import SCRIPTS, environment, verb, wait_for
 
 #: A training of seconds. The psi warm-up ends at update 6, in the middle. Each of its three checkpoints is the best so
 #: far.
@@ -383,14 +383,6 @@ def test_a_kill_at_any_point_of_saving_changes_no_bit(point, data, trained, tmp_
 def command(data: Path, run: Path, *overrides: str) -> list[str]:
     words = ("bash", SCRIPTS / "train.sh", "verses_es_en", "--data", data, "--run", run, *SHORT, *overrides)
     return list(map(str, words))
-
-
-def wait_for(condition, process: subprocess.Popen, seconds: float = 300) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it took too long"
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.005)
 
 
 @pytest.mark.slow

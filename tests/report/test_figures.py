@@ -6,14 +6,11 @@ import matplotlib
 import numpy as np
 import pytest
 import torch
-import yaml
 
-from pn_fairseq.common.probe_files import SCHEMA, write_update
 from pn_fairseq.report.figures import FIGURES, Absent, Subject, read_subject
 from pn_fairseq.report.runs import read_runs
 
-from .test_report import make_run as make_scored
-from .test_report import with_score
+from ..fixtures.reports import make_probed, make_run, with_score
 
 matplotlib.use("Agg")
 from matplotlib import pyplot  # noqa: E402
@@ -22,48 +19,10 @@ from ..scripts_helpers import verb
 
 main, report = verb("figures"), verb("report")
 
-CHANNELS = 8
-
-
-def write_probe(folder, kind, running, updates=range(10, 101, 10), layers=2):
-    """Every vector of update n has the length n, of second moments 10 n; the second layer's are 1000 times as
-    long, and its norm keeps the other statistics. Gain over psi_B is 0 to 7 times n.
-    """
-    others = {"psi2": "mu,sigma2,psi2", "mu,sigma2,psi2": "psi2"}
-    folder.mkdir()
-    columns = [field.name for field in SCHEMA if field.name.endswith(("_l1", "_l2"))]
-    for update in updates:
-        rows = []
-        for layer in range(layers):
-            row = {name: float(update) * 1000**layer * (10 if "psi2" in name else 1) for name in columns}
-            row |= {"update": update, "forward": 0, "norm": f"encoder.layers.{layer}.self_attn_layer_norm"}
-            row |= {"kind": kind, "running": others[running] if layer else running, "channels": CHANNELS}
-            row |= {"tokens": 100.0, "sample_size": 50.0}
-            row |= {"gamma_over_psi_batch": [float(update * n) for n in range(CHANNELS)]}
-            rows.append(row)
-        rows.append(rows[0] | {"forward": None, "mu_distance_l2": 1e9})  # all tokens of the update: not in the boxes
-        write_update(folder, update, rows, "test")
-
-
-def make_run(where, norm="batch", running="mu,sigma2,psi2", max_tokens=512, max_update=100):
-    """A training of 100 updates."""
-    where.mkdir()
-    probe = f"/elsewhere/{where.name}/series"
-    settings = {
-        "model": {"_name": "transformer_bn_tiny", "encoder_norm": norm, "norm_probe": probe},
-        "optimization": {"max_update": max_update},
-        "dataset": {"max_tokens": max_tokens},
-    }
-    (where / "config.yaml").write_text(yaml.safe_dump(settings))
-    record = {"loss": "5", "wps": "1000", "wpb": "100", "num_updates": "100", "wall": "3"}
-    (where / "train.log").write_text(f"{json.dumps(record)}\ndone training in 12.5 seconds\n")
-    write_probe(where / "series", norm, running)
-    return where
-
 
 @pytest.fixture
 def runs(tmp_path):
-    return [make_run(tmp_path / "bn"), make_run(tmp_path / "pnv", "power-v", "psi2", 2048)]
+    return [make_probed(tmp_path / "bn"), make_probed(tmp_path / "pnv", "power-v", "psi2", 2048)]
 
 
 def subjects_of(runs):
@@ -106,7 +65,7 @@ def test_the_fourth_figure_takes_the_statistic_that_a_norm_normalizes_by(layer, 
 
 
 def test_a_training_that_ended_early_fills_its_fifths(tmp_path):
-    run = make_run(tmp_path / "run", max_update=250)
+    run = make_probed(tmp_path / "run", max_update=250)
     for expected in (15, 30):  # of updates 1 to 20; once it has not ended, 1 to 50
         (subject,) = subjects_of([run])
         assert subject.series.loc[subject.series["fifth"] == 1, "g_mu_l2"].median() == expected
@@ -114,7 +73,7 @@ def test_a_training_that_ended_early_fills_its_fifths(tmp_path):
 
 
 def test_many_runs_can_be_told_apart(tmp_path):
-    runs = [make_run(tmp_path / str(number)) for number in range(12)]
+    runs = [make_probed(tmp_path / str(number)) for number in range(12)]
     figure = FIGURES[2].draw(subjects_of(runs))
     looks = {(box.get_edgecolor(), box.get_hatch()) for box in figure.axes[0].patches}
     assert len(looks) == 12
@@ -223,7 +182,7 @@ def test_what_a_run_lacks_is_said_and_old_figures_are_removed(runs, tmp_path, ca
     out.mkdir()
     for name in ("figure-2.png", "figure-6.png", "figure-6.pdf", "figure-8.png"):
         (out / name).touch()
-    scored = with_score(make_scored(tmp_path / "scored"), 20)
+    scored = with_score(make_run(tmp_path / "scored"), 20)
     main([str(scored), str(runs[0]), "--output", str(out), "--labels", "a", "b"])
     (name, _) = (read.name for read in read_runs([scored, runs[0]]))
     assert f"Figure 2 is without {name}: not every run has a --norm-probe file" in capsys.readouterr().err
@@ -237,7 +196,7 @@ def test_runs_that_differ_by_their_seed_or_mini_batch_are_a_line(tmp_path, monke
         FIGURES, 5, FIGURES[5]._replace(draw=lambda subjects: drawn.extend(subjects) or pyplot.figure())
     )
     changes = [{}, {"dataset__max_tokens": 512}, {"model__layer_scale_groups": 0}]
-    runs = [with_score(make_scored(tmp_path / str(n), "pn", n, **one), 20) for n, one in enumerate(changes, 1)]
+    runs = [with_score(make_run(tmp_path / str(n), "pn", n, **one), 20) for n, one in enumerate(changes, 1)]
     for run in runs:
         (run / "starts.jsonl").write_text(json.dumps({"tokens_per_update": 4096}) + "\n")
     main([*map(str, runs), "--output", str(tmp_path / "out")])

@@ -7,7 +7,6 @@ import dataclasses
 import html
 import itertools
 import json
-import random
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,108 +32,21 @@ from pn_fairseq.report.significance import Design
 from pn_fairseq.report.systems import names
 from pn_fairseq.report.tables import relative
 
+from ..fixtures.reports import (
+    DATA,
+    ERRORS,
+    SENTENCES,
+    START,
+    corpus_text,
+    make_run,
+    settings,
+    train_log,
+    with_score,
+    write_scores,
+)
 from ..scripts_helpers import verb
 
 main = verb("report")
-
-SENTENCES = 60
-WORDS = [f"{a}{b}" for a in ("ba", "ki", "lo", "mu", "ne") for b in ("", "da", "fi", "gu", "ro", "te", "va")]
-DATA = "source=es\ntarget=en\nlower=1\nbpe=4000\n" + "".join(f"{n:064x}  train.{n}\n" for n in (1, 2))
-START = {
-    "started": "2026-01-02T03:04:05+00:00",
-    "world_size": 1,
-    "tokens_per_update": 2048,
-    "update_freq": 1,
-    "max_tokens": 2048,
-    "torch": "2.13.0",
-    "cpu": "Imaginary 9000",
-    "gpus": ["H <x> & y"] * 2,
-}
-
-
-def settings(norm: str = "pn", seed: int = 1, **changes) -> dict:
-    nested = {
-        "common": {"seed": seed, "log_interval": 10, "log_file": "/somewhere/train.log"},
-        "dataset": {"max_tokens": 2048, "batch_size": None},
-        "optimization": {"max_update": 40, "lr": [0.005], "update_freq": [1]},
-        "optimizer": {"_name": "adam", "lr": [0.005]},
-        "model": {"_name": f"transformer_{norm}_tiny", "dropout": 0.1},
-        "task": {"data": f"/data/{norm}{seed}", "source_lang": "es", "target_lang": "en"},
-    }
-    for name, value in changes.items():
-        section, key = name.split("__", 1)
-        nested[section][key] = value
-    return nested
-
-
-def train_log(final: float, updates: int = 40, first: int = 10, done: float | None = 12.5) -> str:
-    lines = ["num. shared model params: 1,508,352 (num. trained: 1,508,352)", "training on 1 devices (GPUs/TPUs)"]
-    for update in range(first, updates + 1, 10):
-        loss = final + 0.1 * (40 - update)
-        wps = 1000 + update + 500 * (update == 40)  # the median is not the mean
-        record = {"loss": str(loss), "wps": str(wps), "wpb": "100", "num_updates": str(update), "wall": "3"}
-        lines.append(json.dumps(record | {"norm_nu_rms": str(update / 100) if update % 20 == 0 else None}))
-        if update % 20 == 0:
-            lines.append(json.dumps({"valid_nll_loss": str(loss - 0.5), "valid_num_updates": str(update)}))
-    if done is not None:
-        lines += ["Stopping training due to num_updates: 40 >= max_update: 40", f"done training in {done} seconds"]
-    return "\n".join(lines) + "\n"
-
-
-def corpus_text(errors: float, seed: int, count: int = SENTENCES) -> tuple[list[str], list[str]]:
-    """References, and hypotheses in which a share of the words is wrong."""
-    words, noise = random.Random(0), random.Random(seed)
-    references = [[words.choice(WORDS) for _ in range(words.randint(5, 15))] for _ in range(count)]
-    wrong = [[noise.choice(WORDS) if noise.random() < errors else word for word in line] for line in references]
-    return [" ".join(line) for line in references], [" ".join(line) for line in wrong]
-
-
-def write_scores(folder: Path, hypotheses: list[str], references: list[str]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, lines in (("hyp", hypotheses), ("ref", references)):
-        for kind in ("tok", "txt"):
-            (folder / f"{name}.{kind}").write_text("".join(f"{line}\n" for line in lines))
-    (folder / "made.txt").write_text("checkpoint=abc\ndata=def\nbeam=5\nlenpen=1.0\n")
-    tokenized = sacrebleu.corpus_bleu(hypotheses, [references], tokenize="none", smooth_method="none", force=True)
-    detokenized = sacrebleu.corpus_bleu(hypotheses, [references], lowercase=True)
-    chrf = sacrebleu.corpus_chrf(hypotheses, [references])
-    scores = {
-        "subset": "test",
-        "sentences": len(hypotheses),
-        "tokenized": {
-            "score": tokenized.score,
-            "signature": "nrefs:1|tok:none",
-            "verbose": tokenized._verbose,
-            "compound_split": False,
-        },
-        "detokenized": {"score": detokenized.score, "signature": "nrefs:1|tok:13a", "verbose": detokenized._verbose},
-        "chrf": {"score": chrf.score, "signature": "nrefs:1|nc:6", "verbose": ""},
-        "lowercase": True,
-        "target": "en",
-    }
-    (folder / "scores.json").write_text(json.dumps(scores))
-
-
-ERRORS = {"ln": 0.3, "bn": 0.4, "pnv": 0.31, "pn": 0.25, "dn": 0.3, "none": 0.4}
-
-
-def make_run(
-    path: Path, norm: str = "pn", seed: int = 1, *, data: str = DATA, log: str | None = None, decoded: bool = True,
-    count: int = SENTENCES, **changes,
-) -> Path:  # fmt: skip
-    path.mkdir(parents=True)
-    (path / "config.yaml").write_text(yaml.safe_dump(settings(norm, seed, **changes)))
-    (path / "data").write_text("/data/not there\n")
-    (path / "data.settings").write_text(data)
-    (path / "train.log").write_text(train_log(5 + ERRORS[norm] + seed / 100) if log is None else log)
-    command = ["verses_es_en", "--data", "/data/not there", "--run", str(path), f"model._name=transformer_{norm}_tiny"]
-    (path / "starts.jsonl").write_text(json.dumps(START | {"command": command}) + "\n")
-    (path / "checkpoints").mkdir()
-    (path / "checkpoints/averaged.pt").touch()
-    if decoded:
-        references, hypotheses = corpus_text(ERRORS[norm], seed * 7 + len(norm), count)
-        write_scores(path / "generate/test", hypotheses, references)
-    return path
 
 
 class Page:
@@ -701,14 +613,6 @@ def headline(*runs: Path, output: Path, options=()) -> str:
     report(*runs, output=output, options=("--resamples", "10", *options))
     lines = (output / "report.md").read_text("utf-8").split("\n\n")
     return " ".join(lines[1:3]).replace("\\", "")
-
-
-def with_score(run: Path, bleu: float) -> Path:
-    file = run / "generate/test/scores.json"
-    scores = json.loads(file.read_text())
-    scores["tokenized"]["score"] = bleu
-    file.write_text(json.dumps(scores))
-    return run
 
 
 def with_scores(folder: Path, bleu: dict[str, tuple[float, ...]]) -> list[Path]:

@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from ..pipeline.data.test_prepare_corpora import wmt14_members, write_archives
-from ..pipeline.data.test_prepare_iwslt14 import archive, members  # noqa: F401 (fixtures)
+from ..fixtures.corpora import iwslt14_members, wmt14_members, write_archives
 from ..scripts_helpers import run, script
 
 SMALL = ("+model.encoder_layers=1", "+model.decoder_layers=1", "optimization.max_update=2", "checkpoint.patience=-1")
@@ -22,7 +21,8 @@ def check(runs, names, subset_size):
 
 
 @pytest.mark.slow
-def test_iwslt14(archive, tmp_path):  # noqa: F811
+def test_iwslt14(tmp_path):
+    archive = write_archives(tmp_path / "mirror", {"de-en.tgz": iwslt14_members()}) / "de-en.tgz"
     options = ("--archive", archive, "--bpe", 150, "--data", tmp_path / "data", "--runs", tmp_path / "runs")
     done = script("reproduce_iwslt14.sh", *options, *SMALL, "--norms", "ln,pn", "--seeds", 1)
     for name in ("ln_seed1", "pn_seed1"):

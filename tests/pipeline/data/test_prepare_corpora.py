@@ -9,7 +9,6 @@ import html
 import io
 import lzma
 import re
-import tarfile
 from pathlib import Path
 
 import pytest
@@ -18,22 +17,10 @@ from sacremoses import MosesDetokenizer, MosesPunctNormalizer, MosesTokenizer
 from subword_nmt.apply_bpe import BPE
 from subword_nmt.learn_bpe import learn_bpe
 
+from tests.fixtures.corpora import ARCHIVES, TEST_SET, lines, verses, wmt14_members, write_archives
 from tests.scripts_helpers import ROOT, assert_refused, run, script
 
 MULTI30K = ROOT.parent / "shared/data/multi30k"
-
-
-def verses(lang: str, count: int, skip: int = 0) -> list[str]:
-    """Lines of the corpus in the repository, to fill the stand-ins."""
-    with gzip.open(ROOT / f"data/verses.es-en/train.{lang}.gz", "rt", encoding="utf-8") as file:
-        return [line.rstrip("\n") for line in file][skip : skip + count]
-
-
-def lines(path: Path) -> list[str]:
-    """Cut at line feeds only: str.splitlines would cut at U+2028 and U+0085, too."""
-    text = path.read_bytes().decode("utf-8")
-    assert text.endswith("\n")
-    return text[:-1].split("\n")
 
 
 def state(folder: Path) -> dict[str, tuple[str, int]]:
@@ -77,88 +64,6 @@ def assert_joined_and_binarized(folder: Path, source: str, target: str, joined: 
 
 
 # WMT14
-
-ARCHIVES = {
-    "training-parallel-europarl-v7.tgz": "training/europarl-v7.de-en.",
-    "training-parallel-commoncrawl.tgz": "commoncrawl.de-en.",
-    "training-parallel-nc-v12.tgz": "training/news-commentary-v12.de-en.",
-    "dev.tgz": "dev/newstest2013.",
-}
-
-# What is in the real text and goes wrong easily: (English, German).
-ODD = [
-    ("“Quotes” – and ‘more’…", "„Anführung“ – und ‚mehr‘ …"),
-    (
-        "A non-breaking\u00a0space, a\u200bzero-width one and a bell\x07.",
-        "Ein geschütztes\u00a0Leerzeichen, «so» 10\u00a0%.",
-    ),
-    ("One line\u2028that is\x85one.", "Eine Zeile\u2028die eine\x85ist."),
-    ("A well-known state-of-the-art AT&T trick <b>here</b>", "Ein wohl-bekannter E-Mail-Trick von AT&T <b>hier</b>"),
-    ("The line ends as in Windows.\r", "Mit einem\rZeichen in der Mitte."),
-    ("", "Die andere Seite ist leer."),
-    ("Empty on the right.", ""),
-    ("", ""),
-    ("One", "Eins zwei drei vier fünf sechs sieben acht neun zehn"),
-    ("w " * 251, "w " * 251),
-    ("w " * 250, "w " * 250),
-    ("a b c", "a b"),
-    ("a b c d", "a b"),
-]
-
-TEST_SET = [
-    ("Gutach: Increased safety for pedestrians", "Gutach: Noch mehr Sicherheit für Fußgänger"),
-    ("They’re “not” 3,000 – it's the council’s.", "Sie sind „nicht“ 3.000 – ’s ist Rat’s."),
-    ("AT&amp;T pays 5 &lt; 6 & more", "AT&amp;T zahlt 5 &lt; 6 & mehr"),
-    ("  Blanks at both ends  ", " Leerzeichen an beiden Enden "),
-    ("Two lamp-posts.", "Zwei Laternen-Masten."),
-]
-
-
-def sgml(kind: str, sentences: list[str]) -> str:
-    """As in newstest2014-deen-*.sgm: documents of two sentences, in paragraphs."""
-    text = f'<{kind}set setid="newstest2014" srclang="any">\n'
-    for number in range(0, len(sentences), 2):
-        text += f'<doc sysid="{kind}" docid="doc-{number}" genre="news" origlang="de">\n<p>\n'
-        for position, sentence in enumerate(sentences[number : number + 2], start=1):
-            text += f'<seg id="{position}">{sentence}</seg>\n'
-        text += "</p>\n</doc>\n"
-    return f"{text}</{kind}set>\n"
-
-
-def wmt14_members() -> dict[str, dict[str, str]]:
-    """Archive -> member -> text."""
-    english, german = verses("en", 180), verses("es", 180)
-    members: dict[str, dict[str, str]] = {}
-    for number, (archive, prefix) in enumerate(ARCHIVES.items()):
-        cut = slice(number * 50, number * 50 + 50)
-        odd = {0: ODD[:5], 1: ODD[5:], 2: [], 3: ODD[:2]}[number]
-        sides = [[*english[cut], *(pair[0] for pair in odd)], [*german[cut], *(pair[1] for pair in odd)]]
-        members[archive] = {
-            f"{prefix}{lang}": "\n".join(side) + "\n" for lang, side in zip(("en", "de"), sides, strict=True)
-        }
-        members[archive][f"{prefix.split('.')[0]}.fr-en.en"] = "another language\n"
-    # A last line without its end.
-    europarl = members["training-parallel-europarl-v7.tgz"]
-    europarl["training/europarl-v7.de-en.en"] = europarl["training/europarl-v7.de-en.en"].removesuffix("\n")
-    english, german = zip(*TEST_SET, strict=True)
-    members["test-full.tgz"] = {
-        "test-full/newstest2014-deen-src.en.sgm": sgml("src", english),
-        "test-full/newstest2014-deen-ref.de.sgm": sgml("ref", german),
-        "test-full/newstest2014-deen-src.de.sgm": sgml("src", ["the other direction"]),
-    }
-    return members
-
-
-def write_archives(folder: Path, archives: dict[str, dict[str, str | bytes]]) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, members in archives.items():
-        with tarfile.open(folder / name, "w:gz") as tar:
-            for member, text in members.items():
-                content = text.encode() if isinstance(text, str) else text
-                info = tarfile.TarInfo(member)
-                info.size = len(content)
-                tar.addfile(info, io.BytesIO(content))
-    return folder
 
 
 def prepare_wmt14(dest: Path, archives: Path | str, *options, **kwargs):

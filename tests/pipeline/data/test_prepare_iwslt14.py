@@ -15,74 +15,17 @@ from fairseq.data.data_utils import load_indexed_dataset
 from sacremoses import MosesTokenizer
 from sentencepiece import SentencePieceProcessor
 
+from tests.fixtures.corpora import LANGUAGES, TEST_SETS, iwslt14_members, lines, wmt14_members, write_archives
 from tests.scripts_helpers import SCRIPTS, assert_refused, environment, run, script
 
-from .test_prepare_corpora import lines, verses, wmt14_members, write_archives
-
-LANGUAGES = ("de", "en")
-TEST_SETS = ("TED.dev2010", "TEDX.dev2012", "TED.tst2010", "TED.tst2011", "TED.tst2012")
 OPERATIONS = 400
 #: On the PYTHONPATH, it kills a process at a point of its work.
 KILLING = Path(__file__).parent / "killing"
 
-#: A talk's head; in both languages.
-HEAD = """<url>http://www.ted.com/talks/somebody.html</url>
-<keywords>talks, science</keywords>
-<speaker>Some Body</speaker>
-<talkid>535</talkid>
-<title>Somebody: A title, and 5,000 words</title>
-<description>TED Talk Subtitles and Transcript: What it is about.</description>
-"""
-
-ODD_PAIRS = [
-    ("", "Only English here."),
-    ("Nur Deutsch hier.", "   "),
-    ("", ""),
-    ("Tom &amp; Jerry &lt;3 | [x]", "Tom &amp; Jerry &lt;3 | [x]"),
-    ("Das ist’s – „ja“.", "That’s it – “yes”."),
-    ("ÄÖÜ Straße İstanbul", "ÄÖÜ STREET İstanbul"),
-    ("  Ränder weg  ", "\tBorders gone \t"),
-    ("Wagen\rrücklauf\u00a0und\u2028mehr\u0085davon", "carriage return and more"),
-    ("Zeilenende wie bei Windows\r", "line end as on Windows\r"),
-    ("drei kurze Wörter", "two words"),  # a ratio of exactly 1.5 is kept
-    ("vier ganz kurze Wörter", "two words"),
-    ("zwei Wörter", "four quite short words"),
-    ("wort " * 175, "word " * 175),
-    ("wort " * 176, "word " * 175),
-    ("wort " * 175, "word " * 176),
-    ("x" * 1000, "one"),
-    ("x" * 1001, "one"),
-    ("eins", "y" * 1001),
-    ("Überall <b>fett</b> <url> gesagt", "Everywhere <b>bold</b> <url> said"),  # dropped like any line with the tag
-    ("<title>Mit</title> <description>Text", "With text"),
-    ("1.", "1."),
-]
-
 
 @pytest.fixture(scope="module")
 def members() -> dict[str, str]:
-    """The archive's files, text by path. The training text is longer than one process takes at a time."""
-    found = {"de-en/README": "Not text.\n"}
-    pairs = list(zip(verses("es", 2200), verses("en", 2200), strict=True))
-    test_pairs = iter(pairs)
-    for number, pair in enumerate(ODD_PAIRS):
-        pairs.insert(100 * number, pair)
-    for side, lang in enumerate(LANGUAGES):
-        talks = [pairs[begin : begin + 500] for begin in range(0, len(pairs), 500)]
-        text = "".join(HEAD + "".join(f"{pair[side]}\n" for pair in talk) for talk in talks)
-        found[f"de-en/train.tags.de-en.{lang}"] = text.removesuffix("\n")
-    for number, name in enumerate((*TEST_SETS, "TED.tst2013")):
-        chosen = [next(test_pairs) for _ in range(4 + number)]
-        chosen[1] = ("Das ist’s &amp; „mehr“.", "That’s it &amp; “more”.")
-        if number == 2:
-            chosen[2] = ("", "")
-        for side, lang in enumerate(LANGUAGES):
-            segs = [f'<seg id="{count}"> {pair[side]} </seg>' for count, pair in enumerate(chosen, start=1)]
-            found[f"de-en/IWSLT14.{name}.de-en.{lang}.xml"] = "\n".join(
-                ['<?xml version="1.0" encoding="UTF-8"?>', "<mteval>", f'<refset setid="{name}" srclang="german">']
-                + ['<doc docid="535" genre="lectures">', "<title>Not a sentence</title>", *segs, "</doc>", "</mteval>"]
-            )
-    return found
+    return iwslt14_members()
 
 
 @pytest.fixture(scope="module")
