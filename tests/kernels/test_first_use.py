@@ -1,66 +1,17 @@
 """The first use of a GPU compares the kernels with the reference. Tensors on the CPU stand for a GPU's."""
 
 import warnings
-from functools import cache
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from pn_fairseq import kernels
-from pn_fairseq.kernels import first_use, reference, selection
-
-
-class Gpu:
-    """A GPU whose implementation is the reference, and counts its calls; ``wrong`` is an operator that is off."""
-
-    def __init__(self, monkeypatch, wrong=None, forced=None, name="GPU", version="3.7"):
-        self.calls = []
-
-        def implementation(operator):
-            def compute(*arguments):
-                self.calls.append(operator)
-                found = kernels.OPERATORS[operator](*arguments)
-                return (
-                    tuple(one * 1.01 if one.is_floating_point() else one for one in found)
-                    if wrong == operator
-                    else found
-                )
-
-            return compute
-
-        module = SimpleNamespace(INTERPRETED=False, triton=SimpleNamespace(__version__=version))
-        vars(module).update({operator: implementation(operator) for operator in kernels.OPERATORS})
-        monkeypatch.setattr(selection, "_triton_operators", lambda: module)
-        monkeypatch.setenv("TRITON_INTERPRET", "1")  # the tensors are on the CPU
-        monkeypatch.setattr(selection, "_compared", {})
-        for function in (selection._no_triton_on, selection._warn_without_triton):
-            monkeypatch.setattr(selection, function.__name__, cache(function.__wrapped__))
-        monkeypatch.setattr(selection, "FORCED", forced)
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-
-    def normalize(self, dtype=torch.float32):
-        """Calls ``normalize`` as the dispatcher does; the operators that were computed by this GPU."""
-        x = torch.tensor([[1.0, -2.0]], dtype=dtype)
-        arguments = x, None, None, None, torch.full((2,), 4.0), None, None, 0, 0.0, False
-        y, *_ = selection._by_triton("normalize")(*arguments)
-        torch.testing.assert_close(y, reference.normalize(*arguments)[0], rtol=0, atol=0)
-        calls, self.calls = self.calls, []
-        return calls
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(first_use, "driver", lambda: "550.1")
-    return tmp_path / "pn_fairseq"
+from pn_fairseq.kernels import first_use, selection
 
 
 @pytest.fixture
-def gpu(monkeypatch):
-    return lambda **options: Gpu(monkeypatch, **options)
+def folder(tmp_path):
+    return tmp_path / "pn_fairseq"
 
 
 #: What a healthy GPU computes at its first use: the attempt to launch, the comparison, and what was asked for.
@@ -85,7 +36,7 @@ def test_the_next_process_compares_again_only_where_something_has_changed(gpu, m
     for owner, name, value in ((first_use, "driver", lambda: "551.0"), (torch, "__version__", "2.99.0")):
         with monkeypatch.context() as changed:
             changed.setattr(owner, name, value)
-            assert len(Gpu(changed).normalize()) == FIRST
+            assert len(gpu().normalize()) == FIRST
     assert len(gpu().normalize()) == 2
 
 

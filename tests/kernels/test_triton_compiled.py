@@ -1,15 +1,10 @@
-"""Triton's kernels compiled ahead of time, for GPUs that this machine need not have: none spills registers.
-
-A table of what each kernel needs: ``python -m tests.kernels.test_triton_compiled [CAPABILITY ...]``
-"""
+"""Triton's kernels compiled ahead of time, for GPUs that this machine need not have: none spills registers."""
 
 import re
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -195,25 +190,3 @@ def test_everything_compiles_without_spills(case):
         train(case["norm"], *case["shape"], case["dtype"], case["masked"], case["parameters"])
     # float64 is there for gradient checks and may spill
     check_resources(compiled, stack=4096 if case["dtype"] is torch.float64 else 16)
-
-
-def main(capabilities: list[int]) -> None:
-    print(
-        "sm  dtype     rows x channels / groups  norm  kernel                grid     warps  registers  stack  shared"
-    )
-    cases = product(capabilities, (torch.float32, torch.bfloat16), SHAPES, NORMS)
-    for capability, dtype, shape, norm in cases:
-        with compiling(capability) as compiled:
-            train(norm, *shape, dtype, masked=True)
-        for name, grid, kernel in compiled:
-            used = resources(kernel)
-            print(
-                f"{capability}  {str(dtype)[6:]:8}  {'{} x {} / {}'.format(*shape):24}  {norm:4}  {name:20}  "
-                f"{'x'.join(map(str, grid)):5}  {kernel.metadata.num_warps:5}  {used['REG']:9}  {used['STACK']:5}  "
-                f"{used['SHARED']:6}",
-                flush=True,
-            )
-
-
-if __name__ == "__main__":
-    main([int(argument) for argument in sys.argv[1:]] or [80, 90])

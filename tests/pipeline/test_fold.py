@@ -180,10 +180,7 @@ def test_training_a_folded_model_is_refused(dictionaries, tmp_path, capsys):
     assert not any(module.training for module in folded.modules())
 
     model, args = make()
-    full = Namespace(
-        **vars(args), task="translation", source_lang="de", target_lang="en", data=str(dictionaries), cpu=True
-    )
-    cfg = convert_namespace_to_omegaconf(full)
+    cfg = convert_namespace_to_omegaconf(with_task(args, dictionaries, cpu=True))
     task = tasks.setup_task(cfg.task)
     criterion = torch.nn.Module()
     trainer = Trainer(cfg, task, model, criterion)
