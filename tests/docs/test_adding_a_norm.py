@@ -193,10 +193,10 @@ def test_the_mixed_norm_has_the_gradients_of_its_formula(norm_modules):
 
 def test_training_with_fairseq(norm_modules, data, tmp_path, monkeypatch, capfd):
     """Trained, resumed, reported, averaged, recalibrated and decoded, from other folders than that of the file."""
-    for file in norm_modules.values():
-        for folder in ("straight", "stopped"):
-            (tmp_path / folder).mkdir(exist_ok=True)
-            shutil.copy(file, tmp_path / folder)
+    for folder in ("straight", "stopped"):  # from which the files are named
+        (tmp_path / folder).mkdir()
+        for file in norm_modules.values():
+            (tmp_path / folder / file.name).symlink_to(file)
     flags = ("--norm-module", "my_unified.py,my_l1.py", "--encoder-norm", "my-unified", "--decoder-norm", "l1")
     flags += ("--norm-options", "window=3", "--norm-stats-interval", 1, "--save-interval-updates", 1)
     log = train(data, tmp_path / "straight", *flags, updates=3)

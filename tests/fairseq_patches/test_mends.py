@@ -211,19 +211,9 @@ def test_bf16_flag_does_not_ask_for_a_tpu(bf16, tpu):
     assert command_line.parse_args_and_arch(lambda *_: (parsed, ["--unknown"]), None, [])[0].tpu is tpu
 
 
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        ({"layer_scale_groups": 3}, ["num_features=16 is not divisible by groups=3"]),
-        ({"cross_self_attention": True}, ["--cross-self-attention"]),
-        ({"encoder_normalize_before": False}, ["pre-norm"]),
-        ({"encoder_norm": "layre"}, ["layre", "layer"]),
-    ],
-    ids=str,
-)
-def test_settings_that_a_model_refuses_end_fairseq_with_one_line(flags, words, capsys):
+def test_settings_that_a_model_refuses_end_fairseq_with_one_line(capsys):
     def build_model():
-        original = lambda *_: build("transformer_pn_tiny", **SMALL, **flags)  # noqa: E731
+        original = lambda *_: build("transformer_pn_tiny", **SMALL, layer_scale_groups=3)  # noqa: E731
         return one_line_errors.build_model(original, None, Namespace())
 
     with pytest.raises(ValueError):
@@ -232,7 +222,7 @@ def test_settings_that_a_model_refuses_end_fairseq_with_one_line(flags, words, c
         call_in("fairseq_cli", "/site-packages/fairseq_cli/train.py", build_model)
     error = capsys.readouterr().err
     assert stop.value.code == 2 and error.startswith("fairseq-train: error: ") and error.count("\n") == 1
-    assert all(word in error for word in words), error
+    assert "num_features=16 is not divisible by groups=3" in error
 
 
 def test_a_folded_checkpoint_is_named():

@@ -75,34 +75,6 @@ def test_a_value_that_is_refused_by_the_parser(flag, value, words, capsys):
     assert flag in last and all(word in last for word in words)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"norm_alpha_fwd": 1.0}, "alpha_fwd=1.0 must lie strictly between 0 and 1"),
-        ({"norm_eps": 0.0}, "eps=0.0 must be a number greater than 0"),
-        ({"layer_scale_groups": -1}, "groups=-1 must be a whole number"),
-        ({"layer_scale_groups": 3}, "num_features=128 is not divisible by groups=3"),
-        ({"norm_variant": "released"}, "released.*paper, release"),
-        ({"norm_options": "window=0"}, "window=0 must be a whole number of at least 1"),
-        ({"norm_options": "window=2.5"}, "norm option window='2.5' is not a whole number"),
-        ({"norm_options": {"window": True}}, "norm option window=True is not a whole number"),
-        ({"norm_options": {"windw": 3}}, "unknown norm option 'windw', did you mean 'window'"),
-        ({"norm_options": {"ada_k": 0.1}}, "unknown norm option 'ada_k'.*the options of unified, layer are"),
-        ({"norm_options": {"alpha_fwd": 0.5}}, "it has the flag --norm-alpha-fwd"),
-        ({"norm_options": {"outlier_filtration": "maybe"}}, "outlier_filtration='maybe' is not true or false"),
-        ({"norm_options": {"adda": {"ada_k": 1}}}, "unknown norm 'adda', did you mean 'ada'"),
-        ({"norm_options": {"ada": {"ada_kk": 1}}}, "unknown norm option 'ada_kk', did you mean 'ada_k'"),
-        ({"norm_options": 3}, "norm_options=3 is not KEY=VALUE"),
-        ({"encoder_norm_last": "layre"}, "unknown norm 'layre', did you mean 'layer'"),
-        ({"decoder_norm_last": "rms", "no_decoder_final_norm": True}, "--no-decoder-final-norm"),
-    ],
-    ids=str,
-)
-def test_a_value_that_is_refused_by_the_model(settings, message):
-    with pytest.raises(ValueError, match=message):
-        build("transformer_un_tiny", **settings)
-
-
 def test_shared_flags_reach_the_norms():
     flags = vars(
         parse(

@@ -438,26 +438,6 @@ def test_qk_norm_is_the_formula():
 # --- what is refused, and what comes from outside ---
 
 
-def test_an_unknown_placement_gets_advice():
-    with pytest.raises(ValueError, match=r"unknown placement 'sandwhich', did you mean 'sandwich'"):
-        placed("sandwhich")
-
-
-@pytest.mark.parametrize(
-    ("placement", "changes", "message"),
-    [
-        ("post", {"encoder_norm_last": "rms"}, "--encoder-norm-last: post has no norm after the last layer"),
-        ("b2t", {"decoder_norm_last": "rms"}, "--decoder-norm-last: b2t has no norm after the last layer"),
-        ("deep", {"decoder_layers_to_keep": "0,2"}, "--decoder-layers-to-keep: layers of deep compute something else"),
-        ("mix", {"encoder_layers_to_keep": "0,2"}, "--encoder-layers-to-keep: layers of mix compute something else"),
-        ("scaled", {"encoder_layers_to_keep": "1"}, "--encoder-layers-to-keep: layers of scaled compute"),
-    ],
-)
-def test_what_a_placement_does_not_have(placement, changes, message):
-    with pytest.raises(ValueError, match=f"^{message}"):
-        placed(placement, **changes)
-
-
 @pytest.mark.parametrize("placement", [name for name, cls in PLACEMENTS.items() if cls.prunes])
 def test_pruned_layers_compute_what_they_did(placement):
     """fairseq's pruning, which LayerDrop prepares, against the same layers of the whole model."""
@@ -469,11 +449,6 @@ def test_pruned_layers_compute_what_they_did(placement):
     for side, kept in ((whole.encoder, (1, 3)), (whole.decoder, (0, 3))):
         side.layers = torch.nn.ModuleList(side.layers[index] for index in kept)
     assert pruned(src, None, prev)[0].equal(whole(src, None, prev)[0])
-
-
-def test_the_tensorized_model_has_none():
-    with pytest.raises(ValueError, match="has only --post-norm"):
-        build("tensorized_lm_pn_tiny", decoder_norm_placement="peri")
 
 
 def test_a_placement_must_be_one():

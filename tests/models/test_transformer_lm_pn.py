@@ -133,28 +133,6 @@ def test_more_padding_changes_nothing_in_training(stem, name):
     assert_same_training(narrow, wide, state=(1e-6, 1e-7), rtol=1e-6, atol=1e-9)
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ({"character_embeddings": True}, "no --character-embeddings"),
-        ({**ADAPTIVE, "adaptive_input": False}, "needs --adaptive-input"),
-        ({**ADAPTIVE, "adaptive_input_cutoff": "30,60"}, "adaptive_input_cutoff=30,60"),
-        ({**ADAPTIVE, "decoder_input_dim": 32}, "decoder_input_dim=32"),
-        ({**ADAPTIVE, "adaptive_input_cutoff": None}, "needs --adaptive-input-cutoff"),
-        (
-            {"adaptive_softmax_cutoff": f"20,{VOCABULARY + 1}"},
-            f"cutoff 20,{VOCABULARY + 1} must be .* at most {VOCABULARY}",
-        ),
-        ({"adaptive_softmax_cutoff": "60,20"}, "ascending"),
-        ({**ADAPTIVE, "adaptive_input_cutoff": "20,x"}, "--adaptive-input-cutoff 20,x"),
-        ({"decoder_norm": "layers"}, "unknown norm 'layers'"),
-    ],
-)
-def test_settings_that_do_not_fit_are_refused(flags, message):
-    with pytest.raises(ValueError, match=message):
-        build("transformer_lm_pn_tiny", **flags)
-
-
 def test_some_layers_of_a_checkpoint_are_kept():
     """What fairseq does with --decoder-layers-to-keep when a model is loaded to be pruned."""
     whole = build("transformer_lm_pn_tiny")

@@ -118,13 +118,6 @@ def test_all_hidden_states_are_returned_when_asked_for():
     assert out["src_lengths"][0].flatten().tolist() == [7, 4, 7]
 
 
-def test_post_norm_and_cross_self_attention_are_refused():
-    with pytest.raises(ValueError, match="pre-norm"):
-        build(TINY["power"], encoder_normalize_before=False)
-    with pytest.raises(ValueError, match="--cross-self-attention"):
-        build(TINY["power"], cross_self_attention=True)
-
-
 @pytest.mark.parametrize("variant", ["paper", "release"])
 def test_embeddings_at_padding_are_zeroed_but_not_in_the_release(variant):
     """fairseq 0.8, which the release is a fork of, leaves them; the release's nu takes in what stands at padding."""
