@@ -119,6 +119,8 @@ class _Popen(subprocess.Popen):
                     os.dup2(file, number)
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, signal.SIG_DFL)
+            if preexec_fn:
+                preexec_fn()
             _run_and_exit(["python", *words[words.index("-m") :]], str(cwd or os.getcwd()), dict(env or os.environ))
         self._child_created = True
         self._close_pipe_fds(*pipes)

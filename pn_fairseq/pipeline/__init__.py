@@ -12,8 +12,9 @@ def add_norm_module(parser: argparse.ArgumentParser) -> None:
 
     def existing(text: str) -> str:
         paths = [os.path.abspath(path) for path in text.split(",") if path]
-        if missing := [path for path in paths if not os.path.isfile(path)] or ["''"] * (not paths):
-            raise argparse.ArgumentTypeError(f"there is no file {missing[0]}")
+        for path in paths or ["''"]:
+            if not os.path.isfile(path):
+                raise argparse.ArgumentTypeError(f"there is no file {path}")
         return ",".join(paths)
 
     meaning = "the Python files that register the model's own norms, if the files moved after the training run"

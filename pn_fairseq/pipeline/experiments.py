@@ -189,19 +189,18 @@ def study_command(argv: Sequence[str]) -> int:
     add("--runs", type=Path, metavar="DIR", default=f"runs/{name}", help=runs)
     add_ranks(parser)
     add("--dry-run", action="store_true", help="print the commands and do nothing")
-    texts = [corpus for corpus in dict.fromkeys(part.corpus for part in study.parts)
-             if corpus in RECIPES and RECIPES[corpus].OPTIONS.get("--corpus", {}).get("required")]  # fmt: skip
-    for corpus in texts:
+    corpora = dict.fromkeys(part.corpus for part in study.parts)
+    of_users = [corpus for corpus in corpora if corpus in RECIPES and "--corpus" in RECIPES[corpus].OPTIONS]
+    for corpus in of_users:
         text = f"the text of {corpus} (pn prepare {corpus} --help); without it that corpus is left out"
-        add(f"--{corpus}", dest=f"text of {corpus}", type=Path, metavar="DIR", help=text)
+        add(f"--{corpus}", dest=corpus, type=Path, metavar="DIR", help=text)
     args = vars(parser.parse_intermixed_args(options))
-    given = {corpus: args[f"text of {corpus}"] for corpus in texts}
-    for corpus, folder in given.items():
-        if folder and not folder.is_dir():
-            raise UserError(f"--{corpus} {folder} is not a directory")
-        if not folder:
+    for corpus in of_users:
+        if args[corpus] and not args[corpus].is_dir():
+            raise UserError(f"--{corpus} {args[corpus]} is not a directory")
+        if not args[corpus]:
             say("reproduce", f"note: {corpus} is left out without its text (--{corpus} DIR)")
-    parts = [part for part in study.parts if given.get(part.corpus, part.corpus)]
+    parts = [part for part in study.parts if args.get(part.corpus, True)]
     failed = 0
     for seed in sorted({seed for part in parts for seed in part.seeds}):  # a seed is whole before the next one begins
         for part in parts:
@@ -215,7 +214,7 @@ def study_command(argv: Sequence[str]) -> int:
                     runs=args["runs"] / part.folder,
                     data=part.data and Path(part.data),
                     ranks=args["ranks"] or part.ranks,
-                    preparation=["--corpus", str(given[part.corpus])] if part.corpus in given else [],
+                    preparation=["--corpus", str(args[part.corpus])] if part.corpus in of_users else [],
                     dry_run=args["dry_run"],
                 )
     if not args["dry_run"]:

@@ -282,12 +282,13 @@ def explained(error: Exception, cfg, run: Path) -> UserError | TrainingFailed:
     text = str(error).strip()
     first_line = text.partition("\n")[0]
     reason = f"{type(error).__name__}: {first_line} (the traceback is in {run / 'train.log'})"
-    if full := [link for link in error_chain(error) if getattr(link, "errno", None) in (errno.ENOSPC, errno.EDQUOT)]:
-        file = getattr(full[0], "filename", None) or run / "checkpoints"
-        return TrainingFailed(
-            f"{file}: the disk is full; free some space, or keep fewer checkpoints (checkpoint.keep_interval_updates, "
-            f"checkpoint.keep_last_epochs), then {RESUME}"
-        )
+    for link in error_chain(error):
+        if getattr(link, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
+            file = getattr(link, "filename", None) or run / "checkpoints"
+            return TrainingFailed(
+                f"{file}: the disk is full; free some space, or keep fewer checkpoints "
+                f"(checkpoint.keep_interval_updates, checkpoint.keep_last_epochs), then {RESUME}"
+            )
     if "out of memory" in text or isinstance(error, MemoryError):
         advice = f"lower dataset.max_tokens; an update still has tokens_per_update tokens, then {RESUME}"
     elif isinstance(error, OSError | torch.distributed.DistError) or re.search("onnection (clos|res)|imed out", text):

@@ -37,7 +37,8 @@ def main(argv: list[str] | None = None) -> int:
     decoding = Decoding(args, run)
     text = [line.removeprefix("\ufeff").removesuffix("\r") for line in read_lines(args.input)]
     lines = to_subwords(run, text, args.moses) if text else []
-    for number, reason in (too_long := decoding.too_long(lines)).items():
+    too_long = decoding.too_long(lines)
+    for number, reason in too_long.items():
         say("translate", f"warning: line {number} is not translated: it has {reason}")
         lines[number - 1] = ""
     sentences = {number: line for number, line in enumerate(lines, 1) if line}

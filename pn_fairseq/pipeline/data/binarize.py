@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import signal
@@ -48,10 +49,17 @@ def make_bin(folder: Path, workers: int, flags: Sequence[str], texts: Mapping[st
         # A session of its own, so that its worker processes are ended with it. It inherits the lock of DEST
         # (close_fds), and the next preparation waits for one that outlived a kill -9.
         options = {"cwd": folder, "close_fds": False, "start_new_session": True, "text": True, "errors": "replace"}
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        unblock = functools.partial(signal.pthread_sigmask, signal.SIG_SETMASK, before)
         try:
-            process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, **options)
+            # A signal waits until the process is known here: one that nobody ends would go on writing.
+            signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+            pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+            process = subprocess.Popen(command, preexec_fn=unblock, **pipes, **options)
+            unblock()
             messages = process.communicate()[1].splitlines()
         except BaseException:
+            unblock()
             if process:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()

@@ -74,9 +74,10 @@ class Preparation:
     workers: int = 1  # processes
     moses: Path | None = None  # a checkout of mosesdecoder, whose scripts replace sacremoses
     mirror: str | None = None  # a folder, or the URL of one, that has the files to download
+    archive: str | None = None  # the user's folder with the published files, or the file, instead of a download
     like: Path | None = None  # prepared data whose subwords and dictionaries are used
     splits: Sequence[str] = SPLITS  # further test sets are test1, test2, ..., as fairseq calls them
-    archives: Sequence[Path] = ()  # the published files
+    files_published: Sequence[Path] = ()
 
     @property
     def partial(self) -> Path:
@@ -88,20 +89,19 @@ class Preparation:
 
     # --- the published text ---
 
-    def published(self, known: Mapping[str, str], archive: str | None = None) -> list[Path]:
+    def published(self, known: Mapping[str, str]) -> list[Path]:
         """The files of these addresses, downloaded to DEST/download; none if DEST/text was made of them.
 
         Args:
             known: address -> the checksum that a download must have ("": not known).
-            archive: the user's folder with the files, or the file, instead (--archive).
         """
-        folder = Path(archive).absolute() if archive else self.dest / "download"
+        folder = Path(self.archive).absolute() if self.archive else self.dest / "download"
         files = [folder if folder.is_file() else folder / url.rsplit("/", 1)[-1] for url in known]
-        self.archives, sums = files, self.dest / "text/archives"
+        self.files_published, sums = files, self.dest / "text/archives"
         if sums.is_file() and (not all(map(Path.is_file, files)) or sums.read_text("utf-8") == self._sums()):
             return []
         for file, url in zip(files, known, strict=True):
-            if not archive:
+            if not self.archive:
                 archives.fetch(url, file, known[url], self.mirror)
             elif not file.is_file():
                 raise UserError(f"there is no {file.name} in '{file.parent}' (--archive); it comes from {url}")
@@ -109,7 +109,7 @@ class Preparation:
 
     def _sums(self) -> str:
         """What sha256sum prints for the published files."""
-        return "".join(f"{checksum(file)}  {file.name}\n" for file in self.archives)
+        return "".join(f"{checksum(file)}  {file.name}\n" for file in self.files_published)
 
     def unpack(self, archive: Path, members: Sequence[str]) -> list[Path]:
         """Extract members of an archive to DEST/partial/unpacked/ARCHIVE."""
@@ -168,7 +168,7 @@ class Preparation:
             (self.dest / "bpe").mkdir(exist_ok=True)
             given.replace(self.dest / "bpe" / subwords.MODELS[self.settings.segmentation])
         if not folder.exists():
-            if self.archives:
+            if self.files_published:
                 (new / "archives").write_text(self._sums(), encoding="utf-8")
             new.rename(folder)
         return True

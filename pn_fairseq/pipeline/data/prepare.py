@@ -69,9 +69,10 @@ def main(argv: list[str]) -> None:
     options = _parser().parse_args(argv)
     recipe = RECIPES[options.recipe]
     if "corpus" in options:
-        if not options.check and not options.corpus.is_dir():
-            raise UserError(f"there is no directory '{options.corpus}' (--corpus)")
-        options.corpus = options.corpus.absolute()
+        corpus = Path(options.corpus)
+        if not options.check and not corpus.is_dir():
+            raise UserError(f"there is no directory '{corpus}' (--corpus)")
+        options.corpus = corpus.absolute()
     made_with = with_tools(recipe.settings(options), options)
     name = recipe.folder(options) if hasattr(recipe, "folder") else recipe.CONFIG
     dest = (options.dest or Path("runs/data") / name).absolute()
@@ -81,8 +82,8 @@ def main(argv: list[str]) -> None:
             return
         if package := languages.missing_package(getattr(made_with, "target", "")):
             say("prepare", f"note: detokenized BLEU of {made_with.target} needs: pip install '{package}'")
-        tools = {name: getattr(options, name, None) for name in ("moses", "mirror", "like")}
-        data = Preparation(dest, made_with, options.workers, **tools)
+        given = {name: getattr(options, name, None) for name in ("moses", "mirror", "archive", "like")}
+        data = Preparation(dest, made_with, options.workers, **given)
         with locked(dest), scratch_folder(data.partial):
             recipe.prepare(data, options)
         say_next("prepare", "train", recipe.CONFIG or "CONFIG", *(["--data", options.dest] if options.dest else []))

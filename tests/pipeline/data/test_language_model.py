@@ -2,7 +2,6 @@ import contextlib
 import gzip
 import hashlib
 import zipfile
-from argparse import Namespace
 
 import pytest
 from fairseq.data.indexed_dataset import MMapIndexedDataset
@@ -119,10 +118,9 @@ def test_bytes(tmp_path, monkeypatch):
         folder.mkdir()
         with zipfile.ZipFile(folder / "enwik8.zip", "w") as file:
             file.writestr("enwik8", text)
-        options = Namespace(archive=str(folder))
-        plan = Preparation(folder / "data", enwik8.settings(options))
+        plan = Preparation(folder / "data", enwik8.settings(None), archive=str(folder))
         with pytest.raises(UserError) if size == 511 else contextlib.nullcontext() as error:
-            enwik8.prepare(plan, options)
+            enwik8.prepare(plan, None)
     assert "it has 511 bytes, and enwik8 has 512" in str(error.value)
     raw = [(tmp_path / f"512/data/raw/{split}.txt").read_bytes() for split in ("train", "valid", "test")]
     assert b"".join(part[:-1] for part in raw) == texts["train"] and [*map(len, raw)] == [301, 151, 63]

@@ -26,7 +26,7 @@ def settings(options) -> LanguageModelSettings:
 
 
 def prepare(data: Preparation, options) -> None:
-    (file,) = data.published({URL: SHA256}, options.archive)
+    (file,) = data.published({URL: SHA256})
     (whole,) = data.unpack(file, ["enwik8"])
     if (size := whole.stat().st_size) != sum(SIZES):
         raise UserError(f"this is not enwik8: it has {size:,} bytes, and enwik8 has {sum(SIZES):,}")

@@ -39,7 +39,7 @@ def settings(options) -> Settings:
 
 def prepare(data: Preparation, options) -> None:
     # 1. The published text, one sentence per line: DEST/text.
-    if files := data.published({URL: ""}, options.archive):
+    if files := data.published({URL: ""}):
         members = data.unpack(*files, [*TRAIN, *TESTS])
         data.take(strip_tags, "train", members[:2])
         data.take(segments, "test", members[2:])

@@ -29,7 +29,7 @@ def prepare(data: Preparation, options) -> None:
     # 1. The published tokens, as they are (DEST/text/tokens): they were tokenized as Moses' scripts do it, with ' as
     # &apos; and so on, and published BLEU scores compare such tokens. sacreBLEU and chrF need plain text (DEST/text):
     # the nearest text is what the detokenizer of the translations makes of the reference.
-    if files := data.published(dict.fromkeys(URLS, ""), options.archive):
+    if files := data.published(dict.fromkeys(URLS, "")):
         for number, (split, (_, count)) in enumerate(SPLITS.items()):
             data.take(tokens, split, files[2 * number : 2 * number + 2], count, to="tokens")
         data.detokenize("partial/text/tokens", "partial/text")

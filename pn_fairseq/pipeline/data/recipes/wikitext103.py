@@ -26,5 +26,5 @@ def settings(options) -> LanguageModelSettings:
 
 
 def prepare(data: Preparation, options) -> None:
-    (file,) = data.published({URL: SHA256}, options.archive)
+    (file,) = data.published({URL: SHA256})
     language_model.prepare(data, data.unpack(file, MEMBERS), TOKENS)
