@@ -255,6 +255,25 @@ def figure_4() -> str:
     return table([*rows, paper])
 
 
+def figure_5() -> str:
+    """BLEU by norm and size of the mini-batch, and the difference from LN with the same size."""
+    runs = pandas.read_csv(RESULTS / "runs.csv", dtype={"layer_scale_groups": "string"}).query(
+        "study == 'mini-batches'"
+    )
+    scores = runs.pivot(index=["norm", "layer_scale_groups"], columns="max_tokens", values="tokenized")
+    differences = scores - scores.loc["LN"].iloc[0]
+    rows = []
+    for norm, groups in sorted(scores.index, key=lambda system: list(runs["norm"].unique()).index(system[0])):
+        row = {"encoder norm": norm if pandas.isna(groups) else f"{norm} (layer_scale_groups={groups})"}
+        for tokens in scores:
+            score, difference = (frame[tokens][norm, groups] for frame in (scores, differences))
+            if pandas.notna(score):
+                change = "" if norm == "LN" else f" ({difference:+.2f})".replace("-", "−")
+                row[f"BLEU, {tokens:,.0f}"] = f"{score:.2f}{change}"
+        rows.append(row)
+    return table(rows)
+
+
 def figure_6() -> str:
     spectra, rows = read("spectra.csv"), []
     shares = spectra / (spectra**2).sum() ** 0.5
@@ -334,6 +353,7 @@ PAGES = {
         "figure 2": figure_2,
         "figure 3": figure_3,
         "figure 4": figure_4,
+        "figure 5": figure_5,
         "figure 6": figure_6,
         "figure 7": figure_7,
         "images": images,

@@ -6,6 +6,7 @@ a page differs from what is computed.
 
 import argparse
 import csv
+import math
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -60,19 +61,29 @@ def _shape(tensor) -> str:
     return f"({', '.join(sizes)}{',' if len(sizes) == 1 else ''})"
 
 
+#: Column of the published scores -> the pattern of its tables, which have the same scores for the same rows.
+_PUBLISHED = {
+    "PowerNorm, IWSLT14": r"powernorm-\d",
+    "PowerNorm, WMT14": r"powernorm-\d-wmt14",
+    "AdaNorm, IWSLT14": r"adanorm-\d",
+    "AdaNorm, IWSLT15": r"adanorm-\d-iwslt15",
+    "AdaNorm, WMT14": r"adanorm-\d-wmt14",
+}
+
+
 def published() -> str:
-    """BLEU on IWSLT14 German-English in each table of :data:`PAPER`, by norm."""
-    first = re.compile(r"(powernorm|adanorm)-\d")  # the others have the same numbers, or are of other corpora
-    tables = {name: table for name, table in PAPER.items() if first.fullmatch(name)}
-    lines = ["| norm | " + " | ".join(tables) + " |", "|---" + "|---" * len(tables) + "|"]
+    """BLEU in the tables of :data:`PAPER`, by norm."""
+    lines = [f"| norm | {' | '.join(_PUBLISHED)} |", "|---" * (1 + len(_PUBLISHED)) + "|"]
     for name in NORMS:
         cells = []
-        for table in tables.values():
-            rows = [row for row in table.rows if row.norm == name]
-            several = len(rows) > 1
-            cells.append("; ".join(f"{row.bleu} ({row.label})" if several else str(row.bleu) for row in rows))
-        if any(cells):
-            lines.append(f"| `{name}` | " + " | ".join(cell or "–" for cell in cells) + " |")
+        for pattern in _PUBLISHED.values():
+            tables = [table for title, table in PAPER.items() if re.fullmatch(pattern, title)]
+            rows = {row.label: row.bleu for table in tables for row in table.rows if row.norm == name}
+            scores = {label: "diverges" if math.isnan(bleu) else str(bleu) for label, bleu in rows.items()}
+            named = (f"{score} ({label})" if len(scores) > 1 else score for label, score in scores.items())
+            cells.append("; ".join(named) or "–")
+        if {*cells} != {"–"}:
+            lines.append(f"| `{name}` | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
