@@ -79,7 +79,8 @@ class ProgressiveBatchNorm(MaskedBatchNorm):
         share = self.layer_share()
         if not self.training or self.recalibrating or (isinstance(share, float) and share == 0.0):
             return None
-        weight = share * (self.ln_weight if self.affine else torch.ones_like(self.running_mean))
+        dtype = torch.promote_types(x.dtype, self.running_mean.dtype)
+        weight = share * (self.ln_weight if self.affine else torch.ones_like(self.running_mean, dtype=dtype))
         bias = share * self.ln_bias if self.affine else None
         return kernels.standardized(self.layer_scale(x), weight, bias, eps_in_root=self.eps)
 
