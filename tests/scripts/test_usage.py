@@ -68,6 +68,15 @@ def test_damaged_corpus_is_refused(tmp_path, monkeypatch):
         verses.corpus()
 
 
+def test_what_a_wheel_has_inside_the_package(tmp_path, monkeypatch):
+    """Folders and files; in a checkout they are beside it."""
+    monkeypatch.setattr(files, "PACKAGE", tmp_path / "pn_fairseq")
+    (tmp_path / "pn_fairseq/data/corpus").mkdir(parents=True)
+    (tmp_path / "pn_fairseq/data/table.yaml").touch()
+    for name, folder in {"data/corpus": "pn_fairseq/", "data/table.yaml": "pn_fairseq/", "configs": ""}.items():
+        assert files.shipped(name) == tmp_path / f"{folder}{name}"
+
+
 def test_the_makefile_lists_its_targets():
     listed = run("make", "-C", ROOT, "help").stdout
     assert all(f"make {target}" in listed for target in ("venv", "demo", "test", "lint"))
