@@ -1,4 +1,4 @@
-"""The name under which earlier versions had what ``import pn_fairseq.models`` loads."""
+"""The name that earlier versions gave to what ``import pn_fairseq.models`` loads."""
 
 from pn_fairseq import models
 

@@ -1,4 +1,4 @@
-"""Names that earlier versions gave to settings of models: old checkpoints and runs have them."""
+"""Names that earlier versions gave to settings of models: old checkpoints and runs still contain them."""
 
 from collections.abc import Mapping
 

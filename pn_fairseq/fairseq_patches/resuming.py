@@ -1,4 +1,4 @@
-"""A resumed training continues at the same place of the epoch, and its count of ``--patience`` survives.
+"""A resumed run continues at the same place of the epoch, and its count of ``--patience`` survives.
 
 fairseq saves the place in an epoch as a number of batches of one rank. With another number of ranks, another
 ``update_freq`` or another ``max_tokens`` that number is another place: sentences would be skipped or repeated. fairseq

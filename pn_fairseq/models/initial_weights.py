@@ -1,4 +1,4 @@
-"""``--init-seed`` and ``--attention-init``: what the initial weights of a model are drawn by.
+"""``--init-seed`` and ``--attention-init``: how the initial weights of a model are drawn.
 
 fairseq's ``--seed`` decides the initial weights, the order of the batches and dropout. With ``--init-seed`` it decides
 the order of the batches and dropout only. ``--init-seed N --seed N`` is the same training as ``--seed N``.

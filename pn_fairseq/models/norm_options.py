@@ -1,4 +1,4 @@
-"""Which norms a transformer has: the command-line flags, their defaults, and the construction of each norm."""
+"""The norms of a transformer: the command-line flags, their defaults, and the construction of each norm."""
 
 import argparse
 import inspect

@@ -1,4 +1,4 @@
-"""Norms of this package in the place of the norms of any PyTorch model, with the padding mask handed to them."""
+"""Replace the norms of any PyTorch model by norms of this package, which receive the padding mask."""
 
 from __future__ import annotations
 

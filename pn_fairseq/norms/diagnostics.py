@@ -1,4 +1,4 @@
-"""What the steps of a norm show: how far batches are from the running statistics, and how many steps are faulty."""
+"""Diagnostics of training steps: how far batches are from the running statistics, and how many steps are faulty."""
 
 import torch
 from torch import Tensor

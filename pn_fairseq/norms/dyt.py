@@ -1,4 +1,4 @@
-"""DyT and Derf: a squashing function in the place of a norm."""
+"""DyT and Derf: a squashing function in place of a norm."""
 
 import torch
 from torch import Tensor, nn

@@ -1,4 +1,4 @@
-"""RMSNorm and ScaleNorm: every token over its own length."""
+"""RMSNorm and ScaleNorm: each token divided by its own root mean square or length."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Whether a step is done already: its output exists, and its stamp says that it was made from the same.
+"""Whether a step is done already: its output exists, and its stamp says that it was made from the same inputs.
 
 A stamp is a ``settings`` file: the settings of a step that decide its output, and the checksum of each input. Contents
 are compared, not times, so a copy of a folder is as good as the folder. It is ``settings.txt`` in prepared data,

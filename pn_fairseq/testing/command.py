@@ -1,4 +1,4 @@
-"""``pn test-norms``: the shared test suite on registered norms, also on norms of your own files."""
+"""``pn test-norms``: the shared test suite on registered norms and on norms of your own files."""
 
 import importlib.util
 import os

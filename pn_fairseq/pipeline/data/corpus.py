@@ -1,4 +1,4 @@
-"""What ``pn reproduce`` trains on a corpus; a recipe says it as REPRODUCE."""
+"""What ``pn reproduce`` trains on a corpus; a recipe states it as REPRODUCE."""
 
 from __future__ import annotations
 

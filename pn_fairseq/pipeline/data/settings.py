@@ -1,4 +1,4 @@
-"""How text is prepared, which a recipe says, and ``DEST/settings.txt``, which keeps that for every later step.
+"""How text is prepared, which a recipe states, and ``DEST/settings.txt``, which keeps that for every later step.
 
 settings.txt has one ``name=value`` a line, then the checksums of the text. A preparation with other settings or other
 text is refused.
