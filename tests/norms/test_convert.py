@@ -719,6 +719,8 @@ def test_folding(norm):
     assert fold_norms(model, x) == [("first", "q, k"), ("middle", "convolution")]
     torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-5)
     assert [each.name for each in norm_report(model)] == ["edge", "post"]
+    assert fold_norms(convert_norms(PreNorm(), norm, zero_padding=True).eval(), x) == []
+    assert fold_norms(convert_norms(InADict(nn.LayerNorm(C), nn.Linear(C, C)), norm).eval(), x) == [("0", "1")]
 
 
 @pytest.mark.parametrize("norm_first", [True, False])
@@ -733,6 +735,11 @@ def test_folding_torchs_encoder(norm_first, only):
     torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-5)
     with torch.no_grad():
         torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-5)
+
+
+class InADict(nn.Sequential):
+    def forward(self, x):
+        return {"y": (super().forward(x), 3)}
 
 
 class ReadsItsNorm(nn.Sequential):
