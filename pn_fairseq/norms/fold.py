@@ -107,8 +107,7 @@ def _try(model: nn.Module, norm: RunningNorm, maps: list[nn.Module], after: bool
         return False
     for module in maps:
         weight = module._parameters.get("weight")  # None: it is computed
-        grouped = after and getattr(module, "groups", 1) > 1
-        if weight is None or grouped or weight.size(int(after)) != norm.num_features:
+        if weight is None or weight.size(int(after)) != norm.num_features:  # also where a convolution has groups
             return False
         own = {id(parameter) for parameter in module.parameters(recurse=False)}
         if any(own & {*map(id, other.parameters(recurse=False))} for other in model.modules() if other is not module):
