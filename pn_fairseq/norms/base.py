@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from pn_fairseq import kernels
 from pn_fairseq.norms.channel import ChannelNorm
 from pn_fairseq.norms.checks import check_alpha, check_input, check_positive
+from pn_fairseq.norms.compiled import compiled_call
 from pn_fairseq.norms.diagnostics import collect
 from pn_fairseq.norms.distributed import world_size
 from pn_fairseq.norms.nested import over_tokens
@@ -182,13 +183,8 @@ class RunningNorm(StatefulNorm):
             self.check_memory()
         if not self.training:
             return self._evaluate(x)
-        if torch.compiler.is_exporting() or torch._C._are_functorch_transforms_active():
-            raise RuntimeError(
-                "torch.export and torch.func cannot transform a norm of pn_fairseq in training mode: call eval() first"
-            )
-        return (
-            self._train_uncompiled(x, padding_mask) if torch.compiler.is_compiling() else self._train(x, padding_mask)
-        )
+        refuse_transforms()
+        return compiled_call(self, x, padding_mask) if torch.compiler.is_compiling() else self._train(x, padding_mask)
 
     forward.__doc__ = ChannelNorm.forward.__doc__
 
@@ -210,16 +206,6 @@ class RunningNorm(StatefulNorm):
     def _with_token_part(self, y: Tensor, x: Tensor) -> Tensor:
         part = self.token_part(x)
         return y if part is None else y + part
-
-    @torch._disable_dynamo  # torch.compiler.disable would import torch._dynamo here, which takes a second
-    def _train_uncompiled(self, x: Tensor, padding_mask: Tensor | None) -> Tensor:
-        return self._train(x, padding_mask)
-
-    _train_uncompiled._torchdynamo_disable = True  # for the message, which names the reason
-    _train_uncompiled._torchdynamo_disable_msg = (
-        "the running statistics of a norm of pn_fairseq change outside of the graph in training; compile with "
-        "fullgraph=False, or call eval() first"
-    )
 
     def synchronises(self) -> bool:
         """Whether statistics are summed over several ranks."""
@@ -301,6 +287,14 @@ class RunningNorm(StatefulNorm):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, alpha_fwd={self.alpha_fwd}"
+
+
+def refuse_transforms() -> None:
+    """Called in training."""
+    if torch.compiler.is_exporting() or torch._C._are_functorch_transforms_active():
+        raise RuntimeError(
+            "torch.export and torch.func cannot transform a norm of pn_fairseq in training mode: call eval() first"
+        )
 
 
 def running_norms(model: nn.Module) -> list[RunningNorm]:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from pn_fairseq.norms.checks import check_input, check_positive, check_whole
+from pn_fairseq.norms.compiled import handle_of
 from pn_fairseq.norms.layer_scale import LayerScale
 from pn_fairseq.norms.nested import over_tokens
 
@@ -63,8 +64,13 @@ class ChannelNorm(nn.Module):
         for name in ("weight", "bias"):
             learns = affine and name in self.learned
             self.register_parameter(name, nn.Parameter(torch.empty(num_features)) if learns else None)
+        self.handle = handle_of(self)
         self._built_on_meta = torch.get_default_device().type == "meta"
         ChannelNorm.reset_parameters(self)
+
+    def __setstate__(self, state: dict) -> None:
+        super().__setstate__(state)
+        self.handle = handle_of(self)
 
     def __init_subclass__(cls, **keywords):
         """Put the arguments that a constructor passes on as ``**common`` into its signature, for ``help`` and

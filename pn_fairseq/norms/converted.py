@@ -8,7 +8,8 @@ from uuid import uuid4
 import torch
 from torch import Tensor, nn
 
-from pn_fairseq.norms.base import COUNT, ChannelNorm, RunningNorm
+from pn_fairseq.norms.base import COUNT, ChannelNorm, RunningNorm, refuse_transforms
+from pn_fairseq.norms.compiled import compiled_call
 from pn_fairseq.norms.layouts import Layout
 from pn_fairseq.norms.padding import PaddingMask, Scope, current_backward, current_scopes
 from pn_fairseq.norms.registry import build_norm, find_norm
@@ -56,23 +57,18 @@ class ConvertedNorm:
             return super().forward(x)
         if not self.uses_mask():
             return self._arranged(x, None)
-        if torch.compiler.is_compiling():
-            return self._masked_uncompiled(x, padding_mask)
-        return self._masked(x, padding_mask)
-
-    def uses_mask(self) -> bool:
-        return self.zero_padding or (self.training and isinstance(self, RunningNorm))
-
-    @torch._disable_dynamo
-    def _masked_uncompiled(self, x: Tensor, padding_mask: Tensor | None) -> Tensor:
-        return self._masked(x, padding_mask)
-
-    def _masked(self, x: Tensor, padding_mask: Tensor | None) -> Tensor:
+        if torch.compiler.is_exporting() and self.training:
+            refuse_transforms()
+        elif torch.compiler.is_compiling():
+            return compiled_call(self, x, padding_mask)
         try:
             mask = self._find_mask(x) if padding_mask is None else PaddingMask("mask", padding_mask, "the mask")
             return self._arranged(x, mask)
         except ValueError as error:
             raise ValueError(f"{self.name}: {error}") from None
+
+    def uses_mask(self) -> bool:
+        return self.zero_padding or (self.training and isinstance(self, RunningNorm))
 
     def _find_mask(self, x: Tensor) -> PaddingMask | None:
         """The mask of the innermost scope in which one is known.

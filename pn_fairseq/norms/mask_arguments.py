@@ -2,14 +2,18 @@
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._dynamo import eval_frame
 
 from pn_fairseq.norms.base import RunningNorm
+from pn_fairseq.norms.compiled import find, handle_of, open_scopes, operator, ticket, ticket_of
 from pn_fairseq.norms.converted import Conversion, ConvertedNorm
-from pn_fairseq.norms.padding import ARGUMENT_FORMS, FORMS, PaddingMask, Scope, current_scope
+from pn_fairseq.norms.padding import ARGUMENT_FORMS, FORMS, Again, PaddingMask, Scope, current_scope
 
 #: Arguments that hold what a module, such as a layer of a decoder, attends to.
 _ATTENDED = (
@@ -52,12 +56,15 @@ class ArgumentHook:
         parameters: of its forward, without ``self``.
         argument: the parameter that has the mask; None: the forward has no mask of its own tokens.
         form: of the mask, see :func:`mask_forms`.
-        conversion: ``Conversion.id`` of the norms that it serves.
+        norms: those that it serves, of one :class:`Conversion`.
         declared: None means that there is no padding.
     """
 
-    def __init__(self, module: str, parameters: list, argument: str | None, form, conversion: str, declared: bool):
-        self.argument, self.form, self.conversion, self.declared = argument, form, conversion, declared
+    def __init__(self, module: str, parameters: list, argument: str | None, form, norms: list, declared: bool):
+        self.argument, self.form, self.declared = argument, form, declared
+        self.conversion = norms[0].conversion.id
+        self.writes_zeros = any(norm.zero_padding for norm in norms)
+        self.handle = handle_of(self)
         self.source = f"argument {argument} of {module or 'the model'}"
         self.of_source, self.of_target = (str(argument).startswith(names) for names in (_OF_SOURCE, _OF_TARGET))
         #: Argument -> its position; None: it is passed by name only.
@@ -71,23 +78,32 @@ class ArgumentHook:
         self.always_attends = any(p.name in _ATTENDED and p.default is p.empty for p in parameters)
 
     def before(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        if torch.compiler.is_compiling():
-            if not module.training:  # in evaluation only zero_padding uses a mask
-                return
-            _begin_uncompiled(self, args, kwargs)
-        else:
-            self.begin(args, kwargs)
-
-    def begin(self, args: tuple, kwargs: dict) -> None:
         value = NotImplemented if self.argument is None else self._value(self.argument, args, kwargs)
-        scope = Scope(lambda: self._mask(value), self.declared, self)
+        shape = None
         for name in self._attended:
             attended = self._value(name, args, kwargs)
             if isinstance(attended, Tensor) and attended.dim() > 2:  # not a vector, such as a speaker's
-                scope.attended = tuple(attended.shape[:2])
+                shape = tuple(attended.shape[:2])
             elif not isinstance(attended, Tensor) and attended is not None:
-                scope.attended = ()
-        scope.__enter__()
+                shape = ()
+        if not torch.compiler.is_compiling():
+            self.scope(value, self.form, shape).__enter__()
+        elif self._is_in_graph(module):
+            form = self.form
+            if callable(form) and value is not NotImplemented:
+                value, form = form(value), "mask"
+            known = value is None or isinstance(value, Tensor)
+            outer = open_scopes[-1] if open_scopes else None
+            open_scopes.append(enter_scope(value if known else None, known, form or "", shape, self.handle, outer))
+
+    def scope(self, value: Any, form: str | Callable | None, attended: tuple[int, ...] | None) -> Scope:
+        scope = Scope(cache(lambda: self._mask(value, form)), self.declared, self)
+        scope.attended = attended
+        return scope
+
+    def _is_in_graph(self, module: nn.Module) -> bool:
+        """Whether a compiled graph knows of the scope: in evaluation only zero_padding uses a mask."""
+        return module.training or self.writes_zeros
 
     def _value(self, argument: str, args: tuple, kwargs: dict):
         position = self._positions[argument]
@@ -95,20 +111,21 @@ class ArgumentHook:
         return args[position] if value is None and position is not None and position < len(args) else value
 
     def after(self, module: nn.Module, args: tuple, output) -> None:
-        if torch.compiler.is_compiling():
-            if module.training:
-                _end_uncompiled(self)
-        else:
-            self.end()
+        if not torch.compiler.is_compiling():
+            scope = current_scope()
+            if scope is not None and scope.owner is self:
+                scope.__exit__()
+        elif self._is_in_graph(module):
+            inner = open_scopes.pop()
+            if open_scopes:
+                open_scopes.append(leave_scope(inner, open_scopes.pop()))
 
-    def end(self) -> None:
-        scope = current_scope()
-        if scope is not None and scope.owner is self:
-            scope.__exit__()
+    def __setstate__(self, state: dict) -> None:
+        self.__dict__.update(state)
+        self.handle = handle_of(self)
 
-    def _mask(self, value: Any):
+    def _mask(self, value: Any, form: str | Callable | None):
         """PaddingMask, None or NotImplemented from the value of the argument."""
-        form = self.form
         if callable(form) and value is not NotImplemented:
             value = form(value)
             form = "mask"
@@ -126,17 +143,35 @@ class ArgumentHook:
         return PaddingMask(form, value, self.source)
 
 
-@torch._disable_dynamo
-def _begin_uncompiled(hook: ArgumentHook, args: tuple, kwargs: dict) -> None:
-    hook.begin(args, kwargs)
+# torch.compile does not compile a hook by itself, as it would for a module whose forward is compiled by itself.
+for _hook in (ArgumentHook.before, ArgumentHook.after):
+    eval_frame.set_code_exec_strategy(
+        _hook.__code__, eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
+    )
 
 
-@torch._disable_dynamo
-def _end_uncompiled(hook: ArgumentHook) -> None:
-    hook.end()
+@operator(
+    "enter_scope(Tensor? value, bool known, str form, SymInt[]? attended, Tensor hook, Tensor? outer) -> Tensor",
+    lambda *_: ticket(),
+)
+def enter_scope(value, known, form, attended, hook, outer):
+    """The scope of ``hook`` in ``outer``. ``known``: whether ``value`` is the mask, None included."""
+    # A clone, because the compiler may use the memory for other tensors.
+    value = NotImplemented if not known else value if value is None else value.clone()
+    shape = None if attended is None else tuple(attended)
+    with nullcontext() if outer is None else find(outer), find(hook).scope(value, form or None, shape) as scope:
+        return ticket_of(Again(scope.around()))
 
 
-def add_argument_hooks(model: nn.Module, norms: list, forms: dict, conversion: Conversion, declared: bool) -> None:
+@operator("leave_scope(Tensor inner, Tensor outer) -> Tensor", lambda *_: ticket())
+def leave_scope(inner, outer):
+    """``outer`` after ``inner`` has ended in it."""
+    left = Again(find(outer).scopes)
+    left.scopes[0].last = find(inner).scopes[0]
+    return ticket_of(left)
+
+
+def add_argument_hooks(model: nn.Module, norms: list, forms: dict, declared: bool) -> None:
     """Give every module around ``norms`` whose forward has an argument of ``forms`` a hook.
 
     Raises:
@@ -157,7 +192,7 @@ def add_argument_hooks(model: nn.Module, norms: list, forms: dict, conversion: C
         if not own and not attends:
             continue
         argument = own[0] if own else None
-        hook = ArgumentHook(name, parameters, argument, forms.get(argument), conversion.id, declared)
+        hook = ArgumentHook(name, parameters, argument, forms.get(argument), norms, declared)
         module.register_forward_pre_hook(hook.before, with_kwargs=True)
         module.register_forward_hook(hook.after, always_call=True)
         hooked += bool(own)

@@ -8,7 +8,7 @@ A norm gets its mask as an argument or, where it is called as ``norm(x)``, from 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 
@@ -167,6 +167,13 @@ class Scope(AbstractContextManager):
             self.outer.last = self
         _current.set(self.outer)
 
+    def around(self) -> Iterator[Scope]:
+        """This scope and those around it that began in the same backward pass, the innermost first."""
+        scope: Scope | None = self
+        while scope is not None and scope.graph_task == self.graph_task:
+            yield scope
+            scope = scope.outer
+
 
 _current: ContextVar[Scope | None] = ContextVar("pn_fairseq_padding", default=None)
 
@@ -184,10 +191,8 @@ def current_backward() -> int:
 def current_scopes() -> Iterator[Scope]:
     """The scopes, the innermost first. In a recomputation only those that began in the same backward pass: a block
     around the call of ``backward`` may belong to another forward."""
-    scope, backward = _current.get(), current_backward()
-    while scope is not None and scope.graph_task == backward:
-        yield scope
-        scope = scope.outer
+    scope = current_scope()
+    return iter(()) if scope is None or scope.graph_task != current_backward() else scope.around()
 
 
 class padding(AbstractContextManager):
@@ -233,19 +238,19 @@ class padding(AbstractContextManager):
         It is needed where that padding is not an argument of the checkpointed function, but comes from a
         ``with padding(...)`` block or from an argument of a module around it.
         """
-        return nullcontext(), _Again()
+        nobody_knew = Scope(lambda: None, declared=True)  # what the scopes do not know
+        return nullcontext(), Again([*current_scopes(), nobody_knew])
 
 
-class _Again(AbstractContextManager):
-    """The scopes that exist when this object is made, once more, in a recomputation."""
+class Again(AbstractContextManager):
+    """``scopes``, the innermost first, once more, also in another backward pass."""
 
-    def __init__(self):
-        self._scopes = [copy.copy(scope) for scope in current_scopes()]
+    def __init__(self, scopes: Iterable[Scope]):
+        self.scopes = [copy.copy(scope) for scope in scopes]
 
     def __enter__(self) -> None:
         self._before = _current.get()
-        Scope(lambda: None, declared=True).__enter__()  # what these scopes do not know, nobody knew
-        for scope in reversed(self._scopes):
+        for scope in reversed(self.scopes):
             copy.copy(scope).__enter__()
 
     def __exit__(self, *error) -> None:

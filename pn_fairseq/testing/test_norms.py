@@ -1212,19 +1212,20 @@ def test_evaluation_compiles_without_a_graph_break(case, compiler):
 
 @long
 def test_training_under_compile_is_training(case, compiler):
+    """In one graph, and one more for all other lengths; the updates of a warm-up compile nothing again."""
     plain, other = case.build(4, psi_warmup_updates=2), case.build(4, psi_warmup_updates=2)
-    compiled = compiler(torch.nn.Sequential(other))
+    compiled = compiler(other, fullgraph=True)
     generator = rng(1)
-    for step in range(4):
-        found = []
-        x, _, dy = tensors(generator, masked=False)
+    torch._dynamo.utils.counters.clear()
+    for step, length in enumerate((5, 6, 4, 7, 9)):
+        batch = random_batch(generator, (length, 3, CHANNELS))
+        results = []
         for norm, call in ((plain, plain), (other, compiled)):
             norm.set_num_updates(step)
-            leaf = x.clone().requires_grad_()
-            y = call(leaf)
-            y.backward(dy)
-            found.append((y.detach(), leaf.grad, *state_of(norm).values()))
-        torch.testing.assert_close(*found)
+            gradients = train_step(call, *batch)
+            results.append([torch.tensor(value) for value in gradients.values()] + list(state_of(norm).values()))
+        torch.testing.assert_close(*results, rtol=1e-6, atol=1e-6)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
 
 
 @long

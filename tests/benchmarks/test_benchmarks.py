@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import ALLOCATOR, calls, decoding, norms, probe, training
+from benchmarks import ALLOCATOR, calls, compile, decoding, norms, probe, training
 from benchmarks.profiling import Counts, count, peak_memory
 from benchmarks.results import quartiles, ratios
 from benchmarks.table import TARGETS, targets
@@ -165,6 +165,17 @@ def test_targets_of_a_gpu_by_hand():
     assert len(lines) == len(TARGETS["cuda"])
     assert "32768x1024: 0.951 (0.90, 1.10) | no |" in lines[1] and "4096" not in lines[2]
     assert targets(rows[2:], "cuda", "triton").count("not measured") == len(TARGETS["cuda"])
+
+
+@pytest.mark.slow
+def test_compile(tmp_path, monkeypatch):
+    monkeypatch.setattr(compile, "SHAPE", (4, 2, 8))
+    arguments = ["--rounds", "1", "--threads", "1", "--backend", "eager", "--only", "^power$"]
+    compile.main([*arguments, "--output", str(tmp_path / "compile.csv")])
+    rows = read(tmp_path / "compile.csv")
+    assert [(row["module"], row["mode"]) for row in rows] == [
+        (module, mode) for module in ("norm", "encoder") for mode in ("training", "evaluation")
+    ]
 
 
 def test_calls(tmp_path, monkeypatch):

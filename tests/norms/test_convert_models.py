@@ -309,50 +309,6 @@ def test_two_ranks_are_one(two_ranks, way):
             torch.testing.assert_close(state[name], tensor, rtol=1e-4, atol=1e-5, msg=f"{name}: {{}}".format)
 
 
-def test_compiled_training_has_one_graph_break_for_each_norm():
-    model = convert_norms(FeedForward(), "batch", mask_from="lengths")
-    x, lengths = (each[0] for each in batches())
-    torch._dynamo.reset()
-    assert torch._dynamo.explain(model)(x, lengths).graph_break_count == 1
-    other = copy.deepcopy(model)
-    assert torch.compile(model, backend="aot_eager")(x, lengths).equal(other(x, lengths))
-    torch.compile(model.eval(), fullgraph=True, backend="eager")(x, lengths)
-
-
-@pytest.mark.parametrize(("norm", "breaks"), [("rms", False), ("batch", True), ("power", True), ("prep-batch", True)])
-def test_compiled_training_of_layers_compiles_what_is_after_their_norm(norm, breaks):
-    """Norms without state are in one graph with all the rest."""
-
-    class Layer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm, self.linear = nn.LayerNorm(8), nn.Linear(8, 8)
-
-        def forward(self, x):
-            return x + self.linear(self.norm(x))
-
-    class Stack(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = nn.ModuleList(Layer() for _ in range(3))
-
-        def forward(self, x):
-            for layer in self.layers:
-                x = layer(x)
-            return x
-
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    graphs = []
-    model = torch.compile(convert_norms(Stack(), norm), backend=lambda graph, _: graphs.append(graph) or graph)
-    with padding(None):
-        model(torch.randn(5, 3, 8)).sum().backward()
-    assert bool(torch._dynamo.utils.counters["graph_break"]) == breaks
-    assert breaks or len(graphs) == 1
-    for graph in graphs:
-        assert torch._C._nn.linear in [node.target for node in graph.graph.nodes]
-
-
 def test_padding_of_one_thread_is_not_that_of_another():
     from concurrent.futures import ThreadPoolExecutor
 

@@ -1,0 +1,120 @@
+"""Compiled against eager: every norm, and an encoder of 6 layers with it: ``python -m benchmarks.compile``.
+
+A norm gets (32, 128, 512) activations, the encoder (``torch.nn.TransformerEncoder``, converted, pre-norm, 256 channels)
+16 sentences of up to 64 tokens; both have a mask with 10% padding. The eager and the compiled module (``torch.compile``
+with ``fullgraph=True``) take turns of one step: training (forward and backward) or evaluation without gradients.
+Printed are medians in milliseconds, and the quartiles of compiled / eager in the same round.
+"""
+
+import argparse
+import copy
+import itertools
+import re
+from collections.abc import Callable
+
+import pandas
+import torch
+from torch import nn
+
+from benchmarks import hide_messages, keep_memory
+from benchmarks.norms import pattern
+from benchmarks.results import in_turns, output_file, positive, quartiles, ratios, write_csv
+from pn_fairseq.norms import NORMS, build_norm, convert_norms
+
+SHAPE = (32, 128, 512)
+SENTENCES, LENGTH, CHANNELS, LAYERS = 16, 64, 256, 6
+
+
+class Norm(nn.Module):
+    """One norm and its batch."""
+
+    def __init__(self, name: str):
+        super().__init__()
+        self.norm = build_norm(name, SHAPE[-1])
+        self.mask = _padding(SHAPE[1], SHAPE[0])
+
+    def batch(self) -> torch.Tensor:
+        return torch.randn(SHAPE)
+
+    def forward(self, x):
+        return self.norm(x, self.mask)
+
+
+class Encoder(nn.Module):
+    """An encoder whose norms are ``name``, and its batch."""
+
+    def __init__(self, name: str):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(CHANNELS, 4, 4 * CHANNELS, 0.0, norm_first=True, batch_first=True)
+        encoder = nn.TransformerEncoder(layer, LAYERS, nn.LayerNorm(CHANNELS), enable_nested_tensor=False)
+        self.encoder = convert_norms(encoder, name, mask_from="src_key_padding_mask", layout="BTC")
+        self.mask = _padding(SENTENCES, LENGTH)
+
+    def batch(self) -> torch.Tensor:
+        return torch.randn(SENTENCES, LENGTH, CHANNELS)
+
+    def forward(self, x):
+        return self.encoder(x, src_key_padding_mask=self.mask)
+
+
+def _padding(sentences: int, length: int) -> torch.Tensor:
+    """(B, T), True = padding; every fifth sentence is half padding."""
+    mask = torch.zeros(sentences, length, dtype=torch.bool)
+    mask[::5, length // 2 :] = True
+    return mask
+
+
+MODULES = {"norm": Norm, "encoder": Encoder}
+
+
+def work(call: Callable, module: nn.Module, training: bool) -> Callable[[int], None]:
+    """A function that takes a step, as :func:`.in_turns` calls it."""
+    x = module.batch().requires_grad_(training)
+    dy = torch.randn_like(x)
+
+    def turn(number: int) -> None:
+        if not training:
+            with torch.no_grad():
+                call(x)
+            return
+        x.grad = None
+        module.zero_grad(set_to_none=True)
+        call(x).backward(dy)
+
+    return turn
+
+
+def main(argv=None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.compile", description=__doc__.split("\n")[0])
+    parser.add_argument("--only", type=pattern, default=re.compile(""), metavar="PATTERN",
+                        help="the norms in whose registered names this regular expression is found")  # fmt: skip
+    parser.add_argument("--rounds", type=positive, default=20, help="turns of one step (default: 20)")
+    parser.add_argument("--threads", type=positive, nargs="+", default=[1, 2], help="(default: 1 2)")
+    parser.add_argument("--modules", nargs="+", choices=MODULES, default=list(MODULES), help="(default: both)")
+    parser.add_argument("--backend", default="inductor", help="of torch.compile (default: inductor)")
+    parser.add_argument("--output", type=output_file, metavar="FILE", help="also write a CSV file")
+    args = parser.parse_args(argv)
+    keep_memory()
+    hide_messages()
+    rows = []
+    settings = itertools.product(filter(args.only.search, NORMS), args.modules, args.threads, (True, False))
+    for name, module, threads, training in settings:
+        torch.set_num_threads(threads)
+        torch._dynamo.reset()
+        eager = MODULES[module](name).train(training)
+        other = copy.deepcopy(eager)
+        compiled = torch.compile(other, fullgraph=True, backend=args.backend)
+        turns = {"eager": work(eager, eager, training), "compiled": work(compiled, other, training)}
+        seconds = in_turns(turns, args.rounds, warm=5)
+        low, middle, high = ratios(seconds["compiled"], seconds["eager"])
+        row = {"norm": name, "module": module, "mode": "training" if training else "evaluation", "threads": threads}
+        row |= {f"{key}_ms": quartiles(own)[1] * 1e3 for key, own in seconds.items()}
+        row |= {"ratio": middle, "ratio_low": low, "ratio_high": high}
+        rows.append({key: f"{value:.4g}" if isinstance(value, float) else value for key, value in row.items()})
+    print(pandas.DataFrame(rows).to_string(index=False))
+    if args.output:
+        write_csv(args.output, [{"rounds": args.rounds, "backend": args.backend, **row} for row in rows])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,238 @@
+"""torch.compile in training: one graph, and the results and the state of eager mode.
+
+The shared suite compiles every norm by itself.
+"""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from pn_fairseq.norms import NORMS, build_norm, convert_norms, padding
+from pn_fairseq.norms.compiled import _Memory, _objects
+from pn_fairseq.testing.ranks import run_ranks
+
+from .compilation import CHANNELS, LENGTHS, MODES, batch, compare, deviation, measure, results, tell_updates
+from .helpers import STATEFUL
+from .test_convert_models import bert
+
+KINDS = ("batch", "power", "prep-batch", "unified")
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize(
+    ("mode", "name"),
+    [
+        pytest.param(mode, name, marks=pytest.mark.slow if mode.startswith("inductor") or name not in KINDS else ())
+        for mode in list(MODES)[1:]  # the first one is in the shared suite
+        for name in NORMS
+    ],
+)
+def test_each_norm_trains_in_one_graph(mode, name):
+    graphs, breaks, worst = measure(name, mode)
+    assert (graphs, breaks) == (1 if "dynamic" in mode else 2, 0)
+    assert worst <= (1e-6 if MODES[mode][1] == torch.float32 or name in STATEFUL else 1e-1)
+
+
+class Block(nn.Module):
+    """Uses its norm ``uses`` times, the last time with the input of the time before."""
+
+    def __init__(self, name, uses=1, checkpointed=False):
+        super().__init__()
+        self.first, self.second = nn.Linear(CHANNELS, CHANNELS), nn.Linear(CHANNELS, CHANNELS)
+        self.norm = build_norm(name, CHANNELS, psi_warmup_updates=2, fade_updates=2)
+        self.uses, self.checkpointed = uses, checkpointed
+
+    def part(self, x, mask):
+        y = self.norm(self.first(x), mask)
+        for _ in range(self.uses - 1):
+            y = self.norm(y, mask) + self.norm(y, mask)
+        return x + self.second(nn.functional.gelu(y))
+
+    def forward(self, x, mask):
+        if self.checkpointed:
+            return checkpoint(self.part, x, mask, use_reentrant=False)
+        return self.part(x, mask)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["", "checkpointed"])
+@pytest.mark.parametrize("uses", [1, 2])
+@pytest.mark.parametrize("name", KINDS)
+def test_accumulation_shared_norms_and_checkpoints_count_each_step_once(name, uses, checkpointed):
+    model = Block(name, uses, checkpointed)
+    updates = [[batch(length), batch(length + 1)] for length in LENGTHS[1:4]]
+    graphs, breaks, worst = compare(model, updates, before_update=tell_updates)
+    assert (graphs, breaks) == (2, 0) and worst <= 1e-6
+    assert model.norm.num_batches_tracked == 2 * len(updates) * (2 * uses - 1)
+    assert not [thing for thing in _objects.values() if isinstance(thing, _Memory)], "a step is kept"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["", "checkpointed"])
+def test_a_block_by_inductor(checkpointed):
+    graphs, breaks, worst = compare(Block("power", 2, checkpointed), [[batch(5), batch(6)], [batch(7)]], "inductor")
+    assert (graphs, breaks) == (2, 0) and worst <= 1e-5
+
+
+def test_evaluation_loading_and_frozen_parameters_between_steps():
+    def before_update(model, number):
+        if number == 2:
+            model.load_state_dict(start)
+        for parameter in model.parameters():
+            parameter.requires_grad_(number != 3)
+        model.train(number != 4)
+
+    model = Block("power")
+    start = copy.deepcopy(model.state_dict())
+    graphs, breaks, worst = compare(model, [[batch(5)] for _ in range(6)], before_update=before_update)
+    assert breaks == 0 and worst <= 1e-6 and model.norm.num_batches_tracked == 3
+
+
+def test_steps_without_gradients_are_those_of_eager_mode():
+    norm = build_norm("batch", CHANNELS, affine=False)
+    compiled = torch.compile(norm, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        compiled(*batch(5))
+    assert norm.num_batches_tracked == 0
+    compiled(*batch(5))
+    assert norm.num_batches_tracked == 1
+    compiled(batch(5)[0].requires_grad_())  # its backward never comes
+    assert norm.num_batches_tracked == 1
+
+
+def test_layers_that_are_compiled_one_by_one_share_a_graph():
+    layers = nn.ModuleList(build_norm("power", CHANNELS) for _ in range(12))
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    x, mask = batch(5)
+    for layer in layers:
+        layer.compile(backend="aot_eager", fullgraph=True)
+        x = layer(x.detach().requires_grad_(), mask)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def test_parameters_that_are_given_are_refused():
+    norm = build_norm("power", CHANNELS)
+    given = {"weight": torch.ones(CHANNELS, requires_grad=True)}
+    compiled = torch.compile(lambda x: torch.func.functional_call(norm, given, (x,)), backend="aot_eager")
+    with pytest.raises(RuntimeError, match="parameters that are not its own"):
+        compiled(torch.randn(4, CHANNELS))
+
+
+# Masks.
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(CHANNELS), nn.Linear(CHANNELS, CHANNELS)
+
+    def forward(self, x, padding_mask=None):
+        return x + self.linear(self.norm(x))
+
+
+class Encoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers, self.norm = nn.ModuleList(Layer() for _ in range(2)), nn.LayerNorm(CHANNELS)
+
+    def forward(self, x, padding_mask=None):
+        for layer in self.layers:
+            x = layer(x, padding_mask)
+        return self.norm(x)
+
+
+class Source(nn.Module):
+    """Has no mask itself: its norm takes that of the encoder which ended last."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.norm = Encoder(), nn.LayerNorm(CHANNELS)
+
+    def forward(self, x, padding_mask):
+        return self.norm(self.encoder(x, padding_mask))
+
+
+@pytest.mark.parametrize("zero_padding", [False, True])
+@pytest.mark.parametrize("make", [Encoder, Source])
+def test_masks_from_arguments_are_in_the_graph(make, zero_padding):
+    model = convert_norms(make(), "power", mask_from="padding_mask", layout="TBC", zero_padding=zero_padding)
+    updates = [[batch(length)] for length in LENGTHS]
+    assert compare(model, updates) == (2, 0, 0.0)
+    assert torch._dynamo.explain(model)(*updates[0][0]).graph_break_count == 0
+    if zero_padding:
+        assert compare(model.eval(), updates) == (2, 0, 0.0)
+
+
+def test_a_block_around_a_compiled_model():
+    class Within(nn.Module):
+        def __init__(self, call):
+            super().__init__()
+            self.call = call
+
+        def forward(self, x, mask):
+            with padding(mask):
+                return self.call(x)
+
+    eager = convert_norms(Encoder(), "batch", layout="TBC")
+    other = copy.deepcopy(eager)
+    compiled = torch.compile(other, backend="aot_eager", fullgraph=True)
+    for length in LENGTHS[:4]:
+        batches = [batch(length)]
+        assert deviation(results(other, Within(compiled), batches), results(eager, Within(eager), batches)) == 0.0
+
+
+def test_bert_trains_in_one_graph_with_the_statistics_of_real_tokens():
+    model = convert_norms(bert().train(), "power", mask_from="attention_mask")
+    eager = copy.deepcopy(model)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for length in (6, 8, 10):
+        mask = ~batch(length)[1]
+        given = {"input_ids": torch.randint(0, 40, mask.shape), "attention_mask": mask.long()}
+        for call in (eager, compiled):
+            call(**given).logits[mask].square().mean().backward()
+            given["input_ids"] = torch.where(mask, given["input_ids"], 0)  # what stands at padding changes nothing
+    for (name, one), two in zip(model.state_dict().items(), eager.state_dict().values(), strict=True):
+        assert torch.equal(one, two), name
+    counters = torch._dynamo.utils.counters
+    assert counters["stats"]["unique_graphs"] == 2 and not counters["graph_break"]
+
+
+# Ranks.
+
+
+def train_rank(rank, world, name):
+    """The state after some updates, without and with the compiler."""
+    states = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model = Block(name)
+        model.norm.sync = True
+        wrapped = DistributedDataParallel(model)
+        call = torch.compile(wrapped, backend="aot_eager") if compiled else wrapped
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        torch.manual_seed(rank + 1)
+        for update in range(4):
+            tell_updates(model, update)
+            optimizer.zero_grad()
+            call(*batch(4 + rank + update)).square().mean().backward()
+            optimizer.step()
+        states.append(model.state_dict())
+    return states
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["batch", "power"])
+def test_ranks(name):
+    for plain, compiled in run_ranks(train_rank, 2, name):
+        for key, value in plain.items():
+            torch.testing.assert_close(compiled[key], value, rtol=1e-6, atol=1e-6, msg=key)
