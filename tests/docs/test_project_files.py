@@ -66,6 +66,11 @@ def test_fork_of_fairseq_is_pinned_with_its_checksum():
     assert "constraints.txt" in read("README.md")
 
 
+def test_no_test_module_imports_another():
+    modules = {str(path): path.read_text("utf-8") for path in (ROOT / "tests").rglob("*.py")}
+    assert [name for name, text in modules.items() if re.search(r"^from \.[\w.]*\btest_", text, re.M)] == []
+
+
 def test_changelog_is_short():
     assert len(read("CHANGELOG.md").splitlines()) <= 25
 

@@ -14,7 +14,7 @@ from pn_fairseq.common.files import read_settings
 from pn_fairseq.pipeline import average as tool
 from pn_fairseq.pipeline.average import average_checkpoints
 
-from ..scripts_helpers import verb
+from ..scripts_helpers import assert_refused, in_process, verb
 
 main = verb("average")
 
@@ -44,22 +44,6 @@ def write_values(directory, values, dtype=torch.float32):
         write(directory / f"checkpoint{n}.pt", {"w": torch.tensor(value, dtype=dtype)}, num_updates=100 * n, epoch=n)
         for n, value in enumerate(values, start=1)
     ]
-
-
-def run_main(capsys, *argv):
-    """Exit code, standard output and standard error of the tool, run in this process."""
-    code = main([str(argument) for argument in argv])
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
-
-
-def assert_one_line_error(result, *words):
-    code, _, err = result
-    assert code == 2
-    assert err.startswith("pn average: error: ")
-    assert err.count("\n") == 1
-    for word in words:
-        assert str(word) in err
 
 
 @pytest.mark.parametrize(
@@ -236,17 +220,17 @@ BASE = {"a": torch.ones(2, 3), "b": torch.ones(4), "c": torch.ones(1), "n": torc
         (lambda model: model.update(n=torch.tensor(1.0)), ["n is [] torch.float32, not [] torch.int64"]),
     ],
 )
-def test_checkpoints_that_do_not_match(tmp_path, capsys, change, words):
+def test_checkpoints_that_do_not_match(tmp_path, change, words):
     good = write(tmp_path / "good.pt", BASE, 1)
     model = dict(BASE)
     change(model)
     bad = write(tmp_path / "bad.pt", model, 2)
-    result = run_main(capsys, "--inputs", good, bad, "--output", tmp_path / "out.pt")
-    assert_one_line_error(result, f"{bad}: does not match {good}: ", *words)
+    result = in_process("average", "--inputs", good, bad, "--output", tmp_path / "out.pt")
+    assert_refused(result, f"{bad}: does not match {good}: ", *words)
     assert not (tmp_path / "out.pt").exists()
 
 
-def test_selection_from_a_directory(tmp_path, capsys):
+def test_selection_from_a_directory(tmp_path):
     paths = write_values(tmp_path, [[float(n)] for n in range(1, 12)])
     for epoch, update in ((1, 50), (2, 150), (10, 1050)):
         path = tmp_path / f"checkpoint_{epoch}_{update}.pt"
@@ -254,9 +238,9 @@ def test_selection_from_a_directory(tmp_path, capsys):
     output = tmp_path / "average.pt"
 
     def average(*options):
-        code, out, err = run_main(capsys, "--inputs", tmp_path, "--output", output, *options)
-        assert (code, err) == (0, "")
-        return load_checkpoint(output)["model"]["w"].item(), out
+        result = in_process("average", "--inputs", tmp_path, "--output", output, *options)
+        assert (result.returncode, result.stderr) == (0, "")
+        return load_checkpoint(output)["model"]["w"].item(), result.stdout
 
     value, out = average("--last", 3)
     assert value == 10.0
@@ -267,26 +251,25 @@ def test_selection_from_a_directory(tmp_path, capsys):
     assert f"{paths[8]}: update 900, 1 tensors" in out and str(output) in out.splitlines()[-1]
     for path in paths:
         path.unlink()
-    code, _, err = run_main(capsys, "--inputs", tmp_path, "--output", output, "--last", 2)
-    assert code == 0 and "2 update checkpoints instead of 2 epoch checkpoints" in err
+    result = in_process("average", "--inputs", tmp_path, "--output", output, "--last", 2)
+    assert result.returncode == 0 and "2 update checkpoints instead of 2 epoch checkpoints" in result.stderr
     assert load_checkpoint(output)["model"]["w"].item() == 600.0
 
 
-def test_a_copy_among_the_inputs_gives_a_warning(tmp_path, capsys):
+def test_a_copy_among_the_inputs_gives_a_warning(tmp_path):
     paths = write_values(tmp_path, [[1.0], [2.0]])
     best = tmp_path / "checkpoint_best.pt"
     best.write_bytes(paths[0].read_bytes())
-    code, _, err = run_main(capsys, "--inputs", *paths, best, "--output", tmp_path / "out.pt")
-    assert code == 0
-    assert err.count("\n") == 1
-    assert f"{paths[0]} and {best} are both of update 100" in err
+    result = in_process("average", "--inputs", *paths, best, "--output", tmp_path / "out.pt")
+    assert result.returncode == 0 and result.stderr.count("\n") == 1
+    assert f"{paths[0]} and {best} are both of update 100" in result.stderr
 
 
-def test_wrong_output_is_found_before_anything_is_read(tmp_path, capsys, monkeypatch):
+def test_wrong_output_is_found_before_anything_is_read(tmp_path, monkeypatch):
     paths = write_values(tmp_path, [[1.0], [2.0]])
     monkeypatch.setattr(tool, "load_checkpoint", lambda path: pytest.fail("read too early"))
-    assert_one_line_error(run_main(capsys, "--inputs", *paths, "--output", tmp_path / "none" / "out.pt"))
-    assert_one_line_error(run_main(capsys, "--inputs", *paths, tmp_path / "none.pt", "--output", tmp_path / "out.pt"))
+    assert_refused(in_process("average", "--inputs", *paths, "--output", tmp_path / "none/out.pt"))
+    assert_refused(in_process("average", "--inputs", *paths, tmp_path / "none.pt", "--output", tmp_path / "out.pt"))
 
 
 def test_one_checkpoint_in_memory_at_a_time(tmp_path, monkeypatch):
