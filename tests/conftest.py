@@ -1,4 +1,5 @@
 import fcntl
+import importlib.util
 import os
 from pathlib import Path
 
@@ -17,6 +18,16 @@ def _one_thread():
     threads = os.environ.get("TEST_THREADS", "1")
     torch.set_num_threads(int(threads))
     os.environ["OMP_NUM_THREADS"] = threads
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_copies_of_all_configurations():
+    """hydra copies all that fairseq has registered before it composes settings, which takes nearly half of the time,
+    and copies what it takes from there once more."""
+    if importlib.util.find_spec("hydra"):
+        from hydra.core.config_store import ConfigStore
+
+        ConfigStore.__deepcopy__ = lambda store, memo: store
 
 
 @pytest.fixture(scope="module", autouse=True)

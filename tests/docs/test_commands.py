@@ -2,7 +2,6 @@
 
 import importlib
 import re
-import shlex
 from functools import cache
 
 import pytest
@@ -143,9 +142,3 @@ def test_settings_exist(config):
     overrides = [f"{key}={min(value)}" for key, value in values.items()]
     settings.compose(ROOT / "configs" / f"{config}.yaml", overrides, world_size=1, on_cpu=True)
     assert values.get("model._name", set()) <= settings.ARCH_MODEL_REGISTRY.keys()
-
-
-def test_code_blocks_are_of_the_shell():
-    for page in PAGES:
-        for command in block_commands(page):
-            shlex.split(command.text)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from ..fixtures.corpora import iwslt14_members, wmt14_members, write_archives
+from ..fixtures.corpora import iwslt14_members, write_archives
 from ..scripts_helpers import run, script
 
 SMALL = ("+model.encoder_layers=1", "+model.decoder_layers=1", "optimization.max_update=2", "checkpoint.patience=-1")
@@ -48,16 +48,3 @@ def test_verses_lm(tmp_path):
         assert found["tokens"] == 47_381 and found["unit"] == "word" and found["causal"]
     report = (tmp_path / "runs/report/report.md").read_text("utf-8")
     assert "BN (tensorized_lm tiny)" in report and "LN (layer_scale_groups=4, tr" in report
-
-
-@pytest.mark.slow
-def test_wmt14(tmp_path):
-    archives = write_archives(tmp_path / "archives", wmt14_members())
-    options = ("--archive", archives, "--bpe", 150, "--data", tmp_path / "data", "--runs", tmp_path / "runs")
-    narrow = ("+model.encoder_embed_dim=64", "+model.decoder_embed_dim=64", "+model.encoder_ffn_embed_dim=64")
-    chosen = ("tokens_per_update=4096", "--norms", "bn,pnv", "--seeds", 1)
-    script("reproduce_wmt14.sh", *options, *SMALL, *narrow, *chosen)
-    text = wmt14_members()["test-full.tgz"]["test-full/newstest2014-deen-src.en.sgm"]
-    check(tmp_path / "runs", ("bn_seed1", "pnv_seed1"), sum(line.startswith("<seg") for line in text.splitlines()))
-    scores = json.loads((tmp_path / "runs/pnv_seed1/generate/test/scores.json").read_text())
-    assert scores["tokenized"]["compound_split"] is True

@@ -307,16 +307,6 @@ def test_an_archive_without_a_member(members, tmp_path):
     assert not (tmp_path / "data").exists()
 
 
-@pytest.mark.parametrize("content", [b"<!DOCTYPE html><p>not found", None, b""], ids=["web page", "cut off", "empty"])
-def test_downloads_that_are_no_archive(content, archive, tmp_path):
-    packed = archive.read_bytes()
-    (tmp_path / "mirror").mkdir()
-    (tmp_path / "mirror/de-en.tgz").write_bytes(packed[: len(packed) // 2] if content is None else content)
-    dest = tmp_path / "data"
-    assert_refused(prepare(dest, "--mirror", tmp_path / "mirror", check=False), "de-en.tgz", "is not an archive")
-    assert {path.name for path in dest.iterdir()} <= {"download"}
-
-
 def test_a_folder_that_cannot_be_made(archive, tmp_path):
     (tmp_path / "file").write_text("")
     refused = prepare(tmp_path / "file/data", "--archive", archive, check=False)
