@@ -143,7 +143,7 @@ for imports in (
 
 def test_the_models_and_the_patches_in_any_order_of_imports(tmp_path):
     lines = run(sys.executable, "-c", IMPORTS, cwd=tmp_path, PYTHONPATH=str(ROOT)).stdout.splitlines()
-    assert lines == ["True True pn_fairseq.fairseq_patches.safe_loading"] * 3
+    assert lines == ["True True pn_fairseq.fairseq_patches.checkpoints"] * 3
 
 
 def test_version_and_missing_verb(tmp_path):

@@ -22,7 +22,7 @@ from pn_fairseq.common.environment import patches_enabled
 ORDER = (
     # What today's NumPy and torch need.
     "numpy_2",
-    "safe_loading",
+    "checkpoints",
     # From the command line to the model.
     "command_line",
     "starting",
@@ -33,8 +33,6 @@ ORDER = (
     "adaptive_loss",
     "layer_drop",
     "moving_average",
-    "resuming",
-    "atomic_copy",
     # Data, decoding and evaluation.
     "several_files",
     "decoding",

@@ -28,8 +28,8 @@ from torch.nn.parallel import DistributedDataParallel
 from pn_fairseq.common.environment import patches_enabled
 from pn_fairseq.common.errors import one_line_errors
 from pn_fairseq.fairseq_patches import patch, running_program
+from pn_fairseq.fairseq_patches.checkpoints import counter
 from pn_fairseq.fairseq_patches.command_line import architecture
-from pn_fairseq.fairseq_patches.resuming import counter
 
 
 def launched_ranks() -> int:

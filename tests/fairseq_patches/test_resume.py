@@ -14,7 +14,7 @@ from fairseq.logging import progress_bar
 from omegaconf import OmegaConf
 
 import pn_fairseq.models  # noqa: F401 (applies the patches)
-from pn_fairseq.fairseq_patches import resuming, starting
+from pn_fairseq.fairseq_patches import checkpoints, starting
 
 PATIENCE = OmegaConf.create({"checkpoint": {"patience": 3, "maximize_best_checkpoint_metric": False}})
 
@@ -32,13 +32,13 @@ def saved(who, position, epoch=1):
     """The ``extra_state`` of a checkpoint of ``who``, by fairseq's own Trainer.save_checkpoint."""
     written = []
     place = {"version": 2, "epoch": epoch, "iterations_in_epoch": position, "shuffle": True}
-    resuming.save(lambda trainer, name, state: written.append(state), who, "x.pt", {"train_iterator": place})
+    checkpoints.save(lambda trainer, name, state: written.append(state), who, "x.pt", {"train_iterator": place})
     return written[0]
 
 
 def loaded(who, state, *reset, **also):
     """What fairseq gets back when it loads a checkpoint, called as its checkpoint_utils does."""
-    return resuming.load(lambda *args, **kwargs: state, who, "x.pt", *reset, **also)
+    return checkpoints.load(lambda *args, **kwargs: state, who, "x.pt", *reset, **also)
 
 
 @pytest.fixture(autouse=True)

@@ -1,20 +1,91 @@
-"""A resumed run continues at the same place of the epoch, and its count of ``--patience`` survives.
+"""Checkpoints are read safely and written whole, and a resumed run continues where it was, with its ``--patience``.
 
-fairseq saves the place in an epoch as a number of batches of one rank. With another number of ranks, another
+Reading: from torch 2.6 on, ``torch.load`` refuses everything except tensors and plain containers, and with that the
+settings in a checkpoint, also in the copies that rank 0 sends to the other ranks; its message advises to execute what
+the file holds. ``torch.load`` compares no checksums: fairseq decodes with a weight that has a flipped bit. About
+weights that do not fit a model, or a run that continues from the weights of a folded model, fairseq says that
+architectures differ.
+
+Writing: fairseq writes the first file of a save under another name and renames it, but copies it in place to
+``checkpoint_best.pt`` and ``checkpoint_last.pt``. A run whose copy was cut off cannot be resumed. Here a copy is also
+written under another name and then renamed.
+
+Resuming: fairseq saves the place in an epoch as a number of batches of one rank. With another number of ranks, another
 ``update_freq`` or another ``max_tokens`` that number is another place: sentences would be skipped or repeated. fairseq
 counts the validations without improvement in attributes of a function, which no checkpoint holds (fairseq issue 3531):
-a training run that is interrupted more often than the patience allows never stops early. About a run that
-continues from the weights of a folded model it says that architectures differ.
+a run that is interrupted more often than the patience allows never stops early.
 """
 
 import os
+import pickle
 
+import torch
 from fairseq import checkpoint_utils
+from fairseq.distributed import utils as distributed_utils
+from fairseq.file_io import PathManager
+from fairseq.models import BaseFairseqModel
 from fairseq.trainer import Trainer
 
-from pn_fairseq.common.checkpoints import KEY, UNSCALED
+from pn_fairseq.common.checkpoints import (
+    KEY,
+    UNSCALED,
+    CheckpointError,
+    allow_fairseq_checkpoints,
+    explain_misfit,
+    readable,
+    without_loss_scale,
+)
+from pn_fairseq.common.environment import patches_enabled
 from pn_fairseq.common.errors import FoldedModelError, one_line_errors
 from pn_fairseq.fairseq_patches import patch, running_program
+
+if patches_enabled():
+    allow_fairseq_checkpoints()
+
+
+class MisfitError(RuntimeError):
+    """Weights do not fit a model; the message names one of them."""
+
+
+@patch(checkpoint_utils, "load_checkpoint_to_cpu", "path arg_overrides load_on_all_ranks")
+def load_checkpoint_to_cpu(original, path, *args, **kwargs):
+    if not os.path.isfile(path):  # a remote path, or no file: fairseq's own messages
+        return original(path, *args, **kwargs)
+    with one_line_errors(CheckpointError), readable(path, pickle.UnpicklingError, RuntimeError, EOFError):
+        state = original(path, *args, **kwargs)
+    return without_loss_scale(state, path)
+
+
+@patch(BaseFairseqModel, "load_state_dict", "self state_dict strict model_cfg args")
+def load_state_dict(original, model, *args, **kwargs):
+    with one_line_errors(MisfitError):
+        try:
+            return original(model, *args, **kwargs)
+        except RuntimeError as error:
+            raise MisfitError(explain_misfit(error)) from error
+
+
+@patch(distributed_utils, "_broadcast_object_slow", "obj src_rank group dist_device")
+def broadcast_object(_, obj, src_rank, group, dist_device):
+    """The sender of a checkpoint is the same program, so what it sends needs no safe loader."""
+    holder = [obj]
+    torch.distributed.broadcast_object_list(holder, src=src_rank, group=group, device=dist_device)
+    return holder[0]
+
+
+@patch(PathManager, "copy", "src_path dst_path overwrite")
+def copy(original, src_path, dst_path, overwrite=False):
+    if not overwrite or not PathManager.supports_rename(dst_path):
+        return original(src_path, dst_path, overwrite=overwrite)
+    partial = f"{dst_path}.tmp"
+    try:
+        copied = original(src_path, partial, overwrite=True)
+    except Exception:
+        if PathManager.exists(partial):
+            PathManager.rm(partial)
+        raise
+    PathManager.rename(partial, dst_path)
+    return copied
 
 
 @patch(Trainer, "save_checkpoint", "self filename extra_state")
