@@ -76,7 +76,7 @@ def main(argv: list[str] | None = None) -> int:
     folder = Path(__file__).parent
     # No configuration of the folder that this is called in: the suite is the same everywhere.
     options = ["-q", "-r", "N", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", folder, *for_pytest]
-    arguments = [str(option) for option in (*options, folder / "test_norms.py")]
+    arguments = [str(option) for option in (*options, *sorted(folder.glob("test_*.py")))]
     code = pytest.main(arguments, plugins=[_Chosen(names, modules)])
     if code == pytest.ExitCode.INTERRUPTED:
         raise KeyboardInterrupt

@@ -1,11 +1,119 @@
-"""What tests of norms share: odd-shaped batches, one training step, comparisons."""
+"""What tests of norms share: the norms to test, odd-shaped batches, one training step, recomputation, comparisons."""
+
+import functools
+from dataclasses import dataclass
 
 import numpy as np
+import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
-from pn_fairseq.norms import running_norms
+from pn_fairseq.norms import NORMS, VARIANTS, ChannelNorm, RunningNorm, build_norm, running_norms
 
 CHANNELS = 12  # divisible by 4 heads, and neither a power of two nor equal to any time or batch size used here
+COUNT = "num_batches_tracked"
+
+#: Schedules that the few steps of a test go through.
+SCHEDULES = {"renorm_updates": 4, "fade_updates": 3}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A registered norm in one of its variants."""
+
+    name: str
+    variant: str
+
+    @property
+    def cls(self) -> type[ChannelNorm]:
+        return NORMS[self.name].variant(self.variant)
+
+    def build(self, groups: int = 0, **options) -> ChannelNorm:
+        """In training mode, with random weights. Options that the norm does not have are ignored."""
+        norm = build_norm(self.name, CHANNELS, self.variant, layer_scale_groups=groups, **SCHEDULES, **options)
+        return randomize_affine(norm).train()
+
+    def trained(self, groups: int = 0, steps: int = 3, **options) -> ChannelNorm:
+        """After ``steps`` training steps: its state is away from the initial values."""
+        norm = self.build(groups, **options)
+        generator = rng(1)
+        for _ in range(steps):
+            train_step(norm, *random_batch(generator))
+        return flushed(norm)
+
+    def __str__(self) -> str:
+        return self.name if self.variant == VARIANTS[0] else f"{self.name}-{self.variant}"
+
+
+def cases(names=None) -> list[Case]:
+    """The norms of these names (None: all) in all variants that they have."""
+    names = NORMS if names is None else names
+    return [Case(name, variant) for name in names for variant in (VARIANTS[0], *NORMS[name].variants)]
+
+
+#: Norms that differ in kind from each other, as case names.
+KINDS = {"layer", "dyt", "batch", "power", "power-release", "power-v", "unified"}
+
+
+def long(test):
+    """Mark a test that takes long: with other norms than KINDS it is slow."""
+    test.long = True
+    return test
+
+
+def pytest_generate_tests(metafunc):
+    """``case``: every norm. ``running``: those with running statistics. ``masking``: those that ignore padding, which
+    the variants that reproduce released code need not do."""
+    slow = pytest.mark.slow if getattr(metafunc.function, "long", False) else ()
+    chosen = cases(metafunc.config.getoption("norm_names", None))
+    fixtures = {
+        "case": chosen,
+        "running": [case for case in chosen if issubclass(case.cls, RunningNorm)],
+        "masking": [case for case in chosen if case.variant == VARIANTS[0]],
+    }
+    for fixture, values in fixtures.items():
+        if fixture in metafunc.fixturenames:
+            cases_of = [pytest.param(case, marks=() if str(case) in KINDS else slow) for case in values]
+            metafunc.parametrize(fixture, cases_of, ids=str)
+
+
+def some_steps(norm, number=3, seed=8, **options):
+    """What ``number`` training steps give: y, gradients and, at the end, the state."""
+    generator = rng(seed)
+    steps = [train_step(norm.train(), *random_batch(generator, **options)) for _ in range(number)]
+    return [torch.tensor(value) for step in steps for value in step.values()] + list(state_of(norm).values())
+
+
+def poison(values, mask, bad):
+    """``bad`` in one channel of one real token."""
+    values = values.copy()
+    first = tuple(np.argwhere(real_tokens(values.shape, mask))[0])
+    values[(*first, 5)] = bad
+    return values
+
+
+CHECKPOINTING = ("reentrant", "non-reentrant", "fairseq")
+
+
+def hooked(block):
+    """``block`` with hooks of its own for saved tensors, one of which has no name."""
+
+    def call(*args):
+        with torch.autograd.graph.saved_tensors_hooks(functools.partial(torch.clone), lambda tensor: tensor):
+            return block(*args)
+
+    return call
+
+
+def checkpointed(block, how):
+    """``block`` as a function that recomputes its forward in the backward pass."""
+    if how == "fairseq":
+        module = pytest.importorskip("fairseq.modules.checkpoint_activations")
+        return module.checkpoint_wrapper(block)
+    if how in ("nested", "with hooks"):  # the exponential of what is inside makes the outer recomputation go beyond it
+        inner = checkpointed(block, "non-reentrant") if how == "nested" else hooked(block)
+        return checkpointed(lambda *args: inner(*args).exp().log(), "non-reentrant")
+    return functools.partial(checkpoint, block, use_reentrant=how == "reentrant")
 
 
 def rng(seed=0):
@@ -79,8 +187,8 @@ def train_step(norm, x, mask=None, dy=None, dtype=torch.float32):
 
 def flushed(norm):
     """``norm``, with the steps taken in whose backward has run: before a buffer is read."""
-    for each in running_norms(norm):
-        each.flush()
+    for running in running_norms(norm):
+        running.flush()
     return norm
 
 
@@ -97,8 +205,8 @@ def assert_state_unchanged(norm, before):
         assert torch.equal(after[name], before[name]), f"{name}: {before[name]} became {after[name]}"
 
 
-def assert_states_equal(norm, other):
-    assert_state_unchanged(norm, state_of(other))
+def assert_states_equal(norm, expected):
+    assert_state_unchanged(norm, state_of(expected))
 
 
 def assert_same(actual, expected, what=""):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.export import Dim
 
-from pn_fairseq.testing.test_norms import cases
+from pn_fairseq.testing.helpers import cases
 
 from ..scripts_helpers import run
 from .helpers import CHANNELS, rng, tensors

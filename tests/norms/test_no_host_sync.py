@@ -2,7 +2,7 @@
 
 import torch
 
-from pn_fairseq.testing.test_norms import HostReads
+from pn_fairseq.testing.test_module import HostReads
 
 
 def test_reads_of_values_are_noticed():
@@ -10,4 +10,4 @@ def test_reads_of_values_are_noticed():
         if torch.ones(()) > 0:
             float(torch.ones(3).masked_select(torch.tensor([True, False, True])).sum())
         torch.ones(()).item()
-    assert len(reads.found) == 4
+    assert len(reads.operations) == 4

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pn_fairseq.norms import build_norm
-from pn_fairseq.testing.test_norms import cases
+from pn_fairseq.testing.helpers import cases
 
 from .helpers import (
     CHANNELS,

@@ -10,7 +10,7 @@ from torch import nn
 
 from pn_fairseq.norms import build_norm
 from pn_fairseq.testing.ranks import run_ranks
-from pn_fairseq.testing.test_norms import (
+from pn_fairseq.testing.test_ranks import (
     RANK_RUNS,
     assert_ranks_equal_one,
     cases,

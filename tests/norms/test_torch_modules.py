@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from pn_fairseq.norms import build_norm, running_norms
-from pn_fairseq.testing.test_norms import Case, cases
+from pn_fairseq.testing.helpers import Case, cases
 
 from ..pairwise import in_pairs
 from .helpers import randomize_affine

@@ -1,0 +1,374 @@
+"""Evaluation, also compiled and exported; diagnostics; recalibration of the statistics of evaluation."""
+
+import functools
+
+import numpy as np
+import pytest
+import torch
+
+from pn_fairseq.norms import VARIANTS, RunningNorm, recalibrating, running_norms
+from pn_fairseq.norms.fold import folded_linear
+from pn_fairseq.testing.helpers import (
+    CHANNELS,
+    COUNT,
+    assert_close,
+    assert_state_unchanged,
+    assert_states_equal,
+    flushed,
+    long,
+    poison,
+    pytest_generate_tests,  # noqa: F401
+    random_batch,
+    real_tokens,
+    rng,
+    some_steps,
+    state_of,
+    tensors,
+    to_mask,
+    to_tensor,
+    train_step,
+)
+
+# Evaluation.
+
+
+def test_evaluation_is_causal_and_changes_no_state(case):
+    """Each token by itself: later tokens, other sentences and a mask have no influence."""
+    norm = case.trained(4).eval()
+    before = state_of(norm)
+    x, mask, dy = tensors(rng(2))
+    whole = norm(x)
+    assert_close(norm(x[1:3, 2:]), whole[1:3, 2:], 1e-6)
+    for time in range(1, len(x) + 1):
+        assert_close(norm(x[:time])[-1], whole[time - 1], 1e-6)
+    assert torch.equal(norm(x, mask), whole)
+    x[0, 0, 0] = torch.nan
+    norm(x.requires_grad_(), mask).backward(dy)
+    assert_state_unchanged(norm, before)
+
+
+def test_training_mixes_tokens_as_the_norm_says(case):
+    """Whether y depends on the tokens after it: in update 1, and, with statistics that fit the batch, long after."""
+    x = torch.randn(5, 2, CHANNELS, generator=torch.Generator().manual_seed(3))
+    twin = torch.cat([x[:-1], x[-1:] * 1.1])
+    early, late = (case.build(psi_warmup_updates=2, alpha_fwd=0.5) for _ in range(2))
+    early.set_num_updates(1)
+    for _ in range(25):
+        late(x.clone().requires_grad_()).sum().backward()
+    if isinstance(late, RunningNorm):
+        flushed(late).num_batches_tracked.fill_(10**6)
+    late.set_num_updates(10**6)
+    says = case.cls.mixes_tokens
+    for when, norm, mixes in (("update 1", early, says != "never"), ("the long run", late, says == "always")):
+        difference = float((norm(x) - norm(twin))[:-1].abs().max().detach())
+        assert difference > 1e-3 if mixes else difference < 1e-5, (
+            f"mixes_tokens is {says!r}, but in {when} another token changes y by {difference:.2g}"
+        )
+
+
+def test_statistics_are_means_over_tokens(running):
+    """A batch that holds all its tokens twice changes nothing but the gradients of weights, up to N / (N - 1)."""
+    once, twice = (running.build(4, psi_warmup_updates=2).double() for _ in range(2))
+    generator = rng(4)
+    for step in range(5):
+        x, mask, dy = (value if value.dtype == torch.bool else value.double() for value in tensors(generator))
+        one, two = x.clone().requires_grad_(), torch.cat([x, x], 1).requires_grad_()
+        y_one, y_two = once(one, mask), twice(two, torch.cat([mask, mask]))
+        y_one.backward(dy)
+        y_two.backward(torch.cat([dy, dy], 1))
+        expected = {"y": y_one, "dx": one.grad, **state_of(once)}
+        actual = {"y": y_two[:, : x.size(1)], "dx": two.grad[:, : x.size(1)], **state_of(twice)}
+        for key, value in expected.items():
+            difference = (actual[key] - value).abs().max() / value.abs().max().clamp(min=1e-6)
+            assert difference < 0.1, (
+                f"step {step}: {key} depends on how many tokens a batch has: divide sums by contribution.batch.count"
+            )
+
+
+def test_the_gradient_is_a_derivative_in_the_long_run(running):
+    """On one batch, again and again, statistics settle. dx is then the derivative of what a norm that has settled on x
+    makes of x; or, where a norm takes statistics for constants, of its affine map."""
+    x, _, dy = (value if value is None else value.double() for value in tensors(rng(3)))
+
+    def settled(x):
+        norm = running.build(alpha_fwd=0.5, alpha_bwd=0.5, psi_warmup_updates=2).double()
+        for _ in range(25):
+            leaf = x.clone().requires_grad_()
+            y = norm(leaf)
+            y.backward(dy)
+        return norm.eval(), y.detach(), leaf.grad
+
+    norm, _, dx = settled(x)
+    generator, step = torch.Generator().manual_seed(1), 1e-3
+    for _ in range(2):
+        direction = torch.randn(x.shape, generator=generator, dtype=torch.float64)
+        there, back = x + step * direction, x - step * direction
+        exact = float(((settled(there)[1] - settled(back)[1]) * dy).sum()) / (2 * step)
+        constant = float(((norm(there) - norm(back)).detach() * dy).sum()) / (2 * step)
+        actual = float((dx * direction).sum())
+        assert min(abs(actual - exact), abs(actual - constant)) < 0.01 * float(dx.norm()), (
+            f"dx is wrong: along a direction the derivative is {exact:.4g} ({constant:.4g} with constant statistics), "
+            f"and dx gives {actual:.4g}"
+        )
+
+
+@pytest.mark.parametrize(("groups", "affine"), [(0, True), (1, False), (4, True)])
+def test_evaluation_is_the_affine_map_that_folding_uses(running, groups, affine):
+    norm = running.trained(groups, affine=affine).eval()
+    x = to_tensor(random_batch(rng(5))[0], torch.float64)
+    part = norm.token_part(x)
+    assert (part is None) == norm.folds
+    scale, shift = norm.evaluation_affine(torch.float64)
+    expected = scale * norm.layer_scale(x) + shift
+    torch.testing.assert_close(norm(x), expected if part is None else expected + part, rtol=1e-11, atol=1e-11)
+    if not norm.folds:
+        return
+    weight, bias = torch.randn(7, CHANNELS, dtype=torch.float64), torch.randn(7, dtype=torch.float64)
+    for given in (bias, None):
+        folded = folded_linear(norm, weight, given)
+        actual = torch.nn.functional.linear(norm.layer_scale(x), *folded)
+        expected = torch.nn.functional.linear(norm(x), weight, given)
+        torch.testing.assert_close(actual, expected, rtol=1e-11, atol=1e-11)
+
+
+def test_evaluation_follows_a_state_that_was_loaded_or_trained(running):
+    """Nothing is kept from one call to the next."""
+    norm, twin = running.trained().eval(), running.trained(steps=6).eval()
+    x = torch.randn(3, CHANNELS)
+    norm(x)
+    norm.load_state_dict(twin.state_dict())
+    assert torch.equal(norm(x), twin(x))
+    some_steps(norm, 2), some_steps(twin, 2)
+    assert torch.equal(norm.eval()(x), twin.eval()(x))
+    assert not torch.equal(norm(x), running.trained().eval()(x))
+
+
+def test_evaluation_has_gradients(running):
+    norm = running.trained(4).eval().double()
+    x = to_tensor(random_batch(rng(5), (3, 2, CHANNELS))[0], torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(norm, (x,), fast_mode=True)
+    with torch.inference_mode():
+        y = norm(x)
+    assert torch.equal(y, norm(x))
+    some_steps(norm.float(), 1)
+
+
+# torch.compile, torch.export, torch.func.
+
+
+@pytest.fixture
+def compiler():
+    """torch.compile counts what it has compiled of one function, and stops at a limit."""
+    torch._dynamo.reset()
+    yield functools.partial(torch.compile, backend="aot_eager")
+    torch._dynamo.reset()
+
+
+@long
+def test_evaluation_compiles_without_a_graph_break(case, compiler):
+    norm = case.trained(4).eval()
+    x, mask, _ = tensors(rng(2))
+    compiled = compiler(norm, fullgraph=True)
+    torch.testing.assert_close(compiled(x, mask), norm(x, mask))
+    torch.testing.assert_close(compiled(x), norm(x))
+
+
+@long
+def test_training_under_compile_is_training(case, compiler):
+    """In one graph, and one more for all other lengths; the updates of a warm-up compile nothing again."""
+    plain, twin = case.build(4, psi_warmup_updates=2), case.build(4, psi_warmup_updates=2)
+    compiled = compiler(twin, fullgraph=True)
+    generator = rng(1)
+    torch._dynamo.utils.counters.clear()
+    for step, length in enumerate((5, 6, 4, 7, 9)):
+        batch = random_batch(generator, (length, 3, CHANNELS))
+        results = []
+        for norm, call in ((plain, plain), (twin, compiled)):
+            norm.set_num_updates(step)
+            gradients = train_step(call, *batch)
+            results.append([torch.tensor(value) for value in gradients.values()] + list(state_of(norm).values()))
+        torch.testing.assert_close(*results, rtol=1e-6, atol=1e-6)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+
+
+@long
+def test_evaluation_can_be_exported(case):
+    norm = case.trained(4).eval()
+    x, mask, _ = tensors(rng(2))
+    exported = torch.export.export(norm, (x, mask))
+    torch.testing.assert_close(exported.module()(x, mask), norm(x, mask))
+    operators = [str(node.target) for node in exported.graph.nodes if node.op == "call_function"]
+    assert not [name for name in operators if name.startswith("pn_fairseq")], "loads only where this package is"
+
+
+def test_evaluation_under_transforms_of_torch_func(case):
+    norm = case.trained(4).eval()
+    parameters = dict(norm.named_parameters())
+    x = torch.randn(6, CHANNELS)
+
+    def loss(parameters, x):
+        return torch.func.functional_call(norm, parameters, (x,)).square().sum()
+
+    gradient, dx = torch.func.grad(loss, argnums=(0, 1))(parameters, x)
+    for parameter in norm.parameters():
+        parameter.grad = torch.zeros_like(parameter)  # it stays where only training uses the parameter
+    norm(x.requires_grad_()).square().sum().backward()
+    assert_close(dx, x.grad, terms=1.0)  # zero but for rounding where a norm is all that the loss sees
+    per_token = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(parameters, x[:, None])
+    for key, parameter in norm.named_parameters():
+        assert_close(gradient[key], parameter.grad, terms=1.0)
+        assert_close(per_token[key].sum(0), parameter.grad, terms=1.0)
+
+
+def test_transforms_of_torch_func_and_second_derivatives_in_training_are_refused(running):
+    norm = running.trained(4)
+    x = torch.randn(6, CHANNELS, requires_grad=True)
+
+    def loss(parameters):
+        return torch.func.functional_call(norm, parameters, (x,)).square().sum()
+
+    with pytest.raises(RuntimeError, match=r"torch.func .* call eval\(\) first"):
+        torch.func.grad(loss)({key: value.detach() for key, value in norm.named_parameters()})
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(norm(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"torch.export .* call eval\(\) first"):
+        torch.export.export(norm, (x,), strict=False)
+    before = state_of(norm)
+    given = {name: value.clone() for name, value in norm.named_buffers()}
+    for some in (given, dict(list(given.items())[:1])):
+        y = torch.func.functional_call(norm, some, (x,))
+        torch.func.functional_call(norm, {name: value.clone() for name, value in given.items()}, (x,))
+        with pytest.raises(RuntimeError, match="functional_call"):
+            y.sum().backward()
+    assert_state_unchanged(norm, before)
+    torch.func.functional_call(norm, dict(norm.named_parameters()), (x,)).sum().backward()
+    assert state_of(norm)[COUNT] == before[COUNT] + 1
+
+
+# Diagnostics.
+
+
+@pytest.mark.parametrize("warmup", [0, 2])
+def test_diagnostics_change_no_number_and_count_faults(running, warmup):
+    plain, watched = (running.build(4, psi_warmup_updates=warmup) for _ in range(2))
+    assert plain.diagnostics() == {}
+    watched.collecting = True
+    generator = rng(3)
+    for step in range(5):
+        x, mask, dy = random_batch(generator)
+        if step in (1, 3):
+            x, dy = (poison(x, mask, np.nan), dy) if step == 1 else (x, poison(dy, mask, np.inf))
+        results = [train_step(norm, x, mask, dy) for norm in (plain, watched)]
+        for key, value in results[0].items():
+            np.testing.assert_array_equal(results[1][key], value, f"step {step}: {key}")
+        assert_states_equal(plain, watched)
+    report = watched.diagnostics()
+    assert {"psi_distance", "nonfinite_steps"} <= report.keys()
+    assert all(value.dim() == 0 and value.isfinite() for value in report.values())
+    assert int(report["nonfinite_steps"]) == 2
+    assert plain.diagnostics() == {}
+
+
+# Recalibration.
+
+
+class Stack(torch.nn.Module):
+    """Two norms with layers between them: the second one's input depends on the first one."""
+
+    def __init__(self, case):
+        super().__init__()
+        torch.manual_seed(6)
+        self.first = case.build(psi_warmup_updates=2)
+        self.dropout = torch.nn.Dropout(0.5)
+        self.linear = torch.nn.Linear(CHANNELS, CHANNELS)
+        self.second = case.build(psi_warmup_updates=2)
+
+    def forward(self, x, mask=None):
+        return self.second(self.linear(self.dropout(self.first(x, mask))), mask)
+
+
+def trained_stack(case, steps=4):
+    model = Stack(case).train()
+    for x, mask, dy in [tensors(rng(20 + step)) for step in range(steps)]:
+        model(x.requires_grad_(), mask).backward(dy)
+    return flushed(model)
+
+
+def calibration_batches(number, masked=True):
+    generator = rng(30)
+    return [random_batch(generator, (3 + 2 * n, 3, CHANNELS), masked, 1.0 + n)[:2] for n in range(number)]
+
+
+def recalibrate(model, batches):
+    with torch.no_grad(), recalibrating(model):
+        for x, mask in batches:
+            model(to_tensor(x), to_mask(mask))
+
+
+def test_recalibration_is_the_mean_over_the_batches_of_the_statistics_of_each(running):
+    """Their variance may be the biased or the unbiased one. What a variant does with padding is its own."""
+    norm = running.trained()
+    batches = calibration_batches(4, masked=running.variant == VARIANTS[0])
+    recalibrate(norm, [*batches, (np.ones((2, 1, CHANNELS)), np.ones((1, 2), dtype=bool))])
+    real = [x[real_tokens(x.shape, mask)] for x, mask in batches]
+    mean, moment = norm.evaluation_statistics()
+    if mean is not None:
+        assert_close(mean, np.mean([tokens.mean(0) for tokens in real], axis=0))
+        biased, unbiased = (np.mean([tokens.var(0, ddof=ddof) for tokens in real], axis=0) for ddof in (0, 1))
+        nearer = abs(moment.numpy() - biased).sum() < abs(moment.numpy() - unbiased).sum()
+        assert_close(moment, biased if nearer else unbiased)
+    else:
+        assert_close(moment, np.mean([(tokens**2).mean(0) for tokens in real], axis=0))
+
+
+def test_recalibration_changes_the_evaluation_statistics_alone(running):
+    model = trained_stack(running)
+    model.linear.eval()
+    before, modes = state_of(model), [module.training for module in model.modules()]
+    with torch.no_grad(), recalibrating(model) as norms:
+        assert norms == [model.first, model.second] == running_norms(model)
+        assert all(norm.training and norm.recalibrating for norm in norms)
+        assert not model.dropout.training and not model.training
+        for x, mask in calibration_batches(3):
+            model(to_tensor(x), to_mask(mask))
+    assert [module.training for module in model.modules()] == modes
+    assert not any(norm.recalibrating for norm in norms)
+    estimated = {model.first.mean_name, model.first.moment_name}
+    for key, value in state_of(model).items():
+        assert torch.equal(value, before[key]) != (key.partition(".")[2] in estimated), key
+
+
+def test_recalibration_forgets_the_old_statistics_and_the_order(running):
+    model = trained_stack(running)
+    recalibrate(model, calibration_batches(4))
+    once = state_of(model)
+    for norm in running_norms(model):
+        norm.get_buffer(norm.moment_name).fill_(torch.nan)
+    recalibrate(model, calibration_batches(4)[::-1])
+    for key, value in state_of(model).items():
+        assert_close(value, once[key], what=key)
+
+
+def test_training_after_recalibration_is_that_of_a_model_with_the_same_state(running):
+    model = trained_stack(running)
+    recalibrate(model, calibration_batches(3))
+    twin = Stack(running).train()
+    twin.load_state_dict(model.state_dict())
+    x, mask, dy = tensors(rng(9))
+    for stack in (model, twin):
+        torch.manual_seed(1)
+        stack(x, mask).backward(dy)
+    assert_states_equal(model, twin)
+
+
+def test_recalibration_that_fails_or_reaches_no_batch_restores(running):
+    model = trained_stack(running)
+    before, modes = state_of(model), [module.training for module in model.modules()]
+    with pytest.raises(KeyError), torch.no_grad(), recalibrating(model):
+        model(torch.randn(4, 3, CHANNELS))
+        raise KeyError("no such file")
+    assert_state_unchanged(model, before)
+    assert [module.training for module in model.modules()] == modes
+    with recalibrating(model):  # also with a graph and a backward
+        model.second(torch.full((4, 3, CHANNELS), torch.nan, requires_grad=True)).sum().backward()
+    assert_state_unchanged(model, before)

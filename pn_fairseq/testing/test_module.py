@@ -1,0 +1,306 @@
+"""What a norm is as a module: parameters, state, copies, memory, and the types of its numbers."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pn_fairseq.norms import RunningNorm, build_norm
+from pn_fairseq.testing.helpers import (
+    CHANNELS,
+    COUNT,
+    assert_close,
+    assert_same,
+    assert_state_unchanged,
+    assert_states_equal,
+    long,
+    pytest_generate_tests,  # noqa: F401
+    random_batch,
+    rng,
+    some_steps,
+    state_of,
+    tensors,
+    to_mask,
+    to_tensor,
+    train_step,
+    unrounded,
+)
+
+# The module.
+
+
+def test_parameters_and_initial_state(case):
+    norm = case.build(affine=False)
+    assert norm.weight is None and norm.bias is None
+    norm = build_norm(case.name, CHANNELS, case.variant)
+    for name, initial in (("weight", torch.ones(CHANNELS)), ("bias", torch.zeros(CHANNELS))):
+        parameter = getattr(norm, name)
+        assert (parameter is not None) == (name in norm.learned)
+        assert parameter is None or torch.equal(parameter, initial)
+    assert str(CHANNELS) in repr(norm)
+    norm.set_num_updates(3)
+
+
+def test_reset_parameters_gives_the_initial_values(case):
+    norm, new = case.trained(), build_norm(case.name, CHANNELS, case.variant)
+    norm.reset_parameters()
+    assert_same(norm.state_dict().values(), new.state_dict().values())
+
+
+def on_meta(norm):
+    """``norm`` with other values than its initial ones, which are then lost."""
+    return torch.nn.Sequential(norm).to("meta")
+
+
+def without_some(state):
+    return {key: value for key, value in state.items() if not key.endswith(("weight", "running_psi2", "running_var"))}
+
+
+#: How a module without values gets values -> the function that gives it, of the module and a state dict to load.
+MATERIALIZATIONS = {
+    "to_empty": lambda model, state: model.to_empty(device="cpu"),
+    "to_empty of each module": lambda model, state: model.apply(lambda m: m.to_empty(device="cpu", recurse=False)),
+    "to_empty, then a part": lambda model, state: model.to_empty(device="cpu").load_state_dict(
+        without_some(state), strict=False
+    ),
+    "a copy": lambda model, state: copy.deepcopy(model).to_empty(device="cpu")[0],
+    "assign": lambda model, state: model.load_state_dict(state, assign=True),
+    "assign a part, then to_empty": lambda model, state: (
+        model.load_state_dict(without_some(state), strict=False, assign=True),
+        model.to_empty(device="cpu"),
+    ),
+}
+
+
+@pytest.mark.parametrize("how", MATERIALIZATIONS)
+def test_state_is_initial_or_loaded_however_memory_is_given(running, how):
+    model, loaded, new = on_meta(running.trained()), running.trained(), running.build()
+    given = MATERIALIZATIONS[how](model, {f"0.{key}": value for key, value in loaded.state_dict().items()})
+    norm = given if isinstance(given, RunningNorm) else model[0]
+    for key, value in state_of(norm).items():
+        part = how == "assign" or ("part" in how and without_some({key: value}))
+        assert torch.equal(value, state_of(loaded if part else new)[key]), key
+
+
+def test_memory_that_is_given_to_a_module_with_values_keeps_the_state(running):
+    norm = running.trained()
+    before = state_of(norm)
+    torch.nn.Sequential(norm).to_empty(device="cpu")
+    assert_state_unchanged(norm, before)
+
+
+def test_a_module_on_meta_is_refused(running):
+    for training in (True, False):
+        norm = on_meta(running.build())[0].train(training)
+        with pytest.raises(RuntimeError, match=f"{COUNT} of .* never got values: .*to_empty"):
+            norm(torch.ones(2, CHANNELS))
+        assert norm(torch.ones(2, CHANNELS, device="meta")).is_meta
+        norm.load_state_dict(without_some(running.trained().state_dict()), strict=False, assign=True)
+        with pytest.raises(RuntimeError, match="running_.* never got values"):
+            norm(torch.ones(2, CHANNELS))
+
+
+def test_reset_gives_the_initial_state(running):
+    norm, new = running.trained(), running.build()
+    norm.reset_running_stats()
+    assert_states_equal(norm, new)
+    assert_same(some_steps(norm), some_steps(new))
+
+
+def test_state_belongs_to_a_running_norm(case):
+    """The tests of state look at no other norm: one that is composed of norms would be used untested."""
+    norm = case.build()
+    with_state = [module for module in norm.modules() if any(True for _ in module.buffers(recurse=False))]
+    assert with_state == ([norm] if isinstance(norm, RunningNorm) else []), (
+        "a norm with buffers, or with parts that have some, derives from RunningNorm and has its state from add_state; "
+        "token_part adds a part with statistics of each token (docs/adding_a_norm.md)"
+    )
+
+
+def test_state_is_float32_and_a_counter(running):
+    state = state_of(running.build())
+    assert state.pop(COUNT).dtype == torch.int64
+    assert state and all(value.dtype == torch.float32 and value.shape[-1] == CHANNELS for value in state.values())
+
+
+@pytest.mark.parametrize("steps", [1, 4])
+def test_state_dict_round_trip(case, steps):
+    """In the middle of a warm-up of 2 and after it. Training continues to the bit."""
+    norm, twin = case.trained(4, steps, psi_warmup_updates=2), case.build(4, psi_warmup_updates=2)
+    assert set(norm.state_dict()) == {*dict(norm.named_parameters()), *state_of(norm)}
+    file = io.BytesIO()
+    torch.save(norm.state_dict(), file)
+    file.seek(0)
+    twin.load_state_dict(torch.load(file, weights_only=True))
+    assert_same(some_steps(twin), some_steps(norm))
+
+
+@pytest.mark.parametrize(
+    ("how", "when"),
+    [
+        ("deepcopy", "before a backward"),
+        ("deepcopy", "after a backward"),
+        ("pickle", "with updates"),
+        ("torch.save", "after a backward"),
+    ],
+)
+@long
+def test_copies_continue_alike_and_apart(case, how, when):
+    norm = case.trained(4, 1, psi_warmup_updates=2)
+    if when == "with updates":
+        norm.set_num_updates(1)
+    y = norm(torch.ones(2, 2, CHANNELS, requires_grad=True))
+    if when == "after a backward":
+        y.sum().backward()
+    if how == "deepcopy":
+        twin = copy.deepcopy(norm)
+    elif how == "pickle":
+        twin = pickle.loads(pickle.dumps(norm))
+    else:
+        file = io.BytesIO()
+        torch.save(norm, file)
+        file.seek(0)
+        twin = torch.load(file, weights_only=False)
+    assert_states_equal(twin, norm)
+    before = state_of(norm)
+    some_steps(copy.deepcopy(twin), 1)
+    assert_state_unchanged(norm, before)
+    assert_same(some_steps(twin), some_steps(norm))
+
+
+def test_a_graph_belongs_to_the_original_and_not_to_its_copy(running):
+    norm = running.trained()
+    y = norm(torch.ones(2, 2, CHANNELS, requires_grad=True))
+    twin = copy.deepcopy(norm)
+    before = state_of(twin)
+    y.sum().backward()
+    assert_state_unchanged(twin, before)
+    assert state_of(norm)[COUNT] == before[COUNT] + 1
+
+
+class HostReads(TorchDispatchMode):
+    """Notes the operations of a block that would wait for a GPU: they read values, or have results of unknown size."""
+
+    NAMES = ("_local_scalar_dense", "item", "is_nonzero", "nonzero", "masked_select", "equal")
+
+    def __init__(self):
+        super().__init__()
+        self.operations = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket.__name__ in self.NAMES:
+            self.operations.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("masked", "counted"), [(True, True), (False, False)], ids=["mask, with updates", "no mask, counting itself"]
+)
+def test_no_value_is_read_in_a_training_step(case, masked, counted):
+    """A GPU never has to catch up with the host. An ``if`` on a value of a tensor would read it."""
+    norm = case.build(4, psi_warmup_updates=2, outlier_filtration=True)
+    x, mask, dy = tensors(rng(2))
+    with HostReads() as reads:
+        for step in range(4):  # in the warm-up and after it
+            if counted:
+                norm.set_num_updates(step)
+            # Also a fault: what to do with it is decided where the numbers are.
+            inputs = (x * float("inf") if step == 3 else x).detach().requires_grad_()
+            norm(inputs, mask if masked else None).backward(dy)
+    assert not reads.operations, (
+        f"a training step reads values, for which a GPU waits (use torch.where): {reads.operations}"
+    )
+
+
+# Precision.
+
+CASTS = {
+    "half": lambda m: m.half(),
+    "to-device-bfloat16": lambda m: m.to("cpu", torch.bfloat16),
+    "double": lambda m: m.double(),
+    "type": lambda m: m.type(torch.float16),
+    "half-and-back": lambda m: m.half().float(),
+}
+
+
+@pytest.mark.parametrize("cast", CASTS)
+def test_conversion_casts_parameters_and_leaves_the_state_float32(running, cast):
+    norm = running.trained()
+    before, keys = state_of(norm), list(norm.state_dict())
+    CASTS[cast](torch.nn.Sequential(norm))
+    assert_state_unchanged(norm, before)
+    assert norm.weight.dtype == CASTS[cast](torch.nn.Linear(1, 1)).weight.dtype
+    assert list(norm.state_dict()) == keys
+    assert all(buffer.is_meta for buffer in norm.to("meta").buffers())
+
+
+@pytest.mark.parametrize(("assign", "dtype"), [(False, torch.float64), (True, torch.bfloat16)])
+def test_loaded_state_is_float32(running, assign, dtype):
+    """Whatever it was saved as. The caller keeps what was loaded, and training continues."""
+    saved, norm = running.trained(), running.build()
+    source, target = torch.nn.Sequential(saved), torch.nn.Sequential(norm)
+    state = {key: value.to(dtype) if value.is_floating_point() else value for key, value in source.state_dict().items()}
+    given = dict(state)
+    target.load_state_dict(state, assign=assign)
+    assert state.keys() == given.keys() and all(state[key] is value for key, value in given.items())
+    for key, value in state_of(norm).items():
+        assert value.dtype == state_of(saved)[key].dtype, key
+        torch.testing.assert_close(value, state_of(saved)[key].to(dtype).to(value.dtype), rtol=0, atol=0)
+    given = {key: value.clone() for key, value in given.items()}
+    some_steps(norm, 1)
+    assert int(norm.num_batches_tracked) == 4
+    assert assign or all(torch.equal(state[key], value) for key, value in given.items())
+
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("training", [True, False])
+@long
+def test_results_have_the_types_of_what_they_belong_to(case, dtype, training):
+    """Parameters of another type than the input are what mixed precision looks like."""
+    for parameters in DTYPES:
+        norm = case.build(4).to(parameters).train(training)
+        x, mask, _ = random_batch(rng(3))
+        x = to_tensor(x, dtype, requires_grad=True)
+        y = norm(x, to_mask(mask))
+        y.sum().backward()
+        assert y.dtype == dtype and x.grad.dtype == dtype
+        gradients = [p.grad for p in norm.parameters() if training or p.grad is not None]
+        assert all(gradient.dtype == parameters for gradient in gradients)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_one_rounding_away_from_float32(case, dtype):
+    """Statistics and state are computed from the rounded input in float32; squares of 300 overflow float16."""
+    narrow, wide = case.build(4, psi_warmup_updates=2).to(dtype), case.build(4, psi_warmup_updates=2)
+    # One pass over the tokens rounds once. Other norms are several operators, each of which rounds: three times at
+    # most, with a margin of five.
+    one_pass = isinstance(narrow, RunningNorm) and not narrow.further_parameters()
+    rtol = 1e-4 if one_pass else 5 * 3 * torch.finfo(dtype).eps / 2
+    wide.load_state_dict({key: value.float() for key, value in narrow.state_dict().items()})
+    generator = rng(4)
+    for step in range(4):
+        x, mask, dy = random_batch(generator, scale=300.0)
+        x, dy = (to_tensor(value, dtype).double().numpy() for value in (x, dy))
+        actual, expected = train_step(narrow, x, mask, dy, dtype), train_step(wide, x, mask, dy)
+        for key, value in expected.items():
+            terms = 0.0 if key in ("y", "dx") else 1.0
+            assert_close(unrounded(actual[key], value, dtype), value, rtol, f"step {step}: {key}", terms)
+        for key, value in state_of(wide).items():
+            assert_close(state_of(narrow)[key], value, 1e-5, f"step {step}: {key}")
+
+
+def test_works_under_autocast(case):
+    norm = case.build(4)
+    x, mask, dy = tensors(rng(8))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        x = x.bfloat16().requires_grad_()
+        y = norm(x, mask)
+    y.backward(dy.to(y.dtype))
+    assert y.isfinite().all() and x.grad.isfinite().all()
+    assert all(value.dtype in (torch.float32, torch.int64) for value in state_of(norm).values())

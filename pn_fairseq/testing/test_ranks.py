@@ -1,0 +1,214 @@
+"""Several ranks give what one rank gives."""
+
+import contextlib
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
+
+from pn_fairseq.norms import RunningNorm, average_running_stats, set_loss_scale
+from pn_fairseq.testing.helpers import (
+    CHANNELS,
+    COUNT,
+    assert_same,
+    cases,
+    pytest_generate_tests,  # noqa: F401
+    some_steps,
+    state_of,
+)
+from pn_fairseq.testing.ranks import run_ranks
+
+RANK_STEPS = 8
+RANK_WARMUP = 4
+#: Sentences of each rank: uneven.
+SHARDS = {2: [5, 2], 3: [4, 3, 2]}
+
+
+def rank_batches(world, empty_last=False):
+    """Batches (T, B, C) with masks and output gradients, float64.
+
+    With ``empty_last`` the last rank has no real token in every second batch.
+    """
+    generator = torch.Generator().manual_seed(world)
+    total = sum(SHARDS[world])
+    for step in range(RANK_STEPS):
+        time = 3 + step % 3
+        x = torch.randn(time, total, CHANNELS, generator=generator, dtype=torch.float64) * (1 + 0.3 * step)
+        dy = torch.randn(time, total, CHANNELS, generator=generator, dtype=torch.float64)
+        lengths = torch.randint(1, time + 1, (total, 1), generator=generator)
+        mask = torch.arange(time) >= lengths
+        if empty_last and step % 2:
+            mask[-SHARDS[world][-1] :] = True
+        yield x, dy * mask.t().logical_not().unsqueeze(-1), mask
+
+
+def shard(batches, world, rank):
+    start = sum(SHARDS[world][:rank])
+    part = slice(start, start + SHARDS[world][rank])
+    return [(x[:, part], dy[:, part], mask[part]) for x, dy, mask in batches]
+
+
+def rank_norm(case, sync):
+    return case.build(4, psi_warmup_updates=RANK_WARMUP, alpha_fwd=0.8, alpha_bwd=0.7, sync=sync).double()
+
+
+def run_steps(norm, batches, with_updates=True, recomputed=False, scaled=False):
+    """Forward and backward over ``batches``; what each step gave.
+
+    ``scaled``: the loss has another scale in each step, and no gradient reaches every third step.
+    """
+    record = []
+    for step, (x, dy, mask) in enumerate(batches):
+        if with_updates:
+            norm.set_num_updates(step)
+        frozen, scale = scaled and step % 3 == 2, 4.0**step if scaled else 1.0
+        set_loss_scale(norm, scale)
+        x = x.clone().requires_grad_(not frozen)
+        norm.requires_grad_(not frozen).zero_grad()
+        y = checkpoint(norm, x, mask, use_reentrant=True) if recomputed else norm(x, mask)
+        if not frozen:
+            y.backward(dy * scale)
+        gradients = {"dx": x, "dw": norm.weight, "db": norm.bias}
+        record.append({key: torch.zeros_like(t) if frozen else t.grad / scale for key, t in gradients.items()})
+        record[-1]["y"] = y.detach()
+        record[-1]["state"] = state_of(norm)
+    return record
+
+
+@contextlib.contextmanager
+def counted_all_reduces():
+    """Collects the ``async_op`` of every call of ``torch.distributed.all_reduce``."""
+    original, calls = dist.all_reduce, []
+
+    def counting(*args, **kwargs):
+        calls.append(bool(kwargs.get("async_op")))
+        return original(*args, **kwargs)
+
+    dist.all_reduce = counting
+    try:
+        yield calls
+    finally:
+        dist.all_reduce = original
+
+
+#: Name -> arguments of run_steps, and whether a rank has batches without a real token.
+RANK_RUNS = {
+    "with updates": ({"with_updates": True}, True),
+    "without updates": ({"with_updates": False}, False),
+    "recomputed": ({"with_updates": True, "recomputed": True}, True),
+    "scaled, frozen in some steps": ({"scaled": True}, True),
+}
+
+
+def on_ranks(rank, world, chosen):
+    """All that the tests below look at, by norm: processes are slow to start."""
+    results = {}
+    for case in chosen:
+        mine = results[str(case)] = {}
+        for name, (options, empty_last) in RANK_RUNS.items():
+            batches = shard(rank_batches(world, empty_last), world, rank)
+            mine[name] = run_steps(rank_norm(case, sync=True), batches, **options)
+        batches = shard(rank_batches(world), world, rank)
+        mine["faults"] = []
+        for where in ("x", "dy", "dy, frozen input"):
+            norm = rank_norm(case, sync=True)
+            for step, (x, dy, mask) in enumerate(batches):
+                norm.set_num_updates(step)
+                before = state_of(norm)
+                x, dy, mask = x.clone(), dy.clone(), mask.clone()
+                faulty = step in (2, 6)
+                if faulty and rank == world - 1:
+                    (x if where == "x" else dy)[0, 0, 1] = torch.inf
+                    mask[0, 0] = False
+                norm(x.requires_grad_("frozen" not in where), mask).backward(dy)
+                mine["faults"].append((faulty, before, state_of(norm)))
+        # A rank without data of its own repeats a batch that is to count for nothing.
+        norm = rank_norm(case, sync=True)
+        norm.ignoring = rank == world - 1
+        mine["ignoring"] = run_steps(norm, batches)[-1]["state"]
+        # Unsynchronized, and trained on one rank only.
+        norms = torch.nn.ModuleList(rank_norm(case, sync=False) for _ in range(2))
+        run_steps(norms[0], batches)
+        if rank == 0:
+            run_steps(norms[1], batches[:3])
+            norms.state_dict()  # a single rank may save
+        before = [state_of(norm) for norm in norms]
+        with counted_all_reduces() as calls:
+            average_running_stats(norms)
+        mine["average"] = before, [state_of(norm) for norm in norms], len(calls)
+    return results
+
+
+_ranks: dict[tuple, list] = {}
+
+
+def ranks_of(config, world=2):
+    """Results of :func:`on_ranks` for all norms, computed once."""
+    chosen = [case for case in cases(config.getoption("norm_names", None)) if issubclass(case.cls, RunningNorm)]
+    key = (world, *chosen)
+    if key not in _ranks:
+        modules = tuple(config.getoption("norm_modules", None) or ())
+        _ranks[key] = run_ranks(on_ranks, world, chosen, norm_modules=modules)
+    return _ranks[key]
+
+
+@pytest.mark.parametrize("name", RANK_RUNS)
+def test_ranks_on_shards_give_what_one_gives_on_the_whole_batch(running, name, pytestconfig):
+    assert_ranks_equal_one(running, name, 2, ranks_of(pytestconfig))
+
+
+def assert_ranks_equal_one(running, name, world, ranks):
+    options, empty_last = RANK_RUNS[name]
+    whole = run_steps(rank_norm(running, sync=False), rank_batches(world, empty_last), **options)
+    close = dict(rtol=1e-6, atol=1e-6)
+    for step, expected in enumerate(whole):
+        parts = [rank[str(running)][name][step] for rank in ranks]
+        for key in ("y", "dx"):
+            torch.testing.assert_close(torch.cat([part[key] for part in parts], 1), expected[key], **close)
+        for key in ("dw", "db"):
+            torch.testing.assert_close(sum(part[key] for part in parts), expected[key], **close)
+        for part in parts:
+            for key, value in expected["state"].items():
+                torch.testing.assert_close(part["state"][key], value, **close, msg=f"step {step}: {key}")
+                assert torch.equal(part["state"][key], parts[0]["state"][key]), f"ranks differ in {key}"
+
+
+def test_a_fault_on_one_rank_changes_the_state_of_none(running, pytestconfig):
+    for rank in ranks_of(pytestconfig):
+        for number, (faulty, before, after) in enumerate(rank[str(running)]["faults"]):
+            assert torch.equal(after[COUNT], before[COUNT] + (not faulty)), number
+            for key, value in after.items():
+                assert value.isfinite().all(), key
+                assert not faulty or torch.equal(value, before[key]), key
+
+
+def test_a_rank_whose_batches_are_ignored_counts_for_nothing(running, pytestconfig):
+    first, second = (rank[str(running)]["ignoring"] for rank in ranks_of(pytestconfig))
+    first_only = run_steps(rank_norm(running, sync=False), shard(rank_batches(2), 2, 0))[-1]["state"]
+    for key, value in first_only.items():
+        torch.testing.assert_close(first[key], value, rtol=1e-6, atol=1e-6, msg=key)
+        assert torch.equal(first[key], second[key]), key
+
+
+def test_average_over_the_ranks_does_not_depend_on_what_each_has_trained(running, pytestconfig):
+    results = [rank[str(running)]["average"] for rank in ranks_of(pytestconfig)]
+    mean_name, moment_name = running.cls.mean_name, running.cls.moment_name
+    for index in range(2):
+        befores, afters = ([of_rank[part][index] for of_rank in results] for part in (0, 1))
+        assert not all(torch.equal(befores[0][key], befores[1][key]) for key in befores[0])
+        expected = {key: (befores[0][key].double() + befores[1][key].double()) / 2 for key in befores[0]}
+        if mean_name is not None:
+            squares = [state[moment_name].double() + state[mean_name].double() ** 2 for state in befores]
+            expected[moment_name] = sum(squares) / 2 - expected[mean_name] ** 2
+        expected[COUNT] = expected[COUNT].round()
+        for key, value in expected.items():
+            torch.testing.assert_close(afters[0][key].double(), value, rtol=1e-6, atol=1e-9, msg=key)
+            assert torch.equal(afters[0][key], afters[1][key]), key
+    assert [calls for *_, calls in results] == [1, 1]
+
+
+def test_without_several_ranks_sync_changes_nothing(running):
+    norms = [rank_norm(running, sync) for sync in (True, False)]
+    assert_same(*(some_steps(norm) for norm in norms))
+    assert not average_running_stats(norms[0])

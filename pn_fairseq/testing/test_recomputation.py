@@ -1,0 +1,162 @@
+"""Activation checkpointing changes no bit."""
+
+import copy
+import functools
+
+import pytest
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from pn_fairseq.testing.helpers import (
+    CHANNELS,
+    CHECKPOINTING,
+    COUNT,
+    assert_same,
+    checkpointed,
+    long,
+    pytest_generate_tests,  # noqa: F401
+    rng,
+    some_steps,
+    state_of,
+    tensors,
+)
+
+
+class Block(torch.nn.Module):
+    """A norm between linear maps, and a second norm behind them."""
+
+    def __init__(self, case, **options):
+        super().__init__()
+        torch.manual_seed(5)
+        self.fc = torch.nn.Linear(CHANNELS, CHANNELS)
+        self.norm = case.build(**options)
+        self.out = torch.nn.Linear(CHANNELS, CHANNELS)
+        self.last = case.build(4, **options)
+
+    def forward(self, x, mask=None):
+        return x + self.last(self.out(torch.tanh(self.norm(self.fc(x), mask))), mask)
+
+    def set_num_updates(self, num_updates):
+        self.norm.set_num_updates(num_updates)
+        self.last.set_num_updates(num_updates)
+
+
+def twins(case, **options):
+    plain = Block(case, **options).train()
+    return plain, copy.deepcopy(plain)
+
+
+def run_step(block, uses, x, mask, dy):
+    """Forward through each function of ``uses`` in turn, backward, SGD; everything the step produced."""
+    block.zero_grad()
+    leaf = x.clone().requires_grad_()
+    hidden = leaf
+    for use in uses:
+        hidden = use(hidden, mask)
+    hidden.backward(dy)
+    results = [hidden.detach().clone(), leaf.grad.clone()] + [p.grad.clone() for p in block.parameters()]
+    with torch.no_grad():
+        for parameter in block.parameters():
+            parameter -= 0.01 * parameter.grad
+    return results + list(state_of(block).values())
+
+
+@pytest.mark.parametrize("how", CHECKPOINTING)
+@pytest.mark.parametrize("updates", [None, 2], ids=["without updates", "with updates"])
+@long
+def test_recomputation_changes_no_bit(case, how, updates):
+    """Over the end of a warm-up of 2, in the types of mixed precision, with uses in turn and dropped forwards."""
+    plain, twin = twins(case, psi_warmup_updates=2)
+    use = checkpointed(twin, how)
+
+    def both(x, mask):
+        return twin(twin(x, mask), mask)
+
+    uses = [[use], [use, use], [twin, use], [use, twin]]
+    uses += [[checkpointed(both, how)], [use] * 8] if how != "fairseq" else [[use], [use] * 8]
+    generator = rng(1)
+    for step, chain in enumerate(uses):
+        if updates is not None:
+            plain.set_num_updates(step // updates)
+            twin.set_num_updates(step // updates)
+        x, mask, dy = tensors(generator)
+        times = 2 if how != "fairseq" and step == 4 else len(chain)
+        expected = run_step(plain, [plain] * times, x, mask, dy)
+        assert_same(run_step(twin, chain, x, mask, dy), expected, f"step {step}")
+        for function in (plain, use):  # dropped
+            function(x.clone().requires_grad_(), mask)
+
+
+@pytest.mark.parametrize("how", CHECKPOINTING)
+@pytest.mark.parametrize(
+    ("what", "order"),
+    [("two batches", (0, 1)), ("two batches", (1, 0)), ("one batch twice", (0, 1)), ("a fault in the first", (1, 0))]
+    + [("bfloat16", (0, 1))],
+    ids=str,
+)
+@long
+def test_recomputation_of_two_graphs_changes_no_bit(running, how, what, order):
+    plain, twin = twins(running, psi_warmup_updates=2)
+    dtype = torch.bfloat16 if what == "bfloat16" else torch.float32
+    plain, twin = plain.to(dtype), twin.to(dtype)
+    use = checkpointed(twin, how)
+    generator = rng(5)
+    for step in range(3):
+        batches = [tensors(generator) for _ in range(2)]
+        if what == "one batch twice":
+            batches[1] = batches[0]
+        if what == "a fault in the first":
+            batches[0][0][:] = torch.nan
+        results = []
+        for block, function in ((plain, plain), (twin, use)):
+            block.zero_grad()
+            leaves = [x.to(dtype, copy=True).requires_grad_() for x, _, _ in batches]
+            outputs = [function(leaf, mask) for leaf, (_, mask, _) in zip(leaves, batches, strict=True)]
+            for index in order:
+                outputs[index].backward(batches[index][2].to(dtype))
+            gradients = [leaf.grad.nan_to_num(9.0) for leaf in leaves]
+            gradients += [p.grad.nan_to_num(9.0) for p in block.parameters()]
+            results.append(gradients + list(state_of(block).values()))
+        assert_same(*results, f"step {step}")
+
+
+@pytest.mark.parametrize("how", CHECKPOINTING)
+@long
+def test_recomputation_of_a_retained_graph_gives_the_same_again(running, how):
+    """A reentrant recomputation is a forward like any other: there every backward counts, elsewhere only the first."""
+    plain, twin = twins(running)
+    use = checkpointed(twin, how)
+    assert_same(run_step(twin, [use], *tensors(rng(6))), run_step(plain, [plain], *tensors(rng(6))))
+    x, mask, dy = tensors(rng(7))
+    gradients = []
+    for function in (plain, use):
+        leaf = x.clone().requires_grad_()
+        y = function(leaf, mask)
+        for _ in range(2):
+            leaf.grad = None
+            y.backward(dy, retain_graph=True)
+            gradients.append(leaf.grad)
+    assert_same(gradients, gradients[:1] * 4)
+    assert state_of(plain)["norm." + COUNT] == 2
+    assert state_of(twin)["norm." + COUNT] == 2 + (how != "non-reentrant")
+
+
+def test_selective_checkpointing_that_saves_all_operators_changes_no_bit(running):
+    plain, twin = twins(running, psi_warmup_updates=2)
+    save = functools.partial(create_selective_checkpoint_contexts, lambda *_, **__: CheckpointPolicy.MUST_SAVE)
+    use = functools.partial(checkpoint, twin, use_reentrant=False, context_fn=save)
+    generator = rng(1)
+    for _ in range(4):
+        x, mask, dy = tensors(generator)
+        assert_same(run_step(twin, [use], x, mask, dy), run_step(plain, [plain], x, mask, dy))
+
+
+def test_shared_memory_stays_shared(running):
+    norm, twin = running.trained(), running.trained()
+    torch.nn.Sequential(norm).share_memory()
+    pointers = [buffer.data_ptr() for buffer in norm.buffers()]
+    assert_same(some_steps(norm), some_steps(twin))
+    norm.load_state_dict(twin.state_dict())
+    norm.reset_running_stats()
+    assert [buffer.data_ptr() for buffer in norm.buffers()] == pointers
+    assert all(buffer.is_shared() for buffer in norm.buffers())
