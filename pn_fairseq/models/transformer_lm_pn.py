@@ -50,10 +50,6 @@ class TransformerPNLanguageModel(NormedModel, TransformerLanguageModel):
         self.use_norms(decoder.cfg.norms)
 
     @classmethod
-    def hub_models(cls):
-        return {}
-
-    @classmethod
     def add_args(cls, parser):
         gen_parser_from_dataclass(parser, TransformerLanguageModelConfig(), delete_default=True)
         NormOptions.add_args(parser, encoder=False)

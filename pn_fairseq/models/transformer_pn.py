@@ -212,10 +212,6 @@ class TransformerPNModel(NormedModel, TransformerModel):
         self.use_norms(args.norms)
 
     @classmethod
-    def hub_models(cls):
-        return {}
-
-    @classmethod
     def add_args(cls, parser):
         super().add_args(parser)
         NormOptions.add_args(parser)
