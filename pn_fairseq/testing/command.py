@@ -15,6 +15,7 @@ class _Chosen:
 
     def pytest_configure(self, config) -> None:
         config.option.norm_names, config.option.norm_modules = self.names, self.modules
+        config.addinivalue_line("markers", "slow: left out by -m 'not slow'")
 
     def pytest_collection_modifyitems(self, config, items) -> None:
         """Leave out the tests for norms with state where no norm has any."""
