@@ -292,9 +292,9 @@ def test_moses_scripts_and_sentencepiece(archive, reading, tmp_path):
             assert glued == [line.split() for line in tok]
     assert [pair[0][0] for pair in reading.test] == lines(dest / "raw/test.de")
     assert (dest / "bin/dict.de.txt").is_file()
-    assert_refused(prepare(dest, *options, "--segmentation", "sentencepiece", check=False), "other settings")
+    assert_refused(prepare(dest, *options, "--segmentation", "subword-nmt", check=False), "other settings")
     tokenizer.write_text('die "the tokenizer is out of order\\n";')
-    assert_refused(prepare(tmp_path / "new", *options, **environment, check=False), "out of order", str(tokenizer))
+    assert_refused(prepare(tmp_path / "new", *options, check=False), "out of order", str(tokenizer))
     assert not (tmp_path / "new/tok").exists() and not list((tmp_path / "new/stages/tok").iterdir())
 
 
