@@ -120,6 +120,7 @@ def test_decoding_options():
 def test_several_sets_in_one_folder():
     assert len(ConcatDataset([range(3), range(4)], [-1, 1])) == 7
     assert len(ConcatDataset([range(3), range(4)], [2, 1])) == 10
+    assert len(ConcatDataset([range(3), range(4)])) == 7 and len(ConcatDataset([range(3), range(4)], 2)) == 14
 
 
 @pytest.mark.parametrize(("side", "other"), [("encoder", "decoder"), ("decoder", "encoder")])

@@ -720,7 +720,12 @@ def test_folding(norm):
     torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-5)
     assert [each.name for each in norm_report(model)] == ["edge", "post"]
     assert fold_norms(convert_norms(PreNorm(), norm, zero_padding=True).eval(), x) == []
-    assert fold_norms(convert_norms(InADict(nn.LayerNorm(C), nn.Linear(C, C)), norm).eval(), x) == [("0", "1")]
+    for chain, example, folded in (
+        (InADict(nn.LayerNorm(C), nn.Linear(C, C)), x, ("0", "1")),
+        (nn.Sequential(nn.Linear(C, C), nn.LayerNorm(C)), x, ("1", "0")),
+        (nn.Sequential(nn.BatchNorm1d(C), nn.Conv1d(C, C, 2)), x.transpose(1, 2), ("0", "1")),
+    ):
+        assert fold_norms(randomized(convert_norms(chain, norm)).eval(), example) == [folded]
 
 
 @pytest.mark.parametrize("norm_first", [True, False])
