@@ -82,10 +82,11 @@ def test_the_adaptive_loss_is_the_one_of_the_words_probabilities():
     target = torch.where(target.ne(1), torch.arange(4, 4 + target.numel()).view_as(target), target)  # every band
     sample = {"net_input": {"src_tokens": source, "src_lengths": None, "prev_output_tokens": target}, "target": target}
     criterion = AdaptiveLoss(task, sentence_avg=False)
-    loss, size, _ = criterion(model.eval(), sample)
+    loss, size, logged = criterion(model.eval(), sample)
     words = model.get_normalized_probs(model(**sample["net_input"]), log_probs=True, sample=sample)
     words = words.gather(-1, target.unsqueeze(-1)).squeeze(-1).masked_fill(target.eq(1), 0.0)
-    assert size == target.ne(1).sum()
+    assert size == logged["ntokens"] == target.ne(1).sum() and logged["nsentences"] == len(target)
+    assert AdaptiveLoss(task, sentence_avg=True)(model, sample)[1] == len(target)
     torch.testing.assert_close(loss, -words.sum()[None], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(criterion(model, sample, reduce=False)[0], -words.flatten(), rtol=1e-4, atol=1e-5)
 
@@ -93,19 +94,21 @@ def test_the_adaptive_loss_is_the_one_of_the_words_probabilities():
 def test_diverse_beam_search_of_any_sentences_is_that_of_the_first_ones():
     generator = torch.Generator().manual_seed(0)
     steps = [torch.randn(3, 4, 12, generator=generator).log_softmax(-1) for _ in range(3)]
+    for probabilities in steps:  # the groups of the first sentence overlap less than those of the others
+        probabilities[1:] = probabilities[1:, :1]
 
-    def chosen(numbers):
-        search = DiverseBeamSearch(make_dictionary(12), num_groups=2, diversity_strength=0.5)
+    def chosen(numbers, finished=1):
+        search = DiverseBeamSearch(make_dictionary(12), num_groups=2, diversity_strength=0.01)
         scores = torch.zeros(3, 4, 3)
         found = []
         for step, probabilities in enumerate(steps):
-            kept = slice(1 if step == 2 else 0, None)  # the first sentence is finished
+            kept = slice(finished if step == 2 else 0, None)
             arguments = (probabilities[kept], scores[kept, :, :step], None, torch.tensor(numbers)[kept])
             found += search.step(step, *arguments)
         return found
 
-    for one, other in zip(chosen([0, 1, 2]), chosen([38, 2, 7]), strict=True):
-        assert torch.equal(one, other)
+    for one, other, whole in zip(chosen([0, 1, 2]), chosen([38, 2, 7]), chosen([0, 1, 2], 0), strict=True):
+        assert torch.equal(one, other) and torch.equal(one, whole[len(whole) - len(one) :])
 
 
 def test_decoding_options():
