@@ -14,7 +14,12 @@ COMMANDS = {
 
 @pytest.mark.parametrize(
     ("command", "page", "name"),
-    [(command, page, name) for command, pages in COMMANDS.items() for page, parts in pages.items() for name in parts],
+    [
+        pytest.param(command, page, name, marks=pytest.mark.slow if name == "compiled" else ())
+        for command, pages in COMMANDS.items()
+        for page, parts in pages.items()
+        for name in parts
+    ],
 )
 def test_part_is_up_to_date(command, page, name):
     found = generated.block(name).findall((ROOT / "docs" / page).read_text("utf-8"))
