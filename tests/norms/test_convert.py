@@ -182,6 +182,10 @@ def test_other_classes_are_replaced_if_they_compute_the_same():
     assert [each.name for each in norm_report(model)] == ["t5", "wide"] and model["t5"].eps == 1e-3
     with pytest.raises(ValueError, match="no norm to replace: gemma computes neither LayerNorm nor RMSNorm"):
         convert_norms(model, "rms")
+    assert len(norm_report(convert_norms(nn.Sequential(ByVariance().bfloat16()), "rms"))) == 1
+    model["gemma"].forward = lambda x, residual: x
+    with pytest.raises(ValueError, match="no norm to replace: gemma does not accept inputs of shape"):
+        convert_norms(model, "rms")
 
 
 def test_a_weight_that_would_be_lost_is_refused():
