@@ -17,7 +17,6 @@ from pn_fairseq.testing.ranks import run_ranks
 
 from .compilation import CHANNELS, LENGTHS, MODES, batch, compare, deviation, measure, results, tell_updates
 from .helpers import STATEFUL
-from .test_convert_models import bert
 
 KINDS = ("batch", "power", "prep-batch", "unified")
 
@@ -187,24 +186,6 @@ def test_a_block_around_a_compiled_model():
     for length in LENGTHS[:4]:
         batches = [batch(length)]
         assert deviation(results(other, Within(compiled), batches), results(eager, Within(eager), batches)) == 0.0
-
-
-def test_bert_trains_in_one_graph_with_the_statistics_of_real_tokens():
-    model = convert_norms(bert().train(), "power", mask_from="attention_mask")
-    eager = copy.deepcopy(model)
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    for length in (6, 8, 10):
-        mask = ~batch(length)[1]
-        given = {"input_ids": torch.randint(0, 40, mask.shape), "attention_mask": mask.long()}
-        for call in (eager, compiled):
-            call(**given).logits[mask].square().mean().backward()
-            given["input_ids"] = torch.where(mask, given["input_ids"], 0)  # what stands at padding changes nothing
-    for (name, one), two in zip(model.state_dict().items(), eager.state_dict().values(), strict=True):
-        assert torch.equal(one, two), name
-    counters = torch._dynamo.utils.counters
-    assert counters["stats"]["unique_graphs"] == 2 and not counters["graph_break"]
 
 
 # Ranks.

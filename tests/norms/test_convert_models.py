@@ -13,6 +13,7 @@ from pn_fairseq.norms import convert_norms, norm_report, padding, running_norms
 from pn_fairseq.testing.ranks import run_ranks
 
 from ..fixtures.hugging_face import hugging_face
+from .compilation import batch
 
 B, T, C = 3, 7, 16
 LENGTHS = torch.tensor([7, 4, 2])
@@ -307,6 +308,24 @@ def test_two_ranks_are_one(two_ranks, way):
         assert state.keys() == expected.keys()
         for name, tensor in expected.items():
             torch.testing.assert_close(state[name], tensor, rtol=1e-4, atol=1e-5, msg=f"{name}: {{}}".format)
+
+
+def test_bert_trains_in_one_graph_with_the_statistics_of_real_tokens():
+    model = convert_norms(bert().train(), "power", mask_from="attention_mask")
+    eager = copy.deepcopy(model)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for length in (6, 8, 10):
+        mask = ~batch(length)[1]
+        given = {"input_ids": torch.randint(0, 40, mask.shape), "attention_mask": mask.long()}
+        for call in (eager, compiled):
+            call(**given).logits[mask].square().mean().backward()
+            given["input_ids"] = torch.where(mask, given["input_ids"], 0)  # what stands at padding changes nothing
+    for (name, one), two in zip(model.state_dict().items(), eager.state_dict().values(), strict=True):
+        assert torch.equal(one, two), name
+    counters = torch._dynamo.utils.counters
+    assert counters["stats"]["unique_graphs"] == 2 and not counters["graph_break"]
 
 
 def test_padding_of_one_thread_is_not_that_of_another():
