@@ -73,9 +73,11 @@ def test_recomputation_gives_the_same_losses(flag, data, tmp_path, plain):
     assert counters(model_of(tmp_path)) == counters(model_of(plain))
     recomputed = model_of(tmp_path)
     for key, value in model_of(plain).items():
-        # The bias of the keys has no influence on attention: its gradient is only rounding, which Adam makes large.
+        # Where a gradient is only rounding, Adam makes it as large as any: in the bias of the keys, which has no
+        # influence on attention, and in some entries of a weight. The norm is that of all entries.
         if not key.endswith("k_proj.bias"):
-            torch.testing.assert_close(recomputed[key], value, rtol=1e-4, atol=1e-6, msg=key)
+            error = (recomputed[key].double() - value.double()).norm()
+            torch.testing.assert_close(error.item(), 0.0, rtol=0, atol=1e-4 * value.double().norm().item(), msg=key)
 
 
 @pytest.mark.parametrize("stop", [3, *(pytest.param(stop, marks=pytest.mark.slow) for stop in (1, 5))])
