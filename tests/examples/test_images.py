@@ -91,7 +91,7 @@ def test_the_first_norm_is_recorded(cifar, tmp_path, monkeypatch):
     records = read_probe(tmp_path / "runs/resnet20_5epochs_power_seed1/norm_probe")
     assert list(records["update"]) == [2, 4] and set(records["norm"]) == {"1"}
     assert set(records["tokens"]) == {24 * 32 * 32} and set(records["kind"]) == {"power"}
-    assert set(records["sample_size"]) == {24} and records["loss"].between(0, 3).all()  # per image
+    assert set(records["sample_size"]) == {24} and records["loss"].between(0, 10).all()  # per image
     assert records["loss_scale"].tolist() == pytest.approx([1 / 24] * len(records))
 
 

@@ -43,7 +43,8 @@ def test_translation(train, tmp_path, arch, recwarn):
 def test_activation_checkpointing_computes_the_same(train, norm):
     """The gradients, which SGD with a rate of 1 adds to the weights, and the state; with dropout, also after a warm-up.
 
-    The encoder's gradients are sums over the decoder's layers, which recomputation takes in another order.
+    The encoder's gradients are sums over the decoder's layers, which recomputation takes in another order: 30 roundings
+    of 2**-24 of a gradient of about 1, five times.
     """
     flags = ("transformer_iwslt_de_en", f"--convert-norms=*={norm}", "--optimizer=sgd", "--lr=1", "--restore-file=none")
     plain, recomputed = (train(*flags, *more)["model"] for more in ((), ("--checkpoint-activations",)))
@@ -51,7 +52,7 @@ def test_activation_checkpointing_computes_the_same(train, norm):
     for name, tensor in plain.items():
         if name.endswith("num_batches_tracked"):
             assert tensor == recomputed[name] == 2
-        torch.testing.assert_close(recomputed[name], tensor, rtol=1e-5, atol=1e-6, msg=f"{name}: {{}}".format)
+        torch.testing.assert_close(recomputed[name], tensor, rtol=1e-5, atol=1e-5, msg=f"{name}: {{}}".format)
 
 
 def test_generation_rebuilds_the_norms(train, tmp_path, monkeypatch, capsys):

@@ -13,7 +13,7 @@ MODELS = ("transformer_pn_tiny", "transformer_lm_ln_tiny", "tensorized_lm_ln_tin
 
 def weights(arch: str, seed: int, **flags) -> tuple[dict, torch.Tensor]:
     """The initial weights, and the random state after them."""
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)
     return build(arch, **flags).state_dict(), torch.get_rng_state()
 
 
@@ -24,7 +24,7 @@ def equal(one: dict, other: dict) -> bool:
 @pytest.mark.parametrize("arch", MODELS)
 def test_initial_weights_follow_a_seed_of_their_own(arch):
     plain, _ = weights(arch, 5)
-    torch.manual_seed(8)
+    torch.default_generator.manual_seed(8)
     state = torch.get_rng_state()
     own, after = weights(arch, 8, init_seed=5)
     assert equal(own, plain) and torch.equal(after, state)
@@ -35,7 +35,7 @@ def test_initial_weights_follow_a_seed_of_their_own(arch):
 def test_without_it_nothing_changes():
     """As fairseq's own model builds it, which knows nothing of the flag."""
     args = arch_args("transformer_pn_tiny")
-    torch.manual_seed(5)
+    torch.default_generator.manual_seed(5)
     original = TransformerModel.build_model.__func__
     theirs = original(TransformerPNModel, TransformerPNConfig.from_args(args), make_task())
     after = torch.get_rng_state()
