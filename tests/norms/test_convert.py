@@ -398,6 +398,7 @@ def test_a_mask_of_the_source_is_none_for_what_attends_to_it(argument, source_le
         warnings.simplefilter("always")
         model(source, target, attends=attends, **{argument: LENGTHS}).sum().backward()
     assert ["no padding mask has reached it: " in str(each.message) for each in caught] == [True] * (not used)
+    assert norm_report(model)[-1].masks == (f"argument {argument} of the model",)  # encoder_out may be None
     model.eval()
     tokens = target[~MASK] if used else target.flatten(0, 1)
     torch.testing.assert_close(model.decoder.norm.running_mean, 0.1 * tokens.mean(0))
@@ -421,6 +422,7 @@ def test_names_of_what_a_module_attends_to(name):
             return self.decoder(x, x)
 
     model = convert_norms(Model(), "batch", mask_from="src_lengths", layout="BTC")
+    assert norm_report(model)[0].masks == ()
     x = torch.randn(B, T, C)
     with pytest.warns(UserWarning, match="no padding mask has reached it"):
         model(x, LENGTHS).sum().backward()
@@ -451,10 +453,11 @@ def test_functions_of_an_argument():
             return self.norm(x)
 
     ids = torch.where(MASK, 1, 5)
-    model = convert_norms(Tokens(), "batch", mask_from={"ids": lambda ids: ids == 1})
     x = torch.randn(B, T, C)
-    y, expected = (copy.deepcopy(model)(each, ids=ids) for each in (x.masked_fill(MASK[..., None], 1e4), x))
-    assert y[~MASK].equal(expected[~MASK])
+    for form, mask in ((lambda ids: ids == 1, ids), ("valid", FORMS["4-d"])):
+        model = convert_norms(Tokens(), "batch", mask_from={"ids": form})
+        y, expected = (copy.deepcopy(model)(each, ids=mask) for each in (x.masked_fill(MASK[..., None], 1e4), x))
+        assert y[~MASK].equal(expected[~MASK])
 
 
 def test_a_mask_of_another_length_names_the_module():

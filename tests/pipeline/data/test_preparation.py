@@ -99,6 +99,7 @@ def test_languages_whose_scores_need_a_package(corpus, capsys, monkeypatch):
         ("El Mu\u0308ller dijo .\n", "normalize it to NFC first"),
         ("\u0e07\u0e48\u0e32\u0e22\n", "give it in tokens of another tokenizer (--tokenized)"),
         ("\u0645\u0627\u061f\n", "does not join the punctuation of 3 of 3 lines of valid.es"),
+        ("\u0645\u0627\u061f\n" + "uno\n" * 19, ""),  # 5% of the lines
         ('(uno), "dos"; tres!\n', ""),
     ],
 )
