@@ -47,7 +47,7 @@ def test_where_one_operator_is_off_the_reference_computes_with_one_warning(gpu, 
         assert len(broken.normalize()) == FIRST - 1
         assert broken.normalize() == []
     (warning,) = record
-    assert f"differs from it in float32: {wrong} by" in str(warning.message) and "--check" in str(warning.message)
+    assert f"differs from it in float32: {wrong} by" in str(warning.message) and "pn check" in str(warning.message)
 
 
 def test_what_is_off_is_compared_again_by_the_next_process(gpu, folder):

@@ -395,7 +395,7 @@ def test_multi30k_corpora_that_are_wrong(multi30k, tmp_path):
 
     refused("test2018.de", options=("--test", "test2018"))
     (multi30k / "train.de").write_text("one line\n")
-    refused("train.de has 1 lines", "60")
+    refused("train.de has 1 line and", "60")
 
 
 @pytest.mark.slow
