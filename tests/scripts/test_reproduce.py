@@ -291,7 +291,8 @@ def test_what_a_step_writes_is_read_to_its_end_though_nobody_takes_it(shell, tmp
 
 @pytest.mark.parametrize(("number", "code"), [("TERM", 143), ("INT", 130), ("KILL", 137)])
 def test_a_step_that_a_signal_ends(calls, monkeypatch, number, code):
-    kill = ["bash", "-c", f"kill -{number} $$"]
+    # A background job inherits that SIGINT is ignored.
+    kill = ["env", "--default-signal", "bash", "-c", f"kill -{number} $$"]
     monkeypatch.setattr(reproduce, "program", lambda step: kill if step[0] == "average" else ["true"])
     result = in_process("iwslt14", *TWO)
     assert result.returncode == (1 if number == "KILL" else code)
