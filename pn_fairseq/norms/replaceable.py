@@ -99,10 +99,11 @@ def _compare(module: nn.Module) -> str:
         x = x.to("cpu" if weight.is_meta else weight.device, weight.dtype)
     eps = torch.finfo(x.dtype).eps if eps is None else eps  # as nn.RMSNorm
     affine = {name: value for name, value in (("weight", weight), ("bias", bias)) if value is not None}
-    random = {name: (torch.rand(channels, generator=generator) + 0.5).to(x) for name in affine}
-    affine |= {name: value for name, value in random.items() if name in module._parameters}
+    learned = [name for name in affine if name in module._parameters]
+    random = {name: (torch.rand(channels, generator=generator) + 0.5).to(x) for name in learned}
+    affine |= random
     try:
-        y = torch.func.functional_call(module, {name: affine[name] for name in affine.keys() & module._parameters}, x)
+        y = torch.func.functional_call(module, random, x)
         y = y.double() if isinstance(y, Tensor) and y.shape == x.shape else None
     except Exception:
         y = None
