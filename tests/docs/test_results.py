@@ -119,11 +119,11 @@ def test_the_numbers_of_a_page_are_those_of_its_runs(page):
 
 def test_a_digit_that_is_changed_in_a_page_or_in_the_table_is_noticed():
     page = (RESULTS / "masks.md").read_text("utf-8")
-    assert differences_of(page, RUNS) == []
-    for found in [*INTERVAL.finditer(page)][:20]:
-        digit = page[found.end(3) - 1]
-        changed = page[: found.end(3) - 1] + str((int(digit) + 1) % 10) + page[found.end(3) :]
-        assert differences_of(changed, RUNS), found[0]
+    places = [*INTERVAL.finditer(page)][:20]
+    changed = list(page)
+    for place in places:
+        changed[place.end(3) - 1] = str((int(changed[place.end(3) - 1]) + 1) % 10)
+    assert len(differences_of("".join(changed), RUNS)) == len(places)
     frame = RUNS.copy()
     run = frame.index[(frame["study"] == "masks, random") & (frame["system"] == "PN")][0]
     frame.loc[run, "tokenized"] += 0.1

@@ -11,12 +11,12 @@ import pytest
 
 from pn_fairseq.pipeline.data import languages, pairs, subwords, tokens
 from pn_fairseq.pipeline.data.preparation import Preparation, locked
-from pn_fairseq.pipeline.data.recipes import RECIPES
+from pn_fairseq.pipeline.data.recipes import RECIPES, load
 from pn_fairseq.pipeline.data.settings import Settings
 from pn_fairseq.pipeline.runs import Run
 from pn_fairseq.pipeline.translate import to_subwords
 
-from ...scripts_helpers import ROOT, cut_corpus, verb
+from ...scripts_helpers import ROOT, cut_corpus, run, verb
 
 
 @pytest.fixture
@@ -24,17 +24,22 @@ def corpus(tmp_path):
     return cut_corpus(tmp_path / "corpus", 9, 3, 3)
 
 
-def run(corpus, *options: str) -> int:
-    flags = ("--corpus", corpus, "--source", "es", "--target", "en", "--dest", corpus.parent / "data", *options)
-    return verb("prepare")(["text", *map(str, flags), "--workers", "1"])
+LANGUAGES = ("--source", "es", "--target", "en", "--bpe", 150)
+
+
+def prepare(corpus: Path, dest: Path, *options) -> str:
+    """What it says, from a process that starts fairseq-preprocess at once."""
+    return run("pn", "prepare", "text", "--corpus", corpus, "--dest", dest, "--workers", 1, *options).stderr
+
+
+def refused(corpus: Path, *options) -> None:
+    """A mistake that is noticed before fairseq-preprocess starts: in this process."""
+    words = (*LANGUAGES, "--corpus", corpus, "--dest", corpus.parent / "data", "--workers", 1, *options)
+    assert verb("prepare")(["text", *words]) == 2
 
 
 def test_every_corpus_has_its_configuration():
     assert all((ROOT / f"configs/{recipe.CONFIG}.yaml").is_file() for recipe in RECIPES.values() if recipe.CONFIG)
-
-
-def prepare(corpus: Path, dest: Path, *options) -> int:
-    return verb("prepare")(["text", "--corpus", str(corpus), "--dest", str(dest), "--workers", "1", *map(str, options)])
 
 
 @pytest.mark.parametrize("kind", subwords.MODELS)
@@ -44,51 +49,47 @@ def test_tags_that_survive(kind, corpus, tmp_path):
         text = file.read_text("utf-8").splitlines()
         file.write_text("".join(f"<2en>{line} [BT] <b>\n" for line in text), "utf-8")
     (tmp_path / "tags").write_text("<2\\w\\w>\n\n\\[BT\\]\n")
-    languages = ("--source", "es", "--target", "en", "--bpe", 150, "--segmentation", kind)
-    assert prepare(corpus, tmp_path / "data", *languages, "--protect", tmp_path / "tags") == 0
+    prepare(corpus, tmp_path / "data", *LANGUAGES, "--segmentation", kind, "--protect", tmp_path / "tags")
     for folder, mark in (("tok", ""), ("bpe", "\u2581" if kind == "sentencepiece" else "")):
         for line in (tmp_path / f"data/{folder}/test.es").read_text("utf-8").splitlines():
             words = line.split(" ")
             assert words[0] == f"{mark}<2en>" and f"{mark}[BT]" in words and not any("<b" in word for word in words)
     segment = subwords.segmenter(kind, tmp_path / "data/bpe" / subwords.MODELS[kind])
     assert segment("<2en>") not in ("<2en>", "\u2581<2en>"), "it is no subword by itself"
-    (run := tmp_path / "run").mkdir()
-    (run / "data").write_text(f"{tmp_path / 'data'}\n")
-    (run / "config.yaml").write_text("task: {}\n")
-    (source,) = to_subwords(Run(run), ["<2en>Hola [BT]"], None)
+    (folder := tmp_path / "run").mkdir()
+    (folder / "data").write_text(f"{tmp_path / 'data'}\n")
+    (folder / "config.yaml").write_text("task: {}\n")
+    (source,) = to_subwords(Run(folder), ["<2en>Hola [BT]"], None)
     assert source.split()[0].endswith("<2en>") and source.split()[-1].endswith("[BT]")
 
 
 def test_text_for_a_model_of_other_data(corpus, tmp_path, capsys):
     """Its codes, dictionary and settings; characters that it lacks are counted."""
-    old, new = corpus.parent / "data", tmp_path / "new"
-    assert run(corpus, "--bpe", "150", "--keep-case") == 0
+    old, new = tmp_path / "old", tmp_path / "new"
+    prepare(corpus, old, *LANGUAGES, "--keep-case")
     for name in ("train", "valid", "test"):
         (corpus / f"{name}.es").write_text("Hola Ω, mundo\n" * 3)
         (corpus / f"{name}.en").write_text("Hello\n" * 3)
-    assert prepare(corpus, new, "--like", old) == 0
-    said = capsys.readouterr().err.partition("complete")[2]
+    said = prepare(corpus, new, "--like", old)
     assert re.search(r"note: \d[\d.]+% of the subwords of train.es are not in the dictionary", said)
     assert "learning" not in said
     assert (new / "bin/dict.es.txt").read_bytes() == (old / "bin/dict.es.txt").read_bytes()
     assert (new / "bpe/codes").read_bytes() == (old / "bpe/codes").read_bytes()
     assert (new / "tok/test.es").read_text("utf-8").startswith("Hola Ω , mundo\n")
-    assert prepare(corpus, new, "--like", old) == 0 and "is complete" in capsys.readouterr().err
+    assert "is complete" in prepare(corpus, new, "--like", old)
     for options, needle in (
         (("--like", old, "--target", "de"), "has target=en, not de"),
         (("--like", old / "bin"), "settings.txt does not exist"),
         (("--like", old, "--segmentation", "sentencepiece"), "has segmentation=subword-nmt, not sentencepiece"),
         (("--like", old, "--moses", old), "has tokenizer=sacremoses+final-stop, not moses"),
     ):
-        assert prepare(corpus, tmp_path / "third", *options) == 2
+        assert verb("prepare")(["text", "--corpus", corpus, "--dest", tmp_path / "third", *options]) == 2
         assert needle in capsys.readouterr().err and not (tmp_path / "third").exists()
 
 
 def test_languages_whose_scores_need_a_package(corpus, capsys, monkeypatch):
     monkeypatch.setattr(languages.importlib.util, "find_spec", lambda name: None if "MeCab" in name else name)
-    for file in corpus.glob("*.en"):
-        file.rename(file.with_suffix(".jpn_Jpan"))
-    run(corpus, "--target", "jpn_Jpan")
+    refused(corpus, "--target", "jpn_Jpan")  # whose files do not exist
     assert "detokenized BLEU of jpn_Jpan needs: pip install 'sacrebleu[ja]'" in capsys.readouterr().err
 
 
@@ -120,26 +121,27 @@ def test_text_that_is_tokenized_already_is_said(tmp_path, capsys):
     assert not capsys.readouterr().err
 
 
-def test_an_error_leaves_nothing(corpus, capsys):
+def test_an_error_leaves_nothing(corpus):
     """Nor does it take anything away."""
     (corpus / "test.es").write_text("")
-    assert run(corpus) == 2 and not (corpus.parent / "data").exists()
+    refused(corpus)
+    assert not (corpus.parent / "data").exists()
     (corpus.parent / "data").mkdir()
     (corpus.parent / "data/mine").touch()
-    assert run(corpus) == 2 and [path.name for path in (corpus.parent / "data").iterdir()] == ["mine"]
+    refused(corpus)
+    assert [path.name for path in (corpus.parent / "data").iterdir()] == ["mine"]
 
 
-def test_the_recipe_of_the_page_in_a_file_of_ones_own(tmp_path, monkeypatch, capsys):
+def test_the_recipe_of_the_page_in_a_file_of_ones_own(tmp_path, monkeypatch):
     """With its data in runs/data, as those of the package."""
     monkeypatch.chdir(tmp_path)
     page = (ROOT / "docs/adding_a_corpus.md").read_text("utf-8")
     code = re.search(r"```python\n(.*?)```", page, re.S)[1]
     (tmp_path / "my_corpus.py").write_text(textwrap.dedent(code).replace('source="fr"', 'source="es"'))
-    words = ["--corpus", str(cut_corpus(tmp_path / "text", 9, 3, 3)), "--bpe", "150"]
-    assert verb("prepare")(["my_corpus.py", *words]) == 0
-    assert "train has 9 sentence pairs here; the published one has 12000" in capsys.readouterr().err
+    words = ("my_corpus.py", "--corpus", cut_corpus(tmp_path / "text", 9, 3, 3), "--bpe", 150)
+    assert "train has 9 sentence pairs here; the published one has 12000" in run("pn", "prepare", *words).stderr
     assert (tmp_path / "runs/data/my_corpus/bin/dict.en.txt").is_file()
-    assert RECIPES.pop("my_corpus").REPRODUCE.steps[0] == ["train"]
+    assert RECIPES.pop(load("my_corpus.py")).REPRODUCE.steps[0] == ["train"]
     shutil.copy(ROOT / "configs/verses_es_en.yaml", "my_corpus.yaml")  # the second place: its configuration
     assert verb("train")(["my_corpus.yaml", "--check"]) == 0
 
@@ -149,7 +151,7 @@ def test_a_memory_that_is_too_small_is_one_line(corpus, monkeypatch, capsys):
         raise MemoryError
 
     monkeypatch.setattr(tokens, "per_line", lambda function: too_much)
-    assert run(corpus) == 2
+    refused(corpus)
     assert "not enough memory; use fewer processes" in capsys.readouterr().err
     assert not list((corpus.parent / "data/tok").iterdir())
 
