@@ -120,6 +120,7 @@ def test_sync_batch_norm_is_replaced_by_a_synchronised_norm():
     assert not convert_norms(FeedForward(), "power").norm.sync  # as in the paper
     assert convert_norms(nn.Sequential(nn.SyncBatchNorm(C, affine=False)), "power")[0].sync
     assert convert_norms(FeedForward(), "batch").norm.sync
+    assert convert_norms(nn.BatchNorm1d(C, momentum=1.0), "batch").alpha_fwd == 0.9  # it has to be above 0
 
 
 @in_pairs(replaced=[nn.LayerNorm, nn.RMSNorm, nn.BatchNorm1d], norm=["batch", "power", "rms"], assign=[False, True])
@@ -343,17 +344,22 @@ def test_the_innermost_module_with_the_argument_decides():
 
 def test_an_argument_that_is_none_hides_the_masks_of_modules_around():
     """With the warning, as the inner module may have other tokens; a block holds there."""
-    model = convert_norms(Outer(), "batch", mask_from=["padding_mask", "attention_mask"], skip="*pool")
-    x, valid = torch.randn(B, T, C), (~MASK).int()
+    x = torch.randn(B, T, C)
     filled, real = x.masked_fill(MASK[..., None], 1e4), ~MASK[:, ::2]
-    with pytest.warns(UserWarning, match=r"inner.norm takes .* reached it \(argument padding_mask of inner is None\)"):
-        hidden = copy.deepcopy(model)(filled, valid)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        model(x, torch.ones_like(valid))  # Hugging Face's models hand None on if there is no padding
-        with padding(MASK):
-            y, expected = (copy.deepcopy(model)(each, valid) for each in (filled, x))
-    assert y[real].equal(expected[real]) and not y[real].equal(hidden[real])
+    for form, mask, full in (
+        ("valid", (~MASK).int(), torch.ones_like(MASK, dtype=torch.int)),
+        ("lengths", LENGTHS, torch.full_like(LENGTHS, T)),
+    ):
+        arguments = {"padding_mask": "mask", "attention_mask": form}
+        model = convert_norms(Outer(), "batch", mask_from=arguments, skip="*pool")
+        with pytest.warns(UserWarning, match=r"inner.norm .* reached it \(argument padding_mask of inner is None\)"):
+            hidden = copy.deepcopy(model)(filled, mask)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            model(x, full)  # Hugging Face's models hand None on if there is no padding
+            with padding(MASK):
+                y, expected = (copy.deepcopy(model)(each, mask) for each in (filled, x))
+        assert y[real].equal(expected[real]) and not y[real].equal(hidden[real])
 
 
 class Attending(nn.Module):
@@ -374,7 +380,8 @@ class EncoderDecoder(nn.Module):
 
     def forward(self, x, y, src_lengths=None, lengths=None, target_lengths=None, attends=True):
         memory = self.encoder(x)
-        attended = {"dict": {"memory": memory}, "speaker": memory[:, 0], True: memory, False: None}[attends]
+        kinds = {"dict": {"memory": memory}, "speaker": memory[:, 0], "TBC": memory.transpose(0, 1), True: memory}
+        attended = kinds.get(attends)
         return self.decoder(y, attended, src_lengths)
 
 
@@ -386,6 +393,7 @@ class EncoderDecoder(nn.Module):
         ("src_lengths", T, "speaker", True),
         ("lengths", T, True, False),
         ("lengths", T, "dict", False),
+        ("lengths", T, "TBC", False),
         ("lengths", T + 1, True, True),
         ("target_lengths", T, True, True),
     ],
@@ -552,8 +560,9 @@ def test_other_shapes():
         ):
             model(torch.randn(2, C, 6, 4))
     with padding(None):
-        reference = nn.BatchNorm2d(C)
-        torch.testing.assert_close(copy.deepcopy(model)(image), reference(image))
+        for given in (image, image.contiguous(memory_format=torch.channels_last)):
+            y = copy.deepcopy(model)(given)
+            torch.testing.assert_close(y, nn.BatchNorm2d(C)(given), check_stride=True)
     with pytest.raises(ValueError, match="0 is for images: give layout='BCHW'"):
         convert_norms(nn.Sequential(nn.BatchNorm2d(C)), "batch")
 
@@ -568,7 +577,7 @@ def test_zero_padding(norm, training):
 
 
 def test_one_warning_for_a_model_without_any_mask():
-    model = convert_norms(FeedForward(), "batch")
+    model = convert_norms(FeedForward(), "batch", zero_padding=True)
     x = torch.randn(B, T, C)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -578,7 +587,7 @@ def test_one_warning_for_a_model_without_any_mask():
             model(x)
         model(x.flatten(0, 1))
         model.eval()(x)
-        convert_norms(FeedForward(), "layer")(x)
+        convert_norms(FeedForward(), "layer", zero_padding=True)(x)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model.train()(x)
@@ -685,6 +694,20 @@ def test_a_recomputation_without_its_mask_is_an_error(reentrant):
         y = again(x)
         with pytest.raises(RuntimeError, match="norm: this forward is being recomputed .* give checkpoint context_fn="):
             y.sum().backward()
+    again = convert_norms(
+        Checkpointed(FeedForward(), hands_on=False, use_reentrant=reentrant), "batch", mask_from="lengths"
+    )
+    y = again(x, LENGTHS)
+    with pytest.raises(RuntimeError, match="norm: this forward is being recomputed .* pass the mask as an argument"):
+        y.sum().backward()
+    again.hands_on = True  # the recomputation sees, as its forward, that the argument is None
+    with pytest.warns(UserWarning, match=r"\(argument lengths of inner is None\)"):
+        again(x).sum().backward()
+
+
+def test_training_cannot_be_exported():
+    with pytest.raises(RuntimeError, match=r"torch.export .* call eval\(\) first"):
+        torch.export.export(convert_norms(FeedForward(), "power"), (torch.randn(B, T, C),), strict=False)
 
 
 @pytest.mark.parametrize("name", [name for name in NORMS])
