@@ -3,7 +3,7 @@
 import pytest
 
 from pn_fairseq.common.command import UserError
-from pn_fairseq.pipeline.data.subwords import learn, segmenter
+from pn_fairseq.pipeline.data.subwords import count_merges, learn, segmenter
 
 
 def test_a_vocabulary_that_sentencepiece_cannot_make(tmp_path):
@@ -17,6 +17,15 @@ def test_text_without_words(tmp_path):
     (tmp_path / "text").write_text("a b c\n")
     with pytest.raises(UserError, match="the training text has no word of two characters"):
         learn("subword-nmt", 10, tmp_path / "codes", [tmp_path / "text"])
+
+
+def test_text_with_fewer_merges_is_said(tmp_path, capsys):
+    text, codes = tmp_path / "text", tmp_path / "codes"
+    text.write_text("lower lower\n")
+    for operations, note in ((5, "note: the text has 4 merges, fewer than --bpe 5;"), (4, "")):
+        learn("subword-nmt", operations, codes, [text])
+        said = capsys.readouterr().err
+        assert count_merges(codes) == 4 and note in said and ("note" in said) is bool(note)
 
 
 @pytest.mark.parametrize("kind", ["subword-nmt", "sentencepiece"])
