@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from pn_fairseq.norms import (
     NORMS,
     MaskedBatchNorm,
+    build_norm,
     convert_norms,
     fold_norms,
     norm_report,
@@ -713,6 +714,7 @@ def test_training_cannot_be_exported():
 @pytest.mark.parametrize("name", [name for name in NORMS])
 def test_every_norm_can_be_put_in(name):
     model = convert_norms(FeedForward(), name)
+    assert [*model.norm.state_dict()] == [*build_norm(name, C).state_dict()]
     with padding(MASK):
         model(torch.randn(B, T, C)).sum().backward()
     with padding(MASK[:, 1:]):  # evaluation looks at no mask
