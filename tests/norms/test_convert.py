@@ -361,6 +361,9 @@ def test_an_argument_that_is_none_hides_the_masks_of_modules_around():
             with padding(MASK):
                 y, expected = (copy.deepcopy(model)(each, mask) for each in (filled, x))
         assert y[real].equal(expected[real]) and not y[real].equal(hidden[real])
+    model = convert_norms(Outer(), "batch", mask_from=arguments, only="inner.norm")
+    with pytest.warns(UserWarning, match="inner.norm"):
+        model(x, full + 2)  # of other sequences
 
 
 class Attending(nn.Module):
@@ -545,6 +548,8 @@ def test_other_shapes():
         with padding(**{"additive" if form == "4-d" else form: mask}):
             for shape in ((13, C), (1, 13, C), (13, 1, C)):
                 assert copy.deepcopy(flat)(packed.view(shape)).view(13, C).equal(expected)
+            nested = torch.nested.as_nested_tensor([*packed.split(LENGTHS.tolist())], layout=torch.jagged)
+            assert copy.deepcopy(flat)(nested).values().equal(expected)
     with padding(torch.zeros(T, B, dtype=torch.bool)):
         assert model(rows.flatten(0, 1)).shape == (B * T, C)  # the order is not known, but no row is padding
     image = torch.randn(2, C, 5, 4)
