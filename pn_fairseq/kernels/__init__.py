@@ -22,32 +22,7 @@ from pn_fairseq.kernels.ops import (
     refuse_second_derivative,
     running_average,
     squashed,
-    standardize,
-    standardize_gradient,
     standardized,
 )
 from pn_fairseq.kernels.reference import acc_dtype
-from pn_fairseq.kernels.selection import VARIABLE, Unavailable, available, describe, forced, using
-
-__all__ = [
-    "OPERATORS",
-    "VARIABLE",
-    "Unavailable",
-    "acc_dtype",
-    "available",
-    "describe",
-    "evaluate",
-    "forced",
-    "gradient",
-    "gradient_sums",
-    "moments",
-    "normalize",
-    "power_update",
-    "refuse_second_derivative",
-    "running_average",
-    "squashed",
-    "standardize",
-    "standardize_gradient",
-    "standardized",
-    "using",
-]
+from pn_fairseq.kernels.selection import FORCED, VARIABLE, Unavailable, available, describe, using

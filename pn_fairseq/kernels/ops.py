@@ -1,9 +1,9 @@
-"""The operators ``torch.ops.pn_fairseq.*``: their schemas, and functions with a gradient made of them.
+"""The operators ``torch.ops.pn_fairseq.*``, and functions with a gradient made of them.
 
-:mod:`.reference` defines what each computes and serves every device; C++ and Triton implement the same schemas for CPU
-and CUDA. All are pure functions of tensors. They trust their arguments: the norms check what users give them, once.
-Tokens may have any strides, and the usual ones, such as those of a transposed batch, are read without a copy. Results
-are contiguous, as the results of torch's LayerNorm.
+:mod:`.reference` defines the arguments and the results of each and serves every device; C++ and Triton compute the same
+on CPU and CUDA. All are pure functions of tensors. They trust their arguments: the norms check what users give them,
+once. Tokens may have any strides, and the usual ones, such as those of a transposed batch, are read without a copy.
+Results are contiguous, as the results of torch's LayerNorm.
 
 ===================  ==============================================================================================
 ``normalize``        y from given statistics, optionally with the second moment of the batch from the same pass
@@ -17,6 +17,7 @@ are contiguous, as the results of torch's LayerNorm.
 ===================  ==============================================================================================
 """
 
+import re
 from collections.abc import Callable
 
 import torch
@@ -32,15 +33,14 @@ OPERATORS: dict[str, Callable] = {}
 _library = torch.library.Library(NAMESPACE, "DEF")
 
 
-def _operator(schema: str, function: Callable) -> Callable:
-    """Define ``torch.ops.pn_fairseq.NAME`` with ``function`` as its reference implementation.
+def _operator(function: Callable) -> Callable:
+    """Define ``torch.ops.pn_fairseq.NAME`` with ``function``, a pure function, as its reference implementation.
 
-    Args:
-        schema: ``"name(Tensor a, float b) -> Tensor"``.
-        function: a pure function of these arguments.
+    The operator has its name and its arguments, in the types of its annotations, without those that have a default.
     """
-    name = schema.partition("(")[0]
-    _library.define(schema)
+    name = function.__name__
+    arguments = torch.library.infer_schema(function, mutates_args=()).replace("SymInt", "int")
+    _library.define(name + re.sub(r", \w+ \w+=\w+", "", arguments))
     _library.impl(name, function, "CompositeExplicitAutograd")
     # Every call whose result needs a gradient is inside a torch.autograd.Function, which defines the gradient. A
     # fallthrough skips autograd's dispatch key, whose default (warn in a backward that these operators have no
@@ -50,58 +50,16 @@ def _operator(schema: str, function: Callable) -> Callable:
     return getattr(torch.ops.pn_fairseq, name).default
 
 
-normalize = _operator(
-    "normalize(Tensor x, Tensor? weight, Tensor? bias, Tensor? mean, Tensor? moment, Tensor? padding, "
-    "Tensor? inv_rms, int groups, float eps, bool sums) -> (Tensor y, Tensor inv_rms, Tensor moment, Tensor count)",
-    reference.normalize,
-)
-moments = _operator(
-    "moments(Tensor x, Tensor? padding, int groups, float eps, bool centered) -> "
-    "(Tensor inv_rms, Tensor mean, Tensor moment, Tensor count)",
-    reference.moments,
-)
-gradient_sums = _operator(
-    "gradient_sums(Tensor dy, Tensor x, Tensor? padding, Tensor? weight, Tensor? mean, Tensor? moment, "
-    "Tensor inv_rms, int groups, float eps) -> (Tensor parameters, Tensor products)",
-    reference.gradient_sums,
-)
-gradient = _operator(
-    "gradient(Tensor dy, Tensor x, Tensor? padding, Tensor? weight, Tensor? mean, Tensor? moment, Tensor? nu, "
-    "Tensor? offset, Tensor inv_rms, int groups, float eps, bool sums) -> "
-    "(Tensor dx, Tensor parameters, Tensor products)",
-    reference.gradient,
-)
-running_average = _operator(
-    "running_average(Tensor moment, Tensor? mean, Tensor num_batches, Tensor batch_moment, Tensor? batch_mean, "
-    "Tensor products, Tensor count, int warmup, float alpha) -> (Tensor moment, Tensor mean, Tensor num_batches)",
-    reference.running_average,
-)
-power_update = _operator(
-    "power_update(Tensor psi2, Tensor nu, Tensor num_batches, Tensor batch_psi2, Tensor used_psi2, Tensor products, "
-    "Tensor count, float eps, int warmup, float alpha_fwd, float alpha_bwd) -> "
-    "(Tensor psi2, Tensor nu, Tensor num_batches)",
-    reference.power_update,
-)
-standardize = _operator(
-    "standardize(Tensor x, Tensor? weight, Tensor? bias, int groups, bool centered, float square_factor, "
-    "float eps_in_root, float eps_outside, float min_divisor, float gain, float gain_slope) -> "
-    "(Tensor y, Tensor stats)",
-    reference.standardize,
-)
-standardize_gradient = _operator(
-    "standardize_gradient(Tensor dy, Tensor x, Tensor? weight, Tensor stats, int groups, float gain, float gain_slope, "
-    "bool through_mean, bool through_divisor, bool sums) -> (Tensor dx, Tensor parameters)",
-    reference.standardize_gradient,
-)
-squash = _operator(
-    "squash(Tensor x, Tensor? weight, Tensor? bias, Tensor alpha, Tensor? shift, bool erf) -> Tensor",
-    reference.squash,
-)
-squash_gradient = _operator(
-    "squash_gradient(Tensor dy, Tensor x, Tensor? weight, Tensor alpha, Tensor? shift, bool erf) -> "
-    "(Tensor dx, Tensor parameters, Tensor scalars)",
-    reference.squash_gradient,
-)
+normalize = _operator(reference.normalize)
+moments = _operator(reference.moments)
+gradient_sums = _operator(reference.gradient_sums)
+gradient = _operator(reference.gradient)
+running_average = _operator(reference.running_average)
+power_update = _operator(reference.power_update)
+standardize = _operator(reference.standardize)
+standardize_gradient = _operator(reference.standardize_gradient)
+squash = _operator(reference.squash)
+squash_gradient = _operator(reference.squash_gradient)
 
 
 def by_reference() -> bool:

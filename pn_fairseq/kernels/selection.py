@@ -153,12 +153,8 @@ def _select() -> tuple[str | None, str | None]:
 
 
 _others = torch.library.Library(NAMESPACE, "IMPL")
+#: The implementation that the environment variable forces, and why there are no C++ kernels.
 FORCED, CPP_MISSING = _select()
-
-
-def forced() -> str | None:
-    """The implementation that the environment variable forces."""
-    return FORCED
 
 
 def missing(name: str) -> str:

@@ -285,9 +285,6 @@ class RunningNorm(StatefulNorm):
         self.flush()
         return dict(self._collected)
 
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, alpha_fwd={self.alpha_fwd}"
-
 
 def refuse_transforms() -> None:
     """Called in training."""

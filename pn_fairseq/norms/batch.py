@@ -57,10 +57,8 @@ class MaskedBatchNorm(BatchStatsNorm):
     for evaluation.
 
     Args:
-        num_features: number of channels C.
         alpha_fwd: decay of the running statistics, in (0, 1); torch's ``momentum`` is ``1 - alpha_fwd``.
-        sync, process_group: see :class:`~pn_fairseq.norms.base.RunningNorm`.
-        eps, affine, layer_scale_groups, batch_first: see :class:`~pn_fairseq.norms.base.ChannelNorm`.
+        others: see :class:`~pn_fairseq.norms.base.RunningNorm`.
 
     Buffers: ``running_mean`` (initially 0) and ``running_var`` (initially 1), (C,) float32, and
     ``num_batches_tracked``, int64. A batch of one real token has no unbiased variance and changes none of them.

@@ -43,12 +43,10 @@ class RegularizedBatchNorm(MaskedBatchNorm):
     for the batches of all ranks together.
 
     Args:
-        num_features: number of channels C.
         alpha_fwd: decay of the running statistics, in (0, 1).
         lambda_mean, lambda_var: :math:`\lambda_\mu` and :math:`\lambda_\sigma`, at least 0. The defaults are the
             authors' for pre-norm translation models.
-        sync, process_group: see :class:`~pn_fairseq.norms.base.RunningNorm`.
-        eps, affine, layer_scale_groups, batch_first: see :class:`~pn_fairseq.norms.base.ChannelNorm`.
+        others: see :class:`~pn_fairseq.norms.base.RunningNorm`.
 
     Buffers: see :class:`~pn_fairseq.norms.MaskedBatchNorm`.
     """
@@ -94,9 +92,6 @@ class RegularizedBatchNorm(MaskedBatchNorm):
     def observe(self, contribution: Contribution) -> dict[str, Tensor]:
         """``penalty``: P of the last contribution."""
         return {"penalty": self.penalty(contribution)}
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, lambda_mean={self.lambda_mean}, lambda_var={self.lambda_var}"
 
 
 class RegularizedBatchNormRelease(RegularizedBatchNorm):

@@ -41,12 +41,10 @@ class BatchRenorm(BatchStatsNorm):
     130,000 steps of the paper's baseline.
 
     Args:
-        num_features: number of channels C.
         alpha_fwd: decay of :math:`\mu` and :math:`\sigma`, in (0, 1).
         renorm_updates: length of the schedule in optimizer updates.
         renorm_r_max, renorm_d_max: r_max (at least 1) and d_max (at least 0) at its end.
-        sync, process_group: see :class:`~pn_fairseq.norms.base.RunningNorm`.
-        eps, affine, layer_scale_groups, batch_first: see :class:`~pn_fairseq.norms.base.ChannelNorm`.
+        others: see :class:`~pn_fairseq.norms.base.RunningNorm`.
 
     Buffers: ``running_mean`` (initially 0) and ``running_var`` (:math:`\sigma^2 - \epsilon`, initially 1), (C,)
     float32, and ``num_batches_tracked``, int64. Recalibration takes the mean of the (biased) variances of the batches.
@@ -106,7 +104,3 @@ class BatchRenorm(BatchStatsNorm):
 
     def statistics_of(self, batch: Moments) -> dict[str, Tensor]:
         return {"running_mean": batch.mean, "running_var": batch.moment}
-
-    def extra_repr(self) -> str:
-        schedule = f"renorm_updates={self.renorm_updates}, renorm_r_max={self.renorm_r_max}"
-        return f"{super().extra_repr()}, {schedule}, renorm_d_max={self.renorm_d_max}"

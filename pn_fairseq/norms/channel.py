@@ -138,4 +138,6 @@ class ChannelNorm(nn.Module):
         raise NotImplementedError
 
     def extra_repr(self) -> str:
-        return f"{self.num_features}, eps={self.eps}, affine={self.affine}"
+        arguments = inspect.signature(type(self)).parameters
+        kept = {name: value for name, value in vars(self).items() if name in arguments and value is not None}
+        return ", ".join(f"{name}={value}" for name, value in kept.items())

@@ -14,10 +14,9 @@ class DynamicTanh(ChannelNorm):
     ``alpha``, (1,), is always learned, also with ``affine=False``. It has no state, and a padding mask changes nothing.
 
     Args:
-        num_features: number of channels C.
         alpha_init: initial value of ``alpha``, greater than 0. The paper's is 0.5, less in large language models.
         eps: epsilon of layer-scale.
-        affine, layer_scale_groups, batch_first: see :class:`~pn_fairseq.norms.base.ChannelNorm`.
+        others: see :class:`~pn_fairseq.norms.base.ChannelNorm`.
     """
 
     def __init__(self, num_features: int, alpha_init: float = 0.5, **common):
@@ -32,9 +31,6 @@ class DynamicTanh(ChannelNorm):
 
     def normalize(self, h: Tensor) -> Tensor:
         return kernels.squashed(h, self.weight, self.bias, self.alpha, None, erf=False)
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, alpha_init={self.alpha_init}"
 
 
 class DynamicErf(DynamicTanh):

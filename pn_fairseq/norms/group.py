@@ -16,9 +16,8 @@ class GroupNorm(ChannelNorm):
     (T*B, C). One group is LN. It has no state, and a padding mask changes nothing.
 
     Args:
-        num_features: number of channels C.
         groups: number of equal groups that the channels split into. A transformer has as many as attention heads.
-        eps, affine, layer_scale_groups, batch_first: see :class:`~pn_fairseq.norms.base.ChannelNorm`.
+        others: see :class:`~pn_fairseq.norms.base.ChannelNorm`.
     """
 
     def __init__(self, num_features: int, groups: int = 1, **common):
@@ -29,6 +28,3 @@ class GroupNorm(ChannelNorm):
 
     def normalize(self, h: Tensor) -> Tensor:
         return kernels.standardized(h, self.weight, self.bias, groups=self.groups, eps_in_root=self.eps)
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, groups={self.groups}"

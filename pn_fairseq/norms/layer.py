@@ -25,9 +25,7 @@ class LayerNorm(ChannelNorm):
     ``torch.nn.functional.layer_norm`` does the work, also on half types; parameters are named as in
     ``torch.nn.LayerNorm``. It has no state, and a padding mask changes nothing.
 
-    Args:
-        num_features: number of channels C.
-        eps, affine, layer_scale_groups, batch_first: see :class:`~pn_fairseq.norms.base.ChannelNorm`.
+    Arguments: see :class:`~pn_fairseq.norms.base.ChannelNorm`.
     """
 
     def is_torch_layer_norm(self) -> bool:

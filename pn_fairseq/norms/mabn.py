@@ -30,12 +30,10 @@ class MovingAverageBatchNorm(WindowNorm):
     centralized here.
 
     Args:
-        num_features: number of channels C.
         alpha_fwd: decay of the running :math:`\psi^2`, in (0, 1).
         window: steps that are averaged.
         psi_warmup_updates: length of the warm-up in optimizer updates.
-        sync, process_group: see :class:`~pn_fairseq.norms.base.RunningNorm`.
-        eps, affine, layer_scale_groups, batch_first: see :class:`~pn_fairseq.norms.base.ChannelNorm`.
+        others: see :class:`~pn_fairseq.norms.base.RunningNorm`.
 
     Buffers, float32: ``running_psi2`` (C,), initially 1, ``psi2_window`` and ``lambda_window`` (window, C), initially
     0, the :math:`\psi_B^2` and :math:`\lambda_B` of the last steps; ``num_batches_tracked``, int64.

@@ -44,7 +44,7 @@ class PaddingMask:
     """
 
     def __init__(self, form: str, value: Tensor, source: str):
-        self.form, self.source = form, source
+        self.source = source
         if not isinstance(value, Tensor):
             raise ValueError(f"{source}: expected a tensor, got {type(value).__name__}")
         floating = value.is_floating_point()
@@ -67,7 +67,7 @@ class PaddingMask:
                 value = value.squeeze(1)
         #: (B,), or (B, T), or (N,) for tokens (N, C), or (B, H, W) for images.
         self.value = value
-        self._form = form
+        self.form = form
         self._padding: Tensor | None = None
         self._time: int | None = None
         self._longest: int | None = None
@@ -83,7 +83,7 @@ class PaddingMask:
 
         Lengths fit the T of their first use. Before it, T is ``tokens`` or the greatest length, whichever is more.
         """
-        if self._form != "lengths":
+        if self.form != "lengths":
             return self.value.size(-1)
         if self._time is not None:
             return self._time
@@ -95,11 +95,11 @@ class PaddingMask:
         """Bool, True = padding, in the shape of the mask; for lengths (B, ``tokens``)."""
         if self._padding is None:
             self._time = tokens
-            if self._form == "mask":
+            if self.form == "mask":
                 self._padding = self.value
-            elif self._form == "valid":
+            elif self.form == "valid":
                 self._padding = self.value == 0
-            elif self._form == "additive":
+            elif self.form == "additive":
                 self._padding = self.value <= _ADDITIVE_PADDING
                 fits = (self._padding | (self.value == 0)).all()
                 torch._assert_async(
@@ -113,13 +113,13 @@ class PaddingMask:
     def real_tokens(self) -> int:
         """The number of tokens that are not padding. It waits for the device."""
         if self._real_tokens is None:
-            real = self.value.sum() if self._form == "lengths" else (~self.of(self.value.size(-1))).sum()
+            real = self.value.sum() if self.form == "lengths" else (~self.of(self.value.size(-1))).sum()
             self._real_tokens = int(real)
         return self._real_tokens
 
     @property
     def has_padding(self) -> bool:
-        positions = self.batch * self.time(0) if self._form == "lengths" else self.value.numel()
+        positions = self.batch * self.time(0) if self.form == "lengths" else self.value.numel()
         return self.real_tokens < positions
 
     def __str__(self) -> str:

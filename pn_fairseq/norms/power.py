@@ -47,12 +47,11 @@ class PowerNorm(RunningNorm):
     warm-up reads x twice in every step, also after the warm-up.
 
     Args:
-        num_features: number of channels C.
         alpha_fwd, alpha_bwd: decay of :math:`\psi^2` and of :math:`\nu`, in (0, 1).
         psi_warmup_updates: length of the warm-up in optimizer updates; 0: none.
-        sync, process_group: see :class:`~pn_fairseq.norms.base.RunningNorm`. After the warm-up
-            a step has one asynchronous all-reduce, and the forward does not wait.
-        eps, affine, layer_scale_groups, batch_first: see :class:`~pn_fairseq.norms.base.ChannelNorm`.
+        sync: see :class:`~pn_fairseq.norms.base.RunningNorm`. After the warm-up a step has one asynchronous all-reduce,
+            and the forward does not wait.
+        others: see :class:`~pn_fairseq.norms.base.RunningNorm`.
 
     Buffers: ``running_psi2`` (:math:`\psi^2`, initially 1) and ``nu`` (initially 0), (C,) float32, and
     ``num_batches_tracked``, int64.
@@ -125,6 +124,3 @@ class PowerNorm(RunningNorm):
         """The diagnostics of :class:`RunningNorm` and :meth:`observe`, and ``nu_rms``, the root mean square of nu."""
         collected = super().diagnostics()
         return {**collected, "nu_rms": self.nu.square().mean().sqrt()} if collected else collected
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, alpha_bwd={self.alpha_bwd}, psi_warmup_updates={self.psi_warmup_updates}"

@@ -15,10 +15,8 @@ class PowerNormV(BatchStatsNorm):
     / \sqrt{\psi_B^2 + \epsilon}`. For evaluation, :math:`\psi^2` is an exponential average of the batches'.
 
     Args:
-        num_features: number of channels C.
         alpha_fwd: decay of :math:`\psi^2`, in (0, 1).
-        sync, process_group: see :class:`~pn_fairseq.norms.base.RunningNorm`.
-        eps, affine, layer_scale_groups, batch_first: see :class:`~pn_fairseq.norms.base.ChannelNorm`.
+        others: see :class:`~pn_fairseq.norms.base.RunningNorm`.
 
     Buffers: ``running_psi2`` (C,) float32, initially 1, and ``num_batches_tracked``, int64.
     """

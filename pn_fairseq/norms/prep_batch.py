@@ -35,11 +35,9 @@ class ProgressiveBatchNorm(MaskedBatchNorm):
     transformer N is 4/5 of ``--max-update`` unless it is given. The authors' code counts training forwards.
 
     Args:
-        num_features: number of channels C.
         fade_updates: length N of the fade in optimizer updates; 0: none, RepBN from the start.
         affine: learn both gains and biases and :math:`\alpha`, which otherwise is 1.
-        alpha_fwd, sync, process_group: see :class:`~pn_fairseq.norms.base.RunningNorm`.
-        eps, layer_scale_groups, batch_first: see :class:`~pn_fairseq.norms.base.ChannelNorm`.
+        others: see :class:`~pn_fairseq.norms.base.RunningNorm`.
 
     Parameters: ``weight``, ``bias``, ``ln_weight``, ``ln_bias``, (C,), and ``rep_alpha``, (1,), initially 1. Buffers:
     see :class:`~pn_fairseq.norms.MaskedBatchNorm`.
@@ -110,6 +108,3 @@ class ProgressiveBatchNorm(MaskedBatchNorm):
         if not further:
             return 1.0 + sigma, mean
         return torch.addcmul(weight, further[0], sigma), torch.addcmul(bias, further[0], mean)
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, fade_updates={self.fade_updates}"

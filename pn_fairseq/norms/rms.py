@@ -16,9 +16,7 @@ class RMSNorm(ChannelNorm):
 
     What ``torch.nn.RMSNorm`` computes. There is no bias. It has no state, and a padding mask changes nothing.
 
-    Args:
-        num_features: number of channels C.
-        eps, affine, layer_scale_groups, batch_first: see :class:`~pn_fairseq.norms.base.ChannelNorm`.
+    Arguments: see :class:`~pn_fairseq.norms.base.ChannelNorm`.
     """
 
     learned = ("weight",)
@@ -47,9 +45,8 @@ class ScaleNorm(ChannelNorm):
     gain and bias per channel. It has no state, and a padding mask changes nothing.
 
     Args:
-        num_features: number of channels C.
         eps: the least length that is divided by, and epsilon of layer-scale.
-        affine, layer_scale_groups, batch_first: see :class:`~pn_fairseq.norms.base.ChannelNorm`.
+        others: see :class:`~pn_fairseq.norms.base.ChannelNorm`.
     """
 
     learned = ()

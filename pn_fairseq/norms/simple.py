@@ -25,9 +25,7 @@ class NoNorm(ChannelNorm):
 
     There are no parameters and no state, and a padding mask changes nothing.
 
-    Args:
-        num_features: number of channels C.
-        eps, affine, layer_scale_groups, batch_first: see :class:`~pn_fairseq.norms.base.ChannelNorm`.
+    Arguments: see :class:`~pn_fairseq.norms.base.ChannelNorm`.
     """
 
     learned = ()
@@ -44,9 +42,7 @@ class LayerNormSimple(ChannelNorm):
     Mean and biased variance are taken over the channels of a token. There are no parameters and no state, and a padding
     mask changes nothing.
 
-    Args:
-        num_features: number of channels C.
-        eps, affine, layer_scale_groups, batch_first: see :class:`~pn_fairseq.norms.base.ChannelNorm`.
+    Arguments: see :class:`~pn_fairseq.norms.base.ChannelNorm`.
     """
 
     learned = ()
@@ -77,9 +73,6 @@ class DetachNorm(LayerNormSimple):
         through = {"through_mean": "mean" not in self.detach, "through_divisor": "std" not in self.detach}
         return kernels.standardized(h, eps_in_root=self.eps, **through)
 
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, detach={','.join(self.detach)}"
-
 
 class AdaNorm(LayerNormSimple):
     r"""AdaNorm (Xu et al. 2019, Section 4): a gain that depends on the input and gets no gradient.
@@ -106,9 +99,6 @@ class AdaNorm(LayerNormSimple):
 
     def normalize(self, h: Tensor) -> Tensor:
         return self._normalize(h, eps_in_root=self.eps)
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, ada_k={self.ada_k}, ada_scale={self.ada_scale}"
 
 
 class AdaNormRelease(AdaNorm):

@@ -45,13 +45,11 @@ class UnifiedNorm(WindowNorm):
     skipped, which is PN-V.
 
     Args:
-        num_features: number of channels C.
         alpha_fwd, alpha_bwd: decay of the running :math:`\psi^2` and of :math:`\nu`, in (0, 1).
         window: steps that are averaged.
         outlier_filtration: skip outliers.
         psi_warmup_updates: length of the warm-up in optimizer updates.
-        sync, process_group: see :class:`~pn_fairseq.norms.base.RunningNorm`.
-        eps, affine, layer_scale_groups, batch_first: see :class:`~pn_fairseq.norms.base.ChannelNorm`.
+        others: see :class:`~pn_fairseq.norms.base.RunningNorm`.
 
     Buffers, float32: ``running_psi2`` (C,), initially 1, ``nu`` (C,), initially 0, ``psi2_window`` and
     ``lambda_window`` (window, C), initially 0; ``num_batches_tracked``, int64.
@@ -113,10 +111,6 @@ class UnifiedNorm(WindowNorm):
             "lambda_window": with_row(self.lambda_window, lambda_, number),
         }
         return self.if_counted(contribution, new)
-
-    def extra_repr(self) -> str:
-        filtration = f"outlier_filtration={self.outlier_filtration}"
-        return f"{super().extra_repr()}, alpha_bwd={self.alpha_bwd}, {filtration}"
 
 
 class UnifiedNormRelease(UnifiedNorm):

@@ -90,9 +90,6 @@ class WindowNorm(RunningNorm):
         """lambda_B of this contribution."""
         return contribution.products[0] / contribution.counted
 
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, window={self.window}, psi_warmup_updates={self.psi_warmup_updates}"
-
 
 def with_row(window: Tensor, row: Tensor, number: Tensor) -> Tensor:
     """The ring buffer ``window``, (M, C), after step ``number`` with the value ``row``, (C,)."""

@@ -10,13 +10,13 @@ import torch
 from pn_fairseq import kernels
 from pn_fairseq.kernels import first_use, reference, selection
 
-INTERPRETED = kernels.forced() == "triton" and os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
+INTERPRETED = kernels.FORCED == "triton" and os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
 
 
 @pytest.fixture(params=kernels.available())
 def implementation(request):
-    if kernels.forced() not in (None, request.param):
-        pytest.skip(f"{kernels.VARIABLE}={kernels.forced()}")
+    if kernels.FORCED not in (None, request.param):
+        pytest.skip(f"{kernels.VARIABLE}={kernels.FORCED}")
     with kernels.using(request.param):
         yield request.param
 

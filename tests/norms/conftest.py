@@ -13,8 +13,8 @@ from pn_fairseq.kernels.selection import IMPLEMENTATIONS
 pytest.register_assert_rewrite("pn_fairseq.testing")
 
 IMPLEMENTATION_NAMES = (
-    [kernels.forced()]
-    if kernels.forced()
+    [kernels.FORCED]
+    if kernels.FORCED
     else [name for name in kernels.available() if IMPLEMENTATIONS[name] in (None, "CPU")]
 )
 
