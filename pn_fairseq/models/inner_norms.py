@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
 
 from fairseq.modules import MultiheadAttention
 from torch import Tensor, nn
@@ -10,12 +9,12 @@ from torch import Tensor, nn
 from pn_fairseq.norms.padding import Scope, current_scope
 
 
-class _Masks(NamedTuple):
-    """The padding (B, T) of the input of a module, and of the keys of an attention; the owner of their scope."""
+class InnerMasks(Scope):
+    """The padding (B, T) of the input of a module, and of the keys of an attention. Converted norms do not see it."""
 
-    queries: Tensor | None
-    keys: Tensor | None
-    conversion: None = None  # norms of convert_norms do not read it
+    def __init__(self, queries: Tensor | None, keys: Tensor | None):
+        super().__init__(lambda: NotImplemented)
+        self.queries, self.keys = queries, keys
 
 
 class NormedInput(nn.Module):
@@ -26,7 +25,7 @@ class NormedInput(nn.Module):
         self.norm, self.linear = norm, linear
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.linear(self.norm(x, current_scope().owner.queries if self.norm.training else None))
+        return self.linear(self.norm(x, current_scope().queries if self.norm.training else None))
 
 
 class HeadNorm(nn.Module):
@@ -41,7 +40,7 @@ class HeadNorm(nn.Module):
         projected = self.linear(x)
         length, batch, channels = projected.shape
         heads = projected.view(length, batch * self.heads, channels // self.heads)
-        mask = getattr(current_scope().owner, self.side) if self.norm.training else None
+        mask = getattr(current_scope(), self.side) if self.norm.training else None
         mask = None if mask is None else mask.repeat_interleave(self.heads, dim=0)
         return (self.norm(heads, mask) * self.scaling).view(length, batch, channels)
 
@@ -51,7 +50,7 @@ def inner_masks(module: nn.Module, mask: Tensor | None, keys: Tensor | None = No
     is the padding of an attention's keys."""
     for candidate in (module, *(getattr(module, name, None) for name in ("q_proj", "k_proj", "out_proj"))):
         if isinstance(candidate, (NormedInput, HeadNorm)) and candidate.norm.training:
-            return Scope(lambda: NotImplemented, owner=_Masks(mask, keys))
+            return InnerMasks(mask, keys)
     return nullcontext()
 
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from pn_fairseq.norms.converted import Conversion, ConvertedNorm, replacement
 from pn_fairseq.norms.layouts import LAYOUTS
-from pn_fairseq.norms.mask_arguments import add_argument_hooks, mask_forms, mask_sources
+from pn_fairseq.norms.mask_arguments import add_argument_hooks, arguments_with_mask, mask_forms
 from pn_fairseq.norms.padding import ARGUMENT_FORMS, FORMS
 from pn_fairseq.norms.registry import find_norm
 from pn_fairseq.norms.replaceable import norms_to_replace
@@ -134,7 +134,7 @@ def norm_report(model: nn.Module) -> list[ReplacedNorm]:
             norm.replaced,
             type(norm).__name__,
             norm.layout.name,
-            tuple(mask_sources(model, name, norm.conversion)),
+            tuple(arguments_with_mask(model, name, norm.conversion)),
         )
         for name, norm in model.named_modules()
         if isinstance(norm, ConvertedNorm)

@@ -81,7 +81,7 @@ class ConvertedNorm:
         hidden: PaddingMask | None = None  # by it
         attended = None
         for scope in current_scopes():
-            hook = scope.owner
+            hook = scope.hook
             if hook is not None and hook.conversion != self.conversion.id:
                 continue
             mask = scope.mask()
@@ -112,7 +112,7 @@ class ConvertedNorm:
         if hidden is not None and hidden.time(x.size(1)) in x.shape and not hidden.has_padding:
             return  # Hugging Face's models hand None on in such a batch
         self.conversion.warned = True
-        reason = "" if empty is None else f" ({empty.owner.source} is None)"
+        reason = "" if empty is None else f" ({empty.hook.source} is None)"
         warnings.warn(
             f"{self.name} takes statistics over the tokens of a batch, and no padding mask has reached it{reason}: "
             "padding, if there is any, is counted. Run the model in `with padding(...)`, or convert it with "
@@ -141,9 +141,9 @@ class ConvertedNorm:
 
 def _is_for_attended(mask: PaddingMask, scope: Scope, attended: tuple[int, ...] | None) -> bool:
     """Whether ``mask``, from an argument of a module around one that attends to ``attended``, may be for that."""
-    if attended is None or scope.attended is not None or scope.owner.of_target:
+    if attended is None or scope.attended is not None or scope.hook.of_target:
         return False
-    return scope.owner.of_source or not attended or (mask.batch, mask.time(0)) in (attended, attended[::-1])
+    return scope.hook.of_source or not attended or (mask.batch, mask.time(0)) in (attended, attended[::-1])
 
 
 @cache

@@ -113,7 +113,7 @@ class ArgumentHook:
     def after(self, module: nn.Module, args: tuple, output) -> None:
         if not torch.compiler.is_compiling():
             scope = current_scope()
-            if scope is not None and scope.owner is self:
+            if scope is not None and scope.hook is self:
                 scope.__exit__()
         elif self._is_in_graph(module):
             inner = open_scopes.pop()
@@ -202,7 +202,7 @@ def add_argument_hooks(model: nn.Module, norms: list, forms: dict, declared: boo
         )
 
 
-def mask_sources(model: nn.Module, name: str, conversion: Conversion) -> list[str]:
+def arguments_with_mask(model: nn.Module, name: str, conversion: Conversion) -> list[str]:
     """The arguments that may hold the mask of the norm ``name`` of ``model``, the innermost first."""
     modules = [("", model)]
     for key in name.split(".")[:-1]:

@@ -133,13 +133,13 @@ class Scope(AbstractContextManager):
         find: returns the mask, None where there is none, or NotImplemented where nothing is known. It is called when a
             norm asks, once.
         declared: None means that there is no padding, rather than that nobody gave a mask.
-        owner: whose it is, the hook of a module for its forward; None: a ``with padding(...)`` block.
+        hook: the :class:`.ArgumentHook` that made it for the forward of a module; None: a ``with padding(...)`` block.
     """
 
-    def __init__(self, find: Callable, declared: bool = False, owner=None):
+    def __init__(self, find: Callable, declared: bool = False, hook=None):
         self._find: Callable | None = find
         self._mask = None
-        self.declared, self.owner = declared, owner
+        self.declared, self.hook = declared, hook
         self.outer: Scope | None = None
         #: Lengths of the two dimensions before the channels of what its module attends to, such as the output of an
         #: encoder; (): not known; None: it attends to nothing.
@@ -163,7 +163,7 @@ class Scope(AbstractContextManager):
         return self
 
     def __exit__(self, *error) -> None:
-        if self.outer is not None and self.outer.owner is not None:
+        if self.outer is not None and self.outer.hook is not None:
             self.outer.last = self
         _current.set(self.outer)
 

@@ -39,20 +39,13 @@ def main(argv: list[str] | None = None) -> int:
         "accumulation, faults, precision, saving, recalibration, averaging, folding, diagnostics, compilation.",
         epilog="What follows -- goes to pytest, such as: -- -x -k padding",
     )
-    parser.add_argument(
-        "--norm-module",
-        metavar="FILE[,FILE]",
-        default="",
-        help="Python files that register norms (docs/adding_a_norm.md)",
-    )
-    parser.add_argument(
-        "names",
-        nargs="*",
-        metavar="NAME",
-        help="norms to test (default: the norms of the files; without files, all norms)",
-    )
-    argv, for_pytest = _split(argv or [])
-    args = parser.parse_args(argv)
+    files = "Python files that register norms (docs/adding_a_norm.md)"
+    parser.add_argument("--norm-module", metavar="FILE[,FILE]", default="", help=files)
+    names = "norms to test (default: the norms of the files; without files, all norms)"
+    parser.add_argument("names", nargs="*", metavar="NAME", help=names)
+    argv = argv or []
+    end = argv.index("--") if "--" in argv else len(argv)
+    args, for_pytest = parser.parse_args(argv[:end]), argv[end + 1 :]
     if importlib.util.find_spec("pytest") is None:
         raise UserError("pytest is not installed; install it with: pip install pytest")
     import pytest
@@ -60,6 +53,7 @@ def main(argv: list[str] | None = None) -> int:
     pytest.register_assert_rewrite("pn_fairseq.testing.helpers")
     from pn_fairseq.norms import NORMS, load_norms
     from pn_fairseq.norms.registry import build_norm
+    from pn_fairseq.testing import helpers
 
     known = set(NORMS)
     modules = [os.path.abspath(path) for path in args.norm_module.split(",") if path]
@@ -78,15 +72,7 @@ def main(argv: list[str] | None = None) -> int:
     # No configuration of the folder that this is called in: the suite is the same everywhere.
     options = ["-q", "-r", "N", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", folder, *for_pytest]
     arguments = [str(option) for option in (*options, *sorted(folder.glob("test_*.py")))]
-    code = pytest.main(arguments, plugins=[_Chosen(names, modules)])
+    code = pytest.main(arguments, plugins=[_Chosen(names, modules), helpers])
     if code == pytest.ExitCode.INTERRUPTED:
         raise KeyboardInterrupt
     return int(code)
-
-
-def _split(argv: list[str]) -> tuple[list[str], list[str]]:
-    """Arguments before and after ``--``."""
-    if "--" not in argv:
-        return argv, []
-    index = argv.index("--")
-    return argv[:index], argv[index + 1 :]

@@ -17,7 +17,6 @@ from pn_fairseq.testing.helpers import (
     flushed,
     long,
     poison,
-    pytest_generate_tests,  # noqa: F401
     random_batch,
     real_tokens,
     rng,

@@ -17,7 +17,6 @@ from pn_fairseq.testing.helpers import (
     assert_state_unchanged,
     assert_states_equal,
     long,
-    pytest_generate_tests,  # noqa: F401
     random_batch,
     rng,
     some_steps,

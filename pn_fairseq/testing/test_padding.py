@@ -14,7 +14,6 @@ from pn_fairseq.testing.helpers import (
     assert_states_equal,
     long,
     poison,
-    pytest_generate_tests,  # noqa: F401
     random_batch,
     real_tokens,
     rng,

@@ -13,7 +13,6 @@ from pn_fairseq.testing.helpers import (
     COUNT,
     assert_same,
     cases,
-    pytest_generate_tests,  # noqa: F401
     some_steps,
     state_of,
 )

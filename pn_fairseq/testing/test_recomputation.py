@@ -14,7 +14,6 @@ from pn_fairseq.testing.helpers import (
     assert_same,
     checkpointed,
     long,
-    pytest_generate_tests,  # noqa: F401
     rng,
     some_steps,
     state_of,

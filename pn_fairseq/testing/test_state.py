@@ -15,7 +15,6 @@ from pn_fairseq.testing.helpers import (
     assert_state_unchanged,
     assert_states_equal,
     checkpointed,
-    pytest_generate_tests,  # noqa: F401
     random_batch,
     rng,
     state_of,

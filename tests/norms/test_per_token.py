@@ -202,7 +202,7 @@ def test_squashing_is_as_precise_as_that_of_torch(name, function):
 
 
 def test_options_show():
-    assert "detach=std" in repr(build_norm("detach", CHANNELS, detach=["std"]))
+    assert "detach=('std',)" in repr(build_norm("detach", CHANNELS, detach=["std"]))
     assert "ada_k=0.2, ada_scale=2.0" in repr(build_norm("ada", CHANNELS, ada_k=0.2, ada_scale=2))
     assert "groups=3" in repr(build_norm("group", CHANNELS, groups=3))
     assert "alpha_init=0.8" in repr(build_norm("derf", CHANNELS, alpha_init=0.8))
