@@ -62,8 +62,8 @@ def long(test):
 
 
 def pytest_generate_tests(metafunc):
-    """A hook of pytest. ``case``: every norm. ``running``: those with running statistics. ``masking``: those that ignore
-    padding, which the variants that reproduce released code need not do."""
+    """A hook of pytest. ``case``: every norm. ``running``: those with running statistics. ``masking``: those that leave
+    padding out, which the variants that reproduce released code need not do."""
     slow = pytest.mark.slow if getattr(metafunc.function, "long", False) else ()
     chosen = cases(metafunc.config.getoption("norm_names", None))
     fixtures = {
