@@ -201,7 +201,7 @@ def cut_corpus(dest: Path, train: int = 600, valid: int = 40, test: int = 37) ->
 
 
 def prepare(corpus: Path, dest: Path, *options, **kwargs):
-    flags = ("--corpus", corpus, "--source", "es", "--target", "en", "--dest", dest, "--bpe", 300)
+    flags = ("--corpus", corpus, "--source", "es", "--target", "en", "--dest", dest, "--bpe", 300, "--workers", 1)
     return run("pn", "prepare", "text", *flags, *options, **kwargs)
 
 

@@ -113,7 +113,7 @@ def test_the_file_of_a_norm_that_was_moved(data, tmp_path):
     old, new, checkpoint = tmp_path / "old.py", tmp_path / "new.py", tmp_path / "run/checkpoints/averaged.pt"
     old.write_text(MOVED)
     # In processes of their own: this one must not know the norm.
-    flags = ("--norm-module", str(old), "--encoder-norm", "moved")
+    flags = ("--norm-module", str(old), "--encoder-norm", "moved", "--max-tokens", "400")
     code = f"from tests.fixtures.runs import *; untrained_checkpoint(Path({str(data)!r}), "
     run("warm-python", "-c", f"{code}Path({str(checkpoint)!r}), *{flags})", cwd=ROOT)
     old.rename(new)

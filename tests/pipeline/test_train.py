@@ -100,14 +100,13 @@ def test_what_a_run_holds(data, trained):
 
 def test_a_seed_of_the_initial_weights(data, trained, tmp_path):
     """The same number as common.seed is the same training; another number starts elsewhere with the same batches."""
-    final = "checkpoints/checkpoint_last.pt"
-    expected = load_checkpoint(trained / final)["model"]
+    expected = load_checkpoint(trained / "checkpoints/checkpoint_1_4.pt")["model"]
     for seed, same in ((1, True), (2, False)):
-        assert start(data, tmp_path / f"{seed}", f"model.init_seed={seed}") == 0
-        state = load_checkpoint(tmp_path / f"{seed}" / final)
+        assert start(data, tmp_path / f"{seed}", f"model.init_seed={seed}", "optimization.max_update=4") == 0
+        state = load_checkpoint(tmp_path / f"{seed}/checkpoints/checkpoint_last.pt")
         assert state["cfg"]["model"]["init_seed"] == seed
         assert all(torch.equal(state["model"][key], expected[key]) for key in expected) == same
-    logs = [read_log(run / "train.log") for run in (trained, tmp_path / "2")]
+    logs = [read_log(tmp_path / seed / "train.log") for seed in "12"]
     assert logs[0].starts[0].tokens == logs[1].starts[0].tokens and logs[0].train != logs[1].train
 
 

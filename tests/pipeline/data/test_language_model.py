@@ -1,7 +1,7 @@
-import contextlib
 import gzip
 import hashlib
 import zipfile
+from contextlib import nullcontext
 
 import pytest
 from fairseq.data.indexed_dataset import MMapIndexedDataset
@@ -92,8 +92,8 @@ def test_tokenizer(tmp_path):
     assert (tmp_path / "data/tok/train.txt").read_text().startswith("The cat sat .\n")
 
 
-def test_bytes(tmp_path, monkeypatch):
-    """Every byte and end of a line is a token, also of what is no text; enwik8 is cut by numbers of bytes."""
+def test_bytes(tmp_path):
+    """Every byte and end of a line is a token, also of what is no text."""
     texts = {"train": bytes(range(256)) * 2, "valid": "é\n\n".encode(), "test": b"\xff\r\nab"}
     for split, text in texts.items():
         (tmp_path / f"{split}.txt").write_bytes(text)
@@ -111,19 +111,26 @@ def test_bytes(tmp_path, monkeypatch):
     counts = read_settings(tmp_path / "data/counts.txt")
     assert counts["train"] == "513" and counts["vocabulary"] == "255" and counts["test.unk_percent"] == "0.0"
     assert read_settings(tmp_path / "data/settings.txt")["unit"] == "byte"
+
+
+def test_enwik8_is_cut_by_numbers_of_bytes(tmp_path, monkeypatch):
     monkeypatch.setattr(enwik8, "SIZES", (300, 150, 62))
     monkeypatch.setattr(enwik8, "SHA256", "")
-    for size, text in ((512, texts["train"]), (511, texts["train"][1:])):
-        folder = tmp_path / str(size)
-        folder.mkdir()
-        with zipfile.ZipFile(folder / "enwik8.zip", "w") as file:
+    splits = []
+    monkeypatch.setattr(enwik8.language_model, "prepare", lambda data, texts: splits.extend(texts))
+    plan = Preparation(tmp_path / "data", enwik8.settings(None), archive=str(tmp_path))
+    assert plan.settings.unit == "byte"
+    for text in (bytes(range(256)) * 2, bytes(511)):
+        with zipfile.ZipFile(tmp_path / "enwik8.zip", "w") as file:
             file.writestr("enwik8", text)
-        plan = Preparation(folder / "data", enwik8.settings(None), archive=str(folder))
-        with pytest.raises(UserError) if size == 511 else contextlib.nullcontext() as error:
+        with (
+            pytest.raises(UserError, match="it has 511 bytes, and enwik8 has 512")
+            if len(text) == 511
+            else nullcontext()
+        ):
             enwik8.prepare(plan, None)
-    assert "it has 511 bytes, and enwik8 has 512" in str(error.value)
-    raw = [(tmp_path / f"512/data/raw/{split}.txt").read_bytes() for split in ("train", "valid", "test")]
-    assert b"".join(part[:-1] for part in raw) == texts["train"] and [*map(len, raw)] == [301, 151, 63]
+            assert b"".join(path.read_bytes() for path in splits) == text
+    assert [path.stat().st_size for path in splits] == [300, 150, 62]
 
 
 def test_text_that_is_not_the_published_one_is_refused(tmp_path):

@@ -290,10 +290,8 @@ def given_text(folder: Path, marked: bool, counts=(("train", 200), ("valid", 5),
 
 
 def prepare_given(dest: Path, corpus: Path, *options, **kwargs):
-    languages = ("--source", "en", "--target", "es")
-    return run(
-        "pn", "prepare", "text", "--dest", dest, "--corpus", corpus, *languages, "--tokenized", *options, **kwargs
-    )
+    flags = ("--source", "en", "--target", "es", "--tokenized", "--workers", 1)
+    return run("pn", "prepare", "text", "--dest", dest, "--corpus", corpus, *flags, *options, **kwargs)
 
 
 @pytest.mark.parametrize("marked", [True, False], ids=["subwords", "tokens"])
@@ -336,7 +334,8 @@ def test_multi30k_as_published(tmp_path):
     corpus = given_text(tmp_path / "given", True, counts)
     for file in corpus.glob("*.es"):
         file.rename(file.with_suffix(".de"))
-    result = run("pn", "prepare", "multi30k_published", "--dest", tmp_path / "data", "--corpus", corpus)
+    flags = ("--dest", tmp_path / "data", "--corpus", corpus, "--workers", 1)
+    result = run("pn", "prepare", "multi30k_published", *flags)
     assert "test.2017 has" not in result.stderr and "test has 7 sentence pairs here" not in result.stderr
     assert_joined_and_binarized(tmp_path / "data", "en", "de", train=190, valid=5, test=7, test1=17)
     assert "190 train, 5 valid, 7 test, 17 test1" in result.stderr
