@@ -322,8 +322,8 @@ def _state(norm: ChannelNorm) -> dict[str, Tensor]:
             state = {"mu": mean, "sigma2": moment, "psi2": moment + mean.square()}
         if "nu" in dict(norm.named_buffers(recurse=False)):
             state["nu"] = norm.nu
-    if norm.weight is not None and norm.weight.numel() == norm.num_features:
-        state["gain"] = norm.weight
+    if norm.gain is not None and norm.gain.numel() == norm.num_features:
+        state["gain"] = norm.gain
     return {key: value.detach().clone() for key, value in state.items()}
 
 

@@ -196,7 +196,7 @@ class RunningNorm(StatefulNorm):
         if self.recalibrating:
             return self._with_token_part(self.recalibrating(x, padding_mask), x)
         contribution = self._queue.new_contribution()
-        y = Training.apply(x, self.weight, self.bias, padding_mask, self, contribution, *self.further_parameters())
+        y = Training.apply(x, self.gain, self.bias, padding_mask, self, contribution, *self.further_parameters())
         if not y.requires_grad and torch.is_grad_enabled() and not is_recomputation():
             contribution.has_gradient, contribution.products_reduced = False, True
             contribution.products = contribution.batch.moment.new_zeros(2, self.num_features)
@@ -257,7 +257,7 @@ class RunningNorm(StatefulNorm):
         Without :meth:`token_part`, which is None in evaluation for a norm that :attr:`folds`.
         """
         mean, moment = (value if value is None else value.to(dtype) for value in self.evaluation_statistics())
-        given = (value if value is None else value.to(dtype) for value in (self.weight, self.bias))
+        given = (value if value is None else value.to(dtype) for value in (self.gain, self.bias))
         further = [value.to(dtype) for value in self.further_parameters()]
         weight, bias = self.effective_affine(*given, further, mean, moment)
         scale = torch.rsqrt(moment + self.eps)
@@ -271,7 +271,7 @@ class RunningNorm(StatefulNorm):
     def normalize_by(self, x: Tensor, mean: Tensor | None, moment: Tensor) -> Tensor:
         if moment.dtype != (dtype := kernels.acc_dtype(x)):
             mean, moment = None if mean is None else mean.to(dtype), moment.to(dtype)
-        weight, bias = self.effective_affine(self.weight, self.bias, self.further_parameters(), mean, moment)
+        weight, bias = self.effective_affine(self.gain, self.bias, self.further_parameters(), mean, moment)
         return kernels.evaluate(x, weight, bias, mean, moment, self.layer_scale_groups, self.eps)
 
     # Diagnostics.

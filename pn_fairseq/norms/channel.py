@@ -88,12 +88,17 @@ class ChannelNorm(nn.Module):
     # In a model that exports methods, as fairseq's models do, TorchScript would compile the hook of ``layer_scale`` and
     # the property.
     __jit_ignored_attributes__ = ("layer_scale",)
-    __jit_unused_properties__ = ("_is_hf_initialized",)
+    __jit_unused_properties__ = ("_is_hf_initialized", "gain")
+
+    @property
+    def gain(self) -> Tensor | None:
+        """The factor of each channel, (C,). A norm reads it here: in a converted model it may be 1 + ``weight``."""
+        return self.weight
 
     def reset_parameters(self) -> None:
         """Set ``weight`` to 1 and ``bias`` to 0."""
-        if self.weight is not None:
-            nn.init.ones_(self.weight)
+        if self.gain is not None:
+            nn.init.ones_(self.gain)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 

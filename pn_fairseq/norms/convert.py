@@ -32,7 +32,8 @@ def convert_norms(
 
     The function replaces ``LayerNorm`` and ``RMSNorm`` over the last dimension, ``BatchNorm1d`` and ``SyncBatchNorm``
     of torch, apex's and fairseq's LayerNorms, and modules of other classes (such as T5's and Llama's norms) that
-    compute LayerNorm or RMSNorm with their ``weight`` of (C,), which a call on random tokens shows.
+    compute LayerNorm or RMSNorm with a gain of (C,), which a call on random tokens shows. The gain is ``weight`` or the
+    only parameter besides a bias; where it is stored as gain - 1, as in Gemma, the new norm stores it so.
     With ``layout="BCHW"`` it also replaces ``BatchNorm2d``. :func:`norm_report` lists the norms.
 
     The new norm keeps eps, dtype, device and training mode. A weight or bias that the new norm also has stays the same
@@ -84,8 +85,8 @@ def convert(model, norm, only, skip, layout, mask_from, zero_padding, options, n
         names.setdefault(module, []).append(name)
     conversion = Conversion(warned=mask_from is None and none_is_no_padding)
     made = {
-        module: replacement(module, names[module][0], norm, layout, zero_padding, conversion, options)
-        for module in norms_to_replace(names, only, skip, layout)
+        module: replacement(module, names[module][0], norm, layout, zero_padding, conversion, options, offset)
+        for module, offset in norms_to_replace(names, only, skip, layout).items()
     }
     for parent in names:
         for key, child in parent._modules.items():

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pn_fairseq.norms.base import COUNT, ChannelNorm, RunningNorm, refuse_transforms
+from pn_fairseq.norms.channel import no_fast_path
 from pn_fairseq.norms.compiled import compiled_call
 from pn_fairseq.norms.layouts import Layout
 from pn_fairseq.norms.padding import PaddingMask, Scope, current_backward, current_scopes
@@ -45,6 +46,22 @@ class ConvertedNorm:
     conversion: Conversion
     #: Where masks of this norm have come from: "block" and "argument".
     mask_sources: set[str]
+
+    #: The gain is the parameter ``gain_name`` plus ``gain_offset``, as in the replaced module.
+    gain_name = "weight"
+    gain_offset = 0.0
+
+    @property
+    def gain(self) -> Tensor | None:
+        parameter = getattr(self, self.gain_name)
+        if not self.gain_offset:
+            return parameter
+        return parameter.to(torch.promote_types(parameter.dtype, torch.float32)) + self.gain_offset
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        if self.gain_offset:
+            nn.init.constant_(getattr(self, self.gain_name), 1.0 - self.gain_offset)
 
     def __reduce__(self):
         return _rebuild, (type(self).__mro__[type(self).__mro__.index(ConvertedNorm) + 1],), self.__getstate__()
@@ -156,11 +173,14 @@ def _rebuild(cls: type[ChannelNorm]) -> ChannelNorm:
     return converted.__new__(converted)
 
 
-def replacement(module: nn.Module, name: str, norm: str, layout, zero_padding, conversion, options) -> ChannelNorm:
-    """The norm that takes the place of ``module``; see :func:`convert_norms`."""
+def replacement(
+    module: nn.Module, name: str, norm: str, layout, zero_padding, conversion, options, gain_offset
+) -> ChannelNorm:
+    """The norm that takes the place of ``module``; see :func:`convert_norms` and :func:`.norms_to_replace`."""
     entry = find_norm(norm)
     is_batch_norm = isinstance(module, BATCH_NORMS)
-    weight = getattr(module, "weight", None)
+    gain_name = gain_of(module)
+    weight = getattr(module, gain_name or "", None)
     like = next((tensor for tensor in (weight, *module.buffers()) if tensor is not None), torch.zeros(()))
     if is_batch_norm:
         channels = module.num_features
@@ -178,12 +198,17 @@ def replacement(module: nn.Module, name: str, norm: str, layout, zero_padding, c
     if made.shares_statistics and "alpha_fwd" not in options and module.momentum and module.momentum < 1:
         made.alpha_fwd = 1.0 - module.momentum
     made.to(device=like.device, dtype=like.dtype if like.is_floating_point() else None)
-    for key, parameter in module.named_parameters(recurse=False):
-        if made._parameters.get(key) is not None:
-            made._parameters[key] = parameter
     if made.shares_statistics:
         for key, buffer in buffers.items():
             made._buffers[key].copy_(buffer)
+    given = {key: module._parameters.get(name) for key, name in (("weight", gain_name), ("bias", "bias"))}
+    for key, parameter in given.items():
+        if parameter is not None and made._parameters.get(key) is not None:
+            made._parameters[key] = parameter
+    if made.weight is given["weight"] is not None and (gain_name, gain_offset) != ("weight", 0):
+        made.gain_name, made.gain_offset = "weight" if gain_name in made._parameters else gain_name, gain_offset
+        made._parameters = {made.gain_name if k == "weight" else k: value for k, value in made._parameters.items()}
+        made.layer_scale.register_forward_pre_hook(no_fast_path)  # which reads weight
     made.__class__ = _converted_class(type(made))
     made.name, made.replaced = name or type(module).__name__, type(module).__name__
     made.replaced_keys = frozenset(module.state_dict())
@@ -198,6 +223,14 @@ def replacement(module: nn.Module, name: str, norm: str, layout, zero_padding, c
 
 def eps_of(module: nn.Module) -> float | None:
     return getattr(module, "eps", getattr(module, "variance_epsilon", None))
+
+
+def gain_of(module: nn.Module) -> str | None:
+    """The name of the gain of a norm: ``weight``, or its only parameter besides a bias."""
+    if isinstance(getattr(module, "weight", None), Tensor):
+        return "weight"
+    others = [key for key, parameter in module._parameters.items() if key != "bias" and parameter is not None]
+    return others[0] if len(others) == 1 else None
 
 
 def _own_layout(module: nn.Module) -> str | None:

@@ -30,7 +30,7 @@ class DynamicTanh(ChannelNorm):
         nn.init.constant_(self.alpha, self.alpha_init)
 
     def normalize(self, h: Tensor) -> Tensor:
-        return kernels.squashed(h, self.weight, self.bias, self.alpha, None, erf=False)
+        return kernels.squashed(h, self.gain, self.bias, self.alpha, None, erf=False)
 
 
 class DynamicErf(DynamicTanh):
@@ -49,4 +49,4 @@ class DynamicErf(DynamicTanh):
         nn.init.zeros_(self.shift)
 
     def normalize(self, h: Tensor) -> Tensor:
-        return kernels.squashed(h, self.weight, self.bias, self.alpha, self.shift, erf=True)
+        return kernels.squashed(h, self.gain, self.bias, self.alpha, self.shift, erf=True)

@@ -27,4 +27,4 @@ class GroupNorm(ChannelNorm):
             raise ValueError(f"num_features={num_features} is not divisible by groups={groups}")
 
     def normalize(self, h: Tensor) -> Tensor:
-        return kernels.standardized(h, self.weight, self.bias, groups=self.groups, eps_in_root=self.eps)
+        return kernels.standardized(h, self.gain, self.bias, groups=self.groups, eps_in_root=self.eps)

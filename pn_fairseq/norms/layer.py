@@ -32,4 +32,4 @@ class LayerNorm(ChannelNorm):
         return type(self) is LayerNorm and self.affine and not self.layer_scale_groups
 
     def normalize(self, h: Tensor) -> Tensor:
-        return layer_norm(h, self.weight, self.bias, self.eps)
+        return layer_norm(h, self.gain, self.bias, self.eps)

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from pn_fairseq.norms.base import ChannelNorm
-from pn_fairseq.norms.converted import BATCH_NORMS, eps_of
+from pn_fairseq.norms.converted import BATCH_NORMS, eps_of, gain_of
 
 
-def norms_to_replace(names: dict[nn.Module, list[str]], only, skip, layout: str | None) -> list[nn.Module]:
-    """The modules to replace, of those with ``names``; for the other arguments see :func:`convert_norms`.
+def norms_to_replace(names: dict[nn.Module, list[str]], only, skip, layout: str | None) -> dict[nn.Module, float]:
+    """The modules to replace, of those with ``names``, and what each adds to its gain: 1 if that is zero-centred, as in
+    Gemma, else 0. For the other arguments see :func:`convert_norms`.
 
     Raises:
         ValueError: there is none, a pattern matches none, or the weight of a norm would be lost.
@@ -22,10 +23,10 @@ def norms_to_replace(names: dict[nn.Module, list[str]], only, skip, layout: str 
         for patterns in (only, skip)
     )
     with torch.device("cpu"):  # the model may be in the making in `with torch.device("meta")`, as in transformers
-        reasons = {module: reason for module in names if (reason := _why_not(module, layout)) is not None}
+        offsets = {module: offset for module in names if (offset := _offset(module, layout)) is not None}
     for pattern in [*(only or ()), *(skip or ())]:
-        if not any(fnmatchcase(name, pattern) for module in reasons for name in names[module]):
-            known = ", ".join(names[module][0] or "the model" for module in reasons) or "none"
+        if not any(fnmatchcase(name, pattern) for module in offsets for name in names[module]):
+            known = ", ".join(names[module][0] or "the model" for module in offsets) or "none"
             raise ValueError(f"the pattern {pattern!r} matches no norm of the model; norms: {known}")
 
     def matches(module: nn.Module, patterns: list[str]) -> bool:
@@ -33,13 +34,13 @@ def norms_to_replace(names: dict[nn.Module, list[str]], only, skip, layout: str 
 
     wanted = [
         module
-        for module in reasons
+        for module in offsets
         if (only is None or matches(module, only)) and not (skip is not None and matches(module, skip))
     ]
     labels = {module: names[module][0] or type(module).__name__ for module in wanted}
-    chosen = [module for module in wanted if not reasons[module]]
+    chosen = {module: offsets[module] for module in wanted if not isinstance(offsets[module], str)}
     if not chosen:
-        listed = "; ".join(f"{labels[module]} {reasons[module]}" for module in wanted)
+        listed = "; ".join(f"{labels[module]} {offsets[module]}" for module in wanted)
         raise ValueError(f"the model has no norm to replace{': ' if listed else ''}{listed}")
     for module in chosen:
         for key in ("weight", "bias"):
@@ -61,44 +62,51 @@ def norms_to_replace(names: dict[nn.Module, list[str]], only, skip, layout: str 
 _OTHERS = (nn.GroupNorm, nn.modules.batchnorm._NormBase, ChannelNorm)
 
 
-def _why_not(module: nn.Module, layout: str | None) -> str | None:
-    """Why the norm ``module`` cannot be replaced; "" if it can; None: it is no norm, or of a kind that always stays."""
+def _offset(module: nn.Module, layout: str | None) -> float | str | None:
+    """What the norm ``module`` adds to its gain; a string: why it cannot be replaced; None: it is no norm, or of a kind
+    that always stays."""
     if isinstance(module, BATCH_NORMS):
         if isinstance(module, nn.BatchNorm2d) and layout != "BCHW":
             return "is for images: give layout='BCHW'"
         if isinstance(module, nn.modules.lazy.LazyModuleMixin):
             return "does not know its number of channels yet"
-        return "" if module.track_running_stats else "has no running statistics"
+        return 0.0 if module.track_running_stats else "has no running statistics"
     if isinstance(module, _OTHERS):
         return None
     if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
         if len(module.normalized_shape) != 1:
             return f"normalizes {len(module.normalized_shape)} dimensions"
-        return "" if type(module) in (nn.LayerNorm, nn.RMSNorm) else _compare(module)
-    weight = getattr(module, "weight", None)
-    if not isinstance(weight, Tensor) or weight.dim() != 1 or "weight" in module._buffers or eps_of(module) is None:
+        return 0.0 if type(module) in (nn.LayerNorm, nn.RMSNorm) else _compare(module)
+    gain = gain_of(module)
+    if gain is None or getattr(module, gain).dim() != 1 or gain in module._buffers:
         return None
-    others = [name for name, _ in module.named_parameters() if "weight" not in name and "bias" not in name]
+    if eps_of(module) is None and "norm" not in type(module).__name__.lower():
+        return None
+    others = [name for name, _ in module.named_parameters() if gain not in name and "bias" not in name]
     return None if others else _compare(module)
 
 
 @torch.no_grad()
-def _compare(module: nn.Module) -> str:
-    """Why ``module`` is not LayerNorm or RMSNorm of the last dimension with its weight, bias and eps; "" if it is.
+def _compare(module: nn.Module) -> float | str:
+    """What ``module`` adds to its gain, if it is LayerNorm or RMSNorm of the last dimension with its gain, bias and
+    eps; else why not.
 
-    Its own weight may be zeros, uninitialized or on the meta device: random tokens get a random one. A weight that is
+    Its own gain may be zeros, uninitialized or on the meta device: random tokens get a random one. A gain that is
     computed, as by a parametrization, stays as it is.
     """
     generator = torch.Generator().manual_seed(0)
-    weight, bias, eps = getattr(module, "weight", None), getattr(module, "bias", None), eps_of(module)
+    gain_name = gain_of(module)
+    weight, bias = getattr(module, gain_name or "", None), getattr(module, "bias", None)
     channels = weight.numel() if weight is not None else module.normalized_shape[0]
     # Short tokens show where eps is added.
     x = torch.randn(3, 4, channels, generator=generator)
     x = x * torch.tensor([1.0, 1e-3, 10.0])[:, None, None] + torch.linspace(-1, 1, 4)[None, :, None] * 1e-3
     if weight is not None:
         x = x.to("cpu" if weight.is_meta else weight.device, weight.dtype)
-    eps = torch.finfo(x.dtype).eps if eps is None else eps  # as nn.RMSNorm
-    affine = {name: value for name, value in (("weight", weight), ("bias", bias)) if value is not None}
+    eps = eps_of(module)
+    if eps is None:  # as nn.RMSNorm; a class that has no such attribute adds nothing
+        eps = torch.finfo(x.dtype).eps if hasattr(module, "eps") else 0.0
+    affine = {name: value for name, value in ((gain_name, weight), ("bias", bias)) if value is not None}
     learned = [name for name in affine if name in module._parameters]
     random = {name: (torch.rand(channels, generator=generator) + 0.5).to(x) for name in learned}
     affine |= random
@@ -109,11 +117,12 @@ def _compare(module: nn.Module) -> str:
         y = None
     if y is None:
         return "does not accept inputs of shape (..., C)"
-    gain, shift = affine.get("weight", torch.ones(())).double(), affine.get("bias", torch.zeros(())).double()
+    gain, shift = affine.get(gain_name, torch.ones(())).double(), affine.get("bias", torch.zeros(())).double()
     wide = x.double()
     for centered in (wide - wide.mean(-1, keepdim=True), wide):
-        expected = gain * centered * torch.rsqrt(centered.square().mean(-1, keepdim=True) + eps) + shift
-        tolerance = 1e-4 if x.dtype in (torch.float32, torch.float64) else 3e-2
-        if torch.allclose(y, expected, rtol=tolerance, atol=tolerance):
-            return ""
+        normalized = centered * torch.rsqrt(centered.square().mean(-1, keepdim=True) + eps)
+        for offset in (0.0, 1.0):
+            tolerance = 1e-4 if x.dtype in (torch.float32, torch.float64) else 3e-2
+            if torch.allclose(y, (gain + offset) * normalized + shift, rtol=tolerance, atol=tolerance):
+                return offset
     return "computes neither LayerNorm nor RMSNorm with its weight"

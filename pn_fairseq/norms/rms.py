@@ -23,7 +23,7 @@ class RMSNorm(ChannelNorm):
 
     def normalize(self, h: Tensor) -> Tensor:
         # Layer-scale with one group and a gain.
-        return kernels.evaluate(h, self.weight, None, None, None, 1, self.eps)
+        return kernels.evaluate(h, self.gain, None, None, None, 1, self.eps)
 
 
 class RMSNormRelease(RMSNorm):
@@ -33,7 +33,7 @@ class RMSNormRelease(RMSNorm):
     """
 
     def normalize(self, h: Tensor) -> Tensor:
-        return kernels.standardized(h, self.weight, centered=False, eps_outside=1e-8)
+        return kernels.standardized(h, self.gain, centered=False, eps_outside=1e-8)
 
 
 class ScaleNorm(ChannelNorm):

@@ -161,14 +161,27 @@ def test_parameters_eps_types_mode_hooks_and_names_are_kept():
 
 
 class ByVariance(nn.Module):
-    """As T5's and Llama's norms."""
+    """As T5's and Llama's norms; with offset 1 as Gemma's, with the gain ``scale`` as torchtune's."""
 
-    def __init__(self, offset=0.0):
+    def __init__(self, offset=0.0, gain="weight"):
         super().__init__()
-        self.weight, self.variance_epsilon, self.offset = nn.Parameter(torch.rand(C)), 1e-3, offset
+        self.variance_epsilon, self.offset, self.gain = 1e-3, offset, gain
+        self.register_parameter(gain, nn.Parameter(torch.rand(C)))
 
     def forward(self, x):
-        return (self.weight + self.offset) * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return (getattr(self, self.gain) + self.offset) * x
+
+
+class UnitNorm(nn.Module):
+    """As x-transformers': no eps, and its gain is called g."""
+
+    def __init__(self):
+        super().__init__()
+        self.g = nn.Parameter(torch.rand(C))
+
+    def forward(self, x):
+        return nn.functional.normalize(x, dim=-1) * C**0.5 * self.g
 
 
 class Wide(nn.LayerNorm):
@@ -179,15 +192,57 @@ class Wide(nn.LayerNorm):
 
 
 def test_other_classes_are_replaced_if_they_compute_the_same():
-    model = nn.ModuleDict({"t5": ByVariance(), "gemma": ByVariance(1.0), "wide": Wide(C), "group": nn.GroupNorm(2, C)})
-    convert_norms(model, "rms")
+    model = {"t5": ByVariance(), "other": ByVariance(0.5), "wide": Wide(C), "group": nn.GroupNorm(2, C)}
+    convert_norms(model := nn.ModuleDict(model), "rms")
     assert [each.name for each in norm_report(model)] == ["t5", "wide"] and model["t5"].eps == 1e-3
-    with pytest.raises(ValueError, match="no norm to replace: gemma computes neither LayerNorm nor RMSNorm"):
+    with pytest.raises(ValueError, match="no norm to replace: other computes neither LayerNorm nor RMSNorm"):
         convert_norms(model, "rms")
     assert len(norm_report(convert_norms(nn.Sequential(ByVariance().bfloat16()), "rms"))) == 1
-    model["gemma"].forward = lambda x, residual: x
-    with pytest.raises(ValueError, match="no norm to replace: gemma does not accept inputs of shape"):
+    model["other"].forward = lambda x, residual: x
+    with pytest.raises(ValueError, match="no norm to replace: other does not accept inputs of shape"):
         convert_norms(model, "rms")
+
+
+@in_pairs(
+    gain=[("weight", 1.0), ("scale", 0.0), ("g", 1.0)], norm=["rms", "batch", "power"], dtype=[*DTYPES, torch.float64]
+)
+def test_a_gain_that_is_zero_centred_or_has_another_name_stays_so(gain, norm, dtype):
+    """One training step against the formula in float64; then state, copies, initialization and folding."""
+    name, offset = gain
+    replaced = ByVariance(offset, name).to(dtype)
+    state = copy.deepcopy(replaced.state_dict())
+    model = convert_norms(nn.Sequential(copy.deepcopy(replaced)), norm)
+    x = torch.randn(B, T, C, dtype=dtype)
+    wide, parameter = x.double(), state[name].double().requires_grad_()
+    centered = wide - wide[~MASK].mean(0) if norm == "batch" else wide
+    squares = centered.square()
+    moments = {"rms": squares.mean(-1, keepdim=True), "batch": squares[~MASK].mean(0), "power": torch.ones(())}
+    expected = (parameter + offset) * centered / (moments[norm] + 1e-3).sqrt()
+    with padding(MASK):
+        y = model(x)
+    for each in (y, expected):
+        each[~MASK].sum().backward()
+    tolerance = {torch.float32: 1e-5, torch.float64: 1e-7, torch.bfloat16: 2e-2}[dtype]  # psi is float32
+    for one, two in ((y[~MASK], expected[~MASK]), (model.get_parameter(f"0.{name}").grad, parameter.grad)):
+        torch.testing.assert_close(one.double(), two, rtol=tolerance, atol=tolerance * (1 + two.abs().max().item()))
+    model.load_state_dict({f"0.{name}": value for name, value in state.items()})
+    kept = model.state_dict()
+    assert kept[f"0.{name}"].equal(state[name]) and ("0.weight" in kept) == (name == "weight")
+    for each in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert each.eval()(x).equal(model.eval()(x))
+    if norm != "rms" and dtype != torch.bfloat16:
+        chain = convert_norms(nn.Sequential(nn.ReLU(), replaced, nn.Linear(C, C, dtype=dtype)), norm).eval()
+        expected = chain(x)
+        assert fold_norms(chain, x) == [("1", "2")]
+        torch.testing.assert_close(chain(x), expected, rtol=1e-4, atol=1e-5)
+    model[0].reset_parameters()
+    assert (model.get_parameter(f"0.{name}") == 1 - offset).all() and (model[0].gain == 1).all()
+
+
+def test_a_norm_without_eps_is_replaced():
+    model = convert_norms(nn.Sequential(norm := UnitNorm()), "rms")
+    x = torch.randn(B, T, C)
+    torch.testing.assert_close(model(x), norm(x))
 
 
 def test_a_weight_that_would_be_lost_is_refused():
@@ -203,7 +258,7 @@ def test_a_weight_that_would_be_lost_is_refused():
             with pytest.raises(ValueError, match="the (weight|bias) of computed is not a parameter of its own"):
                 convert_norms(model, "batch")
             assert len(norm_report(convert_norms(model, "batch", skip="computed"))) == 1
-        for norm in (nn.LayerNorm((2, C)), ByVariance(1.0), nn.BatchNorm1d(C, track_running_stats=False)):
+        for norm in (nn.LayerNorm((2, C)), ByVariance(0.5), nn.BatchNorm1d(C, track_running_stats=False)):
             nn.init.uniform_(norm.weight)
             model = nn.ModuleDict({"plain": nn.LayerNorm(C), "stays": compute(norm)})
             assert len(norm_report(convert_norms(model, "batch"))) == 1
@@ -221,7 +276,7 @@ def test_what_a_class_computes_does_not_depend_on_its_weight(fill):
         nn.init.constant_(module.weight, fill)
     assert len(norm_report(convert_norms(Wide(C, elementwise_affine=False), "layer"))) == 1
     for each in (copy.deepcopy(model).to("meta"), model):
-        assert [norm.name for norm in norm_report(convert_norms(each, "rms"))] == ["t5", "wide", "variant"]
+        assert [norm.name for norm in norm_report(convert_norms(each, "rms"))] == ["t5", "gemma", "wide", "variant"]
 
 
 def test_patterns_choose():

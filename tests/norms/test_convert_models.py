@@ -69,6 +69,23 @@ def test_from_pretrained_gives_initial_or_loaded_values(norm, tmp_path):
         assert torch.equal(value, expected), name
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rms_is_gemmas_norm(dtype):
+    hugging_face()
+    from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+
+    plain = GemmaRMSNorm(C).to(dtype)
+    nn.init.normal_(plain.weight)
+    model = convert_norms(nn.Sequential(copy.deepcopy(plain)), "rms")
+    x = torch.randn(B, T, C, dtype=dtype)
+    found, expected = model(x), plain(x)
+    for y in (found, expected):
+        y.square().sum().backward()
+    gradients = model[0].get_parameter("weight").grad, plain.weight.grad
+    for one, two in ((found, expected), gradients, (model.state_dict()["0.weight"], plain.weight)):
+        torch.testing.assert_close(one, two)
+
+
 @pytest.mark.parametrize("make", ["t5", "marian"])
 def test_conversion_of_a_model_on_the_meta_device(make):
     """Within ``with torch.device``, as in ``from_pretrained``. T5's norms are found by what they compute."""
