@@ -37,6 +37,7 @@ class Buffers(dict):
         return dict, (dict(self),)
 
 
+@torch.jit.ignore  # or else torch.jit.trace tries to compile it and what it refers to, 4 s for each kind of norm
 class StateQueue:
     """The contributions whose backward has run, until they enter the buffers of ``norm``.
 

@@ -86,13 +86,18 @@ def test_an_interrupted_training_continues_to_the_same_numbers(cifar, tmp_path, 
 
 
 def test_the_first_norm_is_recorded(cifar, tmp_path, monkeypatch):
+    """`pn figures` draws Figures 2 and 3 of a training on images."""
     monkeypatch.setattr(images, "INTERVAL", 2)
-    images.main([str(cifar), "--norms", "power", "--epochs", "5", "--output", str(tmp_path / "runs")])
-    records = read_probe(tmp_path / "runs/resnet20_5epochs_power_seed1/norm_probe")
+    images.main([str(cifar), "--norms", "batch", "--epochs", "5", "--output", str(tmp_path / "runs")])
+    run = tmp_path / "runs/resnet20_5epochs_batch_seed1"
+    records = read_probe(run / "norm_probe")
     assert list(records["update"]) == [2, 4] and set(records["norm"]) == {"1"}
-    assert set(records["tokens"]) == {24 * 32 * 32} and set(records["kind"]) == {"power"}
+    assert set(records["tokens"]) == {24 * 32 * 32} and set(records["kind"]) == {"batch"}
     assert set(records["sample_size"]) == {24} and records["loss"].between(0, 10).all()  # per image
     assert records["loss_scale"].tolist() == pytest.approx([1 / 24] * len(records))
+    figures.main([str(run), "--output", str(tmp_path / "figures")])
+    drawn = {file.name for file in (tmp_path / "figures").glob("*.png")}
+    assert drawn == {"figure-2.png", "figure-3.png", "figure-4.png"}
 
 
 def test_mnist(tmp_path, capsys):
@@ -133,18 +138,6 @@ def test_a_class_that_has_no_test_images_keeps_its_number(cifar):
     shutil.rmtree(cifar / "test/dark")
     assert images.read(cifar, "test", None)[0] == ["dark", "light"]
     assert set(images.read(cifar, "test", None)[2].tolist()) == {1}
-
-
-def test_the_statistics_are_figures_of_a_run(cifar, tmp_path, monkeypatch):
-    """`pn figures` draws Figures 2 and 3 of a training on images."""
-    monkeypatch.setattr(images, "INTERVAL", 2)
-    images.main([str(cifar), "--norms", "batch", "--epochs", "5", "--output", str(tmp_path / "runs")])
-    figures.main([str(tmp_path / "runs/resnet20_5epochs_batch_seed1"), "--output", str(tmp_path / "figures")])
-    assert {file.name for file in (tmp_path / "figures").glob("*.png")} == {
-        "figure-2.png",
-        "figure-3.png",
-        "figure-4.png",
-    }
 
 
 def test_torchvision_downloads(tmp_path, monkeypatch):

@@ -22,7 +22,7 @@ def trained(data, tmp_path_factory):
     """A run whose learning rate is high enough for the weights, and with them the activations, to move."""
     run_dir = tmp_path_factory.mktemp("recalibrate") / "run"
     settings = (
-        *("optimization.max_update=9", "checkpoint.save_interval_updates=3", "dataset.validate_interval_updates=100"),
+        *("optimization.max_update=6", "checkpoint.save_interval_updates=3", "dataset.validate_interval_updates=100"),
         *("dataset.max_tokens=400", "lr_scheduler.warmup_updates=4", "model.dropout=0.3"),
     )
     with pytest.MonkeyPatch.context() as patch:
