@@ -90,7 +90,7 @@ def parts(tiny: bool) -> list[Part]:
         where = ("check.py", "-k", "samples") if tiny else ("cuda.py", "-k", which)
         return Part(name, 0 if tiny else 4, ("pytest", "-q", "-n0", f"tests/kernels/test_{where[0]}", *where[1:]))
 
-    found = [Part("check", 0 if tiny else 2, ("pn_fairseq", "--check")), tests("tests", "not test_operators")]
+    found = [Part("check", 0 if tiny else 2, ("pn_fairseq", "check")), tests("tests", "not test_operators")]
     for shape in ("40x8",) if tiny else (*SHAPES, *LARGE):
         for dtype in ("float32",) if tiny else ("bfloat16", "float32"):
             options = f"--shapes {shape} --dtypes {dtype} --targets"

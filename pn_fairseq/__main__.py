@@ -119,20 +119,11 @@ def options(argv: list[str]) -> int:
   pn COMMAND --help                    what a command does, its options, examples
 """,
     )
-    kind = parser.add_mutually_exclusive_group()
-    kind.add_argument(
-        "--user-dir",
-        action="store_true",
-        help='print the folder for fairseq: fairseq-train --user-dir "$(pn --user-dir)" ...',
-    )
-    kind.add_argument("--info", action="store_true", help="the same as pn info")
-    kind.add_argument("--check", action="store_true", help="the same as pn check")
-    args = parser.parse_args(argv)
-    if args.user_dir:
+    folder = 'print the folder for fairseq: fairseq-train --user-dir "$(pn --user-dir)" ...'
+    parser.add_argument("--user-dir", action="store_true", help=folder)
+    if parser.parse_args(argv).user_dir:
         print(Path(__file__).resolve().parent)
         return 0
-    if args.info or args.check:
-        return call(["info" if args.info else "check"])
     raise UserError("a command is missing (see pn --help)")
 
 

@@ -55,6 +55,12 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f", did you mean {similar[0]!r}?" if similar else ""
 
 
+def unknown(kind: str, name: str, known: Iterable[str]) -> str:
+    """The message about a name that does not exist, with the most similar name and all names that do."""
+    known = list(known)
+    return f"unknown {kind} {name!r}{did_you_mean(name, known)}; there are {', '.join(known) or 'none'}"
+
+
 def error_chain(error: BaseException | None) -> Iterator[BaseException]:
     """The error and the errors that led to it, at most 20: causes can form a circle."""
     for _ in range(20):

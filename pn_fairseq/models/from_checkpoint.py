@@ -2,6 +2,7 @@
 
 import copy
 from argparse import Namespace
+from os import PathLike
 
 from fairseq.data import Dictionary
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
@@ -102,11 +103,20 @@ def model_of(settings: Namespace | DictConfig, weights: dict[str, Tensor], name:
         model = build_model(settings, task_of(settings, weights), from_checkpoint=True)
     except Exception as error:
         raise CheckpointError(f"{name}: its model cannot be built ({one_line(error)})") from error
-    try:
-        model.load_state_dict(dict(weights), strict=True)  # a copy: fairseq edits the dict
-    except RuntimeError as error:
-        raise CheckpointError(f"{name}: {explain_misfit(error)}") from error
+    load_weights(model, weights, name)
     return model.eval()
+
+
+def load_weights(model: nn.Module, weights: dict[str, Tensor], name: str | PathLike, cfg=None) -> None:
+    """Load the ``"model"`` of the checkpoint ``name``; ``cfg``: the settings of the model.
+
+    Raises:
+        CheckpointError: they do not fit the model.
+    """
+    try:
+        model.load_state_dict(dict(weights), strict=True, model_cfg=cfg)  # a copy: fairseq edits the dict
+    except Exception as error:  # also of fairseq's conversion of old weights
+        raise CheckpointError(f"{name}: {explain_misfit(error) or type(error).__name__}") from error
 
 
 def one_line(error: Exception) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from pn_fairseq.common.command import did_you_mean
+from pn_fairseq.common.errors import unknown
 from pn_fairseq.models.inner_norms import NormedInput
 
 #: Name of a placement -> its class.
@@ -37,7 +37,7 @@ def register_placement(name: str):
 def find_placement(name: str) -> type["Pre"]:
     """The class of the placement ``name``, or ValueError."""
     if name not in PLACEMENTS:
-        raise ValueError(f"unknown placement {name!r}{did_you_mean(name, PLACEMENTS)} ({', '.join(PLACEMENTS)})")
+        raise ValueError(unknown("placement", name, PLACEMENTS))
     return PLACEMENTS[name]
 
 

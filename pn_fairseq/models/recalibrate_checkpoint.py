@@ -10,8 +10,8 @@ import torch
 from fairseq import tasks, utils
 from tqdm import tqdm
 
-from pn_fairseq.common.checkpoints import CheckpointError, explain_misfit
-from pn_fairseq.models.from_checkpoint import one_line, settings_of
+from pn_fairseq.common.checkpoints import CheckpointError
+from pn_fairseq.models.from_checkpoint import load_weights, one_line, settings_of
 from pn_fairseq.norms.base import RunningNorm, running_norms
 from pn_fairseq.norms.recalibrate import recalibrating
 
@@ -58,25 +58,9 @@ class ModelWithData:
             self.model = self.task.build_model(self.cfg.model, from_checkpoint=True)
         except Exception as error:
             raise CheckpointError(f"{name}: its model cannot be built ({one_line(error)})") from error
-        # fairseq edits the dict that it is given to load.
-        weights = dict(state["model"])
-        self._check_sizes(weights, name)
-        try:
-            self.model.load_state_dict(weights, strict=True, model_cfg=self.cfg.model)
-        except RuntimeError as error:
-            raise CheckpointError(f"{name}: {explain_misfit(error)}") from error
+        load_weights(self.model, state["model"], f"{name} with the data in {data}", self.cfg.model)
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.model.to(self.device).eval()
-
-    def _check_sizes(self, weights: dict[str, torch.Tensor], name: str) -> None:
-        """The dictionaries set the size of the embeddings, and a checkpoint does not hold its dictionaries."""
-        own = self.model.state_dict()
-        for key, value in weights.items():
-            if "embed_tokens" in key and key in own and own[key].shape != value.shape:
-                raise CheckpointError(
-                    f"{self.data}: its dictionary has {len(own[key])} entries and {key} of {name} has {len(value)}; "
-                    "give the binarized data that the model was trained on"
-                )
 
     @property
     def num_norms(self) -> int:

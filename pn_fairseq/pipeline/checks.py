@@ -23,10 +23,11 @@ from fairseq.optim.lr_scheduler import build_lr_scheduler
 from fairseq.tasks import TASK_REGISTRY
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from pn_fairseq.common.checkpoints import explain_misfit, load_checkpoint
+from pn_fairseq.common.checkpoints import load_checkpoint
 from pn_fairseq.common.command import UserError, whole_number
 from pn_fairseq.common.files import read_settings
 from pn_fairseq.fairseq_patches.one_line_errors import check_criterion
+from pn_fairseq.models.from_checkpoint import load_weights
 from pn_fairseq.pipeline.runs import flat, load_config
 from pn_fairseq.pipeline.settings import Batches, flags
 
@@ -222,9 +223,6 @@ def check_same_run(cfg: DictConfig, data: Path, run: Path) -> None:
 def check_weights(model: torch.nn.Module, file: str | os.PathLike, cfg: DictConfig) -> dict:
     """Refuse a checkpoint that is damaged or does not fit ``model``, which is on the meta device; return its state."""
     state = load_checkpoint(file)
-    try:
-        with warnings.catch_warnings(action="ignore"):  # nothing is copied to the meta device
-            model.load_state_dict(dict(state["model"]), strict=True, model_cfg=cfg.model)
-    except Exception as error:  # also of fairseq's conversion of old weights
-        raise UserError(f"{file}: {explain_misfit(error) or type(error).__name__}") from error
+    with warnings.catch_warnings(action="ignore"):  # nothing is copied to the meta device
+        load_weights(model, state["model"], file, cfg.model)
     return state

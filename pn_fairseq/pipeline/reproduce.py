@@ -13,7 +13,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from pn_fairseq.common.command import UserError, did_you_mean, say, why_it_failed
+from pn_fairseq.common.command import UserError, say, why_it_failed
+from pn_fairseq.common.errors import unknown
 from pn_fairseq.common.files import CONFIGS, PACKAGE, atomic_write, find_yaml
 from pn_fairseq.common.published import PAPER
 from pn_fairseq.pipeline.data.corpus import Corpus
@@ -53,14 +54,13 @@ def planned_runs(
 
     for model in models:
         if model not in corpus.models:
-            advice = f"{did_you_mean(model, corpus.models)}; there are {', '.join(corpus.models)}"
-            raise UserError(f"unknown model '{model}'{advice}")
+            raise UserError(unknown("model", model, corpus.models))
     known = [entry.short for entry in NORMS.values()]
     planned: dict[str, list[str]] = {}
     for model, norm, seed in itertools.product(models, norms, seeds):
         short, *settings = norm.split("+")
         if short not in known:
-            raise UserError(f"unknown norm '{short}'{did_you_mean(short, known)}; there are {', '.join(known)}")
+            raise UserError(unknown("norm", short, known))
         name = f"{f'{model}_' if len(corpus.models) > 1 else ''}{norm}_seed{seed}"
         if name in planned:
             raise UserError(f"{name} is planned twice: name each norm and seed once")
@@ -74,8 +74,7 @@ def of_table(corpus: Corpus, table: str) -> tuple[str, list[str]]:
     from pn_fairseq.norms import NORMS
 
     if table not in corpus.tables:
-        known = ", ".join(corpus.tables) or "none of this corpus"
-        raise UserError(f"unknown table '{table}'{did_you_mean(table, corpus.tables)}; there are {known}")
+        raise UserError(unknown("table", table, corpus.tables))
     config, rows = corpus.tables[table].config, corpus.tables[table].rows
     return config, ["+".join([NORMS[row.norm].short, *map("=".join, row.settings.items())]) for row in rows]
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pn_fairseq.common.command import ArgumentParser, UserError, did_you_mean, whole
+from pn_fairseq.common.errors import unknown
 from pn_fairseq.common.published import LM_PAPER, PAPER, read_table
 
 _EPILOG = """\
@@ -40,29 +41,19 @@ def main(argv: Sequence[str] | None = None) -> None:
         "curves, settings, versions, hardware, speed, and failures.",
         epilog=_EPILOG,
     )
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
-    parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="where to write; created if needed")
-    parser.add_argument("--subset", default="test", help="decoded subset to report on (default: test)")
-    parser.add_argument(
-        "--paper",
-        metavar="TABLE",
-        default="auto",
-        help="the published table to show next to the results: a YAML file of yours (docs/compare.md), none, or one of "
-        f"{', '.join(PAPER)}; for language models Table 2 (ptb) or 3 (wikitext103) of the PowerNorm paper, or the "
-        "column Enwik8 of the AdaNorm paper (enwik8); default: by the data",
-    )
-    parser.add_argument(
-        "--planned",
-        action="append",
-        default=[],
-        metavar="SYSTEM:MEASURE",
-        help="a comparison with LN that was planned before the runs, such as PN:loss; tested without correction for "
-        "the other comparisons. MEASURE is bleu, chrf, ter, loss (validation) or bits (test loss of a language model). "
-        "May be repeated",
-    )
-    parser.add_argument(
-        "--resamples", type=whole, metavar="N", help="resamples of the paired bootstrap (default: sacrebleu's, 1000)"
-    )
+    add = parser.add_argument
+    add("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
+    add("--output", required=True, type=Path, metavar="DIR", help="where to write; created if needed")
+    add("--subset", default="test", help="decoded subset to report on (default: test)")
+    table = "the published table to show next to the results: a YAML file of yours (docs/compare.md), none, or one of "
+    table += f"{', '.join(PAPER)}; for language models Table 2 (ptb) or 3 (wikitext103) of the PowerNorm paper, or the "
+    table += "column Enwik8 of the AdaNorm paper (enwik8); default: by the data"
+    add("--paper", metavar="TABLE", default="auto", help=table)
+    comparison = "a comparison with LN that was planned before the runs, such as PN:loss; tested without correction "
+    comparison += "for the other comparisons. MEASURE is bleu, chrf, ter, loss (validation) or bits (test loss of a "
+    comparison += "language model). May be repeated"
+    add("--planned", action="append", default=[], metavar="SYSTEM:MEASURE", help=comparison)
+    add("--resamples", type=whole, metavar="N", help="of the paired bootstrap (default: sacrebleu's, 1000)")
     args = parser.parse_args(argv)
 
     # Imported here, so that --help is fast.
@@ -76,9 +67,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if paper.endswith((".yaml", ".yml")):
         paper = read_table(Path(paper))
     elif paper not in (known := ("auto", *PAPER, *LM_PAPER, "none")):
-        raise UserError(
-            f"--paper {paper}: there is no such table{did_you_mean(paper, known)}; there are {', '.join(known)}"
-        )
+        raise UserError(f"--paper: {unknown('table', paper, known)}")
     planned = []
     for text in args.planned:
         system, _, measure = text.rpartition(":")
@@ -106,9 +95,4 @@ def main(argv: Sequence[str] | None = None) -> None:
     else:
         content = functools.partial(translation.content, paper=paper, resamples=resamples)
     shown = {"language_models": language_models, "subset": args.subset, "resamples": resamples}
-    try:
-        files = page.write(args.output, runs, corpora, content, planned, **shown)
-    except OSError as error:
-        name = error.filename2 or error.filename or args.output
-        raise UserError(f"cannot write to --output {args.output}: {error.strerror} ({name})") from error
-    print(*files, sep="\n")
+    print(*page.write(args.output, runs, corpora, content, planned, **shown), sep="\n")

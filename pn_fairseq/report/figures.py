@@ -337,25 +337,15 @@ Writes DIR/figure-N.png and DIR/figure-N.pdf, in place of the figures that it wr
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run ``pn figures`` on ``argv`` (by default the process's arguments)."""
-    parser = ArgumentParser(
-        prog="pn figures",
-        description="Draw Figures 2 to 7 of the PowerNorm paper from training runs.",
-        epilog=_EPILOG,
-    )
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
-    parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="where to write; created if needed")
-    parser.add_argument(
-        "--labels",
-        nargs="+",
-        metavar="LABEL",
-        help="names for the legends (default: as in the tables of pn report, by norm and settings); runs with the same "
-        "one are drawn as one",
-    )
-    parser.add_argument(
-        "--norm",
-        metavar="NAME",
-        help="norm of Figures 2 to 4, such as encoder.layers.0.final_layer_norm (default: the first one of the model)",
-    )
+    description = "Draw Figures 2 to 7 of the PowerNorm paper from training runs."
+    parser = ArgumentParser(prog="pn figures", description=description, epilog=_EPILOG)
+    add = parser.add_argument
+    add("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
+    add("--output", required=True, type=Path, metavar="DIR", help="where to write; created if needed")
+    labels = "names for the legends (default: as in the tables of pn report, by norm and settings); runs with the same "
+    add("--labels", nargs="+", metavar="LABEL", help=f"{labels}one are drawn as one")
+    norm = "norm of Figures 2 to 4, such as encoder.layers.0.final_layer_norm (default: the first one of the model)"
+    add("--norm", metavar="NAME", help=norm)
     args = parser.parse_args(argv)
 
     from pn_fairseq.report.runs import read_runs
@@ -383,17 +373,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not drawn:
         raise UserError(f"nothing to draw: {'; '.join(absent)}")
     written = []
-    try:
-        args.output.mkdir(parents=True, exist_ok=True)
-        for number, kind in itertools.product(FIGURES, _KINDS):
-            file = args.output / f"figure-{number}.{kind}"
-            if number in drawn:
-                save(drawn[number], file)
-                written.append(file)
-            else:  # of an earlier call
-                file.unlink(missing_ok=True)
-    except OSError as error:
-        raise UserError(f"cannot write to --output {args.output}: {error.strerror or error}") from error
+    args.output.mkdir(parents=True, exist_ok=True)
+    for number, kind in itertools.product(FIGURES, _KINDS):
+        file = args.output / f"figure-{number}.{kind}"
+        if number in drawn:
+            save(drawn[number], file)
+            written.append(file)
+        else:  # of an earlier call
+            file.unlink(missing_ok=True)
     for line in [*(f"not drawn: {reason}" for reason in absent), *without]:
         print(f"pn figures: {line}", file=sys.stderr)
     print(*written, sep="\n")

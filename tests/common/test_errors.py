@@ -42,7 +42,7 @@ def test_training_with_kernels_for_another_device(tmp_path):
 
 
 def test_a_tool(tmp_path):
-    result = run(sys.executable, "-m", "pn_fairseq", "--info", check=False, **{VARIABLE: "fast"})
+    result = run(sys.executable, "-m", "pn_fairseq", "info", check=False, **{VARIABLE: "fast"})
     assert_one_line(result, "pn info", "=fast", "reference, triton, cpp")
     assert result.stdout == ""
 

@@ -15,7 +15,7 @@ from ..scripts_helpers import ROOT, run
 
 
 def info(**environment):
-    return run("warm-python", "-m", "pn_fairseq", "--info", cwd=ROOT, check=False, **environment)
+    return run("warm-python", "-m", "pn_fairseq", "info", cwd=ROOT, check=False, **environment)
 
 
 def test_reference_can_be_forced():

@@ -169,7 +169,7 @@ def without(pattern):
 @pytest.mark.parametrize(
     ("change", "needles"),
     [
-        (longer_dictionary, ("dictionary has", "entries")),
+        (longer_dictionary, ("embed_tokens", "another vocabulary")),
         (without("dict.en.txt"), ("dict.en.txt",)),
         (without("dict.*"), ("not a folder of binarized data", "fairseq-preprocess")),
         (without("train.*"), ("subset 'train'",)),

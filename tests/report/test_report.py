@@ -789,7 +789,7 @@ def test_only_its_own_files_are_written(tmp_path):
         (["RUN", "--output", "file/out"], ["cannot write to --output file/out"]),
         (["RUN"], ["--output"]),
         (["--output", "out"], ["RUN"]),
-        (["RUN", "--output", "out", "--paper", "wmt99"], ["--paper wmt99: there is no such table", "powernorm-1"]),
+        (["RUN", "--output", "out", "--paper", "wmt99"], ["--paper", "unknown table 'wmt99'", "powernorm-1"]),
         (["RUN", "--output", "out", "--paper", "ptb"], ["--paper ptb is of language models, unlike the runs"]),
         (["RUN", "--output", "out", "--paper", "no.yaml"], ["no.yaml: No such file"]),
         (["RUN", "--output", "out", "--paper", "run/config.yaml"], ["config.yaml has no list of rows"]),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from argparse import Namespace
 from dataclasses import replace
@@ -16,12 +15,6 @@ from pn_fairseq.pipeline.data.preparation import Preparation, locked
 from pn_fairseq.pipeline.data.recipes import RECIPES, load
 from pn_fairseq.pipeline.data.settings import LanguageModelSettings, Settings
 
-#: What the system reports where no more can be written, and where nothing can -> what helps.
-_FULL, _ELSEWHERE = "make room and run the same command again", "name another directory (--dest)"
-ADVICE = {
-    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), _FULL),
-    **dict.fromkeys((errno.EROFS, errno.ENOTDIR, errno.EEXIST), _ELSEWHERE),
-}
 EPILOG = """\
 The same command resumes. Line counts are checked after every step. --dest gets
   raw/  the text before tokenization    tok/  tokens, as they are scored
@@ -76,21 +69,19 @@ def main(argv: list[str]) -> None:
     made_with = with_tools(recipe.settings(options), options)
     name = recipe.folder(options) if hasattr(recipe, "folder") else recipe.CONFIG
     dest = (options.dest or Path("runs/data") / name).absolute()
+    settings.check(dest, made_with.as_text(), {})  # before anything is downloaded
+    if options.check:
+        return
+    if package := languages.missing_package(getattr(made_with, "target", "")):
+        say("prepare", f"note: detokenized BLEU of {made_with.target} needs: pip install '{package}'")
+    given = {name: getattr(options, name, None) for name in ("moses", "mirror", "archive", "like")}
+    data = Preparation(dest, made_with, options.workers, **given)
     try:
-        settings.check(dest, made_with.as_text(), {})  # before anything is downloaded
-        if options.check:
-            return
-        if package := languages.missing_package(getattr(made_with, "target", "")):
-            say("prepare", f"note: detokenized BLEU of {made_with.target} needs: pip install '{package}'")
-        given = {name: getattr(options, name, None) for name in ("moses", "mirror", "archive", "like")}
-        data = Preparation(dest, made_with, options.workers, **given)
         with locked(dest), scratch_folder(data.partial):
             recipe.prepare(data, options)
-        say_next("prepare", "train", recipe.CONFIG or "CONFIG", *(["--data", options.dest] if options.dest else []))
-    except OSError as error:
-        if error.errno not in ADVICE:
-            raise
-        raise UserError(f"{error.filename or dest}: {error.strerror}; {ADVICE[error.errno]}") from None
+    except OSError as error:  # those of writing name no file
+        raise UserError(f"{error.filename or dest}: {error.strerror or error}") from None
+    say_next("prepare", "train", recipe.CONFIG or "CONFIG", *(["--data", options.dest] if options.dest else []))
 
 
 def with_tools(made_with: Settings | LanguageModelSettings, options: Namespace) -> Settings | LanguageModelSettings:

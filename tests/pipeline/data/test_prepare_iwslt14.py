@@ -310,7 +310,7 @@ def test_an_archive_without_a_member(members, tmp_path):
 def test_a_folder_that_cannot_be_made(archive, tmp_path):
     (tmp_path / "file").write_text("")
     refused = prepare(tmp_path / "file/data", "--archive", archive, check=False)
-    assert_refused(refused, "file/data", "Not a directory; name another directory (--dest)")
+    assert_refused(refused, "file/data", "Not a directory")
 
 
 @pytest.mark.parametrize("share", [0.1, 0.99, 1.01], ids=["download", "extraction", "tokenization"])
@@ -325,6 +325,6 @@ def test_a_file_that_cannot_be_written_to_its_end(share, archive, members, tmp_p
         capture_output=True,
         text=True,
     )
-    assert_refused(result, "File too large", str(dest), "make room")
+    assert_refused(result, "File too large", str(dest))
     left = [path.name for path in dest.rglob("*") if "partial" in path.name]
     assert left == (["de-en.tgz.partial"] if share == 0.1 else [])  # what came is kept for the next run
