@@ -65,11 +65,11 @@ _OTHERS = (nn.GroupNorm, nn.modules.batchnorm._NormBase, ChannelNorm)
 def _offset(module: nn.Module, layout: str | None) -> float | str | None:
     """What the norm ``module`` adds to its gain; a string: why it cannot be replaced; None: it is no norm, or of a kind
     that always stays."""
+    if isinstance(module, (nn.LazyBatchNorm1d, nn.LazyBatchNorm2d)):
+        return "does not know its number of channels yet"
     if isinstance(module, BATCH_NORMS):
         if isinstance(module, nn.BatchNorm2d) and layout != "BCHW":
             return "is for images: give layout='BCHW'"
-        if isinstance(module, nn.modules.lazy.LazyModuleMixin):
-            return "does not know its number of channels yet"
         return 0.0 if module.track_running_stats else "has no running statistics"
     if isinstance(module, _OTHERS):
         return None

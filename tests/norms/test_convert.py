@@ -184,6 +184,15 @@ class UnitNorm(nn.Module):
         return nn.functional.normalize(x, dim=-1) * C**0.5 * self.g
 
 
+class Biased(ByVariance):
+    def __init__(self):
+        super().__init__()
+        self.bias = nn.Parameter(torch.rand(C))
+
+    def forward(self, x):
+        return super().forward(x) + self.bias
+
+
 class Wide(nn.LayerNorm):
     """As fairseq's Fp32LayerNorm."""
 
@@ -193,14 +202,18 @@ class Wide(nn.LayerNorm):
 
 def test_other_classes_are_replaced_if_they_compute_the_same():
     model = {"t5": ByVariance(), "other": ByVariance(0.5), "wide": Wide(C), "group": nn.GroupNorm(2, C)}
+    twice = type("Twice", (nn.LayerNorm,), {"forward": lambda self, x: 2 * nn.LayerNorm.forward(self, x)})(C)
+    model |= {"twice": twice, "near": ByVariance(0.01), "near in bfloat16": ByVariance(0.2).bfloat16()}
+    model |= {"lazy": nn.LazyBatchNorm1d(), "biased": Biased()}
     convert_norms(model := nn.ModuleDict(model), "rms")
-    assert [each.name for each in norm_report(model)] == ["t5", "wide"] and model["t5"].eps == 1e-3
-    with pytest.raises(ValueError, match="no norm to replace: other computes neither LayerNorm nor RMSNorm"):
+    assert [each.name for each in norm_report(model)] == ["t5", "wide", "biased"] and model["t5"].eps == 1e-3
+    with pytest.raises(ValueError, match="no norm to replace: other computes neither .* lazy does not know its n"):
         convert_norms(model, "rms")
     assert len(norm_report(convert_norms(nn.Sequential(ByVariance().bfloat16()), "rms"))) == 1
-    model["other"].forward = lambda x, residual: x
-    with pytest.raises(ValueError, match="no norm to replace: other does not accept inputs of shape"):
-        convert_norms(model, "rms")
+    for forward in (lambda x, residual: x, lambda x: x.flatten()):
+        model["other"].forward = forward
+        with pytest.raises(ValueError, match="no norm to replace: other does not accept inputs of shape"):
+            convert_norms(model, "rms")
 
 
 @in_pairs(
@@ -253,7 +266,7 @@ def test_a_weight_that_would_be_lost_is_refused():
             prune.l1_unstructured(norm, "bias", amount=1) if hasattr(norm, "bias") else prune.identity(norm, "weight")
         ),
     ):
-        for norm in (nn.LayerNorm(C), nn.BatchNorm1d(C), ByVariance()):
+        for norm in (nn.LayerNorm(C), nn.LayerNorm(C, dtype=torch.bfloat16), nn.BatchNorm1d(C), ByVariance()):
             model = nn.ModuleDict({"plain": nn.LayerNorm(C), "computed": compute(norm)})
             with pytest.raises(ValueError, match="the (weight|bias) of computed is not a parameter of its own"):
                 convert_norms(model, "batch")
