@@ -247,7 +247,7 @@ class Scaler:
 def test_a_loss_scale_changes_no_state(running, how):
     """It halves after an overflow, and grows; a resumed training has another one, or none."""
     plain, scaled = running.build(4, psi_warmup_updates=2), running.build(4, psi_warmup_updates=2)
-    scales = [1024.0, 1024.0, 512.0, 512.0, 2.0**20, 1.0, 3.0]
+    scales = [1024.0, 1024.0, 512.0, 2.0, 2.0**20, 1.0, 3.0]
     scaler = Scaler(scales)
     if how == "a scaler":
         set_loss_scale(torch.nn.Sequential(scaled), scaler)
