@@ -68,6 +68,9 @@ prepare text --corpus text --source es --target es --dest out | --source and --t
 prepare text --corpus text --source es --target en --dest out --bpe many | --bpe: must be a whole number of at least 1
 prepare text --corpus text --source es --target en --dest out --like data --keep-case | leave out --keep-case
 prepare text --corpus text --source es --target en --dest out --protect group | group: line 3 has a group: write (?:...)
+prepare text --corpus text --source es --target en --dest out --protect blank | blank has no regular expression
+prepare text --corpus text --source es --target en --dest out --codes blank | blank is empty
+prepare text --corpus text --dest out --like .        | '.' is no prepared data of a translation corpus
 prepare text --corpus text --source es --target en --dest out --segmentation unigram | --segmentation: unknown 'unigram'
 prepare iwslt14 --dest out --archive none.tgz         | none.tgz; (--archive); it comes from https://dl.
 prepare iwslt14 --dest out --moses /nowhere           | --moses /nowhere
@@ -175,6 +178,8 @@ def place(tmp_path_factory):
         torch.save({"model": {"w": torch.ones(1)}, "optimizer_history": history}, place / path)
     (place / "link.pt").symlink_to("w2.pt")
     (place / "group").write_text((ROOT / "LICENSE").read_text())
+    (place / "blank").touch()
+    (place / "settings.txt").write_bytes((place / "data/settings.txt").read_bytes())
     (place / "broken.py").write_text("1 / 0\n")
     (place / "empty.py").write_text('"""Nothing."""\n')
     return place

@@ -204,7 +204,7 @@ class StatefulNorm(ChannelNorm):
                 self._buffers[name] = new
             if old.is_meta:
                 new.fill_(self._initial.get(name, 0))
-            elif new is not old and not new.is_meta:
+            elif new is not old:
                 new.copy_(old)
         self._queue.memory_changed()
         return self
