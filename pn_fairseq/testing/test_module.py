@@ -86,8 +86,9 @@ def test_state_is_initial_or_loaded_however_memory_is_given(running, how):
 
 def test_memory_that_is_given_to_a_module_with_values_keeps_the_state(running):
     norm = running.trained()
-    before = state_of(norm)
+    before, memory = state_of(norm), {buffer.data_ptr() for buffer in norm.buffers()}
     torch.nn.Sequential(norm).to_empty(device="cpu")
+    assert memory.isdisjoint(buffer.data_ptr() for buffer in norm.buffers())
     assert_state_unchanged(norm, before)
 
 
