@@ -10,50 +10,35 @@ from pathlib import Path
 
 from pn_fairseq.common.command import ArgumentParser, UserError, did_you_mean, handle_signals, run, say
 
-#: Heading in ``pn --help`` -> its commands: module whose ``main(argv)`` a command calls (or MODULE:FUNCTION), imported
-#: only when it is called (most need no torch), and its line.
+#: Heading in ``pn --help`` -> its commands: module of this package whose ``main(argv)`` a command calls (or
+#: MODULE:FUNCTION), imported only when it is called (most need no torch), and its line.
 COMMANDS = {
     "data and training": {
-        "prepare": (
-            "pn_fairseq.pipeline.data.prepare",
-            "text to binary data: a corpus with a recipe, or text of your own",
-        ),
-        "train": ("pn_fairseq.pipeline.train", "train with the settings of a configuration and yours"),
-        "average": ("pn_fairseq.pipeline.average", "average the last checkpoints of a run"),
-        "reproduce": (
-            "pn_fairseq.pipeline.experiments",
-            "all steps from text to a report, for a list of norms and seeds",
-        ),
+        "prepare": ("pipeline.data.prepare", "text to binary data: a corpus with a recipe, or text of your own"),
+        "train": ("pipeline.train", "train with the settings of a configuration and yours"),
+        "average": ("pipeline.average", "average the last checkpoints of a run"),
+        "reproduce": ("pipeline.experiments", "all steps from text to a report, for a list of norms and seeds"),
     },
     "translations and scores": {
-        "generate": ("pn_fairseq.pipeline.generate", "translate a subset of the prepared data with the model of a run"),
-        "translate": ("pn_fairseq.pipeline.translate", "translate text from a file or stdin with the model of a run"),
-        "score": (
-            "pn_fairseq.pipeline.score",
-            "BLEU, chrF and TER of hypotheses, and whether differences are significant",
-        ),
-        "evaluate-lm": ("pn_fairseq.pipeline.evaluate_lm", "perplexity of a language model"),
-        "report": (
-            "pn_fairseq.report.command",
-            "one page about runs: scores, significance, learning curves, settings",
-        ),
-        "figures": ("pn_fairseq.report.figures", "the paper's figures, drawn from runs"),
+        "generate": ("pipeline.generate", "translate a subset of the prepared data with the model of a run"),
+        "translate": ("pipeline.translate", "translate text from a file or stdin with the model of a run"),
+        "score": ("pipeline.score", "BLEU, chrF and TER of hypotheses, and whether differences are significant"),
+        "evaluate-lm": ("pipeline.evaluate_lm", "perplexity of a language model"),
+        "report": ("report.command", "one page about runs: scores, significance, learning curves, settings"),
+        "figures": ("report.figures", "the paper's figures, drawn from runs"),
     },
     "checkpoints": {
-        "fold": ("pn_fairseq.pipeline.fold", "fuse the norms of a checkpoint into linear layers"),
-        "export": (
-            "pn_fairseq.pipeline.export",
-            "encoder and decoder step of a checkpoint as ONNX or torch.export files",
-        ),
-        "import-release": ("pn_fairseq.pipeline.import_release", "convert a checkpoint of the PowerNorm authors' code"),
+        "fold": ("pipeline.fold", "fuse the norms of a checkpoint into linear layers"),
+        "export": ("pipeline.export", "encoder and decoder step of a checkpoint as ONNX or torch.export files"),
+        "import-release": ("pipeline.import_release", "convert a checkpoint of the PowerNorm authors' code"),
     },
     "norms": {
-        "norms": ("pn_fairseq.pipeline.norms", "the norms, with their options and defaults"),
-        "test-norms": ("pn_fairseq.testing.command", "the shared tests, run on the norms of a file"),
+        "norms": ("pipeline.norms", "the norms, with their options and defaults"),
+        "test-norms": ("testing.command", "the shared tests, run on the norms of a file"),
     },
     "this installation": {
-        "check": ("pn_fairseq.pipeline.info:check", "compare the kernels that this machine can run with plain PyTorch"),
-        "info": ("pn_fairseq.pipeline.info", "version, kernels in use, patches of fairseq, folder for --user-dir"),
+        "check": ("pipeline.info:check", "compare the kernels that this machine can run with plain PyTorch"),
+        "info": ("pipeline.info", "version, kernels in use, patches of fairseq, folder for --user-dir"),
     },
 }
 VERBS = {verb: line for group in COMMANDS.values() for verb, line in group.items()}
@@ -98,7 +83,7 @@ def call(argv: list[str]) -> int:
         if verb in COMPUTING and works:
             warn_without_kernels()
         module, _, function = VERBS[verb][0].partition(":")
-        return getattr(importlib.import_module(module), function or "main")(rest)
+        return getattr(importlib.import_module(f"pn_fairseq.{module}"), function or "main")(rest)
 
     return run(f"pn {verb}" if verb in VERBS else "pn", body, resumes=verb in RESUMING and works)
 

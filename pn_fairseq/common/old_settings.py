@@ -1,7 +1,5 @@
 """Names that earlier versions gave to settings of models: old checkpoints and runs still contain them."""
 
-from collections.abc import Mapping
-
 #: Old key of the model's settings -> its key today.
 RENAMED = {
     "no_norm_agreement": "no_average_norm_stats",
@@ -19,9 +17,3 @@ RENAMED = {
     "ada_scale": "norm_options.ada_scale",
     "alpha_init": "norm_options.alpha_init",
 }
-
-
-def renamed(settings: Mapping[str, object]) -> dict[str, object]:
-    """A run's settings by dotted name, such as ``model.norm_window``, under today's names."""
-    names = {f"model.{old}": f"model.{new}" for old, new in RENAMED.items()}
-    return {names.get(key, key): value for key, value in settings.items()}

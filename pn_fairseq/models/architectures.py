@@ -35,11 +35,7 @@ def _tiny(args):
 
 
 #: Name of a size -> the function that fills in its defaults. The big one is tensor2tensor's.
-SIZES = {
-    "iwslt": transformer_iwslt_de_en,
-    "wmt_en_de_big": transformer_wmt_en_de_big_t2t,
-    "tiny": _tiny,
-}
+SIZES = {"iwslt": transformer_iwslt_de_en, "wmt_en_de_big": transformer_wmt_en_de_big_t2t, "tiny": _tiny}
 
 
 def _lm_tiny(args):
@@ -60,24 +56,11 @@ def _tensorized_tiny(args):
 
 def _tensorized_ptb(args):
     """The settings of run_ptb.sh in the authors' code, but for the place of the norms."""
-    _defaults(
-        args,
-        decoder_embed_dim=256,
-        decoder_ffn_embed_dim=2100,
-        decoder_layers=3,
-        dropout=0.3,
-        core_rank=40,
-        cores=1,
-        core_softmax=True,
-        post_norm=False,
-        decoder_final_norm=False,
-        adaptive_softmax_cutoff="",
-        tensorized_unmasked=False,
-        checkpoint_activations=False,
-        offload_activations=False,
-        min_params_to_wrap=DEFAULT_MIN_PARAMS_TO_WRAP,
-    )
-    _defaults(args, activation_dropout=args.dropout)
+    _defaults(args, decoder_embed_dim=256, decoder_ffn_embed_dim=2100, decoder_layers=3, core_rank=40, cores=1)
+    _defaults(args, dropout=0.3, post_norm=False, decoder_final_norm=False, adaptive_softmax_cutoff="")
+    _defaults(args, core_softmax=True, tensorized_unmasked=False, activation_dropout=args.dropout)
+    _defaults(args, checkpoint_activations=False, offload_activations=False)
+    _defaults(args, min_params_to_wrap=DEFAULT_MIN_PARAMS_TO_WRAP)
 
 
 def _tensorized_wt103(args):

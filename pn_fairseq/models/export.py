@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -146,54 +147,43 @@ def save_onnx(encoder: ExportedProgram, decoder: ExportedProgram, folder: Path) 
     """Write ``encoder.onnx`` and ``decoder.onnx``; both as onnxruntime computes them, functions of tensors."""
     import onnxruntime
 
-    sessions, level = [], logging.root.manager.disable
+    def run(session, *inputs: Tensor) -> list[Tensor]:
+        names = [tensor.name for tensor in session.get_inputs()]
+        given = {name: value.numpy() for name, value in zip(names, inputs, strict=True)}
+        return [torch.from_numpy(value) for value in session.run(None, given)]
+
+    functions, level = [], logging.root.manager.disable
     logging.disable(logging.WARNING)  # onnxscript logs every operator
     try:
         for name, program, results in (("encoder", encoder, ENCODER_RESULTS), ("decoder", decoder, DECODER_RESULTS)):
             file = folder / f"{name}.onnx"
             torch.onnx.export(program, output_names=results, verbose=False).save(file)
-            sessions.append(onnxruntime.InferenceSession(file))
+            functions.append(partial(run, onnxruntime.InferenceSession(file)))
     finally:
         logging.disable(level)
-
-    def function(session) -> Callable:
-        names = [tensor.name for tensor in session.get_inputs()]
-
-        def call(*inputs: Tensor) -> list[Tensor]:
-            given = {name: value.numpy() for name, value in zip(names, inputs, strict=True)}
-            return [torch.from_numpy(value) for value in session.run(None, given)]
-
-        return call
-
-    return function(sessions[0]), function(sessions[1])
+    return tuple(functions)
 
 
 def save_pt2(encoder: ExportedProgram, decoder: ExportedProgram, folder: Path) -> tuple[Callable, Callable]:
     """Write ``encoder.pt2`` and ``decoder.pt2``; both as torch loads them, functions of tensors."""
-    modules = []
-    for name, program in (("encoder", encoder), ("decoder", decoder)):
-        file = folder / f"{name}.pt2"
+    files = folder / "encoder.pt2", folder / "decoder.pt2"
+    for file, program in zip(files, (encoder, decoder), strict=True):
         torch.export.save(program, file)
-        modules.append(torch.export.load(file).module())
-    return modules[0], modules[1]
-
-
-def logits_of(encoder: Callable, decoder: Callable, src_tokens: Tensor, prev_output_tokens: Tensor) -> Tensor:
-    """Logits (B, t, V) after each token of the prefixes ``prev_output_tokens`` (B, t), step by step."""
-    memory = encoder(src_tokens)
-    layers, batch, heads, _, channels = memory[0].shape
-    keys = values = torch.zeros(layers, batch, heads, 0, channels)
-    steps = []
-    for token in prev_output_tokens.split(1, dim=1):
-        logits, keys, values = decoder(token.contiguous(), *memory, keys, values)
-        steps.append(logits)
-    return torch.stack(steps, 1)
+    return tuple(torch.export.load(file).module() for file in files)
 
 
 def compare_graphs(model: TransformerPNModel, encoder: Callable, decoder: Callable) -> Difference:
     """How far the logits of the two graphs are from those that fairseq computes with ``model``."""
 
-    def graphs(src: Tensor, _, prev: Tensor) -> tuple[Tensor]:
-        return (logits_of(encoder, decoder, src, prev),)
+    def graphs(src_tokens: Tensor, _, prev_output_tokens: Tensor) -> tuple[Tensor]:
+        """Logits (B, t, V) after each token of the prefixes ``prev_output_tokens`` (B, t), step by step."""
+        memory = encoder(src_tokens)
+        layers, batch, heads, _, channels = memory[0].shape
+        keys = values = torch.zeros(layers, batch, heads, 0, channels)
+        steps = []
+        for token in prev_output_tokens.split(1, dim=1):
+            logits, keys, values = decoder(token.contiguous(), *memory, keys, values)
+            steps.append(logits)
+        return (torch.stack(steps, 1),)
 
     return compare(model, graphs)

@@ -12,15 +12,7 @@ from pn_fairseq.common.files import read_lines, short_names
 from pn_fairseq.pipeline import RUN_HELP
 from pn_fairseq.pipeline.bootstrap import RESAMPLES, Comparison, compare_folders, p_text
 from pn_fairseq.pipeline.metrics import METRICS, Scoring
-from pn_fairseq.pipeline.scoring import (
-    Text,
-    is_scored,
-    low_bleu,
-    read_scores,
-    score_lines,
-    score_run,
-    score_texts,
-)
+from pn_fairseq.pipeline.scoring import Text, is_scored, low_bleu, read_scores, score_lines, score_run, score_texts
 
 #: A difference counts as significant below this p-value.
 LEVEL = 0.05
@@ -55,13 +47,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     compare += "from the choice of test sentences? Runs that are not scored yet are scored first"
     mode.add_argument("--compare", type=Path, nargs="+", metavar="DIR", help=compare)
     mode.add_argument("--hyp", type=Path, metavar="FILE", help="hypotheses, one sentence per line")
-    add(
-        "--ref",
-        type=Path,
-        nargs="+",
-        metavar="FILE",
-        help="with --hyp: references, one sentence per line; several files are several references of each sentence",
-    )
+    references = "with --hyp: references, one sentence per line; several files are several references of each sentence"
+    add("--ref", type=Path, nargs="+", metavar="FILE", help=references)
     add("--subset", metavar="NAME", help="of the runs: test (default) or valid")
     add("--output", type=Path, metavar="DIR", help="the --output of pn generate (default: RUN/generate/SUBSET)")
     split = 'in tokenized BLEU, split words with hyphens ("rich ##AT##-##AT## text"), as papers on WMT14 do (default: '

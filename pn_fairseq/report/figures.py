@@ -13,13 +13,7 @@ import numpy as np
 import pandas
 
 from pn_fairseq.common.command import ArgumentParser, UserError, did_you_mean
-from pn_fairseq.common.published import (
-    PAPER_BLEU,
-    PAPER_GAIN,
-    PAPER_MEDIANS,
-    PAPER_SPECTRA,
-    SPECTRA_INDICES,
-)
+from pn_fairseq.common.published import PAPER_BLEU, PAPER_GAIN, PAPER_MEDIANS, PAPER_SPECTRA, SPECTRA_INDICES
 from pn_fairseq.report.curves import COLOURS, headless_pyplot, legend, save, style
 
 #: Marks that tell boxes apart in grey.

@@ -185,7 +185,8 @@ class Run(runs.Run):
     @cached_property
     def failed(self) -> str | None:
         """The line in ``failed``."""
-        return _text(self.path / "failed")
+        file = self.path / "failed"
+        return " ".join(file.read_text("utf-8", errors="replace").split()) if file.is_file() else None
 
     @cached_property
     def probe(self) -> Path | None:
@@ -356,8 +357,3 @@ def log_of_checkpoints(files: Sequence[Path]) -> TrainingLog:
     log = TrainingLog(**{kind: dict(sorted(of_kind.items())) for kind, of_kind in losses.items()})
     log.starts = [Start(updates=list(log.train))]
     return log
-
-
-def _text(file: Path) -> str | None:
-    """The text of a small file, on one line; None if there is no such file."""
-    return " ".join(file.read_text("utf-8", errors="replace").split()) if file.is_file() else None
