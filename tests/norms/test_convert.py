@@ -18,9 +18,7 @@ from pn_fairseq.norms import (
     fold_norms,
     norm_report,
     padding,
-    running_norms,
 )
-from pn_fairseq.norms.converted import ConvertedNorm
 from pn_fairseq.norms.padding import current_scope
 
 from ..pairwise import in_pairs
@@ -667,14 +665,6 @@ def test_one_warning_for_a_model_without_any_mask():
         model.train()(x)
         model(x)
     assert len(caught) == 1 and str(caught[0].message).startswith("norm takes statistics over the tokens of a batch")
-
-
-def test_copies_and_pickles():
-    model = convert_norms(Convolutions(), "power", mask_from="lengths")
-    x = torch.randn(B, C, T)
-    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert other(x, LENGTHS).equal(model(x, LENGTHS))
-        assert all(isinstance(norm, ConvertedNorm) for norm in running_norms(other))
 
 
 class Stack(nn.Module):

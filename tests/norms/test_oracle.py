@@ -1,43 +1,8 @@
-"""The reference itself, against torch's autograd and by hand. Tests of BN, LN, GN and RMSNorm compare with torch's."""
+"""The reference itself, by hand. Tests of BN, LN, GN and RMSNorm compare with torch's."""
 
 import numpy as np
-import pytest
-import torch
 
-from .helpers import CHANNELS, random_batch, real_tokens, rng
-from .oracle import PowerNormOracle, PowerNormVOracle
-
-
-def autograd(formula, x, dy):
-    x = torch.tensor(x, requires_grad=True)
-    y = formula(x)
-    y.backward(torch.tensor(dy))
-    return y.detach().numpy(), x.grad.numpy()
-
-
-def layer_scale(x, groups):
-    if groups == 0:
-        return x
-    split = x.unflatten(-1, (groups, -1))
-    return (split / (split.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt()).flatten(-2)
-
-
-@pytest.mark.parametrize("groups", [0, 1, 4, CHANNELS])
-@pytest.mark.parametrize("masked", [False, True])
-def test_power_v_oracle_agrees_with_autograd(groups, masked):
-    x, mask, dy = random_batch(rng(3), masked=masked)
-    real = torch.tensor(real_tokens(x.shape, mask))
-
-    def formula(x):
-        x = layer_scale(x, groups)
-        root = (x[real].pow(2).mean(0) + 1e-5).sqrt()
-        return torch.where(real[..., None], x / root, x / root.detach())
-
-    oracle = PowerNormVOracle(CHANNELS, groups=groups)
-    y, ctx = oracle.forward(x, mask)
-    expected_y, expected_dx = autograd(formula, x, dy)
-    np.testing.assert_allclose(y, expected_y, rtol=1e-10)
-    np.testing.assert_allclose(oracle.backward(dy, ctx)[0], expected_dx, rtol=1e-8, atol=1e-10)
+from .oracle import PowerNormOracle
 
 
 def test_power_oracle_in_one_worked_example():

@@ -16,106 +16,70 @@ from .helpers import (
     assert_states_equal,
     assert_training_follows,
     batches,
-    oracle_step,
     random_batch,
     randomize_affine,
     rng,
     state_of,
     train_step,
 )
-from .oracle import PowerNormOracle, _Oracle, mean_over, oracle_state
+from .oracle import _Oracle, mean_over
 
 STEPS = 34
 WARMUP = 9
-DIFFERENCES = ("a", "b", "c-means", "c-padding", "d", "e")
 
 
 class ReleaseOracle(_Oracle):
-    """The released code's arithmetic and bookkeeping: ``running_phi``, ``ema_gz`` and ``iters``, in loops.
+    """The released code's arithmetic and bookkeeping: ``running_phi``, ``ema_gz`` and ``iters``, in loops."""
 
-    ``without`` names differences from the paper that are undone, by their letters in ``PowerNormRelease``.
-    """
-
-    def __init__(self, channels, alpha_fwd=0.9, alpha_bwd=0.9, warmup=0, without=(), **common):
+    def __init__(self, channels, alpha_fwd=0.9, alpha_bwd=0.9, warmup=0, **common):
         super().__init__(channels, **common)
-        self.alpha_fwd, self.alpha_bwd, self.warmup, self.without = alpha_fwd, alpha_bwd, warmup, without
+        self.alpha_fwd, self.alpha_bwd, self.warmup = alpha_fwd, alpha_bwd, warmup
         self.running_phi = np.ones(channels)
         self.ema_gz = np.zeros(channels)
         self.iters = 0
-        self.num_updates = None
 
     def set_num_updates(self, num_updates):
-        self.num_updates = num_updates
+        """The release counts forwards."""
 
     def _normalize(self, x, real):
         own = mean_over(x**2, real)
         number = self.iters + 1
-        if "e" in self.without and self.num_updates is not None:
-            use_own = self.num_updates < self.warmup
-            cumulate = use_own
-        else:
-            use_own = number <= self.warmup
-            cumulate = number < self.warmup
-        root = np.sqrt((own if use_own else self.running_phi) + self.eps)
-        saved = SimpleNamespace(root=root, own=own, ema_gz=self.ema_gz.copy(), use_own=use_own, cumulate=cumulate)
-        return x / root, saved
+        root = np.sqrt((own if number <= self.warmup else self.running_phi) + self.eps)
+        return x / root, SimpleNamespace(own=own, ema_gz=self.ema_gz.copy(), cumulate=number < self.warmup)
 
     def _input_gradient(self, dxhat, ctx):
-        divisor = ctx.saved.root if "a" in self.without else np.sqrt(ctx.saved.own + self.eps)
-        subtract_at = ctx.real if "c-padding" in self.without else np.ones(len(dxhat), dtype=bool)
-        dx = np.empty_like(dxhat)
-        for i in range(len(dxhat)):
-            correction = (1 - self.alpha_bwd) * ctx.saved.ema_gz * ctx.xhat[i] if subtract_at[i] else 0.0
-            dx[i] = (dxhat[i] - correction) / divisor
-        return dx
+        correction = (1 - self.alpha_bwd) * ctx.saved.ema_gz * ctx.xhat  # at padding as well
+        return (dxhat - correction) / np.sqrt(ctx.saved.own + self.eps)
 
     def _update(self, dxhat, ctx):
         own = ctx.saved.own
         self.iters += 1
-        if "b" in self.without:
-            if ctx.saved.use_own:
-                self.running_phi = (self.running_phi * (self.iters - 1) + own) / self.iters
-            else:
-                self.running_phi = self.alpha_fwd * self.running_phi + (1 - self.alpha_fwd) * own
-        else:
-            if ctx.saved.cumulate:
-                self.running_phi = (self.running_phi * (self.iters - 1) + own) / self.iters
-            self.running_phi = self.alpha_fwd * self.running_phi + (1 - self.alpha_fwd) * own
-        means_over = ctx.real if "c-means" in self.without else np.ones(len(dxhat), dtype=bool)
-        factor = 1 - (1 - self.alpha_bwd) * mean_over(ctx.xhat**2, means_over)
-        if "d" in self.without:
-            factor = np.maximum(0.0, factor)
-        self.ema_gz = self.ema_gz * factor + mean_over(dxhat * ctx.xhat, means_over)
+        if ctx.saved.cumulate:
+            self.running_phi = (self.running_phi * (self.iters - 1) + own) / self.iters
+        self.running_phi = self.alpha_fwd * self.running_phi + (1 - self.alpha_fwd) * own
+        factor = 1 - (1 - self.alpha_bwd) * (ctx.xhat**2).mean(0)
+        self.ema_gz = self.ema_gz * factor + (dxhat * ctx.xhat).mean(0)
 
     def _normalize_eval(self, x):
         return x / np.sqrt(self.running_phi + self.eps)
 
     # The state by the names of the other oracles, with nu as the contract derives it from ema_gz.
-
-    @property
-    def psi2(self):
-        return self.running_phi
-
-    @property
-    def nu(self):
-        return (1 - self.alpha_bwd) * self.ema_gz
-
-    @property
-    def count(self):
-        return self.iters
+    psi2 = property(lambda self: self.running_phi)
+    nu = property(lambda self: (1 - self.alpha_bwd) * self.ema_gz)
+    count = property(lambda self: self.iters)
 
 
-def make_pair(alpha_fwd=0.9, alpha_bwd=0.9, affine=True, groups=0, warmup=0, eps=1e-5, without=()):
+def make_pair(alpha_fwd=0.9, alpha_bwd=0.9, affine=True, groups=0, warmup=0, eps=1e-5):
     options = {"alpha_fwd": alpha_fwd, "eps": eps, "affine": affine, "layer_scale_groups": groups}
     norm = PowerNormRelease(CHANNELS, alpha_bwd, warmup, **options)
     randomize_affine(norm)
-    oracle = ReleaseOracle(CHANNELS, alpha_fwd, alpha_bwd, warmup, without, groups=groups, eps=eps, **affine_of(norm))
+    oracle = ReleaseOracle(CHANNELS, alpha_fwd, alpha_bwd, warmup, groups=groups, eps=eps, **affine_of(norm))
     return norm.train(), oracle
 
 
-def some_batches(masked=True, steps=STEPS, high=1.6):
+def some_batches(masked=True, steps=STEPS):
     """Levels stay where the unguarded recursion converges."""
-    return batches(steps, masked, low=0.6, high=high, sentences=2)
+    return batches(steps, masked, low=0.6, high=1.6, sentences=2)
 
 
 @pytest.mark.every_implementation
@@ -163,46 +127,6 @@ def test_warmup_counts_forwards_and_not_updates():
     for batch in some_batches():
         train_step(untold, *batch)
     assert_states_equal(norm, untold)
-
-
-def largest_deviation(without, **options):
-    """Between the module and an oracle that lacks some of the differences, over outputs, gradients and state."""
-    norm, oracle = make_pair(groups=0, warmup=WARMUP, without=without, **options)
-    worst = 0.0
-    for step, (x, mask, dy) in enumerate(some_batches(high=3.0)):
-        norm.set_num_updates(step // 2)
-        oracle.set_num_updates(step // 2)
-        actual, expected = train_step(norm.double(), x, mask, dy, torch.float64), oracle_step(oracle, x, mask, dy)
-        actual |= {name: buffer.double().numpy() for name, buffer in state_of(norm).items()}
-        expected |= oracle_state(oracle)
-        for key, value in actual.items():
-            worst = max(worst, np.abs(value - expected[key]).max() / np.abs(expected[key]).max())
-    return worst
-
-
-@pytest.mark.parametrize("letter", DIFFERENCES)
-def test_each_difference_matters(letter):
-    options = {"alpha_bwd": 0.3, "alpha_fwd": 0.99} if letter == "d" else {}  # many a Gamma above 1 / (1 - alpha_bwd)
-    assert largest_deviation((letter,), **options) > 1e-2
-    assert largest_deviation((), **options) == pytest.approx(0, abs=1e-5)
-
-
-@pytest.mark.parametrize("update_freq", [None, 2])
-def test_without_the_differences_it_would_be_the_paper(update_freq):
-    """Of the oracle: its list of differences is complete."""
-    release = ReleaseOracle(CHANNELS, 0.8, 0.7, WARMUP, DIFFERENCES, groups=4)
-    paper = PowerNormOracle(CHANNELS, 0.8, 0.7, WARMUP, groups=4)
-    for step, batch in enumerate(some_batches(high=4.0)):
-        if update_freq is not None:
-            release.set_num_updates(step // update_freq)
-            paper.set_num_updates(step // update_freq)
-        elif release.iters == WARMUP - 1:
-            break  # the last step of a warm-up that counts forwards is one of the differences
-        actual, expected = oracle_step(release, *batch), oracle_step(paper, *batch)
-        for key, value in expected.items():
-            assert_close(actual[key], value, 1e-9, f"step {step} {key}")
-        for key, value in oracle_state(paper).items():
-            assert_close(oracle_state(release)[key], value, 1e-9, f"step {step} {key}")
 
 
 @pytest.mark.parametrize("bad", [np.inf, 1e30])
