@@ -1,7 +1,6 @@
 """Triton's kernels on a GPU: what only a GPU can show."""
 
 import math
-from dataclasses import dataclass
 from functools import partial
 
 import pytest
@@ -14,6 +13,7 @@ pytest.importorskip("triton")
 
 from pn_fairseq import kernels
 from pn_fairseq.kernels import reference, triton_ops
+from pn_fairseq.kernels.first_use import samples
 from pn_fairseq.norms import LayerScale, MaskedBatchNorm, PowerNorm, PowerNormV, build_norm
 
 from ..pairwise import in_pairs
@@ -62,85 +62,41 @@ def test_a_fault_leaves_the_state(channels):
         assert torch.equal(after[0], moment) and torch.equal(after[1], moment) and after[2] == 3
 
 
-@dataclass
-class Case:
-    """Activations (tokens, C) and vectors (C,) for a training step."""
-
-    shape: tuple[int, int]
-    groups: int
-    dtype: torch.dtype = torch.float32
-
-    def __post_init__(self):
-        tokens, channels = self.shape
-        self.x, self.dy = torch.randn(2, tokens, channels, device="cuda").to(self.dtype)
-        self.padding = torch.rand(tokens, device="cuda") < 0.3
-        self.weight, self.bias, self.mean, self.moment, self.nu = torch.rand(5, channels, device="cuda") + 0.5
+def results(calls: list[tuple[str, tuple]]) -> list[torch.Tensor]:
+    """Everything that the operators give."""
+    found = [getattr(torch.ops.pn_fairseq, name)(*arguments) for name, arguments in calls]
+    return [tensor for result in found for tensor in ([result] if isinstance(result, torch.Tensor) else result)]
 
 
-def step_of_tokens(case: Case) -> list[torch.Tensor]:
-    """Everything that the operators of GN and Derf give."""
-    vectors, scalars = (case.weight, case.bias), (case.moment[:1], case.nu[:1], True)
-    y, stats = triton_ops.standardize(case.x, *vectors, case.groups, True, 1.0, EPS, 0.0, 0.0, 1.0, 0.0)
-    rest = case.groups, 1.0, 0.0, True, True, True
-    gradients = triton_ops.standardize_gradient(case.dy, case.x, case.weight, stats, *rest)
-    squashed = triton_ops.squash(case.x, *vectors, *scalars)
-    return [y, stats, *gradients, squashed, *triton_ops.squash_gradient(case.dy, case.x, case.weight, *scalars)]
+def calls_of(*shape: int, dtype=torch.float32) -> tuple[list[tuple[str, tuple]], list[torch.Tensor]]:
+    """The samples of a shape, and what the operators give of them."""
+    calls = list(samples(dtype, torch.device("cuda"), [shape]))
+    return calls, results(calls)
 
 
-def step(case: Case, norm: str) -> list[torch.Tensor]:
-    """Everything that the operators of a training step give."""
-    if norm == "tokens":
-        return step_of_tokens(case)
-    centered = {"pn": None, "pn-v": False, "bn": True}[norm]
-    rest = case.groups, EPS
-    vectors = case.weight, case.bias
-    count = torch.tensor(3, device="cuda")
-    if centered is None:
-        forward = triton_ops.normalize(case.x, *vectors, None, case.moment, case.padding, None, *rest, True)
-        _, inv_rms, batch, tokens = forward
-        arguments = case.padding, case.weight, None, case.moment, case.nu, None, inv_rms, *rest, True
-        backward = triton_ops.gradient(case.dy, case.x, *arguments)
-        state = case.moment, case.nu, count, batch, case.moment, backward[2], tokens
-        return [*forward, *backward, *triton_ops.power_update(*state, EPS, 0, 0.9, 0.9)]
-    inv_rms, mean, moment, tokens = forward = triton_ops.moments(case.x, case.padding, *rest, centered)
-    running, mean = (case.mean, mean) if centered else (None, None)
-    y, *_ = triton_ops.normalize(case.x, *vectors, mean, moment, None, inv_rms, *rest, False)
-    arguments = case.padding, case.weight, mean, moment
-    _, products = sums = triton_ops.gradient_sums(case.dy, case.x, *arguments, inv_rms, *rest)
-    nu, offset = (products / tokens).unbind()
-    dx, *_ = triton_ops.gradient(case.dy, case.x, *arguments, nu, offset, inv_rms, *rest, False)
-    state = triton_ops.running_average(case.moment, running, count, moment, mean, products, tokens, 0, 0.9)
-    return [*forward, y, *sums, dx, *state]
-
-
-@pytest.mark.parametrize("norm", ["pn", "pn-v", "bn", "tokens"])
-def test_deterministic(norm):
-    case = Case((2**15, 1024), 16, torch.bfloat16)
-    first = step(case, norm)
+def test_deterministic():
+    calls, first = calls_of(2**15, 1024, 16, dtype=torch.bfloat16)
     for _ in range(50):
-        assert all(torch.equal(one, other) for one, other in zip(first, step(case, norm), strict=True))
+        assert all(torch.equal(one, other) for one, other in zip(first, results(calls), strict=True))
 
 
-@pytest.mark.parametrize("norm", ["pn", "tokens"])
-def test_every_element_is_written(norm):
+def test_every_element_is_written():
     """Memory that results are given is full of NaN beforehand."""
-    case = Case((4087, 513), 3)
-    expected = step(case, norm)
+    calls, expected = calls_of(4087, 513, 3)
     junk = [torch.full((size,), math.nan, device="cuda") for size in (1, 1, 600, 600, 1200, 1200, 2**18, 2**28)]
     del junk
-    assert all(torch.equal(one, other) for one, other in zip(expected, step(case, norm), strict=True))
+    assert all(torch.equal(one, other) for one, other in zip(expected, results(calls), strict=True))
 
 
 def test_two_streams():
-    case = Case((2**15, 512), 4)
-    expected = step(case, "pn")
+    calls, expected = calls_of(2**13, 512, 4)
     torch.cuda.synchronize()
     streams, found = [torch.cuda.Stream() for _ in range(2)], []
     for turn in range(20):
         with torch.cuda.stream(streams[turn % 2]):
-            found.append(step(case, "pn"))
+            found.append(results(calls))
     torch.cuda.synchronize()
-    assert all(torch.equal(one, other) for results in found for one, other in zip(expected, results, strict=True))
+    assert all(torch.equal(one, other) for several in found for one, other in zip(expected, several, strict=True))
 
 
 @pytest.mark.parametrize("masked", [True, False])

@@ -14,7 +14,7 @@ from pn_fairseq.norms import NORMS, build_norm, convert_norms, set_loss_scale
 from pn_fairseq.testing.helpers import randomize_affine, real_tokens, rng, tensors
 from pn_fairseq.testing.ranks import run_ranks
 
-from ..fixtures.training import model_of, train, train_on_two_ranks
+from ..fixtures.training import model_of, train
 from .helpers import build
 
 EPS = 1e-5
@@ -353,17 +353,3 @@ def test_patches_that_are_turned_off_are_one_line(data, tmp_path, capsys, monkey
     with pytest.raises(SystemExit) as end:
         train(data, tmp_path, "--norm-probe", "probe", updates=1)
     assert end.value.code == 2 and "--norm-probe needs the patches of fairseq" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_a_training_on_two_ranks_that_accumulates_and_recomputes_has_the_curves_of_the_plain_one(data, tmp_path):
-    """With LN: what a norm computes does not depend on how the tokens are distributed."""
-    flags = ("--norm-probe", "probe", "--norm-probe-interval", 1, "--dropout", 0)
-    train_on_two_ranks(
-        data, tmp_path / "ranks", *flags, "--update-freq", 2, "--checkpoint-activations", arch="transformer_ln_tiny"
-    )
-    train(data, tmp_path / "plain", *flags, "--update-freq", 4, arch="transformer_ln_tiny")
-    tables = (read_probe(tmp_path / name / "probe") for name in ("plain", "ranks"))
-    plain, ranks = (table[table.forward.isna()] for table in tables)
-    assert list(plain["tokens"]) == list(ranks["tokens"]) and list(plain["sample_size"]) == list(ranks["sample_size"])
-    assert_same_curves(plain, ranks, updates=6)

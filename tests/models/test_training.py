@@ -80,16 +80,6 @@ def test_recomputation_gives_the_same_losses(flag, data, tmp_path, plain):
             torch.testing.assert_close(error.item(), 0.0, rtol=0, atol=1e-4 * value.double().norm().item(), msg=key)
 
 
-@pytest.mark.parametrize("stop", [3, *(pytest.param(stop, marks=pytest.mark.slow) for stop in (1, 5))])
-def test_stopping_at_any_update_and_resuming_changes_no_bit(stop, data, tmp_path, plain):
-    """At the end of the psi warm-up, within it, after it."""
-    train(data, tmp_path, updates=stop)
-    train(data, tmp_path)
-    resumed, straight = model_of(tmp_path), model_of(plain)
-    for key, value in straight.items():
-        assert torch.equal(resumed[key], value), key
-
-
 @pytest.mark.parametrize(
     "placement",
     ["resi-dual", *(pytest.param(name, marks=pytest.mark.slow) for name in PLACEMENTS if name != "resi-dual")],
@@ -119,15 +109,6 @@ def test_summary_of_the_norms_in_log_and_tensorboard(data, tmp_path, plain):
 def read(where):
     log = (where / "train.log").read_text("utf-8")
     return "\n".join(line for line in log.splitlines() if '"num_updates"' in line)
-
-
-@pytest.mark.slow  # by default the shared suite, fairseq_patches/test_ranks.py and test_norm_penalty.py look at that
-def test_a_rank_that_has_run_out_of_data_counts_for_nothing(data, tmp_path):
-    """Five batches for two ranks: in the third update the second rank has none, and fairseq gives it an old one."""
-    epoch = ("--batch-size", 120, "--max-tokens", 100_000, "--max-epoch", 1, "--norm-sync", "off")
-    train_on_two_ranks(data, tmp_path, *epoch)
-    # 3 and 2 batches; the mean is taken before they validate, 2.5, which is rounded to even.
-    assert set(counters(model_of(tmp_path)).values()) == {2}
 
 
 @pytest.mark.slow
