@@ -123,3 +123,17 @@ def check_samples(tokens: int, channels: int, groups: int, dtype, device="cpu", 
         if arguments[0].dim() > 1:
             arguments = CHANGES[change](list(arguments), tokens, channels)
         check(name, *arguments)
+
+
+def check_faults(channels: int, device: str) -> None:
+    """Neither a product that is not finite nor a batch without a token changes the state."""
+    moment, number = torch.ones(channels, device=device), torch.tensor(3, device=device)
+    faulty = torch.ones(2, channels, device=device)
+    faulty[1, -1] = torch.nan
+    for products, tokens in ((faulty, 7.0), (torch.ones_like(faulty), 0.0)):
+        batch = moment * 2, moment * 3, products, torch.tensor(tokens, device=device)
+        for after in (
+            check("running_average", moment, moment, number, *batch, 2**62, 0.9),
+            check("power_update", moment, moment, number, batch[0], moment, *batch[2:], EPS, 0, 0.9, 0.95),
+        ):
+            assert torch.equal(after[0], moment) and torch.equal(after[1], moment) and after[2] == 3
