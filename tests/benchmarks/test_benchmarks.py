@@ -3,7 +3,6 @@
 import csv
 import logging
 import re
-import shutil
 from contextlib import contextmanager
 from functools import partial
 
@@ -400,35 +399,6 @@ def test_peak_memory_of_layer_norm_by_hand(activations):
     peak = peak_memory(lambda: norms.step(contestant, (x, dy, None), lambda: None), CPU)
     # y, dx, both statistics, the gradients of weight and bias, and each thread's sums for these two
     assert peak == 2 * X + 2 * ROWS * 4 + 2 * VECTOR + torch.get_num_threads() * 2 * VECTOR
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler")
-def test_compiled_reference_is_the_reference(activations):
-    x, dy = activations
-    mask = torch.arange(ROWS) > 40
-    made, expected = (build_norm("power", CHANNELS, layer_scale_groups=4) for _ in range(2))
-    compiled = norms._compiled(1)
-    found = []
-    for norm, computing in ((made, compiled), (expected, partial(kernels.using, "reference"))):
-        with computing():
-            for _ in range(2):  # the second with a nu
-                x.grad = None
-                y = norm(x, mask)
-                y.backward(dy)
-        found.append([y, x.grad, *norm.state_dict().values()])
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
-    with compiled():
-        counts = COUNT(lambda: norm_step(made, x, mask, dy), opaque=True)
-    assert 2 <= counts.kernels < 10 and counts.bytes_read is None
-
-
-def norm_step(norm, x, mask, dy):
-    """Gradients are freed first, for none to be added to another."""
-    x.grad = None
-    norm.zero_grad()
-    norm(x, mask).backward(dy)
 
 
 def test_placements(tmp_path, capsys):

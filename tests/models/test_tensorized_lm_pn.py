@@ -63,35 +63,6 @@ def test_attention_is_the_triple_loop(cores, softmax, masked, padded):
     np.testing.assert_allclose(layer(*inputs, mask).detach().numpy(), expected, rtol=1e-10, atol=1e-10)
 
 
-def test_attention_has_the_gradients_of_its_formula():
-    layer, *inputs = attention(cores=2)
-    inputs = [each.requires_grad_() for each in inputs]
-    names, parameters = zip(*layer.named_parameters(), strict=True)
-
-    def function(*tensors):
-        weights = dict(zip(names, tensors[4:], strict=True))
-        return torch.func.functional_call(layer, weights, tensors[:4])
-
-    assert torch.autograd.gradcheck(function, (*inputs, *parameters), fast_mode=True)
-
-
-def test_unmasked_attention_is_one_einsum():
-    layer, x, positions, u, w = attention(masked=False)
-    q, k, v = torch.einsum("tbc,src->stbr", x, layer.in_proj.weight.view(3, RANK, DIM))
-    p = positions @ layer.position_proj.weight.T
-    g = layer.core.softmax(-1)[0]
-    tensor = torch.einsum("r,ibr,jbr,kbr->bijk", g, q + u, k, v) + torch.einsum("r,ibr,jr,kbr->bijk", g, q + w, p, v)
-    torch.testing.assert_close(layer(x, positions, u, w), torch.einsum("bijk,jkc->ibc", tensor, layer.out_proj))
-
-
-def test_two_cores_are_one_core_with_their_mean():
-    two, *inputs = attention(cores=2)
-    one = TensorizedAttention(DIM, RANK, LENGTH, softmax=False).double()
-    weights = two.state_dict()
-    one.load_state_dict({**weights, "core": weights["core"].softmax(-1).mean(0, keepdim=True)})
-    torch.testing.assert_close(one(*inputs), two(*inputs))
-
-
 def test_the_core_starts_on_the_simplex():
     for softmax in (True, False):
         layer, *_ = attention(softmax=softmax)
