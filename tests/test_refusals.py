@@ -62,7 +62,7 @@ prepare verse                                         | unknown 'verse'; did you
 prepare none.py                                       | there is no recipe 'none.py'
 prepare empty.py                                      | is no recipe: it has no CONFIG
 prepare text --corpus                                 | --corpus; expected one argument
-prepare text --corpus text --dest out                 | --source and --target are required
+prepare text --corpus text --source es --dest out     | --source and --target are required
 prepare text --corpus /nowhere --source es --target en --dest out | /nowhere
 prepare text --corpus text --source es --target es --dest out | --source and --target are both 'es'
 prepare text --corpus text --source es --target en --dest out --bpe many | --bpe: must be a whole number of at least 1

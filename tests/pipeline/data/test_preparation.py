@@ -12,7 +12,7 @@ import pytest
 from pn_fairseq.pipeline.data import languages, pairs, subwords, tokens
 from pn_fairseq.pipeline.data.preparation import Preparation, locked
 from pn_fairseq.pipeline.data.recipes import RECIPES, load
-from pn_fairseq.pipeline.data.settings import Settings
+from pn_fairseq.pipeline.data.settings import Settings, read
 from pn_fairseq.pipeline.runs import Run
 from pn_fairseq.pipeline.translate import to_subwords
 
@@ -66,7 +66,7 @@ def test_tags_that_survive(kind, corpus, tmp_path):
 def test_text_for_a_model_of_other_data(corpus, tmp_path, capsys):
     """Its codes, dictionary and settings; characters that it lacks are counted."""
     old, new = tmp_path / "old", tmp_path / "new"
-    prepare(corpus, old, *LANGUAGES, "--keep-case")
+    assert "merges, fewer than --bpe 10,000" in prepare(corpus, old, *LANGUAGES[:4], "--keep-case")
     for name in ("train", "valid", "test"):
         (corpus / f"{name}.es").write_text("Hola Ω, mundo\n" * 3)
         (corpus / f"{name}.en").write_text("Hello\n" * 3)
@@ -75,6 +75,7 @@ def test_text_for_a_model_of_other_data(corpus, tmp_path, capsys):
     assert "learning" not in said
     assert (new / "bin/dict.es.txt").read_bytes() == (old / "bin/dict.es.txt").read_bytes()
     assert (new / "bpe/codes").read_bytes() == (old / "bpe/codes").read_bytes()
+    assert read(new / "settings.txt") == read(old / "settings.txt")
     assert (new / "tok/test.es").read_text("utf-8").startswith("Hola Ω , mundo\n")
     assert "is complete" in prepare(corpus, new, "--like", old)
     for options, needle in (
