@@ -95,6 +95,19 @@ def whole_number(name: str, value: object, least: int = 1) -> int:
     return int(text)
 
 
+def checked(check, metavar: str, note: str = "") -> dict:
+    """argparse's arguments of a flag that keeps its text, unless ``check`` raises ValueError, shown with ``note``."""
+
+    def parse(text: str) -> str:
+        try:
+            check(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f"{error}{note}") from None
+        return text
+
+    return {"type": parse, "metavar": metavar}
+
+
 def say(step: str, text: str) -> None:
     """A line of progress."""
     print(f"[{step}] {text}", file=sys.stderr, flush=True)

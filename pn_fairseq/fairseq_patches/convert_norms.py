@@ -6,7 +6,6 @@ also holds for the norms of this package's own models. Both are settings of the 
 
 import inspect
 import json
-from argparse import ArgumentTypeError
 from contextlib import nullcontext
 
 from fairseq import models
@@ -17,6 +16,7 @@ from fairseq.utils import safe_getattr
 from omegaconf import OmegaConf, open_dict
 from torch import Tensor, nn
 
+from pn_fairseq.common.command import checked
 from pn_fairseq.common.run_settings import learning_rate_warmup
 from pn_fairseq.fairseq_patches import patch
 from pn_fairseq.norms import RunningNorm, build_norm, convert_norms
@@ -70,29 +70,14 @@ def parse(text: str) -> tuple[str, str, dict]:
     return pattern, norm, options
 
 
-def specification(text: str) -> str:
-    try:
-        parse(text)
-    except ValueError as error:
-        raise ArgumentTypeError(str(error)) from None
-    return text
-
-
 def add_flags(group) -> None:
     """Add the flags of this patch to a group of arguments."""
-    group.add_argument(
-        "--convert-norms",
-        action="append",
-        type=specification,
-        metavar="PATTERN=NORM[,key=value...]",
-        help="put this norm in the place of the model's norms whose names match the pattern, such as "
-        "'encoder.*=batch'; any architecture; repeatable (docs/own_model.md)",
-    )
-    group.add_argument(
-        "--norm-ignore-mask",
-        action="store_true",
-        help="the norms of pn_fairseq see no padding mask and count padding, to compare with",
-    )
+    norms = "put this norm in the place of the model's norms whose names match the pattern, such as 'encoder.*=batch'; "
+    norms += "any architecture; repeatable (docs/own_model.md)"
+    specification = checked(parse, "PATTERN=NORM[,key=value...]")
+    group.add_argument("--convert-norms", action="append", help=norms, **specification)
+    ignore = "the norms of pn_fairseq see no padding mask and count padding, to compare with"
+    group.add_argument("--norm-ignore-mask", action="store_true", help=ignore)
 
 
 def given_settings(settings) -> dict[str, object]:

@@ -2,7 +2,7 @@
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -93,8 +93,7 @@ def first_use(module: ModuleType, dtype: torch.dtype, device: torch.device) -> s
         first_arguments.setdefault(name, arguments)
     off = []
     for name, arguments in first_arguments.items():
-        compute: Callable = getattr(module, name, OPERATORS[name])
-        error = difference(compute(*arguments), OPERATORS[name](*arguments))
+        error = difference(getattr(module, name)(*arguments), OPERATORS[name](*arguments))
         if error > TOLERANCE[dtype]:
             off.append(f"{name} by {error:.0e}")
     if off:

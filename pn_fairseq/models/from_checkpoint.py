@@ -99,12 +99,17 @@ def model_of(settings: Namespace | DictConfig, weights: dict[str, Tensor], name:
     """
     # The embeddings are in the file; fairseq would look for the file that they were initialized from.
     settings = changed(settings, encoder_embed_path=None, decoder_embed_path=None)
-    try:
-        model = build_model(settings, task_of(settings, weights), from_checkpoint=True)
-    except Exception as error:
-        raise CheckpointError(f"{name}: its model cannot be built ({one_line(error)})") from error
+    model = empty_model(settings, weights, name)
     load_weights(model, weights, name)
     return model.eval()
+
+
+def empty_model(settings: Namespace | DictConfig, weights: dict[str, Tensor], name: str) -> nn.Module:
+    """The model for ``weights``, which it does not have yet; arguments and errors as of :func:`model_of`."""
+    try:
+        return build_model(settings, task_of(settings, weights), from_checkpoint=True)
+    except Exception as error:
+        raise CheckpointError(f"{name}: its model cannot be built ({one_line(error)})") from error
 
 
 def load_weights(model: nn.Module, weights: dict[str, Tensor], name: str | PathLike, cfg=None) -> None:

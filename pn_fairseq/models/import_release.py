@@ -7,12 +7,12 @@ from argparse import Namespace
 
 import torch
 from fairseq import checkpoint_utils
-from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_REGISTRY
+from fairseq.models import ARCH_CONFIG_REGISTRY
 from torch import Tensor, nn
 
 from pn_fairseq.common.checkpoints import KEY, CheckpointError
 from pn_fairseq.models import architectures  # noqa: F401 (registers what is looked up below)
-from pn_fairseq.models.from_checkpoint import one_line, task_of
+from pn_fairseq.models.from_checkpoint import empty_model, one_line
 from pn_fairseq.norms import NORMS, PowerNormRelease
 
 #: Beginning of an architecture's name in the release -> the size of ours. All other numbers are in the settings.
@@ -48,7 +48,8 @@ def import_release(state: dict, name: str, alpha_fwd: float = 0.9, alpha_bwd: fl
     """
     args = _convert_settings(state, name, alpha_fwd, alpha_bwd)
     file = _split_projections(state["model"])
-    model = _empty_model(args, file, name)
+    with torch.device("meta"):
+        model = empty_model(copy.deepcopy(args), file, name)
     weights = _convert_weights(model, file, alpha_bwd, name)
     # A file made smaller for sharing may lack it, and fairseq wants this much.
     history = state.get("optimizer_history") or [{"lr_scheduler_state": {}, "num_updates": 0}]
@@ -112,15 +113,6 @@ def _split_projections(model: dict[str, Tensor]) -> dict[str, Tensor]:
         else:
             split[key] = value
     return split
-
-
-def _empty_model(args: Namespace, file: dict[str, Tensor], name: str) -> nn.Module:
-    """The model of ``args``, without memory for its parameters."""
-    try:
-        with torch.device("meta"):
-            return ARCH_MODEL_REGISTRY[args.arch].build_model(copy.deepcopy(args), task_of(args, file))
-    except Exception as error:
-        raise CheckpointError(f"{name}: its model cannot be built ({one_line(error)})") from error
 
 
 def _convert_weights(model: nn.Module, file: dict[str, Tensor], alpha_bwd: float, name: str) -> dict[str, Tensor]:

@@ -9,6 +9,7 @@ from fairseq.utils import safe_getattr
 from hydra.utils import to_absolute_path
 from omegaconf import OmegaConf
 
+from pn_fairseq.common.command import checked
 from pn_fairseq.common.old_settings import RENAMED
 from pn_fairseq.common.run_settings import learning_rate_warmup, run_setting, writable
 from pn_fairseq.models.placements import PLACEMENTS, find_placement
@@ -17,19 +18,6 @@ from pn_fairseq.norms.options import options_of, parse_options, read_pairs
 from pn_fairseq.norms.registry import FIXED, SHARED, FromRun, NormEntry, find_norm
 
 SYNC = ("auto", "on", "off")
-
-
-def checked(check, metavar: str, note: str = "") -> dict:
-    """argparse's arguments of a flag that keeps its text, unless ``check`` raises ValueError, shown with ``note``."""
-
-    def parse(text: str) -> str:
-        try:
-            check(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(f"{error}{note}") from None
-        return text
-
-    return {"type": parse, "metavar": metavar}
 
 
 def flag(help: str, argument: dict, default=None):

@@ -182,7 +182,7 @@ class RunningNorm(StatefulNorm):
         if not (x.is_meta or torch.compiler.is_compiling()):
             self.check_memory()
         if not self.training:
-            return self._evaluate(x)
+            return self._with_token_part(self.normalize_by(x, *self.evaluation_statistics()), x)
         refuse_transforms()
         return compiled_call(self, x, padding_mask) if torch.compiler.is_compiling() else self._train(x, padding_mask)
 
@@ -264,9 +264,6 @@ class RunningNorm(StatefulNorm):
         scale = scale if weight is None else scale * weight
         shift = torch.zeros_like(scale) if bias is None else bias
         return scale, shift if mean is None else shift - mean * scale
-
-    def _evaluate(self, x: Tensor) -> Tensor:
-        return self._with_token_part(self.normalize_by(x, *self.evaluation_statistics()), x)
 
     def normalize_by(self, x: Tensor, mean: Tensor | None, moment: Tensor) -> Tensor:
         if moment.dtype != (dtype := kernels.acc_dtype(x)):

@@ -45,10 +45,6 @@ class Compared:
     def intervals(self) -> dict[str, Interval]:
         return {system: interval for family in self.families for system, interval in family.intervals.items()}
 
-    def family_of(self, system: str) -> Family | None:
-        """The family in which a system is tested."""
-        return next((family for family in self.families if system in family.intervals), None)
-
     def text(self, interval: Interval) -> str:
         difference, low, high = (
             signed(value, self.measure.decimals) for value in (interval.difference, interval.low, interval.high)
@@ -98,7 +94,8 @@ class Compared:
 
     def planned(self, system: str) -> str | None:
         """The difference of a planned comparison with its uncorrected interval and p-value. None: it was not tested."""
-        if (family := self.family_of(system)) is None:
+        family = next((family for family in self.families if system in family.intervals), None)
+        if family is None:
             return None
         interval, sides = family.separate[system], side_of(family.pairs[system].values())
         return f"{system} − {family.control}: {self.text(interval)}, {p_text(interval.p_value)}, {sides} blocks"
