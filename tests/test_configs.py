@@ -41,19 +41,22 @@ def composed_once(name: str):
     config_dir = str(ROOT / "configs")
     with mock.patch.dict(ConfigStore.instance().repo), initialize_config_dir(config_dir, version_base="1.1"):
         hydra_init(name)
-        return compose(config_name=name, overrides=["task.data=/data"], return_hydra_config=True)
+        cfg = compose(config_name=name, overrides=["task.data=/data"], return_hydra_config=True)
+    add_defaults(cfg)
+    return cfg
 
 
 def composed(name: str, **changes):
     """The configuration as fairseq-hydra-train composes it, with hydra's own; ``changes``: a section's new values.
 
-    Composing takes a second: it is done once for all tests. What refers to a changed value follows it.
+    Composing takes a second: it is done once for all tests, which only read it. What refers to a changed value follows.
     """
+    if not changes:
+        return composed_once(name)
     cfg = copy.deepcopy(composed_once(name))
     with open_dict(cfg):
         for section, values in changes.items():
             cfg[section].update(values)
-    add_defaults(cfg)
     return cfg
 
 
@@ -78,6 +81,7 @@ def settings(section, ignored=PLACES) -> dict:
 
 def model_of(args) -> TransformerPNConfig:
     """What the model is built from, once the architecture has filled in its defaults."""
+    args = copy.deepcopy(args)
     with open_dict(args) if OmegaConf.is_config(args) else nullcontext():
         ARCH_CONFIG_REGISTRY[getattr(args, "_name", None) or args.arch](args)
     if is_language_model(args):
@@ -246,7 +250,7 @@ def test_published_settings_of_language_models(name):
         assert OmegaConf.select(cfg, key) == value, key
     if name.endswith("_paper"):  # the peak of Vaswani et al. (2017)
         assert cfg.optimization.lr[0] == pytest.approx((512 * 4000) ** -0.5, rel=1e-4)
-    model = cfg.model
+    model = copy.deepcopy(cfg.model)
     ARCH_CONFIG_REGISTRY[model._name](model)
     if name == "enwik8_lm":
         heads = model.decoder_attention_heads

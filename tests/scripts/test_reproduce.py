@@ -316,9 +316,9 @@ def test_options_of_the_preparation_reach_it(calls):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interruption_ends_it_all(calls, tmp_path, number):
-    driver = "from pn_fairseq import __main__; from pn_fairseq.pipeline import reproduce, train; "
-    driver += f"train.main = lambda argv: 0; reproduce.program = lambda step: ['{tmp_path}/stub', *step]; "
-    driver += "__main__.sys.exit(__main__.main())"
+    driver = "import sys, types; from pn_fairseq import __main__; from pn_fairseq.pipeline import reproduce; "
+    driver += "sys.modules['pn_fairseq.pipeline.train'] = types.SimpleNamespace(main=lambda argv: 0); "
+    driver += f"reproduce.program = lambda step: ['{tmp_path}/stub', *step]; sys.exit(__main__.main())"
     process = subprocess.Popen(
         [sys.executable, "-c", driver, "reproduce", "iwslt14"],
         env=environment(HANG="generate"),
@@ -372,6 +372,7 @@ def test_conflicts_are_found_before_anything_runs(data, tmp_path, monkeypatch, o
     assert_refused(own(data, *option, *one), "pn_seed1' was started with different settings", "use another --run")
 
 
+@pytest.mark.slow
 def test_a_conflict_is_one_line_of_a_process(tmp_path):
     """Without what fairseq and hydra log when they are imported."""
     (tmp_path / "bin").mkdir()
