@@ -6,10 +6,7 @@ from docs.tools import figures, generated
 
 from .pages import ROOT
 
-COMMANDS = {
-    "python -m docs.tools.generated": generated.TABLES,
-    "python -m docs.tools.figures": figures.PAGES,
-}
+COMMANDS = {"python -m docs.tools.generated": generated.TABLES, "python -m docs.tools.figures": figures.PAGES}
 
 
 @pytest.mark.parametrize(

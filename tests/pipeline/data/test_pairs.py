@@ -9,13 +9,7 @@ import pytest
 
 from pn_fairseq.common.command import UserError
 from pn_fairseq.pipeline.data import pairs
-from pn_fairseq.pipeline.data.pairs import (
-    as_is,
-    segments,
-    strip_tags,
-    tokens,
-    without_carriage_returns,
-)
+from pn_fairseq.pipeline.data.pairs import as_is, segments, strip_tags, tokens, without_carriage_returns
 from pn_fairseq.pipeline.data.preparation import Preparation
 from pn_fairseq.pipeline.data.recipes.wmt14 import sacrebleus_segments
 from pn_fairseq.pipeline.data.settings import Settings
