@@ -5,6 +5,7 @@ import shlex
 import pytest
 import torch
 
+from .fixtures.reports import make_run
 from .fixtures.runs import small_run
 from .scripts_helpers import ROOT, assert_refused, cut_corpus, in_process
 
@@ -54,7 +55,12 @@ generate --run run --checkpoint none.pt               | 'none.pt'; pn average; c
 generate --run run --checkpoint a:b.pt                | colon
 generate --run run --norm-module none.py              | --norm-module; there is no file; none.py
 generate --run run --bean 3                           | --bean; did you mean '--beam'; --help
+fold w1.pt w1.pt                                      | is one of the inputs
+fold w1.pt none/out.pt                                | none/out.pt; cannot be written
 import-release none.pt out.pt                         | none.pt: no such file
+import-release w1.pt out.pt                           | is not a checkpoint of the authors' release (it holds no args)
+import-release w2.pt link.pt                          | is one of the inputs
+import-release w1.pt none/out.pt                      | none/out.pt; cannot be written
 norms unifid                                          | did you mean 'unified'
 norms --norm-module none.py                           | none.py; is not a file
 prepare                                               | --help
@@ -79,6 +85,21 @@ prepare multi30k                                      | --corpus; --help
 prepare multi30k --corpus nowhere --dest out          | nowhere; --corpus
 prepare ptb                                           | --corpus; --help
 prepare ptb --corpus text --dest out                  | ptb.train.txt
+report                                                | RUN; --output
+report scored                                         | --output
+report scored nowhere --output out                    | there is no directory 'nowhere'
+report scored text --output out                       | 'text' is not a run; config.yaml
+report scored text/../scored --output out             | given twice
+report scored --output group                          | group: File exists
+report scored --output group/out                      | group/out: Not a directory
+report scored --output out --paper wmt99              | unknown table 'wmt99'; powernorm-1
+report scored --output out --paper ptb                | --paper ptb is of language models, unlike the runs
+report scored --output out --paper no.yaml            | no.yaml: No such file
+report scored --output out --paper scored/config.yaml | config.yaml has no list of rows
+report scored --output out --paper key.yaml           | row 1: unknown key 'blue', did you mean 'bleu'?
+report scored --output out --resamples 0              | --resamples
+report scored --output out --planned PN               | --planned 'PN'; MEASURE is bleu
+report scored --output out --planned PNV:loss         | --planned PNV: there is no such system
 reproduce compare_norms                               | pn reproduce --study compare_norms
 reproduce --study none.yaml --dry-run                 | there is no; none.yaml; compare_masks
 reproduce --study compare_mask --dry-run              | did you mean 'compare_masks'?
@@ -171,6 +192,7 @@ def rows(table: str, before: str = "") -> list[tuple[str, str]]:
 def place(tmp_path_factory):
     place = tmp_path_factory.mktemp("refusals") / "place"
     small_run(place, 37)
+    make_run(place / "scored")
     cut_corpus(place / "text", 9, 3, 3)
     (place / "files").mkdir()
     for number, path in enumerate(("w1.pt", "w2.pt", "a:b.pt", *(f"files/checkpoint{n}.pt" for n in (1, 2)))):
@@ -180,6 +202,7 @@ def place(tmp_path_factory):
     (place / "group").write_text((ROOT / "LICENSE").read_text())
     (place / "blank").touch()
     (place / "settings.txt").write_bytes((place / "data/settings.txt").read_bytes())
+    (place / "key.yaml").write_text("rows: [{label: LN, norm: layer, blue: 3}]")
     (place / "broken.py").write_text("1 / 0\n")
     (place / "empty.py").write_text('"""Nothing."""\n')
     return place

@@ -6,18 +6,15 @@ import re
 import shutil
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
 from pn_fairseq.common.checkpoints import load_checkpoint
 from pn_fairseq.common.command import UserError
-from pn_fairseq.common.probe_files import read_probe
 from pn_fairseq.common.published import LM_PAPER
 from pn_fairseq.pipeline.evaluate_lm import Perplexity, read_perplexity, result_file, unit_of
-from pn_fairseq.pipeline.training_log import read_log
 
-from ..scripts_helpers import ROOT, run, script, verb
+from ..scripts_helpers import ROOT, run, verb
 
 WORDS = "the king sent a servant to the house of david and he said to him go up".split()
 SMALL = (
@@ -168,27 +165,6 @@ def test_fairseq_train_honours_the_flags(work, tmp_path, arch, flags):
     assert weights["layers.1.attention.out_proj"] == (8, 8, 16)
     assert ("adaptive_softmax.clusters.weight" in weights) == ("adaptive" in flags)
     assert "layers.1.final_layer_norm.running_psi2" not in weights, "--decoder-norm layer"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("arch", ["transformer_lm_pn_tiny", "tensorized_lm_bn_tiny"])
-def test_two_ranks_learn_and_record_what_one_does(work, tmp_path, arch):
-    """The statistics of a batch are taken over both ranks' blocks, which one rank has in one batch."""
-    settings = (f"model._name={arch}", *SMALL, "model.dropout=0", "dataset.curriculum=9", "model.norm_sync=on")
-    logs, probes = [], []
-    for ranks in (1, 2):
-        flags = ("--data", work / "data", "--run", tmp_path / f"{ranks}", *settings)
-        batches = ("tokens_per_update=64", f"dataset.max_tokens={64 // ranks}")
-        probe = (f"model.norm_probe={tmp_path}/probe{ranks}", "model.norm_probe_interval=1")
-        script("train.sh", "verses_lm_en", *flags, *batches, *probe, "--ranks", ranks, CUDA_VISIBLE_DEVICES="")
-        logs.append(read_log(tmp_path / f"{ranks}/train.log"))
-        probes.append(read_probe(tmp_path / f"probe{ranks}"))
-    one, two = logs
-    assert one.train and two.train == pytest.approx(one.train, abs=0.0015)
-    assert one.valid and two.valid == pytest.approx(one.valid, abs=0.0015)
-    columns = [name for name in probes[0] if name.endswith(("_l1", "_l2")) and not probes[0][name].isna().all()]
-    assert len(columns) >= 10 and len(probes[0]) == len(probes[1]) == 6 * 5
-    np.testing.assert_allclose(probes[1][columns], probes[0][columns], rtol=1e-3, atol=1e-6)
 
 
 def test_language_models_generate_by_fairseq_interactive(work, tmp_path):

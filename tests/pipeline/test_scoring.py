@@ -145,13 +145,8 @@ def test_tokenized_bleu_is_what_multi_bleu_printed(name):
     assert ours(*texts(), **settings) == GOLDEN[name]
 
 
-def perl_split(text: bytes) -> bytes:
-    command = ["perl", "-ple", r"s{(\S)-(\S)}{$1 ##AT##-##AT## $2}g"]
-    plain = {name: value for name, value in os.environ.items() if not name.startswith("PERL")}
-    return subprocess.run(command, input=text, capture_output=True, check=True, env=plain).stdout
-
-
 def test_compounds_are_split_as_perl_splits_them():
+    r"""What perl -ple 's{(\S)-(\S)}{$1 ##AT##-##AT## $2}g' prints."""
     cut = " ##AT##-##AT## "
     texts = {
         "a-b": f"a{cut}b",
@@ -165,8 +160,6 @@ def test_compounds_are_split_as_perl_splits_them():
         "": "",
     }
     assert {text: split_compounds(text) for text in texts} == texts
-    if shutil.which("perl"):
-        assert perl_split("\n".join(texts).encode()).decode() == "\n".join(texts.values())
 
 
 def second_bleu(hypotheses: list[str], references: list[str]) -> float:
@@ -225,7 +218,8 @@ def test_scores_of_plain_text_are_those_of_sacrebleus_command(tmp_path):
 
 def test_the_tokenizer_is_that_of_the_language():
     lines = ["这是一个测试。", "你好，世界！"]
-    assert "tok:zh" in score("detokenized", lines, lines, target="zh").signature
+    for target in ("zh", "zho_Hans"):
+        assert "tok:zh" in score("detokenized", lines, lines, target=target).signature
     with pytest.raises(UserError, match="'ja'"):
         score("detokenized", lines, lines, target="ja")
 
@@ -237,8 +231,6 @@ def test_tags_of_languages():
         "pt": "pt-BR por_Latn", "de": "de deu_Latn de_DE", "ar": "arb_Arab", "source": "source", "": "",
     }.items():  # fmt: skip
         assert {language_of(tag) for tag in tags.split(" ")} == {language}
-    lines = ["这是一个测试。", "你好，世界！"]
-    assert "tok:zh" in score("detokenized", lines, lines, target="zho_Hans").signature
 
 
 def test_scores_that_need_no_tokenizer_are_given(tmp_path, capsys):
@@ -395,16 +387,7 @@ def test_a_line_ends_at_a_line_feed_and_nowhere_else(tmp_path):
             "source language",
         ),
     ],
-    ids=[
-        "no hypotheses",
-        "no reference",
-        "lost",
-        "too many",
-        "not UTF-8",
-        "data gone",
-        "data prepared again",
-        "no language",
-    ],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_folder_that_cannot_be_scored_stays_as_it_was(spoil, message, tmp_path):
     decoded = make_run(tmp_path / "run", 1) / "generate/test"
@@ -607,12 +590,6 @@ def test_several_references_are_those_of_sacrebleu(tmp_path, capsys):
     (tmp_path / "two").write_text("a\n")
     assert main(["--hyp", str(files["hyp"]), "--ref", str(files["one"]), str(files["two"])]) == 2
     assert "30 lines, but the reference has 1" in capsys.readouterr().err
-
-
-def test_equal_scores_are_called_the_same(tmp_path, capsys):
-    runs = [str(make_run(tmp_path / name, 1)) for name in ("a", "b")]
-    assert main(["--compare", *runs, "--resamples", "20"]) == 0
-    assert len(re.findall(r"\) p = 1\.000( |$)", capsys.readouterr().out, re.M)) == len(METRICS)
 
 
 def test_a_run_on_data_of_others_is_scored_with_detokenized_references(tmp_path):

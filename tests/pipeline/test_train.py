@@ -506,15 +506,3 @@ def test_progress_on_a_terminal_is_one_line_that_changes(capsys, monkeypatch):
     handler.close()
     line = "\r\x1b[K[train] update 50, loss 7.123, 8123 tokens/s"
     assert capsys.readouterr().err == f"{line}{line}\n"
-
-
-def test_a_machine_with_a_shell_and_nothing_else_of_ours(tmp_path):
-    tools = tmp_path / "bin"
-    tools.mkdir()
-    for tool in ("bash", "basename", "dirname", "readlink", "env"):
-        (tools / tool).symlink_to(shutil.which(tool))
-    command = ["bash", SCRIPTS / "train.sh", "verses_es_en"]
-    result = subprocess.run(
-        command, env={"PATH": str(tools), "VENV": "/nowhere"}, capture_output=True, text=True, cwd=tmp_path
-    )
-    assert result.returncode == 2 and re.fullmatch("pn: error: there is no Python .*make venv.*\n", result.stderr)

@@ -28,11 +28,6 @@ def test_a_criterion_without_label_smoothing_logs_one_loss(tmp_path):
     assert log.train == log.train_nll == {10: 9} and log.valid == {10: 8}
 
 
-def test_what_a_resumed_run_did_again_counts_once_and_a_cut_off_line_not_at_all(tmp_path):
-    (tmp_path / "train.log").write_text(LOG + '{"loss": "11.4", "num_updates": "40"}\n{"loss": "1", "num_up')
-    assert read_log(tmp_path / "train.log").train == {20: 12.169, 40: 11.4}
-
-
 TWO_STARTS = """\
 num. shared model params: 1,508,352 (num. trained: 1,508,352)
 training on 1 devices (GPUs/TPUs)

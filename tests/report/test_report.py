@@ -16,7 +16,6 @@ from xml.etree import ElementTree
 import numpy
 import pandas
 import pytest
-import sacrebleu
 import torch
 import yaml
 from markdown_it import MarkdownIt
@@ -35,7 +34,6 @@ from pn_fairseq.report.tables import relative
 from ..fixtures.reports import (
     DATA,
     ERRORS,
-    SENTENCES,
     START,
     corpus_text,
     make_run,
@@ -108,10 +106,6 @@ def test_means_and_deviations_over_seeds(comparison):
             assert row[f"std, {name}"] == f"{values.std(ddof=1):.2f}"
 
 
-def shown_p(p: float) -> str:
-    return "p < 0.001" if p < 0.001 else f"p = {p:.3f}"
-
-
 def test_differences_over_seeds(comparison):
     """Means, noise and intervals by hand: balanced blocks change the noise and nothing else."""
     runs, output, page = comparison
@@ -133,27 +127,6 @@ def test_differences_over_seeds(comparison):
         assert f"seed {seed}: {one:+.2f}".replace("-", "−") in row["difference and p, per seed"]
     picture = (output / "report-intervals-1.png").read_bytes()
     assert picture.startswith(b"\x89PNG")
-
-
-def test_paired_bootstrap_is_that_of_sacrebleu_resampled_by_hand(comparison):
-    runs, _, page = comparison
-    texts = {n: (runs[n][1] / "generate/test/hyp.tok").read_text().splitlines() for n in ("ln", "pn")}
-    references = (runs["ln"][1] / "generate/test/ref.tok").read_text().splitlines()
-
-    def bleu(norm, lines):
-        return sacrebleu.corpus_bleu(
-            [texts[norm][i] for i in lines], [[references[i] for i in lines]],
-            tokenize="none", smooth_method="none", force=True,
-        ).score  # fmt: skip
-
-    drawn = numpy.random.default_rng(12345).choice(SENTENCES, size=(100, SENTENCES), replace=True)
-    found = numpy.array([abs(bleu("pn", lines) - bleu("ln", lines)) for lines in drawn])
-    real = abs(bleu("pn", range(SENTENCES)) - bleu("ln", range(SENTENCES)))
-    p = ((found - found.mean() > real).sum() + 1) / (100 + 1)
-    rows = page.table("measure", "difference and p, per seed")
-    row = next(row for row in rows if (row["norm"], row["measure"]) == ("PN", "tokenized BLEU"))
-    part = row["difference and p, per seed"].split("; ")[1]
-    assert part.startswith("seed 2: ") and part.endswith(shown_p(min(1, 3 * p)))
 
 
 class LengthRatio(TokenizedBLEU):
@@ -777,39 +750,6 @@ def test_only_its_own_files_are_written(tmp_path):
     first = {path.name: path.read_bytes() for path in output.iterdir()}
     report(run, output=output)
     assert {path.name: path.read_bytes() for path in output.iterdir()} == first
-
-
-@pytest.mark.parametrize(
-    ("arguments", "needles"),
-    [
-        (["RUN", "nowhere", "--output", "out"], ["there is no directory 'nowhere'"]),
-        (["RUN", "empty", "--output", "out"], ["'empty' is not a run", "config.yaml"]),
-        (["RUN", "RUN/../run", "--output", "out"], ["given twice"]),
-        (["RUN", "--output", "file"], ["cannot write to --output file"]),
-        (["RUN", "--output", "file/out"], ["cannot write to --output file/out"]),
-        (["RUN"], ["--output"]),
-        (["--output", "out"], ["RUN"]),
-        (["RUN", "--output", "out", "--paper", "wmt99"], ["--paper", "unknown table 'wmt99'", "powernorm-1"]),
-        (["RUN", "--output", "out", "--paper", "ptb"], ["--paper ptb is of language models, unlike the runs"]),
-        (["RUN", "--output", "out", "--paper", "no.yaml"], ["no.yaml: No such file"]),
-        (["RUN", "--output", "out", "--paper", "run/config.yaml"], ["config.yaml has no list of rows"]),
-        (["RUN", "--output", "out", "--paper", "key.yaml"], ["row 1: unknown key 'blue', did you mean 'bleu'?"]),
-        (["RUN", "--output", "out", "--resamples", "0"], ["--resamples"]),
-        (["RUN", "--output", "out", "--planned", "PN"], ["--planned 'PN'", "MEASURE is bleu"]),
-        (["RUN", "--output", "out", "--planned", "PNV:loss"], ["--planned PNV: there is no such system"]),
-    ],
-)
-def test_mistakes_get_one_line(arguments, needles, tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    make_run(tmp_path / "run")
-    (tmp_path / "key.yaml").write_text("rows: [{label: LN, norm: layer, blue: 3}]")
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "file").write_text("")
-    assert main([argument.replace("RUN", "run") for argument in arguments]) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1 and error.startswith("pn report: error: ")
-    assert all(needle in error for needle in needles), error
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "file", "key.yaml", "run"]
 
 
 def test_a_table_with_a_hole_is_refused():

@@ -104,18 +104,6 @@ def test_blocks_take_the_effect_of_the_seed_out_of_the_noise():
     assert design.errors == pytest.approx(np.sqrt(2 / 3))
 
 
-def test_missing_runs_by_simulation():
-    """An unbalanced design: standard errors, critical value and correlations against a simulation of its own."""
-    runs = [run for number, run in enumerate(BALANCED) if number not in (2, 7, 12, 13, 20)]
-    design, generator = Design(runs, "ln"), np.random.default_rng(1)
-    values = generator.normal(size=(len(runs), 40_000))
-    values += generator.normal(size=(3, 1))[[seed - 1 for _, seed in runs]]  # seeds differ
-    differences, deviation = design.fit(values)
-    assert differences.std(axis=1) == pytest.approx(design.errors, rel=0.02)
-    share = (np.abs(differences) > design.critical() * deviation * design.errors[:, None]).any(axis=0).mean()
-    assert share == pytest.approx(ERROR_RATE, abs=0.004)
-
-
 def test_blocks_of_several_machines_by_simulation():
     """Machines that change all values, blocks that lack systems, a system that shares no block with the control: the
     differences have no bias, and no true difference is called one in 5% of the experiments."""
@@ -144,13 +132,6 @@ def test_machines_are_blocks():
     found = family.intervals["pn"]
     assert (found.low, found.high, found.p_value) == pytest.approx((expected.low, expected.high, expected.p_value))
     assert list(family.pairs["pn"].values()) == pytest.approx([0.4, 1.0, 0.1]) and family.blocks == 4
-
-
-def test_without_shared_seeds_machines_are_not_compared():
-    one = rows({"ln": (20.0, 21.5, 19.0), "pn": (20.4, 22.5, 19.1)}, own_seeds=True)
-    elsewhere = rows({"ln": (), "bn": (30.0, 31.0, 32.0)}, own_seeds=True, machine="two")
-    (family,), untested = families(pandas.concat([one, elsewhere]), "tokenized")
-    assert list(family.intervals) == ["pn"] and untested == {"bn": "no seed on one machine in common with ln"}
 
 
 @pytest.mark.parametrize(

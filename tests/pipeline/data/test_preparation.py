@@ -64,8 +64,8 @@ def test_tags_that_survive(kind, corpus, tmp_path):
 
 
 def test_text_for_a_model_of_other_data(corpus, tmp_path, capsys):
-    """Its codes, dictionary and settings; characters that it lacks are counted."""
-    old, new = tmp_path / "old", tmp_path / "new"
+    """Its codes, dictionary and settings; characters that it lacks are counted. A folder may have any name."""
+    old, new = tmp_path / "my josé (1), a=b 'x'", tmp_path / "new"
     assert "merges, fewer than --bpe 10,000" in prepare(corpus, old, *LANGUAGES[:4], "--keep-case")
     for name in ("train", "valid", "test"):
         (corpus / f"{name}.es").write_text("Hola Ω, mundo\n" * 3)

@@ -18,9 +18,7 @@ from subword_nmt.apply_bpe import BPE
 from subword_nmt.learn_bpe import learn_bpe
 
 from tests.fixtures.corpora import ARCHIVES, TEST_SET, lines, verses, wmt14_members, write_archives
-from tests.scripts_helpers import ROOT, assert_refused, run, script
-
-MULTI30K = ROOT.parent / "shared/data/multi30k"
+from tests.scripts_helpers import assert_refused, run, script
 
 
 def state(folder: Path) -> dict[str, tuple[str, int]]:
@@ -242,20 +240,6 @@ def test_iwslt15_against_a_simple_reading(iwslt15):
     assert {"source": "en", "target": "vi", "lower": "0", "bpe": "150"}.items() <= settings(iwslt15).items()
 
 
-@pytest.mark.slow
-def test_iwslt15_again_and_interrupted(iwslt15):
-    before = state(iwslt15)
-    assert "is complete" in prepare_iwslt15(iwslt15, iwslt15.parent).stderr
-    assert state(iwslt15) == before
-    # As if ended between two files of tok/.
-    (iwslt15 / "counts.txt").unlink()
-    (iwslt15 / "tok/test.vi").unlink()
-    prepare_iwslt15(iwslt15, iwslt15.parent / "archives", "--workers", 1)
-    again = state(iwslt15)
-    assert {name: content for name, (content, _) in again.items()} == {name: old for name, (old, _) in before.items()}
-    assert again["tok/train.en"] == before["tok/train.en"], "what was there was not made again"
-
-
 def test_iwslt15_without_a_file(tmp_path):
     archives = write_files(tmp_path / "archives", iwslt15_files())
     (archives / "tst2012.vi").unlink()
@@ -395,14 +379,3 @@ def test_multi30k_corpora_that_are_wrong(multi30k, tmp_path):
     refused("test2018.de", options=("--test", "test2018"))
     (multi30k / "train.de").write_text("one line\n")
     refused("train.de has 1 line and", "60")
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not MULTI30K.exists(), reason="Multi30k, which may not be copied, is not next to the repository")
-def test_multi30k_itself(tmp_path):
-    result = run("pn", "prepare", "multi30k", "--dest", tmp_path, "--corpus", MULTI30K, "--bpe", 1000)
-    assert "note:" not in result.stderr
-    assert lines(tmp_path / "counts.txt") == ["train=29000", "valid=1014", "test=1000"]
-    with gzip.open(MULTI30K / "test2016.en.gz", "rt", encoding="utf-8", newline="\n") as file:
-        assert file.read() == (tmp_path / "raw/test.en").read_bytes().decode()
-    assert_joined_and_binarized(tmp_path, "de", "en", train=29_000, valid=1_014, test=1_000)
