@@ -101,12 +101,8 @@ def checksum(path: Path, algorithm: str = "sha256") -> str:
 
 def count_lines(path: Path | str) -> int:
     """Number of lines. A last line without a line feed counts."""
-    count, last = 0, b"\n"
     with open(path, "rb") as file:
-        while block := file.read(1 << 20):
-            count += block.count(b"\n")
-            last = block
-    return count + (not last.endswith(b"\n"))
+        return sum(1 for _ in file)
 
 
 def short_names(paths: Sequence[Path]) -> list[str]:

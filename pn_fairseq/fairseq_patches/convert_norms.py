@@ -7,6 +7,7 @@ also holds for the norms of this package's own models. Both are settings of the 
 import inspect
 import json
 from contextlib import nullcontext
+from functools import partial
 
 from fairseq import models
 from fairseq.dataclass import utils
@@ -32,16 +33,11 @@ SETTINGS = ("convert_norms", "norm_ignore_mask")
 OWN_KEYS = ("layout", "skip", "zero_padding")
 
 
-class PaddingOf:
-    """The mask of a batch of token ids (B, T); speech features have none here."""
-
-    def __init__(self, index: int):
-        self.index = index
-
-    def __call__(self, tokens):
-        if not isinstance(tokens, Tensor) or tokens.is_floating_point():
-            return NotImplemented
-        return tokens.eq(self.index)
+def padding_of(index: int, tokens):
+    """The mask of a batch of token ids (B, T), where ``index`` is padding; speech features have none here."""
+    if not isinstance(tokens, Tensor) or tokens.is_floating_point():
+        return NotImplemented
+    return tokens.eq(index)
 
 
 def parse(text: str) -> tuple[str, str, dict]:
@@ -164,10 +160,10 @@ def masks(task) -> dict:
         except (AttributeError, NotImplementedError, KeyError):
             continue
         if hasattr(dictionary, "pad"):
-            padding_of = PaddingOf(dictionary.pad())
-            return {**arguments, "prev_output_tokens": padding_of, "src_tokens": padding_of}
+            mask = partial(padding_of, dictionary.pad())
+            return {**arguments, "prev_output_tokens": mask, "src_tokens": mask}
     # Speech without a dictionary: what the layers were given counts for the norm after the last one.
-    return {**arguments, "src_tokens": PaddingOf(1)}
+    return {**arguments, "src_tokens": partial(padding_of, 1)}
 
 
 def without_mask(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:

@@ -101,6 +101,7 @@ class Tokens:
         padding_mask: Tensor | None,
         weight,
         bias,
+        further: Sequence[Tensor] = (),
         inv_rms=None,
         dy=None,
         loss_scale: float | Tensor | None = None,
@@ -113,8 +114,7 @@ class Tokens:
         if inv_rms is None and padding_mask is not None:  # a forward: from the order of the mask to that of x
             turned = padding_mask.dim() == 2 and not norm.batch_first
             self.padding = (padding_mask.t() if turned else padding_mask).contiguous()
-        self.inv_rms = inv_rms
-        self.further: Sequence[Tensor] = ()
+        self.inv_rms, self.further = inv_rms, further
 
     def with_padding(self) -> "Tokens":
         """A copy whose statistics include padding: it has no mask, so all tokens count as real.
@@ -259,8 +259,7 @@ class Training(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, padding_mask, norm, contribution, *further):
         ctx.contribution = contribution
-        tokens = Tokens(norm, contribution, x, padding_mask, weight, bias)
-        tokens.further = further
+        tokens = Tokens(norm, contribution, x, padding_mask, weight, bias, further)
         y = norm.forward_pass(tokens, contribution)
         ctx.norm = norm
         ctx.save_for_backward(x, weight, bias, tokens.padding, tokens.inv_rms, *further)
@@ -271,8 +270,8 @@ class Training(torch.autograd.Function):
         kernels.refuse_second_derivative()
         x, weight, bias, padding, inv_rms, *further = ctx.saved_tensors
         contribution, norm = ctx.contribution, ctx.norm
-        tokens = Tokens(norm, contribution, x, padding, weight, bias, inv_rms, dy, norm.current_loss_scale())
-        tokens.further = further
+        scale = norm.current_loss_scale()
+        tokens = Tokens(norm, contribution, x, padding, weight, bias, further, inv_rms, dy, scale)
         dx, parameters, *gradients = norm.backward_pass(tokens, contribution)
         norm.contribute(contribution)
         contribution.version = None  # a second backward of a retained graph contributes nothing
