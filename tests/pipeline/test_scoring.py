@@ -590,6 +590,8 @@ def test_several_references_are_those_of_sacrebleu(tmp_path, capsys):
     (tmp_path / "two").write_text("a\n")
     assert main(["--hyp", str(files["hyp"]), "--ref", str(files["one"]), str(files["two"])]) == 2
     assert "30 lines, but the reference has 1" in capsys.readouterr().err
+    assert main(["--hyp", str(files["two"]), "--ref", str(files["one"])]) == 2
+    assert "1 line, but the reference has 30" in capsys.readouterr().err
 
 
 def test_a_run_on_data_of_others_is_scored_with_detokenized_references(tmp_path):
@@ -639,6 +641,7 @@ def test_results_of_fairseq_generate_are_scored(tmp_path, capsys):
         ({"order": order, "subwords": True}, "--remove-bpe"),
     ):
         write_results(results, run_dir, **fault)
+        assert score_run(run_dir) == expected and capsys.readouterr(), "pn generate decoded"
         shutil.move(decoded, tmp_path / "away")
         assert main(["--run", str(run_dir)]) == 2
         error = capsys.readouterr().err
