@@ -145,13 +145,16 @@ class Layer(nn.Module):
 
 
 class Encoder(nn.Module):
+    """Its first layer has another mask, and the second one none."""
+
     def __init__(self):
         super().__init__()
         self.layers, self.norm = nn.ModuleList(Layer() for _ in range(2)), nn.LayerNorm(CHANNELS)
 
     def forward(self, x, padding_mask=None):
-        for layer in self.layers:
-            x = layer(x, padding_mask)
+        first = None if padding_mask is None else padding_mask.flip(0)
+        for layer, mask in zip(self.layers, (first, None), strict=True):
+            x = layer(x, mask)
         return self.norm(x)
 
 
@@ -166,9 +169,12 @@ class Source(nn.Module):
         return self.norm(self.encoder(x, padding_mask))
 
 
-@pytest.mark.parametrize(("make", "zero_padding"), [(Encoder, True), (Source, False)])
-def test_masks_from_arguments_are_in_the_graph(make, zero_padding):
-    model = convert_norms(make(), "power", mask_from="padding_mask", layout="TBC", zero_padding=zero_padding)
+@pytest.mark.filterwarnings("ignore:.*layers.1.norm takes statistics")
+@pytest.mark.parametrize(
+    ("make", "zero_padding", "form"), [(Encoder, True, "mask"), (Source, False, lambda mask: mask)]
+)
+def test_masks_from_arguments_are_in_the_graph(make, zero_padding, form):
+    model = convert_norms(make(), "power", mask_from={"padding_mask": form}, layout="TBC", zero_padding=zero_padding)
     updates = [[batch(length)] for length in LENGTHS]
     assert compare(model, updates) == (2, 0, 0.0)
     if zero_padding:
