@@ -155,24 +155,14 @@ PUBLISHED = {
     },
     "iwslt14_de_en_adanorm": {
         **{"optimization.update_freq": [2], "optimization.lr": [0.0015], "optimization.max_update": 90_000},
-        **{
-            "scoring.average_last": 10,
-            "generation.beam": 5,
-            "model.norm_options.ada.ada_scale": 2.0,
-            "model.attention_init": "torch",
-            "model.decoder_norm": "ada",
-        },
+        **{"scoring.average_last": 10, "generation.beam": 5, "model.norm_options.ada.ada_scale": 2.0},
+        **{"model.attention_init": "torch", "model.decoder_norm": "ada"},
     },
     "iwslt15_en_vi_adanorm": {
         **{"optimization.update_freq": [1], "optimization.lr": [0.001], "model.dropout": 0.1},
         **{"model.attention_dropout": 0.0, "model.activation_dropout": 0.0, "model.share_all_embeddings": None},
-        **{
-            "scoring.average_last": 10,
-            "generation.beam": 5,
-            "model.norm_options.ada.ada_scale": 1.0,
-            "model.attention_init": "torch",
-            "model.decoder_norm": "ada",
-        },
+        **{"scoring.average_last": 10, "generation.beam": 5, "model.norm_options.ada.ada_scale": 1.0},
+        **{"model.attention_init": "torch", "model.decoder_norm": "ada"},
     },
     "wmt14_en_de_big_adanorm": {
         **{"optimization.update_freq": [1], "optimization.lr": [0.001], "optimizer.weight_decay": 0.0},

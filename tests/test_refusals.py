@@ -79,6 +79,7 @@ prepare text --corpus text --source es --target en --dest out --codes blank | bl
 prepare text --corpus text --dest out --like .        | '.' is no prepared data of a translation corpus
 prepare text --corpus text --source es --target en --dest out --segmentation unigram | --segmentation: unknown 'unigram'
 prepare iwslt14 --dest out --archive none.tgz         | none.tgz; (--archive); it comes from https://dl.
+prepare iwslt14 --dest group/data --archive w1.pt     | group/data; Not a directory
 prepare iwslt14 --dest out --moses /nowhere           | --moses /nowhere
 prepare iwslt14 --dest out --workers 0                | --workers
 prepare multi30k                                      | --corpus; --help

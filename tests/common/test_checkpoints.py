@@ -27,12 +27,8 @@ from pn_fairseq.common.checkpoints import (
 
 
 def state_with(**model):
-    return {
-        "args": None,
-        "cfg": {"model": argparse.Namespace(arch="t")},
-        "model": OrderedDict(model),
-        "extra_state": {},
-    }
+    cfg = {"model": argparse.Namespace(arch="t")}
+    return {"args": None, "cfg": cfg, "model": OrderedDict(model), "extra_state": {}}
 
 
 def save(path, state, **options):
@@ -64,14 +60,8 @@ def one_line(error):
 def test_loads_what_fairseq_stores(tmp_path, zip_format):
     state = state_with(weight=torch.arange(6.0).view(2, 3), steps=torch.tensor(7))
     # The metrics of an --eval-bleu run hold arrays and numbers of NumPy; torch.save pickles them as Python does.
-    state["extra_state"] = {
-        "counts": np.array([3, 2, 1, 0]),
-        "sum": np.array([0.5], dtype=np.float32),
-        "val_loss": np.float64(27.5),
-        "best": np.float32(1.5),
-        "n": np.int64(4),
-        "flag": np.bool_(True),
-    }
+    numbers = {"val_loss": np.float64(27.5), "best": np.float32(1.5), "n": np.int64(4), "flag": np.bool_(True)}
+    state["extra_state"] = {"counts": np.array([3, 2, 1, 0]), "sum": np.array([0.5], dtype=np.float32), **numbers}
     loaded = load_checkpoint(save(tmp_path / "a.pt", state, _use_new_zipfile_serialization=zip_format))
     assert torch.equal(loaded["model"]["weight"], state["model"]["weight"])
     assert loaded["model"]["steps"].item() == 7
@@ -163,15 +153,9 @@ def test_files_that_are_no_checkpoints(tmp_path, content, words):
 
 @pytest.mark.parametrize(
     "state",
-    [
-        torch.ones(3),
-        [1, 2],
-        {"weights": {}},
-        {"model": {}},
-        {"model": torch.ones(2)},
-        {"model": {"w": 3}},
-        {"model": {1: torch.ones(2)}},
-        {"model": {"w": torch.eye(2).to_sparse()}},
+    [torch.ones(3), [1, 2], {"weights": {}}]
+    + [
+        {"model": model} for model in ({}, torch.ones(2), {"w": 3}, {1: torch.ones(2)}, {"w": torch.eye(2).to_sparse()})
     ],
     ids=str,
 )

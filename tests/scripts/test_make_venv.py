@@ -124,12 +124,7 @@ def test_only_torch_is_asked_of_its_own_index(tmp_path, reachable):
         """.replace("\n        ", "\n")
     )
     fake.chmod(0o755)
-    variables = {
-        "PYTHON": str(fake),
-        "TORCH": "cpu",
-        "TORCH_INDEX": "https://torch.org",
-        "VENV": str(tmp_path / "venv"),
-    }
+    variables = {"PYTHON": str(fake), "TORCH": "cpu", "TORCH_INDEX": "https://torch.org", "VENV": f"{tmp_path}/venv"}
     done = run("bash", checkout / "scripts/make_venv.sh", **variables)
     steps = [line.partition(" ")[2] for line in done.stderr.splitlines()]
     wanted = "torch==2.13.0+cpu --no-deps --retries 1 --timeout 15 --index-url https://torch.org"

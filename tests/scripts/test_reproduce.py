@@ -128,14 +128,6 @@ def test_tables_have_the_norms_and_options_of_the_papers(unchecked):
     assert rows["dn+decoder_norm=detach+norm_options.detach=std_seed1"] == (
         "model._name=transformer_dn_iwslt common.seed=1 model.decoder_norm=detach model.norm_options.detach=std"
     )
-    rows = trained(dry_run("iwslt15_envi", "--table", "adanorm-4-code-iwslt15", *text))
-    last = [re.search(r"model.decoder_norm_last=(\S+)", row) for row in rows.values()]
-    assert [found and found[1] for found in last] == ["none", None, "layer-simple", "ada"]
-    assert all("transformer_ln_iwslt" in row and "model.decoder_norm=layer" in row for row in rows.values())
-    rows = trained(dry_run("enwik8", "--table", "adanorm-3-enwik8", *text))
-    assert [row.split(" common")[0] for row in rows.values()] == [
-        f"model._name=transformer_lm_{norm}_base" for norm in ("lns", "dn", "dn")
-    ]
 
 
 def test_language_models_are_trained_for_every_model_and_norm(unchecked):

@@ -133,17 +133,6 @@ def test_wmt14_against_a_simple_reading(wmt14):
     assert_joined_and_binarized(wmt14, "en", "de", **{split: len(pairs) for split, pairs in reading.items()})
 
 
-def test_wmt14_removes_what_does_not_fit(wmt14):
-    """The odd pairs stand in lines 51 to 55 and 106 to 113 of the training text."""
-    removed = [line.split("\t") for line in lines(wmt14 / "removed.tsv")[1:]]
-    assert {split for split, *_ in removed} == {"train"}
-    odd = {
-        int(number): reason for _, number, reason, *_ in removed if 51 <= int(number) <= 55 or 106 <= int(number) <= 113
-    }
-    assert odd == {106: "empty", 107: "empty", 108: "empty", 109: "ratio", 110: "too long", 113: "ratio"}
-    assert len(lines(wmt14 / "raw/train.en")) == 163 - len(removed)
-
-
 def test_wmt14_settings_and_tokens(wmt14):
     expected = {"source": "en", "target": "de", "lower": "0", "bpe": "150", "aggressive": "1", "compound_split": "1"}
     assert expected.items() <= settings(wmt14).items()
@@ -369,13 +358,7 @@ def test_multi30k_against_a_simple_reading(multi30k, tmp_path):
     assert state(dest) == before
 
 
-def test_multi30k_corpora_that_are_wrong(multi30k, tmp_path):
-    dest = tmp_path / "data"
-
-    def refused(*needles, options=()):
-        assert_refused(prepare_multi30k(dest, multi30k, *options, check=False), *needles)
-        assert_not_begun(dest)
-
-    refused("test2018.de", options=("--test", "test2018"))
-    (multi30k / "train.de").write_text("one line\n")
-    refused("train.de has 1 line and", "60")
+def test_multi30k_without_a_test_set(multi30k, tmp_path):
+    refused = prepare_multi30k(tmp_path / "data", multi30k, "--test", "test2018", check=False)
+    assert_refused(refused, "test2018.de")
+    assert_not_begun(tmp_path / "data")
