@@ -9,7 +9,6 @@ from torch.utils.checkpoint import checkpoint
 from pn_fairseq import fairseq_patches
 from pn_fairseq.norms import build_norm
 from pn_fairseq.testing.helpers import assert_close
-from pn_fairseq.testing.ranks import run_ranks
 
 CHANNELS = 6
 OPTIONS = {"lambda_mean": 3.0, "lambda_var": 2.0, "affine": False}
@@ -104,25 +103,3 @@ def test_every_batch_of_an_update_has_its_penalty(batch):
     statistics = {"mean": 0.05 * x.mean(0), "var": 0.95 + 0.05 * x.var(0)}
     expected = expected_gradient(x, sample) + expected_gradient(x, sample, **statistics)
     assert_close(model.x.grad, expected)
-
-
-def on_rank(rank, world, x, sample):
-    """The gradient of this rank's tokens, synchronised or not."""
-    fairseq_patches.apply()
-    part = slice(0, 6) if rank == 0 else slice(6, None)
-    models = {sync: Model(x[part], sync=sync) for sync in (True, False)}
-    for model in models.values():
-        step(model, sample[part], 2.0)
-    return {sync: model.x.grad for sync, model in models.items()}
-
-
-@pytest.mark.slow
-def test_two_ranks(batch):
-    """Synchronised: one penalty for the tokens of both. Otherwise each has its own. The trainer adds the gradients."""
-    x, sample = batch
-    ranks = run_ranks(on_rank, 2, x, sample)
-    for sync in (True, False):
-        actual = torch.cat([rank[sync] for rank in ranks])
-        parts = [expected_gradient(x[part], sample[part]) for part in (slice(0, 6), slice(6, None))]
-        expected = expected_gradient(x, sample) if sync else torch.cat(parts)
-        assert_close(actual, 2 * expected)
