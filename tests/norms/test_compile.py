@@ -24,11 +24,6 @@ KINDS = ("batch", "power", "prep-batch", "unified")
 SOME = [("batch", 1, True), ("power", 2, True), ("prep-batch", 1, False), ("unified", 2, False)]
 
 
-@pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(0)
-
-
 @pytest.mark.parametrize(
     ("mode", "name"),
     [
