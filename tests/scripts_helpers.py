@@ -4,7 +4,7 @@ import gzip
 import importlib
 import io
 import logging
-import multiprocessing.forkserver
+import multiprocessing
 import os
 import re
 import runpy
@@ -22,9 +22,8 @@ ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ROOT / "scripts"
 
 #: Forks a process for each program and each rank from one that has imported what takes seconds, and not this project.
-_server = multiprocessing.forkserver.ForkServer()
-_server.set_forkserver_preload(["fairseq_cli.generate", "fairseq_cli.preprocess", "fairseq_cli.train", "torch._dynamo"])
-multiprocessing.forkserver.connect_to_new_process = _server.connect_to_new_process
+PRELOADED = ["fairseq_cli.generate", "fairseq_cli.preprocess", "fairseq_cli.train", "torch._dynamo"]
+multiprocessing.set_forkserver_preload(PRELOADED)
 
 
 def environment(**changes: str) -> dict[str, str]:

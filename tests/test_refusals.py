@@ -80,6 +80,7 @@ prepare text --corpus text --dest out --like .        | '.' is no prepared data 
 prepare text --corpus text --source es --target en --dest out --segmentation unigram | --segmentation: unknown 'unigram'
 prepare iwslt14 --dest out --archive none.tgz         | none.tgz; (--archive); it comes from https://dl.
 prepare iwslt14 --dest group/data --archive w1.pt     | group/data; Not a directory
+prepare iwslt15_envi --dest out --archive text        | train.vi; (--archive); nlp.stanford.edu
 prepare iwslt14 --dest out --moses /nowhere           | --moses /nowhere
 prepare iwslt14 --dest out --workers 0                | --workers
 prepare multi30k                                      | --corpus; --help

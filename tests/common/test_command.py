@@ -1,5 +1,3 @@
-"""How every command-line tool ends."""
-
 import pytest
 
 from pn_fairseq.common.command import ArgumentParser, UserError, run, say_next

@@ -1,5 +1,3 @@
-"""docs/language_modeling.md: its demonstration prints what the page says."""
-
 import re
 
 from .pages import ROOT

@@ -1,5 +1,3 @@
-"""Files about the project agree with each other."""
-
 import argparse
 import re
 from pathlib import Path

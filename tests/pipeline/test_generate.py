@@ -396,9 +396,7 @@ def test_fairseqs_own_commands_refuse_bad_checkpoints(untrained, data, tmp_path)
     train = ("fairseq-train", *plain, *training, "--max-update", 1)
     for command, needles in (
         (("fairseq-generate", *plain, "--path", flipped), ("flipped.pt: is damaged", "checksum")),
-        (("fairseq-generate", *plain, "--path", misfit), ("no encoder.layers.0.fc1.bias",)),
         (("fairseq-generate", *plain, "--path", hostile), ("asks for", "system", "nothing in it was executed")),
-        ((*train, "--save-dir", tmp_path / "a", "--finetune-from-model", flipped), ("flipped.pt: is damaged",)),
         ((*train, "--save-dir", tmp_path / "b", "--restore-file", hostile), ("hostile.pt: asks for",)),
         ((*train, "--save-dir", tmp_path / "c", "--restore-file", misfit), ("no encoder.layers.0.fc1.bias",)),
     ):

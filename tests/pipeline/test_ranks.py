@@ -177,20 +177,6 @@ def test_a_signal_ends_all_ranks(sent, code, data, tmp_path):
 
 
 @pytest.mark.slow
-def test_statistics_of_one_batch_each_do_not_see_the_ranks(data, tmp_path):
-    """A norm that takes the statistics of a rank's own batch has the same batches on two ranks as on one.
-
-    What is kept running differs (each rank has its own), and with it validation.
-    """
-    few = ("model._name=transformer_pnv_tiny", "model.norm_sync=off", "optimization.max_update=6")
-    for folder, ranks in (("two", "2"), ("one", "1")):
-        ((code, stderr),) = finish(start(data, tmp_path / folder, *few, "--ranks", ranks))
-        assert code == 0, stderr
-    two, one = (read_log(tmp_path / folder / "train.log").train for folder in ("two", "one"))
-    assert two == pytest.approx(one, abs=0.0015)
-
-
-@pytest.mark.slow
 def test_a_sweep_over_norms(data, tmp_path):
     """fairseq-hydra-train without scripts/: jobs of one process, each with its own checkpoints, log and best loss."""
     sweep = (

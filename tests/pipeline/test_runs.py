@@ -1,5 +1,3 @@
-"""Reading the folder of a run: one of fairseq-train without a log, damaged files."""
-
 import argparse
 
 import pytest

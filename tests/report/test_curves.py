@@ -1,5 +1,3 @@
-"""Learning curves: what is drawn and what is left out."""
-
 import numpy
 import pandas
 

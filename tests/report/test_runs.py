@@ -1,5 +1,3 @@
-"""What a report says about a single run."""
-
 import argparse
 
 import pytest

@@ -1,5 +1,3 @@
-"""The scripts' usage texts and error messages."""
-
 import os
 import shutil
 import subprocess

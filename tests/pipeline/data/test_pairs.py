@@ -1,5 +1,3 @@
-"""Reading published text in pairs, and choosing among the pairs."""
-
 import gzip
 import lzma
 import tempfile

@@ -229,16 +229,6 @@ def test_iwslt15_against_a_simple_reading(iwslt15):
     assert {"source": "en", "target": "vi", "lower": "0", "bpe": "150"}.items() <= settings(iwslt15).items()
 
 
-def test_iwslt15_without_a_file(tmp_path):
-    archives = write_files(tmp_path / "archives", iwslt15_files())
-    (archives / "tst2012.vi").unlink()
-    result = prepare_iwslt15(tmp_path / "data", archives, check=False)
-    assert_refused(result, "tst2012.vi", str(archives), "nlp.stanford.edu")
-    assert_not_begun(tmp_path / "data")
-    result = prepare_iwslt15(tmp_path / "data", tmp_path / "nowhere", check=False)
-    assert_refused(result, "nowhere", "nlp.stanford.edu")
-
-
 # Text that others have prepared
 
 

@@ -160,12 +160,6 @@ def command(archive: Path, dest: Path) -> list[str]:
     return [str(word) for word in (*words, "--workers", 2)]
 
 
-def assert_same_bytes(dest: Path, prepared: Path) -> None:
-    after, expected = files_of(dest), files_of(prepared)
-    assert after.keys() == expected.keys()
-    assert after == expected
-
-
 #: A file that a preparation makes, the signal that is sent then, and whether to the script or to its process group.
 ENDED = [
     ("partial/unpacked", signal.SIGTERM, os.kill),
@@ -202,7 +196,7 @@ def test_ended_by_a_signal_it_resumes_and_ends_in_the_same_bytes(archive, prepar
         ), (mark, stderr)
         assert not [*dest.glob("*partial*")]
     run(*command(archive, dest))
-    assert_same_bytes(dest, prepared)
+    assert files_of(dest) == files_of(prepared)
 
 
 TRANSLATION = ("settings.txt", "text", "stages/tok/train.en", "raw", "tok", "removed.tsv", "counts.txt", "bin")
@@ -237,7 +231,7 @@ def test_killed_before_every_renaming_it_ends_in_the_same_bytes(corpus, least, m
         runs += 1
     at = {str(Path(name).relative_to(tmp_path / "data")) for name in names.read_text().splitlines()}
     assert runs == len(at) + 1 and len(at) >= least and at >= set(made)
-    assert_same_bytes(tmp_path / "data", undisturbed)
+    assert files_of(tmp_path / "data") == files_of(undisturbed)
 
 
 TOKENIZER = r"""

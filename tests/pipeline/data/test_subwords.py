@@ -1,5 +1,3 @@
-"""Learning subwords, and joining them again."""
-
 import pytest
 
 from pn_fairseq.common.command import UserError
