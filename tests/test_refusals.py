@@ -18,7 +18,7 @@ average --inputs files --output out.pt --last 0       | --last; '0'
 average --inputs files --output out.pt                | is a folder; --last
 average --inputs files                                | --output
 average --inputs w1.pt w2.pt --output out.pt --last 2 | --last; files
-average --inputs w1.pt none.pt --output out.pt        | no such file
+average --inputs w1.pt none.pt --output out.pt        | none.pt; No such file
 average --inputs w1.pt w2.pt ./../place/w1.pt --output out.pt | given twice
 average --inputs w2.pt link.pt --output out.pt        | given twice
 average --inputs w1.pt w2.pt --output w2.pt           | is one of the inputs
@@ -39,7 +39,7 @@ evaluate-lm                                           | are required: --run
 export w1.pt                                          | --onnx DIR, --pt2 DIR
 figures nothing --output out                          | there is no directory 'nothing'
 fold w1.pt                                            | OUTPUT
-fold none.pt out.pt                                   | none.pt: no such file
+fold none.pt out.pt                                   | none.pt; No such file
 generate                                              | --run; --help
 generate --run data                                   | is not a training run
 generate --run run --ranks two                        | --ranks; 'two'
@@ -57,7 +57,7 @@ generate --run run --norm-module none.py              | --norm-module; there is 
 generate --run run --bean 3                           | --bean; did you mean '--beam'; --help
 fold w1.pt w1.pt                                      | is one of the inputs
 fold w1.pt none/out.pt                                | none/out.pt; cannot be written
-import-release none.pt out.pt                         | none.pt: no such file
+import-release none.pt out.pt                         | none.pt; No such file
 import-release w1.pt out.pt                           | is not a checkpoint of the authors' release (it holds no args)
 import-release w2.pt link.pt                          | is one of the inputs
 import-release w1.pt none/out.pt                      | none/out.pt; cannot be written

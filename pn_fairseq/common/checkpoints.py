@@ -212,14 +212,10 @@ def check_input_path(path: str | os.PathLike) -> os.stat_result:
     """Raise :class:`CheckpointError` unless ``path`` is a regular file that is not empty; return its ``stat``."""
     try:
         info = os.stat(path)
-        if stat.S_ISDIR(info.st_mode):
-            raise CheckpointError(f"{path}: is a directory; name a checkpoint file inside it")
-        if not stat.S_ISREG(info.st_mode):
-            raise CheckpointError(f"{path}: is not a regular file; copy the checkpoint to one")
+        if not stat.S_ISREG(info.st_mode):  # to open a pipe would wait
+            raise CheckpointError(f"{path}: is not a regular file; name a file of a checkpoint")
         with open(path, "rb"):
             pass
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path}: no such file; check the name") from error
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
     if info.st_size == 0:

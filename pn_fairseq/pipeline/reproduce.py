@@ -6,7 +6,6 @@ import contextlib
 import functools
 import itertools
 import os
-import re
 import shlex
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from pn_fairseq.common.published import PAPER
 from pn_fairseq.pipeline.data.corpus import Corpus
 from pn_fairseq.pipeline.data.prepare import main as prepare_data
 from pn_fairseq.pipeline.data.recipes import RECIPES
+from pn_fairseq.pipeline.runs import parts_of
 
 #: How long a step may take to end after Ctrl-C, which reaches it as well, before it gets SIGTERM.
 GRACE_SECONDS = 10
@@ -34,13 +34,11 @@ def find_corpus(name: str) -> Corpus:
     """A corpus with a recipe, or a configuration for prepared data, of whose models only the norms are to differ."""
     if name in CORPORA:
         return CORPORA[name]
-    from pn_fairseq.norms import NORMS
     from pn_fairseq.pipeline.settings import compose
 
     architecture = compose(find_yaml(name, CONFIGS), [], world_size=1, on_cpu=True)[0].model._name
-    known = "|".join(entry.short for entry in NORMS.values())
-    if parts := re.fullmatch(rf"(transformer|transformer_lm|tensorized_lm)_({known})_(\w+)", architecture):
-        return Corpus(name, parts[3], models=(parts[1],))
+    if parts := parts_of(architecture):
+        return Corpus(name, parts[2], models=(parts[0],))
     raise UserError(
         f"{name}: model._name={architecture} is not MODEL_NORM_SIZE, as transformer_pn_tiny: no norm fits it"
     )

@@ -10,6 +10,7 @@ A run of ``pn train`` is a directory:
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -138,6 +139,15 @@ class Run:
                 advice = f"; {self.checkpoints} has {', '.join(others)} (--checkpoint FILE)" if others else ""
                 raise UserError(f"there is no checkpoint '{path}' (pn average makes averaged.pt){advice}")
         return paths
+
+
+def parts_of(architecture: str) -> tuple[str, str, str] | None:
+    """Model, norm (by its abbreviation) and size of ``MODEL_NORM_SIZE``; None if the name is not of this form."""
+    from pn_fairseq.norms import NORMS  # needs torch
+
+    norms = "|".join(entry.short for entry in NORMS.values())
+    parts = re.fullmatch(rf"(transformer|transformer_lm|tensorized_lm)_({norms})_(\w+)", architecture)
+    return parts and parts.groups()
 
 
 def open_run(path: Path, same_data: bool = False) -> Run:

@@ -12,6 +12,7 @@ import pandas
 
 from pn_fairseq import norms
 from pn_fairseq.pipeline.metrics import METRICS
+from pn_fairseq.pipeline.runs import parts_of
 from pn_fairseq.report.runs import LM_MEASURES, Run
 
 #: Where things are. Not compared, and named in no table.
@@ -64,11 +65,11 @@ def norm_and_size(run: Run) -> tuple[str, str]:
     An architecture that is not this plugin's has itself as its norm, and no size.
     """
     arch = str(run.get("model._name", "architecture not known"))
-    names = {entry.short: name for name, entry in norms.NORMS.items()}
-    match = re.fullmatch(rf"(transformer|transformer_lm|tensorized_lm)_({'|'.join(names)})_(.+)", arch)
-    if match is None and arch != "transformer_pn":
+    parts = ("transformer", "pn", "base") if arch == "transformer_pn" else parts_of(arch)
+    if parts is None:
         return arch, "-"
-    model, short, size = match.groups() if match else ("transformer", "pn", "base")
+    model, short, size = parts
+    names = {entry.short: name for name, entry in norms.NORMS.items()}
     norm = str(run.get("model.encoder_norm" if model == "transformer" else LM_NORM, names[short]))
     return norm_labels().get(norm, norm), size if model == "transformer" else f"{model} {size}"
 

@@ -166,9 +166,9 @@ def test_torch_files_of_another_kind(tmp_path, state):
 
 
 def test_missing_file_directory_and_device(tmp_path):
-    with pytest.raises(CheckpointError, match="no such file"):
+    with pytest.raises(CheckpointError, match="No such file"):
         load_checkpoint(tmp_path / "none.pt")
-    with pytest.raises(CheckpointError, match="is a directory"):
+    with pytest.raises(CheckpointError, match="not a regular file"):
         load_checkpoint(tmp_path)
     with pytest.raises(CheckpointError, match="not a regular file"):
         load_checkpoint(os.devnull)

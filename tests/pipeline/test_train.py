@@ -168,7 +168,7 @@ def test_a_finished_run_takes_other_settings_of_decoding(data, trained, tmp_path
         (("dataset.max_tokens=30",), ("train.es", "silently skip")),
         (("task.max_target_positions=20",), ("task.max_target_positions",)),
         (("checkpoint.restore_file=other.pt",), ("other.pt", "checkpoint.finetune_from_model")),
-        (("checkpoint.finetune_from_model=/none.pt",), ("/none.pt: no such file",)),
+        (("checkpoint.finetune_from_model=/none.pt",), ("/none.pt: cannot be read (No such file",)),
     ],
 )
 def test_a_setting_that_does_not_fit_is_refused_before_anything_is_made(overrides, needles, data, tmp_path, capsys):
