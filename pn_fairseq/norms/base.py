@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from pn_fairseq import kernels
 from pn_fairseq.norms.channel import ChannelNorm
 from pn_fairseq.norms.checks import check_alpha, check_input, check_positive
-from pn_fairseq.norms.compiled import compiled_call
+from pn_fairseq.norms.compiled import compiled_step
 from pn_fairseq.norms.diagnostics import collect
 from pn_fairseq.norms.distributed import world_size
 from pn_fairseq.norms.nested import over_tokens
@@ -184,24 +184,30 @@ class RunningNorm(StatefulNorm):
         if not self.training:
             return self._with_token_part(self.normalize_by(x, *self.evaluation_statistics()), x)
         refuse_transforms()
-        return compiled_call(self, x, padding_mask) if torch.compiler.is_compiling() else self._train(x, padding_mask)
+        if torch.compiler.is_compiling():
+            y = compiled_step(self, x, padding_mask)
+        else:
+            further = self.further_parameters()
+            y = self.training_step(Training.apply, x, self.gain, self.bias, padding_mask, further)
+        return self._with_token_part(y, x)
 
     forward.__doc__ = ChannelNorm.forward.__doc__
 
-    def _train(self, x: Tensor, padding_mask: Tensor | None) -> Tensor:
+    def training_step(self, apply, x: Tensor, weight, bias, padding_mask: Tensor | None, further) -> Tensor:
+        """y of a training step without :meth:`token_part`; ``apply`` calls :class:`.Training`."""
         self.flush()
         if self.ignoring and self.synchronises():
             padding_mask = torch.ones(x.shape[-2::-1], dtype=torch.bool, device=x.device)
             padding_mask = padding_mask.t() if self.batch_first else padding_mask
         if self.recalibrating:
-            return self._with_token_part(self.recalibrating(x, padding_mask), x)
+            return self.recalibrating(x, padding_mask)
         contribution = self._queue.new_contribution()
-        y = Training.apply(x, self.gain, self.bias, padding_mask, self, contribution, *self.further_parameters())
+        y = apply(x, weight, bias, padding_mask, self, contribution, *further)
         if not y.requires_grad and torch.is_grad_enabled() and not is_recomputation():
             contribution.has_gradient, contribution.products_reduced = False, True
             contribution.products = contribution.batch.moment.new_zeros(2, self.num_features)
             self.contribute(contribution)
-        return self._with_token_part(y, x)
+        return y
 
     def _with_token_part(self, y: Tensor, x: Tensor) -> Tensor:
         part = self.token_part(x)
@@ -228,8 +234,8 @@ class RunningNorm(StatefulNorm):
             collect(self, contribution, new[COUNT] > self.num_batches_tracked, self._collected)
         return new
 
-    def set_num_updates(self, num_updates: int) -> None:
-        """Tell the norm that ``num_updates`` optimizer updates are completed."""
+    def set_num_updates(self, num_updates: int | None) -> None:
+        """Tell the norm that ``num_updates`` optimizer updates are completed; None: it is not known."""
         self.flush()
         self._num_updates = num_updates
 

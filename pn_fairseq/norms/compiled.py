@@ -1,25 +1,25 @@
-"""Norms inside ``torch.compile``: an operator that calls a module as without the compiler, and one for its gradient.
+"""Norms inside ``torch.compile``: an operator for the training step of a norm with state, and one for its gradient.
 
-The compiler sees the operators and not what they do. When the compiled graph runs, the eager code runs in them: state,
-masks and contributions are handled there and nowhere else. An operator finds a module by a number in a tensor, so that
-layers of one class share a compiled graph.
+The compiler sees the operators and not what they do. When the compiled graph runs, the forward and backward of
+:class:`.Training` run in them: state and contributions are handled there and nowhere else. An operator finds a module
+by a number in a tensor, so that layers of one class share a compiled graph.
 
 - A forward changes no state, so the compiler may compute it again: activation checkpointing counts a step once.
-- ``call_gradient`` contributes to the state. It has an ordered effect: it is never removed, repeated or reordered.
+- ``step_gradient`` contributes to the state. It has an ordered effect: it is never removed, repeated or reordered.
 - CUDA graphs, which replay no Python, leave both out.
 """
 
 import itertools
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
-from dataclasses import dataclass
+from functools import partial
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
-from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+
+from pn_fairseq.norms.tokens import Training
 
 _library = torch.library.Library("pn_fairseq", "FRAGMENT")
 _numbers = itertools.count()
@@ -89,107 +89,81 @@ def _like(x: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-@dataclass(slots=True)
 class _Step:
-    """The autograd graph of a forward, without its x: the compiler may overwrite that memory and compute x again.
+    """Takes the place of the context of :class:`.Training`. The compiler keeps x and the parameters, or computes them
+    again and overwrites their memory; a step keeps the rest."""
 
-    Attributes:
-        output: where the gradient enters the graph.
-        inputs: the tensors that get a gradient.
-        given: holds x while :func:`call_gradient` runs.
-    """
+    kept: tuple[Tensor | None, ...] | None = None
 
-    output: GradientEdge
-    inputs: list[Tensor]
-    given: list[Tensor]
+    def save_for_backward(self, x, weight, bias, padding, inv_rms, *further):
+        self.kept = padding, inv_rms
 
 
 @operator(
-    "call(Tensor x, Tensor? padding_mask, Tensor? scope, Tensor module, Tensor[] parameters, bool differentiable, "
-    "bool grad_enabled, Tensor unique) -> (Tensor y, Tensor step)",
+    "step(Tensor x, Tensor? weight, Tensor? bias, Tensor? padding_mask, Tensor[] further, Tensor norm, bool counts, "
+    "Tensor unique) -> (Tensor y, Tensor step)",
     lambda x, *_: (_like(x), ticket()),
 )
-def call(x, padding_mask, scope, module, parameters, differentiable, grad_enabled, unique):
-    """``module.forward(x, padding_mask)`` in ``scope``, and what :func:`call_gradient` needs.
+def step(x, weight, bias, padding_mask, further, norm, counts, unique):
+    """``norm.training_step``, and what :func:`step_gradient` needs.
 
-    ``parameters``: those that get a gradient. ``differentiable``: x gets one. ``unique``: a tensor from torch.empty,
-    which the compiler never takes for another one, so that it does not take two calls with equal arguments for one.
+    ``counts``: the step counts without a backward. ``unique``: a tensor from torch.empty, which the compiler never
+    takes for another one, so that it does not take two calls with equal arguments for one.
     """
-    module, given = find(module), []
-
-    def pack(tensor: Tensor) -> Tensor | None:
-        if tensor.untyped_storage().data_ptr() != x.untyped_storage().data_ptr():
-            return tensor
-        return None if tensor.shape == x.shape and tensor.stride() == x.stride() else tensor.clone()
-
-    def unpack(saved: Tensor | None) -> Tensor:
-        return given[0] if saved is None else saved
-
-    within = nullcontext() if scope is None else find(scope)
-    # A dispatch mode, under which torch calls operators while it watches them, excludes autograd from them.
-    recording = torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False)
-    with within, recording, torch.set_grad_enabled(grad_enabled), saved_tensors_hooks(pack, unpack):
-        leaf = x.detach().requires_grad_(differentiable)
-        y = module.forward(leaf, None if padding_mask is None else padding_mask.clone())
-        step = None
-        if y.requires_grad:
-            own = [parameter for parameter in module.parameters() if parameter.requires_grad]
-            if [parameter.data_ptr() for parameter in own] != [parameter.data_ptr() for parameter in parameters]:
-                raise RuntimeError("a compiled norm of pn_fairseq cannot train parameters that are not its own")
-            step = _Step(get_gradient_edge(y), [leaf] * differentiable + own, given)
-    leaf.data = leaf.new_empty(0)  # the graph keeps the leaf
-    y = y.detach().contiguous()
-    return y if pack(y) is y else y.clone(), ticket_of(step)
+    norm, context = find(norm), _Step()
+    norm.check_memory()
+    padding_mask = None if padding_mask is None else padding_mask.clone()
+    with torch.set_grad_enabled(counts):
+        y = norm.training_step(partial(Training.forward, context), x, weight, bias, padding_mask, further)
+    return y.contiguous(), ticket_of(context)
 
 
 @operator(
-    "call_gradient(Tensor dy, Tensor x, Tensor[] parameters, Tensor step, bool differentiable) -> Tensor[]",
-    lambda dy, x, parameters, _, differentiable: [_like(tensor) for tensor in [x] * differentiable + parameters],
+    "step_gradient(Tensor dy, Tensor x, Tensor? weight, Tensor? bias, Tensor[] further, Tensor step) -> Tensor[]",
+    lambda dy, *inputs: [_like(tensor) for tensor in _differentiable(*inputs)],
 )
-def call_gradient(dy, x, parameters, step, differentiable):
-    """The gradients of x, if ``differentiable``, and of the parameters; the state gets its contribution."""
-    step = find(step)
-    step.given.append(x)
+def step_gradient(dy, x, weight, bias, further, step):
+    """The gradients of x and of the parameters that are not None; the state gets its contribution."""
+    context = find(step)
+    if context.kept is None:
+        raise RuntimeError("recalibrating() a compiled model has no gradient: run it under torch.no_grad()")
+    context.saved_tensors = x, weight, bias, *context.kept, *further
     try:
-        gradients = torch.autograd.grad(step.output, step.inputs, dy, retain_graph=True, allow_unused=True)
+        gradients = Training.backward(context, dy)
     finally:
-        step.given.clear()
-    return [
-        torch.zeros_like(tensor) if gradient is None else gradient.contiguous()
-        for tensor, gradient in zip([x] * differentiable + parameters, gradients, strict=True)
-    ]
+        del context.saved_tensors
+    return [gradient.contiguous() for gradient in gradients if gradient is not None]
 
 
-_register_effectful_op(call_gradient, _EffectType.ORDERED)
+def _differentiable(x, weight, bias, further, _):
+    return [x, *further] if weight is None else [x, weight, bias, *further]
 
 
-class _Call(torch.autograd.Function):
-    """``call`` with its gradient. The parameters are saved so that torch notices a change before the backward pass."""
+_register_effectful_op(step_gradient, _EffectType.ORDERED)
+
+
+class _CompiledTraining(torch.autograd.Function):
+    """``step`` with its gradient."""
 
     @staticmethod
-    def forward(ctx, x, padding_mask, scope, module, differentiable, *parameters):
-        unique = torch.empty(1, device="cpu")
-        y, step = call(x, padding_mask, scope, module, parameters, differentiable, True, unique)
-        ctx.save_for_backward(x, step, *parameters)
-        ctx.differentiable = differentiable
+    def forward(ctx, x, weight, bias, padding_mask, norm, *further):
+        y, context = step(x, weight, bias, padding_mask, further, norm, False, torch.empty(1, device="cpu"))
+        ctx.save_for_backward(x, weight, bias, context, *further)
         return y
 
     @staticmethod
     def backward(ctx, dy):
-        x, step, *parameters = ctx.saved_tensors
-        gradients = call_gradient(dy, x, parameters, step, ctx.differentiable)
-        dx, *gradients = gradients if ctx.differentiable else [None, *gradients]
-        return dx, None, None, None, None, *gradients
+        x, weight, bias, context, *further = ctx.saved_tensors
+        dx, *gradients = step_gradient(dy, x, weight, bias, further, context)
+        dweight, dbias, *gradients = gradients if weight is not None else (None, None, *gradients)
+        return dx, dweight, dbias, None, None, *gradients
 
 
-def compiled_call(module: nn.Module, x: Tensor, padding_mask: Tensor | None) -> Tensor:
-    """``module.forward(x, padding_mask)``, which the compiler does not look into.
-
-    The module has a tensor ``handle`` (:func:`handle_of`). y is contiguous, in the shape and dtype of x.
-    """
-    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    scope = open_scopes[-1] if open_scopes else None
+def compiled_step(norm: nn.Module, x: Tensor, padding_mask: Tensor | None) -> Tensor:
+    """``norm.training_step`` of ``x``, which the compiler does not look into."""
+    weight, bias, further = norm.gain, norm.bias, norm.further_parameters()
     grad_enabled = torch.is_grad_enabled()
-    if grad_enabled and (x.requires_grad or parameters):
-        return _Call.apply(x, padding_mask, scope, module.handle, x.requires_grad, *parameters)
-    return call(x, padding_mask, scope, module.handle, [], False, grad_enabled, torch.empty(1, device="cpu"))[0]
+    if grad_enabled and any(tensor is not None and tensor.requires_grad for tensor in (x, weight, bias, *further)):
+        return _CompiledTraining.apply(x, weight, bias, padding_mask, norm.handle, *further)
+    unique = torch.empty(1, device="cpu")
+    return step(x, weight, bias, padding_mask, further, norm.handle, grad_enabled, unique)[0]

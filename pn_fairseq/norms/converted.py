@@ -1,6 +1,7 @@
 """The norms of a converted model: how each takes the place of another norm, and how its padding mask reaches it."""
 
 import warnings
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from uuid import uuid4
@@ -8,9 +9,9 @@ from uuid import uuid4
 import torch
 from torch import Tensor, nn
 
-from pn_fairseq.norms.base import COUNT, ChannelNorm, RunningNorm, refuse_transforms
+from pn_fairseq.norms.base import COUNT, ChannelNorm, RunningNorm
 from pn_fairseq.norms.channel import no_fast_path
-from pn_fairseq.norms.compiled import compiled_call
+from pn_fairseq.norms.compiled import find, open_scopes, operator
 from pn_fairseq.norms.layouts import Layout
 from pn_fairseq.norms.padding import PaddingMask, Scope, current_backward, current_scopes
 from pn_fairseq.norms.registry import build_norm, find_norm
@@ -72,17 +73,20 @@ class ConvertedNorm:
     def forward(self, x: Tensor, padding_mask: Tensor | None = None) -> Tensor:
         if x.is_nested:  # has no padding
             return super().forward(x)
-        if not self.uses_mask():
-            return self._arranged(x, None)
-        if torch.compiler.is_exporting() and self.training:
-            refuse_transforms()
-        elif torch.compiler.is_compiling():
-            return compiled_call(self, x, padding_mask)
         try:
-            mask = self._find_mask(x) if padding_mask is None else PaddingMask("mask", padding_mask, "the mask")
-            return self._arranged(x, mask)
+            tokens, padding = self.layout.channels_last(x), None
+            if self.uses_mask() and torch.compiler.is_compiling():
+                padding = padding_of(tokens, padding_mask, self.handle, open_scopes[-1] if open_scopes else None)
+            elif self.uses_mask():
+                padding = self.find_padding(tokens, padding_mask)
+            return self._arranged(x, tokens, padding)
         except ValueError as error:
             raise ValueError(f"{self.name}: {error}") from None
+
+    def find_padding(self, tokens: Tensor, mask: Tensor | None) -> Tensor | None:
+        """Which of ``tokens``, (..., C), are padding; None: nothing is. ``mask``: None, or the one that was given."""
+        found = self._find_mask(tokens) if mask is None else PaddingMask("mask", mask, "the mask")
+        return None if found is None else self.layout.padding(tokens, found)
 
     def uses_mask(self) -> bool:
         return self.zero_padding or (self.training and isinstance(self, RunningNorm))
@@ -138,10 +142,8 @@ class ConvertedNorm:
             stacklevel=2,
         )
 
-    def _arranged(self, x: Tensor, mask: PaddingMask | None) -> Tensor:
-        """The norm over the tokens of ``x``, in the layout of x."""
-        tokens = self.layout.channels_last(x)
-        padding = None if mask is None else self.layout.padding(tokens, mask)
+    def _arranged(self, x: Tensor, tokens: Tensor, padding: Tensor | None) -> Tensor:
+        """The norm over ``tokens``, those of ``x``, in the layout of x."""
         if tokens.dim() in (2, 3):
             y = super().forward(tokens, padding)
         else:
@@ -154,6 +156,23 @@ class ConvertedNorm:
             if x.is_contiguous():
                 y = y.contiguous()  # as torch's norms, whose callers may call view
         return y
+
+
+@operator(
+    "padding_of(Tensor tokens, Tensor? mask, Tensor norm, Tensor? scope) -> Tensor",
+    lambda tokens, *_: tokens.new_empty(tokens.shape[:-1], dtype=torch.bool),
+)
+def padding_of(tokens, mask, norm, scope):
+    """:meth:`ConvertedNorm.find_padding` in ``scope``; memory of its own, where the compiler may write."""
+    norm = find(norm)
+    try:
+        with nullcontext() if scope is None else find(scope):
+            padding = norm.find_padding(tokens, mask)
+    except ValueError as error:
+        raise ValueError(f"{norm.name}: {error}") from None
+    if padding is None:
+        return tokens.new_zeros(tokens.shape[:-1], dtype=torch.bool)
+    return padding.clone(memory_format=torch.contiguous_format)
 
 
 def _is_for_attended(mask: PaddingMask, scope: Scope, attended: tuple[int, ...] | None) -> bool:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from pn_fairseq import kernels
 from pn_fairseq.norms.batch import MaskedBatchNorm
 from pn_fairseq.norms.checks import check_whole
+from pn_fairseq.norms.compiled import find, operator
 from pn_fairseq.norms.tokens import Contribution, Tokens
 
 
@@ -48,6 +49,7 @@ class ProgressiveBatchNorm(MaskedBatchNorm):
     def __init__(self, num_features: int, fade_updates: int = 60_000, **common):
         super().__init__(num_features, **common)
         self.fade_updates = check_whole("fade_updates", fade_updates, minimum=0)
+        self.faded = self.fade_updates == 0
         self.ln_weight = nn.Parameter(torch.ones(num_features)) if self.affine else None
         self.ln_bias = nn.Parameter(torch.zeros(num_features)) if self.affine else None
         self.rep_alpha = nn.Parameter(torch.ones(1)) if self.affine else None
@@ -58,6 +60,11 @@ class ProgressiveBatchNorm(MaskedBatchNorm):
             nn.init.ones_(self.ln_weight)
             nn.init.zeros_(self.ln_bias)
             nn.init.ones_(self.rep_alpha)
+
+    def set_num_updates(self, num_updates: int | None) -> None:
+        super().set_num_updates(num_updates)
+        # An attribute that changes once, unlike the number: torch.compile compiles a graph for each value.
+        self.faded = self.fade_updates <= (num_updates or 0)
 
     def layer_share(self) -> float | Tensor:
         r""":math:`\lambda`; 0-d where only the device knows it."""
@@ -74,9 +81,9 @@ class ProgressiveBatchNorm(MaskedBatchNorm):
         return (self.rep_alpha, self.ln_weight, self.ln_bias) if self.affine else ()
 
     def token_part(self, x: Tensor) -> Tensor | None:
-        share = self.layer_share()
-        if not self.training or self.recalibrating or (isinstance(share, float) and share == 0.0):
+        if not self.training or self.recalibrating or self.faded:
             return None
+        share = layer_share(self.handle) if torch.compiler.is_compiling() else self.layer_share()
         dtype = torch.promote_types(x.dtype, self.running_mean.dtype)
         weight = share * (self.ln_weight if self.affine else torch.ones_like(self.running_mean, dtype=dtype))
         bias = share * self.ln_bias if self.affine else None
@@ -108,3 +115,9 @@ class ProgressiveBatchNorm(MaskedBatchNorm):
         if not further:
             return 1.0 + sigma, mean
         return torch.addcmul(weight, further[0], sigma), torch.addcmul(bias, further[0], mean)
+
+
+@operator("layer_share(Tensor norm) -> Tensor", lambda _: torch.empty((), dtype=torch.float64, device="cpu"))
+def layer_share(norm):
+    """:meth:`ProgressiveBatchNorm.layer_share` of a norm in a compiled graph, which serves all its values."""
+    return torch.as_tensor(find(norm).layer_share(), dtype=torch.float64, device="cpu")

@@ -226,7 +226,7 @@ def _before_saving(module: StatefulNorm, *_) -> None:
 
 def _before_loading(module: StatefulNorm, state_dict: dict, prefix: str, *_) -> None:
     module.discard_pending()
-    module._num_updates = None
+    module.set_num_updates(None)
     # With assign=True torch takes the tensors as they are. The dict is torch's own, not the caller's.
     for name, buffer in module._buffers.items():
         loaded = state_dict.get(prefix + name)

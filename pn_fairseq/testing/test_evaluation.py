@@ -230,8 +230,9 @@ def test_transforms_of_torch_func_and_second_derivatives_in_training_are_refused
         torch.func.grad(loss)({key: value.detach() for key, value in norm.named_parameters()})
     with pytest.raises(RuntimeError, match="no second derivative"):
         torch.autograd.grad(norm(x).square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match=r"torch.export .* call eval\(\) first"):
-        torch.export.export(norm, (x,), strict=False)
+    for strict in (False, True):
+        with pytest.raises(RuntimeError, match=r"torch.export .* call eval\(\) first"):
+            torch.export.export(norm, (x,), strict=strict)
     before = state_of(norm)
     given = {name: value.clone() for name, value in norm.named_buffers()}
     for some in (given, dict(list(given.items())[:1])):

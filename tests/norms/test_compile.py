@@ -34,8 +34,10 @@ SOME = [("batch", 1, True), ("power", 2, True), ("prep-batch", 1, False), ("unif
 )
 def test_each_norm_trains_in_one_graph(mode, name):
     graphs, breaks, worst = measure(name, mode)
-    assert (graphs, breaks) == (1 if "dynamic" in mode else 2, 0)
-    assert worst <= (1e-6 if MODES[mode][1] == torch.float32 or name in STATEFUL else 1e-1)
+    # One for each kind of length; PRepBN after its fade is another graph.
+    assert (graphs, breaks) == ((1 if "dynamic" in mode else 2) + (name == "prep-batch"), 0)
+    opaque = name in STATEFUL and name != "prep-batch"  # whose LN is compiled
+    assert worst <= (1e-6 if MODES[mode][1] == torch.float32 or opaque else 1e-1)
 
 
 class Block(nn.Module):
@@ -70,7 +72,7 @@ def test_accumulation_shared_norms_and_checkpoints_count_each_step_once(name, us
     model = Block(name, uses, checkpointed)
     updates = [[batch(length), batch(length + 1)] for length in LENGTHS[1:4]]
     graphs, breaks, worst = compare(model, updates, before_update=tell_updates)
-    assert (graphs, breaks) == (2, 0) and worst <= 1e-6
+    assert (graphs, breaks) == (4 if name == "prep-batch" else 2, 0) and worst <= 1e-6
     assert model.norm.num_batches_tracked == 2 * len(updates) * (2 * uses - 1)
     assert not [thing for thing in _objects.values() if isinstance(thing, _Memory)], "a step is kept"
 
@@ -119,12 +121,16 @@ def test_layers_that_are_compiled_one_by_one_share_a_graph():
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
-def test_parameters_that_are_given_are_refused():
-    norm = build_norm("power", CHANNELS)
-    given = {"weight": torch.ones(CHANNELS, requires_grad=True)}
-    compiled = torch.compile(lambda x: torch.func.functional_call(norm, given, (x,)), backend="aot_eager")
-    with pytest.raises(RuntimeError, match="parameters that are not its own"):
-        compiled(torch.randn(4, CHANNELS))
+def test_parameters_that_are_given_are_used():
+    norm, x = build_norm("batch", CHANNELS), batch(5)[0]
+    given = {"weight": torch.rand(CHANNELS, requires_grad=True)}
+
+    def call():
+        y = torch.func.functional_call(norm, given, (x,))
+        return y, *torch.autograd.grad(y.square().sum(), list(given.values()))
+
+    compiled = torch.compile(call, backend="aot_eager")
+    torch.testing.assert_close(compiled(), call(), rtol=0, atol=0)
 
 
 # Masks.
