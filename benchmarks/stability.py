@@ -44,10 +44,6 @@ def one_large(step, x, dy):
     return (x * 100.0 if step == SPIKE else x), dy
 
 
-def gradient_spikes(step, x, dy):
-    return x, (dy * 1e4 if step in (SPIKE, SPIKE + 3) else dy)
-
-
 def one_spike(step, x, dy):
     return x, (dy * 1e4 if step == SPIKE else dy)
 

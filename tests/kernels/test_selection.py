@@ -82,19 +82,14 @@ def test_triton_is_tried_once(gpu):
 
 
 @pytest.mark.parametrize(("options", "reason"), UNUSABLE, ids=lambda value: value if isinstance(value, str) else "")
-def test_where_triton_cannot_launch_the_reference_computes_with_one_warning(gpu, options, reason):
+def test_where_triton_cannot_launch_the_reference_computes_with_one_warning_unless_it_is_forced(gpu, options, reason):
     unusable = gpu(**options)
     with pytest.warns(UserWarning, match="plain PyTorch on CUDA") as record:
         assert unusable.normalize() == (["normalize"] if "fails" in options else []) and unusable.normalize() == []
     (warning,) = record
     assert reason in str(warning.message) and "\n" not in str(warning.message)
-
-
-@pytest.mark.parametrize(("options", "reason"), UNUSABLE, ids=lambda value: value if isinstance(value, str) else "")
-def test_where_triton_cannot_launch_it_cannot_be_forced(gpu, options, reason):
-    unusable = gpu(forced="triton", **options)
     with pytest.raises(kernels.Unavailable, match="^PN_FAIRSEQ_KERNELS=triton: ") as raised:
-        unusable.normalize()
+        gpu(forced="triton", **options).normalize()
     assert reason in str(raised.value)
 
 

@@ -16,9 +16,6 @@ def both(placement: str, **changes) -> dict:
 
 #: Of transformer_un_tiny.
 TRANSLATION = [
-    ({"norm_alpha_fwd": 1.0}, "alpha_fwd=1.0 must lie strictly between 0 and 1"),
-    ({"norm_eps": 0.0}, "eps=0.0 must be a number greater than 0"),
-    ({"layer_scale_groups": -1}, "groups=-1 must be a whole number"),
     ({"layer_scale_groups": 3}, "num_features=128 is not divisible by groups=3"),
     ({"norm_variant": "released"}, "released.*paper, release"),
     ({"norm_options": "window=0"}, "window=0 must be a whole number of at least 1"),

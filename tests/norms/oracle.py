@@ -12,11 +12,9 @@ one group is RMSNorm without a gain), Ioffe 2017 (BRN), Yan et al. 2020 (MABN), 
 """
 
 import math
-from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
-import pytest
 
 EPS = 1e-5
 
@@ -554,32 +552,6 @@ class ProgressiveOracle(BatchNormOracle):
         rows, _ = flatten_tokens(x)
         scaled, _ = layer_scale_forward(rows, self.groups, self.eps)
         return super().evaluate(x) + (self.rep_alpha * scaled).reshape(np.shape(x))
-
-
-PER_TOKEN = ("none", "layer", "layer-simple", "detach", "ada", "rms", "scale", "group", "dyt", "derf")
-
-#: Name of a norm -> its oracle, and which of alpha_fwd, alpha_bwd, psi_warmup_updates the norm has, by the names here.
-ORACLES = {
-    "power": (PowerNormOracle, ("alpha_fwd", "alpha_bwd", "warmup")),
-    "power-v": (PowerNormVOracle, ("alpha",)),
-    "batch": (BatchNormOracle, ("alpha",)),
-    "batch-renorm": (BatchRenormOracle, ("alpha",)),
-    "mabn": (MovingAverageOracle, ("alpha", "warmup")),
-    "unified": (UnifiedOracle, ("alpha", "alpha_bwd", "warmup")),
-    "batch-reg": (RegularizedOracle, ("alpha",)),
-    "prep-batch": (ProgressiveOracle, ("alpha",)),
-    **{name: (partial(PerTokenOracle, name=name), ()) for name in PER_TOKEN},
-}
-
-
-def make_oracle(name, channels, alpha_fwd=None, alpha_bwd=None, psi_warmup_updates=0, layer_scale_groups=0, **common):
-    """The oracle of a registered norm, with the options of ``build_norm``. Without one the test is skipped."""
-    if name not in ORACLES:
-        pytest.skip(f"no oracle for the norm {name!r} in tests/norms/oracle.py")
-    oracle, takes = ORACLES[name]
-    given = {"alpha_fwd": alpha_fwd, "alpha": alpha_fwd, "alpha_bwd": alpha_bwd, "warmup": psi_warmup_updates}
-    options = {option: given[option] for option in takes if given[option] is not None}
-    return oracle(channels, groups=layer_scale_groups, **options, **common)
 
 
 def oracle_state(oracle):

@@ -1,5 +1,6 @@
-"""The norms with batch statistics besides PN: over 16 steps against their formulas."""
+"""The norms with batch statistics: over 16 steps against their formulas."""
 
+import copy
 from functools import partial
 
 import numpy as np
@@ -7,15 +8,19 @@ import pytest
 import torch
 
 from pn_fairseq.norms import MaskedBatchNorm, build_norm
+from pn_fairseq.testing.helpers import cases
 
 from . import oracle as oracles
 from .helpers import (
     CHANNELS,
+    STATEFUL,
     affine_of,
     assert_close,
+    assert_state_close,
     assert_steps_close,
     assert_training_follows,
     batches,
+    flushed,
     random_batch,
     randomize_affine,
     real_tokens,
@@ -33,6 +38,8 @@ RELEASE = {"variant": "release"}
 
 #: Name -> norm, its options, and its oracle.
 CASES = {
+    "pn": ("power", {}, oracles.PowerNormOracle),
+    "pn, warm-up": ("power", {"psi_warmup_updates": 5}, oracles.PowerNormOracle),
     "bn": ("batch", {"alpha_fwd": 0.5, "eps": 0.1}, oracles.BatchNormOracle),
     "bn, release": ("batch", RELEASE, oracles.BatchNormReleaseOracle),
     "pn-v": ("power-v", {"alpha_fwd": 0.5, "eps": 0.1}, oracles.PowerNormVOracle),
@@ -69,6 +76,10 @@ def make_pair(name, groups=0):
     norm = randomize_affine(build_norm(norm_name, CHANNELS, layer_scale_groups=groups, **options)).double().train()
     given = {OF_ORACLES.get(key, key): value for key, value in options.items() if key not in ("variant", "affine")}
     return norm, oracle(CHANNELS, groups=groups, **given, **affine_of(norm))
+
+
+def test_every_norm_with_state_is_tested_here():
+    assert set(STATEFUL) == {name for name, *_ in CASES.values()}
 
 
 def some_batches():
@@ -182,3 +193,48 @@ def test_penalty_of_the_release_holds_variances_of_at_least_eps():
     assert var.min() < 0.5 < var.max()
     expected = 3 * ((0.95 * mean) ** 2).sum() + 2 * 0.95 * np.abs(np.maximum(var, 0.5) - 1).sum()
     assert_close(norm.diagnostics()["penalty"], expected, 1e-6)
+
+
+# Several forwards before a backward, and the type of the arithmetic.
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["first-first", "last-first"])
+@pytest.mark.parametrize("name", [name for name in CASES if "not affine" not in name])
+def test_each_backward_uses_the_values_of_its_own_forward(name, order):
+    norm, oracle = make_pair(name)
+    generator = rng(1)
+    for step in range(6):
+        norm.zero_grad()
+        work = []
+        for _ in range(2):
+            x, mask, dy = random_batch(generator)
+            leaf = to_tensor(x, torch.float64, requires_grad=True)
+            y = norm(leaf, to_mask(mask))
+            expected_y, ctx = oracle.forward(x, mask)
+            assert_close(y, expected_y)
+            work.append((leaf, y, dy, ctx))
+        dweight, dbias = 0, 0
+        for index in order:
+            leaf, y, dy, ctx = work[index]
+            y.backward(to_tensor(dy, torch.float64))
+            dx, dw, db = oracle.backward(dy, ctx)
+            dweight, dbias = dweight + dw, dbias + db
+            assert_close(leaf.grad, dx, 5e-5, f"step {step}, forward {index}")
+        assert_close(norm.weight.grad, dweight, 5e-5)
+        assert_close(norm.bias.grad, dbias, 5e-5)
+        assert_state_close(norm, oracles.oracle_state(oracle), what=f"step {step}:")
+
+
+@pytest.mark.parametrize("case", cases(STATEFUL), ids=str)
+def test_arithmetic_with_float64_input_is_float64(case):
+    """Of a float32 state: the results are as with a float64 state of the same values."""
+    norm = case.build(window=2).double()
+    generator = rng(3)
+    for update in (0, 1, 2, 1001):  # warm-ups and schedules are over then
+        norm.set_num_updates(update)
+        x, mask, dy = random_batch(generator)
+        narrow, wide = flushed(norm), copy.deepcopy(norm)
+        for state in wide.buffers():
+            state.data = state.data.double() if state.is_floating_point() else state.data
+        expected = train_step(wide, x, mask, dy, torch.float64)
+        assert_steps_close(train_step(narrow, x, mask, dy, torch.float64), expected, 1e-12)

@@ -19,7 +19,7 @@ from .helpers import (
     to_tensor,
     train_step,
 )
-from .oracle import make_oracle
+from .oracle import PerTokenOracle
 
 #: Options of build_norm, and the same for the oracle.
 SETTINGS = {
@@ -47,7 +47,7 @@ def test_every_norm_without_state_is_tested_here():
 def test_follows_the_formulas(name, options, for_oracle, layer_scale, eps):
     """In training and in evaluation."""
     norm = randomize_affine(build_norm(name, CHANNELS, eps=eps, layer_scale_groups=layer_scale, **options))
-    oracle = make_oracle(name, CHANNELS, eps=eps, layer_scale_groups=layer_scale, **affine_of(norm), **for_oracle)
+    oracle = PerTokenOracle(CHANNELS, name, eps=eps, groups=layer_scale, **affine_of(norm), **for_oracle)
     for dtype, rtol in ((torch.float32, 1e-5), (torch.float64, 1e-9)):
         assert_training_follows(norm.to(dtype).train(), oracle, [random_batch(rng(1), scale=1.5)], rtol, dtype)
 
