@@ -39,17 +39,15 @@ def _load_cpp() -> str | None:
             f"they are not compiled for torch {torch.__version__} and this version of pn_fairseq; install it again "
             "(make venv, or pip with --no-build-isolation) where there is a C++ compiler"
         )
-        if not os.environ.get(VARIABLE):
-            warnings.warn(f"pn_fairseq computes without its C++ kernels: {missing}", stacklevel=2)
-        return missing
-    try:
-        torch.ops.load_library(spec.origin)
-    except (OSError, RuntimeError) as error:
-        reason = str(error).strip().splitlines()[0]
-        missing = f"{spec.origin} cannot be loaded ({reason}); install pn_fairseq again (pip: --no-build-isolation)"
+    else:
+        try:
+            return torch.ops.load_library(spec.origin)
+        except (OSError, RuntimeError) as error:
+            reason = f"{spec.origin} cannot be loaded ({_first_line(error)})"
+            missing = f"{reason}; install pn_fairseq again (pip: --no-build-isolation)"
+    if not os.environ.get(VARIABLE):
         warnings.warn(f"pn_fairseq computes without its C++ kernels: {missing}", stacklevel=2)
-        return missing
-    return None
+    return missing
 
 
 def _triton_operators() -> ModuleType:

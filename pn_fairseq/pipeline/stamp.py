@@ -20,15 +20,13 @@ def stamp_of(output: Path) -> Path:
     return output.with_name(f"{output.name}.made.txt")
 
 
-def sha256(paths: Iterable[Path]) -> str:
-    """The checksum of the contents of all files together."""
-    return hashlib.sha256(b"".join(bytes.fromhex(checksum(path)) for path in paths)).hexdigest()
-
-
 def made_from(settings: Mapping[str, object], inputs: Mapping[str, Iterable[Path]]) -> dict[str, str]:
-    """The content of a stamp: name of a setting -> its value, name of an input -> the checksum of its files."""
+    """The content of a stamp: name of a setting -> its value, name of an input -> the checksum of all its files."""
     texts = {name: str(value) for name, value in settings.items()}
-    return texts | {name: sha256(paths) for name, paths in inputs.items()}
+    for name, paths in inputs.items():
+        sums = b"".join(bytes.fromhex(checksum(path)) for path in paths)
+        texts[name] = hashlib.sha256(sums).hexdigest()
+    return texts
 
 
 def read(stamp: Path) -> dict[str, str]:
