@@ -124,7 +124,7 @@ def build_model(original, cfg, task, from_checkpoint=False):
                 pattern,
                 own.get("skip"),
                 own.get("layout"),
-                None if ignores else masks(task),
+                {} if ignores else masks(task),
                 own.get("zero_padding", False),
                 chosen,
                 none_is_no_padding=True,

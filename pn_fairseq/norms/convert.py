@@ -51,11 +51,13 @@ def convert_norms(
         layout: "BTC" or "TBC", of the input of norms over the last dimension. By default each norm reads it from the
             shape of its first mask; if B equals T in that mask, the forward raises ValueError. Batch norms of torch
             keep their own layout, (B, C, T) or (N, C). "BCHW" also replaces ``BatchNorm2d``.
-        mask_from: the argument that holds the mask in the forward of the model or of modules in it. Names that are
-            known: %s. For others give a dict: name -> one of %s (see :class:`padding`), or a function of the value that
-            returns the mask as bool, True = padding, None if there is none, or NotImplemented. If a
-            forward has several of these arguments, the first name in ``mask_from`` is used. A norm takes the innermost
-            mask around it: from the argument of a module, or from a ``with padding(...)`` block.
+        mask_from: the argument that holds the mask in the forward of the model or of modules in it. By default
+            arguments of known names are used, outside of ``with padding(...)`` blocks: %s (after the dot, in modules
+            of that package). For others give a dict: name -> one of %s (see :class:`padding`), or a function of the
+            value that returns the mask as bool, True = padding, None if there is none, or NotImplemented. If a forward
+            has several of these arguments, the first name in ``mask_from`` is used. A norm takes the innermost mask
+            around it: from the argument of a module, or from a ``with padding(...)`` block. With ``()`` only blocks
+            count.
         zero_padding: write zeros at padding after the norm, as a convolution that follows needs.
         options: for the norm, see :func:`build_norm`. A norm with running statistics has ``sync=True`` by default,
             except "power", which has it only in the place of a ``SyncBatchNorm``.
@@ -83,7 +85,7 @@ def convert(model, norm, only, skip, layout, mask_from, zero_padding, options, n
     names: dict[nn.Module, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         names.setdefault(module, []).append(name)
-    conversion = Conversion(warned=mask_from is None and none_is_no_padding)
+    conversion = Conversion(block_first=mask_from is None, warned=not forms and none_is_no_padding)
     made = {
         module: replacement(module, names[module][0], norm, layout, zero_padding, conversion, options, offset)
         for module, offset in norms_to_replace(names, only, skip, layout).items()
@@ -112,6 +114,7 @@ class ReplacedNorm:
         layout: of its input; None: read from the shape of the mask.
         masks: arguments that its mask comes from, the innermost first. Where one is None, those after it are not
             used. A ``with padding(...)`` block counts where no argument has a mask.
+        block_first: such a block counts before the arguments.
     """
 
     name: str
@@ -119,11 +122,13 @@ class ReplacedNorm:
     norm: str
     layout: str | None
     masks: tuple[str, ...]
+    block_first: bool
 
     def __str__(self) -> str:
-        masks = ", else ".join((*self.masks, "padding(...)"))
-        if len(self.masks) > 1:
-            masks = masks.replace(",", " (no mask if None),", 1)
+        arguments = [*self.masks]
+        if len(arguments) > 1:
+            arguments[0] += " (no mask if None)"
+        masks = ", else ".join(["padding(...)", *arguments] if self.block_first else [*arguments, "padding(...)"])
         return f"{self.name}: {self.norm} for {self.replaced}, layout {self.layout or 'of the mask'}, mask from {masks}"
 
 
@@ -136,6 +141,7 @@ def norm_report(model: nn.Module) -> list[ReplacedNorm]:
             type(norm).__name__,
             norm.layout.name,
             tuple(arguments_with_mask(model, name, norm.conversion)),
+            norm.conversion.block_first,
         )
         for name, norm in model.named_modules()
         if isinstance(norm, ConvertedNorm)

@@ -25,8 +25,13 @@ class Conversion:
     """One call of :func:`convert_norms`, which a norm and the hooks that serve it have in common.
 
     Copies keep the ``id``, so the hooks of a model also serve a copy of one of its norms.
+
+    Attributes:
+        block_first: nobody named the arguments that have a mask, so a ``with padding(...)`` block counts before them.
+        warned: whether the warning of a missing mask has been given.
     """
 
+    block_first: bool = False
     warned: bool = False
     id: str = field(default_factory=lambda: uuid4().hex)
 
@@ -101,9 +106,11 @@ class ConvertedNorm:
         empty: Scope | None = None  # the argument is None
         hidden: PaddingMask | None = None  # by it
         attended = None
-        for scope in current_scopes():
+        scopes = [*current_scopes()]
+        in_block = self.conversion.block_first and any(scope.is_block for scope in scopes)
+        for scope in scopes:
             hook = scope.hook
-            if hook is not None and hook.conversion != self.conversion.id:
+            if hook is not None and (in_block or hook.conversion != self.conversion.id):
                 continue
             mask = scope.mask()
             if mask is None:

@@ -27,13 +27,13 @@ _OF_TARGET = ("tgt", "trg", "target", "decoder", "dec_", "prev_output")
 
 
 def mask_forms(mask_from: str | Sequence[str] | Mapping[str, str | Callable] | None) -> dict[str, str | Callable]:
-    """Name of an argument -> its form, one of :data:`FORMS` or a function.
+    """Name of an argument -> its form, as in :data:`ARGUMENT_FORMS`, which is the result for None.
 
     Raises:
         ValueError: the form of an argument is not known.
     """
     if mask_from is None:
-        return {}
+        return ARGUMENT_FORMS
     if isinstance(mask_from, Mapping):
         if wrong := [form for form in mask_from.values() if not (callable(form) or form in FORMS)]:
             raise ValueError(f"mask_from: {wrong[0]!r} must be a function or one of {', '.join(FORMS)}")
@@ -175,7 +175,7 @@ def add_argument_hooks(model: nn.Module, norms: list, forms: dict, declared: boo
     """Give every module around ``norms`` whose forward has an argument of ``forms`` a hook.
 
     Raises:
-        ValueError: there is no such module.
+        ValueError: ``forms`` are what the caller named, and there is no such module.
     """
     served = {norm for norm in norms if norm.zero_padding or isinstance(norm, RunningNorm)}
     hooked = 0
@@ -188,15 +188,17 @@ def add_argument_hooks(model: nn.Module, norms: list, forms: dict, declared: boo
             continue
         accepted = {parameter.name for parameter in parameters}
         attends = not accepted.isdisjoint(_ATTENDED)
-        own = [name for name in forms if name in accepted and not (attends and name.startswith(_OF_SOURCE))]
+        package = type(module).__module__.partition(".")[0]
+        known = {name.removeprefix(f"{package}."): form for name, form in forms.items()}
+        own = [name for name in known if name in accepted and not (attends and name.startswith(_OF_SOURCE))]
         if not own and not attends:
             continue
         argument = own[0] if own else None
-        hook = ArgumentHook(name, parameters, argument, forms.get(argument), norms, declared)
+        hook = ArgumentHook(name, parameters, argument, known.get(argument), norms, declared)
         module.register_forward_pre_hook(hook.before, with_kwargs=True)
         module.register_forward_hook(hook.after, always_call=True)
         hooked += bool(own)
-    if served and not hooked:
+    if served and not hooked and forms is not ARGUMENT_FORMS:
         raise ValueError(
             f"mask_from={', '.join(forms)}: no module that contains a replaced norm has a forward argument of this name"
         )

@@ -15,8 +15,14 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor
 
-#: What the value of an argument means, by the argument's name.
-ARGUMENT_FORMS = {
+
+def _of_batch_layout(layout) -> Tensor:
+    return layout.position_indices < 0
+
+
+#: What the value of an argument means, by the argument's name: one of :data:`FORMS`, or a function that returns the
+#: mask. ``PACKAGE.NAME`` is for modules of that package, because others mean something else by the name.
+ARGUMENT_FORMS: dict[str, str | Callable] = {
     "attention_mask": "valid",
     "decoder_attention_mask": "valid",
     "padding_mask": "mask",
@@ -25,6 +31,12 @@ ARGUMENT_FORMS = {
     "tgt_key_padding_mask": "mask",
     "encoder_padding_mask": "mask",
     "self_attn_padding_mask": "mask",
+    "pad_mask": "mask",
+    "tgt_pad_mask": "mask",
+    "seqs_layout": _of_batch_layout,
+    "joeynmt.mask": "valid",
+    "joeynmt.trg_mask": "valid",
+    "x_transformers.mask": "valid",
     "lengths": "lengths",
     "input_lengths": "lengths",
     "src_lengths": "lengths",
@@ -140,6 +152,8 @@ class Scope(AbstractContextManager):
         self._find: Callable | None = find
         self._mask = None
         self.declared, self.hook = declared, hook
+        #: Whether it is a ``with padding(...)`` block.
+        self.is_block = False
         self.outer: Scope | None = None
         #: Lengths of the two dimensions before the channels of what its module attends to, such as the output of an
         #: encoder; (): not known; None: it attends to nothing.
@@ -224,7 +238,9 @@ class padding(AbstractContextManager):
         self._scopes: list[Scope] = []
 
     def __enter__(self) -> padding:
-        self._scopes.append(Scope(lambda: self._mask, declared=True).__enter__())
+        scope = Scope(lambda: self._mask, declared=True)
+        scope.is_block = True
+        self._scopes.append(scope.__enter__())
         return self
 
     def __exit__(self, *error) -> None:

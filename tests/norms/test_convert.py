@@ -701,6 +701,36 @@ def test_hooks_of_a_model_serve_copies_of_its_norms_and_no_other_model(copied):
 # Recomputation.
 
 
+class Known(nn.Module):
+    """Its class is given the name of a package whose masks are known."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.norm = nn.Sequential(nn.Linear(C, C), nn.LayerNorm(C)), nn.LayerNorm(C)
+
+    def forward(self, x, mask=None, lengths=None):
+        return self.norm(self.inner(x))
+
+
+@pytest.mark.parametrize("package", ["joeynmt.encoders", "of_a_user"])
+def test_masks_of_known_names_are_found_without_being_named(package):
+    x, expected = torch.randn(B, T, C), convert_norms(Known(), "batch", mask_from="lengths")
+    known = type("Known", (Known,), {"__module__": package})
+    model = convert_norms(known(), "batch")
+    model.load_state_dict(expected.state_dict())
+    given = {"mask": ~MASK} if package.startswith("joeynmt") else {"lengths": LENGTHS}
+    for block in (MASK, None):  # counts before arguments that nobody named
+        with padding(block):
+            explicit = copy.deepcopy(model)(x, **given)
+        with padding(block):
+            assert explicit.equal(copy.deepcopy(model)(x))
+    pickle.loads(pickle.dumps(convert_norms(Known(), "batch")))
+    assert model(x, **given).equal(expected(x, lengths=LENGTHS))
+    assert "mask from padding(...), else argument" in str(norm_report(model)[0])
+    with pytest.warns(UserWarning, match="inner.1 takes statistics"):
+        convert_norms(known(), "batch", mask_from=())(x, **given)
+
+
 class Checkpointed(nn.Module):
     def __init__(self, inner, hands_on=True, **options):
         super().__init__()
