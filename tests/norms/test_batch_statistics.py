@@ -156,6 +156,20 @@ def test_updates_count_for_the_warm_ups_where_they_are_given(name):
         assert torch.equal(state_of(plain)["psi2_window"], state_of(counted)["psi2_window"])
 
 
+def test_prepbn_fades_by_updates_where_they_are_given():
+    """And at once if that is over, or if there is no fade."""
+    plain, counted, faded, never = (build_norm("prep-batch", CHANNELS, fade_updates=n).double() for n in (4, 4, 4, 0))
+    generator = rng(3)
+    faded.set_num_updates(4)
+    for step in range(6):
+        counted.set_num_updates(step)
+        batch = random_batch(generator)
+        y, *others = (train_step(norm, *batch, torch.float64)["y"] for norm in (plain, counted, faded, never))
+        assert_close(others[0], y, 1e-9)
+        assert_close(others[1], others[2], 1e-9)
+        assert (abs(others[1] - y).max() < 1e-9) == (step >= 4)
+
+
 def steps_of(norm, number=5, seed=4):
     generator = rng(seed)
     return [train_step(norm, *random_batch(generator), torch.float64) for _ in range(number)]
