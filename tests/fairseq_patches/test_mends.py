@@ -147,15 +147,8 @@ def test_two_ranks_on_a_cpu(start, tmp_path):
     program, flags = TWO_RANKS[start]
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=29871", "-m"]
     command = [*launch, "fairseq_cli.train"] if program == "torchrun" else [program]
-    flags += ["--user-dir", ROOT / "pn_fairseq", "--arch=transformer_pn_tiny", "--cpu", "--optimizer=adam", "--lr=0.01"]
-    flags += [
-        "--max-update=2",
-        "--max-tokens=30",
-        "--no-epoch-checkpoints",
-        "--save-dir",
-        tmp_path / "run",
-        "--num-workers=0",
-    ]
+    flags += ["--user-dir", ROOT / "pn_fairseq", "--save-dir", tmp_path / "run", "--arch=transformer_pn_tiny", "--cpu"]
+    flags += "--optimizer=adam --lr=0.01 --max-update=2 --max-tokens=30 --no-epoch-checkpoints --num-workers=0".split()
     result = run(*command, write_data(tmp_path / "data"), *flags, cwd=tmp_path, PYTHONPATH=str(ROOT))
     assert "training on 2 devices" in result.stdout + result.stderr
     state = load_checkpoint(tmp_path / "run/checkpoint_last.pt")

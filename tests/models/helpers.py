@@ -11,6 +11,11 @@ from pn_fairseq.models.from_checkpoint import make_dictionary
 #: A norm of each kind: of each token, with statistics of the batch, of the past, and with parameters of its own.
 KINDS = ("layer", "batch", "power", "prep-batch")
 
+ADAPTIVE = dict(
+    adaptive_softmax_cutoff="20,60", adaptive_input_cutoff="20,60", adaptive_input=True, tie_adaptive_weights=True,
+    tie_adaptive_proj=True, no_decoder_final_norm=True,
+)  # fmt: skip
+
 __all__ = ["BLOCK", "VOCABULARY", "arch_args", "build", "make_dictionary", "make_task"]
 
 

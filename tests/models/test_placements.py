@@ -169,36 +169,30 @@ def test_outputs_are_those_of_the_formula(placement):
 
 
 @pytest.mark.parametrize(
-    ("placement", "encoder", "decoder"),
+    ("placement", "encoder", "decoder", "number"),
     [
-        ("deep", 1.15 * (6**4 * 3) ** (-1 / 16), (12 * 3) ** -0.25),
-        ("sub", math.sqrt(math.log(9) * math.log(12) / 3), math.sqrt(math.log(9))),
+        ("deep", 1.15 * (6**4 * 3) ** (-1 / 16), (12 * 3) ** -0.25, 6 * 8 + 3 * 12),
+        ("sub", math.sqrt(math.log(9) * math.log(12) / 3), math.sqrt(math.log(9)), 6 * 8 + 3 * 8),
+        ("b2t", 6**-0.5, 3**-0.5, 6 * 6 + 3 * 10),
     ],
 )
-def test_initial_weights(placement, encoder, decoder):
-    """Of the weights of `pre` with the same seed, fc1, fc2, v_proj and out_proj are multiplied, and no others."""
+def test_initial_weights(placement, encoder, decoder, number):
+    """Of the weights of `pre` with the same seed, fc1, fc2, v_proj and out_proj are multiplied, and no others; of `b2t`
+    every weight matrix of a layer, and no bias and no embedding, as in takase/b2t_connection."""
     depths = {"encoder_layers": 6, "decoder_layers": 3}
     base, scaled = (dict(placed(name, **depths).named_parameters()) for name in ("pre", placement))
     for name, weight in scaled.items():
         plain = name.replace(".linear.", ".")
         if plain not in base:
             continue
-        parts = name.split(".")
-        factor = 1.0
-        if {"fc1", "fc2", "v_proj", "out_proj"} & set(parts) and not (placement == "sub" and "encoder_attn" in parts):
-            factor = encoder if parts[0] == "encoder" else decoder
+        parts, factor = name.split("."), 1.0
+        chosen = {"fc1", "fc2", "v_proj", "out_proj"} & set(parts) and not (
+            placement == "sub" and "encoder_attn" in parts
+        )
+        if ("layers" in parts and weight.dim() == 2) if placement == "b2t" else chosen:
+            factor, number = encoder if parts[0] == "encoder" else decoder, number - 1
         torch.testing.assert_close(weight, base[plain] * factor, rtol=1e-6, atol=0, msg=name)
-
-
-def test_initial_weights_of_b2t():
-    """Every weight matrix of a layer, and no bias and no embedding, times L^(-1/2), as in takase/b2t_connection."""
-    depths = {"encoder_layers": 6, "decoder_layers": 3}
-    base, scaled = (dict(placed(name, **depths).named_parameters()) for name in ("pre", "b2t"))
-    matrices = [name for name in scaled if ".layers." in name and scaled[name].dim() == 2]
-    assert len(matrices) == 6 * 6 + 3 * 10
-    for name, weight in scaled.items():
-        factor = (6 if name.startswith("encoder") else 3) ** -0.5 if name in matrices else 1.0
-        torch.testing.assert_close(weight, base[name] * factor, rtol=1e-6, atol=0, msg=name)
+    assert number == 0
 
 
 def test_initial_weights_of_a_model_with_only_a_decoder():

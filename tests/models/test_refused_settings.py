@@ -2,12 +2,7 @@
 
 import pytest
 
-from .helpers import VOCABULARY, build
-
-ADAPTIVE = dict(
-    adaptive_softmax_cutoff="20,60", adaptive_input_cutoff="20,60", adaptive_input=True, tie_adaptive_weights=True,
-    tie_adaptive_proj=True, no_decoder_final_norm=True,
-)  # fmt: skip
+from .helpers import ADAPTIVE, VOCABULARY, build
 
 
 def both(placement: str, **changes) -> dict:

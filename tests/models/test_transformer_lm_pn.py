@@ -13,7 +13,7 @@ from pn_fairseq.norms import NORMS
 from pn_fairseq.norms.base import ChannelNorm
 from pn_fairseq.norms.registry import HEADS
 
-from .helpers import BLOCK, KINDS, VOCABULARY, arch_args, assert_same_training, build, make_task
+from .helpers import ADAPTIVE, BLOCK, KINDS, VOCABULARY, arch_args, assert_same_training, build, make_task
 
 MODELS = ("transformer_lm", "tensorized_lm")
 EVERY_KIND = pytest.mark.parametrize("name", KINDS)
@@ -72,12 +72,6 @@ def test_layer_scale_has_a_group_for_each_head(name):
     assert {norm.layer_scale.groups for norm in norms} == {
         8 if NORMS[name].default("layer_scale_groups") is HEADS else 0
     }
-
-
-ADAPTIVE = dict(
-    adaptive_softmax_cutoff="20,60", adaptive_input_cutoff="20,60", adaptive_input=True, tie_adaptive_weights=True,
-    tie_adaptive_proj=True, no_decoder_final_norm=True,
-)  # fmt: skip
 
 
 @pytest.mark.parametrize("flags", [{"share_decoder_input_output_embed": True}, ADAPTIVE], ids=["tied", "adaptive"])
