@@ -640,6 +640,7 @@ def test_results_of_fairseq_generate_are_scored(tmp_path, capsys):
     (run_dir / ".hydra/config.yaml").write_text(task)
     shutil.copy(decoded / "ref.tok", decoded / "hyp.tok")
     write_results(results, run_dir, order)
+    text_file(decoded / "hyp.tok", ["a"] * 60)
     assert score_run(run_dir).by_metric["tokenized"].score == pytest.approx(100)
     shutil.move(results, run_dir / "checkpoints-test.txt")
     assert score_run(run_dir).by_metric["tokenized"].score == pytest.approx(100)
