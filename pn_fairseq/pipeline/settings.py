@@ -211,9 +211,7 @@ def known_keys(section: str, cfg: DictConfig) -> set[str]:
 
 
 def components_of(section: str) -> Mapping[str, type]:
-    """The components that a section can choose, by name; none if it has settings of its own."""
-    if dataclasses.is_dataclass(SECTIONS[section]):
-        return {}
+    """The components that a section can choose, by name."""
     registries = {"model": ARCH_MODEL_REGISTRY, "task": TASK_REGISTRY}
     return registries[section] if section in registries else REGISTRIES[section]["registry"]
 
