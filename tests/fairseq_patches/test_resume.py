@@ -134,6 +134,17 @@ def test_the_next_training_in_a_process_begins_with_nothing(tmp_path):
     assert (tmp_path / "new").is_dir()
 
 
+def test_ranks_that_would_train_alone_are_refused(monkeypatch):
+    cfg = OmegaConf.structured(FairseqConfig)
+    starting.check(cfg)
+    for name, value in {"MASTER_ADDR": "localhost", "MASTER_PORT": "1", "WORLD_SIZE": "2", "RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match="torchrun has started 2 ranks, .*distributed_world_size=2"):
+        starting.check(cfg)
+    cfg.distributed_training.distributed_world_size = 2
+    starting.check(cfg)
+
+
 def test_every_record_is_written_once_however_many_epochs(tmp_path):
     log = tmp_path / "train.log"
     for epoch in range(1, 4):
