@@ -1,7 +1,7 @@
 import pytest
 
 from pn_fairseq.common.command import UserError
-from pn_fairseq.pipeline.data.subwords import count_merges, learn, segmenter
+from pn_fairseq.pipeline.data.subwords import are_in, count_merges, learn, segmenter
 
 
 def test_a_vocabulary_that_sentencepiece_cannot_make(tmp_path):
@@ -24,6 +24,14 @@ def test_text_with_fewer_merges_is_said(tmp_path, capsys):
         learn("subword-nmt", operations, codes, [text])
         said = capsys.readouterr().err
         assert count_merges(codes) == 4 and note in said and ("note" in said) is bool(note)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("a@@ b" + " c" * 998, True), ("a@@ b" + " c" * 999, False), ("@@ b", False), ("", False)]
+)
+def test_text_in_subwords_has_one_token_of_a_thousand_that_is_continued(text, expected, tmp_path):
+    (tmp_path / "text").write_text(f"{text}\n")
+    assert are_in([tmp_path / "text"]) is expected
 
 
 @pytest.mark.parametrize("kind", ["subword-nmt", "sentencepiece"])
