@@ -15,6 +15,8 @@ def test_text_without_words(tmp_path):
     (tmp_path / "text").write_text("a b c\n")
     with pytest.raises(UserError, match="the training text has no word of two characters"):
         learn("subword-nmt", 10, tmp_path / "codes", [tmp_path / "text"])
+    with pytest.raises(UserError, match="the text came in subwords, without the codes"):
+        segmenter("subword-nmt", tmp_path / "codes")
 
 
 def test_text_with_fewer_merges_is_said(tmp_path, capsys):
