@@ -1,6 +1,7 @@
 """What a training remembers over an interruption, and what one training leaves to the next in the same process."""
 
 import logging
+from argparse import ArgumentTypeError
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -134,7 +135,7 @@ def test_the_next_training_in_a_process_begins_with_nothing(tmp_path):
     assert (tmp_path / "new").is_dir()
 
 
-def test_ranks_that_would_train_alone_are_refused(monkeypatch):
+def test_ranks_that_would_train_alone_and_architectures_that_do_not_exist_are_refused(monkeypatch):
     cfg = OmegaConf.structured(FairseqConfig)
     starting.check(cfg)
     for name, value in {"MASTER_ADDR": "localhost", "MASTER_PORT": "1", "WORLD_SIZE": "2", "RANK": "0"}.items():
@@ -143,6 +144,9 @@ def test_ranks_that_would_train_alone_are_refused(monkeypatch):
         starting.check(cfg)
     cfg.distributed_training.distributed_world_size = 2
     starting.check(cfg)
+    cfg.model = {"_name": "transformer_pn_tinny"}  # as hydra gives it
+    with pytest.raises(ArgumentTypeError, match="did you mean 'transformer_pn_tiny'"):
+        starting.check(cfg)
 
 
 def test_every_record_is_written_once_however_many_epochs(tmp_path):
