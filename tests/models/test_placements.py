@@ -180,18 +180,20 @@ def test_initial_weights(placement, encoder, decoder, number):
     """Of the weights of `pre` with the same seed, fc1, fc2, v_proj and out_proj are multiplied, and no others; of `b2t`
     every weight matrix of a layer, and no bias and no embedding, as in takase/b2t_connection."""
     depths = {"encoder_layers": 6, "decoder_layers": 3}
+    excluded = {"encoder_attn"} if placement == "sub" else set()
     base, scaled = (dict(placed(name, **depths).named_parameters()) for name in ("pre", placement))
     for name, weight in scaled.items():
         plain = name.replace(".linear.", ".")
         if plain not in base:
             continue
-        parts, factor = name.split("."), 1.0
-        chosen = {"fc1", "fc2", "v_proj", "out_proj"} & set(parts) and not (
-            placement == "sub" and "encoder_attn" in parts
-        )
-        if ("layers" in parts and weight.dim() == 2) if placement == "b2t" else chosen:
-            factor, number = encoder if parts[0] == "encoder" else decoder, number - 1
+        parts = set(name.split("."))
+        if placement == "b2t":
+            chosen = "layers" in parts and weight.dim() == 2
+        else:
+            chosen = parts & {"fc1", "fc2", "v_proj", "out_proj"} and not parts & excluded
+        factor = 1.0 if not chosen else encoder if "encoder" in parts else decoder
         torch.testing.assert_close(weight, base[plain] * factor, rtol=1e-6, atol=0, msg=name)
+        number -= bool(chosen)
     assert number == 0
 
 
