@@ -3,6 +3,7 @@ import importlib.util
 import os
 from functools import cache
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -36,10 +37,8 @@ def _norms():
     """Norms that the tests of a file register are gone after it."""
     from pn_fairseq.norms import NORMS
 
-    before = dict(NORMS)
-    yield
-    NORMS.clear()
-    NORMS.update(before)
+    with mock.patch.dict(NORMS):
+        yield
 
 
 @cache

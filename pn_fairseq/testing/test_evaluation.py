@@ -338,17 +338,6 @@ def test_recalibration_changes_the_evaluation_statistics_alone(running):
         assert torch.equal(value, before[key]) != (key.partition(".")[2] in estimated), key
 
 
-def test_recalibration_forgets_the_old_statistics_and_the_order(running):
-    model = trained_stack(running)
-    recalibrate(model, calibration_batches(4))
-    once = state_of(model)
-    for norm in running_norms(model):
-        norm.get_buffer(norm.moment_name).fill_(torch.nan)
-    recalibrate(model, calibration_batches(4)[::-1])
-    for key, value in state_of(model).items():
-        assert_close(value, once[key], what=key)
-
-
 def test_training_after_recalibration_is_that_of_a_model_with_the_same_state(running):
     model = trained_stack(running)
     recalibrate(model, calibration_batches(3))

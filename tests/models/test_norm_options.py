@@ -1,5 +1,6 @@
 import argparse
 from argparse import Namespace
+from unittest import mock
 
 import pytest
 from fairseq import options
@@ -40,12 +41,10 @@ class Scaled(ChannelNorm):
 
 @pytest.fixture
 def my_norm(tmp_path):
-    before = dict(NORMS)
     path = tmp_path / "my.py"
     path.write_text(MY_NORM, "utf-8")
-    yield path
-    NORMS.clear()
-    NORMS.update(before)
+    with mock.patch.dict(NORMS):
+        yield path
 
 
 def parse(*flags):

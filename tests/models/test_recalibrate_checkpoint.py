@@ -186,11 +186,6 @@ def test_data_that_does_not_fit(change, needles, trained, data, tmp_path, capsys
     assert [path.name for path in tmp_path.iterdir()] == ["bin"], "something was written"
 
 
-def test_a_missing_folder_is_noticed_before_the_checkpoints_are_read(trained, tmp_path, capsys):
-    code, out, err = average(trained, tmp_path / "out.pt", capsys, "--recalibrate", tmp_path / "none")
-    assert code == 2 and out == "" and "none" in err
-
-
 def test_the_script_knows_how_the_average_was_made(trained, tmp_path, capsys):
     """Recalibrated or not is a part of what was made; the default is not."""
     averaged = tmp_path / "averaged.pt"

@@ -77,13 +77,6 @@ def test_accumulation_shared_norms_and_checkpoints_count_each_step_once(name, us
     assert not [thing for thing in _objects.values() if isinstance(thing, _Memory)], "a step is kept"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("checkpointed", [False, True], ids=["", "checkpointed"])
-def test_a_block_by_inductor(checkpointed):
-    graphs, breaks, worst = compare(Block("power", 2, checkpointed), [[batch(5), batch(6)], [batch(7)]], "inductor")
-    assert (graphs, breaks) == (2, 0) and worst <= 1e-5
-
-
 def test_evaluation_loading_and_frozen_parameters_between_steps():
     def before_update(model, number):
         if number == 2:

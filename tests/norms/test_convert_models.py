@@ -86,17 +86,6 @@ def test_rms_is_gemmas_norm(dtype):
         torch.testing.assert_close(one, two)
 
 
-@pytest.mark.parametrize("make", ["t5", "marian"])
-def test_conversion_of_a_model_on_the_meta_device(make):
-    """Within ``with torch.device``, as in ``from_pretrained``. T5's norms are found by what they compute."""
-    plain = globals()[make]()
-    with torch.device("meta"):
-        model = convert_norms(type(plain)(plain.config), "batch", mask_from="attention_mask", layout="BTC")
-    assert all(buffer.is_meta for buffer in running_norms(model)[0].buffers())
-    expected = convert_norms(plain, "batch", mask_from="attention_mask", layout="BTC")
-    assert list(map(str, norm_report(model))) == list(map(str, norm_report(expected)))
-
-
 def t5():
     hf = hugging_face()
     sizes = {"d_model": C, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2, "dropout_rate": 0.0}

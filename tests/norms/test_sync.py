@@ -1,6 +1,5 @@
 """Three ranks, for some norms, and what PN's synchronisation costs. The shared suite has two ranks, for all norms."""
 
-import copy
 import itertools
 
 import pytest
@@ -52,9 +51,6 @@ class Watch:
 LOOKS = {
     "next forward": lambda norm, x, mask: norm(x, mask),
     "evaluation": lambda norm, x, mask: norm.eval()(x, mask),
-    "saving": lambda norm, x, mask: norm.state_dict(),
-    "copying": lambda norm, x, mask: copy.deepcopy(norm),
-    "next update": lambda norm, x, mask: norm.set_num_updates(6),
     "flush": lambda norm, x, mask: norm.flush(),
     "reading": lambda norm, x, mask: norm.running_psi2,
 }

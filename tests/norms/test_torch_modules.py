@@ -84,23 +84,6 @@ def test_encoder(case, padded, norm_first, nested):
         assert_equal_at_tokens(encoder(x, src_key_padding_mask=padding), expected, padding)
 
 
-@pytest.mark.parametrize("norm_first", [False, True])
-@pytest.mark.parametrize("case", [LAYER, POWER], ids=str)
-def test_decoder_layer_and_attention(case, norm_first):
-    """They have no fast path that looks at norms; this notices when they get one."""
-    torch.manual_seed(2)
-    layer = nn.TransformerDecoderLayer(DIM, HEADS, 16, batch_first=True, norm_first=norm_first).eval()
-    layer.norm1, layer.norm2, layer.norm3 = (new_norm(case).eval() for _ in range(3))
-    x, memory = torch.randn(2, 3, 5, DIM)
-    with torch.no_grad():
-        found = layer(x, memory)
-        torch.backends.mha.set_fastpath_enabled(False)
-        try:
-            torch.testing.assert_close(found, layer(x, memory))
-        finally:
-            torch.backends.mha.set_fastpath_enabled(True)
-
-
 def saved(module):
     file = io.BytesIO()
     torch.save(module, file)
