@@ -84,8 +84,8 @@ class ProgressiveBatchNorm(MaskedBatchNorm):
         if not self.training or self.recalibrating or self.faded:
             return None
         share = layer_share(self.handle) if torch.compiler.is_compiling() else self.layer_share()
-        dtype = torch.promote_types(x.dtype, self.running_mean.dtype)
-        weight = share * (self.ln_weight if self.affine else torch.ones_like(self.running_mean, dtype=dtype))
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        weight = share * (self.ln_weight if self.affine else x.new_ones(self.num_features, dtype=dtype))
         bias = share * self.ln_bias if self.affine else None
         return kernels.standardized(self.layer_scale(x), weight, bias, eps_in_root=self.eps)
 
