@@ -125,6 +125,9 @@ def test_differences_over_seeds(comparison):
         one = scores_of(runs[norm], "tokenized")[seed - 1] - scores_of(runs["ln"], "tokenized")[seed - 1]
         row = next(row for row in page.table("measure", "norm") if row["norm"] == LABELS[norm])
         assert f"seed {seed}: {one:+.2f}".replace("-", "−") in row["difference and p, per seed"]
+    worst = next(row for row in page.table("measure", "norm") if row["norm"] == "BN")
+    # The least p of 100 resamples, 1 / 101, for three systems.
+    assert "p = 0.030" in worst["difference and p, per seed"] and "p = 0.010" not in worst["difference and p, per seed"]
     picture = (output / "report-intervals-1.png").read_bytes()
     assert picture.startswith(b"\x89PNG")
 
@@ -656,7 +659,8 @@ def test_a_bleu_below_1_is_a_problem(tmp_path, monkeypatch):
     (run,) = read_runs([tmp_path / "run"])
     assert translation._differences(run, run, 1, 1)["chrf"] == "−19.10, not tested (BLEU below 1)"
     of["system"].score = 1.0
-    assert translation._differences(run, run, 1, 3)["chrf"] == "−19.00, p = 0.030"
+    for comparisons, p in ((3, "0.030"), (200, "1.000")):
+        assert translation._differences(run, run, 1, comparisons)["chrf"] == f"−19.00, p = {p}"
 
 
 def settings_of_fairseq(seed: int, norm: str, data: Path) -> dict:
