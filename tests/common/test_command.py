@@ -11,17 +11,16 @@ def raising(error: BaseException):
     return body
 
 
+INSTALL = "in the checkout: pip install --no-build-isolation '.[fairseq]'"
+
+
 @pytest.mark.parametrize(
     ("error", "code", "line"),
     [
         (UserError("no\nfile"), 2, "tool: error: no file\n"),
         (OSError(28, "No space left", "out"), 2, "tool: error: out: No space left\n"),
         (Unavailable("no kernels"), 2, "tool: error: no kernels\n"),
-        (
-            ModuleNotFoundError("", name="fairseq"),
-            2,
-            "tool: error: fairseq is not installed (in the checkout: pip install --no-build-isolation '.[fairseq]')\n",
-        ),
+        (ModuleNotFoundError("", name="fairseq"), 2, f"tool: error: fairseq is not installed ({INSTALL})\n"),
         (MemoryError(), 2, "tool: error: there is not enough memory; use fewer processes or a larger machine\n"),
         (KeyboardInterrupt(), 130, "tool: interrupted; run the same command again to resume\n"),
         (KeyboardInterrupt(15), 143, "tool: interrupted; run the same command again to resume\n"),

@@ -232,11 +232,6 @@ def test_a_failed_training_is_noted_though_it_left_no_folder(calls):
     assert (RUNS / "pn_seed1/failed").read_text() == "train: pn train: error: it went wrong\n"
 
 
-def test_a_mistake_in_the_settings_ends_it_before_the_preparation(calls):
-    result, made_of = made(calls, "model.encoder_nrom=1", FAIL="--check")
-    assert result.returncode == 2 and not made_of
-
-
 def test_each_norm_with_settings_is_checked_before_the_preparation(calls):
     norms = ("--norms", "ln,ln+encoder_layers=2,pn+dropout=0.1", "--seeds", "1,2")
     checks = [f"train iwslt14_de_en --check model._name=transformer_{words}" for words in
@@ -298,12 +293,6 @@ def test_a_step_that_a_signal_ends(calls, monkeypatch, number, code):
 def test_without_data_or_report_it_is_an_error(calls, fails, count):
     result, made_of = made(calls, FAIL=fails)
     assert result.returncode == 2 and len(made_of) == count
-
-
-def test_options_of_the_preparation_reach_it(calls):
-    assert in_process("iwslt14", "--bpe", "150").returncode == 0
-    (prepare,) = [line for line in calls.read_text().splitlines() if line.startswith("prepare")]
-    assert prepare.endswith("--bpe 150")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

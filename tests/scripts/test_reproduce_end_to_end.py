@@ -1,36 +1,10 @@
-"""pn reproduce with every real step, on small archives in the originals' layout, for a few updates."""
+"""pn reproduce with every real step, for a few updates; tests/scripts/test_demo.py does the same for translation."""
 
 import json
 
 import pytest
 
-from ..fixtures.corpora import iwslt14_members, write_archives
-from ..scripts_helpers import run, script
-
-SMALL = ("+model.encoder_layers=1", "+model.decoder_layers=1", "optimization.max_update=2", "checkpoint.patience=-1")
-STEPS = ("train", "average", "generate", "score")
-
-
-def check(runs, names, subset_size):
-    for name in names:
-        scores = json.loads((runs / name / "generate/test/scores.json").read_text())
-        assert scores["sentences"] == subset_size
-        assert len((runs / name / "generate/test/hyp.tok").read_text().splitlines()) == subset_size
-        assert not (runs / name / "failed").exists()
-    return (runs / "report/report.md").read_text("utf-8")
-
-
-@pytest.mark.slow
-def test_iwslt14(tmp_path):
-    archive = write_archives(tmp_path / "mirror", {"de-en.tgz": iwslt14_members()}) / "de-en.tgz"
-    options = ("--archive", archive, "--bpe", 150, "--data", tmp_path / "data", "--runs", tmp_path / "runs")
-    done = script("reproduce_iwslt14.sh", *options, *SMALL, "--norms", "ln,pn", "--seeds", 1)
-    for name in ("ln_seed1", "pn_seed1"):
-        assert all(f"{name}: {step}" in done.stderr for step in STEPS)
-    report = check(tmp_path / "runs", ("ln_seed1", "pn_seed1"), 30)
-    assert "LN" in report and "PN" in report
-    again = script("reproduce_iwslt14.sh", *options, *SMALL, "--norms", "ln,pn", "--seeds", 1)
-    assert again.stderr.count("already trained") == 2 and again.stderr.count("already exists") >= 4
+from ..scripts_helpers import run
 
 
 @pytest.mark.slow
