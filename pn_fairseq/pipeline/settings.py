@@ -8,6 +8,7 @@ written. Every rank composes them for itself.
 import argparse
 import dataclasses
 import difflib
+import inspect
 import os
 import re
 import warnings
@@ -136,7 +137,7 @@ def _read(config: Path, overrides: Sequence[str]) -> DictConfig:
     cfg = OmegaConf.merge(schema, cfg)
     with open_dict(cfg):  # fairseq's dataclasses of models have no fields for the settings of a patch
         of_patch = {key: cfg.model.pop(key) for key in SETTINGS if key in cfg.model}
-    add_defaults(cfg)
+    inspect.unwrap(add_defaults)(cfg)  # fairseq's own: begin() in fairseq_patches/starting.py is for trainings
     with open_dict(cfg.model):
         cfg.model.update(of_patch)
     return cfg
