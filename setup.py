@@ -185,6 +185,12 @@ setup(
         "test": TEST,
         # The programs in examples/; torchvision downloads images, in the version that requires the installed torch.
         "examples": ["matplotlib>=3.8", "pandas>=2.1", "pillow", "pyarrow>=15", "torchvision", "tqdm"],
+        # The models of docs/frameworks.md; joeynmt, eole and fairseq2 have pins that exclude each other's or torch.
+        # torchtune 0.6 imports what torchao 0.16 has removed.
+        "frameworks": [
+            *("speechbrain>=1.1", "timm>=1.0", "torchao<0.16", "torchtune>=0.6", "transformers>=5"),
+            "x-transformers>=2.31",
+        ],
         "docs": DOCS,  # the site, and the notebook in examples/
     },
     entry_points={"console_scripts": ["pn = pn_fairseq.__main__:main"]},

@@ -18,7 +18,7 @@ from pn_fairseq.models.norm_options import NormOptions
 from pn_fairseq.norms import NORMS, RunningNorm, build_norm
 from pn_fairseq.norms.base import COUNT
 from pn_fairseq.norms.registry import HEADS, SHARED
-from tests.norms import compilation, invariances
+from tests.norms import compilation, invariances, test_frameworks
 
 ROOT = Path(__file__).resolve().parents[2]
 CHANNELS = 512
@@ -128,6 +128,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "norms.md": {"properties": properties, "published": published, "cost": cost, "flags": flags},
     "theory.md": {"invariances": invariances.table},
     "own_model.md": {"compiled": compilation.table},
+    "frameworks.md": {"frameworks": test_frameworks.table},
 }
 
 

@@ -28,6 +28,15 @@ def test_code_runs(tmp_path, monkeypatch, capsys):
     assert all(norm.running_mean.abs().max() > 0 for norm in running_norms(names["pretrained"]))
     names["CountUpdates"]().on_step_begin(None, SimpleNamespace(global_step=5), None, model=model)
     assert all(norm.completed_updates() == 5 for norm in running_norms(model))
+    logs: dict = {}
+    for _ in range(2):
+        names["LogNorms"]().on_log(None, None, None, model=model.train(), logs=logs)
+        for _ in range(2):  # the second forward takes in the step of the first
+            model(input_ids=names["tokens"], attention_mask=mask).logits.sum().backward()
+    model.eval()
+    names["LogNorms"]().on_log(None, None, None, model=model, logs=logs)
+    assert logs["bert.embeddings.LayerNorm/psi_distance"] > 0 == logs["bert.embeddings.LayerNorm/nonfinite_steps"]
+    again.load_state_dict(model.state_dict())
     with pytest.raises(RuntimeError, match="running_mean"):
         names["BertForMaskedLM"](names["config"]).load_state_dict(model.state_dict())
     outputs = [

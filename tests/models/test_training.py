@@ -2,9 +2,11 @@
 
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
+from fairseq.logging import progress_bar
 
 from pn_fairseq.models.placements import PLACEMENTS
 from pn_fairseq.pipeline.training_log import read_log
@@ -97,12 +99,21 @@ def test_a_placement_trains_resumes_to_the_bit_and_decodes(placement, data, tmp_
     run("pn", "generate", "--run", folder, "--checkpoint", folder / "checkpoint_last.pt", *search)
 
 
-def test_summary_of_the_norms_in_log_and_tensorboard(data, tmp_path, plain):
-    text = train(data, tmp_path, "--norm-stats-interval", 2, "--tensorboard-logdir", "tensorboard")
+def test_summary_of_the_norms_in_log_tensorboard_and_wandb(data, tmp_path, plain, monkeypatch):
+    logged: set[str] = set()
+    wandb = SimpleNamespace(
+        init=lambda **_: None,
+        config=SimpleNamespace(update=lambda _: None),
+        log=lambda values, step: logged.update(values),
+    )
+    monkeypatch.setattr(progress_bar, "wandb", wandb)
+    places = ("--tensorboard-logdir", "tensorboard", "--wandb-project", "norms")
+    text = train(data, tmp_path, "--norm-stats-interval", 2, *places)
     names = ("psi_distance", "nu_rms", "gamma_max", "guarded_steps", "nonfinite_steps")
     assert all(f'"norm_{name}"' in text for name in names)
     events = b"".join(path.read_bytes() for path in (tmp_path / "tensorboard/train_inner").iterdir())
     assert all(f"norm_{name}".encode() in events for name in names)
+    assert {f"train_inner/norm_{name}" for name in names} <= logged
     assert "norm_" not in re.sub("norm_(report|stats|agreement|sync|alpha|eps|variant)|[a-z]norm_", "", read(plain))
 
 

@@ -1,0 +1,278 @@
+"""convert_norms in models of other packages: one call each, three steps, statistics against a loop over real tokens.
+
+The table of docs/frameworks.md is made from :data:`CASES` by ``python -m docs.tools.generated``.
+"""
+
+import copy
+import importlib.util
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from pn_fairseq.norms import convert_norms, padding, running_norms
+
+from ..fixtures.hugging_face import hugging_face
+
+B, T, C, STEPS = 3, 7, 16, 3
+LENGTHS = torch.tensor([7, 4, 2])
+MASK = torch.arange(T) >= LENGTHS[:, None]
+
+
+def available(name: str) -> None:
+    """Skip where the package ``name`` is absent. Where only torch for CPUs is installed, other packages of which PyPI
+    has builds for CUDA alone are loaded without their compiled part."""
+    if importlib.util.find_spec(name) is None:
+        pytest.skip(f"{name} is not installed")
+    flags = dict.fromkeys(("_IS_TORCHAUDIO_EXT_AVAILABLE", "_IS_ALIGN_AVAILABLE"), False)
+    stand_in("torchaudio._extension", fail_if_no_align=lambda function: function, **flags)
+    if "fairseq2n" not in sys.modules and importlib.util.find_spec("fairseq2n") is None:
+        stand_in("fairseq2n", DOC_MODE=True)  # what fairseq2's documentation is built with
+    if importlib.util.find_spec("torchvision") is not None:
+        try:
+            import torchvision  # noqa: F401
+        except RuntimeError:
+            for operator in ("nms", "qnms"):
+                TORCHVISION.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+
+
+def stand_in(name: str, **content) -> None:
+    if torch.version.cuda is None:
+        sys.modules.setdefault(name, SimpleNamespace(**content))
+
+
+TORCHVISION = torch.library.Library("torchvision", "FRAGMENT")
+
+
+def x_transformers(norm: str = ""):
+    available("x_transformers")
+    import x_transformers as package
+
+    options = {norm: True} if norm else {}
+    return package.Encoder(dim=C, depth=2, heads=2, attn_dim_head=8, **options), lambda m, x: m(x, mask=~MASK)
+
+
+def joeynmt():
+    available("joeynmt")
+    from joeynmt import encoders
+
+    model = encoders.TransformerEncoder(C, 32, num_layers=2, num_heads=2, dropout=0.0, emb_dropout=0.0)
+    return model, lambda m, x: m(x, LENGTHS, ~MASK[:, None])[0]
+
+
+def eole():
+    available("eole")
+    from eole.config.models import TransformerEncoderConfig
+    from eole.encoders.transformer import TransformerEncoder
+
+    config = TransformerEncoderConfig(layers=2, hidden_size=C, heads=2, transformer_ff=32, src_word_vec_size=C)
+    model = TransformerEncoder(config)
+    for parameter in model.parameters():
+        nn.init.uniform_(parameter, -0.3, 0.3)
+    return model, lambda m, x: m(x, pad_mask=MASK[:, None])[0]
+
+
+def fairseq2():
+    available("fairseq2")
+    from fairseq2.models import transformer as parts
+    from fairseq2.nn import BatchLayout, StandardLayerNorm
+
+    def layer():
+        attention = parts.StandardMultiheadAttention(C, 2, parts.NaiveSDPA(parts.IdentityBias()))
+        norms = [StandardLayerNorm(C, bias=True) for _ in range(2)]
+        ffn = parts.StandardFeedForwardNetwork(C, 32, bias=True)
+        return parts.StandardTransformerEncoderLayer(attention, norms[0], ffn, norms[1])
+
+    model = parts.StandardTransformerEncoder([layer(), layer()])
+    return model, lambda m, x: m(x, BatchLayout((B, T), LENGTHS.tolist()))
+
+
+def speechbrain():
+    available("speechbrain")
+    from speechbrain.lobes.models.transformer.Transformer import TransformerEncoder
+
+    model = TransformerEncoder(2, 2, 32, d_model=C)
+    return model, lambda m, x: m(x, src_key_padding_mask=MASK)[0]
+
+
+def conformer():
+    available("torchaudio")
+    from torchaudio.models import Conformer
+
+    model = Conformer(C, 2, 32, 2, 3)
+    masks = ["key_padding_mask", "lengths"]
+    convert_norms(model, "layer", only="*.conv_module.layer_norm", zero_padding=True, mask_from=masks)
+    return model, lambda m, x: m(x, LENGTHS)[0]
+
+
+def torch_encoder():
+    layer = nn.TransformerEncoderLayer(C, 2, 32, dropout=0.0, batch_first=True)
+    return nn.TransformerEncoder(layer, 2, nn.LayerNorm(C)), lambda m, x: m(x, src_key_padding_mask=MASK)
+
+
+def torch_transformer():
+    model = nn.Transformer(C, 2, 1, 1, 32, dropout=0.0, batch_first=True)
+    masks = dict.fromkeys(("src_key_padding_mask", "tgt_key_padding_mask", "memory_key_padding_mask"), MASK)
+    return model, lambda m, x: m(x, x, **masks)
+
+
+def timm():
+    available("timm")
+    from timm.models.vision_transformer import Block
+
+    return nn.Sequential(Block(C, 2), Block(C, 2)), lambda m, x: m(x)
+
+
+def torchtune():
+    available("torchtune")
+    from torchtune.models.llama3 import llama3
+
+    model = llama3(vocab_size=40, num_layers=2, num_heads=2, num_kv_heads=2, embed_dim=C, max_seq_len=32)
+
+    def call(m, x):
+        with padding(MASK):
+            return m((x[..., 0].abs() * 10).long() % 40)
+
+    return model, call
+
+
+def of_hugging_face(name: str, **sizes):
+    available("transformers")
+    hf = hugging_face()
+    config = getattr(hf, f"{name}Config")(vocab_size=40, **sizes)
+
+    def call(m, x):
+        tokens = (x[..., 0].abs() * 10).long() % 40
+        return m(input_ids=tokens, attention_mask=(~MASK).long()).last_hidden_state
+
+    return getattr(hf, f"{name}Model")(config), call
+
+
+SIZES = {"hidden_size": C, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+OFF = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+
+
+@dataclass(frozen=True)
+class Case:
+    """``make`` returns the model and its call; ``options`` are those of convert_norms.
+
+    ``mask`` and ``by_hand`` stand in the table: where the mask comes from, and what must be written by hand.
+    """
+
+    make: Callable
+    mask: str
+    by_hand: str = ""
+    options: dict = field(default_factory=dict)
+    no_padding: bool = False
+
+
+CASES = {
+    "`nn.TransformerEncoder`": Case(torch_encoder, "`src_key_padding_mask`"),
+    "`nn.Transformer`": Case(torch_transformer, "`src_key_padding_mask`, `tgt_key_padding_mask`"),
+    "Hugging Face Bert": Case(lambda: of_hugging_face("Bert", **SIZES, **OFF), "`attention_mask`"),
+    "Hugging Face Llama": Case(lambda: of_hugging_face("Llama", **SIZES), "`attention_mask`"),
+    "Hugging Face Gemma": Case(
+        lambda: of_hugging_face("Gemma", **SIZES, num_key_value_heads=2, head_dim=8), "`attention_mask`"
+    ),
+    "x-transformers": Case(x_transformers, "`mask`"),
+    "x-transformers, RMSNorm": Case(lambda: x_transformers("use_rmsnorm"), "`mask`"),
+    "joeynmt": Case(joeynmt, "`mask`"),
+    "eole": Case(eole, "`pad_mask`", "initialize the parameters first"),
+    "fairseq2": Case(fairseq2, "`seqs_layout`"),
+    "speechbrain": Case(speechbrain, "`src_key_padding_mask`"),
+    "torchaudio `Conformer`": Case(
+        conformer,
+        "`lengths`, `key_padding_mask`",
+        'its convolutions read padding: first `convert_norms(model, "layer", only="*.conv_module.layer_norm", '
+        'zero_padding=True)`; then `only="*.conv_module.*.3"`',
+        {"only": "*.conv_module.*.3"},
+    ),
+    "torchtune Llama": Case(torchtune, "`with padding(mask)`", "the block"),
+    "timm": Case(timm, "`with padding(None)`", "the block", no_padding=True),
+}
+
+
+@pytest.mark.parametrize("norm", ["batch", "power"])
+@pytest.mark.parametrize("name", CASES)
+def test_framework(name, norm):
+    statistics, effect = errors(CASES[name], norm)
+    assert statistics < 1e-5 and effect < 1e-4
+
+
+def errors(case: Case, norm: str) -> tuple[float, float]:
+    """After :data:`STEPS` training steps with padding: the largest difference between a norm's statistics and those of
+    a loop, and between outputs at real tokens or gradients for two contents of the padding; relative to the largest."""
+    torch.manual_seed(1)
+    model, call = case.make()
+    convert_norms(model, norm, layout="BTC", **case.options)
+    norms = running_norms(model.train())
+    assert len(norms) >= 2
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    other = copy.deepcopy(model)
+    real = torch.ones(B, T, dtype=torch.bool) if case.no_padding else ~MASK
+    seen = {each: [] for each in norms}
+    for each in norms:
+        each.register_forward_pre_hook(lambda module, args: seen[module].append(args[0].detach().double()))
+    target, effect = torch.randn(B, T, 40), 0.0
+    for _ in range(STEPS):
+        x = torch.randn(B, T, C)
+        results = []
+        for one, given in ((model, x), (other, x.masked_fill(~real[..., None], 3.0))):
+            with padding(None) if case.no_padding else nullcontext():
+                y = call(one, given)[real]
+            one.zero_grad()
+            (y * target[real][:, : y.size(-1)]).sum().backward()
+            results.append([y, *(p.grad for p in one.parameters() if p.grad is not None)])
+        effect = max(effect, *(difference(*pair) for pair in zip(*results, strict=True)))
+    error = 0.0
+    for each in norms:
+        assert int(each.num_batches_tracked) == STEPS
+        for key, value in expected_state(each, seen[each], real).items():
+            error = max(error, difference(each.get_buffer(key).double(), value))
+    return error, effect
+
+
+def difference(one, two) -> float:
+    return float((one - two).abs().max() / two.abs().max().clamp(min=1.0))
+
+
+def table() -> str:
+    """The table of docs/frameworks.md. Rows of packages that are absent stay as they are."""
+    page = (Path(__file__).parents[2] / "docs/frameworks.md").read_text("utf-8")
+    committed = {line.split(" | ")[0].removeprefix("| "): line for line in page.splitlines() if line.startswith("| ")}
+    lines = ["| model | mask from | by hand | statistics | padding |", "|---|---|---|---|---|"]
+    for name, case in CASES.items():
+        try:
+            found = errors(case, "batch")
+        except pytest.skip.Exception:
+            lines.append(committed[name])
+            continue
+        bounds = ["< 1e-5" if error < 1e-5 else f"{error:.0e}" for error in found]
+        lines.append(f"| {name} | {case.mask} | {case.by_hand or '–'} | {' | '.join(bounds)} |")
+    return "\n".join(lines)
+
+
+def expected_state(norm, inputs, real):
+    """Statistics of evaluation after the inputs, by a loop over real tokens in float64."""
+    name = norm.moment_name
+    mean, moment = torch.zeros(C, dtype=torch.float64), torch.ones(C, dtype=torch.float64)
+    for x in inputs:
+        x = x.transpose(1, 2) if norm.layout.own else x
+        tokens = [x[b, t] for b in range(B) for t in range(T) if real[b, t]]
+        count = len(tokens)
+        if norm.mean_name is None:
+            batch_mean, batch = mean, sum(token.square() for token in tokens) / count
+        else:
+            batch_mean = sum(tokens) / count
+            batch = sum((token - batch_mean).square() for token in tokens) / (count - 1)
+        mean = norm.alpha_fwd * mean + (1 - norm.alpha_fwd) * batch_mean
+        moment = norm.alpha_fwd * moment + (1 - norm.alpha_fwd) * batch
+    return {name: moment} if norm.mean_name is None else {name: moment, norm.mean_name: mean}
