@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from pn_fairseq.norms import NORMS, VARIANTS, LayerScale, build_norm
+from pn_fairseq.norms import NORMS, VARIANTS, ChannelNorm, LayerScale, build_norm, register_norm, registry
 
 from .helpers import CHANNELS
 
@@ -50,6 +50,16 @@ def test_unknown_option_lists_the_known_ones(option):
         build_norm("layer", CHANNELS, **{option: 1})
     assert all(known in str(error.value) for known in EVERY_OPTION)
     assert option in str(error.value)
+
+
+def test_a_name_that_is_taken_is_refused(monkeypatch):
+    monkeypatch.setattr(registry, "NORMS", dict(NORMS))
+    own, other = (type(name, (ChannelNorm,), {}) for name in ("Own", "Other"))
+    for _ in range(2):  # again where its module is loaded again
+        register_norm("own", "own", "")(own)
+    for name, short in (("own", "other"), ("other", "own"), ("power", "other")):
+        with pytest.raises(ValueError, match="is taken by"):
+            register_norm(name, short, "")(other)
 
 
 @pytest.mark.parametrize("name", NORMS)
