@@ -110,6 +110,9 @@ def test_batch_size(tmp_path):
     np.testing.assert_array_equal(ln, [[512, 21], [1024, np.nan], [2048, np.nan], [4096, 23]])
     spans = [np.diff(axis.get_ylim())[0] for axis in figure.axes]
     assert spans[0] == pytest.approx(spans[1])
+    for axis in figure.axes:
+        bleu = np.concatenate([line.get_ydata() for line in axis.lines])
+        assert np.mean(axis.get_ylim()) == pytest.approx((np.nanmin(bleu) + np.nanmax(bleu)) / 2)
     assert max(line.get_ydata().max() for line in paper.lines) == 35.90
     pyplot.close(figure)
 
