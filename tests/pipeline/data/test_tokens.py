@@ -4,6 +4,7 @@ import shutil
 
 import pytest
 
+from pn_fairseq.common.command import UserError
 from pn_fairseq.pipeline.data import tokens
 from pn_fairseq.pipeline.data.settings import Settings
 
@@ -56,6 +57,15 @@ def test_without_the_rule_for_the_last_full_stop():
 )
 def test_settings(changes, line, expected):
     assert tokenize(line, **changes) == expected
+
+
+@pytest.mark.parametrize(
+    ("pattern", "text", "message"),
+    [("b c", "a b c", "empty or has white space"), ("x*", "a", "empty or"), ("a", f"a {tokens._MARK}", "for itself")],
+)
+def test_text_that_cannot_be_protected(pattern, text, message):
+    with pytest.raises(UserError, match=message):
+        tokens.tokenizer(Settings(source="de", target="en", protect=[pattern]), "en")(f"{text}\n".encode())
 
 
 @pytest.mark.skipif(not shutil.which("perl"), reason="Moses' scripts need perl")
