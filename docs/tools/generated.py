@@ -107,6 +107,19 @@ def cost() -> str:
     return "\n".join(lines)
 
 
+def under_compile() -> str:
+    """docs/speed/compile.csv: compiled / eager."""
+    with open(ROOT / "docs/speed/compile.csv", encoding="utf-8") as file:
+        found = {(row["norm"], row["module"], row["mode"], row["threads"]): row for row in csv.DictReader(file)}
+    settings = list(dict.fromkeys(key[1:] for key in found))
+    titles = [f"{module}, {mode}, {threads}" for module, mode, threads in settings]
+    lines = ["| norm | " + " | ".join(titles) + " |", "|---" + "|---:" * len(titles) + "|"]
+    for name in dict.fromkeys(key[0] for key in found):
+        cells = [_ratio(found.get((name, *each))) for each in settings]
+        lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def _ratio(row: dict | None) -> str:
     return f"{float(row['ratio']):.2f}" if row else "not measured"
 
@@ -129,6 +142,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "theory.md": {"invariances": invariances.table},
     "own_model.md": {"compiled": compilation.table},
     "frameworks.md": {"frameworks": test_frameworks.table},
+    "speed.md": {"under_compile": under_compile},
 }
 
 
