@@ -1,7 +1,7 @@
 """The ranks of a training run: their number, which one this process is, and torchrun, which starts them.
 
-``pn train`` starts torchrun itself on one machine. On several machines the user starts torchrun, which starts ``pn
-train`` as each rank (docs/several_gpus.md).
+``pn train`` starts torchrun itself, on several machines with the options in torchrun's variables ``PET_...``. Or the
+user starts torchrun, which starts ``pn train`` as each rank (docs/several_gpus.md).
 """
 
 import os
@@ -23,13 +23,17 @@ class RankLayout:
     world_size: int = 1
     rank: int | None = None  # of this process; None if it is to launch the ranks, or is the only one
     local_rank: int = 0  # its number on its machine, and the number of its GPU
+    machines: int = 1  # on each of which a process launches ranks
 
 
 def find_layout(env: Mapping[str, str], gpus: int, ranks: int | None = None) -> RankLayout:
-    """Read torchrun's environment variables, or else ``--ranks``, with ``gpus`` visible GPUs."""
+    """Read torchrun's environment variables, or else ``--ranks`` of this machine, with ``gpus`` visible GPUs."""
     if "RANK" in env and "WORLD_SIZE" in env:
         return RankLayout(gpus > 0, int(env["WORLD_SIZE"]), int(env["RANK"]), int(env.get("LOCAL_RANK", 0)))
-    return RankLayout(gpus > 0, processes(ranks, gpus))
+    machines = env.get("PET_NNODES", "1")
+    if not machines.isdecimal() or machines == "0":
+        raise UserError(f"PET_NNODES={machines}: the number of machines of a training run is a whole number above 0")
+    return RankLayout(gpus > 0, processes(ranks, gpus) * int(machines), machines=int(machines))
 
 
 def processes(ranks: int | None, gpus: int) -> int:
@@ -47,8 +51,8 @@ class TrainingFailed(Exception):
     """The training ended by an error that is not a mistake in the command; the text is one line."""
 
 
-def torchrun(world_size: int, arguments: list[str]) -> int:
-    """Launch ``world_size`` ranks, each ``python -m pn_fairseq train ARGUMENTS``, wait, and return the exit code.
+def torchrun(layout: RankLayout, arguments: list[str]) -> int:
+    """Launch the ranks of this machine, each ``python -m pn_fairseq train ARGUMENTS``, wait, and return the exit code.
 
     torchrun stops all ranks when one of them fails or when it gets a signal.
 
@@ -60,7 +64,9 @@ def torchrun(world_size: int, arguments: list[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import get_args_parser, run
 
-    launch = ["--standalone", "--nproc-per-node", str(world_size), "--module", "pn_fairseq"]
+    launch = ["--nproc-per-node", str(layout.world_size // layout.machines), "--module", "pn_fairseq"]
+    if layout.machines == 1:
+        launch.insert(0, "--standalone")
     options = get_args_parser().parse_args(launch)
     options.training_script_args = ["train", *arguments]  # torchrun's parser would take --run for one of its own
     try:

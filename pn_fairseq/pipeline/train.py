@@ -144,9 +144,9 @@ def _main(args, argv: list[str], layout: RankLayout, config: Path, data: Path, r
             return 0
     if layout.rank is None and layout.world_size > 1:
         if not layout.gpu:
-            os.environ.setdefault("OMP_NUM_THREADS", str(max(1, own_cores() // layout.world_size)))
+            os.environ.setdefault("OMP_NUM_THREADS", str(max(1, own_cores() * layout.machines // layout.world_size)))
         logging.disable(logging.CRITICAL)  # torchrun's words about signals and failures; this process has its own
-        return torchrun(layout.world_size, argv)
+        return torchrun(layout, argv)
     if not layout.rank:
         begin(cfg, batches, layout, data, run, argv)
     train(cfg, layout, data, run)

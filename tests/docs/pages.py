@@ -58,7 +58,7 @@ def block_commands(page: Path) -> list[Command]:
     for block in blocks(page, "bash"):
         block = re.sub(r"^for .*?done\b.*?$", "", block, flags=re.M | re.S)
         rest_not_run = False
-        block = re.sub(r"^#SBATCH .*$", "", block, flags=re.M)
+        block = re.sub(r"^#(SBATCH |!).*$", "", block, flags=re.M)
         block = re.sub(rf"\$\((?!{USER_DIR}\))[^)]*\)", "", block)  # commands within a command
         for line in block.replace("\\\n", " ").splitlines():
             text, _, comment = f" {line}".partition(" # ")
@@ -87,8 +87,9 @@ def inline_options(page: Path) -> list[str]:
 def ours(command: Command) -> tuple[str, list[str]] | None:
     """The tool of this project or of fairseq that a command calls, and its other words; None for other commands."""
     words = command.words
-    if words and words[0] in OTHERS:  # srun ... torchrun ... -m pn_fairseq train ...
-        words = ["python", "-m", *words[words.index("pn_fairseq") :]] if "pn_fairseq" in words else []
+    if words and words[0] in OTHERS:  # srun ... pn train ..., torchrun ... -m pn_fairseq train ...
+        begin = next((number for number, word in enumerate(words) if word in ("pn", "pn_fairseq")), len(words) - 1)
+        words = [*(["pn"] if begin + 1 < len(words) else []), *words[begin + 1 :]]
     if not words:
         return None
     if words[:2] == ["python", "-m"] and words[2] == "pytest":
