@@ -1,13 +1,17 @@
 """Three ranks, for some norms, and what PN's synchronisation costs. The shared suite has two ranks, for all norms."""
 
+import contextlib
 import itertools
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from pn_fairseq.norms import build_norm
+from pn_fairseq.testing.helpers import CHANNELS
 from pn_fairseq.testing.ranks import run_ranks
 from pn_fairseq.testing.test_ranks import (
     RANK_RUNS,
@@ -20,6 +24,7 @@ from pn_fairseq.testing.test_ranks import (
 )
 
 CASES = cases(["power", "batch"])
+BATCH = cases(["batch"])[0]
 
 
 class Watch:
@@ -132,3 +137,69 @@ def test_ddp_gives_every_rank_the_state_of_the_first_one():
     for one, other, expected in zip(first, second, alone, strict=True):
         for name, value in expected.items():
             assert torch.equal(one[name], value) and torch.equal(other[name], value), name
+
+
+class Net(nn.Module):
+    """A linear map before a norm, whose gradients need the statistics of all ranks."""
+
+    def __init__(self, norm):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(CHANNELS, CHANNELS, dtype=torch.float64)
+        self.norm = norm
+
+    def forward(self, x, mask):
+        return self.norm(self.linear(x), mask)
+
+
+def sharded(model):
+    for part in (model.linear, model):  # the norm's parameters belong to the root
+        fully_shard(part, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    return model
+
+
+#: Name -> how a model is wrapped, and whether the gradients of every second batch stay on their rank until the next.
+WRAPPERS = {
+    "DDP": (nn.parallel.DistributedDataParallel, False),
+    "DDP, no_sync": (nn.parallel.DistributedDataParallel, True),
+    "FSDP2": (sharded, False),
+}
+
+
+def wrapped_steps(model, batches, accumulate, lr):
+    """The state after each update."""
+    optimizer, record = torch.optim.SGD(model.parameters(), lr=lr), []
+    for step, (x, dy, mask) in enumerate(batches):
+        hold = accumulate and step % 2 == 0
+        with model.no_sync() if hold and hasattr(model, "no_sync") else contextlib.nullcontext():
+            model(x, mask).backward(dy)
+        if hold:
+            continue
+        optimizer.step()
+        optimizer.zero_grad()
+        state = {key.removeprefix("module."): value for key, value in model.state_dict().items()}
+        record.append({key: getattr(value, "full_tensor", value.clone)() for key, value in state.items()})
+    return record
+
+
+def on_wrapped_ranks(rank, world):
+    """The ranks have the mean of their gradients, and one process has the sum."""
+    batches = shard(rank_batches(world), world, rank)
+    return {
+        name: wrapped_steps(wrap(Net(rank_norm(BATCH, True))), batches, accumulate, 0.1 * world)
+        for name, (wrap, accumulate) in WRAPPERS.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def wrapped():
+    return run_ranks(on_wrapped_ranks, 3)
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_wrapped_models_on_three_ranks_train_as_one_on_the_whole_batch(wrapped, wrapper):
+    expected = wrapped_steps(Net(rank_norm(BATCH, False)), rank_batches(3), WRAPPERS[wrapper][1], 0.1)
+    for rank in wrapped:
+        for ours, theirs in zip(rank[wrapper], expected, strict=True):
+            for key, value in theirs.items():
+                torch.testing.assert_close(ours[key], value, rtol=1e-6, atol=1e-6, msg=f"{wrapper}: {key}")
