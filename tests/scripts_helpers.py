@@ -4,7 +4,7 @@ import gzip
 import importlib
 import io
 import logging
-import multiprocessing
+import multiprocessing.forkserver
 import os
 import re
 import runpy
@@ -21,9 +21,11 @@ from unittest import mock
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ROOT / "scripts"
 
-#: Forks a process for each program and each rank from one that has imported what takes seconds, and not this project.
-PRELOADED = ["fairseq_cli.generate", "fairseq_cli.preprocess", "fairseq_cli.train", "torch._dynamo"]
-multiprocessing.set_forkserver_preload(PRELOADED)
+#: Forks a process for each program and each rank from one that has imported what takes seconds, and not this project:
+#: a server of its own, for the conformance suite preloads the project's modules into the default one.
+_server = multiprocessing.forkserver.ForkServer()
+_server.set_forkserver_preload(["fairseq_cli.generate", "fairseq_cli.preprocess", "fairseq_cli.train", "torch._dynamo"])
+multiprocessing.forkserver.connect_to_new_process = _server.connect_to_new_process
 
 
 def environment(**changes: str) -> dict[str, str]:

@@ -68,6 +68,11 @@ def test_text_that_cannot_be_protected(pattern, text, message):
         tokens.tokenizer(Settings(source="de", target="en", protect=[pattern]), "en")(f"{text}\n".encode())
 
 
+def test_tokenized_text_loses_only_spaces():
+    settings = Settings(source="de", target="en", tokenizer="none")
+    assert tokens.tokenizer(settings, "en")(b"It 's  a &apos;\n").decode() == "It 's a &apos;\n"
+
+
 @pytest.mark.skipif(not shutil.which("perl"), reason="Moses' scripts need perl")
 def test_moses_scripts_run_in_their_order_with_their_flags(tmp_path, monkeypatch):
     chosen = Settings(source="de", target="en", tokenizer="moses", normalize=True, lower=True, aggressive=True)
