@@ -15,7 +15,8 @@ from .pages import PAGES, ROOT, Command, block_commands, inline_commands, inline
 
 #: Options of such commands that pages mention.
 OTHER_OPTIONS = {"--extra-index-url", "--index-url", "--no-build-isolation", "--sample-break-mode"}
-OTHER_OPTIONS |= {"--gpus-per-node", "--nnodes", "--node-rank", "--nproc-per-node", "--requeue"}  # of torchrun and sbatch
+OTHER_OPTIONS |= {"--nnodes", "--node-rank", "--nproc-per-node"}  # of torchrun
+OTHER_OPTIONS |= {"--gpus-per-node", "--requeue"}  # of sbatch
 OTHER_OPTIONS |= {"--lnv", "--mean_detach", "--std_detach"}  # of the AdaNorm authors' code
 OTHER_OPTIONS |= {"--no-isolation"}  # of build
 OTHER_OPTIONS |= {"--update2lr", "--sentence-bleu"}  # of fairseq: a scheduler's, and fairseq-score's
