@@ -102,8 +102,11 @@ class ArgumentHook:
         return scope
 
     def _is_in_graph(self, module: nn.Module) -> bool:
-        """Whether a compiled graph knows of the scope: in evaluation only zero_padding uses a mask."""
-        return module.training or self.writes_zeros
+        """Whether a compiled graph knows of the scope: in evaluation only zero_padding uses a mask.
+
+        A norm refuses to be exported in training, and torch.export calls no :meth:`after` after an error.
+        """
+        return self.writes_zeros or (module.training and not torch.compiler.is_exporting())
 
     def _value(self, argument: str, args: tuple, kwargs: dict):
         position = self._positions[argument]

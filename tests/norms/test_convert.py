@@ -19,6 +19,7 @@ from pn_fairseq.norms import (
     norm_report,
     padding,
 )
+from pn_fairseq.norms.compiled import open_scopes
 from pn_fairseq.norms.padding import current_scope
 
 from ..pairwise import in_pairs
@@ -803,6 +804,7 @@ def test_a_recomputation_without_its_mask_is_an_error(reentrant):
 def test_training_cannot_be_exported():
     with pytest.raises(RuntimeError, match=r"torch.export .* call eval\(\) first"):
         torch.export.export(convert_norms(FeedForward(), "power"), (torch.randn(B, T, C),), strict=False)
+    assert not open_scopes  # a model that is compiled next would run in them
 
 
 @pytest.mark.parametrize("name", [name for name in NORMS])
