@@ -34,6 +34,7 @@ ORDER = (
     "layer_drop",
     "moving_average",
     # Data, decoding and evaluation.
+    "batches",
     "several_files",
     "decoding",
     "eval_lm_blocks",
