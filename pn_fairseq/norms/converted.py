@@ -150,7 +150,7 @@ class ConvertedNorm:
         )
 
     def _arranged(self, x: Tensor, tokens: Tensor, padding: Tensor | None) -> Tensor:
-        """The norm over ``tokens``, those of ``x``, in the layout of x."""
+        """The norm of ``x``, whose ``tokens`` have their channels last, in the layout of x."""
         if tokens.dim() in (2, 3):
             y = super().forward(tokens, padding)
         else:

@@ -119,10 +119,10 @@ def _compare(module: nn.Module) -> float | str:
         return "does not accept inputs of shape (..., C)"
     gain, shift = affine.get(gain_name, torch.ones(())).double(), affine.get("bias", torch.zeros(())).double()
     wide = x.double()
+    tolerance = 1e-4 if x.dtype in (torch.float32, torch.float64) else 3e-2
     for centered in (wide - wide.mean(-1, keepdim=True), wide):
         normalized = centered * torch.rsqrt(centered.square().mean(-1, keepdim=True) + eps)
         for offset in (0.0, 1.0):
-            tolerance = 1e-4 if x.dtype in (torch.float32, torch.float64) else 3e-2
             if torch.allclose(y, (gain + offset) * normalized + shift, rtol=tolerance, atol=tolerance):
                 return offset
     return "computes neither LayerNorm nor RMSNorm with its weight"

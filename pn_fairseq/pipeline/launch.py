@@ -25,6 +25,10 @@ class RankLayout:
     local_rank: int = 0  # its number on its machine, and the number of its GPU
     machines: int = 1  # on each of which a process launches ranks
 
+    @property
+    def ranks_per_machine(self) -> int:
+        return self.world_size // self.machines
+
 
 def find_layout(env: Mapping[str, str], gpus: int, ranks: int | None = None) -> RankLayout:
     """Read torchrun's environment variables, or else ``--ranks`` of this machine, with ``gpus`` visible GPUs."""
@@ -64,7 +68,7 @@ def torchrun(layout: RankLayout, arguments: list[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import get_args_parser, run
 
-    launch = ["--nproc-per-node", str(layout.world_size // layout.machines), "--module", "pn_fairseq"]
+    launch = ["--nproc-per-node", str(layout.ranks_per_machine), "--module", "pn_fairseq"]
     if layout.machines == 1:
         launch.insert(0, "--standalone")
     options = get_args_parser().parse_args(launch)

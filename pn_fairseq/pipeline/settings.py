@@ -137,7 +137,7 @@ def _read(config: Path, overrides: Sequence[str]) -> DictConfig:
     cfg = OmegaConf.merge(schema, cfg)
     with open_dict(cfg):  # fairseq's dataclasses of models have no fields for the settings of a patch
         of_patch = {key: cfg.model.pop(key) for key in SETTINGS if key in cfg.model}
-    inspect.unwrap(add_defaults)(cfg)  # fairseq's own: begin() in fairseq_patches/starting.py is for trainings
+    inspect.unwrap(add_defaults)(cfg)  # fairseq's own: begin() in fairseq_patches/starting.py is for training runs
     with open_dict(cfg.model):
         cfg.model.update(of_patch)
     return cfg

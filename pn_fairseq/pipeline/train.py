@@ -144,7 +144,7 @@ def _main(args, argv: list[str], layout: RankLayout, config: Path, data: Path, r
             return 0
     if layout.rank is None and layout.world_size > 1:
         if not layout.gpu:
-            os.environ.setdefault("OMP_NUM_THREADS", str(max(1, own_cores() * layout.machines // layout.world_size)))
+            os.environ.setdefault("OMP_NUM_THREADS", str(max(1, own_cores() // layout.ranks_per_machine)))
         logging.disable(logging.CRITICAL)  # torchrun's words about signals and failures; this process has its own
         return torchrun(layout, argv)
     if not layout.rank:

@@ -177,6 +177,22 @@ def test_inputs_masks_and_gradients_are_left_as_they_were(case):
     assert_same((given[0], given[1], given[2]), (x, mask, dy))
 
 
+def test_strided_and_expanded_tensors(case):
+    """Every second channel of a wider tensor, and the stride-0 gradient that sum() sends back."""
+    norm, twin = case.build(4), case.build(4)
+    generator = rng(10)
+    for _ in range(2):
+        x, mask, _ = random_batch(generator)
+        wide = torch.zeros(*x.shape[:-1], 2 * CHANNELS)
+        wide[..., ::2] = to_tensor(x)
+        y = norm(wide.requires_grad_()[..., ::2], to_mask(mask))
+        y.sum().backward()
+        expected = train_step(twin, x, mask, np.ones_like(x))
+        assert_close(y, expected["y"], 1e-6)
+        assert_close(wide.grad[..., ::2], expected["dx"], 1e-5)
+        assert_states_equal(norm, twin)
+
+
 # Faults and empty batches.
 
 

@@ -86,7 +86,7 @@ def test_an_interrupted_training_continues_to_the_same_numbers(cifar, tmp_path, 
 
 
 def test_the_first_norm_is_recorded(cifar, tmp_path, monkeypatch):
-    """`pn figures` draws Figures 2 and 3 of a training on images."""
+    """`pn figures` draws Figures 2 and 3 of a training run on images."""
     monkeypatch.setattr(images, "INTERVAL", 2)
     images.main([str(cifar), "--norms", "batch", "--epochs", "5", "--output", str(tmp_path / "runs")])
     run = tmp_path / "runs/resnet20_5epochs_batch_seed1"

@@ -160,7 +160,7 @@ OFF = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 @dataclass(frozen=True)
 class Case:
-    """``make`` returns the model and its call; ``options`` are those of convert_norms.
+    """``make`` returns the model and its call; ``options`` go to convert_norms.
 
     ``mask`` and ``by_hand`` stand in the table: where the mask comes from, and what must be written by hand.
     """
@@ -206,8 +206,8 @@ def test_framework(name, norm):
 
 
 def errors(case: Case, norm: str) -> tuple[float, float]:
-    """After :data:`STEPS` training steps with padding: the largest difference between a norm's statistics and those of
-    a loop, and between outputs at real tokens or gradients for two contents of the padding; relative to the largest."""
+    """After :data:`STEPS` training steps with padding: the largest difference between a norm's statistics and a loop's,
+    and between outputs at real tokens or gradients for two contents of the padding; relative to the largest."""
     torch.manual_seed(1)
     model, call = case.make()
     convert_norms(model, norm, layout="BTC", **case.options)

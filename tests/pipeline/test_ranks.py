@@ -227,7 +227,7 @@ def submit_training(cluster: Slurm, data: Path, where: Path) -> int:
 
 @pytest.fixture(scope="module")
 def undisturbed(slurm, data):  # noqa: F811
-    """A training on two nodes of a SLURM."""
+    """The folder of a training run on two nodes of a SLURM."""
     where = slurm.folder / "undisturbed"
     job = submit_training(slurm, data, where)
     slurm.wait_for(job, "COMPLETED")

@@ -79,7 +79,7 @@ def main(argv: list[str]) -> None:
     try:
         with locked(dest), scratch_folder(data.partial):
             recipe.prepare(data, options)
-    except OSError as error:  # those of writing name no file
+    except OSError as error:  # an error of writing names no file
         raise UserError(f"{error.filename or dest}: {error.strerror or error}") from None
     say_next("prepare", "train", recipe.CONFIG or "CONFIG", *(["--data", options.dest] if options.dest else []))
 

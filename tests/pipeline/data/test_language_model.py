@@ -93,7 +93,7 @@ def test_tokenizer(tmp_path):
 
 
 def test_bytes(tmp_path):
-    """Every byte and end of a line is a token, also of what is no text."""
+    """Every byte and end of a line is a token, even where the bytes are no text."""
     texts = {"train": bytes(range(256)) * 2, "valid": "é\n\n".encode(), "test": b"\xff\r\nab"}
     for split, text in texts.items():
         (tmp_path / f"{split}.txt").write_bytes(text)
