@@ -82,6 +82,7 @@ prepare iwslt14 --dest out --archive none.tgz         | none.tgz; (--archive); i
 prepare iwslt14 --dest group/data --archive w1.pt     | group/data; Not a directory
 prepare iwslt15_envi --dest out --archive text        | train.vi; (--archive); nlp.stanford.edu
 prepare iwslt14 --dest out --moses /nowhere           | --moses /nowhere
+prepare text --corpus text --source es --target en --dest out --tokenized --moses /nowhere | text comes in tokens
 prepare iwslt14 --dest out --workers 0                | --workers
 prepare multi30k                                      | --corpus; --help
 prepare multi30k --corpus nowhere --dest out          | nowhere; --corpus

@@ -30,6 +30,7 @@ _AFTER_MODULE = " (--norm-module has to come before it)"
 _modules = checked(lambda text: [load_norms(path) for path in text.split(",")], "FILE[,FILE]")
 _norm = checked(find_norm, "NAME", _AFTER_MODULE)
 _placement = checked(find_placement, "NAME", _AFTER_MODULE)
+_whole = {"type": int, "metavar": "N"}
 
 
 @dataclass(frozen=True)
@@ -54,12 +55,12 @@ class NormOptions:
     encoder_norm_last: str | None = flag("norm after the last encoder layer (default: that of --encoder-norm)", _norm)
     decoder_norm_last: str | None = flag("norm after the last decoder layer (default: that of --decoder-norm)", _norm)
     encoder_norm_placement: str = flag(
-        "where norms of encoder layers stand: {placements} (default: pre; docs/placements.md)",
+        "where norms of encoder layers stand: {placements} (default: {default}; docs/placements.md)",
         _placement,
         "pre",
     )
     decoder_norm_placement: str = flag(
-        "where the norms of decoder layers stand: {placements} (default: pre)", _placement, "pre"
+        "where the norms of decoder layers stand: {placements} (default: {default})", _placement, "pre"
     )
     qk_norm: str | None = flag("norm of the queries and keys of each attention head (default: none)", _norm)
     norm_options: Mapping[str, object] | None = flag(
@@ -69,7 +70,7 @@ class NormOptions:
     )
     norm_variant: str = flag(
         "compute norms as their papers define them, or as their authors' released code does (docs/release.md lists the "
-        "differences; default: paper)",
+        "differences; default: {default})",
         {"choices": VARIANTS},
         VARIANTS[0],
     )
@@ -91,7 +92,7 @@ class NormOptions:
     psi_warmup_updates: int | None = flag(
         "updates during which PN normalizes with the batch's own psi, and UN and MABN with the statistics of the batch "
         "only; training forwards with --norm-variant release (default: the warm-up of the learning rate)",
-        {"type": int, "metavar": "N"},
+        _whole,
     )
     norm_sync: str = flag(
         "compute statistics over the tokens of all ranks (default: auto, the norm's own)", {"choices": SYNC}, SYNC[0]
@@ -103,14 +104,14 @@ class NormOptions:
         False,
     )
     norm_stats_interval: int = flag(
-        "log a summary of the norms' statistics every N updates (default: 0, never)", {"type": int, "metavar": "N"}, 0
+        "log a summary of the norms' statistics every N updates (default: {default}, never)", _whole, 0
     )
     norm_probe: str | None = flag(
         "record the statistics of batches and of gradients of every norm in FILE, a folder of Parquet files "
         "(docs/figures.md)",
         {"metavar": "FILE"},
     )
-    norm_probe_interval: int = flag("updates from record to record (default: 50)", {"type": int, "metavar": "N"}, 50)
+    norm_probe_interval: int = flag("updates from record to record (default: {default})", _whole, 50)
     norm_probe_layers: str | None = flag(
         "names of the norms that --norm-probe records, or patterns such as 'encoder.layers.0.*' (default: the norms "
         "of the encoder, or all in a model without one)",
@@ -133,7 +134,7 @@ class NormOptions:
         for option in fields(NormOptions):
             if option.metadata and (encoder or not option.name.startswith("encoder")):
                 argument = dict(option.metadata)
-                text = argument.pop("help").format(**names)
+                text = argument.pop("help").format(**names, default=option.default)
                 parser.add_argument(f"--{option.name.replace('_', '-')}", help=text, **argument)
 
     def names(self) -> dict[str, NormEntry]:

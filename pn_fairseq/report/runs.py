@@ -170,7 +170,7 @@ class Run(runs.Run):
     @property
     def max_update(self) -> int | None:
         limit = self.get("optimization.max_update")
-        return limit if isinstance(limit, int) and limit > 0 else None
+        return limit or None if isinstance(limit, int) else None
 
     @property
     def trained(self) -> bool:

@@ -137,10 +137,12 @@ def test_a_beam_search_over_the_graphs_gives_fairseqs_hypotheses(kind, norm, fla
     [
         ({"adaptive_softmax_cutoff": "40,60", "share_all_embeddings": False}, "--adaptive-softmax-cutoff"),
         ({"no_cross_attention": True}, "--no-cross-attention"),
+        ({}, "its model is not one of transformer_pn's"),
     ],
 )
 def test_a_model_that_cannot_be_exported_is_refused_in_a_line(flags, message, dictionaries, tmp_path, capsys):
     model, args = make("layer", **flags)
+    args.arch = args.arch if flags else "transformer"
     torch.save(state_of(model, args, dictionaries), tmp_path / "trained.pt")
     assert main([str(tmp_path / "trained.pt"), "--pt2", str(tmp_path / "out")]) == 2
     error = capsys.readouterr().err

@@ -37,11 +37,12 @@ def loss_of(model, src, prev):
     return F.cross_entropy(model(src, None, prev)[0].flatten(0, 1), prev.flatten(), ignore_index=1)
 
 
-@pytest.mark.parametrize("placement", ["pre", "post"])
-def test_with_layer_norm_it_is_fairseqs_transformer_to_the_bit(placement):
-    ours = placed(placement, dropout=0.1)
+@pytest.mark.parametrize(("placement", "without"), [("pre", False), ("post", False), ("pre", True)])
+def test_with_layer_norm_it_is_fairseqs_transformer_to_the_bit(placement, without):
+    flags = {"dropout": 0.1, "no_cross_attention": without}
+    ours = placed(placement, **flags)
     torch.manual_seed(1)
-    args = arch_args("transformer_pn_tiny", **{**small(placement), "dropout": 0.1})
+    args = arch_args("transformer_pn_tiny", **{**small(placement), **flags})
     args.encoder_normalize_before = args.decoder_normalize_before = placement == "pre"
     fairseqs = TransformerModel.build_model(args, make_task())
     assert ours.state_dict().keys() == fairseqs.state_dict().keys()
@@ -52,9 +53,9 @@ def test_with_layer_norm_it_is_fairseqs_transformer_to_the_bit(placement):
         torch.manual_seed(3)
         loss = loss_of(model, src, prev)
         loss.backward()
-        gradients = [parameter.grad for parameter in model.parameters()]
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
         model.eval()
-        results.append((loss, model(src, None, prev)[0], *gradients))
+        results.append((loss, model(src, None, prev)[0], model.decoder(prev)[0], *gradients))
     assert all(map(torch.equal, *results))
 
 

@@ -317,7 +317,8 @@ def test_a_short_run(run):
     checkpoint(run.checkpoints / "checkpoint_last.pt", 3)
     messages, value = run()
     assert "using only checkpoint_last.pt" in messages and value == 3
-    assert read_settings(run.checkpoints / "averaged.pt.made.txt")["averaged"] == "last 1"
+    made = read_settings(run.checkpoints / "averaged.pt.made.txt")
+    assert (made["averaged"], made["recalibrated_on"]) == ("last 1", "0")
     for epoch in (1, 2):
         checkpoint(run.checkpoints / f"checkpoint{epoch}.pt", epoch)
     for options in ((), ("--last", 3)):

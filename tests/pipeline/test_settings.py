@@ -139,6 +139,7 @@ def test_batches_that_are_refused(overrides, ranks, needle):
         ("seed=2", ("did you mean 'common.seed'",)),
         ("dropoutt=0.1", ("did you mean 'model.dropout'",)),
         ("model.label_smoothing=0.1", ("did you mean 'criterion.label_smoothing'",)),
+        ("task.max_source_position=9", ("did you mean 'task.max_source_positions'",)),
         ("scoring.average_first=3", ("scoring.average_first", "'average_last'")),
         # The same names in another section only if they are nearly the same; else who has such a setting.
         ("model.max_update=3", ("did you mean 'optimization.max_update'",)),

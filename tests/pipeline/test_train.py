@@ -165,7 +165,7 @@ def test_a_finished_run_takes_other_settings_of_decoding(data, trained, tmp_path
     [
         (("model.encoder_norm=powr",), ("'powr'",)),
         (("task.source_lang=fr",), ("prepared from es-en", "the settings say fr-en: add task.source_lang=es")),
-        (("dataset.max_tokens=30",), ("train.es", "silently skip")),
+        (("dataset.max_tokens=30",), ("train.es has 533 sentences of more than 27 subwords", "silently skip")),
         (("task.max_target_positions=20",), ("task.max_target_positions",)),
         (("checkpoint.restore_file=other.pt",), ("other.pt", "checkpoint.finetune_from_model")),
         (("checkpoint.finetune_from_model=/none.pt",), ("/none.pt: cannot be read (No such file",)),

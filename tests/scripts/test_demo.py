@@ -14,6 +14,7 @@ def test_demo(tmp_path, monkeypatch):
     result = script("demo.sh", "--run", tmp_path / "run", *few)
     for part in ("Sample translations", "tokenized BLEU:", "detokenized BLEU:", "report-curves-1.png"):
         assert part in result.stdout
+    assert len({line for line in result.stdout.splitlines() if line.startswith("  source ")}) == 5
     assert (tmp_path / "run/report/report-curves-1.png").stat().st_size > 10_000
     again = script("demo.sh", "--run", tmp_path / "run", *few)
     assert "already trained" in again.stderr and "already exists" in again.stderr
