@@ -24,7 +24,7 @@ def pairwise(**factors) -> list[dict]:
             missing -= pairs(best)
 
 
-def in_pairs(**factors) -> pytest.MarkDecorator:
-    """Parametrize a test with :func:`pairwise`."""
+def in_pairs(indirect=(), **factors) -> pytest.MarkDecorator:
+    """Parametrize a test with :func:`pairwise`; the factors that ``indirect`` names go to fixtures."""
     rows = [tuple(row.values()) for row in pairwise(**factors)]
-    return pytest.mark.parametrize(tuple(factors), rows, ids=str)
+    return pytest.mark.parametrize(tuple(factors), rows, indirect=indirect, ids=str)

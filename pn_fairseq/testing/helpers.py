@@ -53,10 +53,12 @@ def cases(names=None) -> list[Case]:
 
 #: Norms that differ in kind from each other, as case names.
 KINDS = {"layer", "dyt", "batch", "power", "power-release", "power-v", "unified"}
+#: Of these the norms that torch.compile sees as different: an operator for each token, one with state, and windows.
+COMPILED = {"dyt", "power", "unified"}
 
 
 def long(test):
-    """Mark a test that takes long: with other norms than KINDS it is slow."""
+    """Mark a test that takes long: with other norms than KINDS, or COMPILED if it compiles, it is slow."""
     test.long = True
     return test
 
@@ -65,6 +67,7 @@ def pytest_generate_tests(metafunc):
     """A hook of pytest. ``case``: every norm. ``running``: those with running statistics. ``masking``: those that leave
     padding out, which the variants that reproduce released code need not do."""
     slow = pytest.mark.slow if getattr(metafunc.function, "long", False) else ()
+    quick = COMPILED if "compiler" in metafunc.fixturenames else KINDS
     chosen = cases(metafunc.config.getoption("norm_names", None))
     fixtures = {
         "case": chosen,
@@ -73,7 +76,7 @@ def pytest_generate_tests(metafunc):
     }
     for fixture, values in fixtures.items():
         if fixture in metafunc.fixturenames:
-            cases_of = [pytest.param(case, marks=() if str(case) in KINDS else slow) for case in values]
+            cases_of = [pytest.param(case, marks=() if str(case) in quick else slow) for case in values]
             metafunc.parametrize(fixture, cases_of, ids=str)
 
 

@@ -24,7 +24,7 @@ def run(*options: str, timeout: float = 600, **environment: str) -> None:
 
 #: Tests of the operators that take the interpreter minutes, whose half types it cuts off where a GPU rounds, or which
 #: test_triton.py has for its kernels.
-LONG = "rounded or special or precise or same_bits or opcheck or evaluation"
+LONG = "rounded or special or precis or same_bits or opcheck or evaluation"
 
 
 @pytest.mark.parametrize("mark", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])

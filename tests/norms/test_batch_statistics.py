@@ -10,7 +10,9 @@ import torch
 from pn_fairseq.norms import MaskedBatchNorm, build_norm
 from pn_fairseq.testing.helpers import cases
 
+from ..pairwise import in_pairs
 from . import oracle as oracles
+from .conftest import IMPLEMENTATION_NAMES
 from .helpers import (
     CHANNELS,
     STATEFUL,
@@ -88,9 +90,7 @@ def some_batches():
         yield x * (10 if step == 12 else 1), mask, dy
 
 
-@pytest.mark.every_implementation
-@pytest.mark.parametrize("groups", [0, 4])
-@pytest.mark.parametrize("name", CASES)
+@in_pairs(indirect=["implementation"], name=list(CASES), groups=[0, 4], implementation=IMPLEMENTATION_NAMES)
 def test_training_follows_the_formulas(name, groups):
     """With gradient arriving at padding positions."""
     assert_training_follows(*make_pair(name, groups), some_batches(), dtype=torch.float64)

@@ -6,6 +6,7 @@ import torch
 from pn_fairseq.norms import NORMS, build_norm, running_norms
 
 from ..pairwise import in_pairs
+from .conftest import IMPLEMENTATION_NAMES
 from .helpers import CHANNELS, assert_close, randomize_affine, state_of
 
 #: Layout -> tokens in it, from normally distributed numbers of a shape.
@@ -49,8 +50,14 @@ def strides(values):
 FAMILIES = ("power", "batch", "group", "dyt")
 
 
-@pytest.mark.every_implementation
-@in_pairs(name=list(NORMS), layout=list(LAYOUTS), groups=[0, 4], batch_first=[False, True])
+@in_pairs(
+    indirect=["implementation"],
+    name=list(NORMS),
+    layout=list(LAYOUTS),
+    groups=[0, 4],
+    batch_first=[False, True],
+    implementation=IMPLEMENTATION_NAMES,
+)
 def test_layouts(name, layout, groups, batch_first, randn):
     norms = [
         randomize_affine(build_norm(name, CHANNELS, layer_scale_groups=groups, batch_first=batch_first)) for _ in "12"
