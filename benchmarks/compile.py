@@ -47,17 +47,18 @@ class Norm(nn.Module):
 
 
 class Encoder(nn.Module):
-    """An encoder whose norms are ``name``, and its batch."""
+    """An encoder whose norms are ``name``, with ``options``, and its batch."""
 
-    def __init__(self, name: str):
+    def __init__(self, name: str, sentences: int = SENTENCES, channels: int = CHANNELS, **options):
         super().__init__()
-        layer = nn.TransformerEncoderLayer(CHANNELS, 4, 4 * CHANNELS, 0.0, norm_first=True, batch_first=True)
-        encoder = nn.TransformerEncoder(layer, LAYERS, nn.LayerNorm(CHANNELS), enable_nested_tensor=False)
-        self.encoder = convert_norms(encoder, name, mask_from="src_key_padding_mask", layout="BTC")
-        self.mask = _padding(SENTENCES, LENGTH)
+        layer = nn.TransformerEncoderLayer(channels, 4, 4 * channels, 0.0, norm_first=True, batch_first=True)
+        encoder = nn.TransformerEncoder(layer, LAYERS, nn.LayerNorm(channels), enable_nested_tensor=False)
+        self.encoder = convert_norms(encoder, name, mask_from="src_key_padding_mask", layout="BTC", **options)
+        self.register_buffer("mask", _padding(sentences, LENGTH), persistent=False)
+        self.channels = channels
 
     def batch(self) -> torch.Tensor:
-        return torch.randn(SENTENCES, LENGTH, CHANNELS)
+        return torch.randn(*self.mask.shape, self.channels)
 
     def forward(self, x):
         return self.encoder(x, src_key_padding_mask=self.mask)

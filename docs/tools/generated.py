@@ -124,6 +124,30 @@ def _ratio(row: dict | None) -> str:
     return f"{float(row['ratio']):.2f}" if row else "not measured"
 
 
+#: The model of docs/speed.md for a network of GPUs: seconds of a step, bytes a second, channels, and steps by setting.
+STEP, BANDWIDTH, CHANNELS = 5e-6, 10e9, 512
+STEPS = {"8 GPUs": 2 * math.log2(8), "64 GPUs": 2 * math.log2(64), "64 GPUs, ring": 2 * 63}
+
+
+def over_ranks() -> str:
+    """docs/speed/ranks.csv: the shares of an update, and what the model makes of its counts."""
+    measured = pandas.read_csv(ROOT / "docs/speed/ranks.csv")
+    lines = []
+    for norm, rows in measured.groupby("norm", sort=False):
+        first = rows.iloc[0]
+        size = first["bytes"] / int(first["shape"].split("x")[1])
+        line = {"norm": f"`{norm}`", "waited for": f"{first.waited_for:.0f}"}
+        line |= {"asynchronous": f"{first.asynchronous:.0f}", "bytes / C": f"{size:.0f}"}
+        for row in rows.itertuples():
+            setting = f"{row.ranks} ranks, {int(row.shape.split('x')[0]):,} tokens"
+            line[setting] = f"{row.share:.2f} ({row.share_low:.2f} to {row.share_high:.2f})"
+        for setting, steps in STEPS.items():
+            seconds = first.waited_for * steps * STEP + bool(first.waited_for) * 2 * size * CHANNELS / BANDWIDTH
+            line[setting] = f"{1e3 * first.norms * seconds:.1f} ms"
+        lines.append(line)
+    return table(lines)
+
+
 def flags() -> str:
     """The flags of the norms, as ``--help`` of an architecture describes them."""
     parser = argparse.ArgumentParser(add_help=False)
@@ -142,7 +166,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "theory.md": {"invariances": invariances.table},
     "own_model.md": {"compiled": compilation.table},
     "frameworks.md": {"frameworks": test_frameworks.table},
-    "speed.md": {"under_compile": under_compile},
+    "speed.md": {"under_compile": under_compile, "over_ranks": over_ranks},
 }
 
 

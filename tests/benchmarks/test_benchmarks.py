@@ -3,15 +3,20 @@
 import csv
 import logging
 import re
-from contextlib import contextmanager
+import socket
+import subprocess
+import sys
+import time
+from contextlib import contextmanager, suppress
 from functools import partial
+from pathlib import Path
 
 import pandas
 import pytest
 import torch
 from torch import nn
 
-from benchmarks import ALLOCATOR, calls, compile, decoding, norms, probe, training
+from benchmarks import ALLOCATOR, calls, compile, decoding, norms, probe, slow_link, training
 from benchmarks.profiling import Counts, count, peak_memory
 from benchmarks.results import quartiles, ratios
 from benchmarks.table import TARGETS, targets
@@ -20,6 +25,7 @@ from pn_fairseq.kernels import reference
 from pn_fairseq.norms import build_norm
 
 CPU = torch.device("cpu")
+ROOT = Path(__file__).resolve().parents[2]
 COUNT = partial(count, device=CPU)
 
 
@@ -420,3 +426,38 @@ def test_gradients_of_layers_by_hand():
     for number, layer in enumerate(layers, 1):
         layer.weight.grad, layer.bias.grad = torch.tensor([[2.0, 4.0]]) * number, torch.tensor([4.0]) * number
     assert gradients(layers) == [6.0, 12.0]  # (4 + 16 + 16) ** 0.5
+
+
+def test_a_relayed_packet_waits_for_those_before_it_and_for_the_delay():
+    (sender, left), (right, receiver) = (socket.socketpair(type=socket.SOCK_DGRAM) for _ in range(2))
+    arrivals = []
+
+    def running():
+        with suppress(BlockingIOError):
+            arrivals.append((receiver.recv(2000, socket.MSG_DONTWAIT), time.monotonic() - begin))
+        return len(arrivals) < 3
+
+    begin = time.monotonic()
+    for number in range(3):
+        sender.send(bytes([number]) * 1250)  # 10 ms at 1 Mbit/s
+    slow_link.relay((left.fileno(), right.fileno()), 1, 5.0, running)
+    assert [packet[0] for packet, _ in arrivals] == [0, 1, 2]
+    assert all(seconds >= 0.005 + 0.01 * (number + 1) for number, (_, seconds) in enumerate(arrivals))
+
+
+@pytest.mark.slow
+def test_updates_over_a_slow_link(tmp_path):
+    """C = 16 values and the count: BN sums them, then C in the forward and 2C in the backward; PN all at once."""
+    flags = f"--encoder --device cpu --dtype float32 --rows 64 --channels 16 --rounds 1 --output {tmp_path}/ranks.csv"
+    command = [sys.executable, "-m", "benchmarks.slow_link", "--", "benchmarks.ranks", *flags.split()]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if "this needs Linux, root" in done.stderr:
+        pytest.skip(done.stderr)
+    assert done.returncode == 0, done.stderr
+    columns = ("norm", "norms", "waited_for", "asynchronous", "bytes")
+    assert [[row[name] for name in columns] for row in read(tmp_path / "ranks.csv")] == [
+        ["layer", "0", "0.0", "0.0", "0.0"],
+        ["batch", "13", "3.0", "0.0", "260.0"],
+        ["power-v", "13", "2.0", "0.0", "196.0"],
+        ["power", "13", "0.0", "1.0", "196.0"],
+    ]
