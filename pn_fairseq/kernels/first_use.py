@@ -60,9 +60,9 @@ def samples(
         count, number = torch.tensor(7.0, dtype=acc, device=device), torch.tensor(3, device=device)
         products = torch.randn((2, channels), **like).to(device, acc)
         batch = (moment.to(acc), mean.to(acc), products, count)
+        yield "running_average", (moment, mean, number, *batch, 0.9)
+        yield "running_average", (moment, None, number, batch[0], None, *batch[2:], 0.9)
         for warmup in (0, 9):
-            yield "running_average", (moment, mean, number, *batch, warmup, 0.9)
-            yield "running_average", (moment, None, number, batch[0], None, *batch[2:], warmup, 0.9)
             state = (moment, nu, number, batch[0], moment, products, count)
             yield "power_update", (*state, 1e-5, warmup, 0.9, 0.9)
 

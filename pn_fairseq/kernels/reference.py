@@ -223,20 +223,18 @@ def running_average(
     batch_mean: Tensor | None,
     products: Tensor,
     count: Tensor,
-    warmup: int,
     alpha: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Running statistics after a batch: moment, mean (empty without one) and num_batches; see :func:`share_of_batch`.
+    """Running statistics after a batch, exponential averages: moment, mean (empty without one) and num_batches.
 
     ``moment``, ``mean`` (C,) float32 and ``num_batches`` int64 are the running statistics before the batch; the
     other arguments belong to the batch. The running statistics stay as they are if N = ``count`` is 0 or a number of
     the batch is not finite, among them the ``products`` (2, C) of its gradient.
     """
-    share = share_of_batch(num_batches, warmup, alpha)
     pairs = [(moment, batch_moment)] + ([] if mean is None else [(mean, batch_mean)])
     finite = [value.float().isfinite().all() for value in (products, *(new for _, new in pairs))]
     counted = (count > 0) & torch.stack(finite).all()
-    after = [torch.where(counted, (old + share * (new - old)).float(), old) for old, new in pairs]
+    after = [torch.where(counted, (old + (1.0 - alpha) * (new - old)).float(), old) for old, new in pairs]
     return after[0], moment.new_empty(0) if mean is None else after[1], num_batches + counted
 
 

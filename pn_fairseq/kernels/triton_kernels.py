@@ -627,7 +627,7 @@ def _share_of_batch(num_batches, warmup, SHARE: tl.constexpr, ACC: tl.constexpr)
     return tl.where(num_batches < warmup, cumulative, tl.full([], SHARE, ACC))
 
 
-@triton.jit(do_not_specialize=["warmup"])
+@triton.jit
 def running_average(
     moment,  # (C,) float32
     mean,  # (C,) float32, or None
@@ -639,7 +639,6 @@ def running_average(
     new_moment,  # (C,) float32, written
     new_mean,  # (C,) float32, written; or None
     new_num_batches,  # () int64, written
-    warmup,
     SHARE: tl.constexpr,
     C: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -648,7 +647,6 @@ def running_average(
     channel = tl.arange(0, BLOCK_C)
     inside = channel < C
     batches = tl.load(num_batches)
-    share = _share_of_batch(batches, warmup, SHARE, tl.float32)
     counted = tl.load(count) > 0
     for row in tl.static_range(2):
         counted &= _all_finite(tl.load(products + row * C + channel, mask=inside, other=0.0))
@@ -659,9 +657,9 @@ def running_average(
         old_mean = tl.load(mean + channel, mask=inside, other=0.0)
         mean_of_batch = tl.load(batch_mean + channel, mask=inside, other=0.0).to(tl.float32)
         counted &= _all_finite(mean_of_batch)
-        new = tl.where(counted, old_mean + share * (mean_of_batch - old_mean), old_mean)
+        new = tl.where(counted, old_mean + SHARE * (mean_of_batch - old_mean), old_mean)
         tl.store(new_mean + channel, new, mask=inside)
-    tl.store(new_moment + channel, tl.where(counted, old + share * (batch - old), old), mask=inside)
+    tl.store(new_moment + channel, tl.where(counted, old + SHARE * (batch - old), old), mask=inside)
     tl.store(new_num_batches, batches + counted.to(tl.int64))
 
 

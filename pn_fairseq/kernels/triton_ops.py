@@ -280,13 +280,13 @@ def _all_channels(vector: Tensor) -> dict:
 
 
 @_operator
-def running_average(moment, mean, num_batches, batch_moment, batch_mean, products, count, warmup, alpha):
+def running_average(moment, mean, num_batches, batch_moment, batch_mean, products, count, alpha):
     constants = _all_channels(moment)
     new_moment, new_num_batches = torch.empty_like(moment), torch.empty_like(num_batches)
     new_mean = None if mean is None else torch.empty_like(mean)
     kernels.running_average[1,](
         moment, mean, num_batches, batch_moment, batch_mean, products, count, new_moment, new_mean, new_num_batches,
-        warmup, SHARE=1.0 - alpha, **constants,
+        SHARE=1.0 - alpha, **constants,
     )  # fmt: skip
     return new_moment, moment.new_empty(0) if mean is None else new_mean, new_num_batches
 

@@ -150,7 +150,6 @@ class RunningNorm(StatefulNorm):
             None if mean is None else batch[self.mean_name],
             contribution.products,
             contribution.batch.count,
-            0,
             self.alpha_fwd,
         )
         new = {self.moment_name: moment, COUNT: count}

@@ -116,7 +116,7 @@ def train(
         triton_ops.normalize(x, weight, bias, mean, moment, padding, inv_rms, *rest, False)
         _, products = triton_ops.gradient_sums(x, x, padding, weight, mean, moment, inv_rms, *rest)
         triton_ops.gradient(x, x, padding, weight, mean, moment, moment, offset, inv_rms, *rest, False)
-        triton_ops.running_average(vector, running_mean, count, moment, mean, products, tokens, 0, 0.9)
+        triton_ops.running_average(vector, running_mean, count, moment, mean, products, tokens, 0.9)
 
 
 def resources(kernel) -> dict[str, int]:

@@ -138,6 +138,15 @@ struct Vector {
   }
 };
 
+// A vector over channels, or `otherwise` in every channel.
+template <class A>
+Values<A> filled(const Optional& vector, const Tensor& x, A otherwise) {
+  Values<A> result(x.size(-1), otherwise);
+  const Vector<A> given(vector, x);
+  if (given.data) std::copy(given.data, given.data + x.size(-1), result.begin());
+  return result;
+}
+
 // 1 / sqrt(moment + eps), or 1 without a moment.
 template <class A>
 Values<A> inverse_root(const Vector<A>& moment, double eps, int64_t channels) {
@@ -253,10 +262,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> normalize(
   for_type_of(x, [&](auto* storage, auto accumulator, const auto& passes) {
     using S = std::remove_pointer_t<decltype(storage)>;
     using A = decltype(accumulator);
-    const Vector<A> gain(weight, x), shift(bias, x), center(mean, x), second(moment, x);
-    Values<A> scale = inverse_root(second, eps, channels), offset(channels);
+    const Vector<A> gain(weight, x), center(mean, x), second(moment, x);
+    const Values<A> offset = filled<A>(bias, x, A(0));
+    Values<A> scale = inverse_root(second, eps, channels);
     if (gain.data) multiply(scale.data(), gain.data, channels);
-    if (shift.data) std::copy(shift.data, shift.data + channels, offset.begin());
     Tensor held;
     Forward<S, A> f = forward_of<S, A>(x, held, padding, scales, inv_rms.has_value(), groups, eps);
     f.y = static_cast<S*>(y.data_ptr());
@@ -393,15 +402,6 @@ PerToken<S, A> per_token(
 template <class A>
 void write_sums(A* to, const Total& total, int64_t size) {
   for (int64_t k = 0; k < size; ++k) to[k] = static_cast<A>(total.sums[k]);
-}
-
-// A vector over channels, or `otherwise` in every channel.
-template <class A>
-Values<A> filled(const Optional& vector, const Tensor& x, A otherwise) {
-  Values<A> result(x.size(-1), otherwise);
-  const Vector<A> given(vector, x);
-  if (given.data) std::copy(given.data, given.data + x.size(-1), result.begin());
-  return result;
 }
 
 std::tuple<Tensor, Tensor> standardize(
@@ -553,16 +553,15 @@ Tensor counted_on(const Tensor& num_batches, bool counted) {
 
 std::tuple<Tensor, Tensor, Tensor> running_average(
     const Tensor& moment, const Optional& mean, const Tensor& num_batches, const Tensor& batch_moment,
-    const Optional& batch_mean, const Tensor& products, const Tensor& count, int64_t warmup, double alpha) {
+    const Optional& batch_mean, const Tensor& products, const Tensor& count, double alpha) {
   const Tensor batch = batch_moment.contiguous(), sums = products.contiguous();
   const Tensor center = mean ? batch_mean->contiguous() : at::empty({0}, moment.options());
   return for_type_of(batch, [&](auto*, auto accumulator, const auto&) -> std::tuple<Tensor, Tensor, Tensor> {
     using A = decltype(accumulator);
     const bool counted = *count.const_data_ptr<A>() > A(0) && all_finite<A>(batch) && all_finite<A>(sums) &&
         (!mean || all_finite<A>(center));
-    const double share = share_of_batch(*num_batches.const_data_ptr<int64_t>(), warmup, alpha);
-    const Tensor after = counted ? averaged<A>(moment, batch, share) : moment.clone();
-    const Tensor mean_after = !mean ? center : counted ? averaged<A>(*mean, center, share) : mean->clone();
+    const Tensor after = counted ? averaged<A>(moment, batch, 1.0 - alpha) : moment.clone();
+    const Tensor mean_after = !mean ? center : counted ? averaged<A>(*mean, center, 1.0 - alpha) : mean->clone();
     return {after, mean_after, counted_on(num_batches, counted)};
   });
 }

@@ -6,12 +6,16 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <type_traits>
 #include <vector>
 
 #include "rows.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
+#endif
+#if PN_VECTOR_BYTES < 32 && !defined(__aarch64__)
+#include <c10/util/Half.h>  // here only: it would be compiled for the CPU of each file, and linked once
 #endif
 
 namespace pn {
@@ -135,35 +139,14 @@ PN_INLINE void narrow(Half* to, Vector<float> v) {
   std::memcpy(to, &result, sizeof result);
 }
 #else
-PN_INLINE float widen_one(Half half) {
-  uint32_t sign = static_cast<uint32_t>(half.bits & 0x8000u) << 16, magnitude = half.bits & 0x7fffu;
-  if (magnitude >= 0x7c00u) return as<float>(sign | 0x7f800000u | (magnitude & 0x3ffu) << 13);
-  // The exponent's bias is 15 there and 127 here; a multiplication also puts subnormal numbers right.
-  return as<float>(sign | as<uint32_t>(as<float>(magnitude << 13) * as<float>(uint32_t{(254 - 15) << 23})));
-}
-
-PN_INLINE Half narrow_one(float value) {
-  uint32_t bits = as<uint32_t>(value), sign = bits >> 16 & 0x8000u, magnitude = bits & 0x7fffffffu, result;
-  if (magnitude > 0x7f800000u) {
-    result = 0x7e00u;
-  } else if (magnitude >= 0x477ff000u) {  // rounds to more than the largest finite number
-    result = 0x7c00u;
-  } else if (magnitude < 0x38800000u) {  // subnormal: the addition rounds where the last bit will be
-    result = as<uint32_t>(as<float>(magnitude) + 0.5f) - as<uint32_t>(0.5f);
-  } else {
-    result = (magnitude - (112u << 23) + 0xfffu + (magnitude >> 13 & 1u)) >> 13;
-  }
-  return {static_cast<uint16_t>(sign | result)};
-}
-
 PN_CALLED Vector<float> widen(const Half* from) {
   Vector<float> v;
-  for (int k = 0; k < kWidth<float>; ++k) v[k] = widen_one(from[k]);
+  for (int k = 0; k < kWidth<float>; ++k) v[k] = c10::detail::fp16_ieee_to_fp32_value(from[k].bits);
   return v;
 }
 
 PN_CALLED void narrow(Half* to, Vector<float> v) {
-  for (int k = 0; k < kWidth<float>; ++k) to[k] = narrow_one(v[k]);
+  for (int k = 0; k < kWidth<float>; ++k) to[k].bits = c10::detail::fp16_ieee_from_fp32_value(v[k]);
 }
 #endif
 
@@ -304,6 +287,28 @@ PN_CALLED __attribute__((optimize("tree-vectorize"))) void add_up(Sums<A>& sums,
 
 constexpr int64_t kRowsBetweenAddingUp = 256;
 
+// The sums of `vectors` times the channels are added up every so many rows, and at the end.
+template <class A, class F>
+PN_INLINE void rows_with_sums(int64_t begin, int64_t end, int64_t size, Sums<A>& sums, F&& row_of) {
+  for (int64_t row = begin; row < end; ++row) {
+    row_of(row);
+    if (size && (row - begin) % kRowsBetweenAddingUp == kRowsBetweenAddingUp - 1) add_up(sums, size);
+  }
+  if (size) add_up(sums, size);
+}
+
+// Calls `use` with a std::bool_constant for each condition, which can be an argument of a template.
+template <class F>
+void with_constants(F&& use) {
+  use();
+}
+
+template <class F, class... Rest>
+void with_constants(F&& use, bool condition, Rest... rest) {
+  if (condition) return with_constants([&](auto... more) { use(std::true_type{}, more...); }, rest...);
+  with_constants([&](auto... more) { use(std::false_type{}, more...); }, rest...);
+}
+
 // How many rows before its turn a row is fetched: a pass has little to compute and would wait for memory at the beginning of
 // each row, and again for the lines that it writes. Much more than this would push out of the nearest cache what is in use.
 template <class S>
@@ -344,38 +349,22 @@ template <class S, class A, bool scaled, bool writes, bool centered, Kind kind>
 void forward_rows(const Forward<S, A>& f, int64_t begin, int64_t end, Sums<A>& sums) {
   const int64_t ahead = rows_ahead<S>(f.channels);
   const bool streams = writes && f.stream && are_aligned<A>(f.y, f.channels / (scaled ? f.groups : 1));
-  for (int64_t row = begin; row < end; ++row) {
+  rows_with_sums(begin, end, kind == Kind::none ? 0 : 2 * f.channels, sums, [&](int64_t row) {
     const bool padding = f.padding && f.padding[row];
     A* sum = sums.narrow + (padding ? f.channels : 0);
     forward_row<S, A, scaled, writes, centered, kind>(f, row, std::min(row + ahead, end - 1), sum, streams);
     sums.real += !padding;
-    if (kind != Kind::none && (row - begin) % kRowsBetweenAddingUp == kRowsBetweenAddingUp - 1) {
-      add_up(sums, 2 * f.channels);
-    }
-  }
-  if (kind != Kind::none) add_up(sums, 2 * f.channels);
+  });
   if (streams) end_of_stream();
-}
-
-template <class S, class A, bool scaled>
-void forward_scaled(const Forward<S, A>& f, int64_t begin, int64_t end, Kind kind, Sums<A>& sums) {
-  if (!f.y) {
-    if (kind == Kind::values) return forward_rows<S, A, scaled, false, false, Kind::values>(f, begin, end, sums);
-    if (f.center) return forward_rows<S, A, scaled, false, true, Kind::deviations>(f, begin, end, sums);
-    return forward_rows<S, A, scaled, false, false, Kind::squares>(f, begin, end, sums);
-  }
-  if (f.center) {
-    if (kind == Kind::squares) return forward_rows<S, A, scaled, true, true, Kind::squares>(f, begin, end, sums);
-    return forward_rows<S, A, scaled, true, true, Kind::none>(f, begin, end, sums);
-  }
-  if (kind == Kind::squares) return forward_rows<S, A, scaled, true, false, Kind::squares>(f, begin, end, sums);
-  forward_rows<S, A, scaled, true, false, Kind::none>(f, begin, end, sums);
 }
 
 template <class S, class A>
 void forward(const Forward<S, A>& f, int64_t begin, int64_t end, Kind kind, Sums<A>& sums) {
-  if (f.groups) return forward_scaled<S, A, true>(f, begin, end, kind, sums);
-  forward_scaled<S, A, false>(f, begin, end, kind, sums);
+  with_constants([&](auto scaled, auto writes, auto centered, auto squares) {
+    constexpr Kind of_sums = centered ? Kind::deviations : Kind::values;  // where nothing is written
+    constexpr Kind summed = squares ? Kind::squares : writes ? Kind::none : of_sums;
+    forward_rows<S, A, scaled, writes, centered, summed>(f, begin, end, sums);
+  }, f.groups, f.y, f.center, kind == Kind::squares);
 }
 
 PN_INLINE bool is_zero(float value) { return value == 0.0f; }
@@ -473,7 +462,7 @@ void backward_rows(const Backward<S, A>& b, int64_t begin, int64_t end, Sums<A>&
   const int64_t ahead = rows_ahead<S>(b.channels);
   std::vector<A> projections(scaled && writes ? b.groups : 0);
   const bool streams = writes && b.stream && are_aligned<A>(b.dx, b.channels / (scaled ? b.groups : 1));
-  for (int64_t row = begin; row < end; ++row) {
+  rows_with_sums(begin, end, sums_up ? 4 * b.channels : 0, sums, [&](int64_t row) {
     const int64_t next = std::min(row + ahead, end - 1);
     const bool padding = b.padding && b.padding[row];
     A* sum = sums.narrow + (padding ? 2 * b.channels : 0);
@@ -484,33 +473,17 @@ void backward_rows(const Backward<S, A>& b, int64_t begin, int64_t end, Sums<A>&
     } else {
       backward_row<S, A, scaled, writes, sums_up, sloped, centered>(b, row, next, sum, projections.data(), streams);
     }
-    if (sums_up && (row - begin) % kRowsBetweenAddingUp == kRowsBetweenAddingUp - 1) add_up(sums, 4 * b.channels);
-  }
-  if (sums_up) add_up(sums, 4 * b.channels);
+  });
   if (streams) end_of_stream();
-}
-
-template <class S, class A, bool scaled, bool writes, bool sums_up>
-void backward_sloped(const Backward<S, A>& b, int64_t begin, int64_t end, Sums<A>& sums) {
-  if (b.center) {
-    if (b.slope) return backward_rows<S, A, scaled, writes, sums_up, writes, true>(b, begin, end, sums);
-    return backward_rows<S, A, scaled, writes, sums_up, false, true>(b, begin, end, sums);
-  }
-  if (b.slope) return backward_rows<S, A, scaled, writes, sums_up, writes, false>(b, begin, end, sums);
-  backward_rows<S, A, scaled, writes, sums_up, false, false>(b, begin, end, sums);
-}
-
-template <class S, class A, bool scaled>
-void backward_scaled(const Backward<S, A>& b, int64_t begin, int64_t end, Sums<A>& sums) {
-  if (!b.dx) return backward_sloped<S, A, scaled, false, true>(b, begin, end, sums);
-  if (sums.narrow) return backward_sloped<S, A, scaled, true, true>(b, begin, end, sums);
-  backward_sloped<S, A, scaled, true, false>(b, begin, end, sums);
 }
 
 template <class S, class A>
 void backward(const Backward<S, A>& b, int64_t begin, int64_t end, Sums<A>& sums) {
-  if (b.groups) return backward_scaled<S, A, true>(b, begin, end, sums);
-  backward_scaled<S, A, false>(b, begin, end, sums);
+  with_constants([&](auto scaled, auto writes, auto sums_up, auto sloped, auto centered) {
+    if constexpr (writes || sums_up) {
+      backward_rows<S, A, scaled, writes, sums_up, writes && sloped, centered>(b, begin, end, sums);
+    }
+  }, b.groups, b.dx, sums.narrow, b.slope, b.center);
 }
 
 // A row is fetched while another is computed, and the memory of its result.
@@ -580,8 +553,9 @@ void standardize_rows(const PerToken<S, A>& p, int64_t begin, int64_t end) {
 
 template <class S, class A>
 void standardize(const PerToken<S, A>& p, int64_t begin, int64_t end) {
-  if (p.centered) return (p.scale ? standardize_rows<S, A, true, true> : standardize_rows<S, A, true, false>)(p, begin, end);
-  (p.scale ? standardize_rows<S, A, false, true> : standardize_rows<S, A, false, false>)(p, begin, end);
+  with_constants([&](auto centered, auto affine) {
+    standardize_rows<S, A, centered, affine>(p, begin, end);
+  }, p.centered, p.scale);
 }
 
 template <class S, class A, bool weighted, bool sums_up>
@@ -620,16 +594,6 @@ PN_INLINE void standardize_gradient_row(const PerToken<S, A>& p, int64_t row, in
   }
 }
 
-// The sums of `vectors` times the channels are added up every so many rows, and at the end.
-template <class A, class F>
-PN_INLINE void rows_with_sums(int64_t begin, int64_t end, int64_t size, Sums<A>& sums, F&& row_of) {
-  for (int64_t row = begin; row < end; ++row) {
-    row_of(row);
-    if (size && (row - begin) % kRowsBetweenAddingUp == kRowsBetweenAddingUp - 1) add_up(sums, size);
-  }
-  if (size) add_up(sums, size);
-}
-
 template <class S, class A, bool weighted, bool sums_up>
 void standardize_gradient_rows(const PerToken<S, A>& p, int64_t begin, int64_t end, Sums<A>& sums) {
   const int64_t ahead = rows_ahead<S>(p.channels);
@@ -646,12 +610,9 @@ void standardize_gradient_rows(const PerToken<S, A>& p, int64_t begin, int64_t e
 
 template <class S, class A>
 void standardize_gradient(const PerToken<S, A>& p, int64_t begin, int64_t end, Sums<A>& sums) {
-  if (sums.narrow) {
-    if (p.scale) return standardize_gradient_rows<S, A, true, true>(p, begin, end, sums);
-    return standardize_gradient_rows<S, A, false, true>(p, begin, end, sums);
-  }
-  if (p.scale) return standardize_gradient_rows<S, A, true, false>(p, begin, end, sums);
-  standardize_gradient_rows<S, A, false, false>(p, begin, end, sums);
+  with_constants([&](auto weighted, auto sums_up) {
+    standardize_gradient_rows<S, A, weighted, sums_up>(p, begin, end, sums);
+  }, p.scale, sums.narrow);
 }
 
 // Functions of the elements of a vector.
