@@ -10,7 +10,7 @@ from pn_fairseq.norms.channel import ChannelNorm
 from pn_fairseq.norms.checks import check_alpha, check_input, check_positive
 from pn_fairseq.norms.compiled import compiled_step
 from pn_fairseq.norms.diagnostics import collect
-from pn_fairseq.norms.distributed import world_size
+from pn_fairseq.norms.distributed import refuse_join, world_size
 from pn_fairseq.norms.nested import over_tokens
 from pn_fairseq.norms.state import COUNT, StatefulNorm, is_recomputation
 from pn_fairseq.norms.tokens import Contribution, Moments, Tokens, Training
@@ -195,9 +195,11 @@ class RunningNorm(StatefulNorm):
     def training_step(self, apply, x: Tensor, weight, bias, padding_mask: Tensor | None, further) -> Tensor:
         """y of a training step without :meth:`token_part`; ``apply`` calls :class:`.Training`."""
         self.flush()
-        if self.ignoring and self.synchronises():
-            padding_mask = torch.ones(x.shape[-2::-1], dtype=torch.bool, device=x.device)
-            padding_mask = padding_mask.t() if self.batch_first else padding_mask
+        if self.synchronises():
+            refuse_join()
+            if self.ignoring:
+                padding_mask = torch.ones(x.shape[-2::-1], dtype=torch.bool, device=x.device)
+                padding_mask = padding_mask.t() if self.batch_first else padding_mask
         if self.recalibrating:
             return self.recalibrating(x, padding_mask)
         contribution = self._queue.new_contribution()

@@ -158,7 +158,14 @@ class StatefulNorm(ChannelNorm):
         return self._queue.view(state)
 
     def check_memory(self) -> None:
-        """Raise RuntimeError where a part of the state is still on the meta device and has no values."""
+        """Raise RuntimeError where a part of the state is still on the meta device and has no values.
+
+        FSDP1 with ``MixedPrecision(buffer_dtype=...)`` assigns to ``data`` of the buffers, past :meth:`_apply`: here
+        they become float32 again.
+        """
+        for name in self._initial:
+            if (buffer := dict.__getitem__(self._buffers, name)).dtype != torch.float32:
+                buffer.data = buffer.data.float()
         if missing := [name for name, buffer in dict.items(self._buffers) if buffer.is_meta]:
             raise RuntimeError(
                 f"{', '.join(missing)} of {getattr(self, 'name', type(self).__name__)} never got values: the module "

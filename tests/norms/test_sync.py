@@ -2,19 +2,25 @@
 
 import contextlib
 import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
 
-from pn_fairseq.norms import build_norm
+from pn_fairseq.norms import RunningNorm, build_norm
 from pn_fairseq.testing.helpers import CHANNELS
 from pn_fairseq.testing.ranks import run_ranks
 from pn_fairseq.testing.test_ranks import (
     RANK_RUNS,
+    RANK_STEPS,
     assert_ranks_equal_one,
     cases,
     rank_batches,
@@ -24,7 +30,8 @@ from pn_fairseq.testing.test_ranks import (
 )
 
 CASES = cases(["power", "batch"])
-BATCH = cases(["batch"])[0]
+BATCH, POWER = cases(["batch"])[0], cases(["power"])[0]
+BF16 = torch.bfloat16
 
 
 class Watch:
@@ -152,54 +159,186 @@ class Net(nn.Module):
         return self.norm(self.linear(x), mask)
 
 
-def sharded(model):
+def ddp(model, sync):
+    return nn.parallel.DistributedDataParallel(model, broadcast_buffers=sync)
+
+
+def fsdp1(model, sync, mixed_precision=None):
+    return FullyShardedDataParallel(model, mixed_precision=mixed_precision, device_id=torch.device("cpu"))
+
+
+def fsdp2(model, sync, **options):
     for part in (model.linear, model):  # the norm's parameters belong to the root
-        fully_shard(part, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+        fully_shard(part, mesh=init_device_mesh("cpu", (dist.get_world_size(),)), **options)
     return model
 
 
-#: Name -> how a model is wrapped, and whether the gradients of every second batch stay on their rank until the next.
+@dataclass(frozen=True)
+class Wrapper:
+    """``wrap(model, sync)``. ``accumulate``: gradients of every second batch stay on their rank until the next.
+    ``rounding``: of the whole training run."""
+
+    wrap: Callable
+    accumulate: bool = False
+    dtype: torch.dtype = torch.float64
+    autocast: bool = False
+    rounding: float = 1e-6
+
+
+PLAIN = Wrapper(ddp)
+#: bfloat16 rounds each of the updates by 2^-8, and momentum doubles an update.
+MIXED = {"dtype": torch.float32, "rounding": 2 * RANK_STEPS * 2**-8}
 WRAPPERS = {
-    "DDP": (nn.parallel.DistributedDataParallel, False),
-    "DDP, no_sync": (nn.parallel.DistributedDataParallel, True),
-    "FSDP2": (sharded, False),
+    "DDP": PLAIN,
+    "DDP, no_sync": Wrapper(ddp, accumulate=True),
+    "DDP, autocast": Wrapper(ddp, autocast=True, **MIXED),
+    "FSDP1": Wrapper(fsdp1),
+    "FSDP1, mixed": Wrapper(partial(fsdp1, mixed_precision=MixedPrecision(BF16, torch.float32, BF16)), **MIXED),
+    "FSDP2": Wrapper(fsdp2),
+    "FSDP2, mixed": Wrapper(partial(fsdp2, mp_policy=MixedPrecisionPolicy(BF16, torch.float32)), **MIXED),
 }
+UPDATES_SAVED = 4
 
 
-def wrapped_steps(model, batches, accumulate, lr):
-    """The state after each update."""
-    optimizer, record = torch.optim.SGD(model.parameters(), lr=lr), []
+def new_net(sync, wrapper=PLAIN, case=BATCH):
+    return Net(rank_norm(case, sync)).to(wrapper.dtype)
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.5)
+
+
+def wrapped_steps(model, batches, wrapper=PLAIN, scale=1.0, optimizer=None):
+    """The state after each update, and the inputs of the norm with their masks. ``scale``: of the loss."""
+    optimizer, states, inputs = optimizer or sgd(model), [], []
+    norm = next(module for module in model.modules() if isinstance(module, RunningNorm))
+    hook = norm.register_forward_pre_hook(lambda module, args: inputs.append((args[0].detach(), args[1])))
     for step, (x, dy, mask) in enumerate(batches):
-        hold = accumulate and step % 2 == 0
+        hold = wrapper.accumulate and step % 2 == 0
         with model.no_sync() if hold and hasattr(model, "no_sync") else contextlib.nullcontext():
-            model(x, mask).backward(dy)
+            with torch.autocast("cpu", BF16, enabled=wrapper.autocast):
+                y = model(x.to(wrapper.dtype), mask)
+            y.backward((dy * scale).to(y.dtype))
         if hold:
             continue
         optimizer.step()
         optimizer.zero_grad()
         state = {key.removeprefix("module."): value for key, value in model.state_dict().items()}
-        record.append({key: getattr(value, "full_tensor", value.clone)() for key, value in state.items()})
-    return record
+        states.append({key: getattr(value, "full_tensor", value.clone)() for key, value in state.items()})
+    hook.remove()
+    return states, inputs
 
 
-def on_wrapped_ranks(rank, world):
-    """The ranks have the mean of their gradients, and one process has the sum."""
+def loaded(model, folder):
+    """The optimizer of ``model``, both as the distributed checkpoint in ``folder`` has them."""
+    optimizer = sgd(model)
+    state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    dcp.load(state, checkpoint_id=folder, no_dist=not dist.is_initialized())
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    return optimizer
+
+
+def joined(model, batches, **options):
+    """States and inputs of the steps under ``join``, and the error; the ranks have 2, 3 and 4 batches."""
+    batches, optimizer, states, inputs = batches[: 2 + dist.get_rank()], sgd(model), [], []
+    try:
+        with model.join(**options):
+            for batch in batches:
+                state, step_inputs = wrapped_steps(model, [batch], optimizer=optimizer)
+                states, inputs = states + state, inputs + step_inputs
+    except RuntimeError as error:
+        return states, inputs, str(error)
+    return states, inputs, ""
+
+
+def on_wrapped_ranks(rank, world, folder):
+    """The ranks have the mean of their gradients, as one process whose loss is divided by their number."""
     batches = shard(rank_batches(world), world, rank)
-    return {
-        name: wrapped_steps(wrap(Net(rank_norm(BATCH, True))), batches, accumulate, 0.1 * world)
-        for name, (wrap, accumulate) in WRAPPERS.items()
-    }
+    found = {}
+    for name, wrapper in WRAPPERS.items():
+        for sync, case in ((True, BATCH), (False, POWER)):
+            found[name, sync] = wrapped_steps(wrapper.wrap(new_net(sync, wrapper, case), sync), batches, wrapper)
+    model = fsdp2(new_net(True), True)
+    optimizer = sgd(model)
+    wrapped_steps(model, batches[:UPDATES_SAVED], optimizer=optimizer)
+    dcp.save(dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True)), checkpoint_id=folder)
+    again = fsdp2(new_net(True), True)
+    found["loaded"] = wrapped_steps(again, batches[UPDATES_SAVED:], optimizer=loaded(again, folder))
+    found["join, refused"] = joined(ddp(new_net(True), True), batches)
+    found["join, thrown"] = joined(ddp(new_net(True), True), batches, throw_on_early_termination=True)
+    found["join, apart"] = joined(ddp(new_net(False, case=POWER), False), batches)
+    return found
 
 
 @pytest.fixture(scope="module")
-def wrapped():
-    return run_ranks(on_wrapped_ranks, 3)
+def checkpoint(tmp_path_factory):
+    return tmp_path_factory.mktemp("checkpoint")
 
 
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_wrapped_models_on_three_ranks_train_as_one_on_the_whole_batch(wrapped, wrapper):
-    expected = wrapped_steps(Net(rank_norm(BATCH, False)), rank_batches(3), WRAPPERS[wrapper][1], 0.1)
+@pytest.fixture(scope="module")
+def wrapped(checkpoint):
+    return run_ranks(on_wrapped_ranks, 3, str(checkpoint))
+
+
+def assert_states(ours, expected, rounding):
+    """``rounding``: of each tensor, relative to its Euclidean norm, or to 1 where that is smaller."""
+    for one, other in zip(ours, expected, strict=True):
+        for key, value in other.items():
+            assert one[key].dtype == value.dtype, key
+            error = (one[key] - value).double().norm() / value.double().norm().clamp(min=1.0)
+            assert error <= rounding, key
+
+
+def whole(wrapper=PLAIN):
+    """The states of one process, which computes by bfloat16 where the ranks do."""
+    wrapper = replace(wrapper, autocast=wrapper.dtype == torch.float32)
+    return wrapped_steps(new_net(False, wrapper), rank_batches(3), wrapper, 1 / 3)[0]
+
+
+def replayed(case, *inputs):
+    """What a norm in one process evaluates by after ``inputs``: for each rank, its part of each batch with its mask."""
+    norm = rank_norm(case, False).requires_grad_(False)
+    for parts in zip(*inputs, strict=True):
+        x, mask = zip(*parts, strict=True)
+        norm(torch.cat(x, 1), torch.cat(mask))
+    return {f"norm.{name}": norm.get_buffer(name) for name in (norm.mean_name, norm.moment_name) if name}
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_wrapped_models_on_three_ranks_train_as_one_on_the_whole_batch(wrapped, name):
+    wrapper = WRAPPERS[name]
+    expected = whole(wrapper)
+    statistics = replayed(BATCH, *(rank[name, True][1] for rank in wrapped))
     for rank in wrapped:
-        for ours, theirs in zip(rank[wrapper], expected, strict=True):
-            for key, value in theirs.items():
-                torch.testing.assert_close(ours[key], value, rtol=1e-6, atol=1e-6, msg=f"{wrapper}: {key}")
+        states, _ = rank[name, True]
+        assert_states(states, expected, wrapper.rounding)
+        assert_states(states[-1:], [statistics], 1e-5)
+
+
+@pytest.mark.parametrize("name", [*WRAPPERS, "DDP, join"])
+def test_without_synchronization_each_rank_has_the_statistics_of_a_process_of_its_own(wrapped, name):
+    for number, rank in enumerate(wrapped):
+        states, inputs, *errors = rank["join, apart"] if name == "DDP, join" else rank[name, False]
+        assert len(inputs) == (2 + number if name == "DDP, join" else RANK_STEPS) and not any(errors)
+        assert_states(states[-1:], [replayed(POWER, inputs)], 1e-5)
+
+
+def test_a_distributed_checkpoint_is_continued_on_three_ranks_and_in_one_process(wrapped, checkpoint):
+    expected = whole()[UPDATES_SAVED:]
+    for rank in wrapped:
+        assert_states(rank["loaded"][0], expected, 1e-6)
+    model = new_net(False)
+    optimizer = loaded(model, str(checkpoint))
+    batches = list(rank_batches(3))[UPDATES_SAVED:]
+    assert_states(wrapped_steps(model, batches, scale=1 / 3, optimizer=optimizer)[0], expected, 1e-6)
+
+
+def test_join_with_synchronized_statistics_ends_with_an_error_on_all_ranks(wrapped):
+    """As torch's SyncBatchNorm it needs ``throw_on_early_termination=True``, which the error names."""
+    expected = whole()[:2]
+    for number, rank in enumerate(wrapped):
+        states, _, error = rank["join, refused"]
+        assert not states and "throw_on_early_termination=True" in error
+        states, _, error = rank["join, thrown"]
+        assert ("exhausted all inputs" if number == 0 else "Detected at least one rank") in error
+        assert_states(states, expected, 1e-6)
