@@ -35,6 +35,7 @@ average --inputs w1.pt --output out.pt --batches 3    | --batches goes with --re
 average --inputs w1.pt --output out.pt --run x        | not allowed with argument
 average --inputs w1.pt --output out.pt --norm-module none.py | --norm-module; there is no file; none.py
 average --inputs w1.pt --output out.pt --unknown      | unrecognized arguments: --unknown; --help
+evaluate-lm --run run                                 | is not the run of a language model
 evaluate-lm                                           | are required: --run
 export w1.pt                                          | --onnx DIR, --pt2 DIR
 figures nothing --output out                          | there is no directory 'nothing'
@@ -99,6 +100,9 @@ report scored --output out --paper wmt99              | unknown table 'wmt99'; p
 report scored --output out --paper ptb                | --paper ptb is of language models, unlike the runs
 report scored --output out --paper no.yaml            | no.yaml: No such file
 report scored --output out --paper scored/config.yaml | config.yaml has no list of rows
+report scored --output out --paper half.yaml          | half.yaml cannot be read as a published table
+report scored --output out --paper row.yaml           | row 1 is not a mapping of label, norm
+report scored --output out --paper label.yaml         | row 1 has no 'label'
 report scored --output out --paper key.yaml           | row 1: unknown key 'blue', did you mean 'bleu'?
 report scored --output out --resamples 0              | --resamples
 report scored --output out --planned PN               | --planned 'PN'; MEASURE is bleu
@@ -140,6 +144,7 @@ train                                                 | CONFIG
 train verses_en_es                                    | did you mean 'verses_es_en'; iwslt14_de_en
 train verses_es_en seed                               | 'seed'; key=value
 train verses_es_en --data /nowhere                    | /nowhere; prepare
+train verses_es_en --check --data a:b                 | a:b' has a colon
 train verses_es_en --dat                              | --dat
 translate                                             | --run
 translate --run data                                  | is not a training run
@@ -205,7 +210,9 @@ def place(tmp_path_factory):
     (place / "group").write_text((ROOT / "LICENSE").read_text())
     (place / "blank").touch()
     (place / "settings.txt").write_bytes((place / "data/settings.txt").read_bytes())
-    (place / "key.yaml").write_text("rows: [{label: LN, norm: layer, blue: 3}]")
+    tables = {"key": "{label: LN, norm: layer, blue: 3}", "label": "{norm: layer}", "row": "3", "half": "{"}
+    for name, row in tables.items():
+        (place / f"{name}.yaml").write_text(f"rows: [{row}]")
     (place / "broken.py").write_text("1 / 0\n")
     (place / "empty.py").write_text('"""Nothing."""\n')
     return place

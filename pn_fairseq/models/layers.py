@@ -88,13 +88,10 @@ class TransformerPNEncoderLayer(NormedLayer, TransformerEncoderLayerBase):
         super().__init__(cfg, return_fc=return_fc)
         self.add_norms(cfg, "encoder", number)
 
-    def forward(self, x: Tensor, encoder_padding_mask: Tensor | None, attn_mask: Tensor | None = None):
-        """``x`` (T, B, C); ``encoder_padding_mask`` (B, T) bool or None; ``attn_mask`` (T, T), nonzero = masked."""
-        if attn_mask is not None:
-            # Finite: a row whose positions are all masked would give NaN in the softmax.
-            attn_mask = attn_mask.masked_fill(attn_mask.to(torch.bool), -1e8 if x.dtype == torch.float32 else -1e4)
+    def forward(self, x: Tensor, encoder_padding_mask: Tensor | None):
+        """``x`` (T, B, C); ``encoder_padding_mask`` (B, T) bool or None."""
         entry, mask = x, encoder_padding_mask
-        x, _ = self.attend("self_attn", x, mask, entry, need_weights=False, attn_mask=attn_mask)
+        x, _ = self.attend("self_attn", x, mask, entry, need_weights=False)
         x, fc_result = self.feed_forward(x, mask, entry)
         return (x, fc_result) if self.return_fc else x
 

@@ -322,6 +322,7 @@ def test_a_training_that_is_killed_and_resumed_has_every_update_once(data, tmp_p
         ),
         (("--norm-probe", "x", "--norm-probe-interval", "0"), "--norm-probe-interval 0 must be at least 1"),
         (("--norm-probe", "occupied"), "occupied holds notes.txt"),
+        (("--norm-probe", "occupied/notes.txt"), "notes.txt is not a folder"),
         (("--norm-probe", "occupied/notes.txt/probe"), "Not a directory"),
         (("--norm-probe-layers", "encoder.*"), "--norm-probe-layers needs --norm-probe FILE"),
     ],
@@ -343,6 +344,8 @@ def test_a_training_does_not_replace_the_file_of_another(data, tmp_path, capsys)
     assert end.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()[-1:]
     assert f"probe holds 2 updates of the run in {tmp_path}/one/checkpoints: give a new folder" in line
+    with pytest.raises(ValueError, match=r"has no update-\*.parquet"):
+        read_probe(tmp_path)
     shutil.rmtree(tmp_path / "one/checkpoints")  # killed before its first checkpoint
     train(data, tmp_path / "one", *flags, updates=1)
     assert list(read_probe(tmp_path / "probe")["update"].unique()) == [1]

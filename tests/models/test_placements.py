@@ -39,7 +39,7 @@ def loss_of(model, src, prev):
 
 @pytest.mark.parametrize(("placement", "without"), [("pre", False), ("post", False), ("pre", True)])
 def test_with_layer_norm_it_is_fairseqs_transformer_to_the_bit(placement, without):
-    flags = {"dropout": 0.1, "no_cross_attention": without}
+    flags = {"dropout": 0.1, "no_cross_attention": without, "layernorm_embedding": without}
     ours = placed(placement, **flags)
     torch.manual_seed(1)
     args = arch_args("transformer_pn_tiny", **{**small(placement), **flags})
@@ -55,7 +55,9 @@ def test_with_layer_norm_it_is_fairseqs_transformer_to_the_bit(placement, withou
         loss.backward()
         gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
         model.eval()
-        results.append((loss, model(src, None, prev)[0], model.decoder(prev)[0], *gradients))
+        logits, extra = model(src, None, prev, alignment_heads=2)
+        attention = [one for one in extra["attn"] if one is not None]
+        results.append((loss, logits, model.decoder(prev)[0], *attention, *gradients))
     assert all(map(torch.equal, *results))
 
 
@@ -399,6 +401,8 @@ def test_pruned_layers_compute_what_they_did(placement):
 def test_a_placement_must_be_one():
     with pytest.raises(ValueError, match=r"'other' is not a subclass of pn_fairseq.models.placements.Pre"):
         register_placement("other")(torch.nn.Module)
+    with pytest.raises(ValueError, match="'pre' exists already"):
+        register_placement("pre")(PLACEMENTS["pre"])
 
 
 def test_a_placement_from_outside(tmp_path):

@@ -27,6 +27,7 @@ TRANSLATION = [
     ({"decoder_norm_last": "rms", "no_decoder_final_norm": True}, "--no-decoder-final-norm"),
     ({"encoder_normalize_before": False}, "pre-norm"),
     ({"cross_self_attention": True}, "--cross-self-attention"),
+    ({"tie_adaptive_weights": True}, "--tie-adaptive-weights"),
     ({"attention_init": "kaiming"}, "attention_init='kaiming' must be one of fairseq, torch"),
     ({"norm_sync": "maybe"}, "maybe.*auto, on, off"),
     (both("sandwhich"), "unknown placement 'sandwhich', did you mean 'sandwich'"),
@@ -54,6 +55,7 @@ LANGUAGE = [
 ]
 #: Of tensorized_lm_ln_tiny.
 TENSORIZED = [
+    ({"decoder_norm_last": "rms", "decoder_final_norm": False}, "--decoder-norm-last needs --decoder-final-norm"),
     *(({"adaptive_softmax_cutoff": cutoff}, f"--adaptive-softmax-cutoff {cutoff}") for cutoff in
       ("60,20", "20,x", "100", "0,20")),
     *(({name: 0}, f"--{name.replace('_', '-')} must be at least 1, not 0") for name in
