@@ -131,7 +131,15 @@ def test_nested_tensors(case, layout, training):
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_a_mask_beside_a_nested_tensor_is_refused():
+def test_inputs_that_are_refused():
+    starts, lengths = torch.tensor([1, 0]), torch.tensor([2, 3])
+    for message, wrong in {
+        "expected a floating-point input": torch.ones(4, 2, DIM, dtype=torch.long),
+        "got one of 4 axes": torch.nested.as_nested_tensor([torch.randn(4, 2, DIM)]),
+        "without gaps": torch.nested.narrow(torch.randn(2, 4, DIM), 1, starts, lengths, layout=torch.jagged),
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            new_norm(POWER)(wrong)
     x = torch.nested.as_nested_tensor([torch.randn(4, DIM), torch.randn(1, DIM)])
     for case in (LAYER, POWER):
         with pytest.raises(ValueError, match="no padding_mask"):
