@@ -92,6 +92,7 @@ prepare ptb --corpus text --dest out                  | ptb.train.txt
 report                                                | RUN; --output
 report scored                                         | --output
 report scored nowhere --output out                    | there is no directory 'nowhere'
+report scored lm --output out                         | some runs are language models and some are not
 report scored text --output out                       | 'text' is not a run; config.yaml
 report scored text/../scored --output out             | given twice
 report scored --output group                          | group: File exists
@@ -201,6 +202,7 @@ def place(tmp_path_factory):
     place = tmp_path_factory.mktemp("refusals") / "place"
     small_run(place, 37)
     make_run(place / "scored")
+    make_run(place / "lm", task___name="language_modeling")
     cut_corpus(place / "text", 9, 3, 3)
     (place / "files").mkdir()
     for number, path in enumerate(("w1.pt", "w2.pt", "a:b.pt", *(f"files/checkpoint{n}.pt" for n in (1, 2)))):
