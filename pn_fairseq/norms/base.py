@@ -27,8 +27,8 @@ class RunningNorm(StatefulNorm):
     accumulation, inf and NaN, evaluation, recalibration, averaging, saving and diagnostics are handled by this class. A
     norm that also uses the statistics of each token defines :meth:`token_part` and :meth:`effective_affine`.
 
-    **When the state changes.** A forward changes no state, except while :attr:`recalibrating`. A backward stores a
-    :class:`~.tokens.Contribution`, once per forward. A forward that no backward can reach, because neither the input
+    **When the state changes.** A forward changes no state. A backward stores a :class:`~.tokens.Contribution`, once
+    per forward. A forward that no backward can reach, because neither the input
     nor a parameter of the norm requires a gradient, stores it itself, unless gradients are disabled
     (``torch.no_grad()``); a checkpointed forward counts once. Such a step changes all state but
     :attr:`gradient_state`. :meth:`flush` applies the contributions to the state, and discards those without a real

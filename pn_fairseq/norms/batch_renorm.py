@@ -7,7 +7,7 @@ from torch import Tensor
 
 from pn_fairseq.norms.batch import BatchStatsNorm
 from pn_fairseq.norms.checks import check_real, check_whole
-from pn_fairseq.norms.tokens import Contribution, Moments, Tokens
+from pn_fairseq.norms.tokens import Contribution, Tokens
 
 
 @dataclass(slots=True)
@@ -101,6 +101,3 @@ class BatchRenorm(BatchStatsNorm):
             "running_var": (sigma + share * (contribution.sigma - sigma)).square() - self.eps,
         }
         return self.if_counted(contribution, new)
-
-    def statistics_of(self, batch: Moments) -> dict[str, Tensor]:
-        return {"running_mean": batch.mean, "running_var": batch.moment}

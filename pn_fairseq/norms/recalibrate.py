@@ -31,7 +31,7 @@ def recalibrating(model: nn.Module) -> Iterator[list[RunningNorm]]:
 
     All other state keeps its value, among it the number of training steps (the psi warm-up does not begin again) and
     PN's :math:`\nu`, which only backward passes can estimate. Modes are restored. A norm that no batch has reached
-    keeps its old statistics, and an exception inside the block restores the statistics of all norms.
+    keeps its old statistics, and after an exception inside the block all norms do.
 
     Args:
         model: any module that holds norms of this package.
@@ -42,38 +42,35 @@ def recalibrating(model: nn.Module) -> Iterator[list[RunningNorm]]:
     norms = running_norms(model)
     modes = [(module, module.training) for module in model.modules()]
     model.eval()  # takes pending steps into the state before it is read
-    before = [{name: buffer.detach().clone() for name, buffer in norm.named_buffers()} for norm in norms]
+    means: list[dict[str, Tensor]] = [{} for _ in norms]
     try:
-        for norm in norms:
-            norm.reset_running_stats()
-            norm.recalibrating = partial(_average_in, norm)
+        for norm, mean in zip(norms, means, strict=True):
+            norm.recalibrating = partial(_average_in, norm, mean)
             norm.train()
         yield norms
-        for norm, state in zip(norms, before, strict=True):
-            if norm.num_batches_tracked > 0:
-                new = {name: norm.get_buffer(name).clone() for name in (norm.mean_name, norm.moment_name) if name}
-                state.update(new)
+        for norm, mean in zip(norms, means, strict=True):
+            if mean.pop(COUNT, 0) > 0:
+                norm.discard_pending()
+                for name, value in mean.items():
+                    norm.get_buffer(name).copy_(value)
     finally:
-        for norm, state in zip(norms, before, strict=True):
-            norm.discard_pending()
+        for norm in norms:
             norm.recalibrating = False
-            for name, value in state.items():
-                norm.get_buffer(name).copy_(value)
         for module, training in modes:
             module.training = training
 
 
-def _average_in(norm: RunningNorm, x: Tensor, padding_mask: Tensor | None) -> Tensor:
-    """y by the statistics of the batch, which enter the mean over the batches."""
+def _average_in(norm: RunningNorm, mean: dict[str, Tensor], x: Tensor, padding_mask: Tensor | None) -> Tensor:
+    """y by the statistics of the batch, which enter their ``mean`` over the batches, by buffer name."""
     batch = norm.batch_moments(Tokens(norm, norm.contribution_type(), x.detach(), padding_mask, None, None))
     with torch.no_grad():
         new = {name: value.to(torch.float32) for name, value in norm.statistics_of(batch).items()}
         finite = torch.stack([value.isfinite().all() for value in new.values()]).all()
         counted = (batch.count > 0) & finite & (not norm.ignoring or norm.synchronises())
-        count = norm.get_buffer(COUNT).add_(counted).clamp(min=1)
+        mean[COUNT] = mean.get(COUNT, 0) + counted
         for name, value in new.items():
-            running = norm.get_buffer(name)
-            running.copy_(torch.where(counted, running + (value - running) / count, running))
+            old = mean.get(name, torch.zeros_like(value))
+            mean[name] = torch.where(counted, old + (value - old) / mean[COUNT].clamp(min=1), old)
     return norm.normalize_by(x, batch.mean, batch.moment)
 
 

@@ -149,10 +149,6 @@ class StatefulNorm(ChannelNorm):
         self.register_buffer(name, torch.full((*rows, self.num_features), initial, dtype=torch.float32))
         self._buffers[COUNT] = self._buffers.pop(COUNT)  # the counter comes last, as in torch.nn.BatchNorm1d
 
-    def state_after(self, contribution: Contribution) -> dict[str, Tensor]:
-        """What ``contribution`` changes, by buffer name."""
-        raise NotImplementedError
-
     def frozen_view(self, state: Tensor) -> Tensor:
         """``state`` with the values that it has now, for a backward that runs later."""
         return self._queue.view(state)

@@ -12,6 +12,7 @@ from pn_fairseq.norms import RunningNorm, build_norm
 from pn_fairseq.testing.helpers import (
     CHANNELS,
     COUNT,
+    SCHEDULES,
     assert_close,
     assert_same,
     assert_state_unchanged,
@@ -44,9 +45,10 @@ def test_parameters_and_initial_state(case):
 
 
 def test_reset_parameters_gives_the_initial_values(case):
-    norm, new = case.trained(), build_norm(case.name, CHANNELS, case.variant)
+    norm, new = case.trained(), build_norm(case.name, CHANNELS, case.variant, **SCHEDULES)
     norm.reset_parameters()
     assert_same(norm.state_dict().values(), new.state_dict().values())
+    assert_same(some_steps(norm), some_steps(new))
 
 
 def on_meta(norm):
@@ -101,13 +103,6 @@ def test_a_module_on_meta_is_refused(running):
         norm.load_state_dict(without_some(running.trained().state_dict()), strict=False, assign=True)
         with pytest.raises(RuntimeError, match="running_.* never got values"):
             norm(torch.ones(2, CHANNELS))
-
-
-def test_reset_gives_the_initial_state(running):
-    norm, new = running.trained(), running.build()
-    norm.reset_running_stats()
-    assert_states_equal(norm, new)
-    assert_same(some_steps(norm), some_steps(new))
 
 
 def test_state_belongs_to_a_running_norm(case):

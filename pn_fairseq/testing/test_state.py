@@ -55,7 +55,7 @@ FLUSHES = {
     "within a model": lambda norm: torch.nn.Sequential(norm).state_dict(),
     "attribute": lambda norm: norm.num_batches_tracked,
     "named_buffers": lambda norm: list(norm.named_buffers()),
-    "buffers of a model": lambda norm: list(torch.nn.Sequential(norm).buffers()),
+    "buffers of a model": lambda norm: list(torch.nn.Sequential(norm).buffers()),  # as AveragedModel reads them
 }
 
 
@@ -72,16 +72,6 @@ def test_a_backward_is_taken_in_before_the_state_is_used(running, when):
     once = state_of(norm)
     norm.flush()
     assert_state_unchanged(norm, once)
-
-
-def test_an_average_of_models_reads_the_state_after_the_last_backward(running):
-    """As torch.optim.swa_utils.AveragedModel does, by ``model.buffers()``."""
-    model = torch.nn.Sequential(running.trained())
-    average = torch.optim.swa_utils.AveragedModel(model, use_buffers=True)
-    x, mask, dy = tensors(rng(2))
-    model[0](x.requires_grad_(), mask).backward(dy)
-    average.update_parameters(model)
-    assert_same(state_of(average.module[0]).values(), state_of(model[0]).values())
 
 
 def test_flush_waits_inside_a_backward(running):
