@@ -15,8 +15,6 @@ from pn_fairseq.norms.nested import over_tokens
 from pn_fairseq.norms.state import COUNT, StatefulNorm, is_recomputation
 from pn_fairseq.norms.tokens import Contribution, Moments, Tokens, Training
 
-__all__ = ["COUNT", "ChannelNorm", "RunningNorm", "running_norms", "set_loss_scale"]
-
 
 class RunningNorm(StatefulNorm):
     r"""A norm with running statistics: state that training steps change and evaluation uses.
@@ -27,16 +25,16 @@ class RunningNorm(StatefulNorm):
     accumulation, inf and NaN, evaluation, recalibration, averaging, saving and diagnostics are handled by this class. A
     norm that also uses the statistics of each token defines :meth:`token_part` and :meth:`effective_affine`.
 
-    **When the state changes.** A forward changes no state. A backward stores a :class:`~.tokens.Contribution`, once
-    per forward. A forward that no backward can reach, because neither the input
-    nor a parameter of the norm requires a gradient, stores it itself, unless gradients are disabled
-    (``torch.no_grad()``); a checkpointed forward counts once. Such a step changes all state but
-    :attr:`gradient_state`. :meth:`flush` applies the contributions to the state, and discards those without a real
-    token or with a number that is not finite. It runs before the next training forward (not inside a backward pass,
-    where a forward is a recomputation and has to see the same state again), in :meth:`set_num_updates`, on a change
-    between training and evaluation, on saving, loading, copying and conversion, and when a buffer is read: as an
-    attribute, or from ``buffers()`` or ``named_buffers()`` of this module or of a model that holds it. A tensor that
-    was read earlier changes at the next of these occasions, and not during the backward pass itself.
+    **When the state changes.** A forward changes no state. A backward stores a :class:`~.tokens.Contribution`, once per
+    forward. A forward that no backward can reach, because neither the input nor a parameter of the norm requires a
+    gradient, stores it itself, unless gradients are disabled (``torch.no_grad()``); a checkpointed forward counts once.
+    Such a step changes all state but :attr:`gradient_state`. :meth:`flush` applies the contributions to the state, and
+    discards those without a real token or with a number that is not finite. It runs before the next training forward
+    (not inside a backward pass, where a forward is a recomputation and has to see the same state again), in
+    :meth:`set_num_updates`, on a change between training and evaluation, on saving, loading, copying and conversion,
+    and when a buffer is read: as an attribute, or from ``buffers()`` or ``named_buffers()`` of this module or of a
+    model that holds it. A tensor that was read earlier changes at the next of these occasions, and not during the
+    backward pass itself.
 
     The state stays float32 through ``.half()``, ``.bfloat16()``, ``.to(dtype)`` and loading. The buffer
     ``num_batches_tracked`` (int64) counts the steps that were applied.

@@ -3,7 +3,6 @@
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from functools import cache
 from typing import Any
 
 import torch
@@ -97,7 +96,7 @@ class ArgumentHook:
             open_scopes.append(enter_scope(value if known else None, known, form or "", shape, self.handle, outer))
 
     def scope(self, value: Any, form: str | Callable | None, attended: tuple[int, ...] | None) -> Scope:
-        scope = Scope(cache(lambda: self._mask(value, form)), self.declared, self)
+        scope = Scope(lambda: self._mask(value, form), self.declared, self)
         scope.attended = attended
         return scope
 

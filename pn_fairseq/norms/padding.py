@@ -11,6 +11,7 @@ import copy
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
+from functools import cache, cached_property
 
 import torch
 from torch import Tensor
@@ -82,8 +83,6 @@ class PaddingMask:
         self.form = form
         self._padding: Tensor | None = None
         self._time: int | None = None
-        self._longest: int | None = None
-        self._real_tokens: int | None = None
 
     @property
     def batch(self) -> int:
@@ -99,9 +98,11 @@ class PaddingMask:
             return self.value.size(-1)
         if self._time is not None:
             return self._time
-        if self._longest is None:
-            self._longest = int(self.value.max()) if self.value.numel() else 0
         return max(self._longest, tokens)
+
+    @cached_property
+    def _longest(self) -> int:
+        return int(self.value.max()) if self.value.numel() else 0
 
     def of(self, tokens: int) -> Tensor:
         """Bool, True = padding, in the shape of the mask; for lengths (B, ``tokens``)."""
@@ -121,13 +122,10 @@ class PaddingMask:
                 self._padding = torch.arange(tokens, device=self.value.device) >= self.value[:, None]
         return self._padding
 
-    @property
+    @cached_property
     def real_tokens(self) -> int:
         """The number of tokens that are not padding. It waits for the device."""
-        if self._real_tokens is None:
-            real = self.value.sum() if self.form == "lengths" else (~self.of(self.value.size(-1))).sum()
-            self._real_tokens = int(real)
-        return self._real_tokens
+        return int(self.value.sum() if self.form == "lengths" else (~self.of(self.value.size(-1))).sum())
 
     @property
     def has_padding(self) -> bool:
@@ -149,8 +147,7 @@ class Scope(AbstractContextManager):
     """
 
     def __init__(self, find: Callable, declared: bool = False, hook=None):
-        self._find: Callable | None = find
-        self._mask = None
+        self._find = cache(find)  # also for its copies
         self.declared, self.hook = declared, hook
         #: Whether it is a ``with padding(...)`` block.
         self.is_block = False
@@ -165,11 +162,8 @@ class Scope(AbstractContextManager):
 
     def mask(self):
         """The mask, None or NotImplemented. A scope that knows nothing answers as the inner scope that ended last."""
-        if self._find is not None:
-            self._mask, self._find = self._find(), None
-        if self._mask is NotImplemented and self.last is not None:
-            return self.last.mask()
-        return self._mask
+        mask = self._find()
+        return self.last.mask() if mask is NotImplemented and self.last is not None else mask
 
     def __enter__(self) -> Scope:
         self.outer, self.graph_task = _current.get(), current_backward()
