@@ -188,8 +188,8 @@ setup(
         # The models of docs/frameworks.md; joeynmt, eole and fairseq2 have pins that exclude each other's or torch.
         # torchtune 0.6 imports what torchao 0.16 has removed.
         "frameworks": [
-            *("speechbrain>=1.1", "timm>=1.0", "torchao<0.16", "torchtune>=0.6", "transformers>=5"),
-            "x-transformers>=2.31",
+            *("accelerate>=1.1", "peft>=0.19", "speechbrain>=1.1", "timm>=1.0", "torchao<0.16", "torchtune>=0.6"),
+            *("transformers>=5", "x-transformers>=2.31"),
         ],
         "docs": DOCS,  # the site, and the notebook in examples/
     },

@@ -6,11 +6,13 @@ The table of docs/frameworks.md is made from :data:`CASES` by ``python -m docs.t
 import copy
 import importlib.util
 import sys
+import tempfile
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -137,9 +139,13 @@ def torchtune():
 
     def call(m, x):
         with padding(MASK):
-            return m((x[..., 0].abs() * 10).long() % 40)
+            return m(tokens_of(x))
 
     return model, call
+
+
+def tokens_of(x):
+    return (x[..., 0].abs() * 10).long() % 40
 
 
 def of_hugging_face(name: str, **sizes):
@@ -148,10 +154,67 @@ def of_hugging_face(name: str, **sizes):
     config = getattr(hf, f"{name}Config")(vocab_size=40, **sizes)
 
     def call(m, x):
-        tokens = (x[..., 0].abs() * 10).long() % 40
-        return m(input_ids=tokens, attention_mask=(~MASK).long()).last_hidden_state
+        return m(input_ids=tokens_of(x), attention_mask=(~MASK).long()).last_hidden_state
 
     return getattr(hf, f"{name}Model")(config), call
+
+
+def bert_for_masked_lm():
+    available("transformers")
+    available("accelerate")
+    hf = hugging_face()
+    return hf.BertForMaskedLM(hf.BertConfig(vocab_size=40, **SIZES, **OFF))
+
+
+class Rows(torch.utils.data.IterableDataset):
+    """Rows in their order."""
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __iter__(self):
+        return iter(self.rows)
+
+
+def train(model, rows):
+    """By a ``Trainer``, :data:`STEPS` updates of two batches each."""
+    from transformers import Trainer, TrainingArguments
+
+    sizes = {"max_steps": STEPS, "per_device_train_batch_size": B, "gradient_accumulation_steps": 2}
+    silent = {"save_strategy": "no", "logging_strategy": "no", "report_to": "none", "disable_tqdm": True}
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(folder, optim="sgd", learning_rate=0.1, use_cpu=True, **sizes, **silent)
+        Trainer(model, arguments, train_dataset=Rows(rows)).train()
+
+
+def whisper():
+    """Its sentences are in reverse order in the decoder. Its encoder attends to padding, which stays silence here."""
+    available("transformers")
+    hf = hugging_face()
+    heads = dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 2)
+    ffn = dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 32)
+    lengths = {"max_source_positions": T, "max_target_positions": T}
+    layers = {"encoder_layers": 1, "decoder_layers": 1, "d_model": C, "num_mel_bins": C}
+    symbols = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"), 0)
+    config = hf.WhisperConfig(vocab_size=40, **symbols, **layers, **heads, **ffn, **lengths)
+
+    def call(m, x):
+        sound = x.masked_fill(MASK[..., None], 0.0).repeat_interleave(2, 1).transpose(1, 2)
+        tokens, mask = tokens_of(x).flip(0), (~MASK).long().flip(0)
+        with padding(MASK):
+            y = m(input_features=sound, decoder_input_ids=tokens, decoder_attention_mask=mask).last_hidden_state
+        return y.flip(0)
+
+    return hf.WhisperModel(config), call
+
+
+def with_lora(model):
+    available("peft")
+    import peft
+
+    # No layer here is torchao's; PEFT refuses the version that torchtune needs.
+    with mock.patch("peft.tuners.lora.torchao.is_torchao_available", return_value=False):
+        return peft.get_peft_model(model, peft.LoraConfig(target_modules=["query", "value"], init_lora_weights=False))
 
 
 SIZES = {"hidden_size": C, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
@@ -160,22 +223,39 @@ OFF = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 @dataclass(frozen=True)
 class Case:
-    """``make`` returns the model and its call; ``options`` go to convert_norms.
+    """``make`` returns the model and its call; ``options`` go to convert_norms; ``wrap`` gets the converted model.
 
-    ``mask`` and ``by_hand`` stand in the table: where the mask comes from, and what must be written by hand.
+    ``mask`` and ``by_hand`` stand in the table: where the mask comes from, and what must be written by hand. Sentences
+    are in reverse order in the module ``reversed_in``. ``trainer``: :func:`trainer_errors` measures.
     """
 
     make: Callable
     mask: str
     by_hand: str = ""
     options: dict = field(default_factory=dict)
+    wrap: Callable = staticmethod(lambda model: model)
     no_padding: bool = False
+    reversed_in: str = ""
+    trainer: bool = False
 
 
 CASES = {
     "`nn.TransformerEncoder`": Case(torch_encoder, "`src_key_padding_mask`"),
     "`nn.Transformer`": Case(torch_transformer, "`src_key_padding_mask`, `tgt_key_padding_mask`"),
     "Hugging Face Bert": Case(lambda: of_hugging_face("Bert", **SIZES, **OFF), "`attention_mask`"),
+    "Hugging Face Bert, `Trainer`, checkpointing, accumulation": Case(
+        bert_for_masked_lm, "`attention_mask`", "`context_fn=padding.context_fn`", trainer=True
+    ),
+    "Hugging Face Bert, LoRA (PEFT)": Case(
+        lambda: of_hugging_face("Bert", **SIZES, **OFF), "`attention_mask`", "convert first", wrap=with_lora
+    ),
+    "Hugging Face Whisper": Case(
+        whisper,
+        "`with padding(mask)`, `decoder_attention_mask`",
+        "the block, for the encoder, whose attention reads padding",
+        {"mask_from": "attention_mask"},
+        reversed_in="decoder",
+    ),
     "Hugging Face Llama": Case(lambda: of_hugging_face("Llama", **SIZES), "`attention_mask`"),
     "Hugging Face Gemma": Case(
         lambda: of_hugging_face("Gemma", **SIZES, num_key_value_heads=2, head_dim=8), "`attention_mask`"
@@ -208,9 +288,11 @@ def test_framework(name, norm):
 def errors(case: Case, norm: str) -> tuple[float, float]:
     """After :data:`STEPS` training steps with padding: the largest difference between a norm's statistics and a loop's,
     and between outputs at real tokens or gradients for two contents of the padding; relative to the largest."""
+    if case.trainer:
+        return trainer_errors(case, norm)
     torch.manual_seed(1)
     model, call = case.make()
-    convert_norms(model, norm, layout="BTC", **case.options)
+    model = case.wrap(convert_norms(model, norm, layout="BTC", **case.options))
     norms = running_norms(model.train())
     assert len(norms) >= 2
     for module in model.modules():
@@ -232,16 +314,48 @@ def errors(case: Case, norm: str) -> tuple[float, float]:
             (y * target[real][:, : y.size(-1)]).sum().backward()
             results.append([y, *(p.grad for p in one.parameters() if p.grad is not None)])
         effect = max(effect, *(difference(*pair) for pair in zip(*results, strict=True)))
-    error = 0.0
-    for each in norms:
-        assert int(each.num_batches_tracked) == STEPS
-        for key, value in expected_state(each, seen[each], real).items():
-            error = max(error, difference(each.get_buffer(key).double(), value))
-    return error, effect
+    reverse = [bool(case.reversed_in) and each.name.startswith(case.reversed_in) for each in norms]
+    masks = [real.flip(0) if turned else real for turned in reverse]
+    return max(state_error(each, seen[each], mask) for each, mask in zip(norms, masks, strict=True)), effect
+
+
+def trainer_errors(case: Case, norm: str) -> tuple[float, float]:
+    """As :func:`errors`, with two batches for each update; the effect of padding is that on the trained parameters."""
+
+    def trained(content):
+        torch.manual_seed(1)
+        tokens = torch.randint(1, 40, (2 * STEPS, B, T)).masked_fill(MASK, content)
+        rows = {"input_ids": tokens, "attention_mask": (~MASK).long().expand_as(tokens)}
+        rows["labels"] = tokens.masked_fill(MASK, -100)
+        model = convert_norms(case.make(), norm, layout="BTC")
+        model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": padding.context_fn})
+        seen, recomputed = {each: [] for each in running_norms(model)}, set()
+
+        def see(module, args):
+            if torch._C._current_graph_task_id() == -1:
+                seen[module].append(args[0].detach().double())
+            else:  # in a backward pass
+                recomputed.add(module)
+
+        for each in seen:
+            each.register_forward_pre_hook(see)
+        sentences = zip(*(values.flatten(0, 1) for values in rows.values()), strict=True)
+        train(model, [dict(zip(rows, sentence, strict=True)) for sentence in sentences])
+        assert len(recomputed) == 2 * SIZES["num_hidden_layers"]
+        return model, max(state_error(each, inputs, ~MASK, 2 * STEPS) for each, inputs in seen.items())
+
+    (one, error), (other, _) = trained(0), trained(7)
+    return error, max(difference(*pair) for pair in zip(one.parameters(), other.parameters(), strict=True))
+
+
+def state_error(norm, inputs, real, steps=STEPS) -> float:
+    assert int(norm.num_batches_tracked) == len(inputs) == steps
+    expected = expected_state(norm, inputs, real)
+    return max(difference(norm.get_buffer(key).double(), value) for key, value in expected.items())
 
 
 def difference(one, two) -> float:
-    return float((one - two).abs().max() / two.abs().max().clamp(min=1.0))
+    return ((one - two).abs().max() / two.abs().max().clamp(min=1.0)).item()
 
 
 def table() -> str:
