@@ -10,8 +10,8 @@ def writable(settings) -> AbstractContextManager:
     return open_dict(settings) if OmegaConf.is_config(settings) else nullcontext()
 
 
-def run_setting(args, node: str, key: str) -> int:
-    """A whole number among the settings of a run; 0 where it is missing.
+def run_setting(args, node: str, key: str):
+    """A setting of a run; 0 where it is missing or empty.
 
     Args:
         args: the settings of a model as fairseq passes them. From the command line they are one flat Namespace with all
@@ -20,9 +20,9 @@ def run_setting(args, node: str, key: str) -> int:
     if hasattr(args, "_get_parent"):
         parent = args._get_parent()
         args = parent.get(node) if parent is not None else None
-    return int(getattr(args, key, None) or 0)
+    return getattr(args, key, None) or 0
 
 
 def learning_rate_warmup(args) -> int:
     """The warm-up of the learning rate in updates, under either name of fairseq's schedules; 0 where there is none."""
-    return run_setting(args, "lr_scheduler", "warmup_updates") or run_setting(args, "lr_scheduler", "warmup_steps")
+    return int(run_setting(args, "lr_scheduler", "warmup_updates") or run_setting(args, "lr_scheduler", "warmup_steps"))

@@ -19,6 +19,9 @@ from pn_fairseq.norms.registry import FIXED, SHARED, FromRun, NormEntry, find_no
 
 SYNC = ("auto", "on", "off")
 
+#: Settings of fairseq that send what it logs to TensorBoard and wandb.
+DASHBOARDS = ("tensorboard_logdir", "wandb_project")
+
 
 def flag(help: str, argument: dict, default=None):
     """A field with a flag of its name; ``argument`` is for argparse."""
@@ -103,8 +106,10 @@ class NormOptions:
         {"action": "store_true"},
         False,
     )
-    norm_stats_interval: int = flag(
-        "log a summary of the norms' statistics every N updates (default: {default}, never)", _whole, 0
+    norm_stats_interval: int | None = flag(
+        "log a summary of the norms' statistics every N updates; 0: never (default: --log-interval with "
+        "--tensorboard-logdir or --wandb-project, else never)",
+        _whole,
     )
     norm_probe: str | None = flag(
         "record the statistics of batches and of gradients of every norm in FILE, a folder of Parquet files "
@@ -188,6 +193,8 @@ class NormOptions:
         with writable(args):
             for name, value in resolved.items():
                 setattr(args, name, value)
+        if options.norm_stats_interval is None and any(run_setting(args, "common", key) for key in DASHBOARDS):
+            resolved["norm_stats_interval"] = run_setting(args, "common", "log_interval")  # not in the checkpoint
         return replace(options, **resolved)
 
     def resolved_options(self, args, old: Mapping[str, object]) -> dict[str, object]:
@@ -209,7 +216,7 @@ class NormOptions:
             option = key.removeprefix("norm_options.")
             if any(option in entry.own_options for entry in norms.values()):
                 options.setdefault(option, value)
-        warmup, updates = learning_rate_warmup(args), run_setting(args, "optimization", "max_update")
+        warmup, updates = learning_rate_warmup(args), int(run_setting(args, "optimization", "max_update"))
         for name, entry in norms.items():
             for option in entry.own_options.keys() - options_of(name, options).keys():
                 default = entry.default(option, self.norm_variant)

@@ -21,7 +21,7 @@ OTHER_OPTIONS |= {"--lnv", "--mean_detach", "--std_detach"}  # of the AdaNorm au
 OTHER_OPTIONS |= {"--no-isolation"}  # of build
 OTHER_OPTIONS |= {"--update2lr", "--sentence-bleu"}  # of fairseq: a scheduler's, and fairseq-score's
 #: Variables that programs read and no help text names.
-VARIABLES = {"CUDA_VISIBLE_DEVICES", "WANDB_MODE"}
+VARIABLES = {"CUDA_VISIBLE_DEVICES"}
 #: pn reproduce trains with these configurations.
 CONFIGS = {"demo": "demo"} | {name: corpus.config for name, corpus in CORPORA.items()}
 

@@ -222,6 +222,21 @@ def test_psi_warmup_is_found_next_to_the_model_node_of_hydra():
     assert cfg.model.psi_warmup_updates == 300
 
 
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"wandb_project": "x"}, 50),
+        ({"tensorboard_logdir": "x", "norm_stats_interval": 7}, 7),
+        ({"tensorboard_logdir": "x", "norm_stats_interval": 0}, 0),
+        ({"tensorboard_logdir": "", "wandb_project": None}, None),
+    ],
+)
+def test_statistics_are_logged_where_a_run_has_a_dashboard_unless_an_interval_is_given(settings, expected):
+    args = Namespace(log_interval=50, **settings)
+    assert NormOptions.from_args(args).norm_stats_interval == expected
+    assert getattr(args, "norm_stats_interval", None) == settings.get("norm_stats_interval")
+
+
 def test_schedules_are_a_part_of_the_run_unless_they_are_given():
     args = Namespace(encoder_norm="batch-renorm", decoder_norm="prep-batch", max_update=1000)
     assert NormOptions.from_args(args).norm_options == args.norm_options == {"renorm_updates": 300, "fade_updates": 800}

@@ -108,12 +108,13 @@ def test_summary_of_the_norms_in_log_tensorboard_and_wandb(data, tmp_path, plain
     )
     monkeypatch.setattr(progress_bar, "wandb", wandb)
     places = ("--tensorboard-logdir", "tensorboard", "--wandb-project", "norms")
-    text = train(data, tmp_path, "--norm-stats-interval", 2, *places)
+    text = train(data, tmp_path, "--log-interval", 2, *places)
     names = ("psi_distance", "nu_rms", "gamma_max", "guarded_steps", "nonfinite_steps")
     assert all(f'"norm_{name}"' in text for name in names)
     events = b"".join(path.read_bytes() for path in (tmp_path / "tensorboard/train_inner").iterdir())
     assert all(f"norm_{name}".encode() in events for name in names)
     assert {f"train_inner/norm_{name}" for name in names} <= logged
+    assert all(torch.equal(value, model_of(plain)[key]) for key, value in model_of(tmp_path).items())
     assert "norm_" not in re.sub("norm_(report|stats|agreement|sync|alpha|eps|variant)|[a-z]norm_", "", read(plain))
 
 
