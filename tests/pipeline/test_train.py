@@ -88,7 +88,7 @@ def test_what_a_run_holds(data, trained):
     assert list(curve.train) == [2, 4, 6, 8, 10, 12] and list(curve.valid) == [4, 8, 12]
     assert curve.valid[4] > curve.valid[8] + 0.1 > curve.valid[12] + 0.2, "the points where it can be killed differ"
     text = (trained / "train.log").read_text("utf-8")
-    assert "Saved checkpoint" in text and "num. shared model params" in text
+    assert all(words in text for words in ("Saved checkpoint", "num. shared model params", "norm_psi_distance"))
     assert (trained / "data").read_text() == f"{data}\n"
     assert (trained / "data.settings").read_bytes() == (data / "settings.txt").read_bytes()
     (record,) = map(json.loads, (trained / "starts.jsonl").read_text().splitlines())
