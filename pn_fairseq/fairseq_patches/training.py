@@ -30,6 +30,7 @@ from torch import nn
 from pn_fairseq.common.errors import NotFiniteError, Unavailable, one_line_errors
 from pn_fairseq.fairseq_patches import patch
 from pn_fairseq.norms import average_running_stats, running_norms, set_loss_scale
+from pn_fairseq.norms.fold import tensors_of
 
 
 @patch(Trainer, "train_step", "self samples raise_oom")
@@ -101,14 +102,6 @@ _MESSAGES = re.compile(r"gradients are (Nan/Inf|inconsistent.*\b(nan|inf)\b)|Min
 _first_modules: list[str] = []
 
 
-def _tensors(output):
-    if torch.is_tensor(output):
-        yield output
-    elif isinstance(output, dict | list | tuple):
-        for part in output.values() if isinstance(output, dict) else output:
-            yield from _tensors(part)
-
-
 @patch(NanDetector, "add_hooks", "self module")
 def add_hooks(_, detector, module):
     """The hooks on the backward pass are on the tensors of the output."""
@@ -116,7 +109,7 @@ def add_hooks(_, detector, module):
     def watch(module, inputs, output):
         if detector.forward:
             detector.fhook_fn(module, inputs, output)
-        for tensor in _tensors(output) if detector.backward else ():
+        for tensor in tensors_of(output) if detector.backward else ():
             if tensor.requires_grad:
                 tensor.register_hook(lambda gradient: detector.bhook_fn(module, (), gradient))
 

@@ -72,7 +72,7 @@ def fold_norms(model: nn.Module, *args, **kwargs) -> list[tuple[str, str]]:
 
     hooks = [module.register_forward_hook(watch) for module in (*maps, *norms)]
     try:
-        expected = _tensors(model(*args, **kwargs))
+        expected = tensors_of(model(*args, **kwargs))
     finally:
         for hook in hooks:
             hook.remove()
@@ -131,7 +131,7 @@ def _try(model: nn.Module, norm: RunningNorm, maps: list[nn.Module], after: bool
             module.bias = nn.Parameter(constant.to(weight.dtype), weight.requires_grad)
         for parent, key in parents:
             parent._modules[key] = FoldedNorm(norm.eps)
-        outputs = _tensors(model(*args, **kwargs))
+        outputs = tensors_of(model(*args, **kwargs))
         same = len(outputs) == len(expected) and all(
             output.shape == original.shape and (output - original).abs().max() <= 1e-4 * original.abs().max()
             for output, original in zip(outputs, expected, strict=True)
@@ -147,9 +147,9 @@ def _try(model: nn.Module, norm: RunningNorm, maps: list[nn.Module], after: bool
     return same
 
 
-def _tensors(output) -> list[Tensor]:
+def tensors_of(output) -> list[Tensor]:
     """The floating-point tensors of what a model returns."""
     if isinstance(output, Tensor):
         return [output] if output.is_floating_point() else []
     parts = output.values() if isinstance(output, dict) else output if isinstance(output, (list, tuple)) else ()
-    return [tensor for part in parts for tensor in _tensors(part)]
+    return [tensor for part in parts for tensor in tensors_of(part)]

@@ -236,17 +236,14 @@ def _reduced(batch: Moments, group) -> Moments:
     A second moment about the mean of a rank is moved to the mean of all ranks. The second moment about 0 minus the
     squared mean would lose precision.
     """
-    total, count = all_reduce_sum(torch.cat([_sum(batch), batch.count[None]]), group).split((batch.moment.numel(), 1))
+    sums = batch.count * (batch.moment if batch.mean is None else batch.mean)
+    total, count = all_reduce_sum(torch.cat([sums, batch.count[None]]), group).split((sums.numel(), 1))
     tokens = count[0].clamp(min=1.0)
     if batch.mean is None:
         return Moments(None, total / tokens, count[0], reduced=True)
     mean = total / tokens
     squares = batch.count * (batch.moment + (batch.mean - mean).square())
     return Moments(mean, all_reduce_sum(squares, group) / tokens, count[0], reduced=True)
-
-
-def _sum(batch: Moments) -> Tensor:
-    return batch.count * (batch.moment if batch.mean is None else batch.mean)
 
 
 class Training(torch.autograd.Function):
