@@ -3,7 +3,8 @@
 A norm gets (32, 128, 512) activations, the encoder (``torch.nn.TransformerEncoder``, converted, pre-norm, 256 channels)
 16 sentences of up to 64 tokens; both have a mask with 10% padding. The eager and the compiled module (``torch.compile``
 with ``fullgraph=True``) take turns of one step: training (forward and backward) or evaluation without gradients.
-torch's own norms show what the compiler costs by itself, and an encoder with ``none`` what it costs without norms.
+torch's own norms show what the compiler costs by itself, and an encoder with ``none`` what it costs without norms. The
+encoder's activation is GELU: with ReLU, inductor's kernel for it alone makes a step 1.19 times as long (torch 2.13).
 Printed are medians in milliseconds, and the quartiles of compiled / eager in the same round.
 """
 
@@ -51,7 +52,7 @@ class Encoder(nn.Module):
 
     def __init__(self, name: str, sentences: int = SENTENCES, channels: int = CHANNELS, **options):
         super().__init__()
-        layer = nn.TransformerEncoderLayer(channels, 4, 4 * channels, 0.0, norm_first=True, batch_first=True)
+        layer = nn.TransformerEncoderLayer(channels, 4, 4 * channels, 0.0, "gelu", norm_first=True, batch_first=True)
         encoder = nn.TransformerEncoder(layer, LAYERS, nn.LayerNorm(channels), enable_nested_tensor=False)
         self.encoder = convert_norms(encoder, name, mask_from="src_key_padding_mask", layout="BTC", **options)
         self.register_buffer("mask", _padding(sentences, LENGTH), persistent=False)

@@ -123,8 +123,8 @@ def _add_tile(h, real, count, mean, squares):
 
 @triton.jit
 def _write_partial(partials, slot: tl.constexpr, channel, inside, total, C: tl.constexpr):
-    place = slot * tl.num_programs(0).to(tl.int64) + tl.program_id(0)
-    tl.store(partials + place * C + channel, total, mask=inside)
+    row = slot * tl.num_programs(0).to(tl.int64) + tl.program_id(0)
+    tl.store(partials + row * C + channel, total, mask=inside)
 
 
 @triton.jit(do_not_specialize=["rows", "inner"])

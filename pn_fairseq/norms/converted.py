@@ -90,8 +90,8 @@ class ConvertedNorm:
 
     def find_padding(self, tokens: Tensor, mask: Tensor | None) -> Tensor | None:
         """Which of ``tokens``, (..., C), are padding; None: nothing is. ``mask``: None, or the one that was given."""
-        found = self._find_mask(tokens) if mask is None else PaddingMask("mask", mask, "the mask")
-        return None if found is None else self.layout.padding(tokens, found)
+        padding_mask = self._find_mask(tokens) if mask is None else PaddingMask("mask", mask, "the mask")
+        return None if padding_mask is None else self.layout.padding(tokens, padding_mask)
 
     def uses_mask(self) -> bool:
         return self.zero_padding or (self.training and isinstance(self, RunningNorm))

@@ -110,7 +110,7 @@ def _try(model: nn.Module, norm: RunningNorm, maps: list[nn.Module], after: bool
         if weight is None or weight.size(int(after)) != norm.num_features:  # also where a convolution has groups
             return False
         own = {id(parameter) for parameter in module.parameters(recurse=False)}
-        if any(own & {*map(id, other.parameters(recurse=False))} for other in model.modules() if other is not module):
+        if any(own & {*map(id, user.parameters(recurse=False))} for user in model.modules() if user is not module):
             return False
     norm.flush()
     scale, shift = norm.evaluation_affine(torch.float64)
