@@ -50,11 +50,6 @@ class NormReport:
 class NormedModel:
     """Mixin; must precede fairseq's class in the bases of a model, whose ``__init__`` ends with :meth:`use_norms`."""
 
-    @classmethod
-    def hub_models(cls) -> dict:
-        """There are no models of these names to download."""
-        return {}
-
     def use_norms(self, norms: NormOptions) -> None:
         #: Whether :mod:`pn_fairseq.fairseq_patches.training` averages its statistics over the ranks.
         self.averages_norm_stats = not norms.no_average_norm_stats

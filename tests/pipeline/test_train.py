@@ -284,6 +284,7 @@ def test_checkpoints_that_cannot_be_resumed_or_started_from(data, trained, tmp_p
 @pytest.mark.parametrize(
     ("file", "change", "needle"),
     [
+        ("train.es-en.es.bin", None, "bin has no train.es-en.es: prepare the data again"),
         ("train.es-en.es.bin", lambda old: old[:-2], "bytes instead of"),
         ("train.es-en.es.idx", lambda old: old[:30], "cut off or damaged"),
         ("valid.es-en.en.idx", lambda old: old[:10], "cut off or damaged"),
@@ -294,7 +295,8 @@ def test_checkpoints_that_cannot_be_resumed_or_started_from(data, trained, tmp_p
 )
 def test_damaged_data_is_named(file, change, needle, data, tmp_path, capsys):
     copy = shutil.copytree(data, tmp_path / "data")
-    (copy / "bin" / file).write_bytes(change((copy / "bin" / file).read_bytes()))
+    damaged = copy / "bin" / file
+    damaged.write_bytes(change(damaged.read_bytes())) if change else damaged.unlink()
     also = ("model.share_all_embeddings=false",) if file.startswith("dict") else ()
     assert needle in refused(capsys, start(copy, tmp_path / "run", *also))
     assert not (tmp_path / "run").exists()

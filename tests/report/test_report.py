@@ -358,6 +358,7 @@ DAMAGES = {
     "patience": ("train.log", train_log(5, 20, done=None) + PATIENCE, "complete",
                  ["training ended at update 20 of 40: no better validation loss 5 times in a row"]),
     "nan": ("train.log", NAN, "complete", ["the training loss is not finite", "2 of 4 records, first at update 30"]),
+    "faults": ("train.log", train_log(5) + "NaN detected in output of fc1\n", "complete", ["an infinity in 1 lines"]),
     "never validated": ("train.log", NOT_VALIDATED, "complete", ["never validated"]),
     "no log": ("train.log", None, "not trained", ["not trained: there is no train.log"]),
     "empty log": ("train.log", "nothing\n", "not trained", ["not trained: train.log has no record"]),
