@@ -21,6 +21,7 @@ from pn_fairseq.testing.ranks import run_ranks
 from pn_fairseq.testing.test_ranks import (
     RANK_RUNS,
     RANK_STEPS,
+    SHARDS,
     assert_ranks_equal_one,
     cases,
     rank_batches,
@@ -267,6 +268,13 @@ def on_wrapped_ranks(rank, world, folder):
     found["join, refused"] = joined(ddp(new_net(True), True), batches)
     found["join, thrown"] = joined(ddp(new_net(True), True), batches, throw_on_early_termination=True)
     found["join, apart"] = joined(ddp(new_net(False, case=POWER), False), batches)
+    model = ddp(new_net(True), True)
+    optimizer = sgd(model)
+    wrapped_steps(model, batches[:UPDATES_SAVED], optimizer=optimizer)
+    if rank == world - 1:  # its data has ended
+        x, dy, mask = batches[0]
+        batches, model.module.norm.ignoring = [(x, 0 * dy, mask)] * RANK_STEPS, True
+    found["repeating"] = wrapped_steps(model, batches[UPDATES_SAVED:], optimizer=optimizer)
     return found
 
 
@@ -323,6 +331,7 @@ def test_without_synchronization_each_rank_has_the_statistics_of_a_process_of_it
         assert_states(states[-1:], [replayed(POWER, inputs)], 1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_distributed_checkpoint_is_continued_on_three_ranks_and_in_one_process(wrapped, checkpoint):
     expected = whole()[UPDATES_SAVED:]
     for rank in wrapped:
@@ -342,3 +351,13 @@ def test_join_with_synchronized_statistics_ends_with_an_error_on_all_ranks(wrapp
         states, _, error = rank["join, thrown"]
         assert ("exhausted all inputs" if number == 0 else "Detected at least one rank") in error
         assert_states(states, expected, 1e-6)
+
+
+def test_a_rank_that_repeats_an_ignored_batch_leaves_updates_and_statistics_to_the_others(wrapped):
+    batches = list(rank_batches(3))
+    for _, dy, mask in batches[UPDATES_SAVED:]:
+        mask[-SHARDS[3][-1] :] = True
+        dy[:, -SHARDS[3][-1] :] = 0.0
+    expected = wrapped_steps(new_net(False), batches, scale=1 / 3)[0][UPDATES_SAVED:]
+    for rank in wrapped:
+        assert_states(rank["repeating"][0], expected, 1e-6)
