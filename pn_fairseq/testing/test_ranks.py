@@ -8,14 +8,7 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from pn_fairseq.norms import RunningNorm, average_running_stats, set_loss_scale
-from pn_fairseq.testing.helpers import (
-    CHANNELS,
-    COUNT,
-    assert_same,
-    cases,
-    some_steps,
-    state_of,
-)
+from pn_fairseq.testing.helpers import CHANNELS, COUNT, assert_same, cases, some_steps, state_of
 from pn_fairseq.testing.ranks import run_ranks
 
 RANK_STEPS = 8

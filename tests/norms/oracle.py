@@ -117,9 +117,9 @@ class _Oracle:
 class PowerNormOracle(_Oracle):
     """PN: Shen et al. 2020, Algorithm 2, with the warm-up of psi and the guard max(0, .) for Assumption 10."""
 
-    def __init__(self, channels, alpha_fwd=0.9, alpha_bwd=0.9, warmup=0, **common):
+    def __init__(self, channels, alpha=0.9, alpha_bwd=0.9, warmup=0, **common):
         super().__init__(channels, **common)
-        self.alpha_fwd = alpha_fwd
+        self.alpha = alpha
         self.alpha_bwd = alpha_bwd
         self.warmup = warmup
         self.psi2 = np.ones(channels)
@@ -157,7 +157,7 @@ class PowerNormOracle(_Oracle):
         if warming:
             self.psi2 = self.psi2 + (ctx.saved.batch_psi2 - self.psi2) / self.count
         else:
-            self.psi2 = self.alpha_fwd * self.psi2 + (1 - self.alpha_fwd) * ctx.saved.batch_psi2
+            self.psi2 = self.alpha * self.psi2 + (1 - self.alpha) * ctx.saved.batch_psi2
         gamma = mean_over(ctx.xhat**2, ctx.real)
         lam = mean_over(dxhat * ctx.xhat, ctx.real)
         # The gradient takes the nu of its forward; the recursion continues from the present nu.

@@ -40,8 +40,9 @@ RELEASE = {"variant": "release"}
 
 #: Name -> norm, its options, and its oracle.
 CASES = {
-    "pn": ("power", {}, oracles.PowerNormOracle),
-    "pn, warm-up": ("power", {"psi_warmup_updates": 5}, oracles.PowerNormOracle),
+    "pn": ("power", {"alpha_fwd": 0.99, "alpha_bwd": 0.7, "eps": 0.5}, oracles.PowerNormOracle),
+    "pn, warm-up": ("power", {"alpha_fwd": 0.5, "psi_warmup_updates": 7}, oracles.PowerNormOracle),
+    "pn, not affine": ("power", {"affine": False, "alpha_bwd": 0.95}, oracles.PowerNormOracle),
     "bn": ("batch", {"alpha_fwd": 0.5, "eps": 0.1}, oracles.BatchNormOracle),
     "bn, release": ("batch", RELEASE, oracles.BatchNormReleaseOracle),
     "pn-v": ("power-v", {"alpha_fwd": 0.5, "eps": 0.1}, oracles.PowerNormVOracle),

@@ -348,15 +348,16 @@ def test_padded_equals_the_concatenation_of_the_sequences(norm, dtype, layout):
 FORMS = {
     "mask": MASK,
     "valid": (~MASK).long(),
+    "valid, bool": ~MASK,
     "lengths": LENGTHS,
     "additive": torch.zeros(B, T).masked_fill(MASK, -torch.inf),
-    "4-d": torch.zeros(B, 1, 1, T).masked_fill(MASK[:, None, None], torch.finfo(torch.float32).min),
+    "additive, 4-d": torch.zeros(B, 1, 1, T).masked_fill(MASK[:, None, None], torch.finfo(torch.float32).min),
 }
 
 
 @in_pairs(norm=SOME, form=list(FORMS), dtype=DTYPES)
 def test_content_of_padding_changes_nothing(norm, form, dtype):
-    mask = {"additive" if form == "4-d" else form: FORMS[form]}
+    mask = {form.partition(",")[0]: FORMS[form]}
     x = torch.randn(B, T, C, dtype=dtype)
     filled = x.masked_fill(MASK[..., None], 1e4)
     model = convert_norms(randomized(FeedForward()), norm).to(dtype)
@@ -534,7 +535,7 @@ def test_functions_of_an_argument():
 
     ids = torch.where(MASK, 1, 5)
     x = torch.randn(B, T, C)
-    for form, mask in ((lambda ids: ids == 1, ids), ("valid", FORMS["4-d"])):
+    for form, mask in ((lambda ids: ids == 1, ids), ("valid", FORMS["additive, 4-d"])):
         model = convert_norms(Tokens(), "batch", mask_from={"ids": form})
         y, expected = (copy.deepcopy(model)(each, ids=mask) for each in (x.masked_fill(MASK[..., None], 1e4), x))
         assert y[~MASK].equal(expected[~MASK])
@@ -613,7 +614,7 @@ def test_other_shapes():
     with padding(None):
         expected = expected(packed)
     for form, mask in FORMS.items():
-        with padding(**{"additive" if form == "4-d" else form: mask}):
+        with padding(**{form.partition(",")[0]: mask}):
             for shape in ((13, C), (1, 13, C), (13, 1, C)):
                 assert copy.deepcopy(flat)(packed.view(shape)).view(13, C).equal(expected)
             nested = torch.nested.as_nested_tensor([*packed.split(LENGTHS.tolist())], layout=torch.jagged)

@@ -142,63 +142,6 @@ class Conformer(nn.Module):
         return self.conformer(x, lengths)[0]
 
 
-class TorchEncoder(nn.Module):
-    def __init__(self, norm_first=False):
-        super().__init__()
-        layer = nn.TransformerEncoderLayer(C, 2, 32, dropout=0.0, batch_first=True, norm_first=norm_first)
-        self.encoder = nn.TransformerEncoder(layer, 2, nn.LayerNorm(C), enable_nested_tensor=not norm_first)
-
-    def forward(self, x, lengths):
-        return self.encoder(x, src_key_padding_mask=torch.arange(x.size(1)) >= lengths[:, None])
-
-
-class TimeSeries(nn.Module):
-    """In the manner of mvts_transformer: BatchNorm1d over (B, C, T) after each part of a layer; True at tokens."""
-
-    def __init__(self):
-        super().__init__()
-        self.attention, self.ffn = nn.MultiheadAttention(C, 2, batch_first=True), nn.Linear(C, C)
-        self.norm1, self.norm2 = nn.BatchNorm1d(C), nn.BatchNorm1d(C)
-
-    def forward(self, x, padding_masks):
-        x = x + self.attention(x, x, x, key_padding_mask=~padding_masks, need_weights=False)[0]
-        x = self.norm1(x.transpose(1, 2)).transpose(1, 2)
-        return self.norm2((x + self.ffn(x)).transpose(1, 2)).transpose(1, 2)
-
-
-MODELS = {
-    "Conformer": (Conformer, {"only": "*.conv_module.*.3", "mask_from": ["key_padding_mask", "lengths"]}, LENGTHS),
-    "post-norm": (TorchEncoder, {"mask_from": "src_key_padding_mask"}, LENGTHS),
-    "pre-norm": (lambda: TorchEncoder(True), {"mask_from": "src_key_padding_mask"}, LENGTHS),
-    "time series": (TimeSeries, {"mask_from": {"padding_masks": "valid"}}, ~MASK),
-}
-
-
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("norm", ["batch", "power"])
-def test_models_of_pytorch(name, norm):
-    make, options, mask = MODELS[name]
-    model = make()
-    state = copy.deepcopy(model.state_dict())
-    convert_norms(model, norm, **options).load_state_dict(state)
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-    x = torch.randn(B, T, C)
-    one, other = copy.deepcopy(model), copy.deepcopy(model)
-    y, expected = one(x.masked_fill(MASK[..., None], 1e4), mask)[~MASK], other(x, mask)[~MASK]
-    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
-    for loss in (y, expected):
-        (loss * torch.linspace(-1, 1, C)).sum().backward()
-    for key, tensor in one.state_dict().items():
-        torch.testing.assert_close(tensor, other.state_dict()[key], rtol=1e-5, atol=1e-5)
-    one.eval()
-    assert all(found.num_batches_tracked == 1 for found in running_norms(one))
-    with torch.no_grad():
-        fast = one(x, mask)[~MASK]
-    torch.testing.assert_close(fast, one(x, mask)[~MASK], rtol=1e-4, atol=1e-5)
-
-
 # Several ranks.
 
 
