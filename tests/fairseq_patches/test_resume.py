@@ -56,35 +56,25 @@ def new_process():
             delattr(fairseq_cli.train.should_stop_early, name)
 
 
-def test_early_stopping_counts_on_after_an_interruption():
+@pytest.mark.parametrize(
+    ("reset", "flags", "losses", "stops"),
+    [
+        ((), {}, (5.2,), [True]),
+        ((), {}, (4.0, 4.1, 4.2), [False] * 3),
+        # From the weights of another training, as with --finetune-from-model, which resets all.
+        ((True,), {}, (7.0, 7.1, 7.2), [False] * 3),
+        ((False,), {"reset_meters": True}, (7.0, 7.1, 7.2), [False] * 3),
+    ],
+)
+def test_early_stopping_counts_on_after_an_interruption(reset, flags, losses, stops):
     stop = fairseq_cli.train.should_stop_early
     assert [stop(PATIENCE, loss) for loss in (5.0, 6.0, 5.5)] == [False] * 3
     state = saved(trainer(), 0)
     new_process()
     assert [stop(PATIENCE, loss) for loss in (6.0, 5.9)] == [False] * 2  # unpatched fairseq would begin to count again
     new_process()
-    loaded(trainer(), state)
-    assert stop(PATIENCE, 5.2) is True
-
-
-def test_a_training_that_got_better_after_an_interruption_goes_on():
-    stop = fairseq_cli.train.should_stop_early
-    assert [stop(PATIENCE, loss) for loss in (5.0, 6.0, 5.5)] == [False] * 3
-    state = saved(trainer(), 0)
-    new_process()
-    loaded(trainer(), state)
-    assert [stop(PATIENCE, loss) for loss in (4.0, 4.1, 4.2)] == [False] * 3
-
-
-@pytest.mark.parametrize(("reset", "also"), [((True,), {}), ((False,), {"reset_meters": True})])
-def test_a_training_from_the_weights_of_another_begins_to_count(reset, also):
-    """As with --finetune-from-model, which resets all."""
-    stop = fairseq_cli.train.should_stop_early
-    assert [stop(PATIENCE, loss) for loss in (5.0, 6.0, 5.5)] == [False] * 3
-    state = saved(trainer(), 0)
-    new_process()
-    loaded(trainer(), state, *reset, **also)
-    assert [stop(PATIENCE, loss) for loss in (7.0, 7.1, 7.2)] == [False] * 3
+    loaded(trainer(), state, *reset, **flags)
+    assert [stop(PATIENCE, loss) for loss in losses] == stops
 
 
 @pytest.mark.parametrize(
