@@ -8,18 +8,17 @@ from unittest import mock
 import pytest
 import torch
 
-from .scripts_helpers import cut_corpus, prepare
+from .scripts_helpers import cut_corpus, prepare, start_server
 
 pytest_plugins = ["tests.margins"]
 
+# The tensors are tiny: threads would cost more than they give, and change the order of sums. Processes that tests start
+# are told by the variable.
+os.environ["OMP_NUM_THREADS"] = os.environ.get("TEST_THREADS", "1")
+torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
-@pytest.fixture(scope="session", autouse=True)
-def _one_thread():
-    """The tensors are tiny: threads would cost more than they give, and change the order of sums. Processes that tests
-    start are told by the variable."""
-    threads = os.environ.get("TEST_THREADS", "1")
-    torch.set_num_threads(int(threads))
-    os.environ["OMP_NUM_THREADS"] = threads
+if "PYTEST_XDIST_WORKER" in os.environ and importlib.util.find_spec("fairseq"):
+    start_server()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,7 +1,7 @@
 """Running the programs as a user does."""
 
 import gzip
-import importlib
+import importlib.util
 import io
 import logging
 import multiprocessing.forkserver
@@ -14,7 +14,8 @@ import sys
 import tempfile
 import time
 import traceback
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout, suppress
+from multiprocessing import resource_tracker
 from pathlib import Path
 from unittest import mock
 
@@ -26,6 +27,30 @@ SCRIPTS = ROOT / "scripts"
 _server = multiprocessing.forkserver.ForkServer()
 _server.set_forkserver_preload(["fairseq_cli.generate", "fairseq_cli.preprocess", "fairseq_cli.train", "torch._dynamo"])
 multiprocessing.forkserver.connect_to_new_process = _server.connect_to_new_process
+
+
+def _fork(_program, words: list[str], descriptors: list[int]) -> int:
+    """Run ``python ... -c CODE`` in a process that is forked from this one and has its imports."""
+    if process := os.fork():
+        return process
+    for number in map(int, os.listdir("/proc/self/fd")):
+        if number > 2 and number not in descriptors:
+            with suppress(OSError):  # of the list itself
+                os.close(number)
+    sys.stdout, sys.stderr = open(1, "w"), open(2, "w", 1, errors="backslashreplace")  # noqa: SIM115 (not pytest's)
+    try:
+        exec(words[-1], {})
+    finally:
+        os._exit(0)
+
+
+def start_server() -> None:
+    """Start it by forking this process, which will import the same for its tests: before it imports this project."""
+    for name in _server._preload_modules:
+        importlib.import_module(name)
+    resource_tracker.ensure_running()
+    with mock.patch("multiprocessing.util.spawnv_passfds", _fork):
+        _server.ensure_running()
 
 
 def environment(**changes: str) -> dict[str, str]:
@@ -105,11 +130,11 @@ def _child(words: list[str], cwd: str, env: dict[str, str], out: str, err: str) 
 
 
 class _Popen(subprocess.Popen):
-    """Forks ``python -m fairseq_cli.PROGRAM`` from this process, which has imported it, instead of starting it."""
+    """Forks ``python -m fairseq_cli.PROGRAM`` and ``-m pn_fairseq`` from this process, which has their imports."""
 
     def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *others):
-        words = [str(word) for word in args] if isinstance(args, list) else []
-        if not any(word.startswith("fairseq_cli.") for word in words):
+        words = [str(word) for word in args] if isinstance(args, list | tuple) else []
+        if not any(word.startswith("fairseq_cli.") or word == "pn_fairseq" for word in words):
             return super()._execute_child(args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *others)
         pipes = others[3:9]  # after startupinfo, creationflags and shell: (to read, to write) of stdin, stdout, stderr
         self.pid = os.fork()
@@ -134,6 +159,7 @@ def _run_and_exit(words: list[str], cwd: str, env: dict[str, str]) -> None:
     sys.path[:0] = filter(None, env.get("PYTHONPATH", "").split(":"))
     logging.getLogger().handlers.clear()  # fairseq, which is imported already, configures logging
     logging.getLogger().setLevel(logging.WARNING)
+    logging.disable(logging.NOTSET)
     code = 1
     try:
         code = _program(words)
@@ -187,6 +213,13 @@ def assert_refused(result: subprocess.CompletedProcess, *needles: str) -> None:
         assert needle in lines[0], (needle, lines[0])
 
 
+def refused(capsys, code: int, *needles: str) -> str:
+    """The line of a mistake in a command of this process, which returned ``code``."""
+    result = subprocess.CompletedProcess((), code, "", capsys.readouterr().err)
+    assert_refused(result, *needles)
+    return result.stderr.splitlines()[-1]
+
+
 def cut_corpus(dest: Path, train: int = 600, valid: int = 40, test: int = 37) -> Path:
     """The first lines of each split of the corpus in the repository.
 
@@ -206,11 +239,11 @@ def prepare(corpus: Path, dest: Path, *options, **kwargs):
     return run("pn", "prepare", "text", *flags, *options, **kwargs)
 
 
-def wait_for(condition, process: subprocess.Popen, seconds: float = 300) -> None:
+def wait_for(condition, process: subprocess.Popen | None = None, seconds: float = 300) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it took too long"
-        assert process.poll() is None, process.communicate()
+        assert process is None or process.poll() is None, process.communicate()
         time.sleep(0.005)
 
 

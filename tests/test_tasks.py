@@ -1,19 +1,23 @@
 """pn_fairseq.tasks: against fairseq's own task on the same data."""
 
+from functools import cache
+
 import pytest
+from fairseq import options, tasks
+from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 
-pytest.importorskip("fairseq")
+import pn_fairseq.models  # noqa: F401
 
-from fairseq import options, tasks  # noqa: E402
-from fairseq.dataclass.utils import convert_namespace_to_omegaconf  # noqa: E402
 
-import pn_fairseq.models  # noqa: E402, F401
+@cache
+def settings(data, name: str):
+    words = [str(data / "bin"), "--task", name, "--arch", "transformer_pn_tiny", "--optimizer", "adam"]
+    args = options.parse_args_and_arch(options.get_training_parser(), words)
+    return convert_namespace_to_omegaconf(args).task
 
 
 def batches(data, name: str, split: str, seed: int = 1, epoch: int = 1) -> list[dict]:
-    words = [str(data / "bin"), "--task", name, "--arch", "transformer_pn_tiny", "--optimizer", "adam"]
-    args = options.parse_args_and_arch(options.get_training_parser(), words)
-    task = tasks.setup_task(convert_namespace_to_omegaconf(args).task)
+    task = tasks.setup_task(settings(data, name))
     task.load_dataset(split)
     # A new task for each call: fairseq keeps the iterator of a dataset.
     iterator = task.get_batch_iterator(task.dataset(split), max_tokens=512, seed=seed, epoch=epoch)

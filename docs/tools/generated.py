@@ -1,7 +1,7 @@
 """The tables of the documentation that are computed: ``python -m docs.tools.generated`` writes them into docs/*.md.
 
-A table stands between ``<!-- NAME: generated -->`` and ``<!-- end of NAME -->``. tests/docs/test_generated.py fails if
-a page differs from what is computed.
+A table stands between ``<!-- NAME: generated -->`` and ``<!-- end of NAME -->``. tests/docs/test_project_files.py fails
+if a page differs from what is computed.
 """
 
 import argparse

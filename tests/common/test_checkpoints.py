@@ -6,8 +6,6 @@ import errno
 import io
 import os
 import pickle
-import subprocess
-import sys
 from collections import OrderedDict
 
 import numpy as np
@@ -50,10 +48,11 @@ class Unknown:
     pass
 
 
-def one_line(error):
-    text = str(error.value)
-    assert "\n" not in text
-    return text
+def refused(path, match):
+    """In one line that names the file."""
+    with pytest.raises(CheckpointError, match=match) as error:
+        load_checkpoint(path)
+    assert str(path) in str(error.value) and "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("zip_format", [True, False])
@@ -87,9 +86,7 @@ def test_loads_numpy_scalars_of_either_numpy_version(tmp_path, package):
 def test_code_in_a_plain_pickle_does_not_run(tmp_path, protocol):
     path, marker = tmp_path / "evil.pt", tmp_path / "marker"
     path.write_bytes(pickle.dumps({"model": RunsCode(marker)}, protocol=protocol))
-    with pytest.raises(CheckpointError) as error:
-        load_checkpoint(path)
-    assert str(path) in one_line(error)
+    refused(path, "nothing in it was executed|not a PyTorch checkpoint|damaged")
     assert not marker.exists()
 
 
@@ -99,9 +96,7 @@ def test_code_in_a_torch_file_does_not_run_and_is_named(tmp_path, zip_format):
     state = state_with(w=torch.ones(2))
     state["extra_state"] = {"callback": RunsCode(marker)}
     save(path, state, _use_new_zipfile_serialization=zip_format)
-    with pytest.raises(CheckpointError, match=r"asks for \S*open, .*nothing in it was executed") as error:
-        load_checkpoint(path)
-    assert str(path) in one_line(error)
+    refused(path, r"asks for \S*open, .*nothing in it was executed")
     assert not marker.exists()
 
 
@@ -111,8 +106,7 @@ def test_code_in_a_torch_file_does_not_run_and_is_named(tmp_path, zip_format):
 )
 def test_objects_outside_the_list_are_named(tmp_path, value, name):
     path = save(tmp_path / "a.pt", {**state_with(w=torch.ones(2)), "other": value})
-    with pytest.raises(CheckpointError, match=name):
-        load_checkpoint(path)
+    refused(path, name)
 
 
 @pytest.mark.parametrize("zip_format", [True, False])
@@ -122,9 +116,7 @@ def test_truncated_at_any_length(tmp_path, zip_format):
     path, end = tmp_path / "cut.pt", range(len(whole) - 400, len(whole), 41) if zip_format else ()
     for length in [1, 2, 3, 4, 30, 100, 1000, len(whole) // 2, *end, len(whole) - 1]:
         path.write_bytes(whole[:length])
-        with pytest.raises(CheckpointError, match="damaged") as error:
-            load_checkpoint(path)
-        assert str(path) in one_line(error)
+        refused(path, "damaged")
 
 
 def test_flipped_bit_in_a_weight(tmp_path):
@@ -135,8 +127,7 @@ def test_flipped_bit_in_a_weight(tmp_path):
     path.write_bytes(data)
     torch.serialization.add_safe_globals([argparse.Namespace])
     torch.load(path)  # torch does not notice
-    with pytest.raises(CheckpointError, match="damaged .*checksum"):
-        load_checkpoint(path)
+    refused(path, "damaged .*checksum")
 
 
 @pytest.mark.parametrize(
@@ -146,9 +137,7 @@ def test_flipped_bit_in_a_weight(tmp_path):
 def test_files_that_are_no_checkpoints(tmp_path, content, words):
     path = tmp_path / "a.pt"
     path.write_bytes(content)
-    with pytest.raises(CheckpointError, match=words) as error:
-        load_checkpoint(path)
-    assert str(path) in one_line(error)
+    refused(path, words)
 
 
 @pytest.mark.parametrize(
@@ -160,26 +149,20 @@ def test_files_that_are_no_checkpoints(tmp_path, content, words):
     ids=str,
 )
 def test_torch_files_of_another_kind(tmp_path, state):
-    with pytest.raises(CheckpointError, match="not a fairseq checkpoint") as error:
-        load_checkpoint(save(tmp_path / "a.pt", state))
-    assert "a.pt" in one_line(error)
+    refused(save(tmp_path / "a.pt", state), "not a fairseq checkpoint")
 
 
 def test_missing_file_directory_and_device(tmp_path):
-    with pytest.raises(CheckpointError, match="No such file"):
-        load_checkpoint(tmp_path / "none.pt")
-    with pytest.raises(CheckpointError, match="not a regular file"):
-        load_checkpoint(tmp_path)
-    with pytest.raises(CheckpointError, match="not a regular file"):
-        load_checkpoint(os.devnull)
+    refused(tmp_path / "none.pt", "No such file")
+    refused(tmp_path, "not a regular file")
+    refused(os.devnull, "not a regular file")
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may read and write everything")
 def test_missing_permissions(tmp_path):
     path = save(tmp_path / "a.pt", state_with(w=torch.ones(2)))
     path.chmod(0)
-    with pytest.raises(CheckpointError, match="cannot be read"):
-        load_checkpoint(path)
+    refused(path, "cannot be read")
     tmp_path.chmod(0o500)
     with pytest.raises(CheckpointError, match="no permission"):
         save_checkpoint({}, tmp_path / "b.pt")
@@ -234,7 +217,7 @@ def test_failure_while_writing_leaves_the_earlier_file(tmp_path, monkeypatch, fa
         save_checkpoint(state_with(w=torch.randn(1000)), path)
     monkeypatch.undo()
     if expected is CheckpointError:
-        assert "No space left" in one_line(error)
+        assert "No space left" in str(error.value) and "\n" not in str(error.value)
     assert os.listdir(tmp_path) == ["out.pt"]
     assert path.read_text() == "an earlier file"
 
@@ -315,8 +298,3 @@ def test_checkpoints_to_average(save_dir):
         CheckpointError, match=r"none of the 2 epoch checkpoints; it has checkpoint_best.pt \(--inputs "
     ):
         checkpoints_to_average(save_dir, 2)
-
-
-def test_module_does_not_import_fairseq():
-    code = "import pn_fairseq.common.checkpoints, sys; sys.exit('fairseq' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -18,7 +18,7 @@ from .pages import ASSIGNMENT, PAGES, ROOT, USER_DIR, Command, block_commands, o
 #: Commands that are not run here -> the reason.
 NOT_RUN = {
     r"make .*|\. .*|export .*|pn (info|check)": "the environment: other tests",
-    r"pn reproduce demo .*|pn score --compare runs/demo-ln .*": "tests/scripts/test_demo.py",
+    r"pn reproduce demo .*|pn score --compare runs/demo-ln .*": "tests/scripts/test_end_to_end.py",
     r"pn reproduce --study batch_size.*": "tests/scripts/test_experiments.py",
     r"pn train .* --ranks 2|srun .*|fairseq-hydra-train .*": "several ranks and sweeps: tests/pipeline/test_ranks.py",
     r"pn import-release .*|fairseq-generate .* --path imported\.pt .*": "tests/pipeline/test_import_release.py",
@@ -45,7 +45,7 @@ SMALL = {
     r"(fairseq-generate)": r"\1 --max-len-b 10 --cpu",
 }
 #: Commands of the README that others run: a pattern, and the file of tests, or of continuous integration.
-RUN_ELSEWHERE = {r"make venv.*|\. \.venv/bin/activate": ".ci/run", r"make demo": "test_demo.py"}
+RUN_ELSEWHERE = {r"make venv.*|\. \.venv/bin/activate": ".ci/run", r"make demo": "test_end_to_end.py"}
 PLAIN = ROOT / "docs/plain_fairseq.md"
 #: Pages whose commands are run.
 RUN = (

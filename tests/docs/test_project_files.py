@@ -6,6 +6,7 @@ import pytest
 import yaml
 
 import pn_fairseq
+from docs.tools import figures, generated
 from pn_fairseq.__main__ import VERBS
 from pn_fairseq.models.norm_options import NormOptions
 from pn_fairseq.norms import NORMS
@@ -88,3 +89,20 @@ def test_every_flag_of_the_norms_is_documented():
 def test_the_makefile_runs_files_that_exist():
     programs = re.findall(r"\bbash (\S+)", read("Makefile"))
     assert programs and all((ROOT / program).is_file() for program in programs), programs
+
+
+COMMANDS = {"python -m docs.tools.generated": generated.TABLES, "python -m docs.tools.figures": figures.PAGES}
+
+
+@pytest.mark.parametrize(
+    ("command", "page", "name"),
+    [
+        pytest.param(command, page, name, marks=pytest.mark.slow if name == "compiled" else ())
+        for command, pages in COMMANDS.items()
+        for page, parts in pages.items()
+        for name in parts
+    ],
+)
+def test_part_is_up_to_date(command, page, name):
+    found = generated.block(name).findall((ROOT / "docs" / page).read_text("utf-8"))
+    assert found == [COMMANDS[command][page][name]()], f"docs/{page} differs: {command} writes it again"

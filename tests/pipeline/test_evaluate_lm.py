@@ -14,7 +14,7 @@ from pn_fairseq.common.command import UserError
 from pn_fairseq.common.published import LM_PAPER
 from pn_fairseq.pipeline.evaluate_lm import Perplexity, read_perplexity, result_file, unit_of
 
-from ..scripts_helpers import ROOT, run, verb
+from ..scripts_helpers import ROOT, assert_refused, in_process, run, verb
 
 WORDS = "the king sent a servant to the house of david and he said to him go up".split()
 SMALL = (
@@ -63,14 +63,6 @@ def call(name, *arguments, code=0):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CUDA_VISIBLE_DEVICES", "")
         assert verb(name)(arguments) == code
-
-
-def refused(capsys, name, *arguments) -> str:
-    """The one line of an error, after lines of progress."""
-    capsys.readouterr()
-    call(name, *arguments, code=2)
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("[")]
-    return line
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -196,15 +188,16 @@ def test_statistics_of_the_batch_are_those_of_training(work):
     assert batch.batch_nll != pytest.approx(batch.nll, rel=1e-4)
 
 
-def test_mistakes_get_one_line(work, tmp_path, capsys):
+def test_mistakes_get_one_line(work, tmp_path):
     name = work / "transformer_lm_pn_seed1"
-    assert "sample_break_mode=eos" in refused(capsys, "evaluate-lm", "--run", work / "adaptive", "--context-window", 4)
+    adaptive = ("--run", work / "adaptive", "--context-window", 4)
+    assert_refused(in_process("evaluate-lm", *adaptive), "sample_break_mode=eos")
     for flags, needle in (
         (("--subset", "dev"), "no 'dev'"),
         (("--context-window", 8), "--context-window 8"),
         (("--checkpoint", tmp_path / "x.pt"), "no checkpoint"),
     ):
-        assert needle in refused(capsys, "evaluate-lm", "--run", name, *flags)
+        assert_refused(in_process("evaluate-lm", "--run", name, *flags), needle)
     settings = ("--data", work / "data", "--run", tmp_path / "run", *SMALL)
     for setting, needle in (
         ("dataset.max_tokens=4", "blocks of 8 tokens, and a rank takes 4 at once"),
@@ -218,19 +211,19 @@ def test_mistakes_get_one_line(work, tmp_path, capsys):
         ("model._name=tensorized_lm_pn_tny", "did you mean 'tensorized_lm_pn_tiny'"),
     ):
         arch = () if "_name" in setting else ("model._name=tensorized_lm_pn_tiny",)
-        assert needle in refused(capsys, "train", "verses_lm_en", *settings, *arch, setting)
+        assert_refused(in_process("train", "verses_lm_en", *settings, *arch, setting), needle)
     assert not (tmp_path / "run").exists()
 
 
-def test_a_sentence_that_is_longer_than_the_blocks_is_refused(work, tmp_path, capsys):
+def test_a_sentence_that_is_longer_than_the_blocks_is_refused(work, tmp_path):
     shutil.copytree(work / "text", tmp_path / "text")
     (tmp_path / "text/test.txt").write_text("the king\n" + "go up " * 5 + "\n")
     run("pn", "prepare", "text_lm", "--corpus", tmp_path / "text", "--dest", tmp_path / "data", "--workers", 1)
     shutil.copytree(work / "adaptive", tmp_path / "run")
     (tmp_path / "run/data").write_text(f"{tmp_path / 'data'}\n")
     (tmp_path / "run/data.settings").unlink()
-    line = refused(capsys, "evaluate-lm", "--run", tmp_path / "run")
-    assert "test: there are blocks of 11 tokens, and the model takes 8" in line
+    needle = "test: there are blocks of 11 tokens, and the model takes 8"
+    assert_refused(in_process("evaluate-lm", "--run", tmp_path / "run"), needle)
 
 
 PLAIN = Perplexity(5.0, "test", 100, "word", 50, 3, 8, 0, True)

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from ..fixtures.runs import make_run, small_run, untrained_checkpoint
-from ..scripts_helpers import ROOT, SCRIPTS, assert_refused, environment, run, verb
+from ..scripts_helpers import ROOT, SCRIPTS, assert_refused, environment, refused, run, verb, wait_for
 
 main = verb("generate")
 
@@ -67,17 +67,10 @@ def call(*arguments) -> int:
     return main([str(argument) for argument in arguments])
 
 
-def refused(capsys, code: int, *needles: str) -> None:
-    """A user's mistake: exit code 2, and after lines of progress one line that names what is wrong."""
-    lines = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("[")]
-    assert code == 2 and len(lines) == 1 and lines[0].startswith("pn generate: error: "), lines
-    assert all(needle in lines[0] for needle in needles), lines
-
-
 def test_the_result_does_not_depend_on_the_number_of_processes(untrained, data, tmp_path):
     outputs = [tmp_path / f"by {count}" for count in (1, 2)]
     for count, output in enumerate(outputs, start=1):
-        words = ("--run", untrained, "--batch-size", 8, "--output", f"{output}/", "--ranks", count)
+        words = ("--run", untrained, "--batch-size", 8, "--max-len-b", 8, "--output", f"{output}/", "--ranks", count)
         messages = run("pn", "generate", *words, CUDA_VISIBLE_DEVICES="").stderr
         assert f"processes on the CPU: {count}" in messages and f"{SENTENCES} hypotheses" in messages
         assert {path.name for path in output.iterdir()} == {"hyp.tok", "ref.tok", "src.tok", "generate.log", "made.txt"}
@@ -126,8 +119,8 @@ def test_the_file_of_a_norm_that_was_moved(data, tmp_path):
     run(*fold, *moved)
     for options in ((), ("--recalibrate", data / "bin", "--batches", 1)):
         run("pn", "average", "--inputs", checkpoint, "--output", tmp_path / "averaged.pt", *moved, *options)
-    for name in ("folded.pt", "averaged.pt"):  # (test_fold.py compares what folded models compute)
-        run(*decode, "--checkpoint", tmp_path / name)
+    # Both at once; test_fold.py compares what folded models compute.
+    run(*decode, "--checkpoint", tmp_path / "folded.pt", tmp_path / "averaged.pt")
 
 
 @pytest.fixture
@@ -315,13 +308,6 @@ def alive(process: int) -> bool:
         return False
 
 
-def wait_until(condition, seconds: float = 120) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return condition()
-
-
 @pytest.mark.parametrize(
     ("mode", "needles"),
     [
@@ -371,8 +357,9 @@ def test_a_checkpoint_that_is_cut_off_or_of_another_vocabulary_is_named(untraine
     shorter = {key: value[:-9] if value.shape[:1] == (rows,) else value for key, value in state["model"].items()}
     torch.save({**state, "model": shorter}, path)
     words = ("pn", "generate", "--run", untrained, "--checkpoint", path, "--output", tmp_path / "out")
-    refused = run(*words, check=False)
-    assert_refused(refused, path.name, f"[{rows - 9}, {columns}] in the checkpoint", "another vocabulary")
+    assert_refused(
+        run(*words, check=False), path.name, f"[{rows - 9}, {columns}] in the checkpoint", "another vocabulary"
+    )
     path.write_bytes(path.read_bytes()[:-100])
     assert_refused(run(*words, check=False), f"error: {path}: is cut off or damaged")
     assert not (tmp_path / "out").exists()
@@ -416,15 +403,18 @@ def decoding(place: Path, mode: str) -> Iterator[subprocess.Popen]:
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),  # as in the background of a shell
     )
     try:
-        started = wait_until(lambda: len([path for path in (place / "calls").iterdir() if path.stat().st_size]) == 3)
-        assert started, process.stderr.read() if process.poll() is not None else "nothing began"
+        wait_for(lambda: sum(path.stat().st_size > 0 for path in (place / "calls").iterdir()) == 3, process)
         yield process
     finally:
         process.kill()
         process.communicate()
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+#: test_train.py sends SIGINT, too.
+SIGNALS = [pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow), (signal.SIGTERM, 143)]
+
+
+@pytest.mark.parametrize(("number", "code"), SIGNALS)
 def test_an_interruption_leaves_nothing_behind(number, code, place):
     with decoding(place, "sleep") as process:
         processes = [call["pid"] for call in calls(place)]
@@ -441,7 +431,7 @@ def test_the_processes_end_when_the_one_above_them_is_killed(place):
         processes = [call["pid"] for call in calls(place)]
         process.kill()
         process.communicate(timeout=30)
-    assert wait_until(lambda: not any(map(alive, processes)))
+    wait_for(lambda: not any(map(alive, processes)))
     generate(place)
     assert [path.name for path in (place / "run/generate").iterdir()] == ["test"]
 

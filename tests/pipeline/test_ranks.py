@@ -8,17 +8,18 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
 
 from pn_fairseq.common.checkpoints import load_checkpoint
+from pn_fairseq.common.command import UserError
+from pn_fairseq.pipeline.launch import RankLayout, find_layout
 from pn_fairseq.pipeline.training_log import read_log
 
 from ..docs.pages import blocks
-from ..fixtures.slurm import Slurm, slurm, wait  # noqa: F401
+from ..fixtures.slurm import Slurm, slurm  # noqa: F401
 from ..scripts_helpers import ROOT, SCRIPTS, environment, run, verb, wait_for
 
 #: Without dropout, whose masks depend on the shape of the batches, an update is the same sum on any number of ranks.
@@ -72,13 +73,6 @@ def ranks_of(where: Path) -> list[int]:
     return found
 
 
-def gone(where: Path, seconds: float = 20) -> bool:
-    deadline = time.monotonic() + seconds
-    while ranks_of(where) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    return not ranks_of(where)
-
-
 def records(where: Path) -> list[dict]:
     return [json.loads(line) for line in (where / "starts.jsonl").read_text("utf-8").splitlines()]
 
@@ -94,6 +88,33 @@ def assert_same_curves(several: Path, one: Path) -> None:
         theirs.train, abs=0.0015
     )
     assert {update: ours.valid[update] for update in theirs.valid} == pytest.approx(theirs.valid, abs=0.0015)
+
+
+@pytest.mark.parametrize(
+    ("env", "gpus", "ranks", "layout"),
+    [
+        ({}, 0, None, RankLayout(False, 1)),
+        ({}, 8, None, RankLayout(True, 8)),
+        ({}, 0, 2, RankLayout(False, 2)),
+        ({}, 8, 2, RankLayout(True, 2)),
+        ({"MASTER_ADDR": "left over"}, 1, None, RankLayout(True, 1)),
+        ({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}, 2, 4, RankLayout(True, 4, 3, 1)),
+        ({"PET_NNODES": "2"}, 8, None, RankLayout(True, 16, machines=2)),
+    ],
+)
+def test_the_layout_of_the_ranks(env, gpus, ranks, layout):
+    assert find_layout(env, gpus, ranks) == layout
+
+
+def test_more_ranks_than_gpus_are_refused():
+    with pytest.raises(UserError, match="--ranks 3, but 2 GPUs"):
+        find_layout({}, 2, 3)
+
+
+@pytest.mark.parametrize("machines", ["1:4", "0"])
+def test_machines_that_are_no_number_are_refused(machines):
+    with pytest.raises(UserError, match=f"PET_NNODES={machines}: "):
+        find_layout({"PET_NNODES": machines}, 0)
 
 
 def test_two_ranks_learn_what_one_does(data, tmp_path, monkeypatch, capsys):
@@ -122,7 +143,8 @@ def test_two_ranks_stop_if_one_dies_and_one_resumes(data, tmp_path, monkeypatch,
     victim = max(pid for pid in ranks_of(where) if pid != process.pid)
     os.kill(victim, signal.SIGKILL)
     ((code, stderr),) = finish(process)
-    assert code == 1 and gone(where)
+    assert code == 1
+    wait_for(lambda: not ranks_of(where), seconds=20)
     assert re.search(r"^pn train: error: rank \d was killed by SIGKILL, and all .* to resume$", stderr, re.M), stderr
 
     train_on_one_rank(data, monkeypatch, capsys, updates_of(where) + 2, where, tmp_path / "one")
@@ -175,7 +197,7 @@ def test_a_signal_ends_all_ranks(sent, code, data, tmp_path):
     process.send_signal(sent)
     ((ended, stderr),) = finish(process)
     assert ended == code, stderr
-    assert gone(where)
+    wait_for(lambda: not ranks_of(where), seconds=20)
     if code > 0:
         lines = [line for line in stderr.splitlines() if not line.startswith("[train] ")]
         assert lines == ["pn train: interrupted; run the same command again to resume"]
@@ -250,7 +272,7 @@ def assert_same_bits(one: Path, other: Path) -> None:
 def test_a_job_whose_node_fails_is_requeued_and_resumes(slurm, data, undisturbed):  # noqa: F811
     where = slurm.folder / "requeued"
     job = submit_training(slurm, data, where)
-    wait((where / "checkpoints/checkpoint_last.pt").exists, 300)
+    wait_for((where / "checkpoints/checkpoint_last.pt").exists)
     slurm.kill_slurmd("node2")
     slurm.wait_for(job, "PENDING")
     assert updates_of(where) < 120
@@ -265,10 +287,10 @@ def test_a_job_whose_node_fails_is_requeued_and_resumes(slurm, data, undisturbed
 def test_a_job_that_scancel_ends_says_so_in_one_line_and_resumes(slurm, data, undisturbed):  # noqa: F811
     where = slurm.folder / "cancelled"
     job = submit_training(slurm, data, where)
-    wait((where / "checkpoints/checkpoint_last.pt").exists, 300)
+    wait_for((where / "checkpoints/checkpoint_last.pt").exists)
     slurm.command("scancel", job)
     slurm.wait_for(job, "CANCELLED")
-    wait(lambda: not slurm.command("squeue", "-h"))
+    wait_for(lambda: not slurm.command("squeue", "-h"))
     output = (slurm.folder / f"work/slurm-{job}.out").read_text("utf-8").splitlines()
     own = [line for line in output if not line.startswith(("[train] ", "srun: ", "slurmstepd"))]
     assert own == 2 * ["pn train: interrupted; run the same command again to resume"], "one line for each node"
@@ -284,7 +306,7 @@ def test_a_job_array_is_a_sweep_with_one_report(slurm, data):  # noqa: F811
     settings = f"{' '.join(SETTINGS[:2])} optimization.max_update=6 generation.beam=1 generation.max_len_b=10"
     script = batch_script(slurm, 1, " --runs", f" --data {data} {settings} --runs")
     job = slurm.submit(script, "--array=2-5")
-    wait(lambda: not slurm.command("squeue", "-h"), 400)
+    wait_for(lambda: not slurm.command("squeue", "-h"), seconds=400)
     runs = sorted((script.parent / "runs/sweep").glob("*/*_seed*"))
     assert [run.name for run in runs] == ["ln_seed1", "ln_seed2", "pn_seed1", "pn_seed2"], job
     run("pn", "report", *runs, "--output", script.parent / "report")

@@ -1,3 +1,5 @@
+"""Folders of runs and their logs, of ``pn train`` and of fairseq-train."""
+
 import argparse
 
 import pytest
@@ -5,6 +7,8 @@ import torch
 
 from pn_fairseq.common.command import UserError
 from pn_fairseq.pipeline.runs import open_run
+from pn_fairseq.pipeline.training_log import read_log
+from pn_fairseq.report.runs import Run, read_runs
 
 
 def test_a_run_of_fairseq_train_without_a_log(tmp_path):
@@ -34,3 +38,118 @@ def test_a_damaged_config(text, reason, tmp_path):
 def test_a_folder_that_is_not_a_run(tmp_path):
     with pytest.raises(UserError, match="is not a training run"):
         open_run(tmp_path)
+
+
+MADE = "averaged.pt is the average of 3, not of average_last=10 checkpoints"
+
+
+@pytest.mark.parametrize(
+    ("made", "wanted", "listed"),
+    [("update 3", 10, True), ("update 10", 10, False), ("update 3", None, False), (None, 10, False), ("", 10, False)],
+)
+def test_an_average_of_fewer_checkpoints_than_asked_for_is_a_problem(made, wanted, listed, tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "generate/test").mkdir(parents=True)
+    (tmp_path / "generate/test/hyp.tok").write_text("a\n")
+    (tmp_path / "config.yaml").write_text("{}" if wanted is None else f"average_last: {wanted}\n")
+    if made is not None:
+        (tmp_path / "checkpoints/averaged.pt.made.txt").write_text(f"averaged={made}\n")
+    assert (MADE in Run(tmp_path, "run").problems) == listed
+
+
+def checkpoint(file, update, train, valid, **settings):
+    """As fairseq-train saves it: settings, with a Namespace of all flags as the model, and the sums of its meters."""
+    model = argparse.Namespace(arch="transformer_pn_tiny", _name="transformer_pn_tiny", seed=3, dropout=0.3)
+    cfg = {"common": {"seed": 3}, "task": {"_name": "translation", "data": "/nowhere"}, "model": model} | settings
+    cfg["optimization"] = {"max_update": 40}
+    metrics = {
+        group: [(0, name, "AverageMeter", {"sum": torch.tensor(loss * 50.0), "count": torch.tensor(50), "round": 3})
+                for name, loss in (("loss", nll + 1), ("nll_loss", nll))]
+        for group, nll in (("train", train), ("valid", valid))
+    }  # fmt: skip
+    state = {"cfg": cfg, "model": {"w": torch.zeros(1)}, "optimizer_history": [{"num_updates": update}]}
+    torch.save(state | {"extra_state": {"metrics": metrics}}, file)
+
+
+def test_a_folder_of_fairseq_train_without_a_log(tmp_path):
+    """Settings and losses are read from the checkpoints, and the report says so; also if the log is not JSON."""
+    for name, update in (("checkpoint1.pt", 20), ("checkpoint_last.pt", 40), ("checkpoint_best.pt", 40)):
+        checkpoint(tmp_path / name, update, 8 - update / 20, 7 - update / 20)
+    checkpoint(tmp_path / "averaged.pt", 0, 1, 1)  # no checkpoint of the training
+    for text in (None, "num. shared model params: 5\nepoch 001:  10 / 20 loss=3, num_updates=10\n"):
+        if text:
+            (tmp_path / "saved.txt").write_text(text)
+        (run,) = read_runs([tmp_path])
+        assert run.log.train_nll == {20: 7.0, 40: 6.0} and run.log.train == {20: 8.0, 40: 7.0}
+        assert run.log.valid == {20: 6.0, 40: 5.0} and run.seed == 3
+        assert run.get("model.dropout") == 0.3 and run.get("model._name") == "transformer_pn_tiny"
+        assert any("no log in JSON: settings and losses are from 3 checkpoints" in each for each in run.problems)
+        assert not any("not finished" in each for each in run.problems)
+
+
+LOG = """\
+TransformerPNModel( {not json} )
+2026-01-01 00:00:00 | INFO | fairseq_cli.train | {'task': {'eval_bleu_args': '{"beam": 5}'}, 'model': None}
+begin training epoch 1
+{"epoch": 1, "update": 0.1, "loss": "12.169", "nll_loss": "12.0", "num_updates": "20", "lr": "0.1"}
+2026-01-01 00:00:00 | INFO | train_inner | {"epoch": 1, "loss": "11.5", "num_updates": "40"}
+[2026-01-01][valid][INFO] - {"epoch": 1, "valid_loss": "9.2", "valid_nll_loss": "8.83", "valid_num_updates": "40"}
+{"epoch": 1, "train_loss": "10.8", "train_nll_loss": "10.6", "train_num_updates": "40"}
+"""
+
+
+def test_records_are_read_with_any_prefix(tmp_path):
+    (tmp_path / "train.log").write_text(LOG)
+    curve = read_log(tmp_path / "train.log")
+    assert curve.train == {20: 12.169, 40: 11.5}
+    assert curve.valid == {40: 8.83}
+    assert read_log(tmp_path / "train.log").unreadable == 0, "a setting is no record"
+
+
+def test_a_criterion_without_label_smoothing_logs_one_loss(tmp_path):
+    text = '{"loss": "9", "num_updates": "10"}\n{"valid_loss": "8", "valid_num_updates": "10"}\n'
+    (tmp_path / "train.log").write_text(text)
+    log = read_log(tmp_path / "train.log")
+    assert log.train == log.train_nll == {10: 9} and log.valid == {10: 8}
+
+
+TWO_STARTS = """\
+num. shared model params: 1,508,352 (num. trained: 1,508,352)
+training on 1 devices (GPUs/TPUs)
+{"loss": "12", "num_updates": "10", "wps": "500", "wpb": "100.5", "wall": "7"}
+{"loss": "11", "num_updates": "20", "wps": "250", "wpb": "100", "wall": "11"}
+{"valid_nll_loss": "9.2", "valid_num_updates": "20"}
+{"loss": "10", "num_updates": "30", "wps": "inf", "wpb": "100", "wall": "15"}
+{"loss": null, "num_updates": "35"}
+{"loss": "10", "num_up
+[2026-01-01][fairseq_cli.train][INFO] - training on 4 devices (GPUs/TPUs)
+{"loss": "9", "num_updates": "30", "wps": "1000", "wpb": "200", "wall": "0"}
+WARNING: NaN detected in output of encoder.layers.0, shape: torch.Size([1]), forward
+early stop since valid performance hasn't improved for last 5 runs
+done training in 6.5 seconds
+"""
+
+
+def test_starts_of_a_run(tmp_path):
+    (tmp_path / "train.log").write_text(TWO_STARTS)
+    log = read_log(tmp_path / "train.log")
+    first, second = log.starts
+    assert (first.world_size, second.world_size) == (1, 4)
+    assert (first.reason, second.reason) == (None, "patience")
+    assert first.seconds == 15 and second.seconds == 6.5
+    assert first.tokens == 1005 + 1000 + 1000
+    assert first.interval_seconds == pytest.approx(1005 / 500 + 1000 / 250)
+    assert second.tokens == 2000 and second.interval_seconds == 2  # from update 20, where the first start had a record
+    assert log.train == {10: 12, 20: 11, 30: 9} and log.updates == 30 and log.ended
+    assert log.tokens_per_second == {10: 500, 20: 250, 30: 1000}
+    assert log.parameters == 1508352 and log.unreadable == 2 and log.faults == 1
+
+
+def test_a_start_that_resumed_and_was_cut_off_is_as_long_as_its_records(tmp_path):
+    # Without a line on devices, a start is recognized by its updates, which begin again; fairseq's clock is 0 there.
+    record = '{{"loss": "9", "num_updates": "{}", "wps": "100", "wpb": "50", "wall": "{}"}}\n'
+    text = "".join(record.format(*numbers) for numbers in ((10, 8), (20, 13), (20, 0), (30, 0)))
+    (tmp_path / "train.log").write_text(text)
+    log = read_log(tmp_path / "train.log")
+    assert [start.updates for start in log.starts] == [[10, 20], [20, 30]]
+    assert [start.seconds for start in log.starts] == [13, 10] and not log.ended

@@ -24,9 +24,12 @@ from pn_fairseq.pipeline.data.tokens import DETOKENIZER, detokenize
 from pn_fairseq.pipeline.metrics import METRICS, Scoring, split_compounds
 from pn_fairseq.pipeline.scoring import is_scored, read_scores, score_run
 
-from ..scripts_helpers import ROOT, run, verb
+from ..scripts_helpers import ROOT, refused, run, verb
 
 main = verb("score")
+
+#: Sentences of a run.
+LINES = 24
 
 
 def metric_of(name: str, lowercase: bool = False, compound_split: bool = False, target: str = ""):
@@ -181,7 +184,7 @@ def sacrebleu_says(*arguments) -> list[dict]:
 
 
 def test_scores_of_plain_text_are_those_of_sacrebleus_command(tmp_path):
-    references = reference()[:60]
+    references = reference()[:LINES]
     hypotheses = [line.upper() for line in noisy(references, 12)]
     files = text_file(tmp_path / "ref", references), "-i", text_file(tmp_path / "hyp", hypotheses)
     expected = sacrebleu_says(*files, "-m", "bleu", "chrf", "ter", "-lc", "--chrf-lowercase")
@@ -250,7 +253,7 @@ def test_plain_text_survives_its_tokens():
 SETTINGS = {"source": "es", "target": "en", "lower": "1", "bpe": "300"}
 
 
-def make_run(folder: Path, seed: int, lines: int = 60, **settings: str) -> Path:
+def make_run(folder: Path, seed: int, lines: int = LINES, **settings: str) -> Path:
     """A run that was trained and decoded, as far as scoring needs it."""
     texts = [line.replace("’", "'") for line in reference()[:lines]]
     data, decoded = folder.parent / "data", folder / "generate/test"
@@ -281,7 +284,7 @@ def test_a_folder_is_scored(tmp_path):
     plain = {kind: (decoded / f"{kind}.txt").read_text("utf-8").splitlines() for kind in ("hyp", "ref")}
     assert plain["ref"] == (tmp_path / "data/raw/test.en").read_text("utf-8").splitlines()
     assert plain["hyp"] == detokenize(tokens["hyp"], "en")
-    assert (scores.subset, scores.sentences, scores.lowercase, scores.target) == ("test", 60, True, "en")
+    assert (scores.subset, scores.sentences, scores.lowercase, scores.target) == ("test", LINES, True, "en")
     assert list(scores.by_metric) == list(METRICS) and not scores.warnings
     for name, own in scores.by_metric.items():
         texts, note = (tokens, "") if METRICS[name].on_tokens else (plain, f"|detok:{DETOKENIZER}")
@@ -315,7 +318,7 @@ def test_it_is_scored_once_until_something_changes(tmp_path, capsys):
     for folder in (run_dir, tmp_path / "copy"):
         assert is_scored(folder, "test") and score_run(folder) == scores
         assert "scores.json already exists" in capsys.readouterr().err
-    text_file(decoded / "hyp.tok", ["a"] * 60)
+    text_file(decoded / "hyp.tok", ["a"] * LINES)
     assert not is_scored(run_dir, "test") and score_run(run_dir) != scores
     assert "was made with other values of hypotheses; making it again" in capsys.readouterr().err
     (decoded / "scores.json.made.txt").unlink()
@@ -326,7 +329,8 @@ def test_the_datas_settings_say_how_it_is_scored(tmp_path):
     run_dir = make_run(tmp_path / "run", 1, lower="0", compound_split="1")
     decoded = run_dir / "generate/test"
     for kind in ("hyp", "ref"):
-        text_file(decoded / f"{kind}.tok", [f"{'ir' * (kind == 'ref')}rich-text {line}" for line in reference()[:60]])
+        first = f"{'ir' * (kind == 'ref')}rich-text"
+        text_file(decoded / f"{kind}.tok", [f"{first} {line}" for line in reference()[:LINES]])
     split = score_run(run_dir)
     assert split.by_metric["tokenized"].compound_split and "compounds:split" in split.by_metric["tokenized"].signature
     assert (
@@ -342,10 +346,10 @@ def test_a_line_ends_at_a_line_feed_and_nowhere_else(tmp_path):
     run_dir = make_run(tmp_path / "run", 1)
     decoded = run_dir / "generate/test"
     odd = "a\u2028b\x85c\x0bd\x0ce\x1cf\rg"
-    text_file(decoded / "hyp.tok", [odd] * 60)
-    text_file(decoded / "ref.tok", [odd] * 60)
-    assert score_run(run_dir).sentences == 60
-    assert (decoded / "hyp.txt").read_bytes() == b"a b c d e f g\n" * 60
+    text_file(decoded / "hyp.tok", [odd] * LINES)
+    text_file(decoded / "ref.tok", [odd] * LINES)
+    assert score_run(run_dir).sentences == LINES
+    assert (decoded / "hyp.txt").read_bytes() == b"a b c d e f g\n" * LINES
 
 
 @pytest.mark.parametrize(
@@ -353,9 +357,9 @@ def test_a_line_ends_at_a_line_feed_and_nowhere_else(tmp_path):
     [
         (lambda base: (base / "run/generate/test/hyp.tok").unlink(), "hyp.tok.*pn generate"),
         (lambda base: (base / "run/generate/test/ref.tok").unlink(), "No such file.*ref.tok"),
-        (lambda base: text_file(base / "run/generate/test/hyp.tok", ["a"] * 59), "59 lines, .*ref.tok has 60"),
-        (lambda base: text_file(base / "data/raw/test.en", ["a"] * 61), "60 lines, .*test.en has 61"),
-        (lambda base: (base / "data/raw/test.en").write_bytes(b"\xff\n" * 60), "test.en is not UTF-8"),
+        (lambda base: text_file(base / "run/generate/test/hyp.tok", ["a"] * 23), "23 lines, .*ref.tok has 24"),
+        (lambda base: text_file(base / "data/raw/test.en", ["a"] * 25), "24 lines, .*test.en has 25"),
+        (lambda base: (base / "data/raw/test.en").write_bytes(b"\xff\n" * LINES), "test.en is not UTF-8"),
         (lambda base: shutil.rmtree(base / "data"), "the data of .* is gone"),
         (lambda base: (base / "data/settings.txt").write_text("lower=1\n"), "prepared again"),
         (
@@ -432,7 +436,7 @@ def test_paired_bootstrap_of_tokens_against_resampled_texts(monkeypatch):
 
 def test_the_same_translations_do_not_differ():
     """sacrebleu's formula gives its smallest p here."""
-    references = reference()[:60]
+    references = reference()[:LINES]
     lines = noisy(references, 18)
     systems = {"a": lines, "other": noisy(references, 19), "same": lines}
     for metric in METRICS:
@@ -485,7 +489,7 @@ def test_a_comparison_in_words(two_runs, capsys):
     runs = [str(folder.parents[1]) for folder in two_runs]
     assert main(["--compare", *runs, "--resamples", "100"]) == 0
     text = capsys.readouterr().out
-    assert "|bs:100|seed:12345|" in text and "test, 60 sentences" in text
+    assert "|bs:100|seed:12345|" in text and f"test, {LINES} sentences" in text
     scores = read_scores(good), read_scores(bad)
     header, first, second = (line.split("  ") for line in text.split("\n\n")[1].splitlines())
     assert [cell.strip() for cell in header if cell.strip()] == [metric.title for metric in METRICS.values()]
@@ -496,11 +500,9 @@ def test_a_comparison_in_words(two_runs, capsys):
     assert " ".join(second).count(") p = 0.010 *") == len(METRICS) and "p = " not in "".join(first)
     assert "not over training seeds" in text
 
-    assert main(["--compare", *runs, f"{runs[1]}/"]) == 2
-    assert "twice" in capsys.readouterr().err
+    refused(capsys, main(["--compare", *runs, f"{runs[1]}/"]), "twice")
     (bad / "scores.json").write_text("{}")
-    assert main(["--compare", *runs]) == 2
-    assert "score the run again" in capsys.readouterr().err
+    refused(capsys, main(["--compare", *runs]), "score the run again")
 
 
 def test_runs_are_scored_where_they_are_not_before_they_are_compared(tmp_path, capsys):
@@ -525,7 +527,7 @@ def test_any_text_is_scored(tmp_path, capsys):
 
 def test_a_bleu_below_1_warns(tmp_path, capsys):
     run_dir = make_run(tmp_path / "run", 1)
-    text_file(run_dir / "generate/test/hyp.tok", ["the"] * 60)
+    text_file(run_dir / "generate/test/hyp.tok", ["the"] * LINES)
     assert main(["--run", str(run_dir)]) == 0
     assert "warning: BLEU is 0.00, below 1" in capsys.readouterr().err
     good = make_run(tmp_path / "good", 1)
@@ -568,10 +570,9 @@ def test_several_references_are_those_of_sacrebleu(tmp_path, capsys):
     for line, of_sacrebleu in zip(lines, expected, strict=True):
         assert f"|{of_sacrebleu['signature']} = {of_sacrebleu['score']:.2f}" in line and "nrefs:2" in line
     (tmp_path / "two").write_text("a\n")
-    assert main(["--hyp", str(files["hyp"]), "--ref", str(files["one"]), str(files["two"])]) == 2
-    assert "30 lines, but the reference has 1" in capsys.readouterr().err
-    assert main(["--hyp", str(files["two"]), "--ref", str(files["one"])]) == 2
-    assert "1 line, but the reference has 30" in capsys.readouterr().err
+    words = ("--hyp", files["hyp"], "--ref", files["one"], files["two"])
+    refused(capsys, main(words), "30 lines, but the reference has 1")
+    refused(capsys, main(["--hyp", files["two"], "--ref", files["one"]]), "1 line, but the reference has 30")
 
 
 def test_a_run_on_data_of_others_is_scored_with_detokenized_references(tmp_path):
@@ -610,10 +611,10 @@ def test_results_of_fairseq_generate_are_scored(tmp_path, capsys):
     decoded, results = run_dir / "generate/test", run_dir / "generate-test.txt"
     expected = score_run(run_dir)
     index = tmp_path / "data/bin/test.es-en.es.idx"
-    index.write_bytes(MAGIC + b"\x04" + (60).to_bytes(8, "little"))
+    index.write_bytes(MAGIC + b"\x04" + LINES.to_bytes(8, "little"))
     (tmp_path / "data/tok").mkdir(exist_ok=True)
     shutil.copy(decoded / "ref.tok", tmp_path / "data/tok/test.en")
-    order = sorted(range(60), key=lambda n: (n % 7, n))
+    order = sorted(range(LINES), key=lambda n: (n % 7, n))
     for fault, needle in (
         ({"order": order[1:]}, "line 1; decode with --required-batch-size-multiple 1"),
         ({"order": order, "lose": "H-3\t"}, "line 4"),
@@ -623,9 +624,7 @@ def test_results_of_fairseq_generate_are_scored(tmp_path, capsys):
         write_results(results, run_dir, **fault)
         assert score_run(run_dir) == expected and capsys.readouterr(), "pn generate decoded"
         shutil.move(decoded, tmp_path / "away")
-        assert main(["--run", str(run_dir)]) == 2
-        error = capsys.readouterr().err
-        assert needle in error and str(results) in error and error.count("\n") == 1
+        refused(capsys, main(["--run", run_dir]), needle, str(results))
         assert not decoded.exists()
         shutil.move(tmp_path / "away", decoded)
     hypotheses = write_results(results, run_dir, order)
@@ -640,7 +639,7 @@ def test_results_of_fairseq_generate_are_scored(tmp_path, capsys):
     (run_dir / ".hydra/config.yaml").write_text(task)
     shutil.copy(decoded / "ref.tok", decoded / "hyp.tok")
     write_results(results, run_dir, order)
-    text_file(decoded / "hyp.tok", ["a"] * 60)
+    text_file(decoded / "hyp.tok", ["a"] * LINES)
     assert score_run(run_dir).by_metric["tokenized"].score == pytest.approx(100)
     shutil.move(results, run_dir / "checkpoints-test.txt")
     assert score_run(run_dir).by_metric["tokenized"].score == pytest.approx(100)

@@ -18,9 +18,9 @@ def composed(*overrides, world_size=1, config=VERSES, on_cpu=True):
     return compose(config, ["task.data=/data", *overrides], world_size, on_cpu)
 
 
-def refused(*overrides, world_size=1) -> str:
+def refused(*overrides, world_size=1, config=VERSES) -> str:
     with pytest.raises(UserError) as caught:
-        composed(*overrides, world_size=world_size)
+        composed(*overrides, world_size=world_size, config=config)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -75,8 +75,7 @@ def test_a_config_of_ones_own(tmp_path):
     assert composed(config=own, world_size=2)[1] == Batches(2, 2, 1536, 6144)
     assert composed("dataset.max_tokens=1024", config=own, world_size=2)[1] == Batches(2, 3, 1024, 6144)
     own.write_text(text.replace("encoder_norm", "encoder_nrom").replace("dropout:", "drop_out:"))
-    with pytest.raises(UserError, match="unknown setting 'model.drop_out', did you mean 'model.dropout'"):
-        composed(config=own)
+    assert "unknown setting 'model.drop_out', did you mean 'model.dropout'" in refused(config=own)
 
 
 def test_a_config_without_defaults(tmp_path):
@@ -100,8 +99,7 @@ def test_a_config_that_builds_on_another(tmp_path):
     own.write_text("defaults: [verses_es_en]\nmodel: {dropout: 0.4}\n")
     assert composed(config=own)[0].model.dropout == 0.4, "the file comes after its defaults"
     own.write_text("defaults: [verses_es_en, no_such_file, _self_]\n")
-    with pytest.raises(UserError, match="In 'own': Could not load 'no_such_file'"):
-        composed(config=own)
+    assert "In 'own': Could not load 'no_such_file'" in refused(config=own)
 
 
 @pytest.mark.parametrize(
@@ -197,9 +195,7 @@ def test_norms_of_a_language_model_of_fairseq_are_converted(capsys):
 @pytest.mark.parametrize("text", ["", "model: [1", "common:\n  seed: 2\n"])
 def test_a_file_that_is_no_configuration(text, tmp_path):
     (tmp_path / "own.yaml").write_text(text)
-    with pytest.raises(UserError) as caught:
-        composed(config=tmp_path / "own.yaml")
-    assert "own.yaml" in str(caught.value) and "\n" not in str(caught.value)
+    assert "own.yaml" in refused(config=tmp_path / "own.yaml")
 
 
 def test_fp16_on_a_cpu_leaves_gradients_unflattened():

@@ -27,7 +27,7 @@ from pn_fairseq.pipeline import train
 from pn_fairseq.pipeline.train import Progress, lock
 from pn_fairseq.pipeline.training_log import read_log
 
-from ..scripts_helpers import SCRIPTS, environment, verb, wait_for
+from ..scripts_helpers import SCRIPTS, environment, refused, verb, wait_for
 
 #: A training of seconds. The psi warm-up ends at update 6, in the middle. Each of its three checkpoints is the best so
 #: far.
@@ -55,13 +55,6 @@ def trained(data, tmp_path_factory) -> Path:
         patch.setenv("CUDA_VISIBLE_DEVICES", "")
         assert start(data, run) == 0
     return run
-
-
-def refused(capsys, code: int) -> str:
-    """The one line of an error, without the lines of progress."""
-    lines = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("[")]
-    assert code == 2 and len(lines) == 1 and lines[0].startswith("pn train: error: "), lines
-    return lines[0]
 
 
 def snapshot(folder: Path) -> dict[Path, int]:

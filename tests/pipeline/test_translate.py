@@ -6,15 +6,13 @@ import subprocess
 
 import pytest
 
+from pn_fairseq.pipeline.data.tokens import detokenize
+
 from ..fixtures.runs import make_run, untrained_checkpoint
-from ..scripts_helpers import SCRIPTS, environment, run, verb
-
-main = verb("translate")
-
-pytest.importorskip("pn_fairseq.pipeline.data.tokens")
+from ..scripts_helpers import SCRIPTS, assert_refused, environment, in_process, run
 
 #: Untrained models do not end their sentences.
-SHORT = ("--max-len-b", "20")
+SHORT = ("--max-len-b", "8")
 
 
 @pytest.fixture(scope="module")
@@ -26,8 +24,6 @@ def untrained(data, tmp_path_factory):
 
 def test_the_test_set_becomes_what_generate_makes_of_it(untrained, data, tmp_path):
     """The same hypotheses, detokenized; an empty line stays empty, and as many lines come out as go in."""
-    from pn_fairseq.pipeline.data.tokens import detokenize
-
     run("pn", "generate", "--run", untrained, *SHORT)
     hypotheses = (untrained / "generate/test/hyp.tok").read_text("utf-8").splitlines()
     text = (data / "raw/test.es").read_text("utf-8").splitlines()
@@ -63,10 +59,10 @@ def test_from_standard_input(untrained):
 
 
 @pytest.mark.parametrize("text", ["", "\n", "\n\n"])
-def test_input_without_a_word(text, untrained, tmp_path, capsys):
+def test_input_without_a_word(text, untrained, tmp_path):
     (tmp_path / "text").write_text(text)
-    assert main(["--run", str(untrained), "--input", str(tmp_path / "text")]) == 0
-    assert capsys.readouterr().out == text
+    result = in_process("translate", "--run", untrained, "--input", tmp_path / "text")
+    assert (result.returncode, result.stdout) == (0, text)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +72,7 @@ def test_input_without_a_word(text, untrained, tmp_path, capsys):
         (("--moses", "/nowhere"), "--moses /nowhere is not a checkout of mosesdecoder"),
     ],
 )
-def test_data_that_moses_tokenized_needs_moses(option, needle, data, untrained, tmp_path, capsys):
+def test_data_that_moses_tokenized_needs_moses(option, needle, data, untrained, tmp_path):
     shutil.copytree(data, tmp_path / "data", ignore=shutil.ignore_patterns("raw", "tok"))
     settings = tmp_path / "data/settings.txt"
     settings.write_text(re.sub("(?m)^tokenizer=.*", "tokenizer=moses", settings.read_text()))
@@ -84,12 +80,10 @@ def test_data_that_moses_tokenized_needs_moses(option, needle, data, untrained, 
     shutil.copy(settings, run / "data.settings")
     shutil.copy(untrained / "checkpoints/averaged.pt", run / "checkpoints")
     (tmp_path / "text").write_text("Dios\n")
-    assert main(["--run", str(run), "--input", str(tmp_path / "text"), *option]) == 2
-    error = capsys.readouterr().err
-    assert needle in error and error.count("\n") == 1
+    assert_refused(in_process("translate", "--run", run, "--input", tmp_path / "text", *option), needle)
 
 
-def test_text_that_is_not_utf_8_is_refused(untrained, tmp_path, capsys):
+def test_text_that_is_not_utf_8_is_refused(untrained, tmp_path):
     (tmp_path / "latin1").write_bytes(b"ma\xf1ana\n")
-    assert main(["--run", str(untrained), "--input", str(tmp_path / "latin1")]) == 2
-    assert re.fullmatch("pn translate: error: .*latin1.* not UTF-8.*\n", capsys.readouterr().err)
+    result = in_process("translate", "--run", untrained, "--input", tmp_path / "latin1")
+    assert_refused(result, "latin1", "not UTF-8")

@@ -15,7 +15,7 @@ from ..fixtures.reports import make_probed, make_run, with_score
 matplotlib.use("Agg")
 from matplotlib import pyplot  # noqa: E402
 
-from ..scripts_helpers import verb
+from ..scripts_helpers import refused, verb
 
 main, report = verb("figures"), verb("report")
 
@@ -229,7 +229,5 @@ def test_mistakes_are_one_line(arguments, message, runs, tmp_path, capsys, monke
         (tmp_path / name).mkdir()
         (tmp_path / name / "failed").write_text("train: no memory")
     (tmp_path / "damaged/checkpoint_last.pt").write_bytes(b"cut off")
-    assert main(["--output", "out", *arguments]) == 2
-    error = capsys.readouterr().err
-    assert message in error and len(error.splitlines()) == 1
+    refused(capsys, main(["--output", "out", *arguments]), message)
     assert not (tmp_path / "out").exists()

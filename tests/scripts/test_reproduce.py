@@ -8,7 +8,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,7 @@ from pn_fairseq.pipeline import reproduce, train
 from pn_fairseq.pipeline.data.recipes import RECIPES
 
 from .. import scripts_helpers
-from ..scripts_helpers import ROOT, assert_refused, environment
+from ..scripts_helpers import ROOT, assert_refused, environment, wait_for
 
 
 @pytest.fixture(autouse=True)
@@ -295,7 +294,7 @@ def test_without_data_or_report_it_is_an_error(calls, fails, count):
     assert result.returncode == 2 and len(made_of) == count
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
 def test_an_interruption_ends_it_all(calls, tmp_path, number):
     driver = "import sys, types; from pn_fairseq import __main__; from pn_fairseq.pipeline import reproduce; "
     driver += "sys.modules['pn_fairseq.pipeline.train'] = types.SimpleNamespace(main=lambda argv: 0); "
@@ -305,10 +304,7 @@ def test_an_interruption_ends_it_all(calls, tmp_path, number):
         env=environment(HANG="generate"),
         **{"start_new_session": True, "stderr": subprocess.PIPE, "text": True},
     )
-    deadline = time.time() + 60
-    while "generate" not in (calls.read_text() if calls.exists() else ""):
-        assert time.time() < deadline
-        time.sleep(0.1)
+    wait_for(lambda: calls.exists() and "generate" in calls.read_text(), process)
     os.killpg(process.pid, number) if number == signal.SIGINT else process.send_signal(number)
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == 128 + number

@@ -8,14 +8,13 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
 
 from pn_fairseq.common.command import UserError
 from pn_fairseq.pipeline.data.archives import fetch
-from tests.scripts_helpers import environment
+from tests.scripts_helpers import environment, wait_for
 
 # Archives without any inner repetition, whose lengths are no multiple of a block size.
 CONTENT = gzip.compress(random.Random(1).randbytes(300_001))
@@ -186,8 +185,7 @@ def test_ctrl_c_keeps_what_came(server, file):
     command = [sys.executable, "-c", CODE, server.url, str(file)]
     process = subprocess.Popen(command, env=environment(no_proxy="*"), stderr=subprocess.PIPE, text=True)
     partial = file.with_name("x.tgz.partial")
-    while process.poll() is None and not (partial.exists() and partial.stat().st_size):
-        time.sleep(0.02)
+    wait_for(lambda: partial.exists() and partial.stat().st_size, process)
     process.send_signal(signal.SIGINT)
     _, stderr = process.communicate(timeout=60)
     server.release.set()

@@ -11,7 +11,7 @@ import pytest
 
 from pn_fairseq.common.command import UserError
 from pn_fairseq.pipeline.data.parallel import PIECE, per_line, transform
-from tests.scripts_helpers import environment
+from tests.scripts_helpers import environment, wait_for
 
 LINES = "".join(f"line {number} of a text that is not short at all\n" for number in range(60_000))
 
@@ -85,9 +85,7 @@ def test_workers_end_with_their_parent(text, how):
         text=True,
         start_new_session=True,
     )
-    while not (text.parent / "asleep").exists():
-        assert process.poll() is None, process.stderr.read()
-        time.sleep(0.01)
+    wait_for((text.parent / "asleep").exists, process)
     process.send_signal(getattr(signal, how))
     _, stderr = process.communicate(timeout=60)  # ends when all that hold the pipe have ended
     expected = {"SIGTERM": 143, "SIGINT": 130, "SIGKILL": -signal.SIGKILL}[how]

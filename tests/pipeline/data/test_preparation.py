@@ -16,7 +16,7 @@ from pn_fairseq.pipeline.data.settings import Settings, read
 from pn_fairseq.pipeline.runs import Run
 from pn_fairseq.pipeline.translate import to_subwords
 
-from ...scripts_helpers import ROOT, cut_corpus, run, verb
+from ...scripts_helpers import ROOT, assert_refused, cut_corpus, in_process, run, verb
 
 
 @pytest.fixture
@@ -32,10 +32,10 @@ def prepare(corpus: Path, dest: Path, *options) -> str:
     return run("pn", "prepare", "text", "--corpus", corpus, "--dest", dest, "--workers", 1, *options).stderr
 
 
-def refused(corpus: Path, *options) -> None:
+def assert_not_prepared(corpus: Path, needle: str, *options) -> None:
     """A mistake that is noticed before fairseq-preprocess starts: in this process."""
     words = (*LANGUAGES, "--corpus", corpus, "--dest", corpus.parent / "data", "--workers", 1, *options)
-    assert verb("prepare")(["text", *words]) == 2
+    assert_refused(in_process("prepare", "text", *words), needle)
 
 
 def test_every_corpus_has_its_configuration():
@@ -63,7 +63,7 @@ def test_tags_that_survive(kind, corpus, tmp_path):
     assert source.split()[0].endswith("<2en>") and source.split()[-1].endswith("[BT]")
 
 
-def test_text_for_a_model_of_other_data(corpus, tmp_path, capsys):
+def test_text_for_a_model_of_other_data(corpus, tmp_path):
     """Its codes, dictionary and settings; characters that it lacks are counted. A folder may have any name."""
     old, new = tmp_path / "my josé (1), a=b 'x'", tmp_path / "new"
     assert "merges, fewer than --bpe 10,000" in prepare(corpus, old, *LANGUAGES[:4], "--keep-case")
@@ -78,20 +78,21 @@ def test_text_for_a_model_of_other_data(corpus, tmp_path, capsys):
     assert read(new / "settings.txt") == read(old / "settings.txt")
     assert (new / "tok/test.es").read_text("utf-8").startswith("Hola Ω , mundo\n")
     assert "is complete" in prepare(corpus, new, "--like", old)
+    words = ("prepare", "text", "--corpus", corpus, "--dest", tmp_path / "third", "--like")
     for options, needle in (
-        (("--like", old, "--target", "de"), "has target=en, not de"),
-        (("--like", old / "bin"), "settings.txt does not exist"),
-        (("--like", old, "--segmentation", "sentencepiece"), "has segmentation=subword-nmt, not sentencepiece"),
-        (("--like", old, "--moses", old), "has tokenizer=sacremoses+final-stop, not moses"),
+        ((old, "--target", "de"), "has target=en, not de"),
+        ((old / "bin",), "settings.txt does not exist"),
+        ((old, "--segmentation", "sentencepiece"), "has segmentation=subword-nmt, not sentencepiece"),
+        ((old, "--moses", old), "has tokenizer=sacremoses+final-stop, not moses"),
     ):
-        assert verb("prepare")(["text", "--corpus", corpus, "--dest", tmp_path / "third", *options]) == 2
-        assert needle in capsys.readouterr().err and not (tmp_path / "third").exists()
+        assert_refused(in_process(*words, *options), needle)
+        assert not (tmp_path / "third").exists()
 
 
-def test_languages_whose_scores_need_a_package(corpus, capsys, monkeypatch):
+def test_languages_whose_scores_need_a_package(corpus, monkeypatch):
     monkeypatch.setattr(languages.importlib.util, "find_spec", lambda name: None if "MeCab" in name else name)
-    refused(corpus, "--target", "jpn_Jpan")  # whose files do not exist
-    assert "detokenized BLEU of jpn_Jpan needs: pip install 'sacrebleu[ja]'" in capsys.readouterr().err
+    options = ("--target", "jpn_Jpan")  # whose files do not exist
+    assert_not_prepared(corpus, "detokenized BLEU of jpn_Jpan needs: pip install 'sacrebleu[ja]'", *options)
 
 
 @pytest.mark.parametrize(
@@ -125,11 +126,11 @@ def test_text_that_is_tokenized_already_is_said(tmp_path, capsys):
 def test_an_error_leaves_nothing(corpus):
     """Nor does it take anything away."""
     (corpus / "test.es").write_text("")
-    refused(corpus)
+    assert_not_prepared(corpus, "test.es is empty")
     assert not (corpus.parent / "data").exists()
     (corpus.parent / "data").mkdir()
     (corpus.parent / "data/mine").touch()
-    refused(corpus)
+    assert_not_prepared(corpus, "test.es is empty")
     assert [path.name for path in (corpus.parent / "data").iterdir()] == ["mine"]
 
 
@@ -147,13 +148,12 @@ def test_the_recipe_of_the_page_in_a_file_of_ones_own(tmp_path, monkeypatch):
     assert verb("train")(["my_corpus.yaml", "--check"]) == 0
 
 
-def test_a_memory_that_is_too_small_is_one_line(corpus, monkeypatch, capsys):
+def test_a_memory_that_is_too_small_is_one_line(corpus, monkeypatch):
     def too_much(*args):
         raise MemoryError
 
     monkeypatch.setattr(tokens, "per_line", lambda function: too_much)
-    refused(corpus)
-    assert "not enough memory; use fewer processes" in capsys.readouterr().err
+    assert_not_prepared(corpus, "not enough memory; use fewer processes")
     assert not list((corpus.parent / "data/tok").iterdir())
 
 

@@ -1,0 +1,197 @@
+"""The code of README.md and of pages in docs/ runs, and padding changes nothing."""
+
+import re
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from pn_fairseq.norms import norm_report, running_norms
+
+from ..fixtures.hugging_face import hugging_face
+from .pages import ROOT, blocks
+
+README = (ROOT / "README.md").read_text("utf-8")
+
+
+def test_fits_on_a_few_screens():
+    """The first of them shows a picture, the snippet and the demo."""
+    assert len(README.splitlines()) <= 110
+    first = "\n".join(README.splitlines()[:24])
+    assert "![" in first and "convert_norms(" in first and "make demo" in first
+
+
+def test_named_files_exist():
+    named = set(re.findall(r"(?<![\w/])((?:scripts|configs|data|benchmarks|docs|examples)/[\w./-]+\w)", README))
+    named |= set(re.findall(r"\]\((?!http)([^)#]+)\)", README))
+    assert len(named) > 15
+    assert [path for path in sorted(named) if not (ROOT / path).exists()] == []
+
+
+def test_the_repository_names_no_path_outside_itself():
+    assert not re.search(r"(?<![\w.])(/home|/root|/tmp)/", README)
+
+
+def test_the_snippet_of_the_readme():
+    """The content of padding changes no real token with the converted norm, and does with BatchNorm1d."""
+
+    class Transposed(nn.BatchNorm1d):
+        def forward(self, x):
+            return super().forward(x.transpose(1, 2)).transpose(1, 2)
+
+    torch.manual_seed(1)
+    x, lengths = torch.randn(3, 7, 8), torch.tensor([7, 4, 2])
+    mask = torch.arange(7) >= lengths[:, None]
+    (block,) = blocks(ROOT / "README.md", "python")
+    assert block in (ROOT / "docs/index.md").read_text("utf-8")
+    found = []
+    for content in (0.0, 100.0):
+        model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
+        model[0].load_state_dict({"weight": torch.eye(8), "bias": torch.zeros(8)})
+        names = {"model": model, "x": torch.where(mask[..., None], content, x), "lengths": lengths}
+        exec(block, names)
+        assert len(norm_report(names["model"])) == 1
+        found.append(names["y"][~mask])
+    torch.testing.assert_close(*found)
+    one, other = (Transposed(8)(torch.where(mask[..., None], content, x))[~mask] for content in (0.0, 100.0))
+    assert (one - other).abs().max() > 0.1
+
+
+T, B, C, HEADS = 7, 3, 16, 2
+
+
+@pytest.fixture(scope="module")
+def page() -> dict:
+    """What the page defines."""
+    names: dict = {}
+    for block in blocks(ROOT / "docs/own_model.md", "python"):
+        exec(block, names)
+    return names
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    lengths = torch.tensor([7, 4, 2])
+    return torch.randn(T, B, C), torch.arange(T) >= lengths[:, None]
+
+
+class TorchEncoder(nn.TransformerEncoder):
+    """torch's encoder, called as the page's own encoder is."""
+
+    def forward(self, x, padding_mask):
+        return super().forward(x, src_key_padding_mask=padding_mask)
+
+
+def encoders(page) -> dict[str, nn.Module]:
+    layer = nn.TransformerEncoderLayer(C, HEADS, 32, norm_first=True)
+    torch_encoder = TorchEncoder(layer, 2, enable_nested_tensor=False)
+    return {
+        "own layers": page["Encoder"](2, C, HEADS, 32, psi_warmup_updates=2),
+        "nn.TransformerEncoder": page["convert_norms"](
+            torch_encoder, "power", mask_from="src_key_padding_mask", psi_warmup_updates=2
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", ["own layers", "nn.TransformerEncoder"])
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+def test_content_of_padding_changes_no_real_token(page, name, training):
+    x, mask = batch()
+    changed = torch.where(mask.T[..., None], 100.0, x)
+    outputs = []
+    for content in (x, changed):
+        torch.manual_seed(1)
+        encoder = encoders(page)[name].train(training)
+        torch.manual_seed(2)  # dropout
+        outputs.append(encoder(content, mask)[~mask.T])
+    assert torch.allclose(*outputs, atol=1e-5)
+    assert outputs[0].abs().max() > 0.1
+
+
+def test_without_a_mask_padding_changes_real_tokens(page):
+    """What the page warns of."""
+    x, mask = batch()
+    changed = torch.where(mask.T[..., None], 100.0, x)
+    encoder = page["Encoder"](2, C, HEADS, 32, psi_warmup_updates=2)
+    norm = encoder.layers[0].attention_norm
+    assert (norm(x) - norm(changed))[~mask.T].abs().max() > 0.1
+
+
+def test_checkpointed_layers_have_the_mask_of_the_block(page):
+    layer = nn.Sequential(nn.Linear(C, C), nn.LayerNorm(C), nn.Linear(C, C))
+    page["with_masked_batch_norm"](layer)
+    x, mask = batch()
+    gradients = []
+    for forward in (layer, partial(page["checkpointed"], layer)):
+        layer.zero_grad()
+        with page["padding"](mask):
+            y = forward(x)[~mask.T]
+        y.square().sum().backward()
+        gradients.append([parameter.grad for parameter in layer.parameters()])
+    torch.testing.assert_close(*gradients, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["own layers", "nn.TransformerEncoder"])
+def test_training_loop_learns_and_ends_the_warmup(page, name):
+    model = encoders(page)[name]
+    x, mask = batch()
+    target = torch.randn(T, B, C)
+    losses = []
+
+    def loss_fn(y, target):
+        loss = (y - target)[~mask.T].square().mean()
+        losses.append(loss.item())
+        return loss
+
+    page["train"](model, [(x, mask, target)] * 30, torch.optim.Adam(model.parameters(), lr=0.01), loss_fn)
+    assert losses[-1] < 0.7 * losses[0]
+    norms = [module for module in model.modules() if isinstance(module, page["PowerNorm"])]
+    model.eval()
+    assert len(norms) >= 4 and all(norm.num_batches_tracked == 30 for norm in norms)
+
+
+def test_the_code_for_hugging_face(tmp_path, monkeypatch, capsys):
+    hugging_face()  # or skips
+    monkeypatch.chdir(tmp_path)
+    names: dict = {}
+    for block in blocks(ROOT / "docs/hugging_face.md", "python"):
+        exec(block, names)
+    assert names["loss"].isfinite() and "attention_mask" in capsys.readouterr().out
+    model, again, mask = (
+        names[key].eval() if key != "attention_mask" else names[key] for key in ("model", "again", "attention_mask")
+    )
+    assert len(norm_report(again)) == len(norm_report(model)) >= 6
+    assert names["with_mask"] < 1e-5 < 0.01 < names["without_mask"]
+    for key, tensor in model.state_dict().items():
+        torch.testing.assert_close(names["from_folder"].state_dict()[key], tensor)
+    assert all(norm.running_mean.abs().max() > 0 for norm in running_norms(names["pretrained"]))
+    names["CountUpdates"]().on_step_begin(None, SimpleNamespace(global_step=5), None, model=model)
+    assert all(norm.completed_updates() == 5 for norm in running_norms(model))
+    logs: dict = {}
+    for _ in range(2):
+        names["LogNorms"]().on_log(None, None, None, model=model.train(), logs=logs)
+        for _ in range(2):  # the second forward takes in the step of the first
+            model(input_ids=names["tokens"], attention_mask=mask).logits.sum().backward()
+    model.eval()
+    names["LogNorms"]().on_log(None, None, None, model=model, logs=logs)
+    assert logs["bert.embeddings.LayerNorm/psi_distance"] > 0 == logs["bert.embeddings.LayerNorm/nonfinite_steps"]
+    again.load_state_dict(model.state_dict())
+    with pytest.raises(RuntimeError, match="running_mean"):
+        names["BertForMaskedLM"](names["config"]).load_state_dict(model.state_dict())
+    outputs = [
+        each(input_ids=names["tokens"].masked_fill(mask == 0, content), attention_mask=mask).logits[mask == 1]
+        for each, content in ((model, 7), (again, 9))
+    ]
+    torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-4)
+    with pytest.raises(AssertionError):
+        torch.testing.assert_close(
+            outputs[0], names["BertForMaskedLM"](names["config"])(input_ids=names["tokens"]).logits[mask == 1]
+        )
+
+
+def test_demonstration_of_the_leak(capsys):
+    page = (ROOT / "docs/language_modeling.md").read_text("utf-8")
+    code, printed = re.search(r"```python\n(.*?)```.*?```\n(.*?)```", page, re.S).groups()
+    exec(code, {})
+    assert capsys.readouterr().out == printed
