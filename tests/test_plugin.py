@@ -83,18 +83,13 @@ def test_what_an_installation_needs(installed):
     assert "Tag: py3-none-any\n" in metadata.with_name("WHEEL").read_text(), "it has no compiled kernels"
 
 
-def test_user_dir_of_the_checkout_from_another_folder(tmp_path):
-    printed = run(sys.executable, "-m", "pn_fairseq", "--user-dir", cwd=tmp_path).stdout.strip()
-    assert printed == str(ROOT / "pn_fairseq")
-    assert run("warm-python", "-c", REGISTER, printed, cwd=tmp_path).stdout.split() == [printed, "True"]
-
-
-def test_installed_package_as_user_dir_from_another_folder(installed, tmp_path):
-    place = {"cwd": tmp_path, "PYTHONPATH": str(installed)}
-    printed = run(sys.executable, "-m", "pn_fairseq", "--user-dir", **place).stdout.strip()
-    assert printed == str(installed / "pn_fairseq")
-    result = run("warm-python", "-c", REGISTER, printed, **place)
-    assert result.stdout.split() == [printed, "True"]
+def test_user_dir_from_another_folder(installed, tmp_path):
+    """Of the checkout, and of an installed package."""
+    for base, path in ((ROOT, {}), (installed, {"PYTHONPATH": str(installed)})):
+        printed = run(sys.executable, "-m", "pn_fairseq", "--user-dir", cwd=tmp_path, **path).stdout.strip()
+        assert printed == str(base / "pn_fairseq")
+        result = run("warm-python", "-c", REGISTER, printed, cwd=tmp_path, **path)
+        assert result.stdout.split() == [printed, "True"]
 
 
 def test_checkout_as_user_dir_beside_an_installed_package(installed, tmp_path):

@@ -46,15 +46,12 @@ def write_values(directory, values, dtype=torch.float32):
     ]
 
 
-def test_a_sum_out_of_the_range_of_the_tensors(tmp_path):
-    result = average_checkpoints(write_values(tmp_path, [[60000.0]] * 4, torch.float16))["model"]["w"]
-    assert (result.dtype, result.item()) == (torch.float16, 60000)
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 def test_against_numpy(tmp_path, dtype):
-    # 7 files and odd shapes: nothing divides evenly.
+    # 7 files and odd shapes: nothing divides evenly. A sum is out of the range of float16.
     tensors = [torch.randn(7, 13).mul(10.0 ** (n - 3)).to(dtype) for n in range(7)]
+    for tensor in tensors:
+        tensor[0, 0] = 60_000
     paths = [write(tmp_path / f"{n}.pt", {"w": tensor}, n) for n, tensor in enumerate(tensors)]
     expected = np.mean([tensor.double().numpy() for tensor in tensors], axis=0)
     result = average_checkpoints(paths)["model"]["w"]

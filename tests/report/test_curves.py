@@ -33,7 +33,13 @@ def test_curves_that_are_flat_short_or_not_finite(tmp_path):
     faulty = TrainingLog({10: 9.5, 200: 4.5}, {10: 9.0, 100: float("nan"), 200: float("inf")}, {})
     flat = TrainingLog({10: 3.0, 100: 5.0}, {10: 3.0, 100: 5.0}, {100: 4.0, 200: 4.0})
     name = "_a $b$ _c"
-    for systems, baselines in (({name: [full, full], "c": [faulty]}, {"c": name}), ({"a": [flat]}, {})):
+    # LN with other initial weights is compared with LN, which is in another picture, and PN with that LN.
+    of_another = {"LN (init_seed=1)": "LN", "PN (init_seed=1)": "LN (init_seed=1)"}
+    for systems, baselines in (
+        ({name: [full, full], "c": [faulty]}, {"c": name}),
+        ({"a": [flat]}, {}),
+        (dict.fromkeys(of_another, [full]), of_another),
+    ):
         assert draw(tmp_path, systems, baselines).startswith(b"\x89PNG")
 
 
@@ -59,11 +65,3 @@ def test_no_two_of_a_picture_have_the_same_colour():
     """LN of two models and five systems: more are never together (``_OF_A_PICTURE``)."""
     colours = [style(number)["color"] for number in range(7)]
     assert len(set(colours)) == 7
-
-
-def test_a_baseline_may_have_a_baseline_in_another_picture(tmp_path):
-    """LN with other initial weights is compared with LN, and PN with these weights with that LN."""
-    log = TrainingLog({}, {10: 9.0, 100: 5.0}, {10: 4.0, 100: 3.0})
-    systems = {"LN (init_seed=1)": [log], "PN (init_seed=1)": [log]}
-    baselines = {"LN (init_seed=1)": "LN", "PN (init_seed=1)": "LN (init_seed=1)"}
-    assert draw(tmp_path, systems, baselines).startswith(b"\x89PNG")

@@ -81,18 +81,13 @@ def test_many_runs_can_be_told_apart(tmp_path):
 
 
 def test_gradients_are_of_the_summed_loss_and_summed_over_tokens(runs):
-    """As the paper's marks; the probe has gradients of the mean loss, averaged over 100 tokens of 50 samples."""
-    figure = FIGURES[3].draw(subjects_of(runs))
-    marks = [line for line in figure.axes[0].lines if line.get_linestyle() == ":"]
-    np.testing.assert_allclose(marks[1].get_ydata(), [0.0084, 0.0086, 0.0067, 0.0074, 0.0076])
-    assert boxes(figure.axes[0])[:2] == [15 * 100 * 50] * 2
-    pyplot.close(figure)
-
-
-def test_a_translation_model_and_images_have_their_own_sums(runs):
+    """As the paper's marks; the probe has gradients of the mean loss, averaged over 100 tokens of 50 samples, or over 4
+    of 2, as of a translation model beside images."""
     subjects = subjects_of(runs)
     subjects[1].series = subjects[1].series.assign(tokens=4.0, sample_size=2.0)
     figure = FIGURES[3].draw(subjects)
+    marks = [line for line in figure.axes[0].lines if line.get_linestyle() == ":"]
+    np.testing.assert_allclose(marks[1].get_ydata(), [0.0084, 0.0086, 0.0067, 0.0074, 0.0076])
     assert boxes(figure.axes[0])[:2] == [15 * 100 * 50, 15 * 4 * 2]
     pyplot.close(figure)
 
