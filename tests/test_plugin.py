@@ -30,7 +30,7 @@ def installed(tmp_path_factory):
         shutil.copytree(ROOT / folder, base / "source" / folder)
     for file in ("setup.py", "pyproject.toml", "README.md"):
         shutil.copy(ROOT / file, base / "source")
-    pip = (sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation")
+    pip = (sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-compile")
     run(*pip, "--target", base / "site", base / "source", CC="false", CXX="false")
     return base / "site"
 

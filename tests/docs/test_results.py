@@ -40,7 +40,7 @@ class Selection:
         if control:
             others = self.frame["system"] != control
             self.frame = self.frame.assign(**{"compared with": pandas.Series(control, self.frame.index).where(others)})
-        self.compared = intervals.compare(self.frame)
+        self.compared = intervals.compare(self.frame.drop(columns="detokenized"))  # no page has it
 
     def intervals(self) -> set[str]:
         """Every difference with its simultaneous or separate interval, as pages write it."""

@@ -24,27 +24,15 @@ main = verb("import-release")
 LAYERS = 2
 WARMUP = 40
 
-#: Of the settings that fairseq 0.8 stored, the settings of a translation model, also the settings of its norms.
+#: Of the settings that fairseq 0.8 stored, those that fairseq 0.12 has under another name, with another default or not
+#: at all; the settings of a translation model; and those of its norms.
 SETTINGS = {
     **{"arch": "transformer_iwslt_de_en_v2", "task": "translation", "criterion": "label_smoothed_cross_entropy"},
     **{"optimizer": "adam", "adam_betas": "(0.9, 0.98)", "adam_eps": 1e-8, "weight_decay": 0.0001, "clip_norm": 0.0},
     **{"lr": [0.0015], "lr_scheduler": "inverse_sqrt", "warmup_updates": WARMUP, "warmup_init_lr": 1e-7},
-    **{"min_lr": 1e-9, "max_epoch": 0, "max_update": 0, "update_freq": [1], "max_tokens": 4096, "max_sentences": None},
-    **{"max_tokens_valid": 4096, "max_sentences_valid": None, "required_batch_size_multiple": 8, "seed": 1},
-    **{"train_subset": "train", "valid_subset": "valid", "validate_interval": 1, "fixed_validation_seed": None},
-    **{"disable_validation": False, "curriculum": 0, "skip_invalid_size_inputs_valid_test": False, "num_workers": 1},
-    **{"distributed_world_size": 1, "distributed_rank": 0, "distributed_backend": "nccl", "ddp_backend": "c10d"},
-    **{"distributed_init_method": None, "distributed_port": -1, "device_id": 0, "distributed_no_spawn": False},
-    **{"bucket_cap_mb": 25, "fix_batches_to_gpus": False, "find_unused_parameters": False, "sentence_avg": False},
-    **{"fp16": False, "memory_efficient_fp16": False, "fp16_init_scale": 128, "fp16_scale_window": None},
-    **{"fp16_scale_tolerance": 0.0, "min_loss_scale": 0.0001, "threshold_loss_scale": None, "cpu": False},
-    **{"no_progress_bar": True, "log_interval": 100, "log_format": None, "tensorboard_logdir": ""},
-    **{"tbmf_wrapper": False},
-    **{"user_dir": "gone", "empty_cache_freq": 0, "save_dir": "checkpoints", "restore_file": "checkpoint_last.pt"},
-    **{"reset_optimizer": False, "reset_lr_scheduler": False, "reset_meters": False, "reset_dataloader": False},
-    **{"optimizer_overrides": "{}", "save_interval": 1, "save_interval_updates": 0, "keep_interval_updates": -1},
-    **{"keep_last_epochs": 5, "no_save": False, "no_epoch_checkpoints": False, "no_last_checkpoints": False},
-    **{"no_save_optimizer_state": False, "best_checkpoint_metric": "loss", "maximize_best_checkpoint_metric": False},
+    **{"min_lr": 1e-9, "max_update": 0, "update_freq": [1], "max_tokens": 4096, "max_sentences": None, "fp16": False},
+    **{"max_tokens_valid": 4096, "max_sentences_valid": None, "ddp_backend": "c10d", "tensorboard_logdir": ""},
+    **{"no_progress_bar": True, "tbmf_wrapper": False, "user_dir": "gone", "keep_last_epochs": 5},
     **{"data": "data-bin/iwslt14.tokenized.de-en.joined", "source_lang": "de", "target_lang": "en"},
     **{"lazy_load": False, "raw_text": False, "load_alignments": False, "left_pad_source": "True"},
     **{"left_pad_target": "False", "max_source_positions": 1024, "max_target_positions": 1024, "upsample_primary": 1},

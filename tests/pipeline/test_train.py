@@ -398,7 +398,7 @@ def test_sigkill_in_the_middle_of_training_and_resuming_ends_in_the_same_bits(da
 def test_a_signal_ends_it_with_one_line(number, during, data, tmp_path):
     """Also where SIGINT was ignored, as in the background of a shell that is not interactive."""
     process = subprocess.Popen(
-        command(data, tmp_path / "run", "optimization.max_update=4000"),
+        command(data, tmp_path / "run", "optimization.max_update=4000", "checkpoint.save_interval_updates=1"),
         **{"env": environment(), "stderr": subprocess.PIPE, "text": True},
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
     )

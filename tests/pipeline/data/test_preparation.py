@@ -35,7 +35,9 @@ def prepare(corpus: Path, dest: Path, *options) -> str:
 def assert_not_prepared(corpus: Path, needle: str, *options) -> None:
     """A mistake that is noticed before fairseq-preprocess starts: in this process."""
     words = (*LANGUAGES, "--corpus", corpus, "--dest", corpus.parent / "data", "--workers", 1, *options)
-    assert_refused(in_process("prepare", "text", *words), needle)
+    result = in_process("prepare", "text", *words)
+    assert_refused(result)
+    assert needle in result.stderr
 
 
 def test_every_corpus_has_its_configuration():
