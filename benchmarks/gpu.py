@@ -103,6 +103,7 @@ def parts(tiny: bool) -> list[Part]:
     ranks = 2 if tiny else torch.cuda.device_count()
     start = f"torch.distributed.run --standalone --nproc-per-node {ranks} -m"
     found.append(measured("ranks", f"ranks-{ranks}", 3, start=start))
+    found.append(measured("ranks", f"updates-{ranks}", 3, "--encoder", start))
     types = () if tiny else (*DTYPES.values(), torch.float64)
     return found + [tests(f"tests-{str(dtype)[6:]}", f"test_operators and {dtype}") for dtype in types]
 

@@ -117,7 +117,7 @@ def test_parts_of_a_gpu(monkeypatch):
 @pytest.mark.slow
 def test_everything_on_a_cpu(tmp_path, monkeypatch):
     assert run(tmp_path, minutes=30) == 0
-    assert len(states(tmp_path)) == 6 and set(states(tmp_path).values()) == {0}
+    assert len(states(tmp_path)) == 7 and set(states(tmp_path).values()) == {0}
     page = (tmp_path / "gpu.md").read_text()
     assert "| dyt cpp | " in page and "| pn reference | " in page and "BatchNorm1d gathered" in page
     ranks = gpu.pandas.read_csv(tmp_path / "ranks-2.csv").dropna(subset=["difference"])
