@@ -26,7 +26,6 @@ def folded_linear(norm: RunningNorm, weight: Tensor, bias: Tensor | None) -> tup
     Returns:
         Both in float64, for all types of the arguments.
     """
-    norm.flush()
     scale, shift = norm.evaluation_affine(torch.float64)
     weight = weight.to(torch.float64)
     moved = weight @ shift
@@ -112,7 +111,6 @@ def _try(model: nn.Module, norm: RunningNorm, maps: list[nn.Module], after: bool
         own = {id(parameter) for parameter in module.parameters(recurse=False)}
         if any(own & {*map(id, user.parameters(recurse=False))} for user in model.modules() if user is not module):
             return False
-    norm.flush()
     scale, shift = norm.evaluation_affine(torch.float64)
     unfolded = {module: (module.weight, module.bias) for module in maps}
     parents = [(parent, key) for parent in model.modules() for key, child in parent._modules.items() if child is norm]

@@ -71,7 +71,6 @@ class PowerNorm(RunningNorm):
 
     def set_num_updates(self, num_updates: int) -> None:
         if num_updates == 0 and self._num_updates != 0:  # the t of the cumulative mean counts from here
-            self.flush()
             self.num_batches_tracked.zero_()
         super().set_num_updates(num_updates)
 

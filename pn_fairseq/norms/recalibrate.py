@@ -87,7 +87,6 @@ def average_running_stats(model: nn.Module, group=None) -> bool:
         return False
     states = []
     for norm in norms:
-        norm.flush()
         # float64 also holds the counters: ranks that skipped different batches have different ones.
         state = {name: buffer.double() for name, buffer in norm.named_buffers(recurse=False)}
         if norm.mean_name is not None:

@@ -136,8 +136,7 @@ class StatefulNorm(ChannelNorm):
         self._num_updates: int | None = None
         self._set_queue()
         self.register_buffer(COUNT, torch.zeros((), dtype=torch.int64))
-        self.register_state_dict_pre_hook(_before_saving)  # functions of this file: a norm can be pickled
-        self.register_load_state_dict_pre_hook(_before_loading)
+        self.register_load_state_dict_pre_hook(_before_loading)  # a function of this file: a norm can be pickled
 
     def _set_queue(self) -> None:
         self._queue = StateQueue(self, self._buffers)
@@ -221,10 +220,6 @@ class StatefulNorm(ChannelNorm):
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
         self._set_queue()
-
-
-def _before_saving(module: StatefulNorm, *_) -> None:
-    module.flush()
 
 
 def _before_loading(module: StatefulNorm, state_dict: dict, prefix: str, *_) -> None:
