@@ -317,9 +317,9 @@ def errors(case: Case, norm: str) -> tuple[float, float]:
     reverse = [bool(case.reversed_in) and each.name.startswith(case.reversed_in) for each in norms]
     masks = [real.flip(0) if turned else real for turned in reverse]
     statistics = max(state_error(each, seen[each], mask) for each, mask in zip(norms, masks, strict=True))
-    expected = call(model.eval(), x)[real]
-    with torch.no_grad():  # where torch's own layers take their fast path
-        return statistics, max(effect, difference(call(model, x)[real], expected))
+    expected = call(other.eval(), x)[real]
+    with torch.no_grad():  # other has no hooks of this test, which would keep torch from its fast path
+        return statistics, max(effect, difference(call(other, x)[real], expected))
 
 
 def trainer_errors(case: Case, norm: str) -> tuple[float, float]:
