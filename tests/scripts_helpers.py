@@ -26,6 +26,7 @@ SCRIPTS = ROOT / "scripts"
 #: a server of its own, for the conformance suite preloads the project's modules into the default one.
 _server = multiprocessing.forkserver.ForkServer()
 _server.set_forkserver_preload(["fairseq_cli.generate", "fairseq_cli.preprocess", "fairseq_cli.train", "torch._dynamo"])
+_connect, _spawn = multiprocessing.forkserver.connect_to_new_process, multiprocessing.util.spawnv_passfds
 multiprocessing.forkserver.connect_to_new_process = _server.connect_to_new_process
 
 
@@ -123,7 +124,9 @@ def _forked(words: list[str], cwd: str, env: dict[str, str]) -> subprocess.Compl
 def _child(words: list[str], cwd: str, env: dict[str, str], out: str, err: str) -> None:
     for number, file in enumerate((os.devnull, out, err)):
         os.dup2(os.open(file, os.O_RDWR | os.O_CREAT), number)
-    # As in a program that was not forked. Workers of a data loader then end with it; another server would stay.
+    # As in a program that was not forked. Its ranks get a server of its own, for the lock of the one that forked it is
+    # locked here. Workers of a data loader then end with it; another server would stay.
+    multiprocessing.forkserver.connect_to_new_process, multiprocessing.util.spawnv_passfds = _connect, _spawn
     multiprocessing.set_start_method("fork", force=True)
     subprocess.Popen = _Popen
     _run_and_exit(words, cwd, env)
