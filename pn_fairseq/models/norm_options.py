@@ -10,6 +10,7 @@ from hydra.utils import to_absolute_path
 from omegaconf import OmegaConf
 
 from pn_fairseq.common.command import checked
+from pn_fairseq.common.norm_report import dashboard_interval
 from pn_fairseq.common.old_settings import RENAMED
 from pn_fairseq.common.run_settings import learning_rate_warmup, run_setting, writable
 from pn_fairseq.models.placements import PLACEMENTS, find_placement
@@ -18,9 +19,6 @@ from pn_fairseq.norms.options import options_of, parse_options, read_pairs
 from pn_fairseq.norms.registry import FIXED, SHARED, FromRun, NormEntry, find_norm
 
 SYNC = ("auto", "on", "off")
-
-#: Settings of fairseq that send what it logs to TensorBoard and wandb.
-DASHBOARDS = ("tensorboard_logdir", "wandb_project")
 
 
 def flag(help: str, argument: dict, default=None):
@@ -193,8 +191,8 @@ class NormOptions:
         with writable(args):
             for name, value in resolved.items():
                 setattr(args, name, value)
-        if options.norm_stats_interval is None and any(run_setting(args, "common", key) for key in DASHBOARDS):
-            resolved["norm_stats_interval"] = run_setting(args, "common", "log_interval")  # not in the checkpoint
+        if options.norm_stats_interval is None:
+            resolved["norm_stats_interval"] = dashboard_interval(args)  # not in the checkpoint
         return replace(options, **resolved)
 
     def resolved_options(self, args, old: Mapping[str, object]) -> dict[str, object]:

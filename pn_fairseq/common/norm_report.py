@@ -1,0 +1,60 @@
+"""Diagnostics of norms in fairseq's log, TensorBoard and wandb."""
+
+from collections.abc import Sequence
+
+from fairseq.logging import metrics
+from torch import nn
+
+from pn_fairseq.common.run_settings import run_setting
+
+#: Settings of fairseq that show curves of a run.
+DASHBOARDS = ("tensorboard_logdir", "wandb_project")
+
+
+def dashboard_interval(args) -> int:
+    """``--log-interval`` of a run that has a TensorBoard folder or a wandb project; else 0.
+
+    Args:
+        args: the settings of a model, as :func:`.run_setting` takes them.
+    """
+    return (
+        run_setting(args, "common", "log_interval")
+        if any(run_setting(args, "common", key) for key in DASHBOARDS)
+        else 0
+    )
+
+
+def _summary(name: str, values: list[float]) -> float:
+    """One value for all norms: the largest of a ``..._max``, the sum of a number of ``..._steps``, else the mean."""
+    if name.endswith("_max"):
+        return max(values)
+    return sum(values) if name.endswith("_steps") else sum(values) / len(values)
+
+
+class NormReport(nn.Module):
+    """A part of a model that logs the diagnostics of its ``norms`` every ``interval`` updates.
+
+    ``norm_psi_distance`` and ``norm_nu_rms`` are means over the norms, ``norm_gamma_max`` the largest,
+    ``norm_guarded_steps`` and ``norm_nonfinite_steps`` sums since the run was started. Diagnostics of a norm of
+    one's own are summarized by the same endings. The values are read, which waits for a GPU, only when they are logged.
+    """
+
+    def __init__(self, norms: Sequence[nn.Module], interval: int):
+        super().__init__()
+        self.interval = interval
+        self.norms = norms  # a list, whose modules are not parts of this one
+        self.logged_at = 0
+        for norm in norms:
+            norm.collecting = True
+
+    def set_num_updates(self, num_updates: int) -> None:
+        """fairseq calls it while its metrics are being gathered, before the forward of update ``num_updates``."""
+        if num_updates % self.interval or num_updates == self.logged_at:
+            return
+        self.logged_at = num_updates
+        collected: dict[str, list[float]] = {}
+        for norm in self.norms:
+            for name, value in norm.diagnostics().items():
+                collected.setdefault(name, []).append(float(value))
+        for name, values in collected.items():
+            metrics.log_scalar(f"norm_{name}", _summary(name, values), weight=0, priority=2000, round=5)
