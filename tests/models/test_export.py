@@ -101,7 +101,8 @@ def beam_search(encoder, decoder, sentence):
 SEPARATE = {"share_all_embeddings": False, "decoder_norm": "batch"}
 LEARNED = {"encoder_learned_pos": True, "decoder_learned_pos": True, "decoder_norm": "layer"}
 CASES = [
-    pytest.param("onnx", "power", {"encoder_layers": 1}, id="onnx"),
+    pytest.param("pt2", "power", {"encoder_layers": 1}, id="pt2"),
+    pytest.param("onnx", "power", {"encoder_layers": 1}, id="onnx", marks=pytest.mark.slow),
     pytest.param("pt2", "layer", LEARNED, id="pt2-learned-positions", marks=pytest.mark.slow),
     pytest.param(
         "pt2", "batch", {"no_token_positional_embeddings": True}, id="pt2-no-positions", marks=pytest.mark.slow
