@@ -55,11 +55,10 @@ def test_activation_checkpointing_computes_the_same(train, norm):
         torch.testing.assert_close(recomputed[name], tensor, rtol=1e-5, atol=1e-5, msg=f"{name}: {{}}".format)
 
 
-def test_diagnostics_are_logged_and_generation_rebuilds_the_norms(train, tmp_path, monkeypatch, capsys):
+def test_diagnostics_are_logged_and_generation_rebuilds_the_norms(train, tmp_path, monkeypatch, capsys, caplog):
     logged = ("--log-interval=1", f"--tensorboard-logdir={tmp_path}")
     train("transformer_iwslt_de_en", "--convert-norms=encoder.*=power,psi_warmup_updates=3", *logged)
-    events = b"".join(path.read_bytes() for path in (tmp_path / "train_inner").iterdir())
-    assert all(f"norm_{name}".encode() in events for name in ("psi_distance", "gamma_max", "nonfinite_steps"))
+    assert all(f"norm_{name}=" in caplog.text for name in ("psi_distance", "gamma_max", "nonfinite_steps"))
     given = f"{tmp_path / 'data'} --user-dir {ROOT / 'pn_fairseq'} --path {tmp_path / 'run/checkpoint_last.pt'} --cpu"
     monkeypatch.setattr(sys, "argv", ["fairseq-generate", *given.split(), "--beam=2", "--max-tokens=100"])
     fairseq_cli.generate.cli_main()
