@@ -45,10 +45,8 @@ def update(original, trainer, *args, **kwargs):
 def batch(original, task, sample, model, criterion, optimizer, update_num, ignore_grad=False, **kwargs):
     """The forward and backward pass of one batch of an update."""
     set_loss_scale(model, getattr(optimizer, "scaler", None))
-    for norm in running_norms(model):
-        norm.ignoring = ignore_grad
     # The first use of the kernels on a device can show that they cannot run there.
-    with one_line_errors(Unavailable):
+    with one_line_errors(Unavailable), ignoring_batches(model, ignore_grad):
         return original(task, sample, model, criterion, optimizer, update_num, ignore_grad, **kwargs)
 
 
@@ -83,6 +81,19 @@ def probed(trainer: Trainer) -> Iterator[None]:
     yield
     with one_line_errors(OSError):
         probe.end(trainer.get_num_updates())
+
+
+@contextmanager
+def ignoring_batches(model: nn.Module, ignore: bool = True) -> Iterator[None]:
+    """Keep what ``model`` sees out of the statistics of its norms."""
+    norms = running_norms(model) if ignore else []
+    for norm in norms:
+        norm.ignoring = True
+    try:
+        yield
+    finally:
+        for norm in norms:
+            norm.ignoring = False
 
 
 #: What fairseq says when a number is not finite. With several ranks it lists the norms of their gradients.

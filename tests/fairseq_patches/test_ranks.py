@@ -4,7 +4,7 @@ import pytest
 import torch
 from fairseq.tasks.fairseq_task import FairseqTask
 
-from pn_fairseq.norms import running_norms
+from pn_fairseq.fairseq_patches.training import ignoring_batches
 from pn_fairseq.testing.ranks import run_ranks
 
 from ..models.helpers import build, padded_batch
@@ -78,11 +78,6 @@ def test_norms_are_synchronised_as_in_the_paper_unless_told_otherwise(encoder_no
     assert model.encoder.layer_norm.sync is synced
 
 
-def set_ignoring(model, ignoring):
-    for norm in running_norms(model):
-        norm.ignoring = ignoring
-
-
 @pytest.mark.parametrize("encoder_norm", ["batch", "power-v", "power"])
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_a_batch_that_is_ignored_leaves_no_trace(encoder_norm, checkpointed):
@@ -93,8 +88,7 @@ def test_a_batch_that_is_ignored_leaves_no_trace(encoder_norm, checkpointed):
         model.set_num_updates(update)
         model(src, None, prev)[0].square().mean().backward()
         before = {key: value.clone() for key, value in model.state_dict().items()}
-        set_ignoring(model, True)
-        (model(src, None, prev)[0].square().mean() * 0).backward()
-        set_ignoring(model, False)
+        with ignoring_batches(model):
+            (model(src, None, prev)[0].square().mean() * 0).backward()
         for key, value in model.state_dict().items():
             assert torch.equal(value, before[key]), key
