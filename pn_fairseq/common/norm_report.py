@@ -11,17 +11,15 @@ from pn_fairseq.common.run_settings import run_setting
 DASHBOARDS = ("tensorboard_logdir", "wandb_project")
 
 
-def dashboard_interval(args) -> int:
-    """``--log-interval`` of a run that has a TensorBoard folder or a wandb project; else 0.
+def dashboard_interval(args) -> int | None:
+    """``--log-interval`` of a run that has a TensorBoard folder or a wandb project; else None.
 
     Args:
         args: the settings of a model, as :func:`.run_setting` takes them.
     """
-    return (
-        run_setting(args, "common", "log_interval")
-        if any(run_setting(args, "common", key) for key in DASHBOARDS)
-        else 0
-    )
+    if any(run_setting(args, "common", key) for key in DASHBOARDS):
+        return run_setting(args, "common", "log_interval")
+    return None
 
 
 def _summary(name: str, values: list[float]) -> float:

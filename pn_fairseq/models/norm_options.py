@@ -192,7 +192,7 @@ class NormOptions:
             for name, value in resolved.items():
                 setattr(args, name, value)
         if options.norm_stats_interval is None:
-            resolved["norm_stats_interval"] = dashboard_interval(args) or None  # not in the checkpoint
+            resolved["norm_stats_interval"] = dashboard_interval(args)  # not in the checkpoint
         return replace(options, **resolved)
 
     def resolved_options(self, args, old: Mapping[str, object]) -> dict[str, object]:
