@@ -47,7 +47,7 @@ class NormOptions:
     """
 
     norm_module: str | None = flag(
-        "Python files that register norms of your own, for the flags of norms after it", _modules
+        "Python files that register your own norms; it must precede the flags that name them", _modules
     )
     encoder_norm: str | None = flag(
         "norm of every encoder layer: {norms} (default: the architecture's)", _norm, "power"
