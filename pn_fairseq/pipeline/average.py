@@ -22,7 +22,7 @@ from pn_fairseq.pipeline.runs import Run, open_run
 
 EPILOG = """\
 examples:
-  a run, with the number of checkpoints that its configuration names (average_last):
+  a run, with the number of checkpoints that its configuration sets (average_last):
     %(prog)s --run runs/demo
   the last 10 epochs in a folder of fairseq-train (--save-dir), as in the paper:
     %(prog)s --inputs checkpoints --last 10 --output checkpoints/averaged.pt
@@ -45,8 +45,8 @@ def _parser() -> ArgumentParser:
     add = parser.add_argument
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--run", type=Path, metavar="DIR", help=RUN_HELP)
-    inputs = "checkpoint files; or one folder (fairseq's --save-dir), together with --last: its checkpoints of epochs, "
-    inputs += "else of updates, else only checkpoint_last.pt"
+    inputs = "checkpoint files; or one folder (fairseq's --save-dir), together with --last: its epoch checkpoints, "
+    inputs += "else its update checkpoints, else only checkpoint_last.pt"
     source.add_argument("--inputs", nargs="+", metavar="PATH", type=Path, help=inputs)
     output = "the file to write, which must not be an input (default with --run: DIR/checkpoints/averaged.pt)"
     add("--output", metavar="FILE", type=Path, help=output)
@@ -55,7 +55,7 @@ def _parser() -> ArgumentParser:
     recalibrate = "re-estimate the norms' running statistics with the averaged weights on this binarized data (default "
     recalibrate += "with --run: its training data); without this option the statistics are averaged as well"
     add("--recalibrate", nargs="?", const=True, metavar="DATA", help=recalibrate)
-    batches = f"training batches for --recalibrate, at most (default {BATCHES})"
+    batches = f"at most N training batches for --recalibrate (default {BATCHES})"
     add("--batches", type=whole, metavar="N", help=batches)
     add_norm_module(parser)
     return parser

@@ -182,15 +182,15 @@ def score(loaded, subset: str, context: int, max_tokens: int) -> tuple[float, in
 def main(argv: Sequence[str] | None = None) -> None:
     parser = ArgumentParser(
         prog="pn evaluate-lm",
-        description="Print a language model's perplexity over all tokens of a split, with a signature that says what "
+        description="Print a language model's perplexity over all tokens of a split, with a signature that states what "
         "was counted. For a model with running statistics, also print the perplexity with the statistics of the "
         "batch, as in training, to show the difference from evaluation.",
-        epilog="Writes DIR/evaluate_lm/SUBSET.json (with context: SUBSET-contextN.json), and does nothing if it is "
-        "of the same checkpoint and data. pn report compares runs by SUBSET.json.",
+        epilog="Writes DIR/evaluate_lm/SUBSET.json (with context: SUBSET-contextN.json), and does nothing if this "
+        "file exists for the same checkpoint and data. pn report compares runs by SUBSET.json.",
     )
     add = parser.add_argument
     add("--run", type=Path, required=True, metavar="DIR", help=RUN_HELP)
-    averaged = "default DIR/checkpoints/averaged.pt (pn average makes it)"
+    averaged = "default DIR/checkpoints/averaged.pt (written by pn average)"
     add("--checkpoint", type=Path, metavar="FILE", help=averaged)
     add("--subset", default="test", metavar="NAME", help="test (default) or valid")
     context = "each block except the first starts with N tokens of context, which are not scored (default: 0)"

@@ -29,7 +29,7 @@ from pn_fairseq.pipeline.runs import load_config
 STUDIES = CONFIGS / "studies"
 
 ABOUT = """\
-All steps from the text to a report, for a list of norms and seeds. WHAT is
+Run all steps from text to a report, for a list of norms and seeds. WHAT is
 
   a corpus, which is prepared first: {corpora}
   a configuration or the path of a YAML file, for prepared data of your own (--data): {configs}
@@ -40,9 +40,9 @@ All steps from the text to a report, for a list of norms and seeds. WHAT is
 
 #: The end of every help text.
 AGAIN = """
-Run again, it skips what is done and continues with the rest. A run that fails is named in the report; the others are
-still made. To train on several machines, start the training commands of --dry-run there by torchrun
-(docs/several_gpus.md); this command then does the other steps.
+The same command skips finished steps and resumes. If a run fails, the report lists it, and the others still run. To
+train on several machines, start the training commands that --dry-run prints with torchrun (docs/several_gpus.md); this
+command then does the remaining steps.
 """
 
 
@@ -59,37 +59,37 @@ def seeds(text: str) -> list[int]:
 
 
 def add_ranks(parser: ArgumentParser) -> None:
-    parser.add_argument("--ranks", type=whole, metavar="N", help="of each run and decoding (pn train --help)")
+    parser.add_argument("--ranks", type=whole, metavar="N", help="ranks for training and decoding (pn train --help)")
 
 
 def _parser(name: str, corpus: Corpus, preparation: Mapping[str, dict]) -> ArgumentParser:
     steps = ", ".join(dict.fromkeys(verb for verb, *_ in corpus.steps))
-    description = f"From raw text to a table. For every norm and seed: {steps}; then one report over all.\n"
+    description = f"From raw text to a report. For every norm and seed: {steps}; then one report on all runs.\n"
     if "evaluate-lm" in steps:
         description += (
             "The language models are causal, unlike the code that the paper names (docs/language_modeling.md).\n"
         )
     parser = ArgumentParser(prog=f"pn reproduce {name}", description=description, epilog=AGAIN)
-    settings = f"settings that differ from the configuration {corpus.config}; {{run}} in one is the folder of the run"
+    settings = f"settings that replace those of configuration {corpus.config}; {{run}} stands for the folder of the run"
     parser.add_argument("settings", nargs="*", metavar="key=value", help=settings)
     add = parser.add_argument
     meaning = f"NORM as in {corpus.models[0]}_NORM_{corpus.size}; NORM+key=value adds a setting of the model"
     add("--norms", type=names, metavar="LIST", help=f"{meaning} (default {','.join(corpus.norms)})")
     default = ",".join(map(str, corpus.seeds))
-    add("--seeds", type=seeds, metavar="LIST", help=f"one run is made for each norm and seed (default {default})")
-    add("--models", type=names, metavar="LIST", help=f"and for each model (default {','.join(corpus.models)})")
-    size = f"of the models (default {corpus.size}); it needs a --runs of its own, since the names of runs lack it"
+    add("--seeds", type=seeds, metavar="LIST", help=f"train each norm with each seed (default {default})")
+    add("--models", type=names, metavar="LIST", help=f"models with each norm (default {','.join(corpus.models)})")
+    size = f"size of the models (default {corpus.size}); another one needs another --runs: names of runs lack it"
     add("--size", metavar="SIZE", help=size)
     if corpus.tables:
         table = "instead of --norms: the rows of a published table, with its configuration (the runs go to runs/CONFIG)"
-        table += f"; the report, DIR/report-NAME, has the published numbers. NAME: {', '.join(corpus.tables)}"
+        table += f"; the report, DIR/report-NAME, shows the published numbers. NAME: {', '.join(corpus.tables)}"
         add("--table", metavar="NAME", help=table)
     stem, run_name = Path(corpus.config).stem, f"{'MODEL_' if len(corpus.models) > 1 else ''}NORM_seedN"
     runs = f"where the runs go, as DIR/{run_name}, and the report, as DIR/report (default runs/{stem})"
     add("--runs", type=Path, metavar="DIR", help=runs)
-    made = "which pn prepare has made"
+    made = "written by pn prepare"
     if name in CORPORA:
-        made = f"made if it does not exist; for data of your own: pn reproduce {corpus.config}"
+        made = f"made if it does not exist; for your own data: pn reproduce {corpus.config}"
     add("--data", type=Path, metavar="DIR", help=f"the prepared data, {made} (default runs/data/{stem})")
     add_ranks(parser)
     add("--dry-run", action="store_true", help="check the settings, print the commands and do nothing")
@@ -224,16 +224,16 @@ def study_command(argv: Sequence[str]) -> int:
 
 
 def demo(argv: Sequence[str]) -> int:
-    """One small training on the verses, with sample translations.
+    """One small training run on the verses, with sample translations.
 
     Trains a small pre-norm transformer with PN in the encoder on Spanish-English verses, with the settings of the
-    configuration demo, and prints BLEU, sample translations and where the learning curve is. Run again, it
-    resumes where it was interrupted.
+    configuration demo, and prints BLEU, sample translations and the path of the learning curve. The same
+    command resumes after an interruption.
     """
     parser = ArgumentParser(prog="pn reproduce demo", description=inspect.getdoc(demo))
     parser.add_argument("settings", nargs="*", metavar="key=value", help="settings of the run")
     parser.add_argument("--run", type=Path, metavar="DIR", default="runs/demo", help="the results (default runs/demo)")
-    architecture = "transformer_NORM_tiny, as transformer_ln_tiny (default transformer_pn_tiny)"
+    architecture = "transformer_NORM_tiny, such as transformer_ln_tiny (default transformer_pn_tiny)"
     parser.add_argument("--arch", metavar="NAME", default="transformer_pn_tiny", help=architecture)
     args = parser.parse_intermixed_args(argv)
     run, data = args.run.absolute(), Path("runs/data/verses_es_en").absolute()

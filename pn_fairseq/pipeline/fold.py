@@ -9,8 +9,8 @@ from pn_fairseq.common.command import ArgumentParser, without_fairseqs_log
 from pn_fairseq.pipeline import add_norm_module
 
 DESCRIPTION = (
-    "Fuse the norms of a transformer_pn checkpoint into the linear layers that follow them. Decoding is faster and "
-    "gives the same hypotheses."
+    "Fuse the norms of a transformer_pn checkpoint into the linear layers that follow them. Decoding then computes "
+    "fewer norms and gives the same hypotheses."
 )
 
 EPILOG = """\
@@ -22,8 +22,8 @@ example:
 Norms with running statistics, such as PN, PN-V and BN, are folded. Other norms stay, and so does the last norm of a
 decoder whose output projection is shared with its embeddings. Before OUTPUT is written, both models run on random
 sentences, and the largest difference of their logits is printed; more than 1e-4 of the largest logit is an error.
-OUTPUT cannot be trained, and holds no optimizer state. To average checkpoints, average before folding. CHECKPOINT is
-read without executing code from it.
+OUTPUT cannot be trained, and contains no optimizer state. Average checkpoints before you fold. CHECKPOINT is read
+without executing code from it.
 """
 
 

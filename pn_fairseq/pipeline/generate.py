@@ -41,15 +41,15 @@ these settings.
 def add_decoding_options(parser: ArgumentParser) -> None:
     """The options that pn generate and pn translate share."""
     add = parser.add_argument
-    averaged = "default DIR/checkpoints/averaged.pt (pn average makes it); several decode as an ensemble"
+    averaged = "default DIR/checkpoints/averaged.pt (written by pn average); several form an ensemble"
     add("--run", type=Path, required=True, metavar="DIR", help=RUN_HELP)
     add("--checkpoint", type=Path, nargs="+", metavar="FILE", help=averaged)
     add("--beam", type=whole, metavar="N", help="beam size (this and the next three default to the run's settings)")
     add("--lenpen", type=float, metavar="X", help="length penalty")
-    add("--max-len-a", type=float, metavar="A", help="a hypothesis has at most A x (length of its source) + B subwords")
+    add("--max-len-a", type=float, metavar="A", help="at most A x (length of the source) + B subwords per hypothesis")
     add("--max-len-b", type=whole, metavar="B", help="B in --max-len-a")
-    add("--batch-size", type=whole, default=128, metavar="N", help="sentences in a batch, at most (default 128)")
-    tokens = "source tokens in a batch, at most, padding included (default 8000); lower it if the memory is too small"
+    add("--batch-size", type=whole, default=128, metavar="N", help="at most N sentences per batch (default 128)")
+    tokens = "at most N source tokens per batch, padding included (default 8000); lower it if memory runs out"
     add("--max-tokens", type=whole, default=8000, metavar="N", help=tokens)
     half = "decode in half precision, which needs a GPU (default: as the run was trained)"
     add("--fp16", action=argparse.BooleanOptionalAction, help=half)

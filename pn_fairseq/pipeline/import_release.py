@@ -21,7 +21,7 @@ example:
   fairseq-generate DATA --user-dir "$(pn --user-dir)" --path imported.pt \\
       --beam 5 --remove-bpe --required-batch-size-multiple 1
 
-DATA has to be binarized with the dictionaries that the model was trained with. Norms "layer" and "power" can be
+DATA must be binarized with the dictionaries that the model was trained with. Norms "layer" and "power" can be
 imported, one kind for the encoder and one for the decoder. A tensor that is missing or unknown is an error. The
 optimizer state is left out: to continue training, use fairseq-train --finetune-from-model and --norm-variant
 release. The file is read without executing code from it.

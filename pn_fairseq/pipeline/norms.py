@@ -9,7 +9,7 @@ from pn_fairseq.norms.registry import NORMS, SHARED, FromRun, default_of, descri
 
 EPILOG = """The options of a norm are set by --norm-options KEY=VALUE[,KEY=VALUE] of fairseq-train, and by
 model.norm_options.KEY=VALUE of pn train and fairseq-hydra-train. --encoder-norm-placement and --decoder-norm-placement
-say where norms stand, and --qk-norm adds norms to attention (docs/placements.md)."""
+set where the norms are placed, and --qk-norm adds norms to attention (docs/placements.md)."""
 
 
 def describe(name: str) -> str:

@@ -18,7 +18,7 @@ from pn_fairseq.pipeline.scoring import Text, is_scored, low_bleu, read_scores, 
 LEVEL = 0.05
 
 DESCRIPTION = """\
-Scores of the hypotheses of a run or of a text file, and the significance of differences between runs.
+Score the hypotheses of a run or of a text file, or test whether runs differ significantly.
 
 For a run, it prints these scores and writes them to scores.txt and scores.json:
   tokenized BLEU    on the tokens as prepared: the value of multi-bleu and fairseq-generate, and of the paper
@@ -47,15 +47,15 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     compare += "from the choice of test sentences? Runs that are not scored yet are scored first"
     mode.add_argument("--compare", type=Path, nargs="+", metavar="DIR", help=compare)
     mode.add_argument("--hyp", type=Path, metavar="FILE", help="hypotheses, one sentence per line")
-    references = "with --hyp: references, one sentence per line; several files are several references of each sentence"
+    references = "with --hyp: references, one sentence per line; several files give several references per sentence"
     add("--ref", type=Path, nargs="+", metavar="FILE", help=references)
-    add("--subset", metavar="NAME", help="of the runs: test (default) or valid")
+    add("--subset", metavar="NAME", help="subset of the runs: test (default) or valid")
     add("--output", type=Path, metavar="DIR", help="the --output of pn generate (default: RUN/generate/SUBSET)")
     split = 'in tokenized BLEU, split words with hyphens ("rich ##AT##-##AT## text"), as papers on WMT14 do (default: '
     split += "as the run's data was prepared)"
     add("--compound-split", action=argparse.BooleanOptionalAction, help=split)
-    add("--resamples", type=whole, metavar="N", help=f"with --compare: resampled texts (default {RESAMPLES})")
-    add("--tokenized", action="store_true", default=None, help="the files hold tokens (default: plain text)")
+    add("--resamples", type=whole, metavar="N", help=f"with --compare: number of resampled texts (default {RESAMPLES})")
+    add("--tokenized", action="store_true", default=None, help="the files contain tokens (default: plain text)")
     add("--lowercase", action="store_true", default=None, help="with --hyp: ignore case")
     add("--target", metavar="LANG", help="with --hyp: the language, which chooses sacrebleu's tokenizer (default: 13a)")
     args = parser.parse_args(argv)

@@ -29,16 +29,16 @@ settings (key=value, in hydra's syntax):
   model._name=transformer_bn_tiny  model.encoder_norm=batch  model.encoder_layers=2  common.seed=2
   optimization.max_update=400  tokens_per_update=65536  average_last=10  common.fp16=true
 
-One rank per visible GPU, or one on the CPU. fairseq's log is in DIR/train.log. A run that was interrupted resumes from
-its last checkpoint when the same command is given again, on any number of ranks. The new command may have other limits
-(optimization.max_update, ...) and other settings of decoding, saving, validation and logging. A finished run continues
-only if a limit is raised; pn average and pn generate then use the new settings of decoding.
+One rank per visible GPU, or one on the CPU. fairseq's log is in DIR/train.log. To resume an interrupted run from
+its last checkpoint, repeat the command, on any number of ranks. It may then set other limits (optimization.max_update,
+...) and other settings of decoding, saving, validation and logging. A finished run continues only if a limit is raised;
+pn average and pn generate then use the new settings of decoding.
 
-An update takes tokens_per_update tokens on any number of ranks: dataset.max_tokens is the most that one rank takes at
-once, and optimization.update_freq is computed from both. If you set optimization.update_freq, give its value for one
-rank.
+An update processes tokens_per_update tokens on any number of ranks: a batch of one rank contains at most
+dataset.max_tokens, and optimization.update_freq is computed from both. If you set optimization.update_freq, give its
+value for one rank.
 
-If one rank fails all are stopped, and the exit code is not 0. Several machines, and SLURM, need torchrun:
+If one rank fails, all stop, and the exit code is not 0. Several machines, and SLURM, need torchrun:
 docs/several_gpus.md.
 """
 
@@ -57,7 +57,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("settings", nargs="*", default=[], metavar="key=value", help="replaces a setting of the file")
     parser.add_argument("--data", type=Path, metavar="DIR", help="prepared data (default runs/data/CONFIG)")
     parser.add_argument("--run", type=Path, metavar="DIR", help="checkpoints and logs (default runs/CONFIG)")
-    ranks = "how many ranks: at most as many as there are visible GPUs, or N on the CPU (default: one per GPU, or one)"
+    ranks = "number of ranks: at most one per visible GPU, or any number on the CPU (default: one per GPU, or one)"
     parser.add_argument("--ranks", type=whole, metavar="N", help=ranks)
     check = "check the settings, and those of an existing --run, and stop; needs no data"
     parser.add_argument("--check", action="store_true", help=check)

@@ -23,7 +23,7 @@ def to_subwords(run: Run, lines: list[str], moses: Path | None) -> list[str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    description = "Translate UTF-8 text, one sentence per line. The output has as many lines; empty lines stay empty."
+    description = "Translate UTF-8 text, one sentence per line, into as many lines; empty lines stay empty."
     parser = ArgumentParser(prog="pn translate", description=description)
     add_decoding_options(parser)
     moses = "a checkout of mosesdecoder, if the data was prepared with pn prepare --moses"

@@ -14,8 +14,8 @@ _EPILOG = """\
 example:
   %(prog)s runs/iwslt14_de_en/*_seed* --output runs/iwslt14_de_en/report
 
-RUN is the folder of a run of pn train; or of fairseq-train, with its --log-file or saved output (--log-format json), or
-only its checkpoints, and what pn score --run wrote; or of a job of fairseq-hydra-train -m, or of all jobs together.
+RUN is a folder of pn train; of fairseq-train, with the files of pn score --run and a log (--log-file, or the output of
+--log-format json) or only checkpoints; or of one job, or of all jobs, of fairseq-hydra-train -m.
 
 Writes into DIR and replaces the files of an earlier report:
   report.md               for GitHub, with the pictures next to it
@@ -24,7 +24,7 @@ Writes into DIR and replaces the files of an earlier report:
   report-curves-N.png     learning curves, of LN and a few other systems in each picture
   report-curves.csv       the records behind these curves
 
-If pn figures wrote figures into DIR, the report shows them. It names the files of --norm-probe.
+If pn figures wrote figures into DIR, the report shows them. It also lists the files of --norm-probe.
 
 Runs that differ only by their seed are averaged. Systems are compared with LN within blocks, the runs of one seed on
 one machine; runs on different data are never compared. The report lists what failed or is missing in a run. The numbers
@@ -47,13 +47,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--subset", default="test", help="decoded subset to report on (default: test)")
     table = "the published table to show next to the results: a YAML file of yours (docs/compare.md), none, or one of "
     table += f"{', '.join(PAPER)}; for language models Table 2 (ptb) or 3 (wikitext103) of the PowerNorm paper, or the "
-    table += "column Enwik8 of the AdaNorm paper (enwik8); default: by the data"
+    table += "column Enwik8 of the AdaNorm paper (enwik8); default: chosen by the data"
     add("--paper", metavar="TABLE", default="auto", help=table)
     comparison = "a comparison with LN that was planned before the runs, such as PN:loss; tested without correction "
     comparison += "for the other comparisons. MEASURE is bleu, chrf, ter, loss (validation) or bits (test loss of a "
     comparison += "language model). May be repeated"
     add("--planned", action="append", default=[], metavar="SYSTEM:MEASURE", help=comparison)
-    add("--resamples", type=whole, metavar="N", help="of the paired bootstrap (default: sacrebleu's, 1000)")
+    add("--resamples", type=whole, metavar="N", help="texts in the paired bootstrap (default: sacrebleu's, 1000)")
     args = parser.parse_args(argv)
 
     # Imported here, so that --help is fast.

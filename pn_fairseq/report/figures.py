@@ -321,11 +321,11 @@ FIGURES: dict[int, Figure] = {
 }
 
 _EPILOG = """\
-RUN is a folder as for pn report, of a run with --norm-probe (Figures 2, 3, 4 and 7), with scores (5), with
-checkpoints (6). A figure that lacks its data is left out, and a run that lacks them is left out of a figure, with a
-line that says so. The paper's medians are drawn next to the runs. docs/figures.md describes each figure.
+RUN is a folder as for pn report. Figures 2, 3, 4 and 7 need --norm-probe, Figure 5 needs scores and Figure 6
+checkpoints. A run without the data for a figure is left out of it, with a line that says so. The paper's medians are
+drawn next to the runs. docs/figures.md describes each figure.
 
-Writes DIR/figure-N.png and DIR/figure-N.pdf, in place of the figures that it wrote there before.
+Writes DIR/figure-N.png and DIR/figure-N.pdf, and replaces earlier ones.
 """
 
 
@@ -337,7 +337,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
     add("--output", required=True, type=Path, metavar="DIR", help="where to write; created if needed")
     labels = "names for the legends (default: as in the tables of pn report, by norm and settings); runs with the same "
-    add("--labels", nargs="+", metavar="LABEL", help=f"{labels}one are drawn as one")
+    add("--labels", nargs="+", metavar="LABEL", help=f"{labels}label are drawn as one")
     norm = "norm of Figures 2 to 4, such as encoder.layers.0.final_layer_norm (default: the first one of the model)"
     add("--norm", metavar="NAME", help=norm)
     args = parser.parse_args(argv)

@@ -35,9 +35,9 @@ class _Chosen:
 def main(argv: list[str] | None = None) -> int:
     parser = ArgumentParser(
         prog="pn test-norms",
-        description="Check the rules that every norm has to keep: padding, ranks, activation checkpointing, gradient "
+        description="Check the rules that every norm must keep: padding, ranks, activation checkpointing, gradient "
         "accumulation, faults, precision, saving, recalibration, averaging, folding, diagnostics, compilation.",
-        epilog="What follows -- goes to pytest, such as: -- -x -k padding",
+        epilog="Arguments after -- are passed to pytest, for example: -- -x -k padding",
     )
     files = "Python files that register norms (docs/adding_a_norm.md)"
     parser.add_argument("--norm-module", metavar="FILE[,FILE]", default="", help=files)

@@ -32,7 +32,7 @@ from pn_fairseq.pipeline.data.settings import MOSES, LanguageModelSettings, Sett
 #: Options of several recipes: flag -> arguments of argparse's ``add_argument``.
 CORPUS = {"--corpus": {"metavar": "DIR", "type": Path, "required": True, "help": "the folder with the text"}}
 KEEP_CASE = {"--keep-case": {"action": "store_true", "help": "do not lower-case"}}
-ARCHIVED = "the folder that has the published files, or the only file, instead of the download to DIR/download"
+ARCHIVED = "a folder with the published files, or the only file, in place of a download to DIR/download"
 ARCHIVE = {"--archive": {"metavar": "PATH", "help": ARCHIVED}}
 
 

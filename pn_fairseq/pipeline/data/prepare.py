@@ -16,13 +16,13 @@ from pn_fairseq.pipeline.data.recipes import RECIPES, load
 from pn_fairseq.pipeline.data.settings import LanguageModelSettings, Settings
 
 EPILOG = """\
-The same command resumes. Line counts are checked after every step. --dest gets
+The same command resumes. Line counts are checked after every step. --dest then contains
   raw/  the text before tokenization    tok/  tokens, as they are scored
   bpe/  subwords (of translations)      bin/  fairseq's binary data, with one dictionary
-  settings.txt, counts.txt, and with cleaning removed.tsv: which pairs were removed and why; text/ has all pairs
+  settings.txt, counts.txt, and with cleaning removed.tsv: which pairs were removed and why; text/ with all pairs
 """
 #: Options of the recipes that download files, and of those that learn subwords.
-MIRROR = {"--mirror": {"metavar": "DIR-OR-URL", "help": "a folder, or the URL of one, that has the files to download"}}
+MIRROR = {"--mirror": {"metavar": "DIR-OR-URL", "help": "a folder that contains the files to download, or its URL"}}
 SEGMENTATION = "the kind of subwords (default subword-nmt); with sentencepiece, --bpe is the size of the vocabulary"
 MOSES = "a checkout of mosesdecoder whose Perl scripts replace sacremoses"
 TOOLS = {
@@ -38,18 +38,18 @@ def options_of(recipe: ModuleType) -> dict[str, dict]:
 
 
 def _parser() -> ArgumentParser:
-    description = "From published text to fairseq's binary data. CORPUS may be a recipe of yours: FILE.py."
+    description = "Turn published text into fairseq's binary data. CORPUS may be a recipe of yours, FILE.py."
     parser = ArgumentParser(prog="pn prepare", description=description)
     corpora = parser.add_subparsers(dest="recipe", required=True, metavar="CORPUS", parser_class=ArgumentParser)
     for name, recipe in RECIPES.items():
         title = recipe.__doc__.splitlines()[0]
         corpus = corpora.add_parser(name, help=title, description=recipe.__doc__, epilog=EPILOG)
-        where = f"default runs/data/{recipe.CONFIG}" if recipe.CONFIG else "it must be given"
+        where = f"default runs/data/{recipe.CONFIG}" if recipe.CONFIG else "required"
         dest = f"the prepared data ({where})"
         corpus.add_argument("--dest", type=Path, metavar="DIR", help=dest, required=not recipe.CONFIG)
         for flag, kind in options_of(recipe).items():
             corpus.add_argument(flag, **kind)
-        check = "only refuse a DIR that was made with other settings"
+        check = "only check that DIR was not made with other settings"
         corpus.add_argument("--check", action="store_true", help=check)
         cores = len(os.sched_getaffinity(0))
         corpus.add_argument("--workers", type=whole, default=cores, metavar="N", help="processes (default: all cores)")

@@ -1,7 +1,7 @@
 """IWSLT15 English-Vietnamese, TED talks as Stanford's NMT group published them, tokenized.
 
 Training 133,317 pairs, validation tst2012 (1,553), test tst2013 (1,268). Downloads 38 MB and makes the data for
-`pn train iwslt15_en_vi`: DIR/tok has the tokens as published, case kept, and DIR/raw the text without tokenization.
+`pn train iwslt15_en_vi`: DIR/tok contains the tokens as published, case kept, and DIR/raw the detokenized text.
 """
 
 from pn_fairseq.pipeline.data.corpus import Corpus

@@ -1,6 +1,6 @@
 """Multi30k German-English, captions of pictures, from a local folder.
 
-Takes train, valid and a test set of Multi30k in both languages from --corpus (train.de, train.en, valid.de, valid.en,
+Reads train, valid and a test set of Multi30k in both languages from --corpus (train.de, train.en, valid.de, valid.en,
 test2016.de, test2016.en, one sentence per line, UTF-8, plain or .gz). Its makers ask that it be used for research and
 education only, and it is not downloaded. Expected: 29,000 training and 1,014 validation pairs, 1,000 in test2016 and in
 test2017. Makes the data for `pn train multi30k_de_en`, tokenized and lower-cased.

@@ -1,9 +1,9 @@
 """The Penn Treebank for language modeling (Mikolov et al. 2011), from a local folder.
 
-Takes ptb.train.txt, ptb.valid.txt and ptb.test.txt from --corpus, as in Mikolov's simple-examples.tgz (data/), with
-10,000 words and <unk>, for `pn train ptb_lm`. The text is under the licence of LDC99T42, which does not allow
-distribution: it is neither in this repository nor downloaded. Refuses text that does not have 929,589 / 73,760 / 82,430
-tokens, ends of lines included.
+Reads ptb.train.txt, ptb.valid.txt and ptb.test.txt from --corpus, as in Mikolov's simple-examples.tgz (data/), with
+10,000 words and <unk>, for `pn train ptb_lm`. The licence of the text, LDC99T42, does not allow
+distribution: it is neither in this repository nor downloaded. Refuses text that does not contain 929,589 / 73,760 /
+82,430 tokens, ends of lines included.
 """
 
 from pn_fairseq.pipeline.data import language_model

@@ -1,9 +1,9 @@
 """Parallel text of your own: six files of train, valid and test.
 
-Takes train, valid and test in both languages from --corpus (train.es, train.en, ..., a sentence per line, UTF-8, plain,
-.gz or .xz), tokenizes and, unless --keep-case is given, lower-cases it. With --tokenized it takes text that others have
-prepared, in tokens or in subwords of them, as it is. With --like it prepares text for a model that was trained on other
-data, to continue its training (checkpoint.finetune_from_model).
+Reads train, valid and test in both languages from --corpus (train.es, train.en, ..., one sentence per line, UTF-8,
+plain, .gz or .xz), tokenizes and, unless --keep-case is given, lower-cases the text. With --tokenized, the text already
+consists of tokens or subwords and is not changed. With --like, the text is prepared for a model that was trained on
+other data, to continue its training (checkpoint.finetune_from_model).
 """
 
 import re
@@ -18,10 +18,10 @@ from pn_fairseq.pipeline.data.settings import MOSES, NONE, SACREMOSES, read
 
 CONFIG = ""
 SOURCE = "the language to translate from, as in the names of the files (with --like: that of DATA)"
-TOKENIZED = "the text is in tokens, or in subwords that end in @@ where a word goes on: take it as it is"
-CODES = "apply the merges in this file of subword-nmt, or name those of text in subwords, instead of learning --bpe N"
+TOKENIZED = "the text consists of tokens, or of subwords that end in @@ inside a word: do not change it"
+CODES = "apply these merges of subword-nmt, or name those of text in subwords, instead of learning --bpe N"
 PROTECT = "regular expressions, one per line, of text such as <2en> that neither tokenization nor subwords may change"
-LIKE = "take languages, settings, subwords and dictionary of this prepared data, for a model that was trained on it"
+LIKE = "use languages, settings, subwords and dictionary of this prepared data, for a model that was trained on it"
 MERGES = 10000
 OPTIONS = {
     **CORPUS,

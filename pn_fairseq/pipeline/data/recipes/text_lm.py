@@ -1,6 +1,6 @@
 """Text of your own for language modeling: three files, train.txt, valid.txt and test.txt.
 
-Takes train.txt, valid.txt and test.txt from --corpus (one sentence or paragraph per line, UTF-8, plain or .gz). A token
+Reads train.txt, valid.txt and test.txt from --corpus (one sentence or paragraph per line, UTF-8, plain or .gz). A token
 in counts.txt is a word, or with --unit byte a byte, or the end of a line.
 """
 
@@ -11,7 +11,7 @@ from pn_fairseq.pipeline.data.preparation import CORPUS, LanguageModelSettings, 
 from pn_fairseq.pipeline.data.settings import NONE, SACREMOSES
 
 CONFIG = ""
-SPLIT = "split punctuation as Moses does for this language (default: the text has tokens)"
+SPLIT = "split punctuation as Moses does for this language (default: the text consists of tokens)"
 RARE = "words that are rarer in train become <unk> (default 1)"
 OPTIONS = {
     **CORPUS,

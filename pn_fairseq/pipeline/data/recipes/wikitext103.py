@@ -1,7 +1,7 @@
 """WikiText-103 for language modeling (Merity et al. 2017).
 
 Downloads wikitext-103-v1.zip (190 MB; CC BY-SA 3.0 and GFDL) and makes the data for `pn train wikitext103_lm`. Refuses
-text that does not have 103,227,021 / 217,646 / 245,569 tokens, ends of lines included.
+text that does not contain 103,227,021 / 217,646 / 245,569 tokens, ends of lines included.
 """
 
 from pn_fairseq.pipeline.data import language_model

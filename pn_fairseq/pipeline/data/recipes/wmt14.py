@@ -1,9 +1,9 @@
 """WMT14 English-German, from the archives of statmt.org, as in fairseq's examples/translation/prepare-wmt14en2de.sh.
 
 Downloads Europarl v7, Common Crawl and News Commentary v12 (training), newstest2013 (validation) and newstest2014, full
-(test): 1.7 GB. Makes of them the data for `pn train wmt14_en_de_big`: punctuation normalised and unprintable
+(test): 1.7 GB. Makes the data for `pn train wmt14_en_de_big`: punctuation normalised and unprintable
 characters removed (in the test set only the apostrophes made plain), tokenized with hyphens split off, case kept, pairs
-with a side of less than 1 or more than 250 tokens, a ratio above 1.5 or a token of more than 1000 characters removed
+with a side of fewer than 1 or more than 250 tokens, a ratio above 1.5 or a token of more than 1000 characters removed
 from the training text, joint BPE, one dictionary. It needs about 15 GB.
 
 Expected: about 4.6 million training pairs before cleaning (Europarl 1,920,209, Common Crawl 2,399,123, the rest News
