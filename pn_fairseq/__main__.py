@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import os
 import sys
 import warnings
 from pathlib import Path
+from typing import NoReturn
 
 from pn_fairseq.common.command import ArgumentParser, UserError, did_you_mean, handle_signals, run, say
 
@@ -62,12 +64,16 @@ ENVIRONMENT = {
 }
 
 
-def main() -> int:
+def main() -> NoReturn:
     if not ENVIRONMENT.keys() <= os.environ.keys():
         os.environ.update({**ENVIRONMENT, **os.environ})
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
     handle_signals()
-    return call(sys.argv[1:])
+    code = call(sys.argv[1:])
+    # sys.exit would take the interpreter down beneath the daemon thread in which fairseq loads batches. Where that
+    # thread returns from torch then, the process aborts: "terminate called without an active exception".
+    atexit._run_exitfuncs()
+    os._exit(code)
 
 
 def call(argv: list[str]) -> int:
@@ -123,4 +129,4 @@ def warn_without_kernels() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -139,7 +139,10 @@ def run(tool: str, body: Callable[[], int | None], resumes: bool = False) -> int
         resumes: whether the same command, run again, continues where it was interrupted.
     """
     try:
-        code = body() or 0
+        try:
+            code = body() or 0
+        except SystemExit as end:  # of argparse, which has written its line
+            code = end.code or 0
         sys.stdout.flush()
         return code
     except BrokenPipeError:

@@ -1,3 +1,6 @@
+import subprocess
+import sys
+
 import pytest
 
 from pn_fairseq.common.command import ArgumentParser, UserError, run, say_next
@@ -33,6 +36,26 @@ def test_an_end_is_one_line_and_an_exit_code(error, code, line, capsys, monkeypa
     assert capsys.readouterr().err == line
     run("tool", raising(error))
     assert capsys.readouterr().err == line.replace("; run the same command again to resume", "")
+
+
+def test_a_thread_that_computes_does_not_abort_the_end():
+    """fairseq loads batches in such a thread. When sys.exit ended this process, it was aborted each time."""
+    program = """
+import atexit, threading, time, torch
+from pn_fairseq import __main__
+
+def body(_):
+    threading.Thread(target=lambda: [torch.zeros(64).add_(1) for _ in iter(int, 1)], daemon=True).start()
+    time.sleep(0.2)
+    print("output")
+    raise KeyboardInterrupt
+
+atexit.register(print, "at exit")
+__main__.options = body
+__main__.main()
+"""
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (result.returncode, result.stdout, result.stderr) == (130, "output\nat exit\n", "pn: interrupted\n")
 
 
 def test_a_wrong_choice_names_the_nearest_and_all(capsys):
