@@ -46,8 +46,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--output", required=True, type=Path, metavar="DIR", help="where to write; created if needed")
     add("--subset", default="test", help="decoded subset to report on (default: test)")
     table = "the published table to show next to the results: a YAML file of yours (docs/compare.md), none, or one of "
-    table += f"{', '.join(PAPER)}; for language models Table 2 (ptb) or 3 (wikitext103) of the PowerNorm paper, or the "
-    table += "column Enwik8 of the AdaNorm paper (enwik8); default: chosen by the data"
+    table += f"{', '.join(PAPER)}; for language models ptb or wikitext103 (Tables 2 and 3 of the PowerNorm paper) or "
+    table += "enwik8 (AdaNorm paper); default: chosen by the data"
     add("--paper", metavar="TABLE", default="auto", help=table)
     comparison = "a comparison with LN that was planned before the runs, such as PN:loss; tested without correction "
     comparison += "for the other comparisons. MEASURE is bleu, chrf, ter, loss (validation) or bits (test loss of a "
