@@ -16,31 +16,31 @@ from pn_fairseq.common.command import ArgumentParser, UserError, did_you_mean, h
 #: MODULE:FUNCTION), imported only when it is called (most need no torch), and its line.
 COMMANDS = {
     "data and training": {
-        "prepare": ("pipeline.data.prepare", "text to binary data: a corpus with a recipe, or text of your own"),
+        "prepare": ("pipeline.data.prepare", "turn a corpus with a recipe, or text of your own, into binary data"),
         "train": ("pipeline.train", "train with the settings of a configuration and yours"),
         "average": ("pipeline.average", "average the last checkpoints of a run"),
-        "reproduce": ("pipeline.experiments", "all steps from text to a report, for a list of norms and seeds"),
+        "reproduce": ("pipeline.experiments", "run all steps from text to a report, for a list of norms and seeds"),
     },
     "translations and scores": {
         "generate": ("pipeline.generate", "translate a subset of the prepared data with the model of a run"),
         "translate": ("pipeline.translate", "translate text from a file or stdin with the model of a run"),
-        "score": ("pipeline.score", "BLEU, chrF and TER of hypotheses, and whether differences are significant"),
-        "evaluate-lm": ("pipeline.evaluate_lm", "perplexity of a language model"),
-        "report": ("report.command", "one page about runs: scores, significance, learning curves, settings"),
-        "figures": ("report.figures", "the paper's figures, drawn from runs"),
+        "score": ("pipeline.score", "compute BLEU, chrF and TER of hypotheses, and test differences"),
+        "evaluate-lm": ("pipeline.evaluate_lm", "compute the perplexity of a language model"),
+        "report": ("report.command", "write one page about runs: scores, intervals, learning curves, settings"),
+        "figures": ("report.figures", "draw the paper's figures from runs"),
     },
     "checkpoints": {
         "fold": ("pipeline.fold", "fuse the norms of a checkpoint into linear layers"),
-        "export": ("pipeline.export", "encoder and decoder step of a checkpoint as ONNX or torch.export files"),
+        "export": ("pipeline.export", "write encoder and decoder step of a checkpoint as ONNX or torch.export files"),
         "import-release": ("pipeline.import_release", "convert a checkpoint of the PowerNorm authors' code"),
     },
     "norms": {
-        "norms": ("pipeline.norms", "the norms, with their options and defaults"),
-        "test-norms": ("testing.command", "the shared tests, run on the norms of a file"),
+        "norms": ("pipeline.norms", "list the norms, with their options and defaults"),
+        "test-norms": ("testing.command", "run the shared tests on the norms of a file"),
     },
     "this installation": {
         "check": ("pipeline.info:check", "compare the kernels that this machine can run with plain PyTorch"),
-        "info": ("pipeline.info", "version, kernels in use, patches of fairseq, folder for --user-dir"),
+        "info": ("pipeline.info", "print version, kernels in use, patches of fairseq, folder for --user-dir"),
     },
 }
 VERBS = {verb: line for group in COMMANDS.values() for verb, line in group.items()}
@@ -103,7 +103,7 @@ def options(argv: list[str]) -> int:
         prog="pn",
         usage="pn COMMAND [options]",
         description="Norms for padded batches (Power Normalization and its relatives) in PyTorch and fairseq, and all\n"
-        "steps of an experiment from raw text to a table of scores.",
+        "steps of an experiment, from raw text to a report.",
         epilog=f"""{listed}examples:
   pn reproduce demo                    a small translation model, from text to BLEU
   pn train verses_es_en model._name=transformer_bn_tiny
