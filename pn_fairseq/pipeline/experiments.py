@@ -77,8 +77,8 @@ def _parser(name: str, corpus: Corpus, preparation: Mapping[str, dict]) -> Argum
     add("--norms", type=names, metavar="LIST", help=f"{meaning} (default {','.join(corpus.norms)})")
     default = ",".join(map(str, corpus.seeds))
     add("--seeds", type=seeds, metavar="LIST", help=f"train each norm with each seed (default {default})")
-    add("--models", type=names, metavar="LIST", help=f"models with each norm (default {','.join(corpus.models)})")
-    size = f"size of the models (default {corpus.size}); another one needs another --runs: names of runs lack it"
+    add("--models", type=names, metavar="LIST", help=f"models to train with each norm ({','.join(corpus.models)})")
+    size = f"size of the models (default {corpus.size}); for another size set --runs: run names do not contain it"
     add("--size", metavar="SIZE", help=size)
     if corpus.tables:
         table = "instead of --norms: the rows of a published table, with its configuration (the runs go to runs/CONFIG)"

@@ -19,7 +19,7 @@ from pn_fairseq.pipeline.data.settings import MOSES, NONE, SACREMOSES, read
 CONFIG = ""
 SOURCE = "the language to translate from, as in the names of the files (with --like: that of DATA)"
 TOKENIZED = "the text consists of tokens, or of subwords that end in @@ inside a word: do not change it"
-CODES = "apply these merges of subword-nmt, or name those of text in subwords, instead of learning --bpe N"
+CODES = "merges of subword-nmt to apply, or by which the text was already split (default: learn --bpe N of them)"
 PROTECT = "regular expressions, one per line, of text such as <2en> that neither tokenization nor subwords may change"
 LIKE = "use languages, settings, subwords and dictionary of this prepared data, for a model that was trained on it"
 MERGES = 10000
