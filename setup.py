@@ -29,7 +29,7 @@ OPENMP = "-fopenmp"
 FLAGS = ["-std=c++17", "-ffp-contract=fast", "-fno-math-errno", "-fvisibility=hidden", "-g0"]
 ROWS = ["-O3", "-fno-tree-vectorize"]  # their vectors are written out: to look for more takes long and gains nothing
 #: Source -> its flags. Each rows_*.cpp is for a kind of CPU, and the one to call is chosen where the program runs.
-SOURCE_FLAGS = {"ops.cpp": ["-O2"], "rows_baseline.cpp": ["-O2", "-fno-tree-vectorize"] if X86 else ROWS}
+SOURCE_FLAGS = {"ops.cpp": ["-O3"], "rows_baseline.cpp": ["-O2", "-fno-tree-vectorize"] if X86 else ROWS}
 if X86:
     SOURCE_FLAGS["rows_avx2.cpp"] = [*ROWS, "-mavx2", "-mfma", "-mf16c"]
     SOURCE_FLAGS["rows_avx512.cpp"] = [*ROWS, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c"]

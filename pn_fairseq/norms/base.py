@@ -176,12 +176,13 @@ class RunningNorm(StatefulNorm):
         if x.is_nested:
             return over_tokens(self.forward, x, padding_mask)
         check_input(x, padding_mask, self.num_features, self.batch_first)
-        if not (x.is_meta or torch.compiler.is_compiling()):
+        compiling = torch.compiler.is_compiling()
+        if not (x.is_meta or compiling):
             self.check_memory()
         if not self.training:
             return self._with_token_part(self.normalize_by(x, *self.evaluation_statistics()), x)
         refuse_transforms()
-        if torch.compiler.is_compiling():
+        if compiling:
             y = compiled_step(self, x, padding_mask)
         else:
             further = self.further_parameters()

@@ -54,7 +54,8 @@ class MovingAverageBatchNorm(WindowNorm):
     def backward_pass(self, tokens: Tokens, contribution: Contribution) -> tuple[Tensor, Tensor]:
         gain = self._gain(tokens, contribution)
         (products, sums), _ = tokens.gradient_sums(contribution.psi2, weight=gain)
-        dx, _ = tokens.gradient(contribution.psi2, nu=self.average_lambda(contribution), weight=gain)
+        self.note_lambda(contribution)
+        dx, _ = tokens.gradient(contribution.psi2, nu=contribution.average_lambda, weight=gain)
         return dx, torch.stack([contribution.ratio * products, sums])
 
     def _gain(self, tokens: Tokens, contribution: Contribution) -> Tensor:
@@ -65,6 +66,6 @@ class MovingAverageBatchNorm(WindowNorm):
         new = {
             "running_psi2": self.running_psi2 + (1 - self.alpha_fwd) * (contribution.psi2 - self.running_psi2),
             "psi2_window": with_row(self.psi2_window, contribution.own_psi2, number),
-            "lambda_window": with_row(self.lambda_window, self.own_lambda(contribution), number),
+            "lambda_window": with_row(self.lambda_window, contribution.own_lambda, number),
         }
         return self.if_counted(contribution, new)

@@ -22,8 +22,9 @@ class Buffers(dict):
         self._queue = queue
 
     def __getitem__(self, name: str) -> Tensor:
-        self._queue.flush()
-        return super().__getitem__(name)
+        if self._queue.pending:  # a step of a norm reads some ten buffers
+            self._queue.flush()
+        return dict.__getitem__(self, name)
 
     def items(self):
         self._queue.flush()
@@ -63,7 +64,7 @@ class StateQueue:
         return self._norm.contribution_type(self.version, self._objects())
 
     def _objects(self) -> list[int]:
-        return [id(buffer) for buffer in dict.values(self.buffers)]
+        return list(map(id, dict.values(self.buffers)))
 
     def put(self, contribution: Contribution) -> None:
         """Keep a contribution.

@@ -90,23 +90,26 @@ class UnifiedNorm(WindowNorm):
     def backward_pass(self, tokens: Tokens, contribution: Contribution) -> tuple[Tensor, Tensor]:
         gain = contribution.ratio if tokens.weight is None else contribution.ratio * tokens.weight
         parameters, _ = tokens.gradient_sums(contribution.psi2, weight=gain)
-        average = self.average_lambda(contribution)
+        self.note_lambda(contribution)
+        average = contribution.average_lambda
         nu = self.alpha_bwd * contribution.nu.to(average.dtype) + (1 - self.alpha_bwd) * average
         dx, _ = tokens.gradient(
-            contribution.psi2, nu=torch.where(contribution.skip, self.own_lambda(contribution), nu), weight=gain
+            contribution.psi2, nu=torch.where(contribution.skip, contribution.own_lambda, nu), weight=gain
         )
         return dx, parameters
 
-    def average_lambda(self, contribution: Contribution) -> Tensor:
-        return torch.where(contribution.skip, self.own_lambda(contribution), super().average_lambda(contribution))
+    def note_lambda(self, contribution: Contribution) -> None:
+        super().note_lambda(contribution)
+        own, average = contribution.own_lambda, contribution.average_lambda
+        contribution.average_lambda = torch.where(contribution.skip, own, average)
 
     def update(self, contribution: Contribution) -> dict[str, Tensor]:
         number = self.num_batches_tracked + 1
         psi2 = torch.where(contribution.skip, self.running_psi2, contribution.own_psi2)
-        lambda_ = torch.where(contribution.skip, self.nu, self.own_lambda(contribution))
+        lambda_ = torch.where(contribution.skip, self.nu, contribution.own_lambda)
         new = {
             "running_psi2": self.alpha_fwd * self.running_psi2 + (1 - self.alpha_fwd) * contribution.psi2,
-            "nu": self.alpha_bwd * self.nu + (1 - self.alpha_bwd) * self.average_lambda(contribution),
+            "nu": self.alpha_bwd * self.nu + (1 - self.alpha_bwd) * contribution.average_lambda,
             "psi2_window": with_row(self.psi2_window, psi2, number),
             "lambda_window": with_row(self.lambda_window, lambda_, number),
         }

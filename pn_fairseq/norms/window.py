@@ -19,6 +19,7 @@ class WindowContribution(Contribution):
         own_psi2, counted: psi_B^2, and the number of tokens that it is over.
         psi2, ratio: psi^2 in D, and r.
         lambda_window: the window before the step.
+        own_lambda, average_lambda: lambda_B and lambda; 0 before the backward.
     """
 
     number: Tensor | None = None
@@ -29,6 +30,8 @@ class WindowContribution(Contribution):
     psi2: Tensor | None = None
     ratio: Tensor | None = None
     lambda_window: Tensor | None = None
+    own_lambda: Tensor | None = None
+    average_lambda: Tensor | None = None
 
 
 class WindowNorm(RunningNorm):
@@ -72,6 +75,7 @@ class WindowNorm(RunningNorm):
         contribution.early = (contribution.number <= self.window) | (contribution.updates < self.psi_warmup_updates)
         contribution.own_psi2, contribution.counted = batch.moment, batch.count.clamp(min=1.0)
         contribution.lambda_window = self.frozen_view(self.lambda_window)
+        contribution.own_lambda = contribution.average_lambda = torch.zeros_like(batch.moment)
 
     def ratio(self, contribution: Contribution) -> Tensor:
         r"""r = sqrt(psi^2 + eps) / sqrt(running psi^2 + eps) in [1/5, 5]; 1 at first."""
@@ -79,16 +83,11 @@ class WindowNorm(RunningNorm):
         ratio = ((contribution.psi2 + self.eps) / (running + self.eps)).sqrt().clamp(1 / 5, 5)
         return torch.where(contribution.updates <= max(self.ratio_warmup, self.psi_warmup_updates), 1.0, ratio)
 
-    def average_lambda(self, contribution: Contribution) -> Tensor:
-        """The mean of lambda over the last steps; early: that of this step."""
-        own = self.own_lambda(contribution)
-        return torch.where(
-            contribution.early, own, with_row(contribution.lambda_window, own, contribution.number).mean(0)
-        )
-
-    def own_lambda(self, contribution: Contribution) -> Tensor:
-        """lambda_B of this contribution."""
-        return contribution.products[0] / contribution.counted
+    def note_lambda(self, contribution: Contribution) -> None:
+        """Note lambda_B, and the mean of lambda over the last steps; early: that of this step."""
+        contribution.own_lambda = own = contribution.products[0] / contribution.counted
+        average = with_row(contribution.lambda_window, own, contribution.number).mean(0)
+        contribution.average_lambda = torch.where(contribution.early, own, average)
 
 
 def with_row(window: Tensor, row: Tensor, number: Tensor) -> Tensor:
