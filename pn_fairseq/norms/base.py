@@ -219,9 +219,10 @@ class RunningNorm(StatefulNorm):
 
     def contribute(self, contribution: Contribution) -> None:
         """Keep ``contribution`` for :meth:`flush`, unless this rank's batches do not count."""
-        if self.synchronises():
+        synchronises = self.synchronises()
+        if synchronises:
             contribution.start_sum(self.process_group)  # every rank starts it, even for a discarded step
-        if not self.ignoring or self.synchronises():
+        if not self.ignoring or synchronises:
             self._queue.put(contribution)
 
     def state_after(self, contribution: Contribution) -> dict[str, Tensor]:
