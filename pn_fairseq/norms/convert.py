@@ -99,7 +99,7 @@ def convert(model, norm, only, skip, layout, mask_from, zero_padding, options, n
         add_argument_hooks(model, list(made.values()), forms, none_is_no_padding)
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoder) and any(isinstance(m, ConvertedNorm) for m in module.modules()):
-            module.enable_nested_tensor = module.use_nested_tensor = False  # its fast path, which is LayerNorm's
+            module.use_nested_tensor = False  # it would read weight and bias of norms that may have none
     return model
 
 

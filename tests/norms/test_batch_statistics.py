@@ -23,6 +23,7 @@ from .helpers import (
     assert_training_follows,
     batches,
     flushed,
+    oracle_step,
     random_batch,
     randomize_affine,
     real_tokens,
@@ -74,8 +75,9 @@ OF_ORACLES = {
 }
 
 
-def make_pair(name, groups=0):
+def make_pair(name, groups=0, **more):
     norm_name, options, oracle = CASES[name]
+    options = options | more
     norm = randomize_affine(build_norm(norm_name, CHANNELS, layer_scale_groups=groups, **options)).double().train()
     given = {OF_ORACLES.get(key, key): value for key, value in options.items() if key not in ("variant", "affine")}
     return norm, oracle(CHANNELS, groups=groups, **given, **affine_of(norm))
@@ -208,6 +210,63 @@ def test_penalty_of_the_release_holds_variances_of_at_least_eps():
     assert var.min() < 0.5 < var.max()
     expected = 3 * ((0.95 * mean) ** 2).sum() + 2 * 0.95 * np.abs(np.maximum(var, 0.5) - 1).sum()
     assert_close(norm.diagnostics()["penalty"], expected, 1e-6)
+
+
+# PN: Shen et al. 2020, Algorithm 2.
+
+
+def test_power_oracle_in_one_worked_example():
+    """One channel, tokens 3 and 4, a third that is padding; alphas 0.5: every number by hand."""
+    oracle = oracles.PowerNormOracle(1, alpha=0.5, alpha_bwd=0.5, eps=0.0)
+    mask = np.array([False, False, True])
+    oracle.psi2, oracle.nu = np.array([25.0]), np.array([2.0])
+    y, ctx = oracle.forward(np.array([[3.0], [4.0], [5.0]]), mask)
+    np.testing.assert_allclose(y[:, 0], [0.6, 0.8, 1.0])
+    np.testing.assert_allclose(oracle.psi2, 25.0)
+    dx, dweight, dbias = oracle.backward(np.array([[1.0], [-1.0], [10.0]]), ctx)
+    np.testing.assert_allclose(dx[:, 0], [(1 - 1.2) / 5, (-1 - 1.6) / 5, 10 / 5])
+    np.testing.assert_allclose(oracle.psi2, [0.5 * 25 + 0.5 * 12.5])
+    np.testing.assert_allclose(oracle.nu, [2 * (1 - 0.5 * 0.5) + 0.5 * (0.6 - 0.8) / 2])
+    np.testing.assert_allclose([dweight[0], dbias[0]], [0.6 - 0.8 + 10, 10])
+
+
+def test_large_batch_power_does_not_make_nu_diverge():
+    """Gamma > 2 / (1 - alpha) makes the unguarded factor smaller than -1; the guard stops it at 0 (Assumption 10),
+    channel by channel."""
+    steps = [(x * np.geomspace(0.1, 30, CHANNELS), *rest) for x, *rest in batches(32, sentences=3)]
+    first_gamma = (steps[0][0] ** 2).mean(axis=(0, 1))
+    assert first_gamma.min() < 0.1 and first_gamma.max() > 2 / (1 - 0.9)
+    assert_training_follows(*make_pair("pn", alpha_bwd=0.9), steps, dtype=torch.float64)
+
+
+def test_warmup_is_over_at_once_for_a_model_that_has_been_trained():
+    norm, oracle = make_pair("pn, warm-up")
+    for each in (norm, oracle):
+        each.set_num_updates(7)
+    assert_training_follows(norm, oracle, batches(5), dtype=torch.float64)
+
+
+def test_warmup_by_updates_may_start_after_forwards_without_a_trainer():
+    norm, oracle = make_pair("pn, warm-up", psi_warmup_updates=3)
+    steps = list(batches(12))
+    assert_training_follows(norm, oracle, steps[:5], dtype=torch.float64)
+    assert_training_follows(norm.train(), oracle, steps[5:], dtype=torch.float64, update_freq=2)
+
+
+def test_what_is_changed_in_place_before_the_backward():
+    """The output may be; the gradient never has another weight than the forward."""
+    x, mask, dy = random_batch(rng(19))
+    norm, oracle = make_pair("pn", groups=4)
+    leaf = to_tensor(x, torch.float64, requires_grad=True)
+    y = norm(leaf, to_mask(mask))
+    y.mul_(3.0)
+    y.backward(to_tensor(dy, torch.float64))
+    assert_close(leaf.grad, oracle_step(oracle, x, mask, 3 * dy)["dx"])
+    y = norm(leaf, to_mask(mask))
+    with torch.no_grad():
+        norm.weight.mul_(5.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
 
 
 # Several forwards before a backward, and the type of the arithmetic.

@@ -1,0 +1,53 @@
+"""What the tests of converted models share: a mask, and small models whose norms get none."""
+
+import torch
+from torch import nn
+
+B, T, C = 3, 7, 12
+LENGTHS = torch.tensor([7, 4, 2])
+MASK = torch.arange(T) >= LENGTHS[:, None]
+
+#: Batch statistics, the same about 0, running statistics, and one that mixes both kinds.
+SOME = ["batch", "power-v", "power", "batch-renorm"]
+
+
+class FeedForward(nn.Module):
+    """A residual network over tokens whose norms get no mask."""
+
+    def __init__(self, norm=nn.LayerNorm):
+        super().__init__()
+        self.inner = nn.Linear(C, C)
+        self.norm = norm(C)
+        self.outer = nn.Linear(C, C)
+        self.last = norm(C)
+
+    def forward(self, x, lengths=None):
+        return self.last(x + self.outer(self.norm(self.inner(x)).relu()))
+
+
+class ByVariance(nn.Module):
+    """As T5's and Llama's norms; with offset 1 as Gemma's, with the gain ``scale`` as torchtune's."""
+
+    def __init__(self, offset=0.0, gain="weight"):
+        super().__init__()
+        self.variance_epsilon, self.offset, self.gain = 1e-3, offset, gain
+        self.register_parameter(gain, nn.Parameter(torch.rand(C)))
+
+    def forward(self, x):
+        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return (getattr(self, self.gain) + self.offset) * x
+
+
+def randomized(model):
+    """Gains, biases and running statistics away from what they are initially."""
+    with torch.no_grad():
+        for module in model.modules():
+            if getattr(module, "bias", None) is not None and module.weight.dim() == 1:
+                nn.init.uniform_(module.weight, 0.5, 2)
+                nn.init.normal_(module.bias)
+        for buffer in model.buffers():
+            if buffer.is_floating_point():
+                nn.init.uniform_(buffer, 0.5, 2)
+            else:
+                buffer.fill_(3)
+    return model
