@@ -21,7 +21,6 @@ from fairseq.trainer import Trainer
 
 from pn_fairseq.common.checkpoints import load_checkpoint
 from pn_fairseq.common.environment import SWITCH
-from pn_fairseq.common.errors import FoldedModelError
 from pn_fairseq.fairseq_patches import ORDER, command_line, one_line_errors, patch, patches
 from pn_fairseq.norms import running_norms
 
@@ -220,10 +219,6 @@ def test_settings_that_a_model_refuses_end_fairseq_with_one_line(capsys):
     error = capsys.readouterr().err
     assert stop.value.code == 2 and error.startswith("fairseq-train: error: ") and error.count("\n") == 1
     assert "num_features=16 is not divisible by groups=3" in error
-
-
-def test_a_folded_checkpoint_is_named():
-    assert str(FoldedModelError("x.pt")).startswith("x.pt was folded by pn fold")
 
 
 def test_a_function_with_other_parameters_is_left_alone():

@@ -5,11 +5,7 @@ import torch
 
 from pn_fairseq import kernels
 from pn_fairseq.kernels.check import check
-from pn_fairseq.kernels.first_use import TOLERANCE, samples
-
-
-def test_every_operator_has_samples():
-    assert {name for name, _ in samples(torch.float32, torch.device("cpu"))} == set(kernels.OPERATORS)
+from pn_fairseq.kernels.first_use import TOLERANCE
 
 
 @pytest.mark.skipif("cpp" not in kernels.available(), reason="there are no C++ kernels here")

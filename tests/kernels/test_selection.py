@@ -2,7 +2,6 @@
 
 import importlib.util
 import subprocess
-import warnings
 
 import pytest
 import torch
@@ -73,14 +72,6 @@ UNUSABLE = [
 ]
 
 
-def test_triton_is_tried_once(gpu):
-    healthy = gpu()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        first = healthy.normalize()
-        assert first.count("normalize") == 3 and healthy.normalize() == ["normalize"]  # tried, compared and computed
-
-
 @pytest.mark.parametrize(("options", "reason"), UNUSABLE, ids=lambda value: value if isinstance(value, str) else "")
 def test_where_triton_cannot_launch_the_reference_computes_with_one_warning_unless_it_is_forced(gpu, options, reason):
     unusable = gpu(**options)
@@ -109,12 +100,3 @@ def test_info_says_why_triton_does_not_launch(gpu, forced, monkeypatch):
     name, why = kernels.describe()["CUDA"]
     assert name == ("none" if forced else "reference") and why.endswith("no compiler for cuda:0")
     assert "triton" not in kernels.available()
-
-
-def test_without_a_compiler_the_build_says_so_in_one_line(tmp_path):
-    arguments = ("-q", "build_ext", "--build-lib", tmp_path / "lib", "--build-temp", tmp_path)
-    build = run("warm-python", "-m", "setup", *arguments, cwd=ROOT, CC="/nowhere/cc", CXX="/nowhere/c++")
-    _, line = [line for line in build.stderr.splitlines() if line.startswith("pn_fairseq:")]
-    assert "without C++ kernels" in line and "/nowhere/c" in line
-    assert "Traceback" not in build.stderr
-    assert not list(tmp_path.rglob("*.so"))

@@ -14,12 +14,10 @@ SOME = ["batch", "power-v", "power", "batch-renorm"]
 class FeedForward(nn.Module):
     """A residual network over tokens whose norms get no mask."""
 
-    def __init__(self, norm=nn.LayerNorm):
+    def __init__(self, norm=nn.LayerNorm, channels=C):
         super().__init__()
-        self.inner = nn.Linear(C, C)
-        self.norm = norm(C)
-        self.outer = nn.Linear(C, C)
-        self.last = norm(C)
+        self.inner, self.norm = nn.Linear(channels, channels), norm(channels)
+        self.outer, self.last = nn.Linear(channels, channels), norm(channels)
 
     def forward(self, x, lengths=None):
         return self.last(x + self.outer(self.norm(self.inner(x)).relu()))

@@ -2,6 +2,7 @@
 
 import copy
 import importlib.util
+from functools import partial
 
 import pytest
 import torch
@@ -14,11 +15,9 @@ from pn_fairseq.testing.ranks import run_ranks
 
 from ..fixtures.hugging_face import hugging_face
 from .compilation import batch
+from .converted import MASK, B, FeedForward, T
 
-B, T, C = 3, 7, 16
-LENGTHS = torch.tensor([7, 4, 2])
-MASK = torch.arange(T) >= LENGTHS[:, None]
-VOCABULARY, PAD = 40, 3
+C, VOCABULARY, PAD = 16, 40, 3
 
 
 def bert(layers=2):
@@ -69,30 +68,13 @@ def test_from_pretrained_gives_initial_or_loaded_values(norm, tmp_path):
         assert torch.equal(value, expected), name
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_rms_is_gemmas_norm(dtype):
-    hugging_face()
-    from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
-
-    plain = GemmaRMSNorm(C).to(dtype)
-    nn.init.normal_(plain.weight)
-    model = convert_norms(nn.Sequential(copy.deepcopy(plain)), "rms")
-    x = torch.randn(B, T, C, dtype=dtype)
-    found, expected = model(x), plain(x)
-    for y in (found, expected):
-        y.square().sum().backward()
-    gradients = model[0].get_parameter("weight").grad, plain.weight.grad
-    for one, two in ((found, expected), gradients, (model.state_dict()["0.weight"], plain.weight)):
-        torch.testing.assert_close(one, two)
-
-
 def t5():
     hf = hugging_face()
     sizes = {"d_model": C, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2, "dropout_rate": 0.0}
     return hf.T5ForConditionalGeneration(hf.T5Config(vocab_size=VOCABULARY, decoder_start_token_id=0, **sizes))
 
 
-@pytest.mark.parametrize("make", [bert, marian, t5])
+@pytest.mark.parametrize("make", [marian, t5])  # test_frameworks.py has BERT
 @pytest.mark.parametrize(
     ("norm", "checkpointing"),
     [("batch", False), ("power", True), ("batch", True)],
@@ -111,10 +93,8 @@ def test_hugging_face(make, norm, checkpointing):
     found = []
     for content in (PAD, 5):  # at padding
         one, tokens = copy.deepcopy(model), ids.masked_fill(MASK, content)
-        given = {"input_ids": tokens, "attention_mask": (~MASK).long()}
-        if make is not bert:
-            given |= {"decoder_input_ids": tokens, "decoder_attention_mask": (~MASK).long()}
-        logits = one(**given).logits[~MASK]
+        masks = dict.fromkeys(("attention_mask", "decoder_attention_mask"), (~MASK).long())
+        logits = one(input_ids=tokens, decoder_input_ids=tokens, **masks).logits[~MASK]
         (logits * torch.linspace(-1, 1, VOCABULARY)).sum().backward()
         found.append([logits, *(p.grad for p in running_norms(one)[0].parameters()), *one.state_dict().values()])
     for one, other in zip(*found, strict=True):
@@ -143,15 +123,6 @@ class Conformer(nn.Module):
 
 
 # Several ranks.
-
-
-class FeedForward(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner, self.norm, self.outer = nn.Linear(C, C), nn.LayerNorm(C), nn.Linear(C, C)
-
-    def forward(self, x, lengths):
-        return self.outer(self.norm(self.inner(x)).relu())
 
 
 def batches():
@@ -194,7 +165,7 @@ def train(model, rows, way):
 def converted(norm, way):
     """The model of a way to train, with synchronized norms and the weights of the unconverted model."""
     torch.manual_seed(3)
-    make = {"BERT": bert, "Conformer": Conformer}.get(way, FeedForward)
+    make = {"BERT": bert, "Conformer": Conformer}.get(way, partial(FeedForward, channels=C))
     masks = {"BERT": "attention_mask", "Conformer": ["key_padding_mask", "lengths"]}.get(way, "lengths")
     model = make()
     state = copy.deepcopy(model.state_dict())

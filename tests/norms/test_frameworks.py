@@ -21,10 +21,9 @@ from torch import nn
 from pn_fairseq.norms import convert_norms, padding, running_norms
 
 from ..fixtures.hugging_face import hugging_face
+from .converted import LENGTHS, MASK, B, T
 
-B, T, C, STEPS = 3, 7, 16, 3
-LENGTHS = torch.tensor([7, 4, 2])
-MASK = torch.arange(T) >= LENGTHS[:, None]
+C, STEPS = 16, 3
 
 
 def available(name: str) -> None:

@@ -30,7 +30,6 @@ from pn_fairseq.testing.test_ranks import (
     shard,
 )
 
-CASES = cases(["power", "batch"])
 BATCH, POWER = cases(["batch"])[0], cases(["power"])[0]
 BF16 = torch.bfloat16
 
@@ -54,15 +53,9 @@ LOOKS = {
 }
 
 
-def work(rank, world):
-    """The runs of the shared suite, and the all-reduces at each point of a step of PN."""
+def all_reduces(rank, world):
+    """The all-reduces at each point of a step of PN: in the forward, the backward and what looks at the state."""
     found = {}
-    for case in CASES:
-        found[str(case)] = {
-            name: run_steps(rank_norm(case, True), shard(rank_batches(world, empty_last), world, rank), **options)
-            for name, (options, empty_last) in RANK_RUNS.items()
-            if name == "with updates"
-        }
     x, dy, mask = shard(rank_batches(world), world, rank)[3]
     events = []
     dist.all_reduce = noting(dist.all_reduce, events)
@@ -82,30 +75,24 @@ def work(rank, world):
     return found
 
 
-@pytest.fixture(scope="module")
-def three_ranks():
-    return run_ranks(work, 3)
-
-
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_three_ranks_on_shards_give_what_one_gives_on_the_whole_batch(three_ranks, case):
-    assert_ranks_equal_one(case, "with updates", 3, three_ranks)
+def test_three_ranks_on_shards_give_what_one_gives_on_the_whole_batch(ranks):
+    assert_ranks_equal_one(POWER, "with updates", 3, ranks)
 
 
 @pytest.mark.parametrize("look", LOOKS)
-def test_a_step_of_pn_after_the_warmup_has_one_all_reduce_and_waits_for_it_in_flush(three_ranks, look):
-    for rank in three_ranks:
+def test_a_step_of_pn_after_the_warmup_has_one_all_reduce_and_waits_for_it_in_flush(ranks, look):
+    for rank in ranks:
         forward, backward, afterwards, stale, psi2 = rank[100, look]
         assert (forward, backward, afterwards) == ([], ["started"], ["waited"])
         assert torch.equal(stale, torch.ones_like(stale)) and not torch.equal(psi2, stale)
 
 
-def test_a_step_of_pn_in_the_warmup_needs_psi_at_once(three_ranks):
-    for rank in three_ranks:
+def test_a_step_of_pn_in_the_warmup_needs_psi_at_once(ranks):
+    for rank in ranks:
         assert rank[0, "flush"][:3] == (["at once"], ["started"], ["waited"])
 
 
-def seen_states(rank, world, wrapper=nn.parallel.DistributedDataParallel):
+def seen_states(rank, wrapper=nn.parallel.DistributedDataParallel):
     """The state that each forward of an unsynchronised norm finds, here under DDP."""
     norm = build_norm("power", 8, psi_warmup_updates=2)
     seen = []
@@ -119,13 +106,12 @@ def seen_states(rank, world, wrapper=nn.parallel.DistributedDataParallel):
     return seen
 
 
-def test_ddp_gives_every_rank_the_state_of_the_first_one():
+def test_ddp_gives_every_rank_the_state_of_the_first_one(ranks):
     """Its broadcast of buffers, which is on by default, reads the state up to date: no rank goes on with a mixture."""
-    first, second = run_ranks(seen_states, 2)
-    alone = seen_states(0, 1, nn.Sequential)
-    for one, other, expected in zip(first, second, alone, strict=True):
-        for name, value in expected.items():
-            assert torch.equal(one[name], value) and torch.equal(other[name], value), name
+    alone = seen_states(0, nn.Sequential)
+    for rank in ranks:
+        for seen, expected in zip(rank["seen"], alone, strict=True):
+            assert all(torch.equal(seen[name], value) for name, value in expected.items())
 
 
 class Net(nn.Module):
@@ -233,10 +219,13 @@ def joined(model, batches, **options):
     return states, inputs, ""
 
 
-def on_wrapped_ranks(rank, world, folder):
-    """The ranks have the mean of their gradients, as one process whose loss is divided by their number."""
+def on_ranks(rank, world, folder):
+    """All that the tests look at: processes are slow to start. Wrapped models have the mean of the ranks' gradients, as
+    one process whose loss is divided by their number."""
+    options, empty_last = RANK_RUNS["with updates"]
+    steps = run_steps(rank_norm(POWER, True), shard(rank_batches(world, empty_last), world, rank), **options)
+    found = {str(POWER): {"with updates": steps}, "seen": seen_states(rank)}
     batches = shard(rank_batches(world), world, rank)
-    found = {}
     for name, wrapper in WRAPPERS.items():
         for sync, case in ((True, BATCH), (False, POWER)):
             found[name, sync] = wrapped_steps(wrapper.wrap(new_net(sync, wrapper, case), sync), batches, wrapper)
@@ -256,7 +245,7 @@ def on_wrapped_ranks(rank, world, folder):
         x, dy, mask = batches[0]
         batches, model.module.norm.ignoring = [(x, 0 * dy, mask)] * RANK_STEPS, True
     found["repeating"] = wrapped_steps(model, batches[UPDATES_SAVED:], optimizer=optimizer)
-    return found
+    return found | all_reduces(rank, world)
 
 
 @pytest.fixture(scope="module")
@@ -265,8 +254,8 @@ def checkpoint(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def wrapped(checkpoint):
-    return run_ranks(on_wrapped_ranks, 3, str(checkpoint))
+def ranks(checkpoint):
+    return run_ranks(on_ranks, 3, str(checkpoint))
 
 
 def assert_states(ours, expected, rounding):
@@ -294,28 +283,28 @@ def replayed(case, *inputs):
 
 
 @pytest.mark.parametrize("name", WRAPPERS)
-def test_wrapped_models_on_three_ranks_train_as_one_on_the_whole_batch(wrapped, name):
+def test_wrapped_models_on_three_ranks_train_as_one_on_the_whole_batch(ranks, name):
     wrapper = WRAPPERS[name]
     expected = whole(wrapper)
-    statistics = replayed(BATCH, *(rank[name, True][1] for rank in wrapped))
-    for rank in wrapped:
+    statistics = replayed(BATCH, *(rank[name, True][1] for rank in ranks))
+    for rank in ranks:
         states, _ = rank[name, True]
         assert_states(states, expected, wrapper.rounding)
         assert_states(states[-1:], [statistics], 1e-5)
 
 
 @pytest.mark.parametrize("name", [*WRAPPERS, "DDP, join"])
-def test_without_synchronization_each_rank_has_the_statistics_of_a_process_of_its_own(wrapped, name):
-    for number, rank in enumerate(wrapped):
+def test_without_synchronization_each_rank_has_the_statistics_of_a_process_of_its_own(ranks, name):
+    for number, rank in enumerate(ranks):
         states, inputs, *errors = rank["join, apart"] if name == "DDP, join" else rank[name, False]
         assert len(inputs) == (2 + number if name == "DDP, join" else RANK_STEPS) and not any(errors)
         assert_states(states[-1:], [replayed(POWER, inputs)], 1e-5)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_a_distributed_checkpoint_is_continued_on_three_ranks_and_in_one_process(wrapped, checkpoint):
+def test_a_distributed_checkpoint_is_continued_on_three_ranks_and_in_one_process(ranks, checkpoint):
     expected = whole()[UPDATES_SAVED:]
-    for rank in wrapped:
+    for rank in ranks:
         assert_states(rank["loaded"][0], expected, 1e-6)
     model = new_net(False)
     optimizer = loaded(model, str(checkpoint))
@@ -323,10 +312,10 @@ def test_a_distributed_checkpoint_is_continued_on_three_ranks_and_in_one_process
     assert_states(wrapped_steps(model, batches, scale=1 / 3, optimizer=optimizer)[0], expected, 1e-6)
 
 
-def test_join_with_synchronized_statistics_ends_with_an_error_on_all_ranks(wrapped):
+def test_join_with_synchronized_statistics_ends_with_an_error_on_all_ranks(ranks):
     """As torch's SyncBatchNorm it needs ``throw_on_early_termination=True``, which the error names."""
     expected = whole()[:2]
-    for number, rank in enumerate(wrapped):
+    for number, rank in enumerate(ranks):
         states, _, error = rank["join, refused"]
         assert not states and "throw_on_early_termination=True" in error
         states, _, error = rank["join, thrown"]
@@ -334,11 +323,11 @@ def test_join_with_synchronized_statistics_ends_with_an_error_on_all_ranks(wrapp
         assert_states(states, expected, 1e-6)
 
 
-def test_a_rank_that_repeats_an_ignored_batch_leaves_updates_and_statistics_to_the_others(wrapped):
+def test_a_rank_that_repeats_an_ignored_batch_leaves_updates_and_statistics_to_the_others(ranks):
     batches = list(rank_batches(3))
     for _, dy, mask in batches[UPDATES_SAVED:]:
         mask[-SHARDS[3][-1] :] = True
         dy[:, -SHARDS[3][-1] :] = 0.0
     expected = wrapped_steps(new_net(False), batches, scale=1 / 3)[0][UPDATES_SAVED:]
-    for rank in wrapped:
+    for rank in ranks:
         assert_states(rank["repeating"][0], expected, 1e-6)
