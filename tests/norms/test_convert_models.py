@@ -217,6 +217,7 @@ def test_two_ranks_are_one(two_ranks, way):
             torch.testing.assert_close(state[name], tensor, rtol=1e-4, atol=1e-5, msg=f"{name}: {{}}".format)
 
 
+@pytest.mark.slow  # six seconds; test_compile.py has masks from arguments in the graph of a small model
 def test_bert_trains_in_one_graph_with_the_statistics_of_real_tokens():
     model = convert_norms(bert(layers=1).train(), "power", mask_from="attention_mask")
     eager = copy.deepcopy(model)
