@@ -13,7 +13,7 @@ from pn_fairseq.pipeline.data.preparation import Preparation
 from pn_fairseq.pipeline.data.recipes import enwik8
 from pn_fairseq.pipeline.data.recipes.verses_lm import BOOKS, split_by_book
 
-from ...scripts_helpers import ROOT, assert_refused, run
+from ...scripts_helpers import ROOT, assert_refused, in_process, run
 
 TEXTS = {
     "train": "The cat sat. \nThe  dog <unk> sat .\n\n" + "a dog\n" * 5,
@@ -72,17 +72,17 @@ def test_text_becomes_words_and_numbers(prepared):
 
 
 def test_a_second_preparation_is_the_same_or_refused(prepared, tmp_path):
-    flags = ("--corpus", prepared / "texts", "--dest", prepared / "data", "--workers", 1)
+    words = ("prepare", "text_lm", "--dest", prepared / "data", "--workers", 1, "--corpus")
+    own, same = (*words, prepared / "texts"), ("--lower", "--min-count", 2)
     before = (prepared / "data/bin/train.bin").stat().st_mtime_ns
-    run("pn", "prepare", "text_lm", *flags, "--lower", "--min-count", 2)
+    for check in ((), ("--check",)):
+        again = in_process(*own, *same, *check)
+        assert again.returncode == 0 and (not check or again.stderr == "")
     assert (prepared / "data/bin/train.bin").stat().st_mtime_ns == before
-    assert_refused(run("pn", "prepare", "text_lm", *flags, "--lower", check=False), "min_count=2, not 1")
-    assert_refused(run("pn", "prepare", "text_lm", *flags, "--check", check=False), "lower=1, not 0")
-    assert run("pn", "prepare", "text_lm", *flags, "--lower", "--min-count", 2, "--check").stderr == ""
+    assert_refused(in_process(*own, "--lower"), "min_count=2, not 1")
+    assert_refused(in_process(*own, "--check"), "lower=1, not 0")
     for text, needle in (("b\n", "other text"), ("", "test.txt is empty")):
-        other = write(tmp_path / "texts", {**TEXTS, "test": text})
-        again = ("--corpus", other, *flags[2:], "--lower", "--min-count", 2)
-        assert_refused(run("pn", "prepare", "text_lm", *again, check=False), needle)
+        assert_refused(in_process(*words, write(tmp_path / "texts", {**TEXTS, "test": text}), *same), needle)
 
 
 def test_tokenizer(tmp_path):
@@ -98,8 +98,7 @@ def test_bytes(tmp_path):
     for split, text in texts.items():
         (tmp_path / f"{split}.txt").write_bytes(text)
     flags = ("--corpus", tmp_path, "--dest", tmp_path / "data", "--unit", "byte", "--workers", 1)
-    refused = run("pn", "prepare", "text_lm", *flags, "--lower", check=False)
-    assert_refused(refused, "--unit byte takes the text as it is")
+    assert_refused(in_process("prepare", "text_lm", *flags, "--lower"), "--unit byte takes the text as it is")
     run("pn", "prepare", "text_lm", *flags)
     assert (tmp_path / "data/tok/valid.txt").read_text() == "c3 a9\n\n"
     assert (tmp_path / "data/tok/test.txt").read_text() == "ff 0d\n61 62\n"
@@ -135,7 +134,7 @@ def test_enwik8_is_cut_by_numbers_of_bytes(tmp_path, monkeypatch):
 
 def test_text_that_is_not_the_published_one_is_refused(tmp_path):
     corpus = write(tmp_path / "ptb", pattern="ptb.{}.txt")
-    result = run("pn", "prepare", "ptb", "--corpus", corpus, "--dest", tmp_path / "data", "--workers", 1, check=False)
+    result = in_process("prepare", "ptb", "--corpus", corpus, "--dest", tmp_path / "data", "--workers", 1)
     assert_refused(result, "not PTB", "26 / 4 / 7", "929,589 / 73,760 / 82,430")
     assert not (tmp_path / "data/bin").exists()
 
@@ -144,9 +143,10 @@ def test_wikitext_archive_is_checked(tmp_path):
     with zipfile.ZipFile(tmp_path / "wikitext-103-v1.zip", "w") as file:
         for split, text in TEXTS.items():
             file.writestr(f"wikitext-103/wiki.{split}.tokens", text)
-    flags = ("--dest", tmp_path / "data", "--workers", 1)
-    result = run("pn", "prepare", "wikitext103", *flags, "--archive", tmp_path, check=False)
-    assert_refused(result, "not WikiText-103", "26 / 4 / 7", "103,227,021 / 217,646 / 245,569")
-    assert_refused(run("pn", "prepare", "wikitext103", *flags, "--archive", tmp_path / "x", check=False), "smerity.com")
-    result = run("pn", "prepare", "wikitext103", *flags, "--mirror", tmp_path, check=False)
-    assert_refused(result, "sha256", "242ba0f20b32")
+    for source, needles in (
+        (("--archive", tmp_path), ("not WikiText-103", "26 / 4 / 7", "103,227,021 / 217,646 / 245,569")),
+        (("--archive", tmp_path / "x"), ("smerity.com",)),
+        (("--mirror", tmp_path), ("sha256", "242ba0f20b32")),
+    ):
+        words = ("prepare", "wikitext103", "--dest", tmp_path / "data", "--workers", 1, *source)
+        assert_refused(in_process(*words), *needles)

@@ -18,7 +18,7 @@ from subword_nmt.apply_bpe import BPE
 from subword_nmt.learn_bpe import learn_bpe
 
 from tests.fixtures.corpora import ARCHIVES, TEST_SET, lines, verses, wmt14_members, write_archives
-from tests.scripts_helpers import assert_refused, run, script
+from tests.scripts_helpers import assert_refused, in_process, run, script
 
 
 def state(folder: Path) -> dict[str, tuple[str, int]]:
@@ -64,10 +64,6 @@ def assert_joined_and_binarized(folder: Path, source: str, target: str, joined: 
 # WMT14
 
 
-def prepare_wmt14(dest: Path, archives: Path | str, *options, **kwargs):
-    return script("prepare_wmt14.sh", "--dest", dest, "--archive", archives, "--bpe", 150, *options, **kwargs)
-
-
 @pytest.fixture(scope="module")
 def wmt14(tmp_path_factory) -> Path:
     """Prepared where something like a kill -9 has left files."""
@@ -77,7 +73,7 @@ def wmt14(tmp_path_factory) -> Path:
     for left in ("partial/unpacked/x.tgz/x.en", "partial/text/train.en", "stages/tok/test.en.partial"):
         (dest / left).parent.mkdir(parents=True, exist_ok=True)
         (dest / left).write_text("half a li")
-    prepare_wmt14(dest, archives, "--workers", 2)
+    script("prepare_wmt14.sh", "--dest", dest, "--archive", archives, "--bpe", 150, "--workers", 2)
     assert {path.name for path in dest.iterdir()} <= {
         *("text", "raw", "tok", "bpe", "bin", "settings.txt", "counts.txt", "removed.tsv")
     }
@@ -154,15 +150,15 @@ def test_wmt14_test_set_is_sacrebleus(wmt14, tmp_path):
 
 def test_wmt14_again(wmt14):
     before = state(wmt14)
-    archives = wmt14.parent / "my archives"
-    assert "is complete" in prepare_wmt14(wmt14, archives).stderr
-    assert "is complete" in prepare_wmt14(wmt14, archives.parent).stderr, "without the archives"
+    for archives in (wmt14.parent / "my archives", wmt14.parent):  # the latter has none
+        done = in_process("prepare", "wmt14", "--dest", wmt14, "--archive", archives, "--bpe", 150)
+        assert done.returncode == 0 and "is complete" in done.stderr
     assert state(wmt14) == before
 
 
 def test_wmt14_test_set_from_elsewhere_is_refused(wmt14, tmp_path):
     """A file of the same name, in a mirror; the other archives are taken as they are."""
-    result = prepare_wmt14(tmp_path, "", "--mirror", wmt14.parent / "my archives", check=False)
+    result = in_process("prepare", "wmt14", "--dest", tmp_path, "--mirror", wmt14.parent / "my archives")
     assert_refused(result, "test-full.tgz", "its md5 is", "a8cd784e006feb32ac6f3d9ec7eb389a")
     assert_not_begun(tmp_path)
     assert {path.name for path in (tmp_path / "download").iterdir()} == set(ARCHIVES)  # what is wrong is removed
@@ -196,15 +192,11 @@ def write_files(folder: Path, files: dict[str, str]) -> Path:
     return folder
 
 
-def prepare_iwslt15(dest: Path, archives: Path, *options, **kwargs):
-    flags = ("--dest", dest, "--archive", archives, "--bpe", 150)
-    return run("pn", "prepare", "iwslt15_envi", *flags, *options, **kwargs)
-
-
 @pytest.fixture(scope="module")
 def iwslt15(tmp_path_factory) -> Path:
     base = tmp_path_factory.mktemp("iwslt15")
-    result = prepare_iwslt15(base / "data", write_files(base / "archives", iwslt15_files()))
+    flags = ("--dest", base / "data", "--archive", write_files(base / "archives", iwslt15_files()), "--bpe", 150)
+    result = run("pn", "prepare", "iwslt15_envi", *flags)
     assert "train has 64 sentence pairs here; the published one has 133317" in result.stderr
     return base / "data"
 
@@ -252,43 +244,42 @@ def given_text(folder: Path, marked: bool, counts=(("train", 200), ("valid", 5),
     return folder
 
 
-def prepare_given(dest: Path, corpus: Path, *options, **kwargs):
+def given(dest: Path, corpus: Path, *options) -> tuple:
     flags = ("--source", "en", "--target", "es", "--tokenized", "--workers", 1)
-    return run("pn", "prepare", "text", "--dest", dest, "--corpus", corpus, *flags, *options, **kwargs)
+    return ("prepare", "text", "--dest", dest, "--corpus", corpus, *flags, *options)
 
 
 @pytest.mark.parametrize("marked", [True, False], ids=["subwords", "tokens"])
 def test_text_that_others_prepared_is_taken_as_it_is(marked, tmp_path):
     corpus, dest = given_text(tmp_path / "given", marked), tmp_path / "data"
-    result = prepare_given(dest, corpus, "--codes", corpus / "bpe-codes.gz")
-    assert (
-        f"the text comes in {'subwords' if marked else 'tokens'}" in result.stderr and "learning" not in result.stderr
-    )
+    said = run("pn", *given(dest, corpus, "--codes", corpus / "bpe-codes.gz")).stderr
+    assert f"the text comes in {'subwords' if marked else 'tokens'}" in said and "learning" not in said
     assert_joined_and_binarized(dest, "en", "es", train=200, valid=5, test=7)
     for lang in ("en", "es"):
-        given = lines(corpus / f"valid.{lang}")
-        assert lines(dest / f"{'bpe' if marked else 'tok'}/valid.{lang}") == given
+        assert lines(dest / f"{'bpe' if marked else 'tok'}/valid.{lang}") == lines(corpus / f"valid.{lang}")
         plain = [line.replace(" ", "") for line in lines(dest / f"raw/valid.{lang}")]
         assert plain == [html.unescape(line).replace(" ", "") for line in lines(dest / f"tok/valid.{lang}")]
     assert (dest / "bpe/codes").read_bytes() == (corpus / "bpe-codes").read_bytes()
     assert {"tokenizer": "none", "lower": "1", "bpe": "60"}.items() <= settings(dest).items()
     before = state(dest)
-    again = prepare_given(dest, corpus, "--codes", corpus / "bpe-codes").stderr
-    assert "is complete" in again and "the text comes in" not in again
+    words = given(dest, corpus, "--codes", corpus / "bpe-codes")
+    again = in_process(*words)
+    assert again.returncode == 0 and "is complete" in again.stderr and "the text comes in" not in again.stderr
     (corpus / "bpe-codes").write_text("#version: 0.2\n" + "e n\n" * 60)
-    result = prepare_given(dest, corpus, "--codes", corpus / "bpe-codes", check=False)
-    assert_refused(result, str(dest), "other text")
+    assert_refused(in_process(*words), str(dest), "other text")
     assert state(dest) == before
 
 
 def test_given_text_that_does_not_fit(tmp_path):
     corpus, dest = given_text(tmp_path / "given", False), tmp_path / "data"
-    result = prepare_given(dest, corpus, "--codes", corpus / "valid.en", check=False)
-    assert_refused(result, "valid.en: line 1 is not a merge of subword-nmt")
     codes = ("--codes", corpus / "bpe-codes", "--segmentation", "sentencepiece")
-    assert_refused(prepare_given(dest, corpus, *codes, check=False), "--codes has merges of subword-nmt")
+    for options, needle in (
+        (("--codes", corpus / "valid.en"), "valid.en: line 1 is not a merge of subword-nmt"),
+        (codes, "--codes has merges of subword-nmt"),
+    ):
+        assert_refused(in_process(*given(dest, corpus, *options)), needle)
     (corpus / "valid.es").write_text("Dios\n" * 5)
-    assert_refused(prepare_given(dest, corpus, check=False), "valid.es: line 1 has upper case", "--keep-case")
+    assert_refused(in_process(*given(dest, corpus)), "valid.es: line 1 has upper case", "--keep-case")
     assert_not_begun(dest)
 
 
@@ -324,14 +315,11 @@ def multi30k(tmp_path) -> Path:
     return tmp_path / "my captions"
 
 
-def prepare_multi30k(dest: Path, corpus: Path, *options, **kwargs):
-    return run("pn", "prepare", "multi30k", "--dest", dest, "--corpus", corpus, "--bpe", 150, *options, **kwargs)
-
-
 @pytest.mark.slow
 def test_multi30k_against_a_simple_reading(multi30k, tmp_path):
     dest = tmp_path / "data"
-    result = prepare_multi30k(dest, multi30k, "--test", "test2017")
+    words = ("prepare", "multi30k", "--dest", dest, "--corpus", multi30k, "--bpe", 150)
+    result = run("pn", *words, "--test", "test2017")
     assert "test2017 has 6 sentence pairs here; the published one has 1000" in result.stderr
     for lang, other in (("de", "es"), ("en", "en")):
         tokenizer = MosesTokenizer(lang)
@@ -344,12 +332,12 @@ def test_multi30k_against_a_simple_reading(multi30k, tmp_path):
     assert_joined_and_binarized(dest, "de", "en", train=60, valid=5, test=6)
     assert {"source": "de", "target": "en", "lower": "1", "bpe": "150"}.items() <= settings(dest).items()
     before = state(dest)
-    assert "is complete" in prepare_multi30k(dest, multi30k, "--test", "test2017").stderr
-    assert_refused(prepare_multi30k(dest, multi30k, check=False), str(dest), "other text")
+    assert "is complete" in in_process(*words, "--test", "test2017").stderr
+    assert_refused(in_process(*words), str(dest), "other text")
     assert state(dest) == before
 
 
 def test_multi30k_without_a_test_set(multi30k, tmp_path):
-    refused = prepare_multi30k(tmp_path / "data", multi30k, "--test", "test2018", check=False)
-    assert_refused(refused, "test2018.de")
+    words = ("prepare", "multi30k", "--dest", tmp_path / "data", "--corpus", multi30k, "--test", "test2018")
+    assert_refused(in_process(*words), "test2018.de")
     assert_not_begun(tmp_path / "data")
