@@ -38,7 +38,9 @@ def _fork(_program, words: list[str], descriptors: list[int]) -> int:
         if number > 2 and number not in descriptors:
             with suppress(OSError):  # of the list itself
                 os.close(number)
-    sys.stdout, sys.stderr = open(1, "w"), open(2, "w", 1, errors="backslashreplace")  # noqa: SIM115 (not pytest's)
+    # Not pytest's. A program that opens its stdout once more must not close it, so it has two names, as usual.
+    sys.stdout, sys.stderr = open(1, "w"), open(2, "w", 1, errors="backslashreplace")  # noqa: SIM115
+    sys.__stdout__ = sys.stdout
     try:
         exec(words[-1], {})
     finally:
@@ -240,6 +242,11 @@ def cut_corpus(dest: Path, train: int = 600, valid: int = 40, test: int = 37) ->
 def prepare(corpus: Path, dest: Path, *options, **kwargs):
     flags = ("--corpus", corpus, "--source", "es", "--target", "en", "--dest", dest, "--bpe", 300, "--workers", 1)
     return run("pn", "prepare", "text", *flags, *options, **kwargs)
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    """The files below a folder, by their paths in it."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def wait_for(condition, process: subprocess.Popen | None = None, seconds: float = 300) -> None:

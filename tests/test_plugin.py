@@ -84,26 +84,21 @@ def test_what_an_installation_needs(installed):
 
 
 def test_user_dir_from_another_folder(installed, tmp_path):
-    """Of the checkout, and of an installed package."""
-    for base, path in ((ROOT, {}), (installed, {"PYTHONPATH": str(installed)})):
-        printed = run(sys.executable, "-m", "pn_fairseq", "--user-dir", cwd=tmp_path, **path).stdout.strip()
-        assert printed == str(base / "pn_fairseq")
-        result = run("warm-python", "-c", REGISTER, printed, cwd=tmp_path, **path)
-        assert result.stdout.split() == [printed, "True"]
-
-
-def test_checkout_as_user_dir_beside_an_installed_package(installed, tmp_path):
-    """The checkout that --user-dir names is used, not the installed package."""
-    result = run("warm-python", "-c", REGISTER, ROOT / "pn_fairseq", cwd=tmp_path, PYTHONPATH=str(installed))
-    assert result.stdout.split() == [str(ROOT / "pn_fairseq"), "True"]
-
-
-def test_user_dir_that_is_the_checkout_itself(tmp_path):
-    """A checkout is named as the package in it, and an editable installation has it on the path."""
+    """Of the checkout, also beside an installed package; of that; and a checkout that is named as the package in it,
+    which an editable installation has on the path."""
     checkout = tmp_path / "pn_fairseq"
     shutil.copytree(ROOT / "pn_fairseq", checkout / "pn_fairseq")
-    result = run("warm-python", "-c", REGISTER, checkout, cwd=tmp_path, PYTHONPATH=str(checkout))
-    assert result.stdout.split() == [str(checkout / "pn_fairseq"), "True"]
+    for base, path in ((ROOT, ""), (installed, installed)):
+        printed = run(sys.executable, "-m", "pn_fairseq", "--user-dir", cwd="/", PYTHONPATH=str(path)).stdout.strip()
+        assert printed == str(base / "pn_fairseq")
+    for named, path, used in (
+        (ROOT / "pn_fairseq", "", ROOT / "pn_fairseq"),
+        (installed / "pn_fairseq", installed, installed / "pn_fairseq"),
+        (ROOT / "pn_fairseq", installed, ROOT / "pn_fairseq"),
+        (checkout, checkout, checkout / "pn_fairseq"),
+    ):
+        result = run("warm-python", "-c", REGISTER, named, cwd="/", PYTHONPATH=str(path))
+        assert result.stdout.split() == [str(used), "True"]
 
 
 def test_user_dir_under_another_name_is_refused(monkeypatch):
@@ -151,3 +146,21 @@ def test_missing_kernels_are_named_once(installed, tmp_path):
     assert error.startswith("pn train: error: ")
     forced = run(sys.executable, "-c", "import pn_fairseq.norms", PN_FAIRSEQ_KERNELS="reference", **place)
     assert forced.stderr == ""
+
+
+def test_help_needs_no_fairseq():
+    """The packages that take seconds to import are needed when a command runs, not for its --help."""
+    verbs = ["score", "generate", "translate", "average", "evaluate-lm", "fold", "import-release"]
+    others = "fairseq fairseq_cli sentencepiece subword_nmt pandas hydra".split()
+    code = f"""
+import sys
+sys.modules.update(dict.fromkeys({others}))
+from pn_fairseq.__main__ import call
+for verb in {verbs}:
+    try:
+        code = call([verb, "--help"])
+    except SystemExit as end:
+        code = end.code
+    assert not code, verb
+"""
+    assert re.findall(r"^usage: pn (\S+) ", run(sys.executable, "-c", code).stdout, re.M) == verbs

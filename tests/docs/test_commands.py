@@ -99,9 +99,7 @@ def faults(command: Command) -> list[str]:
     else:
         options = {word.partition("=")[0] for word in words if re.match(r"--[a-z]", word)}
         wrong = [f"{tool} has no {option}" for option in options if not has(text, option)]
-    wrong += [
-        f"{tool} does not name {name}" for name in command.variables if name not in VARIABLES and name not in text
-    ]
+    wrong += [f"{tool} does not name {name}" for name in {*command.variables} - VARIABLES if name not in text]
     return [f"{command.text}: {fault}" for fault in wrong]
 
 

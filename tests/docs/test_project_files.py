@@ -58,10 +58,9 @@ def test_table_of_commands_lists_each_verb():
 
 
 def test_fork_of_fairseq_is_pinned_with_its_checksum():
-    version, checksum = re.search(
-        r"^# fairseq-fixed==(\S+) --hash=sha256:(\w+)$", read("constraints.txt"), re.M
-    ).groups()
-    assert f"\nfairseq-fixed=={version}\n" in read("constraints.txt") and len(checksum) == 64
+    constraints = read("constraints.txt")
+    version, checksum = re.search(r"^# fairseq-fixed==(\S+) --hash=sha256:(\w+)$", constraints, re.M).groups()
+    assert f"\nfairseq-fixed=={version}\n" in constraints and len(checksum) == 64
     assert "constraints.txt" in read("README.md")
 
 

@@ -58,11 +58,17 @@ def work(tmp_path_factory):
     return folder
 
 
-def call(name, *arguments, code=0):
+def call(name, *arguments):
     """A command of the pipeline, in this process."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CUDA_VISIBLE_DEVICES", "")
-        assert verb(name)(arguments) == code
+        assert verb(name)(arguments) == 0
+
+
+def fairseq(program, work, *arguments, **options):
+    """A program of fairseq on the data of the models."""
+    words = (work / "data/bin", "--user-dir", ROOT / "pn_fairseq", "--cpu", *arguments)
+    return run(f"fairseq-{program}", *words, **options)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -73,6 +79,8 @@ def test_all_tokens_are_counted(work, name):
     assert found.causal == (name != "tensorized_lm_ln_seed1")
     assert 2 < found.perplexity < 60 and found.bits == pytest.approx(math.log2(found.perplexity))
     assert (found.batch_nll is None) == (name == "tensorized_lm_ln_seed1")
+    # BN with the batch's own statistics; PN has none after its warm-up.
+    assert name != "tensorized_lm_bn_seed1" or found.batch_nll != pytest.approx(found.nll, rel=1e-4)
     assert ("blocks:eos" in found.signature) == (name == "adaptive")
     assert "tokens:" in found.signature and f"|causal:{'yes' if found.causal else 'NO'}|" in found.signature
 
@@ -86,11 +94,8 @@ def test_perplexity_is_that_of_fairseq_eval_lm(work, name, context, capsys):
     printed, mine = capsys.readouterr().out, read_perplexity(work / name, context=context)
     assert f"perplexity:     {mine.perplexity:.2f}" in printed and f"context:{context}|stride:{8 - context}" in printed
     mode = "eos" if name == "adaptive" else "none"
-    theirs = run(
-        *("fairseq-eval-lm", work / "data/bin", "--user-dir", ROOT / "pn_fairseq", "--path", checkpoint, "--cpu"),
-        *("--gen-subset", "test", "--tokens-per-sample", 8, "--sample-break-mode", mode, "--max-tokens", 64),
-        *("--context-window", context),
-    )
+    flags = ("--gen-subset", "test", "--tokens-per-sample", 8, "--sample-break-mode", mode, "--max-tokens", 64)
+    theirs = fairseq("eval-lm", work, "--path", checkpoint, *flags, "--context-window", context)
     loss = re.search(r"Loss \(base 2\): ([\d.]+)", theirs.stdout + theirs.stderr)[1]
     assert float(loss) == pytest.approx(mine.bits, abs=1e-3)
     # The perplexity without context has its own file, which reports read.
@@ -99,32 +104,29 @@ def test_perplexity_is_that_of_fairseq_eval_lm(work, name, context, capsys):
 
 def test_fairseqs_own_commands_end_on_mistakes_with_one_line(work, tmp_path):
     """fairseq-eval-lm would skip blocks that are too long, here all, and print a perplexity of 1.00."""
-    plain = (work / "data/bin", "--user-dir", ROOT / "pn_fairseq", "--cpu")
-    data = (*plain, "--task", "language_modeling", "--tokens-per-sample", 8, "--max-tokens", 64, "--optimizer", "adam")
-    tiny = (*data, "--arch", "transformer_lm_pn_tiny", "--save-dir", tmp_path)
+    tiny = ("train", work, *LANGUAGE_MODEL, "--arch", "transformer_lm_pn_tiny", "--save-dir", tmp_path)
     checkpoint = work / "transformer_lm_pn_seed1/checkpoints/averaged.pt"
-    evaluated = ("fairseq-eval-lm", *plain, "--path", checkpoint, "--gen-subset", "test")
+    evaluated = ("eval-lm", work, "--path", checkpoint, "--gen-subset", "test")
     for command, needle in (
         ((*evaluated, "--tokens-per-sample", 12), "the model takes 8: give --tokens"),
-        (("fairseq-train", *tiny, "--layer-scale-groups", 3), "not divisible by groups=3"),
-        (("fairseq-train", *tiny, "--adaptive-softmax-cutoff", "8,12"), "needs criterion adaptive_loss"),
+        ((*tiny, "--layer-scale-groups", 3), "not divisible by groups=3"),
+        ((*tiny, "--adaptive-softmax-cutoff", "8,12"), "needs criterion adaptive_loss"),
     ):
-        ended = run(*command, check=False)
-        error = ended.stderr
-        assert ended.returncode == 2, error
-        (line,) = [line for line in error.splitlines() if line.startswith(f"{command[0]}: error: ")]
-        assert needle in line and "Traceback" not in error
+        ended = fairseq(*command, check=False)
+        assert ended.returncode == 2, ended.stderr
+        (line,) = [line for line in ended.stderr.splitlines() if line.startswith(f"fairseq-{command[0]}: error: ")]
+        assert needle in line and "Traceback" not in ended.stderr
     # Blocks of the default length, 1,024 tokens, are shortened.
     perplexities = []
     for options in ((), ("--tokens-per-sample", 8), ("--context-window", 3)):
-        output = "".join((ended := run(*evaluated, *options)).stdout + ended.stderr)
+        ended = fairseq(*evaluated, *options)
+        output = ended.stdout + ended.stderr
         perplexities.append(float(re.search(r"Perplexity: ([\d.]+)", output)[1]))
-        assert ("blocks of 8 tokens instead of 1024: the model takes no more" in output) == (
-            "8" not in map(str, options)
-        )
+        assert ("blocks of 8 tokens instead of 1024: the model takes no more" in output) == (8 not in options)
     assert perplexities[0] == perplexities[1] > 1 and perplexities[2] > 1
 
 
+LANGUAGE_MODEL = "--task language_modeling --tokens-per-sample 8 --max-tokens 64 --optimizer adam".split()
 ADAPTIVE = "--criterion adaptive_loss --ddp-backend legacy_ddp --adaptive-softmax-cutoff 8,12"
 INPUT = "--adaptive-input --adaptive-input-cutoff 8,12 --tie-adaptive-weights --tie-adaptive-proj"
 
@@ -138,14 +140,9 @@ INPUT = "--adaptive-input --adaptive-input-cutoff 8,12 --tie-adaptive-weights --
     ],
 )
 def test_fairseq_train_honours_the_flags(work, tmp_path, arch, flags):
-    run(
-        *("fairseq-train", work / "data/bin", "--user-dir", ROOT / "pn_fairseq", "--cpu"),
-        *("--task", "language_modeling"),
-        *("--arch", arch, "--decoder-embed-dim", 16, "--decoder-ffn-embed-dim", 24, "--decoder-layers", 2),
-        *("--tokens-per-sample", 8, "--max-tokens", 64, "--max-update", 2, "--optimizer", "adam", "--lr", 0.001),
-        *("--decoder-norm", "layer", "--save-dir", tmp_path, "--no-epoch-checkpoints", *flags.split()),
-        *("--required-batch-size-multiple", 1),
-    )
+    size = ("--arch", arch, "--decoder-embed-dim", 16, "--decoder-ffn-embed-dim", 24, "--decoder-layers", 2)
+    options = ("--max-update", 2, "--lr", 0.001, "--save-dir", tmp_path, "--no-epoch-checkpoints", *flags.split())
+    fairseq("train", work, *LANGUAGE_MODEL, *size, "--decoder-norm", "layer", *options)
     state = load_checkpoint(tmp_path / "checkpoint_last.pt")
     weights = {name.removeprefix("decoder."): tuple(value.shape) for name, value in state["model"].items()}
     assert state["optimizer_history"][-1]["num_updates"] == 2
@@ -162,14 +159,11 @@ def test_fairseq_train_honours_the_flags(work, tmp_path, arch, flags):
 def test_language_models_generate_by_fairseq_interactive(work, tmp_path):
     (tmp_path / "prefixes").write_text("the king\nhe said to\n")
     for name in ("transformer_lm_pn_seed1", "tensorized_lm_bn_seed1"):
-        made = run(
-            *("fairseq-interactive", work / "data/bin", "--user-dir", ROOT / "pn_fairseq", "--cpu", "--beam", 2),
-            *("--path", work / name / "checkpoints/averaged.pt", "--task", "language_modeling"),
-            *("--input", tmp_path / "prefixes", "--buffer-size", 2, "--max-len-b", 6, "--tokens-per-sample", 8),
-        ).stdout
-        hypotheses = [line.split("\t")[2] for line in made.splitlines() if line.startswith("H-")]
-        assert len(hypotheses) == 2
-        assert hypotheses[0].startswith("the king") and hypotheses[1].startswith("he said to")
+        model = ("--path", work / name / "checkpoints/averaged.pt", "--task", "language_modeling", "--beam", 2)
+        flags = ("--input", tmp_path / "prefixes", "--buffer-size", 2, "--max-len-b", 6, "--tokens-per-sample", 8)
+        made = fairseq("interactive", work, *model, *flags).stdout
+        first, second = (line.split("\t")[2] for line in made.splitlines() if line.startswith("H-"))
+        assert first.startswith("the king") and second.startswith("he said to")
 
 
 def test_what_is_done_is_skipped_and_other_weights_are_evaluated_anew(work):
@@ -180,12 +174,6 @@ def test_what_is_done_is_skipped_and_other_weights_are_evaluated_anew(work):
     call("evaluate-lm", "--run", name, "--checkpoint", name / "checkpoints/checkpoint_best.pt")
     assert result_file(name, "test").stat().st_mtime_ns != before
     call("evaluate-lm", "--run", name)
-
-
-def test_statistics_of_the_batch_are_those_of_training(work):
-    """BN with the batch's own statistics gives another perplexity; PN has none after its warm-up, and the same one."""
-    batch = read_perplexity(work / "tensorized_lm_bn_seed1")
-    assert batch.batch_nll != pytest.approx(batch.nll, rel=1e-4)
 
 
 def test_mistakes_get_one_line(work, tmp_path):

@@ -93,11 +93,8 @@ def test_folded_model_is_the_same_function(norm, groups, flags, dictionaries, tm
         followed_by_none = "_output_" in key or key.endswith((".norm", "input_norm"))  # of the placements peri and sub
         if isinstance(old, RunningNorm) and not last_of_shared and not followed_by_none:
             assert type(new) is LayerScale and new.groups == old.layer_scale.groups
-            expected_groups = groups if groups is not None and key.startswith("encoder") else None
-            if expected_groups is not None:
-                assert new.groups == expected_groups
-            elif groups is None:
-                assert new.groups == decoder_groups.get(norm, 0)
+            if groups is None or key.startswith("encoder"):
+                assert new.groups == (decoder_groups.get(norm, 0) if groups is None else groups)
         else:
             assert type(new) is type(old)
 

@@ -1,4 +1,4 @@
-"""Decoding by several processes: with a model, and with a stand-in for fairseq-generate that fails on request."""
+"""Decoding by several processes, with a stand-in for fairseq-generate that fails on request."""
 
 import contextlib
 import json
@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from ..fixtures.runs import make_run, small_run, untrained_checkpoint
-from ..scripts_helpers import ROOT, SCRIPTS, assert_refused, environment, refused, run, verb, wait_for
+from ..fixtures.corpora import lines
+from ..fixtures.runs import small_run
+from ..scripts_helpers import SCRIPTS, environment, refused, verb, wait_for
 
 main = verb("generate")
 
@@ -52,77 +53,6 @@ for number in reversed(range(37)):
 """
 
 
-@pytest.fixture(scope="module")
-def untrained(data, tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("untrained") / "run, with 'a' model"
-    untrained_checkpoint(data, folder / "checkpoints/averaged.pt")
-    return make_run(folder, data)
-
-
-def lines(path: Path) -> list[str]:
-    return path.read_text("utf-8").removesuffix("\n").split("\n")
-
-
-def call(*arguments) -> int:
-    return main([str(argument) for argument in arguments])
-
-
-def test_the_result_does_not_depend_on_the_number_of_processes(untrained, data, tmp_path):
-    outputs = [tmp_path / f"by {count}" for count in (1, 2)]
-    for count, output in enumerate(outputs, start=1):
-        words = ("--run", untrained, "--batch-size", 8, "--max-len-b", 8, "--output", f"{output}/", "--ranks", count)
-        messages = run("pn", "generate", *words, CUDA_VISIBLE_DEVICES="").stderr
-        assert f"processes on the CPU: {count}" in messages and f"{SENTENCES} hypotheses" in messages
-        assert {path.name for path in output.iterdir()} == {"hyp.tok", "ref.tok", "src.tok", "generate.log", "made.txt"}
-        # Each process translated a part.
-        *parts, rest = re.split(
-            r"^Generate test with beam=3: .*$", (output / "generate.log").read_text("utf-8"), flags=re.M
-        )
-        shares = [len(re.findall("^H-", part, re.M)) for part in parts]
-        assert len(shares) == count and sum(shares) == SENTENCES and all(shares) and "H-" not in rest
-    hypotheses = [(output / "hyp.tok").read_bytes() for output in outputs]
-    assert hypotheses[0] == hypotheses[1]
-    assert len(set(lines(outputs[0] / "hyp.tok"))) > SENTENCES / 2, "they would be the same in any order"
-    # fairseq numbers the sentences as the lines of the text.
-    source = lines(data / "tok/test.es")
-    found = re.findall(r"^S-(\d+)\t(.*)$", (outputs[1] / "generate.log").read_text("utf-8"), re.M)
-    assert sorted(int(number) for number, _ in found) == list(range(SENTENCES))
-    assert all(text == source[int(number)] for number, text in found if "<unk>" not in text)
-    assert sum("<unk>" not in text for _, text in found) > SENTENCES / 2
-
-
-MOVED = """
-from pn_fairseq.norms import register_norm
-from pn_fairseq.norms.power_v import PowerNormV
-
-@register_norm("moved", "mvd", "PN-V by another name")
-class Moved(PowerNormV):
-    pass
-"""
-
-
-def test_the_file_of_a_norm_that_was_moved(data, tmp_path):
-    """generate, average and fold name the option, and take the file where it is now; what they write names it, too."""
-    old, new, checkpoint = tmp_path / "old.py", tmp_path / "new.py", tmp_path / "run/checkpoints/averaged.pt"
-    old.write_text(MOVED)
-    # In processes of their own: this one must not know the norm.
-    flags = ("--norm-module", str(old), "--encoder-norm", "moved", "--max-tokens", "400")
-    code = f"from tests.fixtures.runs import *; untrained_checkpoint(Path({str(data)!r}), "
-    run("warm-python", "-c", f"{code}Path({str(checkpoint)!r}), *{flags})", cwd=ROOT)
-    old.rename(new)
-    folder, moved = make_run(tmp_path / "run", data), ("--norm-module", new)
-    decode = ("pn", "generate", "--run", folder, "--beam", 1, "--max-len-b", 5)
-    fold = ("pn", "fold", checkpoint, tmp_path / "folded.pt")
-    assert_refused(run(*decode, check=False), f"norm module '{old}' is not a file", "--norm-module FILE")
-    assert_refused(run(*fold, check=False), "--norm-module FILE")
-    run(*decode, *moved)
-    run(*fold, *moved)
-    for options in ((), ("--recalibrate", data / "bin", "--batches", 1)):
-        run("pn", "average", "--inputs", checkpoint, "--output", tmp_path / "averaged.pt", *moved, *options)
-    # Both at once; test_fold.py compares what folded models compute.
-    run(*decode, "--checkpoint", tmp_path / "folded.pt", tmp_path / "averaged.pt")
-
-
 @pytest.fixture
 def place(tmp_path, monkeypatch) -> Path:
     """A run with small data, a checkpoint of one number, and the stand-in."""
@@ -140,7 +70,7 @@ def place(tmp_path, monkeypatch) -> Path:
 
 
 def generate(place: Path, *options) -> int:
-    return call("--run", place / "run", "--batch-size", 5, "--ranks", 3, *options)
+    return main(["--run", place / "run", "--batch-size", 5, "--ranks", 3, *options])
 
 
 def calls(place: Path) -> list[dict]:
@@ -204,12 +134,12 @@ def test_a_folder_of_fairseq_train(place, tmp_path, capsys):
     cfg = {"task": {"data": str(place / "data/bin"), "source_lang": "es", "target_lang": "en"}, "model": None}
     torch.save({"model": {"w": torch.ones(1)}, "cfg": cfg}, folder / "checkpoint_last.pt")
     shutil.copy(folder / "checkpoint_last.pt", folder / "averaged.pt")
-    assert call("--run", folder, "--batch-size", 5, "--beam", 2) == 0
+    assert main(["--run", folder, "--batch-size", 5, "--beam", 2]) == 0
     output = folder / "generate/test"
     assert lines(output / "hyp.tok") == [f"translation {number}" for number in range(SENTENCES)]
     assert lines(output / "src.tok") == [f"source {number}" for number in range(SENTENCES)]
     assert lines(output / "ref.tok") == [f"target {number}" for number in range(SENTENCES)]
-    refused(capsys, call("--run", folder, "--subset", "valid"), "data/bin' has no subset 'valid'")
+    refused(capsys, main(["--run", folder, "--subset", "valid"]), "data/bin' has no subset 'valid'")
 
 
 def test_hypotheses_that_are_as_long_as_they_may_be_are_counted(place, capsys):
@@ -251,7 +181,7 @@ def gpus(place, monkeypatch):
 def test_one_process_on_each_visible_gpu(chosen, devices, place, gpus, capsys):
     (place / "run/config.yaml").write_text("common: {fp16: true}\n")
     gpus(chosen)
-    assert call("--run", place / "run", "--batch-size", 5) == 0
+    assert main(["--run", place / "run", "--batch-size", 5]) == 0
     messages = capsys.readouterr().err
     assert f"GPUs: {len(devices)}" in messages and "fp16" in messages and "beam 5, length penalty 1," in messages
     called = calls(place)
@@ -287,7 +217,7 @@ def test_a_decoding_is_done_as_long_as_nothing_that_matters_changed(place, capsy
         assert generate(place, *options) == 0 and "already" in capsys.readouterr().err
     # A copy of the run is as good: contents are compared, not times and places.
     shutil.copytree(place / "run", place / "moved", copy_function=shutil.copyfile)
-    assert call("--run", place / "moved", "--batch-size", 5) == 0 and "already" in capsys.readouterr().err
+    assert main(["--run", place / "moved", "--batch-size", 5]) == 0 and "already" in capsys.readouterr().err
     assert calls(place) == [] and (output / "scores.json").exists()
 
     torch.save({"model": {"w": torch.zeros(1)}}, checkpoint)
@@ -348,50 +278,6 @@ def test_checkpoints_that_are_there_are_named(place, capsys):
     checkpoints = place / "run/checkpoints"
     (checkpoints / "averaged.pt").rename(checkpoints / "checkpoint_best.pt")
     refused(capsys, generate(place), "no checkpoint", "pn average", "has checkpoint_best.pt (--checkpoint FILE)")
-
-
-def test_a_checkpoint_that_is_cut_off_or_of_another_vocabulary_is_named(untrained, tmp_path):
-    """test_train.py has other weights that do not fit."""
-    state, path = torch.load(untrained / "checkpoints/averaged.pt", weights_only=False), tmp_path / "other.pt"
-    rows, columns = state["model"]["encoder.embed_tokens.weight"].shape
-    shorter = {key: value[:-9] if value.shape[:1] == (rows,) else value for key, value in state["model"].items()}
-    torch.save({**state, "model": shorter}, path)
-    words = ("pn", "generate", "--run", untrained, "--checkpoint", path, "--output", tmp_path / "out")
-    assert_refused(
-        run(*words, check=False), path.name, f"[{rows - 9}, {columns}] in the checkpoint", "another vocabulary"
-    )
-    path.write_bytes(path.read_bytes()[:-100])
-    assert_refused(run(*words, check=False), f"error: {path}: is cut off or damaged")
-    assert not (tmp_path / "out").exists()
-
-
-def test_fairseqs_own_commands_refuse_bad_checkpoints(untrained, data, tmp_path):
-    """One line and exit code 2: a flipped bit, weights that do not fit, code in the file; without torch's advice."""
-    state = torch.load(untrained / "checkpoints/averaged.pt", weights_only=False)
-    flipped, misfit, hostile = (tmp_path / f"{name}.pt" for name in ("flipped", "misfit", "hostile"))
-    torch.save(state, flipped)
-    content = bytearray(flipped.read_bytes())
-    content[len(content) // 2] ^= 1  # in the middle of the file, which is a weight
-    flipped.write_bytes(content)
-    weights = dict(state["model"])
-    del weights["encoder.layers.0.fc1.bias"]
-    torch.save({**state, "model": weights}, misfit)
-    torch.save({**state, "extra_state": os.system}, hostile)
-    languages = ("--source-lang", "es", "--target-lang", "en")
-    plain = (data / "bin", "--user-dir", ROOT / "pn_fairseq", *languages, "--cpu")
-    training = ("--arch", "transformer_pn_tiny", "--share-all-embeddings", "--optimizer", "adam", "--max-tokens", 400)
-    train = ("fairseq-train", *plain, *training, "--max-update", 1)
-    for command, needles in (
-        (("fairseq-generate", *plain, "--path", flipped), ("flipped.pt: is damaged", "checksum")),
-        (("fairseq-generate", *plain, "--path", hostile), ("asks for", "system", "nothing in it was executed")),
-        ((*train, "--save-dir", tmp_path / "b", "--restore-file", hostile), ("hostile.pt: asks for",)),
-        ((*train, "--save-dir", tmp_path / "c", "--restore-file", misfit), ("no encoder.layers.0.fc1.bias",)),
-    ):
-        ended = run(*command, check=False)
-        assert ended.returncode == 2, ended.stderr
-        (line,) = [line for line in ended.stderr.splitlines() if line.startswith(f"{command[0]}: error: ")]
-        assert all(needle in line for needle in needles), line
-        assert "Traceback" not in ended.stderr and "weights_only=False" not in ended.stderr + ended.stdout
 
 
 @contextlib.contextmanager

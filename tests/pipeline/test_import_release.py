@@ -211,15 +211,21 @@ def test_alphas(model, data, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "settings"),
     [
-        ({"decoder_norm": "power"}, {"decoder_norm_self": "power", "decoder_norm_ff": "power"}),
-        ({"encoder_norm": "layer"}, {"encoder_norm_self": "layer", "encoder_norm_ff": "layer"}),
-        ({"share_all_embeddings": False}, {"share_all_embeddings": False}),
+        (
+            {"encoder_norm": "layer", "decoder_norm": "power", "share_all_embeddings": False},
+            {"share_all_embeddings": False}
+            | {f"{side}_norm_{place}": norm for side, norm in (("encoder", "layer"), ("decoder", "power"))
+               for place in ("self", "ff")},
+        ),
         pytest.param({"encoder_learned_pos": True}, {"encoder_learned_pos": True}, marks=pytest.mark.slow),
-        ({}, {"arch": "transformer_wmt_en_de_big_t2t_v2"}),
-        ({}, {"lr": 0.0015, "data": ["data-bin/iwslt14"], "max_sentences": 8, "fp16": True}),
+        (
+            {},
+            {"lr": 0.0015, "data": ["data-bin/iwslt14"], "max_sentences": 8, "fp16": True}
+            | {"arch": "transformer_wmt_en_de_big_t2t_v2"},
+        ),
     ],
-    ids=["power-decoder", "layer-encoder", "untied", "learned-positions", "wmt", "older-settings"],
-)
+    ids=["other norms, untied", "learned-positions", "wmt, older settings"],
+)  # fmt: skip
 def test_other_models(flags, settings, dictionary, data, tmp_path):
     model, _ = ours(dictionary, **flags)
     weights = as_release(model)

@@ -1,12 +1,22 @@
-"""Folders of runs and their logs, of ``pn train`` and of fairseq-train."""
+"""Folders of runs and their logs, of ``pn train`` and of fairseq-train; what pn train says beside its training."""
 
 import argparse
+import json
+import logging
+import os
+import signal
+import sys
+import time
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 
 from pn_fairseq.common.command import UserError
+from pn_fairseq.common.files import write_settings
+from pn_fairseq.pipeline import train
 from pn_fairseq.pipeline.runs import open_run
+from pn_fairseq.pipeline.train import Progress, lock
 from pn_fairseq.pipeline.training_log import read_log
 from pn_fairseq.report.runs import Run, read_runs
 
@@ -28,16 +38,13 @@ def test_a_run_of_fairseq_train_without_a_log(tmp_path):
     assert run.get("model._name") == "transformer_pn_tiny"
 
 
-@pytest.mark.parametrize(("text", "reason"), [("", "holds no settings"), ("a: [1", "cannot be read as settings")])
-def test_a_damaged_config(text, reason, tmp_path):
-    (tmp_path / "config.yaml").write_text(text)
-    with pytest.raises(UserError, match=f"config.yaml {reason}"):
-        open_run(tmp_path)
-
-
-def test_a_folder_that_is_not_a_run(tmp_path):
+def test_a_folder_that_is_not_a_run_or_is_damaged(tmp_path):
     with pytest.raises(UserError, match="is not a training run"):
         open_run(tmp_path)
+    for text, reason in (("", "holds no settings"), ("a: [1", "cannot be read as settings")):
+        (tmp_path / "config.yaml").write_text(text)
+        with pytest.raises(UserError, match=f"config.yaml {reason}"):
+            open_run(tmp_path)
 
 
 MADE = "averaged.pt is the average of 3, not of average_last=10 checkpoints"
@@ -153,3 +160,108 @@ def test_a_start_that_resumed_and_was_cut_off_is_as_long_as_its_records(tmp_path
     log = read_log(tmp_path / "train.log")
     assert [start.updates for start in log.starts] == [[10, 20], [20, 30]]
     assert [start.seconds for start in log.starts] == [13, 10] and not log.ended
+
+
+# --- What pn train says, when it is done, and that it is alone ---
+
+
+@pytest.mark.parametrize(
+    ("error", "needles", "helps"),
+    [
+        (OSError(28, "No space left on device", "/x/checkpoint_last.pt"), ("/x/checkpoint_last.pt: the disk",), True),
+        (ConnectionResetError("Connection reset by peer"), ("Connection reset",), True),
+        (AttributeError("it has no x"), ("AttributeError: it has no x", "bug", "train.log"), False),
+        # fairseq raises it when it saves the first checkpoint.
+        (KeyError("bleu"), ("best_checkpoint_metric=bleu", "task.eval_bleu=true"), False),
+    ],
+)
+def test_only_a_fault_of_the_machine_says_that_the_same_command_helps(error, needles, helps, tmp_path):
+    cfg = OmegaConf.create({"checkpoint": {"best_checkpoint_metric": "bleu"}})
+    line = str(train.explained(error, cfg, tmp_path))
+    assert all(needle in line for needle in needles) and ("run the same command again" in line) is helps, line
+
+
+def test_a_run_is_finished_where_its_log_ends_with_the_same_limits(tmp_path):
+    limits = {"optimization": {"max_update": 10, "max_epoch": 0}, "checkpoint": {"patience": 2}}
+    cfg, data = OmegaConf.create(limits), tmp_path / "data"
+    data.mkdir()
+    (data / "settings.txt").write_text("source=es\n")
+    OmegaConf.save(cfg, tmp_path / "config.yaml")
+    assert not train.is_finished(cfg, 5, tmp_path, data), "without a log"
+    (tmp_path / "train.log").write_text("done training in 3 seconds\n")
+    more = OmegaConf.merge(cfg, {"checkpoint": {"patience": 3}})
+    for stamped in (False, True):  # earlier versions wrote no stamp
+        assert train.is_finished(cfg, 5, tmp_path, data)
+        assert not train.is_finished(more, 5, tmp_path, data)
+        assert train.is_finished(more, 10, tmp_path, data)
+        if not stamped:
+            write_settings(tmp_path / "made.txt", train.goal(cfg, data))
+            (tmp_path / "train.log").unlink()
+    (tmp_path / "made.txt").unlink()
+    (tmp_path / "train.log").write_text("done training in 3 seconds\ntraining on 1 devices (GPUs/TPUs)\n")
+    assert not train.is_finished(cfg, 5, tmp_path, data)
+
+
+def test_two_trainings_in_one_run_are_refused(tmp_path):
+    """For as long as the training exists, and not the processes that load its data, which may outlive it a little."""
+    ready, written = os.pipe()
+    training = os.fork()
+    if not training:
+        try:
+            lock(tmp_path)
+            loader = os.fork()
+            if loader:
+                os.write(written, str(loader).encode())
+            time.sleep(60)
+        finally:
+            os._exit(0)
+    os.close(written)
+    loader = int(os.read(ready, 20))
+    with pytest.raises(UserError, match="another process"):
+        lock(tmp_path)
+    os.kill(training, signal.SIGKILL)
+    os.waitpid(training, 0)
+    try:
+        os.kill(loader, 0)
+        lock(tmp_path)
+    finally:
+        os.kill(loader, signal.SIGKILL)
+
+
+RECORD = {"epoch": 1, "loss": "7.123", "wps": "8123.4", "ups": "2", "num_updates": "50"}
+VALID = {"epoch": 1, "valid_loss": "7", "valid_nll_loss": "6.5412", "valid_num_updates": "60"}
+
+
+def log(handler: Progress, message: str | dict) -> None:
+    text = json.dumps(message) if isinstance(message, dict) else message
+    handler.emit(logging.LogRecord("train_inner", logging.INFO, "", 0, text, None, None))
+
+
+def test_progress_in_a_log_is_a_line_every_so_often(capsys, monkeypatch):
+    clock = [1000.0]
+    monkeypatch.setattr(train.time, "monotonic", lambda: clock[0])
+    handler = Progress(1600)
+    for seconds in (0, 5, 31):
+        clock[0] += seconds
+        log(handler, RECORD)
+    log(handler, VALID)
+    log(handler, "Loaded checkpoint /a/b/checkpoint_last.pt (epoch 3 @ 40 updates)")
+    log(handler, "{'cfg': 1}")
+    log(handler, "Stopping training due to num_updates: 60 >= max_update: 60")
+    handler.close()
+    line = "[train] update 50 of 1600, loss 7.123, 8123 tokens/s, 12.9 minutes left"
+    assert capsys.readouterr().err.splitlines() == [
+        *(line, line, "[train] update 60, validation 6.541 bits per token"),
+        "[train] resuming from checkpoint_last.pt, update 40",
+        "[train] Stopping training due to num_updates: 60 >= max_update: 60",
+    ]
+
+
+def test_progress_on_a_terminal_is_one_line_that_changes(capsys, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    handler = Progress(0)
+    log(handler, RECORD)
+    log(handler, RECORD)
+    handler.close()
+    line = "\r\x1b[K[train] update 50, loss 7.123, 8123 tokens/s"
+    assert capsys.readouterr().err == f"{line}{line}\n"

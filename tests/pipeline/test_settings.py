@@ -150,15 +150,12 @@ def test_an_unknown_setting_or_value_is_one_line_with_advice(override, needles):
     assert all(needle in line for needle in needles), line
 
 
-@pytest.mark.parametrize("plus", ["", "+", "++"])
-def test_settings_of_the_model_work_with_and_without_plus(plus):
-    cfg, _ = composed(f"{plus}model.encoder_norm=batch", f"{plus}generation.max_len_b=20", f"{plus}model.dropout=0.3")
+@pytest.mark.parametrize(("plus", "lr"), [("", "0.001"), ("+", "1e-3"), ("++", "[0.001]")])
+def test_settings_work_with_and_without_plus_and_a_number_is_a_list_of_one(plus, lr):
+    given = ("model.encoder_norm=batch", "generation.max_len_b=20", "model.dropout=0.3", f"optimization.lr={lr}")
+    cfg, _ = composed(*(f"{plus}{override}" for override in given))
     assert (cfg.model.encoder_norm, cfg.generation.max_len_b, cfg.model.dropout) == ("batch", 20, 0.3)
-
-
-@pytest.mark.parametrize("value", ["0.001", "1e-3", "[0.001]"])
-def test_a_number_is_a_list_of_one(value):
-    assert composed(f"optimization.lr={value}")[0].optimization.lr == [0.001]
+    assert cfg.optimization.lr == [0.001]
 
 
 @pytest.mark.parametrize(
@@ -178,9 +175,8 @@ def test_a_component_that_is_exchanged_has_its_own_settings(chosen, dropped, cap
     line = f"[train] note: {chosen} has no {dropped}; dropped\n"
     assert capsys.readouterr().err == (line if dropped else "")
     if dropped:  # a setting that was given is not dropped
-        assert f"unknown setting '{section}.{dropped.split(', ')[0]}'" in refused(
-            chosen, f"{section}.{dropped.split(', ')[0]}=1"
-        )
+        setting = f"{section}.{dropped.split(', ')[0]}"
+        assert f"unknown setting '{setting}'" in refused(chosen, f"{setting}=1")
 
 
 def test_norms_of_a_language_model_of_fairseq_are_converted(capsys):
@@ -199,14 +195,14 @@ def test_a_file_that_is_no_configuration(text, tmp_path):
 
 
 def test_fp16_on_a_cpu_leaves_gradients_unflattened():
-    assert composed("common.fp16=true")[0].common.fp16_no_flatten_grads
-    assert not composed("common.fp16=true", on_cpu=False)[0].common.fp16_no_flatten_grads
-    assert not composed()[0].common.fp16_no_flatten_grads
-
-
-def test_how_many_checkpoints_are_averaged():
-    assert composed()[0].average_last == 5
-    assert composed("average_last=7")[0].average_last == 7
+    """And how many checkpoints are averaged."""
+    for overrides, on_cpu, unflattened, averaged in (
+        (("common.fp16=true", "average_last=7"), True, True, 7),
+        (("common.fp16=true",), False, False, 5),
+        ((), True, False, 5),
+    ):
+        cfg, _ = composed(*overrides, on_cpu=on_cpu)
+        assert (cfg.common.fp16_no_flatten_grads, cfg.average_last) == (unflattened, averaged)
 
 
 @pytest.fixture

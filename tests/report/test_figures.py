@@ -10,14 +10,14 @@ import torch
 from pn_fairseq.report.figures import FIGURES, Absent, Subject, read_subject
 from pn_fairseq.report.runs import read_runs
 
-from ..fixtures.reports import make_probed, make_run, with_score
+from ..fixtures.reports import make_probed, make_run, report, with_score
 
 matplotlib.use("Agg")
 from matplotlib import pyplot  # noqa: E402
 
 from ..scripts_helpers import refused, verb
 
-main, report = verb("figures"), verb("report")
+main = verb("figures")
 
 
 @pytest.fixture
@@ -170,8 +170,7 @@ def test_files_and_what_is_said_of_what_is_missing(runs, tmp_path, capsys):
         "pn figures: not drawn: Figure 5: no run has scores (pn score) and dataset.max_tokens",
         "pn figures: not drawn: Figure 6: no run has a checkpoint_last.pt",
     ]
-    report([*map(str, runs), "--output", str(tmp_path / "out")])
-    page = (tmp_path / "out/report.md").read_text("utf-8")
+    page = report(*runs, output=tmp_path / "out").text
     assert "bn/series" in page and "](figure-2.png)" in page and "](figure-7.pdf)" in page
 
 

@@ -148,9 +148,10 @@ def test_blocks_that_find_a_difference(difference, noise, systems, planned, ever
         design = design_of(planned - less)
         assert (design.detectable(stats.t.isf(ERROR_RATE / 2, design.degrees)) <= difference / noise) == enough
         design = design_of(everything - less)
-        assert (design.detectable(design.critical()) <= difference / noise) == enough
+        critical = design.critical()
+        assert (design.detectable(critical) <= difference / noise) == enough
         differences, deviation = design.fit(generator.normal(size=(design.runs, 40_000), scale=noise))
-        found = np.abs(differences[0] + difference) > design.critical() * deviation * design.errors[0]
+        found = np.abs(differences[0] + difference) > critical * deviation * design.errors[0]
         assert (found.mean() > POWER - 0.005) == enough
 
 

@@ -1,5 +1,6 @@
 """From raw text to BLEU, perplexity and the report, with the scripts and the tools that users have."""
 
+import itertools
 import json
 import re
 from pathlib import Path
@@ -75,10 +76,8 @@ def test_verses_lm(tmp_path):
     fast = ("optimization.max_update=2", "checkpoint.save_interval_updates=2", "checkpoint.patience=-1")
     options = ("--data", tmp_path / "data", "--runs", tmp_path / "runs", *narrow, *fast)
     done = run("pn", "reproduce", "verses_lm", *options, "--norms", "ln,ln+layer_scale_groups=4,bn", "--seeds", 1)
-    names = [
-        f"{m}_lm_{n}_seed1" for m in ("transformer", "tensorized") for n in ("ln", "ln+layer_scale_groups=4", "bn")
-    ]
-    for name in names:
+    for model, norm in itertools.product(("transformer", "tensorized"), ("ln", "ln+layer_scale_groups=4", "bn")):
+        name = f"{model}_lm_{norm}_seed1"
         assert all(f"{name}: {step}" in done.stderr for step in ("train", "average", "evaluate-lm"))
         found = json.loads((tmp_path / f"runs/{name}/evaluate_lm/test.json").read_text())
         assert found["tokens"] == 47_381 and found["unit"] == "word" and found["causal"]

@@ -1,6 +1,7 @@
 """scripts/make_venv.sh: what it refuses, when it does something, and where torch and its dependencies come from."""
 
 import hashlib
+import re
 import shutil
 import subprocess
 import zipfile
@@ -132,19 +133,16 @@ def test_only_torch_is_asked_of_its_own_index(tmp_path, reachable):
     assert [step[:3] for step in steps if step[1:2] == "/"] == ["1/4", "2/4", "3/4", "4/4"]
     assert ("not from there (ERROR: No matching distribution)" in done.stderr) is not reachable
     assert len(steps) == 5 + (not reachable)
-    pip = [
-        line.split("constraints.txt ")[1]
-        for line in log.read_text().splitlines()
-        if "-m pip" in line and " -c " in line
-    ]
+    pip = re.findall(r"-m pip .*-c .*constraints.txt (.*)", log.read_text())
     assert pip[:3] == ["pip", wanted, "torch numpy cython setuptools wheel"]
     assert len(pip) == 6 and pip[-1] == "pn-fairseq[fairseq,test]"
     assert run("bash", checkout / "scripts/make_venv.sh", **variables).stderr == ""
 
 
 #: What torch 2.13.0+cpu needs.
-NEEDED = ("filelock", "typing-extensions>=4.10.0", "setuptools>=77.0.3", "sympy>=1.13.3", "networkx>=2.5.1", "jinja2")
-NEEDED += ("fsspec>=0.8.5",)
+NEEDED = (
+    "filelock typing-extensions>=4.10.0 setuptools>=77.0.3 sympy>=1.13.3 networkx>=2.5.1 jinja2 fsspec>=0.8.5".split()
+)
 
 
 @pytest.mark.slow

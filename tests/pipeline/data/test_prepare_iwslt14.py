@@ -16,7 +16,7 @@ from sacremoses import MosesTokenizer
 from sentencepiece import SentencePieceProcessor
 
 from tests.fixtures.corpora import LANGUAGES, TEST_SETS, iwslt14_members, lines, wmt14_members, write_archives
-from tests.scripts_helpers import SCRIPTS, assert_refused, environment, run, script
+from tests.scripts_helpers import SCRIPTS, assert_refused, environment, files_of, run, script
 
 OPERATIONS = 400
 #: On the PYTHONPATH, it kills a process at a point of its work.
@@ -146,13 +146,9 @@ def test_binary_data_holds_the_subwords(prepared):
                 assert dictionary.string(ids).split() == expected
 
 
-def files_of(folder: Path) -> dict[str, bytes]:
-    """The bytes of all files but logs, and the archive."""
-    return {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file() and path.suffix != ".log" and "download" not in path.parts
-    }
+def made(folder: Path) -> dict[str, bytes]:
+    """All files but logs, and the archive."""
+    return {name: content for name, content in files_of(folder).items() if not re.search(r"\.log$|^download/", name)}
 
 
 def command(archive: Path, dest: Path) -> list[str]:
@@ -196,7 +192,7 @@ def test_ended_by_a_signal_it_resumes_and_ends_in_the_same_bytes(archive, prepar
         ), (mark, stderr)
         assert not [*dest.glob("*partial*")]
     run(*command(archive, dest))
-    assert files_of(dest) == files_of(prepared)
+    assert made(dest) == made(prepared)
 
 
 TRANSLATION = ("settings.txt", "text", "stages/tok/train.en", "raw", "tok", "removed.tsv", "counts.txt", "bin")
@@ -204,14 +200,14 @@ TRANSLATION = ("settings.txt", "text", "stages/tok/train.en", "raw", "tok", "rem
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("corpus", "least", "made"),
+    ("corpus", "least", "files"),
     [
         ("iwslt14", 19, (*TRANSLATION, "bpe/codes", "bpe/test.en")),
         ("wmt14", 19, (*TRANSLATION, "bpe/codes", "bpe/test.en")),
         ("text_lm", 7, ("settings.txt", "raw", "tok/train.txt", "tok/valid.txt", "tok/test.txt", "bin", "counts.txt")),
     ],
 )
-def test_killed_before_every_renaming_it_ends_in_the_same_bytes(corpus, least, made, archive, tmp_path):
+def test_killed_before_every_renaming_it_ends_in_the_same_bytes(corpus, least, files, archive, tmp_path):
     """Once before each file and folder that any step replaces; so between all of them, and with nothing left to do."""
     words = command(archive, tmp_path / "data")
     if corpus == "wmt14":
@@ -230,8 +226,8 @@ def test_killed_before_every_renaming_it_ends_in_the_same_bytes(corpus, least, m
     while subprocess.run(words, env=hook, start_new_session=True).returncode == -signal.SIGKILL:
         runs += 1
     at = {str(Path(name).relative_to(tmp_path / "data")) for name in names.read_text().splitlines()}
-    assert runs == len(at) + 1 and len(at) >= least and at >= set(made)
-    assert files_of(tmp_path / "data") == files_of(undisturbed)
+    assert runs == len(at) + 1 and len(at) >= least and at >= set(files)
+    assert made(tmp_path / "data") == made(undisturbed)
 
 
 TOKENIZER = r"""

@@ -1,13 +1,19 @@
-"""Tokens, with the rule for the last full stop, which sacremoses lacks, and subwords."""
+"""Tokens, with the rule for the last full stop, which sacremoses lacks, plain text of them, and subwords."""
 
+import gzip
 import shutil
 
 import pytest
+import sacremoses
 
 from pn_fairseq.common.command import UserError
 from pn_fairseq.pipeline.data import tokens
+from pn_fairseq.pipeline.data.languages import language_of
 from pn_fairseq.pipeline.data.settings import Settings
 from pn_fairseq.pipeline.data.subwords import are_in, count_merges, learn, segmenter
+from pn_fairseq.pipeline.data.tokens import detokenize
+
+from ...scripts_helpers import ROOT
 
 
 def tokenize(line: str, lang: str = "en", straighten: bool = False, **changes: object) -> str:
@@ -128,3 +134,41 @@ def test_joining_the_subwords_gives_the_tokens_back(kind, tmp_path):
         subwords = segment(line)
         joined = subwords.replace("@@ ", "") if kind == "subword-nmt" else subwords.replace(" ", "").replace("▁", " ")
         assert joined.strip() == line
+
+
+def test_tags_of_languages():
+    """FLORES, BCP 47, mBART and glibc's tags; what is no tag stays."""
+    for language, tags in {
+        "zh": "zh zho_Hans zh_CN zh-TW cmn_Hant", "ja": "ja jpn_Jpan ja_XX", "ko": "ko kor_Hang",
+        "pt": "pt-BR por_Latn", "de": "de deu_Latn de_DE", "ar": "arb_Arab", "source": "source", "": "",
+    }.items():  # fmt: skip
+        assert {language_of(tag) for tag in tags.split(" ")} == {language}
+
+
+@pytest.mark.parametrize(
+    ("language", "tokens", "text"),
+    [
+        ("en", "well @-@ known , isn &apos;t it ?", "well-known, isn't it?"),
+        ("en", "a @-@ b @-@ c - d", "a-b-c - d"),
+        ("en", "he said , “ it ’ s late . ” ( really )", "he said, “it’s late.” (really)"),
+        ("en", "“ go , ” he said , “ now . ” ( “ why ‘ now ’ ? ” )", "“go,” he said, “now.” (“why ‘now’?”)"),
+        ("en", "&quot; yes &quot; &amp; &#91; no &#93; &lt; x &#124; y", '"yes" & [no] < x | y'),
+        ("de", "er sagte : „ es ist spät “ und ging .", "er sagte: „es ist spät“ und ging."),
+        ("de", "„ ja “ , sagte er , „ nein “ .", "„ja“, sagte er, „nein“."),
+        ("cs", "„ ano “ , „ ne “ .", "„ano“, „ne“."),
+        ("vi", "xin chào , thế giới !", "xin chào, thế giới!"),
+        ("en", "", ""),
+        ("en", "one\xa0two\u2028three", "one two three"),
+    ],
+)
+def test_tokens_become_plain_text(language, tokens, text):
+    assert detokenize([tokens], language) == [text]
+
+
+def test_plain_text_survives_its_tokens():
+    """Sentences of the corpus with several quotations."""
+    with gzip.open(ROOT / "data/verses.es-en/test.en.gz", "rt", encoding="utf-8") as file:
+        quoting = [line.rstrip("\n") for line in file if line.count("“") > 1 and "—" not in line]
+    assert len(quoting) > 15
+    tokenizer = sacremoses.MosesTokenizer(lang="en")
+    assert detokenize([tokenizer.tokenize(line, return_str=True) for line in quoting], "en") == quoting

@@ -11,6 +11,7 @@ import pytest
 from pn_fairseq.common.command import UserError
 from pn_fairseq.pipeline.data import archives
 from pn_fairseq.pipeline.data.archives import unpack
+from tests.scripts_helpers import files_of
 
 TEXT = b"ein Satz\nund noch einer\n" * 20_000
 
@@ -36,10 +37,6 @@ def zip_of(path: Path, **members: bytes) -> Path:
     return path
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
 @pytest.fixture
 def folder(tmp_path) -> Path:
     return tmp_path / "a folder, 100%" / "out"
@@ -59,7 +56,7 @@ def refused(archive: Path, folder: Path, members: list[str], *needles: str) -> N
 def test_named_members_and_no_others(tmp_path, folder, kind, mode):
     members = [("top.en", TEXT), ("./a/deep/x.en", b"1\n"), ("a/other", b"3\n"), ("a/x y.en", b"4")]
     unpack(tar_of(tmp_path / kind, *members, mode=mode), folder, ["top.en", "a/deep/x.en", "a/x y.en"])
-    assert contents(folder) == {"top.en": TEXT, "a/deep/x.en": b"1\n", "a/x y.en": b"4"}
+    assert files_of(folder) == {"top.en": TEXT, "a/deep/x.en": b"1\n", "a/x y.en": b"4"}
 
 
 @pytest.mark.parametrize(
@@ -83,7 +80,7 @@ def test_members_that_leave_the_folder(tmp_path, folder):
     archive = tar_of(tmp_path / "x.tgz", *members)
     refused(archive, folder, ["../y"], "outside the destination")
     unpack(archive, folder, ["a/x"])
-    assert contents(folder) == {"a/x": b"2"} and not list(tmp_path.rglob("evil"))
+    assert files_of(folder) == {"a/x": b"2"} and not list(tmp_path.rglob("evil"))
 
 
 @pytest.mark.parametrize("kind", ["tar", "zip"])
@@ -96,7 +93,7 @@ def test_members_that_would_fill_the_disk(tmp_path, folder, monkeypatch, kind):
         archive = zip_of(tmp_path / "x.zip", a=TEXT, b=TEXT, c=b"1")
     refused(archive, folder, ["a", "b"], f"more than {2 * len(TEXT) - 1} bytes", "do not use it")
     unpack(archive, folder, ["a", "c"])
-    assert contents(folder) == {"a": TEXT, "c": b"1"}
+    assert files_of(folder) == {"a": TEXT, "c": b"1"}
 
 
 @pytest.mark.parametrize("kind", ["tgz", "zip"])

@@ -1,0 +1,184 @@
+"""Decoding with a model: pn generate, pn translate, and fairseq's own commands on the same checkpoint."""
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from pn_fairseq.pipeline.data.tokens import detokenize
+
+from ..fixtures.corpora import lines
+from ..fixtures.runs import make_run, untrained_checkpoint
+from ..scripts_helpers import ROOT, SCRIPTS, assert_refused, environment, in_process, run
+
+#: Untrained models do not end their sentences.
+SHORT = ("--max-len-b", "8")
+SENTENCES = 37
+
+
+@pytest.fixture(scope="module")
+def untrained(data, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("untrained") / "run, with 'a' model"
+    untrained_checkpoint(data, folder / "checkpoints/averaged.pt")
+    return make_run(folder, data)
+
+
+def test_the_result_does_not_depend_on_the_number_of_processes(untrained, data, tmp_path):
+    outputs = [tmp_path / f"by {count}" for count in (1, 2)]
+    for count, output in enumerate(outputs, start=1):
+        words = ("--run", untrained, "--batch-size", 8, "--max-len-b", 8, "--output", f"{output}/", "--ranks", count)
+        messages = run("pn", "generate", *words, CUDA_VISIBLE_DEVICES="").stderr
+        assert f"processes on the CPU: {count}" in messages and f"{SENTENCES} hypotheses" in messages
+        assert {path.name for path in output.iterdir()} == {"hyp.tok", "ref.tok", "src.tok", "generate.log", "made.txt"}
+        # Each process translated a part.
+        *parts, rest = re.split(r"(?m)^Generate test with beam=3: .*$", (output / "generate.log").read_text("utf-8"))
+        shares = [len(re.findall("^H-", part, re.M)) for part in parts]
+        assert len(shares) == count and sum(shares) == SENTENCES and all(shares) and "H-" not in rest
+    hypotheses = [(output / "hyp.tok").read_bytes() for output in outputs]
+    assert hypotheses[0] == hypotheses[1]
+    assert len(set(lines(outputs[0] / "hyp.tok"))) > SENTENCES / 2, "they would be the same in any order"
+    # fairseq numbers the sentences as the lines of the text.
+    source = lines(data / "tok/test.es")
+    found = re.findall(r"^S-(\d+)\t(.*)$", (outputs[1] / "generate.log").read_text("utf-8"), re.M)
+    assert sorted(int(number) for number, _ in found) == list(range(SENTENCES))
+    assert all(text == source[int(number)] for number, text in found if "<unk>" not in text)
+    assert sum("<unk>" not in text for _, text in found) > SENTENCES / 2
+
+
+MOVED = """
+from pn_fairseq.norms import register_norm
+from pn_fairseq.norms.power_v import PowerNormV
+
+@register_norm("moved", "mvd", "PN-V by another name")
+class Moved(PowerNormV):
+    pass
+"""
+
+
+def test_the_file_of_a_norm_that_was_moved(data, tmp_path):
+    """generate, average and fold name the option, and take the file where it is now; what they write names it, too."""
+    old, new, checkpoint = tmp_path / "old.py", tmp_path / "new.py", tmp_path / "run/checkpoints/averaged.pt"
+    old.write_text(MOVED)
+    # In processes of their own: this one must not know the norm.
+    flags = ("--norm-module", str(old), "--encoder-norm", "moved", "--max-tokens", "400")
+    code = f"from tests.fixtures.runs import *; untrained_checkpoint(Path({str(data)!r}), "
+    run("warm-python", "-c", f"{code}Path({str(checkpoint)!r}), *{flags})", cwd=ROOT)
+    old.rename(new)
+    folder, moved = make_run(tmp_path / "run", data), ("--norm-module", new)
+    decode = ("pn", "generate", "--run", folder, "--beam", 1, "--max-len-b", 5)
+    fold = ("fold", checkpoint, tmp_path / "folded.pt")
+    assert_refused(run(*decode, check=False), f"norm module '{old}' is not a file", "--norm-module FILE")
+    assert_refused(in_process(*fold), "--norm-module FILE")
+    run(*decode, *moved)
+    run("pn", *fold, *moved)
+    for options in ((), ("--recalibrate", data / "bin", "--batches", 1)):
+        run("pn", "average", "--inputs", checkpoint, "--output", tmp_path / "averaged.pt", *moved, *options)
+    # Both at once; test_fold.py compares what folded models compute.
+    run(*decode, "--checkpoint", tmp_path / "folded.pt", tmp_path / "averaged.pt")
+
+
+def test_a_checkpoint_that_is_cut_off_or_of_another_vocabulary_is_named(untrained, tmp_path):
+    """test_train.py has other weights that do not fit."""
+    state, path = torch.load(untrained / "checkpoints/averaged.pt", weights_only=False), tmp_path / "other.pt"
+    rows, columns = state["model"]["encoder.embed_tokens.weight"].shape
+    shorter = {key: value[:-9] if value.shape[:1] == (rows,) else value for key, value in state["model"].items()}
+    torch.save({**state, "model": shorter}, path)
+    words = ("pn", "generate", "--run", untrained, "--checkpoint", path, "--output", tmp_path / "out")
+    needles = (path.name, f"[{rows - 9}, {columns}] in the checkpoint", "another vocabulary")
+    assert_refused(run(*words, check=False), *needles)
+    path.write_bytes(path.read_bytes()[:-100])
+    assert_refused(run(*words, check=False), f"error: {path}: is cut off or damaged")
+    assert not (tmp_path / "out").exists()
+
+
+def test_fairseqs_own_commands_refuse_bad_checkpoints(untrained, data, tmp_path):
+    """One line and exit code 2: a flipped bit, weights that do not fit, code in the file; without torch's advice."""
+    state = torch.load(untrained / "checkpoints/averaged.pt", weights_only=False)
+    flipped, misfit, hostile = (tmp_path / f"{name}.pt" for name in ("flipped", "misfit", "hostile"))
+    torch.save(state, flipped)
+    content = bytearray(flipped.read_bytes())
+    content[len(content) // 2] ^= 1  # in the middle of the file, which is a weight
+    flipped.write_bytes(content)
+    weights = dict(state["model"])
+    del weights["encoder.layers.0.fc1.bias"]
+    torch.save({**state, "model": weights}, misfit)
+    torch.save({**state, "extra_state": os.system}, hostile)
+    languages = ("--source-lang", "es", "--target-lang", "en")
+    plain = (data / "bin", "--user-dir", ROOT / "pn_fairseq", *languages, "--cpu")
+    training = ("--arch", "transformer_pn_tiny", "--share-all-embeddings", "--optimizer", "adam", "--max-tokens", 400)
+    train = ("fairseq-train", *plain, *training, "--max-update", 1)
+    for command, needles in (
+        (("fairseq-generate", *plain, "--path", flipped), ("flipped.pt: is damaged", "checksum")),
+        (("fairseq-generate", *plain, "--path", hostile), ("asks for", "system", "nothing in it was executed")),
+        ((*train, "--save-dir", tmp_path / "b", "--restore-file", hostile), ("hostile.pt: asks for",)),
+        ((*train, "--save-dir", tmp_path / "c", "--restore-file", misfit), ("no encoder.layers.0.fc1.bias",)),
+    ):
+        ended = run(*command, check=False)
+        assert ended.returncode == 2, ended.stderr
+        (line,) = [line for line in ended.stderr.splitlines() if line.startswith(f"{command[0]}: error: ")]
+        assert all(needle in line for needle in needles), line
+        assert "Traceback" not in ended.stderr and "weights_only=False" not in ended.stderr + ended.stdout
+
+
+# --- pn translate: plain text in, plain text out, tokenized and segmented as the data was ---
+
+
+def test_the_test_set_becomes_what_generate_makes_of_it(untrained, data, tmp_path):
+    """The same hypotheses, detokenized; an empty line stays empty, and as many lines come out as go in."""
+    run("pn", "generate", "--run", untrained, *SHORT)
+    text = lines(data / "raw/test.es")
+    source, output = tmp_path / "text", tmp_path / "translation"
+    source.write_text("\n".join(["", *text[:20], "", *text[20:]]), encoding="utf-8")
+    run("pn", "translate", "--run", untrained, "--input", source, "--output", output, *SHORT)
+    plain = detokenize(lines(untrained / "generate/test/hyp.tok"), "en")
+    assert lines(output) == ["", *plain[:20], "", *plain[20:]]
+
+
+def test_lines_that_are_too_long_are_named_and_the_others_translated(untrained, tmp_path):
+    """Of the model, of --max-tokens; and translations that are as long as they may be."""
+    long = "la " * 1100
+    (tmp_path / "text").write_text(f"Dios\n{long}\nY dijo\n")
+    (tmp_path / "long").write_text(f"{long}\n")
+    words = ("translate", "--run", untrained, "--beam", 1, "--max-len-b", 2, "--input")
+    done = run("pn", *words, tmp_path / "text")
+    assert [bool(line) for line in done.stdout.split("\n")] == [True, False, True, False]
+    first, *cut = done.stderr.splitlines()
+    assert re.fullmatch(r".* line 2 is not translated: it has 1,1\d\d subwords, and the model takes 1,023", first)
+    assert [re.search(r"line (\d) is as long as --max-len-b 2 allows", text)[1] for text in cut] == ["1", "3"]
+    refused = in_process(*words, tmp_path / "long", "--max-tokens", 30)
+    assert refused.returncode == 2 and "no line of the input can be translated" in refused.stderr
+    assert "and --max-tokens allows 29" in refused.stderr
+
+
+@pytest.mark.slow
+def test_from_standard_input(untrained):
+    command = ["bash", SCRIPTS / "translate.sh", "--run", untrained, "--beam", "1", "--max-len-b", "5"]
+    result = subprocess.run(command, env=environment(), input="Dios\n", capture_output=True, text=True)
+    assert result.returncode == 0 and result.stdout.count("\n") == 1, result.stderr
+
+
+def test_input_without_a_word_or_not_utf_8(untrained, tmp_path):
+    words = ("translate", "--run", untrained, "--input", tmp_path / "text")
+    for text in ("", "\n", "\n\n"):
+        (tmp_path / "text").write_text(text)
+        result = in_process(*words)
+        assert (result.returncode, result.stdout) == (0, text)
+    (tmp_path / "text").write_bytes(b"ma\xf1ana\n")
+    assert_refused(in_process(*words), "text", "not UTF-8")
+
+
+def test_data_that_moses_tokenized_needs_moses(data, untrained, tmp_path):
+    shutil.copytree(data, tmp_path / "data", ignore=shutil.ignore_patterns("raw", "tok"))
+    settings = tmp_path / "data/settings.txt"
+    settings.write_text(re.sub("(?m)^tokenizer=.*", "tokenizer=moses", settings.read_text()))
+    run = make_run(tmp_path / "run", tmp_path / "data")
+    shutil.copy(settings, run / "data.settings")
+    shutil.copy(untrained / "checkpoints/averaged.pt", run / "checkpoints")
+    (tmp_path / "text").write_text("Dios\n")
+    words = ("translate", "--run", run, "--input", tmp_path / "text")
+    assert_refused(in_process(*words), "name a checkout of mosesdecoder (--moses DIR)")
+    assert_refused(in_process(*words, "--moses", "/nowhere"), "--moses /nowhere is not a checkout of mosesdecoder")
