@@ -142,6 +142,7 @@ INPUT = "--adaptive-input --adaptive-input-cutoff 8,12 --tie-adaptive-weights --
 def test_fairseq_train_honours_the_flags(work, tmp_path, arch, flags):
     size = ("--arch", arch, "--decoder-embed-dim", 16, "--decoder-ffn-embed-dim", 24, "--decoder-layers", 2)
     options = ("--max-update", 2, "--lr", 0.001, "--save-dir", tmp_path, "--no-epoch-checkpoints", *flags.split())
+    options += ("--required-batch-size-multiple", 1)
     fairseq("train", work, *LANGUAGE_MODEL, *size, "--decoder-norm", "layer", *options)
     state = load_checkpoint(tmp_path / "checkpoint_last.pt")
     weights = {name.removeprefix("decoder."): tuple(value.shape) for name, value in state["model"].items()}
