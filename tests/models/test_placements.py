@@ -304,7 +304,7 @@ def test_other_options_of_fairseq(placement, changes):
     assert torch.isfinite(loss)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_half_precision(placement, dtype):
     """Logits are as in float32 but for rounding to 8 and 11 bits, and the statistics stay in float32."""
