@@ -21,7 +21,7 @@ ARCHITECTURES = {
         *("--length-loss-factor=0.1", "--apply-bert-init"),
     ],
     "multilingual_transformer_iwslt_de_en": [
-        *("--task=multilingual_translation", "--lang-pairs=de-en", "--share-encoders"),
+        *("--task=multilingual_translation", "--lang-pairs=de-en", "--share-encoders")
     ],
 }
 

@@ -17,7 +17,7 @@ KNOWN = {
     "fairseq/model_parallel/models/pipeline_parallel_transformer/model.py": {
         "torch.distributed.pipeline.sync.Pipe",
         "torch.distributed.pipeline.sync.utils.partition_model",
-    },
+    }
 }
 LIBRARIES = ("numpy", "torch")
 

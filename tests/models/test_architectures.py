@@ -3,9 +3,7 @@ from argparse import Namespace
 import pytest
 import torch
 from fairseq.models import ARCH_MODEL_NAME_REGISTRY
-from fairseq.models.transformer.transformer_legacy import (
-    transformer_wmt_en_de_big_t2t,
-)
+from fairseq.models.transformer.transformer_legacy import transformer_wmt_en_de_big_t2t
 
 from pn_fairseq.norms import NORMS
 

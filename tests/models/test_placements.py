@@ -113,20 +113,15 @@ def sublayers(layer, padding, memory, memory_padding):
             second("encoder_attn"),
             lambda h: cross.out_proj(attention(cross, h, memory, False, memory_padding)),
         )
-    yield (
-        layer_norm(layer.final_layer_norm),
-        second("final"),
-        lambda h: last(layer.fc2)(F.relu(layer.fc1(h))),
-    )
+    yield (layer_norm(layer.final_layer_norm), second("final"), lambda h: last(layer.fc2)(F.relu(layer.fc1(h))))
 
 
 def stack(placement, side, x, padding, memory=None, memory_padding=None):
     """All layers of a side by the formulas of the papers, on (B, T, C)."""
     count, r = len(side.layers), x
-    alpha = {
-        (False, "deep"): 0.81 * (count**4 * count) ** (1 / 16),
-        (True, "deep"): (3 * count) ** (1 / 4),
-    }.get((memory is not None, placement), 1.0)
+    alpha = {(False, "deep"): 0.81 * (count**4 * count) ** (1 / 16), (True, "deep"): (3 * count) ** (1 / 4)}.get(
+        (memory is not None, placement), 1.0
+    )
     if placement == "peri":
         x = layer_norm(side.input_norm)(x)
     for number, layer in enumerate(side.layers, 1):

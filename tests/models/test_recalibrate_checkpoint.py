@@ -192,12 +192,7 @@ def test_the_script_knows_how_the_average_was_made(trained, tmp_path, capsys):
     averaged = tmp_path / "averaged.pt"
     flags = ("--run", trained, "--last", 2, "--output", averaged)
     psi2 = []
-    for options, averaged_again in (
-        (("--recalibrate",), True),
-        (("--recalibrate",), False),
-        ((), True),
-        ((), False),
-    ):
+    for options, averaged_again in ((("--recalibrate",), True), (("--recalibrate",), False), ((), True), ((), False)):
         assert main([str(argument) for argument in (*flags, *options)]) == 0
         printed = capsys.readouterr()
         assert ("already" not in printed.err) == averaged_again, options

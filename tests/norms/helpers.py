@@ -5,14 +5,7 @@ import torch
 
 from pn_fairseq.norms import NORMS, RunningNorm
 from pn_fairseq.testing.helpers import *  # noqa: F403
-from pn_fairseq.testing.helpers import (
-    CHANNELS,
-    assert_close,
-    random_batch,
-    rng,
-    state_of,
-    train_step,
-)
+from pn_fairseq.testing.helpers import CHANNELS, assert_close, random_batch, rng, state_of, train_step
 
 from .oracle import oracle_state
 

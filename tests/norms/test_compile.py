@@ -21,10 +21,7 @@ from .helpers import STATEFUL
 
 KINDS = ("batch", "power", "prep-batch", "unified")
 #: Of a mode and a norm what runs by default: PRepBN is compiled, the others are an operator.
-SOME_MODES = [
-    *(("aot_eager, bfloat16", name) for name in ("power", "prep-batch")),
-    ("aot_eager, dynamic", "batch"),
-]
+SOME_MODES = [*(("aot_eager, bfloat16", name) for name in ("power", "prep-batch")), ("aot_eager, dynamic", "batch")]
 #: Of a norm, uses in a step, and whether it is checkpointed, what runs by default.
 SOME = [("batch", 1, True), ("power", 2, True), ("unified", 2, False)]
 
