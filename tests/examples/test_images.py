@@ -88,6 +88,8 @@ def test_an_interrupted_training_continues_to_the_same_numbers(cifar, tmp_path, 
 def test_the_first_norm_is_recorded(cifar, tmp_path, monkeypatch):
     """`pn figures` draws Figures 2 and 3 of a training run on images."""
     monkeypatch.setattr(images, "INTERVAL", 2)
+    # The tests of the report draw. Here it is which figures there are.
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda *_, **__: None)
     images.main([str(cifar), "--norms", "batch", "--epochs", "5", "--output", str(tmp_path / "runs")])
     run = tmp_path / "runs/resnet20_5epochs_batch_seed1"
     records = read_probe(run / "norm_probe")

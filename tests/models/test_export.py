@@ -127,7 +127,7 @@ def test_a_beam_search_over_the_graphs_gives_fairseqs_hypotheses(kind, norm, fla
     assert printed.endswith(f"wrote {tmp_path}/out/encoder.{kind} and {tmp_path}/out/decoder.{kind}\n")
     encoder, decoder = load(tmp_path / "out", kind)
     generator = torch.Generator().manual_seed(5)
-    for length in range(1, 12):
+    for length in (1, 2, 6, 11):
         sentence = torch.randint(4, VOCABULARY, (length,), generator=generator)
         expected = hypotheses(model, sentence[None])[0]
         assert beam_search(encoder, decoder, sentence.numpy()) == expected, length
