@@ -100,10 +100,7 @@ def in_process(*words, **changes: str) -> subprocess.CompletedProcess:
 
     out, err = io.StringIO(), io.TextIOWrapper(io.BytesIO(), write_through=True)
     with mock.patch.dict(os.environ, changes), redirect_stdout(out), redirect_stderr(err):
-        try:
-            code = call(list(map(str, words)))
-        except SystemExit as end:
-            code = end.code or 0
+        code = call(list(map(str, words)))
     return subprocess.CompletedProcess(words, code, out.getvalue(), err.buffer.getvalue().decode())
 
 
