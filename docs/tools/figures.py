@@ -2,9 +2,9 @@
 
 ``python -m docs.tools.figures RUNS [key=value...]`` first trains six models in RUNS, with these settings if any are
 given, and writes the records and tables. Run again, it skips what is done and continues.
-``python -m docs.tools.figures --images OUTPUT`` writes those of the trainings of examples/images.py in OUTPUT.
+``python -m docs.tools.figures --images OUTPUT`` writes those of the runs of examples/images.py in OUTPUT.
 
-The trainings are seed 3 of pn reproduce --study compare_norms with a probe, which changes no number.
+The training runs are seed 3 of pn reproduce --study compare_norms with a probe, which changes no number.
 Both compute the tables of docs/figures.md and the numbers of docs/why.md from the records.
 ``figure-N.png``, and of the norm of the third layer ``figure-4-layer-3.png``. ``records.parquet``: the recorded values
 behind Figures 2 to 4 and 7. ``medians.csv``: of every box of Figures 2 to 4, for all norms. ``gains.csv``: medians over
@@ -44,7 +44,7 @@ MODELS = {
     "bn_ls": ("BN, layer-scale", "bn+layer_scale_groups=4"),
     "pnv_ls": ("PN-V, layer-scale", "pnv"),
 }
-#: The same of the trainings on images, with their folders.
+#: The training runs on images, with their folders.
 IMAGES = {
     f"resnet20_{name}": (f"{label}, ResNet20 on CIFAR-10", f"resnet20_20epochs_{norm}_seed1")
     for name, label, norm in (("bn", "BN", "batch"), ("pn", "PN", "power"))
@@ -70,7 +70,7 @@ def folder_of(runs: Path, name: str) -> Path:
 
 
 def train(runs: Path, settings: Sequence[str]) -> None:
-    """The trainings that are not finished yet, averaged, decoded and scored."""
+    """Train the models that are not finished yet; average, decode and score them."""
     for _, norm in MODELS.values():
         command = [sys.executable, "-m", "pn_fairseq", "reproduce", "verses", "--runs", runs]
         command += ["model.norm_probe='{run}/norm_probe'", f"model.norm_probe_interval={INTERVAL}", *settings]
@@ -158,7 +158,7 @@ def write(folder: Path) -> None:
 
 
 def write_images(folder: Path) -> None:
-    """The same of the trainings on images, and their accuracies."""
+    """Write the pictures and tables of the training runs on images, and their accuracies."""
     runs = dict(zip(IMAGES, read_runs([folder / name for _, name in IMAGES.values()]), strict=True))
     table = pandas.DataFrame([row for name, run in runs.items() for row in medians(run, name)])
     table.to_csv(FIGURES / "images-medians.csv", index=False, float_format="%.4g")

@@ -47,44 +47,44 @@ class _Forward:
 
 
 class NormProbe:
-    r"""Records every ``interval``-th update of a training run under fairseq's trainer (``--norm-probe``).
+    r"""Records the norms in every ``interval``-th update of a training run under fairseq's trainer (``--norm-probe``).
 
-    h is the input of a norm behind its layer-scale, (tokens, C), over real tokens; y its output; d = C.
+    h, (tokens, C), is what a norm's layer-scale hands on, without padding; y is the norm's output; d = C.
     :math:`\mu_B, \sigma_B^2, \psi_B^2` are mean, biased variance and second moment of the batch,
-    :math:`\mu, \sigma^2, \psi^2` the running ones before the batch, :math:`\epsilon` that of the norm.
+    :math:`\mu, \sigma^2, \psi^2` the running ones before the batch, :math:`\epsilon` is the norm's.
     L is the mean loss per token in nats (per unit of the criterion's sample size). A gradient is divided by the loss
     scale of fp16 and by the sample size. One row per update, norm and forward:
 
     - ``update`` counts from 1. ``forward`` counts from 0 in the update (``--update-freq``); where there are several, a
-      row with ``forward`` null has all tokens of the update as one batch, against the running statistics before it.
+      row with ``forward`` null compares all tokens of the update, as one batch, with the running statistics before it.
     - ``norm`` is the module's name, ``kind`` the name in ``NORMS``. ``running`` names the statistics that the norm
-      keeps itself, separated by commas. The probe averages the others over the batches of the ten updates before (in a
-      row with ``forward`` null, over these updates), exponentially with the norm's decay (0.9 for a norm without), so
-      that norms per token can be compared.
-    - ``channels`` d, ``tokens`` real tokens of the batch, ``sample_size``, ``loss`` (L), ``loss_scale``.
-    - ``mu_distance``, ``sigma2_distance``, ``psi2_distance``: differences of batch and running statistics.
+      keeps itself, separated by commas. For the others the probe computes an exponential average over the batches of
+      the ten updates before (in a row with ``forward`` null, over these updates) with the norm's decay (0.9 if it has
+      none), so that per-token norms can be compared.
+    - ``channels`` is d, ``tokens`` counts the real tokens of the batch; ``sample_size``, ``loss`` (L), ``loss_scale``.
+    - ``mu_distance``, ``sigma2_distance``, ``psi2_distance``: the running minus the batch statistics.
     - ``g_mu`` = mean of dL/dy; ``g_sigma2`` = mean of dL/dy * (h - mu_B) / sqrt(sigma_B^2 + eps); ``g_psi2`` = mean of
       dL/dy * h / sqrt(psi_B^2 + eps): d-vectors, means over the real tokens of the batch (dy is before the gain).
       Each of these six vectors v has columns ``v_l1`` = sum(abs(v)) / d and ``v_l2`` = sqrt(sum(v^2)) / d.
     - ``nu_xhat_l2`` = sqrt(sum_c nu_c^2 psi_B,c^2 / (psi_c^2 + eps)) / d: PN's correction per token, root mean square
       over tokens. nu includes the gain. It is an average over updates and is divided by the sample size of this one.
     - ``tid_mean`` = mean_c abs(mu - mu_B) / sigma_B and ``tid_var`` = mean_c abs(sigma / sigma_B - 1): the
-      discrepancy of training and inference of RBN's paper, sigma being sqrt(sigma^2 + eps).
+      training-inference discrepancy of RBN's paper, where sigma is sqrt(sigma^2 + eps).
     - ``gamma_over_psi_batch`` and ``psi_batch_over_psi``: per channel gain / sqrt(psi_B^2 + eps), and
       sqrt(psi_B^2 + eps) / sqrt(psi^2 + eps).
 
-    A value that does not exist is null. On several ranks the batch is that of all ranks; for a norm that is not
-    synchronized it is that of rank 0. A skipped update (an overflow) is not recorded.
+    A value that does not exist is null. On several ranks the batch contains the tokens of all ranks; for a norm that
+    is not synchronized, those of rank 0. A skipped update (an overflow) is not recorded.
 
     Args:
-        model: whose norms are recorded.
+        model: the model whose norms are recorded.
         folder: see :mod:`pn_fairseq.common.probe_files`.
         interval: updates.
-        layers: patterns of module names, separated by commas, as of the shell; None: the norms of the encoder, or all
-            in a model without one.
+        layers: shell patterns of module names, separated by commas; None: the norms of the encoder, or all in a
+            model without one.
 
     Raises:
-        ValueError: a pattern fits no norm, or a norm of :func:`convert_norms` is not one of images (B, C, H, W).
+        ValueError: a pattern fits no norm, or a norm of :func:`convert_norms` does not normalize images (B, C, H, W).
     """
 
     def __init__(self, model: nn.Module, folder: str, interval: int, layers: str | None = None):
