@@ -87,7 +87,7 @@ def test_hugging_face(make, norm, checkpointing):
     convert_norms(model, norm, mask_from="attention_mask").load_state_dict(state)
     assert len(norm_report(model)) >= 6 and all(each.masks for each in norm_report(model))
     if checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": padding.context_fn})
+        model.activation_checkpointing_enable({"use_reentrant": False, "context_fn": padding.context_fn})
     model.train()
     ids = torch.randint(4, VOCABULARY, (B, T))
     found = []

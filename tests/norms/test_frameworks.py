@@ -327,7 +327,7 @@ def trainer_errors(case: Case, norm: str) -> tuple[float, float]:
         rows = {"input_ids": tokens, "attention_mask": (~MASK).long().expand_as(tokens)}
         rows["labels"] = tokens.masked_fill(MASK, -100)
         model = convert_norms(case.make(), norm, layout="BTC")
-        model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": padding.context_fn})
+        model.activation_checkpointing_enable({"use_reentrant": False, "context_fn": padding.context_fn})
         seen, recomputed = {each: [] for each in running_norms(model)}, set()
 
         def see(module, args):
