@@ -23,7 +23,7 @@ from ..norms.helpers import (
     rng,
     train_step,
 )
-from ..norms.oracle import UnifiedOracle
+from ..norms.oracle_windows import UnifiedOracle
 from ..scripts_helpers import ROOT, run, script, verb
 
 BLOCKS = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/adding_a_norm.md").read_text("utf-8"), re.M | re.S)

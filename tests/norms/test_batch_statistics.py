@@ -12,6 +12,7 @@ from pn_fairseq.testing.helpers import cases
 
 from ..pairwise import in_pairs
 from . import oracle as oracles
+from . import oracle_windows as windows
 from .conftest import IMPLEMENTATION_NAMES
 from .helpers import (
     CHANNELS,
@@ -50,14 +51,14 @@ CASES = {
     "pn-v, not affine": ("power-v", {"affine": False}, oracles.PowerNormVOracle),
     "brn": ("batch-renorm", {"renorm_updates": 12}, oracles.BatchRenormOracle),
     "brn, tight": ("batch-renorm", {**TIGHT, "eps": 0.1}, oracles.BatchRenormOracle),
-    "mabn": ("mabn", {"window": 4, "eps": 0.1}, oracles.MovingAverageOracle),
-    "mabn, window of 1": ("mabn", {"window": 1}, oracles.MovingAverageOracle),
-    "mabn, warm-up": ("mabn", WINDOW, oracles.MovingAverageOracle),
-    "un": ("unified", {"alpha_fwd": 0.8, "alpha_bwd": 0.7, "eps": 0.1}, oracles.UnifiedOracle),
-    "un, warm-up": ("unified", {"psi_warmup_updates": 9}, oracles.UnifiedOracle),
-    "un, filtration": ("unified", {"outlier_filtration": True}, oracles.UnifiedOracle),
-    "un, window of 1": ("unified", {"window": 1}, oracles.UnifiedOracle),
-    "un, release": ("unified", RELEASE, partial(oracles.UnifiedOracle, release=True)),
+    "mabn": ("mabn", {"window": 4, "eps": 0.1}, windows.MovingAverageOracle),
+    "mabn, window of 1": ("mabn", {"window": 1}, windows.MovingAverageOracle),
+    "mabn, warm-up": ("mabn", WINDOW, windows.MovingAverageOracle),
+    "un": ("unified", {"alpha_fwd": 0.8, "alpha_bwd": 0.7, "eps": 0.1}, windows.UnifiedOracle),
+    "un, warm-up": ("unified", {"psi_warmup_updates": 9}, windows.UnifiedOracle),
+    "un, filtration": ("unified", {"outlier_filtration": True}, windows.UnifiedOracle),
+    "un, window of 1": ("unified", {"window": 1}, windows.UnifiedOracle),
+    "un, release": ("unified", RELEASE, partial(windows.UnifiedOracle, release=True)),
     "rbn": ("batch-reg", {**PENALTY, "eps": 0.1}, oracles.RegularizedOracle),
     "rbn, release": ("batch-reg", {**PENALTY, **RELEASE}, partial(oracles.RegularizedOracle, release=True)),
     "prepbn": ("prep-batch", {"fade_updates": 10, "eps": 0.1}, oracles.ProgressiveOracle),

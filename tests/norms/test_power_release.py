@@ -29,7 +29,7 @@ WARMUP = 9
 
 
 class ReleaseOracle(_Oracle):
-    """The released code's arithmetic and bookkeeping: ``running_phi``, ``ema_gz`` and ``iters``, in loops."""
+    """The released code's arithmetic and bookkeeping: ``running_phi``, ``ema_gz`` and ``iters``."""
 
     def __init__(self, channels, alpha_fwd=0.9, alpha_bwd=0.9, warmup=0, **common):
         super().__init__(channels, **common)
