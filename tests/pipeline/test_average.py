@@ -19,19 +19,14 @@ from ..scripts_helpers import assert_refused, in_process, verb
 main = verb("average")
 
 
-def write(path, model, num_updates=None, epoch=1, cfg=None):
-    """A checkpoint with the structure fairseq gives it; ``model`` maps names to tensors."""
-    history = {"criterion_name": "C", "optimizer_name": "FairseqAdam", "lr_scheduler_state": {"best": None}}
-    if num_updates is not None:
-        history["num_updates"] = num_updates
+def write(path, model, num_updates=None, cfg=None):
+    """What pn average reads of a checkpoint of fairseq; ``model`` maps names to tensors."""
+    history = {"optimizer_name": "FairseqAdam"} | ({} if num_updates is None else {"num_updates": num_updates})
     state = {
-        "args": None,
         "cfg": cfg or {"model": argparse.Namespace(arch="t", written_at=num_updates)},
         "model": OrderedDict(model),
-        "criterion": None,
         "optimizer_history": [history],
-        "task_state": {},
-        "extra_state": {"train_iterator": {"epoch": epoch + 1, "iterations_in_epoch": 0}, "val_loss": num_updates},
+        "extra_state": {"val_loss": num_updates},
         "last_optimizer_state": {"state": {0: {"exp_avg": torch.full((3,), float(num_updates or 0))}}},
     }
     torch.save(state, path)
@@ -41,7 +36,7 @@ def write(path, model, num_updates=None, epoch=1, cfg=None):
 def write_values(directory, values, dtype=torch.float32):
     """One checkpoint per entry of ``values``, each with the one tensor ``w``."""
     return [
-        write(directory / f"checkpoint{n}.pt", {"w": torch.tensor(value, dtype=dtype)}, num_updates=100 * n, epoch=n)
+        write(directory / f"checkpoint{n}.pt", {"w": torch.tensor(value, dtype=dtype)}, num_updates=100 * n)
         for n, value in enumerate(values, start=1)
     ]
 
@@ -229,21 +224,17 @@ def test_wrong_output_is_found_before_anything_is_read(tmp_path, monkeypatch):
 
 def test_one_checkpoint_in_memory_at_a_time(tmp_path, monkeypatch):
     paths = write_values(tmp_path, [[1.0], [2.0], [3.0], [4.0]])
-    alive = []
+    models = []
 
-    class Counted(OrderedDict):
-        """A model dict that counts how many of its kind still hold a floating-point tensor."""
-
-    def counting_load(path):
-        assert not any(value is not None for model in alive for value in model.values())
+    def load_alone(path):
+        assert not any(value is not None for model in models for value in model.values())
         state = load_checkpoint(path)
-        state["model"] = Counted(state["model"])
-        alive.append(state["model"])
+        models.append(state["model"])
         return state
 
-    monkeypatch.setattr(tool, "load_checkpoint", counting_load)
+    monkeypatch.setattr(tool, "load_checkpoint", load_alone)
     assert tool.average_checkpoints(paths)["model"]["w"].item() == 2.5
-    assert len(alive) == 4
+    assert len(models) == 4
 
 
 KEEPS = {"keep_last_epochs": 10, "keep_interval_updates": -1}

@@ -147,8 +147,6 @@ def test_two_ranks_stop_if_one_dies_and_one_resumes(data, tmp_path, monkeypatch,
     first, second = records(where)
     assert (first["world_size"], first["update_freq"]) == (2, 2)
     assert (second["world_size"], second["update_freq"]) == (1, 4)
-    for record in (first, second):
-        assert (record["max_tokens"], record["tokens_per_update"]) == (400, 1600)
 
 
 def machine(data: Path, where: Path, rank: int, port: int, *overrides: str, ranks: int = 1) -> subprocess.Popen:

@@ -21,23 +21,6 @@ from pn_fairseq.pipeline.training_log import read_log
 from pn_fairseq.report.runs import Run, read_runs
 
 
-def test_a_run_of_fairseq_train_without_a_log(tmp_path):
-    model = argparse.Namespace(_name="transformer_pn_tiny", arch="transformer_pn_tiny", dropout=0.1, seed=3, data="x")
-    cfg = {
-        "_name": None,
-        "common": {"seed": 3},
-        "task": {"_name": "translation", "data": f"{tmp_path}/bin:y"},
-        "model": model,
-    }
-    torch.save({"model": {"w": torch.ones(1)}, "cfg": cfg}, tmp_path / "checkpoint_last.pt")
-    (tmp_path / "bin").mkdir()
-    run = open_run(tmp_path)
-    assert not run.ours and run.checkpoints == tmp_path and run.bin == tmp_path / "bin" and run.data is None
-    assert run.log is None and run.get("common.seed") == 3
-    assert run.settings_by_name["model.dropout"] == 0.1 and "model.seed" not in run.settings_by_name
-    assert run.get("model._name") == "transformer_pn_tiny"
-
-
 def test_a_folder_that_is_not_a_run_or_is_damaged(tmp_path):
     with pytest.raises(UserError, match="is not a training run"):
         open_run(tmp_path)
@@ -64,11 +47,14 @@ def test_an_average_of_fewer_checkpoints_than_asked_for_is_a_problem(made, wante
     assert (MADE in Run(tmp_path, "run").problems) == listed
 
 
-def checkpoint(file, update, train, valid, **settings):
+def checkpoint(file, update, train, valid):
     """As fairseq-train saves it: settings, with a Namespace of all flags as the model, and the sums of its meters."""
-    model = argparse.Namespace(arch="transformer_pn_tiny", _name="transformer_pn_tiny", seed=3, dropout=0.3)
-    cfg = {"common": {"seed": 3}, "task": {"_name": "translation", "data": "/nowhere"}, "model": model} | settings
-    cfg["optimization"] = {"max_update": 40}
+    name = "transformer_pn_tiny"
+    cfg = {
+        **{"_name": None, "common": {"seed": 3}, "optimization": {"max_update": 40}},
+        "task": {"_name": "translation", "data": f"{file.parent}/bin:y"},
+        "model": argparse.Namespace(arch=name, _name=name, seed=3, dropout=0.3, data="x"),
+    }
     metrics = {
         group: [(0, name, "AverageMeter", {"sum": torch.tensor(loss * 50.0), "count": torch.tensor(50), "round": 3})
                 for name, loss in (("loss", nll + 1), ("nll_loss", nll))]
@@ -83,6 +69,10 @@ def test_a_folder_of_fairseq_train_without_a_log(tmp_path):
     for name, update in (("checkpoint1.pt", 20), ("checkpoint_last.pt", 40), ("checkpoint_best.pt", 40)):
         checkpoint(tmp_path / name, update, 8 - update / 20, 7 - update / 20)
     checkpoint(tmp_path / "averaged.pt", 0, 1, 1)  # no checkpoint of the training
+    (tmp_path / "bin").mkdir()
+    opened = open_run(tmp_path)
+    assert not opened.ours and opened.checkpoints == tmp_path and opened.bin == tmp_path / "bin"
+    assert opened.data is None and opened.log is None and "model.seed" not in opened.settings_by_name
     for text in (None, "num. shared model params: 5\nepoch 001:  10 / 20 loss=3, num_updates=10\n"):
         if text:
             (tmp_path / "saved.txt").write_text(text)

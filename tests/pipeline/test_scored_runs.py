@@ -14,6 +14,7 @@ from pn_fairseq.pipeline.data.tokens import DETOKENIZER, detokenize
 from pn_fairseq.pipeline.metrics import METRICS
 from pn_fairseq.pipeline.scoring import is_scored, read_scores, score_run
 
+from ..fixtures import runs
 from ..fixtures.translations import noisy, reference, score, text_file
 from ..scripts_helpers import files_of, refused, verb
 
@@ -37,10 +38,15 @@ def make_run(folder: Path, seed: int, lines: int = LINES, **settings: str) -> Pa
     tokens = [line.lower().replace(",", " ,").replace(".", " .") for line in texts]
     text_file(decoded / "ref.tok", tokens)
     text_file(decoded / "hyp.tok", noisy(tokens, seed))
-    (folder / "data").write_text(f"{data}\n")
-    (folder / "config.yaml").write_text("task: {}\n")
-    shutil.copy(data / "settings.txt", folder / "data.settings")
-    return folder
+    return runs.make_run(folder, data, "task: {}\n")
+
+
+def as_job_of_hydra(folder: Path) -> None:
+    """A folder of fairseq-hydra-train in the place of a run, on data that others prepared."""
+    (folder / "config.yaml").unlink()
+    (folder / ".hydra").mkdir()
+    task = f"task: {{data: {folder.parent / 'data/bin'}, source_lang: es, target_lang: en}}\n"
+    (folder / ".hydra/config.yaml").write_text(task)
 
 
 def test_a_folder_is_scored(tmp_path):
@@ -195,8 +201,8 @@ def test_folders_are_compared(two_runs, tmp_path):
 
 def test_a_comparison_in_words(two_runs, capsys):
     good, bad = two_runs
-    runs = [str(folder.parents[1]) for folder in two_runs]
-    assert main(["--compare", *runs, "--resamples", "100"]) == 0
+    folders = [str(folder.parents[1]) for folder in two_runs]
+    assert main(["--compare", *folders, "--resamples", "100"]) == 0
     text = capsys.readouterr().out
     assert "|bs:100|seed:12345|" in text and f"test, {LINES} sentences" in text
     scores = read_scores(good), read_scores(bad)
@@ -207,9 +213,9 @@ def test_a_comparison_in_words(two_runs, capsys):
     assert rows[1].count(") p = 0.010 *") == len(METRICS) and "p = " not in rows[0]
     assert "not over training seeds" in text
 
-    refused(capsys, main(["--compare", *runs, f"{runs[1]}/"]), "twice")
+    refused(capsys, main(["--compare", *folders, f"{folders[1]}/"]), "twice")
     (bad / "scores.json").write_text("{}")
-    refused(capsys, main(["--compare", *runs]), "score the run again")
+    refused(capsys, main(["--compare", *folders]), "score the run again")
 
 
 def test_runs_are_scored_where_they_are_not_before_they_are_compared(tmp_path, capsys):
@@ -232,10 +238,7 @@ def test_a_bleu_below_1_warns(tmp_path, capsys):
 
 def test_a_run_on_data_of_others_is_scored_with_detokenized_references(tmp_path):
     job = make_run(tmp_path / "run", 1)
-    (job / "config.yaml").unlink()
-    (job / ".hydra").mkdir()
-    languages = f"{{data: {tmp_path / 'data/bin'}, source_lang: es, target_lang: en}}"
-    (job / ".hydra/config.yaml").write_text(f"task: {languages}\n")
+    as_job_of_hydra(job)
     known = score_run(job)
     (tmp_path / "data/settings.txt").unlink()
     scores = score_run(job)
@@ -288,10 +291,7 @@ def test_results_of_fairseq_generate_are_scored(tmp_path, capsys):
     assert read_scores(decoded) == expected and (decoded / "hyp.tok").read_text("utf-8").splitlines() == hypotheses
     # Decoded again: the new file is scored; the references are fairseq's where only it knows them.
     (tmp_path / "data/settings.txt").unlink()
-    (run_dir / "config.yaml").unlink()
-    (run_dir / ".hydra").mkdir()
-    task = f"task: {{data: {tmp_path / 'data/bin'}, source_lang: es, target_lang: en}}\n"
-    (run_dir / ".hydra/config.yaml").write_text(task)
+    as_job_of_hydra(run_dir)
     shutil.copy(decoded / "ref.tok", decoded / "hyp.tok")
     write_results(results, run_dir, order)
     text_file(decoded / "hyp.tok", ["a"] * LINES)

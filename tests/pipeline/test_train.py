@@ -146,7 +146,6 @@ def test_a_finished_run_takes_other_settings_of_decoding(data, trained, tmp_path
 @pytest.mark.parametrize(
     ("overrides", "needles"),
     [
-        (("model.encoder_norm=powr",), ("'powr'",)),
         (("task.source_lang=fr",), ("prepared from es-en", "the settings say fr-en: add task.source_lang=es")),
         (("dataset.max_tokens=30",), ("train.es has 533 sentences of more than 27 subwords", "silently skip")),
         (("tokens_per_update=60", "--ranks", "4"), ("train.es", "4 ranks x 15 tokens", "fewer ranks")),

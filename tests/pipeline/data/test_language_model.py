@@ -1,7 +1,6 @@
 import gzip
 import hashlib
 import zipfile
-from contextlib import nullcontext
 
 import pytest
 from fairseq.data.indexed_dataset import MMapIndexedDataset
@@ -13,6 +12,7 @@ from pn_fairseq.pipeline.data.preparation import Preparation
 from pn_fairseq.pipeline.data.recipes import enwik8
 from pn_fairseq.pipeline.data.recipes.verses_lm import BOOKS, split_by_book
 
+from ...fixtures.corpora import lines
 from ...scripts_helpers import ROOT, assert_refused, in_process, run
 
 TEXTS = {
@@ -32,9 +32,7 @@ def write(folder, texts=TEXTS, pattern="{}.txt"):
 def test_verses_are_split_by_book_in_the_order_of_the_text(tmp_path):
     corpus = ROOT / "data/verses.es-en"
     split_by_book(corpus, tmp_path / "texts")
-    found = {
-        split: (tmp_path / f"texts/{split}.txt").read_text("utf-8").split("\n")[:-1] for split in ("train", *BOOKS)
-    }
+    found = {split: lines(tmp_path / f"texts/{split}.txt") for split in ("train", *BOOKS)}
     of_book = {}
     for split in ("train", "valid", "test"):
         refs, text = (gzip.open(corpus / f"{split}.{kind}.gz", "rt").read().split("\n")[:-1] for kind in ("refs", "en"))
@@ -45,9 +43,8 @@ def test_verses_are_split_by_book_in_the_order_of_the_text(tmp_path):
         assert found[split] == [verse for book in books for *_, verse in sorted(of_book[book])]
     others = [book for book in of_book if book not in {book for books in BOOKS.values() for book in books}]
     assert sum(map(len, found.values())) == 30_170 and len(others) == 52
-    assert found["train"][0].startswith("In the beginning") and len(found["train"]) == sum(
-        len(of_book[book]) for book in others
-    )
+    assert found["train"][0].startswith("In the beginning")
+    assert len(found["train"]) == sum(len(of_book[book]) for book in others)
 
 
 @pytest.fixture(scope="module")
@@ -119,16 +116,17 @@ def test_enwik8_is_cut_by_numbers_of_bytes(tmp_path, monkeypatch):
     monkeypatch.setattr(enwik8.language_model, "prepare", lambda data, texts: splits.extend(texts))
     plan = Preparation(tmp_path / "data", enwik8.settings(None), archive=str(tmp_path))
     assert plan.settings.unit == "byte"
-    for text in (bytes(range(256)) * 2, bytes(511)):
+    text = bytes(range(256)) * 2
+
+    def prepare(content: bytes) -> None:
         with zipfile.ZipFile(tmp_path / "enwik8.zip", "w") as file:
-            file.writestr("enwik8", text)
-        with (
-            pytest.raises(UserError, match="it has 511 bytes, and enwik8 has 512")
-            if len(text) == 511
-            else nullcontext()
-        ):
-            enwik8.prepare(plan, None)
-            assert b"".join(path.read_bytes() for path in splits) == text
+            file.writestr("enwik8", content)
+        enwik8.prepare(plan, None)
+
+    prepare(text)
+    assert b"".join(path.read_bytes() for path in splits) == text
+    with pytest.raises(UserError, match="it has 511 bytes, and enwik8 has 512"):
+        prepare(text[1:])
     assert [path.stat().st_size for path in splits] == [300, 150, 62]
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from pn_fairseq.common.command import UserError
 from pn_fairseq.pipeline.data.parallel import PIECE, per_line, transform
-from tests.scripts_helpers import environment, wait_for
+from tests.scripts_helpers import ROOT, environment, wait_for
 
 LINES = "".join(f"line {number} of a text that is not short at all\n" for number in range(60_000))
 
@@ -75,12 +75,11 @@ sys.exit(run("test", lambda: transform(Path("in"), Path("out"), upper, 3)))
 @pytest.mark.parametrize("how", ["SIGTERM", "SIGINT", "SIGKILL"])
 def test_workers_end_with_their_parent(text, how):
     """The signal reaches the parent only."""
-    root = Path(__file__).parents[3]
     text.write_text(LINES + "sleep\n")
     process = subprocess.Popen(
         [sys.executable, "-c", CODE],
         cwd=text.parent,
-        env=environment(PYTHONPATH=str(root)),
+        env=environment(PYTHONPATH=str(ROOT)),
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,

@@ -3,20 +3,17 @@
 import os
 import re
 import resource
-import shutil
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
 from fairseq.data import Dictionary
 from fairseq.data.data_utils import load_indexed_dataset
 from sacremoses import MosesTokenizer
-from sentencepiece import SentencePieceProcessor
 
 from tests.fixtures.corpora import LANGUAGES, TEST_SETS, iwslt14_members, lines, wmt14_members, write_archives
-from tests.scripts_helpers import SCRIPTS, assert_refused, environment, files_of, run, script
+from tests.scripts_helpers import SCRIPTS, assert_refused, environment, files_of, run, script, wait_for
 
 OPERATIONS = 400
 #: On the PYTHONPATH, it kills a process at a point of its work.
@@ -53,50 +50,36 @@ def tokens(sentence: str, lang: str) -> str:
     return text
 
 
-class Reading:
-    """The recipe's result for the archive: (raw, tokens) of both sides, by split; and the numbers of removed lines."""
-
-    def __init__(self, members: dict[str, str]):
+@pytest.fixture(scope="module")
+def reading(members) -> dict[str, list]:
+    """What the recipe makes of the archive: (raw, tokens) of both sides, by split; the numbers of "removed" lines."""
+    sides = []
+    for lang in LANGUAGES:
+        side = []
+        for line in members[f"de-en/train.tags.de-en.{lang}"].split("\n"):
+            if "<url>" in line or "<talkid>" in line or "<keywords>" in line:
+                continue
+            for tag in ("<title>", "</title>", "<description>", "</description>"):
+                line = "".join(line.split(tag))
+            side.append((line.strip().replace("\r", " "), tokens(line, lang)))
+        sides.append(side)
+    kept, removed, test = [], [], []
+    for number, pair in enumerate(zip(*sides, strict=True), start=1):
+        words = [text.split() for _, text in pair]
+        least, most = sorted(len(side) for side in words)
+        fine = 1 <= least and most <= 175 and 2 * most <= 3 * least
+        if fine and max(len(word) for side in words for word in side) <= 1000:
+            kept.append(pair)
+        else:
+            removed.append(number)
+    for name in TEST_SETS:
         sides = []
         for lang in LANGUAGES:
-            side = []
-            for line in members[f"de-en/train.tags.de-en.{lang}"].split("\n"):
-                if "<url>" in line or "<talkid>" in line or "<keywords>" in line:
-                    continue
-                for tag in ("<title>", "</title>", "<description>", "</description>"):
-                    line = "".join(line.split(tag))
-                side.append((line.strip().replace("\r", " "), tokens(line, lang)))
-            sides.append(side)
-        self.removed, kept = [], []
-        for number, pair in enumerate(zip(*sides, strict=True), start=1):
-            words = [text.split() for _, text in pair]
-            least, most = sorted(len(side) for side in words)
-            fine = 1 <= least and most <= 175 and 2 * most <= 3 * least
-            if fine and max(len(word) for side in words for word in side) <= 1000:
-                kept.append(pair)
-            else:
-                self.removed.append(number)
-        self.valid = kept[22::23]
-        self.train = [pair for number, pair in enumerate(kept) if number % 23 != 22]
-        self.test = []
-        for name in TEST_SETS:
-            texts = [members[f"de-en/IWSLT14.{name}.de-en.{lang}.xml"] for lang in LANGUAGES]
-            found = [re.findall(r'<seg id="\d+">(.*)</seg>', text) for text in texts]
-            self.test += [
-                tuple(
-                    (text.strip(), tokens(text.replace("’", "'"), lang))
-                    for text, lang in zip(pair, LANGUAGES, strict=True)
-                )
-                for pair in zip(*found, strict=True)
-            ]
-
-    def __getitem__(self, split: str) -> list:
-        return getattr(self, split)
-
-
-@pytest.fixture(scope="module")
-def reading(members) -> Reading:
-    return Reading(members)
+            segments = re.findall(r'<seg id="\d+">(.*)</seg>', members[f"de-en/IWSLT14.{name}.de-en.{lang}.xml"])
+            sides.append([(text.strip(), tokens(text.replace("’", "'"), lang)) for text in segments])
+        test += zip(*sides, strict=True)
+    train = [pair for number, pair in enumerate(kept) if number % 23 != 22]
+    return {"train": train, "valid": kept[22::23], "test": test, "removed": removed}
 
 
 @pytest.mark.parametrize("split", ["train", "valid", "test"])
@@ -104,18 +87,16 @@ def test_text_and_tokens_are_those_of_the_recipe(split, prepared, reading):
     for side, lang in enumerate(LANGUAGES):
         assert lines(prepared / f"raw/{split}.{lang}") == [pair[side][0] for pair in reading[split]]
         assert lines(prepared / f"tok/{split}.{lang}") == [pair[side][1] for pair in reading[split]]
-    assert len(reading.test) == 4 + 5 + 6 + 7 + 8
+    assert len(reading["test"]) == 4 + 5 + 6 + 7 + 8
 
 
 def test_removed_pairs_are_counted_and_listed(prepared, reading):
     counts = dict(line.split("=") for line in lines(prepared / "counts.txt"))
-    assert {split: int(counts[split]) for split in ("train", "valid", "test")} == {
-        split: len(reading[split]) for split in ("train", "valid", "test")
-    }
-    assert int(counts["train.removed"]) == len(reading.removed) > 10
+    assert all(int(counts[split]) == len(reading[split]) for split in ("train", "valid", "test"))
+    assert int(counts["train.removed"]) == len(reading["removed"]) > 10
     removed = [line.split("\t") for line in lines(prepared / "removed.tsv")[1:]]
-    assert [int(row[1]) for row in removed] == reading.removed
-    assert int(counts["train.read"]) == len(reading.train) + len(reading.valid) + len(reading.removed)
+    assert [int(row[1]) for row in removed] == reading["removed"]
+    assert int(counts["train.read"]) == sum(len(reading[part]) for part in ("train", "valid", "removed"))
     # The reasons, for the lines that were made for them.
     reasons = {lines(prepared / "text/train.de")[int(row[1]) - 1]: row[2] for row in removed}
     assert reasons["Nur Deutsch hier."] == "empty" and reasons["vier ganz kurze Wörter"] == "ratio"
@@ -174,11 +155,7 @@ def test_ended_by_a_signal_it_resumes_and_ends_in_the_same_bytes(archive, prepar
         process = subprocess.Popen(
             command(archive, dest), env=environment(), stderr=subprocess.PIPE, text=True, start_new_session=True
         )
-        deadline = time.monotonic() + 120
-        while not any(dest.glob(mark)):
-            assert process.poll() is None, (mark, process.stderr.read())
-            assert time.monotonic() < deadline, mark
-            time.sleep(0.002)
+        wait_for(lambda: any(dest.glob(mark)), process)  # noqa: B023 (it is called in this round only)
         kill(process.pid, number)
         if number == signal.SIGKILL:
             process.wait()
@@ -228,53 +205,6 @@ def test_killed_before_every_renaming_it_ends_in_the_same_bytes(corpus, least, f
     at = {str(Path(name).relative_to(tmp_path / "data")) for name in names.read_text().splitlines()}
     assert runs == len(at) + 1 and len(at) >= least and at >= set(files)
     assert made(tmp_path / "data") == made(undisturbed)
-
-
-TOKENIZER = r"""
-die "wrong flags: @ARGV\n" unless "@ARGV" =~ /^-q -l (de|en)$/;
-while (<STDIN>) { s/([.,:;!?])/ $1/g; print; }
-"""
-LOWERCASE = r"""
-use utf8; binmode(STDIN, ":utf8"); binmode(STDOUT, ":utf8"); while (<STDIN>) { print lc($_); }
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not shutil.which("perl"), reason="Moses' scripts need perl")
-def test_moses_scripts_and_sentencepiece(archive, reading, tmp_path):
-    """Scripts in the place of Moses' that do something easy to say; all the rest of the way with sentencepiece."""
-    moses = tmp_path / "moses decoder"
-    tokenizer = moses / "scripts/tokenizer/tokenizer.perl"
-    tokenizer.parent.mkdir(parents=True)
-    dest = tmp_path / "data"
-    options = ("--archive", archive, "--workers", 2, "--moses", moses, "--segmentation", "sentencepiece")
-    assert_refused(prepare(dest, *options, check=False), "tokenizer/tokenizer.perl", str(moses))
-    tokenizer.write_text(TOKENIZER)
-    assert_refused(prepare(dest, *options, check=False), "tokenizer/lowercase.perl", str(moses))
-    assert not dest.exists()
-    tokenizer.with_name("lowercase.perl").write_text(LOWERCASE)
-    prepare(dest, *options)
-
-    settings = lines(dest / "settings.txt")
-    assert "tokenizer=moses" in settings and "segmentation=sentencepiece" in settings and "lower=1" in settings
-    model = SentencePieceProcessor(model_file=str(dest / "bpe/sentencepiece.model"))
-    assert model.vocab_size() == OPERATIONS
-    for split in ("train", "valid", "test"):
-        for lang in LANGUAGES:
-            raw, tok, bpe = (lines(dest / f"{stage}/{split}.{lang}") for stage in ("raw", "tok", "bpe"))
-            straight = [line.replace("’", "'") if split == "test" else line for line in raw]
-            assert [line.split() for line in tok] == [
-                re.sub(r"([.,:;!?])", r" \1", line).lower().split() for line in straight
-            ]
-            # As fairseq joins the pieces with --remove-bpe=sentencepiece.
-            glued = [line.replace(" ", "").replace("▁", " ").split() for line in bpe]
-            assert glued == [line.split() for line in tok]
-    assert [pair[0][0] for pair in reading.test] == lines(dest / "raw/test.de")
-    assert (dest / "bin/dict.de.txt").is_file()
-    assert_refused(prepare(dest, *options, "--segmentation", "subword-nmt", check=False), "other settings")
-    tokenizer.write_text('die "the tokenizer is out of order\\n";')
-    assert_refused(prepare(tmp_path / "new", *options, check=False), "out of order", str(tokenizer))
-    assert not (tmp_path / "new/tok").exists() and not list((tmp_path / "new/stages/tok").iterdir())
 
 
 @pytest.mark.parametrize("share", [0.1, 0.99, 1.01], ids=["download", "extraction", "tokenization"])
